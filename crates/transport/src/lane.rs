@@ -1,0 +1,249 @@
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+use crossrail_types::{Head, LaneId};
+
+use crate::Grant;
+
+/// What a lane can do; fixed once it is up.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LaneCaps {
+    /// Payloads up to this many bytes go out in [`Lane::post`] without the lane keeping a reference.
+    pub copies_up_to: usize,
+    /// Largest payload of one frame.
+    pub max_payload: usize,
+    /// Nothing is ever lost while the peer lives (shared memory): no retention, no acknowledgement needed.
+    pub reliable: bool,
+    /// Whether [`Lane::direct`] is there.
+    pub direct: bool,
+}
+
+/// Payload memory that a lane reads from. The memory stays valid until `sink.sent(token)`, or until
+/// [`Grant::revoke`] has returned, whichever is first.
+#[derive(Clone, Debug)]
+pub struct Payload {
+    /// First byte; may dangle when `len` is 0.
+    pub ptr: *const u8,
+    /// Bytes.
+    pub len: usize,
+    /// The same bytes as a range of a memfd, when they are: lets a lane use sendfile.
+    pub file: Option<(RawFd, u64)>,
+    /// Asked before every touch. `None`: the memory outlives the lane's use for certain.
+    pub grant: Option<Arc<Grant>>,
+}
+
+// SAFETY: a Payload is a description; whoever dereferences `ptr` answers for it under the rules above.
+#[allow(unsafe_code)]
+unsafe impl Send for Payload {}
+
+impl Payload {
+    /// No bytes.
+    pub const EMPTY: Payload = Payload { ptr: std::ptr::null(), len: 0, file: None, grant: None };
+}
+
+/// A frame for a lane to carry.
+#[derive(Clone, Debug)]
+pub struct Tx {
+    /// Goes out first, as it is.
+    pub head: Head,
+    /// Goes out next; `payload.len == head.payload_len()`.
+    pub payload: Payload,
+    /// Handed back in [`Sink::sent`].
+    pub token: u64,
+}
+
+/// Where an arriving payload goes.
+#[derive(Debug)]
+pub enum Place {
+    /// Straight there. `len` may be less than the payload (the rest is discarded).
+    Into {
+        /// First byte to write.
+        dst: *mut u8,
+        /// Bytes to write.
+        len: usize,
+        /// Asked before every touch; when it is revoked the rest is read and discarded.
+        grant: Option<Arc<Grant>>,
+        /// Handed back in [`Sink::placed`] once the last byte is there.
+        token: u64,
+    },
+    /// Read it and forget it. `placed` is not called.
+    Discard,
+    /// The peer broke the protocol: the lane fails with [`LaneError::Protocol`] of this text.
+    Refuse(String),
+}
+
+/// The protocol's side of a lane. All calls come from inside [`Lane::poll`], never from `post`.
+pub trait Sink {
+    /// The lane has room: what to carry next? `None`: nothing (or the lane's window is full).
+    fn next(&mut self, lane: LaneId) -> Option<Tx>;
+    /// The lane will not read that payload again. Called once for each `Tx` taken from `next`, and for each
+    /// posted one that was answered [`Post::Held`]; not called for [`Post::Taken`].
+    fn sent(&mut self, lane: LaneId, token: u64);
+    /// A head has arrived; where does its payload go? Called for empty payloads too.
+    fn place(&mut self, lane: LaneId, head: &Head) -> Place;
+    /// The payload of that `Place::Into` is complete.
+    fn placed(&mut self, lane: LaneId, token: u64);
+}
+
+/// Answer to a [`Lane::post`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Post {
+    /// Gone or copied: the payload is free again.
+    Taken,
+    /// Accepted, but the payload is still being read: `sink.sent(token)` follows.
+    Held,
+    /// No room, nothing taken: the lane will ask `sink.next` when there is.
+    Full,
+}
+
+/// Why a lane is no more. Every variant is final: the lane must be dropped.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LaneError {
+    /// The peer closed it or its process is gone.
+    Closed(String),
+    /// The link broke: reset, unreachable, device down, deadline passed.
+    Down(String),
+    /// The peer sent what this lane cannot mean.
+    Protocol(String),
+}
+
+impl std::fmt::Display for LaneError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            LaneError::Closed(why) => write!(f, "closed: {why}"),
+            LaneError::Down(why) => write!(f, "down: {why}"),
+            LaneError::Protocol(why) => write!(f, "protocol violation: {why}"),
+        }
+    }
+}
+
+impl std::error::Error for LaneError {}
+
+/// Running totals of one lane.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LaneStats {
+    /// Bytes written, heads included.
+    pub tx_bytes: u64,
+    /// Bytes read, heads included.
+    pub rx_bytes: u64,
+    /// Bytes that the other end's kernel has acknowledged (TCP_INFO bytes_acked); `tx_bytes` where that means nothing.
+    pub acked_bytes: u64,
+    /// TCP segments sent again (TCP_INFO total_retrans); 0 elsewhere.
+    pub retransmits: u64,
+}
+
+/// One way to one peer.
+pub trait Lane: Send {
+    /// This lane's id.
+    fn id(&self) -> LaneId;
+    /// Its name for people: `shm`, `tcp/eth1`, `tcp/127.0.0.2#1`.
+    fn name(&self) -> &str;
+    /// What it can do.
+    fn caps(&self) -> &LaneCaps;
+
+    /// Carries one frame now if nothing is queued before it. Never blocks, never calls a sink.
+    fn post(&mut self, tx: &Tx) -> Result<Post, LaneError>;
+
+    /// Moves what can move without blocking: takes frames from `sink.next` while there is room, delivers
+    /// what has arrived; about `budget` bytes in each direction. Returns whether anything moved.
+    /// `probe`: look at the wire even where [`Lane::ready`] has said nothing (the caller is spinning).
+    fn poll(&mut self, sink: &mut dyn Sink, budget: usize, probe: bool) -> Result<bool, LaneError>;
+
+    /// What to sleep on (edge-triggered epoll), if anything.
+    fn fd(&self) -> Option<RawFd> {
+        None
+    }
+    /// epoll said so.
+    fn ready(&mut self, _readable: bool, _writable: bool) {}
+    /// The driver is about to sleep on [`Lane::fd`]. False: there is work already, do not.
+    fn arm(&mut self) -> bool {
+        true
+    }
+    /// The driver is awake again.
+    fn disarm(&mut self) {}
+
+    /// Single-copy access to the peer's memory, where the lane has it.
+    fn direct(&mut self) -> Option<&mut dyn Direct> {
+        None
+    }
+
+    /// Totals so far.
+    fn stats(&self) -> LaneStats;
+}
+
+/// How the peer can reach a piece of our memory; opaque to all but the lane that made it.
+pub type Descriptor = [u8; 24];
+
+/// How a direct copy is done, for people and for the cost model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DirectKind {
+    /// Both processes map the memory: one plain copy, no system call.
+    Mapped,
+    /// process_vm_readv / process_vm_writev.
+    Cma,
+}
+
+/// Which way a direct copy goes, seen from here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Copy {
+    /// The peer's memory into ours.
+    Pull,
+    /// Our memory into the peer's.
+    Push,
+}
+
+/// One end's part of a direct copy. Both ends may hold a job for the same `slot`: each claims pieces from the
+/// shared cursor there, so that the two together copy every byte once.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// The shared cursor, made by the sending end with [`Direct::open`]; `None`: this end copies it all.
+    pub slot: Option<u32>,
+    /// Our memory.
+    pub local: *mut u8,
+    /// Theirs.
+    pub remote: Descriptor,
+    /// Bytes in all.
+    pub len: usize,
+    /// Which way.
+    pub copy: Copy,
+    /// Bytes this end has claimed and copied so far (kept by `step`).
+    pub moved: usize,
+}
+
+// SAFETY: as for Payload: a description; `Direct::step` dereferences it under its own contract.
+#[allow(unsafe_code)]
+unsafe impl Send for Job {}
+
+/// What one [`Direct::step`] did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// This end copied so many bytes; more may be left.
+    Moved(usize),
+    /// All is claimed; the other end is still copying its part.
+    Waiting,
+    /// Every byte has been copied, by whichever end.
+    Done,
+    /// This end cannot (the text says why); what it claimed is not copied.
+    Failed(String),
+}
+
+/// Single-copy access to the peer's memory.
+pub trait Direct {
+    /// Says how the peer can reach `len` bytes at `ptr`, and how it would then copy. `None`: it cannot.
+    /// Segments that the peer has not mapped yet are passed to it here.
+    fn describe(&mut self, ptr: *const u8, len: usize) -> Option<(Descriptor, DirectKind)>;
+    /// Whether this end can reach what `remote` describes, and how.
+    fn reach(&mut self, remote: &Descriptor, len: usize) -> Result<DirectKind, String>;
+    /// A shared cursor for a copy of `len` bytes; `None` when all are in use. The sending end owns it.
+    fn open(&mut self, len: usize) -> Option<u32>;
+    /// Copies about `budget` bytes.
+    ///
+    /// # Safety
+    /// `job.local` must be valid for `job.len` bytes, for writing when `job.copy` is `Pull`.
+    #[allow(unsafe_code)]
+    unsafe fn step(&mut self, job: &mut Job, budget: usize) -> Step;
+    /// Stops both ends from claiming more of `slot`; true when no piece is being copied any longer.
+    fn stop(&mut self, slot: u32) -> bool;
+    /// Gives the cursor back. Only its owner, after `Done` or a `stop` that returned true.
+    fn close(&mut self, slot: u32);
+}

@@ -1,0 +1,22 @@
+//! What a link must offer to carry Crossrail traffic.
+//!
+//! A [`Lane`] is one (transport, device, path) to one peer. It carries *frames*: a 32-byte
+//! [`Head`] and `payload_len` bytes. It knows nothing of messages or transfers: when it has room it
+//! asks its [`Sink`] what to carry next, when a head has come in it asks where the payload goes,
+//! and it moves the bytes from and to exactly there.
+//!
+//! ```text
+//! out:  sink.next() -> Tx          lane writes head and payload        sink.sent(token)
+//! in:   lane reads a head          sink.place(head) -> Place           sink.placed(token)
+//! ```
+//!
+//! Thread rule: a lane is driven by one thread at a time (`&mut self`), any thread.
+
+mod grant;
+mod lane;
+
+pub use grant::{Grant, GrantUse};
+pub use lane::{
+    Copy, Descriptor, Direct, DirectKind, Job, Lane, LaneCaps, LaneError, LaneStats, Payload, Place, Post, Sink, Step,
+    Tx,
+};
