@@ -1,0 +1,203 @@
+use super::*;
+
+fn from(pairs: &[(&str, &str)]) -> Result<Settings> {
+    Settings::from_iter(pairs.iter().copied())
+}
+
+fn names(list: &[&str]) -> Vec<String> {
+    list.iter().map(|name| (*name).to_owned()).collect()
+}
+
+#[test]
+fn an_empty_environment_gives_the_defaults() {
+    let settings = from(&[("PATH", "/bin"), ("crossrail_tls", "nonsense")]).unwrap();
+    assert_eq!(settings.tls, Filter::All);
+    assert_eq!(settings.net_devices, Filter::All);
+    assert_eq!(settings.control_device, None);
+    assert_eq!(settings.chunk, 2 << 20);
+    assert_eq!(settings.window, 16);
+    assert_eq!(settings.channels, 1);
+    assert_eq!(settings.io_threads, IoThreads::Auto);
+    assert_eq!(settings.timeout, Duration::from_secs(30));
+    assert!(settings.secret.is_none() && settings.secret_file.is_none());
+    assert_eq!(settings.log, LogLevel::Warn);
+    settings.check().unwrap();
+}
+
+#[test]
+fn every_setting_is_read() {
+    let settings = from(&[
+        ("CROSSRAIL_TLS", "shm,tcp"),
+        ("CROSSRAIL_NET_DEVICES", "^eth0, eth5"),
+        ("CROSSRAIL_CONTROL_DEVICE", "eth0"),
+        ("CROSSRAIL_CHUNK", "512K"),
+        ("CROSSRAIL_WINDOW", "32"),
+        ("CROSSRAIL_CHANNELS", "4"),
+        ("CROSSRAIL_IO_THREADS", "2"),
+        ("CROSSRAIL_TIMEOUT", "1.5"),
+        ("CROSSRAIL_SECRET", "hunter2"),
+        ("CROSSRAIL_LOG", "debug"),
+    ])
+    .unwrap();
+    assert_eq!(settings.tls, Filter::Only(names(&["shm", "tcp"])));
+    assert_eq!(settings.net_devices, Filter::Except(names(&["eth0", "eth5"])));
+    assert_eq!(settings.control_device.as_deref(), Some("eth0"));
+    assert_eq!((settings.chunk, settings.window, settings.channels), (512 << 10, 32, 4));
+    assert_eq!(settings.io_threads, IoThreads::Count(2));
+    assert_eq!(settings.timeout, Duration::from_millis(1500));
+    assert_eq!(settings.secret.as_ref().map(Secret::expose), Some(&b"hunter2"[..]));
+    assert_eq!(settings.log, LogLevel::Debug);
+    settings.check().unwrap();
+    let settings = from(&[("CROSSRAIL_SECRET_FILE", "/etc/secret")]).unwrap();
+    assert_eq!(settings.secret_file, Some(PathBuf::from("/etc/secret")));
+}
+
+#[test]
+fn a_bad_value_names_setting_value_and_accepted_form() {
+    for (name, value, form) in [
+        ("CROSSRAIL_TLS", "rdma", "known: self, shm, tcp"),
+        ("CROSSRAIL_TLS", "^shm,rdma", "known: self, shm, tcp"),
+        ("CROSSRAIL_TLS", "", "`all`"),
+        ("CROSSRAIL_TLS", "shm,^tcp", "`^tcp`"),
+        ("CROSSRAIL_TLS", "shm,shm", "twice"),
+        ("CROSSRAIL_TLS", "all,shm", "`all`"),
+        ("CROSSRAIL_TLS", "^all", "`all`"),
+        ("CROSSRAIL_TLS", "SHM", "known: self, shm, tcp"),
+        ("CROSSRAIL_NET_DEVICES", "eth1,,eth2", "eth1,eth2"),
+        ("CROSSRAIL_NET_DEVICES", "127.0.0.2,127.0.0.2", "names 127.0.0.2 twice"),
+        ("CROSSRAIL_NET_DEVICES", "^", "^eth0"),
+        ("CROSSRAIL_CONTROL_DEVICE", "eth0,eth1", "one interface"),
+        ("CROSSRAIL_CONTROL_DEVICE", " ", "one interface"),
+        ("CROSSRAIL_CHUNK", "2MB", "4K to 1G"),
+        ("CROSSRAIL_CHUNK", "4095", "4K to 1G"),
+        ("CROSSRAIL_CHUNK", "2G", "4K to 1G"),
+        ("CROSSRAIL_CHUNK", "many \" quotes \" x", "4K to 1G"),
+        ("CROSSRAIL_WINDOW", "0", "1 to 1024"),
+        ("CROSSRAIL_WINDOW", "1025", "1 to 1024"),
+        ("CROSSRAIL_WINDOW", "-1", "1 to 1024"),
+        ("CROSSRAIL_WINDOW", "16.0", "1 to 1024"),
+        ("CROSSRAIL_CHANNELS", "65", "1 to 64"),
+        ("CROSSRAIL_IO_THREADS", "0", "`auto`"),
+        ("CROSSRAIL_IO_THREADS", "Auto", "`auto`"),
+        ("CROSSRAIL_TIMEOUT", "0", "1ms to 24h"),
+        ("CROSSRAIL_TIMEOUT", "25h", "1ms to 24h"),
+        ("CROSSRAIL_TIMEOUT", "soon", "500ms"),
+        ("CROSSRAIL_SECRET_FILE", "", "a path"),
+        ("CROSSRAIL_LOG", "verbose", "`info`"),
+    ] {
+        let error = from(&[(name, value)]).unwrap_err();
+        let text = error.to_string();
+        assert_eq!(error.kind, ErrorKind::Config);
+        assert!(text.starts_with(&format!("{name}: {value:?} ")), "{text}");
+        assert!(text.contains(form), "{text} lacks {form}");
+    }
+}
+
+#[test]
+fn an_unknown_setting_is_an_error_with_the_nearest_name() {
+    for (wrong, right) in [
+        ("CROSSRAIL_TSL", "CROSSRAIL_TLS"),
+        ("CROSSRAIL_NET_DEVICE", "CROSSRAIL_NET_DEVICES"),
+        ("CROSSRAIL_CHUNK_SIZE", "CROSSRAIL_CHUNK"),
+        ("CROSSRAIL_LOGLEVEL", "CROSSRAIL_LOG"),
+    ] {
+        let error = from(&[(wrong, "1")]).unwrap_err();
+        assert_eq!((error.kind, error.operation.as_str()), (ErrorKind::Config, wrong));
+        assert!(error.to_string().contains(&format!("did you mean {right}?")), "{error}");
+    }
+    // A field's name is for code: in the environment it is just another unknown.
+    assert!(from(&[("CROSSRAIL_", "1")]).is_err());
+    assert!(from(&[("CROSSRAIL_chunk", "1")]).is_err());
+}
+
+#[test]
+fn two_secrets_are_one_too_many() {
+    let both = [("CROSSRAIL_SECRET", "a"), ("CROSSRAIL_SECRET_FILE", "/b")];
+    assert!(from(&both).unwrap_err().to_string().contains("CROSSRAIL_SECRET_FILE"));
+}
+
+#[test]
+fn a_secret_is_never_shown() {
+    let settings = from(&[("CROSSRAIL_SECRET", "hunter2")]).unwrap();
+    assert!(!format!("{settings:?} {:?}", settings.shown()).contains("hunter2"));
+    let error = from(&[("CROSSRAIL_SECRET", "")]).unwrap_err();
+    assert!(error.to_string().starts_with("CROSSRAIL_SECRET: value is empty"), "{error}");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_value_that_is_not_utf8_is_an_error() {
+    use std::os::unix::ffi::OsStringExt;
+    let value = OsString::from_vec(vec![0xff, 0xfe]);
+    let error = Settings::from_os([(OsString::from("CROSSRAIL_LOG"), value)]).unwrap_err();
+    assert!(error.to_string().contains("UTF-8"), "{error}");
+}
+
+#[test]
+fn values_set_in_code_are_checked_too() {
+    let base = Settings::default;
+    assert!(Settings { chunk: 1, ..base() }.check().unwrap_err().to_string().contains("4K to 1G"));
+    assert!(Settings { window: 0, ..base() }.check().is_err());
+    assert!(Settings { timeout: Duration::ZERO, ..base() }.check().is_err());
+    assert!(Settings { timeout: Duration::from_nanos(1_500_000_001), ..base() }.check().is_ok());
+    assert!(Settings { tls: Filter::Only(names(&["rdma"])), ..base() }.check().is_err());
+    assert!(Settings { tls: Filter::Only(Vec::new()), ..base() }.check().is_err());
+    assert!(Settings { io_threads: IoThreads::Count(0), ..base() }.check().is_err());
+}
+
+#[test]
+fn set_takes_variable_or_field_and_leaves_the_rest_alone() {
+    let mut settings = Settings::default();
+    settings.set("chunk", "4M").unwrap();
+    settings.set("CROSSRAIL_WINDOW", "8").unwrap();
+    assert_eq!((settings.chunk, settings.window), (4 << 20, 8));
+    assert!(settings.set("chunk", "x").is_err());
+    assert_eq!(settings.chunk, 4 << 20);
+    assert!(settings.set("chunks", "4M").unwrap_err().to_string().contains("did you mean"));
+}
+
+#[test]
+fn filters_allow_what_they_say() {
+    let only = Filter::Only(names(&["shm"]));
+    let except = Filter::Except(names(&["shm"]));
+    assert!(Filter::All.allows("shm"));
+    assert!(only.allows("shm") && !only.allows("tcp"));
+    assert!(!except.allows("shm") && except.allows("tcp"));
+}
+
+#[test]
+fn what_is_shown_reads_back() {
+    let pairs = [
+        ("CROSSRAIL_TLS", "^tcp"),
+        ("CROSSRAIL_NET_DEVICES", "127.0.0.1,127.0.0.2"),
+        ("CROSSRAIL_CHUNK", "64K"),
+        ("CROSSRAIL_IO_THREADS", "3"),
+        ("CROSSRAIL_TIMEOUT", "250ms"),
+        ("CROSSRAIL_LOG", "off"),
+    ];
+    let shown = from(&pairs).unwrap().shown();
+    for (name, value) in pairs {
+        assert!(shown.contains(&(name, Some(value.to_owned()))), "{name}");
+    }
+    let again: Vec<_> = shown.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
+    let settings = Settings::from_iter(again.iter().map(|(name, value)| (*name, value.as_str()))).unwrap();
+    assert_eq!(settings.timeout, Duration::from_millis(250));
+}
+
+#[test]
+fn the_reference_covers_every_setting() {
+    let reference = Settings::reference();
+    assert_eq!(reference.len(), Settings::NAMES.len());
+    for (info, name) in reference.iter().zip(Settings::NAMES) {
+        assert_eq!(info.name, *name);
+        assert_eq!(info.field.to_uppercase(), name[PREFIX.len()..]);
+        assert!(info.doc.ends_with('.') && !info.accepts.is_empty(), "{info:?}");
+    }
+    let chunk = reference.iter().find(|info| info.field == "chunk").unwrap();
+    assert_eq!(chunk.default.as_deref(), Some("2M"));
+}
+
+#[test]
+fn levels_are_ordered() {
+    assert!(LogLevel::Off < LogLevel::Error && LogLevel::Warn < LogLevel::Info && LogLevel::Info < LogLevel::Debug);
+}
