@@ -256,7 +256,7 @@ impl Settings {
     ///
     /// # Errors
     /// As [`Settings::from_env`].
-    pub fn from_iter<N: AsRef<str>, V: AsRef<str>>(pairs: impl IntoIterator<Item = (N, V)>) -> Result<Settings> {
+    pub fn from_pairs<N: AsRef<str>, V: AsRef<str>>(pairs: impl IntoIterator<Item = (N, V)>) -> Result<Settings> {
         let pairs = pairs.into_iter().map(|(name, value)| (name.as_ref().into(), value.as_ref().into()));
         Settings::from_os(pairs)
     }
@@ -361,7 +361,7 @@ const TIMEOUT: Form<Duration> = Form {
 const IO_THREADS: Form<IoThreads> = Form {
     parse: |text| match text.trim() {
         "auto" => Ok(IoThreads::Auto),
-        number => (COUNT::<1, 256>().parse)(number).map(IoThreads::Count),
+        number => (count_form::<1, 256>().parse)(number).map(IoThreads::Count),
     },
     show: |threads| {
         Some(match threads {
@@ -389,8 +389,7 @@ const LOG: Form<LogLevel> = Form {
     show: |level| Some(level.to_string()),
 };
 
-#[allow(non_snake_case)] // reads as the constants above, which cannot be generic
-const fn COUNT<const MIN: u32, const MAX: u32>() -> Form<u32> {
+const fn count_form<const MIN: u32, const MAX: u32>() -> Form<u32> {
     Form {
         parse: |text| match text.trim().parse::<u32>() {
             Ok(count) if (MIN..=MAX).contains(&count) => Ok(count),
@@ -421,10 +420,10 @@ settings! {
         "CROSSRAIL_CHUNK" accepts "a size from 4K to 1G" as CHUNK;
     /// How many chunks a lane may have outstanding.
     window: u32 = 16,
-        "CROSSRAIL_WINDOW" accepts "a number from 1 to 1024" as COUNT::<1, 1024>();
+        "CROSSRAIL_WINDOW" accepts "a number from 1 to 1024" as count_form::<1, 1024>();
     /// Connections per rail.
     channels: u32 = 1,
-        "CROSSRAIL_CHANNELS" accepts "a number from 1 to 64" as COUNT::<1, 64>();
+        "CROSSRAIL_CHANNELS" accepts "a number from 1 to 64" as count_form::<1, 64>();
     /// Threads that move bytes over the network.
     io_threads: IoThreads = IoThreads::Auto,
         "CROSSRAIL_IO_THREADS" accepts "`auto`, or a number from 1 to 256" as IO_THREADS;

@@ -1,7 +1,7 @@
 use super::*;
 
 fn from(pairs: &[(&str, &str)]) -> Result<Settings> {
-    Settings::from_iter(pairs.iter().copied())
+    Settings::from_pairs(pairs.iter().copied())
 }
 
 fn names(list: &[&str]) -> Vec<String> {
@@ -180,7 +180,7 @@ fn what_is_shown_reads_back() {
         assert!(shown.contains(&(name, Some(value.to_owned()))), "{name}");
     }
     let again: Vec<_> = shown.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
-    let settings = Settings::from_iter(again.iter().map(|(name, value)| (*name, value.as_str()))).unwrap();
+    let settings = Settings::from_pairs(again.iter().map(|(name, value)| (*name, value.as_str()))).unwrap();
     assert_eq!(settings.timeout, Duration::from_millis(250));
 }
 
