@@ -1,0 +1,128 @@
+use std::path::Path;
+
+use crate::Nic;
+use crate::tree::{Tree, link_name, names, natural, number, pci_path, text};
+
+const NVIDIA: i64 = 0x10de;
+const DISPLAY_CLASS: i64 = 0x03;
+
+/// An NVIDIA GPU on the PCI bus, whether or not anything can use it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GpuSeen {
+    /// The PCI address: `0000:3b:00.0`.
+    pub pci: String,
+    /// The PCI devices from the host bridge down to the GPU.
+    pub pci_path: Vec<String>,
+    /// The PCI device number.
+    pub device: u32,
+    /// The NUMA node it hangs on.
+    pub numa_node: Option<u32>,
+    /// The kernel driver bound to it: `nvidia`, `vfio-pci`, none.
+    pub driver: Option<String>,
+    /// The name that the NVIDIA driver gives it.
+    pub model: Option<String>,
+}
+
+/// How far a network device is from a GPU, nearest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Distance {
+    /// Below the same PCI switch or root port: traffic need not pass the host bridge.
+    SameSwitch,
+    /// Under the same host bridge or NUMA node.
+    SameNuma,
+    /// On different NUMA nodes.
+    Across,
+    /// The machine does not say (virtual machines often hide it).
+    Unknown,
+}
+
+/// How far `nic` is from `gpu`, by their places on the PCI bus and their NUMA nodes.
+pub fn distance(nic: &Nic, gpu: &GpuSeen) -> Distance {
+    let shared = nic.pci_path.iter().zip(&gpu.pci_path).take_while(|(a, b)| a == b).count();
+    match (shared, nic.numa_node, gpu.numa_node) {
+        (2.., ..) => Distance::SameSwitch,
+        (_, Some(a), Some(b)) if a == b => Distance::SameNuma,
+        (_, Some(_), Some(_)) => Distance::Across,
+        (1, ..) => Distance::SameNuma,
+        _ => Distance::Unknown,
+    }
+}
+
+impl Tree {
+    /// The NVIDIA GPUs on the PCI bus, by address.
+    pub fn gpus(&self) -> Vec<GpuSeen> {
+        let bus = self.sys.join("bus/pci/devices");
+        names(&bus).into_iter().filter_map(|pci| self.gpu(&bus.join(&pci), pci)).collect()
+    }
+
+    fn gpu(&self, device: &Path, pci: String) -> Option<GpuSeen> {
+        if number(&device.join("vendor"))? != NVIDIA || number(&device.join("class"))? >> 16 != DISPLAY_CLASS {
+            return None;
+        }
+        let information = text(&self.proc.join("driver/nvidia/gpus").join(&pci).join("information"));
+        let model = information
+            .as_deref()
+            .and_then(|text| text.lines().find_map(|line| Some(line.strip_prefix("Model:")?.trim().to_owned())));
+        Some(GpuSeen {
+            pci_path: pci_path(device),
+            device: natural(&device.join("device"))?,
+            numa_node: natural(&device.join("numa_node")),
+            driver: link_name(&device.join("driver")),
+            model,
+            pci,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Fake;
+
+    fn put(fake: &Fake, path: &str, vendor: &str, class: &str, numa: &str) {
+        let real = format!("devices/{path}");
+        for (name, text) in [("vendor", vendor), ("class", class), ("device", "0x2335"), ("numa_node", numa)] {
+            fake.file(&format!("{real}/{name}"), text);
+        }
+        fake.link(&format!("bus/pci/devices/{}", path.rsplit('/').next().unwrap()), &real);
+    }
+
+    #[test]
+    fn only_nvidia_display_devices_are_gpus() {
+        let fake = Fake::new();
+        put(&fake, "pci0000:80/0000:80:01.0/0000:81:00.0", "0x10de", "0x030200", "1");
+        put(&fake, "pci0000:00/0000:00:01.0/0000:01:00.0", "0x10de", "0x030000", "-1");
+        put(&fake, "pci0000:00/0000:00:01.0/0000:01:00.1", "0x10de", "0x040300", "0"); // its sound function
+        put(&fake, "pci0000:00/0000:00:02.0", "0x1a03", "0x030000", "0"); // another vendor's
+        fake.proc_file("driver/nvidia/gpus/0000:81:00.0/information", "Model: \t\t NVIDIA H200\nIRQ: 55\n");
+        let gpus = fake.tree().gpus();
+        assert_eq!(gpus.iter().map(|gpu| gpu.pci.as_str()).collect::<Vec<_>>(), ["0000:01:00.0", "0000:81:00.0"]);
+        assert_eq!((gpus[0].numa_node, gpus[1].numa_node), (None, Some(1)));
+        assert_eq!((gpus[1].model.as_deref(), gpus[1].device), (Some("NVIDIA H200"), 0x2335));
+        assert_eq!(gpus[1].driver, None);
+        assert_eq!(gpus[1].pci_path, ["pci0000:80", "0000:80:01.0", "0000:81:00.0"]);
+    }
+
+    #[test]
+    fn no_bus_no_gpus() {
+        assert_eq!(Fake::new().tree().gpus(), []);
+    }
+
+    #[test]
+    fn distances() {
+        let path = |text: &str| text.split('/').filter(|part| !part.is_empty()).map(str::to_owned).collect::<Vec<_>>();
+        let far = |nic: (&str, Option<u32>), gpu: (&str, Option<u32>)| {
+            let nic = Nic { pci_path: path(nic.0), numa_node: nic.1, ..Nic::default() };
+            distance(&nic, &GpuSeen { pci_path: path(gpu.0), numa_node: gpu.1, ..GpuSeen::default() })
+        };
+        let gpu = ("pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:00.0", Some(0));
+        assert_eq!(far(("pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:01.0", Some(0)), gpu), Distance::SameSwitch);
+        assert_eq!(far(("pci0000:00/0000:00:07.0/0000:09:00.0", Some(0)), gpu), Distance::SameNuma);
+        assert_eq!(far(("pci0000:40/0000:40:01.0", Some(0)), gpu), Distance::SameNuma);
+        assert_eq!(far(("pci0000:80/0000:80:01.0", Some(1)), gpu), Distance::Across);
+        assert_eq!(far(("pci0000:00/0000:00:07.0", None), gpu), Distance::SameNuma);
+        assert_eq!(far(("pci0000:80/0000:80:01.0", None), gpu), Distance::Unknown);
+        assert_eq!(far(("", None), gpu), Distance::Unknown);
+        assert!(Distance::SameSwitch < Distance::SameNuma && Distance::SameNuma < Distance::Across);
+    }
+}
