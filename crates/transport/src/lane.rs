@@ -20,6 +20,10 @@ pub struct LaneCaps {
 
 /// Payload memory that a lane reads from. The memory stays valid until `sink.sent(token)`, or until
 /// [`Grant::revoke`] has returned, whichever is first.
+///
+/// A lane that is not [`LaneCaps::reliable`] may go on referring to the *pages* after `sent` (zero-copy sends), so
+/// what came from [`Sink::next`] must stay unmodified until the peer has acknowledged it at protocol level. After a
+/// revocation the peer may receive anything in that payload's place, of the announced length.
 #[derive(Clone, Debug)]
 pub struct Payload {
     /// First byte; may dangle when `len` is 0.
@@ -72,6 +76,10 @@ pub enum Place {
     Refuse(String),
 }
 
+// SAFETY: as for Payload: a description; whoever dereferences `dst` answers for it.
+#[allow(unsafe_code)]
+unsafe impl Send for Place {}
+
 /// The protocol's side of a lane. All calls come from inside [`Lane::poll`], never from `post`.
 pub trait Sink {
     /// The lane has room: what to carry next? `None`: nothing (or the lane's window is full).
@@ -81,7 +89,7 @@ pub trait Sink {
     fn sent(&mut self, lane: LaneId, token: u64);
     /// A head has arrived; where does its payload go? Called for empty payloads too.
     fn place(&mut self, lane: LaneId, head: &Head) -> Place;
-    /// The payload of that `Place::Into` is complete.
+    /// The payload of that `Place::Into` is complete. Not called once its grant was revoked.
     fn placed(&mut self, lane: LaneId, token: u64);
 }
 

@@ -12,8 +12,11 @@
 //!
 //! Thread rule: a lane is driven by one thread at a time (`&mut self`), any thread.
 
+#[cfg(any(test, feature = "conformance"))]
+pub mod conformance;
 mod grant;
 mod lane;
+pub mod loopback;
 
 pub use grant::{Grant, GrantUse};
 pub use lane::{

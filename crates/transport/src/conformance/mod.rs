@@ -1,0 +1,305 @@
+//! What every backend must do, as one suite that every backend's own tests run.
+//!
+//! ```ignore
+//! crossrail_transport::conformance::run("tcp", &mut || connected_pair());
+//! ```
+//!
+//! A failure panics with the backend's name, the check's name and what was seen. A check that a lane
+//! cannot take part in (no descriptor to sleep on) is skipped with a line on stderr.
+
+mod harness;
+
+use std::sync::Arc;
+
+use crate::{Grant, Lane, LaneError, Post};
+use harness::{DISCARD, End, GRANTED, PLAIN, REFUSE, SHORT, drive, frame, pattern};
+
+/// Payloads are cut to this size even where a lane would carry more, to keep the suite short.
+const LARGEST: usize = 8 << 20;
+
+type MakePair<'a> = &'a mut dyn FnMut() -> (Box<dyn Lane>, Box<dyn Lane>);
+
+/// Runs every check on fresh pairs of connected lanes.
+///
+/// # Panics
+/// When a check fails.
+pub fn run(name: &str, make_pair: MakePair<'_>) {
+    let checks: [(&str, fn(End, End)); 14] = [
+        ("says what it is", says_what_it_is),
+        ("order and sizes", order_and_sizes),
+        ("small budgets", small_budgets),
+        ("budget is kept", budget_is_kept),
+        ("post", post),
+        ("post of a large payload", post_large),
+        ("short and discarded places", short_and_discarded),
+        ("refuse", refuse),
+        ("receive grant revoked midway", receive_grant_revoked),
+        ("receive grant revoked by another thread", receive_grant_revoked_by_thread),
+        ("send grant revoked", send_grant_revoked),
+        ("close delivers what came before", close_delivers),
+        ("close inside a frame", close_inside_frame),
+        ("sleep and wake", sleep_and_wake),
+    ];
+    for (check, body) in checks {
+        let (a, b) = make_pair();
+        let label = format!("{name}: {check}");
+        body(End::new(a, format!("{label}: a")), End::new(b, format!("{label}: b")));
+    }
+}
+
+fn cap(end: &End, len: usize) -> usize {
+    len.min(end.lane.caps().max_payload)
+}
+
+fn says_what_it_is(a: End, b: End) {
+    for end in [&a, &b] {
+        assert!(!end.lane.name().is_empty(), "{}: no name", end.label);
+        let caps = end.lane.caps();
+        assert!(caps.max_payload >= 64 * 1024, "{}: max_payload {}", end.label, caps.max_payload);
+        assert!(caps.copies_up_to <= caps.max_payload, "{}: {caps:?}", end.label);
+        let stats = end.lane.stats();
+        assert_eq!((stats.tx_bytes, stats.rx_bytes), (0, 0), "{}: bytes before any frame", end.label);
+    }
+    assert_eq!(a.lane.caps(), b.lane.caps(), "{}: the two ends differ", a.label);
+}
+
+fn sizes(end: &End) -> Vec<usize> {
+    let largest = cap(end, LARGEST);
+    let copies = end.lane.caps().copies_up_to;
+    let mut sizes: Vec<usize> = (0..40).chain([63, 64, 65, 1000, 4095, 4096, 4097, 16384]).collect();
+    sizes.extend([copies.saturating_sub(1), copies, copies + 1, 65535, 65536, 65537, 1 << 20, largest, 3, 0, 1]);
+    sizes.iter().map(|size| cap(end, *size)).collect()
+}
+
+fn order_and_sizes(mut a: End, mut b: End) {
+    let sizes = sizes(&a);
+    for (seq, len) in sizes.iter().enumerate() {
+        a.queue(PLAIN, seq as u32, *len);
+        b.queue(PLAIN, 1000 + seq as u32, *len);
+    }
+    let count = sizes.len();
+    drive(&mut a, &mut b, 1 << 20, |a, b| a.is_through(count) && b.is_through(count));
+    let wire: usize = sizes.iter().map(|len| len + crossrail_types::HEAD_LEN).sum();
+    for (end, first) in [(&a, 1000), (&b, 0)] {
+        end.expect_intact(first, &sizes);
+        let stats = end.lane.stats();
+        assert_eq!((stats.tx_bytes, stats.rx_bytes), (wire as u64, wire as u64), "{}: {stats:?}", end.label);
+        assert!(stats.acked_bytes <= stats.tx_bytes, "{}: {stats:?}", end.label);
+    }
+}
+
+fn small_budgets(mut a: End, mut b: End) {
+    let sizes = [300_000, 0, 5, 70_000, 32];
+    for (seq, len) in sizes.iter().enumerate() {
+        a.queue(PLAIN, seq as u32, cap(&a, *len));
+    }
+    drive(&mut a, &mut b, 1, |a, b| a.all_sent() && b.is_through(sizes.len()));
+    b.expect_intact(0, &sizes.map(|len| cap(&a, len)));
+}
+
+fn budget_is_kept(mut a: End, mut b: End) {
+    const BUDGET: usize = 64 * 1024;
+    for seq in 0..512 {
+        a.queue(PLAIN, seq, 16 * 1024);
+    }
+    drive(&mut a, &mut b, BUDGET, |a, b| {
+        for end in [&a, &b] {
+            assert!(end.most_in_one_poll <= BUDGET + (256 << 10), "{}: {}", end.label, end.most_in_one_poll);
+        }
+        a.all_sent() && b.is_through(512)
+    });
+    b.expect_intact(0, &[16 * 1024; 512]);
+}
+
+fn post(mut a: End, mut b: End) {
+    let copies = a.lane.caps().copies_up_to;
+    let sizes = [0, 8, 1000.min(copies), copies];
+    let (mut sent, mut bytes) = (Vec::new(), 0);
+    loop {
+        let len = sizes[sent.len() % sizes.len()];
+        let mut payload = pattern(sent.len() as u32, len);
+        match a.lane.post(&frame(PLAIN, sent.len() as u32, &payload)) {
+            Ok(Post::Taken) => sent.push(len),
+            Ok(Post::Full) => break,
+            other => panic!("{}: a post of {len} bytes gave {other:?}", a.label),
+        }
+        payload.fill(0xEE); // Taken: it is ours again
+        bytes += len;
+        assert!(bytes < 1 << 30, "{}: never full", a.label);
+    }
+    assert!(!sent.is_empty(), "{}: full from the start", a.label);
+    a.queue(PLAIN, sent.len() as u32, 77);
+    sent.push(77);
+    drive(&mut a, &mut b, 1 << 20, |a, b| a.all_sent() && b.is_through(sent.len()));
+    b.expect_intact(0, &sent);
+    let again = a.lane.post(&frame(PLAIN, sent.len() as u32, &[]));
+    assert_eq!(again, Ok(Post::Taken), "{}: no room after everything went out", a.label);
+    sent.push(0);
+    drive(&mut a, &mut b, 1 << 20, |_, b| b.is_through(sent.len()));
+    assert_eq!(a.tokens_sent(), 1, "{}: sent() for posts that were Taken", a.label);
+}
+
+fn post_large(mut a: End, mut b: End) {
+    let len = cap(&a, LARGEST);
+    let payload = pattern(0, len);
+    let mut tx = frame(PLAIN, 0, &payload);
+    tx.token = 4242;
+    let answer = a.lane.post(&tx).expect("a fresh lane takes a post");
+    a.queue(PLAIN, if answer == Post::Full { 0 } else { 1 }, 500);
+    let (count, sent) = match answer {
+        Post::Full => (1, 1),
+        Post::Taken => (2, 1),
+        Post::Held => (2, 2),
+    };
+    drive(&mut a, &mut b, 1 << 20, |a, b| a.tokens_sent() >= sent && b.is_through(count));
+    assert_eq!(a.tokens_sent(), sent, "{}: {answer:?}", a.label);
+    let sizes = [len, 500];
+    b.expect_intact(0, &sizes[2 - count..]);
+    drop(payload);
+}
+
+fn short_and_discarded(mut a: End, mut b: End) {
+    let kinds = [(SHORT, 10), (PLAIN, 10), (DISCARD, 100_000), (DISCARD, 0), (SHORT, 1 << 20), (PLAIN, 3), (SHORT, 1)];
+    for (seq, (kind, len)) in kinds.iter().enumerate() {
+        a.queue(*kind, seq as u32, cap(&a, *len));
+    }
+    drive(&mut a, &mut b, 1 << 20, |a, b| a.all_sent() && b.heads() == kinds.len() && b.all_placed());
+    for (seq, (kind, len)) in kinds.iter().enumerate() {
+        match *kind {
+            DISCARD => b.expect_untouched(seq),
+            _ => b.expect_prefix(seq, seq as u32, cap(&a, *len)),
+        }
+    }
+}
+
+fn refuse(mut a: End, mut b: End) {
+    a.queue(PLAIN, 0, 10);
+    a.queue(REFUSE, 1, 10);
+    match b.poll_against(&mut a) {
+        LaneError::Protocol(why) => assert!(why.contains(harness::REFUSAL), "{}: {why}", b.label),
+        other => panic!("{}: refused, yet {other:?}", b.label),
+    }
+    b.expect_intact(0, &[10]);
+}
+
+fn receive_grant_revoked(mut a: End, mut b: End) {
+    let len = cap(&a, LARGEST);
+    let grant = Arc::new(Grant::default());
+    b.sink.grant = Some(Arc::clone(&grant));
+    a.queue(GRANTED, 0, len);
+    a.queue(PLAIN, 1, 100);
+    drive(&mut a, &mut b, 16 * 1024, |_, b| b.heads() == 1);
+    assert!(!b.is_through(1), "{}: {len} bytes in one poll of 16 KiB", b.label);
+    grant.revoke();
+    b.poison(0);
+    drive(&mut a, &mut b, 1 << 20, |a, b| a.all_sent() && b.heads() == 2 && b.is_placed(1));
+    b.expect_poisoned(0);
+    b.expect_prefix(1, 1, 100);
+}
+
+fn receive_grant_revoked_by_thread(mut a: End, mut b: End) {
+    let len = cap(&a, 4 << 20);
+    for round in 0..20 {
+        let grant = Arc::new(Grant::default());
+        b.sink.grant = Some(Arc::clone(&grant));
+        let at = b.heads();
+        a.queue(GRANTED, 2 * round, len);
+        a.queue(PLAIN, 2 * round + 1, 9);
+        drive(&mut a, &mut b, 16 * 1024, |_, b| b.heads() > at);
+        let revoker = std::thread::spawn(move || {
+            for _ in 0..round {
+                std::thread::yield_now();
+            }
+            grant.revoke();
+        });
+        while !revoker.is_finished() {
+            a.step(64 * 1024);
+            b.step(64 * 1024);
+        }
+        revoker.join().expect("revoke does not panic");
+        b.poison(at);
+        drive(&mut a, &mut b, 1 << 20, |_, b| b.heads() == at + 2 && b.is_placed(at + 1));
+        b.expect_poisoned(at);
+        b.expect_prefix(at + 1, 2 * round + 1, 9);
+    }
+}
+
+fn send_grant_revoked(mut a: End, mut b: End) {
+    let len = cap(&a, LARGEST);
+    let grant = Arc::new(Grant::default());
+    a.queue_granted(0, len, &grant);
+    a.queue(PLAIN, 1, 100);
+    a.queue_granted(2, cap(&a, 1000), &grant);
+    a.queue(PLAIN, 3, 100);
+    while a.step(1 << 20) {}
+    grant.revoke();
+    a.poison_queued(0);
+    drive(&mut a, &mut b, 1 << 20, |a, b| a.all_sent() && b.is_through(4));
+    b.expect_prefix(1, 1, 100);
+    b.expect_prefix(3, 3, 100);
+}
+
+fn close_delivers(mut a: End, mut b: End) {
+    for seq in 0..20 {
+        a.queue(PLAIN, seq, 1000);
+    }
+    while !a.all_sent() {
+        a.step(1 << 20);
+    }
+    drop(a);
+    match b.poll_to_the_end() {
+        LaneError::Closed(_) => {}
+        other => panic!("{}: closed by the peer, yet {other:?}", b.label),
+    }
+    b.expect_intact(0, &[1000; 20]);
+}
+
+fn close_inside_frame(mut a: End, mut b: End) {
+    a.queue(PLAIN, 0, 10);
+    a.queue(PLAIN, 1, cap(&a, LARGEST));
+    drive(&mut a, &mut b, 16 * 1024, |_, b| b.heads() == 2);
+    assert!(!b.is_placed(1), "{}: a large frame in one poll of 16 KiB", b.label);
+    drop(a);
+    b.poll_to_the_end();
+    b.expect_prefix(0, 0, 10);
+}
+
+fn sleep_and_wake(mut a: End, mut b: End) {
+    if a.lane.fd().is_none() || b.lane.fd().is_none() {
+        eprintln!("{}: skipped: no descriptor to sleep on", a.label);
+        return;
+    }
+    const ROUNDS: usize = 500;
+    const BULK: usize = 16;
+    let large = cap(&a, 1 << 20);
+    let play = |end: &mut End, opens: bool| {
+        end.watch();
+        if opens {
+            end.queue(PLAIN, 0, 8);
+        }
+        let mut answered = 0;
+        end.sleep_until(|end| {
+            while answered < end.heads() && end.is_placed(answered) {
+                answered += 1;
+                if answered < ROUNDS || (answered == ROUNDS && !opens) {
+                    end.queue(PLAIN, answered as u32, 8);
+                }
+            }
+            answered == ROUNDS && end.all_sent()
+        });
+        for seq in 0..BULK {
+            end.queue(PLAIN, seq as u32, large);
+        }
+        end.sleep_until(|end| end.is_through(ROUNDS + BULK) && end.all_sent());
+        for seq in 0..BULK {
+            end.expect_prefix(ROUNDS + seq, seq as u32, large);
+        }
+    };
+    // Both stay open until both are through: a close would wake the other by itself.
+    std::thread::scope(|scope| {
+        scope.spawn(|| play(&mut b, false));
+        play(&mut a, true);
+    });
+    drop(a);
+    b.sleep_until_error();
+}
