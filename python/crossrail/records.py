@@ -1,0 +1,145 @@
+"""The plain records that Crossrail returns, typed. GB is 1e9 bytes; times carry their unit in the name."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypedDict
+
+
+class SupportsDLPack(Protocol):
+    """An object that exports its memory through DLPack, as NumPy arrays and torch tensors do."""
+
+    def __dlpack__(self, *, stream: Any = ...) -> Any: ...
+
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+
+class LaneShare(TypedDict):
+    """What one lane carried of one finished request."""
+
+    name: str
+    bytes: int
+    chunks: int
+    resent: int
+
+
+class ReceiptRecord(TypedDict):
+    """A receipt as plain data (`Receipt.as_dict()`), for JSON."""
+
+    bytes: int
+    tag: int
+    peer: str
+    protocol: str
+    lanes: list[LaneShare]
+    match_us: float
+    window_us: float
+    wire_us: float
+    copy_us: float
+    notes: list[str]
+
+
+class LaneReport(TypedDict):
+    """The running totals of one lane of an endpoint, headers included."""
+
+    name: str
+    transport: str
+    device: str
+    alive: bool
+    tx_bytes: int
+    rx_bytes: int
+    retransmits: int
+    rtt_us: float | None
+
+
+class Candidate(TypedDict):
+    """One lane that was considered for an endpoint. `score_us_*`: the estimated time of a message that long."""
+
+    lane: str
+    transport: str
+    device: str
+    chosen_for: list[str]
+    latency_us: float
+    gb_per_s: float
+    score_us_8b: float | None
+    score_us_1m: float | None
+    score_us_64m: float | None
+    reason: str | None
+
+
+class TransportInfo(TypedDict):
+    """One transport of this build: what it can do, or why it is unusable and what would help."""
+
+    name: str
+    usable: bool
+    detail: str
+    reason: str | None
+    fix: str | None
+
+
+class DeviceInfo(TypedDict):
+    """One network device; `speed_mbps` and `numa_node` are None where the system does not say."""
+
+    name: str
+    interface: str
+    address: str
+    speed_mbps: int | None
+    numa_node: int | None
+    chosen: bool
+    reason: str
+
+
+class SettingValue(TypedDict):
+    """One setting with its present value (None: unset; secrets are hidden)."""
+
+    name: str
+    value: str | None
+    is_default: bool
+
+
+class Info(TypedDict):
+    """What `crossrail info` prints."""
+
+    machine: dict[str, Any]
+    cpus: list[int]
+    transports: list[TransportInfo]
+    devices: list[DeviceInfo]
+    gpus: list[dict[str, Any]]
+    settings: list[SettingValue]
+
+
+class SettingInfo(TypedDict):
+    """One entry of the settings reference."""
+
+    name: str
+    field: str
+    accepts: str
+    default: str | None
+    doc: str
+
+
+class Samples(TypedDict):
+    """Raw samples of one measurement; the clock's own cost is stated, not subtracted.
+
+    latency: half a round trip each, the mean of `batch` consecutive ones (the last sample may cover fewer).
+    bandwidth: one window of `batch` messages each, from the first send to the small reply.
+    The echo end has no samples.
+    """
+
+    size: int
+    samples_us: list[float]
+    batch: int
+    clock_us: float
+    bytes_per_sample: int
+
+
+class TransferEnd(TypedDict):
+    """One end's view of one p2p iteration."""
+
+    us: float
+    receipt: ReceiptRecord
+
+
+class Transfer(TypedDict):
+    """One p2p iteration as both ends saw it."""
+
+    sender: TransferEnd
+    receiver: TransferEnd
