@@ -1,0 +1,181 @@
+//! Memory that peers can map.
+#![allow(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+
+use crossrail_types::{Error, ErrorKind, Result};
+use nix::sys::resource::{Resource, getrlimit};
+
+use crate::memory::{Mapping, PAGE, sealed_memfd};
+use crate::wire::Wire;
+
+/// All memfd segments of one context. Any thread.
+#[derive(Debug, Default)]
+pub struct Arena {
+    next: AtomicU32,
+    /// By first address.
+    live: RwLock<BTreeMap<usize, Weak<Inner>>>,
+    /// The lanes that may have passed a segment on.
+    wires: Mutex<Vec<Weak<Wire>>>,
+}
+
+/// Memory of an [`Arena`], zeroed when new. Clones share it; it is unmapped here when the last one goes, and the
+/// peers that mapped it are told to unmap it too.
+#[derive(Clone, Debug)]
+pub struct Segment(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    id: u32,
+    len: usize,
+    map: Mapping,
+    fd: OwnedFd,
+    arena: Arc<Arena>,
+}
+
+/// A range of memory as a range of a segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SegmentRef {
+    /// The segment's id, unique within its arena.
+    pub id: u32,
+    /// Its memfd; open as long as the segment lives.
+    pub fd: RawFd,
+    /// Bytes from the segment's start.
+    pub offset: u64,
+}
+
+impl Arena {
+    /// An arena with no segment yet.
+    pub fn new() -> Arc<Arena> {
+        Arc::new(Arena::default())
+    }
+
+    /// `len` bytes of zeroed, page-aligned memory; huge pages are asked for from 2 MiB up.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Exhausted`] when the machine has less free memory than `len`, or a limit of the process
+    /// (address space, file size, open descriptors) is in the way; the text names the bytes asked for.
+    pub fn alloc(self: &Arc<Self>, len: usize) -> Result<Segment> {
+        let exhausted = |why: String| {
+            Error::new(ErrorKind::Exhausted, "alloc", format!("{len} bytes of shared memory: {why}"))
+                .with_hint("ask for less, free segments, or raise the limit that is named")
+        };
+        let size = len.max(1).checked_next_multiple_of(PAGE).ok_or_else(|| exhausted("more than can be".into()))?;
+        refuse_hopeless(size).map_err(exhausted)?;
+        let fd = sealed_memfd("crossrail-segment", size).map_err(|e| failed(&e, "memfd_create", exhausted))?;
+        let map = Mapping::new(fd.as_fd(), size).map_err(|e| failed(&e, "mmap", exhausted))?;
+        let id = self
+            .next
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |id| id.checked_add(1))
+            .map_err(|_| exhausted("all 2^32 segment ids are used up".into()))?;
+        let start = map.ptr() as usize;
+        let inner = Arc::new(Inner { id, len, map, fd, arena: Arc::clone(self) });
+        self.live.write().unwrap_or_else(PoisonError::into_inner).insert(start, Arc::downgrade(&inner));
+        Ok(Segment(inner))
+    }
+
+    /// The segment that holds all of `len` bytes at `ptr`, if there is one.
+    pub fn find(&self, ptr: *const u8, len: usize) -> Option<SegmentRef> {
+        let (segment, offset) = self.lookup(ptr, len)?;
+        Some(SegmentRef { id: segment.id(), fd: segment.fd(), offset })
+    }
+
+    /// As `find`, with a hold on the segment.
+    pub(crate) fn lookup(&self, ptr: *const u8, len: usize) -> Option<(Segment, u64)> {
+        let live = self.live.read().unwrap_or_else(PoisonError::into_inner);
+        let (start, inner) = live.range(..=ptr as usize).next_back()?;
+        let inner = inner.upgrade()?;
+        let offset = ptr as usize - start;
+        (offset.checked_add(len)? <= inner.len).then(|| (Segment(inner), offset as u64))
+    }
+
+    /// From now on `wire` hears of segments that are dropped.
+    pub(crate) fn enlist(&self, wire: &Arc<Wire>) {
+        let mut wires = self.wires();
+        wires.retain(|known| known.strong_count() > 0);
+        wires.push(Arc::downgrade(wire));
+    }
+
+    fn wires(&self) -> MutexGuard<'_, Vec<Weak<Wire>>> {
+        self.wires.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Reasons known beforehand. A memfd takes its pages when they are touched, so without this the process would be
+/// killed in the middle of a copy instead of hearing no here.
+fn refuse_hopeless(size: usize) -> std::result::Result<(), String> {
+    // Beyond this limit ftruncate raises SIGXFSZ, which kills.
+    if let Ok((limit, _)) = getrlimit(Resource::RLIMIT_FSIZE)
+        && size as u64 > limit
+    {
+        return Err(format!("RLIMIT_FSIZE is {limit} bytes"));
+    }
+    match available_memory() {
+        Some(free) if size as u64 > free => Err(format!("{free} bytes are free")),
+        _ => Ok(()),
+    }
+}
+
+/// MemAvailable in bytes; `None` where /proc does not tell (then the kernel's own answer counts).
+fn available_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+fn failed(source: &io::Error, call: &str, exhausted: impl FnOnce(String) -> Error) -> Error {
+    match source.raw_os_error() {
+        Some(libc::ENOMEM | libc::ENOSPC | libc::EMFILE | libc::ENFILE | libc::EFBIG | libc::EINVAL) => {
+            exhausted(format!("{call}: {source}"))
+        }
+        _ => Error::io("alloc", call, source),
+    }
+}
+
+impl Segment {
+    /// First byte.
+    pub fn ptr(&self) -> *mut u8 {
+        self.0.map.ptr()
+    }
+
+    /// Bytes, as asked for.
+    pub fn len(&self) -> usize {
+        self.0.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.0.len == 0
+    }
+
+    /// Unique within the arena, never used again.
+    pub fn id(&self) -> u32 {
+        self.0.id
+    }
+
+    /// The memfd; open as long as a clone lives.
+    pub fn fd(&self) -> RawFd {
+        self.0.fd.as_raw_fd()
+    }
+
+    pub(crate) fn borrow_fd(&self) -> BorrowedFd<'_> {
+        self.0.fd.as_fd()
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // Out of the table first: once unmapped, the address may belong to something else.
+        let start = self.map.ptr() as usize;
+        self.arena.live.write().unwrap_or_else(PoisonError::into_inner).remove(&start);
+        let wires: Vec<Arc<Wire>> = self.arena.wires().iter().filter_map(Weak::upgrade).collect();
+        for wire in wires {
+            wire.segment_gone(self.id);
+        }
+    }
+}

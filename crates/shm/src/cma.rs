@@ -1,0 +1,136 @@
+//! Cross-memory attach: process_vm_readv and process_vm_writev.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// A peer's process as this process may name it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Process(libc::pid_t);
+
+impl Process {
+    /// `pid` as SO_PEERCRED tells it: 0 when the peer is in a PID namespace that can't be seen from here.
+    pub(crate) fn new(pid: libc::pid_t) -> Result<Process, String> {
+        if pid > 0 { Ok(Process(pid)) } else { Err("the peer's process is not visible from this PID namespace".into()) }
+    }
+
+    /// Reads `len` bytes at `remote` of the other process.
+    ///
+    /// # Safety
+    /// `local` must be writable for `len` bytes.
+    pub(crate) unsafe fn read(self, local: *mut u8, remote: u64, len: usize) -> Result<(), String> {
+        // SAFETY: by the contract; the kernel checks the remote range.
+        let call = |mine: &libc::iovec, theirs: &libc::iovec| unsafe {
+            libc::process_vm_readv(self.0, mine, 1, theirs, 1, 0)
+        };
+        all(call, local, remote, len).map_err(|e| refusal("process_vm_readv", &e))
+    }
+
+    /// Writes `len` bytes at `remote` of the other process.
+    ///
+    /// # Safety
+    /// `local` must be readable for `len` bytes.
+    pub(crate) unsafe fn write(self, local: *const u8, remote: u64, len: usize) -> Result<(), String> {
+        // SAFETY: by the contract; the kernel only reads the local range and checks the remote one.
+        let call = |mine: &libc::iovec, theirs: &libc::iovec| unsafe {
+            libc::process_vm_writev(self.0, mine, 1, theirs, 1, 0)
+        };
+        all(call, local.cast_mut(), remote, len).map_err(|e| refusal("process_vm_writev", &e))
+    }
+}
+
+fn all(
+    call: impl Fn(&libc::iovec, &libc::iovec) -> isize,
+    local: *mut u8,
+    remote: u64,
+    len: usize,
+) -> io::Result<()> {
+    let mut done = 0;
+    while done < len {
+        let mine = libc::iovec { iov_base: local.wrapping_add(done).cast(), iov_len: len - done };
+        let there = (remote as usize).wrapping_add(done);
+        let theirs = libc::iovec { iov_base: there as *mut libc::c_void, iov_len: len - done };
+        match usize::try_from(call(&mine, &theirs)) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(n) => done += n,
+            Err(_) => match io::Error::last_os_error() {
+                e if e.kind() == io::ErrorKind::Interrupted => {}
+                e => return Err(e),
+            },
+        }
+    }
+    Ok(())
+}
+
+fn refusal(call: &str, source: &io::Error) -> String {
+    let why = match source.raw_os_error() {
+        Some(libc::EPERM) => "; needs ptrace permission (same user and dumpable, or CAP_SYS_PTRACE; Yama and seccomp may deny it)",
+        Some(libc::ENOSYS) => "; the kernel or a seccomp filter leaves it out",
+        _ => "",
+    };
+    format!("{call}: {source}{why}")
+}
+
+/// Memory by which the peer tries out CMA on us: two words of secret, two that the peer writes. It is never freed,
+/// only used again for the same purpose, because a peer may write to it after an attach that failed here.
+pub(crate) struct Probe(&'static [AtomicU64; 4]);
+
+static FREE: Mutex<Vec<&'static [AtomicU64; 4]>> = Mutex::new(Vec::new());
+
+impl Probe {
+    /// One with a fresh secret.
+    pub(crate) fn new() -> io::Result<Probe> {
+        let mut secret = [0u64; 2];
+        // SAFETY: writes at most the 16 bytes of `secret`.
+        let n = unsafe { libc::getrandom(secret.as_mut_ptr().cast(), size_of_val(&secret), 0) };
+        if usize::try_from(n) != Ok(size_of_val(&secret)) {
+            return Err(io::Error::last_os_error());
+        }
+        let free = FREE.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let words = free.unwrap_or_else(|| Box::leak(Box::default()));
+        for (word, value) in words.iter().zip([secret[0], secret[1], 0, 0]) {
+            word.store(value, Ordering::SeqCst);
+        }
+        Ok(Probe(words))
+    }
+
+    pub(crate) fn address(&self) -> u64 {
+        self.0.as_ptr() as u64
+    }
+
+    pub(crate) fn secret(&self) -> [u64; 2] {
+        [0, 1].map(|i| self.0[i].load(Ordering::SeqCst))
+    }
+
+    /// Whether the peer's write has arrived.
+    pub(crate) fn answered(&self) -> bool {
+        [2, 3].map(|i| self.0[i].load(Ordering::SeqCst)) == answer(self.secret())
+    }
+}
+
+impl Drop for Probe {
+    fn drop(&mut self) {
+        FREE.lock().unwrap_or_else(PoisonError::into_inner).push(self.0);
+    }
+}
+
+/// What the peer writes to show that it can.
+fn answer(secret: [u64; 2]) -> [u64; 2] {
+    secret.map(|word| !word)
+}
+
+/// Reads the peer's secret; it proves that `process` really is the peer.
+pub(crate) fn try_pull(process: Process, address: u64, secret: [u64; 2]) -> Result<(), String> {
+    let mut found = [0u64; 2];
+    // SAFETY: `found` has 16 writable bytes.
+    unsafe { process.read(found.as_mut_ptr().cast(), address, 16) }?;
+    if found == secret { Ok(()) } else { Err("process_vm_readv: the PID the socket names is not the peer's".into()) }
+}
+
+/// Writes the answer next to it. Only after `try_pull` has shown that it is the peer.
+pub(crate) fn try_push(process: Process, address: u64, secret: [u64; 2]) -> Result<(), String> {
+    let words = answer(secret);
+    // SAFETY: `words` has 16 readable bytes.
+    unsafe { process.write(words.as_ptr().cast(), address.wrapping_add(16), 16) }
+}

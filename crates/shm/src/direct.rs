@@ -1,0 +1,212 @@
+//! Single-copy access to the peer's memory.
+//!
+//! A transfer that both ends copy is divided by a cursor (see `cursor`). When one end can't copy a piece that it has
+//! claimed, it marks the cursor as failed: `step` is `Failed` at both ends from then on, and `Done` is never reached.
+//! The transfer's owner then calls `stop` until it is true (nothing is being copied any more) and moves *all* of it in
+//! chunks; which pieces had arrived isn't recorded. The same holds for a copy that was stopped half-way.
+//!
+//! A cursor's owner should close it only when the other end has stopped asking for it: an end that comes late finds
+//! the outcome until the cursor is used again (the one unused longest is), and `Failed` after that.
+#![allow(unsafe_code)]
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use crossrail_transport::{Copy, Descriptor, Direct, DirectKind, Job, Step};
+
+use crate::cma::Process;
+use crate::copy;
+use crate::cursor::{Claim, piece_len};
+use crate::lane::ShmLane;
+use crate::memory::{Mapping, verified_size};
+
+const MAPPED: u8 = 1;
+const ADDRESS: u8 = 2;
+
+/// A segment of the peer.
+#[derive(Debug)]
+pub(crate) enum PeerSegment {
+    /// Not named yet.
+    Passed(OwnedFd),
+    /// Its descriptor could not be received.
+    Lost,
+    Mapped(Mapping),
+}
+
+/// Where the other end of a copy is.
+enum Remote {
+    Mapped(*mut u8),
+    Process(Process, u64),
+}
+
+fn encode(kind: u8, id: u32, place: u64) -> Descriptor {
+    let mut bytes = [0; 24];
+    bytes[0] = kind;
+    bytes[4..8].copy_from_slice(&id.to_le_bytes());
+    bytes[8..16].copy_from_slice(&place.to_le_bytes());
+    bytes
+}
+
+impl ShmLane {
+    /// Finds what the peer described; everything in `descriptor` is the peer's word only.
+    fn resolve(&mut self, descriptor: &Descriptor, len: usize) -> Result<Remote, String> {
+        let [kind, _, _, _, a, b, c, d, place @ ..] = *descriptor;
+        let place = place.first_chunk::<8>().map_or(0, |bytes| u64::from_le_bytes(*bytes));
+        match kind {
+            MAPPED => {
+                let id = u32::from_le_bytes([a, b, c, d]);
+                let map = self.segment(id)?;
+                let end = usize::try_from(place).ok().and_then(|at| at.checked_add(len));
+                match end {
+                    Some(end) if end <= map.len() => Ok(Remote::Mapped(map.ptr().wrapping_add(end - len))),
+                    _ => Err(format!("{len} bytes at {place} are not inside segment {id} of {} bytes", map.len())),
+                }
+            }
+            ADDRESS => self.process.clone().map(|process| Remote::Process(process, place)),
+            kind => Err(format!("a memory descriptor of kind {kind}")),
+        }
+    }
+
+    /// The peer's segment `id`, mapped now if it wasn't.
+    fn segment(&mut self, id: u32) -> Result<&Mapping, String> {
+        if !self.segments.contains_key(&id) {
+            self.service_socket().map_err(|e| e.to_string())?;
+        }
+        let segment = self.segments.get_mut(&id).ok_or_else(|| format!("segment {id} is gone or was never passed"))?;
+        if let PeerSegment::Passed(fd) = segment {
+            let size = verified_size(fd)?;
+            let map = Mapping::new(fd.as_fd(), size).map_err(|e| format!("mmap of {size} bytes: {e}"))?;
+            *segment = PeerSegment::Mapped(map);
+        }
+        match segment {
+            PeerSegment::Mapped(map) => Ok(map),
+            _ => Err(format!("segment {id}: this process had no descriptor left to receive it")),
+        }
+    }
+
+    /// Copies `len` bytes at `at`.
+    ///
+    /// # Safety
+    /// As `Direct::step`; `at + len <= job.len`, and `remote` was resolved for `job.len` bytes.
+    unsafe fn copy_piece(job: &Job, remote: &Remote, at: usize, len: usize) -> Result<(), String> {
+        let local = job.local.wrapping_add(at);
+        match (remote, job.copy) {
+            // SAFETY: by the contract; the mapping covers the range. The peer may write there meanwhile: then the
+            // bytes are garbage, which it could have put there before.
+            (Remote::Mapped(there), Copy::Pull) => unsafe {
+                copy::piece(local, there.wrapping_add(at), len, job.len);
+                Ok(())
+            },
+            // SAFETY: as above.
+            (Remote::Mapped(there), Copy::Push) => unsafe {
+                copy::piece(there.wrapping_add(at), local, len, job.len);
+                Ok(())
+            },
+            // SAFETY: by the contract.
+            (Remote::Process(process, address), Copy::Pull) => unsafe {
+                process.read(local, address.wrapping_add(at as u64), len)
+            },
+            // SAFETY: by the contract.
+            (Remote::Process(process, address), Copy::Push) => unsafe {
+                process.write(local, address.wrapping_add(at as u64), len)
+            },
+        }
+    }
+
+    /// The whole copy is this end's.
+    ///
+    /// # Safety
+    /// As `Direct::step`.
+    unsafe fn step_alone(job: &mut Job, remote: &Remote, budget: usize) -> Step {
+        let mut moved = 0;
+        while job.moved < job.len && moved < budget.max(1) {
+            let len = piece_len(job.len).min(job.len - job.moved);
+            // SAFETY: by the contract; moved + len <= job.len.
+            if let Err(why) = unsafe { Self::copy_piece(job, remote, job.moved, len) } {
+                return Step::Failed(why);
+            }
+            job.moved += len;
+            moved += len;
+        }
+        if job.moved == job.len { Step::Done } else { Step::Moved(moved) }
+    }
+
+    /// Both ends claim pieces.
+    ///
+    /// # Safety
+    /// As `Direct::step`.
+    unsafe fn step_shared(&self, slot: u32, job: &mut Job, remote: &Remote, budget: usize) -> Step {
+        let piece = piece_len(job.len);
+        let pieces = job.len.div_ceil(piece);
+        let mut moved = 0;
+        while moved < budget.max(1) {
+            let index = match self.cursors.claim(slot, pieces) {
+                Claim::Piece(index) => index,
+                Claim::Done => return Step::Done,
+                Claim::Waiting if moved == 0 => return Step::Waiting,
+                Claim::Waiting => break,
+                Claim::Over(why) => return Step::Failed(why.into()),
+            };
+            let at = index * piece;
+            let len = piece.min(job.len - at);
+            // SAFETY: by the contract; index < pieces, so at + len <= job.len.
+            let copied = unsafe { Self::copy_piece(job, remote, at, len) };
+            self.cursors.settle(slot, copied.is_ok());
+            if let Err(why) = copied {
+                return Step::Failed(why);
+            }
+            job.moved += len;
+            moved += len;
+        }
+        Step::Moved(moved)
+    }
+}
+
+impl Direct for ShmLane {
+    fn describe(&mut self, ptr: *const u8, len: usize) -> Option<(Descriptor, DirectKind)> {
+        if let Some((segment, offset)) = self.arena.lookup(ptr, len)
+            && self.wire.pass(&segment).is_ok()
+        {
+            return Some((encode(MAPPED, segment.id(), offset), DirectKind::Mapped));
+        }
+        self.peer_has_cma.then(|| (encode(ADDRESS, 0, ptr as u64), DirectKind::Cma))
+    }
+
+    fn reach(&mut self, remote: &Descriptor, len: usize) -> Result<DirectKind, String> {
+        match self.resolve(remote, len)? {
+            Remote::Mapped(_) => Ok(DirectKind::Mapped),
+            Remote::Process(..) => match (&self.report().cma_pull, &self.report().cma_push) {
+                (Err(why), Err(_)) => Err(why.clone()),
+                _ => Ok(DirectKind::Cma),
+            },
+        }
+    }
+
+    fn open(&mut self, _len: usize) -> Option<u32> {
+        self.cursors.open()
+    }
+
+    unsafe fn step(&mut self, job: &mut Job, budget: usize) -> Step {
+        let remote = match self.resolve(&job.remote, job.len) {
+            Ok(Remote::Process(..)) if !self.wire.peer_is_there() => {
+                // Its PID may belong to another process by now.
+                return Step::Failed("the peer's process is gone".into());
+            }
+            Ok(remote) => remote,
+            Err(why) => return Step::Failed(why),
+        };
+        match job.slot {
+            // SAFETY: handed on.
+            None => unsafe { Self::step_alone(job, &remote, budget) },
+            // SAFETY: handed on.
+            Some(slot) => unsafe { self.step_shared(slot, job, &remote, budget) },
+        }
+    }
+
+    fn stop(&mut self, slot: u32) -> bool {
+        self.cursors.stop(slot)
+    }
+
+    fn close(&mut self, slot: u32) {
+        self.cursors.close(slot);
+    }
+}

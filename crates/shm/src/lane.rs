@@ -1,0 +1,268 @@
+//! The lane itself.
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+
+use crossrail_transport::{Direct, Lane, LaneCaps, LaneError, LaneStats, Place, Post, Sink, Tx};
+use crossrail_types::{HEAD_LEN, LaneId};
+
+use crate::arena::Arena;
+use crate::attach::{Parts, Report};
+use crate::cma::Process;
+use crate::cursor::Cursors;
+use crate::direct::PeerSegment;
+use crate::ring::{Consumer, Frame, MAX_PAYLOAD, Producer};
+use crate::wake::{DATA, Flags, ROOM};
+use crate::wire::{Inbox, Note, Silence, Wire};
+
+/// So many polls in a row without anything to do, and the socket is looked at: a peer that died while we spin is
+/// noticed within some tens of microseconds, at a cost below one percent.
+const SOCKET_EVERY: u32 = 1024;
+/// Segments of the peer that one lane keeps track of.
+const MOST_SEGMENTS: usize = 1 << 16;
+
+/// A lane through shared memory. See the crate's page.
+pub struct ShmLane {
+    id: LaneId,
+    caps: LaneCaps,
+    report: Report,
+    producer: Producer,
+    consumer: Consumer,
+    flags: Flags,
+    pub(crate) wire: Arc<Wire>,
+    inbox: Inbox,
+    /// Taken from the sink, did not fit.
+    held: Option<Tx>,
+    /// The sink may have more than the ring had room for.
+    blocked: bool,
+    /// The socket has something.
+    attention: bool,
+    /// The peer is gone; what it left in the ring is still to be delivered.
+    hung_up: bool,
+    idle: u32,
+    stats: LaneStats,
+    pub(crate) arena: Arc<Arena>,
+    pub(crate) cursors: Cursors,
+    pub(crate) segments: HashMap<u32, PeerSegment>,
+    pub(crate) process: Result<Process, String>,
+    pub(crate) peer_has_cma: bool,
+}
+
+impl ShmLane {
+    pub(crate) fn new(parts: Parts) -> Option<ShmLane> {
+        let side = parts.side.index();
+        Some(ShmLane {
+            id: parts.id,
+            caps: LaneCaps { copies_up_to: MAX_PAYLOAD, max_payload: MAX_PAYLOAD, reliable: true, direct: true },
+            producer: Producer::new(&parts.control, side)?,
+            consumer: Consumer::new(&parts.control, 1 - side)?,
+            flags: Flags::new(&parts.control, side, parts.expedited),
+            cursors: Cursors::new(&parts.control, side),
+            report: parts.report,
+            wire: parts.wire,
+            inbox: Inbox::default(),
+            held: None,
+            blocked: false,
+            attention: false,
+            hung_up: false,
+            idle: 0,
+            stats: LaneStats::default(),
+            arena: parts.arena,
+            segments: HashMap::new(),
+            process: parts.process,
+            peer_has_cma: parts.peer_has_cma,
+        })
+    }
+
+    /// What attaching found out about this end.
+    pub fn report(&self) -> &Report {
+        &self.report
+    }
+
+    /// Puts a frame into the ring and wakes the peer if it sleeps; false: no room.
+    #[inline]
+    fn push(&mut self, tx: &Tx) -> Result<bool, LaneError> {
+        if !self.producer.push(&tx.head, &tx.payload)? {
+            self.blocked = true;
+            return Ok(false);
+        }
+        self.flags.wake(DATA, &self.wire);
+        self.stats.tx_bytes += (HEAD_LEN + tx.payload.len) as u64;
+        Ok(true)
+    }
+
+    #[inline]
+    fn transmit(&mut self, sink: &mut dyn Sink, budget: usize) -> Result<bool, LaneError> {
+        let before = self.stats.tx_bytes;
+        loop {
+            let tx = match self.held.take() {
+                Some(tx) => tx,
+                None if !self.producer.room()? || self.stats.tx_bytes - before >= budget as u64 => {
+                    self.blocked = true;
+                    break;
+                }
+                None => match sink.next(self.id) {
+                    Some(tx) => tx,
+                    None => {
+                        self.blocked = false;
+                        break;
+                    }
+                },
+            };
+            if !self.push(&tx)? {
+                self.held = Some(tx);
+                break;
+            }
+            sink.sent(self.id, tx.token);
+        }
+        Ok(self.stats.tx_bytes != before)
+    }
+
+    #[inline]
+    fn receive(&mut self, sink: &mut dyn Sink, budget: usize) -> Result<bool, LaneError> {
+        let before = self.stats.rx_bytes;
+        while let Some(frame) = self.consumer.peek()? {
+            self.deliver(sink, &frame)?;
+            self.stats.rx_bytes += (HEAD_LEN + frame.len) as u64;
+            if self.consumer.release(&frame) {
+                self.publish();
+            }
+            if self.stats.rx_bytes - before >= budget as u64 {
+                break;
+            }
+        }
+        let moved = self.stats.rx_bytes != before;
+        if moved {
+            self.publish();
+        }
+        Ok(moved)
+    }
+
+    #[inline]
+    fn deliver(&mut self, sink: &mut dyn Sink, frame: &Frame) -> Result<(), LaneError> {
+        match sink.place(self.id, &frame.head) {
+            Place::Into { dst, len, grant, token } => {
+                let len = len.min(frame.len);
+                let permit = grant.as_ref().map(|grant| grant.enter());
+                if len > 0 && !matches!(permit, Some(None)) {
+                    // SAFETY: the sink vouches for `len` writable bytes at `dst` while the permit is held, and
+                    // `len` is no more than the frame has.
+                    unsafe { frame.copy_to(dst, len) };
+                }
+                drop(permit);
+                sink.placed(self.id, token);
+                Ok(())
+            }
+            Place::Discard => Ok(()),
+            Place::Refuse(why) => Err(LaneError::Protocol(why)),
+        }
+    }
+
+    /// Gives room back to the peer's producer.
+    #[inline]
+    fn publish(&mut self) {
+        self.consumer.publish();
+        self.flags.wake(ROOM, &self.wire);
+    }
+
+    /// Reads what has come over the socket and sends what is owed.
+    #[cold]
+    pub(crate) fn service_socket(&mut self) -> Result<(), LaneError> {
+        self.idle = 0;
+        self.attention = false;
+        self.wire.settle();
+        while !self.hung_up {
+            match self.inbox.next(self.wire.stream()) {
+                Ok(Note::Bell) => {}
+                Ok(Note::Gone { id }) => drop(self.segments.remove(&id)),
+                Ok(Note::Segment { id, fd }) => {
+                    if self.segments.len() >= MOST_SEGMENTS || self.segments.contains_key(&id) {
+                        return Err(LaneError::Protocol(format!("segment {id} came twice or is one too many")));
+                    }
+                    self.segments.insert(id, fd.map_or(PeerSegment::Lost, PeerSegment::Passed));
+                }
+                Err(Silence::Empty) => break,
+                Err(Silence::HungUp) => self.hung_up = true,
+                Err(Silence::Garbage(why)) => return Err(LaneError::Protocol(why)),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Lane for ShmLane {
+    fn id(&self) -> LaneId {
+        self.id
+    }
+
+    fn name(&self) -> &str {
+        "shm"
+    }
+
+    fn caps(&self) -> &LaneCaps {
+        &self.caps
+    }
+
+    #[inline]
+    fn post(&mut self, tx: &Tx) -> Result<Post, LaneError> {
+        if self.held.is_some() || self.hung_up {
+            self.blocked = true;
+            return Ok(Post::Full);
+        }
+        Ok(if self.push(tx)? { Post::Taken } else { Post::Full })
+    }
+
+    #[inline]
+    fn poll(&mut self, sink: &mut dyn Sink, budget: usize, _probe: bool) -> Result<bool, LaneError> {
+        if self.attention || self.idle >= SOCKET_EVERY {
+            self.service_socket()?;
+        }
+        // The peer's death is known before its ring is read: when that is empty now, it is empty for good.
+        let received = self.receive(sink, budget)?;
+        if self.hung_up {
+            return if received {
+                Ok(true)
+            } else {
+                Err(LaneError::Closed("the peer closed the lane or its process is gone".into()))
+            };
+        }
+        let moved = self.transmit(sink, budget)? | received;
+        self.idle = if moved { 0 } else { self.idle + 1 };
+        Ok(moved)
+    }
+
+    fn fd(&self) -> Option<RawFd> {
+        Some(self.wire.stream().as_raw_fd())
+    }
+
+    fn ready(&mut self, _readable: bool, _writable: bool) {
+        self.attention = true;
+    }
+
+    fn arm(&mut self) -> bool {
+        if self.attention || self.hung_up {
+            return false;
+        }
+        let armed = self.flags.sleep(if self.blocked { DATA | ROOM } else { DATA });
+        // An error here is work too: the next poll reports it.
+        let work = self.consumer.has_next() || self.blocked && self.producer.room() != Ok(false);
+        if !armed || work {
+            self.flags.awake();
+        }
+        armed && !work
+    }
+
+    fn disarm(&mut self) {
+        self.flags.awake();
+    }
+
+    fn direct(&mut self) -> Option<&mut dyn Direct> {
+        Some(self)
+    }
+
+    fn stats(&self) -> LaneStats {
+        LaneStats { acked_bytes: self.stats.tx_bytes, ..self.stats }
+    }
+}

@@ -1,0 +1,87 @@
+//! Sealed memfds and their mappings.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::io;
+use std::num::NonZeroUsize;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
+use nix::sys::stat::fstat;
+use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
+
+pub(crate) const PAGE: usize = 4096;
+const HUGE: usize = 2 << 20;
+
+/// A whole memfd mapped shared, readable and writable; unmapped on drop.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    ptr: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a mapping is plain memory of the process; it may be unmapped from any thread, and handing out its
+// address is safe. Whoever dereferences it answers for races.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; `&Mapping` gives nothing but address and length.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps the first `len` bytes of `fd`.
+    pub(crate) fn new(fd: BorrowedFd<'_>, len: usize) -> io::Result<Mapping> {
+        let size = NonZeroUsize::new(len).ok_or(io::ErrorKind::InvalidInput)?;
+        let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
+        let ptr = unsafe { mmap(None, size, access, MapFlags::MAP_SHARED, fd, 0) }?.cast::<u8>();
+        if len >= HUGE {
+            // SAFETY: the range was mapped just now. This is advice: a refusal leaves small pages.
+            let _ = unsafe { madvise(ptr.cast::<c_void>(), len, MmapAdvise::MADV_HUGEPAGE) };
+        }
+        Ok(Mapping { ptr, len })
+    }
+
+    #[inline]
+    pub(crate) fn ptr(&self) -> *mut u8 {
+        self.ptr.as_ptr()
+    }
+
+    #[inline]
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: exactly the range that `new` mapped, and nobody else unmaps it. Failure would leave it mapped.
+        let _ = unsafe { munmap(self.ptr.cast::<c_void>(), self.len) };
+    }
+}
+
+/// A zeroed memfd of `len` bytes that can neither shrink nor grow.
+pub(crate) fn sealed_memfd(name: &str, len: usize) -> io::Result<OwnedFd> {
+    let size = i64::try_from(len).map_err(|_| io::Error::from_raw_os_error(libc::ENOMEM))?;
+    let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
+    nix::unistd::ftruncate(&fd, size)?;
+    let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+    fcntl(&fd, FcntlArg::F_ADD_SEALS(seals))?;
+    Ok(fd)
+}
+
+/// The size in bytes of a memfd that came from a peer, once it is certain that touching a mapping of it can't
+/// raise SIGBUS: it is ordinary memory (a punched hole reads as zeros) and sealed against shrinking.
+pub(crate) fn verified_size(fd: &OwnedFd) -> Result<usize, String> {
+    let seals = fcntl(fd, FcntlArg::F_GET_SEALS).map_err(|code| format!("fcntl(F_GET_SEALS): {code}"))?;
+    if !SealFlag::from_bits_retain(seals).contains(SealFlag::F_SEAL_SHRINK) {
+        return Err("a segment is not sealed against shrinking (F_SEAL_SHRINK)".into());
+    }
+    let system = fstatfs(fd.as_fd()).map_err(|code| format!("fstatfs: {code}"))?;
+    if system.filesystem_type() != TMPFS_MAGIC {
+        return Err("a segment is not a memfd of ordinary pages".into());
+    }
+    let size = fstat(fd).map_err(|code| format!("fstat: {code}"))?.st_size;
+    usize::try_from(size).map_err(|_| format!("a segment of {size} bytes"))
+}

@@ -1,0 +1,330 @@
+//! The two single-producer single-consumer rings of a lane.
+//!
+//! A frame is a slot; a payload too large for it lies in the byte ring, one contiguous piece per frame. Where it
+//! lies follows from the lengths of all frames before it by [`reserve`], which both ends compute alike: the only
+//! number a consumer takes from the peer is the payload length in the head.
+#![allow(unsafe_code)]
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crossrail_transport::{LaneError, Payload};
+use crossrail_types::Head;
+
+use crate::control::{Control, INLINE, SLOTS, Slot};
+use crate::copy;
+
+const MASK: u64 = SLOTS as u64 - 1;
+const LINE: u64 = 64;
+
+/// Largest payload of one frame, in bytes.
+pub(crate) const MAX_PAYLOAD: usize = 64 << 10;
+/// Smallest and largest payload ring: two frames must fit beside the gap that a wrap leaves.
+pub(crate) const RING_RANGE: std::ops::RangeInclusive<usize> = 2 * MAX_PAYLOAD..=1 << 30;
+
+/// Where the next payload of `len` bytes lies, and where the one after it may start, as counts of bytes since the
+/// lane began. A payload never wraps: what is left before the ring's end is skipped instead.
+#[inline]
+fn reserve(next: u64, len: u64, ring: u64) -> (u64, u64) {
+    let room = ring - (next & (ring - 1));
+    let start = if len <= room { next } else { next + room };
+    (start, start + len.next_multiple_of(LINE))
+}
+
+/// The sending end.
+pub(crate) struct Producer {
+    slots: NonNull<Slot>,
+    bytes: NonNull<u8>,
+    consumed: NonNull<AtomicU64>,
+    ring: u64,
+    /// Frames written, and of those the ones known to be consumed.
+    next: u64,
+    seen: u64,
+    /// The same in bytes of the payload ring.
+    byte_next: u64,
+    byte_seen: u64,
+    /// `byte_next` after each frame that is in the ring.
+    ends: Box<[u64; SLOTS]>,
+    /// Keeps the memory mapped.
+    _control: Arc<Control>,
+}
+
+// SAFETY: the pointers go into the mapping that `_control` keeps; nothing is tied to a thread.
+unsafe impl Send for Producer {}
+
+impl Producer {
+    pub(crate) fn new(control: &Arc<Control>, side: usize) -> Option<Producer> {
+        let fixed = control.fixed();
+        Some(Producer {
+            slots: NonNull::from(&fixed.slots[side][0]),
+            bytes: NonNull::new(control.bytes(side))?,
+            consumed: NonNull::from(&fixed.consumed[side].0),
+            ring: control.ring() as u64,
+            next: 0,
+            seen: 0,
+            byte_next: 0,
+            byte_seen: 0,
+            ends: Box::new([0; SLOTS]),
+            _control: Arc::clone(control),
+        })
+    }
+
+    /// Puts one frame into the ring; false: no room.
+    #[inline]
+    pub(crate) fn push(&mut self, head: &Head, payload: &Payload) -> Result<bool, LaneError> {
+        if self.next - self.seen >= SLOTS as u64 && !(self.refresh()? && self.next - self.seen < SLOTS as u64) {
+            return Ok(false);
+        }
+        let at = (self.next & MASK) as usize;
+        // SAFETY: `at` < SLOTS, inside the mapping.
+        let slot = unsafe { self.slots.add(at).as_ref() };
+        if payload.len <= INLINE {
+            if payload.len > 0 {
+                put_inline(slot, payload);
+            }
+        } else if !self.put_bytes(payload)? {
+            return Ok(false);
+        }
+        self.ends[at] = self.byte_next;
+        for (word, bytes) in slot.words.iter().zip(head.0.as_chunks::<8>().0) {
+            word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
+        }
+        self.next += 1;
+        slot.seq.store(self.next, Ordering::Release);
+        Ok(true)
+    }
+
+    /// Whether any frame at all would fit now.
+    #[inline]
+    pub(crate) fn room(&mut self) -> Result<bool, LaneError> {
+        Ok(self.has_room() || (self.refresh()? && self.has_room()))
+    }
+
+    #[inline]
+    fn has_room(&self) -> bool {
+        let end = reserve(self.byte_next, MAX_PAYLOAD as u64, self.ring).1;
+        self.next - self.seen < SLOTS as u64 && end - self.byte_seen <= self.ring
+    }
+
+    /// Reads how far the consumer is; true when that has changed.
+    #[cold]
+    fn refresh(&mut self) -> Result<bool, LaneError> {
+        // SAFETY: inside the mapping. Acquire: the consumer has read what we are about to overwrite.
+        let consumed = unsafe { self.consumed.as_ref() }.load(Ordering::Acquire);
+        if consumed < self.seen || consumed > self.next {
+            return Err(LaneError::Protocol(format!(
+                "the peer says it consumed {consumed} frames; it had {} before and {} were sent",
+                self.seen, self.next
+            )));
+        }
+        if consumed == self.seen {
+            return Ok(false);
+        }
+        self.byte_seen = self.ends[((consumed - 1) & MASK) as usize];
+        self.seen = consumed;
+        Ok(true)
+    }
+
+    fn put_bytes(&mut self, payload: &Payload) -> Result<bool, LaneError> {
+        if payload.len > MAX_PAYLOAD {
+            return Err(LaneError::Protocol(format!(
+                "a frame of {} payload bytes; this lane carries {MAX_PAYLOAD}",
+                payload.len
+            )));
+        }
+        let (start, end) = reserve(self.byte_next, payload.len as u64, self.ring);
+        if end - self.byte_seen > self.ring && !(self.refresh()? && end - self.byte_seen <= self.ring) {
+            return Ok(false);
+        }
+        // SAFETY: `reserve` keeps start..start+len inside the ring without a wrap.
+        let dst = unsafe { self.bytes.add((start & (self.ring - 1)) as usize) }.as_ptr();
+        let permit = payload.grant.as_ref().map(|grant| grant.enter());
+        if matches!(permit, Some(None)) {
+            // SAFETY: as above. Taken back by its owner: the frame keeps its length, with filler.
+            unsafe { dst.write_bytes(0, payload.len) };
+        } else {
+            // SAFETY: the payload is valid for `len` bytes while the permit is held; `dst` as above, and it is
+            // memory that the consumer does not read before the slot says so.
+            unsafe { copy::small(dst, payload.ptr, payload.len) };
+        }
+        self.byte_next = end;
+        Ok(true)
+    }
+}
+
+#[inline]
+fn put_inline(slot: &Slot, payload: &Payload) {
+    let words = match &payload.grant {
+        // SAFETY: no grant: the memory outlives the call.
+        None => unsafe { load_words(payload.ptr, payload.len) },
+        Some(grant) => match grant.enter() {
+            // SAFETY: valid while the permit is held.
+            Some(_permit) => unsafe { load_words(payload.ptr, payload.len) },
+            None => [0; 3],
+        },
+    };
+    for (word, value) in slot.words[4..].iter().zip(words) {
+        word.store(value, Ordering::Relaxed);
+    }
+}
+
+/// Up to 24 bytes as words, the rest zeros, without a call to memcpy.
+///
+/// # Safety
+/// `ptr` must be readable for `len` bytes, and `len` <= 24.
+#[inline]
+unsafe fn load_words(ptr: *const u8, len: usize) -> [u64; 3] {
+    let mut words = [0; 3];
+    let whole = len / 8;
+    for (i, word) in words.iter_mut().enumerate().take(whole) {
+        // SAFETY: 8 * i + 8 <= len.
+        *word = unsafe { ptr.add(8 * i).cast::<u64>().read_unaligned() };
+    }
+    if !len.is_multiple_of(8) {
+        let mut tail = [0u8; 8];
+        for (i, byte) in tail.iter_mut().enumerate().take(len % 8) {
+            // SAFETY: 8 * whole + i < len.
+            *byte = unsafe { *ptr.add(8 * whole + i) };
+        }
+        words[whole.min(2)] = u64::from_ne_bytes(tail);
+    }
+    words
+}
+
+/// A frame that has arrived; its payload stays where it is until [`Consumer::release`].
+pub(crate) struct Frame {
+    pub(crate) head: Head,
+    /// Payload bytes, checked.
+    pub(crate) len: usize,
+    inline: [u64; 3],
+    /// In the byte ring; meaningless for inline payloads.
+    bytes: *const u8,
+}
+
+impl Frame {
+    /// Copies the first `len` payload bytes.
+    ///
+    /// # Safety
+    /// `dst` must be writable for `len` bytes, `len` <= `self.len`, and the frame not yet released.
+    #[inline]
+    pub(crate) unsafe fn copy_to(&self, dst: *mut u8, len: usize) {
+        if self.len <= INLINE {
+            if len == 8 {
+                // SAFETY: by the contract.
+                unsafe { dst.cast::<u64>().write_unaligned(self.inline[0]) };
+            } else {
+                // SAFETY: by the contract; len <= 24 bytes of `inline`.
+                unsafe { dst.copy_from_nonoverlapping(self.inline.as_ptr().cast(), len) };
+            }
+        } else {
+            // SAFETY: by the contract; `Consumer::peek` checked that the payload lies inside the ring. A hostile
+            // peer may change the bytes meanwhile: then garbage arrives, as it could have sent in the first place.
+            unsafe { copy::small(dst, self.bytes, len) };
+        }
+    }
+}
+
+/// The receiving end.
+pub(crate) struct Consumer {
+    slots: NonNull<Slot>,
+    bytes: NonNull<u8>,
+    consumed: NonNull<AtomicU64>,
+    ring: u64,
+    /// Frames taken, and of those the ones the producer has been told of.
+    next: u64,
+    told: u64,
+    byte_next: u64,
+    byte_told: u64,
+    _control: Arc<Control>,
+}
+
+// SAFETY: the pointers go into the mapping that `_control` keeps; nothing is tied to a thread.
+unsafe impl Send for Consumer {}
+
+impl Consumer {
+    /// The receiving end of what `side` sends.
+    pub(crate) fn new(control: &Arc<Control>, side: usize) -> Option<Consumer> {
+        let fixed = control.fixed();
+        Some(Consumer {
+            slots: NonNull::from(&fixed.slots[side][0]),
+            bytes: NonNull::new(control.bytes(side))?,
+            consumed: NonNull::from(&fixed.consumed[side].0),
+            ring: control.ring() as u64,
+            next: 0,
+            told: 0,
+            byte_next: 0,
+            byte_told: 0,
+            _control: Arc::clone(control),
+        })
+    }
+
+    #[inline]
+    fn slot(&self) -> &Slot {
+        // SAFETY: the index is below SLOTS, inside the mapping.
+        unsafe { self.slots.add((self.next & MASK) as usize).as_ref() }
+    }
+
+    /// Whether `peek` would find something (a frame, or an error to report).
+    #[inline]
+    pub(crate) fn has_next(&self) -> bool {
+        self.slot().seq.load(Ordering::Acquire) != self.stale()
+    }
+
+    /// What the next slot holds before the producer writes it.
+    #[inline]
+    fn stale(&self) -> u64 {
+        (self.next + 1).saturating_sub(SLOTS as u64)
+    }
+
+    /// The oldest frame in the ring.
+    #[inline]
+    pub(crate) fn peek(&self) -> Result<Option<Frame>, LaneError> {
+        let slot = self.slot();
+        let seq = slot.seq.load(Ordering::Acquire);
+        if seq != self.next + 1 {
+            return if seq == self.stale() { Ok(None) } else { Err(self.wrong(seq)) };
+        }
+        let mut head = [0; 32];
+        for (bytes, word) in head.as_chunks_mut::<8>().0.iter_mut().zip(&slot.words) {
+            *bytes = word.load(Ordering::Relaxed).to_le_bytes();
+        }
+        let head = Head(head);
+        let len = head.payload_len() as usize;
+        if len <= INLINE {
+            let inline = [4, 5, 6].map(|i| slot.words[i].load(Ordering::Relaxed));
+            return Ok(Some(Frame { head, len, inline, bytes: std::ptr::null() }));
+        }
+        if len > MAX_PAYLOAD {
+            return Err(LaneError::Protocol(format!("a frame of {len} payload bytes; this lane carries {MAX_PAYLOAD}")));
+        }
+        let (start, _) = reserve(self.byte_next, len as u64, self.ring);
+        // SAFETY: `reserve` keeps start..start+len inside the ring without a wrap.
+        let bytes = unsafe { self.bytes.add((start & (self.ring - 1)) as usize) }.as_ptr();
+        Ok(Some(Frame { head, len, inline: [0; 3], bytes }))
+    }
+
+    #[cold]
+    fn wrong(&self, seq: u64) -> LaneError {
+        LaneError::Protocol(format!("a slot has sequence {seq} where {} is due", self.next + 1))
+    }
+
+    /// Done with the frame that `peek` returned. True: it is time to `publish`.
+    #[inline]
+    pub(crate) fn release(&mut self, frame: &Frame) -> bool {
+        self.next += 1;
+        if frame.len > INLINE {
+            self.byte_next = reserve(self.byte_next, frame.len as u64, self.ring).1;
+        }
+        self.next - self.told >= SLOTS as u64 / 8 || self.byte_next - self.byte_told >= self.ring / 16
+    }
+
+    /// Tells the producer how far we are.
+    #[inline]
+    pub(crate) fn publish(&mut self) {
+        self.told = self.next;
+        self.byte_told = self.byte_next;
+        // SAFETY: inside the mapping. Release: our reads of the slots come before.
+        unsafe { self.consumed.as_ref() }.store(self.next, Ordering::Release);
+    }
+}
