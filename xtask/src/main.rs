@@ -1,1 +1,76 @@
-fn main() {}
+//! Checks and generated pages of this repository: `cargo xtask help`.
+
+#![forbid(unsafe_code)]
+
+mod deps;
+mod docs;
+mod rooms;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+const HELP: &str = "\
+cargo xtask lint            deps and docs --check
+cargo xtask deps            which room may use which, who may have unsafe code, what Python files may import
+cargo xtask docs            write docs/settings.md from the declaration of the settings
+cargo xtask docs --check    fail if a page is stale: settings reference, links, names of settings
+";
+
+/// What is wrong, one line each; empty when all is well.
+type Problems = Vec<String>;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let root = root();
+    let problems = match arguments[..] {
+        ["lint"] => [deps::check(&root), docs::check(&root)].concat(),
+        ["deps"] => deps::check(&root),
+        ["docs"] => docs::write(&root),
+        ["docs", "--check"] => docs::check(&root),
+        ["help" | "--help" | "-h"] => {
+            print!("{HELP}");
+            return ExitCode::SUCCESS;
+        }
+        _ => {
+            eprint!("{HELP}");
+            return ExitCode::from(2);
+        }
+    };
+    for problem in &problems {
+        eprintln!("xtask: {problem}");
+    }
+    if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// The repository, seen from this package.
+fn root() -> PathBuf {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    here.parent().unwrap_or(here).to_owned()
+}
+
+/// Every file below `folder` whose name ends in `suffix`, sorted; hidden folders and build outputs are passed over.
+fn files(folder: &Path, suffix: &str) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(folder) else {
+        return Vec::new();
+    };
+    let mut found = Vec::new();
+    for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if path.is_dir()
+            && !name.starts_with('.')
+            && !["target", "node_modules", "__pycache__"].contains(&name.as_str())
+        {
+            found.extend(files(&path, suffix));
+        } else if name.ends_with(suffix) {
+            found.push(path);
+        }
+    }
+    found.sort();
+    found
+}
+
+/// A path as seen from the repository, for messages.
+fn shown(root: &Path, path: &Path) -> String {
+    path.strip_prefix(root).unwrap_or(path).display().to_string()
+}

@@ -1,0 +1,109 @@
+//! Pages that are generated, and names in pages that must exist.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use crossrail_types::Settings;
+
+use crate::{Problems, files, shown};
+
+const PAGE: &str = "docs/settings.md";
+
+/// Writes the generated pages.
+pub(crate) fn write(root: &Path) -> Problems {
+    let path = root.join(PAGE);
+    let folder = path.parent().unwrap_or(root);
+    match std::fs::create_dir_all(folder).and_then(|()| std::fs::write(&path, page())) {
+        Ok(()) => Problems::new(),
+        Err(error) => vec![format!("{PAGE}: {error}")],
+    }
+}
+
+/// Checks that the generated pages are what they would be now, and that links and settings named anywhere exist.
+pub(crate) fn check(root: &Path) -> Problems {
+    let mut problems = Problems::new();
+    match std::fs::read_to_string(root.join(PAGE)) {
+        Ok(text) if text == page() => {}
+        Ok(_) => problems.push(format!("{PAGE}: differs from the declaration; run cargo xtask docs")),
+        Err(error) => problems.push(format!("{PAGE}: {error}; run cargo xtask docs")),
+    }
+    for path in files(root, ".md") {
+        let Ok(text) = std::fs::read_to_string(&path) else { continue };
+        let folder = path.parent().unwrap_or(root);
+        let name = shown(root, &path);
+        problems.extend(
+            links(&text)
+                .filter(|link| !folder.join(link).exists())
+                .map(|link| format!("{name}: links to {link}, which does not exist")),
+        );
+        problems.extend(
+            settings_named(&text)
+                .filter(|word| !Settings::NAMES.contains(word))
+                .map(|word| format!("{name}: names {word}, which is no setting")),
+        );
+    }
+    problems
+}
+
+fn page() -> String {
+    let mut page = String::from(
+        "# Settings\n\n\
+         <!-- Written by `cargo xtask docs` from crates/types/src/settings.rs. Do not edit. -->\n\n\
+         Each is an environment variable, a field of `crossrail_types::Settings` and a keyword of\n\
+         `crossrail.Context` in Python. A value given in code wins over the environment. An unknown `CROSSRAIL_`\n\
+         variable, or a value outside the accepted form, is an error. Sizes are powers of two: `64K`, `2M`, `1G`.\n\n\
+         | variable | field | default | accepted | what it does |\n|---|---|---|---|---|\n",
+    );
+    for setting in Settings::reference() {
+        let default = setting.default.map_or_else(|| "unset".to_owned(), |value| format!("`{value}`"));
+        let cells = [
+            format!("`{}`", setting.name),
+            format!("`{}`", setting.field),
+            default,
+            setting.accepts.to_owned(),
+            setting.doc,
+        ];
+        let _ = writeln!(page, "| {} |", cells.map(|cell| cell.replace('|', "\\|")).join(" | "));
+    }
+    page
+}
+
+/// Targets of the links of a page that are files of this repository.
+fn links(text: &str) -> impl Iterator<Item = &str> {
+    text.split("](").skip(1).filter_map(|rest| {
+        let target = rest.split(')').next()?.split('#').next()?.trim();
+        (!target.is_empty() && !target.contains("://") && !target.starts_with("mailto:")).then_some(target)
+    })
+}
+
+/// Words of a page that read as settings.
+fn settings_named(text: &str) -> impl Iterator<Item = &str> {
+    let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    words.filter(|word| word.strip_prefix("CROSSRAIL_").is_some_and(|rest| !rest.is_empty()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_to_files_are_found() {
+        let text = "[a](docs/a.md) [b](https://example.org/b) ![c](img/c.svg#x) [d](#here) [e](mailto:x@example.org)";
+        assert_eq!(links(text).collect::<Vec<_>>(), ["docs/a.md", "img/c.svg"]);
+    }
+
+    #[test]
+    fn settings_are_found() {
+        let text = "set `CROSSRAIL_TLS=shm` or CROSSRAIL_LOGS; `CROSSRAIL_` alone is a prefix";
+        assert_eq!(settings_named(text).collect::<Vec<_>>(), ["CROSSRAIL_TLS", "CROSSRAIL_LOGS"]);
+    }
+
+    #[test]
+    fn the_page_has_a_row_per_setting() {
+        let page = page();
+        for name in Settings::NAMES {
+            assert!(page.contains(&format!("| `{name}` |")), "{name}");
+        }
+        assert_eq!(page.lines().filter(|line| line.starts_with("| `")).count(), Settings::NAMES.len());
+    }
+}

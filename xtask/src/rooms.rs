@@ -1,0 +1,51 @@
+//! The rooms of the house and what each may use. ARCHITECTURE.md draws the same picture.
+
+/// One crate below `crates/`.
+pub(crate) struct Room {
+    /// The folder.
+    pub(crate) name: &'static str,
+    /// The package.
+    pub(crate) package: &'static str,
+    /// The rooms it may depend on, by folder, for tests too. Imports go down only.
+    pub(crate) uses: &'static [&'static str],
+    /// The crates from outside that it may depend on; `None`: any that are pinned in the workspace.
+    pub(crate) outside: Option<&'static [&'static str]>,
+    /// `#![forbid(unsafe_code)]` must stand in its lib.rs.
+    pub(crate) forbids_unsafe: bool,
+}
+
+const fn room(name: &'static str, package: &'static str, uses: &'static [&'static str]) -> Room {
+    Room { name, package, uses, outside: None, forbids_unsafe: false }
+}
+
+/// Backends (shm, tcp) never use each other; proto and transport never use each other; only the engine picks a
+/// backend.
+pub(crate) const ROOMS: &[Room] = &[
+    Room { outside: Some(&[]), forbids_unsafe: true, ..room("types", "crossrail-types", &[]) },
+    Room { outside: Some(&["slab"]), forbids_unsafe: true, ..room("proto", "crossrail-proto", &["types"]) },
+    room("transport", "crossrail-transport", &["types"]),
+    room("shm", "crossrail-shm", &["transport", "types"]),
+    room("tcp", "crossrail-tcp", &["transport", "types"]),
+    Room { forbids_unsafe: true, ..room("topology", "crossrail-topology", &["types"]) },
+    room("engine", "crossrail", &["proto", "transport", "shm", "tcp", "topology", "types"]),
+    room("bench", "crossrail-bench", &["engine", "types"]),
+    room("python", "crossrail-python", &["engine", "bench", "types"]),
+];
+
+/// What must not stand in the sources of a room (its tests excepted), and why.
+pub(crate) const WORDS: &[(&str, &[&str], &str)] = &[(
+    "proto",
+    &["std::net", "std::fs", "std::io", "std::os", "std::thread", "Instant::now", "SystemTime"],
+    "proto does no I/O and takes time as input, so that its tests are deterministic",
+)];
+
+/// What Python files below a folder must not import, and why.
+pub(crate) const PYTHON: &[(&str, &[&str], &str)] = &[
+    ("python/crossrail/report", &["_native"], "reports are made from JSON, on machines without the library too"),
+    ("python/crossrail/ref", &["_native"], "a reference shares no code with what it is the reference for"),
+    (
+        "python/crossrail/cli",
+        &["numpy", "torch", "statistics", "timeit"],
+        "the command has no measuring logic: that is crates/bench",
+    ),
+];
