@@ -229,6 +229,9 @@ fn run(stream: UnixStream, side: Side, cpu: usize) -> Outcome<()> {
             println!("8 B one way        {us:.3} us");
         }
     }
+    if std::env::args().any(|arg| arg == "latency") || std::env::var_os("LATENCY_ONLY").is_some() {
+        return Ok(());
+    }
     for len in RING {
         measure.bulk(len, 1 << 30, first)?;
         let rate = measure.bulk(len, 8 << 30, first)?;

@@ -5,12 +5,13 @@ use std::collections::HashMap;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
-use crossrail_transport::{Direct, Lane, LaneCaps, LaneError, LaneStats, Place, Post, Sink, Tx};
+use crossrail_transport::{Direct, Grant, Lane, LaneCaps, LaneError, LaneStats, Place, Post, Sink, Tx};
 use crossrail_types::{HEAD_LEN, LaneId};
 
 use crate::arena::Arena;
 use crate::attach::{Parts, Report};
 use crate::cma::Process;
+use crate::control::INLINE;
 use crate::cursor::Cursors;
 use crate::direct::PeerSegment;
 use crate::ring::{Consumer, Frame, MAX_PAYLOAD, Producer};
@@ -23,6 +24,37 @@ const SOCKET_EVERY: u32 = 1024;
 /// Segments of the peer that one lane keeps track of.
 const MOST_SEGMENTS: usize = 1 << 16;
 
+/// Bytes copied at a time however small the budget.
+const SMALLEST_COPY: usize = 4 << 10;
+
+/// A frame on its way out of the ring.
+struct Arriving {
+    frame: Frame,
+    dst: *mut u8,
+    /// Bytes wanted of it, and bytes gone through.
+    len: usize,
+    at: usize,
+    grant: Option<Arc<Grant>>,
+    /// `None`: discarded.
+    token: Option<u64>,
+}
+
+// SAFETY: describes memory; `deliver` answers for touching it, on whichever thread.
+unsafe impl Send for Arriving {}
+
+impl Arriving {
+    #[inline]
+    fn new(frame: Frame, place: Place) -> Result<Arriving, LaneError> {
+        match place {
+            Place::Into { dst, len, grant, token } => {
+                Ok(Arriving { frame, dst, len: len.min(frame.len), at: 0, grant, token: Some(token) })
+            }
+            Place::Discard => Ok(Arriving { frame, dst: std::ptr::null_mut(), len: 0, at: 0, grant: None, token: None }),
+            Place::Refuse(why) => Err(LaneError::Protocol(why)),
+        }
+    }
+}
+
 /// A lane through shared memory. See the crate's page.
 pub struct ShmLane {
     id: LaneId,
@@ -33,6 +65,8 @@ pub struct ShmLane {
     flags: Flags,
     pub(crate) wire: Arc<Wire>,
     inbox: Inbox,
+    /// Being delivered, over several polls.
+    arriving: Option<Arriving>,
     /// Taken from the sink, did not fit.
     held: Option<Tx>,
     /// The sink may have more than the ring had room for.
@@ -63,6 +97,7 @@ impl ShmLane {
             report: parts.report,
             wire: parts.wire,
             inbox: Inbox::default(),
+            arriving: None,
             held: None,
             blocked: false,
             attention: false,
@@ -123,12 +158,18 @@ impl ShmLane {
     #[inline]
     fn receive(&mut self, sink: &mut dyn Sink, budget: usize) -> Result<bool, LaneError> {
         let before = self.stats.rx_bytes;
+        if self.arriving.is_some() && !self.go_on(sink, budget) {
+            return Ok(true);
+        }
         while let Some(frame) = self.consumer.peek()? {
-            self.deliver(sink, &frame)?;
-            self.stats.rx_bytes += (HEAD_LEN + frame.len) as u64;
-            if self.consumer.release(&frame) {
-                self.publish();
+            let arriving = Arriving::new(frame, sink.place(self.id, &frame.head))?;
+            if frame.len > INLINE && frame.len > budget {
+                self.arriving = Some(arriving);
+                self.go_on(sink, budget);
+                return Ok(true);
             }
+            let len = frame.len;
+            self.deliver(sink, arriving, len);
             if self.stats.rx_bytes - before >= budget as u64 {
                 break;
             }
@@ -140,24 +181,43 @@ impl ShmLane {
         Ok(moved)
     }
 
+    /// Copies the next `len` bytes of a frame; the frame itself when it is not complete by that.
     #[inline]
-    fn deliver(&mut self, sink: &mut dyn Sink, frame: &Frame) -> Result<(), LaneError> {
-        match sink.place(self.id, &frame.head) {
-            Place::Into { dst, len, grant, token } => {
-                let len = len.min(frame.len);
-                let permit = grant.as_ref().map(|grant| grant.enter());
-                if len > 0 && !matches!(permit, Some(None)) {
-                    // SAFETY: the sink vouches for `len` writable bytes at `dst` while the permit is held, and
-                    // `len` is no more than the frame has.
-                    unsafe { frame.copy_to(dst, len) };
-                }
-                drop(permit);
-                sink.placed(self.id, token);
-                Ok(())
-            }
-            Place::Discard => Ok(()),
-            Place::Refuse(why) => Err(LaneError::Protocol(why)),
+    fn deliver(&mut self, sink: &mut dyn Sink, mut arriving: Arriving, len: usize) -> Option<Arriving> {
+        let frame = arriving.frame;
+        let wanted = len.min(arriving.len - arriving.at.min(arriving.len));
+        let permit = arriving.grant.as_ref().map(|grant| grant.enter());
+        let revoked = matches!(permit, Some(None));
+        if wanted > 0 && !revoked {
+            // SAFETY: the sink vouches for `arriving.len` writable bytes at `dst` while the permit is held, which
+            // is no more than the frame has; at + wanted is within both.
+            unsafe { frame.copy_to(arriving.dst.wrapping_add(arriving.at), arriving.at, wanted) };
         }
+        drop(permit);
+        arriving.at += len;
+        if arriving.at < frame.len {
+            return Some(arriving);
+        }
+        self.stats.rx_bytes += (HEAD_LEN + frame.len) as u64;
+        if self.consumer.release(&frame) {
+            self.publish();
+        }
+        if let Some(token) = arriving.token
+            && !revoked
+        {
+            sink.placed(self.id, token);
+        }
+        None
+    }
+
+    /// Continues with a frame that is larger than one poll's budget; true when it is complete.
+    #[cold]
+    fn go_on(&mut self, sink: &mut dyn Sink, budget: usize) -> bool {
+        if let Some(arriving) = self.arriving.take() {
+            let len = budget.max(SMALLEST_COPY).min(arriving.frame.len - arriving.at);
+            self.arriving = self.deliver(sink, arriving, len);
+        }
+        self.arriving.is_none()
     }
 
     /// Gives room back to the peer's producer.
@@ -247,7 +307,8 @@ impl Lane for ShmLane {
         }
         let armed = self.flags.sleep(if self.blocked { DATA | ROOM } else { DATA });
         // An error here is work too: the next poll reports it.
-        let work = self.consumer.has_next() || self.blocked && self.producer.room() != Ok(false);
+        let unread = self.arriving.is_some() || self.consumer.has_next();
+        let work = unread || self.blocked && self.producer.room() != Ok(false);
         if !armed || work {
             self.flags.awake();
         }

@@ -193,6 +193,7 @@ unsafe fn load_words(ptr: *const u8, len: usize) -> [u64; 3] {
 }
 
 /// A frame that has arrived; its payload stays where it is until [`Consumer::release`].
+#[derive(Clone, Copy)]
 pub(crate) struct Frame {
     pub(crate) head: Head,
     /// Payload bytes, checked.
@@ -203,24 +204,25 @@ pub(crate) struct Frame {
 }
 
 impl Frame {
-    /// Copies the first `len` payload bytes.
+    /// Copies `len` payload bytes from byte `at` on.
     ///
     /// # Safety
-    /// `dst` must be writable for `len` bytes, `len` <= `self.len`, and the frame not yet released.
+    /// `dst` must be writable for `len` bytes, `at + len` <= `self.len`, and the frame not yet released.
     #[inline]
-    pub(crate) unsafe fn copy_to(&self, dst: *mut u8, len: usize) {
+    pub(crate) unsafe fn copy_to(&self, dst: *mut u8, at: usize, len: usize) {
         if self.len <= INLINE {
-            if len == 8 {
+            if len == 8 && at == 0 {
                 // SAFETY: by the contract.
                 unsafe { dst.cast::<u64>().write_unaligned(self.inline[0]) };
             } else {
-                // SAFETY: by the contract; len <= 24 bytes of `inline`.
-                unsafe { dst.copy_from_nonoverlapping(self.inline.as_ptr().cast(), len) };
+                let src = self.inline.as_ptr().cast::<u8>().wrapping_add(at);
+                // SAFETY: by the contract; at + len <= 24, the bytes of `inline`.
+                unsafe { dst.copy_from_nonoverlapping(src, len) };
             }
         } else {
             // SAFETY: by the contract; `Consumer::peek` checked that the payload lies inside the ring. A hostile
             // peer may change the bytes meanwhile: then garbage arrives, as it could have sent in the first place.
-            unsafe { copy::small(dst, self.bytes, len) };
+            unsafe { copy::small(dst, self.bytes.wrapping_add(at), len) };
         }
     }
 }
