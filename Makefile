@@ -1,0 +1,102 @@
+# make help says what there is. A fresh machine needs Python >= 3.10, Rust and a C compiler.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TOOLS := $(VENV)/.tools
+CARGO_TARGET_DIR ?= $(CURDIR)/target
+export CARGO_TARGET_DIR
+unexport VIRTUAL_ENV
+
+# Four rails that every machine has: four addresses of its loopback interface.
+DEMO_RAILS := CROSSRAIL_TLS=tcp CROSSRAIL_NET_DEVICES=127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4
+
+say = @printf '\n== %s\n' "$(1)"
+
+.DELETE_ON_ERROR:
+.PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python bench fmt clean
+
+help:
+	@echo "make build    virtual environment in $(VENV), tools, the extension and the command crossrail"
+	@echo "make demo     build, then the main job on this machine"
+	@echo "make test     everything CI runs: lint, Rust tests, fuzz corpora, Python tests, test bed"
+	@echo "make bench    the benchmark against the peers, into benches/results"
+	@echo "make fmt      format Rust and Python"
+	@echo "make clean    remove what was built"
+
+$(TOOLS): requirements-dev.txt
+	$(call say,tools: $(VENV) from requirements-dev.txt)
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or later is needed, this is " + sys.version) if sys.version_info < (3, 10) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements-dev.txt
+	@touch $@
+
+build: $(TOOLS)
+	$(call say,build: extension and command)
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --locked
+
+demo: build
+	$(call say,what this machine has)
+	$(BIN)/crossrail info
+	$(call say,latency over shared memory)
+	CROSSRAIL_TLS=shm $(BIN)/crossrail bench latency --sizes 1:4K
+	$(call say,latency over TCP)
+	CROSSRAIL_TLS=tcp $(BIN)/crossrail bench latency --sizes 1:4K
+	$(call say,bandwidth over shared memory)
+	CROSSRAIL_TLS=shm $(BIN)/crossrail bench bandwidth --sizes 4K:16M
+	$(call say,bandwidth over TCP)
+	CROSSRAIL_TLS=tcp $(BIN)/crossrail bench bandwidth --sizes 4K:16M
+	$(call say,one transfer of 64 MiB over four rails)
+	$(DEMO_RAILS) $(BIN)/crossrail bench p2p --size 64M
+
+test: lint test-rust test-fuzz test-python
+
+lint: lint-rust lint-python
+
+lint-rust:
+	$(call say,lint: rustfmt)
+	cargo fmt --all --check
+	cargo fmt --manifest-path fuzz/Cargo.toml --check
+	$(call say,lint: clippy)
+	cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
+	$(call say,lint: rooms and pages (cargo xtask lint))
+	cargo xtask lint
+
+lint-python: build
+	$(call say,lint: ruff)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(call say,lint: mypy)
+	$(BIN)/mypy
+	$(call say,lint: stubs against the extension)
+	$(BIN)/python -m mypy.stubtest crossrail._native
+
+test-rust:
+	$(call say,test: Rust)
+	cargo test --quiet --locked --workspace --exclude crossrail-python
+
+test-fuzz:
+	$(call say,test: fuzz targets on their corpora and seeded mutations of them)
+	cargo test --quiet --locked --manifest-path fuzz/Cargo.toml
+
+# Last: its closing line is the summary of the run.
+test-python: build
+	$(call say,test: Rust examples that the Python tests run)
+	cargo build --quiet --locked --release --package crossrail --examples
+	$(call say,test: Python and test bed)
+	$(BIN)/python -m pytest
+
+bench: build
+	$(call say,bench: against the peers into benches/results)
+	$(BIN)/python benches/run.py
+
+fmt: $(TOOLS)
+	cargo fmt --all
+	cargo fmt --manifest-path fuzz/Cargo.toml
+	$(BIN)/ruff check --select I --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) target fuzz/target dist
+	find python tests benches -name __pycache__ -prune -exec rm -rf {} +
+	rm -f python/crossrail/*.so
