@@ -17,6 +17,7 @@ use harness::{DISCARD, End, GRANTED, PLAIN, REFUSE, SHORT, drive, frame, pattern
 /// Payloads are cut to this size even where a lane would carry more, to keep the suite short.
 const LARGEST: usize = 8 << 20;
 
+type Check = fn(End, End);
 type MakePair<'a> = &'a mut dyn FnMut() -> (Box<dyn Lane>, Box<dyn Lane>);
 
 /// Runs every check on fresh pairs of connected lanes.
@@ -24,7 +25,7 @@ type MakePair<'a> = &'a mut dyn FnMut() -> (Box<dyn Lane>, Box<dyn Lane>);
 /// # Panics
 /// When a check fails.
 pub fn run(name: &str, make_pair: MakePair<'_>) {
-    let checks: [(&str, fn(End, End)); 14] = [
+    let checks: [(&str, Check); 14] = [
         ("says what it is", says_what_it_is),
         ("order and sizes", order_and_sizes),
         ("small budgets", small_budgets),

@@ -1,0 +1,122 @@
+//! The system calls of a lane, each with its one unsafe block.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::os::fd::RawFd;
+
+use libc::{c_int, c_void, iovec, socklen_t};
+
+fn check(result: isize) -> io::Result<usize> {
+    usize::try_from(result).map_err(|_| io::Error::last_os_error())
+}
+
+/// recv(2) into ordinary memory.
+pub(crate) fn recv(fd: RawFd, into: &mut [u8]) -> io::Result<usize> {
+    // SAFETY: `into` is valid for writing its length.
+    check(unsafe { libc::recv(fd, into.as_mut_ptr().cast(), into.len(), libc::MSG_DONTWAIT) })
+}
+
+/// Takes up to `len` bytes off the stream without copying them anywhere (TCP's meaning of MSG_TRUNC).
+pub(crate) fn recv_discard(fd: RawFd, len: usize) -> io::Result<usize> {
+    // SAFETY: with MSG_TRUNC, TCP writes nothing through the pointer (tcp(7)).
+    check(unsafe { libc::recv(fd, std::ptr::null_mut(), len, libc::MSG_DONTWAIT | libc::MSG_TRUNC) })
+}
+
+/// readv(2) into `dst` and then `spill`.
+///
+/// # Safety
+/// `dst` must be valid for writing `len` bytes during the call.
+pub(crate) unsafe fn recv_two(fd: RawFd, dst: *mut u8, len: usize, spill: &mut [u8]) -> io::Result<usize> {
+    let iov = [
+        iovec { iov_base: dst.cast(), iov_len: len },
+        iovec { iov_base: spill.as_mut_ptr().cast(), iov_len: spill.len() },
+    ];
+    // SAFETY: the caller vouches for `dst`; `spill` is ours. The socket is non-blocking.
+    check(unsafe { libc::readv(fd, iov.as_ptr(), iov.len() as c_int) })
+}
+
+/// send(2) of ordinary memory; `more` announces that more follows at once.
+pub(crate) fn send(fd: RawFd, bytes: &[u8], more: bool) -> io::Result<usize> {
+    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | if more { libc::MSG_MORE } else { 0 };
+    // SAFETY: `bytes` is valid for reading its length.
+    check(unsafe { libc::send(fd, bytes.as_ptr().cast(), bytes.len(), flags) })
+}
+
+/// sendmsg(2) of several pieces.
+///
+/// # Safety
+/// Every piece must be valid for reading during the call.
+pub(crate) unsafe fn send_pieces(fd: RawFd, pieces: &[iovec]) -> io::Result<usize> {
+    // SAFETY: msghdr is plain data, for which all zeros means "none".
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = pieces.as_ptr().cast_mut();
+    message.msg_iovlen = pieces.len();
+    // SAFETY: the caller vouches for the pieces; sendmsg only reads them.
+    check(unsafe { libc::sendmsg(fd, &message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) })
+}
+
+/// sendfile(2): pages of `file` from `offset` on, by reference.
+pub(crate) fn sendfile(fd: RawFd, file: RawFd, offset: u64, len: usize) -> io::Result<usize> {
+    let mut offset = libc::off_t::try_from(offset).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
+    // SAFETY: `offset` is a local that outlives the call; a descriptor that is not open gives EBADF.
+    check(unsafe { libc::sendfile(fd, file, &mut offset, len) })
+}
+
+/// Whether poll(2) calls the socket writable at this moment. If not, the next time that it becomes so is an
+/// edge for epoll.
+pub(crate) fn is_writable(fd: RawFd) -> bool {
+    let mut entry = libc::pollfd { fd, events: libc::POLLOUT, revents: 0 };
+    // SAFETY: one valid entry, which outlives the call.
+    let count = unsafe { libc::poll(&mut entry, 1, 0) };
+    count > 0
+}
+
+/// Bytes that were written to the socket and that the peer's kernel has not acknowledged (SIOCOUTQ).
+pub(crate) fn unacknowledged(fd: RawFd) -> u64 {
+    let mut bytes: c_int = 0;
+    // SAFETY: TIOCOUTQ (the same number as SIOCOUTQ) writes one int.
+    let result = unsafe { libc::ioctl(fd, libc::TIOCOUTQ, &mut bytes) };
+    if result == 0 { u64::try_from(bytes).unwrap_or(0) } else { 0 }
+}
+
+/// The kernel's struct tcp_info as bytes; shorter kernels leave zeros.
+pub(crate) fn tcp_info(fd: RawFd) -> io::Result<[u8; 256]> {
+    let mut bytes = [0u8; 256];
+    let mut len = bytes.len() as socklen_t;
+    // SAFETY: the kernel writes at most `len` bytes into `bytes`.
+    let result =
+        unsafe { libc::getsockopt(fd, libc::IPPROTO_TCP, libc::TCP_INFO, bytes.as_mut_ptr().cast(), &mut len) };
+    check(result as isize).map(|_| bytes)
+}
+
+/// setsockopt(2) of an int.
+pub(crate) fn set_int(fd: RawFd, level: c_int, option: c_int, value: c_int) -> io::Result<()> {
+    let value: *const c_int = &value;
+    // SAFETY: `value` points to a local int, whose size is passed.
+    let result =
+        unsafe { libc::setsockopt(fd, level, option, value.cast::<c_void>(), size_of::<c_int>() as socklen_t) };
+    check(result as isize).map(|_| ())
+}
+
+/// Copies within this process.
+///
+/// # Safety
+/// `dst` must be valid for writing `src.len()` bytes and must not overlap `src`.
+pub(crate) unsafe fn copy_to(dst: *mut u8, src: &[u8]) {
+    // SAFETY: the caller vouches for `dst`.
+    unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), dst, src.len()) }
+}
+
+/// Copies `len` bytes from a user's memory.
+///
+/// # Safety
+/// `src` must be valid for reading `len` bytes.
+pub(crate) unsafe fn copy_from(src: *const u8, len: usize, out: &mut Vec<u8>) {
+    out.reserve(len);
+    // SAFETY: the caller vouches for `src`; `reserve` made room for `len` bytes past the end, which are
+    // initialised before the length covers them.
+    unsafe {
+        std::ptr::copy_nonoverlapping(src, out.as_mut_ptr().add(out.len()), len);
+        out.set_len(out.len() + len);
+    }
+}

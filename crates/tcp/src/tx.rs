@@ -1,0 +1,334 @@
+//! The sending half of a lane: several small frames per call, large payloads by reference where that pays.
+#![allow(unsafe_code)] // reads the user's memory, as its grants permit
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::RawFd;
+
+use crossrail_transport::{Grant, GrantUse, LaneError, Payload, Post, Sink, Tx};
+use crossrail_types::{HEAD_LEN, Head, LaneId};
+use libc::iovec;
+
+use crate::fault::fault;
+use crate::sys;
+
+/// Payloads up to this many bytes are copied when the kernel does not take them at once.
+pub(crate) const COPIES_UP_TO: usize = 64 * 1024;
+/// Bytes of posted frames that may wait in copies; more is answered `Full`.
+const COPIES_WAITING: usize = 256 * 1024;
+/// Frames, and bytes of small frames, that are gathered for one call.
+const BATCH_FRAMES: usize = 32;
+const BATCH_BYTES: usize = 64 * 1024;
+/// Payloads from here on go by reference, where the lane may do that at all.
+const BY_REFERENCE_FROM: usize = 64 * 1024;
+/// Payloads up to here are joined to their head by a copy: cheaper than a gathering call.
+const JOIN_UP_TO: usize = 1024;
+/// What goes out in place of memory that was taken back.
+static FILLER: [u8; 16 * 1024] = [0; 16 * 1024];
+
+/// Where the payload of a waiting frame is.
+#[derive(Debug)]
+enum Source {
+    /// Copied when it was posted.
+    Copied(Vec<u8>),
+    /// Still with the user.
+    User(Payload),
+}
+
+/// A frame that the kernel has not taken whole.
+#[derive(Debug)]
+struct Outgoing {
+    head: Head,
+    source: Source,
+    len: usize,
+    /// Bytes of head and payload that the kernel has.
+    done: usize,
+    /// What to report once all of it is gone.
+    token: Option<u64>,
+    /// May the pages be referred to after `sent`?
+    by_reference: bool,
+}
+
+impl Outgoing {
+    fn left(&self) -> usize {
+        HEAD_LEN + self.len - self.done
+    }
+
+    /// The head's bytes that are still to go.
+    fn head_left(&self) -> &[u8] {
+        &self.head.0[self.done.min(HEAD_LEN)..]
+    }
+
+    /// Offset of the next payload byte.
+    fn offset(&self) -> usize {
+        self.done.saturating_sub(HEAD_LEN)
+    }
+}
+
+/// The sending half of a lane.
+#[derive(Debug)]
+pub(crate) struct Sender {
+    queue: VecDeque<Outgoing>,
+    /// Bytes in `queue` that are copies.
+    copies: usize,
+    /// The kernel may have room: epoll said so, and no write has been refused since.
+    pub(crate) writable: bool,
+    /// Bytes that the kernel took since it last said that its unsent data is low.
+    since_low: usize,
+    lowat: usize,
+    by_reference: bool,
+    /// Bytes that the kernel took.
+    pub(crate) bytes: u64,
+}
+
+impl Sender {
+    pub(crate) fn new(lowat: usize, by_reference: bool) -> Sender {
+        Sender { queue: VecDeque::new(), copies: 0, writable: true, since_low: 0, lowat, by_reference, bytes: 0 }
+    }
+
+    /// Whether there is something to do without waiting for the socket.
+    pub(crate) fn has_work(&self) -> bool {
+        self.writable && !self.queue.is_empty()
+    }
+
+    fn count(&mut self, n: usize) {
+        self.bytes += n as u64;
+        self.since_low = self.since_low.saturating_add(n);
+    }
+
+    /// See [`crossrail_transport::Lane::post`].
+    pub(crate) fn post(&mut self, fd: RawFd, tx: &Tx) -> Result<Post, LaneError> {
+        let copies = tx.payload.len <= COPIES_UP_TO;
+        let mut out = Outgoing {
+            head: tx.head,
+            source: Source::User(tx.payload.clone()),
+            len: tx.payload.len,
+            done: 0,
+            token: None,
+            by_reference: false,
+        };
+        if self.queue.is_empty() {
+            out.done = self.write_now(fd, &out)?;
+            if out.left() == 0 {
+                return Ok(Post::Taken);
+            }
+            self.writable = false;
+        } else {
+            let room = self.copies + HEAD_LEN + tx.payload.len <= COPIES_WAITING;
+            let large = self.queue.iter().any(|waiting| matches!(waiting.source, Source::User(_)));
+            if large || !room || !copies {
+                return Ok(Post::Full);
+            }
+        }
+        if copies {
+            self.copies += HEAD_LEN + out.len;
+            out.source = Source::Copied(copy_of(&tx.payload));
+            self.queue.push_back(out);
+            return Ok(Post::Taken);
+        }
+        if out.done == 0 {
+            return Ok(Post::Full);
+        }
+        out.token = Some(tx.token);
+        self.queue.push_back(out);
+        Ok(Post::Held)
+    }
+
+    /// Writes one frame with nothing before it, as far as the kernel takes it.
+    fn write_now(&mut self, fd: RawFd, out: &Outgoing) -> Result<usize, LaneError> {
+        let Source::User(payload) = &out.source else { return Ok(0) };
+        let written = if out.len <= JOIN_UP_TO {
+            let mut joined = [0; HEAD_LEN + JOIN_UP_TO];
+            joined[..HEAD_LEN].copy_from_slice(&out.head.0);
+            let usage = payload.grant.as_deref().map(Grant::enter);
+            if out.len > 0 && !matches!(usage, Some(None)) {
+                // SAFETY: the payload is valid during post; `usage` keeps a revocation waiting.
+                let bytes = unsafe { std::slice::from_raw_parts(payload.ptr, out.len) };
+                joined[HEAD_LEN..HEAD_LEN + out.len].copy_from_slice(bytes);
+            }
+            drop(usage);
+            sys::send(fd, &joined[..HEAD_LEN + out.len], false)
+        } else {
+            gather(fd, std::iter::once(out))
+        };
+        let n = taken("send", written)?.unwrap_or(0);
+        self.count(n);
+        Ok(n)
+    }
+
+    /// Takes frames from the sink while the kernel has room, about `budget` bytes.
+    pub(crate) fn poll(
+        &mut self,
+        fd: RawFd,
+        lane: LaneId,
+        sink: &mut dyn Sink,
+        budget: usize,
+        probe: bool,
+    ) -> Result<bool, LaneError> {
+        let until = self.bytes.saturating_add(budget as u64);
+        let mut moved = false;
+        if !self.writable && !probe {
+            return Ok(false);
+        }
+        while self.bytes < until {
+            if self.queue.is_empty() && !self.fetch(fd, lane, sink) {
+                break;
+            }
+            let Some(n) = self.write(fd, usize::try_from(until - self.bytes).unwrap_or(usize::MAX))? else {
+                self.writable = false;
+                break;
+            };
+            self.writable = true;
+            self.count(n);
+            moved = true;
+            self.retire(n, lane, sink);
+        }
+        Ok(moved)
+    }
+
+    /// Fills the empty queue from the sink, unless the kernel still has much to send. False: nothing to send.
+    fn fetch(&mut self, fd: RawFd, lane: LaneId, sink: &mut dyn Sink) -> bool {
+        let mut waiting = 0;
+        while waiting < BATCH_BYTES && self.queue.len() < BATCH_FRAMES {
+            // A slow rail must not take frames early; a writable socket has less than half of lowat unsent.
+            if self.since_low >= self.lowat / 2 || !self.writable {
+                if !sys::is_writable(fd) {
+                    self.writable = false;
+                    break;
+                }
+                self.writable = true;
+                self.since_low = 0;
+            }
+            let Some(tx) = sink.next(lane) else { break };
+            let out = Outgoing {
+                head: tx.head,
+                len: tx.payload.len,
+                source: Source::User(tx.payload),
+                done: 0,
+                token: Some(tx.token),
+                by_reference: self.by_reference,
+            };
+            waiting += out.left();
+            self.queue.push_back(out);
+        }
+        !self.queue.is_empty()
+    }
+
+    /// One write of what is at the front of the queue. `None`: no room.
+    fn write(&mut self, fd: RawFd, budget: usize) -> Result<Option<usize>, LaneError> {
+        let Some(front) = self.queue.front() else { return Ok(Some(0)) };
+        if front.by_reference
+            && front.len >= BY_REFERENCE_FROM
+            && let Source::User(Payload { file: Some((file, at)), grant, .. }) = &front.source
+        {
+            let usage = grant.as_deref().map(Grant::enter);
+            if !matches!(usage, Some(None)) {
+                if front.done < HEAD_LEN {
+                    return taken("send", sys::send(fd, front.head_left(), true));
+                }
+                let len = (front.len - front.offset()).min(budget.max(BATCH_BYTES));
+                match sys::sendfile(fd, *file, at + front.offset() as u64, len) {
+                    Ok(0) => {} // shorter than it was said to be: the mapping has what the file has not
+                    Err(error) if !is_fault_of_file(&error) => return taken("sendfile", Err(error)),
+                    Err(_) => {}
+                    Ok(n) => return Ok(Some(n)),
+                }
+                self.by_reference = false;
+            }
+        }
+        taken("sendmsg", gather(fd, self.queue.iter()))
+    }
+
+    /// The kernel took the first `n` bytes of the queue.
+    fn retire(&mut self, mut n: usize, lane: LaneId, sink: &mut dyn Sink) {
+        while let Some(front) = self.queue.front_mut() {
+            let part = front.left().min(n);
+            front.done += part;
+            n -= part;
+            if front.left() > 0 {
+                break;
+            }
+            if let Some(done) = self.queue.pop_front() {
+                if matches!(done.source, Source::Copied(_)) {
+                    self.copies -= HEAD_LEN + done.len;
+                }
+                if let Some(token) = done.token {
+                    sink.sent(lane, token);
+                }
+            }
+        }
+    }
+}
+
+/// Whether sendfile failed because of its source rather than the connection.
+fn is_fault_of_file(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EBADF | libc::EINVAL | libc::ENOSYS | libc::EOVERFLOW | libc::EIO))
+}
+
+/// Turns "no room" into `None`, and errors into what they mean.
+fn taken(call: &str, result: io::Result<usize>) -> Result<Option<usize>, LaneError> {
+    match result {
+        Ok(n) => Ok(Some(n)),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(Some(0)),
+        // The kernel is short of memory for a moment; the next poll tries again.
+        Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => Ok(Some(0)),
+        Err(error) => Err(fault(call, &error)),
+    }
+}
+
+/// A copy of a payload; zeros where its memory was taken back.
+fn copy_of(payload: &Payload) -> Vec<u8> {
+    let usage = payload.grant.as_deref().map(Grant::enter);
+    if payload.len == 0 || matches!(usage, Some(None)) {
+        return vec![0; payload.len];
+    }
+    let mut copy = Vec::new();
+    // SAFETY: the payload is valid during post; `usage` keeps a revocation waiting.
+    unsafe { sys::copy_from(payload.ptr, payload.len, &mut copy) };
+    copy
+}
+
+/// One sendmsg of as many of `frames` as fit.
+fn gather<'a>(fd: RawFd, frames: impl Iterator<Item = &'a Outgoing>) -> io::Result<usize> {
+    let mut pieces = [iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; 2 * BATCH_FRAMES];
+    let mut count = 0;
+    let mut total = 0;
+    let mut usages: Vec<GrantUse<'_>> = Vec::new();
+    let mut add = |bytes: *const u8, len: usize| {
+        if len > 0 {
+            pieces[count] = iovec { iov_base: bytes.cast_mut().cast(), iov_len: len };
+            count += 1;
+        }
+    };
+    for frame in frames.take(BATCH_FRAMES) {
+        let head = frame.head_left();
+        add(head.as_ptr(), head.len());
+        let len = frame.len - frame.offset();
+        total += head.len() + len;
+        if len > 0 {
+            let start = match &frame.source {
+                Source::Copied(bytes) => bytes[frame.offset()..].as_ptr(),
+                Source::User(payload) => {
+                    let usage = payload.grant.as_deref().map(Grant::enter);
+                    if matches!(usage, Some(None)) {
+                        add(FILLER.as_ptr(), len.min(FILLER.len()));
+                        if len > FILLER.len() {
+                            break;
+                        }
+                        continue;
+                    }
+                    usages.extend(usage.flatten());
+                    payload.ptr.wrapping_add(frame.offset())
+                }
+            };
+            add(start, len);
+        }
+        if total >= 2 * BATCH_BYTES {
+            break;
+        }
+    }
+    // SAFETY: heads, copies and the filler are borrowed; user memory is valid until `sent` or until a
+    // revocation, which `usages` keeps waiting.
+    unsafe { sys::send_pieces(fd, &pieces[..count]) }
+}
