@@ -213,15 +213,7 @@ fn run(stream: UnixStream, side: Side, cpu: usize) -> Outcome<()> {
     let memory = segment.ptr();
     // SAFETY: BIG bytes of the segment.
     unsafe { memory.write_bytes(5, BIG) };
-    let end = End {
-        memory,
-        arrived: VecDeque::new(),
-        word: [0; 24],
-        bulk_in: 0,
-        bulk_at: 0,
-        bulk_out: 0,
-        bulk_len: 0,
-    };
+    let end = End { memory, arrived: VecDeque::new(), word: [0; 24], bulk_in: 0, bulk_at: 0, bulk_out: 0, bulk_len: 0 };
     let mut measure = Measure { lane, end, local: memory, remote: [0; 24], _segment: Some(segment), _plain: plain };
     for _ in 0..3 {
         let us = measure.ping(200_000, first)?;

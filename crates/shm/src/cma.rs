@@ -21,9 +21,8 @@ impl Process {
     /// `local` must be writable for `len` bytes.
     pub(crate) unsafe fn read(self, local: *mut u8, remote: u64, len: usize) -> Result<(), String> {
         // SAFETY: by the contract; the kernel checks the remote range.
-        let call = |mine: &libc::iovec, theirs: &libc::iovec| unsafe {
-            libc::process_vm_readv(self.0, mine, 1, theirs, 1, 0)
-        };
+        let call =
+            |mine: &libc::iovec, theirs: &libc::iovec| unsafe { libc::process_vm_readv(self.0, mine, 1, theirs, 1, 0) };
         all(call, local, remote, len).map_err(|e| refusal("process_vm_readv", &e))
     }
 
@@ -40,12 +39,7 @@ impl Process {
     }
 }
 
-fn all(
-    call: impl Fn(&libc::iovec, &libc::iovec) -> isize,
-    local: *mut u8,
-    remote: u64,
-    len: usize,
-) -> io::Result<()> {
+fn all(call: impl Fn(&libc::iovec, &libc::iovec) -> isize, local: *mut u8, remote: u64, len: usize) -> io::Result<()> {
     let mut done = 0;
     while done < len {
         let mine = libc::iovec { iov_base: local.wrapping_add(done).cast(), iov_len: len - done };
@@ -65,7 +59,9 @@ fn all(
 
 fn refusal(call: &str, source: &io::Error) -> String {
     let why = match source.raw_os_error() {
-        Some(libc::EPERM) => "; needs ptrace permission (same user and dumpable, or CAP_SYS_PTRACE; Yama and seccomp may deny it)",
+        Some(libc::EPERM) => {
+            "; needs ptrace permission (same user and dumpable, or CAP_SYS_PTRACE; Yama and seccomp may deny it)"
+        }
         Some(libc::ENOSYS) => "; the kernel or a seccomp filter leaves it out",
         _ => "",
     };

@@ -49,7 +49,9 @@ impl Arriving {
             Place::Into { dst, len, grant, token } => {
                 Ok(Arriving { frame, dst, len: len.min(frame.len), at: 0, grant, token: Some(token) })
             }
-            Place::Discard => Ok(Arriving { frame, dst: std::ptr::null_mut(), len: 0, at: 0, grant: None, token: None }),
+            Place::Discard => {
+                Ok(Arriving { frame, dst: std::ptr::null_mut(), len: 0, at: 0, grant: None, token: None })
+            }
             Place::Refuse(why) => Err(LaneError::Protocol(why)),
         }
     }

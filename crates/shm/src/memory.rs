@@ -85,3 +85,23 @@ pub(crate) fn verified_size(fd: &OwnedFd) -> Result<usize, String> {
     let size = fstat(fd).map_err(|code| format!("fstat: {code}"))?.st_size;
     usize::try_from(size).map_err(|_| format!("a segment of {size} bytes"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_could_shrink_is_refused() {
+        let sealed = sealed_memfd("test", 8192).expect("memfd");
+        assert_eq!(verified_size(&sealed), Ok(8192));
+        nix::unistd::ftruncate(&sealed, 0).expect_err("sealed");
+        nix::unistd::ftruncate(&sealed, 1 << 20).expect_err("sealed");
+
+        let open = memfd_create("test", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).expect("memfd");
+        nix::unistd::ftruncate(&open, 8192).expect("not sealed");
+        assert!(verified_size(&open).is_err_and(|why| why.contains("F_SEAL_SHRINK")));
+
+        let file = OwnedFd::from(std::fs::File::open("/proc/self/exe").expect("a file"));
+        assert!(verified_size(&file).is_err_and(|why| why.contains("F_GET_SEALS")));
+    }
+}

@@ -73,7 +73,8 @@ impl Producer {
     /// Puts one frame into the ring; false: no room.
     #[inline]
     pub(crate) fn push(&mut self, head: &Head, payload: &Payload) -> Result<bool, LaneError> {
-        if self.next - self.seen >= SLOTS as u64 && !(self.refresh()? && self.next - self.seen < SLOTS as u64) {
+        debug_assert_eq!(head.payload_len() as usize, payload.len);
+        if self.next - self.seen >= SLOTS as u64 && !self.refresh()? {
             return Ok(false);
         }
         let at = (self.next & MASK) as usize;
@@ -134,8 +135,11 @@ impl Producer {
             )));
         }
         let (start, end) = reserve(self.byte_next, payload.len as u64, self.ring);
-        if end - self.byte_seen > self.ring && !(self.refresh()? && end - self.byte_seen <= self.ring) {
-            return Ok(false);
+        if end - self.byte_seen > self.ring {
+            self.refresh()?;
+            if end - self.byte_seen > self.ring {
+                return Ok(false);
+            }
         }
         // SAFETY: `reserve` keeps start..start+len inside the ring without a wrap.
         let dst = unsafe { self.bytes.add((start & (self.ring - 1)) as usize) }.as_ptr();
@@ -298,7 +302,9 @@ impl Consumer {
             return Ok(Some(Frame { head, len, inline, bytes: std::ptr::null() }));
         }
         if len > MAX_PAYLOAD {
-            return Err(LaneError::Protocol(format!("a frame of {len} payload bytes; this lane carries {MAX_PAYLOAD}")));
+            return Err(LaneError::Protocol(format!(
+                "a frame of {len} payload bytes; this lane carries {MAX_PAYLOAD}"
+            )));
         }
         let (start, _) = reserve(self.byte_next, len as u64, self.ring);
         // SAFETY: `reserve` keeps start..start+len inside the ring without a wrap.
@@ -330,3 +336,6 @@ impl Consumer {
         unsafe { self.consumed.as_ref() }.store(self.next, Ordering::Release);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,17 +1,19 @@
 //! Pairs of lanes in one process, a sink that keeps what arrives, and the test binary as a second process.
-#![allow(dead_code)]
+#![allow(dead_code, unsafe_code)]
 
 use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use crossrail_shm::{Arena, Options, ShmLane, Side, attach};
-use crossrail_transport::{Lane, LaneError, Payload, Place, Post, Sink, Tx};
+use crossrail_transport::{Copy, Direct, DirectKind, Job, Lane, LaneError, Payload, Place, Post, Sink, Step, Tx};
 use crossrail_types::{Head, LaneId};
+use nix::poll::{PollFd, PollFlags, poll};
 
 /// The two ends of a lane, each with an arena of its own.
 pub(crate) fn pair(options: &Options) -> (ShmLane, ShmLane) {
@@ -118,11 +120,125 @@ pub(crate) fn child(wrapper: &[&str], role: &str, socket: &str) -> std::io::Resu
     let own = std::env::current_exe()?;
     let own = own.to_string_lossy();
     let line: Vec<&str> = wrapper.iter().copied().chain([&*own, role, "--exact", "--ignored", "--nocapture"]).collect();
-    Command::new(line[0]).args(&line[1..]).env(NAME, socket).spawn()
+    let stdout = if role == "role_accepts" { Stdio::piped() } else { Stdio::inherit() };
+    Command::new(line[0]).args(&line[1..]).env(NAME, socket).stdout(stdout).spawn()
 }
 
 /// In such a child: the socket's name. `None`: somebody runs the ignored tests by hand.
 pub(crate) fn socket_of_parent() -> Option<SocketAddr> {
     let name = std::env::var(NAME).ok()?;
     Some(SocketAddr::from_abstract_name(name).expect("a socket name"))
+}
+
+/// Sleeps on the lane unless there is work; panics when nobody wakes it.
+pub(crate) fn sleep(lane: &mut ShmLane) {
+    if lane.arm() {
+        let fd = lane.fd().expect("shm lanes have a descriptor");
+        // SAFETY: the lane keeps it open past this call.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        let ready = poll(&mut [PollFd::new(fd, PollFlags::POLLIN)], 10_000u16).expect("poll");
+        assert_ne!(ready, 0, "slept 10 s and was not woken");
+        lane.ready(true, false);
+    }
+    lane.disarm();
+}
+
+const OFFER: u8 = 200;
+const ANSWER: u8 = 201;
+const RECEIVED: u8 = 202;
+
+/// What is copied, where it is, and by whom.
+pub(crate) struct Piece {
+    pub(crate) ptr: *mut u8,
+    pub(crate) len: usize,
+    /// Both ends copy; otherwise the receiver does.
+    pub(crate) both: bool,
+}
+
+/// Sends a piece by a direct copy; how it was done and how many bytes this end copied.
+pub(crate) fn send_direct(lane: &mut ShmLane, sink: &mut Keeper, piece: &Piece) -> (DirectKind, usize) {
+    let (mine, kind) = direct(lane).describe(piece.ptr, piece.len).expect("the peer can reach this memory");
+    let slot = piece.both.then(|| direct(lane).open(piece.len).expect("a free cursor"));
+    let mut offer = mine.to_vec();
+    offer.extend(slot.unwrap_or(u32::MAX).to_le_bytes());
+    post(lane, sink, OFFER, &offer).expect("post");
+    let (what, answer) = hear(lane, sink).expect("an answer");
+    assert_eq!(what, ANSWER);
+    let mut moved = 0;
+    if slot.is_some() {
+        moved = copy_all(lane, piece, slot, &answer, Copy::Push);
+    }
+    assert_eq!(hear(lane, sink).expect("a receipt").0, RECEIVED);
+    if let Some(slot) = slot {
+        direct(lane).close(slot);
+    }
+    (kind, moved)
+}
+
+/// The other end of it.
+pub(crate) fn receive_direct(lane: &mut ShmLane, sink: &mut Keeper, piece: &Piece) -> (DirectKind, usize) {
+    let (what, offer) = hear(lane, sink).expect("an offer");
+    assert_eq!(what, OFFER);
+    let kind = direct(lane).reach(&offer[..24].try_into().expect("24"), piece.len).expect("reach");
+    let slot = Some(u32::from_le_bytes(offer[24..].try_into().expect("4"))).filter(|slot| *slot != u32::MAX);
+    let (mine, _) = direct(lane).describe(piece.ptr, piece.len).unwrap_or(([0; 24], DirectKind::Cma));
+    post(lane, sink, ANSWER, &mine).expect("post");
+    let moved = copy_all(lane, piece, slot, &offer[..24], Copy::Pull);
+    post(lane, sink, RECEIVED, &[]).expect("post");
+    (kind, moved)
+}
+
+pub(crate) fn direct(lane: &mut ShmLane) -> &mut dyn Direct {
+    lane.direct().expect("shm lanes copy directly")
+}
+
+fn copy_all(lane: &mut ShmLane, piece: &Piece, slot: Option<u32>, remote: &[u8], copy: Copy) -> usize {
+    let remote = remote.try_into().expect("24 bytes");
+    let mut job = Job { slot, local: piece.ptr, remote, len: piece.len, copy, moved: 0 };
+    let limit = soon();
+    loop {
+        // SAFETY: `piece` describes valid memory that nobody else touches meanwhile.
+        match unsafe { direct(lane).step(&mut job, 300_000) } {
+            Step::Moved(_) | Step::Waiting => std::thread::yield_now(),
+            Step::Done => return job.moved,
+            Step::Failed(why) => panic!("{why}"),
+        }
+        assert!(Instant::now() < limit, "the copy does not end");
+    }
+}
+
+/// Byte `i` of a test transfer.
+pub(crate) fn byte(i: usize) -> u8 {
+    (i.wrapping_mul(0x9e37_79b1) >> 13) as u8
+}
+
+/// What each end of two processes does to show that everything works between them: frames of many sizes there and
+/// back, then mapped copies by both. The ends must call it with opposite `leads`.
+pub(crate) fn exercise(lane: &mut ShmLane, arena: &Arc<Arena>, leads: bool) {
+    let mut sink = Keeper::default();
+    let mut random = Random(99);
+    for _ in 0..2_000 {
+        let len = random.below(70) * random.below(900);
+        let payload: Vec<u8> = (0..len).map(byte).collect();
+        if leads {
+            post(lane, &mut sink, 7, &payload).expect("post");
+        }
+        let (kind, got) = hear(lane, &mut sink).expect("hear");
+        assert!(kind == 7 && got == payload, "a frame of {len} bytes");
+        if !leads {
+            post(lane, &mut sink, 7, &got).expect("post");
+        }
+    }
+    let len = (5 << 20) + 3;
+    let segment = arena.alloc(len + 1).expect("alloc");
+    // SAFETY: len + 1 bytes of the segment; nobody else knows it yet.
+    let memory = unsafe { std::slice::from_raw_parts_mut(segment.ptr().add(1), len) };
+    let piece = Piece { ptr: memory.as_mut_ptr(), len, both: true };
+    if leads {
+        memory.iter_mut().enumerate().for_each(|(i, to)| *to = byte(i));
+        assert_eq!(send_direct(lane, &mut sink, &piece).0, DirectKind::Mapped);
+    } else {
+        assert_eq!(receive_direct(lane, &mut sink, &piece).0, DirectKind::Mapped);
+        assert!(memory.iter().enumerate().all(|(i, got)| *got == byte(i)));
+    }
 }

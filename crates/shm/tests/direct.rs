@@ -1,0 +1,274 @@
+//! Direct copies, byte by byte.
+#![allow(unsafe_code)]
+
+mod common;
+
+use std::sync::{Arc, Barrier};
+
+use common::{Keeper, Piece, Random, byte, direct, pair_in, receive_direct, send_direct};
+use crossrail_shm::{Arena, Options, ShmLane};
+use crossrail_transport::{Copy, DirectKind, Job, Lane, Step};
+use crossrail_types::ErrorKind;
+
+/// Copies `len` bytes from `from` to `to`, both ends helping if `both`, and looks at every byte around it as well.
+fn check(lanes: &mut (ShmLane, ShmLane), from: &mut [u8], to: &mut [u8], both: bool) -> [(DirectKind, usize); 2] {
+    const EDGE: usize = 64;
+    let len = from.len();
+    from.iter_mut().enumerate().for_each(|(i, out)| *out = byte(i));
+    to.fill(0xee);
+    let source = (from.as_mut_ptr() as usize, len);
+    let target = (to.as_mut_ptr() as usize + EDGE, to.len() - 2 * EDGE);
+    assert_eq!(source.1, target.1);
+    let (a, b) = (&mut lanes.0, &mut lanes.1);
+    let did = std::thread::scope(|scope| {
+        let sender =
+            scope.spawn(move || send_direct(a, &mut Keeper::default(), &Piece { ptr: source.0 as *mut u8, len, both }));
+        let received = receive_direct(b, &mut Keeper::default(), &Piece { ptr: target.0 as *mut u8, len, both });
+        [sender.join().expect("the sender is fine"), received]
+    });
+    let (before, rest) = to.split_at(EDGE);
+    let (inside, after) = rest.split_at(len);
+    assert!(before.iter().chain(after).all(|got| *got == 0xee), "{len} bytes: written beyond");
+    assert_eq!(inside.iter().enumerate().position(|(i, got)| *got != byte(i)), None, "{len} bytes");
+    assert_eq!(if both { did[0].1 + did[1].1 } else { did[1].1 }, len, "each byte once");
+    did
+}
+
+#[allow(clippy::mut_from_ref)] // shared memory is: see the SAFETY comment
+fn slice(segment: &crossrail_shm::Segment, at: usize, len: usize) -> &mut [u8] {
+    assert!(at + len <= segment.len());
+    // SAFETY: inside the segment; the tests take each range once at a time.
+    unsafe { std::slice::from_raw_parts_mut(segment.ptr().add(at), len) }
+}
+
+const LENGTHS: [usize; 12] =
+    [0, 1, 7, 4_095, 4_097, 65_535, 65_536, 131_073, 1 << 20, (1 << 20) + 13, (4 << 20) - 1, (9 << 20) + 5];
+
+#[test]
+fn mapped_copies_move_every_byte_once() {
+    let (here, there) = (Arena::new(), Arena::new());
+    let mut lanes = pair_in(&Options { cma: false, ..Options::default() }, here.clone(), there.clone());
+    let source = here.alloc(16 << 20).expect("alloc");
+    let target = there.alloc(16 << 20).expect("alloc");
+    let mut random = Random(5);
+    for len in LENGTHS {
+        for both in [false, true] {
+            let (x, y) = (random.below(4_000), random.below(4_000));
+            let did = check(&mut lanes, slice(&source, x, len), slice(&target, y, len + 128), both);
+            assert_eq!(did.map(|(kind, _)| kind), [DirectKind::Mapped; 2]);
+        }
+    }
+}
+
+#[test]
+fn cma_copies_move_every_byte_once() {
+    let mut lanes = pair_in(&Options::default(), Arena::new(), Arena::new());
+    if let Err(why) = &lanes.0.report().cma_pull {
+        eprintln!("skipped: CMA with ourselves is denied: {why}");
+        return;
+    }
+    let mut source = vec![0; 10 << 20];
+    let mut target = vec![0; 10 << 20];
+    for len in LENGTHS {
+        for both in [false, true] {
+            let did = check(&mut lanes, &mut source[3..3 + len], &mut target[1..129 + len], both);
+            assert_eq!(did.map(|(kind, _)| kind), [DirectKind::Cma; 2]);
+        }
+    }
+}
+
+#[test]
+fn mixed_kinds_share_a_cursor() {
+    let here = Arena::new();
+    let mut lanes = pair_in(&Options::default(), here.clone(), Arena::new());
+    if lanes.0.report().cma_push.is_err() {
+        eprintln!("skipped: CMA with ourselves is denied");
+        return;
+    }
+    let len = 3_000_001;
+    let source = here.alloc(len).expect("alloc");
+    let mut target = vec![0; len + 128];
+    let did = check(&mut lanes, slice(&source, 0, len), &mut target, true);
+    assert_eq!(did.map(|(kind, _)| kind), [DirectKind::Mapped; 2]);
+}
+
+#[test]
+fn without_cma_plain_memory_is_out_of_reach_and_says_why() {
+    let arena = Arena::new();
+    let (mut a, mut b) = pair_in(&Options { cma: false, ..Options::default() }, arena.clone(), Arena::new());
+    for lane in [&a, &b] {
+        assert!(lane.report().cma_pull.as_ref().is_err_and(|why| why.contains("switched off")));
+        assert!(lane.report().cma_push.is_err());
+    }
+    let plain = [0u8; 64];
+    assert_eq!(direct(&mut a).describe(plain.as_ptr(), 64), None);
+    let mut address = [0; 24];
+    address[0] = 2;
+    assert!(direct(&mut b).reach(&address, 64).is_err());
+}
+
+#[test]
+fn a_description_of_the_peer_is_not_believed() {
+    let arena = Arena::new();
+    let (mut a, mut b) = pair_in(&Options::default(), arena.clone(), Arena::new());
+    let segment = arena.alloc(10_000).expect("alloc");
+    let (good, _) = direct(&mut a).describe(segment.ptr(), 10_000).expect("ours");
+    assert_eq!(direct(&mut b).reach(&good, 10_000), Ok(DirectKind::Mapped));
+    let mut memory = vec![0u8; 1 << 20];
+    let spoil = |at: usize, with: &[u8]| {
+        let mut bad = good;
+        bad[at..at + with.len()].copy_from_slice(with);
+        bad
+    };
+    let beyond = [
+        (spoil(0, &[77]), 1),
+        (spoil(4, &[9]), 1),
+        (spoil(8, &12_288u64.to_le_bytes()), 1),
+        (spoil(8, &u64::MAX.to_le_bytes()), 1),
+        (spoil(8, &(u64::MAX - 5).to_le_bytes()), 10),
+        (good, 12_289),
+    ];
+    for (remote, len) in beyond {
+        assert!(direct(&mut b).reach(&remote, len).is_err());
+        let mut job = Job { slot: None, local: memory.as_mut_ptr(), remote, len, copy: Copy::Push, moved: 0 };
+        // SAFETY: `memory` is longer than any of the lengths.
+        assert!(matches!(unsafe { direct(&mut b).step(&mut job, 1 << 20) }, Step::Failed(_)));
+    }
+    for slot in [u32::MAX, 0xffff, 128, 200] {
+        let local = memory.as_mut_ptr();
+        let mut job = Job { slot: Some(slot), local, remote: good, len: 100, copy: Copy::Pull, moved: 0 };
+        // SAFETY: `memory` is longer than 100 bytes.
+        assert!(matches!(unsafe { direct(&mut b).step(&mut job, 1 << 20) }, Step::Failed(_)), "cursor {slot}");
+    }
+}
+
+#[test]
+fn a_stopped_copy_is_claimed_no_more_and_the_cursor_outlives_late_jobs() {
+    let arena = Arena::new();
+    let (mut a, mut b) = pair_in(&Options::default(), arena.clone(), Arena::new());
+    let len = 8 << 20;
+    let segment = arena.alloc(len).expect("alloc");
+    let (remote, _) = direct(&mut a).describe(segment.ptr(), len).expect("ours");
+    let mut stopped = 0;
+    for round in 0..50 {
+        slice(&segment, 0, len).fill(0x11);
+        let slot = direct(&mut a).open(len).expect("a free cursor");
+        let mut memory = vec![0u8; len];
+        let under_way = Barrier::new(2);
+        let done = std::thread::scope(|scope| {
+            let (b, memory, under_way) = (&mut b, &mut memory, &under_way);
+            let copier = scope.spawn(move || {
+                let local = memory.as_mut_ptr();
+                let mut job = Job { slot: Some(slot), local, remote, len, copy: Copy::Pull, moved: 0 };
+                loop {
+                    // SAFETY: `memory` has `len` bytes and lives past this thread.
+                    match unsafe { direct(b).step(&mut job, 1) } {
+                        Step::Moved(n) if n == job.moved => drop(under_way.wait()),
+                        Step::Moved(_) => {}
+                        Step::Waiting => panic!("nobody else copies"),
+                        Step::Done => return true,
+                        Step::Failed(why) => {
+                            assert!(why.contains("stopped"), "{why}");
+                            return false;
+                        }
+                    }
+                }
+            });
+            under_way.wait();
+            for _ in 0..round * 20 {
+                std::hint::spin_loop();
+            }
+            while !direct(&mut a).stop(slot) {}
+            // From here on nobody reads it any more, so this must not show up at the other end.
+            slice(&segment, 0, len).fill(0xbb);
+            copier.join().expect("the copier is fine")
+        });
+        assert_eq!(memory.iter().position(|byte| *byte == 0xbb), None, "copied after stop was true");
+        stopped += usize::from(!done && memory.contains(&0x11));
+        direct(&mut a).close(slot);
+        let next = direct(&mut a).open(len).expect("a free cursor");
+        let local = memory.as_mut_ptr();
+        let mut late = Job { slot: Some(slot), local, remote, len, copy: Copy::Pull, moved: 0 };
+        // SAFETY: `memory` has `len` bytes.
+        assert!(matches!(unsafe { direct(&mut b).step(&mut late, 1) }, Step::Failed(_) | Step::Done));
+        assert_ne!(next, slot);
+        direct(&mut a).close(next);
+    }
+    assert!(stopped > 0, "no copy was stopped half-way");
+}
+
+#[test]
+fn cursors_run_out_and_come_back() {
+    let (mut a, mut b) = pair_in(&Options::default(), Arena::new(), Arena::new());
+    let mine: Vec<u32> = std::iter::from_fn(|| direct(&mut a).open(1)).collect();
+    let theirs: Vec<u32> = std::iter::from_fn(|| direct(&mut b).open(1)).collect();
+    assert!(mine.len() >= 32 && theirs.len() == mine.len());
+    assert!(mine.iter().all(|slot| !theirs.contains(slot)));
+    direct(&mut a).close(theirs[0]);
+    assert_eq!(direct(&mut a).open(1), None, "closing the peer's cursor gives nothing");
+    direct(&mut a).close(mine[3]);
+    let again = direct(&mut a).open(1).expect("one is free");
+    assert_ne!(again, mine[3], "a use of its own");
+    assert_eq!(direct(&mut a).open(1), None);
+}
+
+#[test]
+fn one_end_failing_fails_both() {
+    let arena = Arena::new();
+    let (mut a, mut b) = pair_in(&Options::default(), arena.clone(), Arena::new());
+    if b.report().cma_pull.is_err() {
+        eprintln!("skipped: CMA with ourselves is denied");
+        return;
+    }
+    let len = 1 << 20;
+    let slot = direct(&mut a).open(len).expect("a free cursor");
+    let mut memory = vec![0u8; len];
+    let mut nowhere = [0; 24];
+    nowhere[0] = 2;
+    nowhere[8..16].copy_from_slice(&8u64.to_le_bytes());
+    let mut job = |copy| Job { slot: Some(slot), local: memory.as_mut_ptr(), remote: nowhere, len, copy, moved: 0 };
+    let (mut pull, mut push) = (job(Copy::Pull), job(Copy::Push));
+    // SAFETY: `memory` has `len` bytes.
+    let failed = unsafe { direct(&mut b).step(&mut pull, 1) };
+    assert!(matches!(&failed, Step::Failed(why) if why.contains("process_vm_readv")), "{failed:?}");
+    // SAFETY: as above.
+    assert!(matches!(unsafe { direct(&mut a).step(&mut push, 1) }, Step::Failed(_)));
+    assert!(direct(&mut a).stop(slot), "nothing is being copied");
+}
+
+#[test]
+fn dropped_segments_are_given_back_by_the_peer() {
+    let arena = Arena::new();
+    let (mut a, mut b) = pair_in(&Options::default(), arena.clone(), Arena::new());
+    let segment = arena.alloc(3 << 20).expect("alloc");
+    let inside = segment.ptr().wrapping_add(4096);
+    assert_eq!(arena.find(inside, 10).map(|found| (found.id, found.offset)), Some((segment.id(), 4096)));
+    assert_eq!(arena.find(inside, 3 << 20), None, "beyond its end");
+    let (remote, _) = direct(&mut a).describe(inside, 10).expect("ours");
+    assert!(direct(&mut b).reach(&remote, 10).is_ok());
+    let other = segment.clone();
+    drop(segment);
+    assert!(direct(&mut b).reach(&remote, 10).is_ok(), "a clone is left");
+    drop(other);
+    assert_eq!(arena.find(inside, 10), None);
+    b.ready(true, false);
+    b.poll(&mut Keeper::default(), 1 << 20, true).expect("poll");
+    assert!(direct(&mut b).reach(&remote, 10).is_err_and(|why| why.contains("gone")));
+}
+
+#[test]
+fn memory_that_is_not_there_is_refused_by_name() {
+    let arena = Arena::new();
+    for len in [1usize << 45, usize::MAX / 2, usize::MAX] {
+        let error = arena.alloc(len).expect_err("nobody has that much");
+        assert_eq!(error.kind, ErrorKind::Exhausted);
+        assert!(error.to_string().contains(&len.to_string()), "{error}");
+    }
+    let empty = arena.alloc(0).expect("nothing is always there");
+    assert!(empty.is_empty());
+    assert_eq!(arena.find(empty.ptr(), 1), None);
+    let segment = arena.alloc(5).expect("alloc");
+    assert_eq!(slice(&segment, 0, 5), [0; 5]);
+    let shared: Arc<Arena> = arena;
+    assert_eq!(shared.find(std::ptr::null(), 1), None);
+}

@@ -1,0 +1,138 @@
+//! Frames through the rings: between threads, with sleeping ends, and when the ends disagree.
+
+mod common;
+
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use common::{Keeper, Random, pair, sleep};
+use crossrail_shm::{Arena, Options, ShmLane, Side, attach};
+use crossrail_transport::{Lane, LaneError};
+use crossrail_types::{ErrorKind, LaneId};
+
+/// Length and first byte of frame `i`: mostly small, some as large as they come.
+fn shape(random: &mut Random) -> usize {
+    match random.below(8) {
+        0 => random.below(65_537),
+        1 => 65_536,
+        2 => random.below(4_000),
+        _ => random.below(33),
+    }
+}
+
+/// Sends `count` frames and receives as many; sleeps whenever nothing moves, if `sleeps`.
+fn stream(mut lane: ShmLane, count: usize, seed: u64, sleeps: bool) -> ShmLane {
+    let (mut mine, mut theirs) = (Random(seed), Random(seed ^ 0xffff));
+    let mut sink = Keeper::default();
+    let (mut queued, mut heard) = (0, 0);
+    while heard < count || queued < count || !sink.outbox.is_empty() {
+        while queued < count && sink.outbox.len() < 40 {
+            sink.outbox.push_back((9, vec![queued as u8; shape(&mut mine)]));
+            queued += 1;
+        }
+        let moved = lane.poll(&mut sink, 200_000, true).expect("poll");
+        for (kind, payload) in sink.arrived.drain(..) {
+            assert_eq!((kind, payload.len()), (9, shape(&mut theirs)), "frame {heard}");
+            assert!(payload.iter().all(|byte| *byte == heard as u8), "frame {heard} of {} bytes", payload.len());
+            heard += 1;
+        }
+        if !moved {
+            if sleeps { sleep(&mut lane) } else { std::thread::yield_now() }
+        }
+    }
+    lane
+}
+
+fn both_stream(options: &Options, count: usize, sleeps: [bool; 2]) {
+    let (a, b) = pair(options);
+    std::thread::scope(|scope| {
+        let b = scope.spawn(move || stream(b, count, 0x1234 ^ 0xffff, sleeps[1]));
+        let _a = stream(a, count, 0x1234, sleeps[0]);
+        b.join().expect("the other end is fine")
+    });
+}
+
+#[test]
+fn frames_of_any_size_arrive_in_order() {
+    both_stream(&Options::default(), 20_000, [false; 2]);
+    both_stream(&Options { ring_bytes: 1, cma: false }, 20_000, [false; 2]);
+}
+
+#[test]
+fn nobody_sleeps_for_good() {
+    both_stream(&Options::default(), 20_000, [true; 2]);
+    both_stream(&Options { ring_bytes: 1, cma: false }, 20_000, [true, false]);
+    both_stream(&Options { ring_bytes: 1, cma: false }, 20_000, [true; 2]);
+}
+
+#[test]
+fn a_sleeper_is_woken_for_each_of_many_single_frames() {
+    let (mut a, mut b) = pair(&Options::default());
+    const ROUNDS: usize = 20_000;
+    let echo = |lane: &mut ShmLane, opens: bool| {
+        let mut sink = Keeper::default();
+        let mut random = Random(7 + u64::from(opens));
+        if opens {
+            common::post(lane, &mut sink, 1, &[1]).expect("post");
+        }
+        for round in 0..ROUNDS {
+            while sink.arrived.pop_front().is_none() {
+                // Sometimes straight to sleep, sometimes only after looking a few times.
+                let looks = random.below(3) * random.below(40);
+                if !(0..=looks).any(|_| lane.poll(&mut sink, 1 << 20, true).expect("poll")) {
+                    sleep(lane);
+                }
+            }
+            if !opens || round + 1 < ROUNDS {
+                common::post(lane, &mut sink, 1, &[1]).expect("post");
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| echo(&mut b, false));
+        echo(&mut a, true);
+    });
+}
+
+#[test]
+fn a_death_is_noticed_while_spinning_and_while_sleeping() {
+    let (a, mut b) = pair(&Options::default());
+    drop(a);
+    let mut sink = Keeper::default();
+    let limit = common::soon();
+    let error = loop {
+        match b.poll(&mut sink, 1 << 20, true) {
+            Ok(_) => assert!(Instant::now() < limit, "not noticed"),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, LaneError::Closed(_)), "{error}");
+
+    let (a, mut b) = pair(&Options::default());
+    let killer = std::thread::spawn(move || drop(a));
+    sleep(&mut b);
+    killer.join().expect("drop does not panic");
+    assert!(matches!(b.poll(&mut sink, 1 << 20, false), Err(LaneError::Closed(_))));
+}
+
+#[test]
+fn a_peer_that_says_nothing_meets_the_deadline() {
+    let (mine, _theirs) = UnixStream::pair().expect("socketpair");
+    let deadline = Instant::now() + Duration::from_millis(50);
+    let error = attach(mine, Side::Connector, LaneId(0), Arena::new(), Options::default(), deadline).err();
+    assert_eq!(error.map(|e| e.kind), Some(ErrorKind::Timeout));
+    assert!(deadline.elapsed() < Duration::from_secs(2));
+}
+
+#[test]
+fn a_peer_that_hangs_up_or_babbles_is_an_error() {
+    let (mine, theirs) = UnixStream::pair().expect("socketpair");
+    drop(theirs);
+    let error = attach(mine, Side::Acceptor, LaneId(0), Arena::new(), Options::default(), common::soon()).err();
+    assert_eq!(error.map(|e| e.kind), Some(ErrorKind::PeerDead));
+
+    let (mine, mut theirs) = UnixStream::pair().expect("socketpair");
+    std::io::Write::write_all(&mut theirs, &[0x55; 4096]).expect("write");
+    let error = attach(mine, Side::Acceptor, LaneId(0), Arena::new(), Options::default(), common::soon()).err();
+    assert_eq!(error.map(|e| e.kind), Some(ErrorKind::Protocol));
+}
