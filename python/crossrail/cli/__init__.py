@@ -1,0 +1,115 @@
+"""The command: arguments, exit codes, tables, progress. What is measured is measured by the native module.
+
+stdout is data, stderr is talk. Exit 0 ok, 1 the run failed or its data did not verify, 2 bad usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+from .failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, Failure, UsageFailure, exit_code_of, say_error
+from .processes import kill_all
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; gives its exit code. Never lets a user's own mistake end in a traceback."""
+    try:
+        from .arguments import parse_arguments
+    except ImportError as error:
+        say_error(f"the native module cannot be loaded ({error}); install Crossrail again for this Python")
+        return EXIT_FAILED
+    try:
+        options = parse_arguments(arguments)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else EXIT_USAGE
+    return _in_thread(lambda: _run(options))
+
+
+def _in_thread(work: Callable[[], int]) -> int:
+    """Runs ``work`` beside this thread, so that Ctrl-C ends the command at once whatever native code is doing."""
+    ended = threading.Event()
+    outcome: list[int | BaseException] = []
+
+    def body() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:
+            outcome.append(error)
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=body, name="crossrail-command", daemon=True)
+    thread.start()
+    try:
+        ended.wait()
+    except KeyboardInterrupt:
+        kill_all()
+        say_error("interrupted")
+        os._exit(EXIT_INTERRUPTED)  # a thread may be inside native code, which an ordinary exit would wait for
+    thread.join()
+    result = outcome[0]
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _run(options: object) -> int:
+    """Carries out ``options`` and turns every expected failure into one line."""
+    import crossrail
+    from crossrail.report import WriteError
+
+    try:
+        _dispatch(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except (Failure, crossrail.CrossrailError, WriteError) as error:
+        say_error(error)
+        return exit_code_of(error)
+    except OSError as error:
+        say_error(f"{error.filename or 'stdout'}: {error.strerror}")
+        return EXIT_FAILED
+    finally:
+        kill_all()
+    return EXIT_OK
+
+
+def _dispatch(options: object) -> None:
+    from .arguments import BenchOptions, InfoOptions
+
+    if isinstance(options, InfoOptions):
+        from .info import show_info
+
+        show_info(options)
+    elif isinstance(options, BenchOptions) and (options.listen is not None):
+        from .listening import listen
+
+        listen(options)
+    elif isinstance(options, BenchOptions):
+        _bench(options)
+
+
+def _bench(options: object) -> None:
+    from crossrail.report import Report, WriteError, check_destination, console, print_report, write_text
+
+    from .arguments import BenchOptions
+    from .driving import drive
+    from .progress import Progress
+
+    assert isinstance(options, BenchOptions)
+    if options.json is not None:
+        try:
+            check_destination(options.json)
+        except WriteError as error:
+            raise UsageFailure(str(error)) from None
+    with Progress() as progress:
+        text = drive(options, progress).dumps()
+    print_report(Report.loads(text), console(stderr=options.json == "-"))
+    if options.json is not None:
+        write_text(text, options.json)

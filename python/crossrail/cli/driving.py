@@ -1,0 +1,429 @@
+"""The driving end: says what is to be measured, measures, and makes the report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+import crossrail
+from crossrail.records import LaneReport, Transfer
+from crossrail.report import (
+    Iteration,
+    Lane,
+    PeerResult,
+    Report,
+    Round,
+    Row,
+    Stages,
+    capture_environment,
+    format_size,
+    gb_per_s,
+    median,
+    p2p_row,
+    with_peers,
+    with_samples,
+)
+
+from . import peers
+from .addresses import parse_address, resolve
+from .arguments import DEFAULT_P2P_SIZE, DEFAULT_SIZES, BenchOptions, Memory
+from .failure import Failure, say
+from .processes import Process, read_line
+from .progress import Progress
+from .session import Message, Session
+from .setup import make_buffer, make_context, pin
+
+CHILD_START_S = 30.0
+SMALL = 8192
+"""Up to this size, as OSU's benchmarks do, more iterations are run."""
+
+WINDOW = 64
+LONGEST_BANDWIDTH_BYTES = 8 << 30
+"""A row of ``bench bandwidth`` moves no more than this by default, so that large sizes end in a minute."""
+
+P2P_ITERS, P2P_WARMUP = 10, 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one row is to measure."""
+
+    what: str
+    size: int
+    iters: int
+    warmup: int
+    memory: Memory
+    window: int | None = None
+
+    def request(self) -> Message:
+        """What the listening end is told."""
+        message = {
+            "do": self.what,
+            "size": self.size,
+            "iters": self.iters,
+            "warmup": self.warmup,
+            "memory": self.memory,
+        }
+        return message if self.window is None else {**message, "window": self.window}
+
+
+def plans(options: BenchOptions) -> list[Plan]:
+    """One plan for each size, with OSU's numbers of iterations where none were asked for."""
+    default = DEFAULT_P2P_SIZE if options.what == "p2p" else DEFAULT_SIZES
+    sizes = options.sizes or crossrail.parse_sizes(default)
+    memory = options.memory or "ordinary"
+    made = []
+    for size in sizes:
+        window = (options.window or WINDOW) if options.what == "bandwidth" else None
+        iters, warmup = _counts(options.what, size, window or 1)
+        warmup = warmup if options.warmup is None else options.warmup
+        made.append(Plan(options.what, size, options.iters or iters, warmup, memory, window))
+    return made
+
+
+def _counts(what: str, size: int, window: int) -> tuple[int, int]:
+    if what == "p2p":
+        return P2P_ITERS, P2P_WARMUP
+    if what == "latency":
+        return (10_000, 100) if size <= SMALL else (1_000, 10)
+    iters, warmup = (100, 10) if size <= SMALL else (20, 2)
+    return max(3, min(iters, LONGEST_BANDWIDTH_BYTES // (size * window or 1))), warmup
+
+
+def drive(options: BenchOptions, progress: Progress) -> Report:
+    """Runs the whole bench as its driving end. Raises Failure and the library's errors."""
+    for name in options.compare:
+        error = peers.missing(name)
+        if error is not None:
+            raise error
+    work = plans(options)
+    versions = {name: peers.version(name) for name in options.compare}
+    with _session(options) as (session, host):
+        hello: Message = {
+            "bench": options.what,
+            "version": crossrail.__version__,
+            "sizes": [plan.size for plan in work],
+        }
+        first = work[0]
+        hello |= {"iters": options.iters, "warmup": options.warmup, "window": first.window, "memory": first.memory}
+        driver = _Driver(session, options, host, session.ask(hello)["addresses"], progress)
+        rows = [driver.row(plan) for plan in work]
+        session.tell({"do": "bye"})
+    overrides = {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
+    environment = capture_environment(versions, overrides)
+    return Report(environment=environment, command=["crossrail", *sys.argv[1:]], rows=rows)
+
+
+def _hello(options: BenchOptions, work: list[Plan]) -> Message:
+    """What both ends must agree on."""
+    return {
+        "bench": options.what,
+        "version": crossrail.__version__,
+        "sizes": [plan.size for plan in work],
+        "iters": options.iters,
+        "warmup": options.warmup,
+        "window": work[0].window,
+        "memory": work[0].memory,
+    }
+
+
+@contextlib.contextmanager
+def _session(options: BenchOptions) -> Iterator[tuple[Session, str]]:
+    """A session with the other end, started here when none was named; and the host it is reached at."""
+    if options.connect is not None:
+        pin(options, driver=True)
+        address = resolve(options.connect)
+        with _connected(options, address) as session:
+            yield session, parse_address(address)[0]
+        return
+    with _child(options) as announced:
+        pin(options, driver=True)
+        with _connected(options, bytes.fromhex(announced["address"])) as session:
+            yield session, "127.0.0.1"
+
+
+@contextlib.contextmanager
+def _connected(options: BenchOptions, to: bytes | str) -> Iterator[Session]:
+    context = make_context(options)
+    plain = options.transport is not None and options.transport != "all" and not options.transport.startswith("^")
+    with crossrail.Worker(context) as worker:
+        endpoint = worker.connect(to, require=options.transport if plain else None)
+        yield Session(context, worker, endpoint)
+
+
+@contextlib.contextmanager
+def _child(options: BenchOptions) -> Iterator[Message]:
+    """The other end in a process of its own; it never outlives this one. Gives what it announced."""
+    command = [sys.executable, "-m", "crossrail", "bench", options.what, "--listen=127.0.0.1:0"]
+    command += [f"--parent={os.getpid()}", f"--pin={_pin_text(options)}", *options.for_child()]
+    with tempfile.TemporaryFile() as talk:
+        child = Process(command, environment={"PYTHONSAFEPATH": "1"}, stdin=subprocess.PIPE, stderr=talk)
+        try:
+            yield _announced(child)
+        except Exception:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.popen.wait(0.3)
+            if child.popen.poll() is not None:
+                _show(talk, "the other end said:")
+            raise
+        finally:
+            if child.popen.stdin is not None:
+                with contextlib.suppress(OSError):
+                    child.popen.stdin.close()
+            child.stop(grace=2.0)
+        if os.environ.get("CROSSRAIL_LOG") in ("info", "debug"):
+            _show(talk, "the other end said:")
+
+
+def _announced(child: Process) -> Message:
+    stdout = child.popen.stdout
+    line = read_line(stdout, CHILD_START_S) if stdout is not None else b""
+    if line is None:
+        raise Failure(f"the other end did not start within {CHILD_START_S:g} s")
+    try:
+        announced = json.loads(line)
+    except ValueError:
+        raise Failure("the other end ended before it listened") from None
+    if not isinstance(announced, dict):
+        raise Failure("the other end announced something that is not understood")
+    return announced
+
+
+def _pin_text(options: BenchOptions) -> str:
+    return ",".join(map(str, options.pin)) if isinstance(options.pin, list) else options.pin
+
+
+def _show(talk: IO[bytes], head: str) -> None:
+    talk.seek(0)
+    text = talk.read().decode(errors="replace").strip()
+    if text:
+        say(f"{head}\n{text}")
+
+
+class _Driver:
+    """Measures one row after the other over one session."""
+
+    def __init__(
+        self, session: Session, options: BenchOptions, host: str, addresses: dict[str, str], progress: Progress
+    ) -> None:
+        self.session = session
+        self.options = options
+        self.host = host
+        self.addresses = addresses
+        self.progress = progress
+        settings = session.context.settings()
+        self.chunk = crossrail.parse_size(settings["chunk"] or "0")
+        self.lane_window = int(settings["window"] or 0)
+        self.channels = int(settings["channels"] or 0)
+
+    def row(self, plan: Plan) -> Row:
+        """The whole row: ours and every peer, taking turns."""
+        names = self.options.compare
+        transport, protocol = self._probe(plan)
+        row = Row(what=plan.what, transport=transport, size=plan.size, protocol=protocol, memory=plan.memory)
+        before = {lane["name"]: lane for lane in self.session.endpoint.lanes()}
+        ours: list[list[float]] = []
+        transfers: list[list[Iteration]] = []
+        theirs: dict[str, list[peers.Figure]] = {name: [] for name in names}
+        errors: dict[str, str] = {}
+        last: Measured | None = None
+        for turn in range(self.options.rounds if names else 1):
+            last = self._measure(
+                plan, f"{plan.what} {format_size(plan.size)}" + (f" round {turn + 1}" if names else "")
+            )
+            ours.append(last.samples_us)
+            transfers.append(last.transfers)
+            for name in names:
+                self._turn_of(name, plan, transport, theirs, errors)
+        assert last is not None
+        results = {
+            name: _peer_result(theirs[name], errors.get(name), self._work(name, plan, transport)) for name in names
+        }
+        if plan.what == "p2p":
+            known = self._lanes(before)
+            row = _with_how(row, self.chunk, self.lane_window, self.channels)
+            row = p2p_row(row, transfers, known, self._dead(transfers))
+        else:
+            rounds = [Round(samples, last.bytes_per_sample) for samples in ours]
+            row = with_samples(_with_batch(row, plan, last.batch), rounds)
+        return with_peers(row, results)
+
+    def _turn_of(
+        self, name: str, plan: Plan, transport: str, figures: dict[str, list[peers.Figure]], errors: dict[str, str]
+    ) -> None:
+        if name in errors:
+            return
+        reason = peers.unsuited(name, plan.what, transport)
+        if reason is None:
+            self.progress.say(f"{name}: {plan.what} {format_size(plan.size)}")
+            try:
+                figures[name].append(self._run_peer(self._work(name, plan, transport)))
+            except peers.PeerFailure as error:
+                reason = str(error)
+        if reason is not None:
+            errors[name] = reason
+
+    def _run_peer(self, work: peers.Work) -> peers.Figure:
+        ports = self.session.ask({"do": "peer", "work": vars(work)}, work.timeout)["ports"]
+        try:
+            return peers.run_client(work, ports)
+        finally:
+            self.session.ask({"do": "peer-stop"}, work.timeout)
+
+    def _work(self, name: str, plan: Plan, transport: str) -> peers.Work:
+        lanes = [lane for lane in self.session.endpoint.lanes() if lane["transport"] == "tcp"]
+        devices = list(dict.fromkeys(lane["device"] for lane in lanes)) if transport == "tcp" else []
+        several = plan.what == "p2p" and len(devices) > 1
+        hosts = [self.addresses[device] for device in devices if device in self.addresses] if several else []
+        return peers.Work(
+            peer=name,
+            what=plan.what,
+            size=plan.size,
+            transport=transport,
+            iterations=_peer_iterations(plan),
+            hosts=hosts if hosts and name == "iperf3" else [self.host],
+            devices=_interfaces(devices) if self.options.rails is not None else [],
+        )
+
+    def _probe(self, plan: Plan) -> tuple[str, str]:
+        """Sends one message of this size, twice, and reads off the receipt what carried it."""
+        session = self.session
+        buffer = make_buffer(session.context, plan.size, plan.memory)
+        session.tell({"do": "probe", "size": plan.size, "memory": plan.memory, "count": 2})
+        session.endpoint.send(buffer, 0).wait()
+        receipt = session.endpoint.send(buffer, 0).wait()
+        transports = {lane["name"]: lane["transport"] for lane in session.endpoint.lanes()}
+        used = [transports.get(lane["name"], lane["name"]) for lane in receipt.lanes]
+        return "+".join(dict.fromkeys(used)) or session.endpoint.explain().small, receipt.protocol
+
+    def _measure(self, plan: Plan, title: str) -> Measured:
+        session = self.session
+        session.tell(plan.request())
+        arguments = {"role": "driver", "size": plan.size, "iters": plan.iters, "warmup": plan.warmup}
+        with self.progress.task(title, plan.iters) as on_progress:
+            ends = (session.context, session.worker, session.endpoint)
+            if plan.what == "p2p":
+                found = crossrail.bench_p2p(*ends, **arguments, memory=plan.memory, on_progress=on_progress)
+                transfers = [_iteration(one, plan.size) for one in found]
+                return Measured([one.us_sender for one in transfers], 1, plan.size, transfers)
+            if plan.window is None:
+                samples = crossrail.bench_latency(*ends, **arguments, memory=plan.memory, on_progress=on_progress)
+                return Measured(samples["samples_us"], samples["batch"], 0, [])
+            samples = crossrail.bench_bandwidth(
+                *ends, **arguments, window=plan.window, memory=plan.memory, on_progress=on_progress
+            )
+            return Measured(samples["samples_us"], samples["batch"], samples["bytes_per_sample"], [])
+
+    def _lanes(self, before: dict[str, LaneReport]) -> dict[str, Lane]:
+        """What the lanes' own counters and the system say, since ``before``."""
+        known = {}
+        for lane in self.session.endpoint.lanes():
+            start = before.get(lane["name"])
+            retransmits = lane["retransmits"] - (start["retransmits"] if start else 0)
+            known[lane["name"]] = Lane(
+                name=lane["name"],
+                bytes=0,
+                share=0.0,
+                retransmits=max(retransmits, 0) if lane["transport"] == "tcp" else None,
+                line_gb_per_s=_line_rate(lane["device"]),
+                transport=lane["transport"],
+                device=lane["device"],
+            )
+        return known
+
+    def _dead(self, transfers: list[list[Iteration]]) -> list[str]:
+        """The lanes that went down while bytes moved: dead now, or named in a receipt's notes."""
+        notes = [note for turn in transfers for one in turn for note in one.notes]
+        lanes = self.session.endpoint.lanes()
+        return [lane["name"] for lane in lanes if not lane["alive"] or any(lane["name"] in note for note in notes)]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the native loops gave for one turn."""
+
+    samples_us: list[float]
+    batch: int
+    bytes_per_sample: int
+    transfers: list[Iteration]
+
+
+def _with_batch(row: Row, plan: Plan, batch: int) -> Row:
+    if plan.what == "bandwidth":
+        return replace(row, window=plan.window)
+    return replace(row, iterations_per_sample=batch)
+
+
+def _with_how(row: Row, chunk: int, window: int, channels: int) -> Row:
+    return replace(row, chunk=chunk, window=window, channels=channels, verified=True)
+
+
+def _iteration(one: Transfer, size: int) -> Iteration:
+    """Both ends' records of one transfer as one. A stage took as long as the end that saw more of it says."""
+    sender, receiver = one["sender"], one["receiver"]
+    sent, received = sender["receipt"], receiver["receipt"]
+    total = sum(lane["bytes"] for lane in sent["lanes"]) or 1
+    lanes = [
+        Lane(lane["name"], lane["bytes"], lane["bytes"] / total, chunks=lane["chunks"], resent=lane["resent"])
+        for lane in sent["lanes"]
+    ]
+    return Iteration(
+        us_sender=sender["us"],
+        us_receiver=receiver["us"],
+        gb_per_s_sender=gb_per_s(size, sender["us"]),
+        gb_per_s_receiver=gb_per_s(size, receiver["us"]),
+        protocol=sent["protocol"],
+        lanes=lanes,
+        stages=Stages(
+            match_us=max(sent["match_us"], received["match_us"]),
+            window_us=max(sent["window_us"], received["window_us"]),
+            wire_us=max(sent["wire_us"], received["wire_us"]),
+            copy_us=max(sent["copy_us"], received["copy_us"]),
+        ),
+        notes=list(dict.fromkeys([*sent["notes"], *received["notes"]])),
+    )
+
+
+def _peer_result(figures: list[peers.Figure], error: str | None, work: peers.Work) -> PeerResult:
+    if error is not None or not figures:
+        return PeerResult(what=work.peer, error=error or "it was not run")
+    gigabytes = [figure.gb_per_s for figure in figures if figure.gb_per_s is not None]
+    averages = [figure.avg_us for figure in figures if figure.avg_us is not None]
+    halves = [figure.p50_us for figure in figures if figure.p50_us is not None]
+    return PeerResult(
+        what=peers.describe(work),
+        p50_us=median(halves) if halves else None,
+        avg_us=median(averages) if averages else None,
+        gb_per_s=median(gigabytes) if gigabytes else None,
+        rounds=gigabytes or averages,
+    )
+
+
+def _peer_iterations(plan: Plan) -> int:
+    """As many messages as ours: a window counts as that many."""
+    return max(plan.iters * (plan.window or 1), 10)
+
+
+def _interfaces(devices: list[str]) -> list[str]:
+    """Devices that are interfaces; a bare address such as 127.0.0.2 is none that another program knows."""
+    return [device for device in devices if Path("/sys/class/net", device).exists()]
+
+
+def _line_rate(device: str) -> float | None:
+    """What a physical interface says its line carries, in GB/s. Virtual ones state a number that means nothing."""
+    folder = Path("/sys/class/net", device)
+    if "/" in device or not (folder / "device").exists():
+        return None
+    try:
+        megabits = int((folder / "speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return megabits / 8e3 if megabits > 0 else None

@@ -1,0 +1,41 @@
+"""How the command fails: one clear line on stderr, and an exit code that says whose fault it was."""
+
+from __future__ import annotations
+
+import sys
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class Failure(Exception):
+    """The run failed, or its data did not verify: exit 1."""
+
+    exit_code = EXIT_FAILED
+
+
+class UsageFailure(Failure):
+    """The command line or a setting makes no sense: exit 2."""
+
+    exit_code = EXIT_USAGE
+
+
+def exit_code_of(error: Exception) -> int:
+    """The exit code for an error of ours or of the library."""
+    from crossrail import errors
+
+    if isinstance(error, Failure):
+        return error.exit_code
+    return EXIT_USAGE if isinstance(error, (errors.UsageError, errors.ConfigError)) else EXIT_FAILED
+
+
+def say(text: str) -> None:
+    """One line of talk on stderr."""
+    print(f"crossrail: {text}", file=sys.stderr, flush=True)
+
+
+def say_error(error: Exception | str) -> None:
+    """One line that says what failed and what to do about it."""
+    say(f"error: {' '.join(str(error).split())}")

@@ -1,0 +1,273 @@
+"""Other programs that do the same work, run in the same run: ucx_perftest and iperf3.
+
+A peer's server is started at the listening end and its client at the driving end, each in that end's network namespace
+and on that end's processor. Both run once per round and are gone afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .failure import Failure, UsageFailure
+from .processes import Process
+
+KNOWN = ("ucx", "iperf3")
+SERVER_START_S = 10.0
+_PROGRAMS = {"ucx": "ucx_perftest", "iperf3": "iperf3"}
+_PACKAGES = {"ucx": "ucx-utils", "iperf3": "iperf3"}
+_NAME = re.compile(r"[A-Za-z0-9_.:@%-]{1,64}")
+_MIB = 1024 * 1024
+_LISTENING = "0A"
+
+
+class PeerFailure(Failure):
+    """A peer did not give a figure; the text says which, at what, and its own words."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a peer is to do, in terms that both ends understand; it travels to the listening end as JSON.
+
+    ``hosts``: addresses at which iperf3 listens, one stream each; UCX uses the first for its handshake alone.
+    ``devices``: the interfaces UCX may use (none: its own choice).
+    """
+
+    peer: str
+    what: str
+    size: int
+    transport: str
+    iterations: int
+    seconds: float = 1.0
+    hosts: list[str] = field(default_factory=list)
+    devices: list[str] = field(default_factory=list)
+    zerocopy: bool = False
+    timeout: float = 60.0
+
+    @staticmethod
+    def from_message(message: Mapping[str, Any]) -> Work:
+        """Reads and checks what the other end sent. Raises Failure for anything that is not such work."""
+        try:
+            work = Work(**message)
+        except TypeError as error:
+            raise Failure(f"the other end asked for peer work that is not understood: {error}") from None
+        names = [*work.hosts, *work.devices]
+        if work.peer not in KNOWN or not all(isinstance(name, str) and _NAME.fullmatch(name) for name in names):
+            raise Failure("the other end asked for a peer or device that is not one")
+        return work
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What one run of a peer measured."""
+
+    p50_us: float | None = None
+    avg_us: float | None = None
+    gb_per_s: float | None = None
+
+
+def missing(peer: str) -> UsageFailure | None:
+    """The error for a peer that is not installed, or None."""
+    if shutil.which(_PROGRAMS[peer]):
+        return None
+    package = _PACKAGES[peer]
+    return UsageFailure(
+        f"{_PROGRAMS[peer]} is not installed; apt-get install {package}, or leave {peer} out of --compare"
+    )
+
+
+def version(peer: str) -> str:
+    """The version a peer states of itself, or ``unknown``."""
+    command = {"ucx": ["ucx_info", "-v"], "iperf3": ["iperf3", "--version"]}[peer]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    found = re.search(r"(?:Version|iperf) ([0-9][0-9A-Za-z.]*)", done.stdout)
+    return found.group(1) if found else "unknown"
+
+
+def unsuited(peer: str, what: str, transport: str) -> str | None:
+    """Why a peer has no figure for this work, or None when it has."""
+    if peer == "iperf3" and what == "latency":
+        return "iperf3 measures no latency"
+    if peer == "iperf3" and transport != "tcp":
+        return f"iperf3 moves bytes over TCP only, and this went over {transport}"
+    if peer == "ucx" and transport not in ("shm", "tcp"):
+        return f"UCX has no setting that is the same as {transport}"
+    return None
+
+
+def describe(work: Work) -> str:
+    """How the peer was run, for the report."""
+    if work.peer == "iperf3":
+        zerocopy = " -Z" if work.zerocopy else ""
+        return f"iperf3{zerocopy}, {max(len(work.hosts), 1)} at once, {work.seconds:g} s each"
+    test = _ucx_test(work)
+    environment = " ".join(f"{name}={value}" for name, value in _ucx_environment(work).items())
+    return f"{environment} ucx_perftest -t {test} -s {work.size} -n {work.iterations}".strip()
+
+
+@contextlib.contextmanager
+def servers(work: Work) -> Iterator[list[int]]:
+    """The peer's servers at this end, ready when entered; gives their ports. Raises PeerFailure."""
+    with contextlib.ExitStack() as stack:
+        yield [_start_server(stack, work, host) for host in (work.hosts if work.peer == "iperf3" else work.hosts[:1])]
+
+
+def _start_server(stack: contextlib.ExitStack, work: Work, host: str) -> int:
+    port = _free_port(host)
+    if work.peer == "iperf3":
+        command = ["iperf3", "-s", "-1", "-p", str(port), "-B", host]
+    else:
+        command = ["ucx_perftest", "-p", str(port), *(["-6"] if ":" in host else [])]
+    process = _started(command, _ucx_environment(work))
+    stack.enter_context(process)
+    deadline = time.monotonic() + SERVER_START_S
+    while not _listens(process.popen.pid, port):
+        if process.popen.poll() is not None or time.monotonic() > deadline:
+            raise PeerFailure(f"{command[0]} did not start listening on port {port}: {_last_words(process)}")
+        time.sleep(0.01)  # another program's port: the kernel offers no event to wait for
+    return port
+
+
+def run_client(work: Work, ports: Sequence[int]) -> Figure:
+    """Runs the peer's client(s) against servers that listen on ``ports``. Raises PeerFailure."""
+    if work.peer == "ucx":
+        return _run_ucx(work, ports[0])
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for host, port in zip(work.hosts, ports, strict=True):
+            command = [
+                "iperf3",
+                "-c",
+                host,
+                "-p",
+                str(port),
+                "-t",
+                f"{work.seconds:g}",
+                "-J",
+                "--connect-timeout",
+                "5000",
+            ]
+            clients.append(_started([*command, *(["-Z"] if work.zerocopy else [])], {}))
+            stack.enter_context(clients[-1])
+        deadline = time.monotonic() + work.timeout
+        rates = [parse_iperf3(_output(client, "iperf3", deadline)) for client in clients]
+    return Figure(gb_per_s=sum(rates))
+
+
+def _run_ucx(work: Work, port: int) -> Figure:
+    warmup = max(1, min(work.iterations // 10, 10_000))
+    command = ["ucx_perftest", work.hosts[0], "-p", str(port), "-t", _ucx_test(work), "-s", str(work.size)]
+    command += ["-n", str(work.iterations), "-w", str(warmup), "-f", "-v", *(["-6"] if ":" in work.hosts[0] else [])]
+    with _started(command, _ucx_environment(work)) as client:
+        output = _output(client, "ucx_perftest", time.monotonic() + work.timeout)
+    return parse_ucx(output, work.what)
+
+
+def parse_ucx(output: str, what: str) -> Figure:
+    """Reads ``ucx_perftest -f -v``. Its latency is half a round trip in us; its "MB" are 2^20 bytes."""
+    rows = [line for line in csv.reader(output.splitlines()) if line]
+    header = next((index for index, line in enumerate(rows) if line[0] == "iterations"), None)
+    if header is None or header + 1 >= len(rows) or len(rows[header + 1]) < len(rows[header]):
+        raise PeerFailure(f"ucx_perftest printed no result: {_clip(output)}")
+    figures = dict(zip(rows[header], rows[header + 1], strict=False))
+    try:
+        if what == "latency":
+            return Figure(p50_us=float(figures["50.0_percentile_lat"]), avg_us=float(figures["overall_lat"]))
+        return Figure(gb_per_s=float(figures["overall_bw"]) * _MIB / 1e9)
+    except (KeyError, ValueError) as error:
+        raise PeerFailure(f"ucx_perftest printed something else than expected ({error}): {_clip(output)}") from error
+
+
+def parse_iperf3(output: str) -> float:
+    """Reads ``iperf3 -J``: what the receiver got, in GB/s."""
+    try:
+        result = json.loads(output)
+    except ValueError as error:
+        raise PeerFailure(f"iperf3 printed no JSON: {_clip(output)}") from error
+    if "error" in result:
+        raise PeerFailure(f"iperf3: {result['error']}")
+    try:
+        return float(result["end"]["sum_received"]["bits_per_second"]) / 8e9
+    except (KeyError, TypeError, ValueError) as error:
+        raise PeerFailure(f"iperf3 printed no result: {_clip(output)}") from error
+
+
+def _ucx_test(work: Work) -> str:
+    return "tag_lat" if work.what == "latency" else "tag_bw"
+
+
+def _ucx_environment(work: Work) -> dict[str, str]:
+    if work.peer != "ucx":
+        return {}
+    environment = {"UCX_TLS": "shm,self" if work.transport == "shm" else "tcp,self"}
+    if work.transport == "tcp" and work.devices:
+        environment["UCX_NET_DEVICES"] = ",".join(work.devices)
+        environment["UCX_MAX_RNDV_RAILS"] = str(len(work.devices))
+    return environment
+
+
+def _started(command: Sequence[str], environment: Mapping[str, str]) -> Process:
+    try:
+        return Process(command, environment=environment)
+    except OSError as error:
+        raise PeerFailure(f"cannot run {command[0]}: {error.strerror}") from error
+
+
+def _output(client: Process, name: str, deadline: float) -> str:
+    try:
+        out, error = client.popen.communicate(timeout=max(deadline - time.monotonic(), 0.01))
+    except subprocess.TimeoutExpired:
+        raise PeerFailure(f"{name} did not finish in time; it was ended") from None
+    text = out.decode(errors="replace")
+    if client.popen.returncode != 0 and not text.strip().startswith("{"):
+        raise PeerFailure(f"{name} failed ({client.popen.returncode}): {_clip(error.decode(errors='replace') or text)}")
+    return text
+
+
+def _last_words(process: Process) -> str:
+    process.popen.kill()
+    out, error = process.popen.communicate()
+    return _clip((error or out).decode(errors="replace")) or "it said nothing"
+
+
+def _clip(text: str) -> str:
+    words = " ".join(text.split())
+    return words if len(words) <= 300 else words[:297] + "..."
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise PeerFailure(f"no free port on {host}: {error.strerror}") from error
+        return int(probe.getsockname()[1])
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Whether ``port`` is listened on in the namespace of process ``pid``; to connect would disturb it."""
+    wanted = f"{port:04X}"
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == _LISTENING and fields[1].rpartition(":")[2] == wanted:
+                return True
+    return False

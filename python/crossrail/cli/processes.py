@@ -1,0 +1,123 @@
+"""Other processes: started bound to this one's life, waited for within bounds, always reaped."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+_PR_SET_PDEATHSIG = 1
+_running: set[Process] = set()
+_guard = threading.Lock()
+
+
+class Process:
+    """A process that ends with this one, whatever happens: the kernel kills it when its starter dies.
+
+    A context manager: leaving it kills what still runs, and reaps it.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int | IO[bytes] = subprocess.PIPE,
+        stderr: int | IO[bytes] = subprocess.PIPE,
+    ) -> None:
+        """Starts ``command``. Raises OSError when it cannot be started."""
+        self.popen = subprocess.Popen(
+            [*_leash(), *command],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=None if environment is None else {**os.environ, **environment},
+        )
+        with _guard:
+            _running.add(self)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.stop()
+
+    def stop(self, grace: float = 0.0) -> None:
+        """Lets the process end by itself for ``grace`` seconds, then kills it; reaps it either way."""
+        try:
+            self.popen.wait(grace)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                self.popen.kill()
+            self.popen.wait()
+        for pipe in (self.popen.stdin, self.popen.stdout, self.popen.stderr):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        with _guard:
+            _running.discard(self)
+
+
+def kill_all() -> None:
+    """Kills and reaps every process that still runs: the last thing before an early exit."""
+    with _guard:
+        left = list(_running)
+    for process in left:
+        with contextlib.suppress(OSError):
+            process.popen.kill()
+    for process in left:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            process.popen.wait(5)
+
+
+def _leash() -> list[str]:
+    """A command in front of a command that has the kernel kill it together with the thread that started it."""
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "KILL"] if setpriv else []
+
+
+def live_with_parent(parent: int) -> None:
+    """Ends this process when the process ``parent`` that started it ends, however that happens.
+
+    Twice over: the kernel sends SIGKILL, and the end of stdin (a pipe from the parent) is watched for, which also works
+    where the parent is of another thread or namespace. SIGINT is left to the parent, which ends this process itself.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    threading.Thread(target=_exit_with_stdin, name="crossrail-parent", daemon=True).start()
+
+
+def _exit_with_stdin() -> None:
+    descriptor = sys.stdin.fileno()
+    while os.read(descriptor, 4096):
+        pass
+    os._exit(1)
+
+
+def read_line(stream: IO[bytes], timeout: float) -> bytes | None:
+    """One line from a pipe: ``b""`` at its end, None when ``timeout`` seconds pass before one is there."""
+    import select
+
+    descriptor = stream.fileno()
+    deadline = time.monotonic() + timeout
+    line = bytearray()
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+            return None
+        piece = os.read(descriptor, 1)
+        line += piece
+        if piece in (b"", b"\n"):
+            return bytes(line)

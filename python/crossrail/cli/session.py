@@ -1,0 +1,58 @@
+"""What the two ends of a bench say to each other: small JSON messages under a tag of their own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import crossrail
+
+from .failure import Failure
+
+CONTROL_TAG = 0x6372_2D62_656E_6368
+_MESSAGE_LIMIT = 64 * 1024
+
+IDLE_LIMIT_S = 600.0
+"""How long the listening end waits for the driving end's next request before it gives up."""
+
+Message = dict[str, Any]
+
+
+class Session:
+    """One endpoint, and the control messages on it. Used from one thread."""
+
+    def __init__(self, context: crossrail.Context, worker: crossrail.Worker, endpoint: crossrail.Endpoint) -> None:
+        self.context = context
+        self.worker = worker
+        self.endpoint = endpoint
+
+    def tell(self, message: Message) -> None:
+        """Sends ``message``. Raises the library's errors."""
+        self.endpoint.send(json.dumps(message).encode(), CONTROL_TAG).wait()
+
+    def hear(self, timeout: float | None = None) -> Message:
+        """Waits for the other end's next message.
+
+        Raises the library's errors, and Failure for what is no message or reports the other end's failure.
+        """
+        buffer = bytearray(_MESSAGE_LIMIT)
+        request = self.worker.recv(buffer, CONTROL_TAG, crossrail.ALL_BITS, source=self.endpoint)
+        try:
+            receipt = request.wait(timeout)
+        except crossrail.TimeoutError:
+            request.cancel()
+            raise
+        try:
+            message = json.loads(bytes(buffer[: receipt.bytes]))
+        except (ValueError, RecursionError):
+            raise Failure(f"{self.endpoint.peer} sent a control message that is not JSON") from None
+        if not isinstance(message, dict):
+            raise Failure(f"{self.endpoint.peer} sent a control message that is not understood")
+        if "error" in message:
+            raise Failure(f"the other end failed: {message['error']}")
+        return message
+
+    def ask(self, message: Message, timeout: float | None = None) -> Message:
+        """Sends ``message`` and waits for the answer."""
+        self.tell(message)
+        return self.hear(timeout)

@@ -1,0 +1,52 @@
+"""What a measurement found: one JSON form, and every table a view of it.
+
+Nothing here measures, and nothing here needs the native module: a file written on one machine can be read,
+tabulated and compared on another.
+"""
+
+from .build import Round, p2p_row, with_peers, with_samples
+from .environment import capture_environment
+from .schema import SCHEMA, Environment, Iteration, Lane, PeerResult, Report, Row, SchemaError, Stages, VerdictLine
+from .stats import Summary, better, gb_per_s, median, percentile, summarize
+from .tables import console, print_report, table, views
+from .units import format_bytes, format_duration_us, format_rate, format_size
+from .verdict import Facts, judge
+from .writing import WriteError, check_destination, write_report, write_text
+
+__all__ = [
+    "SCHEMA",
+    "Environment",
+    "Facts",
+    "Iteration",
+    "Lane",
+    "PeerResult",
+    "Report",
+    "Round",
+    "Row",
+    "SchemaError",
+    "Stages",
+    "Summary",
+    "VerdictLine",
+    "WriteError",
+    "better",
+    "capture_environment",
+    "check_destination",
+    "console",
+    "format_bytes",
+    "format_duration_us",
+    "format_rate",
+    "format_size",
+    "gb_per_s",
+    "judge",
+    "median",
+    "p2p_row",
+    "percentile",
+    "print_report",
+    "summarize",
+    "table",
+    "views",
+    "with_peers",
+    "with_samples",
+    "write_report",
+    "write_text",
+]

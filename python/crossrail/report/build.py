@@ -1,0 +1,116 @@
+"""From raw samples to rows: every figure of a row is worked out here, from its samples and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .schema import Iteration, Lane, PeerResult, Row, Stages
+from .stats import better, gb_per_s, median, summarize
+from .verdict import Facts, judge
+
+
+@dataclass(frozen=True)
+class Round:
+    """The samples of one turn. ``bytes_per_sample``: 0 for latency."""
+
+    samples_us: Sequence[float]
+    bytes_per_sample: int = 0
+
+    @property
+    def figure(self) -> float:
+        """What this round is compared by: GB/s where bytes are counted, else average us."""
+        if self.bytes_per_sample:
+            return gb_per_s(self.bytes_per_sample * len(self.samples_us), sum(self.samples_us))
+        return sum(self.samples_us) / len(self.samples_us)
+
+
+def with_samples(row: Row, rounds: Sequence[Round]) -> Row:
+    """``row`` with the samples of every round and the figures that follow from them."""
+    samples = [sample for one in rounds for sample in one.samples_us]
+    summary = summarize(samples)
+    moved = sum(one.bytes_per_sample * len(one.samples_us) for one in rounds)
+    return replace(
+        row,
+        samples_us=samples,
+        rounds=[one.figure for one in rounds],
+        p50_us=summary.p50,
+        p99_us=summary.p99,
+        avg_us=summary.avg,
+        min_us=summary.min,
+        max_us=summary.max,
+        gb_per_s=gb_per_s(moved, sum(samples)) if moved else None,
+        bytes_logical=moved or None,
+    )
+
+
+def with_peers(row: Row, peers: Mapping[str, PeerResult]) -> Row:
+    """``row`` with the peers' results, and how many times better it is than each that has a figure."""
+    kind = "time" if row.what == "latency" else "rate"
+    ratio = {
+        name: better(median(row.rounds), median(result.rounds), "time" if kind == "time" else "rate")
+        for name, result in peers.items()
+        if result.error is None and result.rounds
+    }
+    return replace(row, peers=dict(peers), ratio=ratio)
+
+
+def sum_lanes(iterations: Sequence[Iteration], known: Mapping[str, Lane]) -> list[Lane]:
+    """What each lane carried over all ``iterations``; ``known`` adds what only a lane's own counters say."""
+    time_us = sum(one.us_sender for one in iterations)
+    names = list(dict.fromkeys([*known, *(lane.name for one in iterations for lane in one.lanes)]))
+    parts = {name: [lane for one in iterations for lane in one.lanes if lane.name == name] for name in names}
+    total = sum(lane.bytes for lanes in parts.values() for lane in lanes)
+    summed = []
+    for name, lanes in parts.items():
+        carried = sum(lane.bytes for lane in lanes)
+        summed.append(
+            replace(
+                known.get(name, Lane(name=name, bytes=0, share=0.0)),
+                bytes=carried,
+                share=carried / total if total else 0.0,
+                chunks=sum(lane.chunks or 0 for lane in lanes),
+                resent=sum(lane.resent or 0 for lane in lanes),
+                gb_per_s=gb_per_s(carried, time_us),
+            )
+        )
+    return summed
+
+
+def p2p_row(
+    row: Row, rounds: Sequence[Sequence[Iteration]], known: Mapping[str, Lane], dead: Sequence[str] = ()
+) -> Row:
+    """The row of ``bench p2p``: times at the sender, sums over the lanes, median stages, and the verdict."""
+    iterations = [one for turn in rounds for one in turn]
+    row = with_samples(row, [Round([one.us_sender for one in turn], row.size) for turn in rounds])
+    lanes = sum_lanes(iterations, known)
+    stages = Stages(
+        match_us=median([one.stages.match_us for one in iterations]),
+        window_us=median([one.stages.window_us for one in iterations]),
+        wire_us=median([one.stages.wire_us for one in iterations]),
+        copy_us=median([one.stages.copy_us for one in iterations]),
+    )
+    protocols = list(dict.fromkeys(one.protocol for one in iterations))
+    facts = Facts(
+        size=row.size,
+        us=median(row.samples_us),
+        gb_per_s=row.gb_per_s or 0.0,
+        protocol=protocols[-1],
+        stages=stages,
+        lanes=lanes,
+        window=row.window,
+        chunk=row.chunk,
+        channels=row.channels,
+        memory=row.memory,
+        dead=dead,
+    )
+    return replace(
+        row,
+        protocol=", ".join(protocols),
+        iterations=iterations,
+        lanes=lanes,
+        stages=stages,
+        bytes_wire=sum(lane.bytes for lane in lanes),
+        notes=[*row.notes, *dict.fromkeys(note for one in iterations for note in one.notes)],
+        verdict=judge(facts),
+    )

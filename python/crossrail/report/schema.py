@@ -1,0 +1,242 @@
+"""The one JSON form of every measurement, ``crossrail-bench/1``, as typed records.
+
+Times are microseconds, rates GB/s (GB = 1e9 bytes), sizes bytes. A field that does not apply is left out of the JSON.
+Readers pass over fields they do not know, so that a later release may add some under the same schema name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+SCHEMA = "crossrail-bench/1"
+
+T = TypeVar("T")
+
+
+class SchemaError(ValueError):
+    """A file that is not a report of this schema; the text says what is wrong and where."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where and when a report was made: all that a reader needs to judge whether two reports compare."""
+
+    time: str
+    host: str
+    kernel: str
+    machine: str
+    cpu: str
+    cores: int
+    cores_allowed: list[int]
+    governor: str | None
+    memory_gib: float
+    load_average: list[float]
+    python: str
+    crossrail: str
+    commit: str | None
+    settings: dict[str, str]
+    peers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What one lane (a rail, when it is a NIC) carried. ``share`` is its part of all bytes, 0 to 1."""
+
+    name: str
+    bytes: int
+    share: float
+    chunks: int | None = None
+    resent: int | None = None
+    gb_per_s: float | None = None
+    retransmits: int | None = None
+    line_gb_per_s: float | None = None
+    transport: str | None = None
+    device: str | None = None
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Where a transfer's time went. Parts may overlap, and need not add up to the whole."""
+
+    match_us: float
+    window_us: float
+    wire_us: float
+    copy_us: float
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One transfer of ``bench p2p``, as each end saw it."""
+
+    us_sender: float
+    us_receiver: float
+    gb_per_s_sender: float
+    gb_per_s_receiver: float
+    protocol: str
+    lanes: list[Lane]
+    stages: Stages
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PeerResult:
+    """The same work done by another program in the same run. ``error`` says why there is no figure.
+
+    Its figures are medians over ``rounds``, one entry for each turn (average us for latency, GB/s elsewhere).
+    """
+
+    what: str
+    p50_us: float | None = None
+    avg_us: float | None = None
+    gb_per_s: float | None = None
+    rounds: list[float] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class VerdictLine:
+    """What holds a transfer back (``wire``, ``window``, ``copy``, ``match``, ``rail``), and what to try."""
+
+    holds: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured thing.
+
+    ``what`` and the fields up to ``iterations_per_sample`` identify it; ``samples_us`` are the raw samples that all
+    other times come from. For latency a sample is half a round trip, averaged over ``iterations_per_sample`` of them
+    so that reading the clock does not count. For bandwidth a sample is the time of one window of ``window`` messages
+    and its reply. For p2p a sample is one transfer at the sender.
+
+    ``rounds`` has one figure for each turn taken with the peers (average us for latency, GB/s elsewhere), as has each
+    peer's result; ``ratio`` compares the medians of the two.
+    """
+
+    what: str
+    transport: str
+    size: int
+    protocol: str | None = None
+    memory: str | None = None
+    window: int | None = None
+    chunk: int | None = None
+    channels: int | None = None
+    iterations_per_sample: int | None = None
+    samples_us: list[float] = field(default_factory=list)
+    rounds: list[float] = field(default_factory=list)
+    p50_us: float | None = None
+    p99_us: float | None = None
+    avg_us: float | None = None
+    min_us: float | None = None
+    max_us: float | None = None
+    gb_per_s: float | None = None
+    bytes_logical: int | None = None
+    bytes_wire: int | None = None
+    bytes_network: int | None = None
+    verified: bool | None = None
+    lanes: list[Lane] = field(default_factory=list)
+    stages: Stages | None = None
+    iterations: list[Iteration] = field(default_factory=list)
+    verdict: VerdictLine | None = None
+    notes: list[str] = field(default_factory=list)
+    peers: dict[str, PeerResult] = field(default_factory=dict)
+    ratio: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole report: what was run, where, and what came out."""
+
+    environment: Environment
+    command: list[str]
+    rows: list[Row]
+    schema: str = SCHEMA
+
+    def dumps(self) -> str:
+        """The JSON text, ending in a newline. Raises ValueError for a figure that is not a finite number."""
+        ordered = {
+            "schema": self.schema,
+            "environment": _plain(self.environment),
+            "command": self.command,
+            "rows": [_plain(row) for row in self.rows],
+        }
+        return json.dumps(ordered, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @staticmethod
+    def loads(text: str) -> Report:
+        """Reads what :meth:`dumps` wrote. Raises SchemaError."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise SchemaError(f"not JSON: {error}") from error
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            found = data.get("schema") if isinstance(data, dict) else None
+            raise SchemaError(f"schema is {found!r}, not {SCHEMA!r}")
+        return _record(Report, data, "report")
+
+
+def _plain(value: Any) -> Any:
+    """Records to plain JSON values; fields that are None or empty are left out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        pairs = ((item.name, getattr(value, item.name)) for item in dataclasses.fields(value))
+        return {name: _plain(inner) for name, inner in pairs if inner is not None and inner not in ([], {})}
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _record(kind: type[T], data: Any, where: str) -> T:
+    if not isinstance(data, dict):
+        raise SchemaError(f"{where}: an object belongs here")
+    hints = typing.get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if item.name in data:
+            values[item.name] = _value(hints[item.name], data[item.name], f"{where}.{item.name}")
+            continue
+        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+        if required:
+            values[item.name] = _absent(hints[item.name], f"{where}.{item.name}")
+    return kind(**values)
+
+
+def _absent(hint: Any, where: str) -> Any:
+    """The value of a required field that writing left out because it was empty."""
+    origin = typing.get_origin(hint)
+    if origin in (list, dict):
+        return origin()
+    if origin is types.UnionType and type(None) in typing.get_args(hint):
+        return None
+    raise SchemaError(f"{where} is missing")
+
+
+def _value(hint: Any, data: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:
+        if data is None and type(None) in arguments:
+            return None
+        (inner,) = [argument for argument in arguments if argument is not type(None)]
+        return _value(inner, data, where)
+    if origin is list:
+        if not isinstance(data, list):
+            raise SchemaError(f"{where}: a list belongs here")
+        return [_value(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(data)]
+    if origin is dict:
+        if not isinstance(data, dict):
+            raise SchemaError(f"{where}: an object belongs here")
+        return {key: _value(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
+    if dataclasses.is_dataclass(hint):
+        return _record(typing.cast("type[Any]", hint), data, where)
+    accepted = (int, float) if hint is float else (hint,)
+    if not isinstance(data, accepted) or (isinstance(data, bool) and hint is not bool):
+        raise SchemaError(f"{where}: {hint.__name__} belongs here, not {data!r}")
+    return float(data) if hint is float else data

@@ -1,0 +1,100 @@
+"""Writing a report: all of it or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import sys
+import tempfile
+from pathlib import Path
+
+from .schema import Report
+
+STDOUT = "-"
+
+
+class WriteError(Exception):
+    """The report could not be written; the text says where, why, and what to do."""
+
+
+def check_destination(destination: str) -> None:
+    """Finds out before anything is measured whether ``destination`` can be written.
+
+    Raises WriteError for a folder that is missing or not writable, or a path that is itself a folder.
+    """
+    if destination == STDOUT:
+        return
+    path = Path(destination)
+    if path.is_dir():
+        raise WriteError(f"{destination} is a folder; name a file in it")
+    folder = path.parent
+    if not folder.is_dir():
+        raise WriteError(f"{folder} is not there; create it, or name another place with --json")
+    if not os.access(folder if not path.exists() else path, os.W_OK):
+        raise WriteError(f"{destination} may not be written; name another place with --json")
+
+
+def write_report(report: Report, destination: str) -> None:
+    """Writes ``report`` as JSON, as :func:`write_text` does."""
+    write_text(report.dumps(), destination)
+
+
+def write_text(text: str, destination: str) -> None:
+    """Writes ``text`` to a file, or to stdout when ``destination`` is ``-``.
+
+    A file appears whole or not at all: the text goes to a temporary file beside it, which is renamed at the end. What
+    was there before stays until then, and stays for good when writing fails.
+
+    Raises WriteError, also for a full disk.
+    """
+    if destination == STDOUT:
+        _write_stream(text)
+        return
+    path = Path(destination)
+    try:
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+            with path.open("w", encoding="utf-8") as device:  # a pipe or device cannot be replaced by renaming
+                device.write(text)
+            return
+        _replace(path.resolve(), text)
+    except OSError as error:
+        raise WriteError(f"cannot write {destination}: {error.strerror}; {_advice(error)}") from error
+
+
+def _write_stream(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise WriteError(f"cannot write the JSON to stdout: {error.strerror}; {_advice(error)}") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.fchmod(file.fileno(), 0o666 & ~_umask())
+        Path(temporary).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink()
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space, or name another place with --json"
+    return "name another place with --json"

@@ -1,0 +1,79 @@
+"""Tables are views of the JSON: the figures printed are those in it, with their units."""
+
+import io
+
+import pytest
+from report_samples import bandwidth_report, environment, latency_report, p2p_report
+
+from crossrail.report import Report, Row, console, print_report
+
+
+def printed(report: Report) -> str:
+    out = io.StringIO()
+    print_report(report, console(out))
+    return out.getvalue()
+
+
+def line_with(text: str, *words: str) -> str:
+    found = [line for line in text.splitlines() if all(word in line for word in words)]
+    assert len(found) == 1, f"{words}: {found}\n{text}"
+    return found[0]
+
+
+def test_latency_shows_what_carried_it_and_the_ratio() -> None:
+    text = printed(latency_report())
+    assert "one way, half of a round trip" in text
+    assert line_with(text, "size", "p50 us").split()[:3] == ["size", "transport", "protocol"]
+    cells = line_with(text, "eager", "0.220", "0.330").split()
+    assert cells[:3] == ["8", "shm", "eager"]
+    assert cells[-1] == "1.50"
+    assert "ucx: no figure: it did not finish in time" in text
+    assert line_with(text, "64K").split()[-2:] == ["-", "-"]
+
+
+def test_bandwidth_counts_gigabytes_of_1e9_bytes() -> None:
+    text = printed(bandwidth_report())
+    cells = line_with(text, "1M", "tcp").split()
+    assert cells[:5] == ["1M", "tcp", "chunks", "shared", "6.10"]
+    assert "64 sends, wait for all" in text
+
+
+def test_p2p_shows_both_ends_lanes_stages_and_a_verdict() -> None:
+    text = printed(p2p_report())
+    assert line_with(text, "chunks", "0.900").split() == ["3", "chunks", "0.900", "0.909", "1.11", "1.10"]
+    average = line_with(text, "average")
+    assert average.split() == ["average", "1.000", "1.010", "1.00", "0.99"]
+    rail = line_with(text, "tcp/eth1", "MB").split()
+    assert rail == ["tcp/eth1", "2.10", "MB", "52.5%", "0.53", "-", "12", "0", "3"]
+    assert line_with(text, "wire ", "%").split() == ["wire", "0.900", "90%"]
+    assert "data: verified before and after the timing" in text
+    assert "verdict: wire:" in text
+    assert "iperf3: 0.80 GB/s (iperf3, 2 at once); ratio 1.25" in text
+
+
+def test_an_unknown_row_is_said_not_dropped() -> None:
+    report = Report(environment(), [], [Row(what="teleport", transport="shm", size=1)])
+    assert "teleport" in printed(report)
+
+
+@pytest.mark.parametrize("report", [latency_report(), bandwidth_report(), p2p_report()])
+def test_a_pipe_gets_plain_text_with_no_cut_or_folded_line(report: Report) -> None:
+    text = printed(report)
+    assert "\x1b" not in text
+    assert "…" not in text
+
+
+def test_no_color_is_honoured_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = Terminal()
+    console(coloured).print("[red]word[/red]")
+    assert "\x1b[31m" in coloured.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = Terminal()
+    console(plain).print("[red]word[/red]")
+    assert "\x1b[31m" not in plain.getvalue()
