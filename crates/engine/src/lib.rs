@@ -1,1 +1,3 @@
-//!
+//! Context, worker, endpoint, region, request: what a user holds.
+
+pub mod meet;

@@ -1,0 +1,237 @@
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::net::UnixStream;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crossrail_tcp::Binding;
+use crossrail_types::{Error, ErrorKind, Result};
+use nix::errno::Errno;
+use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, UnixAddr};
+
+use super::address::{Address, Target};
+use super::handshake;
+use super::hello::Identity;
+use super::stream::{Stream, Talk, tcp_name};
+use super::{LaneName, Session, Ticket};
+
+/// First and longest pause before a busy peer is tried again.
+const PAUSE_MIN: Duration = Duration::from_millis(5);
+const PAUSE_MAX: Duration = Duration::from_millis(200);
+
+/// Meets the worker that `target` names.
+///
+/// A worker's address is tried over its Unix socket first (`prefer_unix`, and both on one machine), then over its TCP
+/// addresses in turn, each with its part of the time. A peer that has too many handshakes under way is tried again
+/// until `deadline`. Blocks the calling thread, never beyond `deadline` by more than scheduling.
+///
+/// # Errors
+/// `Unreachable`, `Timeout`; `Refused` (secret, token); `Mismatch` (version, parameters); `Protocol` (not a Crossrail
+/// peer). The text names the address, the stage, and how long it took.
+pub fn connect(
+    target: &Target,
+    me: &Identity,
+    control: Option<&Binding>,
+    prefer_unix: bool,
+    deadline: Instant,
+) -> Result<Session> {
+    let mut ways: Vec<Way<'_>> = Vec::new();
+    let worker = match target {
+        Target::Worker(address) => {
+            let same_machine = prefer_unix && address.boot_id == me.hello.boot_id;
+            ways.extend(address.unix.as_deref().filter(|_| same_machine).map(Way::Unix));
+            ways.extend(address.control.iter().map(|to| Way::Tcp(*to, control)));
+            Some(address)
+        }
+        Target::Control(addresses) => {
+            ways.extend(addresses.iter().map(|to| Way::Tcp(*to, control)));
+            None
+        }
+    };
+    let mut failures: Vec<Error> = Vec::new();
+    let count = ways.len();
+    for (index, way) in ways.into_iter().enumerate() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let share = Instant::now() + left / (count - index) as u32;
+        match meet(&way, me, worker, None, share) {
+            Ok(session) => return Ok(session),
+            // The right peer said no; it would say so elsewhere too.
+            Err(error) if matches!(error.kind, ErrorKind::Refused | ErrorKind::Mismatch) => return Err(error),
+            Err(error) => failures.push(error),
+        }
+    }
+    Err(all_failed(failures, worker))
+}
+
+/// Moves a session that came about over TCP to the peer's Unix socket, where both are on one machine.
+///
+/// `Ok(None)`: there is no such way (another machine, another network namespace, no socket), go on with `session`.
+/// Otherwise the new session takes its place: its peer finds the old one's id in [`super::Hello::replaces`]; drop the
+/// old one.
+///
+/// # Errors
+/// As [`connect`], but for `Unreachable`.
+pub fn upgrade(session: &Session, me: &Identity, deadline: Instant) -> Result<Option<Session>> {
+    let address = session.peer.address();
+    let Some(name) = address.unix.as_deref() else { return Ok(None) };
+    if session.stream.is_unix() || address.boot_id != me.hello.boot_id {
+        return Ok(None);
+    }
+    match meet(&Way::Unix(name), me, Some(&address), Some(session.ticket.session), deadline) {
+        Ok(session) => Ok(Some(session)),
+        Err(error) if error.kind == ErrorKind::Unreachable => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Dials one lane of a session to a rail of the peer's, from `binding`, and proves that it belongs there.
+///
+/// The stream comes back in blocking mode with TCP_NODELAY set. A busy peer is tried again until `deadline`.
+///
+/// # Errors
+/// As [`connect`]; `Refused` also when the peer has closed the session.
+pub fn dial_lane(
+    ticket: &Ticket,
+    binding: &Binding,
+    remote: SocketAddr,
+    lane: LaneName,
+    deadline: Instant,
+) -> Result<TcpStream> {
+    let started = Instant::now();
+    let mut pause = Pause::new(deadline);
+    loop {
+        let peer = tcp_name(remote);
+        let stream = dial_tcp(remote, Some(binding), deadline).map_err(|e| e.with_lane(format!("{lane} to {peer}")))?;
+        let mut talk = Talk::new(stream.as_fd(), "connect", peer, deadline).since(started);
+        match handshake::initiate_lane(&mut talk, ticket, lane) {
+            Ok(()) => return Ok(stream),
+            Err(_) if talk.busy() && pause.before_retry() => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// One way to try.
+enum Way<'a> {
+    /// The abstract socket of that name.
+    Unix(&'a str),
+    /// That address, from that device.
+    Tcp(SocketAddr, Option<&'a Binding>),
+}
+
+fn meet(
+    way: &Way<'_>,
+    me: &Identity,
+    worker: Option<&Address>,
+    replaces: Option<[u8; 16]>,
+    deadline: Instant,
+) -> Result<Session> {
+    let started = Instant::now();
+    let mut pause = Pause::new(deadline);
+    loop {
+        let (stream, peer) = match way {
+            Way::Unix(name) => (Stream::Unix(dial_unix(name, &mut pause)?), format!("unix:@{name}")),
+            Way::Tcp(to, binding) => (Stream::Tcp(dial_tcp(*to, *binding, deadline)?), tcp_name(*to)),
+        };
+        let mut talk = Talk::new(stream.as_fd(), "connect", peer, deadline).since(started);
+        match handshake::initiate(&mut talk, me, worker, replaces) {
+            Ok(met) => {
+                let handshake::Met { peer, ticket, version } = met;
+                return Ok(Session { stream, peer, ticket, initiator: true, version });
+            }
+            Err(_) if talk.busy() && pause.before_retry() => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+fn dial_tcp(to: SocketAddr, binding: Option<&Binding>, deadline: Instant) -> Result<TcpStream> {
+    let started = Instant::now();
+    let stream = crossrail_tcp::dial(binding, to, deadline).map_err(|e| {
+        let kind = match e.kind {
+            ErrorKind::Io => ErrorKind::Unreachable,
+            kind => kind,
+        };
+        let detail = format!("connect: {} (after {:.3} s)", e.detail, started.elapsed().as_secs_f64());
+        let hint = e.hint.unwrap_or_else(|| "is a worker listening there, and no firewall between?".to_owned());
+        Error::new(kind, "connect", detail).with_peer(tcp_name(to)).with_hint(hint)
+    })?;
+    stream.set_nodelay(true).map_err(|e| Error::io("connect", "setsockopt TCP_NODELAY", &e).with_peer(tcp_name(to)))?;
+    Ok(stream)
+}
+
+/// Connects to an abstract socket. Linux does not queue such a connect while the listener's backlog is full.
+fn dial_unix(name: &str, pause: &mut Pause) -> Result<UnixStream> {
+    let started = Instant::now();
+    let fail = |call: &str, e: Errno| {
+        let kind = match e {
+            Errno::ECONNREFUSED | Errno::ENOENT => ErrorKind::Unreachable,
+            Errno::EAGAIN => ErrorKind::Timeout,
+            _ => ErrorKind::Io,
+        };
+        let waited = started.elapsed().as_secs_f64();
+        let detail = format!("connect: {call}: {} (after {waited:.3} s)", std::io::Error::from(e));
+        Error::new(kind, "connect", detail).with_peer(format!("unix:@{name}"))
+    };
+    let address = UnixAddr::new_abstract(name.as_bytes()).map_err(|e| fail("socket name", e))?;
+    loop {
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let socket =
+            socket::socket(AddressFamily::Unix, SockType::Stream, flags, None).map_err(|e| fail("socket", e))?;
+        match socket::connect(socket.as_raw_fd(), &address) {
+            Ok(()) => {
+                let stream = UnixStream::from(socket);
+                stream.set_nonblocking(false).map_err(|e| Error::io("connect", "fcntl", &e))?;
+                return Ok(stream);
+            }
+            Err(Errno::EAGAIN) if pause.before_retry() => {}
+            Err(e) => return Err(fail("connect", e)),
+        }
+    }
+}
+
+/// Growing pauses between tries of a busy peer. There is no event to wait for: it is the peer's slots that come free.
+struct Pause {
+    next: Duration,
+    deadline: Instant,
+}
+
+impl Pause {
+    fn new(deadline: Instant) -> Pause {
+        Pause { next: PAUSE_MIN, deadline }
+    }
+
+    /// Waits; false when the time left does not allow another try.
+    fn before_retry(&mut self) -> bool {
+        // Spread, so that many who were turned away together do not come back together.
+        let jitter = super::auth::random::<1>().map_or(128, |[byte]| u32::from(byte));
+        let pause = self.next / 2 + self.next * jitter / 512;
+        self.next = (self.next * 2).min(PAUSE_MAX);
+        if Instant::now() + pause >= self.deadline {
+            return false;
+        }
+        thread::sleep(pause);
+        true
+    }
+}
+
+/// One error out of those of all ways that were tried.
+fn all_failed(mut failures: Vec<Error>, worker: Option<&Address>) -> Error {
+    let name = worker.map_or_else(|| "the peer".to_owned(), |address| address.name.clone());
+    if failures.len() == 1 {
+        return failures.remove(0);
+    }
+    if failures.is_empty() {
+        let detail = "its address names no way that leads here: it listens on its own machine only";
+        return Error::new(ErrorKind::Unreachable, "connect", detail)
+            .with_peer(name)
+            .with_hint("let it listen beyond loopback, with CROSSRAIL_SECRET set at both ends");
+    }
+    // The error that got furthest says most; all are told.
+    let kind = failures.iter().map(|e| e.kind).find(|kind| *kind != ErrorKind::Unreachable);
+    let all: Vec<String> =
+        failures.iter().map(|e| format!("{}: {}", e.peer.as_deref().unwrap_or("?"), e.detail)).collect();
+    let mut error = Error::new(kind.unwrap_or(ErrorKind::Unreachable), "connect", all.join("; ")).with_peer(name);
+    error.hint = failures.pop().and_then(|e| e.hint);
+    error
+}

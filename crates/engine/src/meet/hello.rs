@@ -1,0 +1,243 @@
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+
+use crossrail_types::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+
+use super::address::Address;
+use super::auth::random;
+use super::secret::Secret;
+use super::wire::{HELLO_MAX, WireError};
+
+/// Longest name, release or device name, in bytes.
+const NAME_MAX: usize = 256;
+/// Most entries of any list.
+const LIST_MAX: usize = 128;
+
+/// A rail that a worker offers: where it accepts lanes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Device {
+    /// The device's name for people, as `CROSSRAIL_NET_DEVICES` has it: `eth1`, `127.0.0.2`.
+    pub name: String,
+    /// The address it listens on.
+    pub address: IpAddr,
+    /// The port it listens on.
+    pub port: u16,
+    /// The link's speed in Mbit/s, where it is known.
+    pub speed_mbps: Option<u32>,
+    /// Whether it reaches this machine only.
+    pub loopback: bool,
+}
+
+/// Who a worker is, and what it offers.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// The worker's id: random, never reused.
+    pub worker: [u8; 16],
+    /// Its name for people, `host:pid` or as the user chose.
+    pub name: String,
+    /// The machine's boot id: workers that share one can share memory.
+    pub boot_id: String,
+    /// Its process, as the worker itself sees it.
+    pub pid: u32,
+    /// The Crossrail release, for messages.
+    pub release: String,
+    /// The transports that its settings allow, by name.
+    pub transports: Vec<String>,
+    /// The rails where it accepts lanes. Filled in by [`super::Listener`].
+    pub devices: Vec<Device>,
+    /// Bytes of a chunk. Both ends must agree.
+    pub chunk: u64,
+    /// Chunks that a lane may have outstanding. Both ends must agree.
+    pub window: u32,
+    /// Connections per rail. Both ends must agree.
+    pub channels: u32,
+    /// The abstract name of its Unix socket. Filled in by [`super::Listener`].
+    pub unix: Option<String>,
+    /// The token of its address.
+    pub token: [u8; 16],
+    /// Where it accepts sessions over TCP. Filled in by [`super::Listener`].
+    pub control: Vec<SocketAddr>,
+    /// The earlier session that this one takes the place of; see [`super::upgrade`].
+    pub replaces: Option<[u8; 16]>,
+}
+
+impl fmt::Debug for Hello {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Hello")
+            .field("name", &self.name)
+            .field("boot_id", &self.boot_id)
+            .field("pid", &self.pid)
+            .field("release", &self.release)
+            .field("transports", &self.transports)
+            .field("devices", &self.devices)
+            .field("chunk", &self.chunk)
+            .field("window", &self.window)
+            .field("channels", &self.channels)
+            .field("unix", &self.unix)
+            .field("control", &self.control)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Hello {
+    /// How others reach this worker.
+    pub fn address(&self) -> Address {
+        Address {
+            worker: self.worker,
+            name: self.name.clone(),
+            boot_id: self.boot_id.clone(),
+            token: self.token,
+            unix: self.unix.clone(),
+            control: self.control.clone(),
+        }
+    }
+
+    /// The hello as it travels, without its head.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        let bytes = postcard::to_allocvec(self)
+            .map_err(|e| Error::new(ErrorKind::Usage, "worker", format!("its description: {e}")))?;
+        // What this end would refuse to read it must not send.
+        decode_hello(&bytes).map_err(|e| Error::new(ErrorKind::Usage, "worker", format!("its description: {e}")))?;
+        Ok(bytes)
+    }
+
+    /// What `self` and `other` disagree about, one line that reads the same at both ends.
+    pub fn disagreement(&self, other: &Hello) -> Option<String> {
+        let parameters = [
+            ("chunk", self.chunk, other.chunk, "CROSSRAIL_CHUNK"),
+            ("window", self.window.into(), other.window.into(), "CROSSRAIL_WINDOW"),
+            ("channels", self.channels.into(), other.channels.into(), "CROSSRAIL_CHANNELS"),
+        ];
+        let differing: Vec<_> = parameters.iter().filter(|(_, mine, theirs, _)| mine != theirs).collect();
+        if differing.is_empty() {
+            return None;
+        }
+        let list = |pick: fn(&(&str, u64, u64, &str)) -> String| {
+            differing.iter().map(|parameter| pick(parameter)).collect::<Vec<_>>().join(", ")
+        };
+        Some(format!(
+            "{} has {}, {} has {}; set {} alike",
+            brief(&self.name),
+            list(|p| format!("{} {}", p.0, p.1)),
+            brief(&other.name),
+            list(|p| format!("{} {}", p.0, p.2)),
+            list(|p| p.3.to_owned()),
+        ))
+    }
+
+    fn validate(&self) -> std::result::Result<(), WireError> {
+        let texts = [("name", &self.name), ("boot id", &self.boot_id), ("release", &self.release)];
+        for (what, text) in texts {
+            check_text(what, text)?;
+        }
+        if let Some(unix) = &self.unix {
+            check_text("socket name", unix)?;
+        }
+        let lists = [
+            ("list of transports", self.transports.len()),
+            ("list of devices", self.devices.len()),
+            ("list of control addresses", self.control.len()),
+        ];
+        for (what, length) in lists {
+            if length > LIST_MAX {
+                return Err(WireError::Field(what));
+            }
+        }
+        self.transports.iter().try_for_each(|name| check_text("transport name", name))?;
+        self.devices.iter().try_for_each(|device| check_text("device name", &device.name))?;
+        if self.chunk == 0 || self.window == 0 || self.channels == 0 {
+            return Err(WireError::Field("chunk, window or channels of 0"));
+        }
+        Ok(())
+    }
+}
+
+/// A name short enough to leave a [`super::wire::Reject`] room for what matters.
+fn brief(name: &str) -> String {
+    if name.len() <= 32 { name.to_owned() } else { name.chars().take(20).chain(['…']).collect() }
+}
+
+pub(super) fn check_text(what: &'static str, text: &str) -> std::result::Result<(), WireError> {
+    if text.len() > NAME_MAX || text.chars().any(char::is_control) { Err(WireError::Field(what)) } else { Ok(()) }
+}
+
+/// Reads a hello's body. Bytes behind the fields that this release knows are ignored: later ones may append some.
+pub fn decode_hello(bytes: &[u8]) -> std::result::Result<Hello, WireError> {
+    if bytes.len() > HELLO_MAX {
+        return Err(WireError::TooLong { limit: HELLO_MAX, announced: bytes.len() as u64 });
+    }
+    let (hello, _later_fields) =
+        postcard::take_from_bytes::<Hello>(bytes).map_err(|_| WireError::Field("hello's fields"))?;
+    hello.validate()?;
+    Ok(hello)
+}
+
+/// What a worker shows of itself, and what it knows others by.
+#[derive(Clone, Debug)]
+pub struct Identity {
+    /// What the peer gets to read.
+    pub hello: Hello,
+    /// What the peer must know.
+    pub secret: Secret,
+}
+
+/// What both ends of a session must agree on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Parameters {
+    /// Bytes of a chunk.
+    pub chunk: u64,
+    /// Chunks that a lane may have outstanding.
+    pub window: u32,
+    /// Connections per rail.
+    pub channels: u32,
+}
+
+impl Identity {
+    /// A new worker of this process: fresh id and token, this machine's boot id, `host:pid` where `name` is `None`.
+    ///
+    /// # Errors
+    /// `Io` when the kernel gives no random bytes; `Usage` when the name is too long or has control characters.
+    pub fn new(
+        name: Option<String>,
+        secret: Secret,
+        transports: Vec<String>,
+        parameters: Parameters,
+    ) -> Result<Identity> {
+        let pid = std::process::id();
+        let hello = Hello {
+            worker: random()?,
+            name: name.unwrap_or_else(|| format!("{}:{pid}", host_name())),
+            boot_id: boot_id()?,
+            pid,
+            release: env!("CARGO_PKG_VERSION").to_owned(),
+            transports,
+            devices: Vec::new(),
+            chunk: parameters.chunk,
+            window: parameters.window,
+            channels: parameters.channels,
+            unix: None,
+            token: random()?,
+            control: Vec::new(),
+            replaces: None,
+        };
+        hello.encode()?;
+        Ok(Identity { hello, secret })
+    }
+}
+
+fn host_name() -> String {
+    match std::fs::read_to_string("/proc/sys/kernel/hostname") {
+        Ok(name) => name.trim().to_owned(),
+        Err(_) => "localhost".to_owned(),
+    }
+}
+
+/// The kernel's boot id. Where it cannot be read, a random one: this worker then shares a machine with nobody, which
+/// is slow but never wrong.
+fn boot_id() -> Result<String> {
+    match std::fs::read_to_string("/proc/sys/kernel/random/boot_id") {
+        Ok(text) => Ok(text.trim().to_owned()),
+        Err(_) => Ok(format!("unknown-{:032x}", u128::from_le_bytes(random()?))),
+    }
+}

@@ -1,0 +1,565 @@
+use std::cell::Cell;
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{self as unix, UnixListener, UnixStream};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crossrail_tcp::Binding;
+use crossrail_types::{Error, ErrorKind, Result};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::socket::{getsockopt, sockopt};
+use nix::unistd::Uid;
+use parking_lot::{Condvar, Mutex};
+
+use super::address::Address;
+use super::handshake::{self, Met};
+use super::hello::{Device, Identity};
+use super::stream::{Stream, Talk, poll_timeout, tcp_name, turn_away};
+use super::wire::RejectCode;
+use super::{LaneName, Session, auth};
+
+/// How long accepting pauses when the process has no descriptors or memory left for another connection.
+const EXHAUSTED_PAUSE: Duration = Duration::from_millis(100);
+
+/// A rail to listen on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rail {
+    /// The device's name for people.
+    pub name: String,
+    /// Where it is. The address must be one of this machine's, not a wildcard.
+    pub binding: Binding,
+    /// The link's speed in Mbit/s, where it is known.
+    pub speed_mbps: Option<u32>,
+}
+
+/// How many handshakes may be under way, and for how long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// In all.
+    pub half_open: usize,
+    /// From one IP address, or from one user over the Unix socket.
+    pub half_open_per_source: usize,
+    /// Each of them.
+    pub timeout: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits { half_open: 64, half_open_per_source: 16, timeout: Duration::from_secs(5) }
+    }
+}
+
+/// Where a worker listens.
+#[derive(Clone, Debug, Default)]
+pub struct ListenConfig {
+    /// On an abstract Unix socket, for processes of this machine.
+    pub unix: bool,
+    /// For sessions over TCP. A wildcard address stands for all of this machine's.
+    pub control: Vec<Binding>,
+    /// The port for these; 0: any.
+    pub port: u16,
+    /// For lanes, each on a port of its own.
+    pub rails: Vec<Rail>,
+    /// Half-open connections.
+    pub limits: Limits,
+    /// Admit only who holds this worker's address: another user of this machine who merely knows the port is refused.
+    /// (With a secret set, that is what keeps strangers out.)
+    pub require_token: bool,
+}
+
+/// Who has come.
+#[derive(Debug)]
+pub enum Arrival {
+    /// A peer has connected.
+    Session(Session),
+    /// A peer has added a lane to a session.
+    Lane {
+        /// The session.
+        session: [u8; 16],
+        /// Which of its lanes.
+        lane: LaneName,
+        /// The connection: blocking mode, TCP_NODELAY set, nothing read beyond the handshake.
+        stream: TcpStream,
+        /// This end.
+        local: SocketAddr,
+        /// The other end.
+        remote: SocketAddr,
+    },
+    /// Someone was turned away, gave up or broke the protocol; for the log. Strangers decide how often, so log each
+    /// kind once.
+    Rejected {
+        /// Where it came from.
+        from: String,
+        /// Why.
+        error: Error,
+    },
+}
+
+/// Finds a session's lane key.
+pub type LaneKeys = Box<dyn Fn(&[u8; 16]) -> Option<[u8; 32]> + Send + Sync>;
+/// Takes what arrives.
+pub type Deliver = Box<dyn Fn(Arrival) + Send + Sync>;
+
+/// Listens for sessions and lanes until dropped.
+///
+/// One thread accepts; each handshake has a short-lived thread of its own, at most [`Limits::half_open`] of them.
+/// Dropping ends all of them, waits for them, and closes every descriptor; from inside `deliver` it cannot wait.
+pub struct Listener {
+    shared: Arc<Shared>,
+    accept: Option<JoinHandle<()>>,
+}
+
+impl fmt::Debug for Listener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Listener").field("hello", &self.shared.me.hello).finish_non_exhaustive()
+    }
+}
+
+struct Shared {
+    me: Identity,
+    limits: Limits,
+    require_token: bool,
+    lane_keys: LaneKeys,
+    deliver: Deliver,
+    /// Readable from the moment on when everything is to end.
+    stop: EventFd,
+    state: Mutex<State>,
+    /// A session has left `State::opening`, or `State::stopping` was set.
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    half_open: usize,
+    sources: HashMap<Source, usize>,
+    /// Sessions whose peer may dial lanes already but which have not been delivered yet.
+    opening: HashSet<[u8; 16]>,
+    stopping: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Source {
+    Ip(IpAddr),
+    User(u32),
+}
+
+thread_local! {
+    /// Set in the listener's own threads: they cannot wait for themselves.
+    static OWN_THREAD: Cell<bool> = const { Cell::new(false) };
+}
+
+impl Listener {
+    /// Starts to listen. `me.hello` is completed with where this worker is reached; see [`Listener::identity`].
+    ///
+    /// `deliver` is called from the listener's threads, several at a time. When it returns from an
+    /// [`Arrival::Session`], `lane_keys` must know that session: its lanes are held back until then, and so always
+    /// arrive after it.
+    ///
+    /// # Errors
+    /// `Config`: an address beyond loopback without a secret, a wildcard rail; whatever `crossrail_tcp::listen`
+    /// returns, a port in use for one.
+    pub fn start(config: ListenConfig, me: Identity, lane_keys: LaneKeys, deliver: Deliver) -> Result<Listener> {
+        let mut me = me;
+        let doors = open(&config, &mut me)?;
+        me.hello.encode()?;
+        let stop = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+            .map_err(|e| Error::io("listen", "eventfd", &e.into()))?;
+        let shared = Arc::new(Shared {
+            me,
+            limits: config.limits,
+            require_token: config.require_token,
+            lane_keys,
+            deliver,
+            stop,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        });
+        let own = Arc::clone(&shared);
+        let accept = thread::Builder::new()
+            .name("crossrail-accept".to_owned())
+            .spawn(move || accept_loop(&own, &doors))
+            .map_err(|e| Error::io("listen", "spawn a thread", &e))?;
+        Ok(Listener { shared, accept: Some(accept) })
+    }
+
+    /// How others reach this worker.
+    pub fn address(&self) -> Address {
+        self.shared.me.hello.address()
+    }
+
+    /// The rails it listens on.
+    pub fn devices(&self) -> &[Device] {
+        &self.shared.me.hello.devices
+    }
+
+    /// What this worker shows of itself, with where it is reached: pass this to [`super::connect`].
+    pub fn identity(&self) -> &Identity {
+        &self.shared.me
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.shared.state.lock().stopping = true;
+        self.shared.changed.notify_all();
+        // The counter starts at 0 and is written once: the write cannot fail for being full.
+        let _ = self.shared.stop.write(1);
+        if let Some(accept) = self.accept.take()
+            && !OWN_THREAD.get()
+        {
+            // A panic in there was a panic of `deliver`; it has been reported by the panic hook.
+            let _ = accept.join();
+        }
+    }
+}
+
+/// A listening socket and what it is for.
+enum Door {
+    Unix(UnixListener),
+    Control(TcpListener),
+    Rail(TcpListener, Binding),
+}
+
+impl AsFd for Door {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Door::Unix(listener) => listener.as_fd(),
+            Door::Control(listener) | Door::Rail(listener, _) => listener.as_fd(),
+        }
+    }
+}
+
+fn open(config: &ListenConfig, me: &mut Identity) -> Result<Vec<Door>> {
+    let bindings = config.control.iter().chain(config.rails.iter().map(|rail| &rail.binding));
+    for binding in bindings {
+        if !binding.address.to_canonical().is_loopback() && !me.secret.is_shared() {
+            let detail = format!("{} is reachable from other machines, and there is no secret", binding.address);
+            return Err(Error::new(ErrorKind::Config, "listen", detail)
+                .with_hint("set CROSSRAIL_SECRET or CROSSRAIL_SECRET_FILE, the same at both ends"));
+        }
+    }
+    let mut doors = Vec::new();
+    me.hello.control.clear();
+    me.hello.devices.clear();
+    me.hello.unix = None;
+    if config.unix {
+        let name = format!("crossrail.{:032x}", u128::from_le_bytes(auth::random()?));
+        let fail = |call: &str, e: std::io::Error| Error::io("listen", call, &e).with_peer(format!("unix:@{name}"));
+        let address = unix::SocketAddr::from_abstract_name(&name).map_err(|e| fail("socket name", e))?;
+        let listener = UnixListener::bind_addr(&address).map_err(|e| fail("bind", e))?;
+        listener.set_nonblocking(true).map_err(|e| fail("fcntl", e))?;
+        doors.push(Door::Unix(listener));
+        me.hello.unix = Some(name);
+    }
+    for binding in &config.control {
+        let (listener, local) = open_tcp(binding, config.port)?;
+        me.hello.control.extend(reachable_at(local)?);
+        doors.push(Door::Control(listener));
+    }
+    for rail in &config.rails {
+        if rail.binding.address.is_unspecified() {
+            let detail = format!("rail {}: {} is not one device's address", rail.name, rail.binding.address);
+            return Err(Error::new(ErrorKind::Config, "listen", detail));
+        }
+        let (listener, local) = open_tcp(&rail.binding, 0)?;
+        me.hello.devices.push(Device {
+            name: rail.name.clone(),
+            address: local.ip(),
+            port: local.port(),
+            speed_mbps: rail.speed_mbps,
+            loopback: local.ip().to_canonical().is_loopback(),
+        });
+        doors.push(Door::Rail(listener, rail.binding.clone()));
+    }
+    Ok(doors)
+}
+
+fn open_tcp(binding: &Binding, port: u16) -> Result<(TcpListener, SocketAddr)> {
+    let listener = crossrail_tcp::listen(binding, port)?;
+    let fail = |call: &str, e: std::io::Error| Error::io("listen", call, &e).with_peer(binding.address.to_string());
+    listener.set_nonblocking(true).map_err(|e| fail("fcntl", e))?;
+    let local = listener.local_addr().map_err(|e| fail("getsockname", e))?;
+    Ok((listener, local))
+}
+
+/// The addresses to give to others for a socket bound to `local`: for a wildcard those of the devices, loopback last.
+fn reachable_at(local: SocketAddr) -> Result<Vec<SocketAddr>> {
+    if !local.ip().is_unspecified() {
+        return Ok(vec![local]);
+    }
+    let devices = nix::ifaddrs::getifaddrs().map_err(|e| Error::io("listen", "getifaddrs", &e.into()))?;
+    let mut found: Vec<SocketAddr> = devices
+        .filter_map(|device| device.address)
+        .filter_map(|address| match local {
+            SocketAddr::V4(_) => address.as_sockaddr_in().map(|a| IpAddr::V4(a.ip())),
+            SocketAddr::V6(_) => address.as_sockaddr_in6().map(|a| IpAddr::V6(a.ip())),
+        })
+        .filter(|ip| !matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local()))
+        .map(|ip| SocketAddr::new(ip, local.port()))
+        .collect();
+    found.sort_by_key(|address| address.ip().is_loopback());
+    found.dedup();
+    Ok(found)
+}
+
+/// What a door lets in.
+enum Guest {
+    Control(Stream),
+    Rail(TcpStream, Binding),
+}
+
+impl AsFd for Guest {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Guest::Control(stream) => stream.as_fd(),
+            Guest::Rail(stream, _) => stream.as_fd(),
+        }
+    }
+}
+
+fn accept_loop(shared: &Arc<Shared>, doors: &[Door]) {
+    OWN_THREAD.set(true);
+    let mut threads: Vec<JoinHandle<()>> = Vec::new();
+    let mut paused_until: Option<Instant> = None;
+    loop {
+        let mut fds = vec![PollFd::new(shared.stop.as_fd(), PollFlags::POLLIN)];
+        let mut timeout = PollTimeout::NONE;
+        match paused_until.filter(|until| *until > Instant::now()) {
+            Some(until) => timeout = poll_timeout(until),
+            None => fds.extend(doors.iter().map(|door| PollFd::new(door.as_fd(), PollFlags::POLLIN))),
+        }
+        match poll(&mut fds, timeout) {
+            Ok(_) => {}
+            Err(Errno::EINTR) => continue,
+            Err(e) => {
+                // Only a lack of kernel memory is left as a reason.
+                shared.rejected("listener", Error::io("accept", "poll", &e.into()));
+                paused_until = Some(Instant::now() + EXHAUSTED_PAUSE);
+                continue;
+            }
+        }
+        let ready: Vec<bool> = fds.iter().map(|fd| fd.any().unwrap_or(false)).collect();
+        if ready[0] {
+            break;
+        }
+        threads.retain(|thread| !thread.is_finished());
+        for (door, _) in doors.iter().zip(&ready[1..]).filter(|(_, ready)| **ready) {
+            match accept(door) {
+                Ok(Some((guest, source, from))) => threads.extend(receive(shared, guest, source, from)),
+                Ok(None) => {}
+                Err(error) => {
+                    shared.rejected("listener", error);
+                    paused_until = Some(Instant::now() + EXHAUSTED_PAUSE);
+                }
+            }
+        }
+    }
+    for thread in threads {
+        // As in `Drop`.
+        let _ = thread.join();
+    }
+}
+
+/// The next connection at a door; none when it has gone again.
+fn accept(door: &Door) -> Result<Option<(Guest, Source, String)>> {
+    let accepted = match door {
+        Door::Unix(listener) => listener.accept().map(|(stream, _)| unix_guest(stream)),
+        Door::Control(listener) => listener.accept().map(|(stream, from)| {
+            Some((Guest::Control(Stream::Tcp(stream)), Source::Ip(from.ip().to_canonical()), tcp_name(from)))
+        }),
+        Door::Rail(listener, rail) => listener.accept().map(|(stream, from)| {
+            Some((Guest::Rail(stream, rail.clone()), Source::Ip(from.ip().to_canonical()), tcp_name(from)))
+        }),
+    };
+    match accepted {
+        Ok(guest) => Ok(guest),
+        // These are left pending: without a pause the loop would spin.
+        Err(e) if matches!(e.raw_os_error().map(Errno::from_raw), Some(Errno::EMFILE | Errno::ENFILE)) => {
+            Err(Error::new(ErrorKind::Exhausted, "accept", format!("accept: {e}")).with_hint("raise ulimit -n"))
+        }
+        Err(e) if matches!(e.raw_os_error().map(Errno::from_raw), Some(Errno::ENOBUFS | Errno::ENOMEM)) => {
+            Err(Error::new(ErrorKind::Exhausted, "accept", format!("accept: {e}")))
+        }
+        // Whatever else there is concerns that one connection.
+        Err(_) => Ok(None),
+    }
+}
+
+fn unix_guest(stream: UnixStream) -> Option<(Guest, Source, String)> {
+    let who = getsockopt(&stream, sockopt::PeerCredentials).ok()?;
+    let from = format!("unix (pid {}, uid {})", who.pid(), who.uid());
+    Some((Guest::Control(Stream::Unix(stream)), Source::User(who.uid()), from))
+}
+
+/// Starts a handshake's thread, if there is a slot for it.
+fn receive(shared: &Arc<Shared>, guest: Guest, source: Source, from: String) -> Option<JoinHandle<()>> {
+    let slot = match Slot::take(shared, source) {
+        Ok(slot) => slot,
+        Err(text) => {
+            turn_away(guest.as_fd(), &text);
+            let error = Error::new(ErrorKind::Refused, "accept", text).with_peer(&from);
+            shared.rejected(&from, error);
+            return None;
+        }
+    };
+    let own = Arc::clone(shared);
+    let name = from.clone();
+    let spawned = thread::Builder::new().name("crossrail-meet".to_owned()).spawn(move || {
+        OWN_THREAD.set(true);
+        if let Err(error) = own.handshake(guest, &name, slot)
+            && error.kind != ErrorKind::Closed
+        {
+            own.rejected(&name, error);
+        }
+    });
+    match spawned {
+        Ok(thread) => Some(thread),
+        Err(e) => {
+            let error = Error::new(ErrorKind::Exhausted, "accept", format!("spawn a thread: {e}")).with_peer(&from);
+            shared.rejected(&from, error);
+            None
+        }
+    }
+}
+
+impl Shared {
+    fn rejected(&self, from: &str, error: Error) {
+        (self.deliver)(Arrival::Rejected { from: from.to_owned(), error });
+    }
+
+    fn handshake(&self, guest: Guest, from: &str, slot: Slot) -> Result<()> {
+        let deadline = Instant::now() + self.limits.timeout;
+        match guest {
+            Guest::Control(stream) => self.session(stream, from, slot, deadline),
+            Guest::Rail(stream, rail) => {
+                rail.adopt(&stream)?;
+                self.lane(stream, from, slot, deadline)
+            }
+        }
+    }
+
+    fn session(&self, stream: Stream, from: &str, slot: Slot, deadline: Instant) -> Result<()> {
+        let mut talk = Talk::new(stream.as_fd(), "accept", from.to_owned(), deadline).stopped_by(self.stop.as_fd());
+        match (&stream, slot.source) {
+            (Stream::Tcp(tcp), _) => nodelay(tcp)?,
+            (Stream::Unix(_), Source::User(user)) if !self.me.secret.is_shared() && !trusted(user) => {
+                talk.stage("connect");
+                return Err(talk.reject(RejectCode::Refused, "another user's process, and there is no secret"));
+            }
+            (Stream::Unix(_), _) => {}
+        }
+        let admitted = handshake::admit(&mut talk, &self.me, self.require_token)?;
+        let opening = Opening::new(self, admitted.met.ticket.session);
+        let Met { peer, ticket, version } = admitted.confirm(&talk)?;
+        drop(slot);
+        (self.deliver)(Arrival::Session(Session { stream, peer, ticket, initiator: false, version }));
+        drop(opening);
+        Ok(())
+    }
+
+    fn lane(&self, stream: TcpStream, from: &str, slot: Slot, deadline: Instant) -> Result<()> {
+        nodelay(&stream)?;
+        let address = |result: std::io::Result<SocketAddr>, call| {
+            result.map_err(|e| Error::io("accept", call, &e).with_peer(from))
+        };
+        let local = address(stream.local_addr(), "getsockname")?;
+        let remote = address(stream.peer_addr(), "getpeername")?;
+        let mut talk = Talk::new(stream.as_fd(), "accept", from.to_owned(), deadline).stopped_by(self.stop.as_fd());
+        let key = |talk: &Talk<'_>, session: &[u8; 16]| {
+            self.wait_until_open(talk, session, deadline)?;
+            Ok((self.lane_keys)(session))
+        };
+        let (session, lane) = handshake::admit_lane(&mut talk, &self.me, &key)?;
+        drop(slot);
+        (self.deliver)(Arrival::Lane { session, lane, stream, local, remote });
+        Ok(())
+    }
+
+    /// Holds a lane back while its session is being delivered.
+    fn wait_until_open(&self, talk: &Talk<'_>, session: &[u8; 16], deadline: Instant) -> Result<()> {
+        let mut state = self.state.lock();
+        while state.opening.contains(session) {
+            if state.stopping {
+                return Err(talk.error(ErrorKind::Closed, "this worker is closing"));
+            }
+            if self.changed.wait_until(&mut state, deadline).timed_out() {
+                return Err(talk.reject(RejectCode::Timeout, "the session is not up yet"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// This process's user and root may connect without a secret.
+fn trusted(user: u32) -> bool {
+    user == Uid::effective().as_raw() || Uid::from_raw(user).is_root()
+}
+
+fn nodelay(stream: &TcpStream) -> Result<()> {
+    stream.set_nodelay(true).map_err(|e| Error::io("accept", "setsockopt TCP_NODELAY", &e))
+}
+
+/// The right to have one handshake under way.
+struct Slot {
+    shared: Arc<Shared>,
+    source: Source,
+}
+
+impl Slot {
+    fn take(shared: &Arc<Shared>, source: Source) -> std::result::Result<Slot, String> {
+        let limits = &shared.limits;
+        let mut state = shared.state.lock();
+        if state.half_open >= limits.half_open {
+            return Err(format!("{} handshakes are under way, the most there may be", limits.half_open));
+        }
+        let from_there = state.sources.entry(source).or_insert(0);
+        if *from_there >= limits.half_open_per_source {
+            let limit = limits.half_open_per_source;
+            return Err(format!("{limit} handshakes from there are under way, the most there may be"));
+        }
+        *from_there += 1;
+        state.half_open += 1;
+        drop(state);
+        Ok(Slot { shared: Arc::clone(shared), source })
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        let mut state = self.shared.state.lock();
+        state.half_open -= 1;
+        if let Some(from_there) = state.sources.get_mut(&self.source) {
+            *from_there -= 1;
+            if *from_there == 0 {
+                state.sources.remove(&self.source);
+            }
+        }
+    }
+}
+
+/// A session in `State::opening`.
+struct Opening<'a> {
+    shared: &'a Shared,
+    session: [u8; 16],
+}
+
+impl<'a> Opening<'a> {
+    fn new(shared: &'a Shared, session: [u8; 16]) -> Opening<'a> {
+        shared.state.lock().opening.insert(session);
+        Opening { shared, session }
+    }
+}
+
+impl Drop for Opening<'_> {
+    fn drop(&mut self) {
+        self.shared.state.lock().opening.remove(&self.session);
+        self.shared.changed.notify_all();
+    }
+}

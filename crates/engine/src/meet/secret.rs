@@ -1,0 +1,98 @@
+use std::fmt;
+use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use crossrail_types::{Error, ErrorKind, Result};
+
+/// Shorter secrets can be guessed from a recorded handshake.
+const SHORT: usize = 16;
+/// Longest secret file that is read, in bytes.
+const FILE_MAX: u64 = 64 * 1024;
+
+/// What the workers of a job share to know each other by. `Debug` does not show it.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub enum Secret {
+    /// None: this worker listens on this machine only.
+    #[default]
+    None,
+    /// These bytes, never empty.
+    Shared(Vec<u8>),
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Secret::None => "None",
+            Secret::Shared(_) => "Shared(..)",
+        })
+    }
+}
+
+impl Secret {
+    /// The secret out of the settings `CROSSRAIL_SECRET` (its text) and `CROSSRAIL_SECRET_FILE` (a path), with
+    /// warnings for people. Neither: [`Secret::None`].
+    ///
+    /// # Errors
+    /// `Config`: both are set, the secret is empty, the file cannot be read.
+    pub fn load(text: Option<&str>, file: Option<&Path>) -> Result<(Secret, Vec<String>)> {
+        match (text, file) {
+            (None, None) => Ok((Secret::None, Vec::new())),
+            (Some(text), None) => Secret::accept(text.as_bytes(), "CROSSRAIL_SECRET", Vec::new()),
+            (None, Some(path)) => Secret::read(path),
+            (Some(_), Some(_)) => {
+                Err(Error::new(ErrorKind::Config, "CROSSRAIL_SECRET", "is set together with CROSSRAIL_SECRET_FILE")
+                    .with_hint("set one of them"))
+            }
+        }
+    }
+
+    fn read(path: &Path) -> Result<(Secret, Vec<String>)> {
+        let fail = |what: &str, e: std::io::Error| {
+            let operation = "CROSSRAIL_SECRET_FILE";
+            Error::new(ErrorKind::Config, operation, format!("{what} {}: {e}", path.display()))
+        };
+        let file = std::fs::File::open(path).map_err(|e| fail("open", e))?;
+        let mode = file.metadata().map_err(|e| fail("stat", e))?.permissions().mode();
+        let mut bytes = Vec::new();
+        let read = file.take(FILE_MAX + 1).read_to_end(&mut bytes).map_err(|e| fail("read", e))?;
+        if read as u64 > FILE_MAX {
+            let detail = format!("{} holds more than {FILE_MAX} bytes", path.display());
+            return Err(Error::new(ErrorKind::Config, "CROSSRAIL_SECRET_FILE", detail));
+        }
+        let mut warnings = Vec::new();
+        if mode & 0o004 != 0 {
+            let path = path.display();
+            warnings.push(format!("{path}: every user of this machine can read the secret; chmod 600 {path}"));
+        }
+        let secret = bytes.strip_suffix(b"\n").unwrap_or(&bytes);
+        let secret = secret.strip_suffix(b"\r").unwrap_or(secret);
+        Secret::accept(secret, &format!("CROSSRAIL_SECRET_FILE {}", path.display()), warnings)
+    }
+
+    fn accept(secret: &[u8], origin: &str, mut warnings: Vec<String>) -> Result<(Secret, Vec<String>)> {
+        if secret.is_empty() {
+            return Err(Error::new(ErrorKind::Config, origin, "the secret is empty")
+                .with_hint("make one with: openssl rand -hex 32"));
+        }
+        if secret.len() < SHORT {
+            warnings.push(format!(
+                "{origin}: a secret of {} bytes can be guessed from a recorded handshake; use {SHORT} or more",
+                secret.len()
+            ));
+        }
+        Ok((Secret::Shared(secret.to_vec()), warnings))
+    }
+
+    /// Whether there is one.
+    pub fn is_shared(&self) -> bool {
+        matches!(self, Secret::Shared(_))
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        match self {
+            Secret::None => &[],
+            Secret::Shared(bytes) => bytes,
+        }
+    }
+}

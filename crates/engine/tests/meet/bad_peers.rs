@@ -1,0 +1,351 @@
+//! Peers that send garbage, half a message, far too much, or nothing: each costs its own slot and no more.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crossrail::meet::wire::{self, Challenge, FLAG_SECRET, HelloHead, Kind, RejectCode};
+use crossrail::meet::{Limits, ListenConfig, Secret, Target, connect};
+use crossrail_types::ErrorKind;
+
+use crate::support::{Descriptors, Raw, Worker, config, identity, in_secs, secret};
+
+fn open_worker(timeout: f64) -> Worker {
+    let limits = Limits { timeout: Duration::from_secs_f64(timeout), ..Limits::default() };
+    Worker::start(ListenConfig { limits, ..config() }, identity("listening", Secret::None)).unwrap()
+}
+
+/// The worker still takes in who belongs there.
+fn still_works(worker: &Worker) {
+    let ours = connect(&worker.by_address(), &identity("friend", Secret::None), None, true, in_secs(5.0)).unwrap();
+    assert_eq!(worker.session().ticket, ours.ticket);
+}
+
+#[test]
+fn the_handshake_made_by_hand_is_accepted() {
+    let _fds = Descriptors::watch();
+    let worker = open_worker(2.0);
+    let mut raw = Raw::connect(worker.control());
+    raw.prove();
+    let mut body = identity("by hand", Secret::None).hello.encode().unwrap();
+    // A later release may append fields.
+    body.extend_from_slice(b"later");
+    let hello = raw.hello(&body);
+    raw.write(&hello);
+    assert_eq!(worker.session().peer.name, "by hand");
+}
+
+#[test]
+fn garbage_is_no_crossrail_peer() {
+    let _fds = Descriptors::watch();
+    let worker = open_worker(2.0);
+    let mut noise = vec![0; 4096];
+    let mut state = 0x9e37_79b9_u32;
+    for byte in &mut noise {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        *byte = (state >> 24) as u8;
+    }
+    let ports = [worker.control(), {
+        let device = &worker.listener.devices()[0];
+        SocketAddr::new(device.address, device.port)
+    }];
+    for port in ports {
+        for garbage in [&noise[..], b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", &[0; 80], &[0xff; 8]] {
+            let mut raw = Raw::connect(port);
+            raw.write(garbage);
+            raw.closed();
+            let error = worker.rejected();
+            assert_eq!(error.kind, ErrorKind::Protocol, "{error}");
+            assert!(error.detail.contains("not a Crossrail peer"), "{error}");
+        }
+    }
+    still_works(&worker);
+}
+
+#[test]
+fn messages_out_of_order_are_refused() {
+    let _fds = Descriptors::watch();
+    let worker = open_worker(2.0);
+    let mut hello_first = Raw::connect(worker.control());
+    let hello = hello_first.hello(b"");
+    hello_first.write(&hello);
+    assert_eq!(hello_first.reject().code, RejectCode::Protocol);
+    assert_eq!(worker.rejected().kind, ErrorKind::Protocol);
+    // The worker's own challenge, sent back.
+    let mut mirror = Raw::connect(worker.control());
+    let challenge = mirror.challenge().encode();
+    mirror.write(&challenge);
+    assert_eq!(mirror.reject().code, RejectCode::Protocol);
+    assert_eq!(worker.rejected().kind, ErrorKind::Protocol);
+    still_works(&worker);
+}
+
+#[test]
+fn half_a_message_is_reported_with_how_much_came() {
+    let _fds = Descriptors::watch();
+    let worker = open_worker(0.3);
+    // Closed after half of it.
+    let mut raw = Raw::connect(worker.control());
+    let reply = raw.reply(wire::VERSION_MAX, 0, &[]);
+    raw.write(&reply[..40]);
+    raw.stream.shutdown(Shutdown::Write).unwrap();
+    let error = worker.rejected();
+    assert_eq!(error.kind, ErrorKind::Protocol, "{error}");
+    assert!(error.detail.contains("proof: ") && error.detail.contains("40 of 80 bytes"), "{error}");
+    // Silent after half of it.
+    let mut raw = Raw::connect(worker.control());
+    let reply = raw.reply(wire::VERSION_MAX, 0, &[]);
+    raw.write(&reply[..40]);
+    let error = worker.rejected();
+    assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
+    assert!(error.detail.contains("only 40 of 80 bytes"), "{error}");
+    assert_eq!(raw.reject().code, RejectCode::Timeout);
+    // A proven peer whose hello stops halfway.
+    let mut raw = Raw::connect(worker.control());
+    raw.prove();
+    let hello = raw.hello(&[0; 100]);
+    raw.write(&hello[..90]);
+    let error = worker.rejected();
+    assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
+    assert!(error.detail.contains("hello: only 42 of 100 bytes"), "{error}");
+    still_works(&worker);
+}
+
+#[test]
+fn giant_lengths_allocate_nothing() {
+    let _fds = Descriptors::watch();
+    let worker = open_worker(2.0);
+    for length in [u32::MAX, 1 << 31, (wire::HELLO_MAX + 1) as u32] {
+        let mut raw = Raw::connect(worker.control());
+        raw.prove();
+        let head = HelloHead { length, mac: [0; 32] }.encode();
+        raw.write(&head);
+        assert_eq!(raw.reject().code, RejectCode::Protocol);
+        let error = worker.rejected();
+        assert_eq!(error.kind, ErrorKind::Protocol, "{error}");
+        assert!(error.detail.contains(&length.to_string()), "{error}");
+    }
+    // Lengths of 2^63 inside a hello whose mac holds: of the name, of the list of transports.
+    let valid = identity("by hand", Secret::None).hello.encode().unwrap();
+    for at in [16, valid.len() - 1] {
+        let mut body = valid[..at].to_vec();
+        body.extend_from_slice(&[0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x01]);
+        body.extend_from_slice(&valid[at..]);
+        let mut raw = Raw::connect(worker.control());
+        raw.prove();
+        let hello = raw.hello(&body);
+        raw.write(&hello);
+        assert_eq!(raw.reject().code, RejectCode::Protocol);
+        assert_eq!(worker.rejected().kind, ErrorKind::Protocol);
+    }
+    // A hello that was changed on its way.
+    let mut raw = Raw::connect(worker.control());
+    raw.prove();
+    let mut hello = raw.hello(&valid);
+    let last = hello.len() - 1;
+    hello[last] ^= 1;
+    raw.write(&hello);
+    assert_eq!(raw.reject().code, RejectCode::Refused);
+    assert_eq!(worker.rejected().kind, ErrorKind::Refused);
+    still_works(&worker);
+}
+
+#[test]
+fn a_silent_peer_costs_its_time_and_no_more() {
+    let _fds = Descriptors::watch();
+    let worker = open_worker(0.3);
+    let started = Instant::now();
+    let mut silent = Raw::connect(worker.control());
+    still_works(&worker);
+    let error = worker.rejected();
+    assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
+    assert!(error.detail.contains("proof: nothing received"), "{error}");
+    silent.closed();
+    let waited = started.elapsed();
+    assert!(waited >= Duration::from_millis(300) && waited < Duration::from_secs(3), "{waited:?}");
+}
+
+#[test]
+fn a_trickling_peer_gets_no_more_time() {
+    let _fds = Descriptors::watch();
+    let worker = open_worker(0.3);
+    let mut raw = Raw::connect(worker.control());
+    let reply = raw.reply(wire::VERSION_MAX, 0, &[]);
+    let started = Instant::now();
+    for byte in &reply {
+        if raw.stream.write_all(&[*byte]).is_err() || started.elapsed() > Duration::from_secs(3) {
+            break;
+        }
+        thread::sleep(Duration::from_millis(30));
+    }
+    assert_eq!(worker.rejected().kind, ErrorKind::Timeout);
+    assert!(started.elapsed() < Duration::from_secs(3));
+}
+
+#[test]
+fn too_many_half_open_connections_turn_the_newest_away() {
+    let _fds = Descriptors::watch();
+    let limits = Limits { half_open: 4, half_open_per_source: 3, timeout: Duration::from_secs(1) };
+    let worker = Worker::start(ListenConfig { limits, ..config() }, identity("l", Secret::None)).unwrap();
+    let held: Vec<Raw> = (0..3).map(|_| Raw::connect(worker.control())).collect();
+    let mut fourth = TcpStream::connect(worker.control()).unwrap();
+    let mut said = Vec::new();
+    fourth.read_to_end(&mut said).unwrap();
+    assert_eq!(wire::decode_reject(&said).unwrap().code, RejectCode::Busy);
+    let error = worker.rejected();
+    assert_eq!(error.kind, ErrorKind::Refused, "{error}");
+    // From elsewhere there is one more slot in all: the Unix socket's users have it.
+    still_works(&worker);
+    // A peer that is turned away tries again until its time is up, and says what it was told ...
+    let me = identity("friend", Secret::None);
+    let started = Instant::now();
+    let error = connect(&worker.by_port(), &me, None, false, in_secs(0.2)).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Refused, "{error}");
+    assert!(error.detail.contains("3 handshakes"), "{error}");
+    assert!(started.elapsed() < Duration::from_secs(2));
+    // ... or gets in once the others have run into their limit.
+    let ours = connect(&worker.by_port(), &me, None, false, in_secs(8.0)).unwrap();
+    drop((held, ours));
+}
+
+#[test]
+fn many_peers_at_once_all_get_in() {
+    let _fds = Descriptors::watch();
+    let worker = open_worker(5.0);
+    let target = worker.by_port();
+    let peers: Vec<_> = (0..48)
+        .map(|_| {
+            let target = target.clone();
+            thread::spawn(move || connect(&target, &identity("peer", Secret::None), None, false, in_secs(20.0)))
+        })
+        .collect();
+    let sessions: Vec<_> = peers.into_iter().map(|peer| peer.join().unwrap().unwrap()).collect();
+    assert_eq!(sessions.len(), 48);
+}
+
+#[test]
+fn stopping_does_not_wait_for_half_open_connections() {
+    let _fds = Descriptors::watch();
+    let worker = open_worker(60.0);
+    let mut held: Vec<Raw> = (0..8).map(|_| Raw::connect(worker.control())).collect();
+    let started = Instant::now();
+    drop(worker);
+    assert!(started.elapsed() < Duration::from_secs(2), "{:?}", started.elapsed());
+    held.iter_mut().for_each(Raw::closed);
+}
+
+#[test]
+fn versions_that_differ_are_named_at_both_ends() {
+    let _fds = Descriptors::watch();
+    // A connector of another version.
+    let worker = open_worker(2.0);
+    let mut raw = Raw::connect(worker.control());
+    let reply = raw.reply(9, 0, &[]);
+    raw.write(&reply);
+    let told = raw.reject();
+    assert_eq!(told.code, RejectCode::Mismatch);
+    let there = worker.rejected();
+    assert_eq!(there.kind, ErrorKind::Mismatch, "{there}");
+    for text in [told.text, there.detail] {
+        assert!(text.contains("version 9") && text.contains("1 to 1"), "{text}");
+    }
+    // An acceptor of another version.
+    let (address, server) = serve(|mut stream| {
+        let challenge = Challenge { version_min: 7, version_max: 9, flags: 0, worker: [1; 16], nonce: [2; 32] };
+        stream.write_all(&challenge.encode()).unwrap();
+        let mut said = Vec::new();
+        stream.read_to_end(&mut said).unwrap();
+        said
+    });
+    let me = identity("connecting", Secret::None);
+    let error = connect(&Target::Control(vec![address]), &me, None, false, in_secs(5.0)).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
+    let told = wire::decode_reject(&server.join().unwrap()).unwrap();
+    assert_eq!(told.code, RejectCode::Mismatch);
+    for text in [told.text, error.detail] {
+        assert!(text.contains("1 to 1") && text.contains("7 to 9"), "{text}");
+    }
+}
+
+/// A listener made by hand that serves one connection.
+fn serve<T: Send + 'static>(talk: impl FnOnce(TcpStream) -> T + Send + 'static) -> (SocketAddr, thread::JoinHandle<T>) {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    (address, thread::spawn(move || talk(listener.accept().unwrap().0)))
+}
+
+fn connect_to(address: SocketAddr, secret: Secret, secs: f64) -> crossrail_types::Error {
+    let started = Instant::now();
+    let me = identity("connecting", secret);
+    let error = connect(&Target::Control(vec![address]), &me, None, false, in_secs(secs)).unwrap_err();
+    assert!(started.elapsed() < Duration::from_secs_f64(secs + 2.0), "{:?}", started.elapsed());
+    assert_eq!(error.peer.as_deref(), Some(address.to_string().as_str()));
+    error
+}
+
+#[test]
+fn a_connector_survives_what_listens_there() {
+    let _fds = Descriptors::watch();
+    let (address, ssh) = serve(|mut stream| stream.write_all(b"SSH-2.0-OpenSSH_9.9\r\n").unwrap());
+    let error = connect_to(address, Secret::None, 5.0);
+    assert_eq!(error.kind, ErrorKind::Protocol, "{error}");
+    assert!(error.detail.contains("challenge: not a Crossrail peer (it sent \"SSH-2."), "{error}");
+    ssh.join().unwrap();
+
+    let (address, closing) = serve(drop);
+    let error = connect_to(address, Secret::None, 5.0);
+    assert_eq!(error.kind, ErrorKind::Unreachable, "{error}");
+    closing.join().unwrap();
+
+    let (done, wait) = std::sync::mpsc::channel::<()>();
+    let (address, silent) = serve(move |stream| {
+        let _ = wait.recv();
+        drop(stream);
+    });
+    let error = connect_to(address, Secret::None, 0.3);
+    assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
+    assert!(error.detail.contains("challenge: nothing received (after 0."), "{error}");
+    done.send(()).unwrap();
+    silent.join().unwrap();
+
+    let nobody = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
+    let error = connect_to(nobody, Secret::None, 5.0);
+    assert_eq!(error.kind, ErrorKind::Unreachable, "{error}");
+}
+
+#[test]
+fn an_acceptor_that_does_not_know_the_secret_learns_nothing_and_is_refused() {
+    let _fds = Descriptors::watch();
+    let (address, thief) = serve(|mut stream| {
+        let flags = FLAG_SECRET;
+        let challenge = Challenge { version_min: 1, version_max: 1, flags, worker: [1; 16], nonce: [2; 32] };
+        stream.write_all(&challenge.encode()).unwrap();
+        let mut reply = [0; wire::REPLY_LEN];
+        stream.read_exact(&mut reply).unwrap();
+        // The connector's own proof, sent back as if it were ours.
+        stream.write_all(&wire::encode_proof(&wire::decode_reply(&reply).unwrap().mac)).unwrap();
+        let mut rest = Vec::new();
+        stream.read_to_end(&mut rest).unwrap();
+        rest
+    });
+    let error = connect_to(address, secret("a secret of enough bytes"), 5.0);
+    assert_eq!(error.kind, ErrorKind::Refused, "{error}");
+    let rest = thief.join().unwrap();
+    // No hello: nothing but the reason.
+    assert_eq!(wire::decode_prelude(&rest), Ok(Kind::Reject));
+    assert_eq!(wire::decode_reject(&rest).unwrap().code, RejectCode::Refused);
+}
+
+#[test]
+fn a_recorded_reply_does_not_work_again() {
+    let _fds = Descriptors::watch();
+    let worker = open_worker(2.0);
+    let mut first = Raw::connect(worker.control());
+    let reply = first.reply(wire::VERSION_MAX, 0, &[]);
+    let mut second = Raw::connect(worker.control());
+    assert_ne!(first.challenge().nonce, second.challenge().nonce);
+    second.write(&reply);
+    assert_eq!(second.reject().code, RejectCode::Refused);
+    assert_eq!(worker.rejected().kind, ErrorKind::Refused);
+}

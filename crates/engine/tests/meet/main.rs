@@ -1,0 +1,6 @@
+//! Workers meet: addresses, handshakes, lanes, and everything that may go wrong between two of them.
+
+mod admission;
+mod bad_peers;
+mod support;
+mod target;
