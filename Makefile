@@ -77,7 +77,7 @@ test-rust:
 
 test-fuzz:
 	$(call say,test: fuzz targets on their corpora and seeded mutations of them)
-	cargo test --quiet --locked --manifest-path fuzz/Cargo.toml
+	cargo test --quiet --manifest-path fuzz/Cargo.toml
 
 # Last: its closing line is the summary of the run.
 test-python: build

@@ -1,0 +1,22 @@
+//! Fuzz targets: what a stranger's bytes go through first. Each is a function of `&[u8]` that panics when something
+//! is wrong; cargo-fuzz and `tests/replay.rs` share them.
+
+mod handshake;
+mod input;
+mod protocol;
+mod rng;
+mod seeds;
+mod settings;
+
+pub use handshake::{address, handshake};
+pub use protocol::protocol;
+pub use rng::Rng;
+pub use seeds::seeds;
+pub use settings::settings;
+
+/// One target: its name (also that of its corpus folder) and its entry.
+pub type Target = (&'static str, fn(&[u8]));
+
+/// Every target.
+pub const TARGETS: &[Target] =
+    &[("protocol", protocol), ("handshake", handshake), ("address", address), ("settings", settings)];

@@ -1,0 +1,203 @@
+//! Well-formed inputs to start from: recorded conversations, messages, addresses, settings.
+
+use crossrail::meet::wire::{Challenge, HelloHead, LaneHello, Reject, RejectCode, Reply, encode_proof};
+use crossrail::meet::{Address, Device, Hello, LanePurpose};
+use crossrail_proto::Body;
+
+use crate::input::Input;
+use crate::protocol::End;
+
+/// Magic number and version in front of an address's fields.
+pub(crate) const ADDRESS_START: &[u8] = b"\xc5XRA\x01";
+
+/// Every seed: the target, the file's name, its bytes.
+pub fn seeds() -> Vec<(&'static str, String, Vec<u8>)> {
+    let mut seeds = Vec::new();
+    for (name, kind, script) in SCRIPTS {
+        for (who, log) in converse(*kind, script).into_iter().enumerate() {
+            seeds.push(("protocol", format!("{name}-{}", ["a", "b"][who]), log));
+        }
+    }
+    for (name, bytes) in messages() {
+        seeds.push(("handshake", name.to_owned(), bytes));
+    }
+    let address = hello().address().encode();
+    seeds.push(("address", "full".to_owned(), address[ADDRESS_START.len()..address.len() - 8].to_vec()));
+    let bare = Address { unix: None, control: Vec::new(), name: String::new(), ..hello().address() }.encode();
+    seeds.push(("address", "bare".to_owned(), bare[ADDRESS_START.len()..bare.len() - 8].to_vec()));
+    for (place, text) in SETTINGS.iter().enumerate() {
+        seeds.push(("settings", format!("text-{place:02}"), text.as_bytes().to_vec()));
+    }
+    seeds
+}
+
+const SETTINGS: &[&str] = &[
+    "shm,tcp",
+    "^tcp",
+    "all",
+    "127.0.0.1,127.0.0.2",
+    "2M",
+    "64KiB",
+    "1:4M",
+    "1,2,64K",
+    "1.5",
+    "500ms",
+    "2m",
+    "auto",
+    "16",
+    "debug",
+    "CROSSRAIL_TLS=shm\nCROSSRAIL_CHUNK=4K\nCROSSRAIL_SECRET=a\nCROSSRAIL_LOG=info\n",
+];
+
+/// Which end does what; all that follows from it is carried over before the next.
+type Script = &'static [(usize, &'static [u8])];
+
+const SEND: u8 = 2;
+const OFFERED: u8 = 16;
+const SLOT: u8 = 32;
+
+/// Name, kind of connection (see [`End::new`]), script. Actions: 4 starts (what, tag, length), 5 receives
+/// (how, tag, capacity), 6 the rest (which).
+const SCRIPTS: &[(&str, u8, Script)] = &[
+    ("eager", 0, &[(1, &[5, 0, 7, 0, 2]), (0, &[4, SEND, 7, 100, 0]), (0, &[4, SEND, 8, 0, 0]), (1, &[5, 1, 8, 0, 1])]),
+    ("eager-reliable", 1, &[(0, &[4, SEND, 7, 100, 0]), (1, &[5, 2, 0, 0, 1])]),
+    ("chunks", 0, &[(1, &[5, 0, 7, 0, 0xf0]), (0, &[4, SEND, 7, 0, 0xa0])]),
+    ("small-chunks", 2, &[(0, &[4, SEND, 7, 0, 0x30]), (1, &[5, 1, 7, 0, 0xf0])]),
+    (
+        "truncated",
+        0,
+        &[(1, &[5, 0, 7, 10, 0]), (0, &[4, SEND, 7, 0, 0xa0]), (0, &[4, SEND, 7, 90, 0]), (1, &[5, 0, 7, 5, 0])],
+    ),
+    ("write", 4, &[(0, &[4, 4, 1, 0, 0x40]), (0, &[4, 4, 2, 64, 0]), (0, &[4, 8, 0, 64, 0])]),
+    ("read", 0, &[(0, &[4, 1, 1, 0, 0x40]), (0, &[4, 1, 2, 64, 0]), (1, &[6, 11]), (0, &[4, 1, 2, 64, 0])]),
+    (
+        "direct",
+        1,
+        &[(1, &[5, 0, 7, 0, 0xf0]), (0, &[4, SEND | OFFERED | SLOT, 7, 0, 0xa0]), (0, &[4, 1 | OFFERED, 1, 0, 0x40])],
+    ),
+    ("direct-write", 1, &[(0, &[4, 4 | OFFERED | SLOT, 1, 0, 0x40])]),
+    ("cancel", 0, &[(0, &[4, SEND, 7, 0, 0xa0]), (0, &[6, 1]), (1, &[5, 0, 7, 0, 0xf0]), (1, &[6, 1])]),
+    (
+        "lane-lost",
+        2,
+        &[
+            (1, &[5, 0, 7, 0, 0xf0]),
+            (0, &[4, SEND, 7, 0, 0x60]),
+            (0, &[6, 3]),
+            (0, &[4, SEND, 7, 50, 0]),
+            (1, &[14, 3]),
+        ],
+    ),
+    ("close", 0, &[(0, &[4, SEND, 7, 100, 0]), (0, &[6, 6]), (1, &[6, 6])]),
+];
+
+struct Talk {
+    ends: [End; 2],
+    logs: [Vec<u8>; 2],
+}
+
+/// What each of two ends did and heard while they followed the script.
+fn converse(kind: u8, script: Script) -> [Vec<u8>; 2] {
+    let mut talk = Talk { ends: [End::new(kind), End::new(kind)], logs: [vec![kind], vec![kind]] };
+    for (who, action) in script {
+        talk.act(*who, action);
+        for _ in 0..100 {
+            if !talk.pass() {
+                break;
+            }
+        }
+    }
+    talk.logs
+}
+
+impl Talk {
+    /// One action, logged as far as it was read.
+    fn act(&mut self, who: usize, action: &[u8]) -> bool {
+        let mut input = Input::new(action);
+        let frames = self.ends[who].step(&mut input);
+        self.logs[who].extend_from_slice(&action[..action.len() - input.left()]);
+        let lane = action[0] & 8;
+        for frame in &frames {
+            let mut incoming = vec![lane];
+            incoming.extend_from_slice(&frame.head.0);
+            if let Body::Inline { bytes, len } = frame.body {
+                incoming.extend_from_slice(&bytes[..usize::from(len)]);
+            }
+            if !self.ends[1 - who].over {
+                self.act(1 - who, &incoming);
+            }
+        }
+        !frames.is_empty()
+    }
+
+    /// Lets both ends say on both lanes what they have to say; whether anything was said.
+    fn pass(&mut self) -> bool {
+        let mut said = false;
+        for who in 0..2 {
+            if self.ends[who].has_job() {
+                said |= !self.ends[who].over;
+                self.act(who, &[6, 7, 0]);
+            }
+            self.act(who, &[6, 0]);
+            for lane in [0, 8] {
+                if !self.ends[who].over {
+                    said |= self.act(who, &[7 | lane | 0x30]);
+                }
+            }
+        }
+        said
+    }
+}
+
+fn hello() -> Hello {
+    let address = "127.0.0.2".parse().unwrap_or_else(|_| unreachable!("an address"));
+    Hello {
+        worker: [1; 16],
+        name: "host:42".to_owned(),
+        boot_id: "41620232-b951-4e03-9345-e3839a356ba4".to_owned(),
+        pid: 42,
+        release: "0.1.0".to_owned(),
+        transports: vec!["self".to_owned(), "shm".to_owned(), "tcp".to_owned()],
+        devices: vec![Device {
+            name: "127.0.0.2".to_owned(),
+            address,
+            port: 4242,
+            speed_mbps: Some(10_000),
+            loopback: true,
+        }],
+        chunk: 2 << 20,
+        window: 16,
+        channels: 1,
+        unix: Some("crossrail-0102".to_owned()),
+        token: [2; 16],
+        control: vec![(address, 4242).into()],
+        replaces: None,
+    }
+}
+
+fn messages() -> Vec<(&'static str, Vec<u8>)> {
+    let challenge = Challenge { version_min: 1, version_max: 1, flags: 1, worker: [1; 16], nonce: [3; 32] };
+    let reply = Reply { version: 1, flags: 1, nonce: [4; 32], mac: [5; 32] };
+    let lane = LaneHello {
+        version: 1,
+        purpose: LanePurpose::Bulk,
+        rail: 2,
+        channel: 0,
+        session: [6; 16],
+        nonce: [7; 32],
+        mac: [8; 32],
+    };
+    let reject = Reject { code: RejectCode::Mismatch, text: "chunk 2097152 here, 4096 there".to_owned() };
+    let body = hello().encode().unwrap_or_default();
+    let bare = Hello { devices: Vec::new(), control: Vec::new(), unix: None, replaces: Some([9; 16]), ..hello() };
+    vec![
+        ("challenge", challenge.encode().to_vec()),
+        ("reply", reply.encode().to_vec()),
+        ("lane-hello", lane.encode().to_vec()),
+        ("proof", encode_proof(&[9; 32]).to_vec()),
+        ("hello-head", HelloHead { length: body.len() as u32, mac: [1; 32] }.encode().to_vec()),
+        ("reject", reject.encode().to_vec()),
+        ("hello", body),
+        ("hello-bare", bare.encode().unwrap_or_default()),
+    ]
+}

@@ -1,0 +1,86 @@
+//! Every target on its corpus and on seeded mutations of it, the same ones every time, on a stable compiler.
+//!
+//! `FUZZ_RUNS=1000000 FUZZ_SEED=7 cargo test --release` looks further. A failing input is left in
+//! `artifacts/TARGET/`, named in the message, and tried again when it is moved into `corpus/TARGET/`.
+
+use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+
+use crossrail_fuzz::{Rng, TARGETS, Target};
+
+const RUNS: u64 = 20_000;
+const SEED: u64 = 1;
+
+fn number(name: &str, default: u64) -> u64 {
+    match std::env::var(name) {
+        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name}={text:?} is no number")),
+        Err(_) => default,
+    }
+}
+
+fn folder(kind: &str, target: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(kind).join(target)
+}
+
+fn corpus(target: &str) -> Vec<Vec<u8>> {
+    let folder = folder("corpus", target);
+    let entries = fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+    let mut paths: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+    paths.sort();
+    assert!(!paths.is_empty(), "{} is empty: cargo run --bin seed", folder.display());
+    paths.iter().map(|path| fs::read(path).unwrap()).collect()
+}
+
+fn run((name, entry): Target, input: &[u8], what: &str) {
+    if catch_unwind(AssertUnwindSafe(|| entry(input))).is_err() {
+        let folder = folder("artifacts", name);
+        let path = folder.join(format!("{what}.bin").replace(' ', "-"));
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(&path, input).unwrap();
+        panic!("target {name} fails on {what}: {} bytes in {}", input.len(), path.display());
+    }
+}
+
+fn replay(name: &str) {
+    let target = *TARGETS.iter().find(|(known, _)| *known == name).unwrap();
+    let corpus = corpus(name);
+    for (place, input) in corpus.iter().enumerate() {
+        run(target, input, &format!("corpus file {place}"));
+    }
+    let (seed, runs) = (number("FUZZ_SEED", SEED), number("FUZZ_RUNS", RUNS));
+    let mut rng = Rng::new(seed);
+    for turn in 0..runs {
+        let (base, other) = (rng.below(corpus.len()), rng.below(corpus.len()));
+        let input = rng.mutate(&corpus[base], &corpus[other]);
+        run(target, &input, &format!("seed {seed} turn {turn}"));
+    }
+}
+
+#[test]
+fn protocol() {
+    replay("protocol");
+}
+
+#[test]
+fn handshake() {
+    replay("handshake");
+}
+
+#[test]
+fn address() {
+    replay("address");
+}
+
+#[test]
+fn settings() {
+    replay("settings");
+}
+
+#[test]
+fn the_corpora_hold_the_seeds() {
+    for (target, name, bytes) in crossrail_fuzz::seeds() {
+        let path = folder("corpus", target).join(&name);
+        assert!(fs::read(&path).is_ok_and(|file| file == bytes), "{} is stale: cargo run --bin seed", path.display());
+    }
+}
