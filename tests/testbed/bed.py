@@ -1,0 +1,158 @@
+"""The test bed: two network namespaces joined by one control link and several data links of chosen rates.
+
+    left                                right
+    eth0  10.77.0.1 ------------------- eth0  10.77.0.2     control, as fast as it goes
+    eth1  10.77.1.1 ------------------- eth1  10.77.1.2     data, shaped at both ends
+    ...
+
+Each link is a veth pair; a data link has a token bucket (`tc ... tbf`) at both ends, so that each direction carries its
+rate. Everything lives in the namespaces alone and goes with them. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import uuid
+from collections.abc import Sequence
+from typing import Literal
+
+Side = Literal["left", "right"]
+SIDES: tuple[Side, Side] = ("left", "right")
+BURST, QUEUE = "256k", "20ms"
+EQUAL_MBIT = (2000, 2000, 2000, 2000)
+UNEVEN_MBIT = (2000, 2000, 1000, 500)
+_NOWHERE = "02:00:00:00:de:ad"
+
+
+def why_not() -> str | None:
+    """Why the bed cannot be made here, or None when it can."""
+    if os.geteuid() != 0:
+        return "the test bed needs root"
+    missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
+    return f"the test bed needs {' and '.join(missing)} (Debian: iproute2)" if missing else None
+
+
+class Bed:
+    """A context manager: the bed exists inside, and nothing of it is left afterwards."""
+
+    def __init__(self, mbit: Sequence[int] = EQUAL_MBIT, *, ipv4: bool = True, ipv6: bool = True) -> None:
+        """Data links of ``mbit`` Mbit/s each, named eth1 and on, with addresses of the families asked for."""
+        if not mbit or min(mbit) <= 0:
+            raise ValueError(f"{mbit} Mbit/s: give one rate above 0 for each data link")
+        self.mbit = tuple(mbit)
+        self.ipv4 = ipv4
+        self.ipv6 = ipv6
+        tag = uuid.uuid4().hex[:8]
+        self.namespace = {side: f"crossrail-{tag}-{side}" for side in SIDES}
+
+    @property
+    def rails(self) -> list[str]:
+        """The data links' names, the same at both ends."""
+        return [f"eth{number}" for number in range(1, len(self.mbit) + 1)]
+
+    @property
+    def gb_per_s(self) -> float:
+        """What the data links carry together by their nominal rates, in GB/s."""
+        return sum(self.mbit) / 8e3
+
+    def __enter__(self) -> Bed:
+        try:
+            for name in self.namespace.values():
+                _ip("netns", "add", name)
+            for side in SIDES:
+                self._sysctl(side, "net/ipv6/conf/all/keep_addr_on_down", "1")
+                self._sysctl(side, "net/ipv6/conf/default/keep_addr_on_down", "1")
+                _ip("-n", self.namespace[side], "link", "set", "lo", "up")
+            for number in range(len(self.mbit) + 1):
+                self._link(number)
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._remove()
+
+    def _sysctl(self, side: Side, name: str, value: str) -> None:
+        subprocess.run(self.inside(side, "sh", "-c", f"echo {value} > /proc/sys/{name}"), check=True)
+
+    def _link(self, number: int) -> None:
+        left, right = (self.namespace[side] for side in SIDES)
+        nic = f"eth{number}"
+        _ip("link", "add", nic, "netns", left, "type", "veth", "peer", "name", nic, "netns", right)
+        for side in SIDES:
+            at = ("-n", self.namespace[side])
+            if self.ipv4:
+                _ip(*at, "addr", "add", f"{self.address(side, nic)}/24", "dev", nic)
+            if self.ipv6:
+                _ip(*at, "addr", "add", f"{self.address(side, nic, version=6)}/64", "dev", nic, "nodad")
+            _ip(*at, "link", "set", nic, "up")
+            if number > 0:
+                shape = ("root", "tbf", "rate", f"{self.mbit[number - 1]}mbit", "burst", BURST, "latency", QUEUE)
+                _run("tc", *at, "qdisc", "add", "dev", nic, *shape)
+
+    def _remove(self) -> None:
+        for name in self.namespace.values():
+            for pid in _output("ip", "netns", "pids", name).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+    def inside(self, side: Side, *command: str) -> list[str]:
+        """``command`` as run in the namespace of ``side``."""
+        return ["ip", "netns", "exec", self.namespace[side], *command]
+
+    def address(self, side: Side, nic: str, version: Literal[4, 6] = 4) -> str:
+        """The address of ``nic`` at ``side``."""
+        number, host = int(nic.removeprefix("eth")), SIDES.index(side) + 1
+        return f"10.77.{number}.{host}" if version == 4 else f"fd77:{number}::{host}"
+
+    def set_down(self, side: Side, nic: str) -> None:
+        """Switches ``nic`` off at ``side``; the other end loses its carrier."""
+        _ip("-n", self.namespace[side], "link", "set", nic, "down")
+
+    def set_up(self, side: Side, nic: str) -> None:
+        """Switches ``nic`` on again."""
+        _ip("-n", self.namespace[side], "link", "set", nic, "up")
+
+    def swallow(self, nic: str) -> None:
+        """Makes a black hole of ``nic``: it stays up with its carrier at both ends, and no packet arrives any more.
+
+        Each end is told a hardware address for the other that nobody has.
+        """
+        for side, other in (SIDES, SIDES[::-1]):
+            for version in self._versions():
+                at = ("-n", self.namespace[side], "neigh", "replace", self.address(other, nic, version))
+                _ip(*at, "lladdr", _NOWHERE, "dev", nic, "nud", "permanent")
+
+    def _versions(self) -> list[Literal[4, 6]]:
+        versions: list[Literal[4, 6]] = []
+        if self.ipv4:
+            versions.append(4)
+        if self.ipv6:
+            versions.append(6)
+        return versions
+
+    def sent_bytes(self, side: Side, nic: str) -> int:
+        """Bytes that left ``nic`` at ``side``, headers included, by the interface's own counter."""
+        text = _output("ip", "-n", self.namespace[side], "-s", "-j", "link", "show", "dev", nic)
+        return int(json.loads(text)[0]["stats64"]["tx"]["bytes"])
+
+
+def _ip(*arguments: str) -> None:
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout

@@ -1,0 +1,170 @@
+"""Several rails at once: how they share, what happens when one fails, and that each really uses its NIC.
+
+Speeds are asserted loosely here, since other work may share the machine; benches/run.py has the tight figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from bed import UNEVEN_MBIT, Bed
+from ends import SECRET, End, Pair, wait_for_traffic
+
+from crossrail.report import Row
+
+MAKE = Callable[..., Bed]
+MIB = 1 << 20
+
+
+def shares(row: Row) -> dict[str, float]:
+    """Each device's share of all bytes."""
+    return {lane.device or lane.name: lane.share for lane in row.lanes}
+
+
+def test_four_equal_rails_share_equally_and_add_up(make_bed: MAKE) -> None:
+    bed = make_bed()
+    row = Pair(bed).run("--size=64M", "--iters=8").row
+    assert row.verified
+    assert row.transport == "tcp"
+    assert sorted(shares(row)) == bed.rails
+    for device, share in shares(row).items():
+        assert share == pytest.approx(0.25, abs=0.06), device
+    assert sum(lane.bytes for lane in row.lanes) >= 8 * 64 * MIB
+    assert row.gb_per_s is not None
+    assert 0.5 * bed.gb_per_s < row.gb_per_s <= 1.05 * bed.gb_per_s
+    for device in bed.rails:
+        assert bed.sent_bytes("right", device) > 8 * 64 * MIB * 0.15
+
+
+def test_uneven_rails_fill_in_proportion(make_bed: MAKE) -> None:
+    bed = make_bed(UNEVEN_MBIT)
+    row = Pair(bed).run("--size=64M", "--iters=8").row
+    for device, mbit in zip(bed.rails, bed.mbit, strict=True):
+        assert shares(row)[device] == pytest.approx(mbit / sum(bed.mbit), abs=0.07), device
+    assert row.gb_per_s is not None
+    assert row.gb_per_s > 0.5 * bed.gb_per_s
+
+
+def test_only_the_chosen_rails_carry_data(make_bed: MAKE) -> None:
+    bed = make_bed()
+    row = Pair(bed, rails=["eth1", "eth3"]).run("--size=32M", "--iters=4").row
+    assert sorted(shares(row)) == ["eth1", "eth3"]
+    for device in ("eth1", "eth3"):
+        assert bed.sent_bytes("right", device) > 4 * 32 * MIB * 0.3
+    for device in ("eth0", "eth2", "eth4"):
+        assert bed.sent_bytes("right", device) < MIB, device
+
+
+def test_rails_over_ipv6(make_bed: MAKE) -> None:
+    bed = make_bed((2000, 2000), ipv4=False)
+    row = Pair(bed, version=6).run("--size=32M", "--iters=4").row
+    assert row.verified
+    assert sorted(shares(row)) == ["eth1", "eth2"]
+    for device in ("eth1", "eth2"):
+        assert bed.sent_bytes("right", device) > 4 * 32 * MIB * 0.3
+
+
+def _names(row: Row, said: str, device: str) -> None:
+    """The loss of ``device`` stands in a receipt of ``row``, in the log ``said``, and in the verdict."""
+    assert any(device in note for one in row.iterations for note in one.notes), "no receipt names the lost rail"
+    assert any(device in line for line in said.splitlines() if "lost" in line or "down" in line), said
+    assert row.verdict is not None
+    assert row.verdict.holds == "rail"
+    assert device in row.verdict.text
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_rail_set_down_in_mid_transfer_leaves_the_rest_to_finish(make_bed: MAKE, side: str) -> None:
+    bed = make_bed()
+
+    def down(_: End) -> None:
+        wait_for_traffic(bed, "eth3", 80 * MIB)
+        bed.set_down("left" if side == "left" else "right", "eth3")
+
+    outcome = Pair(bed).run("--size=512M", "--iters=2", "--warmup=0", during=down)
+    row = outcome.row
+    assert row.verified
+    _names(row, outcome.driving.said + outcome.listening.said, "eth3")
+    for one in row.iterations:
+        assert sum(lane.bytes for lane in one.lanes) >= 512 * MIB
+        assert one.us_sender < 6e6
+    assert shares(row)["eth3"] < 0.15
+
+
+def test_a_black_hole_is_found_by_a_deadline(make_bed: MAKE) -> None:
+    bed = make_bed()
+
+    def swallow(_: End) -> None:
+        wait_for_traffic(bed, "eth2", 80 * MIB)
+        bed.swallow("eth2")
+
+    outcome = Pair(bed).run("--size=512M", "--iters=2", "--warmup=0", during=swallow)
+    row = outcome.row
+    assert row.verified
+    _names(row, outcome.driving.said + outcome.listening.said, "eth2")
+    assert all(one.us_sender < 6e6 for one in row.iterations)
+
+
+def test_a_rail_that_comes_back_is_used_again(make_bed: MAKE) -> None:
+    bed = make_bed((2000, 2000))
+
+    def down_and_up(driving: End) -> None:
+        wait_for_traffic(bed, "eth2", 32 * MIB)
+        bed.set_down("left", "eth2")
+        driving.wait_to_say("eth2", "lost")
+        bed.set_up("left", "eth2")
+        wait_for_traffic(bed, "eth2", 32 * MIB)
+
+    row = Pair(bed).run("--size=64M", "--iters=100", during=down_and_up).row
+    carried = [sum(lane.bytes for lane in one.lanes if "eth2" in lane.name) for one in row.iterations]
+    assert carried[-1] > 8 * MIB, "used again at the end"
+    assert min(carried) == 0, "out in between"
+
+
+def test_data_does_not_need_the_control_link(make_bed: MAKE) -> None:
+    bed = make_bed((2000, 2000))
+
+    def down(_: End) -> None:
+        wait_for_traffic(bed, "eth1", 32 * MIB)
+        bed.set_down("left", "eth0")
+
+    row = Pair(bed).run("--size=64M", "--iters=20", during=down).row
+    assert row.verified
+    assert sorted(shares(row)) == ["eth1", "eth2"]
+    assert bed.sent_bytes("right", "eth0") < MIB
+
+
+def test_a_wrong_secret_is_refused_with_one_line(make_bed: MAKE) -> None:
+    bed = make_bed((1000,))
+    pair = Pair(bed)
+    with pair.listening("--timeout=10s") as listening:
+        wrong = pair.start("right", f"--connect={pair.address()}", settings={"CROSSRAIL_SECRET": "another"})
+        ended = wrong.end()
+        assert ended.code == 1
+        errors = [line for line in ended.said.splitlines() if "error" in line]
+        assert len(errors) == 1
+        assert "secret" in errors[0]
+        assert "Traceback" not in ended.said
+        assert SECRET not in ended.said
+        assert listening.process.poll() is None, "a stranger does not end the listener"
+
+
+def test_beyond_loopback_both_ends_need_the_secret(make_bed: MAKE) -> None:
+    bed = make_bed((1000,))
+    pair = Pair(bed)
+    listening = pair.start("left", f"--listen={pair.address()}", without="CROSSRAIL_SECRET").end()
+    assert listening.code in (1, 2)
+    assert "CROSSRAIL_SECRET" in listening.said
+    assert "Traceback" not in listening.said
+    with pair.listening("--timeout=10s"):
+        driving = pair.start("right", f"--connect={pair.address()}", without="CROSSRAIL_SECRET").end()
+    assert driving.code in (1, 2)
+    assert "secret" in driving.said.lower()
+    assert "Traceback" not in driving.said
+
+
+def test_the_same_bytes_without_rails_named_use_every_data_link(make_bed: MAKE) -> None:
+    bed = make_bed((1000, 1000))
+    row = Pair(bed, rails=["^eth0"]).run("--size=16M", "--iters=4").row
+    assert sorted(shares(row)) == ["eth1", "eth2"]
