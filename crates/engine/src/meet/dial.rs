@@ -40,11 +40,11 @@ pub fn connect(
         Target::Worker(address) => {
             let same_machine = prefer_unix && address.boot_id == me.hello.boot_id;
             ways.extend(address.unix.as_deref().filter(|_| same_machine).map(Way::Unix));
-            ways.extend(address.control.iter().map(|to| Way::Tcp(*to, control)));
+            ways.extend(over_tcp(&address.control, control));
             Some(address)
         }
         Target::Control(addresses) => {
-            ways.extend(addresses.iter().map(|to| Way::Tcp(*to, control)));
+            ways.extend(over_tcp(addresses, control));
             None
         }
     };
@@ -101,7 +101,7 @@ pub fn dial_lane(
     let mut pause = Pause::new(deadline);
     loop {
         let peer = tcp_name(remote);
-        let stream = dial_tcp(remote, Some(binding), deadline).map_err(|e| e.with_lane(format!("{lane} to {peer}")))?;
+        let stream = dial_tcp(&format!("{lane}: connect"), remote, Some(binding), deadline)?;
         let mut talk = Talk::new(stream.as_fd(), "connect", peer, deadline).since(started);
         match handshake::initiate_lane(&mut talk, ticket, lane) {
             Ok(()) => return Ok(stream),
@@ -119,6 +119,13 @@ enum Way<'a> {
     Tcp(SocketAddr, Option<&'a Binding>),
 }
 
+/// The addresses that `binding` can reach by their family; all of them where none fits, so that the error says so.
+fn over_tcp<'a>(addresses: &[SocketAddr], binding: Option<&'a Binding>) -> Vec<Way<'a>> {
+    let fits = |to: &SocketAddr| binding.is_none_or(|binding| binding.address.is_ipv4() == to.is_ipv4());
+    let any = addresses.iter().any(fits);
+    addresses.iter().filter(|to| !any || fits(to)).map(|to| Way::Tcp(*to, binding)).collect()
+}
+
 fn meet(
     way: &Way<'_>,
     me: &Identity,
@@ -131,7 +138,7 @@ fn meet(
     loop {
         let (stream, peer) = match way {
             Way::Unix(name) => (Stream::Unix(dial_unix(name, &mut pause)?), format!("unix:@{name}")),
-            Way::Tcp(to, binding) => (Stream::Tcp(dial_tcp(*to, *binding, deadline)?), tcp_name(*to)),
+            Way::Tcp(to, binding) => (Stream::Tcp(dial_tcp("connect", *to, *binding, deadline)?), tcp_name(*to)),
         };
         let mut talk = Talk::new(stream.as_fd(), "connect", peer, deadline).since(started);
         match handshake::initiate(&mut talk, me, worker, replaces) {
@@ -145,14 +152,14 @@ fn meet(
     }
 }
 
-fn dial_tcp(to: SocketAddr, binding: Option<&Binding>, deadline: Instant) -> Result<TcpStream> {
+fn dial_tcp(stage: &str, to: SocketAddr, binding: Option<&Binding>, deadline: Instant) -> Result<TcpStream> {
     let started = Instant::now();
     let stream = crossrail_tcp::dial(binding, to, deadline).map_err(|e| {
         let kind = match e.kind {
             ErrorKind::Io => ErrorKind::Unreachable,
             kind => kind,
         };
-        let detail = format!("connect: {} (after {:.3} s)", e.detail, started.elapsed().as_secs_f64());
+        let detail = format!("{stage}: {} (after {:.3} s)", e.detail, started.elapsed().as_secs_f64());
         let hint = e.hint.unwrap_or_else(|| "is a worker listening there, and no firewall between?".to_owned());
         Error::new(kind, "connect", detail).with_peer(tcp_name(to)).with_hint(hint)
     })?;

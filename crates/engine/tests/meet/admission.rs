@@ -285,6 +285,68 @@ fn lanes_join_their_session_and_only_with_its_key() {
 }
 
 #[test]
+fn a_lane_that_nobody_takes_is_named() {
+    let _fds = Descriptors::watch();
+    let nobody = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
+    let ticket = Ticket { session: [1; 16], key: [2; 32] };
+    let lane = LaneName { rail: 2, channel: 1, purpose: LanePurpose::Bulk };
+    let error = dial_lane(&ticket, &loopback(), nobody, lane, in_secs(5.0)).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Unreachable, "{error}");
+    assert!(error.detail.starts_with("lane 2 channel 1: connect: "), "{error}");
+}
+
+#[test]
+fn the_control_device_chooses_the_addresses_of_its_family() {
+    let _fds = Descriptors::watch();
+    let worker = Worker::start(config(), identity("listening", Secret::None)).unwrap();
+    let mut address = worker.listener.address();
+    address.control.insert(0, "[::1]:9".parse().unwrap());
+    let me = identity("connecting", Secret::None);
+    let mut ours = connect(&Target::Worker(address.clone()), &me, Some(&loopback()), false, in_secs(5.0)).unwrap();
+    check(&mut ours, &mut worker.session());
+    address.control.truncate(1);
+    let error = connect(&Target::Worker(address), &me, Some(&loopback()), false, in_secs(5.0)).unwrap_err();
+    assert!(error.detail.contains("IPv6"), "{error}");
+}
+
+/// Lets this thread, and no other, act as another user.
+#[allow(unsafe_code)]
+fn become_user(user: libc::uid_t) {
+    // SAFETY: the raw system call takes three integers and touches no memory; unlike the C library's setresuid it
+    // changes the calling thread only.
+    let rc = unsafe { libc::syscall(libc::SYS_setresuid, user, user, user) };
+    assert_eq!(rc, 0, "{}", std::io::Error::last_os_error());
+}
+
+#[test]
+fn another_user_is_refused_without_a_secret() {
+    let _fds = Descriptors::watch();
+    if !nix::unistd::Uid::effective().is_root() {
+        eprintln!("skipped: only root can act as another user");
+        return;
+    }
+    let attempt = |worker: &Worker, shared: Secret| {
+        let target = worker.by_address();
+        let stranger = std::thread::spawn(move || {
+            become_user(65534);
+            connect(&target, &identity("stranger", shared), None, true, in_secs(5.0))
+        });
+        stranger.join().unwrap()
+    };
+    let worker = Worker::start(config(), identity("listening", Secret::None)).unwrap();
+    let error = attempt(&worker, Secret::None).unwrap_err();
+    let there = worker.rejected();
+    for error in [error, there] {
+        assert_eq!(error.kind, ErrorKind::Refused, "{error}");
+        assert!(error.detail.contains("another user"), "{error}");
+    }
+    // Who knows the secret may come as whoever they are.
+    let shared = secret("a secret of enough bytes");
+    let worker = Worker::start(config(), identity("listening", shared.clone())).unwrap();
+    assert!(attempt(&worker, shared).unwrap().stream.is_unix());
+}
+
+#[test]
 fn a_lane_never_overtakes_its_session() {
     let _fds = Descriptors::watch();
     // The worker is slow to take a session in; the peer dials its lane at once.

@@ -2,12 +2,14 @@
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, AsRawFd};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crossrail::meet::wire::{self, Challenge, FLAG_SECRET, HelloHead, Kind, RejectCode};
 use crossrail::meet::{Limits, ListenConfig, Secret, Target, connect};
 use crossrail_types::ErrorKind;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use crate::support::{Descriptors, Raw, Worker, config, identity, in_secs, secret};
 
@@ -266,6 +268,40 @@ fn versions_that_differ_are_named_at_both_ends() {
     for text in [told.text, error.detail] {
         assert!(text.contains("1 to 1") && text.contains("7 to 9"), "{text}");
     }
+}
+
+/// Puts the limit on open descriptors back.
+struct Limit(u64, u64);
+
+impl Drop for Limit {
+    fn drop(&mut self) {
+        setrlimit(Resource::RLIMIT_NOFILE, self.0, self.1).unwrap();
+    }
+}
+
+#[test]
+fn out_of_descriptors_it_waits_instead_of_spinning() {
+    let _fds = Descriptors::watch();
+    let worker = open_worker(5.0);
+    let limit = getrlimit(Resource::RLIMIT_NOFILE).map(|(soft, hard)| Limit(soft, hard)).unwrap();
+    // One descriptor is left: for the connecting end.
+    let free = std::io::stdin().as_fd().try_clone_to_owned().unwrap().as_raw_fd() as u64;
+    let waiting = {
+        setrlimit(Resource::RLIMIT_NOFILE, free + 1, limit.1).unwrap();
+        TcpStream::connect(worker.control()).unwrap()
+    };
+    let started = Instant::now();
+    for _ in 0..3 {
+        let error = worker.rejected();
+        assert_eq!(error.kind, ErrorKind::Exhausted, "{error}");
+    }
+    assert!(started.elapsed() >= Duration::from_millis(150), "{:?}", started.elapsed());
+    drop(limit);
+    // The connection was kept meanwhile.
+    let mut challenge = [0; wire::CHALLENGE_LEN];
+    waiting.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    (&waiting).read_exact(&mut challenge).unwrap();
+    wire::decode_challenge(&challenge).unwrap();
 }
 
 /// A listener made by hand that serves one connection.
