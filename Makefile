@@ -7,6 +7,8 @@ TOOLS := $(VENV)/.tools
 CARGO_TARGET_DIR ?= $(CURDIR)/target
 export CARGO_TARGET_DIR
 unexport VIRTUAL_ENV
+# Tests keep overflow checks and assertions, but thousands of simulated schedules want some speed.
+export CARGO_PROFILE_TEST_OPT_LEVEL := 1
 
 # Four rails that every machine has: four addresses of its loopback interface.
 DEMO_RAILS := CROSSRAIL_TLS=tcp CROSSRAIL_NET_DEVICES=127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4
