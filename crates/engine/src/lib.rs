@@ -1,3 +1,38 @@
-//! Context, worker, endpoint, region, request: what a user holds.
+//! Point-to-point transfer over every link a machine has.
+//!
+//! A [`Context`] is one process's view of its devices and settings. A [`Worker`] made from it listens, connects and
+//! makes progress. An [`Endpoint`] is one peer: messages are sent to it and received from it by tag, its registered
+//! [`Region`]s are written and read by key. Every operation is a [`Request`], and a finished one has a [`Receipt`]
+//! that says how the bytes went.
+//!
+//! ```text
+//! user buffer ─ Request ─ proto (splits into chunks, picks a lane with room) ─ Lane ─ wire
+//!     wire ─ Lane ─ proto (where does this chunk go?) ─ straight into the user's buffer ─ Request done
+//! ```
+//!
+//! This room is the only one that picks a backend. See the workspace's ARCHITECTURE.md.
 
+mod buffer;
+mod context;
+mod core;
+mod endpoint;
+mod io;
+mod keeper;
+mod link;
+mod log;
 pub mod meet;
+mod ops;
+mod region;
+mod request;
+mod select;
+mod state;
+mod worker;
+
+pub use buffer::{Buffer, Memory};
+pub use context::{Context, DeviceInfo, Info, TransportInfo};
+pub use crossrail_types::{Error, ErrorKind, Filter, IoThreads, LogLevel, Result, Secret, Settings};
+pub use endpoint::{Endpoint, LaneReport, Op};
+pub use region::{Region, RegionKey};
+pub use request::{LaneShare, Protocol, Receipt, Request};
+pub use select::{Candidate, Explain};
+pub use worker::{ConnectOptions, Worker, WorkerOptions};

@@ -35,10 +35,10 @@ impl Secret {
     ///
     /// # Errors
     /// `Config`: both are set, the secret is empty, the file cannot be read.
-    pub fn load(text: Option<&str>, file: Option<&Path>) -> Result<(Secret, Vec<String>)> {
+    pub fn load(text: Option<&[u8]>, file: Option<&Path>) -> Result<(Secret, Vec<String>)> {
         match (text, file) {
             (None, None) => Ok((Secret::None, Vec::new())),
-            (Some(text), None) => Secret::accept(text.as_bytes(), "CROSSRAIL_SECRET", Vec::new()),
+            (Some(text), None) => Secret::accept(text, "CROSSRAIL_SECRET", Vec::new()),
             (None, Some(path)) => Secret::read(path),
             (Some(_), Some(_)) => {
                 Err(Error::new(ErrorKind::Config, "CROSSRAIL_SECRET", "is set together with CROSSRAIL_SECRET_FILE")

@@ -92,13 +92,13 @@ fn secrets_from_text_and_file() {
     write("0123456789abcdef\n", 0o600);
     let expected = Secret::Shared(b"0123456789abcdef".to_vec());
     assert_eq!(Secret::load(None, Some(&file)).unwrap(), (expected.clone(), Vec::new()));
-    assert_eq!(Secret::load(Some("0123456789abcdef"), None).unwrap(), (expected.clone(), Vec::new()));
+    assert_eq!(Secret::load(Some(b"0123456789abcdef"), None).unwrap(), (expected.clone(), Vec::new()));
     assert_eq!(Secret::load(None, None).unwrap(), (Secret::None, Vec::new()));
     assert!(!format!("{expected:?}").contains("0123"));
     write("0123456789abcdef\n", 0o644);
     let (_, warnings) = Secret::load(None, Some(&file)).unwrap();
     assert!(matches!(&warnings[..], [one] if one.contains("chmod 600")), "{warnings:?}");
-    let (_, warnings) = Secret::load(Some("short"), None).unwrap();
+    let (_, warnings) = Secret::load(Some(b"short"), None).unwrap();
     assert!(matches!(&warnings[..], [one] if one.contains("5 bytes")), "{warnings:?}");
     write("\n", 0o600);
     let too_long = directory.join("long");
@@ -106,8 +106,8 @@ fn secrets_from_text_and_file() {
     let missing = directory.join("missing");
     let failing = [
         Secret::load(None, Some(&file)),
-        Secret::load(Some(""), None),
-        Secret::load(Some("x"), Some(&file)),
+        Secret::load(Some(b""), None),
+        Secret::load(Some(b"x"), Some(&file)),
         Secret::load(None, Some(&too_long)),
         Secret::load(None, Some(&missing)),
         Secret::load(None, Some(&directory)),

@@ -1,0 +1,234 @@
+//! One process's view of its devices and settings.
+
+use std::sync::Arc;
+
+use crossrail_shm::Arena;
+use crossrail_topology::{Cpus, GpuSeen, Machine, NetDevice, Nic};
+use crossrail_types::{Result, Settings, TRANSPORTS};
+
+use crate::buffer::Memory;
+
+/// One process's view of its devices and settings; makes memory and workers. Clones share it. Any thread may use it.
+#[derive(Clone)]
+pub struct Context(Arc<Inner>);
+
+struct Inner {
+    settings: Settings,
+    arena: Arc<Arena>,
+    nics: Vec<Nic>,
+    machine: Machine,
+    cpus: Cpus,
+}
+
+/// What there is to move bytes with, and why what is not used is not.
+#[derive(Clone, Debug)]
+pub struct Info {
+    /// The machine.
+    pub machine: Machine,
+    /// Its processors, as far as this process may use them.
+    pub cpus: Cpus,
+    /// A row per transport.
+    pub transports: Vec<TransportInfo>,
+    /// A row per network device.
+    pub devices: Vec<DeviceInfo>,
+    /// Graphics processors that were seen.
+    pub gpus: Vec<GpuSeen>,
+    /// Each setting's name and value, and whether that is the default.
+    pub settings: Vec<(String, String, bool)>,
+}
+
+/// One transport.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TransportInfo {
+    /// Its name in `CROSSRAIL_TLS`.
+    pub name: String,
+    /// Whether it can be used here.
+    pub usable: bool,
+    /// What it can do.
+    pub detail: String,
+    /// Why it cannot be used.
+    pub reason: Option<String>,
+    /// What to do about that.
+    pub fix: Option<String>,
+}
+
+/// One network device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// Its name in `CROSSRAIL_NET_DEVICES`.
+    pub name: String,
+    /// The interface.
+    pub interface: String,
+    /// The address that lanes are bound to.
+    pub address: Option<std::net::IpAddr>,
+    /// The link's rate in Mbit/s, where known.
+    pub speed_mbps: Option<u32>,
+    /// The NUMA node of the hardware, where known.
+    pub numa_node: Option<u32>,
+    /// Whether it is a rail under the present settings.
+    pub chosen: bool,
+    /// Why it is not.
+    pub reason: Option<String>,
+}
+
+impl Context {
+    /// A context with these settings.
+    ///
+    /// # Errors
+    /// `Config` for a device that is not there; `Io` when the system does not say what devices there are.
+    pub fn new(settings: Settings) -> Result<Context> {
+        let nics = crossrail_topology::nics()?;
+        let (machine, cpus) = (crossrail_topology::machine()?, crossrail_topology::cpus()?);
+        let context = Context(Arc::new(Inner { settings, arena: Arena::new(), nics, machine, cpus }));
+        context.devices()?;
+        Ok(context)
+    }
+
+    /// A context with the settings of the environment.
+    ///
+    /// # Errors
+    /// `Config` for an unknown `CROSSRAIL_` variable or a value that does not parse; else as [`Context::new`].
+    pub fn from_env() -> Result<Context> {
+        Context::new(Settings::from_env()?)
+    }
+
+    /// The settings.
+    pub fn settings(&self) -> &Settings {
+        &self.0.settings
+    }
+
+    /// `len` bytes of zeroed memory that peers on this machine can map, so that it moves with one plain copy.
+    ///
+    /// # Errors
+    /// `Exhausted`, naming the bytes asked for.
+    pub fn alloc(&self, len: usize) -> Result<Memory> {
+        self.0.arena.alloc(len).map(Memory)
+    }
+
+    /// What there is to move bytes with.
+    ///
+    /// # Errors
+    /// `Io` when the system does not say what devices there are.
+    pub fn info(&self) -> Result<Info> {
+        let nics = crossrail_topology::nics()?;
+        let chosen = crossrail_topology::select(&self.0.settings.net_devices, &nics);
+        let defaults = Settings::default().shown();
+        let settings = self.0.settings.shown().into_iter().zip(defaults);
+        let settings = settings
+            .map(|((name, value), (_, usual))| (name.to_owned(), value.clone().unwrap_or_default(), value == usual))
+            .collect();
+        Ok(Info {
+            machine: crossrail_topology::machine()?,
+            cpus: crossrail_topology::cpus()?,
+            transports: transports(&self.0.settings, chosen.as_deref().unwrap_or(&[])),
+            devices: devices(&self.0.settings, &nics, chosen.as_deref().unwrap_or(&[])),
+            gpus: crossrail_topology::gpus(),
+            settings,
+        })
+    }
+
+    pub(crate) fn arena(&self) -> &Arc<Arena> {
+        &self.0.arena
+    }
+
+    /// The rails that the settings allow.
+    pub(crate) fn devices(&self) -> Result<Vec<NetDevice>> {
+        crossrail_topology::select(&self.0.settings.net_devices, &self.0.nics)
+    }
+
+    pub(crate) fn nics(&self) -> &[Nic] {
+        &self.0.nics
+    }
+
+    pub(crate) fn machine(&self) -> &Machine {
+        &self.0.machine
+    }
+
+    pub(crate) fn cores(&self) -> usize {
+        self.0.cpus.allowed.max(1)
+    }
+
+    /// The transports that the settings allow, by name.
+    pub(crate) fn transports(&self) -> Vec<String> {
+        TRANSPORTS.iter().filter(|name| self.0.settings.tls.allows(name)).map(|name| (*name).to_owned()).collect()
+    }
+}
+
+impl std::fmt::Debug for Context {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Context({})", self.0.machine.hostname)
+    }
+}
+
+fn transports(settings: &Settings, rails: &[NetDevice]) -> Vec<TransportInfo> {
+    TRANSPORTS
+        .iter()
+        .map(|&name| {
+            let detail = match name {
+                "self" => "a worker with itself".to_owned(),
+                // Whether it works is found out by doing it.
+                "shm" => match Arena::new().alloc(1) {
+                    Ok(_) => {
+                        "rings, mapped memory (Context.alloc); single copy by CMA is tried with each peer".to_owned()
+                    }
+                    Err(error) => return unusable(name, error.to_string(), error.hint),
+                },
+                _ => {
+                    let names: Vec<_> = rails.iter().map(|rail| rail.name.as_str()).collect();
+                    format!("{} rails: {}", rails.len(), names.join(" "))
+                }
+            };
+            if !settings.tls.allows(name) {
+                let reason = format!("CROSSRAIL_TLS={} leaves it out", settings.tls);
+                return unusable(name, reason, Some("set CROSSRAIL_TLS=all".to_owned()));
+            }
+            if name == "tcp" && rails.is_empty() {
+                return unusable(name, "no network device is left".to_owned(), None);
+            }
+            TransportInfo { name: name.to_owned(), usable: true, detail, reason: None, fix: None }
+        })
+        .collect()
+}
+
+fn unusable(name: &str, reason: String, fix: Option<String>) -> TransportInfo {
+    TransportInfo { name: name.to_owned(), usable: false, detail: String::new(), reason: Some(reason), fix }
+}
+
+fn devices(settings: &Settings, nics: &[Nic], chosen: &[NetDevice]) -> Vec<DeviceInfo> {
+    let mut rows: Vec<DeviceInfo> = chosen
+        .iter()
+        .map(|rail| DeviceInfo {
+            name: rail.name.clone(),
+            interface: rail.interface.clone(),
+            address: Some(rail.address),
+            speed_mbps: rail.speed_mbps,
+            numa_node: rail.numa_node,
+            chosen: true,
+            reason: None,
+        })
+        .collect();
+    for nic in nics {
+        if chosen.iter().any(|rail| rail.interface == nic.name) {
+            continue;
+        }
+        let reason = if !nic.up {
+            "it is down".to_owned()
+        } else if !nic.running {
+            "it has no carrier".to_owned()
+        } else if nic.addresses.is_empty() {
+            "it has no address".to_owned()
+        } else {
+            format!("CROSSRAIL_NET_DEVICES={} leaves it out", settings.net_devices)
+        };
+        rows.push(DeviceInfo {
+            name: nic.name.clone(),
+            interface: nic.name.clone(),
+            address: nic.addresses.first().copied(),
+            speed_mbps: nic.speed_mbps,
+            numa_node: nic.numa_node,
+            chosen: false,
+            reason: Some(reason),
+        });
+    }
+    rows
+}

@@ -1,0 +1,756 @@
+//! One pass of progress under the worker's lock: the lanes polled there, the protocol's events, direct copies.
+#![allow(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+use crossrail_proto as proto;
+use crossrail_transport::{Copy, Grant, Job, Lane, LaneError, Place, Post, Sink, Step, Tx};
+use crossrail_types::{EndpointId, Error, ErrorKind, Head, LaneId, OpId};
+use proto::{DirectId, Event, Memory, Offer, Operation, Role};
+
+use crate::buffer::Buffer;
+use crate::state::State;
+
+/// Bytes a lane may move in each direction before the others get their turn.
+const LANE_BUDGET: usize = 1 << 20;
+/// Bytes a direct copy may move before everything else gets its turn.
+const COPY_BUDGET: usize = 1 << 20;
+/// From here on both ends copy at once.
+const HELP_MIN: u64 = 512 << 10;
+/// Passes between two looks at the clock.
+const CLOCK_EVERY: u32 = 64;
+/// Passes between two looks at idle sockets while shared-memory lanes are being spun on.
+const SOCKETS_EVERY: u32 = 16;
+
+/// A lane polled under the lock.
+pub(crate) struct Inside {
+    pub(crate) id: LaneId,
+    pub(crate) endpoint: EndpointId,
+    pub(crate) lane: Box<dyn Lane>,
+    /// Looking costs a system call.
+    pub(crate) socket: bool,
+}
+
+struct Active {
+    endpoint: EndpointId,
+    lane: LaneId,
+    id: DirectId,
+    memory: Memory,
+    job: Job,
+    copy_ns: u64,
+    stopping: bool,
+}
+
+/// A rail that was lost, for whoever redials.
+#[derive(Clone, Debug)]
+pub(crate) struct Lost {
+    pub(crate) endpoint: EndpointId,
+    pub(crate) rail: u16,
+    pub(crate) channel: u16,
+}
+
+/// See the module.
+pub(crate) struct Core {
+    pub(crate) st: State,
+    pub(crate) inside: Vec<Inside>,
+    jobs: Vec<Active>,
+    /// Cursors of finished copies in which the peer was still touching a piece.
+    closing: Vec<(LaneId, u32)>,
+    passes: u32,
+    sockets_only: bool,
+    /// The lanes' peers ring before they expect us to look.
+    pub(crate) armed: bool,
+    pub(crate) closed: bool,
+    pub(crate) suspects: Vec<(EndpointId, LaneId)>,
+    pub(crate) lost: Vec<Lost>,
+    /// Endpoints whose TCP connections wait for this: some were told to go, or have bytes to carry.
+    pub(crate) kicked: bool,
+    /// Endpoints made by peers, for `accept`.
+    pub(crate) arrived: VecDeque<EndpointId>,
+}
+
+struct InsideSink<'a> {
+    st: &'a mut State,
+    endpoint: EndpointId,
+    fault: Option<String>,
+}
+
+impl Sink for InsideSink<'_> {
+    #[inline]
+    fn next(&mut self, lane: LaneId) -> Option<Tx> {
+        self.st.next(self.endpoint, lane)
+    }
+
+    #[inline]
+    fn sent(&mut self, lane: LaneId, token: u64) {
+        if let Some(state) = self.st.lane(lane) {
+            state.sent(token);
+        }
+    }
+
+    #[inline]
+    fn place(&mut self, lane: LaneId, head: &Head) -> Place {
+        self.st.place(self.endpoint, lane, head)
+    }
+
+    #[inline]
+    fn placed(&mut self, lane: LaneId, token: u64) {
+        if let Err(why) = self.st.placed(self.endpoint, lane, token) {
+            self.fault.get_or_insert(why);
+        }
+    }
+}
+
+impl Core {
+    pub(crate) fn new(st: State) -> Core {
+        Core {
+            st,
+            inside: Vec::new(),
+            jobs: Vec::new(),
+            closing: Vec::new(),
+            passes: 0,
+            sockets_only: true,
+            armed: false,
+            closed: false,
+            suspects: Vec::new(),
+            lost: Vec::new(),
+            kicked: false,
+            arrived: VecDeque::new(),
+        }
+    }
+
+    /// Polls every inside lane once and acts on what came; whether anything moved. `spinning`: look even where
+    /// epoll has said nothing.
+    #[inline]
+    pub(crate) fn pass(&mut self, spinning: bool) -> bool {
+        self.passes = self.passes.wrapping_add(1);
+        if self.passes.is_multiple_of(CLOCK_EVERY) {
+            self.timers();
+        }
+        let sockets = self.sockets_only || self.passes.is_multiple_of(SOCKETS_EVERY);
+        let mut moved = false;
+        let mut at = 0;
+        while at < self.inside.len() {
+            let inside = &mut self.inside[at];
+            let (endpoint, id) = (inside.endpoint, inside.id);
+            let probe = spinning && (sockets || !inside.socket);
+            let mut sink = InsideSink { st: &mut self.st, endpoint, fault: None };
+            let polled = inside.lane.poll(&mut sink, LANE_BUDGET, probe);
+            let polled = match sink.fault {
+                Some(why) => Err(LaneError::Protocol(why)),
+                None => polled,
+            };
+            match polled {
+                Ok(true) => {
+                    moved = true;
+                    self.settle(endpoint);
+                }
+                Ok(false) => {
+                    if self.st.peer(endpoint).is_some_and(|peer| peer.peer.wants(id)) {
+                        self.flush(endpoint);
+                    }
+                }
+                Err(error) => {
+                    let lane = self.inside.swap_remove(at);
+                    self.recount();
+                    self.settle(endpoint);
+                    drop(lane);
+                    self.lane_lost(endpoint, id, &error);
+                    moved = true;
+                    continue;
+                }
+            }
+            at += 1;
+        }
+        if !self.jobs.is_empty() || !self.closing.is_empty() {
+            moved |= self.step_jobs();
+        }
+        moved
+    }
+
+    /// Whether something must be looked at again without any event telling so.
+    pub(crate) fn busy(&self) -> bool {
+        !self.jobs.is_empty() || !self.closing.is_empty()
+    }
+
+    pub(crate) fn add_inside(&mut self, inside: Inside) {
+        if let Some(peer) = self.st.peer(inside.endpoint) {
+            peer.inside = Some(inside.id);
+        }
+        self.inside.push(inside);
+        self.recount();
+    }
+
+    fn recount(&mut self) {
+        self.sockets_only =
+            self.inside.iter().all(|lane| lane.socket) && self.inside.iter().filter(|lane| lane.socket).count() <= 2;
+    }
+
+    /// Reads the clock and lets the protocol look for silent lanes.
+    pub(crate) fn timers(&mut self) {
+        let now = self.st.tick();
+        for index in 0..self.st.peers.len() {
+            let id = EndpointId(index as u32);
+            let Some(peer) = self.st.peer(id) else { continue };
+            if peer.alive && peer.peer.timeout().is_some_and(|at| at <= now) {
+                peer.peer.on_timeout(now);
+                self.settle(id);
+            }
+        }
+    }
+
+    /// Asks every inside lane's peer to ring before it expects us to look. False: there is work already.
+    pub(crate) fn arm(&mut self) -> bool {
+        for at in 0..self.inside.len() {
+            if !self.inside[at].lane.arm() {
+                for inside in &mut self.inside[..=at] {
+                    inside.lane.disarm();
+                }
+                return false;
+            }
+        }
+        self.armed = true;
+        true
+    }
+
+    /// Somebody looks again by itself. Whether the lanes had been armed.
+    #[inline]
+    pub(crate) fn disarm(&mut self) -> bool {
+        let was = std::mem::replace(&mut self.armed, false);
+        if was {
+            for inside in &mut self.inside {
+                inside.lane.disarm();
+            }
+        }
+        was
+    }
+
+    /// When the protocol next wants to be woken.
+    pub(crate) fn next_timer(&self) -> Option<Instant> {
+        let at =
+            self.st.peers.iter().flatten().filter(|peer| peer.alive).filter_map(|peer| peer.peer.timeout()).min()?;
+        Some(self.st.instant(at))
+    }
+
+    /// Acts on everything the protocol has decided for one peer, and sends what it wants sent.
+    #[inline]
+    pub(crate) fn settle(&mut self, endpoint: EndpointId) {
+        while let Some(event) = self.st.peer(endpoint).and_then(|peer| peer.peer.event()) {
+            self.apply(endpoint, event);
+        }
+        self.flush(endpoint);
+        self.kick(endpoint);
+    }
+
+    /// Hands the peer's messages to its message lane, as far as that has room.
+    #[inline]
+    fn flush(&mut self, endpoint: EndpointId) {
+        let Some(id) = self.st.peer(endpoint).and_then(|peer| peer.inside) else { return };
+        let Some(at) = self.inside.iter().position(|lane| lane.id == id) else { return };
+        let mut failed = None;
+        while self.st.lane(id).is_some_and(|lane| lane.pending.is_none()) {
+            let now = self.st.now;
+            let Some(out) = self.st.peer(endpoint).and_then(|peer| peer.peer.next(now, id)) else { break };
+            let Some(mut tx) = self.st.tx(endpoint, id, &out) else { continue };
+            match self.inside[at].lane.post(&tx) {
+                Ok(Post::Taken | Post::Held) => {}
+                Ok(Post::Full) => {
+                    self.st.keep(endpoint, id, &out, &mut tx);
+                    if let Some(lane) = self.st.lane(id) {
+                        lane.pending = Some(tx);
+                    }
+                }
+                Err(error) => {
+                    failed = Some(error);
+                    break;
+                }
+            }
+        }
+        if let Some(error) = failed {
+            drop(self.inside.swap_remove(at));
+            self.recount();
+            self.lane_lost(endpoint, id, &error);
+        }
+    }
+
+    /// Tells the connections outside the lock that there is something for them.
+    #[inline]
+    fn kick(&mut self, endpoint: EndpointId) {
+        let Some(Some(peer)) = self.st.peers.get(endpoint.0 as usize) else { return };
+        for lane in &peer.bulk {
+            if peer.peer.wants(lane.id) {
+                lane.wanted.raise();
+                self.kicked = true;
+            }
+        }
+    }
+
+    fn apply(&mut self, endpoint: EndpointId, event: Event) {
+        match event {
+            Event::Done { op, result, progress, tag } => {
+                if let Some(slot) = self.st.ops.op_mut(op).and_then(|op| op.slot.take())
+                    && let Some(lane) = self.st.peer(endpoint).and_then(|peer| peer.inside)
+                {
+                    self.closing.push((lane, slot));
+                }
+                self.st.finish(endpoint, op, result, progress, tag);
+            }
+            Event::Deliver { arrival, op, len } => {
+                let Some(bytes) = self.st.peer(endpoint).and_then(|peer| peer.take_arrival(arrival)) else { return };
+                if let Some(op) = self.st.ops.op(op) {
+                    let len = bytes.len().min(op.len).min(len as usize);
+                    // SAFETY: `op.ptr` is valid for `op.len` bytes until the operation is finished.
+                    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), op.ptr, len) };
+                }
+            }
+            Event::DropArrival { arrival } => {
+                if let Some(peer) = self.st.peer(endpoint) {
+                    peer.take_arrival(arrival);
+                }
+            }
+            Event::Direct { job, memory, role, offer, len } => self.begin(endpoint, job, memory, role, offer, len),
+            Event::StopDirect { job } => {
+                for active in &mut self.jobs {
+                    if active.endpoint == endpoint && active.id == job {
+                        active.stopping = true;
+                    }
+                }
+            }
+            Event::Imm { region, imm } => {
+                self.st.regions.count(region, imm);
+                self.st.ops.finished = true;
+            }
+            Event::Revoke { memory: Memory::Op(op) } => {
+                if let Some(op) = self.st.ops.op_mut(op) {
+                    op.revoke();
+                }
+            }
+            Event::Revoke { memory: Memory::Region { passive, .. } } | Event::Released { passive } => {
+                if let Some(peer) = self.st.peer(endpoint) {
+                    peer.release(passive);
+                }
+            }
+            Event::Suspect { lane } => self.suspects.push((endpoint, lane)),
+            Event::LaneLost { lane, requeued_chunks, requeued_bytes } => {
+                let name = self.st.lane(lane).map_or_else(|| "?".into(), |lane| lane.name.clone());
+                if let Some(peer) = self.st.peer(endpoint) {
+                    peer.notes.push(format!(
+                        "lane {name} lost; {requeued_chunks} chunks ({requeued_bytes} bytes) went over the others"
+                    ));
+                }
+            }
+            Event::Broken { why } => self.kill(endpoint, &why),
+            Event::Bye => {
+                if let Some(peer) = self.st.peer(endpoint) {
+                    peer.alive = false;
+                    peer.why_dead = "the peer closed the connection".to_owned();
+                }
+                self.st.ops.finished = true;
+            }
+        }
+    }
+
+    // ---- lanes that end
+
+    /// A lane is gone (its object already dropped): its work goes to the others, or the peer is dead.
+    pub(crate) fn lane_lost(&mut self, endpoint: EndpointId, id: LaneId, error: &LaneError) {
+        let now = self.st.tick();
+        let Some(lane) = self.st.lane(id) else { return };
+        if !std::mem::replace(&mut lane.alive, false) {
+            return;
+        }
+        lane.pending = None;
+        let (name, rail) = (lane.name.clone(), lane.rail);
+        self.jobs.retain(|job| job.lane != id);
+        self.closing.retain(|(lane, _)| *lane != id);
+        let Some(peer) = self.st.peer(endpoint) else { return };
+        peer.peer.lane_down(now, id);
+        peer.bulk.retain(|lane| lane.id != id);
+        peer.lanes.retain(|lane| *lane != id);
+        if peer.inside == Some(id) {
+            peer.inside = None;
+        }
+        let (peer_name, alive, left) = (peer.name.clone(), peer.alive, peer.lanes.len());
+        if alive && left > 0 {
+            self.st.log.warn(format_args!(
+                "{peer_name}: lane {name} is {error}; {left} lanes go on, it is retried in the background"
+            ));
+            if let Some((rail, channel)) = rail {
+                self.lost.push(Lost { endpoint, rail, channel });
+            }
+        }
+        self.settle(endpoint);
+        if alive && left == 0 {
+            self.kill(endpoint, &format!("lane {name} is {error}"));
+        }
+    }
+
+    /// The peer is gone: its operations fail, everything else goes on.
+    pub(crate) fn kill(&mut self, endpoint: EndpointId, why: &str) {
+        let now = self.st.tick();
+        let Some(Some(peer)) = self.st.peers.get_mut(endpoint.0 as usize) else { return };
+        let was_alive = std::mem::replace(&mut peer.alive, false);
+        if was_alive {
+            peer.why_dead = why.to_owned();
+        }
+        for lane in &peer.bulk {
+            lane.dead.raise();
+        }
+        self.kicked |= !peer.bulk.is_empty();
+        let name = peer.name.clone();
+        self.jobs.retain(|job| job.endpoint != endpoint);
+        let mut at = 0;
+        while at < self.inside.len() {
+            if self.inside[at].endpoint == endpoint {
+                let inside = self.inside.swap_remove(at);
+                self.closing.retain(|(lane, _)| *lane != inside.id);
+                if let Some(lane) = self.st.lane(inside.id) {
+                    lane.alive = false;
+                    lane.pending = None;
+                }
+            } else {
+                at += 1;
+            }
+        }
+        self.recount();
+        let State { peers, matcher, .. } = &mut self.st;
+        if let Some(Some(peer)) = peers.get_mut(endpoint.0 as usize) {
+            peer.inside = None;
+            let failure = if was_alive { proto::Failure::PeerDead(why.to_owned()) } else { proto::Failure::Closed };
+            peer.peer.dead(now, failure, matcher);
+        }
+        if was_alive {
+            self.st.log.warn(format_args!("{name}: {why}; its requests fail, other peers go on"));
+        }
+        while let Some(event) = self.st.peer(endpoint).and_then(|peer| peer.peer.event()) {
+            self.apply(endpoint, event);
+        }
+        self.st.ops.finished = true;
+    }
+
+    /// Drops an inside lane that has not failed by itself.
+    pub(crate) fn drop_inside(&mut self, endpoint: EndpointId, id: LaneId, error: &LaneError) {
+        let Some(at) = self.inside.iter().position(|lane| lane.id == id) else { return };
+        drop(self.inside.swap_remove(at));
+        self.recount();
+        self.lane_lost(endpoint, id, error);
+    }
+
+    /// Ends every endpoint, when the worker closes.
+    pub(crate) fn close(&mut self) {
+        for index in 0..self.st.peers.len() {
+            let id = EndpointId(index as u32);
+            if let Some(peer) = self.st.peer(id) {
+                if std::mem::replace(&mut peer.alive, false) {
+                    peer.why_dead = "the worker is closed".to_owned();
+                }
+                self.kill(id, "the worker is closed");
+            }
+        }
+    }
+
+    // ---- regions
+
+    pub(crate) fn region_alive(&self, region: proto::RegionRef) -> bool {
+        proto::Regions::alive(&self.st.regions, region)
+    }
+
+    /// Fails the peers' accesses under way; the grants are for the caller to revoke.
+    pub(crate) fn region_gone(&mut self, region: proto::RegionRef) -> Vec<Arc<Grant>> {
+        let now = self.st.tick();
+        let mut grants = Vec::new();
+        for index in 0..self.st.peers.len() {
+            let id = EndpointId(index as u32);
+            let Some(peer) = self.st.peer(id) else { continue };
+            grants.extend(peer.passives_of(region));
+            peer.peer.region_gone(now, region);
+            self.settle(id);
+        }
+        grants
+    }
+
+    // ---- operations
+
+    /// The lanes of the operation's peer, for messages.
+    pub(crate) fn lanes_of(&mut self, op: OpId) -> Option<String> {
+        let endpoint = self.st.ops.op(op)?.endpoint?;
+        let lanes = self.st.peer(endpoint)?.lanes.clone();
+        let names: Vec<_> =
+            lanes.into_iter().filter_map(|id| self.st.lane(id).map(|lane| lane.name.to_string())).collect();
+        (!names.is_empty()).then(|| names.join(" "))
+    }
+
+    /// Starts an operation with a peer. `Err`: the peer is not there any more.
+    pub(crate) fn start(
+        &mut self,
+        endpoint: EndpointId,
+        what: &'static str,
+        operation: Operation,
+        buffer: Buffer,
+    ) -> Result<OpId, Error> {
+        let (ptr, len) = (buffer.ptr, buffer.len);
+        if self.closed {
+            return Err(crate::ops::gone(what));
+        }
+        let now = self.st.now;
+        let Some(peer) = self.st.peer(endpoint) else { return Err(crate::ops::gone(what)) };
+        if !peer.alive {
+            return Err(Error::new(ErrorKind::PeerDead, what, peer.why_dead.clone()).with_peer(&*peer.name));
+        }
+        let inside = peer.inside;
+        let tag = if let Operation::Send { tag } = operation { tag } else { 0 };
+        let op = self.st.ops.insert(what, Some(endpoint), tag, buffer);
+        let offer = inside.and_then(|lane| self.offer(lane, op, ptr, len));
+        if let Some(peer) = self.st.peer(endpoint) {
+            peer.peer.start(now, op, operation, len as u64, offer);
+        }
+        self.settle(endpoint);
+        Ok(op)
+    }
+
+    #[inline]
+    fn offer(&mut self, lane: LaneId, op: OpId, ptr: *mut u8, len: usize) -> Option<Offer> {
+        let state = self.st.lane(lane)?;
+        if !state.caps.direct || len <= state.eager_max {
+            return None;
+        }
+        let direct = self.inside.iter_mut().find(|inside| inside.id == lane)?.lane.direct()?;
+        let (descriptor, kind) = direct.describe(ptr, len)?;
+        let slot = if len as u64 >= HELP_MIN { direct.open(len) } else { None };
+        if let Some(op) = self.st.ops.op_mut(op) {
+            op.slot = slot;
+            op.direct = Some(kind);
+        }
+        Some(Offer { descriptor, slot })
+    }
+
+    /// Posts a receive.
+    pub(crate) fn receive(
+        &mut self,
+        buffer: Buffer,
+        tag: u64,
+        mask: u64,
+        from: Option<EndpointId>,
+    ) -> Result<OpId, Error> {
+        if self.closed {
+            return Err(crate::ops::gone("recv"));
+        }
+        let len = buffer.len as u64;
+        let op = self.st.ops.insert("recv", from, tag, buffer);
+        if let Some((endpoint, arrival)) = self.st.matcher.post(op, tag, mask, from, len) {
+            let now = self.st.now;
+            if let Some(entry) = self.st.ops.op_mut(op) {
+                entry.endpoint = Some(endpoint);
+            }
+            if let Some(peer) = self.st.peer(endpoint) {
+                peer.peer.accept(now, arrival, op, len);
+            }
+            self.settle(endpoint);
+        } else if let Some(from) = from
+            && let Some(peer) = self.st.peer(from)
+            && !peer.alive
+        {
+            let error = Error::new(ErrorKind::PeerDead, "recv", peer.why_dead.clone()).with_peer(&*peer.name);
+            self.st.matcher.cancel(op);
+            self.st.ops.finish(op, Err(error));
+        }
+        Ok(op)
+    }
+
+    /// Cancels an operation wherever it is.
+    pub(crate) fn cancel(&mut self, op: OpId) {
+        let now = self.st.tick();
+        let Some(entry) = self.st.ops.op(op) else { return };
+        if entry.outcome.is_some() {
+            return;
+        }
+        let (what, known) = (entry.what, entry.endpoint);
+        if what == "batch" {
+            for child in self.st.ops.children(op) {
+                self.cancel(child);
+            }
+            return;
+        }
+        if self.st.matcher.cancel(op) {
+            let error = Error::new(ErrorKind::Cancelled, what, "cancelled before a message matched it");
+            self.st.ops.finish(op, Err(error));
+            return;
+        }
+        let peers = match known {
+            Some(endpoint) => vec![endpoint],
+            None => (0..self.st.peers.len() as u32).map(EndpointId).collect(),
+        };
+        for endpoint in peers {
+            if self.st.peer(endpoint).is_some_and(|peer| peer.peer.cancel(now, op)) {
+                self.settle(endpoint);
+                return;
+            }
+        }
+    }
+
+    /// Ends everything that is still running, when the worker closes.
+    pub(crate) fn abandon(&mut self) {
+        for op in self.st.ops.running() {
+            let what = self.st.ops.op(op).map_or("request", |op| op.what);
+            self.st.ops.finish(op, Err(crate::ops::gone(what)));
+        }
+    }
+
+    /// How far an operation got: the peer it runs with, bytes done, bytes in all.
+    pub(crate) fn progress(&mut self, op: OpId) -> Option<(Option<Arc<str>>, u64, u64)> {
+        let entry = self.st.ops.op(op)?;
+        let total = entry.len as u64;
+        let Some(endpoint) = entry.endpoint else { return Some((None, 0, total)) };
+        let peer = self.st.peer(endpoint)?;
+        let (done, total) = peer.peer.progress(op).unwrap_or((0, total));
+        Some((Some(peer.name.clone()), done, total))
+    }
+
+    /// An operation that finishes once all those [`Ops::adopt`](crate::ops::Ops::adopt)ed by it have, and
+    /// `release` was called.
+    pub(crate) fn batch(&mut self, endpoint: EndpointId) -> OpId {
+        // SAFETY: no bytes.
+        let nothing = unsafe { Buffer::raw(std::ptr::null_mut(), 0, None) };
+        let parent = self.st.ops.insert("batch", Some(endpoint), 0, nothing);
+        self.st.ops.hold(parent);
+        parent
+    }
+
+    // ---- direct copies
+
+    fn begin(&mut self, endpoint: EndpointId, id: DirectId, memory: Memory, role: Role, offer: Offer, len: u64) {
+        let now = self.st.now;
+        let lane = self.st.peer(endpoint).and_then(|peer| peer.inside);
+        let span = self.st.span(memory).filter(|(_, have)| *have >= len);
+        let direct = lane.and_then(|id| self.inside.iter_mut().find(|inside| inside.id == id)?.lane.direct());
+        let (Some(lane), Some((local, _)), Some(direct)) = (lane, span, direct) else {
+            if let Some(peer) = self.st.peer(endpoint) {
+                peer.peer.direct_failed(now, id);
+            }
+            return;
+        };
+        let len = len as usize;
+        let reached = direct.reach(&offer.descriptor, len);
+        let mine = match (&reached, role, offer.slot) {
+            (Ok(_), Role::Pull, Some(_)) => direct.describe(local, len).map(|(descriptor, _)| descriptor),
+            _ => None,
+        };
+        let kind = match reached {
+            Ok(kind) => kind,
+            Err(why) => {
+                if let Some(peer) = self.st.peer(endpoint) {
+                    let (name, first) = (peer.name.clone(), !std::mem::replace(&mut peer.warned_direct, true));
+                    peer.peer.direct_failed(now, id);
+                    if first {
+                        self.st
+                            .log
+                            .warn(format_args!("{name}: no single copy ({why}); through the shared ring instead"));
+                    }
+                }
+                return;
+            }
+        };
+        if let Memory::Op(op) = memory
+            && let Some(op) = self.st.ops.op_mut(op)
+        {
+            op.direct = Some(kind);
+        }
+        if let (Some(descriptor), Some(peer)) = (mine, self.st.peer(endpoint)) {
+            peer.peer.direct_invite(now, id, descriptor);
+        }
+        let copy = if role == Role::Pull { Copy::Pull } else { Copy::Push };
+        let job = Job { slot: offer.slot, local, remote: offer.descriptor, len, copy, moved: 0 };
+        self.jobs.push(Active { endpoint, lane, id, memory, job, copy_ns: 0, stopping: false });
+        if offer.slot.is_none() {
+            self.step(self.jobs.len() - 1);
+        }
+    }
+
+    /// Whether a direct copy still touches that region.
+    pub(crate) fn copies_in(&self, region: proto::RegionRef) -> bool {
+        self.jobs.iter().any(|job| matches!(job.memory, Memory::Region { region: of, .. } if of == region))
+    }
+
+    fn step_jobs(&mut self) -> bool {
+        let mut moved = false;
+        let mut at = 0;
+        while at < self.jobs.len() {
+            let before = self.jobs.len();
+            moved |= self.step(at);
+            if self.jobs.len() >= before {
+                at += 1;
+            }
+        }
+        let Core { closing, inside, .. } = self;
+        closing.retain(|(lane, slot)| {
+            let direct = inside.iter_mut().find(|inside| inside.id == *lane).and_then(|inside| inside.lane.direct());
+            let Some(direct) = direct else { return false };
+            if direct.stop(*slot) {
+                direct.close(*slot);
+                return false;
+            }
+            true
+        });
+        moved
+    }
+
+    /// One step of one copy; the job is removed when it is over.
+    fn step(&mut self, at: usize) -> bool {
+        let active = &mut self.jobs[at];
+        let direct = self.inside.iter_mut().find(|inside| inside.id == active.lane).and_then(|i| i.lane.direct());
+        let Some(direct) = direct else {
+            self.end(at, false);
+            return true;
+        };
+        if active.stopping {
+            let quiet = active.job.slot.is_none_or(|slot| direct.stop(slot));
+            if quiet {
+                self.end(at, false);
+            }
+            return quiet;
+        }
+        let started = Instant::now();
+        // SAFETY: `local` is the memory of an operation or a region that the protocol has not let go of: it is valid
+        // for `len` bytes until the job ends, which it does before `Done`, `Released` or `deregister` return.
+        let step = unsafe { direct.step(&mut active.job, COPY_BUDGET) };
+        match step {
+            Step::Moved(bytes) => {
+                active.copy_ns += started.elapsed().as_nanos() as u64;
+                bytes > 0
+            }
+            Step::Waiting => false,
+            Step::Done => {
+                active.copy_ns += started.elapsed().as_nanos() as u64;
+                self.end(at, true);
+                true
+            }
+            Step::Failed(why) => {
+                let (endpoint, slot) = (active.endpoint, active.job.slot);
+                // What this end has claimed is not copied: nobody may wait for it.
+                if slot.is_some_and(|slot| !direct.stop(slot)) {
+                    active.stopping = true;
+                    return false;
+                }
+                let name = self.st.peer(endpoint).map_or_else(|| "?".into(), |peer| peer.name.clone());
+                self.st.log.warn(format_args!("{name}: a single copy failed ({why}); the rest goes in chunks"));
+                self.end(at, false);
+                true
+            }
+        }
+    }
+
+    fn end(&mut self, at: usize, done: bool) {
+        let active = self.jobs.swap_remove(at);
+        let now = self.st.tick();
+        if let Some(peer) = self.st.peer(active.endpoint) {
+            if done {
+                peer.peer.direct_done(now, active.id, active.job.moved as u64, active.copy_ns);
+            } else {
+                peer.peer.direct_failed(now, active.id);
+            }
+        }
+        self.settle(active.endpoint);
+    }
+}

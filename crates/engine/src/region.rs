@@ -1,0 +1,253 @@
+//! Registered memory that peers may write and read by key.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crossrail_proto as proto;
+use crossrail_types::{Error, ErrorKind, Result};
+use subtle::ConstantTimeEq;
+
+use crate::buffer::{Buffer, Keep};
+use crate::worker::Shared;
+
+const KEY_LEN: usize = 24;
+const KEY_MAGIC: [u8; 4] = *b"XRK1";
+
+/// What a peer needs to write to or read from a region: opaque bytes, to be handed over by any means.
+///
+/// It holds a 128-bit random secret; whoever has it may access the region until it is deregistered.
+#[derive(Clone, PartialEq, Eq)]
+pub struct RegionKey {
+    pub(crate) key: [u8; KEY_LEN],
+    pub(crate) len: u64,
+}
+
+impl RegionKey {
+    /// The key as bytes.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        [&KEY_MAGIC[..], &self.len.to_le_bytes(), &self.key].concat()
+    }
+
+    /// A key from [`RegionKey::to_bytes`]; `Usage` if it is not one.
+    pub fn from_bytes(bytes: &[u8]) -> Result<RegionKey> {
+        let bad = || Error::new(ErrorKind::Usage, "region key", format!("{} bytes that are not one", bytes.len()));
+        let rest = bytes.strip_prefix(&KEY_MAGIC[..]).ok_or_else(bad)?;
+        let (len, key) = rest.split_first_chunk::<8>().ok_or_else(bad)?;
+        Ok(RegionKey { key: key.try_into().map_err(|_| bad())?, len: u64::from_le_bytes(*len) })
+    }
+
+    /// Bytes of the region it opens.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether that region has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl std::fmt::Debug for RegionKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "RegionKey({} bytes)", self.len)
+    }
+}
+
+struct Entry {
+    generation: u32,
+    live: bool,
+    secret: [u8; 16],
+    ptr: *mut u8,
+    len: u64,
+    keep: Keep,
+    imms: HashMap<u32, u64>,
+}
+
+/// The regions of one worker.
+#[derive(Default)]
+pub(crate) struct Regions {
+    entries: Vec<Entry>,
+    free: Vec<u32>,
+}
+
+// SAFETY: as for `Ops`: the pointers are descriptions.
+#[allow(unsafe_code)]
+unsafe impl Send for Regions {}
+
+impl Regions {
+    fn insert(&mut self, buffer: Buffer, secret: [u8; 16]) -> (proto::RegionRef, RegionKey) {
+        let index = match self.free.pop() {
+            Some(index) => index,
+            None => {
+                self.entries.push(Entry {
+                    generation: 0,
+                    live: false,
+                    secret: [0; 16],
+                    ptr: std::ptr::null_mut(),
+                    len: 0,
+                    keep: Keep::Nothing,
+                    imms: HashMap::new(),
+                });
+                (self.entries.len() - 1) as u32
+            }
+        };
+        let entry = &mut self.entries[index as usize];
+        entry.live = true;
+        entry.secret = secret;
+        entry.ptr = buffer.ptr;
+        entry.len = buffer.len as u64;
+        entry.keep = buffer.keep;
+        let mut key = [0; KEY_LEN];
+        key[..4].copy_from_slice(&index.to_le_bytes());
+        key[4..8].copy_from_slice(&entry.generation.to_le_bytes());
+        key[8..].copy_from_slice(&secret);
+        (proto::RegionRef { index, generation: entry.generation }, RegionKey { key, len: entry.len })
+    }
+
+    fn entry(&self, region: proto::RegionRef) -> Option<&Entry> {
+        self.entries.get(region.index as usize).filter(|e| e.live && e.generation == region.generation)
+    }
+
+    pub(crate) fn memory(&self, region: proto::RegionRef) -> Option<(*mut u8, u64)> {
+        self.entry(region).map(|entry| (entry.ptr, entry.len))
+    }
+
+    pub(crate) fn count(&mut self, region: proto::RegionRef, imm: u32) {
+        if let Some(entry) = self.entries.get_mut(region.index as usize)
+            && entry.live
+            && entry.generation == region.generation
+        {
+            *entry.imms.entry(imm).or_insert(0) += 1;
+        }
+    }
+
+    fn counted(&self, region: proto::RegionRef, imm: u32) -> Option<u64> {
+        self.entry(region).map(|entry| entry.imms.get(&imm).copied().unwrap_or(0))
+    }
+
+    fn remove(&mut self, region: proto::RegionRef) -> bool {
+        if self.entry(region).is_none() {
+            return false;
+        }
+        let entry = &mut self.entries[region.index as usize];
+        entry.live = false;
+        entry.generation = entry.generation.wrapping_add(1);
+        entry.keep = Keep::Nothing;
+        entry.imms.clear();
+        entry.secret = [0; 16];
+        self.free.push(region.index);
+        true
+    }
+}
+
+impl proto::Regions for Regions {
+    fn resolve(
+        &mut self,
+        key: &proto::RegionKey,
+        offset: u64,
+        len: u64,
+        _access: proto::Access,
+    ) -> std::result::Result<proto::RegionRef, proto::RegionFault> {
+        let word = |at: usize| u32::from_le_bytes([key[at], key[at + 1], key[at + 2], key[at + 3]]);
+        let region = proto::RegionRef { index: word(0), generation: word(4) };
+        let entry = self.entry(region).ok_or(proto::RegionFault::Gone)?;
+        if !bool::from(entry.secret.ct_eq(&key[8..])) {
+            return Err(proto::RegionFault::Gone);
+        }
+        match offset.checked_add(len) {
+            Some(end) if end <= entry.len => Ok(region),
+            _ => Err(proto::RegionFault::Bounds),
+        }
+    }
+
+    fn alive(&self, region: proto::RegionRef) -> bool {
+        self.entry(region).is_some()
+    }
+}
+
+/// Memory that peers with its key may write and read, until it is deregistered or the last clone is dropped.
+#[derive(Clone)]
+pub struct Region(Arc<Registered>);
+
+struct Registered {
+    shared: Arc<Shared>,
+    region: proto::RegionRef,
+    key: RegionKey,
+}
+
+impl Region {
+    pub(crate) fn register(shared: &Arc<Shared>, buffer: Buffer) -> Result<Region> {
+        let mut secret = [0; 16];
+        getrandom::fill(&mut secret)
+            .map_err(|error| Error::new(ErrorKind::Io, "register", format!("no random bytes: {error}")))?;
+        let mut core = shared.core.lock();
+        if core.closed {
+            return Err(crate::ops::gone("register"));
+        }
+        let (region, key) = core.st.regions.insert(buffer, secret);
+        drop(core);
+        Ok(Region(Arc::new(Registered { shared: shared.clone(), region, key })))
+    }
+
+    /// What a peer needs to access it.
+    pub fn key(&self) -> RegionKey {
+        self.0.key.clone()
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> u64 {
+        self.0.key.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Ends all access: when this returns no peer touches the memory any more, and later accesses fail on the
+    /// accessing side with `Region`. Transfers under way into or out of it fail there too.
+    pub fn deregister(&self) -> Result<()> {
+        if self.0.shared.deregister(self.0.region, |regions, region| regions.remove(region)) {
+            Ok(())
+        } else {
+            Err(Error::new(ErrorKind::Region, "deregister", "the region is already deregistered"))
+        }
+    }
+
+    /// How many writes with this immediate have arrived, all of their bytes included.
+    pub fn imm_count(&self, imm: u32) -> u64 {
+        self.0.shared.core.lock().st.regions.counted(self.0.region, imm).unwrap_or(0)
+    }
+
+    /// Waits until `count` writes with this immediate have arrived since the region was registered.
+    pub fn wait_imm(&self, imm: u32, count: u64, timeout: Option<Duration>) -> Result<()> {
+        let region = self.0.region;
+        let timeout = timeout.unwrap_or(self.0.shared.context.settings().timeout);
+        let outcome = self.0.shared.wait_until(timeout, |core| match core.st.regions.counted(region, imm) {
+            Some(seen) if seen >= count => Some(Ok(())),
+            Some(_) => None,
+            None => Some(Err(Error::new(ErrorKind::Region, "wait_imm", "the region was deregistered"))),
+        });
+        outcome.unwrap_or_else(|| {
+            let seen = self.imm_count(imm);
+            Err(Error::new(
+                ErrorKind::Timeout,
+                "wait_imm",
+                format!("{seen} of {count} writes with immediate {imm} arrived in {:.3} s", timeout.as_secs_f64()),
+            ))
+        })
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        self.shared.deregister(self.region, |regions, region| regions.remove(region));
+    }
+}
+
+impl std::fmt::Debug for Region {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Region({} bytes)", self.len())
+    }
+}

@@ -1,0 +1,157 @@
+//! Operations under way and what they leave behind.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crossrail_transport::DirectKind;
+use crossrail_types::{OpId, Result};
+
+use crate::worker::Shared;
+
+/// An operation under way.
+///
+/// Any thread may use it. Dropping it does not cancel the operation: its buffer stays in use until it is
+/// finished.
+pub struct Request {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) id: OpId,
+}
+
+/// How a transfer's bytes travelled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Protocol {
+    /// With the first frame.
+    Eager,
+    /// One plain copy between memory that both processes map.
+    Mapped,
+    /// One copy by the kernel (process_vm_readv or process_vm_writev).
+    Cma,
+    /// In chunks over every lane that had room.
+    Chunks,
+    /// Several operations in one request.
+    Batch,
+}
+
+impl std::fmt::Display for Protocol {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Protocol::Eager => "eager",
+            Protocol::Mapped => "direct(mapped)",
+            Protocol::Cma => "direct(cma)",
+            Protocol::Chunks => "chunks",
+            Protocol::Batch => "batch",
+        })
+    }
+}
+
+/// What one lane carried of a transfer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LaneShare {
+    /// The lane, as `tcp/eth1`.
+    pub name: Arc<str>,
+    /// Payload bytes.
+    pub bytes: u64,
+    /// Chunks.
+    pub chunks: u64,
+    /// Chunks of these that another lane had lost.
+    pub resent: u64,
+}
+
+/// What a finished request did.
+#[derive(Clone, Debug)]
+pub struct Receipt {
+    /// Payload bytes moved.
+    pub bytes: u64,
+    /// The message's tag (0 for one-sided operations).
+    pub tag: u64,
+    /// The peer.
+    pub peer: Arc<str>,
+    /// How the bytes travelled.
+    pub protocol: Protocol,
+    /// Microseconds from start until the other end had matched it.
+    pub match_us: f64,
+    /// Microseconds in which bytes were waiting and every lane's window was full.
+    pub window_us: f64,
+    /// Microseconds in which bytes were on the wire.
+    pub wire_us: f64,
+    /// Microseconds in which this end was copying.
+    pub copy_us: f64,
+    pub(crate) shares: Vec<LaneShare>,
+    pub(crate) only: Option<Arc<str>>,
+    pub(crate) notes: Vec<String>,
+}
+
+impl Receipt {
+    /// A row per lane that carried bytes.
+    pub fn lanes(&self) -> Vec<LaneShare> {
+        match &self.only {
+            Some(name) => vec![LaneShare { name: name.clone(), bytes: self.bytes, chunks: 1, resent: 0 }],
+            None => self.shares.clone(),
+        }
+    }
+
+    /// What happened on the way: lanes lost, slower paths taken.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+}
+
+pub(crate) fn protocol(receipt: &crossrail_proto::Receipt, direct: Option<DirectKind>) -> Protocol {
+    match (receipt.protocol, direct) {
+        (crossrail_proto::Protocol::Eager, _) => Protocol::Eager,
+        (crossrail_proto::Protocol::Direct, Some(DirectKind::Cma)) => Protocol::Cma,
+        (crossrail_proto::Protocol::Direct, _) => Protocol::Mapped,
+        (crossrail_proto::Protocol::Chunks, _) => Protocol::Chunks,
+    }
+}
+
+impl Request {
+    /// Makes progress once and says whether the request is finished, and how. Never blocks.
+    pub fn test(&self) -> Option<Result<Receipt>> {
+        self.shared.test(self.id)
+    }
+
+    /// Whether it is finished, without making progress.
+    pub fn is_done(&self) -> bool {
+        self.shared.core.lock().st.ops.is_done(self.id)
+    }
+
+    /// Waits until it is finished, at most `timeout` (`CROSSRAIL_TIMEOUT` if `None`).
+    ///
+    /// A wait that runs out fails with `Timeout` and says how far the operation got; the operation goes on, so
+    /// wait again or [`Request::cancel`] it.
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<Receipt> {
+        self.shared.wait(self.id, timeout)
+    }
+
+    /// Asks both ends to stop. The request then finishes with `Cancelled`, unless it was finished already; until
+    /// it has, its buffer stays in use (a cancelled receive or send gives its memory back at once where no lane
+    /// is copying).
+    pub fn cancel(&self) {
+        self.shared.cancel(self.id);
+    }
+
+    /// Calls `callback` once the request is finished (at once if it is), on the thread that saw it finish, without
+    /// any lock held. It may start new operations; it must not block.
+    pub fn on_complete(&self, callback: impl FnOnce(Result<Receipt>) + Send + 'static) {
+        self.shared.on_complete(self.id, Box::new(callback));
+    }
+
+    /// The bytes of a finished operation whose buffer was a `Vec<u8>`.
+    pub fn into_vec(self) -> Option<Vec<u8>> {
+        self.shared.core.lock().st.ops.take_vec(self.id)
+    }
+}
+
+impl Drop for Request {
+    fn drop(&mut self) {
+        self.shared.core.lock().st.ops.detach(self.id);
+    }
+}
+
+impl std::fmt::Debug for Request {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Request({})", self.id)
+    }
+}

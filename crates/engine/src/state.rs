@@ -1,0 +1,404 @@
+//! What the worker's lock protects, but for the lanes polled under it: operations, peers, matching, regions, and
+//! how the protocol's answers become pointers.
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use crossrail_proto as proto;
+use crossrail_transport::{Grant, LaneCaps, Payload, Place, Tx};
+use crossrail_types::{EndpointId, Error, ErrorKind, Head, LaneId, OpId};
+use parking_lot::Mutex;
+use proto::{Body, Host, Memory, Placing, Time};
+use slab::Slab;
+
+use crate::io::BulkLane;
+use crate::log::Log;
+use crate::ops::{Finish, Ops};
+use crate::region::Regions;
+use crate::select::Explain;
+
+/// Longest control payload the protocol asks room for.
+const CONTROL_MAX: usize = 4096;
+/// Payloads from here on are looked up in the arena, so that a lane may use sendfile.
+const FILE_MIN: usize = 16 << 10;
+
+/// What the engine keeps for one lane beside the lane itself. Dropped only after the lane.
+pub(crate) struct LaneState {
+    pub(crate) name: Arc<str>,
+    pub(crate) transport: &'static str,
+    pub(crate) rail: Option<(u16, u16)>,
+    /// The interface it runs over, for link events.
+    pub(crate) interface: Option<String>,
+    pub(crate) caps: LaneCaps,
+    /// Messages up to here go with their first frame.
+    pub(crate) eager_max: usize,
+    pub(crate) alive: bool,
+    /// A frame that a post found no room for; goes first when the lane asks.
+    pub(crate) pending: Option<Tx>,
+    /// Payloads made here that the lane still reads, by token - 1.
+    held: Slab<Box<[u8]>>,
+    control: Box<[u8]>,
+    control_len: usize,
+    /// Bytes acknowledged when it was last suspected of being dead.
+    pub(crate) seen_acked: u64,
+}
+
+/// What the engine keeps for one peer.
+pub(crate) struct PeerState {
+    pub(crate) peer: proto::Peer,
+    pub(crate) name: Arc<str>,
+    pub(crate) alive: bool,
+    /// Why it is not, in the words of its errors.
+    pub(crate) why_dead: String,
+    /// The lane polled under the lock: shared memory, or the TCP connection for messages.
+    pub(crate) inside: Option<LaneId>,
+    pub(crate) bulk: Vec<Arc<BulkLane>>,
+    pub(crate) lanes: Vec<LaneId>,
+    pub(crate) explain: Arc<Explain>,
+    /// Lanes lost and other things a receipt should tell.
+    pub(crate) notes: Vec<String>,
+    /// Warned that a direct copy was not possible.
+    pub(crate) warned_direct: bool,
+    arrivals: HashMap<u32, Arrival>,
+    passives: HashMap<u32, (proto::RegionRef, Arc<Grant>)>,
+}
+
+struct Arrival {
+    bytes: Box<[u8]>,
+    grant: Arc<Grant>,
+}
+
+/// See the module.
+pub(crate) struct State {
+    epoch: Instant,
+    arena: Arc<crossrail_shm::Arena>,
+    pub(crate) now: Time,
+    pub(crate) log: Log,
+    pub(crate) ops: Ops,
+    pub(crate) matcher: proto::Matcher,
+    pub(crate) regions: Regions,
+    pub(crate) peers: Vec<Option<Box<PeerState>>>,
+    pub(crate) lanes: Vec<Option<Box<LaneState>>>,
+}
+
+impl PeerState {
+    pub(crate) fn new(peer: proto::Peer, name: Arc<str>, explain: Arc<Explain>) -> PeerState {
+        PeerState {
+            peer,
+            name,
+            alive: true,
+            why_dead: String::new(),
+            inside: None,
+            bulk: Vec::new(),
+            lanes: Vec::new(),
+            explain,
+            notes: Vec::new(),
+            warned_direct: false,
+            arrivals: HashMap::new(),
+            passives: HashMap::new(),
+        }
+    }
+
+    pub(crate) fn passives_of(&self, region: proto::RegionRef) -> Vec<Arc<Grant>> {
+        self.passives.values().filter(|(owner, _)| *owner == region).map(|(_, grant)| grant.clone()).collect()
+    }
+
+    pub(crate) fn release(&mut self, passive: u32) {
+        if let Some((_, grant)) = self.passives.remove(&passive) {
+            grant.revoke();
+        }
+    }
+
+    pub(crate) fn take_arrival(&mut self, arrival: u32) -> Option<Box<[u8]>> {
+        let kept = self.arrivals.remove(&arrival)?;
+        kept.grant.revoke();
+        Some(kept.bytes)
+    }
+
+    fn passive_grant(&mut self, passive: u32, region: proto::RegionRef) -> Arc<Grant> {
+        self.passives.entry(passive).or_insert_with(|| (region, Arc::default())).1.clone()
+    }
+}
+
+impl LaneState {
+    pub(crate) fn new(
+        name: &str,
+        transport: &'static str,
+        rail: Option<(u16, u16)>,
+        caps: LaneCaps,
+        eager_max: usize,
+    ) -> LaneState {
+        LaneState {
+            name: name.into(),
+            transport,
+            rail,
+            interface: None,
+            caps,
+            eager_max,
+            alive: true,
+            pending: None,
+            held: Slab::new(),
+            control: vec![0; CONTROL_MAX].into(),
+            control_len: 0,
+            seen_acked: 0,
+        }
+    }
+
+    pub(crate) fn sent(&mut self, token: u64) {
+        if token > 0 {
+            self.held.try_remove(token as usize - 1);
+        }
+    }
+
+    /// Keeps `bytes` until the lane has sent them.
+    pub(crate) fn hold(&mut self, bytes: &[u8]) -> (Payload, u64) {
+        let key = self.held.insert(bytes.into());
+        let held = &self.held[key];
+        (Payload { ptr: held.as_ptr(), len: held.len(), file: None, grant: None }, key as u64 + 1)
+    }
+}
+
+impl State {
+    pub(crate) fn new(log: Log, arena: Arc<crossrail_shm::Arena>) -> State {
+        State {
+            epoch: Instant::now(),
+            arena,
+            now: Time(1),
+            log,
+            ops: Ops::default(),
+            matcher: proto::Matcher::new(),
+            regions: Regions::default(),
+            peers: Vec::new(),
+            lanes: Vec::new(),
+        }
+    }
+
+    /// Reads the clock.
+    pub(crate) fn tick(&mut self) -> Time {
+        self.now = Time(1 + self.epoch.elapsed().as_nanos() as u64);
+        self.now
+    }
+
+    pub(crate) fn instant(&self, at: Time) -> Instant {
+        self.epoch + std::time::Duration::from_nanos(at.0.saturating_sub(1))
+    }
+
+    #[inline]
+    pub(crate) fn peer(&mut self, id: EndpointId) -> Option<&mut PeerState> {
+        self.peers.get_mut(id.0 as usize)?.as_deref_mut()
+    }
+
+    #[inline]
+    pub(crate) fn lane(&mut self, id: LaneId) -> Option<&mut LaneState> {
+        self.lanes.get_mut(id.0 as usize)?.as_deref_mut()
+    }
+
+    /// The memory named by the protocol, from its first byte, with the bytes it has; `None` if it is gone.
+    pub(crate) fn span(&mut self, memory: Memory) -> Option<(*mut u8, u64)> {
+        match memory {
+            Memory::Op(op) => self.ops.op(op).map(|op| (op.ptr, op.len as u64)),
+            Memory::Region { region, base, .. } => {
+                let (ptr, len) = self.regions.memory(region)?;
+                // SAFETY: `base` is inside the region, as `Regions::resolve` has checked.
+                (base <= len).then(|| (unsafe { ptr.add(base as usize) }, len - base))
+            }
+        }
+    }
+
+    fn grant(&mut self, endpoint: EndpointId, memory: Memory) -> Option<Arc<Grant>> {
+        match memory {
+            Memory::Op(op) => self.ops.op_mut(op).map(|op| op.grant()),
+            Memory::Region { region, passive, .. } => Some(self.peer(endpoint)?.passive_grant(passive, region)),
+        }
+    }
+
+    /// A frame of the protocol as a lane carries it. Inline bytes are referenced where they are in `out`.
+    #[inline]
+    pub(crate) fn tx(&mut self, endpoint: EndpointId, lane: LaneId, out: &proto::Out) -> Option<Tx> {
+        let payload = match &out.body {
+            Body::None => Payload::EMPTY,
+            Body::Inline { bytes, len } => {
+                Payload { ptr: bytes.as_ptr(), len: usize::from(*len), file: None, grant: None }
+            }
+            Body::Memory { memory, offset, len } => {
+                let (ptr, have) = self.span(*memory)?;
+                let end = offset.checked_add(u64::from(*len))?;
+                if end > have {
+                    return None;
+                }
+                // SAFETY: inside the memory by the check above.
+                let ptr = unsafe { ptr.add(*offset as usize) }.cast_const();
+                let len = *len as usize;
+                let mut payload = Payload { ptr, len, file: None, grant: None };
+                if !self.lane(lane)?.caps.reliable {
+                    payload.grant = self.grant(endpoint, *memory);
+                    if len >= FILE_MIN {
+                        payload.file = self.arena.find(ptr, len).map(|segment| (segment.fd, segment.offset));
+                    }
+                }
+                payload
+            }
+        };
+        Some(Tx { head: out.head, payload, token: 0 })
+    }
+
+    /// Makes `tx` outlive the call that made it: inline bytes are kept, the user's get a grant.
+    pub(crate) fn keep(&mut self, endpoint: EndpointId, lane: LaneId, out: &proto::Out, tx: &mut Tx) {
+        match &out.body {
+            Body::Inline { bytes, len } => {
+                if let Some(lane) = self.lane(lane) {
+                    (tx.payload, tx.token) = lane.hold(&bytes[..usize::from(*len)]);
+                }
+            }
+            Body::Memory { memory, .. } if tx.payload.grant.is_none() => {
+                tx.payload.grant = self.grant(endpoint, *memory);
+            }
+            _ => {}
+        }
+    }
+
+    /// `Sink::next` for any lane of `endpoint`.
+    pub(crate) fn next(&mut self, endpoint: EndpointId, lane: LaneId) -> Option<Tx> {
+        if let Some(tx) = self.lane(lane)?.pending.take() {
+            return Some(tx);
+        }
+        let now = self.now;
+        loop {
+            let out = self.peer(endpoint)?.peer.next(now, lane)?;
+            if let Some(mut tx) = self.tx(endpoint, lane, &out) {
+                self.keep(endpoint, lane, &out, &mut tx);
+                return Some(tx);
+            }
+            // The memory went away between the protocol's decision and now: cannot happen while operations end only
+            // through the protocol; the frame is dropped and the operation's own end reports it.
+            self.log.error(format_args!("a frame for memory that is gone was dropped"));
+        }
+    }
+
+    /// `Sink::place` for any lane of `endpoint`.
+    #[inline]
+    pub(crate) fn place(&mut self, endpoint: EndpointId, lane: LaneId, head: &Head) -> Place {
+        let now = self.now;
+        let Some(Some(peer)) = self.peers.get_mut(endpoint.0 as usize) else {
+            return Place::Discard;
+        };
+        let mut host = Host { matcher: &mut self.matcher, regions: &mut self.regions };
+        match peer.peer.place(now, lane, head, &mut host) {
+            Placing::Memory { memory, offset, len } => {
+                let Some((ptr, have)) = self.span(memory) else { return Place::Discard };
+                if offset.checked_add(u64::from(len)).is_none_or(|end| end > have) {
+                    return Place::Refuse(format!("{len} bytes at {offset} of a memory of {have} bytes"));
+                }
+                let reliable = self.lane(lane).is_some_and(|lane| lane.caps.reliable);
+                // A lane that loses nothing places short frames whole, before anybody else has the lock.
+                let grant = if reliable && (len as usize) < FILE_MIN { None } else { self.grant(endpoint, memory) };
+                // SAFETY: inside the memory by the check above.
+                let dst = unsafe { ptr.add(offset as usize) };
+                Place::Into { dst, len: len as usize, grant, token: 0 }
+            }
+            Placing::Unexpected { arrival, len } => {
+                let mut bytes: Box<[u8]> = vec![0; len as usize].into();
+                let dst = bytes.as_mut_ptr();
+                let grant = Arc::new(Grant::default());
+                let kept = Arrival { bytes, grant: grant.clone() };
+                if let Some(peer) = self.peer(endpoint)
+                    && let Some(old) = peer.arrivals.insert(arrival, kept)
+                {
+                    old.grant.revoke();
+                }
+                Place::Into { dst, len: len as usize, grant: Some(grant), token: 0 }
+            }
+            Placing::Control { len } => match self.lane(lane) {
+                Some(lane) if len as usize <= CONTROL_MAX => {
+                    lane.control_len = len as usize;
+                    Place::Into { dst: lane.control.as_mut_ptr(), len: len as usize, grant: None, token: 1 }
+                }
+                _ => Place::Refuse(format!("control frame of {len} bytes")),
+            },
+            Placing::Discard => Place::Discard,
+            Placing::Refuse(why) => Place::Refuse(why),
+        }
+    }
+
+    /// `Sink::placed` for any lane of `endpoint`; `Err` kills the lane.
+    #[inline]
+    pub(crate) fn placed(&mut self, endpoint: EndpointId, lane: LaneId, token: u64) -> Result<(), String> {
+        let now = self.now;
+        let Some(Some(peer)) = self.peers.get_mut(endpoint.0 as usize) else { return Ok(()) };
+        let mut host = Host { matcher: &mut self.matcher, regions: &mut self.regions };
+        if token == 0 {
+            return peer.peer.placed(now, lane, &[], &mut host);
+        }
+        let Some(Some(state)) = self.lanes.get(lane.0 as usize) else { return Ok(()) };
+        peer.peer.placed(now, lane, &state.control[..state.control_len], &mut host)
+    }
+
+    /// Ends `op` as the protocol says.
+    pub(crate) fn finish(
+        &mut self,
+        endpoint: EndpointId,
+        id: OpId,
+        result: Result<proto::Receipt, proto::Failure>,
+        progress: u64,
+        tag: u64,
+    ) {
+        let outcome = match result {
+            Ok(receipt) => {
+                let Some(op) = self.ops.op(id) else { return };
+                let tag = if op.what == "recv" { tag } else { op.tag };
+                Ok(Finish { endpoint: Some(endpoint), tag, receipt, direct: None, batch: false })
+            }
+            Err(failure) => Err(self.failure(endpoint, id, &failure, progress)),
+        };
+        if let Some(op) = self.ops.op_mut(id) {
+            op.endpoint = Some(endpoint);
+        }
+        self.ops.finish(id, outcome);
+    }
+
+    fn failure(&mut self, endpoint: EndpointId, id: OpId, failure: &proto::Failure, progress: u64) -> Error {
+        let (what, total) = self.ops.op(id).map_or(("request", 0), |op| (op.what, op.len as u64));
+        let (kind, hint) = match failure {
+            proto::Failure::Truncated { message, .. } => {
+                (ErrorKind::Truncated, Some(format!("receive it into a buffer of at least {message} bytes")))
+            }
+            proto::Failure::Cancelled => (ErrorKind::Cancelled, None),
+            proto::Failure::Region(_) => (ErrorKind::Region, None),
+            proto::Failure::PeerDead(_) => (ErrorKind::PeerDead, Some("operations with other peers go on".to_owned())),
+            proto::Failure::Closed => (ErrorKind::Closed, None),
+        };
+        let peer = self.peer(endpoint).map_or_else(|| "?".into(), |peer| peer.name.clone());
+        let mut error = Error::new(kind, what, failure.to_string()).with_peer(&*peer);
+        if total > 0 && !matches!(failure, proto::Failure::Truncated { .. }) {
+            error = error.with_progress(progress, total);
+        }
+        match hint {
+            Some(hint) => error.with_hint(hint),
+            None => error,
+        }
+    }
+}
+
+/// A flag that another thread raises.
+#[derive(Debug, Default)]
+pub(crate) struct Flag(AtomicBool);
+
+impl Flag {
+    pub(crate) fn raise(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_up(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn take(&self) -> bool {
+        self.0.load(Ordering::Relaxed) && self.0.swap(false, Ordering::AcqRel)
+    }
+}
+
+/// Something made once and taken by whoever closes.
+pub(crate) type Once<T> = Mutex<Option<T>>;

@@ -1,0 +1,234 @@
+//! Two workers of one process, over every transport: what a user sees of sends, receives, regions and failures.
+
+use std::time::Duration;
+
+use crossrail::{Buffer, ConnectOptions, Context, Endpoint, ErrorKind, Op, Settings, Worker, WorkerOptions};
+
+const LIMIT: Option<Duration> = Some(Duration::from_secs(20));
+
+struct Pair {
+    a: Worker,
+    b: Worker,
+    ab: Endpoint,
+    ba: Endpoint,
+}
+
+fn context(pairs: &[(&str, &str)]) -> Context {
+    Context::new(Settings::from_pairs(pairs.iter().copied()).unwrap()).unwrap()
+}
+
+fn pair_of(pairs: &[(&str, &str)]) -> Pair {
+    let one = context(pairs);
+    let other = context(pairs);
+    let a = Worker::new(&one, WorkerOptions::default()).unwrap();
+    let b = Worker::new(&other, WorkerOptions::default()).unwrap();
+    let ab = a.connect(&b.address(), &ConnectOptions::default()).unwrap();
+    let ba = b.accept(LIMIT).unwrap();
+    Pair { a, b, ab, ba }
+}
+
+fn each(mut body: impl FnMut(&str, Pair)) {
+    body("shm", pair_of(&[("CROSSRAIL_TLS", "shm")]));
+    body("tcp", pair_of(&[("CROSSRAIL_TLS", "tcp")]));
+    let rails = "127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4";
+    body(
+        "tcp x 4",
+        pair_of(&[("CROSSRAIL_TLS", "tcp"), ("CROSSRAIL_NET_DEVICES", rails), ("CROSSRAIL_CHUNK", "256K")]),
+    );
+    body(
+        "tcp, io threads",
+        pair_of(&[
+            ("CROSSRAIL_TLS", "tcp"),
+            ("CROSSRAIL_NET_DEVICES", rails),
+            ("CROSSRAIL_IO_THREADS", "2"),
+            ("CROSSRAIL_CHANNELS", "2"),
+        ]),
+    );
+}
+
+fn pattern(len: usize, seed: u64) -> Vec<u8> {
+    (0..len as u64).map(|at| (at.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(seed) >> 29) as u8).collect()
+}
+
+#[test]
+fn messages_of_every_size_arrive_whole() {
+    each(|transport, pair| {
+        for (at, size) in
+            [0, 1, 8, 24, 25, 100, 4096, 8191, 65_536, 65_537, 300_001, 1 << 20, (5 << 20) + 3].into_iter().enumerate()
+        {
+            let sent = pattern(size, at as u64);
+            let receive = pair.b.recv(vec![0; size], at as u64, u64::MAX, None).unwrap();
+            let send = pair.ab.send(sent.clone(), at as u64).unwrap();
+            let receipt = receive.wait(LIMIT).unwrap_or_else(|error| panic!("{transport}, {size}: {error}"));
+            assert_eq!(receipt.bytes, size as u64, "{transport}");
+            assert_eq!(receipt.tag, at as u64, "{transport}");
+            let done = send.wait(LIMIT).unwrap_or_else(|error| panic!("{transport}, {size}: {error}"));
+            assert_eq!(done.bytes, size as u64, "{transport}");
+            assert_eq!(done.lanes().iter().map(|lane| lane.bytes).sum::<u64>(), size as u64, "{transport} {size}");
+            assert_eq!(receive.into_vec().unwrap(), sent, "{transport}, {size}");
+        }
+    });
+}
+
+#[test]
+fn unexpected_messages_wait_for_their_receive() {
+    each(|transport, pair| {
+        let sizes = [0, 8, 40_000, 200_000];
+        let sends: Vec<_> = sizes.iter().map(|size| pair.ab.send(pattern(*size, 1), *size as u64).unwrap()).collect();
+        std::thread::sleep(Duration::from_millis(20));
+        for size in sizes.iter().rev() {
+            let receive = pair.b.recv(vec![0; *size], *size as u64, u64::MAX, Some(&pair.ba)).unwrap();
+            receive.wait(LIMIT).unwrap_or_else(|error| panic!("{transport}, {size}: {error}"));
+            assert_eq!(receive.into_vec().unwrap(), pattern(*size, 1), "{transport}");
+        }
+        for send in sends {
+            send.wait(LIMIT).unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_truncated_receive_fails_at_both_ends() {
+    each(|transport, pair| {
+        for size in [10, 70_000, 1 << 20] {
+            for unexpected in [false, true] {
+                let posted = (!unexpected).then(|| pair.b.recv(vec![0; size - 1], 5, u64::MAX, None).unwrap());
+                let send = pair.ab.send(vec![1; size], 5).unwrap();
+                let receive = posted.unwrap_or_else(|| pair.b.recv(vec![0; size - 1], 5, u64::MAX, None).unwrap());
+                for error in [receive.wait(LIMIT).unwrap_err(), send.wait(LIMIT).unwrap_err()] {
+                    assert_eq!(error.kind, ErrorKind::Truncated, "{transport}: {error}");
+                    assert!(error.to_string().contains(&size.to_string()), "{error}");
+                }
+            }
+        }
+        // The connection goes on.
+        let receive = pair.b.recv(vec![0; 4], 6, u64::MAX, None).unwrap();
+        pair.ab.send(vec![7; 4], 6).unwrap().wait(LIMIT).unwrap();
+        receive.wait(LIMIT).unwrap();
+    });
+}
+
+#[test]
+fn regions_are_written_and_read_by_key_and_counted() {
+    each(|transport, pair| {
+        let memory = context(&[]).alloc(1 << 20).unwrap();
+        let region = pair.b.register(&memory).unwrap();
+        let key = crossrail::RegionKey::from_bytes(&region.key().to_bytes()).unwrap();
+        for (at, size) in [1, 8, 1000, 70_000, 500_000].into_iter().enumerate() {
+            let bytes = pattern(size, 9);
+            let offset = 1000 + at as u64;
+            pair.ab.write(bytes.clone(), &key, offset, Some(3)).unwrap().wait(LIMIT).unwrap();
+            region.wait_imm(3, at as u64 + 1, LIMIT).unwrap();
+            let mut seen = vec![0; size];
+            memory.copy_to(offset as usize, &mut seen).unwrap();
+            assert_eq!(seen, bytes, "{transport}, write {size}");
+            let read = pair.ab.read(vec![0; size], &key, offset).unwrap();
+            read.wait(LIMIT).unwrap();
+            assert_eq!(read.into_vec().unwrap(), bytes, "{transport}, read {size}");
+        }
+        for size in [8, 300_000] {
+            let beyond = pair.ab.write(vec![0; size], &key, (1 << 20) - 4, None).unwrap().wait(LIMIT).unwrap_err();
+            assert_eq!(beyond.kind, ErrorKind::Region, "{transport}: {beyond}");
+        }
+        let mut forged = region.key().to_bytes();
+        *forged.last_mut().unwrap() ^= 1;
+        let forged = crossrail::RegionKey::from_bytes(&forged).unwrap();
+        let error = pair.ab.read(vec![0; 8], &forged, 0).unwrap().wait(LIMIT).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Region, "{transport}: {error}");
+        region.deregister().unwrap();
+        let error = pair.ab.write(vec![0; 8], &key, 0, None).unwrap().wait(LIMIT).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Region, "{transport}: {error}");
+    });
+}
+
+#[test]
+fn a_batch_is_one_request() {
+    each(|transport, pair| {
+        let region = pair.b.register(vec![0; 4096]).unwrap();
+        let receive = pair.b.recv(vec![0; 100], 1, u64::MAX, None).unwrap();
+        let ops = vec![
+            Op::Write { local: Buffer::from(vec![1; 10]), remote: region.key(), offset: 0, imm: Some(1) },
+            Op::Send { buffer: Buffer::from(vec![2; 100]), tag: 1 },
+            Op::Read { local: Buffer::from(vec![0; 50]), remote: region.key(), offset: 0 },
+        ];
+        let receipt = pair.ab.batch(ops).unwrap().wait(LIMIT).unwrap();
+        assert_eq!(receipt.bytes, 160, "{transport}");
+        receive.wait(LIMIT).unwrap();
+        let ops = vec![
+            Op::Write { local: Buffer::from(vec![1; 10]), remote: region.key(), offset: 4095, imm: None },
+            Op::Write { local: Buffer::from(vec![1; 10]), remote: region.key(), offset: 0, imm: None },
+        ];
+        let error = pair.ab.batch(ops).unwrap().wait(LIMIT).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Region, "{transport}");
+        assert_eq!(pair.a.operations(), 0, "{transport}");
+    });
+}
+
+#[test]
+fn waits_are_bounded_and_cancel_gives_the_request_back() {
+    each(|transport, pair| {
+        let receive = pair.b.recv(vec![0; 8], 77, u64::MAX, Some(&pair.ba)).unwrap();
+        let error = receive.wait(Some(Duration::from_millis(30))).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Timeout, "{transport}");
+        receive.cancel();
+        assert_eq!(receive.wait(LIMIT).unwrap_err().kind, ErrorKind::Cancelled, "{transport}");
+        for size in [8, 1 << 20] {
+            let send = pair.ab.send(vec![0; size], 78).unwrap();
+            assert_eq!(send.wait(Some(Duration::from_millis(20))).unwrap_err().kind, ErrorKind::Timeout);
+            send.cancel();
+            assert_eq!(send.wait(LIMIT).unwrap_err().kind, ErrorKind::Cancelled, "{transport}");
+        }
+        let receive = pair.b.recv(vec![0; 8], 79, u64::MAX, None).unwrap();
+        pair.ab.send(vec![3; 8], 79).unwrap().wait(LIMIT).unwrap();
+        receive.wait(LIMIT).unwrap();
+    });
+}
+
+#[test]
+fn a_closed_peer_fails_only_its_own_requests() {
+    each(|transport, pair| {
+        let third = Worker::new(&context(&[]), WorkerOptions::default()).unwrap();
+        let to_third = pair.a.connect(&third.address(), &ConnectOptions::default()).unwrap();
+        let from_third = third.accept(LIMIT).unwrap();
+        let doomed = pair.a.recv(vec![0; 8], 1, u64::MAX, Some(&pair.ab)).unwrap();
+        let large = pair.ab.send(vec![0; 8 << 20], 9).unwrap();
+        pair.b.close();
+        let error = doomed.wait(LIMIT).unwrap_err();
+        assert!(matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed), "{transport}: {error}");
+        assert!(large.wait(LIMIT).is_err());
+        let receive = pair.a.recv(vec![0; 8], 2, u64::MAX, Some(&to_third)).unwrap();
+        from_third.send(vec![4; 8], 2).unwrap().wait(LIMIT).unwrap();
+        receive.wait(LIMIT).unwrap();
+    });
+}
+
+#[test]
+fn a_worker_talks_to_itself() {
+    let worker = Worker::new(&context(&[]), WorkerOptions::default()).unwrap();
+    let endpoint = worker.connect(&worker.address(), &ConnectOptions::default()).unwrap();
+    let receive = worker.recv(vec![0; 100_000], 1, u64::MAX, None).unwrap();
+    endpoint.send(pattern(100_000, 3), 1).unwrap().wait(LIMIT).unwrap();
+    receive.wait(LIMIT).unwrap();
+    assert_eq!(receive.into_vec().unwrap(), pattern(100_000, 3));
+    assert!(endpoint.explain().small.contains("self"));
+}
+
+#[test]
+fn both_directions_at_once_under_load() {
+    each(|transport, pair| {
+        let mut requests = Vec::new();
+        for round in 0..40_u64 {
+            let size = [8, 3000, 70_000, 1 << 20][round as usize % 4];
+            requests.push(pair.b.recv(vec![0; size], round, u64::MAX, Some(&pair.ba)).unwrap());
+            requests.push(pair.a.recv(vec![0; size], round, u64::MAX, Some(&pair.ab)).unwrap());
+            requests.push(pair.ab.send(pattern(size, round), round).unwrap());
+            requests.push(pair.ba.send(pattern(size, round), round).unwrap());
+        }
+        for (at, request) in requests.into_iter().enumerate() {
+            request.wait(LIMIT).unwrap_or_else(|error| panic!("{transport}, {at}: {error}"));
+            if let Some(bytes) = request.into_vec() {
+                assert_eq!(bytes, pattern(bytes.len(), at as u64 / 4), "{transport}, {at}");
+            }
+        }
+    });
+}
