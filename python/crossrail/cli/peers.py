@@ -24,9 +24,10 @@ from .processes import Process
 
 KNOWN = ("ucx", "iperf3")
 SERVER_START_S = 10.0
+LONGEST_S = 600.0
 _PROGRAMS = {"ucx": "ucx_perftest", "iperf3": "iperf3"}
 _PACKAGES = {"ucx": "ucx-utils", "iperf3": "iperf3"}
-_NAME = re.compile(r"[A-Za-z0-9_.:@%-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:@%-]{0,63}")
 _MIB = 1024 * 1024
 _LISTENING = "0A"
 
@@ -48,7 +49,7 @@ class Work:
     size: int
     transport: str
     iterations: int
-    seconds: float = 1.0
+    seconds: int = 1
     hosts: list[str] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
     zerocopy: bool = False
@@ -61,9 +62,14 @@ class Work:
             work = Work(**message)
         except TypeError as error:
             raise Failure(f"the other end asked for peer work that is not understood: {error}") from None
+        if not isinstance(work.hosts, list) or not isinstance(work.devices, list):
+            raise Failure("the other end asked for peer work that is not understood")
         names = [*work.hosts, *work.devices]
-        if work.peer not in KNOWN or not all(isinstance(name, str) and _NAME.fullmatch(name) for name in names):
-            raise Failure("the other end asked for a peer or device that is not one")
+        counts = [work.size, work.iterations, work.seconds]
+        sane = all(isinstance(name, str) and _NAME.fullmatch(name) for name in names) and bool(work.hosts)
+        sane = sane and all(type(count) is int and count > 0 for count in counts)
+        if work.peer not in KNOWN or not sane or not 0 < work.timeout <= LONGEST_S:
+            raise Failure("the other end asked for peer work that makes no sense")
         return work
 
 
@@ -112,7 +118,7 @@ def describe(work: Work) -> str:
     """How the peer was run, for the report."""
     if work.peer == "iperf3":
         zerocopy = " -Z" if work.zerocopy else ""
-        return f"iperf3{zerocopy}, {max(len(work.hosts), 1)} at once, {work.seconds:g} s each"
+        return f"iperf3{zerocopy}, {max(len(work.hosts), 1)} at once, {work.seconds} s each"
     test = _ucx_test(work)
     environment = " ".join(f"{name}={value}" for name, value in _ucx_environment(work).items())
     return f"{environment} ucx_perftest -t {test} -s {work.size} -n {work.iterations}".strip()
@@ -155,7 +161,7 @@ def run_client(work: Work, ports: Sequence[int]) -> Figure:
                 "-p",
                 str(port),
                 "-t",
-                f"{work.seconds:g}",
+                f"{work.seconds}",
                 "-J",
                 "--connect-timeout",
                 "5000",
