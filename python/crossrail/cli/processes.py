@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 _PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 _running: set[Process] = set()
 _guard = threading.Lock()
 
@@ -35,12 +35,16 @@ class Process:
         stderr: int | IO[bytes] = subprocess.PIPE,
     ) -> None:
         """Starts ``command``. Raises OSError when it cannot be started."""
+        starter = os.getpid()
         self.popen = subprocess.Popen(
-            [*_leash(), *command],
+            list(command),
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
             env=None if environment is None else {**os.environ, **environment},
+            # Between fork and exec, so that no moment is left in which the starter could die unnoticed. It calls two
+            # system calls and takes no lock that another thread could hold.
+            preexec_fn=lambda: _die_with(starter),
         )
         with _guard:
             _running.add(self)
@@ -79,10 +83,11 @@ def kill_all() -> None:
             process.popen.wait(5)
 
 
-def _leash() -> list[str]:
-    """A command in front of a command that has the kernel kill it together with the thread that started it."""
-    setpriv = shutil.which("setpriv")
-    return [setpriv, "--pdeathsig", "KILL"] if setpriv else []
+def _die_with(starter: int) -> None:
+    """Has the kernel kill this process together with the thread that started it."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != starter:
+        os._exit(1)
 
 
 def live_with_parent(parent: int) -> None:
@@ -92,10 +97,7 @@ def live_with_parent(parent: int) -> None:
     where the parent is of another thread or namespace. SIGINT is left to the parent, which ends this process itself.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
+    _die_with(parent)
     threading.Thread(target=_exit_with_stdin, name="crossrail-parent", daemon=True).start()
 
 
