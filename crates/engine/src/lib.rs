@@ -13,15 +13,18 @@
 //! This room is the only one that picks a backend. See the workspace's ARCHITECTURE.md.
 
 mod buffer;
+mod connect;
 mod context;
 mod core;
 mod endpoint;
 mod io;
 mod keeper;
 mod link;
+mod listen;
 mod log;
 pub mod meet;
 mod ops;
+mod progress;
 mod region;
 mod request;
 mod select;

@@ -4,8 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crossrail_transport::DirectKind;
-use crossrail_types::{OpId, Result};
+use crossrail_types::{LaneId, OpId, Result};
 
+use crate::core::Core;
+use crate::ops::Outcome;
 use crate::worker::Shared;
 
 /// An operation under way.
@@ -97,7 +99,7 @@ impl Receipt {
     }
 }
 
-pub(crate) fn protocol(receipt: &crossrail_proto::Receipt, direct: Option<DirectKind>) -> Protocol {
+fn protocol(receipt: &crossrail_proto::Receipt, direct: Option<DirectKind>) -> Protocol {
     match (receipt.protocol, direct) {
         (crossrail_proto::Protocol::Eager, _) => Protocol::Eager,
         (crossrail_proto::Protocol::Direct, Some(DirectKind::Cma)) => Protocol::Cma,
@@ -154,4 +156,50 @@ impl std::fmt::Debug for Request {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Request({})", self.id)
     }
+}
+
+/// How a finished operation ended.
+pub(crate) fn outcome(core: &mut Core, id: OpId) -> Result<Receipt> {
+    match core.st.ops.op(id).and_then(|op| op.outcome.clone()) {
+        Some(outcome) => render(core, outcome),
+        None => Err(crate::ops::gone("wait")),
+    }
+}
+
+/// The protocol's receipt in people's words.
+pub(crate) fn render(core: &mut Core, outcome: Outcome) -> Result<Receipt> {
+    let finish = outcome?;
+    let peer = finish.endpoint.and_then(|endpoint| core.st.peer(endpoint));
+    let (peer, notes) = match peer {
+        Some(peer) if finish.receipt.lanes.is_empty() => (peer.name.clone(), Vec::new()),
+        Some(peer) => (peer.name.clone(), peer.notes.clone()),
+        None => (Arc::from(""), Vec::new()),
+    };
+    let receipt = finish.receipt;
+    let name = |core: &mut Core, id: LaneId| core.st.lane(id).map_or_else(|| Arc::from("?"), |lane| lane.name.clone());
+    let only = receipt.lane.map(|lane| name(core, lane));
+    let shares = receipt
+        .lanes
+        .iter()
+        .map(|share| LaneShare {
+            name: name(core, share.lane),
+            bytes: share.bytes,
+            chunks: share.chunks.into(),
+            resent: share.resent,
+        })
+        .collect();
+    let us = |ns: u64| ns as f64 / 1000.0;
+    Ok(Receipt {
+        bytes: receipt.bytes,
+        tag: finish.tag,
+        peer,
+        protocol: if finish.batch { Protocol::Batch } else { protocol(&receipt, finish.direct) },
+        match_us: us(receipt.match_ns),
+        window_us: us(receipt.window_ns),
+        wire_us: us(receipt.wire_ns),
+        copy_us: us(receipt.copy_ns),
+        shares,
+        only,
+        notes,
+    })
 }

@@ -5,38 +5,24 @@ use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::{JoinHandle, Thread};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use crossrail_transport::LaneError;
-use crossrail_types::{EndpointId, Error, ErrorKind, IoThreads, LaneId, OpId, Result};
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use crossrail_types::{EndpointId, Error, ErrorKind, IoThreads, OpId, Result};
+use parking_lot::{Condvar, Mutex};
 
 use crate::buffer::Buffer;
 use crate::context::Context;
 use crate::core::Core;
 use crate::endpoint::Endpoint;
-use crate::io::{About, EventsFd, Group, Ready};
+use crate::io::{EventsFd, Group};
 use crate::keeper::Keeper;
 use crate::link::Links;
 use crate::log::Log;
 use crate::meet;
-use crate::ops::{Callback, Outcome};
+use crate::ops::Callback;
 use crate::region::Region;
-use crate::request::{LaneShare, Protocol, Receipt, Request, protocol};
+use crate::request::{Receipt, Request, outcome};
 use crate::state::{Once, State};
-
-/// A waiting thread polls without pause for this long after anything last moved.
-const SPIN: Duration = Duration::from_micros(30);
-/// Then it offers its core to others between polls, for this long; then it sleeps.
-const YIELD: Duration = Duration::from_micros(200);
-/// Idle polls between two looks at the clock.
-const LOOK_EVERY: u32 = 64;
-/// Idle polls between two looks at the sockets of chunk connections.
-const EPOLL_EVERY: u32 = 8;
-/// While callers make progress themselves, the background thread looks this often whether they have stopped.
-const TICK: Duration = Duration::from_millis(1);
-/// The longest the background thread sleeps without looking at the protocol's timers.
-const NAP_MAX: Duration = Duration::from_millis(100);
 
 /// How a worker is made.
 #[derive(Clone, Debug)]
@@ -81,14 +67,14 @@ pub(crate) struct Shared {
     pub(crate) listener: Once<meet::Listener>,
     pub(crate) identity: Mutex<Option<meet::Identity>>,
     pub(crate) closing: AtomicBool,
-    events: EventsFd,
+    pub(crate) events: EventsFd,
     /// Something finished.
-    done: Condvar,
-    sleepers: AtomicUsize,
-    spinning: AtomicUsize,
+    pub(crate) done: Condvar,
+    pub(crate) sleepers: AtomicUsize,
+    pub(crate) spinning: AtomicUsize,
     /// Waits that have ended: tells the background thread that callers are at work.
-    activity: AtomicU64,
-    background: Mutex<Option<Thread>>,
+    pub(crate) activity: AtomicU64,
+    pub(crate) background: Mutex<Option<Thread>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
@@ -293,247 +279,6 @@ impl Shared {
         self.spawn("crossrail-keeper", |shared| shared.keeper.run(shared)).map(drop)
     }
 
-    // ---- after every change
-
-    /// Releases the lock and does what must be done without it: callbacks, wake-ups, suspects, lost rails.
-    #[inline]
-    pub(crate) fn after(&self, mut core: MutexGuard<'_, Core>) {
-        let finished = std::mem::take(&mut core.st.ops.finished);
-        let rare =
-            core.kicked || !core.st.ops.callbacks.is_empty() || !core.suspects.is_empty() || !core.lost.is_empty();
-        if rare {
-            self.after_rare(core);
-        } else {
-            drop(core);
-        }
-        if finished {
-            self.events.tell();
-            if self.sleepers.load(Ordering::SeqCst) > 0 {
-                // A sleeper checks under the lock before it sleeps, so it is either not yet there or told now.
-                drop(self.core.lock());
-                self.done.notify_all();
-            }
-        }
-    }
-
-    #[cold]
-    fn after_rare(&self, mut core: MutexGuard<'_, Core>) {
-        let kicked = std::mem::take(&mut core.kicked);
-        let callbacks = std::mem::take(&mut core.st.ops.callbacks);
-        let suspects = std::mem::take(&mut core.suspects);
-        let lost = std::mem::take(&mut core.lost);
-        let callbacks: Vec<(Callback, Result<Receipt>)> =
-            callbacks.into_iter().map(|(callback, outcome)| (callback, render(&mut core, outcome))).collect();
-        drop(core);
-        if kicked {
-            for group in &self.groups {
-                group.wake();
-            }
-        }
-        for (endpoint, lane) in suspects {
-            self.examine(endpoint, lane);
-        }
-        for lost in lost {
-            self.keeper.lost(self, lost);
-        }
-        for (callback, result) in callbacks {
-            callback(result);
-        }
-    }
-
-    /// A lane owes something and is silent: does its link still move bytes?
-    fn examine(&self, endpoint: EndpointId, id: LaneId) {
-        let mut core = self.core.lock();
-        let now = core.st.tick();
-        let bulk = core.st.peer(endpoint).and_then(|peer| peer.bulk.iter().find(|lane| lane.id == id).cloned());
-        let acked = match &bulk {
-            Some(lane) => match lane.lane.try_lock() {
-                Some(held) => held.as_ref().map(|lane| lane.stats().acked_bytes),
-                // Somebody is moving bytes on it at this moment.
-                None => Some(u64::MAX),
-            },
-            None => core.inside.iter().find(|lane| lane.id == id).map(|lane| lane.lane.stats().acked_bytes),
-        };
-        let (Some(acked), Some(state)) = (acked, core.st.lane(id)) else { return };
-        if acked == u64::MAX || std::mem::replace(&mut state.seen_acked, acked) != acked {
-            if let Some(peer) = core.st.peer(endpoint) {
-                peer.peer.lane_alive(now, id);
-            }
-            self.after(core);
-            return;
-        }
-        let error = LaneError::Down("silent: nothing was acknowledged in time".to_owned());
-        self.take_for_dead(core, endpoint, id, error);
-    }
-
-    /// Drops a lane that has not failed by itself.
-    pub(crate) fn take_for_dead(
-        &self,
-        mut core: MutexGuard<'_, Core>,
-        endpoint: EndpointId,
-        id: LaneId,
-        error: LaneError,
-    ) {
-        let bulk = core.st.peer(endpoint).and_then(|peer| peer.bulk.iter().find(|lane| lane.id == id).cloned());
-        if let Some(lane) = bulk {
-            lane.verdict.lock().get_or_insert(error);
-            lane.dead.raise();
-            core.kicked = true;
-        } else {
-            core.drop_inside(endpoint, id, &error);
-        }
-        self.after(core);
-    }
-
-    // ---- progress
-
-    /// One pass over everything; whether anything moved.
-    pub(crate) fn step(&self) -> bool {
-        let mut core = self.core.lock();
-        let mut moved = core.pass(true);
-        core.timers();
-        self.after(core);
-        moved |= self.poll_sockets(Some(Duration::ZERO));
-        self.activity.fetch_add(1, Ordering::Relaxed);
-        moved
-    }
-
-    /// Collects socket events and pumps the driver's connections.
-    fn poll_sockets(&self, timeout: Option<Duration>) -> bool {
-        let group = &self.groups[0];
-        let mut others: Vec<Ready> = Vec::new();
-        group.events(timeout, |ready| others.push(ready));
-        for ready in &others {
-            self.act(*ready);
-        }
-        group.pump(self) | !others.is_empty()
-    }
-
-    fn act(&self, ready: Ready) {
-        match ready.about {
-            About::Wake => {}
-            About::Lane(id) => {
-                let mut core = self.core.lock();
-                if let Some(inside) = core.inside.iter_mut().find(|lane| lane.id == id) {
-                    inside.lane.ready(ready.readable, ready.writable);
-                }
-            }
-            About::Session(endpoint) if ready.readable => self.control_readable(endpoint),
-            About::Session(_) => {}
-            About::Links => self.links_changed(),
-        }
-    }
-
-    /// Waits until `ready` answers, at most `timeout`.
-    pub(crate) fn wait_until<T>(&self, timeout: Duration, mut ready: impl FnMut(&mut Core) -> Option<T>) -> Option<T> {
-        let mut core = self.core.lock();
-        if let Some(found) = ready(&mut core) {
-            self.after(core);
-            return Some(found);
-        }
-        self.spinning.fetch_add(1, Ordering::SeqCst);
-        if core.disarm() {
-            // The background thread sleeps on lanes that no longer ring: have it look after us instead.
-            self.groups[0].wake();
-        }
-        let mut wait = Wait { shared: self, deadline: None, timeout, idle: 0, idle_since: None };
-        let found = wait.run(core, &mut ready);
-        self.spinning.fetch_sub(1, Ordering::SeqCst);
-        self.activity.fetch_add(1, Ordering::Relaxed);
-        if self.sleepers.load(Ordering::Relaxed) > 0 {
-            self.hand_over();
-        }
-        found
-    }
-
-    /// Gets the background thread to make progress now.
-    fn hand_over(&self) {
-        if let Some(thread) = &*self.background.lock() {
-            thread.unpark();
-        }
-    }
-
-    /// The background thread.
-    fn progress_forever(self: &Arc<Self>) {
-        let mut seen = 0;
-        while !self.closing.load(Ordering::Acquire) {
-            let activity = self.activity.load(Ordering::Relaxed);
-            let spinning = self.spinning.load(Ordering::SeqCst) > 0;
-            let sleepers = self.sleepers.load(Ordering::SeqCst) > 0;
-            if spinning || (activity != seen && !sleepers) {
-                // Callers make progress themselves: look again when they may have stopped.
-                seen = activity;
-                std::thread::park_timeout(TICK);
-                continue;
-            }
-            self.drive();
-        }
-    }
-
-    /// Makes progress until nothing moves, sleeps until something does. Returns when a caller takes over.
-    fn drive(&self) {
-        let mut quiet = 0;
-        while !self.closing.load(Ordering::Acquire) {
-            let mut core = self.core.lock();
-            let mut moved = core.pass(true);
-            let busy = core.busy();
-            self.after(core);
-            moved |= self.poll_sockets(Some(Duration::ZERO));
-            if self.spinning.load(Ordering::SeqCst) > 0 {
-                return;
-            }
-            if moved || busy {
-                quiet = 0;
-                if !moved {
-                    std::thread::yield_now();
-                }
-                continue;
-            }
-            quiet += 1;
-            if quiet < 3 {
-                continue;
-            }
-            self.doze();
-            quiet = 0;
-        }
-    }
-
-    /// Sleeps until an event, unless there is work.
-    fn doze(&self) {
-        let group = &self.groups[0];
-        group.drowsy();
-        let mut core = self.core.lock();
-        core.timers();
-        let idle = !core.busy() && !core.kicked && !group.pending() && core.arm();
-        let nap = core.next_timer().map_or(NAP_MAX, |at| at.saturating_duration_since(Instant::now()).min(NAP_MAX));
-        self.after(core);
-        if !idle {
-            group.awake();
-            return;
-        }
-        self.poll_sockets(Some(nap));
-        let mut core = self.core.lock();
-        core.disarm();
-        self.after(core);
-    }
-
-    /// A thread of its own for one group of connections.
-    fn pump_forever(self: &Arc<Self>, group: usize) {
-        let group = &self.groups[group];
-        while !self.closing.load(Ordering::Acquire) {
-            group.events(Some(Duration::ZERO), |_| {});
-            if group.pump(self) {
-                continue;
-            }
-            group.drowsy();
-            if group.pending() || self.closing.load(Ordering::Acquire) {
-                group.awake();
-                continue;
-            }
-            group.events(None, |_| {});
-        }
-    }
-
     // ---- requests
 
     pub(crate) fn wait(&self, id: OpId, timeout: Option<Duration>) -> Result<Receipt> {
@@ -650,174 +395,4 @@ impl Shared {
         self.after(core);
         self.done.notify_all();
     }
-}
-
-/// One bounded wait.
-struct Wait<'a> {
-    shared: &'a Shared,
-    timeout: Duration,
-    deadline: Option<Instant>,
-    idle: u32,
-    idle_since: Option<Instant>,
-}
-
-impl<'a> Wait<'a> {
-    #[inline]
-    fn run<T>(&mut self, mut core: MutexGuard<'a, Core>, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Option<T> {
-        let shared = self.shared;
-        loop {
-            let mut moved = core.pass(true);
-            if let Some(found) = ready(&mut core) {
-                shared.after(core);
-                return Some(found);
-            }
-            let group = &shared.groups[0];
-            if (moved || self.idle.is_multiple_of(EPOLL_EVERY)) && (group.has_lanes() || core.kicked) {
-                shared.after(core);
-                moved |= shared.poll_sockets(Some(Duration::ZERO));
-                core = shared.core.lock();
-            }
-            if moved {
-                self.idle = 0;
-                self.idle_since = None;
-                continue;
-            }
-            self.idle += 1;
-            if self.idle.is_multiple_of(LOOK_EVERY) {
-                match self.look(core, ready) {
-                    Look::Again(lock) => core = lock,
-                    Look::Found(found) => return Some(found),
-                    Look::Expired => return None,
-                }
-            } else {
-                std::hint::spin_loop();
-            }
-        }
-    }
-
-    /// Looks at the clock after a stretch of idle polls: spin on, let others run, or sleep.
-    #[cold]
-    fn look<T>(&mut self, core: MutexGuard<'a, Core>, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
-        let shared = self.shared;
-        shared.after(core);
-        let now = Instant::now();
-        let deadline = *self.deadline.get_or_insert(now + self.timeout);
-        if now >= deadline {
-            return Look::Expired;
-        }
-        let idle = now - *self.idle_since.get_or_insert(now);
-        if idle < SPIN {
-            return Look::Again(shared.core.lock());
-        }
-        // Session and link events are not looked at while spinning.
-        shared.poll_sockets(Some(Duration::ZERO));
-        if idle < YIELD {
-            std::thread::yield_now();
-            return Look::Again(shared.core.lock());
-        }
-        self.idle_since = None;
-        self.idle = 0;
-        if shared.options.background {
-            return self.sleep(deadline, ready);
-        }
-        shared.doze_until(deadline);
-        Look::Again(shared.core.lock())
-    }
-
-    /// Leaves progress to the background thread until something finishes.
-    fn sleep<T>(&mut self, deadline: Instant, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
-        let shared = self.shared;
-        let mut core = shared.core.lock();
-        shared.sleepers.fetch_add(1, Ordering::SeqCst);
-        shared.spinning.fetch_sub(1, Ordering::SeqCst);
-        shared.hand_over();
-        let look = loop {
-            if let Some(found) = ready(&mut core) {
-                break Look::Found(found);
-            }
-            if core.closed || shared.done.wait_until(&mut core, deadline).timed_out() {
-                break match ready(&mut core) {
-                    Some(found) => Look::Found(found),
-                    None => Look::Expired,
-                };
-            }
-        };
-        shared.spinning.fetch_add(1, Ordering::SeqCst);
-        shared.sleepers.fetch_sub(1, Ordering::SeqCst);
-        shared.after(core);
-        look
-    }
-}
-
-enum Look<'a, T> {
-    Again(MutexGuard<'a, Core>),
-    Found(T),
-    Expired,
-}
-
-impl Shared {
-    /// Sleeps on the sockets itself, where there is no background thread.
-    fn doze_until(&self, deadline: Instant) {
-        let group = &self.groups[0];
-        group.drowsy();
-        let mut core = self.core.lock();
-        core.timers();
-        let idle = !core.busy() && !group.pending() && core.arm();
-        let left = deadline.saturating_duration_since(Instant::now()).min(NAP_MAX);
-        let nap = core.next_timer().map_or(left, |at| at.saturating_duration_since(Instant::now()).min(left));
-        self.after(core);
-        if idle {
-            self.poll_sockets(Some(nap));
-        } else {
-            group.awake();
-        }
-        let mut core = self.core.lock();
-        core.disarm();
-        self.after(core);
-    }
-}
-
-fn outcome(core: &mut Core, id: OpId) -> Result<Receipt> {
-    match core.st.ops.op(id).and_then(|op| op.outcome.clone()) {
-        Some(outcome) => render(core, outcome),
-        None => Err(crate::ops::gone("wait")),
-    }
-}
-
-/// The protocol's receipt in people's words.
-fn render(core: &mut Core, outcome: Outcome) -> Result<Receipt> {
-    let finish = outcome?;
-    let peer = finish.endpoint.and_then(|endpoint| core.st.peer(endpoint));
-    let (peer, notes) = match peer {
-        Some(peer) if finish.receipt.lanes.is_empty() => (peer.name.clone(), Vec::new()),
-        Some(peer) => (peer.name.clone(), peer.notes.clone()),
-        None => (Arc::from(""), Vec::new()),
-    };
-    let receipt = finish.receipt;
-    let name = |core: &mut Core, id: LaneId| core.st.lane(id).map_or_else(|| Arc::from("?"), |lane| lane.name.clone());
-    let only = receipt.lane.map(|lane| name(core, lane));
-    let shares = receipt
-        .lanes
-        .iter()
-        .map(|share| LaneShare {
-            name: name(core, share.lane),
-            bytes: share.bytes,
-            chunks: share.chunks.into(),
-            resent: share.resent,
-        })
-        .collect();
-    let us = |ns: u64| ns as f64 / 1000.0;
-    Ok(Receipt {
-        bytes: receipt.bytes,
-        tag: finish.tag,
-        peer,
-        protocol: if finish.batch { Protocol::Batch } else { protocol(&receipt, finish.direct) },
-        match_us: us(receipt.match_ns),
-        window_us: us(receipt.window_ns),
-        wire_us: us(receipt.wire_ns),
-        copy_us: us(receipt.copy_ns),
-        shares,
-        only,
-        notes,
-    })
 }
