@@ -1,21 +1,18 @@
 //! Plain copies.
 #![allow(unsafe_code)]
 
-/// Copies up to a few hundred kilobytes that somebody will read soon.
+/// Copies `len` bytes from or to shared memory.
+///
+/// This is the C library's memcpy. Measured against it in pieces of 256 KiB between two processes on an AMD EPYC
+/// (family 26), with mapped transfers of 16 KiB to 64 MiB: `rep movsb` reached a third; non-temporal AVX2 and AVX-512
+/// stores 0.6 to 0.7 while the data fits a cache, as much when one end copies beyond that, and 1.05 when both do. The
+/// last is not worth the loss of the others on machines with a larger cache.
 ///
 /// # Safety
-/// As `std::ptr::copy_nonoverlapping` for `len` bytes.
+/// As `std::ptr::copy_nonoverlapping` for `len` bytes, but that a peer may write to either side meanwhile: then the
+/// bytes copied are garbage.
 #[inline]
-pub(crate) unsafe fn small(dst: *mut u8, src: *const u8, len: usize) {
-    // SAFETY: by the contract.
-    unsafe { std::ptr::copy_nonoverlapping(src, dst, len) };
-}
-
-/// Copies one piece of a transfer of `total` bytes.
-///
-/// # Safety
-/// As `std::ptr::copy_nonoverlapping` for `len` bytes.
-pub(crate) unsafe fn piece(dst: *mut u8, src: *const u8, len: usize, _total: usize) {
+pub(crate) unsafe fn bytes(dst: *mut u8, src: *const u8, len: usize) {
     // SAFETY: by the contract.
     unsafe { std::ptr::copy_nonoverlapping(src, dst, len) };
 }

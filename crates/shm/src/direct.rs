@@ -93,12 +93,12 @@ impl ShmLane {
             // SAFETY: by the contract; the mapping covers the range. The peer may write there meanwhile: then the
             // bytes are garbage, which it could have put there before.
             (Remote::Mapped(there), Copy::Pull) => unsafe {
-                copy::piece(local, there.wrapping_add(at), len, job.len);
+                copy::bytes(local, there.wrapping_add(at), len);
                 Ok(())
             },
             // SAFETY: as above.
             (Remote::Mapped(there), Copy::Push) => unsafe {
-                copy::piece(there.wrapping_add(at), local, len, job.len);
+                copy::bytes(there.wrapping_add(at), local, len);
                 Ok(())
             },
             // SAFETY: by the contract.

@@ -150,7 +150,7 @@ impl Producer {
         } else {
             // SAFETY: the payload is valid for `len` bytes while the permit is held; `dst` as above, and it is
             // memory that the consumer does not read before the slot says so.
-            unsafe { copy::small(dst, payload.ptr, payload.len) };
+            unsafe { copy::bytes(dst, payload.ptr, payload.len) };
         }
         self.byte_next = end;
         Ok(true)
@@ -226,7 +226,7 @@ impl Frame {
         } else {
             // SAFETY: by the contract; `Consumer::peek` checked that the payload lies inside the ring. A hostile
             // peer may change the bytes meanwhile: then garbage arrives, as it could have sent in the first place.
-            unsafe { copy::small(dst, self.bytes.wrapping_add(at), len) };
+            unsafe { copy::bytes(dst, self.bytes.wrapping_add(at), len) };
         }
     }
 }

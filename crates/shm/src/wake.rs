@@ -76,14 +76,19 @@ impl Flags {
     /// After a change of the ring: wakes the peer if it sleeps for `what`.
     #[inline]
     pub(crate) fn wake(&self, what: u64, wire: &Wire) {
+        if self.peer_sleeps(what) && self.theirs().swap(0, Ordering::AcqRel) != 0 {
+            wire.bell();
+        }
+    }
+
+    #[inline]
+    fn peer_sleeps(&self, what: u64) -> bool {
         if self.expedited {
             compiler_fence(Ordering::SeqCst);
         } else {
             fence(Ordering::SeqCst);
         }
-        if self.theirs().load(Ordering::Relaxed) & what != 0 && self.theirs().swap(0, Ordering::AcqRel) != 0 {
-            wire.bell();
-        }
+        self.theirs().load(Ordering::Relaxed) & what != 0
     }
 
     /// Before sleeping: from here on the peer wakes us for `what`. The caller looks at the ring once more after
@@ -97,5 +102,88 @@ impl Flags {
     /// Awake.
     pub(crate) fn awake(&self) {
         self.mine().store(0, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    const LONG_ENOUGH: Duration = Duration::from_millis(1_500);
+    /// From the announcement of a round to its start, in nanoseconds: enough for both sides to be ready.
+    const AHEAD: u64 = 600;
+
+    /// Spins until the word satisfies; lets others run when that takes long.
+    fn await_word(word: &AtomicU64, is_it: impl Fn(u64) -> bool) -> u64 {
+        loop {
+            for _ in 0..5_000 {
+                match word.load(Ordering::Acquire) {
+                    value if is_it(value) => return value,
+                    _ => std::hint::spin_loop(),
+                }
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// Spins until `start` nanoseconds after `epoch`, and up to 127 more, differently each time.
+    fn await_time(epoch: Instant, start: u64, random: &mut u64) {
+        *random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let start = start + (*random >> 57);
+        while (epoch.elapsed().as_nanos() as u64) < start {}
+    }
+
+    /// The two sides run into each other again and again; never may both miss the other's write.
+    fn nobody_is_missed(expedited: bool) {
+        let (control, _fd) = Control::create(1 << 17).expect("a control segment");
+        let control = Arc::new(control);
+        let (writer, sleeper) = (Flags::new(&control, 0, expedited), Flags::new(&control, 1, expedited));
+        let [ring, turn, answer, ..] = &control.fixed().cursors[0];
+        let (epoch, mut missed, mut rounds) = (Instant::now(), 0, 0);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let (writer, mut random, mut last) = (writer, 1, 0);
+                loop {
+                    last = await_word(&turn.0, |turn| turn != last);
+                    if last == u64::MAX {
+                        return;
+                    }
+                    await_time(epoch, last, &mut random);
+                    ring.0.store(last, Ordering::Release);
+                    let saw = writer.peer_sleeps(DATA);
+                    answer.0.store(last << 1 | u64::from(saw), Ordering::Release);
+                }
+            });
+            let mut random = 2;
+            while epoch.elapsed() < LONG_ENOUGH {
+                sleeper.awake();
+                let start = epoch.elapsed().as_nanos() as u64 + AHEAD;
+                turn.0.store(start, Ordering::Release);
+                await_time(epoch, start, &mut random);
+                assert!(sleeper.sleep(DATA));
+                let saw_frame = ring.0.load(Ordering::Relaxed) == start;
+                let saw_sleeper = await_word(&answer.0, |answer| answer >> 1 == start) & 1 == 1;
+                missed += u32::from(!saw_frame && !saw_sleeper);
+                rounds += 1;
+            }
+            turn.0.store(u64::MAX, Ordering::Release);
+        });
+        assert_eq!(missed, 0, "of {rounds} rounds");
+    }
+
+    #[test]
+    fn nobody_is_missed_with_fences() {
+        nobody_is_missed(false);
+    }
+
+    #[test]
+    fn nobody_is_missed_with_membarrier() {
+        if register() {
+            nobody_is_missed(true);
+        } else {
+            eprintln!("skipped: no membarrier here; lanes use fences");
+        }
     }
 }

@@ -1,7 +1,10 @@
 //! Frames through the rings: between threads, with sleeping ends, and when the ends disagree.
 
+#![allow(unsafe_code)]
+
 mod common;
 
+use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -9,6 +12,7 @@ use common::{Keeper, Random, pair, sleep};
 use crossrail_shm::{Arena, Options, ShmLane, Side, attach};
 use crossrail_transport::{Lane, LaneError};
 use crossrail_types::{ErrorKind, LaneId};
+use nix::poll::{PollFd, PollFlags, poll};
 
 /// Length and first byte of frame `i`: mostly small, some as large as they come.
 fn shape(random: &mut Random) -> usize {
@@ -92,6 +96,59 @@ fn a_sleeper_is_woken_for_each_of_many_single_frames() {
         scope.spawn(|| echo(&mut b, false));
         echo(&mut a, true);
     });
+}
+
+/// Whether somebody woke this lane.
+fn is_woken(lane: &ShmLane) -> bool {
+    let fd = lane.fd().expect("shm lanes have a descriptor");
+    // SAFETY: the lane keeps it open past this call.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    poll(&mut [PollFd::new(fd, PollFlags::POLLIN)], 0u16).expect("poll") == 1
+}
+
+#[test]
+fn arming_sees_what_came_before_and_a_bell_tells_what_comes_after() {
+    let (mut a, mut b) = pair(&Options { ring_bytes: 1, cma: false });
+    let mut sink = Keeper::default();
+    common::post(&mut a, &mut sink, 1, &[1]).expect("post");
+    assert!(!b.arm(), "there is a frame");
+    assert!(!is_woken(&b), "it was awake");
+    assert_eq!(b.poll(&mut sink, 1 << 20, true), Ok(true));
+
+    assert!(b.arm());
+    assert!(!is_woken(&b));
+    common::post(&mut a, &mut sink, 1, &[1]).expect("post");
+    assert!(is_woken(&b));
+    b.ready(true, false);
+    b.disarm();
+    assert_eq!(b.poll(&mut sink, 1 << 20, true), Ok(true));
+    assert!(!is_woken(&b), "the bell was heard");
+    common::post(&mut a, &mut sink, 1, &[1]).expect("post");
+    assert!(!is_woken(&b), "awake again");
+}
+
+#[test]
+fn a_sender_without_room_is_told_when_there_is_some() {
+    let (mut a, mut b) = pair(&Options { ring_bytes: 1, cma: false });
+    let (mut from, mut to) = (Keeper::default(), Keeper::default());
+    from.outbox.extend((0..40).map(|i| (1, vec![i; 60_000])));
+    while a.poll(&mut from, 1 << 20, true).expect("poll") {}
+    assert!(!from.outbox.is_empty(), "it never was full");
+    assert!(a.arm(), "no room yet");
+    assert!(!is_woken(&a));
+    assert_eq!(b.poll(&mut to, 1 << 20, true), Ok(true));
+    assert!(is_woken(&a));
+    a.ready(true, false);
+    a.disarm();
+    while a.poll(&mut from, 1 << 20, true).expect("poll") {}
+    assert_eq!(b.poll(&mut to, 1 << 20, true), Ok(true));
+    assert!(!a.arm(), "there is room");
+    assert!(!is_woken(&a), "it was awake");
+    while a.poll(&mut from, 1 << 20, true).expect("poll") | b.poll(&mut to, 1 << 20, true).expect("poll") {}
+    assert!(from.outbox.is_empty() && to.arrived.len() == 40);
+    // With nothing left to send, room is no reason to be woken.
+    assert!(a.arm());
+    assert!(!is_woken(&a));
 }
 
 #[test]
