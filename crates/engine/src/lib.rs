@@ -15,6 +15,7 @@
 mod buffer;
 mod connect;
 mod context;
+mod copies;
 mod core;
 mod endpoint;
 mod io;

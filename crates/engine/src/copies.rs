@@ -1,0 +1,171 @@
+//! Direct copies: one end's part of moving a transfer's bytes with a single copy.
+#![allow(unsafe_code)]
+
+use std::time::Instant;
+
+use crossrail_proto as proto;
+use crossrail_transport::{Copy, Job, Step};
+use crossrail_types::{EndpointId, LaneId};
+use proto::{DirectId, Memory, Offer, Role};
+
+use crate::core::Core;
+
+/// Bytes a direct copy may move before everything else gets its turn.
+const COPY_BUDGET: usize = 1 << 20;
+
+/// A copy under way.
+pub(crate) struct Active {
+    pub(crate) endpoint: EndpointId,
+    pub(crate) lane: LaneId,
+    pub(crate) id: DirectId,
+    memory: Memory,
+    job: Job,
+    copy_ns: u64,
+    pub(crate) stopping: bool,
+}
+
+impl Core {
+    /// The protocol asks for a copy.
+    pub(crate) fn begin(
+        &mut self,
+        endpoint: EndpointId,
+        id: DirectId,
+        memory: Memory,
+        role: Role,
+        offer: Offer,
+        len: u64,
+    ) {
+        let now = self.st.now;
+        let lane = self.st.peer(endpoint).and_then(|peer| peer.inside);
+        let span = self.st.span(memory).filter(|(_, have)| *have >= len);
+        let direct = lane.and_then(|id| self.inside.iter_mut().find(|inside| inside.id == id)?.lane.direct());
+        let (Some(lane), Some((local, _)), Some(direct)) = (lane, span, direct) else {
+            if let Some(peer) = self.st.peer(endpoint) {
+                peer.peer.direct_failed(now, id);
+            }
+            return;
+        };
+        let len = len as usize;
+        let reached = direct.reach(&offer.descriptor, len);
+        let mine = match (&reached, role, offer.slot) {
+            (Ok(_), Role::Pull, Some(_)) => direct.describe(local, len).map(|(descriptor, _)| descriptor),
+            _ => None,
+        };
+        let kind = match reached {
+            Ok(kind) => kind,
+            Err(why) => {
+                if let Some(peer) = self.st.peer(endpoint) {
+                    let (name, first) = (peer.name.clone(), !std::mem::replace(&mut peer.warned_direct, true));
+                    peer.peer.direct_failed(now, id);
+                    if first {
+                        self.st
+                            .log
+                            .warn(format_args!("{name}: no single copy ({why}); through the shared ring instead"));
+                    }
+                }
+                return;
+            }
+        };
+        if let Memory::Op(op) = memory
+            && let Some(op) = self.st.ops.op_mut(op)
+        {
+            op.direct = Some(kind);
+        }
+        if let (Some(descriptor), Some(peer)) = (mine, self.st.peer(endpoint)) {
+            peer.peer.direct_invite(now, id, descriptor);
+        }
+        let copy = if role == Role::Pull { Copy::Pull } else { Copy::Push };
+        let job = Job { slot: offer.slot, local, remote: offer.descriptor, len, copy, moved: 0 };
+        self.jobs.push(Active { endpoint, lane, id, memory, job, copy_ns: 0, stopping: false });
+        if offer.slot.is_none() {
+            self.step(self.jobs.len() - 1);
+        }
+    }
+
+    /// Whether a direct copy still touches that region.
+    pub(crate) fn copies_in(&self, region: proto::RegionRef) -> bool {
+        self.jobs.iter().any(|job| matches!(job.memory, Memory::Region { region: of, .. } if of == region))
+    }
+
+    /// One step of every copy; whether anything moved.
+    pub(crate) fn step_jobs(&mut self) -> bool {
+        let mut moved = false;
+        let mut at = 0;
+        while at < self.jobs.len() {
+            let before = self.jobs.len();
+            moved |= self.step(at);
+            if self.jobs.len() >= before {
+                at += 1;
+            }
+        }
+        let Core { closing, inside, .. } = self;
+        closing.retain(|(lane, slot)| {
+            let direct = inside.iter_mut().find(|inside| inside.id == *lane).and_then(|inside| inside.lane.direct());
+            let Some(direct) = direct else { return false };
+            if direct.stop(*slot) {
+                direct.close(*slot);
+                return false;
+            }
+            true
+        });
+        moved
+    }
+
+    /// One step of one copy; the job is removed when it is over.
+    fn step(&mut self, at: usize) -> bool {
+        let active = &mut self.jobs[at];
+        let direct = self.inside.iter_mut().find(|inside| inside.id == active.lane).and_then(|i| i.lane.direct());
+        let Some(direct) = direct else {
+            self.end(at, false);
+            return true;
+        };
+        if active.stopping {
+            let quiet = active.job.slot.is_none_or(|slot| direct.stop(slot));
+            if quiet {
+                self.end(at, false);
+            }
+            return quiet;
+        }
+        let started = Instant::now();
+        // SAFETY: `local` is the memory of an operation or a region that the protocol has not let go of: it is valid
+        // for `len` bytes until the job ends, which it does before `Done`, `Released` or `deregister` return.
+        let step = unsafe { direct.step(&mut active.job, COPY_BUDGET) };
+        match step {
+            Step::Moved(bytes) => {
+                active.copy_ns += started.elapsed().as_nanos() as u64;
+                bytes > 0
+            }
+            Step::Waiting => false,
+            Step::Done => {
+                active.copy_ns += started.elapsed().as_nanos() as u64;
+                self.end(at, true);
+                true
+            }
+            Step::Failed(why) => {
+                let (endpoint, slot) = (active.endpoint, active.job.slot);
+                // What this end has claimed is not copied: nobody may wait for it.
+                if slot.is_some_and(|slot| !direct.stop(slot)) {
+                    active.stopping = true;
+                    return false;
+                }
+                let name = self.st.peer(endpoint).map_or_else(|| "?".into(), |peer| peer.name.clone());
+                self.st.log.warn(format_args!("{name}: a single copy failed ({why}); the rest goes in chunks"));
+                self.end(at, false);
+                true
+            }
+        }
+    }
+
+    fn end(&mut self, at: usize, done: bool) {
+        let active = self.jobs.swap_remove(at);
+        let now = self.st.tick();
+        if let Some(peer) = self.st.peer(active.endpoint) {
+            if done {
+                peer.peer.direct_done(now, active.id, active.job.moved as u64, active.copy_ns);
+            } else {
+                peer.peer.direct_failed(now, active.id);
+            }
+        }
+        self.settle(active.endpoint);
+    }
+}
