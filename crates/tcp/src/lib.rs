@@ -3,6 +3,7 @@
 mod fault;
 mod info;
 mod lane;
+mod pipe;
 mod rx;
 mod socket;
 mod sys;

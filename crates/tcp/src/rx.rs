@@ -110,6 +110,8 @@ pub(crate) struct Receiver {
     start: usize,
     end: usize,
     body: Option<Body>,
+    /// Why nothing more will come.
+    ended: Option<LaneError>,
     /// The socket may have more: epoll said so, and no read has come back empty since.
     pub(crate) readable: bool,
     /// Bytes of heads and payloads taken off the stream and used.
@@ -118,11 +120,22 @@ pub(crate) struct Receiver {
 
 impl Receiver {
     pub(crate) fn new() -> Receiver {
-        Receiver { input: vec![0; INPUT].into_boxed_slice(), start: 0, end: 0, body: None, readable: true, bytes: 0 }
+        Receiver {
+            input: vec![0; INPUT].into_boxed_slice(),
+            start: 0,
+            end: 0,
+            body: None,
+            ended: None,
+            readable: true,
+            bytes: 0,
+        }
     }
 
     /// Whether there is something to do without looking at the socket.
     pub(crate) fn has_work(&self) -> bool {
+        if self.ended.is_some() {
+            return true;
+        }
         let buffered = self.end - self.start;
         if self.body.is_some() { buffered > 0 } else { buffered >= HEAD_LEN }
     }
@@ -143,23 +156,35 @@ impl Receiver {
             if self.bytes >= until {
                 return Ok(true);
             }
+            if let Some(error) = &self.ended {
+                return if moved { Ok(true) } else { Err(error.clone()) };
+            }
             if !self.readable && (!probe || moved) {
                 return Ok(moved);
             }
             let left = usize::try_from(until - self.bytes).unwrap_or(usize::MAX);
-            match self.read(fd, left).map_err(|error| fault("recv", &error))? {
-                Read::Some { short } => {
+            let read = match self.read(fd, left) {
+                Ok(Read::End) => Err(self.closed()),
+                Err(error) => Err(fault("recv", &error)),
+                Ok(read) => Ok(read),
+            };
+            match read {
+                Ok(Read::Some { short }) => {
                     moved = true;
                     if short && probe {
                         self.deliver(lane, sink, until)?;
                         return Ok(true);
                     }
                 }
-                Read::Dry => {
+                Ok(Read::Dry | Read::End) => {
                     self.readable = false;
                     return Ok(moved);
                 }
-                Read::End => return Err(self.closed()),
+                Err(error) => {
+                    // What came before the end counts first; the next poll reports it.
+                    self.ended = Some(error.clone());
+                    return if moved { Ok(true) } else { Err(error) };
+                }
             }
         }
     }

@@ -192,6 +192,11 @@ impl Options {
     pub(crate) fn apply(&self, stream: &TcpStream) -> Result<()> {
         let socket = SockRef::from(stream);
         let fail = |call: &'static str| move |source: io::Error| Error::io("connect", call, &source);
+        if stream.peer_addr().is_ok_and(|peer| is_local(peer.ip())) {
+            // Inside one machine nothing is to be probed or paced: BBR takes a third of the rate there. On a network
+            // the system's choice stands. Where neither is to be had, that choice is kept.
+            let _ = socket.set_tcp_congestion(b"cubic").or_else(|_| socket.set_tcp_congestion(b"reno"));
+        }
         stream.set_nonblocking(true).map_err(fail("O_NONBLOCK"))?;
         socket.set_tcp_nodelay(true).map_err(fail("TCP_NODELAY"))?;
         socket.set_tcp_user_timeout(Some(self.user_timeout)).map_err(fail("TCP_USER_TIMEOUT"))?;

@@ -55,11 +55,22 @@ pub(crate) unsafe fn send_pieces(fd: RawFd, pieces: &[iovec]) -> io::Result<usiz
     check(unsafe { libc::sendmsg(fd, &message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) })
 }
 
-/// sendfile(2): pages of `file` from `offset` on, by reference.
-pub(crate) fn sendfile(fd: RawFd, file: RawFd, offset: u64, len: usize) -> io::Result<usize> {
-    let mut offset = libc::off_t::try_from(offset).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
-    // SAFETY: `offset` is a local that outlives the call; a descriptor that is not open gives EBADF.
-    check(unsafe { libc::sendfile(fd, file, &mut offset, len) })
+/// vmsplice(2) into a pipe, without giving the pages away.
+///
+/// # Safety
+/// `ptr` must be valid for reading `len` bytes during the call.
+pub(crate) unsafe fn vmsplice(pipe: RawFd, ptr: *const u8, len: usize) -> io::Result<usize> {
+    let piece = iovec { iov_base: ptr.cast_mut().cast(), iov_len: len };
+    // SAFETY: the caller vouches for the piece; the write end of a pipe only reads it.
+    check(unsafe { libc::vmsplice(pipe, &piece, 1, libc::SPLICE_F_NONBLOCK) })
+}
+
+/// splice(2) from a pipe to a socket.
+pub(crate) fn splice(pipe: RawFd, socket: RawFd, len: usize, more: bool) -> io::Result<usize> {
+    let flags = libc::SPLICE_F_NONBLOCK | if more { libc::SPLICE_F_MORE } else { 0 };
+    let none = std::ptr::null_mut();
+    // SAFETY: no memory is passed.
+    check(unsafe { libc::splice(pipe, none, socket, none, len, flags) })
 }
 
 /// Whether poll(2) calls the socket writable at this moment. If not, the next time that it becomes so is an

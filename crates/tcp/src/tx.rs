@@ -10,6 +10,7 @@ use crossrail_types::{HEAD_LEN, Head, LaneId};
 use libc::iovec;
 
 use crate::fault::fault;
+use crate::pipe::Pipe;
 use crate::sys;
 
 /// Payloads up to this many bytes are copied when the kernel does not take them at once.
@@ -76,14 +77,23 @@ pub(crate) struct Sender {
     /// Bytes that the kernel took since it last said that its unsent data is low.
     since_low: usize,
     lowat: usize,
-    by_reference: bool,
+    /// The way by reference, where it is open.
+    pipe: Option<Pipe>,
     /// Bytes that the kernel took.
     pub(crate) bytes: u64,
 }
 
 impl Sender {
     pub(crate) fn new(lowat: usize, by_reference: bool) -> Sender {
-        Sender { queue: VecDeque::new(), copies: 0, writable: true, since_low: 0, lowat, by_reference, bytes: 0 }
+        Sender {
+            queue: VecDeque::new(),
+            copies: 0,
+            writable: true,
+            since_low: 0,
+            lowat,
+            pipe: by_reference.then(Pipe::new).flatten(),
+            bytes: 0,
+        }
     }
 
     /// Whether there is something to do without waiting for the socket.
@@ -206,7 +216,7 @@ impl Sender {
                 source: Source::User(tx.payload),
                 done: 0,
                 token: Some(tx.token),
-                by_reference: self.by_reference,
+                by_reference: true,
             };
             waiting += out.left();
             self.queue.push_back(out);
@@ -219,21 +229,27 @@ impl Sender {
         let Some(front) = self.queue.front() else { return Ok(Some(0)) };
         if front.by_reference
             && front.len >= BY_REFERENCE_FROM
-            && let Source::User(Payload { file: Some((file, at)), grant, .. }) = &front.source
+            && let Source::User(payload) = &front.source
+            && let Some(pipe) = &mut self.pipe
         {
-            let usage = grant.as_deref().map(Grant::enter);
-            if !matches!(usage, Some(None)) {
-                if front.done < HEAD_LEN {
-                    return taken("send", sys::send(fd, front.head_left(), true));
-                }
-                let len = (front.len - front.offset()).min(budget.max(BATCH_BYTES));
-                match sys::sendfile(fd, *file, at + front.offset() as u64, len) {
-                    Ok(0) => {} // shorter than it was said to be: the mapping has what the file has not
-                    Err(error) if !is_fault_of_file(&error) => return taken("sendfile", Err(error)),
-                    Err(_) => {}
-                    Ok(n) => return Ok(Some(n)),
-                }
-                self.by_reference = false;
+            if front.done < HEAD_LEN {
+                return taken("send", sys::send(fd, front.head_left(), true));
+            }
+            let (from, left) = (front.offset() + pipe.holds(), front.len - front.offset() - pipe.holds());
+            let mut usable = true;
+            if left > 0 && pipe.is_low() {
+                let usage = payload.grant.as_deref().map(Grant::enter);
+                usable = !matches!(usage, Some(None))
+                    // SAFETY: from + left == payload.len, valid until `sent` or until a revocation, which `usage`
+                    // keeps waiting.
+                    && unsafe { pipe.fill(payload.ptr.add(from), left.min(budget.max(BATCH_BYTES))) }.is_ok();
+            }
+            if pipe.holds() > 0 {
+                let more = pipe.holds() < front.len - front.offset();
+                return taken("splice", pipe.drain(fd, more));
+            }
+            if !usable && !payload.grant.as_deref().is_some_and(Grant::is_revoked) {
+                self.pipe = None; // this system does not let us; copy from now on
             }
         }
         taken("sendmsg", gather(fd, self.queue.iter()))
@@ -258,11 +274,6 @@ impl Sender {
             }
         }
     }
-}
-
-/// Whether sendfile failed because of its source rather than the connection.
-fn is_fault_of_file(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EBADF | libc::EINVAL | libc::ENOSYS | libc::EOVERFLOW | libc::EIO))
 }
 
 /// Turns "no room" into `None`, and errors into what they mean.

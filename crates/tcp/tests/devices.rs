@@ -1,0 +1,165 @@
+//! Devices of a network namespace: packets leave through the bound one, and its going down is seen.
+//! Needs root and iproute2; skipped visibly elsewhere.
+
+mod common;
+
+use std::fs::File;
+use std::net::TcpStream;
+use std::os::fd::BorrowedFd;
+use std::process::Command;
+use std::time::Instant;
+
+use common::{Keeper, PATIENCE, frame, lane, poll_until};
+use crossrail_tcp::{Binding, LinkWatch, dial, listen};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sched::{CloneFlags, setns};
+use socket2::SockRef;
+
+/// Two namespaces; the first has two devices in one network, both plugged into a bridge in the second.
+struct Bed {
+    near: String,
+    far: String,
+}
+
+fn ip(words: &str) -> bool {
+    let output = Command::new("ip").args(words.split(' ')).output();
+    output.is_ok_and(|output| {
+        if !output.status.success() {
+            eprintln!("ip {words}: {}", String::from_utf8_lossy(&output.stderr).trim());
+        }
+        output.status.success()
+    })
+}
+
+impl Bed {
+    /// `None`, with the reason on stderr, where the system does not let us.
+    fn new(name: &str) -> Option<Bed> {
+        let id = std::process::id();
+        let bed = Bed { near: format!("xr-{name}-near-{id}"), far: format!("xr-{name}-far-{id}") };
+        let (near, far) = (&bed.near, &bed.far);
+        if !nix::unistd::geteuid().is_root() || !ip(&format!("netns add {near}")) || !ip(&format!("netns add {far}")) {
+            return None;
+        }
+        let mut works = ip(&format!("-n {far} link add br0 type bridge"));
+        for (device, address) in [("eth1", "10.77.0.1"), ("eth2", "10.77.0.2")] {
+            works &= ip(&format!("link add {device} netns {near} type veth peer name {device} netns {far}"))
+                && ip(&format!("-n {near} address add {address}/24 dev {device}"))
+                && ip(&format!("-n {near} link set {device} up"))
+                && ip(&format!("-n {far} link set {device} master br0 up"));
+        }
+        works &= ip(&format!("-n {far} address add 10.77.0.9/24 dev br0")) && ip(&format!("-n {far} link set br0 up"));
+        works.then_some(bed)
+    }
+}
+
+impl Drop for Bed {
+    fn drop(&mut self) {
+        for name in [&self.near, &self.far] {
+            if std::path::Path::new("/run/netns").join(name).exists() {
+                ip(&format!("netns delete {name}"));
+            }
+        }
+    }
+}
+
+/// Runs `body` on a thread inside namespace `name`.
+fn inside<T: Send>(name: &str, body: impl FnOnce() -> T + Send) -> T {
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            let namespace = File::open(format!("/run/netns/{name}")).expect("the namespace");
+            setns(namespace, CloneFlags::CLONE_NEWNET).expect("setns");
+            body()
+        });
+        thread.join().expect("the body succeeds")
+    })
+}
+
+fn bytes_out(device: &str) -> u64 {
+    let table = std::fs::read_to_string("/proc/thread-self/net/dev").expect("proc");
+    let line = table.lines().find_map(|line| line.trim().strip_prefix(&format!("{device}:"))).expect("the device");
+    line.split_whitespace().nth(8).expect("the transmit column").parse().expect("a number")
+}
+
+fn rail(device: &str, address: &str) -> Binding {
+    Binding { device: Some(device.into()), address: address.parse().expect("an address") }
+}
+
+fn carry(from: TcpStream, to: TcpStream, payload: &[u8]) {
+    let (mut sender, mut receiver) = (lane(from), lane(to));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut sink = Keeper::default();
+            poll_until(&mut receiver, &mut sink, |sink| sink.placed == 1);
+        });
+        let mut sink = Keeper::default();
+        sink.queue.push_back(frame(payload));
+        poll_until(&mut sender, &mut sink, |sink| sink.sent == 1);
+    });
+}
+
+#[test]
+fn packets_leave_through_the_bound_device() {
+    let Some(bed) = Bed::new("bind") else { return eprintln!("skipped: needs root and iproute2 with veth and bridge") };
+    let far = inside(&bed.far, || listen(&rail("br0", "10.77.0.9"), 0).expect("listen"));
+    let to = far.local_addr().expect("bound");
+    let payload = vec![1u8; 400_000];
+    inside(&bed.near, || {
+        // Each device answers for its own address only, as a multi-homed host is set up.
+        std::fs::write("/proc/sys/net/ipv4/conf/all/arp_ignore", "1").expect("sysctl");
+        for (device, other, address) in [("eth1", "eth2", "10.77.0.1"), ("eth2", "eth1", "10.77.0.2")] {
+            let binding = rail(device, address);
+            assert_eq!(binding.warning(), None);
+            let before = (bytes_out(device), bytes_out(other));
+            let dialled = dial(Some(&binding), to, Instant::now() + PATIENCE).expect("dial");
+            assert_eq!(SockRef::from(&dialled).device().expect("option").as_deref(), Some(device.as_bytes()));
+            let (accepted, from) = far.accept().expect("accept");
+            assert_eq!(from.ip(), binding.address);
+            carry(dialled, accepted, &payload);
+            assert!(bytes_out(device) - before.0 >= 400_000, "{device} carried too little");
+            assert!(bytes_out(other) - before.1 < 10_000, "{other} carried what was {device}'s");
+
+            // The other direction: this end accepts, and ties the connection to the device it belongs to.
+            let listener = listen(&binding, 0).expect("listen");
+            let port = listener.local_addr().expect("bound");
+            let dialled = inside(&bed.far, || dial(None, port, Instant::now() + PATIENCE).expect("dial"));
+            let (accepted, _) = listener.accept().expect("accept");
+            binding.adopt(&accepted).expect("connected");
+            let before = (bytes_out(device), bytes_out(other));
+            carry(accepted, dialled, &payload);
+            assert!(bytes_out(device) - before.0 >= 400_000, "{device} carried too little");
+            assert!(bytes_out(other) - before.1 < 10_000, "{other} carried what was {device}'s");
+        }
+        let nowhere = rail("eth7", "10.77.0.1");
+        assert!(nowhere.warning().is_some_and(|text| text.contains("eth7")));
+    });
+}
+
+#[test]
+fn a_link_that_goes_down_is_reported() {
+    let Some(bed) = Bed::new("watch") else {
+        return eprintln!("skipped: needs root and iproute2 with veth and bridge");
+    };
+    inside(&bed.near, || {
+        let mut watch = LinkWatch::new().expect("netlink");
+        let mut wait_for = |up: bool| {
+            let start = Instant::now();
+            loop {
+                if watch.changes().iter().any(|change| change.name == "eth2" && change.up == up && change.index > 0) {
+                    return;
+                }
+                #[allow(unsafe_code)]
+                // SAFETY: the watch keeps its descriptor open past this call.
+                let fd = unsafe { BorrowedFd::borrow_raw(watch.fd()) };
+                poll(&mut [PollFd::new(fd, PollFlags::POLLIN)], PollTimeout::from(1000u16)).expect("poll");
+                assert!(start.elapsed() < PATIENCE, "up={up} was not reported");
+            }
+        };
+        assert!(ip(&format!("-n {} link set eth2 down", bed.near)));
+        wait_for(false);
+        assert!(ip(&format!("-n {} link set eth2 up", bed.near)));
+        wait_for(true);
+        // The cable: the other end goes down, this one stays configured up.
+        assert!(ip(&format!("-n {} link set eth2 down", bed.far)));
+        wait_for(false);
+    });
+}

@@ -1,0 +1,188 @@
+//! Single lanes against peers that break, lie or leave.
+
+mod common;
+
+use std::io::Write;
+use std::net::{Shutdown, SocketAddr};
+use std::time::{Duration, Instant};
+
+use common::{Keeper, binding, frame, lane, lane_and_socket, poll_to_error, poll_until, streams, wire};
+use crossrail_tcp::{dial, listen};
+use crossrail_transport::{Lane, LaneError, Post};
+use crossrail_types::{ErrorKind, Head};
+use socket2::SockRef;
+
+#[test]
+fn each_rail_comes_from_its_own_address() {
+    for from in ["127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"] {
+        let (dialled, accepted) = streams(from, "127.0.0.2");
+        assert_eq!(accepted.peer_addr().expect("connected").ip().to_string(), from);
+        assert_eq!(dialled.local_addr().expect("connected").ip().to_string(), from);
+    }
+}
+
+#[test]
+fn errors_of_listen_and_dial_say_what_to_do() {
+    let first = listen(&binding("127.0.0.1"), 0).expect("a free port");
+    let taken = first.local_addr().expect("bound");
+    let error = listen(&binding("127.0.0.1"), taken.port()).expect_err("the port is taken");
+    assert_eq!(error.kind, ErrorKind::Usage);
+    assert!(error.to_string().contains(&taken.to_string()) && error.hint.is_some(), "{error}");
+
+    let error = listen(&binding("198.51.100.7"), 0).expect_err("not our address");
+    assert_eq!(error.kind, ErrorKind::Usage, "{error}");
+
+    drop(first);
+    let soon = || Instant::now() + Duration::from_secs(2);
+    let error = dial(Some(&binding("127.0.0.3")), taken, soon()).expect_err("nobody listens");
+    assert_eq!(error.kind, ErrorKind::Unreachable);
+    assert!(error.to_string().contains("127.0.0.3") && error.to_string().contains(&taken.to_string()), "{error}");
+
+    let error = dial(Some(&binding("::1")), taken, soon()).expect_err("two families");
+    assert_eq!(error.kind, ErrorKind::Usage, "{error}");
+
+    let error = dial(None, taken, Instant::now()).expect_err("no time");
+    assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
+}
+
+#[test]
+fn dial_is_bounded_when_nobody_answers() {
+    // A listener whose queue is full drops connection requests, as a black hole does.
+    let listener = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).expect("socket");
+    let any: SocketAddr = "127.0.0.1:0".parse().expect("an address");
+    listener.bind(&any.into()).expect("bind");
+    listener.listen(0).expect("listen");
+    let to = listener.local_addr().expect("bound").as_socket().expect("IPv4");
+    let start = Instant::now();
+    let mut held = Vec::new();
+    let error = loop {
+        match dial(None, to, Instant::now() + Duration::from_millis(200)) {
+            Ok(stream) => held.push(stream),
+            Err(error) => break error,
+        }
+        assert!(held.len() < 16, "the queue never fills");
+    };
+    assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
+    assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
+}
+
+#[test]
+fn frames_in_pieces_arrive_whole() {
+    let (mut lane, mut peer) = lane_and_socket();
+    let mut sink = Keeper::default();
+    let bytes: Vec<u8> = [wire(b"one"), wire(b""), wire(&[7; 300])].concat();
+    for (count, byte) in bytes.iter().enumerate() {
+        peer.write_all(std::slice::from_ref(byte)).expect("the lane is there");
+        let complete = [35, 67, bytes.len()].iter().filter(|end| **end <= count + 1).count();
+        poll_until(&mut lane, &mut sink, |sink| sink.placed >= complete);
+        assert_eq!(sink.placed, complete, "after {} bytes", count + 1);
+    }
+    assert_eq!(sink.places, [b"one".to_vec(), Vec::new(), vec![7; 300]]);
+    assert_eq!(lane.stats().rx_bytes, bytes.len() as u64);
+}
+
+#[test]
+fn a_close_inside_a_frame_says_so() {
+    for cut in [1, 31, 32, 40] {
+        let (mut lane, mut peer) = lane_and_socket();
+        let mut sink = Keeper::default();
+        peer.write_all(&[wire(b"whole"), wire(&[1; 100])[..cut].to_vec()].concat()).expect("the lane is there");
+        peer.shutdown(Shutdown::Write).expect("connected");
+        let error = poll_to_error(&mut lane, &mut sink);
+        assert!(matches!(&error, LaneError::Closed(why) if why.contains("inside a frame")), "{cut}: {error}");
+        assert_eq!((sink.placed, &sink.places[0][..]), (1, &b"whole"[..]));
+        assert_eq!(lane.poll(&mut sink, 1, true), Err(error), "an error is final");
+    }
+}
+
+#[test]
+fn huge_lengths_are_refused_before_anybody_is_asked() {
+    for len in [u32::MAX, 1 << 31, (1 << 30) + 1] {
+        let (mut lane, mut peer) = lane_and_socket();
+        let mut sink = Keeper::default();
+        peer.write_all(&Head::new(1, len).0).expect("the lane is there");
+        let error = poll_to_error(&mut lane, &mut sink);
+        assert!(matches!(&error, LaneError::Protocol(why) if why.contains(&len.to_string())), "{error}");
+        assert!(sink.places.is_empty());
+    }
+}
+
+#[test]
+fn garbage_ends_in_an_error_and_stays_inside_the_destinations() {
+    let mut state = 0x2545_F491_4F6C_DD1D_u64;
+    for _ in 0..50 {
+        let (mut lane, mut peer) = lane_and_socket();
+        let mut sink = Keeper::default();
+        let mut bytes = vec![0u8; 20_000];
+        for byte in &mut bytes {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            *byte = state as u8;
+        }
+        peer.write_all(&bytes).expect("the socket takes this much");
+        peer.shutdown(Shutdown::Write).expect("connected");
+        match poll_to_error(&mut lane, &mut sink) {
+            LaneError::Protocol(_) | LaneError::Closed(_) => {}
+            LaneError::Down(why) => panic!("not the peer's fault: {why}"),
+        }
+    }
+}
+
+#[test]
+fn a_reset_names_its_code_and_comes_after_what_arrived() {
+    let (mut lane, mut peer) = lane_and_socket();
+    let mut sink = Keeper::default();
+    peer.write_all(&[wire(b"whole"), wire(&[1; 1000])[..500].to_vec()].concat()).expect("the lane is there");
+    SockRef::from(&peer).set_linger(Some(Duration::ZERO)).expect("linger");
+    drop(peer);
+    let error = poll_to_error(&mut lane, &mut sink);
+    assert!(matches!(&error, LaneError::Down(why) if why.contains("ECONNRESET")), "{error}");
+    assert_eq!(sink.placed, 1);
+    assert_eq!(sink.places[0], b"whole");
+}
+
+#[test]
+fn a_post_to_a_dead_peer_does_not_lose_what_arrived() {
+    let (mut lane, mut peer) = lane_and_socket();
+    let mut sink = Keeper::default();
+    peer.write_all(&wire(b"last words")).expect("the lane is there");
+    SockRef::from(&peer).set_linger(Some(Duration::ZERO)).expect("linger");
+    drop(peer);
+    assert_eq!(lane.post(&frame(b"too late")), Ok(Post::Full));
+    assert_eq!(lane.post(&frame(b"too late")), Ok(Post::Full));
+    let error = poll_to_error(&mut lane, &mut sink);
+    assert!(matches!(&error, LaneError::Down(why) if why.contains("ECONNRESET")), "{error}");
+    assert_eq!(sink.places, [b"last words".to_vec()]);
+}
+
+#[test]
+fn a_slow_rail_takes_little_more_than_it_can_send() {
+    let (mut lane, peer) = lane_and_socket();
+    SockRef::from(&peer).set_recv_buffer_size(64 * 1024).expect("before any data");
+    let chunk = vec![1u8; 256 * 1024];
+    let mut sink = Keeper::default();
+    sink.queue.extend((0..256).map(|_| frame(&chunk)));
+    while lane.poll(&mut sink, 1 << 20, true).expect("the peer is there") {}
+    assert!(sink.queue.len() > 200, "{} of 256 frames left: the kernel holds the others", sink.queue.len());
+    assert!(lane.info().notsent_bytes < 512 * 1024, "{:?}", lane.info());
+}
+
+#[test]
+fn info_counts() {
+    let (dialled, accepted) = streams("127.0.0.1", "127.0.0.1");
+    let (mut a, mut b) = (lane(dialled), lane(accepted));
+    let payload = vec![3u8; 100_000];
+    let (mut of_a, mut of_b) = (Keeper::default(), Keeper::default());
+    of_a.queue.push_back(frame(&payload));
+    let start = Instant::now();
+    while of_b.placed == 0 || a.stats().acked_bytes < 100_032 {
+        a.poll(&mut of_a, 1 << 20, true).expect("up");
+        b.poll(&mut of_b, 1 << 20, true).expect("up");
+        assert!(start.elapsed() < common::PATIENCE, "{:?}", a.stats());
+    }
+    assert_eq!(of_b.places[0], payload);
+    assert_eq!((of_a.sent, a.stats().tx_bytes, b.stats().rx_bytes), (1, 100_032, 100_032));
+    let info = a.info();
+    assert!(info.bytes_acked >= 100_032 && info.rtt_us > 0 && info.segment_size >= 1000, "{info:?}");
+}
