@@ -7,11 +7,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crossrail::meet::wire::{self, Challenge, FLAG_SECRET, HelloHead, Kind, RejectCode};
-use crossrail::meet::{Limits, ListenConfig, Secret, Target, connect};
+use crossrail::meet::{Hello, LaneName, LanePurpose, Limits, ListenConfig, Secret, Target, Ticket, connect, dial_lane};
 use crossrail_types::ErrorKind;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-use crate::support::{Descriptors, Raw, Worker, config, identity, in_secs, secret};
+use crate::support::{Descriptors, Raw, Worker, accept_by_hand, config, identity, in_secs, loopback, secret};
 
 fn open_worker(timeout: f64) -> Worker {
     let limits = Limits { timeout: Duration::from_secs_f64(timeout), ..Limits::default() };
@@ -371,6 +371,82 @@ fn an_acceptor_that_does_not_know_the_secret_learns_nothing_and_is_refused() {
     // No hello: nothing but the reason.
     assert_eq!(wire::decode_prelude(&rest), Ok(Kind::Reject));
     assert_eq!(wire::decode_reject(&rest).unwrap().code, RejectCode::Refused);
+}
+
+#[test]
+fn the_connector_checks_what_the_acceptor_says_too() {
+    let _fds = Descriptors::watch();
+    let me = identity("connecting", Secret::None);
+    let peer = identity("by hand", Secret::None).hello;
+    let challenge = Challenge { version_min: 1, version_max: 1, flags: 0, worker: peer.worker, nonce: [2; 32] };
+    let attempt = |challenge: Challenge, hello: Hello| {
+        let (address, server) = serve(move |stream| accept_by_hand(stream, &challenge, &hello));
+        let result = connect(&Target::Control(vec![address]), &me, None, false, in_secs(5.0));
+        let outcome = result.map(|session| session.peer);
+        server.join().unwrap();
+        outcome
+    };
+    assert_eq!(attempt(challenge, peer.clone()).unwrap(), peer);
+    let mut other_window = peer.clone();
+    other_window.window = 12;
+    let error = attempt(challenge, other_window).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
+    assert!(error.detail.contains("window 12") && error.detail.contains("window 16"), "{error}");
+    let mut other_worker = peer.clone();
+    other_worker.worker[0] ^= 1;
+    assert_eq!(attempt(challenge, other_worker).unwrap_err().kind, ErrorKind::Protocol);
+}
+
+#[test]
+fn a_proof_without_the_secret_that_was_asked_for_is_refused() {
+    let _fds = Descriptors::watch();
+    let worker = Worker::start(config(), identity("l", secret("a secret of enough bytes"))).unwrap();
+    let mut raw = Raw::connect(worker.control());
+    assert_eq!(raw.challenge().flags, FLAG_SECRET);
+    let reply = raw.reply(wire::VERSION_MAX, 0, &[]);
+    raw.write(&reply);
+    assert_eq!(raw.reject().code, RejectCode::Protocol);
+    assert_eq!(worker.rejected().kind, ErrorKind::Protocol);
+    // The right kind with the right secret is let through.
+    let mut raw = Raw::connect(worker.control());
+    let reply = raw.reply(wire::VERSION_MAX, FLAG_SECRET, b"a secret of enough bytes");
+    raw.write(&reply);
+    let mut proof = [0; wire::PROOF_LEN];
+    raw.stream.read_exact(&mut proof).unwrap();
+    wire::decode_proof(&proof).unwrap();
+}
+
+#[test]
+fn a_rail_that_does_not_know_the_session_gets_no_lane() {
+    let _fds = Descriptors::watch();
+    let (address, thief) = serve(|mut stream| {
+        let challenge = Challenge { version_min: 1, version_max: 1, flags: 0, worker: [1; 16], nonce: [2; 32] };
+        stream.write_all(&challenge.encode()).unwrap();
+        let mut hello = [0; wire::LANE_HELLO_LEN];
+        stream.read_exact(&mut hello).unwrap();
+        // The connector's own proof, sent back as if it were ours.
+        stream.write_all(&wire::encode_proof(&wire::decode_lane_hello(&hello).unwrap().mac)).unwrap();
+        let mut rest = Vec::new();
+        stream.read_to_end(&mut rest).unwrap();
+        rest
+    });
+    let ticket = Ticket { session: [1; 16], key: [2; 32] };
+    let lane = LaneName { rail: 0, channel: 0, purpose: LanePurpose::Bulk };
+    let error = dial_lane(&ticket, &loopback(), address, lane, in_secs(5.0)).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Refused, "{error}");
+    assert_eq!(wire::decode_reject(&thief.join().unwrap()).unwrap().code, RejectCode::Refused);
+}
+
+#[test]
+fn half_open_connections_are_limited_in_all() {
+    let _fds = Descriptors::watch();
+    let limits = Limits { half_open: 3, half_open_per_source: 16, timeout: Duration::from_secs(5) };
+    let worker = Worker::start(ListenConfig { limits, ..config() }, identity("l", Secret::None)).unwrap();
+    let mut held: Vec<Raw> = (0..3).map(|_| Raw::connect(worker.control())).collect();
+    let error = connect(&worker.by_port(), &identity("c", Secret::None), None, false, in_secs(0.1)).unwrap_err();
+    assert!(error.detail.contains("3 handshakes are under way"), "{error}");
+    drop(held.pop());
+    connect(&worker.by_port(), &identity("c", Secret::None), None, false, in_secs(5.0)).unwrap();
 }
 
 #[test]

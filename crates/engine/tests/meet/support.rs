@@ -8,7 +8,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crossrail::meet::wire::{self, Challenge, HelloHead, Kind, REJECT_LEN, Reject, Reply};
-use crossrail::meet::{Arrival, Identity, Limits, ListenConfig, Listener, Parameters, Rail, Secret, Session, Target};
+use crossrail::meet::{
+    Arrival, Hello, Identity, Limits, ListenConfig, Listener, Parameters, Rail, Secret, Session, Target,
+};
 use crossrail_tcp::Binding;
 use crossrail_types::Error;
 use hmac::{Hmac, Mac};
@@ -245,4 +247,26 @@ impl Raw {
             Err(e) => panic!("still open: {e}"),
         }
     }
+}
+
+/// Serves one control connection as a worker without a secret: `challenge` as that worker's, `hello` as its hello.
+pub(crate) fn accept_by_hand(mut stream: TcpStream, challenge: &Challenge, hello: &Hello) {
+    let challenge = challenge.encode();
+    stream.write_all(&challenge).unwrap();
+    let mut reply = [0; wire::REPLY_LEN];
+    stream.read_exact(&mut reply).unwrap();
+    let known = tag(&[], "crossrail known", &[&[0], &[]]);
+    let master = tag(&known, "crossrail session", &[&challenge, &reply]);
+    stream.write_all(&wire::encode_proof(&tag(&master, "crossrail acceptor", &[]))).unwrap();
+    let mut head = [0; wire::HELLO_HEAD_LEN];
+    stream.read_exact(&mut head).unwrap();
+    let mut body = vec![0; wire::decode_hello_head(&head).unwrap().length as usize];
+    stream.read_exact(&mut body).unwrap();
+    let body = hello.encode().unwrap();
+    let mac = tag(&master, "crossrail acceptor hello", &[&body]);
+    let mut answer = HelloHead { length: body.len() as u32, mac }.encode().to_vec();
+    answer.extend_from_slice(&body);
+    stream.write_all(&answer).unwrap();
+    // Until the other end has closed.
+    let _ = stream.read_to_end(&mut Vec::new());
 }
