@@ -1,0 +1,102 @@
+"""Scenarios on the test bed: two network namespaces joined by shaped links (tests/testbed/bed.py)."""
+
+from __future__ import annotations
+
+import statistics
+
+from bed import EQUAL_MBIT, UNEVEN_MBIT, Bed, why_not
+from ends import End, Pair, wait_for_traffic
+
+from crossrail.report import Report, Row, format_rate
+from scenarios import MIB, Outcome, Result, Terms, against, as_data, merged
+
+ETHERNET_PAYLOAD = 1448 / 1514
+"""TCP payload of a full Ethernet frame: no program gets more than this part of a link's rate."""
+
+
+def _bed(mbit: tuple[int, ...]) -> Bed:
+    reason = why_not()
+    if reason is not None:
+        raise RuntimeError(reason)
+    return Bed(mbit)
+
+
+def _report(pair: Pair, *options: str, **more: object) -> Report:
+    outcome = pair.run(*options, timeout=120.0, **more)  # type: ignore[arg-type]
+    _ = outcome.row
+    assert outcome.report is not None
+    return outcome.report
+
+
+def _shares(row: Row) -> str:
+    return ", ".join(f"{lane.name} {lane.share:.1%}" for lane in row.lanes)
+
+
+def equal(terms: Terms) -> Result:
+    """64 MiB over four rails of 2 Gbit/s, against one iperf3 per rail at once."""
+    with _bed(EQUAL_MBIT) as bed:
+        counts = ("--size=64M", f"--iters={terms.scaled(20, 4)}", f"--rounds={terms.rounds}")
+        report = _report(Pair(bed), *counts, "--compare=iperf3")
+    row = report.rows[0]
+    rate = against(row, "iperf3", "four equal rails, 64 MiB", 0.95, time=False, name="4 iperf3")
+    farthest = max(abs(lane.share - 0.25) for lane in row.lanes) * 100 if len(row.lanes) == 4 else 100.0
+    shares = Outcome(
+        "four equal rails, shares",
+        f"{farthest:.1f} points off",
+        "within 2 points of 25 %",
+        met=farthest <= 2.0,
+        notes=[_shares(row)],
+    )
+    return [rate, shares], as_data(report)
+
+
+def uneven(terms: Terms) -> Result:
+    """64 MiB over rails of 2, 2, 1 and 0.5 Gbit/s, against the sum of their rates and one iperf3 per rail at once."""
+    with _bed(UNEVEN_MBIT) as bed:
+        counts = ("--size=64M", f"--iters={terms.scaled(20, 4)}", f"--rounds={terms.rounds}")
+        report = _report(Pair(bed), *counts, "--compare=iperf3")
+        line = bed.gb_per_s
+    row = report.rows[0]
+    ours = statistics.median(row.rounds)
+    outcome = Outcome(
+        "rails of 2, 2, 1, 0.5 Gbit/s, 64 MiB",
+        format_rate(ours),
+        ">= 0.93 x their sum",
+        peer=f"{format_rate(line)} (sum)",
+        ratio=f"{ours / line:.3f}",
+        met=ours / line >= 0.93,
+        notes=[f"{_shares(row)}; TCP payload is at most {ETHERNET_PAYLOAD:.3f} of the sum"],
+    )
+    peer = against(row, "iperf3", "rails of 2, 2, 1, 0.5 Gbit/s, 64 MiB", 0.95, time=False, name="4 iperf3")
+    return [outcome, peer], as_data(report)
+
+
+def down(terms: Terms) -> Result:
+    """1 GiB over four rails, one of which is set down in the middle, against the same bytes over three rails."""
+    size = (256 if terms.quick else 1024) * MIB
+    hit, three, reports = [], [], []
+    options = (f"--size={size}", "--iters=1", "--warmup=0")
+    for _ in range(terms.rounds):
+        with _bed(EQUAL_MBIT) as bed:
+            reports.append(_report(Pair(bed, rails=bed.rails[:3]), *options))
+            three.append(reports[-1].rows[0].iterations[0].us_receiver / 1e6)
+        with _bed(EQUAL_MBIT) as bed:
+
+            def cut(_: End, bed: Bed = bed) -> None:
+                wait_for_traffic(bed, "eth4", size // 12)
+                bed.set_down("left", "eth4")
+
+            reports.append(_report(Pair(bed), *options, during=cut))
+            hit.append(reports[-1].rows[0].iterations[0].us_receiver / 1e6)
+    noted = [row.notes for report in reports for row in report.rows if row.notes]
+    more = statistics.median(hit) - statistics.median(three)
+    outcome = Outcome(
+        f"one of four rails set down, {size // MIB} MiB",
+        f"{statistics.median(hit):.2f} s",
+        "within 1 s of three rails",
+        peer=f"{statistics.median(three):.2f} s (three rails)",
+        ratio=f"{more:+.2f} s",
+        met=more <= 1.0 and len(noted) == len(hit) and all(row.verified for one in reports for row in one.rows),
+        notes=[note for notes in noted[:1] for note in notes] or ["no receipt says that a rail was lost"],
+    )
+    return [outcome], {**merged(reports), "seconds": {"one set down": hit, "three": three}}

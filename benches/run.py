@@ -1,0 +1,116 @@
+"""The committed benchmark: every figure that this release promises, each against its peer, in one run.
+
+    python benches/run.py                       all of it, into benches/results
+    python benches/run.py --only shm-latency,rails-equal
+    python benches/run.py --quick               fewer rounds and bytes; nothing is written unless --results says where
+
+Ours and the peer take turns in the same run, on the same processors; figures are medians over the turns. A row whose
+peer is missing or fails says so. Exit 0: every row ran, whether or not it reached its goal; 1: one did not; 2: bad
+usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+
+from crossrail.report import WriteError, capture_environment, console, table, write_text
+from scenarios import SCENARIOS, Outcome, Scenario, Terms
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> int:
+    """Runs the scenarios asked for; gives the exit code."""
+    arguments = _arguments()
+    terms = Terms(rounds=1 if arguments.quick else arguments.rounds, quick=arguments.quick)
+    out = console()
+    talk = console(stderr=True)
+    results: Path | None = arguments.results or (None if arguments.quick else RESULTS)
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="crossrail-bench-") as scratch:
+        for scenario in arguments.only:
+            talk.print(f"{scenario.name}: {scenario.summary}")
+            found = _run(scenario, terms, Path(scratch))
+            outcomes += found.outcomes
+            if results is not None:
+                _write(results / f"{scenario.name}.json", found.data)
+    out.print(_table(outcomes))
+    for outcome in outcomes:
+        for note in outcome.notes:
+            out.print(f"{outcome.work}: {note}")
+    if results is not None:
+        _write_summary(results, [scenario.name for scenario in arguments.only], outcomes)
+    return 1 if any(outcome.failed for outcome in outcomes) else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    names = {scenario.name: scenario for scenario in SCENARIOS}
+    parser.add_argument("--only", metavar="NAMES", default=",".join(names), help=f"of {', '.join(names)}")
+    parser.add_argument("--quick", action="store_true", help="one round, fewer bytes")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns for ours and each peer (3)")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="where the JSON goes (benches/results)")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.only.split(",") if name not in names]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is no scenario; known: {', '.join(names)}")
+    if arguments.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    if arguments.results is not None and not arguments.results.is_dir():
+        parser.error(f"{arguments.results} is not a folder")
+    arguments.only = [names[name] for name in arguments.only.split(",")]
+    return arguments
+
+
+class _Found:
+    """What one scenario gave: its lines of the table, and its JSON."""
+
+    def __init__(self, outcomes: list[Outcome], data: dict[str, object]) -> None:
+        self.outcomes = outcomes
+        self.data = data
+
+
+def _run(scenario: Scenario, terms: Terms, scratch: Path) -> _Found:
+    """Runs one scenario; one that cannot run becomes a row that says why."""
+    try:
+        outcomes, data = scenario.run(terms, scratch)
+    except Exception as error:
+        if not isinstance(error, (RuntimeError, AssertionError, OSError)):
+            traceback.print_exc()
+        failed = Outcome(work=scenario.summary, ours="-", to_reach=scenario.to_reach, failed=True, notes=[str(error)])
+        outcomes, data = [failed], {"environment": asdict(capture_environment())}
+    return _Found(outcomes, {**data, "outcomes": [asdict(outcome) for outcome in outcomes]})
+
+
+def _write(path: Path, data: dict[str, object]) -> None:
+    try:
+        write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", str(path))
+    except WriteError as error:
+        raise SystemExit(f"benches/run.py: {error}") from None
+
+
+def _write_summary(results: Path, names: list[str], outcomes: list[Outcome]) -> None:
+    """The table as JSON, when everything was run; a part would pass for the whole."""
+    if names != [scenario.name for scenario in SCENARIOS]:
+        return
+    rows = [asdict(outcome) for outcome in outcomes]
+    environment = asdict(capture_environment())
+    _write(results / "summary.json", {"schema": "crossrail-goals/1", "environment": environment, "outcomes": rows})
+
+
+def _table(outcomes: list[Outcome]) -> object:
+    made = table("every goal", ["work", "ours", "peer", "ratio", "to reach", "met"], left=6)
+    for outcome in outcomes:
+        met = "FAILED" if outcome.failed else {True: "yes", False: "NO", None: "-"}[outcome.met]
+        made.add_row(outcome.work, outcome.ours, outcome.peer, outcome.ratio, outcome.to_reach, met)
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,419 @@
+"""The command as a user meets it: what it prints where, how it fails, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from crossrail.report import Report
+
+COMMAND = [sys.executable, "-m", "crossrail"]
+QUICK = ("--size=8", "--iters=200", "--warmup=10")
+
+
+def clean_environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without its settings, and with these."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("CROSSRAIL_")}
+    return {**clean, **(settings or {})}
+
+
+def run(*arguments: str, settings: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end. Whatever it does, it never prints a traceback."""
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        env=clean_environment(settings),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def one_error(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    """It failed with ``code``, nothing on stdout, and one line on stderr that has ``words``."""
+    assert done.returncode == code, done
+    assert done.stdout == ""
+    errors = [line for line in done.stderr.splitlines() if line.startswith("crossrail: error: ")]
+    assert len(errors) == 1, done.stderr
+    for word in words:
+        assert word in errors[0], errors[0]
+
+
+@contextmanager
+def listening(
+    what: str, *options: str, settings: Mapping[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A listening end, and the address it said."""
+    command = [*COMMAND, "bench", what, "--listen=127.0.0.1:0", *options]
+    with subprocess.Popen(command, env=clean_environment(settings), stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            found = re.search(r"listening on ([0-9.:]+)", line)
+            assert found, line
+            yield process, found.group(1)
+        finally:
+            process.kill()
+
+
+def children(pid: int) -> list[int]:
+    """The processes that ``pid`` started."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def gone(pid: int, seconds: float = 5.0) -> bool:
+    """Whether ``pid`` ends within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@contextmanager
+def long_run() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A bench with both ends here, for ever as good as; and the pid of its second process, once both talk."""
+    command = [*COMMAND, "bench", "latency", "--size=8", "--iters=2000000000"]
+    with subprocess.Popen(
+        command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            deadline = time.monotonic() + 20
+            while not (found := children(process.pid)) or not _busy(found[0]):
+                assert time.monotonic() < deadline and process.poll() is None, "it did not start"
+                time.sleep(0.02)
+            yield process, found[0]
+        finally:
+            process.kill()
+
+
+def _busy(pid: int) -> bool:
+    """Whether ``pid`` has used a second of processor time: it is past its start, and measures."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return False
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") > 1.0
+
+
+def test_version_and_help_are_data() -> None:
+    version = run("--version")
+    assert version.returncode == 0
+    assert re.fullmatch(r"crossrail [0-9]+\.[0-9]+.*\n", version.stdout)
+    for arguments in (("--help",), ("bench", "--help"), ("bench", "p2p", "--help")):
+        assert run(*arguments).stdout.startswith("usage: crossrail")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ("COMMAND",)),
+        (("fly",), ("fly",)),
+        (("bench",), ("WHAT",)),
+        (("bench", "latency", "--sise=8"), ("--sise",)),
+        (("bench", "latency", "--size=64KB"), ("64KB", "powers of ten or of two")),
+        (("bench", "latency", "--size=-1"), ("-1", "64K, 2M, 1G")),
+        (("bench", "latency", "--sizes=8:4"), ("8:4", "backwards")),
+        (("bench", "latency", "--iters=0"), ("--iters", "'0'")),
+        (("bench", "latency", "--iters=many"), ("--iters", "'many'")),
+        (("bench", "bandwidth", "--window=0"), ("--window",)),
+        (("bench", "latency", "--window=4"), ("--window",)),
+        (("bench", "p2p", "--sizes=1:4"), ("one size",)),
+        (("bench", "latency", "--memory=tape"), ("tape", "shared", "ordinary")),
+        (("bench", "latency", "--compare=ftp"), ("ftp", "ucx, iperf3")),
+        (("bench", "latency", "--listen", "--connect=127.0.0.1"), ("exclude",)),
+        (("bench", "latency", "--connect=127.0.0.1:http"), ("http", "port")),
+        (("bench", "latency", "--pin=4096"), ("--pin 4096", "may use")),
+        (("bench", "latency", "--transport=rdma", *QUICK), ("rdma", "self, shm, tcp")),
+        (("bench", "latency", "--transport=tcp", "--rails=nic9", *QUICK), ("nic9",)),
+        (("bench", "p2p", "--chunk=lots"), ("lots",)),
+        (("bench", "p2p", "--timeout=soon"), ("soon",)),
+        (("bench", "latency", "--json=/nonexistent/folder/file"), ("/nonexistent/folder", "--json")),
+        (("bench", "latency", "--json=/"), ("is a folder",)),
+        (("info", "--json=/nonexistent/folder/file"), ("/nonexistent/folder",)),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_2(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    one_error(run(*arguments), 2, *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("CROSSRAIL_CHUNKS", "2M", ("CROSSRAIL_CHUNKS", "did you mean CROSSRAIL_CHUNK")),
+        ("CROSSRAIL_TLS", "rdma", ("CROSSRAIL_TLS", "rdma", "known: self, shm, tcp")),
+        ("CROSSRAIL_WINDOW", "0", ("CROSSRAIL_WINDOW", "1 to 1024")),
+    ],
+)
+@pytest.mark.parametrize("command", [("info",), ("bench", "latency", *QUICK)])
+def test_a_bad_setting_is_one_line_and_exit_2(
+    command: tuple[str, ...], name: str, value: str, words: tuple[str, ...]
+) -> None:
+    one_error(run(*command, settings={name: value}), 2, *words)
+
+
+def test_a_missing_peer_names_its_package() -> None:
+    one_error(
+        run("bench", "latency", "--compare=ucx", *QUICK, settings={"PATH": "/none"}), 2, "apt-get install ucx-utils"
+    )
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        one_error(run("bench", "latency", f"--listen=127.0.0.1:{port}"), 1, str(port), "use")
+
+
+def test_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    start = time.monotonic()
+    one_error(run("bench", "latency", f"--connect=127.0.0.1:{port}", "--timeout=2s"), 1, str(port))
+    assert time.monotonic() - start < 10
+
+
+def test_a_name_that_does_not_resolve() -> None:
+    one_error(run("bench", "latency", "--connect=no-such-host.invalid"), 1, "no-such-host.invalid", "resolve")
+
+
+def test_a_peer_that_says_nothing_ends_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        start = time.monotonic()
+        one_error(run("bench", "latency", f"--connect=127.0.0.1:{mute.getsockname()[1]}", "--timeout=2s"), 1)
+        assert time.monotonic() - start < 10
+
+
+def test_a_wrong_secret_is_refused_and_the_listener_goes_on() -> None:
+    with listening("latency", settings={"CROSSRAIL_SECRET": "right"}) as (process, address):
+        wrong = run("bench", "latency", f"--connect={address}", settings={"CROSSRAIL_SECRET": "wrong"})
+        one_error(wrong, 1, "secret")
+        assert process.poll() is None
+        right = run("bench", "latency", f"--connect={address}", *QUICK, settings={"CROSSRAIL_SECRET": "right"})
+        assert right.returncode == 0, right.stderr
+        assert process.wait(10) == 0
+
+
+def test_the_secret_can_come_from_a_file(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("in a file\n")
+    done = run("bench", "latency", f"--secret-file={secret}", *QUICK)
+    assert done.returncode == 0, done.stderr
+    one_error(run("bench", "latency", f"--secret-file={tmp_path}/none", *QUICK), 2, f"{tmp_path}/none")
+
+
+def test_garbage_on_the_port_does_not_end_the_listener() -> None:
+    with listening("latency") as (process, address):
+        host, _, port = address.rpartition(":")
+        for junk in (b"", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 4096, bytes(4096), b"\x01"):
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(junk)
+        assert run("bench", "latency", f"--connect={address}", *QUICK).returncode == 0
+        assert process.wait(10) == 0
+
+
+def test_ends_that_run_different_benches_say_so_at_both() -> None:
+    with listening("p2p") as (process, address):
+        one_error(run("bench", "latency", f"--connect={address}", *QUICK), 1, "bench p2p", "bench latency")
+        assert process.wait(10) == 1
+        assert process.stderr is not None
+        assert "bench latency" in process.stderr.read()
+
+
+def test_parameters_given_at_the_listening_end_must_agree() -> None:
+    with listening("latency", "--size=16") as (process, address):
+        one_error(run("bench", "latency", f"--connect={address}", *QUICK), 1, "--size", "16", "8")
+        assert process.wait(10) == 1
+
+
+def test_a_chunk_that_differs_is_a_mismatch() -> None:
+    with listening("p2p", "--chunk=1M") as (_, address):
+        one_error(run("bench", "p2p", f"--connect={address}", "--chunk=2M", "--size=4M"), 1, "chunk")
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_latency_says_what_carried_it(transport: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    done = run("bench", "latency", f"--transport={transport}", "--sizes=0,1:64K", "--iters=50", f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    report = Report.loads(path.read_text())
+    assert [row.size for row in report.rows] == [0, *(1 << shift for shift in range(17))]
+    for row in report.rows:
+        assert row.transport == transport
+        assert row.protocol
+        assert row.p50_us is not None and row.p50_us > 0
+        assert f"{row.p50_us:.3f}" in done.stdout or f"{row.p50_us:.1f}" in done.stdout, (
+            "the table is a view of the JSON"
+        )
+    assert report.environment.settings["CROSSRAIL_TLS"] == transport
+    assert report.command[1:3] == ["bench", "latency"]
+
+
+@pytest.mark.parametrize("memory", ["shared", "ordinary"])
+def test_bandwidth(memory: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    options = ("--sizes=1,64K,1M", "--iters=3", f"--memory={memory}", "--transport=shm", f"--json={path}")
+    done = run("bench", "bandwidth", *options)
+    assert done.returncode == 0, done.stderr
+    for row in Report.loads(path.read_text()).rows:
+        assert (row.transport, row.memory, row.window) == ("shm", memory, 64)
+        assert row.bytes_logical == 3 * 64 * row.size
+        assert row.gb_per_s == pytest.approx(row.bytes_logical / sum(row.samples_us) / 1e3)
+
+
+def test_p2p_over_four_rails_of_loopback(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    rails = "127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4"
+    options = ("--transport=tcp", f"--rails={rails}", "--size=16M", "--iters=3", f"--json={path}")
+    done = run("bench", "p2p", *options)
+    assert done.returncode == 0, done.stderr
+    (row,) = Report.loads(path.read_text()).rows
+    assert row.verified
+    assert len(row.iterations) == 3
+    assert {lane.device for lane in row.lanes} == set(rails.split(","))
+    assert sum(lane.share for lane in row.lanes) == pytest.approx(1.0)
+    assert row.verdict is not None
+    for part in (
+        "sender GB/s",
+        "receiver GB/s",
+        "average",
+        "127.0.0.3",
+        "retransmits",
+        "window",
+        f"verdict: {row.verdict.text}",
+    ):
+        assert part in done.stdout, done.stdout
+
+
+def test_json_on_stdout_is_alone_there() -> None:
+    done = run("bench", "latency", "--json=-", *QUICK)
+    assert json.loads(done.stdout)["schema"] == "crossrail-bench/1"
+    assert "half of a round trip" in done.stderr
+
+
+def test_a_full_disk_is_one_line_after_the_table() -> None:
+    done = run("bench", "latency", "--json=/dev/full", *QUICK)
+    assert done.returncode == 1
+    assert "half of a round trip" in done.stdout
+    assert done.stderr.count("error:") == 1
+    assert "No space left on device" in done.stderr
+
+
+def test_a_full_stdout_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*COMMAND, "info"], env=clean_environment(), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_left_is_no_traceback() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m crossrail bench latency --size 8 --iters 200 | true",
+        shell=True,
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+def test_info_lists_transports_devices_and_settings(tmp_path: Path) -> None:
+    path = tmp_path / "info.json"
+    done = run("info", f"--json={path}", settings={"CROSSRAIL_SECRET": "do not tell", "CROSSRAIL_TLS": "shm"})
+    assert done.returncode == 0, done.stderr
+    for word in ("shm", "tcp", "127.0.0.1", "CROSSRAIL_CHUNK", "2M", "GPUs"):
+        assert word in done.stdout, done.stdout
+    assert "do not tell" not in done.stdout + path.read_text()
+    data = json.loads(path.read_text())
+    assert {transport["name"] for transport in data["info"]["transports"]} >= {"shm", "tcp"}
+    out = next(one for one in data["info"]["transports"] if one["name"] == "tcp")
+    assert out["usable"] or out["reason"]
+
+
+def test_compare_prints_ratios(tmp_path: Path) -> None:
+    if run("bench", "latency", "--compare=ucx,iperf3", *QUICK, "--rounds=1").returncode == 2:
+        if os.environ.get("CI") == "true":
+            pytest.fail("ucx-utils and iperf3 are not installed")
+        pytest.skip("ucx-utils and iperf3 are not installed")
+    path = tmp_path / "out.json"
+    options = ("--transport=tcp", "--size=1M", "--iters=4", "--compare=ucx,iperf3", "--rounds=2", f"--json={path}")
+    done = run("bench", "bandwidth", *options)
+    assert done.returncode == 0, done.stderr
+    report = Report.loads(path.read_text())
+    (row,) = report.rows
+    assert len(row.rounds) == 2
+    assert row.ratio.keys() == {"ucx", "iperf3"}
+    for name, result in row.peers.items():
+        assert len(result.rounds) == 2
+        assert report.environment.peers[name]
+    assert "x ucx" in done.stdout
+    assert "x iperf3" in done.stdout
+
+
+def test_ctrl_c_ends_both_processes_at_once() -> None:
+    with long_run() as (process, other):
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=10)
+        assert process.returncode == 130
+        assert time.monotonic() - start < 2
+        assert gone(other, 1)
+        assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_second_process_never_outlives_the_first(number: int) -> None:
+    with long_run() as (process, other):
+        process.send_signal(number)
+        process.wait(10)
+        assert gone(other)
+
+
+def test_the_death_of_the_second_process_is_one_line() -> None:
+    with long_run() as (process, other):
+        os.kill(other, signal.SIGKILL)
+        stdout, stderr = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert stdout == ""
+        assert stderr.count("error:") == 1, stderr
+        assert "Traceback" not in stderr
+
+
+def test_what_the_second_process_said_is_shown_when_it_fails() -> None:
+    done = run("bench", "latency", "--transport=tcp", "--rails=nic9", *QUICK)
+    assert done.returncode != 0
+    assert "nic9" in done.stderr
+
+
+def test_nothing_is_left_of_a_run() -> None:
+    before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
+    temporary = set(Path("/tmp").glob("*crossrail*"))
+    assert run("bench", "p2p", "--size=1M", "--iters=2", "--memory=shared").returncode == 0
+    after = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
+    assert after <= before
+    assert set(Path("/tmp").glob("*crossrail*")) <= temporary
