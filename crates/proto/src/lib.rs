@@ -17,8 +17,13 @@
 
 mod config;
 mod event;
+mod feed;
+pub mod frame;
+mod lane;
 mod matcher;
 mod peer;
+mod ranges;
+mod stream;
 
 pub use config::{Config, LaneSpec, Time};
 pub use event::{

@@ -1,110 +1,315 @@
-use crossrail_types::{EndpointId, Head, LaneId, OpId};
+//! One connection's state machine. The parts, each an `impl Peer`:
+//! `sending` (what a lane carries next), `arriving` (heads and payloads that come in), `outgoing` and `incoming`
+//! (the life of a transfer at either end), `direct` (single copies), `lanes` (up, down, silent), `ending`.
 
-use crate::{
-    Config, DirectId, Event, Failure, Host, LaneSpec, Matcher, Offer, Operation, Out, Placing, RegionRef, Time,
-};
+mod arriving;
+mod direct;
+mod ending;
+mod incoming;
+mod lanes;
+mod outgoing;
+mod sending;
+
+use std::collections::VecDeque;
+
+use crossrail_types::{EndpointId, LaneId, OpId};
+use slab::Slab;
+
+use crate::frame::{Frame, Target};
+use crate::lane::Lane;
+use crate::stream::Stream;
+use crate::{Body, Config, Event, Failure, Matcher, Offer, Operation, RegionRef, Time};
+
+use arriving::{Kept, Open};
+use direct::JobOf;
+use incoming::Incoming;
+use outgoing::Outgoing;
 
 /// One connection's protocol state.
 #[derive(Debug)]
 pub struct Peer {
     id: EndpointId,
     config: Config,
+    phase: Phase,
+    closing: bool,
+    bye_sent: bool,
+
+    lanes: Vec<Lane>,
+    stream: Stream,
+    /// The stream's frame whose payload is coming in.
+    open: Option<Open>,
+
+    /// Operations that wait for credit or for the lane.
+    queue: VecDeque<Queued>,
+    /// What we have announced and not seen finished; the wire id is the index plus one.
+    outs: Slab<Outgoing>,
+    /// Those of `outs` that are operations of ours, not reads that we serve.
+    own_active: u32,
+    eager_bytes: u64,
+    /// Transfers with chunks to hand out, by index and serial, in turn.
+    active: VecDeque<(u32, u32)>,
+    /// The write whose bytes must follow at once.
+    follow: Option<(u32, u32)>,
+
+    ins: Slab<Incoming>,
+    arrivals: Slab<Kept>,
+    arrival_bytes: u64,
+    /// What became of the peer's operations, by its wire id less one.
+    theirs: Vec<Their>,
+    theirs_active: u32,
+
+    jobs: Slab<JobOf>,
+    /// Frames to send, before any operation.
+    control: VecDeque<Control>,
+    /// The peer's operations that are finished and not yet told so.
+    dones: VecDeque<u32>,
+    /// Whether one of them finishes a read of ours, whose wire id we may use again.
+    done_reads: bool,
+    urgent: bool,
+    passes: u32,
+    serial: u32,
+    events: VecDeque<Event>,
 }
 
-#[allow(unused_variables, missing_docs)]
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Phase {
+    Live,
+    /// The peer broke the protocol, or a reliable lane is gone: nothing goes in or out any more.
+    Broken(String),
+    /// The peer said goodbye.
+    Closed,
+    /// The engine said so.
+    Dead(Failure),
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Queued {
+    op: OpId,
+    what: Operation,
+    len: u64,
+    offer: Option<Offer>,
+    at: Time,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Their {
+    Free,
+    Open,
+    Arrival(u32),
+    In(u32),
+    Serve(u32),
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Control {
+    frame: Frame,
+    body: Body,
+}
+
 impl Peer {
     /// A connection without lanes.
     pub fn new(id: EndpointId, config: Config) -> Peer {
-        Peer { id, config }
+        Peer {
+            id,
+            config,
+            phase: Phase::Live,
+            closing: false,
+            bye_sent: false,
+            lanes: Vec::new(),
+            stream: Stream::default(),
+            open: None,
+            queue: VecDeque::new(),
+            outs: Slab::new(),
+            own_active: 0,
+            eager_bytes: 0,
+            active: VecDeque::new(),
+            follow: None,
+            ins: Slab::new(),
+            arrivals: Slab::new(),
+            arrival_bytes: 0,
+            theirs: Vec::new(),
+            theirs_active: 0,
+            jobs: Slab::new(),
+            control: VecDeque::new(),
+            dones: VecDeque::new(),
+            done_reads: false,
+            urgent: false,
+            passes: 0,
+            serial: 0,
+            events: VecDeque::new(),
+        }
     }
-    /// A lane is there (again): lanes that come back come back under a new id.
-    pub fn lane_up(&mut self, now: Time, lane: LaneSpec) {
-        unimplemented!()
+
+    /// Which peer this is.
+    pub fn id(&self) -> EndpointId {
+        self.id
     }
-    /// The lane is gone, or is to be given up: the engine drops it before anything else is called here.
-    pub fn lane_down(&mut self, now: Time, lane: LaneId) {
-        unimplemented!()
-    }
-    /// Answer to [`Event::Suspect`]: it moves; wait on.
-    pub fn lane_alive(&mut self, now: Time, lane: LaneId) {
-        unimplemented!()
-    }
-    /// Starts an operation of `len` bytes.
+
+    /// Starts an operation of `len` bytes. Its memory must stay as it is until [`Event::Done`].
+    ///
+    /// `offer` (of that memory) lets the peer copy it directly, if it is too long to go with its first frame.
+    #[inline]
     pub fn start(&mut self, now: Time, op: OpId, what: Operation, len: u64, offer: Option<Offer>) {
-        unimplemented!()
+        let refused = match &self.phase {
+            Phase::Dead(why) => Some(why.clone()),
+            Phase::Closed => Some(Failure::Closed),
+            Phase::Live | Phase::Broken(_) => self.closing.then_some(Failure::Closed),
+        };
+        match refused {
+            Some(why) => self.events.push_back(Event::Done { op, result: Err(why), progress: 0, tag: 0 }),
+            None => self.queue.push_back(Queued { op, what, len, offer, at: now }),
+        }
     }
+
     /// A receive matched `arrival` of this peer ([`Matcher::post`]).
     pub fn accept(&mut self, now: Time, arrival: u32, op: OpId, capacity: u64) {
-        unimplemented!()
+        self.accept_kept(now, arrival, op, capacity);
     }
-    /// Cancels; false if this peer does not know the operation.
+
+    /// Cancels an operation or a receive that this peer's message has matched; false if it is not under way here.
+    ///
+    /// [`Event::Done`] tells the outcome: it may have finished before the peer heard of it.
     pub fn cancel(&mut self, now: Time, op: OpId) -> bool {
-        unimplemented!()
+        if let Some(at) = self.queue.iter().position(|q| q.op == op) {
+            self.queue.remove(at);
+            self.events.push_back(Event::Done { op, result: Err(Failure::Cancelled), progress: 0, tag: 0 });
+            return true;
+        }
+        self.cancel_outgoing(op) || self.cancel_arriving(op) || self.cancel_incoming(now, op)
     }
-    /// The engine has deregistered a region: accesses under way fail.
+
+    /// The engine has deregistered a region: accesses under way fail, here and at the peer. Their memory may still
+    /// be touched until their `Released`.
     pub fn region_gone(&mut self, now: Time, region: RegionRef) {
-        unimplemented!()
+        self.region_gone_incoming(now, region);
+        self.region_gone_serves(region);
     }
-    /// What this lane carries next.
-    pub fn next(&mut self, now: Time, lane: LaneId) -> Option<Out> {
-        unimplemented!()
-    }
-    /// Whether `next` might have something.
-    pub fn wants(&self, lane: LaneId) -> bool {
-        unimplemented!()
-    }
-    /// Owed acknowledgements go out with the next `next`, alone if need be.
-    pub fn flush(&mut self) {
-        unimplemented!()
-    }
-    /// Where the payload behind `head` goes.
-    pub fn place(&mut self, now: Time, lane: LaneId, head: &Head, host: &mut Host<'_>) -> Placing {
-        unimplemented!()
-    }
-    /// The payload of the lane's last `place` is complete; `control` holds it if that was [`Placing::Control`].
-    /// `Err`: the peer broke the protocol, this is how: the lane must fail.
-    pub fn placed(&mut self, now: Time, lane: LaneId, control: &[u8], host: &mut Host<'_>) -> Result<(), String> {
-        unimplemented!()
-    }
-    /// Every byte of the job has been copied, `moved` of them by this end, in `copy_ns`.
-    pub fn direct_done(&mut self, now: Time, job: DirectId, moved: u64, copy_ns: u64) {
-        unimplemented!()
-    }
-    /// The job cannot be done (further), or was stopped.
-    pub fn direct_failed(&mut self, now: Time, job: DirectId) {
-        unimplemented!()
-    }
-    /// Asks the peer to push into what `descriptor` says while this end pulls.
-    pub fn direct_invite(&mut self, now: Time, job: DirectId, descriptor: [u8; 24]) {
-        unimplemented!()
-    }
+
     /// The next event.
+    #[inline]
     pub fn event(&mut self) -> Option<Event> {
-        unimplemented!()
+        self.events.pop_front()
     }
-    /// When `on_timeout` is wanted.
-    pub fn timeout(&self) -> Option<Time> {
-        unimplemented!()
+
+    /// Finishes what is under way, then says goodbye: [`Peer::idle`] is true once the peer has heard it. Operations
+    /// started later, here or there, fail with [`Failure::Closed`].
+    pub fn close(&mut self, _now: Time) {
+        self.closing = true;
     }
-    /// Looks for silent lanes.
-    pub fn on_timeout(&mut self, now: Time) {
-        unimplemented!()
-    }
-    /// Finishes what is under way, then says goodbye.
-    pub fn close(&mut self, now: Time) {
-        unimplemented!()
-    }
-    /// The peer is gone.
+
+    /// The peer is gone: all its operations fail with `why`. Messages that have come in whole can still be received.
     pub fn dead(&mut self, now: Time, why: Failure, matcher: &mut Matcher) {
-        unimplemented!()
+        if !matches!(self.phase, Phase::Dead(_)) {
+            self.phase = Phase::Dead(why.clone());
+            self.fail_all(now, &why, matcher);
+            self.lanes.clear();
+            self.stream.move_to(None, false);
+        }
     }
-    /// Nothing under way, nothing owed.
+
+    /// Why nothing more can be done with this peer, if so.
+    pub fn failed(&self) -> Option<Failure> {
+        match &self.phase {
+            Phase::Live => None,
+            Phase::Broken(why) => Some(Failure::PeerDead(why.clone())),
+            Phase::Closed => Some(Failure::Closed),
+            Phase::Dead(why) => Some(why.clone()),
+        }
+    }
+
+    /// Nothing under way and nothing owed. Messages that nobody has received do not count.
     pub fn idle(&self) -> bool {
-        let _ = (&self.id, &self.config);
-        unimplemented!()
+        let quiet = self.queue.is_empty()
+            && self.outs.is_empty()
+            && self.ins.is_empty()
+            && self.jobs.is_empty()
+            && self.open.is_none();
+        let told = self.control.is_empty()
+            && self.dones.is_empty()
+            && self.follow.is_none()
+            && self.stream.settled()
+            && self.lanes.iter().all(|l| l.sent.is_empty() && !l.owes());
+        let farewell = !self.closing || self.bye_sent || self.phase != Phase::Live;
+        quiet && told && farewell && (self.stream.owed() == 0 || self.lanes.is_empty())
     }
-    /// Bytes moved and bytes in all.
+
+    /// Bytes moved and bytes in all, of an operation under way here.
     pub fn progress(&self, op: OpId) -> Option<(u64, u64)> {
-        unimplemented!()
+        if let Some(q) = self.queue.iter().find(|q| q.op == op) {
+            return Some((0, q.len));
+        }
+        self.progress_outgoing(op).or_else(|| self.progress_incoming(op))
+    }
+
+    fn live(&self) -> bool {
+        self.phase == Phase::Live
+    }
+
+    #[inline]
+    fn lane_at(&self, lane: LaneId) -> Option<usize> {
+        self.lanes.iter().position(|l| l.spec.id == lane)
+    }
+
+    fn tell(&mut self, frame: Frame) {
+        self.tell_with(frame, Body::None);
+    }
+
+    fn tell_with(&mut self, frame: Frame, body: Body) {
+        if self.live() && !self.bye_sent {
+            self.control.push_back(Control { frame, body });
+        }
+    }
+
+    fn next_serial(&mut self) -> u32 {
+        self.serial = self.serial.wrapping_add(1);
+        self.serial
+    }
+
+    fn target(index: u32, serial: u32) -> Target {
+        Target { index, serial }
+    }
+
+    /// An operation of the peer's is over.
+    #[inline]
+    fn free_their(&mut self, op: u32) {
+        if let Some(their) = self.theirs.get_mut(op.wrapping_sub(1) as usize)
+            && *their != Their::Free
+        {
+            *their = Their::Free;
+            self.theirs_active -= 1;
+        }
+    }
+
+    /// An operation of the peer's begins.
+    #[inline]
+    fn claim_their(&mut self, op: u32, what: Their) -> Result<(), String> {
+        let at = op.wrapping_sub(1) as usize;
+        if let Some(their) = self.theirs.get_mut(at) {
+            if *their != Their::Free {
+                return Err(format!("operation {op} begun twice"));
+            }
+            *their = what;
+        } else {
+            if at as u64 >= 2 * u64::from(self.config.message_credit) {
+                return Err(format!("operation {op} is out of range"));
+            }
+            self.theirs.resize(at + 1, Their::Free);
+            self.theirs[at] = what;
+        }
+        self.theirs_active += 1;
+        if self.theirs_active > self.config.message_credit {
+            return Err(format!("more than {} operations under way", self.config.message_credit));
+        }
+        Ok(())
+    }
+
+    fn their(&self, op: u32) -> Their {
+        self.theirs.get(op.wrapping_sub(1) as usize).copied().unwrap_or(Their::Free)
+    }
+
+    fn set_their(&mut self, op: u32, what: Their) {
+        if let Some(their) = self.theirs.get_mut(op.wrapping_sub(1) as usize) {
+            *their = what;
+        }
     }
 }

@@ -1,0 +1,189 @@
+use std::collections::VecDeque;
+
+use crossrail_types::LaneId;
+
+use crate::frame::Target;
+use crate::{LaneShare, Time};
+
+/// Smallest chunk, unless less is left or the lane carries less.
+const CHUNK_MIN: u64 = 64 << 10;
+
+/// Bytes of a transfer that one lane is to carry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Piece {
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+    /// Another lane lost it.
+    pub(crate) again: bool,
+}
+
+/// What of one transfer still has to go out, for any lane to take.
+#[derive(Debug)]
+pub(crate) struct Feed {
+    pub(crate) target: Target,
+    len: u64,
+    fresh: u64,
+    lost: VecDeque<Piece>,
+    lost_bytes: u64,
+    /// Chunks on live lanes.
+    pub(crate) outstanding: u32,
+    shares: Vec<LaneShare>,
+    blocked: Option<Time>,
+    window_ns: u64,
+}
+
+impl Feed {
+    pub(crate) fn new(target: Target, len: u64) -> Feed {
+        Feed {
+            target,
+            len,
+            fresh: 0,
+            lost: VecDeque::new(),
+            lost_bytes: 0,
+            outstanding: 0,
+            shares: Vec::new(),
+            blocked: None,
+            window_ns: 0,
+        }
+    }
+
+    /// Bytes that no lane has taken (or that were lost and not taken again).
+    pub(crate) fn left(&self) -> u64 {
+        self.len - self.fresh + self.lost_bytes
+    }
+
+    /// Takes a piece of up to `size` bytes for `lane`: what was lost goes first.
+    pub(crate) fn take(&mut self, now: Time, lane: LaneId, size: u64) -> Option<Piece> {
+        let piece = if let Some(front) = self.lost.front_mut() {
+            let piece = Piece { len: front.len.min(size), ..*front };
+            front.offset += piece.len;
+            front.len -= piece.len;
+            if front.len == 0 {
+                self.lost.pop_front();
+            }
+            self.lost_bytes -= piece.len;
+            piece
+        } else {
+            let piece = Piece { offset: self.fresh, len: size.min(self.len - self.fresh), again: false };
+            self.fresh += piece.len;
+            piece
+        };
+        if piece.len == 0 {
+            return None;
+        }
+        if let Some(since) = self.blocked.take() {
+            self.window_ns += now.since(since);
+        }
+        self.outstanding += 1;
+        let share = share(&mut self.shares, lane);
+        share.bytes += piece.len;
+        share.chunks += 1;
+        share.resent += if piece.again { piece.len } else { 0 };
+        Some(piece)
+    }
+
+    /// There was something to take and no window to take it in.
+    pub(crate) fn block(&mut self, now: Time) {
+        self.blocked.get_or_insert(now);
+    }
+
+    /// The peer has consumed a chunk.
+    pub(crate) fn acked(&mut self) {
+        self.outstanding = self.outstanding.saturating_sub(1);
+    }
+
+    /// `lane` is dead and had not delivered `piece`. Called for the lane's pieces from last to first.
+    pub(crate) fn requeue(&mut self, lane: LaneId, piece: Piece) {
+        self.acked();
+        let share = share(&mut self.shares, lane);
+        share.bytes -= piece.len;
+        share.chunks -= 1;
+        share.resent -= if piece.again { piece.len } else { 0 };
+        self.lost_bytes += piece.len;
+        self.lost.push_front(Piece { again: true, ..piece });
+    }
+
+    /// Bytes handed out and not lost.
+    pub(crate) fn sent(&self) -> u64 {
+        self.len - self.left()
+    }
+
+    /// The lanes' parts and the nanoseconds without window.
+    pub(crate) fn summary(self) -> (Vec<LaneShare>, u64) {
+        (sorted(self.shares), self.window_ns)
+    }
+}
+
+/// The entry of `lane`.
+pub(crate) fn share(shares: &mut Vec<LaneShare>, lane: LaneId) -> &mut LaneShare {
+    let at = shares.iter().position(|s| s.lane == lane).unwrap_or_else(|| {
+        shares.push(LaneShare { lane, bytes: 0, chunks: 0, resent: 0 });
+        shares.len() - 1
+    });
+    &mut shares[at]
+}
+
+/// By lane, without those that brought nothing.
+pub(crate) fn sorted(mut shares: Vec<LaneShare>) -> Vec<LaneShare> {
+    shares.retain(|s| s.chunks > 0);
+    shares.sort_by_key(|s| s.lane);
+    shares
+}
+
+/// Size of the next chunk for a lane that has `rate` of the `rates` of all `lanes` (0: not all measured).
+///
+/// A quarter of what the lane's part of the rest would be, so that all lanes come to their end together: large
+/// chunks first, small ones last.
+pub(crate) fn guided(left: u64, rate: u64, rates: u64, lanes: u64, chunk: u64, max_payload: u64) -> u64 {
+    let part =
+        if rates == 0 { left / lanes.max(1) } else { (u128::from(left) * u128::from(rate) / u128::from(rates)) as u64 };
+    // Whole pages, so that the memory's alignment is kept from chunk to chunk.
+    let size = (part / 4).clamp(CHUNK_MIN.min(chunk), chunk) & !4095;
+    size.max(4096.min(chunk)).min(max_payload).min(left)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TARGET: Target = Target { index: 0, serial: 0 };
+
+    #[test]
+    fn lost_pieces_go_out_first_and_shares_add_up() {
+        let mut feed = Feed::new(TARGET, 1000);
+        let (a, b) = (LaneId(1), LaneId(2));
+        let first = feed.take(Time(0), a, 300).unwrap();
+        let second = feed.take(Time(0), a, 300).unwrap();
+        assert_eq!(feed.take(Time(0), b, 100), Some(Piece { offset: 600, len: 100, again: false }));
+        feed.requeue(a, second);
+        feed.requeue(a, first);
+        assert_eq!((feed.left(), feed.outstanding), (900, 1));
+        assert_eq!(feed.take(Time(0), b, 200), Some(Piece { offset: 0, len: 200, again: true }));
+        assert_eq!(feed.take(Time(0), b, 200), Some(Piece { offset: 200, len: 100, again: true }));
+        assert_eq!(feed.take(Time(0), b, 900), Some(Piece { offset: 300, len: 300, again: true }));
+        assert_eq!(feed.take(Time(0), b, 900), Some(Piece { offset: 700, len: 300, again: false }));
+        assert_eq!(feed.take(Time(0), b, 900), None);
+        let (shares, _) = feed.summary();
+        assert_eq!(shares, [LaneShare { lane: b, bytes: 1000, chunks: 5, resent: 600 }]);
+    }
+
+    #[test]
+    fn chunks_shrink_towards_the_end() {
+        let size = |left, rate| guided(left, rate, 100, 4, 2 << 20, 1 << 30);
+        assert_eq!(size(1 << 30, 50), 2 << 20);
+        assert!(size(8 << 20, 50) > size(8 << 20, 25));
+        assert_eq!(size(100 << 10, 1), 64 << 10);
+        assert_eq!(size(1000, 1), 1000);
+        assert_eq!(guided(8 << 20, 0, 0, 4, 2 << 20, 1 << 30), 512 << 10);
+        assert_eq!(guided(8 << 20, 0, 0, 4, 2 << 20, 5000), 5000);
+    }
+
+    #[test]
+    fn waiting_for_window_is_timed() {
+        let mut feed = Feed::new(TARGET, 10);
+        feed.block(Time(5));
+        feed.block(Time(9));
+        feed.take(Time(12), LaneId(0), 1);
+        assert_eq!(feed.summary().1, 7);
+    }
+}

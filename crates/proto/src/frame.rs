@@ -1,0 +1,514 @@
+//! Frames as bytes: pure functions between [`Head`]s (with their control bytes) and [`Frame`]s.
+//!
+//! Sequenced kinds (all below [`ACK`]) are the message stream: `seq` counts them, `done` finishes one operation of
+//! the reader's. Every kind but the last two carries `ack`, the number of sequenced frames consumed so far.
+//!
+//! | kind | op | tag | payload |
+//! |---|---|---|---|
+//! | eager | writer's | message tag | the message |
+//! | announce | writer's | message tag | length, offer? |
+//! | consent | reader's | target | |
+//! | done | | | further ids |
+//! | fail (`small`: code) | reader's | | message and buffer length, when truncated |
+//! | read failed (`small`: code) | writer's serve, or 0 | target | |
+//! | abort | writer's | | |
+//! | write | writer's | length | key, offset, immediate, offer? |
+//! | write data | writer's | | the bytes |
+//! | read | writer's | target | key, offset, length, descriptor? |
+//! | read data | writer's serve | target | the bytes |
+//! | invite | reader's | | descriptor |
+//! | help ended | writer's | | |
+//! | pushed | writer's serve | target | |
+//! | bye, nothing | | | |
+//! | ack | | | |
+//! | chunk | target's index; `seq`: its serial; `done`: writer's | offset | the bytes |
+//! | chunk ack (`seq`: how many so far) | | | |
+
+use crossrail_types::Head;
+
+use crate::{Failure, Offer, RegionFault, RegionKey};
+
+/// Most bytes of a payload that is not user data.
+pub const CONTROL_MAX: u32 = 64;
+
+const EAGER: u8 = 1;
+const ANNOUNCE: u8 = 2;
+const CONSENT: u8 = 3;
+const DONE: u8 = 4;
+const FAIL: u8 = 5;
+const READ_FAILED: u8 = 6;
+const ABORT: u8 = 7;
+const WRITE: u8 = 8;
+const WRITE_DATA: u8 = 9;
+const READ: u8 = 10;
+const READ_DATA: u8 = 11;
+const INVITE: u8 = 12;
+const HELP_ENDED: u8 = 13;
+const PUSHED: u8 = 14;
+const BYE: u8 = 15;
+const NOTHING: u8 = 16;
+const ACK: u8 = 32;
+const CHUNK: u8 = 33;
+const CHUNK_ACK: u8 = 34;
+
+const OFFER: u8 = 1;
+const IMM: u8 = 2;
+const DATA: u8 = 4;
+const FAILED: u8 = 8;
+const AGAIN: u8 = 16;
+const NO_SLOT: u32 = u32::MAX;
+
+const TRUNCATED: u16 = 1;
+const CANCELLED: u16 = 2;
+const GONE: u16 = 3;
+const BOUNDS: u16 = 4;
+const ACCESS: u16 = 5;
+const CLOSED: u16 = 6;
+
+/// Where chunks go at the other end: an index and the serial that tells its reuses apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// Index in the receiver's table of incoming transfers.
+    pub index: u32,
+    /// Its serial.
+    pub serial: u32,
+}
+
+impl Target {
+    fn pack(self) -> u64 {
+        u64::from(self.serial) << 32 | u64::from(self.index)
+    }
+
+    fn unpack(tag: u64) -> Target {
+        Target { index: tag as u32, serial: (tag >> 32) as u32 }
+    }
+}
+
+/// What a head says, apart from its `seq`, `ack` and `done`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Frame {
+    /// A whole message.
+    Eager {
+        /// The sender's id of it.
+        op: u32,
+        /// Its tag.
+        tag: u64,
+    },
+    /// A message to come; the payload is an [`Announce`].
+    Announce {
+        /// The sender's id of it.
+        op: u32,
+        /// Its tag.
+        tag: u64,
+        /// Whether an offer is there.
+        offer: bool,
+    },
+    /// Go on and send chunks.
+    Consent {
+        /// The reader's operation.
+        op: u32,
+        /// Where they go.
+        target: Target,
+    },
+    /// More finished operations; the payload is a list of ids.
+    Done,
+    /// The reader's operation has failed; the payload is two lengths when `code` says truncated.
+    Fail {
+        /// Which.
+        op: u32,
+        /// Why.
+        code: u16,
+    },
+    /// The reader's read has failed.
+    ReadFailed {
+        /// The owner's id of it, to be answered with done; 0 where there is none.
+        serve: u32,
+        /// Which read.
+        target: Target,
+        /// Why.
+        code: u16,
+    },
+    /// The writer wants its operation cancelled.
+    Abort {
+        /// Which.
+        op: u32,
+    },
+    /// Access to a region; the payload is a [`Write`].
+    Write {
+        /// The writer's id of it.
+        op: u32,
+        /// Bytes.
+        len: u64,
+        /// Whether an immediate counts.
+        imm: bool,
+        /// Whether the bytes follow in a `WriteData`.
+        data: bool,
+        /// Whether an offer is there.
+        offer: bool,
+    },
+    /// The bytes of a small write.
+    WriteData {
+        /// As in its `Write`.
+        op: u32,
+    },
+    /// Access to a region; the payload is a [`Read`].
+    Read {
+        /// The writer's id of it.
+        op: u32,
+        /// Where the bytes go.
+        target: Target,
+        /// Whether a descriptor is there.
+        offer: bool,
+    },
+    /// The bytes of a small read.
+    ReadData {
+        /// The owner's id of it.
+        serve: u32,
+        /// Which read.
+        target: Target,
+    },
+    /// Help with the direct copy of that operation; the payload is a descriptor.
+    Invite {
+        /// The reader's operation.
+        op: u32,
+    },
+    /// The writer has stopped helping with its operation's direct copy.
+    HelpEnded {
+        /// Which.
+        op: u32,
+        /// Whether pieces that it claimed are not copied.
+        failed: bool,
+    },
+    /// All bytes of a read were copied directly.
+    Pushed {
+        /// The owner's id of it.
+        serve: u32,
+        /// Which read.
+        target: Target,
+    },
+    /// Nothing more will come.
+    Bye,
+    /// What is left of a frame whose operation is over.
+    Nothing,
+    /// Only the `ack` field counts.
+    Ack,
+    /// A piece of a transfer.
+    Chunk {
+        /// Which transfer.
+        target: Target,
+        /// Where in it.
+        offset: u64,
+        /// The writer's id of it.
+        from: u32,
+        /// Whether another lane lost it before.
+        again: bool,
+    },
+    /// Chunks consumed on this lane.
+    ChunkAck {
+        /// So many since it came up, modulo 2^32.
+        count: u32,
+    },
+}
+
+impl Frame {
+    /// Whether it is part of the message stream.
+    #[inline]
+    pub fn sequenced(&self) -> bool {
+        !matches!(self, Frame::Ack | Frame::Chunk { .. } | Frame::ChunkAck { .. })
+    }
+}
+
+/// Payload of an announcement.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Announce {
+    /// Bytes of the message.
+    pub len: u64,
+    /// How to reach them.
+    pub offer: Option<Offer>,
+}
+
+/// Payload of a write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Write {
+    /// Which region.
+    pub key: RegionKey,
+    /// Where in it.
+    pub offset: u64,
+    /// Told to its owner in the end, if the head says so.
+    pub imm: u32,
+    /// How to reach the bytes.
+    pub offer: Option<Offer>,
+}
+
+/// Payload of a read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Read {
+    /// Which region.
+    pub key: RegionKey,
+    /// Where in it.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u64,
+    /// How to reach the place they go to.
+    pub descriptor: Option<[u8; 24]>,
+}
+
+#[inline]
+fn word(bytes: &[u8], at: usize) -> u32 {
+    bytes.get(at..at + 4).and_then(|b| b.try_into().ok()).map_or(0, u32::from_le_bytes)
+}
+
+#[inline]
+fn long(bytes: &[u8], at: usize) -> u64 {
+    bytes.get(at..at + 8).and_then(|b| b.try_into().ok()).map_or(0, u64::from_le_bytes)
+}
+
+/// The `seq` field.
+#[inline]
+pub fn seq(head: &Head) -> u32 {
+    word(&head.0, 8)
+}
+
+/// The `ack` field.
+#[inline]
+pub fn ack(head: &Head) -> u32 {
+    word(&head.0, 12)
+}
+
+/// The `done` field.
+#[inline]
+pub fn done(head: &Head) -> u32 {
+    word(&head.0, 16)
+}
+
+/// Writes the three fields that belong to the stream.
+#[inline]
+pub fn seal(head: &mut Head, seq: u32, ack: u32, done: u32) {
+    head.0[8..12].copy_from_slice(&seq.to_le_bytes());
+    head.0[12..16].copy_from_slice(&ack.to_le_bytes());
+    head.0[16..20].copy_from_slice(&done.to_le_bytes());
+}
+
+/// Writes the `ack` field anew.
+#[inline]
+pub fn set_ack(head: &mut Head, ack: u32) {
+    head.0[12..16].copy_from_slice(&ack.to_le_bytes());
+}
+
+/// Reads a head. `Err` says what is wrong with it: an unknown kind, flag or payload length.
+#[inline]
+pub fn decode_head(head: &Head) -> Result<Frame, String> {
+    let b = &head.0;
+    let (flags, small, payload, op, tag) =
+        (b[1], u16::from_le_bytes([b[2], b[3]]), head.payload_len(), word(b, 20), long(b, 24));
+    let offer = flags & OFFER != 0;
+    let (frame, length_ok) = match b[0] {
+        EAGER => (Frame::Eager { op, tag }, true),
+        ANNOUNCE => (Frame::Announce { op, tag, offer }, payload == if offer { 36 } else { 8 }),
+        CONSENT => (Frame::Consent { op, target: Target::unpack(tag) }, payload == 0),
+        DONE => (Frame::Done, payload <= CONTROL_MAX && payload % 4 == 0),
+        FAIL => (Frame::Fail { op, code: small }, payload == if small == TRUNCATED { 16 } else { 0 }),
+        READ_FAILED => (Frame::ReadFailed { serve: op, target: Target::unpack(tag), code: small }, payload == 0),
+        ABORT => (Frame::Abort { op }, payload == 0),
+        WRITE => {
+            let frame = Frame::Write { op, len: tag, imm: flags & IMM != 0, data: flags & DATA != 0, offer };
+            (frame, payload == if offer { 64 } else { 36 })
+        }
+        WRITE_DATA => (Frame::WriteData { op }, true),
+        READ => (Frame::Read { op, target: Target::unpack(tag), offer }, payload == if offer { 64 } else { 40 }),
+        READ_DATA => (Frame::ReadData { serve: op, target: Target::unpack(tag) }, true),
+        INVITE => (Frame::Invite { op }, payload == 24),
+        HELP_ENDED => (Frame::HelpEnded { op, failed: flags & FAILED != 0 }, payload == 0),
+        PUSHED => (Frame::Pushed { serve: op, target: Target::unpack(tag) }, payload == 0),
+        BYE => (Frame::Bye, payload == 0),
+        NOTHING => (Frame::Nothing, payload == 0),
+        ACK => (Frame::Ack, payload == 0),
+        CHUNK => {
+            let target = Target { index: op, serial: seq(head) };
+            (Frame::Chunk { target, offset: tag, from: done(head), again: flags & AGAIN != 0 }, payload > 0)
+        }
+        CHUNK_ACK => (Frame::ChunkAck { count: seq(head) }, payload == 0),
+        kind => return Err(format!("frame of unknown kind {kind}")),
+    };
+    if !length_ok {
+        return Err(format!("frame of kind {} with a payload of {payload} bytes", b[0]));
+    }
+    Ok(frame)
+}
+
+/// The head of `frame` with that payload length; `seq`, `ack` and `done` of sequenced kinds are zero.
+#[inline]
+pub fn encode_head(frame: &Frame, payload: u32) -> Head {
+    let (kind, flags, small, op, tag) = match *frame {
+        Frame::Eager { op, tag } => (EAGER, 0, 0, op, tag),
+        Frame::Announce { op, tag, offer } => (ANNOUNCE, flag(offer, OFFER), 0, op, tag),
+        Frame::Consent { op, target } => (CONSENT, 0, 0, op, target.pack()),
+        Frame::Done => (DONE, 0, 0, 0, 0),
+        Frame::Fail { op, code } => (FAIL, 0, code, op, 0),
+        Frame::ReadFailed { serve, target, code } => (READ_FAILED, 0, code, serve, target.pack()),
+        Frame::Abort { op } => (ABORT, 0, 0, op, 0),
+        Frame::Write { op, len, imm, data, offer } => {
+            (WRITE, flag(offer, OFFER) | flag(imm, IMM) | flag(data, DATA), 0, op, len)
+        }
+        Frame::WriteData { op } => (WRITE_DATA, 0, 0, op, 0),
+        Frame::Read { op, target, offer } => (READ, flag(offer, OFFER), 0, op, target.pack()),
+        Frame::ReadData { serve, target } => (READ_DATA, 0, 0, serve, target.pack()),
+        Frame::Invite { op } => (INVITE, 0, 0, op, 0),
+        Frame::HelpEnded { op, failed } => (HELP_ENDED, flag(failed, FAILED), 0, op, 0),
+        Frame::Pushed { serve, target } => (PUSHED, 0, 0, serve, target.pack()),
+        Frame::Bye => (BYE, 0, 0, 0, 0),
+        Frame::Nothing => (NOTHING, 0, 0, 0, 0),
+        Frame::Ack => (ACK, 0, 0, 0, 0),
+        Frame::Chunk { target, offset, again, .. } => (CHUNK, flag(again, AGAIN), 0, target.index, offset),
+        Frame::ChunkAck { .. } => (CHUNK_ACK, 0, 0, 0, 0),
+    };
+    let mut head = Head::new(kind, payload);
+    head.0[1] = flags;
+    head.0[2..4].copy_from_slice(&u16::to_le_bytes(small));
+    head.0[20..24].copy_from_slice(&u32::to_le_bytes(op));
+    head.0[24..32].copy_from_slice(&u64::to_le_bytes(tag));
+    match *frame {
+        Frame::Chunk { target, from, .. } => seal(&mut head, target.serial, 0, from),
+        Frame::ChunkAck { count } => seal(&mut head, count, 0, 0),
+        _ => {}
+    }
+    head
+}
+
+#[inline]
+fn flag(on: bool, bit: u8) -> u8 {
+    if on { bit } else { 0 }
+}
+
+/// Control bytes under construction.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bytes {
+    pub(crate) bytes: [u8; CONTROL_MAX as usize],
+    pub(crate) len: u8,
+}
+
+impl Bytes {
+    pub(crate) const EMPTY: Bytes = Bytes { bytes: [0; CONTROL_MAX as usize], len: 0 };
+
+    /// Appends; the layouts above make sure that it fits.
+    pub(crate) fn push(mut self, more: &[u8]) -> Bytes {
+        let at = usize::from(self.len);
+        self.bytes[at..at + more.len()].copy_from_slice(more);
+        self.len += more.len() as u8;
+        self
+    }
+
+    fn push_offer(self, offer: Option<Offer>) -> Bytes {
+        match offer {
+            Some(Offer { descriptor, slot }) => self.push(&descriptor).push(&slot.unwrap_or(NO_SLOT).to_le_bytes()),
+            None => self,
+        }
+    }
+}
+
+fn descriptor(bytes: &[u8], at: usize) -> Option<[u8; 24]> {
+    bytes.get(at..at + 24)?.try_into().ok()
+}
+
+fn offer(bytes: &[u8], at: usize, there: bool) -> Result<Option<Offer>, String> {
+    if !there {
+        return Ok(None);
+    }
+    let descriptor = descriptor(bytes, at).ok_or_else(short)?;
+    let slot = word(bytes, at + 24);
+    Ok(Some(Offer { descriptor, slot: (slot != NO_SLOT).then_some(slot) }))
+}
+
+fn short() -> String {
+    "control frame cut short".to_owned()
+}
+
+fn expect(bytes: &[u8], len: usize) -> Result<(), String> {
+    if bytes.len() == len { Ok(()) } else { Err(short()) }
+}
+
+pub(crate) fn encode_announce(a: &Announce) -> Bytes {
+    Bytes::EMPTY.push(&a.len.to_le_bytes()).push_offer(a.offer)
+}
+
+/// Reads an announcement's payload.
+pub fn decode_announce(bytes: &[u8], has_offer: bool) -> Result<Announce, String> {
+    expect(bytes, if has_offer { 36 } else { 8 })?;
+    Ok(Announce { len: long(bytes, 0), offer: offer(bytes, 8, has_offer)? })
+}
+
+pub(crate) fn encode_write(w: &Write) -> Bytes {
+    Bytes::EMPTY.push(&w.key).push(&w.offset.to_le_bytes()).push(&w.imm.to_le_bytes()).push_offer(w.offer)
+}
+
+/// Reads a write's payload.
+pub fn decode_write(bytes: &[u8], has_offer: bool) -> Result<Write, String> {
+    expect(bytes, if has_offer { 64 } else { 36 })?;
+    Ok(Write {
+        key: descriptor(bytes, 0).ok_or_else(short)?,
+        offset: long(bytes, 24),
+        imm: word(bytes, 32),
+        offer: offer(bytes, 36, has_offer)?,
+    })
+}
+
+pub(crate) fn encode_read(r: &Read) -> Bytes {
+    let bytes = Bytes::EMPTY.push(&r.key).push(&r.offset.to_le_bytes()).push(&r.len.to_le_bytes());
+    match r.descriptor {
+        Some(d) => bytes.push(&d),
+        None => bytes,
+    }
+}
+
+/// Reads a read's payload.
+pub fn decode_read(bytes: &[u8], has_offer: bool) -> Result<Read, String> {
+    expect(bytes, if has_offer { 64 } else { 40 })?;
+    Ok(Read {
+        key: descriptor(bytes, 0).ok_or_else(short)?,
+        offset: long(bytes, 24),
+        len: long(bytes, 32),
+        descriptor: if has_offer { descriptor(bytes, 40) } else { None },
+    })
+}
+
+/// Reads an invitation's payload.
+pub fn decode_invite(bytes: &[u8]) -> Result<[u8; 24], String> {
+    expect(bytes, 24)?;
+    descriptor(bytes, 0).ok_or_else(short)
+}
+
+/// The ids in a done frame's payload.
+pub fn decode_done(bytes: &[u8]) -> impl Iterator<Item = u32> + '_ {
+    bytes.chunks_exact(4).map(|b| word(b, 0))
+}
+
+/// A failure as code and control bytes.
+pub(crate) fn encode_failure(failure: &Failure) -> (u16, Bytes) {
+    let code = match failure {
+        Failure::Truncated { message, buffer } => {
+            return (TRUNCATED, Bytes::EMPTY.push(&message.to_le_bytes()).push(&buffer.to_le_bytes()));
+        }
+        Failure::Cancelled | Failure::PeerDead(_) => CANCELLED,
+        Failure::Region(RegionFault::Gone) => GONE,
+        Failure::Region(RegionFault::Bounds) => BOUNDS,
+        Failure::Region(RegionFault::Access) => ACCESS,
+        Failure::Closed => CLOSED,
+    };
+    (code, Bytes::EMPTY)
+}
+
+/// The failure that code and control bytes say.
+pub fn decode_failure(code: u16, bytes: &[u8]) -> Result<Failure, String> {
+    Ok(match code {
+        TRUNCATED => {
+            expect(bytes, 16)?;
+            Failure::Truncated { message: long(bytes, 0), buffer: long(bytes, 8) }
+        }
+        CANCELLED => Failure::Cancelled,
+        GONE => Failure::Region(RegionFault::Gone),
+        BOUNDS => Failure::Region(RegionFault::Bounds),
+        ACCESS => Failure::Region(RegionFault::Access),
+        CLOSED => Failure::Closed,
+        other => return Err(format!("failure of unknown code {other}")),
+    })
+}

@@ -1,0 +1,167 @@
+use std::collections::VecDeque;
+
+use crate::feed::Piece;
+use crate::{LaneSpec, Time};
+
+/// A chunk on its way.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sent {
+    /// Wire id and serial of the transfer.
+    pub(crate) op: u32,
+    pub(crate) serial: u32,
+    pub(crate) piece: Piece,
+    at: Time,
+}
+
+/// What the payload that is coming in on a lane is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Placement {
+    /// None is.
+    None,
+    /// That of the message stream's open frame.
+    Stream,
+    /// A chunk of that incoming transfer.
+    Chunk { index: u32, serial: u32, offset: u64, len: u32, again: bool },
+}
+
+/// One lane's windows and rate.
+#[derive(Debug)]
+pub(crate) struct Lane {
+    pub(crate) spec: LaneSpec,
+    pub(crate) placing: Placement,
+    pub(crate) sent: VecDeque<Sent>,
+    pub(crate) sent_bytes: u64,
+    acked: u32,
+    consumed: u32,
+    told: u32,
+    /// When it last brought something that we waited for.
+    pub(crate) progress: Time,
+    pub(crate) suspected: bool,
+    /// Bytes per second, 0 while unknown.
+    pub(crate) rate: u64,
+    /// Bytes acknowledged and not yet part of `rate`.
+    unmeasured: u64,
+}
+
+impl Lane {
+    pub(crate) fn new(spec: LaneSpec, now: Time) -> Lane {
+        Lane {
+            spec,
+            placing: Placement::None,
+            sent: VecDeque::new(),
+            sent_bytes: 0,
+            acked: 0,
+            consumed: 0,
+            told: 0,
+            progress: now,
+            suspected: false,
+            rate: 0,
+            unmeasured: 0,
+        }
+    }
+
+    /// A chunk goes out; the window was checked.
+    pub(crate) fn send(&mut self, now: Time, op: u32, serial: u32, piece: Piece) {
+        if self.sent.is_empty() {
+            self.progress = now;
+        }
+        self.sent.push_back(Sent { op, serial, piece, at: now });
+        self.sent_bytes += piece.len;
+    }
+
+    /// The peer has consumed `count` chunks in all; how many is that more? `Err`: more than were sent.
+    pub(crate) fn acknowledge(&mut self, count: u32) -> Result<u32, String> {
+        let news = count.wrapping_sub(self.acked);
+        if news as usize > self.sent.len() {
+            return Err("acknowledgement of chunks that were not sent".to_owned());
+        }
+        self.acked = count;
+        Ok(news)
+    }
+
+    /// Takes `news` acknowledged chunks out of the window, each handed to `each`, and measures.
+    pub(crate) fn release(&mut self, now: Time, news: u32, mut each: impl FnMut(Sent)) {
+        let mut bytes = 0;
+        let mut since = self.progress;
+        for at in 0..news {
+            let Some(sent) = self.sent.pop_front() else { break };
+            if at == 0 {
+                since = since.max(sent.at);
+            }
+            bytes += sent.piece.len;
+            each(sent);
+        }
+        self.sent_bytes -= bytes;
+        let elapsed = now.since(since);
+        self.unmeasured += bytes;
+        if elapsed > 0 && bytes > 0 {
+            let rate = (u128::from(std::mem::take(&mut self.unmeasured)) * 1_000_000_000 / u128::from(elapsed))
+                .clamp(1, 1 << 50) as u64;
+            self.rate = if self.rate == 0 { rate } else { (self.rate * 3 + rate) / 4 };
+        }
+        if news > 0 {
+            self.progress = now;
+            self.suspected = false;
+        }
+    }
+
+    /// A chunk of the peer's is consumed.
+    pub(crate) fn consume(&mut self) {
+        self.consumed = self.consumed.wrapping_add(1);
+    }
+
+    /// Whether consumed chunks have not been told of.
+    #[inline]
+    pub(crate) fn owes(&self) -> bool {
+        self.told != self.consumed
+    }
+
+    /// The count to tell.
+    pub(crate) fn tell(&mut self) -> u32 {
+        self.told = self.consumed;
+        self.told
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crossrail_types::LaneId;
+
+    use super::*;
+
+    fn lane() -> Lane {
+        let spec = LaneSpec {
+            id: LaneId(0),
+            reliable: false,
+            messages: true,
+            bulk: true,
+            max_payload: 1 << 20,
+            eager_max: 0,
+            cost_ns: 0,
+        };
+        Lane::new(spec, Time(0))
+    }
+
+    #[test]
+    fn more_acknowledgements_than_chunks_are_a_violation() {
+        let mut l = lane();
+        l.send(Time(0), 1, 1, Piece { offset: 0, len: 10, again: false });
+        assert!(l.acknowledge(2).is_err());
+        assert!(l.acknowledge(u32::MAX).is_err());
+        assert_eq!(l.acknowledge(1), Ok(1));
+        l.release(Time(5), 1, |_| {});
+        assert_eq!((l.sent.len(), l.sent_bytes), (0, 0));
+        assert!(l.acknowledge(2).is_err());
+    }
+
+    #[test]
+    fn the_rate_is_that_of_the_busy_time() {
+        let mut l = lane();
+        for at in [0, 1_000_000_000] {
+            l.send(Time(at), 1, 1, Piece { offset: 0, len: 1000, again: false });
+            l.acknowledge(if at == 0 { 1 } else { 2 }).unwrap();
+            l.release(Time(at + 1000), 1, |_| {});
+        }
+        assert_eq!(l.rate, 1_000_000_000);
+    }
+}

@@ -1,0 +1,602 @@
+//! Heads and payloads that come in.
+
+use crossrail_types::{Head, LaneId, OpId};
+
+use super::{Peer, Phase, Their};
+use crate::frame::{self, Frame};
+use crate::lane::Placement;
+use crate::peer::incoming::{ChunkOf, InKind, InStage};
+use crate::peer::outgoing::ServeOf;
+use crate::stream::Arrival;
+use crate::{Access, Event, Failure, Host, Matcher, Memory, Offer, Placing, Protocol, Receipt, RegionFault, Time};
+
+/// The stream's frame whose payload is coming in.
+#[derive(Clone, Debug)]
+pub(super) struct Open {
+    /// The lane that brings it: the latest, if several began to.
+    pub(super) lane: LaneId,
+    pub(super) frame: Frame,
+    pub(super) len: u32,
+    pub(super) what: What,
+    lossy: bool,
+}
+
+/// What that payload is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum What {
+    /// A message for a receive.
+    Receive {
+        op: OpId,
+        their: u32,
+        tag: u64,
+    },
+    /// A message that no receive matched.
+    Kept {
+        arrival: u32,
+    },
+    /// All bytes of that incoming transfer.
+    Data {
+        index: u32,
+    },
+    Control,
+}
+
+/// An unexpected message.
+#[derive(Debug)]
+pub(super) struct Kept {
+    pub(super) their: u32,
+    pub(super) tag: u64,
+    pub(super) len: u64,
+    /// Its bytes are in the engine's hands, or on the way there; otherwise it was only announced.
+    pub(super) eager: bool,
+    pub(super) complete: bool,
+    offer: Option<Offer>,
+    pub(super) accepted: Option<(OpId, u64)>,
+    cancelled: bool,
+}
+
+impl Peer {
+    /// A head has come in on `lane`: where does its payload go? One payload at a time per lane; lanes interleave.
+    #[inline]
+    pub fn place(&mut self, now: Time, lane: LaneId, head: &Head, host: &mut Host<'_>) -> Placing {
+        match self.arrive(now, lane, head, host) {
+            Ok(placing) => placing,
+            Err(why) => {
+                self.break_off(why.clone());
+                Placing::Refuse(why)
+            }
+        }
+    }
+
+    #[inline]
+    fn arrive(&mut self, now: Time, lane: LaneId, head: &Head, host: &mut Host<'_>) -> Result<Placing, String> {
+        match &self.phase {
+            Phase::Live | Phase::Closed => {}
+            Phase::Dead(_) => return Ok(Placing::Discard),
+            Phase::Broken(why) => return Ok(Placing::Refuse(why.clone())),
+        }
+        let Some(at) = self.lane_at(lane) else { return Ok(Placing::Discard) };
+        let frame = frame::decode_head(head)?;
+        let len = head.payload_len();
+        if let Placement::Chunk { index, serial, .. } = self.lanes[at].placing {
+            // Its payload was given up halfway.
+            if let Some(incoming) = self.ins.get_mut(index as usize).filter(|i| i.serial == serial) {
+                incoming.placements -= 1;
+            }
+        }
+        self.lanes[at].placing = Placement::None;
+        match frame {
+            Frame::Chunk { .. } | Frame::ChunkAck { .. } if !self.live() => return Ok(Placing::Discard),
+            Frame::Chunk { target, offset, from, again } => {
+                let chunk = ChunkOf { target, offset, len, from, again };
+                return self.place_chunk(now, at, chunk, host.regions);
+            }
+            Frame::ChunkAck { count } => {
+                self.chunks_acked(now, at, count)?;
+                return Ok(Placing::Discard);
+            }
+            _ => {}
+        }
+        if self.stream.acknowledge(frame::ack(head))? {
+            self.stream_progress(now);
+        }
+        if frame == Frame::Ack {
+            return Ok(Placing::Discard);
+        }
+        let lossy = !self.lanes[at].spec.reliable;
+        match self.stream.classify(frame::seq(head)) {
+            Arrival::New => {}
+            Arrival::Old => {
+                if lossy {
+                    self.stream.repeated();
+                }
+                return Ok(Placing::Discard);
+            }
+            Arrival::Gap => return Err("a message is missing".to_owned()),
+        }
+        if self.open.is_some() {
+            return self.reopen(at, frame, len);
+        }
+        let done = frame::done(head);
+        if done != 0 && self.live() {
+            self.finished(now, done)?;
+        }
+        if self.bye_sent || !self.live() {
+            if frame == Frame::Bye {
+                self.bye(now, host.matcher);
+            }
+            self.stream.consumed(lossy);
+            return Ok(Placing::Discard);
+        }
+        self.open_frame(now, at, frame, len, host)
+    }
+
+    /// A new frame of the stream.
+    #[inline]
+    fn open_frame(
+        &mut self,
+        now: Time,
+        at: usize,
+        frame: Frame,
+        len: u32,
+        host: &mut Host<'_>,
+    ) -> Result<Placing, String> {
+        let what = match frame {
+            Frame::Eager { op, tag } => self.open_eager(op, tag, len, host.matcher)?,
+            Frame::WriteData { op } => self.open_write_data(now, op, len, host)?,
+            Frame::ReadData { serve, target } => {
+                if serve == 0 {
+                    return Err("data of a read without its owner's id".to_owned());
+                }
+                match self.find_in(target).map(|i| (i.kind, i.len)) {
+                    Some((InKind::Read { .. }, expected)) if expected == u64::from(len) => {
+                        self.ins[target.index as usize].their = serve;
+                        Some(What::Data { index: target.index })
+                    }
+                    Some(_) => return Err(format!("data of a read, {len} bytes, that do not fit")),
+                    None => None,
+                }
+            }
+            _ if len > 0 => Some(What::Control),
+            _ => {
+                self.execute(now, at, frame, &[], host)?;
+                None
+            }
+        };
+        let lane = &mut self.lanes[at];
+        let lossy = !lane.spec.reliable;
+        let Some(what) = what else {
+            self.stream.consumed(lossy);
+            return Ok(Placing::Discard);
+        };
+        lane.placing = Placement::Stream;
+        let lane = lane.spec.id;
+        self.open = Some(Open { lane, frame, len, what, lossy });
+        Ok(self.placing(what, len))
+    }
+
+    #[inline]
+    fn placing(&self, what: What, len: u32) -> Placing {
+        match what {
+            What::Receive { op, .. } => Placing::Memory { memory: Memory::Op(op), offset: 0, len },
+            What::Kept { arrival } => Placing::Unexpected { arrival, len },
+            What::Control => Placing::Control { len },
+            What::Data { index } => match self.ins.get(index as usize) {
+                Some(incoming) => Placing::Memory { memory: incoming.memory(index), offset: 0, len },
+                None => Placing::Discard,
+            },
+        }
+    }
+
+    /// The open frame comes again, on another lane: from now on this one counts.
+    fn reopen(&mut self, at: usize, frame: Frame, len: u32) -> Result<Placing, String> {
+        if frame == Frame::Nothing {
+            self.drop_open();
+            return Ok(Placing::Discard);
+        }
+        let lane = self.lanes[at].spec.id;
+        let Some(open) = self.open.as_mut().filter(|o| o.frame == frame && o.len == len) else {
+            return Err("a message came again and differs".to_owned());
+        };
+        open.lane = lane;
+        let what = open.what;
+        self.lanes[at].placing = Placement::Stream;
+        Ok(self.placing(what, len))
+    }
+
+    #[inline]
+    fn open_eager(&mut self, their: u32, tag: u64, len: u32, matcher: &mut Matcher) -> Result<Option<What>, String> {
+        if self.closing {
+            self.tell_failed(their, &Failure::Closed);
+            return Ok(None);
+        }
+        let Some((op, capacity)) = matcher.arrive(self.id, tag) else {
+            return self.keep_eager(their, tag, len, matcher).map(Some);
+        };
+        if u64::from(len) > capacity {
+            self.truncated(op, tag, their, u64::from(len), capacity);
+            return Ok(None);
+        }
+        let what = What::Receive { op, their, tag };
+        if let Err(why) = self.claim_their(their, Their::Open) {
+            // The receive was taken from the matcher: it goes down with this peer.
+            let why_op = Failure::PeerDead(why.clone());
+            self.events.push_back(Event::Done { op, result: Err(why_op), progress: 0, tag });
+            return Err(why);
+        }
+        Ok(Some(what))
+    }
+
+    fn keep_eager(&mut self, their: u32, tag: u64, len: u32, matcher: &mut Matcher) -> Result<What, String> {
+        let total = self.arrival_bytes + u64::from(len);
+        if total > self.config.eager_credit {
+            return Err(format!("{total} bytes of unexpected messages; the credit is {}", self.config.eager_credit));
+        }
+        let len = u64::from(len);
+        let arrival = self.keep(their, Kept::new(their, tag, len, true, None), matcher)?;
+        self.arrival_bytes = total;
+        Ok(What::Kept { arrival })
+    }
+
+    fn keep(&mut self, their: u32, kept: Kept, matcher: &mut Matcher) -> Result<u32, String> {
+        let arrival = self.arrivals.vacant_key() as u32;
+        self.claim_their(their, Their::Arrival(arrival))?;
+        matcher.keep(self.id, arrival, kept.tag, kept.len);
+        self.arrivals.insert(kept);
+        Ok(arrival)
+    }
+
+    fn truncated(&mut self, op: OpId, tag: u64, their: u32, message: u64, buffer: u64) {
+        let why = Failure::Truncated { message, buffer };
+        self.tell_failed(their, &why);
+        self.events.push_back(Event::Done { op, result: Err(why), progress: 0, tag });
+    }
+
+    fn open_write_data(&mut self, now: Time, op: u32, len: u32, host: &mut Host<'_>) -> Result<Option<What>, String> {
+        let Their::In(index) = self.their(op) else { return Ok(None) };
+        let Some(incoming) = self.ins.get(index as usize) else { return Ok(None) };
+        if incoming.stage != InStage::Data || incoming.len != u64::from(len) {
+            return Err(format!("data of a write, {len} bytes, that do not fit"));
+        }
+        match incoming.kind {
+            InKind::Write { region, .. } if !host.regions.alive(region) => {
+                self.end_in(now, index, Failure::Region(RegionFault::Gone));
+                Ok(None)
+            }
+            _ => Ok(Some(What::Data { index })),
+        }
+    }
+
+    /// The payload of the lane's last `place` is complete; `control` holds it if that was [`Placing::Control`].
+    /// `Err`: the peer broke the protocol, this is how: the lane must fail.
+    #[inline]
+    pub fn placed(&mut self, now: Time, lane: LaneId, control: &[u8], host: &mut Host<'_>) -> Result<(), String> {
+        let Some(at) = self.lane_at(lane) else { return Ok(()) };
+        let result = match std::mem::replace(&mut self.lanes[at].placing, Placement::None) {
+            Placement::None => Ok(()),
+            Placement::Stream => match self.open.take_if(|o| o.lane == lane) {
+                Some(open) => self.complete_open(now, at, open, control, host),
+                None => Ok(()),
+            },
+            Placement::Chunk { index, serial, offset, len, again } => {
+                let target = Peer::target(index, serial);
+                self.placed_chunk(now, at, ChunkOf { target, offset, len, from: 0, again })
+            }
+        };
+        if let Err(why) = &result {
+            self.break_off(why.clone());
+        }
+        result
+    }
+
+    #[inline]
+    fn complete_open(
+        &mut self,
+        now: Time,
+        at: usize,
+        open: Open,
+        control: &[u8],
+        host: &mut Host<'_>,
+    ) -> Result<(), String> {
+        let Open { lane, frame, len, what, lossy } = open;
+        self.stream.consumed(lossy);
+        let elsewhere = self.lanes.len() > 1 && self.void_stream_placements(Some(lane));
+        match what {
+            What::Receive { op, their, tag } => {
+                if elsewhere {
+                    self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
+                }
+                let result = Ok(eager_receipt(len.into(), Some(lane)));
+                self.events.push_back(Event::Done { op, result, progress: len.into(), tag });
+                self.free_their(their);
+                self.owe_done(their);
+            }
+            What::Kept { arrival } => self.kept(arrival),
+            What::Data { index } => {
+                if let (true, Some(incoming)) = (elsewhere, self.ins.get(index as usize)) {
+                    self.events.push_back(Event::Revoke { memory: incoming.memory(index) });
+                }
+                self.complete_in(now, index, Protocol::Eager, Some(lane));
+            }
+            What::Control => return self.execute(now, at, frame, control, host),
+        }
+        Ok(())
+    }
+
+    /// The open frame is given up; what still comes of it goes nowhere.
+    pub(super) fn drop_open(&mut self) {
+        if let Some(open) = self.open.take() {
+            self.void_stream_placements(None);
+            self.stream.consumed(open.lossy);
+        }
+    }
+
+    /// What a frame other than a message or data asks for.
+    fn execute(&mut self, now: Time, at: usize, frame: Frame, bytes: &[u8], host: &mut Host<'_>) -> Result<(), String> {
+        match frame {
+            Frame::Announce { op, tag, offer } => {
+                let announce = frame::decode_announce(bytes, offer)?;
+                return self.announced(now, op, tag, announce, host.matcher);
+            }
+            Frame::Consent { op, target } => return self.consented(now, op, target),
+            Frame::Done => {
+                for id in frame::decode_done(bytes) {
+                    self.finished(now, id)?;
+                }
+            }
+            Frame::Fail { op, code } => return self.out_failed(now, op, frame::decode_failure(code, bytes)?),
+            Frame::ReadFailed { serve, target, code } => {
+                self.read_failed(now, serve, target, frame::decode_failure(code, bytes)?);
+            }
+            Frame::Abort { op } => self.aborted(now, op, host.matcher),
+            Frame::Write { op, len, imm, data, offer } => {
+                let write = frame::decode_write(bytes, offer)?;
+                return self.written(now, WriteOf { op, len, imm, data, write }, host);
+            }
+            Frame::Read { op, target, offer } => {
+                let read = frame::decode_read(bytes, offer)?;
+                let lane = self.lanes[at].spec.id;
+                return self.read(now, ServeRequest { op, target, read, lane }, host);
+            }
+            Frame::Invite { op } => self.invited(op, frame::decode_invite(bytes)?),
+            Frame::HelpEnded { op, failed } => self.help_ended(op, failed),
+            Frame::Pushed { serve, target } => return self.pushed(now, serve, target),
+            Frame::Bye => self.bye(now, host.matcher),
+            Frame::Eager { .. }
+            | Frame::WriteData { .. }
+            | Frame::ReadData { .. }
+            | Frame::Nothing
+            | Frame::Ack
+            | Frame::Chunk { .. }
+            | Frame::ChunkAck { .. } => {}
+        }
+        Ok(())
+    }
+
+    fn announced(
+        &mut self,
+        now: Time,
+        their: u32,
+        tag: u64,
+        announce: frame::Announce,
+        matcher: &mut Matcher,
+    ) -> Result<(), String> {
+        let frame::Announce { len, offer } = announce;
+        if len == 0 {
+            return Err("announcement of an empty message".to_owned());
+        }
+        if self.closing {
+            self.tell_failed(their, &Failure::Closed);
+            return Ok(());
+        }
+        if self.their(their) != Their::Free {
+            return Err(format!("operation {their} begun twice"));
+        }
+        let Some((op, capacity)) = matcher.arrive(self.id, tag) else {
+            return self.keep(their, Kept::new(their, tag, len, false, offer), matcher).map(drop);
+        };
+        if len > capacity {
+            self.truncated(op, tag, their, len, capacity);
+            return Ok(());
+        }
+        if let Err(why) = self.claim_their(their, Their::Open) {
+            let result = Err(Failure::PeerDead(why.clone()));
+            self.events.push_back(Event::Done { op, result, progress: 0, tag });
+            return Err(why);
+        }
+        self.begin_transfer(now, their, InKind::Receive { op, tag }, len, offer);
+        Ok(())
+    }
+
+    fn written(&mut self, now: Time, of: WriteOf, host: &mut Host<'_>) -> Result<(), String> {
+        let WriteOf { op, len, imm, data, write } = of;
+        if len == 0 && !data {
+            return Err("write of nothing without data".to_owned());
+        }
+        if self.closing {
+            self.tell_failed(op, &Failure::Closed);
+            return Ok(());
+        }
+        let region = match host.regions.resolve(&write.key, write.offset, len, Access::Write) {
+            Ok(region) => region,
+            Err(fault) => {
+                self.tell_failed(op, &Failure::Region(fault));
+                return Ok(());
+            }
+        };
+        self.claim_their(op, Their::Open)?;
+        let kind = InKind::Write { region, base: write.offset, imm: imm.then_some(write.imm) };
+        if data {
+            let index = self.begin_in(now, op, kind, len);
+            self.ins[index as usize].stage = InStage::Data;
+            self.set_their(op, Their::In(index));
+        } else {
+            self.begin_transfer(now, op, kind, len, write.offer);
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, now: Time, of: ServeRequest, host: &mut Host<'_>) -> Result<(), String> {
+        let ServeRequest { op, target, read, lane } = of;
+        let resolved = if self.closing {
+            Err(Failure::Closed)
+        } else {
+            let found = host.regions.resolve(&read.key, read.offset, read.len, Access::Read);
+            found.map_err(Failure::Region)
+        };
+        let region = match resolved {
+            Ok(region) => region,
+            Err(why) => {
+                let (code, _) = frame::encode_failure(&why);
+                self.tell(Frame::ReadFailed { serve: 0, target, code });
+                return Ok(());
+            }
+        };
+        self.claim_their(op, Their::Open)?;
+        let of_lane = self.stream.lane.and_then(|l| self.lane_at(l)).map(|at| &self.lanes[at].spec);
+        let eager_max = of_lane.map_or(0, |s| u64::from(s.eager_max.min(s.max_payload)));
+        let descriptor = read.descriptor.filter(|_| read.len > 0);
+        let serve = ServeOf { their: op, target, region, base: read.offset, len: read.len, descriptor, lane };
+        let index = self.begin_serve(now, serve, eager_max);
+        self.set_their(op, Their::Serve(index));
+        Ok(())
+    }
+
+    /// An unexpected message is there in whole.
+    fn kept(&mut self, arrival: u32) {
+        let Some(kept) = self.arrivals.get_mut(arrival as usize) else { return };
+        kept.complete = true;
+        if kept.cancelled {
+            self.discard_kept(arrival, &Failure::Cancelled);
+        } else if let Some((op, capacity)) = kept.accepted {
+            self.deliver(arrival, op, capacity);
+        }
+    }
+
+    fn remove_kept(&mut self, arrival: u32) -> Kept {
+        let kept = self.arrivals.remove(arrival as usize);
+        if kept.eager {
+            self.arrival_bytes -= kept.len;
+        }
+        self.free_their(kept.their);
+        kept
+    }
+
+    fn discard_kept(&mut self, arrival: u32, why: &Failure) {
+        let kept = self.remove_kept(arrival);
+        if kept.eager {
+            self.events.push_back(Event::DropArrival { arrival });
+        }
+        self.tell_failed(kept.their, why);
+    }
+
+    /// The sender has cancelled an unexpected message.
+    pub(super) fn drop_kept(&mut self, arrival: u32, matcher: &mut Matcher) {
+        matcher.forget(self.id, arrival);
+        self.discard_kept(arrival, &Failure::Cancelled);
+    }
+
+    fn deliver(&mut self, arrival: u32, op: OpId, capacity: u64) {
+        let Kept { their, tag, len, .. } = self.remove_kept(arrival);
+        if len > capacity {
+            self.events.push_back(Event::DropArrival { arrival });
+            self.truncated(op, tag, their, len, capacity);
+            return;
+        }
+        self.events.push_back(Event::Deliver { arrival, op, len: len as u32 });
+        self.events.push_back(Event::Done { op, result: Ok(eager_receipt(len, None)), progress: len, tag });
+        self.owe_done(their);
+    }
+
+    pub(super) fn accept_kept(&mut self, now: Time, arrival: u32, op: OpId, capacity: u64) {
+        let failed = self.failed().or_else(|| self.bye_sent.then_some(Failure::Closed));
+        let Some(kept) = self.arrivals.get_mut(arrival as usize) else {
+            let result = Err(failed.unwrap_or(Failure::Cancelled));
+            self.events.push_back(Event::Done { op, result, progress: 0, tag: 0 });
+            return;
+        };
+        if kept.eager {
+            if kept.complete {
+                self.deliver(arrival, op, capacity);
+            } else {
+                kept.accepted = Some((op, capacity));
+            }
+            return;
+        }
+        let Kept { their, tag, len, offer, .. } = *kept;
+        if let Some(why) = failed {
+            self.remove_kept(arrival);
+            self.events.push_back(Event::Done { op, result: Err(why), progress: 0, tag });
+        } else if len > capacity {
+            self.remove_kept(arrival);
+            self.truncated(op, tag, their, len, capacity);
+        } else {
+            self.arrivals.remove(arrival as usize);
+            self.begin_transfer(now, their, InKind::Receive { op, tag }, len, offer);
+        }
+    }
+
+    /// Cancels a receive whose message is just coming in.
+    pub(super) fn cancel_arriving(&mut self, op: OpId) -> bool {
+        if let Some(&Open { what: What::Receive { op: o, their, tag }, .. }) = self.open.as_ref()
+            && o == op
+        {
+            self.drop_open();
+            self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
+            self.events.push_back(Event::Done { op, result: Err(Failure::Cancelled), progress: 0, tag });
+            self.tell_failed(their, &Failure::Cancelled);
+            self.free_their(their);
+            return true;
+        }
+        let of = |k: &Kept| matches!(k.accepted, Some((o, _)) if o == op);
+        let Some((_, kept)) = self.arrivals.iter_mut().find(|(_, k)| of(k)) else { return false };
+        kept.accepted = None;
+        kept.cancelled = true;
+        let tag = kept.tag;
+        self.events.push_back(Event::Done { op, result: Err(Failure::Cancelled), progress: 0, tag });
+        true
+    }
+
+    /// An operation of the peer's is finished, which it must be told.
+    #[inline]
+    pub(super) fn owe_done(&mut self, their: u32) {
+        if self.live() && !self.bye_sent {
+            self.dones.push_back(their);
+        }
+    }
+}
+
+impl Kept {
+    fn new(their: u32, tag: u64, len: u64, eager: bool, offer: Option<Offer>) -> Kept {
+        Kept { their, tag, len, eager, complete: false, offer, accepted: None, cancelled: false }
+    }
+}
+
+struct WriteOf {
+    op: u32,
+    len: u64,
+    imm: bool,
+    data: bool,
+    write: frame::Write,
+}
+
+struct ServeRequest {
+    op: u32,
+    target: frame::Target,
+    read: frame::Read,
+    lane: LaneId,
+}
+
+#[inline]
+fn eager_receipt(bytes: u64, lane: Option<LaneId>) -> Receipt {
+    Receipt {
+        bytes,
+        protocol: Protocol::Eager,
+        lane,
+        lanes: Vec::new(),
+        match_ns: 0,
+        window_ns: 0,
+        wire_ns: 0,
+        copy_ns: 0,
+    }
+}

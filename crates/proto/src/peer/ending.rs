@@ -1,0 +1,124 @@
+//! The end of a connection: a goodbye, a violation, a death.
+
+use super::{Peer, Phase};
+use crate::lane::Placement;
+use crate::peer::arriving::What;
+use crate::peer::incoming::{Ending, InKind};
+use crate::peer::outgoing::{After, Kind};
+use crate::{Event, Failure, Matcher, Memory, Time};
+
+impl Peer {
+    /// Nothing can be trusted any more; the engine is to call [`Peer::dead`].
+    pub(super) fn break_off(&mut self, why: String) {
+        if matches!(self.phase, Phase::Live | Phase::Closed) {
+            self.events.push_back(Event::Broken { why: why.clone() });
+            self.phase = Phase::Broken(why);
+        }
+    }
+
+    /// The peer has finished and says so: what we still want of it fails.
+    pub(super) fn bye(&mut self, now: Time, matcher: &mut Matcher) {
+        if self.live() {
+            self.phase = Phase::Closed;
+            self.fail_all(now, &Failure::Closed, matcher);
+            self.events.push_back(Event::Bye);
+        }
+    }
+
+    /// Ends everything under way without another word to the peer. Only direct copies are waited for.
+    pub(super) fn fail_all(&mut self, now: Time, why: &Failure, matcher: &mut Matcher) {
+        self.control.clear();
+        self.dones.clear();
+        self.done_reads = false;
+        self.active.clear();
+        self.follow = None;
+        self.stream.silence();
+        for lane in &mut self.lanes {
+            lane.placing = Placement::None;
+            lane.sent.clear();
+            lane.sent_bytes = 0;
+        }
+        if let Some(open) = self.open.take()
+            && let What::Receive { op, tag, .. } = open.what
+        {
+            self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
+            self.events.push_back(Event::Done { op, result: Err(why.clone()), progress: 0, tag });
+        }
+        self.fail_incoming(why);
+        self.fail_outgoing(now, why);
+        while let Some(queued) = self.queue.pop_front() {
+            let result = Err(why.clone());
+            self.events.push_back(Event::Done { op: queued.op, result, progress: 0, tag: 0 });
+        }
+        self.fail_arrivals(why, matcher);
+        for op in matcher.peer_dead(self.id) {
+            self.events.push_back(Event::Done { op, result: Err(why.clone()), progress: 0, tag: 0 });
+        }
+        self.control.clear();
+        self.dones.clear();
+    }
+
+    fn fail_incoming(&mut self, why: &Failure) {
+        let all: Vec<u32> = self.ins.iter().map(|(i, _)| i as u32).collect();
+        for index in all {
+            let incoming = &mut self.ins[index as usize];
+            if matches!(incoming.kind, InKind::Read { .. }) {
+                self.ins.remove(index as usize);
+                continue;
+            }
+            incoming.helped = false;
+            match incoming.ending.as_mut() {
+                Some(ending) => ending.told = true,
+                None => {
+                    incoming.ending = Some(Ending { why: why.clone(), told: true });
+                    let memory = incoming.memory(index);
+                    self.events.push_back(Event::Revoke { memory });
+                }
+            }
+            let incoming = &mut self.ins[index as usize];
+            if let (Some(job), false) = (incoming.job, incoming.stopping) {
+                incoming.stopping = true;
+                self.events.push_back(Event::StopDirect { job });
+            }
+            self.step_ending(index);
+        }
+    }
+
+    fn fail_outgoing(&mut self, now: Time, why: &Failure) {
+        let all: Vec<u32> = self.outs.iter().map(|(i, _)| i as u32).collect();
+        for index in all {
+            let outgoing = &mut self.outs[index as usize];
+            if matches!(outgoing.kind, Kind::Serve { .. }) && outgoing.job.is_none() {
+                let memory = outgoing.memory(index);
+                self.events.push_back(Event::Revoke { memory });
+            }
+            // Cancelled before: that is what its caller wants to hear.
+            let why = match outgoing.after {
+                After::Finish(_) => continue,
+                _ => why.clone(),
+            };
+            self.finish_out(now, index, Err(why));
+        }
+    }
+
+    fn fail_arrivals(&mut self, why: &Failure, matcher: &mut Matcher) {
+        let all: Vec<u32> = self.arrivals.iter().map(|(i, _)| i as u32).collect();
+        for arrival in all {
+            let kept = &self.arrivals[arrival as usize];
+            if kept.eager && kept.complete {
+                continue;
+            }
+            let (accepted, tag, eager) = (kept.accepted, kept.tag, kept.eager);
+            matcher.forget(self.id, arrival);
+            let kept = self.arrivals.remove(arrival as usize);
+            self.free_their(kept.their);
+            if eager {
+                self.arrival_bytes -= kept.len;
+                self.events.push_back(Event::DropArrival { arrival });
+            }
+            if let Some((op, _)) = accepted {
+                self.events.push_back(Event::Done { op, result: Err(why.clone()), progress: 0, tag });
+            }
+        }
+    }
+}

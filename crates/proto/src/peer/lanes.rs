@@ -1,0 +1,136 @@
+//! Lanes that come up, go down, fall silent; and which one carries the messages.
+
+use crossrail_types::LaneId;
+
+use super::{Peer, Phase};
+use crate::lane::{Lane, Placement};
+use crate::{Event, LaneSpec, Time};
+
+impl Peer {
+    /// A lane is there. One that comes back comes back under a new id.
+    pub fn lane_up(&mut self, now: Time, spec: LaneSpec) {
+        if matches!(self.phase, Phase::Dead(_)) || self.lane_at(spec.id).is_some() {
+            return;
+        }
+        self.lanes.push(Lane::new(spec, now));
+        self.choose_lane(now);
+    }
+
+    /// The lane is gone, or given up: the engine has let go of it, no byte moves on it any more.
+    pub fn lane_down(&mut self, now: Time, lane: LaneId) {
+        let Some(at) = self.lane_at(lane) else { return };
+        let mut dead = self.lanes.remove(at);
+        if let Placement::Chunk { index, serial, .. } = dead.placing
+            && let Some(incoming) = self.ins.get_mut(index as usize).filter(|i| i.serial == serial)
+        {
+            incoming.placements -= 1;
+        }
+        let (mut chunks, mut bytes) = (0, 0);
+        while let Some(sent) = dead.sent.pop_back() {
+            if self.requeue(lane, &sent) {
+                chunks += 1;
+                bytes += sent.piece.len;
+            }
+        }
+        self.events.push_back(Event::LaneLost { lane, requeued_chunks: chunks, requeued_bytes: bytes });
+        if self.stream.lane == Some(lane) {
+            if self.stream.fragile() && self.live() {
+                self.break_off(format!("{lane}, which loses nothing while the peer lives, went down"));
+            }
+            self.stream.move_to(None, false);
+            self.choose_lane(now);
+        }
+    }
+
+    /// Answer to [`Event::Suspect`]: bytes do move on it; wait on.
+    pub fn lane_alive(&mut self, now: Time, lane: LaneId) {
+        if let Some(at) = self.lane_at(lane) {
+            self.lanes[at].progress = now;
+            self.lanes[at].suspected = false;
+        }
+    }
+
+    /// When [`Peer::on_timeout`] is wanted; ask before sleeping. A time in the past: now, and `next` after it.
+    pub fn timeout(&self) -> Option<Time> {
+        if self.owes() && !self.urgent && self.stream.lane.is_some() {
+            return Some(Time(0));
+        }
+        let waiting = self.lanes.iter().filter(|l| !l.suspected && self.waits_on(l));
+        waiting.map(|l| Time(l.progress.0.saturating_add(self.config.lane_deadline))).min()
+    }
+
+    /// Looks for silent lanes, and sees to it that what is owed goes out before the caller sleeps.
+    pub fn on_timeout(&mut self, now: Time) {
+        self.flush();
+        for at in 0..self.lanes.len() {
+            let lane = &self.lanes[at];
+            if !lane.suspected && self.waits_on(lane) && now.since(lane.progress) >= self.config.lane_deadline {
+                self.lanes[at].suspected = true;
+                self.events.push_back(Event::Suspect { lane: self.lanes[at].spec.id });
+            }
+        }
+    }
+
+    fn waits_on(&self, lane: &Lane) -> bool {
+        !lane.sent.is_empty() || (self.stream.lane == Some(lane.spec.id) && self.stream.waiting())
+    }
+
+    /// Gives the messages to the cheapest lane that may carry them, if they are free to move.
+    pub(super) fn choose_lane(&mut self, now: Time) {
+        let fit = self.lanes.iter().filter(|l| l.spec.messages).map(|l| &l.spec);
+        let best = fit.min_by_key(|s| (s.cost_ns, s.id)).map(|s| (s.id, s.reliable));
+        if self.stream.pinned() {
+            return;
+        }
+        match (self.stream.lane, best) {
+            (Some(present), Some((lane, _))) if present == lane => self.stream.draining = false,
+            (Some(_), Some(_)) if !self.stream.movable() => self.stream.draining = true,
+            (_, Some((lane, reliable))) => {
+                self.stream.move_to(Some(lane), reliable);
+                if let Some(at) = self.lane_at(lane) {
+                    self.lanes[at].progress = now;
+                    self.lanes[at].suspected = false;
+                }
+            }
+            (_, None) => self.stream.move_to(None, false),
+        }
+    }
+
+    /// The peer has consumed messages of ours.
+    pub(super) fn stream_progress(&mut self, now: Time) {
+        if let Some(at) = self.stream.lane.and_then(|l| self.lane_at(l)) {
+            self.lanes[at].progress = now;
+            self.lanes[at].suspected = false;
+        }
+        if self.stream.draining && self.stream.settled() {
+            self.choose_lane(now);
+        }
+    }
+
+    /// No placement on any lane counts as that of the stream's open frame any more; true if one other than on
+    /// `except` was under way.
+    pub(super) fn void_stream_placements(&mut self, except: Option<LaneId>) -> bool {
+        let mut found = false;
+        for lane in &mut self.lanes {
+            if lane.placing == Placement::Stream && Some(lane.spec.id) != except {
+                lane.placing = Placement::None;
+                found = true;
+            }
+        }
+        found
+    }
+
+    /// No placement on any lane counts for that transfer any more; true if one was under way. Its chunks count as
+    /// consumed: whether the lane brings them to an end or not is nobody's business now.
+    pub(super) fn void_chunk_placements(&mut self, transfer: u32, of: u32) -> bool {
+        let mut found = false;
+        for lane in &mut self.lanes {
+            if matches!(lane.placing, Placement::Chunk { index, serial, .. } if (index, serial) == (transfer, of)) {
+                lane.placing = Placement::None;
+                lane.consume();
+                found = true;
+            }
+        }
+        found
+    }
+}

@@ -1,0 +1,435 @@
+//! The life of what we announce: operations of ours, and reads that we serve.
+
+use crossrail_types::{LaneId, OpId};
+
+use super::{Peer, Their};
+use crate::feed::Feed;
+use crate::frame::{self, Frame, Target};
+use crate::lane::Sent;
+use crate::peer::sending::inline;
+use crate::{Body, DirectId, Event, Failure, LaneShare, Memory, Protocol, Receipt, RegionRef, Time};
+
+/// Something of ours under way.
+#[derive(Debug)]
+pub(super) struct Outgoing {
+    pub(super) serial: u32,
+    /// Number of the frame with its bytes, where they go with the messages.
+    pub(super) seq: Option<u32>,
+    pub(super) op: OpId,
+    pub(super) kind: Kind,
+    pub(super) stage: Stage,
+    pub(super) len: u64,
+    pub(super) started: Time,
+    pub(super) announced: Time,
+    pub(super) consented: Time,
+    pub(super) lane: LaneId,
+    /// The shared cursor that we offered.
+    pub(super) slot: Option<u32>,
+    pub(super) job: Option<DirectId>,
+    pub(super) after: After,
+    pub(super) copy_ns: u64,
+    pub(super) feed: Option<Box<Feed>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Send,
+    Write,
+    Read {
+        target: Target,
+    },
+    /// A read of the peer's.
+    Serve {
+        region: RegionRef,
+        base: u64,
+        their: u32,
+        target: Target,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// The bytes went along.
+    Eager,
+    /// Waiting for the peer.
+    Announced,
+    /// Chunks go out.
+    Feeding,
+    /// Cancelled here, or a serve that failed: waiting for the peer to agree.
+    Aborting,
+}
+
+/// What a direct copy that was told to stop makes room for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum After {
+    /// It was not told to.
+    Running,
+    /// Nothing: the peer has the next word.
+    Nothing,
+    Feed(Target),
+    Finish(Result<(), Failure>),
+    ServeFailed(Failure),
+}
+
+impl Outgoing {
+    #[inline]
+    pub(super) fn new(op: OpId, kind: Kind, len: u64, serial: u32, started: Time, lane: LaneId) -> Outgoing {
+        Outgoing {
+            serial,
+            seq: None,
+            op,
+            kind,
+            stage: Stage::Announced,
+            len,
+            started,
+            announced: started,
+            consented: started,
+            lane,
+            slot: None,
+            job: None,
+            after: After::Running,
+            copy_ns: 0,
+            feed: None,
+        }
+    }
+
+    /// Whether it has chunks for lanes to take.
+    pub(super) fn feeds(&self) -> bool {
+        self.stage == Stage::Feeding && self.feed.as_deref().is_some_and(|f| f.left() > 0)
+    }
+
+    pub(super) fn memory(&self, index: u32) -> Memory {
+        match self.kind {
+            Kind::Serve { region, base, .. } => Memory::Region { region, base, passive: serve_passive(index) },
+            _ => Memory::Op(self.op),
+        }
+    }
+}
+
+/// Passive ids of served reads are odd, those of incoming writes even.
+pub(super) fn serve_passive(index: u32) -> u32 {
+    index << 1 | 1
+}
+
+impl Peer {
+    /// The peer says that it has all of our operation `id` (or that it has all of the read which we serve).
+    #[inline]
+    pub(super) fn finished(&mut self, now: Time, id: u32) -> Result<(), String> {
+        let index = id.wrapping_sub(1);
+        let Some(outgoing) = self.outs.get(index as usize) else {
+            return Err(format!("operation {id} finished that is not under way"));
+        };
+        match outgoing.kind {
+            Kind::Read { .. } => return Err(format!("read {id} finished by its owner")),
+            Kind::Serve { .. } if outgoing.job.is_some() => self.finish_out(now, index, Ok(())),
+            Kind::Serve { .. } => self.close_serve(index),
+            _ => self.finish_out(now, index, Ok(())),
+        }
+        Ok(())
+    }
+
+    /// An outgoing operation is over as soon as no direct copy of ours touches its memory.
+    #[inline]
+    pub(super) fn finish_out(&mut self, now: Time, index: u32, result: Result<(), Failure>) {
+        let Some(outgoing) = self.outs.get_mut(index as usize) else { return };
+        if let Some(job) = outgoing.job {
+            let running = outgoing.after == After::Running;
+            outgoing.after = After::Finish(result);
+            if running {
+                self.events.push_back(Event::StopDirect { job });
+            }
+        } else if matches!(outgoing.kind, Kind::Serve { .. }) {
+            self.close_serve(index);
+        } else {
+            self.close_out(now, index, result);
+        }
+    }
+
+    #[inline]
+    pub(super) fn close_out(&mut self, now: Time, index: u32, result: Result<(), Failure>) {
+        let mut outgoing = self.outs.remove(index as usize);
+        self.own_active -= 1;
+        let op = outgoing.op;
+        if (outgoing.stage == Stage::Eager || outgoing.seq.is_some()) && outgoing.kind == Kind::Send {
+            self.eager_bytes -= outgoing.len;
+        }
+        let blanked = outgoing.seq.is_some_and(|seq| self.stream.blank(seq));
+        let feed = outgoing.feed.take();
+        let touched = feed.as_deref().is_some_and(|f| f.outstanding > 0);
+        if blanked || touched || result.is_err() {
+            self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
+        }
+        let event = match result {
+            Ok(()) => {
+                let progress = outgoing.len;
+                let receipt = outgoing.receipt(now, feed);
+                Event::Done { op, result: Ok(receipt), progress, tag: 0 }
+            }
+            Err(why) => {
+                let progress = feed.map_or(0, |f| f.sent());
+                Event::Done { op, result: Err(why), progress, tag: 0 }
+            }
+        };
+        self.events.push_back(event);
+    }
+
+    /// A read of ours is over: its bytes are all here, over `lanes`.
+    pub(super) fn close_read(&mut self, now: Time, index: u32, protocol: Protocol, lanes: Vec<LaneShare>) {
+        let outgoing = self.outs.remove(index as usize);
+        self.own_active -= 1;
+        let lane = (protocol == Protocol::Eager).then_some(outgoing.lane);
+        let wire_ns = now.since(outgoing.announced);
+        let bytes = outgoing.len;
+        let receipt = Receipt { bytes, protocol, lane, lanes, match_ns: 0, window_ns: 0, wire_ns, copy_ns: 0 };
+        self.events.push_back(Event::Done { op: outgoing.op, result: Ok(receipt), progress: bytes, tag: 0 });
+    }
+
+    /// The peer's receipt of a failure of our operation `id`.
+    pub(super) fn out_failed(&mut self, now: Time, id: u32, why: Failure) -> Result<(), String> {
+        let index = id.wrapping_sub(1);
+        match self.outs.get(index as usize).map(|o| o.kind) {
+            Some(Kind::Send | Kind::Write) => {
+                self.finish_out(now, index, Err(why));
+                Ok(())
+            }
+            _ => Err(format!("operation {id} failed that is not under way")),
+        }
+    }
+
+    /// The owner could not serve a read of ours. `serve`: its id there.
+    pub(super) fn read_failed(&mut self, now: Time, serve: u32, target: Target, why: Failure) {
+        let found = self.outs.iter().find(|(_, o)| o.kind == Kind::Read { target }).map(|(i, _)| i as u32);
+        // None: it had all bytes by then, and the owner has been told so.
+        let Some(index) = found else { return };
+        if serve != 0 {
+            self.dones.push_back(serve);
+            self.done_reads = true;
+        }
+        self.drop_read(target);
+        self.close_out(now, index, Err(why));
+    }
+
+    /// The peer wants chunks of our operation `id`.
+    pub(super) fn consented(&mut self, now: Time, id: u32, target: Target) -> Result<(), String> {
+        let index = id.wrapping_sub(1);
+        let Some(outgoing) = self.outs.get_mut(index as usize) else {
+            return Err(format!("consent to operation {id}, which is not under way"));
+        };
+        match (outgoing.kind, outgoing.stage) {
+            (Kind::Send | Kind::Write, Stage::Announced) => {}
+            (Kind::Send | Kind::Write, Stage::Aborting) => return Ok(()),
+            _ => return Err(format!("consent to operation {id}, which was not announced")),
+        }
+        outgoing.consented = now;
+        match (outgoing.job, &outgoing.after) {
+            (Some(job), After::Running) => {
+                outgoing.after = After::Feed(target);
+                self.events.push_back(Event::StopDirect { job });
+            }
+            (Some(_), _) => return Err(format!("operation {id} consented to twice")),
+            (None, _) => self.start_feed(index, target),
+        }
+        Ok(())
+    }
+
+    pub(super) fn start_feed(&mut self, index: u32, target: Target) {
+        let Some(outgoing) = self.outs.get_mut(index as usize) else { return };
+        outgoing.stage = Stage::Feeding;
+        outgoing.feed = Some(Box::new(Feed::new(target, outgoing.len)));
+        self.active.push_back((index, outgoing.serial));
+    }
+
+    /// A chunk that its dead lane had not delivered; true if it has to go out again.
+    pub(super) fn requeue(&mut self, lane: LaneId, sent: &Sent) -> bool {
+        let Some(outgoing) = self.outs.get_mut(sent.op as usize).filter(|o| o.serial == sent.serial) else {
+            return false;
+        };
+        let feeding = outgoing.stage == Stage::Feeding;
+        let Some(feed) = outgoing.feed.as_deref_mut() else { return false };
+        let listed = feed.left() > 0;
+        feed.requeue(lane, sent.piece);
+        if feeding && !listed {
+            self.active.push_back((sent.op, sent.serial));
+        }
+        feeding
+    }
+
+    /// The peer has consumed chunks on the lane at `at`.
+    pub(super) fn chunks_acked(&mut self, now: Time, at: usize, count: u32) -> Result<(), String> {
+        let lane = &mut self.lanes[at];
+        let news = lane.acknowledge(count)?;
+        let outs = &mut self.outs;
+        lane.release(now, news, |sent| {
+            let of = outs.get_mut(sent.op as usize).filter(|o| o.serial == sent.serial);
+            if let Some(feed) = of.and_then(|o| o.feed.as_deref_mut()) {
+                feed.acked();
+            }
+        });
+        Ok(())
+    }
+
+    /// Starts to end an operation of ours before its time.
+    pub(super) fn cancel_outgoing(&mut self, op: OpId) -> bool {
+        let serve = |k| matches!(k, Kind::Serve { .. });
+        let Some(index) = self.outs.iter().find(|(_, o)| o.op == op && !serve(o.kind)).map(|(i, _)| i) else {
+            return false;
+        };
+        let outgoing = &mut self.outs[index];
+        if outgoing.stage == Stage::Aborting || matches!(outgoing.after, After::Finish(_)) {
+            return true;
+        }
+        outgoing.stage = Stage::Aborting;
+        if let Some(job) = outgoing.job {
+            if outgoing.after == After::Running {
+                self.events.push_back(Event::StopDirect { job });
+            }
+            outgoing.after = After::Nothing;
+        }
+        if let Kind::Read { target } = outgoing.kind {
+            self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
+            self.drop_read(target);
+        }
+        self.tell(Frame::Abort { op: index as u32 + 1 });
+        true
+    }
+
+    /// A read of the peer's, permitted.
+    pub(super) fn begin_serve(&mut self, now: Time, read: ServeOf, eager_max: u64) -> u32 {
+        let ServeOf { their, target, region, base, len, descriptor, lane } = read;
+        let serial = self.next_serial();
+        let kind = Kind::Serve { region, base, their, target };
+        let op = OpId { index: u32::MAX, generation: u32::MAX };
+        let index = self.outs.insert(Outgoing::new(op, kind, len, serial, now, lane)) as u32;
+        let memory = self.outs[index as usize].memory(index);
+        if let Some(descriptor) = descriptor {
+            self.start_push(index, memory, descriptor, len);
+        } else if len <= eager_max {
+            self.outs[index as usize].stage = Stage::Eager;
+            let body = Body::Memory { memory, offset: 0, len: len as u32 };
+            self.tell_with(Frame::ReadData { serve: index + 1, target }, body);
+        } else {
+            self.start_feed(index, target);
+        }
+        index
+    }
+
+    /// A read that we serve cannot go on. Its id stays taken until the peer has agreed.
+    pub(super) fn serve_failed(&mut self, index: u32, why: Failure) {
+        let Some(outgoing) = self.outs.get_mut(index as usize) else { return };
+        let Kind::Serve { target, .. } = outgoing.kind else { return };
+        if outgoing.stage == Stage::Aborting {
+            return;
+        }
+        if let Some(job) = outgoing.job {
+            match outgoing.after {
+                After::Running => self.events.push_back(Event::StopDirect { job }),
+                After::Nothing | After::Feed(_) => {}
+                After::Finish(_) | After::ServeFailed(_) => return,
+            }
+            outgoing.after = After::ServeFailed(why);
+            return;
+        }
+        outgoing.stage = Stage::Aborting;
+        let memory = outgoing.memory(index);
+        if let Some(seq) = outgoing.seq {
+            self.stream.blank(seq);
+        }
+        self.unsend_data(index);
+        self.events.push_back(Event::Revoke { memory });
+        let (code, _) = frame::encode_failure(&why);
+        self.tell(Frame::ReadFailed { serve: index + 1, target, code });
+    }
+
+    fn unsend_data(&mut self, index: u32) {
+        self.control.retain(|c| !matches!(c.frame, Frame::ReadData { serve, .. } if serve == index + 1));
+    }
+
+    pub(super) fn close_serve(&mut self, index: u32) {
+        let outgoing = self.outs.remove(index as usize);
+        let Kind::Serve { their, .. } = outgoing.kind else { return };
+        let memory = outgoing.memory(index);
+        let blanked = outgoing.seq.is_some_and(|seq| self.stream.blank(seq));
+        if outgoing.stage == Stage::Eager && outgoing.seq.is_none() {
+            self.unsend_data(index);
+        }
+        if blanked || outgoing.feed.as_deref().is_some_and(|f| f.outstanding > 0) {
+            self.events.push_back(Event::Revoke { memory });
+        }
+        self.events.push_back(Event::Released { passive: serve_passive(index) });
+        self.free_their(their);
+    }
+
+    pub(super) fn region_gone_serves(&mut self, gone: RegionRef) {
+        let of = |k| matches!(k, Kind::Serve { region, .. } if region == gone);
+        let found: Vec<u32> = self.outs.iter().filter(|(_, o)| of(o.kind)).map(|(i, _)| i as u32).collect();
+        for index in found {
+            self.serve_failed(index, Failure::Region(crate::RegionFault::Gone));
+        }
+    }
+
+    pub(super) fn progress_outgoing(&self, op: OpId) -> Option<(u64, u64)> {
+        let serve = |k| matches!(k, Kind::Serve { .. });
+        let (_, outgoing) = self.outs.iter().find(|(_, o)| o.op == op && !serve(o.kind))?;
+        let moved = match outgoing.kind {
+            Kind::Read { target } => self.received(target),
+            _ => outgoing.feed.as_deref().map_or(0, Feed::sent),
+        };
+        Some((moved, outgoing.len))
+    }
+
+    /// Tells the peer that its operation `op` has failed.
+    pub(super) fn tell_failed(&mut self, op: u32, why: &Failure) {
+        let (code, bytes) = frame::encode_failure(why);
+        self.tell_with(Frame::Fail { op, code }, inline(bytes));
+    }
+
+    /// The peer wants its operation `op` to end.
+    pub(super) fn aborted(&mut self, now: Time, op: u32, matcher: &mut crate::Matcher) {
+        match self.their(op) {
+            Their::Free | Their::Open => {}
+            Their::Arrival(arrival) => self.drop_kept(arrival, matcher),
+            Their::In(index) => self.end_in(now, index, Failure::Cancelled),
+            Their::Serve(index) => self.serve_failed(index, Failure::Cancelled),
+        }
+    }
+}
+
+/// A read of the peer's.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ServeOf {
+    pub(super) their: u32,
+    pub(super) target: Target,
+    pub(super) region: RegionRef,
+    pub(super) base: u64,
+    pub(super) len: u64,
+    pub(super) descriptor: Option<[u8; 24]>,
+    pub(super) lane: LaneId,
+}
+
+impl Outgoing {
+    #[inline]
+    fn receipt(&self, now: Time, feed: Option<Box<Feed>>) -> Receipt {
+        let total = now.since(self.started);
+        let mut receipt = Receipt {
+            bytes: self.len,
+            protocol: Protocol::Eager,
+            lane: None,
+            lanes: Vec::new(),
+            match_ns: 0,
+            window_ns: 0,
+            wire_ns: total,
+            copy_ns: self.copy_ns,
+        };
+        if let Some(feed) = feed {
+            receipt.protocol = Protocol::Chunks;
+            (receipt.lanes, receipt.window_ns) = feed.summary();
+            receipt.match_ns = self.consented.since(self.announced);
+        } else if self.seq.is_some() || self.stage == Stage::Eager {
+            receipt.lane = Some(self.lane);
+        } else {
+            receipt.protocol = Protocol::Direct;
+        }
+        receipt.wire_ns = total.saturating_sub(receipt.match_ns + receipt.window_ns + receipt.copy_ns);
+        receipt
+    }
+}

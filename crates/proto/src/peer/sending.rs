@@ -1,0 +1,312 @@
+//! What a lane carries next.
+
+use crossrail_types::LaneId;
+
+use super::{Control, Peer, Phase, Queued};
+use crate::feed::guided;
+use crate::frame::{self, Announce, Bytes, Frame, Read, Write};
+use crate::peer::outgoing::{Kind, Outgoing, Stage};
+use crate::{Body, Memory, Operation, Out, Time};
+
+/// Ids in the payload of one done frame.
+const DONES: usize = frame::CONTROL_MAX as usize / 4;
+/// Consumed messages after which the peer is told at once.
+const ACK_EVERY: u32 = 64;
+
+pub(super) fn inline(bytes: Bytes) -> Body {
+    if bytes.len == 0 { Body::None } else { Body::Inline { bytes: bytes.bytes, len: bytes.len } }
+}
+
+fn body_len(body: &Body) -> u32 {
+    match *body {
+        Body::None => 0,
+        Body::Inline { len, .. } => u32::from(len),
+        Body::Memory { len, .. } => len,
+    }
+}
+
+impl Peer {
+    /// What this lane carries next; the engine asks as long as the lane has room. `None`: nothing now.
+    ///
+    /// Whatever it answers must be carried, in that order, or the lane be given up.
+    #[inline]
+    pub fn next(&mut self, now: Time, lane: LaneId) -> Option<Out> {
+        let at = self.lane_at(lane)?;
+        if self.lanes[at].owes() && self.live() {
+            let count = self.lanes[at].tell();
+            return Some(Out { head: frame::encode_head(&Frame::ChunkAck { count }, 0), body: Body::None });
+        }
+        if self.stream.lane == Some(lane)
+            && let Some(out) = self.next_message(now, at)
+        {
+            return Some(out);
+        }
+        if self.active.is_empty() || !self.lanes[at].spec.bulk || !self.live() {
+            return None;
+        }
+        self.next_chunk(now, at)
+    }
+
+    /// Whether [`Peer::next`] might have something for this lane. Cheap.
+    #[inline]
+    pub fn wants(&self, lane: LaneId) -> bool {
+        let Some(at) = self.lane_at(lane) else { return false };
+        let messages = self.stream.lane == Some(lane)
+            && (!self.queue.is_empty()
+                || !self.control.is_empty()
+                || self.owes()
+                || self.stream.resends()
+                || self.follow.is_some()
+                || (self.closing && !self.bye_sent));
+        let chunks = !self.active.is_empty()
+            && self.lanes[at].spec.bulk
+            && self.lanes[at].sent.len() < self.config.window as usize;
+        messages || chunks || self.lanes[at].owes()
+    }
+
+    /// Owed acknowledgements go out with the next [`Peer::next`], alone if need be. For before a sleep or a long
+    /// absence; [`Peer::on_timeout`] does it, too.
+    pub fn flush(&mut self) {
+        self.urgent = self.owes();
+    }
+
+    #[inline]
+    pub(super) fn owes(&self) -> bool {
+        !self.dones.is_empty() || self.stream.owed() > 0
+    }
+
+    fn next_message(&mut self, now: Time, at: usize) -> Option<Out> {
+        match self.phase {
+            Phase::Live => {}
+            Phase::Closed => return self.next_ack(),
+            Phase::Broken(_) | Phase::Dead(_) => return None,
+        }
+        if self.stream.resends() {
+            return self.stream.resend();
+        }
+        if !self.stream.open() {
+            return self.next_ack();
+        }
+        if let Some((index, serial)) = self.follow.take()
+            && let Some(out) = self.next_follow(now, at, index, serial)
+        {
+            return Some(out);
+        }
+        if let Some(Control { frame, body }) = self.control.pop_front() {
+            // Not together with a done, which would be read first: they may be about the same operation.
+            let (out, seq) = self.seal(now, at, frame, body, 0);
+            if let Frame::ReadData { serve, .. } = frame
+                && let Some(o) = self.outs.get_mut(serve.wrapping_sub(1) as usize)
+            {
+                o.seq = Some(seq);
+            }
+            return Some(out);
+        }
+        if self.dones.len() > DONES || (self.done_reads && self.dones.len() > 1) {
+            return Some(self.next_dones(now, at));
+        }
+        if let Some(queued) = self.queue.front()
+            && self.own_active < self.config.message_credit
+        {
+            let queued = *queued;
+            self.queue.pop_front();
+            return Some(self.issue(now, at, &queued));
+        }
+        if self.owes() {
+            if self.urgent || self.passes >= self.config.lazy_passes || self.stream.owed() >= ACK_EVERY {
+                return if self.dones.is_empty() { self.next_ack() } else { Some(self.next_dones(now, at)) };
+            }
+            self.passes += 1;
+        }
+        self.next_bye(now, at)
+    }
+
+    /// An acknowledgement alone.
+    fn next_ack(&mut self) -> Option<Out> {
+        if self.stream.owed() == 0 {
+            return None;
+        }
+        let mut head = frame::encode_head(&Frame::Ack, 0);
+        frame::set_ack(&mut head, self.stream.tell());
+        self.told();
+        Some(Out { head, body: Body::None })
+    }
+
+    fn told(&mut self) {
+        if !self.owes() {
+            self.passes = 0;
+            self.urgent = false;
+        }
+    }
+
+    fn next_done(&mut self) -> u32 {
+        let id = self.dones.pop_front().unwrap_or(0);
+        if self.dones.is_empty() {
+            self.done_reads = false;
+        }
+        id
+    }
+
+    fn next_dones(&mut self, now: Time, at: usize) -> Out {
+        let first = self.next_done();
+        let mut bytes = Bytes::EMPTY;
+        while usize::from(bytes.len) < DONES * 4 && !self.dones.is_empty() {
+            bytes = bytes.push(&self.next_done().to_le_bytes());
+        }
+        self.seal(now, at, Frame::Done, inline(bytes), first).0
+    }
+
+    fn next_bye(&mut self, now: Time, at: usize) -> Option<Out> {
+        let finished = self.closing
+            && !self.bye_sent
+            && self.outs.is_empty()
+            && self.ins.is_empty()
+            && self.dones.is_empty()
+            && self.open.is_none();
+        if !finished {
+            return None;
+        }
+        self.bye_sent = true;
+        Some(self.seal(now, at, Frame::Bye, Body::None, 0).0)
+    }
+
+    #[inline]
+    fn seal(&mut self, now: Time, at: usize, frame: Frame, body: Body, done: u32) -> (Out, u32) {
+        let mut out = Out { head: frame::encode_head(&frame, body_len(&body)), body };
+        if !self.lanes[at].spec.reliable && !self.stream.waiting() {
+            self.lanes[at].progress = now;
+            self.lanes[at].suspected = false;
+        }
+        let seq = self.stream.seal(&mut out, done);
+        self.told();
+        (out, seq)
+    }
+
+    /// An operation goes out for the first time.
+    #[inline]
+    fn issue(&mut self, now: Time, at: usize, queued: &Queued) -> Out {
+        let Queued { op, what, len, offer, at: started } = *queued;
+        let spec = &self.lanes[at].spec;
+        let short = len <= u64::from(spec.eager_max.min(spec.max_payload));
+        let lane = spec.id;
+        let serial = self.next_serial();
+        let done = self.next_done();
+        self.own_active += 1;
+        let mut outgoing = Outgoing::new(op, Kind::Send, len, serial, started, lane);
+        match what {
+            Operation::Send { tag } if short && self.eager_bytes + len <= self.config.eager_credit => {
+                self.eager_bytes += len;
+                outgoing.stage = Stage::Eager;
+                let index = self.outs.insert(outgoing);
+                let frame = Frame::Eager { op: index as u32 + 1, tag };
+                let body = Body::Memory { memory: Memory::Op(op), offset: 0, len: len as u32 };
+                let (out, seq) = self.seal(now, at, frame, body, done);
+                self.outs[index].seq = Some(seq);
+                out
+            }
+            Operation::Send { tag } => {
+                outgoing.slot = offer.and_then(|o| o.slot);
+                outgoing.announced = now;
+                let id = self.outs.insert(outgoing) as u32 + 1;
+                let frame = Frame::Announce { op: id, tag, offer: offer.is_some() };
+                let body = inline(frame::encode_announce(&Announce { len, offer }));
+                self.seal(now, at, frame, body, done).0
+            }
+            Operation::Write { key, offset, imm } => {
+                let offer = if short { None } else { offer };
+                outgoing.kind = Kind::Write;
+                outgoing.slot = offer.and_then(|o| o.slot);
+                outgoing.announced = now;
+                if short {
+                    outgoing.stage = Stage::Eager;
+                }
+                let index = self.outs.insert(outgoing) as u32;
+                if short {
+                    self.follow = Some((index, serial));
+                }
+                let (has_imm, has_offer) = (imm.is_some(), offer.is_some());
+                let frame = Frame::Write { op: index + 1, len, imm: has_imm, data: short, offer: has_offer };
+                let body = inline(frame::encode_write(&Write { key, offset, imm: imm.unwrap_or(0), offer }));
+                self.seal(now, at, frame, body, done).0
+            }
+            Operation::Read { key, offset } => {
+                let index = self.outs.insert(outgoing) as u32;
+                let target = self.begin_read(now, op, index, len);
+                let outgoing = &mut self.outs[index as usize];
+                outgoing.kind = Kind::Read { target };
+                outgoing.announced = now;
+                let descriptor = if short { None } else { offer.map(|o| o.descriptor) };
+                let frame = Frame::Read { op: index + 1, target, offer: descriptor.is_some() };
+                let body = inline(frame::encode_read(&Read { key, offset, len, descriptor }));
+                self.seal(now, at, frame, body, done).0
+            }
+        }
+    }
+
+    /// The bytes of the write that just went out.
+    fn next_follow(&mut self, now: Time, at: usize, index: u32, serial: u32) -> Option<Out> {
+        let outgoing = self.outs.get(index as usize).filter(|o| o.serial == serial)?;
+        let body = Body::Memory { memory: Memory::Op(outgoing.op), offset: 0, len: outgoing.len as u32 };
+        let (out, seq) = self.seal(now, at, Frame::WriteData { op: index + 1 }, body, 0);
+        self.outs[index as usize].seq = Some(seq);
+        Some(out)
+    }
+
+    fn next_chunk(&mut self, now: Time, at: usize) -> Option<Out> {
+        while let Some((index, serial)) = self.active.pop_front() {
+            let alive = self.outs.get(index as usize).is_some_and(|o| o.serial == serial && o.feeds());
+            if !alive {
+                continue;
+            }
+            let size = self.chunk_size(at, index);
+            let lane = &mut self.lanes[at];
+            let outgoing = &mut self.outs[index as usize];
+            let memory = outgoing.memory(index);
+            let Some(feed) = outgoing.feed.as_deref_mut() else { continue };
+            let Some(size) = size else {
+                feed.block(now);
+                self.active.push_front((index, serial));
+                return None;
+            };
+            let Some(piece) = feed.take(now, lane.spec.id, size) else { continue };
+            let target = feed.target;
+            if feed.left() > 0 {
+                self.active.push_back((index, serial));
+            }
+            lane.send(now, index, serial, piece);
+            let frame = Frame::Chunk { target, offset: piece.offset, from: index + 1, again: piece.again };
+            let body = Body::Memory { memory, offset: piece.offset, len: piece.len as u32 };
+            return Some(Out { head: frame::encode_head(&frame, piece.len as u32), body });
+        }
+        None
+    }
+
+    /// How much of that transfer the lane should take; `None`: it has no window, or the other lanes will be done
+    /// with all the rest before it would be with one more chunk.
+    fn chunk_size(&self, at: usize, index: u32) -> Option<u64> {
+        let lane = &self.lanes[at];
+        if lane.sent.len() >= self.config.window as usize {
+            return None;
+        }
+        let left = self.outs.get(index as usize)?.feed.as_deref()?.left();
+        let (mut lanes, mut rates, mut outstanding, mut measured) = (0, 0u64, 0u64, true);
+        for l in self.lanes.iter().filter(|l| l.spec.bulk && !l.suspected) {
+            lanes += 1;
+            rates += l.rate;
+            outstanding += l.sent_bytes;
+            measured &= l.rate > 0;
+        }
+        let rates = if measured { rates } else { 0 };
+        let chunk = self.config.chunk.clamp(1, u64::from(u32::MAX));
+        let size = guided(left, lane.rate, rates, lanes, chunk, u64::from(lane.spec.max_payload));
+        if lanes > 1 && rates > 0 && lane.sent_bytes > 0 && !lane.suspected {
+            let alone = u128::from(lane.sent_bytes + size) * u128::from(rates);
+            let together = u128::from(left + outstanding) * u128::from(lane.rate);
+            // Leave room for error: a quarter more than an even finish.
+            if alone > together + together / 4 {
+                return None;
+            }
+        }
+        Some(size)
+    }
+}

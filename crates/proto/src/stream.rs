@@ -1,0 +1,247 @@
+use std::collections::VecDeque;
+
+use crossrail_types::LaneId;
+
+use crate::frame::{self, Frame};
+use crate::{Body, Out};
+
+/// Messages sent and not acknowledged before new ones wait.
+const RETAINED_MAX: usize = 16 << 10;
+
+/// The sequenced messages of both directions, which survive the lanes that carry them.
+///
+/// Outgoing: frames are numbered; on lanes that may lose them they are retained until acknowledged, and sent again
+/// from the first unacknowledged one when their lane dies. Incoming: every lane carries consecutive numbers starting
+/// at or before the one expected, so a frame is new, a repetition, or a violation; nothing is ever held back.
+#[derive(Debug, Default)]
+pub(crate) struct Stream {
+    /// The lane that carries our messages, if one is there.
+    pub(crate) lane: Option<LaneId>,
+    reliable: bool,
+    /// A cheaper lane waits until all that went out on this one is acknowledged.
+    pub(crate) draining: bool,
+    /// Number of the next frame.
+    next: u32,
+    /// Frames before this one have been consumed by the peer (or cannot get lost).
+    acked: u32,
+    retained: VecDeque<Out>,
+    /// Index in `retained` of the next frame to send again.
+    resend: usize,
+    /// Number of the frame that is expected next.
+    expected: u32,
+    /// Frames consumed since we last acknowledged.
+    owed: u32,
+}
+
+/// What an incoming number means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Arrival {
+    /// The next one.
+    New,
+    /// One that was consumed already.
+    Old,
+    /// Not possible from a peer that keeps to the rules.
+    Gap,
+}
+
+impl Stream {
+    /// Whether our messages may move to another lane without draining first.
+    pub(crate) fn movable(&self) -> bool {
+        self.retained.is_empty() && !(self.reliable && self.lane.is_some() && self.next != 0)
+    }
+
+    /// Whether messages that are gone with the present lane would be lost for good.
+    pub(crate) fn fragile(&self) -> bool {
+        self.reliable && self.next != 0
+    }
+
+    /// Whether something of ours is on the wire and unacknowledged.
+    pub(crate) fn waiting(&self) -> bool {
+        self.resend > 0
+    }
+
+    /// Whether the stream is pinned to its lane for good (no lane can take over from a reliable one).
+    pub(crate) fn pinned(&self) -> bool {
+        self.fragile() && self.lane.is_some()
+    }
+
+    /// Moves to `lane`; everything unacknowledged is sent again there.
+    pub(crate) fn move_to(&mut self, lane: Option<LaneId>, reliable: bool) {
+        self.lane = lane;
+        self.reliable = reliable;
+        self.draining = false;
+        self.resend = 0;
+        // An acknowledgement may have been lost with the old lane.
+        self.owed = self.owed.max(u32::from(self.expected != 0));
+    }
+
+    /// Whether a new frame may go out.
+    pub(crate) fn open(&self) -> bool {
+        !self.draining && self.retained.len() < RETAINED_MAX
+    }
+
+    /// Whether there are frames to send again.
+    #[inline]
+    pub(crate) fn resends(&self) -> bool {
+        self.resend < self.retained.len()
+    }
+
+    /// The next frame to send again.
+    pub(crate) fn resend(&mut self) -> Option<Out> {
+        let expected = self.expected;
+        let out = self.retained.get_mut(self.resend)?;
+        frame::set_ack(&mut out.head, expected);
+        let out = *out;
+        self.owed = 0;
+        if self.reliable {
+            self.retained.pop_front();
+            self.acked = self.acked.wrapping_add(1);
+        } else {
+            self.resend += 1;
+        }
+        Some(out)
+    }
+
+    /// Numbers a new frame and keeps it if need be; returns its number.
+    #[inline]
+    pub(crate) fn seal(&mut self, out: &mut Out, done: u32) -> u32 {
+        let seq = self.next;
+        frame::seal(&mut out.head, seq, self.expected, done);
+        self.next = seq.wrapping_add(1);
+        self.owed = 0;
+        if self.reliable {
+            self.acked = self.next;
+        } else {
+            self.retained.push_back(*out);
+            self.resend = self.retained.len();
+        }
+        seq
+    }
+
+    /// An acknowledgement: `Ok(true)` if it was news, `Err` if it is for frames never sent.
+    #[inline]
+    pub(crate) fn acknowledge(&mut self, ack: u32) -> Result<bool, String> {
+        let news = ack.wrapping_sub(self.acked) as i32;
+        if news <= 0 {
+            return Ok(false);
+        }
+        let news = news as usize;
+        if news > self.retained.len() {
+            return Err("acknowledgement of messages that were not sent".to_owned());
+        }
+        self.retained.drain(..news);
+        self.resend = self.resend.saturating_sub(news);
+        self.acked = ack;
+        Ok(true)
+    }
+
+    /// Whether frame `seq` is still retained: then it becomes an empty one, so that nothing refers to its memory.
+    pub(crate) fn blank(&mut self, seq: u32) -> bool {
+        let at = seq.wrapping_sub(self.acked) as usize;
+        let Some(out) = self.retained.get_mut(at) else { return false };
+        let (ack, done) = (frame::ack(&out.head), frame::done(&out.head));
+        out.head = frame::encode_head(&Frame::Nothing, 0);
+        out.body = Body::None;
+        frame::seal(&mut out.head, seq, ack, done);
+        true
+    }
+
+    /// Forgets what we sent: nobody listens any more.
+    pub(crate) fn silence(&mut self) {
+        self.retained.clear();
+        self.resend = 0;
+        self.acked = self.next;
+    }
+
+    /// What an incoming number means.
+    #[inline]
+    pub(crate) fn classify(&self, seq: u32) -> Arrival {
+        if seq == self.expected {
+            Arrival::New
+        } else if (seq.wrapping_sub(self.expected) as i32) < 0 {
+            Arrival::Old
+        } else {
+            Arrival::Gap
+        }
+    }
+
+    /// The expected frame is consumed. `lossy`: its sender waits to hear so.
+    #[inline]
+    pub(crate) fn consumed(&mut self, lossy: bool) {
+        self.expected = self.expected.wrapping_add(1);
+        self.owed += u32::from(lossy);
+    }
+
+    /// A repetition came: its sender has not heard that we have it.
+    pub(crate) fn repeated(&mut self) {
+        self.owed += 1;
+    }
+
+    /// Consumed frames that the sender has not been told of.
+    #[inline]
+    pub(crate) fn owed(&self) -> u32 {
+        self.owed
+    }
+
+    /// Number of frames consumed, to be told now.
+    pub(crate) fn tell(&mut self) -> u32 {
+        self.owed = 0;
+        self.expected
+    }
+
+    /// Nothing retained.
+    pub(crate) fn settled(&self) -> bool {
+        self.retained.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn nothing() -> Out {
+        Out { head: frame::encode_head(&Frame::Nothing, 0), body: Body::None }
+    }
+
+    #[test]
+    fn what_was_not_acknowledged_goes_out_again_in_order() {
+        let mut s = Stream::default();
+        s.move_to(Some(LaneId(1)), false);
+        for expected in 0..4 {
+            assert_eq!(s.seal(&mut nothing(), 0), expected);
+        }
+        assert_eq!(s.acknowledge(2), Ok(true));
+        assert_eq!(s.acknowledge(1), Ok(false));
+        assert!(s.acknowledge(9).is_err());
+        assert!(!s.resends());
+        s.move_to(Some(LaneId(2)), false);
+        let again: Vec<u32> = std::iter::from_fn(|| s.resend()).map(|out| frame::seq(&out.head)).collect();
+        assert_eq!(again, [2, 3]);
+        assert_eq!(s.acknowledge(4), Ok(true));
+        assert!(s.settled());
+    }
+
+    #[test]
+    fn a_reliable_lane_retains_nothing() {
+        let mut s = Stream::default();
+        s.move_to(Some(LaneId(1)), true);
+        assert!(s.movable());
+        s.seal(&mut nothing(), 0);
+        assert!(s.settled() && s.fragile() && !s.movable());
+    }
+
+    #[test]
+    fn numbers_wrap() {
+        let mut s = Stream { next: u32::MAX, acked: u32::MAX, expected: u32::MAX, ..Stream::default() };
+        s.move_to(Some(LaneId(1)), false);
+        s.seal(&mut nothing(), 0);
+        s.seal(&mut nothing(), 0);
+        assert_eq!(s.acknowledge(1), Ok(true));
+        assert!(s.settled());
+        assert_eq!(s.classify(u32::MAX), Arrival::New);
+        s.consumed(true);
+        assert_eq!(s.classify(u32::MAX), Arrival::Old);
+        assert_eq!(s.classify(0), Arrival::New);
+        assert_eq!(s.classify(1), Arrival::Gap);
+    }
+}
