@@ -38,16 +38,14 @@ class ReceiptRecord(TypedDict):
 
 
 class LaneReport(TypedDict):
-    """The running totals of one lane of an endpoint, headers included."""
+    """The running totals of one lane of an endpoint, frame heads included; `retransmits` are TCP segments."""
 
     name: str
     transport: str
-    device: str
     alive: bool
     tx_bytes: int
     rx_bytes: int
     retransmits: int
-    rtt_us: float | None
 
 
 class Candidate(TypedDict):
@@ -55,7 +53,7 @@ class Candidate(TypedDict):
 
     lane: str
     transport: str
-    device: str
+    device: str | None
     chosen_for: list[str]
     latency_us: float
     gb_per_s: float
@@ -87,22 +85,53 @@ class DeviceInfo(TypedDict):
     reason: str
 
 
+class GpuInfo(TypedDict):
+    """One GPU that was seen on the PCI bus."""
+
+    pci: str
+    model: str | None
+    driver: str | None
+    numa_node: int | None
+
+
+class NumaNode(TypedDict):
+    """One NUMA node and its processors."""
+
+    node: int
+    cpus: list[int]
+
+
+class MachineInfo(TypedDict):
+    """The machine; memory in bytes, `cpu_quota` in processors."""
+
+    hostname: str
+    boot_id: str
+    kernel: str
+    page_size: int
+    memory_total: int
+    memory_available: int
+    memory_limit: int | None
+    processor: str | None
+    cpu_quota: float | None
+    numa_nodes: list[NumaNode]
+
+
 class SettingValue(TypedDict):
-    """One setting with its present value (None: unset; secrets are hidden)."""
+    """One setting with its present value (secrets are hidden)."""
 
     name: str
-    value: str | None
+    value: str
     is_default: bool
 
 
 class Info(TypedDict):
-    """What `crossrail info` prints."""
+    """What `crossrail info` prints; `cpus` are the processors that this process may use."""
 
-    machine: dict[str, Any]
+    machine: MachineInfo
     cpus: list[int]
     transports: list[TransportInfo]
     devices: list[DeviceInfo]
-    gpus: list[dict[str, Any]]
+    gpus: list[GpuInfo]
     settings: list[SettingValue]
 
 

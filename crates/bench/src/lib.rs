@@ -1,1 +1,40 @@
+//! The measuring loops. They return raw samples; tables, percentiles and ratios are made elsewhere.
 //!
+//! Both ends call the same function with the same plan, one as [`Role::Driver`] and one as [`Role::Echo`]. The
+//! plans are compared before anything moves, every byte of a first round is verified before anything is timed, and
+//! a last round is verified after it; a failure at either end is an error at both.
+//!
+//! The timed loops add nothing to the engine's calls but a clock read per sample: no allocation, no lock.
+//!
+//! Thread rule: a session is driven by one thread; other traffic on the same endpoint disturbs the figures only.
+
+mod area;
+mod bandwidth;
+mod latency;
+mod p2p;
+pub mod pattern;
+mod report;
+mod session;
+
+pub use bandwidth::{BandwidthPlan, bandwidth};
+pub use latency::{LatencyPlan, latency};
+pub use p2p::{P2pIteration, P2pPlan, p2p};
+pub use report::{Share, TransferReport};
+pub use session::{MemoryKind, Observer, Role, Session, Unobserved};
+
+/// Raw samples of one measurement. Nothing is subtracted and nothing is left out.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Samples {
+    /// Message size in bytes.
+    pub size: usize,
+    /// Microseconds. Latency: half a round trip, the mean of `batch` consecutive ones. Bandwidth: one window, from
+    /// the first send to the small reply. Empty at the echo end.
+    pub samples_us: Vec<f64>,
+    /// Latency: round trips per sample, so many that reading the clock costs at most 1 % of a sample (the last
+    /// sample may cover fewer). Bandwidth: messages per window.
+    pub batch: usize,
+    /// What one clock read costs here, in microseconds; it is part of each sample.
+    pub clock_us: f64,
+    /// Payload bytes that one sample moved in one direction.
+    pub bytes_per_sample: u64,
+}

@@ -1,1 +1,54 @@
+//! Python bindings: conversion, the GIL and exceptions. What is done is done in the engine.
 //!
+//! Rules that hold throughout:
+//! - whatever may wait or move much data runs detached (other Python threads run), in slices after which signals
+//!   are looked at, so that Ctrl-C ends every wait;
+//! - no thread that holds an engine lock ever waits for the GIL: buffers are handed back by [`lent`], callbacks run
+//!   without engine locks;
+//! - when the interpreter ends, every worker is closed first.
+
+mod bench;
+mod context;
+mod dlpack;
+mod endpoint;
+mod errors;
+mod lent;
+mod lifecycle;
+mod memory;
+mod options;
+mod receipt;
+mod region;
+mod request;
+mod wait;
+mod worker;
+
+use pyo3::prelude::*;
+
+/// The native half of Crossrail, re-exported by `crossrail`.
+///
+/// Sizes and offsets are bytes. Times that go in are seconds (`None`: the context's CROSSRAIL_TIMEOUT), times that
+/// come out are microseconds (`_us`). Every object may be used from any thread at any time. Calls that wait or move
+/// much data let other Python threads run, and Ctrl-C ends every wait. Every error is a `crossrail.CrossrailError`.
+#[pymodule]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add("ALL_BITS", u64::MAX)?;
+    module.add_class::<context::Context>()?;
+    module.add_class::<worker::Worker>()?;
+    module.add_class::<endpoint::Endpoint>()?;
+    module.add_class::<endpoint::Explain>()?;
+    module.add_class::<region::Region>()?;
+    module.add_class::<region::RegionKey>()?;
+    module.add_class::<request::Request>()?;
+    module.add_class::<receipt::Receipt>()?;
+    module.add("Memory", memory::memory_type(module.py())?)?;
+    module.add_function(wrap_pyfunction!(request::wait_all, module)?)?;
+    module.add_function(wrap_pyfunction!(options::settings_reference, module)?)?;
+    module.add_function(wrap_pyfunction!(options::parse_size, module)?)?;
+    module.add_function(wrap_pyfunction!(options::parse_sizes, module)?)?;
+    module.add_function(wrap_pyfunction!(options::format_size, module)?)?;
+    module.add_function(wrap_pyfunction!(bench::bench_latency, module)?)?;
+    module.add_function(wrap_pyfunction!(bench::bench_bandwidth, module)?)?;
+    module.add_function(wrap_pyfunction!(bench::bench_p2p, module)?)?;
+    lifecycle::at_exit(module)
+}

@@ -1,0 +1,141 @@
+use std::time::Instant;
+
+use crossrail_types::Result;
+
+use crate::Samples;
+use crate::area::Area;
+use crate::session::{Progress, Role, Session, clock_us, whole};
+
+/// What [`latency`] does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LatencyPlan {
+    /// Message size in bytes, 0 included.
+    pub size: usize,
+    /// Timed round trips.
+    pub iters: usize,
+    /// Round trips before that.
+    pub warmup: usize,
+}
+
+/// Round trips of one message each way; a sample is half a round trip, as osu_latency counts.
+///
+/// # Errors
+/// `Mismatch` when the ends' plans differ, `Protocol` when data did not verify at either end, and whatever the
+/// engine reports.
+pub fn latency(session: &mut Session<'_>, plan: LatencyPlan) -> Result<Samples> {
+    session.agree("latency", &[("size", plan.size), ("iters", plan.iters), ("warmup", plan.warmup)])?;
+    let mut out = Area::new(session.context, session.memory, plan.size)?;
+    let mut into = Area::new(session.context, session.memory, plan.size)?;
+    verified(session, &mut out, &mut into, plan.size, 0)?;
+    let progress = &mut Progress::new(plan.warmup + plan.iters);
+    let samples = match session.role {
+        Role::Driver => drive(session, &out, &into, plan, progress)?,
+        Role::Echo => {
+            echo(session, &out, &into, plan.warmup + plan.iters, progress)?;
+            Samples { size: plan.size, batch: 1, clock_us: clock_us(), ..Samples::default() }
+        }
+    };
+    verified(session, &mut out, &mut into, plan.size, 1)?;
+    Ok(samples)
+}
+
+/// One round trip of fresh data into cleared memory, checked at both ends.
+fn verified(session: &mut Session<'_>, out: &mut Area, into: &mut Area, size: usize, round: u64) -> Result<()> {
+    let (mine, theirs) = session.seeds(round);
+    out.fill(mine);
+    into.clear();
+    let progress = &mut Progress::new(0);
+    match session.role {
+        Role::Driver => round_trip(session, out, into, size, progress)?,
+        Role::Echo => echo(session, out, into, 1, progress)?,
+    }
+    let outcome = into.verify(theirs);
+    session.judge(outcome)
+}
+
+fn drive(
+    session: &mut Session<'_>,
+    out: &Area,
+    into: &Area,
+    plan: LatencyPlan,
+    progress: &mut Progress,
+) -> Result<Samples> {
+    let clock_us = clock_us();
+    let began = Instant::now();
+    for _ in 0..plan.warmup {
+        round_trip(session, out, into, plan.size, progress)?;
+        session.advance(progress, 1, Instant::now())?;
+    }
+    let batch = batch_for(clock_us, began.elapsed().as_secs_f64() * 1e6, plan.warmup);
+    let mut samples_us = Vec::with_capacity(plan.iters.div_ceil(batch));
+    let mut left = plan.iters;
+    let mut from = Instant::now();
+    while left > 0 {
+        let trips = left.min(batch);
+        for _ in 0..trips {
+            round_trip(session, out, into, plan.size, progress)?;
+        }
+        left -= trips;
+        let now = Instant::now();
+        samples_us.push(now.duration_since(from).as_secs_f64() * 1e6 / (2 * trips) as f64);
+        session.advance(progress, trips, now)?;
+        // The observer's time, if it was asked, is not part of the next sample.
+        from = Instant::now();
+    }
+    Ok(Samples { size: plan.size, samples_us, batch, clock_us, bytes_per_sample: (plan.size * batch) as u64 })
+}
+
+/// So many round trips that two clock reads are at most 1 % of them.
+fn batch_for(clock_us: f64, warmup_us: f64, warmup: usize) -> usize {
+    if warmup == 0 || warmup_us <= 0.0 {
+        return 1;
+    }
+    let wanted = 200.0 * clock_us / (warmup_us / warmup as f64);
+    (wanted.ceil() as usize).clamp(1, 64)
+}
+
+/// The receive is posted while the message is under way, as osu_latency does.
+#[inline]
+fn round_trip(session: &mut Session<'_>, out: &Area, into: &Area, size: usize, progress: &mut Progress) -> Result<()> {
+    let ping = session.send(out)?;
+    let pong = session.recv(into)?;
+    let receipt = session.finish(pong, progress)?;
+    session.finish(ping, progress)?;
+    whole(&receipt, size)
+}
+
+fn echo(session: &mut Session<'_>, out: &Area, into: &Area, trips: usize, progress: &mut Progress) -> Result<()> {
+    let mut before = None;
+    let mut next = if trips > 0 { Some(session.recv(into)?) } else { None };
+    let mut left = trips;
+    while let Some(ping) = next.take() {
+        session.finish(ping, progress)?;
+        let pong = session.send(out)?;
+        left -= 1;
+        if left > 0 {
+            next = Some(session.recv(into)?);
+        }
+        // The answer to a ping tells that the pong before it arrived.
+        if let Some(before) = before.replace(pong) {
+            session.finish(before, progress)?;
+        }
+        progress.count(1);
+    }
+    match before {
+        Some(last) => session.finish(last, progress).map(drop),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_clock_costs_at_most_one_percent_of_a_batch() {
+        assert_eq!(batch_for(0.025, 1000.0, 1000), 5);
+        assert_eq!(batch_for(0.025, 100_000.0, 1000), 1);
+        assert_eq!(batch_for(0.025, 0.0, 0), 1);
+        assert_eq!(batch_for(0.5, 100.0, 1000), 64);
+    }
+}

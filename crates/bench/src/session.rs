@@ -1,0 +1,251 @@
+use std::time::{Duration, Instant};
+
+use crossrail::{Context, Endpoint, Receipt, Request, Worker};
+use crossrail_types::{Error, ErrorKind, Result};
+
+use crate::area::Area;
+
+/// How long a wait goes on before the observer is asked again.
+const SLICE: Duration = Duration::from_millis(100);
+/// Longest control message between the two ends.
+const CONTROL_LEN: usize = 64 << 10;
+/// The upper half of the tags that a bench uses; applications that run one beside their own traffic avoid it.
+const TAGS: u64 = 0xc705_be4c_0000_0000;
+const DATA: u64 = TAGS | 1;
+const REPLY: u64 = TAGS | 2;
+const CONTROL: u64 = TAGS | 3;
+
+/// Which end of a bench this is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// Sends first, measures.
+    Driver,
+    /// Answers.
+    Echo,
+}
+
+/// What memory a bench moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemoryKind {
+    /// From `Context::alloc`: a peer on this machine maps it.
+    Shared,
+    /// Plain heap memory.
+    Ordinary,
+}
+
+/// Is told how far a run is, about ten times a second, on the thread that runs it, outside of what is timed.
+pub trait Observer {
+    /// `done` of `total` iterations. An error ends the run with that error.
+    ///
+    /// # Errors
+    /// Whatever the observer wants to end the run with.
+    fn tick(&mut self, done: u64, total: u64) -> Result<()>;
+}
+
+/// An observer that does nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Unobserved;
+
+impl Observer for Unobserved {
+    fn tick(&mut self, _done: u64, _total: u64) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// One end of a bench.
+pub struct Session<'a> {
+    /// Where memory comes from; its timeout bounds every wait.
+    pub context: &'a Context,
+    /// Receives.
+    pub worker: &'a Worker,
+    /// Sends. The peer runs the same bench in the other role.
+    pub endpoint: &'a Endpoint,
+    /// Which end this is.
+    pub role: Role,
+    /// What memory this end moves (the ends may differ).
+    pub memory: MemoryKind,
+    /// Is told how far the run is.
+    pub observer: &'a mut dyn Observer,
+}
+
+/// A request that is cancelled when the run ends without it, so that no receive is left behind.
+pub(crate) struct Flight {
+    request: Request,
+    finished: bool,
+}
+
+impl Drop for Flight {
+    fn drop(&mut self) {
+        if !self.finished {
+            self.request.cancel();
+        }
+    }
+}
+
+/// How far a run is, and when the observer was last told.
+pub(crate) struct Progress {
+    done: u64,
+    total: u64,
+    told: Instant,
+}
+
+impl Progress {
+    pub(crate) fn new(total: usize) -> Progress {
+        Progress { done: 0, total: total as u64, told: Instant::now() }
+    }
+
+    /// Counts iterations where no clock is read.
+    #[inline]
+    pub(crate) fn count(&mut self, by: usize) {
+        self.done += by as u64;
+    }
+}
+
+impl Session<'_> {
+    #[inline]
+    pub(crate) fn send(&self, area: &Area) -> Result<Flight> {
+        flight(self.endpoint.send(area.buffer(), DATA))
+    }
+
+    #[inline]
+    pub(crate) fn recv(&self, area: &Area) -> Result<Flight> {
+        flight(self.worker.recv(area.buffer(), DATA, u64::MAX, Some(self.endpoint)))
+    }
+
+    #[inline]
+    pub(crate) fn send_reply(&self, area: &Area) -> Result<Flight> {
+        flight(self.endpoint.send(area.buffer(), REPLY))
+    }
+
+    #[inline]
+    pub(crate) fn recv_reply(&self, area: &Area) -> Result<Flight> {
+        flight(self.worker.recv(area.buffer(), REPLY, u64::MAX, Some(self.endpoint)))
+    }
+
+    /// Waits for one request, within the context's timeout; the observer is asked meanwhile.
+    #[inline]
+    pub(crate) fn finish(&mut self, mut flight: Flight, progress: &mut Progress) -> Result<Receipt> {
+        match flight.request.wait(Some(SLICE)) {
+            Ok(receipt) => {
+                flight.finished = true;
+                Ok(receipt)
+            }
+            Err(error) => self.finish_slowly(flight, progress, error),
+        }
+    }
+
+    #[cold]
+    fn finish_slowly(&mut self, mut flight: Flight, progress: &mut Progress, mut error: Error) -> Result<Receipt> {
+        let limit = self.context.settings().timeout;
+        let began = Instant::now();
+        while error.kind == ErrorKind::Timeout {
+            self.tell(progress)?;
+            let Some(left) = limit.checked_sub(began.elapsed() + SLICE) else { break };
+            match flight.request.wait(Some(left.min(SLICE))) {
+                Ok(receipt) => {
+                    flight.finished = true;
+                    return Ok(receipt);
+                }
+                Err(again) => error = again,
+            }
+        }
+        flight.finished = error.kind != ErrorKind::Timeout;
+        Err(error)
+    }
+
+    /// Counts iterations; `now` is a clock reading the caller has anyway.
+    #[inline]
+    pub(crate) fn advance(&mut self, progress: &mut Progress, by: usize, now: Instant) -> Result<()> {
+        progress.count(by);
+        if now.duration_since(progress.told) >= SLICE { self.tell(progress) } else { Ok(()) }
+    }
+
+    #[cold]
+    fn tell(&mut self, progress: &mut Progress) -> Result<()> {
+        progress.told = Instant::now();
+        self.observer.tick(progress.done, progress.total)
+    }
+
+    /// Sends `mine` to the peer and returns what it sends at the same point.
+    pub(crate) fn exchange(&mut self, mine: &[u8]) -> Result<Vec<u8>> {
+        if mine.len() > CONTROL_LEN {
+            return Err(Error::new(ErrorKind::Exhausted, "bench", "a report of more than 64 KiB"));
+        }
+        let progress = &mut Progress::new(0);
+        let inbox = Area::new(self.context, MemoryKind::Ordinary, CONTROL_LEN)?;
+        let inbound = flight(self.worker.recv(inbox.buffer(), CONTROL, u64::MAX, Some(self.endpoint)))?;
+        let outbound = flight(self.endpoint.send(mine.to_vec(), CONTROL))?;
+        let received = self.finish(inbound, progress)?.bytes as usize;
+        self.finish(outbound, progress)?;
+        Ok(inbox.copy_out(received))
+    }
+
+    /// Compares the two ends' plans: (name, value) pairs.
+    pub(crate) fn agree(&mut self, what: &str, plan: &[(&str, usize)]) -> Result<()> {
+        let mut mine = format!("{what} {:?}", self.role);
+        for (name, value) in plan {
+            mine.push_str(&format!(" {name}={value}"));
+        }
+        let theirs = self.exchange(mine.as_bytes())?;
+        let other = match self.role {
+            Role::Driver => Role::Echo,
+            Role::Echo => Role::Driver,
+        };
+        let expected = mine.replacen(&format!("{:?}", self.role), &format!("{other:?}"), 1);
+        if theirs == expected.as_bytes() {
+            return Ok(());
+        }
+        let theirs: String = String::from_utf8_lossy(&theirs).chars().take(200).filter(|c| !c.is_control()).collect();
+        Err(Error::new(ErrorKind::Mismatch, "bench", format!("this end runs {mine:?}, the other end {theirs:?}"))
+            .with_peer(self.endpoint.peer())
+            .with_hint("start both ends with the same parameters"))
+    }
+
+    /// Tells the peer whether this end's data verified; an error here is an error there.
+    pub(crate) fn judge(&mut self, mine: Result<()>) -> Result<()> {
+        let said = self.exchange(mine.as_ref().err().map(ToString::to_string).unwrap_or_default().as_bytes());
+        mine?;
+        let said = said?;
+        if said.is_empty() {
+            return Ok(());
+        }
+        let why: String = String::from_utf8_lossy(&said).chars().take(500).filter(|c| !c.is_control()).collect();
+        Err(Error::new(ErrorKind::Protocol, "verify", format!("the other end reports: {why}"))
+            .with_peer(self.endpoint.peer()))
+    }
+
+    /// The seed of what this end sends in round `round`, and of what the other end sends.
+    pub(crate) fn seeds(&self, round: u64) -> (u64, u64) {
+        match self.role {
+            Role::Driver => (2 * round, 2 * round + 1),
+            Role::Echo => (2 * round + 1, 2 * round),
+        }
+    }
+}
+
+fn flight(request: Result<Request>) -> Result<Flight> {
+    Ok(Flight { request: request?, finished: false })
+}
+
+/// What one clock read costs, in microseconds: the least of many.
+pub(crate) fn clock_us() -> f64 {
+    let reads = || {
+        let began = Instant::now();
+        for _ in 0..99 {
+            std::hint::black_box(Instant::now());
+        }
+        began.elapsed().as_secs_f64() * 1e6 / 100.0
+    };
+    (0..20).map(|_| reads()).fold(f64::INFINITY, f64::min)
+}
+
+/// A receipt must say that all `size` bytes came.
+#[inline]
+pub(crate) fn whole(receipt: &Receipt, size: usize) -> Result<()> {
+    if receipt.bytes == size as u64 { Ok(()) } else { Err(short(receipt.bytes, size)) }
+}
+
+#[cold]
+fn short(bytes: u64, size: usize) -> Error {
+    Error::new(ErrorKind::Protocol, "verify", format!("a message of {bytes} bytes came where {size} were sent"))
+}

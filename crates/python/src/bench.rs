@@ -1,0 +1,173 @@
+//! The measuring loops, run detached.
+
+use crossrail_bench::{BandwidthPlan, LatencyPlan, MemoryKind, Observer, P2pPlan, Role, Samples, Session};
+use crossrail_types::{Error, ErrorKind};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use crate::context::{Context, rows};
+use crate::endpoint::Endpoint;
+use crate::errors::{self, OrRaise};
+use crate::lent::Call;
+use crate::receipt::report_dict;
+use crate::worker::Worker;
+
+/// Looks at signals and tells Python how far the run is; keeps what either raises.
+struct Watch<'a> {
+    on_progress: Option<&'a Py<PyAny>>,
+    raised: Option<PyErr>,
+}
+
+impl Observer for Watch<'_> {
+    fn tick(&mut self, done: u64, total: u64) -> crossrail_types::Result<()> {
+        let outcome = Python::attach(|py| {
+            py.check_signals()?;
+            // A total of 0: the ends are exchanging reports.
+            if total > 0
+                && let Some(on_progress) = self.on_progress
+            {
+                on_progress.call1(py, (done, total))?;
+            }
+            Ok(())
+        });
+        outcome.map_err(|raised| {
+            self.raised = Some(raised);
+            Error::new(ErrorKind::Cancelled, "bench", "ended by its observer")
+        })
+    }
+}
+
+struct Ends<'a, 'py> {
+    context: &'a Bound<'py, Context>,
+    worker: &'a Bound<'py, Worker>,
+    endpoint: &'a Bound<'py, Endpoint>,
+    role: &'a str,
+    memory: &'a str,
+    on_progress: Option<Py<PyAny>>,
+}
+
+impl Ends<'_, '_> {
+    fn run<T: Send>(
+        &self,
+        py: Python<'_>,
+        bench: impl FnOnce(&mut Session<'_>) -> crossrail_types::Result<T> + Send,
+    ) -> PyResult<T> {
+        let _call = Call::enter(py);
+        let role = match self.role {
+            "driver" => Role::Driver,
+            "echo" => Role::Echo,
+            other => return Err(errors::usage(py, "bench", format!("no role {other:?}"), "driver or echo")),
+        };
+        let memory = match self.memory {
+            "shared" => MemoryKind::Shared,
+            "ordinary" => MemoryKind::Ordinary,
+            other => return Err(errors::usage(py, "bench", format!("no memory {other:?}"), "shared or ordinary")),
+        };
+        let (context, worker) = (self.context.get().native(), self.worker.get().native());
+        let endpoint = self.endpoint.get().native();
+        let mut watch = Watch { on_progress: self.on_progress.as_ref(), raised: None };
+        let outcome =
+            py.detach(|| bench(&mut Session { context, worker, endpoint, role, memory, observer: &mut watch }));
+        match watch.raised {
+            Some(raised) => Err(raised),
+            None => outcome.or_raise(py),
+        }
+    }
+}
+
+fn samples_dict<'py>(py: Python<'py>, samples: &Samples) -> PyResult<Bound<'py, PyDict>> {
+    let all = PyDict::new(py);
+    all.set_item("size", samples.size)?;
+    all.set_item("samples_us", &samples.samples_us)?;
+    all.set_item("batch", samples.batch)?;
+    all.set_item("clock_us", samples.clock_us)?;
+    all.set_item("bytes_per_sample", samples.bytes_per_sample)?;
+    Ok(all)
+}
+
+/// Round trips of one message each way, as osu_latency counts; both ends call it with the same plan.
+///
+/// `size` in bytes, `iters` timed round trips after `warmup` others. `memory`: `shared` (Context.alloc) or `ordinary`.
+/// `on_progress(done, total)` is called about ten times a second; what it raises ends the run. Data is verified before
+/// and after. Raises MismatchError when the ends' plans differ, ProtocolError when data did not verify at either end.
+#[pyfunction]
+#[pyo3(signature = (context, worker, endpoint, *, role, size, iters, warmup = 100, memory = "ordinary", on_progress = None))]
+#[allow(clippy::too_many_arguments)] // keywords in Python
+pub(crate) fn bench_latency<'py>(
+    context: &Bound<'py, Context>,
+    worker: &Bound<'py, Worker>,
+    endpoint: &Bound<'py, Endpoint>,
+    role: &str,
+    size: usize,
+    iters: usize,
+    warmup: usize,
+    memory: &str,
+    on_progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let py = context.py();
+    let ends = Ends { context, worker, endpoint, role, memory, on_progress };
+    let plan = LatencyPlan { size, iters, warmup };
+    let samples = ends.run(py, |session| crossrail_bench::latency(session, plan))?;
+    samples_dict(py, &samples)
+}
+
+/// Windows of messages one way, each answered by one small reply, as osu_bw counts; both ends call it alike.
+///
+/// `iters` timed windows of `window` messages after `warmup` others. Else as `bench_latency`.
+#[pyfunction]
+#[pyo3(signature = (context, worker, endpoint, *, role, size, iters, warmup = 10, window = 64, memory = "ordinary", on_progress = None))]
+#[allow(clippy::too_many_arguments)] // keywords in Python
+pub(crate) fn bench_bandwidth<'py>(
+    context: &Bound<'py, Context>,
+    worker: &Bound<'py, Worker>,
+    endpoint: &Bound<'py, Endpoint>,
+    role: &str,
+    size: usize,
+    iters: usize,
+    warmup: usize,
+    window: usize,
+    memory: &str,
+    on_progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let py = context.py();
+    let ends = Ends { context, worker, endpoint, role, memory, on_progress };
+    let plan = BandwidthPlan { size, iters, warmup, window };
+    let samples = ends.run(py, |session| crossrail_bench::bandwidth(session, plan))?;
+    samples_dict(py, &samples)
+}
+
+/// One big transfer at a time from the driver to the echo end, as both saw it; both ends call it alike.
+///
+/// `iters` timed transfers of `size` bytes after `warmup` others; each is verified in full. Else as `bench_latency`.
+#[pyfunction]
+#[pyo3(signature = (context, worker, endpoint, *, role, size, iters, warmup = 2, memory = "ordinary", on_progress = None))]
+#[allow(clippy::too_many_arguments)] // keywords in Python
+pub(crate) fn bench_p2p<'py>(
+    context: &Bound<'py, Context>,
+    worker: &Bound<'py, Worker>,
+    endpoint: &Bound<'py, Endpoint>,
+    role: &str,
+    size: usize,
+    iters: usize,
+    warmup: usize,
+    memory: &str,
+    on_progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyList>> {
+    let py = context.py();
+    let ends = Ends { context, worker, endpoint, role, memory, on_progress };
+    let plan = P2pPlan { size, iters, warmup };
+    let iterations = ends.run(py, |session| crossrail_bench::p2p(session, plan))?;
+    rows(py, iterations, |row, iteration| {
+        let ends = [
+            ("sender", iteration.us_sender, iteration.sender),
+            ("receiver", iteration.us_receiver, iteration.receiver),
+        ];
+        for (name, us, report) in ends {
+            let end = PyDict::new(py);
+            end.set_item("us", us)?;
+            end.set_item("receipt", report_dict(py, &report)?)?;
+            row.set_item(name, end)?;
+        }
+        Ok(())
+    })
+}

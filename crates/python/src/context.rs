@@ -1,0 +1,206 @@
+use std::net::SocketAddr;
+
+use crossrail_types::Settings;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
+
+use crate::errors::{self, OrRaise};
+use crate::memory;
+
+/// One process's view of its devices and settings; makes memory and workers.
+///
+/// Settings come from the environment (`CROSSRAIL_...`), unless `environment=False`, and then from the keywords:
+/// `Context(tls="shm,tcp", chunk="4M", timeout=5)`. Their names and forms are in `settings_reference()`; a list
+/// means the same as its items with commas between them, None leaves a setting as it is.
+///
+/// Raises ConfigError for an unknown setting, a value that does not parse, or a device that is not there.
+#[pyclass(module = "crossrail._native", frozen)]
+pub(crate) struct Context(crossrail::Context);
+
+impl Context {
+    pub(crate) fn native(&self) -> &crossrail::Context {
+        &self.0
+    }
+}
+
+#[pymethods]
+impl Context {
+    #[new]
+    #[pyo3(signature = (*, environment = true, **settings))]
+    fn new(py: Python<'_>, environment: bool, settings: Option<&Bound<'_, PyDict>>) -> PyResult<Context> {
+        let mut merged = if environment { Settings::from_env().or_raise(py)? } else { Settings::default() };
+        for (name, value) in settings.into_iter().flatten() {
+            let name: String = name.extract()?;
+            if let Some(text) = setting_text(&name, &value)? {
+                merged.set(&name, &text).or_raise(py)?;
+            }
+        }
+        merged.check().or_raise(py)?;
+        Ok(Context(py.detach(|| crossrail::Context::new(merged)).or_raise(py)?))
+    }
+
+    /// Memory of `nbytes` that peers on this machine map: it moves with one plain copy and no system call.
+    ///
+    /// Raises ExhaustedError, naming the bytes asked for.
+    fn alloc<'py>(slf: &Bound<'py, Self>, nbytes: usize) -> PyResult<Bound<'py, PyAny>> {
+        memory::memory_type(slf.py())?.call1((slf, nbytes))
+    }
+
+    /// What there is to move bytes with, and why what is not used is not: what `crossrail info` prints.
+    ///
+    /// Raises IoError when the system does not say what devices there are.
+    fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let info = py.detach(|| self.0.info()).or_raise(py)?;
+        info_dict(py, info)
+    }
+
+    /// Every setting's environment variable with its present value (None: unset; secrets are hidden).
+    fn settings<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let shown = PyDict::new(py);
+        for (name, value) in self.0.settings().shown() {
+            shown.set_item(name, value)?;
+        }
+        Ok(shown)
+    }
+
+    /// CROSSRAIL_TIMEOUT in seconds: what `timeout=None` means.
+    #[getter]
+    fn timeout(&self) -> f64 {
+        self.0.settings().timeout.as_secs_f64()
+    }
+
+    fn __repr__(&self) -> String {
+        let changed: Vec<String> = Settings::reference()
+            .into_iter()
+            .zip(self.0.settings().shown())
+            .filter(|(info, (_, value))| info.default != *value)
+            .map(|(info, (_, value))| format!("{}={}", info.field, value.unwrap_or_default()))
+            .collect();
+        format!("<crossrail.Context {}>", if changed.is_empty() { "defaults".to_owned() } else { changed.join(" ") })
+    }
+}
+
+/// A setting's value as the environment would have it.
+fn setting_text(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Option<String>> {
+    let py = value.py();
+    if value.is_none() {
+        return Ok(None);
+    }
+    if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() {
+        let items: Vec<String> =
+            value.try_iter()?.map(|item| item?.str()?.extract::<String>()).collect::<PyResult<_>>()?;
+        return Ok(Some(items.join(",")));
+    }
+    let plain =
+        value.is_instance_of::<PyString>() || value.is_instance_of::<PyInt>() || value.is_instance_of::<PyFloat>();
+    if plain && !value.is_instance_of::<PyBool>() {
+        return value.str()?.extract().map(Some);
+    }
+    if value.hasattr("__fspath__")? {
+        return value.call_method0("__fspath__")?.extract().map(Some);
+    }
+    let class = value.get_type().name()?;
+    Err(errors::raise(
+        py,
+        &crossrail_types::Error::new(
+            crossrail_types::ErrorKind::Config,
+            name,
+            format!("a {class} is no setting's value"),
+        )
+        .with_hint("text, a number, a list or None"),
+    ))
+}
+
+/// `host:port` texts of listening addresses.
+pub(crate) fn socket_addresses(listen: &Bound<'_, PyAny>) -> PyResult<Option<Vec<SocketAddr>>> {
+    let py = listen.py();
+    let texts: Vec<String> = if listen.is_none() {
+        return Ok(None);
+    } else if let Ok(text) = listen.extract::<String>() {
+        text.split(',').map(|part| part.trim().to_owned()).collect()
+    } else {
+        listen.extract()?
+    };
+    let parse = |text: &String| {
+        text.parse::<SocketAddr>().map_err(|_| {
+            errors::usage(
+                py,
+                "listen",
+                format!("{text:?} is not an address with a port"),
+                "as 127.0.0.1:7000 or [::1]:7000; port 0 takes a free one",
+            )
+        })
+    };
+    texts.iter().map(parse).collect::<PyResult<Vec<_>>>().map(Some)
+}
+
+fn info_dict(py: Python<'_>, info: crossrail::Info) -> PyResult<Bound<'_, PyDict>> {
+    let all = PyDict::new(py);
+    let machine = PyDict::new(py);
+    machine.set_item("hostname", &info.machine.hostname)?;
+    machine.set_item("boot_id", &info.machine.boot_id)?;
+    machine.set_item("kernel", &info.machine.kernel)?;
+    machine.set_item("page_size", info.machine.page_size)?;
+    machine.set_item("memory_total", info.machine.memory_total)?;
+    machine.set_item("memory_available", info.machine.memory_available)?;
+    machine.set_item("memory_limit", info.machine.memory_limit)?;
+    machine.set_item("processor", &info.cpus.model)?;
+    machine.set_item("cpu_quota", info.cpus.quota)?;
+    let numa_nodes = rows(py, &info.cpus.numa_nodes, |row, node| {
+        row.set_item("node", node.node)?;
+        row.set_item("cpus", &node.cpus)
+    })?;
+    machine.set_item("numa_nodes", numa_nodes)?;
+    all.set_item("machine", machine)?;
+    let os = py.import("os")?;
+    let cpus = PyList::new(py, os.call_method1("sched_getaffinity", (0,))?.try_iter()?.collect::<PyResult<Vec<_>>>()?)?;
+    cpus.sort()?;
+    all.set_item("cpus", cpus)?;
+    let transports = rows(py, info.transports, |row, transport| {
+        row.set_item("name", transport.name)?;
+        row.set_item("usable", transport.usable)?;
+        row.set_item("detail", transport.detail)?;
+        row.set_item("reason", transport.reason)?;
+        row.set_item("fix", transport.fix)
+    })?;
+    all.set_item("transports", transports)?;
+    let devices = rows(py, info.devices, |row, device| {
+        row.set_item("name", device.name)?;
+        row.set_item("interface", device.interface)?;
+        row.set_item("address", device.address.map(|address| address.to_string()).unwrap_or_default())?;
+        row.set_item("speed_mbps", device.speed_mbps)?;
+        row.set_item("numa_node", device.numa_node)?;
+        row.set_item("chosen", device.chosen)?;
+        row.set_item("reason", device.reason.unwrap_or_default())
+    })?;
+    all.set_item("devices", devices)?;
+    let gpus = rows(py, info.gpus, |row, gpu| {
+        row.set_item("pci", gpu.pci)?;
+        row.set_item("model", gpu.model)?;
+        row.set_item("driver", gpu.driver)?;
+        row.set_item("numa_node", gpu.numa_node)
+    })?;
+    all.set_item("gpus", gpus)?;
+    let settings = rows(py, info.settings, |row, (name, value, is_default)| {
+        row.set_item("name", name)?;
+        row.set_item("value", value)?;
+        row.set_item("is_default", is_default)
+    })?;
+    all.set_item("settings", settings)?;
+    Ok(all)
+}
+
+/// A list of dictionaries.
+pub(crate) fn rows<'py, T>(
+    py: Python<'py>,
+    items: impl IntoIterator<Item = T>,
+    fill: impl Fn(&Bound<'py, PyDict>, T) -> PyResult<()>,
+) -> PyResult<Bound<'py, PyList>> {
+    let list = PyList::empty(py);
+    for item in items {
+        let row = PyDict::new(py);
+        fill(&row, item)?;
+        list.append(row)?;
+    }
+    Ok(list)
+}

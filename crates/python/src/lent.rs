@@ -1,0 +1,241 @@
+//! Python objects whose memory the engine uses: lent while an operation runs, handed back when it is over.
+//!
+//! The engine drops a buffer's keeper wherever the operation ends: on a progress thread, with its lock held. To
+//! wait for the GIL there would be a deadlock, and to run a destructor there could be one. So the keeper only puts
+//! what it holds on a pile; the pile is cleared by the next call from Python, or by the interpreter's main thread.
+#![allow(unsafe_code)]
+
+use std::cell::Cell;
+use std::ffi::{c_char, c_int, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crossrail::Buffer;
+use pyo3::ffi;
+use pyo3::prelude::*;
+
+use crate::{dlpack, errors, lifecycle, memory};
+
+/// `Py_buffer` of every CPython since 3.3; PyO3 declares it only from the 3.11 stable ABI on, where it is the same.
+#[repr(C)]
+pub(crate) struct View {
+    pub(crate) buf: *mut c_void,
+    obj: *mut ffi::PyObject,
+    pub(crate) len: ffi::Py_ssize_t,
+    itemsize: ffi::Py_ssize_t,
+    readonly: c_int,
+    ndim: c_int,
+    format: *mut c_char,
+    shape: *mut ffi::Py_ssize_t,
+    strides: *mut ffi::Py_ssize_t,
+    suboffsets: *mut ffi::Py_ssize_t,
+    internal: *mut c_void,
+}
+
+const WRITABLE: c_int = 0x1;
+const C_CONTIGUOUS: c_int = 0x38;
+const FULL_RO: c_int = 0x11c;
+
+unsafe extern "C" {
+    fn PyObject_CheckBuffer(object: *mut ffi::PyObject) -> c_int;
+    fn PyObject_GetBuffer(object: *mut ffi::PyObject, view: *mut View, flags: c_int) -> c_int;
+    fn PyBuffer_Release(view: *mut View);
+    fn PyBuffer_FillInfo(
+        view: *mut View,
+        object: *mut ffi::PyObject,
+        memory: *mut c_void,
+        len: ffi::Py_ssize_t,
+        readonly: c_int,
+        flags: c_int,
+    ) -> c_int;
+}
+
+impl View {
+    const EMPTY: View = View {
+        buf: ptr::null_mut(),
+        obj: ptr::null_mut(),
+        len: 0,
+        itemsize: 0,
+        readonly: 0,
+        ndim: 0,
+        format: ptr::null_mut(),
+        shape: ptr::null_mut(),
+        strides: ptr::null_mut(),
+        suboffsets: ptr::null_mut(),
+        internal: ptr::null_mut(),
+    };
+}
+
+/// Fills `view` for an exporter of plain writable bytes.
+///
+/// # Safety
+/// `view` and `object` are what the interpreter passed to a `bf_getbuffer` slot; `memory` is valid for `len` bytes
+/// while `object` lives.
+pub(crate) unsafe fn export(
+    view: *mut View,
+    object: *mut ffi::PyObject,
+    memory: *mut u8,
+    len: usize,
+    flags: c_int,
+) -> c_int {
+    // SAFETY: the caller's promise is what this function asks for; a length in memory fits Py_ssize_t.
+    unsafe { PyBuffer_FillInfo(view, object, memory.cast(), len as ffi::Py_ssize_t, 0, flags) }
+}
+
+/// What an operation does with the memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Use {
+    Read,
+    Write,
+}
+
+/// Something of Python's that is given back with the GIL held.
+pub(crate) enum Loan {
+    View(View),
+    Tensor(dlpack::Tensor),
+}
+
+/// Gives its loan back when the engine drops it, by way of the pile.
+struct Keeper(Option<Loan>);
+
+// SAFETY: the loan is only touched by `give_back`, which runs with the GIL held.
+unsafe impl Send for Keeper {}
+// SAFETY: as above; nothing is reachable through a shared reference.
+unsafe impl Sync for Keeper {}
+
+/// Loans that are over.
+struct Pile(Vec<Loan>);
+
+// SAFETY: as for Keeper.
+unsafe impl Send for Pile {}
+
+static PILE: Mutex<Pile> = Mutex::new(Pile(Vec::new()));
+static WAITING: AtomicBool = AtomicBool::new(false);
+
+thread_local! {
+    /// How many calls from Python this thread is inside; the outermost clears the pile at its end.
+    static CALLS: Cell<u32> = const { Cell::new(0) };
+}
+
+fn pile() -> MutexGuard<'static, Pile> {
+    PILE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        let Some(loan) = self.0.take() else { return };
+        pile().0.push(loan);
+        let first = !WAITING.swap(true, Ordering::AcqRel);
+        if first && CALLS.get() == 0 {
+            lifecycle::ask_main_thread(clear_pending);
+        }
+    }
+}
+
+extern "C" fn clear_pending(_: *mut c_void) -> c_int {
+    clear_pile();
+    0
+}
+
+/// Hands every finished loan back. The GIL is held. Destructors may run, so no lock is.
+#[cold]
+fn clear_pile() {
+    WAITING.store(false, Ordering::Release);
+    let over = std::mem::take(&mut pile().0);
+    for loan in over {
+        give_back(loan);
+    }
+}
+
+fn give_back(loan: Loan) {
+    match loan {
+        // SAFETY: filled by PyObject_GetBuffer and released once, here, with the GIL held (callers' rule).
+        Loan::View(mut view) => unsafe { PyBuffer_Release(&raw mut view) },
+        Loan::Tensor(tensor) => tensor.release(),
+    }
+}
+
+/// A call from Python: when it ends, what operations have finished with is handed back.
+pub(crate) struct Call<'py>(Python<'py>);
+
+impl<'py> Call<'py> {
+    #[inline]
+    pub(crate) fn enter(py: Python<'py>) -> Call<'py> {
+        CALLS.set(CALLS.get() + 1);
+        Call(py)
+    }
+}
+
+impl Drop for Call<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        let _attached = self.0;
+        let depth = CALLS.get() - 1;
+        CALLS.set(depth);
+        if depth == 0 && WAITING.load(Ordering::Acquire) {
+            clear_pile();
+        }
+    }
+}
+
+/// The memory of `object` for one operation: `Memory`, the buffer protocol, or DLPack, in this order.
+pub(crate) fn buffer(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyResult<Buffer> {
+    // SAFETY: a valid object; the function only looks at its type.
+    let has_buffer = unsafe { PyObject_CheckBuffer(object.as_ptr()) } != 0;
+    if !has_buffer {
+        return from_dlpack(object, used, operation);
+    }
+    if let Ok(memory) = object.cast::<memory::MemoryBase>() {
+        return Ok(Buffer::from(memory.get().native()));
+    }
+    let mut view = View::EMPTY;
+    let flags = if used == Use::Write { C_CONTIGUOUS | WRITABLE } else { C_CONTIGUOUS };
+    // SAFETY: `view` is ours and `object` is valid.
+    if unsafe { PyObject_GetBuffer(object.as_ptr(), &raw mut view, flags) } != 0 {
+        return Err(why_refused(object, used, operation));
+    }
+    let (memory, len) = (view.buf.cast::<u8>(), view.len as usize);
+    let keep = Arc::new(Keeper(Some(Loan::View(view))));
+    // SAFETY: the view stays exported, and so valid for `len` bytes (writable where that was asked for), until the
+    // keeper is dropped. That nobody else writes meanwhile is the documented rule for callers.
+    Ok(unsafe { Buffer::raw(memory, len, Some(keep)) })
+}
+
+fn from_dlpack(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyResult<Buffer> {
+    let (tensor, memory, len) = dlpack::import(object, used, operation)?;
+    let keep = Arc::new(Keeper(Some(Loan::Tensor(tensor))));
+    // SAFETY: as above; the exporter keeps the tensor valid until its deleter is called, by the keeper.
+    Ok(unsafe { Buffer::raw(memory, len, Some(keep)) })
+}
+
+/// The exporter said no; asks again more modestly, to say what is wrong.
+#[cold]
+fn why_refused(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyErr {
+    let py = object.py();
+    let refusal = PyErr::fetch(py);
+    let name = object.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string());
+    let mut view = View::EMPTY;
+    // SAFETY: `view` is ours and `object` is valid.
+    if unsafe { PyObject_GetBuffer(object.as_ptr(), &raw mut view, FULL_RO) } != 0 {
+        drop(PyErr::fetch(py));
+        return errors::usage(py, operation, format!("the {name} does not lend its memory: {refusal}"), "");
+    }
+    let readonly = view.readonly != 0;
+    // SAFETY: filled just above, released once.
+    unsafe { PyBuffer_Release(&raw mut view) };
+    if readonly && used == Use::Write {
+        return errors::usage(
+            py,
+            operation,
+            format!("the {name} is read-only"),
+            "receive into a bytearray, a writable array or Context.alloc",
+        );
+    }
+    errors::usage(
+        py,
+        operation,
+        format!("the {name} is not contiguous in C order"),
+        "numpy.ascontiguousarray makes a contiguous copy",
+    )
+}

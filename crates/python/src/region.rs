@@ -1,0 +1,100 @@
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::errors::{self, OrRaise};
+use crate::lent::Call;
+use crate::lifecycle::Detached;
+use crate::wait;
+
+/// Registered memory that peers with its key write and read, until it is deregistered or dropped. Made by
+/// `Worker.register`.
+#[pyclass(module = "crossrail._native", frozen)]
+pub(crate) struct Region {
+    native: Detached<crossrail::Region>,
+    timeout: Duration,
+}
+
+impl Region {
+    pub(crate) fn new(native: crossrail::Region, timeout: Duration) -> Region {
+        Region { native: Detached::new(native), timeout }
+    }
+}
+
+#[pymethods]
+impl Region {
+    /// What a peer needs to access it. Whoever has it may write and read the region.
+    fn key(&self) -> RegionKey {
+        RegionKey(self.native.key())
+    }
+
+    fn __len__(&self) -> usize {
+        usize::try_from(self.native.len()).unwrap_or(usize::MAX)
+    }
+
+    /// Ends all access. When it returns nobody touches the memory any more; later accesses fail with RegionError on
+    /// the accessing side. Raises RegionError if it was deregistered before.
+    fn deregister(&self, py: Python<'_>) -> PyResult<()> {
+        let _call = Call::enter(py);
+        py.detach(|| self.native.deregister()).or_raise(py)
+    }
+
+    /// How many writes with this immediate have arrived in full.
+    fn imm_count(&self, imm: u32) -> u64 {
+        self.native.imm_count(imm)
+    }
+
+    /// Waits until `count` writes with this immediate have arrived since the region was registered, at most `timeout`
+    /// seconds. Raises TimeoutError, which says how many did, and RegionError when the region is deregistered.
+    #[pyo3(signature = (imm, count = 1, timeout = None))]
+    fn wait_imm(&self, py: Python<'_>, imm: u32, count: u64, timeout: Option<f64>) -> PyResult<()> {
+        let _call = Call::enter(py);
+        let limit = wait::seconds(py, "wait_imm", timeout)?.unwrap_or(self.timeout);
+        wait::sliced(py, limit, |slice| self.native.wait_imm(imm, count, slice))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<crossrail.Region of {} bytes>", self.native.len())
+    }
+}
+
+/// What opens a region: opaque bytes with a 128-bit random secret, to be handed to peers by any means.
+#[pyclass(module = "crossrail._native", frozen)]
+pub(crate) struct RegionKey(crossrail::RegionKey);
+
+impl RegionKey {
+    pub(crate) fn native(&self) -> &crossrail::RegionKey {
+        &self.0
+    }
+}
+
+#[pymethods]
+impl RegionKey {
+    /// The key of which `data` is `bytes(key)`. Raises UsageError if it is not one.
+    #[staticmethod]
+    fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<RegionKey> {
+        crossrail::RegionKey::from_bytes(data).map(RegionKey).or_raise(py)
+    }
+
+    fn __bytes__<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.0.to_bytes())
+    }
+
+    /// Bytes of the region that it opens.
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        usize::try_from(self.0.len()).map_err(|_| errors::usage(py, "region key", "claims too many bytes", ""))
+    }
+
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        other.cast::<RegionKey>().is_ok_and(|other| other.get().0 == self.0)
+    }
+
+    fn __hash__(&self, py: Python<'_>) -> PyResult<isize> {
+        PyBytes::new(py, &self.0.to_bytes()).hash()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<crossrail.RegionKey for {} bytes>", self.0.len())
+    }
+}

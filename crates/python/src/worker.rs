@@ -1,0 +1,274 @@
+use crossrail::{ConnectOptions, WorkerOptions};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyTuple};
+
+use crate::context::{Context, socket_addresses};
+use crate::endpoint::Endpoint;
+use crate::errors::{self, OrRaise};
+use crate::lent::{self, Call, Use};
+use crate::lifecycle::{self, Detached};
+use crate::region::Region;
+use crate::request::Request;
+use crate::wait;
+
+/// Progress, one address, and the endpoints made from it.
+///
+/// Worker(context) listens on loopback with a free port; `listen="host:port"` (or several, with commas or as a list)
+/// says where else. Beyond loopback a secret is required (CROSSRAIL_SECRET). `unix=False` listens on no Unix socket,
+/// without which there is no shared memory. `background=False` starts no thread: then only calls that wait, `test`
+/// and `progress` move anything, and nothing can be awaited.
+///
+/// Any thread may use a worker. A thread that waits makes progress for all; while none does, a background thread
+/// does. As a context manager it is closed at the end.
+///
+/// Raises ConfigError (a device that is not there; beyond loopback without a secret), IoError and ExhaustedError (the
+/// system refuses the port, descriptors or threads).
+#[pyclass(module = "crossrail._native", frozen, weakref)]
+pub(crate) struct Worker {
+    native: Detached<crossrail::Worker>,
+    context: Py<Context>,
+    remembered: u64,
+}
+
+impl Worker {
+    pub(crate) fn native(&self) -> &crossrail::Worker {
+        &self.native
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        lifecycle::forget(self.remembered);
+    }
+}
+
+#[pymethods]
+impl Worker {
+    #[new]
+    #[pyo3(signature = (context, *, name = None, listen = None, unix = true, background = true))]
+    fn new(
+        context: Bound<'_, Context>,
+        name: Option<String>,
+        listen: Option<&Bound<'_, PyAny>>,
+        unix: bool,
+        background: bool,
+    ) -> PyResult<Worker> {
+        let py = context.py();
+        let listen = listen.map(socket_addresses).transpose()?.flatten();
+        let options = WorkerOptions { name, listen, unix, background };
+        let native = context.get().native();
+        let native = py.detach(|| crossrail::Worker::new(native, options)).or_raise(py)?;
+        Ok(Worker {
+            remembered: lifecycle::remember(&native),
+            native: Detached::new(native),
+            context: context.unbind(),
+        })
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (kind, value, traceback, /))]
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        kind: Option<&Bound<'_, PyAny>>,
+        value: Option<&Bound<'_, PyAny>>,
+        traceback: Option<&Bound<'_, PyAny>>,
+    ) {
+        let _ = (kind, value, traceback);
+        self.close(py);
+    }
+
+    /// How others reach this worker: opaque bytes, to be handed over by any means. They admit whoever has them.
+    fn address<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.native.address())
+    }
+
+    /// Where it accepts connections over TCP, as `host:port`.
+    fn control_addresses(&self) -> Vec<String> {
+        self.native.control_addresses().iter().map(ToString::to_string).collect()
+    }
+
+    /// Connects to the worker at `to`: the bytes of its address, or text as `host:port`.
+    ///
+    /// `require`: transports that may be used, as `tcp,shm`; it fails rather than use another. `timeout`: seconds.
+    ///
+    /// Raises UnreachableError, TimeoutError, RefusedError (secret), MismatchError (version, chunk, window, channels),
+    /// UsageError (neither an address nor `host:port`), UnsupportedError (nothing that `require` permits is possible).
+    #[pyo3(signature = (to, *, require = None, timeout = None))]
+    fn connect(
+        slf: &Bound<'_, Self>,
+        to: &Bound<'_, PyAny>,
+        require: Option<String>,
+        timeout: Option<f64>,
+    ) -> PyResult<Endpoint> {
+        let py = slf.py();
+        let to: Vec<u8> = match to.extract::<String>() {
+            Ok(text) => text.into_bytes(),
+            Err(_) => to.extract()?,
+        };
+        let options = ConnectOptions { require, timeout: wait::seconds(py, "connect", timeout)? };
+        let worker = slf.get().native.clone();
+        let native = wait::apart(py, move || worker.connect(&to, &options), drop)?;
+        Ok(Endpoint::new(native, slf.clone().unbind()))
+    }
+
+    /// The next endpoint that a peer has made, waiting for it at most `timeout` seconds.
+    ///
+    /// Raises TimeoutError, ClosedError.
+    #[pyo3(signature = (timeout = None))]
+    fn accept(slf: &Bound<'_, Self>, timeout: Option<f64>) -> PyResult<Endpoint> {
+        let py = slf.py();
+        let worker = slf.get();
+        let limit = wait::seconds(py, "accept", timeout)?.unwrap_or(worker.native_timeout());
+        let native = wait::sliced(py, limit, |slice| worker.native.accept(slice))?;
+        Ok(Endpoint::new(native, slf.clone().unbind()))
+    }
+
+    /// As `accept`, for asyncio.
+    #[pyo3(signature = (timeout = None))]
+    fn accept_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("crossrail._async")?.call_method1("accept", (slf, timeout))
+    }
+
+    /// The end of a wait that was done elsewhere and took `waited` seconds.
+    fn _accept_now(slf: &Bound<'_, Self>, waited: f64) -> PyResult<Endpoint> {
+        let py = slf.py();
+        let waited = wait::seconds(py, "accept", Some(waited))?.unwrap_or_default();
+        let worker = slf.get();
+        let native = wait::concluded(py, waited, |slice| worker.native.accept(slice))?;
+        Ok(Endpoint::new(native, slf.clone().unbind()))
+    }
+
+    /// Lets peers with the region's key write to and read from `buffer`.
+    ///
+    /// `buffer` stays exported until the region is deregistered or dropped. Raises UsageError, ClosedError.
+    fn register(slf: &Bound<'_, Self>, buffer: &Bound<'_, PyAny>) -> PyResult<Region> {
+        let py = slf.py();
+        let _call = Call::enter(py);
+        let lent = lent::buffer(buffer, Use::Write, "register")?;
+        let worker = slf.get();
+        let region = py.detach(|| worker.native.register(lent)).or_raise(py)?;
+        Ok(Region::new(region, worker.native_timeout()))
+    }
+
+    /// Receives the next message whose tag agrees with `tag` in the bits of `mask`, from `source` or from anybody.
+    ///
+    /// Messages match in the order in which they were sent, receives in the order in which they were posted. A longer
+    /// message than `buffer` is a TruncatedError at both ends. `buffer` stays exported until the request is finished;
+    /// do not touch it before.
+    #[pyo3(
+        signature = (buffer, tag = 0, mask = u64::MAX, *, source = None),
+        text_signature = "($self, buffer, tag=0, mask=ALL_BITS, *, source=None)"
+    )]
+    fn recv(
+        slf: &Bound<'_, Self>,
+        buffer: &Bound<'_, PyAny>,
+        tag: u64,
+        mask: u64,
+        source: Option<&Bound<'_, Endpoint>>,
+    ) -> PyResult<Request> {
+        let py = slf.py();
+        let _call = Call::enter(py);
+        let lent = lent::buffer(buffer, Use::Write, "recv")?;
+        let worker = slf.get();
+        let source = source.map(|endpoint| endpoint.get().native());
+        let native = worker.native.recv(lent, tag, mask, source).or_raise(py)?;
+        Ok(Request::new(native, slf.clone().unbind()))
+    }
+
+    /// Makes progress once; whether anything moved.
+    fn progress(&self, py: Python<'_>) -> bool {
+        let _call = Call::enter(py);
+        py.detach(|| self.native.progress())
+    }
+
+    /// A descriptor that is readable whenever requests have finished or peers have connected; for event loops.
+    /// Drain it with `drain_events`, then look at the requests. It belongs to the worker: do not close it.
+    fn event_fd(&self) -> i32 {
+        self.native.event_fd()
+    }
+
+    /// Makes `event_fd` unreadable until something else finishes.
+    fn drain_events(&self) {
+        self.native.drain_events();
+    }
+
+    /// Every endpoint with a living peer.
+    fn endpoints(slf: &Bound<'_, Self>) -> Vec<Endpoint> {
+        let natives = slf.get().native.endpoints();
+        natives.into_iter().map(|native| Endpoint::new(native, slf.clone().unbind())).collect()
+    }
+
+    /// Closes every connection; what is under way fails with ClosedError. To call it again does nothing.
+    fn close(&self, py: Python<'_>) {
+        let _call = Call::enter(py);
+        py.detach(|| self.native.close());
+        lifecycle::forget(self.remembered);
+    }
+
+    /// The context it was made from.
+    #[getter]
+    fn context(&self, py: Python<'_>) -> Py<Context> {
+        self.context.clone_ref(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<crossrail.Worker at {}>", self.control_addresses().join(", "))
+    }
+}
+
+impl Worker {
+    pub(crate) fn native_timeout(&self) -> std::time::Duration {
+        self.context.get().native().settings().timeout
+    }
+}
+
+/// Operations of a batch, as tuples.
+pub(crate) fn parse_operations(list: &Bound<'_, PyAny>) -> PyResult<Vec<crossrail::Op>> {
+    list.try_iter()?.map(|item| operation(&item?)).collect()
+}
+
+fn operation(item: &Bound<'_, PyAny>) -> PyResult<crossrail::Op> {
+    use crate::region::RegionKey;
+    let py = item.py();
+    let malformed = || {
+        errors::usage(
+            py,
+            "batch",
+            format!("{} is no operation", item.repr().map_or_else(|_| "this".to_owned(), |text| text.to_string())),
+            "(\"send\", buffer, tag), (\"recv\", buffer, tag, mask), (\"write\", local, key, offset, imm) or \
+             (\"read\", local, key, offset)",
+        )
+    };
+    let parts = item.cast::<PyTuple>().map_err(|_| malformed())?;
+    let name: String = parts.get_item(0).and_then(|name| name.extract()).map_err(|_| malformed())?;
+    let key = |at: usize| -> PyResult<crossrail::RegionKey> {
+        Ok(parts.get_item(at)?.cast::<RegionKey>().map_err(|_| malformed())?.get().native().clone())
+    };
+    let number = |at: usize| -> PyResult<u64> { parts.get_item(at)?.extract() };
+    Ok(match (name.as_str(), parts.len()) {
+        ("send", 3) => {
+            crossrail::Op::Send { buffer: lent::buffer(&parts.get_item(1)?, Use::Read, "send")?, tag: number(2)? }
+        }
+        ("recv", 4) => crossrail::Op::Recv {
+            buffer: lent::buffer(&parts.get_item(1)?, Use::Write, "recv")?,
+            tag: number(2)?,
+            mask: number(3)?,
+        },
+        ("write", 5) => crossrail::Op::Write {
+            local: lent::buffer(&parts.get_item(1)?, Use::Read, "write")?,
+            remote: key(2)?,
+            offset: number(3)?,
+            imm: parts.get_item(4)?.extract()?,
+        },
+        ("read", 4) => crossrail::Op::Read {
+            local: lent::buffer(&parts.get_item(1)?, Use::Write, "read")?,
+            remote: key(2)?,
+            offset: number(3)?,
+        },
+        _ => return Err(malformed()),
+    })
+}

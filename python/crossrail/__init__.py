@@ -1,0 +1,101 @@
+"""Crossrail moves bytes between processes over every link a machine has, and says which it chose and why.
+
+A `Context` is one process's view of its devices and settings; a `Worker` listens, connects and makes progress; an
+`Endpoint` is one peer. Messages are sent to an endpoint and received from a worker by tag; a registered `Region` is
+written and read by its key. Each operation is a `Request`: `wait()` for it, `await` it, or give it a callback; its
+`Receipt` says what was moved, over which lanes, and where the time went.
+
+    import crossrail
+
+    context = crossrail.Context()
+    with crossrail.Worker(context) as worker:
+        endpoint = worker.connect("127.0.0.1:7000")
+        receipt = endpoint.send(b"hello", tag=7).wait(timeout=5)
+
+Anything with the buffer protocol or DLPack can be moved (bytes, bytearray, memoryview, NumPy arrays, tensors in host
+memory); `Context.alloc` gives memory that peers on this machine map, which is fastest between them.
+
+Threads: every object may be used from any thread. Calls that wait or move much data let other Python threads run, and
+Ctrl-C ends every wait. Every wait is bounded, by its `timeout` (seconds) or by CROSSRAIL_TIMEOUT. A buffer belongs to
+its operation until the request is finished: do not write to one that is sent, nor touch one that is received into.
+
+Sizes are bytes; GB is 1e9 bytes and GiB 2**30. Every error is a `CrossrailError`.
+"""
+
+from crossrail._native import (
+    ALL_BITS,
+    Context,
+    Endpoint,
+    Explain,
+    Memory,
+    Receipt,
+    Region,
+    RegionKey,
+    Request,
+    Worker,
+    __version__,
+    bench_bandwidth,
+    bench_latency,
+    bench_p2p,
+    format_size,
+    parse_size,
+    parse_sizes,
+    settings_reference,
+    wait_all,
+)
+from crossrail.errors import (
+    CancelledError,
+    ClosedError,
+    ConfigError,
+    CrossrailError,
+    ExhaustedError,
+    IoError,
+    MismatchError,
+    PeerDeadError,
+    ProtocolError,
+    RefusedError,
+    RegionError,
+    TimeoutError,
+    TruncatedError,
+    UnreachableError,
+    UnsupportedError,
+    UsageError,
+)
+
+__all__ = [
+    "ALL_BITS",
+    "CancelledError",
+    "ClosedError",
+    "ConfigError",
+    "Context",
+    "CrossrailError",
+    "Endpoint",
+    "ExhaustedError",
+    "Explain",
+    "IoError",
+    "Memory",
+    "MismatchError",
+    "PeerDeadError",
+    "ProtocolError",
+    "Receipt",
+    "RefusedError",
+    "Region",
+    "RegionError",
+    "RegionKey",
+    "Request",
+    "TimeoutError",
+    "TruncatedError",
+    "UnreachableError",
+    "UnsupportedError",
+    "UsageError",
+    "Worker",
+    "__version__",
+    "bench_bandwidth",
+    "bench_latency",
+    "bench_p2p",
+    "format_size",
+    "parse_size",
+    "parse_sizes",
+    "settings_reference",
+    "wait_all",
+]
