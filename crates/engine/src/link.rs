@@ -95,14 +95,37 @@ impl Shared {
             }
         };
         if let Some(why) = end {
-            let ended = link.ticket.session;
+            let (ended, formed) = (link.ticket.session, link.initiator || link.expected.is_some());
             sessions.remove(&ended);
             drop(sessions);
-            self.peer_ended(endpoint, &why);
+            if formed {
+                self.peer_ended(endpoint, &why);
+            } else {
+                // The peer thought better of it before it was an endpoint.
+                self.forget(endpoint);
+            }
             return;
         }
         drop(sessions);
         self.check_ready(endpoint);
+    }
+
+    /// Drops a session that another one takes the place of.
+    pub(crate) fn replaced(&self, session: &[u8; 16]) {
+        let old = self.links.sessions.lock().remove(session);
+        if let Some(link) = old {
+            self.forget(link.endpoint);
+        }
+    }
+
+    /// Drops an endpoint that nobody has seen yet.
+    fn forget(&self, endpoint: EndpointId) {
+        let mut core = self.core.lock();
+        if let Some(peer) = core.st.peer(endpoint) {
+            peer.alive = false;
+        }
+        core.kill(endpoint, "never came up");
+        self.after(core);
     }
 
     /// The peer's process is gone: what it had sent is delivered first.

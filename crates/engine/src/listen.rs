@@ -95,6 +95,9 @@ impl Shared {
         match arrival {
             Arrival::Session(session) => {
                 let peer = session.peer.name.clone();
+                if let Some(old) = &session.peer.replaces {
+                    self.replaced(old);
+                }
                 let result = match session.stream {
                     Stream::Unix(stream) => {
                         let deadline = Instant::now() + DIAL_MAX;

@@ -177,7 +177,11 @@ pub(crate) fn render(core: &mut Core, outcome: Outcome) -> Result<Receipt> {
     };
     let receipt = finish.receipt;
     let name = |core: &mut Core, id: LaneId| core.st.lane(id).map_or_else(|| Arc::from("?"), |lane| lane.name.clone());
-    let only = receipt.lane.map(|lane| name(core, lane));
+    let lane = receipt.lane.or_else(|| match receipt.protocol {
+        crossrail_proto::Protocol::Direct => finish.endpoint.and_then(|id| core.st.peer(id)?.inside),
+        _ => None,
+    });
+    let only = lane.map(|lane| name(core, lane));
     let shares = receipt
         .lanes
         .iter()

@@ -7,6 +7,7 @@ use crossrail::{Buffer, ConnectOptions, Context, Endpoint, ErrorKind, Op, Settin
 const LIMIT: Option<Duration> = Some(Duration::from_secs(20));
 
 struct Pair {
+    settings: Vec<(String, String)>,
     a: Worker,
     b: Worker,
     ab: Endpoint,
@@ -24,7 +25,8 @@ fn pair_of(pairs: &[(&str, &str)]) -> Pair {
     let b = Worker::new(&other, WorkerOptions::default()).unwrap();
     let ab = a.connect(&b.address(), &ConnectOptions::default()).unwrap();
     let ba = b.accept(LIMIT).unwrap();
-    Pair { a, b, ab, ba }
+    let settings = pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+    Pair { settings, a, b, ab, ba }
 }
 
 fn each(mut body: impl FnMut(&str, Pair)) {
@@ -187,7 +189,8 @@ fn waits_are_bounded_and_cancel_gives_the_request_back() {
 #[test]
 fn a_closed_peer_fails_only_its_own_requests() {
     each(|transport, pair| {
-        let third = Worker::new(&context(&[]), WorkerOptions::default()).unwrap();
+        let settings: Vec<_> = pair.settings.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+        let third = Worker::new(&context(&settings), WorkerOptions::default()).unwrap();
         let to_third = pair.a.connect(&third.address(), &ConnectOptions::default()).unwrap();
         let from_third = third.accept(LIMIT).unwrap();
         let doomed = pair.a.recv(vec![0; 8], 1, u64::MAX, Some(&pair.ab)).unwrap();
