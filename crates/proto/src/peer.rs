@@ -1,13 +1,16 @@
 //! One connection's state machine. The parts, each an `impl Peer`:
-//! `sending` (what a lane carries next), `arriving` (heads and payloads that come in), `outgoing` and `incoming`
-//! (the life of a transfer at either end), `direct` (single copies), `lanes` (up, down, silent), `ending`.
+//! `sending` (what a lane carries next), `arriving` (heads and payloads that come in), `requests` (what the peer asks
+//! for), `kept` (messages before their receive), `outgoing` and `incoming` (the life of a transfer at either end),
+//! `direct` (single copies), `lanes` (up, down, silent), `ending`.
 
 mod arriving;
 mod direct;
 mod ending;
 mod incoming;
+mod kept;
 mod lanes;
 mod outgoing;
+mod requests;
 mod sending;
 
 use std::collections::VecDeque;
@@ -20,9 +23,10 @@ use crate::lane::Lane;
 use crate::stream::Stream;
 use crate::{Body, Config, Event, Failure, Matcher, Offer, Operation, RegionRef, Time};
 
-use arriving::{Kept, Open};
+use arriving::Open;
 use direct::JobOf;
 use incoming::Incoming;
+use kept::Kept;
 use outgoing::Outgoing;
 
 /// One connection's protocol state.
@@ -52,12 +56,15 @@ pub struct Peer {
     follow: Option<(u32, u32)>,
 
     ins: Slab<Incoming>,
+    /// Unexpected messages, until the event that takes them away is taken.
     arrivals: Slab<Kept>,
     arrival_bytes: u64,
     /// What became of the peer's operations, by its wire id less one.
     theirs: Vec<Their>,
     theirs_active: u32,
 
+    /// The peer's accesses to our regions, until the event that ends them is taken.
+    passives: Slab<()>,
     jobs: Slab<JobOf>,
     /// Frames to send, before any operation.
     control: VecDeque<Control>,
@@ -129,6 +136,7 @@ impl Peer {
             arrival_bytes: 0,
             theirs: Vec::new(),
             theirs_active: 0,
+            passives: Slab::new(),
             jobs: Slab::new(),
             control: VecDeque::new(),
             dones: VecDeque::new(),
@@ -185,10 +193,20 @@ impl Peer {
         self.region_gone_serves(region);
     }
 
-    /// The next event.
+    /// The next event. The ids that it names for the last time are free from now on.
     #[inline]
     pub fn event(&mut self) -> Option<Event> {
-        self.events.pop_front()
+        let event = self.events.pop_front()?;
+        match event {
+            Event::Deliver { arrival, .. } | Event::DropArrival { arrival } => {
+                self.arrivals.try_remove(arrival as usize);
+            }
+            Event::Released { passive } => {
+                self.passives.try_remove(passive as usize);
+            }
+            _ => {}
+        }
+        Some(event)
     }
 
     /// Finishes what is under way, then says goodbye: [`Peer::idle`] is true once the peer has heard it. Operations
@@ -198,9 +216,12 @@ impl Peer {
     }
 
     /// The peer is gone: all its operations fail with `why`. Messages that have come in whole can still be received.
+    ///
+    /// The engine has let go of all its lanes and given up its direct copies before: neither touches any memory.
     pub fn dead(&mut self, now: Time, why: Failure, matcher: &mut Matcher) {
         if !matches!(self.phase, Phase::Dead(_)) {
             self.phase = Phase::Dead(why.clone());
+            self.forget_jobs();
             self.fail_all(now, &why, matcher);
             self.lanes.clear();
             self.stream.move_to(None, false);

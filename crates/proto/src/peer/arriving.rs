@@ -6,9 +6,10 @@ use super::{Peer, Phase, Their};
 use crate::frame::{self, Frame};
 use crate::lane::Placement;
 use crate::peer::incoming::{ChunkOf, InKind, InStage};
-use crate::peer::outgoing::ServeOf;
+use crate::peer::kept::Kept;
+use crate::peer::requests::{ServeRequest, WriteOf};
 use crate::stream::Arrival;
-use crate::{Access, Event, Failure, Host, Matcher, Memory, Offer, Placing, Protocol, Receipt, RegionFault, Time};
+use crate::{Event, Failure, Host, Matcher, Memory, Placing, Protocol, Receipt, RegionFault, Time};
 
 /// The stream's frame whose payload is coming in.
 #[derive(Clone, Debug)]
@@ -39,20 +40,6 @@ pub(super) enum What {
         index: u32,
     },
     Control,
-}
-
-/// An unexpected message.
-#[derive(Debug)]
-pub(super) struct Kept {
-    pub(super) their: u32,
-    pub(super) tag: u64,
-    pub(super) len: u64,
-    /// Its bytes are in the engine's hands, or on the way there; otherwise it was only announced.
-    pub(super) eager: bool,
-    pub(super) complete: bool,
-    offer: Option<Offer>,
-    pub(super) accepted: Option<(OpId, u64)>,
-    cancelled: bool,
 }
 
 impl Peer {
@@ -182,7 +169,7 @@ impl Peer {
             What::Kept { arrival } => Placing::Unexpected { arrival, len },
             What::Control => Placing::Control { len },
             What::Data { index } => match self.ins.get(index as usize) {
-                Some(incoming) => Placing::Memory { memory: incoming.memory(index), offset: 0, len },
+                Some(incoming) => Placing::Memory { memory: incoming.memory(), offset: 0, len },
                 None => Placing::Discard,
             },
         }
@@ -227,26 +214,7 @@ impl Peer {
         Ok(Some(what))
     }
 
-    fn keep_eager(&mut self, their: u32, tag: u64, len: u32, matcher: &mut Matcher) -> Result<What, String> {
-        let total = self.arrival_bytes + u64::from(len);
-        if total > self.config.eager_credit {
-            return Err(format!("{total} bytes of unexpected messages; the credit is {}", self.config.eager_credit));
-        }
-        let len = u64::from(len);
-        let arrival = self.keep(their, Kept::new(their, tag, len, true, None), matcher)?;
-        self.arrival_bytes = total;
-        Ok(What::Kept { arrival })
-    }
-
-    fn keep(&mut self, their: u32, kept: Kept, matcher: &mut Matcher) -> Result<u32, String> {
-        let arrival = self.arrivals.vacant_key() as u32;
-        self.claim_their(their, Their::Arrival(arrival))?;
-        matcher.keep(self.id, arrival, kept.tag, kept.len);
-        self.arrivals.insert(kept);
-        Ok(arrival)
-    }
-
-    fn truncated(&mut self, op: OpId, tag: u64, their: u32, message: u64, buffer: u64) {
+    pub(super) fn truncated(&mut self, op: OpId, tag: u64, their: u32, message: u64, buffer: u64) {
         let why = Failure::Truncated { message, buffer };
         self.tell_failed(their, &why);
         self.events.push_back(Event::Done { op, result: Err(why), progress: 0, tag });
@@ -314,7 +282,7 @@ impl Peer {
             What::Kept { arrival } => self.kept(arrival),
             What::Data { index } => {
                 if let (true, Some(incoming)) = (elsewhere, self.ins.get(index as usize)) {
-                    self.events.push_back(Event::Revoke { memory: incoming.memory(index) });
+                    self.events.push_back(Event::Revoke { memory: incoming.memory() });
                 }
                 self.complete_in(now, index, Protocol::Eager, Some(lane));
             }
@@ -373,169 +341,6 @@ impl Peer {
         Ok(())
     }
 
-    fn announced(
-        &mut self,
-        now: Time,
-        their: u32,
-        tag: u64,
-        announce: frame::Announce,
-        matcher: &mut Matcher,
-    ) -> Result<(), String> {
-        let frame::Announce { len, offer } = announce;
-        if len == 0 {
-            return Err("announcement of an empty message".to_owned());
-        }
-        if self.closing {
-            self.tell_failed(their, &Failure::Closed);
-            return Ok(());
-        }
-        if self.their(their) != Their::Free {
-            return Err(format!("operation {their} begun twice"));
-        }
-        let Some((op, capacity)) = matcher.arrive(self.id, tag) else {
-            return self.keep(their, Kept::new(their, tag, len, false, offer), matcher).map(drop);
-        };
-        if len > capacity {
-            self.truncated(op, tag, their, len, capacity);
-            return Ok(());
-        }
-        if let Err(why) = self.claim_their(their, Their::Open) {
-            let result = Err(Failure::PeerDead(why.clone()));
-            self.events.push_back(Event::Done { op, result, progress: 0, tag });
-            return Err(why);
-        }
-        self.begin_transfer(now, their, InKind::Receive { op, tag }, len, offer);
-        Ok(())
-    }
-
-    fn written(&mut self, now: Time, of: WriteOf, host: &mut Host<'_>) -> Result<(), String> {
-        let WriteOf { op, len, imm, data, write } = of;
-        if len == 0 && !data {
-            return Err("write of nothing without data".to_owned());
-        }
-        if self.closing {
-            self.tell_failed(op, &Failure::Closed);
-            return Ok(());
-        }
-        let region = match host.regions.resolve(&write.key, write.offset, len, Access::Write) {
-            Ok(region) => region,
-            Err(fault) => {
-                self.tell_failed(op, &Failure::Region(fault));
-                return Ok(());
-            }
-        };
-        self.claim_their(op, Their::Open)?;
-        let kind = InKind::Write { region, base: write.offset, imm: imm.then_some(write.imm) };
-        if data {
-            let index = self.begin_in(now, op, kind, len);
-            self.ins[index as usize].stage = InStage::Data;
-            self.set_their(op, Their::In(index));
-        } else {
-            self.begin_transfer(now, op, kind, len, write.offer);
-        }
-        Ok(())
-    }
-
-    fn read(&mut self, now: Time, of: ServeRequest, host: &mut Host<'_>) -> Result<(), String> {
-        let ServeRequest { op, target, read, lane } = of;
-        let resolved = if self.closing {
-            Err(Failure::Closed)
-        } else {
-            let found = host.regions.resolve(&read.key, read.offset, read.len, Access::Read);
-            found.map_err(Failure::Region)
-        };
-        let region = match resolved {
-            Ok(region) => region,
-            Err(why) => {
-                let (code, _) = frame::encode_failure(&why);
-                self.tell(Frame::ReadFailed { serve: 0, target, code });
-                return Ok(());
-            }
-        };
-        self.claim_their(op, Their::Open)?;
-        let of_lane = self.stream.lane.and_then(|l| self.lane_at(l)).map(|at| &self.lanes[at].spec);
-        let eager_max = of_lane.map_or(0, |s| u64::from(s.eager_max.min(s.max_payload)));
-        let descriptor = read.descriptor.filter(|_| read.len > 0);
-        let serve = ServeOf { their: op, target, region, base: read.offset, len: read.len, descriptor, lane };
-        let index = self.begin_serve(now, serve, eager_max);
-        self.set_their(op, Their::Serve(index));
-        Ok(())
-    }
-
-    /// An unexpected message is there in whole.
-    fn kept(&mut self, arrival: u32) {
-        let Some(kept) = self.arrivals.get_mut(arrival as usize) else { return };
-        kept.complete = true;
-        if kept.cancelled {
-            self.discard_kept(arrival, &Failure::Cancelled);
-        } else if let Some((op, capacity)) = kept.accepted {
-            self.deliver(arrival, op, capacity);
-        }
-    }
-
-    fn remove_kept(&mut self, arrival: u32) -> Kept {
-        let kept = self.arrivals.remove(arrival as usize);
-        if kept.eager {
-            self.arrival_bytes -= kept.len;
-        }
-        self.free_their(kept.their);
-        kept
-    }
-
-    fn discard_kept(&mut self, arrival: u32, why: &Failure) {
-        let kept = self.remove_kept(arrival);
-        if kept.eager {
-            self.events.push_back(Event::DropArrival { arrival });
-        }
-        self.tell_failed(kept.their, why);
-    }
-
-    /// The sender has cancelled an unexpected message.
-    pub(super) fn drop_kept(&mut self, arrival: u32, matcher: &mut Matcher) {
-        matcher.forget(self.id, arrival);
-        self.discard_kept(arrival, &Failure::Cancelled);
-    }
-
-    fn deliver(&mut self, arrival: u32, op: OpId, capacity: u64) {
-        let Kept { their, tag, len, .. } = self.remove_kept(arrival);
-        if len > capacity {
-            self.events.push_back(Event::DropArrival { arrival });
-            self.truncated(op, tag, their, len, capacity);
-            return;
-        }
-        self.events.push_back(Event::Deliver { arrival, op, len: len as u32 });
-        self.events.push_back(Event::Done { op, result: Ok(eager_receipt(len, None)), progress: len, tag });
-        self.owe_done(their);
-    }
-
-    pub(super) fn accept_kept(&mut self, now: Time, arrival: u32, op: OpId, capacity: u64) {
-        let failed = self.failed().or_else(|| self.bye_sent.then_some(Failure::Closed));
-        let Some(kept) = self.arrivals.get_mut(arrival as usize) else {
-            let result = Err(failed.unwrap_or(Failure::Cancelled));
-            self.events.push_back(Event::Done { op, result, progress: 0, tag: 0 });
-            return;
-        };
-        if kept.eager {
-            if kept.complete {
-                self.deliver(arrival, op, capacity);
-            } else {
-                kept.accepted = Some((op, capacity));
-            }
-            return;
-        }
-        let Kept { their, tag, len, offer, .. } = *kept;
-        if let Some(why) = failed {
-            self.remove_kept(arrival);
-            self.events.push_back(Event::Done { op, result: Err(why), progress: 0, tag });
-        } else if len > capacity {
-            self.remove_kept(arrival);
-            self.truncated(op, tag, their, len, capacity);
-        } else {
-            self.arrivals.remove(arrival as usize);
-            self.begin_transfer(now, their, InKind::Receive { op, tag }, len, offer);
-        }
-    }
-
     /// Cancels a receive whose message is just coming in.
     pub(super) fn cancel_arriving(&mut self, op: OpId) -> bool {
         if let Some(&Open { what: What::Receive { op: o, their, tag }, .. }) = self.open.as_ref()
@@ -548,7 +353,7 @@ impl Peer {
             self.free_their(their);
             return true;
         }
-        let of = |k: &Kept| matches!(k.accepted, Some((o, _)) if o == op);
+        let of = |k: &Kept| !k.over && matches!(k.accepted, Some((o, _)) if o == op);
         let Some((_, kept)) = self.arrivals.iter_mut().find(|(_, k)| of(k)) else { return false };
         kept.accepted = None;
         kept.cancelled = true;
@@ -566,29 +371,8 @@ impl Peer {
     }
 }
 
-impl Kept {
-    fn new(their: u32, tag: u64, len: u64, eager: bool, offer: Option<Offer>) -> Kept {
-        Kept { their, tag, len, eager, complete: false, offer, accepted: None, cancelled: false }
-    }
-}
-
-struct WriteOf {
-    op: u32,
-    len: u64,
-    imm: bool,
-    data: bool,
-    write: frame::Write,
-}
-
-struct ServeRequest {
-    op: u32,
-    target: frame::Target,
-    read: frame::Read,
-    lane: LaneId,
-}
-
 #[inline]
-fn eager_receipt(bytes: u64, lane: Option<LaneId>) -> Receipt {
+pub(super) fn eager_receipt(bytes: u64, lane: Option<LaneId>) -> Receipt {
     Receipt {
         bytes,
         protocol: Protocol::Eager,

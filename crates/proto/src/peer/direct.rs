@@ -25,7 +25,7 @@ impl Peer {
         incoming.stage = InStage::Direct;
         incoming.slot = offer.slot;
         incoming.job = Some(job);
-        let (memory, len) = (incoming.memory(index), incoming.len);
+        let (memory, len) = (incoming.memory(), incoming.len);
         self.events.push_back(Event::Direct { job, memory, role: Role::Pull, offer, len });
     }
 

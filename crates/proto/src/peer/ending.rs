@@ -58,6 +58,17 @@ impl Peer {
         self.dones.clear();
     }
 
+    /// The engine has given up all direct copies.
+    pub(super) fn forget_jobs(&mut self) {
+        self.jobs.clear();
+        for (_, incoming) in &mut self.ins {
+            incoming.job = None;
+        }
+        for (_, outgoing) in &mut self.outs {
+            outgoing.job = None;
+        }
+    }
+
     fn fail_incoming(&mut self, why: &Failure) {
         let all: Vec<u32> = self.ins.iter().map(|(i, _)| i as u32).collect();
         for index in all {
@@ -71,7 +82,7 @@ impl Peer {
                 Some(ending) => ending.told = true,
                 None => {
                     incoming.ending = Some(Ending { why: why.clone(), told: true });
-                    let memory = incoming.memory(index);
+                    let memory = incoming.memory();
                     self.events.push_back(Event::Revoke { memory });
                 }
             }
@@ -89,15 +100,15 @@ impl Peer {
         for index in all {
             let outgoing = &mut self.outs[index as usize];
             if matches!(outgoing.kind, Kind::Serve { .. }) && outgoing.job.is_none() {
-                let memory = outgoing.memory(index);
+                let memory = outgoing.memory();
                 self.events.push_back(Event::Revoke { memory });
             }
-            // Cancelled before: that is what its caller wants to hear.
-            let why = match outgoing.after {
-                After::Finish(_) => continue,
-                _ => why.clone(),
+            // The peer's word on it, if it was heard already, stands.
+            let result = match &outgoing.after {
+                After::Finish(result) => result.clone(),
+                _ => Err(why.clone()),
             };
-            self.finish_out(now, index, Err(why));
+            self.finish_out(now, index, result);
         }
     }
 
@@ -105,15 +116,13 @@ impl Peer {
         let all: Vec<u32> = self.arrivals.iter().map(|(i, _)| i as u32).collect();
         for arrival in all {
             let kept = &self.arrivals[arrival as usize];
-            if kept.eager && kept.complete {
+            if kept.over || (kept.eager && kept.complete) {
                 continue;
             }
             let (accepted, tag, eager) = (kept.accepted, kept.tag, kept.eager);
             matcher.forget(self.id, arrival);
-            let kept = self.arrivals.remove(arrival as usize);
-            self.free_their(kept.their);
+            self.remove_kept(arrival);
             if eager {
-                self.arrival_bytes -= kept.len;
                 self.events.push_back(Event::DropArrival { arrival });
             }
             if let Some((op, _)) = accepted {

@@ -38,6 +38,7 @@ pub(super) struct Incoming {
     pub(super) helped: bool,
     pub(super) ending: Option<Ending>,
     pub(super) copy_ns: u64,
+    passive: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,10 +64,10 @@ pub(super) struct Ending {
 }
 
 impl Incoming {
-    pub(super) fn memory(&self, index: u32) -> Memory {
+    pub(super) fn memory(&self) -> Memory {
         match self.kind {
             InKind::Receive { op, .. } | InKind::Read { op, .. } => Memory::Op(op),
-            InKind::Write { region, base, .. } => Memory::Region { region, base, passive: index << 1 },
+            InKind::Write { region, base, .. } => Memory::Region { region, base, passive: self.passive },
         }
     }
 }
@@ -90,6 +91,7 @@ impl Peer {
             helped: false,
             ending: None,
             copy_ns: 0,
+            passive: if matches!(kind, InKind::Write { .. }) { self.passives.insert(()) as u32 } else { 0 },
         };
         self.ins.insert(incoming) as u32
     }
@@ -167,7 +169,7 @@ impl Peer {
             incoming.their = from;
         }
         incoming.placements += 1;
-        let memory = incoming.memory(index);
+        let memory = incoming.memory();
         self.lanes[at].placing = crate::lane::Placement::Chunk { index, serial: target.serial, offset, len, again };
         Ok(Placing::Memory { memory, offset, len })
     }
@@ -201,7 +203,7 @@ impl Peer {
     /// All bytes are there.
     pub(super) fn complete_in(&mut self, now: Time, index: u32, protocol: Protocol, lane: Option<LaneId>) {
         let incoming = self.ins.remove(index as usize);
-        let memory = incoming.memory(index);
+        let memory = incoming.memory();
         if self.leave_in(index, incoming.serial) {
             self.events.push_back(Event::Revoke { memory });
         }
@@ -216,7 +218,7 @@ impl Peer {
                 self.free_their(incoming.their);
             }
             InKind::Write { region, imm, .. } => {
-                self.events.push_back(Event::Released { passive: index << 1 });
+                self.events.push_back(Event::Released { passive: incoming.passive });
                 if let Some(imm) = imm {
                     self.events.push_back(Event::Imm { region, imm });
                 }
@@ -237,7 +239,7 @@ impl Peer {
             return;
         }
         incoming.ending = Some(Ending { why, told: false });
-        let (memory, serial) = (incoming.memory(index), incoming.serial);
+        let (memory, serial) = (incoming.memory(), incoming.serial);
         if let (Some(job), false) = (incoming.job, incoming.stopping) {
             incoming.stopping = true;
             self.events.push_back(Event::StopDirect { job });
@@ -280,7 +282,7 @@ impl Peer {
                 let progress = incoming.received.bytes();
                 self.events.push_back(Event::Done { op, result: Err(why), progress, tag });
             }
-            InKind::Write { .. } => self.events.push_back(Event::Released { passive: index << 1 }),
+            InKind::Write { .. } => self.events.push_back(Event::Released { passive: incoming.passive }),
             InKind::Read { .. } => {}
         }
         self.free_their(incoming.their);

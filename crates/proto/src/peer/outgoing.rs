@@ -44,6 +44,7 @@ pub(super) enum Kind {
         base: u64,
         their: u32,
         target: Target,
+        passive: u32,
     },
 }
 
@@ -98,17 +99,12 @@ impl Outgoing {
         self.stage == Stage::Feeding && self.feed.as_deref().is_some_and(|f| f.left() > 0)
     }
 
-    pub(super) fn memory(&self, index: u32) -> Memory {
+    pub(super) fn memory(&self) -> Memory {
         match self.kind {
-            Kind::Serve { region, base, .. } => Memory::Region { region, base, passive: serve_passive(index) },
+            Kind::Serve { region, base, passive, .. } => Memory::Region { region, base, passive },
             _ => Memory::Op(self.op),
         }
     }
-}
-
-/// Passive ids of served reads are odd, those of incoming writes even.
-pub(super) fn serve_passive(index: u32) -> u32 {
-    index << 1 | 1
 }
 
 impl Peer {
@@ -297,10 +293,11 @@ impl Peer {
     pub(super) fn begin_serve(&mut self, now: Time, read: ServeOf, eager_max: u64) -> u32 {
         let ServeOf { their, target, region, base, len, descriptor, lane } = read;
         let serial = self.next_serial();
-        let kind = Kind::Serve { region, base, their, target };
+        let passive = self.passives.insert(()) as u32;
+        let kind = Kind::Serve { region, base, their, target, passive };
         let op = OpId { index: u32::MAX, generation: u32::MAX };
         let index = self.outs.insert(Outgoing::new(op, kind, len, serial, now, lane)) as u32;
-        let memory = self.outs[index as usize].memory(index);
+        let memory = self.outs[index as usize].memory();
         if let Some(descriptor) = descriptor {
             self.start_push(index, memory, descriptor, len);
         } else if len <= eager_max {
@@ -330,7 +327,7 @@ impl Peer {
             return;
         }
         outgoing.stage = Stage::Aborting;
-        let memory = outgoing.memory(index);
+        let memory = outgoing.memory();
         if let Some(seq) = outgoing.seq {
             self.stream.blank(seq);
         }
@@ -346,8 +343,8 @@ impl Peer {
 
     pub(super) fn close_serve(&mut self, index: u32) {
         let outgoing = self.outs.remove(index as usize);
-        let Kind::Serve { their, .. } = outgoing.kind else { return };
-        let memory = outgoing.memory(index);
+        let Kind::Serve { their, passive, .. } = outgoing.kind else { return };
+        let memory = outgoing.memory();
         let blanked = outgoing.seq.is_some_and(|seq| self.stream.blank(seq));
         if outgoing.stage == Stage::Eager && outgoing.seq.is_none() {
             self.unsend_data(index);
@@ -355,7 +352,7 @@ impl Peer {
         if blanked || outgoing.feed.as_deref().is_some_and(|f| f.outstanding > 0) {
             self.events.push_back(Event::Revoke { memory });
         }
-        self.events.push_back(Event::Released { passive: serve_passive(index) });
+        self.events.push_back(Event::Released { passive });
         self.free_their(their);
     }
 

@@ -261,7 +261,7 @@ impl Peer {
             let size = self.chunk_size(at, index);
             let lane = &mut self.lanes[at];
             let outgoing = &mut self.outs[index as usize];
-            let memory = outgoing.memory(index);
+            let memory = outgoing.memory();
             let Some(feed) = outgoing.feed.as_deref_mut() else { continue };
             let Some(size) = size else {
                 feed.block(now);
