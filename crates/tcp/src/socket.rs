@@ -193,7 +193,7 @@ impl Options {
         let socket = SockRef::from(stream);
         let fail = |call: &'static str| move |source: io::Error| Error::io("connect", call, &source);
         if stream.peer_addr().is_ok_and(|peer| is_local(peer.ip())) {
-            // Inside one machine nothing is to be probed or paced: BBR takes a third of the rate there. On a network
+            // Inside one machine nothing is to be probed or paced: BBR's pacing costs a fifth to a third. On a network
             // the system's choice stands. Where neither is to be had, that choice is kept.
             let _ = socket.set_tcp_congestion(b"cubic").or_else(|_| socket.set_tcp_congestion(b"reno"));
         }
