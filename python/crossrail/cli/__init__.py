@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from .failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, Failure, UsageFailure, exit_code_of, say_error
-from .processes import kill_all
+from .processes import kill_all, live_with_parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse_arguments(arguments)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else EXIT_USAGE
+    parent = getattr(options, "parent", None)
+    if parent is not None:
+        live_with_parent(parent)
     return _in_thread(lambda: _run(options))
 
 

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
 
 import crossrail
 from crossrail.records import LaneReport, Transfer
@@ -35,13 +30,11 @@ from crossrail.report import (
 from . import peers
 from .addresses import parse_address, resolve
 from .arguments import DEFAULT_P2P_SIZE, DEFAULT_SIZES, BenchOptions, Memory
-from .failure import Failure, say
-from .processes import Process, read_line
+from .child import other_end
 from .progress import Progress
 from .session import Message, Session
 from .setup import make_buffer, make_context, pin
 
-CHILD_START_S = 30.0
 SMALL = 8192
 """Up to this size, as OSU's benchmarks do, more iterations are run."""
 
@@ -144,10 +137,14 @@ def _session(options: BenchOptions) -> Iterator[tuple[Session, str]]:
         with _connected(options, address) as session:
             yield session, parse_address(address)[0]
         return
-    with _child(options) as announced:
+    with other_end(options) as child:
         pin(options, driver=True)
-        with _connected(options, bytes.fromhex(announced["address"])) as session:
-            yield session, "127.0.0.1"
+        with _connected(options, child.address) as session:
+            try:
+                yield session, "127.0.0.1"
+            except Exception:
+                child.blame()
+                raise
 
 
 @contextlib.contextmanager
@@ -157,55 +154,6 @@ def _connected(options: BenchOptions, to: bytes | str) -> Iterator[Session]:
     with crossrail.Worker(context) as worker:
         endpoint = worker.connect(to, require=options.transport if plain else None)
         yield Session(context, worker, endpoint)
-
-
-@contextlib.contextmanager
-def _child(options: BenchOptions) -> Iterator[Message]:
-    """The other end in a process of its own; it never outlives this one. Gives what it announced."""
-    command = [sys.executable, "-m", "crossrail", "bench", options.what, "--listen=127.0.0.1:0"]
-    command += [f"--parent={os.getpid()}", f"--pin={_pin_text(options)}", *options.for_child()]
-    with tempfile.TemporaryFile() as talk:
-        child = Process(command, environment={"PYTHONSAFEPATH": "1"}, stdin=subprocess.PIPE, stderr=talk)
-        try:
-            yield _announced(child)
-        except Exception:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.popen.wait(0.3)
-            if child.popen.poll() is not None:
-                _show(talk, "the other end said:")
-            raise
-        finally:
-            if child.popen.stdin is not None:
-                with contextlib.suppress(OSError):
-                    child.popen.stdin.close()
-            child.stop(grace=2.0)
-        if os.environ.get("CROSSRAIL_LOG") in ("info", "debug"):
-            _show(talk, "the other end said:")
-
-
-def _announced(child: Process) -> Message:
-    stdout = child.popen.stdout
-    line = read_line(stdout, CHILD_START_S) if stdout is not None else b""
-    if line is None:
-        raise Failure(f"the other end did not start within {CHILD_START_S:g} s")
-    try:
-        announced = json.loads(line)
-    except ValueError:
-        raise Failure("the other end ended before it listened") from None
-    if not isinstance(announced, dict):
-        raise Failure("the other end announced something that is not understood")
-    return announced
-
-
-def _pin_text(options: BenchOptions) -> str:
-    return ",".join(map(str, options.pin)) if isinstance(options.pin, list) else options.pin
-
-
-def _show(talk: IO[bytes], head: str) -> None:
-    talk.seek(0)
-    text = talk.read().decode(errors="replace").strip()
-    if text:
-        say(f"{head}\n{text}")
 
 
 class _Driver:
@@ -220,9 +168,9 @@ class _Driver:
         self.addresses = addresses
         self.progress = progress
         settings = session.context.settings()
-        self.chunk = crossrail.parse_size(settings["chunk"] or "0")
-        self.lane_window = int(settings["window"] or 0)
-        self.channels = int(settings["channels"] or 0)
+        self.chunk = crossrail.parse_size(settings["CROSSRAIL_CHUNK"] or "0")
+        self.lane_window = int(settings["CROSSRAIL_WINDOW"] or 0)
+        self.channels = int(settings["CROSSRAIL_CHANNELS"] or 0)
 
     def row(self, plan: Plan) -> Row:
         """The whole row: ours and every peer, taking turns."""
@@ -307,18 +255,29 @@ class _Driver:
     def _measure(self, plan: Plan, title: str) -> Measured:
         session = self.session
         session.tell(plan.request())
-        arguments = {"role": "driver", "size": plan.size, "iters": plan.iters, "warmup": plan.warmup}
-        with self.progress.task(title, plan.iters) as on_progress:
-            ends = (session.context, session.worker, session.endpoint)
+        ends = (session.context, session.worker, session.endpoint)
+        size, iters, warmup, memory = plan.size, plan.iters, plan.warmup, plan.memory
+        with self.progress.task(title, iters) as tick:
             if plan.what == "p2p":
-                found = crossrail.bench_p2p(*ends, **arguments, memory=plan.memory, on_progress=on_progress)
-                transfers = [_iteration(one, plan.size) for one in found]
-                return Measured([one.us_sender for one in transfers], 1, plan.size, transfers)
+                found = crossrail.bench_p2p(
+                    *ends, role="driver", size=size, iters=iters, warmup=warmup, memory=memory, on_progress=tick
+                )
+                transfers = [_iteration(one, size) for one in found]
+                return Measured([one.us_sender for one in transfers], 1, size, transfers)
             if plan.window is None:
-                samples = crossrail.bench_latency(*ends, **arguments, memory=plan.memory, on_progress=on_progress)
+                samples = crossrail.bench_latency(
+                    *ends, role="driver", size=size, iters=iters, warmup=warmup, memory=memory, on_progress=tick
+                )
                 return Measured(samples["samples_us"], samples["batch"], 0, [])
             samples = crossrail.bench_bandwidth(
-                *ends, **arguments, window=plan.window, memory=plan.memory, on_progress=on_progress
+                *ends,
+                role="driver",
+                size=size,
+                iters=iters,
+                warmup=warmup,
+                window=plan.window,
+                memory=memory,
+                on_progress=tick,
             )
             return Measured(samples["samples_us"], samples["batch"], samples["bytes_per_sample"], [])
 

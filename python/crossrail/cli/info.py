@@ -41,8 +41,7 @@ def print_info(info: Info, to: Console) -> None:
         to.print("  " + ", ".join(f"{name} {value}" for name, value in gpu.items()))
     settings = table("settings", ["name", "value", ""], left=3)
     for setting in info["settings"]:
-        value = "(unset)" if setting["value"] is None else setting["value"]
-        settings.add_row(setting["name"], value, "default" if setting["is_default"] else "set")
+        settings.add_row(setting["name"], setting["value"] or "(unset)", "default" if setting["is_default"] else "set")
     to.print(settings)
 
 

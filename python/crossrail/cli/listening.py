@@ -12,7 +12,6 @@ from . import peers
 from .addresses import resolve
 from .arguments import BenchOptions, Memory
 from .failure import Failure, say
-from .processes import live_with_parent
 from .session import IDLE_LIMIT_S, Message, Session
 from .setup import make_buffer, make_context, pin
 
@@ -21,8 +20,6 @@ _AGREED = ("sizes", "iters", "warmup", "window", "memory")
 
 def listen(options: BenchOptions) -> None:
     """Serves one driving end. Raises Failure and the library's errors."""
-    if options.parent is not None:
-        live_with_parent(options.parent)
     pin(options, driver=False)
     context = make_context(options)
     with crossrail.Worker(context, listen=resolve(options.listen or "")) as worker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import crossrail
 
@@ -12,7 +13,8 @@ from .failure import UsageFailure
 
 def make_context(options: BenchOptions) -> crossrail.Context:
     """A context by the environment and the command line, which wins. Raises the library's errors."""
-    return crossrail.Context(**options.settings())
+    settings: dict[str, Any] = dict(options.settings())
+    return crossrail.Context(**settings)
 
 
 def make_buffer(context: crossrail.Context, size: int, memory: Memory) -> crossrail.Memory | bytearray:

@@ -1,0 +1,85 @@
+"""The other end in a process of its own, when none was named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import IO
+
+from .arguments import BenchOptions
+from .failure import Failure, say
+from .processes import Process, read_line
+from .session import Message
+
+START_S = 30.0
+LAST_WORDS_S = 0.5
+"""How long a child that may be failing gets to do so before this end's failure ends it."""
+
+
+class Child:
+    """The second process of a bench. It never outlives this one."""
+
+    def __init__(self, process: Process, talk: IO[bytes]) -> None:
+        self.process = process
+        self._talk = talk
+        self._failed = False
+        self.announced = self._announcement()
+
+    @property
+    def address(self) -> bytes:
+        """Where it listens, as its worker's address."""
+        return bytes.fromhex(str(self.announced.get("address", "")))
+
+    def blame(self) -> None:
+        """To be called when this end fails, before it hangs up: shows what the child said if it failed by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._failed = self.process.popen.wait(LAST_WORDS_S) != 0
+        if self._failed:
+            self.show()
+
+    def show(self) -> None:
+        """Passes on what the child said on stderr."""
+        self._talk.seek(0)
+        text = self._talk.read().decode(errors="replace").strip()
+        if text:
+            say(f"the other end said:\n{text}")
+
+    def _announcement(self) -> Message:
+        stdout = self.process.popen.stdout
+        line = read_line(stdout, START_S) if stdout is not None else b""
+        if line is None:
+            raise Failure(f"the other end did not start within {START_S:g} s")
+        try:
+            announced = json.loads(line)
+        except ValueError:
+            self.blame()
+            raise Failure("the other end ended before it listened") from None
+        if not isinstance(announced, dict):
+            raise Failure("the other end announced something that is not understood")
+        return announced
+
+
+@contextlib.contextmanager
+def other_end(options: BenchOptions) -> Iterator[Child]:
+    """Starts the other end on this machine; ends it, whatever happens, when left. Raises Failure."""
+    command = [sys.executable, "-m", "crossrail", "bench", options.what, "--listen=127.0.0.1:0"]
+    command += [f"--parent={os.getpid()}", f"--pin={_pin_text(options)}", *options.for_child()]
+    with tempfile.TemporaryFile() as talk:
+        process = Process(command, environment={"PYTHONSAFEPATH": "1"}, stdin=subprocess.PIPE, stderr=talk)
+        try:
+            child = Child(process, talk)
+            yield child
+            process.stop(grace=2.0)
+            if os.environ.get("CROSSRAIL_LOG") in ("info", "debug"):
+                child.show()
+        finally:
+            process.stop()
+
+
+def _pin_text(options: BenchOptions) -> str:
+    return ",".join(map(str, options.pin)) if isinstance(options.pin, list) else options.pin
