@@ -31,6 +31,28 @@ _Op: TypeAlias = (
     | tuple[Literal["read"], _Data, RegionKey, int]  # local, remote, offset
 )
 
+__all__ = [
+    "ALL_BITS",
+    "Context",
+    "Endpoint",
+    "Explain",
+    "Memory",
+    "Receipt",
+    "Region",
+    "RegionKey",
+    "Request",
+    "Worker",
+    "__version__",
+    "bench_bandwidth",
+    "bench_latency",
+    "bench_p2p",
+    "format_size",
+    "parse_size",
+    "parse_sizes",
+    "settings_reference",
+    "wait_all",
+]
+
 __version__: Final[str]
 ALL_BITS: Final[int]
 
@@ -47,7 +69,6 @@ class Context:
 class Memory(Buffer):
     def __new__(cls, context: Context, nbytes: int) -> Self: ...
     def __len__(self) -> int: ...
-    def __buffer__(self, flags: int, /) -> memoryview: ...
     @property
     def nbytes(self) -> int: ...
     def numpy(self, dtype: Any = None) -> Any: ...

@@ -38,10 +38,14 @@ class ReceiptRecord(TypedDict):
 
 
 class LaneReport(TypedDict):
-    """The running totals of one lane of an endpoint, frame heads included; `retransmits` are TCP segments."""
+    """The running totals of one lane of an endpoint, frame heads included.
+
+    `device` is empty for lanes without one (shared memory); `retransmits` are TCP segments.
+    """
 
     name: str
     transport: str
+    device: str
     alive: bool
     tx_bytes: int
     rx_bytes: int

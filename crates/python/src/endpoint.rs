@@ -110,7 +110,10 @@ impl Endpoint {
     fn lanes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let lanes = py.detach(|| self.native.lanes());
         rows(py, lanes, |row, lane| {
-            row.set_item("name", lane.name)?;
+            // A lane is named transport/device#channel.
+            let device = lane.name.split_once('/').map_or("", |(_, device)| device.split('#').next().unwrap_or(device));
+            row.set_item("device", device)?;
+            row.set_item("name", &lane.name)?;
             row.set_item("transport", lane.transport)?;
             row.set_item("alive", lane.alive)?;
             row.set_item("tx_bytes", lane.tx_bytes)?;
