@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 
 use crossrail_fuzz::{Rng, TARGETS, Target};
 
-const RUNS: u64 = 20_000;
 const SEED: u64 = 1;
 
 fn number(name: &str, default: u64) -> u64 {
@@ -42,13 +41,13 @@ fn run((name, entry): Target, input: &[u8], what: &str) {
     }
 }
 
-fn replay(name: &str) {
+fn replay(name: &str, runs: u64) {
     let target = *TARGETS.iter().find(|(known, _)| *known == name).unwrap();
     let corpus = corpus(name);
     for (place, input) in corpus.iter().enumerate() {
         run(target, input, &format!("corpus file {place}"));
     }
-    let (seed, runs) = (number("FUZZ_SEED", SEED), number("FUZZ_RUNS", RUNS));
+    let (seed, runs) = (number("FUZZ_SEED", SEED), number("FUZZ_RUNS", runs));
     let mut rng = Rng::new(seed);
     for turn in 0..runs {
         let (base, other) = (rng.below(corpus.len()), rng.below(corpus.len()));
@@ -59,22 +58,22 @@ fn replay(name: &str) {
 
 #[test]
 fn protocol() {
-    replay("protocol");
+    replay("protocol", 1_000_000);
 }
 
 #[test]
 fn handshake() {
-    replay("handshake");
+    replay("handshake", 200_000);
 }
 
 #[test]
 fn address() {
-    replay("address");
+    replay("address", 200_000);
 }
 
 #[test]
 fn settings() {
-    replay("settings");
+    replay("settings", 50_000);
 }
 
 #[test]
