@@ -61,6 +61,7 @@ lint-rust:
 	cargo fmt --manifest-path fuzz/Cargo.toml --check
 	$(call say,lint: clippy)
 	cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
+	cargo clippy --quiet --manifest-path fuzz/Cargo.toml --all-targets -- -D warnings
 	$(call say,lint: rooms and pages (cargo xtask lint))
 	cargo xtask lint
 

@@ -9,7 +9,7 @@ impl Rng {
     }
 
     /// The next 64 bits.
-    pub fn next(&mut self) -> u64 {
+    pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -19,7 +19,7 @@ impl Rng {
 
     /// A number below `bound`, which must not be 0.
     pub fn below(&mut self, bound: usize) -> usize {
-        (self.next() % bound as u64) as usize
+        (self.bits() % bound as u64) as usize
     }
 
     /// `bytes` changed in one to four places: bits flipped, bytes replaced, numbers made extreme or moved a little,
@@ -35,14 +35,14 @@ impl Rng {
 
     fn mutate_once(&mut self, bytes: &mut Vec<u8>, other: &[u8]) {
         if bytes.is_empty() {
-            bytes.push(self.next() as u8);
+            bytes.push(self.bits() as u8);
             return;
         }
         let at = self.below(bytes.len());
         let len = self.below(32.min(bytes.len() - at)) + 1;
         match self.below(16) {
             0 | 1 => bytes[at] ^= 1 << self.below(8),
-            2 => bytes[at] = self.next() as u8,
+            2 => bytes[at] = self.bits() as u8,
             3 | 4 => {
                 let number = [0, 1, 0x7f, 0x80, 0xff, u64::MAX, u64::MAX >> 1, 1 << 63, 1 << 31, 0xffff_ffff, 0xffff];
                 let number = number[self.below(number.len())].to_le_bytes();
@@ -70,7 +70,7 @@ impl Rng {
                 bytes.splice(at..at, piece.iter().copied());
             }
             _ => {
-                let random: Vec<u8> = (0..len).map(|_| self.next() as u8).collect();
+                let random: Vec<u8> = (0..len).map(|_| self.bits() as u8).collect();
                 bytes.splice(at..at, random);
             }
         }
