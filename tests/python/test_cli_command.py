@@ -182,7 +182,7 @@ def test_a_missing_peer_names_its_package() -> None:
 def test_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        one_error(run("bench", "latency", f"--listen=127.0.0.1:{port}"), 1, str(port), "use")
+        one_error(run("bench", "latency", f"--listen=127.0.0.1:{port}"), 2, str(port), "taken", "another port")
 
 
 def test_nobody_there() -> None:
@@ -205,18 +205,20 @@ def test_a_peer_that_says_nothing_ends_in_time() -> None:
 
 
 def test_a_wrong_secret_is_refused_and_the_listener_goes_on() -> None:
-    with listening("latency", settings={"CROSSRAIL_SECRET": "right"}) as (process, address):
-        wrong = run("bench", "latency", f"--connect={address}", settings={"CROSSRAIL_SECRET": "wrong"})
+    with listening("latency", settings={"CROSSRAIL_SECRET": "the right secret"}) as (process, address):
+        wrong = run("bench", "latency", f"--connect={address}", settings={"CROSSRAIL_SECRET": "quite another secret"})
         one_error(wrong, 1, "secret")
         assert process.poll() is None
-        right = run("bench", "latency", f"--connect={address}", *QUICK, settings={"CROSSRAIL_SECRET": "right"})
+        right = run(
+            "bench", "latency", f"--connect={address}", *QUICK, settings={"CROSSRAIL_SECRET": "the right secret"}
+        )
         assert right.returncode == 0, right.stderr
         assert process.wait(10) == 0
 
 
 def test_the_secret_can_come_from_a_file(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
-    secret.write_text("in a file\n")
+    secret.write_text("sixteen bytes or more\n")
     done = run("bench", "latency", f"--secret-file={secret}", *QUICK)
     assert done.returncode == 0, done.stderr
     one_error(run("bench", "latency", f"--secret-file={tmp_path}/none", *QUICK), 2, f"{tmp_path}/none")
@@ -254,10 +256,10 @@ def test_a_chunk_that_differs_is_a_mismatch() -> None:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_latency_says_what_carried_it(transport: str, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    done = run("bench", "latency", f"--transport={transport}", "--sizes=0,1:64K", "--iters=50", f"--json={path}")
+    done = run("bench", "latency", f"--transport={transport}", "--sizes=0,1,8,64K", "--iters=50", f"--json={path}")
     assert done.returncode == 0, done.stderr
     report = Report.loads(path.read_text())
-    assert [row.size for row in report.rows] == [0, *(1 << shift for shift in range(17))]
+    assert [row.size for row in report.rows] == [0, 1, 8, 65536]
     for row in report.rows:
         assert row.transport == transport
         assert row.protocol

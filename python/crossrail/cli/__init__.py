@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from .failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, Failure, UsageFailure, exit_code_of, say_error
+from .failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, Failure, exit_code_of, say_error
 from .processes import kill_all, live_with_parent
 
 
@@ -99,18 +99,15 @@ def _dispatch(options: object) -> None:
 
 
 def _bench(options: object) -> None:
-    from crossrail.report import Report, WriteError, check_destination, console, print_report, write_text
+    from crossrail.report import Report, console, print_report, write_text
 
     from .arguments import BenchOptions
     from .driving import drive
     from .progress import Progress
+    from .setup import check_json
 
     assert isinstance(options, BenchOptions)
-    if options.json is not None:
-        try:
-            check_destination(options.json)
-        except WriteError as error:
-            raise UsageFailure(str(error)) from None
+    check_json(options.json)
     with Progress() as progress:
         text = drive(options, progress).dumps()
     print_report(Report.loads(text), console(stderr=options.json == "-"))

@@ -11,7 +11,7 @@ import crossrail
 from crossrail.report.environment import package_version
 
 from .addresses import DEFAULT_PORT
-from .failure import EXIT_USAGE, say
+from .failure import EXIT_USAGE, say_error
 from .peers import KNOWN as KNOWN_PEERS
 
 Memory = Literal["shared", "ordinary"]
@@ -88,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, like every other error of the command."""
 
     def error(self, message: str) -> NoReturn:
-        say(f"error: {message}; see `{self.prog} --help`")
+        say_error(f"{message}; see `{self.prog} --help`")
         raise SystemExit(EXIT_USAGE)
 
 

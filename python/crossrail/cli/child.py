@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import IO
 
 from .arguments import BenchOptions
-from .failure import Failure, say
+from .failure import ERROR, EXIT_USAGE, Failure, UsageFailure, say
 from .processes import Process, read_line
 from .session import Message
 
@@ -49,6 +49,18 @@ class Child:
         if text:
             say(f"the other end said:\n{text}")
 
+    def _early_end(self) -> Failure:
+        """The failure of a child that ended before it listened: its own error, if it had one to say."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.popen.wait(LAST_WORDS_S)
+        self._talk.seek(0)
+        errors = [line for line in self._talk.read().decode(errors="replace").splitlines() if line.startswith(ERROR)]
+        if not errors:
+            self.show()
+            return Failure("the other end ended before it listened")
+        text = errors[-1].removeprefix(ERROR)
+        return UsageFailure(text) if self.process.popen.returncode == EXIT_USAGE else Failure(text)
+
     def _announcement(self) -> Message:
         stdout = self.process.popen.stdout
         line = read_line(stdout, START_S) if stdout is not None else b""
@@ -57,8 +69,7 @@ class Child:
         try:
             announced = json.loads(line)
         except ValueError:
-            self.blame()
-            raise Failure("the other end ended before it listened") from None
+            raise self._early_end() from None
         if not isinstance(announced, dict):
             raise Failure("the other end announced something that is not understood")
         return announced

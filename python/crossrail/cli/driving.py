@@ -32,8 +32,9 @@ from .addresses import parse_address, resolve
 from .arguments import DEFAULT_P2P_SIZE, DEFAULT_SIZES, BenchOptions, Memory
 from .child import other_end
 from .progress import Progress
+from .rails import line_rate, rail_of, rails_of
 from .session import Message, Session
-from .setup import make_buffer, make_context, pin
+from .setup import make_buffer, make_context, pin, wanted_cpu
 
 SMALL = 8192
 """Up to this size, as OSU's benchmarks do, more iterations are run."""
@@ -109,7 +110,7 @@ def drive(options: BenchOptions, progress: Progress) -> Report:
         hello |= {"iters": options.iters, "warmup": options.warmup, "window": first.window, "memory": first.memory}
         driver = _Driver(session, options, host, session.ask(hello)["addresses"], progress)
         rows = [driver.row(plan) for plan in work]
-        session.tell({"do": "bye"})
+        session.leave()
     overrides = {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
     environment = capture_environment(versions, overrides)
     return Report(environment=environment, command=["crossrail", *sys.argv[1:]], rows=rows)
@@ -131,15 +132,17 @@ def _hello(options: BenchOptions, work: list[Plan]) -> Message:
 @contextlib.contextmanager
 def _session(options: BenchOptions) -> Iterator[tuple[Session, str]]:
     """A session with the other end, started here when none was named; and the host it is reached at."""
+    context = make_context(options)
+    cpu = wanted_cpu(options, driver=True)
     if options.connect is not None:
-        pin(options, driver=True)
+        pin(cpu)
         address = resolve(options.connect)
-        with _connected(options, address) as session:
+        with _connected(options, context, address) as session:
             yield session, parse_address(address)[0]
         return
     with other_end(options) as child:
-        pin(options, driver=True)
-        with _connected(options, child.address) as session:
+        pin(cpu)
+        with _connected(options, context, child.address) as session:
             try:
                 yield session, "127.0.0.1"
             except Exception:
@@ -148,8 +151,7 @@ def _session(options: BenchOptions) -> Iterator[tuple[Session, str]]:
 
 
 @contextlib.contextmanager
-def _connected(options: BenchOptions, to: bytes | str) -> Iterator[Session]:
-    context = make_context(options)
+def _connected(options: BenchOptions, context: crossrail.Context, to: bytes | str) -> Iterator[Session]:
     plain = options.transport is not None and options.transport != "all" and not options.transport.startswith("^")
     with crossrail.Worker(context) as worker:
         endpoint = worker.connect(to, require=options.transport if plain else None)
@@ -177,7 +179,7 @@ class _Driver:
         names = self.options.compare
         transport, protocol = self._probe(plan)
         row = Row(what=plan.what, transport=transport, size=plan.size, protocol=protocol, memory=plan.memory)
-        before = {lane["name"]: lane for lane in self.session.endpoint.lanes()}
+        before = self.session.endpoint.lanes()
         ours: list[list[float]] = []
         transfers: list[list[Iteration]] = []
         theirs: dict[str, list[peers.Figure]] = {name: [] for name in names}
@@ -227,8 +229,8 @@ class _Driver:
             self.session.ask({"do": "peer-stop"}, work.timeout)
 
     def _work(self, name: str, plan: Plan, transport: str) -> peers.Work:
-        lanes = [lane for lane in self.session.endpoint.lanes() if lane["transport"] == "tcp"]
-        devices = list(dict.fromkeys(lane["device"] for lane in lanes)) if transport == "tcp" else []
+        rails = {rail_of(lane) for lane in self.session.endpoint.lanes() if lane["transport"] == "tcp"}
+        devices = sorted(rail.partition("/")[2] for rail in rails) if transport == "tcp" else []
         several = plan.what == "p2p" and len(devices) > 1
         hosts = [self.addresses[device] for device in devices if device in self.addresses] if several else []
         return peers.Work(
@@ -249,7 +251,7 @@ class _Driver:
         session.endpoint.send(buffer, 0).wait()
         receipt = session.endpoint.send(buffer, 0).wait()
         transports = {lane["name"]: lane["transport"] for lane in session.endpoint.lanes()}
-        used = [transports.get(lane["name"], lane["name"]) for lane in receipt.lanes]
+        used = [transports.get(lane["name"], lane["name"]) for lane in receipt.lanes if lane["bytes"] or not plan.size]
         return "+".join(dict.fromkeys(used)) or session.endpoint.explain().small, receipt.protocol
 
     def _measure(self, plan: Plan, title: str) -> Measured:
@@ -281,28 +283,32 @@ class _Driver:
             )
             return Measured(samples["samples_us"], samples["batch"], samples["bytes_per_sample"], [])
 
-    def _lanes(self, before: dict[str, LaneReport]) -> dict[str, Lane]:
-        """What the lanes' own counters and the system say, since ``before``."""
-        known = {}
+    def _lanes(self, before: list[LaneReport]) -> dict[str, Lane]:
+        """What the rails' own counters and the system say, since ``before``."""
+        known: dict[str, Lane] = {}
+        start = {lane["name"]: lane["retransmits"] for lane in before}
         for lane in self.session.endpoint.lanes():
-            start = before.get(lane["name"])
-            retransmits = lane["retransmits"] - (start["retransmits"] if start else 0)
-            known[lane["name"]] = Lane(
-                name=lane["name"],
+            rail = rail_of(lane)
+            retransmits = max(lane["retransmits"] - start.get(lane["name"], 0), 0)
+            if rail in known:
+                retransmits += known[rail].retransmits or 0
+            known[rail] = Lane(
+                name=rail,
                 bytes=0,
                 share=0.0,
-                retransmits=max(retransmits, 0) if lane["transport"] == "tcp" else None,
-                line_gb_per_s=_line_rate(lane["device"]),
+                retransmits=retransmits if lane["transport"] == "tcp" else None,
+                line_gb_per_s=line_rate(rail),
                 transport=lane["transport"],
-                device=lane["device"],
+                device=rail.partition("/")[2] or None,
             )
         return known
 
     def _dead(self, transfers: list[list[Iteration]]) -> list[str]:
-        """The lanes that went down while bytes moved: dead now, or named in a receipt's notes."""
+        """The rails that went down while bytes moved: dead now, or named in a receipt's notes."""
         notes = [note for turn in transfers for one in turn for note in one.notes]
         lanes = self.session.endpoint.lanes()
-        return [lane["name"] for lane in lanes if not lane["alive"] or any(lane["name"] in note for note in notes)]
+        lost = [rail_of(lane) for lane in lanes if not lane["alive"] or any(lane["name"] in note for note in notes)]
+        return list(dict.fromkeys(lost))
 
 
 @dataclass(frozen=True)
@@ -329,18 +335,13 @@ def _iteration(one: Transfer, size: int) -> Iteration:
     """Both ends' records of one transfer as one. A stage took as long as the end that saw more of it says."""
     sender, receiver = one["sender"], one["receiver"]
     sent, received = sender["receipt"], receiver["receipt"]
-    total = sum(lane["bytes"] for lane in sent["lanes"]) or 1
-    lanes = [
-        Lane(lane["name"], lane["bytes"], lane["bytes"] / total, chunks=lane["chunks"], resent=lane["resent"])
-        for lane in sent["lanes"]
-    ]
     return Iteration(
         us_sender=sender["us"],
         us_receiver=receiver["us"],
         gb_per_s_sender=gb_per_s(size, sender["us"]),
         gb_per_s_receiver=gb_per_s(size, receiver["us"]),
         protocol=sent["protocol"],
-        lanes=lanes,
+        lanes=rails_of(sent["lanes"]),
         stages=Stages(
             match_us=max(sent["match_us"], received["match_us"]),
             window_us=max(sent["window_us"], received["window_us"]),
@@ -374,15 +375,3 @@ def _peer_iterations(plan: Plan) -> int:
 def _interfaces(devices: list[str]) -> list[str]:
     """Devices that are interfaces; a bare address such as 127.0.0.2 is none that another program knows."""
     return [device for device in devices if Path("/sys/class/net", device).exists()]
-
-
-def _line_rate(device: str) -> float | None:
-    """What a physical interface says its line carries, in GB/s. Virtual ones state a number that means nothing."""
-    folder = Path("/sys/class/net", device)
-    if "/" in device or not (folder / "device").exists():
-        return None
-    try:
-        megabits = int((folder / "speed").read_text())
-    except (OSError, ValueError):
-        return None
-    return megabits / 8e3 if megabits > 0 else None

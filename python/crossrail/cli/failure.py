@@ -9,6 +9,9 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
+ERROR = "crossrail: error: "
+"""How every line begins that says why the command failed."""
+
 
 class Failure(Exception):
     """The run failed, or its data did not verify: exit 1."""
@@ -38,4 +41,4 @@ def say(text: str) -> None:
 
 def say_error(error: Exception | str) -> None:
     """One line that says what failed and what to do about it."""
-    say(f"error: {' '.join(str(error).split())}")
+    print(ERROR + " ".join(str(error).split()), file=sys.stderr, flush=True)

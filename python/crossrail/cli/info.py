@@ -10,17 +10,17 @@ from rich.text import Text
 
 import crossrail
 from crossrail.records import Info
-from crossrail.report import capture_environment, check_destination, console, table, write_text
+from crossrail.report import capture_environment, console, table, write_text
 
 from .arguments import InfoOptions
+from .setup import check_json
 
 SCHEMA = "crossrail-info/1"
 
 
 def show_info(options: InfoOptions) -> None:
     """Prints the tables and writes the JSON that was asked for. Raises the library's errors and WriteError."""
-    if options.json is not None:
-        check_destination(options.json)
+    check_json(options.json)
     info = crossrail.Context().info()
     print_info(info, console(stderr=options.json == "-"))
     if options.json is not None:
@@ -33,7 +33,7 @@ def print_info(info: Info, to: Console) -> None:
     environment = capture_environment()
     cpus = ",".join(map(str, info["cpus"]))
     to.print(f"crossrail {environment.crossrail} on {environment.host}: {environment.cpu}, processors {cpus}")
-    to.print(f"{environment.kernel}, {environment.memory_gib} GiB memory, {environment.python}")
+    to.print(f"{environment.kernel}, {environment.memory_gib} GiB memory, {environment.python}\n")
     _print_transports(info, to)
     _print_devices(info, to)
     to.print(f"GPUs: {len(info['gpus'])}" if info["gpus"] else "GPUs: none found")

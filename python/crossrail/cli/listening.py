@@ -13,15 +13,15 @@ from .addresses import resolve
 from .arguments import BenchOptions, Memory
 from .failure import Failure, say
 from .session import IDLE_LIMIT_S, Message, Session
-from .setup import make_buffer, make_context, pin
+from .setup import make_buffer, make_context, pin, wanted_cpu
 
 _AGREED = ("sizes", "iters", "warmup", "window", "memory")
 
 
 def listen(options: BenchOptions) -> None:
     """Serves one driving end. Raises Failure and the library's errors."""
-    pin(options, driver=False)
     context = make_context(options)
+    pin(wanted_cpu(options, driver=False))
     with crossrail.Worker(context, listen=resolve(options.listen or "")) as worker:
         if options.parent is None:
             say(f"listening on {', '.join(worker.control_addresses())}; start the other end with --connect")
@@ -44,6 +44,7 @@ def serve(session: Session, options: BenchOptions) -> None:
     _agree(session, options, session.hear())
     while (request := session.hear(IDLE_LIMIT_S)).get("do") != "bye":
         _carry_out(session, request)
+    session.endpoint.close()
 
 
 def _agree(session: Session, options: BenchOptions, hello: Message) -> None:

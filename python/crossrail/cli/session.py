@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -29,6 +30,12 @@ class Session:
     def tell(self, message: Message) -> None:
         """Sends ``message``. Raises the library's errors."""
         self.endpoint.send(json.dumps(message).encode(), CONTROL_TAG).wait()
+
+    def leave(self) -> None:
+        """Says that this end is done. The other may hang up before it has confirmed that, and need not have failed."""
+        with contextlib.suppress(crossrail.PeerDeadError, crossrail.ClosedError):
+            self.tell({"do": "bye"})
+            self.endpoint.close()
 
     def hear(self, timeout: float | None = None) -> Message:
         """Waits for the other end's next message.

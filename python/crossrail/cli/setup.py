@@ -6,9 +6,20 @@ import os
 from typing import Any
 
 import crossrail
+from crossrail.report import WriteError, check_destination
 
 from .arguments import BenchOptions, Memory
 from .failure import UsageFailure
+
+
+def check_json(destination: str | None) -> None:
+    """Finds out before anything is measured whether the JSON can be written. Raises UsageFailure."""
+    if destination is None:
+        return
+    try:
+        check_destination(destination)
+    except WriteError as error:
+        raise UsageFailure(str(error)) from None
 
 
 def make_context(options: BenchOptions) -> crossrail.Context:
@@ -22,19 +33,22 @@ def make_buffer(context: crossrail.Context, size: int, memory: Memory) -> crossr
     return context.alloc(max(size, 1)) if memory == "shared" else bytearray(size)
 
 
-def pin(options: BenchOptions, *, driver: bool) -> int | None:
-    """Keeps this process (and the threads it starts later) on one processor; gives its number, or None.
+def wanted_cpu(options: BenchOptions, *, driver: bool) -> int | None:
+    """The processor that this end is to stay on, or None for any.
 
     Raises UsageFailure for a processor that this process may not use.
     """
     allowed = sorted(os.sched_getaffinity(0))
     wanted = _wanted(options, allowed, driver)
-    if wanted is None:
-        return None
-    if wanted not in allowed:
+    if wanted is not None and wanted not in allowed:
         raise UsageFailure(f"--pin {wanted}: this process may use {', '.join(map(str, allowed))} only")
-    os.sched_setaffinity(0, {wanted})
     return wanted
+
+
+def pin(cpu: int | None) -> None:
+    """Keeps this thread, and those it starts later, on one processor; None: leaves it as it is."""
+    if cpu is not None:
+        os.sched_setaffinity(0, {cpu})
 
 
 def _wanted(options: BenchOptions, allowed: list[int], driver: bool) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import IO
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -52,15 +52,28 @@ def views(report: Report) -> list[RenderableType]:
     return shown
 
 
-def table(title: str, columns: Sequence[str], *, left: int = 1) -> Table:
+class HeadedTable(Table):
+    """A table under a heading that may be wider than itself, with an empty line after it."""
+
+    def __init__(self, heading: str) -> None:
+        super().__init__(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        self.heading = heading
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.heading, style="bold")
+        yield from super().__rich_console__(console, options)
+        yield Text("")
+
+
+def table(title: str, columns: Sequence[str], *, left: int = 1) -> HeadedTable:
     """An empty table whose first ``left`` columns are text and whose others are figures."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    made = HeadedTable(title)
     for index, column in enumerate(columns):
         made.add_column(column, justify="left" if index < left else "right", no_wrap=True)
     return made
 
 
-def _latency(rows: Sequence[Row]) -> Table:
+def _latency(rows: Sequence[Row]) -> HeadedTable:
     peers = _peer_names(rows)
     columns = ["size", "transport", "protocol", "p50 us", "p99 us", "avg us", "min us", "max us"]
     for peer in peers:
@@ -76,7 +89,7 @@ def _latency(rows: Sequence[Row]) -> Table:
     return made
 
 
-def _bandwidth(rows: Sequence[Row]) -> Table:
+def _bandwidth(rows: Sequence[Row]) -> HeadedTable:
     peers = _peer_names(rows)
     columns = ["size", "transport", "protocol", "memory", "GB/s", "messages/s", "p50 us", "p99 us"]
     for peer in peers:
@@ -97,7 +110,7 @@ def _p2p(row: Row) -> list[RenderableType]:
     shown: list[RenderableType] = [_iterations(row)]
     if row.lanes:
         shown.append(_lanes(row.lanes))
-    if row.stages is not None and row.avg_us:
+    if row.stages is not None:
         shown.append(_stages(row))
     for name, result in row.peers.items():
         if result.error is None:
@@ -109,7 +122,7 @@ def _p2p(row: Row) -> list[RenderableType]:
     return shown
 
 
-def _iterations(row: Row) -> Table:
+def _iterations(row: Row) -> HeadedTable:
     columns = ["iteration", "protocol", "sender ms", "receiver ms", "sender GB/s", "receiver GB/s"]
     title = f"p2p: {format_size(row.size)} ({format_bytes(row.size)}) per iteration over {row.transport}"
     made = table(title, columns, left=2)
@@ -136,7 +149,7 @@ def _average(iterations: Sequence[Iteration]) -> list[str]:
     return [_figure(sender / 1e3), _figure(receiver / 1e3), *(_rate(rate) for rate in rates)]
 
 
-def _lanes(lanes: Sequence[Lane]) -> Table:
+def _lanes(lanes: Sequence[Lane]) -> HeadedTable:
     made = table("lanes", ["lane", "bytes", "share", "GB/s", "line GB/s", "chunks", "resent", "retransmits"])
     for lane in lanes:
         counts = [_count(value) for value in (lane.chunks, lane.resent, lane.retransmits)]
@@ -145,13 +158,14 @@ def _lanes(lanes: Sequence[Lane]) -> Table:
     return made
 
 
-def _stages(row: Row) -> Table:
+def _stages(row: Row) -> HeadedTable:
     made = table("where the time went, per iteration (parts may overlap)", ["stage", "ms", "of the time"])
     stages = row.stages
-    if stages is not None and row.avg_us:
+    whole = median([one.us for one in row.iterations]) if row.iterations else 0.0
+    if stages is not None and whole:
         named = {"wire": stages.wire_us, "window": stages.window_us, "copy": stages.copy_us, "match": stages.match_us}
         for name, spent in named.items():
-            made.add_row(name, _figure(spent / 1e3), f"{spent / row.avg_us:.0%}")
+            made.add_row(name, _figure(spent / 1e3), f"{spent / whole:.0%}")
     return made
 
 

@@ -127,7 +127,8 @@ def _wire(facts: Facts) -> VerdictLine:
 
 
 def _count(rails: Sequence[Lane]) -> str:
-    return f"{len(rails)} lane" + ("" if len(rails) == 1 else "s")
+    word = "rail" if all("/" in lane.name for lane in rails) else "lane"
+    return f"{len(rails)} {word}" + ("" if len(rails) == 1 else "s")
 
 
 def _lossy(rails: Sequence[Lane]) -> str | None:

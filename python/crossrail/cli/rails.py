@@ -1,0 +1,50 @@
+"""Rails: what the lanes of one device carry together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from crossrail.records import LaneReport, LaneShare
+from crossrail.report import Lane
+
+_LANE_OF_RAIL = re.compile(r"(#[0-9]+|:messages)$")
+"""What the name of a lane has after its rail's: the connection's number, or what it is for."""
+
+
+def rail_of(lane: LaneReport | LaneShare) -> str:
+    """The rail that a lane belongs to: ``tcp/eth1`` for ``tcp/eth1#0`` and ``tcp/eth1:messages``."""
+    return _LANE_OF_RAIL.sub("", lane["name"])
+
+
+def rails_of(lanes: Sequence[LaneShare]) -> list[Lane]:
+    """What each rail carried of one transfer, from what its lanes did."""
+    total = sum(lane["bytes"] for lane in lanes)
+    found = []
+    for rail in dict.fromkeys(rail_of(lane) for lane in lanes):
+        parts = [lane for lane in lanes if rail_of(lane) == rail]
+        carried = sum(lane["bytes"] for lane in parts)
+        found.append(
+            Lane(
+                name=rail,
+                bytes=carried,
+                share=carried / total if total else 0.0,
+                chunks=sum(lane["chunks"] for lane in parts),
+                resent=sum(lane["resent"] for lane in parts),
+            )
+        )
+    return found
+
+
+def line_rate(rail: str) -> float | None:
+    """What a physical interface says its line carries, in GB/s. Virtual ones state a number that means nothing."""
+    device = rail.partition("/")[2]
+    folder = Path("/sys/class/net", device)
+    if not device or "/" in device or not (folder / "device").exists():
+        return None
+    try:
+        megabits = int((folder / "speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return megabits / 8e3 if megabits > 0 else None
