@@ -56,7 +56,7 @@ impl From<&Receipt> for TransferReport {
         TransferReport {
             bytes: receipt.bytes,
             tag: receipt.tag,
-            peer: receipt.peer.to_string(),
+            peer: receipt.peer().to_owned(),
             protocol: receipt.protocol.to_string(),
             lanes: receipt.lanes().into_iter().map(share).collect(),
             match_us: receipt.match_us,

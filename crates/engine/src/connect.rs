@@ -119,7 +119,7 @@ impl Shared {
             return Err(crate::ops::gone("connect"));
         }
         let id = EndpointId(core.st.peers.len() as u32);
-        let peer = PeerState::new(proto::Peer::new(id, config), name.into(), Arc::new(explain));
+        let peer = PeerState::new(proto::Peer::new(id, config), name, Arc::new(explain));
         core.st.peers.push(Some(Box::new(peer)));
         Ok(id)
     }

@@ -55,7 +55,7 @@ impl Core {
             Ok(kind) => kind,
             Err(why) => {
                 if let Some(peer) = self.st.peer(endpoint) {
-                    let (name, first) = (peer.name.clone(), !std::mem::replace(&mut peer.warned_direct, true));
+                    let (name, first) = (peer.name().to_owned(), !std::mem::replace(&mut peer.warned_direct, true));
                     peer.peer.direct_failed(now, id);
                     if first {
                         self.st
@@ -148,7 +148,7 @@ impl Core {
                     active.stopping = true;
                     return false;
                 }
-                let name = self.st.peer(endpoint).map_or_else(|| "?".into(), |peer| peer.name.clone());
+                let name = self.st.peer(endpoint).map_or_else(|| "?".to_owned(), |peer| peer.name().to_owned());
                 self.st.log.warn(format_args!("{name}: a single copy failed ({why}); the rest goes in chunks"));
                 self.end(at, false);
                 true

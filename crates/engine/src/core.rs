@@ -51,6 +51,11 @@ pub(crate) struct Core {
     sockets_only: bool,
     /// The lanes' peers ring before they expect us to look.
     pub(crate) armed: bool,
+    /// Callers that are making progress at this moment, callers that sleep until something finishes, and how many
+    /// times a caller has made progress: by these the background thread knows whether it is needed.
+    pub(crate) spinning: u32,
+    pub(crate) sleepers: u32,
+    pub(crate) activity: u64,
     pub(crate) closed: bool,
     pub(crate) suspects: Vec<(EndpointId, LaneId)>,
     pub(crate) lost: Vec<Lost>,
@@ -63,13 +68,15 @@ pub(crate) struct Core {
 struct InsideSink<'a> {
     st: &'a mut State,
     endpoint: EndpointId,
+    /// Whether there is anything to carry; most polls find nothing and should cost nothing.
+    wants: bool,
     fault: Option<String>,
 }
 
 impl Sink for InsideSink<'_> {
     #[inline]
     fn next(&mut self, lane: LaneId) -> Option<Tx> {
-        self.st.next(self.endpoint, lane)
+        if self.wants { self.st.next(self.endpoint, lane) } else { None }
     }
 
     #[inline]
@@ -102,6 +109,9 @@ impl Core {
             passes: 0,
             sockets_only: true,
             armed: false,
+            spinning: 0,
+            sleepers: 0,
+            activity: 0,
             closed: false,
             suspects: Vec::new(),
             lost: Vec::new(),
@@ -125,7 +135,8 @@ impl Core {
             let inside = &mut self.inside[at];
             let (endpoint, id) = (inside.endpoint, inside.id);
             let probe = spinning && (sockets || !inside.socket);
-            let mut sink = InsideSink { st: &mut self.st, endpoint, fault: None };
+            let wants = self.st.wants(endpoint, id);
+            let mut sink = InsideSink { st: &mut self.st, endpoint, wants, fault: None };
             let polled = inside.lane.poll(&mut sink, LANE_BUDGET, probe);
             let polled = match sink.fault {
                 Some(why) => Err(LaneError::Protocol(why)),
@@ -137,7 +148,7 @@ impl Core {
                     self.settle(endpoint);
                 }
                 Ok(false) => {
-                    if self.st.peer(endpoint).is_some_and(|peer| peer.peer.wants(id)) {
+                    if wants {
                         self.flush(endpoint);
                     }
                 }
@@ -165,8 +176,9 @@ impl Core {
     }
 
     pub(crate) fn add_inside(&mut self, inside: Inside) {
+        let name = self.st.lane(inside.id).map_or_else(|| "?".into(), |lane| lane.name.clone());
         if let Some(peer) = self.st.peer(inside.endpoint) {
-            peer.inside = Some(inside.id);
+            peer.set_inside(inside.id, name);
         }
         self.inside.push(inside);
         self.recount();
@@ -355,25 +367,26 @@ impl Core {
         self.jobs.retain(|job| job.lane != id);
         self.closing.retain(|(lane, _)| *lane != id);
         let Some(peer) = self.st.peer(endpoint) else { return };
-        peer.peer.lane_down(now, id);
         peer.bulk.retain(|lane| lane.id != id);
         peer.lanes.retain(|lane| *lane != id);
         if peer.inside == Some(id) {
             peer.inside = None;
         }
-        let (peer_name, alive, left) = (peer.name.clone(), peer.alive, peer.lanes.len());
-        if alive && left > 0 {
+        if peer.lanes.is_empty() {
+            self.kill(endpoint, &format!("lane {name} is {error}"));
+            return;
+        }
+        peer.peer.lane_down(now, id);
+        if peer.alive {
+            let (peer, left) = (peer.name().to_owned(), peer.lanes.len());
             self.st.log.warn(format_args!(
-                "{peer_name}: lane {name} is {error}; {left} lanes go on, it is retried in the background"
+                "{peer}: lane {name} is {error}; {left} lanes go on, it is retried in the background"
             ));
             if let Some((rail, channel)) = rail {
                 self.lost.push(Lost { endpoint, rail, channel });
             }
         }
         self.settle(endpoint);
-        if alive && left == 0 {
-            self.kill(endpoint, &format!("lane {name} is {error}"));
-        }
     }
 
     /// The peer is gone: its operations fail, everything else goes on.
@@ -388,7 +401,7 @@ impl Core {
             lane.dead.raise();
         }
         self.kicked |= !peer.bulk.is_empty();
-        let name = peer.name.clone();
+        let (name, waits) = (peer.name().to_owned(), !peer.peer.idle());
         self.jobs.retain(|job| job.endpoint != endpoint);
         let mut at = 0;
         while at < self.inside.len() {
@@ -410,8 +423,10 @@ impl Core {
             let failure = if was_alive { proto::Failure::PeerDead(why.to_owned()) } else { proto::Failure::Closed };
             peer.peer.dead(now, failure, matcher);
         }
-        if was_alive {
+        if was_alive && waits {
             self.st.log.warn(format_args!("{name}: {why}; its requests fail, other peers go on"));
+        } else if was_alive {
+            self.st.log.info(format_args!("{name}: {why}"));
         }
         while let Some(event) = self.st.peer(endpoint).and_then(|peer| peer.peer.event()) {
             self.apply(endpoint, event);
@@ -425,6 +440,18 @@ impl Core {
         drop(self.inside.swap_remove(at));
         self.recount();
         self.lane_lost(endpoint, id, error);
+    }
+
+    /// Says goodbye to every peer that nothing is under way with.
+    pub(crate) fn farewell(&mut self) {
+        let now = self.st.tick();
+        for index in 0..self.st.peers.len() {
+            let id = EndpointId(index as u32);
+            if let Some(peer) = self.st.peer(id).filter(|peer| peer.alive && peer.peer.idle()) {
+                peer.peer.close(now);
+                self.settle(id);
+            }
+        }
     }
 
     /// Ends every endpoint, when the worker closes.
@@ -486,7 +513,7 @@ impl Core {
         let now = self.st.now;
         let Some(peer) = self.st.peer(endpoint) else { return Err(crate::ops::gone(what)) };
         if !peer.alive {
-            return Err(Error::new(ErrorKind::PeerDead, what, peer.why_dead.clone()).with_peer(&*peer.name));
+            return Err(Error::new(ErrorKind::PeerDead, what, peer.why_dead.clone()).with_peer(peer.name()));
         }
         let inside = peer.inside;
         let tag = if let Operation::Send { tag } = operation { tag } else { 0 };
@@ -541,9 +568,9 @@ impl Core {
             && let Some(peer) = self.st.peer(from)
             && !peer.alive
         {
-            let error = Error::new(ErrorKind::PeerDead, "recv", peer.why_dead.clone()).with_peer(&*peer.name);
+            let error = Error::new(ErrorKind::PeerDead, "recv", peer.why_dead.clone()).with_peer(peer.name());
             self.st.matcher.cancel(op);
-            self.st.ops.finish(op, Err(error));
+            self.st.ops.finish(op, Err(Box::new(error)));
         }
         Ok(op)
     }
@@ -564,7 +591,7 @@ impl Core {
         }
         if self.st.matcher.cancel(op) {
             let error = Error::new(ErrorKind::Cancelled, what, "cancelled before a message matched it");
-            self.st.ops.finish(op, Err(error));
+            self.st.ops.finish(op, Err(Box::new(error)));
             return;
         }
         let peers = match known {
@@ -583,18 +610,18 @@ impl Core {
     pub(crate) fn abandon(&mut self) {
         for op in self.st.ops.running() {
             let what = self.st.ops.op(op).map_or("request", |op| op.what);
-            self.st.ops.finish(op, Err(crate::ops::gone(what)));
+            self.st.ops.finish(op, Err(Box::new(crate::ops::gone(what))));
         }
     }
 
     /// How far an operation got: the peer it runs with, bytes done, bytes in all.
-    pub(crate) fn progress(&mut self, op: OpId) -> Option<(Option<Arc<str>>, u64, u64)> {
+    pub(crate) fn progress(&mut self, op: OpId) -> Option<(Option<String>, u64, u64)> {
         let entry = self.st.ops.op(op)?;
         let total = entry.len as u64;
         let Some(endpoint) = entry.endpoint else { return Some((None, 0, total)) };
         let peer = self.st.peer(endpoint)?;
         let (done, total) = peer.peer.progress(op).unwrap_or((0, total));
-        Some((Some(peer.name.clone()), done, total))
+        Some((Some(peer.name().to_owned()), done, total))
     }
 
     /// An operation that finishes once all those [`Ops::adopt`](crate::ops::Ops::adopt)ed by it have, and

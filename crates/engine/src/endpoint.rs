@@ -81,7 +81,7 @@ impl Endpoint {
     /// The peer's name.
     pub fn peer(&self) -> String {
         let mut core = self.worker.shared().core.lock();
-        core.st.peer(self.id).map_or_else(String::new, |peer| peer.name.to_string())
+        core.st.peer(self.id).map_or_else(String::new, |peer| peer.name().to_owned())
     }
 
     /// A number that tells this worker's endpoints apart.
@@ -146,7 +146,7 @@ impl Endpoint {
             match started {
                 Ok(op) => core.st.ops.adopt(parent, op),
                 Err(error) => {
-                    failure = Some(error);
+                    failure = Some(Box::new(error));
                     break;
                 }
             }
@@ -214,7 +214,7 @@ impl Endpoint {
             shared.end_session(self.id);
             return Ok(());
         }
-        let name = peer.name.clone();
+        let name = peer.name().to_owned();
         peer.peer.close(now);
         core.settle(self.id);
         shared.after(core);
@@ -234,7 +234,7 @@ impl Endpoint {
         shared.end_session(self.id);
         match idle {
             Some(()) => Ok(()),
-            None => Err(Error::new(ErrorKind::Timeout, "close", "operations were still under way").with_peer(&*name)),
+            None => Err(Error::new(ErrorKind::Timeout, "close", "operations were still under way").with_peer(name)),
         }
     }
 }

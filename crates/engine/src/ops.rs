@@ -12,7 +12,7 @@ use crate::request::Receipt;
 pub(crate) type Callback = Box<dyn FnOnce(Result<Receipt>) + Send>;
 
 /// What a finished operation leaves behind until its request is dropped.
-pub(crate) type Outcome = Result<Finish>;
+pub(crate) type Outcome = std::result::Result<Finish, Box<Error>>;
 
 /// The protocol's receipt and what the engine adds to it.
 #[derive(Clone, Debug)]
@@ -46,7 +46,7 @@ pub(crate) struct Op {
     parent: Option<OpId>,
     children: u32,
     bytes: u64,
-    failure: Option<Error>,
+    failure: Option<Box<Error>>,
 }
 
 /// Operations by index; an index is reused under a new generation.
@@ -154,7 +154,7 @@ impl Ops {
     }
 
     /// Undoes [`Ops::hold`]: all parts are submitted; `failure`: that of one which could not be.
-    pub(crate) fn release(&mut self, parent: OpId, failure: Option<Error>) {
+    pub(crate) fn release(&mut self, parent: OpId, failure: Option<Box<Error>>) {
         self.child_finished(parent, 0, failure);
     }
 
@@ -165,7 +165,7 @@ impl Ops {
         running
     }
 
-    fn child_finished(&mut self, parent: OpId, bytes: u64, failure: Option<Error>) {
+    fn child_finished(&mut self, parent: OpId, bytes: u64, failure: Option<Box<Error>>) {
         let Some(op) = self.op_mut(parent) else { return };
         op.children -= 1;
         let last = op.children == 0;

@@ -35,6 +35,7 @@ impl Shared {
     #[inline]
     pub(crate) fn after(&self, mut core: MutexGuard<'_, Core>) {
         let finished = std::mem::take(&mut core.st.ops.finished);
+        let sleepers = core.sleepers > 0;
         let rare =
             core.kicked || !core.st.ops.callbacks.is_empty() || !core.suspects.is_empty() || !core.lost.is_empty();
         if rare {
@@ -44,9 +45,8 @@ impl Shared {
         }
         if finished {
             self.events.tell();
-            if self.sleepers.load(Ordering::SeqCst) > 0 {
-                // A sleeper checks under the lock before it sleeps, so it is either not yet there or told now.
-                drop(self.core.lock());
+            // Who sleeps was counted under the lock, so it is told even if it is only about to sleep.
+            if sleepers {
                 self.done.notify_all();
             }
         }
@@ -128,9 +128,9 @@ impl Shared {
         let mut core = self.core.lock();
         let mut moved = core.pass(true);
         core.timers();
+        core.activity += 1;
         self.after(core);
         moved |= self.poll_sockets(Some(Duration::ZERO));
-        self.activity.fetch_add(1, Ordering::Relaxed);
         moved
     }
 
@@ -167,19 +167,25 @@ impl Shared {
             self.after(core);
             return Some(found);
         }
-        self.spinning.fetch_add(1, Ordering::SeqCst);
+        core.spinning += 1;
         if core.disarm() {
             // The background thread sleeps on lanes that no longer ring: have it look after us instead.
             self.groups[0].wake();
         }
         let mut wait = Wait { shared: self, deadline: None, timeout, idle: 0, idle_since: None };
-        let found = wait.run(core, &mut ready);
-        self.spinning.fetch_sub(1, Ordering::SeqCst);
-        self.activity.fetch_add(1, Ordering::Relaxed);
-        if self.sleepers.load(Ordering::Relaxed) > 0 {
+        wait.run(core, &mut ready)
+    }
+
+    /// A caller stops making progress.
+    #[inline]
+    fn leave(&self, mut core: MutexGuard<'_, Core>) {
+        core.spinning -= 1;
+        core.activity += 1;
+        let needed = core.sleepers > 0 && core.spinning == 0;
+        self.after(core);
+        if needed {
             self.hand_over();
         }
-        found
     }
 
     /// Gets the background thread to make progress now.
@@ -193,9 +199,9 @@ impl Shared {
     pub(crate) fn progress_forever(self: &Arc<Self>) {
         let mut seen = 0;
         while !self.closing.load(Ordering::Acquire) {
-            let activity = self.activity.load(Ordering::Relaxed);
-            let spinning = self.spinning.load(Ordering::SeqCst) > 0;
-            let sleepers = self.sleepers.load(Ordering::SeqCst) > 0;
+            let core = self.core.lock();
+            let (activity, spinning, sleepers) = (core.activity, core.spinning > 0, core.sleepers > 0);
+            drop(core);
             if spinning || (activity != seen && !sleepers) {
                 // Callers make progress themselves: look again when they may have stopped.
                 seen = activity;
@@ -211,13 +217,14 @@ impl Shared {
         let mut quiet = 0;
         while !self.closing.load(Ordering::Acquire) {
             let mut core = self.core.lock();
+            if core.spinning > 0 {
+                self.after(core);
+                return;
+            }
             let mut moved = core.pass(true);
             let busy = core.busy();
             self.after(core);
             moved |= self.poll_sockets(Some(Duration::ZERO));
-            if self.spinning.load(Ordering::SeqCst) > 0 {
-                return;
-            }
             if moved || busy {
                 quiet = 0;
                 if !moved {
@@ -307,7 +314,7 @@ impl<'a> Wait<'a> {
         loop {
             let mut moved = core.pass(true);
             if let Some(found) = ready(&mut core) {
-                shared.after(core);
+                shared.leave(core);
                 return Some(found);
             }
             let group = &shared.groups[0];
@@ -319,6 +326,8 @@ impl<'a> Wait<'a> {
             if moved {
                 self.idle = 0;
                 self.idle_since = None;
+                // Costs nothing while nobody waits for the lock.
+                MutexGuard::bump(&mut core);
                 continue;
             }
             self.idle += 1;
@@ -328,8 +337,6 @@ impl<'a> Wait<'a> {
                     Look::Found(found) => return Some(found),
                     Look::Expired => return None,
                 }
-            } else {
-                std::hint::spin_loop();
             }
         }
     }
@@ -342,6 +349,7 @@ impl<'a> Wait<'a> {
         let now = Instant::now();
         let deadline = *self.deadline.get_or_insert(now + self.timeout);
         if now >= deadline {
+            shared.leave(shared.core.lock());
             return Look::Expired;
         }
         let idle = now - *self.idle_since.get_or_insert(now);
@@ -367,8 +375,8 @@ impl<'a> Wait<'a> {
     fn sleep<T>(&mut self, deadline: Instant, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
         let shared = self.shared;
         let mut core = shared.core.lock();
-        shared.sleepers.fetch_add(1, Ordering::SeqCst);
-        shared.spinning.fetch_sub(1, Ordering::SeqCst);
+        core.sleepers += 1;
+        core.spinning -= 1;
         shared.hand_over();
         let look = loop {
             if let Some(found) = ready(&mut core) {
@@ -381,8 +389,8 @@ impl<'a> Wait<'a> {
                 };
             }
         };
-        shared.spinning.fetch_add(1, Ordering::SeqCst);
-        shared.sleepers.fetch_sub(1, Ordering::SeqCst);
+        core.sleepers -= 1;
+        core.activity += 1;
         shared.after(core);
         look
     }

@@ -8,6 +8,7 @@ use crossrail_types::{LaneId, OpId, Result};
 
 use crate::core::Core;
 use crate::ops::Outcome;
+use crate::state::Names;
 use crate::worker::Shared;
 
 /// An operation under way.
@@ -67,8 +68,6 @@ pub struct Receipt {
     pub bytes: u64,
     /// The message's tag (0 for one-sided operations).
     pub tag: u64,
-    /// The peer.
-    pub peer: Arc<str>,
     /// How the bytes travelled.
     pub protocol: Protocol,
     /// Microseconds from start until the other end had matched it.
@@ -79,16 +78,28 @@ pub struct Receipt {
     pub wire_us: f64,
     /// Microseconds in which this end was copying.
     pub copy_us: f64,
+    pub(crate) names: Option<Arc<Names>>,
     pub(crate) shares: Vec<LaneShare>,
+    /// The one lane it used, if that is not the peer's usual one.
     pub(crate) only: Option<Arc<str>>,
     pub(crate) notes: Vec<String>,
 }
 
 impl Receipt {
+    /// The peer's name.
+    pub fn peer(&self) -> &str {
+        self.names.as_ref().map_or("", |names| &names.peer)
+    }
+
     /// A row per lane that carried bytes.
     pub fn lanes(&self) -> Vec<LaneShare> {
-        match &self.only {
-            Some(name) => vec![LaneShare { name: name.clone(), bytes: self.bytes, chunks: 1, resent: 0 }],
+        let usual = || self.names.as_ref().map(|names| names.inside.clone());
+        let only = match self.protocol {
+            Protocol::Chunks | Protocol::Batch => None,
+            _ => self.only.clone().or_else(usual),
+        };
+        match only {
+            Some(name) => vec![LaneShare { name, bytes: self.bytes, chunks: 1, resent: 0 }],
             None => self.shares.clone(),
         }
     }
@@ -167,43 +178,44 @@ pub(crate) fn outcome(core: &mut Core, id: OpId) -> Result<Receipt> {
 }
 
 /// The protocol's receipt in people's words.
+#[inline]
 pub(crate) fn render(core: &mut Core, outcome: Outcome) -> Result<Receipt> {
-    let finish = outcome?;
-    let peer = finish.endpoint.and_then(|endpoint| core.st.peer(endpoint));
-    let (peer, notes) = match peer {
-        Some(peer) if finish.receipt.lanes.is_empty() => (peer.name.clone(), Vec::new()),
-        Some(peer) => (peer.name.clone(), peer.notes.clone()),
-        None => (Arc::from(""), Vec::new()),
-    };
-    let receipt = finish.receipt;
-    let name = |core: &mut Core, id: LaneId| core.st.lane(id).map_or_else(|| Arc::from("?"), |lane| lane.name.clone());
-    let lane = receipt.lane.or_else(|| match receipt.protocol {
-        crossrail_proto::Protocol::Direct => finish.endpoint.and_then(|id| core.st.peer(id)?.inside),
-        _ => None,
-    });
-    let only = lane.map(|lane| name(core, lane));
-    let shares = receipt
-        .lanes
-        .iter()
-        .map(|share| LaneShare {
-            name: name(core, share.lane),
-            bytes: share.bytes,
-            chunks: share.chunks.into(),
-            resent: share.resent,
-        })
-        .collect();
-    let us = |ns: u64| ns as f64 / 1000.0;
-    Ok(Receipt {
+    let finish = outcome.map_err(|error| *error)?;
+    let (receipt, peer) = (finish.receipt, finish.endpoint.and_then(|endpoint| core.st.peer(endpoint)));
+    let names = peer.as_ref().map(|peer| peer.names.clone());
+    let usual = peer.as_ref().and_then(|peer| peer.inside);
+    let mut rendered = Receipt {
         bytes: receipt.bytes,
         tag: finish.tag,
-        peer,
         protocol: if finish.batch { Protocol::Batch } else { protocol(&receipt, finish.direct) },
         match_us: us(receipt.match_ns),
         window_us: us(receipt.window_ns),
         wire_us: us(receipt.wire_ns),
         copy_us: us(receipt.copy_ns),
-        shares,
-        only,
-        notes,
-    })
+        names,
+        shares: Vec::new(),
+        only: None,
+        notes: Vec::new(),
+    };
+    if !receipt.lanes.is_empty() {
+        rendered.notes = peer.map(|peer| peer.notes.clone()).unwrap_or_default();
+        let share = |share: crossrail_proto::LaneShare| LaneShare {
+            name: lane_name(core, share.lane),
+            bytes: share.bytes,
+            chunks: share.chunks.into(),
+            resent: share.resent,
+        };
+        rendered.shares = receipt.lanes.into_iter().map(share).collect();
+    } else if receipt.lane.is_some() && receipt.lane != usual {
+        rendered.only = receipt.lane.map(|lane| lane_name(core, lane));
+    }
+    Ok(rendered)
+}
+
+fn lane_name(core: &mut Core, id: LaneId) -> Arc<str> {
+    core.st.lane(id).map_or_else(|| "?".into(), |lane| lane.name.clone())
+}
+
+fn us(ns: u64) -> f64 {
+    ns as f64 / 1000.0
 }

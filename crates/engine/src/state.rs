@@ -46,10 +46,18 @@ pub(crate) struct LaneState {
     pub(crate) seen_acked: u64,
 }
 
+/// What receipts call a peer and the lane of its small messages: one count to keep on the hot path.
+#[derive(Debug)]
+pub(crate) struct Names {
+    pub(crate) peer: String,
+    pub(crate) inside: Arc<str>,
+}
+
 /// What the engine keeps for one peer.
 pub(crate) struct PeerState {
     pub(crate) peer: proto::Peer,
-    pub(crate) name: Arc<str>,
+    /// What receipts call it and the lane of its small messages.
+    pub(crate) names: Arc<Names>,
     pub(crate) alive: bool,
     /// Why it is not, in the words of its errors.
     pub(crate) why_dead: String,
@@ -85,10 +93,10 @@ pub(crate) struct State {
 }
 
 impl PeerState {
-    pub(crate) fn new(peer: proto::Peer, name: Arc<str>, explain: Arc<Explain>) -> PeerState {
+    pub(crate) fn new(peer: proto::Peer, name: &str, explain: Arc<Explain>) -> PeerState {
         PeerState {
             peer,
-            name,
+            names: Arc::new(Names { peer: name.to_owned(), inside: "".into() }),
             alive: true,
             why_dead: String::new(),
             inside: None,
@@ -100,6 +108,16 @@ impl PeerState {
             arrivals: HashMap::new(),
             passives: HashMap::new(),
         }
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.names.peer
+    }
+
+    /// Makes `id` the lane polled under the lock.
+    pub(crate) fn set_inside(&mut self, id: LaneId, name: Arc<str>) {
+        self.inside = Some(id);
+        self.names = Arc::new(Names { peer: self.names.peer.clone(), inside: name });
     }
 
     pub(crate) fn passives_of(&self, region: proto::RegionRef) -> Vec<Arc<Grant>> {
@@ -260,6 +278,14 @@ impl State {
         }
     }
 
+    /// Whether that lane has anything to carry.
+    #[inline]
+    pub(crate) fn wants(&self, endpoint: EndpointId, lane: LaneId) -> bool {
+        let pending = self.lanes.get(lane.0 as usize).and_then(Option::as_ref).is_some_and(|l| l.pending.is_some());
+        let peer = self.peers.get(endpoint.0 as usize).and_then(Option::as_ref);
+        pending || peer.is_some_and(|peer| peer.peer.wants(lane))
+    }
+
     /// `Sink::next` for any lane of `endpoint`.
     pub(crate) fn next(&mut self, endpoint: EndpointId, lane: LaneId) -> Option<Tx> {
         if let Some(tx) = self.lane(lane)?.pending.take() {
@@ -351,7 +377,7 @@ impl State {
                 let tag = if op.what == "recv" { tag } else { op.tag };
                 Ok(Finish { endpoint: Some(endpoint), tag, receipt, direct: None, batch: false })
             }
-            Err(failure) => Err(self.failure(endpoint, id, &failure, progress)),
+            Err(failure) => Err(Box::new(self.failure(endpoint, id, &failure, progress))),
         };
         if let Some(op) = self.ops.op_mut(id) {
             op.endpoint = Some(endpoint);
@@ -370,8 +396,8 @@ impl State {
             proto::Failure::PeerDead(_) => (ErrorKind::PeerDead, Some("operations with other peers go on".to_owned())),
             proto::Failure::Closed => (ErrorKind::Closed, None),
         };
-        let peer = self.peer(endpoint).map_or_else(|| "?".into(), |peer| peer.name.clone());
-        let mut error = Error::new(kind, what, failure.to_string()).with_peer(&*peer);
+        let peer = self.peer(endpoint).map_or_else(|| "?".to_owned(), |peer| peer.name().to_owned());
+        let mut error = Error::new(kind, what, failure.to_string()).with_peer(peer);
         if total > 0 && !matches!(failure, proto::Failure::Truncated { .. }) {
             error = error.with_progress(progress, total);
         }

@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::{JoinHandle, Thread};
 use std::time::Duration;
@@ -70,10 +70,6 @@ pub(crate) struct Shared {
     pub(crate) events: EventsFd,
     /// Something finished.
     pub(crate) done: Condvar,
-    pub(crate) sleepers: AtomicUsize,
-    pub(crate) spinning: AtomicUsize,
-    /// Waits that have ended: tells the background thread that callers are at work.
-    pub(crate) activity: AtomicU64,
     pub(crate) background: Mutex<Option<Thread>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -125,9 +121,6 @@ impl Worker {
             closing: AtomicBool::new(false),
             events,
             done: Condvar::new(),
-            sleepers: AtomicUsize::new(0),
-            spinning: AtomicUsize::new(0),
-            activity: AtomicU64::new(0),
             background: Mutex::new(None),
             threads: Mutex::new(Vec::new()),
         });
@@ -298,7 +291,7 @@ impl Shared {
                 self.poll_sockets(Some(Duration::ZERO));
                 core = self.core.lock();
             }
-            self.activity.fetch_add(1, Ordering::Relaxed);
+            core.activity += 1;
         }
         let found = core.st.ops.is_done(id).then(|| outcome(&mut core, id));
         self.after(core);
@@ -330,7 +323,7 @@ impl Shared {
         error.lane = lane;
         match progress {
             Some((Some(peer), done, total)) => {
-                error = error.with_peer(&*peer).with_progress(done, total);
+                error = error.with_peer(peer).with_progress(done, total);
             }
             Some((None, done, total)) => {
                 error = error.with_progress(done, total);
@@ -372,6 +365,10 @@ impl Shared {
         }
         self.keeper.stop();
         drop(self.listener.lock().take());
+        let mut core = self.core.lock();
+        core.farewell();
+        self.after(core);
+        self.step();
         for group in &self.groups {
             group.wake_always();
         }

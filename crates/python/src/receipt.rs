@@ -31,7 +31,7 @@ impl Receipt {
     /// The peer's name.
     #[getter]
     fn peer(&self) -> &str {
-        &self.0.peer
+        self.0.peer()
     }
 
     /// How the bytes travelled: eager, direct(mapped), direct(cma), chunks or batch.
@@ -89,7 +89,7 @@ impl Receipt {
     fn __repr__(&self) -> String {
         let lanes: Vec<String> = self.0.lanes().iter().map(|lane| format!("{} {}", lane.name, lane.bytes)).collect();
         let (bytes, protocol) = (self.0.bytes, self.0.protocol);
-        format!("<crossrail.Receipt {bytes} bytes, {protocol}, peer {}, lanes [{}]>", self.0.peer, lanes.join(", "))
+        format!("<crossrail.Receipt {bytes} bytes, {protocol}, peer {}, lanes [{}]>", self.0.peer(), lanes.join(", "))
     }
 }
 
