@@ -6,6 +6,7 @@ import array
 import ctypes
 import gc
 import mmap
+import sys
 from typing import Any
 
 import numpy as np
@@ -118,8 +119,6 @@ def test_dlpack(pair: Pair, versions: bool) -> None:
 
 
 def test_dlpack_tensors_are_given_back(shm: Pair) -> None:
-    import sys
-
     source = np.arange(10)
     before = sys.getrefcount(source)
     for _ in range(20):

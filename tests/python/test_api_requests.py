@@ -177,9 +177,7 @@ def test_a_callback_may_start_operations(pair: Pair) -> None:
     assert [int.from_bytes(text, "little") for text in received] == list(range(count))
 
 
-def test_what_a_callback_raises_is_reported_and_nothing_breaks(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_callback_raises_is_reported_and_nothing_breaks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[BaseException | None] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda report: reported.append(report.exc_value))
     request = pair.b.recv(bytearray(1))
@@ -283,13 +281,10 @@ def test_a_dropped_request_keeps_its_buffer_until_it_is_finished(pair: Pair) -> 
     marker = pair.b.recv(bytearray(1), tag=2)
     del buffer
     gc.collect()
-    kept = alive()
-    assert kept is not None
+    assert alive() is not None
     pair.to_b.send(b"later", tag=1)
     pair.to_b.send(b"!", tag=2)
     marker.wait()
-    assert eventually(lambda: bytes(kept) == b"later")
-    del kept
     # Handed back by the interpreter's main thread, without any call into Crossrail.
     assert eventually(lambda: alive() is None)
 

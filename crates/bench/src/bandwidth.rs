@@ -53,7 +53,7 @@ pub fn bandwidth(session: &mut Session<'_>, plan: BandwidthPlan) -> Result<Sampl
         samples_us: Vec::with_capacity(if session.role == Role::Driver { plan.iters } else { 0 }),
         batch: plan.window,
         clock_us: clock_us(),
-        bytes_per_sample: (plan.size * plan.window) as u64,
+        bytes_per_sample: plan.size.saturating_mul(plan.window) as u64,
     };
     verified(session, &mut areas, plan, 0)?;
     let progress = &mut Progress::new(plan.warmup + plan.iters);

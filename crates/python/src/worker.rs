@@ -21,8 +21,8 @@ use crate::wait;
 /// Any thread may use a worker. A thread that waits makes progress for all; while none does, a background thread
 /// does. As a context manager it is closed at the end.
 ///
-/// Raises ConfigError (a device that is not there; beyond loopback without a secret), IoError and ExhaustedError (the
-/// system refuses the port, descriptors or threads).
+/// Raises ConfigError (beyond loopback without a secret), UsageError (no address, or a port in use), IoError and
+/// ExhaustedError (the system refuses descriptors or threads).
 #[pyclass(module = "crossrail._native", frozen, weakref)]
 pub(crate) struct Worker {
     native: Detached<crossrail::Worker>,
@@ -91,7 +91,7 @@ impl Worker {
         self.native.control_addresses().iter().map(ToString::to_string).collect()
     }
 
-    /// Connects to the worker at `to`: the bytes of its address, or text as `host:port`.
+    /// Connects to the worker at `to`: the bytes of its address, or text as `host:port` or `host`.
     ///
     /// `require`: transports that may be used, as `tcp,shm`; it fails rather than use another. `timeout`: seconds.
     ///
