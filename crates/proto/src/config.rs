@@ -52,7 +52,7 @@ pub struct LaneSpec {
     pub reliable: bool,
     /// May carry the message stream.
     pub messages: bool,
-    /// May carry chunks.
+    /// Carries chunks. A lane without this does so only while no lane with it is there.
     pub bulk: bool,
     /// Largest payload of one frame, in bytes; at least 64.
     pub max_payload: u32,

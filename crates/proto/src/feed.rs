@@ -23,7 +23,8 @@ pub(crate) struct Feed {
     pub(crate) target: Target,
     len: u64,
     fresh: u64,
-    lost: VecDeque<Piece>,
+    /// With the lane that lost it.
+    lost: VecDeque<(LaneId, Piece)>,
     lost_bytes: u64,
     /// Chunks on live lanes.
     pub(crate) outstanding: u32,
@@ -54,7 +55,7 @@ impl Feed {
 
     /// Takes a piece of up to `size` bytes for `lane`: what was lost goes first.
     pub(crate) fn take(&mut self, now: Time, lane: LaneId, size: u64) -> Option<Piece> {
-        let piece = if let Some(front) = self.lost.front_mut() {
+        let piece = if let Some((_, front)) = self.lost.front_mut() {
             let piece = Piece { len: front.len.min(size), ..*front };
             front.offset += piece.len;
             front.len -= piece.len;
@@ -100,7 +101,7 @@ impl Feed {
         share.chunks -= 1;
         share.resent -= if piece.again { piece.len } else { 0 };
         self.lost_bytes += piece.len;
-        self.lost.push_front(Piece { again: true, ..piece });
+        self.lost.push_front((lane, Piece { again: true, ..piece }));
     }
 
     /// Bytes handed out and not lost.
@@ -109,7 +110,13 @@ impl Feed {
     }
 
     /// The lanes' parts and the nanoseconds without window.
-    pub(crate) fn summary(self) -> (Vec<LaneShare>, u64) {
+    pub(crate) fn summary(mut self) -> (Vec<LaneShare>, u64) {
+        // The transfer is complete: what still waits to go out again had arrived, and only word of it was lost.
+        for (lane, piece) in self.lost {
+            let share = share(&mut self.shares, lane);
+            share.bytes += piece.len;
+            share.chunks += 1;
+        }
         (sorted(self.shares), self.window_ns)
     }
 }

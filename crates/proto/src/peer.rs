@@ -186,8 +186,11 @@ impl Peer {
         self.cancel_outgoing(op) || self.cancel_arriving(op) || self.cancel_incoming(now, op)
     }
 
-    /// The engine has deregistered a region: accesses under way fail, here and at the peer. Their memory may still
-    /// be touched until their `Released`.
+    /// The engine has deregistered a region: accesses under way fail, here and at the peer.
+    ///
+    /// Lanes are told at once to leave the peer's writes alone ([`Event::Revoke`]). What the peer reads must stay
+    /// readable until its [`Event::Released`]: the peer would take a lane's filler for the region's bytes until it has
+    /// heard of the failure, one round trip later. Direct copies, too, may touch the memory until then.
     pub fn region_gone(&mut self, now: Time, region: RegionRef) {
         self.region_gone_incoming(now, region);
         self.region_gone_serves(region);

@@ -27,6 +27,8 @@ pub(crate) struct Stream {
     retained: VecDeque<Out>,
     /// Index in `retained` of the next frame to send again.
     resend: usize,
+    /// Frames before this one may have been sent twice.
+    twice: u32,
     /// Number of the frame that is expected next.
     expected: u32,
     /// Frames consumed since we last acknowledged.
@@ -71,6 +73,9 @@ impl Stream {
         self.reliable = reliable;
         self.draining = false;
         self.resend = 0;
+        if !self.retained.is_empty() {
+            self.twice = self.next;
+        }
         // An acknowledgement may have been lost with the old lane.
         self.owed = self.owed.max(u32::from(self.expected != 0));
     }
@@ -135,8 +140,13 @@ impl Stream {
         Ok(true)
     }
 
-    /// Whether frame `seq` is still retained: then it becomes an empty one, so that nothing refers to its memory.
-    pub(crate) fn blank(&mut self, seq: u32) -> bool {
+    /// Nothing may refer to the memory of frame `seq` any more: if it is retained, it becomes an empty one. True if a
+    /// lane may still be reading that memory: there, or because the frame went out again and the first one arrived.
+    pub(crate) fn leave(&mut self, seq: u32) -> bool {
+        self.blank(seq) || (seq.wrapping_sub(self.twice) as i32) < 0
+    }
+
+    fn blank(&mut self, seq: u32) -> bool {
         let at = seq.wrapping_sub(self.acked) as usize;
         let Some(out) = self.retained.get_mut(at) else { return false };
         let (ack, done) = (frame::ack(&out.head), frame::done(&out.head));

@@ -73,7 +73,7 @@ impl Peer {
         }
         self.lanes[at].placing = Placement::None;
         match frame {
-            Frame::Chunk { .. } | Frame::ChunkAck { .. } if !self.live() => return Ok(Placing::Discard),
+            Frame::ChunkAck { .. } if !self.live() => return Ok(Placing::Discard),
             Frame::Chunk { target, offset, from, again } => {
                 let chunk = ChunkOf { target, offset, len, from, again };
                 return self.place_chunk(now, at, chunk, host.regions);

@@ -34,7 +34,9 @@ impl Peer {
         self.follow = None;
         self.stream.silence();
         for lane in &mut self.lanes {
-            lane.placing = Placement::None;
+            if let Placement::Chunk { .. } = std::mem::replace(&mut lane.placing, Placement::None) {
+                lane.consume();
+            }
             lane.sent.clear();
             lane.sent_bytes = 0;
         }

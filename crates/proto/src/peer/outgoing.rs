@@ -149,10 +149,10 @@ impl Peer {
         if (outgoing.stage == Stage::Eager || outgoing.seq.is_some()) && outgoing.kind == Kind::Send {
             self.eager_bytes -= outgoing.len;
         }
-        let blanked = outgoing.seq.is_some_and(|seq| self.stream.blank(seq));
+        let left = outgoing.seq.is_some_and(|seq| self.stream.leave(seq));
         let feed = outgoing.feed.take();
         let touched = feed.as_deref().is_some_and(|f| f.outstanding > 0);
-        if blanked || touched || result.is_err() {
+        if left || touched || result.is_err() {
             self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
         }
         let event = match result {
@@ -327,12 +327,11 @@ impl Peer {
             return;
         }
         outgoing.stage = Stage::Aborting;
-        let memory = outgoing.memory();
         if let Some(seq) = outgoing.seq {
-            self.stream.blank(seq);
+            self.stream.leave(seq);
         }
+        // What lanes carry of it stays readable: the peer believes the bytes until it hears of this.
         self.unsend_data(index);
-        self.events.push_back(Event::Revoke { memory });
         let (code, _) = frame::encode_failure(&why);
         self.tell(Frame::ReadFailed { serve: index + 1, target, code });
     }
@@ -345,11 +344,11 @@ impl Peer {
         let outgoing = self.outs.remove(index as usize);
         let Kind::Serve { their, passive, .. } = outgoing.kind else { return };
         let memory = outgoing.memory();
-        let blanked = outgoing.seq.is_some_and(|seq| self.stream.blank(seq));
+        let left = outgoing.seq.is_some_and(|seq| self.stream.leave(seq));
         if outgoing.stage == Stage::Eager && outgoing.seq.is_none() {
             self.unsend_data(index);
         }
-        if blanked || outgoing.feed.as_deref().is_some_and(|f| f.outstanding > 0) {
+        if left || outgoing.feed.as_deref().is_some_and(|f| f.outstanding > 0) {
             self.events.push_back(Event::Revoke { memory });
         }
         self.events.push_back(Event::Released { passive });

@@ -32,7 +32,7 @@ impl Peer {
     #[inline]
     pub fn next(&mut self, now: Time, lane: LaneId) -> Option<Out> {
         let at = self.lane_at(lane)?;
-        if self.lanes[at].owes() && self.live() {
+        if self.lanes[at].owes() && matches!(self.phase, Phase::Live | Phase::Closed) {
             let count = self.lanes[at].tell();
             return Some(Out { head: frame::encode_head(&Frame::ChunkAck { count }, 0), body: Body::None });
         }
@@ -41,7 +41,7 @@ impl Peer {
         {
             return Some(out);
         }
-        if self.active.is_empty() || !self.lanes[at].spec.bulk || !self.live() {
+        if self.active.is_empty() || !self.carries_chunks(at) || !self.live() {
             return None;
         }
         self.next_chunk(now, at)
@@ -59,9 +59,15 @@ impl Peer {
                 || self.follow.is_some()
                 || (self.closing && !self.bye_sent));
         let chunks = !self.active.is_empty()
-            && self.lanes[at].spec.bulk
+            && self.carries_chunks(at)
             && self.lanes[at].sent.len() < self.config.window as usize;
         messages || chunks || self.lanes[at].owes()
+    }
+
+    /// Bulk lanes do; where none is left, every lane.
+    #[inline]
+    fn carries_chunks(&self, at: usize) -> bool {
+        self.lanes[at].spec.bulk || !self.lanes.iter().any(|l| l.spec.bulk)
     }
 
     /// Owed acknowledgements go out with the next [`Peer::next`], alone if need be. For before a sleep or a long
@@ -290,7 +296,7 @@ impl Peer {
         }
         let left = self.outs.get(index as usize)?.feed.as_deref()?.left();
         let (mut lanes, mut rates, mut outstanding, mut measured) = (0, 0u64, 0u64, true);
-        for l in self.lanes.iter().filter(|l| l.spec.bulk && !l.suspected) {
+        for l in self.lanes.iter().filter(|l| l.spec.bulk == lane.spec.bulk && !l.suspected) {
             lanes += 1;
             rates += l.rate;
             outstanding += l.sent_bytes;

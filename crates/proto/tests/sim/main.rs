@@ -1,0 +1,114 @@
+//! Deterministic simulation: two peers, wires with delays, deaths and half-delivered payloads, real bytes.
+//!
+//! A failing schedule prints the command that replays it: `SIM_TEST=<name> SIM_SEED=<n> cargo test -p crossrail-proto
+//! --test sim`; `SIM_TRACE=1` prints every step, `SIM_RUNS=<n>` sets how many schedules each test runs.
+
+mod checks;
+mod memory;
+mod node;
+mod plan;
+mod rng;
+mod wire;
+mod world;
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use plan::{Dangers, Fault, Plan};
+use world::World;
+
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok()?.parse().ok()
+}
+
+/// Runs `body` for that many seeds, or for SIM_SEED alone; says which seed failed.
+fn seeds(test: &str, runs: u64, body: impl Fn(u64)) {
+    if std::env::var("SIM_TEST").is_ok_and(|only| only != test) {
+        return;
+    }
+    let (first, runs) = match number("SIM_SEED") {
+        Some(seed) => (seed, 1),
+        None => (0, number("SIM_RUNS").unwrap_or(runs)),
+    };
+    for seed in first..first + runs {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| body(seed))) {
+            eprintln!("replay with: SIM_TEST={test} SIM_SEED={seed} cargo test -p crossrail-proto --test sim");
+            resume_unwind(panic);
+        }
+    }
+}
+
+fn random(test: &str, runs: u64, dangers: Dangers) {
+    seeds(test, runs, |seed| {
+        World::new(seed, Plan::draw(seed, dangers)).run();
+    });
+}
+
+const CALM: Dangers = Dangers { lanes: false, deaths: false, cancels: false, closes: false };
+
+#[test]
+fn all_goes_well() {
+    random("all_goes_well", 2000, CALM);
+}
+
+#[test]
+fn lanes_die_and_come_back() {
+    random("lanes_die_and_come_back", 3000, Dangers { lanes: true, ..CALM });
+}
+
+#[test]
+fn operations_are_cancelled_and_regions_go() {
+    random("operations_are_cancelled_and_regions_go", 2000, Dangers { cancels: true, ..CALM });
+}
+
+#[test]
+fn peers_die() {
+    random("peers_die", 2000, Dangers { deaths: true, cancels: true, ..CALM });
+}
+
+#[test]
+fn connections_close() {
+    random("connections_close", 2000, Dangers { closes: true, ..CALM });
+}
+
+#[test]
+fn everything_at_once() {
+    random("everything_at_once", 4000, Dangers { lanes: true, deaths: true, cancels: true, closes: true });
+}
+
+/// One schedule, run again with one fault more at each of its steps.
+fn at_every_step(test: &str, runs: u64, fault: impl Fn(&Plan, u64) -> Fault) {
+    seeds(test, runs, |seed| {
+        let plan = Plan::draw(seed, CALM);
+        let steps = World::new(seed, plan.clone()).run();
+        let stride = steps / 120 + 1;
+        for at in (seed % stride..steps).step_by(stride as usize) {
+            let mut plan = plan.clone();
+            plan.revive = true;
+            plan.faults.push((at, fault(&plan, at)));
+            World::new(seed, plan).run();
+        }
+    });
+}
+
+#[test]
+fn a_lane_dies_at_every_step() {
+    at_every_step("a_lane_dies_at_every_step", 40, |plan, at| Fault::Kill {
+        wire: at as usize % plan.wires.len(),
+        by: at as usize / 2 % 2,
+    });
+}
+
+#[test]
+fn a_lane_falls_silent_at_every_step() {
+    at_every_step("a_lane_falls_silent_at_every_step", 20, |plan, at| Fault::Silence {
+        wire: at as usize % plan.wires.len(),
+    });
+}
+
+#[test]
+fn a_peer_dies_at_every_step() {
+    at_every_step("a_peer_dies_at_every_step", 30, |_, at| match at % 3 {
+        0 => Fault::Partition,
+        at => Fault::Crash { node: at as usize - 1 },
+    });
+}

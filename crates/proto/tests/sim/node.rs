@@ -1,0 +1,197 @@
+//! One process: a peer, a matcher, operations and their memory.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use crossrail_proto::{
+    Access, Config, DirectId, Event, Failure, Matcher, Memory, Offer, Peer, Protocol, Receipt, RegionRef, Role, Time,
+};
+use crossrail_types::{EndpointId, LaneId, OpId};
+
+use crate::memory::{Pass, Region, Span, Table, filled};
+use crate::plan::{REGION, Work};
+
+pub(crate) struct Op {
+    pub(crate) id: OpId,
+    pub(crate) work: Work,
+    /// Names its data.
+    pub(crate) number: u64,
+    pub(crate) span: Span,
+    pub(crate) len: usize,
+    pub(crate) done: Option<(Result<Receipt, Failure>, u64)>,
+    pub(crate) cancelled: bool,
+}
+
+/// A direct copy under way.
+pub(crate) struct Job {
+    pub(crate) local: Span,
+    pub(crate) offer: Offer,
+    pub(crate) role: Role,
+    pub(crate) len: usize,
+    /// Copied, where no cursor is shared.
+    pub(crate) moved: usize,
+    /// Claimed from the cursor and not yet copied.
+    pub(crate) claim: Option<(usize, usize)>,
+    pub(crate) stopping: bool,
+    pub(crate) invited: bool,
+}
+
+pub(crate) struct Node {
+    pub(crate) index: usize,
+    pub(crate) peer: Peer,
+    pub(crate) matcher: Matcher,
+    pub(crate) regions: Table,
+    pub(crate) ops: Vec<Op>,
+    pub(crate) passives: BTreeMap<u32, Rc<Pass>>,
+    pub(crate) arrivals: BTreeMap<u32, Rc<RefCell<Vec<u8>>>>,
+    pub(crate) jobs: BTreeMap<u32, Job>,
+    pub(crate) imms: Vec<u32>,
+    pub(crate) suspects: Vec<LaneId>,
+    pub(crate) dead: bool,
+    pub(crate) crashed: bool,
+    pub(crate) closed: bool,
+    pub(crate) bye: bool,
+    pub(crate) broken: Option<String>,
+    pub(crate) posts: Vec<usize>,
+    pub(crate) requeued: u64,
+}
+
+pub(crate) fn endpoint(node: usize) -> EndpointId {
+    EndpointId(10 + node as u32)
+}
+
+impl Node {
+    pub(crate) fn new(index: usize, config: Config) -> Node {
+        let region = |access| Region { bytes: Rc::new(RefCell::new(vec![0; REGION])), alive: true, access };
+        let regions = Table(vec![region(Access::Write), region(Access::Read)]);
+        *regions.0[1].bytes.borrow_mut() = filled(1_000_000 + index as u64, REGION);
+        Node {
+            index,
+            peer: Peer::new(endpoint(1 - index), config),
+            matcher: Matcher::new(),
+            regions,
+            ops: Vec::new(),
+            passives: BTreeMap::new(),
+            arrivals: BTreeMap::new(),
+            jobs: BTreeMap::new(),
+            imms: Vec::new(),
+            suspects: Vec::new(),
+            dead: false,
+            crashed: false,
+            closed: false,
+            bye: false,
+            broken: None,
+            posts: Vec::new(),
+            requeued: 0,
+        }
+    }
+
+    pub(crate) fn down(&self) -> bool {
+        self.dead || self.crashed
+    }
+
+    /// The bytes that the protocol names, with the pass that goes with them.
+    pub(crate) fn span(&mut self, memory: Memory) -> Span {
+        match memory {
+            Memory::Op(op) => {
+                let span = &self.ops[op.index as usize].span;
+                assert!(!span.pass.over.get(), "{} named after its end", span.name);
+                span.clone()
+            }
+            Memory::Region { region: RegionRef { index, .. }, base, passive } => {
+                let pass = self.passives.entry(passive).or_default().clone();
+                let bytes = self.regions.0[index as usize].bytes.clone();
+                let name = format!("region {index} of node {} for access {passive}", self.index);
+                Span { bytes, base: base as usize, pass, name }
+            }
+        }
+    }
+
+    pub(crate) fn finish(&mut self, op: OpId, result: Result<Receipt, Failure>, tag: u64) {
+        let index = self.index;
+        let op = &mut self.ops[op.index as usize];
+        assert!(op.done.is_none(), "{} of node {index} finished twice: {:?}, {result:?}", op.span.name, op.done);
+        op.span.pass.over.set(true);
+        op.done = Some((result, tag));
+    }
+
+    /// Takes all events. `done` sees operations that came to their end.
+    pub(crate) fn drain(&mut self, check: &mut dyn FnMut(&mut Node, OpId)) {
+        while let Some(event) = self.peer.event() {
+            self.apply(event, check);
+        }
+    }
+
+    fn apply(&mut self, event: Event, check: &mut dyn FnMut(&mut Node, OpId)) {
+        match event {
+            Event::Done { op, result, progress, tag } => {
+                if let Ok(receipt) = &result {
+                    assert_eq!(progress, receipt.bytes);
+                    if receipt.protocol == Protocol::Chunks {
+                        let sum: u64 = receipt.lanes.iter().map(|l| l.bytes).sum();
+                        assert_eq!(sum, receipt.bytes, "the lanes' shares add up: {receipt:?}");
+                    } else {
+                        assert!(receipt.lanes.is_empty());
+                    }
+                }
+                self.finish(op, result, tag);
+                check(self, op);
+            }
+            Event::Deliver { arrival, op, len } => {
+                let bytes = self.arrivals.remove(&arrival).expect("delivered what was not kept");
+                let bytes = bytes.borrow();
+                assert_eq!(bytes.len(), len as usize);
+                let span = self.span(Memory::Op(op));
+                span.bytes.borrow_mut()[..bytes.len()].copy_from_slice(&bytes);
+            }
+            Event::DropArrival { arrival } => {
+                self.arrivals.remove(&arrival).expect("dropped what was not kept");
+            }
+            Event::Direct { job, memory, role, offer, len } => {
+                let local = self.span(memory);
+                let job = job.0;
+                let len = len as usize;
+                let new = Job { local, offer, role, len, moved: 0, claim: None, stopping: false, invited: false };
+                assert!(self.jobs.insert(job, new).is_none());
+            }
+            Event::StopDirect { job } => {
+                if let Some(job) = self.jobs.get_mut(&job.0) {
+                    job.stopping = true;
+                }
+            }
+            Event::Imm { region, imm } => {
+                assert_eq!(region.index, 0);
+                self.imms.push(imm);
+            }
+            Event::Revoke { memory: Memory::Op(op) } => self.ops[op.index as usize].span.pass.revoked.set(true),
+            Event::Revoke { memory: Memory::Region { passive, .. } } => {
+                self.passives.entry(passive).or_default().revoked.set(true);
+            }
+            Event::Released { passive } => {
+                if let Some(pass) = self.passives.remove(&passive) {
+                    pass.over.set(true);
+                }
+            }
+            Event::Suspect { lane } => self.suspects.push(lane),
+            Event::LaneLost { requeued_bytes, .. } => self.requeued += requeued_bytes,
+            Event::Broken { why } => self.broken = Some(why),
+            Event::Bye => self.bye = true,
+        }
+    }
+
+    pub(crate) fn end_job(&mut self, now: Time, id: u32, done: bool) {
+        let Some(job) = self.jobs.remove(&id) else { return };
+        assert!(job.claim.is_none());
+        if done {
+            self.peer.direct_done(now, DirectId(id), job.moved as u64, 5);
+        } else {
+            self.peer.direct_failed(now, DirectId(id));
+        }
+    }
+
+    /// Whether all that was begun has ended.
+    pub(crate) fn finished(&self) -> bool {
+        self.ops.iter().all(|op| op.done.is_some())
+    }
+}
