@@ -198,7 +198,7 @@ def test_a_wrong_secret(connected: Callable[..., Pair]) -> None:
 
 
 def test_listening_beyond_loopback_needs_a_secret() -> None:
-    with pytest.raises(crossrail.ConfigError, match="(?i)secret"):
+    with pytest.raises(crossrail.ConfigError, match=r"(?i)secret"):
         crossrail.Worker(crossrail.Context(log="error"), listen="0.0.0.0:0")
 
 
