@@ -79,15 +79,15 @@ def down(terms: Terms) -> Result:
     for _ in range(terms.rounds):
         with _bed(EQUAL_MBIT) as bed:
             reports.append(_report(Pair(bed, rails=bed.rails[:3]), *options))
-            three.append(reports[-1].rows[0].iterations[0].us_receiver / 1e6)
+            three.append(reports[-1].rows[0].iterations[0].us_sender / 1e6)
         with _bed(EQUAL_MBIT) as bed:
 
-            def cut(_: End, bed: Bed = bed) -> None:
-                wait_for_traffic(bed, "eth4", size // 12)
+            def cut(driving: End, bed: Bed = bed) -> None:
+                wait_for_traffic(bed, "eth4", size // 12, driving)
                 bed.set_down("left", "eth4")
 
             reports.append(_report(Pair(bed), *options, during=cut))
-            hit.append(reports[-1].rows[0].iterations[0].us_receiver / 1e6)
+            hit.append(reports[-1].rows[0].iterations[0].us_sender / 1e6)
     noted = [row.notes for report in reports for row in report.rows if row.notes]
     more = statistics.median(hit) - statistics.median(three)
     outcome = Outcome(

@@ -17,6 +17,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Sequence
 from typing import Literal
@@ -26,6 +27,7 @@ SIDES: tuple[Side, Side] = ("left", "right")
 BURST, QUEUE = "256k", "20ms"
 EQUAL_MBIT = (2000, 2000, 2000, 2000)
 UNEVEN_MBIT = (2000, 2000, 1000, 500)
+LINKS_S = 10.0
 _NOWHERE = "02:00:00:00:de:ad"
 
 
@@ -70,6 +72,8 @@ class Bed:
                 _ip("-n", self.namespace[side], "link", "set", "lo", "up")
             for number in range(len(self.mbit) + 1):
                 self._link(number)
+            for side in SIDES:
+                self._wait_for_links(side)
         except BaseException:
             self._remove()
             raise
@@ -95,6 +99,16 @@ class Bed:
             if number > 0:
                 shape = ("root", "tbf", "rate", f"{self.mbit[number - 1]}mbit", "burst", BURST, "latency", QUEUE)
                 _run("tc", *at, "qdisc", "add", "dev", nic, *shape)
+
+    def _wait_for_links(self, side: Side) -> None:
+        """Waits until the kernel says that every link is up: it does so a moment after it is."""
+        deadline = time.monotonic() + LINKS_S
+        while time.monotonic() < deadline:
+            links = json.loads(_output("ip", "-n", self.namespace[side], "-j", "link", "show", "type", "veth"))
+            if all(link["operstate"] == "UP" for link in links):
+                return
+            time.sleep(0.01)
+        raise RuntimeError(f"the links of {self.namespace[side]} did not come up within {LINKS_S:g} s")
 
     def _remove(self) -> None:
         for name in self.namespace.values():

@@ -171,13 +171,17 @@ class Pair:
             finally:
                 driving.kill()
             report = Report.loads(path.read_text()) if path.exists() else None
+            if ended.code != 0:
+                listening.kill()  # it may go on waiting for an end that does better
             return Outcome(listening.end(10.0), ended, report)
 
 
-def wait_for_traffic(bed: Bed, nic: str, num_bytes: int, side: Side = "right", timeout: float = START_S) -> None:
-    """Waits until so many more bytes have left ``nic``: then a transfer is under way on it."""
-    start, deadline = bed.sent_bytes(side, nic), time.monotonic() + timeout
-    while bed.sent_bytes(side, nic) < start + num_bytes:
+def wait_for_traffic(bed: Bed, nic: str, num_bytes: int, end: End, timeout: float = START_S) -> None:
+    """Waits until so many more bytes have left ``nic`` at the driving ``end``: then a transfer is under way on it."""
+    start, deadline = bed.sent_bytes("right", nic), time.monotonic() + timeout
+    while bed.sent_bytes("right", nic) < start + num_bytes:
+        if end.process.poll() is not None:
+            raise AssertionError(f"it ended before {nic} carried {num_bytes} bytes; it said:\n{end.said}")
         if time.monotonic() > deadline:
             raise AssertionError(f"{nic} did not carry {num_bytes} bytes within {timeout} s")
         time.sleep(0.005)  # a counter in the kernel: there is no event to wait for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -177,34 +178,39 @@ class _Driver:
     def row(self, plan: Plan) -> Row:
         """The whole row: ours and every peer, taking turns."""
         names = self.options.compare
-        transport, protocol = self._probe(plan)
-        row = Row(what=plan.what, transport=transport, size=plan.size, protocol=protocol, memory=plan.memory)
         before = self.session.endpoint.lanes()
-        ours: list[list[float]] = []
-        transfers: list[list[Iteration]] = []
+        transport, protocol = ("", None) if plan.what == "p2p" else self._probe(plan)
+        turns: list[Measured] = []
         theirs: dict[str, list[peers.Figure]] = {name: [] for name in names}
         errors: dict[str, str] = {}
-        last: Measured | None = None
         for turn in range(self.options.rounds if names else 1):
-            last = self._measure(
-                plan, f"{plan.what} {format_size(plan.size)}" + (f" round {turn + 1}" if names else "")
-            )
-            ours.append(last.samples_us)
-            transfers.append(last.transfers)
+            title = f"{plan.what} {format_size(plan.size)}" + (f" round {turn + 1}" if names else "")
+            turns.append(self._measure(plan, title))
+            if plan.what == "p2p":
+                rails = [lane.name for one in turns[0].transfers for lane in one.lanes if lane.bytes]
+                transport = self._transports(rails, before)
             for name in names:
                 self._turn_of(name, plan, transport, theirs, errors)
-        assert last is not None
         results = {
             name: _peer_result(theirs[name], errors.get(name), self._work(name, plan, transport)) for name in names
         }
+        row = Row(what=plan.what, transport=transport, size=plan.size, protocol=protocol, memory=plan.memory)
         if plan.what == "p2p":
-            known = self._lanes(before)
-            row = _with_how(row, self.chunk, self.lane_window, self.channels)
-            row = p2p_row(row, transfers, known, self._dead(transfers))
+            transfers = [turn.transfers for turn in turns]
+            row = replace(row, chunk=self.chunk, window=self.lane_window, channels=self.channels, verified=True)
+            row = p2p_row(row, transfers, self._lanes(before), self._dead(before, transfers))
         else:
-            rounds = [Round(samples, last.bytes_per_sample) for samples in ours]
-            row = with_samples(_with_batch(row, plan, last.batch), rounds)
+            batch = turns[-1].batch
+            which = {"window": plan.window} if plan.what == "bandwidth" else {"iterations_per_sample": batch}
+            rounds = [Round(turn.samples_us, turn.bytes_per_sample) for turn in turns]
+            row = with_samples(replace(row, **which), rounds)
         return with_peers(row, results)
+
+    def _transports(self, rails: list[str], before: list[LaneReport]) -> str:
+        """The transports of ``rails``, each once; those that were lost since ``before`` as well."""
+        lanes = [*before, *self.session.endpoint.lanes()]
+        known = {rail_of(lane): lane["transport"] for lane in lanes}
+        return "+".join(dict.fromkeys(known.get(rail, rail.partition("/")[0]) for rail in rails))
 
     def _turn_of(
         self, name: str, plan: Plan, transport: str, figures: dict[str, list[peers.Figure]], errors: dict[str, str]
@@ -250,9 +256,8 @@ class _Driver:
         session.tell({"do": "probe", "size": plan.size, "memory": plan.memory, "count": 2})
         session.endpoint.send(buffer, 0).wait()
         receipt = session.endpoint.send(buffer, 0).wait()
-        transports = {lane["name"]: lane["transport"] for lane in session.endpoint.lanes()}
-        used = [transports.get(lane["name"], lane["name"]) for lane in receipt.lanes if lane["bytes"] or not plan.size]
-        return "+".join(dict.fromkeys(used)) or session.endpoint.explain().small, receipt.protocol
+        rails = [rail_of(lane) for lane in receipt.lanes if lane["bytes"] or not plan.size]
+        return self._transports(rails, []), receipt.protocol
 
     def _measure(self, plan: Plan, title: str) -> Measured:
         session = self.session
@@ -287,7 +292,9 @@ class _Driver:
         """What the rails' own counters and the system say, since ``before``."""
         known: dict[str, Lane] = {}
         start = {lane["name"]: lane["retransmits"] for lane in before}
-        for lane in self.session.endpoint.lanes():
+        lanes = self.session.endpoint.lanes()
+        now = {lane["name"] for lane in lanes}
+        for lane in [*lanes, *(lane for lane in before if lane["name"] not in now)]:
             rail = rail_of(lane)
             retransmits = max(lane["retransmits"] - start.get(lane["name"], 0), 0)
             if rail in known:
@@ -303,11 +310,12 @@ class _Driver:
             )
         return known
 
-    def _dead(self, transfers: list[list[Iteration]]) -> list[str]:
+    def _dead(self, before: list[LaneReport], transfers: list[list[Iteration]]) -> list[str]:
         """The rails that went down while bytes moved: dead now, or named in a receipt's notes."""
-        notes = [note for turn in transfers for one in turn for note in one.notes]
-        lanes = self.session.endpoint.lanes()
-        lost = [rail_of(lane) for lane in lanes if not lane["alive"] or any(lane["name"] in note for note in notes)]
+        notes = " ".join(note for turn in transfers for one in turn for note in one.notes)
+        lanes = [*before, *self.session.endpoint.lanes()]
+        words = set(re.split(r"[\s,;]+", notes))
+        lost = [rail_of(lane) for lane in lanes if not lane["alive"] or words & {lane["name"], rail_of(lane)}]
         return list(dict.fromkeys(lost))
 
 
@@ -319,16 +327,6 @@ class Measured:
     batch: int
     bytes_per_sample: int
     transfers: list[Iteration]
-
-
-def _with_batch(row: Row, plan: Plan, batch: int) -> Row:
-    if plan.what == "bandwidth":
-        return replace(row, window=plan.window)
-    return replace(row, iterations_per_sample=batch)
-
-
-def _with_how(row: Row, chunk: int, window: int, channels: int) -> Row:
-    return replace(row, chunk=chunk, window=window, channels=channels, verified=True)
 
 
 def _iteration(one: Transfer, size: int) -> Iteration:
