@@ -112,6 +112,8 @@ impl Shared {
             chunk: settings.chunk as u64,
             window: settings.window,
             lane_deadline: LANE_DEADLINE.as_nanos() as u64,
+            // The engine itself asks for acknowledgements only when a pass found nothing else to do.
+            lazy_passes: 0,
             ..proto::Config::default()
         };
         let mut core = self.core.lock();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crossrail_proto as proto;
-use crossrail_transport::{Grant, Lane, LaneError, Place, Post, Sink, Tx};
+use crossrail_transport::{Grant, Lane, LaneError, Payload, Place, Post, Sink, Tx};
 use crossrail_types::{EndpointId, Error, ErrorKind, Head, LaneId, OpId};
 use proto::{Event, Memory, Offer, Operation};
 
@@ -241,7 +241,11 @@ impl Core {
         while let Some(event) = self.st.peer(endpoint).and_then(|peer| peer.peer.event()) {
             self.apply(endpoint, event);
         }
-        self.flush(endpoint);
+        if let Some(peer) = self.st.peer(endpoint)
+            && peer.inside.is_some_and(|id| peer.peer.presses(id))
+        {
+            self.flush(endpoint);
+        }
         self.kick(endpoint);
     }
 
@@ -251,14 +255,14 @@ impl Core {
         let Some(id) = self.st.peer(endpoint).and_then(|peer| peer.inside) else { return };
         let Some(at) = self.inside.iter().position(|lane| lane.id == id) else { return };
         let mut failed = None;
-        while self.st.lane(id).is_some_and(|lane| lane.pending.is_none()) {
+        while self.st.lane(id).is_some_and(|lane| lane.pending.is_none()) && self.st.wants(endpoint, id) {
             let now = self.st.now;
             let Some(out) = self.st.peer(endpoint).and_then(|peer| peer.peer.next(now, id)) else { break };
             let Some(mut tx) = self.st.tx(endpoint, id, &out) else { continue };
             match self.inside[at].lane.post(&tx) {
                 Ok(Post::Taken | Post::Held) => {}
                 Ok(Post::Full) => {
-                    self.st.keep(endpoint, id, &out, &mut tx);
+                    self.st.keep(endpoint, id, &out.body, &mut tx);
                     if let Some(lane) = self.st.lane(id) {
                         lane.pending = Some(tx);
                     }
@@ -442,15 +446,15 @@ impl Core {
         self.lane_lost(endpoint, id, error);
     }
 
-    /// Says goodbye to every peer that nothing is under way with.
+    /// Tells every peer what it is owed, and says goodbye where nothing is under way.
     pub(crate) fn farewell(&mut self) {
         let now = self.st.tick();
         for index in 0..self.st.peers.len() {
             let id = EndpointId(index as u32);
-            if let Some(peer) = self.st.peer(id).filter(|peer| peer.alive && peer.peer.idle()) {
-                peer.peer.close(now);
-                self.settle(id);
-            }
+            let Some(peer) = self.st.peer(id).filter(|peer| peer.alive) else { continue };
+            peer.peer.flush();
+            peer.peer.close(now);
+            self.settle(id);
         }
     }
 
@@ -469,22 +473,24 @@ impl Core {
 
     // ---- regions
 
-    pub(crate) fn region_alive(&self, region: proto::RegionRef) -> bool {
-        proto::Regions::alive(&self.st.regions, region)
-    }
-
-    /// Fails the peers' accesses under way; the grants are for the caller to revoke.
-    pub(crate) fn region_gone(&mut self, region: proto::RegionRef) -> Vec<Arc<Grant>> {
+    /// Ends access to a region: later ones are refused, those under way fail. False: it was ended already.
+    pub(crate) fn region_gone(&mut self, region: proto::RegionRef) -> bool {
+        if !self.st.regions.retire(region) {
+            return false;
+        }
         let now = self.st.tick();
-        let mut grants = Vec::new();
         for index in 0..self.st.peers.len() {
             let id = EndpointId(index as u32);
             let Some(peer) = self.st.peer(id) else { continue };
-            grants.extend(peer.passives_of(region));
             peer.peer.region_gone(now, region);
             self.settle(id);
         }
-        grants
+        true
+    }
+
+    /// Whether a peer's lane or a direct copy may still touch that region.
+    pub(crate) fn region_in_use(&self, region: proto::RegionRef) -> bool {
+        self.copies_in(region) || self.st.peers.iter().flatten().any(|peer| peer.passives_of(region).next().is_some())
     }
 
     // ---- operations
@@ -518,12 +524,46 @@ impl Core {
         let inside = peer.inside;
         let tag = if let Operation::Send { tag } = operation { tag } else { 0 };
         let op = self.st.ops.insert(what, Some(endpoint), tag, buffer);
+        if matches!(operation, Operation::Send { .. })
+            && let Some(lane) = inside
+            && self.send_now(endpoint, lane, op, tag, (ptr, len))
+        {
+            return Ok(op);
+        }
         let offer = inside.and_then(|lane| self.offer(lane, op, ptr, len));
         if let Some(peer) = self.st.peer(endpoint) {
             peer.peer.start(now, op, operation, len as u64, offer);
         }
         self.settle(endpoint);
         Ok(op)
+    }
+
+    /// Sends a short message with nothing queued before it; false: it has to go the long way.
+    #[inline]
+    fn send_now(&mut self, endpoint: EndpointId, id: LaneId, op: OpId, tag: u64, (ptr, len): (*mut u8, usize)) -> bool {
+        let now = self.st.now;
+        let Some(state) = self.st.lane(id) else { return false };
+        if len > state.eager_max || state.pending.is_some() {
+            return false;
+        }
+        let Some(at) = self.inside.iter().position(|lane| lane.id == id) else { return false };
+        let Some(peer) = self.st.peer(endpoint) else { return false };
+        let Some(head) = peer.peer.send_now(now, op, tag, len as u64, id) else { return false };
+        let mut tx = Tx { head, payload: Payload { ptr, len, file: None, grant: None }, token: 0 };
+        if !self.inside[at].lane.caps().reliable {
+            tx.payload.grant = self.st.ops.op_mut(op).map(|op| op.grant());
+        }
+        match self.inside[at].lane.post(&tx) {
+            Ok(Post::Taken | Post::Held) => {}
+            Ok(Post::Full) => {
+                tx.payload.grant = self.st.ops.op_mut(op).map(|op| op.grant());
+                if let Some(state) = self.st.lane(id) {
+                    state.pending = Some(tx);
+                }
+            }
+            Err(error) => self.drop_inside(endpoint, id, &error),
+        }
+        true
     }
 
     #[inline]

@@ -90,8 +90,15 @@ impl Ops {
         slot.len = buffer.len;
         slot.tag = tag;
         slot.keep = buffer.keep;
-        slot.outcome = None;
+        slot.grant = None;
+        slot.slot = None;
+        slot.direct = None;
         slot.detached = false;
+        slot.callback = None;
+        slot.parent = None;
+        slot.children = 0;
+        slot.bytes = 0;
+        slot.failure = None;
         OpId { index, generation: slot.generation }
     }
 
@@ -251,9 +258,10 @@ impl Ops {
 
     fn free(&mut self, id: OpId) {
         let slot = &mut self.slots[id.index as usize];
-        let generation = slot.generation.wrapping_add(1);
-        *slot = Op::vacant();
-        slot.generation = generation;
+        slot.generation = slot.generation.wrapping_add(1);
+        slot.live = false;
+        slot.keep = Keep::Nothing;
+        slot.outcome = None;
         self.free.push(id.index);
         self.live -= 1;
     }

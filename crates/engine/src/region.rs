@@ -57,6 +57,8 @@ impl std::fmt::Debug for RegionKey {
 struct Entry {
     generation: u32,
     live: bool,
+    /// Access has ended; a peer's lane may still be at it.
+    retired: bool,
     secret: [u8; 16],
     ptr: *mut u8,
     len: u64,
@@ -83,6 +85,7 @@ impl Regions {
                 self.entries.push(Entry {
                     generation: 0,
                     live: false,
+                    retired: false,
                     secret: [0; 16],
                     ptr: std::ptr::null_mut(),
                     len: 0,
@@ -94,6 +97,7 @@ impl Regions {
         };
         let entry = &mut self.entries[index as usize];
         entry.live = true;
+        entry.retired = false;
         entry.secret = secret;
         entry.ptr = buffer.ptr;
         entry.len = buffer.len as u64;
@@ -123,12 +127,20 @@ impl Regions {
     }
 
     fn counted(&self, region: proto::RegionRef, imm: u32) -> Option<u64> {
-        self.entry(region).map(|entry| entry.imms.get(&imm).copied().unwrap_or(0))
+        self.entry(region).filter(|entry| !entry.retired).map(|entry| entry.imms.get(&imm).copied().unwrap_or(0))
     }
 
-    fn remove(&mut self, region: proto::RegionRef) -> bool {
+    /// Refuses access from now on; false if it is refused already.
+    pub(crate) fn retire(&mut self, region: proto::RegionRef) -> bool {
+        let entry = self.entries.get_mut(region.index as usize);
+        let entry = entry.filter(|entry| entry.live && entry.generation == region.generation);
+        entry.is_some_and(|entry| !std::mem::replace(&mut entry.retired, true))
+    }
+
+    /// Forgets a retired region.
+    pub(crate) fn remove(&mut self, region: proto::RegionRef) {
         if self.entry(region).is_none() {
-            return false;
+            return;
         }
         let entry = &mut self.entries[region.index as usize];
         entry.live = false;
@@ -137,7 +149,6 @@ impl Regions {
         entry.imms.clear();
         entry.secret = [0; 16];
         self.free.push(region.index);
-        true
     }
 }
 
@@ -151,7 +162,7 @@ impl proto::Regions for Regions {
     ) -> std::result::Result<proto::RegionRef, proto::RegionFault> {
         let word = |at: usize| u32::from_le_bytes([key[at], key[at + 1], key[at + 2], key[at + 3]]);
         let region = proto::RegionRef { index: word(0), generation: word(4) };
-        let entry = self.entry(region).ok_or(proto::RegionFault::Gone)?;
+        let entry = self.entry(region).filter(|entry| !entry.retired).ok_or(proto::RegionFault::Gone)?;
         if !bool::from(entry.secret.ct_eq(&key[8..])) {
             return Err(proto::RegionFault::Gone);
         }
@@ -162,7 +173,7 @@ impl proto::Regions for Regions {
     }
 
     fn alive(&self, region: proto::RegionRef) -> bool {
-        self.entry(region).is_some()
+        self.entry(region).is_some_and(|entry| !entry.retired)
     }
 }
 
@@ -208,7 +219,7 @@ impl Region {
     /// Ends all access: when this returns no peer touches the memory any more, and later accesses fail on the
     /// accessing side with `Region`. Transfers under way into or out of it fail there too.
     pub fn deregister(&self) -> Result<()> {
-        if self.0.shared.deregister(self.0.region, |regions, region| regions.remove(region)) {
+        if self.0.shared.deregister(self.0.region) {
             Ok(())
         } else {
             Err(Error::new(ErrorKind::Region, "deregister", "the region is already deregistered"))
@@ -242,7 +253,7 @@ impl Region {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        self.shared.deregister(self.region, |regions, region| regions.remove(region));
+        self.shared.deregister(self.region);
     }
 }
 

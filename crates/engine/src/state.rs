@@ -120,8 +120,9 @@ impl PeerState {
         self.names = Arc::new(Names { peer: self.names.peer.clone(), inside: name });
     }
 
-    pub(crate) fn passives_of(&self, region: proto::RegionRef) -> Vec<Arc<Grant>> {
-        self.passives.values().filter(|(owner, _)| *owner == region).map(|(_, grant)| grant.clone()).collect()
+    /// The grants of the peer's accesses to that region.
+    pub(crate) fn passives_of(&self, region: proto::RegionRef) -> impl Iterator<Item = &Arc<Grant>> {
+        self.passives.values().filter(move |(owner, _)| *owner == region).map(|(_, grant)| grant)
     }
 
     pub(crate) fn release(&mut self, passive: u32) {
@@ -264,8 +265,8 @@ impl State {
     }
 
     /// Makes `tx` outlive the call that made it: inline bytes are kept, the user's get a grant.
-    pub(crate) fn keep(&mut self, endpoint: EndpointId, lane: LaneId, out: &proto::Out, tx: &mut Tx) {
-        match &out.body {
+    pub(crate) fn keep(&mut self, endpoint: EndpointId, lane: LaneId, body: &Body, tx: &mut Tx) {
+        match body {
             Body::Inline { bytes, len } => {
                 if let Some(lane) = self.lane(lane) {
                     (tx.payload, tx.token) = lane.hold(&bytes[..usize::from(*len)]);
@@ -295,7 +296,7 @@ impl State {
         loop {
             let out = self.peer(endpoint)?.peer.next(now, lane)?;
             if let Some(mut tx) = self.tx(endpoint, lane, &out) {
-                self.keep(endpoint, lane, &out, &mut tx);
+                self.keep(endpoint, lane, &out.body, &mut tx);
                 return Some(tx);
             }
             // The memory went away between the protocol's decision and now: cannot happen while operations end only

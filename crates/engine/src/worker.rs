@@ -334,27 +334,27 @@ impl Shared {
         error.with_hint("the request goes on: wait again or cancel it; CROSSRAIL_TIMEOUT sets the default")
     }
 
-    /// Removes a region by `remove`, then waits until no peer touches its memory.
-    pub(crate) fn deregister(
-        &self,
-        region: crossrail_proto::RegionRef,
-        remove: impl FnOnce(&mut crate::region::Regions, crossrail_proto::RegionRef) -> bool,
-    ) -> bool {
+    /// Ends all access to a region and waits until no peer touches its memory; false if it had ended already.
+    pub(crate) fn deregister(&self, region: crossrail_proto::RegionRef) -> bool {
         let mut core = self.core.lock();
-        if !core.region_alive(region) {
+        let ended = core.region_gone(region);
+        core.st.ops.finished = true;
+        self.after(core);
+        if !ended {
             return false;
         }
-        let grants = core.region_gone(region);
-        for grant in grants {
-            grant.revoke();
+        // A peer that reads is told first: what a lane sends instead of revoked memory would pass for the region's.
+        let timeout = self.context.settings().timeout;
+        if self.wait_until(timeout, |core| (!core.region_in_use(region)).then_some(())).is_none() {
+            self.log.warn(format_args!("deregister: a peer had not let go in {:.3} s", timeout.as_secs_f64()));
         }
-        self.after(core);
-        // A copy by both ends stops at its next piece.
-        self.wait_until(self.context.settings().timeout, |core| (!core.copies_in(region)).then_some(()));
         let mut core = self.core.lock();
-        let removed = remove(&mut core.st.regions, region);
+        for peer in core.st.peers.iter().flatten() {
+            peer.passives_of(region).for_each(|grant| grant.revoke());
+        }
+        core.st.regions.remove(region);
         self.after(core);
-        removed
+        true
     }
 
     // ---- the end

@@ -1,6 +1,6 @@
 //! What a lane carries next.
 
-use crossrail_types::LaneId;
+use crossrail_types::{Head, LaneId, OpId};
 
 use super::{Control, Peer, Phase, Queued};
 use crate::feed::guided;
@@ -12,6 +12,8 @@ use crate::{Body, Memory, Operation, Out, Time};
 const DONES: usize = frame::CONTROL_MAX as usize / 4;
 /// Consumed messages after which the peer is told at once.
 const ACK_EVERY: u32 = 64;
+/// Finished operations after which the peer is told at once.
+const DONES_PRESS: usize = 16;
 
 pub(super) fn inline(bytes: Bytes) -> Body {
     if bytes.len == 0 { Body::None } else { Body::Inline { bytes: bytes.bytes, len: bytes.len } }
@@ -62,6 +64,69 @@ impl Peer {
             && self.carries_chunks(at)
             && self.lanes[at].sent.len() < self.config.window as usize;
         messages || chunks || self.lanes[at].owes()
+    }
+
+    /// Whether [`Peer::next`] has something for this lane that should go out now. [`Peer::wants`] also counts the few
+    /// acknowledgements that may as well ride along with a message, if one comes in time.
+    #[inline]
+    pub fn presses(&self, lane: LaneId) -> bool {
+        let Some(at) = self.lane_at(lane) else { return false };
+        let messages = self.stream.lane == Some(lane)
+            && (!self.queue.is_empty()
+                || !self.control.is_empty()
+                || self.urgent
+                || self.dones.len() >= DONES_PRESS
+                || self.stream.owed() >= ACK_EVERY
+                || self.stream.resends()
+                || self.follow.is_some()
+                || (self.closing && !self.bye_sent));
+        messages || self.lanes[at].owes() || (!self.active.is_empty() && self.carries_chunks(at))
+    }
+
+    /// [`Peer::start`] and the [`Peer::next`] after it in one step, for a message of `len` bytes that can go out on
+    /// this lane now, with all its bytes: its head, to be carried at once. `None`: it cannot, nothing was done.
+    #[inline]
+    pub fn send_now(&mut self, now: Time, op: OpId, tag: u64, len: u64, lane: LaneId) -> Option<Head> {
+        let at = self.lane_at(lane)?;
+        let spec = &self.lanes[at].spec;
+        let clear = self.stream.lane == Some(lane)
+            && matches!(self.phase, Phase::Live)
+            && !self.closing
+            && self.queue.is_empty()
+            && self.control.is_empty()
+            && self.follow.is_none()
+            && !self.stream.resends()
+            && self.stream.open()
+            && self.dones.len() < DONES_PRESS
+            && !self.lanes[at].owes();
+        let credit = self.own_active < self.config.message_credit
+            && len <= u64::from(spec.eager_max.min(spec.max_payload))
+            && self.eager_bytes + len <= self.config.eager_credit;
+        if !clear || !credit {
+            return None;
+        }
+        let reliable = spec.reliable;
+        let serial = self.next_serial();
+        let done = self.next_done();
+        self.own_active += 1;
+        self.eager_bytes += len;
+        let entry = self.outs.vacant_entry();
+        let index = entry.key() as u32;
+        let frame = Frame::Eager { op: index + 1, tag };
+        let mut outgoing = Outgoing::new(op, Kind::Send, len, serial, now, lane);
+        outgoing.stage = Stage::Eager;
+        let outgoing = entry.insert(outgoing);
+        let mut out = Out {
+            head: frame::encode_head(&frame, len as u32),
+            body: Body::Memory { memory: Memory::Op(op), offset: 0, len: len as u32 },
+        };
+        if !reliable && !self.stream.waiting() {
+            self.lanes[at].progress = now;
+            self.lanes[at].suspected = false;
+        }
+        outgoing.seq = Some(self.stream.seal(&mut out, done));
+        self.told();
+        Some(out.head)
     }
 
     /// Bulk lanes do; where none is left, every lane.
