@@ -26,6 +26,8 @@ pub(crate) struct Feed {
     /// With the lane that lost it.
     lost: VecDeque<(LaneId, Piece)>,
     lost_bytes: u64,
+    /// Whether pieces may have gone out twice.
+    twice: bool,
     /// Chunks on live lanes.
     pub(crate) outstanding: u32,
     shares: Vec<LaneShare>,
@@ -41,6 +43,7 @@ impl Feed {
             fresh: 0,
             lost: VecDeque::new(),
             lost_bytes: 0,
+            twice: false,
             outstanding: 0,
             shares: Vec::new(),
             blocked: None,
@@ -101,7 +104,14 @@ impl Feed {
         share.chunks -= 1;
         share.resent -= if piece.again { piece.len } else { 0 };
         self.lost_bytes += piece.len;
+        self.twice = true;
         self.lost.push_front((lane, Piece { again: true, ..piece }));
+    }
+
+    /// Whether a lane may still be reading the memory of a transfer that is complete: it carries what another one had
+    /// brought over already, which its receiver acknowledges before it has read it to the end.
+    pub(crate) fn touched(&self) -> bool {
+        self.outstanding > 0 || self.twice
     }
 
     /// Bytes handed out and not lost.

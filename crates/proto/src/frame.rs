@@ -1,7 +1,7 @@
 //! Frames as bytes: pure functions between [`Head`]s (with their control bytes) and [`Frame`]s.
 //!
-//! Sequenced kinds (all below [`ACK`]) are the message stream: `seq` counts them, `done` finishes one operation of
-//! the reader's. Every kind but the last two carries `ack`, the number of sequenced frames consumed so far.
+//! Sequenced kinds (all but the last three) are the message stream: `seq` counts them, `small` says how often the
+//! stream had moved to another lane, `done` finishes one operation of the reader's. Every kind but the last two carries `ack`, the number of sequenced frames consumed so far.
 //!
 //! | kind | op | tag | payload |
 //! |---|---|---|---|
@@ -9,8 +9,8 @@
 //! | announce | writer's | message tag | length, offer? |
 //! | consent | reader's | target | |
 //! | done | | | further ids |
-//! | fail (`small`: code) | reader's | | message and buffer length, when truncated |
-//! | read failed (`small`: code) | writer's serve, or 0 | target | |
+//! | fail (`flags`: code) | reader's | | message and buffer length, when truncated |
+//! | read failed (`flags`: code) | writer's serve, or 0 | target | |
 //! | abort | writer's | | |
 //! | write | writer's | length | key, offset, immediate, offer? |
 //! | write data | writer's | | the bytes |
@@ -58,12 +58,12 @@ const FAILED: u8 = 8;
 const AGAIN: u8 = 16;
 const NO_SLOT: u32 = u32::MAX;
 
-const TRUNCATED: u16 = 1;
-const CANCELLED: u16 = 2;
-const GONE: u16 = 3;
-const BOUNDS: u16 = 4;
-const ACCESS: u16 = 5;
-const CLOSED: u16 = 6;
+const TRUNCATED: u8 = 1;
+const CANCELLED: u8 = 2;
+const GONE: u8 = 3;
+const BOUNDS: u8 = 4;
+const ACCESS: u8 = 5;
+const CLOSED: u8 = 6;
 
 /// Where chunks go at the other end: an index and the serial that tells its reuses apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -117,7 +117,7 @@ pub enum Frame {
         /// Which.
         op: u32,
         /// Why.
-        code: u16,
+        code: u8,
     },
     /// The reader's read has failed.
     ReadFailed {
@@ -126,7 +126,7 @@ pub enum Frame {
         /// Which read.
         target: Target,
         /// Why.
-        code: u16,
+        code: u8,
     },
     /// The writer wants its operation cancelled.
     Abort {
@@ -281,6 +281,18 @@ pub fn done(head: &Head) -> u32 {
     word(&head.0, 16)
 }
 
+/// The `small` field of sequenced kinds: how often their stream had moved.
+#[inline]
+pub fn epoch(head: &Head) -> u16 {
+    u16::from_le_bytes([head.0[2], head.0[3]])
+}
+
+/// Writes the `small` field.
+#[inline]
+pub fn set_epoch(head: &mut Head, epoch: u16) {
+    head.0[2..4].copy_from_slice(&epoch.to_le_bytes());
+}
+
 /// Writes the three fields that belong to the stream.
 #[inline]
 pub fn seal(head: &mut Head, seq: u32, ack: u32, done: u32) {
@@ -299,16 +311,15 @@ pub fn set_ack(head: &mut Head, ack: u32) {
 #[inline]
 pub fn decode_head(head: &Head) -> Result<Frame, String> {
     let b = &head.0;
-    let (flags, small, payload, op, tag) =
-        (b[1], u16::from_le_bytes([b[2], b[3]]), head.payload_len(), word(b, 20), long(b, 24));
+    let (flags, payload, op, tag) = (b[1], head.payload_len(), word(b, 20), long(b, 24));
     let offer = flags & OFFER != 0;
     let (frame, length_ok) = match b[0] {
         EAGER => (Frame::Eager { op, tag }, true),
         ANNOUNCE => (Frame::Announce { op, tag, offer }, payload == if offer { 36 } else { 8 }),
         CONSENT => (Frame::Consent { op, target: Target::unpack(tag) }, payload == 0),
         DONE => (Frame::Done, payload <= CONTROL_MAX && payload % 4 == 0),
-        FAIL => (Frame::Fail { op, code: small }, payload == if small == TRUNCATED { 16 } else { 0 }),
-        READ_FAILED => (Frame::ReadFailed { serve: op, target: Target::unpack(tag), code: small }, payload == 0),
+        FAIL => (Frame::Fail { op, code: flags }, payload == if flags == TRUNCATED { 16 } else { 0 }),
+        READ_FAILED => (Frame::ReadFailed { serve: op, target: Target::unpack(tag), code: flags }, payload == 0),
         ABORT => (Frame::Abort { op }, payload == 0),
         WRITE => {
             let frame = Frame::Write { op, len: tag, imm: flags & IMM != 0, data: flags & DATA != 0, offer };
@@ -339,32 +350,31 @@ pub fn decode_head(head: &Head) -> Result<Frame, String> {
 /// The head of `frame` with that payload length; `seq`, `ack` and `done` of sequenced kinds are zero.
 #[inline]
 pub fn encode_head(frame: &Frame, payload: u32) -> Head {
-    let (kind, flags, small, op, tag) = match *frame {
-        Frame::Eager { op, tag } => (EAGER, 0, 0, op, tag),
-        Frame::Announce { op, tag, offer } => (ANNOUNCE, flag(offer, OFFER), 0, op, tag),
-        Frame::Consent { op, target } => (CONSENT, 0, 0, op, target.pack()),
-        Frame::Done => (DONE, 0, 0, 0, 0),
-        Frame::Fail { op, code } => (FAIL, 0, code, op, 0),
-        Frame::ReadFailed { serve, target, code } => (READ_FAILED, 0, code, serve, target.pack()),
-        Frame::Abort { op } => (ABORT, 0, 0, op, 0),
+    let (kind, flags, op, tag) = match *frame {
+        Frame::Eager { op, tag } => (EAGER, 0, op, tag),
+        Frame::Announce { op, tag, offer } => (ANNOUNCE, flag(offer, OFFER), op, tag),
+        Frame::Consent { op, target } => (CONSENT, 0, op, target.pack()),
+        Frame::Done => (DONE, 0, 0, 0),
+        Frame::Fail { op, code } => (FAIL, code, op, 0),
+        Frame::ReadFailed { serve, target, code } => (READ_FAILED, code, serve, target.pack()),
+        Frame::Abort { op } => (ABORT, 0, op, 0),
         Frame::Write { op, len, imm, data, offer } => {
-            (WRITE, flag(offer, OFFER) | flag(imm, IMM) | flag(data, DATA), 0, op, len)
+            (WRITE, flag(offer, OFFER) | flag(imm, IMM) | flag(data, DATA), op, len)
         }
-        Frame::WriteData { op } => (WRITE_DATA, 0, 0, op, 0),
-        Frame::Read { op, target, offer } => (READ, flag(offer, OFFER), 0, op, target.pack()),
-        Frame::ReadData { serve, target } => (READ_DATA, 0, 0, serve, target.pack()),
-        Frame::Invite { op } => (INVITE, 0, 0, op, 0),
-        Frame::HelpEnded { op, failed } => (HELP_ENDED, flag(failed, FAILED), 0, op, 0),
-        Frame::Pushed { serve, target } => (PUSHED, 0, 0, serve, target.pack()),
-        Frame::Bye => (BYE, 0, 0, 0, 0),
-        Frame::Nothing => (NOTHING, 0, 0, 0, 0),
-        Frame::Ack => (ACK, 0, 0, 0, 0),
-        Frame::Chunk { target, offset, again, .. } => (CHUNK, flag(again, AGAIN), 0, target.index, offset),
-        Frame::ChunkAck { .. } => (CHUNK_ACK, 0, 0, 0, 0),
+        Frame::WriteData { op } => (WRITE_DATA, 0, op, 0),
+        Frame::Read { op, target, offer } => (READ, flag(offer, OFFER), op, target.pack()),
+        Frame::ReadData { serve, target } => (READ_DATA, 0, serve, target.pack()),
+        Frame::Invite { op } => (INVITE, 0, op, 0),
+        Frame::HelpEnded { op, failed } => (HELP_ENDED, flag(failed, FAILED), op, 0),
+        Frame::Pushed { serve, target } => (PUSHED, 0, serve, target.pack()),
+        Frame::Bye => (BYE, 0, 0, 0),
+        Frame::Nothing => (NOTHING, 0, 0, 0),
+        Frame::Ack => (ACK, 0, 0, 0),
+        Frame::Chunk { target, offset, again, .. } => (CHUNK, flag(again, AGAIN), target.index, offset),
+        Frame::ChunkAck { .. } => (CHUNK_ACK, 0, 0, 0),
     };
     let mut head = Head::new(kind, payload);
     head.0[1] = flags;
-    head.0[2..4].copy_from_slice(&u16::to_le_bytes(small));
     head.0[20..24].copy_from_slice(&u32::to_le_bytes(op));
     head.0[24..32].copy_from_slice(&u64::to_le_bytes(tag));
     match *frame {
@@ -483,7 +493,7 @@ pub fn decode_done(bytes: &[u8]) -> impl Iterator<Item = u32> + '_ {
 }
 
 /// A failure as code and control bytes.
-pub(crate) fn encode_failure(failure: &Failure) -> (u16, Bytes) {
+pub(crate) fn encode_failure(failure: &Failure) -> (u8, Bytes) {
     let code = match failure {
         Failure::Truncated { message, buffer } => {
             return (TRUNCATED, Bytes::EMPTY.push(&message.to_le_bytes()).push(&buffer.to_le_bytes()));
@@ -498,7 +508,7 @@ pub(crate) fn encode_failure(failure: &Failure) -> (u16, Bytes) {
 }
 
 /// The failure that code and control bytes say.
-pub fn decode_failure(code: u16, bytes: &[u8]) -> Result<Failure, String> {
+pub fn decode_failure(code: u8, bytes: &[u8]) -> Result<Failure, String> {
     Ok(match code {
         TRUNCATED => {
             expect(bytes, 16)?;

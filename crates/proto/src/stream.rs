@@ -12,7 +12,8 @@ const RETAINED_MAX: usize = 16 << 10;
 ///
 /// Outgoing: frames are numbered; on lanes that may lose them they are retained until acknowledged, and sent again
 /// from the first unacknowledged one when their lane dies. Incoming: every lane carries consecutive numbers starting
-/// at or before the one expected, so a frame is new, a repetition, or a violation; nothing is ever held back.
+/// at or before the one expected, so a frame is new, a repetition, or a violation; nothing is ever held back. What
+/// comes late from a lane that the stream has left is told by its epoch, and ignored: it came or will come again.
 #[derive(Debug, Default)]
 pub(crate) struct Stream {
     /// The lane that carries our messages, if one is there.
@@ -31,6 +32,9 @@ pub(crate) struct Stream {
     twice: u32,
     /// Number of the frame that is expected next.
     expected: u32,
+    /// How often we have moved, and the peer.
+    epoch: u16,
+    their_epoch: u16,
     /// Frames consumed since we last acknowledged.
     owed: u32,
 }
@@ -42,6 +46,8 @@ pub(crate) enum Arrival {
     New,
     /// One that was consumed already.
     Old,
+    /// From a lane that the stream has left.
+    Stale,
     /// Not possible from a peer that keeps to the rules.
     Gap,
 }
@@ -72,6 +78,7 @@ impl Stream {
         self.lane = lane;
         self.reliable = reliable;
         self.draining = false;
+        self.epoch = self.epoch.wrapping_add(1);
         self.resend = 0;
         if !self.retained.is_empty() {
             self.twice = self.next;
@@ -93,8 +100,9 @@ impl Stream {
 
     /// The next frame to send again.
     pub(crate) fn resend(&mut self) -> Option<Out> {
-        let expected = self.expected;
+        let (expected, epoch) = (self.expected, self.epoch);
         let out = self.retained.get_mut(self.resend)?;
+        frame::set_epoch(&mut out.head, epoch);
         frame::set_ack(&mut out.head, expected);
         let out = *out;
         self.owed = 0;
@@ -112,6 +120,7 @@ impl Stream {
     pub(crate) fn seal(&mut self, out: &mut Out, done: u32) -> u32 {
         let seq = self.next;
         frame::seal(&mut out.head, seq, self.expected, done);
+        frame::set_epoch(&mut out.head, self.epoch);
         self.next = seq.wrapping_add(1);
         self.owed = 0;
         if self.reliable {
@@ -165,7 +174,13 @@ impl Stream {
 
     /// What an incoming number means.
     #[inline]
-    pub(crate) fn classify(&self, seq: u32) -> Arrival {
+    pub(crate) fn classify(&mut self, epoch: u16, seq: u32) -> Arrival {
+        if epoch != self.their_epoch {
+            if (epoch.wrapping_sub(self.their_epoch) as i16) < 0 {
+                return Arrival::Stale;
+            }
+            self.their_epoch = epoch;
+        }
         if seq == self.expected {
             Arrival::New
         } else if (seq.wrapping_sub(self.expected) as i32) < 0 {
@@ -248,10 +263,12 @@ mod tests {
         s.seal(&mut nothing(), 0);
         assert_eq!(s.acknowledge(1), Ok(true));
         assert!(s.settled());
-        assert_eq!(s.classify(u32::MAX), Arrival::New);
+        assert_eq!(s.classify(7, u32::MAX), Arrival::New);
         s.consumed(true);
-        assert_eq!(s.classify(u32::MAX), Arrival::Old);
-        assert_eq!(s.classify(0), Arrival::New);
-        assert_eq!(s.classify(1), Arrival::Gap);
+        assert_eq!(s.classify(7, u32::MAX), Arrival::Old);
+        assert_eq!(s.classify(6, 0), Arrival::Stale);
+        assert_eq!(s.classify(7, 0), Arrival::New);
+        assert_eq!(s.classify(8, 1), Arrival::Gap);
+        assert_eq!(s.classify(7, 0), Arrival::Stale);
     }
 }

@@ -91,8 +91,9 @@ impl Peer {
             return Ok(Placing::Discard);
         }
         let lossy = !self.lanes[at].spec.reliable;
-        match self.stream.classify(frame::seq(head)) {
+        match self.stream.classify(frame::epoch(head), frame::seq(head)) {
             Arrival::New => {}
+            Arrival::Stale => return Ok(Placing::Discard),
             Arrival::Old => {
                 if lossy {
                     self.stream.repeated();
@@ -182,7 +183,7 @@ impl Peer {
             return Ok(Placing::Discard);
         }
         let lane = self.lanes[at].spec.id;
-        let Some(open) = self.open.as_mut().filter(|o| o.frame == frame && o.len == len) else {
+        let Some(open) = self.open.as_mut().filter(|o| o.frame == frame && o.len == len && o.lane != lane) else {
             return Err("a message came again and differs".to_owned());
         };
         open.lane = lane;

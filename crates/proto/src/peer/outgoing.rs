@@ -151,7 +151,7 @@ impl Peer {
         }
         let left = outgoing.seq.is_some_and(|seq| self.stream.leave(seq));
         let feed = outgoing.feed.take();
-        let touched = feed.as_deref().is_some_and(|f| f.outstanding > 0);
+        let touched = feed.as_deref().is_some_and(Feed::touched);
         if left || touched || result.is_err() {
             self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
         }
@@ -348,7 +348,9 @@ impl Peer {
         if outgoing.stage == Stage::Eager && outgoing.seq.is_none() {
             self.unsend_data(index);
         }
-        if left || outgoing.feed.as_deref().is_some_and(|f| f.outstanding > 0) {
+        // One that failed was acknowledged by its reader without being read to the end.
+        let failed = outgoing.stage == Stage::Aborting;
+        if left || failed || outgoing.feed.as_deref().is_some_and(Feed::touched) {
             self.events.push_back(Event::Revoke { memory });
         }
         self.events.push_back(Event::Released { passive });

@@ -177,6 +177,9 @@ impl World {
         if self.nodes[node].down() || !self.wires[wire].usable(node) || self.wires[wire].silent {
             return;
         }
+        if self.nodes[node].broken.is_some() {
+            return self.dead(node);
+        }
         if self.wires[wire].arriving[node].is_none() {
             let Some(frame) = self.wires[wire].out[1 - node].pop_front() else { return };
             self.head(wire, node, frame);
@@ -347,6 +350,8 @@ impl World {
             wire.spec.messages = true;
             wire.spec.bulk = true;
             wire.spec.reliable = false;
+            // Nobody answers for a process that is gone.
+            wire.down = [self.nodes[0].down(), self.nodes[1].down()];
             self.wires.push(wire);
         }
     }
