@@ -37,6 +37,9 @@ pub(crate) struct Stream {
     their_epoch: u16,
     /// Frames consumed since we last acknowledged.
     owed: u32,
+    /// The lane that brings the peer's messages: an acknowledgement alone goes back there, so that what is lost with
+    /// that lane is asked for again when the peer moves on.
+    pub(crate) heard: Option<LaneId>,
 }
 
 /// What an incoming number means.
@@ -84,7 +87,7 @@ impl Stream {
             self.twice = self.next;
         }
         // An acknowledgement may have been lost with the old lane.
-        self.owed = self.owed.max(u32::from(self.expected != 0));
+        self.owed = self.owed.max(u32::from(self.heard.is_some()));
     }
 
     /// Whether a new frame may go out.
@@ -194,12 +197,20 @@ impl Stream {
     #[inline]
     pub(crate) fn consumed(&mut self, lossy: bool) {
         self.expected = self.expected.wrapping_add(1);
-        self.owed += u32::from(lossy);
+        self.owed += u32::from(lossy && self.heard.is_some());
     }
 
     /// A repetition came: its sender has not heard that we have it.
     pub(crate) fn repeated(&mut self) {
         self.owed += 1;
+    }
+
+    /// A lane is gone. If it brought the peer's messages, the peer repeats on another what we have not told it of.
+    pub(crate) fn unheard(&mut self, lane: LaneId) {
+        if self.heard == Some(lane) {
+            self.heard = None;
+            self.owed = 0;
+        }
     }
 
     /// Consumed frames that the sender has not been told of.

@@ -91,9 +91,15 @@ impl Peer {
             return Ok(Placing::Discard);
         }
         let lossy = !self.lanes[at].spec.reliable;
-        match self.stream.classify(frame::epoch(head), frame::seq(head)) {
-            Arrival::New => {}
-            Arrival::Stale => return Ok(Placing::Discard),
+        let arrival = self.stream.classify(frame::epoch(head), frame::seq(head));
+        if arrival == Arrival::Stale {
+            return Ok(Placing::Discard);
+        }
+        if lossy {
+            self.stream.heard = Some(lane);
+        }
+        match arrival {
+            Arrival::New | Arrival::Stale => {}
             Arrival::Old => {
                 if lossy {
                     self.stream.repeated();

@@ -32,6 +32,7 @@ impl Peer {
                 bytes += sent.piece.len;
             }
         }
+        self.stream.unheard(lane);
         self.events.push_back(Event::LaneLost { lane, requeued_chunks: chunks, requeued_bytes: bytes });
         if self.stream.lane == Some(lane) {
             if self.stream.fragile() && self.live() {
@@ -52,7 +53,7 @@ impl Peer {
 
     /// When [`Peer::on_timeout`] is wanted; ask before sleeping. A time in the past: now, and `next` after it.
     pub fn timeout(&self) -> Option<Time> {
-        if self.owes() && !self.urgent && self.stream.lane.is_some() {
+        if self.owes() && !self.urgent && !self.lanes.is_empty() {
             return Some(Time(0));
         }
         let waiting = self.lanes.iter().filter(|l| !l.suspected && self.waits_on(l));

@@ -43,6 +43,10 @@ impl Peer {
         {
             return Some(out);
         }
+        if self.stream.heard == Some(lane) && self.stream.owed() > 0 && (self.stream.owed() >= ACK_EVERY || self.due())
+        {
+            return self.next_ack();
+        }
         if self.active.is_empty() || !self.carries_chunks(at) || !self.live() {
             return None;
         }
@@ -56,14 +60,15 @@ impl Peer {
         let messages = self.stream.lane == Some(lane)
             && (!self.queue.is_empty()
                 || !self.control.is_empty()
-                || self.owes()
+                || !self.dones.is_empty()
                 || self.stream.resends()
                 || self.follow.is_some()
                 || (self.closing && !self.bye_sent));
         let chunks = !self.active.is_empty()
             && self.carries_chunks(at)
             && self.lanes[at].sent.len() < self.config.window as usize;
-        messages || chunks || self.lanes[at].owes()
+        let owed = self.lanes[at].owes() || (self.stream.heard == Some(lane) && self.stream.owed() > 0);
+        messages || chunks || owed
     }
 
     /// Whether [`Peer::next`] has something for this lane that should go out now. [`Peer::wants`] also counts the few
@@ -147,16 +152,14 @@ impl Peer {
     }
 
     fn next_message(&mut self, now: Time, at: usize) -> Option<Out> {
-        match self.phase {
-            Phase::Live => {}
-            Phase::Closed => return self.next_ack(),
-            Phase::Broken(_) | Phase::Dead(_) => return None,
+        if !self.live() {
+            return None;
         }
         if self.stream.resends() {
             return self.stream.resend();
         }
         if !self.stream.open() {
-            return self.next_ack();
+            return None;
         }
         if let Some((index, serial)) = self.follow.take()
             && let Some(out) = self.next_follow(now, at, index, serial)
@@ -183,20 +186,21 @@ impl Peer {
             self.queue.pop_front();
             return Some(self.issue(now, at, &queued));
         }
-        if self.owes() {
-            if self.urgent || self.passes >= self.config.lazy_passes || self.stream.owed() >= ACK_EVERY {
-                return if self.dones.is_empty() { self.next_ack() } else { Some(self.next_dones(now, at)) };
-            }
-            self.passes += 1;
+        if !self.dones.is_empty() && self.due() {
+            return Some(self.next_dones(now, at));
         }
         self.next_bye(now, at)
     }
 
+    /// Whether what is owed goes out alone; if not, that was one occasion passed.
+    fn due(&mut self) -> bool {
+        let due = self.urgent || self.passes >= self.config.lazy_passes || self.phase == Phase::Closed;
+        self.passes += u32::from(!due);
+        due
+    }
+
     /// An acknowledgement alone.
     fn next_ack(&mut self) -> Option<Out> {
-        if self.stream.owed() == 0 {
-            return None;
-        }
         let mut head = frame::encode_head(&Frame::Ack, 0);
         frame::set_ack(&mut head, self.stream.tell());
         self.told();
