@@ -235,3 +235,25 @@ fn both_directions_at_once_under_load() {
         }
     });
 }
+
+#[test]
+fn a_transfer_cancelled_in_the_middle_ends_at_both_ends() {
+    each(|transport, pair| {
+        let size = 16 << 20;
+        for round in 0..60_u64 {
+            let receive = pair.b.recv(vec![0; size], round, u64::MAX, None).unwrap();
+            let send = pair.ab.send(vec![1; size], round).unwrap();
+            std::thread::sleep(Duration::from_micros(round * 50));
+            if round % 2 == 0 { receive.cancel() } else { send.cancel() }
+            for (end, request) in [("receive", &receive), ("send", &send)] {
+                if let Err(error) = request.wait(Some(Duration::from_secs(5))) {
+                    assert_eq!(error.kind, ErrorKind::Cancelled, "{transport}, round {round}, {end}: {error}");
+                    // Nobody had taken it: the other end waits for somebody who does.
+                    if error.detail.contains("before a message matched it") {
+                        send.cancel();
+                    }
+                }
+            }
+        }
+    });
+}
