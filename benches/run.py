@@ -43,7 +43,7 @@ def main() -> int:
     out.print(_table(outcomes))
     for outcome in outcomes:
         for note in outcome.notes:
-            out.print(f"{outcome.work}: {note}")
+            out.print(f"{outcome.work}: {note}", soft_wrap=True)
     if results is not None:
         _write_summary(results, [scenario.name for scenario in arguments.only], outcomes)
     return 1 if any(outcome.failed for outcome in outcomes) else 0

@@ -45,7 +45,7 @@ def test_p2p_shows_both_ends_lanes_stages_and_a_verdict() -> None:
     assert average.split() == ["average", "1.000", "1.010", "1.00", "0.99"]
     rail = line_with(text, "tcp/eth1", "MB").split()
     assert rail == ["tcp/eth1", "2.10", "MB", "52.5%", "0.53", "-", "12", "0", "3"]
-    assert line_with(text, "wire ", "%").split() == ["wire", "0.900", "89%"]
+    assert line_with(text, "wire ", "%").split() == ["wire", "0.900", "90%"]
     assert "data: verified before and after the timing" in text
     assert "verdict: wire:" in text
     assert "iperf3: 0.80 GB/s (iperf3, 2 at once); ratio 1.25" in text
@@ -71,9 +71,9 @@ def test_no_color_is_honoured_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     coloured = Terminal()
-    console(coloured).print("[red]word[/red]")
+    console(coloured).print("word", style="red")
     assert "\x1b[31m" in coloured.getvalue()
     monkeypatch.setenv("NO_COLOR", "1")
     plain = Terminal()
-    console(plain).print("[red]word[/red]")
+    console(plain).print("word", style="red")
     assert "\x1b[31m" not in plain.getvalue()

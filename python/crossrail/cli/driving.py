@@ -330,7 +330,7 @@ class Measured:
 
 
 def _iteration(one: Transfer, size: int) -> Iteration:
-    """Both ends' records of one transfer as one. A stage took as long as the end that saw more of it says."""
+    """Both ends' records of one transfer as one. The stages are the sender's, which sees all of them but copying."""
     sender, receiver = one["sender"], one["receiver"]
     sent, received = sender["receipt"], receiver["receipt"]
     return Iteration(
@@ -341,9 +341,9 @@ def _iteration(one: Transfer, size: int) -> Iteration:
         protocol=sent["protocol"],
         lanes=rails_of(sent["lanes"]),
         stages=Stages(
-            match_us=max(sent["match_us"], received["match_us"]),
-            window_us=max(sent["window_us"], received["window_us"]),
-            wire_us=max(sent["wire_us"], received["wire_us"]),
+            match_us=sent["match_us"],
+            window_us=sent["window_us"],
+            wire_us=sent["wire_us"],
             copy_us=max(sent["copy_us"], received["copy_us"]),
         ),
         notes=list(dict.fromkeys([*sent["notes"], *received["notes"]])),

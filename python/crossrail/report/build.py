@@ -93,7 +93,7 @@ def p2p_row(
     protocols = list(dict.fromkeys(one.protocol for one in iterations))
     facts = Facts(
         size=row.size,
-        us=median([one.us for one in iterations]),
+        us=median([one.us_sender for one in iterations]),
         gb_per_s=row.gb_per_s or 0.0,
         protocol=protocols[-1],
         stages=stages,

@@ -83,11 +83,6 @@ class Iteration:
     stages: Stages
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def us(self) -> float:
-        """How long it took at the end that was busy longer: the whole that the stages are parts of."""
-        return max(self.us_sender, self.us_receiver)
-
 
 @dataclass(frozen=True)
 class PeerResult:

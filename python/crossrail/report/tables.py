@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Sequence
 from typing import IO
@@ -21,16 +22,15 @@ _PLAIN_WIDTH = 200
 
 def console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
     """A console for tables: coloured on a terminal unless NO_COLOR is set, plain and wide anywhere else."""
-    terminal = Console(file=file, stderr=stderr, highlight=False, no_color=True if os.environ.get("NO_COLOR") else None)
-    if terminal.is_terminal:
-        return terminal
-    return Console(file=file, stderr=stderr, highlight=False, no_color=True, width=_PLAIN_WIDTH)
+    plain = functools.partial(Console, file=file, stderr=stderr, highlight=False, markup=False)
+    terminal = plain(no_color=True if os.environ.get("NO_COLOR") else None)
+    return terminal if terminal.is_terminal else plain(no_color=True, width=_PLAIN_WIDTH)
 
 
 def print_report(report: Report, to: Console) -> None:
     """Prints every row of ``report``: a table for each kind of row, in the order they were measured."""
     for renderable in views(report):
-        to.print(renderable)
+        to.print(renderable, soft_wrap=isinstance(renderable, Text))
 
 
 def views(report: Report) -> list[RenderableType]:
@@ -161,7 +161,7 @@ def _lanes(lanes: Sequence[Lane]) -> HeadedTable:
 def _stages(row: Row) -> HeadedTable:
     made = table("where the time went, per iteration (parts may overlap)", ["stage", "ms", "of the time"])
     stages = row.stages
-    whole = median([one.us for one in row.iterations]) if row.iterations else 0.0
+    whole = median([one.us_sender for one in row.iterations]) if row.iterations else 0.0
     if stages is not None and whole:
         named = {"wire": stages.wire_us, "window": stages.window_us, "copy": stages.copy_us, "match": stages.match_us}
         for name, spent in named.items():

@@ -1,0 +1,55 @@
+"""The committed benchmark: it runs, says what fails, and writes what it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).parents[2] / "benches" / "run.py"
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs benches/run.py to its end."""
+    return subprocess.run(
+        [sys.executable, str(RUN), *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("arguments", [("--only=flying",), ("--rounds=0",), ("--results=/nonexistent",), ("--fast",)])
+def test_bad_usage(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_a_scenario_writes_its_samples_and_its_outcome(tmp_path: Path) -> None:
+    done = run("--quick", "--only=python-overhead", f"--results={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "native + 2 us" in done.stdout
+    data = json.loads((tmp_path / "python-overhead.json").read_text())
+    assert data["schema"] == "crossrail-bench/1"
+    assert data["environment"]["cpu"]
+    assert data["rows"][0]["samples_us"]
+    assert data["python_us"][0] > data["native_us"][0] > 0
+    assert data["outcomes"][0]["met"] in (True, False)
+    assert not (tmp_path / "summary.json").exists(), "a part would pass for the whole"
+
+
+def test_a_missing_peer_is_a_failed_row_not_a_missing_one(tmp_path: Path) -> None:
+    done = run("--quick", "--only=shm-latency", f"--results={tmp_path}", PATH="/none")
+    assert done.returncode == 1
+    assert "FAILED" in done.stdout
+    assert "apt-get install ucx-utils" in done.stdout
+    (outcome,) = json.loads((tmp_path / "shm-latency.json").read_text())["outcomes"]
+    assert outcome["failed"]
+    assert outcome["to_reach"] == "<= 0.75 x ucx"
