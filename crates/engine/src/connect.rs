@@ -104,9 +104,16 @@ impl Shared {
         None
     }
 
+    /// The two lines at an endpoint's creation.
+    fn announce(&self, explain: &Explain) {
+        if !explain.candidates.is_empty() {
+            self.log.info(format_args!("{}", explain.available));
+            self.log.info(format_args!("{}", explain.selected));
+        }
+    }
+
     fn new_peer(&self, name: &str, explain: Explain) -> Result<EndpointId> {
-        self.log.info(format_args!("{}", explain.available));
-        self.log.info(format_args!("{}", explain.selected));
+        self.announce(&explain);
         let settings = self.context.settings();
         let config = proto::Config {
             chunk: settings.chunk as u64,
@@ -362,7 +369,50 @@ impl Shared {
         candidates
     }
 
-    /// Registers a TCP session and its endpoint.
+    fn tcp_explain(&self, peer: &Hello, candidates: Vec<Candidate>) -> Explain {
+        let chosen: Vec<_> =
+            candidates.iter().filter(|way| !way.chosen_for.is_empty()).map(|way| way.lane.clone()).collect();
+        let small = chosen.first().cloned().unwrap_or_default();
+        let large = select::from_size(EAGER_LIMIT, &chosen.join(" "));
+        Explain::new(&peer.name, small, large, &self.context.settings().tls.to_string(), candidates)
+    }
+
+    /// What an accepted endpoint uses is what the connecting end chose: the rails whose lanes have arrived.
+    pub(crate) fn accepted_over(&self, endpoint: EndpointId, peer: &Hello) {
+        let mut core = self.core.lock();
+        let ids = core.st.peer(endpoint).map(|peer| peer.lanes.clone()).unwrap_or_default();
+        let arrived: Vec<String> =
+            ids.into_iter().filter_map(|id| core.st.lane(id).map(|lane| lane.name.to_string())).collect();
+        drop(core);
+        // A lane is named after its rail: `tcp/eth1`, `tcp/eth1#2`, `tcp/eth1:messages`.
+        let uses = |way: &Candidate| {
+            let of = |name: &String| {
+                name.strip_prefix(&way.lane)
+                    .is_some_and(|rest| !rest.starts_with(|c: char| c.is_alphanumeric() || c == '.'))
+            };
+            arrived.iter().any(of)
+        };
+        let reason =
+            if peer.boot_id == self.context.machine().boot_id { "the peer chose tcp" } else { "another machine" };
+        let mut candidates = vec![select::candidate("shm", "shm", None, &Cost::SHM_CMA).out(reason)];
+        for way in self.tcp_candidates(peer) {
+            let first = candidates.iter().all(|known| known.chosen_for.is_empty());
+            candidates.push(match (uses(&way), &way.reason) {
+                (true, _) => {
+                    Candidate { reason: None, ..way }.chosen(if first { &["small", "large"] } else { &["large"] })
+                }
+                (false, Some(_)) => way,
+                (false, None) => way.out("the peer did not use it"),
+            });
+        }
+        let explain = self.tcp_explain(peer, candidates);
+        self.announce(&explain);
+        if let Some(state) = self.core.lock().st.peer(endpoint) {
+            state.explain = Arc::new(explain);
+        }
+    }
+
+    /// Registers a TCP session and its endpoint. Without `candidates`: [`Shared::accepted_over`] tells them later.
     pub(crate) fn open_link(
         self: &Arc<Self>,
         control: TcpStream,
@@ -370,18 +420,9 @@ impl Shared {
         initiator: bool,
         peer: Hello,
         rails: Vec<RailPair>,
-        mut candidates: Vec<Candidate>,
+        candidates: Vec<Candidate>,
     ) -> Result<EndpointId> {
-        if candidates.is_empty() {
-            // The connecting end chooses; what it chose shows in the lanes that arrive.
-            candidates = self.tcp_candidates(&peer).into_iter().map(|way| way.chosen(&["as the peer chose"])).collect();
-        }
-        let chosen: Vec<_> =
-            candidates.iter().filter(|way| !way.chosen_for.is_empty()).map(|way| way.lane.clone()).collect();
-        let small = chosen.first().cloned().unwrap_or_default();
-        let large = select::from_size(EAGER_LIMIT, &chosen.join(" "));
-        let tls = self.context.settings().tls.to_string();
-        let endpoint = self.new_peer(&peer.name, Explain::new(&peer.name, small, large, &tls, candidates))?;
+        let endpoint = self.new_peer(&peer.name, self.tcp_explain(&peer, candidates))?;
         let failed = |call: &str, error: &std::io::Error| Error::io("connect", call, error).with_peer(&peer.name);
         control.set_nonblocking(true).map_err(|error| failed("fcntl", &error))?;
         let fd = control.as_raw_fd();

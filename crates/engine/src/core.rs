@@ -2,11 +2,10 @@
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::time::Instant;
 
 use crossrail_proto as proto;
-use crossrail_transport::{Grant, Lane, LaneError, Payload, Place, Post, Sink, Tx};
+use crossrail_transport::{Lane, LaneError, Payload, Place, Post, Sink, Tx};
 use crossrail_types::{EndpointId, Error, ErrorKind, Head, LaneId, OpId};
 use proto::{Event, Memory, Offer, Operation};
 

@@ -154,7 +154,9 @@ impl Shared {
             return;
         }
         link.accepted = true;
+        let peer = link.peer.clone();
         drop(sessions);
+        self.accepted_over(endpoint, &peer);
         let mut core = self.core.lock();
         core.arrived.push_back(endpoint);
         core.st.ops.finished = true;

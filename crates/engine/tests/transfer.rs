@@ -244,7 +244,11 @@ fn a_transfer_cancelled_in_the_middle_ends_at_both_ends() {
             let receive = pair.b.recv(vec![0; size], round, u64::MAX, None).unwrap();
             let send = pair.ab.send(vec![1; size], round).unwrap();
             std::thread::sleep(Duration::from_micros(round * 50));
-            if round % 2 == 0 { receive.cancel() } else { send.cancel() }
+            if round % 2 == 0 {
+                receive.cancel()
+            } else {
+                send.cancel()
+            }
             for (end, request) in [("receive", &receive), ("send", &send)] {
                 if let Err(error) = request.wait(Some(Duration::from_secs(5))) {
                     assert_eq!(error.kind, ErrorKind::Cancelled, "{transport}, round {round}, {end}: {error}");
