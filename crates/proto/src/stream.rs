@@ -66,9 +66,9 @@ impl Stream {
         self.reliable && self.next != 0
     }
 
-    /// Whether something of ours is on the wire and unacknowledged.
+    /// Whether something of ours is unacknowledged, on the wire or about to go there again.
     pub(crate) fn waiting(&self) -> bool {
-        self.resend > 0
+        !self.retained.is_empty()
     }
 
     /// Whether the stream is pinned to its lane for good (no lane can take over from a reliable one).

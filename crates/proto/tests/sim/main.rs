@@ -52,30 +52,30 @@ fn all_goes_well() {
 
 #[test]
 fn lanes_die_and_come_back() {
-    random("lanes_die_and_come_back", 3000, Dangers { lanes: true, ..CALM });
+    random("lanes_die_and_come_back", 8000, Dangers { lanes: true, ..CALM });
 }
 
 #[test]
 fn operations_are_cancelled_and_regions_go() {
-    random("operations_are_cancelled_and_regions_go", 2000, Dangers { cancels: true, ..CALM });
+    random("operations_are_cancelled_and_regions_go", 5000, Dangers { cancels: true, ..CALM });
 }
 
 #[test]
 fn peers_die() {
-    random("peers_die", 2000, Dangers { deaths: true, cancels: true, ..CALM });
+    random("peers_die", 5000, Dangers { deaths: true, cancels: true, ..CALM });
 }
 
 #[test]
 fn connections_close() {
-    random("connections_close", 2000, Dangers { closes: true, ..CALM });
+    random("connections_close", 4000, Dangers { closes: true, ..CALM });
 }
 
 #[test]
 fn everything_at_once() {
-    random("everything_at_once", 4000, Dangers { lanes: true, deaths: true, cancels: true, closes: true });
+    random("everything_at_once", 12000, Dangers { lanes: true, deaths: true, cancels: true, closes: true });
 }
 
-/// One schedule, run again with one fault more at each of its steps.
+/// Schedules, each run again with one fault more at each of its steps.
 fn at_every_step(test: &str, runs: u64, fault: impl Fn(&Plan, u64) -> Fault) {
     seeds(test, runs, |seed| {
         let plan = Plan::draw(seed, CALM);
@@ -92,7 +92,7 @@ fn at_every_step(test: &str, runs: u64, fault: impl Fn(&Plan, u64) -> Fault) {
 
 #[test]
 fn a_lane_dies_at_every_step() {
-    at_every_step("a_lane_dies_at_every_step", 40, |plan, at| Fault::Kill {
+    at_every_step("a_lane_dies_at_every_step", 100, |plan, at| Fault::Kill {
         wire: at as usize % plan.wires.len(),
         by: at as usize / 2 % 2,
     });
@@ -100,14 +100,32 @@ fn a_lane_dies_at_every_step() {
 
 #[test]
 fn a_lane_falls_silent_at_every_step() {
-    at_every_step("a_lane_falls_silent_at_every_step", 20, |plan, at| Fault::Silence {
+    at_every_step("a_lane_falls_silent_at_every_step", 60, |plan, at| Fault::Silence {
         wire: at as usize % plan.wires.len(),
     });
 }
 
 #[test]
+fn an_operation_is_cancelled_at_every_step() {
+    at_every_step("an_operation_is_cancelled_at_every_step", 100, |_, at| Fault::Cancel { node: at as usize % 2 });
+}
+
+#[test]
+fn a_region_goes_at_every_step() {
+    at_every_step("a_region_goes_at_every_step", 50, |_, at| Fault::Deregister {
+        node: at as usize % 2,
+        region: at as usize / 2 % 2,
+    });
+}
+
+#[test]
+fn a_connection_closes_at_every_step() {
+    at_every_step("a_connection_closes_at_every_step", 40, |_, at| Fault::Close { node: at as usize % 2 });
+}
+
+#[test]
 fn a_peer_dies_at_every_step() {
-    at_every_step("a_peer_dies_at_every_step", 30, |_, at| match at % 3 {
+    at_every_step("a_peer_dies_at_every_step", 60, |_, at| match at % 3 {
         0 => Fault::Partition,
         at => Fault::Crash { node: at as usize - 1 },
     });

@@ -53,6 +53,17 @@ pub(crate) enum Fault {
     },
     /// Both are told that the other is dead.
     Partition,
+    /// One of that node's unfinished operations is cancelled.
+    Cancel {
+        node: usize,
+    },
+    Deregister {
+        node: usize,
+        region: usize,
+    },
+    Close {
+        node: usize,
+    },
 }
 
 #[derive(Clone, Debug)]

@@ -87,6 +87,11 @@ impl Wire {
         self.up[node] && !self.down[node]
     }
 
+    /// Frames that a node may have under way. What falls silent still has buffers to fill.
+    pub(crate) fn room(&self) -> usize {
+        self.depth + if self.silent { 100 } else { 0 }
+    }
+
     pub(crate) fn over(&self) -> bool {
         self.down[0] && self.down[1]
     }

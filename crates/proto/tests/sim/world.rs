@@ -145,7 +145,7 @@ impl World {
         let Some(wire) = self.any_wire() else { return };
         let n = &mut self.nodes[node];
         let w = &mut self.wires[wire];
-        if !w.usable(node) || n.down() || w.out[node].len() >= w.depth {
+        if !w.usable(node) || n.down() || w.out[node].len() >= w.room() {
             return;
         }
         let id = lane_id(wire, node);
@@ -335,6 +335,21 @@ impl World {
                     self.plan.revive = false;
                     self.revivals.clear();
                 }
+                Fault::Cancel { node } => {
+                    let open = |(_, o): &(usize, &Op)| o.done.is_none() && !o.cancelled;
+                    let all: Vec<usize> =
+                        self.nodes[node].ops.iter().enumerate().filter(open).map(|(i, _)| i).collect();
+                    if !all.is_empty() && !self.nodes[node].down() {
+                        let op = self.rng.pick(&all);
+                        self.cancel(node, op);
+                        self.settle(node);
+                    }
+                }
+                Fault::Deregister { node, region } => {
+                    self.deregister(node, region);
+                    self.settle(node);
+                }
+                Fault::Close { node } => self.close(node),
                 Fault::Partition => {
                     self.dead(0);
                     self.dead(1);
@@ -399,10 +414,7 @@ impl World {
                     }
                 }
                 Action::Deregister(region) => self.deregister(node, region),
-                Action::Close => {
-                    self.nodes[node].closed = true;
-                    self.nodes[node].peer.close(self.now);
-                }
+                Action::Close => self.close(node),
             }
         } else {
             self.wind_up(node);
@@ -446,6 +458,11 @@ impl World {
         } else {
             assert!(n.peer.cancel(self.now, id), "nobody knows {}", n.ops[op].span.name);
         }
+    }
+
+    fn close(&mut self, node: usize) {
+        self.nodes[node].closed = true;
+        self.nodes[node].peer.close(self.now);
     }
 
     fn deregister(&mut self, node: usize, region: usize) {
