@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from pairs import Pair
 
 import crossrail
 
@@ -62,16 +63,6 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
         time.sleep(0.02)  # threads of closed workers and killed peers end on their own time
         gc.collect()
     assert not left, f"left behind: {left}"
-
-
-class Pair(NamedTuple):
-    """Two workers of this process and the endpoints between them."""
-
-    context: crossrail.Context
-    a: crossrail.Worker
-    b: crossrail.Worker
-    to_b: crossrail.Endpoint
-    to_a: crossrail.Endpoint
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import Pair
+from pairs import Pair
 
 import crossrail
 from crossrail import _async

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Pair
+from pairs import Pair
 
 import crossrail
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from conftest import Pair
+from pairs import Pair
 
 import crossrail
 from crossrail import errors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from conftest import Pair
+from pairs import Pair
 
 import crossrail
 

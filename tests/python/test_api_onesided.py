@@ -6,7 +6,7 @@ import random
 import threading
 
 import pytest
-from conftest import Pair
+from pairs import Pair
 
 import crossrail
 

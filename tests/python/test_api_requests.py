@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 
 import pytest
-from conftest import Pair
+from pairs import Pair
 
 import crossrail
 
