@@ -237,6 +237,11 @@ impl Core {
     /// Acts on everything the protocol has decided for one peer, and sends what it wants sent.
     #[inline]
     pub(crate) fn settle(&mut self, endpoint: EndpointId) {
+        while let Some(short) = self.st.peer(endpoint).and_then(|peer| peer.peer.short()) {
+            if !self.st.ops.finish_short(endpoint, short) {
+                self.apply(endpoint, short.into());
+            }
+        }
         while let Some(event) = self.st.peer(endpoint).and_then(|peer| peer.peer.event()) {
             self.apply(endpoint, event);
         }

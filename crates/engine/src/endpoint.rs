@@ -153,7 +153,7 @@ impl Endpoint {
         }
         core.st.ops.release(parent, failure);
         shared.after(core);
-        Ok(Request { shared: shared.clone(), id: parent })
+        Ok(Request::new(shared, parent))
     }
 
     #[inline]
@@ -162,7 +162,7 @@ impl Endpoint {
         let mut core = shared.core.lock();
         let op = core.start(self.id, what, operation, buffer);
         shared.after(core);
-        Ok(Request { shared: shared.clone(), id: op? })
+        Ok(Request::new(shared, op?))
     }
 
     /// Every way that the endpoint could have used: its cost, what it was chosen for, or why it was not.

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use crossrail_proto as proto;
 use crossrail_transport::Grant;
-use crossrail_types::{EndpointId, Error, ErrorKind, OpId, Result};
+use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, OpId, Result};
+
+use proto::Short;
 
 use crate::buffer::{Buffer, Keep};
 use crate::request::Receipt;
@@ -19,6 +21,16 @@ pub(crate) type Outcome = std::result::Result<Finish, Box<Error>>;
 pub(crate) struct Finish {
     pub(crate) endpoint: Option<EndpointId>,
     pub(crate) tag: u64,
+    pub(crate) bytes: u64,
+    pub(crate) wire_ns: u64,
+    pub(crate) lane: Option<LaneId>,
+    /// All but a message that went with its first frame.
+    pub(crate) more: Option<Box<More>>,
+}
+
+/// What there is to tell of a longer operation.
+#[derive(Clone, Debug)]
+pub(crate) struct More {
     pub(crate) receipt: proto::Receipt,
     pub(crate) direct: Option<crossrail_transport::DirectKind>,
     /// Several operations in one request.
@@ -128,13 +140,13 @@ impl Ops {
         if let Some(grant) = op.grant.take() {
             grant.revoke();
         }
-        if let Ok(finish) = &mut outcome {
-            finish.direct = op.direct;
+        if let Ok(Finish { more: Some(more), .. }) = &mut outcome {
+            more.direct = op.direct;
         }
         let callback = op.callback.take();
         let (parent, detached) = (op.parent.take(), op.detached);
         let failure = outcome.as_ref().err().cloned();
-        let bytes = outcome.as_ref().map_or(0, |finish| finish.receipt.bytes);
+        let bytes = outcome.as_ref().map_or(0, |finish| finish.bytes);
         if !matches!(op.keep, Keep::Vec(_)) {
             op.keep = Keep::Nothing;
         }
@@ -151,6 +163,42 @@ impl Ops {
         if let Some(parent) = parent {
             self.child_finished(parent, bytes, failure);
         }
+    }
+
+    /// [`Ops::finish`] for a short message with nothing attached to it. False: go the long way.
+    #[inline]
+    pub(crate) fn finish_short(&mut self, endpoint: EndpointId, short: proto::Short) -> bool {
+        let Some(op) = self.op_mut(short.op) else { return true };
+        let plain = op.grant.is_none()
+            && op.slot.is_none()
+            && op.callback.is_none()
+            && op.parent.is_none()
+            && op.outcome.is_none()
+            && !op.detached;
+        if !plain {
+            return false;
+        }
+        op.endpoint = Some(endpoint);
+        let tag = if op.what == "recv" { short.tag } else { op.tag };
+        if !matches!(op.keep, Keep::Vec(_) | Keep::Nothing) {
+            op.keep = Keep::Nothing;
+        }
+        let Short { bytes, wire_ns, lane, .. } = short;
+        op.outcome = Some(Ok(Finish { endpoint: Some(endpoint), tag, bytes, wire_ns, lane, more: None }));
+        self.finished = true;
+        true
+    }
+
+    /// Takes the good end of a short message out of the table; its request is not asked for here any more.
+    #[inline]
+    pub(crate) fn collect(&mut self, id: OpId) -> Option<Finish> {
+        let op = self.op_mut(id)?;
+        if !matches!(op.outcome, Some(Ok(Finish { more: None, .. }))) || !matches!(op.keep, Keep::Nothing) {
+            return None;
+        }
+        let outcome = op.outcome.take();
+        self.free(id);
+        outcome?.ok()
     }
 
     /// Keeps a batch from finishing while its parts are still being submitted.
@@ -185,7 +233,10 @@ impl Ops {
         if last {
             let outcome = match self.op_mut(parent).and_then(|op| op.failure.take()) {
                 Some(error) => Err(error),
-                None => Ok(Finish { endpoint, tag, receipt: batch_receipt(bytes), direct: None, batch: true }),
+                None => {
+                    let more = More { receipt: batch_receipt(bytes), direct: None, batch: true };
+                    Ok(Finish { endpoint, tag, bytes, wire_ns: 0, lane: None, more: Some(Box::new(more)) })
+                }
             };
             self.finish(parent, outcome);
         }
@@ -207,7 +258,7 @@ impl Ops {
             self.free(child);
             match outcome {
                 Some(Err(error)) => self.child_finished(parent, 0, Some(error)),
-                Some(Ok(finish)) => self.child_finished(parent, finish.receipt.bytes, None),
+                Some(Ok(finish)) => self.child_finished(parent, finish.bytes, None),
                 None => {}
             }
         }

@@ -1,13 +1,14 @@
 //! Operations under way and what they leave behind.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use crossrail_transport::DirectKind;
-use crossrail_types::{LaneId, OpId, Result};
+use crossrail_types::{EndpointId, LaneId, OpId, Result};
 
 use crate::core::Core;
-use crate::ops::Outcome;
+use crate::ops::{Finish, More, Outcome};
 use crate::state::Names;
 use crate::worker::Shared;
 
@@ -18,6 +19,7 @@ use crate::worker::Shared;
 pub struct Request {
     pub(crate) shared: Arc<Shared>,
     pub(crate) id: OpId,
+    pub(crate) collected: Collected,
 }
 
 /// How a transfer's bytes travelled.
@@ -120,9 +122,14 @@ fn protocol(receipt: &crossrail_proto::Receipt, direct: Option<DirectKind>) -> P
 }
 
 impl Request {
+    #[inline]
+    pub(crate) fn new(shared: &Arc<Shared>, id: OpId) -> Request {
+        Request { shared: shared.clone(), id, collected: Collected::NOTHING }
+    }
+
     /// Makes progress once and says whether the request is finished, and how. Never blocks.
     pub fn test(&self) -> Option<Result<Receipt>> {
-        self.shared.test(self.id)
+        self.shared.test(self)
     }
 
     /// Whether it is finished, without making progress.
@@ -135,7 +142,7 @@ impl Request {
     /// A wait that runs out fails with `Timeout` and says how far the operation got; the operation goes on, so
     /// wait again or [`Request::cancel`] it.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<Receipt> {
-        self.shared.wait(self.id, timeout)
+        self.shared.wait(self, timeout)
     }
 
     /// Asks both ends to stop. The request then finishes with `Cancelled`, unless it was finished already; until
@@ -148,7 +155,7 @@ impl Request {
     /// Calls `callback` once the request is finished (at once if it is), on the thread that saw it finish, without
     /// any lock held. It may start new operations; it must not block.
     pub fn on_complete(&self, callback: impl FnOnce(Result<Receipt>) + Send + 'static) {
-        self.shared.on_complete(self.id, Box::new(callback));
+        self.shared.on_complete(self, Box::new(callback));
     }
 
     /// The bytes of a finished operation whose buffer was a `Vec<u8>`.
@@ -158,8 +165,11 @@ impl Request {
 }
 
 impl Drop for Request {
+    #[inline]
     fn drop(&mut self) {
-        self.shared.core.lock().st.ops.detach(self.id);
+        if !*self.collected.there.get_mut() {
+            self.shared.core.lock().st.ops.detach(self.id);
+        }
     }
 }
 
@@ -169,11 +179,70 @@ impl std::fmt::Debug for Request {
     }
 }
 
-/// How a finished operation ended.
-pub(crate) fn outcome(core: &mut Core, id: OpId) -> Result<Receipt> {
-    match core.st.ops.op(id).and_then(|op| op.outcome.clone()) {
+/// How a finished operation ended; `None`: it is running. What need not stay in the table leaves it.
+#[inline]
+pub(crate) fn outcome(core: &mut Core, request: &Request) -> Option<Result<Receipt>> {
+    if let Some(finish) = request.collected.load() {
+        return Some(render(core, Ok(finish)));
+    }
+    if !core.st.ops.is_done(request.id) {
+        return None;
+    }
+    if let Some(finish) = core.st.ops.collect(request.id) {
+        request.collected.store(&finish);
+        return Some(render(core, Ok(finish)));
+    }
+    Some(match core.st.ops.op(request.id).and_then(|op| op.outcome.clone()) {
         Some(outcome) => render(core, outcome),
         None => Err(crate::ops::gone("wait")),
+    })
+}
+
+/// The good end of a short message, once it has been taken out of the worker's table. Written and read under the
+/// worker's lock, but for [`Drop`], which has the request to itself.
+pub(crate) struct Collected {
+    there: AtomicBool,
+    /// Endpoint and lane, `NONE` for none.
+    endpoint: AtomicU32,
+    lane: AtomicU32,
+    tag: AtomicU64,
+    bytes: AtomicU64,
+    wire_ns: AtomicU64,
+}
+
+const NONE: u32 = u32::MAX;
+
+impl Collected {
+    const NOTHING: Collected = Collected {
+        there: AtomicBool::new(false),
+        endpoint: AtomicU32::new(NONE),
+        lane: AtomicU32::new(NONE),
+        tag: AtomicU64::new(0),
+        bytes: AtomicU64::new(0),
+        wire_ns: AtomicU64::new(0),
+    };
+
+    #[inline]
+    fn store(&self, finish: &Finish) {
+        self.endpoint.store(finish.endpoint.map_or(NONE, |id| id.0), Relaxed);
+        self.lane.store(finish.lane.map_or(NONE, |id| id.0), Relaxed);
+        self.tag.store(finish.tag, Relaxed);
+        self.bytes.store(finish.bytes, Relaxed);
+        self.wire_ns.store(finish.wire_ns, Relaxed);
+        self.there.store(true, Relaxed);
+    }
+
+    #[inline]
+    pub(crate) fn load(&self) -> Option<Finish> {
+        let some = |word: &AtomicU32| Some(word.load(Relaxed)).filter(|id| *id != NONE);
+        self.there.load(Relaxed).then(|| Finish {
+            endpoint: some(&self.endpoint).map(EndpointId),
+            tag: self.tag.load(Relaxed),
+            bytes: self.bytes.load(Relaxed),
+            wire_ns: self.wire_ns.load(Relaxed),
+            lane: some(&self.lane).map(LaneId),
+            more: None,
+        })
     }
 }
 
@@ -181,22 +250,39 @@ pub(crate) fn outcome(core: &mut Core, id: OpId) -> Result<Receipt> {
 #[inline]
 pub(crate) fn render(core: &mut Core, outcome: Outcome) -> Result<Receipt> {
     let finish = outcome.map_err(|error| *error)?;
-    let (receipt, peer) = (finish.receipt, finish.endpoint.and_then(|endpoint| core.st.peer(endpoint)));
+    let peer = finish.endpoint.and_then(|endpoint| core.st.peer(endpoint));
     let names = peer.as_ref().map(|peer| peer.names.clone());
     let usual = peer.as_ref().and_then(|peer| peer.inside);
     let mut rendered = Receipt {
-        bytes: receipt.bytes,
+        bytes: finish.bytes,
         tag: finish.tag,
-        protocol: if finish.batch { Protocol::Batch } else { protocol(&receipt, finish.direct) },
-        match_us: us(receipt.match_ns),
-        window_us: us(receipt.window_ns),
-        wire_us: us(receipt.wire_ns),
-        copy_us: us(receipt.copy_ns),
+        protocol: Protocol::Eager,
+        match_us: 0.0,
+        window_us: 0.0,
+        wire_us: us(finish.wire_ns),
+        copy_us: 0.0,
         names,
         shares: Vec::new(),
         only: None,
         notes: Vec::new(),
     };
+    if let Some(more) = finish.more {
+        render_more(core, finish.endpoint, *more, &mut rendered);
+    } else if finish.lane.is_some() && finish.lane != usual {
+        rendered.only = finish.lane.map(|lane| lane_name(core, lane));
+    }
+    Ok(rendered)
+}
+
+#[cold]
+fn render_more(core: &mut Core, endpoint: Option<EndpointId>, more: More, rendered: &mut Receipt) {
+    let receipt = more.receipt;
+    let peer = endpoint.and_then(|endpoint| core.st.peer(endpoint));
+    let usual = peer.as_ref().and_then(|peer| peer.inside);
+    rendered.protocol = if more.batch { Protocol::Batch } else { protocol(&receipt, more.direct) };
+    rendered.match_us = us(receipt.match_ns);
+    rendered.window_us = us(receipt.window_ns);
+    rendered.copy_us = us(receipt.copy_ns);
     if !receipt.lanes.is_empty() {
         rendered.notes = peer.map(|peer| peer.notes.clone()).unwrap_or_default();
         let share = |share: crossrail_proto::LaneShare| LaneShare {
@@ -209,7 +295,6 @@ pub(crate) fn render(core: &mut Core, outcome: Outcome) -> Result<Receipt> {
     } else if receipt.lane.is_some() && receipt.lane != usual {
         rendered.only = receipt.lane.map(|lane| lane_name(core, lane));
     }
-    Ok(rendered)
 }
 
 fn lane_name(core: &mut Core, id: LaneId) -> Arc<str> {

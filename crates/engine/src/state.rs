@@ -16,7 +16,7 @@ use slab::Slab;
 
 use crate::io::BulkLane;
 use crate::log::Log;
-use crate::ops::{Finish, Ops};
+use crate::ops::{Finish, More, Ops};
 use crate::region::Regions;
 use crate::select::Explain;
 
@@ -376,7 +376,10 @@ impl State {
             Ok(receipt) => {
                 let Some(op) = self.ops.op(id) else { return };
                 let tag = if op.what == "recv" { tag } else { op.tag };
-                Ok(Finish { endpoint: Some(endpoint), tag, receipt, direct: None, batch: false })
+                let (bytes, wire_ns, lane) = (receipt.bytes, receipt.wire_ns, receipt.lane);
+                let more = (receipt.protocol != proto::Protocol::Eager)
+                    .then(|| Box::new(More { receipt, direct: None, batch: false }));
+                Ok(Finish { endpoint: Some(endpoint), tag, bytes, wire_ns, lane, more })
             }
             Err(failure) => Err(Box::new(self.failure(endpoint, id, &failure, progress))),
         };

@@ -192,7 +192,7 @@ impl Worker {
         let mut core = shared.core.lock();
         let op = core.receive(buffer.into(), tag, mask, from.map(|from| from.id));
         shared.after(core);
-        Ok(Request { shared: shared.clone(), id: op? })
+        Ok(Request::new(shared, op?))
     }
 
     /// Makes progress once; whether anything moved.
@@ -222,7 +222,7 @@ impl Worker {
         ids.into_iter().map(|id| Endpoint { worker: self.clone(), id }).collect()
     }
 
-    /// Operations that are running, or finished with their request still held.
+    /// Operations that are running, or finished and neither waited for nor dropped.
     pub fn operations(&self) -> usize {
         self.shared().core.lock().st.ops.live()
     }
@@ -274,14 +274,14 @@ impl Shared {
 
     // ---- requests
 
-    pub(crate) fn wait(&self, id: OpId, timeout: Option<Duration>) -> Result<Receipt> {
+    pub(crate) fn wait(&self, request: &Request, timeout: Option<Duration>) -> Result<Receipt> {
         let timeout = timeout.unwrap_or(self.context.settings().timeout);
-        let found =
-            self.wait_until(timeout, |core| if core.st.ops.is_done(id) { Some(outcome(core, id)) } else { None });
-        found.unwrap_or_else(|| Err(self.timed_out(id, timeout)))
+        let found = self.wait_until(timeout, |core| outcome(core, request));
+        found.unwrap_or_else(|| Err(self.timed_out(request.id, timeout)))
     }
 
-    pub(crate) fn test(&self, id: OpId) -> Option<Result<Receipt>> {
+    pub(crate) fn test(&self, request: &Request) -> Option<Result<Receipt>> {
+        let id = request.id;
         let mut core = self.core.lock();
         if !core.st.ops.is_done(id) {
             core.pass(true);
@@ -293,7 +293,7 @@ impl Shared {
             }
             core.activity += 1;
         }
-        let found = core.st.ops.is_done(id).then(|| outcome(&mut core, id));
+        let found = outcome(&mut core, request);
         self.after(core);
         found
     }
@@ -304,9 +304,12 @@ impl Shared {
         self.after(core);
     }
 
-    pub(crate) fn on_complete(&self, id: OpId, callback: Callback) {
+    pub(crate) fn on_complete(&self, request: &Request, callback: Callback) {
         let mut core = self.core.lock();
-        core.st.ops.on_complete(id, callback);
+        match request.collected.load() {
+            Some(finish) => core.st.ops.callbacks.push((callback, Ok(finish))),
+            None => core.st.ops.on_complete(request.id, callback),
+        }
         self.after(core);
     }
 

@@ -334,6 +334,42 @@ pub enum Event {
     Bye,
 }
 
+/// A message that went with its first frame is over, in good order: an [`Event::Done`] in short.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Short {
+    /// Which.
+    pub op: OpId,
+    /// Its tag, for receives; 0 otherwise.
+    pub tag: u64,
+    /// Its length.
+    pub bytes: u64,
+    /// As in [`Receipt`].
+    pub wire_ns: u64,
+    /// As in [`Receipt`].
+    pub lane: Option<LaneId>,
+}
+
+impl From<Short> for Receipt {
+    fn from(short: Short) -> Receipt {
+        Receipt {
+            bytes: short.bytes,
+            protocol: Protocol::Eager,
+            lane: short.lane,
+            lanes: Vec::new(),
+            match_ns: 0,
+            window_ns: 0,
+            wire_ns: short.wire_ns,
+            copy_ns: 0,
+        }
+    }
+}
+
+impl From<Short> for Event {
+    fn from(short: Short) -> Event {
+        Event::Done { op: short.op, result: Ok(short.into()), progress: short.bytes, tag: short.tag }
+    }
+}
+
 /// The engine's table of regions, as the protocol sees it.
 pub trait Regions {
     /// Finds the region and checks that `offset..offset + len` may be accessed so.

@@ -28,7 +28,7 @@ mod stream;
 pub use config::{Config, LaneSpec, Time};
 pub use event::{
     Access, Body, DirectId, Event, Failure, Host, LaneShare, Memory, Offer, Operation, Out, Placing, Protocol, Receipt,
-    RegionFault, RegionKey, RegionRef, Regions, Role,
+    RegionFault, RegionKey, RegionRef, Regions, Role, Short,
 };
 pub use matcher::Matcher;
 pub use peer::Peer;

@@ -21,7 +21,7 @@ use slab::Slab;
 use crate::frame::{Frame, Target};
 use crate::lane::Lane;
 use crate::stream::Stream;
-use crate::{Body, Config, Event, Failure, Matcher, Offer, Operation, RegionRef, Time};
+use crate::{Body, Config, Event, Failure, Matcher, Offer, Operation, RegionRef, Short, Time};
 
 use arriving::Open;
 use direct::JobOf;
@@ -76,6 +76,8 @@ pub struct Peer {
     passes: u32,
     serial: u32,
     events: VecDeque<Event>,
+    /// What happened before those: the common end of a short message, in few bytes.
+    shorts: VecDeque<Short>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -145,6 +147,7 @@ impl Peer {
             passes: 0,
             serial: 0,
             events: VecDeque::new(),
+            shorts: VecDeque::new(),
         }
     }
 
@@ -199,6 +202,9 @@ impl Peer {
     /// The next event. The ids that it names for the last time are free from now on.
     #[inline]
     pub fn event(&mut self) -> Option<Event> {
+        if let Some(short) = self.shorts.pop_front() {
+            return Some(short.into());
+        }
         let event = self.events.pop_front()?;
         match event {
             Event::Deliver { arrival, .. } | Event::DropArrival { arrival } => {
@@ -210,6 +216,22 @@ impl Peer {
             _ => {}
         }
         Some(event)
+    }
+
+    /// The next event, if it is the good end of a short message: for engines that would rather not move a whole
+    /// [`Event`]. Whatever is not taken here comes from [`Peer::event`], in the same order.
+    #[inline]
+    pub fn short(&mut self) -> Option<Short> {
+        self.shorts.pop_front()
+    }
+
+    #[inline]
+    fn end_short(&mut self, short: Short) {
+        if self.events.is_empty() {
+            self.shorts.push_back(short);
+        } else {
+            self.events.push_back(short.into());
+        }
     }
 
     /// Finishes what is under way, then says goodbye: [`Peer::idle`] is true once the peer has heard it. Operations

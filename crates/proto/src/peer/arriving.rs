@@ -9,7 +9,7 @@ use crate::peer::incoming::{ChunkOf, InKind, InStage};
 use crate::peer::kept::Kept;
 use crate::peer::requests::{ServeRequest, WriteOf};
 use crate::stream::Arrival;
-use crate::{Event, Failure, Host, Matcher, Memory, Placing, Protocol, Receipt, RegionFault, Time};
+use crate::{Event, Failure, Host, Matcher, Memory, Placing, Protocol, RegionFault, Short, Time};
 
 /// The stream's frame whose payload is coming in.
 #[derive(Clone, Debug)]
@@ -281,8 +281,7 @@ impl Peer {
                 if elsewhere {
                     self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
                 }
-                let result = Ok(eager_receipt(len.into(), Some(lane)));
-                self.events.push_back(Event::Done { op, result, progress: len.into(), tag });
+                self.end_short(Short { op, tag, bytes: len.into(), wire_ns: 0, lane: Some(lane) });
                 self.free_their(their);
                 self.owe_done(their);
             }
@@ -375,19 +374,5 @@ impl Peer {
         if self.live() && !self.bye_sent {
             self.dones.push_back(their);
         }
-    }
-}
-
-#[inline]
-pub(super) fn eager_receipt(bytes: u64, lane: Option<LaneId>) -> Receipt {
-    Receipt {
-        bytes,
-        protocol: Protocol::Eager,
-        lane,
-        lanes: Vec::new(),
-        match_ns: 0,
-        window_ns: 0,
-        wire_ns: 0,
-        copy_ns: 0,
     }
 }

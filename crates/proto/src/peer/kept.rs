@@ -3,9 +3,9 @@
 use crossrail_types::OpId;
 
 use super::{Peer, Their};
-use crate::peer::arriving::{What, eager_receipt};
+use crate::peer::arriving::What;
 use crate::peer::incoming::InKind;
-use crate::{Event, Failure, Matcher, Offer, Time};
+use crate::{Event, Failure, Matcher, Offer, Short, Time};
 
 /// An unexpected message.
 #[derive(Debug)]
@@ -91,7 +91,7 @@ impl Peer {
             return;
         }
         self.events.push_back(Event::Deliver { arrival, op, len: len as u32 });
-        self.events.push_back(Event::Done { op, result: Ok(eager_receipt(len, None)), progress: len, tag });
+        self.events.push_back(Short { op, tag, bytes: len, wire_ns: 0, lane: None }.into());
         self.owe_done(their);
     }
 

@@ -7,7 +7,7 @@ use crate::feed::Feed;
 use crate::frame::{self, Frame, Target};
 use crate::lane::Sent;
 use crate::peer::sending::inline;
-use crate::{Body, DirectId, Event, Failure, LaneShare, Memory, Protocol, Receipt, RegionRef, Time};
+use crate::{Body, DirectId, Event, Failure, LaneShare, Memory, Protocol, Receipt, RegionRef, Short, Time};
 
 /// Something of ours under way.
 #[derive(Debug)]
@@ -116,6 +116,7 @@ impl Peer {
             return Err(format!("operation {id} finished that is not under way"));
         };
         match outgoing.kind {
+            Kind::Send if outgoing.stage == Stage::Eager => self.close_eager(now, index),
             Kind::Read { .. } => return Err(format!("read {id} finished by its owner")),
             Kind::Serve { .. } if outgoing.job.is_some() => self.finish_out(now, index, Ok(())),
             Kind::Serve { .. } => self.close_serve(index),
@@ -139,6 +140,19 @@ impl Peer {
         } else {
             self.close_out(now, index, result);
         }
+    }
+
+    /// A message that went with its first frame has arrived; [`Peer::close_out`] in few steps.
+    #[inline]
+    fn close_eager(&mut self, now: Time, index: u32) {
+        let Some(outgoing) = self.outs.try_remove(index as usize) else { return };
+        let Outgoing { op, seq, len, started, lane, .. } = outgoing;
+        self.own_active -= 1;
+        self.eager_bytes -= len;
+        if seq.is_some_and(|seq| self.stream.leave(seq)) {
+            self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
+        }
+        self.end_short(Short { op, tag: 0, bytes: len, wire_ns: now.since(started), lane: Some(lane) });
     }
 
     #[inline]
