@@ -124,7 +124,7 @@ fn protocol(receipt: &crossrail_proto::Receipt, direct: Option<DirectKind>) -> P
 impl Request {
     #[inline]
     pub(crate) fn new(shared: &Arc<Shared>, id: OpId) -> Request {
-        Request { shared: shared.clone(), id, collected: Collected::NOTHING }
+        Request { shared: shared.clone(), id, collected: Collected::nothing() }
     }
 
     /// Makes progress once and says whether the request is finished, and how. Never blocks.
@@ -213,14 +213,16 @@ pub(crate) struct Collected {
 const NONE: u32 = u32::MAX;
 
 impl Collected {
-    const NOTHING: Collected = Collected {
-        there: AtomicBool::new(false),
-        endpoint: AtomicU32::new(NONE),
-        lane: AtomicU32::new(NONE),
-        tag: AtomicU64::new(0),
-        bytes: AtomicU64::new(0),
-        wire_ns: AtomicU64::new(0),
-    };
+    const fn nothing() -> Collected {
+        Collected {
+            there: AtomicBool::new(false),
+            endpoint: AtomicU32::new(NONE),
+            lane: AtomicU32::new(NONE),
+            tag: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+            wire_ns: AtomicU64::new(0),
+        }
+    }
 
     #[inline]
     fn store(&self, finish: &Finish) {
