@@ -169,11 +169,12 @@ impl Shared {
         let lane = crossrail_shm::attach(stream, side, id, arena, ShmOptions::default(), deadline)
             .map_err(|error| error.with_peer(&peer.name))?;
         let cma = lane.report().cma_pull.clone();
-        let bulk = if cma.is_ok() { Cost::SHM_CMA } else { Cost::SHM_MAPPED };
+        let bulk = if cma.is_ok() { Cost::SHM_CMA } else { Cost::SHM_RING };
         let eager = select::eager_max(&Cost::SHM_RING, &bulk, EAGER_LIMIT);
+        let mapped = select::eager_max(&Cost::SHM_RING, &Cost::SHM_MAPPED, EAGER_LIMIT);
         let (large, mut candidates) = match &cma {
             Ok(()) => (
-                "shm(cma), shm(mapped) for Context.alloc memory",
+                "shm(cma)",
                 vec![
                     select::candidate("shm(mapped)", "shm", None, &Cost::SHM_MAPPED).chosen(&["large, Context.alloc"]),
                     select::candidate("shm(cma)", "shm", None, &Cost::SHM_CMA).chosen(&["large"]),
@@ -181,7 +182,7 @@ impl Shared {
                 ],
             ),
             Err(why) => (
-                "shm(ring), shm(mapped) for Context.alloc memory",
+                "shm(ring)",
                 vec![
                     select::candidate("shm(mapped)", "shm", None, &Cost::SHM_MAPPED).chosen(&["large, Context.alloc"]),
                     select::candidate("shm(ring)", "shm", None, &Cost::SHM_RING).chosen(&["small", "large"]),
@@ -193,10 +194,18 @@ impl Shared {
             self.tcp_candidates(peer).into_iter().map(|way| if way.reason.is_none() { way.slower() } else { way }),
         );
         let tls = self.context.settings().tls.to_string();
-        let large = select::from_size(eager, large);
+        let large = format!(
+            "{}, {}",
+            select::from_size(mapped, "shm(mapped) for Context.alloc memory"),
+            select::from_size(eager, large)
+        );
         let explain = Explain::new(&peer.name, "shm".to_owned(), large, &tls, candidates);
         let endpoint = self.new_peer(&peer.name, explain)?;
+        let id = lane.id();
         self.add_inside(endpoint, Box::new(lane), "shm", eager, true)?;
+        if let Some(state) = self.core.lock().st.lane(id) {
+            state.mapped_min = mapped;
+        }
         Ok(endpoint)
     }
 

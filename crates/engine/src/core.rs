@@ -344,10 +344,10 @@ impl Core {
             Event::Suspect { lane } => self.suspects.push((endpoint, lane)),
             Event::LaneLost { lane, requeued_chunks, requeued_bytes } => {
                 let name = self.st.lane(lane).map_or_else(|| "?".into(), |lane| lane.name.clone());
-                if let Some(peer) = self.st.peer(endpoint) {
-                    peer.notes.push(format!(
-                        "lane {name} lost; {requeued_chunks} chunks ({requeued_bytes} bytes) went over the others"
-                    ));
+                let now = self.st.now;
+                if let Some(peer) = self.st.peer(endpoint).filter(|_| requeued_chunks > 0) {
+                    let what = format!("{requeued_chunks} chunks ({requeued_bytes} bytes) went over the others");
+                    peer.note(now, format!("lane {name} lost; {what}"));
                 }
             }
             Event::Broken { why } => self.kill(endpoint, &why),
@@ -386,9 +386,10 @@ impl Core {
         }
         peer.peer.lane_down(now, id);
         if peer.alive {
-            let (peer, left) = (peer.name().to_owned(), peer.lanes.len());
+            let left = peer.bulk.len().max(1);
+            let (peer, goes) = (peer.name().to_owned(), if left == 1 { "1 lane goes" } else { "the others go" });
             self.st.log.warn(format_args!(
-                "{peer}: lane {name} is {error}; {left} lanes go on, it is retried in the background"
+                "{peer}: lane {name} is {error}; {goes} on ({left} left), it is retried in the background"
             ));
             if let Some((rail, channel)) = rail {
                 self.lost.push(Lost { endpoint, rail, channel });
@@ -547,7 +548,8 @@ impl Core {
     fn send_now(&mut self, endpoint: EndpointId, id: LaneId, op: OpId, tag: u64, (ptr, len): (*mut u8, usize)) -> bool {
         let now = self.st.now;
         let Some(state) = self.st.lane(id) else { return false };
-        if len > state.eager_max || state.pending.is_some() {
+        let (short, free) = (len <= state.eager_max, state.pending.is_none());
+        if !short || !free || self.st.copies_directly(id, ptr, len) {
             return false;
         }
         let Some(at) = self.inside.iter().position(|lane| lane.id == id) else { return false };
@@ -572,8 +574,7 @@ impl Core {
 
     #[inline]
     fn offer(&mut self, lane: LaneId, op: OpId, ptr: *mut u8, len: usize) -> Option<Offer> {
-        let state = self.st.lane(lane)?;
-        if !state.caps.direct || len <= state.eager_max {
+        if !self.st.copies_directly(lane, ptr, len) {
             return None;
         }
         let direct = self.inside.iter_mut().find(|inside| inside.id == lane)?.lane.direct()?;

@@ -199,9 +199,11 @@ impl Group {
             let writable = flags.intersects(EpollFlags::EPOLLOUT | broken);
             let about = About::from_data(event.data());
             match about {
-                About::Wake => {
+                // For whoever sleeps: a passer-by that drained it would send the sleeper back to sleep.
+                About::Wake if sleeps => {
                     let _ = self.wake.read();
                 }
+                About::Wake => {}
                 About::Lane(id) if lanes.iter().any(|lane| lane.id == id) => {
                     let bits = if readable { READABLE } else { 0 } | if writable { WRITABLE } else { 0 };
                     if let Some(lane) = lanes.iter().find(|lane| lane.id == id) {

@@ -33,6 +33,8 @@ pub(crate) struct Finish {
 pub(crate) struct More {
     pub(crate) receipt: proto::Receipt,
     pub(crate) direct: Option<crossrail_transport::DirectKind>,
+    /// What happened to the peer's lanes meanwhile.
+    pub(crate) notes: Vec<String>,
     /// Several operations in one request.
     pub(crate) batch: bool,
 }
@@ -234,7 +236,7 @@ impl Ops {
             let outcome = match self.op_mut(parent).and_then(|op| op.failure.take()) {
                 Some(error) => Err(error),
                 None => {
-                    let more = More { receipt: batch_receipt(bytes), direct: None, batch: true };
+                    let more = More { receipt: batch_receipt(bytes), direct: None, notes: Vec::new(), batch: true };
                     Ok(Finish { endpoint, tag, bytes, wire_ns: 0, lane: None, more: Some(Box::new(more)) })
                 }
             };

@@ -286,7 +286,7 @@ fn render_more(core: &mut Core, endpoint: Option<EndpointId>, more: More, render
     rendered.window_us = us(receipt.window_ns);
     rendered.copy_us = us(receipt.copy_ns);
     if !receipt.lanes.is_empty() {
-        rendered.notes = peer.map(|peer| peer.notes.clone()).unwrap_or_default();
+        rendered.notes = more.notes;
         let share = |share: crossrail_proto::LaneShare| LaneShare {
             name: lane_name(core, share.lane),
             bytes: share.bytes,

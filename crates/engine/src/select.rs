@@ -23,9 +23,10 @@ pub(crate) struct Cost {
 
 impl Cost {
     pub(crate) const SELF: Cost = Cost { latency_us: 0.1, overhead_us: 0.05, gb_per_s: 10.0 };
-    pub(crate) const SHM_RING: Cost = Cost { latency_us: 0.2, overhead_us: 0.05, gb_per_s: 7.0 };
-    pub(crate) const SHM_CMA: Cost = Cost { latency_us: 0.6, overhead_us: 0.5, gb_per_s: 14.0 };
-    pub(crate) const SHM_MAPPED: Cost = Cost { latency_us: 0.6, overhead_us: 0.1, gb_per_s: 16.0 };
+    // Two copies, but by two processes at once: more than one copy by the kernel, which also pins every page.
+    pub(crate) const SHM_RING: Cost = Cost { latency_us: 0.2, overhead_us: 0.05, gb_per_s: 15.0 };
+    pub(crate) const SHM_CMA: Cost = Cost { latency_us: 0.6, overhead_us: 1.5, gb_per_s: 14.0 };
+    pub(crate) const SHM_MAPPED: Cost = Cost { latency_us: 0.6, overhead_us: 0.1, gb_per_s: 30.0 };
     const LOOPBACK: Cost = Cost { latency_us: 3.5, overhead_us: 1.0, gb_per_s: 6.0 };
     const NETWORK: Cost = Cost { latency_us: 15.0, overhead_us: 1.5, gb_per_s: 1.25 };
 

@@ -2,7 +2,7 @@
 //! how the protocol's answers become pointers.
 #![allow(unsafe_code)]
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -22,6 +22,8 @@ use crate::select::Explain;
 
 /// Longest control payload the protocol asks room for.
 const CONTROL_MAX: usize = 4096;
+/// Events that receipts can still tell of.
+const NOTES_MAX: usize = 64;
 /// Payloads from here on are looked up in the arena, so that a lane may use sendfile.
 const FILE_MIN: usize = 16 << 10;
 
@@ -35,6 +37,8 @@ pub(crate) struct LaneState {
     pub(crate) caps: LaneCaps,
     /// Messages up to here go with their first frame.
     pub(crate) eager_max: usize,
+    /// Those of memory that the peer can map are copied directly from here on.
+    pub(crate) mapped_min: usize,
     pub(crate) alive: bool,
     /// A frame that a post found no room for; goes first when the lane asks.
     pub(crate) pending: Option<Tx>,
@@ -67,7 +71,7 @@ pub(crate) struct PeerState {
     pub(crate) lanes: Vec<LaneId>,
     pub(crate) explain: Arc<Explain>,
     /// Lanes lost and other things a receipt should tell.
-    pub(crate) notes: Vec<String>,
+    notes: VecDeque<(Time, String)>,
     /// Warned that a direct copy was not possible.
     pub(crate) warned_direct: bool,
     arrivals: HashMap<u32, Arrival>,
@@ -103,7 +107,7 @@ impl PeerState {
             bulk: Vec::new(),
             lanes: Vec::new(),
             explain,
-            notes: Vec::new(),
+            notes: VecDeque::new(),
             warned_direct: false,
             arrivals: HashMap::new(),
             passives: HashMap::new(),
@@ -129,6 +133,19 @@ impl PeerState {
         if let Some((_, grant)) = self.passives.remove(&passive) {
             grant.revoke();
         }
+    }
+
+    /// Remembers what a receipt should tell.
+    pub(crate) fn note(&mut self, now: Time, what: String) {
+        if self.notes.len() == NOTES_MAX {
+            self.notes.pop_front();
+        }
+        self.notes.push_back((now, what));
+    }
+
+    /// What happened since.
+    pub(crate) fn notes_since(&self, since: Time) -> Vec<String> {
+        self.notes.iter().filter(|(at, _)| *at >= since).map(|(_, what)| what.clone()).collect()
     }
 
     pub(crate) fn take_arrival(&mut self, arrival: u32) -> Option<Box<[u8]>> {
@@ -157,6 +174,7 @@ impl LaneState {
             interface: None,
             caps,
             eager_max,
+            mapped_min: eager_max,
             alive: true,
             pending: None,
             held: Slab::new(),
@@ -232,6 +250,14 @@ impl State {
             Memory::Op(op) => self.ops.op_mut(op).map(|op| op.grant()),
             Memory::Region { region, passive, .. } => Some(self.peer(endpoint)?.passive_grant(passive, region)),
         }
+    }
+
+    /// Whether a single copy costs less than carrying the bytes: it does for long messages, and from smaller sizes on
+    /// where the peer maps the memory.
+    #[inline]
+    pub(crate) fn copies_directly(&self, lane: LaneId, ptr: *const u8, len: usize) -> bool {
+        let Some(Some(state)) = self.lanes.get(lane.0 as usize) else { return false };
+        state.caps.direct && (len > state.eager_max || (len > state.mapped_min && self.arena.find(ptr, len).is_some()))
     }
 
     /// A frame of the protocol as a lane carries it. Inline bytes are referenced where they are in `out`.
@@ -363,6 +389,16 @@ impl State {
         peer.peer.placed(now, lane, &state.control[..state.control_len], &mut host)
     }
 
+    /// What happened to the peer's lanes while the transfer was under way.
+    fn notes_of(&mut self, endpoint: EndpointId, receipt: &proto::Receipt) -> Vec<String> {
+        if receipt.lanes.is_empty() {
+            return Vec::new();
+        }
+        let took = receipt.match_ns + receipt.window_ns + receipt.wire_ns;
+        let since = Time(self.tick().0.saturating_sub(took));
+        self.peer(endpoint).map(|peer| peer.notes_since(since)).unwrap_or_default()
+    }
+
     /// Ends `op` as the protocol says.
     pub(crate) fn finish(
         &mut self,
@@ -377,8 +413,10 @@ impl State {
                 let Some(op) = self.ops.op(id) else { return };
                 let tag = if op.what == "recv" { tag } else { op.tag };
                 let (bytes, wire_ns, lane) = (receipt.bytes, receipt.wire_ns, receipt.lane);
-                let more = (receipt.protocol != proto::Protocol::Eager)
-                    .then(|| Box::new(More { receipt, direct: None, batch: false }));
+                let more = (receipt.protocol != proto::Protocol::Eager).then(|| {
+                    let notes = self.notes_of(endpoint, &receipt);
+                    Box::new(More { receipt, direct: None, notes, batch: false })
+                });
                 Ok(Finish { endpoint: Some(endpoint), tag, bytes, wire_ns, lane, more })
             }
             Err(failure) => Err(Box::new(self.failure(endpoint, id, &failure, progress))),

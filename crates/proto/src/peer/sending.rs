@@ -12,8 +12,6 @@ use crate::{Body, Memory, Operation, Out, Time};
 const DONES: usize = frame::CONTROL_MAX as usize / 4;
 /// Consumed messages after which the peer is told at once.
 const ACK_EVERY: u32 = 64;
-/// Finished operations after which the peer is told at once.
-const DONES_PRESS: usize = 16;
 
 pub(super) fn inline(bytes: Bytes) -> Body {
     if bytes.len == 0 { Body::None } else { Body::Inline { bytes: bytes.bytes, len: bytes.len } }
@@ -64,9 +62,7 @@ impl Peer {
                 || self.stream.resends()
                 || self.follow.is_some()
                 || (self.closing && !self.bye_sent));
-        let chunks = !self.active.is_empty()
-            && self.carries_chunks(at)
-            && self.lanes[at].sent.len() < self.config.window as usize;
+        let chunks = self.may_chunk(at);
         let owed = self.lanes[at].owes() || (self.stream.heard == Some(lane) && self.stream.owed() > 0);
         messages || chunks || owed
     }
@@ -80,12 +76,12 @@ impl Peer {
             && (!self.queue.is_empty()
                 || !self.control.is_empty()
                 || self.urgent
-                || self.dones.len() >= DONES_PRESS
-                || self.stream.owed() >= ACK_EVERY
+                || self.dones_first()
                 || self.stream.resends()
                 || self.follow.is_some()
                 || (self.closing && !self.bye_sent));
-        messages || self.lanes[at].owes() || (!self.active.is_empty() && self.carries_chunks(at))
+        let owed = self.stream.heard == Some(lane) && (self.stream.owed() >= ACK_EVERY || (self.urgent && self.owes()));
+        messages || owed || self.lanes[at].owes() || self.may_chunk(at)
     }
 
     /// [`Peer::start`] and the [`Peer::next`] after it in one step, for a message of `len` bytes that can go out on
@@ -102,7 +98,7 @@ impl Peer {
             && self.follow.is_none()
             && !self.stream.resends()
             && self.stream.open()
-            && self.dones.len() < DONES_PRESS
+            && !self.dones_first()
             && !self.lanes[at].owes();
         let credit = self.own_active < self.config.message_credit
             && len <= u64::from(spec.eager_max.min(spec.max_payload))
@@ -132,6 +128,12 @@ impl Peer {
         outgoing.seq = Some(self.stream.seal(&mut out, done));
         self.told();
         Some(out.head)
+    }
+
+    /// Whether there are chunks for this lane, as far as its window goes.
+    #[inline]
+    fn may_chunk(&self, at: usize) -> bool {
+        !self.active.is_empty() && self.carries_chunks(at) && self.lanes[at].sent.len() < self.config.window as usize
     }
 
     /// Bulk lanes do; where none is left, every lane.
@@ -176,7 +178,7 @@ impl Peer {
             }
             return Some(out);
         }
-        if self.dones.len() > DONES || (self.done_reads && self.dones.len() > 1) {
+        if self.dones_first() {
             return Some(self.next_dones(now, at));
         }
         if let Some(queued) = self.queue.front()
@@ -190,6 +192,13 @@ impl Peer {
             return Some(self.next_dones(now, at));
         }
         self.next_bye(now, at)
+    }
+
+    /// Whether the peer must hear of finished operations before it hears of a new one: there are many, or one of them
+    /// is a read of ours, whose id the new one may bear (one goes along with it and is heard first).
+    #[inline]
+    fn dones_first(&self) -> bool {
+        self.dones.len() >= DONES || (self.done_reads && self.dones.len() > 1)
     }
 
     /// Whether what is owed goes out alone; if not, that was one occasion passed.
@@ -262,7 +271,8 @@ impl Peer {
     fn issue(&mut self, now: Time, at: usize, queued: &Queued) -> Out {
         let Queued { op, what, len, offer, at: started } = *queued;
         let spec = &self.lanes[at].spec;
-        let short = len <= u64::from(spec.eager_max.min(spec.max_payload));
+        // An offer is made where a direct copy costs less, however short the message.
+        let short = offer.is_none() && len <= u64::from(spec.eager_max.min(spec.max_payload));
         let lane = spec.id;
         let serial = self.next_serial();
         let done = self.next_done();
