@@ -22,7 +22,7 @@ const YIELD: Duration = Duration::from_micros(200);
 /// Idle polls between two looks at the clock.
 const LOOK_EVERY: u32 = 64;
 /// Idle polls between two looks at the sockets of chunk connections.
-const EPOLL_EVERY: u32 = 8;
+const EPOLL_EVERY: u32 = 32;
 /// While callers make progress themselves, the background thread looks this often whether they have stopped.
 const TICK: Duration = Duration::from_millis(1);
 /// The longest the background thread sleeps without looking at the protocol's timers.
@@ -318,7 +318,7 @@ impl<'a> Wait<'a> {
                 return Some(found);
             }
             let group = &shared.groups[0];
-            if (moved || self.idle.is_multiple_of(EPOLL_EVERY)) && (group.has_lanes() || core.kicked) {
+            if (moved || self.idle % EPOLL_EVERY == EPOLL_EVERY - 1) && (group.has_lanes() || core.kicked) {
                 shared.after(core);
                 moved |= shared.poll_sockets(Some(Duration::ZERO));
                 core = shared.core.lock();
