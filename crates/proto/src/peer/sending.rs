@@ -75,12 +75,13 @@ impl Peer {
         let messages = self.stream.lane == Some(lane)
             && (!self.queue.is_empty()
                 || !self.control.is_empty()
-                || self.urgent
+                || (self.urgent && !self.dones.is_empty())
                 || self.dones_first()
                 || self.stream.resends()
                 || self.follow.is_some()
                 || (self.closing && !self.bye_sent));
-        let owed = self.stream.heard == Some(lane) && (self.stream.owed() >= ACK_EVERY || (self.urgent && self.owes()));
+        let acks = self.stream.owed();
+        let owed = self.stream.heard == Some(lane) && acks > 0 && (acks >= ACK_EVERY || self.urgent);
         messages || owed || self.lanes[at].owes() || self.may_chunk(at)
     }
 
@@ -272,6 +273,7 @@ impl Peer {
         let Queued { op, what, len, offer, at: started } = *queued;
         let spec = &self.lanes[at].spec;
         // An offer is made where a direct copy costs less, however short the message.
+        let offer = offer.filter(|_| len > 0);
         let short = offer.is_none() && len <= u64::from(spec.eager_max.min(spec.max_payload));
         let lane = spec.id;
         let serial = self.next_serial();

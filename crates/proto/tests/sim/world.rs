@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
-use crossrail_proto::{Body, Failure, Host, Offer, Operation, Placing, Role, Time, frame};
+use crossrail_proto::{Body, Failure, Host, Memory, Offer, Operation, Placing, Role, Time, frame};
 use crossrail_types::OpId;
 
 use crate::checks;
@@ -149,7 +149,8 @@ impl World {
             return;
         }
         let id = lane_id(wire, node);
-        let wants = n.peer.wants(id);
+        let (wants, presses) = (n.peer.wants(id), n.peer.presses(id));
+        assert!(wants || !presses, "what presses is wanted");
         let Some(out) = n.peer.next(self.now, id) else { return };
         assert!(wants, "next has something that wants did not promise");
         let len = out.head.payload_len() as usize;
@@ -531,7 +532,27 @@ impl World {
                 Operation::Read { key: region_key(region, key), offset: place(offset, key) }
             }
         };
-        n.peer.start(self.now, id, what, len as u64, offer);
+        if let (Operation::Send { tag }, None) = (what, offer)
+            && self.send_now(node, id, tag, len)
+        {
+            return;
+        }
+        self.nodes[node].peer.start(self.now, id, what, len as u64, offer);
+    }
+
+    /// Puts a short message on a wire in the same call, where that can be.
+    fn send_now(&mut self, node: usize, op: OpId, tag: u64, len: usize) -> bool {
+        let wire = self.rng.index(self.wires.len());
+        let w = &mut self.wires[wire];
+        let n = &mut self.nodes[node];
+        if n.down() || !w.usable(node) || w.out[node].len() >= w.room() {
+            return false;
+        }
+        let Some(head) = n.peer.send_now(self.now, op, tag, len as u64, lane_id(wire, node)) else { return false };
+        let source = Source::Span { span: n.span(Memory::Op(op)), offset: 0 };
+        w.out[node].push_back(Frame { head, source, len, cut: None });
+        self.log(|| format!("node {node} wire {wire} sends at once {:?} {len}", frame::decode_head(&head)));
+        true
     }
 
     // ---- direct copies
