@@ -4,7 +4,7 @@ use crossrail_types::Result;
 
 use crate::Samples;
 use crate::area::Area;
-use crate::session::{Progress, Role, Session, clock_us, whole};
+use crate::session::{Flight, Progress, Role, Session, clock_us, whole};
 
 /// What [`latency`] does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +46,10 @@ fn verified(session: &mut Session<'_>, out: &mut Area, into: &mut Area, size: us
     into.clear();
     let progress = &mut Progress::new(0);
     match session.role {
-        Role::Driver => round_trip(session, out, into, size, progress)?,
+        Role::Driver => {
+            let ping = round_trip(session, out, into, None, size, progress)?;
+            session.finish(ping, progress)?;
+        }
         Role::Echo => echo(session, out, into, 1, progress)?,
     }
     let outcome = into.verify(theirs);
@@ -61,10 +64,10 @@ fn drive(
     progress: &mut Progress,
 ) -> Result<Samples> {
     let clock_us = clock_us();
-    let mut quickest_us = f64::INFINITY;
+    let (mut quickest_us, mut last) = (f64::INFINITY, None);
     for _ in 0..plan.warmup {
         let began = Instant::now();
-        round_trip(session, out, into, plan.size, progress)?;
+        last = Some(round_trip(session, out, into, last, plan.size, progress)?);
         let now = Instant::now();
         quickest_us = quickest_us.min(now.duration_since(began).as_secs_f64() * 1e6);
         session.advance(progress, 1, now)?;
@@ -76,7 +79,7 @@ fn drive(
     while left > 0 {
         let trips = left.min(batch);
         for _ in 0..trips {
-            round_trip(session, out, into, plan.size, progress)?;
+            last = Some(round_trip(session, out, into, last, plan.size, progress)?);
         }
         left -= trips;
         let now = Instant::now();
@@ -84,6 +87,9 @@ fn drive(
         session.advance(progress, trips, now)?;
         // The observer's time, if it was asked, is not part of the next sample.
         from = Instant::now();
+    }
+    if let Some(last) = last {
+        session.finish(last, progress)?;
     }
     Ok(Samples {
         size: plan.size,
@@ -99,14 +105,25 @@ fn batch_for(clock_us: f64, quickest_us: f64) -> usize {
     (200.0 * clock_us / quickest_us).ceil().clamp(1.0, 64.0) as usize
 }
 
-/// The receive is posted while the message is under way, as osu_latency does.
+/// The receive is posted while the message is under way, as osu_latency does. That a ping is delivered shows in its
+/// pong; its request, which this returns, is collected while the next one is under way.
 #[inline]
-fn round_trip(session: &mut Session<'_>, out: &Area, into: &Area, size: usize, progress: &mut Progress) -> Result<()> {
+fn round_trip(
+    session: &mut Session<'_>,
+    out: &Area,
+    into: &Area,
+    last: Option<Flight>,
+    size: usize,
+    progress: &mut Progress,
+) -> Result<Flight> {
     let ping = session.send(out)?;
     let pong = session.recv(into)?;
+    if let Some(last) = last {
+        session.finish(last, progress)?;
+    }
     let receipt = session.finish(pong, progress)?;
-    session.finish(ping, progress)?;
-    whole(&receipt, size)
+    whole(&receipt, size)?;
+    Ok(ping)
 }
 
 fn echo(session: &mut Session<'_>, out: &Area, into: &Area, trips: usize, progress: &mut Progress) -> Result<()> {
