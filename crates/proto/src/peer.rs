@@ -303,6 +303,16 @@ impl Peer {
     fn tell_with(&mut self, frame: Frame, body: Body) {
         if self.live() && !self.bye_sent {
             self.control.push_back(Control { frame, body });
+            self.listens(self.control.len());
+        }
+    }
+
+    /// A peer that keeps to its credit makes us owe it a few frames per operation; one that makes us owe it more has
+    /// stopped listening to what it asks for.
+    #[inline]
+    fn listens(&mut self, owed: usize) {
+        if owed > 16 * self.config.message_credit as usize + 64 {
+            self.break_off(format!("{owed} answers wait for a peer that goes on asking"));
         }
     }
 

@@ -373,6 +373,7 @@ impl Peer {
     pub(super) fn owe_done(&mut self, their: u32) {
         if self.live() && !self.bye_sent {
             self.dones.push_back(their);
+            self.listens(self.dones.len());
         }
     }
 }
