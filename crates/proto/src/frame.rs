@@ -293,6 +293,61 @@ pub fn set_epoch(head: &mut Head, epoch: u16) {
     head.0[2..4].copy_from_slice(&epoch.to_le_bytes());
 }
 
+/// A frame's place in the message stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stamp {
+    /// Its number.
+    pub seq: u32,
+    /// Numbers before this one have been consumed in the other direction.
+    pub ack: u32,
+    /// How often the stream has moved.
+    pub epoch: u16,
+}
+
+impl Stamp {
+    /// Reads it.
+    #[inline]
+    pub fn of(head: &Head) -> Stamp {
+        let both = long(&head.0, 8);
+        Stamp { seq: both as u32, ack: (both >> 32) as u32, epoch: epoch(head) }
+    }
+
+    /// Writes it, and the `done` field.
+    #[inline]
+    pub fn put(self, head: &mut Head, done: u32) {
+        seal(head, self.seq, self.ack, done);
+        set_epoch(head, self.epoch);
+    }
+}
+
+/// The head of an eager message, made in one go.
+#[inline]
+pub fn eager(op: u32, tag: u64, payload: u32, stamp: Stamp, done: u32) -> Head {
+    let words = [
+        u64::from(EAGER) | u64::from(stamp.epoch) << 16 | u64::from(payload) << 32,
+        u64::from(stamp.seq) | u64::from(stamp.ack) << 32,
+        u64::from(done) | u64::from(op) << 32,
+        tag,
+    ];
+    let mut head = Head([0; 32]);
+    for (bytes, word) in head.0.chunks_exact_mut(8).zip(words) {
+        bytes.copy_from_slice(&word.to_le_bytes());
+    }
+    head
+}
+
+/// Whether two heads of one number say the same; acknowledgement and epoch may have moved on.
+pub(crate) fn same(a: &Head, b: &Head) -> bool {
+    a.0[..2] == b.0[..2] && a.0[4..12] == b.0[4..12] && a.0[16..] == b.0[16..]
+}
+
+/// Reads the head of an eager message: `op`, `tag` and `done`. `None`: it is another kind.
+#[inline]
+pub(crate) fn as_eager(head: &Head) -> Option<(u32, u64, u32)> {
+    let both = long(&head.0, 16);
+    (head.0[0] == EAGER).then(|| ((both >> 32) as u32, long(&head.0, 24), both as u32))
+}
+
 /// Writes the three fields that belong to the stream.
 #[inline]
 pub fn seal(head: &mut Head, seq: u32, ack: u32, done: u32) {
@@ -521,4 +576,21 @@ pub fn decode_failure(code: u8, bytes: &[u8]) -> Result<Failure, String> {
         CLOSED => Failure::Closed,
         other => return Err(format!("failure of unknown code {other}")),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_short_way_writes_what_the_long_way_reads() {
+        let stamp = Stamp { seq: 0x0102_0304, ack: 0x0506_0708, epoch: 0x090a };
+        let head = eager(0x0b0c_0d0e, 0x1122_3344_5566_7788, 300, stamp, 77);
+        let mut long_way = encode_head(&Frame::Eager { op: 0x0b0c_0d0e, tag: 0x1122_3344_5566_7788 }, 300);
+        stamp.put(&mut long_way, 77);
+        assert_eq!(head, long_way);
+        assert_eq!(Stamp::of(&head), stamp);
+        assert_eq!(as_eager(&head), Some((0x0b0c_0d0e, 0x1122_3344_5566_7788, 77)));
+        assert_eq!(as_eager(&encode_head(&Frame::Bye, 0)), None);
+    }
 }

@@ -108,6 +108,19 @@ impl Matcher {
         self.posted.remove(at).map(|p| (p.op, p.capacity))
     }
 
+    /// The receive for a message of `len` bytes that has come now, if it is the oldest and has the room; otherwise
+    /// nothing is taken.
+    #[inline]
+    pub(crate) fn arrive_within(&mut self, peer: EndpointId, tag: u64, len: u64) -> Option<OpId> {
+        let first = self.posted.front()?;
+        if !fits(first.tag, first.mask, first.from, peer, tag) || len > first.capacity {
+            return None;
+        }
+        let op = first.op;
+        self.posted.pop_front();
+        Some(op)
+    }
+
     /// Keeps a message that no receive matched.
     pub(crate) fn keep(&mut self, peer: EndpointId, arrival: u32, tag: u64, len: u64) {
         self.unexpected.push_back(Unexpected { peer, arrival, tag, len });

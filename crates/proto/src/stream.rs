@@ -2,7 +2,7 @@ use std::collections::VecDeque;
 
 use crossrail_types::LaneId;
 
-use crate::frame::{self, Frame};
+use crate::frame::{self, Frame, Stamp};
 use crate::{Body, Out};
 
 /// Messages sent and not acknowledged before new ones wait.
@@ -118,21 +118,23 @@ impl Stream {
         Some(out)
     }
 
-    /// Numbers a new frame and keeps it if need be; returns its number.
+    /// Numbers a new frame; what may get lost must be retained then.
     #[inline]
-    pub(crate) fn seal(&mut self, out: &mut Out, done: u32) -> u32 {
+    pub(crate) fn stamp(&mut self) -> Stamp {
         let seq = self.next;
-        frame::seal(&mut out.head, seq, self.expected, done);
-        frame::set_epoch(&mut out.head, self.epoch);
         self.next = seq.wrapping_add(1);
         self.owed = 0;
         if self.reliable {
             self.acked = self.next;
-        } else {
-            self.retained.push_back(*out);
-            self.resend = self.retained.len();
         }
-        seq
+        Stamp { seq, ack: self.expected, epoch: self.epoch }
+    }
+
+    /// Keeps the frame just numbered until it is acknowledged.
+    #[inline]
+    pub(crate) fn retain(&mut self, out: &Out) {
+        self.retained.push_back(*out);
+        self.resend = self.retained.len();
     }
 
     /// An acknowledgement: `Ok(true)` if it was news, `Err` if it is for frames never sent.
@@ -173,6 +175,12 @@ impl Stream {
         self.retained.clear();
         self.resend = 0;
         self.acked = self.next;
+    }
+
+    /// Whether a head is the next one, from the lane that brought the last.
+    #[inline]
+    pub(crate) fn plain(&self, stamp: Stamp) -> bool {
+        stamp.seq == self.expected && stamp.epoch == self.their_epoch
     }
 
     /// What an incoming number means.
@@ -235,6 +243,17 @@ impl Stream {
 mod tests {
     use super::*;
 
+    /// Numbers a frame, and retains it where it can get lost.
+    fn send(s: &mut Stream) -> u32 {
+        let mut out = nothing();
+        let stamp = s.stamp();
+        stamp.put(&mut out.head, 0);
+        if !s.reliable {
+            s.retain(&out);
+        }
+        stamp.seq
+    }
+
     fn nothing() -> Out {
         Out { head: frame::encode_head(&Frame::Nothing, 0), body: Body::None }
     }
@@ -244,7 +263,7 @@ mod tests {
         let mut s = Stream::default();
         s.move_to(Some(LaneId(1)), false);
         for expected in 0..4 {
-            assert_eq!(s.seal(&mut nothing(), 0), expected);
+            assert_eq!(send(&mut s), expected);
         }
         assert_eq!(s.acknowledge(2), Ok(true));
         assert_eq!(s.acknowledge(1), Ok(false));
@@ -262,7 +281,7 @@ mod tests {
         let mut s = Stream::default();
         s.move_to(Some(LaneId(1)), true);
         assert!(s.movable());
-        s.seal(&mut nothing(), 0);
+        send(&mut s);
         assert!(s.settled() && s.fragile() && !s.movable());
     }
 
@@ -270,8 +289,8 @@ mod tests {
     fn numbers_wrap() {
         let mut s = Stream { next: u32::MAX, acked: u32::MAX, expected: u32::MAX, ..Stream::default() };
         s.move_to(Some(LaneId(1)), false);
-        s.seal(&mut nothing(), 0);
-        s.seal(&mut nothing(), 0);
+        send(&mut s);
+        send(&mut s);
         assert_eq!(s.acknowledge(1), Ok(true));
         assert!(s.settled());
         assert_eq!(s.classify(7, u32::MAX), Arrival::New);

@@ -16,8 +16,7 @@ use crate::{Event, Failure, Host, Matcher, Memory, Placing, Protocol, RegionFaul
 pub(super) struct Open {
     /// The lane that brings it: the latest, if several began to.
     pub(super) lane: LaneId,
-    pub(super) frame: Frame,
-    pub(super) len: u32,
+    head: Head,
     pub(super) what: What,
     lossy: bool,
 }
@@ -46,6 +45,9 @@ impl Peer {
     /// A head has come in on `lane`: where does its payload go? One payload at a time per lane; lanes interleave.
     #[inline]
     pub fn place(&mut self, now: Time, lane: LaneId, head: &Head, host: &mut Host<'_>) -> Placing {
+        if let Some(op) = self.place_expected(now, lane, head, host.matcher) {
+            return Placing::Memory { memory: Memory::Op(op), offset: 0, len: head.payload_len() };
+        }
         match self.arrive(now, lane, head, host) {
             Ok(placing) => placing,
             Err(why) => {
@@ -55,7 +57,48 @@ impl Peer {
         }
     }
 
+    /// The short way of the commonest case: the next message, with nothing else to it, for a receive that waits.
+    /// `None`: nothing was done, it goes the long way.
     #[inline]
+    fn place_expected(&mut self, now: Time, lane: LaneId, head: &Head, matcher: &mut Matcher) -> Option<OpId> {
+        let (their, tag, done) = frame::as_eager(head)?;
+        let at = self.lane_at(lane)?;
+        let stamp = frame::Stamp::of(head);
+        let plain = self.stream.plain(stamp)
+            && self.open.is_none()
+            && self.phase == Phase::Live
+            && !self.closing
+            && !self.bye_sent
+            && !matches!(self.lanes[at].placing, Placement::Chunk { .. })
+            && self.their(their) == Their::Free
+            && (their.wrapping_sub(1) as usize) < self.theirs.len()
+            && self.theirs_active < self.config.message_credit;
+        if !plain {
+            return None;
+        }
+        if self.stream.acknowledge(stamp.ack).ok()? {
+            self.stream_progress(now);
+        }
+        let done_index = done.wrapping_sub(1);
+        if done != 0 && !self.finishes_eager(done_index) {
+            return None;
+        }
+        let op = matcher.arrive_within(self.id, tag, u64::from(head.payload_len()))?;
+        if done != 0 {
+            self.close_eager(now, done_index);
+        }
+        self.theirs[their as usize - 1] = Their::Open;
+        self.theirs_active += 1;
+        let lane_state = &mut self.lanes[at];
+        lane_state.placing = Placement::Stream;
+        let lossy = !lane_state.spec.reliable;
+        if lossy {
+            self.stream.heard = Some(lane);
+        }
+        self.open = Some(Open { lane, head: *head, what: What::Receive { op, their, tag }, lossy });
+        Some(op)
+    }
+
     fn arrive(&mut self, now: Time, lane: LaneId, head: &Head, host: &mut Host<'_>) -> Result<Placing, String> {
         match &self.phase {
             Phase::Live | Phase::Closed => {}
@@ -87,7 +130,7 @@ impl Peer {
         if self.stream.acknowledge(frame::ack(head))? {
             self.stream_progress(now);
         }
-        if frame == Frame::Ack {
+        if matches!(frame, Frame::Ack) {
             return Ok(Placing::Discard);
         }
         let lossy = !self.lanes[at].spec.reliable;
@@ -109,7 +152,7 @@ impl Peer {
             Arrival::Gap => return Err("a message is missing".to_owned()),
         }
         if self.open.is_some() {
-            return self.reopen(at, frame, len);
+            return self.reopen(at, head, &frame);
         }
         let done = frame::done(head);
         if done != 0 && self.live() {
@@ -122,19 +165,19 @@ impl Peer {
             self.stream.consumed(lossy);
             return Ok(Placing::Discard);
         }
-        self.open_frame(now, at, frame, len, host)
+        self.open_frame(now, at, head, frame, host)
     }
 
     /// A new frame of the stream.
-    #[inline]
     fn open_frame(
         &mut self,
         now: Time,
         at: usize,
+        head: &Head,
         frame: Frame,
-        len: u32,
         host: &mut Host<'_>,
     ) -> Result<Placing, String> {
+        let len = head.payload_len();
         let what = match frame {
             Frame::Eager { op, tag } => self.open_eager(op, tag, len, host.matcher)?,
             Frame::WriteData { op } => self.open_write_data(now, op, len, host)?,
@@ -165,11 +208,10 @@ impl Peer {
         };
         lane.placing = Placement::Stream;
         let lane = lane.spec.id;
-        self.open = Some(Open { lane, frame, len, what, lossy });
+        self.open = Some(Open { lane, head: *head, what, lossy });
         Ok(self.placing(what, len))
     }
 
-    #[inline]
     fn placing(&self, what: What, len: u32) -> Placing {
         match what {
             What::Receive { op, .. } => Placing::Memory { memory: Memory::Op(op), offset: 0, len },
@@ -183,22 +225,22 @@ impl Peer {
     }
 
     /// The open frame comes again, on another lane: from now on this one counts.
-    fn reopen(&mut self, at: usize, frame: Frame, len: u32) -> Result<Placing, String> {
-        if frame == Frame::Nothing {
+    fn reopen(&mut self, at: usize, head: &Head, frame: &Frame) -> Result<Placing, String> {
+        if matches!(frame, Frame::Nothing) {
             self.drop_open();
             return Ok(Placing::Discard);
         }
         let lane = self.lanes[at].spec.id;
-        let Some(open) = self.open.as_mut().filter(|o| o.frame == frame && o.len == len && o.lane != lane) else {
+        let same = |o: &&mut Open| o.lane != lane && frame::same(&o.head, head);
+        let Some(open) = self.open.as_mut().filter(same) else {
             return Err("a message came again and differs".to_owned());
         };
         open.lane = lane;
         let what = open.what;
         self.lanes[at].placing = Placement::Stream;
-        Ok(self.placing(what, len))
+        Ok(self.placing(what, head.payload_len()))
     }
 
-    #[inline]
     fn open_eager(&mut self, their: u32, tag: u64, len: u32, matcher: &mut Matcher) -> Result<Option<What>, String> {
         if self.closing {
             self.tell_failed(their, &Failure::Closed);
@@ -247,13 +289,21 @@ impl Peer {
     #[inline]
     pub fn placed(&mut self, now: Time, lane: LaneId, control: &[u8], host: &mut Host<'_>) -> Result<(), String> {
         let Some(at) = self.lane_at(lane) else { return Ok(()) };
-        let result = match std::mem::replace(&mut self.lanes[at].placing, Placement::None) {
-            Placement::None => Ok(()),
-            Placement::Stream => match self.open.take_if(|o| o.lane == lane) {
-                Some(open) => self.complete_open(now, at, open, control, host),
-                None => Ok(()),
-            },
+        let result = match self.lanes[at].placing {
+            Placement::None => return Ok(()),
+            Placement::Stream => {
+                self.lanes[at].placing = Placement::None;
+                let Some(open) = self.open.as_ref().filter(|o| o.lane == lane) else { return Ok(()) };
+                if let What::Receive { op, their, tag } = open.what {
+                    let (bytes, lossy) = (u64::from(open.head.payload_len()), open.lossy);
+                    self.open = None;
+                    self.complete_receive(Short { op, tag, bytes, wire_ns: 0, lane: Some(lane) }, their, lossy);
+                    return Ok(());
+                }
+                self.complete_open(now, at, control, host)
+            }
             Placement::Chunk { index, serial, offset, len, again } => {
+                self.lanes[at].placing = Placement::None;
                 let target = Peer::target(index, serial);
                 self.placed_chunk(now, at, ChunkOf { target, offset, len, from: 0, again })
             }
@@ -264,27 +314,23 @@ impl Peer {
         result
     }
 
+    /// A message is in its receive's memory.
     #[inline]
-    fn complete_open(
-        &mut self,
-        now: Time,
-        at: usize,
-        open: Open,
-        control: &[u8],
-        host: &mut Host<'_>,
-    ) -> Result<(), String> {
-        let Open { lane, frame, len, what, lossy } = open;
+    fn complete_receive(&mut self, short: Short, their: u32, lossy: bool) {
         self.stream.consumed(lossy);
-        let elsewhere = self.lanes.len() > 1 && self.void_stream_placements(Some(lane));
+        if self.lanes.len() > 1 && self.void_stream_placements(short.lane) {
+            self.events.push_back(Event::Revoke { memory: Memory::Op(short.op) });
+        }
+        self.end_short(short);
+        self.free_their(their);
+        self.owe_done(their);
+    }
+
+    fn complete_open(&mut self, now: Time, at: usize, control: &[u8], host: &mut Host<'_>) -> Result<(), String> {
+        let Some(Open { lane, head, what, lossy }) = self.open.take() else { return Ok(()) };
+        self.stream.consumed(lossy);
+        let elsewhere = self.void_stream_placements(Some(lane));
         match what {
-            What::Receive { op, their, tag } => {
-                if elsewhere {
-                    self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
-                }
-                self.end_short(Short { op, tag, bytes: len.into(), wire_ns: 0, lane: Some(lane) });
-                self.free_their(their);
-                self.owe_done(their);
-            }
             What::Kept { arrival } => self.kept(arrival),
             What::Data { index } => {
                 if let (true, Some(incoming)) = (elsewhere, self.ins.get(index as usize)) {
@@ -292,7 +338,8 @@ impl Peer {
                 }
                 self.complete_in(now, index, Protocol::Eager, Some(lane));
             }
-            What::Control => return self.execute(now, at, frame, control, host),
+            What::Control => return self.execute(now, at, frame::decode_head(&head)?, control, host),
+            What::Receive { .. } => {}
         }
         Ok(())
     }

@@ -6,7 +6,7 @@
 use super::Peer;
 use crate::frame::{Bytes, Frame, Target};
 use crate::peer::incoming::{InKind, InStage};
-use crate::peer::outgoing::{After, Kind, Stage};
+use crate::peer::outgoing::{After, Kind, Serve, Stage};
 use crate::peer::sending::inline;
 use crate::{DirectId, Event, Memory, Offer, Protocol, Role, Time};
 
@@ -32,7 +32,7 @@ impl Peer {
     /// Copies a region's bytes to where the peer reads them to.
     pub(super) fn start_push(&mut self, index: u32, memory: Memory, descriptor: [u8; 24], len: u64) {
         let job = DirectId(self.jobs.insert(JobOf::Out(index)) as u32);
-        self.outs[index as usize].job = Some(job);
+        self.outs[index as usize].more().job = Some(job);
         let offer = Offer { descriptor, slot: None };
         self.events.push_back(Event::Direct { job, memory, role: Role::Help, offer, len });
     }
@@ -52,7 +52,7 @@ impl Peer {
             }
             Some(JobOf::Out(index)) => {
                 if let Some(outgoing) = self.outs.get_mut(index as usize) {
-                    outgoing.copy_ns = copy_ns;
+                    outgoing.more().copy_ns = copy_ns;
                 }
                 self.help_over(now, index, false);
             }
@@ -101,10 +101,10 @@ impl Peer {
     /// Our pushing is over.
     fn help_over(&mut self, now: Time, index: u32, failed: bool) {
         let Some(outgoing) = self.outs.get_mut(index as usize) else { return };
-        outgoing.job = None;
-        let after = std::mem::replace(&mut outgoing.after, After::Running);
+        outgoing.more().job = None;
+        let after = std::mem::replace(&mut outgoing.more().after, After::Running);
         let failed = failed || after != After::Running;
-        if let Kind::Serve { target, .. } = outgoing.kind {
+        if let Some(Serve { target, .. }) = outgoing.rest().serve {
             match after {
                 After::ServeFailed(why) => self.serve_failed(index, why),
                 After::Finish(_) => self.close_serve(index),
@@ -128,13 +128,13 @@ impl Peer {
         let Some(outgoing) = self.outs.get_mut(index as usize) else { return };
         let fit = matches!(outgoing.kind, Kind::Send | Kind::Write)
             && outgoing.stage == Stage::Announced
-            && outgoing.job.is_none();
-        let Some(slot) = outgoing.slot.filter(|_| fit) else {
+            && outgoing.rest().job.is_none();
+        let Some(slot) = outgoing.rest().slot.filter(|_| fit) else {
             self.tell(Frame::HelpEnded { op: id, failed: true });
             return;
         };
         let job = DirectId(self.jobs.insert(JobOf::Out(index)) as u32);
-        outgoing.job = Some(job);
+        outgoing.more().job = Some(job);
         let (memory, len) = (Memory::Op(outgoing.op), outgoing.len);
         let offer = Offer { descriptor, slot: Some(slot) };
         self.events.push_back(Event::Direct { job, memory, role: Role::Help, offer, len });

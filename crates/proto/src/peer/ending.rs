@@ -67,7 +67,9 @@ impl Peer {
             incoming.job = None;
         }
         for (_, outgoing) in &mut self.outs {
-            outgoing.job = None;
+            if outgoing.rest().job.is_some() {
+                outgoing.more().job = None;
+            }
         }
     }
 
@@ -101,12 +103,12 @@ impl Peer {
         let all: Vec<u32> = self.outs.iter().map(|(i, _)| i as u32).collect();
         for index in all {
             let outgoing = &mut self.outs[index as usize];
-            if matches!(outgoing.kind, Kind::Serve { .. }) && outgoing.job.is_none() {
+            if outgoing.kind == Kind::Serve && outgoing.rest().job.is_none() {
                 let memory = outgoing.memory();
                 self.events.push_back(Event::Revoke { memory });
             }
             // The peer's word on it, if it was heard already, stands.
-            let result = match &outgoing.after {
+            let result = match &outgoing.rest().after {
                 After::Finish(result) => result.clone(),
                 _ => Err(why.clone()),
             };

@@ -9,27 +9,45 @@ use crate::lane::Sent;
 use crate::peer::sending::inline;
 use crate::{Body, DirectId, Event, Failure, LaneShare, Memory, Protocol, Receipt, RegionRef, Short, Time};
 
-/// Something of ours under way.
+/// Something of ours under way: what a short message needs, and the rest apart.
 #[derive(Debug)]
 pub(super) struct Outgoing {
+    pub(super) op: OpId,
+    pub(super) len: u64,
+    pub(super) started: Time,
     pub(super) serial: u32,
     /// Number of the frame with its bytes, where they go with the messages.
     pub(super) seq: Option<u32>,
-    pub(super) op: OpId,
+    pub(super) lane: LaneId,
     pub(super) kind: Kind,
     pub(super) stage: Stage,
-    pub(super) len: u64,
-    pub(super) started: Time,
+    more: Option<Box<More>>,
+}
+
+/// What only longer operations need.
+#[derive(Debug)]
+pub(super) struct More {
     pub(super) announced: Time,
     pub(super) consented: Time,
-    pub(super) lane: LaneId,
     /// The shared cursor that we offered.
     pub(super) slot: Option<u32>,
     pub(super) job: Option<DirectId>,
     pub(super) after: After,
     pub(super) copy_ns: u64,
-    pub(super) feed: Option<Box<Feed>>,
+    pub(super) feed: Option<Feed>,
+    pub(super) serve: Option<Serve>,
 }
+
+static NOTHING_MORE: More = More {
+    announced: Time(0),
+    consented: Time(0),
+    slot: None,
+    job: None,
+    after: After::Running,
+    copy_ns: 0,
+    feed: None,
+    serve: None,
+};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -39,13 +57,17 @@ pub(super) enum Kind {
         target: Target,
     },
     /// A read of the peer's.
-    Serve {
-        region: RegionRef,
-        base: u64,
-        their: u32,
-        target: Target,
-        passive: u32,
-    },
+    Serve,
+}
+
+/// A read of the peer's, from where and to where.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Serve {
+    region: RegionRef,
+    base: u64,
+    their: u32,
+    pub(super) target: Target,
+    passive: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,34 +97,48 @@ pub(super) enum After {
 impl Outgoing {
     #[inline]
     pub(super) fn new(op: OpId, kind: Kind, len: u64, serial: u32, started: Time, lane: LaneId) -> Outgoing {
-        Outgoing {
-            serial,
-            seq: None,
-            op,
-            kind,
-            stage: Stage::Announced,
-            len,
-            started,
-            announced: started,
-            consented: started,
-            lane,
-            slot: None,
-            job: None,
-            after: After::Running,
-            copy_ns: 0,
-            feed: None,
-        }
+        Outgoing { op, len, started, serial, seq: None, lane, kind, stage: Stage::Announced, more: None }
+    }
+
+    /// What only longer operations need, to read.
+    pub(super) fn rest(&self) -> &More {
+        self.more.as_deref().unwrap_or(&NOTHING_MORE)
+    }
+
+    /// The same, to write.
+    pub(super) fn more(&mut self) -> &mut More {
+        let started = self.started;
+        self.more.get_or_insert_with(|| {
+            Box::new(More {
+                announced: started,
+                consented: started,
+                slot: None,
+                job: None,
+                after: After::Running,
+                copy_ns: 0,
+                feed: None,
+                serve: None,
+            })
+        })
+    }
+
+    pub(super) fn feed(&mut self) -> Option<&mut Feed> {
+        self.more.as_deref_mut()?.feed.as_mut()
+    }
+
+    fn touched(&self) -> bool {
+        self.rest().feed.as_ref().is_some_and(Feed::touched)
     }
 
     /// Whether it has chunks for lanes to take.
     pub(super) fn feeds(&self) -> bool {
-        self.stage == Stage::Feeding && self.feed.as_deref().is_some_and(|f| f.left() > 0)
+        self.stage == Stage::Feeding && self.rest().feed.as_ref().is_some_and(|f| f.left() > 0)
     }
 
     pub(super) fn memory(&self) -> Memory {
-        match self.kind {
-            Kind::Serve { region, base, passive, .. } => Memory::Region { region, base, passive },
-            _ => Memory::Op(self.op),
+        match self.rest().serve {
+            Some(Serve { region, base, passive, .. }) => Memory::Region { region, base, passive },
+            None => Memory::Op(self.op),
         }
     }
 }
@@ -118,8 +154,6 @@ impl Peer {
         match outgoing.kind {
             Kind::Send if outgoing.stage == Stage::Eager => self.close_eager(now, index),
             Kind::Read { .. } => return Err(format!("read {id} finished by its owner")),
-            Kind::Serve { .. } if outgoing.job.is_some() => self.finish_out(now, index, Ok(())),
-            Kind::Serve { .. } => self.close_serve(index),
             _ => self.finish_out(now, index, Ok(())),
         }
         Ok(())
@@ -129,22 +163,27 @@ impl Peer {
     #[inline]
     pub(super) fn finish_out(&mut self, now: Time, index: u32, result: Result<(), Failure>) {
         let Some(outgoing) = self.outs.get_mut(index as usize) else { return };
-        if let Some(job) = outgoing.job {
-            let running = outgoing.after == After::Running;
-            outgoing.after = After::Finish(result);
-            if running {
+        if let Some(job) = outgoing.rest().job {
+            let after = std::mem::replace(&mut outgoing.more().after, After::Finish(result));
+            if after == After::Running {
                 self.events.push_back(Event::StopDirect { job });
             }
-        } else if matches!(outgoing.kind, Kind::Serve { .. }) {
+        } else if outgoing.kind == Kind::Serve {
             self.close_serve(index);
         } else {
             self.close_out(now, index, result);
         }
     }
 
+    /// Whether that operation is a message which went with its first frame and only waits to hear that it arrived.
+    #[inline]
+    pub(super) fn finishes_eager(&self, index: u32) -> bool {
+        self.outs.get(index as usize).is_some_and(|o| o.stage == Stage::Eager && o.kind == Kind::Send)
+    }
+
     /// A message that went with its first frame has arrived; [`Peer::close_out`] in few steps.
     #[inline]
-    fn close_eager(&mut self, now: Time, index: u32) {
+    pub(super) fn close_eager(&mut self, now: Time, index: u32) {
         let Some(outgoing) = self.outs.try_remove(index as usize) else { return };
         let Outgoing { op, seq, len, started, lane, .. } = outgoing;
         self.own_active -= 1;
@@ -164,19 +203,17 @@ impl Peer {
             self.eager_bytes -= outgoing.len;
         }
         let left = outgoing.seq.is_some_and(|seq| self.stream.leave(seq));
-        let feed = outgoing.feed.take();
-        let touched = feed.as_deref().is_some_and(Feed::touched);
-        if left || touched || result.is_err() {
+        if left || outgoing.touched() || result.is_err() {
             self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
         }
         let event = match result {
             Ok(()) => {
                 let progress = outgoing.len;
-                let receipt = outgoing.receipt(now, feed);
+                let receipt = outgoing.receipt(now);
                 Event::Done { op, result: Ok(receipt), progress, tag: 0 }
             }
             Err(why) => {
-                let progress = feed.map_or(0, |f| f.sent());
+                let progress = outgoing.feed().map_or(0, |f| f.sent());
                 Event::Done { op, result: Err(why), progress, tag: 0 }
             }
         };
@@ -188,7 +225,7 @@ impl Peer {
         let outgoing = self.outs.remove(index as usize);
         self.own_active -= 1;
         let lane = (protocol == Protocol::Eager).then_some(outgoing.lane);
-        let wire_ns = now.since(outgoing.announced);
+        let wire_ns = now.since(outgoing.rest().announced);
         let bytes = outgoing.len;
         let receipt = Receipt { bytes, protocol, lane, lanes, match_ns: 0, window_ns: 0, wire_ns, copy_ns: 0 };
         self.events.push_back(Event::Done { op: outgoing.op, result: Ok(receipt), progress: bytes, tag: 0 });
@@ -230,10 +267,11 @@ impl Peer {
             (Kind::Send | Kind::Write, Stage::Aborting) => return Ok(()),
             _ => return Err(format!("consent to operation {id}, which was not announced")),
         }
-        outgoing.consented = now;
-        match (outgoing.job, &outgoing.after) {
+        let more = outgoing.more();
+        more.consented = now;
+        match (more.job, &more.after) {
             (Some(job), After::Running) => {
-                outgoing.after = After::Feed(target);
+                more.after = After::Feed(target);
                 self.events.push_back(Event::StopDirect { job });
             }
             (Some(_), _) => return Err(format!("operation {id} consented to twice")),
@@ -245,7 +283,7 @@ impl Peer {
     pub(super) fn start_feed(&mut self, index: u32, target: Target) {
         let Some(outgoing) = self.outs.get_mut(index as usize) else { return };
         outgoing.stage = Stage::Feeding;
-        outgoing.feed = Some(Box::new(Feed::new(target, outgoing.len)));
+        outgoing.more().feed = Some(Feed::new(target, outgoing.len));
         self.active.push_back((index, outgoing.serial));
     }
 
@@ -255,7 +293,7 @@ impl Peer {
             return false;
         };
         let feeding = outgoing.stage == Stage::Feeding;
-        let Some(feed) = outgoing.feed.as_deref_mut() else { return false };
+        let Some(feed) = outgoing.feed() else { return false };
         let listed = feed.left() > 0;
         feed.requeue(lane, sent.piece);
         if feeding && !listed {
@@ -271,7 +309,7 @@ impl Peer {
         let outs = &mut self.outs;
         lane.release(now, news, |sent| {
             let of = outs.get_mut(sent.op as usize).filter(|o| o.serial == sent.serial);
-            if let Some(feed) = of.and_then(|o| o.feed.as_deref_mut()) {
+            if let Some(feed) = of.and_then(Outgoing::feed) {
                 feed.acked();
             }
         });
@@ -280,20 +318,18 @@ impl Peer {
 
     /// Starts to end an operation of ours before its time.
     pub(super) fn cancel_outgoing(&mut self, op: OpId) -> bool {
-        let serve = |k| matches!(k, Kind::Serve { .. });
-        let Some(index) = self.outs.iter().find(|(_, o)| o.op == op && !serve(o.kind)).map(|(i, _)| i) else {
+        let Some(index) = self.outs.iter().find(|(_, o)| o.op == op && o.kind != Kind::Serve).map(|(i, _)| i) else {
             return false;
         };
         let outgoing = &mut self.outs[index];
-        if outgoing.stage == Stage::Aborting || matches!(outgoing.after, After::Finish(_)) {
+        if outgoing.stage == Stage::Aborting || matches!(outgoing.rest().after, After::Finish(_)) {
             return true;
         }
         outgoing.stage = Stage::Aborting;
-        if let Some(job) = outgoing.job {
-            if outgoing.after == After::Running {
-                self.events.push_back(Event::StopDirect { job });
-            }
-            outgoing.after = After::Nothing;
+        if let Some(job) = outgoing.rest().job
+            && std::mem::replace(&mut outgoing.more().after, After::Nothing) == After::Running
+        {
+            self.events.push_back(Event::StopDirect { job });
         }
         if let Kind::Read { target } = outgoing.kind {
             self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
@@ -308,9 +344,11 @@ impl Peer {
         let ServeOf { their, target, region, base, len, descriptor, lane } = read;
         let serial = self.next_serial();
         let passive = self.passives.insert(()) as u32;
-        let kind = Kind::Serve { region, base, their, target, passive };
+        let kind = Kind::Serve;
         let op = OpId { index: u32::MAX, generation: u32::MAX };
-        let index = self.outs.insert(Outgoing::new(op, kind, len, serial, now, lane)) as u32;
+        let mut outgoing = Outgoing::new(op, kind, len, serial, now, lane);
+        outgoing.more().serve = Some(Serve { region, base, their, target, passive });
+        let index = self.outs.insert(outgoing) as u32;
         let memory = self.outs[index as usize].memory();
         if let Some(descriptor) = descriptor {
             self.start_push(index, memory, descriptor, len);
@@ -327,17 +365,17 @@ impl Peer {
     /// A read that we serve cannot go on. Its id stays taken until the peer has agreed.
     pub(super) fn serve_failed(&mut self, index: u32, why: Failure) {
         let Some(outgoing) = self.outs.get_mut(index as usize) else { return };
-        let Kind::Serve { target, .. } = outgoing.kind else { return };
+        let Some(Serve { target, .. }) = outgoing.rest().serve else { return };
         if outgoing.stage == Stage::Aborting {
             return;
         }
-        if let Some(job) = outgoing.job {
-            match outgoing.after {
+        if let Some(job) = outgoing.rest().job {
+            match outgoing.rest().after {
                 After::Running => self.events.push_back(Event::StopDirect { job }),
                 After::Nothing | After::Feed(_) => {}
                 After::Finish(_) | After::ServeFailed(_) => return,
             }
-            outgoing.after = After::ServeFailed(why);
+            outgoing.more().after = After::ServeFailed(why);
             return;
         }
         outgoing.stage = Stage::Aborting;
@@ -356,7 +394,7 @@ impl Peer {
 
     pub(super) fn close_serve(&mut self, index: u32) {
         let outgoing = self.outs.remove(index as usize);
-        let Kind::Serve { their, passive, .. } = outgoing.kind else { return };
+        let Some(Serve { their, passive, .. }) = outgoing.rest().serve else { return };
         let memory = outgoing.memory();
         let left = outgoing.seq.is_some_and(|seq| self.stream.leave(seq));
         if outgoing.stage == Stage::Eager && outgoing.seq.is_none() {
@@ -364,7 +402,7 @@ impl Peer {
         }
         // One that failed was acknowledged by its reader without being read to the end.
         let failed = outgoing.stage == Stage::Aborting;
-        if left || failed || outgoing.feed.as_deref().is_some_and(Feed::touched) {
+        if left || failed || outgoing.touched() {
             self.events.push_back(Event::Revoke { memory });
         }
         self.events.push_back(Event::Released { passive });
@@ -372,19 +410,18 @@ impl Peer {
     }
 
     pub(super) fn region_gone_serves(&mut self, gone: RegionRef) {
-        let of = |k| matches!(k, Kind::Serve { region, .. } if region == gone);
-        let found: Vec<u32> = self.outs.iter().filter(|(_, o)| of(o.kind)).map(|(i, _)| i as u32).collect();
+        let of = |o: &Outgoing| o.rest().serve.is_some_and(|s| s.region == gone);
+        let found: Vec<u32> = self.outs.iter().filter(|(_, o)| of(o)).map(|(i, _)| i as u32).collect();
         for index in found {
             self.serve_failed(index, Failure::Region(crate::RegionFault::Gone));
         }
     }
 
     pub(super) fn progress_outgoing(&self, op: OpId) -> Option<(u64, u64)> {
-        let serve = |k| matches!(k, Kind::Serve { .. });
-        let (_, outgoing) = self.outs.iter().find(|(_, o)| o.op == op && !serve(o.kind))?;
+        let (_, outgoing) = self.outs.iter().find(|(_, o)| o.op == op && o.kind != Kind::Serve)?;
         let moved = match outgoing.kind {
             Kind::Read { target } => self.received(target),
-            _ => outgoing.feed.as_deref().map_or(0, Feed::sent),
+            _ => outgoing.rest().feed.as_ref().map_or(0, Feed::sent),
         };
         Some((moved, outgoing.len))
     }
@@ -420,7 +457,7 @@ pub(super) struct ServeOf {
 
 impl Outgoing {
     #[inline]
-    fn receipt(&self, now: Time, feed: Option<Box<Feed>>) -> Receipt {
+    fn receipt(&mut self, now: Time) -> Receipt {
         let total = now.since(self.started);
         let mut receipt = Receipt {
             bytes: self.len,
@@ -430,12 +467,12 @@ impl Outgoing {
             match_ns: 0,
             window_ns: 0,
             wire_ns: total,
-            copy_ns: self.copy_ns,
+            copy_ns: self.rest().copy_ns,
         };
-        if let Some(feed) = feed {
+        if let Some(feed) = self.more.as_mut().and_then(|m| m.feed.take()) {
             receipt.protocol = Protocol::Chunks;
             (receipt.lanes, receipt.window_ns) = feed.summary();
-            receipt.match_ns = self.consented.since(self.announced);
+            receipt.match_ns = self.rest().consented.since(self.rest().announced);
         } else if self.seq.is_some() || self.stage == Stage::Eager {
             receipt.lane = Some(self.lane);
         } else {

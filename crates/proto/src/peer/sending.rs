@@ -107,28 +107,38 @@ impl Peer {
         if !clear || !credit {
             return None;
         }
-        let reliable = spec.reliable;
+        Some(self.eager(now, at, op, tag, len, now).head)
+    }
+
+    /// A message that goes with its first frame; credit was checked.
+    #[inline]
+    fn eager(&mut self, now: Time, at: usize, op: OpId, tag: u64, len: u64, started: Time) -> Out {
         let serial = self.next_serial();
         let done = self.next_done();
         self.own_active += 1;
         self.eager_bytes += len;
+        let lane = &mut self.lanes[at];
+        let lossy = !lane.spec.reliable;
+        if lossy && !self.stream.waiting() {
+            lane.progress = now;
+            lane.suspected = false;
+        }
+        let stamp = self.stream.stamp();
         let entry = self.outs.vacant_entry();
-        let index = entry.key() as u32;
-        let frame = Frame::Eager { op: index + 1, tag };
-        let mut outgoing = Outgoing::new(op, Kind::Send, len, serial, now, lane);
+        let id = entry.key() as u32 + 1;
+        let mut outgoing = Outgoing::new(op, Kind::Send, len, serial, started, lane.spec.id);
         outgoing.stage = Stage::Eager;
-        let outgoing = entry.insert(outgoing);
-        let mut out = Out {
-            head: frame::encode_head(&frame, len as u32),
+        outgoing.seq = Some(stamp.seq);
+        entry.insert(outgoing);
+        let out = Out {
+            head: frame::eager(id, tag, len as u32, stamp, done),
             body: Body::Memory { memory: Memory::Op(op), offset: 0, len: len as u32 },
         };
-        if !reliable && !self.stream.waiting() {
-            self.lanes[at].progress = now;
-            self.lanes[at].suspected = false;
+        if lossy {
+            self.stream.retain(&out);
         }
-        outgoing.seq = Some(self.stream.seal(&mut out, done));
         self.told();
-        Some(out.head)
+        out
     }
 
     /// Whether there are chunks for this lane, as far as its window goes.
@@ -182,11 +192,9 @@ impl Peer {
         if self.dones_first() {
             return Some(self.next_dones(now, at));
         }
-        if let Some(queued) = self.queue.front()
-            && self.own_active < self.config.message_credit
+        if self.own_active < self.config.message_credit
+            && let Some(queued) = self.queue.pop_front()
         {
-            let queued = *queued;
-            self.queue.pop_front();
             return Some(self.issue(now, at, &queued));
         }
         if !self.dones.is_empty() && self.due() {
@@ -262,9 +270,13 @@ impl Peer {
             self.lanes[at].progress = now;
             self.lanes[at].suspected = false;
         }
-        let seq = self.stream.seal(&mut out, done);
+        let stamp = self.stream.stamp();
+        stamp.put(&mut out.head, done);
+        if !self.lanes[at].spec.reliable {
+            self.stream.retain(&out);
+        }
         self.told();
-        (out, seq)
+        (out, stamp.seq)
     }
 
     /// An operation goes out for the first time.
@@ -276,24 +288,20 @@ impl Peer {
         let offer = offer.filter(|_| len > 0);
         let short = offer.is_none() && len <= u64::from(spec.eager_max.min(spec.max_payload));
         let lane = spec.id;
+        if let Operation::Send { tag } = what
+            && short
+            && self.eager_bytes + len <= self.config.eager_credit
+        {
+            return self.eager(now, at, op, tag, len, started);
+        }
         let serial = self.next_serial();
         let done = self.next_done();
         self.own_active += 1;
         let mut outgoing = Outgoing::new(op, Kind::Send, len, serial, started, lane);
         match what {
-            Operation::Send { tag } if short && self.eager_bytes + len <= self.config.eager_credit => {
-                self.eager_bytes += len;
-                outgoing.stage = Stage::Eager;
-                let index = self.outs.insert(outgoing);
-                let frame = Frame::Eager { op: index as u32 + 1, tag };
-                let body = Body::Memory { memory: Memory::Op(op), offset: 0, len: len as u32 };
-                let (out, seq) = self.seal(now, at, frame, body, done);
-                self.outs[index].seq = Some(seq);
-                out
-            }
             Operation::Send { tag } => {
-                outgoing.slot = offer.and_then(|o| o.slot);
-                outgoing.announced = now;
+                outgoing.more().slot = offer.and_then(|o| o.slot);
+                outgoing.more().announced = now;
                 let id = self.outs.insert(outgoing) as u32 + 1;
                 let frame = Frame::Announce { op: id, tag, offer: offer.is_some() };
                 let body = inline(frame::encode_announce(&Announce { len, offer }));
@@ -302,10 +310,11 @@ impl Peer {
             Operation::Write { key, offset, imm } => {
                 let offer = if short { None } else { offer };
                 outgoing.kind = Kind::Write;
-                outgoing.slot = offer.and_then(|o| o.slot);
-                outgoing.announced = now;
                 if short {
                     outgoing.stage = Stage::Eager;
+                } else {
+                    outgoing.more().slot = offer.and_then(|o| o.slot);
+                    outgoing.more().announced = now;
                 }
                 let index = self.outs.insert(outgoing) as u32;
                 if short {
@@ -321,7 +330,7 @@ impl Peer {
                 let target = self.begin_read(now, op, index, len);
                 let outgoing = &mut self.outs[index as usize];
                 outgoing.kind = Kind::Read { target };
-                outgoing.announced = now;
+                outgoing.more().announced = now;
                 let descriptor = if short { None } else { offer.map(|o| o.descriptor) };
                 let frame = Frame::Read { op: index + 1, target, offer: descriptor.is_some() };
                 let body = inline(frame::encode_read(&Read { key, offset, len, descriptor }));
@@ -349,7 +358,7 @@ impl Peer {
             let lane = &mut self.lanes[at];
             let outgoing = &mut self.outs[index as usize];
             let memory = outgoing.memory();
-            let Some(feed) = outgoing.feed.as_deref_mut() else { continue };
+            let Some(feed) = outgoing.feed() else { continue };
             let Some(size) = size else {
                 feed.block(now);
                 self.active.push_front((index, serial));
@@ -375,7 +384,7 @@ impl Peer {
         if lane.sent.len() >= self.config.window as usize {
             return None;
         }
-        let left = self.outs.get(index as usize)?.feed.as_deref()?.left();
+        let left = self.outs.get(index as usize)?.rest().feed.as_ref()?.left();
         let (mut lanes, mut rates, mut outstanding, mut measured) = (0, 0u64, 0u64, true);
         for l in self.lanes.iter().filter(|l| l.spec.bulk == lane.spec.bulk && !l.suspected) {
             lanes += 1;
