@@ -9,11 +9,20 @@ use crossrail_proto::{
     Access, Body, Config, Event, Host, LaneSpec, Matcher, Operation, Peer, Placing, RegionFault, RegionKey, RegionRef,
     Regions, Time,
 };
-use crossrail_types::{EndpointId, LaneId, OpId};
+use crossrail_types::{EndpointId, Head, LaneId, OpId};
 
 const LANE: LaneId = LaneId(0);
 const ROUNDS: usize = 200;
 const MESSAGES: u32 = 20_000;
+
+/// How messages are handed over.
+#[derive(Clone, Copy, PartialEq)]
+enum Way {
+    /// `start`, then `next`; `event`.
+    Queued,
+    /// `send_now`; `short`.
+    Now,
+}
 
 struct NoRegions;
 
@@ -65,73 +74,95 @@ impl End {
         }
     }
 
-    fn done(&mut self) -> bool {
-        matches!(black_box(self.peer.event()), Some(Event::Done { result: Ok(_), .. }))
+    fn done(&mut self, way: Way) -> bool {
+        match way {
+            Way::Queued => matches!(black_box(self.peer.event()), Some(Event::Done { result: Ok(_), .. })),
+            Way::Now => black_box(self.peer.short()).is_some(),
+        }
+    }
+
+    fn receive(&mut self, head: &Head) {
+        let mut host = Host { matcher: &mut self.matcher, regions: &mut NoRegions };
+        match black_box(self.peer.place(Time(0), LANE, head, &mut host)) {
+            Placing::Memory { .. } => self.peer.placed(Time(0), LANE, &[], &mut host).expect("placed"),
+            placing => panic!("unexpected {placing:?}"),
+        }
     }
 }
 
-fn send(from: &mut End, to: &mut End, index: u32) {
+fn send(way: Way, from: &mut End, to: &mut End, index: u32) {
     let op = OpId { index, generation: 0 };
     let posted = to.matcher.post(op, 7, u64::MAX, None, 8);
     assert!(posted.is_none());
-    from.peer.start(Time(0), op, Operation::Send { tag: 7 }, 8, None);
-    from.talk(to);
-    assert!(to.done(), "the receive is over");
+    match way {
+        Way::Queued => {
+            from.peer.start(Time(0), op, Operation::Send { tag: 7 }, 8, None);
+            from.talk(to);
+        }
+        Way::Now => {
+            let head = from.peer.send_now(Time(0), op, 7, 8, LANE).expect("nothing is in the way");
+            to.receive(&black_box(head));
+        }
+    }
+    assert!(to.done(way), "the receive is over");
 }
 
 /// A ball goes to and fro; each throw brings the word that the one before was caught.
-fn ping_pong(a: &mut End, b: &mut End) {
+fn ping_pong(way: Way, a: &mut End, b: &mut End) {
     for at in 0..MESSAGES / 2 {
-        send(a, b, at);
+        send(way, a, b, at);
         if at > 0 {
-            assert!(b.done(), "the send before is over");
+            assert!(b.done(way), "the send before is over");
         }
-        send(b, a, at);
-        assert!(a.done(), "the send is over");
+        send(way, b, a, at);
+        assert!(a.done(way), "the send is over");
     }
     b.peer.flush();
     a.peer.flush();
     a.talk(b);
     b.talk(a);
-    assert!(b.done());
+    assert!(b.done(way));
     b.peer.flush();
     b.talk(a);
 }
 
 /// Sixty-four one way, then the word back.
-fn stream(a: &mut End, b: &mut End) {
+fn stream(way: Way, a: &mut End, b: &mut End) {
     for _ in 0..MESSAGES / 64 {
         for at in 0..64 {
-            send(a, b, at);
+            send(way, a, b, at);
         }
         b.peer.flush();
         b.talk(a);
         for _ in 0..64 {
-            assert!(a.done(), "the send is over");
+            assert!(a.done(way), "the send is over");
         }
         a.peer.flush();
         a.talk(b);
     }
 }
 
-fn measure(name: &str, reliable: bool, body: fn(&mut End, &mut End)) {
+fn measure(name: &str, way: Way, reliable: bool, body: fn(Way, &mut End, &mut End)) {
     let (mut a, mut b) = (End::new(1, reliable), End::new(0, reliable));
-    body(&mut a, &mut b);
+    body(way, &mut a, &mut b);
     let mut samples: Vec<f64> = (0..ROUNDS)
         .map(|_| {
             let started = Instant::now();
-            body(&mut a, &mut b);
+            body(way, &mut a, &mut b);
             started.elapsed().as_nanos() as f64 / f64::from(MESSAGES)
         })
         .collect();
     samples.sort_by(f64::total_cmp);
     let lane = if reliable { "reliable" } else { "lossy" };
-    println!("{name:10} {lane:9} best {:6.1} median {:6.1} ns/message", samples[0], samples[ROUNDS / 2]);
+    let way = if way == Way::Now { "at once" } else { "queued" };
+    println!("{name:10} {way:8} {lane:9} best {:6.1} median {:6.1} ns/message", samples[0], samples[ROUNDS / 2]);
 }
 
 fn main() {
-    for reliable in [true, false] {
-        measure("ping-pong", reliable, ping_pong);
-        measure("stream", reliable, stream);
+    for way in [Way::Now, Way::Queued] {
+        for reliable in [true, false] {
+            measure("ping-pong", way, reliable, ping_pong);
+            measure("stream", way, reliable, stream);
+        }
     }
 }
