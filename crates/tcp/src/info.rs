@@ -28,7 +28,11 @@ pub struct TcpInfo {
 
 /// The kernel's view of a connection at this moment; zeros when it gives none.
 pub fn describe(stream: &TcpStream) -> TcpInfo {
-    let Ok(bytes) = sys::tcp_info(stream.as_raw_fd()) else { return TcpInfo::default() };
+    sys::tcp_info(stream.as_raw_fd()).map_or_else(|_| TcpInfo::default(), |bytes| read(&bytes))
+}
+
+/// The fields of a struct tcp_info.
+pub(crate) fn read(bytes: &[u8; 256]) -> TcpInfo {
     // Offsets in struct tcp_info (linux/tcp.h), which only ever grows at its end.
     let u32_at = |at: usize| bytes[at..].first_chunk().map_or(0, |chunk| u32::from_ne_bytes(*chunk));
     let u64_at = |at: usize| bytes[at..].first_chunk().map_or(0, |chunk| u64::from_ne_bytes(*chunk));

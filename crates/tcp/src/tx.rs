@@ -17,6 +17,11 @@ use crate::sys;
 pub(crate) const COPIES_UP_TO: usize = 64 * 1024;
 /// Bytes of posted frames that may wait in copies; more is answered `Full`.
 const COPIES_WAITING: usize = 256 * 1024;
+/// Bytes between two looks at the link's rate.
+const ADAPT_EVERY: u64 = 1 << 20;
+/// The kernel holds half a millisecond's worth of unsent bytes, within these limits.
+const UNSENT_TIME_DIVISOR: u64 = 2000;
+const LOWAT_MIN: usize = 64 * 1024;
 /// Frames, and bytes of small frames, that are gathered for one call.
 const BATCH_FRAMES: usize = 32;
 const BATCH_BYTES: usize = 64 * 1024;
@@ -77,6 +82,9 @@ pub(crate) struct Sender {
     /// Bytes that the kernel took since it last said that its unsent data is low.
     since_low: usize,
     lowat: usize,
+    lowat_max: usize,
+    /// Bytes sent when `lowat` is next held against the link's rate.
+    adapt_at: u64,
     /// The way by reference, where it is open.
     pipe: Option<Pipe>,
     /// Bytes that the kernel took.
@@ -91,6 +99,8 @@ impl Sender {
             writable: true,
             since_low: 0,
             lowat,
+            lowat_max: lowat,
+            adapt_at: ADAPT_EVERY,
             pipe: by_reference.then(Pipe::new).flatten(),
             bytes: 0,
         }
@@ -99,6 +109,20 @@ impl Sender {
     /// Whether there is something to do without waiting for the socket.
     pub(crate) fn has_work(&self) -> bool {
         self.writable && !self.queue.is_empty()
+    }
+
+    /// Keeps no more unsent in the kernel than the link carries in [`UNSENT_TIME_DIVISOR`]th of a second: at the end
+    /// of a transfer over uneven rails, that is what the slow one still has to get rid of while the others idle.
+    #[cold]
+    fn adapt(&mut self, fd: RawFd) {
+        self.adapt_at = self.bytes + ADAPT_EVERY;
+        let Ok(rate) = sys::tcp_info(fd).map(|bytes| crate::info::read(&bytes).delivery_rate) else { return };
+        let wanted = usize::try_from(rate / UNSENT_TIME_DIVISOR).unwrap_or(usize::MAX);
+        let lowat = wanted.clamp(LOWAT_MIN.min(self.lowat_max), self.lowat_max);
+        let changed = lowat.abs_diff(self.lowat) > self.lowat / 4;
+        if changed && sys::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, lowat as i32).is_ok() {
+            self.lowat = lowat;
+        }
     }
 
     fn count(&mut self, n: usize) {
@@ -198,6 +222,9 @@ impl Sender {
 
     /// Fills the empty queue from the sink, unless the kernel still has much to send. False: nothing to send.
     fn fetch(&mut self, fd: RawFd, lane: LaneId, sink: &mut dyn Sink) -> bool {
+        if self.bytes >= self.adapt_at {
+            self.adapt(fd);
+        }
         let mut waiting = 0;
         while waiting < BATCH_BYTES && self.queue.len() < BATCH_FRAMES {
             // A slow rail must not take frames early; a writable socket has less than half of lowat unsent.
