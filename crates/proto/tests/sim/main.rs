@@ -4,10 +4,12 @@
 //! --test sim`; `SIM_TRACE=1` prints every step, `SIM_RUNS=<n>` sets how many schedules each test runs.
 
 mod checks;
+mod copies;
 mod memory;
 mod node;
 mod plan;
 mod rng;
+mod user;
 mod wire;
 mod world;
 

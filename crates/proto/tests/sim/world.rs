@@ -4,26 +4,24 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
-use crossrail_proto::{Body, Failure, Host, Memory, Offer, Operation, Placing, Role, Time, frame};
-use crossrail_types::OpId;
+use crossrail_proto::{Body, Failure, Host, Placing, Time, frame};
 
 use crate::checks;
-use crate::memory::{Pass, Span, filled, key};
-use crate::node::{Node, Op, endpoint};
-use crate::plan::{Action, Fault, Key, Plan, Work};
+use crate::memory::Span;
+use crate::node::{Node, Op};
+use crate::plan::{Fault, Plan};
 use crate::rng::Rng;
 use crate::wire::{Arriving, Frame, Sink, Source, Wire, lane_id, wire_of};
 
-const GENERATION: u32 = 9;
 /// Far more than the longest schedule takes.
 const STEPS_MAX: u64 = 300_000;
 
 /// Both ends' view of a direct copy.
 #[derive(Default)]
 pub(crate) struct Cursor {
-    next: usize,
-    copied: usize,
-    stopped: bool,
+    pub(crate) next: usize,
+    pub(crate) copied: usize,
+    pub(crate) stopped: bool,
 }
 
 pub(crate) struct World {
@@ -34,15 +32,15 @@ pub(crate) struct World {
     pub(crate) nodes: [Node; 2],
     pub(crate) wires: Vec<Wire>,
     /// What descriptors mean.
-    spans: Vec<Span>,
-    cursors: BTreeMap<u32, Cursor>,
-    next_action: [usize; 2],
+    pub(crate) spans: Vec<Span>,
+    pub(crate) cursors: BTreeMap<u32, Cursor>,
+    pub(crate) next_action: [usize; 2],
     /// Operations by the node's `Start`s.
-    started: [Vec<usize>; 2],
+    pub(crate) started: [Vec<usize>; 2],
     /// Numbers of messages, by sender and operation.
     pub(crate) messages: Vec<(usize, usize)>,
-    revivals: Vec<u64>,
-    trace: bool,
+    pub(crate) revivals: Vec<u64>,
+    pub(crate) trace: bool,
 }
 
 impl World {
@@ -68,7 +66,7 @@ impl World {
         }
     }
 
-    fn log(&self, text: impl FnOnce() -> String) {
+    pub(crate) fn log(&self, text: impl FnOnce() -> String) {
         if self.trace {
             eprintln!("{:6} {:8} {}", self.steps, self.now.0, text());
         }
@@ -101,7 +99,7 @@ impl World {
         text
     }
 
-    fn step(&mut self) {
+    pub(crate) fn step(&mut self) {
         self.now.0 += 1 + self.rng.below(20);
         let node = self.rng.index(2);
         match self.rng.below(100) {
@@ -114,7 +112,7 @@ impl World {
         }
     }
 
-    fn over(&self) -> bool {
+    pub(crate) fn over(&self) -> bool {
         let rest = |n: &Node| {
             let quiet = n.finished() && n.matcher.unexpected() == 0 && n.jobs.is_empty();
             n.crashed || (quiet && (n.dead || (n.peer.idle() && self.plan_done(n.index))))
@@ -122,13 +120,13 @@ impl World {
         self.nodes.iter().all(rest)
     }
 
-    fn plan_done(&self, node: usize) -> bool {
+    pub(crate) fn plan_done(&self, node: usize) -> bool {
         self.next_action[node] >= self.plan.actions[node].len()
     }
 
     // ---- lanes
 
-    fn any_wire(&mut self) -> Option<usize> {
+    pub(crate) fn any_wire(&mut self) -> Option<usize> {
         let total: u64 = self.wires.iter().filter(|w| !w.over()).map(|w| w.weight).sum();
         let mut at = self.rng.below(total);
         for (index, wire) in self.wires.iter().enumerate().filter(|(_, w)| !w.over()) {
@@ -141,7 +139,7 @@ impl World {
     }
 
     /// A lane with room asks what is next.
-    fn pump(&mut self, node: usize) {
+    pub(crate) fn pump(&mut self, node: usize) {
         let Some(wire) = self.any_wire() else { return };
         let n = &mut self.nodes[node];
         let w = &mut self.wires[wire];
@@ -173,7 +171,7 @@ impl World {
     }
 
     /// Some bytes arrive at `node`.
-    fn carry(&mut self, node: usize) {
+    pub(crate) fn carry(&mut self, node: usize) {
         let Some(wire) = self.any_wire() else { return };
         if self.nodes[node].down() || !self.wires[wire].usable(node) || self.wires[wire].silent {
             return;
@@ -191,7 +189,7 @@ impl World {
         self.settle(node);
     }
 
-    fn head(&mut self, wire: usize, node: usize, frame: Frame) {
+    pub(crate) fn head(&mut self, wire: usize, node: usize, frame: Frame) {
         let n = &mut self.nodes[node];
         if let Ok(frame::Frame::ChunkAck { count }) = frame::decode_head(&frame.head) {
             let w = &mut self.wires[wire];
@@ -223,7 +221,7 @@ impl World {
         self.wires[wire].arriving[node] = Some(Arriving { frame, at: 0, sink });
     }
 
-    fn payload(&mut self, wire: usize, node: usize) {
+    pub(crate) fn payload(&mut self, wire: usize, node: usize) {
         let Some(mut arriving) = self.wires[wire].arriving[node].take() else { return };
         let end = arriving.frame.cut.unwrap_or(arriving.frame.len);
         let left = end - arriving.at;
@@ -253,7 +251,7 @@ impl World {
     }
 
     /// What goes on by itself: lanes come up, their deaths are noticed.
-    fn chances(&mut self, node: usize) {
+    pub(crate) fn chances(&mut self, node: usize) {
         if self.nodes[node].down() {
             return;
         }
@@ -312,7 +310,7 @@ impl World {
         self.settle(node);
     }
 
-    fn faults(&mut self) {
+    pub(crate) fn faults(&mut self) {
         let due: Vec<Fault> = {
             let steps = self.steps;
             let (due, later) = self.plan.faults.drain(..).partition(|(at, _)| *at <= steps);
@@ -372,7 +370,7 @@ impl World {
         }
     }
 
-    fn timers(&mut self, node: usize) {
+    pub(crate) fn timers(&mut self, node: usize) {
         if self.nodes[node].down() {
             return;
         }
@@ -397,252 +395,9 @@ impl World {
         }
     }
 
-    // ---- what the user does
-
-    fn work(&mut self, node: usize) {
-        if self.nodes[node].crashed {
-            return;
-        }
-        let at = self.next_action[node];
-        if let Some(action) = self.plan.actions[node].get(at).cloned() {
-            self.next_action[node] += 1;
-            self.log(|| format!("node {node} {action:?}"));
-            match action {
-                Action::Start { work, len } => self.start(node, work, len),
-                Action::Cancel(of) => {
-                    if let Some(&op) = self.started[node].get(of) {
-                        self.cancel(node, op);
-                    }
-                }
-                Action::Deregister(region) => self.deregister(node, region),
-                Action::Close => self.close(node),
-            }
-        } else {
-            self.wind_up(node);
-        }
-        self.settle(node);
-    }
-
-    /// After the plan: unexpected messages find receives, and receives that nobody sends to are taken back.
-    fn wind_up(&mut self, node: usize) {
-        if let Some((_, _, len)) = self.nodes[node].matcher.probe(0, 0, None) {
-            self.start(node, Work::Receive { tag: 0, mask: 0, from: false }, len as usize);
-            return;
-        }
-        let other = &self.nodes[1 - node];
-        let sends_open = other.ops.iter().any(|o| o.done.is_none() && matches!(o.work, Work::Send { .. }));
-        let more = !self.plan_done(1 - node) || sends_open;
-        if !self.plan_done(node) || (more && !self.nodes[node].down() && !other.down() && !self.nodes[node].bye) {
-            return;
-        }
-        let waiting =
-            self.nodes[node].ops.iter().position(|o| o.done.is_none() && matches!(o.work, Work::Receive { .. }));
-        if let Some(op) = waiting {
-            let n = &mut self.nodes[node];
-            if n.matcher.cancel(n.ops[op].id) {
-                let id = n.ops[op].id;
-                n.ops[op].cancelled = true;
-                n.finish(id, Err(Failure::Cancelled), u64::MAX);
-            }
-        }
-    }
-
-    fn cancel(&mut self, node: usize, op: usize) {
-        let n = &mut self.nodes[node];
-        if n.ops[op].done.is_some() {
-            return;
-        }
-        n.ops[op].cancelled = true;
-        let id = n.ops[op].id;
-        if n.matcher.cancel(id) {
-            n.finish(id, Err(Failure::Cancelled), u64::MAX);
-        } else {
-            assert!(n.peer.cancel(self.now, id), "nobody knows {}", n.ops[op].span.name);
-        }
-    }
-
-    fn close(&mut self, node: usize) {
-        self.nodes[node].closed = true;
-        self.nodes[node].peer.close(self.now);
-    }
-
-    fn deregister(&mut self, node: usize, region: usize) {
-        let n = &mut self.nodes[node];
-        n.regions.0[region].alive = false;
-        n.peer.region_gone(self.now, crossrail_proto::RegionRef { index: region as u32, generation: 3 });
-    }
-
-    fn start(&mut self, node: usize, work: Work, len: usize) {
-        let index = self.nodes[node].ops.len();
-        let id = OpId { index: index as u32, generation: GENERATION };
-        let number = match work {
-            Work::Send { .. } => {
-                self.messages.push((node, index));
-                self.messages.len() as u64 - 1
-            }
-            _ => (1 + node as u64) * 10_000 + index as u64,
-        };
-        let bytes = match work {
-            Work::Send { .. } | Work::Write { .. } => filled(number, len),
-            Work::Receive { .. } | Work::Read { .. } => vec![0; len],
-        };
-        let name = format!("op {index} of node {node} ({work:?}, {len} bytes, number {number})");
-        let span = Span { bytes: Rc::new(RefCell::new(bytes)), base: 0, pass: Rc::new(Pass::default()), name };
-        let (offer, slot) = match work {
-            Work::Send { offer, slot, .. } | Work::Write { offer, slot, .. } => (offer, slot),
-            Work::Read { offer, .. } => (offer, false),
-            Work::Receive { .. } => (false, false),
-        };
-        let offer = offer.then(|| Offer { descriptor: self.describe_span(&span), slot: slot.then_some(number as u32) });
-        if let Some(slot) = offer.and_then(|o| o.slot) {
-            self.cursors.insert(slot, Cursor::default());
-        }
-        let n = &mut self.nodes[node];
-        n.ops.push(Op { id, work: work.clone(), number, span, len, done: None, cancelled: false });
-        self.started[node].push(index);
-        let region_key = |region, kind| {
-            let mut k = key(1 - node, region);
-            if kind == Key::Wrong {
-                k[2] = 0;
-            }
-            k
-        };
-        let place = |offset, kind| if kind == Key::OutOfBounds { u64::MAX - 2 } else { offset };
-        let what = match work {
-            Work::Receive { tag, mask, from } => {
-                n.posts.push(index);
-                let from = from.then(|| endpoint(1 - node));
-                match n.matcher.post(id, u64::from(tag), mask, from, len as u64) {
-                    Some((_, arrival)) => n.peer.accept(self.now, arrival, id, len as u64),
-                    None if n.peer.failed().is_some() => {
-                        n.matcher.cancel(id);
-                        n.finish(id, Err(n.peer.failed().unwrap()), u64::MAX);
-                    }
-                    None => {}
-                }
-                return;
-            }
-            Work::Send { tag, .. } => Operation::Send { tag: number << 8 | u64::from(tag) },
-            Work::Write { region, offset, imm, key, .. } => Operation::Write {
-                key: region_key(region, key),
-                offset: place(offset, key),
-                imm: imm.then_some(number as u32),
-            },
-            Work::Read { region, offset, key, .. } => {
-                Operation::Read { key: region_key(region, key), offset: place(offset, key) }
-            }
-        };
-        if let (Operation::Send { tag }, None) = (what, offer)
-            && self.send_now(node, id, tag, len)
-        {
-            return;
-        }
-        self.nodes[node].peer.start(self.now, id, what, len as u64, offer);
-    }
-
-    /// Puts a short message on a wire in the same call, where that can be.
-    fn send_now(&mut self, node: usize, op: OpId, tag: u64, len: usize) -> bool {
-        let wire = self.rng.index(self.wires.len());
-        let w = &mut self.wires[wire];
-        let n = &mut self.nodes[node];
-        if n.down() || !w.usable(node) || w.out[node].len() >= w.room() {
-            return false;
-        }
-        let Some(head) = n.peer.send_now(self.now, op, tag, len as u64, lane_id(wire, node)) else { return false };
-        let source = Source::Span { span: n.span(Memory::Op(op)), offset: 0 };
-        w.out[node].push_back(Frame { head, source, len, cut: None });
-        self.log(|| format!("node {node} wire {wire} sends at once {:?} {len}", frame::decode_head(&head)));
-        true
-    }
-
-    // ---- direct copies
-
-    fn describe_span(&mut self, span: &Span) -> [u8; 24] {
-        self.spans.push(span.clone());
-        let mut d = [0; 24];
-        d[..8].copy_from_slice(&(self.spans.len() as u64 - 1).to_le_bytes());
-        d
-    }
-
-    fn copy(&mut self, node: usize) {
-        let ids: Vec<u32> = self.nodes[node].jobs.keys().copied().collect();
-        if ids.is_empty() || self.nodes[node].down() {
-            return;
-        }
-        let id = self.rng.pick(&ids);
-        let (invite, fail) = (self.rng.one_in(2), self.rng.one_in(12));
-        let job = &self.nodes[node].jobs[&id];
-        let slot = job.offer.slot;
-        if job.role == Role::Pull && !job.invited && slot.is_some() && invite && !job.stopping {
-            let local = job.local.clone();
-            let descriptor = self.describe_span(&local);
-            self.nodes[node].jobs.get_mut(&id).unwrap().invited = true;
-            self.nodes[node].peer.direct_invite(self.now, crossrail_proto::DirectId(id), descriptor);
-        } else if self.nodes[1 - node].down() {
-            // The other process is out of reach.
-            self.abandon(node, id);
-        } else {
-            self.copy_piece(node, id, fail);
-        }
-        self.settle(node);
-    }
-
-    fn abandon(&mut self, node: usize, id: u32) {
-        let job = self.nodes[node].jobs.get_mut(&id).unwrap();
-        job.claim = None;
-        if let Some(slot) = job.offer.slot {
-            self.cursors.get_mut(&slot).unwrap().stopped = true;
-        }
-        self.log(|| format!("node {node} job {id} gives up"));
-        self.nodes[node].end_job(self.now, id, false);
-    }
-
-    fn copy_piece(&mut self, node: usize, id: u32, fail: bool) {
-        let job = self.nodes[node].jobs.get_mut(&id).unwrap();
-        let remote = self.spans[u64::from_le_bytes(job.offer.descriptor[..8].try_into().unwrap()) as usize].clone();
-        let piece = |rng: &mut Rng, left: usize| if rng.one_in(2) { left } else { 1 + rng.index(left) };
-        if let Some((at, len)) = job.claim.take() {
-            match job.role {
-                Role::Pull => remote.copy_to(&job.local, at, len),
-                Role::Help => job.local.copy_to(&remote, at, len),
-            }
-            job.moved += len;
-            if let Some(slot) = job.offer.slot {
-                self.cursors.get_mut(&slot).unwrap().copied += len;
-            }
-            return;
-        }
-        if job.stopping {
-            if let Some(slot) = job.offer.slot {
-                self.cursors.get_mut(&slot).unwrap().stopped = true;
-            }
-            return self.nodes[node].end_job(self.now, id, false);
-        }
-        if fail {
-            return self.abandon(node, id);
-        }
-        let job = self.nodes[node].jobs.get_mut(&id).unwrap();
-        match job.offer.slot {
-            Some(slot) => {
-                let cursor = self.cursors.get_mut(&slot).unwrap();
-                if cursor.copied == job.len {
-                    self.nodes[node].end_job(self.now, id, true);
-                } else if cursor.stopped {
-                    self.abandon(node, id);
-                } else if cursor.next < job.len {
-                    let len = piece(&mut self.rng, job.len - cursor.next);
-                    job.claim = Some((cursor.next, len));
-                    cursor.next += len;
-                }
-            }
-            None if job.moved == job.len => self.nodes[node].end_job(self.now, id, true),
-            None => job.claim = Some((job.moved, piece(&mut self.rng, job.len - job.moved))),
-        }
-    }
-
     // ---- events
 
-    fn settle(&mut self, node: usize) {
+    pub(crate) fn settle(&mut self, node: usize) {
         let World { nodes, messages, .. } = self;
         let [a, b] = nodes;
         let (n, other) = if node == 0 { (a, b) } else { (b, a) };
