@@ -398,8 +398,8 @@ impl Peer {
         if lanes > 1 && rates > 0 && lane.sent_bytes > 0 && !lane.suspected {
             let alone = u128::from(lane.sent_bytes + size) * u128::from(rates);
             let together = u128::from(left + outstanding) * u128::from(lane.rate);
-            // Leave room for error: a quarter more than an even finish.
-            if alone > together + together / 4 {
+            // Leave room for error: a sixteenth more than an even finish.
+            if alone > together + together / 16 {
                 return None;
             }
         }

@@ -1,0 +1,206 @@
+//! How well one long transfer fills rails of different rates, in a model of links with buffers and latency:
+//! the protocol's own share of the loss, without any machine's noise.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+
+use crossrail_proto::{
+    Access, Body, Config, Event, Host, LaneSpec, Matcher, Operation, Peer, Placing, Receipt, RegionFault, RegionKey,
+    RegionRef, Regions, Time,
+};
+use crossrail_types::{EndpointId, Head, LaneId, OpId};
+
+const TOTAL: u64 = 64 << 20;
+const LATENCY: u64 = 100_000;
+/// What the sender's kernel takes before the wire does.
+const BUFFER: u64 = 1 << 20;
+
+struct NoRegions;
+
+impl Regions for NoRegions {
+    fn resolve(&mut self, _: &RegionKey, _: u64, _: u64, _: Access) -> Result<RegionRef, RegionFault> {
+        Err(RegionFault::Gone)
+    }
+
+    fn alive(&self, _: RegionRef) -> bool {
+        false
+    }
+}
+
+struct Rail {
+    /// Bytes per second.
+    rate: u64,
+    /// When the last byte accepted so far, each way, has left.
+    free: [u64; 2],
+    /// What is under way, each way, in order.
+    flying: [VecDeque<(Head, Vec<u8>)>; 2],
+    dead: bool,
+}
+
+struct Net {
+    now: u64,
+    peers: [Peer; 2],
+    matchers: [Matcher; 2],
+    rails: Vec<Rail>,
+    /// When, which rail, from which end.
+    arrivals: BinaryHeap<Reverse<(u64, usize, usize)>>,
+    receipts: [Option<(u64, Receipt)>; 2],
+}
+
+impl Net {
+    fn new(rates: &[u64]) -> Net {
+        let mut peers = [Peer::new(EndpointId(1), Config::default()), Peer::new(EndpointId(0), Config::default())];
+        for peer in &mut peers {
+            for lane in 0..rates.len() {
+                let spec = LaneSpec {
+                    id: LaneId(lane as u32),
+                    reliable: false,
+                    messages: true,
+                    bulk: true,
+                    max_payload: 8 << 20,
+                    eager_max: 8 << 10,
+                    cost_ns: lane as u64,
+                };
+                peer.lane_up(Time(0), spec);
+            }
+        }
+        let rail = |rate: &u64| Rail { rate: *rate, free: [0; 2], flying: Default::default(), dead: false };
+        Net {
+            now: 0,
+            peers,
+            matchers: [Matcher::new(), Matcher::new()],
+            rails: rates.iter().map(rail).collect(),
+            arrivals: BinaryHeap::new(),
+            receipts: [None, None],
+        }
+    }
+
+    /// Every rail with room takes what it is given; when one of them will next have room.
+    fn pump(&mut self) -> Option<u64> {
+        let mut next = None;
+        for (at, rail) in self.rails.iter_mut().enumerate().filter(|(_, r)| !r.dead) {
+            for end in 0..2 {
+                loop {
+                    let queued =
+                        rail.free[end].saturating_sub(self.now) as u128 * u128::from(rail.rate) / 1_000_000_000;
+                    if queued >= u128::from(BUFFER) {
+                        let room = self.now
+                            + ((queued - u128::from(BUFFER) + 1) * 1_000_000_000 / u128::from(rail.rate)) as u64
+                            + 1;
+                        next = Some(next.map_or(room, |n: u64| n.min(room)));
+                        break;
+                    }
+                    let Some(out) = self.peers[end].next(Time(self.now), LaneId(at as u32)) else { break };
+                    let control = match out.body {
+                        Body::Inline { bytes, len } => bytes[..usize::from(len)].to_vec(),
+                        _ => Vec::new(),
+                    };
+                    let bytes = 32 + u64::from(out.head.payload_len());
+                    let leaves = rail.free[end].max(self.now) + bytes * 1_000_000_000 / rail.rate;
+                    rail.free[end] = leaves;
+                    rail.flying[end].push_back((out.head, control));
+                    self.arrivals.push(Reverse((leaves + LATENCY, at, end)));
+                }
+            }
+        }
+        next
+    }
+
+    fn arrive(&mut self, at: usize, from: usize) {
+        let Some((head, control)) = self.rails[at].flying[from].pop_front().filter(|_| !self.rails[at].dead) else {
+            return;
+        };
+        let to = 1 - from;
+        let (now, lane) = (Time(self.now), LaneId(at as u32));
+        let mut host = Host { matcher: &mut self.matchers[to], regions: &mut NoRegions };
+        match self.peers[to].place(now, lane, &head, &mut host) {
+            Placing::Discard => {}
+            Placing::Refuse(why) => panic!("refused: {why}"),
+            _ => self.peers[to].placed(now, lane, &control, &mut host).expect("placed"),
+        }
+    }
+
+    /// One message of `TOTAL` bytes; a rail may die on the way. Nanoseconds until its sender knows it arrived.
+    fn transfer(&mut self, mut death: Option<(u64, usize)>) -> u64 {
+        let began = self.now;
+        self.receipts = [None, None];
+        let op = OpId { index: 0, generation: 0 };
+        assert!(self.matchers[1].post(op, 1, u64::MAX, None, TOTAL).is_none());
+        self.peers[0].start(Time(self.now), op, Operation::Send { tag: 1 }, TOTAL, None);
+        while self.receipts.iter().any(Option::is_none) {
+            let room = self.pump();
+            for end in 0..2 {
+                while let Some(event) = self.peers[end].event() {
+                    if let Event::Done { result, .. } = event {
+                        self.receipts[end] = Some((self.now, result.expect("the transfer succeeds")));
+                    }
+                }
+            }
+            let arrival = self.arrivals.peek().map(|Reverse((when, ..))| *when);
+            // The engine looks again before long, whatever happens.
+            let then = [room, arrival, death.map(|d| began + d.0), Some(self.now + 50_000)];
+            self.now = then.into_iter().flatten().min().unwrap_or(self.now).max(self.now + 1);
+            if let Some((_, rail)) = death.take_if(|d| began + d.0 <= self.now) {
+                self.rails[rail].dead = true;
+                for peer in &mut self.peers {
+                    peer.lane_down(Time(self.now), LaneId(rail as u32));
+                }
+            }
+            while let Some(Reverse((when, at, from))) = self.arrivals.peek().copied() {
+                if when > self.now {
+                    break;
+                }
+                self.arrivals.pop();
+                self.arrive(at, from);
+            }
+        }
+        self.receipts[0].as_ref().expect("sent").0 - began
+    }
+
+    fn shares(&self) -> Vec<f64> {
+        let (_, receipt) = self.receipts[1].as_ref().expect("received");
+        let bytes = |lane| receipt.lanes.iter().find(|l| l.lane == LaneId(lane as u32)).map_or(0, |l| l.bytes);
+        (0..self.rails.len()).map(|lane| bytes(lane) as f64 / TOTAL as f64 * 100.0).collect()
+    }
+}
+
+/// Of the rails' rates together, how much transfers reach once two have shown what the rails can do.
+fn efficiency(rates: &[u64]) -> (f64, Vec<f64>) {
+    let mut net = Net::new(rates);
+    net.transfer(None);
+    net.transfer(None);
+    let times: Vec<u64> = (0..5).map(|_| net.transfer(None)).collect();
+    let sum: u64 = rates.iter().sum();
+    let ideal = TOTAL as f64 / sum as f64 * 1e9;
+    let worst = times.iter().max().copied().unwrap_or(0) as f64;
+    println!("{rates:?}: {:.3} of the sum, shares {:.1?}", ideal / worst, net.shares());
+    (ideal / worst, net.shares())
+}
+
+const GBIT: u64 = 125_000_000;
+
+#[test]
+fn equal_rails_share_evenly() {
+    let (reached, shares) = efficiency(&[2 * GBIT; 4]);
+    assert!(reached > 0.97, "{reached:.3} of the sum");
+    assert!(shares.iter().all(|s| (s - 25.0).abs() < 2.0), "shares {shares:.1?}");
+}
+
+#[test]
+fn uneven_rails_fill_in_proportion() {
+    let (reached, _) = efficiency(&[2 * GBIT, 2 * GBIT, GBIT, GBIT / 2]);
+    assert!(reached > 0.97, "{reached:.3} of the sum");
+    let (reached, _) = efficiency(&[100 * GBIT, GBIT]);
+    assert!(reached > 0.80, "{reached:.3} of the sum");
+}
+
+#[test]
+fn a_rail_that_dies_costs_little() {
+    let rates = [2 * GBIT; 4];
+    let mut net = Net::new(&rates);
+    net.transfer(None);
+    let three = TOTAL as f64 / (6 * GBIT) as f64 * 1e9;
+    let took = net.transfer(Some((30_000_000, 2))) as f64;
+    println!("one of four dies after 30 ms: {:.1} ms, three alone need {:.1} ms", took / 1e6, three / 1e6);
+    assert!(took < three * 1.05);
+}
