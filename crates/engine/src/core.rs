@@ -54,6 +54,8 @@ pub(crate) struct Core {
     /// times a caller has made progress: by these the background thread knows whether it is needed.
     pub(crate) spinning: u32,
     pub(crate) sleepers: u32,
+    /// Waits for something else than an operation's end: told whenever anything has happened.
+    pub(crate) observers: u32,
     pub(crate) activity: u64,
     pub(crate) closed: bool,
     pub(crate) suspects: Vec<(EndpointId, LaneId)>,
@@ -110,6 +112,7 @@ impl Core {
             armed: false,
             spinning: 0,
             sleepers: 0,
+            observers: 0,
             activity: 0,
             closed: false,
             suspects: Vec::new(),
@@ -237,6 +240,9 @@ impl Core {
     /// Acts on everything the protocol has decided for one peer, and sends what it wants sent.
     #[inline]
     pub(crate) fn settle(&mut self, endpoint: EndpointId) {
+        if self.observers > 0 {
+            self.st.ops.finished = true;
+        }
         while let Some(short) = self.st.peer(endpoint).and_then(|peer| peer.peer.short()) {
             if !self.st.ops.finish_short(endpoint, short) {
                 self.apply(endpoint, short.into());

@@ -220,7 +220,7 @@ impl Endpoint {
         shared.after(core);
         let left = deadline.saturating_duration_since(Instant::now());
         let id = self.id;
-        let idle = shared.wait_until(left, |core: &mut Core| {
+        let idle = shared.observe_until(left, |core: &mut Core| {
             let peer = core.st.peer(id)?;
             (!peer.alive || peer.peer.idle()).then_some(())
         });

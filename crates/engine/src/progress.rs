@@ -176,6 +176,14 @@ impl Shared {
         wait.run(core, &mut ready)
     }
 
+    /// [`Shared::wait_until`] for what is not the end of an operation: `ready` is asked whenever anything has happened.
+    pub(crate) fn observe_until<T>(&self, timeout: Duration, ready: impl FnMut(&mut Core) -> Option<T>) -> Option<T> {
+        self.core.lock().observers += 1;
+        let found = self.wait_until(timeout, ready);
+        self.core.lock().observers -= 1;
+        found
+    }
+
     /// A caller stops making progress.
     #[inline]
     fn leave(&self, mut core: MutexGuard<'_, Core>) {

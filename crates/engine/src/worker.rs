@@ -348,7 +348,7 @@ impl Shared {
         }
         // A peer that reads is told first: what a lane sends instead of revoked memory would pass for the region's.
         let timeout = self.context.settings().timeout;
-        if self.wait_until(timeout, |core| (!core.region_in_use(region)).then_some(())).is_none() {
+        if self.observe_until(timeout, |core| (!core.region_in_use(region)).then_some(())).is_none() {
             self.log.warn(format_args!("deregister: a peer had not let go in {:.3} s", timeout.as_secs_f64()));
         }
         let mut core = self.core.lock();
