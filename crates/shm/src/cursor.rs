@@ -29,7 +29,7 @@ pub(crate) fn piece_len(len: usize) -> usize {
     let most_pieces = usize::try_from(COUNT).unwrap_or(usize::MAX);
     let fair = match len {
         0..=0x1_ffff => 32 << 10,
-        0x2_0000..=0x3f_ffff => 64 << 10,
+        0x2_0000..=0x3f_ffff => 128 << 10,
         _ => 256 << 10,
     };
     fair.max(len.div_ceil(most_pieces).next_multiple_of(4096))
