@@ -261,3 +261,33 @@ fn a_transfer_cancelled_in_the_middle_ends_at_both_ends() {
         }
     });
 }
+
+#[test]
+fn a_collected_outcome_is_told_again() {
+    each(|transport, pair| {
+        // Lent memory, not a vector: such a request leaves the worker's table with its first answer.
+        let [to, from] = [16, 16].map(|len| context(&[]).alloc(len).unwrap());
+        let receive = pair.b.recv(&to, 7, u64::MAX, None).unwrap();
+        let send = pair.ab.send(&from, 7).unwrap();
+        for (end, worker, request) in [("receive", &pair.b, &receive), ("send", &pair.a, &send)] {
+            let first = request.wait(LIMIT).unwrap_or_else(|error| panic!("{transport}, {end}: {error}"));
+            assert_eq!((first.bytes, first.tag), (16, 7), "{transport}, {end}");
+            assert_eq!(worker.operations(), 0, "{transport}, {end}");
+            // Another operation takes its place there meanwhile.
+            let other = worker.recv(vec![0; 4], 9, u64::MAX, None).unwrap();
+            assert!(request.is_done() && !other.is_done(), "{transport}, {end}");
+            let (tell, told) = std::sync::mpsc::channel();
+            request.on_complete(move |result| tell.send(result).unwrap());
+            for again in [request.wait(LIMIT), request.test().unwrap(), told.recv_timeout(LIMIT.unwrap()).unwrap()] {
+                let again = again.unwrap_or_else(|error| panic!("{transport}, {end}: {error}"));
+                let of = |receipt: &crossrail::Receipt| {
+                    (receipt.bytes, receipt.tag, receipt.protocol, receipt.wire_us, receipt.lanes())
+                };
+                assert_eq!(of(&again), of(&first), "{transport}, {end}");
+                assert_eq!(again.peer(), first.peer(), "{transport}, {end}");
+            }
+            other.cancel();
+            assert_eq!(other.wait(LIMIT).unwrap_err().kind, ErrorKind::Cancelled, "{transport}, {end}");
+        }
+    });
+}
