@@ -1,6 +1,6 @@
 //! What the protocol costs per 8-byte message: start, next, place, placed, event, and the word back that it is done.
 //!
-//! `cargo run --release -p crossrail-proto --example hotpath`: nanoseconds per message, best and median of many rounds.
+//! `cargo run --release -p crossrail-proto --example short_messages`: nanoseconds per message, best and median of many rounds.
 
 use std::hint::black_box;
 use std::time::Instant;
