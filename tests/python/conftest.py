@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections import Counter
@@ -33,7 +34,8 @@ def held() -> Held:
         descriptors[target.split(":")[0]] += 1
     children: set[str] = set()
     for task in Path("/proc/self/task").iterdir():
-        children.update((task / "children").read_text().split())
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            children.update((task / "children").read_text().split())
     segments = sum("memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
     return Held(descriptors, frozenset(children), segments)
 

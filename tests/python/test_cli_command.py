@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -74,7 +75,8 @@ def children(pid: int) -> list[int]:
     """The processes that ``pid`` started."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            found += [int(child) for child in (task / "children").read_text().split()]
     return found
 
 
