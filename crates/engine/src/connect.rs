@@ -254,7 +254,7 @@ impl Shared {
 
     fn rails_to(&self, peer: &Hello) -> Vec<RailPair> {
         let same_machine = peer.boot_id == self.context.machine().boot_id;
-        self.context.devices().map(|mine| select::pair(&mine, peer, same_machine)).unwrap_or_default()
+        self.context.devices().map(|mine| select::pair(&mine, &peer.devices, same_machine)).unwrap_or_default()
     }
 
     fn tcp_candidates(&self, peer: &Hello) -> Vec<Candidate> {

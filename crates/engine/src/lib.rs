@@ -30,6 +30,7 @@ mod region;
 mod request;
 mod select;
 mod state;
+mod submit;
 mod worker;
 
 pub use buffer::{Buffer, Memory};

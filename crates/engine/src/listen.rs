@@ -61,7 +61,6 @@ impl Shared {
     }
 
     fn control_bindings(&self) -> Result<(Vec<Binding>, u16)> {
-        let settings = self.context.settings();
         if let Some(listen) = &self.options.listen {
             let port = listen.first().map_or(0, SocketAddr::port);
             if listen.iter().any(|address| address.port() != port) {
@@ -73,7 +72,6 @@ impl Shared {
         if let Some(binding) = self.control_device()? {
             return Ok((vec![binding], 0));
         }
-        let _ = settings;
         Ok((vec![Binding { device: None, address: std::net::Ipv4Addr::LOCALHOST.into() }], 0))
     }
 

@@ -10,7 +10,7 @@ use std::net::IpAddr;
 use crossrail_topology::NetDevice;
 use crossrail_types::{Error, ErrorKind, Result, TRANSPORTS, format_size};
 
-use crate::meet::{Device, Hello};
+use crate::meet::Device;
 
 /// What a way costs.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -195,10 +195,10 @@ pub(crate) struct RailPair {
 
 /// Pairs our devices with the peer's: those whose addresses share the longest prefix first, each once. What is left
 /// over at either end has no counterpart and carries nothing.
-pub(crate) fn pair(mine: &[NetDevice], theirs: &Hello, same_machine: bool) -> Vec<RailPair> {
+pub(crate) fn pair(mine: &[NetDevice], theirs: &[Device], same_machine: bool) -> Vec<RailPair> {
     let mut ways: Vec<(u32, usize, usize, IpAddr)> = Vec::new();
     for (at, device) in mine.iter().enumerate() {
-        for (to, remote) in theirs.devices.iter().enumerate() {
+        for (to, remote) in theirs.iter().enumerate() {
             let fits = device.loopback == remote.loopback && (!device.loopback || same_machine);
             let best = device.addresses.iter().filter_map(|from| Some((prefix(*from, remote.address)?, *from))).max();
             if let Some((bits, from)) = best.filter(|_| fits) {
@@ -208,14 +208,14 @@ pub(crate) fn pair(mine: &[NetDevice], theirs: &Hello, same_machine: bool) -> Ve
     }
     ways.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)).then(a.2.cmp(&b.2)));
     let mut pairs: Vec<(usize, RailPair)> = Vec::new();
-    let (mut used_mine, mut used_theirs) = (vec![false; mine.len()], vec![false; theirs.devices.len()]);
+    let (mut used_mine, mut used_theirs) = (vec![false; mine.len()], vec![false; theirs.len()]);
     for (_, at, to, from) in ways {
         if used_mine[at] || used_theirs[to] {
             continue;
         }
         used_mine[at] = true;
         used_theirs[to] = true;
-        pairs.push((at, RailPair { mine: mine[at].clone(), from, theirs: theirs.devices[to].clone() }));
+        pairs.push((at, RailPair { mine: mine[at].clone(), from, theirs: theirs[to].clone() }));
     }
     // Loopback is for when there is nothing else.
     if pairs.iter().any(|(_, pair)| !pair.mine.loopback) {
@@ -268,7 +268,40 @@ mod tests {
         assert_eq!(of("10.0.1.1", "10.0.1.2"), Some(30));
         assert_eq!(of("10.0.1.1", "10.0.1.1"), Some(32));
         assert_eq!(of("10.0.1.1", "::1"), None);
-        let _ = net("eth1", "10.0.1.1", false);
+    }
+
+    fn offering(devices: &[(&str, &str, bool)]) -> Vec<Device> {
+        let device = |&(name, address, loopback): &(&str, &str, bool)| Device {
+            name: name.to_owned(),
+            address: address.parse().unwrap(),
+            port: 1,
+            speed_mbps: None,
+            loopback,
+        };
+        devices.iter().map(device).collect()
+    }
+
+    #[test]
+    fn rails_are_paired_by_the_longest_common_prefix_each_once() {
+        let mine = [net("lo", "127.0.0.1", true), net("eth1", "10.0.1.1", false), net("eth2", "10.0.2.1", false)];
+        let theirs = offering(&[
+            ("a", "10.0.2.2", false),
+            ("b", "10.0.1.2", false),
+            ("c", "10.9.9.9", false),
+            ("l", "127.0.0.1", true),
+        ]);
+        let names = |pairs: Vec<RailPair>| -> Vec<(String, String)> {
+            pairs.into_iter().map(|pair| (pair.mine.name, pair.theirs.name)).collect()
+        };
+        let of = |a: &str, b: &str| (a.to_owned(), b.to_owned());
+        assert_eq!(
+            names(pair(&mine, &theirs, true)),
+            [of("eth1", "b"), of("eth2", "a")],
+            "loopback only without others"
+        );
+        assert_eq!(names(pair(&mine[..1], &theirs, true)), [of("lo", "l")]);
+        assert!(pair(&mine[..1], &theirs, false).is_empty(), "loopback does not reach another machine");
+        assert!(pair(&[net("eth1", "fe00::1", false)], &theirs, true).is_empty(), "families do not mix");
     }
 
     #[test]
