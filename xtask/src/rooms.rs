@@ -28,8 +28,10 @@ pub(crate) const ROOMS: &[Room] = &[
     room("tcp", "crossrail-tcp", &["transport", "types"]),
     Room { forbids_unsafe: true, ..room("topology", "crossrail-topology", &["types"]) },
     room("engine", "crossrail", &["proto", "transport", "shm", "tcp", "topology", "types"]),
-    room("bench", "crossrail-bench", &["engine", "types"]),
-    room("python", "crossrail-python", &["engine", "bench", "types"]),
+    Room { forbids_unsafe: true, ..room("control", "crossrail-control", &["types"]) },
+    room("ep", "crossrail-ep", &["engine", "control", "types"]),
+    room("bench", "crossrail-bench", &["engine", "ep", "control", "types"]),
+    room("python", "crossrail-python", &["engine", "control", "ep", "bench", "types"]),
 ];
 
 /// What must not stand in the sources of a room (its tests excepted), and why.
