@@ -389,6 +389,29 @@ const LOG: Form<LogLevel> = Form {
     show: |level| Some(level.to_string()),
 };
 
+const STORE: Form<Option<String>> = Form {
+    parse: |text| {
+        let text = text.trim();
+        let Some((scheme, places)) = text.split_once("://") else {
+            return Err("has no scheme".to_owned());
+        };
+        if !["tcp", "etcd"].contains(&scheme) {
+            return Err(format!("has the scheme {scheme}, which is no store; known: tcp, etcd"));
+        }
+        if scheme == "tcp" && places.contains(',') {
+            return Err("names several places: only etcd has those".to_owned());
+        }
+        for place in places.split(',') {
+            match place.rsplit_once(':') {
+                Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0) => {}
+                _ => return Err(format!("has {place:?}, which is no host:port")),
+            }
+        }
+        Ok(Some(text.to_owned()))
+    },
+    show: Clone::clone,
+};
+
 const fn count_form<const MIN: u32, const MAX: u32>() -> Form<u32> {
     Form {
         parse: |text| match text.trim().parse::<u32>() {
@@ -436,6 +459,9 @@ settings! {
     /// A file that holds the secret (one trailing newline is not part of it); instead of CROSSRAIL_SECRET.
     secret_file: Option<PathBuf> = None,
         "CROSSRAIL_SECRET_FILE" accepts "a path" as PATH;
+    /// The store that the ranks of a job share; unset: the launcher's variables say where rank 0 has one.
+    store: Option<String> = None,
+        "CROSSRAIL_STORE" accepts "`tcp://host:port`, or `etcd://host:port[,host:port]`" as STORE;
     /// What is said on stderr.
     log: LogLevel = LogLevel::Warn,
         "CROSSRAIL_LOG" accepts "`off`, `error`, `warn`, `info` or `debug`" as LOG;

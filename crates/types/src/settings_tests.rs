@@ -36,6 +36,7 @@ fn every_setting_is_read() {
         ("CROSSRAIL_IO_THREADS", "2"),
         ("CROSSRAIL_TIMEOUT", "1.5"),
         ("CROSSRAIL_SECRET", "hunter2"),
+        ("CROSSRAIL_STORE", "etcd://10.0.0.1:2379,[fd00::2]:2379"),
         ("CROSSRAIL_LOG", "debug"),
     ])
     .unwrap();
@@ -46,6 +47,7 @@ fn every_setting_is_read() {
     assert_eq!(settings.io_threads, IoThreads::Count(2));
     assert_eq!(settings.timeout, Duration::from_millis(1500));
     assert_eq!(settings.secret.as_ref().map(Secret::expose), Some(&b"hunter2"[..]));
+    assert_eq!(settings.store.as_deref(), Some("etcd://10.0.0.1:2379,[fd00::2]:2379"));
     assert_eq!(settings.log, LogLevel::Debug);
     settings.check().unwrap();
     let settings = from(&[("CROSSRAIL_SECRET_FILE", "/etc/secret")]).unwrap();
@@ -83,6 +85,13 @@ fn a_bad_value_names_setting_value_and_accepted_form() {
         ("CROSSRAIL_TIMEOUT", "25h", "1ms to 24h"),
         ("CROSSRAIL_TIMEOUT", "soon", "500ms"),
         ("CROSSRAIL_SECRET_FILE", "", "a path"),
+        ("CROSSRAIL_STORE", "10.0.0.1:7400", "tcp://host:port"),
+        ("CROSSRAIL_STORE", "redis://10.0.0.1:7400", "known: tcp, etcd"),
+        ("CROSSRAIL_STORE", "tcp://10.0.0.1", "no host:port"),
+        ("CROSSRAIL_STORE", "tcp://:7400", "no host:port"),
+        ("CROSSRAIL_STORE", "tcp://a:0", "no host:port"),
+        ("CROSSRAIL_STORE", "tcp://a:1,b:1", "only etcd"),
+        ("CROSSRAIL_STORE", "etcd://a:1,", "no host:port"),
         ("CROSSRAIL_LOG", "verbose", "`info`"),
     ] {
         let error = from(&[(name, value)]).unwrap_err();
@@ -173,6 +182,7 @@ fn what_is_shown_reads_back() {
         ("CROSSRAIL_CHUNK", "64K"),
         ("CROSSRAIL_IO_THREADS", "3"),
         ("CROSSRAIL_TIMEOUT", "250ms"),
+        ("CROSSRAIL_STORE", "tcp://node1:7400"),
         ("CROSSRAIL_LOG", "off"),
     ];
     let shown = from(&pairs).unwrap().shown();
