@@ -35,7 +35,7 @@ impl Memory {
 
     /// Copies `bytes` to `offset`. Errors with `Usage` when they do not fit.
     pub fn fill_from(&self, offset: usize, bytes: &[u8]) -> Result<()> {
-        self.check(offset, bytes.len(), "fill_from")?;
+        check(self.len(), offset, bytes.len(), "fill_from")?;
         // SAFETY: in bounds by the check; the segment stays mapped while `self` lives.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.ptr().add(offset), bytes.len()) };
         Ok(())
@@ -43,7 +43,7 @@ impl Memory {
 
     /// Copies from `offset` into `bytes`. Errors with `Usage` when the range is not there.
     pub fn copy_to(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
-        self.check(offset, bytes.len(), "copy_to")?;
+        check(self.len(), offset, bytes.len(), "copy_to")?;
         // SAFETY: in bounds by the check; the segment stays mapped while `self` lives.
         unsafe { std::ptr::copy_nonoverlapping(self.ptr().add(offset), bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
@@ -53,17 +53,18 @@ impl Memory {
     pub fn slice(&self, range: Range<usize>) -> Result<Buffer> {
         let len =
             range.end.checked_sub(range.start).ok_or_else(|| usage("slice", "the range ends before it starts"))?;
-        self.check(range.start, len, "slice")?;
+        check(self.len(), range.start, len, "slice")?;
         // SAFETY: in bounds by the check.
         let ptr = unsafe { self.ptr().add(range.start) };
         Ok(Buffer { ptr, len, keep: Keep::Memory(self.clone()) })
     }
+}
 
-    fn check(&self, offset: usize, len: usize, operation: &str) -> Result<()> {
-        match offset.checked_add(len) {
-            Some(end) if end <= self.len() => Ok(()),
-            _ => Err(usage(operation, &format!("{len} bytes at {offset} of a memory of {} bytes", self.len()))),
-        }
+/// Whether `len` bytes at `offset` are inside a memory of `whole` bytes.
+pub(crate) fn check(whole: usize, offset: usize, len: usize, operation: &str) -> Result<()> {
+    match offset.checked_add(len) {
+        Some(end) if end <= whole => Ok(()),
+        _ => Err(usage(operation, &format!("{len} bytes at {offset} of a memory of {whole} bytes"))),
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use crossrail_types::{Error, ErrorKind, Result};
 use nix::sys::resource::{Resource, getrlimit};
 
-use crate::memory::{Mapping, PAGE, sealed_memfd};
+use crate::memory::{Mapping, PAGE, identity, sealed_memfd};
 use crate::wire::Wire;
 
 /// All memfd segments of one context. Any thread.
@@ -32,6 +32,7 @@ pub struct Segment(Arc<Inner>);
 struct Inner {
     id: u32,
     len: usize,
+    identity: u64,
     map: Mapping,
     fd: OwnedFd,
     arena: Arc<Arena>,
@@ -68,12 +69,13 @@ impl Arena {
         refuse_hopeless(size).map_err(exhausted)?;
         let fd = sealed_memfd("crossrail-segment", size).map_err(|e| failed(&e, "memfd_create", exhausted))?;
         let map = Mapping::new(fd.as_fd(), size).map_err(|e| failed(&e, "mmap", exhausted))?;
+        let identity = identity(fd.as_fd()).map_err(|e| failed(&e, "fstat", exhausted))?;
         let id = self
             .next
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |id| id.checked_add(1))
             .map_err(|_| exhausted("all 2^32 segment ids are used up".into()))?;
         let start = map.ptr() as usize;
-        let inner = Arc::new(Inner { id, len, map, fd, arena: Arc::clone(self) });
+        let inner = Arc::new(Inner { id, len, identity, map, fd, arena: Arc::clone(self) });
         self.live.write().unwrap_or_else(PoisonError::into_inner).insert(start, Arc::downgrade(&inner));
         Ok(Segment(inner))
     }
@@ -161,6 +163,11 @@ impl Segment {
     /// The memfd; open as long as a clone lives.
     pub fn fd(&self) -> RawFd {
         self.0.fd.as_raw_fd()
+    }
+
+    /// What tells it from the segments of other arenas, which have the same ids.
+    pub(crate) fn identity(&self) -> u64 {
+        self.0.identity
     }
 
     pub(crate) fn borrow_fd(&self) -> BorrowedFd<'_> {

@@ -9,15 +9,18 @@
 //! the outcome until the cursor is used again (the one unused longest is), and `Failed` after that.
 #![allow(unsafe_code)]
 
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 
-use crossrail_transport::{Copy, Descriptor, Direct, DirectKind, Job, Step};
+use crossrail_transport::{Copy, Descriptor, Direct, DirectKind, Job, Step, Window};
+use crossrail_types::{Error, ErrorKind};
 
 use crate::cma::Process;
 use crate::copy;
 use crate::cursor::{Claim, piece_len};
 use crate::lane::ShmLane;
-use crate::memory::{Mapping, verified_size};
+use crate::memory::{Mapping, identity, verified_size};
 
 const MAPPED: u8 = 1;
 const ADDRESS: u8 = 2;
@@ -29,8 +32,11 @@ pub(crate) enum PeerSegment {
     Passed(OwnedFd),
     /// Its descriptor could not be received.
     Lost,
-    Mapped(Mapping),
+    Mapped(Arc<Mapping>, Identity),
 }
+
+/// As `memory::identity`.
+pub(crate) type Identity = u64;
 
 /// Where the other end of a copy is.
 enum Remote {
@@ -46,11 +52,26 @@ fn encode(kind: u8, id: u32, place: u64) -> Descriptor {
     bytes
 }
 
+/// A descriptor of memory to be mapped: of that segment and no other, whichever lane it is shown to.
+fn encode_mapped(id: u32, offset: u64, identity: Identity) -> Descriptor {
+    let mut bytes = encode(MAPPED, id, offset);
+    bytes[16..].copy_from_slice(&identity.to_le_bytes());
+    bytes
+}
+
+fn word(descriptor: &Descriptor, at: usize) -> u64 {
+    descriptor[at..].first_chunk::<8>().map_or(0, |bytes| u64::from_le_bytes(*bytes))
+}
+
+fn refused(kind: ErrorKind, operation: &str, why: impl Into<String>) -> Error {
+    Error::new(kind, operation, why).with_lane("shm")
+}
+
 impl ShmLane {
     /// Finds what the peer described; everything in `descriptor` is the peer's word only.
     fn resolve(&mut self, descriptor: &Descriptor, len: usize) -> Result<Remote, String> {
-        let [kind, _, _, _, a, b, c, d, place @ ..] = *descriptor;
-        let place = place.first_chunk::<8>().map_or(0, |bytes| u64::from_le_bytes(*bytes));
+        let [kind, _, _, _, a, b, c, d, ..] = *descriptor;
+        let place = word(descriptor, 8);
         match kind {
             MAPPED => {
                 let id = u32::from_le_bytes([a, b, c, d]);
@@ -71,15 +92,32 @@ impl ShmLane {
         if !self.segments.contains_key(&id) {
             self.service_socket().map_err(|e| e.to_string())?;
         }
-        let segment = self.segments.get_mut(&id).ok_or_else(|| format!("segment {id} is gone or was never passed"))?;
+        match self.mapped(id) {
+            Ok(Some((map, _))) => Ok(map),
+            Ok(None) => Err(format!("segment {id} is gone or was never passed")),
+            Err(error) => Err(error.detail),
+        }
+    }
+
+    /// As `segment`, of what has been read from the socket; `None`: that segment is not among it.
+    fn mapped(&mut self, id: u32) -> crossrail_types::Result<Option<(&Arc<Mapping>, Identity)>> {
+        let Some(segment) = self.segments.get_mut(&id) else { return Ok(None) };
         if let PeerSegment::Passed(fd) = segment {
-            let size = verified_size(fd)?;
-            let map = Mapping::new(fd.as_fd(), size).map_err(|e| format!("mmap of {size} bytes: {e}"))?;
-            *segment = PeerSegment::Mapped(map);
+            let size = verified_size(fd).map_err(|why| refused(ErrorKind::Protocol, "map", why))?;
+            let failed = |call: &str, e: io::Error| match e.raw_os_error() {
+                Some(libc::ENOMEM | libc::EAGAIN) => refused(ErrorKind::Exhausted, "map", format!("{call}: {e}")),
+                _ => Error::io("map", call, &e).with_lane("shm"),
+            };
+            let which = identity(fd.as_fd()).map_err(|e| failed("fstat", e))?;
+            let map = Mapping::new(fd.as_fd(), size).map_err(|e| failed(&format!("mmap of {size} bytes"), e))?;
+            *segment = PeerSegment::Mapped(Arc::new(map), which);
         }
         match segment {
-            PeerSegment::Mapped(map) => Ok(map),
-            _ => Err(format!("segment {id}: this process had no descriptor left to receive it")),
+            PeerSegment::Mapped(map, which) => Ok(Some((map, *which))),
+            _ => {
+                let why = format!("segment {id}: this process had no descriptor left to receive it");
+                Err(refused(ErrorKind::Exhausted, "map", why).with_hint("raise ulimit -n"))
+            }
         }
     }
 
@@ -163,7 +201,7 @@ impl Direct for ShmLane {
         if let Some((segment, offset)) = self.arena.lookup(ptr, len)
             && self.wire.pass(&segment).is_ok()
         {
-            return Some((encode(MAPPED, segment.id(), offset), DirectKind::Mapped));
+            return Some((encode_mapped(segment.id(), offset, segment.identity()), DirectKind::Mapped));
         }
         self.peer_has_cma.then(|| (encode(ADDRESS, 0, ptr as u64), DirectKind::Cma))
     }
@@ -205,5 +243,56 @@ impl Direct for ShmLane {
 
     fn close(&mut self, slot: u32) {
         self.cursors.close(slot);
+    }
+
+    fn share(&mut self, ptr: *const u8, len: usize) -> crossrail_types::Result<Option<Descriptor>> {
+        let Some((segment, offset)) = self.arena.lookup(ptr, len) else {
+            let why = format!("{len} bytes that are not of this context's shared memory");
+            return Err(refused(ErrorKind::Unsupported, "share", why));
+        };
+        match self.wire.pass(&segment) {
+            Ok(()) => Ok(Some(encode_mapped(segment.id(), offset, segment.identity()))),
+            Err(e) => match e.raw_os_error() {
+                // The peer has yet to read what it was sent, or it is gone, which the next poll finds out.
+                Some(libc::EAGAIN | libc::ENOBUFS | libc::EPIPE | libc::ECONNRESET) => {
+                    self.wants_room = true;
+                    Ok(None)
+                }
+                Some(libc::ETOOMANYREFS) => {
+                    let why = format!("sendmsg: {e}: the peer has yet to receive the descriptors it was sent");
+                    Err(refused(ErrorKind::Exhausted, "share", why).with_hint("raise ulimit -n"))
+                }
+                _ => Err(Error::io("share", "sendmsg", &e).with_lane("shm")),
+            },
+        }
+    }
+
+    fn map(&mut self, remote: &Descriptor, len: usize) -> crossrail_types::Result<Option<Window>> {
+        let [kind, _, _, _, a, b, c, d, ..] = *remote;
+        if kind != MAPPED {
+            return Err(refused(ErrorKind::Region, "map", format!("a memory descriptor of kind {kind}")));
+        }
+        let id = u32::from_le_bytes([a, b, c, d]);
+        if !self.segments.contains_key(&id) {
+            self.service_socket().map_err(|e| refused(ErrorKind::Protocol, "map", e.to_string()))?;
+        }
+        if self.gone.contains(&id) {
+            return Err(refused(ErrorKind::Region, "map", format!("segment {id}: its owner has freed it")));
+        }
+        let Some((map, which)) = self.mapped(id)? else { return Ok(None) };
+        if which != word(remote, 16) {
+            let why = format!("segment {id} is another one than is meant, which belongs to another connection");
+            return Err(refused(ErrorKind::Region, "map", why));
+        }
+        match usize::try_from(word(remote, 8)).ok().and_then(|at| Some((at, at.checked_add(len)?))) {
+            Some((at, end)) if end <= map.len() => {
+                Ok(Some(Window { ptr: map.ptr().wrapping_add(at), len, keep: Arc::clone(map) as _ }))
+            }
+            _ => {
+                let (at, size) = (word(remote, 8), map.len());
+                let why = format!("{len} bytes at {at} are not inside segment {id} of {size} bytes");
+                Err(refused(ErrorKind::Region, "map", why))
+            }
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! The lane itself.
 #![allow(unsafe_code)]
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
@@ -23,6 +23,8 @@ use crate::wire::{Inbox, Note, Silence, Wire};
 const SOCKET_EVERY: u32 = 1024;
 /// Segments of the peer that one lane keeps track of.
 const MOST_SEGMENTS: usize = 1 << 16;
+/// Freed segments of the peer that are known as such; older ones are unknown ids.
+const GONE_KEPT: usize = 256;
 
 /// Bytes copied at a time however small the budget.
 const SMALLEST_COPY: usize = 4 << 10;
@@ -82,6 +84,12 @@ pub struct ShmLane {
     pub(crate) arena: Arc<Arena>,
     pub(crate) cursors: Cursors,
     pub(crate) segments: HashMap<u32, PeerSegment>,
+    /// Those that it freed last.
+    pub(crate) gone: VecDeque<u32>,
+    /// A segment waits for room in the socket.
+    pub(crate) wants_room: bool,
+    /// What somebody may wait for has changed since the last poll: a segment came or went, the socket has room.
+    news: bool,
     pub(crate) process: Result<Process, String>,
     pub(crate) peer_has_cma: bool,
 }
@@ -108,6 +116,9 @@ impl ShmLane {
             stats: LaneStats::default(),
             arena: parts.arena,
             segments: HashMap::new(),
+            gone: VecDeque::new(),
+            wants_room: false,
+            news: false,
             process: parts.process,
             peer_has_cma: parts.peer_has_cma,
         })
@@ -235,15 +246,17 @@ impl ShmLane {
         self.idle = 0;
         self.attention = false;
         self.wire.settle();
+        self.news |= std::mem::take(&mut self.wants_room);
         while !self.hung_up {
             match self.inbox.next(self.wire.stream()) {
                 Ok(Note::Bell) => {}
-                Ok(Note::Gone { id }) => drop(self.segments.remove(&id)),
+                Ok(Note::Gone { id }) => self.segment_gone(id),
                 Ok(Note::Segment { id, fd }) => {
                     if self.segments.len() >= MOST_SEGMENTS || self.segments.contains_key(&id) {
                         return Err(LaneError::Protocol(format!("segment {id} came twice or is one too many")));
                     }
                     self.segments.insert(id, fd.map_or(PeerSegment::Lost, PeerSegment::Passed));
+                    self.news = true;
                 }
                 Err(Silence::Empty) => break,
                 Err(Silence::HungUp) => self.hung_up = true,
@@ -251,6 +264,16 @@ impl ShmLane {
             }
         }
         Ok(())
+    }
+
+    fn segment_gone(&mut self, id: u32) {
+        if self.segments.remove(&id).is_some() {
+            if self.gone.len() == GONE_KEPT {
+                self.gone.pop_front();
+            }
+            self.gone.push_back(id);
+            self.news = true;
+        }
     }
 }
 
@@ -290,7 +313,7 @@ impl Lane for ShmLane {
                 Err(LaneError::Closed("the peer closed the lane or its process is gone".into()))
             };
         }
-        let moved = self.transmit(sink, budget)? | received;
+        let moved = self.transmit(sink, budget)? | received | std::mem::take(&mut self.news);
         self.idle = if moved { 0 } else { self.idle + 1 };
         Ok(moved)
     }

@@ -86,6 +86,11 @@ pub(crate) fn verified_size(fd: &OwnedFd) -> Result<usize, String> {
     usize::try_from(size).map_err(|_| format!("a segment of {size} bytes"))
 }
 
+/// What tells a memfd from every other one of this machine, in whichever process it is looked at.
+pub(crate) fn identity(fd: BorrowedFd<'_>) -> io::Result<u64> {
+    Ok(fstat(fd)?.st_ino)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

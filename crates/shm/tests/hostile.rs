@@ -151,6 +151,7 @@ fn a_segment_that_could_shrink_is_never_touched() {
     let (mut lane, mine) = lane_and_its_peer();
     pass(&mine, &segment_note(1), &[&memfd(1 << 20, SealFlag::F_SEAL_GROW)]);
     pass(&mine, &segment_note(2), &[&memfd(1 << 20, SealFlag::F_SEAL_SHRINK)]);
+    assert_eq!(poll(&mut lane), Ok(true), "who waits for a segment is to look");
     assert_eq!(poll(&mut lane), Ok(false));
     let describe = |id: u8| {
         let mut descriptor = [0; 24];
@@ -158,6 +159,10 @@ fn a_segment_that_could_shrink_is_never_touched() {
         descriptor
     };
     let direct = common::direct(&mut lane);
+    let error = direct.map(&describe(1), 1).expect_err("it could shrink");
+    assert!(error.kind == ErrorKind::Protocol && error.to_string().contains("F_SEAL_SHRINK"), "{error}");
+    assert!(direct.map(&describe(2), 1).is_err_and(|error| error.kind == ErrorKind::Region), "not the one meant");
+    assert!(direct.map(&describe(3), 1).is_ok_and(|window| window.is_none()), "may still come");
     assert!(direct.reach(&describe(1), 1).is_err_and(|why| why.contains("F_SEAL_SHRINK")));
     assert!(direct.reach(&describe(2), 1 << 20).is_ok());
     assert!(direct.reach(&describe(2), (1 << 20) + 1).is_err());

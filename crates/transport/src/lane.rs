@@ -1,7 +1,8 @@
+use std::any::Any;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-use crossrail_types::{Head, LaneId};
+use crossrail_types::{Error, ErrorKind, Head, LaneId};
 
 use crate::Grant;
 
@@ -235,6 +236,22 @@ pub enum Step {
     Failed(String),
 }
 
+/// Memory of the peer that this process maps, for as long as any clone of `keep` lives: also when the peer has freed
+/// it, closed the lane or died.
+#[derive(Clone, Debug)]
+pub struct Window {
+    /// First byte. The peer may write there at any time.
+    pub ptr: *mut u8,
+    /// Bytes.
+    pub len: usize,
+    /// Holds the mapping.
+    pub keep: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: as for Payload: a description, with what keeps the range mapped; whoever dereferences `ptr` answers for races.
+#[allow(unsafe_code)]
+unsafe impl Send for Window {}
+
 /// Single-copy access to the peer's memory.
 pub trait Direct {
     /// Says how the peer can reach `len` bytes at `ptr`, and how it would then copy. `None`: it cannot.
@@ -254,4 +271,23 @@ pub trait Direct {
     fn stop(&mut self, slot: u32) -> bool;
     /// Gives the cursor back. Only its owner, after `Done` or a `stop` that returned true.
     fn close(&mut self, slot: u32);
+
+    /// Passes the memory that holds `len` bytes at `ptr` to the peer, whose [`Direct::map`] understands the
+    /// descriptor. `Ok(None)`: no room on the way there at present; ask again after a poll that moved something.
+    ///
+    /// # Errors
+    /// `Unsupported`: not by this lane, or not that memory; `Io`: the system refused.
+    fn share(&mut self, _ptr: *const u8, _len: usize) -> crossrail_types::Result<Option<Descriptor>> {
+        Err(Error::new(ErrorKind::Unsupported, "share", "the lane passes no memory on"))
+    }
+
+    /// Maps `len` bytes of what the peer's [`Direct::share`] described. `Ok(None)`: the memory itself has not arrived
+    /// yet; ask again after a poll that moved something. Touches no page.
+    ///
+    /// # Errors
+    /// `Unsupported`: not by this lane; `Region`: the memory is gone, another one, or shorter than that; `Protocol`:
+    /// it is not what may be mapped safely; `Exhausted`, `Io`: the system refused.
+    fn map(&mut self, _remote: &Descriptor, _len: usize) -> crossrail_types::Result<Option<Window>> {
+        Err(Error::new(ErrorKind::Unsupported, "map", "the lane maps no memory"))
+    }
 }

@@ -21,5 +21,5 @@ pub mod loopback;
 pub use grant::{Grant, GrantUse};
 pub use lane::{
     Copy, Descriptor, Direct, DirectKind, Job, Lane, LaneCaps, LaneError, LaneStats, Payload, Place, Post, Sink, Step,
-    Tx,
+    Tx, Window,
 };

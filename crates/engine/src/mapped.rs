@@ -1,0 +1,205 @@
+//! Memory of a peer on the same machine, mapped into this process.
+#![allow(unsafe_code)]
+
+use std::any::Any;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossrail_transport::{Descriptor, Direct, Window};
+use crossrail_types::{EndpointId, Error, ErrorKind, Result};
+
+use crate::buffer::{self, Memory};
+use crate::core::Core;
+use crate::endpoint::Endpoint;
+
+const MAGIC: [u8; 4] = *b"XRS1";
+
+/// What the peer of an endpoint needs to map a [`Memory`]: opaque bytes, to be handed over by any means.
+///
+/// They are no secret. The memory itself goes to that one peer, over the endpoint's Unix socket; to anybody else, and
+/// over any other connection, they mean nothing and are refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shared {
+    descriptor: Descriptor,
+    len: u64,
+}
+
+impl Shared {
+    /// The description as bytes.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        [&MAGIC[..], &self.len.to_le_bytes(), &self.descriptor].concat()
+    }
+
+    /// A description from [`Shared::to_bytes`]; `Usage` if it is not one.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Shared> {
+        let bad = || Error::new(ErrorKind::Usage, "shared memory", format!("{} bytes that are not one", bytes.len()));
+        let rest = bytes.strip_prefix(&MAGIC[..]).ok_or_else(bad)?;
+        let (len, descriptor) = rest.split_first_chunk::<8>().ok_or_else(bad)?;
+        Ok(Shared { descriptor: descriptor.try_into().map_err(|_| bad())?, len: u64::from_le_bytes(*len) })
+    }
+
+    /// Bytes of the memory.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+/// A peer's [`Memory`], mapped into this process: both see the same bytes. It stays mapped until the last clone is
+/// dropped, also when the peer has freed it or died, and when the endpoint is closed. Any thread may use it.
+///
+/// The peer may write into it at any time, so Rust references to its bytes are never handed out; use
+/// [`Mapped::copy_to`] and [`Mapped::fill_from`], or the pointer with whatever order the two processes agree on.
+#[derive(Clone)]
+pub struct Mapped {
+    ptr: NonNull<u8>,
+    len: usize,
+    _keep: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: an address and what keeps it mapped, both good on any thread; `_keep` is Send. Whoever dereferences the
+// address answers for races.
+unsafe impl Send for Mapped {}
+// SAFETY: as above; `&Mapped` gives address and length, and `copy_to` and `fill_from` are as racy as the peer is.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    /// First byte.
+    #[inline]
+    pub fn ptr(&self) -> *mut u8 {
+        self.ptr.as_ptr()
+    }
+
+    /// Bytes.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Copies `bytes` to `offset`. Errors with `Usage` when they do not fit.
+    pub fn fill_from(&self, offset: usize, bytes: &[u8]) -> Result<()> {
+        buffer::check(self.len, offset, bytes.len(), "fill_from")?;
+        // SAFETY: in bounds by the check; mapped while `self` lives.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.ptr().add(offset), bytes.len()) };
+        Ok(())
+    }
+
+    /// Copies from `offset` into `bytes`. Errors with `Usage` when the range is not there.
+    pub fn copy_to(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
+        buffer::check(self.len, offset, bytes.len(), "copy_to")?;
+        // SAFETY: in bounds by the check; mapped while `self` lives.
+        unsafe { std::ptr::copy_nonoverlapping(self.ptr().add(offset), bytes.as_mut_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    fn new(window: Window) -> Option<Mapped> {
+        Some(Mapped { ptr: NonNull::new(window.ptr)?, len: window.len, _keep: window.keep })
+    }
+}
+
+impl std::fmt::Debug for Mapped {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Mapped({} bytes at {:?})", self.len, self.ptr)
+    }
+}
+
+impl Endpoint {
+    /// Lets the peer map `memory` ([`Endpoint::map`] there): passes its descriptor over the endpoint's Unix socket.
+    /// Nothing is copied, and doing it again for the same memory costs nothing. It keeps nothing alive here: once the
+    /// last clone of `memory` is gone the peer can no longer map it, and what it has mapped stays as it is.
+    ///
+    /// # Errors
+    /// `Usage`: the memory was allocated by another [`Context`](crate::Context); `Unsupported`: the endpoint has no
+    /// shared-memory lane; `PeerDead`, `Closed`; `Timeout`: the peer did not read its socket within
+    /// `CROSSRAIL_TIMEOUT`; `Exhausted`, `Io`: the system refused.
+    pub fn share(&self, memory: &Memory) -> Result<Shared> {
+        let shared = self.worker.shared();
+        if shared.context.arena().find(memory.ptr(), memory.len()).is_none() {
+            return Err(Error::new(ErrorKind::Usage, "share", "the memory was allocated by another Context"));
+        }
+        let (ptr, len) = (memory.ptr(), memory.len());
+        let descriptor = self.ask("share", shared.context.settings().timeout, |direct| direct.share(ptr, len))?;
+        Ok(Shared { descriptor, len: len as u64 })
+    }
+
+    /// Maps memory that the peer has shared with [`Endpoint::share`], waiting at most `timeout` (`CROSSRAIL_TIMEOUT`
+    /// if `None`) until its descriptor has arrived. Touches none of its pages, so its size costs nothing. Mapping the
+    /// same memory again gives the same addresses.
+    ///
+    /// # Errors
+    /// `Timeout`: nothing of that name was passed over this endpoint; `Region`: the peer has freed it, or the
+    /// description is of memory shared with somebody else or longer than the memory; `Unsupported`: the endpoint has
+    /// no shared-memory lane; `Protocol`: the peer could take it away while it is mapped; `PeerDead`, `Closed`;
+    /// `Exhausted`, `Io`: the system refused.
+    pub fn map(&self, shared: &Shared, timeout: Option<Duration>) -> Result<Mapped> {
+        let timeout = timeout.unwrap_or(self.worker.shared().context.settings().timeout);
+        let len = usize::try_from(shared.len)
+            .map_err(|_| Error::new(ErrorKind::Usage, "map", format!("{} bytes do not fit here", shared.len)))?;
+        let window = self.ask("map", timeout, |direct| direct.map(&shared.descriptor, len))?;
+        Mapped::new(window).ok_or_else(|| Error::new(ErrorKind::Io, "map", "the mapping has no address"))
+    }
+
+    /// Asks the endpoint's shared-memory lane until it answers.
+    fn ask<T>(
+        &self,
+        what: &'static str,
+        timeout: Duration,
+        mut question: impl FnMut(&mut dyn Direct) -> Result<Option<T>>,
+    ) -> Result<T> {
+        let started = Instant::now();
+        let id = self.id;
+        let mut attempt = |core: &mut Core| {
+            let answer = match core.direct_of(id, what) {
+                Ok(direct) => question(direct),
+                Err(error) => Err(error),
+            };
+            answer.transpose()
+        };
+        if let Some(answer) = self.worker.shared().observe_until(timeout, &mut attempt) {
+            return answer.map_err(|error| match error.peer {
+                None => error.with_peer(self.peer()),
+                Some(_) => error,
+            });
+        }
+        let waited = started.elapsed().as_secs_f64();
+        let detail = match what {
+            "share" => format!("the peer has not read its socket in {waited:.3} s"),
+            _ => format!("the peer's memory has not arrived in {waited:.3} s: was it shared over this endpoint?"),
+        };
+        Err(Error::new(ErrorKind::Timeout, what, detail).with_peer(self.peer()).with_lane("shm"))
+    }
+}
+
+impl Core {
+    /// The direct side of the lane that is polled under the lock, if the peer is there and the lane has one.
+    fn direct_of(&mut self, endpoint: EndpointId, what: &'static str) -> Result<&mut dyn Direct> {
+        if self.closed {
+            return Err(crate::ops::gone(what));
+        }
+        let Some(peer) = self.st.peer(endpoint) else { return Err(crate::ops::gone(what)) };
+        let (name, lane, lanes) = (peer.name().to_owned(), peer.inside, peer.lanes.clone());
+        if !peer.alive {
+            return Err(Error::new(ErrorKind::PeerDead, what, peer.why_dead.clone()).with_peer(name));
+        }
+        let at = self.inside.iter().position(|inside| Some(inside.id) == lane && inside.lane.caps().direct);
+        if let Some(direct) = at.and_then(|at| self.inside[at].lane.direct()) {
+            return Ok(direct);
+        }
+        let mut used: Vec<_> = lanes.into_iter().filter_map(|id| self.st.lane(id).map(|lane| lane.transport)).collect();
+        used.dedup();
+        let detail = format!("only memory reached over shm can be mapped; this endpoint uses {}", used.join(", "));
+        Err(Error::new(ErrorKind::Unsupported, what, detail)
+            .with_peer(name)
+            .with_hint("write and read it by key (Worker::register), or let both ends use shm"))
+    }
+}
