@@ -79,6 +79,10 @@ impl Context {
     pub fn new(settings: Settings) -> Result<Context> {
         let nics = crossrail_topology::nics()?;
         let (machine, cpus) = (crossrail_topology::machine()?, crossrail_topology::cpus()?);
+        if settings.tls.allows("shm") {
+            // A worker does it otherwise, on a thread of its own.
+            crossrail_shm::prepare_if_quick();
+        }
         let context = Context(Arc::new(Inner { settings, arena: Arena::new(), nics, machine, cpus }));
         context.devices()?;
         Ok(context)

@@ -125,6 +125,10 @@ impl Worker {
             threads: Mutex::new(Vec::new()),
         });
         let worker = Worker(Arc::new(Handle(shared.clone())));
+        // Before there are threads it is for nothing; after that, nobody should wait for it.
+        if settings.tls.allows("shm") && !crossrail_shm::prepare_if_quick() {
+            shared.spawn("crossrail-prepare", |_| crossrail_shm::prepare())?;
+        }
         shared.listen()?;
         for group in 1..shared.groups.len() {
             shared.spawn(&format!("crossrail-io{group}"), move |shared| shared.pump_forever(group))?;

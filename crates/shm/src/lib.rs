@@ -30,3 +30,4 @@ mod wire;
 pub use arena::{Arena, Segment, SegmentRef};
 pub use attach::{Options, Report, Side, attach};
 pub use lane::ShmLane;
+pub use wake::{prepare, prepare_if_quick};

@@ -13,9 +13,10 @@
 //! plain fences.
 #![allow(unsafe_code)]
 
+use std::os::linux::fs::MetadataExt;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering, compiler_fence, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, compiler_fence, fence};
 
 use crate::control::Control;
 use crate::wire::Wire;
@@ -28,9 +29,30 @@ pub(crate) const ROOM: u64 = 2;
 const REGISTER: i32 = libc::MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED;
 const BARRIER: i32 = libc::MEMBARRIER_CMD_GLOBAL_EXPEDITED;
 
-/// Registers this process; whether its membarrier works.
+/// Registers this process; whether its membarrier works. Once is enough; further times cost nothing.
 pub(crate) fn register() -> bool {
-    membarrier(REGISTER) && membarrier(BARRIER)
+    let registered = membarrier(REGISTER) && membarrier(BARRIER);
+    TRIED.store(true, Ordering::Relaxed);
+    registered
+}
+
+static TRIED: AtomicBool = AtomicBool::new(false);
+
+/// Does now what the first lane of this process would have to wait for: a grace period of the kernel's, ten
+/// milliseconds and more, in a process that has several threads by then. Calling it is never necessary.
+pub fn prepare() {
+    register();
+}
+
+/// As [`prepare`], where it takes no time: nothing is left to do, or this is the process's only thread. Whether it
+/// is done.
+pub fn prepare_if_quick() -> bool {
+    // A link each for `.` and `..`, one per thread.
+    let alone = || std::fs::metadata("/proc/self/task").is_ok_and(|tasks| tasks.st_nlink() == 3);
+    if !TRIED.load(Ordering::Relaxed) && alone() {
+        register();
+    }
+    TRIED.load(Ordering::Relaxed)
 }
 
 fn membarrier(command: i32) -> bool {
