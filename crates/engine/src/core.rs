@@ -369,11 +369,8 @@ impl Core {
     /// A lane is gone (its object already dropped): its work goes to the others, or the peer is dead.
     pub(crate) fn lane_lost(&mut self, endpoint: EndpointId, id: LaneId, error: &LaneError) {
         let now = self.st.tick();
-        let Some(lane) = self.st.lane(id) else { return };
-        if !std::mem::replace(&mut lane.alive, false) {
-            return;
-        }
-        lane.pending = None;
+        let Some(lane) = self.st.lane(id).filter(|lane| lane.alive) else { return };
+        lane.bury();
         let (name, rail) = (lane.name.clone(), lane.rail);
         self.jobs.retain(|job| job.lane != id);
         self.closing.retain(|(lane, _)| *lane != id);
@@ -418,11 +415,11 @@ impl Core {
         let mut at = 0;
         while at < self.inside.len() {
             if self.inside[at].endpoint == endpoint {
-                let inside = self.inside.swap_remove(at);
-                self.closing.retain(|(lane, _)| *lane != inside.id);
-                if let Some(lane) = self.st.lane(inside.id) {
-                    lane.alive = false;
-                    lane.pending = None;
+                let Inside { id, lane, .. } = self.inside.swap_remove(at);
+                drop(lane);
+                self.closing.retain(|(lane, _)| *lane != id);
+                if let Some(lane) = self.st.lane(id) {
+                    lane.bury();
                 }
             } else {
                 at += 1;

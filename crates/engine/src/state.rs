@@ -184,6 +184,14 @@ impl LaneState {
         }
     }
 
+    /// The lane is no more, its object already dropped: receipts still ask for its name, nobody for its buffers.
+    pub(crate) fn bury(&mut self) {
+        self.alive = false;
+        self.pending = None;
+        self.control = Box::default();
+        self.control_len = 0;
+    }
+
     pub(crate) fn sent(&mut self, token: u64) {
         if token > 0 {
             self.held.try_remove(token as usize - 1);
@@ -365,7 +373,7 @@ impl State {
                 Place::Into { dst, len: len as usize, grant: Some(grant), token: 0 }
             }
             Placing::Control { len } => match self.lane(lane) {
-                Some(lane) if len as usize <= CONTROL_MAX => {
+                Some(lane) if len as usize <= lane.control.len() => {
                     lane.control_len = len as usize;
                     Place::Into { dst: lane.control.as_mut_ptr(), len: len as usize, grant: None, token: 1 }
                 }
