@@ -170,19 +170,39 @@ def test_sums_of_integers_are_exact() -> None:
             np.testing.assert_array_equal(ref.bf16_values(got), ref.bf16_values(world.xs[source]) * times)
 
 
-def test_weights_at_combine_take_the_place_of_those_of_dispatch() -> None:
+def test_weights_are_given_once() -> None:
     world = World(Shape(2, 8, 8, 4, 2), 6)
-    came = world.dispatch("expert")
-    assert came[0] is not None
-    ys, handle = outputs(came), came[0].handle
-    same = ref.combine(ys, handle, world.weights)
-    twice = ref.combine(ys, handle, [2 * one for one in world.weights])
-    for a, b, c in zip(ref.combine(ys, handle), same, twice, strict=True):
+    came, bare = world.dispatch("expert"), ref.dispatch(world.shape, world.xs, world.idx)
+    assert came[0] is not None and bare[0] is not None
+    ys = outputs(came)
+    at_combine = ref.combine(ys, bare[0].handle, world.weights)
+    doubled = ref.combine(ys, bare[0].handle, [2 * one for one in world.weights])
+    none, ones = ref.combine(ys, bare[0].handle), [np.ones_like(one) for one in world.weights]
+    for a, b in zip(ref.combine(ys, came[0].handle), at_combine, strict=True):
         np.testing.assert_array_equal(a, b)  # type: ignore[arg-type]
-        np.testing.assert_array_equal(2 * ref.bf16_values(a), ref.bf16_values(c))  # type: ignore[arg-type]
-    bare = ref.dispatch(world.shape, world.xs, world.idx)
+    for a, b in zip(at_combine, doubled, strict=True):
+        np.testing.assert_array_equal(2 * ref.bf16_values(a), ref.bf16_values(b))  # type: ignore[arg-type]
+    for a, b in zip(none, ref.combine(ys, bare[0].handle, ones), strict=True):
+        np.testing.assert_array_equal(a, b)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="weights"):
-        ref.combine(ys, bare[0].handle)  # type: ignore[union-attr]
+        ref.combine(ys, came[0].handle, world.weights)
+    rows = world.dispatch("rank")
+    with pytest.raises(ValueError, match="weights"):
+        ref.combine(outputs(rows), rows[0].handle, world.weights)  # type: ignore[union-attr]
+
+
+def test_without_prereduction_the_order_is_that_of_the_selections() -> None:
+    shape = Shape(2, 1, 8, 4, 4)
+    big, small = 2.0**24, 1.0
+    idx = [np.array([[0, 2, 1, 3]]), np.full((1, 4), -1)]
+    came = ref.dispatch(shape, [np.zeros((1, 8), np.uint16)] * 2, idx)
+    assert came[0] is not None
+    ys = [ref.bf16_bits(np.full((2, 2, 8), 0.0)) for _ in range(2)]
+    for value, (rank, local) in zip((big, small, -big, small), ((0, 0), (1, 0), (0, 1), (1, 1)), strict=True):
+        ys[rank][local, 0] = ref.bf16_bits(np.full(8, value))
+    by_rank, by_k = (ref.combine(ys, came[0].handle, prereduce=one)[0] for one in (True, False))
+    assert (ref.bf16_values(by_rank) == 2).all(), "(big - big) + (small + small)"  # type: ignore[arg-type]
+    assert (ref.bf16_values(by_k) == 1).all(), "big + small is big, - big is 0, + small"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])

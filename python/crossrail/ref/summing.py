@@ -4,21 +4,24 @@ The sum of a token, fp32 throughout, each product and each sum rounded once (no 
 
 - expert layout, pre-reduced: each rank adds weight * output over the token's experts there, in the order of `topk_idx`,
   and rounds the row to bf16; the token's rank adds these rows in the order of the ranks, then the biases, and rounds to
-  bf16. Not pre-reduced: the token's rank adds weight * output itself, by rank and then in the order of `topk_idx`.
-- rank layout: the token's rank adds the rows as the ranks give them (bf16, unweighted), in the order of the ranks.
+  bf16. Not pre-reduced: the token's rank adds weight * output itself, in the order of `topk_idx`, then the biases.
+- rank layout: the token's rank adds the rows as the ranks give them (bf16, unweighted), in the order of the ranks, then
+  the biases.
 
-The bound. Adding n terms one by one in arithmetic of unit roundoff u is off by at most g(n-1) * sum |term|, where
+The bound. Adding n terms one by one in arithmetic of unit roundoff u is off by at most g(n - 1) * sum |term|, where
 g(n) = n u / (1 - n u); a rounded product in each term makes that g(n) (Higham, Accuracy and Stability of Numerical
-Algorithms, 2nd edition, section 4.2 and lemma 3.1). fp32 has u = 2^-24, rounding to bf16 adds 2^-8 of the value, or
-2^-134 where that is more (subnormal). So, with s_r the exact sum over rank r, a_r the same of magnitudes, n_r its terms
-and N the rows and biases that are added last:
+Algorithms, 2nd edition, section 4.2 and lemma 3.1). fp32 has u = 2^-24; rounding to bf16 adds at most 2^-8 of the
+value, or 2^-134 where that is more (subnormal). So, pre-reduced, with s_r the exact sum over the n_r terms of rank r,
+a_r the same of magnitudes, and s the exact sum of all:
 
     d_r   = g(n_r) a_r                                            what rank r's fp32 sum is off by
-    e_r   = d_r + 2^-8 (|s_r| + d_r) + 2^-134                     and its bf16 row, where there is one (else d_r)
-    d     = sum e_r + g(N) (sum |s_r| + e_r, and |bias|)          what the last fp32 sum is off by
-    bound = d + 2^-8 (|s| + d) + 2^-134                           and its bf16 row
+    e_r   = d_r + 2^-8 (|s_r| + d_r) + 2^-134                     what its bf16 row is off by
+    d     = sum e_r + g(N) (sum (|s_r| + e_r) + sum |bias|)       what the sum of N rows and biases is off by
+    bound = d + 2^-8 (|s| + d) + 2^-134                           what the result is off by
 
-fp32 subnormals add at most 2^-150 per product, which 2^-134 covers twice over. Unless a sum overflows.
+In the rank layout e_r = 0, as rows come as they are; not pre-reduced, every term is a row of its own with e = g(1)
+|term|. Products that are subnormal in fp32 are off by 2^-150 each, which 2^-134 covers many times over. All this holds
+unless a sum overflows.
 """
 
 from __future__ import annotations
@@ -49,28 +52,23 @@ def combine(
 ) -> list[U16 | None]:
     """The tokens' rows, bf16 bits [T, H] by rank, of the experts' outputs `ys`.
 
-    `ys`: bf16 (or bits), laid out as `dispatch` laid out `x`, by rank. `topk_weights`: f32 [T, topk] by rank, otherwise
-    those given to dispatch; expert layout only. `biases`: by rank, rows bf16 [T, H] to add, at most two. `active`:
-    the ranks that still take part; rows of the others are skipped. A token without any row is its biases' sum, or 0.
+    `ys`: bf16 (or bits), laid out as `dispatch` laid out `x`, by rank. `topk_weights`: f32 [T, topk] by rank, in the
+    expert layout where dispatch was given none; with none at all outputs are added as they are. `biases`: by rank, rows
+    bf16 [T, H] to add, at most two. `active`: the ranks that still take part; rows of the others are skipped. A token
+    without any row is its biases' sum, or 0.
     """
-    there = handle.active if active is None else tuple(active)
-    results: list[U16 | None] = []
-    for source in range(handle.shape.ranks):
-        if source not in there:
-            results.append(None)
-            continue
-        total = _zeros(handle, source)
-        for rank in there:
-            part = _zeros(handle, source)
-            into = part if prereduce or handle.layout == "rank" else total
-            for tokens, rows, weights in _terms(ys, handle, _weights(handle, topk_weights, source), source, rank):
-                values = bf16_values(rows)
-                into[tokens] += values if weights is None else values * weights
-            if into is part:
-                total += bf16_values(bf16_bits(part))
+    results: list[U16 | None] = [None] * handle.shape.ranks
+    for source in _there(handle, active):
+        total = _zeros(handle, source, np.float32)
+        rows: dict[int, F32] = {}
+        for rank, tokens, values, weights in _terms(ys, handle, topk_weights, source, active):
+            into = rows.setdefault(rank, np.zeros_like(total)) if _by_rank(handle, prereduce) else total
+            into[tokens] += values if weights is None else values * weights
+        for rank in sorted(rows):
+            total += bf16_values(bf16_bits(rows[rank]))
         for bias in biases[source] if biases is not None else ():
             total += bf16_values(bits(bias))
-        results.append(bf16_bits(total))
+        results[source] = bf16_bits(total)
     return results
 
 
@@ -87,77 +85,102 @@ def combine_exact(
 
     (fp64 is off by 2^-53 of the terms, which is nothing here: the bound is an upper one by more than that.)
     """
-    there = handle.active if active is None else tuple(active)
-    results: list[tuple[F64, F64] | None] = []
-    for source in range(handle.shape.ranks):
-        if source not in there:
-            results.append(None)
-            continue
-        idx = handle.topk_idx[source]
-        assert idx is not None
-        exact = np.zeros((len(idx), handle.shape.hidden))
-        error, last, rows_added = exact.copy(), exact.copy(), 0
-        for rank in there:
-            part, magnitude, terms = np.zeros_like(exact), np.zeros_like(exact), 0
-            for tokens, rows, weights in _terms(ys, handle, _weights(handle, topk_weights, source), source, rank):
-                values = bf16_values(rows).astype(np.float64) * (1 if weights is None else weights.astype(np.float64))
-                part[tokens] += values
-                magnitude[tokens] += np.abs(values)
-                terms += 1
-            off = _g(terms) * magnitude
-            if handle.layout == "rank":
-                off = np.zeros_like(exact)  # one row, as it is
-            elif prereduce:
-                off += _BF16 * (np.abs(part) + off) + _LEAST
-            exact, error = exact + part, error + off
-            last += (np.abs(part) if prereduce else magnitude) + off
-            rows_added += 1 if prereduce else terms
+    results: list[tuple[F64, F64] | None] = [None] * handle.shape.ranks
+    for source in _there(handle, active):
+        exact = _zeros(handle, source, np.float64)
+        error, last, added = exact.copy(), exact.copy(), 0
+        for sum_, off, count in _rows(ys, handle, topk_weights, source, active, prereduce):
+            exact, error, last, added = exact + sum_, error + off, last + np.abs(sum_) + off, added + count
         for bias in biases[source] if biases is not None else ():
             values = bf16_values(bits(bias)).astype(np.float64)
-            exact, last, rows_added = exact + values, last + np.abs(values), rows_added + 1
-        error = error + _g(rows_added) * last
-        results.append((exact, error + _BF16 * (np.abs(exact) + error) + _LEAST))
+            exact, last, added = exact + values, last + np.abs(values), added + 1
+        error = error + _g(added) * last
+        results[source] = exact, error + _BF16 * (np.abs(exact) + error) + _LEAST
     return results
+
+
+def _rows(
+    ys: Sequence[Values | None],
+    handle: Handle,
+    topk_weights: Sequence[F32 | None] | None,
+    source: int,
+    active: Sequence[int] | None,
+    prereduce: bool,
+) -> Iterator[tuple[F64, F64, int]]:
+    """The rows that are added last: exact, what each may be off by, and how many there are of it."""
+    sums: dict[int, list[F64]] = {}
+    terms: dict[int, int] = {}
+    for rank, tokens, values, weights in _terms(ys, handle, topk_weights, source, active):
+        wide = values.astype(np.float64) * (1.0 if weights is None else weights.astype(np.float64))
+        one = _zeros(handle, source, np.float64)
+        one[tokens] = wide
+        if not _by_rank(handle, prereduce):
+            yield one, _g(1) * np.abs(one), 1
+            continue
+        sum_ = sums.setdefault(rank, [np.zeros_like(one), np.zeros_like(one)])
+        sum_[0] += one
+        sum_[1] += np.abs(one)
+        terms[rank] = terms.get(rank, 0) + 1
+    for rank, (sum_rank, magnitude) in sums.items():
+        off = np.zeros_like(magnitude)
+        if handle.layout == "expert":
+            off = _g(terms[rank]) * magnitude
+            off += _BF16 * (np.abs(sum_rank) + off) + _LEAST
+        yield sum_rank, off, 1
 
 
 def _g(terms: int) -> float:
     return terms * 2.0**-24 / (1 - terms * 2.0**-24)
 
 
-def _zeros(handle: Handle, source: int) -> F32:
+def _there(handle: Handle, active: Sequence[int] | None) -> tuple[int, ...]:
+    return handle.active if active is None else tuple(sorted(active))
+
+
+def _by_rank(handle: Handle, prereduce: bool) -> bool:
+    """Whether each rank gives one row per token, which is rounded to bf16 before it is added."""
+    return prereduce or handle.layout == "rank"
+
+
+def _zeros(handle: Handle, source: int, dtype: Any) -> Any:
     idx = handle.topk_idx[source]
     assert idx is not None
-    return np.zeros((len(idx), handle.shape.hidden), np.float32)
+    return np.zeros((len(idx), handle.shape.hidden), dtype)
 
 
 def _weights(handle: Handle, given: Sequence[F32 | None] | None, source: int) -> F32 | None:
-    """The weights of a source's tokens; None in the rank layout, whose rows are weighted already."""
+    """The weights [T, topk] of a source's outputs; None where they are added as they are."""
+    if given is not None and (handle.layout == "rank" or handle.topk_weights is not None):
+        raise ValueError("weights here go with the expert layout, and with none given to dispatch")
     if handle.layout == "rank":
         return None
-    weights = given if given is not None else handle.topk_weights
-    if weights is None or weights[source] is None:
-        raise ValueError(f"the tokens of rank {source} have no weights, neither from dispatch nor here")
-    return weights[source]
+    weights = handle.topk_weights if given is None else given
+    return None if weights is None else weights[source]
 
 
 def _terms(
-    ys: Sequence[Values | None], handle: Handle, weights: F32 | None, source: int, rank: int
-) -> Iterator[tuple[Any, U16, F32 | None]]:
-    """What `rank` gives for the tokens of `source`, in the order in which it is added.
-
-    Tokens (distinct), their output rows bf16 bits [n, H] and weights f32 [n, 1] or None.
-    """
-    shape, idx, rows, y = handle.shape, handle.topk_idx[source], handle.rows[source], ys[rank]
-    if idx is None or rows is None or y is None:
-        raise ValueError(f"ranks {source} and {rank} are to take part, but did not")
-    y = bits(y)
-    here = (shape.homes(idx) == rank) & (rows >= 0)
-    if handle.layout == "rank":
-        tokens = np.flatnonzero(here.any(axis=1))
-        yield tokens, y[np.where(here, rows, -1).max(axis=1)[tokens]], None
-        return
-    for k in range(shape.topk):
-        tokens = np.flatnonzero(here[:, k])
-        local = idx[tokens, k] - rank * shape.local_experts
-        assert weights is not None
-        yield tokens, y[local, rows[tokens, k]], weights[tokens, k, None]
+    ys: Sequence[Values | None],
+    handle: Handle,
+    topk_weights: Sequence[F32 | None] | None,
+    source: int,
+    active: Sequence[int] | None,
+) -> Iterator[tuple[int, Any, F32, F32 | None]]:
+    """What is added for the tokens of `source`, in order: the rank that gives it, the tokens (distinct), their rows
+    f32 [n, H], and their weights f32 [n, 1] or None."""
+    shape, idx, rows = handle.shape, handle.topk_idx[source], handle.rows[source]
+    assert idx is not None and rows is not None
+    homes = np.where(rows >= 0, shape.homes(idx), -1)
+    weights = _weights(handle, topk_weights, source)
+    for k in range(shape.topk if handle.layout == "expert" else 1):
+        for rank in _there(handle, active):
+            y = ys[rank]
+            if y is None:
+                raise ValueError(f"rank {rank} is to take part without outputs")
+            if handle.layout == "rank":
+                tokens = np.flatnonzero((homes == rank).any(axis=1))
+                yield rank, tokens, bf16_values(bits(y)[np.where(homes == rank, rows, -1).max(axis=1)[tokens]]), None
+                continue
+            tokens = np.flatnonzero(homes[:, k] == rank)
+            local = idx[tokens, k] - rank * shape.local_experts
+            chosen = None if weights is None else weights[tokens, k, None]
+            yield rank, tokens, bf16_values(bits(y)[local, rows[tokens, k]]), chosen
