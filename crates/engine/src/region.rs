@@ -64,6 +64,8 @@ struct Entry {
     len: u64,
     keep: Keep,
     imms: HashMap<u32, u64>,
+    /// Writes that came with an immediate, all together.
+    arrivals: u64,
 }
 
 /// The regions of one worker.
@@ -91,6 +93,7 @@ impl Regions {
                     len: 0,
                     keep: Keep::Nothing,
                     imms: HashMap::new(),
+                    arrivals: 0,
                 });
                 (self.entries.len() - 1) as u32
             }
@@ -123,11 +126,16 @@ impl Regions {
             && entry.generation == region.generation
         {
             *entry.imms.entry(imm).or_insert(0) += 1;
+            entry.arrivals += 1;
         }
     }
 
     fn counted(&self, region: proto::RegionRef, imm: u32) -> Option<u64> {
         self.entry(region).filter(|entry| !entry.retired).map(|entry| entry.imms.get(&imm).copied().unwrap_or(0))
+    }
+
+    fn arrivals(&self, region: proto::RegionRef) -> Option<u64> {
+        self.entry(region).filter(|entry| !entry.retired).map(|entry| entry.arrivals)
     }
 
     /// Refuses access from now on; false if it is refused already.
@@ -147,6 +155,7 @@ impl Regions {
         entry.generation = entry.generation.wrapping_add(1);
         entry.keep = Keep::Nothing;
         entry.imms.clear();
+        entry.arrivals = 0;
         entry.secret = [0; 16];
         self.free.push(region.index);
     }
@@ -229,6 +238,21 @@ impl Region {
     /// How many writes with this immediate have arrived, all of their bytes included.
     pub fn imm_count(&self, imm: u32) -> u64 {
         self.0.shared.core.lock().st.regions.counted(self.0.region, imm).unwrap_or(0)
+    }
+
+    /// Waits until more than `seen` writes with any immediate have arrived since the region was registered; how many
+    /// there are then, or at the end of `timeout`.
+    ///
+    /// # Errors
+    /// `Region` when it was deregistered, `Closed` when the worker was.
+    pub fn wait_arrival(&self, seen: u64, timeout: Duration) -> Result<u64> {
+        let region = self.0.region;
+        let outcome = self.0.shared.wait_until(timeout, |core| match core.st.regions.arrivals(region) {
+            Some(count) if count > seen => Some(Ok(count)),
+            Some(_) => None,
+            None => Some(Err(Error::new(ErrorKind::Region, "wait_arrival", "the region was deregistered"))),
+        });
+        outcome.unwrap_or(Ok(seen))
     }
 
     /// Waits until `count` writes with this immediate have arrived since the region was registered.
