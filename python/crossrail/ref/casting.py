@@ -2,11 +2,11 @@
 
 All arithmetic is fp32, each operation rounded once, so that the result is defined in every bit. For each block:
 
-    amax  = the largest |x|, at least 1e-4
+    amax  = the largest |x| that is not NaN, infinities taken as the largest finite bf16; at least 1e-4
     f32:    factor = 448 / amax                    scale = amax * (1 / 448), where 1 / 448 is rounded to fp32 first
     power2: factor = 2^-n                          scale = 2^n, where n is the least with 2^n >= amax * (1 / 448)
     ue8m0:  as power2                              scale is one byte, n + 127
-    q     = x * factor, rounded to e4m3 to nearest, ties to even, saturated at +-448
+    q     = x * factor, rounded to e4m3 to nearest, ties to even, saturated at +-448; NaN stays NaN
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ Scale = Literal["f32", "power2", "ue8m0"]
 SCALES: tuple[Scale, ...] = ("f32", "power2", "ue8m0")
 
 _LEAST = np.float32(1e-4)
+_MOST = bf16_values(np.array([0x7F7F], np.uint16))[0]
 _INVERSE = np.float32(1) / np.float32(E4M3_MAX)
 
 
@@ -31,7 +32,7 @@ def cast_rows(x: U16, scale: Scale = "f32") -> tuple[U8, npt.NDArray[np.float32]
     if x.shape[-1] % BLOCK:
         raise ValueError(f"{x.shape[-1]} elements are no blocks of {BLOCK}")
     blocks = _blocks(bf16_values(x))
-    amax = np.fmax(np.fmax.reduce(np.abs(blocks), axis=-1), _LEAST)
+    amax = np.clip(np.fmax.reduce(np.abs(blocks), axis=-1, initial=0), _LEAST, _MOST)
     scales: npt.NDArray[np.float32] | U8
     if scale == "f32":
         factor, scales = np.float32(E4M3_MAX) / amax, amax * _INVERSE

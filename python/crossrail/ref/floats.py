@@ -34,12 +34,12 @@ def bf16_values(array: U16) -> F32:
 
 
 def bf16_bits(values: npt.ArrayLike) -> U16:
-    """bf16 bits of fp32 values: nearest, ties to even; beyond the largest becomes infinite; NaN stays NaN."""
+    """bf16 bits of fp32 values: nearest, ties to even; beyond the largest becomes infinite; NaN is 0x7fc0."""
     wide = np.ascontiguousarray(values, np.float32).view(np.uint32)
     last = (wide >> 16) & 1  # of what stays: a tie goes up when it is odd
     rounded = (wide + 0x7FFF + last) >> 16
     nan = (wide & 0x7FFF_FFFF) > 0x7F80_0000
-    return np.where(nan, (wide >> 16) | 0x40, rounded).astype(np.uint16)
+    return np.where(nan, 0x7FC0, rounded).astype(np.uint16)
 
 
 def e4m3_values(array: U8) -> F32:
