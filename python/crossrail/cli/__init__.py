@@ -10,9 +10,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from .failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, Failure, exit_code_of, say_error
 from .processes import kill_all, live_with_parent
+
+if TYPE_CHECKING:
+    from .parsing import Command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,13 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say_error(f"the native module cannot be loaded ({error}); install Crossrail again for this Python")
         return EXIT_FAILED
     try:
-        options = parse_arguments(arguments)
+        command = parse_arguments(arguments)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else EXIT_USAGE
-    parent = getattr(options, "parent", None)
-    if parent is not None:
-        live_with_parent(parent)
-    return _in_thread(lambda: _run(options))
+    if command.parent is not None:
+        live_with_parent(command.parent)
+    return _in_thread(lambda: _run(command))
 
 
 def _in_thread(work: Callable[[], int]) -> int:
@@ -60,13 +63,13 @@ def _in_thread(work: Callable[[], int]) -> int:
     return result
 
 
-def _run(options: object) -> int:
-    """Carries out ``options`` and turns every expected failure into one line."""
+def _run(command: Command) -> int:
+    """Carries out ``command`` and turns every expected failure into one line."""
     import crossrail
     from crossrail.report import WriteError
 
     try:
-        _dispatch(options)
+        command.run()
         sys.stdout.flush()
     except BrokenPipeError:
         with contextlib.suppress(OSError):
@@ -81,35 +84,3 @@ def _run(options: object) -> int:
     finally:
         kill_all()
     return EXIT_OK
-
-
-def _dispatch(options: object) -> None:
-    from .arguments import BenchOptions, InfoOptions
-
-    if isinstance(options, InfoOptions):
-        from .info import show_info
-
-        show_info(options)
-    elif isinstance(options, BenchOptions) and (options.listen is not None):
-        from .listening import listen
-
-        listen(options)
-    elif isinstance(options, BenchOptions):
-        _bench(options)
-
-
-def _bench(options: object) -> None:
-    from crossrail.report import Report, console, print_report, write_text
-
-    from .arguments import BenchOptions
-    from .driving import drive
-    from .progress import Progress
-    from .setup import check_json
-
-    assert isinstance(options, BenchOptions)
-    check_json(options.json)
-    with Progress() as progress:
-        text = drive(options, progress).dumps()
-    print_report(Report.loads(text), console(stderr=options.json == "-"))
-    if options.json is not None:
-        write_text(text, options.json)

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import IO
 
-from .arguments import BenchOptions
+from .bench_arguments import BenchOptions
 from .failure import ERROR, EXIT_USAGE, Failure, UsageFailure, say
 from .processes import Process, read_line
 from .session import Message

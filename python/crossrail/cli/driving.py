@@ -30,7 +30,7 @@ from crossrail.report import (
 
 from . import peers
 from .addresses import parse_address, resolve
-from .arguments import DEFAULT_P2P_SIZE, DEFAULT_SIZES, BenchOptions, Memory
+from .bench_arguments import DEFAULT_P2P_SIZE, DEFAULT_SIZES, BenchOptions, Memory
 from .child import other_end
 from .progress import Progress
 from .rails import line_rate, rail_of, rails_of

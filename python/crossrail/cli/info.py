@@ -12,7 +12,7 @@ import crossrail
 from crossrail.records import Info
 from crossrail.report import capture_environment, console, table, write_text
 
-from .arguments import InfoOptions
+from .info_arguments import InfoOptions
 from .setup import check_json
 
 SCHEMA = "crossrail-info/1"

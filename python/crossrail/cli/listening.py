@@ -10,7 +10,7 @@ import crossrail
 
 from . import peers
 from .addresses import resolve
-from .arguments import BenchOptions, Memory
+from .bench_arguments import BenchOptions, Memory
 from .failure import Failure, say
 from .session import IDLE_LIMIT_S, Message, Session
 from .setup import make_buffer, make_context, pin, wanted_cpu

@@ -8,7 +8,7 @@ from typing import Any
 import crossrail
 from crossrail.report import WriteError, check_destination
 
-from .arguments import BenchOptions, Memory
+from .bench_arguments import BenchOptions, Memory
 from .failure import UsageFailure
 
 

@@ -1,0 +1,79 @@
+"""What the command lines of all commands share: the parser, and the types of their values."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn, Protocol, TypeAlias
+
+import crossrail
+
+from .failure import EXIT_USAGE, say_error
+
+EPILOG = """\
+exit codes: 0 ok, 1 the run failed or data did not verify, 2 bad usage.
+Settings (CROSSRAIL_...) are listed by `crossrail info`."""
+
+
+class Command(Protocol):
+    """A command line, parsed: typed options that can be carried out."""
+
+    @property
+    def parent(self) -> int | None:
+        """The process that this one must not outlive, if it was started by another of the command's."""
+
+    def run(self) -> None:
+        """Carries it out. Raises Failure, WriteError, OSError and the library's errors."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, like every other error of the command."""
+
+    def error(self, message: str) -> NoReturn:
+        say_error(f"{message}; see `{self.prog} --help`")
+        raise SystemExit(EXIT_USAGE)
+
+
+class Outcome(Protocol):
+    """Makes a command of what argparse found; tells `parser` what makes no sense."""
+
+    def __call__(self, parser: Parser, parsed: argparse.Namespace) -> Command: ...
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+"""Where a command adds its parser. A parser that it adds has the default `outcome`: an :class:`Outcome`."""
+
+
+def size_list(text: str) -> list[int]:
+    """Several sizes: `64K`, `A,B,C`, `MIN:MAX`."""
+    try:
+        return crossrail.parse_sizes(text)
+    except crossrail.CrossrailError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def number_of(text: str, least: int) -> int:
+    """A whole number from `least` to 2^31 - 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if not least <= number < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return number
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    return number_of(text, 1)
+
+
+def count(text: str) -> int:
+    """A whole number of at least 0."""
+    return number_of(text, 0)
+
+
+def pin(text: str) -> list[int] | str:
+    """Processors, or `auto` or `none`."""
+    if text in ("auto", "none"):
+        return text
+    return [number_of(part, 0) for part in text.split(",")]
