@@ -2,6 +2,8 @@
 //! that is built on it. Nothing here is on the way of the data: when the store is gone, transfers go on.
 #![forbid(unsafe_code)]
 
+mod etcd;
 mod store;
 
+pub use etcd::EtcdStore;
 pub use store::{Entry, Event, Expected, Lease, LeaseId, Revision, Store, Watch};

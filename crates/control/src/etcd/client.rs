@@ -1,0 +1,341 @@
+//! The members of an etcd cluster: which one is asked, what happens when it does not answer, what its errors mean.
+
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+use crossrail_types::{Error, ErrorKind, Result};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::http::{Answer, Connection, Content, Failure, remaining};
+use super::messages::Fault;
+
+/// What the address of an etcd store begins with.
+const SCHEME: &str = "etcd://";
+/// Where etcd listens when nobody says otherwise.
+const DEFAULT_PORT: u16 = 2379;
+/// Connections kept for the next calls, per member.
+const MOST_IDLE: usize = 4;
+const GONE: &str = "check that etcd runs there; what does not need the store goes on";
+
+/// Whether a request may be made once more when nobody knows if it was carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Effect {
+    /// Made again at the next member.
+    Reads,
+    /// Never made twice.
+    Changes,
+}
+
+#[derive(Debug)]
+struct Member {
+    /// As the user wrote it.
+    host: String,
+    name: String,
+    port: u16,
+    idle: Mutex<Vec<Connection>>,
+}
+
+/// Why a member did not do what was asked: nobody answered, or an answer that says so.
+enum Trouble {
+    Failure(Failure),
+    Fault(Fault),
+}
+
+impl From<Failure> for Trouble {
+    fn from(failure: Failure) -> Trouble {
+        Trouble::Failure(failure)
+    }
+}
+
+/// Everything that talks to the cluster goes through one of these. Any thread.
+#[derive(Debug)]
+pub(super) struct Client {
+    members: Vec<Member>,
+    /// The member that answered last.
+    current: AtomicUsize,
+}
+
+impl Client {
+    /// Reads `etcd://host[:port][,host[:port]]`.
+    pub(super) fn parse(address: &str) -> Result<Client> {
+        let bad = |what: String| {
+            Error::new(ErrorKind::Usage, "store", format!("{address:?} {what}"))
+                .with_hint("accepted: etcd://host:port, or several: etcd://host:port,host:port")
+        };
+        let list = address.strip_prefix(SCHEME).ok_or_else(|| bad(format!("does not begin with {SCHEME}")))?;
+        let mut members = Vec::new();
+        for host in list.trim_end_matches('/').split(',').map(str::trim) {
+            let (name, port) = split(host).map_err(bad)?;
+            let host = if name.contains(':') { format!("[{name}]:{port}") } else { format!("{name}:{port}") };
+            members.push(Member { host, name: name.to_owned(), port, idle: Mutex::new(Vec::new()) });
+        }
+        Ok(Client { members, current: AtomicUsize::new(0) })
+    }
+
+    /// As [`Client::parse`] reads it.
+    pub(super) fn address(&self) -> String {
+        let hosts: Vec<&str> = self.members.iter().map(|member| member.host.as_str()).collect();
+        format!("{SCHEME}{}", hosts.join(","))
+    }
+
+    /// Makes a request and reads its answer.
+    pub(super) fn call<A: DeserializeOwned>(
+        &self,
+        operation: &str,
+        path: &str,
+        request: &impl Serialize,
+        effect: Effect,
+        deadline: Instant,
+    ) -> Result<A> {
+        let body = self.encode(operation, request)?;
+        let answer = self.ask(operation, effect, deadline, |member, connect_by, by| {
+            let mut connection = member.connection(connect_by)?;
+            let (answer, reusable) = connection.exchange(path, &body, by)?;
+            if reusable {
+                member.keep(connection);
+            }
+            accept(answer)
+        })?;
+        serde_json::from_slice(&answer)
+            .map_err(|e| self.foreign(operation, &format!("an answer to {path} that cannot be read: {e}")))
+    }
+
+    /// Makes a request whose answer goes on and on; the connection is the caller's from then on.
+    pub(super) fn stream(
+        &self,
+        operation: &str,
+        path: &str,
+        request: &impl Serialize,
+        deadline: Instant,
+    ) -> Result<(Connection, Content)> {
+        let body = self.encode(operation, request)?;
+        self.ask(operation, Effect::Reads, deadline, |member, connect_by, by| {
+            let mut connection = member.connection(connect_by)?;
+            let head = connection.request(path, &body, by)?;
+            if head.status == 200 {
+                return Ok((connection, head.content));
+            }
+            let answer = connection.finish(head, by)?;
+            let status = answer.status;
+            accept(answer).and(Err(Failure::Foreign(format!("status {status}")).into()))
+        })
+    }
+
+    /// The error for what etcd says is wrong.
+    pub(super) fn refused(&self, operation: &str, fault: &Fault) -> Error {
+        // The numbers are gRPC's.
+        let login = fault.message.contains("user name") || fault.message.contains("auth");
+        let (kind, hint) = match fault.code {
+            3 if !login => (ErrorKind::Usage, None),
+            4 => (ErrorKind::Timeout, None),
+            5 => (ErrorKind::Closed, Some("the lease has ended, and with it its keys")),
+            3 | 7 | 16 => (ErrorKind::Refused, Some("stores with users and roles are not supported")),
+            8 => (
+                ErrorKind::Exhausted,
+                Some("compact and defragment etcd, then `etcdctl alarm disarm`; or raise --quota-backend-bytes"),
+            ),
+            11 => (ErrorKind::Usage, None),
+            14 => (ErrorKind::Unreachable, Some(GONE)),
+            _ => (ErrorKind::Protocol, None),
+        };
+        let error = Error::new(kind, operation, format!("{} says: {}", self.address(), fault.message));
+        match hint {
+            Some(hint) => error.with_hint(hint),
+            None => error,
+        }
+    }
+
+    /// The error for an answer that etcd would not give.
+    pub(super) fn foreign(&self, operation: &str, what: &str) -> Error {
+        Error::new(ErrorKind::Protocol, operation, format!("{} does not answer as etcd does: {what}", self.address()))
+            .with_hint(
+                "etcd 3.4 or later is needed, with its JSON gateway (on unless --enable-grpc-gateway=false), no TLS",
+            )
+    }
+
+    /// The error for a store that is gone.
+    pub(super) fn gone(&self, operation: &str, why: &str) -> Error {
+        Error::new(ErrorKind::Unreachable, operation, format!("{} cannot be reached: {why}", self.address()))
+            .with_hint(GONE)
+    }
+
+    fn encode(&self, operation: &str, request: &impl Serialize) -> Result<Vec<u8>> {
+        serde_json::to_vec(request).map_err(|e| Error::new(ErrorKind::Usage, operation, format!("{e}")))
+    }
+
+    /// Lets `exchange` talk to one member after the other until one answers; it is given the times by which it must
+    /// be connected and have its answer.
+    fn ask<A>(
+        &self,
+        operation: &str,
+        effect: Effect,
+        deadline: Instant,
+        exchange: impl Fn(&Member, Instant, Instant) -> std::result::Result<A, Trouble>,
+    ) -> Result<A> {
+        let started = Instant::now();
+        let count = self.members.len();
+        let first = self.current.load(Ordering::Relaxed);
+        let mut reasons = Vec::new();
+        let mut last = ErrorKind::Unreachable;
+        for tried in 0..count {
+            let index = (first + tried) % count;
+            let (Some(member), Some(left)) = (self.members.get(index), remaining(deadline)) else { break };
+            let share = Instant::now() + left / u32::try_from(count - tried).unwrap_or(u32::MAX);
+            let by = if effect == Effect::Reads { share } else { deadline };
+            let trouble = match exchange(member, share, by) {
+                Ok(answer) => {
+                    self.current.store(index, Ordering::Relaxed);
+                    return Ok(answer);
+                }
+                Err(trouble) => trouble,
+            };
+            let (kind, why, again) = match trouble {
+                Trouble::Fault(fault) if fault.code != 14 => {
+                    self.current.store(index, Ordering::Relaxed);
+                    return Err(self.refused(operation, &fault));
+                }
+                Trouble::Failure(Failure::Foreign(what)) => return Err(self.foreign(operation, &what)),
+                Trouble::Fault(fault) => (ErrorKind::Unreachable, fault.message, effect == Effect::Reads),
+                Trouble::Failure(Failure::Unreached(why)) => (ErrorKind::Unreachable, why, true),
+                Trouble::Failure(Failure::Broken(why)) => (ErrorKind::Unreachable, why, effect == Effect::Reads),
+                Trouble::Failure(Failure::Late) => {
+                    (ErrorKind::Timeout, "no answer".to_owned(), effect == Effect::Reads)
+                }
+            };
+            last = kind;
+            reasons.push(format!("{}: {why}", member.host));
+            self.current.store((index + 1) % count, Ordering::Relaxed);
+            if !again {
+                let what = format!("{}; the change may have been made or not", reasons.join(", "));
+                return Err(self.unanswered(operation, kind, &what, started));
+            }
+        }
+        let what = if reasons.is_empty() { "its time was over before it began".to_owned() } else { reasons.join(", ") };
+        let kind = if reasons.is_empty() { ErrorKind::Timeout } else { last };
+        Err(self.unanswered(operation, kind, &what, started))
+    }
+
+    fn unanswered(&self, operation: &str, kind: ErrorKind, what: &str, started: Instant) -> Error {
+        match kind {
+            ErrorKind::Timeout => {
+                let time = started.elapsed().as_secs_f64();
+                let what = format!("{} did not answer in {time:.1} s: {what}", self.address());
+                Error::new(kind, operation, what).with_hint(GONE)
+            }
+            _ => self.gone(operation, what),
+        }
+    }
+}
+
+impl Member {
+    /// One that waits for its next request, or a new one.
+    fn connection(&self, deadline: Instant) -> std::result::Result<Connection, Failure> {
+        loop {
+            let waiting = lock(&self.idle).pop();
+            match waiting {
+                Some(connection) if connection.is_fresh() => return Ok(connection),
+                Some(_) => {}
+                None => return Connection::open(&self.host, &self.resolve(deadline)?, deadline),
+            }
+        }
+    }
+
+    fn keep(&self, connection: Connection) {
+        let mut idle = lock(&self.idle);
+        if idle.len() < MOST_IDLE {
+            idle.push(connection);
+        }
+    }
+
+    /// Looks the name up, in a thread of its own: the resolver knows no deadline.
+    fn resolve(&self, deadline: Instant) -> std::result::Result<Vec<SocketAddr>, Failure> {
+        if let Ok(ip) = self.name.parse() {
+            return Ok(vec![SocketAddr::new(ip, self.port)]);
+        }
+        let (send, receive) = mpsc::sync_channel(1);
+        let wanted = (self.name.clone(), self.port);
+        std::thread::Builder::new()
+            .name("crossrail-resolve".to_owned())
+            .spawn(move || {
+                // Nobody waits any longer when this fails.
+                let _ = send.send(wanted.to_socket_addrs().map(Iterator::collect::<Vec<_>>));
+            })
+            .map_err(|e| Failure::Unreached(format!("look it up: spawn a thread: {e}")))?;
+        match receive.recv_timeout(remaining(deadline).unwrap_or(Duration::ZERO)) {
+            Ok(found) => found.map_err(|e| Failure::Unreached(format!("look it up: {e}"))),
+            Err(_) => Err(Failure::Unreached("look it up: no answer in time".to_owned())),
+        }
+    }
+}
+
+/// The content of an answer that is one.
+fn accept(answer: Answer) -> std::result::Result<Vec<u8>, Trouble> {
+    if answer.status == 200 {
+        return Ok(answer.body);
+    }
+    match serde_json::from_slice(&answer.body) {
+        Ok(fault) => Err(Trouble::Fault(fault)),
+        Err(_) => Err(Failure::Foreign(format!("status {}", answer.status)).into()),
+    }
+}
+
+/// Host and port; an IPv6 address stands in brackets when a port follows.
+fn split(host: &str) -> std::result::Result<(&str, u16), String> {
+    let port_of = |port: &str| {
+        let port = port.parse().ok().filter(|port| *port != 0);
+        port.ok_or_else(|| format!("has a port in {host:?} that is none"))
+    };
+    let (name, port) = if let Some(rest) = host.strip_prefix('[') {
+        let (name, rest) =
+            rest.split_once(']').ok_or_else(|| format!("has a bracket in {host:?} that does not close"))?;
+        match rest.strip_prefix(':') {
+            Some(port) => (name, port_of(port)?),
+            None if rest.is_empty() => (name, DEFAULT_PORT),
+            None => return Err(format!("has something after the bracket in {host:?}")),
+        }
+    } else {
+        match host.split_once(':') {
+            Some((_, port)) if port.contains(':') => (host, DEFAULT_PORT),
+            Some((name, port)) => (name, port_of(port)?),
+            None => (host, DEFAULT_PORT),
+        }
+    };
+    let is_host = |c: char| c.is_ascii_alphanumeric() || "-._:".contains(c);
+    if name.is_empty() || !name.chars().all(is_host) {
+        return Err(format!("names {host:?}, which is no host"));
+    }
+    Ok((name, port))
+}
+
+/// What the mutexes of this module guard is whole at every moment: a panic elsewhere does not spoil it.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_name_one_member_or_several() {
+        for (text, read) in [
+            ("etcd://10.0.0.1:7400", "etcd://10.0.0.1:7400"),
+            ("etcd://one", "etcd://one:2379"),
+            ("etcd://one:1, two:2/", "etcd://one:1,two:2"),
+            ("etcd://[::1]:5", "etcd://[::1]:5"),
+            ("etcd://::1", "etcd://[::1]:2379"),
+        ] {
+            assert_eq!(Client::parse(text).unwrap().address(), read);
+        }
+        for text in
+            ["tcp://one:1", "etcd://", "etcd://one,", "etcd://one:0", "etcd://one:x", "etcd://[::1", "etcd://a b"]
+        {
+            let error = Client::parse(text).unwrap_err();
+            assert_eq!(error.kind, ErrorKind::Usage, "{text}");
+            assert!(error.detail.contains(text), "{error}");
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! A lease and the thread that renews it.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crossrail_types::{Error, ErrorKind, Result};
+
+use super::client::{Client, Effect, lock};
+use super::messages::{Done, LeaseGrant, LeaseName, LeaseState, Line, Number};
+use crate::store::{Lease, LeaseId};
+
+/// A renewal that takes longer than this is given up and made again.
+const LONGEST_RENEWAL: Duration = Duration::from_secs(1);
+/// How long dropping a lease may wait for the store.
+const FAREWELL: Duration = Duration::from_millis(500);
+
+#[derive(Debug)]
+struct State {
+    /// Until when etcd keeps it at least, counted from before the last renewal was sent.
+    ends: Instant,
+    lost: bool,
+    stop: bool,
+    /// Whether the last renewal went through.
+    answers: bool,
+}
+
+impl State {
+    /// Once the time is over it is lost for good, even if etcd should have been kinder.
+    fn is_alive(&mut self) -> bool {
+        self.lost |= Instant::now() >= self.ends;
+        !self.lost
+    }
+}
+
+#[derive(Debug)]
+struct Shared {
+    client: Arc<Client>,
+    id: LeaseId,
+    ttl: Duration,
+    state: Mutex<State>,
+    stopped: Condvar,
+}
+
+/// See [`Lease`].
+#[derive(Debug)]
+pub(super) struct EtcdLease {
+    shared: Arc<Shared>,
+    keeper: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl EtcdLease {
+    /// Takes a lease of at least `ttl` and begins to renew it.
+    pub(super) fn grant(client: &Arc<Client>, ttl: Duration, deadline: Instant) -> Result<EtcdLease> {
+        let operation = "store grant";
+        // etcd counts whole seconds, and refuses what does not fit 64 bits of nanoseconds.
+        let seconds = ttl.as_secs() + u64::from(ttl.subsec_nanos() > 0);
+        let request = LeaseGrant { ttl: Number::from(seconds.max(1)) };
+        let begun = Instant::now();
+        let granted: LeaseState = client.call(operation, "/v3/lease/grant", &request, Effect::Changes, deadline)?;
+        let ttl = Duration::from_secs(granted.ttl.unsigned());
+        if granted.id.0 == 0 || ttl.is_zero() {
+            return Err(client.foreign(operation, "a lease without a number or a time"));
+        }
+        let ends = begun + ttl;
+        let shared = Arc::new(Shared {
+            client: Arc::clone(client),
+            id: LeaseId(granted.id.0),
+            ttl,
+            state: Mutex::new(State { ends, lost: false, stop: false, answers: true }),
+            stopped: Condvar::new(),
+        });
+        let lease = EtcdLease { shared: Arc::clone(&shared), keeper: Mutex::new(None) };
+        let keeper = std::thread::Builder::new()
+            .name("crossrail-lease".to_owned())
+            .spawn(move || shared.keep())
+            .map_err(|e| Error::io(operation, "spawn a thread", &e))?;
+        *lock(&lease.keeper) = Some(keeper);
+        Ok(lease)
+    }
+
+    /// Ends the thread; whether there was one, and so the lease.
+    fn stop(&self) -> bool {
+        lock(&self.shared.state).stop = true;
+        self.shared.stopped.notify_all();
+        let keeper = lock(&self.keeper).take();
+        // A keeper that panicked renews nothing either.
+        keeper.map(JoinHandle::join).is_some()
+    }
+}
+
+impl Lease for EtcdLease {
+    fn id(&self) -> LeaseId {
+        self.shared.id
+    }
+
+    fn ttl(&self) -> Duration {
+        self.shared.ttl
+    }
+
+    fn is_alive(&self) -> bool {
+        lock(&self.shared.state).is_alive()
+    }
+
+    fn revoke(&self, deadline: Instant) -> Result<()> {
+        let had_keeper = self.stop();
+        let was_lost = std::mem::replace(&mut lock(&self.shared.state).lost, true);
+        if was_lost && !had_keeper {
+            return Ok(());
+        }
+        self.shared.revoke(deadline)
+    }
+}
+
+impl Drop for EtcdLease {
+    fn drop(&mut self) {
+        let had_keeper = self.stop();
+        let answers = {
+            let mut state = lock(&self.shared.state);
+            state.is_alive() && state.answers
+        };
+        if had_keeper && answers {
+            // Unrenewed, it ends by itself.
+            let _ = self.shared.revoke(Instant::now() + FAREWELL);
+        }
+    }
+}
+
+impl Shared {
+    /// Renews three times per its time, and more often while that fails, until it is stopped or lost.
+    fn keep(&self) {
+        let mut pause = self.ttl / 3;
+        loop {
+            let state = lock(&self.state);
+            let stops = |state: &mut State| !state.stop;
+            let (mut state, _) =
+                self.stopped.wait_timeout_while(state, pause, stops).unwrap_or_else(PoisonError::into_inner);
+            if state.stop || !state.is_alive() {
+                return;
+            }
+            let (begun, ends) = (Instant::now(), state.ends);
+            drop(state);
+            let renewed = self.renew(ends.min(begun + LONGEST_RENEWAL));
+            let mut state = lock(&self.state);
+            state.answers = renewed.is_ok();
+            match renewed {
+                Ok(Some(ttl)) if state.is_alive() => state.ends = begun + ttl,
+                Ok(None) => state.lost = true,
+                _ => {}
+            }
+            pause = if state.answers { self.ttl / 3 } else { self.ttl / 20 };
+        }
+    }
+
+    /// How long it lives from now; `None`: it has ended.
+    fn renew(&self, deadline: Instant) -> Result<Option<Duration>> {
+        let operation = "store renew";
+        let request = LeaseName { id: Number(self.id.0) };
+        let answer = self.client.call(operation, "/v3/lease/keepalive", &request, Effect::Reads, deadline)?;
+        match answer {
+            Line::<LeaseState>::Result(state) => {
+                Ok(Some(Duration::from_secs(state.ttl.unsigned())).filter(|ttl| !ttl.is_zero()))
+            }
+            Line::Error(fault) => Err(self.client.refused(operation, &fault)),
+        }
+    }
+
+    fn revoke(&self, deadline: Instant) -> Result<()> {
+        let request = LeaseName { id: Number(self.id.0) };
+        let path = "/v3/lease/revoke";
+        match self.client.call::<Done>("store revoke", path, &request, Effect::Changes, deadline) {
+            Err(error) if error.kind == ErrorKind::Closed => Ok(()),
+            other => other.map(|_| ()),
+        }
+    }
+}

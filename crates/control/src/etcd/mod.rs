@@ -1,0 +1,261 @@
+//! A store that is a cluster of etcd 3.4 or later, `etcd://host:port[,host:port]`, without TLS.
+//!
+//! It is spoken to through etcd's JSON gateway, which is etcd's documented HTTP interface and on by default. The gRPC
+//! interface would bring some hundred crates, an asynchronous runtime and a protocol compiler that every machine that
+//! builds Crossrail has to have; for a store that is asked a few times per membership change, a handful does.
+//!
+//! All keys are below `crossrail/` in etcd, so that a shared cluster stays tidy. etcd counts leases in whole seconds and
+//! lengthens them to its election timeout times one and a half, 2 s by default: a death is noticed that much later than
+//! with the built-in store ([`Lease::ttl`] tells).
+
+mod client;
+mod http;
+mod lease;
+mod messages;
+mod watch;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossrail_types::{Error, ErrorKind, Result};
+
+use self::client::{Client, Effect};
+use self::lease::EtcdLease;
+use self::messages::{Bytes, Compare, Done, KeyValue, Nothing, Number, Operation, Put, Range, Status, Txn};
+use self::watch::EtcdWatch;
+use crate::store::{Entry, Event, Expected, Lease, LeaseId, Revision, Store, Watch};
+
+/// Where our keys are.
+const ROOT: &str = "crossrail/";
+/// As every store has it.
+const LONGEST_KEY: usize = 512;
+/// As every store has it.
+const LONGEST_VALUE: usize = 64 << 10;
+/// etcd takes 128 in one transaction unless told otherwise.
+const MOST_READS: usize = 100;
+
+/// A client of an etcd cluster. See [`Store`].
+#[derive(Debug)]
+pub struct EtcdStore {
+    client: Arc<Client>,
+}
+
+impl EtcdStore {
+    /// Opens `etcd://host[:port][,host[:port]]`; the port is 2379 unless given. One member must answer.
+    ///
+    /// # Errors
+    /// `Usage` for an address that is none, `Unreachable` or `Timeout` when no member answers, `Protocol` when what
+    /// answers is not etcd.
+    pub fn open(address: &str, deadline: Instant) -> Result<EtcdStore> {
+        let client = Client::parse(address)?;
+        let path = "/v3/maintenance/status";
+        let status: Status = client.call("store open", path, &Nothing {}, Effect::Reads, deadline)?;
+        if status.version.is_empty() {
+            return Err(client.foreign("store open", "a member without a version"));
+        }
+        Ok(EtcdStore { client: Arc::new(client) })
+    }
+
+    fn kv(&self, operation: &str, call: &str, request: &impl serde::Serialize, deadline: Instant) -> Result<Done> {
+        let effect = if call == "range" { Effect::Reads } else { Effect::Changes };
+        self.client.call(operation, &format!("/v3/kv/{call}"), request, effect, deadline)
+    }
+
+    /// The entries of `keys` at one moment each, with the revision of that moment.
+    fn read(&self, keys: &[&str], deadline: Instant) -> Result<Vec<(Option<Entry>, Revision)>> {
+        let mut found = Vec::with_capacity(keys.len());
+        for part in keys.chunks(MOST_READS) {
+            let success = part.iter().map(|key| Operation::Range(exactly(key))).collect();
+            let request = Txn { compare: Vec::new(), success };
+            let done: Done = self.client.call("store wait", "/v3/kv/txn", &request, Effect::Reads, deadline)?;
+            if done.responses.len() != part.len() {
+                return Err(self.client.foreign("store wait", "more or fewer keys than were asked for"));
+            }
+            let revision = Revision(done.header.revision.unsigned());
+            let entries = done.responses.into_iter().map(|one| one.response_range.kvs.into_iter().find_map(entry));
+            found.extend(entries.map(|entry| (entry, revision)));
+        }
+        Ok(found)
+    }
+
+    /// Reads `keys`, then watches what is written until all of them are there or the watch ends. On success, or with
+    /// the error, `missing` is what was not there at last.
+    fn gather<'a>(&self, keys: &[&'a str], deadline: Instant, missing: &mut Vec<&'a str>) -> Result<Vec<Entry>> {
+        let mut found: HashMap<&str, (Option<Entry>, Revision)> =
+            keys.iter().copied().zip(self.read(keys, deadline)?).collect();
+        let mut watch = None;
+        loop {
+            *missing =
+                keys.iter().copied().filter(|key| found.get(key).is_none_or(|(entry, _)| entry.is_none())).collect();
+            if missing.is_empty() {
+                return Ok(keys.iter().filter_map(|key| found.get(key)?.0.clone()).collect());
+            }
+            let watch = match &mut watch {
+                Some(watch) => watch,
+                None => {
+                    let since = found.values().map(|(_, revision)| *revision).min().unwrap_or_default();
+                    watch.insert(EtcdWatch::open(&self.client, span(keys), since, deadline)?)
+                }
+            };
+            for event in watch.next(deadline)? {
+                let (key, revision, entry) = match event {
+                    Event::Put(entry) => (entry.key.clone(), entry.revision, Some(entry)),
+                    Event::Gone { key, revision } => (key, revision, None),
+                };
+                if let Some(state) = found.get_mut(key.as_str()).filter(|(_, known)| *known < revision) {
+                    *state = (entry, revision);
+                }
+            }
+        }
+    }
+}
+
+impl Store for EtcdStore {
+    fn address(&self) -> String {
+        self.client.address()
+    }
+
+    fn put(&self, key: &str, value: &[u8], lease: Option<LeaseId>, deadline: Instant) -> Result<Revision> {
+        let request = put("store put", key, value, lease)?;
+        let done = self.kv("store put", "put", &request, deadline)?;
+        Ok(Revision(done.header.revision.unsigned()))
+    }
+
+    fn get(&self, key: &str, deadline: Instant) -> Result<Option<Entry>> {
+        check("store get", key)?;
+        let done = self.kv("store get", "range", &exactly(key), deadline)?;
+        Ok(done.kvs.into_iter().find_map(entry))
+    }
+
+    fn list(&self, prefix: &str, deadline: Instant) -> Result<(Vec<Entry>, Revision)> {
+        check_prefix("store list", prefix)?;
+        let done = self.kv("store list", "range", &below(prefix), deadline)?;
+        Ok((done.kvs.into_iter().filter_map(entry).collect(), Revision(done.header.revision.unsigned())))
+    }
+
+    fn delete(&self, key: &str, deadline: Instant) -> Result<bool> {
+        check("store delete", key)?;
+        let done = self.kv("store delete", "deleterange", &exactly(key), deadline)?;
+        Ok(done.deleted.unsigned() > 0)
+    }
+
+    fn delete_prefix(&self, prefix: &str, deadline: Instant) -> Result<u64> {
+        check_prefix("store delete", prefix)?;
+        let done = self.kv("store delete", "deleterange", &below(prefix), deadline)?;
+        Ok(done.deleted.unsigned())
+    }
+
+    fn compare_and_set(
+        &self,
+        key: &str,
+        expected: Expected,
+        value: &[u8],
+        lease: Option<LeaseId>,
+        deadline: Instant,
+    ) -> Result<Option<Revision>> {
+        let request = put("store compare-and-set", key, value, lease)?;
+        // A key that does not exist was written by change 0; no change has that number.
+        let (possible, mod_revision) = match expected {
+            Expected::Absent => (true, Number(0)),
+            Expected::At(revision) => (revision != Revision(0), Number::from(revision.0)),
+        };
+        if !possible {
+            return Ok(None);
+        }
+        let compare = Compare { key: request.key.clone(), target: "MOD", result: "EQUAL", mod_revision };
+        let request = Txn { compare: vec![compare], success: vec![Operation::Put(request)] };
+        let done = self.kv("store compare-and-set", "txn", &request, deadline)?;
+        Ok(done.succeeded.then(|| Revision(done.header.revision.unsigned())))
+    }
+
+    fn wait(&self, keys: &[String], deadline: Instant) -> Result<Vec<Entry>> {
+        for key in keys {
+            check("store wait", key)?;
+        }
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        let mut missing = Vec::new();
+        let mut broken = false;
+        loop {
+            match self.gather(&keys, deadline, &mut missing) {
+                // The watch broke or what it was to begin from is forgotten: what is there now has to be read again.
+                Err(error) if error.kind == ErrorKind::Unreachable && !missing.is_empty() && !broken => {
+                    (broken, missing) = (true, Vec::new());
+                }
+                Err(error) if error.kind == ErrorKind::Timeout && !missing.is_empty() => {
+                    return Err(Error::new(ErrorKind::Timeout, "store wait", missing.join(", ")));
+                }
+                other => return other,
+            }
+        }
+    }
+
+    fn grant(&self, ttl: Duration, deadline: Instant) -> Result<Box<dyn Lease>> {
+        Ok(Box::new(EtcdLease::grant(&self.client, ttl, deadline)?))
+    }
+
+    fn watch(&self, prefix: &str, after: Revision, deadline: Instant) -> Result<Box<dyn Watch>> {
+        check_prefix("store watch", prefix)?;
+        Ok(Box::new(EtcdWatch::open(&self.client, below(prefix), after, deadline)?))
+    }
+}
+
+fn check(operation: &str, key: &str) -> Result<()> {
+    if key.is_empty() {
+        return Err(Error::new(ErrorKind::Usage, operation, "a key without a letter"));
+    }
+    check_prefix(operation, key)
+}
+
+fn check_prefix(operation: &str, key: &str) -> Result<()> {
+    if key.len() > LONGEST_KEY {
+        let what = format!("a key of {} bytes; at most {LONGEST_KEY} are allowed", key.len());
+        return Err(Error::new(ErrorKind::Usage, operation, what));
+    }
+    Ok(())
+}
+
+fn put(operation: &str, key: &str, value: &[u8], lease: Option<LeaseId>) -> Result<Put> {
+    check(operation, key)?;
+    if value.len() > LONGEST_VALUE {
+        let what = format!("a value of {} bytes for {key}; at most {LONGEST_VALUE} are allowed", value.len());
+        return Err(Error::new(ErrorKind::Usage, operation, what));
+    }
+    Ok(Put { key: path(key), value: Bytes(value.to_vec()), lease: Number(lease.map_or(0, |lease| lease.0)) })
+}
+
+/// A key as etcd has it.
+fn path(key: &str) -> Bytes {
+    Bytes(format!("{ROOT}{key}").into_bytes())
+}
+
+/// A key as we have it; `None` for one that is not ours.
+fn name(path: Bytes) -> Option<String> {
+    String::from_utf8(path.0).ok()?.strip_prefix(ROOT).map(str::to_owned)
+}
+
+fn entry(kv: KeyValue) -> Option<Entry> {
+    Some(Entry { key: name(kv.key)?, value: kv.value.0, revision: Revision(kv.mod_revision.unsigned()) })
+}
+
+fn exactly(key: &str) -> Range {
+    Range { key: path(key), range_end: None }
+}
+
+/// From the first of `keys` to the last, with what is between them.
+fn span(keys: &[&str]) -> Range {
+    let first = keys.iter().copied().min().unwrap_or_default();
+    let last = keys.iter().copied().max().unwrap_or_default();
+    Range { key: path(first), range_end: Some(path(&format!("{last}\0"))) }
+}
+
+/// The keys that begin with `prefix`.
+fn below(prefix: &str) -> Range {
+    let key = format!("{ROOT}{prefix}").into_bytes();
+    // The first key after all those that begin with it: no byte of UTF-8 is 0xff, so the last one can be counted up.
+    let mut end = key.clone();
+    if let Some(last) = end.last_mut() {
+        *last = last.saturating_add(1);
+    }
+    Range { key: Bytes(key), range_end: Some(Bytes(end)) }
+}
