@@ -5,8 +5,22 @@ tabulated and compared on another.
 """
 
 from .build import Round, p2p_row, with_peers, with_samples
+from .control import averaged, control_rows
 from .environment import capture_environment
-from .schema import SCHEMA, Environment, Iteration, Lane, PeerResult, Report, Row, SchemaError, Stages, VerdictLine
+from .schema import (
+    SCHEMA,
+    Environment,
+    Iteration,
+    Lane,
+    PeerResult,
+    PhaseFacts,
+    RankTimes,
+    Report,
+    Row,
+    SchemaError,
+    Stages,
+    VerdictLine,
+)
 from .stats import Summary, better, gb_per_s, median, percentile, summarize
 from .tables import console, print_report, table, views
 from .units import format_bytes, format_duration_us, format_rate, format_size
@@ -20,6 +34,8 @@ __all__ = [
     "Iteration",
     "Lane",
     "PeerResult",
+    "PhaseFacts",
+    "RankTimes",
     "Report",
     "Round",
     "Row",
@@ -28,10 +44,12 @@ __all__ = [
     "Summary",
     "VerdictLine",
     "WriteError",
+    "averaged",
     "better",
     "capture_environment",
     "check_destination",
     "console",
+    "control_rows",
     "format_bytes",
     "format_duration_us",
     "format_rate",

@@ -108,6 +108,34 @@ class VerdictLine:
 
 
 @dataclass(frozen=True)
+class RankTimes:
+    """What one rank's samples say, in microseconds."""
+
+    rank: int
+    avg_us: float
+    min_us: float
+    max_us: float
+
+
+@dataclass(frozen=True)
+class PhaseFacts:
+    """One phase of an elastic plan: who took part, who came and went, and what happened to those that were killed.
+
+    ``connect_us``: until all that take part were connected, at the slowest rank. ``recovery_us``: from the kill until
+    every survivor had finished an operation without the killed ranks. ``faults``: what the survivors said.
+    """
+
+    number: int
+    active: list[int]
+    joined: list[int] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    killed: list[int] = field(default_factory=list)
+    connect_us: float | None = None
+    recovery_us: float | None = None
+    faults: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Row:
     """One measured thing.
 
@@ -148,6 +176,10 @@ class Row:
     notes: list[str] = field(default_factory=list)
     peers: dict[str, PeerResult] = field(default_factory=dict)
     ratio: dict[str, float] = field(default_factory=dict)
+    experts_per_rank: int | None = None
+    store: str | None = None
+    rank_times: list[RankTimes] = field(default_factory=list)
+    phase: PhaseFacts | None = None
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,17 @@ def print_report(report: Report, to: Console) -> None:
 
 def views(report: Report) -> list[RenderableType]:
     """The tables and lines that show ``report``."""
+    from .control import control_tables, phase_tables
+
     shown: list[RenderableType] = []
-    for what in dict.fromkeys(row.what for row in report.rows):
-        rows = [row for row in report.rows if row.what == what]
+    steps = [row for row in report.rows if row.rank_times]
+    phases = [row for row in report.rows if row.phase is not None]
+    shown.extend(control_tables(steps) if steps else [])
+    shown.extend(phase_tables(phases) if phases else [])
+    shown.extend(Text(f"note: {note}") for note in dict.fromkeys(note for row in steps + phases for note in row.notes))
+    others = [row for row in report.rows if not row.rank_times and row.phase is None]
+    for what in dict.fromkeys(row.what for row in others):
+        rows = [row for row in others if row.what == what]
         if what == "latency":
             shown.append(_latency(rows))
         elif what == "bandwidth":

@@ -1,0 +1,144 @@
+"""Plan files: which ranks take part in each phase of an elastic run, and which die in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from .failure import UsageFailure
+
+FORM = "a plan is a JSON list of phases, each a list of ranks, as in [[0, 1, 2], [0, 1, 2, 3], [0, 1, -3]]"
+MOST_BYTES = 1 << 20
+MOST_RANKS = 1024
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Who takes part from its beginning; `dying` are those of them that are killed in it."""
+
+    active: tuple[int, ...]
+    dying: tuple[int, ...] = ()
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Who is there at its end."""
+        return tuple(rank for rank in self.active if rank not in self.dying)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole plan."""
+
+    phases: tuple[Phase, ...]
+
+    @property
+    def ranks(self) -> int:
+        """As many as the buffers are made for: the highest rank of all phases, and one more."""
+        return max(max(phase.active) for phase in self.phases) + 1
+
+    def before(self, index: int) -> tuple[int, ...]:
+        """Who is there when phase `index` begins, before anybody joins or leaves."""
+        return self.phases[index - 1].left if index else ()
+
+    def joining(self, index: int) -> tuple[int, ...]:
+        """Ranks that phase `index` starts."""
+        return tuple(rank for rank in self.phases[index].active if rank not in self.before(index))
+
+    def leaving(self, index: int) -> tuple[int, ...]:
+        """Ranks that leave at the beginning of phase `index`."""
+        return tuple(rank for rank in self.before(index) if rank not in self.phases[index].active)
+
+    def last_of(self, rank: int, index: int) -> int:
+        """The last phase of the process that has `rank` in phase `index`."""
+        while index + 1 < len(self.phases) and rank in self.phases[index].left:
+            if rank not in self.phases[index + 1].active:
+                break
+            index += 1
+        return index
+
+    def dumps(self) -> str:
+        """As a plan file has it."""
+        return json.dumps([[-rank if rank in phase.dying else rank for rank in phase.active] for phase in self.phases])
+
+
+def load_plan(path: str) -> Plan:
+    """Reads a plan file. Raises UsageFailure that names the file, the place and what is wrong there."""
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise UsageFailure(f"--plan {path}: {error.strerror}") from None
+    if len(data) > MOST_BYTES:
+        raise UsageFailure(f"--plan {path}: longer than 1 MiB; {FORM}")
+    try:
+        return parse_plan(data.decode())
+    except UnicodeDecodeError:
+        raise UsageFailure(f"--plan {path}: not text; {FORM}") from None
+    except ValueError as error:
+        raise UsageFailure(f"--plan {path}: {error}") from None
+
+
+def parse_plan(text: str) -> Plan:
+    """Parses the text of a plan file. Raises ValueError that says what is wrong and where."""
+    try:
+        # Numbers come as their text, so that -0 is not taken for 0.
+        data = json.loads(text, parse_int=_Number, parse_float=_Number, parse_constant=_Number)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno}, column {error.colno}: {error.msg}; {FORM}") from None
+    except RecursionError:
+        raise ValueError(f"lists within lists within lists; {FORM}") from None
+    if not isinstance(data, list) or not data:
+        raise ValueError(f"{'an empty list' if data == [] else _kind(data)} is no plan; {FORM}")
+    return Plan(tuple(_phase(phase, number) for number, phase in enumerate(data, 1)))
+
+
+class _Number(str):
+    """A number as it stands in the file."""
+
+    __slots__ = ()
+
+
+def _phase(data: object, number: int) -> Phase:
+    where = f"phase {number}"
+    if not isinstance(data, list):
+        raise ValueError(f"{where} is {_kind(data)}, not a list of ranks; {FORM}")
+    if not data:
+        raise ValueError(f"{where} has no ranks; {FORM}")
+    active: list[int] = []
+    dying: list[int] = []
+    for place, entry in enumerate(data, 1):
+        rank = _rank(entry, f"{where}, entry {place}")
+        if abs(rank) in active:
+            raise ValueError(f"{where} names rank {abs(rank)} twice; {FORM}")
+        active.append(abs(rank))
+        if rank < 0:
+            dying.append(-rank)
+    if 0 not in active:
+        raise ValueError(f"{where} is without rank 0, which takes part in every phase")
+    return Phase(tuple(sorted(active)), tuple(sorted(dying)))
+
+
+def _rank(entry: object, where: str) -> int:
+    if not isinstance(entry, _Number):
+        raise ValueError(f"{where} is {_kind(entry)}, not a rank; {FORM}")
+    try:
+        rank = int(entry)
+    except ValueError:
+        raise ValueError(f"{where} is {entry}, not a whole number; {FORM}") from None
+    if rank == 0 and entry.startswith("-"):
+        raise ValueError(f"{where} is -0: rank 0 cannot be the one that dies")
+    if abs(rank) >= MOST_RANKS:
+        raise ValueError(f"{where} is {rank}, beyond rank {MOST_RANKS - 1}")
+    return rank
+
+
+def _kind(data: object) -> str:
+    """What a JSON value is, in words."""
+    if isinstance(data, _Number):
+        return f"the number {data}"
+    if isinstance(data, str):
+        return f"the text {data!r}"
+    if data is None or isinstance(data, bool):
+        return {None: "null", True: "true", False: "false"}[data]
+    return "a list" if isinstance(data, list) else "an object"

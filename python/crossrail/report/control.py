@@ -1,0 +1,121 @@
+"""Rows and tables of the control plane and of elastic plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from .schema import RankTimes, Row
+from .stats import summarize
+from .tables import table
+from .units import format_rate
+
+STEPS = ("init", "connect", "disconnect", "reconnect", "destroy")
+"""The steps of a buffer's life, in their order."""
+
+
+def control_rows(samples: Mapping[int, Mapping[str, Sequence[float]]], like: Row) -> list[Row]:
+    """A row for each step, from each rank's microseconds by step; ``like`` has what identifies them.
+
+    ``samples_us`` are all ranks' samples, by rank and then round.
+    """
+    ranks = sorted(samples)
+    steps = [step for step in STEPS if any(step in times for times in samples.values())]
+    return [_step_row(replace(like, what=step), {rank: samples[rank][step] for rank in ranks}) for step in steps]
+
+
+def _step_row(row: Row, samples: Mapping[int, Sequence[float]]) -> Row:
+    pooled = [sample for times in samples.values() for sample in times]
+    summary = summarize(pooled)
+    return replace(
+        row,
+        samples_us=pooled,
+        p50_us=summary.p50,
+        p99_us=summary.p99,
+        avg_us=summary.avg,
+        min_us=summary.min,
+        max_us=summary.max,
+        rank_times=[_times(rank, times) for rank, times in samples.items()],
+    )
+
+
+def _times(rank: int, samples: Sequence[float]) -> RankTimes:
+    return RankTimes(rank, avg_us=sum(samples) / len(samples), min_us=min(samples), max_us=max(samples))
+
+
+def averaged(row: Row) -> tuple[float, float, float]:
+    """Mean, least and greatest of each rank, each averaged over the ranks, in microseconds."""
+    count = len(row.rank_times)
+    return (
+        sum(one.avg_us for one in row.rank_times) / count,
+        sum(one.min_us for one in row.rank_times) / count,
+        sum(one.max_us for one in row.rank_times) / count,
+    )
+
+
+def control_tables(rows: Sequence[Row]) -> list[RenderableType]:
+    """The table of the steps, one for each number of experts."""
+    shown: list[RenderableType] = []
+    for experts in dict.fromkeys(row.experts_per_rank for row in rows):
+        chosen = [row for row in rows if row.experts_per_rank == experts]
+        first = chosen[0]
+        rounds = len(first.samples_us) // len(first.rank_times)
+        made = table(
+            f"control: {len(first.rank_times)} ranks x {experts} experts, {rounds} rounds, store {first.store}; "
+            "each rank's figures, averaged over the ranks",
+            ["step", "mean ms", "min ms", "max ms"],
+        )
+        sums = [averaged(row) for row in chosen]
+        for row, figures in zip(chosen, sums, strict=True):
+            made.add_row(row.what, *(_ms(figure) for figure in figures))
+        if len(chosen) > 1:
+            made.add_row("total", *(_ms(sum(column)) for column in zip(*sums, strict=True)))
+        shown.append(made)
+    return shown
+
+
+def phase_tables(rows: Sequence[Row]) -> list[RenderableType]:
+    """The table of an elastic plan's phases, and what survivors said of ranks that were killed."""
+    columns = ["phase", "ranks", "joined", "left", "killed", "connect ms", "p50 us", "logical", "wire", "recovery ms"]
+    made = table("elastic: each phase's ranks, and dispatch and combine between them", columns, left=5)
+    said: list[Text] = []
+    for row in rows:
+        phase = row.phase
+        assert phase is not None
+        made.add_row(
+            str(phase.number),
+            _ranks(phase.active),
+            *(_ranks(ranks) for ranks in (phase.joined, phase.left, phase.killed)),
+            "-" if phase.connect_us is None else _ms(phase.connect_us),
+            "-" if row.p50_us is None else f"{row.p50_us:.1f}",
+            *(_rate(row, bytes_) for bytes_ in (row.bytes_logical, row.bytes_wire)),
+            "-" if phase.recovery_us is None else _ms(phase.recovery_us),
+        )
+        said += [Text(f"phase {phase.number}: {fault}") for fault in phase.faults]
+    return [made, *said]
+
+
+def _rate(row: Row, moved: int | None) -> str:
+    """Of one rank: ``moved`` are its bytes of one operation pair."""
+    if moved is None or row.avg_us is None or row.avg_us <= 0:
+        return "-"
+    return format_rate(moved / row.avg_us / 1e3)
+
+
+def _ms(microseconds: float) -> str:
+    return f"{microseconds / 1e3:.2f}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``0-3,5`` for ranks 0, 1, 2, 3 and 5; ``-`` for none."""
+    parts: list[str] = []
+    for rank in sorted(ranks):
+        first, _, last = parts[-1].partition("-") if parts else ("", "", "")
+        if parts and rank == int(last or first) + 1:
+            parts[-1] = f"{first}-{rank}"
+        else:
+            parts.append(str(rank))
+    return ",".join(parts) or "-"
