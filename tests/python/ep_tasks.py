@@ -1,0 +1,285 @@
+"""What ranks do in tests of options, of failures and of changing groups."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from ep_cases import Case, Got, Setup, as_bf16, inputs, outputs
+from ep_rank import Me, as_bits, main, run, send, show, task
+
+import crossrail
+
+__all__ = ["Lived", "main"]
+
+
+@dataclass
+class Lived:
+    """What a survivor has to tell."""
+
+    got: list[Got] = field(default_factory=list)
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    masked: list[int] = field(default_factory=list)
+    longest_s: float = 0.0
+    """The longest time from one finished exchange to the next."""
+
+
+def _lived(buffer: Any, got: list[Got], longest_s: float) -> Lived:
+    names = ("rank", "stage", "operation", "why")
+    faults = [{name: getattr(fault, name) for name in names} for fault in buffer.faults()]
+    return Lived(got, faults, list(buffer.masked()), longest_s)
+
+
+@task
+def connect(me: Me, setup: Setup, ranks: list[int], activate: bool = True) -> list[int]:
+    """Connects these ranks, with a buffer that begins without connections."""
+    buffer = me.buffer_for(setup, connect=False)
+    buffer.connect(ranks, activate=activate)
+    return list(buffer.connected())
+
+
+@task
+def change(me: Me, call: str, ranks: list[int]) -> list[int]:
+    """`disconnect`, `mask` or `unmask`; returns who is connected."""
+    getattr(me.buffer, call)(ranks)
+    return list(me.buffer.connected())
+
+
+@task
+def masked(me: Me) -> list[int]:
+    return list(me.buffer.masked())
+
+
+@task
+def again(me: Me, case: Case) -> Got:
+    """A case with the buffer that is there."""
+    return run(me.buffer, case, me.group.rank)
+
+
+@task
+def links(me: Me, setup: Setup) -> list[tuple[int, str]]:
+    return [(link.rank, link.kind) for link in me.buffer_for(setup).links()]
+
+
+@task
+def die(me: Me, case: Case, stage: str) -> None:
+    """Dies by SIGKILL in the middle of an exchange: before it, with its dispatch begun, or with its combine begun."""
+    buffer, rank, begun = me.buffer, me.group.rank, []
+    fed = inputs(case, rank)
+    if stage == "dispatch":
+        begun.append(buffer.dispatch(as_bf16(fed.x), fed.topk_idx, fed.topk_weights, case.layout, send_only=True))
+    elif stage == "combine":
+        came = send(buffer, case, fed, rank)
+        y = as_bf16(outputs(case, rank, came.x.shape, came.counts))
+        begun.append(buffer.combine(y, came.handle, send_only=True))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@task
+def survive(me: Me, cases: list[Case]) -> Lived:
+    """Exchanges, whoever dies meanwhile."""
+    got, longest, last = [], 0.0, time.monotonic()
+    for case in cases:
+        got.append(run(me.buffer, case, me.group.rank))
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    return _lived(me.buffer, got, longest)
+
+
+@task
+def doomed(me: Me, case: Case, seconds: float) -> None:
+    """Exchanges until it is killed, which is in so many seconds."""
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True:
+        run(me.buffer, case, me.group.rank)
+
+
+@task
+def late(me: Me, case: Case, seconds: float) -> Lived:
+    """Comes to the exchange later than the others wait."""
+    time.sleep(seconds)
+    return _lived(me.buffer, [run(me.buffer, case, me.group.rank)], 0.0)
+
+
+@task
+def cached(me: Me, case: Case, times: int) -> list[Got]:
+    """One routing, dispatched along again and again with other rows, each combined."""
+    buffer, rank = me.buffer_for(case.setup), me.group.rank
+    fed = inputs(case, rank)
+    handle = send(buffer, case, fed, rank).handle
+    got = []
+    for turn in range(times):
+        x = inputs(turned(case, turn), rank, again=True).x
+        came = buffer.dispatch(as_bf16(x), None, layout=case.layout, handle=handle)
+        one = show(came)
+        one.sums = as_bits(buffer.combine(as_bf16(outputs(case, rank, came.x.shape, came.counts)), came.handle).x)
+        got.append(one)
+    return got
+
+
+def turned(case: Case, turn: int) -> Case:
+    """The same case with the rows of its `turn`-th cached dispatch."""
+    return replace(case, rows_seed=turn + 1)
+
+
+@task
+def into(me: Me, case: Case) -> tuple[Got, dict[str, Any]]:
+    """A dispatch into the caller's own arrays, which were full of other things before."""
+    buffer, rank = me.buffer_for(case.setup), me.group.rank
+    fed = inputs(case, rank)
+    shown = send(buffer, case, fed, rank)
+    there = {name: getattr(shown, name) for name in ("x", "scales") if getattr(shown, name) is not None}
+    out = {name: np.full(one.nbytes, 0xEE, np.uint8).view(one.dtype).reshape(one.shape) for name, one in there.items()}
+    came = buffer.dispatch(as_bf16(fed.x), fed.topk_idx, fed.topk_weights, case.layout, out=out)
+    own = all(getattr(came, name) is out[name] for name in out)
+    return show(came), {"own": own, **{name: as_bits(array) for name, array in out.items()}}
+
+
+@task
+def counted(me: Me, cases: list[Case]) -> Any:
+    """The statistics that these dispatches add up to."""
+    buffer = me.buffer_for(cases[0].setup)
+    stats = np.full(cases[0].setup.local_experts, 7, np.int32)
+    for case in cases:
+        fed = inputs(case, me.group.rank)
+        buffer.dispatch(as_bf16(fed.x), fed.topk_idx, layout=case.layout, stats=stats)
+    return stats
+
+
+@task
+def kept(me: Me, first: Case, second: Case) -> tuple[Got, Got]:
+    """A result right after its dispatch, and the same result after the next one."""
+    buffer, rank = me.buffer_for(first.setup), me.group.rank
+    one = send(buffer, first, inputs(first, rank), rank)
+    before = show(one)
+    send(buffer, second, inputs(second, rank), rank)
+    return before, show(one)
+
+
+@task
+def destroyed(me: Me, setup: Setup) -> str:
+    """What a destroyed buffer answers."""
+    buffer = me.buffer_for(setup)
+    case = Case(setup, layout=setup.layouts[0])
+    me.drop()
+    buffer.destroy()
+    fed = inputs(case, me.group.rank)
+    try:
+        buffer.dispatch(as_bf16(fed.x), fed.topk_idx)
+    except crossrail.CrossrailError as error:
+        return error.kind
+    return "nothing"
+
+
+@task
+def with_block(me: Me, setup: Setup) -> bool:
+    me.drop()
+    with crossrail.ExpertBuffer(me.group, **setup.arguments()) as buffer:
+        return len(buffer.connected()) == setup.ranks
+
+
+@task
+def make(me: Me, setup: Setup, options: dict[str, Any]) -> str:
+    """A buffer with these arguments; its construction may fail."""
+    me.drop()
+    buffer = crossrail.ExpertBuffer(me.group, **(setup.arguments() | options))
+    buffer.destroy()
+    return "made"
+
+
+Change = Callable[[dict[str, Any], Setup], None]
+
+
+def _set(name: str, value: Callable[[Any], Any]) -> Change:
+    def change(arguments: dict[str, Any], setup: Setup) -> None:
+        arguments[name] = value(arguments[name])
+
+    return change
+
+
+def _id(value: int) -> Change:
+    def change(arguments: dict[str, Any], setup: Setup) -> None:
+        arguments["topk_idx"] = arguments["topk_idx"].copy()
+        arguments["topk_idx"][1, 0] = value
+
+    return change
+
+
+def _twice(arguments: dict[str, Any], setup: Setup) -> None:
+    arguments["topk_idx"] = arguments["topk_idx"].copy()
+    arguments["topk_idx"][1] = 0
+
+
+def _too_many(arguments: dict[str, Any], setup: Setup) -> None:
+    for name in ("x", "topk_idx", "topk_weights"):
+        arguments[name] = np.concatenate([arguments[name], arguments[name]])
+
+
+MISTAKES: dict[str, Change] = {
+    "an id too large": _id(1_000_000),
+    "an id below -1": _id(-2),
+    "an expert twice": _twice,
+    "more tokens than M": _too_many,
+    "x too narrow": _set("x", lambda x: x[:, :-8].copy()),
+    "x of one dimension": _set("x", lambda x: x.reshape(-1)),
+    "x of float32": _set("x", lambda x: x.astype(np.float32)),
+    "topk_idx of int32": _set("topk_idx", lambda idx: idx.astype(np.int32)),
+    "topk_idx too wide": _set("topk_idx", lambda idx: np.concatenate([idx, idx], axis=1)),
+    "fewer topk_idx than x": _set("topk_idx", lambda idx: idx[:-1].copy()),
+    "topk_weights of float64": _set("topk_weights", lambda weights: weights.astype(np.float64)),
+    "fewer topk_weights": _set("topk_weights", lambda weights: weights[:, :-1].copy()),
+    "an unknown layout": _set("layout", lambda layout: "column"),
+}
+"""What one rank may do wrong in a dispatch."""
+
+
+@task
+def mistake(me: Me, setup: Setup, name: str | None, layout: str = "expert") -> Got:
+    """A dispatch in which something is wrong here, or (None) only elsewhere."""
+    case = Case(setup, layout=layout)  # type: ignore[arg-type]
+    buffer, fed = me.buffer_for(setup), inputs(case, me.group.rank)
+    arguments = {"x": as_bf16(fed.x), "topk_idx": fed.topk_idx, "topk_weights": fed.topk_weights, "layout": layout}
+    if name is not None:
+        MISTAKES[name](arguments, setup)
+    return show(buffer.dispatch(**arguments))
+
+
+@task
+def mistaken_answer(me: Me, setup: Setup, name: str | None, layout: str = "expert") -> None:
+    """A combine in which something is wrong here, or (None) only elsewhere."""
+    case, rank = Case(setup, layout=layout), me.group.rank  # type: ignore[arg-type]
+    buffer, fed = me.buffer_for(setup), inputs(case, rank)
+    came = send(buffer, case, fed, rank)
+    y = as_bf16(outputs(case, rank, came.x.shape, came.counts))
+    options: dict[str, Any] = {}
+    if name == "y too short":
+        y = y[..., :-8].copy()
+    elif name == "y of float32":
+        y = y.astype(np.float32)
+    elif name == "weights twice":
+        options["topk_weights"] = fed.topk_weights
+    elif name == "three biases":
+        options["bias"] = tuple(as_bf16(fed.x) for _ in range(3))
+    elif name == "a bias too long":
+        options["bias"] = np.concatenate([as_bf16(fed.x), as_bf16(fed.x)])
+    elif name == "out too short":
+        options["out"] = as_bf16(fed.x)[:-1].copy()
+    buffer.combine(y, came.handle, **options)
+
+
+@task
+def another_operation(me: Me, setup: Setup, which: str) -> None:
+    """Dispatches, then dispatches or combines, as told: ranks that disagree."""
+    case, rank = Case(setup), me.group.rank
+    buffer, fed = me.buffer_for(setup), inputs(case, rank)
+    came = send(buffer, case, fed, rank)
+    if which == "dispatch":
+        send(buffer, case, fed, rank)
+    else:
+        buffer.combine(as_bf16(outputs(case, rank, came.x.shape, came.counts)), came.handle)

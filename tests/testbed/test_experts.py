@@ -1,0 +1,90 @@
+"""Dispatch and combine between two nodes: network namespaces with shaped links between them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from bed import SIDES, Bed
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
+
+from ep_cases import Case, Setup, judge
+from ep_rank import varied
+from ep_ranks import Ranks
+
+MAKE = Callable[..., Bed]
+PORT = 18191
+SETUP = Setup(4, max_tokens=16, hidden=1024, local_experts=3, topk=4, dtype="fp8")
+
+
+@contextmanager
+def two_nodes(bed: Bed) -> Iterator[Ranks]:
+    """Ranks 0 and 1 at the left, 2 and 3 at the right; which node they are on they find out themselves."""
+    environment = {
+        "CROSSRAIL_NET_DEVICES": ",".join(bed.rails),
+        "CROSSRAIL_CONTROL_DEVICE": "eth0",
+        "CROSSRAIL_SECRET": "a secret for the test bed",
+    }
+    before = {rank: bed.inside(SIDES[rank // 2]) for rank in range(4)}
+    store = f"tcp://{bed.address('left', 'eth0')}:{PORT}"
+    with Ranks(4, environment=environment, store=store, before=before) as ranks:
+        yield ranks
+
+
+def test_rows_between_nodes_go_over_the_rails(make_bed: MAKE) -> None:
+    bed = make_bed((1000, 1000))
+    with two_nodes(bed) as ranks:
+        for rank, links in ranks.call("links", SETUP).items():
+            kinds = ["self" if one == rank else "heap" if one // 2 == rank // 2 else "network" for one in range(4)]
+            assert sorted(links) == list(enumerate(kinds))
+        before = [sum(bed.sent_bytes(side, rail) for rail in bed.rails) for side in SIDES]
+        answers = ranks.call("back_to_back", Case(SETUP), 50)
+        for turn in range(50):
+            judge(varied(Case(SETUP), turn), {rank: answer[turn] for rank, answer in answers.items()})
+        after = [sum(bed.sent_bytes(side, rail) for rail in bed.rails) for side in SIDES]
+        for side in range(2):
+            said = sum(
+                one["network"] for rank in (2 * side, 2 * side + 1) for got in answers[rank] for one in got.bytes
+            )
+            carried = after[side] - before[side]
+            assert said > 1e6
+            assert said < carried < 1.25 * said + 2e6, "what the rails carried is what the receipts say, and headers"
+
+
+def test_a_rail_that_goes_down_takes_nobody_with_it(make_bed: MAKE) -> None:
+    bed = make_bed((1000, 1000))
+    with two_nodes(bed) as ranks, ExitStack() as stack:
+        case = Case(SETUP, seed=3)
+        judge(case, ranks.call("exchange", case))
+        stack.callback(bed.set_up, "left", "eth2")
+        for rank in range(4):
+            ranks.processes[rank].tell("back_to_back", case, 300)
+        bed.set_down("left", "eth2")
+        answers = {rank: ranks.processes[rank].answer() for rank in range(4)}
+        for turn in range(0, 300, 7):
+            judge(varied(case, turn), {rank: answer[turn] for rank, answer in answers.items()})
+        assert not any(ranks.call("masked").values())
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_node_that_dies(make_bed: MAKE, side: int) -> None:
+    """Both ranks of a node at once. Rank 0 runs the store: when it goes, what needs no store goes on."""
+    bed = make_bed((1000,))
+    dead, alive = ((0, 1), (2, 3)) if side == 0 else ((2, 3), (0, 1))
+    with two_nodes(bed) as ranks:
+        case = Case(SETUP, seed=4)
+        judge(case, ranks.call("exchange", case))
+        for rank in alive:
+            ranks.processes[rank].tell("survive", [case] * 60)
+        for rank in dead:
+            ranks.processes.pop(rank).kill()
+        lived = {rank: ranks.processes[rank].answer() for rank in alive}
+        alone = Case(SETUP, seed=4, lost=dead)
+        judge(alone, {rank: one.got[-1] for rank, one in lived.items()})
+        for one in lived.values():
+            assert one.masked == list(dead) and {fault["rank"] for fault in one.faults} == set(dead)
+            assert one.longest_s < 2.4
