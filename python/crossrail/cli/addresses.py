@@ -8,17 +8,18 @@ import socket
 from .failure import Failure, UsageFailure
 
 DEFAULT_PORT = 18177
+STORE_PORT = 18178
 _FORM = "write HOST, HOST:PORT, or [IPV6]:PORT"
 
 
-def parse_address(text: str, default_host: str = "127.0.0.1") -> tuple[str, int]:
-    """Host and port of ``text``; what is left out is ``default_host`` and :data:`DEFAULT_PORT`.
+def parse_address(text: str, default_host: str = "127.0.0.1", default_port: int = DEFAULT_PORT) -> tuple[str, int]:
+    """Host and port of ``text``; what is left out is ``default_host`` and ``default_port``.
 
     Raises UsageFailure for what is no address.
     """
     host, port_text = _split(text.strip())
     if not port_text:
-        return host or default_host, DEFAULT_PORT
+        return host or default_host, default_port
     if not (port_text.isascii() and port_text.isdigit() and int(port_text) < 1 << 16):
         raise UsageFailure(f"{text!r}: {port_text!r} is no port; {_FORM}, port 0 to 65535")
     return host or default_host, int(port_text)
@@ -36,9 +37,9 @@ def _split(text: str) -> tuple[str, str]:
     return host, port
 
 
-def resolve(text: str, default_host: str = "127.0.0.1") -> str:
+def resolve(text: str, default_host: str = "127.0.0.1", default_port: int = DEFAULT_PORT) -> str:
     """The numeric ``host:port`` of ``text``. Raises Failure when the name does not resolve."""
-    host, port = parse_address(text, default_host)
+    host, port = parse_address(text, default_host, default_port)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -1,0 +1,117 @@
+"""Where the ranks of a group run: how many this command starts, and where all of them meet.
+
+One command starts the ranks of one node. With several nodes the command runs once on each, all with the same options
+but for the node's own number; the first hosts the store that they meet at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import crossrail
+from crossrail._native import StoreServer
+
+from .addresses import STORE_PORT, join, resolve
+from .parsing import Parser, count, positive
+
+MOST_RANKS = 1024
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``num_processes`` ranks on each of ``world_size`` nodes, of which this is number ``node``.
+
+    ``store``: where they meet, or None for a store that this command starts for itself. ``said``: what said so.
+    """
+
+    num_processes: int
+    world_size: int = 1
+    node: int = 0
+    store: str | None = None
+    hosts_store: bool = True
+    said: str = ""
+
+    @property
+    def size(self) -> int:
+        """The ranks of all nodes."""
+        return self.num_processes * self.world_size
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that this command starts."""
+        return range(self.node * self.num_processes, (self.node + 1) * self.num_processes)
+
+    def label(self, rank: int, emulated: int = 1) -> str | None:
+        """The node that ``rank`` says it is on: each command's own, in ``emulated`` equal parts; None: the machine."""
+        if self.world_size == 1 and emulated == 1:
+            return None
+        part = rank % self.num_processes * emulated // self.num_processes
+        return f"node {self.node * emulated + part}"
+
+    @contextlib.contextmanager
+    def meeting(self, context: crossrail.Context) -> Iterator[tuple[str, str]]:
+        """The store's address and a name for the group; the store runs meanwhile if it is this command's.
+
+        Raises the library's errors.
+        """
+        if not self.hosts_store:
+            assert self.store is not None
+            yield self.store, "bench"
+            return
+        listen = "127.0.0.1:0" if self.store is None else self.store.removeprefix("tcp://")
+        with StoreServer(context, listen) as server:
+            yield server.address, "bench" if self.world_size > 1 else f"bench-{secrets.token_hex(4)}"
+
+
+def add_nodes(parser: argparse.ArgumentParser, processes: int) -> None:
+    """Adds the options that say how many ranks there are and where."""
+    group = parser.add_argument_group("the ranks (without the last four all of them run here)")
+    ranks = f"ranks on each node ({processes})"
+    group.add_argument("--num-processes", metavar="N", type=positive, default=processes, help=ranks)
+    group.add_argument(
+        "--world-size", metavar="N", type=positive, help="nodes, the command runs once on each (WORLD_SIZE)"
+    )
+    group.add_argument("--rank", metavar="N", type=count, help="the number of this node (RANK)")
+    group.add_argument("--master-addr", metavar="HOST", help="node 0, which hosts the store (MASTER_ADDR)")
+    port = f"the store's port there ({STORE_PORT}; MASTER_PORT + 1, as a launcher's own store has MASTER_PORT)"
+    group.add_argument("--master-port", metavar="PORT", type=positive, help=port)
+
+
+def placement(parser: Parser, parsed: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Placement:
+    """What the options and, for those not given, the environment say. A mistake ends in `parser.error`."""
+    said: list[str] = []
+
+    def number(option: int | None, variable: str, least: int) -> int | None:
+        if option is not None:
+            return option
+        text = environment.get(variable)
+        if text is None:
+            return None
+        if not (text.isascii() and text.isdigit() and least <= int(text) < 1 << 16):
+            parser.error(f"{variable}={text!r} is not a whole number from {least} to 65535")
+        said.append(f"{variable}={text}")
+        return int(text)
+
+    nodes = number(parsed.world_size, "WORLD_SIZE", 1) or 1
+    node = number(parsed.rank, "RANK", 0) or 0
+    if node >= nodes:
+        parser.error(f"node {node} (--rank, RANK) is not below {nodes}, the number of nodes (--world-size, WORLD_SIZE)")
+    if parsed.num_processes * nodes > MOST_RANKS:
+        parser.error(f"{parsed.num_processes} ranks on each of {nodes} nodes are more than {MOST_RANKS}")
+    external = environment.get("CROSSRAIL_STORE")
+    if external:
+        return Placement(parsed.num_processes, nodes, node, external, False, " ".join([*said, "CROSSRAIL_STORE"]))
+    if nodes == 1:
+        return Placement(parsed.num_processes, said=" ".join(said))
+    address = parsed.master_addr or environment.get("MASTER_ADDR")
+    if address is None:
+        parser.error(f"{nodes} nodes meet at node 0: give its address with --master-addr (MASTER_ADDR)")
+    launcher = None if parsed.master_port is not None else number(None, "MASTER_PORT", 1)
+    port = parsed.master_port or (STORE_PORT if launcher is None else launcher + 1)
+    store = f"tcp://{resolve(join(address, port))}"
+    return Placement(parsed.num_processes, nodes, node, store, node == 0, " ".join(said))
