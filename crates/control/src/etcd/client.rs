@@ -18,6 +18,10 @@ const SCHEME: &str = "etcd://";
 const DEFAULT_PORT: u16 = 2379;
 /// Connections kept for the next calls, per member.
 const MOST_IDLE: usize = 4;
+/// gRPC's number for what may go better a moment later.
+const UNAVAILABLE: u32 = 14;
+/// An election takes about a second.
+const ELECTION_PAUSE: Duration = Duration::from_millis(50);
 const GONE: &str = "check that etcd runs there; what does not need the store goes on";
 
 /// Whether a request may be made once more when nobody knows if it was carried out.
@@ -48,6 +52,14 @@ impl From<Failure> for Trouble {
     fn from(failure: Failure) -> Trouble {
         Trouble::Failure(failure)
     }
+}
+
+/// What came of asking every member once, when none did it.
+struct Round {
+    reasons: Vec<String>,
+    kind: ErrorKind,
+    /// One of them is there and says that another try may go better.
+    electing: bool,
 }
 
 /// Everything that talks to the cluster goes through one of these. Any thread.
@@ -138,7 +150,7 @@ impl Client {
                 Some("compact and defragment etcd, then `etcdctl alarm disarm`; or raise --quota-backend-bytes"),
             ),
             11 => (ErrorKind::Usage, None),
-            14 => (ErrorKind::Unreachable, Some(GONE)),
+            UNAVAILABLE => (ErrorKind::Unreachable, Some(GONE)),
             _ => (ErrorKind::Protocol, None),
         };
         let error = Error::new(kind, operation, format!("{} says: {}", self.address(), fault.message));
@@ -167,7 +179,7 @@ impl Client {
     }
 
     /// Lets `exchange` talk to one member after the other until one answers; it is given the times by which it must
-    /// be connected and have its answer.
+    /// be connected and have its answer. While the members elect a leader they are asked again.
     fn ask<A>(
         &self,
         operation: &str,
@@ -176,57 +188,78 @@ impl Client {
         exchange: impl Fn(&Member, Instant, Instant) -> std::result::Result<A, Trouble>,
     ) -> Result<A> {
         let started = Instant::now();
-        let count = self.members.len();
-        let first = self.current.load(Ordering::Relaxed);
-        let mut reasons = Vec::new();
-        let mut last = ErrorKind::Unreachable;
+        loop {
+            let mut round = Round { reasons: Vec::new(), kind: ErrorKind::Timeout, electing: false };
+            if let Some(end) = self.ask_each(operation, effect, deadline, &exchange, &mut round) {
+                return end;
+            }
+            if round.electing && remaining(deadline).is_some_and(|time| time > ELECTION_PAUSE) {
+                std::thread::sleep(ELECTION_PAUSE);
+                continue;
+            }
+            return Err(self.unanswered(operation, &round, started));
+        }
+    }
+
+    /// Asks each member once. What came of it, or `None` and why in `round`.
+    fn ask_each<A>(
+        &self,
+        operation: &str,
+        effect: Effect,
+        deadline: Instant,
+        exchange: &impl Fn(&Member, Instant, Instant) -> std::result::Result<A, Trouble>,
+        round: &mut Round,
+    ) -> Option<Result<A>> {
+        let (count, first) = (self.members.len(), self.current.load(Ordering::Relaxed));
         for tried in 0..count {
             let index = (first + tried) % count;
-            let (Some(member), Some(left)) = (self.members.get(index), remaining(deadline)) else { break };
+            let (member, left) = (self.members.get(index)?, remaining(deadline)?);
             let share = Instant::now() + left / u32::try_from(count - tried).unwrap_or(u32::MAX);
             let by = if effect == Effect::Reads { share } else { deadline };
             let trouble = match exchange(member, share, by) {
                 Ok(answer) => {
                     self.current.store(index, Ordering::Relaxed);
-                    return Ok(answer);
+                    return Some(Ok(answer));
                 }
                 Err(trouble) => trouble,
             };
-            let (kind, why, again) = match trouble {
-                Trouble::Fault(fault) if fault.code != 14 => {
-                    self.current.store(index, Ordering::Relaxed);
-                    return Err(self.refused(operation, &fault));
-                }
-                Trouble::Failure(Failure::Foreign(what)) => return Err(self.foreign(operation, &what)),
-                Trouble::Fault(fault) => (ErrorKind::Unreachable, fault.message, effect == Effect::Reads),
-                Trouble::Failure(Failure::Unreached(why)) => (ErrorKind::Unreachable, why, true),
-                Trouble::Failure(Failure::Broken(why)) => (ErrorKind::Unreachable, why, effect == Effect::Reads),
-                Trouble::Failure(Failure::Late) => {
-                    (ErrorKind::Timeout, "no answer".to_owned(), effect == Effect::Reads)
-                }
-            };
-            last = kind;
-            reasons.push(format!("{}: {why}", member.host));
             self.current.store((index + 1) % count, Ordering::Relaxed);
-            if !again {
-                let what = format!("{}; the change may have been made or not", reasons.join(", "));
-                return Err(self.unanswered(operation, kind, &what, started));
+            let (why, undone) = match trouble {
+                Trouble::Fault(fault) if fault.code != UNAVAILABLE => {
+                    self.current.store(index, Ordering::Relaxed);
+                    return Some(Err(self.refused(operation, &fault)));
+                }
+                Trouble::Failure(Failure::Foreign(what)) => return Some(Err(self.foreign(operation, &what))),
+                Trouble::Fault(fault) => {
+                    round.electing = true;
+                    // This one alone comes before anything is done.
+                    let undone = fault.message.contains("no leader");
+                    (fault.message, undone)
+                }
+                Trouble::Failure(Failure::Unreached(why)) => (why, true),
+                Trouble::Failure(Failure::Broken(why)) => (why, false),
+                Trouble::Failure(Failure::Late) => ("no answer".to_owned(), false),
+            };
+            round.kind =
+                if remaining(deadline).is_some() || undone { ErrorKind::Unreachable } else { ErrorKind::Timeout };
+            round.reasons.push(format!("{}: {why}", member.host));
+            if effect == Effect::Changes && !undone {
+                round.electing = false;
+                round.reasons.push("the change may have been made or not".to_owned());
+                break;
             }
         }
-        let what = if reasons.is_empty() { "its time was over before it began".to_owned() } else { reasons.join(", ") };
-        let kind = if reasons.is_empty() { ErrorKind::Timeout } else { last };
-        Err(self.unanswered(operation, kind, &what, started))
+        None
     }
 
-    fn unanswered(&self, operation: &str, kind: ErrorKind, what: &str, started: Instant) -> Error {
-        match kind {
-            ErrorKind::Timeout => {
-                let time = started.elapsed().as_secs_f64();
-                let what = format!("{} did not answer in {time:.1} s: {what}", self.address());
-                Error::new(kind, operation, what).with_hint(GONE)
-            }
-            _ => self.gone(operation, what),
+    fn unanswered(&self, operation: &str, round: &Round, started: Instant) -> Error {
+        let why = if round.reasons.is_empty() { "no time was left".to_owned() } else { round.reasons.join(", ") };
+        if round.kind == ErrorKind::Unreachable {
+            return self.gone(operation, &why);
         }
+        let time = started.elapsed().as_secs_f64();
+        let what = format!("{} did not answer in {time:.1} s: {why}", self.address());
+        Error::new(ErrorKind::Timeout, operation, what).with_hint(GONE)
     }
 }
 

@@ -183,7 +183,8 @@ impl Store for EtcdStore {
                     (broken, missing) = (true, Vec::new());
                 }
                 Err(error) if error.kind == ErrorKind::Timeout && !missing.is_empty() => {
-                    return Err(Error::new(ErrorKind::Timeout, "store wait", missing.join(", ")));
+                    let hint = format!("nobody wrote these keys to {} in time", self.client.address());
+                    return Err(Error::new(ErrorKind::Timeout, "store wait", missing.join(", ")).with_hint(hint));
                 }
                 other => return other,
             }

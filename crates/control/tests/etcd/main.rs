@@ -279,8 +279,8 @@ fn a_waiter_outlives_a_restart_of_its_store() {
     let mut watch = store.watch("k", Revision(1), soon()).unwrap();
     let lease = store.grant(Duration::from_secs(30), soon()).unwrap();
     store.put("k/lease", b"", Some(lease.id()), soon()).unwrap();
+    watch.next(soon()).unwrap();
     etcd.restart();
-    watch.next(soon()).map(|_| ()).unwrap();
     assert_eq!(watch.next(soon()).unwrap_err().kind, ErrorKind::Unreachable);
     assert!(lease.is_alive(), "a short absence does not end a lease");
     assert_eq!(store.wait(&["k/lease".to_owned()], soon()).unwrap().len(), 1);
@@ -326,13 +326,7 @@ fn what_is_not_etcd_is_refused() {
         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
         b"HTTP/1.1 200 OK\r\nContent-Length: 18446744073709551615\r\n\r\n",
     ];
-    let server = std::thread::spawn(move || {
-        for answer in answers {
-            let (mut peer, _) = listener.accept().unwrap();
-            let _ = peer.read(&mut [0; 4096]).unwrap();
-            peer.write_all(answer).unwrap();
-        }
-    });
+    let server = serve(listener, answers.iter().map(|answer| answer.to_vec()).collect());
     for _ in 0..3 {
         let error = EtcdStore::open(&address, soon()).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Protocol, "{error}");
@@ -341,6 +335,66 @@ fn what_is_not_etcd_is_refused() {
     let error = EtcdStore::open(&address, soon()).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Unreachable, "it promised more than it sent: {error}");
     server.join().unwrap();
+}
+
+#[test]
+fn requests_wait_for_an_election_and_changes_are_never_made_twice() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("etcd://{}", listener.local_addr().unwrap());
+    let fault =
+        |what: &str| answer("503 Service Unavailable", &format!(r#"{{"message":"etcdserver: {what}","code":14}}"#));
+    let (good, done) = (r#"{"version":"3.5.0"}"#, r#"{"header":{"revision":"9"}}"#);
+    let answers = vec![
+        fault("leader changed"),
+        answer("200 OK", good),
+        fault("no leader"),
+        fault("no leader"),
+        answer("200 OK", done),
+        fault("request timed out"),
+        fault("leader changed"),
+        answer("200 OK", done),
+        fault("no leader"),
+    ];
+    let server = serve(listener, answers);
+    let store = EtcdStore::open(&address, soon()).unwrap();
+    assert_eq!(store.put("k", b"1", None, soon()).unwrap(), Revision(9));
+    let error = store.put("k", b"2", None, soon()).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Unreachable, "{error}");
+    assert!(error.to_string().contains("may have been made or not"), "{error}");
+    assert_eq!(store.get("k", soon()).unwrap(), None);
+    let error = store.get("k", within(Duration::from_millis(20))).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Unreachable, "{error}");
+    assert!(error.to_string().contains("no leader"), "{error}");
+    server.join().unwrap();
+}
+
+#[test]
+fn a_lease_is_dropped_even_when_its_store_stands_still() {
+    let Some(etcd) = Etcd::start(&[]) else { return };
+    let store = etcd.open();
+    let leases = [1, 60].map(|ttl| store.grant(Duration::from_secs(ttl), soon()).unwrap());
+    etcd.freeze(true);
+    for lease in leases {
+        let begun = Instant::now();
+        drop(lease);
+        assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    }
+    etcd.freeze(false);
+}
+
+fn answer(status: &str, body: &str) -> Vec<u8> {
+    format!("HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}", body.len()).into_bytes()
+}
+
+/// Gives each connection the next of `answers`, whatever it asks.
+fn serve(listener: TcpListener, answers: Vec<Vec<u8>>) -> std::thread::JoinHandle<()> {
+    std::thread::spawn(move || {
+        for answer in answers {
+            let (mut peer, _) = listener.accept().unwrap();
+            let _ = peer.read(&mut [0; 4096]).unwrap();
+            peer.write_all(&answer).unwrap();
+        }
+    })
 }
 
 /// A request that the store has no call for.
