@@ -84,6 +84,8 @@ class Case:
     """Dispatched a second time, other rows along the handle of the first."""
     rows_seed: int = 0
     """Changes the rows and nothing else."""
+    all_values: bool = False
+    """The rows are every bf16 there is, beginning with another one on each rank."""
     active: tuple[int, ...] | None = None
     """The ranks whose experts are selected; all if not given."""
     lost: tuple[int, ...] = ()
@@ -127,6 +129,9 @@ def inputs(case: Case, rank: int, again: bool = False) -> Inputs:
 def rows(case: Case, rank: int, tokens: int, again: bool) -> Any:
     """bf16 rows: any bits at all where they travel as they are; of all magnitudes, a few NaN and infinite, where they
     are cast."""
+    if case.all_values:
+        first = 128 * rank
+        return np.arange(first, first + tokens * case.setup.hidden).astype(np.uint16).reshape(tokens, -1)
     rng, shape = _rng(case, rank, 10 + 2 * case.rows_seed + again), (tokens, case.setup.hidden)
     if case.setup.dtype == "bf16":
         return rng.integers(0, 1 << 16, shape, dtype=np.uint16)

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from crossrail import ref
+from crossrail.ref import Scale
 
 COUNTS = (1, 2, 3, 4, 5, 8)
 EXAMPLES = {1: 15, 2: 25, 3: 20, 4: 15, 5: 10, 8: 8}
@@ -95,6 +96,14 @@ def test_back_to_back_with_varying_routing(ranks: Ranks, dtype: str, share: bool
     case = Case(setup, seed=len(ranks))
     answers = ranks.call("back_to_back", case, times)
     judge_all([varied(case, turn) for turn in range(times)], answers)
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+@pytest.mark.parametrize("scale", [None, *ref.SCALES])
+def test_every_value_there_is(ranks: Ranks, scale: Scale | None) -> None:
+    setup = Setup(2, max_tokens=32, hidden=2048, dtype="bf16" if scale is None else "fp8", scale=scale or "f32")
+    several = [Case(setup, layout=layout, all_values=True) for layout in setup.layouts]
+    judge_all(several, ranks.call("exchange_all", several))
 
 
 def test_everybody_sends_everything_to_one_expert(ranks: Ranks) -> None:
