@@ -40,7 +40,9 @@ def cast_rows(x: U16, scale: Scale = "f32") -> tuple[U8, npt.NDArray[np.float32]
         exponent = _exponent_above(amax * _INVERSE)
         factor = np.ldexp(np.float32(1), -exponent)
         scales = np.ldexp(np.float32(1), exponent) if scale == "power2" else (exponent + 127).astype(np.uint8)
-    return e4m3_bits(blocks * factor[..., None]).reshape(x.shape), scales
+    with np.errstate(invalid="ignore"):  # some NaN signal
+        q = e4m3_bits(blocks * factor[..., None])
+    return q.reshape(x.shape), scales
 
 
 def uncast_rows(q: U8, scales: npt.NDArray[np.float32] | U8) -> U16:
