@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -17,6 +18,9 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 _running: set[Process] = set()
 _guard = threading.Lock()
+
+from_parent: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+"""The lines that came on stdin since :func:`live_with_parent`."""
 
 
 class Process:
@@ -102,9 +106,9 @@ def live_with_parent(parent: int) -> None:
 
 
 def _exit_with_stdin() -> None:
-    descriptor = sys.stdin.fileno()
-    while os.read(descriptor, 4096):
-        pass
+    with open(sys.stdin.fileno(), "rb", closefd=False) as stdin:
+        for line in stdin:
+            from_parent.put(line)
     os._exit(1)
 
 

@@ -1,7 +1,7 @@
-"""The processes of a group's ranks: started here, listened to, ended together.
+"""The ranks that this command starts: processes of their own, told what to do and heard from in JSON lines.
 
-A rank's process is this command again, with a hidden option that says what it is to do. It tells what it finds as JSON
-lines on stdout; its stderr is kept, and shown when it fails. It never outlives the process that started it.
+A rank gets its job as the first line on stdin and whatever it is told after that as further ones; what it prints on
+stdout are its messages, what it says on stderr is passed on. No rank outlives this process.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
+import queue
+import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import IO, Any
 
 from .failure import ERROR, EXIT_USAGE, Failure, UsageFailure, say
 from .processes import Process
@@ -23,160 +24,182 @@ from .processes import Process
 Message = dict[str, Any]
 
 LAST_WORDS_S = 0.5
-"""How long others that fail too get to do so, so that the first cause can be told from what follows from it."""
+"""How long the others may still say why they failed, once one has."""
 
-
-def tell(message: Message) -> None:
-    """Says one message to the process that started this one."""
-    print(json.dumps(message), flush=True)
-
-
-class Rank:
-    """One rank's process."""
-
-    def __init__(self, title: str, arguments: Sequence[str]) -> None:
-        """Starts it. `title` names it until its rank is known. Raises OSError."""
-        self.title = title
-        self._talk = tempfile.TemporaryFile()  # noqa: SIM115 (closed by stop)
-        command = [sys.executable, "-m", "crossrail", *arguments, f"--parent={os.getpid()}"]
-        environment = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-        try:
-            self.process = Process(command, environment=environment, stdin=subprocess.PIPE, stderr=self._talk)
-        except OSError:
-            self._talk.close()
-            raise
-        self.ended = False
-        self.expendable = False
-        """Whether it may end by a signal: it is to be killed."""
-        self._partial = b""
-
-    def fileno(self) -> int:
-        """Its stdout, to be waited for."""
-        assert self.process.popen.stdout is not None
-        return self.process.popen.stdout.fileno()
-
-    def read(self) -> list[Message]:
-        """The messages that are there, once there is something; at its end, `ended` is set. Raises Failure."""
-        data = os.read(self.fileno(), 1 << 16)
-        self.ended = not data
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        messages = []
-        for line in lines:
-            try:
-                message = json.loads(line)
-            except ValueError:
-                message = None
-            if not isinstance(message, dict):
-                raise Failure(f"{self.title} said something that is not understood: {line[:80]!r}")
-            messages.append(message)
-        return messages
-
-    def kill(self) -> None:
-        """SIGKILL, at once."""
-        self.expendable = True
-        with contextlib.suppress(ProcessLookupError):
-            self.process.popen.kill()
-
-    def failure(self) -> Failure | None:
-        """Why it failed, once it has ended: its own last error. None: it did not fail."""
-        code = self.process.popen.wait(LAST_WORDS_S)
-        if code == 0 or (self.expendable and code < 0):
-            return None
-        errors = [line for line in self.talk().splitlines() if line.startswith(ERROR)]
-        if not errors:
-            self.show()
-            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            return Failure(f"{self.title} {how}")
-        text = errors[-1].removeprefix(ERROR)
-        return UsageFailure(text) if code == EXIT_USAGE else Failure(f"{self.title}: {text}")
-
-    def talk(self) -> str:
-        """What it said on stderr so far."""
-        self._talk.seek(0)
-        return self._talk.read().decode(errors="replace").strip()
-
-    def show(self) -> None:
-        """Passes on what it said on stderr."""
-        text = self.talk()
-        if text:
-            say(f"{self.title} said:\n{text}")
-
-    def stop(self, grace: float = 0.0) -> None:
-        """Ends it and gives everything of it back."""
-        self.process.stop(grace)
-        self._talk.close()
+ENDED = "ended"
+"""The event in a rank's name when its process has ended well, or was killed on purpose."""
 
 
 class Ranks:
-    """All rank processes of a run. A context manager: leaving it ends them all."""
+    """Ranks by number. A context manager: leaving it ends those that still run. One thread uses it."""
 
     def __init__(self) -> None:
-        self.running: list[Rank] = []
+        self._ranks: dict[int, _Rank] = {}
+        self._inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
 
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
-        verbose = os.environ.get("CROSSRAIL_LOG") in ("info", "debug")
-        for rank in self.running:
-            if kind is None and verbose:
-                rank.show()
-        for rank in self.running:
-            with contextlib.suppress(ProcessLookupError):
-                rank.process.popen.kill()
-        for rank in self.running:
-            rank.stop()
-        self.running.clear()
+    def __exit__(self, *unused: object) -> None:
+        for rank in self._ranks.values():
+            rank.end()
 
-    def start(self, title: str, arguments: Sequence[str]) -> Rank:
-        """Starts one more. Raises Failure."""
-        try:
-            rank = Rank(title, arguments)
-        except OSError as error:
-            raise Failure(f"{title} cannot be started: {error.strerror}") from None
-        self.running.append(rank)
-        return rank
+    def start(self, rank: int, kind: str, job: Message, environment: Mapping[str, str] | None = None) -> None:
+        """Starts rank ``rank`` of ``kind`` (see `rank_process`) with ``job``; what ended before may start again.
 
-    def messages(self, timeout: float) -> Iterator[tuple[Rank, Message]]:
-        """What the ranks say, as it comes, until all of them have ended.
-
-        Raises Failure when one of them fails, of its own accord or first among several; when none says anything for
-        `timeout` seconds.
+        Raises Failure.
         """
-        while self.running:
-            for rank in self.wait(timeout):
-                for message in rank.read():
-                    yield rank, message
-                if rank.ended:
-                    self.reap(rank)
+        if rank in self._ranks:
+            self._ranks[rank].end()
+        self._ranks[rank] = _Rank(rank, kind, job, environment or {}, self._inbox)
 
-    def wait(self, timeout: float) -> list[Rank]:
-        """Those that have something to read. Raises Failure when none has within `timeout` seconds."""
-        ready: list[Rank] = select.select(self.running, [], [], timeout)[0]
-        if not ready:
-            names = ", ".join(rank.title for rank in self.running)
-            raise Failure(f"nothing was heard of {names} for {timeout:g} s")
-        return ready
+    def tell(self, rank: int, message: Message) -> None:
+        """Tells one rank; nothing when it has ended."""
+        self._ranks[rank].tell(message)
 
-    def reap(self, rank: Rank) -> None:
-        """Of one whose stdout has ended: gives it back. Raises Failure when it failed."""
+    def tell_all(self, message: Message) -> None:
+        """Tells every rank that runs."""
+        for rank in self._ranks.values():
+            rank.tell(message)
+
+    def kill(self, rank: int) -> None:
+        """Kills a rank, which is no failure then."""
+        self._ranks[rank].kill()
+
+    def next(self, timeout: float) -> tuple[int, Message]:
+        """The next message of any rank; ``{"event": "ended"}`` when its process has ended as it should.
+
+        Raises Failure when none comes in time, or when a rank failed: with its number and reason.
+        """
         try:
-            failure = rank.failure()
-        except subprocess.TimeoutExpired:
-            failure = Failure(f"{rank.title} closed its stdout and runs on")
-        if failure is not None:
-            raise self._cause(failure)
-        self.running.remove(rank)
-        rank.stop()
+            rank, message = self._inbox.get(timeout=max(timeout, 0.0))
+        except queue.Empty:
+            running = ", ".join(str(number) for number, rank in self._ranks.items() if rank.runs())
+            raise Failure(f"nothing was heard of ranks {running or 'any more'} for {timeout:g} s") from None
+        if message.get("event") == ENDED and self._ranks[rank].failed():
+            raise self._failure(rank)
+        return rank, message
 
-    def _cause(self, first: Failure) -> Failure:
-        """The failure to tell of: one that is a rank's own rather than what it saw of another."""
+    def gather(self, event: str, ranks: Iterable[int], timeout: float) -> dict[int, Message]:
+        """The ``event`` of each of ``ranks``; other messages are passed over. Raises as `next`."""
+        missing, found = set(ranks), dict[int, Message]()
+        deadline = time.monotonic() + timeout
+        while missing:
+            rank, message = self.next(deadline - time.monotonic())
+            if rank not in missing:
+                continue
+            if message.get("event") == event:
+                missing.discard(rank)
+                found[rank] = message
+            elif message.get("event") == ENDED:
+                raise Failure(f"rank {rank} ended too early")
+        return found
+
+    def _failure(self, first: int) -> Failure:
+        """Why the run failed: what rank ``first`` said; what others that fail as well have to say is passed on."""
         deadline = time.monotonic() + LAST_WORDS_S
-        failures = [first]
-        for rank in self.running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.process.popen.wait(max(deadline - time.monotonic(), 0))
-                failure = rank.failure()
-                if failure is not None:
-                    failures.append(failure)
-        return next((one for one in failures if isinstance(one, UsageFailure)), first)
+        failed = [first]
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                rank, message = self._inbox.get(timeout=left)
+            except queue.Empty:
+                break
+            if message.get("event") == ENDED and self._ranks[rank].failed():
+                failed.append(rank)
+        # One that was killed, or found a mistake of its own, is the cause of what the others say about it.
+        failed.sort(key=lambda rank: self._ranks[rank].ended_at)
+        for rank in failed[1:]:
+            say(f"rank {rank}: {self._ranks[rank].reason()}")
+        text = f"rank {failed[0]}: {self._ranks[failed[0]].reason()}"
+        return UsageFailure(text) if self._ranks[failed[0]].usage() else Failure(text)
+
+
+class _Rank:
+    """One process."""
+
+    def __init__(
+        self,
+        rank: int,
+        kind: str,
+        job: Message,
+        environment: Mapping[str, str],
+        inbox: queue.SimpleQueue[tuple[int, Message]],
+    ) -> None:
+        self.rank = rank
+        self.ended_at = float("inf")
+        self._inbox = inbox
+        self._error = ""
+        self._killed = False
+        command = [sys.executable, "-m", "crossrail", "rank", kind, f"--parent={os.getpid()}"]
+        try:
+            self._process = Process(command, environment={"PYTHONSAFEPATH": "1", **environment}, stdin=subprocess.PIPE)
+        except OSError as error:
+            raise Failure(f"rank {rank} cannot be started: {error.strerror}") from None
+        self._talk = threading.Thread(target=self._pass_on, name=f"crossrail-talk-{rank}", daemon=True)
+        self._listener = threading.Thread(target=self._listen, name=f"crossrail-rank-{rank}", daemon=True)
+        self._talk.start()
+        self._listener.start()
+        self.tell(job)
+
+    def tell(self, message: Message) -> None:
+        stdin = self._process.popen.stdin
+        if stdin is not None:
+            with contextlib.suppress(OSError, ValueError):  # it has ended: its end says why
+                stdin.write(json.dumps(message).encode() + b"\n")
+                stdin.flush()
+
+    def kill(self) -> None:
+        self._killed = True
+        with contextlib.suppress(ProcessLookupError):
+            self._process.popen.send_signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kills it if it still runs, and gives back everything of it."""
+        self.kill()
+        self._listener.join()  # its pipes end with it
+        self._process.stop()
+
+    def runs(self) -> bool:
+        return self._process.popen.poll() is None
+
+    def failed(self) -> bool:
+        return not self._killed and self._process.popen.poll() not in (None, 0)
+
+    def usage(self) -> bool:
+        return self._process.popen.poll() == EXIT_USAGE
+
+    def reason(self) -> str:
+        code = self._process.popen.poll()
+        if self._error:
+            return self._error
+        if code is not None and code < 0:
+            return f"its process was ended by {signal.Signals(-code).name}"
+        return f"its process ended with exit code {code} and said nothing"
+
+    def _listen(self) -> None:
+        """Passes every line of stdout on as a message, then the end; runs until that."""
+        for line in _lines(self._process.popen.stdout):
+            try:
+                message = json.loads(line)
+            except ValueError:
+                message = None
+            if isinstance(message, dict):
+                self._inbox.put((self.rank, message))
+        self._process.popen.wait()
+        self.ended_at = time.monotonic()
+        self._talk.join()
+        self._inbox.put((self.rank, {"event": ENDED}))
+
+    def _pass_on(self) -> None:
+        """Shows what the rank says, but its error: that is its reason."""
+        for raw in _lines(self._process.popen.stderr):
+            line = raw.decode(errors="replace").rstrip()
+            if line.startswith(ERROR):
+                self._error = line.removeprefix(ERROR)
+            elif line:
+                say(f"rank {self.rank}: {line.removeprefix('crossrail: ')}")
+
+
+def _lines(stream: IO[bytes] | None) -> Iterable[bytes]:
+    """The lines of a pipe until its end."""
+    return () if stream is None else iter(stream.readline, b"")

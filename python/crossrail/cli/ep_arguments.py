@@ -1,0 +1,207 @@
+"""`crossrail bench ep`: its command line."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from crossrail.ref import Scale, Shape, parse_routing
+
+from .nodes import Placement, add_nodes, placement
+from .parsing import EPILOG, Command, Commands, Parser, count, pin, positive
+
+Layout = Literal["expert", "rank"]
+Dtype = Literal["fp8", "bf16"]
+Backend = Literal["auto", "none"]
+
+MODES = ("dispatch", "combine", "e2e")
+PEERS = ("mpi",)
+ROUNDS = 3
+PROCESSES = 2
+
+DEFAULTS: dict[str, Any] = {
+    "tokens": 128, "hidden": 4096, "topk": 2, "experts_per_rank": 8, "dtype": "fp8", "layout": "expert"
+}  # fmt: skip
+"""What is measured unless an option or the preset says otherwise."""
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "decode": {"tokens": 128, "hidden": 7168, "topk": 8, "experts": 288, "dtype": "fp8", "layout": "expert"},
+    "prefill": {"tokens": 4096, "hidden": 7168, "topk": 8, "experts": 256, "dtype": "fp8", "layout": "rank"},
+}
+
+
+@dataclass(frozen=True)
+class EpOptions:
+    """`crossrail bench ep`. What is None was not given."""
+
+    placement: Placement
+    tokens: int
+    hidden: int
+    topk: int
+    experts: int
+    dtype: Dtype
+    layout: Layout
+    modes: list[str] = field(default_factory=lambda: list(MODES))
+    scale: Scale = "f32"
+    routing: str = "uniform"
+    prereduce: bool = True
+    cached: bool = False
+    backend: Backend = "auto"
+    nodes: int = 1
+    seed: int = 0
+    iters: int = 100
+    warmup: int = 10
+    transport: str | None = None
+    rails: str | None = None
+    timeout: str | None = None
+    secret_file: str | None = None
+    pin: list[int] | Literal["auto", "none"] = "auto"
+    json: str | None = None
+    compare: list[str] = field(default_factory=list)
+    rounds: int = ROUNDS
+    plan: str | None = None
+    preset: str | None = None
+    parent: int | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """The numbers that all ranks share; no rank sends more tokens than it has."""
+        return Shape(self.placement.size, max(self.tokens, 1), self.hidden, self.experts, self.topk)
+
+    def settings(self) -> dict[str, str]:
+        """The settings given on the command line, by the field names of the settings declaration."""
+        transport = self.transport or ("tcp" if self.backend == "none" else None)
+        named = {
+            "tls": transport,
+            "net_devices": self.rails,
+            "timeout": self.timeout,
+            "secret_file": self.secret_file,
+        }
+        return {name: value for name, value in named.items() if value is not None}
+
+    def run(self) -> None:
+        """Measures and shows what came out; with a plan, carries that out."""
+        from .reporting import report_of
+
+        if self.plan is not None:
+            from .elastic import run_plan
+
+            report_of(self.json, lambda progress: run_plan(self, progress))
+            return
+        from .ep import measure
+
+        report_of(self.json, lambda progress: measure(self, progress))
+
+
+def add_ep(kinds: Commands) -> None:
+    """Adds the parser."""
+    summary = "dispatch and combine between the ranks of a group, verified first"
+    parser = kinds.add_parser("ep", help=summary, description=summary, epilog=EPILOG, allow_abbrev=False)
+    parser.set_defaults(outcome=_outcome)
+    add_nodes(parser, PROCESSES)
+    _add_work(parser.add_argument_group("the work"))
+    _add_how(parser.add_argument_group("how it moves"))
+    out = parser.add_argument_group("what comes out")
+    out.add_argument("--iters", metavar="N", type=positive, help="timed iterations (100)")
+    out.add_argument("--warmup", metavar="N", type=count, help="iterations before those (10)")
+    out.add_argument("--json", metavar="FILE", help="raw samples and the environment to FILE, or to stdout for `-`")
+    peers = "run these too, alternating, and print ratios: mpi (MPI_Alltoallv; needs openmpi-bin and mpi4py)"
+    out.add_argument("--compare", metavar="NAMES", type=_peers, help=peers)
+    out.add_argument("--rounds", metavar="N", type=positive, help=f"turns that ours and each peer take ({ROUNDS})")
+
+
+def _add_work(work: argparse._ArgumentGroup) -> None:
+    presets = "decode (128 tokens, hidden 7168, top-8, 288 experts) or prefill (4096 tokens, 256 experts, rank layout)"
+    work.add_argument("--preset", choices=PRESETS, help=presets + "; options win over it")
+    work.add_argument("--plan", metavar="FILE", help="an elastic run: which ranks take part in each phase, as JSON")
+    modes = "dispatch, combine, e2e (both, one after the other); a list A,B; all of them unless given"
+    work.add_argument("--mode", dest="modes", metavar="MODES", type=_modes, help=modes)
+    work.add_argument("--tokens", metavar="T", type=count, help=f"tokens of each rank ({DEFAULTS['tokens']})")
+    work.add_argument("--hidden", metavar="H", type=positive, help=f"values of a token ({DEFAULTS['hidden']})")
+    work.add_argument("--topk", metavar="K", type=positive, help=f"experts of a token ({DEFAULTS['topk']})")
+    experts = work.add_mutually_exclusive_group()
+    experts.add_argument("--experts", metavar="E", type=positive, help="experts in all")
+    each = f"experts of each rank ({DEFAULTS['experts_per_rank']})"
+    experts.add_argument("--experts-per-rank", metavar="E", type=positive, help=each)
+    layouts = "what dispatch delivers: rows by expert (decode), or by source rank (prefill)"
+    work.add_argument("--layout", choices=("expert", "rank"), help=layouts)
+    work.add_argument("--dtype", choices=("fp8", "bf16"), help="what dispatch carries (fp8); combine carries bf16")
+    scales = "how fp8 scales are stored (f32)"
+    work.add_argument("--scale", choices=("f32", "power2", "ue8m0"), help=scales)
+    routings = "uniform, skewed:S (Zipf's law, S from 0), one (every token takes the first experts)"
+    work.add_argument("--routing", metavar="ROUTING", type=_routing, help=routings)
+    cached = "dispatch along the ways of the first dispatch, without exchanging them again"
+    work.add_argument("--cached", action="store_true", default=None, help=cached)
+    whole = "combine brings every expert's output back instead of a token's sum on each rank"
+    work.add_argument("--no-prereduce", dest="prereduce", action="store_false", default=None, help=whole)
+    work.add_argument("--seed", metavar="N", type=count, help="of tokens and routing (0)")
+
+
+def _add_how(how: argparse._ArgumentGroup) -> None:
+    backend = "none: no memory is shared between ranks, everything goes over the network transports (auto)"
+    how.add_argument("--backend", choices=("auto", "none"), help=backend)
+    nodes = "the ranks here play this many nodes: what one has for another goes over the network transports (1)"
+    how.add_argument("--nodes", metavar="N", type=positive, help=nodes)
+    how.add_argument("--transport", metavar="NAMES", help="use these and no others: shm, tcp, or shm,tcp")
+    how.add_argument("--rails", metavar="DEVICES", help="devices that carry data: eth1,eth2, or 127.0.0.1,127.0.0.2")
+    how.add_argument("--timeout", metavar="TIME", help="the longest any wait may take: 30s, 500ms, 2m")
+    how.add_argument("--secret-file", metavar="FILE", help="the secret all nodes share; needed beyond this machine")
+    cpus = "processors of the ranks here, in order, or `none`; by default one each where there are enough"
+    how.add_argument("--pin", metavar="CPUS", type=pin, help=cpus)
+
+
+_NOT_OURS = ("command", "what", "outcome", "num_processes", "world_size", "rank", "master_addr", "master_port")
+
+
+def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
+    given = {name: value for name, value in vars(parsed).items() if name not in _NOT_OURS and value is not None}
+    where = placement(parser, parsed)
+    preset = PRESETS.get(given.get("preset", ""), {})
+    for name, value in {**DEFAULTS, **preset}.items():
+        given.setdefault(name, value)
+    each = given.pop("experts_per_rank")
+    if parsed.experts_per_rank is not None:
+        given.pop("experts", None)
+    given.setdefault("experts", each * where.size)
+    options = EpOptions(placement=where, **given)
+    _check(parser, options)
+    return options
+
+
+def _check(parser: Parser, options: EpOptions) -> None:
+    ranks, per_node = options.placement.size, options.placement.num_processes
+    if options.experts % ranks:
+        parser.error(f"{options.experts} experts cannot be spread evenly over {ranks} ranks")
+    if options.topk > options.experts:
+        parser.error(f"--topk {options.topk} is more than {options.experts} experts")
+    if per_node % options.nodes:
+        parser.error(f"--nodes {options.nodes}: {per_node} ranks cannot be spread evenly over as many nodes")
+    if options.compare and options.placement.world_size > 1:
+        parser.error("--compare mpi runs on one machine; leave --world-size out")
+    if options.plan is not None and (options.compare or options.placement.world_size > 1):
+        parser.error("--plan runs on one machine and is not compared")
+
+
+def _routing(text: str) -> str:
+    try:
+        parse_routing(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _names(text: str, known: tuple[str, ...], what: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no {what}; known: {', '.join(known)}")
+    return list(dict.fromkeys(names))
+
+
+def _modes(text: str) -> list[str]:
+    return _names(text, MODES, "mode")
+
+
+def _peers(text: str) -> list[str]:
+    return _names(text, PEERS, "peer here")
