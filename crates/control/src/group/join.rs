@@ -1,0 +1,257 @@
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crossrail_types::{Error, ErrorKind, Result, Settings, format_duration};
+use parking_lot::{Condvar, Mutex};
+
+use super::GroupOptions;
+use super::keys::Keys;
+use super::serve::{self, Served};
+use super::shared::{Own, STEP, Shared, draw};
+use super::watch::{self, Stop};
+use crate::bootstrap::{Bootstrap, Overrides};
+use crate::log::Log;
+use crate::membership::{Leaving, Process, Roster, Row, key_rank, rank_key, rank_name, this_node};
+use crate::ranks::Claims;
+use crate::{Entry, Lease, Revision, Store};
+
+/// Leases shorter than this end by themselves on a busy machine.
+const LEASE_MIN: Duration = Duration::from_millis(100);
+const LEASE_MAX: Duration = Duration::from_secs(3600);
+/// Between two tries to reach a store that is not there yet.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
+/// How long a process that serves the store waits for the others to leave first.
+const LINGER: Duration = Duration::from_secs(2);
+
+/// The watching thread and the store that this process serves, until it leaves.
+pub(super) struct Running {
+    stop: Arc<Stop>,
+    parts: Mutex<Option<(JoinHandle<()>, Option<Served>)>>,
+}
+
+pub(super) fn join(options: GroupOptions, settings: &Settings) -> Result<(Arc<Shared>, Running)> {
+    if options.lease < LEASE_MIN || options.lease > LEASE_MAX {
+        return Err(Error::new(ErrorKind::Usage, "join", format!("a lease of {}", format_duration(options.lease)))
+            .with_hint("100ms to 1h: so long after its last sign of life a member counts as dead"));
+    }
+    let given = Overrides {
+        rank: options.rank,
+        size: options.size,
+        local_rank: options.local_rank,
+        store: options.store.clone(),
+    };
+    let bootstrap = Bootstrap::detect(&|name| std::env::var(name).ok(), settings, &given)?;
+    let log = Log(settings.log);
+    log.info(format_args!("group {:?}: {}", options.name, bootstrap.said));
+    let deadline = Instant::now() + options.timeout.unwrap_or(settings.timeout);
+    let served = if bootstrap.host_store { serve::start(&bootstrap.store, settings)? } else { None };
+    let address = served.as_ref().map_or_else(|| bootstrap.store.clone(), |served| served.address.clone());
+    let (store, lease) = reach(&address, settings, options.lease, deadline)?;
+    enter(Entering { options, bootstrap, address, served, store, lease, log, timeout: settings.timeout }, deadline)
+}
+
+/// A store and a lease there; waits for a store that is about to be started.
+fn reach(
+    address: &str,
+    settings: &Settings,
+    ttl: Duration,
+    deadline: Instant,
+) -> Result<(Arc<dyn Store>, Box<dyn Lease>)> {
+    let began = Instant::now();
+    let mut pause = PAUSES.0;
+    loop {
+        let reached = crate::open(address, settings, deadline)
+            .and_then(|store| store.grant(ttl, deadline).map(|lease| (store, lease)));
+        match reached {
+            Err(error) if error.kind == ErrorKind::Unreachable => {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    let waited = began.elapsed().as_secs_f64();
+                    return Err(Error { detail: format!("{}, tried for {waited:.3} s", error.detail), ..error }
+                        .with_hint("rank 0 starts it on its own machine; elsewhere: crossrail store, or etcd"));
+                }
+                // Nothing tells when somebody begins to listen.
+                std::thread::sleep(pause.min(left));
+                pause = PAUSES.1.min(pause * 2);
+            }
+            result => return result,
+        }
+    }
+}
+
+/// A process on its way into a group.
+pub(super) struct Entering {
+    pub(super) options: GroupOptions,
+    pub(super) bootstrap: Bootstrap,
+    pub(super) address: String,
+    pub(super) served: Option<Served>,
+    pub(super) store: Arc<dyn Store>,
+    pub(super) lease: Box<dyn Lease>,
+    pub(super) log: Log,
+    pub(super) timeout: Duration,
+}
+
+pub(super) fn enter(entering: Entering, deadline: Instant) -> Result<(Arc<Shared>, Running)> {
+    let keys = Keys::new(&entering.options.name, &entering.bootstrap.job)?;
+    let Placed { rank, row, entries, revision } = place(&entering, &keys, deadline)?;
+    let Entering { options, bootstrap, address, served, store, lease, log, timeout } = entering;
+    let mut roster = Roster::new(rank, &entries, Instant::now());
+    roster.set_own(row.clone());
+    let shared = Arc::new(Shared {
+        name: options.name,
+        keys,
+        rank,
+        size: row.size,
+        local_rank: row.local_rank,
+        node: row.node.clone(),
+        said: bootstrap.said,
+        address,
+        serves_store: served.is_some(),
+        timeout: options.timeout.unwrap_or(timeout),
+        lease: options.lease,
+        log,
+        store: Mutex::new(Some(store)),
+        own: Mutex::new(Own { lease: Some(lease), row, told: BTreeMap::new(), meetings: HashMap::new() }),
+        roster: Mutex::new(roster),
+        changed: Condvar::new(),
+        control: Mutex::new(None),
+    });
+    let stop = Arc::new(Stop::default());
+    let (of_thread, stop_of_thread) = (Arc::clone(&shared), Arc::clone(&stop));
+    let thread = std::thread::Builder::new()
+        .name("crossrail-group".to_owned())
+        .spawn(move || watch::run(&of_thread, &stop_of_thread, revision))
+        .map_err(|error| Error::io("join", "pthread_create", &error))?;
+    Ok((shared, Running { stop, parts: Mutex::new(Some((thread, served))) }))
+}
+
+/// What a process has once it is registered: its rank and row, and all members at that revision.
+struct Placed {
+    rank: u32,
+    row: Row,
+    entries: Vec<Entry>,
+    revision: Revision,
+}
+
+/// Claims the numbers that are not given, registers, and compares sizes with those that are there.
+fn place(entering: &Entering, keys: &Keys, deadline: Instant) -> Result<Placed> {
+    let (options, given) = (&entering.options, &entering.bootstrap);
+    let store = &*entering.store;
+    let claims = Claims { store, keys, lease: entering.lease.id(), deadline };
+    let node = options.node.clone().unwrap_or_else(this_node);
+    let known = given.rank.is_some() && given.size.is_some() && given.local_rank.is_some();
+    let before = if known { Vec::new() } else { store.list(&keys.members(), deadline)?.0 };
+    let size = match given.size {
+        Some(size) => size,
+        None => size_of(&before)?,
+    };
+    let local_rank = match given.local_rank {
+        Some(local) => local,
+        None => claims.local(&node, &before)?,
+    };
+    let row = Row {
+        incarnation: draw()?,
+        size,
+        local_rank,
+        node,
+        process: Process::this(),
+        ttl_ms: u64::try_from(entering.lease.ttl().as_millis()).unwrap_or(u64::MAX),
+        serves_store: entering.served.is_some(),
+        left: None,
+    };
+    let rank = match given.rank {
+        Some(rank) if rank < size => claims.exactly(rank, &row).map(|()| rank)?,
+        Some(rank) => {
+            return Err(Error::new(ErrorKind::Usage, "join", format!("rank {rank} of a group of {size}"))
+                .with_hint(format!("ranks go from 0 to {}", size - 1)));
+        }
+        None => claims.lowest(size, &row)?,
+    };
+    let (entries, revision) = agree(&claims, rank, &row)?;
+    Ok(Placed { rank, row, entries, revision })
+}
+
+/// All members, once none of them says another size.
+fn agree(claims: &Claims<'_>, rank: u32, row: &Row) -> Result<(Vec<Entry>, Revision)> {
+    let members = claims.keys.members();
+    loop {
+        let (entries, revision) = claims.store.list(&members, claims.deadline)?;
+        for entry in &entries {
+            Row::decode(key_rank(&entry.key).unwrap_or(u32::MAX), &entry.value)?;
+        }
+        let roster = Roster::new(rank, &entries, Instant::now());
+        let Some((other, theirs)) = roster.other_size(row.size) else { return Ok((entries, revision)) };
+        // What a dead job left behind on another machine goes with its lease.
+        let unsure = theirs.process.runs().is_none();
+        if unsure && claims.vanishes(&rank_key(&members, other), revision, theirs.ttl())? {
+            continue;
+        }
+        let detail = format!("rank {rank} was told of {} ranks, rank {other} of {}", row.size, theirs.size);
+        let leaving = Leaving { why: format!("sizes disagree: {detail}"), met: Vec::new() };
+        let note = Row { left: Some(leaving), ..row.clone() };
+        claims.store.put(&rank_key(&members, rank), &note.encode()?, Some(claims.lease), claims.deadline)?;
+        return Err(Error::new(ErrorKind::Mismatch, "join", detail)
+            .with_peer(rank_name(other, theirs))
+            .with_hint("give all ranks the same size (WORLD_SIZE); other jobs need groups of other names"));
+    }
+}
+
+/// The size that the members say.
+fn size_of(entries: &[Entry]) -> Result<u32> {
+    let sizes = entries.iter().filter_map(|entry| Row::decode(key_rank(&entry.key)?, &entry.value).ok());
+    sizes.map(|row| row.size).next().ok_or_else(|| {
+        Error::new(ErrorKind::Usage, "join", "nothing says how many ranks there may be, and nobody is there to ask")
+            .with_hint("set WORLD_SIZE, or pass size")
+    })
+}
+
+impl Running {
+    /// Tells the others, ends lease, thread and store. Does nothing the second time.
+    pub(super) fn leave(&self, shared: &Shared) {
+        let Some((thread, served)) = self.parts.lock().take() else { return };
+        if served.is_none() {
+            self.stop.ask(); // the thread is woken by this process's own departure
+        }
+        let (lease, note) = {
+            let mut own = shared.own.lock();
+            let leaving = Leaving { why: String::new(), met: own.met() };
+            (own.lease.take(), Row { left: Some(leaving), ..own.row.clone() })
+        };
+        if let (Ok(store), Some(lease)) = (shared.store("leave"), lease) {
+            let deadline = Instant::now() + STEP;
+            if lease.is_alive() && shared.control.lock().is_none() {
+                // Whatever fails here, the lease ends by itself.
+                if let Ok(note) = note.encode() {
+                    let _ = store.put(&shared.key(), &note, Some(lease.id()), deadline);
+                }
+                let _ = lease.revoke(deadline);
+            }
+        }
+        if served.as_ref().is_some_and(Served::is_last) {
+            linger(shared);
+        }
+        self.stop.ask();
+        {
+            let _roster = shared.roster.lock();
+            shared.store.lock().take();
+            shared.changed.notify_all();
+        }
+        drop(served);
+        if thread.join().is_err() {
+            shared.log.warn(format_args!("group {:?}: its watching thread had panicked", shared.name));
+        }
+    }
+}
+
+/// The others may still be on their way out of the last barrier.
+fn linger(shared: &Shared) {
+    let until = Instant::now() + LINGER;
+    let mut roster = shared.roster.lock();
+    while roster.present().any(|(rank, _)| rank != shared.rank) {
+        if shared.changed.wait_until(&mut roster, until).timed_out() {
+            break;
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! The built-in store in rank 0's process.
+
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use crossrail_types::{Result, Settings};
+use parking_lot::Mutex;
+
+use crate::StoreServer;
+
+/// A listener of this machine answers at once.
+const KNOCK: Duration = Duration::from_millis(500);
+
+/// Stores of this process: groups with the same address share one.
+static RUNNING: Mutex<Vec<(String, Weak<StoreServer>)>> = Mutex::new(Vec::new());
+
+/// A share in a store that runs in this process; the last one ends it.
+#[derive(Debug)]
+pub(super) struct Served {
+    server: Arc<StoreServer>,
+    /// How this process reaches it.
+    pub(super) address: String,
+}
+
+impl Served {
+    /// Whether no other group of this process uses the store.
+    pub(super) fn is_last(&self) -> bool {
+        Arc::strong_count(&self.server) == 1
+    }
+}
+
+/// Starts the store at `address` (`tcp://host:port`), unless that is another machine's or somebody listens there.
+pub(super) fn start(address: &str, settings: &Settings) -> Result<Option<Served>> {
+    let Some(place) = address.strip_prefix("tcp://") else { return Ok(None) };
+    let mut running = RUNNING.lock();
+    running.retain(|(_, server)| server.strong_count() > 0);
+    let known = running.iter().find(|(known, _)| known == address);
+    if let Some(server) = known.and_then(|(_, server)| server.upgrade()) {
+        return Ok(Some(Served { server, address: address.to_owned() }));
+    }
+    // Names that do not resolve are the client's to complain of.
+    let Some(own) = place.to_socket_addrs().ok().and_then(|mut all| all.find(|all| is_own(all.ip()))) else {
+        return Ok(None);
+    };
+    if listens(own) {
+        return Ok(None);
+    }
+    let listen = listen_text(place, own, settings.secret.is_some() || settings.secret_file.is_some());
+    match StoreServer::start(&listen, settings) {
+        Ok(server) => {
+            let server = Arc::new(server);
+            let chosen = own.port() == 0;
+            let address = if chosen { server.address() } else { address.to_owned() };
+            if !chosen {
+                running.push((address.clone(), Arc::downgrade(&server)));
+            }
+            Ok(Some(Served { server, address }))
+        }
+        // Another was faster.
+        Err(_) if listens(own) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether this machine has the address.
+fn is_own(ip: IpAddr) -> bool {
+    TcpListener::bind((ip, 0)).is_ok()
+}
+
+fn listens(at: SocketAddr) -> bool {
+    at.port() != 0 && TcpStream::connect_timeout(&at, KNOCK).is_ok()
+}
+
+/// A host's own name often means loopback to itself alone: others reach it at every address, if there is a secret.
+fn listen_text(place: &str, own: SocketAddr, secret: bool) -> String {
+    let named_loopback = place.parse::<SocketAddr>().is_ok_and(|place| place.ip().is_loopback())
+        || place.rsplit_once(':').is_some_and(|(host, _)| host == "localhost");
+    if !secret || named_loopback {
+        return own.to_string();
+    }
+    match own {
+        SocketAddr::V4(own) => format!("0.0.0.0:{}", own.port()),
+        SocketAddr::V6(own) => format!("[::]:{}", own.port()),
+    }
+}

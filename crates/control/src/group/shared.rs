@@ -1,0 +1,205 @@
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossrail_types::{Error, ErrorKind, Result};
+use parking_lot::{Condvar, Mutex};
+
+use super::keys::{Keys, check_key};
+use super::waits::Meeting;
+use crate::log::Log;
+use crate::membership::{Roster, Row, rank_key, rank_name};
+use crate::{Expected, Lease, LeaseId, RankState, Store};
+
+/// The longest one step of registering again, or of leaving, may take.
+pub(super) const STEP: Duration = Duration::from_secs(2);
+
+/// So many barriers fit into a note of leaving.
+const NOTE_MAX: usize = 2000;
+
+/// What the group's handles and its watching thread share.
+///
+/// Locks are taken in the order own, roster, control; the store is never called with `roster` held.
+pub(super) struct Shared {
+    pub(super) name: String,
+    pub(super) keys: Keys,
+    pub(super) rank: u32,
+    pub(super) size: u32,
+    pub(super) local_rank: u32,
+    pub(super) node: String,
+    pub(super) said: String,
+    pub(super) address: String,
+    pub(super) serves_store: bool,
+    pub(super) timeout: Duration,
+    pub(super) lease: Duration,
+    pub(super) log: Log,
+    /// `None` after leaving.
+    pub(super) store: Mutex<Option<Arc<dyn Store>>>,
+    pub(super) own: Mutex<Own>,
+    pub(super) roster: Mutex<Roster>,
+    /// The roster changed, or the group was left.
+    pub(super) changed: Condvar,
+    pub(super) control: Mutex<Option<Error>>,
+}
+
+/// What this process has in the store.
+pub(super) struct Own {
+    /// `None` after leaving.
+    pub(super) lease: Option<Box<dyn Lease>>,
+    pub(super) row: Row,
+    pub(super) told: BTreeMap<String, Vec<u8>>,
+    pub(super) meetings: HashMap<(String, Vec<u32>), Meeting>,
+}
+
+impl Own {
+    /// Barriers, and how many of their meetings this process has seen through, as far as they fit into a note.
+    pub(super) fn met(&self) -> Vec<(u64, u64)> {
+        let met = self.meetings.values().filter(|meeting| meeting.count > 0);
+        met.map(|meeting| (meeting.barrier, meeting.count)).take(NOTE_MAX).collect()
+    }
+}
+
+impl Shared {
+    pub(super) fn deadline(&self, timeout: Option<Duration>) -> Instant {
+        Instant::now() + timeout.unwrap_or(self.timeout)
+    }
+
+    pub(super) fn store(&self, operation: &str) -> Result<Arc<dyn Store>> {
+        self.store.lock().clone().ok_or_else(|| {
+            Error::new(ErrorKind::Closed, operation, format!("this process has left the group {:?}", self.name))
+        })
+    }
+
+    fn lease_id(&self, operation: &str) -> Result<LeaseId> {
+        let own = self.own.lock();
+        own.lease.as_ref().map(|lease| lease.id()).ok_or_else(|| {
+            Error::new(ErrorKind::Closed, operation, format!("this process has left the group {:?}", self.name))
+        })
+    }
+
+    pub(super) fn publish(&self, key: &str, value: &[u8]) -> Result<()> {
+        check_key("publish", key, false)?;
+        // Remembered first: registering again tells it anew.
+        self.own.lock().told.insert(key.to_owned(), value.to_vec());
+        let put = self.put("publish", &self.keys.told(key, self.rank), value, self.deadline(None));
+        if put.is_err() {
+            self.own.lock().told.remove(key);
+        }
+        put
+    }
+
+    pub(super) fn withdraw(&self, key: &str) -> Result<()> {
+        check_key("withdraw", key, false)?;
+        let store = self.store("withdraw")?;
+        self.own.lock().told.remove(key);
+        self.noted(store.delete(&self.keys.told(key, self.rank), self.deadline(None))).map(drop)
+    }
+
+    /// Writes under this process's lease, a new one if that has ended.
+    pub(super) fn put(&self, operation: &str, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
+        let store = self.store(operation)?;
+        match store.put(key, value, Some(self.lease_id(operation)?), deadline) {
+            Err(error) if error.kind == ErrorKind::Closed => {
+                self.register_again(&*store)?;
+                self.noted(store.put(key, value, Some(self.lease_id(operation)?), deadline)).map(drop)
+            }
+            result => self.noted(result).map(drop),
+        }
+    }
+
+    /// The lease ended while this process lives (it was stopped, cut off, or the store lost everything): takes a new
+    /// one and writes what was under the old.
+    pub(super) fn register_again(&self, store: &dyn Store) -> Result<()> {
+        let mut own = self.own.lock();
+        let Some(old) = &own.lease else { return Ok(()) };
+        if old.is_alive() && store.get(&self.key(), Instant::now() + STEP)?.is_some() {
+            return Ok(()); // another thread was faster
+        }
+        let deadline = Instant::now() + STEP;
+        let lease = store.grant(self.lease, deadline)?;
+        let row = Row { incarnation: draw()?, ..own.row.clone() };
+        if store.compare_and_set(&self.key(), Expected::Absent, &row.encode()?, Some(lease.id()), deadline)?.is_none() {
+            let holder = store.get(&self.key(), deadline)?;
+            let holder = holder.and_then(|entry| Row::decode(self.rank, &entry.value).ok());
+            if let Some(holder) = holder.filter(|holder| holder.process != row.process) {
+                let detail = format!("rank {} was given away while this process was cut off", self.rank);
+                return Err(Error::new(ErrorKind::Mismatch, "join", detail)
+                    .with_peer(rank_name(self.rank, &holder))
+                    .with_hint("leave the group; join it again for another rank"));
+            }
+            store.put(&self.key(), &row.encode()?, Some(lease.id()), deadline)?;
+        }
+        for (key, value) in &own.told {
+            store.put(&self.keys.told(key, self.rank), value, Some(lease.id()), deadline)?;
+        }
+        own.lease = Some(lease);
+        own.row = row.clone();
+        self.roster.lock().set_own(row);
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// The key of this process's entry.
+    pub(super) fn key(&self) -> String {
+        rank_key(&self.keys.members(), self.rank)
+    }
+
+    pub(super) fn state(&self, rank: u32) -> RankState {
+        if rank == self.rank {
+            let left = self.store.lock().is_none();
+            return if left { RankState::Left } else { RankState::Alive };
+        }
+        self.roster.lock().state(rank)
+    }
+
+    pub(super) fn wait_change(&self, after: u64, deadline: Instant) -> u64 {
+        let mut roster = self.roster.lock();
+        while roster.changes() <= after && self.store.lock().is_some() {
+            if self.changed.wait_until(&mut roster, deadline).timed_out() {
+                break;
+            }
+        }
+        roster.changes()
+    }
+
+    /// Remembers when a call found the store unreachable.
+    pub(super) fn noted<T>(&self, result: Result<T>) -> Result<T> {
+        if let Err(error) = &result {
+            self.lost(error);
+        }
+        result
+    }
+
+    /// The store cannot be reached: said once.
+    pub(super) fn lost(&self, error: &Error) {
+        if matches!(error.kind, ErrorKind::Timeout | ErrorKind::Usage | ErrorKind::Closed)
+            || self.store.lock().is_none()
+        {
+            return;
+        }
+        let server_left = self.roster.lock().server_is_there() == Some(false);
+        let mut control = self.control.lock();
+        if control.is_none() {
+            let (name, goes_on) =
+                (&self.name, "transfers go on; joins, barriers and news of deaths wait for the store");
+            if server_left {
+                self.log.info(format_args!("group {name:?}: the store ended with the rank that served it: {error}"));
+            } else {
+                self.log.warn(format_args!("group {name:?}: {error}; {goes_on}"));
+            }
+        }
+        *control = Some(error.clone());
+    }
+
+    /// It can be reached again.
+    pub(super) fn found(&self) {
+        if self.control.lock().take().is_some() {
+            self.log.warn(format_args!("group {:?}: the store {} is back", self.name, self.address));
+        }
+    }
+}
+
+/// A number nobody else draws.
+pub(super) fn draw() -> Result<u64> {
+    getrandom::u64().map_err(|error| Error::new(ErrorKind::Io, "join", format!("getrandom: {error}")))
+}

@@ -1,0 +1,266 @@
+use std::time::{Duration, Instant};
+
+use crossrail_types::{Error, ErrorKind, Result};
+
+use super::keys::{EPOCH, check_key};
+use super::shared::{STEP, Shared};
+use crate::Entry;
+use crate::RankState;
+use crate::bootstrap::hash;
+use crate::membership::Roster;
+
+/// A wait looks this often whether one of those it waits for has died.
+const LOOK: Duration = Duration::from_millis(100);
+/// So many missing ranks are named.
+const NAMED: usize = 8;
+
+/// Where this process stands with one barrier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Meeting {
+    /// Name, ranks and their registrations: those that come anew begin anew, with everybody else.
+    pub(super) barrier: u64,
+    /// Which meeting is the next, or the present one; the first is 0.
+    pub(super) count: u64,
+    /// Whether the others have been told that this process is there.
+    came: bool,
+}
+
+/// What a wait is for, to say it.
+struct Purpose<'a> {
+    operation: &'a str,
+    name: &'a str,
+    began: Instant,
+}
+
+/// One key for each of several ranks, with their registrations.
+struct Wanted<'a> {
+    keys: &'a [String],
+    ranks: &'a [u32],
+    incarnations: &'a [u64],
+}
+
+impl Shared {
+    pub(super) fn collect(&self, key: &str, ranks: &[u32], timeout: Option<Duration>) -> Result<Vec<Vec<u8>>> {
+        check_key("collect", key, false)?;
+        self.check_ranks("collect", ranks)?;
+        let purpose = Purpose { operation: "collect", name: key, began: Instant::now() };
+        let keys: Vec<String> = ranks.iter().map(|rank| self.keys.told(key, *rank)).collect();
+        let deadline = self.deadline(timeout);
+        loop {
+            let here = |roster: &Roster| no_loss(&purpose, roster, ranks);
+            let incarnations = self.wait_present(&purpose, ranks, deadline, here, Roster::incarnation)?;
+            let wanted = Wanted { keys: &keys, ranks, incarnations: &incarnations };
+            if let Some(entries) = self.wait_keys(&purpose, &wanted, deadline, |_, _| false)? {
+                return Ok(entries.into_iter().map(|entry| entry.value).collect());
+            }
+        }
+    }
+
+    pub(super) fn barrier(&self, name: &str, ranks: &[u32], timeout: Option<Duration>) -> Result<()> {
+        check_key("barrier", name, true)?;
+        self.check_ranks("barrier", ranks)?;
+        let mut ranks = ranks.to_vec();
+        ranks.sort_unstable();
+        ranks.dedup();
+        if !ranks.contains(&self.rank) {
+            let detail = format!("{name:?} is of ranks {ranks:?}, and this is rank {}", self.rank);
+            return Err(Error::new(ErrorKind::Usage, "barrier", detail));
+        }
+        let deadline = self.deadline(timeout);
+        let purpose = Purpose { operation: "barrier", name, began: Instant::now() };
+        loop {
+            // Those that left may have done so after this very meeting.
+            let incarnations = self.wait_present(
+                &purpose,
+                &ranks,
+                deadline,
+                |roster| no_death(&purpose, roster, &ranks),
+                Roster::last,
+            )?;
+            if ranks.len() == 1 {
+                return Ok(());
+            }
+            let meeting = self.come(name, &ranks, &incarnations, deadline.max(Instant::now() + STEP))?;
+            let keys: Vec<String> =
+                ranks.iter().map(|rank| self.keys.came(meeting.barrier, *rank, meeting.count)).collect();
+            let wanted = Wanted { keys: &keys, ranks: &ranks, incarnations: &incarnations };
+            let gone_on = |roster: &Roster, rank| roster.left_after(rank, meeting.barrier, meeting.count);
+            if self.wait_keys(&purpose, &wanted, deadline, gone_on)?.is_some() {
+                self.met(name, ranks, meeting);
+                return Ok(());
+            }
+        }
+    }
+
+    pub(super) fn wait_members(&self, ranks: &[u32], timeout: Option<Duration>) -> Result<()> {
+        self.check_ranks("wait_members", ranks)?;
+        let purpose = Purpose { operation: "wait_members", name: &self.name, began: Instant::now() };
+        self.wait_present(&purpose, ranks, self.deadline(timeout), |_| Ok(()), Roster::incarnation).map(drop)
+    }
+
+    /// The registrations of all of `ranks` once `known` has them, or what `check` fails with.
+    fn wait_present(
+        &self,
+        purpose: &Purpose<'_>,
+        ranks: &[u32],
+        deadline: Instant,
+        check: impl Fn(&Roster) -> Result<()>,
+        known: impl Fn(&Roster, u32) -> Option<u64>,
+    ) -> Result<Vec<u64>> {
+        let mut roster = self.roster.lock();
+        loop {
+            self.store(purpose.operation)?;
+            check(&roster)?;
+            let there: Vec<u64> = ranks.iter().filter_map(|rank| known(&roster, *rank)).collect();
+            if there.len() == ranks.len() {
+                return Ok(there);
+            }
+            if self.changed.wait_until(&mut roster, deadline).timed_out() {
+                let missing: Vec<u32> = ranks.iter().copied().filter(|rank| known(&roster, *rank).is_none()).collect();
+                return Err(late(purpose, &roster, &missing));
+            }
+        }
+    }
+
+    /// Tells the others that this process has come to the next meeting, unless they know.
+    fn come(&self, name: &str, ranks: &[u32], incarnations: &[u64], deadline: Instant) -> Result<Meeting> {
+        let barrier = barrier_id(name, ranks, incarnations);
+        let place = (name.to_owned(), ranks.to_vec());
+        let known = self.own.lock().meetings.get(&place).copied();
+        let mut meeting = match known {
+            Some(meeting) if meeting.barrier == barrier => meeting,
+            _ => Meeting { barrier, count: 0, came: false },
+        };
+        let old =
+            known.filter(|known| known.barrier != barrier).map(|known| self.keys.came_to(known.barrier, self.rank));
+        // Whoever comes to this meeting has seen all at the one before, so that all have left those before that.
+        let before = (meeting.count % EPOCH == 1 && meeting.count > EPOCH && !meeting.came)
+            .then(|| self.keys.came_in(barrier, self.rank, meeting.count / EPOCH - 1));
+        if !meeting.came {
+            self.put("barrier", &self.keys.came(barrier, self.rank, meeting.count), &[], deadline)?;
+            meeting.came = true;
+        }
+        self.own.lock().meetings.insert(place, meeting);
+        for prefix in old.into_iter().chain(before) {
+            self.noted(self.store("barrier")?.delete_prefix(&prefix, deadline))?;
+        }
+        Ok(meeting)
+    }
+
+    fn met(&self, name: &str, ranks: Vec<u32>, meeting: Meeting) {
+        let next = Meeting { count: meeting.count + 1, came: false, ..meeting };
+        if let Some(known) = self.own.lock().meetings.get_mut(&(name.to_owned(), ranks))
+            && *known == meeting
+        {
+            *known = next;
+        }
+    }
+
+    /// Waits until all that is wanted is in the store, but for ranks that are `excused`; `None` when one of the ranks
+    /// has registered anew meanwhile.
+    fn wait_keys(
+        &self,
+        purpose: &Purpose<'_>,
+        wanted: &Wanted<'_>,
+        deadline: Instant,
+        excused: impl Fn(&Roster, u32) -> bool,
+    ) -> Result<Option<Vec<Entry>>> {
+        loop {
+            let store = self.store(purpose.operation)?;
+            let mut keys = Vec::with_capacity(wanted.keys.len());
+            let mut ranks = Vec::with_capacity(wanted.keys.len());
+            {
+                let roster = self.roster.lock();
+                for ((key, rank), known) in wanted.keys.iter().zip(wanted.ranks).zip(wanted.incarnations) {
+                    if excused(&roster, *rank) {
+                        continue;
+                    }
+                    no_loss(purpose, &roster, &[*rank])?;
+                    if roster.incarnation(*rank) != Some(*known) {
+                        return Ok(None);
+                    }
+                    keys.push(key.clone());
+                    ranks.push(*rank);
+                }
+            }
+            match store.wait(&keys, deadline.min(Instant::now() + LOOK)) {
+                Ok(entries) => return Ok(Some(entries)),
+                Err(error) if error.kind == ErrorKind::Timeout => {
+                    if Instant::now() >= deadline {
+                        let missing = missing_of(&keys, &ranks, &error);
+                        return Err(late(purpose, &self.roster.lock(), &missing));
+                    }
+                }
+                Err(error) => return self.noted(Err(error)),
+            }
+        }
+    }
+
+    fn check_ranks(&self, operation: &str, ranks: &[u32]) -> Result<()> {
+        match ranks.iter().find(|rank| **rank >= self.size) {
+            Some(rank) => {
+                Err(Error::new(ErrorKind::Usage, operation, format!("rank {rank} of a group of {}", self.size))
+                    .with_hint(format!("ranks go from 0 to {}", self.size - 1)))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// The same at all ranks that mean the same meeting.
+fn barrier_id(name: &str, ranks: &[u32], incarnations: &[u64]) -> u64 {
+    let mut bytes = name.as_bytes().to_vec();
+    bytes.push(0);
+    for (rank, incarnation) in ranks.iter().zip(incarnations) {
+        bytes.extend_from_slice(&rank.to_le_bytes());
+        bytes.extend_from_slice(&incarnation.to_le_bytes());
+    }
+    hash(&bytes)
+}
+
+/// The ranks whose keys a store's `Timeout` lists; all, if it lists none.
+fn missing_of(keys: &[String], ranks: &[u32], timeout: &Error) -> Vec<u32> {
+    let listed: Vec<&str> = timeout.detail.split(", ").collect();
+    let is_listed = |key: &str| listed.iter().any(|text| text.ends_with(key));
+    let missing: Vec<u32> = keys.iter().zip(ranks).filter(|(key, _)| is_listed(key)).map(|(_, rank)| *rank).collect();
+    if missing.is_empty() { ranks.to_vec() } else { missing }
+}
+
+fn no_death(purpose: &Purpose<'_>, roster: &Roster, ranks: &[u32]) -> Result<()> {
+    match ranks.iter().find(|rank| matches!(roster.state(**rank), RankState::Dead(_))) {
+        Some(rank) => no_loss(purpose, roster, &[*rank]),
+        None => Ok(()),
+    }
+}
+
+fn no_loss(purpose: &Purpose<'_>, roster: &Roster, ranks: &[u32]) -> Result<()> {
+    match roster.lost_of(ranks) {
+        Some((_, name, what)) => {
+            let detail = format!("{:?}: {name} {what}", purpose.name);
+            Err(Error::new(ErrorKind::PeerDead, purpose.operation, detail)
+                .with_peer(name)
+                .with_hint("go on without it, or wait for its successor"))
+        }
+        None => Ok(()),
+    }
+}
+
+fn late(purpose: &Purpose<'_>, roster: &Roster, missing: &[u32]) -> Error {
+    let name = |rank: &u32| match roster.state(*rank) {
+        RankState::Absent => format!("rank {rank} (never joined)"),
+        RankState::Alive => roster.name(*rank),
+        RankState::Dead(_) => format!("{} (died)", roster.name(*rank)),
+        RankState::Left => format!("{} (left)", roster.name(*rank)),
+    };
+    let mut names: Vec<String> = missing.iter().take(NAMED).map(name).collect();
+    if missing.len() > NAMED {
+        names.push(format!("{} more", missing.len() - NAMED));
+    }
+    let waited = purpose.began.elapsed().as_secs_f64();
+    let detail = format!("{:?}: {} did not come in {waited:.3} s", purpose.name, names.join(", "));
+    let error = Error::new(ErrorKind::Timeout, purpose.operation, detail);
+    match missing {
+        [one] => error.with_peer(roster.name(*one)),
+        _ => error,
+    }
+}
