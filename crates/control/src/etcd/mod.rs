@@ -62,8 +62,8 @@ impl EtcdStore {
         self.client.call(operation, &format!("/v3/kv/{call}"), request, effect, deadline)
     }
 
-    /// The entries of `keys` at one moment each, with the revision of that moment.
-    fn read(&self, keys: &[&str], deadline: Instant) -> Result<Vec<(Option<Entry>, Revision)>> {
+    /// `keys` in their order. Those that do not fit into one request are of a later moment.
+    fn read(&self, keys: &[&str], deadline: Instant) -> Result<Vec<Known>> {
         let mut found = Vec::with_capacity(keys.len());
         for part in keys.chunks(MOST_READS) {
             let success = part.iter().map(|key| Operation::Range(exactly(key))).collect();
@@ -72,41 +72,61 @@ impl EtcdStore {
             if done.responses.len() != part.len() {
                 return Err(self.client.foreign("store wait", "more or fewer keys than were asked for"));
             }
-            let revision = Revision(done.header.revision.unsigned());
+            let at = Revision(done.header.revision.unsigned());
             let entries = done.responses.into_iter().map(|one| one.response_range.kvs.into_iter().find_map(entry));
-            found.extend(entries.map(|entry| (entry, revision)));
+            found.extend(entries.map(|entry| Known { entry, at }));
         }
         Ok(found)
     }
 
-    /// Reads `keys`, then watches what is written until all of them are there or the watch ends. On success, or with
-    /// the error, `missing` is what was not there at last.
-    fn gather<'a>(&self, keys: &[&'a str], deadline: Instant, missing: &mut Vec<&'a str>) -> Result<Vec<Entry>> {
-        let mut found: HashMap<&str, (Option<Entry>, Revision)> =
-            keys.iter().copied().zip(self.read(keys, deadline)?).collect();
+    /// Reads `keys`, then watches what is written until all of them are there or the watch ends. With an error,
+    /// `missing` is what was not there at last.
+    fn gather(&self, keys: &[&str], deadline: Instant, missing: &mut Vec<String>) -> Result<Vec<Entry>> {
+        let read = self.read(keys, deadline)?;
+        let mut known: HashMap<&str, Known> = keys.iter().copied().zip(read).collect();
         let mut watch = None;
         loop {
-            *missing =
-                keys.iter().copied().filter(|key| found.get(key).is_none_or(|(entry, _)| entry.is_none())).collect();
+            let is_missing = |key: &&&str| known.get(**key).is_none_or(|known| known.entry.is_none());
+            *missing = keys.iter().filter(is_missing).map(|key| (*key).to_owned()).collect();
             if missing.is_empty() {
-                return Ok(keys.iter().filter_map(|key| found.get(key)?.0.clone()).collect());
+                return Ok(keys.iter().filter_map(|key| known.get(key)?.entry.clone()).collect());
             }
             let watch = match &mut watch {
                 Some(watch) => watch,
                 None => {
-                    let since = found.values().map(|(_, revision)| *revision).min().unwrap_or_default();
+                    let since = known.values().map(|known| known.at).min().unwrap_or_default();
                     watch.insert(EtcdWatch::open(&self.client, span(keys), since, deadline)?)
                 }
             };
             for event in watch.next(deadline)? {
-                let (key, revision, entry) = match event {
-                    Event::Put(entry) => (entry.key.clone(), entry.revision, Some(entry)),
-                    Event::Gone { key, revision } => (key, revision, None),
+                let key = match &event {
+                    Event::Put(entry) => entry.key.as_str(),
+                    Event::Gone { key, .. } => key.as_str(),
                 };
-                if let Some(state) = found.get_mut(key.as_str()).filter(|(_, known)| *known < revision) {
-                    *state = (entry, revision);
+                if let Some(known) = known.get_mut(key) {
+                    known.learn(event);
                 }
             }
+        }
+    }
+}
+
+/// What is known of a key that somebody waits for, and of which moment.
+#[derive(Debug, PartialEq, Eq)]
+struct Known {
+    entry: Option<Entry>,
+    at: Revision,
+}
+
+impl Known {
+    /// A change to the key; one that is older than what is known says nothing new.
+    fn learn(&mut self, event: Event) {
+        let (at, entry) = match event {
+            Event::Put(entry) => (entry.revision, Some(entry)),
+            Event::Gone { revision, .. } => (revision, None),
+        };
+        if at > self.at {
+            *self = Known { entry, at };
         }
     }
 }
@@ -259,4 +279,39 @@ fn below(prefix: &str) -> Range {
         *last = last.saturating_add(1);
     }
     Range { key: Bytes(key), range_end: Some(Bytes(end)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_that_is_replayed_does_not_undo_what_is_known() {
+        let entry = |revision| Entry { key: "k".to_owned(), value: Vec::new(), revision: Revision(revision) };
+        let gone = |revision| Event::Gone { key: "k".to_owned(), revision: Revision(revision) };
+        let mut known = Known { entry: None, at: Revision(5) };
+        known.learn(Event::Put(entry(4)));
+        assert_eq!(known, Known { entry: None, at: Revision(5) });
+        known.learn(Event::Put(entry(6)));
+        known.learn(gone(5));
+        assert_eq!(known, Known { entry: Some(entry(6)), at: Revision(6) });
+        known.learn(gone(7));
+        assert_eq!(known, Known { entry: None, at: Revision(7) });
+    }
+
+    #[test]
+    fn ranges_hold_what_they_should() {
+        let holds = |range: &Range, key: &str| {
+            let end = range.range_end.as_ref().unwrap();
+            (&range.key.0..&end.0).contains(&&path(key).0)
+        };
+        for (prefix, inside, outside) in [("", "\0", None), ("g/", "g/\u{10ffff}", Some("g")), ("é", "éa", Some("f"))]
+        {
+            assert!(holds(&below(prefix), inside) && holds(&below(prefix), prefix), "{prefix:?}");
+            assert!(outside.is_none_or(|key| !holds(&below(prefix), key)), "{prefix:?}");
+        }
+        let some = span(&["b", "a", "c"]);
+        assert!(["a", "b", "c"].iter().all(|key| holds(&some, key)) && !holds(&some, "ca") && !holds(&some, "A"));
+        assert_eq!(name(Bytes(b"elsewhere/k".to_vec())), None);
+    }
 }

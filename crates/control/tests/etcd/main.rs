@@ -369,6 +369,25 @@ fn requests_wait_for_an_election_and_changes_are_never_made_twice() {
 }
 
 #[test]
+fn a_wait_begins_again_when_its_watch_breaks() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("etcd://{}", listener.local_addr().unwrap());
+    let read = |kvs: &str| {
+        let body = format!(r#"{{"header":{{"revision":"9"}},"responses":[{{"response_range":{{{kvs}}}}}]}}"#);
+        answer("200 OK", &body)
+    };
+    let created = "{\"result\":{\"created\":true}}\n";
+    let watch = format!("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n{:x}\r\n{created}\r\n", created.len());
+    // "crossrail/k" in base64.
+    let there = read(r#""kvs":[{"key":"Y3Jvc3NyYWlsL2s=","mod_revision":"3"}]"#);
+    let answers = vec![answer("200 OK", r#"{"version":"3.5.0"}"#), read(""), watch.into_bytes(), there];
+    let server = serve(listener, answers);
+    let store = EtcdStore::open(&address, soon()).unwrap();
+    assert_eq!(keys(&store.wait(&["k".to_owned()], soon()).unwrap()), ["k"]);
+    server.join().unwrap();
+}
+
+#[test]
 fn a_lease_is_dropped_even_when_its_store_stands_still() {
     let Some(etcd) = Etcd::start(&[]) else { return };
     let store = etcd.open();
