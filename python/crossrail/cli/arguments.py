@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from crossrail.report.environment import package_version
 
 from .bench_arguments import add_benches
+from .control_arguments import add_control
+from .ep_arguments import add_ep
 from .info_arguments import add_info
 from .parsing import EPILOG, Command, Outcome, Parser
+from .rank_process import add_rank
+from .store_arguments import add_store
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> Command:
@@ -34,4 +38,8 @@ def _parser() -> Parser:
     bench = commands.add_parser("bench", help="measure two ends, or the ranks of a group", allow_abbrev=False)
     kinds = bench.add_subparsers(dest="what", required=True, metavar="WHAT")
     add_benches(kinds)
+    add_ep(kinds)
+    add_control(kinds)
+    add_store(commands)
+    add_rank(commands)
     return parser

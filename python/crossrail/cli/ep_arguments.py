@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from crossrail.ref import Scale, Shape, parse_routing
-
+from .failure import UsageFailure
 from .nodes import Placement, add_nodes, placement
 from .parsing import EPILOG, Command, Commands, Parser, count, pin, positive
 
+if TYPE_CHECKING:
+    from crossrail.ref.checking import Work
+
 Layout = Literal["expert", "rank"]
+Scale = Literal["f32", "power2", "ue8m0"]
 Dtype = Literal["fp8", "bf16"]
 Backend = Literal["auto", "none"]
 
@@ -39,9 +42,10 @@ class EpOptions:
     tokens: int
     hidden: int
     topk: int
-    experts: int
     dtype: Dtype
     layout: Layout
+    experts: int | None = None
+    experts_per_rank: int | None = None
     modes: list[str] = field(default_factory=lambda: list(MODES))
     scale: Scale = "f32"
     routing: str = "uniform"
@@ -64,10 +68,23 @@ class EpOptions:
     preset: str | None = None
     parent: int | None = None
 
-    @property
-    def shape(self) -> Shape:
-        """The numbers that all ranks share; no rank sends more tokens than it has."""
-        return Shape(self.placement.size, max(self.tokens, 1), self.hidden, self.experts, self.topk)
+    def work(self, ranks: int) -> Work:
+        """What all ranks do, as the reference sees it. Raises UsageFailure for experts that cannot be spread."""
+        from crossrail.ref import Shape
+        from crossrail.ref.checking import Work
+
+        experts = self.experts_of(ranks)
+        if experts % ranks:
+            raise UsageFailure(f"{experts} experts cannot be spread evenly over {ranks} ranks")
+        if self.topk > experts:
+            raise UsageFailure(f"--topk {self.topk} is more than {experts} experts")
+        shape = Shape(ranks, max(self.tokens, 1), self.hidden, experts, self.topk)
+        scale = self.scale if self.dtype == "fp8" else None
+        return Work(shape, self.tokens, self.layout, scale, self.routing, self.prereduce, self.seed)
+
+    def experts_of(self, ranks: int) -> int:
+        """Experts in all."""
+        return self.experts or (self.experts_per_rank or 1) * ranks
 
     def settings(self) -> dict[str, str]:
         """The settings given on the command line, by the field names of the settings declaration."""
@@ -160,21 +177,15 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     preset = PRESETS.get(given.get("preset", ""), {})
     for name, value in {**DEFAULTS, **preset}.items():
         given.setdefault(name, value)
-    each = given.pop("experts_per_rank")
     if parsed.experts_per_rank is not None:
         given.pop("experts", None)
-    given.setdefault("experts", each * where.size)
     options = EpOptions(placement=where, **given)
     _check(parser, options)
     return options
 
 
 def _check(parser: Parser, options: EpOptions) -> None:
-    ranks, per_node = options.placement.size, options.placement.num_processes
-    if options.experts % ranks:
-        parser.error(f"{options.experts} experts cannot be spread evenly over {ranks} ranks")
-    if options.topk > options.experts:
-        parser.error(f"--topk {options.topk} is more than {options.experts} experts")
+    per_node = options.placement.num_processes
     if per_node % options.nodes:
         parser.error(f"--nodes {options.nodes}: {per_node} ranks cannot be spread evenly over as many nodes")
     if options.compare and options.placement.world_size > 1:
@@ -184,6 +195,8 @@ def _check(parser: Parser, options: EpOptions) -> None:
 
 
 def _routing(text: str) -> str:
+    from crossrail.ref import parse_routing
+
     try:
         parse_routing(text)
     except ValueError as error:

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import crossrail
-from crossrail._native import StoreServer
 
 from .addresses import STORE_PORT, join, resolve
 from .parsing import Parser, count, positive
@@ -59,6 +58,8 @@ class Placement:
 
         Raises the library's errors.
         """
+        from crossrail._native import StoreServer
+
         if not self.hosts_store:
             assert self.store is not None
             yield self.store, "bench"
