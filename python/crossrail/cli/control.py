@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -10,8 +12,9 @@ import crossrail
 from crossrail.report import Report, Row, capture_environment, control_rows
 
 from .control_arguments import ControlOptions
-from .failure import Failure, say
-from .nodes import shared_store
+from .etcd import running_etcd
+from .failure import Failure, UsageFailure, say
+from .nodes import Placement
 from .progress import Progress
 from .ranks import ENDED, Message, Ranks
 from .reporting import report_of
@@ -23,13 +26,13 @@ STEP_S = 1.0
 
 def measure_control(options: ControlOptions) -> None:
     """Runs this node's ranks; the first node shows the report. Raises Failure and the library's errors."""
-    if options.nodes.node == 0:
+    if options.placement.node == 0:
         report_of(options.json, lambda progress: _drive(options, progress))
         return
     check_json(options.json)
     with Progress() as progress:
         _run(options, progress)
-    say(f"done: the report is at node 0 of {options.nodes.world_size}")
+    say(f"done: the report is at node 0 of {options.placement.world_size}")
 
 
 def _drive(options: ControlOptions, progress: Progress) -> Report:
@@ -37,8 +40,8 @@ def _drive(options: ControlOptions, progress: Progress) -> Report:
     rows: list[Row] = []
     for message in found:
         samples = {int(rank): steps for rank, steps in message["samples"].items()}
-        if len(samples) != options.nodes.ranks:
-            raise Failure(f"{len(samples)} of {options.nodes.ranks} ranks said what they measured")
+        if len(samples) != options.placement.size:
+            raise Failure(f"{len(samples)} of {options.placement.size} ranks said what they measured")
         like = Row("", "", 0, experts_per_rank=message["experts_per_rank"], store=store, verified=True)
         rows += control_rows(samples, like)
     overrides = {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
@@ -49,14 +52,16 @@ def _run(options: ControlOptions, progress: Progress) -> tuple[str, list[Message
     """The kind of store, and what rank 0 tells of all ranks (nothing on other nodes)."""
     settings: dict[str, Any] = dict(options.settings())
     context = crossrail.Context(**settings)
-    nodes, found = options.nodes, []
+    where, found = options.placement, list[Message]()
     patience = 2 * context.timeout + len(options.work.experts_per_rank) * options.work.rounds * 5 * STEP_S
-    with shared_store(nodes, context, options.store) as store, Ranks() as ranks:
-        job = {"work": asdict(options.work), "size": nodes.ranks, "store": store, "settings": options.settings()}
-        progress.say(f"control: {nodes.ranks} ranks, store {store}")
-        for rank in nodes.here:
-            ranks.start(rank, "control", {**job, "rank": rank, "node": nodes.label})
-        left = set(nodes.here)
+    with _meeting(options, context) as (store, group), Ranks() as ranks:
+        say(f"{where.size} ranks meet at {store}")
+        job = {"work": asdict(options.work), "size": where.size, "store": store, "group": group}
+        for rank in where.ranks:
+            more = {"rank": rank, "node": where.label(rank), "settings": options.settings()}
+            ranks.start(rank, "control", {**job, **more})
+        progress.say(f"control: {where.size} ranks")
+        left = set(where.ranks)
         while left:
             rank, message = ranks.next(patience)
             if message["event"] == "samples":
@@ -64,3 +69,22 @@ def _run(options: ControlOptions, progress: Progress) -> tuple[str, list[Message
             elif message["event"] == ENDED:
                 left.discard(rank)
     return store.partition("://")[0], found
+
+
+@contextlib.contextmanager
+def _meeting(options: ControlOptions, context: crossrail.Context) -> Iterator[tuple[str, str]]:
+    """The store's address and the group's name. The kind of store that was asked for wins over CROSSRAIL_STORE."""
+    where = options.placement
+    known = (where.store or "tcp://").partition("://")[0]
+    if options.store in (None, known):
+        with where.meeting(context) as met:
+            yield met
+    elif where.world_size > 1:
+        raise UsageFailure(f"--store {options.store} for several nodes: say where it is, by CROSSRAIL_STORE")
+    elif options.store == "etcd":
+        with running_etcd() as address:
+            say("a real etcd was started for this run")
+            yield address, "bench"
+    else:
+        with Placement(where.num_processes).meeting(context) as met:
+            yield met

@@ -8,8 +8,10 @@ from typing import Literal
 
 from crossrail.report.control import STEPS
 
-from .nodes import Nodes, StoreKind, add_nodes, nodes_of
+from .nodes import Placement, add_nodes, placement
 from .parsing import EPILOG, Command, Commands, Parser, positive
+
+StoreKind = Literal["tcp", "etcd"]
 
 OPS = ("cycle", *STEPS)
 ROUNDS = 10
@@ -34,7 +36,7 @@ class ControlOptions:
     """`crossrail bench control`."""
 
     work: Work
-    nodes: Nodes
+    placement: Placement
     store: StoreKind | None = None
     timeout: str | None = None
     secret_file: str | None = None
@@ -58,7 +60,7 @@ def add_control(kinds: Commands) -> None:
     summary = "init, connect, disconnect, reconnect, destroy of expert buffers"
     parser = kinds.add_parser("control", help=summary, description=summary, epilog=EPILOG, allow_abbrev=False)
     parser.set_defaults(outcome=_outcome)
-    add_nodes(parser.add_argument_group("the processes"), NUM_PROCESSES)
+    add_nodes(parser, NUM_PROCESSES)
     work = parser.add_argument_group("the work")
     experts = "experts of each rank, a measurement for each number (8,32)"
     work.add_argument("--experts-per-rank", metavar="A,B", type=_numbers, default=[8, 32], help=experts)
@@ -88,7 +90,7 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     )
     return ControlOptions(
         work=work,
-        nodes=nodes_of(parser, parsed),
+        placement=placement(parser, parsed),
         store=parsed.store,
         timeout=parsed.timeout,
         secret_file=parsed.secret_file,

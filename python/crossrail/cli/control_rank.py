@@ -17,7 +17,7 @@ def serve(parent: Parent, job: Message) -> None:
     work: dict[str, Any] = job["work"]
     context = crossrail.Context(**job["settings"])
     with crossrail.Group(
-        name="bench-control",
+        name=job["group"],
         rank=job["rank"],
         size=job["size"],
         node=job["node"],
