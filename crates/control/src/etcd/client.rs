@@ -18,6 +18,8 @@ const SCHEME: &str = "etcd://";
 const DEFAULT_PORT: u16 = 2379;
 /// Connections kept for the next calls, per member.
 const MOST_IDLE: usize = 4;
+/// gRPC's number for a user who is none.
+const UNAUTHENTICATED: u32 = 16;
 /// gRPC's number for what may go better a moment later.
 const UNAVAILABLE: u32 = 14;
 /// An election takes about a second.
@@ -139,12 +141,12 @@ impl Client {
     /// The error for what etcd says is wrong.
     pub(super) fn refused(&self, operation: &str, fault: &Fault) -> Error {
         // The numbers are gRPC's.
-        let login = fault.message.contains("user name") || fault.message.contains("auth");
+        let login = is_login(&fault.message);
         let (kind, hint) = match fault.code {
             3 if !login => (ErrorKind::Usage, None),
             4 => (ErrorKind::Timeout, None),
             5 => (ErrorKind::Closed, Some("the lease has ended, and with it its keys")),
-            3 | 7 | 16 => (ErrorKind::Refused, Some("stores with users and roles are not supported")),
+            3 | 7 | UNAUTHENTICATED => (ErrorKind::Refused, Some("stores with users and roles are not supported")),
             8 => (
                 ErrorKind::Exhausted,
                 Some("compact and defragment etcd, then `etcdctl alarm disarm`; or raise --quota-backend-bytes"),
@@ -158,6 +160,13 @@ impl Client {
             Some(hint) => error.with_hint(hint),
             None => error,
         }
+    }
+
+    /// The error for a watch that etcd ends, which gives no number but a reason.
+    pub(super) fn canceled(&self, operation: &str, reason: &str) -> Error {
+        let message = if reason.is_empty() { "the watch was canceled" } else { reason }.to_owned();
+        let code = if is_login(&message) { UNAUTHENTICATED } else { UNAVAILABLE };
+        self.refused(operation, &Fault { code, message })
     }
 
     /// The error for an answer that etcd would not give.
@@ -302,6 +311,11 @@ impl Member {
             Err(_) => Err(Failure::Unreached("look it up: no answer in time".to_owned())),
         }
     }
+}
+
+/// Whether etcd wants to know who we are.
+fn is_login(message: &str) -> bool {
+    ["user name", "auth", "permission denied"].iter().any(|words| message.contains(words))
 }
 
 /// The content of an answer that is one.

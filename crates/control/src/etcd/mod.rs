@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use self::client::{Client, Effect};
+use self::http::remaining;
 use self::lease::EtcdLease;
 use self::messages::{Bytes, Compare, Done, KeyValue, Nothing, Number, Operation, Put, Range, Status, Txn};
 use self::watch::EtcdWatch;
@@ -32,6 +33,8 @@ const ROOT: &str = "crossrail/";
 const LONGEST_KEY: usize = 512;
 /// As every store has it.
 const LONGEST_VALUE: usize = 64 << 10;
+/// Between tries to reach a store that is not there yet, the first and the longest.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(200));
 /// etcd takes 128 in one transaction unless told otherwise.
 const MOST_READS: usize = 100;
 
@@ -42,19 +45,31 @@ pub struct EtcdStore {
 }
 
 impl EtcdStore {
-    /// Opens `etcd://host[:port][,host[:port]]`; the port is 2379 unless given. One member must answer.
+    /// Opens `etcd://host[:port][,host[:port]]`; the port is 2379 unless given. Waits until one member answers.
     ///
     /// # Errors
-    /// `Usage` for an address that is none, `Unreachable` or `Timeout` when no member answers, `Protocol` when what
-    /// answers is not etcd.
+    /// `Usage` for an address that is none, `Unreachable` or `Timeout` when no member answers before `deadline`,
+    /// `Protocol` at once when what answers is not etcd.
     pub fn open(address: &str, deadline: Instant) -> Result<EtcdStore> {
         let client = Client::parse(address)?;
-        let path = "/v3/maintenance/status";
-        let status: Status = client.call("store open", path, &Nothing {}, Effect::Reads, deadline)?;
-        if status.version.is_empty() {
-            return Err(client.foreign("store open", "a member without a version"));
+        let mut pause = PAUSES.0;
+        loop {
+            let path = "/v3/maintenance/status";
+            match client.call::<Status>("store open", path, &Nothing {}, Effect::Reads, deadline) {
+                Ok(status) if status.version.is_empty() => {
+                    return Err(client.foreign("store open", "a member without a version"));
+                }
+                Ok(_) => return Ok(EtcdStore { client: Arc::new(client) }),
+                // Nothing tells when somebody begins to listen.
+                Err(error)
+                    if error.kind == ErrorKind::Unreachable && remaining(deadline).is_some_and(|left| left > pause) =>
+                {
+                    std::thread::sleep(pause);
+                }
+                Err(error) => return Err(error),
+            }
+            pause = PAUSES.1.min(pause * 2);
         }
-        Ok(EtcdStore { client: Arc::new(client) })
     }
 
     fn kv(&self, operation: &str, call: &str, request: &impl serde::Serialize, deadline: Instant) -> Result<Done> {

@@ -100,8 +100,7 @@ impl EtcdWatch {
             );
         }
         if line.canceled {
-            let why = if line.cancel_reason.is_empty() { "the watch was canceled" } else { &line.cancel_reason };
-            return Err(self.client.gone(OPERATION, why));
+            return Err(self.client.canceled(OPERATION, &line.cancel_reason));
         }
         Ok(line)
     }

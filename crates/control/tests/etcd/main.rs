@@ -257,7 +257,7 @@ fn a_store_that_is_gone_is_named_and_used_again_when_it_is_back() {
         store.grant(Duration::from_secs(1), soon()).unwrap_err(),
         watch.next(soon()).unwrap_err(),
         watch.next(soon()).unwrap_err(),
-        EtcdStore::open(&etcd.address(), soon()).unwrap_err(),
+        EtcdStore::open(&etcd.address(), within(Duration::from_millis(100))).unwrap_err(),
     ] {
         assert_eq!(error.kind, ErrorKind::Unreachable, "{error}");
         assert!(error.to_string().contains(&etcd.address()), "{error}");
@@ -268,7 +268,12 @@ fn a_store_that_is_gone_is_named_and_used_again_when_it_is_back() {
         std::thread::yield_now();
     }
 
+    let opened = std::thread::spawn({
+        let address = etcd.address();
+        move || EtcdStore::open(&address, soon())
+    });
     etcd.restart();
+    opened.join().unwrap().unwrap();
     assert_eq!(store.get("kept", soon()).unwrap().unwrap().value, b"1");
     store.put("k", b"2", None, soon()).unwrap();
     assert!(!lease.is_alive(), "once lost, lost");
@@ -334,9 +339,31 @@ fn what_is_not_etcd_is_refused() {
         assert_eq!(error.kind, ErrorKind::Protocol, "{error}");
         assert!(error.to_string().contains(&address) && error.to_string().contains("etcd 3.4"), "{error}");
     }
-    let error = EtcdStore::open(&address, soon()).unwrap_err();
+    let error = EtcdStore::open(&address, within(Duration::from_secs(1))).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Unreachable, "it promised more than it sent: {error}");
     server.join().unwrap();
+}
+
+#[test]
+fn an_etcd_with_users_refuses() {
+    let Some(etcd) = Etcd::start(&[]) else { return };
+    let store = etcd.open();
+    for (path, body) in [
+        ("user/add", r#"{"name":"root","password":"a password"}"#),
+        ("role/add", r#"{"name":"root"}"#),
+        ("user/grant", r#"{"user":"root","role":"root"}"#),
+        ("enable", "{}"),
+    ] {
+        post(&etcd, &format!("/v3/auth/{path}"), body);
+    }
+    for error in [
+        store.get("k", soon()).unwrap_err(),
+        store.put("k", b"", None, soon()).unwrap_err(),
+        store.watch("k", Revision(1), soon()).map(|_| ()).unwrap_err(),
+    ] {
+        assert_eq!(error.kind, ErrorKind::Refused, "{error}");
+        assert!(error.to_string().contains("users and roles"), "{error}");
+    }
 }
 
 #[test]
