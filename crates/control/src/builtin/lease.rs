@@ -1,0 +1,177 @@
+//! Leases, and the thread that renews those of one client.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use crossrail_types::{Error, ErrorKind, Result};
+use parking_lot::{Condvar, Mutex};
+
+use super::client::Shared;
+use super::frames::{Answer, Request, micros};
+use crate::store::{Lease, LeaseId};
+
+/// A lease is renewed this many times in its time; and tried again after half of that when it fails.
+const RENEWALS: u32 = 4;
+/// Dropping a lease waits this long for the store's answer.
+const DROP_TIME: Duration = Duration::from_millis(200);
+
+/// Asks for a lease and sees to its renewal.
+pub(super) fn grant(shared: &Arc<Shared>, ttl: Duration, deadline: Instant) -> Result<Box<dyn Lease>> {
+    // Counted from before the call: the store's count begins later, so it never ends before ours.
+    let begun = Instant::now();
+    let request = Request::Grant(micros(ttl));
+    let (id, ttl_us) = shared.call("store lease", &request, deadline, |answer| match answer {
+        Answer::Granted(id, ttl_us) => Some((id, ttl_us)),
+        _ => None,
+    })?;
+    let ttl = Duration::from_micros(ttl_us);
+    let held = Arc::new(Held { id, ttl, lost: AtomicBool::new(false), renewed: Mutex::new(begun) });
+    let lease = Granted { shared: Arc::clone(shared), held };
+    shared.keeper.keep(Arc::clone(&lease.held), shared)?;
+    Ok(Box::new(lease))
+}
+
+/// What the lease and its keeper share.
+#[derive(Debug)]
+struct Held {
+    id: i64,
+    ttl: Duration,
+    lost: AtomicBool,
+    /// When the last renewal that succeeded was sent.
+    renewed: Mutex<Instant>,
+}
+
+impl Held {
+    fn expires(&self) -> Instant {
+        *self.renewed.lock() + self.ttl
+    }
+
+    /// Whether it ran out, as far as is known here.
+    fn is_lost(&self) -> bool {
+        if Instant::now() >= self.expires() {
+            self.lost.store(true, Ordering::Release);
+        }
+        self.lost.load(Ordering::Acquire)
+    }
+}
+
+#[derive(Debug)]
+struct Granted {
+    shared: Arc<Shared>,
+    held: Arc<Held>,
+}
+
+impl Lease for Granted {
+    fn id(&self) -> LeaseId {
+        LeaseId(self.held.id)
+    }
+
+    fn ttl(&self) -> Duration {
+        self.held.ttl
+    }
+
+    fn is_alive(&self) -> bool {
+        !self.held.is_lost()
+    }
+
+    fn revoke(&self, deadline: Instant) -> Result<()> {
+        self.shared.keeper.give_up(self.held.id);
+        self.held.lost.store(true, Ordering::Release);
+        let request = Request::Revoke(self.held.id);
+        self.shared.call("store revoke", &request, deadline, |answer| matches!(answer, Answer::Done).then_some(()))
+    }
+}
+
+impl Drop for Granted {
+    fn drop(&mut self) {
+        // Of a lease that ran out or was revoked nothing is left; of others the rest ends by itself if this fails.
+        if self.held.is_lost() {
+            self.shared.keeper.give_up(self.held.id);
+        } else {
+            let _ = self.revoke(Instant::now() + DROP_TIME);
+        }
+    }
+}
+
+/// Renews the leases of one client, by a thread that is there while there are any.
+#[derive(Debug, Default)]
+pub(super) struct Keeper {
+    kept: Mutex<Kept>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Kept {
+    /// When each is to be renewed next.
+    leases: Vec<(Instant, Arc<Held>)>,
+    running: bool,
+}
+
+impl Keeper {
+    fn keep(self: &Arc<Self>, held: Arc<Held>, shared: &Arc<Shared>) -> Result<()> {
+        let mut kept = self.kept.lock();
+        let due = *held.renewed.lock() + held.ttl / RENEWALS;
+        kept.leases.push((due, held));
+        if kept.running {
+            self.changed.notify_one();
+            return Ok(());
+        }
+        let (keeper, shared) = (Arc::clone(self), Arc::downgrade(shared));
+        let thread = std::thread::Builder::new().name("crossrail-lease".to_owned());
+        thread.spawn(move || keeper.run(&shared)).map_err(|e| {
+            Error::new(ErrorKind::Exhausted, "store lease", format!("spawn a thread: {e}"))
+                .with_hint("raise the limit of processes (ulimit -u)")
+        })?;
+        kept.running = true;
+        Ok(())
+    }
+
+    fn give_up(&self, id: i64) {
+        self.kept.lock().leases.retain(|(_, held)| held.id != id);
+        self.changed.notify_one();
+    }
+
+    fn run(&self, shared: &Weak<Shared>) {
+        let mut kept = self.kept.lock();
+        loop {
+            let Some((due, held)) = kept.leases.iter().min_by_key(|(due, _)| *due).cloned() else { break };
+            if due > Instant::now() {
+                self.changed.wait_until(&mut kept, due);
+                continue;
+            }
+            drop(kept);
+            // Held only for the call, so that the connection ends with the last of its users.
+            let next = shared.upgrade().and_then(|shared| renew(&shared, &held));
+            kept = self.kept.lock();
+            match next {
+                Some(next) => {
+                    if let Some((due, _)) = kept.leases.iter_mut().find(|(_, known)| known.id == held.id) {
+                        *due = next;
+                    }
+                }
+                None => kept.leases.retain(|(_, known)| known.id != held.id),
+            }
+        }
+        kept.running = false;
+    }
+}
+
+/// Renews a lease; when to do so next, or `None` when it has ended.
+fn renew(shared: &Shared, held: &Held) -> Option<Instant> {
+    let (begun, expires) = (Instant::now(), held.expires());
+    let done = |answer: Answer<'_>| matches!(answer, Answer::Done).then_some(());
+    match shared.call("store lease", &Request::Renew(held.id), expires, done) {
+        Ok(()) if !held.is_lost() => {
+            *held.renewed.lock() = begun;
+            Some(begun + held.ttl / RENEWALS)
+        }
+        Err(error) if error.kind != ErrorKind::Closed && !held.is_lost() => {
+            Some(Instant::now() + held.ttl / (2 * RENEWALS))
+        }
+        Ok(()) | Err(_) => {
+            held.lost.store(true, Ordering::Release);
+            None
+        }
+    }
+}

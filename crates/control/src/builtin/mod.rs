@@ -1,0 +1,25 @@
+//! The built-in store: one process of the job serves it from a thread, the others are its clients, over TCP.
+//!
+//! Its contents are in that process's memory and end with it. With a secret ([`Settings::secret`]) both ends prove
+//! that they know it before anything else is read; without one it listens on loopback only.
+//!
+//! [`Settings::secret`]: crossrail_types::Settings::secret
+
+mod calls;
+mod client;
+mod dial;
+#[doc(hidden)]
+pub mod frames;
+#[doc(hidden)]
+pub mod greeting;
+mod history;
+mod lease;
+mod peer;
+mod secret;
+mod server;
+#[doc(hidden)]
+pub mod state;
+mod waits;
+
+pub(crate) use client::connect;
+pub use server::StoreServer;

@@ -1,0 +1,210 @@
+//! One client's connection, as the server sees it: the greeting, then frames, and what could not be sent yet.
+
+use std::io::{ErrorKind as IoKind, Read, Write};
+use std::net::TcpStream;
+
+use crossrail_types::ErrorKind;
+
+use super::frames::{self, Frame, Request};
+use super::greeting::{self, CHALLENGE_LEN, Challenge, FLAG_SECRET, REPLY_LEN, Reject, Reply, VERSION};
+
+/// A client that has this much to take is not read from until it has taken it.
+const PAUSE: usize = 16 << 20;
+/// Read from one client in one pass, so that none keeps the others waiting.
+const READ_MAX: usize = 256 << 10;
+/// Buffers above this are given back when they are empty.
+const KEEP: usize = 256 << 10;
+
+/// How far a client is.
+#[derive(Debug)]
+enum Stage {
+    /// The challenge was sent.
+    Greeting([u8; CHALLENGE_LEN]),
+    Proven,
+    /// It gets what is left to send, and is closed.
+    Rejected,
+}
+
+/// One client.
+#[derive(Debug)]
+pub(super) struct Peer {
+    pub(super) stream: TcpStream,
+    stage: Stage,
+    input: Vec<u8>,
+    output: Vec<u8>,
+    /// How much of `output` has been sent.
+    sent: usize,
+    /// What epoll was last asked for: (readable, writable).
+    pub(super) interest: (bool, bool),
+    /// It is in the server's list of peers with something to send.
+    pub(super) touched: bool,
+}
+
+/// The connection is over.
+#[derive(Debug)]
+pub(super) struct Over;
+
+impl Peer {
+    /// A new connection, in nonblocking mode; its challenge is ready to be sent.
+    pub(super) fn new(stream: TcpStream, nonce: [u8; 32], secret: bool) -> Peer {
+        let flags = if secret { FLAG_SECRET } else { 0 };
+        let challenge = Challenge { version_min: VERSION, version_max: VERSION, flags, nonce }.encode();
+        Peer {
+            stream,
+            stage: Stage::Greeting(challenge),
+            input: Vec::new(),
+            output: challenge.to_vec(),
+            sent: 0,
+            interest: (true, false),
+            touched: true,
+        }
+    }
+
+    /// A connection that is only told why it is not taken.
+    pub(super) fn rejected(stream: TcpStream, kind: ErrorKind, text: &str) -> Peer {
+        let mut peer = Peer::new(stream, [0; 32], false);
+        peer.output.clear();
+        peer.reject(kind, text);
+        peer
+    }
+
+    pub(super) fn is_proven(&self) -> bool {
+        matches!(self.stage, Stage::Proven)
+    }
+
+    pub(super) fn backlog(&self) -> usize {
+        self.output.len() - self.sent
+    }
+
+    /// What epoll should tell: (readable, writable).
+    pub(super) fn wants(&self) -> (bool, bool) {
+        (self.backlog() <= PAUSE && !matches!(self.stage, Stage::Rejected), self.backlog() > 0)
+    }
+
+    /// Appends an answer.
+    pub(super) fn push(&mut self, call: u64, answer: &frames::Answer<'_>) {
+        if frames::encode(&mut self.output, call, answer).is_none() {
+            self.reject(ErrorKind::Protocol, "the store cannot put its answer into a frame");
+        }
+    }
+
+    fn reject(&mut self, kind: ErrorKind, text: &str) {
+        if !self.is_proven() {
+            self.output.extend_from_slice(&Reject { kind, text: text.to_owned() }.encode());
+        }
+        self.stage = Stage::Rejected;
+    }
+
+    /// Reads what is there; `true`: the client has closed its end, and what was read is its last.
+    pub(super) fn read(&mut self) -> Result<bool, Over> {
+        let mut chunk = [0; 16 << 10];
+        let mut left = READ_MAX;
+        while left > 0 {
+            match self.stream.read(&mut chunk) {
+                Ok(0) => return Ok(true),
+                Ok(read) => {
+                    self.input.extend_from_slice(&chunk[..read]);
+                    left = left.saturating_sub(read);
+                    if read < chunk.len() {
+                        break;
+                    }
+                }
+                Err(e) if e.kind() == IoKind::WouldBlock => break,
+                Err(e) if e.kind() == IoKind::Interrupted => {}
+                Err(_) => return Err(Over),
+            }
+        }
+        Ok(false)
+    }
+
+    /// The client's reply, when it is there: whether it is proven now.
+    pub(super) fn greet(&mut self, secret: Option<&[u8]>) -> bool {
+        let Stage::Greeting(challenge) = self.stage else { return self.is_proven() };
+        // A stranger's first bytes are judged as soon as they are there: it need not send as many as a reply has.
+        let prelude = self.input.get(..greeting::PRELUDE_LEN).map(greeting::decode_prelude);
+        if let Some(Err(text)) = prelude {
+            self.reject(ErrorKind::Protocol, &text);
+            return false;
+        }
+        let Some(bytes) = self.input.first_chunk::<REPLY_LEN>().copied() else { return false };
+        let reply = match Reply::decode(&bytes) {
+            Ok(reply) => reply,
+            Err(text) => {
+                self.reject(ErrorKind::Protocol, &text);
+                return false;
+            }
+        };
+        let flags = if secret.is_some() { FLAG_SECRET } else { 0 };
+        if reply.version != VERSION {
+            let text = format!("store protocol version {} at the client, {VERSION} at the store", reply.version);
+            self.reject(ErrorKind::Mismatch, &text);
+        } else if reply.flags != flags {
+            self.reject(ErrorKind::Protocol, "the proof is not of the kind asked for");
+        } else if !greeting::client_holds(secret.unwrap_or_default(), &challenge, &bytes) {
+            self.reject(ErrorKind::Refused, "wrong secret");
+        } else {
+            let proof = greeting::store_proof(secret.unwrap_or_default(), &challenge, &bytes);
+            self.output.extend_from_slice(&greeting::encode_proof(&proof));
+            self.input.drain(..REPLY_LEN);
+            self.stage = Stage::Proven;
+        }
+        self.is_proven()
+    }
+
+    /// Takes what has been read, to look for requests in it without holding the peer.
+    pub(super) fn take_input(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.input)
+    }
+
+    /// Gives the rest back, of which `used` bytes are done with.
+    pub(super) fn put_input(&mut self, mut input: Vec<u8>, used: usize) {
+        input.drain(..used);
+        if input.is_empty() && input.capacity() > KEEP {
+            input = Vec::new();
+        }
+        self.input = input;
+    }
+
+    pub(super) fn is_paused(&self) -> bool {
+        self.backlog() > PAUSE
+    }
+
+    /// Sends what the socket takes.
+    pub(super) fn write(&mut self) -> Result<(), Over> {
+        while self.sent < self.output.len() {
+            match self.stream.write(&self.output[self.sent..]) {
+                Ok(0) => return Err(Over),
+                Ok(written) => self.sent += written,
+                Err(e) if e.kind() == IoKind::WouldBlock => break,
+                Err(e) if e.kind() == IoKind::Interrupted => {}
+                Err(_) => return Err(Over),
+            }
+        }
+        if self.sent == self.output.len() {
+            if matches!(self.stage, Stage::Rejected) {
+                return Err(Over);
+            }
+            self.output.clear();
+            self.sent = 0;
+            if self.output.capacity() > KEEP {
+                self.output = Vec::new();
+            }
+        } else if self.sent > KEEP && self.sent > self.output.len() / 2 {
+            self.output.drain(..self.sent);
+            self.sent = 0;
+        }
+        Ok(())
+    }
+}
+
+/// The next request in `input`, and how many bytes it takes. `None`: more must be read first.
+pub(super) fn next_request(input: &[u8]) -> Result<Option<(Frame<Request<'_>>, usize)>, Over> {
+    match frames::split(input) {
+        Ok(Some((body, used))) => match frames::decode_request(body) {
+            Ok(frame) => Ok(Some((frame, used))),
+            Err(_) => Err(Over),
+        },
+        Ok(None) => Ok(None),
+        Err(_) => Err(Over),
+    }
+}

@@ -1,0 +1,388 @@
+//! The serving end: one thread that sleeps until a client has something to say or a lease or wait runs out.
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::io::ErrorKind as IoKind;
+use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime};
+
+use crossrail_types::{Error, ErrorKind, Result, Settings};
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use parking_lot::Mutex;
+use socket2::{SockRef, TcpKeepalive};
+
+use super::frames::Answer;
+use super::peer::{Over, Peer, next_request};
+use super::secret;
+use super::state::{Outbox, State};
+
+/// Clients at a time, and those among them that have not proved themselves yet.
+const CLIENTS_MAX: usize = 16_384;
+const GREETING_MAX: usize = 512;
+/// A client proves itself within this.
+const GREETING_TIME: Duration = Duration::from_secs(10);
+/// When descriptors run out, clients wait this long in the kernel's queue.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Events of one pass; leases end only after a pass that took all.
+const EVENTS: usize = 256;
+
+const LISTENER: u64 = u64::MAX;
+const STOP: u64 = u64::MAX - 1;
+
+/// The built-in store, serving from a thread of its own until [`StoreServer::stop`] or drop. Its contents end with it.
+pub struct StoreServer {
+    address: String,
+    stop: Arc<EventFd>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl fmt::Debug for StoreServer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "StoreServer({})", self.address)
+    }
+}
+
+impl StoreServer {
+    /// Serves at `listen`: `host:port`, with or without `tcp://`; port 0 takes a free one.
+    ///
+    /// # Errors
+    /// `Config`: beyond loopback without a secret, a secret that cannot be read. `Usage`: `listen` is no address, or
+    /// somebody listens there. `Exhausted`, `Io`: no descriptor, no thread.
+    pub fn start(listen: &str, settings: &Settings) -> Result<StoreServer> {
+        let secret = secret::load(settings)?;
+        let place = resolve(listen)?;
+        if !place.ip().to_canonical().is_loopback() && secret.is_none() {
+            let detail = format!("{} is reachable from other machines, and there is no secret", place.ip());
+            return Err(Error::new(ErrorKind::Config, "store", detail)
+                .with_hint("set CROSSRAIL_SECRET or CROSSRAIL_SECRET_FILE, the same at all ends"));
+        }
+        let fail = |call: &str, e: std::io::Error| Error::io("store", call, &e).with_peer(format!("tcp://{place}"));
+        let listener = TcpListener::bind(place).map_err(|e| match e.kind() {
+            IoKind::AddrInUse => Error::new(ErrorKind::Usage, "store", format!("somebody listens at {place} already"))
+                .with_hint("use that store, or another port"),
+            IoKind::AddrNotAvailable => {
+                Error::new(ErrorKind::Usage, "store", format!("{} is not an address of this machine", place.ip()))
+            }
+            _ => fail("bind", e),
+        })?;
+        listener.set_nonblocking(true).map_err(|e| fail("fcntl", e))?;
+        let local = listener.local_addr().map_err(|e| fail("getsockname", e))?;
+        let os = |call: &str, e: nix::Error| fail(call, e.into());
+        let stop = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
+        let stop = Arc::new(stop.map_err(|e| os("eventfd", e))?);
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(|e| os("epoll_create1", e))?;
+        let readable = |token| EpollEvent::new(EpollFlags::EPOLLIN, token);
+        epoll.add(&listener, readable(LISTENER)).map_err(|e| os("epoll_ctl", e))?;
+        epoll.add(stop.as_fd(), readable(STOP)).map_err(|e| os("epoll_ctl", e))?;
+        let serving = Serving {
+            epoll,
+            listener,
+            secret,
+            state: State::new(first_revision()),
+            peers: Peers::default(),
+            next: 0,
+            greeting: VecDeque::new(),
+            accept_again: None,
+        };
+        let thread = std::thread::Builder::new().name("crossrail-store".to_owned());
+        let thread = thread.spawn(move || serving.run()).map_err(|e| {
+            Error::new(ErrorKind::Exhausted, "store", format!("spawn a thread: {e}"))
+                .with_hint("raise the limit of processes (ulimit -u)")
+        })?;
+        let address = format!("tcp://{}", reachable(local));
+        Ok(StoreServer { address, stop, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// Where clients reach it: `tcp://host:port`. Of a server that listens everywhere, one of the machine's addresses.
+    pub fn address(&self) -> String {
+        self.address.clone()
+    }
+
+    /// Ends it: its clients see that it is unreachable. A second call does nothing.
+    pub fn stop(&self) {
+        let thread = self.thread.lock().take();
+        if let Some(thread) = thread {
+            // The count is far from full: one write is all there is.
+            let _ = self.stop.write(1);
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for StoreServer {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn resolve(listen: &str) -> Result<SocketAddr> {
+    let text = listen.strip_prefix("tcp://").unwrap_or(listen);
+    let fail = |detail: String| {
+        Error::new(ErrorKind::Usage, "store", detail).with_hint("accepted: host:port, such as 127.0.0.1:7400")
+    };
+    if !text.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok()) {
+        return Err(fail(format!("{listen:?} is not an address to listen at")));
+    }
+    let mut found = text.to_socket_addrs().map_err(|e| fail(format!("{listen:?} does not resolve: {e}")))?;
+    found.next().ok_or_else(|| fail(format!("{listen:?} does not resolve")))
+}
+
+/// What others can use for a socket bound to `local`.
+fn reachable(local: SocketAddr) -> SocketAddr {
+    if !local.ip().is_unspecified() {
+        return local;
+    }
+    let found = nix::ifaddrs::getifaddrs().into_iter().flatten().filter_map(|device| {
+        let address = device.address?;
+        let v4 = address.as_sockaddr_in().map(|address| IpAddr::V4(address.ip()));
+        v4.or_else(|| address.as_sockaddr_in6().map(|address| IpAddr::V6(address.ip())))
+    });
+    let fits = found.filter(|ip| {
+        let link_local = matches!(ip, IpAddr::V6(ip) if ip.is_unicast_link_local());
+        !ip.is_loopback() && !link_local && (ip.is_ipv4() || local.is_ipv6())
+    });
+    let loopback =
+        if local.is_ipv4() { IpAddr::from([127, 0, 0, 1]) } else { IpAddr::V6(std::net::Ipv6Addr::LOCALHOST) };
+    SocketAddr::new(fits.min_by_key(|ip| ip.is_ipv6() != local.is_ipv6()).unwrap_or(loopback), local.port())
+}
+
+/// Greater than every revision of a store that ran before on this machine, as long as its clock goes forward: by
+/// the millisecond, with room for a million changes in each.
+fn first_revision() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    ((since.as_millis() as u64) << 20) & (i64::MAX as u64)
+}
+
+/// The clients, and those among them that have something to be sent.
+#[derive(Default)]
+struct Peers {
+    peers: HashMap<u64, Peer>,
+    touched: Vec<u64>,
+}
+
+impl Outbox for Peers {
+    fn send(&mut self, client: u64, call: u64, answer: &Answer<'_>) {
+        let Some(peer) = self.peers.get_mut(&client) else { return };
+        peer.push(call, answer);
+        if !std::mem::replace(&mut peer.touched, true) {
+            self.touched.push(client);
+        }
+    }
+
+    fn backlog(&self, client: u64) -> usize {
+        self.peers.get(&client).map_or(0, Peer::backlog)
+    }
+}
+
+impl Peers {
+    fn touch(&mut self, client: u64) {
+        if let Some(peer) = self.peers.get_mut(&client)
+            && !std::mem::replace(&mut peer.touched, true)
+        {
+            self.touched.push(client);
+        }
+    }
+}
+
+struct Serving {
+    epoll: Epoll,
+    listener: TcpListener,
+    secret: Option<Vec<u8>>,
+    state: State,
+    peers: Peers,
+    next: u64,
+    /// Until when those that connected must have proved themselves, in that order.
+    greeting: VecDeque<(Instant, u64)>,
+    accept_again: Option<Instant>,
+}
+
+impl Serving {
+    fn run(mut self) {
+        let mut events = [EpollEvent::empty(); EVENTS];
+        loop {
+            let seen = match self.epoll.wait(&mut events, self.timeout()) {
+                Ok(seen) => seen,
+                Err(nix::Error::EINTR) => 0,
+                Err(_) => return,
+            };
+            for event in &events[..seen] {
+                match event.data() {
+                    STOP => return,
+                    LISTENER => self.accept(),
+                    client => self.hear(client, event.events()),
+                }
+            }
+            let now = Instant::now();
+            // Renewals that have arrived count, however late this thread comes to read them.
+            if seen < EVENTS {
+                self.state.expire(now, &mut self.peers);
+            }
+            self.expire_greetings(now);
+            self.flush();
+        }
+    }
+
+    /// Rounded up, so that a wait never ends early and spins.
+    fn timeout(&self) -> EpollTimeout {
+        let greeting = self.greeting.front().map(|(deadline, _)| *deadline);
+        let next = [self.state.next_expiry(), greeting, self.accept_again].into_iter().flatten().min();
+        let Some(next) = next else { return EpollTimeout::NONE };
+        let millis = next.saturating_duration_since(Instant::now()).as_micros().div_ceil(1000);
+        EpollTimeout::try_from(millis.min(i32::MAX as u128) as i32).unwrap_or(EpollTimeout::MAX)
+    }
+
+    fn accept(&mut self) {
+        loop {
+            match self.listener.accept() {
+                Ok((stream, _)) => self.welcome(stream),
+                Err(e) if matches!(e.kind(), IoKind::Interrupted | IoKind::ConnectionAborted) => {}
+                Err(e) if e.kind() == IoKind::WouldBlock => return,
+                Err(_) => {
+                    // No descriptors: the listener would stay readable.
+                    if self.epoll.delete(&self.listener).is_ok() {
+                        self.accept_again = Some(Instant::now() + ACCEPT_PAUSE);
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    fn welcome(&mut self, stream: std::net::TcpStream) {
+        let socket = SockRef::from(&stream);
+        let alive = TcpKeepalive::new().with_time(Duration::from_secs(5)).with_interval(Duration::from_secs(2));
+        let ready = stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true));
+        let mut nonce = [0; 32];
+        if ready.and_then(|()| socket.set_tcp_keepalive(&alive.with_retries(3))).is_err()
+            || getrandom::fill(&mut nonce).is_err()
+        {
+            return;
+        }
+        let client = self.next;
+        self.next += 1;
+        let full = if self.peers.peers.len() >= CLIENTS_MAX {
+            Some(format!("the store has {CLIENTS_MAX} clients already"))
+        } else if self.greeting.len() >= GREETING_MAX {
+            Some(format!("{GREETING_MAX} clients have not proved themselves yet; try again"))
+        } else {
+            None
+        };
+        let mut peer = match &full {
+            Some(text) => Peer::rejected(stream, ErrorKind::Exhausted, text),
+            None => Peer::new(stream, nonce, self.secret.is_some()),
+        };
+        if peer.write().is_err() || full.is_some() {
+            return;
+        }
+        peer.touched = false;
+        if self.epoll.add(&peer.stream, EpollEvent::new(EpollFlags::EPOLLIN, client)).is_ok() {
+            self.greeting.push_back((Instant::now() + GREETING_TIME, client));
+            self.peers.peers.insert(client, peer);
+        }
+    }
+
+    fn hear(&mut self, client: u64, flags: EpollFlags) {
+        if flags.contains(EpollFlags::EPOLLOUT) {
+            self.peers.touch(client);
+        }
+        if flags.intersects(EpollFlags::EPOLLIN | EpollFlags::EPOLLHUP | EpollFlags::EPOLLERR) {
+            let ended = match self.peers.peers.get_mut(&client).map(Peer::read) {
+                Some(Ok(ended)) => ended,
+                Some(Err(Over)) => return self.close(client),
+                None => return,
+            };
+            self.work(client);
+            // What it asked for last has been done; nobody is left to read the answers.
+            if ended {
+                self.close(client);
+            }
+        }
+    }
+
+    /// Does what the client has asked for so far, unless it has too much to read first.
+    fn work(&mut self, client: u64) {
+        let Some(peer) = self.peers.peers.get_mut(&client) else { return };
+        let proven = peer.is_proven();
+        if !peer.greet(self.secret.as_deref()) {
+            return self.peers.touch(client);
+        }
+        if !proven {
+            self.greeting.retain(|(_, greeting)| *greeting != client);
+            self.peers.touch(client);
+        }
+        let Some(peer) = self.peers.peers.get_mut(&client) else { return };
+        let input = peer.take_input();
+        let mut used = 0;
+        let now = Instant::now();
+        while !self.peers.peers.get(&client).is_none_or(Peer::is_paused) {
+            match next_request(&input[used..]) {
+                Ok(Some((frame, len))) => {
+                    self.state.apply(now, client, frame.call, &frame.body, &mut self.peers);
+                    used += len;
+                }
+                Ok(None) => break,
+                Err(Over) => return self.close(client),
+            }
+        }
+        if let Some(peer) = self.peers.peers.get_mut(&client) {
+            peer.put_input(input, used);
+        }
+    }
+
+    fn expire_greetings(&mut self, now: Instant) {
+        while let Some(&(deadline, client)) = self.greeting.front() {
+            if deadline > now {
+                break;
+            }
+            self.close(client);
+        }
+        if self.accept_again.is_some_and(|again| again <= now) {
+            self.accept_again = None;
+            let readable = EpollEvent::new(EpollFlags::EPOLLIN, LISTENER);
+            if self.epoll.add(&self.listener, readable).is_err() {
+                self.accept_again = Some(now + ACCEPT_PAUSE);
+            }
+        }
+    }
+
+    /// Sends what there is to send, and asks epoll for what each client needs next.
+    fn flush(&mut self) {
+        while let Some(client) = self.peers.touched.pop() {
+            let Some(peer) = self.peers.peers.get_mut(&client) else { continue };
+            peer.touched = false;
+            let paused = peer.is_paused();
+            if peer.write().is_err() {
+                self.close(client);
+                continue;
+            }
+            // Requests that were read and left for later; the answers to them are sent in this loop too.
+            if paused && !peer.is_paused() {
+                self.work(client);
+            }
+            let Some(peer) = self.peers.peers.get_mut(&client) else { continue };
+            let (readable, writable) = peer.wants();
+            if peer.interest != (readable, writable) {
+                let mut flags = EpollFlags::empty();
+                flags.set(EpollFlags::EPOLLIN, readable);
+                flags.set(EpollFlags::EPOLLOUT, writable);
+                peer.interest = (readable, writable);
+                if self.epoll.modify(&peer.stream, &mut EpollEvent::new(flags, client)).is_err() {
+                    self.close(client);
+                }
+            }
+        }
+    }
+
+    fn close(&mut self, client: u64) {
+        if let Some(peer) = self.peers.peers.remove(&client) {
+            // Closing the last descriptor takes it out of epoll's set too.
+            drop(peer);
+            self.greeting.retain(|(_, greeting)| *greeting != client);
+            self.state.forget(client);
+        }
+    }
+}

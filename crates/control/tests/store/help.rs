@@ -1,0 +1,32 @@
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossrail_control::{Store, StoreServer, open};
+use crossrail_types::Settings;
+
+pub(crate) fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
+}
+
+/// A server at a free port, and its settings.
+pub(crate) struct Fixture {
+    pub(crate) server: StoreServer,
+    pub(crate) settings: Settings,
+}
+
+impl Fixture {
+    pub(crate) fn start() -> Fixture {
+        let settings = Settings::default();
+        Fixture { server: StoreServer::start("127.0.0.1:0", &settings).unwrap(), settings }
+    }
+
+    pub(crate) fn with_secret(secret: &str) -> Fixture {
+        let mut settings = Settings::default();
+        settings.set("secret", secret).unwrap();
+        Fixture { server: StoreServer::start("tcp://127.0.0.1:0", &settings).unwrap(), settings }
+    }
+
+    pub(crate) fn client(&self) -> Arc<dyn Store> {
+        open(&self.server.address(), &self.settings, soon()).unwrap()
+    }
+}
