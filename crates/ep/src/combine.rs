@@ -1,0 +1,508 @@
+//! Combine: each rank brings the outputs of its experts back to the tokens' ranks, which sum them.
+//!
+//! Expert layout: a token's outputs on one rank are weighted and summed there (fp32, by k) and come back as one bf16
+//! row; without `prereduce` each comes back as it is, and the source weights and sums. Rank layout: one row per token
+//! and rank comes back as the caller made it. At the source rows are summed in fp32, by rank (without `prereduce` by
+//! k), bias last.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use crossrail_types::{Error, ErrorKind, Result};
+
+use crate::buffer::{Inner, State};
+use crate::config::Layout;
+use crate::heap::{HEADER, Header};
+use crate::operation::{Bytes, Common, Machine, Pending, Timing, Wait};
+use crate::peer::Message;
+use crate::routes::{Handle, Leg, Routes};
+use crate::send::micros;
+use crate::tensor::{Tensor, TensorMut};
+
+/// How to combine.
+#[derive(Default)]
+pub struct CombineOptions {
+    /// f32 `[tokens, topk]`: expert layout, when dispatch was given none. Without any, outputs are summed as they
+    /// are.
+    pub weights: Option<Tensor>,
+    /// bf16 `[tokens, hidden]` each, added to the result; at most two.
+    pub bias: Vec<Tensor>,
+    /// bf16 `[tokens, hidden]`, where the result goes; allocated if not given.
+    pub out: Option<TensorMut>,
+    /// As [`DispatchOptions::refuse`](crate::DispatchOptions::refuse).
+    pub refuse: Option<Error>,
+}
+
+/// The result.
+#[derive(Debug)]
+pub struct Combined {
+    /// bf16 `[tokens, hidden]`, unless the caller gave the memory.
+    pub out: Option<Vec<u16>>,
+    /// Where the time went.
+    pub timing: Timing,
+    /// What was moved.
+    pub bytes: Bytes,
+}
+
+/// What must have come before rows can go back to a rank.
+const SLOT: u8 = 1;
+const WEIGHTS: u8 = 2;
+
+struct Combine {
+    common: Common,
+    epoch: u64,
+    y: Tensor,
+    routes: Arc<Routes>,
+    weights: Option<Tensor>,
+    bias: Vec<Tensor>,
+    out: TensorMut,
+    own_out: Option<Vec<u16>>,
+    /// What is missing before rows can go to each rank.
+    missing: Vec<u8>,
+    ready: Vec<usize>,
+    /// Ranks whose slots are free and which were not sent weights yet.
+    open: Vec<usize>,
+    /// Ranks whose rows are here.
+    here: Vec<bool>,
+    /// The weights that each source asked for, where they came now.
+    asked: Vec<Vec<f32>>,
+}
+
+pub(crate) fn begin(
+    inner: &Arc<Inner>,
+    y: Tensor,
+    handle: Option<&Handle>,
+    options: CombineOptions,
+) -> Result<Pending<Combined>> {
+    let mut state = inner.state.lock();
+    if state.closed {
+        return Err(Error::new(ErrorKind::Closed, "combine", "the buffer was destroyed"));
+    }
+    let wide = inner.here.areas.wide;
+    let CombineOptions { weights, bias, out, refuse } = options;
+    let ours = handle.map(|handle| Arc::clone(&handle.0)).filter(|routes| routes.buffer == inner.id);
+    let (routes, problem) = match (ours, refuse) {
+        (_, Some(error)) => (Arc::new(Routes::nothing(inner)), Some(error)),
+        (None, None) => {
+            let error = Error::new(ErrorKind::Usage, "combine", "the handle is another buffer's");
+            (Arc::new(Routes::nothing(inner)), Some(error))
+        }
+        (Some(routes), None) => {
+            let problem = check(inner, &routes, &y, weights.as_ref(), &bias, out.as_ref()).err();
+            (routes, problem)
+        }
+    };
+    let (out, own_out) = match out {
+        Some(out) => (out, None),
+        None => {
+            let mut own = vec![0u16; routes.sent.tokens * wide / 2];
+            // SAFETY: the vector's buffer, which moves with it into the operation and is not touched otherwise until
+            // the end.
+            (unsafe { TensorMut::raw(own.as_mut_ptr().cast(), own.len() * 2, None) }, Some(own))
+        }
+    };
+    state.operations += 1;
+    state.combines += 1;
+    let epoch = state.combines;
+    let mut common = Common::new("combine", state.operations, (epoch % 2) as usize, inner.config.timeout);
+    if let Some(error) = problem {
+        common.fail(error);
+    }
+    let ranks = inner.config.ranks as usize;
+    let mut combine = Combine {
+        common,
+        epoch,
+        y,
+        weights,
+        bias,
+        out,
+        own_out,
+        missing: vec![0; ranks],
+        ready: Vec::new(),
+        open: Vec::new(),
+        here: vec![false; ranks],
+        asked: vec![Vec::new(); ranks],
+        routes,
+    };
+    for rank in state.others(inner.here.me) {
+        combine.missing[rank] = SLOT;
+        combine.common.expect_number(rank, Message::CombineTaken, epoch.saturating_sub(2));
+        let came = &combine.routes.came[rank];
+        if combine.weighs_here(inner) && !came.tokens.is_empty() && came.weights.is_empty() {
+            combine.missing[rank] |= WEIGHTS;
+            combine.common.expect(rank, Message::Weights);
+        }
+        combine.common.expect(rank, Message::Back);
+    }
+    let mut combine = Box::new(combine);
+    inner.look(combine.as_mut(), &mut state);
+    drop(state);
+    Ok(Pending::new(combine, Arc::clone(inner)))
+}
+
+fn check(
+    inner: &Inner,
+    routes: &Routes,
+    y: &Tensor,
+    weights: Option<&Tensor>,
+    bias: &[Tensor],
+    out: Option<&TensorMut>,
+) -> Result<()> {
+    let wrong = |text: String| Err(Error::new(ErrorKind::Usage, "combine", text));
+    let (config, wide, tokens) = (&inner.config, inner.here.areas.wide, routes.sent.tokens);
+    let (rows, shape) = match routes.layout {
+        Layout::Expert => {
+            let most = config.ranks as usize * config.max_tokens;
+            (config.local_experts() * most, format!("[{}, {most}, {}]", config.local_experts(), config.hidden))
+        }
+        Layout::Rank => {
+            let rows = routes.offsets.last().copied().unwrap_or(0) as usize;
+            (rows, format!("[{rows}, {}]", config.hidden))
+        }
+    };
+    if y.len() != rows * wide {
+        return wrong(format!("y has {} bytes where bf16 {shape} has {}", y.len(), rows * wide));
+    }
+    if let Some(weights) = weights {
+        if routes.layout == Layout::Rank {
+            return wrong("topk_weights with the rank layout, whose rows are summed as they are".into());
+        }
+        if routes.sent.weighted {
+            return wrong("topk_weights were given to dispatch already".into());
+        }
+        if weights.len() != tokens * config.topk * 4 {
+            let want = tokens * config.topk * 4;
+            return wrong(format!(
+                "topk_weights has {} bytes where f32 [{tokens}, {}] has {want}",
+                weights.len(),
+                config.topk
+            ));
+        }
+    }
+    if bias.len() > 2 {
+        return wrong(format!("{} biases are more than 2", bias.len()));
+    }
+    let lens = bias.iter().map(|bias| ("bias", bias.len())).chain(out.map(|out| ("out", out.len())));
+    for (name, len) in lens {
+        if len != tokens * wide {
+            return wrong(format!(
+                "{name} has {len} bytes where bf16 [{tokens}, {}] has {}",
+                config.hidden,
+                tokens * wide
+            ));
+        }
+    }
+    Ok(())
+}
+
+impl Combine {
+    /// Whether experts' ranks weight and sum.
+    fn weighs_here(&self, inner: &Inner) -> bool {
+        self.routes.layout == Layout::Expert && inner.config.prereduce
+    }
+
+    fn cleared(&mut self, rank: usize, what: u8) {
+        let before = self.missing[rank];
+        self.missing[rank] = before & !what;
+        if before != 0 && self.missing[rank] == 0 {
+            self.ready.push(rank);
+        }
+    }
+
+    /// Sends the weights that our rows are to be summed with, where dispatch was given none.
+    fn send_weights(&mut self, inner: &Inner, state: &mut State, rank: usize) {
+        let (topk, parity, number) = (inner.config.topk, self.common.parity, self.common.number);
+        let tokens = &self.routes.sent.to[rank].tokens;
+        if self.routes.sent.weighted || !self.weighs_here(inner) || tokens.is_empty() {
+            return;
+        }
+        let Some(peer) = &mut state.peers[rank] else { return };
+        let weights = self.weights.as_ref().filter(|_| self.common.failure.is_none());
+        let rows = if weights.is_some() { tokens.len() } else { 0 };
+        let to = peer.back(&inner.here, parity).wrapping_add(inner.here.areas.back_weights());
+        // SAFETY: our slot in the peer's heap, or in staging; free, as the peer has taken the combine before the
+        // last. It has room for the weights of max_tokens rows.
+        unsafe {
+            to.cast::<Header>().write_volatile(Header::new(number, rows, 0));
+            if let Some(weights) = weights {
+                for (row, token) in tokens.iter().enumerate() {
+                    let from = weights.at(*token as usize * topk * 4, topk * 4);
+                    std::ptr::copy_nonoverlapping(from, to.add(HEADER + row * topk * 4), topk * 4);
+                }
+            }
+        }
+        // A peer that cannot be written to is dead, which is noticed where its answer is missed.
+        let _ = peer.publish_weights(&inner.here, parity, number, HEADER + rows * topk * 4);
+    }
+
+    fn read_weights(&mut self, inner: &Inner, rank: usize) -> Result<()> {
+        let (areas, topk) = (&inner.here.areas, inner.config.topk);
+        let from = inner.here.heap.at(areas.back(self.common.parity, rank) + areas.back_weights());
+        // SAFETY: a slot of our heap, published by its writer.
+        let header = unsafe { from.cast::<Header>().read_volatile() };
+        let (rows, have) = (header.rows as usize, self.routes.came[rank].tokens.len());
+        if rows != 0 && rows != have {
+            let text = format!("rank {rank}: weights of {rows} rows where it sent {have}");
+            return Err(Error::new(ErrorKind::Protocol, "combine", text));
+        }
+        let mut weights = vec![0f32; rows * topk];
+        // SAFETY: as above; `have` rows are at most max_tokens.
+        unsafe { std::ptr::copy_nonoverlapping(from.add(HEADER), weights.as_mut_ptr().cast::<u8>(), rows * topk * 4) };
+        self.asked[rank] = weights;
+        Ok(())
+    }
+
+    /// Writes the rows for one rank into its heap.
+    fn send_back(&mut self, inner: &Inner, state: &mut State, rank: usize) {
+        let (areas, parity, number) = (&inner.here.areas, self.common.parity, self.common.number);
+        let Some(peer) = &mut state.peers[rank] else { return };
+        let slot = peer.back(&inner.here, parity);
+        let rows_at = slot.wrapping_add(areas.back_rows());
+        let rows = if self.common.failure.is_some() { 0 } else { self.routes.came[rank].tokens.len() };
+        let began = Instant::now();
+        let mut written = 0;
+        let mut scratch = Gather::default();
+        for row in 0..rows {
+            // SAFETY: our slot in the peer's heap, or staging, which is free (as above) and has room for what
+            // max_tokens rows bring back.
+            written += unsafe { self.write_back(inner, rank, row, rows_at.wrapping_add(written), &mut scratch) };
+        }
+        if self.weighs_here(inner) {
+            self.common.timing.sum_us += micros(began);
+        } else {
+            self.common.timing.copy_us += micros(began);
+        }
+        let mut header = match &self.common.failure {
+            Some(error) => Header::failed(number, &error.detail),
+            None => Header::new(number, rows, 0),
+        };
+        header.writes = peer.announce(true, parity, usize::from(written > 0));
+        // SAFETY: as above.
+        unsafe { slot.cast::<Header>().write_volatile(header) };
+        let _ = peer.publish_back(&inner.here, parity, number, written);
+        self.common.bytes.wire += written as u64;
+        if peer.is_network() {
+            self.common.bytes.network += written as u64;
+        }
+    }
+
+    /// Writes what one row brings back to `to`; gives its bytes.
+    ///
+    /// # Safety
+    /// `to` has room for it.
+    unsafe fn write_back(&self, inner: &Inner, rank: usize, row: usize, to: *mut u8, gather: &mut Gather) -> usize {
+        let wide = inner.here.areas.wide;
+        if self.routes.layout == Layout::Rank {
+            let at = (self.routes.offsets[rank] as usize + row) * wide;
+            // SAFETY: room by the contract; y has all rows (checked).
+            unsafe { inner.rows.copy_row(to, self.y.at(at, wide), wide) };
+            return wide;
+        }
+        self.gather(inner, rank, row, gather);
+        if inner.config.prereduce {
+            let weights = if gather.weights.is_empty() { None } else { Some(&gather.weights[..]) };
+            // SAFETY: as above.
+            unsafe { inner.rows.reduce_rows(to.cast(), &gather.rows, weights, inner.config.hidden) };
+            return wide;
+        }
+        for (index, from) in gather.rows.iter().enumerate() {
+            // SAFETY: as above.
+            unsafe { inner.rows.copy_row(to.wrapping_add(index * wide), from.cast(), wide) };
+        }
+        gather.rows.len() * wide
+    }
+
+    /// The experts' outputs for one row, by k, and their weights.
+    fn gather(&self, inner: &Inner, rank: usize, row: usize, gather: &mut Gather) {
+        let (topk, wide) = (inner.config.topk, inner.here.areas.wide);
+        let most = inner.config.ranks as usize * inner.config.max_tokens;
+        let came = &self.routes.came[rank];
+        let weights = if came.weights.is_empty() { &self.asked[rank] } else { &came.weights };
+        gather.rows.clear();
+        gather.weights.clear();
+        for (k, expert, place) in came.selections(row, topk) {
+            gather.rows.push(self.y.at((expert * most + place) * wide, wide).cast());
+            if let Some(weight) = weights.get(row * topk + k) {
+                gather.weights.push(*weight);
+            }
+        }
+    }
+
+    /// Sums each token's rows.
+    fn sum(&mut self, inner: &Inner) {
+        let began = Instant::now();
+        let (hidden, wide, me) = (inner.config.hidden, inner.here.areas.wide, inner.here.me);
+        if self.asked[me].is_empty()
+            && let Some(weights) = self.weights.as_ref().filter(|_| self.weighs_here(inner))
+        {
+            let all: Vec<f32> = weights.words::<4>().map(f32::from_ne_bytes).collect();
+            let topk = inner.config.topk;
+            let tokens = &self.routes.came[me].tokens;
+            self.asked[me] =
+                tokens.iter().flat_map(|token| all[*token as usize * topk..][..topk].iter().copied()).collect();
+        }
+        let late: Vec<f32> = match &self.weights {
+            Some(weights) => weights.words::<4>().map(f32::from_ne_bytes).collect(),
+            None => Vec::new(),
+        };
+        let mut own = vec![0u16; hidden];
+        let mut gather = Gather::default();
+        let (mut rows, mut weights): (Vec<*const u16>, Vec<f32>) = (Vec::new(), Vec::new());
+        for token in 0..self.routes.sent.tokens {
+            rows.clear();
+            weights.clear();
+            if self.routes.layout == Layout::Expert && !inner.config.prereduce {
+                self.selected(inner, token, &late, &mut rows, &mut weights);
+            } else {
+                for leg in self.routes.sent.legs_of(token) {
+                    rows.extend(self.row_of(inner, leg, &mut own, &mut gather));
+                }
+            }
+            for bias in &self.bias {
+                rows.push(bias.at(token * wide, wide).cast());
+                if !weights.is_empty() {
+                    weights.push(1.0);
+                }
+            }
+            let weights = if weights.is_empty() { None } else { Some(&weights[..]) };
+            // SAFETY: `out` has all tokens (checked); rows lie in y, in our heap's slots, in `own` or in a bias.
+            unsafe { inner.rows.reduce_rows(self.out.at(token * wide, wide).cast(), &rows, weights, hidden) };
+        }
+        self.common.timing.sum_us += micros(began);
+    }
+
+    /// The row that one rank brings back for a token; `None` if it was lost.
+    fn row_of(&self, inner: &Inner, leg: &Leg, own: &mut [u16], gather: &mut Gather) -> Option<*const u16> {
+        let (areas, rank, row) = (&inner.here.areas, leg.rank as usize, leg.row as usize);
+        if rank == inner.here.me {
+            if self.routes.layout == Layout::Rank {
+                return Some(self.y.at((self.routes.offsets[rank] as usize + row) * areas.wide, areas.wide).cast());
+            }
+            // SAFETY: `own` has one row.
+            unsafe { self.write_back(inner, rank, row, own.as_mut_ptr().cast(), gather) };
+            return Some(own.as_ptr());
+        }
+        let slot = areas.back(self.common.parity, rank) + areas.back_rows();
+        self.here[rank].then(|| inner.here.heap.at(slot + row * areas.wide).cast_const().cast())
+    }
+
+    /// Without `prereduce`: a token's outputs by k, and their weights.
+    fn selected(&self, inner: &Inner, token: usize, late: &[f32], rows: &mut Vec<*const u16>, weights: &mut Vec<f32>) {
+        let (areas, topk, sent) = (&inner.here.areas, inner.config.topk, &self.routes.sent);
+        let given = if sent.weighted { &sent.weights[..] } else { late };
+        let mut taken = [0usize; crate::config::MOST_TOPK];
+        let mut gather = Gather::default();
+        for k in 0..topk {
+            let home = sent.homes[token * topk + k];
+            let Some((leg_at, leg)) = sent.legs_of(token).iter().enumerate().find(|(_, leg)| leg.rank == home) else {
+                continue;
+            };
+            let nth = taken[leg_at];
+            taken[leg_at] += 1;
+            let rank = leg.rank as usize;
+            let row: *const u16 = if rank == inner.here.me {
+                self.gather(inner, rank, leg.row as usize, &mut gather);
+                gather.rows[nth]
+            } else if self.here[rank] {
+                let at = sent.to[rank].first[leg.row as usize] as usize + nth;
+                let slot = areas.back(self.common.parity, rank) + areas.back_rows();
+                inner.here.heap.at(slot + at * areas.wide).cast_const().cast()
+            } else {
+                continue;
+            };
+            rows.push(row);
+            if let Some(weight) = given.get(token * topk + k) {
+                weights.push(*weight);
+            }
+        }
+    }
+
+    fn read_back(&mut self, inner: &Inner, rank: usize) {
+        let at = inner.here.areas.back(self.common.parity, rank);
+        // SAFETY: a slot of our heap, published by its writer.
+        let header = unsafe { inner.here.heap.at(at).cast::<Header>().read_volatile() };
+        let want = self.routes.sent.to[rank].tokens.len();
+        if let Some(why) = header.failure() {
+            let error = Error::new(ErrorKind::Usage, "combine", format!("the call of rank {rank} failed: {why}"));
+            self.common.fail(error.with_hint("nothing was delivered; the next operation works"));
+        } else if header.rows as usize != want {
+            let text = format!(
+                "rank {rank} brought {} rows back where {want} were sent: the ranks combine different dispatches",
+                header.rows
+            );
+            self.common.fail(Error::new(ErrorKind::Mismatch, "combine", text));
+        } else {
+            self.here[rank] = true;
+        }
+    }
+}
+
+/// Rows to be summed, and their weights.
+#[derive(Default)]
+struct Gather {
+    rows: Vec<*const u16>,
+    weights: Vec<f32>,
+}
+
+// SAFETY: the pointers that a Combine keeps are those of its `out`, which it owns or was promised; it moves between
+// threads as a whole.
+unsafe impl Send for Combine {}
+
+impl Machine for Combine {
+    type Output = Combined;
+
+    fn common(&mut self) -> &mut Common {
+        &mut self.common
+    }
+
+    fn arrived(&mut self, inner: &Inner, _: &mut State, wait: Wait) {
+        match wait.message {
+            Message::CombineTaken => {
+                self.open.push(wait.rank);
+                self.cleared(wait.rank, SLOT);
+            }
+            Message::Weights => {
+                if let Err(error) = self.read_weights(inner, wait.rank) {
+                    self.common.fail(error);
+                }
+                self.cleared(wait.rank, WEIGHTS);
+            }
+            _ => self.read_back(inner, wait.rank),
+        }
+    }
+
+    fn lost(&mut self, _: &Inner, _: &mut State, _: Wait) {}
+
+    fn settle(&mut self, inner: &Inner, state: &mut State) {
+        for rank in std::mem::take(&mut self.open) {
+            if let Some(peer) = &mut state.peers[rank] {
+                peer.reclaim(true, self.common.parity, self.common.deadline);
+            }
+            self.send_weights(inner, state, rank);
+        }
+        for rank in std::mem::take(&mut self.ready) {
+            self.send_back(inner, state, rank);
+        }
+    }
+
+    fn finish(&mut self, inner: &Inner, state: &mut State) -> Combined {
+        if self.common.failure.is_none() {
+            self.sum(inner);
+        }
+        for rank in state.others(inner.here.me) {
+            if let Some(peer) = &mut state.peers[rank] {
+                peer.take_combine(&inner.here, self.common.parity, self.epoch);
+            }
+        }
+        let selections: usize = self
+            .routes
+            .came
+            .iter()
+            .map(|came| came.experts.iter().filter(|expert| **expert != crate::routes::NONE).count())
+            .sum();
+        self.common.bytes.logical = (selections * inner.here.areas.wide) as u64;
+        self.common.timing.total_us = micros(self.common.began);
+        Combined { out: self.own_out.take(), timing: self.common.timing, bytes: self.common.bytes }
+    }
+}

@@ -1,0 +1,119 @@
+//! What two ranks tell each other when they connect.
+
+use crossrail_types::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::config::{Config, Layout, Payload};
+
+/// The tag of the message; and the version of everything that ranks agree on.
+pub(crate) const TAG: u64 = 0x4550_0000_0000_0001;
+/// Longer ones are refused before anything is allocated.
+pub(crate) const LONGEST: usize = 4096;
+
+/// What the store says of a rank's buffer.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Place {
+    /// Ranks of equal `node` map each other's heaps.
+    pub(crate) node: String,
+    /// The address of its worker.
+    pub(crate) address: Vec<u8>,
+}
+
+impl Place {
+    pub(crate) fn encode(&self) -> Result<Vec<u8>> {
+        encode(self)
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Place> {
+        decode(bytes, "what the store says of a rank")
+    }
+}
+
+fn encode(value: &impl Serialize) -> Result<Vec<u8>> {
+    postcard::to_stdvec(value).map_err(|error| Error::new(ErrorKind::Protocol, "connect", error.to_string()))
+}
+
+fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8], what: &str) -> Result<T> {
+    postcard::from_bytes(bytes).map_err(|error| Error::new(ErrorKind::Protocol, "connect", format!("{what}: {error}")))
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Hello {
+    pub(crate) rank: u32,
+    pub(crate) parameters: Parameters,
+    /// Operations, dispatches, combines begun.
+    pub(crate) counts: [u64; 3],
+    /// The heap, for a rank that maps it.
+    pub(crate) shared: Option<Vec<u8>>,
+    /// The heap's key, for a rank that writes it through the engine.
+    pub(crate) key: Vec<u8>,
+    /// What the receiver's writes are to be counted as.
+    pub(crate) generation: u32,
+}
+
+/// What must be alike on both ranks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Parameters {
+    ranks: u32,
+    max_tokens_per_rank: u64,
+    hidden: u64,
+    num_experts: u64,
+    topk: u64,
+    payload: Payload,
+    layouts: Vec<Layout>,
+    prereduce: bool,
+}
+
+impl Parameters {
+    pub(crate) fn of(config: &Config) -> Parameters {
+        let mut layouts = config.layouts.clone();
+        layouts.sort_by_key(|layout| *layout == Layout::Rank);
+        layouts.dedup();
+        Parameters {
+            ranks: config.ranks,
+            max_tokens_per_rank: config.max_tokens as u64,
+            hidden: config.hidden as u64,
+            num_experts: config.experts as u64,
+            topk: config.topk as u64,
+            payload: config.payload,
+            layouts,
+            prereduce: config.prereduce,
+        }
+    }
+
+    /// Names what differs.
+    pub(crate) fn check(&self, mine: u32, theirs: &Parameters, other: u32) -> Result<()> {
+        let rows = [
+            ("ranks", format!("{:?}", self.ranks), format!("{:?}", theirs.ranks)),
+            (
+                "max_tokens_per_rank",
+                format!("{:?}", self.max_tokens_per_rank),
+                format!("{:?}", theirs.max_tokens_per_rank),
+            ),
+            ("hidden", format!("{:?}", self.hidden), format!("{:?}", theirs.hidden)),
+            ("num_experts", format!("{:?}", self.num_experts), format!("{:?}", theirs.num_experts)),
+            ("topk", format!("{:?}", self.topk), format!("{:?}", theirs.topk)),
+            ("dispatch_dtype", format!("{:?}", self.payload), format!("{:?}", theirs.payload)),
+            ("layouts", format!("{:?}", self.layouts), format!("{:?}", theirs.layouts)),
+            ("prereduce", format!("{:?}", self.prereduce), format!("{:?}", theirs.prereduce)),
+        ];
+        match rows.into_iter().find(|(_, here, there)| here != there) {
+            None => Ok(()),
+            Some((name, here, there)) => {
+                let text = format!("{name} is {here} on rank {mine} and {there} on rank {other}");
+                Err(Error::new(ErrorKind::Mismatch, "connect", text)
+                    .with_hint("make the buffer with the same parameters on every rank"))
+            }
+        }
+    }
+}
+
+impl Hello {
+    pub(crate) fn encode(&self) -> Result<Vec<u8>> {
+        encode(self)
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Hello> {
+        decode(bytes, "the peer's hello")
+    }
+}

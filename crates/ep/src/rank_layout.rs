@@ -1,0 +1,114 @@
+//! The rank layout: each source is granted a place among the receiver's rows and writes there.
+#![allow(unsafe_code)]
+
+use std::sync::atomic::Ordering;
+
+use crate::buffer::{Inner, State};
+use crate::config::Layout;
+use crate::dispatch::Dispatch;
+use crate::operation::Common;
+use crate::peer::{Message, Span, staged_slot};
+use crate::send::Target;
+use crossrail_types::{Error, ErrorKind};
+
+/// Tells every source where its rows go, and puts this rank's own there.
+pub(crate) fn grant(dispatch: &mut Dispatch, inner: &Inner, state: &mut State) {
+    let (areas, me, parity) = (&inner.here.areas, inner.here.me, dispatch.common.parity);
+    let mut base = 0u32;
+    dispatch.bases = Vec::with_capacity(dispatch.came.len());
+    for (source, came) in dispatch.came.iter().enumerate() {
+        dispatch.bases.push(base);
+        let rows = came.tokens.len() as u32;
+        if source != me
+            && rows > 0
+            && let Some(peer) = &mut state.peers[source]
+        {
+            peer.tell(&inner.here, Message::Grant, word(&dispatch.common, base));
+        }
+        base += rows;
+    }
+    let target = Target {
+        rank: me,
+        rows: inner.here.heap.at(areas.rank_rows(parity) + dispatch.bases[me] as usize * areas.row),
+        scales: inner.here.heap.at(areas.rank_scales(parity) + dispatch.bases[me] as usize * areas.scale),
+    };
+    // SAFETY: all sources together have at most ranks * max_tokens rows, for which there is room; these were granted
+    // to us.
+    unsafe { inner.write_rows(&dispatch.input.x, &dispatch.sent, &[target], &mut dispatch.common.timing) };
+}
+
+/// A place for a rank whose rows will not be looked at.
+pub(crate) fn grant_anything(inner: &Inner, state: &mut State, common: &Common, source: usize) {
+    if inner.config.has(Layout::Rank)
+        && let Some(peer) = &mut state.peers[source]
+    {
+        peer.tell(&inner.here, Message::Grant, word(common, 0));
+    }
+}
+
+fn word(common: &Common, base: u32) -> u64 {
+    common.number << 32 | u64::from(base)
+}
+
+/// Writes the rows for ranks that have granted a place.
+pub(crate) fn send(dispatch: &mut Dispatch, inner: &Inner, state: &mut State, granted: &[usize]) {
+    let (areas, parity) = (&inner.here.areas, dispatch.common.parity);
+    let most = inner.config.ranks as usize * inner.config.max_tokens;
+    let mut targets = Vec::with_capacity(granted.len());
+    let mut spans: Vec<Vec<Span>> = Vec::with_capacity(granted.len());
+    for rank in granted {
+        let Some(peer) = &state.peers[*rank] else { continue };
+        let base = inner.here.heap.words(areas, *rank).grant.load(Ordering::Acquire) as u32 as usize;
+        let rows = dispatch.sent.to[*rank].tokens.len();
+        if base + rows > most {
+            let text = format!("rank {rank} granted row {base} of {most} for {rows} rows");
+            dispatch.common.fail(Error::new(ErrorKind::Protocol, "dispatch", text));
+            continue;
+        }
+        let rows_at = areas.rank_rows(parity) + base * areas.row;
+        let scales_at = areas.rank_scales(parity) + base * areas.scale;
+        match peer.heap(&inner.here) {
+            Some(heap) => {
+                targets.push(Target { rank: *rank, rows: heap.at(rows_at), scales: heap.at(scales_at) });
+                spans.push(Vec::new());
+            }
+            None => {
+                let slot = peer.slot(&inner.here, parity);
+                let from = staged_slot(areas, parity);
+                let rows_span = Span { from: from + areas.slot_rows(), to: rows_at, len: rows * areas.row };
+                let scales_span = Span { from: from + areas.slot_scales(), to: scales_at, len: rows * areas.scale };
+                targets.push(Target {
+                    rank: *rank,
+                    rows: slot.wrapping_add(areas.slot_rows()),
+                    scales: slot.wrapping_add(areas.slot_scales()),
+                });
+                spans.push([rows_span, scales_span].into_iter().filter(|span| span.len > 0).collect());
+            }
+        }
+    }
+    // SAFETY: the places that were granted, inside the peers' heaps by the check above; or staging, which has room
+    // for max_tokens rows.
+    unsafe { inner.write_rows(&dispatch.input.x, &dispatch.sent, &targets, &mut dispatch.common.timing) };
+    for (target, spans) in targets.iter().zip(&spans) {
+        dispatch.publish(inner, state, target.rank, spans);
+    }
+}
+
+/// Moves rows up over places that were granted to ranks that were lost.
+pub(crate) fn close_gaps(dispatch: &Dispatch, inner: &Inner) {
+    let (areas, parity) = (&inner.here.areas, dispatch.common.parity);
+    let (rows, scales) = (inner.here.heap.at(areas.rank_rows(parity)), inner.here.heap.at(areas.rank_scales(parity)));
+    let mut to = 0usize;
+    for (came, base) in dispatch.came.iter().zip(&dispatch.bases) {
+        let (count, from) = (came.tokens.len(), *base as usize);
+        if from != to && count > 0 {
+            // SAFETY: both ranges are inside the area, as to <= from; every source that is not lost has written its
+            // rows.
+            unsafe {
+                std::ptr::copy(rows.add(from * areas.row), rows.add(to * areas.row), count * areas.row);
+                std::ptr::copy(scales.add(from * areas.scale), scales.add(to * areas.scale), count * areas.scale);
+            }
+        }
+        to += count;
+    }
+}

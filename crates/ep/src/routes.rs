@@ -1,0 +1,326 @@
+//! Which row goes where: made by a dispatch, used by the combine that answers it and by dispatches that repeat it.
+
+use std::sync::Arc;
+
+use crossrail_types::{Error, ErrorKind, Result};
+
+use crate::buffer::Inner;
+use crate::config::{Config, Layout};
+use crate::heap::Areas;
+use crate::tensor::{Input, Tensor};
+
+/// No expert of this rank.
+pub(crate) const NONE: u16 = u16::MAX;
+/// No rank.
+const NOWHERE: u32 = u32::MAX;
+
+/// The routing of one dispatch: what this rank sent, and what came to it. Cheap to clone; any thread.
+#[derive(Clone, Debug)]
+pub struct Handle(pub(crate) Arc<Routes>);
+
+impl Handle {
+    /// The layout that was asked for.
+    pub fn layout(&self) -> Layout {
+        self.0.layout
+    }
+
+    /// Tokens that this rank sent.
+    pub fn tokens(&self) -> usize {
+        self.0.sent.tokens
+    }
+
+    /// Rows that came, own ones included.
+    pub fn rows(&self) -> usize {
+        self.0.came.iter().map(|list| list.tokens.len()).sum()
+    }
+
+    /// Whether weights came along, from any rank.
+    pub fn has_weights(&self) -> bool {
+        self.0.sent.weighted || self.0.came.iter().any(|came| !came.weights.is_empty())
+    }
+
+    /// The first row of each source rank, and the end.
+    pub fn offsets(&self) -> Vec<i64> {
+        self.0.offsets.iter().map(|row| i64::from(*row)).collect()
+    }
+
+    /// Expert layout, `[local experts, ranks]`: where the rows of a rank begin << 32 | how many there are.
+    pub fn ranges(&self) -> &[i64] {
+        &self.0.ranges
+    }
+
+    /// Rank layout, `[rows, topk]`: local experts, -1 elsewhere.
+    pub fn topk_idx(&self) -> Vec<i64> {
+        let experts = self.0.came.iter().flat_map(|came| &came.experts);
+        experts.map(|expert| if *expert == NONE { -1 } else { i64::from(*expert) }).collect()
+    }
+
+    /// Rank layout, `[rows, topk]`: weights of the experts that are here, 0 elsewhere (and for sources that sent
+    /// none).
+    pub fn topk_weights(&self) -> Vec<f32> {
+        let mut all = Vec::with_capacity(self.0.came.iter().map(|came| came.experts.len()).sum());
+        for came in &self.0.came {
+            if came.weights.is_empty() {
+                all.resize(all.len() + came.experts.len(), 0.0);
+            } else {
+                let pairs = came.weights.iter().zip(&came.experts);
+                all.extend(pairs.map(|(weight, expert)| if *expert == NONE { 0.0 } else { *weight }));
+            }
+        }
+        all
+    }
+
+    /// Expert layout: writes the token at its source of each row into `out`, `[local experts, most]`, and leaves the
+    /// rest.
+    pub fn sources(&self, most: usize, out: &mut [i32]) {
+        for came in &self.0.came {
+            let topk = came.experts.len().checked_div(came.tokens.len()).unwrap_or(0);
+            for (row, token) in came.tokens.iter().enumerate() {
+                for (_, expert, place) in came.selections(row, topk) {
+                    if let Some(entry) = out.get_mut(expert * most + place) {
+                        *entry = *token as i32;
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Routes {
+    /// The buffer that it belongs to.
+    pub(crate) buffer: u64,
+    pub(crate) layout: Layout,
+    pub(crate) sent: Arc<Sent>,
+    /// By source rank.
+    pub(crate) came: Vec<Came>,
+    /// Rank layout: the first row of each source, and the end.
+    pub(crate) offsets: Vec<u32>,
+    /// Expert layout, `[local experts, ranks]`: first row << 32 | rows.
+    pub(crate) ranges: Vec<i64>,
+}
+
+impl Routes {
+    /// No rows either way.
+    pub(crate) fn nothing(inner: &Inner) -> Routes {
+        let ranks = inner.config.ranks as usize;
+        Routes {
+            buffer: inner.id,
+            layout: Layout::Expert,
+            sent: Arc::new(Sent::nothing(ranks)),
+            came: vec![Came::default(); ranks],
+            offsets: vec![0],
+            ranges: Vec::new(),
+        }
+    }
+}
+
+/// What this rank sends.
+#[derive(Debug, Default)]
+pub(crate) struct Sent {
+    pub(crate) tokens: usize,
+    /// By destination rank.
+    pub(crate) to: Vec<SendList>,
+    /// Of each token, where its entries in `legs` begin; and the end.
+    pub(crate) first_leg: Vec<u32>,
+    /// Each token's rows: by token, then by rank.
+    pub(crate) legs: Vec<Leg>,
+    /// Whether weights went along.
+    pub(crate) weighted: bool,
+    /// Those weights, `[tokens, topk]`.
+    pub(crate) weights: Vec<f32>,
+    /// The rank of each selection, `[tokens, topk]`; `NOWHERE` where there is none or it cannot be reached.
+    pub(crate) homes: Vec<u32>,
+    /// Selections of experts whose rank is connected and not masked.
+    pub(crate) selections: u64,
+}
+
+/// The rows for one rank.
+#[derive(Debug, Default)]
+pub(crate) struct SendList {
+    /// Their tokens, ascending.
+    pub(crate) tokens: Vec<u32>,
+    /// Where each row's selections begin among all of the list; and the end.
+    pub(crate) first: Vec<u32>,
+}
+
+/// One row of a token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Leg {
+    pub(crate) rank: u32,
+    /// Its place in the rank's list.
+    pub(crate) row: u32,
+}
+
+/// What came from one rank.
+#[derive(Debug, Default, Clone)]
+pub(crate) struct Came {
+    /// The token of each row, at its source.
+    pub(crate) tokens: Vec<u32>,
+    /// `[rows, topk]`: local experts, or `NONE`.
+    pub(crate) experts: Vec<u16>,
+    /// `[rows, topk]`; empty without weights.
+    pub(crate) weights: Vec<f32>,
+    /// Expert layout, `[rows, topk]`: the row's place among those of its expert.
+    pub(crate) places: Vec<u32>,
+}
+
+impl Came {
+    /// Selections of a row: local expert and place, by k.
+    pub(crate) fn selections(&self, row: usize, topk: usize) -> impl Iterator<Item = (usize, usize, usize)> + '_ {
+        let at = row * topk;
+        (0..topk).filter_map(move |k| match self.experts[at + k] {
+            NONE => None,
+            expert => Some((k, usize::from(expert), self.places[at + k] as usize)),
+        })
+    }
+}
+
+impl Sent {
+    /// No tokens.
+    pub(crate) fn nothing(ranks: usize) -> Sent {
+        Sent { to: (0..ranks).map(|_| SendList::default()).collect(), first_leg: vec![0], ..Sent::default() }
+    }
+
+    /// Reads `topk_idx`; ranks of which `reachable` says no get nothing.
+    pub(crate) fn new(config: &Config, input: &Input, reachable: &dyn Fn(usize) -> bool) -> Result<Sent> {
+        let tokens = input.tokens(config.hidden, config.topk, config.max_tokens)?;
+        let (ranks, topk) = (config.ranks as usize, config.topk);
+        let open: Vec<bool> = (0..ranks).map(reachable).collect();
+        let mut sent = Sent {
+            tokens,
+            to: (0..ranks).map(|_| SendList::default()).collect(),
+            first_leg: Vec::with_capacity(tokens + 1),
+            weighted: input.topk_weights.is_some(),
+            weights: input
+                .topk_weights
+                .iter()
+                .flat_map(|weights| weights.words::<4>().map(f32::from_ne_bytes))
+                .collect(),
+            homes: vec![NOWHERE; tokens * topk],
+            ..Sent::default()
+        };
+        let mut chosen: Vec<usize> = Vec::with_capacity(topk);
+        let mut homes: Vec<u32> = Vec::with_capacity(topk);
+        let mut ids = input.topk_idx.words::<8>().map(i64::from_ne_bytes);
+        for token in 0..tokens {
+            chosen.clear();
+            homes.clear();
+            sent.first_leg.push(sent.legs.len() as u32);
+            for (k, id) in ids.by_ref().take(topk).enumerate() {
+                if id == -1 {
+                    continue;
+                }
+                let expert = usize::try_from(id).ok().filter(|expert| *expert < config.experts);
+                let Some(expert) = expert else { return Err(out_of_range(token, k, id, config.experts)) };
+                if chosen.contains(&expert) {
+                    return Err(twice(token, k, id));
+                }
+                chosen.push(expert);
+                let (home, _) = config.home(expert);
+                if open[home] {
+                    homes.push(home as u32);
+                    sent.homes[token * topk + k] = home as u32;
+                }
+            }
+            sent.selections += homes.len() as u64;
+            homes.sort_unstable();
+            let mut at = 0;
+            while at < homes.len() {
+                let rank = homes[at];
+                let count = homes[at..].iter().take_while(|other| **other == rank).count();
+                let list = &mut sent.to[rank as usize];
+                sent.legs.push(Leg { rank, row: list.tokens.len() as u32 });
+                let first = list.first.last().copied().unwrap_or(0);
+                if list.first.is_empty() {
+                    list.first.push(0);
+                }
+                list.tokens.push(token as u32);
+                list.first.push(first + count as u32);
+                at += count;
+            }
+        }
+        sent.first_leg.push(sent.legs.len() as u32);
+        Ok(sent)
+    }
+
+    /// The rows of a token.
+    pub(crate) fn legs_of(&self, token: usize) -> &[Leg] {
+        &self.legs[self.first_leg[token] as usize..self.first_leg[token + 1] as usize]
+    }
+
+    /// Writes the metadata of one rank's rows: token, selections, experts there, weights.
+    pub(crate) fn metadata(&self, config: &Config, areas: &Areas, rank: usize, input: &Input, out: &mut Vec<u8>) {
+        let (topk, el) = (config.topk, config.local_experts());
+        out.clear();
+        out.resize(self.to[rank].tokens.len() * areas.meta_stride, 0);
+        let idx = input.topk_idx.bytes();
+        let weights = input.topk_weights.as_ref().map(Tensor::bytes);
+        for (entry, token) in out.chunks_exact_mut(areas.meta_stride).zip(&self.to[rank].tokens) {
+            let token_at = *token as usize * topk;
+            entry[..4].copy_from_slice(&token.to_ne_bytes());
+            let (experts, rest) = entry[8..].split_at_mut(2 * topk);
+            for (k, place) in experts.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                let id = word::<8>(idx, token_at + k).map_or(-1, i64::from_ne_bytes);
+                let local = usize::try_from(id).ok().filter(|id| id / el == rank).map_or(NONE, |id| (id % el) as u16);
+                *place = local.to_ne_bytes();
+            }
+            if let Some(weights) = weights {
+                let from = &weights[token_at * 4..(token_at + topk) * 4];
+                rest[..4 * topk].copy_from_slice(from);
+            }
+        }
+    }
+}
+
+impl Came {
+    /// Reads the metadata of `rows` rows, which is another process's word only.
+    pub(crate) fn read(
+        config: &Config,
+        areas: &Areas,
+        bytes: &[u8],
+        weighted: bool,
+    ) -> std::result::Result<Came, String> {
+        let (topk, el) = (config.topk, config.local_experts());
+        let rows = bytes.len() / areas.meta_stride;
+        let mut came = Came {
+            tokens: Vec::with_capacity(rows),
+            experts: Vec::with_capacity(rows * topk),
+            weights: Vec::with_capacity(if weighted { rows * topk } else { 0 }),
+            places: Vec::new(),
+        };
+        for entry in bytes.chunks_exact(areas.meta_stride) {
+            let token = word::<4>(entry, 0).map_or(0, u32::from_ne_bytes);
+            if token as usize >= config.max_tokens {
+                return Err(format!("a row of token {token} where a rank has at most {}", config.max_tokens));
+            }
+            came.tokens.push(token);
+            let (experts, rest) = entry[8..].split_at(2 * topk);
+            for place in experts.as_chunks::<2>().0 {
+                let expert = u16::from_ne_bytes(*place);
+                if expert != NONE && usize::from(expert) >= el {
+                    return Err(format!("a row for local expert {expert} of {el}"));
+                }
+                came.experts.push(expert);
+            }
+            if weighted {
+                came.weights.extend(rest[..4 * topk].as_chunks::<4>().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)));
+            }
+        }
+        Ok(came)
+    }
+}
+
+fn word<const N: usize>(bytes: &[u8], index: usize) -> Option<[u8; N]> {
+    bytes.get(index * N..)?.first_chunk::<N>().copied()
+}
+
+fn out_of_range(token: usize, k: usize, id: i64, experts: usize) -> Error {
+    Error::new(ErrorKind::Usage, "dispatch", format!("topk_idx[{token}, {k}] is {id}, which is no expert of {experts}"))
+        .with_hint("ids are 0 to num_experts - 1, or -1 for none")
+}
+
+fn twice(token: usize, k: usize, id: i64) -> Error {
+    Error::new(ErrorKind::Usage, "dispatch", format!("topk_idx[{token}, {k}] selects expert {id} for the second time"))
+        .with_hint("a token's experts are distinct")
+}

@@ -1,0 +1,199 @@
+//! What can be said without a second process: layouts, routing, and what other ranks' bytes may not do.
+
+use std::time::Duration;
+
+use crossrail_types::ErrorKind;
+
+use crate::config::{Config, Layout, Payload, Plan, Scale};
+use crate::heap::{Areas, HEADER, Header, MOST_RANKS};
+use crate::routes::{Came, Leg, NONE, Sent};
+use crate::tensor::Input;
+
+fn config() -> Config {
+    Config {
+        ranks: 3,
+        max_tokens: 5,
+        hidden: 256,
+        experts: 6,
+        topk: 4,
+        payload: Payload::Fp8(Scale::F32),
+        layouts: vec![Layout::Expert, Layout::Rank],
+        prereduce: true,
+        share_node: true,
+        timeout: Duration::from_secs(1),
+    }
+}
+
+fn input(config: &Config, idx: &[i64], weights: Option<Vec<f32>>) -> Input {
+    let tokens = idx.len() / config.topk;
+    Input {
+        x: vec![0u16; tokens * config.hidden].into(),
+        topk_idx: idx.to_vec().into(),
+        topk_weights: weights.map(Into::into),
+    }
+}
+
+#[test]
+fn nothing_of_a_heap_overlaps() {
+    for (prereduce, payload) in
+        [(true, Payload::Fp8(Scale::Ue8m0)), (false, Payload::Fp8(Scale::F32)), (true, Payload::Bf16)]
+    {
+        let config = Config { prereduce, payload, ..config() };
+        let areas = Areas::new(&config);
+        let tokens = config.max_tokens;
+        let mut ranges = vec![(0, 128)];
+        for rank in 0..3 {
+            ranges.push((areas.words(rank), 128));
+        }
+        for parity in 0..2 {
+            for rank in 0..3 {
+                let slot = areas.slot(parity, rank);
+                ranges.push((slot, HEADER + tokens * areas.meta_stride));
+                ranges.push((slot + areas.slot_rows(), tokens * areas.row));
+                ranges.push((slot + areas.slot_scales(), tokens * areas.scale));
+                let back = areas.back(parity, rank);
+                ranges.push((back, HEADER));
+                ranges.push((back + areas.back_weights(), HEADER + tokens * config.topk * 4));
+                let most = if prereduce { 1 } else { config.most_local() };
+                ranges.push((back + areas.back_rows(), tokens * most * areas.wide));
+            }
+            ranges.push((areas.rank_rows(parity), 3 * tokens * areas.row));
+            ranges.push((areas.rank_scales(parity), 3 * tokens * areas.scale));
+        }
+        ranges.sort_unstable();
+        for pair in ranges.windows(2) {
+            assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:?} of {ranges:?}");
+        }
+        let (last, len) = ranges[ranges.len() - 1];
+        assert!(last + len <= areas.heap);
+    }
+}
+
+#[test]
+fn the_plan_adds_up_and_grows_with_tokens() {
+    let plan = Plan::new(&config(), 1).expect("a plan");
+    let areas = Areas::new(&config());
+    let heap = areas.heap as u64;
+    let of = |name: &str| plan.kinds.iter().find(|(kind, _)| *kind == name).map_or(0, |(_, bytes)| *bytes);
+    assert_eq!(of("control words") + of("dispatch slots") + of("combine slots") + of("rank-layout rows"), heap);
+    assert!(of("expert-layout rows") >= 2 * 2 * 15 * (256 + 8) as u64 && of("staging for other nodes") > 0);
+    let free = plan.free.expect("Linux tells");
+    let fits = Config { max_tokens: plan.largest_tokens, ..config() };
+    assert!(Plan::new(&fits, 1).expect("a plan").total() <= free);
+    if plan.largest_tokens < 1 << 24 {
+        let one_more = Config { max_tokens: plan.largest_tokens + 1, ..config() };
+        assert!(Plan::new(&one_more, 1).expect("a plan").total() > free);
+    }
+    let huge = Config { max_tokens: 1 << 24, hidden: 1 << 17, ..config() };
+    let error = Plan::new(&huge, 0).expect("a plan").check().expect_err("petabytes");
+    assert_eq!(error.kind, ErrorKind::Exhausted);
+    assert!(error.detail.contains("dispatch slots") && error.detail.contains("in all"), "{error}");
+}
+
+#[test]
+fn numbers_that_make_no_sense_are_named() {
+    let wrong = [
+        (Config { ranks: 0, ..config() }, "ranks"),
+        (Config { ranks: MOST_RANKS as u32 + 1, ..config() }, "ranks"),
+        (Config { experts: 7, ..config() }, "num_experts"),
+        (Config { topk: 33, ..config() }, "topk"),
+        (Config { topk: 7, ..config() }, "topk"),
+        (Config { hidden: 200, ..config() }, "hidden"),
+        (Config { hidden: 0, ..config() }, "hidden"),
+        (Config { max_tokens: 0, ..config() }, "max_tokens"),
+        (Config { layouts: vec![], ..config() }, "layouts"),
+    ];
+    for (config, name) in wrong {
+        let error = config.check().expect_err(name);
+        assert!(error.kind == ErrorKind::Usage && error.detail.contains(name), "{error}");
+    }
+    Config { payload: Payload::Bf16, hidden: 200, ..config() }.check().expect("bf16 has no blocks");
+}
+
+#[test]
+fn a_token_goes_once_to_each_rank() {
+    let config = config();
+    let idx = [0, 1, 4, -1, -1, -1, -1, -1, 5, 2, 3, 4];
+    let sent = Sent::new(&config, &input(&config, &idx, None), &|_| true).expect("good ids");
+    assert_eq!(sent.legs_of(0), [Leg { rank: 0, row: 0 }, Leg { rank: 2, row: 0 }]);
+    assert!(sent.legs_of(1).is_empty());
+    assert_eq!(sent.legs_of(2), [Leg { rank: 1, row: 0 }, Leg { rank: 2, row: 1 }]);
+    assert_eq!((sent.to[2].tokens.as_slice(), sent.to[2].first.as_slice()), (&[0, 2][..], &[0, 1, 3][..]));
+    assert_eq!(sent.selections, 7);
+    let without = Sent::new(&config, &input(&config, &idx, None), &|rank| rank != 2).expect("good ids");
+    assert!(without.to[2].tokens.is_empty());
+    assert_eq!(without.selections, 4);
+}
+
+#[test]
+fn metadata_comes_back_as_it_was_written() {
+    let config = config();
+    let areas = Areas::new(&config);
+    let idx = [0, 1, 4, -1, 5, 2, 3, 4];
+    let weights: Vec<f32> = (0..8).map(|i| i as f32 / 8.0).collect();
+    let input = input(&config, &idx, Some(weights.clone()));
+    let sent = Sent::new(&config, &input, &|_| true).expect("good ids");
+    let mut bytes = Vec::new();
+    sent.metadata(&config, &areas, 2, &input, &mut bytes);
+    let came = Came::read(&config, &areas, &bytes, true).expect("our own");
+    assert_eq!(came.tokens, [0, 1]);
+    assert_eq!(came.experts, [NONE, NONE, 0, NONE, 1, NONE, NONE, 0]);
+    assert_eq!(came.weights, weights);
+}
+
+#[test]
+fn metadata_of_others_is_checked() {
+    let config = config();
+    let areas = Areas::new(&config);
+    let mut entry = vec![0u8; areas.meta_stride];
+    Came::read(&config, &areas, &entry, true).expect("token 0 for expert 0");
+    entry[8..10].copy_from_slice(&2u16.to_ne_bytes());
+    assert!(Came::read(&config, &areas, &entry, true).is_err_and(|why| why.contains("expert 2 of 2")));
+    entry[8..10].copy_from_slice(&0u16.to_ne_bytes());
+    entry[..4].copy_from_slice(&5u32.to_ne_bytes());
+    assert!(Came::read(&config, &areas, &entry, true).is_err_and(|why| why.contains("token 5")));
+    let mut random = 7u64;
+    for _ in 0..2000 {
+        let bytes: Vec<u8> = (0..3 * areas.meta_stride)
+            .map(|_| {
+                random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                (random >> 56) as u8 & 3
+            })
+            .collect();
+        if let Ok(came) = Came::read(&config, &areas, &bytes, true) {
+            assert!(came.experts.iter().all(|expert| *expert == NONE || *expert < 2));
+            assert!(came.tokens.iter().all(|token| *token < 5));
+        }
+    }
+}
+
+#[test]
+fn wrong_ids_are_named_by_place() {
+    let config = config();
+    for (idx, text) in [
+        ([0, 1, 2, 6], "topk_idx[0, 3] is 6"),
+        ([0, -2, 2, 5], "topk_idx[0, 1] is -2"),
+        ([i64::MAX, 1, 2, 5], "topk_idx[0, 0]"),
+        ([3, 1, 3, 5], "topk_idx[0, 2] selects expert 3 for the second time"),
+    ] {
+        let error = Sent::new(&config, &input(&config, &idx, None), &|_| true).expect_err(text);
+        assert!(error.kind == ErrorKind::Usage && error.detail.contains(text), "{error}");
+    }
+    let many = vec![-1; 6 * 4];
+    let error = Sent::new(&config, &input(&config, &many, None), &|_| true).expect_err("6 tokens");
+    assert!(error.detail.contains("6 tokens are more than max_tokens_per_rank, 5"), "{error}");
+    let short = Input { x: vec![0u16; 10].into(), ..input(&config, &[0, 1, 2, 3], None) };
+    let error = Sent::new(&config, &short, &|_| true).expect_err("short x");
+    assert!(error.detail.contains("bf16 [1, 256]"), "{error}");
+}
+
+#[test]
+fn a_header_keeps_what_fits_of_a_text() {
+    let why = "ä".repeat(200);
+    let header = Header::failed(3, &why);
+    let text = header.failure().expect("a failure");
+    assert!(!text.is_empty() && why.starts_with(&text) && header.rows == 0);
+    assert_eq!(Header::new(3, 7, 0).failure(), None);
+    let wild = Header { flags: 1, text_len: u32::MAX, ..Header::new(1, 0, 0) };
+    assert!(wild.failure().is_some());
+}
