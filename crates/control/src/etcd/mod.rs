@@ -25,14 +25,11 @@ use self::http::remaining;
 use self::lease::EtcdLease;
 use self::messages::{Bytes, Compare, Done, KeyValue, Nothing, Number, Operation, Put, Range, Status, Txn};
 use self::watch::EtcdWatch;
+use crate::limits::{check_key, check_prefix, check_value};
 use crate::store::{Entry, Event, Expected, Lease, LeaseId, Revision, Store, Watch};
 
 /// Where our keys are.
 const ROOT: &str = "crossrail/";
-/// As every store has it.
-const LONGEST_KEY: usize = 512;
-/// As every store has it.
-const LONGEST_VALUE: usize = 64 << 10;
 /// Between tries to reach a store that is not there yet, the first and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(200));
 /// etcd takes 128 in one transaction unless told otherwise.
@@ -158,7 +155,7 @@ impl Store for EtcdStore {
     }
 
     fn get(&self, key: &str, deadline: Instant) -> Result<Option<Entry>> {
-        check("store get", key)?;
+        check_key("store get", key)?;
         let done = self.kv("store get", "range", &exactly(key), deadline)?;
         Ok(done.kvs.into_iter().find_map(entry))
     }
@@ -170,7 +167,7 @@ impl Store for EtcdStore {
     }
 
     fn delete(&self, key: &str, deadline: Instant) -> Result<bool> {
-        check("store delete", key)?;
+        check_key("store delete", key)?;
         let done = self.kv("store delete", "deleterange", &exactly(key), deadline)?;
         Ok(done.deleted.unsigned() > 0)
     }
@@ -206,7 +203,7 @@ impl Store for EtcdStore {
 
     fn wait(&self, keys: &[String], deadline: Instant) -> Result<Vec<Entry>> {
         for key in keys {
-            check("store wait", key)?;
+            check_key("store wait", key)?;
         }
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         let mut missing = Vec::new();
@@ -236,27 +233,9 @@ impl Store for EtcdStore {
     }
 }
 
-fn check(operation: &str, key: &str) -> Result<()> {
-    if key.is_empty() {
-        return Err(Error::new(ErrorKind::Usage, operation, "a key without a letter"));
-    }
-    check_prefix(operation, key)
-}
-
-fn check_prefix(operation: &str, key: &str) -> Result<()> {
-    if key.len() > LONGEST_KEY {
-        let what = format!("a key of {} bytes; at most {LONGEST_KEY} are allowed", key.len());
-        return Err(Error::new(ErrorKind::Usage, operation, what));
-    }
-    Ok(())
-}
-
 fn put(operation: &str, key: &str, value: &[u8], lease: Option<LeaseId>) -> Result<Put> {
-    check(operation, key)?;
-    if value.len() > LONGEST_VALUE {
-        let what = format!("a value of {} bytes for {key}; at most {LONGEST_VALUE} are allowed", value.len());
-        return Err(Error::new(ErrorKind::Usage, operation, what));
-    }
+    check_key(operation, key)?;
+    check_value(operation, value)?;
     Ok(Put { key: path(key), value: Bytes(value.to_vec()), lease: Number(lease.map_or(0, |lease| lease.0)) })
 }
 

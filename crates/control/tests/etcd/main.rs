@@ -13,6 +13,12 @@ use crossrail_types::ErrorKind;
 
 use server::{Etcd, free_ports, soon, within};
 
+#[test]
+fn etcd_does_what_every_store_does() {
+    let Some(etcd) = Etcd::start(&[]) else { return };
+    crossrail_control::conformance::run("etcd", "suite/", &|| Arc::new(etcd.open()));
+}
+
 fn keys(entries: &[crossrail_control::Entry]) -> Vec<&str> {
     entries.iter().map(|entry| entry.key.as_str()).collect()
 }
