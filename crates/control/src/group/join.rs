@@ -61,23 +61,25 @@ fn reach(
 ) -> Result<(Arc<dyn Store>, Box<dyn Lease>)> {
     let began = Instant::now();
     let mut pause = PAUSES.0;
+    let mut last: Option<Error> = None;
     loop {
         let reached = crate::open(address, settings, deadline)
             .and_then(|store| store.grant(ttl, deadline).map(|lease| (store, lease)));
-        match reached {
-            Err(error) if error.kind == ErrorKind::Unreachable => {
-                let left = deadline.saturating_duration_since(Instant::now());
-                if left.is_zero() {
-                    let waited = began.elapsed().as_secs_f64();
-                    return Err(Error { detail: format!("{}, tried for {waited:.3} s", error.detail), ..error }
-                        .with_hint("rank 0 starts it on its own machine; elsewhere: crossrail store, or etcd"));
-                }
-                // Nothing tells when somebody begins to listen.
-                std::thread::sleep(pause.min(left));
-                pause = PAUSES.1.min(pause * 2);
-            }
-            result => return result,
+        let left = deadline.saturating_duration_since(Instant::now());
+        last = match (reached, last) {
+            (Err(error), _) if error.kind == ErrorKind::Unreachable => Some(error),
+            // Time ran out on the way to a store that was not there before.
+            (Err(error), Some(before)) if error.kind == ErrorKind::Timeout && left.is_zero() => Some(before),
+            (result, _) => return result,
+        };
+        if let Some(error) = last.take_if(|_| left.is_zero()) {
+            let waited = began.elapsed().as_secs_f64();
+            return Err(Error { detail: format!("{}, tried for {waited:.3} s", error.detail), ..error }
+                .with_hint("rank 0 starts it on its own machine; elsewhere: crossrail store, or etcd"));
         }
+        // Nothing tells when somebody begins to listen.
+        std::thread::sleep(pause.min(left));
+        pause = PAUSES.1.min(pause * 2);
     }
 }
 

@@ -9,8 +9,9 @@ use crate::RankState;
 use crate::bootstrap::hash;
 use crate::membership::Roster;
 
-/// A wait looks this often whether one of those it waits for has died.
-const LOOK: Duration = Duration::from_millis(100);
+/// A wait looks again and again whether one of those it waits for has died, or has left after a barrier that this
+/// process is late to see through: soon at first, then this seldom.
+const LOOKS: (Duration, Duration) = (Duration::from_millis(4), Duration::from_millis(50));
 /// So many missing ranks are named.
 const NAMED: usize = 8;
 
@@ -165,6 +166,7 @@ impl Shared {
         deadline: Instant,
         excused: impl Fn(&Roster, u32) -> bool,
     ) -> Result<Option<Vec<Entry>>> {
+        let mut look = LOOKS.0;
         loop {
             let store = self.store(purpose.operation)?;
             let mut keys = Vec::with_capacity(wanted.keys.len());
@@ -183,13 +185,14 @@ impl Shared {
                     ranks.push(*rank);
                 }
             }
-            match store.wait(&keys, deadline.min(Instant::now() + LOOK)) {
+            match store.wait(&keys, deadline.min(Instant::now() + look)) {
                 Ok(entries) => return Ok(Some(entries)),
                 Err(error) if error.kind == ErrorKind::Timeout => {
                     if Instant::now() >= deadline {
                         let missing = missing_of(&keys, &ranks, &error);
                         return Err(late(purpose, &self.roster.lock(), &missing));
                     }
+                    look = LOOKS.1.min(look * 2);
                 }
                 Err(error) => return self.noted(Err(error)),
             }
