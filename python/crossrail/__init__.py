@@ -61,6 +61,7 @@ from crossrail.errors import (
     UnsupportedError,
     UsageError,
 )
+from crossrail.group import Group
 
 __all__ = [
     "ALL_BITS",
@@ -72,6 +73,7 @@ __all__ = [
     "Endpoint",
     "ExhaustedError",
     "Explain",
+    "Group",
     "IoError",
     "Memory",
     "MismatchError",

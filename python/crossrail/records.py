@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypedDict
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 
 class SupportsDLPack(Protocol):
@@ -176,3 +176,19 @@ class Transfer(TypedDict):
 
     sender: TransferEnd
     receiver: TransferEnd
+
+
+class Member(NamedTuple):
+    """One process in a group. Members of equal `node` share memory; `process` is `host:pid`."""
+
+    rank: int
+    local_rank: int
+    node: str
+    process: str
+
+
+class RankState(NamedTuple):
+    """What is known of a rank: not come yet, there, ended without leaving (`why`, and when noticed), or left."""
+
+    state: Literal["absent", "alive", "dead", "left"]
+    why: str | None = None

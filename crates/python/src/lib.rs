@@ -12,6 +12,7 @@ mod context;
 mod dlpack;
 mod endpoint;
 mod errors;
+mod group;
 mod lent;
 mod lifecycle;
 mod memory;
@@ -40,6 +41,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<region::Region>()?;
     module.add_class::<region::RegionKey>()?;
     module.add_class::<request::Request>()?;
+    module.add_class::<group::Group>()?;
     module.add_class::<receipt::Receipt>()?;
     module.add("Memory", memory::memory_type(module.py())?)?;
     module.add_function(wrap_pyfunction!(request::wait_all, module)?)?;

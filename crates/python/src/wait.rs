@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use crate::errors::{self, OrRaise};
 
 /// Signals are looked at this often.
-const SLICE: Duration = Duration::from_millis(100);
+pub(crate) const SLICE: Duration = Duration::from_millis(100);
 /// More than anybody waits; keeps deadlines from overflowing.
 const LONGEST: f64 = 1e9;
 

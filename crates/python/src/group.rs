@@ -1,0 +1,182 @@
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crossrail_control::{GroupOptions, RankState};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList};
+
+use crate::context::Context;
+use crate::errors::{self, OrRaise};
+use crate::lifecycle::Detached;
+use crate::wait;
+
+/// What `members` gives for each: rank, local rank, node, process.
+type Member = (u32, u32, String, String);
+
+/// The native half of `crossrail.Group`.
+#[pyclass(module = "crossrail._native", frozen, weakref)]
+pub(crate) struct Group {
+    native: Detached<crossrail_control::Group>,
+    timeout: Duration,
+    /// How many changes `wait_change` has told of.
+    told: AtomicU64,
+}
+
+impl Group {
+    pub(crate) fn native(&self) -> &crossrail_control::Group {
+        &self.native
+    }
+
+    fn limit(&self, py: Python<'_>, operation: &str, timeout: Option<f64>) -> PyResult<Duration> {
+        Ok(wait::seconds(py, operation, timeout)?.unwrap_or(self.timeout))
+    }
+}
+
+#[pymethods]
+impl Group {
+    #[new]
+    #[pyo3(signature = (context, name, rank, size, local_rank, node, store, lease, timeout))]
+    #[expect(clippy::too_many_arguments, reason = "the keywords of crossrail.Group")]
+    fn new(
+        context: &Bound<'_, Context>,
+        name: String,
+        rank: Option<u32>,
+        size: Option<u32>,
+        local_rank: Option<u32>,
+        node: Option<String>,
+        store: Option<String>,
+        lease: f64,
+        timeout: Option<f64>,
+    ) -> PyResult<Group> {
+        let py = context.py();
+        let lease = wait::seconds(py, "join", Some(lease))?.unwrap_or_default();
+        let timeout = wait::seconds(py, "join", timeout)?;
+        let settings = context.get().native().settings().clone();
+        let limit = timeout.unwrap_or(settings.timeout);
+        let options = GroupOptions { name, rank, size, local_rank, node, store, lease, timeout };
+        let native = wait::apart(py, move || crossrail_control::Group::join(options, &settings), drop)?;
+        Ok(Group { native: Detached::new(native), timeout: limit, told: AtomicU64::new(0) })
+    }
+
+    #[getter]
+    fn rank(&self) -> u32 {
+        self.native.rank()
+    }
+
+    #[getter]
+    fn size(&self) -> u32 {
+        self.native.size()
+    }
+
+    #[getter]
+    fn local_rank(&self) -> u32 {
+        self.native.local_rank()
+    }
+
+    #[getter]
+    fn node(&self) -> &str {
+        self.native.node()
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        self.native.name()
+    }
+
+    #[getter]
+    fn bootstrap(&self) -> &str {
+        self.native.bootstrap()
+    }
+
+    #[getter]
+    fn store_address(&self) -> String {
+        self.native.store_address()
+    }
+
+    #[getter]
+    fn serves_store(&self) -> bool {
+        self.native.serves_store()
+    }
+
+    #[getter]
+    fn control_error(&self, py: Python<'_>) -> Option<Py<PyAny>> {
+        let error = py.detach(|| self.native.control_error())?;
+        Some(errors::raise(py, &error).into_value(py).into_any())
+    }
+
+    fn publish(&self, py: Python<'_>, key: String, value: Vec<u8>) -> PyResult<()> {
+        let native = self.native.clone();
+        wait::apart(py, move || native.publish(&key, &value), drop)
+    }
+
+    fn withdraw(&self, py: Python<'_>, key: String) -> PyResult<()> {
+        let native = self.native.clone();
+        wait::apart(py, move || native.withdraw(&key), drop)
+    }
+
+    fn collect<'py>(
+        &self,
+        py: Python<'py>,
+        key: &str,
+        ranks: Vec<u32>,
+        timeout: Option<f64>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let limit = self.limit(py, "collect", timeout)?;
+        let values = wait::sliced(py, limit, |slice| self.native.collect(key, &ranks, slice))?;
+        PyList::new(py, values.iter().map(|value| PyBytes::new(py, value)))
+    }
+
+    fn barrier(&self, py: Python<'_>, name: &str, ranks: Vec<u32>, timeout: Option<f64>) -> PyResult<()> {
+        let limit = self.limit(py, "barrier", timeout)?;
+        wait::sliced(py, limit, |slice| self.native.barrier(name, &ranks, slice))
+    }
+
+    fn wait_members(&self, py: Python<'_>, ranks: Vec<u32>, timeout: Option<f64>) -> PyResult<()> {
+        let limit = self.limit(py, "wait_members", timeout)?;
+        wait::sliced(py, limit, |slice| self.native.wait_members(&ranks, slice))
+    }
+
+    fn members(&self, py: Python<'_>) -> Vec<Member> {
+        let members = py.detach(|| self.native.members());
+        members.into_iter().map(|member| (member.rank, member.local_rank, member.node, member.process)).collect()
+    }
+
+    fn state(&self, py: Python<'_>, rank: u32) -> (&'static str, Option<String>) {
+        match py.detach(|| self.native.state(rank)) {
+            RankState::Absent => ("absent", None),
+            RankState::Alive => ("alive", None),
+            RankState::Dead(why) => ("dead", Some(why)),
+            RankState::Left => ("left", None),
+        }
+    }
+
+    #[getter]
+    fn changes(&self, py: Python<'_>) -> u64 {
+        py.detach(|| self.native.changes())
+    }
+
+    fn wait_change(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        let until = Instant::now() + self.limit(py, "wait_change", timeout)?;
+        let told = self.told.load(Ordering::Relaxed);
+        loop {
+            let slice = until.min(Instant::now() + wait::SLICE);
+            let changes = py.detach(|| self.native.wait_change(told, slice));
+            if changes > told {
+                self.told.store(changes, Ordering::Relaxed);
+                return Ok(true);
+            }
+            py.check_signals()?;
+            if Instant::now() >= until {
+                return Ok(false);
+            }
+        }
+    }
+
+    fn leave(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.native.leave()).or_raise(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<crossrail.{:?}>", &*self.native)
+    }
+}
