@@ -1,0 +1,249 @@
+//! Ranks as threads of one process, with a store of their own: what comes out of dispatch and combine is what the dense
+//! computation gives.
+#![allow(missing_docs)]
+
+use std::thread;
+use std::time::Duration;
+
+use crossrail::{Context, Settings};
+use crossrail_control::{Group, GroupOptions, StoreServer};
+use crossrail_ep::{
+    CombineOptions, Config, DispatchOptions, Dispatched, ExpertBuffer, Input, Layout, LinkKind, Payload,
+};
+
+const HIDDEN: usize = 136;
+const LOCAL: usize = 3;
+const TOPK: usize = 4;
+const TOKENS: usize = 7;
+
+#[derive(Clone)]
+struct Case {
+    ranks: usize,
+    nodes: usize,
+    layout: Layout,
+    prereduce: bool,
+    rounds: u64,
+}
+
+/// What one rank does with its buffer.
+type Body = fn(&ExpertBuffer, &Case, usize);
+
+/// Runs `body` on every rank, each with a group and a buffer that is connected to all.
+fn on_ranks(case: &Case, body: Body) {
+    let settings = Settings::default();
+    let server = StoreServer::start("127.0.0.1:0", &settings).expect("a store");
+    let store = server.address();
+    let threads: Vec<_> = (0..case.ranks)
+        .map(|rank| {
+            let (case, store) = (case.clone(), store.clone());
+            thread::spawn(move || {
+                let (group, buffer) = rank_of(&case, rank, &store);
+                let all: Vec<u32> = (0..case.ranks as u32).collect();
+                buffer.connect(&all, true, None).expect("connect");
+                body(&buffer, &case, rank);
+                buffer.destroy().expect("destroy");
+                group.leave().expect("leave");
+            })
+        })
+        .collect();
+    for thread in threads {
+        thread.join().expect("a rank failed");
+    }
+}
+
+fn rank_of(case: &Case, rank: usize, store: &str) -> (Group, ExpertBuffer) {
+    let settings = Settings::default();
+    let options = GroupOptions {
+        rank: Some(rank as u32),
+        size: Some(case.ranks as u32),
+        node: Some(format!("node {}", rank * case.nodes / case.ranks)),
+        store: Some(store.to_owned()),
+        ..GroupOptions::default()
+    };
+    let group = Group::join(options, &settings).expect("join");
+    let context = Context::new(settings).expect("a context");
+    let config = Config {
+        ranks: case.ranks as u32,
+        max_tokens: TOKENS,
+        hidden: HIDDEN,
+        experts: LOCAL * case.ranks,
+        topk: TOPK.min(LOCAL * case.ranks),
+        payload: Payload::Bf16,
+        layouts: vec![case.layout],
+        prereduce: case.prereduce,
+        share_node: true,
+        timeout: Duration::from_secs(20),
+    };
+    let buffer = ExpertBuffer::new(&group, &context, "experts", config).expect("a buffer");
+    (group, buffer)
+}
+
+fn narrow(value: f32) -> u16 {
+    let bits = value.to_bits();
+    ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
+}
+
+fn wide(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self, below: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % below
+    }
+}
+
+struct Tokens {
+    x: Vec<u16>,
+    idx: Vec<i64>,
+    weights: Vec<f32>,
+    count: usize,
+}
+
+/// The tokens of one rank in one round; every rank can make everybody's.
+fn tokens_of(case: &Case, rank: usize, round: u64) -> Tokens {
+    let mut random = Random(round * 1009 + rank as u64 + 1);
+    let experts = (LOCAL * case.ranks) as u64;
+    let topk = TOPK.min(experts as usize);
+    let count = if round % 5 == rank as u64 { 0 } else { 1 + random.next(TOKENS as u64) as usize };
+    let mut tokens = Tokens { x: Vec::new(), idx: vec![-1; count * topk], weights: vec![0.0; count * topk], count };
+    for token in 0..count {
+        tokens.x.extend((0..HIDDEN).map(|_| narrow(random.next(1000) as f32 / 64.0 - 7.0)));
+        for k in 0..topk {
+            let expert = random.next(experts) as i64;
+            let chosen = &mut tokens.idx[token * topk..(token + 1) * topk];
+            if random.next(8) > 0 && !chosen.contains(&expert) {
+                chosen[k] = expert;
+            }
+            tokens.weights[token * topk + k] = random.next(64) as f32 / 64.0;
+        }
+    }
+    tokens
+}
+
+fn row(came: &Dispatched, at: usize) -> Vec<u16> {
+    let mut bytes = vec![0; 2 * HIDDEN];
+    came.rows.memory.copy_to(came.rows.offset + at * 2 * HIDDEN, &mut bytes).expect("inside");
+    bytes.as_chunks::<2>().0.iter().map(|pair| u16::from_le_bytes(*pair)).collect()
+}
+
+/// Every row that came is the one that was sent, at its place; gives the expert's outputs, which are the rows themselves.
+fn check_rows(came: &Dispatched, case: &Case, me: usize, round: u64) -> Vec<u16> {
+    let topk = TOPK.min(LOCAL * case.ranks);
+    let most = case.ranks * TOKENS;
+    let mut next = [0usize; LOCAL];
+    let mut total = 0;
+    let mut outputs = match case.layout {
+        Layout::Expert => vec![0x7fc0; LOCAL * most * HIDDEN],
+        Layout::Rank => Vec::new(),
+    };
+    let (local_idx, weights) = (came.handle.topk_idx(), came.handle.topk_weights());
+    for source in 0..case.ranks {
+        let sent = tokens_of(case, source, round);
+        for token in 0..sent.count {
+            let x = &sent.x[token * HIDDEN..(token + 1) * HIDDEN];
+            let ids = &sent.idx[token * topk..(token + 1) * topk];
+            let mine = |id: &i64| *id >= 0 && *id as usize / LOCAL == me;
+            if !ids.iter().any(mine) {
+                continue;
+            }
+            let mut weight = 0.0;
+            for (k, id) in ids.iter().enumerate().filter(|(_, id)| mine(id)) {
+                let local = *id as usize % LOCAL;
+                assert_eq!(local_idx[total * topk + k], local as i64);
+                weight += weights[total * topk + k];
+                if case.layout == Layout::Expert {
+                    let at = local * most + next[local];
+                    assert_eq!(row(came, at), x, "rank {me}, round {round}: token {token} of {source} for {id}");
+                    outputs[at * HIDDEN..(at + 1) * HIDDEN].copy_from_slice(x);
+                }
+                next[local] += 1;
+            }
+            if case.layout == Layout::Rank {
+                assert_eq!(row(came, total), x, "rank {me}, round {round}: token {token} of {source}");
+                outputs.extend(x.iter().map(|bits| narrow(wide(*bits) * weight)));
+            }
+            total += 1;
+        }
+    }
+    assert_eq!(came.handle.rows(), total);
+    assert_eq!(came.counts, next.map(|count| count as i32));
+    outputs
+}
+
+fn exchange(buffer: &ExpertBuffer, case: &Case, me: usize) {
+    let topk = TOPK.min(LOCAL * case.ranks);
+    for round in 0..case.rounds {
+        let sent = tokens_of(case, me, round);
+        let early = round % 2 == 0 || case.layout == Layout::Rank;
+        let input = Input {
+            x: sent.x.clone().into(),
+            topk_idx: sent.idx.clone().into(),
+            topk_weights: early.then(|| sent.weights.clone().into()),
+        };
+        let options = DispatchOptions { layout: case.layout, ..DispatchOptions::default() };
+        let came = buffer.dispatch(input, options).and_then(|pending| pending.finish()).expect("dispatch");
+        let weights_now = (!early).then(|| sent.weights.clone().into());
+        let outputs = if early { check_rows(&came, case, me, round) } else { copies(&came, case) };
+        let options = CombineOptions { weights: weights_now, ..CombineOptions::default() };
+        let combined = buffer.combine(outputs.into(), &came.handle, options).and_then(|pending| pending.finish());
+        let out = combined.expect("combine").out.expect("no memory was given");
+        assert_eq!(out.len(), sent.count * HIDDEN);
+        for token in 0..sent.count {
+            let pairs = sent.idx[token * topk..].iter().zip(&sent.weights[token * topk..]).take(topk);
+            let weight: f32 = pairs.filter(|(id, _)| **id >= 0).map(|(_, weight)| weight).sum();
+            for at in token * HIDDEN..(token + 1) * HIDDEN {
+                let (got, want) = (wide(out[at]), wide(sent.x[at]) * weight);
+                assert!((got - want).abs() <= 0.02 * want.abs().max(1.0), "rank {me}, round {round}: {got} for {want}");
+            }
+        }
+    }
+    assert!(buffer.faults().is_empty() && buffer.masked().is_empty());
+}
+
+/// The rows as they came, whatever they are.
+fn copies(came: &Dispatched, case: &Case) -> Vec<u16> {
+    (0..LOCAL * case.ranks * TOKENS).flat_map(|at| row(came, at)).collect()
+}
+
+#[test]
+fn every_layout_and_way_gives_what_the_dense_computation_gives() {
+    for (ranks, nodes) in [(1, 1), (2, 1), (3, 1), (5, 1), (2, 2), (4, 2), (5, 3)] {
+        for (layout, prereduce) in [(Layout::Expert, true), (Layout::Expert, false), (Layout::Rank, true)] {
+            on_ranks(&Case { ranks, nodes, layout, prereduce, rounds: 24 }, exchange);
+        }
+    }
+}
+
+#[test]
+fn ranks_of_other_nodes_are_reached_through_the_engine() {
+    let case = Case { ranks: 4, nodes: 2, layout: Layout::Rank, prereduce: true, rounds: 1 };
+    on_ranks(&case, |buffer, _, me| {
+        for link in buffer.links() {
+            let want = match link.rank as usize {
+                rank if rank == me => LinkKind::Myself,
+                rank if rank / 2 == me / 2 => LinkKind::Heap,
+                _ => LinkKind::Network,
+            };
+            assert_eq!(link.kind, want);
+        }
+    });
+}
+
+#[test]
+fn a_wrong_call_is_heard_by_all_and_the_next_works() {
+    let case = Case { ranks: 3, nodes: 1, layout: Layout::Rank, prereduce: true, rounds: 3 };
+    on_ranks(&case, |buffer, case, me| {
+        let id: i64 = if me == 1 { 77 } else { 0 };
+        let input =
+            Input { x: vec![0u16; HIDDEN].into(), topk_idx: vec![id, -1i64, -1, -1].into(), topk_weights: None };
+        let options = DispatchOptions { layout: case.layout, ..DispatchOptions::default() };
+        let error = buffer.dispatch(input, options).and_then(|pending| pending.finish()).expect_err("a wrong id");
+        assert!(error.detail.contains("topk_idx[0, 0] is 77"), "{error}");
+        assert!(me == 1 || error.detail.contains("rank 1"), "{error}");
+        exchange(buffer, case, me);
+    });
+}
