@@ -195,8 +195,9 @@ fn exchange(buffer: &ExpertBuffer, case: &Case, me: usize) {
         for token in 0..sent.count {
             let pairs = sent.idx[token * topk..].iter().zip(&sent.weights[token * topk..]).take(topk);
             let weight: f32 = pairs.filter(|(id, _)| **id >= 0).map(|(_, weight)| weight).sum();
-            for at in token * HIDDEN..(token + 1) * HIDDEN {
-                let (got, want) = (wide(out[at]), wide(sent.x[at]) * weight);
+            let here = token * HIDDEN..(token + 1) * HIDDEN;
+            for (got, x) in out[here.clone()].iter().zip(&sent.x[here]) {
+                let (got, want) = (wide(*got), wide(*x) * weight);
                 assert!((got - want).abs() <= 0.02 * want.abs().max(1.0), "rank {me}, round {round}: {got} for {want}");
             }
         }
