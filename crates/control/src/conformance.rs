@@ -30,6 +30,8 @@ struct Place<'a> {
     store: Arc<dyn Store>,
 }
 
+type Check = fn(&Place<'_>);
+
 fn soon() -> Instant {
     Instant::now() + LONG
 }
@@ -39,7 +41,7 @@ fn soon() -> Instant {
 /// # Panics
 /// When a check fails.
 pub fn run(name: &str, prefix: &str, clients: Clients<'_>) {
-    let checks: [(&str, fn(&Place<'_>)); 14] = [
+    let checks: [(&str, Check); 14] = [
         ("put and get", put_and_get),
         ("list is by key and below the prefix", list),
         ("delete", delete),
@@ -350,7 +352,7 @@ fn limits(place: &Place<'_>) {
     usage(store.put("", b"x", None, soon()).map(drop), "an empty key");
     usage(store.put(&long_key, b"x", None, soon()).map(drop), "a long key");
     usage(store.get(&long_key, soon()).map(drop), "a long key");
-    usage(store.wait(&[long_key.clone()], soon()).map(drop), "a long key");
+    usage(store.wait(std::slice::from_ref(&long_key), soon()).map(drop), "a long key");
     usage(store.put(&place.key("a"), &long_value, None, soon()).map(drop), "a long value");
     let set = store.compare_and_set(&place.key("a"), Expected::Absent, &long_value, None, soon());
     usage(set.map(drop), "a long value");

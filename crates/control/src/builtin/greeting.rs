@@ -52,16 +52,6 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Length of the message.
-    pub fn len(self) -> usize {
-        match self {
-            Kind::Challenge => CHALLENGE_LEN,
-            Kind::Reply => REPLY_LEN,
-            Kind::Proof => PROOF_LEN,
-            Kind::Reject => REJECT_LEN,
-        }
-    }
-
     fn name(self) -> &'static str {
         match self {
             Kind::Challenge => "a challenge",
@@ -285,7 +275,7 @@ const CLIENT: &str = "crossrail store client";
 const STORE: &str = "crossrail store server";
 
 /// The client's proof; `reply`'s own mac is not looked at.
-pub(super) fn client_proof(secret: &[u8], challenge: &[u8; CHALLENGE_LEN], reply: &[u8; REPLY_LEN]) -> [u8; 32] {
+pub fn client_proof(secret: &[u8], challenge: &[u8; CHALLENGE_LEN], reply: &[u8; REPLY_LEN]) -> [u8; 32] {
     hmac(secret, CLIENT, &[challenge, &reply[..REPLY_MAC]]).finalize().into_bytes().into()
 }
 

@@ -134,8 +134,7 @@ impl Keeper {
 
     fn run(&self, shared: &Weak<Shared>) {
         let mut kept = self.kept.lock();
-        loop {
-            let Some((due, held)) = kept.leases.iter().min_by_key(|(due, _)| *due).cloned() else { break };
+        while let Some((due, held)) = kept.leases.iter().min_by_key(|(due, _)| *due).cloned() {
             if due > Instant::now() {
                 self.changed.wait_until(&mut kept, due);
                 continue;
