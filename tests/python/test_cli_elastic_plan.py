@@ -18,8 +18,7 @@ def test_a_plan_that_grows_and_shrinks() -> None:
     assert [len(phase.active) for phase in plan.phases] == [4, 8, 6]
     assert [plan.joining(index) for index in range(3)] == [(0, 1, 2, 3), (4, 5, 6, 7), ()]
     assert [plan.leaving(index) for index in range(3)] == [(), (), (6, 7)]
-    assert plan.last_of(7, 1) == 1
-    assert plan.last_of(3, 0) == 2
+    assert all(plan.in_turn(index) for index in range(3))
 
 
 def test_a_negative_entry_takes_part_and_dies() -> None:
@@ -29,14 +28,22 @@ def test_a_negative_entry_takes_part_and_dies() -> None:
     assert plan.joining(1) == plan.leaving(1) == ()
     assert plan.joining(2) == plan.leaving(2) == ()
     assert plan.joining(3) == (2,)
-    assert plan.last_of(2, 0) == 1
-    assert plan.last_of(2, 3) == 3
+    assert plan.in_turn(3)
 
 
 def test_one_leaves_while_another_dies() -> None:
     plan = load_plan(str(PLANS / "killed_while_shrinking.json"))
     assert plan.leaving(2) == (1,)
     assert plan.phases[2].dying == (2,)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("[[0, 2]]", False), ("[[0, 1, 2], [0, 1, 3]]", False), ("[[0, 1, -2], [0, 1, 2]]", True), ("[[0], [0]]", True)],
+)
+def test_numbers_that_no_rank_server_would_give_are_known(text: str, expected: bool) -> None:
+    plan = parse_plan(text)
+    assert plan.in_turn(len(plan.phases) - 1) is expected
 
 
 @pytest.mark.parametrize("path", sorted(PLANS.glob("*.json")), ids=lambda path: path.stem)

@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; gives its exit code. Never lets a user's own mistake end in a traceback."""
     try:
         from .arguments import parse_arguments
+        from .store_arguments import StoreOptions
     except ImportError as error:
         say_error(f"the native module cannot be loaded ({error}); install Crossrail again for this Python")
         return EXIT_FAILED
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else EXIT_USAGE
     if command.parent is not None:
         live_with_parent(command.parent)
+    if isinstance(command, StoreOptions):
+        return _run(command)  # on this thread, whose signals it waits for
     return _in_thread(lambda: _run(command))
 
 

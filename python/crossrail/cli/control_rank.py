@@ -27,7 +27,7 @@ def serve(parent: Parent, job: Message) -> None:
         group.barrier("all here")
         for experts in work["experts_per_rank"]:
             steps = bench_control(
-                group.native,
+                group._native,
                 context,
                 op=work["op"],
                 rounds=work["rounds"],

@@ -49,13 +49,11 @@ class Plan:
         """Ranks that leave at the beginning of phase `index`."""
         return tuple(rank for rank in self.before(index) if rank not in self.phases[index].active)
 
-    def last_of(self, rank: int, index: int) -> int:
-        """The last phase of the process that has `rank` in phase `index`."""
-        while index + 1 < len(self.phases) and rank in self.phases[index].left:
-            if rank not in self.phases[index + 1].active:
-                break
-            index += 1
-        return index
+    def in_turn(self, index: int) -> bool:
+        """Whether the ranks that phase `index` starts are those that a rank server gives: the lowest free numbers."""
+        held = [rank for rank in self.before(index) if rank not in self.leaving(index)]
+        free = (rank for rank in range(self.ranks) if rank not in held)
+        return all(rank == next(free) for rank in self.joining(index))
 
     def dumps(self) -> str:
         """As a plan file has it."""

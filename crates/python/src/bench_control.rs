@@ -1,0 +1,71 @@
+//! The control plane's measuring loop, run detached.
+
+use crossrail_bench::{ControlPlan, Step};
+use crossrail_ep::{Config, Layout, Payload, Scale};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::bench::Watch;
+use crate::context::Context;
+use crate::errors::{self, OrRaise};
+use crate::group::Group;
+use crate::lent::Call;
+
+/// The steps of an ExpertBuffer's life, timed on this rank; all ranks of the group call it alike.
+///
+/// `op`: `init`, `connect`, `disconnect`, `reconnect`, `destroy`, or `cycle` for all five; what must come before is done
+/// but not told. A barrier of all ranks comes before each step, and a word over every new connection after it, both
+/// outside of its time. `on_progress(done, total)` is called between rounds; what it raises ends the run.
+///
+/// Returns microseconds by step, `rounds` of each. Raises what ExpertBuffer and Group.barrier raise.
+#[pyfunction]
+#[pyo3(signature = (group, context, *, op, rounds, max_tokens_per_rank, hidden, num_experts, topk, dispatch_dtype = "fp8", on_progress = None))]
+#[allow(clippy::too_many_arguments)] // keywords in Python
+pub(crate) fn bench_control<'py>(
+    group: &Bound<'py, Group>,
+    context: &Bound<'py, Context>,
+    op: &str,
+    rounds: usize,
+    max_tokens_per_rank: usize,
+    hidden: usize,
+    num_experts: usize,
+    topk: usize,
+    dispatch_dtype: &str,
+    on_progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let py = group.py();
+    let _call = Call::enter(py);
+    let only = Step::CYCLE.into_iter().find(|step| step.name() == op);
+    if only.is_none() && op != "cycle" {
+        return Err(errors::usage(py, "bench", format!("no op {op:?}"), "cycle or one of its steps"));
+    }
+    let payload = match dispatch_dtype {
+        "bf16" => Payload::Bf16,
+        "fp8" => Payload::Fp8(Scale::F32),
+        other => return Err(errors::usage(py, "bench", format!("no dispatch_dtype {other:?}"), "fp8 or bf16")),
+    };
+    let (group, context) = (group.get().native(), context.get().native());
+    let config = Config {
+        ranks: group.size(),
+        max_tokens: max_tokens_per_rank,
+        hidden,
+        experts: num_experts,
+        topk,
+        payload,
+        layouts: vec![Layout::Expert, Layout::Rank],
+        prereduce: true,
+        share_node: true,
+        timeout: context.settings().timeout,
+    };
+    let plan = ControlPlan { config, only, rounds };
+    let mut watch = Watch { on_progress: on_progress.as_ref(), raised: None };
+    let outcome = py.detach(|| crossrail_bench::control(group, context, &plan, &mut watch));
+    if let Some(raised) = watch.raised {
+        return Err(raised);
+    }
+    let samples = PyDict::new(py);
+    for (step, times) in outcome.or_raise(py)? {
+        samples.set_item(step.name(), times)?;
+    }
+    Ok(samples)
+}
