@@ -1,74 +1,53 @@
-//! The kernels with AVX2, as avx512.rs has them at twice the width.
+//! The kernels with AVX2 and FMA, as avx512.rs has them at twice the width.
 
 use std::arch::x86_64::*;
 
-use super::portable::{self, INFINITE, Scaled};
-use super::{BLOCK, Kernels};
+use super::{AHEAD, BLOCK, GROUP, Kernels, portable, prefetch, scale_block};
 use crate::Scale;
 
-pub(super) static KERNELS: Kernels = Kernels { name: "avx2", stream, cast, uncast, reduce };
+pub(super) static KERNELS: Kernels = Kernels { name: "avx2", cast, uncast, reduce };
 
 /// bf16 elements in a register.
 const LANES: usize = 16;
 
 /// Whether this processor, and its system, have what these kernels use.
 pub(super) fn runs_here() -> bool {
-    is_x86_feature_detected!("avx2")
-}
-
-/// # Safety
-/// That of [`Kernels::stream_row`]; `runs_here`.
-#[target_feature(enable = "avx2")]
-unsafe fn stream(dst: *mut u8, src: *const u8, len: usize) {
-    let head = dst.align_offset(64).min(len);
-    // SAFETY: all of it within `len`, by the contract; the streamed part begins aligned.
-    unsafe {
-        std::ptr::copy_nonoverlapping(src, dst, head);
-        let mut at = head;
-        while at + 64 <= len {
-            _mm256_stream_si256(dst.add(at).cast(), _mm256_loadu_si256(src.add(at).cast()));
-            _mm256_stream_si256(dst.add(at + 32).cast(), _mm256_loadu_si256(src.add(at + 32).cast()));
-            at += 64;
-        }
-        std::ptr::copy_nonoverlapping(src.add(at), dst.add(at), len - at);
-    }
-    // Streamed stores are not ordered with later ones otherwise.
-    _mm_sfence();
+    is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")
 }
 
 /// # Safety
 /// That of [`Kernels::cast_row`]; `runs_here`.
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 unsafe fn cast(src: *const u16, hidden: usize, dst: *mut u8, scales: *mut u8, kind: Scale) {
-    for index in 0..hidden / BLOCK {
-        let (from, to) = (src.wrapping_add(index * BLOCK), dst.wrapping_add(index * BLOCK));
-        // SAFETY: a whole block inside the row, by the contract.
-        let load = |i: usize| unsafe { _mm256_loadu_si256(from.wrapping_add(i * LANES).cast()) };
-        let amax = largest((0..BLOCK / LANES).map(load));
-        if amax >= INFINITE {
-            // SAFETY: as above.
-            unsafe { portable::cast_block(from, to, scales, index, kind) };
-            continue;
+    let blocks = hidden / BLOCK;
+    for begin in (0..blocks).step_by(GROUP) {
+        let group = begin..blocks.min(begin + GROUP);
+        // SAFETY: blocks inside the row, by the contract.
+        let load = |index: usize, i| unsafe { _mm256_loadu_si256(src.wrapping_add(index * BLOCK + i * LANES).cast()) };
+        let mut factors = [None; GROUP];
+        for (index, factor) in group.clone().zip(&mut factors) {
+            let amax = largest((0..BLOCK / LANES).map(|i| load(index, i)));
+            let (from, to) = (src.wrapping_add(index * BLOCK), dst.wrapping_add(index * BLOCK));
+            // SAFETY: as above; a scale per block.
+            unsafe { *factor = scale_block(amax, from, to, scales, index, kind) };
         }
-        let scaled = Scaled::new(amax, kind);
-        // Results are in steps of 2^19 more, so that their exponent's byte comes out right; see avx512.rs.
-        let factor = _mm256_set1_ps(scaled.factor * (1 << 19) as f32);
-        for i in (0..BLOCK / LANES).step_by(2) {
-            // Two registers are packed half by half: first halves, then second ones.
-            let codes = _mm256_packus_epi16(encode(load(i), factor), encode(load(i + 1), factor));
-            // SAFETY: as above; 32 bytes of the block.
-            unsafe {
-                _mm256_storeu_si256(to.wrapping_add(i * LANES).cast(), _mm256_permute4x64_epi64(codes, 0b11_01_10_00));
+        for (index, factor) in group.zip(factors) {
+            let Some(factor) = factor else { continue };
+            let (to, factor) = (dst.wrapping_add(index * BLOCK), _mm256_set1_ps(factor));
+            for i in (0..BLOCK / LANES).step_by(2) {
+                // Two registers are packed half by half: first halves, then second ones.
+                let codes = _mm256_packus_epi16(encode(load(index, i), factor), encode(load(index, i + 1), factor));
+                let codes = _mm256_permute4x64_epi64(codes, 0b11_01_10_00);
+                // SAFETY: as above; 32 bytes of the block.
+                unsafe { _mm256_storeu_si256(to.wrapping_add(i * LANES).cast(), codes) };
             }
         }
-        // SAFETY: as above.
-        unsafe { scaled.store(scales, index, kind) };
     }
 }
 
 /// The largest magnitude, as bits.
 #[inline]
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 fn largest(block: impl Iterator<Item = __m256i>) -> u16 {
     let mut most = _mm256_setzero_si256();
     for x in block {
@@ -80,15 +59,15 @@ fn largest(block: impl Iterator<Item = __m256i>) -> u16 {
 }
 
 #[inline]
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 fn magnitude(x: __m256i) -> __m256i {
     _mm256_and_si256(x, _mm256_set1_epi16(0x7fff))
 }
 
-/// Casts 16 finite elements whose product with the factor (2^19 times the true one) is at most 448 * 2^19; each code
+/// Casts 16 finite elements whose product with the factor (2^7 times the true one) is at most 448 * 2^7; each code
 /// has 16 bits.
 #[inline]
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 fn encode(x: __m256i, factor: __m256) -> __m256i {
     let even = _mm256_castsi256_ps(_mm256_slli_epi32(magnitude(x), 16));
     let odd = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(0x7fff_0000)));
@@ -100,18 +79,18 @@ fn encode(x: __m256i, factor: __m256) -> __m256i {
 
 /// Codes in the lowest bytes; see avx512.rs.
 #[inline]
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 fn steps(value: __m256) -> __m256i {
-    let least = _mm256_set1_epi32((121 + 19) << 23);
+    let least = _mm256_set1_epi32((121 + 7) << 23);
     let power = _mm256_and_si256(_mm256_max_epu32(_mm256_castps_si256(value), least), _mm256_set1_epi32(0x7f80_0000));
-    let power = _mm256_add_epi32(power, _mm256_set1_epi32(20 << 23));
-    let sum = _mm256_castps_si256(_mm256_add_ps(value, _mm256_castsi256_ps(power)));
-    _mm256_add_epi32(_mm256_sub_epi32(sum, power), _mm256_srli_epi32(power, 20))
+    // The product is exact, so that nothing is rounded but the sum.
+    let sum = _mm256_fmadd_ps(_mm256_castsi256_ps(power), _mm256_set1_ps((1 << 20) as f32), value);
+    _mm256_add_epi32(_mm256_castps_si256(sum), _mm256_srli_epi32(power, 20))
 }
 
 /// # Safety
 /// That of [`Kernels::uncast_row`]; `runs_here`.
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 unsafe fn uncast(src: *const u8, scales: *const u8, hidden: usize, dst: *mut u16, kind: Scale) {
     // SAFETY: by the contract. Compiled for AVX2, the plain loop is fast.
     unsafe { portable::uncast(src, scales, hidden, dst, kind) };
@@ -119,7 +98,7 @@ unsafe fn uncast(src: *const u8, scales: *const u8, hidden: usize, dst: *mut u16
 
 /// # Safety
 /// That of [`Kernels::reduce_rows`]; `runs_here`.
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 unsafe fn reduce(dst: *mut u16, rows: &[*const u16], weights: &[f32], hidden: usize) {
     // SAFETY: by the contract.
     unsafe {
@@ -136,13 +115,15 @@ const WIDE: usize = 4;
 
 /// # Safety
 /// That of [`Kernels::reduce_rows`]; `runs_here`; a weight per row if `WEIGHTED`.
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 unsafe fn reduce_as<const WEIGHTED: bool>(dst: *mut u16, rows: &[*const u16], weights: &[f32], hidden: usize) {
     let upper = _mm256_set1_epi32(0xffff_0000u32 as i32);
+    prefetch(rows, 0..AHEAD.min(hidden));
     let mut begin = 0;
     while begin + WIDE * LANES <= hidden {
         let mut even = [_mm256_setzero_ps(); WIDE];
         let mut odd = [_mm256_setzero_ps(); WIDE];
+        prefetch(rows, begin + AHEAD..(begin + AHEAD + WIDE * LANES).min(hidden));
         for (index, row) in rows.iter().enumerate() {
             let weight = if WEIGHTED { _mm256_set1_ps(weights[index]) } else { _mm256_setzero_ps() };
             for i in 0..WIDE {
@@ -171,7 +152,7 @@ unsafe fn reduce_as<const WEIGHTED: bool>(dst: *mut u16, rows: &[*const u16], we
 
 /// The nearest bf16 in the upper halves, ties to even; 0x7fc0 for NaN.
 #[inline]
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 fn rounded(sum: __m256) -> __m256i {
     let bits = _mm256_castps_si256(sum);
     let last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

@@ -5,11 +5,10 @@
 
 use std::arch::x86_64::*;
 
-use super::portable::{self, INFINITE, Scaled};
-use super::{BLOCK, Kernels};
+use super::{AHEAD, BLOCK, GROUP, Kernels, portable, prefetch, scale_block};
 use crate::Scale;
 
-pub(super) static KERNELS: Kernels = Kernels { name: "avx512", stream, cast, uncast, reduce };
+pub(super) static KERNELS: Kernels = Kernels { name: "avx512", cast, uncast, reduce };
 
 /// bf16 elements in a register.
 const LANES: usize = 32;
@@ -20,48 +19,29 @@ pub(super) fn runs_here() -> bool {
 }
 
 /// # Safety
-/// That of [`Kernels::stream_row`]; `runs_here`.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn stream(dst: *mut u8, src: *const u8, len: usize) {
-    let head = dst.align_offset(64).min(len);
-    // SAFETY: all of it within `len`, by the contract; the streamed part begins aligned.
-    unsafe {
-        std::ptr::copy_nonoverlapping(src, dst, head);
-        let mut at = head;
-        while at + 64 <= len {
-            _mm512_stream_si512(dst.add(at).cast(), _mm512_loadu_si512(src.add(at).cast()));
-            at += 64;
-        }
-        std::ptr::copy_nonoverlapping(src.add(at), dst.add(at), len - at);
-    }
-    // Streamed stores are not ordered with later ones otherwise.
-    _mm_sfence();
-}
-
-/// # Safety
 /// That of [`Kernels::cast_row`]; `runs_here`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 unsafe fn cast(src: *const u16, hidden: usize, dst: *mut u8, scales: *mut u8, kind: Scale) {
-    for index in 0..hidden / BLOCK {
-        let (from, to) = (src.wrapping_add(index * BLOCK), dst.wrapping_add(index * BLOCK));
-        // SAFETY: a whole block inside the row, by the contract.
-        let x: [__m512i; 4] =
-            std::array::from_fn(|i| unsafe { _mm512_loadu_si512(from.wrapping_add(i * LANES).cast()) });
-        let amax = largest(x);
-        if amax >= INFINITE {
-            // SAFETY: as above.
-            unsafe { portable::cast_block(from, to, scales, index, kind) };
-            continue;
+    let blocks = hidden / BLOCK;
+    for begin in (0..blocks).step_by(GROUP) {
+        let group = begin..blocks.min(begin + GROUP);
+        // SAFETY: blocks inside the row, by the contract.
+        let load = |index: usize, i| unsafe { _mm512_loadu_si512(src.wrapping_add(index * BLOCK + i * LANES).cast()) };
+        let mut factors = [None; GROUP];
+        for (index, factor) in group.clone().zip(&mut factors) {
+            let amax = largest(std::array::from_fn(|i| load(index, i)));
+            let (from, to) = (src.wrapping_add(index * BLOCK), dst.wrapping_add(index * BLOCK));
+            // SAFETY: as above; a scale per block.
+            unsafe { *factor = scale_block(amax, from, to, scales, index, kind) };
         }
-        let scaled = Scaled::new(amax, kind);
-        // Results are in steps of 2^19 more, so that their exponent's byte comes out right; see `encode`.
-        let factor = _mm512_set1_ps(scaled.factor * (1 << 19) as f32);
-        for (i, x) in x.into_iter().enumerate() {
-            // SAFETY: as above; 32 bytes of the block.
-            unsafe { _mm256_storeu_si256(to.wrapping_add(i * LANES).cast(), encode(x, factor)) };
+        for (index, factor) in group.zip(factors) {
+            let Some(factor) = factor else { continue };
+            let (to, factor) = (dst.wrapping_add(index * BLOCK), _mm512_set1_ps(factor));
+            for i in 0..BLOCK / LANES {
+                // SAFETY: as above; 32 bytes of the block.
+                unsafe { _mm256_storeu_si256(to.wrapping_add(i * LANES).cast(), encode(load(index, i), factor)) };
+            }
         }
-        // SAFETY: as above.
-        unsafe { scaled.store(scales, index, kind) };
     }
 }
 
@@ -85,7 +65,7 @@ fn magnitude(x: __m512i) -> __m512i {
     _mm512_and_si512(x, _mm512_set1_epi16(0x7fff))
 }
 
-/// Casts 32 finite elements whose product with the factor (2^19 times the true one) is at most 448 * 2^19.
+/// Casts 32 finite elements whose product with the factor (2^7 times the true one) is at most 448 * 2^7.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 fn encode(x: __m512i, factor: __m512) -> __m256i {
@@ -100,16 +80,16 @@ fn encode(x: __m512i, factor: __m512) -> __m256i {
     _mm512_cvtepi16_epi8(_mm512_ternarylogic_epi32(codes, signs, _mm512_set1_epi16(0x80), 0xf8))
 }
 
-/// Codes in the lowest bytes, as `encode` of portable.rs explains. There 141 * 8 is taken off in the end; here values
-/// are 2^19 times as large, so it would be 160 * 8, which is nothing in the lowest byte.
+/// Codes in the lowest bytes, as `encode` of portable.rs explains; what is above them is left. There 121 * 8 is taken off
+/// in the end, but here values are 2^7 times as large: it would be 128 * 8, which is nothing in the lowest byte.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 fn steps(value: __m512) -> __m512i {
-    let least = _mm512_set1_epi32((121 + 19) << 23);
+    let least = _mm512_set1_epi32((121 + 7) << 23);
     let power = _mm512_and_si512(_mm512_max_epu32(_mm512_castps_si512(value), least), _mm512_set1_epi32(0x7f80_0000));
-    let power = _mm512_add_epi32(power, _mm512_set1_epi32(20 << 23));
-    let sum = _mm512_castps_si512(_mm512_add_ps(value, _mm512_castsi512_ps(power)));
-    _mm512_add_epi32(_mm512_sub_epi32(sum, power), _mm512_srli_epi32(power, 20))
+    // The product is exact, so that nothing is rounded but the sum.
+    let sum = _mm512_fmadd_ps(_mm512_castsi512_ps(power), _mm512_set1_ps((1 << 20) as f32), value);
+    _mm512_add_epi32(_mm512_castps_si512(sum), _mm512_srli_epi32(power, 20))
 }
 
 /// # Safety
@@ -142,10 +122,12 @@ const WIDE: usize = 4;
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 unsafe fn reduce_as<const WEIGHTED: bool>(dst: *mut u16, rows: &[*const u16], weights: &[f32], hidden: usize) {
     let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
+    prefetch(rows, 0..AHEAD.min(hidden));
     let mut begin = 0;
     while begin + WIDE * LANES <= hidden {
         let mut even = [_mm512_setzero_ps(); WIDE];
         let mut odd = [_mm512_setzero_ps(); WIDE];
+        prefetch(rows, begin + AHEAD..(begin + AHEAD + WIDE * LANES).min(hidden));
         for (index, row) in rows.iter().enumerate() {
             let weight = if WEIGHTED { _mm512_set1_ps(weights[index]) } else { _mm512_setzero_ps() };
             for i in 0..WIDE {

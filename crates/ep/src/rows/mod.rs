@@ -35,14 +35,30 @@ mod portable;
 mod tests;
 
 use std::fmt;
+#[cfg(target_arch = "x86_64")]
+use std::ops::Range;
 use std::sync::LazyLock;
 
 use crate::{BLOCK, Scale};
 
+/// Blocks that are looked at before the first of them is cast, so that none waits for its own factor (measured on an AMD
+/// EPYC of family 26 with AVX-512: half as fast again as one by one). 4 KiB, which the first cache keeps.
+#[cfg(target_arch = "x86_64")]
+const GROUP: usize = 16;
+
+/// Elements that a sum asks for ahead of those it adds: 1 KiB of each row. Rows lie anywhere, and what the processor
+/// fetches by itself begins too late in each: measured there, from memory, with rows of 14 KiB in scattered order, sums
+/// of 1, 2, 4 and 8 reached 1.5, 2.3, 2.0 and 1.7 times the rate of those without.
+#[cfg(target_arch = "x86_64")]
+const AHEAD: usize = 512;
+
+/// bf16 elements in a line of the cache.
+#[cfg(target_arch = "x86_64")]
+const LINE: usize = 32;
+
 /// The row kernels for one kind of processor.
 pub struct Kernels {
     name: &'static str,
-    stream: unsafe fn(*mut u8, *const u8, usize),
     cast: unsafe fn(*const u16, usize, *mut u8, *mut u8, Scale),
     uncast: unsafe fn(*const u8, *const u8, usize, *mut u16, Scale),
     reduce: unsafe fn(*mut u16, &[*const u16], &[f32], usize),
@@ -89,23 +105,17 @@ impl Kernels {
 
     /// Copies `len` bytes.
     ///
+    /// This is the C library's memcpy. Measured against it between two processors of an AMD EPYC (family 26, 32 MiB of
+    /// third cache), rows of 4 and 14 KiB written by one and then read by the other: non-temporal AVX-512 stores took
+    /// 1.3 to 1.8 times as long for 2 MiB in all, as long at 64 MiB, and 0.94 to 1 of it at 128 MiB.
+    ///
     /// # Safety
     /// As `std::ptr::copy_nonoverlapping` for `len` bytes, but that another process may write to either side meanwhile:
     /// then the bytes copied are garbage.
     #[inline]
     pub unsafe fn copy_row(&self, dst: *mut u8, src: *const u8, len: usize) {
-        // SAFETY: by the contract. The C library's memcpy.
+        // SAFETY: by the contract.
         unsafe { std::ptr::copy_nonoverlapping(src, dst, len) };
-    }
-
-    /// Copies `len` bytes past the caches. They are in memory before any store after this call, as with `copy_row`.
-    ///
-    /// # Safety
-    /// As for [`copy_row`](Kernels::copy_row).
-    #[inline]
-    pub unsafe fn stream_row(&self, dst: *mut u8, src: *const u8, len: usize) {
-        // SAFETY: by the contract; these kernels run here, as only `available` hands them out.
-        unsafe { (self.stream)(dst, src, len) };
     }
 
     /// Casts a bf16 row to e4m3 with a scale per block: 4 bytes each (fp32), 1 byte for [`Scale::Ue8m0`].
@@ -144,6 +154,45 @@ impl Kernels {
         assert!(weights.is_none_or(|weights| weights.len() == rows.len()), "a weight per row");
         // SAFETY: by the contract; these kernels run here.
         unsafe { (self.reduce)(dst, rows, weights.unwrap_or(&[]), hidden) };
+    }
+}
+
+/// Stores the scale of block `index` and gives 2^7 times what its elements, at `from`, are multiplied with, for kernels
+/// that count exponents from there; a block with NaN or infinities is cast at once, to `to`, and gives `None`.
+///
+/// # Safety
+/// As for `portable::cast_block`.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn scale_block(
+    amax: u16,
+    from: *const u16,
+    to: *mut u8,
+    scales: *mut u8,
+    index: usize,
+    kind: Scale,
+) -> Option<f32> {
+    if amax >= portable::INFINITE {
+        // SAFETY: by the contract.
+        unsafe { portable::cast_block(from, to, scales, index, kind) };
+        return None;
+    }
+    let scaled = portable::Scaled::new(amax, kind);
+    // SAFETY: by the contract.
+    unsafe { scaled.store(scales, index, kind) };
+    Some(scaled.factor * 128.0)
+}
+
+/// Asks for these elements of every row.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn prefetch(rows: &[*const u16], elements: Range<usize>) {
+    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    for at in elements.step_by(LINE) {
+        for row in rows {
+            // SAFETY: a hint, which reads nothing, wherever it points.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(at).cast()) };
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use super::{BLOCK, Kernels, stored};
 use crate::Scale;
 
-pub(super) static KERNELS: Kernels = Kernels { name: "portable", stream, cast, uncast, reduce };
+pub(super) static KERNELS: Kernels = Kernels { name: "portable", cast, uncast, reduce };
 
 /// bf16 infinity; larger magnitudes are NaN.
 pub(super) const INFINITE: u16 = 0x7f80;
@@ -80,9 +80,9 @@ fn narrow(value: f32) -> u16 {
 pub(super) fn encode(value: f32) -> u8 {
     let sign = (value.to_bits() >> 24 & 0x80) as u8;
     let magnitude = if value.abs() < MOST { value.abs() } else { MOST };
-    let power = (magnitude.to_bits().max(121 << 23) & EXPONENT) + (20 << 23);
-    let steps = (magnitude + f32::from_bits(power)).to_bits() - power;
-    let code = ((power >> 20) - (141 << 3) + steps) as u8;
+    let power = magnitude.to_bits().max(121 << 23) & EXPONENT;
+    let steps = (magnitude + f32::from_bits(power + (20 << 23))).to_bits() as u8;
+    let code = ((power >> 20) - (121 << 3)) as u8 + steps;
     sign | if value.is_nan() { 0x7f } else { code }
 }
 
@@ -96,13 +96,6 @@ fn decode(code: u8) -> f32 {
     let value = if magnitude < 8 { small } else { normal };
     let value = if magnitude == 0x7f { f32::NAN } else { value };
     f32::from_bits(value.to_bits() | u32::from(code & 0x80) << 24)
-}
-
-/// # Safety
-/// That of [`Kernels::stream_row`].
-unsafe fn stream(dst: *mut u8, src: *const u8, len: usize) {
-    // SAFETY: by the contract.
-    unsafe { std::ptr::copy_nonoverlapping(src, dst, len) };
 }
 
 /// # Safety
