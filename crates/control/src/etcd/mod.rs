@@ -14,7 +14,7 @@ mod lease;
 mod messages;
 mod watch;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -97,20 +97,20 @@ impl EtcdStore {
         let read = self.read(keys, deadline)?;
         let mut known: HashMap<&str, Known> = keys.iter().copied().zip(read).collect();
         let mut watch = None;
-        loop {
-            let is_missing = |key: &&&str| known.get(**key).is_none_or(|known| known.entry.is_none());
-            *missing = keys.iter().filter(is_missing).map(|key| (*key).to_owned()).collect();
-            if missing.is_empty() {
-                return Ok(keys.iter().filter_map(|key| known.get(key)?.entry.clone()).collect());
-            }
-            let watch = match &mut watch {
-                Some(watch) => watch,
+        while known.values().any(|known| known.entry.is_none()) {
+            let came = match &mut watch {
+                Some(watch) => EtcdWatch::next(watch, deadline),
                 None => {
                     let since = known.values().map(|known| known.at).min().unwrap_or_default();
-                    watch.insert(EtcdWatch::open(&self.client, span(keys), since, deadline)?)
+                    let opened = EtcdWatch::open(&self.client, span(keys), since, deadline);
+                    opened.map(|opened| {
+                        watch = Some(opened);
+                        Vec::new()
+                    })
                 }
             };
-            for event in watch.next(deadline)? {
+            let events = came.inspect_err(|_| *missing = absent(keys, &known))?;
+            for event in events {
                 let key = match &event {
                     Event::Put(entry) => entry.key.as_str(),
                     Event::Gone { key, .. } => key.as_str(),
@@ -120,7 +120,15 @@ impl EtcdStore {
                 }
             }
         }
+        Ok(keys.iter().filter_map(|key| known.get(key)?.entry.clone()).collect())
     }
+}
+
+/// Those of `keys` that do not exist, each once.
+fn absent(keys: &[&str], known: &HashMap<&str, Known>) -> Vec<String> {
+    let mut named = HashSet::new();
+    let absent = keys.iter().filter(|key| known.get(**key).is_none_or(|known| known.entry.is_none()));
+    absent.filter(|key| named.insert(**key)).map(|key| (*key).to_owned()).collect()
 }
 
 /// What is known of a key that somebody waits for, and of which moment.

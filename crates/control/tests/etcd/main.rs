@@ -1,5 +1,6 @@
 //! The etcd backend against a real etcd.
 
+mod groups;
 mod server;
 
 use std::io::{Read, Write};
@@ -112,6 +113,8 @@ fn waiting_ends_with_the_last_key_and_names_those_that_did_not_come() {
     store.delete("g/hello/7", soon()).unwrap();
     let error = store.wait(&wanted, within(Duration::from_millis(200))).unwrap_err();
     assert_eq!(error.detail, "g/hello/7, g/hello/0");
+    let twice = ["n", "n"].map(str::to_owned);
+    assert_eq!(store.wait(&twice, within(Duration::from_millis(50))).unwrap_err().detail, "n");
 
     let waiter = std::thread::spawn({
         let (store, wanted) = (Arc::clone(&store), wanted.clone());
