@@ -36,6 +36,8 @@ LOSE = """
 group = crossrail.Group()
 group.barrier("all")
 say("in")
+if group.rank == 2:
+    heard()
 try:
     group.barrier("again")
 except crossrail.PeerDeadError as error:
