@@ -8,15 +8,21 @@
 //!
 //! Thread rule: a session is driven by one thread; other traffic on the same endpoint disturbs the figures only.
 
+mod alltoallv;
 mod area;
 mod bandwidth;
+mod control;
+mod ep;
 mod latency;
 mod p2p;
 pub mod pattern;
 mod report;
 mod session;
 
+pub use alltoallv::Alltoallv;
 pub use bandwidth::{BandwidthPlan, bandwidth};
+pub use control::{ControlPlan, Step, StepSamples, control};
+pub use ep::{EpMode, EpPlan, EpSamples, EpWork, expert_parallel};
 pub use latency::{LatencyPlan, latency};
 pub use p2p::{P2pIteration, P2pPlan, p2p};
 pub use report::{Share, TransferReport};

@@ -13,9 +13,9 @@ use crate::receipt::report_dict;
 use crate::worker::Worker;
 
 /// Looks at signals and tells Python how far the run is; keeps what either raises.
-struct Watch<'a> {
-    on_progress: Option<&'a Py<PyAny>>,
-    raised: Option<PyErr>,
+pub(crate) struct Watch<'a> {
+    pub(crate) on_progress: Option<&'a Py<PyAny>>,
+    pub(crate) raised: Option<PyErr>,
 }
 
 impl Observer for Watch<'_> {
