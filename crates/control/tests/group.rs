@@ -43,17 +43,12 @@ fn ranks<T: Send>(server: &StoreServer, size: u32, work: impl Fn(&Group) -> T + 
     })
 }
 
-/// Waits until `group` has seen `rank` in a state that `fits`.
-fn wait_state(group: &Group, rank: u32, fits: impl Fn(&RankState) -> bool) {
-    let until = Instant::now() + Duration::from_secs(10);
-    loop {
-        let seen = group.changes();
-        let state = group.state(rank);
-        if fits(&state) {
-            return;
-        }
-        assert!(Instant::now() < until, "rank {rank} is still {state:?}");
-        group.wait_change(seen, until);
+/// Waits until `what` is so; looks whenever `group` changes, and every few milliseconds.
+fn until(what: impl Fn() -> bool, group: &Group) {
+    let end = Instant::now() + Duration::from_secs(10);
+    while !what() {
+        assert!(Instant::now() < end, "it never came to pass");
+        group.wait_change(group.changes(), Instant::now() + Duration::from_millis(5));
     }
 }
 
@@ -142,7 +137,7 @@ fn a_rank_taken_twice_and_sizes_that_disagree_name_the_other_process() {
     assert_eq!((differs.kind, differs.peer.as_deref()), (ErrorKind::Mismatch, Some(me.as_str())));
     assert_eq!(differs.detail, "rank 2 was told of 8 ranks, rank 1 of 4");
     // Whoever waits for the one that was turned away hears why.
-    wait_state(&first, 2, |state| *state == RankState::Left);
+    until(|| first.state(2) == RankState::Left, &first);
     let lost = first.barrier("x", &[1, 2], LONG).unwrap_err();
     assert_eq!(lost.kind, ErrorKind::PeerDead);
     assert!(lost.detail.contains("sizes disagree: rank 2 was told of 8 ranks"), "{lost}");
@@ -285,25 +280,18 @@ fn when_the_store_comes_back_the_group_is_as_before() {
     second.publish("address", b"second").unwrap();
     meet();
     drop(before);
-    let until = Instant::now() + Duration::from_secs(10);
-    while first.control_error().is_none() || second.control_error().is_none() {
-        assert!(Instant::now() < until, "nobody noticed");
-        thread::yield_now();
-    }
+    until(|| first.control_error().is_some() && second.control_error().is_some(), &first);
     assert_eq!(first.control_error().unwrap().kind, ErrorKind::Unreachable);
     let lost = first.collect("address", &[1], LONG).unwrap_err();
     assert_eq!(lost.kind, ErrorKind::Unreachable, "{lost}");
     assert_eq!((first.state(1), first.members().len()), (RankState::Alive, 2));
     let after = StoreServer::start(address.trim_start_matches("tcp://"), &settings()).unwrap();
-    while first.control_error().is_some() || second.control_error().is_some() {
-        assert!(Instant::now() < until, "nobody came back");
-        thread::yield_now();
-    }
+    until(|| first.control_error().is_none() && second.control_error().is_none(), &first);
     assert_eq!(first.collect("address", &[1], LONG).unwrap(), [b"second"]);
     meet();
     assert_eq!(first.state(1), RankState::Alive);
     second.leave().unwrap();
-    wait_state(&first, 1, |state| *state == RankState::Left);
+    until(|| first.state(1) == RankState::Left, &first);
     drop(first);
     drop(after);
 }
