@@ -76,7 +76,7 @@ impl Client {
     /// Reads `etcd://host[:port][,host[:port]]`.
     pub(super) fn parse(address: &str) -> Result<Client> {
         let bad = |what: String| {
-            Error::new(ErrorKind::Usage, "store", format!("{address:?} {what}"))
+            Error::new(ErrorKind::Config, "CROSSRAIL_STORE", format!("{address:?} {what}"))
                 .with_hint("accepted: etcd://host:port, or several: etcd://host:port,host:port")
         };
         let list = address.strip_prefix(SCHEME).ok_or_else(|| bad(format!("does not begin with {SCHEME}")))?;
@@ -381,7 +381,7 @@ mod tests {
             ["tcp://one:1", "etcd://", "etcd://one,", "etcd://one:0", "etcd://one:x", "etcd://[::1", "etcd://a b"]
         {
             let error = Client::parse(text).unwrap_err();
-            assert_eq!(error.kind, ErrorKind::Usage, "{text}");
+            assert_eq!(error.kind, ErrorKind::Config, "{text}");
             assert!(error.detail.contains(text), "{error}");
         }
     }

@@ -45,7 +45,7 @@ impl EtcdStore {
     /// Opens `etcd://host[:port][,host[:port]]`; the port is 2379 unless given. Waits until one member answers.
     ///
     /// # Errors
-    /// `Usage` for an address that is none, `Unreachable` or `Timeout` when no member answers before `deadline`,
+    /// `Config` for an address that is none, `Unreachable` or `Timeout` when no member answers before `deadline`,
     /// `Protocol` at once when what answers is not etcd.
     pub fn open(address: &str, deadline: Instant) -> Result<EtcdStore> {
         let client = Client::parse(address)?;
