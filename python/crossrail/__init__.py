@@ -61,23 +61,32 @@ from crossrail.errors import (
     UnsupportedError,
     UsageError,
 )
+from crossrail.experts import Combined, Dispatched, ExpertBuffer, Fault, Handle, Link, Pending, Plan
 from crossrail.group import Group
 
 __all__ = [
     "ALL_BITS",
     "CancelledError",
     "ClosedError",
+    "Combined",
     "ConfigError",
     "Context",
     "CrossrailError",
+    "Dispatched",
     "Endpoint",
     "ExhaustedError",
+    "ExpertBuffer",
     "Explain",
+    "Fault",
     "Group",
+    "Handle",
     "IoError",
+    "Link",
     "Memory",
     "MismatchError",
     "PeerDeadError",
+    "Pending",
+    "Plan",
     "ProtocolError",
     "Receipt",
     "RefusedError",

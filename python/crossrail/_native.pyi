@@ -9,14 +9,18 @@ from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, TypeAlias, final
 
+import numpy.typing as npt
 from typing_extensions import Buffer, Self
 
 from crossrail.errors import CrossrailError
 from crossrail.records import (
+    BufferParameters,
     Candidate,
     Info,
     LaneReport,
     LaneShare,
+    OperationBytes,
+    OperationTiming,
     ReceiptRecord,
     Samples,
     SettingInfo,
@@ -25,6 +29,7 @@ from crossrail.records import (
 )
 
 _Data: TypeAlias = Memory | Buffer | SupportsDLPack
+_Bytes: TypeAlias = npt.NDArray[Any]
 _Op: TypeAlias = (
     tuple[Literal["send"], _Data, int]  # buffer, tag
     | tuple[Literal["recv"], _Data, int, int]  # buffer, tag, mask
@@ -34,11 +39,17 @@ _Op: TypeAlias = (
 
 __all__ = [
     "ALL_BITS",
+    "Combined",
     "Context",
+    "Dispatched",
     "Endpoint",
+    "ExpertBuffer",
     "Explain",
     "Group",
+    "Handle",
     "Memory",
+    "PendingCombine",
+    "PendingDispatch",
     "Receipt",
     "Region",
     "RegionKey",
@@ -48,6 +59,7 @@ __all__ = [
     "bench_bandwidth",
     "bench_latency",
     "bench_p2p",
+    "expert_plan",
     "format_size",
     "parse_size",
     "parse_sizes",
@@ -238,6 +250,96 @@ class Group:
     def wait_change(self, timeout: float | None) -> bool: ...
     def leave(self) -> None: ...
 
+@final
+class ExpertBuffer:
+    def __new__(cls, context: Context, group: Group, name: str, parameters: BufferParameters) -> Self: ...
+    @property
+    def rank(self) -> int: ...
+    def connect(self, ranks: Sequence[int], activate: bool, timeout: float | None) -> None: ...
+    def disconnect(self, ranks: Sequence[int]) -> None: ...
+    def mask(self, ranks: Sequence[int]) -> None: ...
+    def unmask(self, ranks: Sequence[int]) -> None: ...
+    def masked(self) -> list[int]: ...
+    def connected(self) -> list[int]: ...
+    def faults(self) -> list[dict[str, Any]]: ...
+    def links(self) -> list[dict[str, Any]]: ...
+    def dispatch(
+        self,
+        x: _Bytes,
+        topk_idx: _Bytes,
+        topk_weights: _Bytes | None,
+        layout: Literal["expert", "rank"],
+        handle: Handle | None,
+        alignment: int,
+    ) -> PendingDispatch: ...
+    def combine(
+        self,
+        y: _Bytes,
+        handle: Handle,
+        topk_weights: _Bytes | None,
+        bias: Sequence[_Bytes],
+        out: _Bytes | None,
+    ) -> PendingCombine: ...
+    def refuse_dispatch(self, why: str) -> PendingDispatch: ...
+    def refuse_combine(self, why: str) -> PendingCombine: ...
+    def sync(self) -> None: ...
+    def destroy(self) -> None: ...
+
+@final
+class PendingDispatch:
+    def finish(self) -> Dispatched: ...
+
+@final
+class PendingCombine:
+    def finish(self) -> Combined: ...
+
+@final
+class Dispatched:
+    @property
+    def handle(self) -> Handle: ...
+    @property
+    def rows(self) -> _Span: ...
+    @property
+    def scales(self) -> _Span | None: ...
+    @property
+    def counts(self) -> _Span: ...
+    @property
+    def timing(self) -> OperationTiming: ...
+    @property
+    def bytes(self) -> OperationBytes: ...
+
+@final
+class Combined:
+    def take(self) -> _Span | None: ...
+    @property
+    def timing(self) -> OperationTiming: ...
+    @property
+    def bytes(self) -> OperationBytes: ...
+
+@final
+class Handle:
+    @property
+    def layout(self) -> Literal["expert", "rank"]: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def has_weights(self) -> bool: ...
+    def _ranges(self) -> _Span: ...
+    def _offsets(self) -> _Span: ...
+    def _topk_idx(self) -> _Span: ...
+    def _topk_weights(self) -> _Span: ...
+    def _sources(self, experts: int, most: int) -> _Span: ...
+
+@final
+class _Span:
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+    def __len__(self) -> int: ...
+
+def _borrow(object: SupportsDLPack, operation: str, writable: bool) -> tuple[_Span, str, tuple[int, ...]]: ...
+def expert_plan(parameters: BufferParameters, network: int) -> dict[str, Any]: ...
 def wait_all(requests: Iterable[Request], timeout: float | None = None) -> list[Receipt]: ...
 def settings_reference() -> list[SettingInfo]: ...
 def parse_size(text: str) -> int: ...

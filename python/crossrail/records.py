@@ -192,3 +192,37 @@ class RankState(NamedTuple):
 
     state: Literal["absent", "alive", "dead", "left"]
     why: str | None = None
+
+
+class BufferParameters(TypedDict):
+    """What an ExpertBuffer is made for, as its native half takes it."""
+
+    ranks: int
+    max_tokens: int
+    hidden: int
+    experts: int
+    topk: int
+    dispatch_dtype: str
+    scale: str
+    layouts: list[str]
+    prereduce: bool
+    share_node: bool
+    timeout: float
+
+
+class OperationTiming(TypedDict):
+    """Where the time of a dispatch or combine went: casting, copying and summing rows, waiting for other ranks."""
+
+    cast_us: float
+    copy_us: float
+    sum_us: float
+    wait_us: float
+    total_us: float
+
+
+class OperationBytes(TypedDict):
+    """Bytes of rows and scales: of every selection, those that left the rank, those that left the node."""
+
+    logical: int
+    wire: int
+    network: int

@@ -94,8 +94,19 @@ impl Tensor {
     }
 }
 
-/// The tensor of `object` with its memory and length in bytes.
-pub(crate) fn import(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyResult<(Tensor, *mut u8, usize)> {
+/// A tensor with what it says about itself.
+pub(crate) struct Imported {
+    pub(crate) tensor: Tensor,
+    pub(crate) ptr: *mut u8,
+    /// Bytes.
+    pub(crate) len: usize,
+    /// As NumPy and ml_dtypes name it.
+    pub(crate) dtype: String,
+    pub(crate) shape: Vec<i64>,
+}
+
+/// The tensor of `object`, if it lies in host memory in one piece.
+pub(crate) fn import(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyResult<Imported> {
     let py = object.py();
     let name = object.get_type().name()?.to_string();
     if !object.hasattr("__dlpack__")? || !object.hasattr("__dlpack_device__")? {
@@ -120,7 +131,7 @@ pub(crate) fn import(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> P
     let (tensor, described, read_only) = take(&capsule)?;
     let checked = check(&described, read_only && used == Use::Write);
     match checked {
-        Ok((memory, len)) => Ok((tensor, memory, len)),
+        Ok((ptr, len, shape)) => Ok(Imported { tensor, ptr, len, dtype: dtype_name(&described), shape }),
         Err((detail, hint)) => {
             tensor.release();
             Err(errors::usage(py, operation, format!("the {name} {detail}"), hint))
@@ -168,8 +179,25 @@ fn take(capsule: &Bound<'_, PyAny>) -> PyResult<(Tensor, DlTensor, bool)> {
 
 type Refusal = (String, &'static str);
 
-/// Where the bytes are, if they lie in one piece.
-fn check(tensor: &DlTensor, refuse_read_only: bool) -> Result<(*mut u8, usize), Refusal> {
+fn dtype_name(tensor: &DlTensor) -> String {
+    let (bits, name) = (tensor.bits, |name: &str| format!("{name}{}", tensor.bits));
+    let name = match tensor.code {
+        0 => name("int"),
+        1 => name("uint"),
+        2 => name("float"),
+        4 => name("bfloat"),
+        5 => name("complex"),
+        6 => "bool".to_owned(),
+        10 => "float8_e4m3fn".to_owned(),
+        12 => "float8_e5m2".to_owned(),
+        14 => "float8_e8m0fnu".to_owned(),
+        code => format!("DLPack type {code} of {bits} bits"),
+    };
+    if tensor.lanes == 1 { name } else { format!("{name} x {}", tensor.lanes) }
+}
+
+/// Where the bytes are, if they lie in one piece, and the shape.
+fn check(tensor: &DlTensor, refuse_read_only: bool) -> Result<(*mut u8, usize, Vec<i64>), Refusal> {
     let senseless = || ("describes itself in a way that makes no sense".to_owned(), "");
     if refuse_read_only {
         return Err(("is read-only".to_owned(), "receive into something writable"));
@@ -180,12 +208,14 @@ fn check(tensor: &DlTensor, refuse_read_only: bool) -> Result<(*mut u8, usize), 
     }
     let mut count: usize = 1;
     let mut contiguous = true;
+    let mut shape = vec![0; ndim];
     for axis in (0..ndim).rev() {
         // SAFETY: DLPack says that shape has ndim entries, and strides too where it is not null.
         let (extent, stride) = unsafe {
             let stride = if tensor.strides.is_null() { None } else { Some(*tensor.strides.add(axis)) };
             (*tensor.shape.add(axis), stride)
         };
+        shape[axis] = extent;
         let extent = usize::try_from(extent).map_err(|_| senseless())?;
         contiguous &= extent <= 1 || stride.is_none_or(|stride| usize::try_from(stride) == Ok(count));
         count = count.checked_mul(extent).ok_or_else(senseless)?;
@@ -199,5 +229,5 @@ fn check(tensor: &DlTensor, refuse_read_only: bool) -> Result<(*mut u8, usize), 
     if len > 0 && tensor.data.is_null() {
         return Err(senseless());
     }
-    Ok((tensor.data.cast::<u8>().wrapping_add(offset), len))
+    Ok((tensor.data.cast::<u8>().wrapping_add(offset), len, shape))
 }

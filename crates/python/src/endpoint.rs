@@ -108,18 +108,7 @@ impl Endpoint {
 
     /// The running totals of every lane, headers included.
     fn lanes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let lanes = py.detach(|| self.native.lanes());
-        rows(py, lanes, |row, lane| {
-            // A lane is named transport/device#channel.
-            let device = lane.name.split_once('/').map_or("", |(_, device)| device.split('#').next().unwrap_or(device));
-            row.set_item("device", device)?;
-            row.set_item("name", &lane.name)?;
-            row.set_item("transport", lane.transport)?;
-            row.set_item("alive", lane.alive)?;
-            row.set_item("tx_bytes", lane.tx_bytes)?;
-            row.set_item("rx_bytes", lane.rx_bytes)?;
-            row.set_item("retransmits", lane.retransmits)
-        })
+        lane_reports(py, py.detach(|| self.native.lanes()))
     }
 
     /// Finishes what is under way, at most `timeout` seconds, and says goodbye: later operations of either end fail
@@ -156,6 +145,21 @@ impl Endpoint {
         let native = if buffer.len() <= SMALL { start(buffer) } else { py.detach(|| start(buffer)) };
         Ok(Request::new(native.or_raise(py)?, self.worker.clone_ref(py)))
     }
+}
+
+/// A row per lane.
+pub(crate) fn lane_reports(py: Python<'_>, lanes: Vec<crossrail::LaneReport>) -> PyResult<Bound<'_, PyList>> {
+    rows(py, lanes, |row, lane| {
+        // A lane is named transport/device#channel.
+        let device = lane.name.split_once('/').map_or("", |(_, device)| device.split('#').next().unwrap_or(device));
+        row.set_item("device", device)?;
+        row.set_item("name", &lane.name)?;
+        row.set_item("transport", lane.transport)?;
+        row.set_item("alive", lane.alive)?;
+        row.set_item("tx_bytes", lane.tx_bytes)?;
+        row.set_item("rx_bytes", lane.rx_bytes)?;
+        row.set_item("retransmits", lane.retransmits)
+    })
 }
 
 /// Why an endpoint uses the lanes it uses. As text it is a table.

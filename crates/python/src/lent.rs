@@ -5,6 +5,7 @@
 //! what it holds on a pile; the pile is cleared by the next call from Python, or by the interpreter's main thread.
 #![allow(unsafe_code)]
 
+use std::any::Any;
 use std::cell::Cell;
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
@@ -179,34 +180,59 @@ impl Drop for Call<'_> {
     }
 }
 
+/// Memory that stays valid until `keep` is dropped.
+pub(crate) struct Lent {
+    pub(crate) ptr: *mut u8,
+    pub(crate) len: usize,
+    pub(crate) keep: Arc<dyn Any + Send + Sync>,
+}
+
+/// A tensor's memory, which stays valid until `keep` is dropped.
+pub(crate) struct LentTensor {
+    pub(crate) ptr: *mut u8,
+    pub(crate) len: usize,
+    pub(crate) dtype: String,
+    pub(crate) shape: Vec<i64>,
+    pub(crate) keep: Arc<dyn Any + Send + Sync>,
+}
+
 /// The memory of `object` for one operation: `Memory`, the buffer protocol, or DLPack, in this order.
 pub(crate) fn buffer(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyResult<Buffer> {
-    // SAFETY: a valid object; the function only looks at its type.
-    let has_buffer = unsafe { PyObject_CheckBuffer(object.as_ptr()) } != 0;
-    if !has_buffer {
-        return from_dlpack(object, used, operation);
-    }
     if let Ok(memory) = object.cast::<memory::MemoryBase>() {
         return Ok(Buffer::from(memory.get().native()));
     }
+    // SAFETY: a valid object; the function only looks at its type.
+    let has_buffer = unsafe { PyObject_CheckBuffer(object.as_ptr()) } != 0;
+    let (ptr, len, keep) = if has_buffer {
+        let lent = bytes(object, used, operation)?;
+        (lent.ptr, lent.len, lent.keep)
+    } else {
+        let lent = tensor(object, used, operation)?;
+        (lent.ptr, lent.len, lent.keep)
+    };
+    // SAFETY: valid for `len` bytes (writable where that was asked for) until the keeper is dropped. That nobody else
+    // writes meanwhile is the documented rule for callers.
+    Ok(unsafe { Buffer::raw(ptr, len, Some(keep)) })
+}
+
+/// The memory of something with the buffer protocol.
+pub(crate) fn bytes(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyResult<Lent> {
     let mut view = View::EMPTY;
     let flags = if used == Use::Write { C_CONTIGUOUS | WRITABLE } else { C_CONTIGUOUS };
     // SAFETY: `view` is ours and `object` is valid.
     if unsafe { PyObject_GetBuffer(object.as_ptr(), &raw mut view, flags) } != 0 {
         return Err(why_refused(object, used, operation));
     }
-    let (memory, len) = (view.buf.cast::<u8>(), view.len as usize);
-    let keep = Arc::new(Keeper(Some(Loan::View(view))));
-    // SAFETY: the view stays exported, and so valid for `len` bytes (writable where that was asked for), until the
-    // keeper is dropped. That nobody else writes meanwhile is the documented rule for callers.
-    Ok(unsafe { Buffer::raw(memory, len, Some(keep)) })
+    let (ptr, len) = (view.buf.cast::<u8>(), view.len as usize);
+    // The view stays exported, and so valid, until the keeper is dropped.
+    Ok(Lent { ptr, len, keep: Arc::new(Keeper(Some(Loan::View(view)))) })
 }
 
-fn from_dlpack(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyResult<Buffer> {
-    let (tensor, memory, len) = dlpack::import(object, used, operation)?;
-    let keep = Arc::new(Keeper(Some(Loan::Tensor(tensor))));
-    // SAFETY: as above; the exporter keeps the tensor valid until its deleter is called, by the keeper.
-    Ok(unsafe { Buffer::raw(memory, len, Some(keep)) })
+/// The memory of something with DLPack.
+pub(crate) fn tensor(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyResult<LentTensor> {
+    let dlpack::Imported { tensor, ptr, len, dtype, shape } = dlpack::import(object, used, operation)?;
+    // The exporter keeps the tensor valid until its deleter is called, by the keeper.
+    Ok(LentTensor { ptr, len, dtype, shape, keep: Arc::new(Keeper(Some(Loan::Tensor(tensor)))) })
 }
 
 /// The exporter said no; asks again more modestly, to say what is wrong.

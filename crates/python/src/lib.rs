@@ -8,10 +8,13 @@
 //! - when the interpreter ends, every worker is closed first.
 
 mod bench;
+mod bench_control;
+mod bench_ep;
 mod context;
 mod dlpack;
 mod endpoint;
 mod errors;
+mod experts;
 mod group;
 mod lent;
 mod lifecycle;
@@ -20,6 +23,8 @@ mod options;
 mod receipt;
 mod region;
 mod request;
+mod span;
+mod store;
 mod wait;
 mod worker;
 
@@ -42,7 +47,17 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<region::RegionKey>()?;
     module.add_class::<request::Request>()?;
     module.add_class::<group::Group>()?;
+    module.add_class::<store::StoreServer>()?;
     module.add_class::<receipt::Receipt>()?;
+    module.add_class::<experts::ExpertBuffer>()?;
+    module.add_class::<experts::PendingDispatch>()?;
+    module.add_class::<experts::PendingCombine>()?;
+    module.add_class::<experts::Dispatched>()?;
+    module.add_class::<experts::Combined>()?;
+    module.add_class::<experts::Handle>()?;
+    module.add_class::<span::Span>()?;
+    module.add_function(wrap_pyfunction!(experts::expert_plan, module)?)?;
+    module.add_function(wrap_pyfunction!(span::_borrow, module)?)?;
     module.add("Memory", memory::memory_type(module.py())?)?;
     module.add_function(wrap_pyfunction!(request::wait_all, module)?)?;
     module.add_function(wrap_pyfunction!(options::settings_reference, module)?)?;
@@ -52,5 +67,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(bench::bench_latency, module)?)?;
     module.add_function(wrap_pyfunction!(bench::bench_bandwidth, module)?)?;
     module.add_function(wrap_pyfunction!(bench::bench_p2p, module)?)?;
+    module.add_function(wrap_pyfunction!(bench_control::bench_control, module)?)?;
+    module.add_function(wrap_pyfunction!(bench_ep::bench_ep, module)?)?;
+    module.add_class::<bench_ep::Alltoallv>()?;
     lifecycle::at_exit(module)
 }

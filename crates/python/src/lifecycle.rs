@@ -46,26 +46,56 @@ impl<T: Send> Drop for Detached<T> {
 
 static ENDING: AtomicBool = AtomicBool::new(false);
 static NEXT: AtomicU64 = AtomicU64::new(0);
-static WORKERS: Mutex<Option<HashMap<u64, crossrail::Worker>>> = Mutex::new(None);
+static WORKERS: Open<crossrail::Worker> = Open(Mutex::new(None));
+static BUFFERS: Open<crossrail_ep::ExpertBuffer> = Open(Mutex::new(None));
 
-fn workers() -> MutexGuard<'static, Option<HashMap<u64, crossrail::Worker>>> {
-    WORKERS.lock().unwrap_or_else(PoisonError::into_inner)
+/// What is still open, by number.
+struct Open<T>(Mutex<Option<HashMap<u64, T>>>);
+
+impl<T: Send> Open<T> {
+    fn all(&self) -> MutexGuard<'_, Option<HashMap<u64, T>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn remember(&self, one: T) -> u64 {
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        self.all().get_or_insert_default().insert(id, one);
+        id
+    }
+
+    /// Drops it detached, if this was its last handle.
+    fn forget(&self, id: u64) {
+        let one = self.all().as_mut().and_then(|all| all.remove(&id));
+        if let Some(one) = one {
+            drop(Detached::new(one));
+        }
+    }
+
+    fn take(&self) -> Vec<T> {
+        self.all().take().into_iter().flatten().map(|(_, one)| one).collect()
+    }
 }
 
 /// Remembers a worker until [`forget`]: it is closed before the interpreter ends, so that no thread of it asks for
 /// the GIL afterwards.
 pub(crate) fn remember(worker: &crossrail::Worker) -> u64 {
-    let id = NEXT.fetch_add(1, Ordering::Relaxed);
-    workers().get_or_insert_default().insert(id, worker.clone());
-    id
+    WORKERS.remember(worker.clone())
 }
 
 /// Drops the worker detached, if this was its last handle.
 pub(crate) fn forget(id: u64) {
-    let worker = workers().as_mut().and_then(|workers| workers.remove(&id));
-    if let Some(worker) = worker {
-        drop(Detached::new(worker));
-    }
+    WORKERS.forget(id);
+}
+
+/// Remembers a buffer until [`forget_buffer`]: it is destroyed before the interpreter ends, so that other ranks hear of
+/// it at once.
+pub(crate) fn remember_buffer(buffer: &crossrail_ep::ExpertBuffer) -> u64 {
+    BUFFERS.remember(buffer.clone())
+}
+
+/// Destroys a buffer that nobody can use any more.
+pub(crate) fn forget_buffer(id: u64) {
+    BUFFERS.forget(id);
 }
 
 /// Whether Python may still be called.
@@ -86,8 +116,12 @@ pub(crate) fn ask_main_thread(call: extern "C" fn(*mut c_void) -> c_int) {
 
 #[pyfunction]
 fn _close_workers(py: Python<'_>) {
-    let left: Vec<_> = workers().take().into_iter().flatten().map(|(_, worker)| worker).collect();
+    let (buffers, left) = (BUFFERS.take(), WORKERS.take());
     py.detach(|| {
+        for buffer in buffers {
+            // What fails here fails because the others are gone.
+            let _ = buffer.destroy();
+        }
         for worker in &left {
             worker.close();
         }

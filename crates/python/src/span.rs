@@ -1,0 +1,70 @@
+//! Memory that NumPy looks at in place, and tensors that others lend.
+#![allow(unsafe_code)]
+
+use std::any::Any;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::lent::{self, Use};
+
+/// Plain bytes of somebody else's, kept as long as this object: NumPy makes an array of them without a copy
+/// (`numpy.asarray(span)`, uint8), which keeps the object.
+#[pyclass(module = "crossrail._native", name = "_Span", frozen)]
+pub(crate) struct Span {
+    /// An address; a number, since nobody here follows it.
+    address: usize,
+    len: usize,
+    _keep: Box<dyn Any + Send + Sync>,
+}
+
+impl Span {
+    /// # Safety
+    /// `ptr` is valid for reading and writing `len` bytes as long as `keep` lives.
+    pub(crate) unsafe fn new(ptr: *const u8, len: usize, keep: impl Any + Send + Sync) -> Span {
+        Span { address: ptr as usize, len, _keep: Box::new(keep) }
+    }
+}
+
+impl<T: Copy + Send + Sync + 'static> From<Vec<T>> for Span {
+    /// Numbers.
+    fn from(numbers: Vec<T>) -> Span {
+        let (ptr, len) = (numbers.as_ptr().cast(), size_of_val(&numbers[..]));
+        // SAFETY: the vector's buffer stays where it is when the vector moves, and nobody else uses it.
+        unsafe { Span::new(ptr, len, numbers) }
+    }
+}
+
+#[pymethods]
+impl Span {
+    #[getter]
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let described = PyDict::new(py);
+        described.set_item("version", 3)?;
+        described.set_item("typestr", "|u1")?;
+        described.set_item("shape", (self.len,))?;
+        described.set_item("data", (self.address, false))?;
+        Ok(described)
+    }
+
+    fn __len__(&self) -> usize {
+        self.len
+    }
+}
+
+/// The memory of a tensor in DLPack's form: its bytes, the name of its dtype as NumPy has it, and its shape.
+///
+/// Raises UnsupportedError when it isn't on the host, UsageError when it isn't contiguous in C order or can't be written.
+#[pyfunction]
+pub(crate) fn _borrow<'py>(
+    object: &Bound<'py, PyAny>,
+    operation: &str,
+    writable: bool,
+) -> PyResult<(Span, String, Bound<'py, PyTuple>)> {
+    let py = object.py();
+    let _call = lent::Call::enter(py);
+    let tensor = lent::tensor(object, if writable { Use::Write } else { Use::Read }, operation)?;
+    let shape = PyTuple::new(py, &tensor.shape)?;
+    // SAFETY: valid until the keeper is dropped, says the exporter.
+    Ok((unsafe { Span::new(tensor.ptr, tensor.len, tensor.keep) }, tensor.dtype, shape))
+}

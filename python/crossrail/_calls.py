@@ -1,0 +1,211 @@
+"""What callers give to an ExpertBuffer, checked by name before the native half sees it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from crossrail._arrays import BF16, BF16_BITS, F32, FP8, I32, I64, U8, Array, checked, raw, wrong
+from crossrail._native import Handle
+from crossrail.errors import CrossrailError
+from crossrail.records import BufferParameters
+
+BLOCK = 128
+"""Elements of a row that share one fp8 scale."""
+LARGEST = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers of a buffer that shapes are made of."""
+
+    ranks: int
+    max_tokens: int
+    hidden: int
+    experts: int
+    topk: int
+    fp8: bool
+    ue8m0: bool
+
+    @staticmethod
+    def of(parameters: BufferParameters) -> Sizes:
+        return Sizes(
+            ranks=parameters["ranks"],
+            max_tokens=parameters["max_tokens"],
+            hidden=parameters["hidden"],
+            experts=parameters["experts"],
+            topk=parameters["topk"],
+            fp8=parameters["dispatch_dtype"] == "fp8",
+            ue8m0=parameters["scale"] == "ue8m0",
+        )
+
+    @property
+    def local(self) -> int:
+        """Experts of each rank."""
+        return self.experts // self.ranks
+
+    @property
+    def most(self) -> int:
+        """Rows of an expert at most, and of a rank."""
+        return self.ranks * self.max_tokens
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        dtype: np.dtype[Any] = FP8 if self.fp8 else BF16
+        return dtype
+
+    @property
+    def scale_dtype(self) -> np.dtype[Any]:
+        return U8 if self.ue8m0 else F32
+
+    def rows(self, layout: str, count: int) -> tuple[int, ...]:
+        """The shape of what a dispatch brings, `count` rows in the rank layout."""
+        return (self.local, self.most, self.hidden) if layout == "expert" else (count, self.hidden)
+
+    def scales(self, layout: str, count: int) -> tuple[int, ...]:
+        """The shape of its scales."""
+        return (*self.rows(layout, count)[:-1], self.hidden // BLOCK)
+
+
+def number(name: str, value: Any, operation: str = "ExpertBuffer") -> int:
+    """An integer from 0 on."""
+    try:
+        integer = operator.index(value)
+    except TypeError:
+        raise wrong(operation, f"{name} is a {type(value).__name__}, not an integer") from None
+    if not 0 <= integer <= LARGEST:
+        raise wrong(operation, f"{name} {integer} is not from 0 to {LARGEST}")
+    return integer
+
+
+def seconds(value: Any) -> float:
+    """A time limit."""
+    if not isinstance(value, int | float) or not value >= 0:
+        raise wrong("ExpertBuffer", f"timeout {value!r} is no number of seconds")
+    return float(value)
+
+
+def rank_list(ranks: Iterable[int], operation: str) -> list[int]:
+    if not isinstance(ranks, Iterable):
+        raise wrong(operation, f"ranks is a {type(ranks).__name__}, not a list of integers")
+    return [number("rank", rank, operation) for rank in ranks]
+
+
+def parameters_of(
+    numbers: Mapping[str, Any], dispatch_dtype: str, scale: str, layouts: Sequence[str], timeout: float
+) -> BufferParameters:
+    """What the native half makes a buffer of. Its own names for numbers are shorter."""
+    given = {name: number(name, value) for name, value in numbers.items()}
+    return {
+        "ranks": given["ranks"],
+        "max_tokens": given["max_tokens_per_rank"],
+        "hidden": given["hidden"],
+        "experts": given["num_experts"],
+        "topk": given["topk"],
+        "dispatch_dtype": str(dispatch_dtype),
+        "scale": str(scale),
+        "layouts": [layouts] if isinstance(layouts, str) else [str(layout) for layout in layouts],
+        "prereduce": True,
+        "share_node": True,
+        "timeout": timeout,
+    }
+
+
+def check_layout(layout: Any) -> None:
+    if layout not in ("expert", "rank"):
+        raise wrong("dispatch", f"layout {layout!r} is neither 'expert' nor 'rank'")
+
+
+def inputs(sizes: Sizes, x: Any, topk_idx: Any, topk_weights: Any, handle: Any) -> tuple[Array, Array, Array | None]:
+    """The bytes of a dispatch's rows, experts and weights."""
+    if handle is not None:
+        if not isinstance(handle, Handle):
+            raise wrong("dispatch", f"handle is a {type(handle).__name__}, not the handle of a dispatch")
+        rows = checked(x, "x", "dispatch", BF16_BITS, (handle.tokens, sizes.hidden))
+        return raw(rows), np.empty(0, np.uint8), None
+    if topk_idx is None:
+        raise wrong("dispatch", "topk_idx is None", "it may be left out when a handle is given")
+    rows = checked(x, "x", "dispatch", BF16_BITS, ("T", sizes.hidden))
+    experts = checked(topk_idx, "topk_idx", "dispatch", (I64,), (len(rows), sizes.topk))
+    return raw(rows), raw(experts), _weights(topk_weights, len(rows), sizes.topk, "dispatch")
+
+
+def outputs(
+    sizes: Sizes, y: Any, handle: Handle, topk_weights: Any, bias: Any, out: Any
+) -> tuple[Array, Handle, Array | None, list[Array], Array | None]:
+    """The bytes of a combine's rows, weights, biases and result."""
+    if not isinstance(handle, Handle):
+        raise wrong("combine", f"handle is a {type(handle).__name__}, not the handle of a dispatch")
+    rows = checked(y, "y", "combine", BF16_BITS, sizes.rows(handle.layout, handle.rows))
+    weights = _weights(topk_weights, handle.tokens, sizes.topk, "combine")
+    several = list(bias) if isinstance(bias, list | tuple) else [] if bias is None else [bias]
+    if len(several) > 2:
+        raise wrong("combine", f"{len(several)} biases where there may be two")
+    shape = (handle.tokens, sizes.hidden)
+    biases = [raw(checked(one, "bias", "combine", BF16_BITS, shape)) for one in several]
+    result = None if out is None else raw(checked(out, "out", "combine", BF16_BITS, shape, writable=True))
+    return raw(rows), handle, weights, biases, result
+
+
+def _weights(value: Any, tokens: int, topk: int, operation: str) -> Array | None:
+    return None if value is None else raw(checked(value, "topk_weights", operation, (F32,), (tokens, topk)))
+
+
+def why(error: Exception) -> str:
+    """What the other ranks are told of an error here."""
+    return error.detail if isinstance(error, CrossrailError) else f"{type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True)
+class Target:
+    """An array of the caller's that rows are copied into."""
+
+    given: Any
+    array: Array
+
+    def take(self, name: str, rows: Array, counts: Array | None) -> Any:
+        """Copies valid rows: in the expert layout `counts` of each expert, else all. Gives what has them."""
+        if counts is not None:
+            for into, come, count in zip(self.array.view(U8), rows.view(U8), counts, strict=True):
+                into[:count] = come[:count]
+            return self.given
+        if len(rows) > len(self.array):
+            hint = "ranks * max_tokens_per_rank rows always do; all other ranks have what they need"
+            raise wrong("dispatch", f"out[{name!r}] has {len(self.array)} rows where {len(rows)} came", hint)
+        self.array[: len(rows)].view(U8)[...] = rows.view(U8)
+        return self.given if len(rows) == len(self.array) else self.array[: len(rows)]
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a dispatch's caller wants its results besides."""
+
+    x: Target | None
+    scales: Target | None
+    stats: Array | None
+
+    @staticmethod
+    def of(sizes: Sizes, layout: Literal["expert", "rank"], out: Any, stats: Any) -> Room:
+        """Raises UsageError for what does not fit."""
+        check_layout(layout)
+        given = {} if out is None else dict(out)
+        kinds = {"x": (sizes.dtype, sizes.rows(layout, 0)[-1])}
+        if sizes.fp8:
+            kinds["scales"] = (sizes.scale_dtype, sizes.scales(layout, 0)[-1])
+        if unknown := given.keys() - kinds.keys():
+            raise wrong("dispatch", f"out has {sorted(map(str, unknown))} where it may have {list(kinds)}")
+        targets: dict[str, Target] = {}
+        for name, (dtype, width) in kinds.items():
+            if name in given:
+                shape = (sizes.local, sizes.most, width) if layout == "expert" else ("N", width)
+                bits = np.dtype(f"u{dtype.itemsize}")
+                array = checked(given[name], f"out[{name!r}]", "dispatch", (dtype, bits), shape, writable=True)
+                targets[name] = Target(given[name], array)
+        counted = None
+        if stats is not None:
+            counted = checked(stats, "stats", "dispatch", (I32, I64), (sizes.local,), writable=True)
+        return Room(targets.get("x"), targets.get("scales"), counted)
