@@ -102,6 +102,9 @@ def test_calls_that_make_no_sense() -> None:
     with crossrail.Group(size=1) as group:
         for call in (
             lambda: group.barrier(ranks=[1]),
+            lambda: group.barrier(ranks=[0, -1]),
+            lambda: group.state(-1),
+            lambda: crossrail.Group(rank=-1, size=1),
             lambda: group.collect("key", ranks=[7]),
             lambda: group.collect("", ranks=[0]),
             lambda: group.publish("a\nb", b""),

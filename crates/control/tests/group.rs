@@ -171,7 +171,7 @@ fn who_does_not_come_is_named() {
     assert_eq!(first.wait_members(&[2], SHORT).unwrap_err().kind, ErrorKind::Timeout);
     assert_eq!(first.publish("", b"x").unwrap_err().kind, ErrorKind::Usage);
     assert_eq!(first.publish("a", &vec![0; 1 << 20]).unwrap_err().kind, ErrorKind::Usage);
-    first.barrier("alone", &[0], SHORT).unwrap();
+    first.barrier("alone", &[0], Some(Duration::MAX)).unwrap();
 }
 
 /// The other process of [`Other`]: joins, says so, and stays until killed.

@@ -32,6 +32,14 @@ impl Group {
     }
 }
 
+fn natural(py: Python<'_>, operation: &str, what: &str, value: i64) -> PyResult<u32> {
+    u32::try_from(value).map_err(|_| errors::usage(py, operation, format!("a {what} of {value}"), "0 or more"))
+}
+
+fn ranks_of(py: Python<'_>, operation: &str, ranks: &[i64]) -> PyResult<Vec<u32>> {
+    ranks.iter().map(|rank| natural(py, operation, "rank", *rank)).collect()
+}
+
 #[pymethods]
 impl Group {
     #[new]
@@ -40,15 +48,18 @@ impl Group {
     fn new(
         context: &Bound<'_, Context>,
         name: String,
-        rank: Option<u32>,
-        size: Option<u32>,
-        local_rank: Option<u32>,
+        rank: Option<i64>,
+        size: Option<i64>,
+        local_rank: Option<i64>,
         node: Option<String>,
         store: Option<String>,
         lease: f64,
         timeout: Option<f64>,
     ) -> PyResult<Group> {
         let py = context.py();
+        let number = |value: Option<i64>, what| value.map(|value| natural(py, "join", what, value)).transpose();
+        let (rank, size, local_rank) =
+            (number(rank, "rank")?, number(size, "size")?, number(local_rank, "local rank")?);
         let lease = wait::seconds(py, "join", Some(lease))?.unwrap_or_default();
         let timeout = wait::seconds(py, "join", timeout)?;
         let settings = context.get().native().settings().clone();
@@ -118,21 +129,21 @@ impl Group {
         &self,
         py: Python<'py>,
         key: &str,
-        ranks: Vec<u32>,
+        ranks: Vec<i64>,
         timeout: Option<f64>,
     ) -> PyResult<Bound<'py, PyList>> {
-        let limit = self.limit(py, "collect", timeout)?;
+        let (limit, ranks) = (self.limit(py, "collect", timeout)?, ranks_of(py, "collect", &ranks)?);
         let values = wait::sliced(py, limit, |slice| self.native.collect(key, &ranks, slice))?;
         PyList::new(py, values.iter().map(|value| PyBytes::new(py, value)))
     }
 
-    fn barrier(&self, py: Python<'_>, name: &str, ranks: Vec<u32>, timeout: Option<f64>) -> PyResult<()> {
-        let limit = self.limit(py, "barrier", timeout)?;
+    fn barrier(&self, py: Python<'_>, name: &str, ranks: Vec<i64>, timeout: Option<f64>) -> PyResult<()> {
+        let (limit, ranks) = (self.limit(py, "barrier", timeout)?, ranks_of(py, "barrier", &ranks)?);
         wait::sliced(py, limit, |slice| self.native.barrier(name, &ranks, slice))
     }
 
-    fn wait_members(&self, py: Python<'_>, ranks: Vec<u32>, timeout: Option<f64>) -> PyResult<()> {
-        let limit = self.limit(py, "wait_members", timeout)?;
+    fn wait_members(&self, py: Python<'_>, ranks: Vec<i64>, timeout: Option<f64>) -> PyResult<()> {
+        let (limit, ranks) = (self.limit(py, "wait_members", timeout)?, ranks_of(py, "wait_members", &ranks)?);
         wait::sliced(py, limit, |slice| self.native.wait_members(&ranks, slice))
     }
 
@@ -141,13 +152,14 @@ impl Group {
         members.into_iter().map(|member| (member.rank, member.local_rank, member.node, member.process)).collect()
     }
 
-    fn state(&self, py: Python<'_>, rank: u32) -> (&'static str, Option<String>) {
-        match py.detach(|| self.native.state(rank)) {
+    fn state(&self, py: Python<'_>, rank: i64) -> PyResult<(&'static str, Option<String>)> {
+        let rank = natural(py, "state", "rank", rank)?;
+        Ok(match py.detach(|| self.native.state(rank)) {
             RankState::Absent => ("absent", None),
             RankState::Alive => ("alive", None),
             RankState::Dead(why) => ("dead", Some(why)),
             RankState::Left => ("left", None),
-        }
+        })
     }
 
     #[getter]

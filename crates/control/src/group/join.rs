@@ -9,7 +9,7 @@ use parking_lot::{Condvar, Mutex};
 use super::GroupOptions;
 use super::keys::Keys;
 use super::serve::{self, Served};
-use super::shared::{Own, STEP, Shared, draw};
+use super::shared::{Own, STEP, Shared, draw, moment};
 use super::watch::{self, Stop};
 use crate::bootstrap::{Bootstrap, Overrides};
 use crate::log::Log;
@@ -45,7 +45,7 @@ pub(super) fn join(options: GroupOptions, settings: &Settings) -> Result<(Arc<Sh
     let bootstrap = Bootstrap::detect(&|name| std::env::var(name).ok(), settings, &given)?;
     let log = Log(settings.log);
     log.info(format_args!("group {:?}: {}", options.name, bootstrap.said));
-    let deadline = Instant::now() + options.timeout.unwrap_or(settings.timeout);
+    let deadline = moment(options.timeout.unwrap_or(settings.timeout));
     let served = if bootstrap.host_store { serve::start(&bootstrap.store, settings)? } else { None };
     let address = served.as_ref().map_or_else(|| bootstrap.store.clone(), |served| served.address.clone());
     let (store, lease) = reach(&address, settings, options.lease, deadline)?;

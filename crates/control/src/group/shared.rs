@@ -14,6 +14,8 @@ use crate::{Expected, Lease, LeaseId, RankState, Store};
 /// The longest one step of registering again, or of leaving, may take.
 pub(super) const STEP: Duration = Duration::from_secs(2);
 
+/// Keeps deadlines from overflowing.
+const LONGEST: Duration = Duration::from_secs(365 * 86_400);
 /// So many barriers fit into a note of leaving.
 const NOTE_MAX: usize = 2000;
 
@@ -61,7 +63,7 @@ impl Own {
 
 impl Shared {
     pub(super) fn deadline(&self, timeout: Option<Duration>) -> Instant {
-        Instant::now() + timeout.unwrap_or(self.timeout)
+        moment(timeout.unwrap_or(self.timeout))
     }
 
     pub(super) fn store(&self, operation: &str) -> Result<Arc<dyn Store>> {
@@ -197,6 +199,12 @@ impl Shared {
             self.log.warn(format_args!("group {:?}: the store {} is back", self.name, self.address));
         }
     }
+}
+
+/// So long from now, or longer than anybody waits.
+pub(super) fn moment(time: Duration) -> Instant {
+    let now = Instant::now();
+    now.checked_add(time).unwrap_or(now + LONGEST)
 }
 
 /// A number nobody else draws.
