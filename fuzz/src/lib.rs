@@ -7,16 +7,18 @@ mod protocol;
 mod rng;
 mod seeds;
 mod settings;
+mod store;
 
 pub use handshake::{address, handshake};
 pub use protocol::protocol;
 pub use rng::Rng;
 pub use seeds::seeds;
 pub use settings::settings;
+pub use store::store;
 
 /// One target: its name (also that of its corpus folder) and its entry.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
 pub const TARGETS: &[Target] =
-    &[("protocol", protocol), ("handshake", handshake), ("address", address), ("settings", settings)];
+    &[("protocol", protocol), ("handshake", handshake), ("address", address), ("settings", settings), ("store", store)];

@@ -2,7 +2,10 @@
 
 use crossrail::meet::wire::{Challenge, HelloHead, LaneHello, Reject, RejectCode, Reply, encode_proof};
 use crossrail::meet::{Address, Device, Hello, LanePurpose};
+use crossrail_control::builtin::frames::{self, Answer, Change, Item, Request, Value};
+use crossrail_control::builtin::greeting;
 use crossrail_proto::Body;
+use crossrail_types::ErrorKind;
 
 use crate::input::Input;
 use crate::protocol::End;
@@ -28,7 +31,76 @@ pub fn seeds() -> Vec<(&'static str, String, Vec<u8>)> {
     for (place, text) in SETTINGS.iter().enumerate() {
         seeds.push(("settings", format!("text-{place:02}"), text.as_bytes().to_vec()));
     }
+    for (name, bytes) in store_seeds() {
+        seeds.push(("store", name.to_owned(), bytes));
+    }
     seeds
+}
+
+/// Greetings, frames, and conversations of the built-in store with its clients.
+fn store_seeds() -> Vec<(&'static str, Vec<u8>)> {
+    let challenge = greeting::Challenge { version_min: 1, version_max: 1, flags: 1, nonce: [3; 32] };
+    let reply = greeting::Reply { version: 1, flags: 1, nonce: [4; 32], mac: [5; 32] };
+    let reject = greeting::Reject { kind: ErrorKind::Refused, text: "wrong secret".to_owned() };
+    let put = |key, lease| Request::Put { key, value: Value(b"value"), lease };
+    let set = Request::CompareAndSet { key: "a", expected: 0, value: Value(b"v"), lease: 0 };
+    let wait = Request::Wait { keys: vec!["a", "a/b", "c"], timeout_us: 50_000 };
+    let watch = Request::Watch { prefix: "a", after: 0 };
+    let frame = |request: &Request<'_>| {
+        let mut bytes = Vec::new();
+        frames::encode(&mut bytes, 7, request).unwrap_or_else(|| unreachable!("it is short"));
+        bytes
+    };
+    let item = Item { key: "a", value: Value(b"value"), revision: 9 };
+    let mut changes = Vec::new();
+    frames::encode(&mut changes, 7, &Answer::Changes(vec![Change::Put(item), Change::Gone { key: "a", revision: 10 }]))
+        .unwrap_or_else(|| unreachable!("it is short"));
+    let mut entries = Vec::new();
+    frames::encode(&mut entries, 7, &Answer::Entries { items: vec![item], revision: 9, more: false })
+        .unwrap_or_else(|| unreachable!("it is short"));
+    vec![
+        ("challenge", challenge.encode().to_vec()),
+        ("reply", reply.encode().to_vec()),
+        ("proof", greeting::encode_proof(&[9; 32]).to_vec()),
+        ("reject", reject.encode().to_vec()),
+        ("frame-put", frame(&put("a", 1))),
+        ("frame-wait", frame(&wait)),
+        ("frame-changes", changes),
+        ("frame-entries", entries),
+        (
+            "keys",
+            asks(&[
+                (0, put("a", 0)),
+                (0, set),
+                (1, Request::Get("a")),
+                (1, Request::List("")),
+                (2, Request::Delete("a")),
+            ]),
+        ),
+        ("leases", asks(&[(0, Request::Grant(90_000)), (0, put("a", 1)), (1, Request::Renew(1)), (0, put("a/b", 1))])),
+        ("revoked", asks(&[(0, Request::Grant(90_000)), (0, put("a", 1)), (0, Request::Revoke(1)), (0, put("a", 1))])),
+        ("waits", asks(&[(0, wait.clone()), (1, put("a", 0)), (1, put("c", 0)), (3, wait), (2, put("a/b", 0))])),
+        (
+            "watches",
+            asks(&[(0, put("a", 0)), (0, watch.clone()), (3, watch), (1, put("a/b", 0)), (0, Request::Unwatch(2))]),
+        ),
+        ("prefix", asks(&[(0, put("a/1", 0)), (0, put("a/2", 0)), (1, Request::DeletePrefix("a/"))])),
+    ]
+}
+
+/// Requests by turns, then some time.
+fn asks(requests: &[(u8, Request<'_>)]) -> Vec<u8> {
+    let mut log = Vec::new();
+    for (client, request) in requests {
+        let mut frame = Vec::new();
+        frames::encode(&mut frame, 7, request).unwrap_or_else(|| unreachable!("it is short"));
+        let body = &frame[frames::HEAD..];
+        log.push(0x80 | client);
+        log.push(body.len() as u8);
+        log.extend_from_slice(body);
+    }
+    log.extend_from_slice(&[0, 5, 0, 10, 0x40]);
+    log
 }
 
 const SETTINGS: &[&str] = &[

@@ -77,6 +77,11 @@ fn settings() {
 }
 
 #[test]
+fn store() {
+    replay("store", 200_000);
+}
+
+#[test]
 fn the_corpora_hold_the_seeds() {
     for (target, name, bytes) in crossrail_fuzz::seeds() {
         let path = folder("corpus", target).join(&name);

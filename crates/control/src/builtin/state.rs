@@ -143,6 +143,16 @@ impl State {
         }
     }
 
+    /// Whether nothing is held: no key, lease, wait or watch.
+    pub fn is_idle(&self) -> bool {
+        self.records.is_empty()
+            && self.bytes == 0
+            && self.leases.is_empty()
+            && self.expiries.is_empty()
+            && self.watches.is_empty()
+            && self.waits.is_idle()
+    }
+
     fn answer(&mut self, now: Instant, client: u64, call: u64, request: &Request<'_>, out: &mut dyn Outbox) -> Outcome {
         match *request {
             Request::Put { key, value, lease } => self.put(key, value.0, lease).map(|at| Some(Answer::Written(at))),
@@ -398,3 +408,7 @@ fn send_changes<'a>(
         out.send(client, call, &Answer::Changes(part));
     }
 }
+
+#[cfg(test)]
+#[path = "state_tests.rs"]
+mod tests;

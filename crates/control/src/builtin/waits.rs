@@ -133,6 +133,10 @@ impl Waits {
         }
     }
 
+    pub(super) fn is_idle(&self) -> bool {
+        self.waits.is_empty() && self.by_key.is_empty() && self.deadlines.is_empty() && self.bytes == 0
+    }
+
     fn end(&mut self, id: (u64, u64)) -> Option<Wait> {
         let wait = self.waits.remove(&id)?;
         self.deadlines.remove(&(wait.deadline, id));

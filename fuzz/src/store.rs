@@ -1,0 +1,140 @@
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use crossrail_control::builtin::frames::{self, Answer, Change, Frame, Request};
+use crossrail_control::builtin::greeting;
+use crossrail_control::builtin::state::{Outbox, State};
+
+use crate::input::Input;
+
+/// Clients that talk to the store by turns.
+const CLIENTS: u8 = 4;
+
+/// What a stranger sends to the built-in store or a store to its client: as each message of the greeting, as frames,
+/// and as what several clients ask of one store while its time goes by.
+pub fn store(input: &[u8]) {
+    greetings(input);
+    if let Ok(Some((body, len))) = frames::split(input) {
+        assert!(len <= input.len() && len <= frames::FRAME_MAX + frames::HEAD);
+        read_request(body);
+        read_answer(body);
+    }
+    converse(&mut Input::new(input));
+}
+
+fn greetings(input: &[u8]) {
+    if let Ok(challenge) = greeting::Challenge::decode(input) {
+        assert_eq!(greeting::Challenge::decode(&challenge.encode()), Ok(challenge));
+    }
+    if let Ok(reply) = greeting::Reply::decode(input) {
+        assert_eq!(greeting::Reply::decode(&reply.encode()), Ok(reply));
+    }
+    if let Ok(mac) = greeting::decode_proof(input) {
+        assert_eq!(greeting::decode_proof(&greeting::encode_proof(&mac)), Ok(mac));
+    }
+    if let Ok(reject) = greeting::Reject::decode(input) {
+        assert!(!reject.text.chars().any(char::is_control));
+        assert!(greeting::Reject::decode(&reject.encode()).is_ok_and(|again| again.kind == reject.kind));
+    }
+    if greeting::decode_prelude(input).is_ok() {
+        assert!(input.len() >= greeting::PRELUDE_LEN);
+    }
+}
+
+/// What is read and written again must be read as the same.
+fn read_request(body: &[u8]) -> Option<Frame<Request<'_>>> {
+    let frame = frames::decode_request(body).ok()?;
+    let mut again = Vec::new();
+    frames::encode(&mut again, frame.call, &frame.body).unwrap_or_else(|| panic!("{frame:?} does not fit a frame"));
+    let (body, _) = frames::split(&again).ok().flatten().unwrap_or_else(|| panic!("{frame:?} is not framed"));
+    assert_eq!(frames::decode_request(body).as_ref(), Ok(&frame));
+    Some(frame)
+}
+
+fn read_answer(body: &[u8]) {
+    if let Ok(frame) = frames::decode_answer(body) {
+        let mut again = Vec::new();
+        frames::encode(&mut again, frame.call, &frame.body).unwrap_or_else(|| panic!("{frame:?} does not fit a frame"));
+        let (body, _) = frames::split(&again).ok().flatten().unwrap_or_else(|| panic!("{frame:?} is not framed"));
+        assert_eq!(frames::decode_answer(body), Ok(frame));
+    }
+}
+
+/// The clients' side: answers are checked as they come.
+#[derive(Default)]
+struct Checked {
+    /// The last revision that each watch was told.
+    watches: HashMap<(u64, u64), u64>,
+    /// Keys that each wait asked for.
+    waits: HashMap<(u64, u64), Vec<String>>,
+}
+
+impl Outbox for Checked {
+    fn send(&mut self, client: u64, call: u64, answer: &Answer<'_>) {
+        let mut frame = Vec::new();
+        assert!(frames::encode(&mut frame, call, answer).is_some(), "an answer fits a frame");
+        match answer {
+            Answer::Changes(changes) => {
+                let last = self.watches.entry((client, call)).or_default();
+                for change in changes {
+                    let (Change::Put(frames::Item { revision, .. }) | Change::Gone { revision, .. }) = change;
+                    assert!(*revision > *last, "{revision} after {last}");
+                    *last = *revision;
+                }
+            }
+            Answer::Entries { items, more: false, .. } => {
+                if let Some(keys) = self.waits.remove(&(client, call)) {
+                    assert!(items.iter().map(|item| item.key).eq(keys.iter().map(String::as_str)));
+                }
+            }
+            Answer::Missing(missing, count) => {
+                let keys = self.waits.remove(&(client, call)).unwrap_or_else(|| panic!("nobody waits"));
+                assert!(*count > 0 && !missing.is_empty() && missing.iter().all(|key| keys.iter().any(|k| k == key)));
+            }
+            _ => {}
+        }
+    }
+
+    fn backlog(&self, client: u64) -> usize {
+        // One of the clients is always behind.
+        if client == 3 { usize::MAX } else { 0 }
+    }
+}
+
+/// Each step: who (and what), then the length of a request's body and the body.
+fn converse(input: &mut Input<'_>) {
+    let (mut state, mut clients) = (State::new(0), Checked::default());
+    let mut now = Instant::now();
+    let mut call = 0;
+    while !input.is_empty() {
+        let who = input.byte();
+        let client = u64::from(who % CLIENTS);
+        match who >> 6 {
+            0 => {
+                now += Duration::from_millis(u64::from(input.byte()) * 10);
+                state.expire(now, &mut clients);
+                assert!(state.next_expiry().is_none_or(|next| next > now));
+            }
+            1 => {
+                state.forget(client);
+                clients.watches.retain(|(known, _), _| *known != client);
+                clients.waits.retain(|(known, _), _| *known != client);
+            }
+            _ => {
+                let len = usize::from(input.byte());
+                let body = input.bytes(len);
+                let Some(frame) = read_request(&body) else { continue };
+                // Calls have numbers of their own, as clients give them.
+                call += 1;
+                if let Request::Wait { keys, .. } = &frame.body {
+                    clients.waits.insert((client, call), keys.iter().map(|key| (*key).to_owned()).collect());
+                }
+                state.apply(now, client, call, &frame.body, &mut clients);
+            }
+        }
+    }
+    (0..u64::from(CLIENTS)).for_each(|client| state.forget(client));
+    state.expire(now + Duration::from_secs(86_400), &mut Checked::default());
+    state.apply(now, 0, call + 1, &Request::DeletePrefix(""), &mut Checked::default());
+    assert!(state.is_idle(), "something is left of clients and leases that are gone: {state:?}");
+}
