@@ -99,9 +99,14 @@ impl Inner {
             }
             peers.push(self.meet(end.rank, end.endpoint, generation, hello, deadline)?);
         }
+        let floor = [counts[1], counts[2]];
+        if floor != [state.dispatches, state.combines] {
+            // Those connected so far, this rank itself among them, came later than the others too.
+            state.peers.iter_mut().flatten().for_each(|peer| peer.floor = floor);
+        }
         [state.operations, state.dispatches, state.combines] = counts;
         for mut peer in peers {
-            peer.floor = [state.dispatches, state.combines];
+            peer.floor = floor;
             peer.masked = !activate;
             let rank = peer.rank;
             state.peers[rank] = Some(peer);
