@@ -20,9 +20,12 @@ def heard(): return sys.stdin.readline().strip()
 
 
 class Rank:
-    """A process that runs PROLOGUE and `body`, with `variables` instead of any launcher's; killed at the end."""
+    """A process that runs PROLOGUE and `body`, with `variables` instead of any launcher's; killed at the end.
 
-    def __init__(self, body: str, **variables: str | int) -> None:
+    `within`: a command that runs a command, such as `ip netns exec NAME`.
+    """
+
+    def __init__(self, body: str, *within: str, **variables: str | int) -> None:
         launchers = (
             "RANK",
             "WORLD_SIZE",
@@ -37,7 +40,7 @@ class Rank:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
         environment |= {"CROSSRAIL_TIMEOUT": "20"} | {name: str(value) for name, value in variables.items()}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROLOGUE + body],
+            [*within, sys.executable, "-c", PROLOGUE + body],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
