@@ -16,6 +16,8 @@ from crossrail.errors import CrossrailError
 from crossrail.records import (
     BufferParameters,
     Candidate,
+    EpPlan,
+    EpSamples,
     Info,
     LaneReport,
     LaneShare,
@@ -57,6 +59,7 @@ __all__ = [
     "Worker",
     "__version__",
     "bench_bandwidth",
+    "bench_ep",
     "bench_latency",
     "bench_p2p",
     "expert_plan",
@@ -382,3 +385,29 @@ def bench_p2p(
     memory: Literal["shared", "ordinary"] = "ordinary",
     on_progress: Callable[[int, int], object] | None = None,
 ) -> list[Transfer]: ...
+def bench_ep(
+    buffer: ExpertBuffer,
+    context: Context,
+    plan: EpPlan,
+    x: _Bytes,
+    topk_idx: _Bytes,
+    topk_weights: _Bytes,
+    y: _Bytes,
+    on_progress: Callable[[int, int], object] | None = None,
+) -> EpSamples: ...
+
+@final
+class _Alltoallv:
+    def __new__(cls, parameters: _BytesParameters, dedup: bool) -> Self: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def row_bytes(self) -> int: ...
+    @property
+    def side_bytes(self) -> int: ...
+    def route(self, topk_idx: _Bytes, topk_weights: _Bytes, counts: _Bytes) -> None: ...
+    def pack(self, x: _Bytes, topk_idx: _Bytes, rows: _Bytes, sides: _Bytes) -> None: ...
+    def unpack(self, counts: _Bytes, rows: _Bytes, sides: _Bytes, x: _Bytes, scales: _Bytes) -> None: ...
+    def expert_counts(self) -> list[int]: ...
+    def pack_back(self, y: _Bytes, rows: _Bytes) -> None: ...
+    def unpack_back(self, rows: _Bytes, out: _Bytes) -> None: ...

@@ -226,3 +226,24 @@ class OperationBytes(TypedDict):
     logical: int
     wire: int
     network: int
+
+
+class EpPlan(TypedDict):
+    """What a bench of dispatch and combine does: `cached` repeats the routing of the first dispatch."""
+
+    mode: Literal["dispatch", "combine", "e2e"]
+    layout: Literal["expert", "rank"]
+    cached: bool
+    iters: int
+    warmup: int
+
+
+class EpSamples(TypedDict):
+    """One rank's raw samples of dispatch and combine, by iteration; `bytes` of all iterations together."""
+
+    total_us: list[float]
+    cast_us: list[float]
+    copy_us: list[float]
+    sum_us: list[float]
+    wait_us: list[float]
+    bytes: OperationBytes

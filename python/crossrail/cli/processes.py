@@ -6,17 +6,21 @@ import contextlib
 import ctypes
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 _running: set[Process] = set()
+_folders: set[str] = set()
 _guard = threading.Lock()
 
 from_parent: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -75,8 +79,22 @@ class Process:
             _running.discard(self)
 
 
+@contextlib.contextmanager
+def scratch_folder(prefix: str) -> Iterator[str]:
+    """A folder in memory for another program's leavings; gone afterwards, after an early exit too."""
+    folder = tempfile.mkdtemp(prefix=prefix, dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+    with _guard:
+        _folders.add(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        with _guard:
+            _folders.discard(folder)
+
+
 def kill_all() -> None:
-    """Kills and reaps every process that still runs: the last thing before an early exit."""
+    """Kills and reaps every process that still runs and removes its folders: the last thing before an early exit."""
     with _guard:
         left = list(_running)
     for process in left:
@@ -85,6 +103,8 @@ def kill_all() -> None:
     for process in left:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             process.popen.wait(5)
+    for folder in list(_folders):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _die_with(starter: int) -> None:

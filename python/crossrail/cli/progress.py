@@ -29,6 +29,11 @@ class Progress:
     def __exit__(self, *unused: object) -> None:
         self._bar.stop()
 
+    @property
+    def shown(self) -> bool:
+        """Whether anybody looks."""
+        return self.console.is_terminal
+
     def say(self, title: str) -> None:
         """What runs now, when nothing tells how far it is."""
         if self.console.is_terminal:

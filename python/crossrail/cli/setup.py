@@ -45,6 +45,20 @@ def wanted_cpu(options: BenchOptions, *, driver: bool) -> int | None:
     return wanted
 
 
+def cpu_of(wanted: list[int] | str, index: int, count: int) -> int | None:
+    """The processor of one of ``count`` processes here, or None for any: one each, where there are as many.
+
+    Raises UsageFailure for a processor that this process may not use.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if isinstance(wanted, list):
+        cpu = wanted[index % len(wanted)]
+        if cpu not in allowed:
+            raise UsageFailure(f"--pin {cpu}: this process may use {', '.join(map(str, allowed))} only")
+        return cpu
+    return allowed[index] if wanted == "auto" and count <= len(allowed) else None
+
+
 def pin(cpu: int | None) -> None:
     """Keeps this thread, and those it starts later, on one processor; None: leaves it as it is."""
     if cpu is not None:

@@ -5,8 +5,9 @@ tabulated and compared on another.
 """
 
 from .build import Round, p2p_row, with_peers, with_samples
-from .control import averaged, control_rows
+from .control import averaged, control_rows, with_times
 from .environment import capture_environment
+from .ep import EpRank, EpTurn, ep_row, slowest
 from .schema import (
     SCHEMA,
     Environment,
@@ -30,6 +31,8 @@ from .writing import WriteError, check_destination, write_report, write_text
 __all__ = [
     "SCHEMA",
     "Environment",
+    "EpRank",
+    "EpTurn",
     "Facts",
     "Iteration",
     "Lane",
@@ -50,6 +53,7 @@ __all__ = [
     "check_destination",
     "console",
     "control_rows",
+    "ep_row",
     "format_bytes",
     "format_duration_us",
     "format_rate",
@@ -60,11 +64,13 @@ __all__ = [
     "p2p_row",
     "percentile",
     "print_report",
+    "slowest",
     "summarize",
     "table",
     "views",
     "with_peers",
     "with_samples",
+    "with_times",
     "write_report",
     "write_text",
 ]

@@ -9,6 +9,9 @@ from .schema import Iteration, Lane, PeerResult, Row, Stages
 from .stats import better, gb_per_s, median, summarize
 from .verdict import Facts, judge
 
+TIMED = ("latency", "dispatch", "combine", "e2e")
+"""What is compared by its time; anything else by its rate."""
+
 
 @dataclass(frozen=True)
 class Round:
@@ -46,7 +49,7 @@ def with_samples(row: Row, rounds: Sequence[Round]) -> Row:
 
 def with_peers(row: Row, peers: Mapping[str, PeerResult]) -> Row:
     """``row`` with the peers' results, and how many times better it is than each that has a figure."""
-    kind = "time" if row.what == "latency" else "rate"
+    kind = "time" if row.what in TIMED else "rate"
     ratio = {
         name: better(median(row.rounds), median(result.rounds), "time" if kind == "time" else "rate")
         for name, result in peers.items()

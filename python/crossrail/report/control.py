@@ -27,19 +27,23 @@ def control_rows(samples: Mapping[int, Mapping[str, Sequence[float]]], like: Row
     return [_step_row(replace(like, what=step), {rank: samples[rank][step] for rank in ranks}) for step in steps]
 
 
-def _step_row(row: Row, samples: Mapping[int, Sequence[float]]) -> Row:
-    pooled = [sample for times in samples.values() for sample in times]
-    summary = summarize(pooled)
+def with_times(row: Row, samples_us: Sequence[float]) -> Row:
+    """``row`` with samples of all ranks, in microseconds, and what they say."""
+    summary = summarize(samples_us)
     return replace(
         row,
-        samples_us=pooled,
+        samples_us=list(samples_us),
         p50_us=summary.p50,
         p99_us=summary.p99,
         avg_us=summary.avg,
         min_us=summary.min,
         max_us=summary.max,
-        rank_times=[_times(rank, times) for rank, times in samples.items()],
     )
+
+
+def _step_row(row: Row, samples: Mapping[int, Sequence[float]]) -> Row:
+    pooled = [sample for times in samples.values() for sample in times]
+    return replace(with_times(row, pooled), rank_times=[_times(rank, times) for rank, times in samples.items()])
 
 
 def _times(rank: int, samples: Sequence[float]) -> RankTimes:

@@ -146,6 +146,12 @@ class Row:
 
     ``rounds`` has one figure for each turn taken with the peers (average us for latency, GB/s elsewhere), as has each
     peer's result; ``ratio`` compares the medians of the two.
+
+    For dispatch, combine and e2e (both) ``samples_us`` are those of all ranks, by turn, then rank, then iteration;
+    ``slowest_us`` has the slowest rank of each iteration, and ``rounds`` the median of those for each turn. ``size`` is
+    one row with its scales. Bytes are one rank's in one iteration, on average: ``gb_per_s`` is of what left the rank
+    (wire), ``gb_per_s_logical`` of a row per selection. ``stages_us`` are average parts of the time (cast, copy, sum,
+    wait, other), ``links`` how many ranks reach how many others in which way.
     """
 
     what: str
@@ -176,6 +182,23 @@ class Row:
     notes: list[str] = field(default_factory=list)
     peers: dict[str, PeerResult] = field(default_factory=dict)
     ratio: dict[str, float] = field(default_factory=dict)
+    ranks: int | None = None
+    nodes: int | None = None
+    tokens: int | None = None
+    hidden: int | None = None
+    topk: int | None = None
+    experts: int | None = None
+    layout: str | None = None
+    dtype: str | None = None
+    routing: str | None = None
+    prereduce: bool | None = None
+    cached: bool | None = None
+    backend: str | None = None
+    ranks_passed: int | None = None
+    slowest_us: list[float] = field(default_factory=list)
+    gb_per_s_logical: float | None = None
+    stages_us: dict[str, float] = field(default_factory=dict)
+    links: dict[str, int] = field(default_factory=dict)
     experts_per_rank: int | None = None
     store: str | None = None
     rank_times: list[RankTimes] = field(default_factory=list)

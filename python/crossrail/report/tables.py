@@ -36,14 +36,18 @@ def print_report(report: Report, to: Console) -> None:
 def views(report: Report) -> list[RenderableType]:
     """The tables and lines that show ``report``."""
     from .control import control_tables, phase_tables
+    from .ep import ep_tables
 
     shown: list[RenderableType] = []
     steps = [row for row in report.rows if row.rank_times]
     phases = [row for row in report.rows if row.phase is not None]
     shown.extend(control_tables(steps) if steps else [])
     shown.extend(phase_tables(phases) if phases else [])
-    shown.extend(Text(f"note: {note}") for note in dict.fromkeys(note for row in steps + phases for note in row.notes))
-    others = [row for row in report.rows if not row.rank_times and row.phase is None]
+    exchanges = [row for row in report.rows if row.tokens is not None and row.phase is None]
+    shown.extend(ep_tables(exchanges))
+    noted = steps + phases + exchanges
+    shown.extend(Text(f"note: {note}") for note in dict.fromkeys(note for row in noted for note in row.notes))
+    others = [row for row in report.rows if row not in noted]
     for what in dict.fromkeys(row.what for row in others):
         rows = [row for row in others if row.what == what]
         if what == "latency":
@@ -55,7 +59,7 @@ def views(report: Report) -> list[RenderableType]:
                 shown.extend(_p2p(row))
         else:
             shown.append(Text(f"{what}: this release has no table for it; see the JSON"))
-        shown.extend(_peer_errors(rows))
+        shown.extend(peer_errors(rows))
         shown.extend(Text(f"note: {note}") for note in dict.fromkeys(note for row in rows for note in row.notes))
     return shown
 
@@ -82,7 +86,7 @@ def table(title: str, columns: Sequence[str], *, left: int = 1) -> HeadedTable:
 
 
 def _latency(rows: Sequence[Row]) -> HeadedTable:
-    peers = _peer_names(rows)
+    peers = peer_names(rows)
     columns = ["size", "transport", "protocol", "p50 us", "p99 us", "avg us", "min us", "max us"]
     for peer in peers:
         columns += [f"{peer} us", f"x {peer}"]
@@ -92,13 +96,13 @@ def _latency(rows: Sequence[Row]) -> HeadedTable:
         cells += [_figure(value) for value in (row.p50_us, row.p99_us, row.avg_us, row.min_us, row.max_us)]
         for peer in peers:
             result = row.peers.get(peer)
-            cells += [_figure(result.avg_us if result else None), _ratio(row, peer)]
+            cells += [_figure(result.avg_us if result else None), ratio_text(row, peer)]
         made.add_row(*cells)
     return made
 
 
 def _bandwidth(rows: Sequence[Row]) -> HeadedTable:
-    peers = _peer_names(rows)
+    peers = peer_names(rows)
     columns = ["size", "transport", "protocol", "memory", "GB/s", "messages/s", "p50 us", "p99 us"]
     for peer in peers:
         columns += [f"{peer} GB/s", f"x {peer}"]
@@ -109,7 +113,7 @@ def _bandwidth(rows: Sequence[Row]) -> HeadedTable:
         cells += [_messages(row), _figure(row.p50_us), _figure(row.p99_us)]
         for peer in peers:
             result = row.peers.get(peer)
-            cells += [_rate(result.gb_per_s if result else None), _ratio(row, peer)]
+            cells += [_rate(result.gb_per_s if result else None), ratio_text(row, peer)]
         made.add_row(*cells)
     return made
 
@@ -122,7 +126,7 @@ def _p2p(row: Row) -> list[RenderableType]:
         shown.append(_stages(row))
     for name, result in row.peers.items():
         if result.error is None:
-            shown.append(Text(f"{name}: {_rate(result.gb_per_s)} GB/s ({result.what}); ratio {_ratio(row, name)}"))
+            shown.append(Text(f"{name}: {_rate(result.gb_per_s)} GB/s ({result.what}); ratio {ratio_text(row, name)}"))
     if row.verified is not None:
         shown.append(Text("data: verified before and after the timing" if row.verified else "data: DID NOT VERIFY"))
     if row.verdict is not None:
@@ -177,11 +181,13 @@ def _stages(row: Row) -> HeadedTable:
     return made
 
 
-def _peer_names(rows: Iterable[Row]) -> list[str]:
+def peer_names(rows: Iterable[Row]) -> list[str]:
+    """The peers of all rows, each once."""
     return list(dict.fromkeys(name for row in rows for name in row.peers))
 
 
-def _peer_errors(rows: Iterable[Row]) -> list[Text]:
+def peer_errors(rows: Iterable[Row]) -> list[Text]:
+    """Why peers have no figure."""
     errors = ((name, result.error) for row in rows for name, result in row.peers.items() if result.error)
     return [Text(f"{name}: no figure: {error}") for name, error in dict.fromkeys(errors)]
 
@@ -192,7 +198,8 @@ def _messages(row: Row) -> str:
     return f"{row.window / median(row.samples_us) * 1e6:,.0f}"
 
 
-def _ratio(row: Row, peer: str) -> str:
+def ratio_text(row: Row, peer: str) -> str:
+    """How many times better than a peer."""
     ratio = row.ratio.get(peer)
     return "-" if ratio is None else f"{ratio:.2f}"
 

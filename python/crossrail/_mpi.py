@@ -1,0 +1,206 @@
+"""One rank of what `crossrail bench ep --compare mpi` compares with: dispatch and combine by MPI_Alltoallv.
+
+Run by mpirun as `python -m crossrail._mpi JOB`. Counts are exchanged first (unless the routing is cached), then the
+rows' scales, experts and weights, then the rows. Packing, casting, unpacking and summing are native and the row kernels
+those of our own data path; memory is allocated once. Rank 0 prints a line of JSON for each variant and mode.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mpi4py
+import numpy as np
+import numpy.typing as npt
+
+from crossrail._native import _Alltoallv
+from crossrail.records import BufferParameters
+from crossrail.ref import Shape
+from crossrail.ref.checking import Difference, Work
+
+mpi4py.rc.threads = False  # one thread calls MPI, which then takes no locks
+
+from mpi4py import MPI  # noqa: E402 (as it is set up above)
+
+_PR_SET_PDEATHSIG = 1
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass
+class Came:
+    """What a dispatch delivered, as the reference's experts take it."""
+
+    x: Any
+    scales: Any
+    counts: Any
+    topk_idx: Any = None
+    topk_weights: Any = None
+
+
+class Rank:
+    """One rank's memory and what it does with it."""
+
+    def __init__(self, comm: MPI.Intracomm, work: Work, *, dedup: bool, cached: bool) -> None:
+        self.comm, self.work, self.dedup, self.cached = comm, work, dedup, cached
+        shape, ranks = work.shape, work.shape.ranks
+        self.mine = work.inputs(comm.rank, range(ranks))
+        parameters: BufferParameters = {
+            "ranks": ranks,
+            "max_tokens": shape.max_tokens,
+            "hidden": shape.hidden,
+            "experts": shape.num_experts,
+            "topk": shape.topk,
+            "dispatch_dtype": "bf16" if work.scale is None else "fp8",
+            "scale": work.scale or "f32",
+            "layouts": [work.layout],
+            "prereduce": True,
+            "share_node": True,
+            "timeout": 1.0,
+        }
+        self.native = _Alltoallv(parameters, dedup)
+        self.sent, self.came = np.zeros(ranks, np.int32), np.zeros(ranks, np.int32)
+        self.native.route(self.mine.topk_idx, self.mine.topk_weights, self.sent)
+        comm.Alltoall(self.sent, self.came)
+        row, side = self.native.row_bytes, self.native.side_bytes
+        self.row, self.side, self.back = (_record(size) for size in (row, side, 2 * shape.hidden))
+        going, coming = int(self.sent.sum()), int(self.came.sum())
+        self.rows, self.sides = _room(going, row), _room(going, side)
+        self.rows_in, self.sides_in = _room(coming, row), _room(coming, side)
+        self.by_expert = work.layout == "expert"
+        places = shape.local_experts * ranks * shape.max_tokens if self.by_expert else coming
+        self.x = _room(places, row) if self.by_expert else self.rows_in
+        self.scales = _room(places, side - 8 * self.native.slots)
+        self.answers, self.answers_in = _room(coming, 2 * shape.hidden), _room(going, 2 * shape.hidden)
+        self.out = _room(len(self.mine.x), 2 * shape.hidden)
+        self.y: Any = self.answers
+        self._begin()
+
+    def _begin(self) -> None:
+        """Where the records of each rank begin."""
+        self.sent_at, self.came_at = _offsets(self.sent), _offsets(self.came)
+
+    def dispatch(self) -> None:
+        """Counts, sides, rows, and each row to its place."""
+        if not self.cached:
+            self.native.route(self.mine.topk_idx, self.mine.topk_weights, self.sent)
+            self.comm.Alltoall(self.sent, self.came)
+            self._begin()
+        self.native.pack(self.mine.x, self.mine.topk_idx, self.rows, self.sides)
+        there, here = (self.sent, self.sent_at), (self.came, self.came_at)
+        self.comm.Alltoallv([self.sides, there, self.side], [self.sides_in, here, self.side])
+        self.comm.Alltoallv([self.rows, there, self.row], [self.rows_in, here, self.row])
+        self.native.unpack(self.came, self.rows_in, self.sides_in, self.x, self.scales)
+
+    def combine(self) -> None:
+        """Outputs back along the same ways, and their sums."""
+        if self.by_expert:
+            self.native.pack_back(self.y, self.answers)
+        answers = self.answers if self.by_expert else self.y
+        there, here = (self.came, self.came_at), (self.sent, self.sent_at)
+        self.comm.Alltoallv([answers, there, self.back], [self.answers_in, here, self.back])
+        self.native.unpack_back(self.answers_in, self.out)
+
+    def both(self) -> None:
+        """A dispatch and the combine that answers it."""
+        self.dispatch()
+        self.combine()
+
+    def verify(self) -> None:
+        """One of each against the reference. Raises Difference."""
+        self.dispatch()
+        self.y = self.work.outputs(self._delivered(), self.comm.rank)
+        self.combine()
+        # With a row per selection the source weights and sums, whatever the layout.
+        judge = self.work if self.dedup else replace(self.work, layout="expert", prereduce=False)
+        sums = self.out.view(np.uint16).reshape(-1, self.work.shape.hidden)
+        judge.judge_combine(sums, self.comm.rank, range(self.work.shape.ranks))
+
+    def wire(self, mode: str) -> int:
+        """Bytes of rows and scales that leave the rank in one iteration."""
+        away = int(self.sent.sum() - self.sent[self.comm.rank])
+        back = int(self.came.sum() - self.came[self.comm.rank])
+        there = away * (self.native.row_bytes + self.native.side_bytes - 8 * self.native.slots)
+        total: int = there * (mode != "combine") + back * 2 * self.work.shape.hidden * (mode != "dispatch")
+        return total
+
+    def _delivered(self) -> Came:
+        shape, slots = self.work.shape, self.native.slots
+        lead = (shape.local_experts, shape.ranks * shape.max_tokens) if self.by_expert else (int(self.came.sum()),)
+        x = self.x.view(np.uint16 if self.work.scale is None else np.uint8).reshape(*lead, shape.hidden)
+        scales = None
+        if self.work.scale is not None:
+            kind = np.uint8 if self.work.scale == "ue8m0" else np.float32
+            scales = self.scales.view(kind).reshape(*lead, shape.hidden // 128)
+        came = Came(x, scales, self.native.expert_counts())
+        if not self.by_expert:
+            sides = self.sides_in.reshape(*lead, -1)[:, -8 * slots :]
+            came.topk_idx = np.full((*lead, shape.topk), -1, np.int64)
+            came.topk_idx[:, :slots] = sides[:, : 4 * slots].copy().view(np.int32)
+            came.topk_weights = np.ones((*lead, shape.topk), np.float32)
+            if self.dedup:
+                came.topk_weights = sides[:, 4 * slots :].copy().view(np.float32)
+        return came
+
+
+def _record(size: int) -> MPI.Datatype:
+    return MPI.BYTE.Create_contiguous(size).Commit()
+
+
+def _room(count: int, size: int) -> Bytes:
+    return np.empty(max(count * size, 8), np.uint8)[: count * size]
+
+
+def _offsets(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    return np.concatenate(([0], np.cumsum(counts)[:-1])).astype(np.int32)
+
+
+def measure(rank: Rank, mode: str, warmup: int, iters: int) -> list[float]:
+    """Microseconds of each iteration, a barrier before each, outside of its time."""
+    once = {"dispatch": rank.dispatch, "combine": rank.combine, "e2e": rank.both}[mode]
+    samples = []
+    for number in range(warmup + iters):
+        rank.comm.Barrier()
+        began = time.perf_counter_ns()
+        once()
+        took = time.perf_counter_ns() - began
+        if number >= warmup:
+            samples.append(took / 1e3)
+    return samples
+
+
+def main() -> None:
+    """Verifies and measures all that the job names."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    job: dict[str, Any] = json.loads(sys.argv[1])
+    comm = MPI.COMM_WORLD
+    cpu = job["cpus"][comm.rank]
+    if cpu is not None:
+        os.sched_setaffinity(0, {cpu})
+    work = Work(**{**job["work"], "shape": Shape(**job["work"]["shape"])})
+    for variant in job["variants"]:
+        rank = Rank(comm, work, dedup=variant == "mpi-dedup", cached=job["cached"])
+        try:
+            rank.verify()
+        except Difference as difference:
+            sys.stderr.write(f"crossrail: error: {variant} did not verify: {difference}\n")
+            sys.stderr.flush()
+            comm.Abort(1)
+        for mode in job["modes"]:
+            samples = comm.gather(measure(rank, mode, job["warmup"], job["iters"]))
+            wire = comm.gather(rank.wire(mode))
+            if samples is not None and wire is not None:
+                found = {"samples_us": samples, "bytes_wire": round(sum(wire) / len(wire))}
+                sys.stdout.write(json.dumps({"variant": variant, "mode": mode, **found}) + "\n")
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Rows and tables of dispatch and combine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from .schema import Lane, Row
+from .stats import gb_per_s, median, summarize
+from .tables import peer_errors, peer_names, ratio_text, table
+from .units import format_bytes, format_rate
+
+MODES = ("dispatch", "combine", "e2e")
+STAGES = ("cast", "copy", "sum", "wait")
+
+
+@dataclass(frozen=True)
+class EpRank:
+    """What one rank measured in one turn: microseconds of each iteration, the stages of all, bytes of all.
+
+    ``links``: how it reaches each rank (``self``, ``heap``, ``network``); ``rails``: bytes that left by each.
+    """
+
+    total_us: list[float]
+    stages_us: dict[str, float]
+    bytes: dict[str, int]
+    links: list[str]
+    rails: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def from_dict(found: Mapping[str, Any]) -> EpRank:
+        """From what the native loop and the rank told."""
+        stages = {stage: sum(found[f"{stage}_us"]) for stage in STAGES}
+        return EpRank(found["total_us"], stages, dict(found["bytes"]), found["links"], dict(found["rails"]))
+
+
+@dataclass(frozen=True)
+class EpTurn:
+    """What all ranks measured in one turn, by rank."""
+
+    ranks: list[EpRank]
+
+    @property
+    def slowest_us(self) -> list[float]:
+        """Of each iteration the time of the slowest rank: only then is it over for the model."""
+        return slowest([one.total_us for one in self.ranks])
+
+
+def slowest(samples: Sequence[Sequence[float]]) -> list[float]:
+    """The longest time of each iteration, from each rank's times."""
+    return [max(times) for times in zip(*samples, strict=True)]
+
+
+def ep_row(row: Row, turns: Sequence[EpTurn]) -> Row:
+    """``row`` with what follows from the samples of every turn; bytes are averages of one rank and one iteration."""
+    ranks = [one for turn in turns for one in turn.ranks]
+    samples = [sample for one in ranks for sample in one.total_us]
+    summary = summarize(samples)
+    count = len(samples)
+    moved = {name: round(sum(one.bytes[name] for one in ranks) / count) for name in ("logical", "wire", "network")}
+    stages = {stage: sum(one.stages_us[stage] for one in ranks) / count for stage in STAGES}
+    stages["other"] = max(summary.avg - sum(stages.values()), 0.0)
+    links = [kind for one in turns[0].ranks for kind in one.links]
+    lanes = _rails(ranks, count)
+    used = [kind for kind in ("heap",) if kind in links] + [str(lane.transport) for lane in lanes]
+    return replace(
+        row,
+        transport="+".join(dict.fromkeys(used)) or "self",
+        samples_us=samples,
+        slowest_us=[time for turn in turns for time in turn.slowest_us],
+        rounds=[median(turn.slowest_us) for turn in turns],
+        p50_us=summary.p50,
+        p99_us=summary.p99,
+        avg_us=summary.avg,
+        min_us=summary.min,
+        max_us=summary.max,
+        bytes_logical=moved["logical"],
+        bytes_wire=moved["wire"],
+        bytes_network=moved["network"],
+        gb_per_s=gb_per_s(moved["wire"], summary.avg),
+        gb_per_s_logical=gb_per_s(moved["logical"], summary.avg),
+        stages_us=stages,
+        links={kind: links.count(kind) for kind in ("self", "heap", "network") if kind in links},
+        lanes=lanes,
+    )
+
+
+def _rails(ranks: Sequence[EpRank], count: int) -> list[Lane]:
+    """What each rail carried of one rank's iteration, on average, frame heads included."""
+    sums: dict[str, int] = {}
+    for one in ranks:
+        for rail, sent in one.rails.items():
+            sums[rail] = sums.get(rail, 0) + sent
+    total = sum(sums.values())
+    return [
+        Lane(
+            rail,
+            bytes=round(sent / count),
+            share=sent / total,
+            transport=rail.partition("/")[0],
+            device=rail.partition("/")[2] or None,
+        )
+        for rail, sent in sums.items()
+        if sent
+    ]
+
+
+def ep_tables(rows: Sequence[Row]) -> list[RenderableType]:
+    """The tables of dispatch, combine and both, for each shape that was measured."""
+    shown: list[RenderableType] = []
+    for heading in dict.fromkeys(_heading(row) for row in rows):
+        chosen = [row for row in rows if _heading(row) == heading]
+        shown += [Text(heading, style="bold"), Text(_passed(chosen[0])), *(Text(line) for line in _links(chosen))]
+        shown += [Text(""), _times(chosen), _bytes(chosen), _stages(chosen), *peer_errors(chosen)]
+    return shown
+
+
+def _heading(row: Row) -> str:
+    nodes = "1 node" if row.nodes == 1 else f"{row.nodes} nodes"
+    extra = ["routing cached"] if row.cached else []
+    extra += [] if row.prereduce is not False else ["no pre-reduction"]
+    extra += [] if row.backend != "none" else ["no shared memory"]
+    return ", ".join(
+        [
+            f"expert parallelism: {row.ranks} ranks on {nodes}",
+            f"{row.tokens} tokens x {row.hidden} each",
+            f"top-{row.topk} of {row.experts} experts",
+            f"{row.layout} layout",
+            f"dispatch {row.dtype}",
+            f"routing {row.routing}",
+            *extra,
+        ]
+    )
+
+
+def _passed(row: Row) -> str:
+    if row.ranks_passed is None:
+        return "data: not verified"
+    return f"data: {row.ranks_passed} of {row.ranks} ranks passed against the reference before anything was timed"
+
+
+def _links(rows: Sequence[Row]) -> list[str]:
+    kinds = {"heap": "over mapped memory", "network": "over the network lanes", "self": "to the rank itself"}
+    links = rows[0].links
+    lines = ["links: " + ", ".join(f"{links[kind]} {text}" for kind, text in kinds.items() if kind in links)]
+    carried = [f"{lane.name} {format_bytes(lane.bytes)}" for row in rows[-1:] for lane in row.lanes]
+    return lines + ([f"rails: {', '.join(carried)} of each rank's {rows[-1].what}"] if carried else [])
+
+
+def _times(rows: Sequence[Row]) -> RenderableType:
+    peers = peer_names(rows)
+    columns = ["us", "p50", "p99", "avg", "min", "max", "slowest p50"]
+    for peer in peers:
+        columns += [peer, f"x {peer}"]
+    made = table("latency: all ranks and iterations together; the slowest rank of each iteration", columns)
+    for row in rows:
+        cells = [_us(value) for value in (row.p50_us, row.p99_us, row.avg_us, row.min_us, row.max_us)]
+        cells.append(_us(median(row.rounds)))
+        for peer in peers:
+            result = row.peers.get(peer)
+            cells += [_us(median(result.rounds) if result and result.rounds else None), ratio_text(row, peer)]
+        made.add_row(row.what, *cells)
+    return made
+
+
+def _bytes(rows: Sequence[Row]) -> RenderableType:
+    columns = ["", "logical", "rate", "wire", "rate", "network", "rate"]
+    heading = (
+        "bytes of one rank and iteration, and the rate that makes: logical (a row per selection, its own rank's too), "
+        "wire (what left the rank), network (what left the node)"
+    )
+    made = table(heading, columns)
+    for row in rows:
+        cells: list[str] = []
+        for moved in (row.bytes_logical, row.bytes_wire, row.bytes_network):
+            rate = (moved or 0) / (row.avg_us or 1.0) / 1e3
+            cells += [format_bytes(moved or 0), format_rate(rate) if moved else "-"]
+        made.add_row(row.what, *cells)
+    return made
+
+
+def _stages(rows: Sequence[Row]) -> RenderableType:
+    names = [*STAGES, "other"]
+    columns = ["", *(column for name in names for column in (f"{name} us", "share"))]
+    made = table("where the time went, average of all ranks and iterations", columns)
+    for row in rows:
+        cells: list[str] = []
+        for name in names:
+            spent = row.stages_us.get(name, 0.0)
+            cells += [_us(spent), f"{spent / row.avg_us:.0%}" if row.avg_us else "-"]
+        made.add_row(row.what, *cells)
+    return made
+
+
+def _us(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
