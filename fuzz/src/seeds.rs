@@ -52,12 +52,13 @@ fn store_seeds() -> Vec<(&'static str, Vec<u8>)> {
         bytes
     };
     let item = Item { key: "a", value: Value(b"value"), revision: 9 };
-    let mut changes = Vec::new();
-    frames::encode(&mut changes, 7, &Answer::Changes(vec![Change::Put(item), Change::Gone { key: "a", revision: 10 }]))
-        .unwrap_or_else(|| unreachable!("it is short"));
-    let mut entries = Vec::new();
-    frames::encode(&mut entries, 7, &Answer::Entries { items: vec![item], revision: 9, more: false })
-        .unwrap_or_else(|| unreachable!("it is short"));
+    let answer = |answer: &Answer<'_>| {
+        let mut bytes = Vec::new();
+        frames::encode(&mut bytes, 7, answer).unwrap_or_else(|| unreachable!("it is short"));
+        bytes
+    };
+    let changes = answer(&Answer::Changes(vec![Change::Put(item), Change::Gone { key: "a", revision: 10 }]));
+    let entries = answer(&Answer::Entries { items: vec![item], revision: 9, more: false });
     vec![
         ("challenge", challenge.encode().to_vec()),
         ("reply", reply.encode().to_vec()),
