@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use crossrail_control::{Group, GroupOptions, RankState, StoreServer, open};
 use crossrail_types::{ErrorKind, LogLevel, Settings};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 const SHORT: Option<Duration> = Some(Duration::from_millis(200));
 const LONG: Option<Duration> = Some(Duration::from_secs(10));
@@ -202,10 +204,16 @@ impl Other {
         Other(child)
     }
 
-    fn kill(mut self) -> Instant {
+    fn kill(self) -> Instant {
+        drop(self);
+        Instant::now()
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();
-        Instant::now()
     }
 }
 
@@ -244,6 +252,21 @@ fn a_death_is_noticed_within_its_lease_and_ends_waits_at_once() {
         group.barrier("step", &[0, 1], LONG).unwrap();
     });
     assert_eq!(group.collect("address", &[1], SHORT).unwrap_err().kind, ErrorKind::Timeout);
+}
+
+#[test]
+fn a_process_that_stood_still_is_back_with_what_it_told() {
+    let server = server();
+    let group = join(&server, 0, 4);
+    let child = Other::join(&server, 1);
+    let id = Pid::from_raw(i32::try_from(child.0.id()).unwrap());
+    kill(id, Signal::SIGSTOP).unwrap();
+    until(|| matches!(group.state(1), RankState::Dead(_)), &group);
+    assert_eq!(group.collect("address", &[1], LONG).unwrap_err().kind, ErrorKind::PeerDead);
+    kill(id, Signal::SIGCONT).unwrap();
+    group.wait_members(&[1], LONG).unwrap();
+    assert_eq!(group.collect("address", &[1], LONG).unwrap(), [b"child"]);
+    child.kill();
 }
 
 #[test]
