@@ -56,9 +56,11 @@ __all__ = [
     "Region",
     "RegionKey",
     "Request",
+    "StoreServer",
     "Worker",
     "__version__",
     "bench_bandwidth",
+    "bench_control",
     "bench_ep",
     "bench_latency",
     "bench_p2p",
@@ -254,6 +256,17 @@ class Group:
     def leave(self) -> None: ...
 
 @final
+class StoreServer:
+    def __new__(cls, context: Context, listen: str) -> Self: ...
+    @property
+    def address(self) -> str: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None, /
+    ) -> None: ...
+
+@final
 class ExpertBuffer:
     def __new__(cls, context: Context, group: Group, name: str, parameters: BufferParameters) -> Self: ...
     @property
@@ -342,6 +355,19 @@ class _Span:
     def __len__(self) -> int: ...
 
 def _borrow(object: SupportsDLPack, operation: str, writable: bool) -> tuple[_Span, str, tuple[int, ...]]: ...
+def bench_control(
+    group: Group,
+    context: Context,
+    *,
+    op: str,
+    rounds: int,
+    max_tokens_per_rank: int,
+    hidden: int,
+    num_experts: int,
+    topk: int,
+    dispatch_dtype: str = "fp8",
+    on_progress: Callable[[int, int], object] | None = None,
+) -> dict[str, list[float]]: ...
 def expert_plan(parameters: BufferParameters, network: int) -> dict[str, Any]: ...
 def wait_all(requests: Iterable[Request], timeout: float | None = None) -> list[Receipt]: ...
 def settings_reference() -> list[SettingInfo]: ...

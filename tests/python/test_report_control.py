@@ -61,10 +61,10 @@ def test_phases_say_who_was_there_and_what_happened() -> None:
         recovery_us=800_000.0,
         faults=["rank 0: rank 2 is lost"],
     )
-    row = Row("e2e", "", 0, samples_us=[100.0], p50_us=100.0, avg_us=100.0, bytes_logical=200_000, phase=facts)
+    row = Row("e2e", "", 0, samples_us=[100.0], p50_us=100.0, gb_per_s_logical=2.0, ranks_passed=3, phase=facts)
     text = printed(Report(ENVIRONMENT, ["crossrail"], [row]))
     (line,) = [line.split() for line in text.splitlines() if line.startswith("2 ")]
-    assert line == ["2", "0-2,4", "4", "3", "2", "12.35", "100.0", "2.00", "GB/s", "-", "800.00"]
+    assert line == ["2", "0-2,4", "4", "3", "2", "3", "12.35", "100.0", "2.00", "GB/s", "-", "800.00"]
     assert "phase 2: rank 0: rank 2 is lost" in text
 
 

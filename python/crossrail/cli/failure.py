@@ -36,7 +36,7 @@ def exit_code_of(error: Exception) -> int:
 
 def say(text: str) -> None:
     """One line of talk on stderr."""
-    print(f"crossrail: {text}", file=sys.stderr, flush=True)
+    print(f"crossrail: {text}\n", end="", file=sys.stderr, flush=True)  # one write: threads may talk at the same time
 
 
 def say_error(error: Exception | str) -> None:

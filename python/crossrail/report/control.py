@@ -83,8 +83,12 @@ def control_tables(rows: Sequence[Row]) -> list[RenderableType]:
 
 def phase_tables(rows: Sequence[Row]) -> list[RenderableType]:
     """The table of an elastic plan's phases, and what survivors said of ranks that were killed."""
-    columns = ["phase", "ranks", "joined", "left", "killed", "connect ms", "p50 us", "logical", "wire", "recovery ms"]
-    made = table("elastic: each phase's ranks, and dispatch and combine between them", columns, left=5)
+    columns = ["phase", "ranks", "joined", "left", "killed", "passed", "connect ms", "p50 us", "logical", "wire"]
+    made = table(
+        "elastic: each phase's ranks, and a dispatch with its combine between them (bytes of one rank over its time)",
+        [*columns, "recovery ms"],
+        left=5,
+    )
     said: list[Text] = []
     for row in rows:
         phase = row.phase
@@ -93,20 +97,14 @@ def phase_tables(rows: Sequence[Row]) -> list[RenderableType]:
             str(phase.number),
             _ranks(phase.active),
             *(_ranks(ranks) for ranks in (phase.joined, phase.left, phase.killed)),
+            "-" if row.ranks_passed is None else str(row.ranks_passed),
             "-" if phase.connect_us is None else _ms(phase.connect_us),
             "-" if row.p50_us is None else f"{row.p50_us:.1f}",
-            *(_rate(row, bytes_) for bytes_ in (row.bytes_logical, row.bytes_wire)),
+            *("-" if rate is None else format_rate(rate) for rate in (row.gb_per_s_logical, row.gb_per_s)),
             "-" if phase.recovery_us is None else _ms(phase.recovery_us),
         )
         said += [Text(f"phase {phase.number}: {fault}") for fault in phase.faults]
     return [made, *said]
-
-
-def _rate(row: Row, moved: int | None) -> str:
-    """Of one rank: ``moved`` are its bytes of one operation pair."""
-    if moved is None or row.avg_us is None or row.avg_us <= 0:
-        return "-"
-    return format_rate(moved / row.avg_us / 1e3)
 
 
 def _ms(microseconds: float) -> str:
