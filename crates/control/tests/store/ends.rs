@@ -126,6 +126,32 @@ fn threads_share_a_connection() {
     assert_eq!(wins, ROUNDS);
 }
 
+/// Of two calls that wait over one connection either may be the one that reads; when it has its answer the other reads.
+#[test]
+fn whoever_leaves_lets_another_read() {
+    let fixture = Fixture::start();
+    let (shared, other) = (fixture.client(), fixture.client());
+    let begun = Instant::now();
+    for round in 0..20 {
+        let keys = [format!("{round}/first"), format!("{round}/second")];
+        let (said, heard) = std::sync::mpsc::channel();
+        thread::scope(|scope| {
+            for key in &keys {
+                let (shared, said) = (&shared, said.clone());
+                scope.spawn(move || {
+                    shared.wait(std::slice::from_ref(key), soon()).unwrap();
+                    said.send(key).unwrap();
+                });
+            }
+            for key in if round % 2 == 0 { [&keys[0], &keys[1]] } else { [&keys[1], &keys[0]] } {
+                other.put(key, b"x", None, soon()).unwrap();
+                assert_eq!(heard.recv().unwrap(), key);
+            }
+        });
+    }
+    assert!(begun.elapsed() < Duration::from_secs(10), "nobody slept until its deadline: {:?}", begun.elapsed());
+}
+
 const CLIENTS: usize = 50;
 const TTL: Duration = Duration::from_millis(600);
 
