@@ -65,21 +65,22 @@ fn reach(
     loop {
         let reached = crate::open(address, settings, deadline)
             .and_then(|store| store.grant(ttl, deadline).map(|lease| (store, lease)));
-        let left = deadline.saturating_duration_since(Instant::now());
-        last = match (reached, last) {
-            (Err(error), _) if error.kind == ErrorKind::Unreachable => Some(error),
+        let error = match reached {
+            Err(error) if error.kind == ErrorKind::Unreachable => error,
             // Time ran out on the way to a store that was not there before.
-            (Err(error), Some(before)) if error.kind == ErrorKind::Timeout && left.is_zero() => Some(before),
-            (result, _) => return result,
+            Err(error) if error.kind == ErrorKind::Timeout && last.is_some() => last.unwrap_or(error),
+            result => return result,
         };
-        if let Some(error) = last.take_if(|_| left.is_zero()) {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left <= pause {
             let waited = began.elapsed().as_secs_f64();
             return Err(Error { detail: format!("{}, tried for {waited:.3} s", error.detail), ..error }
                 .with_hint("rank 0 starts it on its own machine; elsewhere: crossrail store, or etcd"));
         }
         // Nothing tells when somebody begins to listen.
-        std::thread::sleep(pause.min(left));
+        std::thread::sleep(pause);
         pause = PAUSES.1.min(pause * 2);
+        last = Some(error);
     }
 }
 
