@@ -119,7 +119,8 @@ class Rank:
         self.y = self.work.outputs(self._delivered(), self.comm.rank)
         self.combine()
         # With a row per selection the source weights and sums, whatever the layout.
-        judge = self.work if self.dedup else replace(self.work, layout="expert", prereduce=False)
+        alike = replace(self.work, layout="expert", prereduce=False)
+        judge = replace(self.work, prereduce=True) if self.dedup else alike
         sums = self.out.view(np.uint16).reshape(-1, self.work.shape.hidden)
         judge.judge_combine(sums, self.comm.rank, range(self.work.shape.ranks))
 

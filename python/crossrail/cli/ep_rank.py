@@ -38,6 +38,7 @@ def serve(parent: Parent, job: Message) -> None:
             while (request := parent.hear(LONG_S))["do"] == "measure":
                 rank.measure(request)
             group.barrier("end", timeout=LONG_S)
+        group.barrier("gone", timeout=LONG_S)  # a process that ends while others still close looks like one that died
 
 
 class _Rank:

@@ -59,10 +59,8 @@ class Work:
         `into`: where to write; only rows that came are written.
         """
         y = np.zeros(came.x.shape, np.uint16) if into is None else into
-        factors = np.ldexp(np.float32(1), np.arange(self.shape.local_experts) + rank * self.shape.local_experts)
-        factors = np.ldexp(
-            np.float32(1), (np.arange(self.shape.local_experts) + rank * self.shape.local_experts) % 5 - 2
-        )
+        experts = np.arange(self.shape.local_experts) + rank * self.shape.local_experts
+        factors = np.ldexp(np.float32(1), experts % 5 - 2)
         if self.layout == "expert":
             for local, count in enumerate(came.counts):
                 scales = None if came.scales is None else came.scales[local, :count]

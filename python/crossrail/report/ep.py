@@ -121,12 +121,13 @@ def ep_tables(rows: Sequence[Row]) -> list[RenderableType]:
 
 def _heading(row: Row) -> str:
     nodes = "1 node" if row.nodes == 1 else f"{row.nodes} nodes"
+    ranks = "1 rank" if row.ranks == 1 else f"{row.ranks} ranks"
     extra = ["routing cached"] if row.cached else []
     extra += [] if row.prereduce is not False else ["no pre-reduction"]
     extra += [] if row.backend != "none" else ["no shared memory"]
     return ", ".join(
         [
-            f"expert parallelism: {row.ranks} ranks on {nodes}",
+            f"expert parallelism: {ranks} on {nodes}",
             f"{row.tokens} tokens x {row.hidden} each",
             f"top-{row.topk} of {row.experts} experts",
             f"{row.layout} layout",
