@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import crossrail
@@ -42,7 +42,8 @@ def _drive(options: ControlOptions, progress: Progress) -> Report:
         samples = {int(rank): steps for rank, steps in message["samples"].items()}
         if len(samples) != options.placement.size:
             raise Failure(f"{len(samples)} of {options.placement.size} ranks said what they measured")
-        like = Row("", "", 0, experts_per_rank=message["experts_per_rank"], store=store, verified=True)
+        like = Row("", "", 0, verified=True, experts_per_rank=message["experts_per_rank"], store=store)
+        like = replace(like, ranks=len(samples), nodes=options.placement.world_size)
         rows += control_rows(samples, like)
     overrides = {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
     return Report(capture_environment({}, overrides), ["crossrail", *sys.argv[1:]], rows)
