@@ -57,8 +57,11 @@ impl Inner {
         self.group.publish(&self.key(), &place.encode()?)
     }
 
-    fn places(&self, ranks: &[u32], timeout: Duration) -> Result<Vec<Place>> {
-        let all = self.group.collect(&self.key(), ranks, Some(timeout))?;
+    /// Where `ranks` are; waits for those that have not come, or are coming back.
+    fn places(&self, ranks: &[u32], deadline: Instant) -> Result<Vec<Place>> {
+        let left = || Some(deadline.saturating_duration_since(Instant::now()));
+        self.group.wait_members(ranks, left())?;
+        let all = self.group.collect(&self.key(), ranks, left())?;
         all.iter().map(|bytes| Place::decode(bytes)).collect()
     }
 
@@ -76,7 +79,7 @@ impl Inner {
         let mut ends = Vec::with_capacity(new.len());
         // The greater rank dials. All of this rank's are dialled before it waits for others to dial it; `new` is in
         // order.
-        for (rank, place) in new.iter().zip(self.places(&new, timeout)?) {
+        for (rank, place) in new.iter().zip(self.places(&new, deadline)?) {
             let near = self.config.share_node && place.node == self.group.node();
             let endpoint = match *rank < self.here.me as u32 {
                 true => self.dial(*rank, place, near, deadline)?,
@@ -142,8 +145,7 @@ impl Inner {
                 // What the store says may be of a process that has ended, until its lease does.
                 Err(error) if error.kind == ErrorKind::Unreachable && Instant::now() < deadline => {
                     self.group.wait_change(changes, deadline.min(Instant::now() + AGAIN));
-                    let left = deadline.saturating_duration_since(Instant::now());
-                    place = self.places(&[rank], left)?.pop().unwrap_or(place);
+                    place = self.places(&[rank], deadline)?.pop().unwrap_or(place);
                 }
                 result => return result.map_err(|error| Error { peer: Some(format!("rank {rank}")), ..error }),
             }
