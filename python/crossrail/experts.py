@@ -299,16 +299,20 @@ class ExpertBuffer:
         scale: Literal["f32", "power2", "ue8m0"] = "f32",
         layouts: Sequence[Layout] = ("expert", "rank"),
         prereduce: bool = True,
-        network_ranks: int = 0,
+        share_node: bool = True,
+        network_ranks: int | None = None,
     ) -> Plan:
-        """What a buffer of these numbers would take on each rank, `network_ranks` others being on other nodes.
+        """What a buffer of these numbers would take on each rank.
 
-        Raises UsageError.
+        `network_ranks`: how many others are on other nodes (None: none, or all others without `share_node`). Raises
+        UsageError.
         """
         numbers = {"max_tokens_per_rank": max_tokens_per_rank, "hidden": hidden, "num_experts": num_experts}
         numbers |= {"topk": topk, "ranks": ranks}
         parameters = _calls.parameters_of(numbers, dispatch_dtype, scale, layouts, 0.0)
         parameters["prereduce"] = bool(prereduce)
+        if network_ranks is None:
+            network_ranks = 0 if share_node else max(parameters["ranks"] - 1, 0)
         return Plan(**_native.expert_plan(parameters, number("network_ranks", network_ranks)))
 
     @property

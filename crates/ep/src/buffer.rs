@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use crossrail::{Context, Endpoint, LaneReport, LogLevel, Memory, Region, Worker, WorkerOptions};
@@ -66,6 +67,8 @@ pub(crate) struct Inner {
     pub(crate) worker: Worker,
     pub(crate) region: Region,
     pub(crate) state: Mutex<State>,
+    /// It is being destroyed: whoever waits with the state locked gives up.
+    pub(crate) closing: AtomicBool,
 }
 
 /// What changes.
@@ -125,6 +128,7 @@ impl ExpertBuffer {
         peers[me as usize] = Some(Peer::myself(me as usize));
         let inner = Inner {
             id,
+            closing: AtomicBool::new(false),
             name: name.to_owned(),
             group: group.clone(),
             context: context.clone(),

@@ -30,6 +30,8 @@ impl End {
 
 /// An address that nobody answers at is looked up again after so long.
 const AGAIN: Duration = Duration::from_millis(100);
+/// Waits look this often whether they are still wanted.
+const SLICE: Duration = Duration::from_millis(100);
 /// A goodbye may take so long.
 const GOODBYE: Duration = Duration::from_millis(500);
 
@@ -59,9 +61,8 @@ impl Inner {
 
     /// Where `ranks` are; waits for those that have not come, or are coming back.
     fn places(&self, ranks: &[u32], deadline: Instant) -> Result<Vec<Place>> {
-        let left = || Some(deadline.saturating_duration_since(Instant::now()));
-        self.group.wait_members(ranks, left())?;
-        let all = self.group.collect(&self.key(), ranks, left())?;
+        self.patiently(deadline, |slice| self.group.wait_members(ranks, Some(slice)))?;
+        let all = self.patiently(deadline, |slice| self.group.collect(&self.key(), ranks, Some(slice)))?;
         all.iter().map(|bytes| Place::decode(bytes)).collect()
     }
 
@@ -118,6 +119,28 @@ impl Inner {
         Ok(())
     }
 
+    /// Waits in slices, so that `destroy` on another thread ends it.
+    fn patiently<T>(&self, deadline: Instant, mut wait: impl FnMut(Duration) -> Result<T>) -> Result<T> {
+        let began = Instant::now();
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match wait(left.min(SLICE)) {
+                Err(_) if self.closing.load(Ordering::Acquire) => {
+                    return Err(Error::new(ErrorKind::Closed, "connect", "the buffer was destroyed"));
+                }
+                Err(error) if error.kind == ErrorKind::Timeout && left > SLICE => {}
+                Err(mut error) if error.kind == ErrorKind::Timeout => {
+                    // It says how long the last slice was.
+                    if let Some((what, _)) = error.detail.rsplit_once(" in ") {
+                        error.detail = format!("{what} in {:.3} s", began.elapsed().as_secs_f64());
+                    }
+                    return Err(error);
+                }
+                result => return result,
+            }
+        }
+    }
+
     /// Those of `ranks` that are not connected yet.
     fn missing(&self, state: &State, ranks: &[u32]) -> Result<Vec<u32>> {
         let mut new = Vec::new();
@@ -159,8 +182,8 @@ impl Inner {
             {
                 return Ok(endpoint);
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            let endpoint = self.worker.accept(Some(left)).map_err(|error| match error.kind {
+            let accepted = self.patiently(deadline, |slice| self.worker.accept(Some(slice)));
+            let endpoint = accepted.map_err(|error| match error.kind {
                 ErrorKind::Timeout => {
                     let text = format!("rank {rank} did not connect in time: {}", self.about(rank as u32));
                     Error::new(ErrorKind::Timeout, "connect", text)
@@ -219,10 +242,10 @@ impl Inner {
     }
 
     fn hear(&self, rank: usize, endpoint: &Endpoint, deadline: Instant) -> Result<Hello> {
-        let left = deadline.saturating_duration_since(Instant::now());
         let request = self.worker.recv(vec![0; LONGEST], TAG, u64::MAX, Some(endpoint))?;
-        let receipt =
-            request.wait(Some(left)).map_err(|error| Error { peer: Some(format!("rank {rank}")), ..error })?;
+        let receipt = self
+            .patiently(deadline, |slice| request.wait(Some(slice)))
+            .map_err(|error| Error { peer: Some(format!("rank {rank}")), ..error })?;
         let bytes = request.into_vec().unwrap_or_default();
         let hello = Hello::decode(bytes.get(..receipt.bytes as usize).unwrap_or_default())?;
         if hello.rank as usize != rank {
@@ -283,6 +306,8 @@ impl Inner {
     }
 
     pub(crate) fn destroy(&self) -> Result<()> {
+        // Whoever waits holds the state, and lets go of it when it sees this.
+        self.closing.store(true, Ordering::Release);
         let mut state = self.state.lock();
         if std::mem::replace(&mut state.closed, true) {
             return Ok(());
