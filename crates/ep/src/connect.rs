@@ -213,18 +213,7 @@ impl Inner {
 
     /// Clears what an earlier connection left, and says hello; gives the number of the connection.
     fn greet(&self, state: &mut State, end: &End) -> Result<u32> {
-        let words = self.here.heap.words(&self.here.areas, end.rank);
-        let all = [
-            &words.meta,
-            &words.rows,
-            &words.grant,
-            &words.weights,
-            &words.combined,
-            &words.sync,
-            &words.dispatches_taken,
-            &words.combines_taken,
-        ];
-        for word in all {
+        for word in self.here.heap.words(&self.here.areas, end.rank).0.iter().flatten() {
             word.store(0, Ordering::Release);
         }
         state.generation += 1;

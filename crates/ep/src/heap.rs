@@ -33,26 +33,13 @@ pub(crate) struct Bell {
     pub(crate) sleeping: AtomicU32,
 }
 
-/// What one peer says to this rank. All zeros when the two connect.
+/// What one peer says to this rank: the number of each [`Message`](crate::peer::Message), by the parity of the operation,
+/// as two may be in flight. All zeros when the two connect.
 #[repr(C, align(128))]
-pub(crate) struct Words {
-    /// The last dispatch whose header and metadata are in the slot.
-    pub(crate) meta: AtomicU64,
-    /// The last dispatch whose rows are all there.
-    pub(crate) rows: AtomicU64,
-    /// The last dispatch (upper half) and where in the peer's rank rows ours go.
-    pub(crate) grant: AtomicU64,
-    /// The last combine whose weights are in the slot.
-    pub(crate) weights: AtomicU64,
-    /// The last combine whose header and rows are there.
-    pub(crate) combined: AtomicU64,
-    /// The last barrier that it has come to.
-    pub(crate) sync: AtomicU64,
-    /// Dispatches that it has taken out of its slots.
-    pub(crate) dispatches_taken: AtomicU64,
-    /// Combines that it has taken out of its slots.
-    pub(crate) combines_taken: AtomicU64,
-}
+pub(crate) struct Words(pub(crate) [[AtomicU64; 2]; MESSAGES]);
+
+/// Kinds of messages.
+pub(crate) const MESSAGES: usize = 8;
 
 /// The head of a slot.
 #[repr(C, align(64))]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crossrail::{Endpoint, Mapped, Memory, Region, RegionKey, Request};
 use crossrail_types::Result;
 
-use crate::heap::{Areas, HEADER, Header, Heap, Words};
+use crate::heap::{Areas, HEADER, Header, Heap, MESSAGES, Words};
 use crate::wait::ring;
 
 /// This rank's own heap.
@@ -40,6 +40,8 @@ pub(crate) enum Message {
     CombineTaken,
 }
 
+const _: () = assert!(Message::CombineTaken as usize + 1 == MESSAGES);
+
 impl Message {
     /// As an error names what was waited for.
     pub(crate) fn what(self) -> &'static str {
@@ -56,31 +58,13 @@ impl Message {
     }
 
     /// Its word in the receiver's heap.
-    fn word(self, words: &Words) -> &AtomicU64 {
-        match self {
-            Message::Meta => &words.meta,
-            Message::Rows => &words.rows,
-            Message::Grant => &words.grant,
-            Message::Weights => &words.weights,
-            Message::Back => &words.combined,
-            Message::Sync => &words.sync,
-            Message::DispatchTaken => &words.dispatches_taken,
-            Message::CombineTaken => &words.combines_taken,
-        }
+    pub(crate) fn word(self, words: &Words, parity: usize) -> &AtomicU64 {
+        &words.0[self as usize][parity]
     }
 
     /// The word's place within [`Words`].
-    fn offset(self) -> usize {
-        8 * match self {
-            Message::Meta => 0,
-            Message::Rows => 1,
-            Message::Grant => 2,
-            Message::Weights => 3,
-            Message::Back => 4,
-            Message::Sync => 5,
-            Message::DispatchTaken => 6,
-            Message::CombineTaken => 7,
-        }
+    fn offset(self, parity: usize) -> usize {
+        size_of::<AtomicU64>() * (2 * self as usize + parity)
     }
 }
 
@@ -234,15 +218,15 @@ impl Peer {
     }
 
     /// Tells the peer a number.
-    pub(crate) fn tell(&mut self, here: &Here, message: Message, value: u64) {
+    pub(crate) fn tell(&mut self, here: &Here, parity: usize, message: Message, value: u64) {
         match &mut self.way {
-            Way::Myself => message.word(here.heap.words(&here.areas, here.me)).store(value, Ordering::Release),
+            Way::Myself => message.word(here.heap.words(&here.areas, here.me), parity).store(value, Ordering::Release),
             Way::Mapped { heap, .. } => {
-                message.word(heap.words(&here.areas, here.me)).store(value, Ordering::Release);
+                message.word(heap.words(&here.areas, here.me), parity).store(value, Ordering::Release);
                 ring(heap.bell());
             }
             Way::Network(network) => {
-                let at = (here.areas.words(here.me) + message.offset()) as u64;
+                let at = (here.areas.words(here.me) + message.offset(parity)) as u64;
                 let imm = immediate(network.generation[0], WORD as usize);
                 let bytes = value.to_le_bytes().to_vec();
                 // As above: death is noticed elsewhere.
@@ -271,7 +255,7 @@ impl Peer {
                 network.write(parity, META + parity, span)
             }
             _ => {
-                self.tell(here, Message::Meta, operation);
+                self.tell(here, parity, Message::Meta, operation);
                 Ok(())
             }
         }
@@ -282,7 +266,7 @@ impl Peer {
         match &mut self.way {
             Way::Network(network) => spans.iter().try_for_each(|span| network.write(parity, ROWS + parity, *span)),
             _ => {
-                self.tell(here, Message::Rows, operation);
+                self.tell(here, parity, Message::Rows, operation);
                 Ok(())
             }
         }
@@ -301,7 +285,7 @@ impl Peer {
                 network.write(2 + parity, WEIGHTS + parity, span)
             }
             _ => {
-                self.tell(here, Message::Weights, operation);
+                self.tell(here, parity, Message::Weights, operation);
                 Ok(())
             }
         }
@@ -319,7 +303,7 @@ impl Peer {
                 network.write(2 + parity, BACK + parity, Span { from, to, len: HEADER })
             }
             _ => {
-                self.tell(here, Message::Back, operation);
+                self.tell(here, parity, Message::Back, operation);
                 Ok(())
             }
         }
@@ -327,7 +311,7 @@ impl Peer {
 
     /// Whether the peer's message of that operation (or that number) is here.
     pub(crate) fn has_told(&mut self, here: &Here, parity: usize, message: Message, number: u64) -> bool {
-        let word = message.word(here.heap.words(&here.areas, self.rank)).load(Ordering::Acquire);
+        let word = message.word(here.heap.words(&here.areas, self.rank), parity).load(Ordering::Acquire);
         match message {
             Message::Grant => return word >> 32 == number & 0xffff_ffff,
             Message::DispatchTaken => return word.max(self.floor[0]) >= number,
@@ -362,7 +346,7 @@ impl Peer {
     /// disagree about what to call.
     pub(crate) fn is_elsewhere(&self, here: &Here, message: Message, number: u64) -> Option<&'static str> {
         let words = here.heap.words(&here.areas, self.rank);
-        let at = |message: Message| message.word(words).load(Ordering::Acquire) == number;
+        let at = |message: Message| (0..2).any(|parity| message.word(words, parity).load(Ordering::Acquire) == number);
         match message {
             Message::Meta if at(Message::Back) || at(Message::Weights) => Some("combine"),
             Message::Meta if at(Message::Sync) => Some("sync"),
@@ -424,7 +408,7 @@ impl Peer {
         if let Way::Network(network) = &mut self.way {
             network.take(META + parity);
         }
-        self.tell(here, Message::DispatchTaken, taken);
+        self.tell(here, parity, Message::DispatchTaken, taken);
     }
 
     /// The combine in the slots of this parity was taken.
@@ -433,7 +417,7 @@ impl Peer {
             network.take(WEIGHTS + parity);
             network.take(BACK + parity);
         }
-        self.tell(here, Message::CombineTaken, taken);
+        self.tell(here, parity, Message::CombineTaken, taken);
     }
 }
 

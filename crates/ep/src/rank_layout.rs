@@ -23,7 +23,7 @@ pub(crate) fn grant(dispatch: &mut Dispatch, inner: &Inner, state: &mut State) {
             && rows > 0
             && let Some(peer) = &mut state.peers[source]
         {
-            peer.tell(&inner.here, Message::Grant, word(&dispatch.common, base));
+            peer.tell(&inner.here, parity, Message::Grant, word(&dispatch.common, base));
         }
         base += rows;
     }
@@ -42,7 +42,7 @@ pub(crate) fn grant_anything(inner: &Inner, state: &mut State, common: &Common, 
     if inner.config.has(Layout::Rank)
         && let Some(peer) = &mut state.peers[source]
     {
-        peer.tell(&inner.here, Message::Grant, word(common, 0));
+        peer.tell(&inner.here, common.parity, Message::Grant, word(common, 0));
     }
 }
 
@@ -58,7 +58,8 @@ pub(crate) fn send(dispatch: &mut Dispatch, inner: &Inner, state: &mut State, gr
     let mut spans: Vec<Vec<Span>> = Vec::with_capacity(granted.len());
     for rank in granted {
         let Some(peer) = &state.peers[*rank] else { continue };
-        let base = inner.here.heap.words(areas, *rank).grant.load(Ordering::Acquire) as u32 as usize;
+        let words = inner.here.heap.words(areas, *rank);
+        let base = Message::Grant.word(words, parity).load(Ordering::Acquire) as u32 as usize;
         let rows = dispatch.sent.to[*rank].tokens.len();
         if base + rows > most {
             let text = format!("rank {rank} granted row {base} of {most} for {rows} rows");

@@ -19,7 +19,7 @@ pub(crate) fn begin(inner: &Arc<Inner>) -> Result<Pending<()>> {
     let mut common = Common::new("sync", state.operations, 0, inner.config.timeout);
     for rank in state.others(inner.here.me) {
         if let Some(peer) = &mut state.peers[rank] {
-            peer.tell(&inner.here, Message::Sync, common.number);
+            peer.tell(&inner.here, common.parity, Message::Sync, common.number);
         }
         common.expect(rank, Message::Sync);
     }
