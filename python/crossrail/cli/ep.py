@@ -8,11 +8,21 @@ from dataclasses import asdict
 from typing import Any
 
 import crossrail
-from crossrail.report import EpRank, EpTurn, PeerResult, Report, Row, capture_environment, ep_row, with_peers
+from crossrail.report import (
+    EpRank,
+    EpTurn,
+    PeerResult,
+    Report,
+    Row,
+    capture_environment,
+    ep_row,
+    format_bytes,
+    with_peers,
+)
 
 from . import mpi
 from .ep_arguments import EpOptions
-from .failure import say
+from .failure import Failure, say
 from .progress import OnProgress, Progress
 from .ranks import ENDED, Message, Ranks
 from .setup import cpu_of
@@ -25,7 +35,9 @@ def measure(options: EpOptions, progress: Progress) -> Report:
     """Runs the whole bench; on nodes but the first the report has no rows. Raises Failure and the library's errors."""
     if options.compare:
         mpi.check(options)
-    rows = _Run(options, progress).rows()
+    run = _Run(options, progress)
+    run.check_memory()
+    rows = run.rows()
     versions = {name: mpi.version() for name in options.compare}
     overrides = {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
     return Report(capture_environment(versions, overrides), ["crossrail", *sys.argv[1:]], rows)
@@ -40,6 +52,26 @@ class _Run:
         self.where = options.placement
         self.work = options.work(self.where.size)
         self.number = 0
+
+    def check_memory(self) -> None:
+        """Raises what is wrong with the numbers, and Failure when a buffer takes more than is free."""
+        shape = self.work.shape
+        plan = crossrail.ExpertBuffer.plan(
+            shape.max_tokens,
+            shape.hidden,
+            shape.num_experts,
+            shape.topk,
+            shape.ranks,
+            "bf16" if self.work.scale is None else "fp8",
+            scale=self.work.scale or "f32",
+            layouts=[self.work.layout],
+            prereduce=self.work.prereduce,
+        )
+        if plan.free is not None and plan.total > plan.free:
+            raise Failure(
+                f"each rank's buffer takes {format_bytes(plan.total)}, and {format_bytes(plan.free)} are free: "
+                f"at most {plan.largest_tokens} tokens per rank fit"
+            )
 
     def rows(self) -> list[Row]:
         """Verifies, measures, and gives a row for each mode."""

@@ -31,6 +31,7 @@ def serve(parent: Parent, job: Message) -> None:
     with crossrail.Group(
         name=job["group"], rank=job["rank"], size=job["size"], node=job["node"], store=job["store"], context=context
     ) as group:
+        group.wait_members()
         rank = _Rank(parent, job, group, work)
         with rank.buffer:
             rank.verify()

@@ -54,7 +54,10 @@ class RankOptions:
         """Does the job that comes first on stdin."""
         parent = Parent()
         module = importlib.import_module(f".{KINDS[self.kind]}", __package__)
-        module.serve(parent, parent.hear(START_S))
+        try:
+            module.serve(parent, parent.hear(START_S))
+        except MemoryError as error:
+            raise Failure(f"not enough memory: {error}") from None
 
 
 def add_rank(commands: Commands) -> None:

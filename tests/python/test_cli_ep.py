@@ -1,0 +1,310 @@
+"""`crossrail bench ep` as a user meets it: what it verifies, measures and prints, and how it fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from test_cli_command import COMMAND, children, clean_environment, one_error
+
+from crossrail.report import Report, Row
+
+SMALL = ("--tokens=16", "--hidden=256", "--experts-per-rank=4", "--iters=5", "--warmup=1", "--pin=none")
+LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without its settings and a launcher's, and with these."""
+    clean = {name: value for name, value in clean_environment().items() if name not in LAUNCHERS}
+    return {**clean, **(settings or {})}
+
+
+def run(*arguments: str, settings: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs `crossrail bench ep` to its end; it never prints a traceback."""
+    done = subprocess.run(
+        [*COMMAND, "bench", "ep", *arguments],
+        env=environment(settings),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def rows_of(*arguments: str) -> list[Row]:
+    """The rows of a run that went well."""
+    done = run(*SMALL, "--json=-", *arguments)
+    assert done.returncode == 0, done.stderr
+    return Report.loads(done.stdout).rows
+
+
+def test_all_modes_are_verified_and_measured() -> None:
+    done = run(*SMALL, "--json=-")
+    assert done.returncode == 0, done.stderr
+    rows = Report.loads(done.stdout).rows
+    assert [row.what for row in rows] == ["dispatch", "combine", "e2e"]
+    for row in rows:
+        assert row.verified
+        assert row.ranks == row.ranks_passed == 2
+        assert (row.tokens, row.hidden, row.experts, row.topk, row.layout) == (16, 256, 8, 2, "expert")
+        assert len(row.samples_us) == 2 * 5
+        assert len(row.slowest_us) == 5
+        assert min(row.samples_us) > 0
+        assert row.links == {"self": 2, "heap": 2}
+        assert set(row.stages_us) == {"cast", "copy", "sum", "wait", "other"}
+        assert row.avg_us is not None
+        assert sum(row.stages_us.values()) == pytest.approx(row.avg_us, rel=0.2)
+    assert "2 of 2 ranks passed" in done.stderr
+    assert "logical" in done.stderr
+
+
+def test_bytes_are_counted_three_ways() -> None:
+    """One expert for all: what each rank sends is known exactly."""
+    dispatch, combine = rows_of("--routing=one", "--topk=1", "--mode=dispatch,combine", "--dtype=bf16", "--nodes=2")
+    row = 16 * 2 * 256
+    # Every token goes to rank 0: the half of them that are its own do not leave it.
+    assert dispatch.bytes_logical == row
+    assert dispatch.bytes_wire == dispatch.bytes_network == row // 2
+    assert combine.bytes_wire == combine.bytes_network == row // 2
+    assert dispatch.links == {"self": 2, "network": 2}
+    assert dispatch.nodes == 2
+    assert dispatch.transport == "tcp"
+    assert sum(lane.bytes for lane in dispatch.lanes) >= row // 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--layout=rank", "--topk=3", "--scale=ue8m0"),
+        ("--dtype=bf16", "--no-prereduce", "--routing=skewed:1.5", "--num-processes=3"),
+        ("--backend=none", "--cached", "--scale=power2"),
+        ("--tokens=0",),
+        ("--num-processes=1", "--layout=rank"),
+    ],
+)
+def test_other_shapes_verify(arguments: tuple[str, ...]) -> None:
+    assert all(row.verified for row in rows_of("--mode=e2e", *arguments))
+
+
+def test_two_emulated_nodes_use_both_kinds_of_links() -> None:
+    (row,) = rows_of("--mode=e2e", "--num-processes=4", "--nodes=2")
+    assert row.links == {"self": 4, "heap": 4, "network": 8}
+    assert row.bytes_wire is not None
+    assert row.bytes_network is not None
+    assert 0 < row.bytes_network < row.bytes_wire
+
+
+def test_presets_give_way_to_options() -> None:
+    (row,) = rows_of("--preset=decode", "--mode=dispatch")
+    assert (row.tokens, row.hidden, row.topk, row.experts, row.dtype) == (16, 256, 8, 8, "fp8")
+    assert row.size == 256 + 4 * 256 // 128
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--experts=7",), ("7 experts", "2 ranks")),
+        (("--hidden=100",), ("hidden 100", "128")),
+        (("--topk=33", "--experts=64"), ("topk 33", "32")),
+        (("--topk=9", "--experts-per-rank=1"), ("9", "2 experts")),
+        (("--routing=zipf",), ("zipf", "skewed:S")),
+        (("--mode=send",), ("send", "dispatch")),
+        (("--nodes=3",), ("--nodes 3", "2 ranks")),
+        (("--compare=nccl",), ("nccl", "mpi")),
+        (("--world-size=2",), ("--master-addr",)),
+        (("--world-size=2", "--rank=2", "--master-addr=127.0.0.1"), ("node 2", "2")),
+        (("--timeout=soon",), ("soon",)),
+        (("--num-processes=2000",), ("1024",)),
+    ],
+)
+def test_bad_usage_is_one_line(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    one_error(run(*arguments), 2, *words)
+
+
+def test_a_launchers_bad_variable_is_named() -> None:
+    done = run(*SMALL, settings={"WORLD_SIZE": "two"})
+    one_error(done, 2, "WORLD_SIZE='two'")
+
+
+def test_more_than_fits_is_said_before_anything_starts() -> None:
+    started = time.monotonic()
+    done = run("--tokens=16000000", "--hidden=8192")
+    one_error(done, 1, "free", "tokens per rank fit")
+    assert time.monotonic() - started < 10
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A run that goes on until it is ended, once its ranks are measuring."""
+    work = ["--tokens=16", "--hidden=256", "--iters=2000000", "--mode=e2e", "--pin=none"]
+    with subprocess.Popen(
+        [*COMMAND, "bench", "ep", *work, *arguments],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            deadline = time.monotonic() + 30
+            while not all(_is_measuring(pid) for pid in children(process.pid)) or len(children(process.pid)) < 2:
+                assert time.monotonic() < deadline
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.02)  # another process: nothing tells when it has come so far
+            yield process
+        finally:
+            process.kill()
+
+
+def _is_measuring(pid: int) -> bool:
+    """Whether a rank has used as much time as only the measuring takes."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") > 1.0
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether all of them have ended, within a moment."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.02)  # they are not ours to wait for
+    return False
+
+
+def test_a_killed_rank_ends_the_run_and_is_named() -> None:
+    with running() as process:
+        ranks = children(process.pid)
+        os.kill(ranks[1], signal.SIGKILL)
+        _, said = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert re.search(r"error: rank \d: its process was ended by SIGKILL", said), said
+        assert "Traceback" not in said
+        assert gone(ranks)
+
+
+def test_ctrl_c_ends_every_rank_at_once() -> None:
+    with running() as process:
+        ranks = children(process.pid)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=10)
+        assert process.returncode == 130
+        assert "interrupted" in said
+        assert gone(ranks)
+
+
+def test_no_rank_outlives_a_command_that_is_killed() -> None:
+    with running() as process:
+        ranks = children(process.pid)
+        process.kill()
+        process.wait(10)
+        assert gone(ranks)
+
+
+def names_in(folder: str) -> set[str]:
+    """What lies there now."""
+    return {path.name for path in Path(folder).iterdir()}
+
+
+def test_nothing_is_left_of_a_run() -> None:
+    before = {folder: names_in(folder) for folder in ("/dev/shm", "/tmp")}
+    assert run(*SMALL).returncode == 0
+    for folder, names in before.items():
+        left = [name for name in names_in(folder) - names if "crossrail" in name]
+        assert not left
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def test_one_command_per_node() -> None:
+    """Two commands, each with the ranks of one node; the second by the launcher's variables."""
+    port = free_port()
+    first = [*SMALL, "--mode=e2e", "--json=-", "--world-size=2", "--rank=0", "--master-addr=127.0.0.1"]
+    variables = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1)}
+    with subprocess.Popen(
+        [*COMMAND, "bench", "ep", *SMALL, "--mode=e2e"],
+        env=environment(variables),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as second:
+        try:
+            done = run(*first, f"--master-port={port}")
+            out, said = second.communicate(timeout=60)
+        finally:
+            second.kill()
+    assert done.returncode == 0, done.stderr + said
+    assert second.returncode == 0, said
+    (row,) = Report.loads(done.stdout).rows
+    assert (row.ranks, row.nodes, row.ranks_passed) == (4, 2, 4)
+    assert row.links == {"self": 4, "heap": 4, "network": 8}
+    assert len(row.samples_us) == 4 * 5
+    assert "node 1 of 2" in said
+    assert out == ""
+
+
+def test_a_node_that_never_comes_is_missed_by_name() -> None:
+    done = run(
+        *SMALL,
+        "--world-size=2",
+        "--rank=0",
+        "--master-addr=127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        "--timeout=2s",
+    )
+    one_error(done, 1, "rank 2 (never joined)", "rank 3 (never joined)")
+
+
+def test_mpi_takes_turns_with_ours() -> None:
+    if not _has_mpi():
+        if os.environ.get("CI"):
+            pytest.fail("mpirun and mpi4py are missing")
+        pytest.skip("mpirun and mpi4py are not installed")
+    before = names_in("/dev/shm")
+    for arguments in (("--layout=rank", "--dtype=bf16"), ("--scale=power2",)):
+        (row,) = rows_of("--mode=e2e", "--compare=mpi", "--rounds=2", *arguments)
+        assert len(row.rounds) == 2
+        for name in ("mpi", "mpi-dedup"):
+            result = row.peers[name]
+            assert result.error is None, result.error
+            assert len(result.rounds) == 2
+            assert row.ratio[name] > 0
+    assert not {name for name in names_in("/dev/shm") - before if "crossrail" in name or "vader" in name}
+
+
+def _has_mpi() -> bool:
+    import importlib.util
+    import shutil
+
+    return shutil.which("mpirun") is not None and importlib.util.find_spec("mpi4py") is not None
+
+
+def test_without_mpi_the_comparison_says_what_to_install(tmp_path: Path) -> None:
+    done = run(*SMALL, "--compare=mpi", settings={"PATH": str(tmp_path)})
+    one_error(done, 2, "openmpi-bin")
+
+
+def test_ranks_are_no_command_of_the_users() -> None:
+    done = subprocess.run([sys.executable, "-m", "crossrail", "--help"], capture_output=True, text=True, check=False)
+    assert not re.search(r"^ +rank\b", done.stdout, re.MULTILINE)

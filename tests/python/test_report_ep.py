@@ -1,0 +1,133 @@
+"""Rows and tables of dispatch and combine."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from report_samples import environment
+
+from crossrail.report import EpRank, EpTurn, PeerResult, Report, Row, console, ep_row, print_report, slowest, with_peers
+
+LIKE = Row(
+    what="e2e",
+    transport="",
+    size=512,
+    ranks=2,
+    nodes=2,
+    tokens=16,
+    hidden=256,
+    topk=2,
+    experts=8,
+    layout="expert",
+    dtype="fp8",
+    routing="uniform",
+    prereduce=True,
+    cached=False,
+    backend="auto",
+    ranks_passed=2,
+    verified=True,
+)
+
+
+def rank(*total_us: float, wire: int = 3000, links: tuple[str, ...] = ("self", "network")) -> EpRank:
+    """One rank's turn, of which a tenth was casting and half was waiting."""
+    spent = sum(total_us)
+    stages = {"cast": spent / 10, "copy": 0.0, "sum": 0.0, "wait": spent / 2}
+    moved = {"logical": 2 * wire, "wire": wire, "network": wire}
+    return EpRank(list(total_us), stages, moved, list(links), {"tcp/eth1": 2000, "tcp/eth2": 1000})
+
+
+def printed(*rows: Row) -> str:
+    out = io.StringIO()
+    print_report(Report.loads(Report(environment(), ["crossrail"], list(rows)).dumps()), console(out))
+    return out.getvalue()
+
+
+def test_the_slowest_rank_of_each_iteration_counts() -> None:
+    assert slowest([[1.0, 5.0, 2.0], [3.0, 4.0, 2.5]]) == [3.0, 5.0, 2.5]
+    with pytest.raises(ValueError, match="shorter"):
+        slowest([[1.0, 2.0], [1.0]])
+
+
+def test_samples_are_pooled_and_bytes_averaged() -> None:
+    row = ep_row(
+        LIKE, [EpTurn([rank(10, 20, 30), rank(40, 10, 20, wire=6000)]), EpTurn([rank(5, 5, 5), rank(1, 1, 7)])]
+    )
+    assert row.samples_us == [10, 20, 30, 40, 10, 20, 5, 5, 5, 1, 1, 7]
+    assert row.slowest_us == [40, 20, 30, 5, 5, 7]
+    assert row.rounds == [30, 5]
+    assert (row.min_us, row.max_us) == (1, 40)
+    # Twelve iterations in all, of which three moved twice as much as the others.
+    assert row.bytes_wire == row.bytes_network == (3 * 3000 + 6000) // 12
+    assert row.bytes_logical == 2 * (3 * 3000 + 6000) // 12
+    assert row.avg_us is not None
+    assert row.gb_per_s == pytest.approx(1250 / row.avg_us / 1e3)
+    assert row.gb_per_s_logical == pytest.approx(2500 / row.avg_us / 1e3)
+    assert row.stages_us["cast"] == pytest.approx(row.avg_us / 10)
+    assert sum(row.stages_us.values()) == pytest.approx(row.avg_us)
+
+
+def test_links_and_rails_are_counted() -> None:
+    row = ep_row(LIKE, [EpTurn([rank(1.0), rank(1.0, links=("network", "self"))])])
+    assert row.links == {"self": 2, "network": 2}
+    assert [(lane.name, lane.bytes, lane.transport, lane.device) for lane in row.lanes] == [
+        ("tcp/eth1", 2000, "tcp", "eth1"),
+        ("tcp/eth2", 1000, "tcp", "eth2"),
+    ]
+    assert row.lanes[0].share == pytest.approx(2 / 3)
+    assert row.transport == "tcp"
+    alone = replace(rank(1.0, links=("self",)), rails={})
+    assert ep_row(LIKE, [EpTurn([alone])]).transport == "self"
+    mapped = replace(rank(1.0, links=("self", "heap")), rails={})
+    assert ep_row(LIKE, [EpTurn([mapped])]).transport == "heap"
+
+
+def test_the_ratio_compares_times_of_the_slowest_rank() -> None:
+    row = ep_row(LIKE, [EpTurn([rank(10, 10), rank(20, 20)]), EpTurn([rank(10, 10), rank(30, 30)])])
+    row = with_peers(row, {"mpi": PeerResult("MPI", rounds=[50.0, 75.0]), "other": PeerResult("x", error="not here")})
+    assert row.ratio == {"mpi": pytest.approx(62.5 / 25)}
+    text = printed(row)
+    assert "other: no figure: not here" in text
+    line = next(line.split() for line in text.splitlines() if line.startswith("e2e"))
+    assert line[6:] == ["25.0", "62.5", "2.50", "-", "-"]
+
+
+def test_the_table_says_what_was_verified_and_how_bytes_count() -> None:
+    row = ep_row(LIKE, [EpTurn([rank(10, 20), rank(40, 10)])])
+    text = printed(replace(row, what="dispatch"), row, replace(row, layout="rank", prereduce=False, backend="none"))
+    assert "2 ranks on 2 nodes, 16 tokens x 256 each, top-2 of 8 experts, expert layout, dispatch fp8" in text
+    assert "rank layout, dispatch fp8, routing uniform, no pre-reduction, no shared memory" in text
+    assert text.count("2 of 2 ranks passed") == 2
+    assert "links: 2 over the network lanes, 2 to the rank itself" in text
+    assert "rails: tcp/eth1 1.00 kB, tcp/eth2 500 B of each rank's e2e" in text
+    (line, *_) = [line.split() for line in text.splitlines() if line.startswith("dispatch") and "kB" in line]
+    assert line == [
+        "dispatch",
+        "3.00",
+        "kB",
+        "0.15",
+        "GB/s",
+        "1.50",
+        "kB",
+        "75.00",
+        "MB/s",
+        "1.50",
+        "kB",
+        "75.00",
+        "MB/s",
+    ]
+    assert "50%" in text
+
+
+def test_ranks_that_moved_nothing_make_a_row() -> None:
+    nothing = EpRank(
+        [1.0],
+        {"cast": 0.0, "copy": 0.0, "sum": 0.0, "wait": 0.5},
+        dict.fromkeys(("logical", "wire", "network"), 0),
+        ["self"],
+    )
+    row = ep_row(replace(LIKE, tokens=0), [EpTurn([nothing])])
+    assert row.gb_per_s == 0.0
+    assert "0 B" in printed(row)
