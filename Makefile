@@ -50,6 +50,12 @@ demo: build
 	CROSSRAIL_TLS=tcp $(BIN)/crossrail bench bandwidth --sizes 4K:16M
 	$(call say,one transfer of 64 MiB over four rails)
 	$(DEMO_RAILS) $(BIN)/crossrail bench p2p --size 64M
+	$(call say,dispatch and combine between four ranks)
+	$(BIN)/crossrail bench ep --num-processes 4
+	$(call say,an elastic plan: four ranks, eight, six)
+	$(BIN)/crossrail bench ep --plan tests/data/plans/grow_and_shrink.json
+	$(call say,an elastic plan: one of four ranks is killed and replaced)
+	$(BIN)/crossrail bench ep --plan tests/data/plans/killed_and_replaced.json
 
 test: lint test-rust test-fuzz test-python
 

@@ -31,27 +31,17 @@ TOLERANCE = 0.05
 LIMIT_S = 300.0
 
 
-def build() -> Path:
-    """Builds the example as it is shipped, optimised, and gives its path. Raises RuntimeError."""
+def build(package: str = "crossrail-bench", example: str = "hotpath") -> Path:
+    """Builds an example as it is shipped, optimised, and gives its path. Raises RuntimeError."""
     cargo = shutil.which("cargo")
     if cargo is None:
-        raise RuntimeError("cargo is not installed; counting instructions needs it to build crates/bench/examples")
-    command = [
-        cargo,
-        "build",
-        "--quiet",
-        "--release",
-        "--locked",
-        "--package",
-        "crossrail-bench",
-        "--example",
-        "hotpath",
-    ]
+        raise RuntimeError(f"cargo is not installed; it is needed to build the example {example} of {package}")
+    command = [cargo, "build", "--quiet", "--release", "--locked", "--package", package, "--example", example]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S * 4, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"hotpath does not build: {done.stderr.strip()[-500:]}")
+        raise RuntimeError(f"{example} does not build: {done.stderr.strip()[-500:]}")
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    return target / "release" / "examples" / "hotpath"
+    return target / "release" / "examples" / example
 
 
 def count(program: Path, transport: str, scratch: Path) -> float:

@@ -189,6 +189,16 @@ def _rails(name: str) -> Callable[[Terms, Path], Result]:
     return run
 
 
+def _groups(name: str) -> Callable[[Terms, Path], Result]:
+    def run(terms: Terms, scratch: Path) -> Result:
+        import groups
+
+        found: Result = getattr(groups, name)(terms, scratch)
+        return found
+
+    return run
+
+
 SCENARIOS = (
     Scenario("shm-latency", "shared memory, 8 B latency against UCX", "<= 0.75 x ucx", shm_latency),
     Scenario("shm-bandwidth", "shared memory bandwidth against UCX", ">= 1.6 or 1.2 x ucx", shm_bandwidth),
@@ -198,5 +208,12 @@ SCENARIOS = (
     Scenario("rails-uneven", "rails of 2, 2, 1, 0.5 Gbit/s", ">= 0.93 x their sum", _rails("uneven")),
     Scenario("rails-down", "one of four rails set down in mid-transfer", "<= three rails + 1 s", _rails("down")),
     Scenario("python-overhead", "8 B ping-pong driven from Python", "<= native + 2 us", python_overhead),
+    Scenario("ep-decode", "dispatch and combine, decode, against MPI_Alltoallv", ">= 1.5 x mpi", _groups("decode")),
+    Scenario("ep-prefill", "dispatch and combine, prefill, against MPI_Alltoallv", ">= 1.5 x mpi", _groups("prefill")),
+    Scenario("ep-wire", "dispatch of large rows against one memcpy", ">= 0.7 x memcpy", _groups("wire")),
+    Scenario("ep-cast", "bf16 to fp8 with scales against memcpy", ">= 0.5 x memcpy", _groups("cast")),
+    Scenario("ep-killed", "a rank killed in mid-operation", "<= 1.2 s", _groups("killed")),
+    Scenario("ep-growth", "dispatch and combine as ranks grow", "shown", _groups("growth")),
+    Scenario("control", "init, connect, disconnect, reconnect, destroy of 8 ranks", "<= 150 ms", _groups("control")),
     Scenario("instructions", "instructions of the hot paths, counted by callgrind", "as recorded", _instructions),
 )

@@ -23,8 +23,8 @@ IDLE_S = 600.0
 TOGETHER = 16
 """Exchanges that the ranks make before they tell each other whom they miss."""
 
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-"""What counts nodes on the command line would be taken for ranks here."""
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+"""A launcher's word for the command itself, which would be taken for that of each rank."""
 
 
 def serve(parent: Parent, job: Message) -> None:

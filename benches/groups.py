@@ -1,0 +1,205 @@
+"""Scenarios of expert parallelism and of groups: ranks that are processes of this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import statistics
+import subprocess
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from crossrail.report import Report, Row, averaged, capture_environment, format_bytes, format_rate
+from scenarios import COMMAND_LIMIT_S, Outcome, Result, Terms, bench, merged
+
+PLAN = Path(__file__).parents[1] / "tests" / "data" / "plans" / "killed_and_replaced.json"
+PEERS = {"mpi": "MPI_Alltoallv, a row per selection", "mpi-dedup": "MPI_Alltoallv, a row per token and rank"}
+GOAL = 1.5
+
+OWN_ROWS = "a rank's rows for itself are copied as well, in the same time, and do not count as wire bytes"
+
+
+def decode(terms: Terms, scratch: Path) -> Result:
+    """The decode preset in bf16, dispatch and combine, two ranks on a processor each."""
+    report = _compared(terms, scratch, "--preset=decode", "--dtype=bf16", f"--iters={terms.scaled(100)}")
+    return _against_peers(report.rows[0], "decode, bf16, e2e, 2 ranks"), merged([report])
+
+
+def prefill(terms: Terms, scratch: Path) -> Result:
+    """The prefill preset with 1024 tokens, in both types."""
+    outcomes, reports = [], []
+    for dtype in ("bf16", "fp8"):
+        options = ("--preset=prefill", "--tokens=1024", f"--dtype={dtype}", f"--iters={terms.scaled(30, 3)}")
+        reports.append(_compared(terms, scratch, *options))
+        outcomes += _against_peers(reports[-1].rows[0], f"prefill of 1024 tokens, {dtype}, e2e, 2 ranks")
+    return outcomes, merged(reports)
+
+
+def _compared(terms: Terms, scratch: Path, *options: str) -> Report:
+    common = ("ep", "--num-processes=2", "--mode=e2e", "--warmup=3", "--compare=mpi", f"--rounds={terms.rounds}")
+    return bench(scratch, *common, *options)
+
+
+def _against_peers(row: Row, work: str) -> list[Outcome]:
+    """One line for each way of the peer; times are the slowest rank's of each iteration."""
+    outcomes = []
+    ours = statistics.median(row.rounds)
+    for name, title in PEERS.items():
+        result = row.peers.get(name)
+        to_reach = f">= {GOAL:g} x {name}"
+        if result is None or result.error is not None or not result.rounds:
+            reason = result.error if result is not None and result.error else "it was not run"
+            outcomes.append(Outcome(work, _us(ours), to_reach, peer=f"no {name}", failed=True, notes=[reason]))
+            continue
+        theirs = statistics.median(result.rounds)
+        ratio = theirs / ours
+        met = ratio >= GOAL
+        outcomes.append(
+            Outcome(work, _us(ours), to_reach, _us(theirs), f"{ratio:.2f}", met, notes=[f"{name}: {title}"])
+        )
+    return outcomes
+
+
+def wire(terms: Terms, scratch: Path) -> Result:
+    """Dispatch of large rows between two ranks, in turns with one memcpy of as many bytes as leave a rank."""
+    options = ("--preset=prefill", "--tokens=1024", "--dtype=bf16", "--mode=dispatch", "--num-processes=2")
+    reports, rates, copies = [], [], []
+    for _ in range(terms.rounds):
+        reports.append(bench(scratch, "ep", *options, f"--iters={terms.scaled(30, 3)}", "--warmup=3"))
+        row = reports[-1].rows[0]
+        rates.append(row.gb_per_s or 0.0)
+        copies.append(_memcpy_gb_per_s(row.bytes_wire or 1, terms.scaled(40, 4)))
+    ours, theirs = statistics.median(rates), statistics.median(copies)
+    size = format_bytes(reports[0].rows[0].bytes_wire or 0)
+    outcome = Outcome(
+        f"dispatch of {size} per rank, rows of 14 kB, wire bytes",
+        format_rate(ours),
+        ">= 0.7 x memcpy",
+        peer=format_rate(theirs),
+        ratio=f"{ours / theirs:.2f}",
+        met=ours / theirs >= 0.7,
+        notes=[OWN_ROWS],
+    )
+    return [outcome], {**merged(reports), "memcpy_gb_per_s": copies}
+
+
+def _memcpy_gb_per_s(size: int, times: int) -> float:
+    """The median rate of memcpy from one shared mapping into another, on the first processor allowed."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        with mmap.mmap(-1, size) as source, mmap.mmap(-1, size) as target:
+            views = [(ctypes.c_char * size).from_buffer(one) for one in (target, source)]
+            for view in views:
+                ctypes.memset(view, 1, size)
+            samples = []
+            for _ in range(times):
+                began = time.perf_counter()
+                ctypes.memmove(views[0], views[1], size)
+                samples.append(time.perf_counter() - began)
+            views.clear()
+            del view
+    finally:
+        os.sched_setaffinity(0, allowed)
+    return size / statistics.median(samples) / 1e9
+
+
+def cast(terms: Terms, scratch: Path) -> Result:
+    """bf16 rows to fp8 with scales on one core, against memcpy of the same source in the same loop."""
+    from instructions import build
+
+    program = build("crossrail-ep", "rows")
+    done = subprocess.run([program, "--json"], capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"rows: {done.stderr.strip()[-500:]}")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    fastest = rows[0]["kernels"]
+    outcomes = []
+    for row in rows:
+        if row["kernels"] == fastest and row["what"].startswith("cast_row") and row["hidden"] > 1024:
+            outcomes.append(_cast_outcome(row))
+    return outcomes, {"environment": asdict(capture_environment()), "rows": rows}
+
+
+def _cast_outcome(row: dict[str, object]) -> Outcome:
+    rate, ratios = row["gb_per_s"], row["ratio"]
+    assert isinstance(rate, float) and isinstance(ratios, dict)
+    ratio = float(ratios["memcpy"])
+    far = row["where"] == "memory"
+    place = "memory" if far else "the second cache"
+    return Outcome(
+        f"{row['what']}, rows of {row['hidden']} from {place}, {row['kernels']}",
+        format_rate(rate),
+        ">= 0.5 x memcpy" if far else "shown",
+        peer=format_rate(rate / ratio),
+        ratio=f"{ratio:.2f}",
+        met=ratio >= 0.5 if far else None,
+    )
+
+
+def control(terms: Terms, scratch: Path) -> Result:
+    """The five steps of a buffer's life, with both stores."""
+    outcomes, reports = [], []
+    for store, goal in (("tcp", 150.0), ("etcd", None)):
+        options = ("control", "--num-processes=8", "--experts-per-rank=8", f"--rounds={terms.scaled(20, 2)}")
+        reports.append(bench(scratch, *options, f"--store={store}"))
+        means = {row.what: averaged(row)[0] / 1e3 for row in reports[-1].rows}
+        total = sum(means.values())
+        outcomes.append(
+            Outcome(
+                f"control cycle, 8 ranks x 8 experts, {'built-in store' if store == 'tcp' else 'etcd'}",
+                f"{total:.1f} ms",
+                "shown" if goal is None else f"<= {goal:g} ms",
+                met=None if goal is None else total <= goal,
+                notes=[", ".join(f"{step} {mean:.1f} ms" for step, mean in means.items())],
+            )
+        )
+    return outcomes, merged(reports)
+
+
+def killed(terms: Terms, scratch: Path) -> Result:
+    """A rank killed by SIGKILL in the middle of an exchange: until every survivor has finished one without it."""
+    reports = [
+        bench(scratch, "ep", f"--plan={PLAN}", f"--seed={turn}", f"--iters={terms.scaled(50, 5)}")
+        for turn in range(terms.rounds)
+    ]
+    phases = [row.phase for report in reports for row in report.rows if row.phase is not None]
+    times = [phase.recovery_us / 1e6 for phase in phases if phase.recovery_us is not None]
+    outcome = Outcome(
+        "one of four ranks killed, until all survivors go on",
+        f"{max(times):.3f} s",
+        "<= 1.2 s, the longest",
+        met=len(times) == terms.rounds and max(times) <= 1.2,
+        notes=[phases[1].faults[0]],
+    )
+    return [outcome], merged(reports)
+
+
+def growth(terms: Terms, scratch: Path) -> Result:
+    """2 to 16 ranks that send as many selections each; more ranks than processors share these."""
+    outcomes, reports = [], []
+    cores = len(os.sched_getaffinity(0))
+    for ranks in (2, 4, 8, 16):
+        options = ("--tokens=128", "--hidden=4096", "--topk=8", "--experts=128", "--dtype=fp8", "--mode=e2e")
+        count = terms.scaled(100, 5)
+        reports.append(bench(scratch, "ep", f"--num-processes={ranks}", *options, f"--iters={count}", "--warmup=5"))
+        row = reports[-1].rows[0]
+        shares = ", ".join(f"{stage} {us / (row.avg_us or 1):.0%}" for stage, us in row.stages_us.items())
+        each = (row.p50_us or 0) / max(ranks / cores, 1)
+        sent = f"{format_bytes(row.bytes_wire or 0)} of {format_bytes(row.bytes_logical or 0)} leave each rank"
+        outcomes.append(
+            Outcome(
+                f"{ranks} ranks, 128 tokens x 4096, top-8, fp8, e2e",
+                f"{row.p50_us or 0:.0f} us",
+                "shown",
+                notes=[f"{sent}; {shares}; {each:.0f} us of processor time for each rank"],
+            )
+        )
+    return outcomes, merged(reports)
+
+
+def _us(microseconds: float) -> str:
+    return f"{microseconds:.0f} us"
