@@ -72,7 +72,12 @@ pub type StepSamples = Vec<(Step, Vec<f64>)>;
 /// # Errors
 /// Those of [`ExpertBuffer`] and [`Group::barrier`]; `Protocol` when a step left other ranks connected than it should have; the
 /// observer's.
-pub fn control(group: &Group, context: &Context, plan: &ControlPlan, observer: &mut dyn Observer) -> Result<StepSamples> {
+pub fn control(
+    group: &Group,
+    context: &Context,
+    plan: &ControlPlan,
+    observer: &mut dyn Observer,
+) -> Result<StepSamples> {
     let steps = plan.only.map_or(&Step::CYCLE[..], Step::round);
     let mut samples: StepSamples = steps.iter().map(|step| (*step, Vec::with_capacity(plan.rounds))).collect();
     let ranks: Vec<u32> = (0..plan.config.ranks).collect();
