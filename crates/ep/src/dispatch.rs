@@ -84,7 +84,10 @@ pub(crate) struct Dispatch {
     /// Ranks that have granted a place for our rows.
     granted: Vec<usize>,
     metas_left: usize,
+    /// Rows have places; not any more when a source of some was lost.
     laid_out: bool,
+    /// Rows are waited for, and in the rank layout places were granted: once, whoever is lost later.
+    rows_expected: bool,
     pub(crate) came: Vec<Came>,
     /// Sources whose rows are all here.
     pub(crate) here: Vec<bool>,
@@ -146,6 +149,7 @@ pub(crate) fn begin(inner: &Arc<Inner>, input: Input, options: DispatchOptions) 
         granted: Vec::new(),
         metas_left: active.len(),
         laid_out: false,
+        rows_expected: false,
         came: vec![Came::default(); ranks],
         here: vec![false; ranks],
         ranges: Vec::new(),
@@ -309,7 +313,8 @@ impl Dispatch {
 
     /// All metadata is here (or will not come): everything gets its place.
     fn lay_out(&mut self, inner: &Inner, state: &mut State) {
-        let first = !std::mem::replace(&mut self.laid_out, true);
+        self.laid_out = true;
+        let first = !std::mem::replace(&mut self.rows_expected, true);
         let config = &inner.config;
         let (el, ranks, topk) = (config.local_experts(), config.ranks as usize, config.topk);
         let mut next = vec![0u32; el];
