@@ -10,7 +10,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 use crate::buffer::{Inner, State};
 use crate::config::Plan;
 use crate::heap::Heap;
-use crate::hello::{Hello, LONGEST, Parameters, Place, TAG};
+use crate::hello::{Hello, LONGEST, Parameters, Place, READY, TAG};
 use crate::peer::{NetworkParts, Peer};
 
 /// One end of a connection that is being made.
@@ -103,6 +103,7 @@ impl Inner {
             }
             peers.push(self.meet(end.rank, end.endpoint, generation, hello, deadline)?);
         }
+        self.all_ready(&peers, deadline)?;
         let floor = [counts[1], counts[2]];
         if floor != [state.dispatches, state.combines] {
             // Those connected so far, this rank itself among them, came later than the others too.
@@ -243,6 +244,22 @@ impl Inner {
         }
         Parameters::of(&self.config).check(self.here.me as u32, &hello.parameters, hello.rank)?;
         Ok(hello)
+    }
+
+    /// Waits until the others have mapped this rank's heap too: until then it must not go.
+    fn all_ready(&self, peers: &[Peer], deadline: Instant) -> Result<()> {
+        let named = |rank: usize| move |error| Error { peer: Some(format!("rank {rank}")), ..error };
+        for peer in peers {
+            if let Some(endpoint) = peer.endpoint() {
+                endpoint.send(Vec::new(), READY).map_err(named(peer.rank))?;
+            }
+        }
+        for peer in peers {
+            let Some(endpoint) = peer.endpoint() else { continue };
+            let request = self.worker.recv(Vec::new(), READY, u64::MAX, Some(endpoint))?;
+            self.patiently(deadline, |slice| request.wait(Some(slice))).map_err(named(peer.rank))?;
+        }
+        Ok(())
     }
 
     fn meet(&self, rank: usize, endpoint: Endpoint, generation: u32, hello: Hello, deadline: Instant) -> Result<Peer> {

@@ -7,6 +7,8 @@ use crate::config::{Config, Layout, Payload};
 
 /// The tag of the message; and the version of everything that ranks agree on.
 pub(crate) const TAG: u64 = 0x4550_0000_0000_0001;
+/// Of the empty message that says that the other's heap is mapped.
+pub(crate) const READY: u64 = 0x4550_0000_0000_0002;
 /// Longer ones are refused before anything is allocated.
 pub(crate) const LONGEST: usize = 4096;
 
