@@ -28,7 +28,7 @@ def parameters():
 def route(x, router):
     """Each token's best experts [T, TOPK], and a softmax over their scores [T, TOPK]."""
     scores = x.astype(np.float32) @ router
-    topk_idx = np.argsort(-scores, axis=1)[:, :TOPK]
+    topk_idx = np.argsort(-scores, axis=1)[:, :TOPK].copy()
     best = np.exp(np.take_along_axis(scores, topk_idx, axis=1) - scores.max(axis=1, keepdims=True))
     return topk_idx, best / best.sum(axis=1, keepdims=True)
 

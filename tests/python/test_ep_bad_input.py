@@ -155,7 +155,7 @@ def test_more_memory_than_there_is(ranks: Ranks) -> None:
         assert isinstance(answer, Failed) and answer.kind == "ExhaustedError"
         assert "bytes" in answer.text and "tokens per rank" in answer.text, "the plan, and what would fit"
         assert answer.took < 10
-    largest = crossrail.ExpertBuffer.plan(**SETUP.arguments() | huge).largest_tokens  # type: ignore[arg-type]
+    largest = crossrail.ExpertBuffer.plan(1 << 22, 16384, 3 * 64, 2, 3, "bf16").largest_tokens
     assert 0 < largest < 1 << 22
     case = Case(SETUP)
     judge(case, ranks.call("exchange", case))

@@ -17,7 +17,7 @@ from crossrail import ref
 from crossrail.ref import Scale
 
 COUNTS = (1, 2, 3, 4, 5, 8)
-EXAMPLES = {1: 15, 2: 25, 3: 20, 4: 15, 5: 10, 8: 8}
+EXAMPLES = {1: 30, 2: 60, 3: 50, 4: 40, 5: 25, 8: 15}
 
 
 @pytest.fixture(scope="module", params=COUNTS)

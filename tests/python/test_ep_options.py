@@ -189,6 +189,14 @@ def test_a_buffer_leaves_nothing(ranks: Ranks) -> None:
             assert after[rank]["descriptors"] <= before[rank]["descriptors"], (before, after)
 
 
+def test_buffers_made_again_and_again(ranks: Ranks, nodes: Ranks) -> None:
+    """A rank that is quick looks for the new buffers of ranks that still have their old ones."""
+    for among, count in ((ranks, 3), (nodes, 4)):
+        for turn in range(40):
+            case = Case(Setup(count, max_tokens=4 + turn % 2, share_node=turn % 4 < 2), seed=turn)
+            judge(case, among.call("exchange", case))
+
+
 def test_a_destroyed_buffer_says_so(ranks: Ranks) -> None:
     assert set(ranks.call("destroyed", Setup(3)).values()) == {"closed"}
     assert set(ranks.call("with_block", Setup(3)).values()) == {True}
