@@ -53,9 +53,9 @@ demo: build
 	$(call say,dispatch and combine between four ranks)
 	$(BIN)/crossrail bench ep --num-processes 4
 	$(call say,an elastic plan: four ranks, eight, six)
-	$(BIN)/crossrail bench ep --plan tests/data/plans/grow_and_shrink.json
+	$(BIN)/crossrail bench ep --plan tests/data/plans/grow_and_shrink.json --tokens 64 --hidden 2048
 	$(call say,an elastic plan: one of four ranks is killed and replaced)
-	$(BIN)/crossrail bench ep --plan tests/data/plans/killed_and_replaced.json
+	$(BIN)/crossrail bench ep --plan tests/data/plans/killed_and_replaced.json --tokens 64 --hidden 2048
 
 test: lint test-rust test-fuzz test-python
 
