@@ -333,8 +333,8 @@ fn rank_0_serves_the_store_until_the_others_have_left() {
     let enter = &enter;
     thread::scope(|scope| (0..3).for_each(|rank| drop(scope.spawn(move || enter(rank)))));
     let soon = || Instant::now() + Duration::from_millis(200);
-    let gone = open(&address, &settings(), soon()).and_then(|store| store.get("a", soon()));
-    assert_eq!(gone.unwrap_err().kind, ErrorKind::Unreachable);
+    let gone = open(&address, &settings(), soon()).and_then(|store| store.get("a", soon())).unwrap_err();
+    assert!(matches!(gone.kind, ErrorKind::Unreachable | ErrorKind::Timeout), "{gone}");
     // A group of one needs nothing and nobody.
     let alone = Group::join(GroupOptions { size: Some(1), ..GroupOptions::default() }, &settings()).unwrap();
     alone.barrier("", &[0], SHORT).unwrap();
