@@ -12,6 +12,9 @@ written and read by its key. Each operation is a `Request`: `wait()` for it, `aw
         endpoint = worker.connect("127.0.0.1:7000")
         receipt = endpoint.send(b"hello", tag=7).wait(timeout=5)
 
+A `Group` is this process's place among the ranks of a job; an `ExpertBuffer` dispatches the tokens of a mixture of
+experts between them, and combines what the experts answer.
+
 Anything with the buffer protocol or DLPack can be moved (bytes, bytearray, memoryview, NumPy arrays, tensors in host
 memory); `Context.alloc` gives memory that peers on this machine map, which is fastest between them.
 
