@@ -198,13 +198,16 @@ def test_a_killed_rank_ends_the_run_and_is_named() -> None:
         assert gone(ranks)
 
 
-def test_ctrl_c_ends_every_rank_at_once() -> None:
+@pytest.mark.parametrize(
+    ("by", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_ends_every_rank_at_once(by: signal.Signals, code: int, word: str) -> None:
     with running() as process:
         ranks = children(process.pid)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(by)
         _, said = process.communicate(timeout=10)
-        assert process.returncode == 130
-        assert "interrupted" in said
+        assert process.returncode == code
+        assert f"error: {word}" in said
         assert gone(ranks)
 
 
@@ -221,9 +224,12 @@ def names_in(folder: str) -> set[str]:
     return {path.name for path in Path(folder).iterdir()}
 
 
-def test_nothing_is_left_of_a_run() -> None:
+@pytest.mark.parametrize("arguments", [(), ("--compare=mpi", "--rounds=1")])
+def test_nothing_is_left_of_a_run(arguments: tuple[str, ...]) -> None:
+    if arguments and not _has_mpi():
+        pytest.skip("mpirun and mpi4py are not installed")
     before = {folder: names_in(folder) for folder in ("/dev/shm", "/tmp")}
-    assert run(*SMALL).returncode == 0
+    assert run(*SMALL, *arguments).returncode == 0
     for folder, names in before.items():
         left = [name for name in names_in(folder) - names if "crossrail" in name]
         assert not left
@@ -281,7 +287,6 @@ def test_mpi_takes_turns_with_ours() -> None:
         if os.environ.get("CI"):
             pytest.fail("mpirun and mpi4py are missing")
         pytest.skip("mpirun and mpi4py are not installed")
-    before = names_in("/dev/shm")
     for arguments in (("--layout=rank", "--dtype=bf16"), ("--scale=power2",)):
         (row,) = rows_of("--mode=e2e", "--compare=mpi", "--rounds=2", *arguments)
         assert len(row.rounds) == 2
@@ -290,7 +295,35 @@ def test_mpi_takes_turns_with_ours() -> None:
             assert result.error is None, result.error
             assert len(result.rounds) == 2
             assert row.ratio[name] > 0
-    assert not {name for name in names_in("/dev/shm") - before if "crossrail" in name or "vader" in name}
+
+
+def test_a_signal_while_mpi_runs_leaves_nothing() -> None:
+    if not _has_mpi():
+        pytest.skip("mpirun and mpi4py are not installed")
+    work = ["--tokens=16", "--hidden=256", "--warmup=0", "--iters=20000", "--mode=e2e", "--compare=mpi", "--rounds=1"]
+    with subprocess.Popen([*COMMAND, "bench", "ep", *work], env=environment(), stderr=subprocess.PIPE) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not (folders := [_mpi_folder(pid) for pid in children(process.pid)]) or not any(folders):
+                assert time.monotonic() < deadline
+                assert process.poll() is None
+                time.sleep(0.02)  # another program's start: nothing tells of it
+            pids = children(process.pid)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) == 130
+        finally:
+            process.kill()
+    assert gone(pids)
+    assert not any(Path(folder).exists() for folder in folders if folder)
+
+
+def _mpi_folder(pid: int) -> str | None:
+    """Where mpirun keeps its files, if that is what a process is."""
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return None
+    return arguments[arguments.index("orte_tmpdir_base") + 1] if "orte_tmpdir_base" in arguments else None
 
 
 def _has_mpi() -> bool:

@@ -7,12 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, Failure, exit_code_of, say_error
+from .failure import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_TERMINATED,
+    EXIT_USAGE,
+    Failure,
+    exit_code_of,
+    say_error,
+)
 from .processes import kill_all, live_with_parent
 
 if TYPE_CHECKING:
@@ -51,19 +61,30 @@ def _in_thread(work: Callable[[], int]) -> int:
         finally:
             ended.set()
 
+    signal.signal(signal.SIGTERM, _terminated)
     thread = threading.Thread(target=body, name="crossrail-command", daemon=True)
     thread.start()
     try:
         ended.wait()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, _Terminated) as end:
         kill_all()
-        say_error("interrupted")
-        os._exit(EXIT_INTERRUPTED)  # a thread may be inside native code, which an ordinary exit would wait for
+        by_user = isinstance(end, KeyboardInterrupt)
+        say_error("interrupted" if by_user else "terminated")
+        # A thread may be inside native code, which an ordinary exit would wait for.
+        os._exit(EXIT_INTERRUPTED if by_user else EXIT_TERMINATED)
     thread.join()
     result = outcome[0]
     if isinstance(result, BaseException):
         raise result
     return result
+
+
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+def _terminated(signal_number: int, frame: object) -> None:
+    raise _Terminated
 
 
 def _run(command: Command) -> int:

@@ -6,13 +6,12 @@ import contextlib
 import shutil
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from .failure import Failure, UsageFailure
-from .processes import Process
+from .processes import Process, scratch_folder
 
 START_S = 20.0
 ATTEMPTS = 3
@@ -25,7 +24,7 @@ def running_etcd() -> Iterator[str]:
     program = shutil.which("etcd")
     if program is None:
         raise UsageFailure("etcd is not installed here: apt-get install etcd-server, or name one by CROSSRAIL_STORE")
-    with tempfile.TemporaryDirectory(prefix="crossrail-etcd-") as folder, contextlib.ExitStack() as stack:
+    with scratch_folder("crossrail-etcd-") as folder, contextlib.ExitStack() as stack:
         for attempt in range(ATTEMPTS):
             started = _start(program, Path(folder, str(attempt)))
             if started is not None:

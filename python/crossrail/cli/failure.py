@@ -8,6 +8,7 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 ERROR = "crossrail: error: "
 """How every line begins that says why the command failed."""

@@ -103,7 +103,7 @@ class Turns:
             "warmup": options.warmup,
             "cpus": [cpu_of(options.pin, rank, ranks) for rank in range(ranks)],
         }
-        with scratch_folder("crossrail-mpi-") as folder:
+        with scratch_folder("crossrail-mpi-", in_memory=True) as folder:
             command = ["mpirun", *_flags(options), "--mca", "orte_tmpdir_base", folder]
             command += ["--mca", "btl_vader_backing_directory", folder]
             command += ["-n", str(ranks), sys.executable, "-m", "crossrail._mpi", json.dumps(job)]

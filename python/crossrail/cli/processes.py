@@ -80,9 +80,9 @@ class Process:
 
 
 @contextlib.contextmanager
-def scratch_folder(prefix: str) -> Iterator[str]:
-    """A folder in memory for another program's leavings; gone afterwards, after an early exit too."""
-    folder = tempfile.mkdtemp(prefix=prefix, dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+def scratch_folder(prefix: str, *, in_memory: bool = False) -> Iterator[str]:
+    """A folder for what another program leaves behind; gone afterwards, after an early exit too."""
+    folder = tempfile.mkdtemp(prefix=prefix, dir="/dev/shm" if in_memory and Path("/dev/shm").is_dir() else None)
     with _guard:
         _folders.add(folder)
     try:
