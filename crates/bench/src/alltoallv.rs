@@ -356,83 +356,86 @@ mod tests {
         (0..RANKS).map(|rank| (0..RANKS).flat_map(|source| part(source, rank)).copied().collect()).collect()
     }
 
-    /// Dispatches and combines with experts that multiply by two, weights that sum to one: every token comes back
-    /// doubled.
+    const TOPK_IDX: [i64; 15] = [0, 1, 5, 3, -1, 2, 4, 5, 0, -1, -1, -1, 2, 3, 1];
+    /// Those of a token sum to one, without those of -1.
+    const WEIGHTS: [f32; 15] = [0.25, 0.25, 0.5, 0.5, 9.0, 0.5, 0.25, 0.5, 0.25, 9.0, 9.0, 9.0, 0.5, 0.25, 0.25];
+    const VALUES: [f32; 4] = [1.0, 2.0, 4.0, 0.5];
+
+    /// Dispatches and combines with experts that multiply by two: every token comes back doubled.
     fn round_trip(payload: Payload, layout: Layout, dedup: bool) {
-        let idx: Vec<i64> = vec![0, 1, 5, 3, -1, 2, 4, 5, 0, -1, -1, -1, 2, 3, 1];
-        let weights: Vec<f32> = vec![0.25, 0.25, 0.5, 0.5, 9.0, 0.5, 0.25, 0.5, 0.25, 9.0, 9.0, 9.0, 0.5, 0.25, 0.25];
-        let x: Vec<u8> = (0..TOKENS * HIDDEN).flat_map(|i| bf16([1.0, 2.0, 4.0, 0.5][i % 4])).collect();
+        let x: Vec<u8> = (0..TOKENS * HIDDEN).flat_map(|i| bf16(VALUES[i % 4])).collect();
         let mut ranks: Vec<Alltoallv> =
             (0..RANKS).map(|_| Alltoallv::new(config(payload, layout), layout, dedup).unwrap()).collect();
         let (row, side) = (ranks[0].row_bytes(), ranks[0].side_bytes());
         let mut counts = vec![vec![0; RANKS]; RANKS];
         let (mut rows, mut sides) = (Vec::new(), Vec::new());
         for (rank, counts) in ranks.iter_mut().zip(&mut counts) {
-            rank.route(&idx, &weights, counts).unwrap();
+            rank.route(&TOPK_IDX, &WEIGHTS, counts).unwrap();
             let records = counts.iter().sum::<i32>() as usize;
             assert_eq!(records, if dedup { 7 } else { 11 });
             let (mut sent, mut beside) = (vec![0; records * row], vec![0; records * side]);
-            rank.pack(&x, &idx, &mut sent, &mut beside).unwrap();
+            rank.pack(&x, &TOPK_IDX, &mut sent, &mut beside).unwrap();
             rows.push(sent);
             sides.push(beside);
         }
         let (came, beside) = (exchange(&rows, &counts, row), exchange(&sides, &counts, side));
         let back: Vec<Vec<i32>> = (0..RANKS).map(|to| (0..RANKS).map(|from| counts[from][to]).collect()).collect();
-        let mut answers = Vec::new();
-        for (me, rank) in ranks.iter_mut().enumerate() {
-            let places = if layout == Layout::Expert { 2 * RANKS * TOKENS } else { came[me].len() / row };
-            let mut x = vec![0; places * row];
-            let mut scales = vec![0; places * payload.scale_bytes(HIDDEN)];
-            rank.unpack(&back[me], &came[me], &beside[me], &mut x, &mut scales).unwrap();
-            let delivered = if layout == Layout::Expert { &x } else { &came[me] };
-            let mut plain = vec![0; places * HIDDEN * 2];
-            for place in 0..places {
-                let target = plain[place * HIDDEN * 2..].as_mut_ptr();
-                match payload {
-                    Payload::Bf16 => plain[place * row..][..row].copy_from_slice(&delivered[place * row..][..row]),
-                    // SAFETY: whole rows and their scales within the vectors.
-                    Payload::Fp8(kind) => unsafe {
-                        let (q, scale) = (delivered[place * row..].as_ptr(), payload.scale_bytes(HIDDEN));
-                        rank.kernels.uncast_row(q, scales[place * scale..].as_ptr(), HIDDEN, target.cast(), kind);
-                    },
-                }
-            }
-            // The experts, and in the rank layout with a row for several of them, their weights.
-            let slots = rank.slots();
-            for place in 0..places {
-                let of = &beside[me][place.min(beside[me].len() / side - 1) * side + payload.scale_bytes(HIDDEN)..];
-                let weight: f32 = match layout {
-                    Layout::Rank if dedup => {
-                        let there = (0..slots).filter(|slot| word(of, 4 * slot) as i32 >= 0);
-                        there.map(|slot| f32::from_bits(word(of, 4 * slots + 4 * slot))).sum()
-                    }
-                    _ => 1.0,
-                };
-                for value in plain[place * HIDDEN * 2..][..HIDDEN * 2].chunks_exact_mut(2) {
-                    let doubled = 2.0 * weight * wide(value);
-                    value.copy_from_slice(&bf16(doubled));
-                }
-            }
-            let mut answer = vec![0; came[me].len() / row * HIDDEN * 2];
-            if layout == Layout::Expert {
-                assert_eq!(rank.expert_counts().len(), 2);
-                rank.pack_back(&plain, &mut answer).unwrap();
-            } else {
-                answer = plain;
-            }
-            answers.push(answer);
-        }
+        let answered = ranks.iter_mut().enumerate().map(|(me, rank)| answer(rank, &back[me], &came[me], &beside[me]));
+        let answers: Vec<Vec<u8>> = answered.collect();
         let returned = exchange(&answers, &back, HIDDEN * 2);
         for (rank, rows) in ranks.iter_mut().zip(&returned) {
             let mut out = vec![0xffu8; TOKENS * HIDDEN * 2];
             rank.unpack_back(rows, &mut out).unwrap();
             for (token, sums) in out.chunks_exact(HIDDEN * 2).enumerate() {
                 for (i, value) in sums.chunks_exact(2).enumerate() {
-                    let right = if token == 3 { 0.0 } else { 2.0 * [1.0, 2.0, 4.0, 0.5][(token * HIDDEN + i) % 4] };
+                    let right = if token == 3 { 0.0 } else { 2.0 * VALUES[(token * HIDDEN + i) % 4] };
                     assert_eq!(wide(value), right, "token {token}, element {i}");
                 }
             }
         }
+    }
+
+    /// What one rank's experts make of what came to it, as it goes back.
+    fn answer(rank: &mut Alltoallv, counts: &[i32], came: &[u8], beside: &[u8]) -> Vec<u8> {
+        let (row, side, slots) = (rank.row_bytes(), rank.side_bytes(), rank.slots());
+        let (payload, by_expert) = (rank.config.payload, rank.layout == Layout::Expert);
+        let scale = payload.scale_bytes(HIDDEN);
+        let places = if by_expert { 2 * RANKS * TOKENS } else { came.len() / row };
+        let (mut x, mut scales) = (vec![0; places * row], vec![0; places * scale]);
+        rank.unpack(counts, came, beside, &mut x, &mut scales).unwrap();
+        let delivered = if by_expert { &x } else { came };
+        let mut y = vec![0; places * HIDDEN * 2];
+        for (place, target) in y.chunks_exact_mut(HIDDEN * 2).enumerate() {
+            let source = &delivered[place * row..][..row];
+            match payload {
+                Payload::Bf16 => target.copy_from_slice(source),
+                // SAFETY: a whole row and its scales within the vectors.
+                Payload::Fp8(kind) => unsafe {
+                    let scales = scales[place * scale..].as_ptr();
+                    rank.kernels.uncast_row(source.as_ptr(), scales, HIDDEN, target.as_mut_ptr().cast(), kind);
+                },
+            }
+            // A row for several experts of the rank layout is weighted by them.
+            let mut weight = 1.0;
+            if !by_expert && rank.dedup {
+                let of = &beside[place * side + scale..];
+                let there = (0..slots).filter(|slot| word(of, 4 * slot) as i32 >= 0);
+                weight = there.map(|slot| f32::from_bits(word(of, 4 * slots + 4 * slot))).sum();
+            }
+            for value in target.chunks_exact_mut(2) {
+                let doubled = 2.0 * weight * wide(value);
+                value.copy_from_slice(&bf16(doubled));
+            }
+        }
+        if !by_expert {
+            return y;
+        }
+        let mut rows = vec![0; came.len() / row * HIDDEN * 2];
+        rank.pack_back(&y, &mut rows).unwrap();
+        let arrived = beside.chunks_exact(side).flat_map(|one| (0..slots).map(move |slot| word(one, scale + 4 * slot)));
+        let selections = arrived.filter(|expert| *expert as i32 >= 0).count();
+        assert_eq!(rank.expert_counts().iter().sum::<i32>() as usize, selections);
+        rows
     }
 
     #[test]
