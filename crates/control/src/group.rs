@@ -151,7 +151,15 @@ impl Group {
     /// # Errors
     /// As [`Group::publish`].
     pub fn withdraw(&self, key: &str) -> Result<()> {
-        self.shared().withdraw(key)
+        self.shared().withdraw(key, None)
+    }
+
+    /// As [`Group::withdraw`], but only if it is still `value` that was told.
+    ///
+    /// # Errors
+    /// As [`Group::publish`].
+    pub fn withdraw_if(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.shared().withdraw(key, Some(value))
     }
 
     /// What each of `ranks` tells under `key`, in their order; waits for those that have not told yet.

@@ -19,9 +19,18 @@ struct End {
     /// The other rank is on this node, and heaps are to be shared.
     near: bool,
     endpoint: Endpoint,
+    /// The address, if this rank dialled.
+    dialled: Option<Vec<u8>>,
 }
 
 impl End {
+    /// The address, if `error` may mean that it was of a buffer that is no more: the store is told of the end of one
+    /// before its connections go, but may have been read before that.
+    fn was_old(&self, error: &Error) -> Option<Vec<u8>> {
+        let gone = matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed) && !self.endpoint.is_alive();
+        self.dialled.clone().filter(|_| gone)
+    }
+
     /// Whether both ranks map each other's heaps.
     fn maps(&self) -> bool {
         self.near && self.endpoint.lanes().iter().any(|lane| lane.transport == "shm")
@@ -55,8 +64,11 @@ impl Inner {
 
     /// Says in the store where this rank's buffer is and how it is reached.
     pub(crate) fn announce(&self) -> Result<()> {
-        let place = Place { node: self.group.node().to_owned(), address: self.worker.address() };
-        self.group.publish(&self.key(), &place.encode()?)
+        self.group.publish(&self.key(), &self.place().encode()?)
+    }
+
+    fn place(&self) -> Place {
+        Place { node: self.group.node().to_owned(), address: self.worker.address() }
     }
 
     /// Where `ranks` are; waits for those that have not come, or are coming back.
@@ -81,23 +93,27 @@ impl Inner {
         // The greater rank dials. All of this rank's are dialled before it waits for others to dial it; `new` is in
         // order.
         for (rank, place) in new.iter().zip(self.places(&new, deadline)?) {
-            let near = self.config.share_node && place.node == self.group.node();
-            let endpoint = match *rank < self.here.me as u32 {
-                true => self.dial(*rank, place, near, deadline)?,
-                false => self.accept(&mut state, *rank as usize, deadline)?,
-            };
-            ends.push(End { rank: *rank as usize, near, endpoint });
+            ends.push(match *rank < self.here.me as u32 {
+                true => self.dial(*rank, place, deadline)?,
+                false => {
+                    let endpoint = self.accept(&mut state, *rank as usize, deadline)?;
+                    End { rank: *rank as usize, near: self.is_near(&place), endpoint, dialled: None }
+                }
+            });
         }
         let network = ends.iter().filter(|end| !end.maps()).count() as u32;
         Plan::new(&self.config, network)?.check()?;
-        let mut generations = Vec::with_capacity(ends.len());
-        for end in &ends {
-            generations.push(self.greet(&mut state, end)?);
-        }
+        let greeted: Vec<Result<u32>> = ends.iter().map(|end| self.greet(&mut state, end)).collect();
         let mut peers = Vec::with_capacity(ends.len());
         let mut counts = [state.operations, state.dispatches, state.combines];
-        for (end, generation) in ends.into_iter().zip(generations) {
-            let hello = self.hear(end.rank, &end.endpoint, deadline)?;
+        for (mut end, greeted) in ends.into_iter().zip(greeted) {
+            let mut heard = greeted.and_then(|generation| Ok((generation, self.hear(&end, deadline)?)));
+            while let Some(gone) = heard.as_ref().err().and_then(|error| end.was_old(error)) {
+                end = self.dial_anew(end.rank as u32, &gone, deadline)?;
+                heard =
+                    self.greet(&mut state, &end).and_then(|generation| Ok((generation, self.hear(&end, deadline)?)));
+            }
+            let (generation, hello) = heard?;
             for (mine, theirs) in counts.iter_mut().zip(hello.counts) {
                 *mine = (*mine).max(theirs);
             }
@@ -159,20 +175,41 @@ impl Inner {
         Ok(new)
     }
 
-    fn dial(&self, rank: u32, mut place: Place, near: bool, deadline: Instant) -> Result<Endpoint> {
-        let require = if near { None } else { Some("tcp".to_owned()) };
+    fn is_near(&self, place: &Place) -> bool {
+        self.config.share_node && place.node == self.group.node()
+    }
+
+    fn dial(&self, rank: u32, mut place: Place, deadline: Instant) -> Result<End> {
         loop {
+            let near = self.is_near(&place);
             let changes = self.group.changes();
             let left = deadline.saturating_duration_since(Instant::now());
-            let options = ConnectOptions { require: require.clone(), timeout: Some(left) };
-            match self.worker.connect(&place.address, &options) {
+            let require = if near { None } else { Some("tcp".to_owned()) };
+            match self.worker.connect(&place.address, &ConnectOptions { require, timeout: Some(left) }) {
+                Ok(endpoint) => return Ok(End { rank: rank as usize, near, endpoint, dialled: Some(place.address) }),
                 // What the store says may be of a process that has ended, until its lease does.
                 Err(error) if error.kind == ErrorKind::Unreachable && Instant::now() < deadline => {
                     self.group.wait_change(changes, deadline.min(Instant::now() + AGAIN));
                     place = self.places(&[rank], deadline)?.pop().unwrap_or(place);
                 }
-                result => return result.map_err(|error| Error { peer: Some(format!("rank {rank}")), ..error }),
+                Err(error) => return Err(Error { peer: Some(format!("rank {rank}")), ..error }),
             }
+        }
+    }
+
+    /// Dials a rank whose buffer at the address `gone` was destroyed, once the store has that of the next one.
+    fn dial_anew(&self, rank: u32, gone: &[u8], deadline: Instant) -> Result<End> {
+        loop {
+            let changes = self.group.changes();
+            let place = self.places(&[rank], deadline)?.pop().filter(|place| place.address != gone);
+            match place {
+                Some(place) => return self.dial(rank, place, deadline),
+                None if Instant::now() >= deadline => {
+                    let error = Error::new(ErrorKind::PeerDead, "connect", "its buffer was destroyed");
+                    return Err(error.with_peer(format!("rank {rank}")));
+                }
+                None => self.group.wait_change(changes, deadline.min(Instant::now() + AGAIN)),
+            };
         }
     }
 
@@ -231,8 +268,9 @@ impl Inner {
         Ok(state.generation)
     }
 
-    fn hear(&self, rank: usize, endpoint: &Endpoint, deadline: Instant) -> Result<Hello> {
-        let request = self.worker.recv(vec![0; LONGEST], TAG, u64::MAX, Some(endpoint))?;
+    fn hear(&self, end: &End, deadline: Instant) -> Result<Hello> {
+        let rank = end.rank;
+        let request = self.worker.recv(vec![0; LONGEST], TAG, u64::MAX, Some(&end.endpoint))?;
         let receipt = self
             .patiently(deadline, |slice| request.wait(Some(slice)))
             .map_err(|error| Error { peer: Some(format!("rank {rank}")), ..error })?;
@@ -318,13 +356,13 @@ impl Inner {
         if std::mem::replace(&mut state.closed, true) {
             return Ok(());
         }
+        // The store may be gone; this rank's keys then vanish with its lease.
+        let _ = self.place().encode().and_then(|place| self.group.withdraw_if(&self.key(), &place));
         for peer in state.peers.iter_mut().filter_map(Option::take) {
             peer.close(GOODBYE);
         }
         state.early.clear();
         drop(state);
-        // The store may be gone; this rank's keys then vanish with its lease.
-        let _ = self.group.withdraw(&self.key());
         self.worker.close();
         Ok(())
     }

@@ -90,10 +90,15 @@ impl Shared {
         put
     }
 
-    pub(super) fn withdraw(&self, key: &str) -> Result<()> {
+    pub(super) fn withdraw(&self, key: &str, only: Option<&[u8]>) -> Result<()> {
         check_key("withdraw", key, false)?;
         let store = self.store("withdraw")?;
-        self.own.lock().told.remove(key);
+        let mut own = self.own.lock();
+        if only.is_some_and(|only| own.told.get(key).is_none_or(|told| told[..] != *only)) {
+            return Ok(());
+        }
+        own.told.remove(key);
+        drop(own);
         self.noted(store.delete(&self.keys.told(key, self.rank), self.deadline(None))).map(drop)
     }
 
