@@ -269,6 +269,29 @@ def test_one_command_per_node() -> None:
     assert out == ""
 
 
+def test_a_store_that_runs_already_is_used_by_several_runs_at_once() -> None:
+    with subprocess.Popen(
+        [*COMMAND, "store", "--listen=127.0.0.1:0"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as store:
+        try:
+            assert store.stdout is not None
+            settings = environment({"CROSSRAIL_STORE": store.stdout.readline().decode().strip()})
+            command = [*COMMAND, "bench", "ep", *SMALL, "--mode=dispatch"]
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            runs = [subprocess.Popen(command, env=settings, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+            for one in runs:
+                with one:
+                    out, said = one.communicate(timeout=60)
+                    assert one.returncode == 0, said
+                    assert "2 of 2 ranks passed" in out
+        finally:
+            store.terminate()
+    assert store.returncode == 0
+
+
 def test_a_node_that_never_comes_is_missed_by_name() -> None:
     done = run(
         *SMALL,

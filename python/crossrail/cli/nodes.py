@@ -60,13 +60,15 @@ class Placement:
         """
         from crossrail._native import StoreServer
 
+        # Runs of several nodes must agree on the name; others share a store without getting into each other's way.
+        name = "bench" if self.world_size > 1 else f"bench-{secrets.token_hex(4)}"
         if not self.hosts_store:
             assert self.store is not None
-            yield self.store, "bench"
+            yield self.store, name
             return
         listen = "127.0.0.1:0" if self.store is None else self.store.removeprefix("tcp://")
         with StoreServer(context, listen) as server:
-            yield server.address, "bench" if self.world_size > 1 else f"bench-{secrets.token_hex(4)}"
+            yield server.address, name
 
 
 def add_nodes(parser: argparse.ArgumentParser, processes: int) -> None:
