@@ -16,12 +16,14 @@ DEMO_RAILS := CROSSRAIL_TLS=tcp CROSSRAIL_NET_DEVICES=127.0.0.1,127.0.0.2,127.0.
 say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python bench fmt clean
+.PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python test-gpu bench bench-gpu fmt clean
 
 help:
 	@echo "make build    virtual environment in $(VENV), tools, the extension and the command crossrail"
 	@echo "make demo     build, then the main job on this machine"
 	@echo "make test     everything CI runs: lint, Rust tests, fuzz corpora, Python tests, test bed"
+	@echo "make test-gpu what needs a GPU"
+	@echo "make bench-gpu how fast the GPU kernels are, into benches/results/gpu"
 	@echo "make bench    the benchmark against the peers, into benches/results"
 	@echo "make fmt      format Rust and Python"
 	@echo "make clean    remove what was built"
@@ -80,7 +82,7 @@ lint-python: build
 	$(call say,lint: stubs against the extension)
 	$(BIN)/python -m mypy.stubtest crossrail._native
 
-test-rust:
+test-rust: $(TOOLS)
 	$(call say,test: Rust)
 	cargo test --quiet --locked --workspace --exclude crossrail-python
 
@@ -94,6 +96,16 @@ test-python: build
 	cargo build --quiet --locked --release --package crossrail --examples
 	$(call say,test: Python and test bed)
 	$(BIN)/python -m pytest
+
+# Needs a GPU, and fails where there is none; `make test` compiles all kernels without one.
+test-gpu: $(TOOLS)
+	$(call say,test: GPU)
+	TEST_GPU=1 cargo test --quiet --locked --release --package crossrail-cuda --package crossrail-kernels --test gpu -- --nocapture
+
+bench-gpu: $(TOOLS)
+	$(call say,bench: GPU kernels into benches/results/gpu)
+	@mkdir -p benches/results/gpu
+	cargo run --quiet --locked --release --package crossrail-kernels --example unpack_rate -- benches/results/gpu/unpack.json
 
 bench: build
 	$(call say,bench: against the peers into benches/results)

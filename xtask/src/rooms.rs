@@ -27,6 +27,8 @@ pub(crate) const ROOMS: &[Room] = &[
     room("shm", "crossrail-shm", &["transport", "types"]),
     room("tcp", "crossrail-tcp", &["transport", "types"]),
     Room { forbids_unsafe: true, ..room("topology", "crossrail-topology", &["types"]) },
+    room("cuda", "crossrail-cuda", &["types"]),
+    room("kernels", "crossrail-kernels", &["cuda", "types"]),
     room("engine", "crossrail", &["proto", "transport", "shm", "tcp", "topology", "types"]),
     Room { forbids_unsafe: true, ..room("control", "crossrail-control", &["types"]) },
     room("ep", "crossrail-ep", &["engine", "control", "types"]),

@@ -462,6 +462,10 @@ settings! {
     /// The store that the ranks of a job share; unset: the launcher's variables say where rank 0 has one.
     store: Option<String> = None,
         "CROSSRAIL_STORE" accepts "`tcp://host:port`, or `etcd://host:port[,host:port]`" as STORE;
+    /// The folder that keeps compiled GPU kernels; unset: `crossrail` in the user's cache folder (`$XDG_CACHE_HOME`,
+    /// or `~/.cache`).
+    cache_dir: Option<PathBuf> = None,
+        "CROSSRAIL_CACHE_DIR" accepts "a path" as PATH;
     /// What is said on stderr.
     log: LogLevel = LogLevel::Warn,
         "CROSSRAIL_LOG" accepts "`off`, `error`, `warn`, `info` or `debug`" as LOG;

@@ -1,0 +1,147 @@
+//! Primary contexts: the ones that the CUDA runtime, and so PyTorch, uses too.
+#![allow(unsafe_code)]
+
+use std::fmt;
+use std::sync::Arc;
+
+use crossrail_types::{Error, ErrorKind, Result};
+use cudarc::driver::sys::CUcontext;
+
+use crate::raw::{Code, Raw};
+use crate::{Cuda, Device};
+
+const PEER_ACCESS_ALREADY_ENABLED: Code = 704;
+
+/// A GPU's memory in bytes, at one moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryInfo {
+    /// What could be allocated.
+    pub free: u64,
+    /// What there is.
+    pub total: u64,
+}
+
+/// A GPU's primary context, retained as long as a clone of this lives. Everything made in it keeps it.
+///
+/// It never stays current on a thread: each operation makes it current and then restores what was, so that a
+/// caller's own choice of device is not disturbed.
+#[derive(Clone)]
+pub struct Context(Arc<Primary>);
+
+struct Primary {
+    device: Device,
+    raw: CUcontext,
+}
+
+// SAFETY: a context handle is a name for an object of the driver, which may be used from every thread at once.
+unsafe impl Send for Primary {}
+// SAFETY: as above.
+unsafe impl Sync for Primary {}
+
+impl Drop for Primary {
+    fn drop(&mut self) {
+        // SAFETY: retained once, in `Context::primary`. A driver that is shutting down refuses, and frees it itself.
+        unsafe { (self.device.cuda().raw().cuDevicePrimaryCtxRelease_v2)(self.device.raw()) };
+    }
+}
+
+impl fmt::Debug for Context {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Context(cuda:{})", self.device().ordinal())
+    }
+}
+
+impl Context {
+    /// Retains the primary context of `device`, and makes it where nobody has yet (some hundred MiB of its memory).
+    ///
+    /// # Errors
+    /// A failed call; [`ErrorKind::Exhausted`] when the GPU has no memory left for a context.
+    pub fn primary(device: &Device) -> Result<Context> {
+        let cuda = device.cuda();
+        let mut raw: CUcontext = std::ptr::null_mut();
+        // SAFETY: `raw` is a valid place for one handle.
+        let code = unsafe { (cuda.raw().cuDevicePrimaryCtxRetain)(&mut raw, device.raw()) };
+        cuda.check(&format!("cuda:{}", device.ordinal()), "cuDevicePrimaryCtxRetain", code)?;
+        Ok(Context(Arc::new(Primary { device: device.clone(), raw })))
+    }
+
+    /// The GPU.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// How much memory the GPU has, and how much of it is free.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn memory(&self) -> Result<MemoryInfo> {
+        let (mut free, mut total) = (0_usize, 0_usize);
+        self.run("memory", "cuMemGetInfo", |raw| {
+            // SAFETY: both are valid places for one size.
+            unsafe { (raw.cuMemGetInfo_v2)(&mut free, &mut total) }
+        })?;
+        Ok(MemoryInfo { free: free as u64, total: total as u64 })
+    }
+
+    /// Lets kernels and copies of this context reach plain allocations of `peer`'s. Once is enough; more do no harm.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] when the two GPUs can't reach each other; a failed call.
+    pub fn enable_peer(&self, peer: &Context) -> Result<()> {
+        if !self.device().reaches(peer.device())? {
+            let (own, other) = (self.device().ordinal(), peer.device().ordinal());
+            let detail = format!("cuda:{own} can't reach the memory of cuda:{other}");
+            return Err(Error::new(ErrorKind::Unsupported, "peer access", detail)
+                .with_hint("copies between them go through host memory"));
+        }
+        self.run("peer access", "cuCtxEnablePeerAccess", |raw| {
+            // SAFETY: both contexts are retained.
+            match unsafe { (raw.cuCtxEnablePeerAccess)(peer.raw(), 0) } {
+                PEER_ACCESS_ALREADY_ENABLED => 0,
+                code => code,
+            }
+        })
+    }
+
+    pub(crate) fn raw(&self) -> CUcontext {
+        self.0.raw
+    }
+
+    pub(crate) fn cuda(&self) -> &Cuda {
+        self.0.device.cuda()
+    }
+
+    /// Makes one call with this context current; a failure names `operation` on this GPU, and `call`.
+    pub(crate) fn run(&self, operation: &str, call: &str, body: impl FnOnce(&Raw) -> Code) -> Result<()> {
+        let code = self.current(operation, body)?;
+        self.check(operation, call, code)
+    }
+
+    /// Like [`Context::run`], with the call's code as it is.
+    pub(crate) fn current(&self, operation: &str, body: impl FnOnce(&Raw) -> Code) -> Result<Code> {
+        let raw = self.cuda().raw();
+        // SAFETY: the context is retained; it is popped below, on this thread, by `Pop`.
+        let code = unsafe { (raw.cuCtxPushCurrent_v2)(self.raw()) };
+        self.check(operation, "cuCtxPushCurrent", code)?;
+        let _pop = Pop(raw);
+        Ok(body(raw))
+    }
+
+    pub(crate) fn check(&self, operation: &str, call: &str, code: Code) -> Result<()> {
+        if code == 0 {
+            return Ok(());
+        }
+        self.cuda().check(&format!("{operation} on cuda:{}", self.device().ordinal()), call, code)
+    }
+}
+
+/// Restores the context that was current before.
+struct Pop<'a>(&'a Raw);
+
+impl Drop for Pop<'_> {
+    fn drop(&mut self) {
+        let mut popped: CUcontext = std::ptr::null_mut();
+        // SAFETY: pushed on this thread by `current`, whose body can't leave it; `popped` is a place for one handle.
+        unsafe { (self.0.cuCtxPopCurrent_v2)(&mut popped) };
+    }
+}

@@ -1,0 +1,183 @@
+//! The GPUs of this process, and what they are.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, c_char, c_int};
+use std::fmt;
+use std::str::FromStr;
+
+use crossrail_types::{Error, ErrorKind, Result};
+use cudarc::driver::sys::{CUdevice, CUdevice_attribute as Attribute, CUuuid};
+
+use crate::Cuda;
+
+/// What kernels are compiled for: `sm_80`, `sm_90a`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Arch {
+    /// The major number of the compute capability.
+    pub major: u32,
+    /// The minor number.
+    pub minor: u32,
+    /// Whether instructions that only this architecture has may be used (`a`).
+    pub specific: bool,
+}
+
+impl fmt::Display for Arch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sm_{}{}{}", self.major, self.minor, if self.specific { "a" } else { "" })
+    }
+}
+
+impl FromStr for Arch {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Arch> {
+        let bad = || Error::new(ErrorKind::Usage, "architecture", format!("{text:?} is none; an example: sm_90a"));
+        let rest = text.strip_prefix("sm_").ok_or_else(bad)?;
+        let (digits, specific) = rest.strip_suffix('a').map_or((rest, false), |digits| (digits, true));
+        let number: u32 = digits.parse().map_err(|_| bad())?;
+        if !(10..1000).contains(&number) || digits.starts_with('+') {
+            return Err(bad());
+        }
+        Ok(Arch { major: number / 10, minor: number % 10, specific })
+    }
+}
+
+/// One GPU. Cheap to clone; holds no context and no memory.
+#[derive(Clone, Debug)]
+pub struct Device {
+    cuda: Cuda,
+    raw: CUdevice,
+    ordinal: u32,
+}
+
+impl Device {
+    pub(crate) fn open(cuda: &Cuda, ordinal: u32) -> Result<Device> {
+        let mut raw: CUdevice = 0;
+        let index = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
+        // SAFETY: `raw` is a valid place for one device.
+        let code = unsafe { (cuda.raw().cuDeviceGet)(&mut raw, index) };
+        cuda.check(&format!("cuda:{ordinal}"), "cuDeviceGet", code)?;
+        Ok(Device { cuda: cuda.clone(), raw, ordinal })
+    }
+
+    /// The driver it belongs to.
+    pub fn cuda(&self) -> &Cuda {
+        &self.cuda
+    }
+
+    /// Its number in this process, as in `cuda:0`.
+    pub fn ordinal(&self) -> u32 {
+        self.ordinal
+    }
+
+    /// The maker's name, such as `NVIDIA H200`.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn name(&self) -> Result<String> {
+        self.text("cuDeviceGetName", self.cuda.raw().cuDeviceGetName)
+    }
+
+    /// The PCI address as Linux writes it: `0000:3b:00.0`.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn pci(&self) -> Result<String> {
+        Ok(self.text("cuDeviceGetPCIBusId", self.cuda.raw().cuDeviceGetPCIBusId)?.to_ascii_lowercase())
+    }
+
+    /// The NUMA node it hangs on; `None` where the machine does not say, as virtual machines often do not.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn numa_node(&self) -> Result<Option<u32>> {
+        let path = format!("/sys/bus/pci/devices/{}/numa_node", self.pci()?);
+        Ok(std::fs::read_to_string(path).ok().and_then(|text| text.trim().parse().ok()))
+    }
+
+    /// The 16 bytes that name it on every machine; of the MIG instance, where it is one.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn uuid(&self) -> Result<[u8; 16]> {
+        let mut uuid = CUuuid { bytes: [0; 16] };
+        // SAFETY: `uuid` is a valid place for 16 bytes.
+        self.check("cuDeviceGetUuid", unsafe { (self.cuda.raw().cuDeviceGetUuid_v2)(&mut uuid, self.raw) })?;
+        Ok(uuid.bytes.map(|byte| byte.to_ne_bytes()[0]))
+    }
+
+    /// Its memory in bytes. What of it is free only a context can say: [`crate::Context::memory`].
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn memory(&self) -> Result<u64> {
+        let mut bytes: usize = 0;
+        // SAFETY: `bytes` is a valid place for one size.
+        self.check("cuDeviceTotalMem", unsafe { (self.cuda.raw().cuDeviceTotalMem_v2)(&mut bytes, self.raw) })?;
+        Ok(bytes as u64)
+    }
+
+    /// What its kernels are compiled for. From 9.0 on with the instructions of that architecture alone.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn arch(&self) -> Result<Arch> {
+        let major = self.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = self.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        Ok(Arch { major, minor, specific: major >= 9 })
+    }
+
+    /// How many multiprocessors it has.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn multiprocessors(&self) -> Result<u32> {
+        self.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+    }
+
+    /// Whether memory of it can be passed to other processes as a file descriptor.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn shares_memory(&self) -> Result<bool> {
+        let attribute = Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED;
+        Ok(self.attribute(attribute)? != 0)
+    }
+
+    /// Whether kernels and copies of this GPU can reach the memory of `peer` without the host.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn reaches(&self, peer: &Device) -> Result<bool> {
+        let mut answer: c_int = 0;
+        // SAFETY: `answer` is a valid place for one int.
+        let code = unsafe { (self.cuda.raw().cuDeviceCanAccessPeer)(&mut answer, self.raw, peer.raw) };
+        self.check("cuDeviceCanAccessPeer", code)?;
+        Ok(answer != 0)
+    }
+
+    pub(crate) fn raw(&self) -> CUdevice {
+        self.raw
+    }
+
+    fn check(&self, call: &str, code: u32) -> Result<()> {
+        self.cuda.check(&format!("cuda:{}", self.ordinal), call, code)
+    }
+
+    fn attribute(&self, attribute: Attribute) -> Result<u32> {
+        let mut value: c_int = 0;
+        // SAFETY: `value` is a valid place for one int.
+        let code = unsafe { (self.cuda.raw().cuDeviceGetAttribute)(&mut value, attribute, self.raw) };
+        self.check("cuDeviceGetAttribute", code)?;
+        Ok(u32::try_from(value).unwrap_or(0))
+    }
+
+    fn text(&self, call: &str, ask: unsafe extern "C" fn(*mut c_char, c_int, CUdevice) -> u32) -> Result<String> {
+        let mut text = [0_u8; 256];
+        // SAFETY: one byte fewer than there are may be written, so that the last stays zero.
+        let code = unsafe { ask(text.as_mut_ptr().cast(), 255, self.raw) };
+        self.check(call, code)?;
+        let text = CStr::from_bytes_until_nul(&text).unwrap_or_default();
+        Ok(text.to_string_lossy().into_owned())
+    }
+}

@@ -1,0 +1,38 @@
+//! A small safe layer over the CUDA driver and NVRTC, both loaded at run time.
+//!
+//! Nothing here needs CUDA to build or to start: [`Cuda::load`] answers either with the driver or with [`Absent`],
+//! which says what is missing. Every failed call is a `crossrail_types::Error` that names the call and its code.
+//!
+//! ```text
+//! Cuda        the driver: its version, its devices          Absent    why there is none
+//! Device      name, architecture, PCI address, NUMA node    Context   the primary context, shared with PyTorch
+//! Stream      own, or a caller's raw handle                 Event     a point in a stream
+//! DeviceMemory, PinnedMemory     plain allocations          Allocation, Mapping    memory that goes to other processes
+//! PointerInfo what an address is                            Module, Function       compiled kernels
+//! nvrtc       source to machine code, kept on disk
+//! ```
+//!
+//! Handles may be used from any thread. Operations that name addresses are unsafe: the driver does not know who
+//! else uses them. Every wait is bounded.
+
+mod context;
+mod device;
+mod driver;
+mod event;
+mod memory;
+mod module;
+pub mod nvrtc;
+mod pointer;
+mod raw;
+mod stream;
+mod vmm;
+
+pub use context::{Context, MemoryInfo};
+pub use device::{Arch, Device};
+pub use driver::{Absent, Cuda, MIN_DRIVER};
+pub use event::Event;
+pub use memory::{DeviceMemory, PinnedMemory};
+pub use module::{Function, Grid, KernelArgs, Module, Usage};
+pub use pointer::{MemoryKind, PointerInfo};
+pub use stream::Stream;
+pub use vmm::{Allocation, Mapping};

@@ -1,0 +1,146 @@
+//! Plain allocations: on the GPU, and on the host where the GPU reaches them.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::ptr::NonNull;
+
+use crossrail_types::{Error, ErrorKind, Result, format_gib};
+use cudarc::driver::sys::{CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE};
+
+use crate::Context;
+use crate::raw::Raw;
+
+/// Memory of a GPU, freed when this is dropped. Its contents are undefined at first.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    context: Context,
+    address: u64,
+    len: usize,
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `new`, freed once. The driver waits for work that is under way on the GPU.
+        let _ = self.context.current("memory", |raw| unsafe { (raw.cuMemFree_v2)(self.address) });
+    }
+}
+
+impl DeviceMemory {
+    /// Allocates `len` bytes, aligned to 256.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Usage`] for 0 bytes; [`ErrorKind::Exhausted`] with the sum asked for and what is free.
+    pub fn new(context: &Context, len: usize) -> Result<DeviceMemory> {
+        check_len(len)?;
+        let mut address = 0;
+        // SAFETY: `address` is a valid place for one address.
+        let make = |raw: &Raw| unsafe { (raw.cuMemAlloc_v2)(&mut address, len) };
+        context.run("memory", "cuMemAlloc", make).map_err(|error| with_sums(context, error, len))?;
+        Ok(DeviceMemory { context: context.clone(), address, len })
+    }
+
+    /// The context it belongs to.
+    pub fn context(&self) -> &Context {
+        &self.context
+    }
+
+    /// Its address on the GPU.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Its length in bytes, never 0.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+}
+
+/// Host memory that stays where it is, which every GPU of the process can copy from and to at full rate and reach
+/// from kernels; freed when this is dropped. Its contents are undefined at first.
+#[derive(Debug)]
+pub struct PinnedMemory {
+    context: Context,
+    start: NonNull<u8>,
+    address: u64,
+    len: usize,
+}
+
+// SAFETY: it owns its memory; access to the contents goes through raw pointers, for which the caller answers.
+unsafe impl Send for PinnedMemory {}
+// SAFETY: as above.
+unsafe impl Sync for PinnedMemory {}
+
+impl Drop for PinnedMemory {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `new`, freed once. The driver waits for work that is under way on the GPU.
+        let _ = self.context.current("memory", |raw| unsafe { (raw.cuMemFreeHost)(self.start.as_ptr().cast()) });
+    }
+}
+
+impl PinnedMemory {
+    /// Allocates `len` bytes of pinned memory, aligned to a page. They lie on the NUMA node of the thread that calls.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Usage`] for 0 bytes; [`ErrorKind::Exhausted`] with the sum asked for.
+    pub fn new(context: &Context, len: usize) -> Result<PinnedMemory> {
+        check_len(len)?;
+        let mut start: *mut c_void = std::ptr::null_mut();
+        let flags = CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: `start` is a valid place for one pointer.
+        let make = |raw: &Raw| unsafe { (raw.cuMemHostAlloc)(&mut start, len, flags) };
+        context.run("memory", "cuMemHostAlloc", make).map_err(|mut error| {
+            error.detail = format!("{} of pinned host memory asked for: {}", format_gib(len as u64), error.detail);
+            error
+        })?;
+        let Some(start) = NonNull::new(start.cast::<u8>()) else {
+            return Err(Error::new(ErrorKind::Exhausted, "memory", "cuMemHostAlloc gave no memory"));
+        };
+        let mut memory = PinnedMemory { context: context.clone(), start, address: 0, len };
+        let mut address = 0;
+        // SAFETY: `start` was allocated as mapped; `address` is a valid place for one address.
+        context.run("memory", "cuMemHostGetDevicePointer", |raw| unsafe {
+            (raw.cuMemHostGetDevicePointer_v2)(&mut address, start.as_ptr().cast(), 0)
+        })?;
+        memory.address = address;
+        Ok(memory)
+    }
+
+    /// The context it was made in.
+    pub fn context(&self) -> &Context {
+        &self.context
+    }
+
+    /// Its address on the GPU.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Where it is on the host. Who reads or writes through this answers for what the GPU does there meanwhile.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// Its length in bytes, never 0.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+}
+
+pub(crate) fn check_len(len: usize) -> Result<()> {
+    if len == 0 {
+        return Err(Error::new(ErrorKind::Usage, "memory", "0 bytes can't be allocated"));
+    }
+    Ok(())
+}
+
+/// Adds to an allocation's error what was asked for and what there is.
+pub(crate) fn with_sums(context: &Context, mut error: Error, len: usize) -> Error {
+    let free = match context.memory() {
+        Ok(info) => format!("{} of {} are free", format_gib(info.free), format_gib(info.total)),
+        Err(_) => "what is free is not known".to_owned(),
+    };
+    error.detail = format!("{} asked for, {free}: {}", format_gib(len as u64), error.detail);
+    error
+}

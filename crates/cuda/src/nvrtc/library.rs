@@ -1,0 +1,336 @@
+//! libnvrtc: where it is looked for, and its functions.
+//!
+//! Types and signatures are cudarc's, checked by the compiler; the library is opened here because which of several
+//! NVRTCs is taken must not depend on the loader's order of names, and because NVIDIA's Python packages keep it where
+//! the loader does not look.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, CString, OsString, c_char, c_int};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crossrail_types::{Error, ErrorKind, Result};
+use cudarc::nvrtc::sys;
+use libloading::os::unix;
+
+use crate::nvrtc::Source;
+use crate::raw::loader_words;
+
+const COMPILATION_FAILED: u32 = 6;
+
+/// The major versions that are looked for, the newest first.
+const MAJORS: [&str; 2] = ["13", "12"];
+
+/// Where NVRTC is looked for, in this order: libraries that the process has loaded already (PyTorch's), the folders
+/// given, the loader's own places.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Places {
+    /// Folders that may hold `libnvrtc.so.*`.
+    pub folders: Vec<PathBuf>,
+}
+
+impl Places {
+    /// The folders that `CUDA_PATH`, `CUDA_HOME` and an active virtual environment (`VIRTUAL_ENV`) name, and
+    /// `/usr/local/cuda`.
+    pub fn standard() -> Places {
+        let mut places = Places::default();
+        if let Some(environment) = std::env::var_os("VIRTUAL_ENV") {
+            places.add_environment(Path::new(&environment));
+        }
+        let named = ["CUDA_PATH", "CUDA_HOME"].into_iter().filter_map(std::env::var_os);
+        for root in named.chain([OsString::from("/usr/local/cuda")]) {
+            places.folders.push(Path::new(&root).join("lib64"));
+            places.folders.push(Path::new(&root).join("targets/x86_64-linux/lib"));
+        }
+        places
+    }
+
+    /// Adds what NVIDIA's packages put into a virtual environment.
+    pub fn add_environment(&mut self, root: &Path) {
+        for python in entries(&root.join("lib")) {
+            self.add_site_packages(&python.join("site-packages"));
+        }
+    }
+
+    /// Adds what NVIDIA's packages put into one `site-packages`.
+    pub fn add_site_packages(&mut self, folder: &Path) {
+        self.folders.extend(entries(&folder.join("nvidia")).map(|package| package.join("lib")));
+    }
+}
+
+/// The entries of a folder, sorted, so that the same machine gives the same answer twice.
+fn entries(folder: &Path) -> impl Iterator<Item = PathBuf> {
+    let found = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let mut found: Vec<PathBuf> = found.collect();
+    found.sort_by(|a, b| b.cmp(a));
+    found.into_iter()
+}
+
+/// NVRTC is nowhere; `Display` says where was looked and what would help.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NotFound {
+    /// Each place and what was wrong with it.
+    pub tried: Vec<String>,
+}
+
+impl fmt::Display for NotFound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NVRTC was not found ({}); pip install nvidia-cuda-nvrtc, or set CUDA_PATH", self.tried.join("; "))
+    }
+}
+
+impl std::error::Error for NotFound {}
+
+macro_rules! table {
+    ($( $name:ident($($arg:ty),* $(,)?); )+) => {
+        $( const _: unsafe fn($($arg),*) -> sys::nvrtcResult = sys::$name; )+
+
+        #[allow(non_snake_case)]
+        struct Raw {
+            $( $name: unsafe extern "C" fn($($arg),*) -> u32, )+
+            nvrtcGetErrorString: unsafe extern "C" fn(u32) -> *const c_char,
+            _library: unix::Library,
+        }
+
+        impl Raw {
+            fn new(library: unix::Library) -> std::result::Result<Raw, &'static str> {
+                Ok(Raw {
+                    $( $name: symbol(&library, stringify!($name))?, )+
+                    nvrtcGetErrorString: symbol(&library, "nvrtcGetErrorString")?,
+                    _library: library,
+                })
+            }
+        }
+    };
+}
+
+fn symbol<F: Copy>(library: &unix::Library, name: &'static str) -> std::result::Result<F, &'static str> {
+    // SAFETY: F is the function type of the table's line for this name, which the compiler has compared with cudarc's
+    // declaration; the result is copied into a `Raw`, which keeps the library loaded as long as it lives.
+    unsafe { library.get::<F>(name.as_bytes()) }.map(|found| *found).map_err(|_| name)
+}
+
+table! {
+    nvrtcVersion(*mut c_int, *mut c_int);
+    nvrtcCreateProgram(
+        *mut sys::nvrtcProgram, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char,
+    );
+    nvrtcDestroyProgram(*mut sys::nvrtcProgram);
+    nvrtcCompileProgram(sys::nvrtcProgram, c_int, *const *const c_char);
+    nvrtcGetProgramLogSize(sys::nvrtcProgram, *mut usize);
+    nvrtcGetProgramLog(sys::nvrtcProgram, *mut c_char);
+    nvrtcGetCUBINSize(sys::nvrtcProgram, *mut usize);
+    nvrtcGetCUBIN(sys::nvrtcProgram, *mut c_char);
+}
+
+/// NVRTC, loaded. Clones share it; usable from any thread, several programs at once.
+#[derive(Clone)]
+pub struct Library {
+    raw: Arc<Raw>,
+    version: (u32, u32),
+    file: String,
+}
+
+impl fmt::Debug for Library {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NVRTC {}.{} ({})", self.version.0, self.version.1, self.file)
+    }
+}
+
+impl Library {
+    /// Loads the first NVRTC of `places`.
+    ///
+    /// # Errors
+    /// [`NotFound`], with every place that was tried.
+    pub fn find(places: &Places) -> std::result::Result<Library, NotFound> {
+        let mut tried = Vec::new();
+        for name in MAJORS.map(|major| format!("libnvrtc.so.{major}")) {
+            if let Some(library) = loaded(&name)
+                && let Ok(found) = Library::start(library, &name)
+            {
+                return Ok(found);
+            }
+        }
+        for folder in &places.folders {
+            match MAJORS.map(|major| folder.join(format!("libnvrtc.so.{major}"))).into_iter().find(|file| file.exists())
+            {
+                None => tried.push(format!("{}: not there", folder.display())),
+                Some(file) => match Library::open(&file) {
+                    Ok(found) => return Ok(found),
+                    Err(why) => tried.push(why),
+                },
+            }
+        }
+        for name in MAJORS.map(|major| format!("libnvrtc.so.{major}")) {
+            match Library::open(Path::new(&name)) {
+                Ok(found) => return Ok(found),
+                Err(why) => tried.push(why),
+            }
+        }
+        Err(NotFound { tried })
+    }
+
+    /// Its version, major and minor.
+    pub fn version(&self) -> (u32, u32) {
+        self.version
+    }
+
+    /// The file it was loaded from, or the name under which the process had it already.
+    pub fn file(&self) -> &str {
+        &self.file
+    }
+
+    fn open(file: &Path) -> std::result::Result<Library, String> {
+        load_builtins(file);
+        // SAFETY: NVIDIA's library, found under its name.
+        let library = unsafe { unix::Library::open(Some(file), unix::RTLD_NOW | unix::RTLD_LOCAL) };
+        let library = library.map_err(|why| loader_words(&why))?;
+        Library::start(library, &file.to_string_lossy())
+    }
+
+    fn start(library: unix::Library, file: &str) -> std::result::Result<Library, String> {
+        let raw = Raw::new(library).map_err(|name| format!("{file}: it lacks {name}"))?;
+        let (mut major, mut minor): (c_int, c_int) = (0, 0);
+        // SAFETY: both are valid places for one int.
+        match unsafe { (raw.nvrtcVersion)(&mut major, &mut minor) } {
+            0 => {
+                let version = (u32::try_from(major).unwrap_or(0), u32::try_from(minor).unwrap_or(0));
+                Ok(Library { raw: Arc::new(raw), version, file: file.to_owned() })
+            }
+            code => Err(format!("{file}: nvrtcVersion: {}", describe(&raw, code))),
+        }
+    }
+
+    /// Compiles `source` with `options`: machine code and log. What does not compile is an error with the log.
+    pub(super) fn compile(&self, source: &Source<'_>, options: &[String]) -> Result<(Vec<u8>, String)> {
+        let operation = format!("compile {}", source.name);
+        let program = Program::new(&self.raw, source, &operation)?;
+        let options: Vec<CString> = options.iter().map(|text| terminated(text, &operation)).collect::<Result<_>>()?;
+        let pointers: Vec<*const c_char> = options.iter().map(|text| text.as_ptr()).collect();
+        let count = count(pointers.len(), &operation)?;
+        // SAFETY: the program is alive, and `count` terminated texts are given.
+        let code = unsafe { (self.raw.nvrtcCompileProgram)(program.handle, count, pointers.as_ptr()) };
+        let log = program.log(&operation)?;
+        if code != 0 {
+            let what = describe(&self.raw, code);
+            let kind = if code == COMPILATION_FAILED { ErrorKind::Unsupported } else { ErrorKind::Io };
+            let detail = format!("nvrtcCompileProgram: {what}; its log:\n{}", log.trim_end());
+            return Err(
+                Error::new(kind, operation, detail).with_hint(format!("{self:?}, options {}", options_text(&options)))
+            );
+        }
+        Ok((program.image(&operation)?, log))
+    }
+}
+
+/// Loads what NVRTC opens by name when it compiles: NVIDIA's Python packages keep it where only somebody who knows
+/// the folder finds it. Without it compiling fails, and then says so.
+fn load_builtins(nvrtc: &Path) {
+    let (Some(folder), Some(major)) = (nvrtc.parent(), nvrtc.extension()) else { return };
+    let prefix = format!("libnvrtc-builtins.so.{}.", major.to_string_lossy());
+    for file in entries(folder) {
+        if !file.file_name().is_some_and(|name| name.to_string_lossy().starts_with(&prefix)) {
+            continue;
+        }
+        // SAFETY: NVIDIA's library, which does nothing when it is loaded.
+        if let Ok(library) = unsafe { unix::Library::open(Some(&file), unix::RTLD_NOW | unix::RTLD_GLOBAL) } {
+            // It stays loaded, as NVRTC goes on using it by name.
+            std::mem::forget(library);
+        }
+    }
+}
+
+/// The library of this name, if the process has it loaded.
+fn loaded(name: &str) -> Option<unix::Library> {
+    // SAFETY: loads nothing; it only counts one more user of what is there.
+    unsafe { unix::Library::open(Some(name), unix::RTLD_NOW | libc::RTLD_NOLOAD) }.ok()
+}
+
+fn describe(raw: &Raw, code: u32) -> String {
+    // SAFETY: any code may be asked for; the answer is constant, terminated text, or null.
+    let text = unsafe { (raw.nvrtcGetErrorString)(code) };
+    if text.is_null() {
+        return format!("code {code}");
+    }
+    // SAFETY: not null, terminated, and part of a library that stays loaded meanwhile.
+    format!("{} ({code})", unsafe { CStr::from_ptr(text) }.to_string_lossy())
+}
+
+fn options_text(options: &[CString]) -> String {
+    options.iter().map(|text| text.to_string_lossy()).collect::<Vec<_>>().join(" ")
+}
+
+fn terminated(text: &str, operation: &str) -> Result<CString> {
+    CString::new(text).map_err(|_| Error::new(ErrorKind::Usage, operation, "source or option has a zero byte"))
+}
+
+fn count(len: usize, operation: &str) -> Result<c_int> {
+    c_int::try_from(len).map_err(|_| Error::new(ErrorKind::Usage, operation, "too many headers or options"))
+}
+
+/// One program of NVRTC's, destroyed when this is dropped.
+struct Program<'a> {
+    raw: &'a Raw,
+    handle: sys::nvrtcProgram,
+}
+
+impl Drop for Program<'_> {
+    fn drop(&mut self) {
+        // SAFETY: created by `new`, destroyed once.
+        unsafe { (self.raw.nvrtcDestroyProgram)(&mut self.handle) };
+    }
+}
+
+impl<'a> Program<'a> {
+    fn new(raw: &'a Raw, source: &Source<'_>, operation: &str) -> Result<Program<'a>> {
+        let text = terminated(source.text, operation)?;
+        let name = terminated(source.name, operation)?;
+        let mut owned = Vec::new();
+        for (name, text) in source.headers {
+            owned.push((terminated(name, operation)?, terminated(text, operation)?));
+        }
+        let names: Vec<*const c_char> = owned.iter().map(|(name, _)| name.as_ptr()).collect();
+        let texts: Vec<*const c_char> = owned.iter().map(|(_, text)| text.as_ptr()).collect();
+        let count = count(owned.len(), operation)?;
+        let mut handle: sys::nvrtcProgram = std::ptr::null_mut();
+        // SAFETY: all texts are terminated and outlive the call, which copies them; both arrays have `count` entries.
+        let code = unsafe {
+            let (names, texts) = (names.as_ptr(), texts.as_ptr());
+            (raw.nvrtcCreateProgram)(&mut handle, text.as_ptr(), name.as_ptr(), count, texts, names)
+        };
+        checked(raw, operation, "nvrtcCreateProgram", code)?;
+        Ok(Program { raw, handle })
+    }
+
+    fn log(&self, operation: &str) -> Result<String> {
+        let (size, read) = (self.raw.nvrtcGetProgramLogSize, self.raw.nvrtcGetProgramLog);
+        let mut bytes = self.bytes(operation, "nvrtcGetProgramLog", size, read)?;
+        bytes.truncate(bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len()));
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    fn image(&self, operation: &str) -> Result<Vec<u8>> {
+        self.bytes(operation, "nvrtcGetCUBIN", self.raw.nvrtcGetCUBINSize, self.raw.nvrtcGetCUBIN)
+    }
+
+    fn bytes(&self, operation: &str, call: &str, size: Ask<*mut usize>, read: Ask<*mut c_char>) -> Result<Vec<u8>> {
+        let mut len = 0;
+        // SAFETY: the program is alive; `len` is a valid place for one size.
+        checked(self.raw, operation, call, unsafe { size(self.handle, &mut len) })?;
+        let mut bytes = vec![0_u8; len];
+        // SAFETY: the program is alive; there is room for as many bytes as it said.
+        checked(self.raw, operation, call, unsafe { read(self.handle, bytes.as_mut_ptr().cast()) })?;
+        Ok(bytes)
+    }
+}
+
+/// A question to NVRTC about a program.
+type Ask<T> = unsafe extern "C" fn(sys::nvrtcProgram, T) -> u32;
+
+fn checked(raw: &Raw, operation: &str, call: &str, code: u32) -> Result<()> {
+    match code {
+        0 => Ok(()),
+        code => Err(Error::new(ErrorKind::Io, operation, format!("{call}: {}", describe(raw, code)))),
+    }
+}

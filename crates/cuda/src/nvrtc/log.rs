@@ -1,0 +1,93 @@
+//! What the compiler's log says: warnings, and what each kernel takes.
+
+/// What one kernel takes, as `ptxas -v` reports it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KernelReport {
+    /// Its name.
+    pub name: String,
+    /// Registers of each thread.
+    pub registers: u32,
+    /// Bytes of stack of each thread.
+    pub stack: u32,
+    /// Bytes of registers that had to be stored to memory.
+    pub spill_stores: u32,
+    /// Bytes of registers loaded back.
+    pub spill_loads: u32,
+}
+
+/// What a log says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Its warnings, one line each.
+    pub warnings: Vec<String>,
+    /// Its kernels, in the order compiled.
+    pub kernels: Vec<KernelReport>,
+}
+
+impl Report {
+    /// Reads a log. Lines that are not understood are passed over: the log's form is the compiler's own.
+    pub fn of(log: &str) -> Report {
+        let mut report = Report::default();
+        for line in log.lines() {
+            if line.contains("warning") && !line.starts_with("Remark:") {
+                report.warnings.push(line.trim().to_owned());
+            }
+            if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+                let name = rest.split('\'').next().unwrap_or_default().to_owned();
+                report.kernels.push(KernelReport { name, ..KernelReport::default() });
+            }
+            if let Some(kernel) = report.kernels.last_mut() {
+                let read = |unit: &str, value: &mut u32| {
+                    if let Some(number) = number_before(line, unit) {
+                        *value = number;
+                    }
+                };
+                read(" bytes stack frame", &mut kernel.stack);
+                read(" bytes spill stores", &mut kernel.spill_stores);
+                read(" bytes spill loads", &mut kernel.spill_loads);
+                read(" registers", &mut kernel.registers);
+            }
+        }
+        report
+    }
+
+    /// The kernels that spill registers.
+    pub fn spills(&self) -> impl Iterator<Item = &KernelReport> {
+        self.kernels.iter().filter(|kernel| kernel.spill_stores > 0 || kernel.spill_loads > 0)
+    }
+}
+
+/// 32 for ` registers` in `Used 32 registers, used 0 barriers`.
+fn number_before(line: &str, unit: &str) -> Option<u32> {
+    let (before, _) = line.split_once(unit)?;
+    before.rsplit(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_log_says() {
+        let log = "\
+k.cu(1): warning #177-D: variable \"unused\" was declared but never referenced
+Remark: The warnings can be suppressed with \"-diag-suppress <warning-number>\"
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'first' for 'sm_90a'
+ptxas info    : Function properties for first
+ptxas         .     256 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 18 registers, used 0 barriers, 256 bytes cumulative stack size
+ptxas info    : Compiling entry function 'second' for 'sm_90a'
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 368 bytes cmem[0]
+";
+        let report = Report::of(log);
+        assert_eq!(report.warnings.len(), 1);
+        assert!(report.warnings[0].contains("#177-D"));
+        let first = KernelReport { name: "first".into(), registers: 18, stack: 256, spill_stores: 8, spill_loads: 12 };
+        let second = KernelReport { name: "second".into(), registers: 255, ..KernelReport::default() };
+        assert_eq!(report.kernels, [first.clone(), second]);
+        assert_eq!(report.spills().collect::<Vec<_>>(), [&first]);
+        assert_eq!(Report::of("nothing of all this"), Report::default());
+    }
+}

@@ -1,0 +1,115 @@
+//! No CUDA is a state, and each reason for it is told apart. Drivers that fail are made here, with the C compiler.
+
+#[allow(dead_code)]
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crossrail_cuda::{Absent, Cuda, MIN_DRIVER};
+use crossrail_types::ErrorKind;
+use support::Folder;
+
+/// A library with the functions that `Cuda::load` needs before it looks the others up.
+fn driver(folder: &Path, name: &str, code: &str) -> Option<PathBuf> {
+    let (source, library) = (folder.join(format!("{name}.c")), folder.join(format!("lib{name}.so")));
+    std::fs::write(&source, code).unwrap();
+    match Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).output() {
+        Ok(output) => assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr)),
+        Err(error) => {
+            assert!(std::env::var("CI").as_deref() != Ok("true"), "CI=true, but there is no cc: {error}");
+            support::skip("there is no C compiler");
+            return None;
+        }
+    }
+    Some(library)
+}
+
+/// All functions of the table, so that `cuInit` is reached; `init` and `count` are what it and the count answer.
+fn whole_driver(init: u32, count: i32) -> String {
+    let raw = include_str!("../src/raw.rs");
+    let (_, table) = raw.split_once("\ntable! {\n").unwrap();
+    let names = table.lines().filter_map(|line| line.trim().split_once('(').map(|(name, _)| name));
+    let own = ["cuInit", "cuDeviceGetCount"];
+    let mut code: String = names
+        .filter(|name| name.starts_with("cu") && !own.contains(name))
+        .map(|name| format!("unsigned {name}(void) {{ return 801; }}\n"))
+        .collect();
+    code.push_str(&format!(
+        "unsigned cuDriverGetVersion(int *v) {{ *v = 12080; return 0; }}
+         unsigned cuInit(unsigned f) {{ return {init}; }}
+         unsigned cuDeviceGetCount(int *n) {{ *n = {count}; return 0; }}
+         unsigned cuGetErrorName(unsigned c, const char **t) {{ *t = c == 999 ? \"CUDA_ERROR_UNKNOWN\" : 0; return !*t; }}
+         unsigned cuGetErrorString(unsigned c, const char **t) {{ *t = c == 999 ? \"unknown error\" : 0; return !*t; }}\n"
+    ));
+    code
+}
+
+fn load(library: &Path) -> Result<Cuda, Absent> {
+    // SAFETY: the functions of the library are those above, which do what `Cuda::load` counts on.
+    #[allow(unsafe_code)]
+    unsafe {
+        Cuda::load_from(library)
+    }
+}
+
+#[test]
+fn a_machine_without_a_driver_says_so() {
+    let why = load(Path::new("libcuda-that-nobody-has.so.1")).unwrap_err();
+    assert!(matches!(&why, Absent::NoLibrary(text) if text.contains("libcuda-that-nobody-has.so.1")), "{why:?}");
+    assert!(why.to_string().contains("install NVIDIA's driver"), "{why}");
+    match Cuda::load() {
+        Ok(cuda) => assert!(cuda.version() >= MIN_DRIVER),
+        Err(why) => assert!(!why.to_string().is_empty()),
+    }
+}
+
+#[test]
+fn a_driver_that_is_too_old_says_which_and_what_is_needed() {
+    let folder = Folder::new();
+    let code = "unsigned cuDriverGetVersion(int *v) { *v = 11040; return 0; }";
+    let Some(library) = driver(&folder.0, "old", code) else { return };
+    let why = load(&library).unwrap_err();
+    assert_eq!(why, Absent::TooOld { found: 11_040 });
+    assert!(why.to_string().contains("CUDA 11.4") && why.to_string().contains("12.0"), "{why}");
+}
+
+#[test]
+fn what_is_no_driver_or_half_of_one_is_named() {
+    let folder = Folder::new();
+    let Some(library) = driver(&folder.0, "none", "int x;") else { return };
+    assert_eq!(load(&library).unwrap_err(), Absent::Incomplete("cuDriverGetVersion"));
+    let code = "unsigned cuDriverGetVersion(int *v) { *v = 12000; return 0; }";
+    let Some(library) = driver(&folder.0, "half", code) else { return };
+    assert_eq!(load(&library).unwrap_err(), Absent::Incomplete("cuInit"));
+}
+
+#[test]
+fn a_driver_that_does_not_start_says_why() {
+    let folder = Folder::new();
+    let Some(library) = driver(&folder.0, "nodevice", &whole_driver(100, 0)) else { return };
+    assert_eq!(load(&library).unwrap_err(), Absent::NoDevice);
+    let Some(library) = driver(&folder.0, "empty", &whole_driver(0, 0)) else { return };
+    assert_eq!(load(&library).unwrap_err(), Absent::NoDevice);
+    let Some(library) = driver(&folder.0, "unknown", &whole_driver(999, 1)) else { return };
+    let why = load(&library).unwrap_err().to_string();
+    assert!(why.contains("cuInit: CUDA_ERROR_UNKNOWN (999): unknown error"), "{why}");
+    // A code that is newer than everybody.
+    let Some(library) = driver(&folder.0, "newer", &whole_driver(77_777, 1)) else { return };
+    let why = load(&library).unwrap_err().to_string();
+    assert!(why.contains("cuInit: an unknown code (77777)"), "{why}");
+}
+
+#[test]
+fn a_failed_call_keeps_its_name_and_code() {
+    let folder = Folder::new();
+    let Some(library) = driver(&folder.0, "failing", &whole_driver(0, 2)) else { return };
+    let cuda = load(&library).unwrap();
+    assert_eq!(cuda.version(), 12_080);
+    let error = cuda.device(1).unwrap_err();
+    assert_eq!((error.kind, error.operation.as_str()), (ErrorKind::Unsupported, "cuda:1"));
+    assert!(error.detail.starts_with("cuDeviceGet: an unknown code (801)"), "{error}");
+    let error = cuda.device(2).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Usage);
+    assert!(error.detail.contains("this process sees 2"), "{error}");
+}

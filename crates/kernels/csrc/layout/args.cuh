@@ -1,0 +1,65 @@
+// Written from crates/kernels/src/args.rs by `cargo run -p crossrail-kernels --example layout`. Do not edit.
+#pragma once
+
+#include "layout/types.cuh"
+
+// One entry of a list to unpack: bytes that go from one place to another. Any alignment.
+struct Piece {
+    // Where they are: device memory, or host memory that the GPU reaches.
+    u64 src;
+    // Where they go.
+    u64 dst;
+    // How many bytes.
+    u64 len;
+};
+
+static_assert(sizeof(Piece) == 24, "Piece");
+
+// What `crossrail_unpack` takes.
+struct UnpackArgs {
+    // The address of the list, 8-byte aligned, in device memory or mapped host memory.
+    u64 pieces;
+    // How many entries it has.
+    u64 count;
+};
+
+static_assert(sizeof(UnpackArgs) == 16, "UnpackArgs");
+
+// What `crossrail_copy` takes.
+struct CopyArgs {
+    // Where the bytes go.
+    u64 dst;
+    // Where they are.
+    u64 src;
+    // How many bytes.
+    u64 len;
+};
+
+static_assert(sizeof(CopyArgs) == 24, "CopyArgs");
+
+// What `crossrail_flag_write` takes.
+struct FlagWriteArgs {
+    // The address of the flag, 8-byte aligned.
+    u64 flag;
+    // What it becomes.
+    u64 value;
+};
+
+static_assert(sizeof(FlagWriteArgs) == 16, "FlagWriteArgs");
+
+// What `crossrail_flag_await` takes.
+struct FlagAwaitArgs {
+    // The address of the flag, 8-byte aligned.
+    u64 flag;
+    // What it must have reached.
+    u64 value;
+    // The longest wait, in nanoseconds.
+    u64 limit_ns;
+    // The address of a 64-bit number that becomes FLAG_REACHED or FLAG_TIMED_OUT.
+    u64 outcome;
+};
+
+static_assert(sizeof(FlagAwaitArgs) == 32, "FlagAwaitArgs");
+
+constexpr u64 FLAG_REACHED = 1;
+constexpr u64 FLAG_TIMED_OUT = 2;

@@ -1,0 +1,49 @@
+// Loads and stores whose order and scope the language can't say. The name says both.
+#pragma once
+
+#include "layout/types.cuh"
+
+struct alignas(16) Vec16 {
+    u32 word[4];
+};
+
+// 16 bytes that are read once: they need no place in the nearest cache.
+__device__ __forceinline__ Vec16 ld_once_v16(u64 address) {
+    Vec16 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "l"(address)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void st_v16(u64 address, Vec16 v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "l"(address), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
+                 : "memory");
+}
+
+// What whoever released a value at this address wrote before it is seen after it; in this GPU, others, and the host.
+__device__ __forceinline__ u64 ld_acquire_sys_u64(u64 address) {
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
+// What this thread wrote before it is seen by whoever acquires this value; in this GPU, others, and the host.
+__device__ __forceinline__ void st_release_sys_u64(u64 address, u64 value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" : : "l"(address), "l"(value) : "memory");
+}
+
+// Nanoseconds of a clock that all multiprocessors share. It ticks coarsely: of microseconds, not nanoseconds.
+__device__ __forceinline__ u64 clock_ns() {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
+// Leaves the multiprocessor to others for about this long.
+__device__ __forceinline__ void pause_ns(u32 ns) {
+    asm volatile("nanosleep.u32 %0;" : : "r"(ns));
+}

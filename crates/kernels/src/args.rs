@@ -1,0 +1,102 @@
+//! What kernels take. Defined here, once: the macro makes the Rust struct and its text in C, which asserts the size
+//! (`csrc/layout/args.cuh`, written by `cargo run -p crossrail-kernels --example layout`). Fields are numbers only, in
+//! the same order on both sides.
+#![allow(unsafe_code)]
+
+use std::fmt::Write as _;
+use std::mem::size_of;
+
+use crossrail_cuda::KernelArgs;
+
+/// What a waiting kernel says: the flag has reached the value.
+pub const FLAG_REACHED: u64 = 1;
+/// What a waiting kernel says: the time was over first.
+pub const FLAG_TIMED_OUT: u64 = 2;
+
+macro_rules! layouts {
+    ($( $(#[doc = $doc:literal])+ $name:ident { $( $(#[doc = $field_doc:literal])+ $field:ident: $type:ident, )+ } )+) => {
+        $(
+            $(#[doc = $doc])+
+            #[repr(C)]
+            #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+            pub struct $name { $( $(#[doc = $field_doc])+ pub $field: $type, )+ }
+
+            // SAFETY: repr(C); the kernel's struct is written from this definition, and asserts its size.
+            unsafe impl KernelArgs for $name {}
+        )+
+
+        /// The text of `csrc/layout/args.cuh`.
+        pub fn layout() -> String {
+            let mut text = String::from(HEADER);
+            $(
+                $( let _ = writeln!(text, "//{}", $doc); )+
+                let _ = writeln!(text, "struct {} {{", stringify!($name));
+                $(
+                    $( let _ = writeln!(text, "    //{}", $field_doc); )+
+                    let _ = writeln!(text, "    {} {};", stringify!($type), stringify!($field));
+                )+
+                let _ = writeln!(text, "}};\n");
+                let size = size_of::<$name>();
+                let _ = writeln!(text, "static_assert(sizeof({0}) == {size}, \"{0}\");", stringify!($name));
+                text.push('\n');
+            )+
+            let _ = writeln!(text, "constexpr u64 FLAG_REACHED = {FLAG_REACHED};");
+            let _ = writeln!(text, "constexpr u64 FLAG_TIMED_OUT = {FLAG_TIMED_OUT};");
+            text
+        }
+    };
+}
+
+const HEADER: &str = "\
+// Written from crates/kernels/src/args.rs by `cargo run -p crossrail-kernels --example layout`. Do not edit.
+#pragma once
+
+#include \"layout/types.cuh\"
+
+";
+
+layouts! {
+    /// One entry of a list to unpack: bytes that go from one place to another. Any alignment.
+    Piece {
+        /// Where they are: device memory, or host memory that the GPU reaches.
+        src: u64,
+        /// Where they go.
+        dst: u64,
+        /// How many bytes.
+        len: u64,
+    }
+    /// What `crossrail_unpack` takes.
+    UnpackArgs {
+        /// The address of the list, 8-byte aligned, in device memory or mapped host memory.
+        pieces: u64,
+        /// How many entries it has.
+        count: u64,
+    }
+    /// What `crossrail_copy` takes.
+    CopyArgs {
+        /// Where the bytes go.
+        dst: u64,
+        /// Where they are.
+        src: u64,
+        /// How many bytes.
+        len: u64,
+    }
+    /// What `crossrail_flag_write` takes.
+    FlagWriteArgs {
+        /// The address of the flag, 8-byte aligned.
+        flag: u64,
+        /// What it becomes.
+        value: u64,
+    }
+    /// What `crossrail_flag_await` takes.
+    FlagAwaitArgs {
+        /// The address of the flag, 8-byte aligned.
+        flag: u64,
+        /// What it must have reached.
+        value: u64,
+        /// The longest wait, in nanoseconds.
+        limit_ns: u64,
+        /// The address of a 64-bit number that becomes FLAG_REACHED or FLAG_TIMED_OUT.
+        outcome: u64,
+    }
+}

@@ -1,0 +1,61 @@
+//! Every kernel compiles, for every architecture that is promised, without warnings and without spilled registers.
+//! Needs NVRTC, but no GPU.
+
+#[path = "../../cuda/tests/support/mod.rs"]
+#[allow(dead_code)]
+mod support;
+
+use std::time::Duration;
+
+use crossrail_cuda::Arch;
+use crossrail_cuda::nvrtc::{Compiler, Origin, Report, Source};
+use crossrail_kernels::sources;
+
+const ARCHITECTURES: [&str; 3] = ["sm_80", "sm_90a", "sm_100a"];
+const LIMIT: Duration = Duration::from_secs(60);
+
+#[test]
+fn every_kernel_compiles_for_every_architecture() {
+    let Some(library) = support::nvrtc() else { return };
+    println!("{library:?}");
+    println!("{:<8} {:<24} {:>9} {:>5} {:>6}", "arch", "kernel", "registers", "stack", "spills");
+    let compiler = Compiler::new(library, None);
+    let mut problems = Vec::new();
+    for arch in ARCHITECTURES {
+        let parsed: Arch = arch.parse().unwrap();
+        assert_eq!(parsed.to_string(), arch);
+        for source in sources::ALL {
+            let compiled = compiler.compile(&source, parsed, &[], LIMIT).unwrap();
+            assert_eq!(compiled.origin(), &Origin::NotKept(None));
+            let report = compiled.report();
+            problems.extend(report.warnings.iter().map(|warning| format!("{arch}: {warning}")));
+            assert!(!report.kernels.is_empty(), "{}: no kernel in the log:\n{}", source.name, compiled.log());
+            problems.extend(print(arch, &report));
+        }
+    }
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
+
+/// Prints what the kernels take, and gives back what is wrong with them.
+fn print(arch: &str, report: &Report) -> Vec<String> {
+    for kernel in &report.kernels {
+        let spills = kernel.spill_stores + kernel.spill_loads;
+        println!("{arch:<8} {:<24} {:>9} {:>5} {spills:>6}", kernel.name, kernel.registers, kernel.stack);
+    }
+    let wrong = report.kernels.iter().filter(|kernel| kernel.stack + kernel.spill_stores + kernel.spill_loads > 0);
+    wrong.map(|kernel| format!("{arch}: {}: uses local memory: {kernel:?}", kernel.name)).collect()
+}
+
+#[test]
+fn a_layout_that_differs_from_the_hosts_does_not_compile() {
+    let Some(library) = support::nvrtc() else { return };
+    let text = crossrail_kernels::layout();
+    let longer = text.replace("u64 count;", "u64 count, another;");
+    assert_ne!(text, longer);
+    let mut headers = sources::UNPACK.headers.to_vec();
+    headers.iter_mut().find(|header| header.0 == "layout/args.cuh").unwrap().1 = &longer;
+    let source = Source { headers: &headers, ..sources::UNPACK };
+    let error = Compiler::new(library, None).compile(&source, "sm_90a".parse().unwrap(), &[], LIMIT).unwrap_err();
+    assert!(error.detail.contains("static assertion failed"), "{error}");
+    assert!(error.detail.contains("UnpackArgs"), "{error}");
+}
