@@ -81,7 +81,7 @@ def wire(terms: Terms, scratch: Path) -> Result:
         peer=format_rate(theirs),
         ratio=f"{ours / theirs:.2f}",
         met=ours / theirs >= 0.7,
-        notes=[OWN_ROWS],
+        notes=[OWN_ROWS, *(f"turn {turn}: {_shares(one.rows[0])}" for turn, one in enumerate(reports, 1))],
     )
     return [outcome], {**merged(reports), "memcpy_gb_per_s": copies}
 
@@ -187,7 +187,6 @@ def growth(terms: Terms, scratch: Path) -> Result:
         count = terms.scaled(100, 5)
         reports.append(bench(scratch, "ep", f"--num-processes={ranks}", *options, f"--iters={count}", "--warmup=5"))
         row = reports[-1].rows[0]
-        shares = ", ".join(f"{stage} {us / (row.avg_us or 1):.0%}" for stage, us in row.stages_us.items())
         each = (row.p50_us or 0) / max(ranks / cores, 1)
         sent = f"{format_bytes(row.bytes_wire or 0)} of {format_bytes(row.bytes_logical or 0)} leave each rank"
         outcomes.append(
@@ -195,10 +194,14 @@ def growth(terms: Terms, scratch: Path) -> Result:
                 f"{ranks} ranks, 128 tokens x 4096, top-8, fp8, e2e",
                 f"{row.p50_us or 0:.0f} us",
                 "shown",
-                notes=[f"{sent}; {shares}; {each:.0f} us of processor time for each rank"],
+                notes=[f"{sent}; {_shares(row)}; p50 / (ranks per processor) is {each:.0f} us"],
             )
         )
     return outcomes, merged(reports)
+
+
+def _shares(row: Row) -> str:
+    return ", ".join(f"{stage} {us / (row.avg_us or 1):.0%}" for stage, us in row.stages_us.items())
 
 
 def _us(microseconds: float) -> str:
