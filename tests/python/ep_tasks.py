@@ -108,6 +108,17 @@ def late(me: Me, case: Case, seconds: float) -> Lived:
 
 
 @task
+def part(me: Me, case: Case) -> Lived:
+    """An exchange, and away at once."""
+    me.drop()
+    buffer = me.buffer_for(case.setup)
+    got = run(buffer, case, me.group.rank)
+    lived = _lived(buffer, [got], 0.0)
+    me.drop()
+    return lived
+
+
+@task
 def cached(me: Me, case: Case, times: int) -> list[Got]:
     """One routing, dispatched along again and again with other rows, each combined."""
     buffer, rank = me.buffer_for(case.setup), me.group.rank

@@ -186,6 +186,16 @@ def test_a_rank_that_is_late_is_masked_and_told() -> None:
             assert alone.masked == [0, 2]
 
 
+@pytest.mark.parametrize("share", [True, False], ids=["mapped", "network"])
+def test_who_is_done_may_go_at_once(four: Ranks, share: bool) -> None:
+    """What it sent last still counts: nobody takes it for lost."""
+    for turn in range(40):
+        case = Case(replace(SETUP, share_node=share), seed=turn, layout=LAYOUTS[turn % 2])
+        lived: dict[int, Lived] = four.call("part", case)
+        assert not any(one.faults for one in lived.values()), [one.faults for one in lived.values()]
+        judge(case, {rank: one.got[0] for rank, one in lived.items()})
+
+
 def test_masks_of_what_is_not_there(four: Ranks) -> None:
     four.call("connect", SETUP, [0, 1, 2, 3])
     for call in ("mask", "unmask", "disconnect"):
