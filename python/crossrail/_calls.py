@@ -130,7 +130,7 @@ def inputs(sizes: Sizes, x: Any, topk_idx: Any, topk_weights: Any, handle: Any) 
     if topk_idx is None:
         raise wrong("dispatch", "topk_idx is None", "it may be left out when a handle is given")
     rows = checked(x, "x", "dispatch", BF16_BITS, ("T", sizes.hidden))
-    experts = checked(topk_idx, "topk_idx", "dispatch", (I64,), (len(rows), sizes.topk))
+    experts = checked(_together(topk_idx), "topk_idx", "dispatch", (I64,), (len(rows), sizes.topk))
     return raw(rows), raw(experts), _weights(topk_weights, len(rows), sizes.topk, "dispatch")
 
 
@@ -152,7 +152,14 @@ def outputs(
 
 
 def _weights(value: Any, tokens: int, topk: int, operation: str) -> Array | None:
-    return None if value is None else raw(checked(value, "topk_weights", operation, (F32,), (tokens, topk)))
+    if value is None:
+        return None
+    return raw(checked(_together(value), "topk_weights", operation, (F32,), (tokens, topk)))
+
+
+def _together(value: Any) -> Any:
+    """A small array in one piece: slices such as `order[:, :topk]` are what routers give."""
+    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
 
 
 def why(error: Exception) -> str:

@@ -372,7 +372,7 @@ class ExpertBuffer:
 
         `x`: bf16 [T, H] (ml_dtypes.bfloat16, its bits as uint16, or a tensor with DLPack), T from 0 to M. `topk_idx`:
         i64 [T, topk], the distinct experts of each token, -1 for none. `topk_weights`: f32 [T, topk], for combine
-        (which takes them too, in the expert layout). All contiguous in C order.
+        (which takes them too, in the expert layout). `x` is contiguous in C order.
 
         `handle`: of an earlier dispatch, whose routing is repeated with other rows, on every rank; `topk_idx` and
         `topk_weights` are then not looked at. `expert_alignment`: counts of the rank layout are rounded up to a

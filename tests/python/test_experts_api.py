@@ -123,6 +123,15 @@ def test_what_comes_in_the_expert_layout(alone: Callable[..., crossrail.ExpertBu
         assert result.bytes == {"logical": M * K * H * 2, "wire": 0, "network": 0}
 
 
+def test_slices_of_what_a_router_sorted(alone: Callable[..., crossrail.ExpertBuffer]) -> None:
+    buffer = alone()
+    order = np.concatenate([ids(), np.full((M, 1), 99)], axis=1)[:, :K]
+    weights = np.asfortranarray(halves())
+    assert not order.flags.c_contiguous and not weights.flags.c_contiguous
+    came = buffer.dispatch(rows(), order, weights)
+    assert (buffer.combine(came.x, came.handle).x == rows()).all()
+
+
 def test_what_comes_in_the_rank_layout(alone: Callable[..., crossrail.ExpertBuffer]) -> None:
     buffer = alone()
     came = buffer.dispatch(rows(5), ids(5), halves(5), "rank", expert_alignment=16)

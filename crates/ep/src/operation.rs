@@ -266,6 +266,12 @@ impl Inner {
                 _ if late => format!("nothing came for {:.3} s", limit.as_secs_f64()),
                 _ => continue,
             };
+            // What it said before it went counts: it may have finished and gone after the last look.
+            let told = state.peers[wait.rank].as_mut();
+            if told.is_some_and(|peer| peer.has_told(&self.here, wait.parity, wait.message, wait.number)) {
+                lost = true;
+                continue;
+            }
             self.mask_lost(state, wait, name, number, why);
             lost = true;
         }
