@@ -105,7 +105,7 @@ test-gpu: $(TOOLS)
 bench-gpu: $(TOOLS)
 	$(call say,bench: GPU kernels into benches/results/gpu)
 	@mkdir -p benches/results/gpu
-	cargo run --quiet --locked --release --package crossrail-kernels --example unpack_rate -- benches/results/gpu/unpack.json
+	COMMIT=$$(git rev-parse HEAD) cargo run --quiet --locked --release --package crossrail-kernels --example unpack_rate -- benches/results/gpu/unpack.json
 
 bench: build
 	$(call say,bench: against the peers into benches/results)

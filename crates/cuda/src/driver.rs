@@ -64,7 +64,7 @@ impl fmt::Display for Absent {
 impl std::error::Error for Absent {}
 
 /// `12.4` for 12040.
-fn version_text(version: u32) -> String {
+pub(crate) fn version_text(version: u32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
 

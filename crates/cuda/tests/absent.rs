@@ -101,6 +101,22 @@ fn a_driver_that_does_not_start_says_why() {
 }
 
 #[test]
+fn a_compiler_that_is_newer_than_the_driver_is_refused() {
+    let Some(nvrtc) = support::nvrtc() else { return };
+    let folder = Folder::new();
+    let Some(library) = driver(&folder.0, "older", &whole_driver(0, 1)) else { return };
+    let cuda = load(&library).unwrap();
+    let (major, minor) = nvrtc.version();
+    assert_eq!(nvrtc.check(&cuda).is_ok(), major <= 12);
+    if let Err(error) = nvrtc.check(&cuda) {
+        assert_eq!(error.kind, ErrorKind::Unsupported);
+        assert!(error.detail.contains(&format!("NVRTC {major}.{minor}")), "{error}");
+        assert!(error.detail.contains("CUDA 12.8 at most"), "{error}");
+        assert!(error.hint.unwrap().contains("nvidia-cuda-nvrtc-cu12"));
+    }
+}
+
+#[test]
 fn a_failed_call_keeps_its_name_and_code() {
     let folder = Folder::new();
     let Some(library) = driver(&folder.0, "failing", &whole_driver(0, 2)) else { return };

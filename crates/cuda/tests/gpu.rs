@@ -178,6 +178,28 @@ fn memory_that_there_is_not_is_an_error_with_both_sums() {
 }
 
 #[test]
+fn what_is_dropped_is_free_again() {
+    let Some(cuda) = support::cuda() else { return };
+    let context = context(&cuda, 0);
+    let len = 4 << 30;
+    // More in all than any GPU has.
+    for _ in 0..200 {
+        let memory = DeviceMemory::new(&context, len).unwrap();
+        let mapping = Allocation::new(&context, len).unwrap().map(&[&context]).unwrap();
+        assert_ne!(memory.address(), mapping.address());
+    }
+    let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let allocation = Allocation::new(&context, LEN).unwrap();
+    drop(Allocation::import(&context, allocation.export().unwrap().as_fd(), LEN));
+    let before = descriptors();
+    for _ in 0..50 {
+        drop(Allocation::import(&context, allocation.export().unwrap().as_fd(), LEN).unwrap());
+    }
+    // Other tests of this process open files too, but not that many.
+    assert!(descriptors() < before + 40, "{before} descriptors before, {} after", descriptors());
+}
+
+#[test]
 fn an_address_says_whose_memory_it_is() {
     let Some(cuda) = support::cuda() else { return };
     let context = context(&cuda, 0);

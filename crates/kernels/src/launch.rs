@@ -31,8 +31,9 @@ impl Kernels {
     /// compile the same, and loads it in `context`.
     ///
     /// # Errors
-    /// A kernel that does not compile, with the log; a failed call of the driver.
+    /// A compiler that is too new for the driver; a kernel that does not compile, with the log; a failed call.
     pub fn load(context: &Context, compiler: &Compiler, limit: Duration) -> Result<Kernels> {
+        compiler.library().check(context.device().cuda())?;
         let arch = context.device().arch()?;
         let mut compiled = Vec::new();
         let mut load = |source: &Source<'static>| -> Result<Module> {

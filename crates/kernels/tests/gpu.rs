@@ -17,6 +17,8 @@ use crossrail_kernels::{
 use crossrail_types::ErrorKind;
 
 const LIMIT: Duration = Duration::from_secs(20);
+/// Set for the child of `an_address_without_memory_is_an_error_that_says_so`.
+const CHILD: &str = "GPU_TEST_CHILD";
 
 struct Gpu {
     context: Context,
@@ -238,6 +240,37 @@ fn a_stream_waits_for_a_flag_and_not_for_ever() {
     gpu.stream.wait(LIMIT).unwrap();
     assert_eq!(said.load(Ordering::Acquire), FLAG_TIMED_OUT);
     assert!(started.elapsed() >= Duration::from_millis(19), "{:?}", started.elapsed());
+}
+
+/// Not a test by itself: it loses its context, so it is a process of its own.
+#[test]
+fn child_process() {
+    if std::env::var_os(CHILD).is_none() {
+        return;
+    }
+    let gpu = Gpu::new().unwrap();
+    let target = gpu.device(&[0; 64]);
+    let pieces = gpu.pinned(&[0; size_of::<Piece>()]);
+    let piece = Piece { src: 0x10, dst: target.address(), len: 64 };
+    // SAFETY: the piece fits; the launch reads where there is no memory, which is what this process is for.
+    unsafe {
+        pieces.as_ptr().cast::<Piece>().write(piece);
+        gpu.kernels.unpack(&gpu.stream, &UnpackArgs { pieces: pieces.address(), count: 1 }, None).unwrap();
+    }
+    let error = gpu.stream.wait(LIMIT).unwrap_err();
+    println!("error: {:?} {error}", error.kind);
+}
+
+#[test]
+fn an_address_without_memory_is_an_error_that_says_so() {
+    if support::cuda().is_none() || support::nvrtc().is_none() {
+        return;
+    }
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    let output = command.args(["--exact", "child_process", "--nocapture"]).env(CHILD, "1").output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(said.contains("Io stream on cuda:0: cuStreamQuery: CUDA_ERROR_ILLEGAL_ADDRESS (700)"), "{said}");
 }
 
 #[test]

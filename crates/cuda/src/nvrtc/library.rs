@@ -5,8 +5,9 @@
 //! the loader does not look.
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, CString, OsString, c_char, c_int};
+use std::ffi::{CStr, CString, OsStr, OsString, c_char, c_int, c_void};
 use std::fmt;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -14,6 +15,8 @@ use crossrail_types::{Error, ErrorKind, Result};
 use cudarc::nvrtc::sys;
 use libloading::os::unix;
 
+use crate::Cuda;
+use crate::driver::version_text;
 use crate::nvrtc::Source;
 use crate::raw::loader_words;
 
@@ -176,13 +179,30 @@ impl Library {
         self.version
     }
 
-    /// The file it was loaded from, or the name under which the process had it already.
+    /// Checks that what it compiles can be loaded by this driver.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] when the driver is of an older CUDA generation, with both versions.
+    pub fn check(&self, cuda: &Cuda) -> Result<()> {
+        let (major, minor) = self.version;
+        let driver = cuda.version() / 1000;
+        if major <= driver {
+            return Ok(());
+        }
+        let detail = format!(
+            "NVRTC {major}.{minor} compiles for newer drivers than this one, which supports CUDA {} at most",
+            version_text(cuda.version())
+        );
+        Err(Error::new(ErrorKind::Unsupported, "kernels", detail)
+            .with_hint(format!("update NVIDIA's driver, or pip install 'nvidia-cuda-nvrtc-cu{driver}'")))
+    }
+
+    /// The file it was loaded from.
     pub fn file(&self) -> &str {
         &self.file
     }
 
     fn open(file: &Path) -> std::result::Result<Library, String> {
-        load_builtins(file);
         // SAFETY: NVIDIA's library, found under its name.
         let library = unsafe { unix::Library::open(Some(file), unix::RTLD_NOW | unix::RTLD_LOCAL) };
         let library = library.map_err(|why| loader_words(&why))?;
@@ -191,12 +211,17 @@ impl Library {
 
     fn start(library: unix::Library, file: &str) -> std::result::Result<Library, String> {
         let raw = Raw::new(library).map_err(|name| format!("{file}: it lacks {name}"))?;
+        let path = path_of(raw.nvrtcVersion as *const c_void);
+        if let Some(path) = &path {
+            load_builtins(path);
+        }
         let (mut major, mut minor): (c_int, c_int) = (0, 0);
         // SAFETY: both are valid places for one int.
         match unsafe { (raw.nvrtcVersion)(&mut major, &mut minor) } {
             0 => {
                 let version = (u32::try_from(major).unwrap_or(0), u32::try_from(minor).unwrap_or(0));
-                Ok(Library { raw: Arc::new(raw), version, file: file.to_owned() })
+                let file = path.map_or_else(|| file.to_owned(), |path| path.to_string_lossy().into_owned());
+                Ok(Library { raw: Arc::new(raw), version, file })
             }
             code => Err(format!("{file}: nvrtcVersion: {}", describe(&raw, code))),
         }
@@ -239,6 +264,22 @@ fn load_builtins(nvrtc: &Path) {
             std::mem::forget(library);
         }
     }
+}
+
+/// The file that a function was loaded from.
+fn path_of(function: *const c_void) -> Option<PathBuf> {
+    let mut info = libc::Dl_info {
+        dli_fname: std::ptr::null(),
+        dli_fbase: std::ptr::null_mut(),
+        dli_sname: std::ptr::null(),
+        dli_saddr: std::ptr::null_mut(),
+    };
+    // SAFETY: any address may be asked for; `info` is a valid place for the answer.
+    if unsafe { libc::dladdr(function, &mut info) } == 0 || info.dli_fname.is_null() {
+        return None;
+    }
+    // SAFETY: not null, terminated, and the loader's as long as the library is loaded, which the caller holds.
+    Some(PathBuf::from(OsStr::from_bytes(unsafe { CStr::from_ptr(info.dli_fname) }.to_bytes())))
 }
 
 /// The library of this name, if the process has it loaded.

@@ -5,6 +5,8 @@
 // The stores of the middle are aligned. Where the two ends are aligned alike, so are its loads; else two neighbouring
 // aligned loads make one store, and each 16 bytes are still loaded once: a lane has its right neighbour's load from
 // that lane. Nothing outside [src, src + len) is read.
+//
+// Sources must not change while the kernel runs: the nearest cache is not told.
 #pragma once
 
 #include "ptx/memory.cuh"
@@ -53,14 +55,17 @@ __device__ __forceinline__ Vec16 joined(const Vec16 &low, const Vec16 &high, u32
 // `count` vectors, from `src + 4 * WORDS + bits / 8` where `src` is aligned; count + 1 vectors of `src` are read.
 template <u32 WORDS>
 __device__ __forceinline__ void copy_shifted(u64 dst, u64 src, u64 count, u32 bits, u32 lane) {
-    constexpr u32 DEPTH = 4;
-    for (u64 start = 0; start < count; start += WARP * DEPTH) {
+    constexpr u32 DEPTH = 8;
+    // A warp's loads begin at a line of the cache, so that each line is fetched once; host memory is far. Lanes before
+    // `src` have an i below 0, which is larger than any count.
+    u32 skew = static_cast<u32>(src / 16) % 8;
+    for (u64 start = 0; start < count + skew; start += WARP * DEPTH) {
         // v[DEPTH] is needed by the last lane only, and loaded by the first, which hands it over.
         Vec16 v[DEPTH + 1] = {};
 #pragma unroll
         for (u32 k = 0; k <= DEPTH; ++k) {
-            u64 i = start + k * WARP + lane;
-            if (i <= count && (k < DEPTH || lane == 0)) v[k] = ld_once_v16(src + 16 * i);
+            u64 i = start + k * WARP + lane - skew;
+            if (i <= count && (k < DEPTH || lane == 0)) v[k] = *reinterpret_cast<const Vec16 *>(src + 16 * i);
         }
 #pragma unroll
         for (u32 k = 0; k < DEPTH; ++k) {
@@ -70,7 +75,7 @@ __device__ __forceinline__ void copy_shifted(u64 dst, u64 src, u64 count, u32 bi
                 u32 offered = lane == 0 ? v[k + 1].word[w] : v[k].word[w];
                 next.word[w] = __shfl_sync(ALL_LANES, offered, (lane + 1) % WARP);
             }
-            u64 i = start + k * WARP + lane;
+            u64 i = start + k * WARP + lane - skew;
             if (i < count) st_v16(dst + 16 * i, joined<WORDS>(v[k], next, bits));
         }
     }

@@ -7,7 +7,10 @@
 //! cache and keeps the GPU busy until the sample is queued. The table goes to stdout, raw samples to FILE (`-`: stdout).
 #![allow(unsafe_code)]
 
+mod environment;
+
 use std::error::Error;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use crossrail_cuda::nvrtc::{Cache, Compiler, Library, Places};
@@ -51,7 +54,17 @@ struct Case {
     shift: usize,
 }
 
-fn main() -> Outcome<()> {
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("unpack_rate: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Outcome<()> {
     let file = std::env::args().nth(1);
     let settings = Settings::from_env()?;
     let cuda = Cuda::load()?;
@@ -76,14 +89,14 @@ fn main() -> Outcome<()> {
             case.shift,
             row["p50_us"].as_f64().unwrap_or_default(),
             row["gb_per_s"].as_f64().unwrap_or_default(),
-            row["peers"]["contiguous copy"]["gb_per_s"].as_f64().unwrap_or_default(),
-            row["ratio"]["contiguous copy"].as_f64().unwrap_or_default(),
+            row["peers"]["contiguous"]["gb_per_s"].as_f64().unwrap_or_default(),
+            row["ratio"]["contiguous"].as_f64().unwrap_or_default(),
         );
         rows.push(row);
     }
     let report = json!({
         "schema": "crossrail-bench/1",
-        "environment": environment(&context, &compiler)?,
+        "environment": environment::capture(&context, &compiler, &settings)?,
         "command": std::env::args().collect::<Vec<_>>(),
         "rows": rows,
     });
@@ -107,21 +120,6 @@ fn cases() -> Vec<Case> {
         cases.push(unpack(source, "pinned", 4 << 10, 1));
     }
     cases
-}
-
-fn environment(context: &Context, compiler: &Compiler) -> Outcome<Value> {
-    let device = context.device();
-    let read = |path| std::fs::read_to_string(path).map(|text| text.trim().to_owned()).unwrap_or_default();
-    Ok(json!({
-        "crossrail": env!("CARGO_PKG_VERSION"),
-        "kernel": read("/proc/sys/kernel/osrelease"),
-        "cores": std::thread::available_parallelism()?.get(),
-        "gpu": device.name()?,
-        "arch": device.arch()?.to_string(),
-        "gpu_memory": device.memory()?,
-        "driver_cuda": device.cuda().version(),
-        "nvrtc": format!("{}.{}", compiler.library().version().0, compiler.library().version().1),
-    }))
 }
 
 impl Bench {
@@ -169,20 +167,19 @@ impl Bench {
                 ceiling.push(copy);
             }
         }
-        let (p50, copy_p50) = (percentile(&own, 50), percentile(&ceiling, 50));
-        Ok(json!({
-            "what": case.what, "device": "cuda:0", "source": case.source, "list": case.list,
-            "size": SIZE, "fragment": case.fragment, "shift": case.shift, "entries": pieces,
-            "samples_us": own, "p50_us": p50, "p99_us": percentile(&own, 99),
-            "avg_us": own.iter().sum::<f64>() / own.len() as f64,
-            "min_us": percentile(&own, 0), "max_us": percentile(&own, 100),
-            "gb_per_s": SIZE as f64 / p50 / 1e3, "bytes_logical": SIZE,
-            "peers": {"contiguous copy": {
-                "samples_us": ceiling, "p50_us": copy_p50, "p99_us": percentile(&ceiling, 99),
-                "gb_per_s": SIZE as f64 / copy_p50 / 1e3,
-            }},
-            "ratio": {"contiguous copy": copy_p50 / p50},
-        }))
+        let mut row = figures(&own);
+        let mut peer = figures(&ceiling);
+        peer["what"] = json!("cuMemcpyAsync of the whole source");
+        let ratio = percentile(&ceiling, 0.5) / percentile(&own, 0.5);
+        let facts = json!({
+            "what": case.what, "transport": "cuda", "device": "cuda:0", "memory": case.source, "list": case.list,
+            "size": SIZE, "fragment": case.fragment, "shift": case.shift, "entries": pieces, "bytes_logical": SIZE,
+            "verified": true, "peers": {"contiguous": peer}, "ratio": {"contiguous": ratio},
+        });
+        if let (Some(row), Value::Object(facts)) = (row.as_object_mut(), facts) {
+            row.extend(facts);
+        }
+        Ok(row)
     }
 
     /// Writes the case's list to both places, and gives back how long it is.
@@ -260,8 +257,25 @@ fn shuffled(count: usize) -> Vec<usize> {
     order
 }
 
-fn percentile(samples: &[f64], percent: usize) -> f64 {
+/// Samples and what they say, in the fields of `crossrail-bench/1`.
+fn figures(samples: &[f64]) -> Value {
+    let sum: f64 = samples.iter().sum();
+    json!({
+        "samples_us": samples,
+        "p50_us": percentile(samples, 0.5),
+        "p99_us": percentile(samples, 0.99),
+        "avg_us": sum / samples.len() as f64,
+        "min_us": percentile(samples, 0.0),
+        "max_us": percentile(samples, 1.0),
+        "gb_per_s": SIZE as f64 * samples.len() as f64 / sum / 1e3,
+    })
+}
+
+/// Interpolated linearly between the two nearest samples.
+fn percentile(samples: &[f64], part: f64) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
-    sorted[(sorted.len() - 1) * percent / 100]
+    let place = (sorted.len() - 1) as f64 * part;
+    let (below, above) = (sorted[place.floor() as usize], sorted[place.ceil() as usize]);
+    below + (above - below) * place.fract()
 }
