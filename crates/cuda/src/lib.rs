@@ -36,3 +36,16 @@ pub use module::{Function, Grid, KernelArgs, Module, Usage};
 pub use pointer::{MemoryKind, PointerInfo};
 pub use stream::Stream;
 pub use vmm::{Allocation, Mapping};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn handles_may_be_used_from_any_thread() {
+        fn check<T: Send + Sync>() {}
+        check::<(Cuda, Device, Context, Stream, Event)>();
+        check::<(DeviceMemory, PinnedMemory, Allocation, Mapping, Module, Function)>();
+        check::<(nvrtc::Library, nvrtc::Compiler, nvrtc::Cache)>();
+    }
+}

@@ -20,7 +20,8 @@ pub struct DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        // SAFETY: allocated by `new`, freed once. The driver waits for work that is under way on the GPU.
+        // SAFETY: allocated by `new`, freed once. Whoever put in work that uses it has promised that it is done: every
+        // operation that names addresses is unsafe.
         let _ = self.context.current("memory", |raw| unsafe { (raw.cuMemFree_v2)(self.address) });
     }
 }
@@ -73,7 +74,8 @@ unsafe impl Sync for PinnedMemory {}
 
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
-        // SAFETY: allocated by `new`, freed once. The driver waits for work that is under way on the GPU.
+        // SAFETY: allocated by `new`, freed once. Whoever put in work that uses it has promised that it is done: every
+        // operation that names addresses is unsafe.
         let _ = self.context.current("memory", |raw| unsafe { (raw.cuMemFreeHost)(self.start.as_ptr().cast()) });
     }
 }

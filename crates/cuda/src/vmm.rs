@@ -192,7 +192,8 @@ impl Drop for Mapping {
         let (address, len) = (self.address, self.allocation.len());
         let free = |raw: &Raw| {
             if self.mapped {
-                // SAFETY: mapped here in this length, unmapped once. The driver waits for work that uses it.
+                // SAFETY: mapped here in this length, unmapped once. Whoever put in work that uses it has promised that
+                // it is done: every operation that names addresses is unsafe.
                 unsafe { (raw.cuMemUnmap)(address, len) };
             }
             // SAFETY: reserved by `reserve` in this length, freed once.

@@ -1,4 +1,4 @@
-//! What kernels take. Defined here, once: the macro makes the Rust struct and its text in C, which asserts the size
+//! What kernels take. Defined here, once: the macros make constants and structs in Rust and their text in C, which asserts the size
 //! (`csrc/layout/args.cuh`, written by `cargo run -p crossrail-kernels --example layout`). Fields are numbers only, in
 //! the same order on both sides.
 #![allow(unsafe_code)]
@@ -8,10 +8,29 @@ use std::mem::size_of;
 
 use crossrail_cuda::KernelArgs;
 
-/// What a waiting kernel says: the flag has reached the value.
-pub const FLAG_REACHED: u64 = 1;
-/// What a waiting kernel says: the time was over first.
-pub const FLAG_TIMED_OUT: u64 = 2;
+macro_rules! constants {
+    ($( $(#[doc = $doc:literal])+ $name:ident: $type:ident = $value:literal; )+) => {
+        $( $(#[doc = $doc])+ pub const $name: $type = $value; )+
+
+        fn constants(text: &mut String) {
+            $(
+                $( let _ = writeln!(text, "//{}", $doc); )+
+                let _ = writeln!(text, "constexpr {} {} = {};\n", stringify!($type), stringify!($name), $value);
+            )+
+        }
+    };
+}
+
+constants! {
+    /// The threads of a block of the kernels that copy: 8 warps.
+    COPY_THREADS: u32 = 256;
+    /// The bytes that a warp of `crossrail_copy` takes at a time.
+    COPY_PART: u64 = 16384;
+    /// What a waiting kernel says: the flag has reached the value.
+    FLAG_REACHED: u64 = 1;
+    /// What a waiting kernel says: the time was over first.
+    FLAG_TIMED_OUT: u64 = 2;
+}
 
 macro_rules! layouts {
     ($( $(#[doc = $doc:literal])+ $name:ident { $( $(#[doc = $field_doc:literal])+ $field:ident: $type:ident, )+ } )+) => {
@@ -28,6 +47,7 @@ macro_rules! layouts {
         /// The text of `csrc/layout/args.cuh`.
         pub fn layout() -> String {
             let mut text = String::from(HEADER);
+            constants(&mut text);
             $(
                 $( let _ = writeln!(text, "//{}", $doc); )+
                 let _ = writeln!(text, "struct {} {{", stringify!($name));
@@ -40,8 +60,8 @@ macro_rules! layouts {
                 let _ = writeln!(text, "static_assert(sizeof({0}) == {size}, \"{0}\");", stringify!($name));
                 text.push('\n');
             )+
-            let _ = writeln!(text, "constexpr u64 FLAG_REACHED = {FLAG_REACHED};");
-            let _ = writeln!(text, "constexpr u64 FLAG_TIMED_OUT = {FLAG_TIMED_OUT};");
+            text.truncate(text.trim_end().len());
+            text.push('\n');
             text
         }
     };

@@ -13,7 +13,10 @@ mod launch;
 mod scatter;
 pub mod sources;
 
-pub use args::{CopyArgs, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Piece, UnpackArgs, layout};
+pub use args::{
+    COPY_PART, COPY_THREADS, CopyArgs, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Piece, UnpackArgs,
+    layout,
+};
 pub use launch::Kernels;
 pub use scatter::{LONGEST, ScatterList};
 

@@ -2,15 +2,12 @@
 #include "kernels/copy_warp.cuh"
 #include "layout/args.cuh"
 
-// What a warp takes at a time.
-constexpr u64 PART = 16384;
-
-extern "C" __global__ void __launch_bounds__(256) crossrail_copy(const __grid_constant__ CopyArgs args) {
+extern "C" __global__ void __launch_bounds__(COPY_THREADS) crossrail_copy(const __grid_constant__ CopyArgs args) {
     u32 lane = threadIdx.x % WARP;
     u64 warp = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
     u64 warps = gridDim.x * blockDim.x / WARP;
-    for (u64 at = warp * PART; at < args.len; at += warps * PART) {
+    for (u64 at = warp * COPY_PART; at < args.len; at += warps * COPY_PART) {
         u64 left = args.len - at;
-        copy_warp(args.dst + at, args.src + at, left < PART ? left : PART, lane);
+        copy_warp(args.dst + at, args.src + at, left < COPY_PART ? left : COPY_PART, lane);
     }
 }

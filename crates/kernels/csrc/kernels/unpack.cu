@@ -3,7 +3,7 @@
 #include "kernels/copy_warp.cuh"
 #include "layout/args.cuh"
 
-extern "C" __global__ void __launch_bounds__(256) crossrail_unpack(const __grid_constant__ UnpackArgs args) {
+extern "C" __global__ void __launch_bounds__(COPY_THREADS) crossrail_unpack(const __grid_constant__ UnpackArgs args) {
     u32 lane = threadIdx.x % WARP;
     u32 warp = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
     u32 warps = gridDim.x * blockDim.x / WARP;

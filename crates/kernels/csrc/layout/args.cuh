@@ -3,6 +3,18 @@
 
 #include "layout/types.cuh"
 
+// The threads of a block of the kernels that copy: 8 warps.
+constexpr u32 COPY_THREADS = 256;
+
+// The bytes that a warp of `crossrail_copy` takes at a time.
+constexpr u64 COPY_PART = 16384;
+
+// What a waiting kernel says: the flag has reached the value.
+constexpr u64 FLAG_REACHED = 1;
+
+// What a waiting kernel says: the time was over first.
+constexpr u64 FLAG_TIMED_OUT = 2;
+
 // One entry of a list to unpack: bytes that go from one place to another. Any alignment.
 struct Piece {
     // Where they are: device memory, or host memory that the GPU reaches.
@@ -60,6 +72,3 @@ struct FlagAwaitArgs {
 };
 
 static_assert(sizeof(FlagAwaitArgs) == 32, "FlagAwaitArgs");
-
-constexpr u64 FLAG_REACHED = 1;
-constexpr u64 FLAG_TIMED_OUT = 2;

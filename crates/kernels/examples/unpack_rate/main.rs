@@ -242,7 +242,7 @@ impl Bench {
         work()?;
         self.end.record(&self.stream)?;
         self.end.wait(LIMIT)?;
-        Ok(self.end.since(&self.start)?.as_secs_f64() * 1e6)
+        Ok(self.end.since(&self.start)?.as_nanos() as f64 / 1e3)
     }
 }
 
