@@ -73,7 +73,7 @@ fn cores(list: &str) -> Vec<u32> {
 /// `2026-11-21T07:30:00+00:00` for seconds since 1970.
 fn utc(seconds: u64) -> String {
     let (mut year, mut day) = (1970, seconds / 86_400);
-    let leap = |year: u64| year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    let leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
     while day >= 365 + u64::from(leap(year)) {
         day -= 365 + u64::from(leap(year));
         year += 1;
