@@ -7,7 +7,8 @@
 //! Cuda        the driver: its version, its devices          Absent    why there is none
 //! Device      name, architecture, PCI address, NUMA node    Context   the primary context, shared with PyTorch
 //! Stream      own, or a caller's raw handle                 Event     a point in a stream
-//! DeviceMemory, PinnedMemory     plain allocations          Allocation, Mapping    memory that goes to other processes
+//! DeviceMemory, PinnedMemory     plain allocations          RegisteredMemory       host memory that was there already
+//! Allocation, Mapping            memory for other processes
 //! PointerInfo what an address is                            Module, Function       compiled kernels
 //! nvrtc       source to machine code, kept on disk
 //! ```
@@ -31,7 +32,7 @@ pub use context::{Context, MemoryInfo};
 pub use device::{Arch, Device};
 pub use driver::{Absent, Cuda, MIN_DRIVER};
 pub use event::Event;
-pub use memory::{DeviceMemory, PinnedMemory};
+pub use memory::{DeviceMemory, PinnedMemory, RegisteredMemory};
 pub use module::{Function, Grid, KernelArgs, Module, Usage};
 pub use pointer::{MemoryKind, PointerInfo};
 pub use stream::Stream;
@@ -45,7 +46,7 @@ mod tests {
     fn handles_may_be_used_from_any_thread() {
         fn check<T: Send + Sync>() {}
         check::<(Cuda, Device, Context, Stream, Event)>();
-        check::<(DeviceMemory, PinnedMemory, Allocation, Mapping, Module, Function)>();
+        check::<(DeviceMemory, PinnedMemory, RegisteredMemory, Allocation, Mapping, Module, Function)>();
         check::<(nvrtc::Library, nvrtc::Compiler, nvrtc::Cache)>();
     }
 }

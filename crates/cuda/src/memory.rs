@@ -5,7 +5,9 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 
 use crossrail_types::{Error, ErrorKind, Result, format_gib};
-use cudarc::driver::sys::{CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE};
+use cudarc::driver::sys::{
+    CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTABLE,
+};
 
 use crate::Context;
 use crate::raw::Raw;
@@ -81,7 +83,8 @@ impl Drop for PinnedMemory {
 }
 
 impl PinnedMemory {
-    /// Allocates `len` bytes of pinned memory, aligned to a page. They lie on the NUMA node of the thread that calls.
+    /// Allocates `len` bytes of pinned memory, aligned to a page. As a rule the system takes them
+    /// from the NUMA node of the thread that calls; [`RegisteredMemory`] can be put where it shall be.
     ///
     /// # Errors
     /// [`ErrorKind::Usage`] for 0 bytes; [`ErrorKind::Exhausted`] with the sum asked for.
@@ -121,6 +124,66 @@ impl PinnedMemory {
     /// Where it is on the host. Who reads or writes through this answers for what the GPU does there meanwhile.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
+    }
+
+    /// Its length in bytes, never 0.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+}
+
+/// Host memory that was there already, such as a shared mapping bound to a NUMA node, pinned while this lives: every
+/// GPU of the process can copy from and to it at full rate and reach it from kernels.
+#[derive(Debug)]
+pub struct RegisteredMemory {
+    context: Context,
+    start: NonNull<u8>,
+    address: u64,
+    len: usize,
+}
+
+// SAFETY: it hands out numbers only, and gives the memory back from whichever thread drops it.
+unsafe impl Send for RegisteredMemory {}
+// SAFETY: as above.
+unsafe impl Sync for RegisteredMemory {}
+
+impl Drop for RegisteredMemory {
+    fn drop(&mut self) {
+        let start = self.start.as_ptr().cast();
+        // SAFETY: registered by `new`, unregistered once, while it is still mapped, as its caller promised.
+        let _ = self.context.current("memory", |raw| unsafe { (raw.cuMemHostUnregister)(start) });
+    }
+}
+
+impl RegisteredMemory {
+    /// Pins `len` bytes from `start` on.
+    ///
+    /// # Safety
+    /// The memory must stay mapped, where it is, until the result is dropped.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Usage`] for 0 bytes; a failed call, such as for memory that is registered already, or a limit on
+    /// pinned memory.
+    pub unsafe fn new(context: &Context, start: NonNull<u8>, len: usize) -> Result<RegisteredMemory> {
+        check_len(len)?;
+        let flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
+        // SAFETY: the caller vouches for the memory.
+        let register = |raw: &Raw| unsafe { (raw.cuMemHostRegister_v2)(start.as_ptr().cast(), len, flags) };
+        context.run("memory", "cuMemHostRegister", register)?;
+        let mut memory = RegisteredMemory { context: context.clone(), start, address: 0, len };
+        let mut address = 0;
+        // SAFETY: registered as mapped just now; `address` is a valid place for one address.
+        context.run("memory", "cuMemHostGetDevicePointer", |raw| unsafe {
+            (raw.cuMemHostGetDevicePointer_v2)(&mut address, start.as_ptr().cast(), 0)
+        })?;
+        memory.address = address;
+        Ok(memory)
+    }
+
+    /// Its address on the GPU.
+    pub fn address(&self) -> u64 {
+        self.address
     }
 
     /// Its length in bytes, never 0.

@@ -82,6 +82,8 @@ table! {
     cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
     cuMemFreeHost(*mut c_void);
     cuMemHostGetDevicePointer_v2(*mut CUdeviceptr, *mut c_void, c_uint);
+    cuMemHostRegister_v2(*mut c_void, usize, c_uint);
+    cuMemHostUnregister(*mut c_void);
     cuMemcpyAsync(CUdeviceptr, CUdeviceptr, usize, CUstream);
     cuMemcpyPeerAsync(CUdeviceptr, CUcontext, CUdeviceptr, CUcontext, usize, CUstream);
     cuMemsetD8Async(CUdeviceptr, c_uchar, usize, CUstream);

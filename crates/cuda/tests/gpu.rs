@@ -6,11 +6,13 @@ mod support;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::{Command, Stdio};
+use std::ptr::NonNull;
 use std::time::Duration;
 
 use crossrail_cuda::nvrtc::{Compiler, Source};
 use crossrail_cuda::{
-    Allocation, Context, Cuda, DeviceMemory, Event, MemoryKind, Module, PinnedMemory, PointerInfo, Stream,
+    Allocation, Context, Cuda, DeviceMemory, Event, MemoryKind, Module, PinnedMemory, PointerInfo, RegisteredMemory,
+    Stream,
 };
 use crossrail_types::{ErrorKind, format_gib};
 
@@ -219,6 +221,29 @@ fn an_address_says_whose_memory_it_is() {
         let info = PointerInfo::of(&context, address).unwrap();
         assert_eq!((info.kind, info.device), (MemoryKind::Unknown, None), "{address:#x}");
     }
+}
+
+#[test]
+fn host_memory_that_was_there_is_pinned_for_a_while() {
+    let Some(cuda) = support::cuda() else { return };
+    let context = context(&cuda, 0);
+    let bytes = pattern(3, LEN);
+    let mut heap = bytes.clone();
+    let start = NonNull::new(heap.as_mut_ptr()).unwrap();
+    let kind = || PointerInfo::of(&context, start.as_ptr() as u64).unwrap().kind;
+    assert_eq!(kind(), MemoryKind::Unknown);
+    for _ in 0..2 {
+        // SAFETY: the memory outlives the registration.
+        let registered = unsafe { RegisteredMemory::new(&context, start, LEN) }.unwrap();
+        assert_eq!((kind(), registered.len()), (MemoryKind::Pinned, LEN));
+        assert!(take(&context, registered.address(), LEN) == bytes);
+        // SAFETY: as above.
+        let error = unsafe { RegisteredMemory::new(&context, start, LEN) }.unwrap_err();
+        assert!(error.detail.starts_with("cuMemHostRegister: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"), "{error}");
+        drop(registered);
+        assert_eq!(kind(), MemoryKind::Unknown);
+    }
+    assert!(heap == bytes);
 }
 
 #[test]

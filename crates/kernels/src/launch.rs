@@ -109,6 +109,9 @@ impl Kernels {
     /// Puts in: the stream goes on when the flag has reached the value, or `limit_ns` is over. Which it was is at
     /// `outcome` then: [`crate::FLAG_REACHED`] or [`crate::FLAG_TIMED_OUT`].
     ///
+    /// While it waits, nobody in this process should free GPU memory or load kernels: the driver waits for the whole
+    /// GPU then, and lets other threads' calls wait with it, even a question to an event, up to the limit.
+    ///
     /// # Safety
     /// Flag and outcome must stay valid until this is done; nobody may write the outcome meanwhile.
     ///

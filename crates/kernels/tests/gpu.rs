@@ -6,6 +6,7 @@
 mod support;
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossrail_cuda::nvrtc::Compiler;
@@ -20,7 +21,11 @@ const LIMIT: Duration = Duration::from_secs(20);
 /// Set for the child of `an_address_without_memory_is_an_error_that_says_so`.
 const CHILD: &str = "GPU_TEST_CHILD";
 
+/// One test at a time: freeing memory waits for the GPU, and would wait for a kernel that waits for another test.
+static TURN: Mutex<()> = Mutex::new(());
+
 struct Gpu {
+    _turn: MutexGuard<'static, ()>,
     context: Context,
     stream: Stream,
     kernels: Kernels,
@@ -30,10 +35,11 @@ impl Gpu {
     fn new() -> Option<Gpu> {
         let cuda = support::cuda()?;
         let library = support::nvrtc()?;
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let context = Context::primary(&cuda.device(0).unwrap()).unwrap();
         let kernels = Kernels::load(&context, &Compiler::new(library, None), LIMIT).unwrap();
         let stream = Stream::new(&context).unwrap();
-        Some(Gpu { context, stream, kernels })
+        Some(Gpu { _turn: turn, context, stream, kernels })
     }
 
     fn device(&self, bytes: &[u8]) -> DeviceMemory {
@@ -129,6 +135,29 @@ fn unpack_takes_every_alignment_and_length() {
     let mut expected = vec![0xaa; bytes.len()];
     reference(&pieces, (source.address(), &bytes), (target.address(), &mut expected));
     assert_same(&gpu.unpack(&pieces, false, None, &target), &expected, "every alignment");
+}
+
+/// Each source is an allocation of its own, so that compute-sanitizer (memcheck) sees a byte read beside it.
+#[test]
+fn unpack_reads_nothing_beside_its_sources() {
+    let Some(gpu) = Gpu::new() else { return };
+    let mut numbers = Numbers(0xed6e);
+    let (mut sources, mut pieces, mut expected) = (Vec::new(), Vec::new(), vec![0; 1 << 20]);
+    let target = gpu.device(&expected);
+    let mut to = 0;
+    for len in [1, 64, 65, 79, 80, 100, 512, 529, 4096, 4097] {
+        for offset in 0..16 {
+            let bytes = numbers.bytes(len);
+            to = usize::next_multiple_of(to, 16) + offset;
+            let source = gpu.device(&bytes);
+            let dst = target.address() + to as u64;
+            pieces.push(Piece { src: source.address(), dst, len: len as u64 });
+            expected[to..to + len].copy_from_slice(&bytes);
+            sources.push(source);
+            to += len;
+        }
+    }
+    assert_same(&gpu.unpack(&pieces, false, None, &target), &expected, "sources of their own");
 }
 
 #[test]
