@@ -315,6 +315,10 @@ def test_routings() -> None:
     assert 0.4 < (idx == -1).mean() < 0.6
     idx, _ = ref.route("uniform", 512, shape, rng, active=[1, 3])
     assert set(np.unique(shape.homes(idx))) == {1, 3}
+    for active, homes in ((None, [1, 2, 3, 0]), ([0, 2, 3], [2, 2, 3, 0])):
+        for rank, home in enumerate(homes):
+            idx, _ = ref.route("next", 64, shape, rng, active=active, rank=rank)
+            assert set(np.unique(shape.homes(idx))) == {home}
     idx, weights = ref.route("uniform", 5, Shape(4, 512, 8, 8, 4), rng, active=[2])
     assert (idx[:, 2:] == -1).all() and (weights[:, 2:] == 0).all()
     for text in ("skewed", "skewed:", "skewed:-1", "skewed:nan", "uniform:1", "two", ""):

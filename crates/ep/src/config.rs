@@ -135,7 +135,7 @@ impl Config {
         if self.experts == 0 || !self.experts.is_multiple_of(ranks) {
             return wrong(format!("num_experts {} cannot be spread evenly over {ranks} ranks", self.experts));
         }
-        if self.local_experts() >= usize::from(u16::MAX) {
+        if self.local_experts() >= usize::from(u16::MAX) || self.experts > u32::MAX as usize {
             return wrong(format!("{} experts per rank are more than 65534", self.local_experts()));
         }
         if !(1..=MOST_TOPK).contains(&self.topk) {

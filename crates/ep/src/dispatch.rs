@@ -82,7 +82,9 @@ pub(crate) struct Dispatch {
     /// Ranks whose slots are free and whose metadata was not sent yet.
     open: Vec<usize>,
     /// Ranks that have granted a place for our rows.
-    granted: Vec<usize>,
+    pub(crate) granted: Vec<usize>,
+    /// Rank layout: this rank's own rows are not in their place yet, which is known since then.
+    pub(crate) own: Option<Instant>,
     metas_left: usize,
     /// Rows have places; not any more when a source of some was lost.
     laid_out: bool,
@@ -147,6 +149,7 @@ pub(crate) fn begin(inner: &Arc<Inner>, input: Input, options: DispatchOptions) 
         cached,
         open: Vec::new(),
         granted: Vec::new(),
+        own: None,
         metas_left: active.len(),
         laid_out: false,
         rows_expected: false,
@@ -217,21 +220,22 @@ impl Dispatch {
             }
             // A peer that cannot be written to is dead, which is noticed where its answer is missed.
             let _ = peer.publish_meta(&inner.here, parity, self.common.number, HEADER + meta.len());
-            if rank == me || rows == 0 {
-                continue;
-            }
             match self.layout {
+                _ if rows == 0 => {}
+                // bf16 goes from x to the experts.
+                Layout::Expert if rank == me && inner.config.payload == Payload::Bf16 => {}
                 Layout::Expert => targets.push(Target {
                     rank,
                     rows: slot.wrapping_add(areas.slot_rows()),
                     scales: slot.wrapping_add(areas.slot_scales()),
                 }),
+                Layout::Rank if rank == me => {}
                 Layout::Rank => self.common.expect(rank, Message::Grant),
             }
         }
         // SAFETY: slots have room for max_tokens rows, and are ours.
         unsafe { inner.write_rows(&self.input.x, &self.sent, &targets, &mut self.common.timing) };
-        for target in &targets {
+        for target in targets.iter().filter(|target| target.rank != me) {
             let rows = self.sent.to[target.rank].tokens.len();
             let (from, to) = (staged_slot(areas, parity), areas.slot(parity, me));
             let spans = [(areas.slot_rows(), rows * areas.row), (areas.slot_scales(), rows * areas.scale)];
@@ -316,22 +320,25 @@ impl Dispatch {
         self.laid_out = true;
         let first = !std::mem::replace(&mut self.rows_expected, true);
         let config = &inner.config;
-        let (el, ranks, topk) = (config.local_experts(), config.ranks as usize, config.topk);
+        let (el, ranks) = (config.local_experts(), config.ranks as usize);
         let mut next = vec![0u32; el];
         self.ranges = vec![0; el * ranks];
         for (source, came) in self.came.iter_mut().enumerate() {
             let before = next.clone();
             came.places.clear();
+            let places = self.layout == Layout::Expert;
             for expert in &came.experts {
-                let place = next.get_mut(usize::from(*expert));
-                came.places.push(place.map_or(u32::MAX, |next| std::mem::replace(next, *next + 1)));
+                let place =
+                    next.get_mut(usize::from(*expert)).map_or(u32::MAX, |next| std::mem::replace(next, *next + 1));
+                if places {
+                    came.places.push(place);
+                }
             }
             for expert in 0..el {
                 let count = next[expert] - before[expert];
                 self.ranges[expert * ranks + source] = i64::from(before[expert]) << 32 | i64::from(count);
             }
         }
-        debug_assert!(self.came.iter().all(|came| came.places.len() == came.tokens.len() * topk));
         self.counts = next.iter().map(|count| *count as i32).collect();
         if first {
             let others = (0..ranks).filter(|source| *source != inner.here.me && !self.came[*source].tokens.is_empty());
@@ -362,29 +369,14 @@ impl Dispatch {
         let scales_at = (config.local_experts() * most * areas.row).next_multiple_of(4096);
         let came = &self.came[source];
         let slot = inner.here.heap.at(areas.slot(self.common.parity, source));
-        let own = source == inner.here.me;
-        let mut scratch = vec![0u8; areas.row + areas.scale];
+        let direct = source == inner.here.me && config.payload == Payload::Bf16;
         let began = Instant::now();
-        let mut cast = 0.0;
         for row in 0..came.tokens.len() {
-            let (from, from_scale) = if !own {
-                (
-                    slot.wrapping_add(areas.slot_rows() + row * areas.row).cast_const(),
-                    slot.wrapping_add(areas.slot_scales() + row * areas.scale).cast_const(),
-                )
-            } else {
-                let x = self.input.x.at(came.tokens[row] as usize * areas.wide, areas.wide);
-                if let Payload::Fp8(kind) = config.payload {
-                    let began = Instant::now();
-                    let to = scratch.as_mut_ptr();
-                    // SAFETY: a row of x; the scratch has room for a row and its scales.
-                    unsafe { inner.rows.cast_row(x.cast(), config.hidden, to, to.wrapping_add(areas.row), kind) };
-                    cast += micros(began);
-                    (scratch.as_ptr(), scratch.as_ptr().wrapping_add(areas.row))
-                } else {
-                    (x, x)
-                }
+            let from = match direct {
+                true => self.input.x.at(came.tokens[row] as usize * areas.wide, areas.wide),
+                false => slot.wrapping_add(areas.slot_rows() + row * areas.row).cast_const(),
             };
+            let from_scale = slot.wrapping_add(areas.slot_scales() + row * areas.scale).cast_const();
             for (_, expert, place) in came.selections(row, topk) {
                 let at = expert * most + place;
                 // SAFETY: experts and rows were checked, and an expert has at most `most` rows, so both places are
@@ -398,8 +390,7 @@ impl Dispatch {
                 }
             }
         }
-        self.common.timing.cast_us += cast;
-        self.common.timing.copy_us += micros(began) - cast;
+        self.common.timing.copy_us += micros(began);
     }
 
     fn output(&mut self, inner: &Inner) -> Dispatched {
@@ -495,12 +486,12 @@ impl Machine for Dispatch {
         if !self.open.is_empty() {
             self.send(inner, state);
         }
-        if !self.granted.is_empty() {
-            let granted = std::mem::take(&mut self.granted);
-            rank_layout::send(self, inner, state, &granted);
-        }
         if self.metas_left == 0 && !self.laid_out {
             self.lay_out(inner, state);
+        }
+        let own = rank_layout::own_place(self, inner, state);
+        if own.is_some() || !self.granted.is_empty() {
+            rank_layout::send(self, inner, state, own);
         }
     }
 

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use crate::buffer::{Inner, State};
 use crate::config::Layout;
@@ -11,9 +12,9 @@ use crate::peer::{Message, Span, staged_slot};
 use crate::send::Target;
 use crossrail_types::{Error, ErrorKind};
 
-/// Tells every source where its rows go, and puts this rank's own there.
+/// Tells every source where its rows go, and remembers it of this rank's own.
 pub(crate) fn grant(dispatch: &mut Dispatch, inner: &Inner, state: &mut State) {
-    let (areas, me, parity) = (&inner.here.areas, inner.here.me, dispatch.common.parity);
+    let (me, parity) = (inner.here.me, dispatch.common.parity);
     let mut base = 0u32;
     dispatch.bases = Vec::with_capacity(dispatch.came.len());
     for (source, came) in dispatch.came.iter().enumerate() {
@@ -27,14 +28,7 @@ pub(crate) fn grant(dispatch: &mut Dispatch, inner: &Inner, state: &mut State) {
         }
         base += rows;
     }
-    let target = Target {
-        rank: me,
-        rows: inner.here.heap.at(areas.rank_rows(parity) + dispatch.bases[me] as usize * areas.row),
-        scales: inner.here.heap.at(areas.rank_scales(parity) + dispatch.bases[me] as usize * areas.scale),
-    };
-    // SAFETY: all sources together have at most ranks * max_tokens rows, for which there is room; these were granted
-    // to us.
-    unsafe { inner.write_rows(&dispatch.input.x, &dispatch.sent, &[target], &mut dispatch.common.timing) };
+    dispatch.own = Some(Instant::now());
 }
 
 /// A place for a rank whose rows will not be looked at.
@@ -50,13 +44,32 @@ fn word(common: &Common, base: u32) -> u64 {
     common.number << 32 | u64::from(base)
 }
 
-/// Writes the rows for ranks that have granted a place.
-pub(crate) fn send(dispatch: &mut Dispatch, inner: &Inner, state: &mut State, granted: &[usize]) {
+/// This rank's own place, if its rows are to be written now: together with those for ranks that have granted a place, so
+/// that each token is read and cast once; alone if no such rank comes for a while, or there is none.
+pub(crate) fn own_place(dispatch: &mut Dispatch, inner: &Inner, state: &State) -> Option<Target> {
+    let since = dispatch.own?;
+    let expected = dispatch.common.waits.iter().any(|wait| wait.message == Message::Grant);
+    if expected && dispatch.granted.is_empty() && since.elapsed() < state.spin / 10 {
+        return None;
+    }
+    dispatch.own = None;
+    let (areas, me, parity) = (&inner.here.areas, inner.here.me, dispatch.common.parity);
+    let base = dispatch.bases[me] as usize;
+    Some(Target {
+        rank: me,
+        rows: inner.here.heap.at(areas.rank_rows(parity) + base * areas.row),
+        scales: inner.here.heap.at(areas.rank_scales(parity) + base * areas.scale),
+    })
+}
+
+/// Writes the rows for ranks that have granted a place, and this rank's own.
+pub(crate) fn send(dispatch: &mut Dispatch, inner: &Inner, state: &mut State, own: Option<Target>) {
     let (areas, parity) = (&inner.here.areas, dispatch.common.parity);
     let most = inner.config.ranks as usize * inner.config.max_tokens;
-    let mut targets = Vec::with_capacity(granted.len());
+    let granted = std::mem::take(&mut dispatch.granted);
+    let mut targets = Vec::with_capacity(granted.len() + 1);
     let mut spans: Vec<Vec<Span>> = Vec::with_capacity(granted.len());
-    for rank in granted {
+    for rank in &granted {
         let Some(peer) = &state.peers[*rank] else { continue };
         let words = inner.here.heap.words(areas, *rank);
         let base = Message::Grant.word(words, parity).load(Ordering::Acquire) as u32 as usize;
@@ -87,8 +100,9 @@ pub(crate) fn send(dispatch: &mut Dispatch, inner: &Inner, state: &mut State, gr
             }
         }
     }
+    targets.extend(own);
     // SAFETY: the places that were granted, inside the peers' heaps by the check above; or staging, which has room
-    // for max_tokens rows.
+    // for max_tokens rows; or our own place: all sources together have at most ranks * max_tokens rows.
     unsafe { inner.write_rows(&dispatch.input.x, &dispatch.sent, &targets, &mut dispatch.common.timing) };
     for (target, spans) in targets.iter().zip(&spans) {
         dispatch.publish(inner, state, target.rank, spans);

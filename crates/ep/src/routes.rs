@@ -185,7 +185,7 @@ impl Sent {
     /// Reads `topk_idx`; ranks of which `reachable` says no get nothing.
     pub(crate) fn new(config: &Config, input: &Input, reachable: &dyn Fn(usize) -> bool) -> Result<Sent> {
         let tokens = input.tokens(config.hidden, config.topk, config.max_tokens)?;
-        let (ranks, topk) = (config.ranks as usize, config.topk);
+        let (ranks, topk, el) = (config.ranks as usize, config.topk, config.local_experts() as u32);
         let open: Vec<bool> = (0..ranks).map(reachable).collect();
         let mut sent = Sent {
             tokens,
@@ -217,10 +217,10 @@ impl Sent {
                     return Err(twice(token, k, id));
                 }
                 chosen.push(expert);
-                let (home, _) = config.home(expert);
-                if open[home] {
-                    homes.push(home as u32);
-                    sent.homes[token * topk + k] = home as u32;
+                let home = expert as u32 / el;
+                if open[home as usize] {
+                    homes.push(home);
+                    sent.homes[token * topk + k] = home;
                 }
             }
             sent.selections += homes.len() as u64;
@@ -251,7 +251,7 @@ impl Sent {
 
     /// Writes the metadata of one rank's rows: token, selections, experts there, weights.
     pub(crate) fn metadata(&self, config: &Config, areas: &Areas, rank: usize, input: &Input, out: &mut Vec<u8>) {
-        let (topk, el) = (config.topk, config.local_experts());
+        let (topk, first) = (config.topk, rank * config.local_experts());
         out.clear();
         out.resize(self.to[rank].tokens.len() * areas.meta_stride, 0);
         let idx = input.topk_idx.bytes();
@@ -260,10 +260,10 @@ impl Sent {
             let token_at = *token as usize * topk;
             entry[..4].copy_from_slice(&token.to_ne_bytes());
             let (experts, rest) = entry[8..].split_at_mut(2 * topk);
-            for (k, place) in experts.as_chunks_mut::<2>().0.iter_mut().enumerate() {
-                let id = word::<8>(idx, token_at + k).map_or(-1, i64::from_ne_bytes);
-                let local = usize::try_from(id).ok().filter(|id| id / el == rank).map_or(NONE, |id| (id % el) as u16);
-                *place = local.to_ne_bytes();
+            let homes = &self.homes[token_at..token_at + topk];
+            for (k, (place, home)) in experts.as_chunks_mut::<2>().0.iter_mut().zip(homes).enumerate() {
+                let id = word::<8>(idx, token_at + k).filter(|_| *home as usize == rank).map(i64::from_ne_bytes);
+                *place = id.map_or(NONE, |id| (id as usize - first) as u16).to_ne_bytes();
             }
             if let Some(weights) = weights {
                 let from = &weights[token_at * 4..(token_at + topk) * 4];

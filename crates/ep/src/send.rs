@@ -17,11 +17,12 @@ pub(crate) struct Target {
     pub(crate) scales: *mut u8,
 }
 
-/// Tokens whose cast rows wait in the cache before they are copied.
+/// Tokens that are cast before their rows are copied: they stay in the cache, and the clock is read seldom.
 const BATCH: usize = 8;
 
 impl Inner {
-    /// Writes all rows for `targets`.
+    /// Writes all rows for `targets`: each token's row is read once; fp8 is cast into the first place and copied from
+    /// there to the others.
     ///
     /// # Safety
     /// Each target has room for all rows of its rank's list, and nobody else touches it.
@@ -30,70 +31,46 @@ impl Inner {
         for target in targets {
             by_rank[target.rank] = Some(target);
         }
-        let (row, scale) = (self.here.areas.row, self.here.areas.scale);
-        let place = |target: &Target, index: usize| {
-            (target.rows.wrapping_add(index * row), target.scales.wrapping_add(index * scale))
+        let (row, scale, wide) = (self.here.areas.row, self.here.areas.scale, self.here.areas.wide);
+        let places = |token: usize| {
+            let legs = sent.legs_of(token).iter();
+            legs.filter_map(|leg| by_rank[leg.rank as usize].map(|target| (target, leg.row as usize)))
+                .map(|(to, at)| (to.rows.wrapping_add(at * row), to.scales.wrapping_add(at * scale)))
         };
-        let wide = self.here.areas.wide;
-        let Payload::Fp8(kind) = self.config.payload else {
-            let began = Instant::now();
-            for token in 0..sent.tokens {
-                for leg in sent.legs_of(token) {
-                    if let Some(target) = by_rank[leg.rank as usize] {
-                        let (to, _) = place(target, leg.row as usize);
-                        // SAFETY: inside the target by the contract, and inside x by `at`.
-                        unsafe { self.rows.copy_row(to, x.at(token * wide, wide), wide) };
-                    }
-                }
-            }
-            timing.copy_us += micros(began);
-            return;
-        };
-        // One row to one rank is cast straight into place; a row for several is cast once and copied.
-        let mut scratch = vec![0u8; BATCH * (row + scale)];
         let mut token = 0;
         while token < sent.tokens {
             let batch = token..(token + BATCH).min(sent.tokens);
-            let began = Instant::now();
-            for token in batch.clone() {
-                let mut legs = sent
-                    .legs_of(token)
-                    .iter()
-                    .filter_map(|leg| by_rank[leg.rank as usize].map(|t| (t, leg.row as usize)));
-                let (to, scales) = match (legs.next(), legs.next()) {
-                    (None, _) => continue,
-                    (Some((target, index)), None) => place(target, index),
-                    (Some(_), Some(_)) => {
-                        let at = scratch.as_mut_ptr().wrapping_add((token - batch.start) * (row + scale));
-                        (at, at.wrapping_add(row))
+            token = batch.end;
+            let mut began = Instant::now();
+            if let Payload::Fp8(kind) = self.config.payload {
+                for token in batch.clone() {
+                    if let Some((to, scales)) = places(token).next() {
+                        let from = x.at(token * wide, wide).cast();
+                        // SAFETY: inside the target by the contract, and inside x by `at`.
+                        unsafe { self.rows.cast_row(from, self.config.hidden, to, scales, kind) };
                     }
-                };
-                // SAFETY: as above, or inside the scratch.
-                unsafe { self.rows.cast_row(x.at(token * wide, wide).cast(), self.config.hidden, to, scales, kind) };
-            }
-            timing.cast_us += micros(began);
-            let began = Instant::now();
-            for token in batch.clone() {
-                let legs = || {
-                    sent.legs_of(token)
-                        .iter()
-                        .filter_map(|leg| by_rank[leg.rank as usize].map(|t| (t, leg.row as usize)))
-                };
-                if legs().nth(1).is_none() {
-                    continue;
                 }
-                let from = scratch.as_ptr().wrapping_add((token - batch.start) * (row + scale));
-                for (target, index) in legs() {
-                    let (to, scales) = place(target, index);
-                    // SAFETY: as above.
+                timing.cast_us += micros(began);
+                began = Instant::now();
+            }
+            for token in batch {
+                let mut places = places(token);
+                let (from, from_scales) = match self.config.payload {
+                    Payload::Bf16 => (x.at(token * wide, wide), x.at(token * wide, 0)),
+                    Payload::Fp8(_) => match places.next() {
+                        Some((rows, scales)) => (rows.cast_const(), scales.cast_const()),
+                        None => continue,
+                    },
+                };
+                for (to, scales) in places {
+                    // SAFETY: as above; the places of one token are of different ranks.
                     unsafe {
                         self.rows.copy_row(to, from, row);
-                        std::ptr::copy_nonoverlapping(from.wrapping_add(row), scales, scale);
+                        std::ptr::copy_nonoverlapping(from_scales, scales, scale);
                     }
                 }
             }
             timing.copy_us += micros(began);
-            token = batch.end;
         }
     }
 }

@@ -146,7 +146,7 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
     work.add_argument("--dtype", choices=("fp8", "bf16"), help="what dispatch carries (fp8); combine carries bf16")
     scales = "how fp8 scales are stored (f32)"
     work.add_argument("--scale", choices=("f32", "power2", "ue8m0"), help=scales)
-    routings = "uniform, skewed:S (Zipf's law, S from 0), one (every token takes the first experts)"
+    routings = "uniform, skewed:S (Zipf's law, S from 0), one (all to the first experts), next (all to the next rank)"
     work.add_argument("--routing", metavar="ROUTING", type=_routing, help=routings)
     cached = "dispatch along the ways of the first dispatch, without exchanging them again"
     work.add_argument("--cached", action="store_true", default=None, help=cached)

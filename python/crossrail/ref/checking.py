@@ -48,7 +48,7 @@ class Work:
     def inputs(self, rank: int, active: Sequence[int]) -> Inputs:
         """What `rank` sends when `active` ranks take part: only their experts are selected."""
         rng = np.random.default_rng([self.seed, rank, *active])
-        topk_idx, weights = route(self.routing, self.tokens, self.shape, rng, active=list(active))
+        topk_idx, weights = route(self.routing, self.tokens, self.shape, rng, active=list(active), rank=rank)
         rows = rng.standard_normal((self.tokens, self.shape.hidden), dtype=np.float32)
         return Inputs(bf16_bits(rows), topk_idx, weights)
 

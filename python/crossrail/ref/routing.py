@@ -10,7 +10,7 @@ import numpy.typing as npt
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
 
-ROUTINGS = ("uniform", "skewed:S", "one")
+ROUTINGS = ("uniform", "skewed:S", "one", "next")
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Shape:
 
 
 def parse_routing(text: str) -> tuple[str, float]:
-    """`uniform`, `skewed:S` or `one` as its name and S (0 but for skewed). Raises ValueError."""
+    """One of `ROUTINGS` as its name and S (0 but for skewed). Raises ValueError."""
     name, colon, number = text.partition(":")
-    if name in ("uniform", "one") and not colon:
+    if name in ("uniform", "one", "next") and not colon:
         return name, 0.0
     try:
         skew = float(number)
@@ -78,12 +78,14 @@ def route(
     *,
     dropped: float = 0.0,
     active: list[int] | None = None,
+    rank: int = 0,
 ) -> tuple[I64, F32]:
     """A rank's `topk_idx` i64 [tokens, topk] and `topk_weights` f32 [tokens, topk].
 
     `uniform`: every set of experts is as likely as any other. `skewed:S`: the e-th expert (from 1) is drawn with
     probability proportional to e^-S, without replacement, as Zipf's law has it. `one`: every token takes experts
-    0 .. topk-1, so that all goes to one expert when topk is 1 and to as few ranks as can be otherwise.
+    0 .. topk-1, so that all goes to one expert when topk is 1 and to as few ranks as can be otherwise. `next`: uniform
+    over the experts of the rank after `rank` (after the last the first), so that every row leaves its rank.
 
     `dropped`: the part of the selections that become -1 (their weights stay). `active`: only experts of these ranks are
     selected; where there are fewer than topk, the rest are -1. Weights are positive and sum to 1 per token, and are 0
@@ -91,6 +93,8 @@ def route(
     """
     name, skew = parse_routing(routing)
     ranks = list(range(shape.ranks)) if active is None else active
+    if name == "next":
+        ranks = [min((one for one in ranks if one > rank), default=ranks[0])]
     local = np.arange(shape.local_experts)
     experts = np.concatenate([rank * shape.local_experts + local for rank in ranks])
     count = min(shape.topk, len(experts))
