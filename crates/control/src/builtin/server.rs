@@ -29,6 +29,8 @@ const GREETING_TIME: Duration = Duration::from_secs(10);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Events of one pass; leases end only after a pass that took all.
 const EVENTS: usize = 256;
+/// A wake-up later than that means that this thread could not run.
+const STOOD_STILL: Duration = Duration::from_millis(100);
 
 const LISTENER: u64 = u64::MAX;
 const STOP: u64 = u64::MAX - 1;
@@ -204,6 +206,7 @@ impl Serving {
     fn run(mut self) {
         let mut events = [EpollEvent::empty(); EVENTS];
         loop {
+            let due = self.state.next_expiry();
             let seen = match self.epoll.wait(&mut events, self.timeout()) {
                 Ok(seen) => seen,
                 Err(nix::Error::EINTR) => 0,
@@ -217,6 +220,11 @@ impl Serving {
                 }
             }
             let now = Instant::now();
+            // A machine that was paused, or a process that got no processor: nobody could renew in that time.
+            if let Some(stood) = due.map(|due| now.saturating_duration_since(due)).filter(|stood| *stood > STOOD_STILL)
+            {
+                self.state.postpone(stood);
+            }
             // Renewals that have arrived count, however late this thread comes to read them.
             if seen < EVENTS {
                 self.state.expire(now, &mut self.peers);

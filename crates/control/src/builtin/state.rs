@@ -128,6 +128,15 @@ impl State {
         self.waits.expire(now, out, |key| self.records.contains_key(key));
     }
 
+    /// The store stood still for so long: as its clients may have too, every lease gets that time.
+    pub fn postpone(&mut self, stood: Duration) {
+        let later = |(expires, lease): (Instant, i64)| (expires + stood, lease);
+        self.expiries = std::mem::take(&mut self.expiries).into_iter().map(later).collect();
+        for state in self.leases.values_mut() {
+            state.expires += stood;
+        }
+    }
+
     /// When [`State::expire`] has something to do next.
     pub fn next_expiry(&self) -> Option<Instant> {
         let lease = self.expiries.first().map(|&(expires, _)| expires);

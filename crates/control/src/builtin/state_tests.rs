@@ -96,6 +96,23 @@ fn leases_end_to_the_moment() {
 }
 
 #[test]
+fn nobody_loses_a_lease_because_the_store_stood_still() {
+    let mut bench = Bench::new();
+    bench.ask(&Request::Grant(100_000));
+    bench.ask(&Request::Grant(200_000));
+    bench.put("a", 1);
+    bench.put("b", 2);
+    bench.state.postpone(Duration::from_millis(500));
+    assert_eq!(bench.next(), Some(600));
+    bench.at(550);
+    assert_eq!(bench.ask(&Request::Renew(1)), ["1.5: Done"]);
+    assert_eq!(bench.next(), Some(650));
+    bench.at(700);
+    assert_eq!(bench.ask(&Request::Renew(1)), ["1.6: Closed"]);
+    assert!(bench.state.leases.is_empty() && bench.next().is_none());
+}
+
+#[test]
 fn a_wait_ends_when_all_are_there_at_once() {
     let mut bench = Bench::new();
     let wait = Request::Wait { keys: vec!["a", "b", "a"], timeout_us: 10_000 };
