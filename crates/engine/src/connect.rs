@@ -11,7 +11,7 @@ use crossrail_proto as proto;
 use crossrail_shm::{Options as ShmOptions, Side};
 use crossrail_tcp::TcpLane;
 use crossrail_transport::Lane;
-use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Result};
+use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Rails, Result};
 
 use crate::core::{Inside, Lost};
 use crate::io::{About, BulkLane};
@@ -107,6 +107,10 @@ impl Shared {
     /// The two lines at an endpoint's creation.
     fn announce(&self, explain: &Explain) {
         if !explain.candidates.is_empty() {
+            if let rails @ Rails::Near(_) = &self.context.settings().net_devices {
+                let names: Vec<_> = self.context.devices().into_iter().flatten().map(|device| device.name).collect();
+                self.log.info(format_args!("rails      {}   (CROSSRAIL_NET_DEVICES={rails})", names.join(" ")));
+            }
             self.log.info(format_args!("{}", explain.available));
             self.log.info(format_args!("{}", explain.selected));
         }

@@ -7,6 +7,7 @@ use crossrail_topology::{Cpus, GpuSeen, Machine, NetDevice, Nic};
 use crossrail_types::{Result, Settings, TRANSPORTS};
 
 use crate::buffer::Memory;
+use crate::rails;
 
 /// One process's view of its devices and settings; makes memory and workers. Clones share it. Any thread may use it.
 #[derive(Clone)]
@@ -115,7 +116,7 @@ impl Context {
     /// `Io` when the system does not say what devices there are.
     pub fn info(&self) -> Result<Info> {
         let nics = crossrail_topology::nics()?;
-        let chosen = crossrail_topology::select(&self.0.settings.net_devices, &nics);
+        let chosen = rails::choose(&self.0.settings.net_devices, &nics);
         let defaults = Settings::default().shown();
         let settings = self.0.settings.shown().into_iter().zip(defaults);
         let settings = settings
@@ -137,7 +138,7 @@ impl Context {
 
     /// The rails that the settings allow.
     pub(crate) fn devices(&self) -> Result<Vec<NetDevice>> {
-        crossrail_topology::select(&self.0.settings.net_devices, &self.0.nics)
+        rails::choose(&self.0.settings.net_devices, &self.0.nics)
     }
 
     pub(crate) fn nics(&self) -> &[Nic] {
@@ -177,6 +178,18 @@ fn transports(settings: &Settings, rails: &[NetDevice]) -> Vec<TransportInfo> {
                     }
                     Err(error) => return unusable(name, error.to_string(), error.hint),
                 },
+                "cuda_ipc" => {
+                    let gpus = crossrail_topology::gpus();
+                    if gpus.is_empty() {
+                        return unusable(name, "no GPU".to_owned(), None);
+                    }
+                    if !settings.tls.allows("shm") && settings.tls.allows(name) {
+                        let reason =
+                            format!("it needs shm's Unix socket, and CROSSRAIL_TLS={} leaves shm out", settings.tls);
+                        return unusable(name, reason, Some("add shm to CROSSRAIL_TLS".to_owned()));
+                    }
+                    format!("{} GPUs seen; peer access is tried with each peer", gpus.len())
+                }
                 _ => {
                     let names: Vec<_> = rails.iter().map(|rail| rail.name.as_str()).collect();
                     format!("{} rails: {}", rails.len(), names.join(" "))

@@ -27,6 +27,7 @@ mod mapped;
 pub mod meet;
 mod ops;
 mod progress;
+mod rails;
 mod region;
 mod request;
 mod select;
@@ -36,7 +37,7 @@ mod worker;
 
 pub use buffer::{Buffer, Memory};
 pub use context::{Context, DeviceInfo, Info, TransportInfo};
-pub use crossrail_types::{Error, ErrorKind, Filter, IoThreads, LogLevel, Result, Secret, Settings};
+pub use crossrail_types::{Error, ErrorKind, Filter, IoThreads, LogLevel, Rails, Result, Secret, Settings, Unpack};
 pub use endpoint::{Endpoint, LaneReport, Op};
 pub use mapped::{Mapped, Shared};
 pub use region::{Region, RegionKey};

@@ -26,7 +26,7 @@ impl Shared {
         let tcp = transports.iter().any(|name| name == "tcp");
         let (control, port) = self.control_bindings()?;
         let beyond = control.iter().any(|binding| !binding.address.is_loopback());
-        let named = settings.net_devices != crossrail_types::Filter::All;
+        let named = settings.net_devices != crossrail_types::Rails::default();
         let rails = if tcp { self.context.devices()? } else { Vec::new() };
         // Rails listen where the worker itself does; further only where the user names them.
         let rails = rails.into_iter().filter(|device| device.loopback || beyond || named).flat_map(|device| {

@@ -64,7 +64,7 @@ pub(crate) fn eager_max(eager: &Cost, bulk: &Cost, limit: usize) -> usize {
 pub struct Candidate {
     /// As `shm(cma)`, `tcp/eth1`.
     pub lane: String,
-    /// `self`, `shm` or `tcp`.
+    /// `self`, `shm`, `cuda_ipc` or `tcp`.
     pub transport: String,
     /// The device, for `tcp`.
     pub device: Option<String>,

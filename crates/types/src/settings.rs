@@ -12,7 +12,7 @@ use crate::{Error, ErrorKind, Result};
 const PREFIX: &str = "CROSSRAIL_";
 
 /// The transports of this release, as `CROSSRAIL_TLS` names them.
-pub const TRANSPORTS: [&str; 3] = ["self", "shm", "tcp"];
+pub const TRANSPORTS: [&str; 4] = ["self", "shm", "cuda_ipc", "tcp"];
 
 /// Which of several named things may be used: `all`, `shm,tcp`, `^tcp`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -74,6 +74,84 @@ impl fmt::Display for Filter {
             Filter::Only(names) => write!(f, "{}", names.join(",")),
             Filter::Except(names) => write!(f, "^{}", names.join(",")),
         }
+    }
+}
+
+/// Which network devices are rails.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Rails {
+    /// Those that the filter leaves.
+    Named(Filter),
+    /// Those nearest to that GPU, by its number in CUDA's order; `None`: to the first.
+    Near(Option<u32>),
+}
+
+impl Default for Rails {
+    fn default() -> Rails {
+        Rails::Named(Filter::All)
+    }
+}
+
+impl Rails {
+    fn parse(text: &str) -> Parsed<Rails> {
+        let text = text.trim();
+        if text == "near" {
+            return Ok(Rails::Near(None));
+        }
+        match text.strip_prefix("near:").map(|gpu| gpu.trim_start_matches("cuda:")) {
+            Some(gpu) => gpu
+                .parse()
+                .map(|gpu| Rails::Near(Some(gpu)))
+                .map_err(|_| "names no GPU after `near:`, whose number it wants".to_owned()),
+            None => Filter::parse(text).map(Rails::Named),
+        }
+    }
+}
+
+impl fmt::Display for Rails {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Rails::Named(filter) => filter.fmt(f),
+            Rails::Near(None) => f.write_str("near"),
+            Rails::Near(Some(gpu)) => write!(f, "near:{gpu}"),
+        }
+    }
+}
+
+/// How bytes that came over the network get from their bounce slots to where they belong in GPU memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Unpack {
+    /// One kernel launch for many pieces.
+    #[default]
+    Kernel,
+    /// A copy for each piece, by a copy engine.
+    D2d,
+    /// Gathered by a processor first, then one copy.
+    Host,
+}
+
+impl Unpack {
+    const NAMES: [(&'static str, Unpack); 3] =
+        [("kernel", Unpack::Kernel), ("d2d", Unpack::D2d), ("host", Unpack::Host)];
+}
+
+impl fmt::Display for Unpack {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = Unpack::NAMES.iter().find(|(_, way)| way == self).map_or("", |(name, _)| name);
+        f.write_str(name)
+    }
+}
+
+impl std::str::FromStr for Unpack {
+    type Err = Error;
+
+    /// `kernel`, `d2d` or `host`; [`ErrorKind::Usage`] for anything else.
+    fn from_str(text: &str) -> Result<Unpack> {
+        let found = Unpack::NAMES.iter().find(|(name, _)| *name == text.trim());
+        found.map(|(_, way)| *way).ok_or_else(|| {
+            Error::new(ErrorKind::Usage, "unpack", format!("{text:?} is no way to unpack"))
+                .with_hint("known: kernel, d2d, host")
+        })
     }
 }
 
@@ -327,7 +405,7 @@ const TRANSPORT_FILTER: Form<Filter> = Form {
     show: |filter| Some(filter.to_string()),
 };
 
-const DEVICE_FILTER: Form<Filter> = Form { parse: Filter::parse, show: |filter| Some(filter.to_string()) };
+const RAILS: Form<Rails> = Form { parse: Rails::parse, show: |rails| Some(rails.to_string()) };
 
 const DEVICE: Form<Option<String>> = Form {
     parse: |text| match text.trim() {
@@ -345,6 +423,20 @@ const CHUNK: Form<usize> = Form {
         Ok(_) => Err("is out of range".to_owned()),
     },
     show: |bytes| Some(format_size(*bytes as u64)),
+};
+
+const BOUNCE: Form<usize> = Form {
+    parse: |text| match parse_size(text) {
+        Err(error) => Err(why(&error)),
+        Ok(bytes @ 0x10_0000..=0x40_0000_0000) => usize::try_from(bytes).map_err(|_| "does not fit".to_owned()),
+        Ok(_) => Err("is out of range".to_owned()),
+    },
+    show: |bytes| Some(format_size(*bytes as u64)),
+};
+
+const UNPACK: Form<Unpack> = Form {
+    parse: |text| text.parse().map_err(|_| "is no way to unpack".to_owned()),
+    show: |way| Some(way.to_string()),
 };
 
 const TIMEOUT: Form<Duration> = Form {
@@ -431,10 +523,10 @@ fn why(error: &Error) -> String {
 settings! {
     /// Which transports may be used.
     tls: Filter = Filter::All,
-        "CROSSRAIL_TLS" accepts "`all`, a list such as `shm,tcp`, or all but some: `^tcp` (known: self, shm, tcp)" as TRANSPORT_FILTER;
+        "CROSSRAIL_TLS" accepts "`all`, a list such as `shm,tcp`, or all but some: `^tcp` (known: self, shm, cuda_ipc, tcp)" as TRANSPORT_FILTER;
     /// Which network devices carry data; each is one rail. A local address such as 127.0.0.2 is a device too.
-    net_devices: Filter = Filter::All,
-        "CROSSRAIL_NET_DEVICES" accepts "`all`, a list such as `eth1,eth2` or `127.0.0.1,127.0.0.2`, or all but some: `^eth0`" as DEVICE_FILTER;
+    net_devices: Rails = Rails::Named(Filter::All),
+        "CROSSRAIL_NET_DEVICES" accepts "`all`, a list such as `eth1,eth2` or `127.0.0.1,127.0.0.2`, all but some: `^eth0`, or `near` (`near:1`): those nearest to the first GPU (to GPU 1)" as RAILS;
     /// The device that carries control traffic; unset: the one the peer's address is reached through.
     control_device: Option<String> = None,
         "CROSSRAIL_CONTROL_DEVICE" accepts "the name of one interface, or one local address" as DEVICE;
@@ -447,6 +539,13 @@ settings! {
     /// Connections per rail.
     channels: u32 = 1,
         "CROSSRAIL_CHANNELS" accepts "a number from 1 to 64" as count_form::<1, 64>();
+    /// Pinned host memory through which the network reaches one GPU's memory, half of it each way; taken when that is
+    /// first used.
+    bounce: usize = 128 << 20,
+        "CROSSRAIL_BOUNCE" accepts "a size from 1M to 256G" as BOUNCE;
+    /// How what came over the network gets to its place in GPU memory.
+    unpack: Unpack = Unpack::Kernel,
+        "CROSSRAIL_UNPACK" accepts "`kernel`: one launch for many pieces, `d2d`: a copy for each piece, `host`: gathered by a processor, then one copy" as UNPACK;
     /// Threads that move bytes over the network.
     io_threads: IoThreads = IoThreads::Auto,
         "CROSSRAIL_IO_THREADS" accepts "`auto`, or a number from 1 to 256" as IO_THREADS;

@@ -12,7 +12,8 @@ fn names(list: &[&str]) -> Vec<String> {
 fn an_empty_environment_gives_the_defaults() {
     let settings = from(&[("PATH", "/bin"), ("crossrail_tls", "nonsense")]).unwrap();
     assert_eq!(settings.tls, Filter::All);
-    assert_eq!(settings.net_devices, Filter::All);
+    assert_eq!(settings.net_devices, Rails::Named(Filter::All));
+    assert_eq!((settings.bounce, settings.unpack), (128 << 20, Unpack::Kernel));
     assert_eq!(settings.control_device, None);
     assert_eq!(settings.chunk, 2 << 20);
     assert_eq!(settings.window, 16);
@@ -33,6 +34,8 @@ fn every_setting_is_read() {
         ("CROSSRAIL_CHUNK", "512K"),
         ("CROSSRAIL_WINDOW", "32"),
         ("CROSSRAIL_CHANNELS", "4"),
+        ("CROSSRAIL_BOUNCE", "64M"),
+        ("CROSSRAIL_UNPACK", "d2d"),
         ("CROSSRAIL_IO_THREADS", "2"),
         ("CROSSRAIL_TIMEOUT", "1.5"),
         ("CROSSRAIL_SECRET", "hunter2"),
@@ -42,7 +45,8 @@ fn every_setting_is_read() {
     ])
     .unwrap();
     assert_eq!(settings.tls, Filter::Only(names(&["shm", "tcp"])));
-    assert_eq!(settings.net_devices, Filter::Except(names(&["eth0", "eth5"])));
+    assert_eq!(settings.net_devices, Rails::Named(Filter::Except(names(&["eth0", "eth5"]))));
+    assert_eq!((settings.bounce, settings.unpack), (64 << 20, Unpack::D2d));
     assert_eq!(settings.control_device.as_deref(), Some("eth0"));
     assert_eq!((settings.chunk, settings.window, settings.channels), (512 << 10, 32, 4));
     assert_eq!(settings.io_threads, IoThreads::Count(2));
@@ -59,17 +63,22 @@ fn every_setting_is_read() {
 #[test]
 fn a_bad_value_names_setting_value_and_accepted_form() {
     for (name, value, form) in [
-        ("CROSSRAIL_TLS", "rdma", "known: self, shm, tcp"),
-        ("CROSSRAIL_TLS", "^shm,rdma", "known: self, shm, tcp"),
+        ("CROSSRAIL_TLS", "rdma", "known: self, shm, cuda_ipc, tcp"),
+        ("CROSSRAIL_TLS", "^shm,rdma", "known: self, shm, cuda_ipc, tcp"),
         ("CROSSRAIL_TLS", "", "`all`"),
         ("CROSSRAIL_TLS", "shm,^tcp", "`^tcp`"),
         ("CROSSRAIL_TLS", "shm,shm", "twice"),
         ("CROSSRAIL_TLS", "all,shm", "`all`"),
         ("CROSSRAIL_TLS", "^all", "`all`"),
-        ("CROSSRAIL_TLS", "SHM", "known: self, shm, tcp"),
+        ("CROSSRAIL_TLS", "SHM", "known: self, shm, cuda_ipc, tcp"),
         ("CROSSRAIL_NET_DEVICES", "eth1,,eth2", "eth1,eth2"),
         ("CROSSRAIL_NET_DEVICES", "127.0.0.2,127.0.0.2", "names 127.0.0.2 twice"),
         ("CROSSRAIL_NET_DEVICES", "^", "^eth0"),
+        ("CROSSRAIL_NET_DEVICES", "near:", "near:1"),
+        ("CROSSRAIL_NET_DEVICES", "near:a100", "near:1"),
+        ("CROSSRAIL_BOUNCE", "1K", "1M to 256G"),
+        ("CROSSRAIL_BOUNCE", "lots", "1M to 256G"),
+        ("CROSSRAIL_UNPACK", "cpu", "`host`"),
         ("CROSSRAIL_CONTROL_DEVICE", "eth0,eth1", "one interface"),
         ("CROSSRAIL_CONTROL_DEVICE", " ", "one interface"),
         ("CROSSRAIL_CHUNK", "2MB", "4K to 1G"),
@@ -174,6 +183,19 @@ fn filters_allow_what_they_say() {
     assert!(Filter::All.allows("shm"));
     assert!(only.allows("shm") && !only.allows("tcp"));
     assert!(!except.allows("shm") && except.allows("tcp"));
+}
+
+#[test]
+fn rails_may_be_those_near_a_gpu() {
+    for (text, rails) in [
+        ("near", Rails::Near(None)),
+        ("near:3", Rails::Near(Some(3))),
+        ("near:cuda:1", Rails::Near(Some(1))),
+        ("nearby", Rails::Named(Filter::Only(names(&["nearby"])))),
+    ] {
+        assert_eq!(from(&[("CROSSRAIL_NET_DEVICES", text)]).unwrap().net_devices, rails, "{text}");
+    }
+    assert_eq!(Rails::Near(Some(3)).to_string(), "near:3");
 }
 
 #[test]
