@@ -1,14 +1,16 @@
 //! Primary contexts: the ones that the CUDA runtime, and so PyTorch, uses too.
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::fmt;
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use crossrail_types::{Error, ErrorKind, Result};
 use cudarc::driver::sys::CUcontext;
 
 use crate::raw::{Code, Raw};
-use crate::{Cuda, Device};
+use crate::{Cuda, Device, Relaxed};
 
 const PEER_ACCESS_ALREADY_ENABLED: Code = 704;
 
@@ -24,7 +26,8 @@ pub struct MemoryInfo {
 /// A GPU's primary context, retained as long as a clone of this lives. Everything made in it keeps it.
 ///
 /// It never stays current on a thread: each operation makes it current and then restores what was, so that a
-/// caller's own choice of device is not disturbed.
+/// caller's own choice of device is not disturbed. Nor does any break a graph that another thread captures
+/// ([`Cuda::relaxed`]). Who makes many calls in a row saves both by [`Context::enter`].
 #[derive(Clone)]
 pub struct Context(Arc<Primary>);
 
@@ -58,6 +61,7 @@ impl Context {
     /// A failed call; [`ErrorKind::Exhausted`] when the GPU has no memory left for a context.
     pub fn primary(device: &Device) -> Result<Context> {
         let cuda = device.cuda();
+        let _relaxed = cuda.relaxed();
         let mut raw: CUcontext = std::ptr::null_mut();
         // SAFETY: `raw` is a valid place for one handle.
         let code = unsafe { (cuda.raw().cuDevicePrimaryCtxRetain)(&mut raw, device.raw()) };
@@ -103,6 +107,19 @@ impl Context {
         })
     }
 
+    /// Makes it current on this thread until the result is dropped: calls in between need not do so each by itself.
+    /// For loops and threads of our own; nobody else may change the thread's current context meanwhile. Several
+    /// are dropped in the reverse of the order in which they were made.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn enter(&self) -> Result<Entered<'_>> {
+        let relaxed = self.cuda().relaxed();
+        let pop = self.push("context")?;
+        let before = ENTERED.replace(self.raw());
+        Ok(Entered { before, _pop: pop, _relaxed: relaxed })
+    }
+
     pub(crate) fn raw(&self) -> CUcontext {
         self.0.raw
     }
@@ -120,11 +137,20 @@ impl Context {
     /// Like [`Context::run`], with the call's code as it is.
     pub(crate) fn current(&self, operation: &str, body: impl FnOnce(&Raw) -> Code) -> Result<Code> {
         let raw = self.cuda().raw();
-        // SAFETY: the context is retained; it is popped below, on this thread, by `Pop`.
+        if ENTERED.get() == self.raw() {
+            return Ok(body(raw));
+        }
+        let _relaxed = self.cuda().relaxed();
+        let _pop = self.push(operation)?;
+        Ok(body(raw))
+    }
+
+    fn push(&self, operation: &str) -> Result<Pop<'_>> {
+        let raw = self.cuda().raw();
+        // SAFETY: the context is retained; it is popped on this thread by `Pop`, which can't leave it.
         let code = unsafe { (raw.cuCtxPushCurrent_v2)(self.raw()) };
         self.check(operation, "cuCtxPushCurrent", code)?;
-        let _pop = Pop(raw);
-        Ok(body(raw))
+        Ok(Pop(raw, PhantomData))
     }
 
     pub(crate) fn check(&self, operation: &str, call: &str, code: Code) -> Result<()> {
@@ -135,13 +161,38 @@ impl Context {
     }
 }
 
-/// Restores the context that was current before.
-struct Pop<'a>(&'a Raw);
+thread_local! {
+    /// The context that the innermost `Entered` of this thread made current; null outside.
+    static ENTERED: Cell<CUcontext> = const { Cell::new(std::ptr::null_mut()) };
+}
+
+/// A context is current on this thread as long as this lives; then what was before is again.
+#[must_use = "the context is current only as long as this lives"]
+pub struct Entered<'a> {
+    before: CUcontext,
+    _pop: Pop<'a>,
+    _relaxed: Relaxed<'a>,
+}
+
+impl fmt::Debug for Entered<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Entered")
+    }
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        ENTERED.set(self.before);
+    }
+}
+
+/// Restores the context that was current before, on the same thread.
+struct Pop<'a>(&'a Raw, PhantomData<*const ()>);
 
 impl Drop for Pop<'_> {
     fn drop(&mut self) {
         let mut popped: CUcontext = std::ptr::null_mut();
-        // SAFETY: pushed on this thread by `current`, whose body can't leave it; `popped` is a place for one handle.
+        // SAFETY: pushed on this thread by `push`, which the type can't leave; `popped` is a place for one handle.
         unsafe { (self.0.cuCtxPopCurrent_v2)(&mut popped) };
     }
 }

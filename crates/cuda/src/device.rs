@@ -144,6 +144,14 @@ impl Device {
         Ok(self.attribute(attribute)? != 0)
     }
 
+    /// Whether its streams can write, and wait for, 64-bit words; 32-bit ones all can.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn has_values64(&self) -> Result<bool> {
+        Ok(self.attribute(Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS)? != 0)
+    }
+
     /// Whether kernels and copies of this GPU can reach the memory of `peer` without the host.
     ///
     /// # Errors

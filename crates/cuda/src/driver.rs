@@ -157,6 +157,14 @@ impl Cuda {
         &self.raw
     }
 
+    /// A function that not every driver has.
+    pub(crate) fn optional<F: Copy>(&self, operation: &str, call: &str, function: Option<F>) -> Result<F> {
+        function.ok_or_else(|| {
+            Error::new(ErrorKind::Unsupported, operation, format!("this CUDA driver lacks {call}"))
+                .with_hint("update NVIDIA's driver; everything else works without it")
+        })
+    }
+
     /// Nothing for success; else an error with the call, the code's name, number and text.
     pub(crate) fn check(&self, operation: &str, call: &str, code: Code) -> Result<()> {
         if code == 0 {

@@ -8,7 +8,8 @@
 //! Device      name, architecture, PCI address, NUMA node    Context   the primary context, shared with PyTorch
 //! Stream      own, or a caller's raw handle                 Event     a point in a stream
 //! DeviceMemory, PinnedMemory     plain allocations          RegisteredMemory       host memory that was there already
-//! Allocation, Mapping            memory for other processes
+//! Allocation, Mapping            memory for other processes                  IpcHandle, IpcMapping   the older way
+//! Relaxed, Entered               guards for threads                          Capture, Graph         recorded work
 //! PointerInfo what an address is                            Module, Function       compiled kernels
 //! nvrtc       source to machine code, kept on disk
 //! ```
@@ -16,27 +17,32 @@
 //! Handles may be used from any thread. Operations that name addresses are unsafe: the driver does not know who
 //! else uses them. Every wait is bounded.
 
+mod capture;
 mod context;
 mod device;
 mod driver;
 mod event;
+mod ipc;
 mod memory;
 mod module;
 pub mod nvrtc;
 mod pointer;
 mod raw;
 mod stream;
+mod values;
 mod vmm;
 
-pub use context::{Context, MemoryInfo};
+pub use capture::{Capture, Graph, Relaxed};
+pub use context::{Context, Entered, MemoryInfo};
 pub use device::{Arch, Device};
 pub use driver::{Absent, Cuda, MIN_DRIVER};
 pub use event::Event;
+pub use ipc::{IpcHandle, IpcMapping};
 pub use memory::{DeviceMemory, PinnedMemory, RegisteredMemory};
 pub use module::{Function, Grid, KernelArgs, Module, Usage};
 pub use pointer::{MemoryKind, PointerInfo};
 pub use stream::Stream;
-pub use vmm::{Allocation, Mapping};
+pub use vmm::{Allocation, MappedPiece, Mapping};
 
 #[cfg(test)]
 mod tests {
@@ -47,6 +53,7 @@ mod tests {
         fn check<T: Send + Sync>() {}
         check::<(Cuda, Device, Context, Stream, Event)>();
         check::<(DeviceMemory, PinnedMemory, RegisteredMemory, Allocation, Mapping, Module, Function)>();
+        check::<(IpcHandle, IpcMapping, MappedPiece)>();
         check::<(nvrtc::Library, nvrtc::Compiler, nvrtc::Cache)>();
     }
 }

@@ -126,6 +126,19 @@ impl Function {
         })
     }
 
+    /// Lets a launch have up to `bytes` of dynamic shared memory, where that is more than the usual 48 KiB.
+    ///
+    /// # Errors
+    /// A failed call, as for more than the GPU has.
+    pub fn allow_shared(&self, bytes: u32) -> Result<()> {
+        let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let value = c_int::try_from(bytes).unwrap_or(c_int::MAX);
+        // SAFETY: the function is alive.
+        self.context().run(&format!("kernel {}", self.name), "cuFuncSetAttribute", |raw| unsafe {
+            (raw.cuFuncSetAttribute)(self.raw, attribute, value)
+        })
+    }
+
     fn attribute(&self, attribute: Attribute) -> Result<u32> {
         let mut value: c_int = 0;
         // SAFETY: the function is alive; `value` is a valid place for one int.

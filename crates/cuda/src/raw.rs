@@ -1,8 +1,9 @@
 //! The driver's functions, looked up by name when the driver is loaded.
 //!
 //! Types and signatures are cudarc's: a line of the table that differs from them does not compile. The symbols are
-//! looked up here, all at once, so that one that is missing is a state (`Absent`) and not a panic in mid-run; and
-//! codes come back as numbers, since a driver newer than its bindings has codes that these do not know.
+//! looked up here, all at once, so that one that is missing is a state (`Absent`) and not a panic in mid-run; those
+//! that only one feature needs are optional, and without them that feature is unsupported. Codes come back as
+//! numbers, since a driver newer than its bindings has codes that these do not know.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
@@ -14,23 +15,29 @@ use libloading::Library;
 pub(crate) type Code = u32;
 
 macro_rules! table {
-    ($( $name:ident($($arg:ty),* $(,)?); )+) => {
+    (
+        required { $( $name:ident($($arg:ty),* $(,)?); )+ }
+        optional { $( $extra:ident($($extra_arg:ty),* $(,)?); )+ }
+    ) => {
         $( const _: unsafe fn($($arg),*) -> CUresult = $name; )+
+        $( const _: unsafe fn($($extra_arg),*) -> CUresult = $extra; )+
 
         /// The driver's functions.
         #[allow(non_snake_case)]
         pub(crate) struct Raw {
             $( pub(crate) $name: unsafe extern "C" fn($($arg),*) -> Code, )+
+            $( pub(crate) $extra: Option<unsafe extern "C" fn($($extra_arg),*) -> Code>, )+
             pub(crate) cuGetErrorName: unsafe extern "C" fn(Code, *mut *const c_char) -> Code,
             pub(crate) cuGetErrorString: unsafe extern "C" fn(Code, *mut *const c_char) -> Code,
             _library: Library,
         }
 
         impl Raw {
-            /// Looks every function up; `Err` is the name of the first that `library` does not have.
+            /// Looks every function up; `Err` is the name of the first required one that `library` does not have.
             pub(crate) fn new(library: Library) -> Result<Raw, &'static str> {
                 Ok(Raw {
                     $( $name: symbol(&library, stringify!($name))?, )+
+                    $( $extra: symbol(&library, stringify!($extra)).ok(), )+
                     cuGetErrorName: symbol(&library, "cuGetErrorName")?,
                     cuGetErrorString: symbol(&library, "cuGetErrorString")?,
                     _library: library,
@@ -52,59 +59,79 @@ fn symbol<F: Copy>(library: &Library, name: &'static str) -> Result<F, &'static 
 }
 
 table! {
-    cuInit(c_uint);
-    cuDeviceGetCount(*mut c_int);
-    cuDeviceGet(*mut CUdevice, c_int);
-    cuDeviceGetName(*mut c_char, c_int, CUdevice);
-    cuDeviceGetUuid_v2(*mut CUuuid, CUdevice);
-    cuDeviceGetAttribute(*mut c_int, CUdevice_attribute, CUdevice);
-    cuDeviceTotalMem_v2(*mut usize, CUdevice);
-    cuDeviceGetPCIBusId(*mut c_char, c_int, CUdevice);
-    cuDeviceCanAccessPeer(*mut c_int, CUdevice, CUdevice);
-    cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice);
-    cuDevicePrimaryCtxRelease_v2(CUdevice);
-    cuCtxPushCurrent_v2(CUcontext);
-    cuCtxPopCurrent_v2(*mut CUcontext);
-    cuCtxEnablePeerAccess(CUcontext, c_uint);
-    cuMemGetInfo_v2(*mut usize, *mut usize);
-    cuStreamCreateWithPriority(*mut CUstream, c_uint, c_int);
-    cuStreamDestroy_v2(CUstream);
-    cuStreamQuery(CUstream);
-    cuStreamWaitEvent(CUstream, CUevent, c_uint);
-    cuStreamGetCtx(CUstream, *mut CUcontext);
-    cuEventCreate(*mut CUevent, c_uint);
-    cuEventDestroy_v2(CUevent);
-    cuEventRecord(CUevent, CUstream);
-    cuEventQuery(CUevent);
-    cuEventElapsedTime(*mut f32, CUevent, CUevent);
-    cuMemAlloc_v2(*mut CUdeviceptr, usize);
-    cuMemFree_v2(CUdeviceptr);
-    cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
-    cuMemFreeHost(*mut c_void);
-    cuMemHostGetDevicePointer_v2(*mut CUdeviceptr, *mut c_void, c_uint);
-    cuMemHostRegister_v2(*mut c_void, usize, c_uint);
-    cuMemHostUnregister(*mut c_void);
-    cuMemcpyAsync(CUdeviceptr, CUdeviceptr, usize, CUstream);
-    cuMemcpyPeerAsync(CUdeviceptr, CUcontext, CUdeviceptr, CUcontext, usize, CUstream);
-    cuMemsetD8Async(CUdeviceptr, c_uchar, usize, CUstream);
-    cuMemCreate(*mut CUmemGenericAllocationHandle, usize, *const CUmemAllocationProp, c_ulonglong);
-    cuMemRelease(CUmemGenericAllocationHandle);
-    cuMemExportToShareableHandle(*mut c_void, CUmemGenericAllocationHandle, CUmemAllocationHandleType, c_ulonglong);
-    cuMemImportFromShareableHandle(*mut CUmemGenericAllocationHandle, *mut c_void, CUmemAllocationHandleType);
-    cuMemGetAllocationGranularity(*mut usize, *const CUmemAllocationProp, CUmemAllocationGranularity_flags);
-    cuMemAddressReserve(*mut CUdeviceptr, usize, usize, CUdeviceptr, c_ulonglong);
-    cuMemAddressFree(CUdeviceptr, usize);
-    cuMemMap(CUdeviceptr, usize, usize, CUmemGenericAllocationHandle, c_ulonglong);
-    cuMemUnmap(CUdeviceptr, usize);
-    cuMemSetAccess(CUdeviceptr, usize, *const CUmemAccessDesc, usize);
-    cuMemRetainAllocationHandle(*mut CUmemGenericAllocationHandle, *mut c_void);
-    cuPointerGetAttributes(c_uint, *mut CUpointer_attribute, *mut *mut c_void, CUdeviceptr);
-    cuModuleLoadData(*mut CUmodule, *const c_void);
-    cuModuleUnload(CUmodule);
-    cuModuleGetFunction(*mut CUfunction, CUmodule, *const c_char);
-    cuFuncGetAttribute(*mut c_int, CUfunction_attribute, CUfunction);
-    cuLaunchKernel(
-        CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void,
-        *mut *mut c_void,
-    );
+    required {
+        cuInit(c_uint);
+        cuDeviceGetCount(*mut c_int);
+        cuDeviceGet(*mut CUdevice, c_int);
+        cuDeviceGetName(*mut c_char, c_int, CUdevice);
+        cuDeviceGetUuid_v2(*mut CUuuid, CUdevice);
+        cuDeviceGetAttribute(*mut c_int, CUdevice_attribute, CUdevice);
+        cuDeviceTotalMem_v2(*mut usize, CUdevice);
+        cuDeviceGetPCIBusId(*mut c_char, c_int, CUdevice);
+        cuDeviceCanAccessPeer(*mut c_int, CUdevice, CUdevice);
+        cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice);
+        cuDevicePrimaryCtxRelease_v2(CUdevice);
+        cuCtxPushCurrent_v2(CUcontext);
+        cuCtxPopCurrent_v2(*mut CUcontext);
+        cuCtxEnablePeerAccess(CUcontext, c_uint);
+        cuMemGetInfo_v2(*mut usize, *mut usize);
+        cuStreamCreateWithPriority(*mut CUstream, c_uint, c_int);
+        cuStreamDestroy_v2(CUstream);
+        cuStreamQuery(CUstream);
+        cuStreamWaitEvent(CUstream, CUevent, c_uint);
+        cuStreamGetCtx(CUstream, *mut CUcontext);
+        cuEventCreate(*mut CUevent, c_uint);
+        cuEventDestroy_v2(CUevent);
+        cuEventRecord(CUevent, CUstream);
+        cuEventQuery(CUevent);
+        cuEventElapsedTime(*mut f32, CUevent, CUevent);
+        cuMemAlloc_v2(*mut CUdeviceptr, usize);
+        cuMemFree_v2(CUdeviceptr);
+        cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
+        cuMemFreeHost(*mut c_void);
+        cuMemHostGetDevicePointer_v2(*mut CUdeviceptr, *mut c_void, c_uint);
+        cuMemHostRegister_v2(*mut c_void, usize, c_uint);
+        cuMemHostUnregister(*mut c_void);
+        cuMemcpyAsync(CUdeviceptr, CUdeviceptr, usize, CUstream);
+        cuMemcpyPeerAsync(CUdeviceptr, CUcontext, CUdeviceptr, CUcontext, usize, CUstream);
+        cuMemsetD8Async(CUdeviceptr, c_uchar, usize, CUstream);
+        cuMemCreate(*mut CUmemGenericAllocationHandle, usize, *const CUmemAllocationProp, c_ulonglong);
+        cuMemRelease(CUmemGenericAllocationHandle);
+        cuMemExportToShareableHandle(*mut c_void, CUmemGenericAllocationHandle, CUmemAllocationHandleType, c_ulonglong);
+        cuMemImportFromShareableHandle(*mut CUmemGenericAllocationHandle, *mut c_void, CUmemAllocationHandleType);
+        cuMemGetAllocationGranularity(*mut usize, *const CUmemAllocationProp, CUmemAllocationGranularity_flags);
+        cuMemAddressReserve(*mut CUdeviceptr, usize, usize, CUdeviceptr, c_ulonglong);
+        cuMemAddressFree(CUdeviceptr, usize);
+        cuMemMap(CUdeviceptr, usize, usize, CUmemGenericAllocationHandle, c_ulonglong);
+        cuMemUnmap(CUdeviceptr, usize);
+        cuMemSetAccess(CUdeviceptr, usize, *const CUmemAccessDesc, usize);
+        cuMemRetainAllocationHandle(*mut CUmemGenericAllocationHandle, *mut c_void);
+        cuPointerGetAttributes(c_uint, *mut CUpointer_attribute, *mut *mut c_void, CUdeviceptr);
+        cuModuleLoadData(*mut CUmodule, *const c_void);
+        cuModuleUnload(CUmodule);
+        cuModuleGetFunction(*mut CUfunction, CUmodule, *const c_char);
+        cuFuncGetAttribute(*mut c_int, CUfunction_attribute, CUfunction);
+        cuFuncSetAttribute(CUfunction, CUfunction_attribute, c_int);
+        cuLaunchKernel(
+            CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void,
+            *mut *mut c_void,
+        );
+    }
+    optional {
+        cuThreadExchangeStreamCaptureMode(*mut CUstreamCaptureMode);
+        cuStreamIsCapturing(CUstream, *mut CUstreamCaptureStatus);
+        cuStreamWriteValue32_v2(CUstream, CUdeviceptr, cuuint32_t, c_uint);
+        cuStreamWriteValue64_v2(CUstream, CUdeviceptr, cuuint64_t, c_uint);
+        cuStreamWaitValue32_v2(CUstream, CUdeviceptr, cuuint32_t, c_uint);
+        cuStreamWaitValue64_v2(CUstream, CUdeviceptr, cuuint64_t, c_uint);
+        cuStreamBeginCapture_v2(CUstream, CUstreamCaptureMode);
+        cuStreamEndCapture(CUstream, *mut CUgraph);
+        cuGraphInstantiateWithFlags(*mut CUgraphExec, CUgraph, c_ulonglong);
+        cuGraphLaunch(CUgraphExec, CUstream);
+        cuGraphExecDestroy(CUgraphExec);
+        cuGraphDestroy(CUgraph);
+        cuIpcGetMemHandle(*mut CUipcMemHandle, CUdeviceptr);
+        cuIpcOpenMemHandle_v2(*mut CUdeviceptr, CUipcMemHandle, c_uint);
+        cuIpcCloseMemHandle(CUdeviceptr);
+    }
 }

@@ -13,7 +13,7 @@ use cudarc::driver::sys::{
 
 use crate::memory::{check_len, with_sums};
 use crate::raw::{Code, Raw};
-use crate::{Context, Cuda, Device};
+use crate::{Context, Cuda, Device, PointerInfo};
 
 const DESCRIPTOR: CUmemAllocationHandleType = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
@@ -32,7 +32,8 @@ struct Handle {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // SAFETY: made by `new` or `import`, released once. Mappings keep the memory.
+        let _relaxed = self.cuda.relaxed();
+        // SAFETY: made by `new` or `import`, or retained, released once. Mappings keep the memory.
         unsafe { (self.cuda.raw().cuMemRelease)(self.raw) };
     }
 }
@@ -92,13 +93,35 @@ impl Allocation {
     /// A failed call: plain allocations have no such handle.
     pub fn of_address(context: &Context, address: u64, len: usize) -> Result<Allocation> {
         check_len(len)?;
-        let mut handle = 0;
-        context.run("memory", "cuMemRetainAllocationHandle", |raw| {
-            // SAFETY: `handle` is a valid place for one handle; the driver refuses an address that it did not map.
-            unsafe { (raw.cuMemRetainAllocationHandle)(&mut handle, address as usize as *mut c_void) }
-        })?;
+        let raw = retain(context, address)?;
         let (cuda, device) = (context.cuda().clone(), context.device().ordinal());
-        Ok(Allocation(Arc::new(Handle { cuda, device, raw: handle, len })))
+        Ok(Allocation(Arc::new(Handle { cuda, device, raw, len })))
+    }
+
+    /// The memory behind all of `[address, address + len)`, which may be mapped there from several allocations one
+    /// after the other, as PyTorch's expandable segments are: each whole, with the addresses where it is mapped. The
+    /// first begins at or before `address`, and the last ends at or behind the end.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Usage`] for 0 bytes; [`ErrorKind::Unsupported`], which says where, for a part that is not memory
+    /// of this kind, or may not be exported, and for more than `most` allocations.
+    pub fn of_range(context: &Context, address: u64, len: usize, most: usize) -> Result<Vec<MappedPiece>> {
+        check_len(len)?;
+        let too_long = || Error::new(ErrorKind::Usage, "memory", format!("{len} bytes at {address:#x} are too many"));
+        let end = address.checked_add(len as u64).ok_or_else(too_long)?;
+        let mut pieces = Vec::new();
+        let mut at = address;
+        while at < end {
+            if pieces.len() == most {
+                let detail = format!("{len} bytes at {address:#x} are more than {most} allocations");
+                return Err(Error::new(ErrorKind::Unsupported, "memory", detail)
+                    .with_hint("fewer, larger segments (PYTORCH_CUDA_ALLOC_CONF) can be shared"));
+            }
+            let piece = MappedPiece::at(context, at)?;
+            at = piece.end;
+            pieces.push(piece);
+        }
+        Ok(pieces)
     }
 
     /// A descriptor for it, to be sent to another process over a Unix socket.
@@ -108,6 +131,7 @@ impl Allocation {
     pub fn export(&self) -> Result<OwnedFd> {
         let mut number: c_int = -1;
         let cuda = &self.0.cuda;
+        let _relaxed = cuda.relaxed();
         // SAFETY: `number` is a valid place for one descriptor, which is what this kind of handle is.
         let code =
             unsafe { (cuda.raw().cuMemExportToShareableHandle)((&raw mut number).cast(), self.0.raw, DESCRIPTOR, 0) };
@@ -128,22 +152,7 @@ impl Allocation {
     /// [`ErrorKind::Usage`] for no context at all; a failed call, such as for a GPU that can't reach it, or a length
     /// that is not that of the memory.
     pub fn map(&self, contexts: &[&Context]) -> Result<Mapping> {
-        let Some(first) = contexts.first() else {
-            return Err(Error::new(ErrorKind::Usage, "mapping of memory", "no GPU is named that shall reach it"));
-        };
-        let access: Vec<CUmemAccessDesc> =
-            contexts.iter().map(|context| access_for(context.device())).collect::<Result<_>>()?;
-        let mut mapping = Mapping::reserve(self, first)?;
-        let (handle, address, len) = (self.0.raw, mapping.address, self.0.len);
-        // SAFETY: the addresses are reserved, in this length, and nothing is mapped there.
-        let code = first.current("mapping of memory", |raw| unsafe { (raw.cuMemMap)(address, len, 0, handle, 0) })?;
-        self.check("mapping of memory", "cuMemMap", code)?;
-        mapping.mapped = true;
-        first.run("mapping of memory", "cuMemSetAccess", |raw| {
-            // SAFETY: the addresses are mapped; `access` has as many entries as are named.
-            unsafe { (raw.cuMemSetAccess)(address, len, access.as_ptr(), access.len()) }
-        })?;
-        Ok(mapping)
+        Mapping::of(std::slice::from_ref(self), contexts)
     }
 
     fn check(&self, operation: &str, call: &str, code: Code) -> Result<()> {
@@ -151,23 +160,92 @@ impl Allocation {
     }
 }
 
+/// A part of somebody's addresses, and the allocation that is mapped there.
+#[derive(Clone, Debug)]
+pub struct MappedPiece {
+    /// All that is mapped there.
+    pub allocation: Allocation,
+    /// Where it begins.
+    pub address: u64,
+    /// Where it ends.
+    pub end: u64,
+}
+
+impl MappedPiece {
+    fn at(context: &Context, address: u64) -> Result<MappedPiece> {
+        let no = |why: &str| {
+            Error::new(ErrorKind::Unsupported, "memory", format!("what lies at {address:#x} {why}"))
+                .with_lane(format!("cuda:{}", context.device().ordinal()))
+        };
+        let info = PointerInfo::of(context, address)?;
+        if !info.descriptor {
+            return Err(no("was not made to be exported as a file descriptor"));
+        }
+        let end = info.base.checked_add(info.len).filter(|end| info.base <= address && address < *end);
+        let len = usize::try_from(info.len).ok();
+        let (Some(end), Some(len)) = (end, len) else {
+            return Err(no("has no extent that the driver tells"));
+        };
+        let (first, last) =
+            (Allocation::of_address(context, info.base, len)?, Allocation::of_address(context, end - 1, len)?);
+        // The driver gives the handle by which it was mapped: two mean that the extent is not one mapping's.
+        if first.0.raw != last.0.raw {
+            return Err(no("is several allocations that the driver reports as one"));
+        }
+        Ok(MappedPiece { allocation: first, address: info.base, end })
+    }
+}
+
 /// Memory at an address, for the GPUs that it was mapped for; unmapped when this is dropped.
 #[derive(Debug)]
 pub struct Mapping {
-    allocation: Allocation,
+    allocations: Vec<Allocation>,
     context: Context,
     address: u64,
-    mapped: bool,
+    len: usize,
+    /// How many of them, and how many bytes, are mapped so far.
+    mapped: (usize, usize),
 }
 
 impl Mapping {
-    fn reserve(allocation: &Allocation, context: &Context) -> Result<Mapping> {
+    /// Maps all of several allocations, one after the other, at one address, for reading and writing by each GPU of
+    /// `contexts`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Usage`] for no allocation or no context at all; a failed call, such as for a GPU that can't reach
+    /// it, or a length that is not that of the memory.
+    pub fn of(allocations: &[Allocation], contexts: &[&Context]) -> Result<Mapping> {
+        let operation = "mapping of memory";
+        let usage = |why: &str| Error::new(ErrorKind::Usage, operation, why);
+        let first = *contexts.first().ok_or_else(|| usage("no GPU is named that shall reach it"))?;
+        let len = allocations.iter().try_fold(0_usize, |sum, allocation| sum.checked_add(allocation.len()));
+        let len = len.filter(|len| *len > 0).ok_or_else(|| usage("no memory is named, or too much"))?;
+        let access: Vec<CUmemAccessDesc> =
+            contexts.iter().map(|context| access_for(context.device())).collect::<Result<_>>()?;
         let mut address = 0;
         // SAFETY: `address` is a valid place for one address.
-        context.run("mapping of memory", "cuMemAddressReserve", |raw| unsafe {
-            (raw.cuMemAddressReserve)(&mut address, allocation.len(), 0, 0, 0)
+        let reserve = |raw: &Raw| unsafe { (raw.cuMemAddressReserve)(&mut address, len, 0, 0, 0) };
+        first.run(operation, "cuMemAddressReserve", reserve)?;
+        let allocations = allocations.to_vec();
+        let mut mapping = Mapping { allocations, context: first.clone(), address, len, mapped: (0, 0) };
+        mapping.map_all()?;
+        // SAFETY: the addresses are mapped; `access` has as many entries as are named.
+        first.run(operation, "cuMemSetAccess", |raw| unsafe {
+            (raw.cuMemSetAccess)(address, len, access.as_ptr(), access.len())
         })?;
-        Ok(Mapping { allocation: allocation.clone(), context: context.clone(), address, mapped: false })
+        Ok(mapping)
+    }
+
+    fn map_all(&mut self) -> Result<()> {
+        for allocation in &self.allocations {
+            let (handle, len) = (allocation.0.raw, allocation.len());
+            let address = self.address + self.mapped.1 as u64;
+            // SAFETY: the addresses are reserved, in this length, and nothing is mapped there.
+            let map = |raw: &Raw| unsafe { (raw.cuMemMap)(address, len, 0, handle, 0) };
+            self.context.run("mapping of memory", "cuMemMap", map)?;
+            self.mapped = (self.mapped.0 + 1, self.mapped.1 + len);
+        }
+        Ok(())
     }
 
     /// Its address, the same for every GPU it is mapped for.
@@ -178,29 +256,40 @@ impl Mapping {
     /// Its length in bytes.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
-        self.allocation.len()
+        self.len
     }
 
-    /// What is mapped.
-    pub fn allocation(&self) -> &Allocation {
-        &self.allocation
+    /// What is mapped, in order.
+    pub fn allocations(&self) -> &[Allocation] {
+        &self.allocations
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        let (address, len) = (self.address, self.allocation.len());
-        let free = |raw: &Raw| {
-            if self.mapped {
-                // SAFETY: mapped here in this length, unmapped once. Whoever put in work that uses it has promised that
-                // it is done: every operation that names addresses is unsafe.
-                unsafe { (raw.cuMemUnmap)(address, len) };
+        let unmap = |raw: &Raw| {
+            let mut address = self.address;
+            for allocation in &self.allocations[..self.mapped.0] {
+                // SAFETY: mapped in this length by `map_all`, unmapped once. Whoever put in work that uses it has
+                // promised that it is done: every operation that names addresses is unsafe.
+                unsafe { (raw.cuMemUnmap)(address, allocation.len()) };
+                address += allocation.len() as u64;
             }
-            // SAFETY: reserved by `reserve` in this length, freed once.
-            unsafe { (raw.cuMemAddressFree)(address, len) }
+            // SAFETY: reserved by `of` in this length, freed once.
+            unsafe { (raw.cuMemAddressFree)(self.address, self.len) }
         };
-        let _ = self.context.current("mapping of memory", free);
+        let _ = self.context.current("mapping of memory", unmap);
     }
+}
+
+/// The handle by which the memory at `address` was mapped; to be released once.
+fn retain(context: &Context, address: u64) -> Result<CUmemGenericAllocationHandle> {
+    let mut handle = 0;
+    context.run("memory", "cuMemRetainAllocationHandle", |raw| {
+        // SAFETY: `handle` is a valid place for one handle; the driver refuses an address that it did not map.
+        unsafe { (raw.cuMemRetainAllocationHandle)(&mut handle, address as usize as *mut c_void) }
+    })?;
+    Ok(handle)
 }
 
 fn duplicate(descriptor: BorrowedFd<'_>) -> Result<OwnedFd> {

@@ -11,6 +11,7 @@
 mod args;
 mod launch;
 mod scatter;
+mod shared;
 pub mod sources;
 
 pub use args::{
@@ -19,6 +20,7 @@ pub use args::{
 };
 pub use launch::Kernels;
 pub use scatter::{LONGEST, ScatterList};
+pub use shared::shared;
 
 #[cfg(test)]
 mod tests {

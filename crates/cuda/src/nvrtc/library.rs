@@ -34,10 +34,16 @@ pub struct Places {
 }
 
 impl Places {
-    /// The folders that `CUDA_PATH`, `CUDA_HOME` and an active virtual environment (`VIRTUAL_ENV`) name, and
-    /// `/usr/local/cuda`.
+    /// The Python environment that this code, or the interpreter, is installed in; the folders that an active virtual
+    /// environment (`VIRTUAL_ENV`), `CUDA_PATH` and `CUDA_HOME` name; `/usr/local/cuda`.
     pub fn standard() -> Places {
         let mut places = Places::default();
+        if let Some(packages) = own_file().as_deref().and_then(packages_of) {
+            places.add_site_packages(packages);
+        }
+        if let Some(root) = std::env::args_os().next().as_deref().and_then(environment_of) {
+            places.add_environment(&root);
+        }
         if let Some(environment) = std::env::var_os("VIRTUAL_ENV") {
             places.add_environment(Path::new(&environment));
         }
@@ -60,6 +66,33 @@ impl Places {
     pub fn add_site_packages(&mut self, folder: &Path) {
         self.folders.extend(entries(&folder.join("nvidia")).map(|package| package.join("lib")));
     }
+}
+
+/// The file that this code is in: the extension module, or the program.
+fn own_file() -> Option<PathBuf> {
+    // SAFETY: an all-zero Dl_info is a valid one; null pointers in it mean that nothing was found.
+    let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
+    // SAFETY: the address is one of this code; `info` is a valid place for the answer.
+    let found = unsafe { libc::dladdr(own_file as *const () as *const c_void, &mut info) };
+    if found == 0 || info.dli_fname.is_null() {
+        return None;
+    }
+    // SAFETY: the loader's name of the file, which ends with zero and stays as long as the file is loaded.
+    let name = unsafe { CStr::from_ptr(info.dli_fname) };
+    Some(PathBuf::from(OsStr::from_bytes(name.to_bytes())))
+}
+
+/// The `site-packages` that a file is installed in.
+fn packages_of(file: &Path) -> Option<&Path> {
+    let named =
+        |folder: &&Path| folder.file_name().is_some_and(|name| name == "site-packages" || name == "dist-packages");
+    file.ancestors().find(named)
+}
+
+/// The virtual environment whose interpreter the process was started as.
+fn environment_of(program: &OsStr) -> Option<PathBuf> {
+    let root = Path::new(program).parent()?.parent()?;
+    root.join("pyvenv.cfg").is_file().then(|| root.to_owned())
 }
 
 /// The entries of a folder, sorted, so that the same machine gives the same answer twice.

@@ -1,0 +1,46 @@
+//! One set of kernels for each GPU, for everybody in the process.
+
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use crossrail_cuda::Context;
+use crossrail_cuda::nvrtc::{Cache, Compiler, Library, Places};
+use crossrail_types::{Error, ErrorKind, Result, Settings};
+
+use crate::Kernels;
+
+/// What one GPU's kernels are kept in: no kernels while nobody has them.
+type Place = Arc<Mutex<Weak<Kernels>>>;
+
+static PLACES: Mutex<Vec<(u32, Place)>> = Mutex::new(Vec::new());
+
+/// The kernels of `context`'s GPU: those that somebody in the process has already, or compiled (kept in the folder that
+/// `settings` name) and loaded now. They are unloaded when the last owner drops them. For at most `limit` per kernel
+/// it waits for another process that compiles the same; other threads that ask for the same GPU wait for this one.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] when NVRTC is not found, is too new for the driver, or a kernel does not compile (with
+/// the log); a failed call.
+pub fn shared(context: &Context, settings: &Settings, limit: Duration) -> Result<Arc<Kernels>> {
+    let place = place(context.device().ordinal());
+    let mut kept = place.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(kernels) = kept.upgrade() {
+        return Ok(kernels);
+    }
+    let library = Library::find(&Places::standard())
+        .map_err(|why| Error::new(ErrorKind::Unsupported, "kernels", why.to_string()))?;
+    let compiler = Compiler::new(library, Cache::of(settings).ok());
+    let kernels = Arc::new(Kernels::load(context, &compiler, limit)?);
+    *kept = Arc::downgrade(&kernels);
+    Ok(kernels)
+}
+
+fn place(ordinal: u32) -> Place {
+    let mut places = PLACES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, place)) = places.iter().find(|(known, _)| *known == ordinal) {
+        return Arc::clone(place);
+    }
+    let place = Place::default();
+    places.push((ordinal, Arc::clone(&place)));
+    place
+}
