@@ -26,6 +26,10 @@ constants! {
     COPY_THREADS: u32 = 256;
     /// The bytes that a warp of `crossrail_copy` takes at a time.
     COPY_PART: u64 = 16384;
+    /// The bytes of one stage of `crossrail_copy_bulk`, in shared memory.
+    BULK_STAGE: u32 = 16384;
+    /// How many stages a block of it has.
+    BULK_STAGES: u32 = 12;
     /// What a waiting kernel says: the flag has reached the value.
     FLAG_REACHED: u64 = 1;
     /// What a waiting kernel says: the time was over first.
@@ -92,7 +96,7 @@ layouts! {
         /// How many entries it has.
         count: u64,
     }
-    /// What `crossrail_copy` takes.
+    /// What `crossrail_copy` and `crossrail_copy_bulk` take.
     CopyArgs {
         /// Where the bytes go.
         dst: u64,
@@ -100,6 +104,24 @@ layouts! {
         src: u64,
         /// How many bytes.
         len: u64,
+    }
+    /// What `crossrail_put` takes.
+    PutArgs {
+        /// Where the bytes go: memory of any GPU that is reached, or host memory.
+        dst: u64,
+        /// Where they are.
+        src: u64,
+        /// How many bytes; 0 for the signal alone.
+        len: u64,
+        /// The bytes that a warp takes at a time, a multiple of 16; 0 for what suits the length.
+        part: u64,
+        /// The address of the signal, 8-byte aligned; 0 for none.
+        signal: u64,
+        /// What the signal becomes once all bytes are there.
+        value: u64,
+        /// The address of a 64-bit number in this GPU's memory that is 0 and becomes 0 again, by which several blocks
+        /// count themselves: of this launch alone as long as it runs. 0 for none.
+        counter: u64,
     }
     /// What `crossrail_flag_write` takes.
     FlagWriteArgs {

@@ -7,22 +7,31 @@ use crossrail_cuda::nvrtc::{Compiled, Compiler, Source};
 use crossrail_cuda::{Context, Function, Grid, Module, Stream};
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::args::{COPY_PART, COPY_THREADS, CopyArgs, FlagAwaitArgs, FlagWriteArgs, UnpackArgs};
+use crate::args::{
+    BULK_STAGE, BULK_STAGES, COPY_PART, COPY_THREADS, CopyArgs, FlagAwaitArgs, FlagWriteArgs, PutArgs, UnpackArgs,
+};
 use crate::sources;
 
 const WARPS: u64 = COPY_THREADS as u64 / 32;
 /// How many blocks of a launch there are for each multiprocessor, at most. Two run at once (`crossrail_unpack` takes 128
 /// registers a thread); two more even out what is left at the end. From 2 to 8 the rates differ by 1 %.
 const BLOCKS_PER_MULTIPROCESSOR: u32 = 4;
+/// The least that a warp of `crossrail_put` takes: one 16-byte load of each lane.
+const PUT_LEAST_PART: u64 = 512;
+/// The longest put that is one block's: what its threads have under way at once.
+const PUT_ONE_BLOCK: u64 = 32 << 10;
+const BULK_SHARED: u32 = BULK_STAGE * BULK_STAGES;
 
 /// The kernels, compiled for and loaded on one GPU. Usable from any thread.
 #[derive(Debug)]
 pub struct Kernels {
     unpack: Function,
     copy: Function,
+    copy_bulk: Option<Function>,
+    put: Function,
     flag_write: Function,
     flag_await: Function,
-    most_blocks: u32,
+    multiprocessors: u32,
     compiled: Vec<(&'static str, Compiled)>,
 }
 
@@ -43,12 +52,21 @@ impl Kernels {
             Ok(module)
         };
         let flag = load(&sources::FLAG)?;
+        let copy_bulk = match sources::has_bulk(arch) {
+            true => Some(load(&sources::COPY_BULK)?.function("crossrail_copy_bulk")?),
+            false => None,
+        };
+        if let Some(function) = &copy_bulk {
+            function.allow_shared(BULK_SHARED)?;
+        }
         Ok(Kernels {
             unpack: load(&sources::UNPACK)?.function("crossrail_unpack")?,
             copy: load(&sources::COPY)?.function("crossrail_copy")?,
+            copy_bulk,
+            put: load(&sources::PUT)?.function("crossrail_put")?,
             flag_write: flag.function("crossrail_flag_write")?,
             flag_await: flag.function("crossrail_flag_await")?,
-            most_blocks: BLOCKS_PER_MULTIPROCESSOR * context.device().multiprocessors()?.max(1),
+            multiprocessors: context.device().multiprocessors()?.max(1),
             compiled,
         })
     }
@@ -58,9 +76,19 @@ impl Kernels {
         &self.compiled
     }
 
-    /// The most blocks that a launch makes use of.
+    /// The most blocks that a launch of `unpack` or `copy` makes use of.
     pub fn most_blocks(&self) -> u32 {
-        self.most_blocks
+        BLOCKS_PER_MULTIPROCESSOR.saturating_mul(self.multiprocessors)
+    }
+
+    /// How many multiprocessors the GPU has: the most blocks that a launch of `put` or `copy_bulk` makes use of.
+    pub fn multiprocessors(&self) -> u32 {
+        self.multiprocessors
+    }
+
+    /// Whether the GPU has bulk copies; where not, [`Kernels::copy_bulk`] is [`Kernels::copy`].
+    pub fn has_bulk(&self) -> bool {
+        self.copy_bulk.is_some()
     }
 
     /// Puts in: every piece of the list goes to its place. `blocks`: how many to use, `None` for as many as help.
@@ -74,9 +102,10 @@ impl Kernels {
     /// [`ErrorKind::Usage`] for 0 blocks or a list that is not 8-byte aligned; a failed call.
     pub unsafe fn unpack(&self, stream: &Stream, args: &UnpackArgs, blocks: Option<u32>) -> Result<()> {
         aligned("unpack", "the list", args.pieces)?;
-        let Some(grid) = self.grid("unpack", args.count.div_ceil(WARPS), blocks)? else { return Ok(()) };
+        let useful = args.count.div_ceil(WARPS);
+        let Some(blocks) = block_count("unpack", useful, blocks, self.most_blocks())? else { return Ok(()) };
         // SAFETY: the kernel takes `UnpackArgs`; the caller vouches for the rest.
-        unsafe { self.unpack.launch(stream, grid, args) }
+        unsafe { self.unpack.launch(stream, copying(blocks), args) }
     }
 
     /// Puts in: a copy by `blocks` blocks, `None` for as many as help. An empty copy is nothing.
@@ -88,9 +117,65 @@ impl Kernels {
     /// # Errors
     /// [`ErrorKind::Usage`] for 0 blocks; a failed call.
     pub unsafe fn copy(&self, stream: &Stream, args: &CopyArgs, blocks: Option<u32>) -> Result<()> {
-        let Some(grid) = self.grid("copy", args.len.div_ceil(COPY_PART * WARPS), blocks)? else { return Ok(()) };
+        let useful = args.len.div_ceil(COPY_PART * WARPS);
+        let Some(blocks) = block_count("copy", useful, blocks, self.most_blocks())? else { return Ok(()) };
         // SAFETY: the kernel takes `CopyArgs`; the caller vouches for the rest.
-        unsafe { self.copy.launch(stream, grid, args) }
+        unsafe { self.copy.launch(stream, copying(blocks), args) }
+    }
+
+    /// Like [`Kernels::copy`], by bulk copies, which fill links to other GPUs better when all send to all; one block
+    /// takes a multiprocessor's shared memory. Where the GPU has none, or the two ends are not aligned alike (the
+    /// same address modulo 16), it is [`Kernels::copy`]. For device memory.
+    ///
+    /// # Safety
+    /// As there.
+    ///
+    /// # Errors
+    /// As there.
+    pub unsafe fn copy_bulk(&self, stream: &Stream, args: &CopyArgs, blocks: Option<u32>) -> Result<()> {
+        let function = self.copy_bulk.as_ref().filter(|_| (args.dst ^ args.src).is_multiple_of(16));
+        let Some(function) = function else {
+            // SAFETY: the caller vouches for the areas.
+            return unsafe { self.copy(stream, args, blocks) };
+        };
+        let useful = args.len.div_ceil(u64::from(BULK_STAGE));
+        let Some(blocks) = block_count("copy", useful, blocks, self.multiprocessors)? else { return Ok(()) };
+        let grid = Grid { blocks, threads: 32, shared: BULK_SHARED };
+        // SAFETY: the kernel takes `CopyArgs`, and has the shared memory that it counts on; the caller vouches for the
+        // rest.
+        unsafe { function.launch(stream, grid, args) }
+    }
+
+    /// Puts in: a copy by `blocks` blocks, `None` for as many as help; then the signal becomes the value. Whoever sees
+    /// it there, on any GPU or the host, also sees the bytes, and what the stream did before. No bytes, no signal, or
+    /// neither are allowed. It can be captured in a graph.
+    ///
+    /// Without a counter, a put of several blocks and a signal is two launches, which takes somewhat longer.
+    ///
+    /// # Safety
+    /// As [`Kernels::copy`]; the signal must stay valid until this is done; the counter must be 0, and nobody else's
+    /// from when this begins to run until it is done: one for each stream, and one for each put of a graph.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Usage`] for 0 blocks, a part that is not a multiple of 16, or a signal or counter that is not
+    /// 8-byte aligned; a failed call.
+    pub unsafe fn put(&self, stream: &Stream, args: &PutArgs, blocks: Option<u32>) -> Result<()> {
+        aligned("put", "the signal", args.signal)?;
+        aligned("put", "the counter", args.counter)?;
+        let (useful, part) = put_shape(args, blocks.unwrap_or(self.multiprocessors).max(1))?;
+        let Some(blocks) = block_count("put", useful, blocks, self.multiprocessors)? else { return Ok(()) };
+        let mut whole = PutArgs { part, ..*args };
+        let apart = blocks > 1 && args.signal != 0 && args.counter == 0;
+        if apart {
+            whole.signal = 0;
+        }
+        // SAFETY: the kernel takes `PutArgs`; the caller vouches for the rest.
+        unsafe { self.put.launch(stream, copying(blocks), &whole)? };
+        if !apart {
+            return Ok(());
+        }
+        // SAFETY: the caller vouches for the signal.
+        unsafe { self.flag_write(stream, &FlagWriteArgs { flag: args.signal, value: args.value }) }
     }
 
     /// Puts in: the flag becomes the value. Whoever sees it there also sees what the stream did before.
@@ -123,16 +208,37 @@ impl Kernels {
         // SAFETY: the kernel takes `FlagAwaitArgs`; the caller vouches for the rest.
         unsafe { self.flag_await.launch(stream, ONE_WARP, args) }
     }
+}
 
-    /// A grid for `useful` blocks' worth of work; `None` when there is no work.
-    fn grid(&self, operation: &str, useful: u64, blocks: Option<u32>) -> Result<Option<Grid>> {
-        if blocks == Some(0) {
-            return Err(Error::new(ErrorKind::Usage, operation, "0 blocks do nothing"));
-        }
-        let most = blocks.unwrap_or(self.most_blocks);
-        let blocks = u32::try_from(useful).unwrap_or(u32::MAX).min(most);
-        Ok((blocks > 0).then_some(Grid { blocks, threads: COPY_THREADS, shared: 0 }))
+/// How many blocks to launch for `useful` blocks' worth of work; `None` when there is no work.
+fn block_count(operation: &str, useful: u64, asked: Option<u32>, most: u32) -> Result<Option<u32>> {
+    if asked == Some(0) {
+        return Err(Error::new(ErrorKind::Usage, operation, "0 blocks do nothing"));
     }
+    let blocks = u32::try_from(useful).unwrap_or(u32::MAX).min(asked.unwrap_or(most));
+    Ok((blocks > 0).then_some(blocks))
+}
+
+/// How many blocks a put can make use of, and the part that each of their warps then takes: one block for short ones,
+/// else as many of the `most` as give every lane something to do.
+fn put_shape(args: &PutArgs, most: u32) -> Result<(u64, u64)> {
+    if !args.part.is_multiple_of(16) {
+        let detail = format!("parts of {} bytes are not a multiple of 16", args.part);
+        return Err(Error::new(ErrorKind::Usage, "put", detail));
+    }
+    if args.len == 0 {
+        return Ok((u64::from(args.signal != 0), PUT_LEAST_PART));
+    }
+    let blocks = if args.len <= PUT_ONE_BLOCK { 1 } else { u64::from(most) };
+    let part = match args.part {
+        0 => args.len.div_ceil(WARPS * blocks).next_multiple_of(PUT_LEAST_PART).min(COPY_PART),
+        part => part,
+    };
+    Ok((args.len.div_ceil(part.saturating_mul(WARPS)), part))
+}
+
+fn copying(blocks: u32) -> Grid {
+    Grid { blocks, threads: COPY_THREADS, shared: 0 }
 }
 
 const ONE_WARP: Grid = Grid { blocks: 1, threads: 32, shared: 0 };
@@ -142,4 +248,44 @@ fn aligned(operation: &str, what: &str, address: u64) -> Result<()> {
         return Ok(());
     }
     Err(Error::new(ErrorKind::Usage, operation, format!("{what} at {address:#x} is not 8-byte aligned")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NOTHING: PutArgs = PutArgs { dst: 0, src: 0, len: 0, part: 0, signal: 0, value: 0, counter: 0 };
+
+    #[test]
+    fn short_puts_are_one_block_and_long_ones_fill_the_gpu() {
+        let shape = |len| put_shape(&PutArgs { len, ..NOTHING }, 132).unwrap();
+        assert_eq!(shape(1), (1, 512));
+        assert_eq!(shape(4 << 10), (1, 512));
+        assert_eq!(shape((4 << 10) + 1), (1, 1024));
+        assert_eq!(shape(32 << 10), (1, 4096));
+        assert_eq!(shape((32 << 10) + 1), (9, 512));
+        assert_eq!(shape(1 << 20), (128, 1024));
+        assert_eq!(shape(1 << 30), (8192, COPY_PART));
+        for len in (0..40).map(|bits| (1_u64 << bits) + 7) {
+            let (blocks, part) = shape(len);
+            assert!(blocks * part * WARPS >= len && (blocks - 1) * part * WARPS < len, "{len}");
+        }
+    }
+
+    #[test]
+    fn a_put_of_nothing_is_a_signal_or_nothing() {
+        assert_eq!(put_shape(&NOTHING, 132).unwrap().0, 0);
+        assert_eq!(put_shape(&PutArgs { signal: 8, ..NOTHING }, 132).unwrap().0, 1);
+        assert_eq!(put_shape(&PutArgs { len: 100, part: 24, ..NOTHING }, 1).unwrap_err().kind, ErrorKind::Usage);
+        assert_eq!(put_shape(&PutArgs { len: 100, part: 16, ..NOTHING }, 1).unwrap(), (1, 16));
+    }
+
+    #[test]
+    fn the_number_of_blocks_is_what_helps() {
+        assert_eq!(block_count("copy", 0, None, 8).unwrap(), None);
+        assert_eq!(block_count("copy", 3, None, 8).unwrap(), Some(3));
+        assert_eq!(block_count("copy", u64::MAX, None, 8).unwrap(), Some(8));
+        assert_eq!(block_count("copy", u64::MAX, Some(9), 8).unwrap(), Some(9));
+        assert_eq!(block_count("copy", 3, Some(0), 8).unwrap_err().kind, ErrorKind::Usage);
+    }
 }

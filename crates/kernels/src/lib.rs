@@ -4,6 +4,7 @@
 //! csrc/layout     numbers, and the structs that host and kernels share (written from args.rs)
 //! csrc/ptx        instructions that the language lacks; the name says order and scope
 //! csrc/kernels    unpack: gathers a list of pieces    copy: one copy by few blocks    flag: written and awaited
+//!                 put: a copy and then a signal       copy_bulk: one copy through shared memory (from 9.0 on)
 //! ```
 //!
 //! They are compiled when they are first needed, for the GPU at hand, and kept on disk ([`crossrail_cuda::nvrtc`]).
@@ -15,8 +16,8 @@ mod shared;
 pub mod sources;
 
 pub use args::{
-    COPY_PART, COPY_THREADS, CopyArgs, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Piece, UnpackArgs,
-    layout,
+    BULK_STAGE, BULK_STAGES, COPY_PART, COPY_THREADS, CopyArgs, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs,
+    FlagWriteArgs, Piece, PutArgs, UnpackArgs, layout,
 };
 pub use launch::Kernels;
 pub use scatter::{LONGEST, ScatterList};

@@ -1,5 +1,6 @@
 //! The kernels' sources, as they are given to the compiler.
 
+use crossrail_cuda::Arch;
 use crossrail_cuda::nvrtc::Source;
 
 macro_rules! text {
@@ -13,6 +14,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("layout/types.cuh", text!("layout/types.cuh")),
     ("layout/args.cuh", LAYOUT),
     ("ptx/memory.cuh", text!("ptx/memory.cuh")),
+    ("ptx/bulk.cuh", text!("ptx/bulk.cuh")),
     ("kernels/copy_warp.cuh", text!("kernels/copy_warp.cuh")),
 ];
 
@@ -24,8 +26,24 @@ pub const UNPACK: Source<'static> =
     Source { name: "kernels/unpack.cu", text: text!("kernels/unpack.cu"), headers: HEADERS };
 /// Copies with a given number of blocks.
 pub const COPY: Source<'static> = Source { name: "kernels/copy.cu", text: text!("kernels/copy.cu"), headers: HEADERS };
+/// Copies through bulk copies; from architecture 9.0 on.
+pub const COPY_BULK: Source<'static> =
+    Source { name: "kernels/copy_bulk.cu", text: text!("kernels/copy_bulk.cu"), headers: HEADERS };
+/// Copies, and then sets a signal.
+pub const PUT: Source<'static> = Source { name: "kernels/put.cu", text: text!("kernels/put.cu"), headers: HEADERS };
 /// Writes and awaits flags.
 pub const FLAG: Source<'static> = Source { name: "kernels/flag.cu", text: text!("kernels/flag.cu"), headers: HEADERS };
 
-/// Every source there is.
-pub const ALL: [Source<'static>; 3] = [UNPACK, COPY, FLAG];
+/// Whether an architecture has bulk copies.
+pub fn has_bulk(arch: Arch) -> bool {
+    arch.major >= 9
+}
+
+/// Every source that there is for an architecture.
+pub fn all(arch: Arch) -> Vec<Source<'static>> {
+    let mut sources = vec![UNPACK, COPY, PUT, FLAG];
+    if has_bulk(arch) {
+        sources.push(COPY_BULK);
+    }
+    sources
+}

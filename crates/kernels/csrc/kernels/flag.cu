@@ -2,6 +2,11 @@
 #include "layout/args.cuh"
 #include "ptx/memory.cuh"
 
+// Questions to the flag between two looks at the clock.
+constexpr u32 LOOKS = 16;
+// Rounds of so many before the wait counts as long, and pauses.
+constexpr u32 EAGER_ROUNDS = 64;
+
 // Whatever was put into the stream before is visible to whoever sees the value.
 extern "C" __global__ void __launch_bounds__(32) crossrail_flag_write(const __grid_constant__ FlagWriteArgs args) {
     if (threadIdx.x == 0) st_release_sys_u64(args.flag, args.value);
@@ -12,13 +17,12 @@ extern "C" __global__ void __launch_bounds__(32) crossrail_flag_await(const __gr
     if (threadIdx.x != 0) return;
     u64 started = clock_ns();
     u64 outcome = FLAG_TIMED_OUT;
-    while (true) {
-        if (ld_acquire_sys_u64(args.flag) >= args.value) {
-            outcome = FLAG_REACHED;
-            break;
+    for (u32 round = 0; outcome == FLAG_TIMED_OUT; ++round) {
+        for (u32 look = 0; look < LOOKS && outcome == FLAG_TIMED_OUT; ++look) {
+            if (ld_acquire_sys_u64(args.flag) >= args.value) outcome = FLAG_REACHED;
         }
         if (clock_ns() - started >= args.limit_ns) break;
-        pause_ns(64);
+        if (round >= EAGER_ROUNDS) pause_ns(64);
     }
     st_release_sys_u64(args.outcome, outcome);
 }

@@ -36,6 +36,22 @@ __device__ __forceinline__ void st_release_sys_u64(u64 address, u64 value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" : : "l"(address), "l"(value) : "memory");
 }
 
+// What this thread wrote or has seen before it comes before what it writes after it; to this GPU, others, and the host.
+__device__ __forceinline__ void fence_acq_rel_sys() {
+    asm volatile("fence.acq_rel.sys;" : : : "memory");
+}
+
+// Adds, and gives back what was there. Orders what this thread and those that added before it did, in this GPU.
+__device__ __forceinline__ u64 atom_add_acq_rel_gpu_u64(u64 address, u64 value) {
+    u64 before;
+    asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(address), "l"(value) : "memory");
+    return before;
+}
+
+__device__ __forceinline__ void st_relaxed_gpu_u64(u64 address, u64 value) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" : : "l"(address), "l"(value) : "memory");
+}
+
 // Nanoseconds of a clock that all multiprocessors share. It ticks coarsely: of microseconds, not nanoseconds.
 __device__ __forceinline__ u64 clock_ns() {
     u64 now;

@@ -1,0 +1,67 @@
+// Bulk copies between global and shared memory, which run by themselves: a barrier in shared memory says that a load is
+// complete, groups say it of stores. Architecture 9.0 and later. Addresses of global memory and sizes are multiples of
+// 16; addresses of shared memory are 32-bit numbers of its own address space.
+#pragma once
+
+#include "layout/types.cuh"
+
+__device__ __forceinline__ u32 shared_address(const void *place) {
+    return static_cast<u32>(__cvta_generic_to_shared(place));
+}
+
+__device__ __forceinline__ void mbarrier_init_shared(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Barriers that this thread made are there for bulk copies that it starts after this.
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
+    asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
+}
+
+// This thread arrives, and `bytes` more are expected in this phase.
+__device__ __forceinline__ void mbarrier_arrive_expect_shared(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(barrier), "r"(bytes) : "memory");
+}
+
+// Waits until the phase of this parity is complete. What the phase's loads brought is there then.
+__device__ __forceinline__ void mbarrier_wait_shared(u32 barrier, u32 parity) {
+    u32 done = 0;
+    while (!done) {
+        asm volatile("{\n"
+                     ".reg .pred p;\n"
+                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                     "selp.u32 %0, 1, 0, p;\n"
+                     "}"
+                     : "=r"(done)
+                     : "r"(barrier), "r"(parity)
+                     : "memory");
+    }
+}
+
+__device__ __forceinline__ void bulk_load_shared(u32 dst, u64 src, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :
+                 : "r"(dst), "l"(src), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// Starts a store; one group of its own.
+__device__ __forceinline__ void bulk_store_shared(u64 dst, u32 src, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 :
+                 : "l"(dst), "r"(src), "r"(bytes)
+                 : "memory");
+    asm volatile("cp.async.bulk.commit_group;" : : : "memory");
+}
+
+// Waits until all but the last `PENDING` stores of this thread have read their source.
+template <u32 PENDING>
+__device__ __forceinline__ void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(PENDING) : "memory");
+}
+
+// Waits until all stores of this thread are there.
+__device__ __forceinline__ void bulk_wait_all() {
+    asm volatile("cp.async.bulk.wait_group 0;" : : : "memory");
+}
