@@ -16,14 +16,14 @@ DEMO_RAILS := CROSSRAIL_TLS=tcp CROSSRAIL_NET_DEVICES=127.0.0.1,127.0.0.2,127.0.
 say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python test-gpu bench bench-gpu fmt clean
+.PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python test-gpu bench bench-gpu gpu-pack fmt clean
 
 help:
 	@echo "make build    virtual environment in $(VENV), tools, the extension and the command crossrail"
 	@echo "make demo     build, then the main job on this machine"
 	@echo "make test     everything CI runs: lint, Rust tests, fuzz corpora, Python tests, test bed"
 	@echo "make test-gpu what needs a GPU"
-	@echo "make bench-gpu how fast the GPU kernels are, into benches/results/gpu"
+	@echo "make bench-gpu GPU memory against its peers, into benches/results/gpu"
 	@echo "make bench    the benchmark against the peers, into benches/results"
 	@echo "make fmt      format Rust and Python"
 	@echo "make clean    remove what was built"
@@ -97,15 +97,31 @@ test-python: build
 	$(call say,test: Python and test bed)
 	$(BIN)/python -m pytest
 
-# Needs a GPU, and fails where there is none; `make test` compiles all kernels without one.
-test-gpu: $(TOOLS)
-	$(call say,test: GPU)
-	TEST_GPU=1 cargo test --quiet --locked --release --package crossrail-cuda --package crossrail-kernels --test gpu -- --nocapture
+# Need a GPU, and fail where there is none; `make test` compiles all kernels without one. With GPU_PACK=.gpu they run
+# what benches/gpu/pack.sh made on another machine, and need no Rust. OUT=DIR: where the log and the results go.
+GPU_PACK ?=
+GPU_PYTHON ?= $(if $(GPU_PACK),$(PYTHON),$(BIN)/python)
+GPU_SITE := $(CARGO_TARGET_DIR)/gpu-site
+GPU_RUN = --pack $(or $(GPU_PACK),.gpu) --site $(GPU_SITE)
 
-bench-gpu: $(TOOLS)
-	$(call say,bench: GPU kernels into benches/results/gpu)
-	@mkdir -p benches/results/gpu
-	COMMIT=$$(git rev-parse HEAD) cargo run --quiet --locked --release --package crossrail-kernels --example unpack_rate -- benches/results/gpu/unpack.json
+gpu-pack: $(if $(GPU_PACK),,build)
+ifeq ($(GPU_PACK),)
+	$(call say,pack: what the GPU machine runs)
+	benches/gpu/pack.sh $(PACK_OPTIONS)
+endif
+	@rm -rf $(GPU_SITE) && mkdir -p $(GPU_SITE)
+	@$(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-index --target $(GPU_SITE) \
+		$(or $(GPU_PACK),.gpu)/wheel/*.whl
+	@if [ -e $(or $(GPU_PACK),.gpu)/nixl.tar.xz ]; then tar -xf $(or $(GPU_PACK),.gpu)/nixl.tar.xz -C $(GPU_SITE); fi
+
+test-gpu: gpu-pack
+	$(call say,test: GPU)
+	$(GPU_PYTHON) tests/gpu/run.py $(GPU_RUN) --out $(or $(OUT),$(CARGO_TARGET_DIR)/gpu) $(GPU_OPTIONS)
+
+bench-gpu: PACK_OPTIONS = --nixl
+bench-gpu: gpu-pack
+	$(call say,bench: GPU memory against its peers)
+	PYTHONPATH=$(GPU_SITE) $(GPU_PYTHON) benches/gpu/run.py $(GPU_RUN) --out $(or $(OUT),benches/results/gpu) $(GPU_OPTIONS)
 
 bench: build
 	$(call say,bench: against the peers into benches/results)

@@ -1,0 +1,261 @@
+"""Runs steps one after the other, each within its own time, and ends with a table of what came of them.
+
+One step that fails or hangs takes nothing from the others. All output goes to one log; the table is written anew after
+each step, so that a run that is killed leaves what it had.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+# What is printed of a step that failed, and what a step may add to the log.
+SHOWN_LINES = 40
+LOG_BYTES = 1 << 20
+GRACE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a step's output says."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    notes: tuple[str, ...] = ()
+
+
+Reads = Callable[[str, int], Counts]
+"""Makes counts of a step's output and its exit code."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A program to run. `missing`: why it cannot be run here; then it counts as skipped."""
+
+    name: str
+    command: Sequence[str | os.PathLike[str]]
+    limit_s: float
+    reads: Reads
+    environment: Mapping[str, str] = field(default_factory=dict)
+    missing: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a step. `state`: passed, failed, skipped, "out of time" or "not run"."""
+
+    name: str
+    state: str
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        return self.state in ("passed", "skipped")
+
+
+class Runner:
+    """Runs steps and keeps what came of them in `folder`: NAME.log and NAME.json."""
+
+    def __init__(self, name: str, folder: Path, budget_s: float) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / f"{name}.log"
+        self.table = folder / f"{name}.json"
+        self.log.write_bytes(b"")
+        self.results: list[Result] = []
+        self.started = time.monotonic()
+        self.budget_s = budget_s
+
+    def run(self, step: Step) -> Result:
+        """Runs a step to its end, or to the end of its time."""
+        left = self.budget_s - (time.monotonic() - self.started)
+        if step.missing is not None:
+            result = Result(step.name, "skipped", notes=[step.missing])
+        elif left <= 0:
+            result = Result(step.name, "not run", notes=["no time was left: --budget"])
+        else:
+            result = self._run(replace(step, limit_s=min(step.limit_s, left)))
+        self.results.append(result)
+        counts = f"{result.passed} passed, {result.failed} failed, {result.skipped} skipped"
+        print(f"{result.name}: {result.state} ({counts}, {result.seconds:.1f} s)", flush=True)
+        self.table.write_text(json.dumps({"steps": [asdict(each) for each in self.results]}, indent=1) + "\n")
+        return result
+
+    def _run(self, step: Step) -> Result:
+        start = time.monotonic()
+        with self.log.open("ab") as log:
+            log.write(f"\n== {step.name}: {' '.join(map(str, step.command))}\n".encode())
+            log.flush()
+            offset = log.tell()
+            code = execute(step, log.fileno())
+        seconds = time.monotonic() - start
+        output = self._output(offset)
+        counts = step.reads(output, -1 if code is None else code)
+        if code is None:
+            state = "out of time"
+        elif code or counts.failed:
+            state = "failed"
+        else:
+            state = "skipped" if counts.skipped and not counts.passed else "passed"
+        result = Result(
+            step.name, state, counts.passed, counts.failed, counts.skipped, round(seconds, 1), list(counts.notes)
+        )
+        if not result.good:
+            print(f"-- the end of {step.name}:\n" + "\n".join(output.splitlines()[-SHOWN_LINES:]), flush=True)
+        return result
+
+    def _output(self, offset: int) -> str:
+        """What the step wrote; of very much, the log keeps the beginning and the end."""
+        with self.log.open("r+b") as log:
+            log.seek(offset)
+            output = log.read()
+            if len(output) > LOG_BYTES:
+                half = LOG_BYTES // 2
+                log.seek(offset)
+                log.write(output[:half] + b"\n[...]\n" + output[-half:])
+                log.truncate()
+        return output.decode(errors="replace")
+
+    def finish(self) -> int:
+        """Prints the table; the exit code: 0 if nothing failed."""
+        print()
+        for result in self.results:
+            for note in result.notes:
+                print(f"{result.name}: {note}")
+        width = max((len(result.name) for result in self.results), default=4)
+        print(f"\n{'step':<{width}}  {'state':<11}  {'passed':>6}  {'failed':>6}  {'skipped':>7}  {'seconds':>7}")
+        for result in self.results:
+            counts = f"{result.passed:>6}  {result.failed:>6}  {result.skipped:>7}  {result.seconds:>7.1f}"
+            print(f"{result.name:<{width}}  {result.state:<11}  {counts}")
+        bad = [result.name for result in self.results if not result.good]
+        took = time.monotonic() - self.started
+        print(f"{'FAILED: ' + ', '.join(bad) if bad else 'nothing failed'} ({took:.0f} s; log: {self.log})", flush=True)
+        return 1 if bad else 0
+
+
+def execute(step: Step, output: int) -> int | None:
+    """The exit code, or None if it was out of time: then the whole process group is ended."""
+    environment = {**os.environ, **step.environment}
+    try:
+        process = subprocess.Popen(
+            [os.fspath(part) for part in step.command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        os.write(output, f"{step.command[0]}: {error}\n".encode())
+        return 127
+    try:
+        return process.wait(step.limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        end_group(process)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends what is left of a process's group: by SIGTERM, and after a while by SIGKILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def read_libtest(output: str, code: int) -> Counts:
+    """Counts of a Rust test program. Its skips are lines of their own, as libtest knows none."""
+    totals = re.findall(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored", output, re.MULTILINE)
+    passed, failed, ignored = (sum(int(total[place]) for total in totals) for place in range(3))
+    skips = dict(re.findall(r"^skipped: (\S+): (.+)$", output, re.MULTILINE))
+    reasons = Counter(skips.values())
+    broken = list(dict.fromkeys(re.findall(r"^test (\S+) \.\.\. FAILED$", output, re.MULTILINE)))
+    notes = [f"FAILED {name}" for name in broken] + [f"SKIPPED [{count}] {why}" for why, count in reasons.items()]
+    if not totals:
+        running = re.findall(r"^test (\S+) has been running for", output, re.MULTILINE)
+        notes += [f"did not end: {name}" for name in dict.fromkeys(running)] or [f"ended early, exit code {code}"]
+        failed = max(len(broken), 1)
+    elif passed + failed + ignored == 0:
+        notes, failed = ["no test ran"], 1
+    skipped = min(len(skips), passed)
+    return Counts(passed - skipped, failed, skipped + ignored, tuple(notes))
+
+
+def read_pytest(output: str, code: int) -> Counts:
+    """Counts of pytest's last line, and its own short summary (-ra)."""
+    last = re.findall(r"^=* ?((?:\d+ \w+,? ?)+) in [\d.]+s.*$", output, re.MULTILINE)
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", last[-1])} if last else {}
+    notes = re.findall(r"^((?:FAILED|ERROR|SKIPPED) .+)$", output, re.MULTILINE)
+    failed = sum(counts.get(word, 0) for word in ("failed", "error", "errors"))
+    passed, skipped = counts.get("passed", 0), counts.get("skipped", 0)
+    if not last:
+        notes.append(f"ended early, exit code {code}")
+        failed = 1
+    elif passed + failed + skipped == 0:
+        notes, failed = ["no test ran"], 1
+    return Counts(passed, failed, skipped, tuple(notes))
+
+
+def read_program(output: str, code: int) -> Counts:
+    """One program is one test."""
+    return Counts(passed=1) if code == 0 else Counts(failed=1, notes=(f"exit code {code}",))
+
+
+def read_sanitizer(output: str, code: int) -> Counts:
+    """A program under compute-sanitizer, which must have looked and found nothing."""
+    summaries = re.findall(r"=========\s+((?:ERROR|RACECHECK) SUMMARY: .*)", output)
+    clean = bool(summaries) and all(re.search(r"SUMMARY: 0 ", summary) for summary in summaries)
+    if code == 0 and clean:
+        return Counts(passed=1)
+    return Counts(failed=1, notes=tuple(summaries) or (f"it gave no summary, exit code {code}",))
+
+
+def gpu_count() -> tuple[int, str]:
+    """How many GPUs this machine has, by its driver; and if none, why."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return 0, f"no CUDA driver: {error}"
+    count = ctypes.c_int(0)
+    code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if code:
+        return 0, f"the CUDA driver gives error {code}"
+    return count.value, "the CUDA driver knows no GPU" if count.value == 0 else ""
+
+
+def group_sizes(asked: str | None, present: int) -> list[int]:
+    """With how many GPUs to run, the most first: of 1, 2 and 4 those that there are, or what was asked for."""
+    if asked is None:
+        return [size for size in (4, 2, 1) if size <= present] or [present]
+    try:
+        sizes = [int(part) for part in asked.split(",")]
+    except ValueError:
+        raise ValueError(f"--gpus {asked!r}: a list of numbers, as 4,1") from None
+    if not sizes or any(not 1 <= size <= max(present, 1) for size in sizes):
+        raise ValueError(f"--gpus {asked}: this machine has {present}")
+    return sizes
+
+
+def visible(count: int, present: int) -> dict[str, str]:
+    """The environment in which a program sees the first `count` of this machine's GPUs."""
+    return {} if count >= present else {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in range(count))}

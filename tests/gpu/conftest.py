@@ -1,0 +1,87 @@
+"""What every GPU test here gets: a visible skip where GPUs are too few, and a check that nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "python"), str(Path(__file__).parents[2] / "benches" / "gpu")]
+
+from leftovers import held, more  # noqa: E402
+from steps import gpu_count  # noqa: E402
+
+COMMAND_LIMIT_S = 90.0
+GPUS, WHY_NONE = gpu_count()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test here needs one GPU, or as many as its mark says."""
+    for item in items:
+        mark = item.get_closest_marker("gpus")
+        needed = int(mark.args[0]) if mark else 1
+        if needed > GPUS:
+            why = WHY_NONE or f"there {'is' if GPUS == 1 else 'are'} {GPUS}"
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU{'s' * (needed > 1)}: {why}"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test after which there are more child processes or shared segments than before.
+
+    Descriptors are left out: the driver opens its own whenever a GPU is first used for something.
+    """
+    gc.collect()
+    before = held()
+    yield
+    request.node.funcargs.clear()
+    deadline = time.monotonic() + 10
+    gc.collect()
+    while (left := more(before, held()._replace(descriptors=before.descriptors))) and time.monotonic() < deadline:
+        time.sleep(0.02)  # threads of closed workers and killed peers end on their own time
+        gc.collect()
+    assert not left, f"left behind: {left}"
+
+
+Crossrail = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def crossrail_command() -> Crossrail:
+    """Runs `crossrail ARGUMENTS`, with settings of its own only, to its end."""
+
+    def run(*arguments: str, code: int | None = 0, **settings: str) -> subprocess.CompletedProcess[str]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("CROSSRAIL_")}
+        done = subprocess.run(
+            [sys.executable, "-m", "crossrail", *arguments],
+            env={**clean, **settings},
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_LIMIT_S,
+            check=False,
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        if code is not None:
+            assert done.returncode == code, f"{arguments}: exit {done.returncode}\n{done.stderr}\n{done.stdout}"
+        return done
+
+    return run
+
+
+@pytest.fixture
+def rows(crossrail_command: Crossrail) -> Callable[..., list[dict[str, object]]]:
+    """Runs a bench that must succeed; gives the rows of its JSON."""
+
+    def run(*arguments: str, **settings: str) -> list[dict[str, object]]:
+        done = crossrail_command("bench", *arguments, "--json=-", **settings)
+        found: list[dict[str, object]] = json.loads(done.stdout)["rows"]
+        return found
+
+    return run

@@ -1,0 +1,96 @@
+"""`crossrail bench` on GPU memory: every way there is, verified by the command itself, and rows that say what it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Rows = Callable[..., list[dict[str, Any]]]
+
+RAILS = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"]
+MODES = ["kernel", "d2d", "host"]
+PAIR = pytest.mark.gpus(2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rails", [1, 4])
+def test_over_rails_in_every_unpack_mode(rows: Rows, mode: str, rails: int) -> None:
+    size = (33 << 20) + 4097
+    (row,) = rows(
+        "p2p",
+        f"--size={size}",
+        "--iters=4",
+        "--transport=tcp",
+        f"--rails={','.join(RAILS[:rails])}",
+        "--device=cuda:0",
+        f"--unpack={mode}",
+    )
+    assert row["verified"] is True
+    assert row["unpack"] == mode
+    assert "cuda:0" in row["device"]
+    assert len(row["lanes"]) == rails
+    assert row["bytes_logical"] % size == 0
+    assert row["stages"]["unpack_us"] > 0
+    assert row["verdict"]["text"]
+
+
+@PAIR
+def test_between_two_gpus_nothing_is_staged(rows: Rows) -> None:
+    (row,) = rows("p2p", "--size=64M", "--iters=4", "--device=cuda:0,cuda:1")
+    assert row["verified"] is True
+    assert [lane["transport"] for lane in row["lanes"]] == ["cuda_ipc"]
+
+
+@pytest.mark.parametrize("devices", ["cpu,cuda:0", "cuda:0,cpu"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_host_memory_at_one_end(rows: Rows, devices: str, transport: str) -> None:
+    (row,) = rows("p2p", "--size=16M", "--iters=2", f"--transport={transport}", f"--device={devices}")
+    assert row["verified"] is True
+
+
+@pytest.mark.parametrize("what", ["latency", "bandwidth"])
+def test_every_size(rows: Rows, what: str) -> None:
+    found = rows(what, "--sizes=1,7,4K,65537,1M", "--iters=20", "--warmup=2", "--device=cuda:0")
+    assert [row["size"] for row in found] == [1, 7, 4096, 65537, 1 << 20]
+    assert all(row["verified"] for row in found)
+
+
+@PAIR
+def test_two_ends_each_with_its_gpu() -> None:
+    """As on two machines: one end listens, the other connects, each says its own device."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("CROSSRAIL_")}
+    common = [sys.executable, "-m", "crossrail", "bench", "p2p", "--transport=tcp", "--rails=127.0.0.1,127.0.0.2"]
+    listen = [*common, "--listen=127.0.0.1:0", "--device=cuda:1"]
+    with subprocess.Popen(listen, env=clean, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stderr is not None
+            address = listening(other.stderr.readline())
+            connect = [*common, f"--connect={address}", "--size=32M", "--iters=3", "--device=cuda:0", "--json=-"]
+            done = subprocess.run(connect, env=clean, capture_output=True, text=True, timeout=60, check=False)
+            assert done.returncode == 0, done.stderr
+            assert other.wait(30) == 0, other.stderr.read()
+        finally:
+            other.kill()
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["verified"] is True
+    assert "cuda:0" in row["device"]
+    assert "cuda:1" in row["device"]
+
+
+def listening(line: str) -> str:
+    """The address in what the listening end says first."""
+    words = [word.strip(",.;") for word in line.split()]
+    return next(word for word in words if word.count(":") == 1 and word.rpartition(":")[2].isdigit())
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "cuda:-1", "gpu", "cuda:0,cuda:0,cuda:0"])
+def test_a_device_that_is_not_there(crossrail_command: Callable[..., Any], device: str) -> None:
+    done = crossrail_command("bench", "p2p", f"--device={device}", "--size=1M", "--iters=1", code=None)
+    assert done.returncode in (1, 2)
+    assert device.split(",")[0] in done.stderr

@@ -1,0 +1,45 @@
+"""`crossrail info`, `bench mesh` and `bench unpack` where there are GPUs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Rows = Callable[..., list[dict[str, Any]]]
+Crossrail = Callable[..., Any]
+
+
+def test_info_tells_of_gpus_and_of_what_we_use(crossrail_command: Crossrail) -> None:
+    text = crossrail_command("info").stdout
+    assert "cuda:0" in text
+    cuda = json.loads(crossrail_command("info", "--json=-").stdout)["cuda"]
+    assert cuda["present"] is True
+    assert cuda["driver"]
+    assert cuda["devices"][0]["ordinal"] == 0
+    assert cuda["devices"][0]["arch"].startswith("sm_")
+    assert len(cuda["peer_access"]) == len(cuda["devices"])
+    assert cuda["kernel_cache"]["folder"]
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("transport", ["cuda_ipc", "tcp"])
+def test_mesh_of_two(rows: Rows, transport: str) -> None:
+    found = rows("mesh", "--devices=cuda:0,cuda:1", "--size=8M", f"--transport={transport}")
+    assert all(row["what"] == "mesh" for row in found)
+    assert all(row.get("verified", True) for row in found)
+    assert any(row.get("gb_per_s") for row in found)
+
+
+@pytest.mark.gpus(4)
+def test_mesh_of_four(rows: Rows) -> None:
+    assert rows("mesh", "--size=16M")
+
+
+@pytest.mark.parametrize("source", ["device", "pinned"])
+def test_unpack_by_all_three(rows: Rows, source: str) -> None:
+    found = rows("unpack", "--device=cuda:0", "--fragments=4K,64K", "--size=8M", f"--from={source}")
+    assert {row["unpack"] for row in found if "unpack" in row} >= {"kernel", "d2d", "host"}
+    assert all(row["verified"] for row in found)

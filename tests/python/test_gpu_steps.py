@@ -1,0 +1,149 @@
+"""The runner of GPU tests and benchmarks: what it makes of outputs, of steps that hang, and of machines without GPUs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benches" / "gpu"))
+
+import steps  # noqa: E402
+from steps import Counts, Runner, Step, group_sizes, read_libtest, read_program, read_pytest, visible  # noqa: E402
+
+LIBTEST = """
+running 4 tests
+skipped: a_pair: there is one GPU
+test a_pair ... ok
+test whole ... ok
+test broken ... FAILED
+skipped: another: there is one GPU
+test another ... ok
+
+test result: FAILED. 3 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.10s
+"""
+
+PYTEST = """
+=========================== short test summary info ============================
+SKIPPED [2] tests/gpu/test_a.py:21: needs 2 GPUs: there is 1
+FAILED tests/gpu/test_a.py::test_b - assert 1 == 2
+=================== 1 failed, 10 passed, 2 skipped in 0.62s ====================
+"""
+
+
+def test_libtest_counts_skips_of_its_tests_own_words() -> None:
+    expected = Counts(1, 1, 3, ("FAILED broken", "SKIPPED [2] there is one GPU"))
+    assert read_libtest(LIBTEST, 101) == expected
+
+
+def test_a_test_program_that_died_is_a_failure() -> None:
+    assert read_libtest("running 2 tests\ntest a ... ok\n", -11) == Counts(0, 1, 0, ("ended early, exit code -11",))
+    hung = read_libtest("running 2 tests\ntest a_pair has been running for over 60 seconds\n", -1)
+    assert hung.notes == ("did not end: a_pair",)
+
+
+def test_no_test_at_all_is_a_failure() -> None:
+    empty = "test result: ok. 0 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s\n"
+    assert read_libtest(empty, 0).failed == 1
+    assert read_pytest("=== no tests ran in 0.00s ===\n", 5).failed == 1
+
+
+def test_pytest_counts() -> None:
+    notes = (
+        "SKIPPED [2] tests/gpu/test_a.py:21: needs 2 GPUs: there is 1",
+        "FAILED tests/gpu/test_a.py::test_b - assert 1 == 2",
+    )
+    assert read_pytest(PYTEST, 1) == Counts(10, 1, 2, notes)
+    assert read_pytest("collected 3 items\nFatal Python error: Aborted\n", -6).failed == 1
+    assert read_pytest("== 2 passed, 1 error in 3.00s (0:00:03) ==\n", 1) == Counts(2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "failed"),
+    [
+        ("========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n", 0, 0),
+        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", 0, 0),
+        ("========= ERROR SUMMARY: 3 errors\n", 86, 1),
+        ("========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)\n", 0, 1),
+        ("Device not supported\n", 0, 1),
+    ],
+)
+def test_a_sanitizer_must_have_looked(output: str, code: int, failed: int) -> None:
+    assert steps.read_sanitizer(output, code).failed == failed
+
+
+def test_all_steps_run_and_one_that_hangs_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runner = Runner("try", tmp_path, 60)
+    stubborn = "trap '' TERM; echo begun; sleep 60 & wait"
+    runner.run(Step("hangs", ["sh", "-c", stubborn], 0.3, read_program))
+    runner.run(Step("fails", ["sh", "-c", "echo why it failed; exit 3"], 10, read_program))
+    runner.run(Step("is not there", ["/nonexistent/program"], 10, read_program))
+    runner.run(Step("has no tool", ["true"], 10, read_program, missing="no tool"))
+    runner.run(Step("works", ["sh", "-c", "echo $NAME"], 10, read_program, {"NAME": "a value"}))
+    assert runner.finish() == 1
+    states = [result.state for result in runner.results]
+    assert states == ["out of time", "failed", "failed", "skipped", "passed"]
+    assert runner.results[0].seconds < 10
+    log = (tmp_path / "try.log").read_text()
+    assert "begun" in log
+    assert "a value" in log
+    said = capsys.readouterr().out
+    assert "why it failed" in said
+    assert "FAILED: hangs, fails, is not there" in said
+    table = json.loads((tmp_path / "try.json").read_text())
+    assert [step["state"] for step in table["steps"]] == states
+
+
+def test_a_budget_that_is_spent_leaves_steps_out_and_says_so(tmp_path: Path) -> None:
+    runner = Runner("try", tmp_path, 0.2)
+    runner.run(Step("long", ["sleep", "60"], 60, read_program))
+    runner.run(Step("late", ["true"], 60, read_program))
+    assert [result.state for result in runner.results] == ["out of time", "not run"]
+    assert runner.finish() == 1
+
+
+def test_what_a_step_leaves_running_is_ended(tmp_path: Path) -> None:
+    runner = Runner("try", tmp_path, 60)
+    runner.run(Step("leaves one", ["sh", "-c", "sleep 61 & echo $!"], 10, read_program))
+    pid = (tmp_path / "try.log").read_text().split()[-1]
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_much_output_is_shortened_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "LOG_BYTES", 1000)
+    runner = Runner("try", tmp_path, 60)
+    runner.run(Step("talks", ["sh", "-c", "echo first; seq 10000; echo last"], 10, read_program))
+    runner.run(Step("next", ["echo", "after"], 10, read_program))
+    log = (tmp_path / "try.log").read_text()
+    assert len(log) < 2000
+    assert "first" in log
+    assert "last\n\n== next" in log
+
+
+def test_how_many_gpus() -> None:
+    assert group_sizes(None, 8) == [4, 2, 1]
+    assert group_sizes(None, 3) == [2, 1]
+    assert group_sizes("2", 4) == [2]
+    with pytest.raises(ValueError, match="has 2"):
+        group_sizes("4", 2)
+    with pytest.raises(ValueError, match="list of numbers"):
+        group_sizes("many", 2)
+    assert visible(2, 4) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert visible(4, 4) == {}
+
+
+def test_without_a_gpu_the_tests_fail_and_say_why(tmp_path: Path) -> None:
+    if steps.gpu_count()[0]:
+        pytest.skip("this machine has a GPU")
+    command = [sys.executable, ROOT / "tests" / "gpu" / "run.py", f"--pack={tmp_path}", f"--out={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "need a GPU" in done.stderr
