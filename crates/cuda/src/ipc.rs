@@ -27,9 +27,13 @@ impl IpcHandle {
     pub fn of(context: &Context, address: u64) -> Result<IpcHandle> {
         let call = "cuIpcGetMemHandle";
         let ask = context.cuda().optional("export of memory", call, context.cuda().raw().cuIpcGetMemHandle)?;
+        let base = match PointerInfo::of(context, address)?.base {
+            0 => address,
+            base => base,
+        };
         let mut handle = CUipcMemHandle { reserved: [0; IpcHandle::LEN] };
         // SAFETY: `handle` is a valid place for one; the driver refuses an address that it did not allocate.
-        context.run("export of memory", call, |_| unsafe { ask(&mut handle, address) })?;
+        context.run("export of memory", call, |_| unsafe { ask(&mut handle, base) })?;
         Ok(IpcHandle(handle.reserved.map(|byte| byte.to_ne_bytes()[0])))
     }
 

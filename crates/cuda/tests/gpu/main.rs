@@ -1,6 +1,9 @@
 //! The driver on a real GPU: memory, copies, sharing between processes, several GPUs. Skipped, visibly, without one.
 #![allow(unsafe_code)]
 
+mod capture;
+mod sharing;
+#[path = "../support/mod.rs"]
 #[allow(dead_code)]
 mod support;
 

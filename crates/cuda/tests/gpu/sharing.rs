@@ -1,0 +1,154 @@
+//! Memory for other processes beyond one descriptor for one allocation.
+
+use std::os::fd::AsFd;
+use std::process::Command;
+
+use crossrail_cuda::{
+    Allocation, Context, Cuda, DeviceMemory, IpcHandle, IpcMapping, Mapping, PinnedMemory, PointerInfo,
+};
+use crossrail_types::ErrorKind;
+
+use crate::{LEN, context, pair, pattern, put, support, take};
+
+/// What the child of `another_process_opens_a_legacy_handle` is told: the handle in hexadecimal, and the GPU.
+const HANDLE: &str = "GPU_TEST_HANDLE";
+const ORDINAL: &str = "GPU_TEST_ORDINAL";
+
+/// Not a test by itself: the other process.
+#[test]
+fn handle_child_process() {
+    let (Ok(hex), Ok(ordinal)) = (std::env::var(HANDLE), std::env::var(ORDINAL)) else { return };
+    let mut bytes = [0; IpcHandle::LEN];
+    for (i, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&hex[2 * i..2 * i + 2], 16).unwrap();
+    }
+    let cuda = Cuda::load().unwrap();
+    let context = context(&cuda, ordinal.parse().unwrap());
+    let mapping = IpcMapping::open(&context, &IpcHandle::from_bytes(bytes)).unwrap();
+    assert!(mapping.len() >= 3 * LEN as u64, "{} bytes", mapping.len());
+    assert!(take(&context, mapping.address(), 3 * LEN) == pattern(1, 3 * LEN));
+    // A second one of the same handle is the same memory, and outlives the first.
+    let again = IpcMapping::open(&context, &IpcHandle::from_bytes(bytes)).unwrap();
+    drop(mapping);
+    put(&context, again.address() + LEN as u64, &pattern(2, LEN));
+}
+
+fn in_another_process(ordinal: u32) {
+    let Some(cuda) = support::cuda() else { return };
+    if ordinal > 0 && pair(&cuda).is_none() {
+        return;
+    }
+    let context = context(&cuda, 0);
+    let memory = DeviceMemory::new(&context, 3 * LEN).unwrap();
+    put(&context, memory.address(), &pattern(1, 3 * LEN));
+    // Any address in it names all of it.
+    let handle = IpcHandle::of(&context, memory.address() + 100).unwrap();
+    let hex: String = handle.bytes().iter().map(|byte| format!("{byte:02x}")).collect();
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "sharing::handle_child_process", "--nocapture"])
+        .env(HANDLE, hex)
+        .env(ORDINAL, ordinal.to_string())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let found = take(&context, memory.address(), 3 * LEN);
+    assert!(found[..LEN] == pattern(1, 3 * LEN)[..LEN] && found[2 * LEN..] == pattern(1, 3 * LEN)[2 * LEN..]);
+    assert!(found[LEN..2 * LEN] == pattern(2, LEN));
+}
+
+#[test]
+fn another_process_opens_a_legacy_handle() {
+    in_another_process(0);
+}
+
+#[test]
+fn another_process_opens_a_legacy_handle_on_another_gpu() {
+    in_another_process(1);
+}
+
+#[test]
+fn what_has_no_legacy_handle_says_so() {
+    let Some(cuda) = support::cuda() else { return };
+    let context = context(&cuda, 0);
+    let mapping = Allocation::new(&context, LEN).unwrap().map(&[&context]).unwrap();
+    assert!(!PointerInfo::of(&context, mapping.address()).unwrap().legacy_ipc);
+    let error = IpcHandle::of(&context, mapping.address()).unwrap_err();
+    assert!(error.detail.starts_with("cuIpcGetMemHandle: CUDA_ERROR_"), "{error}");
+    let plain = DeviceMemory::new(&context, LEN).unwrap();
+    assert!(PointerInfo::of(&context, plain.address()).unwrap().legacy_ipc);
+    // Nothing, and what this very process exported.
+    for handle in [IpcHandle::from_bytes([0; IpcHandle::LEN]), IpcHandle::of(&context, plain.address()).unwrap()] {
+        let error = IpcMapping::open(&context, &handle).unwrap_err();
+        assert!(error.detail.starts_with("cuIpcOpenMemHandle: CUDA_ERROR_"), "{error}");
+    }
+    // The context is as good as before.
+    put(&context, plain.address(), &pattern(3, LEN));
+    assert!(take(&context, plain.address(), LEN) == pattern(3, LEN));
+}
+
+/// Three allocations one behind the other, as an expandable segment is.
+fn segment(context: &Context) -> (Mapping, usize) {
+    let parts: Vec<Allocation> = (0..3).map(|_| Allocation::new(context, 1).unwrap()).collect();
+    let part = parts[0].len();
+    (Mapping::of(&parts, &[context]).unwrap(), part)
+}
+
+#[test]
+fn a_range_of_several_allocations_is_shared_piece_by_piece() {
+    let Some(cuda) = support::cuda() else { return };
+    let context = context(&cuda, 0);
+    let (mapping, part) = segment(&context);
+    assert_eq!((mapping.len(), mapping.allocations().len()), (3 * part, 3));
+    let bytes = pattern(4, 3 * part);
+    put(&context, mapping.address(), &bytes);
+    // From the middle of the first to the first byte of the third.
+    let (start, len) = (mapping.address() + part as u64 / 2, part + part / 2 + 1);
+    let pieces = Allocation::of_range(&context, start, len, 16).unwrap();
+    let places: Vec<(u64, u64)> = pieces.iter().map(|piece| (piece.address, piece.end)).collect();
+    let place = |i: u64| (mapping.address() + i * part as u64, mapping.address() + (i + 1) * part as u64);
+    assert_eq!(places, [place(0), place(1), place(2)]);
+    assert_eq!(Allocation::of_range(&context, start, part / 2, 16).unwrap().len(), 1);
+    let error = Allocation::of_range(&context, start, len, 2).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Unsupported);
+    assert!(error.detail.contains("more than 2 allocations"), "{error}");
+    // All of it once more, from descriptors.
+    let imported: Vec<Allocation> = pieces
+        .iter()
+        .map(|piece| {
+            let descriptor = piece.allocation.export().unwrap();
+            Allocation::import(&context, descriptor.as_fd(), piece.allocation.len()).unwrap()
+        })
+        .collect();
+    drop(pieces);
+    let again = Mapping::of(&imported, &[&context]).unwrap();
+    drop((mapping, imported));
+    assert!(take(&context, again.address(), 3 * part) == bytes);
+}
+
+#[test]
+fn a_range_that_is_not_all_exportable_says_where() {
+    let Some(cuda) = support::cuda() else { return };
+    let context = context(&cuda, 0);
+    let (mapping, _) = segment(&context);
+    let (plain, pinned) = (DeviceMemory::new(&context, LEN).unwrap(), PinnedMemory::new(&context, LEN).unwrap());
+    for address in [plain.address(), pinned.address(), 0x10] {
+        let error = Allocation::of_range(&context, address, 8, 16).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Unsupported, "{error}");
+        assert!(error.detail.contains(&format!("{address:#x}")), "{error}");
+    }
+    assert_eq!(Allocation::of_range(&context, u64::MAX, 8, 16).unwrap_err().kind, ErrorKind::Usage);
+    assert_eq!(Allocation::of_range(&context, mapping.address(), 0, 16).unwrap_err().kind, ErrorKind::Usage);
+}
+
+#[test]
+fn allocations_have_numbers_that_are_never_used_again() {
+    let Some(cuda) = support::cuda() else { return };
+    let context = context(&cuda, 0);
+    let id = |address| PointerInfo::of(&context, address).unwrap().id;
+    let memory = DeviceMemory::new(&context, LEN).unwrap();
+    let first = id(memory.address());
+    assert_eq!(id(memory.address() + LEN as u64 - 1), first);
+    drop(memory);
+    let memory = DeviceMemory::new(&context, LEN).unwrap();
+    assert!(first != 0 && id(memory.address()) != first);
+}
