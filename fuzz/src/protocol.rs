@@ -160,7 +160,7 @@ impl End {
         let mut host = Host { matcher: &mut self.matcher, regions: &mut self.table };
         let placing = self.peer.place(self.now, lane, &head, &mut host);
         let control = match placing {
-            Placing::Memory { memory, offset, len } => {
+            Placing::Memory { memory, offset, len, .. } => {
                 assert!(len <= payload, "{len} bytes are placed out of {payload}");
                 self.check_memory(memory, offset, len.into());
                 Vec::new()
@@ -205,7 +205,7 @@ impl End {
         };
         let slot = (what & 32 != 0).then_some(3);
         let offer = (what & 16 != 0).then_some(Offer { descriptor: [9; 24], slot });
-        self.peer.start(self.now, op, operation, len, offer);
+        self.peer.start(self.now, op, operation, len, offer, what & 64 == 0);
     }
 
     fn receive(&mut self, input: &mut Input<'_>) {
@@ -365,6 +365,7 @@ impl End {
                 Event::Imm { .. }
                 | Event::Revoke { .. }
                 | Event::Released { .. }
+                | Event::Acked { .. }
                 | Event::LaneLost { .. }
                 | Event::Bye => {}
             }

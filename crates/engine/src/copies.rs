@@ -75,7 +75,7 @@ impl Core {
             peer.peer.direct_invite(now, id, descriptor);
         }
         let copy = if role == Role::Pull { Copy::Pull } else { Copy::Push };
-        let job = Job { slot: offer.slot, local, remote: offer.descriptor, len, copy, moved: 0 };
+        let job = Job { slot: offer.slot, local, remote: offer.descriptor, len, copy, moved: 0, state: 0 };
         self.jobs.push(Active { endpoint, lane, id, memory, job, copy_ns: 0, stopping: false });
         if offer.slot.is_none() {
             self.step(self.jobs.len() - 1);

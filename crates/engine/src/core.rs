@@ -344,6 +344,7 @@ impl Core {
                     peer.release(passive);
                 }
             }
+            Event::Acked { .. } => {}
             Event::Suspect { lane } => self.suspects.push((endpoint, lane)),
             Event::LaneLost { lane, requeued_chunks, requeued_bytes } => {
                 let name = self.st.lane(lane).map_or_else(|| "?".into(), |lane| lane.name.clone());

@@ -348,7 +348,7 @@ impl State {
         };
         let mut host = Host { matcher: &mut self.matcher, regions: &mut self.regions };
         match peer.peer.place(now, lane, head, &mut host) {
-            Placing::Memory { memory, offset, len } => {
+            Placing::Memory { memory, offset, len, .. } => {
                 let Some((ptr, have)) = self.span(memory) else { return Place::Discard };
                 if offset.checked_add(u64::from(len)).is_none_or(|end| end > have) {
                     return Place::Refuse(format!("{len} bytes at {offset} of a memory of {have} bytes"));
@@ -444,6 +444,7 @@ impl State {
             proto::Failure::Cancelled => (ErrorKind::Cancelled, None),
             proto::Failure::Region(_) => (ErrorKind::Region, None),
             proto::Failure::PeerDead(_) => (ErrorKind::PeerDead, Some("operations with other peers go on".to_owned())),
+            proto::Failure::Device(_) => (ErrorKind::Io, None),
             proto::Failure::Closed => (ErrorKind::Closed, None),
         };
         let peer = self.peer(endpoint).map_or_else(|| "?".to_owned(), |peer| peer.name().to_owned());

@@ -50,7 +50,7 @@ impl Core {
         }
         let offer = inside.and_then(|lane| self.offer(lane, op, ptr, len));
         if let Some(peer) = self.st.peer(endpoint) {
-            peer.peer.start(now, op, operation, len as u64, offer);
+            peer.peer.start(now, op, operation, len as u64, offer, true);
         }
         self.settle(endpoint);
         Ok(op)

@@ -96,7 +96,7 @@ fn send(way: Way, from: &mut End, to: &mut End, index: u32) {
     assert!(posted.is_none());
     match way {
         Way::Queued => {
-            from.peer.start(Time(0), op, Operation::Send { tag: 7 }, 8, None);
+            from.peer.start(Time(0), op, Operation::Send { tag: 7 }, 8, None, true);
             from.talk(to);
         }
         Way::Now => {

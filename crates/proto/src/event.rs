@@ -3,6 +3,7 @@ use std::fmt;
 use crossrail_types::{Head, LaneId, OpId};
 
 use crate::Matcher;
+use crate::frame::Target;
 
 /// Names and unlocks a region of the peer's memory; opaque here.
 pub type RegionKey = [u8; 24];
@@ -118,6 +119,22 @@ pub struct Out {
     pub head: Head,
     /// Goes next.
     pub body: Body,
+    /// A chunk: bytes that may be fetched before they go out, and that [`Event::Acked`] counts.
+    pub chunk: bool,
+}
+
+/// A chunk whose bytes have come in and lie in a slot, from where they are still to be unpacked into the transfer's
+/// memory. Answered once: [`crate::Peer::unpacked`] or [`crate::Peer::unpack_failed`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Landed {
+    /// The lane that brought it; it may be gone by now.
+    pub lane: LaneId,
+    /// Where it goes, counted from the start of the memory that [`Placing::Memory`] named.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u32,
+    pub(crate) target: Target,
+    pub(crate) again: bool,
 }
 
 /// Where an arriving payload goes.
@@ -131,6 +148,9 @@ pub enum Placing {
         offset: u64,
         /// How many bytes.
         len: u32,
+        /// A chunk: it may be read into a slot instead and unpacked from there ([`crate::Peer::landed`]). Otherwise
+        /// the bytes of an operation that came with its first frame.
+        chunk: bool,
     },
     /// Into a fresh buffer that the engine keeps under `arrival`, in place of the one it may have there already
     /// (that one's lane died in the middle; drop it when that lane lets go).
@@ -212,6 +232,9 @@ pub enum Failure {
     Region(RegionFault),
     /// The peer is gone; the text says how that showed.
     PeerDead(String),
+    /// The memory of the operation (a device's) could not be read or written, at this end or the other; the text says
+    /// how, and of the other end no more than its first 64 bytes.
+    Device(String),
     /// This end or the other had closed the connection.
     Closed,
 }
@@ -227,6 +250,7 @@ impl fmt::Display for Failure {
             Failure::Region(RegionFault::Bounds) => f.write_str("access outside the region"),
             Failure::Region(RegionFault::Access) => f.write_str("the region does not permit this access"),
             Failure::PeerDead(why) => write!(f, "the peer is dead: {why}"),
+            Failure::Device(why) => write!(f, "device memory: {why}"),
             Failure::Closed => f.write_str("the connection is closed"),
         }
     }
@@ -259,7 +283,8 @@ pub enum Event {
         /// The message's tag, for receives; 0 otherwise.
         tag: u64,
     },
-    /// Copy the payload kept under `arrival` into the operation's memory, and forget it. `Done` follows.
+    /// Copy the payload kept under `arrival` into the operation's memory, and forget it. `Done` follows. If it cannot
+    /// be copied, call [`crate::Peer::fail`] before the next event is taken.
     Deliver {
         /// Kept under this id.
         arrival: u32,
@@ -310,8 +335,17 @@ pub enum Event {
         /// The access.
         passive: u32,
     },
+    /// The peer has consumed so many more of the chunks that [`crate::Peer::next`] gave to this lane, in their order.
+    /// Their slots are free once the lane has let go of them, too: a chunk that the peer has no more use for counts as
+    /// consumed before it has come in. Slots of chunks that are never acknowledged are free when the lane goes down.
+    Acked {
+        /// Which.
+        lane: LaneId,
+        /// How many more.
+        chunks: u32,
+    },
     /// The lane owes us something and is silent: answer with [`crate::Peer::lane_alive`] or
-    /// [`crate::Peer::lane_down`].
+    /// [`crate::Peer::lane_down`]. A lane whose next chunk is still being fetched here is alive.
     Suspect {
         /// Which.
         lane: LaneId,
@@ -376,6 +410,11 @@ pub trait Regions {
     fn resolve(&mut self, key: &RegionKey, offset: u64, len: u64, access: Access) -> Result<RegionRef, RegionFault>;
     /// Whether it is still registered.
     fn alive(&self, region: RegionRef) -> bool;
+    /// Whether its bytes may go out with a frame of the message stream when the peer reads few of them. If not, they
+    /// go in chunks, as they do from device memory.
+    fn eager(&self, _region: RegionRef) -> bool {
+        true
+    }
 }
 
 /// What the peers of a worker share.

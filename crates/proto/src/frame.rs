@@ -9,9 +9,9 @@
 //! | announce | writer's | message tag | length, offer? |
 //! | consent | reader's | target | |
 //! | done | | | further ids |
-//! | fail (`flags`: code) | reader's | | message and buffer length, when truncated |
-//! | read failed (`flags`: code) | writer's serve, or 0 | target | |
-//! | abort | writer's | | |
+//! | fail (`flags`: code) | reader's | | message and buffer length, when truncated; a text, when device |
+//! | read failed (`flags`: code) | writer's serve, or 0 | target | a text, when device |
+//! | abort (`flags`: 0, or the code device) | writer's | | a text, when device |
 //! | write | writer's | length | key, offset, immediate, offer? |
 //! | write data | writer's | | the bytes |
 //! | read | writer's | target | key, offset, length, descriptor? |
@@ -21,7 +21,7 @@
 //! | pushed | writer's serve | target | |
 //! | bye, nothing | | | |
 //! | ack | | | |
-//! | chunk | target's index; `seq`: its serial; `done`: writer's | offset | the bytes |
+//! | chunk | target's index; `seq`: its serial; `done`: writer's | offset | the bytes; anything or nothing, when void |
 //! | chunk ack (`seq`: how many so far) | | | |
 
 use crossrail_types::Head;
@@ -56,6 +56,8 @@ const IMM: u8 = 2;
 const DATA: u8 = 4;
 const FAILED: u8 = 8;
 const AGAIN: u8 = 16;
+const VOID: u8 = 32;
+const CHUNKS: u8 = 64;
 const NO_SLOT: u32 = u32::MAX;
 
 const TRUNCATED: u8 = 1;
@@ -64,6 +66,7 @@ const GONE: u8 = 3;
 const BOUNDS: u8 = 4;
 const ACCESS: u8 = 5;
 const CLOSED: u8 = 6;
+const DEVICE: u8 = 7;
 
 /// Where chunks go at the other end: an index and the serial that tells its reuses apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,7 +115,8 @@ pub enum Frame {
     },
     /// More finished operations; the payload is a list of ids.
     Done,
-    /// The reader's operation has failed; the payload is two lengths when `code` says truncated.
+    /// The reader's operation has failed; the payload is two lengths when `code` says truncated, a text when it says
+    /// device.
     Fail {
         /// Which.
         op: u32,
@@ -132,6 +136,8 @@ pub enum Frame {
     Abort {
         /// Which.
         op: u32,
+        /// 0 where it was cancelled, otherwise why it cannot go on; the payload is a text then.
+        code: u8,
     },
     /// Access to a region; the payload is a [`Write`].
     Write {
@@ -159,6 +165,8 @@ pub enum Frame {
         target: Target,
         /// Whether a descriptor is there.
         offer: bool,
+        /// Whether its bytes must come in chunks, however few there are.
+        chunks: bool,
     },
     /// The bytes of a small read.
     ReadData {
@@ -202,6 +210,8 @@ pub enum Frame {
         from: u32,
         /// Whether another lane lost it before.
         again: bool,
+        /// Whether its bytes could not be fetched: it only counts, whatever its payload.
+        void: bool,
     },
     /// Chunks consumed on this lane.
     ChunkAck {
@@ -373,15 +383,21 @@ pub fn decode_head(head: &Head) -> Result<Frame, String> {
         ANNOUNCE => (Frame::Announce { op, tag, offer }, payload == if offer { 36 } else { 8 }),
         CONSENT => (Frame::Consent { op, target: Target::unpack(tag) }, payload == 0),
         DONE => (Frame::Done, payload <= CONTROL_MAX && payload % 4 == 0),
-        FAIL => (Frame::Fail { op, code: flags }, payload == if flags == TRUNCATED { 16 } else { 0 }),
-        READ_FAILED => (Frame::ReadFailed { serve: op, target: Target::unpack(tag), code: flags }, payload == 0),
-        ABORT => (Frame::Abort { op }, payload == 0),
+        FAIL => (Frame::Fail { op, code: flags }, failure_fits(flags, payload)),
+        READ_FAILED => {
+            let frame = Frame::ReadFailed { serve: op, target: Target::unpack(tag), code: flags };
+            (frame, flags != TRUNCATED && failure_fits(flags, payload))
+        }
+        ABORT => (Frame::Abort { op, code: flags }, flags != TRUNCATED && failure_fits(flags, payload)),
         WRITE => {
             let frame = Frame::Write { op, len: tag, imm: flags & IMM != 0, data: flags & DATA != 0, offer };
             (frame, payload == if offer { 64 } else { 36 })
         }
         WRITE_DATA => (Frame::WriteData { op }, true),
-        READ => (Frame::Read { op, target: Target::unpack(tag), offer }, payload == if offer { 64 } else { 40 }),
+        READ => {
+            let frame = Frame::Read { op, target: Target::unpack(tag), offer, chunks: flags & CHUNKS != 0 };
+            (frame, payload == if offer { 64 } else { 40 })
+        }
         READ_DATA => (Frame::ReadData { serve: op, target: Target::unpack(tag) }, true),
         INVITE => (Frame::Invite { op }, payload == 24),
         HELP_ENDED => (Frame::HelpEnded { op, failed: flags & FAILED != 0 }, payload == 0),
@@ -391,7 +407,8 @@ pub fn decode_head(head: &Head) -> Result<Frame, String> {
         ACK => (Frame::Ack, payload == 0),
         CHUNK => {
             let target = Target { index: op, serial: seq(head) };
-            (Frame::Chunk { target, offset: tag, from: done(head), again: flags & AGAIN != 0 }, payload > 0)
+            let (again, void) = (flags & AGAIN != 0, flags & VOID != 0);
+            (Frame::Chunk { target, offset: tag, from: done(head), again, void }, payload > 0 || void)
         }
         CHUNK_ACK => (Frame::ChunkAck { count: seq(head) }, payload == 0),
         kind => return Err(format!("frame of unknown kind {kind}")),
@@ -412,12 +429,14 @@ pub fn encode_head(frame: &Frame, payload: u32) -> Head {
         Frame::Done => (DONE, 0, 0, 0),
         Frame::Fail { op, code } => (FAIL, code, op, 0),
         Frame::ReadFailed { serve, target, code } => (READ_FAILED, code, serve, target.pack()),
-        Frame::Abort { op } => (ABORT, 0, op, 0),
+        Frame::Abort { op, code } => (ABORT, code, op, 0),
         Frame::Write { op, len, imm, data, offer } => {
             (WRITE, flag(offer, OFFER) | flag(imm, IMM) | flag(data, DATA), op, len)
         }
         Frame::WriteData { op } => (WRITE_DATA, 0, op, 0),
-        Frame::Read { op, target, offer } => (READ, flag(offer, OFFER), op, target.pack()),
+        Frame::Read { op, target, offer, chunks } => {
+            (READ, flag(offer, OFFER) | flag(chunks, CHUNKS), op, target.pack())
+        }
         Frame::ReadData { serve, target } => (READ_DATA, 0, serve, target.pack()),
         Frame::Invite { op } => (INVITE, 0, op, 0),
         Frame::HelpEnded { op, failed } => (HELP_ENDED, flag(failed, FAILED), op, 0),
@@ -425,7 +444,9 @@ pub fn encode_head(frame: &Frame, payload: u32) -> Head {
         Frame::Bye => (BYE, 0, 0, 0),
         Frame::Nothing => (NOTHING, 0, 0, 0),
         Frame::Ack => (ACK, 0, 0, 0),
-        Frame::Chunk { target, offset, again, .. } => (CHUNK, flag(again, AGAIN), target.index, offset),
+        Frame::Chunk { target, offset, again, void, .. } => {
+            (CHUNK, flag(again, AGAIN) | flag(void, VOID), target.index, offset)
+        }
         Frame::ChunkAck { .. } => (CHUNK_ACK, 0, 0, 0),
     };
     let mut head = Head::new(kind, payload);
@@ -437,6 +458,24 @@ pub fn encode_head(frame: &Frame, payload: u32) -> Head {
         Frame::ChunkAck { count } => seal(&mut head, count, 0, 0),
         _ => {}
     }
+    head
+}
+
+/// Whether a failure of that code goes with so long a payload.
+fn failure_fits(code: u8, payload: u32) -> bool {
+    match code {
+        TRUNCATED => payload == 16,
+        DEVICE => payload <= CONTROL_MAX,
+        _ => payload == 0,
+    }
+}
+
+/// The head of a chunk whose bytes could not be fetched, in place of the one that [`crate::Peer::next`] gave: without
+/// payload, so that the peer only counts it. Its operation must fail ([`crate::Peer::fail`]), or be over.
+pub fn void(head: &Head) -> Head {
+    let mut head = *head;
+    head.0[1] |= VOID;
+    head.0[4..8].fill(0);
     head
 }
 
@@ -557,9 +596,19 @@ pub(crate) fn encode_failure(failure: &Failure) -> (u8, Bytes) {
         Failure::Region(RegionFault::Gone) => GONE,
         Failure::Region(RegionFault::Bounds) => BOUNDS,
         Failure::Region(RegionFault::Access) => ACCESS,
+        Failure::Device(why) => return (DEVICE, Bytes::EMPTY.push(beginning(why, CONTROL_MAX as usize).as_bytes())),
         Failure::Closed => CLOSED,
     };
     (code, Bytes::EMPTY)
+}
+
+/// As much of `text` as fits into `max` bytes.
+fn beginning(text: &str, max: usize) -> &str {
+    let mut end = text.len().min(max);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
 }
 
 /// The failure that code and control bytes say.
@@ -573,14 +622,47 @@ pub fn decode_failure(code: u8, bytes: &[u8]) -> Result<Failure, String> {
         GONE => Failure::Region(RegionFault::Gone),
         BOUNDS => Failure::Region(RegionFault::Bounds),
         ACCESS => Failure::Region(RegionFault::Access),
+        DEVICE => {
+            let shown = |c: char| if c.is_control() { '?' } else { c };
+            let text: String = String::from_utf8_lossy(bytes).chars().map(shown).collect();
+            Failure::Device(format!("at the peer: {text}"))
+        }
         CLOSED => Failure::Closed,
         other => return Err(format!("failure of unknown code {other}")),
     })
 }
 
+/// Why the peer wants an operation of its own to end, by code and control bytes.
+pub fn decode_abort(code: u8, bytes: &[u8]) -> Result<Failure, String> {
+    match code {
+        0 | CANCELLED => Ok(Failure::Cancelled),
+        DEVICE => decode_failure(code, bytes),
+        other => Err(format!("abort of unknown code {other}")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_text_of_a_failure_is_cut_between_characters() {
+        let why = format!("{}\u{e9} and more", "x".repeat(63));
+        let (code, bytes) = encode_failure(&Failure::Device(why));
+        assert_eq!(bytes.len, 63);
+        let told = decode_failure(code, &bytes.bytes[..63]);
+        assert_eq!(told, Ok(Failure::Device(format!("at the peer: {}", "x".repeat(63)))));
+        let hostile = decode_failure(DEVICE, b"a\x1b[2J\xff");
+        assert_eq!(hostile, Ok(Failure::Device("at the peer: a?[2J\u{fffd}".to_owned())));
+    }
+
+    #[test]
+    fn a_void_chunk_has_no_payload() {
+        let target = Target { index: 3, serial: 4 };
+        let chunk = |void| Frame::Chunk { target, offset: 5, from: 6, again: true, void };
+        let head = void(&encode_head(&chunk(false), 700));
+        assert_eq!((head.payload_len(), decode_head(&head)), (0, Ok(chunk(true))));
+    }
 
     #[test]
     fn the_short_way_writes_what_the_long_way_reads() {

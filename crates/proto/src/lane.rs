@@ -34,8 +34,16 @@ pub(crate) struct Lane {
     acked: u32,
     consumed: u32,
     told: u32,
+    /// Chunks that it brought and that are still to be unpacked.
+    landed: u32,
+    /// It holds the head of a chunk for which there is no slot.
+    waits: bool,
+    /// When the peer last heard of that, or of chunks consumed.
+    beat: Time,
     /// When it last brought something that we waited for.
     pub(crate) progress: Time,
+    /// When the peer last said on it that it holds what we sent and cannot take it yet.
+    alive: Time,
     pub(crate) suspected: bool,
     /// Bytes per second, 0 while unknown.
     pub(crate) rate: u64,
@@ -53,7 +61,11 @@ impl Lane {
             acked: 0,
             consumed: 0,
             told: 0,
+            landed: 0,
+            waits: false,
+            beat: now,
             progress: now,
+            alive: now,
             suspected: false,
             rate: 0,
             unmeasured: 0,
@@ -105,6 +117,17 @@ impl Lane {
         }
     }
 
+    /// The peer still holds what it has not taken yet.
+    pub(crate) fn heard(&mut self, now: Time) {
+        self.alive = now;
+        self.suspected = false;
+    }
+
+    /// Since when nothing has come that we wait for.
+    pub(crate) fn silent_since(&self) -> Time {
+        self.progress.max(self.alive)
+    }
+
     /// A chunk of the peer's is consumed.
     pub(crate) fn consume(&mut self) {
         self.consumed = self.consumed.wrapping_add(1);
@@ -120,6 +143,56 @@ impl Lane {
     pub(crate) fn tell(&mut self) -> u32 {
         self.told = self.consumed;
         self.told
+    }
+
+    /// A chunk of the peer's is there and is yet to be unpacked.
+    pub(crate) fn land(&mut self, now: Time) -> u32 {
+        self.begin_beat(now);
+        self.landed += 1;
+        self.landed
+    }
+
+    /// One of those chunks is unpacked, or never will be.
+    pub(crate) fn take_off(&mut self) {
+        self.landed = self.landed.saturating_sub(1);
+        self.consume();
+    }
+
+    /// A chunk's head waits for a slot.
+    pub(crate) fn wait(&mut self, now: Time) {
+        self.begin_beat(now);
+        self.waits = true;
+    }
+
+    /// No head waits any more.
+    pub(crate) fn go_on(&mut self) {
+        self.waits = false;
+    }
+
+    fn begin_beat(&mut self, now: Time) {
+        if !self.holds() {
+            self.beat = now;
+        }
+    }
+
+    /// Whether it holds something of the peer's that cannot be taken yet.
+    fn holds(&self) -> bool {
+        self.landed > 0 || self.waits
+    }
+
+    /// When the peer is to hear again that this end lives.
+    pub(crate) fn next_beat(&self, every: u64) -> Option<Time> {
+        self.holds().then(|| Time(self.beat.0.saturating_add(every)))
+    }
+
+    /// Has the count told again, if that is due: the peer hears that what it waits for is only slow.
+    pub(crate) fn beat(&mut self, now: Time, every: u64) {
+        if self.next_beat(every).is_some_and(|at| at <= now) {
+            self.beat = now;
+            if !self.owes() {
+                self.told = self.consumed.wrapping_sub(1);
+            }
+        }
     }
 }
 
@@ -152,6 +225,24 @@ mod tests {
         l.release(Time(5), 1, |_| {});
         assert_eq!((l.sent.len(), l.sent_bytes), (0, 0));
         assert!(l.acknowledge(2).is_err());
+    }
+
+    #[test]
+    fn what_cannot_be_taken_yet_is_told_again() {
+        let mut l = lane();
+        assert_eq!(l.next_beat(10), None);
+        l.land(Time(5));
+        l.wait(Time(7));
+        assert_eq!(l.next_beat(10), Some(Time(15)));
+        l.beat(Time(14), 10);
+        assert!(!l.owes());
+        l.beat(Time(15), 10);
+        assert!(l.owes());
+        assert_eq!((l.tell(), l.owes()), (0, false));
+        assert_eq!(l.next_beat(10), Some(Time(25)));
+        l.take_off();
+        l.go_on();
+        assert_eq!((l.next_beat(10), l.tell()), (None, 1));
     }
 
     #[test]

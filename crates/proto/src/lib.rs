@@ -9,6 +9,7 @@
 //! ```text
 //! out:  start() .. next(lane) -> Out                                  (the lane carries it)
 //! in:   place(lane, head) -> Placing .. bytes .. placed(lane)         event() -> Done
+//!                                    .. bytes .. landed(lane) .. unpacked(landed)
 //! ```
 //!
 //! Thread rule: everything here is `&mut self`; the caller holds one lock per peer and one for the matcher.
@@ -27,8 +28,8 @@ mod stream;
 
 pub use config::{Config, LaneSpec, Time};
 pub use event::{
-    Access, Body, DirectId, Event, Failure, Host, LaneShare, Memory, Offer, Operation, Out, Placing, Protocol, Receipt,
-    RegionFault, RegionKey, RegionRef, Regions, Role, Short,
+    Access, Body, DirectId, Event, Failure, Host, Landed, LaneShare, Memory, Offer, Operation, Out, Placing, Protocol,
+    Receipt, RegionFault, RegionKey, RegionRef, Regions, Role, Short,
 };
 pub use matcher::Matcher;
 pub use peer::Peer;

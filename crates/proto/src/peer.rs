@@ -1,7 +1,7 @@
 //! One connection's state machine. The parts, each an `impl Peer`:
 //! `sending` (what a lane carries next), `arriving` (heads and payloads that come in), `requests` (what the peer asks
 //! for), `kept` (messages before their receive), `outgoing` and `incoming` (the life of a transfer at either end),
-//! `direct` (single copies), `lanes` (up, down, silent), `ending`.
+//! `direct` (single copies), `unpack` (chunks by way of slots), `lanes` (up, down, silent), `ending`.
 
 mod arriving;
 mod direct;
@@ -12,6 +12,7 @@ mod lanes;
 mod outgoing;
 mod requests;
 mod sending;
+mod unpack;
 
 use std::collections::VecDeque;
 
@@ -59,6 +60,8 @@ pub struct Peer {
     /// Unexpected messages, until the event that takes them away is taken.
     arrivals: Slab<Kept>,
     arrival_bytes: u64,
+    /// The receive whose unexpected message is being copied out, and the peer's id of it.
+    delivered: Option<(OpId, u32)>,
     /// What became of the peer's operations, by its wire id less one.
     theirs: Vec<Their>,
     theirs_active: u32,
@@ -97,6 +100,7 @@ struct Queued {
     what: Operation,
     len: u64,
     offer: Option<Offer>,
+    eager: bool,
     at: Time,
 }
 
@@ -136,6 +140,7 @@ impl Peer {
             ins: Slab::new(),
             arrivals: Slab::new(),
             arrival_bytes: 0,
+            delivered: None,
             theirs: Vec::new(),
             theirs_active: 0,
             passives: Slab::new(),
@@ -158,9 +163,10 @@ impl Peer {
 
     /// Starts an operation of `len` bytes. Its memory must stay as it is until [`Event::Done`].
     ///
-    /// `offer` (of that memory) lets the peer copy it directly, if it is too long to go with its first frame.
+    /// `offer` (of that memory) lets the peer copy it directly, if it is too long to go with its first frame. Without
+    /// `eager` no byte of it goes with a first frame, in either direction, however few there are: chunks carry them.
     #[inline]
-    pub fn start(&mut self, now: Time, op: OpId, what: Operation, len: u64, offer: Option<Offer>) {
+    pub fn start(&mut self, now: Time, op: OpId, what: Operation, len: u64, offer: Option<Offer>, eager: bool) {
         let refused = match &self.phase {
             Phase::Dead(why) => Some(why.clone()),
             Phase::Closed => Some(Failure::Closed),
@@ -168,7 +174,7 @@ impl Peer {
         };
         match refused {
             Some(why) => self.events.push_back(Event::Done { op, result: Err(why), progress: 0, tag: 0 }),
-            None => self.queue.push_back(Queued { op, what, len, offer, at: now }),
+            None => self.queue.push_back(Queued { op, what, len, offer, eager, at: now }),
         }
     }
 
@@ -186,7 +192,8 @@ impl Peer {
             self.events.push_back(Event::Done { op, result: Err(Failure::Cancelled), progress: 0, tag: 0 });
             return true;
         }
-        self.cancel_outgoing(op) || self.cancel_arriving(op) || self.cancel_incoming(now, op)
+        let why = Failure::Cancelled;
+        self.abort_outgoing(op, &why) || self.end_arriving(op, &why) || self.end_receive(now, op, why)
     }
 
     /// The engine has deregistered a region: accesses under way fail, here and at the peer.
@@ -207,7 +214,10 @@ impl Peer {
         }
         let event = self.events.pop_front()?;
         match event {
-            Event::Deliver { arrival, .. } | Event::DropArrival { arrival } => {
+            Event::Deliver { arrival, op, .. } => {
+                self.delivered = self.arrivals.try_remove(arrival as usize).map(|kept| (op, kept.their));
+            }
+            Event::DropArrival { arrival } => {
                 self.arrivals.try_remove(arrival as usize);
             }
             Event::Released { passive } => {
@@ -242,7 +252,8 @@ impl Peer {
 
     /// The peer is gone: all its operations fail with `why`. Messages that have come in whole can still be received.
     ///
-    /// The engine has let go of all its lanes and given up its direct copies before: neither touches any memory.
+    /// The engine has let go of all its lanes and given up its direct copies and unpacks before: none of them touches
+    /// any memory.
     pub fn dead(&mut self, now: Time, why: Failure, matcher: &mut Matcher) {
         if !matches!(self.phase, Phase::Dead(_)) {
             self.phase = Phase::Dead(why.clone());

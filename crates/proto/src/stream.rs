@@ -255,7 +255,7 @@ mod tests {
     }
 
     fn nothing() -> Out {
-        Out { head: frame::encode_head(&Frame::Nothing, 0), body: Body::None }
+        Out { head: frame::encode_head(&Frame::Nothing, 0), body: Body::None, chunk: false }
     }
 
     #[test]

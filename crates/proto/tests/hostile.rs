@@ -118,15 +118,15 @@ impl End {
             }
             2 | 3 => {
                 let op = self.op();
-                self.peer.start(self.now, op, Operation::Send { tag: rng.below(3) }, len, offer);
+                self.peer.start(self.now, op, Operation::Send { tag: rng.below(3) }, len, offer, true);
             }
             4 => {
                 let op = self.op();
-                self.peer.start(self.now, op, Operation::Write { key, offset: 0, imm: Some(3) }, len, offer);
+                self.peer.start(self.now, op, Operation::Write { key, offset: 0, imm: Some(3) }, len, offer, true);
             }
             5 => {
                 let op = self.op();
-                self.peer.start(self.now, op, Operation::Read { key, offset: 0 }, len, offer);
+                self.peer.start(self.now, op, Operation::Read { key, offset: 0 }, len, offer, true);
             }
             _ => {
                 if let Some(&op) = self.open.get(rng.below(self.open.len() as u64) as usize) {
@@ -167,7 +167,7 @@ impl End {
         let control = match placing {
             Placing::Refuse(_) => return false,
             Placing::Discard => return true,
-            Placing::Memory { memory, offset, len: placed } => {
+            Placing::Memory { memory, offset, len: placed, .. } => {
                 assert_eq!(placed, len);
                 let end = offset.checked_add(u64::from(len)).expect("no overflow");
                 match memory {
@@ -178,7 +178,7 @@ impl End {
                 }
                 &[][..]
             }
-            Placing::Unexpected { arrival, len: placed } => {
+            Placing::Unexpected { arrival, len: placed, .. } => {
                 assert_eq!(placed, len);
                 self.unexpected.retain(|(a, _)| *a != arrival);
                 self.unexpected.push((arrival, u64::from(len)));
@@ -186,7 +186,7 @@ impl End {
                 assert!(kept <= config().eager_credit, "{kept} unexpected bytes");
                 &[][..]
             }
-            Placing::Control { len: placed } => {
+            Placing::Control { len: placed, .. } => {
                 assert!(placed == len && len <= frame::CONTROL_MAX);
                 payload
             }
@@ -357,7 +357,7 @@ fn a_deaf_peer_is_cut_off() {
                 send(&mut end, &write, &payload[..36]) && send(&mut end, &frame::Frame::WriteData { op: 1 }, &[])
             } else {
                 let target = frame::Target { index: 0, serial: 0 };
-                send(&mut end, &frame::Frame::Read { op: 1, target, offer: false }, &payload)
+                send(&mut end, &frame::Frame::Read { op: 1, target, offer: false, chunks: false }, &payload)
             };
             end.drain();
             if !alive {

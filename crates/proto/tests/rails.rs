@@ -126,7 +126,7 @@ impl Net {
         self.receipts = [None, None];
         let op = OpId { index: 0, generation: 0 };
         assert!(self.matchers[1].post(op, 1, u64::MAX, None, TOTAL).is_none());
-        self.peers[0].start(Time(self.now), op, Operation::Send { tag: 1 }, TOTAL, None);
+        self.peers[0].start(Time(self.now), op, Operation::Send { tag: 1 }, TOTAL, None, true);
         while self.receipts.iter().any(Option::is_none) {
             let room = self.pump();
             for end in 0..2 {

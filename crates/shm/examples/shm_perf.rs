@@ -148,7 +148,7 @@ impl Measure {
         let base = u64::from_le_bytes(remote[8..16].try_into()?);
         remote[8..16].copy_from_slice(&(base + at as u64).to_le_bytes());
         let local = self.local.wrapping_add(at);
-        let mut job = Job { slot: Some(slot), local, remote, len, copy, moved: *moved };
+        let mut job = Job { slot: Some(slot), local, remote, len, copy, moved: *moved, state: 0 };
         // SAFETY: at + len <= BIG, the size of the memory behind `local`.
         let step = unsafe { self.lane.direct().ok_or("no direct copies")?.step(&mut job, BUDGET) };
         *moved = job.moved;

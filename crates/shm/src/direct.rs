@@ -286,7 +286,7 @@ impl Direct for ShmLane {
         }
         match usize::try_from(word(remote, 8)).ok().and_then(|at| Some((at, at.checked_add(len)?))) {
             Some((at, end)) if end <= map.len() => {
-                Ok(Some(Window { ptr: map.ptr().wrapping_add(at), len, keep: Arc::clone(map) as _ }))
+                Ok(Some(Window { ptr: map.ptr().wrapping_add(at), len, device: None, keep: Arc::clone(map) as _ }))
             }
             _ => {
                 let (at, size) = (word(remote, 8), map.len());

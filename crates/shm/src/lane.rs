@@ -45,15 +45,17 @@ struct Arriving {
 unsafe impl Send for Arriving {}
 
 impl Arriving {
+    /// `None`: it has no place at present.
     #[inline]
-    fn new(frame: Frame, place: Place) -> Result<Arriving, LaneError> {
+    fn new(frame: Frame, place: Place) -> Result<Option<Arriving>, LaneError> {
         match place {
             Place::Into { dst, len, grant, token } => {
-                Ok(Arriving { frame, dst, len: len.min(frame.len), at: 0, grant, token: Some(token) })
+                Ok(Some(Arriving { frame, dst, len: len.min(frame.len), at: 0, grant, token: Some(token) }))
             }
             Place::Discard => {
-                Ok(Arriving { frame, dst: std::ptr::null_mut(), len: 0, at: 0, grant: None, token: None })
+                Ok(Some(Arriving { frame, dst: std::ptr::null_mut(), len: 0, at: 0, grant: None, token: None }))
             }
+            Place::Wait => Ok(None),
             Place::Refuse(why) => Err(LaneError::Protocol(why)),
         }
     }
@@ -71,6 +73,8 @@ pub struct ShmLane {
     inbox: Inbox,
     /// Being delivered, over several polls.
     arriving: Option<Arriving>,
+    /// The sink had no place for the frame of that number.
+    waits_at: u64,
     /// Taken from the sink, did not fit.
     held: Option<Tx>,
     /// The sink may have more than the ring had room for.
@@ -108,6 +112,7 @@ impl ShmLane {
             wire: parts.wire,
             inbox: Inbox::default(),
             arriving: None,
+            waits_at: 0,
             held: None,
             blocked: false,
             attention: false,
@@ -175,7 +180,10 @@ impl ShmLane {
             return Ok(true);
         }
         while let Some(frame) = self.consumer.peek()? {
-            let arriving = Arriving::new(frame, sink.place(self.id, &frame.head))?;
+            let Some(arriving) = Arriving::new(frame, sink.place(self.id, &frame.head))? else {
+                self.waits_at = self.consumer.at();
+                break;
+            };
             if frame.len > INLINE && frame.len > budget {
                 self.arriving = Some(arriving);
                 self.go_on(sink, budget);
@@ -192,6 +200,11 @@ impl ShmLane {
             self.publish();
         }
         Ok(moved)
+    }
+
+    /// Whether the next frame has no place at present.
+    fn waits(&self) -> bool {
+        self.waits_at == self.consumer.at()
     }
 
     /// Copies the next `len` bytes of a frame; the frame itself when it is not complete by that.
@@ -307,8 +320,8 @@ impl Lane for ShmLane {
         // The peer's death is known before its ring is read: when that is empty now, it is empty for good.
         let received = self.receive(sink, budget)?;
         if self.hung_up {
-            return if received {
-                Ok(true)
+            return if received || self.waits() {
+                Ok(received)
             } else {
                 Err(LaneError::Closed("the peer closed the lane or its process is gone".into()))
             };
@@ -327,12 +340,14 @@ impl Lane for ShmLane {
     }
 
     fn arm(&mut self) -> bool {
-        if self.attention || self.hung_up {
+        let waits = self.waits();
+        if self.attention || self.hung_up && !waits {
             return false;
         }
-        let armed = self.flags.sleep(if self.blocked { DATA | ROOM } else { DATA });
+        let room = if self.blocked { ROOM } else { 0 };
+        let armed = self.flags.sleep(if waits { room } else { DATA | room });
         // An error here is work too: the next poll reports it.
-        let unread = self.arriving.is_some() || self.consumer.has_next();
+        let unread = self.arriving.is_some() || !waits && self.consumer.has_next();
         let work = unread || self.blocked && self.producer.room() != Ok(false);
         if !armed || work {
             self.flags.awake();

@@ -277,6 +277,11 @@ impl Consumer {
         self.slot().seq.load(Ordering::Acquire) != self.stale()
     }
 
+    /// The number of the next frame, from 1.
+    pub(crate) fn at(&self) -> u64 {
+        self.next + 1
+    }
+
     /// What the next slot holds before the producer writes it.
     #[inline]
     fn stale(&self) -> u64 {

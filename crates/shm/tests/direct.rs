@@ -130,13 +130,13 @@ fn a_description_of_the_peer_is_not_believed() {
     ];
     for (remote, len) in beyond {
         assert!(direct(&mut b).reach(&remote, len).is_err());
-        let mut job = Job { slot: None, local: memory.as_mut_ptr(), remote, len, copy: Copy::Push, moved: 0 };
+        let mut job = Job { slot: None, local: memory.as_mut_ptr(), remote, len, copy: Copy::Push, moved: 0, state: 0 };
         // SAFETY: `memory` is longer than any of the lengths.
         assert!(matches!(unsafe { direct(&mut b).step(&mut job, 1 << 20) }, Step::Failed(_)));
     }
     for slot in [u32::MAX, 0xffff, 128, 200] {
         let local = memory.as_mut_ptr();
-        let mut job = Job { slot: Some(slot), local, remote: good, len: 100, copy: Copy::Pull, moved: 0 };
+        let mut job = Job { slot: Some(slot), local, remote: good, len: 100, copy: Copy::Pull, moved: 0, state: 0 };
         // SAFETY: `memory` is longer than 100 bytes.
         assert!(matches!(unsafe { direct(&mut b).step(&mut job, 1 << 20) }, Step::Failed(_)), "cursor {slot}");
     }
@@ -159,7 +159,7 @@ fn a_stopped_copy_is_claimed_no_more_and_the_cursor_outlives_late_jobs() {
             let (b, memory, under_way) = (&mut b, &mut memory, &under_way);
             let copier = scope.spawn(move || {
                 let local = memory.as_mut_ptr();
-                let mut job = Job { slot: Some(slot), local, remote, len, copy: Copy::Pull, moved: 0 };
+                let mut job = Job { slot: Some(slot), local, remote, len, copy: Copy::Pull, moved: 0, state: 0 };
                 loop {
                     // SAFETY: `memory` has `len` bytes and lives past this thread.
                     match unsafe { direct(b).step(&mut job, 1) } {
@@ -188,7 +188,7 @@ fn a_stopped_copy_is_claimed_no_more_and_the_cursor_outlives_late_jobs() {
         direct(&mut a).close(slot);
         let next = direct(&mut a).open(len).expect("a free cursor");
         let local = memory.as_mut_ptr();
-        let mut late = Job { slot: Some(slot), local, remote, len, copy: Copy::Pull, moved: 0 };
+        let mut late = Job { slot: Some(slot), local, remote, len, copy: Copy::Pull, moved: 0, state: 0 };
         // SAFETY: `memory` has `len` bytes.
         assert!(matches!(unsafe { direct(&mut b).step(&mut late, 1) }, Step::Failed(_) | Step::Done));
         assert_ne!(next, slot);
@@ -226,7 +226,8 @@ fn one_end_failing_fails_both() {
     let mut nowhere = [0; 24];
     nowhere[0] = 2;
     nowhere[8..16].copy_from_slice(&8u64.to_le_bytes());
-    let mut job = |copy| Job { slot: Some(slot), local: memory.as_mut_ptr(), remote: nowhere, len, copy, moved: 0 };
+    let mut job =
+        |copy| Job { slot: Some(slot), local: memory.as_mut_ptr(), remote: nowhere, len, copy, moved: 0, state: 0 };
     let (mut pull, mut push) = (job(Copy::Pull), job(Copy::Push));
     // SAFETY: `memory` has `len` bytes.
     let failed = unsafe { direct(&mut b).step(&mut pull, 1) };

@@ -87,7 +87,7 @@ impl Lane for TcpLane {
             Ok(received) => received,
         };
         if let Some(error) = &self.broken {
-            return if received { Ok(true) } else { Err(error.clone()) };
+            return if received || self.rx.waits { Ok(received) } else { Err(error.clone()) };
         }
         match self.tx.poll(fd, self.id, sink, budget, probe) {
             Ok(sent) => Ok(received || sent),
@@ -108,6 +108,9 @@ impl Lane for TcpLane {
     }
 
     fn arm(&mut self) -> bool {
+        if self.rx.waits {
+            return self.broken.is_some() || !self.tx.has_work();
+        }
         !(self.rx.readable || self.rx.has_work() || self.tx.has_work() || self.broken.is_some())
     }
 

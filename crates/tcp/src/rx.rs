@@ -36,15 +36,17 @@ struct Body {
 unsafe impl Send for Body {}
 
 impl Body {
-    fn new(place: Place, payload: usize) -> Result<Body, LaneError> {
+    /// `None`: it has no place at present.
+    fn new(place: Place, payload: usize) -> Result<Option<Body>, LaneError> {
         match place {
             Place::Into { dst, len, grant, token } => {
                 let into = len.min(payload);
-                Ok(Body { dst, into, discard: payload - into, grant, token: Some(token) })
+                Ok(Some(Body { dst, into, discard: payload - into, grant, token: Some(token) }))
             }
             Place::Discard => {
-                Ok(Body { dst: std::ptr::null_mut(), into: 0, discard: payload, grant: None, token: None })
+                Ok(Some(Body { dst: std::ptr::null_mut(), into: 0, discard: payload, grant: None, token: None }))
             }
+            Place::Wait => Ok(None),
             Place::Refuse(why) => Err(LaneError::Protocol(why)),
         }
     }
@@ -110,6 +112,8 @@ pub(crate) struct Receiver {
     start: usize,
     end: usize,
     body: Option<Body>,
+    /// The sink has no place for the payload of the head that is next in the input buffer.
+    pub(crate) waits: bool,
     /// Why nothing more will come.
     ended: Option<LaneError>,
     /// The socket may have more: epoll said so, and no read has come back empty since.
@@ -125,6 +129,7 @@ impl Receiver {
             start: 0,
             end: 0,
             body: None,
+            waits: false,
             ended: None,
             readable: true,
             bytes: 0,
@@ -133,6 +138,9 @@ impl Receiver {
 
     /// Whether there is something to do without looking at the socket.
     pub(crate) fn has_work(&self) -> bool {
+        if self.waits {
+            return false;
+        }
         if self.ended.is_some() {
             return true;
         }
@@ -155,6 +163,9 @@ impl Receiver {
             moved |= self.deliver(lane, sink, until)?;
             if self.bytes >= until {
                 return Ok(true);
+            }
+            if self.waits {
+                return Ok(moved);
             }
             if let Some(error) = &self.ended {
                 return if moved { Ok(true) } else { Err(error.clone()) };
@@ -214,10 +225,13 @@ impl Receiver {
                         let why = format!("a frame of {payload} bytes, more than the {max} that were agreed");
                         return Err(LaneError::Protocol(why));
                     }
+                    let body = Body::new(sink.place(lane, &head), payload)?;
+                    self.waits = body.is_none();
+                    let Some(body) = body else { break };
                     self.start += HEAD_LEN;
                     self.bytes += HEAD_LEN as u64;
                     moved = true;
-                    self.body.insert(Body::new(sink.place(lane, &head), payload)?)
+                    self.body.insert(body)
                 }
             };
             let used = body.absorb(&self.input[self.start..self.end]);

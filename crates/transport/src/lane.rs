@@ -1,5 +1,5 @@
 use std::any::Any;
-use std::os::fd::RawFd;
+use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
 use crossrail_types::{Error, ErrorKind, Head, LaneId};
@@ -73,6 +73,10 @@ pub enum Place {
     },
     /// Read it and forget it. `placed` is not called.
     Discard,
+    /// No place for it at present. The lane keeps the head and asks for the same one again at each later
+    /// [`Lane::poll`], whatever readiness says; until it is answered otherwise nothing more comes in. What goes out
+    /// goes on. Waiting is not moving, and no reason to stay awake.
+    Wait,
     /// The peer broke the protocol: the lane fails with [`LaneError::Protocol`] of this text.
     Refuse(String),
 }
@@ -88,7 +92,8 @@ pub trait Sink {
     /// The lane will not read that payload again. Called once for each `Tx` taken from `next`, and for each
     /// posted one that was answered [`Post::Held`]; not called for [`Post::Taken`].
     fn sent(&mut self, lane: LaneId, token: u64);
-    /// A head has arrived; where does its payload go? Called for empty payloads too.
+    /// A head has arrived; where does its payload go? Called for empty payloads too, and again for the same head after
+    /// [`Place::Wait`].
     fn place(&mut self, lane: LaneId, head: &Head) -> Place;
     /// The payload of that `Place::Into` is complete. Not called once its grant was revoked.
     fn placed(&mut self, lane: LaneId, token: u64);
@@ -171,6 +176,21 @@ pub trait Lane: Send {
     /// The driver is awake again.
     fn disarm(&mut self) {}
 
+    /// Passes a note to the peer: at most [`NOTE_MAX`] bytes and [`NOTE_FILES`] descriptors, which are duplicated.
+    /// Notes arrive in order among themselves, but not with frames: one may come later than a frame that refers to it.
+    /// `Ok(false)`: no room at present; ask again after a poll that moved something.
+    ///
+    /// # Errors
+    /// `Protocol` where the lane passes no notes, or not such long ones: nothing was sent, the lane goes on.
+    fn pass(&mut self, _note: &[u8], _files: &[BorrowedFd<'_>]) -> Result<bool, LaneError> {
+        Err(LaneError::Protocol("the lane passes no notes".to_owned()))
+    }
+    /// The peer's oldest note that was not taken yet. Looks at the wire if none is there, which may cost a system call:
+    /// for when one is awaited, and after polls that moved something. What is wrong there the next poll reports.
+    fn passed(&mut self) -> Option<Passed> {
+        None
+    }
+
     /// Single-copy access to the peer's memory, where the lane has it.
     fn direct(&mut self) -> Option<&mut dyn Direct> {
         None
@@ -178,6 +198,22 @@ pub trait Lane: Send {
 
     /// Totals so far.
     fn stats(&self) -> LaneStats;
+}
+
+/// Most bytes of a note.
+pub const NOTE_MAX: usize = 512;
+/// Most descriptors of a note.
+pub const NOTE_FILES: usize = 16;
+
+/// What the peer passed with [`Lane::pass`]. All of it is the peer's word only.
+#[derive(Debug)]
+pub struct Passed {
+    /// Its bytes.
+    pub note: Vec<u8>,
+    /// Its descriptors, closed on exec; none if `lost` is not 0.
+    pub files: Vec<OwnedFd>,
+    /// How many descriptors it had, if this process had none left to receive them all.
+    pub lost: usize,
 }
 
 /// How the peer can reach a piece of our memory; opaque to all but the lane that made it.
@@ -190,6 +226,8 @@ pub enum DirectKind {
     Mapped,
     /// process_vm_readv / process_vm_writev.
     Cma,
+    /// Both memories belong to GPUs, or one does: a copy engine or a kernel, by peer access.
+    CudaIpc,
 }
 
 /// Which way a direct copy goes, seen from here.
@@ -217,6 +255,8 @@ pub struct Job {
     pub copy: Copy,
     /// Bytes this end has claimed and copied so far (kept by `step`).
     pub moved: usize,
+    /// What `step` remembers of it; 0 at first.
+    pub state: u64,
 }
 
 // SAFETY: as for Payload: a description; `Direct::step` dereferences it under its own contract.
@@ -244,6 +284,8 @@ pub struct Window {
     pub ptr: *mut u8,
     /// Bytes.
     pub len: usize,
+    /// The GPU on which `ptr` may be used; `None`: it is this process's own address space.
+    pub device: Option<u32>,
     /// Holds the mapping.
     pub keep: Arc<dyn Any + Send + Sync>,
 }

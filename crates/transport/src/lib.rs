@@ -20,6 +20,6 @@ pub mod loopback;
 
 pub use grant::{Grant, GrantUse};
 pub use lane::{
-    Copy, Descriptor, Direct, DirectKind, Job, Lane, LaneCaps, LaneError, LaneStats, Payload, Place, Post, Sink, Step,
-    Tx, Window,
+    Copy, Descriptor, Direct, DirectKind, Job, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Passed,
+    Payload, Place, Post, Sink, Step, Tx, Window,
 };

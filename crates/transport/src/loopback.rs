@@ -84,13 +84,16 @@ pub struct LoopbackLane {
     rx: Arc<Mutex<Pipe>>,
     outgoing: Option<Outgoing>,
     incoming: Incoming,
+    /// The sink has no place for the head in `incoming`.
+    waits: bool,
     stats: LaneStats,
 }
 
 impl LoopbackLane {
     fn new(id: LaneId, bell: UnixStream, tx: Arc<Mutex<Pipe>>, rx: Arc<Mutex<Pipe>>) -> LoopbackLane {
         let caps = LaneCaps { copies_up_to: 4096, max_payload: 16 << 20, reliable: true, direct: false };
-        LoopbackLane { id, caps, bell, tx, rx, outgoing: None, incoming: Incoming::START, stats: LaneStats::default() }
+        let stats = LaneStats::default();
+        LoopbackLane { id, caps, bell, tx, rx, outgoing: None, incoming: Incoming::START, waits: false, stats }
     }
 
     /// Wakes the peer. A full bell already rings; a peer that is gone hears nothing.
@@ -190,6 +193,11 @@ impl LoopbackLane {
                         return Err(LaneError::Protocol(format!("a payload of {len} bytes was announced")));
                     }
                     let place = sink.place(self.id, &head);
+                    self.waits = matches!(place, Place::Wait);
+                    if self.waits {
+                        self.incoming = Incoming::Head { bytes, have };
+                        return Ok(moved > 0);
+                    }
                     if let Place::Refuse(why) = place {
                         return Err(LaneError::Protocol(why));
                     }
@@ -255,7 +263,7 @@ impl Lane for LoopbackLane {
     fn poll(&mut self, sink: &mut dyn Sink, budget: usize, _probe: bool) -> std::result::Result<bool, LaneError> {
         let gone = lock(&self.rx).writer_gone; // asked before reading: all it wrote is in the pipe by then
         let received = self.receive_some(sink, budget)?;
-        if gone && !received {
+        if gone && !received && !self.waits {
             return Err(LaneError::Closed("the other end was dropped".into()));
         }
         let sent = !gone && self.send_some(sink, budget);
@@ -268,8 +276,8 @@ impl Lane for LoopbackLane {
 
     fn arm(&mut self) -> bool {
         let mut rx = lock(&self.rx);
-        rx.reader_asleep = true;
-        let readable = !rx.bytes.is_empty() || rx.writer_gone;
+        rx.reader_asleep = !self.waits;
+        let readable = !self.waits && (!rx.bytes.is_empty() || rx.writer_gone);
         drop(rx);
         let mut tx = lock(&self.tx);
         tx.writer_asleep = true;

@@ -46,7 +46,7 @@ impl Peer {
     #[inline]
     pub fn place(&mut self, now: Time, lane: LaneId, head: &Head, host: &mut Host<'_>) -> Placing {
         if let Some(op) = self.place_expected(now, lane, head, host.matcher) {
-            return Placing::Memory { memory: Memory::Op(op), offset: 0, len: head.payload_len() };
+            return Placing::Memory { memory: Memory::Op(op), offset: 0, len: head.payload_len(), chunk: false };
         }
         match self.arrive(now, lane, head, host) {
             Ok(placing) => placing,
@@ -108,16 +108,16 @@ impl Peer {
         let Some(at) = self.lane_at(lane) else { return Ok(Placing::Discard) };
         let frame = frame::decode_head(head)?;
         let len = head.payload_len();
-        if let Placement::Chunk { index, serial, .. } = self.lanes[at].placing {
-            // Its payload was given up halfway.
-            if let Some(incoming) = self.ins.get_mut(index as usize).filter(|i| i.serial == serial) {
-                incoming.placements -= 1;
-            }
-        }
+        // If it was placing a chunk, that one's payload was given up halfway.
         self.lanes[at].placing = Placement::None;
+        self.lanes[at].go_on();
         match frame {
             Frame::ChunkAck { .. } if !self.live() => return Ok(Placing::Discard),
-            Frame::Chunk { target, offset, from, again } => {
+            Frame::Chunk { target, offset, from, again, void } => {
+                if void {
+                    self.lanes[at].consume();
+                    return Ok(Placing::Discard);
+                }
                 let chunk = ChunkOf { target, offset, len, from, again };
                 return self.place_chunk(now, at, chunk, host.regions);
             }
@@ -214,11 +214,11 @@ impl Peer {
 
     fn placing(&self, what: What, len: u32) -> Placing {
         match what {
-            What::Receive { op, .. } => Placing::Memory { memory: Memory::Op(op), offset: 0, len },
+            What::Receive { op, .. } => Placing::Memory { memory: Memory::Op(op), offset: 0, len, chunk: false },
             What::Kept { arrival } => Placing::Unexpected { arrival, len },
             What::Control => Placing::Control { len },
             What::Data { index } => match self.ins.get(index as usize) {
-                Some(incoming) => Placing::Memory { memory: incoming.memory(), offset: 0, len },
+                Some(incoming) => Placing::Memory { memory: incoming.memory(), offset: 0, len, chunk: false },
                 None => Placing::Discard,
             },
         }
@@ -369,15 +369,15 @@ impl Peer {
             Frame::ReadFailed { serve, target, code } => {
                 self.read_failed(now, serve, target, frame::decode_failure(code, bytes)?);
             }
-            Frame::Abort { op } => self.aborted(now, op, host.matcher),
+            Frame::Abort { op, code } => self.aborted(now, op, frame::decode_abort(code, bytes)?, host.matcher),
             Frame::Write { op, len, imm, data, offer } => {
                 let write = frame::decode_write(bytes, offer)?;
                 return self.written(now, WriteOf { op, len, imm, data, write }, host);
             }
-            Frame::Read { op, target, offer } => {
+            Frame::Read { op, target, offer, chunks } => {
                 let read = frame::decode_read(bytes, offer)?;
                 let lane = self.lanes[at].spec.id;
-                return self.read(now, ServeRequest { op, target, read, lane }, host);
+                return self.read(now, ServeRequest { op, target, read, chunks, lane }, host);
             }
             Frame::Invite { op } => self.invited(op, frame::decode_invite(bytes)?),
             Frame::HelpEnded { op, failed } => self.help_ended(op, failed),
@@ -394,24 +394,24 @@ impl Peer {
         Ok(())
     }
 
-    /// Cancels a receive whose message is just coming in.
-    pub(super) fn cancel_arriving(&mut self, op: OpId) -> bool {
+    /// Ends a receive whose message is just coming in.
+    pub(super) fn end_arriving(&mut self, op: OpId, why: &Failure) -> bool {
         if let Some(&Open { what: What::Receive { op: o, their, tag }, .. }) = self.open.as_ref()
             && o == op
         {
             self.drop_open();
             self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
-            self.events.push_back(Event::Done { op, result: Err(Failure::Cancelled), progress: 0, tag });
-            self.tell_failed(their, &Failure::Cancelled);
+            self.events.push_back(Event::Done { op, result: Err(why.clone()), progress: 0, tag });
+            self.tell_failed(their, why);
             self.free_their(their);
             return true;
         }
         let of = |k: &Kept| !k.over && matches!(k.accepted, Some((o, _)) if o == op);
         let Some((_, kept)) = self.arrivals.iter_mut().find(|(_, k)| of(k)) else { return false };
         kept.accepted = None;
-        kept.cancelled = true;
+        kept.ended = Some(why.clone());
         let tag = kept.tag;
-        self.events.push_back(Event::Done { op, result: Err(Failure::Cancelled), progress: 0, tag });
+        self.events.push_back(Event::Done { op, result: Err(why.clone()), progress: 0, tag });
         true
     }
 

@@ -25,7 +25,7 @@ impl Peer {
         }
     }
 
-    /// Ends everything under way without another word to the peer. Only direct copies are waited for.
+    /// Ends everything under way without another word to the peer. Only direct copies and unpacks are waited for.
     pub(super) fn fail_all(&mut self, now: Time, why: &Failure, matcher: &mut Matcher) {
         self.control.clear();
         self.dones.clear();
@@ -60,11 +60,12 @@ impl Peer {
         self.dones.clear();
     }
 
-    /// The engine has given up all direct copies.
+    /// The engine has given up all direct copies and unpacks.
     pub(super) fn forget_jobs(&mut self) {
         self.jobs.clear();
         for (_, incoming) in &mut self.ins {
             incoming.job = None;
+            incoming.landed = 0;
         }
         for (_, outgoing) in &mut self.outs {
             if outgoing.rest().job.is_some() {
@@ -78,7 +79,11 @@ impl Peer {
         for index in all {
             let incoming = &mut self.ins[index as usize];
             if matches!(incoming.kind, InKind::Read { .. }) {
-                self.ins.remove(index as usize);
+                if incoming.landed > 0 {
+                    self.leave_read(index);
+                } else {
+                    self.ins.remove(index as usize);
+                }
                 continue;
             }
             incoming.helped = false;

@@ -27,8 +27,10 @@ pub(super) struct Incoming {
     pub(super) started: Time,
     pub(super) received: Ranges,
     shares: Vec<LaneShare>,
-    /// Chunks of it that lanes are placing.
-    pub(super) placements: u32,
+    /// Chunks of it that lie in slots.
+    pub(super) landed: u32,
+    /// All bytes are known to be there, or in slots: how they came.
+    pub(super) complete: Option<(Protocol, Option<LaneId>)>,
     /// The cursor that both ends can copy by.
     pub(super) slot: Option<u32>,
     pub(super) job: Option<DirectId>,
@@ -84,7 +86,8 @@ impl Peer {
             started: now,
             received: Ranges::default(),
             shares: Vec::new(),
-            placements: 0,
+            landed: 0,
+            complete: None,
             slot: None,
             job: None,
             stopping: false,
@@ -168,22 +171,25 @@ impl Peer {
             }
             incoming.their = from;
         }
-        incoming.placements += 1;
         let memory = incoming.memory();
         self.lanes[at].placing = crate::lane::Placement::Chunk { index, serial: target.serial, offset, len, again };
-        Ok(Placing::Memory { memory, offset, len })
+        Ok(Placing::Memory { memory, offset, len, chunk: true })
     }
 
     /// A chunk's bytes are there.
     pub(super) fn placed_chunk(&mut self, now: Time, at: usize, chunk: ChunkOf) -> Result<(), String> {
-        let ChunkOf { target, offset, len, again, .. } = chunk;
         self.lanes[at].consume();
         let lane = self.lanes[at].spec.id;
+        self.count_chunk(now, lane, chunk)
+    }
+
+    /// A chunk's bytes are in the transfer's memory.
+    pub(super) fn count_chunk(&mut self, now: Time, lane: LaneId, chunk: ChunkOf) -> Result<(), String> {
+        let ChunkOf { target, offset, len, again, .. } = chunk;
         let found = self.ins.get_mut(target.index as usize);
         let Some(incoming) = found.filter(|i| i.serial == target.serial && i.ending.is_none()) else {
             return Ok(());
         };
-        incoming.placements -= 1;
         let new = incoming.received.insert(offset, offset + u64::from(len));
         if incoming.received.parts() > PARTS_MAX {
             return Err(format!("a transfer in more than {PARTS_MAX} parts"));
@@ -200,8 +206,12 @@ impl Peer {
         Ok(())
     }
 
-    /// All bytes are there.
+    /// All bytes are there. It is over once none is unpacked any more: a chunk may have come twice.
     pub(super) fn complete_in(&mut self, now: Time, index: u32, protocol: Protocol, lane: Option<LaneId>) {
+        if self.ins[index as usize].landed > 0 {
+            self.ins[index as usize].complete = Some((protocol, lane));
+            return;
+        }
         let incoming = self.ins.remove(index as usize);
         let memory = incoming.memory();
         if self.leave_in(index, incoming.serial) {
@@ -232,7 +242,7 @@ impl Peer {
     }
 
     /// A receive or a write of the peer's ends before its time: its memory is left alone from now on, as far as the
-    /// lanes go, and it is over once no direct copy touches it.
+    /// lanes go, and it is over once no direct copy and no unpack touches it.
     pub(super) fn end_in(&mut self, _now: Time, index: u32, why: Failure) {
         let Some(incoming) = self.ins.get_mut(index as usize) else { return };
         if incoming.ending.is_some() {
@@ -260,11 +270,11 @@ impl Peer {
         chunks || data
     }
 
-    /// Goes on with an ending, as far as direct copies let it.
+    /// Goes on with an ending, as far as direct copies and unpacks let it.
     pub(super) fn step_ending(&mut self, index: u32) {
         let Some(incoming) = self.ins.get_mut(index as usize) else { return };
         let Some(ending) = incoming.ending.as_mut() else { return };
-        if incoming.job.is_some() {
+        if incoming.job.is_some() || incoming.landed > 0 {
             return;
         }
         if !ending.told {
@@ -283,7 +293,7 @@ impl Peer {
                 self.events.push_back(Event::Done { op, result: Err(why), progress, tag });
             }
             InKind::Write { .. } => self.events.push_back(Event::Released { passive: incoming.passive }),
-            InKind::Read { .. } => {}
+            InKind::Read { .. } => return,
         }
         self.free_their(incoming.their);
     }
@@ -291,17 +301,23 @@ impl Peer {
     /// A read of ours is over or given up: what still comes for it is discarded.
     pub(super) fn drop_read(&mut self, target: Target) {
         let Target { index, serial } = target;
-        if self.ins.get(index as usize).is_some_and(|i| i.serial == serial) {
-            self.leave_in(index, serial);
+        if self.ins.get(index as usize).is_none_or(|i| i.serial != serial) {
+            return;
+        }
+        self.leave_in(index, serial);
+        if self.ins[index as usize].landed > 0 {
+            self.leave_read(index);
+        } else {
             self.ins.remove(index as usize);
         }
     }
 
-    pub(super) fn cancel_incoming(&mut self, now: Time, op: OpId) -> bool {
+    /// Ends a receive whose message comes in chunks, or is copied.
+    pub(super) fn end_receive(&mut self, now: Time, op: OpId, why: Failure) -> bool {
         let of = |k| matches!(k, InKind::Receive { op: o, .. } if o == op);
         let found = self.ins.iter().find(|(_, i)| of(i.kind)).map(|(i, _)| i as u32);
         if let Some(index) = found {
-            self.end_in(now, index, Failure::Cancelled);
+            self.end_in(now, index, why);
         }
         found.is_some()
     }

@@ -18,7 +18,8 @@ pub(super) struct Kept {
     pub(super) complete: bool,
     offer: Option<Offer>,
     pub(super) accepted: Option<(OpId, u64)>,
-    pub(super) cancelled: bool,
+    /// Why it is to be forgotten once it is there in whole, if its receive has ended.
+    pub(super) ended: Option<Failure>,
     /// Out of our hands; only its id is kept from being used again.
     pub(super) over: bool,
 }
@@ -47,8 +48,8 @@ impl Peer {
     pub(super) fn kept(&mut self, arrival: u32) {
         let Some(kept) = self.arrivals.get_mut(arrival as usize).filter(|k| !k.over) else { return };
         kept.complete = true;
-        if kept.cancelled {
-            self.discard_kept(arrival, &Failure::Cancelled);
+        if let Some(why) = kept.ended.take() {
+            self.discard_kept(arrival, &why);
         } else if let Some((op, capacity)) = kept.accepted {
             self.deliver(arrival, op, capacity);
         }
@@ -77,9 +78,9 @@ impl Peer {
     }
 
     /// The sender has cancelled an unexpected message.
-    pub(super) fn drop_kept(&mut self, arrival: u32, matcher: &mut Matcher) {
+    pub(super) fn drop_kept(&mut self, arrival: u32, why: &Failure, matcher: &mut Matcher) {
         matcher.forget(self.id, arrival);
-        self.discard_kept(arrival, &Failure::Cancelled);
+        self.discard_kept(arrival, why);
     }
 
     fn deliver(&mut self, arrival: u32, op: OpId, capacity: u64) {
@@ -126,6 +127,6 @@ impl Peer {
 
 impl Kept {
     pub(super) fn new(their: u32, tag: u64, len: u64, eager: bool, offer: Option<Offer>) -> Kept {
-        Kept { their, tag, len, eager, complete: false, offer, accepted: None, cancelled: false, over: false }
+        Kept { their, tag, len, eager, complete: false, offer, accepted: None, ended: None, over: false }
     }
 }

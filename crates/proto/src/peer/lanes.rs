@@ -20,11 +20,6 @@ impl Peer {
     pub fn lane_down(&mut self, now: Time, lane: LaneId) {
         let Some(at) = self.lane_at(lane) else { return };
         let mut dead = self.lanes.remove(at);
-        if let Placement::Chunk { index, serial, .. } = dead.placing
-            && let Some(incoming) = self.ins.get_mut(index as usize).filter(|i| i.serial == serial)
-        {
-            incoming.placements -= 1;
-        }
         let (mut chunks, mut bytes) = (0, 0);
         while let Some(sent) = dead.sent.pop_back() {
             if self.requeue(lane, &sent) {
@@ -57,15 +52,24 @@ impl Peer {
             return Some(Time(0));
         }
         let waiting = self.lanes.iter().filter(|l| !l.suspected && self.waits_on(l));
-        waiting.map(|l| Time(l.progress.0.saturating_add(self.config.lane_deadline))).min()
+        let silence = waiting.map(|l| Time(l.silent_since().0.saturating_add(self.config.lane_deadline))).min();
+        let beat = self.lanes.iter().filter_map(|l| l.next_beat(self.beat_every())).min();
+        silence.into_iter().chain(beat).min()
+    }
+
+    /// How often a lane says that it lives while it holds what cannot be taken yet.
+    fn beat_every(&self) -> u64 {
+        self.config.lane_deadline / 4
     }
 
     /// Looks for silent lanes, and sees to it that what is owed goes out before the caller sleeps.
     pub fn on_timeout(&mut self, now: Time) {
         self.flush();
         for at in 0..self.lanes.len() {
+            let every = self.beat_every();
+            self.lanes[at].beat(now, every);
             let lane = &self.lanes[at];
-            if !lane.suspected && self.waits_on(lane) && now.since(lane.progress) >= self.config.lane_deadline {
+            if !lane.suspected && self.waits_on(lane) && now.since(lane.silent_since()) >= self.config.lane_deadline {
                 self.lanes[at].suspected = true;
                 self.events.push_back(Event::Suspect { lane: self.lanes[at].spec.id });
             }

@@ -4,7 +4,7 @@ use crossrail_types::{LaneId, OpId};
 
 use super::{Peer, Their};
 use crate::feed::Feed;
-use crate::frame::{self, Frame, Target};
+use crate::frame::{self, Bytes, Frame, Target};
 use crate::lane::Sent;
 use crate::peer::sending::inline;
 use crate::{Body, DirectId, Event, Failure, LaneShare, Memory, Protocol, Receipt, RegionRef, Short, Time};
@@ -36,6 +36,8 @@ pub(super) struct More {
     pub(super) copy_ns: u64,
     pub(super) feed: Option<Feed>,
     pub(super) serve: Option<Serve>,
+    /// Why it was aborted, if our memory failed.
+    fault: Option<Failure>,
 }
 
 static NOTHING_MORE: More = More {
@@ -47,6 +49,7 @@ static NOTHING_MORE: More = More {
     copy_ns: 0,
     feed: None,
     serve: None,
+    fault: None,
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,7 +85,7 @@ pub(super) enum Stage {
     Aborting,
 }
 
-/// What a direct copy that was told to stop makes room for.
+/// What a direct copy that was told to stop makes room for, or the unpacks of a read that is over.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum After {
     /// It was not told to.
@@ -118,6 +121,7 @@ impl Outgoing {
                 copy_ns: 0,
                 feed: None,
                 serve: None,
+                fault: None,
             })
         })
     }
@@ -159,7 +163,7 @@ impl Peer {
         Ok(())
     }
 
-    /// An outgoing operation is over as soon as no direct copy of ours touches its memory.
+    /// An outgoing operation is over as soon as no direct copy of ours and no unpack touches its memory.
     #[inline]
     pub(super) fn finish_out(&mut self, now: Time, index: u32, result: Result<(), Failure>) {
         let Some(outgoing) = self.outs.get_mut(index as usize) else { return };
@@ -170,6 +174,10 @@ impl Peer {
             }
         } else if outgoing.kind == Kind::Serve {
             self.close_serve(index);
+        } else if let Kind::Read { target } = outgoing.kind
+            && self.unpacks(target)
+        {
+            self.outs[index as usize].more().after = After::Finish(result);
         } else {
             self.close_out(now, index, result);
         }
@@ -236,6 +244,7 @@ impl Peer {
         let index = id.wrapping_sub(1);
         match self.outs.get(index as usize).map(|o| o.kind) {
             Some(Kind::Send | Kind::Write) => {
+                let why = self.own_word(index, why);
                 self.finish_out(now, index, Err(why));
                 Ok(())
             }
@@ -253,7 +262,17 @@ impl Peer {
             self.done_reads = true;
         }
         self.drop_read(target);
-        self.close_out(now, index, Err(why));
+        let why = self.own_word(index, why);
+        self.finish_out(now, index, Err(why));
+    }
+
+    /// The reason for a failure: our own, if our memory was at fault, in full; otherwise the peer's.
+    fn own_word(&mut self, index: u32, theirs: Failure) -> Failure {
+        let own = self.outs.get_mut(index as usize).and_then(|o| o.more.as_deref_mut()?.fault.take());
+        match (own, theirs) {
+            (Some(own), Failure::Device(_) | Failure::Cancelled) => own,
+            (_, theirs) => theirs,
+        }
     }
 
     /// The peer wants chunks of our operation `id`.
@@ -313,11 +332,17 @@ impl Peer {
                 feed.acked();
             }
         });
+        if news > 0 {
+            let lane = lane.spec.id;
+            self.events.push_back(Event::Acked { lane, chunks: news });
+        } else {
+            lane.heard(now);
+        }
         Ok(())
     }
 
     /// Starts to end an operation of ours before its time.
-    pub(super) fn cancel_outgoing(&mut self, op: OpId) -> bool {
+    pub(super) fn abort_outgoing(&mut self, op: OpId, why: &Failure) -> bool {
         let Some(index) = self.outs.iter().find(|(_, o)| o.op == op && o.kind != Kind::Serve).map(|(i, _)| i) else {
             return false;
         };
@@ -326,6 +351,9 @@ impl Peer {
             return true;
         }
         outgoing.stage = Stage::Aborting;
+        if matches!(why, Failure::Device(_)) {
+            outgoing.more().fault = Some(why.clone());
+        }
         if let Some(job) = outgoing.rest().job
             && std::mem::replace(&mut outgoing.more().after, After::Nothing) == After::Running
         {
@@ -335,7 +363,11 @@ impl Peer {
             self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
             self.drop_read(target);
         }
-        self.tell(Frame::Abort { op: index as u32 + 1 });
+        let (code, bytes) = match why {
+            Failure::Device(_) => frame::encode_failure(why),
+            _ => (0, Bytes::EMPTY),
+        };
+        self.tell_with(Frame::Abort { op: index as u32 + 1, code }, inline(bytes));
         true
     }
 
@@ -384,8 +416,8 @@ impl Peer {
         }
         // What lanes carry of it stays readable: the peer believes the bytes until it hears of this.
         self.unsend_data(index);
-        let (code, _) = frame::encode_failure(&why);
-        self.tell(Frame::ReadFailed { serve: index + 1, target, code });
+        let (code, bytes) = frame::encode_failure(&why);
+        self.tell_with(Frame::ReadFailed { serve: index + 1, target, code }, inline(bytes));
     }
 
     fn unsend_data(&mut self, index: u32) {
@@ -433,12 +465,12 @@ impl Peer {
     }
 
     /// The peer wants its operation `op` to end.
-    pub(super) fn aborted(&mut self, now: Time, op: u32, matcher: &mut crate::Matcher) {
+    pub(super) fn aborted(&mut self, now: Time, op: u32, why: Failure, matcher: &mut crate::Matcher) {
         match self.their(op) {
             Their::Free | Their::Open => {}
-            Their::Arrival(arrival) => self.drop_kept(arrival, matcher),
-            Their::In(index) => self.end_in(now, index, Failure::Cancelled),
-            Their::Serve(index) => self.serve_failed(index, Failure::Cancelled),
+            Their::Arrival(arrival) => self.drop_kept(arrival, &why, matcher),
+            Their::In(index) => self.end_in(now, index, why),
+            Their::Serve(index) => self.serve_failed(index, why),
         }
     }
 }

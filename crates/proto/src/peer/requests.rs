@@ -74,7 +74,7 @@ impl Peer {
     }
 
     pub(super) fn read(&mut self, now: Time, of: ServeRequest, host: &mut Host<'_>) -> Result<(), String> {
-        let ServeRequest { op, target, read, lane } = of;
+        let ServeRequest { op, target, read, chunks, lane } = of;
         let resolved = if self.closing {
             Err(Failure::Closed)
         } else {
@@ -91,7 +91,8 @@ impl Peer {
         };
         self.claim_their(op, Their::Open)?;
         let of_lane = self.stream.lane.and_then(|l| self.lane_at(l)).map(|at| &self.lanes[at].spec);
-        let eager_max = of_lane.map_or(0, |s| u64::from(s.eager_max.min(s.max_payload)));
+        let eager = !chunks && host.regions.eager(region);
+        let eager_max = of_lane.filter(|_| eager).map_or(0, |s| u64::from(s.eager_max.min(s.max_payload)));
         let descriptor = read.descriptor.filter(|_| read.len > 0);
         let serve = ServeOf { their: op, target, region, base: read.offset, len: read.len, descriptor, lane };
         let index = self.begin_serve(now, serve, eager_max);
@@ -112,5 +113,7 @@ pub(super) struct ServeRequest {
     pub(super) op: u32,
     pub(super) target: frame::Target,
     pub(super) read: frame::Read,
+    /// Never in one frame.
+    pub(super) chunks: bool,
     pub(super) lane: LaneId,
 }

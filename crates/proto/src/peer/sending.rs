@@ -34,7 +34,11 @@ impl Peer {
         let at = self.lane_at(lane)?;
         if self.lanes[at].owes() && matches!(self.phase, Phase::Live | Phase::Closed) {
             let count = self.lanes[at].tell();
-            return Some(Out { head: frame::encode_head(&Frame::ChunkAck { count }, 0), body: Body::None });
+            return Some(Out {
+                head: frame::encode_head(&Frame::ChunkAck { count }, 0),
+                body: Body::None,
+                chunk: false,
+            });
         }
         if self.stream.lane == Some(lane)
             && let Some(out) = self.next_message(now, at)
@@ -133,6 +137,7 @@ impl Peer {
         let out = Out {
             head: frame::eager(id, tag, len as u32, stamp, done),
             body: Body::Memory { memory: Memory::Op(op), offset: 0, len: len as u32 },
+            chunk: false,
         };
         if lossy {
             self.stream.retain(&out);
@@ -222,7 +227,7 @@ impl Peer {
         let mut head = frame::encode_head(&Frame::Ack, 0);
         frame::set_ack(&mut head, self.stream.tell());
         self.told();
-        Some(Out { head, body: Body::None })
+        Some(Out { head, body: Body::None, chunk: false })
     }
 
     fn told(&mut self) {
@@ -265,7 +270,7 @@ impl Peer {
 
     #[inline]
     fn seal(&mut self, now: Time, at: usize, frame: Frame, body: Body, done: u32) -> (Out, u32) {
-        let mut out = Out { head: frame::encode_head(&frame, body_len(&body)), body };
+        let mut out = Out { head: frame::encode_head(&frame, body_len(&body)), body, chunk: false };
         if !self.lanes[at].spec.reliable && !self.stream.waiting() {
             self.lanes[at].progress = now;
             self.lanes[at].suspected = false;
@@ -282,11 +287,12 @@ impl Peer {
     /// An operation goes out for the first time.
     #[inline]
     fn issue(&mut self, now: Time, at: usize, queued: &Queued) -> Out {
-        let Queued { op, what, len, offer, at: started } = *queued;
+        let Queued { op, what, len, offer, eager, at: started } = *queued;
         let spec = &self.lanes[at].spec;
         // An offer is made where a direct copy costs less, however short the message.
         let offer = offer.filter(|_| len > 0);
-        let short = offer.is_none() && len <= u64::from(spec.eager_max.min(spec.max_payload));
+        let eager = eager || len == 0;
+        let short = eager && offer.is_none() && len <= u64::from(spec.eager_max.min(spec.max_payload));
         let lane = spec.id;
         if let Operation::Send { tag } = what
             && short
@@ -332,7 +338,7 @@ impl Peer {
                 outgoing.kind = Kind::Read { target };
                 outgoing.more().announced = now;
                 let descriptor = if short { None } else { offer.map(|o| o.descriptor) };
-                let frame = Frame::Read { op: index + 1, target, offer: descriptor.is_some() };
+                let frame = Frame::Read { op: index + 1, target, offer: descriptor.is_some(), chunks: !eager };
                 let body = inline(frame::encode_read(&Read { key, offset, len, descriptor }));
                 self.seal(now, at, frame, body, done).0
             }
@@ -370,9 +376,9 @@ impl Peer {
                 self.active.push_back((index, serial));
             }
             lane.send(now, index, serial, piece);
-            let frame = Frame::Chunk { target, offset: piece.offset, from: index + 1, again: piece.again };
+            let frame = Frame::Chunk { target, offset: piece.offset, from: index + 1, again: piece.again, void: false };
             let body = Body::Memory { memory, offset: piece.offset, len: piece.len as u32 };
-            return Some(Out { head: frame::encode_head(&frame, piece.len as u32), body });
+            return Some(Out { head: frame::encode_head(&frame, piece.len as u32), body, chunk: true });
         }
         None
     }

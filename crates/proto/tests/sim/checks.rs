@@ -86,6 +86,7 @@ fn explained(n: &Node, other: &Node, id: OpId, why: &Failure, tag: u64) {
             _ => false,
         },
         Failure::PeerDead(_) => n.dead || n.broken.is_some(),
+        Failure::Device(_) => false,
         Failure::Closed => n.closed || other.closed,
     };
     assert!(ok, "{} failed without a reason: {why:?}", op.span.name);

@@ -160,6 +160,7 @@ impl Node {
                     job.stopping = true;
                 }
             }
+            Event::Acked { .. } => {}
             Event::Imm { region, imm } => {
                 assert_eq!(region.index, 0);
                 self.imms.push(imm);

@@ -153,7 +153,7 @@ impl World {
         {
             return;
         }
-        self.nodes[node].peer.start(self.now, id, what, len as u64, offer);
+        self.nodes[node].peer.start(self.now, id, what, len as u64, offer, true);
     }
 
     /// Puts a short message on a wire in the same call, where that can be.

@@ -205,7 +205,7 @@ impl World {
         }
         let n = &mut self.nodes[node];
         let (sink, len) = match placing {
-            Placing::Memory { memory, offset, len } => (Sink::Span { span: n.span(memory), offset }, len as usize),
+            Placing::Memory { memory, offset, len, .. } => (Sink::Span { span: n.span(memory), offset }, len as usize),
             Placing::Unexpected { arrival, len } => {
                 let buffer = Rc::new(RefCell::new(vec![0; len as usize]));
                 n.arrivals.insert(arrival, buffer.clone());
