@@ -79,7 +79,7 @@ impl Area {
     }
 
     /// Writes the pattern of `seed` into it. No operation may be under way.
-    pub(crate) fn fill(&mut self, seed: u64) {
+    pub(crate) fn fill(&mut self, seed: u64) -> Result<()> {
         let mut block = [0; PAGE];
         for offset in (0..self.len).step_by(PAGE) {
             let block = &mut block[..PAGE.min(self.len - offset)];
@@ -87,12 +87,14 @@ impl Area {
             // SAFETY: in bounds; a copy, since the memory may be shared with the peer.
             unsafe { std::ptr::copy_nonoverlapping(block.as_ptr(), self.ptr.add(offset), block.len()) };
         }
+        Ok(())
     }
 
     /// Writes zeros into it. No operation may be under way.
-    pub(crate) fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) -> Result<()> {
         // SAFETY: in bounds, and no operation is under way (callers' rule).
         unsafe { std::ptr::write_bytes(self.ptr, 0, self.len) };
+        Ok(())
     }
 
     /// Checks that it holds the pattern of `seed`.
@@ -108,10 +110,10 @@ impl Area {
     }
 
     /// Its first `len` bytes.
-    pub(crate) fn copy_out(&self, len: usize) -> Vec<u8> {
+    pub(crate) fn copy_out(&self, len: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; len.min(self.len)];
         // SAFETY: in bounds; a copy, since the memory may be shared with the peer.
         unsafe { std::ptr::copy_nonoverlapping(self.ptr, bytes.as_mut_ptr(), bytes.len()) };
-        bytes
+        Ok(bytes)
     }
 }

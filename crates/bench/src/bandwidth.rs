@@ -83,12 +83,12 @@ fn verified(session: &mut Session<'_>, areas: &mut Areas, plan: BandwidthPlan, r
     let (mine, theirs) = session.seeds(round);
     let outcome = match session.role {
         Role::Driver => {
-            areas.data.fill(mine);
+            areas.data.fill(mine)?;
             window(session, areas, plan, progress)?;
             Ok(())
         }
         Role::Echo => {
-            areas.data.clear();
+            areas.data.clear()?;
             answer(session, areas, plan, 1, progress)?;
             areas.data.verify(theirs)
         }

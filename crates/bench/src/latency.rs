@@ -42,8 +42,8 @@ pub fn latency(session: &mut Session<'_>, plan: LatencyPlan) -> Result<Samples> 
 /// One round trip of fresh data into cleared memory, checked at both ends.
 fn verified(session: &mut Session<'_>, out: &mut Area, into: &mut Area, size: usize, round: u64) -> Result<()> {
     let (mine, theirs) = session.seeds(round);
-    out.fill(mine);
-    into.clear();
+    out.fill(mine)?;
+    into.clear()?;
     let progress = &mut Progress::new(0);
     match session.role {
         Role::Driver => {
@@ -101,7 +101,7 @@ fn drive(
 }
 
 /// So many of the quickest round trips that two clock reads are at most 1 % of them.
-fn batch_for(clock_us: f64, quickest_us: f64) -> usize {
+pub(crate) fn batch_for(clock_us: f64, quickest_us: f64) -> usize {
     (200.0 * clock_us / quickest_us).ceil().clamp(1.0, 64.0) as usize
 }
 

@@ -14,19 +14,25 @@ mod bandwidth;
 mod control;
 mod ep;
 mod latency;
+mod mesh;
 mod p2p;
 pub mod pattern;
+mod raw;
 mod report;
 mod session;
+mod write;
 
 pub use alltoallv::Alltoallv;
 pub use bandwidth::{BandwidthPlan, bandwidth};
 pub use control::{ControlPlan, Step, StepSamples, control};
 pub use ep::{EpMode, EpPlan, EpSamples, EpWork, expert_parallel};
 pub use latency::{LatencyPlan, latency};
+pub use mesh::{MeshPlan, MeshRank, MeshSamples, PairSamples, mesh};
 pub use p2p::{P2pIteration, P2pPlan, p2p};
+pub use raw::{RawTcpPlan, RawTcpSamples, raw_tcp};
 pub use report::{Share, TransferReport};
 pub use session::{MemoryKind, Observer, Role, Session, Unobserved};
+pub use write::write_latency;
 
 /// Raw samples of one measurement. Nothing is subtracted and nothing is left out.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -42,7 +42,7 @@ pub fn p2p(session: &mut Session<'_>, plan: P2pPlan) -> Result<Vec<P2pIteration>
     let go = Area::new(session.context, session.memory, 1)?;
     let (mine, theirs) = session.seeds(0);
     if session.role == Role::Driver {
-        data.fill(mine);
+        data.fill(mine)?;
     }
     let progress = &mut Progress::new(plan.warmup + plan.iters);
     let mut iterations = Vec::with_capacity(plan.iters);
@@ -83,7 +83,7 @@ fn receive(
     size: usize,
     progress: &mut Progress,
 ) -> Result<(f64, TransferReport)> {
-    data.clear();
+    data.clear()?;
     let request = session.recv(data)?;
     let began = Instant::now();
     let ready = session.send_reply(go)?;

@@ -6,11 +6,11 @@ use crossrail_types::{Error, ErrorKind, Result};
 use crate::area::Area;
 
 /// How long a wait goes on before the observer is asked again.
-const SLICE: Duration = Duration::from_millis(100);
+pub(crate) const SLICE: Duration = Duration::from_millis(100);
 /// Longest control message between the two ends.
 const CONTROL_LEN: usize = 64 << 10;
 /// The upper half of the tags that a bench uses; applications that run one beside their own traffic avoid it.
-const TAGS: u64 = 0xc705_be4c_0000_0000;
+pub(crate) const TAGS: u64 = 0xc705_be4c_0000_0000;
 const DATA: u64 = TAGS | 1;
 const REPLY: u64 = TAGS | 2;
 const CONTROL: u64 = TAGS | 3;
@@ -124,32 +124,69 @@ impl Session<'_> {
 
     /// Waits for one request, within the context's timeout; the observer is asked meanwhile.
     #[inline]
-    pub(crate) fn finish(&mut self, mut flight: Flight, progress: &mut Progress) -> Result<Receipt> {
+    pub(crate) fn finish(&mut self, flight: Flight, progress: &mut Progress) -> Result<Receipt> {
+        self.finish_within(flight, self.context.settings().timeout, progress)
+    }
+
+    /// As [`finish`](Session::finish), within `limit`.
+    #[inline]
+    pub(crate) fn finish_within(
+        &mut self,
+        mut flight: Flight,
+        limit: Duration,
+        progress: &mut Progress,
+    ) -> Result<Receipt> {
         match flight.request.wait(Some(SLICE)) {
             Ok(receipt) => {
                 flight.finished = true;
                 Ok(receipt)
             }
-            Err(error) => self.finish_slowly(flight, progress, error),
+            Err(error) => self.finish_slowly(flight, limit, progress, error),
         }
     }
 
     #[cold]
-    fn finish_slowly(&mut self, mut flight: Flight, progress: &mut Progress, mut error: Error) -> Result<Receipt> {
-        let limit = self.context.settings().timeout;
+    fn finish_slowly(
+        &mut self,
+        mut flight: Flight,
+        limit: Duration,
+        progress: &mut Progress,
+        error: Error,
+    ) -> Result<Receipt> {
+        let request = &flight.request;
+        let outcome = self.again_within(limit, progress, error, |slice| request.wait(Some(slice)));
+        flight.finished = !matches!(&outcome, Err(error) if error.kind == ErrorKind::Timeout);
+        outcome
+    }
+
+    /// A wait that was not over after its first slice: waits in slices, within the context's timeout, the observer
+    /// being asked meanwhile.
+    #[cold]
+    pub(crate) fn again<T>(
+        &mut self,
+        progress: &mut Progress,
+        error: Error,
+        wait: impl FnMut(Duration) -> Result<T>,
+    ) -> Result<T> {
+        self.again_within(self.context.settings().timeout, progress, error, wait)
+    }
+
+    fn again_within<T>(
+        &mut self,
+        limit: Duration,
+        progress: &mut Progress,
+        mut error: Error,
+        mut wait: impl FnMut(Duration) -> Result<T>,
+    ) -> Result<T> {
         let began = Instant::now();
         while error.kind == ErrorKind::Timeout {
             self.tell(progress)?;
             let Some(left) = limit.checked_sub(began.elapsed() + SLICE) else { break };
-            match flight.request.wait(Some(left.min(SLICE))) {
-                Ok(receipt) => {
-                    flight.finished = true;
-                    return Ok(receipt);
-                }
+            match wait(left.min(SLICE)) {
+                Ok(outcome) => return Ok(outcome),
                 Err(again) => error = again,
             }
         }
-        flight.finished = error.kind != ErrorKind::Timeout;
         Err(error)
     }
 
@@ -177,7 +214,7 @@ impl Session<'_> {
         let outbound = flight(self.endpoint.send(mine.to_vec(), CONTROL))?;
         let received = self.finish(inbound, progress)?.bytes as usize;
         self.finish(outbound, progress)?;
-        Ok(inbox.copy_out(received))
+        inbox.copy_out(received)
     }
 
     /// Compares the two ends' plans: (name, value) pairs.
@@ -223,7 +260,7 @@ impl Session<'_> {
     }
 }
 
-fn flight(request: Result<Request>) -> Result<Flight> {
+pub(crate) fn flight(request: Result<Request>) -> Result<Flight> {
     Ok(Flight { request: request?, finished: false })
 }
 

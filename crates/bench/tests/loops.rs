@@ -6,6 +6,7 @@ use std::time::Duration;
 use crossrail::{ConnectOptions, Context, Endpoint, ErrorKind, Settings, Worker, WorkerOptions};
 use crossrail_bench::{
     BandwidthPlan, LatencyPlan, MemoryKind, Observer, P2pPlan, Role, Session, Unobserved, bandwidth, latency, p2p,
+    write_latency,
 };
 use crossrail_types::{Error, Result};
 
@@ -55,6 +56,22 @@ fn latency_of_every_size() {
             let (driver, echo) = (driver.unwrap(), echo.unwrap());
             assert_eq!(driver.samples_us.len(), 50usize.div_ceil(driver.batch));
             assert!(driver.samples_us.iter().all(|us| *us > 0.0) && driver.clock_us > 0.0);
+            assert_eq!(driver.bytes_per_sample, (size * driver.batch) as u64);
+            assert!(echo.samples_us.is_empty());
+        }
+    }
+}
+
+#[test]
+fn writes_seen_by_the_other_host_of_every_size() {
+    for transport in ["shm", "tcp"] {
+        let pair = pair(transport);
+        for size in [0, 1, 8, 5000, 70_000] {
+            let plan = LatencyPlan { size, iters: 50, warmup: 5 };
+            let [driver, echo] = both(&pair, |session| write_latency(session, plan));
+            let (driver, echo) = (driver.unwrap(), echo.unwrap());
+            assert_eq!(driver.samples_us.len(), 50usize.div_ceil(driver.batch));
+            assert!(driver.samples_us.iter().all(|us| *us > 0.0));
             assert_eq!(driver.bytes_per_sample, (size * driver.batch) as u64);
             assert!(echo.samples_us.is_empty());
         }

@@ -1,0 +1,224 @@
+//! Every rank with every other: each ordered pair alone, then all to all at once. All ranks run the same.
+
+use std::time::{Duration, Instant};
+
+use crossrail::{Context, Endpoint, Worker};
+use crossrail_types::{Error, ErrorKind, Result};
+
+use crate::area::Area;
+use crate::session::{Flight, Observer, Progress, Role, Session, flight, whole};
+use crate::{BandwidthPlan, LatencyPlan, MemoryKind, P2pPlan, Samples, TransferReport, bandwidth, latency, p2p};
+
+const BARRIER: u64 = crate::session::TAGS | 4;
+const ALL: u64 = crate::session::TAGS | 5;
+
+/// What [`mesh`] does; the same on every rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MeshPlan {
+    /// Bytes of one message.
+    pub size: usize,
+    /// Timed windows of each ordered pair, and timed exchanges of all.
+    pub iters: usize,
+    /// Those before that.
+    pub warmup: usize,
+    /// Messages that are under way to one rank at the same time.
+    pub window: usize,
+    /// Bytes of the messages whose latency is measured.
+    pub small: usize,
+    /// Round trips of these.
+    pub trips: usize,
+    /// The longest that a rank waits for others that are measuring.
+    pub patience: Duration,
+}
+
+/// One rank of a mesh.
+pub struct MeshRank<'a> {
+    /// Where memory comes from; its timeout bounds every wait for a transfer.
+    pub context: &'a Context,
+    /// Receives.
+    pub worker: &'a Worker,
+    /// This rank's number.
+    pub rank: usize,
+    /// The endpoint to each rank, by number; `None` to itself.
+    pub peers: &'a [Option<Endpoint>],
+    /// What memory this rank moves.
+    pub memory: MemoryKind,
+    /// Is told how many pairs are done.
+    pub observer: &'a mut dyn Observer,
+}
+
+/// What one rank measured as the sender to another, which nobody disturbed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PairSamples {
+    /// The rank that received.
+    pub target: usize,
+    /// How one message of this size travelled.
+    pub transfer: TransferReport,
+    /// Windows, as [`bandwidth`] measures them.
+    pub rate: Samples,
+    /// Half round trips of small messages, as [`latency`] measures them.
+    pub latency: Samples,
+}
+
+/// What one rank of a mesh measured.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct MeshSamples {
+    /// The ordered pairs that begin here, by target.
+    pub pairs: Vec<PairSamples>,
+    /// All to all: microseconds from the barrier until everything that this rank sent has arrived.
+    pub all_us: Vec<f64>,
+    /// Bytes that this rank sent in each of them.
+    pub all_bytes: u64,
+}
+
+/// Measures at one rank; all ranks call it alike. One pair at a time moves data while the others wait; then, from a
+/// barrier on, every rank sends `window` messages to each other rank at once.
+///
+/// Every byte of a first exchange is verified, as [`bandwidth`] and [`latency`] do for the pairs.
+///
+/// # Errors
+/// `Usage` for a rank or a window out of range; `Mismatch` when plans differ; `Protocol` when data did not verify at
+/// any rank of a pair; what the engine reports, the observer's.
+pub fn mesh(mine: &mut MeshRank<'_>, plan: MeshPlan) -> Result<MeshSamples> {
+    let ranks = mine.peers.len();
+    let others = mine.peers.iter().flatten().count();
+    if mine.peers.get(mine.rank).is_none_or(Option::is_some) || others + 1 != ranks || plan.window == 0 {
+        let text = format!("rank {} with {others} endpoints, a window of {}", mine.rank, plan.window);
+        return Err(Error::new(ErrorKind::Usage, "mesh", text).with_hint("an endpoint for each rank but its own"));
+    }
+    let mut samples = MeshSamples::default();
+    let progress = &mut Progress::new(ranks * (ranks - 1));
+    for source in 0..ranks {
+        for target in (0..ranks).filter(|target| *target != source) {
+            barrier(mine, plan.patience, progress)?;
+            if mine.rank == source {
+                samples.pairs.push(pair(mine, target, Role::Driver, plan)?);
+            } else if mine.rank == target {
+                pair(mine, source, Role::Echo, plan)?;
+            }
+            progress.count(1);
+        }
+    }
+    barrier(mine, plan.patience, progress)?;
+    if ranks > 1 {
+        exchange_all(mine, plan, &mut samples)?;
+    }
+    barrier(mine, plan.patience, progress)?;
+    Ok(samples)
+}
+
+fn pair(mine: &mut MeshRank<'_>, other: usize, role: Role, plan: MeshPlan) -> Result<PairSamples> {
+    let session = &mut mine.session(other, role)?;
+    let MeshPlan { size, iters, warmup, window, .. } = plan;
+    let mut transfers = p2p(session, P2pPlan { size, iters: 1, warmup: 0 })?;
+    let rate = bandwidth(session, BandwidthPlan { size, iters, warmup, window })?;
+    let latency = latency(session, LatencyPlan { size: plan.small, iters: plan.trips, warmup: plan.trips.min(10) })?;
+    let transfer = transfers.pop().map(|one| one.sender).unwrap_or_default();
+    Ok(PairSamples { target: other, transfer, rate, latency })
+}
+
+/// All to all. Each rank sends each other rank a part of its own of one pattern, so that what went astray is seen.
+fn exchange_all(mine: &mut MeshRank<'_>, plan: MeshPlan, samples: &mut MeshSamples) -> Result<()> {
+    let ranks = mine.peers.len();
+    let mut out = Vec::new();
+    let mut into = Vec::new();
+    // Beginning with the next rank, so that not all begin with the same one.
+    for other in (1..ranks).map(|step| (mine.rank + step) % ranks) {
+        let area = |mine: &MeshRank<'_>| Area::new(mine.context, mine.memory, plan.size);
+        let (mut sent, mut received) = (area(mine)?, area(mine)?);
+        sent.fill(seed(mine.rank, other))?;
+        received.clear()?;
+        out.push((other, sent));
+        into.push((other, received));
+    }
+    let one = MeshPlan { window: 1, ..plan };
+    exchange(mine, one, &out, &into)?;
+    for (source, area) in &into {
+        area.verify(seed(*source, mine.rank)).map_err(|error| {
+            error.with_hint(format!("rank {} got this from rank {source}, all ranks sending at once", mine.rank))
+        })?;
+    }
+    for iteration in 0..plan.warmup + plan.iters {
+        let us = exchange(mine, plan, &out, &into)?;
+        if iteration >= plan.warmup {
+            samples.all_us.push(us);
+        }
+    }
+    samples.all_bytes = (plan.size * plan.window * (ranks - 1)) as u64;
+    Ok(())
+}
+
+/// Posts all receives, meets the others, then sends everything; microseconds until all that was sent has arrived.
+fn exchange(mine: &mut MeshRank<'_>, plan: MeshPlan, out: &[(usize, Area)], into: &[(usize, Area)]) -> Result<f64> {
+    let progress = &mut Progress::new(0);
+    let mut receives = Vec::with_capacity(plan.window * into.len());
+    for _ in 0..plan.window {
+        for (source, area) in into {
+            receives.push(mine.recv(*source, area)?);
+        }
+    }
+    barrier(mine, plan.patience, progress)?;
+    let mut sends = Vec::with_capacity(plan.window * out.len());
+    let began = Instant::now();
+    for _ in 0..plan.window {
+        for (target, area) in out {
+            sends.push(mine.send(*target, area)?);
+        }
+    }
+    let session = &mut mine.session(out[0].0, Role::Driver)?;
+    for send in sends {
+        session.finish(send, progress)?;
+    }
+    let us = began.elapsed().as_secs_f64() * 1e6;
+    for receive in receives {
+        let receipt = session.finish(receive, progress)?;
+        whole(&receipt, plan.size)?;
+    }
+    Ok(us)
+}
+
+/// The pattern of what `source` sends to `target`.
+fn seed(source: usize, target: usize) -> u64 {
+    ALL ^ ((source as u64) << 24 | target as u64)
+}
+
+/// Meets all ranks: in round k each tells the rank 2^k after it and hears the one 2^k before it.
+fn barrier(mine: &mut MeshRank<'_>, patience: Duration, progress: &mut Progress) -> Result<()> {
+    let ranks = mine.peers.len();
+    let mut step = 1;
+    while step < ranks {
+        let (next, before) = ((mine.rank + step) % ranks, (mine.rank + ranks - step) % ranks);
+        let heard =
+            flight(mine.worker.recv(Vec::new(), BARRIER | (step as u64) << 8, u64::MAX, Some(mine.peer(before)?)))?;
+        let told = flight(mine.peer(next)?.send(Vec::new(), BARRIER | (step as u64) << 8))?;
+        let session = &mut mine.session(before, Role::Driver)?;
+        session.finish_within(heard, patience, progress)?;
+        session.finish_within(told, patience, progress)?;
+        step *= 2;
+    }
+    Ok(())
+}
+
+impl MeshRank<'_> {
+    fn peer(&self, rank: usize) -> Result<&Endpoint> {
+        self.peers
+            .get(rank)
+            .and_then(Option::as_ref)
+            .ok_or_else(|| Error::new(ErrorKind::Usage, "mesh", format!("no endpoint to rank {rank}")))
+    }
+
+    fn session(&mut self, other: usize, role: Role) -> Result<Session<'_>> {
+        let missing = || Error::new(ErrorKind::Usage, "mesh", format!("no endpoint to rank {other}"));
+        let endpoint = self.peers.get(other).and_then(Option::as_ref).ok_or_else(missing)?;
+        let MeshRank { context, worker, memory, .. } = *self;
+        Ok(Session { context, worker, endpoint, role, memory, observer: self.observer })
+    }
+
+    fn send(&self, to: usize, area: &Area) -> Result<Flight> {
+        flight(self.peer(to)?.send(area.buffer(), ALL))
+    }
+
+    fn recv(&self, from: usize, area: &Area) -> Result<Flight> {
+        flight(self.worker.recv(area.buffer(), ALL, u64::MAX, Some(self.peer(from)?)))
+    }
+}

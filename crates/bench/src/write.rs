@@ -1,0 +1,146 @@
+use std::time::Instant;
+
+use crossrail::{Region, RegionKey};
+use crossrail_types::Result;
+
+use crate::area::Area;
+use crate::latency::batch_for;
+use crate::session::{Flight, Progress, Role, SLICE, Session, clock_us, flight};
+use crate::{LatencyPlan, Samples};
+
+/// What each write says when it has arrived.
+const IMM: u32 = 7;
+
+/// Writes of `size` bytes into the other end's registered memory, each seen there by the host, which counts its
+/// immediate and at once writes back; a sample is half of that round trip. So it is what one write takes until the
+/// receiver knows that all of its bytes are there.
+///
+/// # Errors
+/// As [`latency`](crate::latency).
+pub fn write_latency(session: &mut Session<'_>, plan: LatencyPlan) -> Result<Samples> {
+    session.agree("write", &[("size", plan.size), ("iters", plan.iters), ("warmup", plan.warmup)])?;
+    let out = Area::new(session.context, session.memory, plan.size)?;
+    let into = Area::new(session.context, session.memory, plan.size)?;
+    let region = session.worker.register(into.buffer())?;
+    let remote = RegionKey::from_bytes(&session.exchange(&region.key().to_bytes())?)?;
+    let mut ends = Ends { out, into, region, remote, arrived: 0, last: None };
+    ends.verified(session, 0)?;
+    let progress = &mut Progress::new(plan.warmup + plan.iters);
+    let samples = match session.role {
+        Role::Driver => ends.drive(session, plan, progress)?,
+        Role::Echo => {
+            for _ in 0..plan.warmup + plan.iters {
+                ends.echo(session, progress)?;
+                progress.count(1);
+            }
+            Samples { size: plan.size, batch: 1, clock_us: clock_us(), ..Samples::default() }
+        }
+    };
+    ends.collect(session, progress)?;
+    ends.verified(session, 1)?;
+    // Neither end takes its region away before the other has written the last time.
+    session.exchange(b"")?;
+    Ok(samples)
+}
+
+struct Ends {
+    out: Area,
+    into: Area,
+    region: Region,
+    remote: RegionKey,
+    /// Writes that have come here.
+    arrived: u64,
+    /// The last write from here: that it was delivered shows in the answer to it, its request is collected later.
+    last: Option<Flight>,
+}
+
+impl Ends {
+    fn drive(&mut self, session: &mut Session<'_>, plan: LatencyPlan, progress: &mut Progress) -> Result<Samples> {
+        let clock_us = clock_us();
+        let mut quickest_us = f64::INFINITY;
+        for _ in 0..plan.warmup {
+            let began = Instant::now();
+            self.round_trip(session, progress)?;
+            let now = Instant::now();
+            quickest_us = quickest_us.min(now.duration_since(began).as_secs_f64() * 1e6);
+            session.advance(progress, 1, now)?;
+        }
+        let batch = batch_for(clock_us, quickest_us);
+        let mut samples_us = Vec::with_capacity(plan.iters.div_ceil(batch));
+        let mut left = plan.iters;
+        let mut from = Instant::now();
+        while left > 0 {
+            let trips = left.min(batch);
+            for _ in 0..trips {
+                self.round_trip(session, progress)?;
+            }
+            left -= trips;
+            let now = Instant::now();
+            samples_us.push(now.duration_since(from).as_secs_f64() * 1e6 / (2 * trips) as f64);
+            session.advance(progress, trips, now)?;
+            from = Instant::now();
+        }
+        Ok(Samples {
+            size: plan.size,
+            samples_us,
+            batch,
+            clock_us,
+            bytes_per_sample: plan.size.saturating_mul(batch) as u64,
+        })
+    }
+
+    #[inline]
+    fn round_trip(&mut self, session: &mut Session<'_>, progress: &mut Progress) -> Result<()> {
+        let ping = self.write(session)?;
+        self.collect(session, progress)?;
+        self.last = Some(ping);
+        self.arrive(session, progress)
+    }
+
+    #[inline]
+    fn echo(&mut self, session: &mut Session<'_>, progress: &mut Progress) -> Result<()> {
+        self.arrive(session, progress)?;
+        let pong = self.write(session)?;
+        self.collect(session, progress)?;
+        self.last = Some(pong);
+        Ok(())
+    }
+
+    #[inline]
+    fn write(&self, session: &Session<'_>) -> Result<Flight> {
+        flight(session.endpoint.write(self.out.buffer(), &self.remote, 0, Some(IMM)))
+    }
+
+    /// Waits for the next write to come.
+    #[inline]
+    fn arrive(&mut self, session: &mut Session<'_>, progress: &mut Progress) -> Result<()> {
+        self.arrived += 1;
+        match self.region.wait_imm(IMM, self.arrived, Some(SLICE)) {
+            Ok(()) => Ok(()),
+            Err(error) => {
+                let (region, arrived) = (&self.region, self.arrived);
+                session.again(progress, error, |slice| region.wait_imm(IMM, arrived, Some(slice)))
+            }
+        }
+    }
+
+    fn collect(&mut self, session: &mut Session<'_>, progress: &mut Progress) -> Result<()> {
+        self.last.take().map_or(Ok(()), |last| session.finish(last, progress).map(drop))
+    }
+
+    /// One round trip of fresh data into cleared memory, checked at both ends.
+    fn verified(&mut self, session: &mut Session<'_>, round: u64) -> Result<()> {
+        let (mine, theirs) = session.seeds(round);
+        self.out.fill(mine)?;
+        self.into.clear()?;
+        session.exchange(b"")?;
+        let progress = &mut Progress::new(0);
+        match session.role {
+            Role::Driver => self.round_trip(session, progress)?,
+            Role::Echo => self.echo(session, progress)?,
+        }
+        self.collect(session, progress)?;
+        let outcome = self.into.verify(theirs);
+        session.judge(outcome)
+    }
+}
