@@ -21,8 +21,11 @@ from crossrail.records import (
     Info,
     LaneReport,
     LaneShare,
+    MeshPlan,
+    MeshSamples,
     OperationBytes,
     OperationTiming,
+    RawTcpSamples,
     ReceiptRecord,
     Samples,
     SettingInfo,
@@ -66,7 +69,10 @@ __all__ = [
     "bench_control",
     "bench_ep",
     "bench_latency",
+    "bench_mesh",
     "bench_p2p",
+    "bench_raw_tcp",
+    "bench_write",
     "expert_plan",
     "format_size",
     "parse_size",
@@ -386,9 +392,42 @@ def bench_latency(
     size: int,
     iters: int,
     warmup: int = 100,
-    memory: Literal["shared", "ordinary"] = "ordinary",
+    memory: str = "ordinary",
     on_progress: Callable[[int, int], object] | None = None,
 ) -> Samples: ...
+def bench_write(
+    context: Context,
+    worker: Worker,
+    endpoint: Endpoint,
+    *,
+    role: Literal["driver", "echo"],
+    size: int,
+    iters: int,
+    warmup: int = 100,
+    memory: str = "ordinary",
+    on_progress: Callable[[int, int], object] | None = None,
+) -> Samples: ...
+def bench_raw_tcp(
+    context: Context,
+    worker: Worker,
+    endpoint: Endpoint,
+    *,
+    role: Literal["driver", "echo"],
+    size: int,
+    iters: int = 3,
+    devices: Sequence[str] = (),
+    channels: int = 1,
+) -> RawTcpSamples: ...
+def bench_mesh(
+    context: Context,
+    worker: Worker,
+    peers: Sequence[Endpoint | None],
+    plan: MeshPlan,
+    *,
+    rank: int,
+    memory: str = "ordinary",
+    on_progress: Callable[[int, int], object] | None = None,
+) -> MeshSamples: ...
 def bench_bandwidth(
     context: Context,
     worker: Worker,
@@ -399,7 +438,7 @@ def bench_bandwidth(
     iters: int,
     warmup: int = 10,
     window: int = 64,
-    memory: Literal["shared", "ordinary"] = "ordinary",
+    memory: str = "ordinary",
     on_progress: Callable[[int, int], object] | None = None,
 ) -> Samples: ...
 def bench_p2p(
@@ -411,7 +450,7 @@ def bench_p2p(
     size: int,
     iters: int,
     warmup: int = 2,
-    memory: Literal["shared", "ordinary"] = "ordinary",
+    memory: str = "ordinary",
     on_progress: Callable[[int, int], object] | None = None,
 ) -> list[Transfer]: ...
 def bench_ep(

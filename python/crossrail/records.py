@@ -247,3 +247,42 @@ class EpSamples(TypedDict):
     sum_us: list[float]
     wait_us: list[float]
     bytes: OperationBytes
+
+
+class RawTcpSamples(TypedDict):
+    """What plain TCP sockets took for `bytes_per_sample` each; `ways`: the addresses, as `10.0.0.1 -> 10.0.0.2`."""
+
+    samples_us: list[float]
+    bytes_per_sample: int
+    ways: list[str]
+
+
+class MeshPlan(TypedDict):
+    """What a bench of a mesh does: bytes of a message, iterations, messages under way to one rank, bytes and round
+    trips of small messages, seconds that a rank waits for others that are measuring.
+    """
+
+    size: int
+    iters: int
+    warmup: int
+    window: int
+    small: int
+    trips: int
+    patience: float
+
+
+class MeshPair(TypedDict):
+    """One ordered pair of ranks, none other being at work: a message's receipt, windows, half round trips."""
+
+    target: int
+    receipt: ReceiptRecord
+    rate: Samples
+    latency: Samples
+
+
+class MeshSamples(TypedDict):
+    """What one rank of a mesh measured: pairs that begin there, and all to all at once (us, and bytes it sent)."""
+
+    pairs: list[MeshPair]
+    all_us: list[float]
+    all_bytes: int

@@ -1,6 +1,6 @@
 //! The measuring loops, run detached.
 
-use crossrail_bench::{BandwidthPlan, LatencyPlan, MemoryKind, Observer, P2pPlan, Role, Samples, Session};
+use crossrail_bench::{BandwidthPlan, LatencyPlan, MemoryKind, Observer, P2pPlan, RawTcpPlan, Role, Samples, Session};
 use crossrail_types::{Error, ErrorKind};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -58,11 +58,7 @@ impl Ends<'_, '_> {
             "echo" => Role::Echo,
             other => return Err(errors::usage(py, "bench", format!("no role {other:?}"), "driver or echo")),
         };
-        let memory = match self.memory {
-            "shared" => MemoryKind::Shared,
-            "ordinary" => MemoryKind::Ordinary,
-            other => return Err(errors::usage(py, "bench", format!("no memory {other:?}"), "shared or ordinary")),
-        };
+        let memory = memory_kind(py, self.memory)?;
         let (context, worker) = (self.context.get().native(), self.worker.get().native());
         let endpoint = self.endpoint.get().native();
         let mut watch = Watch { on_progress: self.on_progress.as_ref(), raised: None };
@@ -75,7 +71,16 @@ impl Ends<'_, '_> {
     }
 }
 
-fn samples_dict<'py>(py: Python<'py>, samples: &Samples) -> PyResult<Bound<'py, PyDict>> {
+/// The memory that a bench is to move, by name.
+pub(crate) fn memory_kind(py: Python<'_>, name: &str) -> PyResult<MemoryKind> {
+    match name {
+        "shared" => Ok(MemoryKind::Shared),
+        "ordinary" => Ok(MemoryKind::Ordinary),
+        other => Err(errors::usage(py, "bench", format!("no memory {other:?}"), "shared or ordinary")),
+    }
+}
+
+pub(crate) fn samples_dict<'py>(py: Python<'py>, samples: &Samples) -> PyResult<Bound<'py, PyDict>> {
     let all = PyDict::new(py);
     all.set_item("size", samples.size)?;
     all.set_item("samples_us", &samples.samples_us)?;
@@ -109,6 +114,58 @@ pub(crate) fn bench_latency<'py>(
     let plan = LatencyPlan { size, iters, warmup };
     let samples = ends.run(py, |session| crossrail_bench::latency(session, plan))?;
     samples_dict(py, &samples)
+}
+
+/// Writes into the other end's memory, each seen by its host, which writes back: half of that, as a sample; both ends
+/// call it alike. Else as `bench_latency`.
+#[pyfunction]
+#[pyo3(signature = (context, worker, endpoint, *, role, size, iters, warmup = 100, memory = "ordinary", on_progress = None))]
+#[allow(clippy::too_many_arguments)] // keywords in Python
+pub(crate) fn bench_write<'py>(
+    context: &Bound<'py, Context>,
+    worker: &Bound<'py, Worker>,
+    endpoint: &Bound<'py, Endpoint>,
+    role: &str,
+    size: usize,
+    iters: usize,
+    warmup: usize,
+    memory: &str,
+    on_progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let py = context.py();
+    let ends = Ends { context, worker, endpoint, role, memory, on_progress };
+    let plan = LatencyPlan { size, iters, warmup };
+    let samples = ends.run(py, |session| crossrail_bench::write_latency(session, plan))?;
+    samples_dict(py, &samples)
+}
+
+/// What plain TCP sockets move from the driver to the echo end over the driver's `devices` (names; empty at the other
+/// end), with `channels` connections each: the ceiling of a transfer of `size` bytes. Both ends call it alike.
+///
+/// Returns `samples_us`, `bytes_per_sample` and `ways`, the addresses that were used. At most `iters` samples, fewer
+/// when two seconds are over. Raises IoError at both ends when connections do not come up; the session goes on then.
+#[pyfunction]
+#[pyo3(signature = (context, worker, endpoint, *, role, size, iters = 3, devices = Vec::new(), channels = 1))]
+#[allow(clippy::too_many_arguments)] // keywords in Python
+pub(crate) fn bench_raw_tcp<'py>(
+    context: &Bound<'py, Context>,
+    worker: &Bound<'py, Worker>,
+    endpoint: &Bound<'py, Endpoint>,
+    role: &str,
+    size: usize,
+    iters: usize,
+    devices: Vec<String>,
+    channels: usize,
+) -> PyResult<Bound<'py, PyDict>> {
+    let py = context.py();
+    let ends = Ends { context, worker, endpoint, role, memory: "ordinary", on_progress: None };
+    let plan = RawTcpPlan { size, iters, devices, channels };
+    let samples = ends.run(py, |session| crossrail_bench::raw_tcp(session, &plan))?;
+    let all = PyDict::new(py);
+    all.set_item("samples_us", samples.samples_us)?;
+    all.set_item("bytes_per_sample", samples.bytes_per_sample)?;
+    all.set_item("ways", samples.ways)?;
+    Ok(all)
 }
 
 /// Windows of messages one way, each answered by one small reply, as osu_bw counts; both ends call it alike.

@@ -10,6 +10,7 @@
 mod bench;
 mod bench_control;
 mod bench_ep;
+mod bench_mesh;
 mod context;
 mod dlpack;
 mod endpoint;
@@ -67,6 +68,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(bench::bench_latency, module)?)?;
     module.add_function(wrap_pyfunction!(bench::bench_bandwidth, module)?)?;
     module.add_function(wrap_pyfunction!(bench::bench_p2p, module)?)?;
+    module.add_function(wrap_pyfunction!(bench::bench_write, module)?)?;
+    module.add_function(wrap_pyfunction!(bench::bench_raw_tcp, module)?)?;
+    module.add_function(wrap_pyfunction!(bench_mesh::bench_mesh, module)?)?;
     module.add_function(wrap_pyfunction!(bench_control::bench_control, module)?)?;
     module.add_function(wrap_pyfunction!(bench_ep::bench_ep, module)?)?;
     module.add_class::<bench_ep::Alltoallv>()?;

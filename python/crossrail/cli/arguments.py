@@ -11,6 +11,7 @@ from .bench_arguments import add_benches
 from .control_arguments import add_control
 from .ep_arguments import add_ep
 from .info_arguments import add_info
+from .mesh_arguments import add_mesh
 from .parsing import EPILOG, Command, Outcome, Parser
 from .rank_process import add_rank
 from .store_arguments import add_store
@@ -38,6 +39,7 @@ def _parser() -> Parser:
     bench = commands.add_parser("bench", help="measure two ends, or the ranks of a group", allow_abbrev=False)
     kinds = bench.add_subparsers(dest="what", required=True, metavar="WHAT")
     add_benches(kinds)
+    add_mesh(kinds)
     add_ep(kinds)
     add_control(kinds)
     add_store(commands)

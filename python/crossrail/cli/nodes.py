@@ -71,11 +71,14 @@ class Placement:
             yield server.address, name
 
 
-def add_nodes(parser: argparse.ArgumentParser, processes: int) -> None:
-    """Adds the options that say how many ranks there are and where."""
+def add_nodes(
+    parser: argparse.ArgumentParser, processes: int, flag: str = "--num-processes"
+) -> argparse._ArgumentGroup:
+    """Adds the options that say how many ranks there are (``flag``) and where; gives their group."""
     group = parser.add_argument_group("the ranks (without the last four all of them run here)")
     ranks = f"ranks on each node ({processes})"
-    group.add_argument("--num-processes", metavar="N", type=positive, default=processes, help=ranks)
+    group.add_argument(flag, dest="num_processes", metavar="N", type=positive, help=ranks)
+    parser.set_defaults(num_processes=processes)
     group.add_argument(
         "--world-size", metavar="N", type=positive, help="nodes, the command runs once on each (WORLD_SIZE)"
     )
@@ -83,6 +86,7 @@ def add_nodes(parser: argparse.ArgumentParser, processes: int) -> None:
     group.add_argument("--master-addr", metavar="HOST", help="node 0, which hosts the store (MASTER_ADDR)")
     port = f"the store's port there ({STORE_PORT}; MASTER_PORT + 1, as a launcher's own store has MASTER_PORT)"
     group.add_argument("--master-port", metavar="PORT", type=positive, help=port)
+    return group
 
 
 def placement(parser: Parser, parsed: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Placement:

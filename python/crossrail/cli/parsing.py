@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import NoReturn, Protocol, TypeAlias
 
 import crossrail
@@ -70,6 +71,30 @@ def positive(text: str) -> int:
 def count(text: str) -> int:
     """A whole number of at least 0."""
     return number_of(text, 0)
+
+
+_DEVICE = re.compile(r"cuda(?::([0-9]{1,3}))?")
+
+
+def device(text: str) -> str:
+    """A place of memory: `cpu`, or a GPU as `cuda:0`; `cuda` is the first."""
+    found = _DEVICE.fullmatch(text.strip())
+    if text.strip() == "cpu":
+        return "cpu"
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device; known: cpu, cuda, cuda:N (N from 0)")
+    return f"cuda:{int(found.group(1) or 0)}"
+
+
+def device_list(text: str) -> list[str]:
+    """Several devices: `cuda:0,cuda:1`."""
+    return [device(part) for part in text.split(",")]
+
+
+def tls_of(transport: str | None) -> str | None:
+    """The transports that `--transport` stands for: cuda_ipc shares memory over the Unix socket that shm has."""
+    names = (transport or "").split(",")
+    return f"shm,{transport}" if "cuda_ipc" in names and "shm" not in names else transport
 
 
 def pin(text: str) -> list[int] | str:

@@ -17,7 +17,7 @@ from .ranks import Message
 
 START_S = 30.0
 
-KINDS = {"control": "control_rank", "elastic": "elastic_rank", "ep": "ep_rank"}
+KINDS = {"control": "control_rank", "elastic": "elastic_rank", "ep": "ep_rank", "mesh": "mesh_rank"}
 """What a rank can be, with the module whose ``serve(parent, job)`` it runs."""
 
 

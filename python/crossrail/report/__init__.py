@@ -8,6 +8,7 @@ from .build import Round, p2p_row, with_peers, with_samples
 from .control import averaged, control_rows, with_times
 from .environment import capture_environment
 from .ep import EpRank, EpTurn, ep_row, slowest
+from .mesh import mesh_rows
 from .schema import (
     SCHEMA,
     Environment,
@@ -61,6 +62,7 @@ __all__ = [
     "gb_per_s",
     "judge",
     "median",
+    "mesh_rows",
     "p2p_row",
     "percentile",
     "print_report",

@@ -152,6 +152,11 @@ class Row:
     one row with its scales. Bytes are one rank's in one iteration, on average: ``gb_per_s`` is of what left the rank
     (wire), ``gb_per_s_logical`` of a row per selection. ``stages_us`` are average parts of the time (cast, copy, sum,
     wait, other), ``links`` how many ranks reach how many others in which way.
+
+    ``device``: the GPU whose memory was moved, or both ends' places, the sender's first; ``unpack``: how chunks got
+    into it. A mesh has rows of three ``part``s: ``pair`` (windows of messages from rank ``source`` to ``target``, all
+    others at rest), ``latency`` (half a round trip between the two) and ``all`` (what ``source`` sent to all others at
+    once, and how long it took); ``outlier`` marks figures that are far from the median of their part.
     """
 
     what: str
@@ -203,6 +208,12 @@ class Row:
     store: str | None = None
     rank_times: list[RankTimes] = field(default_factory=list)
     phase: PhaseFacts | None = None
+    device: str | None = None
+    unpack: str | None = None
+    part: str | None = None
+    source: int | None = None
+    target: int | None = None
+    outlier: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ def views(report: Report) -> list[RenderableType]:
     """The tables and lines that show ``report``."""
     from .control import control_tables, phase_tables
     from .ep import ep_tables
+    from .mesh import mesh_tables
 
     shown: list[RenderableType] = []
     steps = [row for row in report.rows if row.rank_times]
@@ -45,7 +46,9 @@ def views(report: Report) -> list[RenderableType]:
     shown.extend(phase_tables(phases) if phases else [])
     exchanges = [row for row in report.rows if row.tokens is not None and row.phase is None]
     shown.extend(ep_tables(exchanges))
-    noted = steps + phases + exchanges
+    meshes = [row for row in report.rows if row.what == "mesh"]
+    shown.extend(mesh_tables(meshes) if meshes else [])
+    noted = steps + phases + exchanges + meshes
     shown.extend(Text(f"note: {note}") for note in dict.fromkeys(note for row in noted for note in row.notes))
     others = [row for row in report.rows if row not in noted]
     for what in dict.fromkeys(row.what for row in others):

@@ -1,0 +1,82 @@
+//! The measuring loop of a mesh, run detached.
+
+use std::time::Duration;
+
+use crossrail_bench::{MeshPlan, MeshRank};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::bench::{Watch, memory_kind, samples_dict};
+use crate::context::{Context, rows};
+use crate::endpoint::Endpoint;
+use crate::errors::{self, OrRaise};
+use crate::lent::Call;
+use crate::receipt::report_dict;
+use crate::worker::Worker;
+
+/// What a bench of a mesh is to do, as a dict.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct Plan {
+    size: usize,
+    iters: usize,
+    warmup: usize,
+    window: usize,
+    small: usize,
+    trips: usize,
+    patience: f64,
+}
+
+/// Every rank with every other, timed at this rank; all ranks call it alike.
+///
+/// `peers`: the endpoint to each rank by number, None to `rank` itself. `plan`: bytes of a message (`size`), timed
+/// windows (`iters`) after `warmup` others, messages under way to one rank at a time (`window`), bytes of the messages
+/// whose latency is measured (`small`) and their round trips (`trips`), seconds that a rank waits for others that are
+/// measuring (`patience`). `memory` as of `bench_latency`. `on_progress(done, total)` counts pairs; what it raises ends
+/// the run.
+///
+/// First each ordered pair alone, then all to all at once, from a barrier on. Returns `pairs`, the ordered pairs that
+/// begin here (`target`; `receipt` of one message; `rate`, windows as `bench_bandwidth` has them; `latency`), `all_us`,
+/// microseconds until everything that this rank sent had arrived, and `all_bytes`, what it sent in each of them.
+#[pyfunction]
+#[pyo3(signature = (context, worker, peers, plan, *, rank, memory = "ordinary", on_progress = None))]
+pub(crate) fn bench_mesh<'py>(
+    context: &Bound<'py, Context>,
+    worker: &Bound<'py, Worker>,
+    peers: Vec<Option<Bound<'py, Endpoint>>>,
+    plan: Plan,
+    rank: usize,
+    memory: &str,
+    on_progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let py = context.py();
+    let _call = Call::enter(py);
+    let memory = memory_kind(py, memory)?;
+    let patience = Duration::try_from_secs_f64(plan.patience)
+        .map_err(|_| errors::usage(py, "bench", format!("a patience of {} s", plan.patience), "seconds, as 60"))?;
+    let Plan { size, iters, warmup, window, small, trips, .. } = plan;
+    let plan = MeshPlan { size, iters, warmup, window, small, trips, patience };
+    let peers: Vec<Option<crossrail::Endpoint>> =
+        peers.iter().map(|peer| peer.as_ref().map(|peer| peer.get().native().clone())).collect();
+    let (context, worker) = (context.get().native(), worker.get().native());
+    let mut watch = Watch { on_progress: on_progress.as_ref(), raised: None };
+    let outcome = py.detach(|| {
+        let observer = &mut watch;
+        crossrail_bench::mesh(&mut MeshRank { context, worker, rank, peers: &peers, memory, observer }, plan)
+    });
+    if let Some(raised) = watch.raised {
+        return Err(raised);
+    }
+    let samples = outcome.or_raise(py)?;
+    let all = PyDict::new(py);
+    let pairs = rows(py, samples.pairs, |row, pair| {
+        row.set_item("target", pair.target)?;
+        row.set_item("receipt", report_dict(py, &pair.transfer)?)?;
+        row.set_item("rate", samples_dict(py, &pair.rate)?)?;
+        row.set_item("latency", samples_dict(py, &pair.latency)?)
+    })?;
+    all.set_item("pairs", pairs)?;
+    all.set_item("all_us", samples.all_us)?;
+    all.set_item("all_bytes", samples.all_bytes)?;
+    Ok(all)
+}

@@ -1,0 +1,29 @@
+"""Which GPUs there are, for commands that want some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import crossrail
+
+from .failure import Failure, UsageFailure
+
+
+def known_gpus(context: crossrail.Context, wanted: Sequence[str] | str) -> list[str]:
+    """The GPUs that ``wanted`` names (``all``: every one), as ``cuda:N``.
+
+    Raises Failure where there is none, with the reason and what would help; UsageFailure for one that is not there.
+    """
+    info: dict[str, Any] = dict(context.info())
+    cuda = info["cuda"]
+    known = [f"cuda:{device['ordinal']}" for device in cuda["devices"]]
+    if not known:
+        said = "; ".join(part for part in (cuda["reason"], cuda["fix"]) if part)
+        raise Failure(f"no GPU can be used: {said or 'none is here'}")
+    if wanted == "all":
+        return known
+    for name in wanted:
+        if name != "cpu" and name not in known:
+            raise UsageFailure(f"{name} is not here; known: {', '.join(known)}")
+    return list(wanted)

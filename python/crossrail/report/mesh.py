@@ -1,0 +1,162 @@
+"""Rows and tables of a mesh: every rank with every other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from .build import Round, with_samples
+from .schema import Lane, Row
+from .stats import median
+from .tables import HeadedTable, table
+from .units import format_bytes, format_size
+
+SLOW = 0.8
+"""A rate below this part of its part's median is an outlier."""
+
+LATE = 1.5
+"""A latency beyond so many times its part's median is one."""
+
+PARTS = ("pair", "latency", "all")
+
+
+def mesh_rows(found: Mapping[int, Mapping[str, Any]], like: Row, devices: Sequence[str] | None = None) -> list[Row]:
+    """The rows of a mesh, from what each rank measured; ``like`` has what identifies them.
+
+    ``devices``: the place of each rank's memory, when it is not the host's.
+    """
+    pairs: list[Row] = []
+    late: list[Row] = []
+    everybody: list[Row] = []
+    for rank, measured in sorted(found.items()):
+        for pair in measured["pairs"]:
+            target = pair["target"]
+            ends = _ends(devices, rank, target)
+            transport = "+".join(dict.fromkeys(lane["transport"] for lane in pair["lanes"]))
+            row = replace(like, source=rank, target=target, device=ends, transport=transport, protocol=pair["protocol"])
+            row = replace(row, notes=[f"{rank} -> {target}: {note}" for note in pair["notes"]])
+            rate, latency = pair["rate"], pair["latency"]
+            lanes = [Lane(lane["name"], lane["bytes"], lane["share"]) for lane in pair["lanes"]]
+            pairs.append(
+                with_samples(
+                    replace(row, part="pair", window=rate["batch"], lanes=lanes),
+                    [Round(rate["samples_us"], rate["bytes_per_sample"])],
+                )
+            )
+            small = replace(row, part="latency", size=latency["size"], iterations_per_sample=latency["batch"], notes=[])
+            late.append(with_samples(small, [Round(latency["samples_us"])]))
+        if measured["all_us"]:
+            device = devices[rank] if devices else None
+            row = replace(like, part="all", source=rank, device=device)
+            everybody.append(with_samples(row, [Round(measured["all_us"], measured["all_bytes"])]))
+    over = "+".join(dict.fromkeys(row.transport for row in pairs))
+    everybody = [replace(row, transport=over, window=pairs[0].window) for row in everybody]
+    return [*_marked(pairs), *_marked(late), *_marked(everybody)]
+
+
+def figure(row: Row) -> float:
+    """What a row is judged by: GB/s, or microseconds for a latency."""
+    value = row.p50_us if row.part == "latency" else row.gb_per_s
+    return value or 0.0
+
+
+def _marked(rows: Sequence[Row]) -> list[Row]:
+    """``rows`` of one part, those marked that are outliers by the rule above."""
+    if not rows:
+        return []
+    usual = median([figure(row) for row in rows])
+    return [replace(row, outlier=_is_outlier(row, usual)) for row in rows]
+
+
+def _is_outlier(row: Row, usual: float) -> bool:
+    return figure(row) > LATE * usual if row.part == "latency" else figure(row) < SLOW * usual
+
+
+def _ends(devices: Sequence[str] | None, source: int, target: int) -> str | None:
+    return f"{devices[source]},{devices[target]}" if devices else None
+
+
+def mesh_tables(rows: Sequence[Row]) -> list[RenderableType]:
+    """A matrix of rates, one of latencies, what all did at once, and the outliers with their figures."""
+    of = {part: [row for row in rows if row.part == part] for part in PARTS}
+    first = rows[0]
+    shown: list[RenderableType] = [Text(_heading(first, of), style="bold"), Text("")]
+    if of["pair"]:
+        moved = f"{format_size(first.size)}, {of['pair'][0].window} under way"
+        shown.append(_matrix(f"each pair alone, GB/s from row to column: messages of {moved}", of["pair"]))
+    if of["latency"]:
+        small = format_bytes(of["latency"][0].size)
+        shown.append(_matrix(f"each pair alone, half a round trip of {small} in us (p50)", of["latency"]))
+    if of["all"]:
+        shown.append(_together(of["all"]))
+    shown += [Text(line) for part in PARTS for line in _outliers(of[part])]
+    if first.verified:
+        shown.append(Text("data: every pair, and all at once, verified before the timing"))
+    return shown
+
+
+def _heading(row: Row, of: Mapping[str, Sequence[Row]]) -> str:
+    transports = ", ".join(dict.fromkeys(one.transport for one in of["pair"]))
+    nodes = "" if row.nodes in (None, 1) else f" on {row.nodes} nodes"
+    memory = "GPU memory" if row.device else f"{row.memory} memory"
+    return f"mesh: {row.ranks} ranks{nodes}, {memory}, over {transports or 'nothing'}"
+
+
+def _places(rows: Sequence[Row]) -> dict[int, str]:
+    """What each rank is called: its number, and its GPU."""
+    places: dict[int, str] = {}
+    for row in rows:
+        if row.source is not None:
+            device = (row.device or "").partition(",")[0]
+            places[row.source] = f"{row.source} {device}".rstrip()
+    return places
+
+
+def _matrix(title: str, rows: Sequence[Row]) -> HeadedTable:
+    places = _places(rows)
+    numbers = sorted({number for row in rows for number in (row.source, row.target) if number is not None})
+    cells = {(row.source, row.target): row for row in rows}
+    made = table(title, ["rank", *(str(number) for number in numbers)])
+    for source in numbers:
+        line = [cells.get((source, target)) for target in numbers]
+        made.add_row(places.get(source, str(source)), *("-" if row is None else _cell(row) for row in line))
+    return made
+
+
+def _together(rows: Sequence[Row]) -> HeadedTable:
+    first = rows[0]
+    moved = f"{format_size(first.size)} to each other rank, {first.window} under way to each"
+    made = table(f"all to all at once, from a barrier on: {moved}", ["rank", "GB/s sent", "p50 ms", "p99 ms"])
+    places = _places(rows)
+    for row in rows:
+        times = [f"{(time or 0.0) / 1e3:.3f}" for time in (row.p50_us, row.p99_us)]
+        made.add_row(places[row.source or 0], _cell(row), *times)
+    made.add_section()
+    rates = [figure(row) for row in rows]
+    made.add_row("slowest, sum", f"{min(rates):.2f}, {sum(rates):.2f}", "", "")
+    return made
+
+
+def _cell(row: Row) -> str:
+    value = figure(row)
+    text = f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"
+    return f"* {text}" if row.outlier else text
+
+
+def _outliers(rows: Sequence[Row]) -> list[str]:
+    if not any(row.outlier for row in rows):
+        return []
+    usual = median([figure(row) for row in rows])
+    unit = "us" if rows[0].part == "latency" else "GB/s"
+    named = {"pair": "rate", "latency": "latency", "all": "rate, all at once"}[rows[0].part or "pair"]
+    lines = []
+    for row in rows:
+        if row.outlier:
+            way = f"rank {row.source}" if row.target is None else f"{row.source} -> {row.target}"
+            compared = f"{figure(row) / usual:.2f} of the median {usual:.2f}" if usual else "the median is 0"
+            lines.append(f"* {way}: {named} {figure(row):.2f} {unit}, {compared}")
+    return lines

@@ -1,0 +1,140 @@
+"""`crossrail bench mesh` as a user meets it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_cli_command import COMMAND, one_error
+from test_cli_ep import environment, free_port
+
+from crossrail.report import Report, Row
+
+SMALL = ("--size=64K", "--iters=3", "--warmup=1")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs `crossrail bench mesh` to its end; it never prints a traceback."""
+    done = subprocess.run(
+        [*COMMAND, "bench", "mesh", *arguments],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def rows_of(*arguments: str) -> list[Row]:
+    done = run(*SMALL, "--json=-", *arguments)
+    assert done.returncode == 0, done.stderr
+    return Report.loads(done.stdout).rows
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_every_ordered_pair_is_measured_over_the_transport_asked_for(transport: str) -> None:
+    rows = rows_of("--ranks=3", f"--transport={transport}", "--window=2")
+    pairs = [row for row in rows if row.part == "pair"]
+    everybody = [(source, target) for source in range(3) for target in range(3) if source != target]
+    assert [(row.source, row.target) for row in pairs] == everybody
+    for row in pairs:
+        assert (row.what, row.size, row.transport, row.window, row.ranks) == ("mesh", 65536, transport, 2, 3)
+        assert len(row.samples_us) == 3
+        assert row.bytes_logical == 3 * 2 * 65536
+        assert sum(lane.share for lane in row.lanes) == pytest.approx(1.0)
+    late = [row for row in rows if row.part == "latency"]
+    assert [(row.source, row.target) for row in late] == everybody
+    assert all(row.size == 8 and row.p50_us is not None and row.p50_us > 0 for row in late)
+    together = [row for row in rows if row.part == "all"]
+    assert [row.source for row in together] == [0, 1, 2]
+    assert all(row.bytes_logical == 3 * 2 * 2 * 65536 for row in together)
+    assert all(row.verified for row in rows)
+
+
+def test_the_table_is_a_view_of_the_rows(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    done = run(*SMALL, "--ranks=2", f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    rows = Report.loads(path.read_text()).rows
+    for row in rows:
+        shown = row.p50_us if row.part == "latency" else row.gb_per_s
+        assert shown is not None
+        assert (f"{shown:.2f}" if shown >= 0.1 else f"{shown:.4f}") in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--devices=tpu:0",), ("tpu:0", "cpu, cuda, cuda:N")),
+        (("--devices=cuda:x",), ("cuda:x", "cuda:N")),
+        (("--devices=cuda:0,cpu",), ("GPUs",)),
+        (("--devices=cuda:0", "--ranks=3"), ("--devices", "--ranks", "exclude")),
+        (("--devices=cuda:0", "--memory=shared"), ("--memory",)),
+        (("--ranks=0",), ("--ranks", "'0'")),
+        (("--unpack=host",), ("--unpack", "--devices")),
+        (("--devices=cuda:0", "--unpack=magic"), ("magic", "kernel", "d2d", "host")),
+        (("--size=1M,2M",), ("one size",)),
+        (("--transport=rdma",), ("rdma", "known: self, shm, cuda_ipc, tcp")),
+        (("--window=0",), ("--window",)),
+        (("--memory=tape",), ("tape", "shared", "ordinary")),
+        (("--world-size=2",), ("--master-addr",)),
+        (("--json=/nonexistent/folder/file",), ("/nonexistent/folder",)),
+    ],
+)
+def test_bad_usage_is_one_line(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    one_error(run(*arguments), 2, *words)
+
+
+def test_two_nodes_by_two_commands() -> None:
+    port = free_port()
+    nodes = ["--world-size=2", "--master-addr=127.0.0.1", f"--master-port={port}", "--ranks=1", "--transport=tcp"]
+    with subprocess.Popen(
+        [*COMMAND, "bench", "mesh", *SMALL, *nodes, "--rank=1"],
+        env=environment({"CROSSRAIL_SECRET": "sixteen bytes or more"}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as second:
+        try:
+            done = subprocess.run(
+                [*COMMAND, "bench", "mesh", *SMALL, *nodes, "--rank=0", "--json=-"],
+                env=environment({"CROSSRAIL_SECRET": "sixteen bytes or more"}),
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+            out, said = second.communicate(timeout=60)
+        finally:
+            second.kill()
+    assert done.returncode == 0, done.stderr + said
+    assert second.returncode == 0, said
+    assert out == ""
+    rows = Report.loads(done.stdout).rows
+    assert [(row.part, row.source, row.target) for row in rows] == [
+        ("pair", 0, 1),
+        ("pair", 1, 0),
+        ("latency", 0, 1),
+        ("latency", 1, 0),
+        ("all", 0, None),
+        ("all", 1, None),
+    ]
+    assert all(row.nodes == 2 and row.transport == "tcp" for row in rows)
+
+
+def test_nothing_is_left_of_a_run() -> None:
+    before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
+    assert run(*SMALL, "--memory=shared").returncode == 0
+    after = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
+    assert not [path for path in after - before if "crossrail" in path.name]
+
+
+def test_help_is_data() -> None:
+    done = subprocess.run([sys.executable, "-m", "crossrail", "bench", "--help"], capture_output=True, text=True)
+    assert "mesh" in done.stdout
