@@ -25,7 +25,7 @@ use crate::ring::RING_RANGE;
 use crate::wire::{self, Wire};
 
 const MAGIC: [u8; 8] = *b"xrailshm";
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 const MESSAGE: usize = 64;
 
 const HELLO: u8 = 1;
@@ -238,7 +238,7 @@ impl Talk<'_> {
         message[1..].copy_from_slice(body);
         let (mut done, mut fd) = (0, fd);
         while done < MESSAGE {
-            match wire::send(self.stream, &message[done..], fd) {
+            match wire::send(self.stream, &message[done..], fd.as_slice()) {
                 Ok(n) => (done, fd) = (done + n, None),
                 Err(e) => self.wait(&e, PollFlags::POLLOUT, "sendmsg")?,
             }
@@ -251,8 +251,8 @@ impl Talk<'_> {
         let (mut have, mut fds) = (0, Vec::new());
         while have < MESSAGE {
             match wire::recv(self.stream, &mut message[have..], &mut fds) {
-                Ok(0) => return Err(gone("the peer hung up during the handshake")),
-                Ok(n) => have += n,
+                Ok((0, _)) => return Err(gone("the peer hung up during the handshake")),
+                Ok((n, _)) => have += n,
                 Err(e) => self.wait(&e, PollFlags::POLLIN, "recvmsg")?,
             }
         }

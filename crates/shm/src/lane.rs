@@ -2,10 +2,12 @@
 #![allow(unsafe_code)]
 
 use std::collections::{HashMap, VecDeque};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 
-use crossrail_transport::{Direct, Grant, Lane, LaneCaps, LaneError, LaneStats, Place, Post, Sink, Tx};
+use crossrail_transport::{
+    Direct, Grant, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Passed, Place, Post, Sink, Tx,
+};
 use crossrail_types::{HEAD_LEN, LaneId};
 
 use crate::arena::Arena;
@@ -14,6 +16,7 @@ use crate::cma::Process;
 use crate::control::INLINE;
 use crate::cursor::Cursors;
 use crate::direct::PeerSegment;
+use crate::notes::Notes;
 use crate::ring::{Consumer, Frame, MAX_PAYLOAD, Producer};
 use crate::wake::{DATA, Flags, ROOM};
 use crate::wire::{Inbox, Note, Silence, Wire};
@@ -90,9 +93,13 @@ pub struct ShmLane {
     pub(crate) segments: HashMap<u32, PeerSegment>,
     /// Those that it freed last.
     pub(crate) gone: VecDeque<u32>,
-    /// A segment waits for room in the socket.
+    notes: Notes,
+    /// What came over the socket broke the protocol.
+    fault: Option<LaneError>,
+    /// A segment or a note waits for room in the socket.
     pub(crate) wants_room: bool,
-    /// What somebody may wait for has changed since the last poll: a segment came or went, the socket has room.
+    /// What somebody may wait for has changed since the last poll: a segment came or went, a note came or was taken, the
+    /// socket has room.
     news: bool,
     pub(crate) process: Result<Process, String>,
     pub(crate) peer_has_cma: bool,
@@ -122,6 +129,8 @@ impl ShmLane {
             arena: parts.arena,
             segments: HashMap::new(),
             gone: VecDeque::new(),
+            notes: Notes::default(),
+            fault: None,
             wants_room: false,
             news: false,
             process: parts.process,
@@ -253,12 +262,26 @@ impl ShmLane {
         self.flags.wake(ROOM, &self.wire);
     }
 
-    /// Reads what has come over the socket and sends what is owed.
+    /// Reads what has come over the socket and sends what is owed. An error is final, and reported by `poll`.
     #[cold]
     pub(crate) fn service_socket(&mut self) -> Result<(), LaneError> {
         self.idle = 0;
         self.attention = false;
+        if self.fault.is_none() {
+            self.fault = self.read_socket().err();
+        }
+        match &self.fault {
+            Some(fault) => {
+                self.attention = true;
+                Err(fault.clone())
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn read_socket(&mut self) -> Result<(), LaneError> {
         self.wire.settle();
+        self.settle_notes();
         self.news |= std::mem::take(&mut self.wants_room);
         while !self.hung_up {
             match self.inbox.next(self.wire.stream()) {
@@ -271,12 +294,29 @@ impl ShmLane {
                     self.segments.insert(id, fd.map_or(PeerSegment::Lost, PeerSegment::Passed));
                     self.news = true;
                 }
+                Ok(Note::Note { bytes, files, lost }) => {
+                    self.notes.arrive(bytes, files, lost)?;
+                    self.news = true;
+                }
+                Ok(Note::Taken(count)) => {
+                    self.notes.peer_took(count)?;
+                    self.news = true;
+                }
                 Err(Silence::Empty) => break,
                 Err(Silence::HungUp) => self.hung_up = true,
                 Err(Silence::Garbage(why)) => return Err(LaneError::Protocol(why)),
             }
         }
         Ok(())
+    }
+
+    /// Tells the peer of notes that were taken; later, if the socket has no room.
+    fn settle_notes(&mut self) {
+        if let Some(count) = self.notes.owed()
+            && self.wire.taken(count).is_ok()
+        {
+            self.notes.told(count);
+        }
     }
 
     fn segment_gone(&mut self, id: u32) {
@@ -357,6 +397,41 @@ impl Lane for ShmLane {
 
     fn disarm(&mut self) {
         self.flags.awake();
+    }
+
+    fn pass(&mut self, note: &[u8], files: &[BorrowedFd<'_>]) -> Result<bool, LaneError> {
+        if note.len() > NOTE_MAX || files.len() > NOTE_FILES {
+            let (len, count) = (note.len(), files.len());
+            return Err(LaneError::Protocol(format!("a note of {len} bytes and {count} descriptors to pass")));
+        }
+        let count = files.len() as u32;
+        if !self.notes.may_send(count) {
+            return Ok(false);
+        }
+        match self.wire.note(note, files) {
+            Ok(()) => {
+                self.notes.sent(count);
+                Ok(true)
+            }
+            Err(e) => match e.raw_os_error() {
+                // The peer has yet to read what it was sent, or it is gone, which the next poll finds out.
+                Some(libc::EAGAIN | libc::EINTR | libc::ENOBUFS | libc::ENOMEM | libc::ETOOMANYREFS)
+                | Some(libc::EPIPE | libc::ECONNRESET) => {
+                    self.wants_room = true;
+                    Ok(false)
+                }
+                _ => Err(LaneError::Down(format!("sendmsg of a note: {e}"))),
+            },
+        }
+    }
+
+    fn passed(&mut self) -> Option<Passed> {
+        if self.notes.is_empty() && !self.hung_up && self.service_socket().is_err() {
+            return None; // the next poll says why
+        }
+        let passed = self.notes.take()?;
+        self.settle_notes();
+        Some(passed)
     }
 
     fn direct(&mut self) -> Option<&mut dyn Direct> {

@@ -4,7 +4,7 @@
 //! share is one connected Unix socket, over which sealed memfds are passed.
 //!
 //! ```text
-//! Unix socket   doorbell for a sleeping peer, descriptors of segments, and the peer's death (hang-up)
+//! Unix socket   doorbell for a sleeping peer, descriptors of segments, notes, and the peer's death (hang-up)
 //! control memfd per direction: 1024 slots of one cache line (head, up to 24 payload bytes, sequence)
 //!               and a ring of bytes for larger payloads; the cursors of direct copies
 //! segments      memory of [`Arena::alloc`], mapped by the peer when it is first named: one plain copy moves it
@@ -23,6 +23,7 @@ mod cursor;
 mod direct;
 mod lane;
 mod memory;
+mod notes;
 mod ring;
 mod wake;
 mod wire;

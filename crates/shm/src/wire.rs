@@ -1,4 +1,4 @@
-//! The Unix socket of a lane: 16-byte records, some with a descriptor.
+//! The Unix socket of a lane: 16-byte records, some with descriptors, some with bytes after them.
 #![allow(unsafe_code)]
 
 use std::collections::HashSet;
@@ -8,13 +8,20 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crossrail_transport::{NOTE_FILES, NOTE_MAX};
+
 use crate::arena::Segment;
+use crate::notes::Count;
 
 pub(crate) const RECORD: usize = 16;
 
 const BELL: u8 = 1;
 const SEGMENT: u8 = 2;
 const GONE: u8 = 3;
+/// Byte 1: how many descriptors; bytes 2..4: how many bytes follow.
+const NOTE: u8 = 4;
+/// Bytes 4..8 and 8..12: notes and their descriptors taken so far.
+const TAKEN: u8 = 5;
 
 /// What the peer says over the socket once the lane is up.
 #[derive(Debug)]
@@ -25,10 +32,14 @@ pub(crate) enum Note {
     Segment { id: u32, fd: Option<OwnedFd> },
     /// That segment is no more.
     Gone { id: u32 },
+    /// Something for the engine; `lost` descriptors of it could not be received, for want of room in this process.
+    Note { bytes: Vec<u8>, files: Vec<OwnedFd>, lost: usize },
+    /// So many notes of ours were taken.
+    Taken(Count),
 }
 
-/// The sending half; shared with the arena so that any thread can tell the peer of a dropped segment. A record is
-/// far below one socket buffer, so the kernel takes it whole or not at all and no lock is needed around it.
+/// The sending half; shared with the arena so that any thread can tell the peer of a dropped segment. A record, with
+/// what follows it, is far below one socket buffer, so the kernel takes it whole or not at all and no lock is needed around it.
 #[derive(Debug)]
 pub(crate) struct Wire {
     stream: UnixStream,
@@ -53,7 +64,7 @@ impl Wire {
     /// as well, and when it is gone the receiving half hears so.
     #[cold]
     pub(crate) fn bell(&self) {
-        let _ = send(&self.stream, &record(BELL, 0), None);
+        let _ = send(&self.stream, &record(BELL, 0), &[]);
     }
 
     /// Makes sure that the peer has been given `segment`.
@@ -62,7 +73,7 @@ impl Wire {
         if passed.contains(&segment.id()) {
             return Ok(());
         }
-        send_whole(&self.stream, &record(SEGMENT, segment.id()), Some(segment.borrow_fd()))?;
+        send_whole(&self.stream, &record(SEGMENT, segment.id()), &[segment.borrow_fd()])?;
         passed.insert(segment.id());
         Ok(())
     }
@@ -83,12 +94,29 @@ impl Wire {
         }
         let mut owed = locked(&self.owed);
         while let Some(&id) = owed.last() {
-            if send_whole(&self.stream, &record(GONE, id), None).is_err() {
+            if send_whole(&self.stream, &record(GONE, id), &[]).is_err() {
                 return;
             }
             owed.pop();
         }
         self.owing.store(false, Ordering::Release);
+    }
+
+    /// Sends a note; at most `NOTE_MAX` bytes and `NOTE_FILES` descriptors.
+    pub(crate) fn note(&self, note: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let mut bytes = [0; RECORD + NOTE_MAX];
+        (bytes[0], bytes[1]) = (NOTE, files.len() as u8);
+        bytes[2..4].copy_from_slice(&(note.len() as u16).to_le_bytes());
+        let body = bytes.get_mut(RECORD..RECORD + note.len()).ok_or(io::ErrorKind::InvalidInput)?;
+        body.copy_from_slice(note);
+        send_whole(&self.stream, &bytes[..RECORD + note.len()], files)
+    }
+
+    /// Says how many notes of the peer's were taken.
+    pub(crate) fn taken(&self, count: Count) -> io::Result<()> {
+        let mut record = record(TAKEN, count.notes);
+        record[8..12].copy_from_slice(&count.files.to_le_bytes());
+        send_whole(&self.stream, &record, &[])
     }
 
     /// Whether the peer's end is still open.
@@ -101,11 +129,20 @@ impl Wire {
 }
 
 /// The receiving half.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Inbox {
-    partial: [u8; RECORD],
+    /// A record and what follows it, as far as it has come.
+    partial: [u8; RECORD + NOTE_MAX],
     have: usize,
-    fd: Option<OwnedFd>,
+    fds: Vec<OwnedFd>,
+    /// This process had no room for all its descriptors.
+    cut: bool,
+}
+
+impl Default for Inbox {
+    fn default() -> Inbox {
+        Inbox { partial: [0; RECORD + NOTE_MAX], have: 0, fds: Vec::new(), cut: false }
+    }
 }
 
 /// Why there is no further note.
@@ -122,33 +159,60 @@ pub(crate) enum Silence {
 impl Inbox {
     /// The next note.
     pub(crate) fn next(&mut self, stream: &UnixStream) -> Result<Note, Silence> {
-        while self.have < RECORD {
-            let mut fds = Vec::new();
-            match recv(stream, &mut self.partial[self.have..], &mut fds) {
-                Ok(0) => return Err(Silence::HungUp),
-                Ok(n) => self.have += n,
+        loop {
+            let whole = self.whole()?;
+            if self.have == whole {
+                break;
+            }
+            match recv(stream, &mut self.partial[self.have..whole], &mut self.fds) {
+                Ok((0, _)) => return Err(Silence::HungUp),
+                Ok((n, cut)) => {
+                    self.have += n;
+                    self.cut |= cut;
+                }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Err(Silence::Empty),
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(_) => return Err(Silence::HungUp),
             }
-            for fd in fds {
-                if self.fd.replace(fd).is_some() {
-                    return Err(Silence::Garbage("a record with more than one descriptor".into()));
-                }
+            if self.fds.len() > NOTE_FILES {
+                return Err(Silence::Garbage(format!("a record with more than {NOTE_FILES} descriptors")));
             }
         }
-        self.have = 0;
-        let [kind, _, _, _, a, b, c, d, ..] = self.partial;
-        let id = u32::from_le_bytes([a, b, c, d]);
-        match (kind, self.fd.take()) {
-            (BELL, None) => Ok(Note::Bell),
-            (SEGMENT, fd) => Ok(Note::Segment { id, fd }),
-            (GONE, None) => Ok(Note::Gone { id }),
-            (kind, fd) => Err(Silence::Garbage(format!(
-                "a socket record of kind {kind} {} descriptor",
-                if fd.is_some() { "with a" } else { "without" }
-            ))),
+        let whole = std::mem::take(&mut self.have);
+        let (mut fds, cut) = (std::mem::take(&mut self.fds), std::mem::take(&mut self.cut));
+        let [kind, files, ..] = self.partial;
+        let (id, more) = (self.word(4), self.word(8));
+        match (kind, fds.len()) {
+            (BELL, 0) => Ok(Note::Bell),
+            (SEGMENT, 0 | 1) => Ok(Note::Segment { id, fd: fds.pop() }),
+            (GONE, 0) => Ok(Note::Gone { id }),
+            (TAKEN, 0) => Ok(Note::Taken(Count { notes: id, files: more })),
+            (NOTE, have) if have == usize::from(files) || cut && have < usize::from(files) => {
+                let lost = if have < usize::from(files) { usize::from(files) } else { 0 };
+                if lost > 0 {
+                    fds.clear();
+                }
+                Ok(Note::Note { bytes: self.partial[RECORD..whole].to_vec(), files: fds, lost })
+            }
+            (kind, fds) => Err(Silence::Garbage(format!("a socket record of kind {kind} with {fds} descriptors"))),
         }
+    }
+
+    /// How long the record is with what follows it, as far as that is known.
+    fn whole(&self) -> Result<usize, Silence> {
+        let [kind, files, low, high, ..] = self.partial;
+        if self.have < RECORD || kind != NOTE {
+            return Ok(RECORD);
+        }
+        let len = usize::from(u16::from_le_bytes([low, high]));
+        if len > NOTE_MAX || usize::from(files) > NOTE_FILES {
+            return Err(Silence::Garbage(format!("a note of {len} bytes and {files} descriptors")));
+        }
+        Ok(RECORD + len)
+    }
+
+    fn word(&self, at: usize) -> u32 {
+        self.partial[at..].first_chunk::<4>().map_or(0, |bytes| u32::from_le_bytes(*bytes))
     }
 }
 
@@ -163,37 +227,44 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn send_whole(stream: &UnixStream, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
-    match send(stream, bytes, fd)? {
+fn send_whole(stream: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    match send(stream, bytes, fds)? {
         n if n == bytes.len() => Ok(()),
         n => Err(io::Error::other(format!("the socket took {n} of {} bytes", bytes.len()))),
     }
 }
 
-/// Room for one descriptor's control message, aligned as `cmsghdr` wants.
-type OneFd = [u64; 4];
+/// Room for the control message of as many descriptors as a note has, aligned as `cmsghdr` wants.
+type NoteFds = [u64; 10];
 /// Room for as many as one message can carry (SCM_MAX_FD, 253), so that none is ever cut off and leaked.
 type ManyFds = [u64; 132];
 
-/// One non-blocking send, with `fd` if given. Never raises SIGPIPE.
-pub(crate) fn send(stream: &UnixStream, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<usize> {
+/// One non-blocking send, with `fds`, of which there are at most `NOTE_FILES`. Never raises SIGPIPE.
+pub(crate) fn send(stream: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
+    if fds.len() > NOTE_FILES {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
     let mut part = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
-    let mut control: OneFd = [0; 4];
+    let mut control: NoteFds = [0; 10];
     // SAFETY: an all-zero msghdr is valid: no name, no parts, no control data.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = &mut part;
     message.msg_iovlen = 1;
-    if let Some(fd) = fd {
+    if !fds.is_empty() {
+        let size = size_of_val(fds) as u32;
         message.msg_control = control.as_mut_ptr().cast();
-        // SAFETY: CMSG_* only compute. `control` is large enough and aligned, so the first header and the
-        // descriptor after it lie inside.
+        // SAFETY: CMSG_* only compute. `control` is aligned and large enough for NOTE_FILES descriptors, so the first
+        // header and the descriptors after it lie inside.
         unsafe {
-            message.msg_controllen = libc::CMSG_SPACE(size_of::<i32>() as u32) as _;
+            message.msg_controllen = libc::CMSG_SPACE(size) as _;
             let header = libc::CMSG_FIRSTHDR(&message);
             (*header).cmsg_level = libc::SOL_SOCKET;
             (*header).cmsg_type = libc::SCM_RIGHTS;
-            (*header).cmsg_len = libc::CMSG_LEN(size_of::<i32>() as u32) as _;
-            libc::CMSG_DATA(header).cast::<i32>().write_unaligned(fd.as_raw_fd());
+            (*header).cmsg_len = libc::CMSG_LEN(size) as _;
+            let data = libc::CMSG_DATA(header).cast::<i32>();
+            for (at, fd) in fds.iter().enumerate() {
+                data.add(at).write_unaligned(fd.as_raw_fd());
+            }
         }
     }
     // SAFETY: `message` points to `part`, `bytes` and `control`, all alive; the kernel only reads them.
@@ -201,8 +272,9 @@ pub(crate) fn send(stream: &UnixStream, bytes: &[u8], fd: Option<BorrowedFd<'_>>
     usize::try_from(n).map_err(|_| io::Error::last_os_error())
 }
 
-/// One non-blocking receive; descriptors that came along are added to `fds`.
-pub(crate) fn recv(stream: &UnixStream, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::Result<usize> {
+/// One non-blocking receive; descriptors that came along are added to `fds`. Also says whether some of them did not
+/// come, because this process has no room for them.
+pub(crate) fn recv(stream: &UnixStream, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::Result<(usize, bool)> {
     let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
     let mut control: ManyFds = [0; 132];
     // SAFETY: an all-zero msghdr is valid: no name, no parts, no control data.
@@ -227,5 +299,5 @@ pub(crate) fn recv(stream: &UnixStream, bytes: &mut [u8], fds: &mut Vec<OwnedFd>
             header = libc::CMSG_NXTHDR(&message, header);
         }
     }
-    Ok(n)
+    Ok((n, message.msg_flags & libc::MSG_CTRUNC != 0))
 }

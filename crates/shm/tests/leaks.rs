@@ -3,8 +3,11 @@
 
 mod common;
 
+use std::os::fd::AsFd;
+
 use common::{Keeper, Piece, pair_in, receive_direct, send_direct};
 use crossrail_shm::{Arena, Options};
+use crossrail_transport::Lane;
 
 fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("/proc").count()
@@ -26,8 +29,14 @@ fn use_lanes() {
             scope.spawn(|| send_direct(&mut a, &mut Keeper::default(), &piece(from)));
             receive_direct(&mut b, &mut Keeper::default(), &piece(to));
         });
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        for _ in 0..4 {
+            assert_eq!(a.pass(b"a note", &[reader.as_fd(), writer.as_fd()]), Ok(true));
+            assert_eq!(b.pass(b"another", &[writer.as_fd()]), Ok(true));
+        }
+        assert_eq!(b.passed().map(|passed| passed.files.len()), Some(2));
         if round == 4 {
-            // The lanes go first this time, and one with segments that its peer never asked for.
+            // The lanes go first this time, with segments that nobody asked for and notes that nobody took.
             drop((a, b));
             return;
         }

@@ -16,6 +16,7 @@ pub(super) const SHORT: u8 = 2;
 pub(super) const DISCARD: u8 = 3;
 pub(super) const REFUSE: u8 = 4;
 pub(super) const GRANTED: u8 = 5;
+pub(super) const HELD: u8 = 6;
 
 pub(super) const REFUSAL: &str = "not on a day like this";
 
@@ -59,7 +60,7 @@ impl Arrival {
     }
 
     fn expects_placed(&self) -> bool {
-        self.kind == PLAIN || self.kind == SHORT
+        matches!(self.kind, PLAIN | SHORT | HELD)
     }
 }
 
@@ -68,6 +69,12 @@ impl Arrival {
 pub(super) struct Recorder {
     label: String,
     pub(super) grant: Option<Arc<Grant>>,
+    /// There is no place for frames of kind HELD.
+    pub(super) hold: bool,
+    /// How often that was said.
+    pub(super) asked: usize,
+    /// Of which frame last, until it was taken.
+    held: Option<Head>,
     queue: VecDeque<Tx>,
     queued: usize,
     payloads: Vec<Vec<u8>>,
@@ -95,8 +102,16 @@ impl Sink for Recorder {
             let complete = !last.expects_placed() || last.placed == 1;
             assert!(complete, "{}: a head came before the payload of frame {} was placed", self.label, last.seq);
         }
-        self.bytes += payload_len;
         let kind = head.kind();
+        if let Some(held) = self.held.take() {
+            assert_eq!(held, *head, "{}: another head came while one waits", self.label);
+        }
+        if self.hold && kind == HELD {
+            self.held = Some(*head);
+            self.asked += 1;
+            return Place::Wait;
+        }
+        self.bytes += payload_len;
         let len = match kind {
             SHORT => payload_len / 2,
             DISCARD | REFUSE => 0,
@@ -112,7 +127,7 @@ impl Sink for Recorder {
             DISCARD => Place::Discard,
             REFUSE => Place::Refuse(REFUSAL.into()),
             GRANTED => Place::Into { dst, len, grant: self.grant.clone(), token },
-            PLAIN | SHORT => Place::Into { dst, len, grant: None, token },
+            PLAIN | SHORT | HELD => Place::Into { dst, len, grant: None, token },
             other => panic!("{}: a head of kind {other} that nobody sent", self.label),
         }
     }

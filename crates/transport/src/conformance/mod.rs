@@ -8,6 +8,8 @@
 //! cannot take part in (no descriptor to sleep on) is skipped with a line on stderr.
 
 mod harness;
+mod notes;
+mod waiting;
 
 use std::sync::Arc;
 
@@ -25,7 +27,7 @@ type MakePair<'a> = &'a mut dyn FnMut() -> (Box<dyn Lane>, Box<dyn Lane>);
 /// # Panics
 /// When a check fails.
 pub fn run(name: &str, make_pair: MakePair<'_>) {
-    let checks: [(&str, Check); 14] = [
+    let checks: [(&str, Check); 19] = [
         ("says what it is", says_what_it_is),
         ("order and sizes", order_and_sizes),
         ("small budgets", small_budgets),
@@ -40,6 +42,11 @@ pub fn run(name: &str, make_pair: MakePair<'_>) {
         ("close delivers what came before", close_delivers),
         ("close inside a frame", close_inside_frame),
         ("sleep and wake", sleep_and_wake),
+        ("a head waits for a place", waiting::head),
+        ("asleep while a head waits", waiting::asleep),
+        ("closed while a head waits", waiting::closed),
+        ("notes", notes::both_ways),
+        ("notes that nobody takes", notes::untaken),
     ];
     for (check, body) in checks {
         let (a, b) = make_pair();
