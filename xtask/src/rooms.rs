@@ -29,6 +29,7 @@ pub(crate) const ROOMS: &[Room] = &[
     Room { forbids_unsafe: true, ..room("topology", "crossrail-topology", &["types"]) },
     room("cuda", "crossrail-cuda", &["types"]),
     room("kernels", "crossrail-kernels", &["cuda", "types"]),
+    room("cuda-ipc", "crossrail-cuda-ipc", &["cuda", "kernels", "transport", "types"]),
     room("engine", "crossrail", &["proto", "transport", "shm", "tcp", "topology", "types"]),
     Room { forbids_unsafe: true, ..room("control", "crossrail-control", &["types"]) },
     room("ep", "crossrail-ep", &["engine", "control", "types"]),

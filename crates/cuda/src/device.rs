@@ -1,7 +1,7 @@
 //! The GPUs of this process, and what they are.
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, c_char, c_int, c_uint};
 use std::fmt;
 use std::str::FromStr;
 
@@ -142,6 +142,18 @@ impl Device {
     pub fn shares_memory(&self) -> Result<bool> {
         let attribute = Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED;
         Ok(self.attribute(attribute)? != 0)
+    }
+
+    /// Whether anybody in the process uses it, so that its primary context is there.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn in_use(&self) -> Result<bool> {
+        let (mut flags, mut active): (c_uint, c_int) = (0, 0);
+        // SAFETY: both are valid places for one number.
+        let code = unsafe { (self.cuda.raw().cuDevicePrimaryCtxGetState)(self.raw, &mut flags, &mut active) };
+        self.check("cuDevicePrimaryCtxGetState", code)?;
+        Ok(active != 0)
     }
 
     /// Whether its streams can write, and wait for, 64-bit words; 32-bit ones all can.

@@ -22,6 +22,7 @@ mod context;
 mod device;
 mod driver;
 mod event;
+mod extent;
 mod ipc;
 mod memory;
 mod module;

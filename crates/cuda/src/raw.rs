@@ -69,11 +69,13 @@ table! {
         cuDeviceTotalMem_v2(*mut usize, CUdevice);
         cuDeviceGetPCIBusId(*mut c_char, c_int, CUdevice);
         cuDeviceCanAccessPeer(*mut c_int, CUdevice, CUdevice);
+        cuDevicePrimaryCtxGetState(CUdevice, *mut c_uint, *mut c_int);
         cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice);
         cuDevicePrimaryCtxRelease_v2(CUdevice);
         cuCtxPushCurrent_v2(CUcontext);
         cuCtxPopCurrent_v2(*mut CUcontext);
         cuCtxEnablePeerAccess(CUcontext, c_uint);
+        cuMemGetAddressRange_v2(*mut CUdeviceptr, *mut usize, CUdeviceptr);
         cuMemGetInfo_v2(*mut usize, *mut usize);
         cuStreamCreateWithPriority(*mut CUstream, c_uint, c_int);
         cuStreamDestroy_v2(CUstream);

@@ -1,6 +1,7 @@
 //! Streams: queues of work on a GPU, our own or a caller's.
 #![allow(unsafe_code)]
 
+use std::ffi::c_int;
 use std::fmt;
 use std::time::{Duration, Instant};
 
@@ -51,10 +52,23 @@ impl Stream {
     /// # Errors
     /// A failed call.
     pub fn new(context: &Context) -> Result<Stream> {
+        Stream::with_priority(context, 0)
+    }
+
+    /// Like [`Stream::new`]; its kernels start before those of other streams that wait.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn urgent(context: &Context) -> Result<Stream> {
+        // Lower is sooner; the driver takes the lowest there is.
+        Stream::with_priority(context, c_int::MIN)
+    }
+
+    fn with_priority(context: &Context, priority: c_int) -> Result<Stream> {
         let mut stream: CUstream = std::ptr::null_mut();
         let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: `stream` is a valid place for one handle.
-        let make = |raw: &Raw| unsafe { (raw.cuStreamCreateWithPriority)(&mut stream, flags, 0) };
+        let make = |raw: &Raw| unsafe { (raw.cuStreamCreateWithPriority)(&mut stream, flags, priority) };
         context.run("stream", "cuStreamCreateWithPriority", make)?;
         Ok(Stream { context: context.clone(), raw: stream, owned: true })
     }

@@ -146,6 +146,11 @@ impl Allocation {
         self.0.len
     }
 
+    /// Whether both are the same memory: the driver has one handle for each allocation of a process, while it lives.
+    pub fn is_same(&self, other: &Allocation) -> bool {
+        self.0.raw == other.0.raw
+    }
+
     /// Maps all of it, at one address, for reading and writing by each GPU of `contexts`.
     ///
     /// # Errors
@@ -181,18 +186,20 @@ impl MappedPiece {
         if !info.descriptor {
             return Err(no("was not made to be exported as a file descriptor"));
         }
-        let end = info.base.checked_add(info.len).filter(|end| info.base <= address && address < *end);
-        let len = usize::try_from(info.len).ok();
+        // The attributes' range may be that of the reserved addresses.
+        let (base, len) = PointerInfo::extent(context, address)?;
+        let end = base.checked_add(len).filter(|end| base <= address && address < *end);
+        let len = usize::try_from(len).ok();
         let (Some(end), Some(len)) = (end, len) else {
             return Err(no("has no extent that the driver tells"));
         };
         let (first, last) =
-            (Allocation::of_address(context, info.base, len)?, Allocation::of_address(context, end - 1, len)?);
+            (Allocation::of_address(context, base, len)?, Allocation::of_address(context, end - 1, len)?);
         // The driver gives the handle by which it was mapped: two mean that the extent is not one mapping's.
         if first.0.raw != last.0.raw {
             return Err(no("is several allocations that the driver reports as one"));
         }
-        Ok(MappedPiece { allocation: first, address: info.base, end })
+        Ok(MappedPiece { allocation: first, address: base, end })
     }
 }
 

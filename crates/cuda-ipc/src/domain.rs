@@ -1,0 +1,264 @@
+//! This process's GPUs, and what is made once for each.
+#![allow(unsafe_code)]
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crossrail_cuda::{Context, Cuda, Device, DeviceMemory, PinnedMemory, Stream};
+use crossrail_kernels::Kernels;
+use crossrail_types::{Error, ErrorKind, Result, Settings, format_duration};
+
+use crate::note::Uuid;
+use crate::queue::Queue;
+
+/// Words of a page, each in a cache line of its own.
+const PAGE: usize = 4096;
+const LINE: usize = 64;
+/// Kernels that copy with several blocks at once need a counter each.
+const COUNTERS: usize = 64;
+/// Streams that wait for their next user.
+const MOST_IDLE: usize = 32;
+
+/// This process's GPUs as copies between processes need them: contexts, streams, kernels, words in pinned memory.
+///
+/// One for each context of the library. Making it touches no GPU; each is set up when memory of it is first used. Any
+/// thread may use it.
+pub struct Domain {
+    settings: Settings,
+    devices: Vec<(Device, Uuid)>,
+    gpus: Mutex<Vec<Option<Arc<Gpu>>>>,
+}
+
+impl fmt::Debug for Domain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Domain({} GPUs)", self.devices.len())
+    }
+}
+
+impl Domain {
+    /// The GPUs that this process sees. `settings`: the folder of compiled kernels, and how long a wait may take.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn new(cuda: &Cuda, settings: &Settings) -> Result<Arc<Domain>> {
+        let devices = cuda.devices()?;
+        let named: Result<Vec<(Device, Uuid)>> =
+            devices.into_iter().map(|device| device.uuid().map(|uuid| (device, uuid))).collect();
+        let devices = named?;
+        let gpus = Mutex::new(devices.iter().map(|_| None).collect());
+        Ok(Arc::new(Domain { settings: settings.clone(), devices, gpus }))
+    }
+
+    /// Waits, for at most `limit`, until the kernels of the GPU `cuda:ordinal` are loaded. Until they are, copies of
+    /// every size are done by copy engines; nothing has to wait for this.
+    ///
+    /// # Errors
+    /// `Timeout`; why there are no kernels, such as NVRTC that is not found; a failed call.
+    pub fn warm(&self, ordinal: u32, limit: Duration) -> Result<()> {
+        self.gpu(ordinal)?.warm(limit)
+    }
+
+    /// The GPU `cuda:ordinal`, set up now if it was not.
+    pub(crate) fn gpu(&self, ordinal: u32) -> Result<Arc<Gpu>> {
+        let mut gpus = locked(&self.gpus);
+        let missing = || Error::new(ErrorKind::Usage, format!("cuda:{ordinal}"), "there is no such GPU");
+        let index = usize::try_from(ordinal).map_err(|_| missing())?;
+        let (device, uuid) = self.devices.get(index).ok_or_else(missing)?;
+        let place = gpus.get_mut(index).ok_or_else(missing)?;
+        if let Some(gpu) = place {
+            return Ok(Arc::clone(gpu));
+        }
+        let gpu = Arc::new(Gpu::new(device, *uuid, &self.settings)?);
+        *place = Some(Arc::clone(&gpu));
+        Ok(gpu)
+    }
+
+    /// The GPU of that name, if this process sees it.
+    pub(crate) fn device(&self, uuid: &Uuid) -> Option<&Device> {
+        self.devices.iter().find(|(_, known)| known == uuid).map(|(device, _)| device)
+    }
+
+    /// GPUs that are set up here already, or else that somebody in the process uses.
+    pub(crate) fn in_use(&self) -> Vec<u32> {
+        let known: Vec<u32> = locked(&self.gpus).iter().flatten().map(|gpu| gpu.ordinal()).collect();
+        let others = self.devices.iter().filter(|(device, _)| device.in_use().unwrap_or(false));
+        let others: Vec<u32> = others.map(|(device, _)| device.ordinal()).filter(|at| !known.contains(at)).collect();
+        [known, others].concat()
+    }
+
+    /// A GPU whose context may be asked about any address: one that is in use anyway.
+    pub(crate) fn asked(&self) -> Result<Arc<Gpu>> {
+        if let Some(gpu) = locked(&self.gpus).iter().flatten().next() {
+            return Ok(Arc::clone(gpu));
+        }
+        let used = self.devices.iter().find(|(device, _)| device.in_use().unwrap_or(false));
+        match used {
+            Some((device, _)) => self.gpu(device.ordinal()),
+            None => Err(Error::new(ErrorKind::Usage, "memory", "nobody in this process uses a GPU yet")),
+        }
+    }
+
+    /// The longest that a copy may take before it is given up.
+    pub(crate) fn copy_limit(&self) -> Duration {
+        self.settings.timeout.max(Duration::from_secs(5))
+    }
+}
+
+/// What copies by kernels need; made on a thread of its own, since compiling takes long.
+pub(crate) struct Tools {
+    pub(crate) kernels: Arc<Kernels>,
+    counters: DeviceMemory,
+    free: Mutex<Vec<u64>>,
+}
+
+impl Tools {
+    fn make(context: &Context, settings: &Settings) -> Result<Tools> {
+        let kernels = crossrail_kernels::shared(context, settings, settings.timeout)?;
+        let counters = DeviceMemory::new(context, COUNTERS * LINE)?;
+        let stream = Stream::new(context)?;
+        // SAFETY: the memory is new and nobody else's; it lives until the wait is over.
+        unsafe { stream.fill(counters.address(), 0, counters.len()) }?;
+        stream.wait(settings.timeout)?;
+        let free = (0..COUNTERS as u64).map(|index| counters.address() + index * LINE as u64).collect();
+        Ok(Tools { kernels, counters, free: Mutex::new(free) })
+    }
+
+    /// The address of a counter that is 0 and nobody's; 0 when all are taken.
+    pub(crate) fn counter(&self) -> u64 {
+        debug_assert!(self.counters.len() >= LINE);
+        locked(&self.free).pop().unwrap_or(0)
+    }
+
+    /// Takes a counter back, of whose kernels none runs.
+    pub(crate) fn give_back(&self, counter: u64) {
+        if counter != 0 {
+            locked(&self.free).push(counter);
+        }
+    }
+}
+
+/// One GPU of this process.
+pub(crate) struct Gpu {
+    pub(crate) context: Context,
+    pub(crate) uuid: Uuid,
+    /// Whether streams write 64-bit words.
+    pub(crate) writes_words: bool,
+    tools: Arc<OnceLock<std::result::Result<Tools, Error>>>,
+    maker: Mutex<Option<JoinHandle<()>>>,
+    words: Mutex<Vec<Word>>,
+    idle: Mutex<Vec<Queue>>,
+}
+
+impl Gpu {
+    fn new(device: &Device, uuid: Uuid, settings: &Settings) -> Result<Gpu> {
+        let context = Context::primary(device)?;
+        let writes_words = device.has_values64()?;
+        let tools = Arc::new(OnceLock::new());
+        let (place, inside, settings) = (Arc::clone(&tools), context.clone(), settings.clone());
+        let make = move || {
+            let _relaxed = inside.device().cuda().relaxed();
+            let _ = place.set(Tools::make(&inside, &settings));
+        };
+        let name = format!("crossrail-gpu{}", device.ordinal());
+        let maker = std::thread::Builder::new().name(name).spawn(make);
+        let maker = maker.map_err(|error| Error::io("threads", "clone", &error))?;
+        let (words, idle) = (Mutex::new(Vec::new()), Mutex::new(Vec::new()));
+        Ok(Gpu { context, uuid, writes_words, tools, maker: Mutex::new(Some(maker)), words, idle })
+    }
+
+    pub(crate) fn ordinal(&self) -> u32 {
+        self.context.device().ordinal()
+    }
+
+    /// What kernels need, once it is there.
+    pub(crate) fn tools(&self) -> Option<&Tools> {
+        self.tools.get().and_then(|tools| tools.as_ref().ok())
+    }
+
+    fn warm(&self, limit: Duration) -> Result<()> {
+        let started = Instant::now();
+        loop {
+            match self.tools.get() {
+                Some(Ok(_)) => return Ok(()),
+                Some(Err(error)) => return Err(error.clone()),
+                None if started.elapsed() >= limit => {
+                    let detail = format!("the kernels are not there after {}", format_duration(limit));
+                    return Err(Error::new(ErrorKind::Timeout, format!("cuda:{}", self.ordinal()), detail));
+                }
+                None => std::thread::sleep(Duration::from_millis(1)),
+            }
+        }
+    }
+
+    /// A word in pinned memory that is nobody's, and what it says at present.
+    pub(crate) fn word(&self) -> Result<Word> {
+        let mut words = locked(&self.words);
+        if words.is_empty() {
+            let page = Arc::new(PinnedMemory::new(&self.context, PAGE)?);
+            // SAFETY: the memory is new, and as long as that.
+            unsafe { std::ptr::write_bytes(page.as_ptr(), 0, PAGE) };
+            words.extend((0..PAGE / LINE).map(|index| Word { page: Arc::clone(&page), offset: index * LINE }));
+        }
+        words.pop().ok_or_else(|| Error::new(ErrorKind::Exhausted, "words", "a page without words"))
+    }
+
+    pub(crate) fn take_word_back(&self, word: Word) {
+        locked(&self.words).push(word);
+    }
+
+    /// A stream that nobody uses.
+    pub(crate) fn queue(&self) -> Result<Queue> {
+        let idle = locked(&self.idle).pop();
+        idle.map_or_else(|| Queue::new(self), Ok)
+    }
+
+    /// Takes a stream back in which nothing is left.
+    pub(crate) fn take_back(&self, queue: Queue) {
+        let mut idle = locked(&self.idle);
+        if idle.len() < MOST_IDLE {
+            idle.push(queue);
+            return;
+        }
+        drop(idle);
+        queue.dissolve(self);
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        // What it is compiling is needed by nobody, but a thread must not be left in the driver when the process ends.
+        if let Some(maker) = locked(&self.maker).take() {
+            let _ = maker.join();
+        }
+    }
+}
+
+/// A 64-bit number in pinned memory that only grows: a stream writes it, the host reads it.
+#[derive(Clone)]
+pub(crate) struct Word {
+    page: Arc<PinnedMemory>,
+    offset: usize,
+}
+
+impl Word {
+    /// Its address on the GPU.
+    pub(crate) fn address(&self) -> u64 {
+        self.page.address() + self.offset as u64
+    }
+
+    /// What it says; what was done before it was written is seen after this.
+    #[inline]
+    pub(crate) fn value(&self) -> u64 {
+        // SAFETY: the page lives as long as `self`, is aligned and long enough, and this word of it is written only
+        // by the GPU, in one piece, after `Gpu::word` has.
+        let word = unsafe { &*self.page.as_ptr().add(self.offset).cast::<AtomicU64>() };
+        word.load(Ordering::Acquire)
+    }
+}
+
+pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,39 @@
+//! GPU memory of another process on the same machine, reached over NVLink or PCIe: one copy, no host memory.
+//!
+//! ```text
+//! Domain      this process's GPUs: contexts, streams, kernels, words in pinned memory    Link    one peer
+//! ```
+//!
+//! Handles of allocations go beforehand as notes over the shared-memory lane's Unix socket; a transfer's announcement
+//! has a descriptor of 24 bytes, which names pieces by the owner's addresses. Whoever has it copies.
+
+mod domain;
+mod driver;
+mod exports;
+mod imports;
+mod link;
+mod note;
+mod queue;
+mod window;
+
+pub use domain::Domain;
+pub use link::Link;
+pub use queue::KERNEL_UP_TO;
+
+#[cfg(test)]
+mod exchange_tests;
+#[cfg(test)]
+mod testing;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_link_goes_where_its_worker_goes() {
+        fn send<T: Send>() {}
+        fn shared<T: Send + Sync>() {}
+        send::<Link>();
+        shared::<Domain>();
+    }
+}

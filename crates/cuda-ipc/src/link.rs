@@ -1,0 +1,516 @@
+//! One peer: its memory as we reach it, ours as it does, and the copies between.
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+use std::fmt;
+use std::mem;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossrail_cuda::{MemoryKind, PointerInfo};
+use crossrail_transport::{Copy, Descriptor, Direct, DirectKind, Job, Step, Window};
+use crossrail_types::{Error, ErrorKind, Result, format_duration};
+
+use crate::domain::{Domain, Gpu};
+use crate::driver::{Held, Known, Open};
+use crate::exports::{Exports, MOST_PIECES};
+use crate::imports::{Imports, Limits, Search, Sought, Span};
+use crate::note::{Place, Uuid};
+use crate::queue::{KERNEL_UP_TO, Outcome, Queue, Watch};
+use crate::window;
+
+/// What is kept open of one peer's memory.
+const LIMITS: Limits = Limits { open: 2048, files: 128 };
+/// Pieces that are opened, and copies that are put in, before everything else gets its turn.
+const OPENED_AT_ONCE: usize = 8;
+const PUT_AT_ONCE: usize = 64;
+/// Streams for each GPU and direction: for kernels, and for copy engines.
+const SMALL_LINES: usize = 4;
+const LARGE_LINES: usize = 2;
+/// Entries that may wait for room on the way to the peer.
+const MOST_WAITING: usize = 2 * MOST_PIECES;
+/// How many pieces `tidy` looks at, times two.
+const TIDIED: usize = 8;
+
+/// One peer on the same machine, as far as GPU memory is concerned.
+///
+/// It is driven under the worker's lock: no call waits for a GPU, but for [`Link::ended`] and the drop of a link whose
+/// copies are under way. Notes from [`Link::outgoing`] go to the peer's [`Link::incoming`], in order; descriptors in
+/// any way, and in any order with them.
+///
+/// What it opened is closed, and what it holds of our own memory is let go of, when it is dropped; what was mapped by
+/// [`Direct::map`] stays until its own last user is gone.
+pub struct Link {
+    domain: Arc<Domain>,
+    limit: Duration,
+    exports: Exports<Known>,
+    imports: Imports<Held, Open>,
+    lines: Vec<Line>,
+    copies: HashMap<u64, Copying>,
+    last_copy: u64,
+    /// The GPU of ours that was used last.
+    device: Option<u32>,
+    why_not: Option<String>,
+    /// GPUs of the peer's that none of ours could reach, and why.
+    refused: Vec<(Uuid, String)>,
+    /// What copies that never ended still hold.
+    lost: Vec<Vec<Span<Open>>>,
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (open, files) = self.imports.counts();
+        let (told, copies) = (self.exports.len(), self.copies.len());
+        write!(f, "Link({told} pieces told, {open} open, {files} files, {copies} copies)")
+    }
+}
+
+/// A stream of one GPU and direction.
+struct Line {
+    gpu: Arc<Gpu>,
+    copy: Copy,
+    small: bool,
+    queue: Queue,
+}
+
+/// One copy under way.
+struct Copying {
+    watch: Watch,
+    stage: Stage,
+}
+
+enum Stage {
+    /// The peer's pieces are being opened, for the GPU of that number.
+    Seeking(Search<Open>, u32),
+    /// Pieces from `next` on are still to be put in.
+    Putting { line: usize, spans: Vec<Span<Open>>, next: usize, done: usize },
+    /// All is in. `failed`: something could not be put in; what was is waited for.
+    Flying { line: usize, value: u64, spans: Vec<Span<Open>>, failed: Option<String> },
+}
+
+impl Link {
+    /// A link of which nothing is known. `limit`: how long an allocation that was named may take to arrive.
+    pub fn new(domain: Arc<Domain>, limit: Duration) -> Link {
+        Link {
+            domain,
+            limit,
+            exports: Exports::new(),
+            imports: Imports::new(LIMITS),
+            lines: Vec::new(),
+            copies: HashMap::new(),
+            last_copy: 0,
+            device: None,
+            why_not: None,
+            refused: Vec::new(),
+            lost: Vec::new(),
+        }
+    }
+
+    /// The next note for the peer, and the files that go with it. It stays until [`Link::sent`].
+    pub fn outgoing(&self) -> Option<(&[u8], Vec<BorrowedFd<'_>>)> {
+        self.exports.ready()
+    }
+
+    /// The note was passed.
+    pub fn sent(&mut self) {
+        self.exports.passed();
+        self.exports.prepare(&*self.domain);
+    }
+
+    /// A note of the peer's. With fewer files than it names, where this process had no descriptors left for them,
+    /// `files` must be empty: they are asked for again when they are needed.
+    ///
+    /// # Errors
+    /// The peer does not follow the protocol; the lane should fail.
+    pub fn incoming(&mut self, note: &[u8], files: Vec<OwnedFd>) -> std::result::Result<(), String> {
+        for id in self.imports.read(note, files)? {
+            self.exports.again(id);
+        }
+        if self.exports.waiting() > MOST_WAITING {
+            return Err("the peer asks for pieces of GPU memory faster than it takes the answers".into());
+        }
+        self.exports.prepare(&*self.domain);
+        Ok(())
+    }
+
+    /// Why the last [`Direct::describe`] was `None`.
+    pub fn why_not(&self) -> Option<&str> {
+        self.why_not.as_deref()
+    }
+
+    /// `len` bytes at `address`, memory of ours, are about to be freed: the peer is told to let go of them. Memory that
+    /// others free is noticed by and by, see [`Link::tidy`].
+    pub fn freed(&mut self, address: u64, len: u64) {
+        self.exports.freed(address, len);
+        self.exports.prepare(&*self.domain);
+    }
+
+    /// Looks whether memory of ours that the peer was told of is still there, a few pieces at a time, so that neither
+    /// end holds what its owner has freed. To be called now and then, also when nothing moves. Whether there is
+    /// something to tell.
+    pub fn tidy(&mut self) -> bool {
+        for _ in 0..TIDIED.min(self.exports.len()) {
+            self.exports.look_around(&*self.domain);
+        }
+        self.exports.prepare(&*self.domain);
+        self.exports.ready().is_some()
+    }
+
+    /// How many pieces of the peer's memory are open here.
+    pub fn open_pieces(&self) -> usize {
+        self.imports.counts().0
+    }
+
+    /// A job whose `state` this was is dropped: waits, for at most a bounded time, until its copy no longer touches the
+    /// memory.
+    pub fn ended(&mut self, job_state: u64) {
+        let Some(mut copying) = self.copies.remove(&job_state) else { return };
+        copying.stage = match copying.stage {
+            Stage::Seeking(..) => return,
+            Stage::Putting { line, spans, .. } => Stage::Flying { line, value: self.mark(line), spans, failed: None },
+            flying => flying,
+        };
+        copying.watch = Watch::new(Instant::now());
+        for turn in 0_u32.. {
+            match self.look(&mut copying) {
+                Outcome::Pending if turn < 1000 => std::hint::spin_loop(),
+                Outcome::Pending if turn < 2000 => std::thread::yield_now(),
+                Outcome::Pending => std::thread::sleep(Duration::from_micros(20)),
+                Outcome::Done | Outcome::Failed(_) => return,
+                Outcome::Stuck => return self.give_up(copying),
+            }
+        }
+    }
+
+    /// The word behind what is in a line.
+    fn mark(&mut self, line: usize) -> u64 {
+        let Line { gpu, queue, .. } = &mut self.lines[line];
+        queue.mark(gpu)
+    }
+
+    /// Looks at a copy that flies.
+    fn look(&self, copying: &mut Copying) -> Outcome {
+        let Stage::Flying { line, value, .. } = copying.stage else { return Outcome::Pending };
+        let queue = &self.lines[line].queue;
+        let limit = self.domain.copy_limit();
+        copying.watch.look(Instant::now(), limit, || queue.reached(value), || queue.ask())
+    }
+
+    /// A copy never ended: what it touches must stay.
+    fn give_up(&mut self, copying: Copying) {
+        if let Stage::Flying { line, spans, .. } = copying.stage {
+            self.lines[line].queue.set_stuck();
+            self.lost.push(spans);
+        }
+    }
+
+    fn begin(&mut self, job: &mut Job) -> std::result::Result<(), String> {
+        let place = Place::decode(&job.remote)?;
+        let search = Search::new(place, job.len)?;
+        let device = self.local_device(job.local as u64)?;
+        self.device = Some(device);
+        self.last_copy += 1;
+        job.state = self.last_copy;
+        let copying = Copying { watch: Watch::new(Instant::now()), stage: Stage::Seeking(search, device) };
+        self.copies.insert(job.state, copying);
+        Ok(())
+    }
+
+    /// The GPU that an address of ours is memory of.
+    fn local_device(&self, address: u64) -> std::result::Result<u32, String> {
+        let asked = self.domain.asked().map_err(|error| error.to_string())?;
+        let info = PointerInfo::of(&asked.context, address).map_err(|error| error.to_string())?;
+        match (info.kind, info.device) {
+            (MemoryKind::Device, Some(device)) => Ok(device),
+            _ => Err(format!("{address:#x} is no memory of a GPU of this process ({:?})", info.kind)),
+        }
+    }
+
+    /// Goes on with a copy as far as it goes without waiting.
+    ///
+    /// # Safety
+    /// As [`Direct::step`].
+    unsafe fn go_on(&mut self, copying: &mut Copying, job: &Job) -> Step {
+        let Ok(asked) = self.domain.asked() else { return Step::Failed("no GPU is in use here".into()) };
+        let _entered = asked.context.enter();
+        if let Stage::Seeking(search, device) = &mut copying.stage {
+            let sought = self.imports.seek(&*self.domain, search, *device, OPENED_AT_ONCE);
+            match sought {
+                Ok(Sought::All) => {}
+                Ok(Sought::More) => return Step::Waiting,
+                Ok(Sought::Missing) => return self.wait_for_note(copying, job),
+                Ok(Sought::Again(id)) => {
+                    self.exports.ask_again(id);
+                    self.exports.prepare(&*self.domain);
+                    return Step::Waiting;
+                }
+                Err(why) => {
+                    self.remember(job, &why);
+                    return Step::Failed(why);
+                }
+            }
+            let (spans, device) = (mem::take(&mut search.spans), *device);
+            if let Err(why) = spans.iter().try_for_each(|span| span.open.check()) {
+                return Step::Failed(why);
+            }
+            // SAFETY: handed on; the spans are open, and as long as the job together.
+            match unsafe { self.launch(spans, device, job) } {
+                Ok(stage) => copying.stage = stage,
+                Err(error) => return Step::Failed(error.to_string()),
+            }
+            copying.watch = Watch::new(Instant::now());
+        }
+        if let Stage::Putting { .. } = copying.stage {
+            let Stage::Putting { line, spans, next, done } = mem::replace(&mut copying.stage, nothing()) else {
+                return Step::Waiting;
+            };
+            // SAFETY: handed on.
+            copying.stage = unsafe { self.put(line, spans, next, done, job) };
+        }
+        Step::Waiting
+    }
+
+    fn wait_for_note(&self, copying: &Copying, job: &Job) -> Step {
+        if copying.watch.waited(Instant::now()) < self.limit {
+            return Step::Waiting;
+        }
+        let limit = format_duration(self.limit);
+        Step::Failed(format!("the memory that {} bytes of the peer's lie in was not passed within {limit}", job.len))
+    }
+
+    /// Keeps in mind that a GPU of the peer's can't be reached, so that the next transfer is not even tried.
+    fn remember(&mut self, job: &Job, why: &str) {
+        let owner = Place::decode(&job.remote).ok().and_then(|place| self.imports.owner(place));
+        let Some(owner) = owner.filter(|owner| self.refused.iter().all(|(known, _)| known != owner)) else { return };
+        let reaches =
+            |ordinal: &u32| self.domain.gpu(*ordinal).is_ok_and(|gpu| self.domain.check_reach(&gpu, &owner).is_ok());
+        if !self.domain.in_use().iter().any(reaches) {
+            self.refused.push((owner, why.to_owned()));
+        }
+    }
+
+    /// Puts a copy in whose parts are all open: by a kernel when it is short and whole.
+    ///
+    /// # Safety
+    /// As [`Direct::step`]; the spans must be as long as the job together.
+    unsafe fn launch(&mut self, spans: Vec<Span<Open>>, device: u32, job: &Job) -> Result<Stage> {
+        let gpu = self.domain.gpu(device)?;
+        if job.len <= KERNEL_UP_TO
+            && let [span] = spans.as_slice()
+            && gpu.tools().is_some()
+        {
+            let (dst, src) = ends(job, 0, span);
+            let line = self.line(gpu, job.copy, true)?;
+            let Line { gpu, queue, .. } = &mut self.lines[line];
+            // SAFETY: the peer's end is open for this GPU and in bounds, which `seek` checked; ours is the caller's.
+            // They don't overlap: one is the peer's, or the peer is this process and copies onto itself.
+            if let Some(value) = unsafe { queue.put(gpu, dst, src, job.len) }? {
+                return Ok(Stage::Flying { line, value, spans, failed: None });
+            }
+        }
+        let gpu = self.domain.gpu(device)?;
+        let line = self.line(gpu, job.copy, false)?;
+        Ok(Stage::Putting { line, spans, next: 0, done: 0 })
+    }
+
+    /// Puts some more parts in, and the word behind the last.
+    ///
+    /// # Safety
+    /// As `launch`.
+    unsafe fn put(
+        &mut self,
+        line: usize,
+        spans: Vec<Span<Open>>,
+        mut next: usize,
+        mut done: usize,
+        job: &Job,
+    ) -> Stage {
+        let mut failed = None;
+        while let Some(span) = spans.get(next).filter(|_| failed.is_none()) {
+            let (dst, src) = ends(job, done, span);
+            // SAFETY: as in `launch`.
+            match unsafe { self.lines[line].queue.copy(dst, src, span.len) } {
+                Ok(()) => (next, done) = (next + 1, done + span.len),
+                Err(error) => failed = Some(error.to_string()),
+            }
+            if next.is_multiple_of(PUT_AT_ONCE) && next < spans.len() && failed.is_none() {
+                return Stage::Putting { line, spans, next, done };
+            }
+        }
+        Stage::Flying { line, value: self.mark(line), spans, failed }
+    }
+
+    /// A stream for that GPU and direction: one in which nothing is, or a new one, or the one with least.
+    fn line(&mut self, gpu: Arc<Gpu>, copy: Copy, small: bool) -> Result<usize> {
+        let (mut best, mut count) = (None, 0);
+        for (index, line) in self.lines.iter().enumerate() {
+            let fits = (line.gpu.ordinal(), line.copy, line.small) == (gpu.ordinal(), copy, small);
+            if !fits || line.queue.is_stuck() {
+                continue;
+            }
+            count += 1;
+            let depth = line.queue.depth();
+            if depth == 0 {
+                return Ok(index);
+            }
+            if best.is_none_or(|(least, _)| depth < least) {
+                best = Some((depth, index));
+            }
+        }
+        let most = if small { SMALL_LINES } else { LARGE_LINES };
+        match best {
+            Some((_, index)) if count >= most => Ok(index),
+            _ => {
+                let queue = gpu.queue()?;
+                self.lines.push(Line { gpu, copy, small, queue });
+                Ok(self.lines.len() - 1)
+            }
+        }
+    }
+
+    fn place_of(&mut self, address: u64, len: usize) -> std::result::Result<Place, String> {
+        let asked = self.domain.asked().map_err(|error| error.to_string())?;
+        let _entered = asked.context.enter();
+        let place = self.exports.describe(&*self.domain, address, len);
+        self.exports.prepare(&*self.domain);
+        place
+    }
+
+    /// As [`Direct::map`], for the GPU `cuda:ordinal` of this process.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn map_on(&mut self, remote: &Descriptor, len: usize, ordinal: u32) -> Result<Option<Window>> {
+        let refused = |kind: ErrorKind, why: String| Error::new(kind, "map", why).with_lane("cuda_ipc");
+        let place = Place::decode(remote).map_err(|why| refused(ErrorKind::Region, why))?;
+        let mut search = Search::new(place, len).map_err(|why| refused(ErrorKind::Region, why))?;
+        match self.imports.seek(&*self.domain, &mut search, ordinal, MOST_PIECES) {
+            Ok(Sought::All) => {}
+            Ok(Sought::More | Sought::Missing) => return Ok(None),
+            Ok(Sought::Again(id)) => {
+                self.exports.ask_again(id);
+                self.exports.prepare(&*self.domain);
+                return Ok(None);
+            }
+            Err(why) => return Err(refused(ErrorKind::Region, why)),
+        }
+        let whole = self.imports.whole(place, len, ordinal);
+        let (held, offset) = whole.ok_or_else(|| {
+            refused(ErrorKind::Unsupported, format!("{len} bytes lie in more than {} allocations", LIMITS.open))
+        })?;
+        let owner = self.imports.owner(place);
+        window::make(&self.domain, &held, offset, len, (ordinal, owner)).map(Some)
+    }
+}
+
+impl Direct for Link {
+    fn describe(&mut self, ptr: *const u8, len: usize) -> Option<(Descriptor, DirectKind)> {
+        match self.place_of(ptr as u64, len) {
+            Ok(place) => Some((place.encode(), DirectKind::CudaIpc)),
+            Err(why) => {
+                self.why_not = Some(why);
+                None
+            }
+        }
+    }
+
+    fn reach(&mut self, remote: &Descriptor, len: usize) -> std::result::Result<DirectKind, String> {
+        let place = Place::decode(remote)?;
+        Search::<Open>::new(place, len)?;
+        let owner = self.imports.owner(place);
+        match self.refused.iter().find(|(known, _)| Some(*known) == owner) {
+            Some((_, why)) => Err(why.clone()),
+            None => Ok(DirectKind::CudaIpc),
+        }
+    }
+
+    fn open(&mut self, _len: usize) -> Option<u32> {
+        None
+    }
+
+    unsafe fn step(&mut self, job: &mut Job, _budget: usize) -> Step {
+        if job.len == 0 {
+            return Step::Done;
+        }
+        if job.state == 0
+            && let Err(why) = self.begin(job)
+        {
+            return Step::Failed(why);
+        }
+        let Some(mut copying) = self.copies.remove(&job.state) else {
+            return Step::Failed("a copy that was given up before".into());
+        };
+        let mut step = Step::Waiting;
+        if !matches!(copying.stage, Stage::Flying { .. }) {
+            // SAFETY: handed on.
+            step = unsafe { self.go_on(&mut copying, job) };
+        }
+        if step == Step::Waiting {
+            match (self.look(&mut copying), &mut copying.stage) {
+                (Outcome::Pending, _) => {}
+                (Outcome::Done, Stage::Flying { failed, .. }) => step = failed.take().map_or(Step::Done, Step::Failed),
+                (Outcome::Done, _) => {}
+                (Outcome::Failed(why), _) => step = Step::Failed(why),
+                (Outcome::Stuck, _) => {
+                    let (len, limit) = (job.len, format_duration(self.domain.copy_limit()));
+                    self.give_up(copying);
+                    return Step::Failed(format!("the copy of {len} bytes has not ended within {limit}"));
+                }
+            }
+        }
+        match step {
+            Step::Waiting => drop(self.copies.insert(job.state, copying)),
+            Step::Done => job.moved = job.len,
+            _ => {}
+        }
+        step
+    }
+
+    fn stop(&mut self, _slot: u32) -> bool {
+        true
+    }
+
+    fn close(&mut self, _slot: u32) {}
+
+    fn share(&mut self, ptr: *const u8, len: usize) -> Result<Option<Descriptor>> {
+        let place = self.place_of(ptr as u64, len);
+        place
+            .map(|place| Some(place.encode()))
+            .map_err(|why| Error::new(ErrorKind::Unsupported, "share", why).with_lane("cuda_ipc"))
+    }
+
+    fn map(&mut self, remote: &Descriptor, len: usize) -> Result<Option<Window>> {
+        let ordinal = match self.device {
+            Some(device) => device,
+            None => window::suited(&self.domain)?,
+        };
+        self.map_on(remote, len, ordinal)
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        let under_way: Vec<u64> = self.copies.keys().copied().collect();
+        under_way.into_iter().for_each(|state| self.ended(state));
+        for Line { gpu, queue, .. } in mem::take(&mut self.lines) {
+            queue.retire(&gpu);
+        }
+        // Better mapped for ever than unmapped under a copy.
+        mem::take(&mut self.lost).into_iter().for_each(mem::forget);
+    }
+}
+
+/// A stage to leave in place of one that is taken apart.
+fn nothing() -> Stage {
+    Stage::Putting { line: 0, spans: Vec::new(), next: 0, done: 0 }
+}
+
+/// Where a part's bytes go, and where they are.
+fn ends(job: &Job, done: usize, span: &Span<Open>) -> (u64, u64) {
+    let (ours, theirs) = (job.local as u64 + done as u64, span.open.address() + span.offset);
+    match job.copy {
+        Copy::Pull => (ours, theirs),
+        Copy::Push => (theirs, ours),
+    }
+}

@@ -1,0 +1,66 @@
+//! Memory of the peer at one address of this process, for as long as somebody here wants it.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use crossrail_cuda::{Allocation, Context, Mapping};
+use crossrail_transport::Window;
+use crossrail_types::{Error, ErrorKind, Result};
+
+use crate::domain::Domain;
+use crate::driver::Held;
+use crate::note::Uuid;
+
+fn refused(kind: ErrorKind, why: impl Into<String>) -> Error {
+    Error::new(kind, "map", why).with_lane("cuda_ipc")
+}
+
+/// The GPU of this process that memory of a peer is mapped for when nobody says which: one that is in use.
+pub(crate) fn suited(domain: &Domain) -> Result<u32> {
+    domain.in_use().first().copied().ok_or_else(|| {
+        refused(ErrorKind::Usage, "this process uses no GPU that could reach it")
+            .with_hint("allocate memory on the GPU that shall, first")
+    })
+}
+
+/// Maps pieces whole, one after the other. `device`: the GPU that must reach them; the others that are in use here get
+/// access too, where they can.
+pub(crate) fn make(
+    domain: &Domain,
+    held: &[&Held],
+    offset: u64,
+    len: usize,
+    (device, owner): (u32, Option<Uuid>),
+) -> Result<Window> {
+    let (base, keep): (u64, Arc<dyn Any + Send + Sync>) = match held {
+        [Held::Legacy(mapping)] => (mapping.address(), Arc::clone(mapping) as _),
+        [Held::Own(own)] => (own.address(), Arc::new(own.clone())),
+        _ => {
+            let allocations: Option<Vec<Allocation>> = held.iter().map(|held| held.allocation().cloned()).collect();
+            let allocations = allocations.ok_or_else(|| {
+                refused(ErrorKind::Unsupported, "the memory lies in several allocations of cudaMalloc")
+            })?;
+            let contexts = contexts(domain, device, owner)?;
+            let contexts: Vec<&Context> = contexts.iter().collect();
+            let mapping = Mapping::of(&allocations, &contexts).map_err(|error| error.with_lane("cuda_ipc"))?;
+            (mapping.address(), Arc::new(mapping))
+        }
+    };
+    let address = usize::try_from(base + offset).map_err(|_| refused(ErrorKind::Io, "an address beyond this space"))?;
+    Ok(Window { ptr: address as *mut u8, len, device: Some(device), keep })
+}
+
+/// The GPUs that get access: `device`, and those in use that reach the owner's.
+fn contexts(domain: &Domain, device: u32, owner: Option<Uuid>) -> Result<Vec<Context>> {
+    let mut contexts = vec![domain.gpu(device)?.context.clone()];
+    let Some(owner) = owner.and_then(|owner| domain.device(&owner)) else { return Ok(contexts) };
+    for ordinal in domain.in_use() {
+        if ordinal != device {
+            let context = domain.gpu(ordinal)?.context.clone();
+            if ordinal == owner.ordinal() || context.device().reaches(owner)? {
+                contexts.push(context);
+            }
+        }
+    }
+    Ok(contexts)
+}
