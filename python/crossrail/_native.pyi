@@ -18,6 +18,7 @@ from crossrail.records import (
     Candidate,
     EpPlan,
     EpSamples,
+    HasCudaStream,
     Info,
     LaneReport,
     LaneShare,
@@ -29,11 +30,14 @@ from crossrail.records import (
     ReceiptRecord,
     Samples,
     SettingInfo,
+    SupportsCudaArrayInterface,
+    SupportsCudaStream,
     SupportsDLPack,
     Transfer,
 )
 
-_Data: TypeAlias = Memory | Buffer | SupportsDLPack
+_Data: TypeAlias = Memory | Buffer | SupportsDLPack | SupportsCudaArrayInterface
+_Stream: TypeAlias = int | SupportsCudaStream | HasCudaStream
 _Bytes: TypeAlias = npt.NDArray[Any]
 _Op: TypeAlias = (
     tuple[Literal["send"], _Data, int]  # buffer, tag
@@ -100,6 +104,15 @@ class Memory(Buffer):
     @property
     def nbytes(self) -> int: ...
     def numpy(self, dtype: Any = None) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any: ...
 
 @final
 class Worker:
@@ -124,7 +137,13 @@ class Worker:
     def _accept_now(self, waited: float) -> Endpoint: ...
     def register(self, buffer: _Data) -> Region: ...
     def recv(
-        self, buffer: _Data, tag: int = 0, mask: int = 18446744073709551615, *, source: Endpoint | None = None
+        self,
+        buffer: _Data,
+        tag: int = 0,
+        mask: int = 18446744073709551615,
+        *,
+        source: Endpoint | None = None,
+        stream: _Stream | None = None,
     ) -> Request: ...
     def progress(self) -> bool: ...
     def event_fd(self) -> int: ...
@@ -142,9 +161,17 @@ class Endpoint:
     def id(self) -> int: ...
     @property
     def is_alive(self) -> bool: ...
-    def send(self, buffer: _Data, tag: int = 0) -> Request: ...
-    def write(self, local: _Data, remote: RegionKey, offset: int = 0, imm: int | None = None) -> Request: ...
-    def read(self, local: _Data, remote: RegionKey, offset: int = 0) -> Request: ...
+    def send(self, buffer: _Data, tag: int = 0, *, stream: _Stream | None = None) -> Request: ...
+    def write(
+        self,
+        local: _Data,
+        remote: RegionKey,
+        offset: int = 0,
+        imm: int | None = None,
+        *,
+        stream: _Stream | None = None,
+    ) -> Request: ...
+    def read(self, local: _Data, remote: RegionKey, offset: int = 0, *, stream: _Stream | None = None) -> Request: ...
     def batch(self, operations: Iterable[_Op]) -> Request: ...
     def explain(self) -> Explain: ...
     def lanes(self) -> list[LaneReport]: ...

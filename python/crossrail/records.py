@@ -13,6 +13,26 @@ class SupportsDLPack(Protocol):
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
 
+class SupportsCudaArrayInterface(Protocol):
+    """An object that describes GPU memory by `__cuda_array_interface__`, as CuPy, Numba and PyTorch have it."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+
+class SupportsCudaStream(Protocol):
+    """A CUDA stream by the protocol of `cuda.core` and CuPy: its version (0) and raw handle."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+
+class HasCudaStream(Protocol):
+    """A CUDA stream as PyTorch has it (`torch.cuda.Stream`): its raw handle."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+
+
 class LaneShare(TypedDict):
     """What one lane carried of one finished request."""
 

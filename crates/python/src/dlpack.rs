@@ -1,23 +1,23 @@
-//! Tensors lent through DLPack (host memory only).
+//! Arrays lent through DLPack.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_void};
 
-use crossrail_types::{Error, ErrorKind};
 use pyo3::exceptions::PyTypeError;
-use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use pyo3::{ffi, intern};
 
 use crate::errors;
-use crate::lent::Use;
+use crate::layout::{Axes, Piece, Refusal, Whose, senseless};
 
-const HOST: i32 = 1;
-const PINNED_HOST: i32 = 3;
+pub(crate) const HOST: i32 = 1;
+pub(crate) const CUDA: i32 = 2;
+const CUDA_HOST: i32 = 3;
+const CUDA_MANAGED: i32 = 13;
 const READ_ONLY: u64 = 1;
-/// Devices by number, as dlpack.h lists them.
-const DEVICES: [(i32, &str); 11] = [
-    (2, "cuda"),
+/// Devices by number, as dlpack.h lists them, that no transport reaches.
+const OTHERS: [(i32, &str); 12] = [
     (4, "opencl"),
     (7, "vulkan"),
     (8, "metal"),
@@ -25,44 +25,64 @@ const DEVICES: [(i32, &str); 11] = [
     (10, "rocm"),
     (11, "rocm host"),
     (12, "an extension device"),
-    (13, "cuda managed"),
     (14, "oneapi"),
+    (15, "webgpu"),
     (16, "hexagon"),
+    (17, "maia"),
+    (18, "trainium"),
 ];
 
+/// `DLTensor`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct DlTensor {
-    data: *mut c_void,
-    device_type: i32,
-    device_id: i32,
-    ndim: i32,
-    code: u8,
-    bits: u8,
-    lanes: u16,
-    shape: *mut i64,
-    strides: *mut i64,
-    byte_offset: u64,
+pub(crate) struct DlTensor {
+    pub(crate) data: *mut c_void,
+    pub(crate) device: Device,
+    pub(crate) ndim: i32,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: *mut i64,
+    pub(crate) strides: *mut i64,
+    pub(crate) byte_offset: u64,
+}
+
+/// `DLDevice`, and what `__dlpack_device__` returns.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Device {
+    pub(crate) kind: i32,
+    pub(crate) id: i32,
+}
+
+/// `DLDataType`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Dtype {
+    pub(crate) code: u8,
+    pub(crate) bits: u8,
+    pub(crate) lanes: u16,
 }
 
 /// `DLManagedTensor`: what a capsule named `dltensor` holds.
 #[repr(C)]
-struct Managed {
-    tensor: DlTensor,
-    context: *mut c_void,
-    deleter: Option<unsafe extern "C" fn(*mut Managed)>,
+pub(crate) struct Managed {
+    pub(crate) tensor: DlTensor,
+    pub(crate) context: *mut c_void,
+    pub(crate) deleter: Option<unsafe extern "C" fn(*mut Managed)>,
 }
 
 /// `DLManagedTensorVersioned`: what a capsule named `dltensor_versioned` holds.
 #[repr(C)]
-struct Versioned {
-    major: u32,
-    minor: u32,
-    context: *mut c_void,
-    deleter: Option<unsafe extern "C" fn(*mut Versioned)>,
-    flags: u64,
-    tensor: DlTensor,
+pub(crate) struct Versioned {
+    pub(crate) major: u32,
+    pub(crate) minor: u32,
+    pub(crate) context: *mut c_void,
+    pub(crate) deleter: Option<unsafe extern "C" fn(*mut Versioned)>,
+    pub(crate) flags: u64,
+    pub(crate) tensor: DlTensor,
 }
+
+pub(crate) const PLAIN: &CStr = c"dltensor";
+pub(crate) const VERSIONED: &CStr = c"dltensor_versioned";
 
 /// A tensor taken out of its capsule; its deleter is still to be called.
 pub(crate) enum Tensor {
@@ -94,65 +114,96 @@ impl Tensor {
     }
 }
 
-/// A tensor with what it says about itself.
+/// What a capsule held.
 pub(crate) struct Imported {
     pub(crate) tensor: Tensor,
-    pub(crate) ptr: *mut u8,
-    /// Bytes.
-    pub(crate) len: usize,
-    /// As NumPy and ml_dtypes name it.
-    pub(crate) dtype: String,
-    pub(crate) shape: Vec<i64>,
+    pub(crate) device: Device,
+    pub(crate) dtype: Dtype,
+    pub(crate) read_only: bool,
+    /// Where the bytes are and the shape, if they lie in one piece.
+    pub(crate) piece: Result<(Piece, Vec<i64>), Refusal>,
 }
 
-/// The tensor of `object`, if it lies in host memory in one piece.
-pub(crate) fn import(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyResult<Imported> {
-    let py = object.py();
-    let name = object.get_type().name()?.to_string();
-    if !object.hasattr("__dlpack__")? || !object.hasattr("__dlpack_device__")? {
-        return Err(errors::usage(
-            py,
-            operation,
-            format!("a {name} has neither the buffer protocol nor DLPack"),
-            "pass bytes, a bytearray, a memoryview, an array, a tensor or Context.alloc",
-        ));
-    }
-    let (device, index): (i32, i32) = object.call_method0("__dlpack_device__")?.extract()?;
-    if device != HOST && device != PINNED_HOST {
-        let known = DEVICES.iter().find(|(number, _)| *number == device);
-        let device = known.map_or_else(|| format!("device type {device}"), |(_, name)| (*name).to_owned());
-        return Err(errors::raise(
-            py,
-            &Error::new(ErrorKind::Unsupported, operation, format!("the {name} is on {device}:{index}"))
-                .with_hint("this release moves host memory: copy it to the host first"),
-        ));
-    }
-    let capsule = capsule(object)?;
-    let (tensor, described, read_only) = take(&capsule)?;
-    let checked = check(&described, read_only && used == Use::Write);
-    match checked {
-        Ok((ptr, len, shape)) => Ok(Imported { tensor, ptr, len, dtype: dtype_name(&described), shape }),
-        Err((detail, hint)) => {
-            tensor.release();
-            Err(errors::usage(py, operation, format!("the {name} {detail}"), hint))
+impl Device {
+    /// Whose memory it stands for; as an error the name of a device that nothing here reaches. Exporters do not agree
+    /// with themselves on whether memory is pinned or managed, so neither is told apart.
+    pub(crate) fn whose(self) -> Result<Whose, String> {
+        match self.kind {
+            HOST | CUDA_HOST => Ok(Whose::Host),
+            CUDA | CUDA_MANAGED => u32::try_from(self.id).map(Whose::Gpu).map_err(|_| format!("cuda:{}", self.id)),
+            kind => {
+                let known = OTHERS.iter().find(|(number, _)| *number == kind);
+                let name = known.map_or_else(|| format!("device type {kind}"), |(_, name)| (*name).to_owned());
+                Err(format!("{name}:{}", self.id))
+            }
         }
     }
 }
 
-/// Asks for a versioned capsule; exporters that know none get the older call.
-fn capsule<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+impl Dtype {
+    /// As NumPy and ml_dtypes name it.
+    pub(crate) fn name(self) -> String {
+        let name = |name: &str| format!("{name}{}", self.bits);
+        let name = match self.code {
+            0 => name("int"),
+            1 => name("uint"),
+            2 => name("float"),
+            4 => name("bfloat"),
+            5 => name("complex"),
+            6 => "bool".to_owned(),
+            7 => "float8_e3m4".to_owned(),
+            8 => "float8_e4m3".to_owned(),
+            9 => "float8_e4m3b11fnuz".to_owned(),
+            10 => "float8_e4m3fn".to_owned(),
+            11 => "float8_e4m3fnuz".to_owned(),
+            12 => "float8_e5m2".to_owned(),
+            13 => "float8_e5m2fnuz".to_owned(),
+            14 => "float8_e8m0fnu".to_owned(),
+            code => format!("DLPack type {code} of {} bits", self.bits),
+        };
+        if self.lanes == 1 { name } else { format!("{name} x {}", self.lanes) }
+    }
+}
+
+/// Where `object` says that its memory is; `None` when it has no DLPack.
+pub(crate) fn device(object: &Bound<'_, PyAny>) -> PyResult<Option<Device>> {
     let py = object.py();
-    let version = PyDict::new(py);
-    version.set_item("max_version", (1, 0))?;
-    match object.call_method("__dlpack__", (), Some(&version)) {
-        Err(error) if error.is_instance_of::<PyTypeError>(py) => object.call_method0("__dlpack__"),
+    let Some(ask) = object.getattr_opt(intern!(py, "__dlpack_device__"))? else { return Ok(None) };
+    if !object.hasattr(intern!(py, "__dlpack__"))? {
+        return Ok(None);
+    }
+    let (kind, id): (i32, i32) = ask.call0()?.extract()?;
+    Ok(Some(Device { kind, id }))
+}
+
+/// The tensor of `object`. `stream`: the raw handle of a CUDA stream that the exporter has to order its work before
+/// (-1: it need not order anything); `None` for memory of the host.
+///
+/// Raises UsageError when the exporter refuses, and says why it does.
+pub(crate) fn import(object: &Bound<'_, PyAny>, stream: Option<i64>, operation: &str) -> PyResult<Imported> {
+    let capsule = capsule(object, stream).map_err(|error| errors::refused(object, operation, error))?;
+    take(&capsule)
+}
+
+/// Asks for a versioned capsule; exporters that know none get the older call.
+fn capsule<'py>(object: &Bound<'py, PyAny>, stream: Option<i64>) -> PyResult<Bound<'py, PyAny>> {
+    let py = object.py();
+    let ask = object.getattr(intern!(py, "__dlpack__"))?;
+    let options = PyDict::new(py);
+    if let Some(stream) = stream {
+        options.set_item(intern!(py, "stream"), stream)?;
+    }
+    options.set_item(intern!(py, "max_version"), (1, 0))?;
+    match ask.call((), Some(&options)) {
+        Err(error) if error.is_instance_of::<PyTypeError>(py) => {
+            options.del_item(intern!(py, "max_version"))?;
+            ask.call((), Some(&options))
+        }
         answer => answer,
     }
 }
 
-fn take(capsule: &Bound<'_, PyAny>) -> PyResult<(Tensor, DlTensor, bool)> {
-    const PLAIN: &CStr = c"dltensor";
-    const VERSIONED: &CStr = c"dltensor_versioned";
+fn take(capsule: &Bound<'_, PyAny>) -> PyResult<Imported> {
     let object = capsule.as_ptr();
     // SAFETY: PyCapsule_IsValid takes any object. A capsule of one of these names holds the struct that DLPack
     // defines for it; renaming it makes this the owner, as DLPack prescribes.
@@ -164,70 +215,46 @@ fn take(capsule: &Bound<'_, PyAny>) -> PyResult<(Tensor, DlTensor, bool)> {
             if (*managed).major != 1 {
                 let major = (*managed).major;
                 Tensor::Versioned(pointer).release();
-                return Err(PyTypeError::new_err(format!("DLPack version {major} where at most 1 was asked for")));
+                return Err(PyTypeError::new_err(format!("DLPack version {major} where 1 was asked for")));
             }
-            return Ok((Tensor::Versioned(pointer), (*managed).tensor, (*managed).flags & READ_ONLY != 0));
+            let read_only = (*managed).flags & READ_ONLY != 0;
+            return Ok(described(Tensor::Versioned(pointer), &(*managed).tensor, read_only));
         }
         if ffi::PyCapsule_IsValid(object, PLAIN.as_ptr()) != 0 {
             let pointer = ffi::PyCapsule_GetPointer(object, PLAIN.as_ptr());
             ffi::PyCapsule_SetName(object, c"used_dltensor".as_ptr());
-            return Ok((Tensor::Plain(pointer), (*pointer.cast::<Managed>()).tensor, false));
+            return Ok(described(Tensor::Plain(pointer), &(*pointer.cast::<Managed>()).tensor, false));
         }
     }
     Err(PyTypeError::new_err("__dlpack__ returned no DLPack capsule"))
 }
 
-type Refusal = (String, &'static str);
-
-fn dtype_name(tensor: &DlTensor) -> String {
-    let (bits, name) = (tensor.bits, |name: &str| format!("{name}{}", tensor.bits));
-    let name = match tensor.code {
-        0 => name("int"),
-        1 => name("uint"),
-        2 => name("float"),
-        4 => name("bfloat"),
-        5 => name("complex"),
-        6 => "bool".to_owned(),
-        10 => "float8_e4m3fn".to_owned(),
-        12 => "float8_e5m2".to_owned(),
-        14 => "float8_e8m0fnu".to_owned(),
-        code => format!("DLPack type {code} of {bits} bits"),
-    };
-    if tensor.lanes == 1 { name } else { format!("{name} x {}", tensor.lanes) }
+/// # Safety
+/// `lent` is a `DLTensor` of which `tensor` is the owner.
+unsafe fn described(tensor: Tensor, lent: &DlTensor, read_only: bool) -> Imported {
+    // SAFETY: the caller's promise.
+    let piece = unsafe { piece(lent) };
+    Imported { tensor, device: lent.device, dtype: lent.dtype, read_only, piece }
 }
 
-/// Where the bytes are, if they lie in one piece, and the shape.
-fn check(tensor: &DlTensor, refuse_read_only: bool) -> Result<(*mut u8, usize, Vec<i64>), Refusal> {
-    let senseless = || ("describes itself in a way that makes no sense".to_owned(), "");
-    if refuse_read_only {
-        return Err(("is read-only".to_owned(), "receive into something writable"));
-    }
-    let ndim = usize::try_from(tensor.ndim).map_err(|_| senseless())?;
-    if ndim > 0 && tensor.shape.is_null() {
-        return Err(senseless());
-    }
-    let mut count: usize = 1;
-    let mut contiguous = true;
-    let mut shape = vec![0; ndim];
-    for axis in (0..ndim).rev() {
-        // SAFETY: DLPack says that shape has ndim entries, and strides too where it is not null.
-        let (extent, stride) = unsafe {
-            let stride = if tensor.strides.is_null() { None } else { Some(*tensor.strides.add(axis)) };
-            (*tensor.shape.add(axis), stride)
-        };
-        shape[axis] = extent;
-        let extent = usize::try_from(extent).map_err(|_| senseless())?;
-        contiguous &= extent <= 1 || stride.is_none_or(|stride| usize::try_from(stride) == Ok(count));
-        count = count.checked_mul(extent).ok_or_else(senseless)?;
-    }
-    let bits = usize::from(tensor.bits) * usize::from(tensor.lanes);
-    let len = count.checked_mul(bits).ok_or_else(senseless)?.div_ceil(8);
-    if !contiguous && count > 0 {
-        return Err(("is not contiguous in C order".to_owned(), "make a contiguous copy"));
-    }
-    let offset = usize::try_from(tensor.byte_offset).map_err(|_| senseless())?;
-    if len > 0 && tensor.data.is_null() {
-        return Err(senseless());
-    }
-    Ok((tensor.data.cast::<u8>().wrapping_add(offset), len, shape))
+/// # Safety
+/// `lent` is a `DLTensor`: its shape has `ndim` entries, and so have its strides where there are any.
+unsafe fn piece(lent: &DlTensor) -> Result<(Piece, Vec<i64>), Refusal> {
+    let ndim = Axes::count(i64::from(lent.ndim))?;
+    // SAFETY: the caller's promise; an array of no axes may leave both out.
+    let listed = |first: *mut i64| unsafe {
+        match (ndim, first.is_null()) {
+            (0, _) => Some(Vec::new()),
+            (_, true) => None,
+            (_, false) => Some(std::slice::from_raw_parts(first, ndim).to_vec()),
+        }
+    };
+    let shape = listed(lent.shape).ok_or_else(|| senseless(&format!("{ndim} axes and no shape")))?;
+    let strides = listed(lent.strides);
+    let bits = u64::from(lent.dtype.bits) * u64::from(lent.dtype.lanes);
+    let at = (lent.data as usize as u64).checked_add(lent.byte_offset);
+    let at = at.ok_or_else(|| senseless(&format!("an offset of {} bytes", lent.byte_offset)))?;
+    let axes = Axes { shape, strides, unit: 1 };
+    let piece = axes.piece(if lent.data.is_null() { 0 } else { at }, bits)?;
+    Ok((piece, axes.shape))
 }

@@ -3,12 +3,13 @@ use pyo3::types::{PyDict, PyList};
 
 use crate::context::rows;
 use crate::errors::OrRaise;
-use crate::lent::{self, Call, Use};
+use crate::lent::{Call, Use};
 use crate::lifecycle::Detached;
+use crate::operand::Wanted;
 use crate::region::RegionKey;
 use crate::request::Request;
-use crate::wait;
 use crate::worker::{Worker, parse_operations};
+use crate::{stream, wait};
 
 /// One peer of a worker and the lanes to it. Made by `Worker.connect` and `Worker.accept`.
 #[pyclass(module = "crossrail._native", frozen)]
@@ -49,12 +50,17 @@ impl Endpoint {
 
     /// Sends a tagged message, of any size from 0. Finished when its bytes are in the receiver's buffer.
     ///
-    /// `buffer` stays exported until the request is finished; do not write to it before. Raises UsageError (a buffer
-    /// that is not contiguous), PeerDeadError, ClosedError; the request also TruncatedError and CancelledError.
-    #[pyo3(signature = (buffer, tag = 0))]
-    fn send(&self, py: Python<'_>, buffer: &Bound<'_, PyAny>, tag: u64) -> PyResult<Request> {
+    /// `buffer` stays exported until the request is finished; do not write to it before. GPU memory is read after the
+    /// work that the array's own stream, or `stream`, has now: a raw handle, or an object with `cuda_stream` or
+    /// `__cuda_stream__`.
+    ///
+    /// Raises UsageError (a buffer that is not contiguous, or not where it says), UnsupportedError (memory that nothing
+    /// here reaches), PeerDeadError, ClosedError; the request also TruncatedError and CancelledError.
+    #[pyo3(signature = (buffer, tag = 0, *, stream = None))]
+    fn send(&self, buffer: &Bound<'_, PyAny>, tag: u64, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Request> {
+        let py = buffer.py();
         let _call = Call::enter(py);
-        let lent = lent::buffer(buffer, Use::Read, "send")?;
+        let lent = self.lent(buffer, Use::Read, stream, "send")?;
         self.start(py, lent, |lent| self.native.send(lent, tag))
     }
 
@@ -62,27 +68,35 @@ impl Endpoint {
     /// counts `imm` (32 bits), if there is one.
     ///
     /// Raises as `send`; the request RegionError when the key is wrong, the region gone or the range not inside it.
-    #[pyo3(signature = (local, remote, offset = 0, imm = None))]
+    /// `stream` as for `send`.
+    #[pyo3(signature = (local, remote, offset = 0, imm = None, *, stream = None))]
     fn write(
         &self,
         local: &Bound<'_, PyAny>,
         remote: &Bound<'_, RegionKey>,
         offset: u64,
         imm: Option<u32>,
+        stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Request> {
         let py = local.py();
         let _call = Call::enter(py);
-        let lent = lent::buffer(local, Use::Read, "write")?;
+        let lent = self.lent(local, Use::Read, stream, "write")?;
         let key = remote.get().native();
         self.start(py, lent, |lent| self.native.write(lent, key, offset, imm))
     }
 
-    /// Reads from the peer's region, at `offset` of it, into `local`. Raises as `write`.
-    #[pyo3(signature = (local, remote, offset = 0))]
-    fn read(&self, local: &Bound<'_, PyAny>, remote: &Bound<'_, RegionKey>, offset: u64) -> PyResult<Request> {
+    /// Reads from the peer's region, at `offset` of it, into `local`. Raises as `write`; `stream` as for `send`.
+    #[pyo3(signature = (local, remote, offset = 0, *, stream = None))]
+    fn read(
+        &self,
+        local: &Bound<'_, PyAny>,
+        remote: &Bound<'_, RegionKey>,
+        offset: u64,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Request> {
         let py = local.py();
         let _call = Call::enter(py);
-        let lent = lent::buffer(local, Use::Write, "read")?;
+        let lent = self.lent(local, Use::Write, stream, "read")?;
         let key = remote.get().native();
         self.start(py, lent, |lent| self.native.read(lent, key, offset))
     }
@@ -96,7 +110,7 @@ impl Endpoint {
     fn batch(&self, operations: &Bound<'_, PyAny>) -> PyResult<Request> {
         let py = operations.py();
         let _call = Call::enter(py);
-        let list = parse_operations(operations)?;
+        let list = parse_operations(operations, self.worker.get().context())?;
         let native = py.detach(|| self.native.batch(list)).or_raise(py)?;
         Ok(Request::new(native, self.worker.clone_ref(py)))
     }
@@ -133,6 +147,17 @@ impl Endpoint {
 }
 
 impl Endpoint {
+    fn lent(
+        &self,
+        object: &Bound<'_, PyAny>,
+        used: Use,
+        stream: Option<&Bound<'_, PyAny>>,
+        operation: &str,
+    ) -> PyResult<crossrail::Buffer> {
+        let stream = stream::parse(stream, operation)?;
+        Wanted { context: self.worker.get().context(), used, stream, operation }.of(object)
+    }
+
     /// Small operations are started with the GIL held: to let it go costs more than they do.
     #[inline]
     fn start(

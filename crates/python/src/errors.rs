@@ -1,6 +1,7 @@
 //! Engine errors as the classes of `crossrail.errors`.
 
 use crossrail_types::{Error, ErrorKind};
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
@@ -60,4 +61,16 @@ impl<T> OrRaise<T> for crossrail_types::Result<T> {
 /// A caller's own mistake.
 pub(crate) fn usage(py: Python<'_>, operation: &str, detail: impl Into<String>, hint: &str) -> PyErr {
     raise(py, &Error::new(ErrorKind::Usage, operation, detail).with_hint(hint))
+}
+
+/// An exporter's own refusal, as a caller's mistake with the exporter's words. What is no `Exception` stays as it is.
+pub(crate) fn refused(object: &Bound<'_, PyAny>, operation: &str, refusal: PyErr) -> PyErr {
+    let py = object.py();
+    if !refusal.is_instance_of::<PyException>(py) {
+        return refusal;
+    }
+    let name = object.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string());
+    let error = usage(py, operation, format!("the {name} does not lend its memory: {refusal}"), "");
+    error.set_cause(py, Some(refusal));
+    error
 }

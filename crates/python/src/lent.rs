@@ -12,11 +12,11 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crossrail::Buffer;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use crate::{dlpack, errors, lifecycle, memory};
+use crate::dlpack::{self, Dtype};
+use crate::{errors, lifecycle};
 
 /// `Py_buffer` of every CPython since 3.3; PyO3 declares it only from the 3.11 stable ABI on, where it is the same.
 #[repr(C)]
@@ -95,6 +95,7 @@ pub(crate) enum Use {
 pub(crate) enum Loan {
     View(View),
     Tensor(dlpack::Tensor),
+    Object(Py<PyAny>),
 }
 
 /// Gives its loan back when the engine drops it, by way of the pile.
@@ -154,6 +155,7 @@ fn give_back(loan: Loan) {
         // SAFETY: filled by PyObject_GetBuffer and released once, here, with the GIL held (callers' rule).
         Loan::View(mut view) => unsafe { PyBuffer_Release(&raw mut view) },
         Loan::Tensor(tensor) => tensor.release(),
+        Loan::Object(object) => drop(object),
     }
 }
 
@@ -189,30 +191,22 @@ pub(crate) struct Lent {
 
 /// A tensor's memory, which stays valid until `keep` is dropped.
 pub(crate) struct LentTensor {
-    pub(crate) ptr: *mut u8,
+    pub(crate) ptr: u64,
     pub(crate) len: usize,
-    pub(crate) dtype: String,
+    pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<i64>,
     pub(crate) keep: Arc<dyn Any + Send + Sync>,
 }
 
-/// The memory of `object` for one operation: `Memory`, the buffer protocol, or DLPack, in this order.
-pub(crate) fn buffer(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyResult<Buffer> {
-    if let Ok(memory) = object.cast::<memory::MemoryBase>() {
-        return Ok(Buffer::from(memory.get().native()));
-    }
+/// Whether `object` has the buffer protocol.
+pub(crate) fn has_buffer(object: &Bound<'_, PyAny>) -> bool {
     // SAFETY: a valid object; the function only looks at its type.
-    let has_buffer = unsafe { PyObject_CheckBuffer(object.as_ptr()) } != 0;
-    let (ptr, len, keep) = if has_buffer {
-        let lent = bytes(object, used, operation)?;
-        (lent.ptr, lent.len, lent.keep)
-    } else {
-        let lent = tensor(object, used, operation)?;
-        (lent.ptr, lent.len, lent.keep)
-    };
-    // SAFETY: valid for `len` bytes (writable where that was asked for) until the keeper is dropped. That nobody else
-    // writes meanwhile is the documented rule for callers.
-    Ok(unsafe { Buffer::raw(ptr, len, Some(keep)) })
+    unsafe { PyObject_CheckBuffer(object.as_ptr()) != 0 }
+}
+
+/// What gives `loan` back, by way of the pile, once it is dropped.
+pub(crate) fn keep(loan: Loan) -> Arc<dyn Any + Send + Sync> {
+    Arc::new(Keeper(Some(loan)))
 }
 
 /// The memory of something with the buffer protocol.
@@ -225,14 +219,7 @@ pub(crate) fn bytes(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> Py
     }
     let (ptr, len) = (view.buf.cast::<u8>(), view.len as usize);
     // The view stays exported, and so valid, until the keeper is dropped.
-    Ok(Lent { ptr, len, keep: Arc::new(Keeper(Some(Loan::View(view)))) })
-}
-
-/// The memory of something with DLPack.
-pub(crate) fn tensor(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyResult<LentTensor> {
-    let dlpack::Imported { tensor, ptr, len, dtype, shape } = dlpack::import(object, used, operation)?;
-    // The exporter keeps the tensor valid until its deleter is called, by the keeper.
-    Ok(LentTensor { ptr, len, dtype, shape, keep: Arc::new(Keeper(Some(Loan::Tensor(tensor)))) })
+    Ok(Lent { ptr, len, keep: keep(Loan::View(view)) })
 }
 
 /// The exporter said no; asks again more modestly, to say what is wrong.

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::ffi::{c_int, c_void};
+use std::sync::Arc;
 
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -14,6 +15,7 @@ use pyo3::types::{PyDict, PyType};
 
 use crate::context::Context;
 use crate::errors::{self, OrRaise};
+use crate::export::{Asked, Lending};
 use crate::lent::{View, export};
 
 /// Memory that peers on this machine map, so that it moves with one plain copy and no system call. Zeroed at first;
@@ -36,6 +38,12 @@ impl MemoryBase {
     }
 }
 
+impl MemoryBase {
+    fn lending(&self) -> Lending {
+        Lending { ptr: self.native.ptr(), len: self.len, gpu: None, keep: Arc::new(self.native.clone()) }
+    }
+}
+
 #[pymethods]
 impl MemoryBase {
     #[new]
@@ -52,6 +60,28 @@ impl MemoryBase {
 
     fn __len__(&self) -> usize {
         self.len
+    }
+
+    /// Where it is, as DLPack numbers devices.
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        self.lending().device()
+    }
+
+    /// A capsule for `from_dlpack` of NumPy, PyTorch, CuPy and others: the bytes (uint8) where they are, no copy. The
+    /// memory lives as long as what is made of it. There is never work of ours queued on it, so `stream` changes nothing.
+    ///
+    /// Raises BufferError when it is wanted on another device, or as a copy.
+    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<&Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let _ = stream;
+        self.lending().capsule(py, &Asked { max_version, device: dl_device, copy })
     }
 
     fn __repr__(&self) -> String {

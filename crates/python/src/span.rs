@@ -3,10 +3,13 @@
 
 use std::any::Any;
 
+use crossrail_types::{Error, ErrorKind};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
+use crate::layout::Whose;
 use crate::lent::{self, Use};
+use crate::{dlpack, errors, operand};
 
 /// Plain bytes of somebody else's, kept as long as this object: NumPy makes an array of them without a copy
 /// (`numpy.asarray(span)`, uint8), which keeps the object.
@@ -63,8 +66,17 @@ pub(crate) fn _borrow<'py>(
 ) -> PyResult<(Span, String, Bound<'py, PyTuple>)> {
     let py = object.py();
     let _call = lent::Call::enter(py);
-    let tensor = lent::tensor(object, if writable { Use::Write } else { Use::Read }, operation)?;
+    let Some(said) = dlpack::device(object)? else {
+        return Err(errors::usage(py, operation, format!("a {} has no DLPack", operand::name(object)), ""));
+    };
+    if let Whose::Gpu(ordinal) = operand::whose(object, said, operation)? {
+        let detail = format!("the {} is on cuda:{ordinal}", operand::name(object));
+        let error = Error::new(ErrorKind::Unsupported, operation, detail).with_hint("copy it to the host first");
+        return Err(errors::raise(py, &error));
+    }
+    let tensor = operand::tensor(object, said, None, if writable { Use::Write } else { Use::Read }, operation)?;
     let shape = PyTuple::new(py, &tensor.shape)?;
     // SAFETY: valid until the keeper is dropped, says the exporter.
-    Ok((unsafe { Span::new(tensor.ptr, tensor.len, tensor.keep) }, tensor.dtype, shape))
+    let span = unsafe { Span::new(tensor.ptr as usize as *const u8, tensor.len, tensor.keep) };
+    Ok((span, tensor.dtype.name(), shape))
 }

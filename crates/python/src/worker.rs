@@ -5,11 +5,12 @@ use pyo3::types::{PyBytes, PyTuple};
 use crate::context::{Context, socket_addresses};
 use crate::endpoint::Endpoint;
 use crate::errors::{self, OrRaise};
-use crate::lent::{self, Call, Use};
+use crate::lent::{Call, Use};
 use crate::lifecycle::{self, Detached};
+use crate::operand::Wanted;
 use crate::region::Region;
 use crate::request::Request;
-use crate::wait;
+use crate::{stream, wait};
 
 /// Progress, one address, and the endpoints made from it.
 ///
@@ -148,8 +149,9 @@ impl Worker {
     fn register(slf: &Bound<'_, Self>, buffer: &Bound<'_, PyAny>) -> PyResult<Region> {
         let py = slf.py();
         let _call = Call::enter(py);
-        let lent = lent::buffer(buffer, Use::Write, "register")?;
         let worker = slf.get();
+        let wanted = Wanted { context: worker.context(), used: Use::Write, stream: None, operation: "register" };
+        let lent = wanted.of(buffer)?;
         let region = py.detach(|| worker.native.register(lent)).or_raise(py)?;
         Ok(Region::new(region, worker.native_timeout()))
     }
@@ -158,10 +160,11 @@ impl Worker {
     ///
     /// Messages match in the order in which they were sent, receives in the order in which they were posted. A longer
     /// message than `buffer` is a TruncatedError at both ends. `buffer` stays exported until the request is finished;
-    /// do not touch it before.
+    /// do not touch it before. GPU memory is written after the work that the array's own stream, or `stream`, has now:
+    /// a raw handle, or an object with `cuda_stream` or `__cuda_stream__`.
     #[pyo3(
-        signature = (buffer, tag = 0, mask = u64::MAX, *, source = None),
-        text_signature = "($self, buffer, tag=0, mask=ALL_BITS, *, source=None)"
+        signature = (buffer, tag = 0, mask = u64::MAX, *, source = None, stream = None),
+        text_signature = "($self, buffer, tag=0, mask=ALL_BITS, *, source=None, stream=None)"
     )]
     fn recv(
         slf: &Bound<'_, Self>,
@@ -169,11 +172,13 @@ impl Worker {
         tag: u64,
         mask: u64,
         source: Option<&Bound<'_, Endpoint>>,
+        stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Request> {
         let py = slf.py();
         let _call = Call::enter(py);
-        let lent = lent::buffer(buffer, Use::Write, "recv")?;
         let worker = slf.get();
+        let stream = stream::parse(stream, "recv")?;
+        let lent = Wanted { context: worker.context(), used: Use::Write, stream, operation: "recv" }.of(buffer)?;
         let source = source.map(|endpoint| endpoint.get().native());
         let native = worker.native.recv(lent, tag, mask, source).or_raise(py)?;
         Ok(Request::new(native, slf.clone().unbind()))
@@ -210,8 +215,8 @@ impl Worker {
     }
 
     /// The context it was made from.
-    #[getter]
-    fn context(&self, py: Python<'_>) -> Py<Context> {
+    #[getter(context)]
+    fn py_context(&self, py: Python<'_>) -> Py<Context> {
         self.context.clone_ref(py)
     }
 
@@ -221,17 +226,21 @@ impl Worker {
 }
 
 impl Worker {
+    pub(crate) fn context(&self) -> &crossrail::Context {
+        self.context.get().native()
+    }
+
     pub(crate) fn native_timeout(&self) -> std::time::Duration {
-        self.context.get().native().settings().timeout
+        self.context().settings().timeout
     }
 }
 
 /// Operations of a batch, as tuples.
-pub(crate) fn parse_operations(list: &Bound<'_, PyAny>) -> PyResult<Vec<crossrail::Op>> {
-    list.try_iter()?.map(|item| operation(&item?)).collect()
+pub(crate) fn parse_operations(list: &Bound<'_, PyAny>, context: &crossrail::Context) -> PyResult<Vec<crossrail::Op>> {
+    list.try_iter()?.map(|item| operation(&item?, context)).collect()
 }
 
-fn operation(item: &Bound<'_, PyAny>) -> PyResult<crossrail::Op> {
+fn operation(item: &Bound<'_, PyAny>, context: &crossrail::Context) -> PyResult<crossrail::Op> {
     use crate::region::RegionKey;
     let py = item.py();
     let malformed = || {
@@ -248,27 +257,18 @@ fn operation(item: &Bound<'_, PyAny>) -> PyResult<crossrail::Op> {
     let key = |at: usize| -> PyResult<crossrail::RegionKey> {
         Ok(parts.get_item(at)?.cast::<RegionKey>().map_err(|_| malformed())?.get().native().clone())
     };
+    let lent = |used, operation| Wanted { context, used, stream: None, operation }.of(&parts.get_item(1)?);
     let number = |at: usize| -> PyResult<u64> { parts.get_item(at)?.extract() };
     Ok(match (name.as_str(), parts.len()) {
-        ("send", 3) => {
-            crossrail::Op::Send { buffer: lent::buffer(&parts.get_item(1)?, Use::Read, "send")?, tag: number(2)? }
-        }
-        ("recv", 4) => crossrail::Op::Recv {
-            buffer: lent::buffer(&parts.get_item(1)?, Use::Write, "recv")?,
-            tag: number(2)?,
-            mask: number(3)?,
-        },
+        ("send", 3) => crossrail::Op::Send { buffer: lent(Use::Read, "send")?, tag: number(2)? },
+        ("recv", 4) => crossrail::Op::Recv { buffer: lent(Use::Write, "recv")?, tag: number(2)?, mask: number(3)? },
         ("write", 5) => crossrail::Op::Write {
-            local: lent::buffer(&parts.get_item(1)?, Use::Read, "write")?,
+            local: lent(Use::Read, "write")?,
             remote: key(2)?,
             offset: number(3)?,
             imm: parts.get_item(4)?.extract()?,
         },
-        ("read", 4) => crossrail::Op::Read {
-            local: lent::buffer(&parts.get_item(1)?, Use::Write, "read")?,
-            remote: key(2)?,
-            offset: number(3)?,
-        },
+        ("read", 4) => crossrail::Op::Read { local: lent(Use::Write, "read")?, remote: key(2)?, offset: number(3)? },
         _ => return Err(malformed()),
     })
 }

@@ -1,21 +1,23 @@
 //! The kernels on a real GPU, against plain host code. Skipped, visibly, without one.
 #![allow(unsafe_code)]
 
-#[path = "../../cuda/tests/support/mod.rs"]
+mod bulk;
+mod put;
+#[path = "../../../cuda/tests/support/mod.rs"]
 #[allow(dead_code)]
 mod support;
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crossrail_cuda::nvrtc::Compiler;
+use crossrail_cuda::nvrtc::{Compiler, Origin};
 use crossrail_cuda::{Context, DeviceMemory, Event, PinnedMemory, Stream};
 use crossrail_kernels::{
     CopyArgs, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Kernels, LONGEST, Piece, ScatterList,
-    UnpackArgs,
+    UnpackArgs, shared,
 };
-use crossrail_types::ErrorKind;
+use crossrail_types::{ErrorKind, Settings};
 
 const LIMIT: Duration = Duration::from_secs(20);
 /// Set for the child of `an_address_without_memory_is_an_error_that_says_so`.
@@ -25,21 +27,60 @@ const CHILD: &str = "GPU_TEST_CHILD";
 static TURN: Mutex<()> = Mutex::new(());
 
 struct Gpu {
-    _turn: MutexGuard<'static, ()>,
+    _turn: Option<MutexGuard<'static, ()>>,
     context: Context,
     stream: Stream,
-    kernels: Kernels,
+    kernels: Arc<Kernels>,
+}
+
+/// Each GPU's kernels, compiled once for all tests.
+static KERNELS: Mutex<Vec<(u32, Arc<Kernels>)>> = Mutex::new(Vec::new());
+
+fn kernels(context: &Context) -> Arc<Kernels> {
+    let ordinal = context.device().ordinal();
+    let mut known = KERNELS.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, kernels)) = known.iter().find(|(number, _)| *number == ordinal) {
+        return Arc::clone(kernels);
+    }
+    let compiler = Compiler::new(support::nvrtc().unwrap(), None);
+    let kernels = Arc::new(Kernels::load(context, &compiler, LIMIT).unwrap());
+    known.push((ordinal, Arc::clone(&kernels)));
+    kernels
 }
 
 impl Gpu {
     fn new() -> Option<Gpu> {
-        let cuda = support::cuda()?;
-        let library = support::nvrtc()?;
+        support::cuda()?;
+        support::nvrtc()?;
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        let context = Context::primary(&cuda.device(0).unwrap()).unwrap();
-        let kernels = Kernels::load(&context, &Compiler::new(library, None), LIMIT).unwrap();
-        let stream = Stream::new(&context).unwrap();
-        Some(Gpu { _turn: turn, context, stream, kernels })
+        let mut gpu = Gpu::numbered(0);
+        gpu._turn = Some(turn);
+        Some(gpu)
+    }
+
+    /// Two that reach each other; else the test is skipped and says so.
+    fn pair() -> Option<(Gpu, Gpu)> {
+        let first = Gpu::new()?;
+        let device = first.context.device();
+        let other = device.cuda().devices().unwrap().into_iter().nth(1);
+        let Some(other) = other else {
+            support::skip("needs two GPUs");
+            return None;
+        };
+        if !(device.reaches(&other).unwrap() && other.reaches(device).unwrap()) {
+            support::skip("the two GPUs can't reach each other");
+            return None;
+        }
+        let second = Gpu::numbered(1);
+        first.context.enable_peer(&second.context).unwrap();
+        second.context.enable_peer(&first.context).unwrap();
+        Some((first, second))
+    }
+
+    fn numbered(ordinal: u32) -> Gpu {
+        let context = Context::primary(&support::cuda().unwrap().device(ordinal).unwrap()).unwrap();
+        let (kernels, stream) = (kernels(&context), Stream::new(&context).unwrap());
+        Gpu { _turn: None, context, stream, kernels }
     }
 
     fn device(&self, bytes: &[u8]) -> DeviceMemory {
@@ -322,4 +363,21 @@ fn what_makes_no_sense_is_refused_before_the_gpu_sees_it() {
         }
     }
     gpu.stream.wait(LIMIT).unwrap();
+}
+
+#[test]
+fn a_process_has_one_set_of_kernels_for_each_gpu() {
+    let Some(gpu) = Gpu::new() else { return };
+    let folder = support::Folder::new();
+    let settings = Settings { cache_dir: Some(folder.0.clone()), ..Settings::default() };
+    let first = match shared(&gpu.context, &settings, LIMIT) {
+        Ok(first) => first,
+        // NVRTC of the tests' own environment is not where an installed package finds it.
+        Err(error) => return support::skip(&error.to_string()),
+    };
+    assert!(first.compiled().iter().all(|(_, compiled)| compiled.origin() == &Origin::Compiled));
+    assert!(Arc::ptr_eq(&first, &shared(&gpu.context, &settings, LIMIT).unwrap()));
+    drop(first);
+    let again = shared(&gpu.context, &settings, LIMIT).unwrap();
+    assert!(again.compiled().iter().all(|(_, compiled)| compiled.origin() == &Origin::Cache));
 }

@@ -1,0 +1,177 @@
+//! Memory of ours, lent to others through DLPack and `__cuda_array_interface__`: plain bytes in one piece.
+#![allow(unsafe_code)]
+
+use std::any::Any;
+use std::ffi::CStr;
+use std::sync::Arc;
+
+use pyo3::exceptions::PyBufferError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::dlpack::{CUDA, Device, DlTensor, Dtype, HOST, Managed, PLAIN, VERSIONED, Versioned};
+
+/// Bytes to be lent.
+pub(crate) struct Lending {
+    pub(crate) ptr: *mut u8,
+    pub(crate) len: usize,
+    /// The GPU that they are memory of; `None`: the host.
+    pub(crate) gpu: Option<u32>,
+    pub(crate) keep: Arc<dyn Any + Send + Sync>,
+}
+
+/// What a consumer asks for, as `__dlpack__` takes it.
+pub(crate) struct Asked {
+    pub(crate) max_version: Option<(u32, u32)>,
+    pub(crate) device: Option<(i32, i32)>,
+    pub(crate) copy: Option<bool>,
+}
+
+/// A tensor as it lies behind a capsule, with what its pointers point to.
+struct Holder<T> {
+    managed: T,
+    shape: i64,
+    stride: i64,
+    _keep: Arc<dyn Any + Send + Sync>,
+}
+
+/// The two forms of a managed tensor.
+trait Form: Sized + 'static {
+    const NAME: &'static CStr;
+
+    fn of(tensor: DlTensor) -> Self;
+    fn tensor(&mut self) -> &mut DlTensor;
+    fn point_to(&mut self, holder: *mut Holder<Self>);
+
+    /// # Safety
+    /// `managed` is the tensor of a holder that [`made`] has made, and is used no more.
+    unsafe fn holder(managed: *mut Self) -> *mut Holder<Self>;
+}
+
+impl Form for Managed {
+    const NAME: &'static CStr = PLAIN;
+
+    fn of(tensor: DlTensor) -> Managed {
+        Managed { tensor, context: std::ptr::null_mut(), deleter: Some(delete) }
+    }
+
+    fn tensor(&mut self) -> &mut DlTensor {
+        &mut self.tensor
+    }
+
+    fn point_to(&mut self, holder: *mut Holder<Managed>) {
+        self.context = holder.cast();
+    }
+
+    unsafe fn holder(managed: *mut Managed) -> *mut Holder<Managed> {
+        // SAFETY: the caller's promise.
+        unsafe { (*managed).context.cast() }
+    }
+}
+
+impl Form for Versioned {
+    const NAME: &'static CStr = VERSIONED;
+
+    fn of(tensor: DlTensor) -> Versioned {
+        Versioned { major: 1, minor: 0, context: std::ptr::null_mut(), deleter: Some(delete), flags: 0, tensor }
+    }
+
+    fn tensor(&mut self) -> &mut DlTensor {
+        &mut self.tensor
+    }
+
+    fn point_to(&mut self, holder: *mut Holder<Versioned>) {
+        self.context = holder.cast();
+    }
+
+    unsafe fn holder(managed: *mut Versioned) -> *mut Holder<Versioned> {
+        // SAFETY: the caller's promise.
+        unsafe { (*managed).context.cast() }
+    }
+}
+
+impl Lending {
+    /// What `__dlpack_device__` returns.
+    pub(crate) fn device(&self) -> (i32, i32) {
+        let Device { kind, id } = device(self.gpu);
+        (kind, id)
+    }
+
+    /// What `__dlpack__` returns: a capsule of bytes. Raises BufferError when the consumer wants them elsewhere.
+    pub(crate) fn capsule<'py>(self, py: Python<'py>, asked: &Asked) -> PyResult<Bound<'py, PyAny>> {
+        let here = self.device();
+        if asked.device.is_some_and(|wanted| wanted != here) || asked.copy == Some(true) {
+            return Err(PyBufferError::new_err("the memory is lent where it is, and not copied"));
+        }
+        match asked.max_version {
+            Some((1.., _)) => made::<Versioned>(py, self),
+            _ => made::<Managed>(py, self),
+        }
+    }
+
+    /// What `__cuda_array_interface__` is; `None` for memory of the host.
+    pub(crate) fn interface<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        if self.gpu.is_none() {
+            return Ok(None);
+        }
+        let described = PyDict::new(py);
+        described.set_item("version", 3)?;
+        described.set_item("typestr", "|u1")?;
+        described.set_item("shape", (self.len,))?;
+        described.set_item("strides", py.None())?;
+        let ptr = if self.len == 0 { 0 } else { self.ptr as usize };
+        described.set_item("data", (ptr, false))?;
+        // Nothing of ours is queued on it once its requests are finished.
+        described.set_item("stream", py.None())?;
+        Ok(Some(described))
+    }
+}
+
+fn device(gpu: Option<u32>) -> Device {
+    match gpu {
+        None => Device { kind: HOST, id: 0 },
+        Some(ordinal) => Device { kind: CUDA, id: i32::try_from(ordinal).unwrap_or(i32::MAX) },
+    }
+}
+
+fn made<T: Form>(py: Python<'_>, lending: Lending) -> PyResult<Bound<'_, PyAny>> {
+    let tensor = DlTensor {
+        data: if lending.len == 0 { std::ptr::null_mut() } else { lending.ptr.cast() },
+        device: device(lending.gpu),
+        ndim: 1,
+        dtype: Dtype { code: 1, bits: 8, lanes: 1 },
+        shape: std::ptr::null_mut(),
+        strides: std::ptr::null_mut(),
+        byte_offset: 0,
+    };
+    let holder = Holder { managed: T::of(tensor), shape: lending.len as i64, stride: 1, _keep: lending.keep };
+    let holder = Box::into_raw(Box::new(holder));
+    // SAFETY: the holder was leaked just above and nobody else has it yet; its own fields stay where they are until
+    // its deleter frees it. The capsule's destructor is given for capsules of this name.
+    unsafe {
+        let tensor = (*holder).managed.tensor();
+        tensor.shape = &raw mut (*holder).shape;
+        tensor.strides = &raw mut (*holder).stride;
+        (*holder).managed.point_to(holder);
+        let managed = &raw mut (*holder).managed;
+        let capsule = ffi::PyCapsule_New(managed.cast(), T::NAME.as_ptr(), Some(unused::<T>));
+        Bound::from_owned_ptr_or_err(py, capsule).inspect_err(|_| drop(Box::from_raw(holder)))
+    }
+}
+
+/// The deleter of a tensor: any thread, with or without the GIL.
+unsafe extern "C" fn delete<T: Form>(managed: *mut T) {
+    // SAFETY: DLPack's consumers call it once, with the tensor that `made` has made.
+    unsafe { drop(Box::from_raw(T::holder(managed))) }
+}
+
+/// The destructor of a capsule: frees the tensor if nobody took it, which would have renamed the capsule.
+unsafe extern "C" fn unused<T: Form>(capsule: *mut ffi::PyObject) {
+    // SAFETY: the interpreter calls it with the capsule that `made` has made; of this name, it still owns its tensor.
+    unsafe {
+        if ffi::PyCapsule_IsValid(capsule, T::NAME.as_ptr()) != 0 {
+            delete(ffi::PyCapsule_GetPointer(capsule, T::NAME.as_ptr()).cast::<T>());
+        }
+    }
+}
