@@ -290,8 +290,10 @@ fn into_another_process(gpu: &Gpu, allocation: &Allocation, memory: &Mapping, or
     let (counter, outcome) = (gpu.device(&[0; 8]), gpu.pinned(&[0; 8]));
     let bytes = Numbers(0x2b).bytes(LONGEST + 64);
     let source = gpu.device(&bytes);
-    // SAFETY: the memory is valid, and nobody else has it yet.
-    unsafe { gpu.stream.fill(memory.address(), 0, DATA as usize).unwrap() };
+    let zeros = gpu.device(&vec![0; DATA as usize]);
+    let clear = CopyArgs { dst: memory.address(), src: zeros.address(), len: DATA };
+    // SAFETY: both areas are valid, and nobody else has the memory yet.
+    unsafe { gpu.kernels.copy(&gpu.stream, &clear, None).unwrap() };
     gpu.stream.wait(LIMIT).unwrap();
     let child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "put::put_child_process", "--nocapture"])
