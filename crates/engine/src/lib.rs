@@ -17,6 +17,8 @@ mod connect;
 mod context;
 mod copies;
 mod core;
+#[allow(dead_code)]
+mod device;
 mod endpoint;
 mod io;
 mod keeper;
@@ -31,6 +33,8 @@ mod rails;
 mod region;
 mod request;
 mod select;
+#[allow(dead_code)]
+mod staging;
 mod state;
 mod submit;
 mod worker;
@@ -38,6 +42,9 @@ mod worker;
 pub use buffer::{Buffer, Memory};
 pub use context::{Context, DeviceInfo, Info, TransportInfo};
 pub use crossrail_types::{Error, ErrorKind, Filter, IoThreads, LogLevel, Rails, Result, Secret, Settings, Unpack};
+#[cfg(any(test, feature = "simulated-gpu"))]
+pub use device::simulated::{Simulated, SimulatedStream};
+pub use device::{CudaInfo, CudaState, GpuState, KernelCache, Ready};
 pub use endpoint::{Endpoint, LaneReport, Op};
 pub use mapped::{Mapped, Shared};
 pub use region::{Region, RegionKey};

@@ -1,0 +1,278 @@
+//! GPUs as the engine sees them: whose memory an address is, memory of their own, and one stager for each in use.
+//!
+//! ```text
+//! Devices   per context: the driver, loaded by the first call that needs it
+//! Device    one GPU                       DeviceAlloc   memory of it that other processes can map
+//! Ready     a point in a caller's stream  CudaState     what `info` says of all this
+//! ```
+//!
+//! Nothing here loads CUDA before memory of a GPU is named or `state` is asked.
+
+mod alloc;
+mod cuda;
+mod ready;
+#[cfg(any(test, feature = "simulated-gpu"))]
+pub(crate) mod simulated;
+mod state;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use crossrail_cuda::{Absent, Cuda};
+use crossrail_shm::Arena;
+use crossrail_types::{Error, ErrorKind, Result, Settings};
+use parking_lot::Mutex;
+
+pub(crate) use alloc::DeviceAlloc;
+pub use ready::Ready;
+pub use state::{CudaInfo, CudaState, GpuState, KernelCache};
+
+use crate::staging::Stager;
+
+/// The GPUs of one context. Any thread.
+pub(crate) struct Devices {
+    settings: Settings,
+    arena: Arc<Arena>,
+    makes: Makes,
+    open: Mutex<BTreeMap<u32, Arc<Device>>>,
+}
+
+/// Where GPUs come from.
+enum Makes {
+    Cuda(OnceLock<std::result::Result<Cuda, Absent>>),
+    #[cfg(any(test, feature = "simulated-gpu"))]
+    Simulated(Vec<simulated::Simulated>),
+}
+
+/// One GPU. Any thread; calls may take as long as the driver takes, so none is made under a worker's lock except
+/// `copy_in` and `copy_out` of few bytes.
+pub(crate) struct Device {
+    ordinal: u32,
+    settings: Settings,
+    arena: Arc<Arena>,
+    kind: Kind,
+    stager: OnceLock<Stager>,
+    making: Mutex<()>,
+}
+
+enum Kind {
+    Cuda(cuda::CudaDevice),
+    #[cfg(any(test, feature = "simulated-gpu"))]
+    Simulated(simulated::Simulated),
+}
+
+impl Devices {
+    /// The GPUs of this machine. Loads nothing yet.
+    pub(crate) fn new(settings: &Settings, arena: Arc<Arena>) -> Arc<Devices> {
+        Devices::made(settings, arena, Makes::Cuda(OnceLock::new()))
+    }
+
+    /// `count` GPUs that are made of host memory.
+    #[cfg(any(test, feature = "simulated-gpu"))]
+    pub(crate) fn simulated(settings: &Settings, arena: Arc<Arena>, count: u32) -> Arc<Devices> {
+        let gpus = (0..count).map(simulated::Simulated::new).collect();
+        Devices::made(settings, arena, Makes::Simulated(gpus))
+    }
+
+    fn made(settings: &Settings, arena: Arc<Arena>, makes: Makes) -> Arc<Devices> {
+        Arc::new(Devices { settings: settings.clone(), arena, makes, open: Mutex::default() })
+    }
+
+    /// Whether `len` bytes at `ptr` are all memory of GPU `ordinal`; that GPU.
+    ///
+    /// # Errors
+    /// `Usage` that says what they are otherwise; `Unsupported` with the reason where there is no CUDA.
+    pub(crate) fn check(&self, ptr: u64, len: usize, ordinal: u32) -> Result<Arc<Device>> {
+        let device = self.device(ordinal)?;
+        if len > 0 {
+            device.check(ptr, len)?;
+        }
+        Ok(device)
+    }
+
+    /// GPU `ordinal`, opened by the first call.
+    ///
+    /// # Errors
+    /// `Usage` when there is none of that number; `Unsupported` with the reason where there is no CUDA.
+    pub(crate) fn device(&self, ordinal: u32) -> Result<Arc<Device>> {
+        let mut open = self.open.lock();
+        if let Some(device) = open.get(&ordinal) {
+            return Ok(device.clone());
+        }
+        let kind = match &self.makes {
+            Makes::Cuda(_) => Kind::Cuda(cuda::CudaDevice::open(self.cuda()?, ordinal, self.settings.timeout)?),
+            #[cfg(any(test, feature = "simulated-gpu"))]
+            Makes::Simulated(gpus) => Kind::Simulated(gpus.get(ordinal as usize).cloned().ok_or_else(|| {
+                let detail = format!("there is no such GPU: {} are simulated", gpus.len());
+                Error::new(ErrorKind::Usage, format!("cuda:{ordinal}"), detail)
+            })?),
+        };
+        let (settings, arena) = (self.settings.clone(), self.arena.clone());
+        let device = Device { ordinal, settings, arena, kind, stager: OnceLock::new(), making: Mutex::new(()) };
+        Ok(open.entry(ordinal).or_insert(Arc::new(device)).clone())
+    }
+
+    /// `len` zeroed bytes of GPU `ordinal`, which other processes can map.
+    ///
+    /// # Errors
+    /// `Exhausted` with the bytes asked for and free; `Unsupported` where its memory can't be shared; else as
+    /// [`Devices::device`].
+    pub(crate) fn alloc(&self, ordinal: u32, len: usize) -> Result<DeviceAlloc> {
+        DeviceAlloc::new(&self.device(ordinal)?, len)
+    }
+
+    /// What there is, for `info`. Loads the driver, but makes no context and takes no GPU memory.
+    pub(crate) fn state(&self) -> CudaState {
+        state::state(self)
+    }
+
+    /// The simulated GPU of that number.
+    #[cfg(any(test, feature = "simulated-gpu"))]
+    pub(crate) fn simulation(&self, ordinal: u32) -> Option<simulated::Simulated> {
+        match &self.makes {
+            Makes::Simulated(gpus) => gpus.get(ordinal as usize).cloned(),
+            Makes::Cuda(_) => None,
+        }
+    }
+
+    /// The driver.
+    ///
+    /// # Errors
+    /// `Unsupported` with the reason where there is none, or the GPUs are simulated.
+    pub(crate) fn cuda(&self) -> Result<&Cuda> {
+        match &self.makes {
+            Makes::Cuda(driver) => driver.get_or_init(Cuda::load).as_ref().map_err(|why| {
+                let (reason, fix) = state::split(why);
+                let error = Error::new(ErrorKind::Unsupported, "GPU memory", reason);
+                match fix {
+                    Some(fix) => error.with_hint(fix),
+                    None => error,
+                }
+            }),
+            #[cfg(any(test, feature = "simulated-gpu"))]
+            Makes::Simulated(_) => Err(Error::new(ErrorKind::Unsupported, "GPU memory", "these GPUs are simulated")),
+        }
+    }
+
+    /// The devices that were opened, by number.
+    fn opened(&self, ordinal: u32) -> Option<Arc<Device>> {
+        self.open.lock().get(&ordinal).cloned()
+    }
+}
+
+impl Device {
+    /// Its number, as in `cuda:0`.
+    pub(crate) fn ordinal(&self) -> u32 {
+        self.ordinal
+    }
+
+    /// Its name in texts.
+    pub(crate) fn name(&self) -> String {
+        format!("cuda:{}", self.ordinal)
+    }
+
+    /// Its context; `None` when it is simulated.
+    pub(crate) fn cuda(&self) -> Option<&crossrail_cuda::Context> {
+        match &self.kind {
+            Kind::Cuda(device) => Some(device.context()),
+            #[cfg(any(test, feature = "simulated-gpu"))]
+            Kind::Simulated(_) => None,
+        }
+    }
+
+    /// Its stager, made by the first call: pins the bounce memory, which takes long. Never under a worker's lock.
+    ///
+    /// # Errors
+    /// `Config` when CROSSRAIL_BOUNCE is too small for the chunks; `Exhausted` when there is no memory for it; what
+    /// the driver says. The next call tries again.
+    pub(crate) fn stager(&self) -> Result<&Stager> {
+        if let Some(stager) = self.stager.get() {
+            return Ok(stager);
+        }
+        let _making = self.making.lock();
+        if let Some(stager) = self.stager.get() {
+            return Ok(stager);
+        }
+        let stager = match &self.kind {
+            Kind::Cuda(_) => Err(Error::new(ErrorKind::Unsupported, self.name(), "chunks can't go through it")),
+            #[cfg(any(test, feature = "simulated-gpu"))]
+            Kind::Simulated(gpu) => Stager::simulated(gpu, &self.settings, &self.arena),
+        }?;
+        Ok(self.stager.get_or_init(|| stager))
+    }
+
+    /// Copies `bytes` to device memory at `ptr`, and returns when they are there. Ordered with nothing else.
+    ///
+    /// # Errors
+    /// `Usage` when the memory is not there (any more); `Timeout`; what the driver says.
+    pub(crate) fn copy_in(&self, ptr: u64, bytes: &[u8]) -> Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.check(ptr, bytes.len())?;
+        match &self.kind {
+            Kind::Cuda(device) => device.copy_in(ptr, bytes),
+            #[cfg(any(test, feature = "simulated-gpu"))]
+            Kind::Simulated(gpu) => gpu.copy_in(ptr, bytes),
+        }
+    }
+
+    /// Copies device memory at `ptr` into `bytes`. Ordered with nothing else.
+    ///
+    /// # Errors
+    /// As [`Device::copy_in`].
+    pub(crate) fn copy_out(&self, ptr: u64, bytes: &mut [u8]) -> Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.check(ptr, bytes.len())?;
+        match &self.kind {
+            Kind::Cuda(device) => device.copy_out(ptr, bytes),
+            #[cfg(any(test, feature = "simulated-gpu"))]
+            Kind::Simulated(gpu) => gpu.copy_out(ptr, bytes),
+        }
+    }
+
+    /// What is in that stream of a caller's now, as something to wait for.
+    ///
+    /// # Safety
+    /// The handle must be a live stream.
+    ///
+    /// # Errors
+    /// `Usage` when the stream is another GPU's, or is being captured; what the driver says.
+    #[allow(unsafe_code)]
+    pub(crate) unsafe fn ready(&self, stream: u64) -> Result<Ready> {
+        match &self.kind {
+            // SAFETY: the caller vouches for the stream.
+            Kind::Cuda(device) => unsafe { device.ready(stream) },
+            #[cfg(any(test, feature = "simulated-gpu"))]
+            Kind::Simulated(gpu) => gpu.ready(stream),
+        }
+    }
+
+    /// Whether `len` bytes at `ptr` are all memory of this GPU.
+    pub(crate) fn check(&self, ptr: u64, len: usize) -> Result<()> {
+        match &self.kind {
+            Kind::Cuda(device) => cuda::check(device.context(), ptr, len),
+            #[cfg(any(test, feature = "simulated-gpu"))]
+            Kind::Simulated(gpu) => gpu.check(ptr, len),
+        }
+    }
+
+    /// The bounce memory in use, in bytes.
+    fn bounce_bytes(&self) -> u64 {
+        self.stager.get().map_or(0, Stager::bounce_bytes)
+    }
+
+    /// The longest that a copy may take.
+    pub(crate) fn limit(&self) -> Duration {
+        self.settings.timeout
+    }
+}
+
+impl std::fmt::Debug for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Device({})", self.name())
+    }
+}
