@@ -30,7 +30,11 @@ pub(crate) const ROOMS: &[Room] = &[
     room("cuda", "crossrail-cuda", &["types"]),
     room("kernels", "crossrail-kernels", &["cuda", "types"]),
     room("cuda-ipc", "crossrail-cuda-ipc", &["cuda", "kernels", "transport", "types"]),
-    room("engine", "crossrail", &["proto", "transport", "shm", "tcp", "topology", "cuda-ipc", "kernels", "cuda", "types"]),
+    room(
+        "engine",
+        "crossrail",
+        &["proto", "transport", "shm", "tcp", "topology", "cuda-ipc", "kernels", "cuda", "types"],
+    ),
     Room { forbids_unsafe: true, ..room("control", "crossrail-control", &["types"]) },
     room("ep", "crossrail-ep", &["engine", "control", "types"]),
     room("bench", "crossrail-bench", &["engine", "ep", "control", "types"]),
