@@ -294,7 +294,7 @@ impl ShmLane {
                     self.segments.insert(id, fd.map_or(PeerSegment::Lost, PeerSegment::Passed));
                     self.news = true;
                 }
-                Ok(Note::Note { bytes, files, lost }) => {
+                Ok(Note::Passed { bytes, files, lost }) => {
                     self.notes.arrive(bytes, files, lost)?;
                     self.news = true;
                 }

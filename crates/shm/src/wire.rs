@@ -33,7 +33,7 @@ pub(crate) enum Note {
     /// That segment is no more.
     Gone { id: u32 },
     /// Something for the engine; `lost` descriptors of it could not be received, for want of room in this process.
-    Note { bytes: Vec<u8>, files: Vec<OwnedFd>, lost: usize },
+    Passed { bytes: Vec<u8>, files: Vec<OwnedFd>, lost: usize },
     /// So many notes of ours were taken.
     Taken(Count),
 }
@@ -192,7 +192,7 @@ impl Inbox {
                 if lost > 0 {
                     fds.clear();
                 }
-                Ok(Note::Note { bytes: self.partial[RECORD..whole].to_vec(), files: fds, lost })
+                Ok(Note::Passed { bytes: self.partial[RECORD..whole].to_vec(), files: fds, lost })
             }
             (kind, fds) => Err(Silence::Garbage(format!("a socket record of kind {kind} with {fds} descriptors"))),
         }

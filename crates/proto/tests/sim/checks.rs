@@ -6,6 +6,7 @@ use crossrail_types::OpId;
 use crate::memory::pattern;
 use crate::node::Node;
 use crate::plan::{Key, Work};
+use crate::wire::lane_id;
 use crate::world::World;
 
 fn holds(bytes: &[u8], number: u64, from: usize) -> bool {
@@ -86,7 +87,17 @@ fn explained(n: &Node, other: &Node, id: OpId, why: &Failure, tag: u64) {
             _ => false,
         },
         Failure::PeerDead(_) => n.dead || n.broken.is_some(),
-        Failure::Device(_) => false,
+        Failure::Device(why) => {
+            let theirs = match op.work {
+                Work::Send { .. } => taker(other, op.number).is_some_and(|r| r.faulty) || other.crashed,
+                Work::Receive { .. } => {
+                    let of = |o: &&crate::node::Op| matches!(o.work, Work::Send { .. }) && o.number == tag >> 8;
+                    other.ops.iter().find(of).is_some_and(|o| o.faulty)
+                }
+                Work::Write { .. } | Work::Read { .. } => other.region_fault,
+            };
+            if why.starts_with("at the peer: ") { theirs } else { op.faulty }
+        }
         Failure::Closed => n.closed || other.closed,
     };
     assert!(ok, "{} failed without a reason: {why:?}", op.span.name);
@@ -153,6 +164,13 @@ pub(crate) fn end(w: &World) {
         let other = &w.nodes[1 - node.index];
         assert!(node.finished() && node.jobs.is_empty());
         assert!(node.peer.idle(), "left over: {:?}", node.peer);
+        assert!(node.packs.is_empty() && node.unpacks.is_empty());
+        for (wire, state) in
+            w.wires.iter().enumerate().filter(|(_, s)| s.usable(node.index) && !node.down() && !node.bye)
+        {
+            let left = node.given.get(&lane_id(wire, node.index)).map_or(0, |given| given.len());
+            assert_eq!(left, 0, "chunks never acknowledged on a lane that is up: {}", state.spec.id);
+        }
         assert!(node.passives.is_empty(), "accesses not released: {:?}", node.passives);
         assert!(node.arrivals.is_empty(), "unexpected messages kept: {}", node.arrivals.len());
         assert_eq!((node.matcher.posted(), node.matcher.unexpected()), (0, 0));

@@ -9,6 +9,7 @@ mod memory;
 mod node;
 mod plan;
 mod rng;
+mod staging;
 mod user;
 mod wire;
 mod world;
@@ -45,7 +46,10 @@ fn random(test: &str, runs: u64, dangers: Dangers) {
     });
 }
 
-const CALM: Dangers = Dangers { lanes: false, deaths: false, cancels: false, closes: false };
+const CALM: Dangers =
+    Dangers { lanes: false, deaths: false, cancels: false, closes: false, devices: false, faults: false };
+/// The memory of some operations and regions is a device's.
+const DEVICES: Dangers = Dangers { devices: true, ..CALM };
 
 #[test]
 fn all_goes_well() {
@@ -74,13 +78,34 @@ fn connections_close() {
 
 #[test]
 fn everything_at_once() {
-    random("everything_at_once", 12000, Dangers { lanes: true, deaths: true, cancels: true, closes: true });
+    random("everything_at_once", 12000, Dangers { lanes: true, deaths: true, cancels: true, closes: true, ..CALM });
+}
+
+#[test]
+fn device_memory_goes_well() {
+    random("device_memory_goes_well", 4000, DEVICES);
+}
+
+#[test]
+fn device_memory_fails() {
+    random("device_memory_fails", 6000, Dangers { faults: true, ..DEVICES });
+}
+
+#[test]
+fn device_memory_and_lanes_that_die() {
+    random("device_memory_and_lanes_that_die", 8000, Dangers { lanes: true, ..DEVICES });
+}
+
+#[test]
+fn device_memory_and_everything_at_once() {
+    let all = Dangers { lanes: true, deaths: true, cancels: true, closes: true, devices: true, faults: true };
+    random("device_memory_and_everything_at_once", 16000, all);
 }
 
 /// Schedules, each run again with one fault more at each of its steps.
 fn at_every_step(test: &str, runs: u64, fault: impl Fn(&Plan, u64) -> Fault) {
     seeds(test, runs, |seed| {
-        let plan = Plan::draw(seed, CALM);
+        let plan = Plan::draw(seed, if seed % 2 == 0 { CALM } else { DEVICES });
         let steps = World::new(seed, plan.clone()).run();
         let stride = steps / 120 + 1;
         for at in (seed % stride..steps).step_by(stride as usize) {

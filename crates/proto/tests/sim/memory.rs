@@ -19,6 +19,8 @@ pub(crate) struct Span {
     /// Where the span begins in `bytes`.
     pub(crate) base: usize,
     pub(crate) pass: Rc<Pass>,
+    /// Lanes cannot touch it.
+    pub(crate) device: bool,
     /// Of whom, for messages.
     pub(crate) name: String,
 }
@@ -26,6 +28,7 @@ pub(crate) struct Span {
 impl Span {
     /// A lane reads: garbage once revoked.
     pub(crate) fn lane_read(&self, offset: u64, len: usize) -> Vec<u8> {
+        assert!(!self.device || len == 0, "a lane reads {}, which is a device's", self.name);
         if self.pass.revoked.get() {
             return vec![0xee; len];
         }
@@ -36,10 +39,25 @@ impl Span {
 
     /// A lane writes: nothing once revoked.
     pub(crate) fn lane_write(&self, offset: u64, from: &[u8]) {
+        assert!(!self.device || from.is_empty(), "a lane writes {}, which is a device's", self.name);
         if self.pass.revoked.get() {
             return;
         }
         assert!(!self.pass.over.get(), "a lane writes {} after its end", self.name);
+        let at = self.base + offset as usize;
+        self.bytes.borrow_mut()[at..at + from.len()].copy_from_slice(from);
+    }
+
+    /// A copy from the device, which no revocation stops.
+    pub(crate) fn device_read(&self, offset: u64, len: usize) -> Vec<u8> {
+        assert!(!self.pass.over.get(), "{} is packed after its end", self.name);
+        let at = self.base + offset as usize;
+        self.bytes.borrow()[at..at + len].to_vec()
+    }
+
+    /// A copy to the device, which no revocation stops.
+    pub(crate) fn device_write(&self, offset: u64, from: &[u8]) {
+        assert!(!self.pass.over.get(), "{} is unpacked into after its end", self.name);
         let at = self.base + offset as usize;
         self.bytes.borrow_mut()[at..at + from.len()].copy_from_slice(from);
     }
@@ -68,6 +86,7 @@ pub(crate) fn filled(number: u64, len: usize) -> Vec<u8> {
 pub(crate) struct Region {
     pub(crate) bytes: Rc<RefCell<Vec<u8>>>,
     pub(crate) alive: bool,
+    pub(crate) device: bool,
     pub(crate) access: Access,
 }
 
@@ -97,5 +116,9 @@ impl Regions for Table {
 
     fn alive(&self, region: RegionRef) -> bool {
         self.0[region.index as usize].alive
+    }
+
+    fn eager(&self, region: RegionRef) -> bool {
+        !self.0[region.index as usize].device
     }
 }

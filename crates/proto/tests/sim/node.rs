@@ -1,16 +1,18 @@
 //! One process: a peer, a matcher, operations and their memory.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
 use crossrail_proto::{
-    Access, Config, DirectId, Event, Failure, Matcher, Memory, Offer, Peer, Protocol, Receipt, RegionRef, Role, Time,
+    Access, Config, DirectId, Event, Failure, Host, Matcher, Memory, Offer, Peer, Protocol, Receipt, RegionRef, Role,
+    Time,
 };
 use crossrail_types::{EndpointId, LaneId, OpId};
 
 use crate::memory::{Pass, Region, Span, Table, filled};
 use crate::plan::{REGION, Work};
+use crate::staging::{Pack, Slot, Unpack};
 
 pub(crate) struct Op {
     pub(crate) id: OpId,
@@ -21,6 +23,8 @@ pub(crate) struct Op {
     pub(crate) len: usize,
     pub(crate) done: Option<(Result<Receipt, Failure>, u64)>,
     pub(crate) cancelled: bool,
+    /// Its memory failed.
+    pub(crate) faulty: bool,
 }
 
 /// A direct copy under way.
@@ -55,6 +59,15 @@ pub(crate) struct Node {
     pub(crate) broken: Option<String>,
     pub(crate) posts: Vec<usize>,
     pub(crate) requeued: u64,
+    pub(crate) packs: Vec<Pack>,
+    pub(crate) unpacks: Vec<Unpack>,
+    /// Chunks that went to each lane and are not acknowledged, with their slots.
+    pub(crate) given: BTreeMap<LaneId, VecDeque<Option<Slot>>>,
+    /// The memory of a region failed.
+    pub(crate) region_fault: bool,
+    /// The next unexpected message cannot be copied to a device.
+    pub(crate) undelivered: bool,
+    pub(crate) now: Time,
 }
 
 pub(crate) fn endpoint(node: usize) -> EndpointId {
@@ -62,9 +75,12 @@ pub(crate) fn endpoint(node: usize) -> EndpointId {
 }
 
 impl Node {
-    pub(crate) fn new(index: usize, config: Config) -> Node {
-        let region = |access| Region { bytes: Rc::new(RefCell::new(vec![0; REGION])), alive: true, access };
-        let regions = Table(vec![region(Access::Write), region(Access::Read)]);
+    pub(crate) fn new(index: usize, config: Config, devices: [bool; 2]) -> Node {
+        let region = |access, device| {
+            let bytes = Rc::new(RefCell::new(vec![0; REGION]));
+            Region { bytes, alive: true, device, access }
+        };
+        let regions = Table(vec![region(Access::Write, devices[0]), region(Access::Read, devices[1])]);
         *regions.0[1].bytes.borrow_mut() = filled(1_000_000 + index as u64, REGION);
         Node {
             index,
@@ -84,6 +100,12 @@ impl Node {
             broken: None,
             posts: Vec::new(),
             requeued: 0,
+            packs: Vec::new(),
+            unpacks: Vec::new(),
+            given: BTreeMap::new(),
+            region_fault: false,
+            undelivered: false,
+            now: Time(0),
         }
     }
 
@@ -103,7 +125,8 @@ impl Node {
                 let pass = self.passives.entry(passive).or_default().clone();
                 let bytes = self.regions.0[index as usize].bytes.clone();
                 let name = format!("region {index} of node {} for access {passive}", self.index);
-                Span { bytes, base: base as usize, pass, name }
+                let device = self.regions.0[index as usize].device;
+                Span { bytes, base: base as usize, pass, device, name }
             }
         }
     }
@@ -143,7 +166,12 @@ impl Node {
                 let bytes = bytes.borrow();
                 assert_eq!(bytes.len(), len as usize);
                 let span = self.span(Memory::Op(op));
-                span.bytes.borrow_mut()[..bytes.len()].copy_from_slice(&bytes);
+                if span.device && std::mem::take(&mut self.undelivered) {
+                    self.blame(Memory::Op(op));
+                    self.peer.fail(self.now, Memory::Op(op), "no way to copy an unexpected message".to_owned());
+                } else {
+                    span.bytes.borrow_mut()[..bytes.len()].copy_from_slice(&bytes);
+                }
             }
             Event::DropArrival { arrival } => {
                 self.arrivals.remove(&arrival).expect("dropped what was not kept");
@@ -160,13 +188,25 @@ impl Node {
                     job.stopping = true;
                 }
             }
-            Event::Acked { .. } => {}
+            Event::Acked { lane, chunks } => {
+                let given = self.given.get_mut(&lane).expect("chunks acknowledged on a lane that had none");
+                for _ in 0..chunks {
+                    let slot = given.pop_front().expect("more chunks acknowledged than were given");
+                    if let Some(slot) = slot {
+                        slot.borrow_mut().freed = true;
+                    }
+                }
+            }
             Event::Imm { region, imm } => {
                 assert_eq!(region.index, 0);
                 self.imms.push(imm);
             }
-            Event::Revoke { memory: Memory::Op(op) } => self.ops[op.index as usize].span.pass.revoked.set(true),
-            Event::Revoke { memory: Memory::Region { passive, .. } } => {
+            Event::Revoke { memory: memory @ Memory::Op(op) } => {
+                self.ops[op.index as usize].span.pass.revoked.set(true);
+                self.quiesce(memory);
+            }
+            Event::Revoke { memory: memory @ Memory::Region { passive, .. } } => {
+                self.quiesce(memory);
                 self.passives.entry(passive).or_default().revoked.set(true);
             }
             Event::Released { passive } => {
@@ -175,10 +215,18 @@ impl Node {
                 }
             }
             Event::Suspect { lane } => self.suspects.push(lane),
-            Event::LaneLost { requeued_bytes, .. } => self.requeued += requeued_bytes,
+            Event::LaneLost { lane, requeued_bytes, .. } => {
+                self.requeued += requeued_bytes;
+                self.given.remove(&lane);
+            }
             Event::Broken { why } => self.broken = Some(why),
             Event::Bye => self.bye = true,
         }
+    }
+
+    pub(crate) fn placed(&mut self, now: Time, lane: LaneId, control: &[u8]) {
+        let mut host = Host { matcher: &mut self.matcher, regions: &mut self.regions };
+        self.peer.placed(now, lane, control, &mut host).expect("an honest peer was refused");
     }
 
     pub(crate) fn end_job(&mut self, now: Time, id: u32, done: bool) {

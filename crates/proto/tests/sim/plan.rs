@@ -28,6 +28,8 @@ pub(crate) enum Action {
     Start {
         work: Work,
         len: usize,
+        /// Its memory is a device's.
+        device: bool,
     },
     /// Cancels the operation that the node's so many-th `Start` made.
     Cancel(usize),
@@ -76,6 +78,12 @@ pub(crate) struct Plan {
     pub(crate) revive: bool,
     /// A lane is given up now and then although it only was slow.
     pub(crate) nervous: bool,
+    /// Regions of each node whose memory is a device's.
+    pub(crate) devices: [[bool; 2]; 2],
+    /// Slots for chunks that come in.
+    pub(crate) slots: usize,
+    /// Devices fail now and then.
+    pub(crate) faulty: bool,
 }
 
 /// Which dangers a plan may hold.
@@ -85,6 +93,8 @@ pub(crate) struct Dangers {
     pub(crate) deaths: bool,
     pub(crate) cancels: bool,
     pub(crate) closes: bool,
+    pub(crate) devices: bool,
+    pub(crate) faults: bool,
 }
 
 fn lane(rng: &mut Rng, reliable: bool) -> LaneSpec {
@@ -189,9 +199,11 @@ impl Plan {
                         _ => (0xff, len),
                     };
                     let work = Work::Receive { tag, mask, from: rng.one_in(2) };
-                    actions[1 - node].push(Action::Start { work, len: capacity });
+                    let device = dangers.devices && rng.one_in(2);
+                    actions[1 - node].push(Action::Start { work, len: capacity, device });
                 }
-                actions[node].push(Action::Start { work, len });
+                let device = dangers.devices && rng.one_in(2);
+                actions[node].push(Action::Start { work, len, device });
             }
         }
         for list in &mut actions {
@@ -212,7 +224,21 @@ impl Plan {
                 list.insert(at, Action::Close);
             }
         }
-        let mut plan = Plan { config, wires, actions, faults: Vec::new(), revive: false, nervous: false };
+        let mut plan = Plan {
+            config,
+            wires,
+            actions,
+            faults: Vec::new(),
+            revive: false,
+            nervous: false,
+            devices: [[false; 2]; 2],
+            slots: 0,
+            faulty: dangers.faults,
+        };
+        if dangers.devices {
+            plan.devices = [[(); 2]; 2].map(|node| node.map(|()| rng.one_in(2)));
+            plan.slots = rng.range(1, 6) as usize;
+        }
         plan.draw_faults(rng, dangers);
         plan
     }

@@ -24,7 +24,7 @@ impl World {
             self.next_action[node] += 1;
             self.log(|| format!("node {node} {action:?}"));
             match action {
-                Action::Start { work, len } => self.start(node, work, len),
+                Action::Start { work, len, device } => self.start(node, work, len, device),
                 Action::Cancel(of) => {
                     if let Some(&op) = self.started[node].get(of) {
                         self.cancel(node, op);
@@ -42,7 +42,8 @@ impl World {
     /// After the plan: unexpected messages find receives, and receives that nobody sends to are taken back.
     pub(crate) fn wind_up(&mut self, node: usize) {
         if let Some((_, _, len)) = self.nodes[node].matcher.probe(0, 0, None) {
-            self.start(node, Work::Receive { tag: 0, mask: 0, from: false }, len as usize);
+            let device = self.plan.slots > 0 && self.rng.one_in(2);
+            self.start(node, Work::Receive { tag: 0, mask: 0, from: false }, len as usize, device);
             return;
         }
         let other = &self.nodes[1 - node];
@@ -88,7 +89,7 @@ impl World {
         n.peer.region_gone(self.now, RegionRef { index: region as u32, generation: 3 });
     }
 
-    pub(crate) fn start(&mut self, node: usize, work: Work, len: usize) {
+    pub(crate) fn start(&mut self, node: usize, work: Work, len: usize, device: bool) {
         let index = self.nodes[node].ops.len();
         let id = OpId { index: index as u32, generation: GENERATION };
         let number = match work {
@@ -102,8 +103,9 @@ impl World {
             Work::Send { .. } | Work::Write { .. } => filled(number, len),
             Work::Receive { .. } | Work::Read { .. } => vec![0; len],
         };
-        let name = format!("op {index} of node {node} ({work:?}, {len} bytes, number {number})");
-        let span = Span { bytes: Rc::new(RefCell::new(bytes)), base: 0, pass: Rc::new(Pass::default()), name };
+        let kind = if device { "device" } else { "host" };
+        let name = format!("op {index} of node {node} ({work:?}, {len} {kind} bytes, number {number})");
+        let span = Span { bytes: Rc::new(RefCell::new(bytes)), base: 0, pass: Rc::new(Pass::default()), device, name };
         let (offer, slot) = match work {
             Work::Send { offer, slot, .. } | Work::Write { offer, slot, .. } => (offer, slot),
             Work::Read { offer, .. } => (offer, false),
@@ -114,7 +116,7 @@ impl World {
             self.cursors.insert(slot, Cursor::default());
         }
         let n = &mut self.nodes[node];
-        n.ops.push(Op { id, work: work.clone(), number, span, len, done: None, cancelled: false });
+        n.ops.push(Op { id, work: work.clone(), number, span, len, done: None, cancelled: false, faulty: false });
         self.started[node].push(index);
         let region_key = |region, kind| {
             let mut k = key(1 - node, region);
@@ -149,11 +151,12 @@ impl World {
             }
         };
         if let (Operation::Send { tag }, None) = (what, offer)
+            && !device
             && self.send_now(node, id, tag, len)
         {
             return;
         }
-        self.nodes[node].peer.start(self.now, id, what, len as u64, offer, true);
+        self.nodes[node].peer.start(self.now, id, what, len as u64, offer, !device);
     }
 
     /// Puts a short message on a wire in the same call, where that can be.

@@ -4,11 +4,12 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-use crossrail_proto::LaneSpec;
+use crossrail_proto::{LaneSpec, Memory};
 use crossrail_types::{Head, LaneId};
 
 use crate::memory::Span;
 use crate::rng::Rng;
+use crate::staging::Slot;
 
 pub(crate) enum Source {
     Bytes(Vec<u8>),
@@ -17,6 +18,8 @@ pub(crate) enum Source {
         span: Span,
         offset: u64,
     },
+    /// Packed there, now or later.
+    Slot(Slot),
 }
 
 pub(crate) struct Frame {
@@ -32,15 +35,47 @@ impl Frame {
         match &self.source {
             Source::Bytes(bytes) => bytes[at..at + len].to_vec(),
             Source::Span { span, offset } => span.lane_read(offset + at as u64, len),
+            Source::Slot(slot) => match &slot.borrow().bytes {
+                Some(bytes) if !slot.borrow().freed => bytes[at..at + len].to_vec(),
+                // The peer said that it has no use for it.
+                Some(_) => vec![0xdd; len],
+                None => panic!("a frame goes out before it is packed"),
+            },
         }
+    }
+
+    /// Whether it is there to be carried.
+    pub(crate) fn ready(&self) -> bool {
+        !matches!(&self.source, Source::Slot(slot) if slot.borrow().bytes.is_none())
     }
 }
 
 pub(crate) enum Sink {
     Discard,
-    Span { span: Span, offset: u64 },
+    Span {
+        span: Span,
+        offset: u64,
+    },
     Buffer(Rc<RefCell<Vec<u8>>>),
+    /// A chunk for a device.
+    Slot {
+        memory: Memory,
+        span: Span,
+        bytes: Vec<u8>,
+    },
+    /// The bytes of a first frame for a device.
+    Bounce {
+        memory: Memory,
+        span: Span,
+        bytes: Vec<u8>,
+    },
     Control(Vec<u8>),
+}
+
+impl Sink {
+    pub(crate) fn is_slot(&self) -> bool {
+        matches!(self, Sink::Slot { .. })
+    }
 }
 
 /// A payload on its way in.
@@ -109,6 +144,9 @@ impl Wire {
         for (frame, at) in left.drain(..) {
             freeze(frame, at, rng);
         }
+        // What is not packed yet goes nowhere, nor does what waits for it.
+        let ready = self.out[node].iter().position(|f| !f.ready()).unwrap_or(self.out[node].len());
+        self.out[node].truncate(ready);
         let keep = rng.index(self.out[node].len() + 1);
         for frame in &mut self.out[node] {
             if kept < keep {

@@ -11,6 +11,7 @@ use crate::memory::Span;
 use crate::node::{Node, Op};
 use crate::plan::{Fault, Plan};
 use crate::rng::Rng;
+use crate::staging::{Pack, Slot};
 use crate::wire::{Arriving, Frame, Sink, Source, Wire, lane_id, wire_of};
 
 /// Far more than the longest schedule takes.
@@ -47,7 +48,7 @@ impl World {
     pub(crate) fn new(seed: u64, plan: Plan) -> World {
         let mut rng = Rng::new(seed ^ 0xdead_beef);
         let wires: Vec<Wire> = plan.wires.iter().map(|s| Wire::new(s.clone(), &mut rng)).collect();
-        let nodes = [Node::new(0, plan.config.clone()), Node::new(1, plan.config.clone())];
+        let nodes = [0, 1].map(|at| Node::new(at, plan.config.clone(), plan.devices[at]));
         World {
             rng,
             now: Time(1),
@@ -106,6 +107,7 @@ impl World {
             0..=34 => self.pump(node),
             35..=74 => self.carry(node),
             75..=84 => self.work(node),
+            85..=92 if self.plan.slots > 0 && self.rng.one_in(2) => self.stage(node),
             85..=92 => self.copy(node),
             93..=96 => self.timers(node),
             _ => self.chances(node),
@@ -114,7 +116,8 @@ impl World {
 
     pub(crate) fn over(&self) -> bool {
         let rest = |n: &Node| {
-            let quiet = n.finished() && n.matcher.unexpected() == 0 && n.jobs.is_empty();
+            let copied = n.jobs.is_empty() && n.packs.is_empty() && n.unpacks.is_empty();
+            let quiet = n.finished() && n.matcher.unexpected() == 0 && copied;
             n.crashed || (quiet && (n.dead || (n.peer.idle() && self.plan_done(n.index))))
         };
         self.nodes.iter().all(rest)
@@ -155,10 +158,23 @@ impl World {
         let source = match out.body {
             Body::None => Source::Bytes(Vec::new()),
             Body::Inline { bytes, len } => Source::Bytes(bytes[..usize::from(len)].to_vec()),
-            Body::Memory { memory, offset, .. } => Source::Span { span: n.span(memory), offset },
+            Body::Memory { memory, offset, .. } => {
+                let span = n.span(memory);
+                if span.device && len > 0 {
+                    assert!(out.chunk, "{} goes out with a first frame", span.name);
+                    let (slot, memory) = (Slot::default(), memory);
+                    n.packs.push(Pack { memory, span, offset, len, slot: slot.clone(), wire, dropped: false });
+                    Source::Slot(slot)
+                } else {
+                    Source::Span { span, offset }
+                }
+            }
         };
         let frame = frame::decode_head(&out.head).expect("a frame that we can read");
-        if matches!(frame, frame::Frame::Chunk { .. }) {
+        assert_eq!(out.chunk, matches!(frame, frame::Frame::Chunk { .. }));
+        if out.chunk {
+            let slot = if let Source::Slot(slot) = &source { Some(slot.clone()) } else { None };
+            n.given.entry(id).or_default().push_back(slot);
             w.outstanding[node] += 1;
             assert!(w.outstanding[node] <= self.plan.config.window, "more chunks outstanding than the window holds");
             assert!(len <= w.spec.max_payload as usize && len as u64 <= self.plan.config.chunk);
@@ -180,7 +196,7 @@ impl World {
             return self.dead(node);
         }
         if self.wires[wire].arriving[node].is_none() {
-            let Some(frame) = self.wires[wire].out[1 - node].pop_front() else { return };
+            let Some(frame) = self.wires[wire].out[1 - node].pop_front_if(|f| f.ready()) else { return };
             self.head(wire, node, frame);
         }
         if self.wires[wire].arriving[node].is_some() {
@@ -205,7 +221,20 @@ impl World {
         }
         let n = &mut self.nodes[node];
         let (sink, len) = match placing {
-            Placing::Memory { memory, offset, len, .. } => (Sink::Span { span: n.span(memory), offset }, len as usize),
+            Placing::Memory { memory, offset, len, chunk } => {
+                let (span, bytes) = (n.span(memory), vec![0; len as usize]);
+                let sink = match span.device && len > 0 {
+                    true if chunk && self.slots_full(node) => {
+                        self.nodes[node].peer.unplace(self.now, lane_id(wire, node));
+                        self.wires[wire].out[1 - node].push_front(frame);
+                        return;
+                    }
+                    true if chunk => Sink::Slot { memory, span, bytes },
+                    true => Sink::Bounce { memory, span, bytes },
+                    false => Sink::Span { span, offset },
+                };
+                (sink, len as usize)
+            }
             Placing::Unexpected { arrival, len } => {
                 let buffer = Rc::new(RefCell::new(vec![0; len as usize]));
                 n.arrivals.insert(arrival, buffer.clone());
@@ -231,7 +260,9 @@ impl World {
             Sink::Discard => {}
             Sink::Span { span, offset } => span.lane_write(*offset + arriving.at as u64, &bytes),
             Sink::Buffer(buffer) => buffer.borrow_mut()[arriving.at..arriving.at + some].copy_from_slice(&bytes),
-            Sink::Control(buffer) => buffer[arriving.at..arriving.at + some].copy_from_slice(&bytes),
+            Sink::Control(buffer) | Sink::Slot { bytes: buffer, .. } | Sink::Bounce { bytes: buffer, .. } => {
+                buffer[arriving.at..arriving.at + some].copy_from_slice(&bytes);
+            }
         }
         arriving.at += some;
         if arriving.at < arriving.frame.len {
@@ -243,11 +274,11 @@ impl World {
             // A lane that was told to leave the memory alone may or may not say that it came to the end.
             Sink::Span { span, .. } if span.pass.revoked.get() && self.rng.one_in(2) => return,
             Sink::Control(bytes) => bytes,
+            Sink::Slot { .. } => return self.land(wire, node, arriving.sink),
+            Sink::Bounce { .. } => return self.bounce(wire, node, arriving.sink),
             _ => Vec::new(),
         };
-        let n = &mut self.nodes[node];
-        let mut host = Host { matcher: &mut n.matcher, regions: &mut n.regions };
-        n.peer.placed(self.now, lane_id(wire, node), &control, &mut host).expect("an honest peer was refused");
+        self.nodes[node].placed(self.now, lane_id(wire, node), &control);
     }
 
     /// What goes on by itself: lanes come up, their deaths are noticed.
@@ -282,6 +313,7 @@ impl World {
         let was_up = w.up[node];
         w.drop_end(node, &mut self.rng);
         let first = !self.wires[wire].down[1 - node];
+        self.nodes[node].packs.retain(|p| p.wire != wire);
         if was_up && !self.nodes[node].down() {
             self.nodes[node].peer.lane_down(self.now, lane_id(wire, node));
         }
@@ -305,8 +337,16 @@ impl World {
         }
         let n = &mut self.nodes[node];
         n.jobs.clear();
+        n.packs.clear();
+        let unpacks = std::mem::take(&mut n.unpacks);
         n.dead = true;
         n.peer.dead(self.now, Failure::PeerDead("by the plan".into()), &mut n.matcher);
+        for unpack in unpacks {
+            // The stager's word may come late.
+            if self.rng.one_in(2) {
+                n.peer.unpacked(self.now, unpack.landed);
+            }
+        }
         self.settle(node);
     }
 
@@ -398,9 +438,11 @@ impl World {
     // ---- events
 
     pub(crate) fn settle(&mut self, node: usize) {
-        let World { nodes, messages, .. } = self;
+        let undelivered = self.breaks(10);
+        let World { nodes, messages, now, .. } = self;
         let [a, b] = nodes;
         let (n, other) = if node == 0 { (a, b) } else { (b, a) };
+        (n.now, n.undelivered) = (*now, undelivered);
         n.drain(&mut |n, op| checks::done(n, other, messages, op));
         checks::immediates(n, other);
     }
