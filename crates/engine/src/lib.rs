@@ -50,4 +50,5 @@ pub use mapped::{Mapped, Shared};
 pub use region::{Region, RegionKey};
 pub use request::{LaneShare, Protocol, Receipt, Request};
 pub use select::{Candidate, Explain};
+pub use staging::unpack;
 pub use worker::{ConnectOptions, Worker, WorkerOptions};

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossrail_cuda::{Context, Cuda, Event, MemoryKind, PinnedMemory, PointerInfo, Stream};
+use crossrail_cuda::{Capture, Context, Cuda, Event, MemoryKind, PinnedMemory, PointerInfo, Stream};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
@@ -80,6 +80,15 @@ impl CudaDevice {
     pub(super) unsafe fn ready(&self, stream: u64) -> Result<Ready> {
         // SAFETY: the caller vouches for the stream.
         let stream = unsafe { Stream::borrow(&self.context, stream)? };
+        if stream.capture()? != Capture::None {
+            let detail = "the stream is being captured, and nothing in it is carried out before the graph is launched";
+            return Err(Error::new(
+                ErrorKind::Usage,
+                format!("stream on cuda:{}", self.context.device().ordinal()),
+                detail,
+            )
+            .with_hint("capture Mapped::put instead, or start the operation outside the capture"));
+        }
         let event = Event::new(&self.context)?;
         event.record(&stream)?;
         Ok(Ready(Point::Cuda(Arc::new(event))))

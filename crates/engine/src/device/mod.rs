@@ -25,6 +25,7 @@ use crossrail_types::{Error, ErrorKind, Result, Settings};
 use parking_lot::Mutex;
 
 pub(crate) use alloc::DeviceAlloc;
+pub(crate) use cuda::check as check_cuda;
 pub use ready::Ready;
 pub use state::{CudaInfo, CudaState, GpuState, KernelCache};
 
@@ -195,7 +196,7 @@ impl Device {
             return Ok(stager);
         }
         let stager = match &self.kind {
-            Kind::Cuda(_) => Err(Error::new(ErrorKind::Unsupported, self.name(), "chunks can't go through it")),
+            Kind::Cuda(device) => Stager::cuda(device.context(), &self.settings, &self.arena),
             #[cfg(any(test, feature = "simulated-gpu"))]
             Kind::Simulated(gpu) => Stager::simulated(gpu, &self.settings, &self.arena),
         }?;
@@ -254,7 +255,7 @@ impl Device {
     /// Whether `len` bytes at `ptr` are all memory of this GPU.
     pub(crate) fn check(&self, ptr: u64, len: usize) -> Result<()> {
         match &self.kind {
-            Kind::Cuda(device) => cuda::check(device.context(), ptr, len),
+            Kind::Cuda(device) => check_cuda(device.context(), ptr, len),
             #[cfg(any(test, feature = "simulated-gpu"))]
             Kind::Simulated(gpu) => gpu.check(ptr, len),
         }

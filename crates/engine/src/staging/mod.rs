@@ -17,11 +17,13 @@ mod bell;
 mod bounce;
 mod client;
 mod core;
+mod cuda;
 #[cfg(any(test, feature = "simulated-gpu"))]
 mod simulated;
 mod stager;
 #[cfg(test)]
 mod tests;
+pub mod unpack;
 
 use std::time::Duration;
 

@@ -160,9 +160,10 @@ impl Shared {
 
 fn carry_out(gpu: &Simulated, way: Way, parts: &[Part]) -> Result<()> {
     for part in parts {
-        // SAFETY: the slot is the command's until it is complete.
         match way {
+            // SAFETY: the slot is the command's until it is complete.
             Way::Out => unsafe { gpu.copy_to(part.memory, part.host, part.len)? },
+            // SAFETY: as above.
             Way::In => unsafe { gpu.copy_from(part.memory, part.host, part.len)? },
         }
     }
