@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use crossrail_shm::Arena;
-use crossrail_topology::{Cpus, GpuSeen, Machine, NetDevice, Nic};
+use crossrail_topology::{Cpus, Distance, GpuSeen, Machine, NetDevice, Nic};
 use crossrail_types::{Result, Settings, TRANSPORTS};
 
-use crate::buffer::Memory;
+use crate::buffer::{Backing, Memory, Place};
+use crate::device::{CudaState, Devices};
 use crate::rails;
 
 /// One process's view of its devices and settings; makes memory and workers. Clones share it. Any thread may use it.
@@ -16,6 +17,7 @@ pub struct Context(Arc<Inner>);
 struct Inner {
     settings: Settings,
     arena: Arc<Arena>,
+    gpus: Arc<Devices>,
     nics: Vec<Nic>,
     machine: Machine,
     cpus: Cpus,
@@ -34,6 +36,10 @@ pub struct Info {
     pub devices: Vec<DeviceInfo>,
     /// Graphics processors that were seen.
     pub gpus: Vec<GpuSeen>,
+    /// What CUDA has here, or why there is none.
+    pub cuda: CudaState,
+    /// How far each network device is from each of `gpus`, in their order.
+    pub distances: Vec<(String, Vec<Distance>)>,
     /// Each setting's name and value, and whether that is the default.
     pub settings: Vec<(String, String, bool)>,
 }
@@ -78,13 +84,34 @@ impl Context {
     /// # Errors
     /// `Config` for a device that is not there; `Io` when the system does not say what devices there are.
     pub fn new(settings: Settings) -> Result<Context> {
+        Context::made(settings, Devices::new)
+    }
+
+    /// A context with `count` GPUs that are made of host memory, for tests.
+    ///
+    /// # Errors
+    /// As [`Context::new`].
+    #[cfg(any(test, feature = "simulated-gpu"))]
+    pub fn with_simulated_gpus(settings: Settings, count: u32) -> Result<Context> {
+        Context::made(settings, |settings, arena| Devices::simulated(settings, arena, count))
+    }
+
+    /// The simulated GPU of that number, to be held, delayed and made to fail.
+    #[cfg(any(test, feature = "simulated-gpu"))]
+    pub fn simulated_gpu(&self, ordinal: u32) -> Option<crate::device::simulated::Simulated> {
+        self.0.gpus.simulation(ordinal)
+    }
+
+    fn made(settings: Settings, gpus: impl FnOnce(&Settings, Arc<Arena>) -> Arc<Devices>) -> Result<Context> {
         let nics = crossrail_topology::nics()?;
         let (machine, cpus) = (crossrail_topology::machine()?, crossrail_topology::cpus()?);
         if settings.tls.allows("shm") {
             // A worker does it otherwise, on a thread of its own.
             crossrail_shm::prepare_if_quick();
         }
-        let context = Context(Arc::new(Inner { settings, arena: Arena::new(), nics, machine, cpus }));
+        let arena = Arena::new();
+        let gpus = gpus(&settings, arena.clone());
+        let context = Context(Arc::new(Inner { settings, arena, gpus, nics, machine, cpus }));
         context.devices()?;
         Ok(context)
     }
@@ -107,7 +134,19 @@ impl Context {
     /// # Errors
     /// `Exhausted`, naming the bytes asked for.
     pub fn alloc(&self, len: usize) -> Result<Memory> {
-        self.0.arena.alloc(len).map(Memory)
+        self.alloc_on(len, Place::Host)
+    }
+
+    /// `len` bytes of zeroed memory there that peers on this machine can map.
+    ///
+    /// # Errors
+    /// `Exhausted`, naming the bytes asked for; for a GPU `Usage` when there is none of that number, `Unsupported`
+    /// with the reason where there is no CUDA, and what its driver says.
+    pub fn alloc_on(&self, len: usize, place: Place) -> Result<Memory> {
+        Ok(Memory(match place {
+            Place::Host => Backing::Host(self.0.arena.alloc(len)?),
+            Place::Gpu(ordinal) => Backing::Gpu(self.0.gpus.alloc(ordinal, len)?),
+        }))
     }
 
     /// What there is to move bytes with.
@@ -115,7 +154,7 @@ impl Context {
     /// # Errors
     /// `Io` when the system does not say what devices there are.
     pub fn info(&self) -> Result<Info> {
-        let nics = crossrail_topology::nics()?;
+        let (nics, gpus) = (crossrail_topology::nics()?, crossrail_topology::gpus());
         let chosen = rails::choose(&self.0.settings.net_devices, &nics);
         let defaults = Settings::default().shown();
         let settings = self.0.settings.shown().into_iter().zip(defaults);
@@ -127,9 +166,16 @@ impl Context {
             cpus: crossrail_topology::cpus()?,
             transports: transports(&self.0.settings, chosen.as_deref().unwrap_or(&[])),
             devices: devices(&self.0.settings, &nics, chosen.as_deref().unwrap_or(&[])),
-            gpus: crossrail_topology::gpus(),
+            distances: distances(&nics, &gpus),
+            gpus,
+            cuda: self.0.gpus.state(),
             settings,
         })
+    }
+
+    /// The GPUs; nothing loads CUDA before one of them is named.
+    pub(crate) fn gpus(&self) -> &Arc<Devices> {
+        &self.0.gpus
     }
 
     pub(crate) fn arena(&self) -> &Arc<Arena> {
@@ -205,6 +251,12 @@ fn transports(settings: &Settings, rails: &[NetDevice]) -> Vec<TransportInfo> {
             TransportInfo { name: name.to_owned(), usable: true, detail, reason: None, fix: None }
         })
         .collect()
+}
+
+fn distances(nics: &[Nic], gpus: &[GpuSeen]) -> Vec<(String, Vec<Distance>)> {
+    let real = nics.iter().filter(|nic| !nic.loopback);
+    let far = |nic: &Nic| gpus.iter().map(|gpu| crossrail_topology::distance(nic, gpu)).collect();
+    real.map(|nic| (nic.name.clone(), far(nic))).collect()
 }
 
 fn unusable(name: &str, reason: String, fix: Option<String>) -> TransportInfo {

@@ -37,9 +37,9 @@ impl Core {
     ) {
         let now = self.st.now;
         let lane = self.st.peer(endpoint).and_then(|peer| peer.inside);
-        let span = self.st.span(memory).filter(|(_, have)| *have >= len);
+        let span = self.st.span(memory).filter(|(_, have, gpu)| *have >= len && gpu.is_none());
         let direct = lane.and_then(|id| self.inside.iter_mut().find(|inside| inside.id == id)?.lane.direct());
-        let (Some(lane), Some((local, _)), Some(direct)) = (lane, span, direct) else {
+        let (Some(lane), Some((local, ..)), Some(direct)) = (lane, span, direct) else {
             if let Some(peer) = self.st.peer(endpoint) {
                 peer.peer.direct_failed(now, id);
             }

@@ -6,10 +6,14 @@ use std::time::Instant;
 
 use crossrail_proto as proto;
 use crossrail_transport::{Lane, LaneError, Place, Post, Sink, Tx};
-use crossrail_types::{EndpointId, Head, LaneId};
+use crossrail_types::{EndpointId, Head, LaneId, OpId};
 use proto::{Event, Memory};
 
+use crate::admit::Inbox;
+use crate::chunks::Work;
 use crate::copies::Active;
+use crate::gates::Gate;
+use crate::staging::Done;
 use crate::state::State;
 
 /// Bytes a lane may move in each direction before the others get their turn.
@@ -39,10 +43,14 @@ pub(crate) struct Lost {
 /// See the module.
 pub(crate) struct Core {
     pub(crate) st: State,
+    /// What GPUs' stagers have finished.
+    pub(crate) inbox: Inbox,
     pub(crate) inside: Vec<Inside>,
     pub(crate) jobs: Vec<Active>,
     /// Cursors of finished copies in which the peer was still touching a piece.
     pub(crate) closing: Vec<(LaneId, u32)>,
+    /// Receives that wait for memory of a GPU.
+    pub(crate) receives: Gate,
     passes: u32,
     sockets_only: bool,
     /// The lanes' peers ring before they expect us to look.
@@ -79,9 +87,7 @@ impl Sink for InsideSink<'_> {
 
     #[inline]
     fn sent(&mut self, lane: LaneId, token: u64) {
-        if let Some(state) = self.st.lane(lane) {
-            state.sent(token);
-        }
+        self.st.sent(lane, token);
     }
 
     #[inline]
@@ -98,12 +104,14 @@ impl Sink for InsideSink<'_> {
 }
 
 impl Core {
-    pub(crate) fn new(st: State) -> Core {
+    pub(crate) fn new(st: State, inbox: Inbox) -> Core {
         Core {
             st,
+            inbox,
             inside: Vec::new(),
             jobs: Vec::new(),
             closing: Vec::new(),
+            receives: Gate::default(),
             passes: 0,
             sockets_only: true,
             armed: false,
@@ -128,7 +136,7 @@ impl Core {
             self.timers();
         }
         let sockets = self.sockets_only || self.passes.is_multiple_of(SOCKETS_EVERY);
-        let mut moved = false;
+        let mut moved = self.inbox.is_up() && self.read_inbox();
         let mut at = 0;
         while at < self.inside.len() {
             let inside = &mut self.inside[at];
@@ -171,7 +179,7 @@ impl Core {
 
     /// Whether something must be looked at again without any event telling so.
     pub(crate) fn busy(&self) -> bool {
-        !self.jobs.is_empty() || !self.closing.is_empty()
+        !self.jobs.is_empty() || !self.closing.is_empty() || self.inbox.is_up()
     }
 
     pub(crate) fn add_inside(&mut self, inside: Inside) {
@@ -263,8 +271,10 @@ impl Core {
         let Some(at) = self.inside.iter().position(|lane| lane.id == id) else { return };
         let mut failed = None;
         while self.st.lane(id).is_some_and(|lane| lane.pending.is_none()) && self.st.wants(endpoint, id) {
-            let now = self.st.now;
-            let Some(out) = self.st.peer(endpoint).and_then(|peer| peer.peer.next(now, id)) else { break };
+            let Some(out) = self.st.ask(endpoint, id) else { break };
+            if out.chunk && self.st.stage(endpoint, id, &out) {
+                continue;
+            }
             let Some(mut tx) = self.st.tx(endpoint, id, &out) else { continue };
             match self.inside[at].lane.post(&tx) {
                 Ok(Post::Taken | Post::Held) => {}
@@ -307,16 +317,12 @@ impl Core {
                 {
                     self.closing.push((lane, slot));
                 }
+                if self.st.ops.op(op).is_some_and(|op| op.gpu.is_some()) {
+                    self.st.let_go(endpoint, |memory| *memory == Memory::Op(op));
+                }
                 self.st.finish(endpoint, op, result, progress, tag);
             }
-            Event::Deliver { arrival, op, len } => {
-                let Some(bytes) = self.st.peer(endpoint).and_then(|peer| peer.take_arrival(arrival)) else { return };
-                if let Some(op) = self.st.ops.op(op) {
-                    let len = bytes.len().min(op.len).min(len as usize);
-                    // SAFETY: `op.ptr` is valid for `op.len` bytes until the operation is finished.
-                    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), op.ptr, len) };
-                }
-            }
+            Event::Deliver { arrival, op, len } => self.deliver(endpoint, arrival, op, len),
             Event::DropArrival { arrival } => {
                 if let Some(peer) = self.st.peer(endpoint) {
                     peer.take_arrival(arrival);
@@ -339,12 +345,19 @@ impl Core {
                     op.revoke();
                 }
             }
-            Event::Revoke { memory: Memory::Region { passive, .. } } | Event::Released { passive } => {
+            Event::Revoke { memory: Memory::Region { passive, .. } } => {
+                if let Some(peer) = self.st.peer(endpoint) {
+                    peer.revoke(passive);
+                }
+            }
+            Event::Released { passive } => {
+                self.st
+                    .let_go(endpoint, |memory| matches!(memory, Memory::Region { passive: of, .. } if *of == passive));
                 if let Some(peer) = self.st.peer(endpoint) {
                     peer.release(passive);
                 }
             }
-            Event::Acked { .. } => {}
+            Event::Acked { lane, chunks } => self.st.acked(lane, chunks),
             Event::Suspect { lane } => self.suspects.push((endpoint, lane)),
             Event::LaneLost { lane, requeued_chunks, requeued_bytes } => {
                 let name = self.st.lane(lane).map_or_else(|| "?".into(), |lane| lane.name.clone());
@@ -365,6 +378,47 @@ impl Core {
         }
     }
 
+    /// An unexpected message goes to its receive.
+    fn deliver(&mut self, endpoint: EndpointId, arrival: u32, id: OpId, len: u32) {
+        let Some(bytes) = self.st.peer(endpoint).and_then(|peer| peer.take_arrival(arrival)) else { return };
+        let Some(op) = self.st.ops.op(id) else { return };
+        let bytes = &bytes[..bytes.len().min(op.len).min(len as usize)];
+        let Some(gpu) = op.gpu else {
+            // SAFETY: `op.ptr` is valid for `op.len` bytes until the operation is finished.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), op.ptr, bytes.len()) };
+            return;
+        };
+        let (dst, now) = (op.ptr as u64, self.st.now);
+        if let Err(why) = self.st.copy_in(gpu, dst, bytes)
+            && let Some(peer) = self.st.peer(endpoint)
+        {
+            peer.peer.fail(now, Memory::Op(id), why);
+        }
+    }
+
+    /// Stagers have finished work of this worker's. With nothing in `done`: slots are free.
+    pub(crate) fn staged(&mut self, done: Vec<Done>) {
+        let mut touched = Vec::new();
+        for done in done {
+            let ticket = done.ticket;
+            match self.st.staging.take(ticket) {
+                Some(Work::Gate) => self.open_gate(ticket, done.result),
+                Some(work) => touched.extend(self.st.stage_done(work, done)),
+                // It was given up; a slot that it brings back is free now.
+                None => {}
+            }
+        }
+        self.st.supply_all();
+        self.st.retry_waiting();
+        touched.dedup();
+        for endpoint in touched {
+            self.settle(endpoint);
+        }
+        self.st.ops.finished |= self.observers > 0;
+        // Whoever sleeps on the lanes has to look at them.
+        self.kicked = true;
+    }
+
     // ---- lanes that end
 
     /// A lane is gone (its object already dropped): its work goes to the others, or the peer is dead.
@@ -373,6 +427,7 @@ impl Core {
         let Some(lane) = self.st.lane(id).filter(|lane| lane.alive) else { return };
         lane.bury();
         let (name, rail) = (lane.name.clone(), lane.rail);
+        self.st.forget_lane(id);
         self.jobs.retain(|job| job.lane != id);
         self.closing.retain(|(lane, _)| *lane != id);
         let Some(peer) = self.st.peer(endpoint) else { return };
@@ -427,6 +482,7 @@ impl Core {
             }
         }
         self.recount();
+        self.st.let_go_of_all(endpoint);
         let State { peers, matcher, .. } = &mut self.st;
         if let Some(Some(peer)) = peers.get_mut(endpoint.0 as usize) {
             peer.inside = None;
@@ -441,6 +497,7 @@ impl Core {
         while let Some(event) = self.st.peer(endpoint).and_then(|peer| peer.peer.event()) {
             self.apply(endpoint, event);
         }
+        self.fail_gate(endpoint, why);
         self.st.ops.finished = true;
     }
 

@@ -77,6 +77,15 @@ pub struct LaneReport {
     pub retransmits: u64,
 }
 
+impl Op {
+    fn buffer(&mut self) -> &mut Buffer {
+        match self {
+            Op::Send { buffer, .. } | Op::Recv { buffer, .. } => buffer,
+            Op::Write { local, .. } | Op::Read { local, .. } => local,
+        }
+    }
+}
+
 impl Endpoint {
     /// The peer's name.
     pub fn peer(&self) -> String {
@@ -126,6 +135,10 @@ impl Endpoint {
     /// failed; cancelling it cancels them.
     pub fn batch(&self, ops: Vec<Op>) -> Result<Request> {
         let shared = self.worker.shared();
+        let mut ops = ops;
+        for op in &mut ops {
+            shared.admit(op.buffer())?;
+        }
         let mut core = shared.core.lock();
         if core.closed {
             return Err(crate::ops::gone("batch"));
@@ -157,8 +170,9 @@ impl Endpoint {
     }
 
     #[inline]
-    fn start(&self, what: &'static str, operation: Operation, buffer: Buffer) -> Result<Request> {
+    fn start(&self, what: &'static str, operation: Operation, mut buffer: Buffer) -> Result<Request> {
         let shared = self.worker.shared();
+        shared.admit(&mut buffer)?;
         let mut core = shared.core.lock();
         let op = core.start(self.id, what, operation, buffer);
         shared.after(core);

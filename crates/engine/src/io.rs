@@ -306,13 +306,18 @@ impl Sink for OutsideSink<'_> {
         if token == 0 {
             return;
         }
-        if let Some(state) = self.shared.core.lock().st.lane(lane) {
-            state.sent(token);
-        }
+        self.shared.core.lock().st.sent(lane, token);
     }
 
     fn place(&mut self, lane: LaneId, head: &Head) -> Place {
-        self.shared.core.lock().st.place(self.endpoint, lane, head)
+        let mut core = self.shared.core.lock();
+        let place = core.st.place(self.endpoint, lane, head);
+        if matches!(place, Place::Discard) {
+            // Frames without a payload tell of things, too: of slots that are free.
+            core.settle(self.endpoint);
+            self.shared.after(core);
+        }
+        place
     }
 
     fn placed(&mut self, lane: LaneId, token: u64) {

@@ -12,7 +12,9 @@
 //!
 //! This room is the only one that picks a backend. See the workspace's ARCHITECTURE.md.
 
+mod admit;
 mod buffer;
+mod chunks;
 mod connect;
 mod context;
 mod copies;
@@ -20,6 +22,7 @@ mod core;
 #[allow(dead_code)]
 mod device;
 mod endpoint;
+mod gates;
 mod io;
 mod keeper;
 mod link;
@@ -39,8 +42,9 @@ mod state;
 mod submit;
 mod worker;
 
-pub use buffer::{Buffer, Memory};
+pub use buffer::{Buffer, Memory, Place};
 pub use context::{Context, DeviceInfo, Info, TransportInfo};
+pub use crossrail_topology::Distance;
 pub use crossrail_types::{Error, ErrorKind, Filter, IoThreads, LogLevel, Rails, Result, Secret, Settings, Unpack};
 #[cfg(any(test, feature = "simulated-gpu"))]
 pub use device::simulated::{Simulated, SimulatedStream};

@@ -9,6 +9,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, OpId, Result};
 use proto::Short;
 
 use crate::buffer::{Buffer, Keep};
+use crate::chunks::Times;
 use crate::request::Receipt;
 
 pub(crate) type Callback = Box<dyn FnOnce(Result<Receipt>) + Send>;
@@ -33,6 +34,8 @@ pub(crate) struct Finish {
 pub(crate) struct More {
     pub(crate) receipt: proto::Receipt,
     pub(crate) direct: Option<crossrail_transport::DirectKind>,
+    /// What GPU memory cost.
+    pub(crate) times: Option<Box<Times>>,
     /// What happened to the peer's lanes meanwhile.
     pub(crate) notes: Vec<String>,
     /// Several operations in one request.
@@ -47,12 +50,16 @@ pub(crate) struct Op {
     pub(crate) endpoint: Option<EndpointId>,
     pub(crate) ptr: *mut u8,
     pub(crate) len: usize,
+    /// The GPU whose memory it is; `None`: host memory.
+    pub(crate) gpu: Option<u32>,
     pub(crate) tag: u64,
     keep: Keep,
     grant: Option<Arc<Grant>>,
     /// The shared cursor offered for a direct copy, and whether one was done.
     pub(crate) slot: Option<u32>,
     pub(crate) direct: Option<crossrail_transport::DirectKind>,
+    /// Where its time went, on account of GPU memory.
+    pub(crate) times: Option<Box<Times>>,
     pub(crate) outcome: Option<Outcome>,
     /// Nobody holds the request any more: the slot is free as soon as the operation is finished.
     detached: bool,
@@ -102,11 +109,13 @@ impl Ops {
         slot.endpoint = endpoint;
         slot.ptr = buffer.ptr;
         slot.len = buffer.len;
+        slot.gpu = buffer.gpu.as_ref().map(|gpu| gpu.ordinal);
         slot.tag = tag;
         slot.keep = buffer.keep;
         slot.grant = None;
         slot.slot = None;
         slot.direct = None;
+        slot.times = None;
         slot.detached = false;
         slot.callback = None;
         slot.parent = None;
@@ -144,6 +153,7 @@ impl Ops {
         }
         if let Ok(Finish { more: Some(more), .. }) = &mut outcome {
             more.direct = op.direct;
+            more.times = op.times.take();
         }
         let callback = op.callback.take();
         let (parent, detached) = (op.parent.take(), op.detached);
@@ -236,7 +246,13 @@ impl Ops {
             let outcome = match self.op_mut(parent).and_then(|op| op.failure.take()) {
                 Some(error) => Err(error),
                 None => {
-                    let more = More { receipt: batch_receipt(bytes), direct: None, notes: Vec::new(), batch: true };
+                    let more = More {
+                        receipt: batch_receipt(bytes),
+                        direct: None,
+                        times: None,
+                        notes: Vec::new(),
+                        batch: true,
+                    };
                     Ok(Finish { endpoint, tag, bytes, wire_ns: 0, lane: None, more: Some(Box::new(more)) })
                 }
             };
@@ -329,11 +345,13 @@ impl Op {
             endpoint: None,
             ptr: std::ptr::null_mut(),
             len: 0,
+            gpu: None,
             tag: 0,
             keep: Keep::Nothing,
             grant: None,
             slot: None,
             direct: None,
+            times: None,
             outcome: None,
             detached: false,
             callback: None,

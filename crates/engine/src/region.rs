@@ -62,6 +62,8 @@ struct Entry {
     secret: [u8; 16],
     ptr: *mut u8,
     len: u64,
+    /// The GPU whose memory it is; `None`: host memory.
+    gpu: Option<u32>,
     keep: Keep,
     imms: HashMap<u32, u64>,
     /// Writes that came with an immediate, all together.
@@ -91,6 +93,7 @@ impl Regions {
                     secret: [0; 16],
                     ptr: std::ptr::null_mut(),
                     len: 0,
+                    gpu: None,
                     keep: Keep::Nothing,
                     imms: HashMap::new(),
                     arrivals: 0,
@@ -104,6 +107,7 @@ impl Regions {
         entry.secret = secret;
         entry.ptr = buffer.ptr;
         entry.len = buffer.len as u64;
+        entry.gpu = buffer.gpu.as_ref().map(|gpu| gpu.ordinal);
         entry.keep = buffer.keep;
         let mut key = [0; KEY_LEN];
         key[..4].copy_from_slice(&index.to_le_bytes());
@@ -116,8 +120,9 @@ impl Regions {
         self.entries.get(region.index as usize).filter(|e| e.live && e.generation == region.generation)
     }
 
-    pub(crate) fn memory(&self, region: proto::RegionRef) -> Option<(*mut u8, u64)> {
-        self.entry(region).map(|entry| (entry.ptr, entry.len))
+    /// Its first byte, its bytes, and the GPU that it is of.
+    pub(crate) fn memory(&self, region: proto::RegionRef) -> Option<(*mut u8, u64, Option<u32>)> {
+        self.entry(region).map(|entry| (entry.ptr, entry.len, entry.gpu))
     }
 
     pub(crate) fn count(&mut self, region: proto::RegionRef, imm: u32) {
@@ -184,6 +189,10 @@ impl proto::Regions for Regions {
     fn alive(&self, region: proto::RegionRef) -> bool {
         self.entry(region).is_some_and(|entry| !entry.retired)
     }
+
+    fn eager(&self, region: proto::RegionRef) -> bool {
+        self.entry(region).is_none_or(|entry| entry.gpu.is_none())
+    }
 }
 
 /// Memory that peers with its key may write and read, until it is deregistered or the last clone is dropped.
@@ -197,7 +206,14 @@ struct Registered {
 }
 
 impl Region {
-    pub(crate) fn register(shared: &Arc<Shared>, buffer: Buffer) -> Result<Region> {
+    pub(crate) fn register(shared: &Arc<Shared>, mut buffer: Buffer) -> Result<Region> {
+        shared.admit(&mut buffer)?;
+        if let Some(gpu) = &mut buffer.gpu
+            && let Some(after) = gpu.after.take()
+        {
+            // Peers may come at any time from now on.
+            shared.wait_ready(gpu.ordinal, &after, "register")?;
+        }
         let mut secret = [0; 16];
         getrandom::fill(&mut secret)
             .map_err(|error| Error::new(ErrorKind::Io, "register", format!("no random bytes: {error}")))?;

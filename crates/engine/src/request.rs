@@ -80,6 +80,12 @@ pub struct Receipt {
     pub wire_us: f64,
     /// Microseconds in which this end was copying.
     pub copy_us: f64,
+    /// Microseconds in which bytes were being copied out of a GPU's memory here, before a lane could take them.
+    pub pack_us: f64,
+    /// Microseconds in which bytes that had come were being copied into a GPU's memory here.
+    pub unpack_us: f64,
+    /// Microseconds in which bytes waited because all bounce slots of the GPU were in use.
+    pub slot_us: f64,
     pub(crate) names: Option<Arc<Names>>,
     pub(crate) shares: Vec<LaneShare>,
     /// The one lane it used, if that is not the peer's usual one.
@@ -263,6 +269,9 @@ pub(crate) fn render(core: &mut Core, outcome: Outcome) -> Result<Receipt> {
         window_us: 0.0,
         wire_us: us(finish.wire_ns),
         copy_us: 0.0,
+        pack_us: 0.0,
+        unpack_us: 0.0,
+        slot_us: 0.0,
         names,
         shares: Vec::new(),
         only: None,
@@ -285,6 +294,11 @@ fn render_more(core: &mut Core, endpoint: Option<EndpointId>, more: More, render
     rendered.match_us = us(receipt.match_ns);
     rendered.window_us = us(receipt.window_ns);
     rendered.copy_us = us(receipt.copy_ns);
+    if let Some(times) = more.times {
+        rendered.pack_us = us(times.pack.ns());
+        rendered.unpack_us = us(times.unpack.ns());
+        rendered.slot_us = us(times.slot.ns());
+    }
     if !receipt.lanes.is_empty() {
         rendered.notes = more.notes;
         let share = |share: crossrail_proto::LaneShare| LaneShare {

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use std::collections::{HashMap, VecDeque};
+use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -14,6 +15,8 @@ use parking_lot::Mutex;
 use proto::{Body, Host, Memory, Placing, Time};
 use slab::Slab;
 
+use crate::chunks::{self, Beside, Staged, Staging};
+use crate::gates::Gate;
 use crate::io::BulkLane;
 use crate::log::Log;
 use crate::ops::{Finish, More, Ops};
@@ -40,8 +43,13 @@ pub(crate) struct LaneState {
     /// Those of memory that the peer can map are copied directly from here on.
     pub(crate) mapped_min: usize,
     pub(crate) alive: bool,
-    /// A frame that a post found no room for; goes first when the lane asks.
+    /// A frame that a post found no room for, or a chunk that is packed; goes first when the lane asks.
     pub(crate) pending: Option<Tx>,
+    /// Chunks that the protocol gave it, and those of them that the peer has consumed.
+    pub(crate) given: u64,
+    pub(crate) acked: u64,
+    /// Chunks of GPU memory.
+    pub(crate) staged: Option<Box<Staged>>,
     /// Payloads made here that the lane still reads, by token - 1.
     held: Slab<Box<[u8]>>,
     control: Box<[u8]>,
@@ -74,6 +82,8 @@ pub(crate) struct PeerState {
     notes: VecDeque<(Time, String)>,
     /// Warned that a direct copy was not possible.
     pub(crate) warned_direct: bool,
+    /// Operations that wait for memory of a GPU.
+    pub(crate) gate: Gate,
     arrivals: HashMap<u32, Arrival>,
     passives: HashMap<u32, (proto::RegionRef, Arc<Grant>)>,
 }
@@ -94,6 +104,8 @@ pub(crate) struct State {
     pub(crate) regions: Regions,
     pub(crate) peers: Vec<Option<Box<PeerState>>>,
     pub(crate) lanes: Vec<Option<Box<LaneState>>>,
+    /// GPU memory under way.
+    pub(crate) staging: Staging,
 }
 
 impl PeerState {
@@ -109,6 +121,7 @@ impl PeerState {
             explain,
             notes: VecDeque::new(),
             warned_direct: false,
+            gate: Gate::default(),
             arrivals: HashMap::new(),
             passives: HashMap::new(),
         }
@@ -129,6 +142,14 @@ impl PeerState {
         self.passives.values().filter(move |(owner, _)| *owner == region).map(|(_, grant)| grant)
     }
 
+    /// No lane may touch the memory of that access any more.
+    pub(crate) fn revoke(&mut self, passive: u32) {
+        if let Some((_, grant)) = self.passives.get(&passive) {
+            grant.revoke();
+        }
+    }
+
+    /// The access is over.
     pub(crate) fn release(&mut self, passive: u32) {
         if let Some((_, grant)) = self.passives.remove(&passive) {
             grant.revoke();
@@ -177,6 +198,9 @@ impl LaneState {
             mapped_min: eager_max,
             alive: true,
             pending: None,
+            given: 0,
+            acked: 0,
+            staged: None,
             held: Slab::new(),
             control: vec![0; CONTROL_MAX].into(),
             control_len: 0,
@@ -188,12 +212,15 @@ impl LaneState {
     pub(crate) fn bury(&mut self) {
         self.alive = false;
         self.pending = None;
+        self.staged = None;
         self.control = Box::default();
         self.control_len = 0;
     }
 
-    pub(crate) fn sent(&mut self, token: u64) {
-        if token > 0 {
+    fn sent(&mut self, token: u64) {
+        if token & chunks::PACKED != 0 {
+            self.sent_packed(token & !chunks::PACKED);
+        } else if token > 0 {
             self.held.try_remove(token as usize - 1);
         }
     }
@@ -218,6 +245,7 @@ impl State {
             regions: Regions::default(),
             peers: Vec::new(),
             lanes: Vec::new(),
+            staging: Staging::default(),
         }
     }
 
@@ -241,19 +269,20 @@ impl State {
         self.lanes.get_mut(id.0 as usize)?.as_deref_mut()
     }
 
-    /// The memory named by the protocol, from its first byte, with the bytes it has; `None` if it is gone.
-    pub(crate) fn span(&mut self, memory: Memory) -> Option<(*mut u8, u64)> {
+    /// The memory named by the protocol, from its first byte, with the bytes it has, and the GPU that it is of; `None`
+    /// if it is gone.
+    #[inline]
+    pub(crate) fn span(&mut self, memory: Memory) -> Option<(*mut u8, u64, Option<u32>)> {
         match memory {
-            Memory::Op(op) => self.ops.op(op).map(|op| (op.ptr, op.len as u64)),
+            Memory::Op(op) => self.ops.op(op).map(|op| (op.ptr, op.len as u64, op.gpu)),
             Memory::Region { region, base, .. } => {
-                let (ptr, len) = self.regions.memory(region)?;
-                // SAFETY: `base` is inside the region, as `Regions::resolve` has checked.
-                (base <= len).then(|| (unsafe { ptr.add(base as usize) }, len - base))
+                let (ptr, len, gpu) = self.regions.memory(region)?;
+                (base <= len).then(|| (ptr.wrapping_add(base as usize), len - base, gpu))
             }
         }
     }
 
-    fn grant(&mut self, endpoint: EndpointId, memory: Memory) -> Option<Arc<Grant>> {
+    pub(crate) fn grant(&mut self, endpoint: EndpointId, memory: Memory) -> Option<Arc<Grant>> {
         match memory {
             Memory::Op(op) => self.ops.op_mut(op).map(|op| op.grant()),
             Memory::Region { region, passive, .. } => Some(self.peer(endpoint)?.passive_grant(passive, region)),
@@ -268,6 +297,12 @@ impl State {
         state.caps.direct && (len > state.eager_max || (len > state.mapped_min && self.arena.find(ptr, len).is_some()))
     }
 
+    /// Those bytes as a range of a memfd, if they are one and enough.
+    pub(crate) fn file(&self, ptr: *const u8, len: usize) -> Option<(RawFd, u64)> {
+        let segment = if len >= FILE_MIN { self.arena.find(ptr, len) } else { None };
+        segment.map(|segment| (segment.fd, segment.offset))
+    }
+
     /// A frame of the protocol as a lane carries it. Inline bytes are referenced where they are in `out`.
     #[inline]
     pub(crate) fn tx(&mut self, endpoint: EndpointId, lane: LaneId, out: &proto::Out) -> Option<Tx> {
@@ -277,9 +312,9 @@ impl State {
                 Payload { ptr: bytes.as_ptr(), len: usize::from(*len), file: None, grant: None }
             }
             Body::Memory { memory, offset, len } => {
-                let (ptr, have) = self.span(*memory)?;
+                let (ptr, have, gpu) = self.span(*memory)?;
                 let end = offset.checked_add(u64::from(*len))?;
-                if end > have {
+                if end > have || (gpu.is_some() && *len > 0) {
                     return None;
                 }
                 // SAFETY: inside the memory by the check above.
@@ -288,9 +323,7 @@ impl State {
                 let mut payload = Payload { ptr, len, file: None, grant: None };
                 if !self.lane(lane)?.caps.reliable {
                     payload.grant = self.grant(endpoint, *memory);
-                    if len >= FILE_MIN {
-                        payload.file = self.arena.find(ptr, len).map(|segment| (segment.fd, segment.offset));
-                    }
+                    payload.file = self.file(ptr, len);
                 }
                 payload
             }
@@ -323,12 +356,15 @@ impl State {
 
     /// `Sink::next` for any lane of `endpoint`.
     pub(crate) fn next(&mut self, endpoint: EndpointId, lane: LaneId) -> Option<Tx> {
-        if let Some(tx) = self.lane(lane)?.pending.take() {
-            return Some(tx);
-        }
-        let now = self.now;
         loop {
-            let out = self.peer(endpoint)?.peer.next(now, lane)?;
+            if let Some(tx) = self.lane(lane)?.pending.take() {
+                self.advance(lane);
+                return Some(tx);
+            }
+            let out = self.ask(endpoint, lane)?;
+            if out.chunk && self.stage(endpoint, lane, &out) {
+                continue;
+            }
             if let Some(mut tx) = self.tx(endpoint, lane, &out) {
                 self.keep(endpoint, lane, &out.body, &mut tx);
                 return Some(tx);
@@ -336,6 +372,17 @@ impl State {
             // The memory went away between the protocol's decision and now: cannot happen while operations end only
             // through the protocol; the frame is dropped and the operation's own end reports it.
             self.log.error(format_args!("a frame for memory that is gone was dropped"));
+        }
+    }
+
+    /// `Sink::sent` for any lane.
+    #[inline]
+    pub(crate) fn sent(&mut self, lane: LaneId, token: u64) {
+        if let Some(state) = self.lane(lane) {
+            state.sent(token);
+        }
+        if token & chunks::PACKED != 0 {
+            self.supply_all();
         }
     }
 
@@ -348,10 +395,14 @@ impl State {
         };
         let mut host = Host { matcher: &mut self.matcher, regions: &mut self.regions };
         match peer.peer.place(now, lane, head, &mut host) {
-            Placing::Memory { memory, offset, len, .. } => {
-                let Some((ptr, have)) = self.span(memory) else { return Place::Discard };
+            Placing::Memory { memory, offset, len, chunk } => {
+                let Some((ptr, have, gpu)) = self.span(memory) else { return Place::Discard };
                 if offset.checked_add(u64::from(len)).is_none_or(|end| end > have) {
                     return Place::Refuse(format!("{len} bytes at {offset} of a memory of {have} bytes"));
+                }
+                if let Some(gpu) = gpu {
+                    let (dst, len) = (ptr as u64 + offset, len as usize);
+                    return self.place_beside(endpoint, lane, Beside { memory, dst, gpu, len, chunk });
                 }
                 let reliable = self.lane(lane).is_some_and(|lane| lane.caps.reliable);
                 // A lane that loses nothing places short frames whole, before anybody else has the lock.
@@ -375,7 +426,12 @@ impl State {
             Placing::Control { len } => match self.lane(lane) {
                 Some(lane) if len as usize <= lane.control.len() => {
                     lane.control_len = len as usize;
-                    Place::Into { dst: lane.control.as_mut_ptr(), len: len as usize, grant: None, token: 1 }
+                    Place::Into {
+                        dst: lane.control.as_mut_ptr(),
+                        len: len as usize,
+                        grant: None,
+                        token: chunks::CONTROL,
+                    }
                 }
                 _ => Place::Refuse(format!("control frame of {len} bytes")),
             },
@@ -387,10 +443,13 @@ impl State {
     /// `Sink::placed` for any lane of `endpoint`; `Err` kills the lane.
     #[inline]
     pub(crate) fn placed(&mut self, endpoint: EndpointId, lane: LaneId, token: u64) -> Result<(), String> {
+        if token > chunks::CONTROL && !self.placed_beside(endpoint, lane)? {
+            return Ok(());
+        }
         let now = self.now;
         let Some(Some(peer)) = self.peers.get_mut(endpoint.0 as usize) else { return Ok(()) };
         let mut host = Host { matcher: &mut self.matcher, regions: &mut self.regions };
-        if token == 0 {
+        if token != chunks::CONTROL {
             return peer.peer.placed(now, lane, &[], &mut host);
         }
         let Some(Some(state)) = self.lanes.get(lane.0 as usize) else { return Ok(()) };
@@ -423,7 +482,7 @@ impl State {
                 let (bytes, wire_ns, lane) = (receipt.bytes, receipt.wire_ns, receipt.lane);
                 let more = (receipt.protocol != proto::Protocol::Eager).then(|| {
                     let notes = self.notes_of(endpoint, &receipt);
-                    Box::new(More { receipt, direct: None, notes, batch: false })
+                    Box::new(More { receipt, direct: None, times: None, notes, batch: false })
                 });
                 Ok(Finish { endpoint: Some(endpoint), tag, bytes, wire_ns, lane, more })
             }
@@ -443,8 +502,10 @@ impl State {
             }
             proto::Failure::Cancelled => (ErrorKind::Cancelled, None),
             proto::Failure::Region(_) => (ErrorKind::Region, None),
+            proto::Failure::Device(_) => {
+                (ErrorKind::Io, Some("the endpoint and its other operations go on".to_owned()))
+            }
             proto::Failure::PeerDead(_) => (ErrorKind::PeerDead, Some("operations with other peers go on".to_owned())),
-            proto::Failure::Device(_) => (ErrorKind::Io, None),
             proto::Failure::Closed => (ErrorKind::Closed, None),
         };
         let peer = self.peer(endpoint).map_or_else(|| "?".to_owned(), |peer| peer.name().to_owned());

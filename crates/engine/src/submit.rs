@@ -8,6 +8,7 @@ use proto::{Offer, Operation};
 
 use crate::buffer::Buffer;
 use crate::core::Core;
+use crate::gates::What;
 
 /// From here on both ends copy at once.
 const HELP_MIN: u64 = 512 << 10;
@@ -34,12 +35,14 @@ impl Core {
         if self.closed {
             return Err(crate::ops::gone(what));
         }
-        let now = self.st.now;
         let Some(peer) = self.st.peer(endpoint) else { return Err(crate::ops::gone(what)) };
         if !peer.alive {
             return Err(Error::new(ErrorKind::PeerDead, what, peer.why_dead.clone()).with_peer(peer.name()));
         }
-        let inside = peer.inside;
+        let (inside, gated) = (peer.inside, peer.gate.is_closed());
+        if buffer.gpu.is_some() || gated {
+            return Ok(self.start_gpu(endpoint, what, operation, buffer));
+        }
         let tag = if let Operation::Send { tag } = operation { tag } else { 0 };
         let op = self.st.ops.insert(what, Some(endpoint), tag, buffer);
         if matches!(operation, Operation::Send { .. })
@@ -48,12 +51,45 @@ impl Core {
         {
             return Ok(op);
         }
-        let offer = inside.and_then(|lane| self.offer(lane, op, ptr, len));
+        self.begin_operation(op, operation);
+        Ok(op)
+    }
+
+    /// [`Core::start`] for memory of a GPU, or behind an operation that waits for one.
+    #[cold]
+    fn start_gpu(
+        &mut self,
+        endpoint: EndpointId,
+        what: &'static str,
+        operation: Operation,
+        mut buffer: Buffer,
+    ) -> OpId {
+        let tag = if let Operation::Send { tag } = operation { tag } else { 0 };
+        let (ordinal, after) = buffer.gpu.as_mut().map_or((None, None), |gpu| (Some(gpu.ordinal), gpu.after.take()));
+        let op = self.st.ops.insert(what, Some(endpoint), tag, buffer);
+        let gated = self.st.peer(endpoint).is_some_and(|peer| peer.gate.is_closed());
+        if after.is_some() || gated {
+            self.wait_at_gate(op, What::Start(operation), ordinal, after);
+        } else {
+            self.begin_operation(op, operation);
+        }
+        op
+    }
+
+    /// Hands an operation to the protocol.
+    pub(crate) fn begin_operation(&mut self, op: OpId, operation: Operation) {
+        let Some(entry) = self.st.ops.op(op) else { return };
+        let (Some(endpoint), ptr, len, gpu) = (entry.endpoint, entry.ptr, entry.len, entry.gpu) else { return };
+        let inside = self.st.peer(endpoint).and_then(|peer| peer.inside);
+        let offer = match gpu {
+            None => inside.and_then(|lane| self.offer(lane, op, ptr, len)),
+            Some(_) => None,
+        };
+        let now = self.st.now;
         if let Some(peer) = self.st.peer(endpoint) {
-            peer.peer.start(now, op, operation, len as u64, offer, true);
+            peer.peer.start(now, op, operation, len as u64, offer, gpu.is_none());
         }
         self.settle(endpoint);
-        Ok(op)
     }
 
     /// Sends a short message with nothing queued before it; false: it has to go the long way.
@@ -103,7 +139,7 @@ impl Core {
     /// Posts a receive.
     pub(crate) fn receive(
         &mut self,
-        buffer: Buffer,
+        mut buffer: Buffer,
         tag: u64,
         mask: u64,
         from: Option<EndpointId>,
@@ -111,8 +147,24 @@ impl Core {
         if self.closed {
             return Err(crate::ops::gone("recv"));
         }
-        let len = buffer.len as u64;
+        let gated = self.receives.is_closed();
+        let (gpu, after) = match &mut buffer.gpu {
+            Some(gpu) => (Some(gpu.ordinal), gpu.after.take()),
+            None => (None, None),
+        };
         let op = self.st.ops.insert("recv", from, tag, buffer);
+        if gated || after.is_some() {
+            self.wait_at_gate(op, What::Receive { tag, mask, from }, gpu, after);
+        } else {
+            self.post(op, tag, mask, from);
+        }
+        Ok(op)
+    }
+
+    /// A receive takes its place among the others.
+    #[inline]
+    pub(crate) fn post(&mut self, op: OpId, tag: u64, mask: u64, from: Option<EndpointId>) {
+        let Some(len) = self.st.ops.op(op).map(|op| op.len as u64) else { return };
         if let Some((endpoint, arrival)) = self.st.matcher.post(op, tag, mask, from, len) {
             let now = self.st.now;
             if let Some(entry) = self.st.ops.op_mut(op) {
@@ -130,7 +182,6 @@ impl Core {
             self.st.matcher.cancel(op);
             self.st.ops.finish(op, Err(Box::new(error)));
         }
-        Ok(op)
     }
 
     /// Cancels an operation wherever it is.
@@ -149,6 +200,11 @@ impl Core {
         }
         if self.st.matcher.cancel(op) {
             let error = Error::new(ErrorKind::Cancelled, what, "cancelled before a message matched it");
+            self.st.ops.finish(op, Err(Box::new(error)));
+            return;
+        }
+        if self.leave_gate(op) {
+            let error = Error::new(ErrorKind::Cancelled, what, "cancelled before its memory was ready");
             self.st.ops.finish(op, Err(Box::new(error)));
             return;
         }

@@ -10,6 +10,7 @@ use std::time::Duration;
 use crossrail_types::{EndpointId, Error, ErrorKind, IoThreads, OpId, Result};
 use parking_lot::{Condvar, Mutex};
 
+use crate::admit::Inbox;
 use crate::buffer::Buffer;
 use crate::context::Context;
 use crate::core::Core;
@@ -70,6 +71,8 @@ pub(crate) struct Shared {
     pub(crate) events: EventsFd,
     /// Something finished.
     pub(crate) done: Condvar,
+    /// What GPUs' stagers have finished.
+    pub(crate) inbox: Inbox,
     pub(crate) background: Mutex<Option<Thread>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -104,13 +107,14 @@ impl Worker {
             log.warn(format_args!("{warning}"));
         }
         let events = EventsFd::new()?;
+        let inbox = Inbox::default();
         let threads = io_threads(context);
         let groups = (0..=if threads > 1 { threads } else { 0 }).map(|_| Group::new()).collect::<Result<Vec<_>>>()?;
         let shared = Arc::new_cyclic(|me| Shared {
             me: me.clone(),
             context: context.clone(),
             log,
-            core: Mutex::new(Core::new(State::new(log, context.arena().clone()))),
+            core: Mutex::new(Core::new(State::new(log, context.arena().clone()), inbox.clone())),
             groups,
             links: Links::default(),
             keeper: Keeper::default(),
@@ -121,6 +125,7 @@ impl Worker {
             closing: AtomicBool::new(false),
             events,
             done: Condvar::new(),
+            inbox,
             background: Mutex::new(None),
             threads: Mutex::new(Vec::new()),
         });
@@ -193,8 +198,10 @@ impl Worker {
     /// message longer than the buffer fails with `Truncated`, at the sender too.
     pub fn recv(&self, buffer: impl Into<Buffer>, tag: u64, mask: u64, from: Option<&Endpoint>) -> Result<Request> {
         let shared = self.shared();
+        let mut buffer = buffer.into();
+        shared.admit(&mut buffer)?;
         let mut core = shared.core.lock();
-        let op = core.receive(buffer.into(), tag, mask, from.map(|from| from.id));
+        let op = core.receive(buffer, tag, mask, from.map(|from| from.id));
         shared.after(core);
         Ok(Request::new(shared, op?))
     }
@@ -359,6 +366,7 @@ impl Shared {
         for peer in core.st.peers.iter().flatten() {
             peer.passives_of(region).for_each(|grant| grant.revoke());
         }
+        core.st.let_go_of_region(region);
         core.st.regions.remove(region);
         self.after(core);
         true
@@ -396,7 +404,9 @@ impl Shared {
         }
         let mut core = self.core.lock();
         core.abandon();
+        let gpus = core.st.staging.take_gpus();
         self.after(core);
+        drop(gpus);
         self.done.notify_all();
     }
 }

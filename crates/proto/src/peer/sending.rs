@@ -32,6 +32,25 @@ impl Peer {
     #[inline]
     pub fn next(&mut self, now: Time, lane: LaneId) -> Option<Out> {
         let at = self.lane_at(lane)?;
+        if let Some(out) = self.next_light(now, at) {
+            return Some(out);
+        }
+        if self.active.is_empty() || !self.carries_chunks(at) || !self.live() {
+            return None;
+        }
+        self.next_chunk(now, at)
+    }
+
+    /// [`Peer::next`] for a lane that is to take no chunk at present: it waits for the bytes of others.
+    pub fn next_but_chunks(&mut self, now: Time, lane: LaneId) -> Option<Out> {
+        let at = self.lane_at(lane)?;
+        self.next_light(now, at)
+    }
+
+    /// Acknowledgements and messages.
+    #[inline]
+    fn next_light(&mut self, now: Time, at: usize) -> Option<Out> {
+        let lane = self.lanes[at].spec.id;
         if self.lanes[at].owes() && matches!(self.phase, Phase::Live | Phase::Closed) {
             let count = self.lanes[at].tell();
             return Some(Out {
@@ -49,10 +68,7 @@ impl Peer {
         {
             return self.next_ack();
         }
-        if self.active.is_empty() || !self.carries_chunks(at) || !self.live() {
-            return None;
-        }
-        self.next_chunk(now, at)
+        None
     }
 
     /// Whether [`Peer::next`] might have something for this lane. Cheap.

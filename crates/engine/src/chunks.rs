@@ -1,0 +1,648 @@
+//! Chunks of GPU memory: packed into bounce slots before a lane takes them, unpacked from bounce slots after it brought
+//! them. Under the worker's lock; what takes time is done by the GPUs' stagers.
+//!
+//! ```text
+//! out: protocol ─ chunk ─> queue of the lane: waits for a slot, is packed, waits for its turn ─> lane ─> acknowledged
+//! in:  lane ─ head ─> slot (or the lane waits) ─ payload ─> landed ─ unpacked ─> protocol: the bytes are there
+//! ```
+//!
+//! The chunks of a lane keep their order, by which the peer counts them. Everything else overtakes them: an
+//! acknowledgement that waited for a slot would be what the peer needs to give one back.
+
+use std::collections::VecDeque;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+use crossrail_proto as proto;
+use crossrail_transport::{Grant, Payload, Place, Tx};
+use crossrail_types::{EndpointId, LaneId};
+use proto::{Body, Landed, Memory, Out, Time};
+use slab::Slab;
+
+use crate::device::{Device, Ready};
+use crate::staging::{Client, Done, Slot, Way};
+use crate::state::{LaneState, State};
+
+/// Chunks that a lane has packed, or being packed, ahead of what it sends. More would keep slots from other lanes, and
+/// a slow rail would take more than its part.
+const LOOKAHEAD: usize = 4;
+
+/// Tokens of payloads that the engine itself has to do with; 0 is that of all others, small ones are the lane's own
+/// held payloads.
+pub(crate) const CONTROL: u64 = 1;
+pub(crate) const LANDED: u64 = 2;
+pub(crate) const BESIDE: u64 = 3;
+/// Of packed chunks on their way out, with their number.
+pub(crate) const PACKED: u64 = 1 << 63;
+
+/// A GPU that this worker's operations have named.
+pub(crate) struct Gpu {
+    pub(crate) device: Arc<Device>,
+    pub(crate) client: Client,
+}
+
+/// What a worker has to do with stagers.
+#[derive(Default)]
+pub(crate) struct Staging {
+    /// By number.
+    gpus: Vec<Option<Gpu>>,
+    work: Slab<Entry>,
+    serial: u32,
+    /// Lanes with chunks that wait for a slot, and lanes that hold a head for which there is none.
+    slotless: Vec<(EndpointId, LaneId)>,
+    waiting: Vec<(EndpointId, LaneId)>,
+}
+
+struct Entry {
+    serial: u32,
+    work: Work,
+}
+
+/// What a ticket stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Work {
+    Pack {
+        endpoint: EndpointId,
+        lane: LaneId,
+        number: u64,
+        memory: Memory,
+    },
+    Unpack {
+        endpoint: EndpointId,
+        memory: Memory,
+        landed: Landed,
+    },
+    /// Operations wait for an event of a caller's stream.
+    Gate,
+}
+
+impl Work {
+    fn of(&self, whose: EndpointId) -> bool {
+        matches!(self, Work::Pack { endpoint, .. } | Work::Unpack { endpoint, .. } if *endpoint == whose)
+    }
+
+    fn touches(&self, whose: EndpointId, which: impl Fn(&Memory) -> bool) -> bool {
+        self.of(whose) && matches!(self, Work::Pack { memory, .. } | Work::Unpack { memory, .. } if which(memory))
+    }
+}
+
+/// The chunks of one lane that go by way of slots.
+#[derive(Default)]
+pub(crate) struct Staged {
+    queue: VecDeque<Queued>,
+    /// With the lane, or with the peer.
+    flying: VecDeque<Flying>,
+    landing: Option<Landing>,
+}
+
+struct Queued {
+    number: u64,
+    out: Out,
+    stage: Stage,
+}
+
+enum Stage {
+    Slotless,
+    Packing,
+    Packed(Slot, Option<(RawFd, u64)>),
+    /// A chunk of host memory, which needs nothing but its turn.
+    Plain(Tx),
+    /// Its transfer is over, or its bytes cannot be had: it is only counted.
+    Void,
+}
+
+struct Flying {
+    number: u64,
+    slot: Option<Slot>,
+    sent: bool,
+}
+
+/// The payload that is coming in.
+enum Landing {
+    Chunk {
+        slot: Slot,
+        gpu: u32,
+        memory: Memory,
+        dst: u64,
+        len: usize,
+    },
+    /// A short message of a host sender's, for a GPU's memory.
+    Beside {
+        bytes: Box<[u8]>,
+        grant: Arc<Grant>,
+        gpu: u32,
+        memory: Memory,
+        dst: u64,
+    },
+}
+
+/// How long something was under way at least once, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Span {
+    count: u32,
+    since: Time,
+    ns: u64,
+}
+
+impl Span {
+    fn begin(&mut self, now: Time) {
+        if self.count == 0 {
+            self.since = now;
+        }
+        self.count += 1;
+    }
+
+    fn end(&mut self, now: Time) {
+        if self.count > 0 {
+            self.count -= 1;
+            if self.count == 0 {
+                self.ns += now.since(self.since);
+            }
+        }
+    }
+
+    pub(crate) fn ns(&self) -> u64 {
+        self.ns
+    }
+}
+
+/// Where an operation's time went, on account of GPU memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Times {
+    pub(crate) pack: Span,
+    pub(crate) unpack: Span,
+    pub(crate) slot: Span,
+}
+
+impl Staging {
+    pub(crate) fn gpu(&self, ordinal: u32) -> Option<&Gpu> {
+        self.gpus.get(ordinal as usize)?.as_ref()
+    }
+
+    /// Adds a GPU; the one given back is not needed, and must be dropped without the worker's lock.
+    pub(crate) fn add(&mut self, gpu: Gpu) -> Option<Gpu> {
+        let at = gpu.device.ordinal() as usize;
+        if self.gpus.len() <= at {
+            self.gpus.resize_with(at + 1, || None);
+        }
+        match &self.gpus[at] {
+            Some(_) => Some(gpu),
+            None => {
+                self.gpus[at] = Some(gpu);
+                None
+            }
+        }
+    }
+
+    /// Takes all GPUs away, to be dropped without the worker's lock.
+    pub(crate) fn take_gpus(&mut self) -> Vec<Option<Gpu>> {
+        std::mem::take(&mut self.gpus)
+    }
+
+    fn ticket(&mut self, work: Work) -> u64 {
+        self.serial = self.serial.wrapping_add(1);
+        let key = self.work.insert(Entry { serial: self.serial, work });
+        u64::from(self.serial) << 32 | key as u64
+    }
+
+    /// What that ticket stood for; `None`: it was given up.
+    pub(crate) fn take(&mut self, ticket: u64) -> Option<Work> {
+        let known = self.is_pending(ticket);
+        known.then(|| self.work.remove((ticket & u64::from(u32::MAX)) as usize).work)
+    }
+
+    /// Whether what that ticket stands for is not finished.
+    pub(crate) fn is_pending(&self, ticket: u64) -> bool {
+        let (key, serial) = ((ticket & u64::from(u32::MAX)) as usize, (ticket >> 32) as u32);
+        self.work.get(key).is_some_and(|entry| entry.serial == serial)
+    }
+
+    /// Waits for `event` on that GPU; the ticket to expect.
+    pub(crate) fn after(&mut self, ordinal: u32, event: Ready) -> Option<u64> {
+        let ticket = self.ticket(Work::Gate);
+        self.gpu(ordinal)?.client.after(ticket, event);
+        Some(ticket)
+    }
+
+    /// Nothing of what `which` names is touched any more; what could not be ended in time.
+    fn quiesce(&mut self, which: impl Fn(&Work) -> bool) -> Option<String> {
+        let found: Vec<(usize, u64)> = self
+            .work
+            .iter()
+            .filter(|(_, entry)| which(&entry.work))
+            .map(|(key, entry)| (key, u64::from(entry.serial) << 32 | key as u64))
+            .collect();
+        if found.is_empty() {
+            return None;
+        }
+        for (key, _) in &found {
+            self.work.try_remove(*key);
+        }
+        let tickets = |ticket| found.iter().any(|(_, known)| *known == ticket);
+        let failed = self.gpus.iter().flatten().filter_map(|gpu| gpu.client.quiesce(tickets).err());
+        failed.map(|error| error.to_string()).next()
+    }
+}
+
+impl LaneState {
+    fn staged(&mut self) -> &mut Staged {
+        self.staged.get_or_insert_default()
+    }
+
+    /// Whether it has as many chunks ahead as it may.
+    #[inline]
+    pub(crate) fn is_full(&self) -> bool {
+        self.staged.as_ref().is_some_and(|staged| {
+            staged.queue.len() >= LOOKAHEAD || staged.queue.iter().any(|queued| matches!(queued.stage, Stage::Slotless))
+        })
+    }
+
+    /// Whether it waits for chunks of its own: then its silence says nothing.
+    pub(crate) fn is_packing(&self) -> bool {
+        self.staged.as_ref().is_some_and(|staged| !staged.queue.is_empty())
+    }
+
+    /// Makes the chunk whose turn it is the next frame of the lane.
+    fn advance(&mut self) {
+        if self.pending.is_some() {
+            return;
+        }
+        let Some(staged) = &mut self.staged else { return };
+        let ready = |queued: &Queued| !matches!(queued.stage, Stage::Slotless | Stage::Packing);
+        if !staged.queue.front().is_some_and(ready) {
+            return;
+        }
+        let Some(Queued { number, out, stage }) = staged.queue.pop_front() else { return };
+        let tx = match stage {
+            Stage::Packed(slot, file) => {
+                let len = out.head.payload_len() as usize;
+                let payload = Payload { ptr: slot.ptr().cast_const(), len, file, grant: None };
+                staged.flying.push_back(Flying { number, slot: Some(slot), sent: false });
+                Tx { head: out.head, payload, token: PACKED | number }
+            }
+            Stage::Plain(tx) => tx,
+            _ => Tx { head: proto::frame::void(&out.head), payload: Payload::EMPTY, token: 0 },
+        };
+        self.pending = Some(tx);
+    }
+
+    /// The lane has let go of a packed chunk.
+    pub(crate) fn sent_packed(&mut self, number: u64) {
+        let acked = self.acked;
+        if let Some(staged) = &mut self.staged {
+            if let Some(flying) = staged.flying.iter_mut().find(|flying| flying.number == number) {
+                flying.sent = true;
+            }
+            staged.land_flying(acked);
+        }
+    }
+
+    /// The peer has consumed so many more of its chunks.
+    fn consumed(&mut self, chunks: u32) {
+        self.acked += u64::from(chunks);
+        let acked = self.acked;
+        if let Some(staged) = &mut self.staged {
+            staged.land_flying(acked);
+        }
+    }
+}
+
+impl Staged {
+    fn land_flying(&mut self, acked: u64) {
+        self.flying.retain(|flying| flying.number >= acked || !flying.sent);
+    }
+}
+
+impl State {
+    /// What the protocol has for that lane.
+    #[inline]
+    pub(crate) fn ask(&mut self, endpoint: EndpointId, lane: LaneId) -> Option<Out> {
+        let now = self.now;
+        let full = self.lane(lane).is_some_and(|lane| lane.is_full());
+        let peer = &mut self.peer(endpoint)?.peer;
+        if full { peer.next_but_chunks(now, lane) } else { peer.next(now, lane) }
+    }
+
+    /// Counts a chunk that the protocol has given to that lane. True: it waits in the lane's queue, to be packed.
+    pub(crate) fn stage(&mut self, endpoint: EndpointId, lane: LaneId, out: &Out) -> bool {
+        let Some(state) = self.lane(lane) else { return false };
+        let number = state.given;
+        state.given += 1;
+        let behind = state.is_packing();
+        let Body::Memory { memory, .. } = out.body else { return false };
+        let stage = match self.span(memory) {
+            Some((_, _, Some(_))) => Stage::Slotless,
+            _ if !behind => return false,
+            _ => match self.tx(endpoint, lane, out) {
+                Some(mut tx) => {
+                    self.keep(endpoint, lane, &out.body, &mut tx);
+                    Stage::Plain(tx)
+                }
+                None => Stage::Void,
+            },
+        };
+        if let Memory::Region { .. } = memory {
+            // So that it is known to be in use until the protocol releases it.
+            self.grant(endpoint, memory);
+        }
+        let slotless = matches!(stage, Stage::Slotless);
+        if let Some(state) = self.lane(lane) {
+            state.staged().queue.push_back(Queued { number, out: *out, stage });
+        }
+        if slotless {
+            self.supply(endpoint, lane, true);
+        }
+        true
+    }
+
+    /// Gives slots to chunks of the lane that have none, in their order. `new`: the last of them just came.
+    fn supply(&mut self, endpoint: EndpointId, lane: LaneId, new: bool) {
+        loop {
+            let Some(Some(state)) = self.lanes.get_mut(lane.0 as usize) else { return };
+            let Some(staged) = &mut state.staged else { return };
+            let Some(at) = staged.queue.iter().position(|queued| matches!(queued.stage, Stage::Slotless)) else {
+                return;
+            };
+            let (number, body) = (staged.queue[at].number, staged.queue[at].out.body);
+            let Body::Memory { memory, offset, len } = body else { return };
+            let stage = match self.reach(memory, offset, len) {
+                Some((src, ordinal)) => {
+                    match self.pack(Work::Pack { endpoint, lane, number, memory }, ordinal, src, len) {
+                        Some(()) => Stage::Packing,
+                        None => {
+                            if new {
+                                self.spend(memory, |times, now| times.slot.begin(now));
+                            }
+                            if !self.staging.slotless.contains(&(endpoint, lane)) {
+                                self.staging.slotless.push((endpoint, lane));
+                            }
+                            return;
+                        }
+                    }
+                }
+                None => Stage::Void,
+            };
+            if !new {
+                self.spend(memory, |times, now| times.slot.end(now));
+            }
+            if matches!(stage, Stage::Packing) {
+                self.spend(memory, |times, now| times.pack.begin(now));
+            }
+            if let Some(queued) = self.queued(lane, number) {
+                queued.stage = stage;
+            }
+            if let Some(state) = self.lane(lane) {
+                state.advance();
+            }
+        }
+    }
+
+    fn queued(&mut self, lane: LaneId, number: u64) -> Option<&mut Queued> {
+        self.lane(lane)?.staged.as_mut()?.queue.iter_mut().find(|queued| queued.number == number)
+    }
+
+    /// Where that piece of a GPU's memory is; `None`: it is not there.
+    fn reach(&mut self, memory: Memory, offset: u64, len: u32) -> Option<(u64, u32)> {
+        let (ptr, have, gpu) = self.span(memory)?;
+        let fits = offset.checked_add(u64::from(len)).is_some_and(|end| end <= have);
+        Some((ptr as u64 + offset, gpu.filter(|_| fits)?))
+    }
+
+    fn pack(&mut self, work: Work, ordinal: u32, src: u64, len: u32) -> Option<()> {
+        let slot = self.staging.gpu(ordinal)?.client.slot(Way::Out)?;
+        let ticket = self.staging.ticket(work);
+        self.staging.gpu(ordinal)?.client.pack(ticket, src, slot, len as usize);
+        Some(())
+    }
+
+    /// Slots may be free: gives them to whoever waits for one.
+    pub(crate) fn supply_all(&mut self) {
+        for (endpoint, lane) in std::mem::take(&mut self.staging.slotless) {
+            self.supply(endpoint, lane, false);
+        }
+    }
+
+    /// [`proto::Event::Acked`].
+    pub(crate) fn acked(&mut self, lane: LaneId, chunks: u32) {
+        if let Some(state) = self.lane(lane) {
+            state.consumed(chunks);
+        }
+        if !self.staging.slotless.is_empty() {
+            self.supply_all();
+        }
+    }
+
+    /// After a frame of the lane's was taken: the next packed chunk, if it has its turn.
+    #[inline]
+    pub(crate) fn advance(&mut self, lane: LaneId) {
+        if let Some(state) = self.lane(lane)
+            && state.staged.is_some()
+        {
+            state.advance();
+        }
+    }
+
+    /// Notes where an operation's time goes.
+    fn spend(&mut self, memory: Memory, how: impl FnOnce(&mut Times, Time)) {
+        let now = self.tick();
+        if let Memory::Op(op) = memory
+            && let Some(op) = self.ops.op_mut(op)
+        {
+            how(op.times.get_or_insert_default(), now);
+        }
+    }
+
+    // ---- in
+
+    /// Where the payload of a GPU's memory goes at first.
+    pub(crate) fn place_beside(&mut self, endpoint: EndpointId, lane: LaneId, to: Beside) -> Place {
+        let Beside { memory, dst, gpu, len, chunk } = to;
+        if len == 0 {
+            return Place::Into { dst: std::ptr::dangling_mut(), len: 0, grant: None, token: 0 };
+        }
+        if let Memory::Region { .. } = memory {
+            self.grant(endpoint, memory);
+        }
+        if !chunk {
+            let Some(grant) = self.grant(endpoint, memory) else { return Place::Discard };
+            let mut bytes: Box<[u8]> = vec![0; len].into();
+            let into = bytes.as_mut_ptr();
+            let landing = Landing::Beside { bytes, grant: grant.clone(), gpu, memory, dst };
+            let Some(state) = self.lane(lane) else { return Place::Discard };
+            state.staged().landing = Some(landing);
+            return Place::Into { dst: into, len, grant: Some(grant), token: BESIDE };
+        }
+        let Some(client) = self.staging.gpu(gpu).map(|gpu| &gpu.client) else { return Place::Discard };
+        if len > client.slot_len() {
+            return Place::Refuse(format!("a chunk of {len} bytes, longer than was agreed"));
+        }
+        let slot = client.slot(Way::In).or_else(|| {
+            client.when_free();
+            client.slot(Way::In)
+        });
+        let held = self.staging.waiting.iter().position(|waiting| *waiting == (endpoint, lane));
+        let Some(slot) = slot else {
+            if held.is_none() {
+                self.staging.waiting.push((endpoint, lane));
+                self.spend(memory, |times, now| times.slot.begin(now));
+            }
+            let now = self.now;
+            if let Some(peer) = self.peer(endpoint) {
+                peer.peer.unplace(now, lane);
+            }
+            return Place::Wait;
+        };
+        if let Some(at) = held {
+            self.staging.waiting.swap_remove(at);
+            self.spend(memory, |times, now| times.slot.end(now));
+        }
+        let into = slot.ptr();
+        let Some(state) = self.lane(lane) else { return Place::Discard };
+        state.staged().landing = Some(Landing::Chunk { slot, gpu, memory, dst, len });
+        Place::Into { dst: into, len, grant: None, token: LANDED }
+    }
+
+    /// The payload of a GPU's memory is in its slot, or in host memory. True: the protocol is to be told that it was
+    /// placed. `Err` kills the lane.
+    pub(crate) fn placed_beside(&mut self, endpoint: EndpointId, lane: LaneId) -> Result<bool, String> {
+        let now = self.now;
+        let landing = self.lane(lane).and_then(|lane| lane.staged.as_mut()?.landing.take());
+        match landing {
+            Some(Landing::Chunk { slot, gpu, memory, dst, len }) => {
+                let Some(peer) = self.peer(endpoint) else { return Ok(false) };
+                let Some(landed) = peer.peer.landed(now, lane)? else { return Ok(false) };
+                self.spend(memory, |times, now| times.unpack.begin(now));
+                let ticket = self.staging.ticket(Work::Unpack { endpoint, memory, landed });
+                if let Some(gpu) = self.staging.gpu(gpu) {
+                    gpu.client.unpack(ticket, slot, dst, len);
+                }
+                Ok(false)
+            }
+            Some(Landing::Beside { bytes, grant, gpu, memory, dst }) => {
+                if !grant.is_revoked()
+                    && let Err(why) = self.copy_in(gpu, dst, &bytes)
+                    && let Some(peer) = self.peer(endpoint)
+                {
+                    peer.peer.fail(now, memory, why);
+                }
+                Ok(true)
+            }
+            None => Ok(true),
+        }
+    }
+
+    /// Copies a few bytes to a GPU's memory, at once.
+    pub(crate) fn copy_in(&self, gpu: u32, dst: u64, bytes: &[u8]) -> Result<(), String> {
+        let gpu = self.staging.gpu(gpu).ok_or_else(|| format!("cuda:{gpu} is not in use"))?;
+        gpu.device.copy_in(dst, bytes).map_err(|error| error.to_string())
+    }
+
+    // ---- what the stagers have done
+
+    /// One piece of work is finished; whose it was.
+    pub(crate) fn stage_done(&mut self, work: Work, done: Done) -> Option<EndpointId> {
+        let now = self.tick();
+        let failed = done.result.err().map(|error| error.to_string());
+        match work {
+            Work::Pack { endpoint, lane, number, memory } => {
+                self.spend(memory, |times, now| times.pack.end(now));
+                let stage = match (done.slot, &failed) {
+                    (Some(slot), None) => {
+                        let file = self.file(slot.ptr(), slot.len());
+                        Stage::Packed(slot, file)
+                    }
+                    _ => Stage::Void,
+                };
+                if let Some(queued) = self.queued(lane, number) {
+                    queued.stage = stage;
+                }
+                if let (Some(why), Some(peer)) = (failed, self.peer(endpoint)) {
+                    peer.peer.fail(now, memory, why);
+                }
+                self.advance(lane);
+                self.tell_bulk(endpoint, lane);
+                Some(endpoint)
+            }
+            Work::Unpack { endpoint, memory, landed } => {
+                self.spend(memory, |times, now| times.unpack.end(now));
+                let peer = self.peer(endpoint)?;
+                match failed {
+                    None => peer.peer.unpacked(now, landed),
+                    Some(why) => peer.peer.unpack_failed(now, landed, why),
+                }
+                Some(endpoint)
+            }
+            Work::Gate => None,
+        }
+    }
+
+    /// Has the lanes that wait for a slot look again.
+    pub(crate) fn retry_waiting(&mut self) {
+        for (endpoint, lane) in self.staging.waiting.clone() {
+            self.tell_bulk(endpoint, lane);
+        }
+    }
+
+    fn tell_bulk(&mut self, endpoint: EndpointId, lane: LaneId) {
+        if let Some(bulk) = self.peer(endpoint).and_then(|peer| peer.bulk.iter().find(|bulk| bulk.id == lane)) {
+            bulk.wanted.raise();
+        }
+    }
+
+    // ---- what ends
+
+    /// That memory is no longer the protocol's: nothing may touch it, and its chunks go out as void.
+    pub(crate) fn let_go(&mut self, endpoint: EndpointId, which: impl Fn(&Memory) -> bool + Copy) {
+        if self.staging.gpus.is_empty() {
+            return;
+        }
+        if let Some(why) = self.staging.quiesce(|work| work.touches(endpoint, which)) {
+            self.log.error(format_args!("memory of a GPU is still in use: {why}"));
+        }
+        let lanes = self.peer(endpoint).map(|peer| peer.lanes.clone()).unwrap_or_default();
+        for lane in lanes {
+            let Some(staged) = self.lane(lane).and_then(|lane| lane.staged.as_mut()) else { continue };
+            for queued in &mut staged.queue {
+                let of = matches!(&queued.out.body, Body::Memory { memory, .. } if which(memory));
+                if of && matches!(queued.stage, Stage::Slotless | Stage::Packing) {
+                    queued.stage = Stage::Void;
+                }
+            }
+            self.advance(lane);
+            self.tell_bulk(endpoint, lane);
+        }
+    }
+
+    /// The peer is gone: nothing is packed for it or unpacked from it any more.
+    pub(crate) fn let_go_of_all(&mut self, endpoint: EndpointId) {
+        if let Some(why) = self.staging.quiesce(|work| work.of(endpoint)) {
+            self.log.error(format_args!("memory of a GPU is still in use: {why}"));
+        }
+        self.staging.slotless.retain(|(of, _)| *of != endpoint);
+        self.staging.waiting.retain(|(of, _)| *of != endpoint);
+    }
+
+    /// The region is the caller's again.
+    pub(crate) fn let_go_of_region(&mut self, region: proto::RegionRef) {
+        let of = |memory: &Memory| matches!(memory, Memory::Region { region: of, .. } if *of == region);
+        for at in 0..self.peers.len() as u32 {
+            self.let_go(EndpointId(at), of);
+        }
+    }
+
+    /// The lane is gone.
+    pub(crate) fn forget_lane(&mut self, lane: LaneId) {
+        self.staging.slotless.retain(|(_, of)| *of != lane);
+        self.staging.waiting.retain(|(_, of)| *of != lane);
+        self.supply_all();
+    }
+}
+
+/// A payload for a GPU's memory.
+pub(crate) struct Beside {
+    pub(crate) memory: Memory,
+    pub(crate) dst: u64,
+    pub(crate) gpu: u32,
+    pub(crate) len: usize,
+    pub(crate) chunk: bool,
+}
