@@ -41,7 +41,7 @@ pub use event::Event;
 pub use ipc::{IpcHandle, IpcMapping};
 pub use memory::{DeviceMemory, PinnedMemory, RegisteredMemory};
 pub use module::{Function, Grid, KernelArgs, Module, Usage};
-pub use pointer::{MemoryKind, PointerInfo};
+pub use pointer::{MemoryKind, PointerInfo, owner};
 pub use stream::Stream;
 pub use vmm::{Allocation, MappedPiece, Mapping};
 

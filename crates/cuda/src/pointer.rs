@@ -6,7 +6,7 @@ use std::ffi::{c_int, c_void};
 use crossrail_types::Result;
 use cudarc::driver::sys::{CUmemAllocationHandleType, CUpointer_attribute};
 
-use crate::Context;
+use crate::{Context, Cuda};
 
 const HOST: u32 = 1;
 const DEVICE: u32 = 2;
@@ -100,4 +100,21 @@ impl PointerInfo {
             id,
         })
     }
+}
+
+/// The GPU that `address` is memory of, or was made for; `None` when the driver knows no such memory. Needs no context,
+/// and makes none. Any number may be asked for; nothing is read there.
+///
+/// # Errors
+/// A failed call.
+pub fn owner(cuda: &Cuda, address: u64) -> Result<Option<u32>> {
+    use CUpointer_attribute as Attribute;
+    let (mut kind, mut ordinal): (u32, c_int) = (0, -1);
+    let mut attributes = [Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, Attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL];
+    let mut places: [*mut c_void; 2] = [(&raw mut kind).cast(), (&raw mut ordinal).cast()];
+    let _relaxed = cuda.relaxed();
+    // SAFETY: both arrays have 2 entries, and each place is as large as its attribute's documented type.
+    let code = unsafe { (cuda.raw().cuPointerGetAttributes)(2, attributes.as_mut_ptr(), places.as_mut_ptr(), address) };
+    cuda.check("pointer", "cuPointerGetAttributes", code)?;
+    Ok(u32::try_from(ordinal).ok().filter(|_| kind != 0))
 }

@@ -4,11 +4,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossrail_cuda::{Capture, Context, Cuda, Event, MemoryKind, PinnedMemory, PointerInfo, Stream};
+use crossrail_cuda::{Context, Cuda, Event, MemoryKind, PinnedMemory, PointerInfo, Stream};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
 use super::Ready;
+use super::order::{self, Streams};
 use super::ready::Point;
 
 /// Pinned memory that synchronous copies go through.
@@ -20,6 +21,7 @@ pub(super) struct CudaDevice {
     limit: Duration,
     /// Made by the first copy.
     copies: Mutex<Option<Copies>>,
+    before: Streams,
 }
 
 struct Copies {
@@ -33,7 +35,7 @@ struct Copies {
 impl CudaDevice {
     pub(super) fn open(cuda: &Cuda, ordinal: u32, limit: Duration) -> Result<CudaDevice> {
         let context = Context::primary(&cuda.device(ordinal)?)?;
-        Ok(CudaDevice { context, limit, copies: Mutex::new(None) })
+        Ok(CudaDevice { context, limit, copies: Mutex::new(None), before: Streams::default() })
     }
 
     pub(super) fn context(&self) -> &Context {
@@ -80,17 +82,21 @@ impl CudaDevice {
     pub(super) unsafe fn ready(&self, stream: u64) -> Result<Ready> {
         // SAFETY: the caller vouches for the stream.
         let stream = unsafe { Stream::borrow(&self.context, stream)? };
-        if stream.capture()? != Capture::None {
-            let detail = "the stream is being captured, and nothing in it is carried out before the graph is launched";
-            return Err(Error::new(
-                ErrorKind::Usage,
-                format!("stream on cuda:{}", self.context.device().ordinal()),
-                detail,
-            )
-            .with_hint("capture Mapped::put instead, or start the operation outside the capture"));
-        }
+        order::refuse_captured(&stream)?;
+        self.point(&stream)
+    }
+
+    /// See [`super::Device::ordered`].
+    pub(super) fn ordered<T, E: From<Error>>(
+        &self,
+        ask: impl FnOnce(u64) -> std::result::Result<T, E>,
+    ) -> std::result::Result<(T, Ready), E> {
+        self.before.ordered(&self.context, ask, |stream| self.point(stream))
+    }
+
+    fn point(&self, stream: &Stream) -> Result<Ready> {
         let event = Event::new(&self.context)?;
-        event.record(&stream)?;
+        event.record(stream)?;
         Ok(Ready(Point::Cuda(Arc::new(event))))
     }
 

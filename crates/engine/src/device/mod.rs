@@ -10,6 +10,7 @@
 
 mod alloc;
 mod cuda;
+mod order;
 mod ready;
 #[cfg(any(test, feature = "simulated-gpu"))]
 pub(crate) mod simulated;
@@ -90,6 +91,23 @@ impl Devices {
             device.check(ptr, len)?;
         }
         Ok(device)
+    }
+
+    /// The GPU whose memory `ptr` is, by number. Any number may be asked for; nothing is read there.
+    ///
+    /// # Errors
+    /// `Usage` when it is no GPU's; `Unsupported` with the reason where there is no CUDA.
+    pub(crate) fn owner(&self, ptr: u64) -> Result<u32> {
+        let owner = match &self.makes {
+            Makes::Cuda(_) => crossrail_cuda::owner(self.cuda()?, ptr)?,
+            #[cfg(any(test, feature = "simulated-gpu"))]
+            Makes::Simulated(gpus) => gpus.iter().find(|gpu| gpu.check(ptr, 1).is_ok()).map(|gpu| gpu.ordinal()),
+        };
+        let stranger = || {
+            let detail = format!("{ptr:#x} is no memory that the CUDA driver knows: freed, or of the host");
+            Error::new(ErrorKind::Usage, "GPU memory", detail)
+        };
+        owner.ok_or_else(stranger)
     }
 
     /// GPU `ordinal`, opened by the first call.
@@ -249,6 +267,25 @@ impl Device {
             Kind::Cuda(device) => unsafe { device.ready(stream) },
             #[cfg(any(test, feature = "simulated-gpu"))]
             Kind::Simulated(gpu) => gpu.ready(stream),
+        }
+    }
+
+    /// Lets `ask` put work of somebody else's before a stream of ours, given by its handle; what it says, and that work
+    /// as something to wait for. No other operation's work is waited for. The GPU is the thread's current one meanwhile.
+    ///
+    /// # Errors
+    /// `ask`'s; `Usage` when its work is being captured; what the driver says.
+    pub(crate) fn ordered<T, E: From<Error>>(
+        &self,
+        ask: impl FnOnce(u64) -> std::result::Result<T, E>,
+    ) -> std::result::Result<(T, Ready), E> {
+        match &self.kind {
+            Kind::Cuda(device) => device.ordered(ask),
+            #[cfg(any(test, feature = "simulated-gpu"))]
+            Kind::Simulated(gpu) => {
+                let answer = ask(1)?;
+                Ok((answer, gpu.ready(0)?))
+            }
         }
     }
 
