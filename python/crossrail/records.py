@@ -54,6 +54,9 @@ class ReceiptRecord(TypedDict):
     window_us: float
     wire_us: float
     copy_us: float
+    pack_us: float
+    unpack_us: float
+    slot_us: float
     notes: list[str]
 
 

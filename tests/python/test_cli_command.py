@@ -143,6 +143,15 @@ def test_version_and_help_are_data() -> None:
         (("bench", "latency", "--window=4"), ("--window",)),
         (("bench", "p2p", "--sizes=1:4"), ("one size",)),
         (("bench", "latency", "--memory=tape"), ("tape", "shared", "ordinary")),
+        (("bench", "p2p", "--device=tpu"), ("tpu", "cpu, cuda, cuda:N")),
+        (("bench", "p2p", "--device=cuda:0,cuda:1,cuda:2"), ("--device", "both ends")),
+        (("bench", "p2p", "--device=cuda:0", "--memory=shared"), ("--memory", "--device")),
+        (("bench", "p2p", "--unpack=magic"), ("magic", "kernel", "d2d", "host")),
+        (("bench", "p2p", "--unpack=host"), ("--unpack", "--device")),
+        (("bench", "p2p", "--unpack=host", "--device=cpu"), ("--unpack", "--device")),
+        (("bench", "p2p", "--listen", "--device=cuda:0,cuda:1"), ("--device", "alone")),
+        (("bench", "latency", "--op=read"), ("read", "send", "write")),
+        (("bench", "bandwidth", "--op=write"), ("--op",)),
         (("bench", "latency", "--compare=ftp"), ("ftp", "ucx, iperf3")),
         (("bench", "latency", "--listen", "--connect=127.0.0.1"), ("exclude",)),
         (("bench", "latency", "--connect=127.0.0.1:http"), ("http", "port")),
@@ -285,6 +294,29 @@ def test_bandwidth(memory: str, tmp_path: Path) -> None:
         assert row.gb_per_s == pytest.approx(row.bytes_logical / sum(row.samples_us) / 1e3)
 
 
+def test_writes_stand_beside_messages(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    done = run("bench", "latency", "--op=both", "--sizes=8,64K", "--iters=50", f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    rows = Report.loads(path.read_text()).rows
+    assert [(row.what, row.size) for row in rows] == [
+        ("latency", 8),
+        ("latency", 65536),
+        ("write", 8),
+        ("write", 65536),
+    ]
+    assert all(row.samples_us and row.p50_us and row.gb_per_s is None for row in rows)
+    assert "one-sided, until the other host has seen it" in done.stdout
+    (only,) = json.loads(run("bench", "latency", "--op=write", "--json=-", *QUICK).stdout)["rows"]
+    assert only["what"] == "write"
+
+
+def test_p2p_over_shared_memory_has_no_raw_sockets_beside_it() -> None:
+    done = run("bench", "p2p", "--transport=shm", "--size=1M", "--iters=2", "--json=-")
+    (row,) = Report.loads(done.stdout).rows
+    assert (row.raw_tcp_us, row.raw_tcp_gb_per_s, row.device) == ([], None, None)
+
+
 def test_p2p_over_four_rails_of_loopback(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     rails = "127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4"
@@ -296,7 +328,10 @@ def test_p2p_over_four_rails_of_loopback(tmp_path: Path) -> None:
     assert len(row.iterations) == 3
     assert {lane.device for lane in row.lanes} == set(rails.split(","))
     assert sum(lane.share for lane in row.lanes) == pytest.approx(1.0)
+    assert len(row.raw_tcp_us) == 5
+    assert row.raw_tcp_gb_per_s == pytest.approx(row.size / sorted(row.raw_tcp_us)[2] / 1e3)
     assert row.verdict is not None
+    assert f"plain TCP sockets over the same rails: {row.raw_tcp_gb_per_s:.2f} GB/s" in done.stdout
     for part in (
         "sender GB/s",
         "receiver GB/s",

@@ -1,6 +1,7 @@
 """Tables are views of the JSON: the figures printed are those in it, with their units."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from report_samples import bandwidth_report, environment, latency_report, p2p_report
@@ -47,8 +48,29 @@ def test_p2p_shows_both_ends_lanes_stages_and_a_verdict() -> None:
     assert rail == ["tcp/eth1", "2.10", "MB", "52.5%", "0.53", "-", "12", "0", "3"]
     assert line_with(text, "wire ", "%").split() == ["wire", "0.900", "90%"]
     assert "data: verified before and after the timing" in text
-    assert "verdict: wire:" in text
+    assert "verdict: network:" in text
     assert "iperf3: 0.80 GB/s (iperf3, 2 at once); ratio 1.25" in text
+
+
+def test_p2p_of_gpus_shows_their_stages_and_what_the_parts_do_alone() -> None:
+    report = p2p_report()
+    (row,) = report.rows
+    assert row.stages is not None
+    row = replace(
+        row,
+        device="cuda:0,cuda:1",
+        unpack="kernel",
+        unpack_gb_per_s={"kernel": 30.0, "host": 5.0},
+        raw_tcp_gb_per_s=2.0,
+        stages=replace(row.stages, pack_us=300.0, unpack_us=200.0, slot_us=100.0),
+    )
+    text = printed(replace(report, rows=[row]))
+    assert "over tcp from cuda:0 to cuda:1" in text
+    assert line_with(text, "unpack ", "20%").split() == ["unpack", "0.200", "20%"]
+    assert line_with(text, "slot ", "10%").split() == ["slot", "0.100", "10%"]
+    assert "plain TCP sockets over the same rails: 2.00 GB/s; this is 50% of it" in text
+    assert "unpacking alone on the receiver's GPU: kernel 30.00, host 5.00 GB/s; this used kernel" in text
+    assert "unpack" not in printed(report)
 
 
 def test_an_unknown_row_is_said_not_dropped() -> None:

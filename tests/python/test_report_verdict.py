@@ -44,11 +44,12 @@ def test_a_late_receiver() -> None:
     assert (verdict.holds, "40%" in verdict.text, "Post receives" in verdict.text) == ("match", True, True)
 
 
-@pytest.mark.parametrize(("window_us", "holds"), [(240.0, "wire"), (260.0, "window")])
+@pytest.mark.parametrize(("window_us", "holds"), [(240.0, "network"), (260.0, "window")])
 def test_a_full_window(window_us: float, holds: str) -> None:
     verdict = judge(facts(stages=replace(FULL, window_us=window_us)))
     assert verdict.holds == holds
     if holds == "window":
+        assert "window: raise to 32" in verdict.text
         assert "26%" in verdict.text
         assert "--window 32 or --chunk 4M" in verdict.text
 
@@ -63,7 +64,7 @@ def test_a_full_window(window_us: float, holds: str) -> None:
 )
 def test_copying(protocol: str, memory: str, said: str) -> None:
     verdict = judge(facts(protocol=protocol, memory=memory, stages=replace(FULL, copy_us=900.0), lanes=[]))
-    assert verdict.holds == "copy"
+    assert verdict.holds == "host memory"
     assert "90%" in verdict.text
     assert "1.00 GB/s" in verdict.text
     assert said in verdict.text
@@ -71,7 +72,7 @@ def test_copying(protocol: str, memory: str, said: str) -> None:
 
 def test_full_rails_want_more_rails() -> None:
     verdict = judge(facts(lanes=rails(4, 0.24, line=0.25)))
-    assert verdict.holds == "wire"
+    assert verdict.holds == "network"
     assert "100% of their 1.00 GB/s: full" in verdict.text
 
 
@@ -93,4 +94,142 @@ def test_loss_is_named_with_its_rail() -> None:
 
 
 def test_nothing_measured_is_no_crash() -> None:
-    assert judge(facts(us=0.0, lanes=[], gb_per_s=0.0)).holds == "wire"
+    assert judge(facts(us=0.0, lanes=[], gb_per_s=0.0)).holds == "network"
+
+
+def gpu(**changes) -> Facts:
+    """A transfer into GPU memory over TCP that nothing in particular holds back: half of what sockets carry."""
+    base = facts(
+        device="cuda:0,cuda:1",
+        memory=None,
+        unpack="kernel",
+        unpack_gb_per_s={"kernel": 30.0, "d2d": 9.0, "host": 5.0},
+        raw_gb_per_s=2.0,
+        bounce=128 << 20,
+        stages=replace(FULL, pack_us=100.0, unpack_us=60.0, slot_us=10.0),
+    )
+    return replace(base, **changes)
+
+
+@pytest.mark.parametrize(("rate", "holds"), [(1.69, "host memory"), (1.71, "network")])
+@pytest.mark.parametrize("made", [facts, gpu])
+def test_near_the_raw_sockets_it_is_the_network(made, rate: float, holds: str) -> None:
+    verdict = judge(made(gb_per_s=rate, raw_gb_per_s=2.0))
+    assert verdict.holds == holds
+    assert verdict.text.startswith(f"{holds}: ")
+    assert "2.00 GB/s that plain TCP sockets" in verdict.text or "plain TCP sockets carried 2.00 GB/s" in verdict.text
+    if holds == "network":
+        assert "86% of the 2.00 GB/s" in verdict.text
+
+
+def test_a_network_that_is_full_hides_windows_slots_and_unpacking() -> None:
+    stages = replace(FULL, window_us=900.0, slot_us=900.0, unpack_us=900.0, copy_us=900.0)
+    assert judge(gpu(gb_per_s=1.9, stages=stages)).holds == "network"
+    assert judge(gpu(gb_per_s=1.9, stages=replace(stages, match_us=300.0))).holds == "match"
+
+
+@pytest.mark.parametrize(("rate", "holds"), [(4.2, "host memory"), (4.3, "unpack")])
+def test_near_what_the_way_to_unpack_does_alone_another_is_advised(rate: float, holds: str) -> None:
+    verdict = judge(gpu(unpack="host", gb_per_s=rate, raw_gb_per_s=20.0))
+    assert verdict.holds == holds
+    if holds == "unpack":
+        assert verdict.text.startswith("unpack: use kernel. ")
+        assert "kernel 30.00 GB/s, d2d 9.00 GB/s, host 5.00 GB/s" in verdict.text
+        assert "by host, at 4.30 GB/s" in verdict.text
+
+
+@pytest.mark.parametrize(("busy_us", "holds"), [(790.0, "host memory"), (810.0, "unpack")])
+def test_a_transfer_that_unpacks_all_the_time(busy_us: float, holds: str) -> None:
+    stages = replace(FULL, unpack_us=busy_us)
+    verdict = judge(gpu(unpack="d2d", stages=stages))
+    assert verdict.holds == holds
+    if holds == "unpack":
+        assert verdict.text.startswith("unpack: use kernel. 81% of the time was unpacking, by d2d")
+
+
+@pytest.mark.parametrize(("kernel", "advised"), [(9.8, False), (10.0, True)])
+def test_another_way_must_be_a_tenth_faster_to_be_advised(kernel: float, advised: bool) -> None:
+    rates = {"kernel": kernel, "d2d": 9.0, "host": 5.0}
+    text = judge(gpu(unpack="d2d", unpack_gb_per_s=rates, stages=replace(FULL, unpack_us=900.0))).text
+    assert ("use kernel" in text) is advised
+    assert ("d2d is the fastest way here" in text) is not advised
+
+
+def test_the_fastest_way_to_unpack_wants_larger_chunks() -> None:
+    verdict = judge(gpu(stages=replace(FULL, unpack_us=900.0)))
+    assert verdict.holds == "unpack"
+    assert "kernel is the fastest way here: larger chunks (--chunk)" in verdict.text
+
+
+def test_without_the_rates_of_unpacking_its_share_still_counts() -> None:
+    verdict = judge(gpu(unpack_gb_per_s={}, stages=replace(FULL, unpack_us=900.0)))
+    assert verdict.holds == "unpack"
+    assert "alone" not in verdict.text
+
+
+@pytest.mark.parametrize(("slot_us", "holds"), [(240.0, "host memory"), (260.0, "bounce")])
+def test_chunks_that_wait_for_slots_want_more_bounce_memory(slot_us: float, holds: str) -> None:
+    verdict = judge(gpu(stages=replace(FULL, slot_us=slot_us, unpack_us=300.0)))
+    assert verdict.holds == holds
+    if holds == "bounce":
+        assert "26% of the time chunks waited" in verdict.text
+        assert "of 128M" in verdict.text
+        assert "CROSSRAIL_BOUNCE=256M" in verdict.text
+
+
+@pytest.mark.parametrize(("busy_us", "holds"), [(390.0, "bounce"), (410.0, "unpack")])
+def test_slots_that_unpacking_holds_are_not_for_want_of_memory(busy_us: float, holds: str) -> None:
+    assert judge(gpu(stages=replace(FULL, slot_us=300.0, unpack_us=busy_us))).holds == holds
+
+
+@pytest.mark.parametrize(
+    ("window", "idle_us", "raw", "said"),
+    [
+        (16, 260.0, None, "raise to 32."),
+        (12, 260.0, None, "raise to 32."),  # 12 / 0.74 = 16.2
+        (16, 800.0, None, "raise to 128."),
+        (16, 260.0, 4.5, "raise to 128."),  # 16 x 4.5 = 72
+        (16, 260.0, 3.9, "raise to 64."),
+        (512, 900.0, None, "raise to 1024."),
+        (1024, 900.0, None, "raise it."),
+        (None, 900.0, None, "raise it."),
+        (16, 1000.0, None, "raise to 32."),
+    ],
+)
+def test_how_far_to_raise_the_window(window: int | None, idle_us: float, raw: float | None, said: str) -> None:
+    stages = replace(FULL, window_us=idle_us)
+    verdict = judge(facts(window=window, stages=stages, raw_gb_per_s=raw))
+    assert verdict.holds == "window"
+    assert f"window: {said}" in verdict.text
+    assert ("plain TCP sockets carried" in verdict.text) is (raw is not None)
+    assert "--chunk 4M" in verdict.text
+    if window == 1024:
+        assert "--window" not in verdict.text
+
+
+def test_host_memory_is_what_is_left() -> None:
+    verdict = judge(gpu())
+    assert verdict.holds == "host memory"
+    for part in ("1.00 GB/s", "carried 2.00 GB/s", "kernel unpacks 30.00 GB/s alone", "10% packing", "6% unpacking"):
+        assert part in verdict.text, verdict.text
+    host = judge(facts(raw_gb_per_s=2.0))
+    assert host.holds == "host memory"
+    assert "unpack" not in host.text
+
+
+@pytest.mark.parametrize(("copy_us", "said"), [(490.0, "where plain TCP"), (510.0, "went into copying memory")])
+def test_half_of_the_time_copying_is_memory(copy_us: float, said: str) -> None:
+    verdict = judge(gpu(stages=replace(FULL, copy_us=copy_us)))
+    assert verdict.holds == "host memory"
+    assert said in verdict.text
+
+
+def test_a_copy_from_gpu_to_gpu_is_no_host_memory() -> None:
+    verdict = judge(gpu(protocol="direct(cuda_ipc)", gb_per_s=370.0, stages=replace(FULL, copy_us=970.0), lanes=[]))
+    assert verdict.holds == "copy"
+    assert "97% of the time the GPUs copied (370 GB/s for 64M)" in verdict.text
+
+
+def test_staging_is_no_matter_of_host_transfers() -> None:
+    stages = replace(FULL, unpack_us=990.0, slot_us=990.0)
+    assert judge(facts(stages=stages, unpack="host", unpack_gb_per_s={"host": 1.0})).holds == "network"

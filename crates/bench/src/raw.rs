@@ -298,30 +298,30 @@ fn send(mut streams: Vec<TcpStream>, plan: &RawTcpPlan) -> Result<Vec<f64>> {
     Ok(samples_us)
 }
 
+/// Microseconds from the moment the first connection began until the last one was done, by their own clocks: this
+/// thread may get a processor only when all is over.
 fn once(streams: &mut [TcpStream], data: &[u8]) -> Result<f64> {
-    let next = AtomicUsize::new(0);
-    let ready = Barrier::new(streams.len() + 1);
-    let (ready, next) = (&ready, &next);
-    let (us, outcomes) = std::thread::scope(|scope| {
-        let started: Vec<_> = streams
-            .iter_mut()
-            .map(|stream| {
-                scope.spawn(move || {
-                    ready.wait();
-                    pieces(stream, data, next)
-                })
+    let next = &AtomicUsize::new(0);
+    let ready = &Barrier::new(streams.len());
+    let outcomes: Vec<_> = std::thread::scope(|scope| {
+        let spawn = |stream| {
+            scope.spawn(move || {
+                ready.wait();
+                let began = Instant::now();
+                pieces(stream, data, next).map(|()| (began, Instant::now()))
             })
-            .collect();
-        ready.wait();
-        let began = Instant::now();
-        let outcomes: Vec<_> = started.into_iter().map(|thread| thread.join()).collect();
-        (began.elapsed().as_secs_f64() * 1e6, outcomes)
+        };
+        let started: Vec<_> = streams.iter_mut().map(spawn).collect();
+        started.into_iter().map(|thread| thread.join()).collect()
     });
+    let mut whole: Option<(Instant, Instant)> = None;
     for outcome in outcomes {
-        let written = outcome.map_err(|_| failed("a thread panicked".to_owned()))?;
-        written.map_err(|error| failed(error.to_string()))?;
+        let sent = outcome.map_err(|_| failed("a thread panicked".to_owned()))?;
+        let (began, ended) = sent.map_err(|error| failed(error.to_string()))?;
+        whole = Some(whole.map_or((began, ended), |(first, last)| (first.min(began), last.max(ended))));
     }
-    Ok(us)
+    let (began, ended) = whole.ok_or_else(|| failed("no connection".to_owned()))?;
+    Ok(ended.duration_since(began).as_secs_f64() * 1e6)
 }
 
 fn pieces(stream: &mut TcpStream, data: &[u8], next: &AtomicUsize) -> std::io::Result<()> {

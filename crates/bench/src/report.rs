@@ -41,6 +41,12 @@ pub struct TransferReport {
     pub wire_us: f64,
     /// That end was copying.
     pub copy_us: f64,
+    /// GPU memory was on its way into bounce slots.
+    pub pack_us: f64,
+    /// Bounce slots were on their way into GPU memory.
+    pub unpack_us: f64,
+    /// Chunks waited for a bounce slot.
+    pub slot_us: f64,
     /// What happened on the way.
     pub notes: Vec<String>,
 }
@@ -63,6 +69,9 @@ impl From<&Receipt> for TransferReport {
             window_us: receipt.window_us,
             wire_us: receipt.wire_us,
             copy_us: receipt.copy_us,
+            pack_us: 0.0,
+            unpack_us: 0.0,
+            slot_us: 0.0,
             notes: receipt.notes().to_vec(),
         }
     }
@@ -71,7 +80,9 @@ impl From<&Receipt> for TransferReport {
 /// Little-endian words; texts with their length before them.
 pub(crate) fn encode(us: f64, report: &TransferReport) -> Vec<u8> {
     let mut out = Vec::with_capacity(256);
-    for time in [us, report.match_us, report.window_us, report.wire_us, report.copy_us] {
+    let stages = [report.match_us, report.window_us, report.wire_us, report.copy_us];
+    let staging = [report.pack_us, report.unpack_us, report.slot_us];
+    for time in [us].into_iter().chain(stages).chain(staging) {
         out.extend_from_slice(&time.to_le_bytes());
     }
     out.extend_from_slice(&report.bytes.to_le_bytes());
@@ -108,6 +119,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<(f64, TransferReport)> {
     let mut input = Input(bytes);
     let us = input.time()?;
     let (match_us, window_us, wire_us, copy_us) = (input.time()?, input.time()?, input.time()?, input.time()?);
+    let (pack_us, unpack_us, slot_us) = (input.time()?, input.time()?, input.time()?);
     let (bytes, tag) = (input.number()?, input.number()?);
     let (peer, protocol) = (input.text()?, input.text()?);
     let mut lanes = Vec::new();
@@ -126,7 +138,21 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<(f64, TransferReport)> {
     if !input.0.is_empty() {
         return Err(senseless("it goes on after its end"));
     }
-    let report = TransferReport { bytes, tag, peer, protocol, lanes, match_us, window_us, wire_us, copy_us, notes };
+    let report = TransferReport {
+        bytes,
+        tag,
+        peer,
+        protocol,
+        lanes,
+        match_us,
+        window_us,
+        wire_us,
+        copy_us,
+        pack_us,
+        unpack_us,
+        slot_us,
+        notes,
+    };
     Ok((us, report))
 }
 
@@ -186,6 +212,9 @@ mod tests {
             window_us: 0.0,
             wire_us: 2.5,
             copy_us: 3.5,
+            pack_us: 4.5,
+            unpack_us: 5.5,
+            slot_us: 6.5,
             notes: vec!["tcp/eth2 was lost".into()],
         }
     }
@@ -209,7 +238,7 @@ mod tests {
     #[test]
     fn claims_are_limited_before_anything_is_allocated() {
         let mut bytes = encode(9.25, &report());
-        bytes[56..64].copy_from_slice(&u64::MAX.to_le_bytes());
+        bytes[80..88].copy_from_slice(&u64::MAX.to_le_bytes());
         assert!(decode(&bytes).unwrap_err().detail.contains("text of"));
         let mut bytes = encode(f64::NAN, &report());
         assert!(decode(&bytes).is_err());

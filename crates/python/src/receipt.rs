@@ -111,6 +111,9 @@ pub(crate) fn report_dict<'py>(py: Python<'py>, report: &TransferReport) -> PyRe
     all.set_item("window_us", report.window_us)?;
     all.set_item("wire_us", report.wire_us)?;
     all.set_item("copy_us", report.copy_us)?;
+    all.set_item("pack_us", report.pack_us)?;
+    all.set_item("unpack_us", report.unpack_us)?;
+    all.set_item("slot_us", report.slot_us)?;
     all.set_item("notes", &report.notes)?;
     Ok(all)
 }

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .addresses import DEFAULT_PORT
-from .parsing import EPILOG, Command, Commands, Parser, count, pin, positive, size_list
+from .parsing import EPILOG, Command, Commands, Parser, count, device_list, pin, positive, size_list, tls_of
 from .peers import KNOWN as KNOWN_PEERS
 
 Memory = Literal["shared", "ordinary"]
+Operation = Literal["send", "write", "both"]
 
 DEFAULT_SIZES = "1:4M"
 DEFAULT_P2P_SIZE = "64M"
@@ -32,6 +33,9 @@ class BenchOptions:
     chunk: str | None = None
     channels: int | None = None
     memory: Memory | None = None
+    device: list[str] | None = None
+    unpack: str | None = None
+    op: Operation | None = None
     transport: str | None = None
     rails: str | None = None
     timeout: str | None = None
@@ -41,15 +45,31 @@ class BenchOptions:
     compare: list[str] = field(default_factory=list)
     rounds: int = ROUNDS
 
+    @property
+    def place(self) -> str:
+        """Where this end's memory is: ``cpu``, or a GPU."""
+        return self.device[0] if self.device else "cpu"
+
+    @property
+    def gpus(self) -> bool:
+        """Whether a GPU was named for either end."""
+        return any(place != "cpu" for place in self.device or [])
+
+    @property
+    def roams(self) -> bool:
+        """Whether each end has work for several processors: many rails, or the threads beside a GPU."""
+        return self.what == "p2p" or self.gpus
+
     def settings(self) -> dict[str, str]:
         """The settings given on the command line, by the field names of the settings declaration."""
         window = self.window if self.what == "p2p" else None
         named = {
-            "tls": self.transport,
+            "tls": tls_of(self.transport),
             "net_devices": self.rails,
             "chunk": self.chunk,
             "window": None if window is None else str(window),
             "channels": None if self.channels is None else str(self.channels),
+            "unpack": self.unpack,
             "timeout": self.timeout,
             "secret_file": self.secret_file,
         }
@@ -63,6 +83,7 @@ class BenchOptions:
             "--chunk": self.chunk,
             "--window": self.window if self.what == "p2p" else None,
             "--channels": self.channels,
+            "--unpack": self.unpack,
             "--timeout": self.timeout,
             "--secret-file": self.secret_file,
         }
@@ -106,8 +127,21 @@ def _check(parser: Parser, options: BenchOptions) -> None:
         parser.error("--compare belongs to the end that connects")
     if options.what == "p2p" and options.sizes is not None and len(options.sizes) > 1:
         parser.error("bench p2p measures one size; give --size once, as 64M")
+    _check_device(parser, options)
     if options.listen is not None and options.json is not None:
         parser.error("--json belongs to the end that connects: it is the one with the samples")
+
+
+def _check_device(parser: Parser, options: BenchOptions) -> None:
+    places = options.device or []
+    if len(places) > 2:
+        parser.error("--device names one place for both ends, or the connecting end's and the listening end's")
+    if len(places) > 1 and options.listen is not None:
+        parser.error("--device at the listening end names that end's own place alone")
+    if places and "cpu" not in places and options.memory is not None:
+        parser.error("--memory says which host memory is moved, and --device that no end moves any")
+    if options.unpack is not None and not options.gpus and options.listen is None:
+        parser.error("--unpack says how data gets into GPU memory: give --device too")
 
 
 def _add_bench(parser: Parser, what: str) -> None:
@@ -120,16 +154,24 @@ def _add_bench(parser: Parser, what: str) -> None:
     memory = "Context.alloc, or the process's own heap (ordinary)"
     work.add_argument("--size", "--sizes", dest="sizes", metavar="SIZES", type=size_list, help=sizes)
     work.add_argument("--memory", choices=("shared", "ordinary"), help=memory)
+    device = "GPU memory: cuda:0 at both ends, or cuda:0,cuda:1 (the connecting end's, the listening end's); cpu"
+    work.add_argument("--device", metavar="PLACES", type=device_list, help=device)
+    if what == "latency":
+        ops = "messages, one-sided writes that the other host sees, or both (send; with --device both)"
+        work.add_argument("--op", choices=("send", "write", "both"), help=ops)
     work.add_argument("--iters", metavar="N", type=positive, help="timed iterations")
     work.add_argument("--warmup", metavar="N", type=count, help="iterations before those")
     how = parser.add_argument_group("how it moves (the same at both ends)")
-    how.add_argument("--transport", metavar="NAMES", help="use these and no others, or fail: shm, tcp, or shm,tcp")
+    transports = "use these and no others, or fail: shm, tcp, cuda_ipc, or a list A,B"
+    how.add_argument("--transport", metavar="NAMES", help=transports)
     how.add_argument("--rails", metavar="DEVICES", help="devices that carry data: eth1,eth2, or 127.0.0.1,127.0.0.2")
     how.add_argument("--chunk", metavar="SIZE", help="bytes that one lane carries at a time")
     window = "chunks that a lane may have outstanding" if what == "p2p" else "sends before one reply (64)"
     if what != "latency":
         how.add_argument("--window", metavar="N", type=positive, help=window)
     how.add_argument("--channels", metavar="N", type=positive, help="connections per rail")
+    unpack = "how chunks get from bounce memory into the GPU's (kernel)"
+    how.add_argument("--unpack", choices=("kernel", "d2d", "host"), help=unpack)
     out = parser.add_argument_group("what comes out")
     out.add_argument("--json", metavar="FILE", help="raw samples and the environment to FILE, or to stdout for `-`")
     peers = f"run these too, alternating, and print ratios: {','.join(KNOWN_PEERS)}"
@@ -144,7 +186,8 @@ def _add_ends(ends: argparse._ArgumentGroup) -> None:
     ends.add_argument("--connect", metavar="ADDR", help=f"reach the end that listens at {where}")
     ends.add_argument("--secret-file", metavar="FILE", help="the secret both ends share; needed beyond this machine")
     ends.add_argument("--timeout", metavar="TIME", help="the longest any wait may take: 30s, 500ms, 2m")
-    cpus = "processors: DRIVER,OTHER, or `none`; by default the first two allowed when both ends run here"
+    cpus = "processors: DRIVER,OTHER, or `none`; by default the first two allowed when both ends run here, and none "
+    cpus += "for p2p and for GPU memory where there are more"
     ends.add_argument("--pin", metavar="CPUS", type=pin, help=cpus)
     ends.add_argument("--parent", type=int, help=argparse.SUPPRESS)
 

@@ -15,6 +15,7 @@ from .bench_arguments import BenchOptions
 from .failure import ERROR, EXIT_USAGE, Failure, UsageFailure, say
 from .processes import Process, read_line
 from .session import Message
+from .setup import wanted_cpu
 
 START_S = 30.0
 LAST_WORDS_S = 0.5
@@ -93,4 +94,6 @@ def other_end(options: BenchOptions) -> Iterator[Child]:
 
 
 def _pin_text(options: BenchOptions) -> str:
+    if options.pin == "auto" and wanted_cpu(options, driver=False) is None:
+        return "none"
     return ",".join(map(str, options.pin)) if isinstance(options.pin, list) else options.pin

@@ -6,10 +6,11 @@ import contextlib
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import crossrail
+from crossrail._native import bench_raw_tcp, bench_write
 from crossrail.records import LaneReport, Transfer
 from crossrail.report import (
     Iteration,
@@ -25,17 +26,21 @@ from crossrail.report import (
     median,
     p2p_row,
     with_peers,
+    with_raw_tcp,
     with_samples,
 )
 
 from . import peers
 from .addresses import parse_address, resolve
-from .bench_arguments import DEFAULT_P2P_SIZE, DEFAULT_SIZES, BenchOptions, Memory
+from .bench_arguments import DEFAULT_P2P_SIZE, DEFAULT_SIZES, BenchOptions
 from .child import other_end
+from .failure import Failure
+from .gpus import known_gpus
+from .parsing import required
 from .progress import Progress
 from .rails import line_rate, rail_of, rails_of
-from .session import Message, Session
-from .setup import make_buffer, make_context, pin, wanted_cpu
+from .session import RAW_TCP_FAILURES, Message, Session
+from .setup import make_context, pin, wanted_cpu
 
 SMALL = 8192
 """Up to this size, as OSU's benchmarks do, more iterations are run."""
@@ -46,6 +51,8 @@ LONGEST_BANDWIDTH_BYTES = 8 << 30
 
 P2P_ITERS, P2P_WARMUP = 10, 3
 
+RAW_TCP_ITERS = 5
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -55,8 +62,9 @@ class Plan:
     size: int
     iters: int
     warmup: int
-    memory: Memory
+    memory: str
     window: int | None = None
+    other_memory: str = "ordinary"
 
     def request(self) -> Message:
         """What the listening end is told."""
@@ -65,7 +73,7 @@ class Plan:
             "size": self.size,
             "iters": self.iters,
             "warmup": self.warmup,
-            "memory": self.memory,
+            "memory": self.other_memory,
         }
         return message if self.window is None else {**message, "window": self.window}
 
@@ -74,20 +82,30 @@ def plans(options: BenchOptions) -> list[Plan]:
     """One plan for each size, with OSU's numbers of iterations where none were asked for."""
     default = DEFAULT_P2P_SIZE if options.what == "p2p" else DEFAULT_SIZES
     sizes = options.sizes or crossrail.parse_sizes(default)
-    memory = options.memory or "ordinary"
+    host = options.memory or "ordinary"
+    memory = host if options.place == "cpu" else options.place
     made = []
-    for size in sizes:
-        window = (options.window or WINDOW) if options.what == "bandwidth" else None
-        iters, warmup = _counts(options.what, size, window or 1)
-        warmup = warmup if options.warmup is None else options.warmup
-        made.append(Plan(options.what, size, options.iters or iters, warmup, memory, window))
+    for what in _operations(options):
+        for size in sizes:
+            window = (options.window or WINDOW) if what == "bandwidth" else None
+            iters, warmup = _counts(what, size, window or 1)
+            warmup = warmup if options.warmup is None else options.warmup
+            made.append(Plan(what, size, options.iters or iters, warmup, memory, window, host))
     return made
+
+
+def _operations(options: BenchOptions) -> list[str]:
+    """What is measured; of latency, messages and, when asked for or with GPUs, one-sided writes."""
+    if options.what != "latency":
+        return [options.what]
+    op = options.op or ("both" if options.gpus else "send")
+    return {"send": ["latency"], "write": ["write"], "both": ["latency", "write"]}[op]
 
 
 def _counts(what: str, size: int, window: int) -> tuple[int, int]:
     if what == "p2p":
         return P2P_ITERS, P2P_WARMUP
-    if what == "latency":
+    if what in ("latency", "write"):
         return (10_000, 100) if size <= SMALL else (1_000, 10)
     iters, warmup = (100, 10) if size <= SMALL else (20, 2)
     return max(3, min(iters, LONGEST_BANDWIDTH_BYTES // (size * window or 1))), warmup
@@ -102,14 +120,11 @@ def drive(options: BenchOptions, progress: Progress) -> Report:
     work = plans(options)
     versions = {name: peers.version(name) for name in options.compare}
     with _session(options) as (session, host):
-        hello: Message = {
-            "bench": options.what,
-            "version": crossrail.__version__,
-            "sizes": [plan.size for plan in work],
-        }
-        first = work[0]
-        hello |= {"iters": options.iters, "warmup": options.warmup, "window": first.window, "memory": first.memory}
-        driver = _Driver(session, options, host, session.ask(hello)["addresses"], progress)
+        met = session.ask(_hello(options, work))
+        other = str(met["device"])
+        if other != "cpu":
+            work = [replace(plan, other_memory=other) for plan in work]
+        driver = _Driver(session, options, host, met, progress)
         rows = [driver.row(plan) for plan in work]
         session.leave()
     overrides = {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
@@ -119,14 +134,18 @@ def drive(options: BenchOptions, progress: Progress) -> Report:
 
 def _hello(options: BenchOptions, work: list[Plan]) -> Message:
     """What both ends must agree on."""
+    places = options.device or []
     return {
         "bench": options.what,
         "version": crossrail.__version__,
-        "sizes": [plan.size for plan in work],
+        "sizes": list(dict.fromkeys(plan.size for plan in work)),
         "iters": options.iters,
         "warmup": options.warmup,
         "window": work[0].window,
-        "memory": work[0].memory,
+        "memory": work[0].other_memory,
+        "unpack": options.unpack,
+        "device": places[0] if places else None,
+        "other_device": places[1] if len(places) > 1 else None,
     }
 
 
@@ -134,6 +153,8 @@ def _hello(options: BenchOptions, work: list[Plan]) -> Message:
 def _session(options: BenchOptions) -> Iterator[tuple[Session, str]]:
     """A session with the other end, started here when none was named; and the host it is reached at."""
     context = make_context(options)
+    if options.place != "cpu":
+        known_gpus(context, [options.place])
     cpu = wanted_cpu(options, driver=True)
     if options.connect is not None:
         pin(cpu)
@@ -153,27 +174,27 @@ def _session(options: BenchOptions) -> Iterator[tuple[Session, str]]:
 
 @contextlib.contextmanager
 def _connected(options: BenchOptions, context: crossrail.Context, to: bytes | str) -> Iterator[Session]:
-    plain = options.transport is not None and options.transport != "all" and not options.transport.startswith("^")
     with crossrail.Worker(context) as worker:
-        endpoint = worker.connect(to, require=options.transport if plain else None)
+        endpoint = worker.connect(to, require=required(options.transport))
         yield Session(context, worker, endpoint)
 
 
 class _Driver:
     """Measures one row after the other over one session."""
 
-    def __init__(
-        self, session: Session, options: BenchOptions, host: str, addresses: dict[str, str], progress: Progress
-    ) -> None:
+    def __init__(self, session: Session, options: BenchOptions, host: str, met: Message, progress: Progress) -> None:
         self.session = session
         self.options = options
         self.host = host
-        self.addresses = addresses
+        self.addresses: dict[str, str] = met["addresses"]
+        self.places = (options.place, str(met["device"]))
+        self.unpack = str(met["unpack"])
         self.progress = progress
         settings = session.context.settings()
         self.chunk = crossrail.parse_size(settings["CROSSRAIL_CHUNK"] or "0")
         self.lane_window = int(settings["CROSSRAIL_WINDOW"] or 0)
         self.channels = int(settings["CROSSRAIL_CHANNELS"] or 0)
+        self.bounce = crossrail.parse_size(settings["CROSSRAIL_BOUNCE"] or "0")
 
     def row(self, plan: Plan) -> Row:
         """The whole row: ours and every peer, taking turns."""
@@ -182,6 +203,7 @@ class _Driver:
         transport, protocol = ("", None) if plan.what == "p2p" else self._probe(plan)
         turns: list[Measured] = []
         theirs: dict[str, list[peers.Figure]] = {name: [] for name in names}
+        raw = RawTcp()
         errors: dict[str, str] = {}
         for turn in range(self.options.rounds if names else 1):
             title = f"{plan.what} {format_size(plan.size)}" + (f" round {turn + 1}" if names else "")
@@ -189,15 +211,19 @@ class _Driver:
             if plan.what == "p2p":
                 rails = [lane.name for one in turns[0].transfers for lane in one.lanes if lane.bytes]
                 transport = self._transports(rails, before)
+                if "tcp" in transport.split("+"):
+                    self._raw_tcp(plan, turns[-1].transfers, raw)
             for name in names:
                 self._turn_of(name, plan, transport, theirs, errors)
         results = {
             name: _peer_result(theirs[name], errors.get(name), self._work(name, plan, transport)) for name in names
         }
-        row = Row(what=plan.what, transport=transport, size=plan.size, protocol=protocol, memory=plan.memory)
+        self._insist(transport, protocol or "")
+        row = self._like(plan, transport, protocol)
         if plan.what == "p2p":
             transfers = [turn.transfers for turn in turns]
             row = replace(row, chunk=self.chunk, window=self.lane_window, channels=self.channels, verified=True)
+            row = with_raw_tcp(replace(row, notes=raw.notes), raw.samples_us, plan.size)
             row = p2p_row(row, transfers, self._lanes(before), self._dead(before, transfers))
         else:
             batch = turns[-1].batch
@@ -205,6 +231,44 @@ class _Driver:
             rounds = [Round(turn.samples_us, turn.bytes_per_sample) for turn in turns]
             row = with_samples(replace(row, **which), rounds)
         return with_peers(row, results)
+
+    def _like(self, plan: Plan, transport: str, protocol: str | None) -> Row:
+        """What identifies a row."""
+        row = Row(what=plan.what, transport=transport, size=plan.size, protocol=protocol)
+        if "cpu" in self.places:
+            row = replace(row, memory=self.options.memory or "ordinary")
+        if self.places == ("cpu", "cpu"):
+            return row
+        row = replace(row, device=",".join(dict.fromkeys(self.places)))
+        into_gpu = self.places[1] != "cpu" and transport != "cuda_ipc"
+        return replace(row, unpack=self.unpack, bounce=self.bounce) if into_gpu else row
+
+    def _insist(self, transport: str, protocol: str) -> None:
+        """Who asked for cuda_ipc alone does not want the figures of what stood in for it. Raises Failure."""
+        if self.options.transport == "cuda_ipc" and transport != "cuda_ipc":
+            why = [way["reason"] for way in self.session.endpoint.explain().candidates if way["lane"] == "cuda_ipc"]
+            said = "; ".join(reason for reason in why if reason) or "see what was said above, and `crossrail info`"
+            raise Failure(f"data went over {transport} ({protocol}), not over cuda_ipc: {said}")
+
+    def _raw_tcp(self, plan: Plan, transfers: list[Iteration], raw: RawTcp) -> None:
+        """What plain sockets carry over the rails that `transfers` used, beside them in the same run."""
+        session = self.session
+        known = {rail_of(lane): lane for lane in session.endpoint.lanes() if lane["transport"] == "tcp"}
+        used = dict.fromkeys(lane.name for one in transfers for lane in one.lanes if lane.bytes)
+        devices = [known[rail]["device"] for rail in used if rail in known and known[rail]["alive"]]
+        if raw.notes or not devices or not plan.size:
+            return
+        self.progress.say(f"plain TCP sockets: {format_size(plan.size)}")
+        channels = max(self.channels, 1)
+        session.tell({"do": "raw-tcp", "size": plan.size, "iters": RAW_TCP_ITERS, "channels": channels})
+        ends = (session.context, session.worker, session.endpoint)
+        try:
+            found = bench_raw_tcp(
+                *ends, role="driver", size=plan.size, iters=RAW_TCP_ITERS, devices=devices, channels=channels
+            )
+            raw.samples_us += found["samples_us"]
+        except RAW_TCP_FAILURES as error:
+            raw.notes.append(f"plain TCP sockets were not measured: {error}")
 
     def _transports(self, rails: list[str], before: list[LaneReport]) -> str:
         """The transports of ``rails``, each once; those that were lost since ``before`` as well."""
@@ -250,14 +314,11 @@ class _Driver:
         )
 
     def _probe(self, plan: Plan) -> tuple[str, str]:
-        """Sends one message of this size, twice, and reads off the receipt what carried it."""
-        session = self.session
-        buffer = make_buffer(session.context, plan.size, plan.memory)
-        session.tell({"do": "probe", "size": plan.size, "memory": plan.memory, "count": 2})
-        session.endpoint.send(buffer, 0).wait()
-        receipt = session.endpoint.send(buffer, 0).wait()
-        rails = [rail_of(lane) for lane in receipt.lanes if lane["bytes"] or not plan.size]
-        return self._transports(rails, []), receipt.protocol
+        """Moves one message of this size, twice, and reads off the receipt what carried it."""
+        once = replace(plan, what="p2p", iters=1, warmup=1, window=None)
+        (one,) = self._measure(once, f"{plan.what} {format_size(plan.size)}").transfers
+        rails = [lane.name for lane in one.lanes if lane.bytes or not plan.size]
+        return self._transports(rails, []), one.protocol
 
     def _measure(self, plan: Plan, title: str) -> Measured:
         session = self.session
@@ -272,7 +333,8 @@ class _Driver:
                 transfers = [_iteration(one, size) for one in found]
                 return Measured([one.us_sender for one in transfers], 1, size, transfers)
             if plan.window is None:
-                samples = crossrail.bench_latency(
+                half_trips = bench_write if plan.what == "write" else crossrail.bench_latency
+                samples = half_trips(
                     *ends, role="driver", size=size, iters=iters, warmup=warmup, memory=memory, on_progress=tick
                 )
                 return Measured(samples["samples_us"], samples["batch"], 0, [])
@@ -319,6 +381,14 @@ class _Driver:
         return list(dict.fromkeys(lost))
 
 
+@dataclass
+class RawTcp:
+    """What plain sockets took, over all turns; or why that is not known."""
+
+    samples_us: list[float] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Measured:
     """What the native loops gave for one turn."""
@@ -345,6 +415,9 @@ def _iteration(one: Transfer, size: int) -> Iteration:
             window_us=sent["window_us"],
             wire_us=sent["wire_us"],
             copy_us=max(sent["copy_us"], received["copy_us"]),
+            pack_us=sent["pack_us"],
+            unpack_us=received["unpack_us"],
+            slot_us=max(sent["slot_us"], received["slot_us"]),
         ),
         notes=list(dict.fromkeys([*sent["notes"], *received["notes"]])),
     )

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from typing import Any
 
 import crossrail
+from crossrail._native import bench_raw_tcp, bench_write
 
 from . import peers
 from .addresses import resolve
-from .bench_arguments import BenchOptions, Memory
+from .bench_arguments import BenchOptions
 from .failure import Failure, say
-from .session import IDLE_LIMIT_S, Message, Session
-from .setup import make_buffer, make_context, pin, wanted_cpu
+from .gpus import known_gpus
+from .session import IDLE_LIMIT_S, RAW_TCP_FAILURES, Message, Session
+from .setup import make_context, pin, wanted_cpu
 
-_AGREED = ("sizes", "iters", "warmup", "window", "memory")
+_AGREED = ("sizes", "iters", "warmup", "window", "memory", "unpack")
 
 
 def listen(options: BenchOptions) -> None:
@@ -62,15 +65,34 @@ def _agree(session: Session, options: BenchOptions, hello: Message) -> None:
         if here is not None and here != there:
             raise Failure(f"--{name} is {here} at the listening end and {there} at the other; give it there only")
     devices = [device for device in session.context.info()["devices"] if device["chosen"]]
-    session.tell({"ok": True, "addresses": {device["name"]: device["address"] for device in devices}})
+    place = _place(session, options, hello)
+    unpack = session.context.settings()["CROSSRAIL_UNPACK"]
+    if place != "cpu" and hello.get("unpack") not in (None, unpack):
+        asked = hello["unpack"]
+        raise Failure(f"--unpack {asked} is for the end that receives: give it there too (it unpacks by {unpack} now)")
+    answer: Message = {"ok": True, "addresses": {device["name"]: device["address"] for device in devices}}
+    session.tell({**answer, "device": place, "unpack": unpack})
+
+
+def _place(session: Session, options: BenchOptions, hello: Message) -> str:
+    """Where this end's memory is: by its own command line, else as the other end wishes. Raises Failure."""
+    demanded, suggested = hello.get("other_device"), hello.get("device")
+    if options.device is not None and demanded is not None and demanded != options.place:
+        raise Failure(
+            f"--device is {options.place} here, and {demanded} is wanted at the other end; give it there only"
+        )
+    place = options.place if options.device is not None else demanded or suggested or "cpu"
+    if place != "cpu":
+        known_gpus(session.context, [str(place)])
+    return str(place)
 
 
 def _carry_out(session: Session, request: Message) -> None:
     match request.get("do"):
-        case "probe":
-            _receive(session, *_buffer_of(request), count=_whole(request, "count", 1))
-        case "latency" | "bandwidth" | "p2p":
+        case "latency" | "write" | "bandwidth" | "p2p":
             _measure(session, request)
+        case "raw-tcp":
+            _raw_tcp(session, request)
         case "peer":
             work = peers.Work.from_message(request.get("work") or {})
             with peers.servers(work) as ports:
@@ -86,6 +108,7 @@ def _measure(session: Session, request: Message) -> None:
     counts: dict[str, Any] = {"iters": _whole(request, "iters", 1), "warmup": _whole(request, "warmup", 0)}
     measure = {
         "latency": crossrail.bench_latency,
+        "write": bench_write,
         "bandwidth": crossrail.bench_bandwidth,
         "p2p": crossrail.bench_p2p,
     }[request["do"]]
@@ -94,16 +117,19 @@ def _measure(session: Session, request: Message) -> None:
     measure(session.context, session.worker, session.endpoint, role="echo", size=size, memory=memory, **counts)
 
 
-def _receive(session: Session, size: int, memory: Memory, count: int) -> None:
-    buffer = make_buffer(session.context, size, memory)
-    for _ in range(count):
-        session.worker.recv(buffer, 0, crossrail.ALL_BITS, source=session.endpoint).wait()
+def _raw_tcp(session: Session, request: Message) -> None:
+    """A network that lets no other connections through is no failure of the run: the driving end says so."""
+    size, channels = _whole(request, "size", 0), _whole(request, "channels", 1)
+    ends = (session.context, session.worker, session.endpoint)
+    with contextlib.suppress(*RAW_TCP_FAILURES):
+        bench_raw_tcp(*ends, role="echo", size=size, iters=_whole(request, "iters", 1), channels=channels)
 
 
-def _buffer_of(request: Message) -> tuple[int, Memory]:
+def _buffer_of(request: Message) -> tuple[int, str]:
     memory = request.get("memory")
-    if memory not in ("shared", "ordinary"):
+    if memory not in ("shared", "ordinary") and not re.fullmatch("cuda:[0-9]{1,3}", str(memory)):
         raise Failure(f"the driving end asked for {memory!r} memory, which is unknown here")
+    assert isinstance(memory, str)
     return _whole(request, "size", 0), memory
 
 

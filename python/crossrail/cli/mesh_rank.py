@@ -9,6 +9,7 @@ from crossrail._native import bench_mesh
 
 from .failure import Failure
 from .gathering import gather
+from .parsing import required
 from .rails import rail_of, rails_of
 from .rank_process import Parent
 from .ranks import Message
@@ -27,7 +28,7 @@ def serve(parent: Parent, job: Message) -> None:
         ) as group,
         crossrail.Worker(context, name=f"rank {rank}", listen=listen) as worker,
     ):
-        peers = _connected(group, worker, _required(job["transport"]))
+        peers = _connected(group, worker, required(job["transport"]))
         group.barrier("connected")
         measured: dict[str, Any] = dict(
             bench_mesh(
@@ -65,13 +66,6 @@ def _connected(
             raise Failure(f"{endpoint.peer!r} connected, which is no rank that was to come")
         peers[int(number)] = endpoint
     return peers
-
-
-def _required(transport: str | None) -> str | None:
-    from .parsing import tls_of
-
-    plain = transport is not None and transport != "all" and not transport.startswith("^")
-    return tls_of(transport) if plain else None
 
 
 def _pair(pair: dict[str, Any], peers: list[crossrail.Endpoint | None]) -> dict[str, Any]:

@@ -97,6 +97,12 @@ def tls_of(transport: str | None) -> str | None:
     return f"shm,{transport}" if "cuda_ipc" in names and "shm" not in names else transport
 
 
+def required(transport: str | None) -> str | None:
+    """What a connection must use, by `--transport`; None when that leaves a choice."""
+    plain = transport is not None and transport != "all" and not transport.startswith("^")
+    return tls_of(transport) if plain else None
+
+
 def pin(text: str) -> list[int] | str:
     """Processors, or `auto` or `none`."""
     if text in ("auto", "none"):

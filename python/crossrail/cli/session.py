@@ -16,6 +16,9 @@ _MESSAGE_LIMIT = 64 * 1024
 IDLE_LIMIT_S = 600.0
 """How long the listening end waits for the driving end's next request before it gives up."""
 
+RAW_TCP_FAILURES = (crossrail.IoError, crossrail.UnreachableError, crossrail.UsageError, crossrail.ProtocolError)
+"""What plain sockets fail with where the session goes on: a firewall, an address that is not there."""
+
 Message = dict[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""What both ends do before they meet: settings, processors, memory."""
+"""What both ends do before they meet: settings, processors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import crossrail
 from crossrail.report import WriteError, check_destination
 
-from .bench_arguments import BenchOptions, Memory
+from .bench_arguments import BenchOptions
 from .failure import UsageFailure
 
 
@@ -26,11 +26,6 @@ def make_context(options: BenchOptions) -> crossrail.Context:
     """A context by the environment and the command line, which wins. Raises the library's errors."""
     settings: dict[str, Any] = dict(options.settings())
     return crossrail.Context(**settings)
-
-
-def make_buffer(context: crossrail.Context, size: int, memory: Memory) -> crossrail.Memory | bytearray:
-    """Memory of the kind that a bench was asked to use."""
-    return context.alloc(max(size, 1)) if memory == "shared" else bytearray(size)
 
 
 def wanted_cpu(options: BenchOptions, *, driver: bool) -> int | None:
@@ -70,7 +65,7 @@ def _wanted(options: BenchOptions, allowed: list[int], driver: bool) -> int | No
         return None
     if options.pin == "auto":
         both_here = options.listen is None and options.connect is None
-        if not (both_here or options.parent is not None) or len(allowed) < 2:
+        if not (both_here or options.parent is not None) or len(allowed) < 2 or (options.roams and len(allowed) > 2):
             return None
         return allowed[0 if driver else 1]
     if isinstance(options.pin, list):

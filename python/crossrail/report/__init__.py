@@ -4,7 +4,7 @@ Nothing here measures, and nothing here needs the native module: a file written 
 tabulated and compared on another.
 """
 
-from .build import Round, p2p_row, with_peers, with_samples
+from .build import Round, p2p_row, with_peers, with_raw_tcp, with_samples
 from .control import averaged, control_rows, with_times
 from .environment import capture_environment
 from .ep import EpRank, EpTurn, ep_row, slowest
@@ -71,6 +71,7 @@ __all__ = [
     "table",
     "views",
     "with_peers",
+    "with_raw_tcp",
     "with_samples",
     "with_times",
     "write_report",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from .schema import Iteration, Lane, PeerResult, Row, Stages
 from .stats import better, gb_per_s, median, summarize
 from .verdict import Facts, judge
 
-TIMED = ("latency", "dispatch", "combine", "e2e")
+TIMED = ("latency", "write", "dispatch", "combine", "e2e")
 """What is compared by its time; anything else by its rate."""
 
 
@@ -80,6 +80,20 @@ def sum_lanes(iterations: Sequence[Iteration], known: Mapping[str, Lane]) -> lis
     return summed
 
 
+def median_stages(all_stages: Sequence[Stages]) -> Stages:
+    """The median of each stage."""
+    names = [stage.name for stage in fields(Stages)]
+    return Stages(**{name: median([getattr(stages, name) for stages in all_stages]) for name in names})
+
+
+def with_raw_tcp(row: Row, samples_us: Sequence[float], bytes_per_sample: int) -> Row:
+    """``row`` with what plain TCP sockets took for as many bytes, and their rate by the median."""
+    if not samples_us or not bytes_per_sample:
+        return row
+    rate = gb_per_s(bytes_per_sample, median(samples_us))
+    return replace(row, raw_tcp_us=list(samples_us), raw_tcp_gb_per_s=rate)
+
+
 def p2p_row(
     row: Row, rounds: Sequence[Sequence[Iteration]], known: Mapping[str, Lane], dead: Sequence[str] = ()
 ) -> Row:
@@ -87,12 +101,7 @@ def p2p_row(
     iterations = [one for turn in rounds for one in turn]
     row = with_samples(row, [Round([one.us_sender for one in turn], row.size) for turn in rounds])
     lanes = sum_lanes(iterations, known)
-    stages = Stages(
-        match_us=median([one.stages.match_us for one in iterations]),
-        window_us=median([one.stages.window_us for one in iterations]),
-        wire_us=median([one.stages.wire_us for one in iterations]),
-        copy_us=median([one.stages.copy_us for one in iterations]),
-    )
+    stages = median_stages([one.stages for one in iterations])
     protocols = list(dict.fromkeys(one.protocol for one in iterations))
     facts = Facts(
         size=row.size,
@@ -106,6 +115,11 @@ def p2p_row(
         channels=row.channels,
         memory=row.memory,
         dead=dead,
+        raw_gb_per_s=row.raw_tcp_gb_per_s,
+        device=row.device,
+        unpack=row.unpack,
+        unpack_gb_per_s=row.unpack_gb_per_s,
+        bounce=row.bounce,
     )
     return replace(
         row,

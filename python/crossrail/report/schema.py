@@ -62,12 +62,18 @@ class Lane:
 
 @dataclass(frozen=True)
 class Stages:
-    """Where a transfer's time went. Parts may overlap, and need not add up to the whole."""
+    """Where a transfer's time went. Parts may overlap, and need not add up to the whole.
+
+    Those of GPU memory that goes through bounce memory: into it, out of it, and waiting for a slot of it.
+    """
 
     match_us: float
     window_us: float
     wire_us: float
     copy_us: float
+    pack_us: float = 0.0
+    unpack_us: float = 0.0
+    slot_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,10 @@ class PeerResult:
 
 @dataclass(frozen=True)
 class VerdictLine:
-    """What holds a transfer back (``wire``, ``window``, ``copy``, ``match``, ``rail``), and what to try."""
+    """What holds a transfer back, and what to try.
+
+    ``holds``: ``network``, ``unpack``, ``bounce``, ``window``, ``host memory``, ``copy``, ``match`` or ``rail``.
+    """
 
     holds: str
     text: str
@@ -154,9 +163,13 @@ class Row:
     wait, other), ``links`` how many ranks reach how many others in which way.
 
     ``device``: the GPU whose memory was moved, or both ends' places, the sender's first; ``unpack``: how chunks got
-    into it. A mesh has rows of three ``part``s: ``pair`` (windows of messages from rank ``source`` to ``target``, all
-    others at rest), ``latency`` (half a round trip between the two) and ``all`` (what ``source`` sent to all others at
-    once, and how long it took); ``outlier`` marks figures that are far from the median of their part.
+    into it. ``raw_tcp_us`` and ``raw_tcp_gb_per_s``: the same bytes over plain TCP sockets and the same rails;
+    ``unpack_gb_per_s``: what each way to unpack reached alone on the receiver's GPU; ``bounce``: the bytes of bounce
+    memory.
+
+    A mesh has rows of three ``part``s: ``pair`` (windows of messages from rank ``source`` to ``target``, all others at
+    rest), ``latency`` (half a round trip between the two) and ``all`` (what ``source`` sent to all others at once, and
+    how long it took); ``outlier`` marks figures that are far from the median of their part.
     """
 
     what: str
@@ -210,6 +223,10 @@ class Row:
     phase: PhaseFacts | None = None
     device: str | None = None
     unpack: str | None = None
+    raw_tcp_us: list[float] = field(default_factory=list)
+    raw_tcp_gb_per_s: float | None = None
+    unpack_gb_per_s: dict[str, float] = field(default_factory=dict)
+    bounce: int | None = None
     part: str | None = None
     source: int | None = None
     target: int | None = None

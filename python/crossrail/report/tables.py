@@ -53,7 +53,7 @@ def views(report: Report) -> list[RenderableType]:
     others = [row for row in report.rows if row not in noted]
     for what in dict.fromkeys(row.what for row in others):
         rows = [row for row in others if row.what == what]
-        if what == "latency":
+        if what in LATENCIES:
             shown.append(_latency(rows))
         elif what == "bandwidth":
             shown.append(_bandwidth(rows))
@@ -88,12 +88,19 @@ def table(title: str, columns: Sequence[str], *, left: int = 1) -> HeadedTable:
     return made
 
 
+LATENCIES = {
+    "latency": "latency: one way, half of a round trip",
+    "write": "write: one-sided, until the other host has seen it; half of a round trip of two",
+}
+
+
 def _latency(rows: Sequence[Row]) -> HeadedTable:
     peers = peer_names(rows)
     columns = ["size", "transport", "protocol", "p50 us", "p99 us", "avg us", "min us", "max us"]
     for peer in peers:
         columns += [f"{peer} us", f"x {peer}"]
-    made = table("latency: one way, half of a round trip", columns, left=3)
+    on = f", {rows[0].device.replace(',', ' and ')}" if rows[0].device else ""
+    made = table(LATENCIES[rows[0].what] + on, columns, left=3)
     for row in rows:
         cells = [format_size(row.size), row.transport, row.protocol or "-"]
         cells += [_figure(value) for value in (row.p50_us, row.p99_us, row.avg_us, row.min_us, row.max_us)]
@@ -127,6 +134,7 @@ def _p2p(row: Row) -> list[RenderableType]:
         shown.append(_lanes(row.lanes))
     if row.stages is not None:
         shown.append(_stages(row))
+    shown.extend(Text(line) for line in _ceilings(row))
     for name, result in row.peers.items():
         if result.error is None:
             shown.append(Text(f"{name}: {_rate(result.gb_per_s)} GB/s ({result.what}); ratio {ratio_text(row, name)}"))
@@ -137,9 +145,22 @@ def _p2p(row: Row) -> list[RenderableType]:
     return shown
 
 
+def _ceilings(row: Row) -> list[str]:
+    """What the parts of the way can do alone, measured in the same run."""
+    lines = []
+    if row.raw_tcp_gb_per_s and row.gb_per_s:
+        part = f"; this is {row.gb_per_s / row.raw_tcp_gb_per_s:.0%} of it"
+        lines.append(f"plain TCP sockets over the same rails: {_rate(row.raw_tcp_gb_per_s)} GB/s{part}")
+    if row.unpack_gb_per_s:
+        modes = ", ".join(f"{mode} {_rate(rate)}" for mode, rate in row.unpack_gb_per_s.items())
+        lines.append(f"unpacking alone on the receiver's GPU: {modes} GB/s; this used {row.unpack}")
+    return lines
+
+
 def _iterations(row: Row) -> HeadedTable:
     columns = ["iteration", "protocol", "sender ms", "receiver ms", "sender GB/s", "receiver GB/s"]
-    title = f"p2p: {format_size(row.size)} ({format_bytes(row.size)}) per iteration over {row.transport}"
+    where = f" from {row.device.replace(',', ' to ')}" if row.device else ""
+    title = f"p2p: {format_size(row.size)} ({format_bytes(row.size)}) per iteration over {row.transport}{where}"
     made = table(title, columns, left=2)
     for number, one in enumerate(row.iterations, 1):
         made.add_row(str(number), one.protocol, *_both_ends(one))
@@ -179,6 +200,8 @@ def _stages(row: Row) -> HeadedTable:
     whole = median([one.us_sender for one in row.iterations]) if row.iterations else 0.0
     if stages is not None and whole:
         named = {"wire": stages.wire_us, "window": stages.window_us, "copy": stages.copy_us, "match": stages.match_us}
+        if row.device is not None:
+            named |= {"pack": stages.pack_us, "unpack": stages.unpack_us, "slot": stages.slot_us}
         for name, spent in named.items():
             made.add_row(name, _figure(spent / 1e3), f"{spent / whole:.0%}")
     return made

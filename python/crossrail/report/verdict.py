@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .schema import Lane, Stages, VerdictLine
@@ -26,10 +26,33 @@ SEGMENT = 1448
 LOSS_SHARE = 0.005
 """Retransmitted segments beyond this part of all segments cost time."""
 
+NETWORK_SHARE = 0.85
+"""A transfer this near to what plain sockets carried over its rails, in the same run, is held back by the network."""
+
+UNPACK_SHARE = 0.85
+"""One this near to what unpacking reaches alone, on the same GPU in the same run, is held back by unpacking."""
+
+UNPACK_BUSY = 0.80
+"""And so is one that unpacks longer than this part of its time."""
+
+SLOT_SHARE = 0.25
+"""Chunks that wait for a bounce slot longer than this part of the time want more of them."""
+
+FASTER = 1.10
+"""Another way to unpack is worth a change when it is faster by this."""
+
+MOST_WINDOW = 1024
+"""The largest window there is."""
+
 
 @dataclass(frozen=True)
 class Facts:
-    """What a verdict is based on: medians over the iterations, sums over the lanes."""
+    """What a verdict is based on: medians over the iterations, sums over the lanes.
+
+    ``raw_gb_per_s``: what plain TCP sockets carried over the same rails. ``device``: the ends' places, when one is a
+    GPU; ``unpack``: how chunks got into it, ``unpack_gb_per_s``: what each way to do so reaches there alone, and
+    ``bounce``: the bytes of bounce memory. All of the same run; None where it was not measured or does not apply.
+    """
 
     size: int
     us: float
@@ -42,11 +65,26 @@ class Facts:
     channels: int | None = None
     memory: str | None = None
     dead: Sequence[str] = field(default_factory=tuple)
+    raw_gb_per_s: float | None = None
+    device: str | None = None
+    unpack: str | None = None
+    unpack_gb_per_s: Mapping[str, float] = field(default_factory=dict)
+    bounce: int | None = None
+
+    @property
+    def direct(self) -> bool:
+        """Whether the data went from memory to memory in one copy."""
+        return self.protocol.startswith("direct")
+
+    @property
+    def staged(self) -> bool:
+        """Whether the data went through bounce memory."""
+        return self.device is not None and not self.direct
 
 
 def judge(facts: Facts) -> VerdictLine:
-    """The verdict. Looks first for what is broken, then for what waits, then for what is full."""
-    for rule in (_rail, _match, _window, _copy):
+    """The verdict. Looks first for what is broken, then for what is full, then for what waits."""
+    for rule in (_rail, _match, _network, _unpack, _slots, _window, _copy, _between):
         verdict = rule(facts)
         if verdict is not None:
             return verdict
@@ -77,53 +115,148 @@ def _match(facts: Facts) -> VerdictLine | None:
     )
 
 
+def _network(facts: Facts) -> VerdictLine | None:
+    raw = facts.raw_gb_per_s
+    if not raw or facts.direct or facts.gb_per_s < NETWORK_SHARE * raw:
+        return None
+    rails = [lane for lane in facts.lanes if lane.bytes > 0]
+    head = (
+        f"network: {format_rate(facts.gb_per_s)} over {_count(rails)}, {facts.gb_per_s / raw:.0%} of the "
+        f"{format_rate(raw)} that plain TCP sockets carried over the same in this run"
+    )
+    return VerdictLine("network", f"{head}{_links(facts, rails)}")
+
+
+def _unpack(facts: Facts) -> VerdictLine | None:
+    if not facts.staged or facts.unpack is None:
+        return None
+    busy, waited = _part(facts.stages.unpack_us, facts), _part(facts.stages.slot_us, facts)
+    own = facts.unpack_gb_per_s.get(facts.unpack)
+    near = own is not None and facts.gb_per_s >= UNPACK_SHARE * own
+    if not (near or busy >= UNPACK_BUSY or (waited >= SLOT_SHARE and busy >= UNPACK_BUSY / 2)):
+        return None
+    alone = ", ".join(f"{mode} {format_rate(rate)}" for mode, rate in facts.unpack_gb_per_s.items())
+    said = f"{busy:.0%} of the time was unpacking, by {facts.unpack}, at {format_rate(facts.gb_per_s)}"
+    said += f"; alone on this GPU, in this run: {alone}" if alone else ""
+    best = max(facts.unpack_gb_per_s, key=lambda mode: facts.unpack_gb_per_s[mode], default=facts.unpack)
+    if own is not None and facts.unpack_gb_per_s[best] >= FASTER * own:
+        return VerdictLine("unpack", f"unpack: use {best}. {said}.")
+    advice = f"{facts.unpack} is the fastest way here: larger chunks (--chunk) mean fewer of them"
+    return VerdictLine("unpack", f"unpack: {said}. {advice}.")
+
+
+def _slots(facts: Facts) -> VerdictLine | None:
+    waited = _part(facts.stages.slot_us, facts)
+    if not facts.staged or waited < SLOT_SHARE:
+        return None
+    busy = _part(facts.stages.unpack_us, facts)
+    now = f" of {format_size(facts.bounce)}" if facts.bounce else ""
+    more = f"CROSSRAIL_BOUNCE={format_size(facts.bounce * 2)}" if facts.bounce else "a larger CROSSRAIL_BOUNCE"
+    return VerdictLine(
+        "bounce",
+        f"bounce: {waited:.0%} of the time chunks waited for a slot in the bounce memory{now}, while unpacking took "
+        f"{busy:.0%}. Try {more} at both ends, or a smaller --window.",
+    )
+
+
 def _window(facts: Facts) -> VerdictLine | None:
     part = _part(facts.stages.window_us, facts)
     if part < WINDOW_SHARE:
         return None
-    window = f"--window {facts.window * 2}" if facts.window else "a larger --window"
-    chunk = f" or --chunk {format_size(facts.chunk * 2)}" if facts.chunk else ""
+    more = _enough_window(facts, part)
+    chunk = f"--chunk {format_size(facts.chunk * 2)}" if facts.chunk else "a larger --chunk"
+    raise_to = "raise it" if more is None else f"raise to {more}"
+    tries = [*([] if more is None else [f"--window {more}"]), *([chunk] if more is None or facts.chunk else [])]
     now = f" of {facts.window} chunks" if facts.window else ""
+    raw = facts.raw_gb_per_s
+    beside = f" at {format_rate(facts.gb_per_s)}, where plain TCP sockets carried {format_rate(raw)}" if raw else ""
     return VerdictLine(
         "window",
-        f"window: {part:.0%} of the time every lane's window{now} was full and data waited for acknowledgements. "
-        f"Try {window}{chunk}, the same at both ends.",
+        f"window: {raise_to}. {part:.0%} of the time every lane's window{now} was full and data waited for "
+        f"acknowledgements{beside}. Try {' or '.join(tries)}, the same at both ends.",
     )
+
+
+def _enough_window(facts: Facts, part: float) -> int | None:
+    """The power of two that lets as many chunks more be under way as the lanes stood idle for, or as raw sockets carry
+    more; None when there is no larger one.
+    """
+    window = facts.window
+    if not window or window >= MOST_WINDOW:
+        return None
+    idle = 1 / (1 - part) if part < 1 else 2.0
+    behind = facts.raw_gb_per_s / facts.gb_per_s if facts.raw_gb_per_s and facts.gb_per_s > 0 else 1.0
+    wanted = window * max(idle, behind)
+    enough = 1 << window.bit_length()
+    while enough < wanted and enough < MOST_WINDOW:
+        enough *= 2
+    return min(enough, MOST_WINDOW)
 
 
 def _copy(facts: Facts) -> VerdictLine | None:
     part = _part(facts.stages.copy_us, facts)
-    direct = facts.protocol.startswith("direct")
-    if part < COPY_SHARE and not direct:
+    if part < COPY_SHARE and not facts.direct:
         return None
     rate = f"{format_rate(facts.gb_per_s)} for {format_size(facts.size)}"
+    if facts.direct and facts.device is not None:
+        text = f"copy: {part:.0%} of the time the GPUs copied ({rate}). That is one copy over the link between them"
+        return VerdictLine("copy", f"{text}: `crossrail bench mesh` says whether other pairs are faster.")
     if facts.protocol == "direct(mapped)":
         advice = "That is one plain copy, the least there can be: smaller transfers stay in the cache and go faster."
+    elif facts.device is not None:
+        advice = "Bounce memory and processors on the GPU's own NUMA node copy fastest: see `crossrail info`."
     elif facts.memory == "shared":
         advice = "Both ends already use shared memory."
     else:
         advice = "Memory from Context.alloc is copied without a system call: try --memory shared."
-    return VerdictLine("copy", f"copy: {max(part, 0.0):.0%} of the time went into copying memory ({rate}). {advice}")
+    return VerdictLine(
+        "host memory", f"host memory: {part:.0%} of the time went into copying memory ({rate}). {advice}"
+    )
+
+
+def _between(facts: Facts) -> VerdictLine | None:
+    """The network and the unpacking could do more, and nothing waits: what is left is what lies between them."""
+    raw = facts.raw_gb_per_s
+    if not raw:
+        return None
+    stages = facts.stages
+    spent = {"copying": stages.copy_us, "packing": stages.pack_us, "unpacking": stages.unpack_us}
+    shown = [f"{_part(time, facts):.0%} {name}" for name, time in spent.items() if name == "copying" or facts.staged]
+    own = facts.unpack_gb_per_s.get(facts.unpack or "")
+    alone = f", {facts.unpack} unpacks {format_rate(own)} alone" if facts.staged and own else ""
+    where = " near the GPU" if facts.staged else ""
+    return VerdictLine(
+        "host memory",
+        f"host memory: {format_rate(facts.gb_per_s)}, where plain TCP sockets carried {format_rate(raw)}{alone}; "
+        f"windows were full {_part(stages.window_us, facts):.0%} of the time; {', '.join(shown)}. What is left is "
+        f"memory and processors{where}: try --channels {(facts.channels or 1) * 2}, or more processors (--pin none).",
+    )
 
 
 def _wire(facts: Facts) -> VerdictLine:
     rails = [lane for lane in facts.lanes if lane.bytes > 0]
     part = _part(facts.stages.wire_us, facts)
-    head = f"wire: {part:.0%} of the time data was on the wire, {format_rate(facts.gb_per_s)} over {_count(rails)}"
+    head = f"network: {part:.0%} of the time data was on the wire, {format_rate(facts.gb_per_s)} over {_count(rails)}"
+    return VerdictLine("network", f"{head}{_links(facts, rails)}")
+
+
+def _links(facts: Facts, rails: Sequence[Lane]) -> str:
+    """What the links' own figures add, and what to try."""
     lossy = _lossy(rails)
     if lossy is not None:
-        return VerdictLine("wire", f"{head}. {lossy}")
+        return f". {lossy}"
+    used_line = ""
     known = [(lane.gb_per_s or 0.0, lane.line_gb_per_s) for lane in rails if lane.line_gb_per_s]
     if known and len(known) == len(rails):
         line = sum(speed for _, speed in known if speed)
         used = facts.gb_per_s / line if line else 0.0
         if used >= FULL_RAIL:
-            return VerdictLine("wire", f"{head}, {used:.0%} of their {format_rate(line)}: full. More rails carry more.")
-        head = f"{head}, {used:.0%} of their {format_rate(line)}"
+            return f", {used:.0%} of their {format_rate(line)}: full. More rails carry more."
+        used_line = f", {used:.0%} of their {format_rate(line)}"
     channels = (facts.channels or 1) * 2
     if len(rails) <= 1:
-        return VerdictLine("wire", f"{head}. Give it more rails (--rails), or try --channels {channels}.")
-    return VerdictLine("wire", f"{head}. Links or processor are the limit: try --channels {channels}.")
+        return f"{used_line}. Give it more rails (--rails), or try --channels {channels}."
+    return f"{used_line}. Links or processor are the limit: try --channels {channels}."
 
 
 def _count(rails: Sequence[Lane]) -> str:
