@@ -1,6 +1,5 @@
 use std::path::Path;
 
-use crate::Nic;
 use crate::tree::{Tree, link_name, names, natural, number, pci_path, text};
 
 const NVIDIA: i64 = 0x10de;
@@ -21,31 +20,6 @@ pub struct GpuSeen {
     pub driver: Option<String>,
     /// The name that the NVIDIA driver gives it.
     pub model: Option<String>,
-}
-
-/// How far a network device is from a GPU, nearest first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Distance {
-    /// Below the same PCI switch or root port: traffic need not pass the host bridge.
-    SameSwitch,
-    /// Under the same host bridge or NUMA node.
-    SameNuma,
-    /// On different NUMA nodes.
-    Across,
-    /// The machine does not say (virtual machines often hide it).
-    Unknown,
-}
-
-/// How far `nic` is from `gpu`, by their places on the PCI bus and their NUMA nodes.
-pub fn distance(nic: &Nic, gpu: &GpuSeen) -> Distance {
-    let shared = nic.pci_path.iter().zip(&gpu.pci_path).take_while(|(a, b)| a == b).count();
-    match (shared, nic.numa_node, gpu.numa_node) {
-        (2.., ..) => Distance::SameSwitch,
-        (_, Some(a), Some(b)) if a == b => Distance::SameNuma,
-        (_, Some(_), Some(_)) => Distance::Across,
-        (1, ..) => Distance::SameNuma,
-        _ => Distance::Unknown,
-    }
 }
 
 impl Tree {
@@ -76,7 +50,6 @@ impl Tree {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::testing::Fake;
 
     fn put(fake: &Fake, path: &str, vendor: &str, class: &str, numa: &str) {
@@ -106,23 +79,5 @@ mod tests {
     #[test]
     fn no_bus_no_gpus() {
         assert_eq!(Fake::new().tree().gpus(), []);
-    }
-
-    #[test]
-    fn distances() {
-        let path = |text: &str| text.split('/').filter(|part| !part.is_empty()).map(str::to_owned).collect::<Vec<_>>();
-        let far = |nic: (&str, Option<u32>), gpu: (&str, Option<u32>)| {
-            let nic = Nic { pci_path: path(nic.0), numa_node: nic.1, ..Nic::default() };
-            distance(&nic, &GpuSeen { pci_path: path(gpu.0), numa_node: gpu.1, ..GpuSeen::default() })
-        };
-        let gpu = ("pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:00.0", Some(0));
-        assert_eq!(far(("pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:01.0", Some(0)), gpu), Distance::SameSwitch);
-        assert_eq!(far(("pci0000:00/0000:00:07.0/0000:09:00.0", Some(0)), gpu), Distance::SameNuma);
-        assert_eq!(far(("pci0000:40/0000:40:01.0", Some(0)), gpu), Distance::SameNuma);
-        assert_eq!(far(("pci0000:80/0000:80:01.0", Some(1)), gpu), Distance::Across);
-        assert_eq!(far(("pci0000:00/0000:00:07.0", None), gpu), Distance::SameNuma);
-        assert_eq!(far(("pci0000:80/0000:80:01.0", None), gpu), Distance::Unknown);
-        assert_eq!(far(("", None), gpu), Distance::Unknown);
-        assert!(Distance::SameSwitch < Distance::SameNuma && Distance::SameNuma < Distance::Across);
     }
 }

@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+mod affinity;
 mod gpu;
 mod host;
 mod nic;
@@ -14,7 +15,8 @@ mod select;
 mod testing;
 mod tree;
 
-pub use gpu::{Distance, GpuSeen, distance};
+pub use affinity::{Distance, distance, nearest};
+pub use gpu::GpuSeen;
 pub use host::{Cpus, Machine, NumaNode};
 pub use nic::{Interface, Nic};
 pub use select::{NetDevice, select};
