@@ -31,7 +31,8 @@ pub struct PointerInfo {
     pub kind: MemoryKind,
     /// The GPU whose memory it is, or that it was pinned or made for.
     pub device: Option<u32>,
-    /// Where the allocation (of VMM memory: the mapped range) that it lies in begins; 0 when that is not known.
+    /// Where the allocation (of VMM memory: what is mapped from one handle) that it lies in begins; 0 when that is not
+    /// known.
     pub base: u64,
     /// How long that is, in bytes; 0 when it is not known.
     pub len: u64,
@@ -88,6 +89,11 @@ impl PointerInfo {
             _ => MemoryKind::Unknown,
         };
         let known = kind != MemoryKind::Unknown;
+        if kind == MemoryKind::Device && legacy == 0 {
+            // The attributes tell the range of reserved addresses, of which more or less may be mapped.
+            let (mapped, bytes) = PointerInfo::extent(context, address)?;
+            (base, len) = (mapped, usize::try_from(bytes).unwrap_or(usize::MAX));
+        }
         let descriptor = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0;
         Ok(PointerInfo {
             kind,

@@ -108,6 +108,10 @@ fn a_range_of_several_allocations_is_shared_piece_by_piece() {
     let place = |i: u64| (mapping.address() + i * part as u64, mapping.address() + (i + 1) * part as u64);
     assert_eq!(places, [place(0), place(1), place(2)]);
     assert_eq!(Allocation::of_range(&context, start, part / 2, 16).unwrap().len(), 1);
+    for i in 0..3 {
+        let info = PointerInfo::of(&context, place(i).1 - 1).unwrap();
+        assert_eq!((info.base, info.base + info.len), place(i), "one handle's part of the reserved addresses");
+    }
     let error = Allocation::of_range(&context, start, len, 2).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Unsupported);
     assert!(error.detail.contains("more than 2 allocations"), "{error}");
