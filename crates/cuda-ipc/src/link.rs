@@ -205,16 +205,14 @@ impl Link {
         }
     }
 
-    fn begin(&mut self, job: &mut Job) -> std::result::Result<(), String> {
+    fn begin(&mut self, job: &mut Job) -> std::result::Result<Copying, String> {
         let place = Place::decode(&job.remote)?;
         let search = Search::new(place, job.len)?;
         let device = self.local_device(job.local as u64)?;
         self.device = Some(device);
         self.last_copy += 1;
         job.state = self.last_copy;
-        let copying = Copying { watch: Watch::new(Instant::now()), stage: Stage::Seeking(search, device) };
-        self.copies.insert(job.state, copying);
-        Ok(())
+        Ok(Copying { watch: Watch::new(Instant::now()), stage: Stage::Seeking(search, device) })
     }
 
     /// The GPU that an address of ours is memory of.
@@ -433,16 +431,17 @@ impl Direct for Link {
         if job.len == 0 {
             return Step::Done;
         }
-        if job.state == 0
-            && let Err(why) = self.begin(job)
-        {
-            return Step::Failed(why);
-        }
-        let Some(mut copying) = self.copies.remove(&job.state) else {
-            return Step::Failed("a copy that was given up before".into());
-        };
+        let flies = |copying: &Copying| matches!(copying.stage, Stage::Flying { .. });
         let mut step = Step::Waiting;
-        if !matches!(copying.stage, Stage::Flying { .. }) {
+        let mut copying = match self.copies.remove(&job.state) {
+            Some(copying) => copying,
+            None if job.state == 0 => match self.begin(job) {
+                Ok(copying) => copying,
+                Err(why) => return Step::Failed(why),
+            },
+            None => return Step::Failed("a copy that was given up before".into()),
+        };
+        if !flies(&copying) {
             // SAFETY: handed on.
             step = unsafe { self.go_on(&mut copying, job) };
         }
