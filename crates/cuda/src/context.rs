@@ -43,6 +43,7 @@ unsafe impl Sync for Primary {}
 
 impl Drop for Primary {
     fn drop(&mut self) {
+        let _relaxed = self.device.cuda().relaxed();
         // SAFETY: retained once, in `Context::primary`. A driver that is shutting down refuses, and frees it itself.
         unsafe { (self.device.cuda().raw().cuDevicePrimaryCtxRelease_v2)(self.device.raw()) };
     }

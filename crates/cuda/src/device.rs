@@ -135,6 +135,14 @@ impl Device {
         self.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
     }
 
+    /// The bytes of shared memory that a block of a kernel may have at most.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn shared_memory(&self) -> Result<u32> {
+        self.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+    }
+
     /// Whether memory of it can be passed to other processes as a file descriptor.
     ///
     /// # Errors

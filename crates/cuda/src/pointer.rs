@@ -53,7 +53,7 @@ impl PointerInfo {
     /// A failed call.
     pub fn of(context: &Context, address: u64) -> Result<PointerInfo> {
         use CUpointer_attribute as Attribute;
-        let (mut kind, mut handles, mut managed, mut legacy) = (0_u32, 0_u32, 0_u32, 0_u32);
+        let (mut kind, mut handles, mut managed, mut legacy, mut mapped) = (0_u32, 0_u32, 0_u32, 0_u32, 0_u32);
         let (mut ordinal, mut base, mut len, mut pool, mut id): (c_int, u64, usize, u64, u64) = (-1, 0, 0, 0, 0);
         let mut attributes = [
             Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
@@ -65,8 +65,9 @@ impl PointerInfo {
             Attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE,
             Attribute::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
             Attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID,
+            Attribute::CU_POINTER_ATTRIBUTE_MAPPED,
         ];
-        let mut places: [*mut c_void; 9] = [
+        let mut places: [*mut c_void; 10] = [
             (&raw mut kind).cast(),
             (&raw mut handles).cast(),
             (&raw mut managed).cast(),
@@ -76,24 +77,28 @@ impl PointerInfo {
             (&raw mut len).cast(),
             (&raw mut pool).cast(),
             (&raw mut id).cast(),
+            (&raw mut mapped).cast(),
         ];
         context.run("pointer", "cuPointerGetAttributes", |raw| {
-            // SAFETY: both arrays have 9 entries, and each place is as large as its attribute's documented type or
+            // SAFETY: both arrays have 10 entries, and each place is as large as its attribute's documented type or
             // larger (bools are 1 byte and the rest was zero). Unknown addresses are answered with zeros.
-            unsafe { (raw.cuPointerGetAttributes)(9, attributes.as_mut_ptr(), places.as_mut_ptr(), address) }
+            unsafe { (raw.cuPointerGetAttributes)(10, attributes.as_mut_ptr(), places.as_mut_ptr(), address) }
         })?;
-        let kind = match kind {
+        let mut kind = match kind {
             _ if managed != 0 => MemoryKind::Managed,
             HOST => MemoryKind::Pinned,
             DEVICE => MemoryKind::Device,
             _ => MemoryKind::Unknown,
         };
-        let known = kind != MemoryKind::Unknown;
         if kind == MemoryKind::Device && legacy == 0 {
-            // The attributes tell the range of reserved addresses, of which more or less may be mapped.
-            let (mapped, bytes) = PointerInfo::extent(context, address)?;
-            (base, len) = (mapped, usize::try_from(bytes).unwrap_or(usize::MAX));
+            // The attributes tell the range of reserved addresses, of which only some may be mapped.
+            match PointerInfo::extent_if_any(context, address)? {
+                Some((start, bytes)) => (base, len) = (start, bytes),
+                None if mapped == 0 => kind = MemoryKind::Unknown,
+                None => {}
+            }
         }
+        let known = kind != MemoryKind::Unknown;
         let descriptor = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0;
         Ok(PointerInfo {
             kind,

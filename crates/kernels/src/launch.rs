@@ -21,6 +21,8 @@ const PUT_LEAST_PART: u64 = 512;
 /// The longest put that is one block's: what its threads have under way at once.
 const PUT_ONE_BLOCK: u64 = 32 << 10;
 const BULK_SHARED: u32 = BULK_STAGE * BULK_STAGES;
+/// More than what `crossrail_copy_bulk` has of shared memory beside its stages: its barriers.
+const BULK_OWN: u32 = 1024;
 
 /// The kernels, compiled for and loaded on one GPU. Usable from any thread.
 #[derive(Debug)]
@@ -52,10 +54,9 @@ impl Kernels {
             Ok(module)
         };
         let flag = load(&sources::FLAG)?;
-        let copy_bulk = match sources::has_bulk(arch) {
-            true => Some(load(&sources::COPY_BULK)?.function("crossrail_copy_bulk")?),
-            false => None,
-        };
+        // Some newer GPUs, for desktops, have bulk copies but not that much shared memory.
+        let bulk = sources::has_bulk(arch) && context.device().shared_memory()? >= BULK_SHARED + BULK_OWN;
+        let copy_bulk = bulk.then(|| load(&sources::COPY_BULK)?.function("crossrail_copy_bulk")).transpose()?;
         if let Some(function) = &copy_bulk {
             function.allow_shared(BULK_SHARED)?;
         }
@@ -86,7 +87,7 @@ impl Kernels {
         self.multiprocessors
     }
 
-    /// Whether the GPU has bulk copies; where not, [`Kernels::copy_bulk`] is [`Kernels::copy`].
+    /// Whether the GPU has bulk copies, and the shared memory for them; where not, [`Kernels::copy_bulk`] is [`Kernels::copy`].
     pub fn has_bulk(&self) -> bool {
         self.copy_bulk.is_some()
     }
