@@ -308,7 +308,7 @@ fn main() -> ExitCode {
 }
 
 const WAYS: [Copy; 2] = [Copy::Pull, Copy::Push];
-const MEANS: [By; 3] = [By::Engine, By::Kernel(None), By::Kernel(Some(16))];
+const MEANS: [By; 3] = [By::Engine, By::Kernel(None), By::Kernel(Some(32))];
 
 fn run() -> Outcome<()> {
     let options = options()?;
@@ -387,7 +387,7 @@ fn rates(rig: &Rig, sizes: &[usize]) -> Outcome<Vec<Value>> {
     println!("\nmany copies one behind the other, GB/s; both: each direction while the other one runs too");
     print!("{:>8}", "size");
     for way in WAYS {
-        for by in [By::Peer, By::Engine, By::Kernel(None), By::Kernel(Some(16))] {
+        for by in [By::Peer, By::Engine, By::Kernel(None), By::Kernel(Some(32))] {
             print!(" {:>17}", format!("{} {}", word(way), by.name()));
         }
         [By::Peer, By::Engine].iter().for_each(|by| print!(" {:>17}", format!("both {}", by.name())));
@@ -397,7 +397,7 @@ fn rates(rig: &Rig, sizes: &[usize]) -> Outcome<Vec<Value>> {
     for &len in sizes.iter().filter(|len| **len >= 64 << 10) {
         print!("{:>8}", format_size(len as u64));
         for way in WAYS {
-            let alone = [By::Peer, By::Engine, By::Kernel(None), By::Kernel(Some(16))].map(|by| (by, false));
+            let alone = [By::Peer, By::Engine, By::Kernel(None), By::Kernel(Some(32))].map(|by| (by, false));
             for (by, both) in alone.into_iter().chain([(By::Peer, true), (By::Engine, true)]) {
                 let rate = rig.rate(way, by, len, both)? / 1e9;
                 print!(" {rate:>17.1}");

@@ -11,6 +11,7 @@ use crossrail_cuda::{Context, Cuda, Device, DeviceMemory, PinnedMemory, Stream};
 use crossrail_kernels::Kernels;
 use crossrail_types::{Error, ErrorKind, Result, Settings, format_duration};
 
+use crate::closer::{Close, Closer};
 use crate::note::Uuid;
 use crate::queue::Queue;
 
@@ -30,6 +31,7 @@ pub struct Domain {
     settings: Settings,
     devices: Vec<(Device, Uuid)>,
     gpus: Mutex<Vec<Option<Arc<Gpu>>>>,
+    closer: Closer,
 }
 
 impl fmt::Debug for Domain {
@@ -49,7 +51,7 @@ impl Domain {
             devices.into_iter().map(|device| device.uuid().map(|uuid| (device, uuid))).collect();
         let devices = named?;
         let gpus = Mutex::new(devices.iter().map(|_| None).collect());
-        Ok(Arc::new(Domain { settings: settings.clone(), devices, gpus }))
+        Ok(Arc::new(Domain { settings: settings.clone(), devices, gpus, closer: Closer::new(cuda)? }))
     }
 
     /// Waits, for at most `limit`, until the kernels of the GPU `cuda:ordinal` are loaded. Until they are, copies of
@@ -59,6 +61,17 @@ impl Domain {
     /// `Timeout`; why there are no kernels, such as NVRTC that is not found; a failed call.
     pub fn warm(&self, ordinal: u32, limit: Duration) -> Result<()> {
         self.gpu(ordinal)?.warm(limit)
+    }
+
+    /// Waits until all memory is given back that links here have let go of; false after `limit`. Such memory is unmapped
+    /// and freed on a thread of its own, so that no link waits for a GPU that is busy.
+    pub fn settled(&self, limit: Duration) -> bool {
+        self.closer.settled(limit)
+    }
+
+    /// For what is dropped later.
+    pub(crate) fn close(&self) -> Close {
+        self.closer.close()
     }
 
     /// The GPU `cuda:ordinal`, set up now if it was not.

@@ -9,6 +9,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
+use crate::closer::Later;
 use crate::domain::{Domain, Gpu};
 use crate::exports::{Found, Handed, Source};
 use crate::imports::{Opener, Pass};
@@ -18,7 +19,7 @@ use crate::note::{Piece, Seal, Uuid};
 #[derive(Debug)]
 pub(crate) enum Known {
     /// Memory with a handle, which is held: as long as it is, no other has the same.
-    Held(Arc<Gpu>, Allocation),
+    Held(Arc<Gpu>, Later<Allocation>),
     /// The driver's number for an allocation, which it never gives again.
     Numbered(Arc<Gpu>, u64),
 }
@@ -32,8 +33,8 @@ impl std::fmt::Debug for Gpu {
 /// Memory that was taken over.
 #[derive(Clone, Debug)]
 pub(crate) enum Held {
-    Allocation(Allocation),
-    Legacy(Arc<IpcMapping>),
+    Allocation(Arc<Later<Allocation>>),
+    Legacy(Arc<Later<IpcMapping>>),
     /// The owner is this process: its addresses are ours.
     Own(Own),
 }
@@ -65,8 +66,8 @@ impl Own {
 /// Memory of the peer at addresses of this process.
 #[derive(Debug)]
 pub(crate) enum Open {
-    Mapped(Mapping),
-    Legacy(Arc<IpcMapping>),
+    Mapped(Later<Mapping>),
+    Legacy(Arc<Later<IpcMapping>>),
     Own(Own),
 }
 
@@ -106,11 +107,10 @@ impl Source for Domain {
             return Ok(Found { address: info.base, len: info.len, device, known });
         }
         if info.descriptor {
-            let (base, len) = PointerInfo::extent(&gpu.context, address).map_err(|error| error.to_string())?;
-            let allocation = usize::try_from(len)
-                .map_err(|_| format!("{len} bytes"))
-                .and_then(|len| Allocation::of_address(&gpu.context, base, len).map_err(|error| error.to_string()))?;
-            return Ok(Found { address: base, len, device, known: Known::Held(gpu, allocation) });
+            let len = usize::try_from(info.len).map_err(|_| format!("{} bytes are too many", info.len))?;
+            let held = Allocation::of_address(&gpu.context, info.base, len).map_err(|error| error.to_string())?;
+            let known = Known::Held(gpu, Later::new(held, self.close()));
+            return Ok(Found { address: info.base, len: info.len, device, known });
         }
         Err(match info.pooled {
             true => format!("memory of a pool (cudaMallocAsync) on cuda:{ordinal} can't be passed to other processes"),
@@ -156,15 +156,14 @@ impl Opener for Domain {
             Pass::File(file) => usize::try_from(piece.len)
                 .map_err(|_| Error::new(ErrorKind::Protocol, "import of memory", "too long"))
                 .and_then(|len| Allocation::import(&gpu.context, file.as_fd(), len))
-                .map(Held::Allocation),
+                .map(|allocation| Held::Allocation(Arc::new(Later::new(allocation, self.close())))),
             Pass::Handle { identity, seal: theirs, .. }
                 if seal(piece.address, piece.len, identity, &piece.device).is_ok_and(|ours| ours == *theirs) =>
             {
                 self.own(&gpu, piece, identity).map(Held::Own)
             }
-            Pass::Handle { handle, .. } => {
-                IpcMapping::open(&gpu.context, &IpcHandle::from_bytes(*handle)).map(Arc::new).map(Held::Legacy)
-            }
+            Pass::Handle { handle, .. } => IpcMapping::open(&gpu.context, &IpcHandle::from_bytes(*handle))
+                .map(|mapping| Held::Legacy(Arc::new(Later::new(mapping, self.close())))),
         };
         taken.map_err(|error| format!("memory of the peer's {}: {error}", self.name(&piece.device)))
     }
@@ -174,7 +173,7 @@ impl Opener for Domain {
         match held {
             Held::Allocation(allocation) => allocation
                 .map(&[&gpu.context])
-                .map(Open::Mapped)
+                .map(|mapping| Open::Mapped(Later::new(mapping, self.close())))
                 .map_err(|error| format!("memory of the peer's {}: {error}", self.name(&piece.device))),
             Held::Legacy(mapping) if mapping.len() < piece.len => {
                 Err(format!("the peer names {} bytes of an allocation that has {}", piece.len, mapping.len()))

@@ -7,6 +7,7 @@
 //! Handles of allocations go beforehand as notes over the shared-memory lane's Unix socket; a transfer's announcement
 //! has a descriptor of 24 bytes, which names pieces by the owner's addresses. Whoever has it copies.
 
+mod closer;
 mod domain;
 mod driver;
 mod exports;

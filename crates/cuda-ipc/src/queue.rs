@@ -13,6 +13,10 @@ use crate::domain::{Gpu, Word};
 /// `examples/crossover.rs` measures where the two meet.
 pub const KERNEL_UP_TO: usize = 512 << 10;
 
+/// The most blocks of such a kernel: enough that all bytes of the longest copy are under way at once, few enough that the
+/// user's own kernels keep most of the GPU.
+const KERNEL_BLOCKS: u32 = 32;
+
 /// How long a copy is waited for before the driver is asked whether something went wrong, and how often from then on.
 const ASK_AFTER: Duration = Duration::from_millis(20);
 
@@ -87,7 +91,7 @@ impl Queue {
         let (signal, counter) = (self.word.address(), self.counter);
         let args = PutArgs { dst, src, len: len as u64, part: 0, signal, value, counter };
         // SAFETY: the caller vouches for the areas; word and counter are this stream's, whose kernels run in order.
-        unsafe { tools.kernels.put(&self.stream, &args, None) }?;
+        unsafe { tools.kernels.put(&self.stream, &args, Some(KERNEL_BLOCKS)) }?;
         self.issued = value;
         Ok(Some(value))
     }

@@ -99,7 +99,10 @@ fn obey(end: &mut End, memory: &mut Vec<Option<Memory>>, word: &Value) -> Value 
             let result = end.copy(copy, address, descriptor(word), len);
             json!({"why": result.err()})
         }
-        "free bytes" => json!({"free": end.free()}),
+        "free bytes" => {
+            assert!(end.domain.settled(LIMIT));
+            json!({"free": end.free()})
+        }
         "warm" => json!({"warm": end.warm()}),
         "new link" => {
             end.link = Link::new(end.domain.clone(), LIMIT);

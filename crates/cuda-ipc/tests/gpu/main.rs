@@ -269,7 +269,10 @@ fn everything_is_given_back() {
     };
     // Streams and words are made in the first round, and stay for the next link.
     round(&mut two, true);
-    let memory = |two: &mut Two| (two.own.free(), number(&two.own.ask(&json!({"do": "free bytes"})), "free"));
+    let memory = |two: &mut Two| {
+        assert!(two.own.domain.settled(LIMIT));
+        (two.own.free(), number(&two.own.ask(&json!({"do": "free bytes"})), "free"))
+    };
     let before = (memory(&mut two), files());
     for _ in 0..3 {
         round(&mut two, false);
