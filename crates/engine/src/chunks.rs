@@ -409,7 +409,12 @@ impl State {
     }
 
     fn pack(&mut self, work: Work, ordinal: u32, src: u64, len: u32) -> Option<()> {
-        let slot = self.staging.gpu(ordinal)?.client.slot(Way::Out)?;
+        let client = &self.staging.gpu(ordinal)?.client;
+        // Another worker may be the one that gives a slot back.
+        let slot = client.slot(Way::Out).or_else(|| {
+            client.when_free(Way::Out);
+            client.slot(Way::Out)
+        })?;
         let ticket = self.staging.ticket(work);
         self.staging.gpu(ordinal)?.client.pack(ticket, src, slot, len as usize);
         Some(())
@@ -477,7 +482,7 @@ impl State {
             return Place::Refuse(format!("a chunk of {len} bytes, longer than was agreed"));
         }
         let slot = client.slot(Way::In).or_else(|| {
-            client.when_free();
+            client.when_free(Way::In);
             client.slot(Way::In)
         });
         let held = self.staging.waiting.iter().position(|waiting| *waiting == (endpoint, lane));

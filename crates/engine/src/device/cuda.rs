@@ -1,7 +1,7 @@
 //! A GPU by CUDA: small synchronous copies, and what an address is.
 #![allow(unsafe_code)]
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crossrail_cuda::{Context, Cuda, Event, MemoryKind, PinnedMemory, PointerInfo, Stream};
@@ -22,6 +22,34 @@ pub(super) struct CudaDevice {
     /// Made by the first copy.
     copies: Mutex<Option<Copies>>,
     before: Streams,
+    /// Events of `Ready`s that are gone.
+    events: Arc<Mutex<Vec<Event>>>,
+}
+
+/// Events kept at most.
+const KEPT: usize = 64;
+
+/// An event that is used again when nobody asks for it any more.
+pub(super) struct Kept {
+    event: Option<Event>,
+    pool: Weak<Mutex<Vec<Event>>>,
+}
+
+impl Kept {
+    pub(super) fn is_done(&self) -> Result<bool> {
+        self.event.as_ref().map_or(Ok(true), Event::is_done)
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        if let (Some(event), Some(pool)) = (self.event.take(), self.pool.upgrade()) {
+            let mut pool = pool.lock();
+            if pool.len() < KEPT {
+                pool.push(event);
+            }
+        }
+    }
 }
 
 struct Copies {
@@ -35,7 +63,7 @@ struct Copies {
 impl CudaDevice {
     pub(super) fn open(cuda: &Cuda, ordinal: u32, limit: Duration) -> Result<CudaDevice> {
         let context = Context::primary(&cuda.device(ordinal)?)?;
-        Ok(CudaDevice { context, limit, copies: Mutex::new(None), before: Streams::default() })
+        Ok(CudaDevice { context, limit, copies: Mutex::default(), before: Streams::default(), events: Arc::default() })
     }
 
     pub(super) fn context(&self) -> &Context {
@@ -95,9 +123,10 @@ impl CudaDevice {
     }
 
     fn point(&self, stream: &Stream) -> Result<Ready> {
-        let event = Event::new(&self.context)?;
+        let kept = self.events.lock().pop();
+        let event = kept.map_or_else(|| Event::new(&self.context), Ok)?;
         event.record(stream)?;
-        Ok(Ready(Point::Cuda(Arc::new(event))))
+        Ok(Ready(Point::Cuda(Arc::new(Kept { event: Some(event), pool: Arc::downgrade(&self.events) }))))
     }
 
     fn with(&self, body: impl FnOnce(&mut Copies, Duration) -> Result<()>) -> Result<()> {

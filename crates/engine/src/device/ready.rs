@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use crossrail_cuda::Event;
 use crossrail_types::Result;
+
+use super::cuda::Kept;
 
 /// What must be complete before an operation touches its memory: everything that was in a stream at one moment.
 #[derive(Clone)]
@@ -11,7 +12,7 @@ pub struct Ready(pub(super) Point);
 
 #[derive(Clone)]
 pub(super) enum Point {
-    Cuda(Arc<Event>),
+    Cuda(Arc<Kept>),
     #[cfg(any(test, feature = "simulated-gpu"))]
     Simulated(super::simulated::Point),
 }

@@ -32,8 +32,8 @@ struct Pool {
     /// By way: since when somebody has been without a slot, and for how long before that.
     without: [Option<Instant>; 2],
     without_ns: [u64; 2],
-    /// Clients that wait for an In slot, and those of them that are to be told.
-    waiting: Vec<u32>,
+    /// By way: clients that wait for a slot; and those that are to be told.
+    waiting: [Vec<u32>; 2],
     woken: Vec<u32>,
 }
 
@@ -95,15 +95,15 @@ impl Bounce {
         Some(Slot { bounce: self.clone(), way, index })
     }
 
-    /// `client` is to be told once when an In slot is free.
-    pub(super) fn await_free(&self, client: u32) {
+    /// `client` is to be told once when a slot of that way is free.
+    pub(super) fn await_free(&self, client: u32, way: Way) {
         let mut pool = self.pool.lock();
-        if !pool.free[Way::In as usize].is_empty() {
-            pool.woken.push(client);
+        if !pool.free[way as usize].is_empty() {
+            pool.wake(client);
             drop(pool);
             self.bell.ring();
-        } else if !pool.waiting.contains(&client) {
-            pool.waiting.push(client);
+        } else if !pool.waiting[way as usize].contains(&client) {
+            pool.waiting[way as usize].push(client);
         }
     }
 
@@ -114,7 +114,7 @@ impl Bounce {
 
     pub(super) fn forget(&self, client: u32) {
         let mut pool = self.pool.lock();
-        pool.waiting.retain(|waiting| *waiting != client);
+        pool.waiting.iter_mut().for_each(|waiting| waiting.retain(|waiting| *waiting != client));
         pool.woken.retain(|woken| *woken != client);
     }
 
@@ -140,9 +140,19 @@ impl Bounce {
         if let Some(since) = pool.without[way as usize].take() {
             pool.without_ns[way as usize] += since.elapsed().as_nanos() as u64;
         }
-        if way == Way::In && !pool.waiting.is_empty() {
-            pool.woken.append(&mut pool.waiting);
+        if !pool.waiting[way as usize].is_empty() {
+            for client in std::mem::take(&mut pool.waiting[way as usize]) {
+                pool.wake(client);
+            }
             self.bell.ring();
+        }
+    }
+}
+
+impl Pool {
+    fn wake(&mut self, client: u32) {
+        if !self.woken.contains(&client) {
+            self.woken.push(client);
         }
     }
 }

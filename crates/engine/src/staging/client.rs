@@ -39,9 +39,9 @@ impl Client {
         self.shared().bounce.slot_len()
     }
 
-    /// Asks for one `staged(vec![])` when an In slot is free: somebody else may have it by then.
-    pub(crate) fn when_free(&self) {
-        self.shared().bounce.await_free(self.id);
+    /// Asks for one `staged(vec![])` when a slot of that way is free: somebody else may have it by then.
+    pub(crate) fn when_free(&self, way: Way) {
+        self.shared().bounce.await_free(self.id, way);
     }
 
     /// Copies `len` bytes of device memory from `src` on into the slot, which comes back with [`super::Done`].

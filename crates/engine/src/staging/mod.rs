@@ -45,7 +45,7 @@ pub(crate) enum Way {
 /// Who hears that work is finished. Called on the stager's thread with no lock of staging held. It must return soon,
 /// and must take no lock under which somebody calls [`Client::quiesce`].
 pub(crate) trait Staged: Send + Sync {
-    /// `done` is finished, in this order; when empty, an In slot is free again.
+    /// `done` is finished, in this order; when empty, a slot that was waited for is free.
     fn staged(&self, done: Vec<Done>);
 }
 

@@ -188,7 +188,7 @@ fn a_slot_is_free_only_when_the_unpack_that_reads_it_is_complete() {
         let slot = bed.arrived(&pattern(CHUNK, i as u8));
         bed.client.unpack(i, slot, target.ptr() + i * CHUNK as u64, CHUNK);
     }
-    bed.client.when_free();
+    bed.client.when_free(Way::In);
     assert!(bed.client.slot(Way::In).is_none());
     assert_eq!(*bed.told.free.lock(), 0);
     bed.gpu.hold_unpacks(false);
@@ -198,10 +198,31 @@ fn a_slot_is_free_only_when_the_unpack_that_reads_it_is_complete() {
     }
     assert_eq!(bed.free(Way::In), SLOTS);
     // With a slot free, the answer comes at once.
-    bed.client.when_free();
+    bed.client.when_free(Way::In);
     bed.told.await_free(2);
     let sent: Vec<u8> = (0..SLOTS).flat_map(|i| pattern(CHUNK, i as u8)).collect();
     assert_eq!(bed.bytes(&target), sent);
+}
+
+#[test]
+fn a_client_hears_of_a_slot_that_another_gives_back() {
+    let bed = bed();
+    let other = Arc::new(Told::default());
+    let second = bed.device.stager().unwrap().attach(Arc::downgrade(&other) as Weak<dyn Staged>);
+    let mut slots: Vec<Slot> = (0..SLOTS).map(|_| bed.slot(Way::Out)).collect();
+    assert!(second.slot(Way::Out).is_none());
+    second.when_free(Way::Out);
+    second.when_free(Way::Out);
+    drop(bed.slot(Way::In));
+    assert_eq!(*other.free.lock(), 0, "it waits for a slot of the other way");
+    drop(slots.pop());
+    other.await_free(1);
+    drop(second.slot(Way::Out).expect("just told"));
+    drop(slots);
+    // What was asked for once is told once.
+    bed.client.when_free(Way::Out);
+    bed.told.await_free(1);
+    assert_eq!(*other.free.lock(), 1);
 }
 
 #[test]
