@@ -35,7 +35,7 @@ def test_mesh_of_two(rows: Rows, transport: str) -> None:
 
 @pytest.mark.gpus(4)
 def test_mesh_of_four(rows: Rows) -> None:
-    assert rows("mesh", "--size=16M")
+    assert rows("mesh", "--devices=all", "--size=16M")
 
 
 @pytest.mark.parametrize("source", ["device", "pinned"])

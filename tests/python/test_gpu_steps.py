@@ -1,4 +1,4 @@
-"""The runner of GPU tests and benchmarks: what it makes of outputs, of steps that hang, and of machines without GPUs."""
+"""The runner of GPU tests and benchmarks: what it makes of outputs, of steps that hang, of machines without GPUs."""
 
 from __future__ import annotations
 

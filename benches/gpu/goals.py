@@ -1,0 +1,386 @@
+"""What `make bench-gpu` measures: ours and the peer in turns in one run, and what was to be reached.
+
+    python benches/gpu/goals.py pair --pack .gpu --out pair.json
+
+One scenario is one process, which benches/gpu/run.py gives its own time. Every file has all raw samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from judging import LATENCY_GOAL, Outcome, as_latency, rate_against, staged  # noqa: E402
+from machine import describe  # noqa: E402
+from steps import gpu_count  # noqa: E402
+
+from crossrail.report import Report, Row, format_rate, format_size, median  # noqa: E402
+from scenarios import bench  # noqa: E402
+
+MIB = 1 << 20
+BIG = (64 * MIB, 256 * MIB, 1024 * MIB)
+SMALL = (4 << 10, 16 << 10, 64 << 10, 256 << 10, MIB)
+RAILS = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
+ENGINE = "cudaMemcpyPeerAsync"
+MODES = ("kernel", "d2d", "host")
+PEER_LIMIT_S = 60.0
+
+# NCCL over sockets alone, and what its documents offer to make those faster. All are tried; the best counts.
+SOCKETS = {
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+SOCKET_VARIANTS: dict[str, dict[str, str]] = {
+    "default": {},
+    "2 threads x 2": {"NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "2"},
+    "4 threads x 4": {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"},
+    "8 threads x 8": {"NCCL_SOCKET_NTHREADS": "8", "NCCL_NSOCKS_PERTHREAD": "8"},
+    "4 threads x 4, 8 channels, large chunks": {
+        "NCCL_SOCKET_NTHREADS": "4",
+        "NCCL_NSOCKS_PERTHREAD": "4",
+        "NCCL_NCHANNELS_PER_NET_PEER": "8",
+        "NCCL_P2P_NET_CHUNKSIZE": str(1 << 20),
+        "NCCL_BUFFSIZE": str(16 << 20),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How much to run, and where the pack is."""
+
+    pack: Path
+    scratch: Path
+    rounds: int = 3
+    quick: bool = False
+
+    def scaled(self, count: int, least: int = 2) -> int:
+        """``count``, or a tenth of it when in a hurry."""
+        return max(count // 10, least) if self.quick else count
+
+
+class Found:
+    """What a scenario gave: lines of the table, reports of ours, and what peers said, turn by turn.
+
+    Its file is written again after each command, so that a scenario that is cut short leaves what it had.
+    """
+
+    def __init__(self, pack: Path, out: Path) -> None:
+        self.out = out
+        self.environment = describe(pack)
+        self.outcomes: list[Outcome] = []
+        self.reports: list[Report] = []
+        self.failures: list[str] = []
+        self.peers: dict[str, list[dict[str, Any]]] = {}
+        self.more: dict[str, Any] = {}
+
+    def ours(self, terms: Terms, *options: str) -> list[Row]:
+        """Runs `crossrail bench`; keeps the report, or why there is none: then there are no rows."""
+        try:
+            self.reports.append(bench(terms.scratch, *options))
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            print(error, file=sys.stderr)
+            self.failures.append(str(error))
+            return []
+        finally:
+            self.save()
+        return self.reports[-1].rows
+
+    def peer(self, name: str, script: str, *options: str, **environment: str) -> list[dict[str, Any]]:
+        """Runs a peer's script; keeps what it says, or why it says nothing."""
+        said = peer(script, *options, **environment)
+        self.peers.setdefault(name, []).append({"command": [script, *options], "environment": environment, **said})
+        self.save()
+        rows: list[dict[str, Any]] = said.get("rows", [])
+        return rows
+
+    def trouble(self, name: str) -> str:
+        """Why there is no figure of ours, or none of a peer."""
+        if self.failures:
+            return self.failures[-1]
+        said = [turn["error"] for turn in self.peers.get(name, []) if "error" in turn]
+        return f"{name}: {said[-1] if said else 'it was not run'}"
+
+    def save(self) -> None:
+        """Writes the file."""
+        rows = [row for report in self.reports for row in json.loads(report.dumps())["rows"]]
+        data = {
+            "schema": "crossrail-bench/1",
+            "environment": self.environment,
+            "command": sys.argv,
+            "commands": [report.command for report in self.reports],
+            "rows": rows,
+            "failures": self.failures,
+            "peers": self.peers,
+            **self.more,
+            "outcomes": [asdict(outcome) for outcome in self.outcomes],
+        }
+        self.out.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+def peer(script: str, *options: str, **environment: str) -> dict[str, Any]:
+    """What a script of peers/ prints, as JSON; or `error`."""
+    command = [sys.executable, str(HERE / "peers" / script), *options]
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=PEER_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done within {PEER_LIMIT_S:g} s"}
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        print(done.stderr, file=sys.stderr)
+        return {"error": lines[-1] if lines else f"exit code {done.returncode}"}
+    said: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return said
+
+
+def sizes(these: Iterable[int]) -> str:
+    """For --sizes."""
+    return ",".join(format_size(size) for size in these)
+
+
+def of_size(rows: Iterable[Mapping[str, Any]], size: int) -> list[Mapping[str, Any]]:
+    """A peer's rows of one size."""
+    return [row for row in rows if row["size"] == size]
+
+
+def pair(terms: Terms, found: Found) -> None:
+    """One pair over NVLink, many under way and one at a time, and both ways at once, against the copy engine."""
+    iters, more = f"--iters={terms.scaled(10)}", f"--iters={terms.scaled(50)}"
+    many, single, both = [], [], []
+    for _ in range(terms.rounds):
+        common = ("--device=cuda:0,cuda:1", "--transport=cuda_ipc", "--warmup=2")
+        ours = found.ours(terms, "bandwidth", *common, f"--sizes={sizes(BIG)}", "--window=16", iters)
+        engine = ("--what=pair", f"--sizes={sizes(BIG)}")
+        many.append((ours, found.peer("copies", "copies.py", *engine, "--window=16", iters)))
+        ours = found.ours(terms, "bandwidth", *common, f"--sizes={sizes(BIG)}", "--window=1", more)
+        single.append((ours, found.peer("copies", "copies.py", *engine, "--window=1", more)))
+        mesh = ("mesh", "--devices=cuda:0,cuda:1", "--transport=cuda_ipc", "--size=64M", "--window=16", iters)
+        both.append((found.ours(terms, *mesh), found.peer("both", "copies.py", "--what=both", "--window=16", iters)))
+    for turns, how in ((many, "16 under way"), (single, "one at a time")):
+        for size in BIG:
+            rates = [row.gb_per_s or 0.0 for ours, _ in turns for row in ours if row.size == size]
+            theirs = [copied(row) for _, rows in turns for row in of_size(rows, size)]
+            work = f"NVLink, one pair, {format_size(size)}, {how}"
+            found.outcomes.append(rate_against(work, rates, theirs, 0.97, ENGINE, found.trouble("copies")))
+    rates = [rate for ours, _ in both for rate in together(ours)]
+    theirs = [float(row["gb_per_s"]) for _, rows in both for row in rows]
+    work = "NVLink, both ways at once, 64M, the slower GPU"
+    found.outcomes.append(rate_against(work, rates, theirs, 0.97, ENGINE, found.trouble("both")))
+
+
+def copied(row: Mapping[str, Any]) -> float:
+    """A copy's GB/s: of many by events; of one from the host's call until the host knows, as ours is counted."""
+    if row["window"] > 1:
+        return float(row["gb_per_s"])
+    return float(row["size"]) / statistics.median(row["wall_us"]) / 1e3
+
+
+def together(rows: Sequence[Row]) -> list[float]:
+    """The slowest rank's rate when all send to all; nothing if none did."""
+    rates = [row.gb_per_s or 0.0 for row in rows if row.part == "all"]
+    return [min(rates)] if rates else []
+
+
+def latency(terms: Terms, found: Found) -> None:
+    """Small transfers between two GPUs, one way, against NCCL and beside NIXL."""
+    sends: dict[int, list[float]] = {size: [] for size in SMALL}
+    writes: dict[int, list[float]] = {size: [] for size in SMALL}
+    puts: dict[int, list[float]] = {size: [] for size in SMALL}
+    peers: dict[str, dict[int, list[float]]] = {name: {size: [] for size in SMALL} for name in ("nccl", "wall", "nixl")}
+    counts = (f"--iters={terms.scaled(2000)}", "--warmup=50")
+    few = (f"--sizes={sizes(SMALL)}", f"--iters={terms.scaled(200)}", "--warmup=20")
+    for turn in range(terms.rounds):
+        common = ("--device=cuda:0,cuda:1", "--transport=cuda_ipc", "--op=both")
+        for row in found.ours(terms, "latency", *common, f"--sizes={sizes(SMALL)}", *counts):
+            (writes if row.what == "write" else sends)[row.size].append(row.p50_us or 0.0)
+        for said in found.peer("puts", "../puts.py", *few):
+            puts[said["size"]].append(statistics.median(said["samples_us"]))
+        for said in found.peer("nccl", "nccl.py", "--what=latency", *few):
+            peers["nccl"][said["size"]].append(statistics.median(said["samples_us"]))
+            peers["wall"][said["size"]].append(statistics.median(said["wall_us"]))
+        thread = ("--progress-thread",) if turn % 2 else ()
+        for said in found.peer("nixl", "nixl.py", *few, *thread):
+            peers["nixl"][said["size"]].append(statistics.median(said["samples_us"]))
+    kinds = {"write, seen by the host": writes, "put, seen by the GPU": puts, "send": sends}
+    for kind, mine in kinds.items():
+        for size in SMALL:
+            work = f"NVLink, {format_size(size)}, {kind}, one way"
+            theirs = {name: figures[size] for name, figures in peers.items()}
+            goal = None if kind == "send" else LATENCY_GOAL
+            why = found.trouble("nccl" if mine[size] else "puts")
+            found.outcomes.append(as_latency(work, mine[size], theirs, goal, why))
+
+
+def mesh(terms: Terms, found: Found) -> None:
+    """Every GPU to every other at once, beside copy engines and NCCL."""
+    gpus = gpu_count()[0]
+    iters = f"--iters={terms.scaled(20)}"
+    rates, engines, nccl = [], [], []
+    for _ in range(terms.rounds):
+        command = ("mesh", "--devices=all", "--transport=cuda_ipc", "--size=64M", iters)
+        rates += together(found.ours(terms, *command))
+        common = ("--sizes=64M", f"--ranks={gpus}", iters)
+        said = found.peer("copies", "copies.py", "--what=all", "--window=4", *common)
+        engines += [float(row["gb_per_s"]) for row in said]
+        said = found.peer("nccl", "nccl.py", "--what=alltoall", *common)
+        nccl += [float(row["gb_per_s"]) for row in said]
+    work, to_reach = f"all {gpus} GPUs to all, 64M each, the slowest GPU", ">= 330 GB/s per GPU on 4"
+    if not rates:
+        found.outcomes.append(Outcome(work, "-", to_reach, failed=True, notes=[found.trouble("copies")]))
+        return
+    ours = median(rates)
+    notes = [f"NCCL: {format_rate(median(nccl)) if nccl else found.trouble('nccl')}"]
+    notes.append(f"the peer is {ENGINE} alone" if engines else found.trouble("copies"))
+    shown = format_rate(median(engines)) if engines else "-"
+    ratio = f"{ours / median(engines):.2f}" if engines else "-"
+    met = ours >= 330 if gpus == 4 else None
+    found.outcomes.append(Outcome(work, format_rate(ours), to_reach, shown, ratio, met, notes=notes))
+
+
+def unpack(terms: Terms, found: Found) -> None:
+    """The unpack kernel and its two rivals beside contiguous copies, from device and pinned memory."""
+    program = terms.pack / "examples" / "crossrail-kernels.unpack_rate"
+    path = terms.scratch / "unpack_rate.json"
+    done = subprocess.run([program, path], capture_output=True, text=True, timeout=PEER_LIMIT_S, check=False)
+    print(done.stdout, done.stderr, file=sys.stderr)
+    if done.returncode != 0:
+        raise RuntimeError(f"unpack_rate: {done.stderr.strip()}")
+    alone = json.loads(path.read_text())["rows"]
+    found.more["unpack_rate"] = alone
+    for source, goal, to in (("device", 0.8, "a contiguous copy"), ("pinned", 0.9, "the host-to-device rate")):
+        rows = [row for row in alone if row["what"] == "unpack" and row["memory"] == source and row["fragment"] == 4096]
+        for row in rows:
+            work = f"unpack from {source} memory, 64M in 4K, list in {row['list']} memory"
+            work += f", {row['shift']} byte off" if row["shift"] else ""
+            theirs = [row["peers"]["contiguous"]["gb_per_s"]]
+            judged = None if row["shift"] else goal
+            found.outcomes.append(rate_against(work, [row["gb_per_s"]], theirs, judged, to, "unpack_rate"))
+    for source in ("device", "pinned"):
+        options = ("unpack", "--device=cuda:0", "--size=64M", "--fragments=4K,16K,64K", f"--from={source}")
+        found.ours(terms, *options)
+
+
+def tcp(terms: Terms, found: Found) -> None:
+    """GPU to GPU over loopback rails in each unpack mode, against NCCL over sockets and our own host memory."""
+    two = gpu_count()[0] > 1
+    device = "--device=cuda:0,cuda:1" if two else "--device=cuda:0"
+    common = ("p2p", "--size=64M", f"--iters={terms.scaled(20)}", "--warmup=3", "--transport=tcp")
+    best, tried = best_of_sockets(terms, found) if two else ("", [])
+    gpu: dict[tuple[int, str], list[float]] = {(count, mode): [] for count in (1, 2, 4) for mode in MODES}
+    host: dict[int, list[float]] = {count: [] for count in (1, 2, 4)}
+    for _ in range(terms.rounds):
+        for count in (1, 2, 4):
+            rails = f"--rails={','.join(RAILS[:count])}"
+            host[count] += [row.gb_per_s or 0.0 for row in found.ours(terms, *common, rails)]
+            for mode in MODES:
+                rows = found.ours(terms, *common, rails, device, f"--unpack={mode}")
+                gpu[count, mode] += [row.gb_per_s or 0.0 for row in rows]
+        if best:
+            tried += [row["gb_per_s"] for row in over_sockets(terms, found, best)]
+    found.outcomes += staged(gpu, host, tried if two else None, best, found.trouble("nccl"))
+
+
+def best_of_sockets(terms: Terms, found: Found) -> tuple[str, list[float]]:
+    """The variant that NCCL is fastest with, and its rates."""
+    rates = {name: [float(row["gb_per_s"]) for row in over_sockets(terms, found, name)] for name in SOCKET_VARIANTS}
+    best = max(rates, key=lambda name: max(rates[name], default=0.0))
+    return (best, rates[best]) if rates[best] else ("", [])
+
+
+def over_sockets(terms: Terms, found: Found, variant: str) -> list[dict[str, Any]]:
+    """NCCL over sockets, one message of 64 MiB at a time, as p2p moves them."""
+    counts = ("--sizes=64M", "--window=1", f"--iters={terms.scaled(20)}", "--warmup=3")
+    return found.peer("nccl", "nccl.py", "--what=bandwidth", *counts, **SOCKETS, **SOCKET_VARIANTS[variant])
+
+
+def memory(terms: Terms, found: Found) -> None:
+    """GPU memory that transfers use beyond the caller's buffers."""
+    for way in ("tcp", "cuda_ipc") if gpu_count()[0] > 1 else ("tcp",):
+        said = peer("../memory.py", f"--way={way}", f"--transfers={terms.scaled(100)}")
+        found.more.setdefault("memory", {})[way] = said
+        work = f"GPU memory beyond buffers, {way}"
+        to_reach = "<= 64 MiB (modules, streams), no growth, all given back"
+        if "error" in said:
+            found.outcomes.append(Outcome(work, "-", to_reach, failed=True, notes=[said["error"]]))
+            continue
+        used, grown, left = (max(said[name]) for name in ("used", "grown", "left"))
+        ours = f"{used / MIB:.1f} MiB, then {grown / MIB:+.1f}; {left / MIB:.1f} left"
+        met = used <= 64 * MIB and grown <= 0 and left <= 0
+        found.outcomes.append(Outcome(work, ours, to_reach, met=met, notes=[f"info says: {said['info']}"]))
+
+
+def kernels(terms: Terms, found: Found) -> None:
+    """Kernels and copy engines by themselves, where the crossover lies: nothing is judged."""
+    for package, name in (("crossrail-kernels", "peer_rate"), ("crossrail-cuda-ipc", "crossover")):
+        path = terms.scratch / f"{name}.json"
+        command = [terms.pack / "examples" / f"{package}.{name}", "--json", path]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PEER_LIMIT_S, check=False)
+        print(done.stdout, done.stderr)
+        if done.returncode != 0:
+            raise RuntimeError(f"{name}: {done.stderr.strip()}")
+        found.more[name] = json.loads(path.read_text())
+
+
+SCENARIOS: dict[str, tuple[Callable[[Terms, Found], None], float, int]] = {
+    # name: what it is, its limit in seconds, how many GPUs it needs
+    "pair": (pair, 180, 2),
+    "latency": (latency, 180, 2),
+    "mesh": (mesh, 120, 2),
+    "unpack": (unpack, 90, 1),
+    "tcp": (tcp, 240, 1),
+    "memory": (memory, 60, 1),
+    "kernels": (kernels, 180, 2),
+}
+USUAL = ("pair", "latency", "mesh", "unpack", "tcp", "memory")
+
+
+def main() -> int:
+    """Runs one scenario and writes its file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("name", choices=SCENARIOS)
+    parser.add_argument("--pack", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns that ours and each peer take (3)")
+    parser.add_argument("--quick", action="store_true", help="fewer iterations")
+    arguments = parser.parse_args()
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    found = Found(arguments.pack, arguments.out)
+    run = SCENARIOS[arguments.name][0]
+    with tempfile.TemporaryDirectory(prefix="crossrail-bench-") as scratch:
+        terms = Terms(arguments.pack.resolve(), Path(scratch), arguments.rounds, arguments.quick)
+        try:
+            run(terms, found)
+        except Exception as error:
+            if not isinstance(error, (RuntimeError, OSError, subprocess.TimeoutExpired)):
+                traceback.print_exc()
+            print(f"{arguments.name}: {error}", file=sys.stderr)
+            found.outcomes.append(Outcome(arguments.name, "-", "to run", failed=True, notes=[str(error)]))
+        found.save()
+    return 1 if any(outcome.failed for outcome in found.outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

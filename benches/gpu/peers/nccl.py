@@ -1,0 +1,214 @@
+"""NCCL by torch.distributed, one process per GPU: what our transfers are held against.
+
+    python benches/gpu/peers/nccl.py --what latency --sizes 4K,1M
+    python benches/gpu/peers/nccl.py --what bandwidth --sizes 64M --window 1
+    python benches/gpu/peers/nccl.py --what alltoall --sizes 64M --ranks 4
+
+latency: half a round trip. `samples_us` are of graph replays, where no host stands between two messages (NCCL's best);
+`wall_us` are those of a host that waits for each message, as a receiver that looks at its data must.
+bandwidth: `--window` messages, then an empty answer. alltoall: all_to_all_single, `size` bytes to every rank.
+Settings of NCCL are the environment's. `--backend gloo` moves host memory and needs no GPU: it tries the script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import ranks as processes
+
+TRIPS = 20
+
+
+def main() -> int:
+    """Measures; prints JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--what", choices=("latency", "bandwidth", "alltoall"), required=True)
+    parser.add_argument("--window", type=int, default=16, help="messages of a sample")
+    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
+    processes.add_common(parser)
+    arguments = parser.parse_args()
+    try:
+        import torch.distributed as dist
+    except ImportError as error:
+        print(f"nccl.py: needs PyTorch: {error}", file=sys.stderr)
+        return 1
+    if arguments.backend == "nccl" and not dist.is_nccl_available():
+        print("nccl.py: this PyTorch has no NCCL", file=sys.stderr)
+        return 1
+    return processes.run(arguments, work)
+
+
+def versions() -> dict[str, str]:
+    """What was measured."""
+    import torch
+
+    found = {"torch": torch.__version__}
+    if torch.cuda.is_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
+    """One rank's part."""
+    with Rank(arguments, rank, folder) as here:
+        measure = {"latency": latency, "bandwidth": bandwidth, "alltoall": all_to_all}[arguments.what]
+        rows = [measure(here, size) for size in arguments.sizes]
+        if rank == 0:
+            processes.keep(folder, rows, versions())
+
+
+class Rank:
+    """A process of the group, its device, and how its time is taken."""
+
+    def __init__(self, arguments: argparse.Namespace, rank: int, folder: Path) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self.torch, self.dist, self.rank, self.options = torch, dist, rank, arguments
+        self.cuda = arguments.backend == "nccl"
+        self.device = torch.device(f"cuda:{rank}" if self.cuda else "cpu")
+        if self.cuda:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            arguments.backend,
+            init_method=f"file://{folder}/group",
+            rank=rank,
+            world_size=arguments.ranks,
+            timeout=timedelta(seconds=arguments.limit),
+            device_id=self.device if self.cuda else None,
+        )
+
+    def __enter__(self) -> Rank:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.dist.destroy_process_group()
+
+    def bytes(self, count: int, fill: int | None = None) -> Any:
+        """So many bytes, random unless filled."""
+        if fill is not None:
+            return self.torch.full((count,), fill, dtype=self.torch.uint8, device=self.device)
+        return self.torch.randint(0, 256, (count,), dtype=self.torch.uint8, device=self.device)
+
+    def wait(self) -> None:
+        """Until the GPU has done all it was given."""
+        if self.cuda:
+            self.torch.cuda.synchronize()
+
+    def together(self) -> None:
+        """Until all ranks are here."""
+        self.dist.barrier()
+        self.wait()
+
+    def timed(self, work: Any) -> float:
+        """Microseconds of what `work` puts on the stream, by events; by the clock without a GPU."""
+        if not self.cuda:
+            start = time.perf_counter()
+            work()
+            return (time.perf_counter() - start) * 1e6
+        first, last = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        work()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) * 1e3
+
+    def graph(self, work: Any) -> Any:
+        """`work` as one replay without the host in it."""
+        if not self.cuda:
+            return work
+        graph = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+
+def latency(here: Rank, size: int) -> dict[str, Any]:
+    """Half a round trip between ranks 0 and 1."""
+    out, into = here.bytes(size), here.bytes(size, 0)
+
+    def trip() -> None:
+        if here.rank == 0:
+            here.dist.send(out, 1)
+            here.dist.recv(into, 1)
+        else:
+            here.dist.recv(into, 0)
+            here.dist.send(into, 0)
+
+    for _ in range(3):
+        trip()
+    here.wait()
+    if here.rank == 0 and not here.torch.equal(out, into):
+        raise SystemExit("nccl.py: what came back is not what was sent")
+    samples = batches(here, here.graph(lambda: [trip() for _ in range(TRIPS)]), TRIPS * 2)
+    wall = []
+    for _ in range(here.options.warmup + here.options.iters):
+        here.together()
+        start = time.perf_counter()
+        trip()
+        here.wait()
+        wall.append((time.perf_counter() - start) * 1e6 / 2)
+    return {"what": "latency", "size": size, "samples_us": samples, "wall_us": wall[here.options.warmup :]}
+
+
+def batches(here: Rank, replay: Any, messages: int) -> list[float]:
+    """Microseconds per message of each replay."""
+    samples = []
+    for _ in range(here.options.warmup + here.options.iters):
+        here.together()
+        samples.append(here.timed(replay) / messages)
+    return samples[here.options.warmup :]
+
+
+def bandwidth(here: Rank, size: int) -> dict[str, Any]:
+    """From rank 0 to rank 1."""
+    window = here.options.window
+    data = here.bytes(size, 7 if here.rank == 0 else 0)
+    answer = here.bytes(4, 1)
+
+    def sample() -> None:
+        for _ in range(window):
+            if here.rank == 0:
+                here.dist.send(data, 1)
+            else:
+                here.dist.recv(data, 0)
+        if here.rank == 0:
+            here.dist.recv(answer, 1)
+        else:
+            here.dist.send(answer, 0)
+
+    samples = []
+    for _ in range(here.options.warmup + here.options.iters):
+        here.together()
+        samples.append(here.timed(sample))
+    if not bool((data == 7).all()):
+        raise SystemExit("nccl.py: what came is not what was sent")
+    return rated({"what": "bandwidth", "size": size, "window": window}, samples[here.options.warmup :], size * window)
+
+
+def all_to_all(here: Rank, size: int) -> dict[str, Any]:
+    """`size` bytes from each rank to each; a rank's own part stays with it and does not count."""
+    ranks = here.options.ranks
+    out, into = here.bytes(size * ranks, here.rank + 1), here.bytes(size * ranks, 0)
+    samples = []
+    for _ in range(here.options.warmup + here.options.iters):
+        here.together()
+        samples.append(here.timed(lambda: here.dist.all_to_all_single(into, out)))
+    if [int(part[-1]) for part in into.view(ranks, size)] != [rank + 1 for rank in range(ranks)]:
+        raise SystemExit("nccl.py: what came is not what was sent")
+    sent = size * (ranks - 1)
+    return rated({"what": "alltoall", "size": size, "ranks": ranks}, samples[here.options.warmup :], sent)
+
+
+def rated(row: dict[str, Any], samples: list[float], bytes_each: int) -> dict[str, Any]:
+    """A row with its samples and its rate: all bytes over all time."""
+    return {**row, "samples_us": samples, "gb_per_s": bytes_each * len(samples) / sum(samples) / 1e3}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""One process per rank for a peer: started together, ended together, rank 0's figures come back."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Rows = list[dict[str, Any]]
+Work = Callable[[argparse.Namespace, int, Path], None]
+"""What a rank does: its options, its number and a folder that all ranks share, where rank 0 keeps its figures."""
+
+KEPT = "rows.json"
+POLL_S = 0.02
+END_S = 10.0
+"""So long may ranks take to end after all is measured."""
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """The options that every peer has."""
+    parser.add_argument("--sizes", type=sizes, default=[64 << 20], metavar="A,B,C", help="bytes")
+    parser.add_argument("--iters", type=int, default=20, help="timed samples")
+    parser.add_argument("--warmup", type=int, default=3, help="samples before those")
+    parser.add_argument("--ranks", type=int, default=2, help="processes, a GPU each")
+    parser.add_argument("--limit", type=float, default=120.0, metavar="S", help="seconds for all of it")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+
+
+def sizes(text: str) -> list[int]:
+    """Sizes as the command takes them: 64K, 2M, 1G, or a list of those."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    try:
+        return [int(part.rstrip("KMG")) * units.get(part[-1:], 1) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: sizes as 4K,64K,1M") from None
+
+
+def run(arguments: argparse.Namespace, work: Work) -> int:
+    """As a rank: works. As the one that was called: starts the ranks and prints what rank 0 kept, as JSON."""
+    if arguments.rank is not None:
+        work(arguments, arguments.rank, arguments.folder)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="crossrail-peer-") as folder:
+        code = start(arguments.ranks, arguments.limit, Path(folder))
+        if code == 0:
+            print((Path(folder) / KEPT).read_text())
+    return code
+
+
+def keep(folder: Path, rows: Rows, versions: dict[str, str]) -> None:
+    """Rank 0's figures, once all is measured; what goes wrong after that takes nothing from them."""
+    whole = folder / f"{KEPT}.new"
+    whole.write_text(json.dumps({"versions": versions, "rows": rows}))
+    whole.rename(folder / KEPT)
+
+
+def start(ranks: int, limit_s: float, folder: Path) -> int:
+    """Runs this very command once per rank; the first that fails ends all, and so does the end of the time."""
+    command = [sys.executable, *sys.argv, f"--folder={folder}"]
+    started = [subprocess.Popen([*command, f"--rank={rank}"], stdout=sys.stderr) for rank in range(ranks)]
+    deadline = time.monotonic() + limit_s
+    kept = False
+    try:
+        while True:
+            codes = [process.poll() for process in started]
+            if not kept and (folder / KEPT).exists():
+                kept, deadline = True, time.monotonic() + END_S
+            if any(codes) or None not in codes or time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    name = Path(sys.argv[0]).name
+    if any(codes):
+        print(f"{name}: its ranks ended with {codes}", file=sys.stderr)
+    elif None in codes:
+        print(f"{name}: not at an end within {END_S if kept else limit_s:g} s", file=sys.stderr)
+    return 0 if (folder / KEPT).exists() else 1
+
+
+def exchange(folder: Path, rank: int, what: str, mine: bytes) -> bytes:
+    """Gives `mine` to the other rank and takes its own; bounded by the time that all ranks have."""
+    new = folder / f"{what}.{rank}.new"
+    new.write_bytes(mine)
+    new.rename(folder / f"{what}.{rank}")
+    theirs = folder / f"{what}.{1 - rank}"
+    while not theirs.exists():
+        time.sleep(POLL_S / 20)
+    return theirs.read_bytes()

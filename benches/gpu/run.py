@@ -1,0 +1,113 @@
+"""GPU memory against its peers, all in one run; a file for each scenario and a table of the goals at the end.
+
+    python benches/gpu/run.py --pack .gpu --site target/gpu-site --out benches/results/gpu
+    python benches/gpu/run.py ... --only pair,latency --quick
+
+Each scenario has its own time. Exit 0: every row ran, whether or not it reached its goal; 1: one did not, or there is
+no GPU; 2: bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from goals import SCENARIOS, USUAL  # noqa: E402
+from judging import Outcome  # noqa: E402
+from machine import describe  # noqa: E402
+from steps import Result, Runner, Step, gpu_count, read_program  # noqa: E402
+
+from crossrail.report import console, table  # noqa: E402
+
+
+def main() -> int:
+    """Runs the scenarios asked for; gives the exit code."""
+    arguments = _arguments()
+    present, why_not = gpu_count()
+    if not present:
+        print(f"GPU benchmarks need a GPU: {why_not}", file=sys.stderr)
+        return 1
+    runner = Runner("summary", arguments.out, arguments.budget)
+    for name in arguments.only:
+        runner.run(_step(name, arguments, present))
+    code = runner.finish()
+    outcomes = [
+        outcome
+        for name, result in zip(arguments.only, runner.results, strict=True)
+        for outcome in outcomes_of(arguments.out / f"{name}.json", result)
+    ]
+    summary = {
+        "schema": "crossrail-goals/1",
+        "environment": describe(arguments.pack),
+        "steps": [asdict(result) for result in runner.results],
+        "outcomes": [asdict(outcome) for outcome in outcomes],
+    }
+    runner.table.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
+    show(outcomes)
+    return code
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--pack", type=Path, required=True, metavar="DIR", help="what benches/gpu/pack.sh made")
+    parser.add_argument("--site", type=Path, metavar="DIR", help="where the pack's wheel was installed")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the results and the log")
+    parser.add_argument("--only", metavar="NAMES", default=",".join(USUAL), help=f"of {', '.join(SCENARIOS)}")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns that ours and each peer take (3)")
+    parser.add_argument("--quick", action="store_true", help="fewer iterations")
+    parser.add_argument("--budget", type=float, default=560.0, metavar="S", help="seconds for all scenarios (560)")
+    arguments = parser.parse_args()
+    arguments.only = arguments.only.split(",")
+    unknown = [name for name in arguments.only if name not in SCENARIOS]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is no scenario; known: {', '.join(SCENARIOS)}")
+    if arguments.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    return arguments
+
+
+def _step(name: str, arguments: argparse.Namespace, present: int) -> Step:
+    _, limit_s, gpus = SCENARIOS[name]
+    out = arguments.out / f"{name}.json"
+    out.unlink(missing_ok=True)
+    options = [f"--pack={arguments.pack}", f"--out={out}", f"--rounds={arguments.rounds}"]
+    options += ["--quick"] if arguments.quick else []
+    missing = None if present >= gpus else f"needs {gpus} GPUs: there {'is' if present == 1 else 'are'} {present}"
+    site = [str(arguments.site.resolve())] if arguments.site else []
+    path = os.pathsep.join([*site, *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, HERE / "goals.py", name, *options]
+    return Step(name, command, limit_s, read_program, {"PYTHONPATH": path}, missing)
+
+
+def outcomes_of(path: Path, result: Result) -> list[Outcome]:
+    """The lines that a scenario gave; one that says why, if it did not get so far."""
+    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"outcomes": []}
+    found = [Outcome(**outcome) for outcome in data["outcomes"]]
+    if found:
+        return found
+    return [Outcome(result.name, "-", "to run", failed=not result.good, notes=[result.state, *result.notes])]
+
+
+def show(outcomes: list[Outcome]) -> None:
+    """The notes, and the table after them: a log may be cut at its beginning."""
+    out = console()
+    for outcome in outcomes:
+        for note in dict.fromkeys(outcome.notes):
+            out.print(f"{outcome.work}: {note}", soft_wrap=True)
+    made = table("GPU memory, every goal", ["work", "ours", "peer", "ratio", "to reach", "met"], left=6)
+    for outcome in outcomes:
+        met = "FAILED" if outcome.failed else {True: "yes", False: "NO", None: "-"}[outcome.met]
+        made.add_row(outcome.work, outcome.ours, outcome.peer, outcome.ratio, outcome.to_reach, met)
+    out.print(made)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,345 @@
+"""The GPU benchmark without a GPU: what is judged and how, what a failing peer does, and the peers' own scripts."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import importlib.util
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrail.report import Report, Row, capture_environment
+
+ROOT = Path(__file__).parents[2]
+GPU = ROOT / "benches" / "gpu"
+sys.path[:0] = [str(GPU), str(GPU / "peers")]
+
+import goals  # noqa: E402
+import judging  # noqa: E402
+import ranks  # noqa: E402
+from steps import Result, gpu_count  # noqa: E402
+
+
+def test_a_rate_is_held_against_the_median_of_the_peers_turns() -> None:
+    outcome = judging.rate_against("work", [97.0, 98.0, 10.0], [100.0, 1.0, 200.0], 0.97, "copies", "never")
+    assert (outcome.met, outcome.ratio, outcome.failed) == (True, "0.970", False)
+    assert judging.rate_against("work", [96.9], [100.0], 0.97, "copies", "never").met is False
+    shown = judging.rate_against("work", [1.0], [100.0], None, "copies", "never")
+    assert (shown.met, shown.to_reach) == (None, "beside copies")
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [([], [1.0]), ([1.0], [])])
+def test_a_missing_figure_is_a_failure_that_says_why(ours: list[float], theirs: list[float]) -> None:
+    outcome = judging.rate_against("work", ours, theirs, 1.0, "copies", "copies: no such program")
+    assert outcome.failed
+    assert outcome.notes == ["copies: no such program"]
+
+
+def test_a_latency_is_held_against_ncclls_better_figure() -> None:
+    peers = {"nccl": [25.0, 20.0, 30.0], "wall": [40.0], "nixl": [12.5]}
+    outcome = judging.as_latency("work", [15.0], peers, 0.6, "never")
+    assert (outcome.peer, outcome.ratio, outcome.met) == ("25.00 us", "0.60", True)
+    assert outcome.notes == ["nccl with a host that waits: 40.00 us", "nixl: 12.50 us"]
+    assert judging.as_latency("work", [15.2], peers, 0.6, "never").met is False
+    assert judging.as_latency("work", [15.0], {**peers, "wall": [20.0]}, 0.6, "never").met is False
+    assert judging.as_latency("work", [15.0], {"nixl": [1.0]}, 0.6, "nccl: gone").failed
+
+
+def test_staged_rates_are_judged_in_the_usual_mode_and_shown_in_the_others() -> None:
+    gpu = {(1, "kernel"): [8.5], (1, "host"): [4.0]}
+    outcomes = judging.staged(gpu, {1: [10.0]}, [5.0], "4 threads x 4", "never")
+    assert [outcome.met for outcome in outcomes] == [True, True, None, None]
+    assert outcomes[0].notes == ["NCCL is fastest with: 4 threads x 4"]
+    assert [one.met for one in judging.staged(gpu, {1: [10.1]}, [6.0], "", "never")] == [False, False, None, None]
+    one_gpu = judging.staged(gpu, {1: [10.0]}, None, "", "never")
+    assert len(one_gpu) == 2
+    assert not any(outcome.failed for outcome in one_gpu)
+
+
+class Machine:
+    """Two GPUs that answer at once: stands in for `crossrail bench` and for the peers' scripts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: int = 2) -> None:
+        self.asked: list[tuple[str, ...]] = []
+        self.silent: set[str] = set()
+        self.folder = tmp_path
+        monkeypatch.setattr(goals, "bench", self.bench)
+        monkeypatch.setattr(goals, "peer", self.peer)
+        monkeypatch.setattr(goals, "gpu_count", lambda: (gpus, ""))
+
+    def bench(self, _: Path, what: str, *options: str) -> Report:
+        self.asked.append((what, *options))
+        if what in self.silent:
+            raise RuntimeError(f"crossrail {what}: it broke")
+        return Report(capture_environment(), ["crossrail"], list(self.rows(what, dict(self.split(options)))))
+
+    @staticmethod
+    def split(options: tuple[str, ...]) -> list[tuple[str, str]]:
+        return [(name, value) for name, _, value in (option.partition("=") for option in options)]
+
+    def rows(self, what: str, options: dict[str, str]) -> list[Row]:
+        sizes = ranks.sizes(options.get("--sizes", options.get("--size", "64M")))
+        if what == "mesh":
+            rates = (340.0, 335.0)
+            return [Row("mesh", "cuda_ipc", sizes[0], part="all", source=n, gb_per_s=rates[n]) for n in range(2)]
+        if what == "latency":
+            kinds = ("latency", "write")
+            return [Row(kind, "cuda_ipc", size, p50_us=8.0, gb_per_s=None) for kind in kinds for size in sizes]
+        gpu = "--device" in options
+        return [Row(what, options["--transport"], size, gb_per_s=380.0 if gpu else 400.0) for size in sizes]
+
+    def peer(self, script: str, *options: str, **environment: str) -> dict[str, Any]:
+        if script in self.silent:
+            return {"error": f"{script} is silent"}
+        given = dict(self.split(options))
+        if script == "../memory.py":
+            return {"used": [4 << 20, 0], "grown": [0, 0], "left": [0, 0], "info": {}}
+        tuned = environment.get("NCCL_SOCKET_NTHREADS") == "4"
+        window = int(given.get("--window", "16"))
+        row = {"what": given.get("--what"), "window": window, "samples_us": [20.0], "wall_us": [180.0]}
+        rate = {"copies.py": 385.0, "nccl.py": 250.0 if tuned else 100.0}.get(script, 1.0)
+        return {"rows": [{**row, "size": size, "gb_per_s": rate} for size in ranks.sizes(given.get("--sizes", "64M"))]}
+
+    def run(self, name: str, rounds: int = 2) -> dict[str, Any]:
+        terms = goals.Terms(self.folder, self.folder, rounds)
+        found = goals.Found(self.folder, self.folder / "out.json")
+        goals.SCENARIOS[name][0](terms, found)
+        found.save()
+        data: dict[str, Any] = json.loads((self.folder / "out.json").read_text())
+        return data
+
+
+def test_a_pair_by_itself_and_both_ways(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    data = Machine(monkeypatch, tmp_path).run("pair")
+    works = {outcome["work"]: outcome for outcome in data["outcomes"]}
+    assert works["NVLink, one pair, 64M, 16 under way"]["ratio"] == f"{380 / 385:.3f}"
+    alone = works["NVLink, one pair, 64M, one at a time"]
+    assert alone["peer"].startswith("372"), "one copy at a time is counted by the host's clock, as ours is"
+    assert works["NVLink, both ways at once, 64M, the slower GPU"]["met"] is False
+    assert len(data["peers"]["copies"]) == 4
+    assert data["rows"]
+
+
+def test_latencies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    data = Machine(monkeypatch, tmp_path).run("latency")
+    met = {outcome["work"]: outcome["met"] for outcome in data["outcomes"]}
+    assert met["NVLink, 4K, write, seen by the host, one way"] is True
+    assert met["NVLink, 1M, put, seen by the GPU, one way"] is False, "as slow as the peer, in this test"
+    assert met["NVLink, 64K, send, one way"] is None
+    threads = [turn["command"] for turn in data["peers"]["nixl"]]
+    assert ["--progress-thread" in command for command in threads] == [False, True]
+
+
+def test_mesh_is_judged_on_four_gpus_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert Machine(monkeypatch, tmp_path).run("mesh")["outcomes"][0]["met"] is None
+    (outcome,) = Machine(monkeypatch, tmp_path, gpus=4).run("mesh")["outcomes"]
+    assert outcome["met"] is True
+    assert outcome["ours"].startswith("335")
+
+
+def test_tcp_takes_ncclls_best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine = Machine(monkeypatch, tmp_path)
+    data = machine.run("tcp")
+    assert len(data["outcomes"]) == 2 * 9
+    first = data["outcomes"][0]
+    assert (first["work"], first["ratio"]) == ("TCP, GPU to GPU, 64M, 1 rail, unpack kernel", "1.520")
+    assert first["notes"] == ["NCCL is fastest with: 4 threads x 4"]
+    assert {"--rails=127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4"} <= {word for line in machine.asked for word in line}
+
+
+def test_a_peer_that_fails_costs_its_rows_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine = Machine(monkeypatch, tmp_path)
+    machine.silent = {"nccl.py"}
+    data = machine.run("tcp")
+    failed = [outcome["failed"] for outcome in data["outcomes"]]
+    assert failed == [True, False] * 9
+    assert data["outcomes"][0]["notes"] == ["nccl: nccl.py is silent"]
+    machine.silent = {"nixl.py"}
+    assert not any(outcome["failed"] for outcome in machine.run("latency")["outcomes"])
+
+
+def test_our_own_failure_is_said_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine = Machine(monkeypatch, tmp_path)
+    machine.silent = {"mesh"}
+    data = machine.run("pair")
+    assert data["failures"] == ["crossrail mesh: it broke"] * 2
+    assert [outcome["work"] for outcome in data["outcomes"] if outcome["failed"]] == [
+        "NVLink, both ways at once, 64M, the slower GPU"
+    ]
+
+
+def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert [outcome["met"] for outcome in Machine(monkeypatch, tmp_path).run("memory")["outcomes"]] == [True, True]
+
+
+def test_the_table_has_a_line_for_each_scenario(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = load(GPU / "run.py")
+    (tmp_path / "pair.json").write_text(json.dumps({"outcomes": [{"work": "w", "ours": "1 GB/s", "to_reach": ">= 2"}]}))
+    outcomes = run.outcomes_of(tmp_path / "pair.json", Result("pair", "passed"))
+    outcomes += run.outcomes_of(tmp_path / "mesh.json", Result("mesh", "out of time"))
+    outcomes += run.outcomes_of(tmp_path / "tcp.json", Result("tcp", "skipped", notes=["needs 2 GPUs"]))
+    assert [outcome.failed for outcome in outcomes] == [False, True, False]
+    run.show(outcomes)
+    said = capsys.readouterr().out
+    assert "mesh: out of time" in said
+    assert "tcp: needs 2 GPUs" in said
+    assert "1 GB/s" in said
+
+
+def load(path: Path) -> types.ModuleType:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(f"gpu_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("options", "code"), [(["--only=flying"], 2), (["--rounds=0"], 2), ([], 1), (["--only=pair,mesh"], 1)]
+)
+def test_bad_usage_and_no_gpu(tmp_path: Path, options: list[str], code: int) -> None:
+    if gpu_count()[0]:
+        pytest.skip("this machine has a GPU")
+    command = [sys.executable, GPU / "run.py", f"--pack={tmp_path}", f"--out={tmp_path}", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "module"),
+    [
+        ("peers/nccl.py", ["--what=latency"], "torch"),
+        ("peers/nixl.py", [], "nixl_cu13"),
+        ("peers/copies.py", ["--what=pair"], "cuda"),
+        ("puts.py", [], "torch"),
+        ("memory.py", ["--way=tcp"], "cuda"),
+    ],
+)
+def test_a_peer_that_is_not_installed_is_named(script: str, options: list[str], module: str) -> None:
+    if importlib.util.find_spec(module) is not None:
+        pytest.skip(f"{module} is installed")
+    command = [sys.executable, GPU / script, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert f"{Path(script).name}: needs" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+RANK = """
+import argparse, sys, time
+sys.path.insert(0, {peers!r})
+import ranks
+parser = argparse.ArgumentParser()
+ranks.add_common(parser)
+arguments = parser.parse_args()
+def work(arguments, rank, folder):
+    other = ranks.exchange(folder, rank, "name", str(rank).encode())
+    {body}
+    if rank == 0:
+        ranks.keep(folder, [{{"other": other.decode(), "sizes": arguments.sizes}}], {{}})
+    {after}
+sys.exit(ranks.run(arguments, work))
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "after", "code", "says"),
+    [
+        ("pass", "pass", 0, ""),
+        ("sys.exit(3 if rank else 0)", "pass", 1, "ended with"),
+        ("time.sleep(60)", "pass", 1, "not at an end within 2 s"),
+        ("pass", "sys.exit(5)", 0, "ended with"),
+    ],
+)
+def test_ranks_of_a_peer(tmp_path: Path, body: str, after: str, code: int, says: str) -> None:
+    script = tmp_path / "peer.py"
+    script.write_text(RANK.format(peers=str(GPU / "peers"), body=body, after=after))
+    command = [sys.executable, script, "--sizes=4K,1M", "--limit=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    if code == 0:
+        assert json.loads(done.stdout)["rows"] == [{"other": "1", "sizes": [4096, 1 << 20]}]
+
+
+class Code(enum.IntEnum):
+    cudaErrorPeerAccessAlreadyEnabled = 704
+
+
+class Runtime:
+    """CUDA's runtime over host memory: as much of it as copies.py calls."""
+
+    cudaMemcpyKind = types.SimpleNamespace(cudaMemcpyDeviceToHost=2)
+
+    def __init__(self, gpus: int, lose: bool = False) -> None:
+        self.gpus, self.lose = gpus, lose
+        self.areas: dict[int, Any] = {}
+        self.objects = 0
+
+    def cudaGetDeviceCount(self) -> tuple[int, int]:
+        return 0, self.gpus
+
+    def cudaMalloc(self, size: int) -> tuple[int, int]:
+        area = ctypes.create_string_buffer(size)
+        self.areas[ctypes.addressof(area)] = area
+        return 0, ctypes.addressof(area)
+
+    def cudaFree(self, address: int) -> tuple[int]:
+        del self.areas[address]
+        return (0,)
+
+    def cudaMemset(self, address: int, value: int, size: int) -> tuple[int]:
+        ctypes.memset(address, value, size)
+        return (0,)
+
+    def cudaMemcpyPeerAsync(self, to: int, _a: int, source: int, _b: int, size: int, _stream: int) -> tuple[int]:
+        ctypes.memmove(to, source, size - self.lose)
+        return (0,)
+
+    def cudaMemcpy(self, to: int, source: int, size: int, _kind: int) -> tuple[int]:
+        ctypes.memmove(to, source, size)
+        return (0,)
+
+    def cudaEventElapsedTime(self, _first: int, _last: int) -> tuple[int, float]:
+        return 0, 0.5
+
+    def cudaDeviceCanAccessPeer(self, _source: int, _target: int) -> tuple[int, int]:
+        return 0, 1
+
+    def cudaDeviceEnablePeerAccess(self, _target: int, _flags: int) -> tuple[Code]:
+        return (Code.cudaErrorPeerAccessAlreadyEnabled,)
+
+    def __getattr__(self, name: str) -> Any:
+        """What makes things counts them; what else there is does nothing."""
+
+        def call(*_: Any) -> tuple[int, ...]:
+            self.objects += ("Create" in name) - ("Destroy" in name)
+            return (0, 1) if "Create" in name else (0,)
+
+        return call
+
+
+def test_copies_count_what_each_gpu_sends() -> None:
+    copies = load(GPU / "peers" / "copies.py")
+    assert copies.pairs("pair", 4, 2) == [(0, 1)]
+    assert len(copies.pairs("all", 4, 4)) == 12
+    with pytest.raises(copies.CudaError, match="needs 4 GPUs, and there are 2"):
+        copies.pairs("all", 4, 2)
+    runtime = Runtime(3)
+    arguments = types.SimpleNamespace(what="all", window=4, iters=3, warmup=1)
+    row = copies.measure(copies.Cuda(runtime), copies.pairs("all", 3, 3), 1 << 20, arguments)
+    assert row["samples_us"] == [500.0] * 3
+    assert row["gb_per_s"] == pytest.approx(2 * 4 * (1 << 20) / 500.0 / 1e3)
+    assert (runtime.areas, runtime.objects) == ({}, 0), "all of it is given back"
+    with pytest.raises(copies.CudaError, match="not what was sent"):
+        copies.measure(copies.Cuda(Runtime(2, lose=True)), [(0, 1)], 4096, arguments)
