@@ -34,7 +34,7 @@ struct Bench<'a> {
 
 pub(crate) fn rows(rig: &Rig) -> Outcome<Vec<Value>> {
     let word = PinnedMemory::new(&rig.gpus[0].context, 4096)?;
-    let mut bench = Bench { rig, there: rig.link(0, 1)?, back: rig.link(1, 0)?, word, value: 1 };
+    let mut bench = Bench { rig, there: rig.push(0, 1)?, back: rig.push(1, 0)?, word, value: 1 };
     println!("\n{:<7} {:<14} {:>7} {:>10} {:>10} {:>10}", "seen by", "how", "size", "p50 us", "min us", "p99 us");
     let mut rows = Vec::new();
     for size in SIZES {

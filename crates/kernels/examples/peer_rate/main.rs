@@ -1,5 +1,6 @@
 //! How fast GPUs of one machine send to each other, by each of the ways there are: ordinary stores (`copy`), the same
-//! with a signal (`put`), bulk copies (`copy_bulk`), the copy engine (`engine`). And how soon a put's signal is seen.
+//! with a signal (`put`), bulk copies (`copy_bulk`), the copy engine (`engine`); pushed by the sender, or pulled by the
+//! receiver. And how soon a put's signal is seen.
 //!
 //!     cargo run --release -p crossrail-kernels --example peer_rate -- [--gpus N] [--json FILE]
 //!

@@ -16,11 +16,16 @@ const MOST_SENDS: usize = 64;
 const TRIED: usize = 64 << 20;
 const TRIED_BLOCKS: [u32; 4] = [4, 8, 16, 32];
 
+/// Sizes for which receivers fetch, too.
+const PULLED: [usize; 4] = [64 << 10, 1 << 20, 16 << 20, 64 << 20];
+
 /// Who sends to whom.
 struct Pattern<'a> {
     name: &'static str,
+    /// `push`: senders do it; `pull`: receivers.
+    direction: &'static str,
     links: Vec<&'a Link>,
-    /// How many links each sending GPU has.
+    /// How many links each GPU has on which it sends (and as many on which it receives).
     fan: usize,
 }
 
@@ -34,13 +39,13 @@ struct Case<'a> {
 
 pub(crate) fn rows(rig: &Rig) -> Outcome<Vec<Value>> {
     println!(
-        "{:<5} {:<10} {:>7} {:>7} {:>11} {:>11} {:>13}",
-        "what", "by", "size", "blocks", "p50 us", "GB/s", "of the engine"
+        "{:<5} {:<4} {:<10} {:>7} {:>7} {:>11} {:>11} {:>13}",
+        "what", "how", "by", "size", "blocks", "p50 us", "GB/s", "of the engine"
     );
     let mut rows = Vec::new();
-    for pattern in patterns(rig)? {
+    for pattern in patterns(rig) {
         let sizes = std::iter::successors(Some(SMALLEST), |size| Some(4 * size)).take_while(|size| *size <= MOST);
-        for size in sizes {
+        for size in sizes.filter(|size| pattern.direction == "push" || PULLED.contains(size)) {
             let mut engine = None;
             for way in [Way::Engine, Way::Copy, Way::Put, Way::Bulk] {
                 let blocks = share(rig, way, pattern.fan);
@@ -56,15 +61,19 @@ pub(crate) fn rows(rig: &Rig) -> Outcome<Vec<Value>> {
     Ok(rows)
 }
 
-fn patterns(rig: &Rig) -> Outcome<Vec<Pattern<'_>>> {
-    let mut patterns = vec![
-        Pattern { name: "one", links: vec![rig.link(0, 1)?], fan: 1 },
-        Pattern { name: "both", links: vec![rig.link(0, 1)?, rig.link(1, 0)?], fan: 1 },
-    ];
-    if rig.gpus.len() > 2 {
-        patterns.push(Pattern { name: "all", links: rig.links.iter().collect(), fan: rig.gpus.len() - 1 });
+fn patterns(rig: &Rig) -> Vec<Pattern<'_>> {
+    let mut patterns = Vec::new();
+    for (direction, links) in [("push", &rig.pushes), ("pull", &rig.pulls)] {
+        let among = |pairs: &[(usize, usize)]| -> Vec<&Link> {
+            links.iter().filter(|link| pairs.contains(&(link.from, link.to))).collect()
+        };
+        patterns.push(Pattern { name: "one", direction, links: among(&[(0, 1)]), fan: 1 });
+        patterns.push(Pattern { name: "both", direction, links: among(&[(0, 1), (1, 0)]), fan: 1 });
+        if rig.gpus.len() > 2 {
+            patterns.push(Pattern { name: "all", direction, links: links.iter().collect(), fan: rig.gpus.len() - 1 });
+        }
     }
-    Ok(patterns)
+    patterns
 }
 
 /// The blocks of one link's launch, so that those of all of a GPU's links fit on it at once.
@@ -94,8 +103,9 @@ fn row(rig: &Rig, case: &Case<'_>, engine: Option<f64>) -> Outcome<Value> {
     let rate = (size * pattern.fan) as f64 / p50 / 1e3;
     let ratio = engine.map(|engine| rate / engine);
     println!(
-        "{:<5} {:<10} {:>7} {:>7} {:>11.2} {:>11.1} {:>13}",
+        "{:<5} {:<4} {:<10} {:>7} {:>7} {:>11.2} {:>11.1} {:>13}",
         pattern.name,
+        pattern.direction,
         way.name(),
         format_size(size as u64),
         blocks.map_or("-".to_owned(), |blocks| blocks.to_string()),
@@ -104,7 +114,7 @@ fn row(rig: &Rig, case: &Case<'_>, engine: Option<f64>) -> Outcome<Value> {
         ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.3}")),
     );
     let facts = json!({
-        "what": "peer", "transport": "cuda", "pattern": pattern.name, "method": way.name(), "size": size,
+        "what": "peer", "transport": "cuda", "pattern": pattern.name, "direction": pattern.direction, "method": way.name(), "size": size,
         "gpus": if pattern.fan > 1 { rig.gpus.len() } else { 2 }, "blocks": blocks, "sends_per_sample": sends,
         "bytes_logical": size * pattern.links.len(), "gb_per_s": rate, "rate_is": "sent by each GPU, slowest, p50",
         "verified": true, "ratio": {"engine": ratio},

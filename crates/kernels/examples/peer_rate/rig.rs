@@ -60,6 +60,8 @@ pub(crate) struct Gpu {
 pub(crate) struct Link {
     pub(crate) from: usize,
     pub(crate) to: usize,
+    /// Whose kernels and copy engines do it: the sender's (push), or the receiver's (pull).
+    pub(crate) by: usize,
     pub(crate) stream: Stream,
     pub(crate) start: Event,
     pub(crate) end: Event,
@@ -68,7 +70,8 @@ pub(crate) struct Link {
 
 pub(crate) struct Rig {
     pub(crate) gpus: Vec<Gpu>,
-    pub(crate) links: Vec<Link>,
+    pub(crate) pushes: Vec<Link>,
+    pub(crate) pulls: Vec<Link>,
     gate: PinnedMemory,
     back: PinnedMemory,
     sent: Vec<Vec<u8>>,
@@ -92,30 +95,21 @@ impl Rig {
             .enumerate()
             .map(|(i, context)| gpu(&contexts, i, context, compiler))
             .collect::<Outcome<_>>()?;
-        let mut links = Vec::new();
-        for (from, context) in contexts.iter().enumerate() {
-            for to in (0..contexts.len()).filter(|to| *to != from) {
-                links.push(Link {
-                    from,
-                    to,
-                    stream: Stream::new(context)?,
-                    start: Event::timed(context)?,
-                    end: Event::timed(context)?,
-                    counter: DeviceMemory::new(context, 8)?,
-                });
-            }
-        }
+        let pairs = || (0..contexts.len()).flat_map(|from| (0..contexts.len()).map(move |to| (from, to)));
+        let pairs = || pairs().filter(|(from, to)| from != to);
+        let pushes = pairs().map(|(from, to)| link(&contexts, from, to, from)).collect::<Outcome<_>>()?;
+        let pulls = pairs().map(|(from, to)| link(&contexts, from, to, to)).collect::<Outcome<_>>()?;
         let gate = PinnedMemory::new(&contexts[0], 4096)?;
         let back = PinnedMemory::new(&contexts[0], MOST)?;
         let sent = (0..gpus.len()).map(|i| bytes(i as u64 + 1, MOST)).collect();
-        let rig = Rig { gpus, links, gate, back, sent };
+        let rig = Rig { gpus, pushes, pulls, gate, back, sent };
         rig.prepare()?;
         Ok(rig)
     }
 
     /// Sources filled, signals and counters zero.
     fn prepare(&self) -> Outcome<()> {
-        for link in &self.links {
+        for link in self.pushes.iter().chain(&self.pulls) {
             // SAFETY: the memory is ours and valid; the waits are below.
             unsafe { link.stream.fill(link.counter.address(), 0, link.counter.len())? }
             link.stream.wait(LIMIT)?;
@@ -133,9 +127,9 @@ impl Rig {
         Ok(())
     }
 
-    /// The link between two GPUs.
-    pub(crate) fn link(&self, from: usize, to: usize) -> Outcome<&Link> {
-        self.links.iter().find(|link| (link.from, link.to) == (from, to)).ok_or_else(|| "no such link".into())
+    /// One GPU's pushes to another.
+    pub(crate) fn push(&self, from: usize, to: usize) -> Outcome<&Link> {
+        self.pushes.iter().find(|link| (link.from, link.to) == (from, to)).ok_or_else(|| "no such link".into())
     }
 
     /// Where `link`'s bytes go.
@@ -151,7 +145,7 @@ impl Rig {
 
     /// Puts one send of `len` bytes into the link's stream.
     pub(crate) fn send(&self, link: &Link, way: Way, len: usize, blocks: Option<u32>) -> Outcome<()> {
-        let (from, to) = (&self.gpus[link.from], &self.gpus[link.to]);
+        let (from, to, by) = (&self.gpus[link.from], &self.gpus[link.to], &self.gpus[link.by]);
         let (dst, src) = (self.target(link)?, from.source.address());
         let copy = CopyArgs { dst, src, len: len as u64 };
         let counter = if way == Way::PutTwice { 0 } else { link.counter.address() };
@@ -159,9 +153,9 @@ impl Rig {
         // SAFETY: all areas live as long as the rig, and every case is waited for before the next begins.
         unsafe {
             match way {
-                Way::Copy => from.kernels.copy(&link.stream, &copy, blocks)?,
-                Way::Bulk => from.kernels.copy_bulk(&link.stream, &copy, blocks)?,
-                Way::Put | Way::PutTwice => from.kernels.put(&link.stream, &put, blocks)?,
+                Way::Copy => by.kernels.copy(&link.stream, &copy, blocks)?,
+                Way::Bulk => by.kernels.copy_bulk(&link.stream, &copy, blocks)?,
+                Way::Put | Way::PutTwice => by.kernels.put(&link.stream, &put, blocks)?,
                 Way::Engine => link.stream.copy_peer((&to.context, dst), (&from.context, src), len)?,
             }
         }
@@ -215,7 +209,7 @@ impl Rig {
         }
         let mut longest = Duration::ZERO;
         for a in links {
-            for b in links.iter().filter(|b| b.from == a.from) {
+            for b in links.iter().filter(|b| b.by == a.by) {
                 longest = longest.max(a.end.since(&b.start)?);
             }
         }
@@ -230,6 +224,19 @@ impl Drop for Opened<'_> {
     fn drop(&mut self) {
         self.0.store(1, Ordering::Release);
     }
+}
+
+fn link(contexts: &[Context], from: usize, to: usize, by: usize) -> Outcome<Link> {
+    let context = &contexts[by];
+    Ok(Link {
+        from,
+        to,
+        by,
+        stream: Stream::new(context)?,
+        start: Event::timed(context)?,
+        end: Event::timed(context)?,
+        counter: DeviceMemory::new(context, 8)?,
+    })
 }
 
 fn gpu(contexts: &[Context], number: usize, context: &Context, compiler: &Compiler) -> Outcome<Gpu> {
