@@ -8,7 +8,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossrail_cuda::{MemoryKind, PointerInfo};
+use crossrail_cuda::PointerInfo;
 use crossrail_transport::{Copy, Descriptor, Direct, DirectKind, Job, Step, Window};
 use crossrail_types::{Error, ErrorKind, Result, format_duration};
 
@@ -218,11 +218,8 @@ impl Link {
     /// The GPU that an address of ours is memory of.
     fn local_device(&self, address: u64) -> std::result::Result<u32, String> {
         let asked = self.domain.asked().map_err(|error| error.to_string())?;
-        let info = PointerInfo::of(&asked.context, address).map_err(|error| error.to_string())?;
-        match (info.kind, info.device) {
-            (MemoryKind::Device, Some(device)) => Ok(device),
-            _ => Err(format!("{address:#x} is no memory of a GPU of this process ({:?})", info.kind)),
-        }
+        let device = PointerInfo::device_at(&asked.context, address).map_err(|error| error.to_string())?;
+        device.ok_or_else(|| format!("{address:#x} is no memory of a GPU of this process"))
     }
 
     /// Goes on with a copy as far as it goes without waiting.

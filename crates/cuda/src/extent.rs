@@ -1,7 +1,10 @@
-//! Where an allocation begins and ends.
+//! Single questions about an address: where its allocation begins and ends, and whose memory it is.
 #![allow(unsafe_code)]
 
+use std::ffi::{c_int, c_void};
+
 use crossrail_types::Result;
+use cudarc::driver::sys::{CUmemorytype, CUpointer_attribute};
 
 use crate::raw::{Code, Raw};
 use crate::{Context, PointerInfo};
@@ -30,6 +33,29 @@ impl PointerInfo {
         }
         context.check("pointer", CALL, code)?;
         Ok(Some((base, len)))
+    }
+
+    /// The GPU whose memory lies at `address`; `None` for memory that is not a GPU's alone, and for none at all.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn device_at(context: &Context, address: u64) -> Result<Option<u32>> {
+        use CUpointer_attribute as Attribute;
+        let (mut kind, mut managed, mut ordinal): (u32, u32, c_int) = (0, 0, -1);
+        let mut attributes = [
+            Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+            Attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED,
+            Attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+        ];
+        let mut places: [*mut c_void; 3] =
+            [(&raw mut kind).cast(), (&raw mut managed).cast(), (&raw mut ordinal).cast()];
+        context.run("pointer", "cuPointerGetAttributes", |raw| {
+            // SAFETY: both arrays have 3 entries, and each place is as large as its attribute's documented type or
+            // larger (the bool is 1 byte and the rest was zero). Unknown addresses are answered with zeros.
+            unsafe { (raw.cuPointerGetAttributes)(3, attributes.as_mut_ptr(), places.as_mut_ptr(), address) }
+        })?;
+        let device = kind == CUmemorytype::CU_MEMORYTYPE_DEVICE as u32 && managed == 0;
+        Ok(u32::try_from(ordinal).ok().filter(|_| device))
     }
 }
 

@@ -135,6 +135,10 @@ fn a_range_that_is_not_all_exportable_says_where() {
     let context = context(&cuda, 0);
     let (mapping, _) = segment(&context);
     let (plain, pinned) = (DeviceMemory::new(&context, LEN).unwrap(), PinnedMemory::new(&context, LEN).unwrap());
+    assert_eq!(PointerInfo::device_at(&context, plain.address()).unwrap(), Some(0));
+    assert_eq!(PointerInfo::device_at(&context, mapping.address() + 5).unwrap(), Some(0));
+    assert_eq!(PointerInfo::device_at(&context, pinned.address()).unwrap(), None);
+    assert_eq!(PointerInfo::device_at(&context, 0x10).unwrap(), None);
     for address in [plain.address(), pinned.address(), 0x10] {
         let error = Allocation::of_range(&context, address, 8, 16).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Unsupported, "{error}");
