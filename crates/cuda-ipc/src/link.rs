@@ -162,23 +162,35 @@ impl Link {
         self.imports.counts().0
     }
 
-    /// A job whose `state` this was is dropped: waits, for at most a bounded time, until its copy no longer touches the
-    /// memory.
-    pub fn ended(&mut self, job_state: u64) {
-        let Some(mut copying) = self.copies.remove(&job_state) else { return };
+    /// A job whose `state` this was is not wanted any more, and no longer stepped: whether its copy is off the memory. Ask
+    /// until it is; never waits.
+    pub fn stopped(&mut self, job_state: u64) -> bool {
+        let Some(mut copying) = self.copies.remove(&job_state) else { return true };
         copying.stage = match copying.stage {
-            Stage::Seeking(..) => return,
+            Stage::Seeking(..) => return true,
             Stage::Putting { line, spans, .. } => Stage::Flying { line, value: self.mark(line), spans, failed: None },
             flying => flying,
         };
-        copying.watch = Watch::new(Instant::now());
+        match self.look(&mut copying) {
+            Outcome::Done | Outcome::Failed(_) => return true,
+            Outcome::Pending => drop(self.copies.insert(job_state, copying)),
+            Outcome::Stuck => {
+                self.give_up(copying);
+                return true;
+            }
+        }
+        false
+    }
+
+    /// As [`Link::stopped`], but waits for it, for at most a bounded time: for a job that is dropped at once, as when the
+    /// peer is lost.
+    pub fn ended(&mut self, job_state: u64) {
         for turn in 0_u32.. {
-            match self.look(&mut copying) {
-                Outcome::Pending if turn < 1000 => std::hint::spin_loop(),
-                Outcome::Pending if turn < 2000 => std::thread::yield_now(),
-                Outcome::Pending => std::thread::sleep(Duration::from_micros(20)),
-                Outcome::Done | Outcome::Failed(_) => return,
-                Outcome::Stuck => return self.give_up(copying),
+            match turn {
+                _ if self.stopped(job_state) => return,
+                0..1000 => std::hint::spin_loop(),
+                1000..2000 => std::thread::yield_now(),
+                _ => std::thread::sleep(Duration::from_micros(20)),
             }
         }
     }

@@ -128,14 +128,21 @@ fn a_job_that_is_dropped_no_longer_touches_the_memory() {
     let own = Memory::new(&two.own.context, "vmm", len);
     let index = two.alloc("vmm", len, 1);
     let remote = two.describe(index, 0, len);
-    for _ in 0..5 {
+    for round in 0..6 {
         two.own.pump();
         let mut job = job(Copy::Pull, own.address(), remote, len);
         // SAFETY: the test's own memory, which stays until `ended` has returned.
         #[allow(unsafe_code)]
         let step = unsafe { two.own.link.step(&mut job, 1) };
         assert!(step == Step::Waiting || step == Step::Done, "{step:?}");
-        two.own.link.ended(job.state);
+        if round % 2 == 0 {
+            two.own.link.ended(job.state);
+        } else {
+            let started = Instant::now();
+            while !two.own.link.stopped(job.state) {
+                assert!(started.elapsed() < LIMIT, "it never stops");
+            }
+        }
         two.own.put(own.address() + len as u64 - 4096, &[0x77; 4096]);
         assert_eq!(two.own.take(own.address() + len as u64 - 4096, 4096), [0x77; 4096]);
         two.own.link.ended(job.state);
