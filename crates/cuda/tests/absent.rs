@@ -6,7 +6,7 @@ mod support;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crossrail_cuda::{Absent, Cuda, MIN_DRIVER};
+use crossrail_cuda::{Absent, Context, Cuda, IpcHandle, IpcMapping, MIN_DRIVER, Stream};
 use crossrail_types::ErrorKind;
 use support::Folder;
 
@@ -25,15 +25,29 @@ fn driver(folder: &Path, name: &str, code: &str) -> Option<PathBuf> {
     Some(library)
 }
 
-/// All functions of the table, so that `cuInit` is reached; `init` and `count` are what it and the count answer.
+/// All functions of the table, so that `cuInit` is reached; `init` and `count` are what it and the count answer. The
+/// others answer that they are not supported.
 fn whole_driver(init: u32, count: i32) -> String {
     let raw = include_str!("../src/raw.rs");
     let (_, table) = raw.split_once("\ntable! {\n").unwrap();
+    driver_with(table, 801, init, count)
+}
+
+/// The functions that no driver may lack, and no others; they answer that all is well.
+fn required_driver() -> String {
+    let raw = include_str!("../src/raw.rs");
+    let (_, table) = raw.split_once("\ntable! {\n").unwrap();
+    let (required, optional) = table.split_once("\n    optional {\n").unwrap();
+    assert!(optional.contains("cuIpcGetMemHandle"));
+    driver_with(required, 0, 0, 1)
+}
+
+fn driver_with(table: &str, answer: u32, init: u32, count: i32) -> String {
     let names = table.lines().filter_map(|line| line.trim().split_once('(').map(|(name, _)| name));
     let own = ["cuInit", "cuDeviceGetCount"];
     let mut code: String = names
         .filter(|name| name.starts_with("cu") && !own.contains(name))
-        .map(|name| format!("unsigned {name}(void) {{ return 801; }}\n"))
+        .map(|name| format!("unsigned {name}(void) {{ return {answer}; }}\n"))
         .collect();
     code.push_str(&format!(
         "unsigned cuDriverGetVersion(int *v) {{ *v = 12080; return 0; }}
@@ -128,4 +142,34 @@ fn a_failed_call_keeps_its_name_and_code() {
     let error = cuda.device(2).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Usage);
     assert!(error.detail.contains("this process sees 2"), "{error}");
+}
+
+#[test]
+fn a_driver_that_lacks_a_feature_has_the_others() {
+    let folder = Folder::new();
+    let Some(library) = driver(&folder.0, "required", &required_driver()) else { return };
+    let cuda = load(&library).unwrap();
+    let context = Context::primary(&cuda.device(0).unwrap()).unwrap();
+    let stream = Stream::new(&context).unwrap();
+    // Nothing to say, nothing to keep.
+    drop((cuda.relaxed(), context.enter().unwrap()));
+    let handle = IpcHandle::from_bytes([0; IpcHandle::LEN]);
+    // SAFETY: this driver does nothing.
+    #[allow(unsafe_code)]
+    let refused = unsafe {
+        [
+            ("cuIpcGetMemHandle", IpcHandle::of(&context, 4096).map(drop)),
+            ("cuIpcOpenMemHandle", IpcMapping::open(&context, &handle).map(drop)),
+            ("cuStreamIsCapturing", stream.capture().map(drop)),
+            ("cuStreamBeginCapture", stream.record(|_| Ok(())).map(drop)),
+            ("cuStreamWriteValue32", stream.write_value32(4096, 1)),
+            ("cuStreamWaitValue64", stream.wait_value64(4096, 1)),
+        ]
+    };
+    for (call, outcome) in refused {
+        let error = outcome.unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Unsupported);
+        assert!(error.detail.contains(&format!("lacks {call}")), "{error}");
+    }
+    stream.wait(std::time::Duration::from_secs(1)).unwrap();
 }
