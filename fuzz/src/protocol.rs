@@ -1,8 +1,8 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crossrail_proto::{
-    Access, Body, Config, DirectId, Event, Failure, Host, LaneSpec, Matcher, Memory, Offer, Operation, Out, Peer,
-    Placing, RegionFault, RegionKey, RegionRef, Regions, Time,
+    Access, Body, Config, DirectId, Event, Failure, Host, Landed, LaneSpec, Matcher, Memory, Offer, Operation, Out,
+    Peer, Placing, RegionFault, RegionKey, RegionRef, Regions, Time,
 };
 use crossrail_types::{EndpointId, Head, LaneId, OpId};
 
@@ -15,6 +15,8 @@ const MAX_PAYLOAD: u32 = 16 * 1024;
 const REGION_LEN: u64 = 64 * 1024;
 const EAGER_CREDIT: u64 = 64 * 1024;
 const MOST_OPS: u32 = 64;
+/// The windows of all lanes that there may have been since the oldest chunk came.
+const MOST_LANDED: usize = 4096;
 
 /// The key of region `index` here: one may be read and written, one only read.
 pub(crate) fn region_key(index: u8) -> RegionKey {
@@ -53,6 +55,10 @@ impl Regions for Table {
     fn alive(&self, region: RegionRef) -> bool {
         self.0[region.index as usize]
     }
+
+    fn eager(&self, region: RegionRef) -> bool {
+        region.index == 0
+    }
 }
 
 /// One end of a connection: the protocol, and an engine that checks all it is asked to do.
@@ -71,6 +77,9 @@ pub(crate) struct End {
     next_op: u32,
     kept: BTreeMap<u32, u32>,
     jobs: VecDeque<DirectId>,
+    /// Chunks land in slots; those that lie there, and the memory that they are for.
+    staged: bool,
+    landed: Vec<(Landed, Memory)>,
     pub(crate) over: bool,
 }
 
@@ -98,6 +107,8 @@ impl End {
             next_op: 1,
             kept: BTreeMap::new(),
             jobs: VecDeque::new(),
+            staged: false,
+            landed: Vec::new(),
             over: false,
         };
         for place in 0..LANES {
@@ -160,9 +171,12 @@ impl End {
         let mut host = Host { matcher: &mut self.matcher, regions: &mut self.table };
         let placing = self.peer.place(self.now, lane, &head, &mut host);
         let control = match placing {
-            Placing::Memory { memory, offset, len, .. } => {
+            Placing::Memory { memory, offset, len, chunk } => {
                 assert!(len <= payload, "{len} bytes are placed out of {payload}");
                 self.check_memory(memory, offset, len.into());
+                if chunk && self.staged {
+                    return self.land(place, memory);
+                }
                 Vec::new()
             }
             Placing::Unexpected { arrival, len } => {
@@ -190,6 +204,35 @@ impl End {
         if let Err(why) = self.peer.placed(self.now, lane, &control, &mut host) {
             assert!(!why.is_empty());
             self.replace_lane(place);
+        }
+    }
+
+    /// A chunk is in its slot.
+    fn land(&mut self, place: usize, memory: Memory) {
+        match self.peer.landed(self.now, self.lanes[place]) {
+            Ok(Some(landed)) => {
+                assert!(self.landed.len() < MOST_LANDED, "more chunks in slots than the windows hold");
+                self.landed.push((landed, memory));
+            }
+            Ok(None) => {}
+            Err(why) => {
+                assert!(!why.is_empty());
+                self.replace_lane(place);
+            }
+        }
+    }
+
+    /// Takes a chunk out of its slot, unless the device fails.
+    fn unpack(&mut self, which: usize, fails: bool) {
+        if which < self.landed.len() {
+            let (landed, memory) = self.landed.swap_remove(which);
+            if let Memory::Op(_) = memory {
+                self.check_memory(memory, landed.offset, landed.len.into());
+            }
+            match fails {
+                true => self.peer.unpack_failed(self.now, landed, "no copy".to_owned()),
+                false => self.peer.unpacked(self.now, landed),
+            }
         }
     }
 
@@ -265,6 +308,15 @@ impl End {
                 let index = what >> 4 & 1;
                 if std::mem::take(&mut self.table.0[usize::from(index)]) {
                     self.peer.region_gone(self.now, RegionRef { index: index.into(), generation: 0 });
+                }
+            }
+            12 if what >> 4 == 0 => self.staged = !self.staged,
+            12 => self.peer.unplace(self.now, self.lanes[place]),
+            13 => self.unpack(usize::from(what >> 4), false),
+            14 if what >> 7 == 0 => self.unpack(usize::from(what >> 4), true),
+            14 => {
+                if let Some((_, memory)) = self.landed.get(usize::from(what >> 4 & 7)) {
+                    self.peer.fail(self.now, *memory, "an error of the device".to_owned());
                 }
             }
             _ => {
@@ -362,9 +414,13 @@ impl End {
                     assert!(!why.is_empty());
                     self.die();
                 }
+                Event::Released { passive } => {
+                    let of = |memory: &Memory| matches!(memory, Memory::Region { passive: p, .. } if *p == passive);
+                    let unpacks = self.landed.iter().any(|(_, memory)| of(memory));
+                    assert!(!unpacks, "access {passive} is over and still unpacked into");
+                }
                 Event::Imm { .. }
                 | Event::Revoke { .. }
-                | Event::Released { .. }
                 | Event::Acked { .. }
                 | Event::LaneLost { .. }
                 | Event::Bye => {}
@@ -373,6 +429,8 @@ impl End {
     }
 
     fn end_op(&mut self, op: OpId) {
+        let unpacks = self.landed.iter().any(|(_, memory)| *memory == Memory::Op(op));
+        assert!(!unpacks, "{op} is over and still unpacked into");
         let key = (op.index, op.generation);
         self.open_receives.remove(&key);
         assert!(self.ops.remove(&key).is_some(), "{op} ends twice");
@@ -380,7 +438,11 @@ impl End {
 
     fn die(&mut self) {
         if !std::mem::replace(&mut self.over, true) {
+            let late = std::mem::take(&mut self.landed);
             self.peer.dead(self.now, Failure::PeerDead("gone".to_owned()), &mut self.matcher);
+            for (landed, _) in late {
+                self.peer.unpacked(self.now, landed);
+            }
         }
     }
 

@@ -128,6 +128,8 @@ type Script = &'static [(usize, &'static [u8])];
 const SEND: u8 = 2;
 const OFFERED: u8 = 16;
 const SLOT: u8 = 32;
+/// Never with a first frame.
+const CHUNKS: u8 = 64;
 
 /// Name, kind of connection (see [`End::new`]), script. Actions: 4 starts (what, tag, length), 5 receives
 /// (how, tag, capacity), 6 the rest (which).
@@ -159,6 +161,35 @@ const SCRIPTS: &[(&str, u8, Script)] = &[
             (0, &[6, 3]),
             (0, &[4, SEND, 7, 50, 0]),
             (1, &[14, 3]),
+        ],
+    ),
+    (
+        "slots",
+        2,
+        &[
+            (1, &[6, 12]),
+            (1, &[5, 0, 7, 0, 0xf0]),
+            (0, &[4, SEND | CHUNKS, 7, 0, 0x10]),
+            (1, &[6, 13 | 1 << 4]),
+            (1, &[6, 13]),
+            (1, &[6, 13]),
+            (1, &[6, 1]),
+            (1, &[6, 13]),
+        ],
+    ),
+    (
+        "slots-fail",
+        2,
+        &[
+            (0, &[6, 12]),
+            (1, &[6, 12]),
+            (0, &[4, 4 | CHUNKS, 1, 0, 8]),
+            (1, &[6, 14 | 1 << 4]),
+            (0, &[4, 1 | 8 | CHUNKS, 1, 0, 8]),
+            (0, &[6, 14 | 8 << 4]),
+            (0, &[6, 13]),
+            (0, &[6, 13]),
+            (1, &[6, 13]),
         ],
     ),
     ("close", 0, &[(0, &[4, SEND, 7, 100, 0]), (0, &[6, 6]), (1, &[6, 6])]),

@@ -212,6 +212,10 @@ impl Peer {
         if let Some(short) = self.shorts.pop_front() {
             return Some(short.into());
         }
+        if self.events.is_empty() { None } else { self.longer_event() }
+    }
+
+    fn longer_event(&mut self) -> Option<Event> {
         let event = self.events.pop_front()?;
         match event {
             Event::Deliver { arrival, op, .. } => {
@@ -286,7 +290,7 @@ impl Peer {
             && self.follow.is_none()
             && self.stream.settled()
             && self.lanes.iter().all(|l| l.sent.is_empty() && !l.owes());
-        let farewell = !self.closing || self.bye_sent || self.phase != Phase::Live;
+        let farewell = !self.closing || self.bye_sent || !matches!(self.phase, Phase::Live);
         quiet && told && farewell && (self.stream.owed() == 0 || self.lanes.is_empty())
     }
 
@@ -299,7 +303,7 @@ impl Peer {
     }
 
     fn live(&self) -> bool {
-        self.phase == Phase::Live
+        matches!(self.phase, Phase::Live)
     }
 
     #[inline]

@@ -7,8 +7,8 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use crossrail_proto::{
-    Access, Body, Config, DirectId, Event, Failure, Host, LaneSpec, Matcher, Memory, Offer, Operation, Peer, Placing,
-    RegionFault, RegionKey, RegionRef, Regions, Time, frame,
+    Access, Body, Config, DirectId, Event, Failure, Host, Landed, LaneSpec, Matcher, Memory, Offer, Operation, Peer,
+    Placing, RegionFault, RegionKey, RegionRef, Regions, Time, frame,
 };
 use crossrail_types::{EndpointId, Head, LaneId, OpId};
 
@@ -64,7 +64,9 @@ struct End {
     open: Vec<OpId>,
     jobs: Vec<DirectId>,
     unexpected: Vec<(u32, u64)>,
-    passives: Vec<(u32, u64)>,
+    /// Chunks in slots, and the memory they are for.
+    landed: Vec<(Landed, Memory)>,
+    dice: Rng,
     now: Time,
 }
 
@@ -91,7 +93,8 @@ impl End {
             open: Vec::new(),
             jobs: Vec::new(),
             unexpected: Vec::new(),
-            passives: Vec::new(),
+            landed: Vec::new(),
+            dice: Rng(u64::from(id)),
             now: Time(1),
         }
     }
@@ -118,15 +121,22 @@ impl End {
             }
             2 | 3 => {
                 let op = self.op();
-                self.peer.start(self.now, op, Operation::Send { tag: rng.below(3) }, len, offer, true);
+                self.peer.start(self.now, op, Operation::Send { tag: rng.below(3) }, len, offer, rng.below(2) == 0);
             }
             4 => {
                 let op = self.op();
-                self.peer.start(self.now, op, Operation::Write { key, offset: 0, imm: Some(3) }, len, offer, true);
+                self.peer.start(
+                    self.now,
+                    op,
+                    Operation::Write { key, offset: 0, imm: Some(3) },
+                    len,
+                    offer,
+                    rng.below(2) == 0,
+                );
             }
             5 => {
                 let op = self.op();
-                self.peer.start(self.now, op, Operation::Read { key, offset: 0 }, len, offer, true);
+                self.peer.start(self.now, op, Operation::Read { key, offset: 0 }, len, offer, rng.below(2) == 0);
             }
             _ => {
                 if let Some(&op) = self.open.get(rng.below(self.open.len() as u64) as usize) {
@@ -147,6 +157,8 @@ impl End {
                     let before = self.open.len();
                     self.open.retain(|o| *o != op);
                     assert_eq!(self.open.len() + 1, before, "{op} finished twice");
+                    let unpacks = |(_, memory): &(Landed, Memory)| *memory == Memory::Op(op);
+                    assert!(!self.landed.iter().any(unpacks), "{op} is over and still unpacked into");
                 }
                 Event::Deliver { arrival, len, .. } => {
                     assert!(u64::from(len) <= CAPACITY);
@@ -154,7 +166,10 @@ impl End {
                 }
                 Event::DropArrival { arrival } => self.unexpected.retain(|(a, _)| *a != arrival),
                 Event::Direct { job, .. } => self.jobs.push(job),
-                Event::Released { passive } => self.passives.retain(|(p, _)| *p != passive),
+                Event::Released { passive } => {
+                    let of = |memory: &Memory| matches!(memory, Memory::Region { passive: p, .. } if *p == passive);
+                    assert!(!self.landed.iter().any(|(_, memory)| of(memory)), "an access is over and still unpacked");
+                }
                 _ => {}
             }
         }
@@ -167,7 +182,11 @@ impl End {
         let control = match placing {
             Placing::Refuse(_) => return false,
             Placing::Discard => return true,
-            Placing::Memory { memory, offset, len: placed, .. } => {
+            Placing::Memory { chunk: true, .. } if self.dice.below(8) == 0 => {
+                self.peer.unplace(self.now, lane);
+                return self.receive(lane, head, payload);
+            }
+            Placing::Memory { memory, offset, len: placed, chunk } => {
                 assert_eq!(placed, len);
                 let end = offset.checked_add(u64::from(len)).expect("no overflow");
                 match memory {
@@ -175,6 +194,11 @@ impl End {
                     Memory::Region { base, .. } => {
                         assert!(base.checked_add(end).expect("no overflow") <= REGION, "placed up to {base} + {end}");
                     }
+                }
+                if chunk && self.dice.below(2) == 0 {
+                    let landed = self.peer.landed(self.now, lane);
+                    self.landed.extend(landed.iter().flatten().map(|landed| (*landed, memory)));
+                    return landed.is_ok();
                 }
                 &[][..]
             }
@@ -193,6 +217,38 @@ impl End {
         };
         let mut host = Host { matcher: &mut self.matcher, regions: &mut self.regions };
         self.peer.placed(self.now, lane, control, &mut host).is_ok()
+    }
+}
+
+impl End {
+    /// The device goes on with something, or fails.
+    fn stage(&mut self) {
+        if self.landed.is_empty() {
+            return;
+        }
+        let at = self.dice.below(self.landed.len() as u64) as usize;
+        match self.dice.below(8) {
+            0 => self.peer.fail(self.now, self.landed[at].1, "out of order".to_owned()),
+            1 => {
+                let (landed, _) = self.landed.swap_remove(at);
+                self.peer.unpack_failed(self.now, landed, "out of order".to_owned());
+            }
+            _ => {
+                let (landed, _) = self.landed.swap_remove(at);
+                self.peer.unpacked(self.now, landed);
+            }
+        }
+    }
+
+    fn dies(&mut self, why: &str) {
+        self.drain();
+        // The engine has quiesced its unpacks; words about some of them come late.
+        let late = std::mem::take(&mut self.landed);
+        self.peer.dead(self.now, Failure::PeerDead(why.to_owned()), &mut self.matcher);
+        for (landed, _) in late {
+            self.peer.unpacked(self.now, landed);
+        }
+        self.drain();
     }
 }
 
@@ -246,6 +302,13 @@ fn schedule(seed: u64) {
             if rng.below(2) == 0 {
                 end.ask(&mut rng);
             }
+            if rng.below(2) == 0 {
+                end.stage();
+            }
+            if rng.below(20) == 0 {
+                end.now.0 += 300;
+                end.peer.on_timeout(end.now);
+            }
             if let (Some(job), true) = (end.jobs.first().copied(), rng.below(3) == 0) {
                 match rng.below(3) {
                     0 => end.peer.direct_invite(end.now, job, [6; 24]),
@@ -283,21 +346,19 @@ fn schedule(seed: u64) {
                 spoil(&mut rng, &mut head, &mut payload);
             }
             if !good.receive(lane, &head, &payload) {
-                good.drain();
                 // The engine's answer to a violation.
-                good.peer.dead(good.now, Failure::PeerDead("refused".into()), &mut good.matcher);
+                good.dies("refused");
             }
         }
         good.drain();
         bad.drain();
     }
-    good.peer.dead(good.now, Failure::PeerDead("the end".into()), &mut good.matcher);
-    good.drain();
+    good.dies("the end");
     for op in std::mem::take(&mut good.open) {
         // What is left waits in the matcher, or can be served by what came in whole.
         assert!(good.matcher.cancel(op), "{op} is lost");
     }
-    assert!(good.peer.idle() && good.passives.is_empty());
+    assert!(good.peer.idle());
 }
 
 #[test]
@@ -331,6 +392,7 @@ fn decoders_take_any_bytes() {
         let _ = frame::decode_read(&bytes, flag);
         let _ = frame::decode_invite(&bytes);
         let _ = frame::decode_failure(rng.word() as u8, &bytes);
+        let _ = frame::decode_abort(rng.word() as u8, &bytes);
         assert_eq!(frame::decode_done(&bytes).count(), bytes.len() / 4);
     }
 }

@@ -66,7 +66,7 @@ impl Peer {
         let stamp = frame::Stamp::of(head);
         let plain = self.stream.plain(stamp)
             && self.open.is_none()
-            && self.phase == Phase::Live
+            && matches!(self.phase, Phase::Live)
             && !self.closing
             && !self.bye_sent
             && !matches!(self.lanes[at].placing, Placement::Chunk { .. })

@@ -233,7 +233,7 @@ impl Peer {
 
     /// Whether what is owed goes out alone; if not, that was one occasion passed.
     fn due(&mut self) -> bool {
-        let due = self.urgent || self.passes >= self.config.lazy_passes || self.phase == Phase::Closed;
+        let due = self.urgent || self.passes >= self.config.lazy_passes || matches!(self.phase, Phase::Closed);
         self.passes += u32::from(!due);
         due
     }
