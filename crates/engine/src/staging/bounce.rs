@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 
 use super::Way;
 use super::bell::Bell;
+use super::nvtx::Range;
 
 const PAGE: usize = 4096;
 /// The fewest slots each way: one that a lane fills or empties, one that the GPU does.
@@ -92,7 +93,9 @@ impl Bounce {
             pool.without[way as usize].get_or_insert_with(Instant::now);
             return None;
         };
-        Some(Slot { bounce: self.clone(), way, index })
+        drop(pool);
+        let range = Range::start(|| format!("crossrail chunk {}", if way == Way::Out { "out" } else { "in" }));
+        Some(Slot { bounce: self.clone(), way, index, _range: range })
     }
 
     /// `client` is to be told once when a slot of that way is free.
@@ -162,6 +165,8 @@ pub(crate) struct Slot {
     bounce: Arc<Bounce>,
     way: Way,
     index: u32,
+    /// For profilers: how long the chunk is on its way.
+    _range: Range,
 }
 
 impl Slot {

@@ -9,6 +9,7 @@ use crossrail_types::Result;
 use parking_lot::Mutex;
 
 use super::bounce::Slot;
+use super::nvtx::Range;
 use super::{Done, Gpu, Mark, Part, Way};
 use crate::device::Ready;
 
@@ -61,6 +62,8 @@ pub(super) struct Queue {
 struct Batch {
     mark: Mark,
     tasks: Vec<Task>,
+    /// For profilers.
+    _range: Range,
 }
 
 /// What the thread has at hand; its lock is held while it calls the driver.
@@ -188,7 +191,12 @@ impl Core {
 
     fn start(&mut self, way: Way, mark: Mark, tasks: Vec<Task>) {
         self.busy_since[way as usize].get_or_insert_with(Instant::now);
-        self.begun[way as usize].push_back(Batch { mark, tasks });
+        let range = Range::start(|| {
+            let what = if way == Way::Out { "pack" } else { "unpack" };
+            let bytes: usize = tasks.iter().map(|task| task.len).sum();
+            format!("crossrail {what} {} x, {bytes} bytes", tasks.len())
+        });
+        self.begun[way as usize].push_back(Batch { mark, tasks, _range: range });
     }
 
     /// Work of one way is complete in the order in which it was begun, so only the oldest is asked for.

@@ -18,6 +18,7 @@ mod bounce;
 mod client;
 mod core;
 mod cuda;
+pub(crate) mod nvtx;
 #[cfg(any(test, feature = "simulated-gpu"))]
 mod simulated;
 mod stager;

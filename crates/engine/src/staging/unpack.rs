@@ -183,7 +183,7 @@ impl Unpacker {
                 std::ptr::copy_nonoverlapping(from, area.as_ptr().add(*at), bytes(piece.len));
             }
         }
-        for run in &gathered.runs {
+        for run in gathered.runs.iter().filter(|run| run.len > 0) {
             // SAFETY: inside the area; the caller vouches for the destinations.
             unsafe { stream.copy(run.dst, area.address() + run.at as u64, run.len)? };
         }
@@ -230,6 +230,16 @@ impl Bed {
         self.used = true;
         Ok(())
     }
+}
+
+/// # Safety
+/// As [`Unpacker::unpack`].
+unsafe fn by_copies(stream: &Stream, list: &[Piece]) -> Result<()> {
+    for piece in list.iter().filter(|piece| piece.len > 0) {
+        // SAFETY: the caller vouches for the list.
+        unsafe { stream.copy(piece.dst, piece.src, bytes(piece.len))? };
+    }
+    Ok(())
 }
 
 /// Pinned memory of at least `len` bytes in that place.
