@@ -33,6 +33,13 @@ class HasCudaStream(Protocol):
     def cuda_stream(self) -> int: ...
 
 
+class HasDeviceName(Protocol):
+    """A device of another library whose text is its name, as of `torch.device("cuda:1")`."""
+
+    @property
+    def index(self) -> int | None: ...
+
+
 class LaneShare(TypedDict):
     """What one lane carried of one finished request."""
 
@@ -121,6 +128,52 @@ class GpuInfo(TypedDict):
     numa_node: int | None
 
 
+class NicDistance(TypedDict):
+    """How far a network device is from a GPU: `same switch`, `same root`, `same NUMA node`, `across` or `unknown`."""
+
+    name: str
+    distance: str
+
+
+class CudaDevice(TypedDict):
+    """One GPU as CUDA has it; bytes. `free` is known of GPUs that this process uses.
+
+    `bounce_bytes` is pinned host memory that carries chunks from and to it.
+    """
+
+    ordinal: int
+    name: str
+    arch: str
+    memory: int
+    free: int | None
+    pci: str
+    numa_node: int | None
+    bounce_bytes: int
+    nics: list[NicDistance]
+
+
+class KernelCache(TypedDict):
+    """Compiled kernels on disk."""
+
+    folder: str
+    bytes: int
+
+
+class CudaState(TypedDict):
+    """What CUDA has here; without it `reason` and, where there is one, `fix`.
+
+    `peer_access[a][b]`: whether GPU `a` reaches the memory of GPU `b` without the host.
+    """
+
+    present: bool
+    reason: str | None
+    fix: str | None
+    driver: str | None
+    devices: list[CudaDevice]
+    peer_access: list[list[bool]]
+    kernel_cache: KernelCache | None
+
+
 class NumaNode(TypedDict):
     """One NUMA node and its processors."""
 
@@ -159,6 +212,7 @@ class Info(TypedDict):
     transports: list[TransportInfo]
     devices: list[DeviceInfo]
     gpus: list[GpuInfo]
+    cuda: CudaState
     settings: list[SettingValue]
 
 

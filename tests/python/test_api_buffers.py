@@ -132,8 +132,8 @@ def test_dlpack_tensors_are_given_back(shm: Pair) -> None:
 
 
 def test_dlpack_on_another_device_is_refused_by_name(shm: Pair) -> None:
-    with pytest.raises(crossrail.UnsupportedError, match="cuda:3") as caught:
-        shm.to_b.send(Tensor(np.zeros(4), device=(2, 3)))
+    with pytest.raises(crossrail.UnsupportedError, match="metal:3") as caught:
+        shm.to_b.send(Tensor(np.zeros(4), device=(8, 3)))
     assert "host" in (caught.value.hint or "")
     with pytest.raises(crossrail.UnsupportedError, match="device type 99"):
         shm.to_b.send(Tensor(np.zeros(4), device=(99, 0)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -46,10 +48,12 @@ def still_moves(pair: Pair) -> None:
 def test_a_claim_to_be_on_a_gpu(shm: Pair, kind: int, versions: bool) -> None:
     array = Dlpack(Said(device=(kind, 0)), versions=versions)
     region = shm.b.register(bytearray(64))
+    why = shm.context.info()["cuda"]["reason"] or "no memory that the CUDA driver knows"
     for operation, start in starts(shm, array, region.key()):
-        with pytest.raises(REFUSED, match="cuda") as caught:
+        with pytest.raises(REFUSED, match="cuda:0") as caught:
             start()
-        assert caught.value.operation == operation
+        assert why in str(caught.value)
+        assert caught.value.operation == operation or array.asked
     assert array.returned == len(array.asked)
     still_moves(shm)
     region.deregister()
@@ -193,6 +197,33 @@ def test_exporters_that_refuse(shm: Pair) -> None:
     with pytest.raises(KeyboardInterrupt):
         shm.to_b.send(Refusing(KeyboardInterrupt()))
     still_moves(shm)
+
+
+def test_pytorchs_items_without_a_dlpack_name_go_as_bytes(shm: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tensor(Refusing):
+        """What PyTorch's tensors have that matters here."""
+
+        requires_grad = False
+        size = 1
+
+        def element_size(self) -> int:
+            return self.size
+
+        def view(self, dtype: str) -> Any:
+            assert dtype == "torch.uint8"
+            return np.frombuffer(b"eight bits", "u1")
+
+    tensor = Tensor(BufferError("float8 types are not supported by dlpack"))
+    with pytest.raises(crossrail.UsageError, match="float8"):
+        shm.to_b.send(tensor)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(Tensor=Tensor, uint8="torch.uint8"))
+    inbound = shm.b.recv(target := bytearray(10))
+    shm.to_b.send(tensor).wait()
+    assert inbound.wait().bytes == 10 and target == b"eight bits"
+    for name, value in (("requires_grad", True), ("size", 2)):
+        with monkeypatch.context() as patch, pytest.raises(crossrail.UsageError, match="float8"):
+            patch.setattr(tensor, name, value)
+            shm.to_b.send(tensor)
 
 
 def test_an_object_whose_buffer_is_refused_may_be_a_gpus(shm: Pair) -> None:
@@ -346,3 +377,48 @@ class TestMemoryAsATensor:
                 memory.__dlpack__(**asked)  # type: ignore[arg-type]
         memory.__dlpack__(dl_device=(HOST, 0), copy=False)
         assert not hasattr(memory, "__cuda_array_interface__")
+
+    @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:99999999999", "CPU", -1, True])
+    def test_what_is_no_device(self, shm: Pair, device: Any) -> None:
+        with pytest.raises(crossrail.UsageError, match="is no device"):
+            shm.context.alloc(10, device)
+
+    def test_the_host_by_name(self, shm: Pair) -> None:
+        assert shm.context.alloc(10, "cpu").device == shm.context.alloc(10, device=None).device == "cpu"
+        assert crossrail.Memory(shm.context, 10, "cpu").nbytes == 10
+
+    def test_a_gpu_that_is_not_there(self, shm: Pair) -> None:
+        cuda = shm.context.info()["cuda"]
+        for device in ("cuda:4096", 4096):
+            with pytest.raises(REFUSED, match=r"4096|CUDA|libcuda") as caught:
+                shm.context.alloc(10, device)
+            assert cuda["present"] or (cuda["reason"] or "?") in str(caught.value)
+
+    def test_bytes_in_and_out(self, shm: Pair) -> None:
+        memory = shm.context.alloc(10)
+        memory.fill_from(b"abc", 7)
+        memory.fill_from(np.arange(2, dtype="u2"))
+        memory.copy_to(target := bytearray(4), 6)
+        assert target == b"\0abc" and bytes(memory) == b"\0\0\1\0\0\0\0abc"
+        memory.fill_from(b"", 10)
+        memory.copy_to(bytearray(), 10)
+        for start in (lambda: memory.fill_from(b"abc", 8), lambda: memory.copy_to(bytearray(11))):
+            with pytest.raises(crossrail.UsageError, match="of a memory of 10 bytes"):
+                start()
+        with pytest.raises(crossrail.UsageError, match="read-only"):
+            memory.copy_to(b"constant")
+
+
+def test_what_info_says_of_cuda(shm: Pair) -> None:
+    cuda = shm.context.info()["cuda"]
+    assert cuda["present"] == (cuda["reason"] is None)
+    assert len(cuda["peer_access"]) == len(cuda["devices"])
+    if not cuda["present"]:
+        assert cuda["reason"] and cuda["driver"] is None and cuda["kernel_cache"] is None
+
+
+def test_a_stream_orders_nothing_in_host_memory(shm: Pair) -> None:
+    for data in (b"abc", np.zeros(3), shm.context.alloc(3), Dlpack(Said(device=(HOST, 0)))):
+        with pytest.raises(crossrail.UsageError, match="memory of the host"):
+            shm.to_b.send(data, stream=0)
+    still_moves(shm)

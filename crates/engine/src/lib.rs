@@ -22,6 +22,7 @@ mod core;
 #[allow(dead_code)]
 mod device;
 mod endpoint;
+mod foreign;
 mod gates;
 mod io;
 mod keeper;
@@ -44,7 +45,7 @@ mod worker;
 
 pub use buffer::{Buffer, Memory, Place};
 pub use context::{Context, DeviceInfo, Info, TransportInfo};
-pub use crossrail_topology::Distance;
+pub use crossrail_topology::{Distance, GpuSeen};
 pub use crossrail_types::{Error, ErrorKind, Filter, IoThreads, LogLevel, Rails, Result, Secret, Settings, Unpack};
 #[cfg(any(test, feature = "simulated-gpu"))]
 pub use device::simulated::{Simulated, SimulatedStream};

@@ -1,5 +1,6 @@
 use std::net::SocketAddr;
 
+use crossrail::{CudaState, Distance, GpuSeen};
 use crossrail_types::Settings;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
@@ -39,11 +40,18 @@ impl Context {
         Ok(Context(py.detach(|| crossrail::Context::new(merged)).or_raise(py)?))
     }
 
-    /// Memory of `nbytes` that peers on this machine map: it moves with one plain copy and no system call.
+    /// Memory of `nbytes`, zeroed, that peers on this machine map: it moves with one copy. `device`: `cpu`, `cuda`,
+    /// `cuda:1` or a GPU's number; None is the host.
     ///
-    /// Raises ExhaustedError, naming the bytes asked for.
-    fn alloc<'py>(slf: &Bound<'py, Self>, nbytes: usize) -> PyResult<Bound<'py, PyAny>> {
-        memory::memory_type(slf.py())?.call1((slf, nbytes))
+    /// Raises ExhaustedError, naming the bytes asked for (and for a GPU those that are free); UsageError when there is
+    /// no such GPU; UnsupportedError, with the reason, where there is no CUDA.
+    #[pyo3(signature = (nbytes, device = None))]
+    fn alloc<'py>(
+        slf: &Bound<'py, Self>,
+        nbytes: usize,
+        device: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        memory::memory_type(slf.py())?.call1((slf, nbytes, device))
     }
 
     /// What there is to move bytes with, and why what is not used is not: what `crossrail info` prints.
@@ -174,19 +182,65 @@ fn info_dict(py: Python<'_>, info: crossrail::Info) -> PyResult<Bound<'_, PyDict
         row.set_item("reason", device.reason.unwrap_or_default())
     })?;
     all.set_item("devices", devices)?;
-    let gpus = rows(py, info.gpus, |row, gpu| {
-        row.set_item("pci", gpu.pci)?;
-        row.set_item("model", gpu.model)?;
-        row.set_item("driver", gpu.driver)?;
+    let gpus = rows(py, &info.gpus, |row, gpu| {
+        row.set_item("pci", &gpu.pci)?;
+        row.set_item("model", &gpu.model)?;
+        row.set_item("driver", &gpu.driver)?;
         row.set_item("numa_node", gpu.numa_node)
     })?;
     all.set_item("gpus", gpus)?;
+    all.set_item("cuda", cuda_dict(py, &info.cuda, &info.gpus, &info.distances)?)?;
     let settings = rows(py, info.settings, |row, (name, value, is_default)| {
         row.set_item("name", name)?;
         row.set_item("value", value)?;
         row.set_item("is_default", is_default)
     })?;
     all.set_item("settings", settings)?;
+    Ok(all)
+}
+
+/// What CUDA has here, or why there is none.
+fn cuda_dict<'py>(
+    py: Python<'py>,
+    state: &CudaState,
+    seen: &[GpuSeen],
+    distances: &[(String, Vec<Distance>)],
+) -> PyResult<Bound<'py, PyDict>> {
+    let all = PyDict::new(py);
+    let (reason, fix, cuda) = match state {
+        CudaState::Absent { reason, fix } => (Some(reason), fix.as_ref(), None),
+        CudaState::Present(cuda) => (None, None, Some(cuda)),
+    };
+    all.set_item("present", cuda.is_some())?;
+    all.set_item("reason", reason)?;
+    all.set_item("fix", fix)?;
+    all.set_item("driver", cuda.map(|cuda| &cuda.driver))?;
+    let devices = rows(py, cuda.into_iter().flat_map(|cuda| &cuda.devices), |row, gpu| {
+        row.set_item("ordinal", gpu.ordinal)?;
+        row.set_item("name", &gpu.name)?;
+        row.set_item("arch", &gpu.arch)?;
+        row.set_item("memory", gpu.memory)?;
+        row.set_item("free", gpu.free)?;
+        row.set_item("pci", &gpu.pci)?;
+        row.set_item("numa_node", gpu.numa_node)?;
+        row.set_item("bounce_bytes", gpu.bounce_bytes)?;
+        let at = seen.iter().position(|seen| seen.pci.eq_ignore_ascii_case(&gpu.pci));
+        let far = distances.iter().filter_map(|(nic, far)| Some((nic, far.get(at?)?)));
+        let nics = rows(py, far, |row, (nic, distance)| {
+            row.set_item("name", nic)?;
+            row.set_item("distance", distance.to_string())
+        })?;
+        row.set_item("nics", nics)
+    })?;
+    all.set_item("devices", devices)?;
+    all.set_item("peer_access", cuda.map(|cuda| cuda.peer_access.clone()).unwrap_or_default())?;
+    let cache = cuda.and_then(|cuda| cuda.kernel_cache.as_ref()).map(|cache| {
+        let row = PyDict::new(py);
+        row.set_item("folder", &cache.folder)?;
+        row.set_item("bytes", cache.bytes)?;
+        Ok::<_, PyErr>(row)
+    });
+    all.set_item("kernel_cache", cache.transpose()?)?;
     Ok(all)
 }
 

@@ -3,7 +3,7 @@
 
 use std::ffi::{CStr, c_void};
 
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyException, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use pyo3::{ffi, intern};
@@ -181,23 +181,45 @@ pub(crate) fn device(object: &Bound<'_, PyAny>) -> PyResult<Option<Device>> {
 ///
 /// Raises UsageError when the exporter refuses, and says why it does.
 pub(crate) fn import(object: &Bound<'_, PyAny>, stream: Option<i64>, operation: &str) -> PyResult<Imported> {
-    let capsule = capsule(object, stream).map_err(|error| errors::refused(object, operation, error))?;
-    take(&capsule)
+    let capsule = match ask(object, stream) {
+        Err(refusal) if refusal.is_instance_of::<PyException>(object.py()) => match bytes_of(object)? {
+            Some(bytes) => ask(&bytes, stream),
+            None => Err(refusal),
+        },
+        answer => answer,
+    };
+    take(&capsule.map_err(|error| errors::refused(object, operation, error))?)
+}
+
+/// PyTorch lends no items that it has no DLPack name for (fp8, in most versions); their bytes it does. `None`: the object
+/// is no tensor of PyTorch's, or was refused for another reason. PyTorch is never imported for this.
+fn bytes_of<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let py = object.py();
+    let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
+    let Ok(torch) = modules.get_item(intern!(py, "torch")) else { return Ok(None) };
+    if !object.is_instance(&torch.getattr(intern!(py, "Tensor"))?)?
+        || object.getattr(intern!(py, "requires_grad"))?.is_truthy()?
+        || object.call_method0(intern!(py, "element_size"))?.extract::<usize>()? != 1
+    {
+        return Ok(None);
+    }
+    let bytes = torch.getattr(intern!(py, "uint8"))?;
+    Ok(object.call_method1(intern!(py, "view"), (bytes,)).ok())
 }
 
 /// Asks for a versioned capsule; exporters that know none get the older call.
-fn capsule<'py>(object: &Bound<'py, PyAny>, stream: Option<i64>) -> PyResult<Bound<'py, PyAny>> {
+fn ask<'py>(object: &Bound<'py, PyAny>, stream: Option<i64>) -> PyResult<Bound<'py, PyAny>> {
     let py = object.py();
-    let ask = object.getattr(intern!(py, "__dlpack__"))?;
+    let lend = object.getattr(intern!(py, "__dlpack__"))?;
     let options = PyDict::new(py);
     if let Some(stream) = stream {
         options.set_item(intern!(py, "stream"), stream)?;
     }
     options.set_item(intern!(py, "max_version"), (1, 0))?;
-    match ask.call((), Some(&options)) {
+    match lend.call((), Some(&options)) {
         Err(error) if error.is_instance_of::<PyTypeError>(py) => {
             options.del_item(intern!(py, "max_version"))?;
-            ask.call((), Some(&options))
+            lend.call((), Some(&options))
         }
         answer => answer,
     }

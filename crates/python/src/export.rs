@@ -5,6 +5,7 @@ use std::any::Any;
 use std::ffi::CStr;
 use std::sync::Arc;
 
+use crossrail::Place;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -16,8 +17,7 @@ use crate::dlpack::{CUDA, Device, DlTensor, Dtype, HOST, Managed, PLAIN, VERSION
 pub(crate) struct Lending {
     pub(crate) ptr: *mut u8,
     pub(crate) len: usize,
-    /// The GPU that they are memory of; `None`: the host.
-    pub(crate) gpu: Option<u32>,
+    pub(crate) place: Place,
     pub(crate) keep: Arc<dyn Any + Send + Sync>,
 }
 
@@ -94,7 +94,7 @@ impl Form for Versioned {
 impl Lending {
     /// What `__dlpack_device__` returns.
     pub(crate) fn device(&self) -> (i32, i32) {
-        let Device { kind, id } = device(self.gpu);
+        let Device { kind, id } = device(self.place);
         (kind, id)
     }
 
@@ -112,7 +112,7 @@ impl Lending {
 
     /// What `__cuda_array_interface__` is; `None` for memory of the host.
     pub(crate) fn interface<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
-        if self.gpu.is_none() {
+        if self.place == Place::Host {
             return Ok(None);
         }
         let described = PyDict::new(py);
@@ -128,17 +128,17 @@ impl Lending {
     }
 }
 
-fn device(gpu: Option<u32>) -> Device {
-    match gpu {
-        None => Device { kind: HOST, id: 0 },
-        Some(ordinal) => Device { kind: CUDA, id: i32::try_from(ordinal).unwrap_or(i32::MAX) },
+fn device(place: Place) -> Device {
+    match place {
+        Place::Host => Device { kind: HOST, id: 0 },
+        Place::Gpu(ordinal) => Device { kind: CUDA, id: i32::try_from(ordinal).unwrap_or(i32::MAX) },
     }
 }
 
 fn made<T: Form>(py: Python<'_>, lending: Lending) -> PyResult<Bound<'_, PyAny>> {
     let tensor = DlTensor {
         data: if lending.len == 0 { std::ptr::null_mut() } else { lending.ptr.cast() },
-        device: device(lending.gpu),
+        device: device(lending.place),
         ndim: 1,
         dtype: Dtype { code: 1, bits: 8, lanes: 1 },
         shape: std::ptr::null_mut(),

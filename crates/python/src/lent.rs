@@ -68,6 +68,31 @@ impl View {
     };
 }
 
+impl View {
+    /// As an exporter leaves it that says no.
+    pub(crate) fn forget(&mut self) {
+        self.obj = ptr::null_mut();
+    }
+}
+
+/// Bytes that were lent; none may have no address.
+///
+/// # Safety
+/// `ptr` is valid for reading `len` bytes as long as the result is used.
+pub(crate) unsafe fn slice<'a>(ptr: *const u8, len: usize) -> &'a [u8] {
+    // SAFETY: the caller's promise.
+    if len == 0 { &[] } else { unsafe { std::slice::from_raw_parts(ptr, len) } }
+}
+
+/// As [`slice`], to be written.
+///
+/// # Safety
+/// `ptr` is valid for writing `len` bytes as long as the result is used, and nobody else uses them.
+pub(crate) unsafe fn slice_mut<'a>(ptr: *mut u8, len: usize) -> &'a mut [u8] {
+    // SAFETY: the caller's promise.
+    if len == 0 { &mut [] } else { unsafe { std::slice::from_raw_parts_mut(ptr, len) } }
+}
+
 /// Fills `view` for an exporter of plain writable bytes.
 ///
 /// # Safety

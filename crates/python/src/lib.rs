@@ -25,6 +25,7 @@ mod lifecycle;
 mod memory;
 mod operand;
 mod options;
+mod place;
 mod receipt;
 mod region;
 mod request;

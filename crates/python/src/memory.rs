@@ -8,6 +8,8 @@
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 
+use crossrail::Place;
+use pyo3::exceptions::{PyAttributeError, PyBufferError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -16,7 +18,8 @@ use pyo3::types::{PyDict, PyType};
 use crate::context::Context;
 use crate::errors::{self, OrRaise};
 use crate::export::{Asked, Lending};
-use crate::lent::{View, export};
+use crate::lent::{self, Call, Use, View, export};
+use crate::place;
 
 /// Memory that peers on this machine map, so that it moves with one plain copy and no system call. Zeroed at first;
 /// lives as long as anything that uses it.
@@ -25,7 +28,11 @@ use crate::lent::{View, export};
 /// slices of a memoryview of it are as good as all of it. A peer may write it while it is received into or
 /// registered.
 ///
-/// Memory(context, nbytes) is Context.alloc(nbytes). Raises ExhaustedError, naming the bytes asked for.
+/// On a GPU (`device="cuda:0"`) it has DLPack and `__cuda_array_interface__` instead: torch.from_dlpack(memory) and
+/// cupy.asarray(memory) are the same bytes.
+///
+/// Memory(context, nbytes, device=None) is Context.alloc(nbytes, device). Raises ExhaustedError, naming the bytes asked
+/// for.
 #[pyclass(module = "crossrail._native", name = "_MemoryBase", subclass, frozen)]
 pub(crate) struct MemoryBase {
     native: crossrail::Memory,
@@ -40,16 +47,34 @@ impl MemoryBase {
 
 impl MemoryBase {
     fn lending(&self) -> Lending {
-        Lending { ptr: self.native.ptr(), len: self.len, gpu: None, keep: Arc::new(self.native.clone()) }
+        Lending {
+            ptr: self.native.ptr(),
+            len: self.len,
+            place: self.native.place(),
+            keep: Arc::new(self.native.clone()),
+        }
     }
 }
 
 #[pymethods]
 impl MemoryBase {
     #[new]
-    fn new(py: Python<'_>, context: &Bound<'_, Context>, nbytes: usize) -> PyResult<MemoryBase> {
-        let native = context.get().native().alloc(nbytes).or_raise(py)?;
+    #[pyo3(signature = (context, nbytes, device = None))]
+    fn new(context: &Bound<'_, Context>, nbytes: usize, device: Option<&Bound<'_, PyAny>>) -> PyResult<MemoryBase> {
+        let py = context.py();
+        let (place, context) = (place::parse(device)?, context.get().native());
+        let native = match place {
+            Place::Host => context.alloc(nbytes),
+            Place::Gpu(_) => py.detach(|| context.alloc_on(nbytes, place)),
+        };
+        let native = native.or_raise(py)?;
         Ok(MemoryBase { len: native.len(), native })
+    }
+
+    /// Where it is: `cpu`, or `cuda:1`.
+    #[getter]
+    fn device(&self) -> String {
+        self.native.place().to_string()
     }
 
     /// Length in bytes.
@@ -85,14 +110,55 @@ impl MemoryBase {
     }
 
     fn __repr__(&self) -> String {
-        format!("<crossrail.Memory of {} bytes>", self.len)
+        match self.native.place() {
+            Place::Host => format!("<crossrail.Memory of {} bytes>", self.len),
+            gpu => format!("<crossrail.Memory of {} bytes on {gpu}>", self.len),
+        }
     }
 
-    /// The memory as a NumPy array of `dtype`, without a copy. Needs NumPy; raises UsageError when the length is no
-    /// multiple of the item's size.
+    /// Copies the bytes of `data`, host memory, to `offset` of it; they are there when this returns. On a GPU, nothing
+    /// that it does is waited for.
+    ///
+    /// Raises UsageError when they do not fit.
+    #[pyo3(signature = (data, offset = 0))]
+    fn fill_from(&self, data: &Bound<'_, PyAny>, offset: usize) -> PyResult<()> {
+        let py = data.py();
+        let _call = Call::enter(py);
+        let lent = lent::bytes(data, Use::Read, "fill_from")?;
+        // SAFETY: lent for the call, and an empty piece may have no address.
+        let bytes = unsafe { lent::slice(lent.ptr, lent.len) };
+        py.detach(|| self.native.fill_from(offset, bytes)).or_raise(py)
+    }
+
+    /// Copies what is at `offset` of it into `target`, writable host memory, which it fills. On a GPU, nothing that it
+    /// does is waited for.
+    ///
+    /// Raises UsageError when there is not as much.
+    #[pyo3(signature = (target, offset = 0))]
+    fn copy_to(&self, target: &Bound<'_, PyAny>, offset: usize) -> PyResult<()> {
+        let py = target.py();
+        let _call = Call::enter(py);
+        let lent = lent::bytes(target, Use::Write, "copy_to")?;
+        // SAFETY: lent for the call, writable, and an empty piece may have no address.
+        let bytes = unsafe { lent::slice_mut(lent.ptr, lent.len) };
+        py.detach(|| self.native.copy_to(offset, bytes)).or_raise(py)
+    }
+
+    /// GPU memory as others take it, without a copy (version 3); host memory has none.
+    #[getter]
+    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.lending().interface(py)?.ok_or_else(|| PyAttributeError::new_err("__cuda_array_interface__"))
+    }
+
+    /// Host memory as a NumPy array of `dtype`, without a copy. Needs NumPy; raises UsageError when the length is no
+    /// multiple of the item's size, and for GPU memory.
     #[pyo3(signature = (dtype = None))]
     fn numpy<'py>(slf: &Bound<'py, Self>, dtype: Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
+        if slf.get().native.place() != Place::Host {
+            let detail = format!("the memory is on {}", slf.get().native.place());
+            return Err(errors::usage(py, "numpy", detail, "copy_to copies it to the host"));
+        }
         let numpy = py.import("numpy")?;
         let dtype = match dtype {
             Some(dtype) => numpy.call_method1("dtype", (dtype,))?,
@@ -125,6 +191,12 @@ unsafe extern "C" fn get_buffer(object: *mut ffi::PyObject, view: *mut View, fla
         let py = Python::assume_attached();
         let memory = Bound::from_borrowed_ptr(py, object);
         let memory = memory.cast_unchecked::<MemoryBase>().get();
+        if memory.native.place() != Place::Host {
+            (*view).forget();
+            let hint = "torch.from_dlpack and cupy.asarray take it as it is, copy_to copies it to the host";
+            PyBufferError::new_err(format!("the memory is on {}: {hint}", memory.native.place())).restore(py);
+            return -1;
+        }
         export(view, object, memory.native.ptr(), memory.len, flags)
     }
 }
@@ -146,7 +218,10 @@ Zeroed at first; lives as long as anything that uses it. It has the buffer proto
 numpy.frombuffer(memory, ...)), writable, as plain bytes; slices of a memoryview of it are as good as all of it.
 A peer may write it while it is received into or registered.
 
-Memory(context, nbytes) is Context.alloc(nbytes). Raises ExhaustedError, naming the bytes asked for.";
+On a GPU (device=\"cuda:0\") it has DLPack and __cuda_array_interface__ instead: torch.from_dlpack(memory) and
+cupy.asarray(memory) are the same bytes.
+
+Memory(context, nbytes, device=None) is Context.alloc(nbytes, device). Raises ExhaustedError, naming the bytes asked for.";
     let mut slots = [
         ffi::PyType_Slot { slot: BF_GETBUFFER, pfunc: get_buffer as *mut c_void },
         ffi::PyType_Slot { slot: TP_DOC, pfunc: doc.as_ptr().cast_mut().cast() },

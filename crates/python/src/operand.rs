@@ -8,13 +8,13 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use crossrail::{Buffer, Context};
+use crossrail::{Buffer, Context, Place, Ready};
 use crossrail_types::{Error, ErrorKind};
 use pyo3::prelude::*;
 
 use crate::cai;
 use crate::dlpack::{self, Device};
-use crate::errors::{self, OrRaise};
+use crate::errors;
 use crate::layout::{Piece, Refusal, Whose};
 use crate::lent::{self, LentTensor, Use};
 use crate::memory::MemoryBase;
@@ -37,11 +37,14 @@ impl Wanted<'_> {
     /// The memory of `object`, valid until the engine has done with it.
     pub(crate) fn of(&self, object: &Bound<'_, PyAny>) -> PyResult<Buffer> {
         if let Ok(memory) = object.cast::<MemoryBase>() {
-            return Ok(Buffer::from(memory.get().native()));
+            return self.memory(object, memory.get().native());
         }
         if lent::has_buffer(object) {
             match lent::bytes(object, self.used, self.operation) {
-                Ok(lent) => return Ok(host(lent.ptr, lent.len, lent.keep)),
+                Ok(lent) => {
+                    self.refuse_stream(object.py())?;
+                    return Ok(host(lent.ptr, lent.len, lent.keep));
+                }
                 Err(refused) if !on_gpu(object) => return Err(refused),
                 Err(_) => {}
             }
@@ -61,31 +64,105 @@ impl Wanted<'_> {
     }
 
     fn tensor(&self, object: &Bound<'_, PyAny>, said: Device) -> PyResult<Buffer> {
+        let py = object.py();
         let Whose::Gpu(ordinal) = whose(object, said, self.operation)? else {
+            self.refuse_stream(py)?;
             let lent = tensor(object, said, None, self.used, self.operation)?;
             return Ok(host(lent.ptr as usize as *mut u8, lent.len, lent.keep));
         };
-        let _ = (ordinal, NO_ORDER);
-        Err(unavailable(ordinal, self.operation)).or_raise(object.py())
+        let lent = |stream| tensor(object, said, Some(stream), self.used, self.operation).map_err(Failure::Python);
+        let lend = || -> Result<(LentTensor, Ready), Failure> {
+            py.detach(|| self.context.open_gpu(ordinal))?;
+            match self.stream {
+                None => Ready::ordered(self.context, ordinal, |handle| lent(handle.cast_signed())),
+                Some(stream) => {
+                    let tensor = self.context.on_gpu(ordinal, || lent(NO_ORDER))?;
+                    Ok((tensor, self.after(ordinal, stream.handle)?))
+                }
+            }
+        };
+        let (tensor, after) = lend().map_err(|failure| self.restated(object, ordinal, failure))?;
+        Ok(gpu(Piece { ptr: tensor.ptr, len: tensor.len }, ordinal, tensor.keep, Some(after)))
     }
 
     fn interface(&self, object: &Bound<'_, PyAny>, described: Result<cai::Described, Refusal>) -> PyResult<Buffer> {
+        let py = object.py();
         let refuse = |refusal| refused(object, self.operation, refusal);
         let described = described.map_err(refuse)?;
         if described.read_only && self.used == Use::Write {
             return Err(refuse(read_only()));
         }
-        let Piece { ptr, len } = described.piece;
-        if len == 0 {
+        if described.piece.len == 0 {
             return Ok(Buffer::from(Vec::new()));
         }
-        Err(unavailable(0, self.operation)).or_raise(object.py())
+        let ordinal = py.detach(|| self.context.gpu_of(described.piece.ptr));
+        let ordinal = ordinal.map_err(|error| self.restated(object, None, error.into()))?;
+        let stream = self.stream.map(|stream| stream.handle).or(described.stream);
+        let after = stream.map(|handle| self.after(ordinal, handle)).transpose();
+        let after = after.map_err(|error| self.restated(object, ordinal, error.into()))?;
+        let keep = lent::keep(lent::Loan::Object(object.clone().unbind()));
+        Ok(gpu(described.piece, ordinal, keep, after))
+    }
+
+    fn memory(&self, object: &Bound<'_, PyAny>, memory: &crossrail::Memory) -> PyResult<Buffer> {
+        let buffer = Buffer::from(memory);
+        let Place::Gpu(ordinal) = memory.place() else {
+            self.refuse_stream(object.py())?;
+            return Ok(buffer);
+        };
+        let Some(stream) = self.stream else { return Ok(buffer) };
+        let after = self.after(ordinal, stream.handle).and_then(|after| buffer.after(after));
+        after.map_err(|error| self.restated(object, ordinal, error.into()))
+    }
+
+    /// The present work of a caller's stream.
+    fn after(&self, ordinal: u32, handle: u64) -> crossrail_types::Result<Ready> {
+        // SAFETY: that the stream is alive is the documented rule for callers.
+        unsafe { Ready::on_stream(self.context, ordinal, handle) }
+    }
+
+    /// Host memory waits for no stream.
+    fn refuse_stream(&self, py: Python<'_>) -> PyResult<()> {
+        if self.stream.is_none() {
+            return Ok(());
+        }
+        let detail = "a stream orders operations on GPU memory, and this is memory of the host";
+        Err(errors::usage(py, self.operation, detail, "wait for the stream's work first"))
+    }
+
+    /// A failure that says whose memory it is about.
+    fn restated(&self, object: &Bound<'_, PyAny>, ordinal: impl Into<Option<u32>>, failure: Failure) -> PyErr {
+        let mut error = match failure {
+            Failure::Python(error) => return error,
+            Failure::Engine(error) => *error,
+        };
+        let place = ordinal.into().map_or_else(|| "a GPU".to_owned(), |ordinal| format!("cuda:{ordinal}"));
+        error.detail = format!("the {} is memory of {place}: {}", name(object), error.detail);
+        error.operation = self.operation.to_owned();
+        errors::raise(object.py(), &error)
     }
 }
 
-fn unavailable(ordinal: u32, operation: &str) -> Error {
-    Error::new(ErrorKind::Unsupported, operation, format!("the memory is on cuda:{ordinal}"))
-        .with_hint("this build moves host memory: copy it to the host first")
+/// Why memory of a GPU is not to be had.
+enum Failure {
+    Python(PyErr),
+    Engine(Box<Error>),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Failure {
+        Failure::Engine(Box::new(error))
+    }
+}
+
+/// Memory of a GPU that `keep` keeps valid.
+fn gpu(piece: Piece, ordinal: u32, keep: Arc<dyn Any + Send + Sync>, after: Option<Ready>) -> Buffer {
+    if piece.len == 0 {
+        return Buffer::from(Vec::new());
+    }
+    // SAFETY: its exporter says so, until the keeper is dropped; the engine asks the driver whether it is that GPU's
+    // memory at all. That nobody else uses it meanwhile is the documented rule for callers.
+    unsafe { Buffer::device(piece.ptr, piece.len, ordinal, Some(keep), after) }
 }
 
 /// Host memory that `keep` keeps valid.

@@ -75,6 +75,24 @@ impl Receipt {
         self.0.copy_us
     }
 
+    /// Bytes of this end's GPU memory were copied to bounce slots, to be sent from there.
+    #[getter]
+    fn pack_us(&self) -> f64 {
+        self.0.pack_us
+    }
+
+    /// Bytes were copied from bounce slots into this end's GPU memory.
+    #[getter]
+    fn unpack_us(&self) -> f64 {
+        self.0.unpack_us
+    }
+
+    /// Bytes were waiting and no bounce slot was free.
+    #[getter]
+    fn slot_us(&self) -> f64 {
+        self.0.slot_us
+    }
+
     /// What happened on the way: lanes lost, slower paths taken.
     #[getter]
     fn notes(&self) -> Vec<String> {

@@ -270,6 +270,18 @@ impl Device {
         }
     }
 
+    /// Calls `body` with this GPU as the thread's current one.
+    ///
+    /// # Errors
+    /// `body`'s; what the driver says.
+    pub(crate) fn current<T, E: From<Error>>(
+        &self,
+        body: impl FnOnce() -> std::result::Result<T, E>,
+    ) -> std::result::Result<T, E> {
+        let _current = self.cuda().map(crossrail_cuda::Context::enter).transpose()?;
+        body()
+    }
+
     /// Lets `ask` put work of somebody else's before a stream of ours, given by its handle; what it says, and that work
     /// as something to wait for. No other operation's work is waited for. The GPU is the thread's current one meanwhile.
     ///
