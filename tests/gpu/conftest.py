@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "python"), str(Path(__file__).parents[2] / "benches" / "gpu")]
 
+from far import Far  # noqa: E402
 from leftovers import held, more  # noqa: E402
 from steps import gpu_count  # noqa: E402
 
@@ -48,6 +50,35 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
         time.sleep(0.02)  # threads of closed workers and killed peers end on their own time
         gc.collect()
     assert not left, f"left behind: {left}"
+
+
+class Link(NamedTuple):
+    """This process with one GPU, another with the next one (or the same, where there is one), and a way between."""
+
+    name: str
+    context: Any
+    worker: Any
+    endpoint: Any
+    far: Far
+    device: str
+
+
+WAYS = {"cuda_ipc": "shm,cuda_ipc", "shm": "shm", "tcp": "tcp"}
+
+
+@pytest.fixture(scope="session", params=WAYS)
+def link(request: pytest.FixtureRequest) -> Iterator[Link]:
+    """Two processes connected in each way in turn; one pair for all tests."""
+    import crossrail
+
+    tls = WAYS[request.param]
+    context = crossrail.Context(tls=tls, timeout=30, log="error")
+    with crossrail.Worker(context, name="near") as worker:
+        far = Far(worker, f"cuda:{min(1, GPUS - 1)}", tls)
+        try:
+            yield Link(request.param, context, worker, far.endpoint, far, "cuda:0")
+        finally:
+            far.close()
 
 
 Crossrail = Callable[..., "subprocess.CompletedProcess[str]"]

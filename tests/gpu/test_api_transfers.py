@@ -1,0 +1,193 @@
+"""Every operation on PyTorch's tensors, between two processes, over every way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import Link
+from far import as_bytes, pattern
+
+import crossrail
+
+torch = pytest.importorskip("torch")
+
+SIZES = [0, 1, 7, 4096, 65_537, 1_000_003, (33 << 20) + 4097]
+DTYPES = [
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint16",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "bool",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e8m0fnu",
+]
+
+
+def went_by(receipt: dict[str, Any], link: Link) -> bool:
+    """Whether large bytes went the way that the link is for."""
+    names = {lane["name"].split("/")[0] for lane in receipt["lanes"]}
+    return names == {link.name}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_send_and_receive(link: Link, size: int) -> None:
+    for offset in (0, 3):
+        whole = torch.zeros(offset + size + 16, dtype=torch.uint8, device=link.device)
+        there_and_back = whole[offset : offset + size]
+        there_and_back.copy_(pattern(size, 5, link.device))
+        link.far.do("make", name="target", nbytes=size, offset=offset)
+        link.far.ask("recv", name="target", tag=3)
+        receipt = link.endpoint.send(there_and_back, tag=3).wait()
+        assert receipt.bytes == size and link.far.answer()["bytes"] == size
+        if size >= 4096:
+            assert went_by(receipt.as_dict(), link), receipt
+        assert link.far.do("wrong", name="target", seed=5) == 0
+
+        there_and_back.zero_()
+        link.far.ask("send", name="target", tag=4)
+        assert link.worker.recv(there_and_back, tag=4, source=link.endpoint).wait().bytes == size
+        link.far.answer()
+        assert torch.equal(there_and_back, pattern(size, 5, link.device))
+        assert int((whole != 0).sum()) == int((there_and_back != 0).sum()), "nothing around it was touched"
+    link.far.do("drop")
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_write_and_read(link: Link, own: bool) -> None:
+    whole = (4 << 20) + 1001
+    link.far.do("make", name="region", nbytes=whole, own=own, seed=1)
+    key = crossrail.RegionKey.from_bytes(bytes.fromhex(link.far.do("register", name="region")))
+    expected = pattern(whole, 1, link.device)
+    for size in (1, 4095, 100_000, (3 << 20) + 5):
+        offset = (whole - size) // 3
+        source = pattern(size, size, link.device)
+        assert link.endpoint.write(source, key, offset).wait().bytes == size
+        expected[offset : offset + size] = source
+        back = torch.zeros(size + 2, dtype=torch.uint8, device=link.device)
+        assert link.endpoint.read(back[1:-1], key, offset).wait().bytes == size
+        assert torch.equal(back[1:-1], source) and int(back[0]) == int(back[-1]) == 0
+    everything = torch.empty_like(expected)
+    link.endpoint.read(everything, key).wait()
+    assert torch.equal(everything, expected)
+    for request in (link.endpoint.write(expected, key, 1), link.endpoint.read(everything, key, 1)):
+        with pytest.raises(crossrail.RegionError):
+            request.wait()
+    link.far.do("deregister", name="region")
+    with pytest.raises(crossrail.RegionError):
+        link.endpoint.write(expected, key).wait()
+    link.far.do("drop")
+
+
+def test_immediates_come_after_their_bytes(link: Link) -> None:
+    size = 3 << 20
+    target = torch.zeros(size, dtype=torch.uint8, device=link.device)
+    region = link.worker.register(target)
+    link.far.do("make", name="source", nbytes=size, seed=9)
+    link.far.do("write", name="source", key=bytes(region.key()).hex(), imm=7)
+    region.wait_imm(7)
+    assert torch.equal(target, pattern(size, 9, link.device))
+    region.deregister()
+    link.far.do("drop")
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_items_of_every_type(link: Link, name: str) -> None:
+    dtype = getattr(torch, name, None)
+    if dtype is None:
+        pytest.skip(f"this PyTorch has no {name}")
+    rows, columns = 301, 77
+    items = pattern(rows * columns * dtype.itemsize, 11, link.device)
+    table = (items % 2 if name == "bool" else items).view(dtype).reshape(rows, columns)
+    link.far.do("make", name="target", nbytes=200 * columns * dtype.itemsize)
+    link.far.ask("recv", name="target")
+    link.endpoint.send(table[50:250]).wait()
+    link.far.answer()
+    link.far.ask("send", name="target")
+    back = torch.zeros_like(table)
+    link.worker.recv(back[50:250], source=link.endpoint).wait()
+    link.far.answer()
+    assert torch.equal(as_bytes(back[50:250]), as_bytes(table[50:250]))
+    assert not as_bytes(back[:50]).any() and not as_bytes(back[250:]).any()
+    link.far.do("drop")
+
+
+def test_a_scalar(link: Link) -> None:
+    scalar, target = torch.tensor(2.5, device=link.device), torch.tensor(0.0, device=link.device)
+    link.far.do("make", name="scalar", nbytes=4)
+    link.far.ask("recv", name="scalar")
+    link.endpoint.send(scalar).wait()
+    link.far.answer()
+    link.far.ask("send", name="scalar")
+    link.worker.recv(target, source=link.endpoint).wait()
+    link.far.answer()
+    assert float(target) == 2.5
+    link.far.do("drop")
+
+
+def test_host_memory_at_one_end(link: Link) -> None:
+    size = (5 << 20) + 3
+    for source in (pattern(size, 2, "cpu"), pattern(size, 2, "cpu").pin_memory()):
+        link.far.do("make", name="target", nbytes=size)
+        for part, wrong_if_whole in ((source[:1000], None), (source, 0)):
+            link.far.ask("recv", name="target")
+            assert link.endpoint.send(part).wait().bytes == part.numel()
+            link.far.answer()
+            if wrong_if_whole is not None:
+                assert link.far.do("wrong", name="target", seed=2) == wrong_if_whole
+        link.far.ask("send", name="target")
+        back = torch.zeros_like(source)
+        link.worker.recv(back, source=link.endpoint).wait()
+        link.far.answer()
+        assert torch.equal(back, source)
+    link.far.do("drop")
+
+
+def test_traffic_both_ways_at_once(link: Link) -> None:
+    count, size = 12, (2 << 20) + 77
+    inbound = []
+    targets = [torch.zeros(size, dtype=torch.uint8, device=link.device) for _ in range(count)]
+    sources = [pattern(size, seed, link.device) for seed in range(count)]
+    for seed in range(count):
+        link.far.do("make", name=f"in{seed}", nbytes=size)
+        link.far.do("make", name=f"out{seed}", nbytes=size, seed=100 + seed)
+    link.far.ask("exchange", count=count)
+    for seed in range(count):
+        inbound.append(link.worker.recv(targets[seed], tag=seed, source=link.endpoint))
+    outbound = link.endpoint.batch([("send", sources[seed], seed) for seed in range(count)])
+    outbound.wait()
+    crossrail.wait_all(inbound)
+    link.far.answer()
+    for seed in range(count):
+        assert torch.equal(targets[seed], pattern(size, 100 + seed, link.device))
+        assert link.far.do("wrong", name=f"in{seed}", seed=seed) == 0
+    link.far.do("drop")
+
+
+def test_a_message_longer_than_its_target(link: Link) -> None:
+    link.far.do("make", name="target", nbytes=1000)
+    for size in (1001, 3 << 20):
+        link.far.ask("recv_refused", name="target")
+        with pytest.raises(crossrail.TruncatedError):
+            link.endpoint.send(pattern(size, 1, link.device)).wait()
+        assert link.far.answer() == "TruncatedError"
+    link.far.do("drop")
+
+
+def test_cancelled_operations_give_their_tensors_back(link: Link) -> None:
+    tensor = torch.zeros(1 << 20, dtype=torch.uint8, device=link.device)
+    for request in (link.endpoint.send(tensor, tag=77), link.worker.recv(tensor, tag=78)):
+        request.cancel()
+        with pytest.raises(crossrail.CancelledError):
+            request.wait()
+    tensor.fill_(1)
+    assert int(tensor.sum()) == 1 << 20
