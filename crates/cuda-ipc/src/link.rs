@@ -107,6 +107,11 @@ impl Link {
         }
     }
 
+    /// Whether a descriptor is of GPU memory; shared memory has others.
+    pub fn knows(descriptor: &Descriptor) -> bool {
+        Place::decode(descriptor).is_ok()
+    }
+
     /// The next note for the peer, and the files that go with it. It stays until [`Link::sent`].
     pub fn outgoing(&self) -> Option<(&[u8], Vec<BorrowedFd<'_>>)> {
         self.exports.ready()

@@ -94,8 +94,10 @@ impl Shared {
         if self.core.lock().st.staging.gpu(gpu.ordinal).is_none() {
             let me: Weak<Shared> = self.me.clone();
             let client = device.stager()?.attach(me);
+            let domain = self.context.domain();
             let spare = {
                 let mut core = self.core.lock();
+                core.st.staging.set_domain(domain);
                 if core.closed {
                     return Err(crate::ops::gone("GPU memory"));
                 }
@@ -105,6 +107,12 @@ impl Shared {
         }
         gpu.device = Some(device);
         Ok(())
+    }
+
+    /// Makes sure that links to GPU memory of peers can be made, if there is CUDA. Not under the worker's lock.
+    pub(crate) fn admit_links(&self) {
+        let domain = self.context.domain();
+        self.core.lock().st.staging.set_domain(domain);
     }
 
     /// Waits until `after` is complete, at most `CROSSRAIL_TIMEOUT`.

@@ -13,6 +13,7 @@ use std::collections::VecDeque;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
+use crossrail_cuda_ipc::Domain;
 use crossrail_proto as proto;
 use crossrail_transport::{Grant, Payload, Place, Tx};
 use crossrail_types::{EndpointId, LaneId};
@@ -44,6 +45,8 @@ pub(crate) struct Gpu {
 /// What a worker has to do with stagers.
 #[derive(Default)]
 pub(crate) struct Staging {
+    /// Copies between processes; `None`: not asked for yet.
+    domain: Option<Result<Arc<Domain>, String>>,
     /// By number.
     gpus: Vec<Option<Gpu>>,
     work: Slab<Entry>,
@@ -113,7 +116,7 @@ enum Stage {
 
 struct Flying {
     number: u64,
-    slot: Option<Slot>,
+    _slot: Slot,
     sent: bool,
 }
 
@@ -175,6 +178,15 @@ pub(crate) struct Times {
 }
 
 impl Staging {
+    /// What copies between processes go by, or why there is none.
+    pub(crate) fn domain(&self) -> Result<Arc<Domain>, String> {
+        self.domain.clone().unwrap_or_else(|| Err("no GPU of this process is in use".to_owned()))
+    }
+
+    pub(crate) fn set_domain(&mut self, domain: Result<Arc<Domain>, String>) {
+        self.domain.get_or_insert(domain);
+    }
+
     pub(crate) fn gpu(&self, ordinal: u32) -> Option<&Gpu> {
         self.gpus.get(ordinal as usize)?.as_ref()
     }
@@ -277,7 +289,7 @@ impl LaneState {
             Stage::Packed(slot, file) => {
                 let len = out.head.payload_len() as usize;
                 let payload = Payload { ptr: slot.ptr().cast_const(), len, file, grant: None };
-                staged.flying.push_back(Flying { number, slot: Some(slot), sent: false });
+                staged.flying.push_back(Flying { number, _slot: slot, sent: false });
                 Tx { head: out.head, payload, token: PACKED | number }
             }
             Stage::Plain(tx) => tx,

@@ -16,6 +16,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Rails, Result};
 use crate::core::{Inside, Lost};
 use crate::io::{About, BulkLane};
 use crate::link::{DIAL_MAX, Link, MESSAGE_CHANNEL, READY, dial};
+use crate::links::Reach;
 use crate::meet::{self, Hello, LaneName, LanePurpose, Session, Stream, Target};
 use crate::select::{self, Candidate, Cost, Explain, RailPair};
 use crate::state::{LaneState, PeerState};
@@ -61,7 +62,9 @@ impl Shared {
         }
         if session.stream.is_unix() {
             let Session { stream: Stream::Unix(stream), peer, .. } = session else { unreachable!("is_unix") };
-            match self.attach_shm(stream, Side::Connector, &peer, deadline) {
+            let left_out = options.require.as_ref().filter(|_| !allowed("cuda_ipc"));
+            let no_gpu = left_out.map(|list| format!("require={list} leaves it out"));
+            match self.attach_shm(stream, Side::Connector, &peer, no_gpu, deadline) {
                 Ok(endpoint) => return Ok(endpoint),
                 Err(error) if !allowed("tcp") => return Err(error),
                 Err(error) => {
@@ -93,7 +96,9 @@ impl Shared {
         if let Some(names) = required
             && !names.iter().any(|name| name == "shm")
         {
-            return Some(format!("require={} leaves it out", names.join(",")));
+            let needed = names.iter().any(|name| name == "cuda_ipc");
+            let needed = if needed { ", and cuda_ipc needs its Unix socket" } else { "" };
+            return Some(format!("require={} leaves it out{needed}", names.join(",")));
         }
         if session.peer.boot_id != self.context.machine().boot_id {
             return Some("the peer is on another machine".to_owned());
@@ -161,11 +166,13 @@ impl Shared {
 
     // ---- shared memory
 
+    /// `no_gpu`: why GPU memory must not be reached directly, if so.
     pub(crate) fn attach_shm(
         self: &Arc<Self>,
         stream: UnixStream,
         side: Side,
         peer: &Hello,
+        no_gpu: Option<String>,
         deadline: Instant,
     ) -> Result<EndpointId> {
         let id = self.new_lane_id();
@@ -194,6 +201,12 @@ impl Shared {
                 ],
             ),
         };
+        let gpu = self.cuda_ipc_candidate(peer, no_gpu);
+        let reach = match &gpu.reason {
+            Some(why) => Reach::Not(why.clone()),
+            None => Reach::May,
+        };
+        candidates.push(gpu);
         candidates.extend(
             self.tcp_candidates(peer).into_iter().map(|way| if way.reason.is_none() { way.slower() } else { way }),
         );
@@ -206,11 +219,27 @@ impl Shared {
         let explain = Explain::new(&peer.name, "shm".to_owned(), large, &tls, candidates);
         let endpoint = self.new_peer(&peer.name, explain)?;
         let id = lane.id();
+        if let Some(state) = self.core.lock().st.peer(endpoint) {
+            state.reach = reach;
+        }
         self.add_inside(endpoint, Box::new(lane), "shm", eager, true)?;
         if let Some(state) = self.core.lock().st.lane(id) {
             state.mapped_min = mapped;
         }
         Ok(endpoint)
+    }
+
+    /// Direct copies of GPU memory: `out` where they are ruled out from the start.
+    fn cuda_ipc_candidate(&self, peer: &Hello, no_gpu: Option<String>) -> Candidate {
+        let way = select::candidate("cuda_ipc", "cuda_ipc", None, &Cost::CUDA_IPC);
+        let theirs = || {
+            let known = peer.transports.iter().any(|name| name == "cuda_ipc");
+            (!known).then(|| "the peer's CROSSRAIL_TLS leaves it out".to_owned())
+        };
+        match self.context.no_cuda_ipc().or(no_gpu).or_else(theirs) {
+            Some(why) => way.out(&why),
+            None => way.chosen(&["GPU memory"]),
+        }
     }
 
     /// Puts a lane under the lock and lets its messages flow.
@@ -369,7 +398,8 @@ impl Shared {
 
     fn explained(&self, peer: &Hello, rails: &[RailPair], reasons: &[Option<String>], no_shm: &str) -> Vec<Candidate> {
         let shm = select::candidate("shm", "shm", None, &Cost::SHM_CMA).out(no_shm);
-        let mut candidates = vec![shm];
+        let no_gpu = Some("it needs shm's Unix socket".to_owned());
+        let mut candidates = vec![shm, self.cuda_ipc_candidate(peer, no_gpu)];
         for way in self.tcp_candidates(peer) {
             let at = rails.iter().position(|rail| way.device.as_ref() == Some(&rail.mine.name));
             candidates.push(match at.map(|at| &reasons[at]) {
@@ -407,7 +437,8 @@ impl Shared {
         };
         let reason =
             if peer.boot_id == self.context.machine().boot_id { "the peer chose tcp" } else { "another machine" };
-        let mut candidates = vec![select::candidate("shm", "shm", None, &Cost::SHM_CMA).out(reason)];
+        let shm = select::candidate("shm", "shm", None, &Cost::SHM_CMA).out(reason);
+        let mut candidates = vec![shm, self.cuda_ipc_candidate(peer, Some("it needs shm's Unix socket".to_owned()))];
         for way in self.tcp_candidates(peer) {
             let first = candidates.iter().all(|known| known.chosen_for.is_empty());
             candidates.push(match (uses(&way), &way.reason) {

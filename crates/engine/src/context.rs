@@ -1,7 +1,8 @@
 //! One process's view of its devices and settings.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
+use crossrail_cuda_ipc::Domain;
 use crossrail_shm::Arena;
 use crossrail_topology::{Cpus, Distance, GpuSeen, Machine, NetDevice, Nic};
 use crossrail_types::{Result, Settings, TRANSPORTS};
@@ -18,6 +19,9 @@ struct Inner {
     settings: Settings,
     arena: Arc<Arena>,
     gpus: Arc<Devices>,
+    domain: OnceLock<std::result::Result<Arc<Domain>, String>>,
+    /// Whether there is any sign of a GPU.
+    gpus_seen: bool,
     nics: Vec<Nic>,
     machine: Machine,
     cpus: Cpus,
@@ -109,9 +113,11 @@ impl Context {
             // A worker does it otherwise, on a thread of its own.
             crossrail_shm::prepare_if_quick();
         }
+        let gpus_seen = gpus_seen();
         let arena = Arena::new();
         let gpus = gpus(&settings, arena.clone());
-        let context = Context(Arc::new(Inner { settings, arena, gpus, nics, machine, cpus }));
+        let context =
+            Context(Arc::new(Inner { arena, gpus, domain: OnceLock::new(), gpus_seen, nics, machine, cpus, settings }));
         context.devices()?;
         Ok(context)
     }
@@ -178,6 +184,29 @@ impl Context {
         &self.0.gpus
     }
 
+    /// What copies of GPU memory between processes go by; `Err`: why there is none. Loads CUDA.
+    pub(crate) fn domain(&self) -> std::result::Result<Arc<Domain>, String> {
+        let make = || {
+            let domain = self.0.gpus.cuda().and_then(|cuda| Domain::new(cuda, &self.0.settings));
+            domain.map_err(|error| error.to_string())
+        };
+        self.0.domain.get_or_init(make).clone()
+    }
+
+    /// Why GPU memory of a peer on this machine cannot be reached from here, if so. Does not ask CUDA.
+    pub(crate) fn no_cuda_ipc(&self) -> Option<String> {
+        let tls = &self.0.settings.tls;
+        if !self.0.gpus_seen {
+            Some("no GPU".to_owned())
+        } else if !tls.allows("cuda_ipc") {
+            Some(format!("CROSSRAIL_TLS={tls} leaves it out"))
+        } else if !tls.allows("shm") {
+            Some(format!("it needs shm's Unix socket, and CROSSRAIL_TLS={tls} leaves shm out"))
+        } else {
+            None
+        }
+    }
+
     pub(crate) fn arena(&self) -> &Arc<Arena> {
         &self.0.arena
     }
@@ -225,8 +254,7 @@ fn transports(settings: &Settings, rails: &[NetDevice]) -> Vec<TransportInfo> {
                     Err(error) => return unusable(name, error.to_string(), error.hint),
                 },
                 "cuda_ipc" => {
-                    let gpus = crossrail_topology::gpus();
-                    if gpus.is_empty() {
+                    if !gpus_seen() {
                         return unusable(name, "no GPU".to_owned(), None);
                     }
                     if !settings.tls.allows("shm") && settings.tls.allows(name) {
@@ -234,7 +262,7 @@ fn transports(settings: &Settings, rails: &[NetDevice]) -> Vec<TransportInfo> {
                             format!("it needs shm's Unix socket, and CROSSRAIL_TLS={} leaves shm out", settings.tls);
                         return unusable(name, reason, Some("add shm to CROSSRAIL_TLS".to_owned()));
                     }
-                    format!("{} GPUs seen; peer access is tried with each peer", gpus.len())
+                    "one copy between GPUs of this machine; tried with each peer".to_owned()
                 }
                 _ => {
                     let names: Vec<_> = rails.iter().map(|rail| rail.name.as_str()).collect();
@@ -251,6 +279,12 @@ fn transports(settings: &Settings, rails: &[NetDevice]) -> Vec<TransportInfo> {
             TransportInfo { name: name.to_owned(), usable: true, detail, reason: None, fix: None }
         })
         .collect()
+}
+
+/// Whether there is any sign of a GPU that CUDA could use: on the bus, or, where that is hidden, a device file.
+fn gpus_seen() -> bool {
+    !crossrail_topology::gpus().is_empty()
+        || ["/dev/nvidiactl", "/dev/dxg"].iter().any(|file| std::path::Path::new(file).exists())
 }
 
 fn distances(nics: &[Nic], gpus: &[GpuSeen]) -> Vec<(String, Vec<Distance>)> {

@@ -3,12 +3,14 @@
 
 use std::time::Instant;
 
+use crossrail_cuda_ipc::Link;
 use crossrail_proto as proto;
 use crossrail_transport::{Copy, Job, Step};
 use crossrail_types::{EndpointId, LaneId};
 use proto::{DirectId, Memory, Offer, Role};
 
 use crate::core::Core;
+use crate::links;
 
 /// Bytes a direct copy may move before everything else gets its turn.
 const COPY_BUDGET: usize = 1 << 20;
@@ -20,6 +22,8 @@ pub(crate) struct Active {
     pub(crate) id: DirectId,
     memory: Memory,
     job: Job,
+    /// When a copy of GPU memory began, which goes on by itself; `None`: this thread copies.
+    began: Option<Instant>,
     copy_ns: u64,
     pub(crate) stopping: bool,
 }
@@ -37,8 +41,14 @@ impl Core {
     ) {
         let now = self.st.now;
         let lane = self.st.peer(endpoint).and_then(|peer| peer.inside);
-        let span = self.st.span(memory).filter(|(_, have, gpu)| *have >= len && gpu.is_none());
-        let direct = lane.and_then(|id| self.inside.iter_mut().find(|inside| inside.id == id)?.lane.direct());
+        let named = Link::knows(&offer.descriptor);
+        // Between a GPU's memory and the host's there is no direct copy.
+        let span = self.st.span(memory).filter(|(_, have, gpu)| *have >= len && gpu.is_some() == named);
+        if named && span.is_some() {
+            // Made here if it is not there; if that fails, so does what follows.
+            let _ = self.link(endpoint);
+        }
+        let direct = lane.and_then(|id| links::direct(&mut self.inside, &mut self.st, endpoint, id, named));
         let (Some(lane), Some((local, ..)), Some(direct)) = (lane, span, direct) else {
             if let Some(peer) = self.st.peer(endpoint) {
                 peer.peer.direct_failed(now, id);
@@ -53,6 +63,13 @@ impl Core {
         };
         let kind = match reached {
             Ok(kind) => kind,
+            Err(why) if named => {
+                self.warn_gpu(endpoint, &why);
+                if let Some(peer) = self.st.peer(endpoint) {
+                    peer.peer.direct_failed(now, id);
+                }
+                return;
+            }
             Err(why) => {
                 if let Some(peer) = self.st.peer(endpoint) {
                     let (name, first) = (peer.name().to_owned(), !std::mem::replace(&mut peer.warned_direct, true));
@@ -76,7 +93,8 @@ impl Core {
         }
         let copy = if role == Role::Pull { Copy::Pull } else { Copy::Push };
         let job = Job { slot: offer.slot, local, remote: offer.descriptor, len, copy, moved: 0, state: 0 };
-        self.jobs.push(Active { endpoint, lane, id, memory, job, copy_ns: 0, stopping: false });
+        let began = named.then(Instant::now);
+        self.jobs.push(Active { endpoint, lane, id, memory, job, began, copy_ns: 0, stopping: false });
         if offer.slot.is_none() {
             self.step(self.jobs.len() - 1);
         }
@@ -114,11 +132,20 @@ impl Core {
     /// One step of one copy; the job is removed when it is over.
     fn step(&mut self, at: usize) -> bool {
         let active = &mut self.jobs[at];
-        let direct = self.inside.iter_mut().find(|inside| inside.id == active.lane).and_then(|i| i.lane.direct());
+        let (endpoint, gpu) = (active.endpoint, active.began.is_some());
+        let direct = links::direct(&mut self.inside, &mut self.st, endpoint, active.lane, gpu);
         let Some(direct) = direct else {
             self.end(at, false);
             return true;
         };
+        if active.stopping && gpu {
+            let state = active.job.state;
+            if let Some(link) = self.st.peer(endpoint).and_then(|peer| peer.reach.link()) {
+                link.ended(state);
+            }
+            self.end(at, false);
+            return true;
+        }
         if active.stopping {
             let quiet = active.job.slot.is_none_or(|slot| direct.stop(slot));
             if quiet {
@@ -137,8 +164,13 @@ impl Core {
             }
             Step::Waiting => false,
             Step::Done => {
-                active.copy_ns += started.elapsed().as_nanos() as u64;
+                active.copy_ns += active.began.unwrap_or(started).elapsed().as_nanos() as u64;
                 self.end(at, true);
+                true
+            }
+            Step::Failed(why) if gpu => {
+                self.warn_gpu(endpoint, &why);
+                self.end(at, false);
                 true
             }
             Step::Failed(why) => {
@@ -152,6 +184,18 @@ impl Core {
                 self.st.log.warn(format_args!("{name}: a single copy failed ({why}); the rest goes in chunks"));
                 self.end(at, false);
                 true
+            }
+        }
+    }
+
+    /// Gives copies up, once those of GPU memory no longer touch it.
+    pub(crate) fn drop_jobs(&mut self, which: impl Fn(&Active) -> bool) {
+        let (gone, kept) = std::mem::take(&mut self.jobs).into_iter().partition(which);
+        self.jobs = kept;
+        let gone: Vec<Active> = gone;
+        for active in gone.iter().filter(|active| active.began.is_some()) {
+            if let Some(link) = self.st.peer(active.endpoint).and_then(|peer| peer.reach.link()) {
+                link.ended(active.job.state);
             }
         }
     }

@@ -51,6 +51,8 @@ pub(crate) struct Core {
     pub(crate) closing: Vec<(LaneId, u32)>,
     /// Receives that wait for memory of a GPU.
     pub(crate) receives: Gate,
+    /// Links to GPU memory of peers.
+    pub(crate) links: u32,
     passes: u32,
     sockets_only: bool,
     /// The lanes' peers ring before they expect us to look.
@@ -112,6 +114,7 @@ impl Core {
             jobs: Vec::new(),
             closing: Vec::new(),
             receives: Gate::default(),
+            links: 0,
             passes: 0,
             sockets_only: true,
             armed: false,
@@ -171,10 +174,18 @@ impl Core {
             }
             at += 1;
         }
+        if self.links > 0 {
+            moved |= self.pump_notes(moved);
+        }
         if !self.jobs.is_empty() || !self.closing.is_empty() {
             moved |= self.step_jobs();
         }
         moved
+    }
+
+    /// How many passes there were, modulo 2^32.
+    pub(crate) fn passes(&self) -> u32 {
+        self.passes
     }
 
     /// Whether something must be looked at again without any event telling so.
@@ -199,6 +210,9 @@ impl Core {
     /// Reads the clock and lets the protocol look for silent lanes.
     pub(crate) fn timers(&mut self) {
         let now = self.st.tick();
+        if self.links > 0 {
+            self.tidy_links();
+        }
         for index in 0..self.st.peers.len() {
             let id = EndpointId(index as u32);
             let Some(peer) = self.st.peer(id) else { continue };
@@ -428,7 +442,7 @@ impl Core {
         lane.bury();
         let (name, rail) = (lane.name.clone(), lane.rail);
         self.st.forget_lane(id);
-        self.jobs.retain(|job| job.lane != id);
+        self.drop_jobs(|job| job.lane == id);
         self.closing.retain(|(lane, _)| *lane != id);
         let Some(peer) = self.st.peer(endpoint) else { return };
         peer.bulk.retain(|lane| lane.id != id);
@@ -467,7 +481,8 @@ impl Core {
         }
         self.kicked |= !peer.bulk.is_empty();
         let (name, waits) = (peer.name().to_owned(), !peer.peer.idle());
-        self.jobs.retain(|job| job.endpoint != endpoint);
+        self.drop_jobs(|job| job.endpoint == endpoint);
+        self.drop_link(endpoint);
         let mut at = 0;
         while at < self.inside.len() {
             if self.inside[at].endpoint == endpoint {

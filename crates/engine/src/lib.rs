@@ -27,6 +27,7 @@ mod gates;
 mod io;
 mod keeper;
 mod link;
+mod links;
 mod listen;
 mod log;
 mod mapped;
@@ -40,6 +41,7 @@ mod select;
 #[allow(dead_code)]
 mod staging;
 mod state;
+mod streams;
 mod submit;
 mod worker;
 
@@ -56,4 +58,5 @@ pub use region::{Region, RegionKey};
 pub use request::{LaneShare, Protocol, Receipt, Request};
 pub use select::{Candidate, Explain};
 pub use staging::unpack;
+pub use streams::{Awaited, Outcome, Signal};
 pub use worker::{ConnectOptions, Worker, WorkerOptions};

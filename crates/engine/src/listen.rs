@@ -99,7 +99,7 @@ impl Shared {
                 let result = match session.stream {
                     Stream::Unix(stream) => {
                         let deadline = Instant::now() + DIAL_MAX;
-                        self.attach_shm(stream, Side::Acceptor, &session.peer, deadline).map(|endpoint| {
+                        self.attach_shm(stream, Side::Acceptor, &session.peer, None, deadline).map(|endpoint| {
                             let mut core = self.core.lock();
                             core.arrived.push_back(endpoint);
                             core.st.ops.finished = true;

@@ -9,11 +9,14 @@ use std::time::{Duration, Instant};
 use crossrail_transport::{Descriptor, Direct, Window};
 use crossrail_types::{EndpointId, Error, ErrorKind, Result};
 
-use crate::buffer::{self, Memory};
+use crate::buffer::{self, Buffer, Memory, Place};
 use crate::core::Core;
+use crate::device::Device;
 use crate::endpoint::Endpoint;
 
 const MAGIC: [u8; 4] = *b"XRS1";
+/// Of a GPU's memory.
+const GPU_MAGIC: [u8; 4] = *b"XRG1";
 
 /// What the peer of an endpoint needs to map a [`Memory`]: opaque bytes, to be handed over by any means.
 ///
@@ -23,20 +26,27 @@ const MAGIC: [u8; 4] = *b"XRS1";
 pub struct Shared {
     descriptor: Descriptor,
     len: u64,
+    gpu: bool,
 }
 
 impl Shared {
     /// The description as bytes.
     pub fn to_bytes(&self) -> Vec<u8> {
-        [&MAGIC[..], &self.len.to_le_bytes(), &self.descriptor].concat()
+        let magic = if self.gpu { GPU_MAGIC } else { MAGIC };
+        [&magic[..], &self.len.to_le_bytes(), &self.descriptor].concat()
     }
 
     /// A description from [`Shared::to_bytes`]; `Usage` if it is not one.
     pub fn from_bytes(bytes: &[u8]) -> Result<Shared> {
         let bad = || Error::new(ErrorKind::Usage, "shared memory", format!("{} bytes that are not one", bytes.len()));
-        let rest = bytes.strip_prefix(&MAGIC[..]).ok_or_else(bad)?;
+        let (magic, rest) = bytes.split_first_chunk::<4>().ok_or_else(bad)?;
+        let gpu = match *magic {
+            MAGIC => false,
+            GPU_MAGIC => true,
+            _ => return Err(bad()),
+        };
         let (len, descriptor) = rest.split_first_chunk::<8>().ok_or_else(bad)?;
-        Ok(Shared { descriptor: descriptor.try_into().map_err(|_| bad())?, len: u64::from_le_bytes(*len) })
+        Ok(Shared { descriptor: descriptor.try_into().map_err(|_| bad())?, len: u64::from_le_bytes(*len), gpu })
     }
 
     /// Bytes of the memory.
@@ -53,12 +63,16 @@ impl Shared {
 /// A peer's [`Memory`], mapped into this process: both see the same bytes. It stays mapped until the last clone is
 /// dropped, also when the peer has freed it or died, and when the endpoint is closed. Any thread may use it.
 ///
+/// Memory of a GPU is mapped for a GPU of this process ([`Mapped::place`]), whose kernels and copies may use the
+/// address; [`Mapped::put`] writes there in the order of a stream.
+///
 /// The peer may write into it at any time, so Rust references to its bytes are never handed out; use
 /// [`Mapped::copy_to`] and [`Mapped::fill_from`], or the pointer with whatever order the two processes agree on.
 #[derive(Clone)]
 pub struct Mapped {
     ptr: NonNull<u8>,
     len: usize,
+    pub(crate) gpu: Option<Arc<Device>>,
     _keep: Arc<dyn Any + Send + Sync>,
 }
 
@@ -86,30 +100,43 @@ impl Mapped {
         self.len == 0
     }
 
-    /// Copies `bytes` to `offset`. Errors with `Usage` when they do not fit.
+    /// Where it is: with the processors, or reached through that GPU of this process.
+    pub fn place(&self) -> Place {
+        self.gpu.as_ref().map_or(Place::Host, |gpu| Place::Gpu(gpu.ordinal()))
+    }
+
+    /// Copies `bytes` to `offset`. Errors with `Usage` when they do not fit; of a GPU's memory also with what its
+    /// driver says.
     pub fn fill_from(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         buffer::check(self.len, offset, bytes.len(), "fill_from")?;
+        if let Some(gpu) = &self.gpu {
+            return gpu.copy_in_mapped(self.ptr() as u64 + offset as u64, bytes);
+        }
         // SAFETY: in bounds by the check; mapped while `self` lives.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.ptr().add(offset), bytes.len()) };
         Ok(())
     }
 
-    /// Copies from `offset` into `bytes`. Errors with `Usage` when the range is not there.
+    /// Copies from `offset` into `bytes`. Errors with `Usage` when the range is not there; of a GPU's memory also with
+    /// what its driver says.
     pub fn copy_to(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
         buffer::check(self.len, offset, bytes.len(), "copy_to")?;
+        if let Some(gpu) = &self.gpu {
+            return gpu.copy_out_mapped(self.ptr() as u64 + offset as u64, bytes);
+        }
         // SAFETY: in bounds by the check; mapped while `self` lives.
         unsafe { std::ptr::copy_nonoverlapping(self.ptr().add(offset), bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
     }
 
-    fn new(window: Window) -> Option<Mapped> {
-        Some(Mapped { ptr: NonNull::new(window.ptr)?, len: window.len, _keep: window.keep })
+    fn new(window: Window, gpu: Option<Arc<Device>>) -> Option<Mapped> {
+        Some(Mapped { ptr: NonNull::new(window.ptr)?, len: window.len, gpu, _keep: window.keep })
     }
 }
 
 impl std::fmt::Debug for Mapped {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Mapped({} bytes at {:?})", self.len, self.ptr)
+        write!(f, "Mapped({} bytes at {:?} of {})", self.len, self.ptr, self.place())
     }
 }
 
@@ -123,13 +150,25 @@ impl Endpoint {
     /// shared-memory lane; `PeerDead`, `Closed`; `Timeout`: the peer did not read its socket within
     /// `CROSSRAIL_TIMEOUT`; `Exhausted`, `Io`: the system refused.
     pub fn share(&self, memory: &Memory) -> Result<Shared> {
+        self.share_buffer(memory.into())
+    }
+
+    /// [`Endpoint::share`] for part of a [`Memory`], or for memory of a GPU that is owned by somebody else
+    /// ([`Buffer::device`]); that stays shared only as long as its owner does not free it.
+    ///
+    /// # Errors
+    /// As there; `Unsupported` with the reason for memory of a GPU that cannot be passed on.
+    pub fn share_buffer(&self, mut buffer: Buffer) -> Result<Shared> {
         let shared = self.worker.shared();
-        if shared.context.arena().find(memory.ptr(), memory.len()).is_none() {
+        let (ptr, len, timeout) = (buffer.ptr, buffer.len, shared.context.settings().timeout);
+        let gpu = buffer.gpu.is_some();
+        if gpu {
+            shared.admit(&mut buffer)?;
+        } else if shared.context.arena().find(ptr, len).is_none() {
             return Err(Error::new(ErrorKind::Usage, "share", "the memory was allocated by another Context"));
         }
-        let (ptr, len) = (memory.ptr(), memory.len());
-        let descriptor = self.ask("share", shared.context.settings().timeout, |direct| direct.share(ptr, len))?;
-        Ok(Shared { descriptor, len: len as u64 })
+        let descriptor = self.ask("share", gpu, timeout, |direct| direct.share(ptr, len))?;
+        Ok(Shared { descriptor, len: len as u64, gpu })
     }
 
     /// Maps memory that the peer has shared with [`Endpoint::share`], waiting at most `timeout` (`CROSSRAIL_TIMEOUT`
@@ -145,24 +184,36 @@ impl Endpoint {
         let timeout = timeout.unwrap_or(self.worker.shared().context.settings().timeout);
         let len = usize::try_from(shared.len)
             .map_err(|_| Error::new(ErrorKind::Usage, "map", format!("{} bytes do not fit here", shared.len)))?;
-        let window = self.ask("map", timeout, |direct| direct.map(&shared.descriptor, len))?;
-        Mapped::new(window).ok_or_else(|| Error::new(ErrorKind::Io, "map", "the mapping has no address"))
+        let worker = self.worker.shared();
+        if shared.gpu {
+            worker.admit_links();
+        }
+        let window = self.ask("map", shared.gpu, timeout, |direct| direct.map(&shared.descriptor, len))?;
+        let gpu = window.device.map(|ordinal| worker.context.gpus().device(ordinal)).transpose()?;
+        if let Some(gpu) = &gpu {
+            crate::streams::prepare(gpu);
+        }
+        Mapped::new(window, gpu).ok_or_else(|| Error::new(ErrorKind::Io, "map", "the mapping has no address"))
     }
 
-    /// Asks the endpoint's shared-memory lane until it answers.
+    /// Asks the endpoint's shared-memory lane, or its link to GPU memory, until it answers.
     fn ask<T>(
         &self,
         what: &'static str,
+        gpu: bool,
         timeout: Duration,
         mut question: impl FnMut(&mut dyn Direct) -> Result<Option<T>>,
     ) -> Result<T> {
         let started = Instant::now();
         let id = self.id;
         let mut attempt = |core: &mut Core| {
-            let answer = match core.direct_of(id, what) {
+            let answer = match core.direct_of(id, what, gpu) {
                 Ok(direct) => question(direct),
                 Err(error) => Err(error),
             };
+            if gpu {
+                core.pump_notes(true);
+            }
             answer.transpose()
         };
         if let Some(answer) = self.worker.shared().observe_until(timeout, &mut attempt) {
@@ -176,13 +227,18 @@ impl Endpoint {
             "share" => format!("the peer has not read its socket in {waited:.3} s"),
             _ => format!("the peer's memory has not arrived in {waited:.3} s: was it shared over this endpoint?"),
         };
-        Err(Error::new(ErrorKind::Timeout, what, detail).with_peer(self.peer()).with_lane("shm"))
+        Err(Error::new(ErrorKind::Timeout, what, detail).with_peer(self.peer()).with_lane(if gpu {
+            "cuda_ipc"
+        } else {
+            "shm"
+        }))
     }
 }
 
 impl Core {
-    /// The direct side of the lane that is polled under the lock, if the peer is there and the lane has one.
-    fn direct_of(&mut self, endpoint: EndpointId, what: &'static str) -> Result<&mut dyn Direct> {
+    /// The direct side of the lane that is polled under the lock, or of the link beside it, if the peer is there and
+    /// has one.
+    fn direct_of(&mut self, endpoint: EndpointId, what: &'static str, gpu: bool) -> Result<&mut dyn Direct> {
         if self.closed {
             return Err(crate::ops::gone(what));
         }
@@ -190,6 +246,14 @@ impl Core {
         let (name, lane, lanes) = (peer.name().to_owned(), peer.inside, peer.lanes.clone());
         if !peer.alive {
             return Err(Error::new(ErrorKind::PeerDead, what, peer.why_dead.clone()).with_peer(name));
+        }
+        if gpu {
+            return match self.link(endpoint) {
+                Ok(link) => Ok(link),
+                Err(why) => Err(Error::new(ErrorKind::Unsupported, what, format!("GPU memory: {why}"))
+                    .with_peer(name)
+                    .with_hint("write and read it by key (Worker::register)")),
+            };
         }
         let at = self.inside.iter().position(|inside| Some(inside.id) == lane && inside.lane.caps().direct);
         if let Some(direct) = at.and_then(|at| self.inside[at].lane.direct()) {

@@ -290,7 +290,15 @@ impl Ops {
                 let outcome = outcome.clone();
                 self.callbacks.push((callback, outcome));
             }
-            None => op.callback = Some(callback),
+            None => {
+                op.callback = Some(match op.callback.take() {
+                    Some(first) => Box::new(|result| {
+                        first(result.clone());
+                        callback(result);
+                    }),
+                    None => callback,
+                });
+            }
         }
     }
 

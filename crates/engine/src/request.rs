@@ -32,6 +32,8 @@ pub enum Protocol {
     Mapped,
     /// One copy by the kernel (process_vm_readv or process_vm_writev).
     Cma,
+    /// One copy between GPUs, or within one, by the GPU itself.
+    CudaIpc,
     /// In chunks over every lane that had room.
     Chunks,
     /// Several operations in one request.
@@ -44,6 +46,7 @@ impl std::fmt::Display for Protocol {
             Protocol::Eager => "eager",
             Protocol::Mapped => "direct(mapped)",
             Protocol::Cma => "direct(cma)",
+            Protocol::CudaIpc => "direct(cuda_ipc)",
             Protocol::Chunks => "chunks",
             Protocol::Batch => "batch",
         })
@@ -122,6 +125,7 @@ fn protocol(receipt: &crossrail_proto::Receipt, direct: Option<DirectKind>) -> P
     match (receipt.protocol, direct) {
         (crossrail_proto::Protocol::Eager, _) => Protocol::Eager,
         (crossrail_proto::Protocol::Direct, Some(DirectKind::Cma)) => Protocol::Cma,
+        (crossrail_proto::Protocol::Direct, Some(DirectKind::CudaIpc)) => Protocol::CudaIpc,
         (crossrail_proto::Protocol::Direct, _) => Protocol::Mapped,
         (crossrail_proto::Protocol::Chunks, _) => Protocol::Chunks,
     }

@@ -27,6 +27,7 @@ impl Cost {
     pub(crate) const SHM_RING: Cost = Cost { latency_us: 0.2, overhead_us: 0.05, gb_per_s: 15.0 };
     pub(crate) const SHM_CMA: Cost = Cost { latency_us: 0.6, overhead_us: 1.5, gb_per_s: 14.0 };
     pub(crate) const SHM_MAPPED: Cost = Cost { latency_us: 0.6, overhead_us: 0.1, gb_per_s: 30.0 };
+    pub(crate) const CUDA_IPC: Cost = Cost { latency_us: 4.0, overhead_us: 6.0, gb_per_s: 300.0 };
     const LOOPBACK: Cost = Cost { latency_us: 3.5, overhead_us: 1.0, gb_per_s: 6.0 };
     const NETWORK: Cost = Cost { latency_us: 15.0, overhead_us: 1.5, gb_per_s: 1.25 };
 

@@ -18,6 +18,7 @@ use slab::Slab;
 use crate::chunks::{self, Beside, Staged, Staging};
 use crate::gates::Gate;
 use crate::io::BulkLane;
+use crate::links::Reach;
 use crate::log::Log;
 use crate::ops::{Finish, More, Ops};
 use crate::region::Regions;
@@ -82,6 +83,10 @@ pub(crate) struct PeerState {
     notes: VecDeque<(Time, String)>,
     /// Warned that a direct copy was not possible.
     pub(crate) warned_direct: bool,
+    /// The same of GPU memory.
+    pub(crate) warned_gpu: bool,
+    /// How its GPU memory is reached.
+    pub(crate) reach: Reach,
     /// Operations that wait for memory of a GPU.
     pub(crate) gate: Gate,
     arrivals: HashMap<u32, Arrival>,
@@ -121,6 +126,8 @@ impl PeerState {
             explain,
             notes: VecDeque::new(),
             warned_direct: false,
+            warned_gpu: false,
+            reach: Reach::Not("only endpoints over shm can".to_owned()),
             gate: Gate::default(),
             arrivals: HashMap::new(),
             passives: HashMap::new(),

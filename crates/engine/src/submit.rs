@@ -83,7 +83,7 @@ impl Core {
         let inside = self.st.peer(endpoint).and_then(|peer| peer.inside);
         let offer = match gpu {
             None => inside.and_then(|lane| self.offer(lane, op, ptr, len)),
-            Some(_) => None,
+            Some(_) => self.offer_gpu(endpoint, op, ptr, len),
         };
         let now = self.st.now;
         if let Some(peer) = self.st.peer(endpoint) {

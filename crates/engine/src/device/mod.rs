@@ -191,6 +191,11 @@ impl Device {
         format!("cuda:{}", self.ordinal)
     }
 
+    /// The context's settings.
+    pub(crate) fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
     /// Its context; `None` when it is simulated.
     pub(crate) fn cuda(&self) -> Option<&crossrail_cuda::Context> {
         match &self.kind {
@@ -246,6 +251,24 @@ impl Device {
             return Ok(());
         }
         self.check(ptr, bytes.len())?;
+        match &self.kind {
+            Kind::Cuda(device) => device.copy_out(ptr, bytes),
+            #[cfg(any(test, feature = "simulated-gpu"))]
+            Kind::Simulated(gpu) => gpu.copy_out(ptr, bytes),
+        }
+    }
+
+    /// [`Device::copy_in`] to a peer's memory that is mapped for this GPU.
+    pub(crate) fn copy_in_mapped(&self, ptr: u64, bytes: &[u8]) -> Result<()> {
+        match &self.kind {
+            Kind::Cuda(device) => device.copy_in(ptr, bytes),
+            #[cfg(any(test, feature = "simulated-gpu"))]
+            Kind::Simulated(gpu) => gpu.copy_in(ptr, bytes),
+        }
+    }
+
+    /// [`Device::copy_out`] of a peer's memory that is mapped for this GPU.
+    pub(crate) fn copy_out_mapped(&self, ptr: u64, bytes: &mut [u8]) -> Result<()> {
         match &self.kind {
             Kind::Cuda(device) => device.copy_out(ptr, bytes),
             #[cfg(any(test, feature = "simulated-gpu"))]
