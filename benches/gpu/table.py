@@ -1,0 +1,40 @@
+"""The goals of a run as a table of Markdown, for docs/performance.md.
+
+python benches/gpu/table.py benches/results/gpu/summary.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Prints it."""
+    if len(sys.argv) != 2:
+        print("usage: table.py SUMMARY.json", file=sys.stderr)
+        return 2
+    path = Path(sys.argv[1])
+    print(markdown(json.loads(path.read_text()), path))
+    return 0
+
+
+def markdown(summary: dict[str, object], path: Path) -> str:
+    """A line for each outcome."""
+    lines = [
+        f"<!-- table of {path} -->",
+        "| work | ours | peer | ratio | to reach | met |",
+        "|---|---|---|---|---|---|",
+    ]
+    outcomes = summary["outcomes"]
+    assert isinstance(outcomes, list)
+    for outcome in outcomes:
+        met = "**failed**" if outcome["failed"] else {True: "yes", False: "**no**", None: "-"}[outcome["met"]]
+        cells = [outcome[name] for name in ("work", "ours", "peer", "ratio", "to_reach")]
+        lines.append("| " + " | ".join([*cells, met]) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

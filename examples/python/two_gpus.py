@@ -1,0 +1,32 @@
+"""A tensor from one GPU to another: `two_gpus.py listen` here and `two_gpus.py connect ADDR` there, or alone.
+
+Needs PyTorch. With one GPU both ends use it.
+"""
+
+import subprocess
+import sys
+
+import torch
+
+import crossrail
+
+mode, *rest = sys.argv[1:] or ["both"]
+length = 16 << 20
+with crossrail.Worker(crossrail.Context()) as worker:
+    if mode == "connect":
+        x = torch.arange(length, device="cuda:0") % 1000
+        worker.connect(rest[0]).send(x, tag=7).wait()  # begins when the stream has made x
+    else:
+        torch.cuda.set_device(min(1, torch.cuda.device_count() - 1))
+        address = worker.control_addresses()[0]
+        print(f"listening: {sys.argv[0]} connect {address}", flush=True)
+        other = subprocess.Popen([sys.executable, __file__, "connect", address]) if mode == "both" else None
+        endpoint = worker.accept()
+        y = torch.empty(length, dtype=torch.int64, device="cuda")
+        request = worker.recv(y, tag=7)
+        request.wait_on(torch.cuda.current_stream())  # the stream waits, not the host
+        total = y.sum()
+        receipt = request.wait()
+        good = total.item() == (torch.arange(length) % 1000).sum().item()
+        print(f"{receipt.bytes} bytes over {receipt.protocol}: {'all there' if good else 'WRONG'}")
+        sys.exit((other.wait() if other else 0) or not good)
