@@ -164,9 +164,16 @@ impl Lane {
         self.waits = true;
     }
 
-    /// No head waits any more.
-    pub(crate) fn go_on(&mut self) {
-        self.waits = false;
+    /// A head that waited goes on its way: what the peer said meanwhile comes only now.
+    pub(crate) fn go_on(&mut self, now: Time) {
+        if std::mem::take(&mut self.waits) {
+            self.alive = now;
+        }
+    }
+
+    /// Whether this end does not listen.
+    pub(crate) fn waits(&self) -> bool {
+        self.waits
     }
 
     fn begin_beat(&mut self, now: Time) {
@@ -241,8 +248,9 @@ mod tests {
         assert_eq!((l.tell(), l.owes()), (0, false));
         assert_eq!(l.next_beat(10), Some(Time(25)));
         l.take_off();
-        l.go_on();
-        assert_eq!((l.next_beat(10), l.tell()), (None, 1));
+        assert!(l.waits());
+        l.go_on(Time(40));
+        assert_eq!((l.next_beat(10), l.tell(), l.silent_since()), (None, 1, Time(40)));
     }
 
     #[test]

@@ -241,7 +241,7 @@ fn a_receiver_that_unpacks_slowly_is_not_taken_for_dead() {
             pair.settle();
         }
         assert!(pair.ends[0].done().is_some_and(Result::is_ok));
-        assert!(!pair.ends[1].peer.timeout().is_some_and(|at| at > pair.now), "nothing is left to be said");
+        assert!(pair.ends[1].peer.timeout().is_none_or(|at| at <= pair.now), "nothing is left to be said");
     }
 }
 
@@ -265,6 +265,33 @@ fn a_receiver_without_slots_is_not_taken_for_dead() {
         }
         assert_eq!(pair.ends[0].acked(), 2, "each chunk counts once, however often it was asked for");
         assert!(pair.ends[0].done().is_some_and(Result::is_ok) && pair.ends[1].done().is_some_and(Result::is_ok));
+    }
+}
+
+#[test]
+fn an_end_that_does_not_listen_takes_nobody_for_dead() {
+    let mut pair = Pair::new(150);
+    let chunk = pair.chunk();
+    let op = OpId { index: 2, generation: 1 };
+    // What the receiver says itself is answered behind the head that waits.
+    pair.ends[1].peer.start(pair.now, op, Operation::Send { tag: 9 }, 8, None, true);
+    assert!(pair.ends[1].next(pair.now).is_some());
+    let now = pair.now;
+    assert!(matches!(pair.ends[1].place(now, &chunk.head), Placing::Memory { .. }));
+    pair.ends[1].peer.unplace(now, LANE);
+    let suspects = |end: &End| end.events.iter().any(|event| matches!(event, Event::Suspect { .. }));
+    for waits in [true, false] {
+        if !waits {
+            let now = pair.now;
+            assert!(matches!(pair.ends[1].place(now, &chunk.head), Placing::Memory { .. }));
+        }
+        for step in 1..=40 {
+            pair.now.0 += DEADLINE / 20;
+            pair.ends[1].peer.on_timeout(pair.now);
+            pair.drain();
+            assert_eq!(suspects(&pair.ends[1]), !waits && step >= 20, "{step}");
+            while pair.ends[1].next(pair.now).is_some() {}
+        }
     }
 }
 

@@ -110,7 +110,7 @@ impl Peer {
         let len = head.payload_len();
         // If it was placing a chunk, that one's payload was given up halfway.
         self.lanes[at].placing = Placement::None;
-        self.lanes[at].go_on();
+        self.lanes[at].go_on(now);
         match frame {
             Frame::ChunkAck { .. } if !self.live() => return Ok(Placing::Discard),
             Frame::Chunk { target, offset, from, again, void } => {

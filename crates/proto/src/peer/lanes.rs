@@ -76,8 +76,10 @@ impl Peer {
         }
     }
 
+    /// Whether the peer owes us something on it, and we listen.
     fn waits_on(&self, lane: &Lane) -> bool {
-        !lane.sent.is_empty() || (self.stream.lane == Some(lane.spec.id) && self.stream.waiting())
+        let owed = !lane.sent.is_empty() || (self.stream.lane == Some(lane.spec.id) && self.stream.waiting());
+        owed && !lane.waits()
     }
 
     /// Gives the messages to the cheapest lane that may carry them, if they are free to move.

@@ -15,13 +15,14 @@ use crate::{Event, Failure, Landed, Memory, Time};
 
 impl Peer {
     /// There is no slot for the chunk that the lane's last [`Peer::place`] answered to: the lane keeps its head, and
-    /// `place` is called again with the same one. Meanwhile the peer is told now and then that this end lives.
+    /// `place` is called again with the same one. Meanwhile the peer is told now and then that this end lives
+    /// ([`Peer::on_timeout`]), and its silence on that lane means nothing.
     pub fn unplace(&mut self, now: Time, lane: LaneId) {
         let Some(at) = self.lane_at(lane) else { return };
         if let Placement::Chunk { .. } = self.lanes[at].placing {
             self.lanes[at].placing = Placement::None;
-            self.lanes[at].wait(now);
         }
+        self.lanes[at].wait(now);
     }
 
     /// In place of [`Peer::placed`], where a chunk's payload is complete in a slot. `None`: the transfer has no more

@@ -83,23 +83,23 @@ fn everything_at_once() {
 
 #[test]
 fn device_memory_goes_well() {
-    random("device_memory_goes_well", 4000, DEVICES);
+    random("device_memory_goes_well", 2000, DEVICES);
 }
 
 #[test]
 fn device_memory_fails() {
-    random("device_memory_fails", 6000, Dangers { faults: true, ..DEVICES });
+    random("device_memory_fails", 4000, Dangers { faults: true, ..DEVICES });
 }
 
 #[test]
 fn device_memory_and_lanes_that_die() {
-    random("device_memory_and_lanes_that_die", 8000, Dangers { lanes: true, ..DEVICES });
+    random("device_memory_and_lanes_that_die", 5000, Dangers { lanes: true, ..DEVICES });
 }
 
 #[test]
 fn device_memory_and_everything_at_once() {
     let all = Dangers { lanes: true, deaths: true, cancels: true, closes: true, devices: true, faults: true };
-    random("device_memory_and_everything_at_once", 16000, all);
+    random("device_memory_and_everything_at_once", 9000, all);
 }
 
 /// Schedules, each run again with one fault more at each of its steps.

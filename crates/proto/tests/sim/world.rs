@@ -189,17 +189,19 @@ impl World {
     /// Some bytes arrive at `node`.
     pub(crate) fn carry(&mut self, node: usize) {
         let Some(wire) = self.any_wire() else { return };
-        if self.nodes[node].down() || !self.wires[wire].usable(node) || self.wires[wire].silent {
+        let w = &self.wires[wire];
+        if self.nodes[node].down() || !w.usable(node) || (w.silent && !w.waits[node]) {
             return;
         }
         if self.nodes[node].broken.is_some() {
             return self.dead(node);
         }
         if self.wires[wire].arriving[node].is_none() {
-            let Some(frame) = self.wires[wire].out[1 - node].pop_front_if(|f| f.ready()) else { return };
+            let out = &mut self.wires[wire].out[1 - node];
+            let Some(frame) = out.front().is_some_and(Frame::ready).then(|| out.pop_front()).flatten() else { return };
             self.head(wire, node, frame);
         }
-        if self.wires[wire].arriving[node].is_some() {
+        if self.wires[wire].arriving[node].is_some() && !self.wires[wire].silent {
             self.payload(wire, node);
         }
         self.settle(node);
@@ -227,6 +229,7 @@ impl World {
                     true if chunk && self.slots_full(node) => {
                         self.nodes[node].peer.unplace(self.now, lane_id(wire, node));
                         self.wires[wire].out[1 - node].push_front(frame);
+                        self.wires[wire].waits[node] = true;
                         return;
                     }
                     true if chunk => Sink::Slot { memory, span, bytes },
@@ -247,6 +250,7 @@ impl World {
             Placing::Refuse(why) => panic!("an honest peer was refused: {why}"),
         };
         assert_eq!(len, frame.len);
+        self.wires[wire].waits[node] = false;
         self.wires[wire].arriving[node] = Some(Arriving { frame, at: 0, sink });
     }
 
