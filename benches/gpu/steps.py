@@ -7,6 +7,7 @@ each step, so that a run that is killed leaves what it had.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import os
 import re
@@ -259,3 +260,12 @@ def group_sizes(asked: str | None, present: int) -> list[int]:
 def visible(count: int, present: int) -> dict[str, str]:
     """The environment in which a program sees the first `count` of this machine's GPUs."""
     return {} if count >= present else {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in range(count))}
+
+
+def compiler() -> dict[str, str]:
+    """The environment in which a program that is no Python finds NVRTC among this Python's packages."""
+    package = importlib.util.find_spec("nvidia")
+    roots = [Path(root) for root in (package.submodule_search_locations or [])] if package else []
+    folders = [folder for root in roots for folder in sorted(root.glob("*/lib")) if any(folder.glob("libnvrtc.so.*"))]
+    named = [*map(str, folders), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    return {"LD_LIBRARY_PATH": os.pathsep.join(named)} if folders else {}

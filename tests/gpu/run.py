@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "benches" / "gpu"))
 from steps import (  # noqa: E402
     Runner,
     Step,
+    compiler,
     gpu_count,
     group_sizes,
     read_libtest,
@@ -71,14 +72,14 @@ def steps_for(pack: Path, site: Path | None, gpus: int, present: int) -> Iterato
         environment["TEST_GPU"] = "1"
     for program in sorted((pack / "tests").iterdir()):
         name = f"{gpus} GPU: {program.name}"
-        yield Step(name, [program.resolve()], RUST_LIMIT_S, read_libtest, environment)
+        yield Step(name, [program.resolve()], RUST_LIMIT_S, read_libtest, {**environment, **compiler()})
     python = {**environment, **({"PYTHONPATH": str(site.resolve())} if site else {})}
     tests = ROOT / "tests" / "gpu"
     pytest = [sys.executable, "-m", "pytest", "-c", tests / "pytest.ini", "-p", "no:cacheprovider", tests]
     yield Step(f"{gpus} GPU: Python", pytest, PYTHON_LIMIT_S, read_pytest, python)
     if gpus == present or not present:
         for tool in SANITIZERS:
-            yield sanitizer(pack, tool, gpus, environment)
+            yield sanitizer(pack, tool, gpus, {**environment, **compiler()})
 
 
 def sanitizer(pack: Path, tool: str, gpus: int, environment: dict[str, str]) -> Step:
