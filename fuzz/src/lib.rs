@@ -1,6 +1,7 @@
 //! Fuzz targets: what a stranger's bytes go through first. Each is a function of `&[u8]` that panics when something
 //! is wrong; cargo-fuzz and `tests/replay.rs` share them.
 
+mod gpu;
 mod handshake;
 mod input;
 mod protocol;
@@ -9,6 +10,7 @@ mod seeds;
 mod settings;
 mod store;
 
+pub use gpu::gpu;
 pub use handshake::{address, handshake};
 pub use protocol::protocol;
 pub use rng::Rng;
@@ -20,5 +22,11 @@ pub use store::store;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const TARGETS: &[Target] =
-    &[("protocol", protocol), ("handshake", handshake), ("address", address), ("settings", settings), ("store", store)];
+pub const TARGETS: &[Target] = &[
+    ("protocol", protocol),
+    ("handshake", handshake),
+    ("address", address),
+    ("settings", settings),
+    ("store", store),
+    ("gpu", gpu),
+];

@@ -34,6 +34,9 @@ pub fn seeds() -> Vec<(&'static str, String, Vec<u8>)> {
     for (name, bytes) in store_seeds() {
         seeds.push(("store", name.to_owned(), bytes));
     }
+    for (name, bytes) in crossrail_cuda_ipc::stranger_seeds() {
+        seeds.push(("gpu", name.to_owned(), bytes));
+    }
     seeds
 }
 

@@ -77,6 +77,11 @@ fn settings() {
 }
 
 #[test]
+fn gpu() {
+    replay("gpu", 200_000);
+}
+
+#[test]
 fn store() {
     replay("store", 200_000);
 }

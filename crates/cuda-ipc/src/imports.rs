@@ -219,6 +219,18 @@ impl<H, O> Imports<H, O> {
         if search.place.after > self.upto {
             return Ok(Sought::Missing);
         }
+        let sought = self.seek_all(opener, search, device, budget);
+        self.close_unused();
+        sought
+    }
+
+    fn seek_all(
+        &mut self,
+        opener: &impl Opener<Held = H, Open = O>,
+        search: &mut Search<O>,
+        device: u32,
+        budget: usize,
+    ) -> Result<Sought, String> {
         let mut opened = 0;
         while search.done < search.len {
             let at = search.place.address + search.done as u64;
@@ -251,7 +263,6 @@ impl<H, O> Imports<H, O> {
             search.spans.push(Span { open, offset: at - import.piece.address, len });
             search.done += len;
         }
-        self.close_unused();
         Ok(Sought::All)
     }
 

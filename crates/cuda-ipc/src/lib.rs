@@ -15,11 +15,14 @@ mod imports;
 mod link;
 mod note;
 mod queue;
+mod stranger;
 mod window;
 
 pub use domain::Domain;
 pub use link::Link;
 pub use queue::KERNEL_UP_TO;
+#[doc(hidden)]
+pub use stranger::{stranger, stranger_seeds};
 
 #[cfg(test)]
 mod exchange_tests;
