@@ -269,9 +269,15 @@ impl LaneState {
         })
     }
 
-    /// Whether it waits for chunks of its own: then its silence says nothing.
+    /// Whether chunks wait for their turn.
     pub(crate) fn is_packing(&self) -> bool {
         self.staged.as_ref().is_some_and(|staged| !staged.queue.is_empty())
+    }
+
+    /// Whether its next frame waits for a GPU here: then the peer's silence says nothing.
+    pub(crate) fn is_held_up(&self) -> bool {
+        let next = self.staged.as_ref().and_then(|staged| staged.queue.front());
+        self.pending.is_none() && next.is_some_and(|queued| matches!(queued.stage, Stage::Slotless | Stage::Packing))
     }
 
     /// Makes the chunk whose turn it is the next frame of the lane.

@@ -91,7 +91,8 @@ impl Shared {
             None => core.inside.iter().find(|lane| lane.id == id).map(|lane| lane.lane.stats().acked_bytes),
         };
         let (Some(acked), Some(state)) = (acked, core.st.lane(id)) else { return };
-        if acked == u64::MAX || std::mem::replace(&mut state.seen_acked, acked) != acked {
+        let held_up = acked == u64::MAX || state.is_held_up();
+        if held_up || std::mem::replace(&mut state.seen_acked, acked) != acked {
             if let Some(peer) = core.st.peer(endpoint) {
                 peer.peer.lane_alive(now, id);
             }
