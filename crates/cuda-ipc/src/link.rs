@@ -30,8 +30,9 @@ const SMALL_LINES: usize = 4;
 const LARGE_LINES: usize = 2;
 /// Entries that may wait for room on the way to the peer.
 const MOST_WAITING: usize = 2 * MOST_PIECES;
-/// How many pieces `tidy` looks at, times two.
-const TIDIED: usize = 8;
+/// How often `tidy` does something, and how many times it then looks at two pieces.
+const TIDY_EVERY: Duration = Duration::from_millis(100);
+const TIDIED: usize = 32;
 
 /// One peer on the same machine, as far as GPU memory is concerned.
 ///
@@ -52,6 +53,7 @@ pub struct Link {
     /// The GPU of ours that was used last.
     device: Option<u32>,
     why_not: Option<String>,
+    tidy_at: Instant,
     /// GPUs of the peer's that none of ours could reach, and why.
     refused: Vec<(Uuid, String)>,
     /// What copies that never ended still hold.
@@ -102,6 +104,7 @@ impl Link {
             last_copy: 0,
             device: None,
             why_not: None,
+            tidy_at: Instant::now(),
             refused: Vec::new(),
             lost: Vec::new(),
         }
@@ -152,9 +155,16 @@ impl Link {
     }
 
     /// Looks whether memory of ours that the peer was told of is still there, a few pieces at a time, so that neither
-    /// end holds what its owner has freed. To be called now and then, also when nothing moves. Whether there is
-    /// something to tell.
+    /// end holds what its owner has freed. To be called now and then, also when nothing moves; called more often than ten
+    /// times a second it does nothing. Whether there is something to tell.
     pub fn tidy(&mut self) -> bool {
+        let now = Instant::now();
+        if self.exports.len() == 0 || now < self.tidy_at {
+            return self.exports.ready().is_some();
+        }
+        self.tidy_at = now + TIDY_EVERY;
+        let Ok(asked) = self.domain.asked() else { return false };
+        let _entered = asked.context.enter();
         for _ in 0..TIDIED.min(self.exports.len()) {
             self.exports.look_around(&*self.domain);
         }
