@@ -19,7 +19,6 @@ mod connect;
 mod context;
 mod copies;
 mod core;
-#[allow(dead_code)]
 mod device;
 mod endpoint;
 mod foreign;
@@ -38,7 +37,6 @@ mod rails;
 mod region;
 mod request;
 mod select;
-#[allow(dead_code)]
 mod staging;
 mod state;
 mod streams;
@@ -57,6 +55,6 @@ pub use mapped::{Mapped, Shared};
 pub use region::{Region, RegionKey};
 pub use request::{LaneShare, Protocol, Receipt, Request};
 pub use select::{Candidate, Explain};
-pub use staging::unpack;
+pub use staging::{StageStats, unpack};
 pub use streams::{Awaited, Outcome, Signal};
 pub use worker::{ConnectOptions, Worker, WorkerOptions};

@@ -244,9 +244,9 @@ fn traffic_both_ways_through_few_slots_is_whole() {
             }
         }
         assert!(bed.bytes(&target) == sent, "{mode}");
-        let stats = bed.client.stats();
+        let stats = bed.device.stager().unwrap().stats();
         assert_eq!((stats.packed, stats.unpacked), (LEN as u64, LEN as u64));
-        assert!(stats.launches <= chunks as u64 && stats.pack_ns > 0 && stats.unpack_ns > 0, "{stats:?}");
+        assert!(stats.batches <= chunks as u64 && stats.pack_ns > 0 && stats.unpack_ns > 0, "{stats:?}");
     }
 }
 

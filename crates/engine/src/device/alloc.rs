@@ -57,13 +57,4 @@ impl DeviceAlloc {
     pub(crate) fn device(&self) -> &Arc<Device> {
         &self.0.device
     }
-
-    /// What other processes can map: one allocation for all of it; `None` when the GPU is simulated.
-    pub(crate) fn allocation(&self) -> Option<&Allocation> {
-        match &self.0.memory {
-            Backing::Cuda(mapping) => mapping.allocations().first(),
-            #[cfg(any(test, feature = "simulated-gpu"))]
-            Backing::Simulated(_) => None,
-        }
-    }
 }

@@ -18,7 +18,6 @@ mod state;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 use crossrail_cuda::{Absent, Cuda};
 use crossrail_shm::Arena;
@@ -30,7 +29,7 @@ pub(crate) use cuda::check as check_cuda;
 pub use ready::Ready;
 pub use state::{CudaInfo, CudaState, GpuState, KernelCache};
 
-use crate::staging::Stager;
+use crate::staging::{StageStats, Stager};
 
 /// The GPUs of one context. Any thread.
 pub(crate) struct Devices {
@@ -333,14 +332,9 @@ impl Device {
         }
     }
 
-    /// The bounce memory in use, in bytes.
-    fn bounce_bytes(&self) -> u64 {
-        self.stager.get().map_or(0, Stager::bounce_bytes)
-    }
-
-    /// The longest that a copy may take.
-    pub(crate) fn limit(&self) -> Duration {
-        self.settings.timeout
+    /// The bounce memory in use, in bytes, and what went through it.
+    fn staged(&self) -> (u64, StageStats) {
+        self.stager.get().map_or_else(Default::default, |stager| (stager.bounce_bytes(), stager.stats()))
     }
 }
 

@@ -20,7 +20,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::ready::{Point as ReadyPoint, Ready};
 use super::state::GpuState;
-use crate::staging::Way;
+use crate::staging::{StageStats, Way};
 
 const PAGE: usize = 4096;
 const TOTAL: u64 = 4 << 30;
@@ -268,7 +268,7 @@ impl Simulated {
         Ok(Ready(ReadyPoint::Simulated(Point { gate, at })))
     }
 
-    pub(super) fn state(&self, bounce_bytes: u64) -> GpuState {
+    pub(super) fn state(&self, (bounce_bytes, staged): (u64, StageStats)) -> GpuState {
         let total = self.0.plan.lock().total;
         GpuState {
             ordinal: self.0.ordinal,
@@ -279,6 +279,7 @@ impl Simulated {
             pci: String::new(),
             numa_node: None,
             bounce_bytes,
+            staged,
         }
     }
 }

@@ -7,6 +7,7 @@ use crossrail_cuda::{Absent, Device as Gpu};
 use crossrail_types::Result;
 
 use super::{Devices, Makes};
+use crate::staging::StageStats;
 
 /// Whether there is CUDA here, and what it has.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,6 +55,8 @@ pub struct GpuState {
     pub numa_node: Option<u32>,
     /// Pinned host memory that carries chunks from and to it, in bytes; 0 until it is used so.
     pub bounce_bytes: u64,
+    /// What went through that.
+    pub staged: StageStats,
 }
 
 /// Compiled kernels on disk.
@@ -88,7 +91,7 @@ pub(super) fn state(devices: &Devices) -> CudaState {
         },
         #[cfg(any(test, feature = "simulated-gpu"))]
         Makes::Simulated(gpus) => {
-            let rows = gpus.iter().map(|gpu| gpu.state(bounce(devices, gpu.ordinal()))).collect();
+            let rows = gpus.iter().map(|gpu| gpu.state(staged(devices, gpu.ordinal()))).collect();
             let peer_access = (0..gpus.len()).map(|a| (0..gpus.len()).map(|b| a == b).collect()).collect();
             CudaState::Present(CudaInfo {
                 driver: "simulated".to_owned(),
@@ -100,14 +103,15 @@ pub(super) fn state(devices: &Devices) -> CudaState {
     }
 }
 
-fn bounce(devices: &Devices, ordinal: u32) -> u64 {
-    devices.opened(ordinal).map_or(0, |device| device.bounce_bytes())
+fn staged(devices: &Devices, ordinal: u32) -> (u64, StageStats) {
+    devices.opened(ordinal).map_or_else(Default::default, |device| device.staged())
 }
 
 fn present(devices: &Devices, cuda: &crossrail_cuda::Cuda) -> Result<CudaInfo> {
     let gpus = cuda.devices()?;
     let row = |gpu: &Gpu| -> Result<GpuState> {
         let opened = devices.opened(gpu.ordinal());
+        let (bounce_bytes, staged) = staged(devices, gpu.ordinal());
         let free = opened.as_ref().and_then(|device| Some(device.cuda()?.memory().ok()?.free));
         Ok(GpuState {
             ordinal: gpu.ordinal(),
@@ -117,7 +121,8 @@ fn present(devices: &Devices, cuda: &crossrail_cuda::Cuda) -> Result<CudaInfo> {
             free,
             pci: gpu.pci()?,
             numa_node: gpu.numa_node()?,
-            bounce_bytes: opened.map_or(0, |device| device.bounce_bytes()),
+            bounce_bytes,
+            staged,
         })
     };
     let reach = |a: &Gpu, b: &Gpu| if a.ordinal() == b.ordinal() { Ok(true) } else { a.reaches(b) };

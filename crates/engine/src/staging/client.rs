@@ -1,15 +1,13 @@
 //! One worker's side of a stager.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
 
 use crossrail_types::Result;
 
+use super::Way;
 use super::bounce::Slot;
 use super::core::{After, Owner, Task};
 use super::stager::{Running, Shared};
-use super::{StageStats, Way};
 use crate::device::Ready;
 
 /// One worker's staging on one GPU. Calls never wait, except `quiesce` and the drop, which waits for what the GPU is
@@ -17,12 +15,11 @@ use crate::device::Ready;
 pub(crate) struct Client {
     id: u32,
     running: Arc<Running>,
-    bytes: Arc<[AtomicU64; 2]>,
 }
 
 impl Client {
     pub(super) fn new(id: u32, running: Arc<Running>) -> Client {
-        Client { id, running, bytes: Arc::default() }
+        Client { id, running }
     }
 
     fn shared(&self) -> &Shared {
@@ -60,7 +57,7 @@ impl Client {
 
     /// Tells when `event` is complete.
     pub(crate) fn after(&self, ticket: u64, event: Ready) {
-        self.shared().queue.lock().afters.push(After { owner: self.owner(ticket), event, put_in: Instant::now() });
+        self.shared().queue.lock().afters.push(After { owner: self.owner(ticket), event });
         self.shared().bell.ring();
     }
 
@@ -75,20 +72,6 @@ impl Client {
         self.shared().quiesce(&mut |owner| owner.client == self.id && tickets(owner.ticket))
     }
 
-    /// What was done.
-    pub(crate) fn stats(&self) -> StageStats {
-        let figures = self.shared().figures();
-        let [pack_ns, unpack_ns] = figures.busy_ns;
-        StageStats {
-            packed: self.bytes[Way::Out as usize].load(Ordering::Relaxed),
-            unpacked: self.bytes[Way::In as usize].load(Ordering::Relaxed),
-            pack_ns,
-            unpack_ns,
-            slot_ns: self.shared().bounce.without_ns(),
-            launches: figures.launches,
-        }
-    }
-
     /// How many packs and unpacks, anybody's, are not begun.
     #[cfg(test)]
     pub(super) fn queued(&self) -> usize {
@@ -98,8 +81,7 @@ impl Client {
     fn put_in(&self, way: Way, ticket: u64, slot: Slot, memory: u64, len: usize) {
         debug_assert!(len <= slot.len(), "{len} bytes in a slot of {}", slot.len());
         debug_assert!(slot.way() == way, "a slot of the other way");
-        let task =
-            Task { owner: self.owner(ticket), slot, memory, len, bytes: self.bytes.clone(), put_in: Instant::now() };
+        let task = Task { owner: self.owner(ticket), slot, memory, len };
         self.shared().queue.lock().tasks[way as usize].push_back(task);
         self.shared().bell.ring();
     }

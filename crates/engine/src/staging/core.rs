@@ -1,8 +1,6 @@
 //! Work that was put in, and work that the GPU is at.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crossrail_types::Result;
@@ -33,9 +31,6 @@ pub(super) struct Task {
     pub(super) slot: Slot,
     pub(super) memory: u64,
     pub(super) len: usize,
-    /// What its client has moved, by way.
-    pub(super) bytes: Arc<[AtomicU64; 2]>,
-    pub(super) put_in: Instant,
 }
 
 impl Task {
@@ -48,7 +43,6 @@ impl Task {
 pub(super) struct After {
     pub(super) owner: Owner,
     pub(super) event: Ready,
-    pub(super) put_in: Instant,
 }
 
 /// Not begun. Its lock is held for moments only, also under a worker's.
@@ -84,8 +78,10 @@ pub(super) struct Core {
 /// What was done.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Figures {
+    /// By way.
+    pub(super) bytes: [u64; 2],
     pub(super) busy_ns: [u64; 2],
-    pub(super) launches: u64,
+    pub(super) batches: u64,
 }
 
 /// What a pass has left to do.
@@ -180,7 +176,7 @@ impl Core {
             let parts: Vec<Part> = good.iter().map(Task::part).collect();
             match self.gpu.unpack(&parts) {
                 Ok(mark) => {
-                    self.figures.launches += 1;
+                    self.figures.batches += 1;
                     self.start(Way::In, mark, good);
                 }
                 Err(error) => good.into_iter().for_each(|task| self.finish(task, Err(error.clone()))),
@@ -232,16 +228,16 @@ impl Core {
                 Ok(true) => Ok(()),
                 Err(error) => Err(error),
             };
-            outbox.push((after.owner.client, done(after.owner, None, result, after.put_in)));
+            outbox.push((after.owner.client, done(after.owner, None, result)));
             false
         });
         self.afters.len() != before
     }
 
     fn finish(&mut self, task: Task, result: Result<()>) {
-        let Task { owner, slot, put_in, .. } = task;
+        let Task { owner, slot, len, .. } = task;
         if result.is_ok() {
-            task.bytes[slot.way() as usize].fetch_add(task.len as u64, Ordering::Relaxed);
+            self.figures.bytes[slot.way() as usize] += len as u64;
         }
         if let Some(at) = self.orphans.iter().position(|orphan| *orphan == owner) {
             self.orphans.swap_remove(at);
@@ -249,12 +245,12 @@ impl Core {
         }
         // Of an unpack the slot is free now.
         let slot = (slot.way() == Way::Out).then_some(slot);
-        self.outbox.push((owner.client, done(owner, slot, result, put_in)));
+        self.outbox.push((owner.client, done(owner, slot, result)));
     }
 }
 
-fn done(owner: Owner, slot: Option<Slot>, result: Result<()>, put_in: Instant) -> Done {
-    Done { ticket: owner.ticket, slot, result, took: Instant::now().saturating_duration_since(put_in) }
+fn done(owner: Owner, slot: Option<Slot>, result: Result<()>) -> Done {
+    Done { ticket: owner.ticket, slot, result }
 }
 
 /// How long the thread stops when nothing moves: not at all at first, then longer and longer. A copy of one chunk takes

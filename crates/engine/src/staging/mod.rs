@@ -26,8 +26,6 @@ mod stager;
 mod tests;
 pub mod unpack;
 
-use std::time::Duration;
-
 use crossrail_types::Result;
 
 pub(crate) use bounce::Slot;
@@ -59,25 +57,25 @@ pub(crate) struct Done {
     pub(crate) slot: Option<Slot>,
     /// Whether the bytes are where they belong.
     pub(crate) result: Result<()>,
-    /// From when it was put in until it was complete.
-    pub(crate) took: Duration,
 }
 
-/// What a stager has done for one client, and in all where it says so.
+/// What was staged for one GPU by everybody who shares its context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct StageStats {
-    /// Bytes packed for this client.
-    pub(crate) packed: u64,
-    /// Bytes unpacked for this client.
-    pub(crate) unpacked: u64,
-    /// Time with a pack under way on the GPU, anybody's, in nanoseconds.
-    pub(crate) pack_ns: u64,
-    /// Time with an unpack under way on the GPU, anybody's, in nanoseconds.
-    pub(crate) unpack_ns: u64,
-    /// By way: time in which somebody had asked for a slot and none was free, in nanoseconds.
-    pub(crate) slot_ns: [u64; 2],
-    /// Batches of unpacks begun, anybody's.
-    pub(crate) launches: u64,
+pub struct StageStats {
+    /// Bytes copied out of its memory.
+    pub packed: u64,
+    /// Bytes copied into its memory.
+    pub unpacked: u64,
+    /// Time with a copy out under way, in nanoseconds.
+    pub pack_ns: u64,
+    /// Time with a copy in under way, in nanoseconds.
+    pub unpack_ns: u64,
+    /// Time in which a chunk that was to go out waited for a slot, in nanoseconds.
+    pub out_slot_ns: u64,
+    /// Time in which a chunk that came in waited for a slot, in nanoseconds.
+    pub in_slot_ns: u64,
+    /// Batches of copies in: launches, with `CROSSRAIL_UNPACK=kernel`.
+    pub batches: u64,
 }
 
 /// A move between a slot and device memory.

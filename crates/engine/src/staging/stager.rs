@@ -14,7 +14,7 @@ use parking_lot::{Condvar, Mutex};
 use super::bell::Bell;
 use super::bounce::{Bounce, Cut};
 use super::core::{Core, Left, Owner, Queue, pause};
-use super::{Client, Done, Gpu, Staged};
+use super::{Client, Done, Gpu, StageStats, Staged};
 
 /// A GPU's staging: its thread and its bounce memory. When it and all its clients are gone, the thread is too.
 pub(crate) struct Stager(Arc<Running>);
@@ -118,6 +118,14 @@ impl Stager {
     /// The pinned memory, in bytes.
     pub(crate) fn bounce_bytes(&self) -> u64 {
         self.0.shared.bounce.bytes()
+    }
+
+    /// What was done.
+    pub(crate) fn stats(&self) -> StageStats {
+        let figures = self.0.shared.core.lock().figures;
+        let ([packed, unpacked], [pack_ns, unpack_ns]) = (figures.bytes, figures.busy_ns);
+        let [out_slot_ns, in_slot_ns] = self.0.shared.bounce.without_ns();
+        StageStats { packed, unpacked, pack_ns, unpack_ns, out_slot_ns, in_slot_ns, batches: figures.batches }
     }
 }
 
@@ -240,10 +248,6 @@ impl Shared {
     pub(super) fn forget(&self, client: u32) {
         self.clients.lock().remove(&client);
         self.bounce.forget(client);
-    }
-
-    pub(super) fn figures(&self) -> super::core::Figures {
-        self.core.lock().figures
     }
 }
 

@@ -156,9 +156,9 @@ fn bytes_go_out_and_come_in() {
         expected[offset..offset + len].copy_from_slice(&sent[..len]);
         assert_eq!(bed.bytes(&target), expected);
     }
-    let stats = bed.client.stats();
+    let stats = bed.device.stager().unwrap().stats();
     assert_eq!((stats.packed, stats.unpacked), ((2 * CHUNK + 4095) as u64, (2 * CHUNK + 4095) as u64));
-    assert_eq!(stats.launches, 4);
+    assert_eq!(stats.batches, 4);
     assert_eq!((bed.free(Way::Out), bed.free(Way::In)), (SLOTS, SLOTS));
 }
 
@@ -175,8 +175,8 @@ fn each_way_has_slots_of_its_own() {
     drop(out);
     assert!(bed.client.slot(Way::In).is_none(), "a slot of the other way is not free");
     assert_eq!(bed.free(Way::Out), SLOTS);
-    let stats = bed.client.stats();
-    assert!(stats.slot_ns[Way::Out as usize] > 0 && stats.slot_ns[Way::In as usize] > 0, "{stats:?}");
+    let stats = bed.device.stager().unwrap().stats();
+    assert!(stats.out_slot_ns > 0 && stats.in_slot_ns > 0, "{stats:?}");
 }
 
 #[test]
@@ -240,7 +240,7 @@ fn what_is_ready_together_goes_together() {
     for i in 0..16 {
         assert_eq!(bed.told.next().ticket, i);
     }
-    assert_eq!(bed.client.stats().launches, 3, "two that found the GPU idle, and the rest");
+    assert_eq!(bed.device.stager().unwrap().stats().batches, 3, "two that found the GPU idle, and the rest");
 }
 
 #[test]
@@ -395,7 +395,7 @@ fn clients_do_not_see_each_other() {
     });
     assert_eq!(bed.told.next().ticket, 1);
     other.done.lock().clear();
-    assert_eq!(bed.client.stats().packed, CHUNK as u64);
+    assert_eq!(bed.device.stager().unwrap().stats().packed, (CHUNK + CHUNK / 2) as u64);
     assert_eq!(bed.free(Way::Out), SLOTS);
 }
 

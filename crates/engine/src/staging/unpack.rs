@@ -123,9 +123,7 @@ impl Unpacker {
         unsafe {
             match self.mode {
                 UnpackMode::Kernel => self.by_kernel(stream, list),
-                UnpackMode::D2d => {
-                    list.iter().try_for_each(|piece| stream.copy(piece.dst, piece.src, bytes(piece.len)))
-                }
+                UnpackMode::D2d => by_copies(stream, list),
                 UnpackMode::Host => self.by_host(stream, list, source),
             }
         }
