@@ -35,6 +35,8 @@ from crossrail.records import (
     SupportsCudaStream,
     SupportsDLPack,
     Transfer,
+    UnpackPlan,
+    UnpackSamples,
 )
 
 _Data: TypeAlias = Memory | Buffer | SupportsDLPack | SupportsCudaArrayInterface
@@ -78,6 +80,7 @@ __all__ = [
     "bench_mesh",
     "bench_p2p",
     "bench_raw_tcp",
+    "bench_unpack",
     "bench_write",
     "expert_plan",
     "format_size",
@@ -469,6 +472,12 @@ def bench_mesh(
     memory: str = "ordinary",
     on_progress: Callable[[int, int], object] | None = None,
 ) -> MeshSamples: ...
+def bench_unpack(
+    context: Context,
+    plan: UnpackPlan,
+    *,
+    on_progress: Callable[[int, int], object] | None = None,
+) -> UnpackSamples: ...
 def bench_bandwidth(
     context: Context,
     worker: Worker,

@@ -363,3 +363,30 @@ class MeshSamples(TypedDict):
     pairs: list[MeshPair]
     all_us: list[float]
     all_bytes: int
+
+
+class UnpackPlan(TypedDict):
+    """What a bench of unpacking does: `source` is `pinned` or `device`, `modes` are some of kernel, d2d and host."""
+
+    device: str
+    size: int
+    fragment: int
+    source: str
+    modes: list[str]
+    iters: int
+    warmup: int
+
+
+class UnpackTimes(TypedDict):
+    """Samples of one way to unpack: the whole, and what the GPU took of it (empty where the host is in between)."""
+
+    samples_us: list[float]
+    gpu_us: list[float]
+
+
+class UnpackSamples(TypedDict):
+    """A contiguous copy, and every way to unpack as many bytes from one list of `pieces` entries."""
+
+    pieces: int
+    contiguous: UnpackTimes
+    modes: dict[str, UnpackTimes]

@@ -5,16 +5,17 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
 use std::sync::Arc;
 
-use crossrail::{Buffer, Context, Memory};
+use crossrail::{Buffer, Context, Memory, Place};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::MemoryKind;
 use crate::pattern;
 
 const PAGE: usize = 4096;
+const GPU_BLOCK: usize = 4 << 20;
 
-/// Page-aligned memory of one kind. Its bytes are only ever copied in and out, never referenced: the peer may
-/// write them.
+/// Memory of one kind, aligned to a page. Its bytes are only ever copied in and out, never referenced: the peer may
+/// write them, and a GPU's are elsewhere.
 pub(crate) struct Area {
     ptr: *mut u8,
     len: usize,
@@ -24,6 +25,7 @@ pub(crate) struct Area {
 enum Owner {
     Shared(Memory),
     Ordinary(Arc<dyn Any + Send + Sync>),
+    Gpu(Memory),
 }
 
 /// Heap memory, given back when the last operation on it is finished.
@@ -51,6 +53,10 @@ impl Area {
                 let memory = context.alloc(len.max(1))?;
                 Ok(Area { ptr: memory.ptr(), len, owner: Owner::Shared(memory) })
             }
+            MemoryKind::Gpu(ordinal) => {
+                let memory = context.alloc_on(len.max(1), Place::Gpu(ordinal))?;
+                Ok(Area { ptr: memory.ptr(), len, owner: Owner::Gpu(memory) })
+            }
             MemoryKind::Ordinary => {
                 let exhausted = || Error::new(ErrorKind::Exhausted, "bench", format!("no memory for {len} bytes"));
                 let layout = Layout::from_size_align(len.max(1), PAGE).map_err(|_| exhausted())?;
@@ -72,38 +78,40 @@ impl Area {
             // SAFETY: `ptr` is valid for `len` bytes while the owner, which goes along, lives; the loops do not
             // touch it while an operation is under way.
             Owner::Ordinary(heap) => unsafe { Buffer::raw(self.ptr, self.len, Some(heap.clone())) },
-            Owner::Shared(memory) if memory.len() == self.len => memory.into(),
-            // SAFETY: as above; only for length 0, which touches nothing.
-            Owner::Shared(_) => unsafe { Buffer::raw(self.ptr, self.len, None) },
+            Owner::Shared(memory) | Owner::Gpu(memory) if memory.len() == self.len => memory.into(),
+            // Of length 0, which touches nothing.
+            Owner::Shared(_) | Owner::Gpu(_) => Vec::new().into(),
         }
     }
 
     /// Writes the pattern of `seed` into it. No operation may be under way.
     pub(crate) fn fill(&mut self, seed: u64) -> Result<()> {
-        let mut block = [0; PAGE];
-        for offset in (0..self.len).step_by(PAGE) {
-            let block = &mut block[..PAGE.min(self.len - offset)];
+        let mut block = self.block();
+        for offset in (0..self.len).step_by(block.len()) {
+            let len = block.len().min(self.len - offset);
+            let block = &mut block[..len];
             pattern::fill(seed, offset, block);
-            // SAFETY: in bounds; a copy, since the memory may be shared with the peer.
-            unsafe { std::ptr::copy_nonoverlapping(block.as_ptr(), self.ptr.add(offset), block.len()) };
+            self.put(offset, block)?;
         }
         Ok(())
     }
 
     /// Writes zeros into it. No operation may be under way.
     pub(crate) fn clear(&mut self) -> Result<()> {
-        // SAFETY: in bounds, and no operation is under way (callers' rule).
-        unsafe { std::ptr::write_bytes(self.ptr, 0, self.len) };
+        let block = self.block();
+        for offset in (0..self.len).step_by(block.len()) {
+            self.put(offset, &block[..block.len().min(self.len - offset)])?;
+        }
         Ok(())
     }
 
-    /// Checks that it holds the pattern of `seed`.
+    /// Checks that it holds the pattern of `seed`, every byte.
     pub(crate) fn verify(&self, seed: u64) -> Result<()> {
-        let mut block = [0; PAGE];
-        for offset in (0..self.len).step_by(PAGE) {
-            let block = &mut block[..PAGE.min(self.len - offset)];
-            // SAFETY: in bounds; a copy, since the memory may be shared with the peer.
-            unsafe { std::ptr::copy_nonoverlapping(self.ptr.add(offset), block.as_mut_ptr(), block.len()) };
+        let mut block = self.block();
+        for offset in (0..self.len).step_by(block.len()) {
+            let len = block.len().min(self.len - offset);
+            let block = &mut block[..len];
+            self.take(offset, block)?;
             pattern::verify(seed, offset, block)?;
         }
         Ok(())
@@ -112,8 +120,32 @@ impl Area {
     /// Its first `len` bytes.
     pub(crate) fn copy_out(&self, len: usize) -> Result<Vec<u8>> {
         let mut bytes = vec![0; len.min(self.len)];
-        // SAFETY: in bounds; a copy, since the memory may be shared with the peer.
-        unsafe { std::ptr::copy_nonoverlapping(self.ptr, bytes.as_mut_ptr(), bytes.len()) };
+        self.take(0, &mut bytes)?;
         Ok(bytes)
+    }
+
+    /// Room for what is copied at a time: a page stays in the cache, a GPU is asked seldom.
+    fn block(&self) -> Vec<u8> {
+        vec![0; if matches!(self.owner, Owner::Gpu(_)) { GPU_BLOCK } else { PAGE }]
+    }
+
+    /// `bytes` must lie within it from `offset` on.
+    fn put(&mut self, offset: usize, bytes: &[u8]) -> Result<()> {
+        match &self.owner {
+            Owner::Gpu(memory) => memory.fill_from(offset, bytes)?,
+            // SAFETY: in bounds, as the callers see to; a copy, since the memory may be shared with the peer.
+            _ => unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.ptr.add(offset), bytes.len()) },
+        }
+        Ok(())
+    }
+
+    /// As [`put`](Area::put), the other way.
+    fn take(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
+        match &self.owner {
+            Owner::Gpu(memory) => memory.copy_to(offset, bytes)?,
+            // SAFETY: as for `put`.
+            _ => unsafe { std::ptr::copy_nonoverlapping(self.ptr.add(offset), bytes.as_mut_ptr(), bytes.len()) },
+        }
+        Ok(())
     }
 }

@@ -45,7 +45,7 @@ pub fn bandwidth(session: &mut Session<'_>, plan: BandwidthPlan) -> Result<Sampl
     )?;
     let mut areas = Areas {
         data: Area::new(session.context, session.memory, plan.size)?,
-        reply: Area::new(session.context, session.memory, REPLY_LEN)?,
+        reply: Area::new(session.context, session.memory.beside(), REPLY_LEN)?,
         flights: Vec::with_capacity(2 * plan.window),
     };
     let mut samples = Samples {

@@ -20,6 +20,7 @@ pub mod pattern;
 mod raw;
 mod report;
 mod session;
+mod unpack;
 mod write;
 
 pub use alltoallv::Alltoallv;
@@ -32,6 +33,7 @@ pub use p2p::{P2pIteration, P2pPlan, p2p};
 pub use raw::{RawTcpPlan, RawTcpSamples, raw_tcp};
 pub use report::{Share, TransferReport};
 pub use session::{MemoryKind, Observer, Role, Session, Unobserved};
+pub use unpack::{UnpackFrom, UnpackPlan, UnpackSamples, UnpackTimes, unpack};
 pub use write::write_latency;
 
 /// Raw samples of one measurement. Nothing is subtracted and nothing is left out.

@@ -39,7 +39,7 @@ pub struct P2pIteration {
 pub fn p2p(session: &mut Session<'_>, plan: P2pPlan) -> Result<Vec<P2pIteration>> {
     session.agree("p2p", &[("size", plan.size), ("iters", plan.iters), ("warmup", plan.warmup)])?;
     let mut data = Area::new(session.context, session.memory, plan.size)?;
-    let go = Area::new(session.context, session.memory, 1)?;
+    let go = Area::new(session.context, session.memory.beside(), 1)?;
     let (mine, theirs) = session.seeds(0);
     if session.role == Role::Driver {
         data.fill(mine)?;

@@ -69,9 +69,9 @@ impl From<&Receipt> for TransferReport {
             window_us: receipt.window_us,
             wire_us: receipt.wire_us,
             copy_us: receipt.copy_us,
-            pack_us: 0.0,
-            unpack_us: 0.0,
-            slot_us: 0.0,
+            pack_us: receipt.pack_us,
+            unpack_us: receipt.unpack_us,
+            slot_us: receipt.slot_us,
             notes: receipt.notes().to_vec(),
         }
     }

@@ -1,6 +1,6 @@
 use std::time::{Duration, Instant};
 
-use crossrail::{Context, Endpoint, Receipt, Request, Worker};
+use crossrail::{Context, Endpoint, Place, Receipt, Request, Worker};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::area::Area;
@@ -31,6 +31,37 @@ pub enum MemoryKind {
     Shared,
     /// Plain heap memory.
     Ordinary,
+    /// Of the GPU of that number, by `Context::alloc_on`.
+    Gpu(u32),
+}
+
+impl MemoryKind {
+    /// For what goes beside the data: a GPU's memory would cost a transfer of its own.
+    pub(crate) fn beside(self) -> MemoryKind {
+        match self {
+            MemoryKind::Gpu(_) => MemoryKind::Ordinary,
+            host => host,
+        }
+    }
+}
+
+impl std::str::FromStr for MemoryKind {
+    type Err = Error;
+
+    /// `shared`, `ordinary`, or a GPU as `cuda:0`; `Usage` for anything else.
+    fn from_str(text: &str) -> Result<MemoryKind> {
+        let unknown = || {
+            Error::new(ErrorKind::Usage, "bench", format!("no memory {text:?}")).with_hint("shared, ordinary or cuda:0")
+        };
+        match text {
+            "shared" => Ok(MemoryKind::Shared),
+            "ordinary" => Ok(MemoryKind::Ordinary),
+            gpu => match gpu.parse() {
+                Ok(Place::Gpu(ordinal)) => Ok(MemoryKind::Gpu(ordinal)),
+                Ok(Place::Host) | Err(_) => Err(unknown()),
+            },
+        }
+    }
 }
 
 /// Is told how far a run is, about ten times a second, on the thread that runs it, outside of what is timed.

@@ -58,7 +58,7 @@ impl Ends<'_, '_> {
             "echo" => Role::Echo,
             other => return Err(errors::usage(py, "bench", format!("no role {other:?}"), "driver or echo")),
         };
-        let memory = memory_kind(py, self.memory)?;
+        let memory = self.memory.parse::<MemoryKind>().or_raise(py)?;
         let (context, worker) = (self.context.get().native(), self.worker.get().native());
         let endpoint = self.endpoint.get().native();
         let mut watch = Watch { on_progress: self.on_progress.as_ref(), raised: None };
@@ -68,15 +68,6 @@ impl Ends<'_, '_> {
             Some(raised) => Err(raised),
             None => outcome.or_raise(py),
         }
-    }
-}
-
-/// The memory that a bench is to move, by name.
-pub(crate) fn memory_kind(py: Python<'_>, name: &str) -> PyResult<MemoryKind> {
-    match name {
-        "shared" => Ok(MemoryKind::Shared),
-        "ordinary" => Ok(MemoryKind::Ordinary),
-        other => Err(errors::usage(py, "bench", format!("no memory {other:?}"), "shared or ordinary")),
     }
 }
 
@@ -92,7 +83,8 @@ pub(crate) fn samples_dict<'py>(py: Python<'py>, samples: &Samples) -> PyResult<
 
 /// Round trips of one message each way, as osu_latency counts; both ends call it with the same plan.
 ///
-/// `size` in bytes, `iters` timed round trips after `warmup` others. `memory`: `shared` (Context.alloc) or `ordinary`.
+/// `size` in bytes, `iters` timed round trips after `warmup` others. `memory`: `shared` (Context.alloc), `ordinary`, or
+/// a GPU's (`cuda:0`).
 /// `on_progress(done, total)` is called about ten times a second; what it raises ends the run. Data is verified before
 /// and after. Raises MismatchError when the ends' plans differ, ProtocolError when data did not verify at either end.
 #[pyfunction]

@@ -6,7 +6,7 @@ use crossrail_bench::{MeshPlan, MeshRank};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::bench::{Watch, memory_kind, samples_dict};
+use crate::bench::{Watch, samples_dict};
 use crate::context::{Context, rows};
 use crate::endpoint::Endpoint;
 use crate::errors::{self, OrRaise};
@@ -51,7 +51,7 @@ pub(crate) fn bench_mesh<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     let py = context.py();
     let _call = Call::enter(py);
-    let memory = memory_kind(py, memory)?;
+    let memory = memory.parse().or_raise(py)?;
     let patience = Duration::try_from_secs_f64(plan.patience)
         .map_err(|_| errors::usage(py, "bench", format!("a patience of {} s", plan.patience), "seconds, as 60"))?;
     let Plan { size, iters, warmup, window, small, trips, .. } = plan;

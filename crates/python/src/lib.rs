@@ -11,6 +11,7 @@ mod bench;
 mod bench_control;
 mod bench_ep;
 mod bench_mesh;
+mod bench_unpack;
 mod cai;
 mod context;
 mod dlpack;
@@ -77,6 +78,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(bench::bench_write, module)?)?;
     module.add_function(wrap_pyfunction!(bench::bench_raw_tcp, module)?)?;
     module.add_function(wrap_pyfunction!(bench_mesh::bench_mesh, module)?)?;
+    module.add_function(wrap_pyfunction!(bench_unpack::bench_unpack, module)?)?;
     module.add_function(wrap_pyfunction!(bench_control::bench_control, module)?)?;
     module.add_function(wrap_pyfunction!(bench_ep::bench_ep, module)?)?;
     module.add_class::<bench_ep::Alltoallv>()?;

@@ -15,6 +15,7 @@ from .mesh_arguments import add_mesh
 from .parsing import EPILOG, Command, Outcome, Parser
 from .rank_process import add_rank
 from .store_arguments import add_store
+from .unpack_arguments import add_unpack
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> Command:
@@ -40,6 +41,7 @@ def _parser() -> Parser:
     kinds = bench.add_subparsers(dest="what", required=True, metavar="WHAT")
     add_benches(kinds)
     add_mesh(kinds)
+    add_unpack(kinds)
     add_ep(kinds)
     add_control(kinds)
     add_store(commands)

@@ -53,6 +53,9 @@ P2P_ITERS, P2P_WARMUP = 10, 3
 
 RAW_TCP_ITERS = 5
 
+MOST_UNPACKED = 256 << 20
+"""Unpacking alone is measured with at most so many bytes: the rate no longer depends on them."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -153,8 +156,9 @@ def _hello(options: BenchOptions, work: list[Plan]) -> Message:
 def _session(options: BenchOptions) -> Iterator[tuple[Session, str]]:
     """A session with the other end, started here when none was named; and the host it is reached at."""
     context = make_context(options)
-    if options.place != "cpu":
-        known_gpus(context, [options.place])
+    mine = options.device or [] if options.connect is None else [options.place]
+    if wanted := [place for place in mine if place != "cpu"]:
+        known_gpus(context, wanted)
     cpu = wanted_cpu(options, driver=True)
     if options.connect is not None:
         pin(cpu)
@@ -224,6 +228,7 @@ class _Driver:
             transfers = [turn.transfers for turn in turns]
             row = replace(row, chunk=self.chunk, window=self.lane_window, channels=self.channels, verified=True)
             row = with_raw_tcp(replace(row, notes=raw.notes), raw.samples_us, plan.size)
+            row = self._with_unpack_rates(row)
             row = p2p_row(row, transfers, self._lanes(before), self._dead(before, transfers))
         else:
             batch = turns[-1].batch
@@ -269,6 +274,16 @@ class _Driver:
             raw.samples_us += found["samples_us"]
         except RAW_TCP_FAILURES as error:
             raw.notes.append(f"plain TCP sockets were not measured: {error}")
+
+    def _with_unpack_rates(self, row: Row) -> Row:
+        """``row`` with what every way to unpack does alone where its data arrived, in pieces as large as its chunks."""
+        if row.unpack is None or not row.size:
+            return row
+        self.progress.say(f"unpacking alone on {self.places[1]}")
+        size = min(row.size, MOST_UNPACKED)
+        wanted = {"device": self.places[1], "size": size, "fragment": min(self.chunk or size, size)}
+        found = self.session.ask({"do": "unpack-rates", **wanted})
+        return replace(row, unpack_gb_per_s=found["rates"], notes=[*row.notes, *found["notes"]])
 
     def _transports(self, rails: list[str], before: list[LaneReport]) -> str:
         """The transports of ``rails``, each once; those that were lost since ``before`` as well."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import crossrail
 
@@ -15,8 +14,7 @@ def known_gpus(context: crossrail.Context, wanted: Sequence[str] | str) -> list[
 
     Raises Failure where there is none, with the reason and what would help; UsageFailure for one that is not there.
     """
-    info: dict[str, Any] = dict(context.info())
-    cuda = info["cuda"]
+    cuda = context.info()["cuda"]
     known = [f"cuda:{device['ordinal']}" for device in cuda["devices"]]
     if not known:
         said = "; ".join(part for part in (cuda["reason"], cuda["fix"]) if part)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 import crossrail
-from crossrail.records import Info
-from crossrail.report import capture_environment, console, table, write_text
+from crossrail.records import CudaDevice, CudaState, Info
+from crossrail.report import capture_environment, console, format_bytes, table, write_text
 
 from .info_arguments import InfoOptions
 from .setup import check_json
@@ -36,13 +37,66 @@ def print_info(info: Info, to: Console) -> None:
     to.print(f"{environment.kernel}, {environment.memory_gib} GiB memory, {environment.python}\n")
     _print_transports(info, to)
     _print_devices(info, to)
-    to.print(f"GPUs: {len(info['gpus'])}" if info["gpus"] else "GPUs: none found")
+    to.print(f"GPUs: {len(info['gpus'])} seen on the PCI bus" if info["gpus"] else "GPUs: none found")
     for gpu in info["gpus"]:
-        to.print("  " + ", ".join(f"{name} {value}" for name, value in gpu.items()))
+        to.print("  " + ", ".join(f"{name} {'-' if value is None else value}" for name, value in gpu.items()))
+    print_cuda(info["cuda"], to)
     settings = table("settings", ["name", "value", ""], left=3)
     for setting in info["settings"]:
         settings.add_row(setting["name"], setting["value"] or "(unset)", "default" if setting["is_default"] else "set")
     to.print(settings)
+
+
+def print_cuda(cuda: CudaState, to: Console) -> None:
+    """Prints what CUDA has here, or why there is none and the fix; how near NICs are; what memory Crossrail takes."""
+    if not cuda["present"]:
+        said = "; ".join(part for part in (cuda["reason"], cuda["fix"]) if part)
+        to.print(f"CUDA: not usable: {said or 'no reason was given'}\n", soft_wrap=True)
+        return
+    to.print(f"CUDA: driver for CUDA {cuda['driver']}\n")
+    devices = table("GPUs", ["GPU", "name", "for", "PCI", "NUMA", "memory", "free", "bounce memory"], left=5)
+    for gpu in cuda["devices"]:
+        cells = [f"cuda:{gpu['ordinal']}", gpu["name"], gpu["arch"], gpu["pci"]]
+        cells += ["-" if gpu["numa_node"] is None else str(gpu["numa_node"])]
+        devices.add_row(*cells, _gib(gpu["memory"]), _gib(gpu["free"]), f"{gpu['bounce_bytes'] / 2**20:.0f} MiB")
+    to.print(devices)
+    _print_affinity(cuda["devices"], to)
+    _print_peer_access(cuda["peer_access"], to)
+    cache = cuda["kernel_cache"]
+    kept = f"{format_bytes(cache['bytes'])} in {cache['folder']}" if cache else "no folder can be used"
+    to.print(f"kernel cache: {kept}", soft_wrap=True)
+    pinned = sum(gpu["bounce_bytes"] for gpu in cuda["devices"])
+    to.print(
+        f"memory taken for GPUs: {format_bytes(pinned)} of pinned host memory (CROSSRAIL_BOUNCE for each GPU, from its "
+        "first transfer by chunks on); of the GPUs' own none but what is allocated through Crossrail\n",
+        soft_wrap=True,
+    )
+
+
+def _print_affinity(gpus: Sequence[CudaDevice], to: Console) -> None:
+    """How far each NIC is from each GPU; NICs of which nothing is known (virtual ones) are left out."""
+    far = {(gpu["ordinal"], nic["name"]): nic["distance"] for gpu in gpus for nic in gpu["nics"]}
+    known = list(dict.fromkeys(nic for (_, nic), distance in far.items() if distance != "unknown"))
+    if not known:
+        to.print("GPU to NIC: the machine does not say which is near which\n")
+        return
+    made = table("GPU to NIC: what a transfer passes between them", ["GPU", *known], left=1 + len(known))
+    for gpu in gpus:
+        made.add_row(f"cuda:{gpu['ordinal']}", *(far.get((gpu["ordinal"], nic), "unknown") for nic in known))
+    to.print(made)
+
+
+def _print_peer_access(access: Sequence[Sequence[bool]], to: Console) -> None:
+    """Which GPUs do not reach each other's memory."""
+    if len(access) < 2:
+        return
+    apart = [f"cuda:{a} to cuda:{b}" for a, row in enumerate(access) for b, reaches in enumerate(row) if not reaches]
+    said = f"not from {', '.join(apart)}: those transfers are staged" if apart else "between all GPUs"
+    to.print(f"peer access: {said}", soft_wrap=True)
+
+
+def _gib(size: int | None) -> str:
+    return "-" if size is None else f"{size / 2**30:.2f} GiB"
 
 
 def _print_transports(info: Info, to: Console) -> None:

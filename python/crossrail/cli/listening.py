@@ -8,7 +8,9 @@ import re
 from typing import Any
 
 import crossrail
-from crossrail._native import bench_raw_tcp, bench_write
+from crossrail._native import bench_raw_tcp, bench_unpack, bench_write
+from crossrail.records import UnpackPlan
+from crossrail.report import unpack_rates
 
 from . import peers
 from .addresses import resolve
@@ -17,6 +19,9 @@ from .failure import Failure, say
 from .gpus import known_gpus
 from .session import IDLE_LIMIT_S, RAW_TCP_FAILURES, Message, Session
 from .setup import make_context, pin, wanted_cpu
+from .unpack_arguments import MODES
+
+UNPACK_ITERS = 5
 
 _AGREED = ("sizes", "iters", "warmup", "window", "memory", "unpack")
 
@@ -93,6 +98,8 @@ def _carry_out(session: Session, request: Message) -> None:
             _measure(session, request)
         case "raw-tcp":
             _raw_tcp(session, request)
+        case "unpack-rates":
+            session.tell(_unpack_rates(session, request))
         case "peer":
             work = peers.Work.from_message(request.get("work") or {})
             with peers.servers(work) as ports:
@@ -123,6 +130,31 @@ def _raw_tcp(session: Session, request: Message) -> None:
     ends = (session.context, session.worker, session.endpoint)
     with contextlib.suppress(*RAW_TCP_FAILURES):
         bench_raw_tcp(*ends, role="echo", size=size, iters=_whole(request, "iters", 1), channels=channels)
+
+
+def _unpack_rates(session: Session, request: Message) -> Message:
+    """What each way to unpack reaches on this end's GPU, from pinned memory, as bytes from the network come.
+
+    A way that does not work here (no compiler for the kernel) has its reason instead.
+    """
+    size, fragment = _whole(request, "size", 1), _whole(request, "fragment", 1)
+    rates: dict[str, float] = {}
+    notes: list[str] = []
+    for mode in MODES:
+        plan: UnpackPlan = {
+            "device": str(request.get("device")),
+            "size": size,
+            "fragment": fragment,
+            "source": "pinned",
+            "modes": [mode],
+            "iters": UNPACK_ITERS,
+            "warmup": 2,
+        }
+        try:
+            rates |= unpack_rates(bench_unpack(session.context, plan), size)
+        except crossrail.CrossrailError as error:
+            notes.append(f"unpacking by {mode} was not measured: {error}")
+    return {"rates": rates, "notes": notes}
 
 
 def _buffer_of(request: Message) -> tuple[int, str]:

@@ -26,6 +26,7 @@ from .schema import (
 from .stats import Summary, better, gb_per_s, median, percentile, summarize
 from .tables import console, print_report, table, views
 from .units import format_bytes, format_duration_us, format_rate, format_size
+from .unpack import unpack_rates, unpack_rows
 from .verdict import Facts, judge
 from .writing import WriteError, check_destination, write_report, write_text
 
@@ -69,6 +70,8 @@ __all__ = [
     "slowest",
     "summarize",
     "table",
+    "unpack_rates",
+    "unpack_rows",
     "views",
     "with_peers",
     "with_raw_tcp",

@@ -167,6 +167,10 @@ class Row:
     ``unpack_gb_per_s``: what each way to unpack reached alone on the receiver's GPU; ``bounce``: the bytes of bounce
     memory.
 
+    Rows of ``unpack`` are about ``pieces`` fragments of ``fragment`` bytes, which were in memory of the host or the GPU
+    (``origin``: ``pinned``, ``device``); ``unpack`` is the way, or ``contiguous``; ``gpu_us`` are samples by the GPU's
+    clock alone.
+
     A mesh has rows of three ``part``s: ``pair`` (windows of messages from rank ``source`` to ``target``, all others at
     rest), ``latency`` (half a round trip between the two) and ``all`` (what ``source`` sent to all others at once, and
     how long it took); ``outlier`` marks figures that are far from the median of their part.
@@ -227,6 +231,11 @@ class Row:
     raw_tcp_gb_per_s: float | None = None
     unpack_gb_per_s: dict[str, float] = field(default_factory=dict)
     bounce: int | None = None
+    fragment: int | None = None
+    pieces: int | None = None
+    origin: str | None = None
+    gpu_us: list[float] = field(default_factory=list)
+    gpu_gb_per_s: float | None = None
     part: str | None = None
     source: int | None = None
     target: int | None = None

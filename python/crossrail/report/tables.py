@@ -38,6 +38,7 @@ def views(report: Report) -> list[RenderableType]:
     from .control import control_tables, phase_tables
     from .ep import ep_tables
     from .mesh import mesh_tables
+    from .unpack import unpack_tables
 
     shown: list[RenderableType] = []
     steps = [row for row in report.rows if row.rank_times]
@@ -48,7 +49,9 @@ def views(report: Report) -> list[RenderableType]:
     shown.extend(ep_tables(exchanges))
     meshes = [row for row in report.rows if row.what == "mesh"]
     shown.extend(mesh_tables(meshes) if meshes else [])
-    noted = steps + phases + exchanges + meshes
+    unpacked = [row for row in report.rows if row.what == "unpack"]
+    shown.extend(unpack_tables(unpacked) if unpacked else [])
+    noted = steps + phases + exchanges + meshes + unpacked
     shown.extend(Text(f"note: {note}") for note in dict.fromkeys(note for row in noted for note in row.notes))
     others = [row for row in report.rows if row not in noted]
     for what in dict.fromkeys(row.what for row in others):

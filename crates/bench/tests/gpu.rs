@@ -1,0 +1,159 @@
+//! The loops on GPU memory, which is simulated here: any touch of it by the processor is a fault.
+
+use std::time::Duration;
+
+use crossrail::{ConnectOptions, Context, Endpoint, ErrorKind, Settings, Worker, WorkerOptions};
+use crossrail_bench::{
+    BandwidthPlan, LatencyPlan, MemoryKind, MeshPlan, MeshRank, P2pPlan, Role, Session, Unobserved, bandwidth, latency,
+    mesh, p2p, write_latency,
+};
+use crossrail_types::Result;
+
+struct Pair {
+    context: Context,
+    ends: [(Worker, Endpoint); 2],
+}
+
+fn settings(transport: &str) -> Settings {
+    let mut settings = Settings::default();
+    settings.set("tls", transport).unwrap();
+    settings.set("chunk", "64K").unwrap();
+    settings.set("bounce", "2M").unwrap();
+    settings.timeout = Duration::from_secs(20);
+    settings
+}
+
+fn pair(transport: &str) -> Pair {
+    let context = Context::with_simulated_gpus(settings(transport), 2).unwrap();
+    let worker = || Worker::new(&context, WorkerOptions::default()).unwrap();
+    let (a, b) = (worker(), worker());
+    let dialled = a.connect(&b.address(), &ConnectOptions::default()).unwrap();
+    let accepted = b.accept(None).unwrap();
+    Pair { context, ends: [(a, dialled), (b, accepted)] }
+}
+
+/// Runs one end each on two threads.
+fn both<T: Send>(
+    pair: &Pair,
+    kinds: [MemoryKind; 2],
+    run: impl Fn(&mut Session<'_>) -> Result<T> + Sync,
+) -> [Result<T>; 2] {
+    std::thread::scope(|scope| {
+        let started: Vec<_> = pair
+            .ends
+            .iter()
+            .zip([Role::Driver, Role::Echo])
+            .zip(kinds)
+            .map(|(((worker, endpoint), role), memory)| {
+                let (context, run) = (&pair.context, &run);
+                scope.spawn(move || {
+                    run(&mut Session { context, worker, endpoint, role, memory, observer: &mut Unobserved })
+                })
+            })
+            .collect();
+        let outcomes: Vec<_> = started.into_iter().map(|thread| thread.join().unwrap()).collect();
+        outcomes.try_into().unwrap_or_else(|_| unreachable!())
+    })
+}
+
+const KINDS: [[MemoryKind; 2]; 3] = [
+    [MemoryKind::Gpu(0), MemoryKind::Gpu(1)],
+    [MemoryKind::Gpu(0), MemoryKind::Shared],
+    [MemoryKind::Ordinary, MemoryKind::Gpu(0)],
+];
+
+#[test]
+fn every_loop_verifies_on_gpu_memory() {
+    for transport in ["tcp", "shm"] {
+        let pair = pair(transport);
+        for kinds in KINDS {
+            for size in [0, 1, 4097, 300_001] {
+                let plan = LatencyPlan { size, iters: 5, warmup: 1 };
+                let [driver, echo] = both(&pair, kinds, |session| latency(session, plan));
+                assert!(!driver.unwrap().samples_us.is_empty());
+                echo.unwrap();
+                let [driver, echo] = both(&pair, kinds, |session| write_latency(session, plan));
+                assert!(!driver.unwrap().samples_us.is_empty());
+                echo.unwrap();
+                let plan = BandwidthPlan { size, iters: 2, warmup: 1, window: 3 };
+                let [driver, echo] = both(&pair, kinds, |session| bandwidth(session, plan));
+                assert_eq!(driver.unwrap().samples_us.len(), 2);
+                echo.unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn p2p_tells_what_staging_took() {
+    for transport in ["tcp", "shm"] {
+        let pair = pair(transport);
+        for kinds in KINDS {
+            let plan = P2pPlan { size: 3_000_001, iters: 2, warmup: 1 };
+            let [driver, echo] = both(&pair, kinds, |session| p2p(session, plan));
+            let rows = driver.unwrap();
+            assert_eq!(rows, echo.unwrap());
+            for row in rows {
+                assert_eq!((row.sender.bytes, row.receiver.bytes), (3_000_001, 3_000_001));
+                assert_eq!(row.sender.protocol, "chunks");
+                assert_eq!(row.sender.pack_us > 0.0, matches!(kinds[0], MemoryKind::Gpu(_)), "{row:?}");
+                assert_eq!(row.receiver.unpack_us > 0.0, matches!(kinds[1], MemoryKind::Gpu(_)), "{row:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_named_at_once() {
+    let pair = pair("shm");
+    let began = std::time::Instant::now();
+    let kinds = [MemoryKind::Gpu(7), MemoryKind::Gpu(7)];
+    for outcome in both(&pair, kinds, |session| p2p(session, P2pPlan { size: 1, iters: 1, warmup: 0 })) {
+        let error = outcome.unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Usage);
+        assert!(error.to_string().contains("cuda:7"), "{error}");
+    }
+    assert!(began.elapsed() < Duration::from_secs(5));
+}
+
+#[test]
+fn a_mesh_of_gpus() {
+    let context = Context::with_simulated_gpus(settings("tcp"), 3).unwrap();
+    let mut ranks: Vec<(Worker, Vec<Option<Endpoint>>)> =
+        (0..3).map(|_| (Worker::new(&context, WorkerOptions::default()).unwrap(), vec![None; 3])).collect();
+    for from in 0..3 {
+        for to in 0..from {
+            let dialled = ranks[from].0.connect(&ranks[to].0.address(), &ConnectOptions::default()).unwrap();
+            let accepted = ranks[to].0.accept(None).unwrap();
+            ranks[from].1[to] = Some(dialled);
+            ranks[to].1[from] = Some(accepted);
+        }
+    }
+    let plan = MeshPlan {
+        size: 200_000,
+        iters: 2,
+        warmup: 1,
+        window: 2,
+        small: 8,
+        trips: 5,
+        patience: Duration::from_secs(20),
+    };
+    let context = &context;
+    std::thread::scope(|scope| {
+        let started: Vec<_> = ranks
+            .iter()
+            .enumerate()
+            .map(|(rank, (worker, peers))| {
+                scope.spawn(move || {
+                    let memory = MemoryKind::Gpu(rank as u32);
+                    mesh(&mut MeshRank { context, worker, rank, peers, memory, observer: &mut Unobserved }, plan)
+                })
+            })
+            .collect();
+        for thread in started {
+            let samples = thread.join().unwrap().unwrap();
+            assert_eq!((samples.pairs.len(), samples.all_us.len()), (2, 2));
+            assert_eq!(samples.all_bytes, 2 * 2 * 200_000);
+        }
+    });
+}

@@ -1,0 +1,80 @@
+//! The measuring loop of unpacking, run detached.
+
+use crossrail::{ErrorKind, Place};
+use crossrail_bench::{UnpackFrom, UnpackPlan, UnpackTimes};
+use crossrail_types::Error;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::bench::Watch;
+use crate::context::Context;
+use crate::errors::{self, OrRaise};
+use crate::lent::Call;
+
+/// What a bench of unpacking is to do, as a dict.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct Plan {
+    device: String,
+    size: usize,
+    fragment: usize,
+    source: String,
+    modes: Vec<String>,
+    iters: usize,
+    warmup: usize,
+}
+
+/// Gets `size` bytes, which lie as fragments of `fragment` bytes in shuffled slots, into the memory of GPU `device` in
+/// their order: by every one of `modes` (`kernel`, `d2d`, `host`) from the same list, each verified, beside one
+/// contiguous copy. `source`: where the fragments are, `pinned` host memory or the `device`'s own.
+///
+/// Returns `pieces` (entries of the list), `contiguous` and, by mode, `modes`: `samples_us`, from the call until the
+/// last byte is in place, and `gpu_us`, what the GPU took of it (empty for ways that need the host in between).
+/// Raises UnsupportedError with the reason where there is no CUDA, UsageError, ProtocolError when bytes are not where
+/// they belong, ExhaustedError.
+#[pyfunction]
+#[pyo3(signature = (context, plan, *, on_progress = None))]
+pub(crate) fn bench_unpack<'py>(
+    context: &Bound<'py, Context>,
+    plan: Plan,
+    on_progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let py = context.py();
+    let _call = Call::enter(py);
+    let ordinal = match plan.device.parse::<Place>().or_raise(py)? {
+        Place::Gpu(ordinal) => ordinal,
+        Place::Host => return Err(errors::usage(py, "bench", "the host's memory is no GPU's", "a GPU, as cuda:0")),
+    };
+    let from = match plan.source.as_str() {
+        "pinned" => UnpackFrom::Pinned,
+        "device" => UnpackFrom::Device,
+        other => return Err(errors::usage(py, "bench", format!("no source {other:?}"), "pinned or device")),
+    };
+    let unknown = |error: Error| Error::new(ErrorKind::Usage, "bench", error.detail).with_hint("kernel, d2d or host");
+    let modes: Result<Vec<_>, Error> = plan.modes.iter().map(|mode| mode.parse().map_err(unknown)).collect();
+    let Plan { size, fragment, iters, warmup, .. } = plan;
+    let plan = UnpackPlan { ordinal, size, fragment, from, modes: modes.or_raise(py)?, iters, warmup };
+    let settings = context.get().native().settings();
+    let mut watch = Watch { on_progress: on_progress.as_ref(), raised: None };
+    let outcome = py.detach(|| crossrail_bench::unpack(settings, &plan, &mut watch));
+    if let Some(raised) = watch.raised {
+        return Err(raised);
+    }
+    let samples = outcome.or_raise(py)?;
+    let all = PyDict::new(py);
+    all.set_item("pieces", samples.pieces)?;
+    all.set_item("contiguous", times_dict(py, samples.contiguous)?)?;
+    let modes = PyDict::new(py);
+    for (mode, times) in samples.modes {
+        modes.set_item(mode.to_string(), times_dict(py, times)?)?;
+    }
+    all.set_item("modes", modes)?;
+    Ok(all)
+}
+
+fn times_dict(py: Python<'_>, times: UnpackTimes) -> PyResult<Bound<'_, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("samples_us", times.samples_us)?;
+    dict.set_item("gpu_us", times.gpu_us)?;
+    Ok(dict)
+}
