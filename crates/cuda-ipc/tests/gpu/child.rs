@@ -54,8 +54,9 @@ fn role_other_process() {
     let mut memory: Vec<Option<Memory>> = Vec::new();
     while let Some(word) = end.hear() {
         let answer = obey(&mut end, &mut memory, &word);
-        end.say(&answer);
+        // What the answer is about has been told when it comes.
         end.pump();
+        end.say(&answer);
     }
 }
 

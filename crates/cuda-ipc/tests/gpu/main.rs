@@ -273,11 +273,15 @@ fn everything_is_given_back() {
         assert!(two.own.domain.settled(LIMIT));
         (two.own.free(), number(&two.own.ask(&json!({"do": "free bytes"})), "free"))
     };
-    let before = (memory(&mut two), files());
+    let (before, files_before) = (memory(&mut two), files());
     for _ in 0..3 {
         round(&mut two, false);
     }
-    assert_eq!((memory(&mut two), files()), before, "(free here, free there), open files");
+    // A round that kept something would keep 64 MiB and more, and dozens of files; the driver's own tables are less.
+    const LITTLE: u64 = 8 << 20;
+    let after = memory(&mut two);
+    assert!(after.0 + LITTLE > before.0 && after.1 + LITTLE > before.1, "free here, there: {before:?}, now {after:?}");
+    assert!(files() < files_before + 8, "{} files, now {}", files_before, files());
 }
 
 fn files() -> usize {
