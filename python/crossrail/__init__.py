@@ -15,8 +15,13 @@ written and read by its key. Each operation is a `Request`: `wait()` for it, `aw
 A `Group` is this process's place among the ranks of a job; an `ExpertBuffer` dispatches the tokens of a mixture of
 experts between them, and combines what the experts answer.
 
-Anything with the buffer protocol or DLPack can be moved (bytes, bytearray, memoryview, NumPy arrays, tensors in host
-memory); `Context.alloc` gives memory that peers on this machine map, which is fastest between them.
+Anything with the buffer protocol, DLPack or `__cuda_array_interface__` can be moved: bytes, bytearray, memoryview,
+NumPy arrays, and tensors of PyTorch, CuPy and others in host memory or on a GPU. `Context.alloc` gives memory of either
+kind that peers on this machine map, which is fastest between them.
+
+GPU memory is used in the order of streams: an operation touches it after the present work of the array's own stream, or
+of `stream=`, and `Request.wait_on(stream)` lets a stream wait for the operation. `Endpoint.share`, `Endpoint.map`,
+`Mapped.put` and `Memory.await_signal` need no host at all once they are in a stream, and can be captured in graphs.
 
 Threads: every object may be used from any thread. Calls that wait or move much data let other Python threads run, and
 Ctrl-C ends every wait. Every wait is bounded, by its `timeout` (seconds) or by CROSSRAIL_TIMEOUT. A buffer belongs to
@@ -27,9 +32,11 @@ Sizes are bytes; GB is 1e9 bytes and GiB 2**30. Every error is a `CrossrailError
 
 from crossrail._native import (
     ALL_BITS,
+    Awaited,
     Context,
     Endpoint,
     Explain,
+    Mapped,
     Memory,
     Receipt,
     Region,
@@ -69,6 +76,7 @@ from crossrail.group import Group
 
 __all__ = [
     "ALL_BITS",
+    "Awaited",
     "CancelledError",
     "ClosedError",
     "Combined",
@@ -85,6 +93,7 @@ __all__ = [
     "Handle",
     "IoError",
     "Link",
+    "Mapped",
     "Memory",
     "MismatchError",
     "PeerDeadError",

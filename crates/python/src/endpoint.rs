@@ -1,10 +1,12 @@
+use crossrail::Place;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::context::rows;
 use crate::errors::OrRaise;
 use crate::lent::{Call, Use};
 use crate::lifecycle::Detached;
+use crate::mapped::Mapped;
 use crate::operand::Wanted;
 use crate::region::RegionKey;
 use crate::request::Request;
@@ -111,8 +113,39 @@ impl Endpoint {
         let py = operations.py();
         let _call = Call::enter(py);
         let list = parse_operations(operations, self.worker.get().context())?;
+        let place = list.iter().map(place_of).find(|place| *place != Place::Host).unwrap_or_default();
         let native = py.detach(|| self.native.batch(list)).or_raise(py)?;
-        Ok(Request::new(native, self.worker.clone_ref(py)))
+        Ok(Request::new(native, self.worker.clone_ref(py), place))
+    }
+
+    /// Lets the peer map `memory` (`Endpoint.map` there, with these bytes): a `Memory`, part of one, or an array of a GPU.
+    /// Nothing is copied, and the bytes returned are no secret: they mean nothing to anybody else. It keeps nothing alive:
+    /// once the memory is freed the peer can no longer map it.
+    ///
+    /// Raises UsageError (host memory that is not this Context's), UnsupportedError with the reason (no shared-memory lane,
+    /// GPU memory that can't be passed on), TimeoutError (the peer does not read), PeerDeadError, ClosedError.
+    fn share<'py>(&self, memory: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+        let py = memory.py();
+        let _call = Call::enter(py);
+        let lent = self.lent(memory, Use::Write, None, "share")?;
+        let endpoint = self.native.clone();
+        let shared = wait::apart(py, move || endpoint.share_buffer(lent), drop)?;
+        Ok(PyBytes::new(py, &shared.to_bytes()))
+    }
+
+    /// Maps memory that the peer has shared (`Endpoint.share` there), waiting at most `timeout` seconds until it has
+    /// arrived. Mapping it again gives the same addresses. GPU memory is mapped for a GPU that this context uses already.
+    ///
+    /// Raises TimeoutError (nothing of that name was shared over this endpoint), RegionError (the peer has freed it),
+    /// UsageError (bytes that are no description; GPU memory, and no GPU is in use here), UnsupportedError,
+    /// PeerDeadError, ClosedError.
+    #[pyo3(signature = (shared, timeout = None))]
+    fn map(&self, py: Python<'_>, shared: &[u8], timeout: Option<f64>) -> PyResult<Mapped> {
+        let _call = Call::enter(py);
+        let shared = crossrail::Shared::from_bytes(shared).or_raise(py)?;
+        let limit = wait::seconds(py, "map", timeout)?.unwrap_or(self.worker.get().native_timeout());
+        let native = wait::sliced(py, limit, |slice| self.native.map(&shared, slice))?;
+        Ok(Mapped::new(native, self.worker.clone_ref(py)))
     }
 
     /// Every lane that was considered for this peer, with its score or the reason it is out.
@@ -167,8 +200,18 @@ impl Endpoint {
         start: impl FnOnce(crossrail::Buffer) -> crossrail::Result<crossrail::Request> + Send,
     ) -> PyResult<Request> {
         const SMALL: usize = 8 << 10;
-        let native = if buffer.len() <= SMALL { start(buffer) } else { py.detach(|| start(buffer)) };
-        Ok(Request::new(native.or_raise(py)?, self.worker.clone_ref(py)))
+        let place = buffer.place();
+        let quick = buffer.len() <= SMALL && place == Place::Host;
+        let native = if quick { start(buffer) } else { py.detach(|| start(buffer)) };
+        Ok(Request::new(native.or_raise(py)?, self.worker.clone_ref(py), place))
+    }
+}
+
+fn place_of(op: &crossrail::Op) -> Place {
+    use crossrail::Op;
+    match op {
+        Op::Send { buffer, .. } | Op::Recv { buffer, .. } => buffer.place(),
+        Op::Write { local, .. } | Op::Read { local, .. } => local.place(),
     }
 }
 

@@ -23,6 +23,7 @@ mod group;
 mod layout;
 mod lent;
 mod lifecycle;
+mod mapped;
 mod memory;
 mod operand;
 mod options;
@@ -54,6 +55,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<region::Region>()?;
     module.add_class::<region::RegionKey>()?;
     module.add_class::<request::Request>()?;
+    module.add_class::<mapped::Mapped>()?;
+    module.add_class::<mapped::Awaited>()?;
     module.add_class::<group::Group>()?;
     module.add_class::<store::StoreServer>()?;
     module.add_class::<receipt::Receipt>()?;

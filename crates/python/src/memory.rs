@@ -7,6 +7,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
+use std::time::Duration;
 
 use crossrail::Place;
 use pyo3::exceptions::{PyAttributeError, PyBufferError};
@@ -19,7 +20,8 @@ use crate::context::Context;
 use crate::errors::{self, OrRaise};
 use crate::export::{Asked, Lending};
 use crate::lent::{self, Call, Use, View, export};
-use crate::place;
+use crate::mapped::Awaited;
+use crate::{place, stream, wait};
 
 /// Memory that peers on this machine map, so that it moves with one plain copy and no system call. Zeroed at first;
 /// lives as long as anything that uses it.
@@ -37,6 +39,7 @@ use crate::place;
 pub(crate) struct MemoryBase {
     native: crossrail::Memory,
     len: usize,
+    timeout: Duration,
 }
 
 impl MemoryBase {
@@ -68,7 +71,7 @@ impl MemoryBase {
             Place::Gpu(_) => py.detach(|| context.alloc_on(nbytes, place)),
         };
         let native = native.or_raise(py)?;
-        Ok(MemoryBase { len: native.len(), native })
+        Ok(MemoryBase { len: native.len(), native, timeout: context.settings().timeout })
     }
 
     /// Where it is: `cpu`, or `cuda:1`.
@@ -142,6 +145,30 @@ impl MemoryBase {
         // SAFETY: lent for the call, writable, and an empty piece may have no address.
         let bytes = unsafe { lent::slice_mut(lent.ptr, lent.len) };
         py.detach(|| self.native.copy_to(offset, bytes)).or_raise(py)
+    }
+
+    /// Puts into a stream: a wait until the 64-bit word at `offset` of this GPU memory is `value` or more, or `timeout`
+    /// seconds are over: the stream goes on in either case, and the result's `outcome` tells which. Nothing waits here; a
+    /// graph that captures this waits at every replay. While a stream waits, do not free GPU memory or load kernels: the
+    /// driver may let those wait too.
+    ///
+    /// `stream`: a raw handle, or an object with `cuda_stream` or `__cuda_stream__`; None is the default stream. Keep the
+    /// memory until the stream has come past it, or as long as the graph is used.
+    ///
+    /// Raises UsageError: memory of the host, outside it, not 8-byte aligned, a stream of another GPU.
+    #[pyo3(signature = (offset, value, *, stream = None, timeout = None))]
+    fn await_signal(
+        &self,
+        py: Python<'_>,
+        offset: usize,
+        value: u64,
+        stream: Option<&Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+    ) -> PyResult<Awaited> {
+        let handle = stream::parse(stream, "await_signal")?.map_or(0, |stream| stream.handle);
+        let limit = wait::seconds(py, "await_signal", timeout)?.unwrap_or(self.timeout);
+        // SAFETY: that the stream is alive, and the memory kept, are the documented rules for callers.
+        unsafe { self.native.await_signal(offset, value, handle, limit) }.or_raise(py).map(Awaited::from)
     }
 
     /// GPU memory as others take it, without a copy (version 3); host memory has none.

@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 
 use crate::cai;
 use crate::dlpack::{self, Device};
-use crate::errors;
+use crate::errors::{self, OrRaise};
 use crate::layout::{Piece, Refusal, Whose};
 use crate::lent::{self, LentTensor, Use};
 use crate::memory::MemoryBase;
@@ -33,27 +33,82 @@ pub(crate) struct Wanted<'a> {
     pub(crate) operation: &'a str,
 }
 
+/// Memory of an object, valid until `keep` is dropped.
+pub(crate) struct Operand {
+    pub(crate) piece: Piece,
+    pub(crate) place: Place,
+    keep: Keep,
+    after: Option<Ready>,
+}
+
+enum Keep {
+    Memory(crossrail::Memory),
+    Loan(Arc<dyn Any + Send + Sync>),
+}
+
+/// How the work that an object's memory waits for is found out.
+enum Order {
+    /// As [`Wanted::stream`] says.
+    Ready,
+    /// Not at all: the exporter puts it before this stream.
+    Before(i64),
+}
+
 impl Wanted<'_> {
     /// The memory of `object`, valid until the engine has done with it.
     pub(crate) fn of(&self, object: &Bound<'_, PyAny>) -> PyResult<Buffer> {
+        let Operand { piece, place, keep, after } = self.operand(object, &Order::Ready)?;
+        let keep = match keep {
+            Keep::Memory(memory) => {
+                let buffer = Buffer::from(&memory);
+                return after.map_or(Ok(buffer), |after| Buffer::from(&memory).after(after)).or_raise(object.py());
+            }
+            Keep::Loan(keep) => keep,
+        };
+        // SAFETY: valid for `len` bytes (writable where that was asked for) until the keeper is dropped, says its
+        // exporter; of a GPU's, the engine asks the driver too. That nobody else uses it meanwhile is the documented
+        // rule for callers.
+        Ok(unsafe {
+            match place {
+                Place::Host => Buffer::raw(piece.ptr as usize as *mut u8, piece.len, Some(keep)),
+                Place::Gpu(_) if piece.len == 0 => Buffer::from(Vec::new()),
+                Place::Gpu(ordinal) => Buffer::device(piece.ptr, piece.len, ordinal, Some(keep), after),
+            }
+        })
+    }
+
+    /// The memory of `object`, for work that is put into `stream` itself. An exporter that has a say in it puts its
+    /// present work before `stream`, unless the caller has named it; then the caller answers for that.
+    pub(crate) fn on(&self, object: &Bound<'_, PyAny>, stream: u64) -> PyResult<Operand> {
+        // The default stream's number, for those who order work before it.
+        const DEFAULT: i64 = 1;
+        let before = match (self.stream, stream) {
+            (Some(_), _) => NO_ORDER,
+            (None, 0) => DEFAULT,
+            (None, handle) => handle.cast_signed(),
+        };
+        self.operand(object, &Order::Before(before))
+    }
+
+    fn operand(&self, object: &Bound<'_, PyAny>, order: &Order) -> PyResult<Operand> {
         if let Ok(memory) = object.cast::<MemoryBase>() {
-            return self.memory(object, memory.get().native());
+            return self.memory(object, memory.get().native(), order);
         }
         if lent::has_buffer(object) {
             match lent::bytes(object, self.used, self.operation) {
                 Ok(lent) => {
                     self.refuse_stream(object.py())?;
-                    return Ok(host(lent.ptr, lent.len, lent.keep));
+                    return Ok(on_host(lent.ptr as usize as u64, lent.len, lent.keep));
                 }
                 Err(refused) if !on_gpu(object) => return Err(refused),
                 Err(_) => {}
             }
         }
         if let Some(said) = dlpack::device(object)? {
-            return self.tensor(object, said);
+            return self.tensor(object, said, order);
         }
         match cai::described(object, self.operation)? {
-            Some(described) => self.interface(object, described),
+            Some(described) => self.interface(object, described, order),
             None => Err(errors::usage(
                 object.py(),
                 self.operation,
@@ -63,56 +118,74 @@ impl Wanted<'_> {
         }
     }
 
-    fn tensor(&self, object: &Bound<'_, PyAny>, said: Device) -> PyResult<Buffer> {
+    fn tensor(&self, object: &Bound<'_, PyAny>, said: Device, order: &Order) -> PyResult<Operand> {
         let py = object.py();
         let Whose::Gpu(ordinal) = whose(object, said, self.operation)? else {
             self.refuse_stream(py)?;
             let lent = tensor(object, said, None, self.used, self.operation)?;
-            return Ok(host(lent.ptr as usize as *mut u8, lent.len, lent.keep));
+            return Ok(on_host(lent.ptr, lent.len, lent.keep));
         };
         let lent = |stream| tensor(object, said, Some(stream), self.used, self.operation).map_err(Failure::Python);
-        let lend = || -> Result<(LentTensor, Ready), Failure> {
+        let lend = || -> Result<(LentTensor, Option<Ready>), Failure> {
             py.detach(|| self.context.open_gpu(ordinal))?;
-            match self.stream {
-                None => Ready::ordered(self.context, ordinal, |handle| lent(handle.cast_signed())),
-                Some(stream) => {
+            match (order, self.stream) {
+                (Order::Before(handle), _) => Ok((self.context.on_gpu(ordinal, || lent(*handle))?, None)),
+                (Order::Ready, None) => {
+                    let ordered = |handle: u64| lent(handle.cast_signed());
+                    Ready::ordered(self.context, ordinal, ordered).map(|(tensor, after)| (tensor, Some(after)))
+                }
+                (Order::Ready, Some(stream)) => {
                     let tensor = self.context.on_gpu(ordinal, || lent(NO_ORDER))?;
-                    Ok((tensor, self.after(ordinal, stream.handle)?))
+                    Ok((tensor, Some(self.after(ordinal, stream.handle)?)))
                 }
             }
         };
         let (tensor, after) = lend().map_err(|failure| self.restated(object, ordinal, failure))?;
-        Ok(gpu(Piece { ptr: tensor.ptr, len: tensor.len }, ordinal, tensor.keep, Some(after)))
+        let piece = Piece { ptr: tensor.ptr, len: tensor.len };
+        Ok(Operand { piece, place: Place::Gpu(ordinal), keep: Keep::Loan(tensor.keep), after })
     }
 
-    fn interface(&self, object: &Bound<'_, PyAny>, described: Result<cai::Described, Refusal>) -> PyResult<Buffer> {
+    fn interface(
+        &self,
+        object: &Bound<'_, PyAny>,
+        described: Result<cai::Described, Refusal>,
+        order: &Order,
+    ) -> PyResult<Operand> {
         let py = object.py();
         let refuse = |refusal| refused(object, self.operation, refusal);
         let described = described.map_err(refuse)?;
         if described.read_only && self.used == Use::Write {
             return Err(refuse(read_only()));
         }
+        let keep = lent::keep(lent::Loan::Object(object.clone().unbind()));
         if described.piece.len == 0 {
-            return Ok(Buffer::from(Vec::new()));
+            return Ok(on_host(described.piece.ptr, 0, keep));
         }
         let ordinal = py.detach(|| self.context.gpu_of(described.piece.ptr));
         let ordinal = ordinal.map_err(|error| self.restated(object, None, error.into()))?;
-        let stream = self.stream.map(|stream| stream.handle).or(described.stream);
-        let after = stream.map(|handle| self.after(ordinal, handle)).transpose();
+        let after = match order {
+            Order::Ready => self.stream.map(|stream| stream.handle).or(described.stream),
+            // Nobody can be asked to put the work before the stream; the caller answers for that.
+            Order::Before(_) => None,
+        };
+        let after = after.map(|handle| self.after(ordinal, handle)).transpose();
         let after = after.map_err(|error| self.restated(object, ordinal, error.into()))?;
-        let keep = lent::keep(lent::Loan::Object(object.clone().unbind()));
-        Ok(gpu(described.piece, ordinal, keep, after))
+        Ok(Operand { piece: described.piece, place: Place::Gpu(ordinal), keep: Keep::Loan(keep), after })
     }
 
-    fn memory(&self, object: &Bound<'_, PyAny>, memory: &crossrail::Memory) -> PyResult<Buffer> {
-        let buffer = Buffer::from(memory);
-        let Place::Gpu(ordinal) = memory.place() else {
-            self.refuse_stream(object.py())?;
-            return Ok(buffer);
+    fn memory(&self, object: &Bound<'_, PyAny>, memory: &crossrail::Memory, order: &Order) -> PyResult<Operand> {
+        let piece = Piece { ptr: memory.ptr() as usize as u64, len: memory.len() };
+        let after = match (memory.place(), order, self.stream) {
+            (Place::Host, ..) => {
+                self.refuse_stream(object.py())?;
+                None
+            }
+            (Place::Gpu(ordinal), Order::Ready, Some(stream)) => {
+                Some(self.after(ordinal, stream.handle).map_err(|error| self.restated(object, ordinal, error.into()))?)
+            }
+            _ => None,
         };
-        let Some(stream) = self.stream else { return Ok(buffer) };
-        let after = self.after(ordinal, stream.handle).and_then(|after| buffer.after(after));
-        after.map_err(|error| self.restated(object, ordinal, error.into()))
+        Ok(Operand { piece, place: memory.place(), keep: Keep::Memory(memory.clone()), after })
     }
 
     /// The present work of a caller's stream.
@@ -155,21 +228,9 @@ impl From<Error> for Failure {
     }
 }
 
-/// Memory of a GPU that `keep` keeps valid.
-fn gpu(piece: Piece, ordinal: u32, keep: Arc<dyn Any + Send + Sync>, after: Option<Ready>) -> Buffer {
-    if piece.len == 0 {
-        return Buffer::from(Vec::new());
-    }
-    // SAFETY: its exporter says so, until the keeper is dropped; the engine asks the driver whether it is that GPU's
-    // memory at all. That nobody else uses it meanwhile is the documented rule for callers.
-    unsafe { Buffer::device(piece.ptr, piece.len, ordinal, Some(keep), after) }
-}
-
 /// Host memory that `keep` keeps valid.
-fn host(ptr: *mut u8, len: usize, keep: Arc<dyn Any + Send + Sync>) -> Buffer {
-    // SAFETY: valid for `len` bytes (writable where that was asked for) until the keeper is dropped. That nobody else
-    // writes meanwhile is the documented rule for callers.
-    unsafe { Buffer::raw(ptr, len, Some(keep)) }
+fn on_host(ptr: u64, len: usize, keep: Arc<dyn Any + Send + Sync>) -> Operand {
+    Operand { piece: Piece { ptr, len }, place: Place::Host, keep: Keep::Loan(keep), after: None }
 }
 
 fn on_gpu(object: &Bound<'_, PyAny>) -> bool {

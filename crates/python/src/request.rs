@@ -1,6 +1,9 @@
+#![allow(unsafe_code)]
+
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use crossrail::Place;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
@@ -8,8 +11,8 @@ use crate::errors::{self, OrRaise};
 use crate::lent::Call;
 use crate::lifecycle;
 use crate::receipt::Receipt;
-use crate::wait;
 use crate::worker::Worker;
+use crate::{place, stream, wait};
 
 /// An operation under way. Any thread may use it; asyncio code may `await` it for its receipt.
 ///
@@ -19,12 +22,18 @@ pub(crate) struct Request {
     native: crossrail::Request,
     worker: Py<Worker>,
     has_callback: AtomicBool,
+    /// The GPU whose memory it is about.
+    gpu: Option<u32>,
 }
 
 impl Request {
     #[inline]
-    pub(crate) fn new(native: crossrail::Request, worker: Py<Worker>) -> Request {
-        Request { native, worker, has_callback: AtomicBool::new(false) }
+    pub(crate) fn new(native: crossrail::Request, worker: Py<Worker>, place: Place) -> Request {
+        let gpu = match place {
+            Place::Host => None,
+            Place::Gpu(ordinal) => Some(ordinal),
+        };
+        Request { native, worker, has_callback: AtomicBool::new(false), gpu }
     }
 }
 
@@ -56,6 +65,31 @@ impl Request {
             None => self.worker.get().native_timeout(),
         };
         wait::sliced(py, limit, |slice| self.native.wait(slice)).map(Receipt::from)
+    }
+
+    /// Lets a stream wait for it: what is put into the stream from now on runs once the request is finished, well or not
+    /// (`test` tells which). Nothing waits here. Something must make progress meanwhile: the worker's background thread does.
+    ///
+    /// `stream`: a raw handle, or an object with `cuda_stream` or `__cuda_stream__`. `device` is its GPU, where neither the
+    /// stream nor the request's buffer says so.
+    ///
+    /// Raises UsageError: the stream is another GPU's, or is being captured (capture `Mapped.put` instead).
+    #[pyo3(signature = (stream, *, device = None))]
+    fn wait_on(&self, stream: &Bound<'_, PyAny>, device: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let py = stream.py();
+        let _call = Call::enter(py);
+        let given = match place::parse(device)? {
+            Place::Gpu(ordinal) => Some(ordinal),
+            Place::Host => None,
+        };
+        let Some(stream) = stream::parse(Some(stream), "wait_on")? else {
+            return Err(errors::usage(py, "wait_on", "no stream", "pass a raw handle or a stream object"));
+        };
+        let Some(ordinal) = given.or(stream.ordinal).or(self.gpu) else {
+            return Err(errors::usage(py, "wait_on", "nothing says whose stream it is", "pass device=\"cuda:0\""));
+        };
+        // SAFETY: that the stream is alive is the documented rule for callers.
+        py.detach(|| unsafe { self.native.wait_on(stream.handle, ordinal) }).or_raise(py)
     }
 
     /// Asks both ends to stop. The request then finishes with CancelledError, unless it was finished already; until

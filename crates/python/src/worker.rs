@@ -180,8 +180,9 @@ impl Worker {
         let stream = stream::parse(stream, "recv")?;
         let lent = Wanted { context: worker.context(), used: Use::Write, stream, operation: "recv" }.of(buffer)?;
         let source = source.map(|endpoint| endpoint.get().native());
+        let place = lent.place();
         let native = worker.native.recv(lent, tag, mask, source).or_raise(py)?;
-        Ok(Request::new(native, slf.clone().unbind()))
+        Ok(Request::new(native, slf.clone().unbind(), place))
     }
 
     /// Makes progress once; whether anything moved.
