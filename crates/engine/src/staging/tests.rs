@@ -530,3 +530,61 @@ fn switches(name: &str) -> u64 {
 fn count(line: &str) -> Option<u64> {
     line.split_once("voluntary_ctxt_switches:")?.1.trim().parse().ok()
 }
+
+/// Everything at once, again and again: what is not given up is told once, and every slot comes back.
+#[test]
+fn whatever_is_given_up_when_the_rest_is_told() {
+    const ROUNDS: u64 = 200;
+    let bed = bed();
+    let memory = bed.alloc(CHUNK);
+    let mut number = 0x2545_f491_4f6c_dd1d_u64;
+    let mut random = |below: u64| {
+        number ^= number << 13;
+        number ^= number >> 7;
+        number ^= number << 17;
+        number % below
+    };
+    for round in 0..ROUNDS {
+        let first = round * 100;
+        bed.gpu.hold_packs(random(2) == 0);
+        bed.gpu.hold_unpacks(random(2) == 0);
+        let mut tickets = Vec::new();
+        for ticket in first..first + 2 * SLOTS as u64 {
+            let way = if random(2) == 0 { Way::Out } else { Way::In };
+            let Some(slot) = bed.client.slot(way) else { continue };
+            match way {
+                Way::Out => bed.client.pack(ticket, memory.ptr(), slot, CHUNK),
+                Way::In => bed.client.unpack(ticket, slot, memory.ptr(), CHUNK),
+            }
+            tickets.push(ticket);
+        }
+        let kept = random(3);
+        let give_up = |ticket: u64| ticket % 3 != kept;
+        std::thread::scope(|scope| {
+            let quiesce = scope.spawn(|| bed.client.quiesce(give_up));
+            for _ in 0..random(200) {
+                std::hint::spin_loop();
+            }
+            bed.gpu.hold_packs(false);
+            bed.gpu.hold_unpacks(false);
+            quiesce.join().unwrap().unwrap();
+        });
+        tickets.retain(|ticket| !give_up(*ticket));
+        while !tickets.is_empty() {
+            let done = bed.told.next();
+            done.result.unwrap();
+            // What was finished before it was given up may be told all the same.
+            if !give_up(done.ticket) {
+                let at = tickets.iter().position(|ticket| *ticket == done.ticket);
+                tickets.swap_remove(at.expect("told once"));
+            }
+        }
+        bed.client.quiesce(|_| true).unwrap();
+        // A slot may still be with what is just being told.
+        let deadline = Instant::now() + LIMIT;
+        while (bed.free(Way::Out), bed.free(Way::In)) != (SLOTS, SLOTS) {
+            assert!(Instant::now() < deadline, "round {round}: a slot is lost");
+            bed.told.done.lock().clear();
+        }
+    }
+}
