@@ -138,9 +138,6 @@ impl Receiver {
 
     /// Whether there is something to do without looking at the socket.
     pub(crate) fn has_work(&self) -> bool {
-        if self.waits {
-            return false;
-        }
         if self.ended.is_some() {
             return true;
         }

@@ -171,7 +171,8 @@ pub struct Options {
     /// Send large payloads by reference to their pages where that is possible.
     pub zero_copy: bool,
     /// How long sent data may stay unacknowledged before the connection fails (TCP_USER_TIMEOUT), and about how
-    /// long an idle connection may be dead before keepalive sees it.
+    /// long an idle connection may be dead before keepalive sees it. A peer that takes nothing for so long, with its
+    /// buffers full, counts as dead.
     pub user_timeout: Duration,
 }
 
