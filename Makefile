@@ -68,7 +68,7 @@ lint-rust:
 	cargo fmt --all --check
 	cargo fmt --manifest-path fuzz/Cargo.toml --check
 	$(call say,lint: clippy)
-	cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
+	cargo clippy --quiet --locked --workspace --all-targets --features crossrail/simulated-gpu -- -D warnings
 	cargo clippy --quiet --manifest-path fuzz/Cargo.toml --all-targets -- -D warnings
 	$(call say,lint: rooms and pages (cargo xtask lint))
 	cargo xtask lint
@@ -84,7 +84,7 @@ lint-python: build
 
 test-rust: $(TOOLS)
 	$(call say,test: Rust)
-	cargo test --quiet --locked --workspace --exclude crossrail-python
+	cargo test --quiet --locked --workspace --exclude crossrail-python --features crossrail/simulated-gpu
 
 test-fuzz:
 	$(call say,test: fuzz targets on their corpora and seeded mutations of them)
