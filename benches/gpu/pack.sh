@@ -58,4 +58,4 @@ fi
 commit=$(git rev-parse HEAD)
 git diff --quiet HEAD -- || commit+=+
 printf '{"commit": "%s", "time": "%s"}\n' "$commit" "$(date -u +%Y-%m-%dT%H:%M:%S+00:00)" >"$pack/manifest.json"
-du -sh --apparent-size "$pack/wheel" "$pack/tests" "$pack/examples" "$pack" >&2
+du -sh --apparent-size "$pack" >&2
