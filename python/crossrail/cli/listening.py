@@ -29,6 +29,8 @@ _AGREED = ("sizes", "iters", "warmup", "window", "memory", "unpack")
 def listen(options: BenchOptions) -> None:
     """Serves one driving end. Raises Failure and the library's errors."""
     context = make_context(options)
+    if options.gpus:
+        known_gpus(context, [options.place])  # better told now than to whoever connects
     pin(wanted_cpu(options, driver=False))
     with crossrail.Worker(context, listen=resolve(options.listen or "")) as worker:
         if options.parent is None:
