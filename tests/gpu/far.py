@@ -181,6 +181,13 @@ class Commands:
     def share(self, name: str) -> str:
         return bytes(self.endpoint.share(self.kept[name + " memory"])).hex()
 
+    def fill_shared(self, shared: str, value: int) -> None:
+        """Fills memory of the peer's."""
+        self.context.alloc(1, self.device)
+        mapped = self.endpoint.map(bytes.fromhex(shared))
+        self.torch.from_dlpack(mapped).fill_(value)
+        self.torch.cuda.synchronize()
+
     def flood(self, nbytes: int) -> None:
         """Sends without end, until it is killed."""
         source = self.torch.zeros(nbytes, dtype=self.torch.uint8, device=self.device)
@@ -195,13 +202,18 @@ class Commands:
         """Awaits numbers, adds 1, puts them back: one replay of this graph for each of the other end's."""
         import graphs
 
-        mapped = self.endpoint.map(bytes.fromhex(shared))
         memory = self.kept["numbers memory"]
+        mapped = self.endpoint.map(bytes.fromhex(shared))
         return graphs.echo(self.torch, memory, mapped, replays, self.device)
 
     def drop(self, *names: str) -> None:
         for name in [name for name in self.kept if name.split(" ")[0] in names or not names]:
             del self.kept[name]
+
+    def free(self) -> None:
+        """Gives what PyTorch keeps for later back to the driver."""
+        self.torch.cuda.synchronize()
+        self.torch.cuda.empty_cache()
 
     def close(self) -> None:
         self.kept.clear()
