@@ -24,9 +24,14 @@
 //! | chunk | target's index; `seq`: its serial; `done`: writer's | offset | the bytes; anything or nothing, when void |
 //! | chunk ack (`seq`: how many so far) | | | |
 
+mod failure;
+
 use crossrail_types::Head;
 
-use crate::{Failure, Offer, RegionFault, RegionKey};
+use crate::{Offer, RegionKey};
+
+pub(crate) use failure::encode_failure;
+pub use failure::{decode_abort, decode_failure};
 
 /// Most bytes of a payload that is not user data.
 pub const CONTROL_MAX: u32 = 64;
@@ -59,14 +64,6 @@ const AGAIN: u8 = 16;
 const VOID: u8 = 32;
 const CHUNKS: u8 = 64;
 const NO_SLOT: u32 = u32::MAX;
-
-const TRUNCATED: u8 = 1;
-const CANCELLED: u8 = 2;
-const GONE: u8 = 3;
-const BOUNDS: u8 = 4;
-const ACCESS: u8 = 5;
-const CLOSED: u8 = 6;
-const DEVICE: u8 = 7;
 
 /// Where chunks go at the other end: an index and the serial that tells its reuses apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -383,12 +380,12 @@ pub fn decode_head(head: &Head) -> Result<Frame, String> {
         ANNOUNCE => (Frame::Announce { op, tag, offer }, payload == if offer { 36 } else { 8 }),
         CONSENT => (Frame::Consent { op, target: Target::unpack(tag) }, payload == 0),
         DONE => (Frame::Done, payload <= CONTROL_MAX && payload % 4 == 0),
-        FAIL => (Frame::Fail { op, code: flags }, failure_fits(flags, payload)),
+        FAIL => (Frame::Fail { op, code: flags }, failure::fits(flags, payload)),
         READ_FAILED => {
             let frame = Frame::ReadFailed { serve: op, target: Target::unpack(tag), code: flags };
-            (frame, flags != TRUNCATED && failure_fits(flags, payload))
+            (frame, failure::fits_without_lengths(flags, payload))
         }
-        ABORT => (Frame::Abort { op, code: flags }, flags != TRUNCATED && failure_fits(flags, payload)),
+        ABORT => (Frame::Abort { op, code: flags }, failure::fits_without_lengths(flags, payload)),
         WRITE => {
             let frame = Frame::Write { op, len: tag, imm: flags & IMM != 0, data: flags & DATA != 0, offer };
             (frame, payload == if offer { 64 } else { 36 })
@@ -459,15 +456,6 @@ pub fn encode_head(frame: &Frame, payload: u32) -> Head {
         _ => {}
     }
     head
-}
-
-/// Whether a failure of that code goes with so long a payload.
-fn failure_fits(code: u8, payload: u32) -> bool {
-    match code {
-        TRUNCATED => payload == 16,
-        DEVICE => payload <= CONTROL_MAX,
-        _ => payload == 0,
-    }
 }
 
 /// The head of a chunk whose bytes could not be fetched, in place of the one that [`crate::Peer::next`] gave: without
@@ -586,75 +574,9 @@ pub fn decode_done(bytes: &[u8]) -> impl Iterator<Item = u32> + '_ {
     bytes.chunks_exact(4).map(|b| word(b, 0))
 }
 
-/// A failure as code and control bytes.
-pub(crate) fn encode_failure(failure: &Failure) -> (u8, Bytes) {
-    let code = match failure {
-        Failure::Truncated { message, buffer } => {
-            return (TRUNCATED, Bytes::EMPTY.push(&message.to_le_bytes()).push(&buffer.to_le_bytes()));
-        }
-        Failure::Cancelled | Failure::PeerDead(_) => CANCELLED,
-        Failure::Region(RegionFault::Gone) => GONE,
-        Failure::Region(RegionFault::Bounds) => BOUNDS,
-        Failure::Region(RegionFault::Access) => ACCESS,
-        Failure::Device(why) => return (DEVICE, Bytes::EMPTY.push(beginning(why, CONTROL_MAX as usize).as_bytes())),
-        Failure::Closed => CLOSED,
-    };
-    (code, Bytes::EMPTY)
-}
-
-/// As much of `text` as fits into `max` bytes.
-fn beginning(text: &str, max: usize) -> &str {
-    let mut end = text.len().min(max);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    &text[..end]
-}
-
-/// The failure that code and control bytes say.
-pub fn decode_failure(code: u8, bytes: &[u8]) -> Result<Failure, String> {
-    Ok(match code {
-        TRUNCATED => {
-            expect(bytes, 16)?;
-            Failure::Truncated { message: long(bytes, 0), buffer: long(bytes, 8) }
-        }
-        CANCELLED => Failure::Cancelled,
-        GONE => Failure::Region(RegionFault::Gone),
-        BOUNDS => Failure::Region(RegionFault::Bounds),
-        ACCESS => Failure::Region(RegionFault::Access),
-        DEVICE => {
-            let shown = |c: char| if c.is_control() { '?' } else { c };
-            let text: String = String::from_utf8_lossy(bytes).chars().map(shown).collect();
-            Failure::Device(format!("at the peer: {text}"))
-        }
-        CLOSED => Failure::Closed,
-        other => return Err(format!("failure of unknown code {other}")),
-    })
-}
-
-/// Why the peer wants an operation of its own to end, by code and control bytes.
-pub fn decode_abort(code: u8, bytes: &[u8]) -> Result<Failure, String> {
-    match code {
-        0 | CANCELLED => Ok(Failure::Cancelled),
-        DEVICE => decode_failure(code, bytes),
-        other => Err(format!("abort of unknown code {other}")),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_text_of_a_failure_is_cut_between_characters() {
-        let why = format!("{}\u{e9} and more", "x".repeat(63));
-        let (code, bytes) = encode_failure(&Failure::Device(why));
-        assert_eq!(bytes.len, 63);
-        let told = decode_failure(code, &bytes.bytes[..63]);
-        assert_eq!(told, Ok(Failure::Device(format!("at the peer: {}", "x".repeat(63)))));
-        let hostile = decode_failure(DEVICE, b"a\x1b[2J\xff");
-        assert_eq!(hostile, Ok(Failure::Device("at the peer: a?[2J\u{fffd}".to_owned())));
-    }
 
     #[test]
     fn a_void_chunk_has_no_payload() {
