@@ -15,7 +15,7 @@ Crossrail = Callable[..., Any]
 def test_info_tells_of_gpus_and_of_what_we_use(crossrail_command: Crossrail) -> None:
     text = crossrail_command("info").stdout
     assert "cuda:0" in text
-    cuda = json.loads(crossrail_command("info", "--json=-").stdout)["cuda"]
+    cuda = json.loads(crossrail_command("info", "--json=-").stdout)["info"]["cuda"]
     assert cuda["present"] is True
     assert cuda["driver"]
     assert cuda["devices"][0]["ordinal"] == 0

@@ -107,6 +107,8 @@ impl Receipt {
         let usual = || self.names.as_ref().map(|names| names.inside.clone());
         let only = match self.protocol {
             Protocol::Chunks | Protocol::Batch => None,
+            // The frames went over another lane, the bytes did not.
+            Protocol::CudaIpc => Some("cuda_ipc".into()),
             _ => self.only.clone().or_else(usual),
         };
         match only {

@@ -157,7 +157,7 @@ def _add_bench(parser: Parser, what: str) -> None:
     device = "GPU memory: cuda:0 at both ends, or cuda:0,cuda:1 (the connecting end's, the listening end's); cpu"
     work.add_argument("--device", metavar="PLACES", type=device_list, help=device)
     if what == "latency":
-        ops = "messages, one-sided writes that the other host sees, or both (send; with --device both)"
+        ops = "messages, one-sided writes that the other host sees, or both (send)"
         work.add_argument("--op", choices=("send", "write", "both"), help=ops)
     work.add_argument("--iters", metavar="N", type=positive, help="timed iterations")
     work.add_argument("--warmup", metavar="N", type=count, help="iterations before those")

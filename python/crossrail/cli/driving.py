@@ -98,11 +98,10 @@ def plans(options: BenchOptions) -> list[Plan]:
 
 
 def _operations(options: BenchOptions) -> list[str]:
-    """What is measured; of latency, messages and, when asked for or with GPUs, one-sided writes."""
+    """What is measured; of latency, messages and, when asked for, one-sided writes."""
     if options.what != "latency":
         return [options.what]
-    op = options.op or ("both" if options.gpus else "send")
-    return {"send": ["latency"], "write": ["write"], "both": ["latency", "write"]}[op]
+    return {"send": ["latency"], "write": ["write"], "both": ["latency", "write"]}[options.op or "send"]
 
 
 def _counts(what: str, size: int, window: int) -> tuple[int, int]:
@@ -226,7 +225,7 @@ class _Driver:
         row = self._like(plan, transport, protocol)
         if plan.what == "p2p":
             transfers = [turn.transfers for turn in turns]
-            row = replace(row, chunk=self.chunk, window=self.lane_window, channels=self.channels, verified=True)
+            row = replace(row, chunk=self.chunk, window=self.lane_window, channels=self.channels)
             row = with_raw_tcp(replace(row, notes=raw.notes), raw.samples_us, plan.size)
             row = self._with_unpack_rates(row)
             row = p2p_row(row, transfers, self._lanes(before), self._dead(before, transfers))
@@ -239,7 +238,7 @@ class _Driver:
 
     def _like(self, plan: Plan, transport: str, protocol: str | None) -> Row:
         """What identifies a row."""
-        row = Row(what=plan.what, transport=transport, size=plan.size, protocol=protocol)
+        row = Row(what=plan.what, transport=transport, size=plan.size, protocol=protocol, verified=True)
         if "cpu" in self.places:
             row = replace(row, memory=self.options.memory or "ordinary")
         if self.places == ("cpu", "cpu"):
