@@ -23,9 +23,9 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from judging import LATENCY_GOAL, Outcome, as_latency, rate_against, staged  # noqa: E402
+from judging import LATENCY_GOAL, Outcome, as_latency, rate_against, staged, unpacked  # noqa: E402
 from machine import describe  # noqa: E402
-from steps import gpu_count  # noqa: E402
+from steps import compiler, gpu_count  # noqa: E402
 
 from crossrail.report import Report, Row, format_rate, format_size, median  # noqa: E402
 from scenarios import bench  # noqa: E402
@@ -264,7 +264,14 @@ def unpack(terms: Terms, found: Found) -> None:
     """The unpack kernel and its two rivals beside contiguous copies, from device and pinned memory."""
     program = terms.pack / "examples" / "crossrail-kernels.unpack_rate"
     path = terms.scratch / "unpack_rate.json"
-    done = subprocess.run([program, path], capture_output=True, text=True, timeout=PEER_LIMIT_S, check=False)
+    done = subprocess.run(
+        [program, path],
+        env={**os.environ, **compiler()},
+        capture_output=True,
+        text=True,
+        timeout=PEER_LIMIT_S,
+        check=False,
+    )
     print(done.stdout, done.stderr, file=sys.stderr)
     if done.returncode != 0:
         raise RuntimeError(f"unpack_rate: {done.stderr.strip()}")
@@ -280,7 +287,8 @@ def unpack(terms: Terms, found: Found) -> None:
             found.outcomes.append(rate_against(work, [row["gb_per_s"]], theirs, judged, to, "unpack_rate"))
     for source in ("device", "pinned"):
         options = ("unpack", "--device=cuda:0", "--size=64M", "--fragments=4K,16K,64K", f"--from={source}")
-        found.ours(terms, *options)
+        rows = found.ours(terms, *options)
+        found.outcomes += unpacked(rows, source, {"device": 0.8, "pinned": 0.9}[source], found.trouble("unpack"))
 
 
 def tcp(terms: Terms, found: Found) -> None:
@@ -337,7 +345,14 @@ def kernels(terms: Terms, found: Found) -> None:
     for package, name in (("crossrail-kernels", "peer_rate"), ("crossrail-cuda-ipc", "crossover")):
         path = terms.scratch / f"{name}.json"
         command = [terms.pack / "examples" / f"{package}.{name}", "--json", path]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PEER_LIMIT_S, check=False)
+        done = subprocess.run(
+            command,
+            env={**os.environ, **compiler()},
+            capture_output=True,
+            text=True,
+            timeout=2 * PEER_LIMIT_S,
+            check=False,
+        )
         print(done.stdout, done.stderr)
         if done.returncode != 0:
             raise RuntimeError(f"{name}: {done.stderr.strip()}")

@@ -8,14 +8,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from crossrail.report import format_rate, median
+from crossrail.report import Row, format_rate, format_size, median
 from scenarios import Outcome
 
 LATENCY_GOAL = 0.6
 SOCKETS_GOAL = 1.5
 HOST_GOAL = 0.85
 
-__all__ = ["LATENCY_GOAL", "Outcome", "as_latency", "rate_against", "staged"]
+__all__ = ["LATENCY_GOAL", "Outcome", "as_latency", "rate_against", "staged", "unpacked"]
 
 
 def rate_against(
@@ -51,6 +51,25 @@ def as_latency(
     ratio = median(ours) / best
     met = None if goal is None else ratio <= goal
     return Outcome(work, shown, to_reach, f"{best:.2f} us", f"{ratio:.2f}", met, notes=notes)
+
+
+def unpacked(rows: Sequence[Row], source: str, goal: float, why_none: str) -> list[Outcome]:
+    """Rows of `bench unpack`: each way beside the contiguous copy; the kernel has a goal, the others are shown."""
+    to_reach = f">= {goal:g} x a contiguous copy"
+    if not rows:
+        return [Outcome(f"bench unpack from {source} memory", "-", to_reach, failed=True, notes=[why_none])]
+    outcomes = []
+    for row in rows:
+        ratio = row.ratio.get("contiguous")
+        if ratio is None:
+            continue
+        ceiling = next(one for one in rows if one.unpack == "contiguous" and one.fragment == row.fragment)
+        work = f"bench unpack from {source} memory, {row.unpack}, 64M in {format_size(row.fragment or 0)}"
+        judged = row.unpack == "kernel"
+        shown, peer = (format_rate(one.gpu_gb_per_s or one.gb_per_s or 0.0) for one in (row, ceiling))
+        to = to_reach if judged else "beside a contiguous copy"
+        outcomes.append(Outcome(work, shown, to, peer, f"{ratio:.3f}", ratio >= goal if judged else None))
+    return outcomes
 
 
 def staged(

@@ -62,6 +62,19 @@ def test_staged_rates_are_judged_in_the_usual_mode_and_shown_in_the_others() -> 
     assert not any(outcome.failed for outcome in one_gpu)
 
 
+def test_ways_to_unpack_stand_beside_one_copy() -> None:
+    ceiling = Row("unpack", "", 64 << 20, unpack="contiguous", fragment=4096, gb_per_s=1700.0, gpu_gb_per_s=1750.0)
+    ways = {"kernel": 0.93, "d2d": 0.02}
+    rows = [ceiling] + [
+        Row("unpack", "", 64 << 20, unpack=way, fragment=4096, gb_per_s=1.0, ratio={"contiguous": ratio})
+        for way, ratio in ways.items()
+    ]
+    kernel, copies = judging.unpacked(rows, "device", 0.8, "never")
+    assert (kernel.met, kernel.peer, kernel.ratio) == (True, "1750 GB/s", "0.930")
+    assert (copies.met, copies.to_reach) == (None, "beside a contiguous copy")
+    assert judging.unpacked([], "device", 0.8, "no GPU")[0].notes == ["no GPU"]
+
+
 class Machine:
     """Two GPUs that answer at once: stands in for `crossrail bench` and for the peers' scripts."""
 
