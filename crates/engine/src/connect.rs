@@ -211,11 +211,14 @@ impl Shared {
             self.tcp_candidates(peer).into_iter().map(|way| if way.reason.is_none() { way.slower() } else { way }),
         );
         let tls = self.context.settings().tls.to_string();
-        let large = format!(
+        let mut large = format!(
             "{}, {}",
             select::from_size(mapped, "shm(mapped) for Context.alloc memory"),
             select::from_size(eager, large)
         );
+        if matches!(reach, Reach::May) {
+            large.push_str(", cuda_ipc for GPU memory");
+        }
         let explain = Explain::new(&peer.name, "shm".to_owned(), large, &tls, candidates);
         let endpoint = self.new_peer(&peer.name, explain)?;
         let id = lane.id();
