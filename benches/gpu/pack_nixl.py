@@ -51,7 +51,8 @@ def fetch(folder: Path) -> Path:
 def needed(root: Path) -> list[Path]:
     """The Python files, and every shared object that they, the backend or UCX's transports link to."""
     libraries = {path.name: path for folder in FOLDERS for path in sorted((root / folder).glob("*.so*"))}
-    package = [path for path in sorted((root / "nixl_cu13").rglob("*")) if path.is_file()]
+    folders = [root / "nixl_cu13", *root.glob("*.dist-info")]
+    package = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
     transports = [root / "nixl_cu13.libs" / "ucx" / name for name in TRANSPORTS]
     todo = [*package, root / BACKEND, *transports]
     found: dict[Path, None] = {}

@@ -74,7 +74,7 @@ def measure(
     exchange(folder, rank, f"ready{size}", b"")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        trips(rank, memory, mapped, out, signal)
+        awaited = trips(rank, memory, mapped, out, signal)
     samples = []
     for _ in range(arguments.warmup + arguments.iters):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -83,24 +83,27 @@ def measure(
         last.record()
         last.synchronize()
         samples.append(float(first.elapsed_time(last)) * 1e3 / (2 * TRIPS))
+    if any(each.outcome != "reached" for each in awaited):
+        raise SystemExit(f"puts.py: a signal did not come within {LIMIT_S:g} s")
     if not torch.equal(inbox.cpu(), numbers(size, 1 - rank)):
         raise SystemExit("puts.py: what came is not what was put")
     return {"what": "put", "size": size, "samples_us": samples[arguments.warmup :]}
 
 
-def trips(rank: int, memory: Any, mapped: Any, out: Any, signal: Any) -> None:
+def trips(rank: int, memory: Any, mapped: Any, out: Any, signal: Any) -> list[Any]:
     """Round trips on the current stream. Each end's signal counts them, and is 0 again before the next replay's."""
     import torch
 
-    stream = torch.cuda.current_stream()
+    stream, awaited = torch.cuda.current_stream(), []
     for trip in range(1, TRIPS + 1):
         if rank == 0:
             mapped.put(out, DATA_AT, stream=stream, signal=(0, trip))
-        memory.await_signal(0, trip, stream=stream, timeout=LIMIT_S)
+        awaited.append(memory.await_signal(0, trip, stream=stream, timeout=LIMIT_S))
         if trip == TRIPS:
             signal.zero_()
         if rank == 1:
             mapped.put(out, DATA_AT, stream=stream, signal=(0, trip))
+    return awaited
 
 
 def numbers(size: int, rank: int) -> Any:
