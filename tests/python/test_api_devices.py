@@ -199,6 +199,18 @@ def test_exporters_that_refuse(shm: Pair) -> None:
     still_moves(shm)
 
 
+@pytest.mark.parametrize("device", [None, 2, (2,), ("cuda", 0), (2**40, 0), ValueError])
+def test_exporters_that_do_not_say_where(shm: Pair, device: Any) -> None:
+    class Vague(Refusing):
+        def __dlpack_device__(self) -> Any:
+            if device is ValueError:
+                raise ValueError("Unknown device type meta")
+            return device
+
+    with pytest.raises(crossrail.UsageError, match="the Vague does not lend its memory"):
+        shm.to_b.send(Vague(BufferError("not even asked")))
+
+
 def test_pytorchs_items_without_a_dlpack_name_go_as_bytes(shm: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     class Tensor(Refusing):
         """What PyTorch's tensors have that matters here."""

@@ -166,7 +166,13 @@ impl Dtype {
 }
 
 /// Where `object` says that its memory is; `None` when it has no DLPack.
-pub(crate) fn device(object: &Bound<'_, PyAny>) -> PyResult<Option<Device>> {
+///
+/// Raises UsageError when it does not say, and why it does not.
+pub(crate) fn device(object: &Bound<'_, PyAny>, operation: &str) -> PyResult<Option<Device>> {
+    said(object).map_err(|error| errors::refused(object, operation, error))
+}
+
+fn said(object: &Bound<'_, PyAny>) -> PyResult<Option<Device>> {
     let py = object.py();
     let Some(ask) = object.getattr_opt(intern!(py, "__dlpack_device__"))? else { return Ok(None) };
     if !object.hasattr(intern!(py, "__dlpack__"))? {

@@ -104,7 +104,7 @@ impl Wanted<'_> {
                 Err(_) => {}
             }
         }
-        if let Some(said) = dlpack::device(object)? {
+        if let Some(said) = dlpack::device(object, self.operation)? {
             return self.tensor(object, said, order);
         }
         match cai::described(object, self.operation)? {
@@ -234,7 +234,7 @@ fn on_host(ptr: u64, len: usize, keep: Arc<dyn Any + Send + Sync>) -> Operand {
 }
 
 fn on_gpu(object: &Bound<'_, PyAny>) -> bool {
-    matches!(dlpack::device(object), Ok(Some(device)) if matches!(device.whose(), Ok(Whose::Gpu(_))))
+    matches!(dlpack::device(object, ""), Ok(Some(device)) if matches!(device.whose(), Ok(Whose::Gpu(_))))
 }
 
 /// Whose memory a DLPack device stands for.

@@ -34,7 +34,7 @@ impl Receipt {
         self.0.peer()
     }
 
-    /// How the bytes travelled: eager, direct(mapped), direct(cma), chunks or batch.
+    /// How the bytes travelled: eager, direct(mapped), direct(cma), direct(cuda_ipc), chunks or batch.
     #[getter]
     fn protocol(&self) -> String {
         self.0.protocol.to_string()

@@ -66,7 +66,7 @@ pub(crate) fn _borrow<'py>(
 ) -> PyResult<(Span, String, Bound<'py, PyTuple>)> {
     let py = object.py();
     let _call = lent::Call::enter(py);
-    let Some(said) = dlpack::device(object)? else {
+    let Some(said) = dlpack::device(object, operation)? else {
         return Err(errors::usage(py, operation, format!("a {} has no DLPack", operand::name(object)), ""));
     };
     if let Whose::Gpu(ordinal) = operand::whose(object, said, operation)? {

@@ -1,4 +1,4 @@
-use crossrail::{ConnectOptions, WorkerOptions};
+use crossrail::{ConnectOptions, Place, WorkerOptions};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
@@ -181,7 +181,10 @@ impl Worker {
         let lent = Wanted { context: worker.context(), used: Use::Write, stream, operation: "recv" }.of(buffer)?;
         let source = source.map(|endpoint| endpoint.get().native());
         let place = lent.place();
-        let native = worker.native.recv(lent, tag, mask, source).or_raise(py)?;
+        let start = || worker.native.recv(lent, tag, mask, source);
+        // A GPU's driver may take its time.
+        let native = if place == Place::Host { start() } else { py.detach(start) };
+        let native = native.or_raise(py)?;
         Ok(Request::new(native, slf.clone().unbind(), place))
     }
 
