@@ -63,9 +63,11 @@ def test_a_signal_comes_after_its_bytes_and_is_awaited(near: Link) -> None:
     memory = near.context.alloc(1 << 20, near.device)
     mapped = map_theirs(near, "numbers", 1 << 20)
     stream = torch.cuda.Stream("cuda:0")
+    signal = torch.from_dlpack(memory)[:8].view(torch.int64)
+    signal.fill_(3)  # loads the kernel, for which a stream that waits could be no time
+    torch.cuda.synchronize()
     awaited = memory.await_signal(0, 5, stream=stream, timeout=20)
     assert awaited.outcome == "pending" and not stream.query()
-    signal = torch.from_dlpack(memory)[:8].view(torch.int64)
     signal.fill_(4)
     torch.cuda.current_stream().synchronize()
     assert awaited.outcome == "pending"

@@ -146,6 +146,7 @@ def test_a_stream_waits_for_a_receive(link: Link, side: Any, tensor: Any, curren
     stream = torch.cuda.current_stream() if current else side
     link.far.do("make", name="source", nbytes=SIZE, seed=8)
     result = torch.zeros_like(tensor)
+    torch.add(tensor, 1, out=result)  # loads the kernel, for which a stream that waits could be no time
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         request = link.worker.recv(tensor, source=link.endpoint)
@@ -231,6 +232,7 @@ def test_captures_of_another_thread_are_not_broken(link: Link, tensor: Any) -> N
         try:
             stream, numbers = torch.cuda.Stream("cuda:0"), torch.zeros(1000, device="cuda:0")
             stream.wait_stream(torch.cuda.current_stream())
+            numbers.add_(1)
             while not over.is_set():
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.stream(stream):

@@ -26,9 +26,10 @@ def test_both_ends_see_the_same_bytes(shm: Pair) -> None:
 
 
 def test_it_outlives_the_peer(shm: Pair) -> None:
-    mapped = shm.to_b.map(shm.to_a.share(shm.context.alloc(100)))
+    memory = shm.context.alloc(100)
+    mapped = shm.to_b.map(shm.to_a.share(memory))
     array = np.from_dlpack(mapped)
-    del mapped
+    del mapped, memory
     shm.b.close()
     gc.collect()
     array[:] = 7
@@ -50,7 +51,8 @@ def test_what_is_not_shared(shm: Pair) -> None:
     for nonsense in (b"", b"XRS1", b"x" * 36):
         with pytest.raises(crossrail.UsageError, match="not one"):
             shm.to_b.map(nonsense)
-    shared = shm.to_a.share(shm.context.alloc(100))
+    memory = shm.context.alloc(100)
+    shared = shm.to_a.share(memory)
     with pytest.raises(crossrail.CrossrailError):
         shm.to_b.map(shared[:-1] + bytes([shared[-1] ^ 1]), timeout=0.2)
 
