@@ -35,6 +35,10 @@ def test_four_equal_rails_share_equally_and_add_up(make_bed: MAKE) -> None:
     assert 0.5 * bed.gb_per_s < row.gb_per_s <= 1.05 * bed.gb_per_s
     for device in bed.rails:
         assert bed.sent_bytes("right", device) > 8 * 64 * MIB * 0.15
+    assert row.raw_tcp_gb_per_s is not None, row.notes
+    assert 0.5 * bed.gb_per_s < row.raw_tcp_gb_per_s <= 1.05 * bed.gb_per_s
+    assert row.verdict is not None
+    assert row.verdict.holds == "network"
 
 
 def test_uneven_rails_fill_in_proportion(make_bed: MAKE) -> None:
@@ -63,6 +67,7 @@ def test_rails_over_ipv6(make_bed: MAKE) -> None:
     assert sorted(shares(row)) == ["eth1", "eth2"]
     for device in ("eth1", "eth2"):
         assert bed.sent_bytes("right", device) > 4 * 32 * MIB * 0.3
+    assert row.raw_tcp_gb_per_s is not None, row.notes
 
 
 def _names(row: Row, said: str, device: str) -> None:
