@@ -21,6 +21,8 @@ from leftovers import held, more  # noqa: E402
 from steps import gpu_count  # noqa: E402
 
 COMMAND_LIMIT_S = 90.0
+LASTING = {"link", "pair", "other"}
+"""Fixtures of more than one test."""
 GPUS, WHY_NONE = gpu_count()
 
 
@@ -38,15 +40,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test after which there are more child processes or shared segments than before.
 
-    Descriptors are left out: the driver opens its own whenever a GPU is first used for something.
+    Descriptors are left out: the driver opens its own whenever a GPU is first used for something. So are segments where
+    a context outlives the test: its bounce memory does too.
     """
     gc.collect()
     before = held()
+    left_out: dict[str, Any] = {"descriptors": before.descriptors}
+    if LASTING & set(request.fixturenames):
+        left_out["segments"] = before.segments
     yield
     request.node.funcargs.clear()
     deadline = time.monotonic() + 10
     gc.collect()
-    while (left := more(before, held()._replace(descriptors=before.descriptors))) and time.monotonic() < deadline:
+    while (left := more(before, held()._replace(**left_out))) and time.monotonic() < deadline:
         time.sleep(0.02)  # threads of closed workers and killed peers end on their own time
         gc.collect()
     assert not left, f"left behind: {left}"
