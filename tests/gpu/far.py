@@ -94,7 +94,8 @@ class Far:
             try:
                 self.process.wait(20)
             except subprocess.TimeoutExpired:
-                self.kill()
+                self.process.kill()
+        self.kill()
 
 
 class Commands:
