@@ -9,6 +9,7 @@ use std::sync::Arc;
 use crossrail_shm::Segment;
 use crossrail_types::{Error, ErrorKind, Result};
 
+use crate::chunks::Times;
 use crate::context::Context;
 use crate::device::{Device, DeviceAlloc, Ready};
 
@@ -158,7 +159,8 @@ fn usage(operation: &str, detail: &str) -> Error {
 /// Whatever keeps an operation's bytes alive until it is finished.
 pub(crate) enum Keep {
     Nothing,
-    Memory(#[allow(dead_code)] Memory),
+    Segment(#[allow(dead_code)] Segment),
+    Gpu(#[allow(dead_code)] DeviceAlloc),
     Vec(Vec<u8>),
     Shared(#[allow(dead_code)] Arc<dyn Any + Send + Sync>),
 }
@@ -178,6 +180,8 @@ pub(crate) struct OnGpu {
     /// Its GPU, once it is known that the memory is that one's.
     pub(crate) device: Option<Arc<Device>>,
     pub(crate) after: Option<Ready>,
+    /// Where the time of the operation that has it goes.
+    pub(crate) times: Times,
 }
 
 // SAFETY: a Buffer owns (or, for `raw` and `device`, was promised) memory that any thread may touch until it is
@@ -209,8 +213,16 @@ impl Buffer {
         keep: Option<Arc<dyn Any + Send + Sync>>,
         after: Option<Ready>,
     ) -> Buffer {
-        let gpu = Some(Box::new(OnGpu { ordinal, device: None, after }));
+        let gpu = Some(Box::new(OnGpu { ordinal, device: None, after, times: Times::default() }));
         Buffer { ptr: ptr as *mut u8, len, keep: keep.map_or(Keep::Nothing, Keep::Shared), gpu }
+    }
+
+    #[cold]
+    fn of_gpu(memory: &DeviceAlloc) -> Buffer {
+        let device = memory.device().clone();
+        let (ptr, len) = (memory.ptr() as *mut u8, memory.len());
+        let gpu = OnGpu { ordinal: device.ordinal(), device: Some(device), after: None, times: Times::default() };
+        Buffer { ptr, len, keep: Keep::Gpu(memory.clone()), gpu: Some(Box::new(gpu)) }
     }
 
     /// The same bytes, touched only once `after` is complete; for memory of a GPU.
@@ -244,12 +256,15 @@ impl Buffer {
 }
 
 impl From<&Memory> for Buffer {
+    #[inline]
     fn from(memory: &Memory) -> Buffer {
-        let gpu = memory.on_gpu().map(|memory| {
-            let device = memory.device().clone();
-            Box::new(OnGpu { ordinal: device.ordinal(), device: Some(device), after: None })
-        });
-        Buffer { ptr: memory.ptr(), len: memory.len(), keep: Keep::Memory(memory.clone()), gpu }
+        match &memory.0 {
+            Backing::Host(segment) => {
+                let (ptr, len) = (segment.ptr(), segment.len());
+                Buffer { ptr, len, keep: Keep::Segment(segment.clone()), gpu: None }
+            }
+            Backing::Gpu(memory) => Buffer::of_gpu(memory),
+        }
     }
 }
 

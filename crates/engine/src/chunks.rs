@@ -262,8 +262,7 @@ impl LaneState {
     }
 
     /// Whether it has as many chunks ahead as it may.
-    #[inline]
-    pub(crate) fn is_full(&self) -> bool {
+    fn is_full(&self) -> bool {
         self.staged.as_ref().is_some_and(|staged| {
             staged.queue.len() >= LOOKAHEAD || staged.queue.iter().any(|queued| matches!(queued.stage, Stage::Slotless))
         })
@@ -332,13 +331,28 @@ impl Staged {
 }
 
 impl State {
-    /// What the protocol has for that lane.
-    #[inline]
-    pub(crate) fn ask(&mut self, endpoint: EndpointId, lane: LaneId) -> Option<Out> {
+    /// [`State::next`] for a lane with chunks of GPU memory.
+    #[cold]
+    pub(crate) fn next_staged(&mut self, endpoint: EndpointId, lane: LaneId) -> Option<Tx> {
         let now = self.now;
-        let full = self.lane(lane).is_some_and(|lane| lane.is_full());
-        let peer = &mut self.peer(endpoint)?.peer;
-        if full { peer.next_but_chunks(now, lane) } else { peer.next(now, lane) }
+        loop {
+            let state = self.lane(lane)?;
+            if let Some(tx) = state.pending.take() {
+                state.advance();
+                return Some(tx);
+            }
+            let full = state.is_full();
+            let peer = &mut self.peer(endpoint)?.peer;
+            let out = if full { peer.next_but_chunks(now, lane)? } else { peer.next(now, lane)? };
+            if out.chunk && self.stage(endpoint, lane, &out) {
+                continue;
+            }
+            if let Some(mut tx) = self.tx(endpoint, lane, &out) {
+                self.keep(endpoint, lane, &out.body, &mut tx);
+                return Some(tx);
+            }
+            self.log.error(format_args!("a frame for memory that is gone was dropped"));
+        }
     }
 
     /// Counts a chunk that the protocol has given to that lane. True: it waits in the lane's queue, to be packed.
@@ -469,9 +483,9 @@ impl State {
     fn spend(&mut self, memory: Memory, how: impl FnOnce(&mut Times, Time)) {
         let now = self.tick();
         if let Memory::Op(op) = memory
-            && let Some(op) = self.ops.op_mut(op)
+            && let Some(gpu) = self.ops.op_mut(op).and_then(|op| op.gpu.as_mut())
         {
-            how(op.times.get_or_insert_default(), now);
+            how(&mut gpu.times, now);
         }
     }
 

@@ -51,6 +51,8 @@ pub(crate) struct Core {
     pub(crate) closing: Vec<(LaneId, u32)>,
     /// Receives that wait for memory of a GPU.
     pub(crate) receives: Gate,
+    /// A lane has something that it is to ask for itself.
+    turns: bool,
     /// Links to GPU memory of peers.
     pub(crate) links: u32,
     passes: u32,
@@ -114,6 +116,7 @@ impl Core {
             jobs: Vec::new(),
             closing: Vec::new(),
             receives: Gate::default(),
+            turns: false,
             links: 0,
             passes: 0,
             sockets_only: true,
@@ -208,6 +211,7 @@ impl Core {
     }
 
     /// Reads the clock and lets the protocol look for silent lanes.
+    #[inline]
     pub(crate) fn timers(&mut self) {
         let now = self.st.tick();
         if self.links > 0 {
@@ -274,6 +278,7 @@ impl Core {
             && peer.inside.is_some_and(|id| peer.peer.presses(id))
         {
             self.flush(endpoint);
+            self.kicked |= std::mem::take(&mut self.turns);
         }
         self.kick(endpoint);
     }
@@ -283,11 +288,18 @@ impl Core {
     fn flush(&mut self, endpoint: EndpointId) {
         let Some(id) = self.st.peer(endpoint).and_then(|peer| peer.inside) else { return };
         let Some(at) = self.inside.iter().position(|lane| lane.id == id) else { return };
+        if self.st.lane(id).is_some_and(|lane| lane.staged.is_some()) {
+            // Chunks of GPU memory have their turns: the lane asks for what is next when it is polled.
+            self.turns = true;
+            return;
+        }
         let mut failed = None;
         while self.st.lane(id).is_some_and(|lane| lane.pending.is_none()) && self.st.wants(endpoint, id) {
-            let Some(out) = self.st.ask(endpoint, id) else { break };
+            let now = self.st.now;
+            let Some(out) = self.st.peer(endpoint).and_then(|peer| peer.peer.next(now, id)) else { break };
             if out.chunk && self.st.stage(endpoint, id, &out) {
-                continue;
+                self.turns = true;
+                break;
             }
             let Some(mut tx) = self.st.tx(endpoint, id, &out) else { continue };
             match self.inside[at].lane.post(&tx) {
@@ -397,7 +409,7 @@ impl Core {
         let Some(bytes) = self.st.peer(endpoint).and_then(|peer| peer.take_arrival(arrival)) else { return };
         let Some(op) = self.st.ops.op(id) else { return };
         let bytes = &bytes[..bytes.len().min(op.len).min(len as usize)];
-        let Some(gpu) = op.gpu else {
+        let Some(gpu) = op.ordinal() else {
             // SAFETY: `op.ptr` is valid for `op.len` bytes until the operation is finished.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), op.ptr, bytes.len()) };
             return;

@@ -112,7 +112,7 @@ impl Core {
             }
             match what {
                 What::Start(operation) => self.begin_operation(op, operation),
-                What::Receive { tag, mask, from } => self.post(op, tag, mask, from),
+                What::Receive { tag, mask, from } => self.post_late(op, tag, mask, from),
             }
         }
     }

@@ -8,7 +8,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, OpId, Result};
 
 use proto::Short;
 
-use crate::buffer::{Buffer, Keep};
+use crate::buffer::{Buffer, Keep, OnGpu};
 use crate::chunks::Times;
 use crate::request::Receipt;
 
@@ -51,15 +51,13 @@ pub(crate) struct Op {
     pub(crate) ptr: *mut u8,
     pub(crate) len: usize,
     /// The GPU whose memory it is; `None`: host memory.
-    pub(crate) gpu: Option<u32>,
+    pub(crate) gpu: Option<Box<OnGpu>>,
     pub(crate) tag: u64,
     keep: Keep,
     grant: Option<Arc<Grant>>,
     /// The shared cursor offered for a direct copy, and whether one was done.
     pub(crate) slot: Option<u32>,
     pub(crate) direct: Option<crossrail_transport::DirectKind>,
-    /// Where its time went, on account of GPU memory.
-    pub(crate) times: Option<Box<Times>>,
     pub(crate) outcome: Option<Outcome>,
     /// Nobody holds the request any more: the slot is free as soon as the operation is finished.
     detached: bool,
@@ -109,13 +107,13 @@ impl Ops {
         slot.endpoint = endpoint;
         slot.ptr = buffer.ptr;
         slot.len = buffer.len;
-        slot.gpu = buffer.gpu.as_ref().map(|gpu| gpu.ordinal);
+        slot.gpu = buffer.gpu;
         slot.tag = tag;
-        slot.keep = buffer.keep;
+        // Nothing is kept of what was there before.
+        std::mem::forget(std::mem::replace(&mut slot.keep, buffer.keep));
         slot.grant = None;
         slot.slot = None;
         slot.direct = None;
-        slot.times = None;
         slot.detached = false;
         slot.callback = None;
         slot.parent = None;
@@ -153,7 +151,7 @@ impl Ops {
         }
         if let Ok(Finish { more: Some(more), .. }) = &mut outcome {
             more.direct = op.direct;
-            more.times = op.times.take();
+            more.times = op.gpu.as_ref().map(|gpu| Box::new(gpu.times));
         }
         let callback = op.callback.take();
         let (parent, detached) = (op.parent.take(), op.detached);
@@ -337,7 +335,9 @@ impl Ops {
         let slot = &mut self.slots[id.index as usize];
         slot.generation = slot.generation.wrapping_add(1);
         slot.live = false;
-        slot.keep = Keep::Nothing;
+        if !matches!(slot.keep, Keep::Nothing) {
+            slot.keep = Keep::Nothing;
+        }
         slot.outcome = None;
         self.free.push(id.index);
         self.live -= 1;
@@ -359,7 +359,6 @@ impl Op {
             grant: None,
             slot: None,
             direct: None,
-            times: None,
             outcome: None,
             detached: false,
             callback: None,
@@ -368,6 +367,12 @@ impl Op {
             bytes: 0,
             failure: None,
         }
+    }
+
+    /// The GPU that its memory is of, by number.
+    #[inline]
+    pub(crate) fn ordinal(&self) -> Option<u32> {
+        self.gpu.as_ref().map(|gpu| gpu.ordinal)
     }
 
     /// The grant under which lanes outside the lock touch this operation's memory.

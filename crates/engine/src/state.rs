@@ -281,7 +281,7 @@ impl State {
     #[inline]
     pub(crate) fn span(&mut self, memory: Memory) -> Option<(*mut u8, u64, Option<u32>)> {
         match memory {
-            Memory::Op(op) => self.ops.op(op).map(|op| (op.ptr, op.len as u64, op.gpu)),
+            Memory::Op(op) => self.ops.op(op).map(|op| (op.ptr, op.len as u64, op.ordinal())),
             Memory::Region { region, base, .. } => {
                 let (ptr, len, gpu) = self.regions.memory(region)?;
                 (base <= len).then(|| (ptr.wrapping_add(base as usize), len - base, gpu))
@@ -363,14 +363,18 @@ impl State {
 
     /// `Sink::next` for any lane of `endpoint`.
     pub(crate) fn next(&mut self, endpoint: EndpointId, lane: LaneId) -> Option<Tx> {
+        let state = self.lane(lane)?;
+        if state.staged.is_some() {
+            return self.next_staged(endpoint, lane);
+        }
+        if let Some(tx) = state.pending.take() {
+            return Some(tx);
+        }
+        let now = self.now;
         loop {
-            if let Some(tx) = self.lane(lane)?.pending.take() {
-                self.advance(lane);
-                return Some(tx);
-            }
-            let out = self.ask(endpoint, lane)?;
+            let out = self.peer(endpoint)?.peer.next(now, lane)?;
             if out.chunk && self.stage(endpoint, lane, &out) {
-                continue;
+                return self.next_staged(endpoint, lane);
             }
             if let Some(mut tx) = self.tx(endpoint, lane, &out) {
                 self.keep(endpoint, lane, &out.body, &mut tx);
@@ -448,7 +452,7 @@ impl State {
     }
 
     /// `Sink::placed` for any lane of `endpoint`; `Err` kills the lane.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn placed(&mut self, endpoint: EndpointId, lane: LaneId, token: u64) -> Result<(), String> {
         if token > chunks::CONTROL && !self.placed_beside(endpoint, lane)? {
             return Ok(());

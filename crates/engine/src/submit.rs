@@ -79,7 +79,7 @@ impl Core {
     /// Hands an operation to the protocol.
     pub(crate) fn begin_operation(&mut self, op: OpId, operation: Operation) {
         let Some(entry) = self.st.ops.op(op) else { return };
-        let (Some(endpoint), ptr, len, gpu) = (entry.endpoint, entry.ptr, entry.len, entry.gpu) else { return };
+        let (Some(endpoint), ptr, len, gpu) = (entry.endpoint, entry.ptr, entry.len, entry.ordinal()) else { return };
         let inside = self.st.peer(endpoint).and_then(|peer| peer.inside);
         let offer = match gpu {
             None => inside.and_then(|lane| self.offer(lane, op, ptr, len)),
@@ -139,7 +139,7 @@ impl Core {
     /// Posts a receive.
     pub(crate) fn receive(
         &mut self,
-        mut buffer: Buffer,
+        buffer: Buffer,
         tag: u64,
         mask: u64,
         from: Option<EndpointId>,
@@ -147,24 +147,38 @@ impl Core {
         if self.closed {
             return Err(crate::ops::gone("recv"));
         }
+        if buffer.gpu.is_some() || self.receives.is_closed() {
+            return Ok(self.receive_gpu(buffer, tag, mask, from));
+        }
+        let len = buffer.len as u64;
+        let op = self.st.ops.insert("recv", from, tag, buffer);
+        self.post(op, len, tag, mask, from);
+        Ok(op)
+    }
+
+    /// [`Core::receive`] into memory of a GPU, or behind a receive that waits for one.
+    #[cold]
+    fn receive_gpu(&mut self, mut buffer: Buffer, tag: u64, mask: u64, from: Option<EndpointId>) -> OpId {
+        let (gpu, after) = buffer.gpu.as_mut().map_or((None, None), |gpu| (Some(gpu.ordinal), gpu.after.take()));
         let gated = self.receives.is_closed();
-        let (gpu, after) = match &mut buffer.gpu {
-            Some(gpu) => (Some(gpu.ordinal), gpu.after.take()),
-            None => (None, None),
-        };
         let op = self.st.ops.insert("recv", from, tag, buffer);
         if gated || after.is_some() {
             self.wait_at_gate(op, What::Receive { tag, mask, from }, gpu, after);
         } else {
-            self.post(op, tag, mask, from);
+            self.post_late(op, tag, mask, from);
         }
-        Ok(op)
+        op
     }
 
     /// A receive takes its place among the others.
-    #[inline]
-    pub(crate) fn post(&mut self, op: OpId, tag: u64, mask: u64, from: Option<EndpointId>) {
+    #[cold]
+    pub(crate) fn post_late(&mut self, op: OpId, tag: u64, mask: u64, from: Option<EndpointId>) {
         let Some(len) = self.st.ops.op(op).map(|op| op.len as u64) else { return };
+        self.post(op, len, tag, mask, from);
+    }
+
+    #[inline(always)]
+    fn post(&mut self, op: OpId, len: u64, tag: u64, mask: u64, from: Option<EndpointId>) {
         if let Some((endpoint, arrival)) = self.st.matcher.post(op, tag, mask, from, len) {
             let now = self.st.now;
             if let Some(entry) = self.st.ops.op_mut(op) {

@@ -43,6 +43,7 @@ impl Matcher {
     ///
     /// `Some((peer, arrival))`: it matched the oldest such message that has already come; hand it to that peer's
     /// [`crate::Peer::accept`]. `None`: it waits.
+    #[inline(always)]
     pub fn post(
         &mut self,
         op: OpId,

@@ -51,10 +51,17 @@ impl Peer {
         if self.owes() && !self.urgent && !self.lanes.is_empty() {
             return Some(Time(0));
         }
-        let waiting = self.lanes.iter().filter(|l| !l.suspected && self.waits_on(l));
-        let silence = waiting.map(|l| Time(l.silent_since().0.saturating_add(self.config.lane_deadline))).min();
-        let beat = self.lanes.iter().filter_map(|l| l.next_beat(self.beat_every())).min();
-        silence.into_iter().chain(beat).min()
+        let mut earliest: Option<Time> = None;
+        let mut wanted = |at: Time| earliest = Some(earliest.map_or(at, |known| known.min(at)));
+        for lane in &self.lanes {
+            if !lane.suspected && self.waits_on(lane) {
+                wanted(Time(lane.silent_since().0.saturating_add(self.config.lane_deadline)));
+            }
+            if let Some(at) = lane.next_beat(self.beat_every()) {
+                wanted(at);
+            }
+        }
+        earliest
     }
 
     /// How often a lane says that it lives while it holds what cannot be taken yet.

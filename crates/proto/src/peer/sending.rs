@@ -32,25 +32,6 @@ impl Peer {
     #[inline]
     pub fn next(&mut self, now: Time, lane: LaneId) -> Option<Out> {
         let at = self.lane_at(lane)?;
-        if let Some(out) = self.next_light(now, at) {
-            return Some(out);
-        }
-        if self.active.is_empty() || !self.carries_chunks(at) || !self.live() {
-            return None;
-        }
-        self.next_chunk(now, at)
-    }
-
-    /// [`Peer::next`] for a lane that is to take no chunk at present: it waits for the bytes of others.
-    pub fn next_but_chunks(&mut self, now: Time, lane: LaneId) -> Option<Out> {
-        let at = self.lane_at(lane)?;
-        self.next_light(now, at)
-    }
-
-    /// Acknowledgements and messages.
-    #[inline]
-    fn next_light(&mut self, now: Time, at: usize) -> Option<Out> {
-        let lane = self.lanes[at].spec.id;
         if self.lanes[at].owes() && matches!(self.phase, Phase::Live | Phase::Closed) {
             let count = self.lanes[at].tell();
             return Some(Out {
@@ -68,7 +49,20 @@ impl Peer {
         {
             return self.next_ack();
         }
-        None
+        if self.active.is_empty() || !self.carries_chunks(at) || !self.live() {
+            return None;
+        }
+        self.next_chunk(now, at)
+    }
+
+    /// [`Peer::next`] for a lane that is to take no chunk at present: it waits for the bytes of others.
+    #[cold]
+    pub fn next_but_chunks(&mut self, now: Time, lane: LaneId) -> Option<Out> {
+        let active = std::mem::take(&mut self.active);
+        let out = self.next(now, lane);
+        let begun = std::mem::replace(&mut self.active, active);
+        self.active.extend(begun);
+        out
     }
 
     /// Whether [`Peer::next`] might have something for this lane. Cheap.
