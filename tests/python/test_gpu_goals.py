@@ -41,25 +41,28 @@ def test_a_missing_figure_is_a_failure_that_says_why(ours: list[float], theirs: 
     assert outcome.notes == ["copies: no such program"]
 
 
-def test_a_latency_is_held_against_ncclls_better_figure() -> None:
-    peers = {"nccl": [25.0, 20.0, 30.0], "wall": [40.0], "nixl": [12.5]}
-    outcome = judging.as_latency("work", [15.0], peers, 0.6, "never")
+def test_a_latency_is_held_against_nccls_taken_in_the_same_way() -> None:
+    peers = {"graph": [25.0, 20.0, 30.0], "wall": [40.0], "nixl": [12.5]}
+    outcome = judging.as_latency("work", [15.0], peers, "graph", 0.6, "never")
     assert (outcome.peer, outcome.ratio, outcome.met) == ("25.00 us", "0.60", True)
     assert outcome.notes == ["nccl with a host that waits: 40.00 us", "nixl: 12.50 us"]
-    assert judging.as_latency("work", [15.2], peers, 0.6, "never").met is False
-    assert judging.as_latency("work", [15.0], {**peers, "wall": [20.0]}, 0.6, "never").met is False
-    assert judging.as_latency("work", [15.0], {"nixl": [1.0]}, 0.6, "nccl: gone").failed
+    assert judging.as_latency("work", [15.2], peers, "graph", 0.6, "never").met is False
+    hosts = judging.as_latency("work", [24.1], {**peers, "nixl": []}, "wall", 0.6, "never")
+    assert (hosts.peer, hosts.met, hosts.notes) == ("40.00 us", False, ["nccl in a graph: 25.00 us", "nixl: no figure"])
+    assert judging.as_latency("work", [15.0], {"nixl": [1.0]}, "wall", 0.6, "nccl: gone").failed
 
 
 def test_staged_rates_are_judged_in_the_usual_mode_and_shown_in_the_others() -> None:
     gpu = {(1, "kernel"): [8.5], (1, "host"): [4.0]}
-    outcomes = judging.staged(gpu, {1: [10.0]}, [5.0], "4 threads x 4", "never")
-    assert [outcome.met for outcome in outcomes] == [True, True, None, None]
-    assert outcomes[0].notes == ["NCCL is fastest with: 4 threads x 4"]
-    assert [one.met for one in judging.staged(gpu, {1: [10.1]}, [6.0], "", "never")] == [False, False, None, None]
+    outcomes = judging.staged(gpu, {1: [10.0]}, ([5.0], [20.0]), "4 threads x 4", "never")
+    assert [outcome.met for outcome in outcomes] == [True, None, True, None]
+    assert outcomes[1].notes == ["NCCL is fastest with: 4 threads x 4"]
+    slower = judging.staged(gpu, {1: [10.1]}, ([6.0], [6.0]), "", "never")
+    assert [outcome.met for outcome in slower] == [False, None, False, None]
     one_gpu = judging.staged(gpu, {1: [10.0]}, None, "", "never")
     assert len(one_gpu) == 2
     assert not any(outcome.failed for outcome in one_gpu)
+    assert judging.staged(gpu, {1: [10.0]}, ([], []), "", "nccl: gone")[0].failed
 
 
 def test_ways_to_unpack_stand_beside_one_copy() -> None:
@@ -156,13 +159,14 @@ def test_mesh_is_judged_on_four_gpus_alone(monkeypatch: pytest.MonkeyPatch, tmp_
     assert outcome["ours"].startswith("335")
 
 
-def test_tcp_takes_ncclls_best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tcp_against_nccl_as_it_comes_and_at_its_best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine = Machine(monkeypatch, tmp_path)
     data = machine.run("tcp")
-    assert len(data["outcomes"]) == 2 * 9
-    first = data["outcomes"][0]
-    assert (first["work"], first["ratio"]) == ("TCP, GPU to GPU, 64M, 1 rail, unpack kernel", "1.520")
-    assert first["notes"] == ["NCCL is fastest with: 4 threads x 4"]
+    assert len(data["outcomes"]) == 3 * (3 + 1 + 1), "a row more for each peer of the usual mode"
+    first, second = data["outcomes"][:2]
+    assert {first["work"], second["work"]} == {"TCP, GPU to GPU, 64M, 1 rail, unpack kernel"}
+    assert (float(first["ratio"]), second["ratio"]) == (3.8, "1.520")
+    assert second["notes"] == ["NCCL is fastest with: 4 threads x 4"]
     assert {"--rails=127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4"} <= {word for line in machine.asked for word in line}
 
 
@@ -171,7 +175,7 @@ def test_a_peer_that_fails_costs_its_rows_alone(monkeypatch: pytest.MonkeyPatch,
     machine.silent = {"nccl.py"}
     data = machine.run("tcp")
     failed = [outcome["failed"] for outcome in data["outcomes"]]
-    assert failed == [True, False] * 9
+    assert failed == [True, True, False, False, False] * 3
     assert data["outcomes"][0]["notes"] == ["nccl: nccl.py is silent"]
     machine.silent = {"nixl.py"}
     assert not any(outcome["failed"] for outcome in machine.run("latency")["outcomes"])
