@@ -8,10 +8,10 @@ use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
 use crate::buffer::Buffer;
-use crate::chunks::Gpu;
 use crate::core::Core;
 use crate::device::Ready;
 use crate::staging::{Done, Staged};
+use crate::tickets::Gpu;
 use crate::worker::Shared;
 
 /// What stagers have finished, until somebody with the worker's lock takes it.

@@ -10,11 +10,11 @@ use crossrail_types::{EndpointId, Head, LaneId, OpId};
 use proto::{Event, Memory};
 
 use crate::admit::Inbox;
-use crate::chunks::Work;
 use crate::copies::Active;
 use crate::gates::Gate;
 use crate::staging::Done;
 use crate::state::State;
+use crate::tickets::Work;
 
 /// Bytes a lane may move in each direction before the others get their turn.
 const LANE_BUDGET: usize = 1 << 20;

@@ -41,6 +41,7 @@ mod staging;
 mod state;
 mod streams;
 mod submit;
+mod tickets;
 mod worker;
 
 pub use buffer::{Buffer, Memory, Place};

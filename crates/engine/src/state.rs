@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use proto::{Body, Host, Memory, Placing, Time};
 use slab::Slab;
 
-use crate::chunks::{self, Beside, Staged, Staging};
+use crate::chunks::{self, Beside, Staged};
 use crate::gates::Gate;
 use crate::io::BulkLane;
 use crate::links::Reach;
@@ -23,6 +23,7 @@ use crate::log::Log;
 use crate::ops::{Finish, More, Ops};
 use crate::region::Regions;
 use crate::select::Explain;
+use crate::tickets::Staging;
 
 /// Longest control payload the protocol asks room for.
 const CONTROL_MAX: usize = 4096;
