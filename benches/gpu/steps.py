@@ -210,11 +210,23 @@ def read_pytest(output: str, code: int) -> Counts:
     failed = sum(counts.get(word, 0) for word in ("failed", "error", "errors"))
     passed, skipped = counts.get("passed", 0), counts.get("skipped", 0)
     if not last:
-        notes.append(f"ended early, exit code {code}")
-        failed = 1
-    elif passed + failed + skipped == 0:
+        return read_verbose(output, code)
+    if passed + failed + skipped == 0:
         notes, failed = ["no test ran"], 1
     return Counts(passed, failed, skipped, tuple(notes))
+
+
+def read_verbose(output: str, code: int) -> Counts:
+    """Counts of a pytest that did not come to its end: of what it said (-v) of each test."""
+    lines = re.findall(r"^\S*::.+$", output, re.MULTILINE)
+    ended = [re.match(r"(\S*::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", line) for line in lines]
+    words = [(match[1], match[2]) for match in ended if match]
+    counts = Counter(word for _, word in words)
+    notes = [f"{word} {name}" for name, word in words if word in ("FAILED", "ERROR")]
+    notes.append(f"ended early, exit code {code}")
+    if ended and ended[-1] is None:
+        notes.append(f"in {lines[-1].partition(' ')[0]}")
+    return Counts(counts["PASSED"], counts["FAILED"] + counts["ERROR"] + 1, counts["SKIPPED"], tuple(notes))
 
 
 def read_program(output: str, code: int) -> Counts:

@@ -1,14 +1,18 @@
-"""What every GPU test here gets: a visible skip where GPUs are too few, and a check that nothing is left behind."""
+"""What every GPU test here gets: a visible skip where GPUs are too few, and a check that nothing is left behind.
+
+A failure is told at once, as a later test may end the process.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +24,12 @@ from far import Far  # noqa: E402
 from leftovers import held, more  # noqa: E402
 from steps import gpu_count  # noqa: E402
 
-COMMAND_LIMIT_S = 90.0
+COMMAND_LIMIT_S = 50.0
 LASTING = {"link", "pair", "other"}
 """Fixtures of more than one test."""
 GPUS, WHY_NONE = gpu_count()
+FAILED = pytest.StashKey[bool]()
+"""Of a test that has run."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,6 +40,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if needed > GPUS:
             why = WHY_NONE or f"there {'is' if GPUS == 1 else 'are'} {GPUS}"
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU{'s' * (needed > 1)}: {why}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call":
+        item.stash[FAILED] = report.failed
+    return report
+
+
+class Told:
+    """Prints each failure when it happens, and not once more at the end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.ensure_newline()
+            parts = [report.longreprtext, *(f"-- {name}\n{text}" for name, text in report.sections)]
+            for line in "\n".join(parts).splitlines():
+                terminal.write_line(line)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        self.config.option.tbstyle = "no"
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and terminal is not None and terminal.stats.get("skipped"):
+            session.exitstatus = pytest.ExitCode.OK  # a file that is skipped as a whole, as where there is no PyTorch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Told(config))
 
 
 @pytest.fixture(autouse=True)
@@ -49,13 +89,27 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     if LASTING & set(request.fixturenames):
         left_out["segments"] = before.segments
     yield
+    if request.node.stash.get(FAILED, False):
+        return  # its traceback keeps all that it had
     request.node.funcargs.clear()
     deadline = time.monotonic() + 10
     gc.collect()
     while (left := more(before, held()._replace(**left_out))) and time.monotonic() < deadline:
         time.sleep(0.02)  # threads of closed workers and killed peers end on their own time
         gc.collect()
-    assert not left, f"left behind: {left}"
+    assert not left, f"left behind: {left}{told(before.children)}"
+
+
+def told(known: frozenset[str]) -> str:
+    """The other child processes, and the mapped segments, as the machine names them."""
+    lines = []
+    for child in sorted(held().children - known):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ").strip()
+            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+            lines.append(f"process {child}, state {state}: {command}")
+    lines += [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]
+    return "".join(f"\n  {line}" for line in lines)
 
 
 class Link(NamedTuple):
@@ -82,9 +136,26 @@ def link(request: pytest.FixtureRequest) -> Iterator[Link]:
     with crossrail.Worker(context, name="near") as worker:
         far = Far(worker, f"cuda:{min(1, GPUS - 1)}", tls)
         try:
+            warm(worker, far)
             yield Link(request.param, context, worker, far.endpoint, far, "cuda:0")
         finally:
             far.close()
+
+
+def warm(worker: Any, far: Far) -> None:
+    """Messages both ways: what the first makes (kernels, pinned memory) can wait for a GPU that is busy."""
+    import torch
+
+    for nbytes in (1000, 8 << 20):
+        tensor = torch.full((nbytes,), 1, dtype=torch.uint8, device="cuda:0")
+        far.do("make", name="warm", nbytes=nbytes)
+        far.ask("recv", name="warm")
+        far.endpoint.send(tensor).wait()
+        far.answer()
+        far.ask("send", name="warm")
+        worker.recv(tensor, source=far.endpoint).wait()
+        far.answer()
+    far.do("drop")
 
 
 Crossrail = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -31,7 +31,8 @@ from steps import (  # noqa: E402
 )
 
 RUST_LIMIT_S = 120.0
-PYTHON_LIMIT_S = 300.0
+PYTHON_LIMIT_S = 150.0
+"""For each file of Python tests."""
 SANITIZER_LIMIT_S = 120.0
 SANITIZERS = ("memcheck", "racecheck")
 
@@ -73,10 +74,17 @@ def steps_for(pack: Path, site: Path | None, gpus: int, present: int) -> Iterato
     for program in sorted((pack / "tests").iterdir()):
         name = f"{gpus} GPU: {program.name}"
         yield Step(name, [program.resolve()], RUST_LIMIT_S, read_libtest, {**environment, **compiler()})
-    python = {**environment, **({"PYTHONPATH": str(site.resolve())} if site else {})}
+    python = {
+        **environment,
+        "PYTHONFAULTHANDLER": "1",
+        "COLUMNS": "200",
+        **({"PYTHONPATH": str(site.resolve())} if site else {}),
+    }
     tests = ROOT / "tests" / "gpu"
-    pytest = [sys.executable, "-m", "pytest", "-c", tests / "pytest.ini", "-p", "no:cacheprovider", tests]
-    yield Step(f"{gpus} GPU: Python", pytest, PYTHON_LIMIT_S, read_pytest, python)
+    pytest = [sys.executable, "-m", "pytest", "-c", tests / "pytest.ini", "-p", "no:cacheprovider"]
+    # A process for each file: one that dies takes no other with it.
+    for file in sorted(tests.glob("test_*.py")):
+        yield Step(f"{gpus} GPU: Python {file.name}", [*pytest, file], PYTHON_LIMIT_S, read_pytest, python)
     if gpus == present or not present:
         for tool in SANITIZERS:
             yield sanitizer(pack, tool, gpus, {**environment, **compiler()})

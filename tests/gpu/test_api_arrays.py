@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,23 @@ def moved(pair: Pair, source: Any, target: Any) -> int:
 
 def zeros(nbytes: int, device: str = "cuda:0") -> Any:
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+
+def allocated(nbytes: int) -> int:
+    """Memory of cudaMalloc's own, of which PyTorch's cache keeps nothing when it is freed; of zeros."""
+    runtime = pytest.importorskip("cupy").cuda.runtime
+    torch.cuda.set_device(0)
+    address = int(runtime.malloc(nbytes))
+    runtime.memset(address, 0, nbytes)
+    runtime.deviceSynchronize()
+    return address
+
+
+def freed(address: int) -> None:
+    """Gives it back to the driver."""
+    runtime = pytest.importorskip("cupy").cuda.runtime
+    runtime.deviceSynchronize()
+    runtime.free(address)
 
 
 class TestMemory:
@@ -79,6 +97,11 @@ class TestMemory:
             pair.context.alloc(1 << 43, "cuda:0")
         with pytest.raises(crossrail.UsageError, match=f"cuda:{GPUS}|{GPUS}"):
             pair.context.alloc(1, GPUS)
+
+    def test_info_is_plain(self, pair: Pair) -> None:
+        info = pair.context.info()
+        assert json.loads(json.dumps(info))["cuda"] == info["cuda"]
+        assert info["cuda"]["present"] and len(info["cuda"]["devices"]) == GPUS
 
     def test_devices_by_their_own_objects(self, pair: Pair) -> None:
         assert pair.context.alloc(1, torch.device("cuda:0")).device == "cuda:0"
@@ -204,25 +227,25 @@ class TestWrongClaims:
             pair.to_b.send(zeros(10), stream=torch.cuda.Stream("cuda:1"))
 
     def test_memory_that_was_freed(self, pair: Pair) -> None:
-        tensor = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0")
-        array = Dlpack(Said(data=tensor.data_ptr(), shape=(64 << 20,)))
-        target = zeros(64 << 20)
-        assert moved(pair, array, target) == 64 << 20
-        del tensor
-        gc.collect()
-        torch.cuda.empty_cache()
+        address = allocated(64 << 20)
+        array = Dlpack(Said(data=address, shape=(64 << 20,)))
+        try:
+            assert moved(pair, array, zeros(64 << 20)) == 64 << 20
+        finally:
+            freed(address)
         self.refused(pair, array, "no memory that the CUDA driver knows")
 
     def test_memory_that_is_freed_while_it_is_registered(self, pair: Pair) -> None:
         """An error or what was there: never the end of the process or of its workers."""
-        tensor = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda:0")
-        region = pair.b.register(Dlpack(Said(data=tensor.data_ptr(), shape=(64 << 20,))))
+        address = allocated(64 << 20)
+        region = pair.b.register(Dlpack(Said(data=address, shape=(64 << 20,))))
         source = torch.ones(64 << 20, dtype=torch.uint8, device="cuda:0")
-        pair.to_b.write(source, region.key()).wait()
-        assert int(tensor.min()) == 1
-        del tensor
-        gc.collect()
-        torch.cuda.empty_cache()
+        try:
+            pair.to_b.write(source, region.key()).wait()
+            there = Interface(shape=(64 << 20,), data=(address, False))
+            assert int(torch.as_tensor(there, device="cuda:0").min()) == 1
+        finally:
+            freed(address)
         try:
             pair.to_b.write(source, region.key()).wait()
         except crossrail.CrossrailError as error:

@@ -126,6 +126,6 @@ loaded = [line for line in open("/proc/self/maps") if "libcuda" in line or "nvrt
 assert not loaded, loaded
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False, cwd=Path.cwd()
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False, cwd=Path.cwd()
     )
     assert done.returncode == 0, done.stderr

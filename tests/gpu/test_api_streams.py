@@ -28,6 +28,10 @@ def side() -> Any:
 @pytest.fixture
 def tensor() -> Any:
     made = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:0")
+    made.fill_(1)  # loads the kernels, which could wait for a stream that is busy
+    torch.empty_like(made).copy_(made)
+    made.zero_()
+    torch.cuda._sleep(1)
     torch.cuda.synchronize()
     return made
 

@@ -76,7 +76,7 @@ def test_two_ends_each_with_its_gpu() -> None:
             assert other.stderr is not None
             address = listening(other.stderr)
             connect = [*common, f"--connect={address}", "--size=32M", "--iters=3", "--device=cuda:0", "--json=-"]
-            done = subprocess.run(connect, env=clean, capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run(connect, env=clean, capture_output=True, text=True, timeout=50, check=False)
             assert done.returncode == 0, done.stderr
             assert other.wait(30) == 0, other.stderr.read()
         finally:

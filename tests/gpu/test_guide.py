@@ -10,7 +10,7 @@ import sys
 import pytest
 from guide import COMMANDS, ENDS, ROOT
 
-LIMIT_S = 90.0
+LIMIT_S = 50.0
 
 
 def environment() -> dict[str, str]:

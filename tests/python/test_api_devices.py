@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import sys
 import types
 from collections.abc import Callable
@@ -423,6 +424,7 @@ class TestMemoryAsATensor:
 
 def test_what_info_says_of_cuda(shm: Pair) -> None:
     cuda = shm.context.info()["cuda"]
+    assert json.loads(json.dumps(cuda)) == cuda
     assert cuda["present"] == (cuda["reason"] is None)
     assert len(cuda["peer_access"]) == len(cuda["devices"])
     if not cuda["present"]:

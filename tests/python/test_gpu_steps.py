@@ -60,6 +60,12 @@ def test_pytest_counts() -> None:
     )
     assert read_pytest(PYTEST, 1) == Counts(10, 1, 2, notes)
     assert read_pytest("collected 3 items\nFatal Python error: Aborted\n", -6).failed == 1
+    died = (
+        "test_a.py::test_b[one two] PASSED [ 10%]\ntest_a.py::test_c FAILED [ 20%]\ntest_a.py:7: in test_c\n    f()\n"
+        "test_a.py::test_d Fatal Python error: Segmentation fault\n  File test_a.py line 3\n"
+    )
+    notes = ("FAILED test_a.py::test_c", "ended early, exit code -11", "in test_a.py::test_d")
+    assert read_pytest(died, -11) == Counts(1, 2, 0, notes)
     assert read_pytest("== 2 passed, 1 error in 3.00s (0:00:03) ==\n", 1) == Counts(2, 1, 0)
 
 

@@ -236,7 +236,7 @@ fn cuda_dict<'py>(
     all.set_item("peer_access", cuda.map(|cuda| cuda.peer_access.clone()).unwrap_or_default())?;
     let cache = cuda.and_then(|cuda| cuda.kernel_cache.as_ref()).map(|cache| {
         let row = PyDict::new(py);
-        row.set_item("folder", &cache.folder)?;
+        row.set_item("folder", cache.folder.to_string_lossy())?;
         row.set_item("bytes", cache.bytes)?;
         Ok::<_, PyErr>(row)
     });
