@@ -68,6 +68,10 @@ class Said(NamedTuple):
     version: tuple[int, int] = (1, 0)
 
 
+_lent: dict[int, Dlpack] = {}
+"""Whose tensors are out: an exporter must live as long as its tensors, since they call its deleter."""
+
+
 class Dlpack:
     """An exporter of one tensor. Counts how often its tensors were given back; keeps what it was asked for."""
 
@@ -82,8 +86,9 @@ class Dlpack:
         self._alive: list[Any] = []
         self._deleter = _Deleter(self._give_back) if deleter else _Deleter()
 
-    def _give_back(self, _tensor: int) -> None:
+    def _give_back(self, tensor: int) -> None:
         self.returned += 1
+        _lent.pop(tensor, None)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device
@@ -109,6 +114,8 @@ class Dlpack:
         tensor.ndim = len(said.shape or ()) if said.ndim is None else said.ndim
         tensor.shape, tensor.strides = axes
         self._alive += [managed, *axes]
+        if self._deleter:
+            _lent[ctypes.addressof(managed)] = self
         name = b"dltensor_versioned" if self.versions else b"dltensor"
         return _new_capsule(ctypes.addressof(managed), name, None)
 

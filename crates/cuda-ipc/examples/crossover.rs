@@ -1,5 +1,5 @@
-//! Up to which size a copy to or from another GPU is better done by a kernel than by a copy engine, and whether to pull
-//! or to push: what `KERNEL_UP_TO` is set by.
+//! Whether a copy to or from another GPU is better done by a copy engine or by a kernel, and by pulling or by pushing, at
+//! every size: links leave all copies to the engines for what this found.
 //!
 //!     cargo run --release -p crossrail-cuda-ipc --example crossover -- [--gpus 0,1] [--max 64M] [--json FILE]
 //!
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use crossrail_cuda::nvrtc::{Compiler, Library, Places};
 use crossrail_cuda::{Allocation, Context, Cuda, DeviceMemory, Mapping, PinnedMemory, Stream};
-use crossrail_cuda_ipc::{Domain, KERNEL_UP_TO, Link};
+use crossrail_cuda_ipc::{Domain, Link};
 use crossrail_kernels::{Kernels, PutArgs};
 use crossrail_transport::{Copy, Descriptor, Direct, Job, Step};
 use crossrail_types::{Settings, format_size, parse_size};
@@ -325,7 +325,6 @@ fn run() -> Outcome<()> {
         far: Side::new(&far, &near, 2 * options.max, &settings)?,
     };
     let domain = Domain::new(&cuda, &settings)?;
-    domain.warm(options.gpus.0, LIMIT)?;
     let mut links = Links { near: Link::new(Arc::clone(&domain), LIMIT), far: Link::new(domain, LIMIT) };
     let sizes = std::iter::successors(Some(LEAST), |size| Some(size * 2)).take_while(|size| *size <= options.max);
     let sizes: Vec<usize> = sizes.collect();
@@ -377,8 +376,10 @@ fn latencies(rig: &Rig, links: &mut Links, sizes: &[usize]) -> Outcome<Vec<Value
         println!();
     }
     for (way, size) in WAYS.into_iter().zip(last) {
-        let (size, present) = (format_size(size as u64), format_size(KERNEL_UP_TO as u64));
-        println!("{}: the kernel is at least as fast up to {size}; KERNEL_UP_TO is {present}", word(way));
+        match size {
+            0 => println!("{}: the engine is faster at every size", word(way)),
+            size => println!("{}: the kernel is at least as fast at {}", word(way), format_size(size as u64)),
+        }
     }
     Ok(rows)
 }

@@ -3,13 +3,11 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use crossrail_cuda::{Context, Cuda, Device, DeviceMemory, PinnedMemory, Stream};
-use crossrail_kernels::Kernels;
-use crossrail_types::{Error, ErrorKind, Result, Settings, format_duration};
+use crossrail_cuda::{Context, Cuda, Device, PinnedMemory};
+use crossrail_types::{Error, ErrorKind, Result, Settings};
 
 use crate::closer::{Close, Closer};
 use crate::note::Uuid;
@@ -18,17 +16,17 @@ use crate::queue::Queue;
 /// Words of a page, each in a cache line of its own.
 const PAGE: usize = 4096;
 const LINE: usize = 64;
-/// Kernels that copy with several blocks at once need a counter each.
-const COUNTERS: usize = 64;
+/// The least that the limit of a copy may be.
+const LEAST_LIMIT: Duration = Duration::from_secs(5);
 /// Streams that wait for their next user.
 const MOST_IDLE: usize = 32;
 
-/// This process's GPUs as copies between processes need them: contexts, streams, kernels, words in pinned memory.
+/// This process's GPUs as copies between processes need them: contexts, streams, words in pinned memory.
 ///
 /// One for each context of the library. Making it touches no GPU; each is set up when memory of it is first used. Any
 /// thread may use it.
 pub struct Domain {
-    settings: Settings,
+    copy_limit: Duration,
     devices: Vec<(Device, Uuid)>,
     gpus: Mutex<Vec<Option<Arc<Gpu>>>>,
     closer: Closer,
@@ -41,7 +39,7 @@ impl fmt::Debug for Domain {
 }
 
 impl Domain {
-    /// The GPUs that this process sees. `settings`: the folder of compiled kernels, and how long a wait may take.
+    /// The GPUs that this process sees. `settings`: how long a copy may take.
     ///
     /// # Errors
     /// A failed call.
@@ -51,16 +49,12 @@ impl Domain {
             devices.into_iter().map(|device| device.uuid().map(|uuid| (device, uuid))).collect();
         let devices = named?;
         let gpus = Mutex::new(devices.iter().map(|_| None).collect());
-        Ok(Arc::new(Domain { settings: settings.clone(), devices, gpus, closer: Closer::new(cuda)? }))
-    }
-
-    /// Waits, for at most `limit`, until the kernels of the GPU `cuda:ordinal` are loaded. Until they are, copies of
-    /// every size are done by copy engines; nothing has to wait for this.
-    ///
-    /// # Errors
-    /// `Timeout`; why there are no kernels, such as NVRTC that is not found; a failed call.
-    pub fn warm(&self, ordinal: u32, limit: Duration) -> Result<()> {
-        self.gpu(ordinal)?.warm(limit)
+        Ok(Arc::new(Domain {
+            copy_limit: settings.timeout.max(LEAST_LIMIT),
+            devices,
+            gpus,
+            closer: Closer::new(cuda)?,
+        }))
     }
 
     /// Waits until all memory is given back that links here have let go of; false after `limit`. Such memory is unmapped
@@ -84,7 +78,7 @@ impl Domain {
         if let Some(gpu) = place {
             return Ok(Arc::clone(gpu));
         }
-        let gpu = Arc::new(Gpu::new(device, *uuid, &self.settings)?);
+        let gpu = Arc::new(Gpu::new(device, *uuid)?);
         *place = Some(Arc::clone(&gpu));
         Ok(gpu)
     }
@@ -116,40 +110,7 @@ impl Domain {
 
     /// The longest that a copy may take before it is given up.
     pub(crate) fn copy_limit(&self) -> Duration {
-        self.settings.timeout.max(Duration::from_secs(5))
-    }
-}
-
-/// What copies by kernels need; made on a thread of its own, since compiling takes long.
-pub(crate) struct Tools {
-    pub(crate) kernels: Arc<Kernels>,
-    counters: DeviceMemory,
-    free: Mutex<Vec<u64>>,
-}
-
-impl Tools {
-    fn make(context: &Context, settings: &Settings) -> Result<Tools> {
-        let kernels = crossrail_kernels::shared(context, settings, settings.timeout)?;
-        let counters = DeviceMemory::new(context, COUNTERS * LINE)?;
-        let stream = Stream::new(context)?;
-        // SAFETY: the memory is new and nobody else's; it lives until the wait is over.
-        unsafe { stream.fill(counters.address(), 0, counters.len()) }?;
-        stream.wait(settings.timeout)?;
-        let free = (0..COUNTERS as u64).map(|index| counters.address() + index * LINE as u64).collect();
-        Ok(Tools { kernels, counters, free: Mutex::new(free) })
-    }
-
-    /// The address of a counter that is 0 and nobody's; 0 when all are taken.
-    pub(crate) fn counter(&self) -> u64 {
-        debug_assert!(self.counters.len() >= LINE);
-        locked(&self.free).pop().unwrap_or(0)
-    }
-
-    /// Takes a counter back, of whose kernels none runs.
-    pub(crate) fn give_back(&self, counter: u64) {
-        if counter != 0 {
-            locked(&self.free).push(counter);
-        }
+        self.copy_limit
     }
 }
 
@@ -159,51 +120,20 @@ pub(crate) struct Gpu {
     pub(crate) uuid: Uuid,
     /// Whether streams write 64-bit words.
     pub(crate) writes_words: bool,
-    tools: Arc<OnceLock<std::result::Result<Tools, Error>>>,
-    maker: Mutex<Option<JoinHandle<()>>>,
     words: Mutex<Vec<Word>>,
     idle: Mutex<Vec<Queue>>,
 }
 
 impl Gpu {
-    fn new(device: &Device, uuid: Uuid, settings: &Settings) -> Result<Gpu> {
+    fn new(device: &Device, uuid: Uuid) -> Result<Gpu> {
         let context = Context::primary(device)?;
         let writes_words = device.has_values64()?;
-        let tools = Arc::new(OnceLock::new());
-        let (place, inside, settings) = (Arc::clone(&tools), context.clone(), settings.clone());
-        let make = move || {
-            let _relaxed = inside.device().cuda().relaxed();
-            let _ = place.set(Tools::make(&inside, &settings));
-        };
-        let name = format!("crossrail-gpu{}", device.ordinal());
-        let maker = std::thread::Builder::new().name(name).spawn(make);
-        let maker = maker.map_err(|error| Error::io("threads", "clone", &error))?;
         let (words, idle) = (Mutex::new(Vec::new()), Mutex::new(Vec::new()));
-        Ok(Gpu { context, uuid, writes_words, tools, maker: Mutex::new(Some(maker)), words, idle })
+        Ok(Gpu { context, uuid, writes_words, words, idle })
     }
 
     pub(crate) fn ordinal(&self) -> u32 {
         self.context.device().ordinal()
-    }
-
-    /// What kernels need, once it is there.
-    pub(crate) fn tools(&self) -> Option<&Tools> {
-        self.tools.get().and_then(|tools| tools.as_ref().ok())
-    }
-
-    fn warm(&self, limit: Duration) -> Result<()> {
-        let started = Instant::now();
-        loop {
-            match self.tools.get() {
-                Some(Ok(_)) => return Ok(()),
-                Some(Err(error)) => return Err(error.clone()),
-                None if started.elapsed() >= limit => {
-                    let detail = format!("the kernels are not there after {}", format_duration(limit));
-                    return Err(Error::new(ErrorKind::Timeout, format!("cuda:{}", self.ordinal()), detail));
-                }
-                None => std::thread::sleep(Duration::from_millis(1)),
-            }
-        }
     }
 
     /// A word in pinned memory that is nobody's, and what it says at present.
@@ -237,15 +167,6 @@ impl Gpu {
         }
         drop(idle);
         queue.dissolve(self);
-    }
-}
-
-impl Drop for Gpu {
-    fn drop(&mut self) {
-        // What it is compiling is needed by nobody, but a thread must not be left in the driver when the process ends.
-        if let Some(maker) = locked(&self.maker).take() {
-            let _ = maker.join();
-        }
     }
 }
 

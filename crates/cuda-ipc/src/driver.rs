@@ -171,8 +171,8 @@ impl Opener for Domain {
     fn open(&self, piece: &Piece, held: &Held, device: u32) -> std::result::Result<Open, String> {
         let gpu = self.gpu(device).map_err(|error| error.to_string())?;
         match held {
-            Held::Allocation(allocation) => allocation
-                .map(&[&gpu.context])
+            Held::Allocation(allocation) => self
+                .map(std::slice::from_ref(&***allocation), &[&gpu.context], Some(piece.device))
                 .map(|mapping| Open::Mapped(Later::new(mapping, self.close())))
                 .map_err(|error| format!("memory of the peer's {}: {error}", self.name(&piece.device))),
             Held::Legacy(mapping) if mapping.len() < piece.len => {
@@ -196,6 +196,30 @@ impl Domain {
             gpu.context.enable_peer(&owner.context)?;
         }
         Ok(Own { context: gpu.context.clone(), address: piece.address, len: piece.len, identity })
+    }
+
+    /// Maps allocations of that GPU, one after the other, for the GPUs of `contexts`. Where this process uses the owner's
+    /// GPU too, memory that the process itself has exported can't be mapped for another GPU before the two contexts
+    /// have peer access, though other processes' can.
+    pub(crate) fn map(
+        &self,
+        allocations: &[Allocation],
+        contexts: &[&Context],
+        owner: Option<Uuid>,
+    ) -> Result<Mapping> {
+        let error = match Mapping::of(allocations, contexts) {
+            Ok(mapping) => return Ok(mapping),
+            Err(error) => error,
+        };
+        let owner = owner.and_then(|owner| self.device(&owner)).filter(|owner| owner.in_use().unwrap_or(false));
+        let others = |owner: u32| contexts.iter().filter(move |context| context.device().ordinal() != owner);
+        let Some(owner) = owner.filter(|owner| others(owner.ordinal()).next().is_some()) else { return Err(error) };
+        let owner = self.gpu(owner.ordinal())?;
+        for context in others(owner.ordinal()) {
+            context.enable_peer(&owner.context)?;
+            owner.context.enable_peer(context)?;
+        }
+        Mapping::of(allocations, contexts)
     }
 
     /// Whether `gpu` can reach memory of the GPU of that name. Of one that this process doesn't see only the driver

@@ -182,7 +182,15 @@ impl<K> Exports<K> {
         }
     }
 
-    /// Looks at a few pieces that nobody asked for. Returns whether any was gone.
+    /// Looks at `count` pieces, also at those that were described last.
+    pub(crate) fn tidy(&mut self, source: &impl Source<Known = K>, count: usize) {
+        self.uses += 1;
+        for _ in 0..count.min(self.by_address.len()).div_ceil(LOOKED_AT) {
+            self.look_around(source);
+        }
+    }
+
+    /// Looks at a few pieces, but at none that the present transfer needs. Returns whether any was gone.
     pub(crate) fn look_around(&mut self, source: &impl Source<Known = K>) -> bool {
         let mut gone = false;
         for _ in 0..LOOKED_AT.min(self.by_address.len()) {

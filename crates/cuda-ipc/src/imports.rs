@@ -216,7 +216,7 @@ impl<H, O> Imports<H, O> {
         device: u32,
         budget: usize,
     ) -> Result<Sought, String> {
-        if search.place.after > self.upto {
+        if !self.has_heard(search.place) {
             return Ok(Sought::Missing);
         }
         let sought = self.seek_all(opener, search, device, budget);
@@ -264,6 +264,11 @@ impl<H, O> Imports<H, O> {
             search.done += len;
         }
         Ok(Sought::All)
+    }
+
+    /// Whether everything was read that a descriptor refers to.
+    pub(crate) fn has_heard(&self, place: Place) -> bool {
+        place.after <= self.upto
     }
 
     /// The GPU of the piece that a transfer begins in, if it is known here.

@@ -5,7 +5,10 @@
 //! ```
 //!
 //! Handles of allocations go beforehand as notes over the shared-memory lane's Unix socket; a transfer's announcement
-//! has a descriptor of 24 bytes, which names pieces by the owner's addresses. Whoever has it copies.
+//! has a descriptor of 24 bytes, which names pieces by the owner's addresses. Whoever has it copies, by a copy engine: on
+//! two H200s with NVLink, from the call until the host sees that the bytes are there, an engine takes 7.5 us for 4 KiB,
+//! 8.3 us for 256 KiB and 178 us for 64 MiB, our best kernel 8.7, 9.8 and 189 us, and multiprocessors too
+//! (`examples/crossover.rs`).
 
 mod closer;
 mod domain;
@@ -20,7 +23,6 @@ mod window;
 
 pub use domain::Domain;
 pub use link::Link;
-pub use queue::KERNEL_UP_TO;
 #[doc(hidden)]
 pub use stranger::{stranger, stranger_seeds};
 

@@ -8,7 +8,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossrail_cuda::PointerInfo;
+use crossrail_cuda::{Context, Device, PointerInfo};
 use crossrail_transport::{Copy, Descriptor, Direct, DirectKind, Job, Step, Window};
 use crossrail_types::{Error, ErrorKind, Result, format_duration};
 
@@ -17,7 +17,7 @@ use crate::driver::{Held, Known, Open};
 use crate::exports::{Exports, MOST_PIECES};
 use crate::imports::{Imports, Limits, Search, Sought, Span};
 use crate::note::{Place, Uuid};
-use crate::queue::{KERNEL_UP_TO, Outcome, Queue, Watch};
+use crate::queue::{Outcome, Queue, Watch};
 use crate::window;
 
 /// What is kept open of one peer's memory.
@@ -25,14 +25,16 @@ const LIMITS: Limits = Limits { open: 2048, files: 128 };
 /// Pieces that are opened, and copies that are put in, before everything else gets its turn.
 const OPENED_AT_ONCE: usize = 8;
 const PUT_AT_ONCE: usize = 64;
-/// Streams for each GPU and direction: for kernels, and for copy engines.
-const SMALL_LINES: usize = 4;
-const LARGE_LINES: usize = 2;
+/// Copies up to that have streams of their own, so that they do not wait behind long ones.
+const SHORT: usize = 512 << 10;
+/// Streams for each GPU and direction: for short copies, and for long ones.
+const SHORT_LINES: usize = 4;
+const LONG_LINES: usize = 2;
 /// Entries that may wait for room on the way to the peer.
 const MOST_WAITING: usize = 2 * MOST_PIECES;
-/// How often `tidy` does something, and how many times it then looks at two pieces.
+/// How often `tidy` does something, and how many pieces it then looks at.
 const TIDY_EVERY: Duration = Duration::from_millis(100);
-const TIDIED: usize = 32;
+const TIDIED: usize = 64;
 
 /// One peer on the same machine, as far as GPU memory is concerned.
 ///
@@ -72,7 +74,7 @@ impl fmt::Debug for Link {
 struct Line {
     gpu: Arc<Gpu>,
     copy: Copy,
-    small: bool,
+    short: bool,
     queue: Queue,
 }
 
@@ -165,9 +167,7 @@ impl Link {
         self.tidy_at = now + TIDY_EVERY;
         let Ok(asked) = self.domain.asked() else { return false };
         let _entered = asked.context.enter();
-        for _ in 0..TIDIED.min(self.exports.len()) {
-            self.exports.look_around(&*self.domain);
-        }
+        self.exports.tidy(&*self.domain, TIDIED);
         self.exports.prepare(&*self.domain);
         self.exports.ready().is_some()
     }
@@ -219,6 +219,9 @@ impl Link {
     /// Looks at a copy that flies.
     fn look(&self, copying: &mut Copying) -> Outcome {
         let Stage::Flying { line, value, .. } = copying.stage else { return Outcome::Pending };
+        if !Queue::is_said(value) {
+            copying.watch.ask_always();
+        }
         let queue = &self.lines[line].queue;
         let limit = self.domain.copy_limit();
         copying.watch.look(Instant::now(), limit, || queue.reached(value), || queue.ask())
@@ -276,8 +279,7 @@ impl Link {
             if let Err(why) = spans.iter().try_for_each(|span| span.open.check()) {
                 return Step::Failed(why);
             }
-            // SAFETY: handed on; the spans are open, and as long as the job together.
-            match unsafe { self.launch(spans, device, job) } {
+            match self.launch(spans, device, job) {
                 Ok(stage) => copying.stage = stage,
                 Err(error) => return Step::Failed(error.to_string()),
             }
@@ -287,7 +289,7 @@ impl Link {
             let Stage::Putting { line, spans, next, done } = mem::replace(&mut copying.stage, nothing()) else {
                 return Step::Waiting;
             };
-            // SAFETY: handed on.
+            // SAFETY: handed on; the spans are as long as the job together.
             copying.stage = unsafe { self.put(line, spans, next, done, job) };
         }
         Step::Waiting
@@ -312,34 +314,17 @@ impl Link {
         }
     }
 
-    /// Puts a copy in whose parts are all open: by a kernel when it is short and whole.
-    ///
-    /// # Safety
-    /// As [`Direct::step`]; the spans must be as long as the job together.
-    unsafe fn launch(&mut self, spans: Vec<Span<Open>>, device: u32, job: &Job) -> Result<Stage> {
+    /// A line for a copy whose parts are all open.
+    fn launch(&mut self, spans: Vec<Span<Open>>, device: u32, job: &Job) -> Result<Stage> {
         let gpu = self.domain.gpu(device)?;
-        if job.len <= KERNEL_UP_TO
-            && let [span] = spans.as_slice()
-            && gpu.tools().is_some()
-        {
-            let (dst, src) = ends(job, 0, span);
-            let line = self.line(gpu, job.copy, true)?;
-            let Line { gpu, queue, .. } = &mut self.lines[line];
-            // SAFETY: the peer's end is open for this GPU and in bounds, which `seek` checked; ours is the caller's.
-            // They don't overlap: one is the peer's, or the peer is this process and copies onto itself.
-            if let Some(value) = unsafe { queue.put(gpu, dst, src, job.len) }? {
-                return Ok(Stage::Flying { line, value, spans, failed: None });
-            }
-        }
-        let gpu = self.domain.gpu(device)?;
-        let line = self.line(gpu, job.copy, false)?;
+        let line = self.line(gpu, job.copy, job.len <= SHORT)?;
         Ok(Stage::Putting { line, spans, next: 0, done: 0 })
     }
 
     /// Puts some more parts in, and the word behind the last.
     ///
     /// # Safety
-    /// As `launch`.
+    /// As [`Direct::step`]; the spans must be as long as the job together.
     unsafe fn put(
         &mut self,
         line: usize,
@@ -351,8 +336,11 @@ impl Link {
         let mut failed = None;
         while let Some(span) = spans.get(next).filter(|_| failed.is_none()) {
             let (dst, src) = ends(job, done, span);
-            // SAFETY: as in `launch`.
-            match unsafe { self.lines[line].queue.copy(dst, src, span.len) } {
+            let Line { gpu, queue, .. } = &mut self.lines[line];
+            let there = whole(&gpu.context, job.local as u64 + done as u64, span.len);
+            // SAFETY: the peer's end is open for this GPU and in bounds, which `seek` checked; ours is the caller's, and
+            // is there. They don't overlap: one is the peer's, or the peer is this process and copies onto itself.
+            match there.and_then(|()| unsafe { queue.copy(dst, src, span.len) }) {
                 Ok(()) => (next, done) = (next + 1, done + span.len),
                 Err(error) => failed = Some(error.to_string()),
             }
@@ -364,10 +352,10 @@ impl Link {
     }
 
     /// A stream for that GPU and direction: one in which nothing is, or a new one, or the one with least.
-    fn line(&mut self, gpu: Arc<Gpu>, copy: Copy, small: bool) -> Result<usize> {
+    fn line(&mut self, gpu: Arc<Gpu>, copy: Copy, short: bool) -> Result<usize> {
         let (mut best, mut count) = (None, 0);
         for (index, line) in self.lines.iter().enumerate() {
-            let fits = (line.gpu.ordinal(), line.copy, line.small) == (gpu.ordinal(), copy, small);
+            let fits = (line.gpu.ordinal(), line.copy, line.short) == (gpu.ordinal(), copy, short);
             if !fits || line.queue.is_stuck() {
                 continue;
             }
@@ -380,12 +368,12 @@ impl Link {
                 best = Some((depth, index));
             }
         }
-        let most = if small { SMALL_LINES } else { LARGE_LINES };
+        let most = if short { SHORT_LINES } else { LONG_LINES };
         match best {
             Some((_, index)) if count >= most => Ok(index),
             _ => {
                 let queue = gpu.queue()?;
-                self.lines.push(Line { gpu, copy, small, queue });
+                self.lines.push(Line { gpu, copy, short, queue });
                 Ok(self.lines.len() - 1)
             }
         }
@@ -504,9 +492,13 @@ impl Direct for Link {
     }
 
     fn map(&mut self, remote: &Descriptor, len: usize) -> Result<Option<Window>> {
-        let ordinal = match self.device {
+        let place = Place::decode(remote);
+        let place = place.map_err(|why| Error::new(ErrorKind::Region, "map", why).with_lane("cuda_ipc"))?;
+        let ordinal = match self.device.or_else(|| self.domain.in_use().first().copied()) {
             Some(device) => device,
-            None => window::suited(&self.domain)?,
+            None if !self.imports.has_heard(place) => return Ok(None),
+            // Nothing here uses a GPU: the owner's own reaches its memory best.
+            None => self.imports.owner(place).and_then(|owner| self.domain.device(&owner)).map_or(0, Device::ordinal),
         };
         self.map_on(remote, len, ordinal)
     }
@@ -522,6 +514,19 @@ impl Drop for Link {
         // Better mapped for ever than unmapped under a copy.
         mem::take(&mut self.lost).into_iter().for_each(mem::forget);
     }
+}
+
+/// Whether `len` bytes at `address`, memory of ours, are all there at this moment: somebody may have freed them since the
+/// transfer was asked for, and a copy engine that meets a hole loses the whole context.
+fn whole(context: &Context, address: u64, len: usize) -> Result<()> {
+    let (mut at, end) = (address, address.saturating_add(len as u64));
+    while at < end {
+        let there = PointerInfo::extent_if_any(context, at)?.map(|(base, len)| base.saturating_add(len as u64));
+        at = there.filter(|behind| *behind > at).ok_or_else(|| {
+            Error::new(ErrorKind::Usage, "copy", format!("the memory at {at:#x} was freed")).with_lane("cuda_ipc")
+        })?;
+    }
+    Ok(())
 }
 
 /// A stage to leave in place of one that is taken apart.

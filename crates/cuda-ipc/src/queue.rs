@@ -4,18 +4,9 @@
 use std::time::{Duration, Instant};
 
 use crossrail_cuda::Stream;
-use crossrail_kernels::{FlagWriteArgs, PutArgs};
 use crossrail_types::Result;
 
 use crate::domain::{Gpu, Word};
-
-/// The longest copy that is a kernel's; longer ones are a copy engine's, which starts later and moves more.
-/// `examples/crossover.rs` measures where the two meet.
-pub const KERNEL_UP_TO: usize = 512 << 10;
-
-/// The most blocks of such a kernel: enough that all bytes of the longest copy are under way at once, few enough that the
-/// user's own kernels keep most of the GPU.
-const KERNEL_BLOCKS: u32 = 32;
 
 /// How long a copy is waited for before the driver is asked whether something went wrong, and how often from then on.
 const ASK_AFTER: Duration = Duration::from_millis(20);
@@ -29,7 +20,6 @@ pub(crate) struct Queue {
     word: Word,
     /// What the word becomes when all that was put in is done.
     issued: u64,
-    counter: u64,
     /// A copy in it never came to its end.
     stuck: bool,
 }
@@ -45,7 +35,7 @@ impl Queue {
                 return Err(error);
             }
         };
-        Ok(Queue { stream, word, issued, counter: 0, stuck: false })
+        Ok(Queue { stream, word, issued, stuck: false })
     }
 
     /// Puts a copy in, without a word behind it.
@@ -54,46 +44,24 @@ impl Queue {
     /// As [`Stream::copy`].
     pub(crate) unsafe fn copy(&mut self, dst: u64, src: u64, len: usize) -> Result<()> {
         // SAFETY: the caller vouches for the areas.
-        unsafe { self.stream.copy(dst, src, len) }
+        unsafe { self.stream.copy_within(dst, src, len) }
     }
 
-    /// Puts the word behind what is in; returns what it will say. Where that can't be done it is a value that the word
-    /// never says: the driver is asked then.
+    /// Puts the word behind what is in; returns what it will say. Where streams write no words, it is a value that the word
+    /// never says: the driver is asked each time then.
     pub(crate) fn mark(&mut self, gpu: &Gpu) -> u64 {
         let (address, value) = (self.word.address(), self.issued + 1);
-        let written = match gpu.tools() {
-            // SAFETY: the word lives as long as the queue, and longer if something is left in it.
-            _ if gpu.writes_words => unsafe { self.stream.write_value64(address, value) }.is_ok(),
-            Some(tools) => {
-                let args = FlagWriteArgs { flag: address, value };
-                // SAFETY: as above.
-                unsafe { tools.kernels.flag_write(&self.stream, &args) }.is_ok()
-            }
-            None => false,
-        };
-        if !written {
+        // SAFETY: the word lives as long as the queue, and longer if something is left in it.
+        if !gpu.writes_words || unsafe { self.stream.write_value64(address, value) }.is_err() {
             return NEVER;
         }
         self.issued = value;
         value
     }
 
-    /// Puts a whole copy in; returns what the word says once it is done. `None`: there are no kernels (yet).
-    ///
-    /// # Safety
-    /// As [`Stream::copy`]; the two must not overlap.
-    pub(crate) unsafe fn put(&mut self, gpu: &Gpu, dst: u64, src: u64, len: usize) -> Result<Option<u64>> {
-        let Some(tools) = gpu.tools() else { return Ok(None) };
-        if self.counter == 0 {
-            self.counter = tools.counter();
-        }
-        let value = self.issued + 1;
-        let (signal, counter) = (self.word.address(), self.counter);
-        let args = PutArgs { dst, src, len: len as u64, part: 0, signal, value, counter };
-        // SAFETY: the caller vouches for the areas; word and counter are this stream's, whose kernels run in order.
-        unsafe { tools.kernels.put(&self.stream, &args, Some(KERNEL_BLOCKS)) }?;
-        self.issued = value;
-        Ok(Some(value))
+    /// Whether the word ever says that.
+    pub(crate) fn is_said(value: u64) -> bool {
+        value != NEVER
     }
 
     /// Whether the word has reached that value.
@@ -121,14 +89,11 @@ impl Queue {
         self.issued - self.word.value().min(self.issued)
     }
 
-    /// Gives word and counter back, if nothing is left in it that would still write them; else they are never used
+    /// Gives the word back, if nothing is left in it that would still write them; else they are never used
     /// again.
     pub(crate) fn dissolve(self, gpu: &Gpu) {
         if !self.stuck && self.reached(self.issued) {
             gpu.take_word_back(self.word);
-            if let Some(tools) = gpu.tools() {
-                tools.give_back(self.counter);
-            }
         } else {
             std::mem::forget(self.word);
         }
@@ -160,11 +125,17 @@ pub(crate) enum Outcome {
 pub(crate) struct Watch {
     began: Instant,
     asked: Duration,
+    patience: Duration,
 }
 
 impl Watch {
     pub(crate) fn new(now: Instant) -> Watch {
-        Watch { began: now, asked: Duration::ZERO }
+        Watch { began: now, asked: Duration::ZERO, patience: ASK_AFTER }
+    }
+
+    /// No word tells: the driver is asked each time.
+    pub(crate) fn ask_always(&mut self) {
+        self.patience = Duration::ZERO;
     }
 
     pub(crate) fn waited(&self, now: Instant) -> Duration {
@@ -184,7 +155,7 @@ impl Watch {
             return Outcome::Done;
         }
         let waited = self.waited(now);
-        if waited >= self.asked + ASK_AFTER {
+        if waited >= self.asked + self.patience {
             self.asked = waited;
             match ask() {
                 Err(error) => return Outcome::Failed(error.to_string()),

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use crossrail_cuda::{Allocation, Context, Mapping};
+use crossrail_cuda::{Allocation, Context};
 use crossrail_transport::Window;
 use crossrail_types::{Error, ErrorKind, Result};
 
@@ -13,14 +13,6 @@ use crate::note::Uuid;
 
 fn refused(kind: ErrorKind, why: impl Into<String>) -> Error {
     Error::new(kind, "map", why).with_lane("cuda_ipc")
-}
-
-/// The GPU of this process that memory of a peer is mapped for when nobody says which: one that is in use.
-pub(crate) fn suited(domain: &Domain) -> Result<u32> {
-    domain.in_use().first().copied().ok_or_else(|| {
-        refused(ErrorKind::Usage, "this process uses no GPU that could reach it")
-            .with_hint("allocate memory on the GPU that shall, first")
-    })
 }
 
 /// Maps pieces whole, one after the other. `device`: the GPU that must reach them; the others that are in use here get
@@ -42,7 +34,7 @@ pub(crate) fn make(
             })?;
             let contexts = contexts(domain, device, owner)?;
             let contexts: Vec<&Context> = contexts.iter().collect();
-            let mapping = Mapping::of(&allocations, &contexts).map_err(|error| error.with_lane("cuda_ipc"))?;
+            let mapping = domain.map(&allocations, &contexts, owner).map_err(|error| error.with_lane("cuda_ipc"))?;
             (mapping.address(), Arc::new(mapping))
         }
     };

@@ -26,7 +26,10 @@ impl PointerInfo {
     }
 
     /// The same, `None` where the driver knows no allocation.
-    pub(crate) fn extent_if_any(context: &Context, address: u64) -> Result<Option<(u64, usize)>> {
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn extent_if_any(context: &Context, address: u64) -> Result<Option<(u64, usize)>> {
         let (code, base, len) = ask(context, address)?;
         if matches!(code, INVALID_VALUE | NOT_FOUND) {
             return Ok(None);

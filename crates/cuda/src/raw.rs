@@ -95,6 +95,9 @@ table! {
         cuMemHostRegister_v2(*mut c_void, usize, c_uint);
         cuMemHostUnregister(*mut c_void);
         cuMemcpyAsync(CUdeviceptr, CUdeviceptr, usize, CUstream);
+        cuMemcpyDtoDAsync_v2(CUdeviceptr, CUdeviceptr, usize, CUstream);
+        cuMemcpyHtoDAsync_v2(CUdeviceptr, *const c_void, usize, CUstream);
+        cuMemcpyDtoHAsync_v2(*mut c_void, CUdeviceptr, usize, CUstream);
         cuMemcpyPeerAsync(CUdeviceptr, CUcontext, CUdeviceptr, CUcontext, usize, CUstream);
         cuMemsetD8Async(CUdeviceptr, c_uchar, usize, CUstream);
         cuMemCreate(*mut CUmemGenericAllocationHandle, usize, *const CUmemAllocationProp, c_ulonglong);

@@ -135,6 +135,10 @@ impl Stream {
     /// Puts a copy of `len` bytes in. Addresses may be of device memory, pinned host memory, or any GPU whose peer
     /// access is enabled.
     ///
+    /// The driver takes an address that it does not know for ordinary host memory, which it touches on this thread: where
+    /// somebody else may have freed the memory, use [`Stream::copy_within`], [`Stream::copy_in`] or [`Stream::copy_out`],
+    /// which refuse such an address.
+    ///
     /// # Safety
     /// Both areas must be valid until the copy is done; nobody may write `src`, or touch `dst`, meanwhile.
     ///
@@ -143,6 +147,45 @@ impl Stream {
     pub unsafe fn copy(&self, dst: u64, src: u64, len: usize) -> Result<()> {
         // SAFETY: the caller vouches for the areas.
         self.context.run("copy", "cuMemcpyAsync", |raw| unsafe { (raw.cuMemcpyAsync)(dst, src, len, self.raw) })
+    }
+
+    /// Puts a copy of `len` bytes from GPU memory to GPU memory in, also to and from another GPU's that this one reaches.
+    ///
+    /// # Safety
+    /// As [`Stream::copy`].
+    ///
+    /// # Errors
+    /// A failed call, such as for an address that is no GPU memory.
+    pub unsafe fn copy_within(&self, dst: u64, src: u64, len: usize) -> Result<()> {
+        // SAFETY: the caller vouches for the areas.
+        let copy = |raw: &Raw| unsafe { (raw.cuMemcpyDtoDAsync_v2)(dst, src, len, self.raw) };
+        self.context.run("copy", "cuMemcpyDtoDAsync", copy)
+    }
+
+    /// Puts a copy of `len` bytes from pinned host memory to GPU memory in.
+    ///
+    /// # Safety
+    /// As [`Stream::copy`].
+    ///
+    /// # Errors
+    /// A failed call, such as for a destination that is no GPU memory.
+    pub unsafe fn copy_in(&self, dst: u64, src: *const u8, len: usize) -> Result<()> {
+        // SAFETY: the caller vouches for the areas.
+        let copy = |raw: &Raw| unsafe { (raw.cuMemcpyHtoDAsync_v2)(dst, src.cast(), len, self.raw) };
+        self.context.run("copy", "cuMemcpyHtoDAsync", copy)
+    }
+
+    /// Puts a copy of `len` bytes from GPU memory to pinned host memory in.
+    ///
+    /// # Safety
+    /// As [`Stream::copy`].
+    ///
+    /// # Errors
+    /// A failed call, such as for a source that is no GPU memory.
+    pub unsafe fn copy_out(&self, dst: *mut u8, src: u64, len: usize) -> Result<()> {
+        // SAFETY: the caller vouches for the areas.
+        let copy = |raw: &Raw| unsafe { (raw.cuMemcpyDtoHAsync_v2)(dst.cast(), src, len, self.raw) };
+        self.context.run("copy", "cuMemcpyDtoHAsync", copy)
     }
 
     /// Puts a copy between two GPUs in, by the copy engines; it needs no peer access.

@@ -104,7 +104,7 @@ fn obey(end: &mut End, memory: &mut Vec<Option<Memory>>, word: &Value) -> Value 
             assert!(end.domain.settled(LIMIT));
             json!({"free": end.free()})
         }
-        "warm" => json!({"warm": end.warm()}),
+        "load kernels" => json!({"loaded": end.has_kernels()}),
         "new link" => {
             end.link = Link::new(end.domain.clone(), LIMIT);
             json!({})

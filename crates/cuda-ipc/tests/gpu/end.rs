@@ -88,15 +88,10 @@ impl End {
         End { context, domain, link, stream, room, socket, words: VecDeque::new(), tamper: None, notes: 0 }
     }
 
-    /// Whether copies by kernels are there; where NVRTC is not, they are not.
-    pub(crate) fn warm(&self) -> bool {
-        match self.domain.warm(self.context.device().ordinal(), LIMIT) {
-            Ok(()) => true,
-            Err(why) => {
-                crate::support::skip(&format!("copies by kernels: {why}"));
-                false
-            }
-        }
+    /// Whether there are kernels; where NVRTC is not, there are none.
+    pub(crate) fn has_kernels(&self) -> bool {
+        let found = crossrail_kernels::shared(&self.context, &Settings::default(), LIMIT);
+        found.map_err(|why| crate::support::skip(&format!("kernels: {why}"))).is_ok()
     }
 
     pub(crate) fn put(&self, address: u64, bytes: &[u8]) {

@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use crossrail_cuda::{Context, Cuda};
-use crossrail_cuda_ipc::{Domain, KERNEL_UP_TO, Link};
+use crossrail_cuda_ipc::{Domain, Link};
 use crossrail_transport::{Copy, Direct, Step};
 use crossrail_types::Settings;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
@@ -40,7 +40,6 @@ impl Both {
             end.domain = Arc::clone(&domain);
             end.link = Link::new(Arc::clone(&domain), LIMIT);
         }
-        first.warm();
         Both { first, second }
     }
 
@@ -70,7 +69,7 @@ fn run(cuda: &Cuda, ordinals: (u32, u32)) {
         let context: Context = both.second.context.clone();
         let theirs = Memory::new(&context, kind, 5 << 20);
         both.second.put(theirs.address(), &pattern(4, 5 << 20));
-        for (offset, len) in [(0, 4096), (3, 65_537), (1, KERNEL_UP_TO + 1), (0, 5 << 20)] {
+        for (offset, len) in [(0, 4096), (3, 65_537), (1, (512 << 10) + 1), (0, 5 << 20)] {
             both.first.put(own.address(), &vec![0; len]);
             both.pull(own.address(), theirs.address() + offset as u64, len).expect("a pull");
             let found = both.first.take(own.address(), len);

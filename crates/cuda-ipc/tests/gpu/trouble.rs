@@ -183,7 +183,7 @@ fn a_peer_that_dies_in_the_middle_harms_nobody() {
 #[test]
 fn a_lost_context_fails_every_step_with_the_drivers_words() {
     let Some(mut two) = Two::new() else { return };
-    if two.own.ask(&json!({"do": "warm"}))["warm"] != true {
+    if two.own.ask(&json!({"do": "load kernels"}))["loaded"] != true {
         return;
     }
     let own = Memory::new(&two.own.context, "vmm", 1 << 20);
