@@ -184,6 +184,20 @@ fn pieces_that_are_gone_are_noticed_by_and_by() {
 }
 
 #[test]
+fn freed_memory_is_noticed_also_when_nothing_else_is_described() {
+    let mut pair = Pair::new();
+    for at in 1..=3 {
+        pair.block(at * MIB, MIB, at);
+        let place = pair.describe(at * MIB, 100).expect("memory");
+        pair.identities(place, 100).expect("memory");
+    }
+    (2..=3).for_each(|at| assert!(pair.driver.free(at * MIB).is_some()));
+    pair.exports.tidy(&pair.driver, 8);
+    pair.all_notes();
+    assert_eq!((pair.exports.len(), pair.driver.held.get()), (1, 1), "the one that was described last is gone too");
+}
+
+#[test]
 fn files_that_nobody_needs_are_closed_and_come_again() {
     let mut pair = Pair::new();
     let mut places = Vec::new();

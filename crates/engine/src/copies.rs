@@ -140,11 +140,12 @@ impl Core {
         };
         if active.stopping && gpu {
             let state = active.job.state;
-            if let Some(link) = self.st.peer(endpoint).and_then(|peer| peer.reach.link()) {
-                link.ended(state);
+            let link = self.st.peer(endpoint).and_then(|peer| peer.reach.link());
+            let quiet = link.is_none_or(|link| link.stopped(state));
+            if quiet {
+                self.end(at, false);
             }
-            self.end(at, false);
-            return true;
+            return quiet;
         }
         if active.stopping {
             let quiet = active.job.slot.is_none_or(|slot| direct.stop(slot));

@@ -76,7 +76,7 @@ impl CudaDevice {
                 // SAFETY: the area has AREA bytes and no copy uses it; the target was checked by the caller.
                 unsafe {
                     std::ptr::copy_nonoverlapping(part.as_ptr(), copies.area.as_ptr(), part.len());
-                    copies.stream.copy(at, copies.area.address(), part.len())?;
+                    copies.stream.copy_in(at, copies.area.as_ptr(), part.len())?;
                 }
                 copies.finish(limit)?;
             }
@@ -88,7 +88,7 @@ impl CudaDevice {
         self.with(|copies, limit| {
             for (part, at) in bytes.chunks_mut(AREA).zip((ptr..).step_by(AREA)) {
                 // SAFETY: the area has AREA bytes and no copy uses it; the source was checked by the caller.
-                unsafe { copies.stream.copy(copies.area.address(), at, part.len())? };
+                unsafe { copies.stream.copy_out(copies.area.as_ptr(), at, part.len())? };
                 copies.finish(limit)?;
                 // SAFETY: as above; the copy is done.
                 unsafe { std::ptr::copy_nonoverlapping(copies.area.as_ptr(), part.as_mut_ptr(), part.len()) };

@@ -127,7 +127,7 @@ impl Gpu for CudaGpu {
 
     fn pack(&mut self, part: &Part) -> Result<Mark> {
         // SAFETY: the slot is the ticket's, the device's memory was checked, and is the operation's until it is done.
-        unsafe { self.packs.copy(self.slot(part), part.memory, part.len)? };
+        unsafe { self.packs.copy_out(part.host, part.memory, part.len)? };
         self.mark(|gpu| &gpu.packs)
     }
 

@@ -123,7 +123,7 @@ impl Unpacker {
         unsafe {
             match self.mode {
                 UnpackMode::Kernel => self.by_kernel(stream, list),
-                UnpackMode::D2d => by_copies(stream, list),
+                UnpackMode::D2d => by_copies(stream, list, source),
                 UnpackMode::Host => self.by_host(stream, list, source),
             }
         }
@@ -159,7 +159,7 @@ impl Unpacker {
             Source::Device { address, len } => {
                 let landing = reserve(&mut self.landing, &self.context, len)?;
                 // SAFETY: the area is long enough, and nobody else's; the caller vouches for the source.
-                unsafe { stream.copy(landing.address(), address, len)? };
+                unsafe { stream.copy_out(landing.as_ptr(), address, len)? };
                 stream.wait(self.limit)?;
                 (landing.as_ptr().cast_const(), address)
             }
@@ -183,7 +183,7 @@ impl Unpacker {
         }
         for run in gathered.runs.iter().filter(|run| run.len > 0) {
             // SAFETY: inside the area; the caller vouches for the destinations.
-            unsafe { stream.copy(run.dst, area.address() + run.at as u64, run.len)? };
+            unsafe { stream.copy_in(run.dst, area.as_ptr().add(run.at), run.len)? };
         }
         self.beds[bed].put_in(stream)
     }
@@ -232,10 +232,18 @@ impl Bed {
 
 /// # Safety
 /// As [`Unpacker::unpack`].
-unsafe fn by_copies(stream: &Stream, list: &[Piece]) -> Result<()> {
+unsafe fn by_copies(stream: &Stream, list: &[Piece], source: Source) -> Result<()> {
     for piece in list.iter().filter(|piece| piece.len > 0) {
         // SAFETY: the caller vouches for the list.
-        unsafe { stream.copy(piece.dst, piece.src, bytes(piece.len))? };
+        unsafe {
+            match source {
+                Source::Pinned { host, address } => {
+                    let from = host.wrapping_add(bytes(piece.src.wrapping_sub(address)));
+                    stream.copy_in(piece.dst, from, bytes(piece.len))?;
+                }
+                Source::Device { .. } => stream.copy_within(piece.dst, piece.src, bytes(piece.len))?,
+            }
+        }
     }
     Ok(())
 }
