@@ -53,6 +53,9 @@ def test_what_is_not_shared(shm: Pair) -> None:
             shm.to_b.map(nonsense)
     memory = shm.context.alloc(100)
     shared = shm.to_a.share(memory)
+    with pytest.raises(crossrail.UsageError, match="host"):
+        shm.to_b.map(shared, device="cuda:0")
+    assert shm.to_b.map(shared, device="cpu").device == "cpu"
     with pytest.raises(crossrail.CrossrailError):
         shm.to_b.map(shared[:-1] + bytes([shared[-1] ^ 1]), timeout=0.2)
 

@@ -6,6 +6,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crossrail_cuda_ipc::Link;
 use crossrail_transport::{Descriptor, Direct, Window};
 use crossrail_types::{EndpointId, Error, ErrorKind, Result};
 
@@ -57,6 +58,11 @@ impl Shared {
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Whether it is memory of a GPU.
+    pub fn is_gpu(&self) -> bool {
+        self.gpu
     }
 }
 
@@ -167,13 +173,14 @@ impl Endpoint {
         } else if shared.context.arena().find(ptr, len).is_none() {
             return Err(Error::new(ErrorKind::Usage, "share", "the memory was allocated by another Context"));
         }
-        let descriptor = self.ask("share", gpu, timeout, |direct| direct.share(ptr, len))?;
+        let id = self.id;
+        let descriptor = self.ask("share", gpu, timeout, |core| core.direct_of(id, "share", gpu)?.share(ptr, len))?;
         Ok(Shared { descriptor, len: len as u64, gpu })
     }
 
     /// Maps memory that the peer has shared with [`Endpoint::share`], waiting at most `timeout` (`CROSSRAIL_TIMEOUT`
     /// if `None`) until its descriptor has arrived. Touches none of its pages, so its size costs nothing. Mapping the
-    /// same memory again gives the same addresses.
+    /// same host memory again gives the same addresses.
     ///
     /// # Errors
     /// `Timeout`: nothing of that name was passed over this endpoint; `Region`: the peer has freed it, or the
@@ -181,6 +188,18 @@ impl Endpoint {
     /// no shared-memory lane; `Protocol`: the peer could take it away while it is mapped; `PeerDead`, `Closed`;
     /// `Exhausted`, `Io`: the system refused.
     pub fn map(&self, shared: &Shared, timeout: Option<Duration>) -> Result<Mapped> {
+        self.map_on(shared, None, timeout)
+    }
+
+    /// [`Endpoint::map`] of a GPU's memory for GPU `gpu` of this process: [`Mapped::place`] is that GPU. `None`: one that
+    /// this process uses already, or else the owner's if it is visible here, or else the first.
+    ///
+    /// # Errors
+    /// As there; `Usage`: no such GPU, or memory of the host; `Region`: that GPU cannot reach the memory.
+    pub fn map_on(&self, shared: &Shared, gpu: Option<u32>, timeout: Option<Duration>) -> Result<Mapped> {
+        if gpu.is_some() && !shared.gpu {
+            return Err(Error::new(ErrorKind::Usage, "map", "the memory is the host's: no GPU is needed for it"));
+        }
         let timeout = timeout.unwrap_or(self.worker.shared().context.settings().timeout);
         let len = usize::try_from(shared.len)
             .map_err(|_| Error::new(ErrorKind::Usage, "map", format!("{} bytes do not fit here", shared.len)))?;
@@ -188,7 +207,14 @@ impl Endpoint {
         if shared.gpu {
             worker.admit_links();
         }
-        let window = self.ask("map", shared.gpu, timeout, |direct| direct.map(&shared.descriptor, len))?;
+        if let Some(ordinal) = gpu {
+            worker.context.gpus().device(ordinal)?;
+        }
+        let id = self.id;
+        let window = self.ask("map", shared.gpu, timeout, |core| match gpu {
+            Some(ordinal) => core.link_of(id, "map")?.map_on(&shared.descriptor, len, ordinal),
+            None => core.direct_of(id, "map", shared.gpu)?.map(&shared.descriptor, len),
+        })?;
         let gpu = window.device.map(|ordinal| worker.context.gpus().device(ordinal)).transpose()?;
         if let Some(gpu) = &gpu {
             crate::streams::prepare(gpu);
@@ -202,15 +228,11 @@ impl Endpoint {
         what: &'static str,
         gpu: bool,
         timeout: Duration,
-        mut question: impl FnMut(&mut dyn Direct) -> Result<Option<T>>,
+        mut question: impl FnMut(&mut Core) -> Result<Option<T>>,
     ) -> Result<T> {
         let started = Instant::now();
-        let id = self.id;
         let mut attempt = |core: &mut Core| {
-            let answer = match core.direct_of(id, what, gpu) {
-                Ok(direct) => question(direct),
-                Err(error) => Err(error),
-            };
+            let answer = question(core);
             if gpu {
                 core.pump_notes(true);
             }
@@ -236,25 +258,38 @@ impl Endpoint {
 }
 
 impl Core {
-    /// The direct side of the lane that is polled under the lock, or of the link beside it, if the peer is there and
-    /// has one.
-    fn direct_of(&mut self, endpoint: EndpointId, what: &'static str, gpu: bool) -> Result<&mut dyn Direct> {
+    /// The link to that peer's GPU memory, if the peer is there and has one.
+    fn link_of(&mut self, endpoint: EndpointId, what: &'static str) -> Result<&mut Link> {
+        let name = self.reachable(endpoint, what)?;
+        self.link(endpoint).map_err(|why| {
+            Error::new(ErrorKind::Unsupported, what, format!("GPU memory: {why}"))
+                .with_peer(name)
+                .with_hint("write and read it by key (Worker::register)")
+        })
+    }
+
+    /// The name of a peer that is there.
+    fn reachable(&mut self, endpoint: EndpointId, what: &'static str) -> Result<String> {
         if self.closed {
             return Err(crate::ops::gone(what));
         }
         let Some(peer) = self.st.peer(endpoint) else { return Err(crate::ops::gone(what)) };
-        let (name, lane, lanes) = (peer.name().to_owned(), peer.inside, peer.lanes.clone());
+        let name = peer.name().to_owned();
         if !peer.alive {
             return Err(Error::new(ErrorKind::PeerDead, what, peer.why_dead.clone()).with_peer(name));
         }
+        Ok(name)
+    }
+
+    /// The direct side of the lane that is polled under the lock, or of the link beside it, if the peer is there and
+    /// has one.
+    fn direct_of(&mut self, endpoint: EndpointId, what: &'static str, gpu: bool) -> Result<&mut dyn Direct> {
         if gpu {
-            return match self.link(endpoint) {
-                Ok(link) => Ok(link),
-                Err(why) => Err(Error::new(ErrorKind::Unsupported, what, format!("GPU memory: {why}"))
-                    .with_peer(name)
-                    .with_hint("write and read it by key (Worker::register)")),
-            };
+            return self.link_of(endpoint, what).map(|link| link as &mut dyn Direct);
         }
+        let name = self.reachable(endpoint, what)?;
+        let Some(peer) = self.st.peer(endpoint) else { return Err(crate::ops::gone(what)) };
+        let (lane, lanes) = (peer.inside, peer.lanes.clone());
         let at = self.inside.iter().position(|inside| Some(inside.id) == lane && inside.lane.caps().direct);
         if let Some(direct) = at.and_then(|at| self.inside[at].lane.direct()) {
             return Ok(direct);

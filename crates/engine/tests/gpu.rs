@@ -291,6 +291,11 @@ fn puts_and_signals_and_a_graph_of_them() {
     let shared = Shared::from_bytes(&bytes_of_hex(&pair.tell("share"))).unwrap();
     let mapped = pair.to.map(&shared, LIMIT).unwrap();
     let Place::Gpu(ordinal) = mapped.place() else { panic!("{mapped:?}") };
+    for gpu in 0..pair.cuda.devices().unwrap().len() as u32 {
+        let named = pair.to.map_on(&shared, Some(gpu), LIMIT).unwrap();
+        assert_eq!(named.place(), Place::Gpu(gpu));
+    }
+    pair.to.map_on(&shared, Some(99), LIMIT).unwrap_err();
     let stream = stream(&pair.cuda, ordinal);
     let source = pair.filled(Place::Gpu(ordinal), &pattern(size, 1));
     let put = |value: u64| {

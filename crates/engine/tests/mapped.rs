@@ -73,6 +73,7 @@ fn both_ends_see_the_same_bytes_and_a_map_outlives_its_owner() {
     assert_eq!(word(&memory, 9_992), 8);
     assert_eq!(mapped.fill_from(9_993, &[0; 8]).unwrap_err().kind, ErrorKind::Usage);
     let again = ba.map(&shared, SHORT).unwrap();
+    assert_eq!(ba.map_on(&shared, Some(0), SHORT).unwrap_err().kind, ErrorKind::Usage, "the host's memory");
     assert_eq!(again.ptr(), mapped.ptr());
 
     drop(memory);

@@ -11,7 +11,7 @@ use crate::operand::Wanted;
 use crate::region::RegionKey;
 use crate::request::Request;
 use crate::worker::{Worker, parse_operations};
-use crate::{stream, wait};
+use crate::{errors, place, stream, wait};
 
 /// One peer of a worker and the lanes to it. Made by `Worker.connect` and `Worker.accept`.
 #[pyclass(module = "crossrail._native", frozen)]
@@ -134,17 +134,32 @@ impl Endpoint {
     }
 
     /// Maps memory that the peer has shared (`Endpoint.share` there), waiting at most `timeout` seconds until it has
-    /// arrived. Mapping it again gives the same addresses. GPU memory is mapped for a GPU that this context uses already.
+    /// arrived. GPU memory is mapped for the GPU `device`, as `cuda:0`; None: one that this process uses already, else the
+    /// owner's where it is visible here.
     ///
-    /// Raises TimeoutError (nothing of that name was shared over this endpoint), RegionError (the peer has freed it),
-    /// UsageError (bytes that are no description; GPU memory, and no GPU is in use here), UnsupportedError,
-    /// PeerDeadError, ClosedError.
-    #[pyo3(signature = (shared, timeout = None))]
-    fn map(&self, py: Python<'_>, shared: &[u8], timeout: Option<f64>) -> PyResult<Mapped> {
+    /// Raises TimeoutError (nothing of that name was shared over this endpoint), RegionError (the peer has freed it, or
+    /// the GPU can't reach it), UsageError (bytes that are no description; no such GPU, or a GPU for memory of the host),
+    /// UnsupportedError, PeerDeadError, ClosedError.
+    #[pyo3(signature = (shared, timeout = None, *, device = None))]
+    fn map(
+        &self,
+        py: Python<'_>,
+        shared: &[u8],
+        timeout: Option<f64>,
+        device: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Mapped> {
         let _call = Call::enter(py);
         let shared = crossrail::Shared::from_bytes(shared).or_raise(py)?;
+        let gpu = match place::parse(device)? {
+            Place::Gpu(ordinal) => Some(ordinal),
+            Place::Host if device.is_some_and(|device| !device.is_none()) && shared.is_gpu() => {
+                let (what, hint) = ("memory of a GPU is mapped for GPUs only", "name one of this process: cuda:0");
+                return Err(errors::usage(py, "map", what, hint));
+            }
+            Place::Host => None,
+        };
         let limit = wait::seconds(py, "map", timeout)?.unwrap_or(self.worker.get().native_timeout());
-        let native = wait::sliced(py, limit, |slice| self.native.map(&shared, slice))?;
+        let native = wait::sliced(py, limit, |slice| self.native.map_on(&shared, gpu, slice))?;
         Ok(Mapped::new(native, self.worker.clone_ref(py)))
     }
 
