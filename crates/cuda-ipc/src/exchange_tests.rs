@@ -184,6 +184,23 @@ fn pieces_that_are_gone_are_noticed_by_and_by() {
 }
 
 #[test]
+fn memory_that_is_said_to_be_freed_is_looked_at() {
+    let mut pair = Pair::new();
+    for at in 1..=3 {
+        pair.block(at * MIB, MIB, at);
+        let place = pair.describe(at * MIB, 100).expect("memory");
+        pair.identities(place, 100).expect("memory");
+    }
+    assert!(pair.driver.free(2 * MIB).is_some() && pair.driver.free(3 * MIB).is_some());
+    pair.block(3 * MIB, MIB, 4);
+    let place = pair.describe(3 * MIB, 100).expect("memory");
+    pair.exports.look_at(&pair.driver, MIB, 3 * MIB);
+    pair.all_notes();
+    assert_eq!(pair.exports.len(), 2, "what was freed is gone, and nothing else");
+    assert_eq!(pair.identities(place, 100), Ok(vec![4]));
+}
+
+#[test]
 fn freed_memory_is_noticed_also_when_nothing_else_is_described() {
     let mut pair = Pair::new();
     for at in 1..=3 {

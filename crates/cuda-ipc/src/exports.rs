@@ -215,6 +215,15 @@ impl<K> Exports<K> {
         gone.into_iter().for_each(|at| self.forget(at));
     }
 
+    /// Looks at what lies in `[address, address + len)`, which somebody has freed; other memory may lie there by now.
+    pub(crate) fn look_at(&mut self, source: &impl Source<Known = K>, address: u64, len: u64) {
+        let end = address.saturating_add(len);
+        let overlaps = |at: u64, export: &Export<K>| at < end && at.saturating_add(export.found.len) > address;
+        let there = self.by_address.iter().filter(|(at, export)| overlaps(**at, export));
+        let gone: Vec<u64> = there.filter(|(_, export)| !source.still(&export.found)).map(|(at, _)| *at).collect();
+        gone.into_iter().for_each(|at| self.forget(at));
+    }
+
     /// Lets go of the pieces unused longest, but of none that the present transfer needs.
     fn make_room(&mut self) {
         let excess = self.by_address.len().saturating_sub(MOST_EXPORTS);

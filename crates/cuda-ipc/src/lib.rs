@@ -14,6 +14,7 @@ mod closer;
 mod domain;
 mod driver;
 mod exports;
+mod freed;
 mod imports;
 mod link;
 mod note;
@@ -22,6 +23,7 @@ mod stranger;
 mod window;
 
 pub use domain::Domain;
+pub use freed::freed;
 pub use link::Link;
 #[doc(hidden)]
 pub use stranger::{stranger, stranger_seeds};

@@ -15,6 +15,7 @@ use crossrail_types::{Error, ErrorKind, Result, format_duration};
 use crate::domain::{Domain, Gpu};
 use crate::driver::{Held, Known, Open};
 use crate::exports::{Exports, MOST_PIECES};
+use crate::freed::Heard;
 use crate::imports::{Imports, Limits, Search, Sought, Span};
 use crate::note::{Place, Uuid};
 use crate::queue::{Outcome, Queue, Watch};
@@ -56,6 +57,7 @@ pub struct Link {
     device: Option<u32>,
     why_not: Option<String>,
     tidy_at: Instant,
+    heard: Heard,
     /// GPUs of the peer's that none of ours could reach, and why.
     refused: Vec<(Uuid, String)>,
     /// What copies that never ended still hold.
@@ -107,6 +109,7 @@ impl Link {
             device: None,
             why_not: None,
             tidy_at: Instant::now(),
+            heard: Heard::new(),
             refused: Vec::new(),
             lost: Vec::new(),
         }
@@ -158,16 +161,22 @@ impl Link {
 
     /// Looks whether memory of ours that the peer was told of is still there, a few pieces at a time, so that neither
     /// end holds what its owner has freed. To be called now and then, also when nothing moves; called more often than ten
-    /// times a second it does nothing. Whether there is something to tell.
+    /// times a second it only looks at what [`freed`](crate::freed()) has named. Whether there is something to tell.
     pub fn tidy(&mut self) -> bool {
         let now = Instant::now();
-        if self.exports.len() == 0 || now < self.tidy_at {
+        let (news, due) = (self.heard.news(), now >= self.tidy_at);
+        if self.exports.len() == 0 || (news.is_empty() && !due) {
             return self.exports.ready().is_some();
         }
-        self.tidy_at = now + TIDY_EVERY;
         let Ok(asked) = self.domain.asked() else { return false };
         let _entered = asked.context.enter();
-        self.exports.tidy(&*self.domain, TIDIED);
+        for (address, len) in news {
+            self.exports.look_at(&*self.domain, address, len);
+        }
+        if due {
+            self.tidy_at = now + TIDY_EVERY;
+            self.exports.tidy(&*self.domain, TIDIED);
+        }
         self.exports.prepare(&*self.domain);
         self.exports.ready().is_some()
     }

@@ -16,6 +16,21 @@ struct Inner {
     memory: Backing,
     len: usize,
     device: Arc<Device>,
+    /// After the memory itself.
+    _freed: Option<Freed>,
+}
+
+/// Lets links know, when it is dropped, that this memory is gone, so that peers let go of it too.
+#[derive(Debug)]
+struct Freed {
+    address: u64,
+    len: u64,
+}
+
+impl Drop for Freed {
+    fn drop(&mut self) {
+        crossrail_cuda_ipc::freed(self.address, self.len);
+    }
 }
 
 #[derive(Debug)]
@@ -36,7 +51,12 @@ impl DeviceAlloc {
             #[cfg(any(test, feature = "simulated-gpu"))]
             Kind::Simulated(gpu) => Backing::Simulated(gpu.alloc(len.max(1))?),
         };
-        Ok(DeviceAlloc(Arc::new(Inner { memory, len, device: device.clone() })))
+        let freed = match &memory {
+            Backing::Cuda(mapping) => Some(Freed { address: mapping.address(), len: mapping.len() as u64 }),
+            #[cfg(any(test, feature = "simulated-gpu"))]
+            Backing::Simulated(_) => None,
+        };
+        Ok(DeviceAlloc(Arc::new(Inner { memory, len, device: device.clone(), _freed: freed })))
     }
 
     /// Its address on the GPU; nothing that the CPU may touch.
