@@ -54,16 +54,20 @@ impl Core {
 
 /// Never waits for the worker's lock: somebody who holds it may be waiting for the stager.
 impl Staged for Shared {
-    fn staged(&self, done: Vec<Done>) {
+    fn staged(&self, done: Vec<Done>) -> bool {
         self.inbox.put(done);
-        if let Some(mut core) = self.core.try_lock() {
-            core.read_inbox();
-            self.after(core);
-            return;
+        self.catch_up()
+    }
+
+    fn catch_up(&self) -> bool {
+        if !self.inbox.is_up() {
+            return true;
         }
-        // Who makes progress looks at the inbox; if that is nobody, somebody is to begin.
-        self.groups[0].wake();
-        self.hand_over();
+        // Who has the lock may look at the inbox before the stager comes again, or not.
+        let Some(mut core) = self.core.try_lock() else { return false };
+        core.read_inbox();
+        self.after(core);
+        true
     }
 }
 

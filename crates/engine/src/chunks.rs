@@ -25,6 +25,9 @@ use crate::tickets::Work;
 /// Chunks that a lane has packed, or being packed, ahead of what it sends. More would keep slots from other lanes, and
 /// a slow rail would take more than its part.
 const LOOKAHEAD: usize = 4;
+/// The first chunk of a lane that has none ahead is so long, the next twice that, and so on; and it has one ahead, then
+/// two, and so on. Until its first is packed a lane idles, and the GPU packs in the order in which it is asked.
+const FIRST: u64 = 256 << 10;
 
 /// Tokens of payloads that the engine itself has to do with; 0 is that of all others, small ones are the lane's own
 /// held payloads.
@@ -41,6 +44,10 @@ pub(crate) struct Staged {
     /// With the lane, or with the peer.
     flying: VecDeque<Flying>,
     landing: Option<Landing>,
+    /// How many chunks it has taken since it last had none ahead.
+    run: usize,
+    /// The lane's pending frame is one of these chunks.
+    turn: bool,
 }
 
 struct Queued {
@@ -130,13 +137,14 @@ impl LaneState {
     /// Whether it has as many chunks ahead as it may.
     fn is_full(&self) -> bool {
         self.staged.as_ref().is_some_and(|staged| {
-            staged.queue.len() >= LOOKAHEAD || staged.queue.iter().any(|queued| matches!(queued.stage, Stage::Slotless))
+            staged.queue.len() >= staged.run.clamp(1, LOOKAHEAD)
+                || staged.queue.iter().any(|queued| matches!(queued.stage, Stage::Slotless))
         })
     }
 
     /// Whether chunks wait for their turn.
     pub(crate) fn is_packing(&self) -> bool {
-        self.staged.as_ref().is_some_and(|staged| !staged.queue.is_empty())
+        self.staged.as_ref().is_some_and(|staged| staged.turn || !staged.queue.is_empty())
     }
 
     /// Whether its next frame waits for a GPU here: then the peer's silence says nothing.
@@ -145,17 +153,17 @@ impl LaneState {
         self.pending.is_none() && next.is_some_and(|queued| matches!(queued.stage, Stage::Slotless | Stage::Packing))
     }
 
-    /// Makes the chunk whose turn it is the next frame of the lane.
-    fn advance(&mut self) {
+    /// Makes the chunk whose turn it is the next frame of the lane. Whether there was one, and it had none.
+    fn advance(&mut self) -> bool {
         if self.pending.is_some() {
-            return;
+            return false;
         }
-        let Some(staged) = &mut self.staged else { return };
+        let Some(staged) = &mut self.staged else { return false };
         let ready = |queued: &Queued| !matches!(queued.stage, Stage::Slotless | Stage::Packing);
         if !staged.queue.front().is_some_and(ready) {
-            return;
+            return false;
         }
-        let Some(Queued { number, out, stage }) = staged.queue.pop_front() else { return };
+        let Some(Queued { number, out, stage }) = staged.queue.pop_front() else { return false };
         let tx = match stage {
             Stage::Packed(slot, file) => {
                 let len = out.head.payload_len() as usize;
@@ -166,7 +174,10 @@ impl LaneState {
             Stage::Plain(tx) => tx,
             _ => Tx { head: proto::frame::void(&out.head), payload: Payload::EMPTY, token: 0 },
         };
+        staged.run += 1;
+        staged.turn = true;
         self.pending = Some(tx);
+        true
     }
 
     /// The lane has let go of a packed chunk.
@@ -191,6 +202,11 @@ impl LaneState {
 }
 
 impl Staged {
+    /// How long its next chunk may be.
+    fn most(&self) -> u64 {
+        FIRST << (self.run + self.queue.len()).min(32)
+    }
+
     fn land_flying(&mut self, acked: u64) {
         self.flying.retain(|flying| flying.number >= acked || !flying.sent);
     }
@@ -203,13 +219,18 @@ impl State {
         let now = self.now;
         loop {
             let state = self.lane(lane)?;
-            if let Some(tx) = state.pending.take() {
+            let staged = state.staged();
+            if !staged.turn
+                && let Some(tx) = state.pending.take()
+            {
                 state.advance();
                 return Some(tx);
             }
-            let full = state.is_full();
+            // What comes after the chunk whose turn it is must be on its way to be packed before that one goes.
+            let (full, most) = (state.is_full(), state.staged().most());
             let peer = &mut self.peer(endpoint)?.peer;
-            let out = if full { peer.next_but_chunks(now, lane)? } else { peer.next(now, lane)? };
+            let out = if full { peer.next_but_chunks(now, lane) } else { peer.next_within(now, lane, most) };
+            let Some(out) = out else { return self.take_turn(lane) };
             if out.chunk && self.stage(endpoint, lane, &out) {
                 continue;
             }
@@ -219,6 +240,19 @@ impl State {
             }
             self.log.error(format_args!("a frame for memory that is gone was dropped"));
         }
+    }
+
+    /// The chunk whose turn it is.
+    fn take_turn(&mut self, lane: LaneId) -> Option<Tx> {
+        let state = self.lane(lane)?;
+        let chunk = state.pending.take();
+        let staged = state.staged();
+        staged.turn = false;
+        if chunk.is_none() && staged.queue.is_empty() {
+            staged.run = 0;
+        }
+        state.advance();
+        chunk
     }
 
     /// Counts a chunk that the protocol has given to that lane. True: it waits in the lane's queue, to be packed.
@@ -335,14 +369,8 @@ impl State {
         }
     }
 
-    /// After a frame of the lane's was taken: the next packed chunk, if it has its turn.
-    #[inline]
-    pub(crate) fn advance(&mut self, lane: LaneId) {
-        if let Some(state) = self.lane(lane)
-            && state.staged.is_some()
-        {
-            state.advance();
-        }
+    fn advance(&mut self, lane: LaneId) -> bool {
+        self.lane(lane).is_some_and(LaneState::advance)
     }
 
     /// Notes where an operation's time goes.
@@ -462,8 +490,10 @@ impl State {
                 if let (Some(why), Some(peer)) = (failed, self.peer(endpoint)) {
                     peer.peer.fail(now, memory, why);
                 }
-                self.advance(lane);
-                self.tell_bulk(endpoint, lane);
+                // A lane that has its next frame comes for more by itself.
+                if self.advance(lane) {
+                    self.tell_bulk(endpoint, lane);
+                }
                 Some(endpoint)
             }
             Work::Unpack { endpoint, memory, landed } => {

@@ -55,6 +55,8 @@ pub(crate) struct Core {
     turns: bool,
     /// Links to GPU memory of peers.
     pub(crate) links: u32,
+    /// Connections are carried by threads of their own.
+    threads: bool,
     passes: u32,
     sockets_only: bool,
     /// The lanes' peers ring before they expect us to look.
@@ -108,7 +110,7 @@ impl Sink for InsideSink<'_> {
 }
 
 impl Core {
-    pub(crate) fn new(st: State, inbox: Inbox) -> Core {
+    pub(crate) fn new(st: State, inbox: Inbox, threads: bool) -> Core {
         Core {
             st,
             inbox,
@@ -118,6 +120,7 @@ impl Core {
             receives: Gate::default(),
             turns: false,
             links: 0,
+            threads,
             passes: 0,
             sockets_only: true,
             armed: false,
@@ -142,7 +145,9 @@ impl Core {
             self.timers();
         }
         let sockets = self.sockets_only || self.passes.is_multiple_of(SOCKETS_EVERY);
-        let mut moved = self.inbox.is_up() && self.read_inbox();
+        // Where connections are carried by threads of their own, those do what follows from it: a caller that took it
+        // for progress would never leave them the lock.
+        let mut moved = self.inbox.is_up() && self.read_inbox() && !self.threads;
         let mut at = 0;
         while at < self.inside.len() {
             let inside = &mut self.inside[at];

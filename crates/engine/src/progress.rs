@@ -25,6 +25,8 @@ const LOOK_EVERY: u32 = 64;
 const EPOLL_EVERY: u32 = 32;
 /// While callers make progress themselves, the background thread looks this often whether they have stopped.
 const TICK: Duration = Duration::from_millis(1);
+/// The threads of connections look for this long after anything last moved before they sleep, where cores are free.
+const LINGER: Duration = Duration::from_micros(50);
 /// The longest the background thread sleeps without looking at the protocol's timers.
 const NAP_MAX: Duration = Duration::from_millis(100);
 
@@ -62,8 +64,11 @@ impl Shared {
             callbacks.into_iter().map(|(callback, outcome)| (callback, render(&mut core, outcome))).collect();
         drop(core);
         if kicked {
-            for group in &self.groups {
-                group.wake();
+            for (at, group) in self.groups.iter().enumerate() {
+                // The first also looks after the lanes under the lock.
+                if at == 0 || group.pending() {
+                    group.wake();
+                }
             }
         }
         for (endpoint, lane) in suspects {
@@ -272,9 +277,17 @@ impl Shared {
     /// A thread of its own for one group of connections.
     pub(crate) fn pump_forever(self: &Arc<Self>, group: usize) {
         let group = &self.groups[group];
+        // A thread that sleeps is woken in tens of microseconds, more on a virtual machine.
+        let linger = if self.context.cores() > 2 * self.groups.len() { LINGER } else { Duration::ZERO };
+        let mut moved_at = Instant::now();
         while !self.closing.load(Ordering::Acquire) {
             group.events(Some(Duration::ZERO), |_| {});
             if group.pump(self) {
+                moved_at = Instant::now();
+                continue;
+            }
+            if group.has_lanes() && moved_at.elapsed() < linger {
+                std::hint::spin_loop();
                 continue;
             }
             group.drowsy();
@@ -327,7 +340,9 @@ impl<'a> Wait<'a> {
                 return Some(found);
             }
             let group = &shared.groups[0];
-            if (moved || self.idle % EPOLL_EVERY == EPOLL_EVERY - 1) && (group.has_lanes() || core.kicked) {
+            if (moved || core.kicked || self.idle % EPOLL_EVERY == EPOLL_EVERY - 1)
+                && (group.has_lanes() || core.kicked)
+            {
                 shared.after(core);
                 moved |= shared.poll_sockets(Some(Duration::ZERO));
                 core = shared.core.lock();

@@ -114,7 +114,7 @@ impl Worker {
             me: me.clone(),
             context: context.clone(),
             log,
-            core: Mutex::new(Core::new(State::new(log, context.arena().clone()), inbox.clone())),
+            core: Mutex::new(Core::new(State::new(log, context.arena().clone()), inbox.clone(), groups.len() > 1)),
             groups,
             links: Links::default(),
             keeper: Keeper::default(),

@@ -1,7 +1,7 @@
 //! Work that was put in, and work that the GPU is at.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crossrail_types::Result;
 use parking_lot::Mutex;
@@ -251,13 +251,4 @@ impl Core {
 
 fn done(owner: Owner, slot: Option<Slot>, result: Result<()>) -> Done {
     Done { ticket: owner.ticket, slot, result }
-}
-
-/// How long the thread stops when nothing moves: not at all at first, then longer and longer. A copy of one chunk takes
-/// tens of microseconds; an event of a caller's stream may take seconds.
-pub(super) fn pause(still: Duration) -> Option<Duration> {
-    const SPIN: Duration = Duration::from_micros(30);
-    const LONGEST: Duration = Duration::from_micros(50);
-    const SHORTEST: Duration = Duration::from_micros(5);
-    (still > SPIN).then(|| (still / 4).clamp(SHORTEST, LONGEST))
 }

@@ -19,6 +19,7 @@ mod client;
 mod core;
 mod cuda;
 pub(crate) mod nvtx;
+mod pace;
 #[cfg(any(test, feature = "simulated-gpu"))]
 mod simulated;
 mod stager;
@@ -44,8 +45,14 @@ pub(crate) enum Way {
 /// Who hears that work is finished. Called on the stager's thread with no lock of staging held. It must return soon,
 /// and must take no lock under which somebody calls [`Client::quiesce`].
 pub(crate) trait Staged: Send + Sync {
-    /// `done` is finished, in this order; when empty, a slot that was waited for is free.
-    fn staged(&self, done: Vec<Done>);
+    /// `done` is finished, in this order; when empty, a slot that was waited for is free. False: nobody has acted on it
+    /// yet, and [`Staged::catch_up`] is to be called soon.
+    fn staged(&self, done: Vec<Done>) -> bool;
+
+    /// Acts on what was told before. False: somebody is in the way, it is to be called again soon.
+    fn catch_up(&self) -> bool {
+        true
+    }
 }
 
 /// A finished piece of work.

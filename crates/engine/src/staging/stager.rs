@@ -13,7 +13,8 @@ use parking_lot::{Condvar, Mutex};
 
 use super::bell::Bell;
 use super::bounce::{Bounce, Cut};
-use super::core::{Core, Left, Owner, Queue, pause};
+use super::core::{Core, Left, Owner, Queue};
+use super::pace::{Pace, Pause};
 use super::{Client, Done, Gpu, StageStats, Staged};
 
 /// A GPU's staging: its thread and its bounce memory. When it and all its clients are gone, the thread is too.
@@ -40,6 +41,7 @@ pub(super) struct Shared {
     thread: ThreadId,
     /// The longest that work of the GPU's is waited for.
     limit: Duration,
+    pace: Pace,
 }
 
 /// What a stager's thread begins with.
@@ -70,6 +72,7 @@ impl Start {
                 stop: AtomicBool::new(false),
                 thread: std::thread::current().id(),
                 limit,
+                pace: Pace::here(),
             })
         });
         let own = shared.as_ref().ok().cloned();
@@ -146,10 +149,11 @@ impl Shared {
     /// The thread: begins, looks, tells, sleeps.
     fn run(&self) {
         sharp_timers();
+        let mut behind = Vec::new();
         let mut moved_at = Instant::now();
         loop {
             let left = self.pass();
-            self.tell();
+            self.tell(&mut behind);
             if left.moved {
                 moved_at = Instant::now();
                 continue;
@@ -158,14 +162,15 @@ impl Shared {
             if self.stop.load(Ordering::Acquire) && (!left.work || still > self.limit) {
                 return;
             }
-            if !left.work && !left.events {
-                self.bell.wait(None);
-                moved_at = Instant::now();
-                continue;
-            }
-            match pause(still) {
-                None => std::thread::yield_now(),
-                some => self.bell.wait(some),
+            let idle = !left.work && !left.events && behind.is_empty();
+            match self.pace.pause(still, idle) {
+                Pause::Spin => std::hint::spin_loop(),
+                Pause::Yield => std::thread::yield_now(),
+                Pause::Sleep(time) => self.bell.wait(Some(time)),
+                Pause::UntilRung => {
+                    self.bell.wait(None);
+                    moved_at = Instant::now();
+                }
             }
         }
     }
@@ -180,7 +185,8 @@ impl Shared {
     }
 
     /// Hands over what is finished, with no lock held.
-    fn tell(&self) {
+    fn tell(&self, behind: &mut Vec<u32>) {
+        behind.retain(|client| self.sink(*client).is_some_and(|sink| !sink.catch_up()));
         let outbox = std::mem::take(&mut self.core.lock().outbox);
         let mut by_client: BTreeMap<u32, Vec<Done>> = BTreeMap::new();
         for (client, done) in outbox {
@@ -188,14 +194,16 @@ impl Shared {
         }
         let woken = self.bounce.take_woken();
         for (client, done) in by_client {
-            if let Some(sink) = self.sink(client) {
-                sink.staged(done);
-            }
+            self.tell_one(client, done, behind);
         }
         for client in woken {
-            if let Some(sink) = self.sink(client) {
-                sink.staged(Vec::new());
-            }
+            self.tell_one(client, Vec::new(), behind);
+        }
+    }
+
+    fn tell_one(&self, client: u32, done: Vec<Done>, behind: &mut Vec<u32>) {
+        if self.sink(client).is_some_and(|sink| !sink.staged(done)) && !behind.contains(&client) {
+            behind.push(client);
         }
     }
 

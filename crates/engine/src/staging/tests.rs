@@ -32,12 +32,13 @@ struct Told {
 }
 
 impl Staged for Told {
-    fn staged(&self, done: Vec<Done>) {
+    fn staged(&self, done: Vec<Done>) -> bool {
         if done.is_empty() {
             *self.free.lock() += 1;
         }
         self.done.lock().extend(done);
         self.changed.notify_all();
+        true
     }
 }
 
@@ -414,10 +415,11 @@ fn a_sink_may_be_the_last_to_hold_everything() {
     /// Drops its client, and with it the thread, on the thread.
     struct Last(Mutex<Option<(Client, Arc<Device>)>>, std::sync::mpsc::Sender<()>);
     impl Staged for Last {
-        fn staged(&self, _done: Vec<Done>) {
+        fn staged(&self, _done: Vec<Done>) -> bool {
             let held = self.0.lock().take();
             drop(held);
             let _ = self.1.send(());
+            true
         }
     }
     let devices = Devices::simulated(&settings(), Arena::new(), 1);

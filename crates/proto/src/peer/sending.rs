@@ -31,6 +31,12 @@ impl Peer {
     /// Whatever it answers must be carried, in that order, or the lane be given up.
     #[inline]
     pub fn next(&mut self, now: Time, lane: LaneId) -> Option<Out> {
+        self.next_within(now, lane, u64::MAX)
+    }
+
+    /// [`Peer::next`], with chunks of at most `most` bytes: the first of a lane that waits for the bytes of each.
+    #[inline]
+    pub fn next_within(&mut self, now: Time, lane: LaneId, most: u64) -> Option<Out> {
         let at = self.lane_at(lane)?;
         if self.lanes[at].owes() && matches!(self.phase, Phase::Live | Phase::Closed) {
             let count = self.lanes[at].tell();
@@ -52,7 +58,7 @@ impl Peer {
         if self.active.is_empty() || !self.carries_chunks(at) || !self.live() {
             return None;
         }
-        self.next_chunk(now, at)
+        self.next_chunk(now, at, most)
     }
 
     /// [`Peer::next`] for a lane that is to take no chunk at present: it waits for the bytes of others.
@@ -364,13 +370,13 @@ impl Peer {
         Some(out)
     }
 
-    fn next_chunk(&mut self, now: Time, at: usize) -> Option<Out> {
+    fn next_chunk(&mut self, now: Time, at: usize, most: u64) -> Option<Out> {
         while let Some((index, serial)) = self.active.pop_front() {
             let alive = self.outs.get(index as usize).is_some_and(|o| o.serial == serial && o.feeds());
             if !alive {
                 continue;
             }
-            let size = self.chunk_size(at, index);
+            let size = self.chunk_size(at, index).map(|size| size.min(most.max(1)));
             let lane = &mut self.lanes[at];
             let outgoing = &mut self.outs[index as usize];
             let memory = outgoing.memory();
