@@ -456,3 +456,14 @@ def test_nothing_is_left_of_a_run() -> None:
     after = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
     assert after <= before
     assert set(Path("/tmp").glob("*crossrail*")) <= temporary
+
+
+def test_what_a_lane_carries_is_set_on_the_command_line() -> None:
+    """What the verdict advises has to work: a window, chunks and channels for both ends."""
+    done = run(
+        *("bench", "p2p", "--transport=tcp", "--size=4M", "--iters=2", "--warmup=1", "--json=-"),
+        *("--window=8", "--chunk=256K", "--channels=2"),
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert (row["window"], row["chunk"], row["channels"]) == (8, 256 << 10, 2)

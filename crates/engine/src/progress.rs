@@ -19,6 +19,10 @@ use crate::worker::Shared;
 const SPIN: Duration = Duration::from_micros(30);
 /// Then it offers its core to others between polls, for this long; then it sleeps.
 const YIELD: Duration = Duration::from_micros(200);
+/// The same where there are cores to spare: being woken takes longer than most transfers that are still under way.
+const YIELD_MANY: Duration = Duration::from_millis(5);
+/// From so many processors on there are.
+const MANY: usize = 8;
 /// Idle polls between two looks at the clock.
 const LOOK_EVERY: u32 = 64;
 /// Idle polls between two looks at the sockets of chunk connections.
@@ -382,7 +386,7 @@ impl<'a> Wait<'a> {
         }
         // Session and link events are not looked at while spinning.
         shared.poll_sockets(Some(Duration::ZERO));
-        if idle < YIELD {
+        if idle < self.patience() {
             std::thread::yield_now();
             return Look::Again(shared.core.lock());
         }
@@ -393,6 +397,11 @@ impl<'a> Wait<'a> {
         }
         shared.doze_until(deadline);
         Look::Again(shared.core.lock())
+    }
+
+    /// How long to yield before sleeping.
+    fn patience(&self) -> Duration {
+        if self.shared.context.cores() >= MANY { YIELD_MANY } else { YIELD }
     }
 
     /// Leaves progress to the background thread until something finishes.

@@ -143,7 +143,7 @@ def _hello(options: BenchOptions, work: list[Plan]) -> Message:
         "sizes": list(dict.fromkeys(plan.size for plan in work)),
         "iters": options.iters,
         "warmup": options.warmup,
-        "window": work[0].window,
+        "window": work[0].window or options.window,
         "memory": work[0].other_memory,
         "unpack": options.unpack,
         "device": places[0] if places else None,
