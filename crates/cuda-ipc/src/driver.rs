@@ -219,7 +219,9 @@ impl Domain {
             context.enable_peer(&owner.context)?;
             owner.context.enable_peer(context)?;
         }
-        Mapping::of(allocations, contexts)
+        let own = [&owner.context];
+        let both: Vec<&Context> = own.into_iter().chain(others(owner.ordinal()).copied()).collect();
+        Mapping::of(allocations, contexts).or_else(|_| Mapping::of(allocations, &both))
     }
 
     /// Whether `gpu` can reach memory of the GPU of that name. Of one that this process doesn't see only the driver

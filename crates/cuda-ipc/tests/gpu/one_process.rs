@@ -71,7 +71,8 @@ fn run(cuda: &Cuda, ordinals: (u32, u32)) {
         both.second.put(theirs.address(), &pattern(4, 5 << 20));
         for (offset, len) in [(0, 4096), (3, 65_537), (1, (512 << 10) + 1), (0, 5 << 20)] {
             both.first.put(own.address(), &vec![0; len]);
-            both.pull(own.address(), theirs.address() + offset as u64, len).expect("a pull");
+            let pulled = both.pull(own.address(), theirs.address() + offset as u64, len);
+            assert_eq!(pulled, Ok(()), "{ordinals:?} {kind}: {len} at {offset}");
             let found = both.first.take(own.address(), len);
             assert!(found == pattern(4, 5 << 20)[offset..offset + len], "{ordinals:?} {kind}: {len} at {offset}");
         }

@@ -55,6 +55,26 @@ fn memory_that_is_freed_first_fails_that_transfer_only() {
 }
 
 #[test]
+fn own_memory_that_is_freed_fails_the_copy_and_nothing_else() {
+    let Some(mut two) = Two::new() else { return };
+    let index = two.alloc("vmm", 4 << 20, 5);
+    for kind in KINDS {
+        for (copy, len) in [(Copy::Pull, 4096), (Copy::Pull, 4 << 20), (Copy::Push, 4 << 20)] {
+            let own = Memory::new(&two.own.context, kind, 4 << 20);
+            let (address, remote) = (own.address(), two.describe(index, 0, len));
+            two.own.copy(Copy::Pull, address, remote, len).expect("a pull");
+            drop(own);
+            let why = two.own.copy(copy, address, remote, len).expect_err("its own memory is gone");
+            assert!(why.contains("freed") || why.contains("no memory of a GPU"), "{kind}: {why}");
+        }
+    }
+    let own = Memory::new(&two.own.context, "vmm", 4 << 20);
+    let remote = two.describe(index, 0, 4 << 20);
+    two.own.copy(Copy::Pull, own.address(), remote, 4 << 20).expect("the GPU is as good as before");
+    assert!(two.own.take(own.address(), 4 << 20) == pattern(5, 4 << 20));
+}
+
+#[test]
 fn memory_that_can_not_be_passed_on_says_why() {
     let Some(mut two) = Two::new() else { return };
     let host = [0_u8; 64];
