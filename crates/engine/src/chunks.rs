@@ -25,8 +25,8 @@ use crate::tickets::Work;
 /// Chunks that a lane has packed, or being packed, ahead of what it sends. More would keep slots from other lanes, and
 /// a slow rail would take more than its part.
 const LOOKAHEAD: usize = 4;
-/// The first chunk of a lane that has none ahead is so long, the next twice that, and so on; and it has one ahead, then
-/// two, and so on. Until its first is packed a lane idles, and the GPU packs in the order in which it is asked.
+/// The first chunk of a lane that has none ahead is so long, the next twice that, and so on; and it has two ahead, then
+/// more. Until its first is packed a lane idles, and the GPU packs in the order in which it is asked.
 const FIRST: u64 = 256 << 10;
 
 /// Tokens of payloads that the engine itself has to do with; 0 is that of all others, small ones are the lane's own
@@ -137,7 +137,7 @@ impl LaneState {
     /// Whether it has as many chunks ahead as it may.
     fn is_full(&self) -> bool {
         self.staged.as_ref().is_some_and(|staged| {
-            staged.queue.len() >= staged.run.clamp(1, LOOKAHEAD)
+            staged.queue.len() >= staged.run.clamp(2, LOOKAHEAD)
                 || staged.queue.iter().any(|queued| matches!(queued.stage, Stage::Slotless))
         })
     }
@@ -517,8 +517,9 @@ impl State {
     }
 
     fn tell_bulk(&mut self, endpoint: EndpointId, lane: LaneId) {
-        if let Some(bulk) = self.peer(endpoint).and_then(|peer| peer.bulk.iter().find(|bulk| bulk.id == lane)) {
-            bulk.wanted.raise();
+        match self.peer(endpoint).and_then(|peer| peer.bulk.iter().find(|bulk| bulk.id == lane)) {
+            Some(bulk) => bulk.wanted.raise(),
+            None => self.staging.inside = true,
         }
     }
 

@@ -56,7 +56,7 @@ pub(crate) struct Core {
     /// Links to GPU memory of peers.
     pub(crate) links: u32,
     /// Connections are carried by threads of their own.
-    threads: bool,
+    pub(crate) threads: bool,
     passes: u32,
     sockets_only: bool,
     /// The lanes' peers ring before they expect us to look.
@@ -73,6 +73,8 @@ pub(crate) struct Core {
     pub(crate) lost: Vec<Lost>,
     /// Endpoints whose TCP connections wait for this: some were told to go, or have bytes to carry.
     pub(crate) kicked: bool,
+    /// With it: lanes under the lock wait, too.
+    pub(crate) roused: bool,
     /// Endpoints made by peers, for `accept`.
     pub(crate) arrived: VecDeque<EndpointId>,
 }
@@ -132,6 +134,7 @@ impl Core {
             suspects: Vec::new(),
             lost: Vec::new(),
             kicked: false,
+            roused: false,
             arrived: VecDeque::new(),
         }
     }
@@ -283,7 +286,9 @@ impl Core {
             && peer.inside.is_some_and(|id| peer.peer.presses(id))
         {
             self.flush(endpoint);
-            self.kicked |= std::mem::take(&mut self.turns);
+            let turns = std::mem::take(&mut self.turns);
+            self.roused |= turns;
+            self.kicked |= turns;
         }
         self.kick(endpoint);
     }
@@ -447,6 +452,7 @@ impl Core {
         }
         self.st.ops.finished |= self.observers > 0;
         // Whoever sleeps on the lanes has to look at them.
+        self.roused |= std::mem::take(&mut self.st.staging.inside);
         self.kicked = true;
     }
 

@@ -23,6 +23,8 @@ const YIELD: Duration = Duration::from_micros(200);
 const YIELD_MANY: Duration = Duration::from_millis(5);
 /// From so many processors on there are.
 const MANY: usize = 8;
+/// Idle polls after which threads that wait for the lock get it.
+const SHARE_EVERY: u32 = 8;
 /// Idle polls between two looks at the clock.
 const LOOK_EVERY: u32 = 64;
 /// Idle polls between two looks at the sockets of chunk connections.
@@ -30,7 +32,7 @@ const EPOLL_EVERY: u32 = 32;
 /// While callers make progress themselves, the background thread looks this often whether they have stopped.
 const TICK: Duration = Duration::from_millis(1);
 /// The threads of connections look for this long after anything last moved before they sleep, where cores are free.
-const LINGER: Duration = Duration::from_micros(50);
+const LINGER: Duration = Duration::from_micros(100);
 /// The longest the background thread sleeps without looking at the protocol's timers.
 const NAP_MAX: Duration = Duration::from_millis(100);
 
@@ -61,6 +63,7 @@ impl Shared {
     #[cold]
     fn after_rare(&self, mut core: MutexGuard<'_, Core>) {
         let kicked = std::mem::take(&mut core.kicked);
+        let roused = std::mem::take(&mut core.roused);
         let callbacks = std::mem::take(&mut core.st.ops.callbacks);
         let suspects = std::mem::take(&mut core.suspects);
         let lost = std::mem::take(&mut core.lost);
@@ -70,7 +73,7 @@ impl Shared {
         if kicked {
             for (at, group) in self.groups.iter().enumerate() {
                 // The first also looks after the lanes under the lock.
-                if at == 0 || group.pending() {
+                if (at == 0 && roused) || group.pending() {
                     group.wake();
                 }
             }
@@ -359,6 +362,10 @@ impl<'a> Wait<'a> {
                 continue;
             }
             self.idle += 1;
+            if self.idle.is_multiple_of(SHARE_EVERY) && core.threads {
+                // Connections' threads have their turns; a lock that is taken again at once is never theirs.
+                MutexGuard::bump(&mut core);
+            }
             if self.idle.is_multiple_of(LOOK_EVERY) {
                 match self.look(core, ready) {
                     Look::Again(lock) => core = lock,

@@ -29,6 +29,8 @@ pub(crate) struct Staging {
     /// Lanes with chunks that wait for a slot, and lanes that hold a head for which there is none.
     pub(crate) slotless: Vec<(EndpointId, LaneId)>,
     pub(crate) waiting: Vec<(EndpointId, LaneId)>,
+    /// Lanes polled under the lock have something that they are to ask for.
+    pub(crate) inside: bool,
 }
 
 struct Entry {
