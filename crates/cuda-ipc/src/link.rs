@@ -8,7 +8,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossrail_cuda::{Context, Device, PointerInfo};
+use crossrail_cuda::{Context, Device, MemoryKind, PointerInfo};
 use crossrail_transport::{Copy, Descriptor, Direct, DirectKind, Job, Step, Window};
 use crossrail_types::{Error, ErrorKind, Result, format_duration};
 
@@ -530,7 +530,14 @@ impl Drop for Link {
 fn whole(context: &Context, address: u64, len: usize) -> Result<()> {
     let (mut at, end) = (address, address.saturating_add(len as u64));
     while at < end {
-        let there = PointerInfo::extent_if_any(context, at)?.map(|(base, len)| base.saturating_add(len as u64));
+        let there = match PointerInfo::extent_if_any(context, at)? {
+            Some((base, len)) => Some(base.saturating_add(len as u64)),
+            // Memory of pools is known by its attributes alone.
+            None => {
+                let info = PointerInfo::of(context, at)?;
+                (info.kind == MemoryKind::Device).then(|| info.base.saturating_add(info.len))
+            }
+        };
         at = there.filter(|behind| *behind > at).ok_or_else(|| {
             Error::new(ErrorKind::Usage, "copy", format!("the memory at {at:#x} was freed")).with_lane("cuda_ipc")
         })?;
