@@ -22,7 +22,9 @@ with crossrail.Worker(crossrail.Context()) as worker:
         print(f"listening: {sys.argv[0]} connect {address}", flush=True)
         other = subprocess.Popen([sys.executable, __file__, "connect", address]) if mode == "both" else None
         endpoint = worker.accept()
-        y = torch.empty(length, dtype=torch.int64, device="cuda")
+        y = torch.zeros(length, dtype=torch.int64, device="cuda")
+        total = y.sum()  # loads its kernels, for which CUDA could wait for a stream that waits for us
+        torch.cuda.synchronize()
         request = worker.recv(y, tag=7)
         request.wait_on(torch.cuda.current_stream())  # the stream waits, not the host
         total = y.sum()

@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 LONG = 600_000_000
 """Cycles of a GPU: a third of a second or so."""
 SIZE = (6 << 20) + 11
+PATIENCE_S = 10.0
 
 
 @pytest.fixture
@@ -41,6 +42,17 @@ def busy_then(stream: Any, work: Callable[[], object]) -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(LONG)
         work()
+
+
+def goes_on(stream: Any, request: crossrail.Request) -> None:
+    """Waits until a stream that waits for a request is done. Where it never is, the request is cancelled."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not stream.query():
+        if time.monotonic() > deadline:
+            finished = request.is_done()
+            request.cancel()
+            pytest.fail(f"{stream} still waits after {PATIENCE_S} s; the request was finished: {finished}; {request}")
+        time.sleep(0.001)
 
 
 def test_a_send_comes_after_the_present_work_of_the_current_stream(link: Link, side: Any, tensor: Any) -> None:
@@ -158,7 +170,7 @@ def test_a_stream_waits_for_a_receive(link: Link, side: Any, tensor: Any, curren
         torch.add(tensor, 1, out=result)  # put in before a single byte has been sent
     assert not stream.query()
     link.far.ask("send", name="source", delay=0.1)
-    stream.synchronize()
+    goes_on(stream, request)
     assert torch.equal(result, pattern(SIZE, 8, "cuda:0") + 1)
     assert request.is_done() and request.wait().bytes == SIZE
     link.far.answer()
@@ -173,10 +185,44 @@ def test_a_stream_waits_for_a_send_before_it_reuses_the_source(link: Link, side:
         request.wait_on(side)
         tensor.fill_(6)
     assert not side.query(), "nobody has received it yet"
-    link.far.do("recv", name="target")
-    side.synchronize()
+    link.far.ask("recv", name="target")
+    goes_on(side, request)
+    link.far.answer()
     assert link.far.do("value", name="target") == [5, 5] and int(tensor.min()) == 6
     request.wait()
+    link.far.do("drop")
+
+
+def test_memory_that_was_never_seen_before_comes_while_a_stream_waits(link: Link, side: Any) -> None:
+    """What the first transfer from it makes must not wait for the GPU, which waits for it."""
+    size = 90 << 20
+    target = torch.zeros(size, dtype=torch.uint8, device="cuda:0")
+    torch.cuda.synchronize()
+    link.far.do("free")
+    link.far.do("make", name="source", nbytes=size, seed=6)
+    request = link.worker.recv(target, source=link.endpoint)
+    request.wait_on(side)
+    link.far.ask("send", name="source")
+    goes_on(side, request)
+    assert request.wait().bytes == size
+    link.far.answer()
+    assert torch.equal(target, pattern(size, 6, "cuda:0"))
+    link.far.do("drop")
+
+
+def test_as_many_streams_wait_as_there_are(link: Link, tensor: Any) -> None:
+    """Streams share a few queues of the GPU: none of those that wait may hold up what they wait for."""
+    streams = [torch.cuda.Stream("cuda:0") for _ in range(32)]
+    link.far.do("make", name="source", nbytes=SIZE, seed=5)
+    request = link.worker.recv(tensor, source=link.endpoint)
+    for stream in streams:
+        request.wait_on(stream)
+    link.far.ask("send", name="source")
+    for stream in streams:
+        goes_on(stream, request)
+    assert request.wait().bytes == SIZE
+    link.far.answer()
+    assert torch.equal(tensor, pattern(SIZE, 5, "cuda:0"))
     link.far.do("drop")
 
 
@@ -187,7 +233,7 @@ def test_a_stream_goes_on_when_its_operation_fails(link: Link, side: Any, tensor
         request.wait_on(side.cuda_stream)
         assert not side.query()
         request.cancel()
-        side.synchronize()
+        goes_on(side, request)
         with pytest.raises(crossrail.CancelledError):
             request.wait()
         request.wait_on(side)  # finished already: nothing to wait for
@@ -200,7 +246,7 @@ def test_wait_on_and_a_callback_both_hear_of_the_end(link: Link, side: Any, tens
     request.on_complete(lambda _request: told.set())
     request.wait_on(side)
     request.cancel()
-    side.synchronize()
+    goes_on(side, request)
     assert told.wait(10)
     with pytest.raises(crossrail.CancelledError):
         request.wait()

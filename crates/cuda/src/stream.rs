@@ -55,7 +55,9 @@ impl Stream {
         Stream::with_priority(context, 0)
     }
 
-    /// Like [`Stream::new`]; its kernels start before those of other streams that wait.
+    /// Like [`Stream::new`]; its kernels start before those of other streams that wait. Streams of one priority share a
+    /// few queues of the GPU (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default); this one is not behind callers' streams of usual
+    /// priority, which may wait for it.
     ///
     /// # Errors
     /// A failed call.

@@ -69,6 +69,8 @@ impl Request {
 
     /// Lets a stream wait for it: what is put into the stream from now on runs once the request is finished, well or not
     /// (`test` tells which). Nothing waits here. Something must make progress meanwhile: the worker's background thread does.
+    /// CUDA loads a kernel when it is first launched, and may wait for the whole GPU then: launch once, before this, what
+    /// is to run behind it (or set CUDA_MODULE_LOADING=EAGER).
     ///
     /// `stream`: a raw handle, or an object with `cuda_stream` or `__cuda_stream__`. `device` is its GPU, where neither the
     /// stream nor the request's buffer says so.

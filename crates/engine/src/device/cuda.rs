@@ -134,7 +134,7 @@ impl CudaDevice {
         let copies = match &mut *kept {
             Some(copies) => copies,
             empty => empty.insert(Copies {
-                stream: Stream::new(&self.context)?,
+                stream: Stream::urgent(&self.context)?, // as for staging
                 done: Event::new(&self.context)?,
                 area: PinnedMemory::new(&self.context, AREA)?,
                 stuck: false,

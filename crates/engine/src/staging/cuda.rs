@@ -43,7 +43,9 @@ fn make(context: &Context, settings: &Settings, start: &Start) -> Result<(Box<dy
     // What may be missing first: the pinned memory takes longest.
     let mut unpacker = Unpacker::new(context, settings.unpack, settings)?;
     unpacker.set_blocks(BLOCKS);
-    let (packs, unpacks) = (Stream::new(context)?, Stream::new(context)?);
+    // Not of callers' priority: streams of one priority share a few queues, and behind a caller's stream that waits for this
+    // transfer (`wait_on`), in the same queue, neither would ever go on.
+    let (packs, unpacks) = (Stream::urgent(context)?, Stream::urgent(context)?);
     let mut map = (std::ptr::null(), 0);
     let bounce = Bounce::new(&start.arena, start.cut, start.bell.clone(), |memory, len| {
         let first = NonNull::new(memory).ok_or_else(|| Error::new(ErrorKind::Io, "bounce memory", "it is nowhere"))?;
