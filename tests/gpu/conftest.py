@@ -25,6 +25,7 @@ from leftovers import held, more  # noqa: E402
 from steps import gpu_count  # noqa: E402
 
 COMMAND_LIMIT_S = 50.0
+PATIENCE_S = 10.0
 LASTING = {"link", "pair", "other"}
 """Fixtures of more than one test."""
 GPUS, WHY_NONE = gpu_count()
@@ -156,6 +157,17 @@ def warm(worker: Any, far: Far) -> None:
         worker.recv(tensor, source=far.endpoint).wait()
         far.answer()
     far.do("drop")
+
+
+def goes_on(stream: Any, request: Any) -> None:
+    """Waits until a stream that waits for a request is done. Where it never is, the request is cancelled."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not stream.query():
+        if time.monotonic() > deadline:
+            finished = request.is_done()
+            request.cancel()
+            pytest.fail(f"{stream} still waits after {PATIENCE_S} s; the request was finished: {finished}; {request}")
+        time.sleep(0.001)
 
 
 Crossrail = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -31,7 +31,7 @@ from steps import (  # noqa: E402
 )
 
 RUST_LIMIT_S = 120.0
-PYTHON_LIMIT_S = 150.0
+PYTHON_LIMIT_S = 120.0
 """For each file of Python tests."""
 SANITIZER_LIMIT_S = 120.0
 SANITIZERS = ("memcheck", "racecheck")

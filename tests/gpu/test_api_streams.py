@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import Link
+from conftest import Link, goes_on
 from far import pattern
 
 import crossrail
@@ -18,7 +18,6 @@ torch = pytest.importorskip("torch")
 LONG = 600_000_000
 """Cycles of a GPU: a third of a second or so."""
 SIZE = (6 << 20) + 11
-PATIENCE_S = 10.0
 
 
 @pytest.fixture
@@ -42,17 +41,6 @@ def busy_then(stream: Any, work: Callable[[], object]) -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(LONG)
         work()
-
-
-def goes_on(stream: Any, request: crossrail.Request) -> None:
-    """Waits until a stream that waits for a request is done. Where it never is, the request is cancelled."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not stream.query():
-        if time.monotonic() > deadline:
-            finished = request.is_done()
-            request.cancel()
-            pytest.fail(f"{stream} still waits after {PATIENCE_S} s; the request was finished: {finished}; {request}")
-        time.sleep(0.001)
 
 
 def test_a_send_comes_after_the_present_work_of_the_current_stream(link: Link, side: Any, tensor: Any) -> None:
@@ -190,39 +178,6 @@ def test_a_stream_waits_for_a_send_before_it_reuses_the_source(link: Link, side:
     link.far.answer()
     assert link.far.do("value", name="target") == [5, 5] and int(tensor.min()) == 6
     request.wait()
-    link.far.do("drop")
-
-
-def test_memory_that_was_never_seen_before_comes_while_a_stream_waits(link: Link, side: Any) -> None:
-    """What the first transfer from it makes must not wait for the GPU, which waits for it."""
-    size = 90 << 20
-    target = torch.zeros(size, dtype=torch.uint8, device="cuda:0")
-    torch.cuda.synchronize()
-    link.far.do("free")
-    link.far.do("make", name="source", nbytes=size, seed=6)
-    request = link.worker.recv(target, source=link.endpoint)
-    request.wait_on(side)
-    link.far.ask("send", name="source")
-    goes_on(side, request)
-    assert request.wait().bytes == size
-    link.far.answer()
-    assert torch.equal(target, pattern(size, 6, "cuda:0"))
-    link.far.do("drop")
-
-
-def test_as_many_streams_wait_as_there_are(link: Link, tensor: Any) -> None:
-    """Streams share a few queues of the GPU: none of those that wait may hold up what they wait for."""
-    streams = [torch.cuda.Stream("cuda:0") for _ in range(32)]
-    link.far.do("make", name="source", nbytes=SIZE, seed=5)
-    request = link.worker.recv(tensor, source=link.endpoint)
-    for stream in streams:
-        request.wait_on(stream)
-    link.far.ask("send", name="source")
-    for stream in streams:
-        goes_on(stream, request)
-    assert request.wait().bytes == SIZE
-    link.far.answer()
-    assert torch.equal(tensor, pattern(SIZE, 5, "cuda:0"))
     link.far.do("drop")
 
 
