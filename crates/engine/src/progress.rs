@@ -23,6 +23,8 @@ const YIELD: Duration = Duration::from_micros(200);
 const YIELD_MANY: Duration = Duration::from_millis(5);
 /// From so many processors on there are.
 const MANY: usize = 8;
+/// A thread that waits for the work of others' threads looks this often.
+const ASIDE: Duration = Duration::from_micros(2);
 /// Idle polls after which threads that wait for the lock get it.
 const SHARE_EVERY: u32 = 8;
 /// Idle polls between two looks at the clock.
@@ -185,7 +187,7 @@ impl Shared {
             // The background thread sleeps on lanes that no longer ring: have it look after us instead.
             self.groups[0].wake();
         }
-        let mut wait = Wait { shared: self, deadline: None, timeout, idle: 0, idle_since: None };
+        let mut wait = Wait { shared: self, deadline: None, timeout, idle: 0, idle_since: None, aside: false };
         wait.run(core, &mut ready)
     }
 
@@ -334,6 +336,8 @@ struct Wait<'a> {
     deadline: Option<Instant>,
     idle: u32,
     idle_since: Option<Instant>,
+    /// It looks once in a while, and leaves the lock to others meanwhile.
+    aside: bool,
 }
 
 impl<'a> Wait<'a> {
@@ -355,6 +359,7 @@ impl<'a> Wait<'a> {
                 core = shared.core.lock();
             }
             if moved {
+                self.aside = false;
                 self.idle = 0;
                 self.idle_since = None;
                 // Costs nothing while nobody waits for the lock.
@@ -366,7 +371,7 @@ impl<'a> Wait<'a> {
                 // Connections' threads have their turns; a lock that is taken again at once is never theirs.
                 MutexGuard::bump(&mut core);
             }
-            if self.idle.is_multiple_of(LOOK_EVERY) {
+            if self.aside || self.idle.is_multiple_of(LOOK_EVERY) {
                 match self.look(core, ready) {
                     Look::Again(lock) => core = lock,
                     Look::Found(found) => return Some(found),
@@ -380,6 +385,7 @@ impl<'a> Wait<'a> {
     #[cold]
     fn look<T>(&mut self, core: MutexGuard<'a, Core>, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
         let shared = self.shared;
+        let threads = core.threads;
         shared.after(core);
         let now = Instant::now();
         let deadline = *self.deadline.get_or_insert(now + self.timeout);
@@ -394,9 +400,15 @@ impl<'a> Wait<'a> {
         // Session and link events are not looked at while spinning.
         shared.poll_sockets(Some(Duration::ZERO));
         if idle < self.patience() {
-            std::thread::yield_now();
+            if threads {
+                self.aside = true;
+                self.stand_aside();
+            } else {
+                std::thread::yield_now();
+            }
             return Look::Again(shared.core.lock());
         }
+        self.aside = false;
         self.idle_since = None;
         self.idle = 0;
         if shared.options.background {
@@ -404,6 +416,16 @@ impl<'a> Wait<'a> {
         }
         shared.doze_until(deadline);
         Look::Again(shared.core.lock())
+    }
+
+    /// What is waited for is the work of the threads of connections: they need the lock more than this one does, which
+    /// would only look whether they are done.
+    fn stand_aside(&self) {
+        let since = Instant::now();
+        std::thread::yield_now();
+        while self.shared.context.cores() >= MANY && since.elapsed() < ASIDE {
+            std::hint::spin_loop();
+        }
     }
 
     /// How long to yield before sleeping.
