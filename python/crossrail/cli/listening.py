@@ -68,8 +68,6 @@ def _agree(session: Session, options: BenchOptions, hello: Message) -> None:
             f"this end runs `bench {options.what}` and the other `bench {hello.get('bench')}`; start the same at both"
         )
     for name in _AGREED:
-        if name == "window" and options.what == "p2p":
-            continue  # a setting there, which has to agree for a connection to be made
         here, there = getattr(options, name), hello.get(name)
         if here is not None and here != there:
             raise Failure(f"--{name} is {here} at the listening end and {there} at the other; give it there only")
