@@ -105,19 +105,22 @@ class Found:
         return self.reports[-1].rows
 
     def peer(self, name: str, script: str, *options: str, **environment: str) -> list[dict[str, Any]]:
-        """Runs a peer's script; keeps what it says, or why it says nothing."""
-        said = peer(script, *options, **environment)
-        self.peers.setdefault(name, []).append({"command": [script, *options], "environment": environment, **said})
+        """Runs a peer's script; keeps what it says, or why it says nothing. One that hung is not run again."""
+        earlier = [turn for turn in self.peers.get(name, []) if turn.get("hung")]
+        said = earlier[-1] if earlier else peer(script, *options, **environment)
+        self.peers.setdefault(name, []).append({**said, "command": [script, *options], "environment": environment})
         self.save()
         rows: list[dict[str, Any]] = said.get("rows", [])
         return rows
 
     def trouble(self, name: str) -> str:
         """Why there is no figure of ours, or none of a peer."""
-        if self.failures:
-            return self.failures[-1]
+        return self.failures[-1] if self.failures else f"{name}: {self.silence(name)}"
+
+    def silence(self, name: str) -> str:
+        """Why there is no figure of a peer."""
         said = [turn["error"] for turn in self.peers.get(name, []) if "error" in turn]
-        return f"{name}: {said[-1] if said else 'it was not run'}"
+        return str(said[-1]) if said else "it was not run"
 
     def save(self) -> None:
         """Writes the file."""
@@ -149,7 +152,7 @@ def peer(script: str, *options: str, **environment: str) -> dict[str, Any]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"not done within {PEER_LIMIT_S:g} s"}
+        return {"error": f"not done within {PEER_LIMIT_S:g} s", "hung": True}
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         print(done.stderr, file=sys.stderr)
@@ -229,13 +232,14 @@ def latency(terms: Terms, found: Found) -> None:
         for said in found.peer("nixl", "nixl.py", *few, *thread):
             peers["nixl"][said["size"]].append(statistics.median(said["samples_us"]))
     kinds = {"write, seen by the host": writes, "put, seen by the GPU": puts, "send": sends}
+    silent = {"nixl": found.silence("nixl")}
     for kind, mine in kinds.items():
         for size in SMALL:
             work = f"NVLink, {format_size(size)}, {kind}, one way"
             theirs = {name: figures[size] for name, figures in peers.items()}
             goal, like = None if kind == "send" else LATENCY_GOAL, "graph" if mine is puts else "wall"
             why = found.trouble("nccl" if mine[size] else "puts")
-            found.outcomes.append(as_latency(work, mine[size], theirs, like, goal, why))
+            found.outcomes.append(as_latency(work, mine[size], theirs, like, goal, why, silent))
 
 
 def mesh(terms: Terms, found: Found) -> None:

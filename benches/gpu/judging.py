@@ -32,22 +32,29 @@ def rate_against(
 
 
 def as_latency(
-    work: str, ours: Sequence[float], peers: Mapping[str, Sequence[float]], like: str, goal: float | None, why_none: str
+    work: str,
+    ours: Sequence[float],
+    peers: Mapping[str, Sequence[float]],
+    like: str,
+    goal: float | None,
+    why_none: str,
+    silent: Mapping[str, str],
 ) -> Outcome:
     """A latency, at most `goal` times NCCL's taken in the same way (`like`); NCCL's other figure and NIXL's beside.
 
-    Ways: `wall`, by a host that waits for each message; `graph`, by graph replays with no host in between.
+    Ways: `wall`, by a host that waits for each message; `graph`, by graph replays with no host in between. `silent`
+    says why one that is shown beside has no figure.
     """
     to_reach = "beside nccl" if goal is None else f"<= {goal:g} x nccl"
     shown = f"{median(ours):.2f} us" if ours else "-"
     if not ours or not peers.get(like):
         return Outcome(work, shown, to_reach, failed=True, notes=[why_none])
     names = {"wall": "nccl with a host that waits", "graph": "nccl in a graph", "nixl": "nixl"}
-    notes = [
-        f"{said}: {median(peers[name]):.2f} us" if peers.get(name) else f"{said}: no figure"
-        for name, said in names.items()
-        if name != like
-    ]
+    notes = []
+    for name, said in names.items():
+        figures = peers.get(name)
+        shown_beside = f"{median(figures):.2f} us" if figures else f"no figure: {silent.get(name, why_none)}"
+        notes += [f"{said}: {shown_beside}"] if name != like else []
     against = median(peers[like])
     ratio = median(ours) / against
     met = None if goal is None else ratio <= goal

@@ -20,7 +20,11 @@ PLATFORM = "manylinux_2_28_x86_64"
 # Where the wheel keeps its shared objects, and those that are opened by name: the backend, and UCX's transports.
 FOLDERS = (".nixl_cu13.mesonpy.libs", "nixl_cu13.libs")
 BACKEND = ".nixl_cu13.mesonpy.libs/plugins/libplugin_UCX.so"
-TRANSPORTS = ("libuct_cuda.so.0", "libucm_cuda.so.0", "libuct_cma.so.0")
+TRANSPORTS = ("libuct_cuda", "libucm_cuda", "libuct_cma")
+
+# UCX's loader opens its modules with the whole extension of its own file, libucs-HASH.so.0.0.0, and not by the shorter
+# names that the wheel has too: without this one it says nothing, and takes GPU memory for the host's.
+EXTENSION = ".so.0.0.0"
 
 
 def main() -> int:
@@ -53,7 +57,7 @@ def needed(root: Path) -> list[Path]:
     libraries = {path.name: path for folder in FOLDERS for path in sorted((root / folder).glob("*.so*"))}
     folders = [root / "nixl_cu13", *root.glob("*.dist-info")]
     package = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
-    transports = [root / "nixl_cu13.libs" / "ucx" / name for name in TRANSPORTS]
+    transports = [root / "nixl_cu13.libs" / "ucx" / (name + EXTENSION) for name in TRANSPORTS]
     todo = [*package, root / BACKEND, *transports]
     found: dict[Path, None] = {}
     while todo:

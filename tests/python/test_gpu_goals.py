@@ -43,13 +43,14 @@ def test_a_missing_figure_is_a_failure_that_says_why(ours: list[float], theirs: 
 
 def test_a_latency_is_held_against_nccls_taken_in_the_same_way() -> None:
     peers = {"graph": [25.0, 20.0, 30.0], "wall": [40.0], "nixl": [12.5]}
-    outcome = judging.as_latency("work", [15.0], peers, "graph", 0.6, "never")
+    outcome = judging.as_latency("work", [15.0], peers, "graph", 0.6, "never", {})
     assert (outcome.peer, outcome.ratio, outcome.met) == ("25.00 us", "0.60", True)
     assert outcome.notes == ["nccl with a host that waits: 40.00 us", "nixl: 12.50 us"]
-    assert judging.as_latency("work", [15.2], peers, "graph", 0.6, "never").met is False
-    hosts = judging.as_latency("work", [24.1], {**peers, "nixl": []}, "wall", 0.6, "never")
-    assert (hosts.peer, hosts.met, hosts.notes) == ("40.00 us", False, ["nccl in a graph: 25.00 us", "nixl: no figure"])
-    assert judging.as_latency("work", [15.0], {"nixl": [1.0]}, "wall", 0.6, "nccl: gone").failed
+    assert judging.as_latency("work", [15.2], peers, "graph", 0.6, "never", {}).met is False
+    hosts = judging.as_latency("work", [24.1], {**peers, "nixl": []}, "wall", 0.6, "never", {"nixl": "no UCX"})
+    notes = ["nccl in a graph: 25.00 us", "nixl: no figure: no UCX"]
+    assert (hosts.peer, hosts.met, hosts.notes) == ("40.00 us", False, notes)
+    assert judging.as_latency("work", [15.0], {"nixl": [1.0]}, "wall", 0.6, "nccl: gone", {}).failed
 
 
 def test_staged_rates_are_judged_in_the_usual_mode_and_shown_in_the_others() -> None:
@@ -178,7 +179,33 @@ def test_a_peer_that_fails_costs_its_rows_alone(monkeypatch: pytest.MonkeyPatch,
     assert failed == [True, True, False, False, False] * 3
     assert data["outcomes"][0]["notes"] == ["nccl: nccl.py is silent"]
     machine.silent = {"nixl.py"}
-    assert not any(outcome["failed"] for outcome in machine.run("latency")["outcomes"])
+    data = machine.run("latency")
+    assert not any(outcome["failed"] for outcome in data["outcomes"])
+    assert "nixl: no figure: nixl.py is silent" in data["outcomes"][0]["notes"]
+
+
+def test_a_peer_that_hung_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = goals.Found(tmp_path, tmp_path / "out.json")
+    runs: list[str] = []
+    monkeypatch.setattr(goals, "peer", lambda script, *_: runs.append(script) or {"error": "hung", "hung": True})
+    assert found.peer("nixl", "nixl.py", "--sizes=4K") == found.peer("nixl", "nixl.py", "--sizes=8K") == []
+    assert runs == ["nixl.py"]
+    assert [turn["command"][1] for turn in found.peers["nixl"]] == ["--sizes=4K", "--sizes=8K"]
+
+
+def test_why_a_rank_ended_is_what_it_said_without_the_traceback() -> None:
+    said = """E1121 ucx_utils.cpp:592] VRAM memory is detected as host by UCX.
+Traceback (most recent call last):
+  File "nixl.py", line 155, in <module>
+    sys.exit(main())
+             ^^^^^^
+nixl_cu13._bindings.nixlBackendError: NIXL_ERR_BACKEND
+"""
+    assert ranks.reason(said) == (
+        "E1121 ucx_utils.cpp:592] VRAM memory is detected as host by UCX.; "
+        "nixl_cu13._bindings.nixlBackendError: NIXL_ERR_BACKEND"
+    )
+    assert ranks.reason("") == "it said nothing"
 
 
 def test_our_own_failure_is_said_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -43,13 +43,15 @@ def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
     import torch
 
     rows = []
-    agent = make_agent(rank, arguments.progress_thread)
     device = torch.device(f"cuda:{rank}" if arguments.device == "cuda" else "cpu")
+    if arguments.device == "cuda":
+        torch.cuda.set_device(device)  # the agent's threads take the context that is current when it is made
     largest = max(arguments.sizes)
     out = torch.randint(0, 256, (largest,), dtype=torch.uint8, device=device)
     into = torch.zeros(largest, dtype=torch.uint8, device=device)
     if arguments.device == "cuda":
         torch.cuda.synchronize(device)
+    agent = make_agent(rank, arguments.progress_thread)
     registered = agent.register_memory([out, into])
     peer = meet(agent, folder, rank, into)
     for size in arguments.sizes:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ KEPT = "rows.json"
 POLL_S = 0.02
 END_S = 10.0
 """So long may ranks take to end after all is measured."""
+REASON_LINES = 3
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +30,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iters", type=int, default=20, help="timed samples")
     parser.add_argument("--warmup", type=int, default=3, help="samples before those")
     parser.add_argument("--ranks", type=int, default=2, help="processes, a GPU each")
-    parser.add_argument("--limit", type=float, default=120.0, metavar="S", help="seconds for all of it")
+    parser.add_argument("--limit", type=float, default=50.0, metavar="S", help="seconds for all of it (50)")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
 
@@ -64,7 +66,7 @@ def keep(folder: Path, rows: Rows, versions: dict[str, str]) -> None:
 def start(ranks: int, limit_s: float, folder: Path) -> int:
     """Runs this very command once per rank; the first that fails ends all, and so does the end of the time."""
     command = [sys.executable, *sys.argv, f"--folder={folder}"]
-    started = [subprocess.Popen([*command, f"--rank={rank}"], stdout=sys.stderr) for rank in range(ranks)]
+    started = [begin([*command, f"--rank={rank}"], folder / f"stderr.{rank}") for rank in range(ranks)]
     deadline = time.monotonic() + limit_s
     kept = False
     try:
@@ -79,12 +81,27 @@ def start(ranks: int, limit_s: float, folder: Path) -> int:
         for process in started:
             process.kill()
             process.wait()
+    said = [(folder / f"stderr.{rank}").read_text(errors="replace") for rank in range(ranks)]
+    print(*said, sep="", end="", file=sys.stderr)
     name = Path(sys.argv[0]).name
     if any(codes):
-        print(f"{name}: its ranks ended with {codes}", file=sys.stderr)
+        rank = next(rank for rank, code in enumerate(codes) if code)
+        print(f"{name}: rank {rank} ended with {codes[rank]}: {reason(said[rank])}", file=sys.stderr)
     elif None in codes:
         print(f"{name}: not at an end within {END_S if kept else limit_s:g} s", file=sys.stderr)
     return 0 if (folder / KEPT).exists() else 1
+
+
+def begin(command: Sequence[str], said: Path) -> subprocess.Popen[bytes]:
+    """Starts a rank; all that it says goes to a file."""
+    with said.open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output)
+
+
+def reason(said: str) -> str:
+    """Why a rank ended, in a line: the end of what it and its libraries said, without the traceback."""
+    lines = [line.strip() for line in said.splitlines() if re.match(r"\S", line) and not line.startswith("Traceback")]
+    return "; ".join(lines[-REASON_LINES:]) or "it said nothing"
 
 
 def exchange(folder: Path, rank: int, what: str, mine: bytes) -> bytes:
