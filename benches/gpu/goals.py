@@ -85,7 +85,7 @@ class Found:
 
     def __init__(self, pack: Path, out: Path) -> None:
         self.out = out
-        self.environment = describe(pack)
+        self.environment = describe(pack, gpu_count()[0])
         self.outcomes: list[Outcome] = []
         self.reports: list[Report] = []
         self.failures: list[str] = []

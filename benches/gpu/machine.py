@@ -14,13 +14,13 @@ FIELDS = ("name", "pci.bus_id", "memory.total", "memory.used", "driver_version",
 LIMIT_S = 20.0
 
 
-def describe(pack: Path) -> dict[str, Any]:
-    """The environment of a file of results. A wheel knows no commit, so that of the pack is taken."""
+def describe(pack: Path, used: int) -> dict[str, Any]:
+    """The environment of a file of results, measured with so many GPUs. A wheel knows no commit; the pack does."""
     environment = capture_environment()
     manifest = pack / "manifest.json"
     if manifest.exists():
         environment = replace(environment, commit=json.loads(manifest.read_text())["commit"])
-    return {**asdict(environment), "gpus": gpus(), "links": ask("topo", "-m").splitlines()}
+    return {**asdict(environment), "gpus": gpus(), "gpus_used": used, "links": ask("topo", "-m").splitlines()}
 
 
 def gpus() -> list[dict[str, str]]:

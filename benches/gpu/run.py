@@ -1,10 +1,12 @@
 """GPU memory against its peers, all in one run; a file for each scenario and a table of the goals at the end.
 
     python benches/gpu/run.py --pack .gpu --site target/gpu-site --out benches/results/gpu
+    python benches/gpu/run.py ... --gpus 2
     python benches/gpu/run.py ... --only pair,latency --quick
 
-Each scenario has its own time. Exit 0: every row ran, whether or not it reached its goal; 1: one did not, or there is
-no GPU; 2: bad usage.
+The files have the number of GPUs in their names (pair-2.json, summary-2.json), so that runs with different numbers
+stand side by side. Each scenario has its own time; one that needs more GPUs is skipped, and says so. Exit 0: every row
+ran, whether or not it reached its goal; 1: one did not, or there is no GPU; 2: bad usage.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ sys.path.insert(0, str(HERE.parent))
 from goals import SCENARIOS, USUAL  # noqa: E402
 from judging import Outcome  # noqa: E402
 from machine import describe  # noqa: E402
-from steps import Result, Runner, Step, gpu_count, read_program  # noqa: E402
+from steps import Result, Runner, Step, gpu_count, group_sizes, read_program, visible  # noqa: E402
 
 from crossrail.report import console, table  # noqa: E402
 
@@ -35,18 +37,23 @@ def main() -> int:
     if not present:
         print(f"GPU benchmarks need a GPU: {why_not}", file=sys.stderr)
         return 1
-    runner = Runner("summary", arguments.out, arguments.budget)
+    try:
+        (gpus,) = group_sizes(str(arguments.gpus or present), present)
+    except ValueError as error:
+        print(f"run.py: {error}", file=sys.stderr)
+        return 2
+    runner = Runner(f"summary-{gpus}", arguments.out, arguments.budget)
     for name in arguments.only:
-        runner.run(_step(name, arguments, present))
+        runner.run(_step(name, arguments, gpus, visible(gpus, present)))
     code = runner.finish()
     outcomes = [
         outcome
         for name, result in zip(arguments.only, runner.results, strict=True)
-        for outcome in outcomes_of(arguments.out / f"{name}.json", result)
+        for outcome in outcomes_of(arguments.out / f"{name}-{gpus}.json", result)
     ]
     summary = {
         "schema": "crossrail-goals/1",
-        "environment": describe(arguments.pack),
+        "environment": describe(arguments.pack, gpus),
         "steps": [asdict(result) for result in runner.results],
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }
@@ -61,6 +68,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--site", type=Path, metavar="DIR", help="where the pack's wheel was installed")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the results and the log")
     parser.add_argument("--only", metavar="NAMES", default=",".join(USUAL), help=f"of {', '.join(SCENARIOS)}")
+    parser.add_argument("--gpus", type=int, metavar="N", help="with the first N GPUs (all)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns that ours and each peer take (3)")
     parser.add_argument("--quick", action="store_true", help="fewer iterations")
     parser.add_argument("--budget", type=float, default=560.0, metavar="S", help="seconds for all scenarios (560)")
@@ -69,22 +77,24 @@ def _arguments() -> argparse.Namespace:
     unknown = [name for name in arguments.only if name not in SCENARIOS]
     if unknown:
         parser.error(f"{unknown[0]!r} is no scenario; known: {', '.join(SCENARIOS)}")
+    if arguments.gpus is not None and arguments.gpus < 1:
+        parser.error("--gpus must be at least 1")
     if arguments.rounds < 1:
         parser.error("--rounds must be at least 1")
     return arguments
 
 
-def _step(name: str, arguments: argparse.Namespace, present: int) -> Step:
-    _, limit_s, gpus = SCENARIOS[name]
-    out = arguments.out / f"{name}.json"
+def _step(name: str, arguments: argparse.Namespace, gpus: int, environment: dict[str, str]) -> Step:
+    _, limit_s, needed = SCENARIOS[name]
+    out = arguments.out / f"{name}-{gpus}.json"
     out.unlink(missing_ok=True)
     options = [f"--pack={arguments.pack}", f"--out={out}", f"--rounds={arguments.rounds}"]
     options += ["--quick"] if arguments.quick else []
-    missing = None if present >= gpus else f"needs {gpus} GPUs: there {'is' if present == 1 else 'are'} {present}"
+    missing = None if gpus >= needed else f"needs {needed} GPUs: there {'is' if gpus == 1 else 'are'} {gpus}"
     site = [str(arguments.site.resolve())] if arguments.site else []
     path = os.pathsep.join([*site, *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, HERE / "goals.py", name, *options]
-    return Step(name, command, limit_s, read_program, {"PYTHONPATH": path}, missing)
+    return Step(name, command, limit_s, read_program, {**environment, "PYTHONPATH": path}, missing)
 
 
 def outcomes_of(path: Path, result: Result) -> list[Outcome]:

@@ -270,8 +270,12 @@ def group_sizes(asked: str | None, present: int) -> list[int]:
 
 
 def visible(count: int, present: int) -> dict[str, str]:
-    """The environment in which a program sees the first `count` of this machine's GPUs."""
-    return {} if count >= present else {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in range(count))}
+    """The environment in which a program sees the first `count` of the GPUs that this one sees."""
+    if count >= present:
+        return {}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else [str(gpu) for gpu in range(present)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[:count])}
 
 
 def compiler() -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""The goals of a run as a table of Markdown, for docs/performance.md.
+"""The goals of runs as tables of Markdown, for docs/performance.md.
 
-python benches/gpu/table.py benches/results/gpu/summary.json
+python benches/gpu/table.py benches/results/gpu/summary-*.json
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Prints it."""
-    if len(sys.argv) != 2:
-        print("usage: table.py SUMMARY.json", file=sys.stderr)
+    """Prints them."""
+    if len(sys.argv) < 2:
+        print("usage: table.py SUMMARY.json ...", file=sys.stderr)
         return 2
-    path = Path(sys.argv[1])
-    print(markdown(json.loads(path.read_text()), path))
+    print("\n\n".join(markdown(json.loads(path.read_text()), path) for path in map(Path, sys.argv[1:])))
     return 0
 
 

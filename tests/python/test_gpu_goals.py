@@ -267,7 +267,8 @@ def load(path: Path) -> types.ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("options", "code"), [(["--only=flying"], 2), (["--rounds=0"], 2), ([], 1), (["--only=pair,mesh"], 1)]
+    ("options", "code"),
+    [(["--only=flying"], 2), (["--rounds=0"], 2), (["--gpus=0"], 2), ([], 1), (["--only=pair,mesh"], 1)],
 )
 def test_bad_usage_and_no_gpu(tmp_path: Path, options: list[str], code: int) -> None:
     if gpu_count()[0]:

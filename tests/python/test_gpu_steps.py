@@ -134,7 +134,8 @@ def test_much_output_is_shortened_in_the_log(tmp_path: Path, monkeypatch: pytest
     assert "last\n\n== next" in log
 
 
-def test_how_many_gpus() -> None:
+def test_how_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert group_sizes(None, 8) == [4, 2, 1]
     assert group_sizes(None, 3) == [2, 1]
     assert group_sizes("2", 4) == [2]
@@ -144,6 +145,8 @@ def test_how_many_gpus() -> None:
         group_sizes("many", 2)
     assert visible(2, 4) == {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert visible(4, 4) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-41c8,1")
+    assert visible(2, 3) == {"CUDA_VISIBLE_DEVICES": "3,GPU-41c8"}
 
 
 def test_without_a_gpu_the_tests_fail_and_say_why(tmp_path: Path) -> None:
