@@ -5,15 +5,22 @@ use std::time::Instant;
 
 use crossrail_cuda_ipc::Link;
 use crossrail_proto as proto;
-use crossrail_transport::{Copy, Job, Step};
+use crossrail_transport::{Copy, Direct as _, Job, Step};
 use crossrail_types::{EndpointId, LaneId};
 use proto::{DirectId, Memory, Offer, Role};
 
 use crate::core::Core;
-use crate::links;
+use crate::links::{self, Reach};
+use crate::state::PeerState;
 
 /// Bytes a direct copy may move before everything else gets its turn.
 const COPY_BUDGET: usize = 1 << 20;
+
+/// Up to so many bytes of GPU memory the receiving end copies; from there on it leaves that to the sending end. Writing
+/// takes half a round trip more and carries more than reading does as soon as a GPU's links are busy both ways.
+const FETCHED: usize = 1 << 20;
+/// So long this end looks for the word of a peer that copies into its memory without a pause, in nanoseconds.
+const AWAKE: u64 = 1_000_000_000;
 
 /// A copy under way.
 pub(crate) struct Active {
@@ -63,30 +70,15 @@ impl Core {
         };
         let kind = match reached {
             Ok(kind) => kind,
-            Err(why) if named => {
-                self.warn_gpu(endpoint, &why);
-                if let Some(peer) = self.st.peer(endpoint) {
-                    peer.peer.direct_failed(now, id);
-                }
-                return;
-            }
-            Err(why) => {
-                if let Some(peer) = self.st.peer(endpoint) {
-                    let (name, first) = (peer.name().to_owned(), !std::mem::replace(&mut peer.warned_direct, true));
-                    peer.peer.direct_failed(now, id);
-                    if first {
-                        self.st
-                            .log
-                            .warn(format_args!("{name}: no single copy ({why}); through the shared ring instead"));
-                    }
-                }
-                return;
-            }
+            Err(why) => return self.unreached(endpoint, id, (memory, role), named, &why),
         };
         if let Memory::Op(op) = memory
             && let Some(op) = self.st.ops.op_mut(op)
         {
             op.direct = Some(kind);
+        }
+        if named && role == Role::Pull && len > FETCHED && self.lend(endpoint, id, memory, (local, len)) {
+            return;
         }
         if let (Some(descriptor), Some(peer)) = (mine, self.st.peer(endpoint)) {
             peer.peer.direct_invite(now, id, descriptor);
@@ -98,6 +90,54 @@ impl Core {
         if offer.slot.is_none() {
             self.step(self.jobs.len() - 1);
         }
+    }
+
+    /// Leaves a copy into memory of a GPU of ours to the peer. False: this end has to copy.
+    fn lend(&mut self, endpoint: EndpointId, id: DirectId, memory: Memory, (local, len): (*mut u8, usize)) -> bool {
+        let now = self.st.now;
+        let described = self.st.peer(endpoint).and_then(|peer| peer.reach.link()?.describe(local, len));
+        let Some((descriptor, _)) = described else { return false };
+        if !self.st.peer(endpoint).is_some_and(|peer| peer.peer.direct_lend(now, id, descriptor)) {
+            return false;
+        }
+        if let Memory::Region { .. } = memory {
+            // So that it is known to be in use until the protocol releases it.
+            self.st.grant(endpoint, memory);
+        }
+        self.pass_notes(endpoint);
+        true
+    }
+
+    /// Whether a peer was left to copy into memory of a GPU of ours, not long ago.
+    pub(crate) fn lends(&self) -> bool {
+        let lends = |peer: &PeerState| match (&peer.reach, peer.peer.lending()) {
+            (Reach::By(_), Some(since)) => self.st.now.since(since) < AWAKE,
+            _ => false,
+        };
+        self.links > 0 && self.st.peers.iter().flatten().any(|peer| lends(peer))
+    }
+
+    /// A copy is not begun.
+    fn unreached(&mut self, endpoint: EndpointId, id: DirectId, (memory, role): (Memory, Role), gpu: bool, why: &str) {
+        if gpu {
+            self.no_copy(endpoint, memory, role == Role::Help, why);
+        }
+        let now = self.st.now;
+        let Some(peer) = self.st.peer(endpoint) else { return };
+        peer.peer.direct_failed(now, id);
+        if !gpu && !std::mem::replace(&mut peer.warned_direct, true) {
+            let name = peer.name().to_owned();
+            self.st.log.warn(format_args!("{name}: no single copy ({why}); through the shared ring instead"));
+        }
+    }
+
+    /// Says that GPU memory was not copied. A push that the peer left to this end is nobody's last hope.
+    fn no_copy(&mut self, endpoint: EndpointId, memory: Memory, push: bool, why: &str) {
+        if !(push && matches!(memory, Memory::Op(_))) {
+            return self.warn_gpu(endpoint, why);
+        }
+        let name = self.st.peer(endpoint).map_or_else(|| "?".to_owned(), |peer| peer.name().to_owned());
+        self.st.log.info(format_args!("{name}: its GPU memory cannot be written ({why}); it reads ours instead"));
     }
 
     /// Whether a direct copy still touches that region.
@@ -170,7 +210,8 @@ impl Core {
                 true
             }
             Step::Failed(why) if gpu => {
-                self.warn_gpu(endpoint, &why);
+                let (memory, push) = (active.memory, active.job.copy == Copy::Push);
+                self.no_copy(endpoint, memory, push, &why);
                 self.end(at, false);
                 true
             }

@@ -201,7 +201,7 @@ impl Core {
 
     /// Whether something must be looked at again without any event telling so.
     pub(crate) fn busy(&self) -> bool {
-        !self.jobs.is_empty() || !self.closing.is_empty() || self.inbox.is_up()
+        !self.jobs.is_empty() || !self.closing.is_empty() || self.inbox.is_up() || self.lends()
     }
 
     pub(crate) fn add_inside(&mut self, inside: Inside) {

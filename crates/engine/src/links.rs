@@ -101,7 +101,7 @@ impl Core {
     }
 
     /// Passes what the link has to say, as far as there is room.
-    fn pass_notes(&mut self, endpoint: EndpointId) -> bool {
+    pub(crate) fn pass_notes(&mut self, endpoint: EndpointId) -> bool {
         let Some(lane) = self.st.peer(endpoint).and_then(|peer| peer.inside) else { return false };
         let Some(inside) = self.inside.iter_mut().find(|inside| inside.id == lane) else { return false };
         let Some(link) = self.st.peer(endpoint).and_then(|peer| peer.reach.link()) else { return false };

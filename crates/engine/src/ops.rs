@@ -398,6 +398,7 @@ fn batch_receipt(bytes: u64) -> proto::Receipt {
         window_ns: 0,
         wire_ns: 0,
         copy_ns: 0,
+        pushed: false,
     }
 }
 

@@ -81,8 +81,10 @@ pub struct Receipt {
     pub window_us: f64,
     /// Microseconds in which bytes were on the wire.
     pub wire_us: f64,
-    /// Microseconds in which this end was copying.
+    /// Microseconds in which this end was copying, or the peer was, if that was left to it.
     pub copy_us: f64,
+    /// A direct copy was made by the end that the bytes come from, alone; otherwise by the other, or by both.
+    pub pushed: bool,
     /// Microseconds in which bytes were being copied out of a GPU's memory here, before a lane could take them.
     pub pack_us: f64,
     /// Microseconds in which bytes that had come were being copied into a GPU's memory here.
@@ -275,6 +277,7 @@ pub(crate) fn render(core: &mut Core, outcome: Outcome) -> Result<Receipt> {
         window_us: 0.0,
         wire_us: us(finish.wire_ns),
         copy_us: 0.0,
+        pushed: false,
         pack_us: 0.0,
         unpack_us: 0.0,
         slot_us: 0.0,
@@ -300,6 +303,7 @@ fn render_more(core: &mut Core, endpoint: Option<EndpointId>, more: More, render
     rendered.match_us = us(receipt.match_ns);
     rendered.window_us = us(receipt.window_ns);
     rendered.copy_us = us(receipt.copy_ns);
+    rendered.pushed = receipt.pushed;
     if let Some(times) = more.times {
         rendered.pack_us = us(times.pack.ns());
         rendered.unpack_us = us(times.unpack.ns());

@@ -212,8 +212,10 @@ pub struct Receipt {
     pub window_ns: u64,
     /// The rest: on the wire and at the other end.
     pub wire_ns: u64,
-    /// In the direct copy.
+    /// In the direct copy; where the peer was left to make it, until it said that it had.
     pub copy_ns: u64,
+    /// The end that the bytes come from copied them directly, alone.
+    pub pushed: bool,
 }
 
 /// Why an operation failed.
@@ -263,7 +265,8 @@ pub struct DirectId(pub u32);
 /// This end's part in a direct copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Copy the peer's bytes (the offer) into `memory`; may invite the peer to help.
+    /// Copy the peer's bytes (the offer) into `memory`; may invite the peer to help, or leave it to the peer
+    /// ([`crate::Peer::direct_lend`]).
     Pull,
     /// Copy `memory` into the peer's (the offer): beside its own pulling where the offer has a slot, alone where not.
     Help,
@@ -394,6 +397,7 @@ impl From<Short> for Receipt {
             window_ns: 0,
             wire_ns: short.wire_ns,
             copy_ns: 0,
+            pushed: false,
         }
     }
 }

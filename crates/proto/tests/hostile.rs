@@ -108,7 +108,8 @@ impl End {
 
     fn ask(&mut self, rng: &mut Rng) {
         let len = rng.below(CAPACITY);
-        let offer = (rng.below(3) == 0).then_some(Offer { descriptor: [5; 24], slot: Some(1) });
+        let slot = (rng.below(2) == 0).then_some(1);
+        let offer = (rng.below(3) == 0).then_some(Offer { descriptor: [5; 24], slot });
         let mut key = [0; 24];
         key[0] = 1;
         match rng.below(7) {
@@ -310,9 +311,14 @@ fn schedule(seed: u64) {
                 end.peer.on_timeout(end.now);
             }
             if let (Some(job), true) = (end.jobs.first().copied(), rng.below(3) == 0) {
-                match rng.below(3) {
+                match rng.below(4) {
                     0 => end.peer.direct_invite(end.now, job, [6; 24]),
                     1 => {
+                        if end.peer.direct_lend(end.now, job, [6; 24]) {
+                            end.jobs.remove(0);
+                        }
+                    }
+                    2 => {
                         end.jobs.remove(0);
                         end.peer.direct_done(end.now, job, 1, 1);
                     }

@@ -380,7 +380,7 @@ impl Peer {
                 return self.read(now, ServeRequest { op, target, read, chunks, lane }, host);
             }
             Frame::Invite { op } => self.invited(op, frame::decode_invite(bytes)?),
-            Frame::HelpEnded { op, failed } => self.help_ended(op, failed),
+            Frame::HelpEnded { op, failed } => self.help_ended(now, op, failed),
             Frame::Pushed { serve, target } => return self.pushed(now, serve, target),
             Frame::Bye => self.bye(now, host.matcher),
             Frame::Eager { .. }

@@ -1,4 +1,7 @@
-//! Direct copies: the receiving end pulls, the sending end may help by pushing, and a read's owner pushes alone.
+//! Direct copies: the receiving end pulls, or invites the sending end to push; a read's owner pushes alone.
+//!
+//! With a cursor that both share (the offer has a slot) an invited sender pushes while the receiver pulls. Without one
+//! it pushes alone, and the receiver pulls only if that fails.
 //!
 //! Every end of a copy waits for the other's hands to be off the memory before it lets go of it: the receiver
 //! answers the sender only when its own job has ended, and waits for the end of help that it asked for.
@@ -23,7 +26,7 @@ impl Peer {
         let job = DirectId(self.jobs.insert(JobOf::In(index)) as u32);
         let incoming = &mut self.ins[index as usize];
         incoming.stage = InStage::Direct;
-        incoming.slot = offer.slot;
+        incoming.offer = Some(offer);
         incoming.job = Some(job);
         let (memory, len) = (incoming.memory(), incoming.len);
         self.events.push_back(Event::Direct { job, memory, role: Role::Pull, offer, len });
@@ -52,7 +55,9 @@ impl Peer {
             }
             Some(JobOf::Out(index)) => {
                 if let Some(outgoing) = self.outs.get_mut(index as usize) {
-                    outgoing.more().copy_ns = copy_ns;
+                    let more = outgoing.more();
+                    more.copy_ns = copy_ns;
+                    more.pushed = more.slot.is_none();
                 }
                 self.help_over(now, index, false);
             }
@@ -79,12 +84,36 @@ impl Peer {
         let Some(&JobOf::In(index)) = self.jobs.get(job.0 as usize) else { return };
         let live = self.live();
         let Some(incoming) = self.ins.get_mut(index as usize) else { return };
-        if incoming.helped || incoming.stopping || incoming.slot.is_none() || !live {
+        if incoming.helped || incoming.stopping || incoming.offer.is_none_or(|o| o.slot.is_none()) || !live {
             return;
         }
         incoming.helped = true;
         let op = incoming.their;
         self.tell_with(Frame::Invite { op }, inline(Bytes::EMPTY.push(&descriptor)));
+    }
+
+    /// Leaves a job of [`Role::Pull`], whose offer has no slot, to the peer, which pushes into what `descriptor` says.
+    /// True: the job is over here, as after [`Peer::direct_done`]; that memory is written until the transfer is over. If
+    /// the peer can't, [`Event::Direct`] asks this end once more. False, as then: this end has to copy.
+    pub fn direct_lend(&mut self, now: Time, job: DirectId, descriptor: [u8; 24]) -> bool {
+        let Some(&JobOf::In(index)) = self.jobs.get(job.0 as usize) else { return false };
+        let live = self.live();
+        let Some(incoming) = self.ins.get_mut(index as usize) else { return false };
+        if incoming.lent.is_some() || incoming.stopping || incoming.offer.is_none_or(|o| o.slot.is_some()) || !live {
+            return false;
+        }
+        incoming.helped = true;
+        incoming.lent = Some(now);
+        incoming.job = None;
+        self.jobs.remove(job.0 as usize);
+        let op = incoming.their;
+        self.tell_with(Frame::Invite { op }, inline(Bytes::EMPTY.push(&descriptor)));
+        true
+    }
+
+    /// Since when the peer may copy into memory of this end, of the transfers that were left to it: of the last of them.
+    pub fn lending(&self) -> Option<Time> {
+        self.ins.iter().filter(|(_, incoming)| incoming.helped).filter_map(|(_, incoming)| incoming.lent).max()
     }
 
     /// Our pulling is over without success.
@@ -122,26 +151,27 @@ impl Peer {
         }
     }
 
-    /// The peer asks us to help with our operation `id`.
+    /// The peer asks us to help with our operation `id`, or to copy it alone.
     pub(super) fn invited(&mut self, id: u32, descriptor: [u8; 24]) {
         let index = id.wrapping_sub(1);
         let Some(outgoing) = self.outs.get_mut(index as usize) else { return };
         let fit = matches!(outgoing.kind, Kind::Send | Kind::Write)
             && outgoing.stage == Stage::Announced
             && outgoing.rest().job.is_none();
-        let Some(slot) = outgoing.rest().slot.filter(|_| fit) else {
+        if !fit || !outgoing.rest().offered {
             self.tell(Frame::HelpEnded { op: id, failed: true });
             return;
-        };
+        }
+        let slot = outgoing.rest().slot;
         let job = DirectId(self.jobs.insert(JobOf::Out(index)) as u32);
         outgoing.more().job = Some(job);
         let (memory, len) = (Memory::Op(outgoing.op), outgoing.len);
-        let offer = Offer { descriptor, slot: Some(slot) };
+        let offer = Offer { descriptor, slot };
         self.events.push_back(Event::Direct { job, memory, role: Role::Help, offer, len });
     }
 
     /// The peer has taken its hands off the memory of a transfer towards us.
-    pub(super) fn help_ended(&mut self, op: u32, failed: bool) {
+    pub(super) fn help_ended(&mut self, now: Time, op: u32, failed: bool) {
         let super::Their::In(index) = self.their(op) else { return };
         let Some(incoming) = self.ins.get_mut(index as usize) else { return };
         if !std::mem::take(&mut incoming.helped) {
@@ -154,7 +184,23 @@ impl Peer {
                 incoming.stopping = true;
                 self.events.push_back(Event::StopDirect { job });
             }
-            _ => {}
+            (Some(_), false) => {}
+            (None, false) => self.loan_over(now, index, failed),
+        }
+    }
+
+    /// What the peer was left to do is done, or this end has to do it.
+    fn loan_over(&mut self, now: Time, index: u32, failed: bool) {
+        let incoming = &mut self.ins[index as usize];
+        let (Some(since), Some(offer), InStage::Direct) = (incoming.lent, incoming.offer, incoming.stage) else {
+            return;
+        };
+        if failed {
+            self.start_pull(index, offer);
+        } else {
+            incoming.copy_ns = now.since(since);
+            incoming.pushed = true;
+            self.complete_in(now, index, Protocol::Direct, None);
         }
     }
 

@@ -31,8 +31,12 @@ pub(super) struct Incoming {
     pub(super) landed: u32,
     /// All bytes are known to be there, or in slots: how they came.
     pub(super) complete: Option<(Protocol, Option<LaneId>)>,
-    /// The cursor that both ends can copy by.
-    pub(super) slot: Option<u32>,
+    /// How to copy it directly.
+    pub(super) offer: Option<Offer>,
+    /// Since when the peer was to copy it alone.
+    pub(super) lent: Option<Time>,
+    /// It did.
+    pub(super) pushed: bool,
     pub(super) job: Option<DirectId>,
     /// The job was told to stop.
     pub(super) stopping: bool,
@@ -88,7 +92,9 @@ impl Peer {
             shares: Vec::new(),
             landed: 0,
             complete: None,
-            slot: None,
+            offer: None,
+            lent: None,
+            pushed: false,
             job: None,
             stopping: false,
             helped: false,
@@ -223,7 +229,9 @@ impl Peer {
             InKind::Receive { op, tag } => {
                 let (bytes, copy_ns) = (incoming.len, incoming.copy_ns);
                 let wire_ns = now.since(incoming.started).saturating_sub(copy_ns);
-                let receipt = Receipt { bytes, protocol, lane, lanes, match_ns: 0, window_ns: 0, wire_ns, copy_ns };
+                let pushed = incoming.pushed;
+                let receipt =
+                    Receipt { bytes, protocol, lane, lanes, match_ns: 0, window_ns: 0, wire_ns, copy_ns, pushed };
                 self.events.push_back(Event::Done { op, result: Ok(receipt), progress: bytes, tag });
                 self.free_their(incoming.their);
             }

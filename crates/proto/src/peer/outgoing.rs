@@ -7,7 +7,7 @@ use crate::feed::Feed;
 use crate::frame::{self, Bytes, Frame, Target};
 use crate::lane::Sent;
 use crate::peer::sending::inline;
-use crate::{Body, DirectId, Event, Failure, LaneShare, Memory, Protocol, Receipt, RegionRef, Short, Time};
+use crate::{Body, DirectId, Event, Failure, LaneShare, Memory, Offer, Protocol, Receipt, RegionRef, Short, Time};
 
 /// Something of ours under way: what a short message needs, and the rest apart.
 #[derive(Debug)]
@@ -29,11 +29,14 @@ pub(super) struct Outgoing {
 pub(super) struct More {
     pub(super) announced: Time,
     pub(super) consented: Time,
-    /// The shared cursor that we offered.
+    /// The peer was told how to copy directly, and the shared cursor.
+    pub(super) offered: bool,
     pub(super) slot: Option<u32>,
     pub(super) job: Option<DirectId>,
     pub(super) after: After,
     pub(super) copy_ns: u64,
+    /// All of it was copied from here, without the peer.
+    pub(super) pushed: bool,
     pub(super) feed: Option<Feed>,
     pub(super) serve: Option<Serve>,
     /// Why it was aborted, if our memory failed.
@@ -43,10 +46,12 @@ pub(super) struct More {
 static NOTHING_MORE: More = More {
     announced: Time(0),
     consented: Time(0),
+    offered: false,
     slot: None,
     job: None,
     after: After::Running,
     copy_ns: 0,
+    pushed: false,
     feed: None,
     serve: None,
     fault: None,
@@ -97,6 +102,14 @@ pub(super) enum After {
     ServeFailed(Failure),
 }
 
+impl More {
+    pub(super) fn announce(&mut self, now: Time, offer: Option<Offer>) {
+        self.announced = now;
+        self.offered = offer.is_some();
+        self.slot = offer.and_then(|o| o.slot);
+    }
+}
+
 impl Outgoing {
     #[inline]
     pub(super) fn new(op: OpId, kind: Kind, len: u64, serial: u32, started: Time, lane: LaneId) -> Outgoing {
@@ -115,10 +128,12 @@ impl Outgoing {
             Box::new(More {
                 announced: started,
                 consented: started,
+                offered: false,
                 slot: None,
                 job: None,
                 after: After::Running,
                 copy_ns: 0,
+                pushed: false,
                 feed: None,
                 serve: None,
                 fault: None,
@@ -235,7 +250,8 @@ impl Peer {
         let lane = (protocol == Protocol::Eager).then_some(outgoing.lane);
         let wire_ns = now.since(outgoing.rest().announced);
         let bytes = outgoing.len;
-        let receipt = Receipt { bytes, protocol, lane, lanes, match_ns: 0, window_ns: 0, wire_ns, copy_ns: 0 };
+        let pushed = protocol == Protocol::Direct;
+        let receipt = Receipt { bytes, protocol, lane, lanes, match_ns: 0, window_ns: 0, wire_ns, copy_ns: 0, pushed };
         self.events.push_back(Event::Done { op: outgoing.op, result: Ok(receipt), progress: bytes, tag: 0 });
     }
 
@@ -500,6 +516,7 @@ impl Outgoing {
             window_ns: 0,
             wire_ns: total,
             copy_ns: self.rest().copy_ns,
+            pushed: self.rest().pushed,
         };
         if let Some(feed) = self.more.as_mut().and_then(|m| m.feed.take()) {
             receipt.protocol = Protocol::Chunks;

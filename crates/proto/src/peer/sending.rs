@@ -322,8 +322,7 @@ impl Peer {
         let mut outgoing = Outgoing::new(op, Kind::Send, len, serial, started, lane);
         match what {
             Operation::Send { tag } => {
-                outgoing.more().slot = offer.and_then(|o| o.slot);
-                outgoing.more().announced = now;
+                outgoing.more().announce(now, offer);
                 let id = self.outs.insert(outgoing) as u32 + 1;
                 let frame = Frame::Announce { op: id, tag, offer: offer.is_some() };
                 let body = inline(frame::encode_announce(&Announce { len, offer }));
@@ -335,8 +334,7 @@ impl Peer {
                 if short {
                     outgoing.stage = Stage::Eager;
                 } else {
-                    outgoing.more().slot = offer.and_then(|o| o.slot);
-                    outgoing.more().announced = now;
+                    outgoing.more().announce(now, offer);
                 }
                 let index = self.outs.insert(outgoing) as u32;
                 if short {

@@ -28,6 +28,8 @@ impl World {
             let descriptor = self.describe_span(&local);
             self.nodes[node].jobs.get_mut(&id).unwrap().invited = true;
             self.nodes[node].peer.direct_invite(self.now, DirectId(id), descriptor);
+        } else if job.role == Role::Pull && slot.is_none() && job.is_untouched() && invite {
+            self.lend(node, id);
         } else if self.nodes[1 - node].down() {
             // The other process is out of reach.
             self.abandon(node, id);
@@ -35,6 +37,20 @@ impl World {
             self.copy_piece(node, id, fail);
         }
         self.settle(node);
+    }
+
+    /// The other end is to copy in this one's place, if the protocol has not asked it before.
+    pub(crate) fn lend(&mut self, node: usize, id: u32) {
+        let local = self.nodes[node].jobs[&id].local.clone();
+        let descriptor = self.describe_span(&local);
+        let lent = self.nodes[node].peer.direct_lend(self.now, DirectId(id), descriptor);
+        self.log(|| format!("node {node} job {id} is lent: {lent}"));
+        if lent {
+            self.nodes[node].jobs.remove(&id);
+            self.nodes[node].lent += 1;
+        } else {
+            self.nodes[node].jobs.get_mut(&id).unwrap().invited = true;
+        }
     }
 
     pub(crate) fn abandon(&mut self, node: usize, id: u32) {

@@ -41,6 +41,13 @@ pub(crate) struct Job {
     pub(crate) invited: bool,
 }
 
+impl Job {
+    /// Nothing of it was begun, and nobody else was asked.
+    pub(crate) fn is_untouched(&self) -> bool {
+        self.moved == 0 && self.claim.is_none() && !self.invited && !self.stopping
+    }
+}
+
 pub(crate) struct Node {
     pub(crate) index: usize,
     pub(crate) peer: Peer,
@@ -50,6 +57,8 @@ pub(crate) struct Node {
     pub(crate) passives: BTreeMap<u32, Rc<Pass>>,
     pub(crate) arrivals: BTreeMap<u32, Rc<RefCell<Vec<u8>>>>,
     pub(crate) jobs: BTreeMap<u32, Job>,
+    /// Copies that were left to the other end.
+    pub(crate) lent: u32,
     pub(crate) imms: Vec<u32>,
     pub(crate) suspects: Vec<LaneId>,
     pub(crate) dead: bool,
@@ -91,6 +100,7 @@ impl Node {
             passives: BTreeMap::new(),
             arrivals: BTreeMap::new(),
             jobs: BTreeMap::new(),
+            lent: 0,
             imms: Vec::new(),
             suspects: Vec::new(),
             dead: false,
@@ -151,6 +161,7 @@ impl Node {
             Event::Done { op, result, progress, tag } => {
                 if let Ok(receipt) = &result {
                     assert_eq!(progress, receipt.bytes);
+                    assert!(!receipt.pushed || receipt.protocol == Protocol::Direct, "{receipt:?}");
                     if receipt.protocol == Protocol::Chunks {
                         let sum: u64 = receipt.lanes.iter().map(|l| l.bytes).sum();
                         assert_eq!(sum, receipt.bytes, "the lanes' shares add up: {receipt:?}");
