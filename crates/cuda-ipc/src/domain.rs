@@ -6,10 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crossrail_cuda::{Context, Cuda, Device, PinnedMemory};
+use crossrail_cuda::{Context, Cuda, Device, PinnedMemory, settled};
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
-use crate::closer::{Close, Closer};
 use crate::note::Uuid;
 use crate::queue::Queue;
 
@@ -18,6 +17,8 @@ const PAGE: usize = 4096;
 const LINE: usize = 64;
 /// The least that the limit of a copy may be.
 const LEAST_LIMIT: Duration = Duration::from_secs(5);
+/// How long the end of a domain waits for its memory to be given back, which may take longer when a GPU is busy.
+const CLOSING: Duration = Duration::from_secs(1);
 /// Streams that wait for their next user.
 const MOST_IDLE: usize = 32;
 
@@ -29,7 +30,6 @@ pub struct Domain {
     copy_limit: Duration,
     devices: Vec<(Device, Uuid)>,
     gpus: Mutex<Vec<Option<Arc<Gpu>>>>,
-    closer: Closer,
 }
 
 impl fmt::Debug for Domain {
@@ -49,23 +49,7 @@ impl Domain {
             devices.into_iter().map(|device| device.uuid().map(|uuid| (device, uuid))).collect();
         let devices = named?;
         let gpus = Mutex::new(devices.iter().map(|_| None).collect());
-        Ok(Arc::new(Domain {
-            copy_limit: settings.timeout.max(LEAST_LIMIT),
-            devices,
-            gpus,
-            closer: Closer::new(cuda)?,
-        }))
-    }
-
-    /// Waits until all memory is given back that links here have let go of; false after `limit`. Such memory is unmapped
-    /// and freed on a thread of its own, so that no link waits for a GPU that is busy.
-    pub fn settled(&self, limit: Duration) -> bool {
-        self.closer.settled(limit)
-    }
-
-    /// For what is dropped later.
-    pub(crate) fn close(&self) -> Close {
-        self.closer.close()
+        Ok(Arc::new(Domain { copy_limit: settings.timeout.max(LEAST_LIMIT), devices, gpus }))
     }
 
     /// The GPU `cuda:ordinal`, set up now if it was not.
@@ -111,6 +95,14 @@ impl Domain {
     /// The longest that a copy may take before it is given up.
     pub(crate) fn copy_limit(&self) -> Duration {
         self.copy_limit
+    }
+}
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        // Whoever has closed everything finds the memory free.
+        locked(&self.gpus).clear();
+        settled(CLOSING);
     }
 }
 

@@ -4,12 +4,11 @@
 use std::os::fd::AsFd;
 use std::sync::{Arc, OnceLock};
 
-use crossrail_cuda::{Allocation, Context, IpcHandle, IpcMapping, Mapping, MemoryKind, PointerInfo};
+use crossrail_cuda::{Allocation, Context, IpcHandle, IpcMapping, Later, Mapping, MemoryKind, PointerInfo};
 use crossrail_types::{Error, ErrorKind, Result};
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
-use crate::closer::Later;
 use crate::domain::{Domain, Gpu};
 use crate::exports::{Found, Handed, Source};
 use crate::imports::{Opener, Pass};
@@ -34,7 +33,7 @@ impl std::fmt::Debug for Gpu {
 #[derive(Clone, Debug)]
 pub(crate) enum Held {
     Allocation(Arc<Later<Allocation>>),
-    Legacy(Arc<Later<IpcMapping>>),
+    Legacy(Arc<IpcMapping>),
     /// The owner is this process: its addresses are ours.
     Own(Own),
 }
@@ -67,7 +66,7 @@ impl Own {
 #[derive(Debug)]
 pub(crate) enum Open {
     Mapped(Later<Mapping>),
-    Legacy(Arc<Later<IpcMapping>>),
+    Legacy(Arc<IpcMapping>),
     Own(Own),
 }
 
@@ -109,7 +108,8 @@ impl Source for Domain {
         if info.descriptor {
             let len = usize::try_from(info.len).map_err(|_| format!("{} bytes are too many", info.len))?;
             let held = Allocation::of_address(&gpu.context, info.base, len).map_err(|error| error.to_string())?;
-            let known = Known::Held(gpu, Later::new(held, self.close()));
+            let held = Later::new(held, &gpu.context);
+            let known = Known::Held(gpu, held);
             return Ok(Found { address: info.base, len: info.len, device, known });
         }
         Err(match info.pooled {
@@ -156,14 +156,14 @@ impl Opener for Domain {
             Pass::File(file) => usize::try_from(piece.len)
                 .map_err(|_| Error::new(ErrorKind::Protocol, "import of memory", "too long"))
                 .and_then(|len| Allocation::import(&gpu.context, file.as_fd(), len))
-                .map(|allocation| Held::Allocation(Arc::new(Later::new(allocation, self.close())))),
+                .map(|allocation| Held::Allocation(Arc::new(Later::new(allocation, &gpu.context)))),
             Pass::Handle { identity, seal: theirs, .. }
                 if seal(piece.address, piece.len, identity, &piece.device).is_ok_and(|ours| ours == *theirs) =>
             {
                 self.own(&gpu, piece, identity).map(Held::Own)
             }
             Pass::Handle { handle, .. } => IpcMapping::open(&gpu.context, &IpcHandle::from_bytes(*handle))
-                .map(|mapping| Held::Legacy(Arc::new(Later::new(mapping, self.close())))),
+                .map(|mapping| Held::Legacy(Arc::new(mapping))),
         };
         taken.map_err(|error| format!("memory of the peer's {}: {error}", self.name(&piece.device)))
     }
@@ -173,7 +173,7 @@ impl Opener for Domain {
         match held {
             Held::Allocation(allocation) => self
                 .map(std::slice::from_ref(&***allocation), &[&gpu.context], Some(piece.device))
-                .map(|mapping| Open::Mapped(Later::new(mapping, self.close())))
+                .map(|mapping| Open::Mapped(Later::new(mapping, &gpu.context)))
                 .map_err(|error| format!("memory of the peer's {}: {error}", self.name(&piece.device))),
             Held::Legacy(mapping) if mapping.len() < piece.len => {
                 Err(format!("the peer names {} bytes of an allocation that has {}", piece.len, mapping.len()))

@@ -10,7 +10,6 @@
 //! 8.3 us for 256 KiB and 178 us for 64 MiB, our best kernel 8.7, 9.8 and 189 us, and multiprocessors too
 //! (`examples/crossover.rs`).
 
-mod closer;
 mod domain;
 mod driver;
 mod exports;

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use crossrail_cuda::{Allocation, Context};
+use crossrail_cuda::{Allocation, Context, Later};
 use crossrail_transport::Window;
 use crossrail_types::{Error, ErrorKind, Result};
 
@@ -33,9 +33,9 @@ pub(crate) fn make(
                 refused(ErrorKind::Unsupported, "the memory lies in several allocations of cudaMalloc")
             })?;
             let contexts = contexts(domain, device, owner)?;
-            let contexts: Vec<&Context> = contexts.iter().collect();
-            let mapping = domain.map(&allocations, &contexts, owner).map_err(|error| error.with_lane("cuda_ipc"))?;
-            (mapping.address(), Arc::new(mapping))
+            let reached: Vec<&Context> = contexts.iter().collect();
+            let mapping = domain.map(&allocations, &reached, owner).map_err(|error| error.with_lane("cuda_ipc"))?;
+            (mapping.address(), Arc::new(Later::new(mapping, &contexts[0])))
         }
     };
     let address = usize::try_from(base + offset).map_err(|_| refused(ErrorKind::Io, "an address beyond this space"))?;

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use crossrail_types::{Error, ErrorKind, Result};
 use cudarc::driver::sys::CUcontext;
 
+use crate::closing::Closer;
 use crate::raw::{Code, Raw};
 use crate::{Cuda, Device, Relaxed};
 
@@ -34,6 +35,7 @@ pub struct Context(Arc<Primary>);
 struct Primary {
     device: Device,
     raw: CUcontext,
+    closer: Arc<Closer>,
 }
 
 // SAFETY: a context handle is a name for an object of the driver, which may be used from every thread at once.
@@ -67,7 +69,7 @@ impl Context {
         // SAFETY: `raw` is a valid place for one handle.
         let code = unsafe { (cuda.raw().cuDevicePrimaryCtxRetain)(&mut raw, device.raw()) };
         cuda.check(&format!("cuda:{}", device.ordinal()), "cuDevicePrimaryCtxRetain", code)?;
-        Ok(Context(Arc::new(Primary { device: device.clone(), raw })))
+        Ok(Context(Arc::new(Primary { device: device.clone(), raw, closer: Closer::current(cuda) })))
     }
 
     /// The GPU.
@@ -123,6 +125,10 @@ impl Context {
 
     pub(crate) fn raw(&self) -> CUcontext {
         self.0.raw
+    }
+
+    pub(crate) fn closer(&self) -> &Arc<Closer> {
+        &self.0.closer
     }
 
     pub(crate) fn cuda(&self) -> &Cuda {

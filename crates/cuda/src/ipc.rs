@@ -48,7 +48,8 @@ impl IpcHandle {
     }
 }
 
-/// An allocation of another process, mapped here until this is dropped. That process must keep it as long.
+/// An allocation of another process, mapped here until this is dropped (and a moment longer: a thread of its own unmaps
+/// it). That process must keep it as long.
 #[derive(Debug)]
 pub struct IpcMapping {
     context: Context,
@@ -99,9 +100,12 @@ impl IpcMapping {
 
 impl Drop for IpcMapping {
     fn drop(&mut self) {
-        // SAFETY: opened once by `open`, closed once. Whoever put in work that uses it has promised that it is done:
-        // every operation that names addresses is unsafe.
-        let close = |raw: &Raw| raw.cuIpcCloseMemHandle.map_or(0, |close| unsafe { close(self.address) });
-        let _ = self.context.current("import of memory", close);
+        let (context, address) = (self.context.clone(), self.address);
+        self.context.closer().when_quiet(move || {
+            // SAFETY: opened once by `open`, closed once. Whoever put in work that uses it has promised that it is done:
+            // every operation that names addresses is unsafe.
+            let close = |raw: &Raw| raw.cuIpcCloseMemHandle.map_or(0, |close| unsafe { close(address) });
+            let _ = context.current("import of memory", close);
+        });
     }
 }

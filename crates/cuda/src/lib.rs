@@ -11,13 +11,14 @@
 //! Allocation, Mapping            memory for other processes                  IpcHandle, IpcMapping   the older way
 //! Relaxed, Entered               guards for threads                          Capture, Graph         recorded work
 //! PointerInfo what an address is                            Module, Function       compiled kernels
-//! nvrtc       source to machine code, kept on disk
+//! nvrtc       source to machine code, kept on disk      Later     what is given back by a thread of its own
 //! ```
 //!
 //! Handles may be used from any thread. Operations that name addresses are unsafe: the driver does not know who
 //! else uses them. Every wait is bounded.
 
 mod capture;
+mod closing;
 mod context;
 mod device;
 mod driver;
@@ -34,6 +35,7 @@ mod values;
 mod vmm;
 
 pub use capture::{Capture, Graph, Relaxed};
+pub use closing::{Later, settled};
 pub use context::{Context, Entered, MemoryInfo};
 pub use device::{Arch, Device};
 pub use driver::{Absent, Cuda, MIN_DRIVER};

@@ -3,6 +3,7 @@
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
+use std::time::Duration;
 
 use crossrail_types::{Error, ErrorKind, Result, format_gib};
 use cudarc::driver::sys::{
@@ -10,9 +11,14 @@ use cudarc::driver::sys::{
 };
 
 use crate::Context;
+use crate::closing::settled;
 use crate::raw::Raw;
 
-/// Memory of a GPU, freed when this is dropped. Its contents are undefined at first.
+/// How long an allocation for which there is no memory waits for what was dropped just before.
+const FREED_SOON: Duration = Duration::from_secs(1);
+
+/// Memory of a GPU; freed, by a thread of its own ([`crate::settled`]), when this is dropped. Its contents are undefined
+/// at first.
 #[derive(Debug)]
 pub struct DeviceMemory {
     context: Context,
@@ -22,9 +28,12 @@ pub struct DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        // SAFETY: allocated by `new`, freed once. Whoever put in work that uses it has promised that it is done: every
-        // operation that names addresses is unsafe.
-        let _ = self.context.current("memory", |raw| unsafe { (raw.cuMemFree_v2)(self.address) });
+        let (context, address) = (self.context.clone(), self.address);
+        self.context.closer().when_quiet(move || {
+            // SAFETY: allocated by `new`, freed once. Whoever put in work that uses it has promised that it is done:
+            // every operation that names addresses is unsafe.
+            let _ = context.current("memory", |raw| unsafe { (raw.cuMemFree_v2)(address) });
+        });
     }
 }
 
@@ -37,8 +46,8 @@ impl DeviceMemory {
         check_len(len)?;
         let mut address = 0;
         // SAFETY: `address` is a valid place for one address.
-        let make = |raw: &Raw| unsafe { (raw.cuMemAlloc_v2)(&mut address, len) };
-        context.run("memory", "cuMemAlloc", make).map_err(|error| with_sums(context, error, len))?;
+        let mut make = |raw: &Raw| unsafe { (raw.cuMemAlloc_v2)(&mut address, len) };
+        allocate(context, len, || context.run("memory", "cuMemAlloc", &mut make))?;
         Ok(DeviceMemory { context: context.clone(), address, len })
     }
 
@@ -60,7 +69,7 @@ impl DeviceMemory {
 }
 
 /// Host memory that stays where it is, which every GPU of the process can copy from and to at full rate and reach
-/// from kernels; freed when this is dropped. Its contents are undefined at first.
+/// from kernels; freed, by a thread of its own, when this is dropped. Its contents are undefined at first.
 #[derive(Debug)]
 pub struct PinnedMemory {
     context: Context,
@@ -76,9 +85,13 @@ unsafe impl Sync for PinnedMemory {}
 
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
-        // SAFETY: allocated by `new`, freed once. Whoever put in work that uses it has promised that it is done: every
-        // operation that names addresses is unsafe.
-        let _ = self.context.current("memory", |raw| unsafe { (raw.cuMemFreeHost)(self.start.as_ptr().cast()) });
+        let (context, start) = (self.context.clone(), self.start.as_ptr().expose_provenance());
+        self.context.closer().when_quiet(move || {
+            let start = std::ptr::with_exposed_provenance_mut(start);
+            // SAFETY: allocated by `new`, freed once. Whoever put in work that uses it has promised that it is done:
+            // every operation that names addresses is unsafe.
+            let _ = context.current("memory", |raw| unsafe { (raw.cuMemFreeHost)(start) });
+        });
     }
 }
 
@@ -135,6 +148,8 @@ impl PinnedMemory {
 
 /// Host memory that was there already, such as a shared mapping bound to a NUMA node, pinned while this lives: every
 /// GPU of the process can copy from and to it at full rate and reach it from kernels.
+///
+/// Its drop may wait for the GPU: [`crate::Later::when_quiet`] takes it, and the memory with it, to a thread of its own.
 #[derive(Debug)]
 pub struct RegisteredMemory {
     context: Context,
@@ -200,8 +215,17 @@ pub(crate) fn check_len(len: usize) -> Result<()> {
     Ok(())
 }
 
+/// Allocates memory of the GPU; once more where there is none, but some was dropped that is not free yet.
+pub(crate) fn allocate(context: &Context, len: usize, mut make: impl FnMut() -> Result<()>) -> Result<()> {
+    let made = match make() {
+        Err(error) if error.kind == ErrorKind::Exhausted && settled(FREED_SOON) => make(),
+        made => made,
+    };
+    made.map_err(|error| with_sums(context, error, len))
+}
+
 /// Adds to an allocation's error what was asked for and what there is.
-pub(crate) fn with_sums(context: &Context, mut error: Error, len: usize) -> Error {
+fn with_sums(context: &Context, mut error: Error, len: usize) -> Error {
     let free = match context.memory() {
         Ok(info) => format!("{} of {} are free", format_gib(info.free), format_gib(info.total)),
         Err(_) => "what is free is not known".to_owned(),

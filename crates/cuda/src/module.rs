@@ -58,8 +58,12 @@ unsafe impl Sync for Loaded {}
 
 impl Drop for Loaded {
     fn drop(&mut self) {
-        // SAFETY: loaded once, unloaded once; every function of it held a clone.
-        let _ = self.context.current("module", |raw| unsafe { (raw.cuModuleUnload)(self.raw) });
+        let (context, module) = (self.context.clone(), self.raw.expose_provenance());
+        self.context.closer().when_quiet(move || {
+            let module = std::ptr::with_exposed_provenance_mut(module);
+            // SAFETY: loaded once, unloaded once; every function of it held a clone.
+            let _ = context.current("module", |raw| unsafe { (raw.cuModuleUnload)(module) });
+        });
     }
 }
 

@@ -11,7 +11,7 @@ use cudarc::driver::sys::{
     CUmemAllocationProp, CUmemAllocationType, CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType,
 };
 
-use crate::memory::{check_len, with_sums};
+use crate::memory::{allocate, check_len};
 use crate::raw::{Code, Raw};
 use crate::{Context, Cuda, Device, PointerInfo};
 
@@ -62,8 +62,8 @@ impl Allocation {
             .checked_next_multiple_of(granularity)
             .ok_or_else(|| Error::new(ErrorKind::Usage, "memory", format!("{len} bytes are too many")))?;
         // SAFETY: `handle` is a valid place for one handle, `prop` is initialized.
-        let make = |raw: &Raw| unsafe { (raw.cuMemCreate)(&mut handle, rounded, &prop, 0) };
-        context.run("memory", "cuMemCreate", make).map_err(|error| with_sums(context, error, rounded))?;
+        let mut make = |raw: &Raw| unsafe { (raw.cuMemCreate)(&mut handle, rounded, &prop, 0) };
+        allocate(context, rounded, || context.run("memory", "cuMemCreate", &mut make))?;
         let cuda = context.cuda().clone();
         Ok(Allocation(Arc::new(Handle { cuda, device: device.ordinal(), raw: handle, len: rounded })))
     }

@@ -2,25 +2,18 @@
 //! for such signals. None of it waits here.
 #![allow(unsafe_code)]
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use crossrail_cuda::{Capture, Context as Primary, PinnedMemory, Stream};
-use crossrail_kernels::{FLAG_REACHED, FlagAwaitArgs, Kernels, PutArgs};
-use crossrail_types::{Error, ErrorKind, Result, Settings};
-use parking_lot::Mutex;
+use crossrail_cuda::{Capture, Context as Primary, Stream};
+use crossrail_kernels::{FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, PutArgs};
+use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::buffer::{self, Memory, Place};
-use crate::device::Device;
+use crate::device::{Calls, Device, Use, Word};
 use crate::mapped::Mapped;
 use crate::request::Request;
-
-/// Pinned memory is taken by so many bytes.
-const PAGE: usize = 4096;
-/// Words lie so far apart: each in a cache line of its own.
-const LINE: usize = 64;
 
 /// A 64-bit word that becomes a value behind a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,102 +50,16 @@ impl Awaited {
     }
 }
 
-/// What callers' streams need of one GPU. Primary contexts are the process's, so this is too.
-#[derive(Default)]
-pub(crate) struct Calls {
-    kernels: Mutex<Option<Arc<Kernels>>>,
-    /// Words that end waits of streams, and words that tell how waits went: a stream may look at one of the former some
-    /// time after it was written, so that it must only ever grow.
-    pages: [Mutex<Pages>; 2],
+/// The GPU's context and what streams need of it, if it is a real one.
+fn real<'a>(device: &'a Device, what: &str) -> Result<(&'a Primary, &'a Arc<Calls>)> {
+    let simulated = || Error::new(ErrorKind::Unsupported, what, "a simulated GPU has no such streams");
+    device.cuda().zip(device.calls()).ok_or_else(simulated)
 }
 
-#[derive(Default)]
-struct Pages {
-    all: Vec<Arc<PinnedMemory>>,
-    free: Vec<(usize, usize)>,
-}
-
-/// A word in pinned memory, nobody else's as long as this lives.
-struct Word {
-    owner: Arc<Calls>,
-    page: Arc<PinnedMemory>,
-    at: (usize, usize),
-    /// A stream may still write it: it is not given to anybody else until that has happened.
-    awaits: bool,
-    /// A graph may write it for ever.
-    captured: bool,
-}
-
-impl std::fmt::Debug for Word {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Word({})", self.cell().load(Ordering::Relaxed))
-    }
-}
-
-impl Word {
-    fn cell(&self) -> &AtomicU64 {
-        // SAFETY: the page has a word there, aligned; every access to it is atomic, here and on the GPU.
-        unsafe { AtomicU64::from_ptr(self.page.as_ptr().add(self.at.1).cast()) }
-    }
-
-    fn address(&self) -> u64 {
-        self.page.address() + self.at.1 as u64
-    }
-}
-
-impl Drop for Word {
-    fn drop(&mut self) {
-        let busy = self.captured || (self.awaits && self.cell().load(Ordering::Acquire) == 0);
-        if !busy {
-            self.owner.pages[usize::from(self.awaits)].lock().free.push(self.at);
-        }
-    }
-}
-
-impl Calls {
-    fn word(self: &Arc<Self>, context: &Primary, awaits: bool, captured: bool) -> Result<Word> {
-        let mut pages = self.pages[usize::from(awaits)].lock();
-        if pages.free.is_empty() {
-            let page = PinnedMemory::new(context, PAGE)?;
-            // SAFETY: the page is new, nobody else's, and of that length.
-            unsafe { page.as_ptr().write_bytes(0, PAGE) };
-            let at = pages.all.len();
-            pages.all.push(Arc::new(page));
-            pages.free.extend((0..PAGE / LINE).map(|index| (at, index * LINE)));
-        }
-        let at = pages.free.pop().unwrap_or_default();
-        let page = pages.all[at.0].clone();
-        drop(pages);
-        Ok(Word { owner: self.clone(), page, at, awaits, captured })
-    }
-
-    fn kernels(&self, context: &Primary, settings: &Settings) -> Result<Arc<Kernels>> {
-        let mut kept = self.kernels.lock();
-        if let Some(kernels) = &*kept {
-            return Ok(kernels.clone());
-        }
-        let kernels = crossrail_kernels::shared(context, settings, settings.timeout)?;
-        *kept = Some(kernels.clone());
-        Ok(kernels)
-    }
-}
-
-/// What there is for that GPU.
-fn calls(device: &Device) -> Arc<Calls> {
-    static ALL: Mutex<BTreeMap<u32, Arc<Calls>>> = Mutex::new(BTreeMap::new());
-    ALL.lock().entry(device.ordinal()).or_default().clone()
-}
-
-/// The GPU's context, if it is a real one.
-fn context<'a>(device: &'a Device, what: &str) -> Result<&'a Primary> {
-    device.cuda().ok_or_else(|| Error::new(ErrorKind::Unsupported, what, "a simulated GPU has no such streams"))
-}
-
-/// Has everything loaded that puts and waits of that GPU need: a capture is no time for it. What fails here fails
-/// again, with its reason, where it is needed.
+/// Has everything loaded that puts and waits of that GPU need.
 pub(crate) fn prepare(device: &Device) {
-    if let Some(context) = device.cuda() {
-        let _ = calls(device).kernels(context, device.settings());
+    if let Some(calls) = device.calls() {
+        calls.prepare(device.settings());
     }
 }
 
@@ -168,7 +75,7 @@ impl Request {
     /// capture [`Mapped::put`] instead); `Unsupported`: there is no CUDA; what the driver says.
     pub unsafe fn wait_on(&self, stream: u64, ordinal: u32) -> Result<()> {
         let device = self.shared.context.gpus().device(ordinal)?;
-        let context = context(&device, "wait_on")?;
+        let (context, calls) = real(&device, "wait_on")?;
         // SAFETY: the caller vouches for the stream.
         let stream = unsafe { Stream::borrow(context, stream)? };
         if stream.capture()? != Capture::None {
@@ -178,17 +85,22 @@ impl Request {
         if self.is_done() {
             return Ok(());
         }
-        let word = calls(&device).word(context, false, false)?;
-        let before = word.cell().load(Ordering::Relaxed) as u32;
-        let (address, value) = (word.address(), before.wrapping_add(1));
-        // Written by whoever sees it finish. Streams that waited for less are satisfied by more, so that the word is
-        // free as soon as it is written.
-        let tell = move |_| word.cell().store(u64::from(value), Ordering::Release);
-        // The driver first: a wait that cannot be put in needs nobody to end it.
-        // SAFETY: the word lives as long as its GPU's pages do, which the context keeps; the stream was vouched for.
-        unsafe { stream.wait_value32(address, value)? };
-        self.on_complete(tell);
-        Ok(())
+        // The transfer may need kernels on this GPU, and those can't be loaded while the stream waits.
+        calls.prepare(device.settings());
+        let word = calls.word(Use::Ends)?;
+        let value = word.cell().load(Ordering::Relaxed) + 1;
+        word.is_waited_for(value);
+        // The driver first: a wait that cannot be put in needs nobody to end it. It compares the lower half, and so that
+        // streams that waited for less are satisfied by more.
+        // SAFETY: the word's page is given back, at the earliest, when no stream waits for it; the stream was vouched for.
+        let put_in = unsafe { stream.wait_value32(word.address(), value as u32) };
+        // Written by whoever sees it finish, and free for others then.
+        let tell = move || word.cell().store(value, Ordering::Release);
+        match put_in {
+            Ok(()) => self.on_complete(move |_| tell()),
+            Err(_) => tell(),
+        }
+        put_in
     }
 }
 
@@ -213,10 +125,10 @@ impl Mapped {
         let Some(device) = &self.gpu else {
             return Err(Error::new(ErrorKind::Usage, "put", "the memory is the host's: write it directly"));
         };
-        let context = context(device, "put")?;
+        let (context, calls) = real(device, "put")?;
         // SAFETY: the caller vouches for the stream.
         let stream = unsafe { Stream::borrow(context, stream)? };
-        let kernels = calls(device).kernels(context, device.settings())?;
+        let kernels = calls.kernels(device.settings())?;
         let dst = self.ptr() as u64 + offset as u64;
         let value = signal.map_or(0, |signal| signal.value);
         // By a kernel at every size: in a graph, a copy engine's node takes longer to begin than it gains.
@@ -251,17 +163,23 @@ impl Memory {
         };
         let flag = aligned(what, memory.ptr() + offset as u64)?;
         let device = memory.device();
-        let context = context(device, what)?;
+        let (context, calls) = real(device, what)?;
         // SAFETY: the caller vouches for the stream.
         let stream = unsafe { Stream::borrow(context, stream)? };
-        let kernels = calls(device).kernels(context, device.settings())?;
+        let kernels = calls.kernels(device.settings())?;
         let captured = stream.capture()? != Capture::None;
-        let word = calls(device).word(context, true, captured)?;
+        let word = calls.word(if captured { Use::TellsAGraph } else { Use::Tells })?;
         word.cell().store(0, Ordering::Relaxed);
+        if !captured {
+            word.is_waited_for(1);
+        }
         let limit_ns = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
         let args = FlagAwaitArgs { flag, value, limit_ns, outcome: word.address() };
         // SAFETY: the flag is in bounds, and lives as the caller promises; the word is this wait's alone.
-        unsafe { kernels.flag_await(&stream, &args)? };
+        if let Err(error) = unsafe { kernels.flag_await(&stream, &args) } {
+            word.cell().store(FLAG_TIMED_OUT, Ordering::Relaxed);
+            return Err(error);
+        }
         Ok(Awaited(Arc::new(word)))
     }
 }

@@ -311,6 +311,7 @@ fn memory_that_is_freed_fails_its_own_ticket_and_the_next_one_works() {
         let (kept, gone) = (bed.alloc(CHUNK), bed.alloc(CHUNK));
         let old = gone.ptr();
         drop(gone);
+        assert!(crossrail_cuda::settled(LIMIT));
         bed.client.unpack(1, bed.arrived(&pattern(CHUNK, 1)), kept.ptr(), CHUNK);
         bed.client.unpack(2, bed.arrived(&pattern(CHUNK, 2)), old, CHUNK);
         bed.client.pack(3, old, bed.slot(Way::Out), CHUNK);
@@ -466,24 +467,28 @@ fn nothing_is_left_behind() {
         return;
     }
     let context = Context::primary(&cuda.device(0).unwrap()).unwrap();
-    let once = || {
+    let once = |round: &str| {
         let bed = bed(UnpackMode::D2d).unwrap();
         let memory = bed.alloc(CHUNK);
         for ticket in 0..3 {
             bed.client.pack(ticket, memory.ptr(), bed.slot(Way::Out), CHUNK);
             bed.client.unpack(10 + ticket, bed.slot(Way::In), memory.ptr(), CHUNK);
         }
-        // Dropped with work under way.
+        // Dropped with work under way: who put it in first, then what it works on, which operations keep as long.
+        drop(bed);
+        drop(memory);
+        assert!(crossrail_cuda::settled(LIMIT), "{round}: not given back");
+        assert!(context.memory().is_ok(), "{round}: the context is lost");
     };
     // The driver keeps some of what it made for the first.
-    once();
-    once();
+    once("first");
+    once("second");
     let count = |path: &str| std::fs::read_dir(path).unwrap().count();
     let mappings = || std::fs::read_to_string("/proc/self/maps").unwrap().matches("crossrail-segment").count();
     let figures = || (count("/proc/self/task"), count("/proc/self/fd"), mappings());
     let (before, free) = (figures(), context.memory().unwrap().free);
-    for _ in 0..5 {
-        once();
+    for round in ["third", "fourth", "fifth", "sixth", "seventh"] {
+        once(round);
     }
     assert_eq!(figures(), before, "threads, descriptors, mappings");
     assert!(free.abs_diff(context.memory().unwrap().free) < 4 << 20, "GPU memory");

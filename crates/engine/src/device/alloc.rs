@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use crossrail_cuda::{Allocation, Mapping};
+use crossrail_cuda::{Allocation, Later, Mapping};
 use crossrail_types::Result;
 
 use super::{Device, Kind};
 
-/// Memory of one GPU, freed when the last clone goes. Zeroed when new.
+/// Memory of one GPU, freed, by a thread of its own, when the last clone goes. Zeroed when new.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceAlloc(Arc<Inner>);
 
@@ -16,8 +16,14 @@ struct Inner {
     memory: Backing,
     len: usize,
     device: Arc<Device>,
+}
+
+/// Memory as the driver gives it, and what is to be told of it.
+#[derive(Debug)]
+struct Told {
+    mapping: Mapping,
     /// After the memory itself.
-    _freed: Option<Freed>,
+    _freed: Freed,
 }
 
 /// Lets links know, when it is dropped, that this memory is gone, so that peers let go of it too.
@@ -35,7 +41,7 @@ impl Drop for Freed {
 
 #[derive(Debug)]
 enum Backing {
-    Cuda(Mapping),
+    Cuda(Later<Told>),
     #[cfg(any(test, feature = "simulated-gpu"))]
     Simulated(super::simulated::Memory),
 }
@@ -45,24 +51,21 @@ impl DeviceAlloc {
         let memory = match &device.kind {
             Kind::Cuda(cuda) => {
                 let mapping = Allocation::new(cuda.context(), len.max(1))?.map(&[cuda.context()])?;
-                cuda.zero(mapping.address(), mapping.len())?;
-                Backing::Cuda(mapping)
+                let freed = Freed { address: mapping.address(), len: mapping.len() as u64 };
+                let told = Later::new(Told { mapping, _freed: freed }, cuda.context());
+                cuda.zero(told.mapping.address(), told.mapping.len())?;
+                Backing::Cuda(told)
             }
             #[cfg(any(test, feature = "simulated-gpu"))]
             Kind::Simulated(gpu) => Backing::Simulated(gpu.alloc(len.max(1))?),
         };
-        let freed = match &memory {
-            Backing::Cuda(mapping) => Some(Freed { address: mapping.address(), len: mapping.len() as u64 }),
-            #[cfg(any(test, feature = "simulated-gpu"))]
-            Backing::Simulated(_) => None,
-        };
-        Ok(DeviceAlloc(Arc::new(Inner { memory, len, device: device.clone(), _freed: freed })))
+        Ok(DeviceAlloc(Arc::new(Inner { memory, len, device: device.clone() })))
     }
 
     /// Its address on the GPU; nothing that the CPU may touch.
     pub(crate) fn ptr(&self) -> u64 {
         match &self.0.memory {
-            Backing::Cuda(mapping) => mapping.address(),
+            Backing::Cuda(told) => told.mapping.address(),
             #[cfg(any(test, feature = "simulated-gpu"))]
             Backing::Simulated(memory) => memory.address(),
         }

@@ -3,12 +3,14 @@
 //! ```text
 //! Devices   per context: the driver, loaded by the first call that needs it
 //! Device    one GPU                       DeviceAlloc   memory of it that other processes can map
-//! Ready     a point in a caller's stream  CudaState     what `info` says of all this
+//! Ready     a point in a caller's stream  Calls         kernels and words for callers' streams
+//! CudaState what `info` says of all this
 //! ```
 //!
 //! Nothing here loads CUDA before memory of a GPU is named or `state` is asked.
 
 mod alloc;
+mod calls;
 mod cuda;
 mod order;
 mod ready;
@@ -18,6 +20,7 @@ mod state;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use crossrail_cuda::{Absent, Cuda};
 use crossrail_shm::Arena;
@@ -25,6 +28,7 @@ use crossrail_types::{Error, ErrorKind, Result, Settings};
 use parking_lot::Mutex;
 
 pub(crate) use alloc::DeviceAlloc;
+pub(crate) use calls::{Calls, Use, Word};
 pub(crate) use cuda::check as check_cuda;
 pub use ready::Ready;
 pub use state::{CudaInfo, CudaState, GpuState, KernelCache};
@@ -55,7 +59,11 @@ pub(crate) struct Device {
     kind: Kind,
     stager: OnceLock<Stager>,
     making: Mutex<()>,
+    calls: OnceLock<Arc<Calls>>,
 }
+
+/// How long the end of a context waits for its GPUs' memory to be given back, which may take longer when a GPU is busy.
+const CLOSING: Duration = Duration::from_secs(1);
 
 enum Kind {
     Cuda(cuda::CudaDevice),
@@ -127,7 +135,8 @@ impl Devices {
             })?),
         };
         let (settings, arena) = (self.settings.clone(), self.arena.clone());
-        let device = Device { ordinal, settings, arena, kind, stager: OnceLock::new(), making: Mutex::new(()) };
+        let (stager, making, calls) = (OnceLock::new(), Mutex::new(()), OnceLock::new());
+        let device = Device { ordinal, settings, arena, kind, stager, making, calls };
         Ok(open.entry(ordinal).or_insert(Arc::new(device)).clone())
     }
 
@@ -179,6 +188,17 @@ impl Devices {
     }
 }
 
+impl Drop for Devices {
+    fn drop(&mut self) {
+        let open = std::mem::take(self.open.get_mut());
+        if open.values().any(|device| device.cuda().is_some()) {
+            drop(open);
+            // Whoever has closed everything finds the memory free.
+            crossrail_cuda::settled(CLOSING);
+        }
+    }
+}
+
 impl Device {
     /// Its number, as in `cuda:0`.
     pub(crate) fn ordinal(&self) -> u32 {
@@ -202,6 +222,11 @@ impl Device {
             #[cfg(any(test, feature = "simulated-gpu"))]
             Kind::Simulated(_) => None,
         }
+    }
+
+    /// What callers' streams need of it; `None` when it is simulated.
+    pub(crate) fn calls(&self) -> Option<&Arc<Calls>> {
+        self.cuda().map(|context| self.calls.get_or_init(|| Calls::of(context)))
     }
 
     /// Its stager, made by the first call: pins the bounce memory, which takes long. Never under a worker's lock.

@@ -70,15 +70,16 @@ impl Cut {
 }
 
 impl Bounce {
-    /// Takes the memory; `pin` makes the GPU reach it, and puts it on the right NUMA node: nothing has touched it yet.
+    /// Takes the memory; `pin` makes the GPU reach it for as long as what it gives is kept, and puts it on the right NUMA
+    /// node: nothing has touched it yet.
     pub(super) fn new(
         arena: &Arc<Arena>,
         cut: Cut,
         bell: Arc<Bell>,
-        pin: impl FnOnce(*mut u8, usize) -> Result<Box<dyn Any + Send + Sync>>,
+        pin: impl FnOnce(&Segment, usize) -> Result<Box<dyn Any + Send + Sync>>,
     ) -> Result<Arc<Bounce>> {
         let segment = arena.alloc(cut.bytes())?;
-        let pinned = pin(segment.ptr(), cut.bytes())?;
+        let pinned = pin(&segment, cut.bytes())?;
         let (slots, all) = (cut.slots as u32, 2 * cut.slots as u32);
         // The lowest goes out first, so that an idle machine stays within a few slots.
         let free = [(0..slots).rev().collect(), (slots..all).rev().collect()];

@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossrail_cuda::{Context, Event, RegisteredMemory, Stream};
+use crossrail_cuda::{Context, Event, Later, RegisteredMemory, Stream};
 use crossrail_shm::Arena;
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
@@ -47,15 +47,16 @@ fn make(context: &Context, settings: &Settings, start: &Start) -> Result<(Box<dy
     // transfer (`wait_on`), in the same queue, neither would ever go on.
     let (packs, unpacks) = (Stream::urgent(context)?, Stream::urgent(context)?);
     let mut map = (std::ptr::null(), 0);
-    let bounce = Bounce::new(&start.arena, start.cut, start.bell.clone(), |memory, len| {
-        let first = NonNull::new(memory).ok_or_else(|| Error::new(ErrorKind::Io, "bounce memory", "it is nowhere"))?;
+    let bounce = Bounce::new(&start.arena, start.cut, start.bell.clone(), |segment, len| {
+        let nowhere = || Error::new(ErrorKind::Io, "bounce memory", "it is nowhere");
+        let first = NonNull::new(segment.ptr()).ok_or_else(nowhere)?;
         if let Some(node) = context.device().numa_node()? {
             prefer_node(first, len, node);
         }
-        // SAFETY: `Bounce` keeps the segment mapped until what is made here is dropped.
+        // SAFETY: the segment, which keeps it mapped, is kept with it, and dropped after it.
         let pinned = unsafe { RegisteredMemory::new(context, first, len)? };
-        map = (memory.cast_const(), pinned.address());
-        Ok(Box::new(pinned) as Box<dyn Any + Send + Sync>)
+        map = (segment.ptr().cast_const(), pinned.address());
+        Ok(Box::new(Later::when_quiet((pinned, segment.clone()), context)) as Box<dyn Any + Send + Sync>)
     })?;
     let gpu = CudaGpu {
         context: context.clone(),

@@ -21,6 +21,8 @@ use cuda::{Context, Event, PinnedMemory, Stream};
 
 /// How many lists may be under way before the next call waits for the oldest.
 const BEDS: usize = 2;
+/// The least room for a list: what a stager's batches need, so that it is made once.
+const LIST: usize = 128 << 10;
 
 /// Where the entries' sources are. Whatever it is, `Piece::src` is the GPU's address.
 #[derive(Clone, Copy, Debug)]
@@ -143,7 +145,7 @@ impl Unpacker {
         }
         let blocks = self.blocks;
         let bed = self.next_bed()?;
-        let area = reserve(&mut self.beds[bed].area, &self.context, len)?;
+        let area = reserve(&mut self.beds[bed].area, &self.context, len.max(LIST))?;
         let args = UnpackArgs { pieces: area.address(), count: count as u64 };
         // SAFETY: the area is long enough, aligned to a page, and no launch reads it; the caller vouches for the list.
         unsafe {
