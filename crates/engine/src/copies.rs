@@ -1,7 +1,7 @@
 //! Direct copies: one end's part of moving a transfer's bytes with a single copy.
 #![allow(unsafe_code)]
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossrail_cuda_ipc::Link;
 use crossrail_proto as proto;
@@ -9,7 +9,7 @@ use crossrail_transport::{Copy, Direct as _, Job, Step};
 use crossrail_types::{EndpointId, LaneId};
 use proto::{DirectId, Memory, Offer, Role};
 
-use crate::core::Core;
+use crate::core::{Core, Inside};
 use crate::links::{self, Reach};
 use crate::state::PeerState;
 
@@ -21,6 +21,10 @@ const COPY_BUDGET: usize = 1 << 20;
 const FETCHED: usize = 1 << 20;
 /// So long this end looks for the word of a peer that copies into its memory without a pause, in nanoseconds.
 const AWAKE: u64 = 1_000_000_000;
+
+/// The longest that a peer which is given up may take to stop copying into memory of ours. One that dies takes as long as
+/// the driver takes to clean up behind it.
+const PARTING: Duration = Duration::from_secs(2);
 
 /// A copy under way.
 pub(crate) struct Active {
@@ -239,6 +243,21 @@ impl Core {
             if let Some(link) = self.st.peer(active.endpoint).and_then(|peer| peer.reach.link()) {
                 link.ended(active.job.state);
             }
+        }
+    }
+
+    /// Closes a lane polled here, once no direct copy touches memory any more: ours have ended before the lane says to the
+    /// peer that they have, and those that were left to the peer before it is closed.
+    pub(crate) fn part(&mut self, inside: Inside) {
+        let Inside { id, endpoint, mut lane, .. } = inside;
+        self.drop_jobs(|job| job.endpoint == endpoint && job.lane == id);
+        let Some(peer) = self.st.peer(endpoint) else { return };
+        let lent = matches!(peer.reach, Reach::By(_)) && peer.peer.lending().is_some();
+        if lent && !lane.part(PARTING) {
+            let name = peer.name().to_owned();
+            self.st.log.error(format_args!(
+                "{name}: it may write for a while yet into GPU memory that it was to write: nobody says it has stopped"
+            ));
         }
     }
 

@@ -177,7 +177,7 @@ impl Core {
                     let lane = self.inside.swap_remove(at);
                     self.recount();
                     self.settle(endpoint);
-                    drop(lane);
+                    self.part(lane);
                     self.lane_lost(endpoint, id, &error);
                     moved = true;
                     continue;
@@ -327,7 +327,8 @@ impl Core {
             }
         }
         if let Some(error) = failed {
-            drop(self.inside.swap_remove(at));
+            let lane = self.inside.swap_remove(at);
+            self.part(lane);
             self.recount();
             self.lane_lost(endpoint, id, &error);
         }
@@ -505,12 +506,12 @@ impl Core {
         self.kicked |= !peer.bulk.is_empty();
         let (name, waits) = (peer.name().to_owned(), !peer.peer.idle());
         self.drop_jobs(|job| job.endpoint == endpoint);
-        self.drop_link(endpoint);
         let mut at = 0;
         while at < self.inside.len() {
             if self.inside[at].endpoint == endpoint {
-                let Inside { id, lane, .. } = self.inside.swap_remove(at);
-                drop(lane);
+                let lane = self.inside.swap_remove(at);
+                let id = lane.id;
+                self.part(lane);
                 self.closing.retain(|(lane, _)| *lane != id);
                 if let Some(lane) = self.st.lane(id) {
                     lane.bury();
@@ -520,6 +521,7 @@ impl Core {
             }
         }
         self.recount();
+        self.drop_link(endpoint);
         self.st.let_go_of_all(endpoint);
         let State { peers, matcher, .. } = &mut self.st;
         if let Some(Some(peer)) = peers.get_mut(endpoint.0 as usize) {
@@ -542,7 +544,8 @@ impl Core {
     /// Drops an inside lane that has not failed by itself.
     pub(crate) fn drop_inside(&mut self, endpoint: EndpointId, id: LaneId, error: &LaneError) {
         let Some(at) = self.inside.iter().position(|lane| lane.id == id) else { return };
-        drop(self.inside.swap_remove(at));
+        let lane = self.inside.swap_remove(at);
+        self.part(lane);
         self.recount();
         self.lane_lost(endpoint, id, error);
     }

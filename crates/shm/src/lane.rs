@@ -4,6 +4,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crossrail_transport::{
     Direct, Grant, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Passed, Place, Post, Sink, Tx,
@@ -17,6 +18,7 @@ use crate::control::INLINE;
 use crate::cursor::Cursors;
 use crate::direct::PeerSegment;
 use crate::notes::Notes;
+use crate::parting;
 use crate::ring::{Consumer, Frame, MAX_PAYLOAD, Producer};
 use crate::wake::{DATA, Flags, ROOM};
 use crate::wire::{Inbox, Note, Silence, Wire};
@@ -330,6 +332,12 @@ impl ShmLane {
     }
 }
 
+impl Drop for ShmLane {
+    fn drop(&mut self) {
+        self.flags.leave();
+    }
+}
+
 impl Lane for ShmLane {
     fn id(&self) -> LaneId {
         self.id
@@ -432,6 +440,13 @@ impl Lane for ShmLane {
         let passed = self.notes.take()?;
         self.settle_notes();
         Some(passed)
+    }
+
+    fn part(&mut self, limit: Duration) -> bool {
+        let (stream, until) = (self.wire.stream(), Instant::now() + limit);
+        self.flags.leave();
+        parting::hang_up(stream);
+        parting::has_hung_up(stream, until) && (self.flags.peer_has_left() || parting::has_ended(stream, until))
     }
 
     fn direct(&mut self) -> Option<&mut dyn Direct> {

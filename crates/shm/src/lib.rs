@@ -24,6 +24,7 @@ mod direct;
 mod lane;
 mod memory;
 mod notes;
+mod parting;
 mod ring;
 mod wake;
 mod wire;

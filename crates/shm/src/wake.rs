@@ -25,6 +25,8 @@ use crate::wire::Wire;
 pub(crate) const DATA: u64 = 1;
 /// Sleeps for room in its ring.
 pub(crate) const ROOM: u64 = 2;
+/// Has closed its end, for good.
+const LEFT: u64 = 4;
 
 const REGISTER: i32 = libc::MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED;
 const BARRIER: i32 = libc::MEMBARRIER_CMD_GLOBAL_EXPEDITED;
@@ -98,7 +100,7 @@ impl Flags {
     /// After a change of the ring: wakes the peer if it sleeps for `what`.
     #[inline]
     pub(crate) fn wake(&self, what: u64, wire: &Wire) {
-        if self.peer_sleeps(what) && self.theirs().swap(0, Ordering::AcqRel) != 0 {
+        if self.peer_sleeps(what) && self.theirs().fetch_and(!(DATA | ROOM), Ordering::AcqRel) & (DATA | ROOM) != 0 {
             wire.bell();
         }
     }
@@ -119,6 +121,16 @@ impl Flags {
         self.mine().store(what, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         !self.expedited || membarrier(BARRIER)
+    }
+
+    /// The lane ends here: no copy that went with it touches the peer's memory any more.
+    pub(crate) fn leave(&self) {
+        self.mine().store(LEFT, Ordering::Release);
+    }
+
+    /// Whether the peer has said that. It may also have gone without a word.
+    pub(crate) fn peer_has_left(&self) -> bool {
+        self.theirs().load(Ordering::Acquire) & LEFT != 0
     }
 
     /// Awake.

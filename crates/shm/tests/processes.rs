@@ -5,6 +5,7 @@ mod common;
 use std::io::{BufRead, BufReader};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use common::{Keeper, child, exercise, join, listener, post, sleep, socket_of_parent};
 use crossrail_shm::{Arena, Options, ShmLane, Side};
@@ -55,6 +56,48 @@ fn a_killed_peer_loses_nothing_that_it_had_sent() {
         }
         let status = child.wait().expect("wait");
         assert!(!status.success(), "{status}");
+    }
+}
+
+#[test]
+#[ignore = "a child of a_lane_ends_when_the_peer_has_let_go"]
+fn role_lets_go() {
+    let Some((mut lane, _arena)) = connect() else { return };
+    let mut sink = Keeper::default();
+    post(&mut lane, &mut sink, 3, b"there").expect("post");
+    // Until the other end parts, or for ever.
+    while lane.poll(&mut sink, 1000, true).is_ok() {
+        std::thread::yield_now();
+    }
+    drop(lane);
+    // Alive, and done with the lane.
+    std::thread::park();
+}
+
+#[test]
+fn a_lane_ends_when_the_peer_has_let_go() {
+    const LONG: Duration = Duration::from_secs(20);
+    let (mut a, b) = common::pair(&Options::default());
+    assert!(!a.part(Duration::from_millis(20)), "the other end is open");
+    drop(b);
+    assert!(a.part(LONG));
+
+    for dies in [true, false] {
+        let (listener, name) = listener();
+        let mut child = child(&[], "role_lets_go", &name).expect("spawn");
+        let (stream, _) = listener.accept().expect("accept");
+        let mut lane = join(stream, Side::Acceptor, Arena::new(), &Options::default());
+        let mut sink = Keeper::default();
+        common::hear(&mut lane, &mut sink).expect("a frame");
+        if dies {
+            child.kill().expect("kill");
+        }
+        let began = Instant::now();
+        assert!(lane.part(LONG), "dies: {dies}");
+        assert!(began.elapsed() < LONG / 2, "dies: {dies}");
+        assert_eq!(child.try_wait().expect("wait").is_some(), dies, "it has ended, or lives on");
+        let _ = child.kill();
+        child.wait().expect("wait");
     }
 }
 

@@ -1,6 +1,7 @@
 use std::any::Any;
 use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use crossrail_types::{Error, ErrorKind, Head, LaneId};
 
@@ -189,6 +190,13 @@ pub trait Lane: Send {
     /// for when one is awaited, and after polls that moved something. What is wrong there the next poll reports.
     fn passed(&mut self) -> Option<Passed> {
         None
+    }
+
+    /// The last call before the lane is dropped, where the peer may be copying into memory of ours by other means than
+    /// the lane: tells it that the lane ends, and waits until it has ended its side as well (which it does when such
+    /// copies of its have stopped), or its process has. False: neither was seen within `limit`.
+    fn part(&mut self, _limit: Duration) -> bool {
+        true
     }
 
     /// Single-copy access to the peer's memory, where the lane has it.

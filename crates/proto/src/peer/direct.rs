@@ -111,9 +111,12 @@ impl Peer {
         true
     }
 
-    /// Since when the peer may copy into memory of this end, of the transfers that were left to it: of the last of them.
+    /// Since when the peer may copy into memory of this end, of the transfers that were left to it and the reads that it
+    /// serves: of the last of them.
     pub fn lending(&self) -> Option<Time> {
-        self.ins.iter().filter(|(_, incoming)| incoming.helped).filter_map(|(_, incoming)| incoming.lent).max()
+        let lent = self.ins.iter().filter(|(_, incoming)| incoming.helped).filter_map(|(_, incoming)| incoming.lent);
+        let reads = self.outs.iter().filter(|(_, o)| matches!(o.kind, Kind::Read { .. }) && o.rest().offered);
+        lent.chain(reads.map(|(_, o)| o.rest().announced)).max()
     }
 
     /// Our pulling is over without success.

@@ -350,8 +350,9 @@ impl Peer {
                 let target = self.begin_read(now, op, index, len);
                 let outgoing = &mut self.outs[index as usize];
                 outgoing.kind = Kind::Read { target };
-                outgoing.more().announced = now;
-                let descriptor = if short { None } else { offer.map(|o| o.descriptor) };
+                let offer = if short { None } else { offer };
+                outgoing.more().announce(now, offer);
+                let descriptor = offer.map(|o| o.descriptor);
                 let frame = Frame::Read { op: index + 1, target, offer: descriptor.is_some(), chunks: !eager };
                 let body = inline(frame::encode_read(&Read { key, offset, len, descriptor }));
                 self.seal(now, at, frame, body, done).0
