@@ -6,6 +6,7 @@ mod sharing;
 #[path = "../support/mod.rs"]
 #[allow(dead_code)]
 mod support;
+mod waiting;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::{Command, Stdio};
