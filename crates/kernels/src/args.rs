@@ -15,7 +15,7 @@ macro_rules! constants {
         fn constants(text: &mut String) {
             $(
                 $( let _ = writeln!(text, "//{}", $doc); )+
-                let _ = writeln!(text, "constexpr {} {} = {};\n", stringify!($type), stringify!($name), $value);
+                let _ = writeln!(text, "constexpr {} {} = {};\n", stringify!($type), stringify!($name), $name);
             )+
         }
     };
@@ -37,7 +37,7 @@ constants! {
 }
 
 macro_rules! layouts {
-    ($( $(#[doc = $doc:literal])+ $name:ident { $( $(#[doc = $field_doc:literal])+ $field:ident: $type:ident, )+ } )+) => {
+    ($function:ident, $file:literal; $( $(#[doc = $doc:literal])+ $name:ident { $( $(#[doc = $field_doc:literal])+ $field:ident: $type:ident, )+ } )+) => {
         $(
             $(#[doc = $doc])+
             #[repr(C)]
@@ -48,9 +48,9 @@ macro_rules! layouts {
             unsafe impl KernelArgs for $name {}
         )+
 
-        /// The text of `csrc/layout/args.cuh`.
-        pub fn layout() -> String {
-            let mut text = String::from(HEADER);
+        #[doc = concat!("The text of `", $file, "`.")]
+        pub fn $function() -> String {
+            let mut text = String::from($crate::args::HEADER);
             constants(&mut text);
             $(
                 $( let _ = writeln!(text, "//{}", $doc); )+
@@ -71,8 +71,8 @@ macro_rules! layouts {
     };
 }
 
-const HEADER: &str = "\
-// Written from crates/kernels/src/args.rs by `cargo run -p crossrail-kernels --example layout`. Do not edit.
+pub(crate) const HEADER: &str = "\
+// Written from crates/kernels/src by `cargo run -p crossrail-kernels --example layout`. Do not edit.
 #pragma once
 
 #include \"layout/types.cuh\"
@@ -80,6 +80,7 @@ const HEADER: &str = "\
 ";
 
 layouts! {
+    layout, "csrc/layout/args.cuh";
     /// One entry of a list to unpack: bytes that go from one place to another. Any alignment.
     Piece {
         /// Where they are: device memory, or host memory that the GPU reaches.

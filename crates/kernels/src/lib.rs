@@ -5,11 +5,14 @@
 //! csrc/ptx        instructions that the language lacks; the name says order and scope
 //! csrc/kernels    unpack: gathers a list of pieces    copy: one copy by few blocks    flag: written and awaited
 //!                 put: a copy and then a signal       copy_bulk: one copy through shared memory (from 9.0 on)
+//!                 ep_expert, ep_rank: dispatch and combine of expert parallelism, in either layout
 //! ```
 //!
 //! They are compiled when they are first needed, for the GPU at hand, and kept on disk ([`crossrail_cuda::nvrtc`]).
 
+#[macro_use]
 mod args;
+pub mod ep;
 mod launch;
 mod scatter;
 mod shared;
@@ -27,10 +30,13 @@ pub use shared::shared;
 mod tests {
     #[test]
     fn the_committed_layout_is_current() {
-        let written = crate::layout();
-        for (number, (committed, current)) in crate::sources::LAYOUT.lines().zip(written.lines()).enumerate() {
-            assert_eq!(committed, current, "line {}: run cargo run -p crossrail-kernels --example layout", number + 1);
+        let texts = [(crate::sources::LAYOUT, crate::layout()), (crate::sources::LAYOUT_EP, crate::ep::layout_ep())];
+        for (committed, written) in texts {
+            for (number, (committed, current)) in committed.lines().zip(written.lines()).enumerate() {
+                let hint = "run cargo run -p crossrail-kernels --example layout";
+                assert_eq!(committed, current, "line {}: {hint}", number + 1);
+            }
+            assert_eq!(committed, written);
         }
-        assert_eq!(crate::sources::LAYOUT, written);
     }
 }

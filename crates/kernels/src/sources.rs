@@ -13,6 +13,7 @@ macro_rules! text {
 const HEADERS: &[(&str, &str)] = &[
     ("layout/types.cuh", text!("layout/types.cuh")),
     ("layout/args.cuh", LAYOUT),
+    ("layout/ep.cuh", LAYOUT_EP),
     ("ptx/memory.cuh", text!("ptx/memory.cuh")),
     ("ptx/bulk.cuh", text!("ptx/bulk.cuh")),
     ("kernels/copy_warp.cuh", text!("kernels/copy_warp.cuh")),
@@ -20,6 +21,9 @@ const HEADERS: &[(&str, &str)] = &[
 
 /// The committed layout of what kernels take.
 pub(crate) const LAYOUT: &str = text!("layout/args.cuh");
+
+/// The committed layout of what the kernels of expert parallelism take.
+pub(crate) const LAYOUT_EP: &str = text!("layout/ep.cuh");
 
 /// Gathers a list of pieces.
 pub const UNPACK: Source<'static> =
@@ -33,13 +37,19 @@ pub const COPY_BULK: Source<'static> =
 pub const PUT: Source<'static> = Source { name: "kernels/put.cu", text: text!("kernels/put.cu"), headers: HEADERS };
 /// Writes and awaits flags.
 pub const FLAG: Source<'static> = Source { name: "kernels/flag.cu", text: text!("kernels/flag.cu"), headers: HEADERS };
+/// Dispatch and combine in the expert layout. It is compiled for a shape: [`crate::ep::Shape::defines`].
+pub const EP_EXPERT: Source<'static> =
+    Source { name: "kernels/ep_expert.cu", text: text!("kernels/ep_expert.cu"), headers: HEADERS };
+/// Dispatch and combine in the rank layout. It is compiled for a shape, too.
+pub const EP_RANK: Source<'static> =
+    Source { name: "kernels/ep_rank.cu", text: text!("kernels/ep_rank.cu"), headers: HEADERS };
 
 /// Whether an architecture has bulk copies.
 pub fn has_bulk(arch: Arch) -> bool {
     arch.major >= 9
 }
 
-/// Every source that there is for an architecture.
+/// Every source that there is for an architecture, but those that are compiled for a shape.
 pub fn all(arch: Arch) -> Vec<Source<'static>> {
     let mut sources = vec![UNPACK, COPY, PUT, FLAG];
     if has_bulk(arch) {

@@ -1,4 +1,4 @@
-// Written from crates/kernels/src/args.rs by `cargo run -p crossrail-kernels --example layout`. Do not edit.
+// Written from crates/kernels/src by `cargo run -p crossrail-kernels --example layout`. Do not edit.
 #pragma once
 
 #include "layout/types.cuh"

@@ -1,0 +1,408 @@
+// Written from crates/kernels/src by `cargo run -p crossrail-kernels --example layout`. Do not edit.
+#pragma once
+
+#include "layout/types.cuh"
+
+// A phase of a launch: rank layout, what goes where is announced.
+constexpr u32 EP_ANNOUNCE = 1;
+
+// A phase of a launch: rows are sent.
+constexpr u32 EP_SEND = 2;
+
+// A phase of a launch: what came is delivered.
+constexpr u32 EP_RECEIVE = 4;
+
+// How many slots a rank has for each source: they alternate by the number of the operation.
+constexpr u32 EP_DEPTH = 2;
+
+// Bytes of a line of words, which belongs to one source rank.
+constexpr u64 EP_LINE = 128;
+
+// Word of a line: the table of a dispatch is there; its number. Two, by parity.
+constexpr u32 EP_WORD_TABLE = 0;
+
+// Word of a line: the weights of a combine are there. Two, by parity.
+constexpr u32 EP_WORD_WEIGHTS = 2;
+
+// Word of a line: the announcement of a dispatch is there. Two, by parity.
+constexpr u32 EP_WORD_ANNOUNCE = 4;
+
+// Word of a line: all rows of a dispatch are there. Two, by parity.
+constexpr u32 EP_WORD_SENT = 6;
+
+// Word of a line: the last dispatch whose slots that rank has done with.
+constexpr u32 EP_WORD_DISPATCH_TAKEN = 8;
+
+// Word of a line: the last combine whose slots that rank has done with.
+constexpr u32 EP_WORD_COMBINE_TAKEN = 9;
+
+// Word of a line: free for the host.
+constexpr u32 EP_WORD_HELLO = 10;
+
+// What was waited for when a rank did not come: the table of a dispatch.
+constexpr u32 EP_STAGE_TABLE = 1;
+
+// What was waited for: a row of a dispatch.
+constexpr u32 EP_STAGE_ROW = 2;
+
+// What was waited for: the weights of a combine.
+constexpr u32 EP_STAGE_WEIGHTS = 3;
+
+// What was waited for: a row of a combine.
+constexpr u32 EP_STAGE_BACK_ROW = 4;
+
+// What was waited for: the announcement of a dispatch.
+constexpr u32 EP_STAGE_ANNOUNCE = 5;
+
+// What was waited for: the word that all rows of a dispatch are there.
+constexpr u32 EP_STAGE_SENT = 6;
+
+// What was waited for: that the rank is done with the slots of the last dispatch but one.
+constexpr u32 EP_STAGE_DISPATCH_TAKEN = 7;
+
+// What was waited for: that the rank is done with the slots of the last combine but one.
+constexpr u32 EP_STAGE_COMBINE_TAKEN = 8;
+
+// Entries of the ring of faults.
+constexpr u32 EP_FAULTS = 64;
+
+// Flag of a table or a handle's source: weights came with the dispatch.
+constexpr u32 EP_WEIGHTED = 1;
+
+// Flag of an announcement: the routing of an earlier dispatch is repeated.
+constexpr u32 EP_CACHED = 2;
+
+// In place of a row's number: none.
+constexpr u32 EP_NOWHERE = 4294967295;
+
+// Where everything is in a heap; the same on every rank.
+struct EpHeap {
+    // Words: a line of EP_LINE bytes for each source rank, u64 each.
+    u64 words;
+    // This rank's own: an `EpState`.
+    u64 state;
+    // u32[R]: not 0 for a rank that is masked. The host writes them too, between launches.
+    u64 masks;
+    // u64[R]: the longest wait for each rank in the operation under way, in nanoseconds.
+    u64 waited;
+    // u64[R]: of the dispatch under way, number << 32 | tokens of each source (0 for a masked one).
+    u64 plan_tokens;
+    // u64[El][R]: of the dispatch under way, number << 32 | the first row of each source in each expert.
+    u64 plan_offsets;
+    // Words for the rank layout's scan: u64[EP_SCAN].
+    u64 scan;
+    // Expert layout: [EP_DEPTH][R] tables: an `EpTableHeader`, counts u32[El], entries u32[M][K], weights f32[M][K].
+    u64 tables;
+    // From one table to the next.
+    u64 table_stride;
+    // Within a table: (local expert + 1) << 20 | place among this source's rows of that expert; 0: not here.
+    u64 table_entries;
+    // Within a table: weights.
+    u64 table_weights;
+    // Expert layout: [EP_DEPTH][R][M] rows. A row is its pieces of `piece_stride` bytes; a piece is elements and
+    // then their scales.
+    u64 rows;
+    // From one row to the next.
+    u64 row_stride;
+    // From one piece of a row to the next.
+    u64 piece_stride;
+    // u64[EP_DEPTH][R][M][pieces]: the number of the dispatch whose piece is there.
+    u64 row_flags;
+    // Combine: [EP_DEPTH][R] slots of bf16 rows: one for each token, or min(K, El) without prereduction (expert
+    // layout alone; the rank layout has one for each token always).
+    u64 back;
+    // From one slot to the next.
+    u64 back_slot;
+    // From one row to the next.
+    u64 back_stride;
+    // u64[..rows of a slot][pieces] for each slot: the number of the combine whose piece is there.
+    u64 back_flags;
+    // From one slot's flags to the next's.
+    u64 back_flags_slot;
+    // Expert layout: [EP_DEPTH][R] weights of a combine: an `EpTableHeader`, f32[M][K].
+    u64 back_weights;
+    // From one source's to the next's.
+    u64 back_weights_stride;
+    // Rank layout: f32[EP_DEPTH][R][M][K], weights that come back.
+    u64 back_topk;
+    // Rank layout: [EP_DEPTH][R] announcements: an `EpAnnounceHeader`, rows u32[R] (to every rank), counts u32[El].
+    u64 announces;
+    // From one announcement to the next.
+    u64 announce_stride;
+    // Within an announcement: rows.
+    u64 announce_rows;
+    // Within an announcement: selections of each expert of the receiver.
+    u64 announce_counts;
+    // Rank layout: regions: rows [R * M][row bytes].
+    u64 regions;
+    // From one region to the next.
+    u64 region_stride;
+    // Within a region: scales, [R * M][H / 128], contiguous.
+    u64 region_scales;
+    // Within a region: i64[R * M][K].
+    u64 region_idx;
+    // Within a region: f32[R * M][K].
+    u64 region_weights;
+    // Within a region: i32[R * M], each row's token at its source.
+    u64 region_source;
+    // Bytes of the heap.
+    u64 bytes;
+};
+
+static_assert(sizeof(EpHeap) == 272, "EpHeap");
+
+// What a rank's kernels remember between launches: numbers of operations, and counters that are 0 between them.
+struct EpState {
+    // The last dispatch that was announced.
+    u64 dispatch_begun;
+    // The last dispatch that was sent.
+    u64 dispatch_sent;
+    // The last dispatch that was received.
+    u64 dispatch_ended;
+    // The last combine that was begun.
+    u64 combine_begun;
+    // The last combine that was sent.
+    u64 combine_sent;
+    // The last combine that was received.
+    u64 combine_ended;
+    // Faults so far.
+    u64 faults;
+    // Blocks of a launch that are done, by its phases: 8 counters for dispatch. This is that of phases 0.
+    u64 dispatch_blocks;
+    // Phases 1.
+    u64 dispatch_blocks_1;
+    // Phases 2.
+    u64 dispatch_blocks_2;
+    // Phases 3.
+    u64 dispatch_blocks_3;
+    // Phases 4.
+    u64 dispatch_blocks_4;
+    // Phases 5.
+    u64 dispatch_blocks_5;
+    // Phases 6.
+    u64 dispatch_blocks_6;
+    // Phases 7.
+    u64 dispatch_blocks_7;
+    // The same for combine.
+    u64 combine_blocks;
+    // Phases 1.
+    u64 combine_blocks_1;
+    // Phases 2.
+    u64 combine_blocks_2;
+    // Phases 3.
+    u64 combine_blocks_3;
+    // Phases 4.
+    u64 combine_blocks_4;
+    // Phases 5.
+    u64 combine_blocks_5;
+    // Phases 6.
+    u64 combine_blocks_6;
+    // Phases 7.
+    u64 combine_blocks_7;
+};
+
+static_assert(sizeof(EpState) == 184, "EpState");
+
+// The head of a table, and of a combine's weights.
+struct EpTableHeader {
+    // Tokens of the source.
+    u32 tokens;
+    // EP_WEIGHTED.
+    u32 flags;
+    // The number of the operation.
+    u64 epoch;
+};
+
+static_assert(sizeof(EpTableHeader) == 16, "EpTableHeader");
+
+// The head of an announcement.
+struct EpAnnounceHeader {
+    // Which of its own regions rows for the announcing rank go to.
+    u32 region;
+    // Its tokens.
+    u32 tokens;
+    // EP_WEIGHTED, EP_CACHED.
+    u32 flags;
+    // 0.
+    u32 reserved;
+};
+
+static_assert(sizeof(EpAnnounceHeader) == 16, "EpAnnounceHeader");
+
+// An entry of the ring of faults, in pinned host memory.
+struct EpFault {
+    // Faults before this one, and this one: written last. Its entry is (number - 1) % EP_FAULTS.
+    u64 number;
+    // The dispatch or combine.
+    u64 epoch;
+    // What the word said that was waited for.
+    u64 seen;
+    // The rank that did not come.
+    u32 rank;
+    // EP_STAGE_.
+    u32 stage;
+};
+
+static_assert(sizeof(EpFault) == 32, "EpFault");
+
+// Where everything is in a handle's memory.
+struct EpHandle {
+    // An `EpHandleHeader`.
+    u64 header;
+    // u32[R]: tokens of each source, 0 for a masked one.
+    u64 tokens;
+    // u32[R]: flags of each source.
+    u64 flags;
+    // i32[M][K]: the experts of this rank's own tokens, -1 where there is none.
+    u64 sent;
+    // f32[M][K]: their weights, if they were given.
+    u64 sent_weights;
+    // Expert layout: u32[R][M][K], the row of each selection, or EP_NOWHERE.
+    u64 routes;
+    // Expert layout: u8[R][M], how many of a token's selections are here.
+    u64 present;
+    // Expert layout: f32[R][M][K], weights that came.
+    u64 weights;
+    // Rank layout: u32[M][R], the row of each own token at each rank, or EP_NOWHERE.
+    u64 sent_rows;
+    // Rank layout: u32[R + 1], the first row of each source, and the end.
+    u64 offsets;
+    // Rank layout: u32[R * M], each row's token at its source.
+    u64 source;
+    // Bytes of a handle.
+    u64 bytes;
+};
+
+static_assert(sizeof(EpHandle) == 96, "EpHandle");
+
+// The head of a handle.
+struct EpHandleHeader {
+    // The dispatch.
+    u64 epoch;
+    // This rank's tokens.
+    u32 tokens;
+    // EP_WEIGHTED: they had weights.
+    u32 flags;
+};
+
+static_assert(sizeof(EpHandleHeader) == 16, "EpHandleHeader");
+
+// What every launch takes.
+struct EpCommon {
+    // Where everything is in a heap.
+    EpHeap heap;
+    // Where everything is in a handle.
+    EpHandle parts;
+    // Where this rank's heap is.
+    u64 base;
+    // u64[R] in device memory: where each rank's heap is, this rank's own too.
+    u64 peers;
+    // The handle's memory, 128-byte aligned.
+    u64 handle;
+    // The ring of faults.
+    u64 faults;
+    // i64[R] to which the time that was waited for each rank is added, in nanoseconds; or 0.
+    u64 waits;
+    // The longest wait, in nanoseconds.
+    u64 limit_ns;
+    // This rank.
+    u32 rank;
+    // EP_ANNOUNCE, EP_SEND, EP_RECEIVE: those of them that this launch does.
+    u32 phases;
+    // This rank's tokens.
+    u32 tokens;
+    // M.
+    u32 max_tokens;
+};
+
+static_assert(sizeof(EpCommon) == 432, "EpCommon");
+
+// What the kernels that dispatch take.
+struct EpDispatchArgs {
+    // What every launch takes.
+    EpCommon common;
+    // Rows, 16-byte aligned: bf16, or e4m3 where `x_fp8` says so.
+    u64 x;
+    // From one row to the next, a multiple of 16.
+    u64 x_stride;
+    // Scales of fp8 rows: f32, or u8 for EP_SCALE 2.
+    u64 in_scales;
+    // From one token's scale to the next's.
+    u64 in_scale_row;
+    // From one block's scale to the next's.
+    u64 in_scale_block;
+    // Expert ids, [tokens][K], contiguous; -1 for none.
+    u64 topk_idx;
+    // f32[tokens][K], or 0.
+    u64 topk_weights;
+    // Expert layout: [El][R * M][row bytes], contiguous.
+    u64 out_x;
+    // Expert layout: scales.
+    u64 out_scales;
+    // From one expert's scales to the next's.
+    u64 out_scale_expert;
+    // From one row's scale to the next's.
+    u64 out_scale_row;
+    // From one block's scale to the next's (f32), or from those of four blocks to the next four (u8).
+    u64 out_scale_block;
+    // i32[El]: rows of each expert. Rank layout: rounded up to `alignment`.
+    u64 out_counts;
+    // Expert layout: i64[El][R], where a source's rows begin << 32 | how many there are.
+    u64 out_ranges;
+    // Expert layout: i32[El][R * M], or 0. Rank layout: none, it lies in the region.
+    u64 out_source;
+    // Expert layout: i32[El], to which the rows that came are added; or 0.
+    u64 stats;
+    // Rank layout: i64[R + 1].
+    u64 out_offsets;
+    // Rank layout: a pinned u64 that becomes number << 32 | rows; or 0.
+    u64 count_word;
+    // Rank layout: a pinned i32[El] that gets the counts before `count_word`; or 0.
+    u64 count_host;
+    // Rank layout: rows up to which topk_idx is -1 beyond those that came.
+    u64 worst_rows;
+    // Rank layout: the region that rows go to.
+    u32 region;
+    // Rank layout.
+    u32 alignment;
+    // Rank layout: not 0: the handle's routing is repeated.
+    u32 cached;
+    // Not 0: `x` is e4m3, with scales.
+    u32 x_fp8;
+    // Bytes of an expert id: 4 or 8.
+    u32 idx_bytes;
+    // 0.
+    u32 reserved;
+};
+
+static_assert(sizeof(EpDispatchArgs) == 616, "EpDispatchArgs");
+
+// What the kernels that combine take.
+struct EpCombineArgs {
+    // What every launch takes.
+    EpCommon common;
+    // The experts' outputs, bf16, 16-byte aligned: [El][R * M][H], or [rows][H] in the rank layout.
+    u64 y;
+    // From one row to the next, a multiple of 16.
+    u64 y_stride;
+    // Expert layout: f32[tokens][K], unless they went with the dispatch; or 0.
+    u64 topk_weights;
+    // Rank layout: f32[rows][K] that goes back with the rows; or 0.
+    u64 y_weights;
+    // Rank layout: f32[tokens][K], the sum of what came back; or 0.
+    u64 out_weights;
+    // bf16 rows that are added, one for each token, contiguous; or 0.
+    u64 bias0;
+    // And others; or 0.
+    u64 bias1;
+    // bf16, 16-byte aligned.
+    u64 out;
+    // From one row to the next, a multiple of 16.
+    u64 out_stride;
+    // Rank layout: how many blocks send when one launch does both; 0 for what suits.
+    u32 senders;
+    // 0.
+    u32 reserved;
+};
+
+static_assert(sizeof(EpCombineArgs) == 512, "EpCombineArgs");

@@ -1,0 +1,367 @@
+//! What the kernels of expert parallelism take, and what they read and write in heaps. Written to `csrc/layout/ep.cuh`.
+//!
+//! Offsets are bytes from the start of a heap (`EpHeap`) or of a handle (`EpHandle`), addresses are of device memory,
+//! strides are bytes. R, H, K, E, and El = E / R are known when a kernel is compiled; M, `max_tokens`, is not.
+#![allow(unsafe_code)]
+
+use std::fmt::Write as _;
+use std::mem::size_of;
+
+use crossrail_cuda::KernelArgs;
+
+constants! {
+    /// A phase of a launch: rank layout, what goes where is announced.
+    EP_ANNOUNCE: u32 = 1;
+    /// A phase of a launch: rows are sent.
+    EP_SEND: u32 = 2;
+    /// A phase of a launch: what came is delivered.
+    EP_RECEIVE: u32 = 4;
+    /// How many slots a rank has for each source: they alternate by the number of the operation.
+    EP_DEPTH: u32 = 2;
+    /// Bytes of a line of words, which belongs to one source rank.
+    EP_LINE: u64 = 128;
+    /// Word of a line: the table of a dispatch is there; its number. Two, by parity.
+    EP_WORD_TABLE: u32 = 0;
+    /// Word of a line: the weights of a combine are there. Two, by parity.
+    EP_WORD_WEIGHTS: u32 = 2;
+    /// Word of a line: the announcement of a dispatch is there. Two, by parity.
+    EP_WORD_ANNOUNCE: u32 = 4;
+    /// Word of a line: all rows of a dispatch are there. Two, by parity.
+    EP_WORD_SENT: u32 = 6;
+    /// Word of a line: the last dispatch whose slots that rank has done with.
+    EP_WORD_DISPATCH_TAKEN: u32 = 8;
+    /// Word of a line: the last combine whose slots that rank has done with.
+    EP_WORD_COMBINE_TAKEN: u32 = 9;
+    /// Word of a line: free for the host.
+    EP_WORD_HELLO: u32 = 10;
+    /// What was waited for when a rank did not come: the table of a dispatch.
+    EP_STAGE_TABLE: u32 = 1;
+    /// What was waited for: a row of a dispatch.
+    EP_STAGE_ROW: u32 = 2;
+    /// What was waited for: the weights of a combine.
+    EP_STAGE_WEIGHTS: u32 = 3;
+    /// What was waited for: a row of a combine.
+    EP_STAGE_BACK_ROW: u32 = 4;
+    /// What was waited for: the announcement of a dispatch.
+    EP_STAGE_ANNOUNCE: u32 = 5;
+    /// What was waited for: the word that all rows of a dispatch are there.
+    EP_STAGE_SENT: u32 = 6;
+    /// What was waited for: that the rank is done with the slots of the last dispatch but one.
+    EP_STAGE_DISPATCH_TAKEN: u32 = 7;
+    /// What was waited for: that the rank is done with the slots of the last combine but one.
+    EP_STAGE_COMBINE_TAKEN: u32 = 8;
+    /// Entries of the ring of faults.
+    EP_FAULTS: u32 = 64;
+    /// Flag of a table or a handle's source: weights came with the dispatch.
+    EP_WEIGHTED: u32 = 1;
+    /// Flag of an announcement: the routing of an earlier dispatch is repeated.
+    EP_CACHED: u32 = 2;
+    /// In place of a row's number: none.
+    EP_NOWHERE: u32 = 0xffff_ffff;
+}
+
+layouts! {
+    layout_ep, "csrc/layout/ep.cuh";
+    /// Where everything is in a heap; the same on every rank.
+    EpHeap {
+        /// Words: a line of EP_LINE bytes for each source rank, u64 each.
+        words: u64,
+        /// This rank's own: an `EpState`.
+        state: u64,
+        /// u32[R]: not 0 for a rank that is masked. The host writes them too, between launches.
+        masks: u64,
+        /// u64[R]: the longest wait for each rank in the operation under way, in nanoseconds.
+        waited: u64,
+        /// u64[R]: of the dispatch under way, number << 32 | tokens of each source (0 for a masked one).
+        plan_tokens: u64,
+        /// u64[El][R]: of the dispatch under way, number << 32 | the first row of each source in each expert.
+        plan_offsets: u64,
+        /// Words for the rank layout's scan: u64[EP_SCAN].
+        scan: u64,
+        /// Expert layout: [EP_DEPTH][R] tables: an `EpTableHeader`, counts u32[El], entries u32[M][K], weights f32[M][K].
+        tables: u64,
+        /// From one table to the next.
+        table_stride: u64,
+        /// Within a table: (local expert + 1) << 20 | place among this source's rows of that expert; 0: not here.
+        table_entries: u64,
+        /// Within a table: weights.
+        table_weights: u64,
+        /// Expert layout: [EP_DEPTH][R][M] rows. A row is its pieces of `piece_stride` bytes; a piece is elements and
+        /// then their scales.
+        rows: u64,
+        /// From one row to the next.
+        row_stride: u64,
+        /// From one piece of a row to the next.
+        piece_stride: u64,
+        /// u64[EP_DEPTH][R][M][pieces]: the number of the dispatch whose piece is there.
+        row_flags: u64,
+        /// Combine: [EP_DEPTH][R] slots of bf16 rows: one for each token, or min(K, El) without prereduction (expert
+        /// layout alone; the rank layout has one for each token always).
+        back: u64,
+        /// From one slot to the next.
+        back_slot: u64,
+        /// From one row to the next.
+        back_stride: u64,
+        /// u64[..rows of a slot][pieces] for each slot: the number of the combine whose piece is there.
+        back_flags: u64,
+        /// From one slot's flags to the next's.
+        back_flags_slot: u64,
+        /// Expert layout: [EP_DEPTH][R] weights of a combine: an `EpTableHeader`, f32[M][K].
+        back_weights: u64,
+        /// From one source's to the next's.
+        back_weights_stride: u64,
+        /// Rank layout: f32[EP_DEPTH][R][M][K], weights that come back.
+        back_topk: u64,
+        /// Rank layout: [EP_DEPTH][R] announcements: an `EpAnnounceHeader`, rows u32[R] (to every rank), counts u32[El].
+        announces: u64,
+        /// From one announcement to the next.
+        announce_stride: u64,
+        /// Within an announcement: rows.
+        announce_rows: u64,
+        /// Within an announcement: selections of each expert of the receiver.
+        announce_counts: u64,
+        /// Rank layout: regions: rows [R * M][row bytes].
+        regions: u64,
+        /// From one region to the next.
+        region_stride: u64,
+        /// Within a region: scales, [R * M][H / 128], contiguous.
+        region_scales: u64,
+        /// Within a region: i64[R * M][K].
+        region_idx: u64,
+        /// Within a region: f32[R * M][K].
+        region_weights: u64,
+        /// Within a region: i32[R * M], each row's token at its source.
+        region_source: u64,
+        /// Bytes of the heap.
+        bytes: u64,
+    }
+    /// What a rank's kernels remember between launches: numbers of operations, and counters that are 0 between them.
+    EpState {
+        /// The last dispatch that was announced.
+        dispatch_begun: u64,
+        /// The last dispatch that was sent.
+        dispatch_sent: u64,
+        /// The last dispatch that was received.
+        dispatch_ended: u64,
+        /// The last combine that was begun.
+        combine_begun: u64,
+        /// The last combine that was sent.
+        combine_sent: u64,
+        /// The last combine that was received.
+        combine_ended: u64,
+        /// Faults so far.
+        faults: u64,
+        /// Blocks of a launch that are done, by its phases: 8 counters for dispatch. This is that of phases 0.
+        dispatch_blocks: u64,
+        /// Phases 1.
+        dispatch_blocks_1: u64,
+        /// Phases 2.
+        dispatch_blocks_2: u64,
+        /// Phases 3.
+        dispatch_blocks_3: u64,
+        /// Phases 4.
+        dispatch_blocks_4: u64,
+        /// Phases 5.
+        dispatch_blocks_5: u64,
+        /// Phases 6.
+        dispatch_blocks_6: u64,
+        /// Phases 7.
+        dispatch_blocks_7: u64,
+        /// The same for combine.
+        combine_blocks: u64,
+        /// Phases 1.
+        combine_blocks_1: u64,
+        /// Phases 2.
+        combine_blocks_2: u64,
+        /// Phases 3.
+        combine_blocks_3: u64,
+        /// Phases 4.
+        combine_blocks_4: u64,
+        /// Phases 5.
+        combine_blocks_5: u64,
+        /// Phases 6.
+        combine_blocks_6: u64,
+        /// Phases 7.
+        combine_blocks_7: u64,
+    }
+    /// The head of a table, and of a combine's weights.
+    EpTableHeader {
+        /// Tokens of the source.
+        tokens: u32,
+        /// EP_WEIGHTED.
+        flags: u32,
+        /// The number of the operation.
+        epoch: u64,
+    }
+    /// The head of an announcement.
+    EpAnnounceHeader {
+        /// Which of its own regions rows for the announcing rank go to.
+        region: u32,
+        /// Its tokens.
+        tokens: u32,
+        /// EP_WEIGHTED, EP_CACHED.
+        flags: u32,
+        /// 0.
+        reserved: u32,
+    }
+    /// An entry of the ring of faults, in pinned host memory.
+    EpFault {
+        /// Faults before this one, and this one: written last. Its entry is (number - 1) % EP_FAULTS.
+        number: u64,
+        /// The dispatch or combine.
+        epoch: u64,
+        /// What the word said that was waited for.
+        seen: u64,
+        /// The rank that did not come.
+        rank: u32,
+        /// EP_STAGE_.
+        stage: u32,
+    }
+    /// Where everything is in a handle's memory.
+    EpHandle {
+        /// An `EpHandleHeader`.
+        header: u64,
+        /// u32[R]: tokens of each source, 0 for a masked one.
+        tokens: u64,
+        /// u32[R]: flags of each source.
+        flags: u64,
+        /// i32[M][K]: the experts of this rank's own tokens, -1 where there is none.
+        sent: u64,
+        /// f32[M][K]: their weights, if they were given.
+        sent_weights: u64,
+        /// Expert layout: u32[R][M][K], the row of each selection, or EP_NOWHERE.
+        routes: u64,
+        /// Expert layout: u8[R][M], how many of a token's selections are here.
+        present: u64,
+        /// Expert layout: f32[R][M][K], weights that came.
+        weights: u64,
+        /// Rank layout: u32[M][R], the row of each own token at each rank, or EP_NOWHERE.
+        sent_rows: u64,
+        /// Rank layout: u32[R + 1], the first row of each source, and the end.
+        offsets: u64,
+        /// Rank layout: u32[R * M], each row's token at its source.
+        source: u64,
+        /// Bytes of a handle.
+        bytes: u64,
+    }
+    /// The head of a handle.
+    EpHandleHeader {
+        /// The dispatch.
+        epoch: u64,
+        /// This rank's tokens.
+        tokens: u32,
+        /// EP_WEIGHTED: they had weights.
+        flags: u32,
+    }
+    /// What every launch takes.
+    EpCommon {
+        /// Where everything is in a heap.
+        heap: EpHeap,
+        /// Where everything is in a handle.
+        parts: EpHandle,
+        /// Where this rank's heap is.
+        base: u64,
+        /// u64[R] in device memory: where each rank's heap is, this rank's own too.
+        peers: u64,
+        /// The handle's memory, 128-byte aligned.
+        handle: u64,
+        /// The ring of faults.
+        faults: u64,
+        /// i64[R] to which the time that was waited for each rank is added, in nanoseconds; or 0.
+        waits: u64,
+        /// The longest wait, in nanoseconds.
+        limit_ns: u64,
+        /// This rank.
+        rank: u32,
+        /// EP_ANNOUNCE, EP_SEND, EP_RECEIVE: those of them that this launch does.
+        phases: u32,
+        /// This rank's tokens.
+        tokens: u32,
+        /// M.
+        max_tokens: u32,
+    }
+    /// What the kernels that dispatch take.
+    EpDispatchArgs {
+        /// What every launch takes.
+        common: EpCommon,
+        /// Rows, 16-byte aligned: bf16, or e4m3 where `x_fp8` says so.
+        x: u64,
+        /// From one row to the next, a multiple of 16.
+        x_stride: u64,
+        /// Scales of fp8 rows: f32, or u8 for EP_SCALE 2.
+        in_scales: u64,
+        /// From one token's scale to the next's.
+        in_scale_row: u64,
+        /// From one block's scale to the next's.
+        in_scale_block: u64,
+        /// Expert ids, [tokens][K], contiguous; -1 for none.
+        topk_idx: u64,
+        /// f32[tokens][K], or 0.
+        topk_weights: u64,
+        /// Expert layout: [El][R * M][row bytes], contiguous.
+        out_x: u64,
+        /// Expert layout: scales.
+        out_scales: u64,
+        /// From one expert's scales to the next's.
+        out_scale_expert: u64,
+        /// From one row's scale to the next's.
+        out_scale_row: u64,
+        /// From one block's scale to the next's (f32), or from those of four blocks to the next four (u8).
+        out_scale_block: u64,
+        /// i32[El]: rows of each expert. Rank layout: rounded up to `alignment`.
+        out_counts: u64,
+        /// Expert layout: i64[El][R], where a source's rows begin << 32 | how many there are.
+        out_ranges: u64,
+        /// Expert layout: i32[El][R * M], or 0. Rank layout: none, it lies in the region.
+        out_source: u64,
+        /// Expert layout: i32[El], to which the rows that came are added; or 0.
+        stats: u64,
+        /// Rank layout: i64[R + 1].
+        out_offsets: u64,
+        /// Rank layout: a pinned u64 that becomes number << 32 | rows; or 0.
+        count_word: u64,
+        /// Rank layout: a pinned i32[El] that gets the counts before `count_word`; or 0.
+        count_host: u64,
+        /// Rank layout: rows up to which topk_idx is -1 beyond those that came.
+        worst_rows: u64,
+        /// Rank layout: the region that rows go to.
+        region: u32,
+        /// Rank layout.
+        alignment: u32,
+        /// Rank layout: not 0: the handle's routing is repeated.
+        cached: u32,
+        /// Not 0: `x` is e4m3, with scales.
+        x_fp8: u32,
+        /// Bytes of an expert id: 4 or 8.
+        idx_bytes: u32,
+        /// 0.
+        reserved: u32,
+    }
+    /// What the kernels that combine take.
+    EpCombineArgs {
+        /// What every launch takes.
+        common: EpCommon,
+        /// The experts' outputs, bf16, 16-byte aligned: [El][R * M][H], or [rows][H] in the rank layout.
+        y: u64,
+        /// From one row to the next, a multiple of 16.
+        y_stride: u64,
+        /// Expert layout: f32[tokens][K], unless they went with the dispatch; or 0.
+        topk_weights: u64,
+        /// Rank layout: f32[rows][K] that goes back with the rows; or 0.
+        y_weights: u64,
+        /// Rank layout: f32[tokens][K], the sum of what came back; or 0.
+        out_weights: u64,
+        /// bf16 rows that are added, one for each token, contiguous; or 0.
+        bias0: u64,
+        /// And others; or 0.
+        bias1: u64,
+        /// bf16, 16-byte aligned.
+        out: u64,
+        /// From one row to the next, a multiple of 16.
+        out_stride: u64,
+        /// Rank layout: how many blocks send when one launch does both; 0 for what suits.
+        senders: u32,
+        /// 0.
+        reserved: u32,
+    }
+}

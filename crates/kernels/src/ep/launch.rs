@@ -1,0 +1,186 @@
+//! The launchers: one for each kernel.
+#![allow(unsafe_code)]
+
+use std::time::Duration;
+
+use crossrail_cuda::nvrtc::{Compiled, Compiler, Source};
+use crossrail_cuda::{Context, Function, Grid, Module, Stream};
+use crossrail_types::{Error, ErrorKind, Result};
+
+use super::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, EpCombineArgs, EpCommon, EpDispatchArgs, Shape};
+use crate::sources;
+
+/// The kernels of expert parallelism, compiled for one shape and loaded on one GPU. Usable from any thread.
+#[derive(Debug)]
+pub struct EpKernels {
+    shape: Shape,
+    expert: Option<Pair>,
+    rank: Option<Pair>,
+    multiprocessors: u32,
+    compiled: Vec<(&'static str, Compiled)>,
+}
+
+/// Those of one layout.
+#[derive(Debug)]
+struct Pair {
+    dispatch: Function,
+    combine: Function,
+    /// Bytes of shared memory of a block of each.
+    shared: [u32; 2],
+}
+
+impl EpKernels {
+    /// Compiles what is not in the compiler's cache for this shape, for at most `limit` per source waiting for other
+    /// processes that compile the same, and loads it in `context`. It takes seconds when nothing is kept: do it before
+    /// any other rank waits for this one.
+    ///
+    /// # Errors
+    /// As [`Shape::check`]; a compiler that is too new for the driver; a kernel that does not compile, with the log; a
+    /// GPU with too little shared memory; a failed call.
+    pub fn load(context: &Context, compiler: &Compiler, shape: &Shape, limit: Duration) -> Result<EpKernels> {
+        shape.check()?;
+        compiler.library().check(context.device().cuda())?;
+        let arch = context.device().arch()?;
+        let defines = shape.defines(sources::has_bulk(arch));
+        let options: Vec<&str> = defines.iter().map(String::as_str).collect();
+        let mut compiled = Vec::new();
+        let mut load = |source: &Source<'static>, names: [&str; 2], shared: [u32; 2]| -> Result<Pair> {
+            let code = compiler.compile(source, arch, &options, limit)?;
+            let module = Module::load(context, &code)?;
+            compiled.push((source.name, code));
+            let [dispatch, combine] = names.map(|name| module.function(name));
+            let (dispatch, combine) = (dispatch?, combine?);
+            dispatch.allow_shared(shared[0])?;
+            combine.allow_shared(shared[1])?;
+            Ok(Pair { dispatch, combine, shared })
+        };
+        let expert = shape.expert_layout.then(|| {
+            let names = ["crossrail_ep_dispatch_expert", "crossrail_ep_combine_expert"];
+            load(&sources::EP_EXPERT, names, super::expert_shared(shape))
+        });
+        let rank = shape.rank_layout.then(|| {
+            let names = ["crossrail_ep_dispatch_rank", "crossrail_ep_combine_rank"];
+            load(&sources::EP_RANK, names, super::rank_shared(shape))
+        });
+        Ok(EpKernels {
+            shape: *shape,
+            expert: expert.transpose()?,
+            rank: rank.transpose()?,
+            multiprocessors: context.device().multiprocessors()?.max(1),
+            compiled,
+        })
+    }
+
+    /// What they were compiled for.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// What was compiled or found in the cache, by the name of its source.
+    pub fn compiled(&self) -> &[(&'static str, Compiled)] {
+        &self.compiled
+    }
+
+    /// The most blocks of a launch: all of them must run at once, as they wait for other ranks.
+    pub fn most_blocks(&self) -> u32 {
+        self.multiprocessors
+    }
+
+    /// Puts in: a dispatch in the expert layout, or those of its phases that `args` names. It can be captured.
+    ///
+    /// # Safety
+    /// All addresses must be valid for what the fields say until this is done, and not be touched by others meanwhile;
+    /// `common.heap` and `common.parts` must be this shape's. The same operations must be put in on all ranks, in the
+    /// same order; a phase comes after the phases before it. No more than `most_blocks` blocks of all that run at once on
+    /// this GPU may wait for others.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Usage`] for a layout that the shape has not, phases that are none, too many tokens, rows that are
+    /// not aligned, or a number of blocks that is not from 1 to `most_blocks`; a failed call.
+    pub unsafe fn dispatch_expert(&self, stream: &Stream, args: &EpDispatchArgs, blocks: u32) -> Result<()> {
+        let pair = self.pair("dispatch", &self.expert, &args.common, EP_SEND | EP_RECEIVE, blocks)?;
+        aligned("dispatch", &[("x", args.x | args.x_stride), ("out", args.out_x)])?;
+        // SAFETY: the kernel takes `EpDispatchArgs`; the caller vouches for the rest.
+        unsafe { pair.dispatch.launch(stream, self.grid(blocks, pair.shared[0]), args) }
+    }
+
+    /// Puts in: a combine in the expert layout, or those of its phases that `args` names. It can be captured.
+    ///
+    /// # Safety
+    /// As [`EpKernels::dispatch_expert`]; the handle must be of a dispatch of this buffer that is done by then.
+    ///
+    /// # Errors
+    /// As there.
+    pub unsafe fn combine_expert(&self, stream: &Stream, args: &EpCombineArgs, blocks: u32) -> Result<()> {
+        let pair = self.pair("combine", &self.expert, &args.common, EP_SEND | EP_RECEIVE, blocks)?;
+        let out = args.out | args.out_stride | args.bias0 | args.bias1;
+        aligned("combine", &[("y", args.y | args.y_stride), ("out and bias", out)])?;
+        // SAFETY: the kernel takes `EpCombineArgs`; the caller vouches for the rest.
+        unsafe { pair.combine.launch(stream, self.grid(blocks, pair.shared[1]), args) }
+    }
+
+    /// Puts in: a dispatch in the rank layout, or those of its phases that `args` names. It can be captured.
+    ///
+    /// # Safety
+    /// As [`EpKernels::dispatch_expert`]; the region must be nobody's until its result is done with.
+    ///
+    /// # Errors
+    /// As there.
+    pub unsafe fn dispatch_rank(&self, stream: &Stream, args: &EpDispatchArgs, blocks: u32) -> Result<()> {
+        let phases = EP_ANNOUNCE | EP_SEND | EP_RECEIVE;
+        let pair = self.pair("dispatch", &self.rank, &args.common, phases, blocks)?;
+        aligned("dispatch", &[("x", args.x | args.x_stride)])?;
+        // SAFETY: the kernel takes `EpDispatchArgs`; the caller vouches for the rest.
+        unsafe { pair.dispatch.launch(stream, self.grid(blocks, pair.shared[0]), args) }
+    }
+
+    /// Puts in: a combine in the rank layout, or those of its phases that `args` names. It can be captured.
+    ///
+    /// # Safety
+    /// As [`EpKernels::combine_expert`].
+    ///
+    /// # Errors
+    /// As there.
+    pub unsafe fn combine_rank(&self, stream: &Stream, args: &EpCombineArgs, blocks: u32) -> Result<()> {
+        let pair = self.pair("combine", &self.rank, &args.common, EP_SEND | EP_RECEIVE, blocks)?;
+        let out = args.out | args.out_stride | args.bias0 | args.bias1;
+        aligned("combine", &[("y", args.y | args.y_stride), ("out and bias", out)])?;
+        // SAFETY: the kernel takes `EpCombineArgs`; the caller vouches for the rest.
+        unsafe { pair.combine.launch(stream, self.grid(blocks, pair.shared[1]), args) }
+    }
+
+    fn grid(&self, blocks: u32, shared: u32) -> Grid {
+        Grid { blocks, threads: self.shape.tuning().threads, shared }
+    }
+
+    fn pair<'a>(
+        &self,
+        operation: &str,
+        pair: &'a Option<Pair>,
+        common: &EpCommon,
+        phases: u32,
+        blocks: u32,
+    ) -> Result<&'a Pair> {
+        let wrong = |detail: String| Err(Error::new(ErrorKind::Usage, operation, detail));
+        let Some(pair) = pair else { return wrong("the buffer was not made for this layout".into()) };
+        if common.phases == 0 || common.phases & !phases != 0 {
+            return wrong(format!("{} names no phases of this operation", common.phases));
+        }
+        if common.tokens > common.max_tokens || common.max_tokens != self.shape.max_tokens {
+            return wrong(format!("{} tokens where {} are the most", common.tokens, self.shape.max_tokens));
+        }
+        if !(1..=self.multiprocessors).contains(&blocks) {
+            return wrong(format!("{blocks} blocks are not from 1 to {}, which run at once", self.multiprocessors));
+        }
+        Ok(pair)
+    }
+}
+
+fn aligned(operation: &str, places: &[(&str, u64)]) -> Result<()> {
+    match places.iter().find(|(_, address)| !address.is_multiple_of(16)) {
+        None => Ok(()),
+        Some((what, _)) => {
+            Err(Error::new(ErrorKind::Usage, operation, format!("rows of {what} are not aligned to 16 bytes")))
+        }
+    }
+}

@@ -1,0 +1,445 @@
+//! What the kernels are compiled for, and how much memory that takes.
+
+use crossrail_types::{Error, ErrorKind, Result};
+
+use super::{EP_DEPTH, EP_LINE, EpAnnounceHeader, EpHandle, EpHandleHeader, EpHeap, EpState, EpTableHeader};
+
+/// Elements that share one scale in fp8 rows.
+const BLOCK: u32 = 128;
+/// The most ranks: two of them belong to each lane of a warp.
+pub const MOST_RANKS: u32 = 64;
+/// The most experts of one rank.
+pub const MOST_LOCAL_EXPERTS: u32 = 1024;
+/// The most elements of a row.
+pub const MOST_HIDDEN: u32 = 16384;
+/// The most experts of a token.
+pub const MOST_TOPK: u32 = 32;
+/// The most tokens of a rank.
+pub const MOST_TOKENS: u32 = 65535;
+/// Elements that a warp takes at a time.
+const PIECE: u32 = 1024;
+/// Words of the rank layout's scan.
+const SCAN: u64 = 16384;
+
+/// How the scales of fp8 rows are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Scale {
+    /// fp32, the block's largest magnitude / 448.
+    F32,
+    /// fp32, rounded up to a power of two.
+    PowerOfTwo,
+    /// The exponent of that power of two in one byte.
+    Ue8m0,
+}
+
+/// What dispatch carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Payload {
+    /// bf16 as it is.
+    Bf16,
+    /// e4m3 in blocks of 128 with a scale each.
+    Fp8(Scale),
+}
+
+/// Which kernels and which part of the memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Layout {
+    /// Rows by expert.
+    Expert,
+    /// Rows by source rank.
+    Rank,
+}
+
+/// Numbers that only change how fast it is. 0 is what suits the shape.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Tuning {
+    /// Elements that a warp sends at a time, a multiple of 1024; the same on every rank.
+    pub piece: u32,
+    /// Threads of a block, a multiple of 32 up to 1024.
+    pub threads: u32,
+    /// Warps of a block that send, the first ones.
+    pub senders: u32,
+    /// The first warp of a block that receives; those below `senders` do so when they have sent.
+    pub receive_from: u32,
+}
+
+/// What kernels are compiled for; all numbers are those of one buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Shape {
+    /// Elements of a row.
+    pub hidden: u32,
+    /// Experts of a token.
+    pub topk: u32,
+    /// Experts of all ranks.
+    pub experts: u32,
+    /// Ranks.
+    pub ranks: u32,
+    /// The most tokens a rank sends.
+    pub max_tokens: u32,
+    /// What dispatch carries.
+    pub payload: Payload,
+    /// Whether a token's outputs are summed where they are, so that one row comes back from each rank. Expert layout.
+    pub prereduce: bool,
+    /// Whether there are kernels and memory for the expert layout.
+    pub expert_layout: bool,
+    /// Whether there are kernels and memory for the rank layout.
+    pub rank_layout: bool,
+    /// Rank layout: how many results there can be at once.
+    pub regions: u32,
+    /// Numbers that only change how fast it is.
+    pub tuning: Tuning,
+}
+
+impl Shape {
+    /// Checks that the numbers are ones that kernels can take.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Usage`] naming the parameter and its limit.
+    pub fn check(&self) -> Result<()> {
+        let wrong = |text: String| Err(Error::new(ErrorKind::Usage, "ExpertBuffer", text));
+        let limits = [
+            ("ranks", self.ranks, MOST_RANKS),
+            ("topk", self.topk, MOST_TOPK.min(self.experts)),
+            ("hidden", self.hidden, MOST_HIDDEN),
+            ("max_tokens_per_rank", self.max_tokens, MOST_TOKENS),
+        ];
+        for (name, value, most) in limits {
+            if !(1..=most).contains(&value) {
+                return wrong(format!("{name} {value} is not from 1 to {most}, which GPU kernels take"));
+            }
+        }
+        if self.experts == 0 || !self.experts.is_multiple_of(self.ranks) {
+            return wrong(format!("num_experts {} cannot be spread evenly over {} ranks", self.experts, self.ranks));
+        }
+        if self.local_experts() > MOST_LOCAL_EXPERTS {
+            let (local, most) = (self.local_experts(), MOST_LOCAL_EXPERTS);
+            return wrong(format!("{local} experts per rank are more than the {most} that GPU kernels take"));
+        }
+        let unit = if self.payload == Payload::Bf16 { 8 } else { BLOCK };
+        if !self.hidden.is_multiple_of(unit) {
+            return wrong(format!("hidden {} is no multiple of {unit}", self.hidden));
+        }
+        if !(self.expert_layout || self.rank_layout) {
+            return wrong("layouts is empty: name \"expert\", \"rank\" or both".into());
+        }
+        if self.rank_layout && !(1..=64).contains(&self.regions) {
+            return wrong(format!("regions {} is not from 1 to 64", self.regions));
+        }
+        self.check_tuning()
+    }
+
+    fn check_tuning(&self) -> Result<()> {
+        let Tuning { piece, threads, senders, receive_from } = self.tuning();
+        let warps = threads / 32;
+        let fits = piece.is_multiple_of(PIECE) && threads.is_multiple_of(32) && (1..=32).contains(&warps);
+        if fits && (1..=warps).contains(&senders) && receive_from <= senders && receive_from < warps {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Usage, "ExpertBuffer", format!("{:?} is no tuning", self.tuning)))
+    }
+
+    /// The tuning with nothing left open.
+    pub fn tuning(&self) -> Tuning {
+        let or = |given: u32, usual: u32| if given == 0 { usual } else { given };
+        let threads = or(self.tuning.threads, 768);
+        let senders = or(self.tuning.senders, threads / 32);
+        Tuning { piece: or(self.tuning.piece, PIECE), threads, senders, receive_from: self.tuning.receive_from }
+    }
+
+    /// Experts of each rank.
+    pub fn local_experts(&self) -> u32 {
+        self.experts / self.ranks
+    }
+
+    /// The most experts of one rank that a token selects.
+    pub fn most_local(&self) -> u32 {
+        self.topk.min(self.local_experts())
+    }
+
+    /// Bytes of a row's elements as dispatch carries them.
+    pub fn row_bytes(&self) -> u32 {
+        if self.payload == Payload::Bf16 { 2 * self.hidden } else { self.hidden }
+    }
+
+    /// Bytes of a row's scales.
+    pub fn scale_bytes(&self) -> u32 {
+        self.hidden / BLOCK * self.scale_size()
+    }
+
+    fn scale_size(&self) -> u32 {
+        match self.payload {
+            Payload::Bf16 => 0,
+            Payload::Fp8(Scale::F32 | Scale::PowerOfTwo) => 4,
+            Payload::Fp8(Scale::Ue8m0) => 1,
+        }
+    }
+
+    /// Pieces of a row in the expert layout, each with a flag.
+    pub fn pieces(&self) -> u32 {
+        self.hidden.div_ceil(self.tuning().piece)
+    }
+
+    /// Rows of a combine's slot for each token.
+    fn back_rows(&self) -> u64 {
+        if self.expert_layout && !self.prereduce { u64::from(self.most_local()) } else { 1 }
+    }
+
+    /// Where everything is in a heap.
+    pub fn heap(&self) -> EpHeap {
+        self.lay().0
+    }
+
+    /// Bytes of a heap.
+    pub fn heap_bytes(&self) -> u64 {
+        self.heap().bytes
+    }
+
+    /// What a heap's bytes are for, in the order in which they lie.
+    pub fn kinds(&self) -> Vec<(&'static str, u64)> {
+        self.lay().1
+    }
+
+    fn lay(&self) -> (EpHeap, Vec<(&'static str, u64)>) {
+        let (ranks, most, topk) = (u64::from(self.ranks), u64::from(self.max_tokens), u64::from(self.topk));
+        let (local, depth) = (u64::from(self.local_experts()), u64::from(EP_DEPTH));
+        let (wide, pieces) = (2 * u64::from(self.hidden), u64::from(self.pieces()));
+        let only = |yes: bool, bytes: u64| if yes { bytes } else { 0 };
+        let mut lay = Lay::default();
+        let mut heap = EpHeap {
+            words: lay.take(ranks * EP_LINE),
+            state: lay.take(size_of::<EpState>() as u64),
+            masks: lay.take(ranks * 4),
+            waited: lay.take(ranks * 8),
+            plan_tokens: lay.take(ranks * 8),
+            plan_offsets: lay.take(local * ranks * 8),
+            scan: lay.take(only(self.rank_layout, SCAN * 8)),
+            ..NO_HEAP
+        };
+        lay.end("words and plans");
+        let expert = self.expert_layout;
+        heap.table_entries = line(size_of::<EpTableHeader>() as u64 + local * 4);
+        heap.table_weights = heap.table_entries + line(most * topk * 4);
+        heap.table_stride = heap.table_weights + line(most * topk * 4);
+        heap.tables = lay.take(only(expert, depth * ranks * heap.table_stride));
+        heap.back_weights_stride = line(size_of::<EpTableHeader>() as u64 + most * topk * 4);
+        heap.back_weights = lay.take(only(expert, depth * ranks * heap.back_weights_stride));
+        heap.announce_rows = size_of::<EpAnnounceHeader>() as u64;
+        heap.announce_counts = heap.announce_rows + (ranks * 4).next_multiple_of(16);
+        heap.announce_stride = line(heap.announce_counts + local * 4);
+        heap.announces = lay.take(only(self.rank_layout, depth * ranks * heap.announce_stride));
+        lay.end("routing");
+        let piece = u64::from(self.tuning().piece);
+        let scales = piece / u64::from(BLOCK) * u64::from(self.scale_size());
+        let element = if self.payload == Payload::Bf16 { 2 } else { 1 };
+        heap.piece_stride = (piece * element + scales).next_multiple_of(16);
+        heap.row_stride = if pieces == 1 { self.whole_row() } else { pieces * heap.piece_stride };
+        heap.rows = lay.take(only(expert, depth * ranks * most * heap.row_stride));
+        heap.row_flags = lay.take(only(expert, depth * ranks * most * pieces * 8));
+        lay.end("rows that are dispatched");
+        heap.back_stride = wide;
+        heap.back_slot = line(most * self.back_rows() * wide);
+        heap.back = lay.take(depth * ranks * heap.back_slot);
+        heap.back_flags_slot = line(most * self.back_rows() * pieces * 8);
+        heap.back_flags = lay.take(depth * ranks * heap.back_flags_slot);
+        heap.back_topk = lay.take(only(self.rank_layout, depth * ranks * most * topk * 4));
+        lay.end("rows that come back");
+        let rows = ranks * most;
+        heap.region_scales = line(rows * u64::from(self.row_bytes()));
+        heap.region_idx = heap.region_scales + line(rows * u64::from(self.scale_bytes()));
+        heap.region_weights = heap.region_idx + line(rows * topk * 8);
+        heap.region_source = heap.region_weights + line(rows * topk * 4);
+        heap.region_stride = (heap.region_source + rows * 4).next_multiple_of(4096);
+        heap.regions = lay.take(only(self.rank_layout, u64::from(self.regions) * heap.region_stride));
+        lay.end("results in the rank layout");
+        heap.bytes = lay.at;
+        (heap, lay.kinds)
+    }
+
+    /// Bytes of a row that is one piece: no longer than it must be.
+    fn whole_row(&self) -> u64 {
+        u64::from(self.row_bytes() + self.scale_bytes()).next_multiple_of(16)
+    }
+
+    /// Where everything is in a handle of that layout.
+    pub fn handle(&self, layout: Layout) -> EpHandle {
+        let (ranks, most, topk) = (u64::from(self.ranks), u64::from(self.max_tokens), u64::from(self.topk));
+        let expert = |bytes: u64| if layout == Layout::Expert { bytes } else { 0 };
+        let rank = |bytes: u64| if layout == Layout::Rank { bytes } else { 0 };
+        let mut lay = Lay::default();
+        let mut handle = EpHandle {
+            header: lay.take(size_of::<EpHandleHeader>() as u64),
+            tokens: lay.take(ranks * 4),
+            flags: lay.take(ranks * 4),
+            sent: lay.take(most * topk * 4),
+            sent_weights: lay.take(most * topk * 4),
+            routes: lay.take(expert(ranks * most * topk * 4)),
+            present: lay.take(expert(ranks * most)),
+            weights: lay.take(expert(ranks * most * topk * 4)),
+            sent_rows: lay.take(rank(most * ranks * 4)),
+            offsets: lay.take(rank((ranks + 1) * 4)),
+            source: lay.take(rank(ranks * most * 4)),
+            bytes: 0,
+        };
+        handle.bytes = lay.at;
+        handle
+    }
+
+    /// Bytes of a handle of that layout.
+    pub fn handle_bytes(&self, layout: Layout) -> u64 {
+        self.handle(layout).bytes
+    }
+
+    /// The options that make the compiler compile for this shape, with bulk copies or without.
+    pub fn defines(&self, bulk: bool) -> Vec<String> {
+        let (fp8, scale) = match self.payload {
+            Payload::Bf16 => (0, 0),
+            Payload::Fp8(Scale::F32) => (1, 0),
+            Payload::Fp8(Scale::PowerOfTwo) => (1, 1),
+            Payload::Fp8(Scale::Ue8m0) => (1, 2),
+        };
+        let Tuning { piece, threads, senders, receive_from } = self.tuning();
+        let numbers = [
+            ("H", self.hidden),
+            ("K", self.topk),
+            ("E", self.experts),
+            ("R", self.ranks),
+            ("FP8", fp8),
+            ("SCALE", scale),
+            ("PREREDUCE", self.prereduce.into()),
+            ("BULK", bulk.into()),
+            ("PIECE", piece),
+            ("THREADS", threads),
+            ("SENDERS", senders),
+            ("RECEIVE_FROM", receive_from),
+        ];
+        numbers.iter().map(|(name, value)| format!("-DEP_{name}={value}")).collect()
+    }
+}
+
+/// A heap of nothing.
+const NO_HEAP: EpHeap = EpHeap {
+    words: 0,
+    state: 0,
+    masks: 0,
+    waited: 0,
+    plan_tokens: 0,
+    plan_offsets: 0,
+    scan: 0,
+    tables: 0,
+    table_stride: 0,
+    table_entries: 0,
+    table_weights: 0,
+    rows: 0,
+    row_stride: 0,
+    piece_stride: 0,
+    row_flags: 0,
+    back: 0,
+    back_slot: 0,
+    back_stride: 0,
+    back_flags: 0,
+    back_flags_slot: 0,
+    back_weights: 0,
+    back_weights_stride: 0,
+    back_topk: 0,
+    announces: 0,
+    announce_stride: 0,
+    announce_rows: 0,
+    announce_counts: 0,
+    regions: 0,
+    region_stride: 0,
+    region_scales: 0,
+    region_idx: 0,
+    region_weights: 0,
+    region_source: 0,
+    bytes: 0,
+};
+
+/// Areas that lie one behind the other.
+#[derive(Default)]
+struct Lay {
+    at: u64,
+    begun: u64,
+    kinds: Vec<(&'static str, u64)>,
+}
+
+impl Lay {
+    fn take(&mut self, bytes: u64) -> u64 {
+        let at = self.at;
+        self.at = line(at + bytes);
+        at
+    }
+
+    /// What was taken since the last time is one kind.
+    fn end(&mut self, kind: &'static str) {
+        self.kinds.push((kind, self.at - self.begun));
+        self.begun = self.at;
+    }
+}
+
+fn line(bytes: u64) -> u64 {
+    bytes.next_multiple_of(EP_LINE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DECODE: Shape = Shape {
+        hidden: 7168,
+        topk: 8,
+        experts: 288,
+        ranks: 4,
+        max_tokens: 128,
+        payload: Payload::Fp8(Scale::F32),
+        prereduce: true,
+        expert_layout: true,
+        rank_layout: false,
+        regions: 0,
+        tuning: Tuning { piece: 0, threads: 0, senders: 0, receive_from: 0 },
+    };
+
+    #[test]
+    fn kinds_are_all_of_the_heap() {
+        for (expert_layout, rank_layout) in [(true, false), (false, true), (true, true)] {
+            let shape = Shape { expert_layout, rank_layout, regions: 2, ..DECODE };
+            shape.check().unwrap();
+            let sum: u64 = shape.kinds().iter().map(|(_, bytes)| bytes).sum();
+            assert_eq!(sum, shape.heap_bytes());
+        }
+        // DeepEP's low-latency buffer takes 2.1 GB for this.
+        assert!(DECODE.heap_bytes() < 25 << 20, "{}", DECODE.heap_bytes());
+    }
+
+    #[test]
+    fn areas_are_aligned_and_do_not_overlap() {
+        let heap = DECODE.heap();
+        assert_eq!(heap.piece_stride, 1024 + 8 * 4);
+        assert_eq!(heap.row_stride, 7 * heap.piece_stride);
+        let starts = [heap.words, heap.state, heap.masks, heap.tables, heap.rows, heap.row_flags, heap.back];
+        assert!(starts.is_sorted() && starts.iter().all(|start| start.is_multiple_of(EP_LINE)));
+        assert!(heap.rows + 2 * 4 * 128 * heap.row_stride <= heap.row_flags);
+        let handle = DECODE.handle(Layout::Expert);
+        assert!(
+            handle.routes + 4 * 128 * 8 * 4 <= handle.present && handle.bytes == DECODE.handle_bytes(Layout::Expert)
+        );
+    }
+
+    #[test]
+    fn limits_are_named() {
+        let refused = |shape: Shape, text: &str| {
+            let error = shape.check().unwrap_err();
+            assert!(error.kind == ErrorKind::Usage && error.detail.contains(text), "{error}");
+        };
+        refused(Shape { ranks: 65, experts: 65, ..DECODE }, "ranks 65 is not from 1 to 64");
+        refused(Shape { hidden: 16512, ..DECODE }, "hidden 16512 is not from 1 to 16384");
+        refused(Shape { hidden: 7176, ..DECODE }, "hidden 7176 is no multiple of 128");
+        refused(Shape { topk: 33, ..DECODE }, "topk 33 is not from 1 to 32");
+        refused(Shape { topk: 5, experts: 4, ..DECODE }, "topk 5 is not from 1 to 4");
+        refused(Shape { experts: 290, ..DECODE }, "num_experts 290 cannot be spread evenly over 4 ranks");
+        refused(Shape { experts: 4100, ..DECODE }, "1025 experts per rank");
+        refused(Shape { max_tokens: 0, ..DECODE }, "max_tokens_per_rank 0");
+        refused(Shape { rank_layout: true, ..DECODE }, "regions 0");
+        refused(Shape { tuning: Tuning { threads: 48, ..Tuning::default() }, ..DECODE }, "no tuning");
+        Shape { hidden: 8, payload: Payload::Bf16, ..DECODE }.check().unwrap();
+    }
+}
