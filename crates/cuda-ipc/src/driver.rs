@@ -38,20 +38,36 @@ pub(crate) enum Held {
     Own(Own),
 }
 
-/// Memory of this very process, in which a legacy handle means nothing.
+/// Memory of this very process: a legacy handle means nothing in it, and the driver does not always map its own exports
+/// for another of its GPUs.
 #[derive(Clone, Debug)]
 pub(crate) struct Own {
     context: Context,
     address: u64,
     len: u64,
-    identity: u64,
+    known: OwnKnown,
+}
+
+/// What tells it from everything else that will lie there.
+#[derive(Clone, Debug)]
+enum OwnKnown {
+    Numbered(u64),
+    Held(Arc<Later<Allocation>>),
 }
 
 impl Held {
     pub(crate) fn allocation(&self) -> Option<&Allocation> {
         match self {
-            Held::Allocation(allocation) => Some(allocation),
+            Held::Allocation(allocation) | Held::Own(Own { known: OwnKnown::Held(allocation), .. }) => Some(allocation),
             Held::Legacy(_) | Held::Own(_) => None,
+        }
+    }
+
+    /// This process's own memory, at its own address.
+    pub(crate) fn own(&self) -> Option<&Own> {
+        match self {
+            Held::Own(own) => Some(own),
+            Held::Allocation(_) | Held::Legacy(_) => None,
         }
     }
 }
@@ -59,6 +75,34 @@ impl Held {
 impl Own {
     pub(crate) fn address(&self) -> u64 {
         self.address
+    }
+
+    /// Whether it is memory of `cudaMalloc`, which GPUs reach where it is once their contexts have peer access.
+    pub(crate) fn is_plain(&self) -> bool {
+        matches!(self.known, OwnKnown::Numbered(_))
+    }
+
+    /// Whether it is still there.
+    fn is_there(&self) -> Result<bool> {
+        match &self.known {
+            OwnKnown::Numbered(identity) => {
+                let info = PointerInfo::of(&self.context, self.address)?;
+                let found = (info.kind, info.base, info.id);
+                Ok(found == (MemoryKind::Device, self.address, *identity) && info.len >= self.len)
+            }
+            OwnKnown::Held(held) => {
+                let there = Allocation::of_address(&self.context, self.address, held.len());
+                Ok(there.is_ok_and(|there| there.is_same(held)))
+            }
+        }
+    }
+
+    /// Lets the GPUs of `contexts` reach it where it is mapped, with what access they have.
+    pub(crate) fn allow(&self, contexts: &[&Context]) -> Result<()> {
+        match &self.known {
+            OwnKnown::Numbered(_) => Ok(()),
+            OwnKnown::Held(held) => Mapping::allow(self.address, held.len(), contexts),
+        }
     }
 }
 
@@ -82,11 +126,8 @@ impl Open {
     /// Whether it may be touched at this moment. Mappings may at any; memory of this process may have been freed.
     pub(crate) fn check(&self) -> std::result::Result<(), String> {
         let Open::Own(own) = self else { return Ok(()) };
-        let info = PointerInfo::of(&own.context, own.address).map_err(|error| error.to_string())?;
-        let same = info.kind == MemoryKind::Device
-            && (info.base, info.id) == (own.address, own.identity)
-            && info.len >= own.len;
-        if same { Ok(()) } else { Err(format!("the memory at {:#x} was freed", own.address)) }
+        let there = own.is_there().map_err(|error| error.to_string())?;
+        if there { Ok(()) } else { Err(format!("the memory at {:#x} was freed", own.address)) }
     }
 }
 
@@ -131,7 +172,10 @@ impl Source for Domain {
 
     fn hand(&self, found: &Found<Known>) -> std::result::Result<Handed, String> {
         match &found.known {
-            Known::Held(_, allocation) => allocation.export().map(Handed::File),
+            Known::Held(_, allocation) => allocation.export().and_then(|file| {
+                let seal = seal(found.address, found.len, HAS_HANDLE, &found.device)?;
+                Ok(Handed::File { file, seal })
+            }),
             Known::Numbered(gpu, id) => IpcHandle::of(&gpu.context, found.address).and_then(|handle| {
                 let seal = seal(found.address, found.len, *id, &found.device)?;
                 Ok(Handed::Handle { handle: *handle.bytes(), identity: *id, seal })
@@ -153,13 +197,19 @@ impl Opener for Domain {
     fn take(&self, piece: &Piece, pass: Pass<'_>, device: u32) -> std::result::Result<Held, String> {
         let gpu = self.gpu(device).map_err(|error| error.to_string())?;
         let taken = match pass {
-            Pass::File(file) => usize::try_from(piece.len)
+            Pass::File { file, seal: theirs } => usize::try_from(piece.len)
                 .map_err(|_| Error::new(ErrorKind::Protocol, "import of memory", "too long"))
-                .and_then(|len| Allocation::import(&gpu.context, file.as_fd(), len))
-                .map(|allocation| Held::Allocation(Arc::new(Later::new(allocation, &gpu.context)))),
-            Pass::Handle { identity, seal: theirs, .. }
-                if seal(piece.address, piece.len, identity, &piece.device).is_ok_and(|ours| ours == *theirs) =>
-            {
+                .and_then(|len| {
+                    let held = |allocation| Arc::new(Later::new(allocation, &gpu.context));
+                    if is_own(piece, HAS_HANDLE, theirs) {
+                        let there = Allocation::of_address(&gpu.context, piece.address, len)?;
+                        let (context, known) = (gpu.context.clone(), OwnKnown::Held(held(there)));
+                        return Ok(Held::Own(Own { context, address: piece.address, len: piece.len, known }));
+                    }
+                    Allocation::import(&gpu.context, file.as_fd(), len)
+                        .map(|allocation| Held::Allocation(held(allocation)))
+                }),
+            Pass::Handle { identity, seal: theirs, .. } if is_own(piece, identity, theirs) => {
                 self.own(&gpu, piece, identity).map(Held::Own)
             }
             Pass::Handle { handle, .. } => IpcMapping::open(&gpu.context, &IpcHandle::from_bytes(*handle))
@@ -170,11 +220,21 @@ impl Opener for Domain {
 
     fn open(&self, piece: &Piece, held: &Held, device: u32) -> std::result::Result<Open, String> {
         let gpu = self.gpu(device).map_err(|error| error.to_string())?;
-        match held {
-            Held::Allocation(allocation) => self
-                .map(std::slice::from_ref(&***allocation), &[&gpu.context], Some(piece.device))
+        let mapped = |allocation: &Allocation| {
+            self.map(std::slice::from_ref(allocation), &[&gpu.context], Some(piece.device))
                 .map(|mapping| Open::Mapped(Later::new(mapping, &gpu.context)))
-                .map_err(|error| format!("memory of the peer's {}: {error}", self.name(&piece.device))),
+                .map_err(|error| format!("memory of the peer's {}: {error}", self.name(&piece.device)))
+        };
+        match held {
+            Held::Allocation(allocation) => mapped(allocation),
+            Held::Own(own @ Own { known: OwnKnown::Held(allocation), .. }) => {
+                // Mapped anew it stays while a copy is at it, even if its owner frees it; where it is, it serves too.
+                let elsewhere = gpu.uuid != piece.device;
+                match elsewhere.then(|| own.allow(&[&gpu.context])) {
+                    Some(Ok(())) => Ok(Open::Own(own.clone())),
+                    _ => mapped(allocation),
+                }
+            }
             Held::Legacy(mapping) if mapping.len() < piece.len => {
                 Err(format!("the peer names {} bytes of an allocation that has {}", piece.len, mapping.len()))
             }
@@ -195,7 +255,8 @@ impl Domain {
         if owner.ordinal() != gpu.ordinal() {
             gpu.context.enable_peer(&owner.context)?;
         }
-        Ok(Own { context: gpu.context.clone(), address: piece.address, len: piece.len, identity })
+        let known = OwnKnown::Numbered(identity);
+        Ok(Own { context: gpu.context.clone(), address: piece.address, len: piece.len, known })
     }
 
     /// Maps allocations of that GPU, one after the other, for the GPUs of `contexts`. Where this process uses the owner's
@@ -242,6 +303,14 @@ impl Domain {
             None => uuid[..4].iter().fold("GPU-".to_owned(), |text, byte| format!("{text}{byte:02x}")),
         }
     }
+}
+
+/// In place of an allocation's number, for memory with a handle; no allocation has it.
+const HAS_HANDLE: u64 = 0;
+
+/// Whether a piece is memory of this very process.
+fn is_own(piece: &Piece, identity: u64, theirs: &Seal) -> bool {
+    seal(piece.address, piece.len, identity, &piece.device).is_ok_and(|ours| ours == *theirs)
 }
 
 /// Shows that a piece was named by this process. Others can repeat a seal that we gave them, but then it names only

@@ -33,7 +33,7 @@ pub(crate) struct Found<K> {
 /// How a piece is handed to another process.
 #[derive(Debug)]
 pub(crate) enum Handed {
-    File(OwnedFd),
+    File { file: OwnedFd, seal: Seal },
     Handle { handle: LegacyHandle, identity: u64, seal: Seal },
 }
 
@@ -296,7 +296,7 @@ impl<K> Exports<K> {
             (piece, if source.still(found) { source.hand(found) } else { Err("freed".into()) })
         });
         match handed {
-            Some((piece, Ok(Handed::File(file)))) => (Entry::ByFile(piece), Some(file)),
+            Some((piece, Ok(Handed::File { file, seal }))) => (Entry::ByFile { piece, seal }, Some(file)),
             Some((piece, Ok(Handed::Handle { handle, identity, seal }))) => {
                 (Entry::ByHandle { piece, handle, identity, seal }, None)
             }

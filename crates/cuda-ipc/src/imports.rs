@@ -24,7 +24,7 @@ pub(crate) struct Limits {
 /// What a peer handed over.
 #[derive(Debug)]
 pub(crate) enum Pass<'a> {
-    File(OwnedFd),
+    File { file: OwnedFd, seal: &'a Seal },
     Handle { handle: &'a LegacyHandle, identity: u64, seal: &'a Seal },
 }
 
@@ -46,7 +46,10 @@ pub(crate) trait Opener {
 #[derive(Debug)]
 enum Stage<H> {
     /// Its file is here.
-    Filed(OwnedFd),
+    Filed {
+        file: OwnedFd,
+        seal: Seal,
+    },
     /// Its handle is here, which is good for any number of times.
     Handled {
         handle: LegacyHandle,
@@ -150,9 +153,10 @@ impl<H, O> Imports<H, O> {
         let (mut files, mut again) = (files.into_iter(), Vec::new());
         for entry in note.entries {
             match entry {
-                Entry::ByFile(piece) => {
+                Entry::ByFile { piece, seal } => {
                     // Without its file, which this process had no descriptor for, it is as good as closed.
-                    let stage = files.next().map_or(Stage::Closed { asked: false }, Stage::Filed);
+                    let stage = files.next();
+                    let stage = stage.map_or(Stage::Closed { asked: false }, |file| Stage::Filed { file, seal });
                     self.name(piece, stage)?;
                 }
                 Entry::ByHandle { piece, handle, identity, seal } => {
@@ -176,7 +180,7 @@ impl<H, O> Imports<H, O> {
         let known = self.by_address.get_mut(&piece.address).filter(|known| known.piece == piece);
         if let Some(known) = known {
             if matches!(known.stage, Stage::Closed { .. }) {
-                self.files += usize::from(matches!(stage, Stage::Filed(_)));
+                self.files += usize::from(matches!(stage, Stage::Filed { .. }));
                 known.stage = stage;
             }
             return Ok(());
@@ -192,7 +196,7 @@ impl<H, O> Imports<H, O> {
         if self.by_address.len() >= MOST_NAMED {
             return Err(format!("more than {MOST_NAMED} pieces of GPU memory"));
         }
-        self.files += usize::from(matches!(stage, Stage::Filed(_)));
+        self.files += usize::from(matches!(stage, Stage::Filed { .. }));
         self.uses += 1;
         self.addresses.insert(piece.id, piece.address);
         let import = Import { piece, stage, held: HashMap::new(), open: Vec::new(), used: self.uses };
@@ -203,7 +207,7 @@ impl<H, O> Imports<H, O> {
     fn remove(&mut self, address: u64) {
         if let Some(import) = self.by_address.remove(&address) {
             self.addresses.remove(&import.piece.id);
-            self.files -= usize::from(matches!(import.stage, Stage::Filed(_)));
+            self.files -= usize::from(matches!(import.stage, Stage::Filed { .. }));
             self.open -= usize::from(import.is_open());
         }
     }
@@ -243,7 +247,7 @@ impl<H, O> Imports<H, O> {
             }
             self.uses += 1;
             import.used = self.uses;
-            let before = (import.is_open(), matches!(import.stage, Stage::Filed(_)));
+            let before = (import.is_open(), matches!(import.stage, Stage::Filed { .. }));
             if import.open.iter().all(|(known, _)| *known != device) {
                 if opened == budget {
                     return Ok(Sought::More);
@@ -253,7 +257,7 @@ impl<H, O> Imports<H, O> {
             let open = open_for(opener, import, device);
             self.open += usize::from(import.is_open());
             self.open -= usize::from(before.0);
-            self.files -= usize::from(before.1 && !matches!(import.stage, Stage::Filed(_)));
+            self.files -= usize::from(before.1 && !matches!(import.stage, Stage::Filed { .. }));
             let open = match open? {
                 Some(open) => open,
                 None => return Ok(if ask(import) { Sought::Again(import.piece.id) } else { Sought::Missing }),
@@ -320,7 +324,7 @@ impl<H, O> Imports<H, O> {
         if excess == 0 {
             return;
         }
-        let filed = self.by_address.iter().filter(|(_, import)| matches!(import.stage, Stage::Filed(_)));
+        let filed = self.by_address.iter().filter(|(_, import)| matches!(import.stage, Stage::Filed { .. }));
         let mut by_use: Vec<(u64, u64)> = filed.map(|(address, import)| (import.used, *address)).collect();
         by_use.sort_unstable();
         for (_, address) in by_use.into_iter().take(excess) {
@@ -351,7 +355,7 @@ fn open_for<H, O>(
     let piece = import.piece;
     opener.reach(&piece, device)?;
     let opened = match std::mem::replace(&mut import.stage, Stage::Closed { asked: false }) {
-        Stage::Filed(file) => match opener.take(&piece, Pass::File(file), device) {
+        Stage::Filed { file, seal } => match opener.take(&piece, Pass::File { file, seal: &seal }, device) {
             Ok(held) => {
                 let opened = opener.open(&piece, &held, device);
                 import.stage = Stage::Held(held);

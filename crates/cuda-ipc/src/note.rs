@@ -82,7 +82,7 @@ impl Piece {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Entry {
     /// A piece whose handle is the next of the files that came with the note.
-    ByFile(Piece),
+    ByFile { piece: Piece, seal: Seal },
     /// A piece with the driver's legacy handle.
     ByHandle {
         piece: Piece,
@@ -100,7 +100,7 @@ pub(crate) enum Entry {
 impl Entry {
     fn len(&self) -> usize {
         match self {
-            Entry::ByFile(_) => 37,
+            Entry::ByFile { .. } => 37 + 16,
             Entry::ByHandle { .. } => 37 + 64 + 8 + 16,
             Entry::Gone(_) | Entry::Again(_) => 5,
         }
@@ -122,7 +122,7 @@ impl Writer {
 
     /// Whether any such entry still fits.
     pub(crate) fn fits(&self, entry: &Entry) -> bool {
-        let files = usize::from(matches!(entry, Entry::ByFile(_)));
+        let files = usize::from(matches!(entry, Entry::ByFile { .. }));
         self.bytes.len() + entry.len() <= LONGEST_NOTE && self.files + files <= MOST_FILES
     }
 
@@ -136,8 +136,9 @@ impl Writer {
             bytes.extend_from_slice(&piece.device);
         };
         match entry {
-            Entry::ByFile(named) => {
+            Entry::ByFile { piece: named, seal } => {
                 piece(&mut self.bytes, BY_FILE, named);
+                self.bytes.extend_from_slice(seal);
                 self.files += 1;
             }
             Entry::ByHandle { piece: named, handle, identity, seal } => {
@@ -196,7 +197,7 @@ impl Note {
         if !reader.0.is_empty() {
             return Err(format!("a note with {} bytes too many", reader.0.len()));
         }
-        let named = entries.iter().filter(|entry| matches!(entry, Entry::ByFile(_))).count();
+        let named = entries.iter().filter(|entry| matches!(entry, Entry::ByFile { .. })).count();
         if named != files && files != 0 {
             return Err(format!("a note that names {named} files and has {files}"));
         }
@@ -210,7 +211,7 @@ fn short() -> String {
 
 fn entry(reader: &mut Reader<'_>) -> Result<Entry, String> {
     match reader.u8().ok_or_else(short)? {
-        BY_FILE => Ok(Entry::ByFile(piece(reader)?)),
+        BY_FILE => Ok(Entry::ByFile { piece: piece(reader)?, seal: reader.array().ok_or_else(short)? }),
         BY_HANDLE => {
             let piece = piece(reader)?;
             let handle = reader.array().ok_or_else(short)?;

@@ -7,11 +7,11 @@ fn some_piece(id: u32) -> Piece {
 
 fn some_entries() -> Vec<Entry> {
     vec![
-        Entry::ByFile(some_piece(7)),
+        Entry::ByFile { piece: some_piece(7), seal: [6; 16] },
         Entry::Gone(3),
         Entry::ByHandle { piece: some_piece(8), handle: [9; 64], identity: 77, seal: [5; 16] },
         Entry::Again(u32::MAX),
-        Entry::ByFile(some_piece(9)),
+        Entry::ByFile { piece: some_piece(9), seal: [0; 16] },
     ]
 }
 
@@ -41,7 +41,7 @@ fn a_note_is_never_longer_than_a_lane_passes() {
             writer.push(&entry);
             count += 1;
         }
-        let files = if matches!(entry, Entry::ByFile(_)) { count } else { 0 };
+        let files = if matches!(entry, Entry::ByFile { .. }) { count } else { 0 };
         assert!(files <= MOST_FILES && count > 0);
         let bytes = writer.finish(1);
         assert!(bytes.len() <= LONGEST_NOTE);
@@ -64,7 +64,7 @@ fn what_does_not_follow_the_form_is_refused() {
     let bad = |change: fn(&mut Piece)| {
         let mut piece = some_piece(1);
         change(&mut piece);
-        Note::decode(&written(&[Entry::ByFile(piece)], 1), 1).expect_err("a piece that can't be")
+        Note::decode(&written(&[Entry::ByFile { piece, seal: [0; 16] }], 1), 1).expect_err("a piece that can't be")
     };
     bad(|piece| piece.len = 0);
     bad(|piece| piece.id = 0);

@@ -113,6 +113,7 @@ fn seek(imports: &mut Imports<u64, u64>, exports: &mut Exports<()>, part: &[u8])
 pub fn stranger_seeds() -> Vec<(&'static str, Vec<u8>)> {
     let piece = |id: u32| Piece { id, address: u64::from(id) << 20, len: 1 << 20, device: [0; 16] };
     let handle = |id| Entry::ByHandle { piece: piece(id), handle: [7; 64], identity: 9, seal: [1; 16] };
+    let file = |id| Entry::ByFile { piece: piece(id), seal: [1; 16] };
     let note = |entries: &[Entry], upto| {
         let mut writer = Writer::new();
         entries.iter().for_each(|entry| writer.push(entry));
@@ -125,7 +126,7 @@ pub fn stranger_seeds() -> Vec<(&'static str, Vec<u8>)> {
     };
     vec![
         ("handles", [note(&[handle(1), handle(2), handle(3)], 3), place(1, 3, 100), place(1, 3, 3 << 19)].concat()),
-        ("files", [note(&[Entry::ByFile(piece(4)), Entry::ByFile(piece(5))], 2), place(4, 2, 4096)].concat()),
+        ("files", [note(&[file(4), file(5)], 2), place(4, 2, 4096)].concat()),
         ("gone", [note(&[handle(1), Entry::Gone(1), Entry::Again(7)], 3), place(1, 3, 100)].concat()),
         ("late", [place(1, 1, 100), note(&[handle(1)], 1), place(1, 1, 100)].concat()),
     ]

@@ -111,7 +111,7 @@ impl Source for Pretended {
         let file = memfd_create("piece", MFdFlags::MFD_CLOEXEC).map_err(|code| code.to_string())?;
         let mut file = File::from(file);
         file.write_all(&block.identity.to_le_bytes()).map_err(|error| error.to_string())?;
-        Ok(Handed::File(file.into()))
+        Ok(Handed::File { file: file.into(), seal: [3; 16] })
     }
 }
 
@@ -133,7 +133,8 @@ impl Opener for Pretended {
                 assert_eq!(handle[..8], identity.to_le_bytes());
                 identity
             }
-            Pass::File(file) => {
+            Pass::File { file, seal } => {
+                assert_eq!(*seal, [3; 16]);
                 let mut bytes = [0; 8];
                 File::from(file).read_exact_at(&mut bytes, 0).map_err(|error| error.to_string())?;
                 u64::from_le_bytes(bytes)

@@ -8,7 +8,7 @@ use crossrail_transport::Window;
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::domain::Domain;
-use crate::driver::Held;
+use crate::driver::{Held, Own};
 use crate::note::Uuid;
 
 fn refused(kind: ErrorKind, why: impl Into<String>) -> Error {
@@ -26,7 +26,7 @@ pub(crate) fn make(
 ) -> Result<Window> {
     let (base, keep): (u64, Arc<dyn Any + Send + Sync>) = match held {
         [Held::Legacy(mapping)] => (mapping.address(), Arc::clone(mapping) as _),
-        [Held::Own(own)] => (own.address(), Arc::new(own.clone())),
+        [Held::Own(own)] if own.is_plain() => (own.address(), Arc::new(own.clone())),
         _ => {
             let allocations: Option<Vec<Allocation>> = held.iter().map(|held| held.allocation().cloned()).collect();
             let allocations = allocations.ok_or_else(|| {
@@ -34,12 +34,21 @@ pub(crate) fn make(
             })?;
             let contexts = contexts(domain, device, owner)?;
             let reached: Vec<&Context> = contexts.iter().collect();
-            let mapping = domain.map(&allocations, &reached, owner).map_err(|error| error.with_lane("cuda_ipc"))?;
-            (mapping.address(), Arc::new(Later::new(mapping, &contexts[0])))
+            match domain.map(&allocations, &reached, owner) {
+                Ok(mapping) => (mapping.address(), Arc::new(Later::new(mapping, &contexts[0])) as _),
+                Err(error) => in_place(held, &reached).ok_or_else(|| error.with_lane("cuda_ipc"))?,
+            }
         }
     };
     let address = usize::try_from(base + offset).map_err(|_| refused(ErrorKind::Io, "an address beyond this space"))?;
     Ok(Window { ptr: address as *mut u8, len, device: Some(device), keep })
+}
+
+/// Memory of this process where it is: its pieces lie one after the other there too.
+fn in_place(held: &[&Held], contexts: &[&Context]) -> Option<(u64, Arc<dyn Any + Send + Sync>)> {
+    let own: Option<Vec<Own>> = held.iter().map(|held| held.own().cloned()).collect();
+    let own = own.filter(|own| own.iter().all(|own| own.allow(contexts).is_ok()))?;
+    Some((own.first()?.address(), Arc::new(own)))
 }
 
 /// The GPUs that get access: `device`, and those in use that reach the owner's.

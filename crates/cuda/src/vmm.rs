@@ -243,6 +243,22 @@ impl Mapping {
         Ok(mapping)
     }
 
+    /// Lets the GPUs of `contexts` too read and write `len` bytes that are mapped at `address` already, by whomever in this
+    /// process: all of one mapping or of several.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Usage`] for no context at all; a failed call, such as for a GPU that can't reach the memory.
+    pub fn allow(address: u64, len: usize, contexts: &[&Context]) -> Result<()> {
+        let operation = "access to memory";
+        let first = contexts.first().ok_or_else(|| Error::new(ErrorKind::Usage, operation, "no GPU is named"))?;
+        let access: Vec<CUmemAccessDesc> =
+            contexts.iter().map(|context| access_for(context.device())).collect::<Result<_>>()?;
+        // SAFETY: `access` has as many entries as are named; the driver refuses addresses at which it has mapped nothing.
+        first.run(operation, "cuMemSetAccess", |raw| unsafe {
+            (raw.cuMemSetAccess)(address, len, access.as_ptr(), access.len())
+        })
+    }
+
     fn map_all(&mut self) -> Result<()> {
         for allocation in &self.allocations {
             let (handle, len) = (allocation.0.raw, allocation.len());
