@@ -1,12 +1,10 @@
 //! The buffer: one rank's memory for dispatch and combine, and its connections to the other ranks.
 #![allow(unsafe_code)]
 
-use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use crossrail::{Context, Endpoint, LaneReport, LogLevel, Memory, Region, Worker, WorkerOptions};
+use crossrail::{Context, Endpoint, LaneReport, Memory, Region, Worker};
 use crossrail_control::Group;
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
@@ -16,6 +14,8 @@ use crate::config::{Config, Layout, Plan};
 use crate::dispatch::{self, DispatchOptions, Dispatched};
 use crate::fault::Fault;
 use crate::heap::{Areas, Heap, expert_area};
+use crate::hello::Parameters;
+use crate::meeting::{Meeting, random_id};
 use crate::operation::Pending;
 use crate::peer::{Here, Peer};
 use crate::routes::Handle;
@@ -67,8 +67,8 @@ pub(crate) struct Inner {
     pub(crate) worker: Worker,
     pub(crate) region: Region,
     pub(crate) state: Mutex<State>,
-    /// It is being destroyed: whoever waits with the state locked gives up.
-    pub(crate) closing: AtomicBool,
+    /// Finds and greets the others. When it ends, whoever waits with the state locked gives up.
+    pub(crate) meeting: Meeting,
 }
 
 /// What changes.
@@ -79,8 +79,6 @@ pub(crate) struct State {
     pub(crate) dispatches: u64,
     pub(crate) combines: u64,
     pub(crate) faults: Vec<Fault>,
-    /// Connections that came before `connect` was called for their rank.
-    pub(crate) early: HashMap<usize, Endpoint>,
     /// Ranks that were lost while they had a place among our rows, and may still write there if they live.
     pub(crate) suspects: Vec<(usize, Endpoint)>,
     /// Numbers connections.
@@ -118,17 +116,15 @@ impl ExpertBuffer {
         let heap = unsafe { Heap::new(memory.ptr()) };
         let heap = heap.ok_or_else(|| Error::new(ErrorKind::Io, "ExpertBuffer", "the heap has no address"))?;
         let id = random_id()?;
-        let beyond = context.settings().secret.is_some() || context.settings().secret_file.is_some();
-        let listen = beyond.then(|| vec![([0, 0, 0, 0], 0).into()]);
-        let options =
-            WorkerOptions { name: Some(format!("rank {me} ({id:016x})")), listen, ..WorkerOptions::default() };
-        let worker = Worker::new(context, options)?;
+        let (node, parameters) = (group.node().to_owned(), Parameters::of(&config));
+        let meeting = Meeting::new(group, context, name, id, node, config.share_node, parameters)?;
+        let worker = meeting.worker.clone();
         let region = worker.register(&memory)?;
         let mut peers: Vec<Option<Peer>> = (0..config.ranks).map(|_| None).collect();
         peers[me as usize] = Some(Peer::myself(me as usize));
         let inner = Inner {
             id,
-            closing: AtomicBool::new(false),
+            meeting,
             name: name.to_owned(),
             group: group.clone(),
             context: context.clone(),
@@ -145,7 +141,6 @@ impl ExpertBuffer {
                 dispatches: 0,
                 combines: 0,
                 faults: Vec::new(),
-                early: HashMap::new(),
                 suspects: Vec::new(),
                 generation: 0,
                 arrivals: 0,
@@ -153,7 +148,7 @@ impl ExpertBuffer {
                 closed: false,
             }),
         };
-        inner.announce()?;
+        inner.meeting.announce()?;
         Ok(ExpertBuffer(Arc::new(inner)))
     }
 
@@ -302,9 +297,7 @@ impl std::fmt::Debug for ExpertBuffer {
 impl Inner {
     /// Says on stderr what went wrong without stopping anything.
     pub(crate) fn warn(&self, what: &dyn std::fmt::Display) {
-        if self.context.settings().log >= LogLevel::Warn {
-            eprintln!("crossrail: warning: rank {}: {what}", self.here.me);
-        }
+        self.meeting.warn(what);
     }
 
     fn set_mask(&self, ranks: &[u32], masked: bool) -> Result<()> {
@@ -327,11 +320,4 @@ impl Inner {
         }
         Ok(())
     }
-}
-
-fn random_id() -> Result<u64> {
-    let mut bytes = [0; 8];
-    getrandom::fill(&mut bytes)
-        .map_err(|error| Error::new(ErrorKind::Io, "ExpertBuffer", format!("no random bytes: {error}")))?;
-    Ok(u64::from_ne_bytes(bytes))
 }

@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 use crate::config::{Config, Layout, Payload};
 
 /// The tag of the message; and the version of everything that ranks agree on.
-pub(crate) const TAG: u64 = 0x4550_0000_0000_0001;
+pub(crate) const TAG: u64 = 0x4550_0000_0001_0001;
 /// Of the empty message that says that the other's heap is mapped.
-pub(crate) const READY: u64 = 0x4550_0000_0000_0002;
+pub(crate) const READY: u64 = 0x4550_0000_0001_0002;
 /// Longer ones are refused before anything is allocated.
 pub(crate) const LONGEST: usize = 4096;
 
@@ -39,23 +39,26 @@ fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8], what: &str) -> Result<T> {
     postcard::from_bytes(bytes).map_err(|error| Error::new(ErrorKind::Protocol, "connect", format!("{what}: {error}")))
 }
 
+/// What a rank says of its buffer.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Hello {
-    pub(crate) rank: u32,
-    pub(crate) parameters: Parameters,
+pub struct Hello {
+    /// The rank that says it.
+    pub rank: u32,
+    /// What its buffer was made for.
+    pub parameters: Parameters,
     /// Operations, dispatches, combines begun.
-    pub(crate) counts: [u64; 3],
+    pub counts: [u64; 3],
     /// The heap, for a rank that maps it.
-    pub(crate) shared: Option<Vec<u8>>,
+    pub shared: Option<Vec<u8>>,
     /// The heap's key, for a rank that writes it through the engine.
-    pub(crate) key: Vec<u8>,
+    pub key: Vec<u8>,
     /// What the receiver's writes are to be counted as.
-    pub(crate) generation: u32,
+    pub generation: u32,
 }
 
 /// What must be alike on both ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Parameters {
+pub struct Parameters {
     ranks: u32,
     max_tokens_per_rank: u64,
     hidden: u64,
@@ -64,10 +67,15 @@ pub(crate) struct Parameters {
     payload: Payload,
     layouts: Vec<Layout>,
     prereduce: bool,
+    /// `cpu` or `cuda`.
+    device: String,
+    /// Results of the rank layout that a rank's heap has memory for; 0 where it has none of its own.
+    regions: u32,
 }
 
 impl Parameters {
-    pub(crate) fn of(config: &Config) -> Parameters {
+    /// Those of a buffer in host memory.
+    pub fn of(config: &Config) -> Parameters {
         let mut layouts = config.layouts.clone();
         layouts.sort_by_key(|layout| *layout == Layout::Rank);
         layouts.dedup();
@@ -80,11 +88,26 @@ impl Parameters {
             payload: config.payload,
             layouts,
             prereduce: config.prereduce,
+            device: "cpu".to_owned(),
+            regions: 0,
         }
     }
 
-    /// Names what differs.
-    pub(crate) fn check(&self, mine: u32, theirs: &Parameters, other: u32) -> Result<()> {
+    /// The same for a buffer in GPU memory, with memory for so many results of the rank layout.
+    pub fn on_gpu(self, regions: u32) -> Parameters {
+        Parameters { device: "cuda".to_owned(), regions, ..self }
+    }
+
+    /// The most ranks.
+    pub fn ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    /// Compares with those of rank `other`.
+    ///
+    /// # Errors
+    /// `Mismatch` naming the first that differs, and both ranks.
+    pub fn check(&self, mine: u32, theirs: &Parameters, other: u32) -> Result<()> {
         let rows = [
             ("ranks", format!("{:?}", self.ranks), format!("{:?}", theirs.ranks)),
             (
@@ -98,6 +121,8 @@ impl Parameters {
             ("dispatch_dtype", format!("{:?}", self.payload), format!("{:?}", theirs.payload)),
             ("layouts", format!("{:?}", self.layouts), format!("{:?}", theirs.layouts)),
             ("prereduce", format!("{:?}", self.prereduce), format!("{:?}", theirs.prereduce)),
+            ("device", self.device.clone(), theirs.device.clone()),
+            ("regions", format!("{:?}", self.regions), format!("{:?}", theirs.regions)),
         ];
         match rows.into_iter().find(|(_, here, there)| here != there) {
             None => Ok(()),

@@ -2,7 +2,6 @@
 //! died or do not come.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crossrail_control::RankState;
@@ -182,7 +181,7 @@ impl Inner {
         let mut idle: Option<Instant> = None;
         let mut looked = Instant::now();
         loop {
-            if state.closed || self.closing.load(Ordering::Acquire) {
+            if state.closed || self.meeting.is_ending() {
                 return Err(Error::new(ErrorKind::Closed, machine.common().name, "the buffer was destroyed"));
             }
             let moved = self.look(machine, &mut state);

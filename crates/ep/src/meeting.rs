@@ -1,0 +1,367 @@
+//! How the ranks of a buffer find and greet each other: where they are, who dials whom, what they say first.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use crossrail::{ConnectOptions, Context, Endpoint, LogLevel, Worker, WorkerOptions};
+use crossrail_control::Group;
+use crossrail_types::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
+
+use crate::hello::{Hello, LONGEST, Parameters, Place, READY, TAG};
+
+/// An address that nobody answers at is looked up again after so long.
+const AGAIN: Duration = Duration::from_millis(100);
+/// Waits look this often whether they are still wanted.
+const SLICE: Duration = Duration::from_millis(100);
+/// A goodbye may take so long.
+pub const GOODBYE: Duration = Duration::from_millis(500);
+
+/// One rank's part in bringing the ranks of a buffer together, host's or GPU's. Any thread; one at a time connects.
+pub struct Meeting {
+    /// The group.
+    pub group: Group,
+    /// What its endpoints are made from.
+    pub worker: Worker,
+    context: Context,
+    name: String,
+    node: String,
+    share_node: bool,
+    me: u32,
+    parameters: Parameters,
+    /// Connections that came before they were asked for.
+    early: Mutex<HashMap<u32, Endpoint>>,
+    /// The buffer is being destroyed: whoever waits gives up.
+    closing: AtomicBool,
+}
+
+/// One end of a connection that is being made.
+pub struct End {
+    /// The other rank.
+    pub rank: u32,
+    /// It is on this node, and heaps are to be shared.
+    pub near: bool,
+    /// The connection.
+    pub endpoint: Endpoint,
+    /// The address, if this rank dialled.
+    dialled: Option<Vec<u8>>,
+}
+
+/// What came of greeting a rank.
+pub struct Greeted {
+    /// The connection.
+    pub end: End,
+    /// What this rank said.
+    pub said: Hello,
+    /// What the other one said; its parameters are this rank's.
+    pub heard: Hello,
+}
+
+impl End {
+    /// The address, if `error` may mean that it was of a buffer that is no more: the store is told of the end of one
+    /// before its connections go, but may have been read before that.
+    fn was_old(&self, error: &Error) -> Option<Vec<u8>> {
+        let gone = matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed) && !self.endpoint.is_alive();
+        self.dialled.clone().filter(|_| gone)
+    }
+
+    /// Whether the engine reaches it through shared memory.
+    pub fn is_shared(&self) -> bool {
+        self.near && self.endpoint.lanes().iter().any(|lane| lane.transport == "shm")
+    }
+}
+
+impl Meeting {
+    /// A worker for the buffer `name` with these parameters. Ranks of equal `node` share memory, if `share_node`.
+    /// `id` tells buffers of one rank apart.
+    ///
+    /// # Errors
+    /// As [`Worker::new`].
+    pub fn new(
+        group: &Group,
+        context: &Context,
+        name: &str,
+        id: u64,
+        node: String,
+        share_node: bool,
+        parameters: Parameters,
+    ) -> Result<Meeting> {
+        let me = group.rank();
+        let beyond = context.settings().secret.is_some() || context.settings().secret_file.is_some();
+        let listen = beyond.then(|| vec![([0, 0, 0, 0], 0).into()]);
+        let options =
+            WorkerOptions { name: Some(format!("rank {me} ({id:016x})")), listen, ..WorkerOptions::default() };
+        Ok(Meeting {
+            group: group.clone(),
+            worker: Worker::new(context, options)?,
+            context: context.clone(),
+            name: name.to_owned(),
+            node,
+            share_node,
+            me,
+            parameters,
+            early: Mutex::default(),
+            closing: AtomicBool::new(false),
+        })
+    }
+
+    /// What must be alike on all ranks.
+    pub fn parameters(&self) -> &Parameters {
+        &self.parameters
+    }
+
+    /// Says on stderr what went wrong without stopping anything.
+    pub fn warn(&self, what: &dyn std::fmt::Display) {
+        if self.context.settings().log >= LogLevel::Warn {
+            eprintln!("crossrail: warning: rank {}: {what}", self.me);
+        }
+    }
+
+    /// From now on whoever waits here gives up.
+    pub fn end(&self) {
+        self.closing.store(true, Ordering::Release);
+    }
+
+    /// Whether [`Meeting::end`] was called.
+    pub fn is_ending(&self) -> bool {
+        self.closing.load(Ordering::Acquire)
+    }
+
+    /// Takes back what the store was told, and closes all connections.
+    pub fn close(&self) {
+        // The store may be gone; this rank's keys then vanish with its lease.
+        let _ = self.place().encode().and_then(|place| self.group.withdraw_if(&self.key(), &place));
+        self.early.lock().clear();
+    }
+
+    fn key(&self) -> String {
+        format!("ep/{}", self.name)
+    }
+
+    /// Says in the store where this rank's buffer is and how it is reached.
+    ///
+    /// # Errors
+    /// As [`Group::publish`].
+    pub fn announce(&self) -> Result<()> {
+        self.group.publish(&self.key(), &self.place().encode()?)
+    }
+
+    fn place(&self) -> Place {
+        Place { node: self.node.clone(), address: self.worker.address() }
+    }
+
+    /// Where `ranks` are; waits for those that have not come, or are coming back.
+    fn places(&self, ranks: &[u32], deadline: Instant) -> Result<Vec<Place>> {
+        self.patiently(deadline, |slice| self.group.wait_members(ranks, Some(slice)))?;
+        let all = self.patiently(deadline, |slice| self.group.collect(&self.key(), ranks, Some(slice)))?;
+        all.iter().map(|bytes| Place::decode(bytes)).collect()
+    }
+
+    /// Connections to all of `new`, in order: other ranks' numbers, ascending. The greater rank dials.
+    ///
+    /// # Errors
+    /// `Timeout` naming the ranks that did not come; `Closed` after [`Meeting::end`]; as [`Worker::connect`].
+    pub fn connect(&self, new: &[u32], deadline: Instant) -> Result<Vec<End>> {
+        // All of this rank's are dialled before it waits for others to dial it.
+        let places = new.iter().zip(self.places(new, deadline)?);
+        places
+            .map(|(rank, place)| match *rank < self.me {
+                true => self.dial(*rank, place, deadline),
+                false => {
+                    let endpoint = self.accept(*rank, deadline)?;
+                    Ok(End { rank: *rank, near: self.is_near(&place), endpoint, dialled: None })
+                }
+            })
+            .collect()
+    }
+
+    /// Says to each of `ends` what `hello` makes for it, and hears what it says.
+    ///
+    /// # Errors
+    /// `Mismatch` naming the rank and the parameter that differs; `Timeout`, `PeerDead`, `Protocol`; `hello`'s.
+    pub fn greet(
+        &self,
+        ends: Vec<End>,
+        deadline: Instant,
+        mut hello: impl FnMut(&End) -> Result<Hello>,
+    ) -> Result<Vec<Greeted>> {
+        let mut say = |end: &End| {
+            let said = hello(end)?;
+            end.endpoint.send(said.encode()?, TAG)?;
+            Ok(said)
+        };
+        let said: Vec<Result<Hello>> = ends.iter().map(&mut say).collect();
+        let mut greeted = Vec::with_capacity(ends.len());
+        for (mut end, said) in ends.into_iter().zip(said) {
+            let mut heard = said.and_then(|said| Ok((said, self.hear(&end, deadline)?)));
+            while let Some(gone) = heard.as_ref().err().and_then(|error| end.was_old(error)) {
+                end = self.dial_anew(end.rank, &gone, deadline)?;
+                heard = say(&end).and_then(|said| Ok((said, self.hear(&end, deadline)?)));
+            }
+            let (said, heard) = heard?;
+            greeted.push(Greeted { end, said, heard });
+        }
+        Ok(greeted)
+    }
+
+    /// Waits in slices, so that `destroy` on another thread ends it.
+    pub(crate) fn patiently<T>(&self, deadline: Instant, mut wait: impl FnMut(Duration) -> Result<T>) -> Result<T> {
+        let began = Instant::now();
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match wait(left.min(SLICE)) {
+                Err(_) if self.is_ending() => {
+                    return Err(Error::new(ErrorKind::Closed, "connect", "the buffer was destroyed"));
+                }
+                Err(error) if error.kind == ErrorKind::Timeout && left > SLICE => {}
+                Err(mut error) if error.kind == ErrorKind::Timeout => {
+                    // It says how long the last slice was.
+                    if let Some((what, _)) = error.detail.rsplit_once(" in ") {
+                        error.detail = format!("{what} in {:.3} s", began.elapsed().as_secs_f64());
+                    }
+                    return Err(error);
+                }
+                result => return result,
+            }
+        }
+    }
+
+    fn is_near(&self, place: &Place) -> bool {
+        self.share_node && place.node == self.node
+    }
+
+    fn dial(&self, rank: u32, mut place: Place, deadline: Instant) -> Result<End> {
+        loop {
+            let near = self.is_near(&place);
+            let changes = self.group.changes();
+            let left = deadline.saturating_duration_since(Instant::now());
+            let require = if near { None } else { Some("tcp".to_owned()) };
+            match self.worker.connect(&place.address, &ConnectOptions { require, timeout: Some(left) }) {
+                Ok(endpoint) => return Ok(End { rank, near, endpoint, dialled: Some(place.address) }),
+                // What the store says may be of a process that has ended, until its lease does.
+                Err(error) if error.kind == ErrorKind::Unreachable && Instant::now() < deadline => {
+                    self.group.wait_change(changes, deadline.min(Instant::now() + AGAIN));
+                    place = self.places(&[rank], deadline)?.pop().unwrap_or(place);
+                }
+                Err(error) => return Err(Error { peer: Some(format!("rank {rank}")), ..error }),
+            }
+        }
+    }
+
+    /// Dials a rank whose buffer at the address `gone` was destroyed, once the store has that of the next one.
+    fn dial_anew(&self, rank: u32, gone: &[u8], deadline: Instant) -> Result<End> {
+        loop {
+            let changes = self.group.changes();
+            let place = self.places(&[rank], deadline)?.pop().filter(|place| place.address != gone);
+            match place {
+                Some(place) => return self.dial(rank, place, deadline),
+                None if Instant::now() >= deadline => {
+                    let error = Error::new(ErrorKind::PeerDead, "connect", "its buffer was destroyed");
+                    return Err(error.with_peer(format!("rank {rank}")));
+                }
+                None => self.group.wait_change(changes, deadline.min(Instant::now() + AGAIN)),
+            };
+        }
+    }
+
+    fn accept(&self, rank: u32, deadline: Instant) -> Result<Endpoint> {
+        loop {
+            if let Some(endpoint) = self.early.lock().remove(&rank)
+                && endpoint.is_alive()
+            {
+                return Ok(endpoint);
+            }
+            let accepted = self.patiently(deadline, |slice| self.worker.accept(Some(slice)));
+            let endpoint = accepted.map_err(|error| match error.kind {
+                ErrorKind::Timeout => {
+                    let text = format!("rank {rank} did not connect in time: {}", self.about(rank));
+                    Error::new(ErrorKind::Timeout, "connect", text)
+                        .with_hint("every rank calls connect for the same ranks")
+                }
+                _ => error,
+            })?;
+            match rank_of(&endpoint.peer()) {
+                Some(from) if from < self.parameters.ranks() => {
+                    self.early.lock().insert(from, endpoint);
+                }
+                _ => self.warn(&format!(
+                    "a connection from {:?}, which is no rank of this buffer, was closed",
+                    endpoint.peer()
+                )),
+            }
+        }
+    }
+
+    fn about(&self, rank: u32) -> String {
+        let members = self.group.members();
+        match members.iter().find(|member| member.rank == rank) {
+            Some(member) => format!("its process is {}", member.process),
+            None => "it is not in the group any more".to_owned(),
+        }
+    }
+
+    fn hear(&self, end: &End, deadline: Instant) -> Result<Hello> {
+        let rank = end.rank;
+        let request = self.worker.recv(vec![0; LONGEST], TAG, u64::MAX, Some(&end.endpoint))?;
+        let receipt = self
+            .patiently(deadline, |slice| request.wait(Some(slice)))
+            .map_err(|error| Error { peer: Some(format!("rank {rank}")), ..error })?;
+        let bytes = request.into_vec().unwrap_or_default();
+        let hello = Hello::decode(bytes.get(..receipt.bytes as usize).unwrap_or_default())?;
+        if hello.rank != rank {
+            let text = format!("rank {rank} says that it is rank {}", hello.rank);
+            return Err(Error::new(ErrorKind::Protocol, "connect", text));
+        }
+        self.parameters.check(self.me, &hello.parameters, hello.rank)?;
+        Ok(hello)
+    }
+
+    /// Waits until all of these ranks have come to the end of connecting too: until then what they were told of must
+    /// not go.
+    ///
+    /// # Errors
+    /// `Timeout`, `PeerDead`, naming the rank; `Closed`.
+    pub fn all_ready(&self, peers: &[(u32, Endpoint)], deadline: Instant) -> Result<()> {
+        let named = |rank: u32| move |error| Error { peer: Some(format!("rank {rank}")), ..error };
+        for (rank, endpoint) in peers {
+            endpoint.send(Vec::new(), READY).map_err(named(*rank))?;
+        }
+        for (rank, endpoint) in peers {
+            let request = self.worker.recv(Vec::new(), READY, u64::MAX, Some(endpoint))?;
+            self.patiently(deadline, |slice| request.wait(Some(slice))).map_err(named(*rank))?;
+        }
+        Ok(())
+    }
+}
+
+/// Those of `ranks` that are not connected yet, ascending.
+///
+/// # Errors
+/// `Usage` for a rank beyond `most`.
+pub fn missing(ranks: &[u32], most: u32, connected: impl Fn(u32) -> bool) -> Result<Vec<u32>> {
+    if let Some(rank) = ranks.iter().find(|rank| **rank >= most) {
+        return Err(Error::new(ErrorKind::Usage, "connect", format!("rank {rank} is none of {most}")));
+    }
+    let mut new: Vec<u32> = ranks.iter().copied().filter(|rank| !connected(*rank)).collect();
+    new.sort_unstable();
+    new.dedup();
+    Ok(new)
+}
+
+/// The rank in a worker's name, as [`Meeting::new`] gives it.
+fn rank_of(name: &str) -> Option<u32> {
+    let rest = name.strip_prefix("rank ")?;
+    rest.split_once(' ')?.0.parse().ok()
+}
+
+/// A number that no other buffer has.
+///
+/// # Errors
+/// `Io` when the system gives no random bytes.
+pub fn random_id() -> Result<u64> {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes)
+        .map_err(|error| Error::new(ErrorKind::Io, "ExpertBuffer", format!("no random bytes: {error}")))?;
+    Ok(u64::from_ne_bytes(bytes))
+}
