@@ -1,0 +1,151 @@
+// The machine's own state: launches, blocks, warps and lanes of one run.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "emulate/machine.h"
+
+namespace emulate {
+
+constexpr uint32_t WARP_LANES = 32;
+constexpr uint32_t BARRIERS = 16;
+constexpr size_t STACK_BYTES = 64 << 10;
+// Bytes of static shared memory that a block may have.
+constexpr size_t STATIC_BYTES = 4 << 10;
+
+struct Block;
+struct Warp;
+
+struct Lane {
+    uint32_t thread = 0;
+    Warp *warp = nullptr;
+    uint32_t number = 0;
+    // Where it goes on, and its stack.
+    void *saved = nullptr;
+    uint8_t *stack = nullptr;
+    // What it waits for, if it waits.
+    const char *waits = nullptr;
+    uint64_t waits_at = 0;
+    // What it brings to the other lanes or threads, and what it gets.
+    Together what = Together::Sync;
+    uint32_t mask = 0;
+    uint64_t operand = 0;
+    uint32_t argument = 0;
+    uint64_t result = 0;
+    // Groups of bulk stores that it has committed; of these, those before `complete` are complete.
+    uint64_t groups = 0;
+    bool open_group = false;
+};
+
+struct Warp {
+    Block *block = nullptr;
+    std::vector<Lane> lanes;
+    // Which lanes can run; have run and go on in the next turn; wait for others of the warp; have ended.
+    uint32_t ready = 0, yielded = 0, gathering = 0, ended = 0;
+    // Of 256 rounds, how many it sleeps through.
+    uint32_t laziness = 0;
+};
+
+struct Barrier {
+    uint32_t arrived = 0, expected = 0, sum = 0;
+    Vote vote = Vote::None;
+    std::vector<Lane *> waiting;
+};
+
+struct Launch;
+
+struct Block {
+    Launch *launch = nullptr;
+    uint32_t number = 0;
+    uint32_t alive = 0;
+    std::vector<Warp> warps;
+    std::vector<uint8_t> shared_storage;
+    uint8_t *shared = nullptr;
+    size_t shared_dynamic = 0, shared_static = 0;
+    std::vector<std::pair<const void *, size_t>> statics;
+    std::set<uint32_t> mbarriers;
+    Barrier barriers[BARRIERS];
+
+    size_t shared_bytes() const { return shared_dynamic + STATIC_BYTES; }
+};
+
+struct Launch {
+    const char *kernel = "";
+    void (*entry)(const void *) = nullptr;
+    std::vector<uint8_t> args;
+    uint32_t blocks = 0, threads = 0, shared = 0, stream = 0;
+    // Rounds until it starts, once those before it in its stream have ended.
+    uint32_t delay = 0;
+    bool started = false, ended = false;
+    uint32_t alive = 0;
+    std::deque<Block> running;
+};
+
+// A bulk copy under way.
+struct Bulk {
+    bool is_store;
+    Lane *lane;
+    Block *block;
+    uint64_t group;
+    uint32_t shared;
+    uint64_t global;
+    uint32_t bytes;
+    uint32_t barrier;
+    // A store that has read its source keeps it here.
+    bool has_read;
+    std::vector<uint8_t> kept;
+};
+
+struct Area {
+    uint64_t base, bytes;
+    std::string name;
+};
+
+struct Machine {
+    std::deque<Launch> launches;
+    std::vector<Area> areas;
+    std::vector<std::unique_ptr<Bulk>> bulk;
+    uint64_t random = 1;
+    uint64_t clock = 1000;
+    // Counts what others may wait for.
+    uint64_t progress = 0;
+    // Of 65536 rounds, in how many a bulk copy gets on.
+    uint32_t bulk_chance = 0;
+    std::vector<Warp *> warps;
+    Lane *running = nullptr;
+    void *scheduler = nullptr;
+    std::string error;
+    size_t last_area = 0;
+
+    uint64_t next_random();
+    uint32_t below(uint32_t limit) { return uint32_t((next_random() >> 32) * limit >> 32); }
+};
+
+extern thread_local Machine *machine __attribute__((tls_model("initial-exec")));
+
+// Fibers.
+void switch_to_scheduler();
+void run_lane(Machine &m, Lane &lane);
+
+// Barriers, when a thread of the block has ended.
+void thread_ended(Block &block);
+void lane_ended(Warp &warp);
+
+// Bulk copies. Gets one further: a store reads its source, and then writes. True when it is done.
+bool advance(Machine &m, Bulk &bulk);
+void advance_some(Machine &m);
+// All that are under way. True if there were any.
+bool advance_all(Machine &m);
+// Fails if the thread leaves while its stores read its block's shared memory.
+void check_stores_read(Lane &lane);
+uint8_t *shared_of(Block &block, uint32_t number, size_t bytes);
+
+std::string describe(const Lane &lane);
+std::string describe_address(const Machine &m, uint64_t address);
+std::string describe_waits(const Machine &m);
+
+}  // namespace emulate

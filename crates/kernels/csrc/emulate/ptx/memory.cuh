@@ -1,0 +1,44 @@
+// csrc/ptx/memory.cuh on the host.
+#pragma once
+
+#include "layout/types.cuh"
+
+struct alignas(16) Vec16 {
+    u32 word[4];
+};
+
+__device__ __forceinline__ Vec16 ld_once_v16(u64 address) {
+    return *reinterpret_cast<const Vec16 *>(address);
+}
+
+__device__ __forceinline__ void st_v16(u64 address, Vec16 v) {
+    *reinterpret_cast<Vec16 *>(address) = v;
+}
+
+__device__ __forceinline__ u64 ld_acquire_sys_u64(u64 address) {
+    return emulate::load<u64>(address, emulate::Order::Acquire, emulate::Scope::System);
+}
+
+__device__ __forceinline__ void st_release_sys_u64(u64 address, u64 value) {
+    emulate::store<u64>(address, value, emulate::Order::Release, emulate::Scope::System);
+}
+
+__device__ __forceinline__ void fence_acq_rel_sys() {
+    emulate::fence(emulate::Order::Both, emulate::Scope::System);
+}
+
+__device__ __forceinline__ u64 atom_add_acq_rel_gpu_u64(u64 address, u64 value) {
+    return emulate::exchange<u64>(address, emulate::Order::Both, emulate::Scope::Gpu, [=](u64 old) { return old + value; });
+}
+
+__device__ __forceinline__ void st_relaxed_gpu_u64(u64 address, u64 value) {
+    emulate::store<u64>(address, value, emulate::Order::Relaxed, emulate::Scope::Gpu);
+}
+
+__device__ __forceinline__ u64 clock_ns() {
+    return emulate::clock_ns();
+}
+
+__device__ __forceinline__ void pause_ns(u32 ns) {
+    emulate::pause(ns);
+}

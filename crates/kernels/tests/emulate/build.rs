@@ -1,0 +1,381 @@
+//! Sources to a library: the C++ compiler, and what it made, which is kept in the build folder until a source changes.
+
+use std::collections::{BTreeSet, HashMap};
+use std::ffi::c_char;
+use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use super::{Emulator, RawArea, RawLaunch};
+
+/// How the library calls a kernel.
+pub type Entry = unsafe extern "C" fn(*const u8);
+pub type Run = unsafe extern "C" fn(*const RawLaunch, usize, *const RawArea, usize, u64, u64) -> *mut c_char;
+pub type Free = unsafe extern "C" fn(*mut c_char);
+
+/// The parts of the machine, beside the kernels.
+const MACHINE: [&str; 4] = ["emulate/machine.cpp", "emulate/warps.cpp", "emulate/bulk.cpp", "emulate/memory.cpp"];
+/// `-ffp-contract=off`: sums and products are rounded one by one, as the code says.
+const FLAGS: [&str; 11] = [
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-function",
+    "-Wno-unused-variable",
+    "-Wno-unused-but-set-variable",
+];
+
+/// What to compile.
+#[derive(Clone)]
+pub struct Build {
+    sources: Vec<String>,
+    defines: Vec<String>,
+    /// Texts other than the folder's, by path.
+    changed: HashMap<String, String>,
+}
+
+impl Build {
+    /// Of these sources: paths below `csrc`.
+    pub fn new(sources: &[&str]) -> Build {
+        let sources = sources.iter().map(|source| (*source).to_owned()).collect();
+        Build { sources, defines: Vec::new(), changed: HashMap::new() }
+    }
+
+    /// With these definitions: `NAME=VALUE`, `-DNAME=VALUE` or `--define-macro=NAME=VALUE`.
+    pub fn defines(mut self, defines: &[String]) -> Build {
+        self.defines.extend(defines.iter().map(|define| {
+            let bare = define.strip_prefix("--define-macro=").or_else(|| define.strip_prefix("-D")).unwrap_or(define);
+            bare.trim().to_owned()
+        }));
+        self
+    }
+
+    /// With a source or header broken: `from`, which must be there, is `to` wherever it stands.
+    pub fn broken(mut self, path: &str, from: &str, to: &str) -> Build {
+        let text = self.text(path);
+        assert!(text.contains(from), "{path}: there is no {from:?} to break");
+        self.changed.insert(path.to_owned(), text.replace(from, to));
+        self
+    }
+
+    /// An emulator with a library of this; see [`Emulator::build`].
+    pub fn emulator(&self) -> Option<Emulator> {
+        Some(Emulator::new(&self.library()?))
+    }
+
+    /// The library, compiled if it is not there yet. `None` where there is no C++ compiler, which is said; with
+    /// `CI=true` that fails.
+    ///
+    /// # Panics
+    /// With the compiler's words, where it does not compile.
+    pub fn library(&self) -> Option<Arc<Library>> {
+        static KNOWN: OnceLock<Mutex<HashMap<u64, Arc<Library>>>> = OnceLock::new();
+        let compiler = compiler()?;
+        let mut known = KNOWN.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+        let key = self.key(compiler);
+        if let Some(library) = known.get(&key) {
+            return Some(Arc::clone(library));
+        }
+        let path = folder().join(format!("{key:016x}.so"));
+        if !path.exists() {
+            self.compile(compiler, key, &path);
+        }
+        let library = Arc::new(Library::open(&path));
+        known.insert(key, Arc::clone(&library));
+        Some(library)
+    }
+
+    fn text(&self, path: &str) -> String {
+        if let Some(text) = self.changed.get(path) {
+            return text.clone();
+        }
+        fs::read_to_string(csrc().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+    }
+
+    /// What the library depends on, as one number.
+    fn key(&self, compiler: &Compiler) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        (&compiler.version, FLAGS, MACHINE, &self.sources, &self.defines, REVISION).hash(&mut hasher);
+        for path in self.included() {
+            (&path, self.text(&path)).hash(&mut hasher);
+        }
+        hasher.finish()
+    }
+
+    /// The paths of the machine, the sources, and all that they include; sorted.
+    fn included(&self) -> BTreeSet<String> {
+        let all: BTreeSet<String> = all_sources().into_iter().collect();
+        let mut found: BTreeSet<String> = all.iter().filter(|path| path.starts_with("emulate/")).cloned().collect();
+        let mut left: Vec<String> = found.iter().cloned().chain(self.sources.iter().cloned()).collect();
+        while let Some(path) = left.pop() {
+            let text = self.text(&path);
+            found.insert(path);
+            let names = text.lines().filter_map(|line| line.trim().strip_prefix("#include \"")?.split('"').next());
+            left.extend(names.filter(|name| all.contains(*name) && !found.contains(*name)).map(str::to_owned));
+        }
+        found
+    }
+
+    /// Into a folder of its own, and then to its place, so that processes that do the same don't meet.
+    fn compile(&self, compiler: &Compiler, key: u64, path: &Path) {
+        let work = folder().join(format!("{key:016x}-{}", std::process::id()));
+        let overlay = work.join("csrc");
+        for name in all_sources() {
+            let text = self.text(&name);
+            if self.changed.contains_key(&name) || text.contains("__shared__") {
+                let place = overlay.join(&name);
+                fs::create_dir_all(place.parent().unwrap()).unwrap();
+                fs::write(place, shared_replaced(&text)).unwrap();
+            }
+        }
+        let mut jobs = Vec::new();
+        for (index, source) in self.sources.iter().enumerate() {
+            let unit = work.join(format!("unit{index}.cc"));
+            fs::create_dir_all(&work).unwrap();
+            fs::write(&unit, unit_text(index, source, &self.text(source))).unwrap();
+            let mut command = compiler.command(&overlay);
+            // Each plain load and store is reported, to emulate/memory.cpp.
+            command.args(["-fsanitize=thread", "-c", "-o"]).arg(unit.with_extension("o")).arg(&unit);
+            command.args(self.defines.iter().map(|define| format!("-D{define}")));
+            jobs.push(Job::start(source, command));
+        }
+        let machine = machine_objects(compiler, &mut jobs);
+        jobs.into_iter().for_each(Job::finish);
+        let made = work.join("made.so");
+        let mut link = compiler.link();
+        link.args(["-shared", "-o"]).arg(&made).args(machine);
+        link.args((0..self.sources.len()).map(|index| work.join(format!("unit{index}.o"))));
+        Job::start("the library", link).finish();
+        fs::rename(&made, path).unwrap();
+        let _ = fs::remove_dir_all(&work);
+    }
+}
+
+/// Raised when what this file writes for the compiler changes.
+const REVISION: u32 = 1;
+
+/// The machine's objects, kept as the libraries are; what is missing is begun.
+fn machine_objects(compiler: &Compiler, jobs: &mut Vec<Job>) -> Vec<PathBuf> {
+    let mut hasher = DefaultHasher::new();
+    (&compiler.version, FLAGS).hash(&mut hasher);
+    for path in all_sources().iter().filter(|path| path.starts_with("emulate/")) {
+        fs::read_to_string(csrc().join(path)).unwrap().hash(&mut hasher);
+    }
+    let key = hasher.finish();
+    let mut objects = Vec::new();
+    for part in MACHINE {
+        let name = part.replace(['/', '.'], "-");
+        let object = folder().join(format!("{key:016x}-{name}.o"));
+        if !object.exists() {
+            let mut command = compiler.command(Path::new("/nonexistent"));
+            let begun = folder().join(format!("{key:016x}-{name}-{}.o", std::process::id()));
+            command.arg("-O2").args(["-c", "-o"]).arg(&begun).arg(csrc().join(part));
+            let mut job = Job::start(part, command);
+            job.rename = Some((begun, object.clone()));
+            jobs.push(job);
+        }
+        objects.push(object);
+    }
+    objects
+}
+
+fn csrc() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("csrc")
+}
+
+fn folder() -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulate");
+    fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
+/// The paths of all files below `csrc`, sorted.
+fn all_sources() -> Vec<String> {
+    fn visit(folder: &Path, prefix: &str, paths: &mut Vec<String>) {
+        for entry in fs::read_dir(folder).unwrap() {
+            let entry = entry.unwrap();
+            let name = format!("{prefix}{}", entry.file_name().to_string_lossy());
+            if entry.file_type().unwrap().is_dir() {
+                visit(&entry.path(), &format!("{name}/"), paths);
+            } else {
+                paths.push(name);
+            }
+        }
+    }
+    let mut paths = Vec::new();
+    visit(&csrc(), "", &mut paths);
+    paths.sort();
+    paths
+}
+
+/// One source in a namespace of its own, so that two that name something alike don't meet; and ways in.
+fn unit_text(index: usize, source: &str, text: &str) -> String {
+    let mut unit = format!("#include \"emulate/cuda.h\"\nnamespace unit{index} {{\n#include \"{source}\"\n}}\n");
+    let kernels = kernels(text);
+    assert!(!kernels.is_empty(), "{source}: no kernel: nothing like `__global__ ... name(const __grid_constant__`");
+    for kernel in kernels {
+        unit.push_str(&format!("using unit{index}::{kernel};\nEMULATE_ENTRY({kernel})\n"));
+    }
+    unit
+}
+
+/// The kernels that a source has: the words before `(const __grid_constant__`.
+fn kernels(text: &str) -> Vec<&str> {
+    let starts = text.match_indices("(const __grid_constant__").map(|(at, _)| text[..at].trim_end());
+    starts.filter_map(|before| before.rsplit(|c: char| !c.is_alphanumeric() && c != '_').next()).collect()
+}
+
+/// Shared memory is the block's, which a C++ compiler has no word for: arrays become pointers into it.
+///
+///     extern __shared__ __align__(128) u8 ring[]   ->  u8 *const ring = ...
+///     __shared__ u64 barriers[STAGES]              ->  u64 *const barriers = ...
+///     __shared__ u32 count                         ->  u32 &count = ...
+fn shared_replaced(text: &str) -> String {
+    const WORD: &str = "__shared__";
+    let mut out = String::new();
+    let mut rest = text;
+    while let Some(at) = rest.find(WORD) {
+        let (before, after) = (&rest[..at], &rest[at + WORD.len()..]);
+        let line = before.rfind('\n').map_or(0, |end| end + 1);
+        if before[line..].contains("//") {
+            out.push_str(&rest[..at + WORD.len()]);
+            rest = after;
+            continue;
+        }
+        let kept = before.strip_suffix("extern ");
+        out.push_str(kept.unwrap_or(before));
+        let end = after.find([';', '\n']).expect("the end of a declaration of shared memory");
+        out.push_str(&declaration(after[..end].trim(), kept.is_some()));
+        rest = &after[end..];
+    }
+    out.push_str(rest);
+    out
+}
+
+/// What stands for a declaration, without its `__shared__`.
+fn declaration(text: &str, dynamic: bool) -> String {
+    let plain = match text.find("__align__(") {
+        Some(at) => format!("{}{}", &text[..at], &text[at + text[at..].find(')').unwrap() + 1..]),
+        None => text.to_owned(),
+    };
+    let (named, count) = match plain.find('[') {
+        Some(at) => (&plain[..at], Some(plain[at + 1..].trim_end_matches(']').trim())),
+        None => (plain.as_str(), None),
+    };
+    let (kind, name) = named.trim().rsplit_once(' ').expect("a type and a name");
+    let kind = kind.trim();
+    let place = match (dynamic, count) {
+        (true, _) => "emulate::shared_memory()".to_owned(),
+        (false, count) => {
+            let count = count.unwrap_or("1");
+            format!(
+                "emulate::shared_static([]() -> const void * {{ static char key; return &key; }}(), sizeof({kind}) * ({count}))"
+            )
+        }
+    };
+    match count {
+        Some(_) => format!("{kind} *const {name} = static_cast<{kind} *>({place})"),
+        None => format!("{kind} &{name} = *static_cast<{kind} *>({place})"),
+    }
+}
+
+/// A C++ compiler, and what it calls itself.
+struct Compiler {
+    program: String,
+    version: String,
+}
+
+impl Compiler {
+    fn command(&self, overlay: &Path) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(FLAGS).arg("-I").arg(overlay).arg("-I").arg(csrc().join("emulate")).arg("-I").arg(csrc());
+        command
+    }
+
+    fn link(&self) -> Command {
+        Command::new(&self.program)
+    }
+}
+
+/// `$CXX`, else `c++`.
+fn compiler() -> Option<&'static Compiler> {
+    static FOUND: OnceLock<Option<Compiler>> = OnceLock::new();
+    let found = FOUND.get_or_init(|| {
+        let program = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
+        let output = Command::new(&program).arg("--version").output().ok().filter(|output| output.status.success())?;
+        Some(Compiler { program, version: String::from_utf8_lossy(&output.stdout).into_owned() })
+    });
+    let known = cfg!(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")));
+    if found.is_none() || !known {
+        use std::io::Write;
+        let why =
+            if known { "there is no C++ compiler (c++, or what CXX names)" } else { "not written for this machine" };
+        assert!(std::env::var_os("CI").is_none_or(|ci| ci != "true"), "{why}");
+        let test = std::thread::current().name().unwrap_or("a test").to_owned();
+        let _ = std::io::stderr().write_all(format!("skipped: {test}: {why}\n").as_bytes());
+        return None;
+    }
+    found.as_ref()
+}
+
+/// A compiler that runs.
+struct Job {
+    what: String,
+    child: Child,
+    rename: Option<(PathBuf, PathBuf)>,
+}
+
+impl Job {
+    fn start(what: &str, mut command: Command) -> Job {
+        let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("the C++ compiler starts");
+        Job { what: what.to_owned(), child, rename: None }
+    }
+
+    fn finish(self) {
+        let output = self.child.wait_with_output().expect("the C++ compiler ends");
+        let words = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{}: does not compile for emulation:\n{words}", self.what);
+        if !words.trim().is_empty() {
+            println!("{}:\n{words}", self.what);
+        }
+        if let Some((from, to)) = self.rename {
+            fs::rename(from, to).unwrap();
+        }
+    }
+}
+
+/// Compiled kernels and the machine that runs them, loaded. Usable from any thread.
+pub struct Library(libloading::Library);
+
+impl Library {
+    fn open(path: &Path) -> Library {
+        // SAFETY: made by us; it does nothing when it is loaded.
+        Library(unsafe { libloading::Library::new(path) }.unwrap_or_else(|error| panic!("{}: {error}", path.display())))
+    }
+
+    fn symbol<T: Copy>(&self, name: &str) -> T {
+        // SAFETY: the types of the functions below are those of the sources.
+        *unsafe { self.0.get::<T>(name) }.unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+
+    pub(super) fn kernel(&self, name: &str) -> (Entry, usize) {
+        let bytes: unsafe extern "C" fn() -> usize = self.symbol(&format!("emulate_bytes_{name}"));
+        // SAFETY: it gives back a number.
+        (self.symbol(&format!("emulate_entry_{name}")), unsafe { bytes() })
+    }
+
+    pub(super) fn run(&self) -> Run {
+        self.symbol("emulate_run")
+    }
+
+    pub(super) fn free(&self) -> Free {
+        self.symbol("emulate_free")
+    }
+}

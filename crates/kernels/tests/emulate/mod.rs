@@ -1,0 +1,270 @@
+//! Runs kernels on this machine's processors, without a GPU: their sources are compiled by the C++ compiler, with
+//! `csrc/emulate` in place of what only a GPU can do. All ranks, blocks and threads of all launches run interleaved in
+//! one thread, in an order that a seed chooses; bulk copies are done late; each plain load and store is checked. A run
+//! that fails says which thread did what; the same seed does the same again.
+//!
+//! ```ignore
+//! let Some(mut emulator) = Emulator::build("kernels/put.cu", &[]) else { return };
+//! let memory = emulator.memory("target", 4096);
+//! emulator.launch("crossrail_put", &args, Grid { blocks: 2, threads: 256, shared: 0 });
+//! emulator.run(7).unwrap();
+//! ```
+#![allow(unsafe_code)]
+#![allow(dead_code, reason = "each test that has this module uses a part of it")]
+#![allow(unreachable_pub)]
+
+mod build;
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::ffi::{CStr, CString, c_char};
+use std::rc::{Rc, Weak};
+use std::sync::Arc;
+
+use crossrail_cuda::{Grid, KernelArgs};
+
+pub use self::build::{Build, Library};
+
+/// The longest a run may take, in real time.
+const LIMIT_MS: u64 = 60_000;
+
+/// Kernels, and launches that wait to be run.
+pub struct Emulator {
+    library: Arc<Library>,
+    queue: Vec<Launch>,
+    areas: Vec<Weak<Area>>,
+    next_stream: u32,
+}
+
+struct Launch {
+    kernel: String,
+    args: Vec<u64>,
+    bytes: usize,
+    grid: Grid,
+    stream: u32,
+}
+
+impl Emulator {
+    /// With the kernels of one source (a path below `csrc`), compiled with these definitions (`EP_H=7168`). `None`
+    /// where there is no C++ compiler, which is said; with `CI=true` that fails.
+    pub fn build(source: &str, defines: &[String]) -> Option<Emulator> {
+        Build::new(&[source]).defines(defines).emulator()
+    }
+
+    /// With kernels that are there already.
+    pub fn new(library: &Arc<Library>) -> Emulator {
+        // Streams that launches get by themselves are above those that callers number.
+        Emulator { library: Arc::clone(library), queue: Vec::new(), areas: Vec::new(), next_stream: 1 << 16 }
+    }
+
+    /// Memory that kernels may touch, full of noise, 256-byte aligned. They may touch no other.
+    pub fn memory(&mut self, name: &str, bytes: usize) -> Memory {
+        let memory = Memory(Rc::new(Area::new(name, bytes)));
+        let mut noise = Numbers(0x5eed ^ (bytes as u64) << 8 ^ self.areas.len() as u64);
+        memory.write(0, &noise.bytes(bytes));
+        self.areas.push(Rc::downgrade(&memory.0));
+        memory
+    }
+
+    /// The same, all zeros, as heaps are when they are made.
+    pub fn zeroed(&mut self, name: &str, bytes: usize) -> Memory {
+        let memory = self.memory(name, bytes);
+        memory.write(0, &vec![0u8; bytes]);
+        memory
+    }
+
+    /// Memory with these values in it.
+    pub fn memory_of<T: Number>(&mut self, name: &str, values: &[T]) -> Memory {
+        let memory = self.memory(name, size_of_val(values));
+        memory.write(0, values);
+        memory
+    }
+
+    /// Queues a launch on a stream of its own: it runs beside all others of the next run.
+    pub fn launch<A: KernelArgs>(&mut self, kernel: &str, args: &A, grid: Grid) {
+        let stream = self.next_stream;
+        self.next_stream += 1;
+        self.launch_on(stream, kernel, args, grid);
+    }
+
+    /// Queues a launch that begins when the launches queued before on this stream have ended.
+    pub fn launch_on<A: KernelArgs>(&mut self, stream: u32, kernel: &str, args: &A, grid: Grid) {
+        let mut words = vec![0u64; size_of::<A>().div_ceil(8)];
+        // SAFETY: `A` is repr(C) and Copy, and the words are as many bytes or more.
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                std::ptr::from_ref(args).cast::<u8>(),
+                words.as_mut_ptr().cast(),
+                size_of::<A>(),
+            );
+        }
+        self.queue.push(Launch { kernel: kernel.to_owned(), args: words, bytes: size_of::<A>(), grid, stream });
+    }
+
+    /// Runs all queued launches to their end, in the order that the seed chooses.
+    ///
+    /// # Errors
+    /// What a thread did that it must not, or what all wait for when nobody gets on; the seed is named.
+    pub fn run(&mut self, seed: u64) -> Result<(), String> {
+        let queue = std::mem::take(&mut self.queue);
+        let names: Vec<CString> = queue.iter().map(|launch| c_string(&launch.kernel)).collect();
+        let mut launches = Vec::new();
+        for (launch, name) in queue.iter().zip(&names) {
+            let (entry, bytes) = self.library.kernel(&launch.kernel);
+            assert_eq!(bytes, launch.bytes, "{}: the size of what it takes", launch.kernel);
+            launches.push(RawLaunch {
+                kernel: name.as_ptr(),
+                entry,
+                args: launch.args.as_ptr().cast(),
+                args_bytes: launch.bytes as u64,
+                blocks: launch.grid.blocks,
+                threads: launch.grid.threads,
+                shared: launch.grid.shared,
+                stream: launch.stream,
+            });
+        }
+        self.areas.retain(|area| area.strong_count() > 0);
+        let areas: Vec<Rc<Area>> = self.areas.iter().filter_map(Weak::upgrade).collect();
+        let raw_areas: Vec<RawArea> = areas
+            .iter()
+            .map(|area| RawArea { name: area.name.as_ptr(), base: area.at as u64, bytes: area.layout.size() as u64 })
+            .collect();
+        // SAFETY: names, arguments and areas live until the call is over.
+        let text = unsafe {
+            self.library.run()(launches.as_ptr(), launches.len(), raw_areas.as_ptr(), raw_areas.len(), seed, LIMIT_MS)
+        };
+        if text.is_null() {
+            return Ok(());
+        }
+        // SAFETY: a string that ends in 0; it is freed once.
+        let message = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
+        // SAFETY: as above.
+        unsafe { self.library.free()(text) };
+        Err(format!("seed {seed}: {message}"))
+    }
+}
+
+/// As `csrc/emulate/machine.cpp` has it.
+#[repr(C)]
+pub struct RawLaunch {
+    kernel: *const c_char,
+    entry: build::Entry,
+    args: *const u8,
+    args_bytes: u64,
+    blocks: u32,
+    threads: u32,
+    shared: u32,
+    stream: u32,
+}
+
+/// As `csrc/emulate/machine.cpp` has it.
+#[repr(C)]
+pub struct RawArea {
+    name: *const c_char,
+    base: u64,
+    bytes: u64,
+}
+
+fn c_string(text: &str) -> CString {
+    CString::new(text).expect("a name without zeros")
+}
+
+/// Memory that kernels may touch. Clones are the same memory. A test reads and writes it between runs.
+#[derive(Clone)]
+pub struct Memory(Rc<Area>);
+
+struct Area {
+    name: CString,
+    at: *mut u8,
+    layout: Layout,
+}
+
+impl Area {
+    fn new(name: &str, bytes: usize) -> Area {
+        let layout = Layout::from_size_align(bytes.max(1), 256).expect("a size that there is");
+        // SAFETY: not of size 0.
+        let at = unsafe { alloc_zeroed(layout) };
+        if at.is_null() {
+            handle_alloc_error(layout);
+        }
+        Area { name: c_string(name), at, layout }
+    }
+}
+
+impl Drop for Area {
+    fn drop(&mut self) {
+        // SAFETY: allocated like this.
+        unsafe { dealloc(self.at, self.layout) };
+    }
+}
+
+impl Memory {
+    /// Its address, as kernels take it.
+    pub fn address(&self) -> u64 {
+        self.0.at as u64
+    }
+
+    /// How many bytes it has.
+    pub fn len(&self) -> usize {
+        self.0.layout.size()
+    }
+
+    /// `count` values from byte `at` on.
+    pub fn read<T: Number>(&self, at: usize, count: usize) -> Vec<T> {
+        assert!(at + count * size_of::<T>() <= self.len(), "{count} values at {at} of {}", self.len());
+        // SAFETY: inside the area, which nobody changes meanwhile; any bits are a number.
+        (0..count).map(|i| unsafe { self.0.at.add(at + i * size_of::<T>()).cast::<T>().read_unaligned() }).collect()
+    }
+
+    /// All of it.
+    pub fn bytes(&self) -> Vec<u8> {
+        self.read(0, self.len())
+    }
+
+    /// Writes values from byte `at` on.
+    pub fn write<T: Number>(&self, at: usize, values: &[T]) {
+        assert!(at + size_of_val(values) <= self.len(), "{} values at {at} of {}", values.len(), self.len());
+        for (i, value) in values.iter().enumerate() {
+            // SAFETY: inside the area, as above.
+            unsafe { self.0.at.add(at + i * size_of::<T>()).cast::<T>().write_unaligned(*value) };
+        }
+    }
+}
+
+/// Numbers: any bits are one.
+pub trait Number: Copy {}
+impl Number for u8 {}
+impl Number for u16 {}
+impl Number for u32 {}
+impl Number for u64 {}
+impl Number for i32 {}
+impl Number for i64 {}
+impl Number for f32 {}
+
+/// Pseudo-random numbers that a test can repeat.
+pub struct Numbers(pub u64);
+
+impl Numbers {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ mixed >> 31
+    }
+
+    /// Less than `limit`.
+    pub fn below(&mut self, limit: u64) -> u64 {
+        ((u128::from(self.next()) * u128::from(limit)) >> 64) as u64
+    }
+
+    pub fn bytes(&mut self, count: usize) -> Vec<u8> {
+        let mut bytes: Vec<u8> = (0..count.div_ceil(8)).flat_map(|_| self.next().to_le_bytes()).collect();
+        bytes.truncate(count);
+        bytes
+    }
+
+    /// True once in `of`.
+    pub fn once_in(&mut self, of: u64) -> bool {
+        self.below(of) == 0
+    }
+}

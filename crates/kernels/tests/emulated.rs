@@ -1,0 +1,230 @@
+//! Kernels on emulated GPUs: the copies against memcpy, at odd sizes and in many orders; and kernels that are broken on
+//! purpose, which must be caught.
+#![allow(unsafe_code)]
+
+mod emulate;
+
+use crossrail_cuda::Grid;
+use crossrail_kernels::{
+    BULK_STAGE, BULK_STAGES, COPY_THREADS, CopyArgs, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Piece,
+    PutArgs, UnpackArgs,
+};
+
+use crate::emulate::{Build, Emulator, Memory, Numbers};
+
+const SEEDS: u64 = 6;
+const BULK_SHARED: u32 = BULK_STAGE * BULK_STAGES;
+
+fn copying(blocks: u32) -> Grid {
+    Grid { blocks, threads: COPY_THREADS, shared: 0 }
+}
+
+fn assert_copied(source: &[u8], target: &Memory, start: usize, end: usize, len: usize, before: &[u8], what: &str) {
+    let mut expected = before.to_vec();
+    expected[end..end + len].copy_from_slice(&source[start..start + len]);
+    let got = target.bytes();
+    let wrong = got.iter().zip(&expected).position(|(got, expected)| got != expected);
+    assert!(wrong.is_none(), "{what}: byte {wrong:?} is wrong");
+}
+
+#[test]
+fn copies_take_any_length_and_alignment() {
+    let Some(mut emulator) = Emulator::build("kernels/copy.cu", &[]) else { return };
+    let source = emulator.memory("source", 64 << 10);
+    let target = emulator.memory("target", 64 << 10);
+    let mut numbers = Numbers(1);
+    for seed in 0..40 {
+        let len = [0, 1, 63, 64, 65, 500, 4097, 40_000][seed as usize % 8];
+        let (start, end) = (numbers.below(4000) as usize, numbers.below(4000) as usize);
+        let before = target.bytes();
+        let args =
+            CopyArgs { dst: target.address() + end as u64, src: source.address() + start as u64, len: len as u64 };
+        emulator.launch("crossrail_copy", &args, copying(1 + numbers.below(3) as u32));
+        emulator.run(seed).unwrap();
+        assert_copied(&source.bytes(), &target, start, end, len, &before, &format!("{len} bytes, {start} to {end}"));
+    }
+}
+
+#[test]
+fn lists_are_unpacked() {
+    let Some(mut emulator) = Emulator::build("kernels/unpack.cu", &[]) else { return };
+    let source = emulator.memory("source", 100_000);
+    let target = emulator.memory("target", 100_000);
+    for seed in 0..SEEDS {
+        let mut numbers = Numbers(seed);
+        let (mut expected, mut pieces, mut at) = (target.bytes(), Vec::new(), 0);
+        let bytes = source.bytes();
+        while at < 60_000 {
+            let len = numbers.below(3000) as usize;
+            let start = numbers.below(90_000) as usize;
+            expected[at..at + len].copy_from_slice(&bytes[start..start + len]);
+            pieces.extend([source.address() + start as u64, target.address() + at as u64, len as u64]);
+            at += len + numbers.below(9) as usize;
+        }
+        assert_eq!(size_of::<Piece>(), 24);
+        let list = emulator.memory_of("pieces", &pieces);
+        let args = UnpackArgs { pieces: list.address(), count: pieces.len() as u64 / 3 };
+        emulator.launch("crossrail_unpack", &args, copying(2));
+        emulator.run(seed).unwrap();
+        assert!(target.bytes() == expected, "seed {seed}");
+    }
+}
+
+/// One bulk copy of each length; the error, or the first that came out wrong.
+fn bulk_copies(emulator: &mut Emulator, lengths: &[usize], seed: u64) -> Result<(), String> {
+    let mut numbers = Numbers(seed);
+    for len in lengths {
+        let source = emulator.memory("source", len + 64);
+        let target = emulator.memory("target", len + 64);
+        let offset = numbers.below(48);
+        let shift = numbers.below(2) * 16;
+        let args = CopyArgs {
+            dst: target.address() + offset,
+            src: source.address() + (offset + shift) % 64,
+            len: (*len as u64).min(len.saturating_sub(0) as u64),
+        };
+        let mut expected = target.bytes();
+        let (from, to) = ((args.src - source.address()) as usize, offset as usize);
+        expected[to..to + len].copy_from_slice(&source.bytes()[from..from + len]);
+        let grid = Grid { blocks: 1 + numbers.below(4) as u32, threads: 32, shared: BULK_SHARED };
+        emulator.launch("crossrail_copy_bulk", &args, grid);
+        emulator.run(seed)?;
+        if target.bytes() != expected {
+            return Err(format!("seed {seed}: {len} bytes came out wrong"));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn bulk_copies_take_any_length() {
+    let Some(mut emulator) = Emulator::build("kernels/copy_bulk.cu", &[]) else { return };
+    let stage = BULK_STAGE as usize;
+    let ring = stage * BULK_STAGES as usize;
+    for seed in 0..SEEDS {
+        bulk_copies(&mut emulator, &[0, 1, 15, 16, stage - 1, stage, 3 * stage + 5, ring, 2 * ring + 17], seed)
+            .unwrap();
+    }
+}
+
+/// A put of random length by several blocks, while another GPU awaits its signal and copies on what came.
+fn put_and_forward(emulator: &mut Emulator, seed: u64) -> Result<(), String> {
+    let mut numbers = Numbers(seed);
+    let len = 1 + numbers.below(9000);
+    let source = emulator.memory("source", 9000);
+    let target = emulator.memory("target", 9000);
+    let words = emulator.zeroed("words", 24);
+    let put = PutArgs {
+        dst: target.address(),
+        src: source.address(),
+        len,
+        part: 512,
+        signal: words.address(),
+        value: 5,
+        counter: words.address() + 8,
+    };
+    let wait = FlagAwaitArgs { flag: words.address(), value: 5, limit_ns: 1 << 30, outcome: words.address() + 16 };
+    let copied = emulator.memory("copied", 9000);
+    let copy = CopyArgs { dst: copied.address(), src: target.address(), len };
+    emulator.launch_on(0, "crossrail_put", &put, copying(3));
+    emulator.launch_on(1, "crossrail_flag_await", &wait, Grid { blocks: 1, threads: 32, shared: 0 });
+    emulator.launch_on(1, "crossrail_copy", &copy, copying(2));
+    emulator.run(seed)?;
+    if words.read::<u64>(0, 3) != [5, 0, FLAG_REACHED] {
+        return Err(format!("seed {seed}: the words are {:?}", words.read::<u64>(0, 3)));
+    }
+    let len = len as usize;
+    if source.bytes()[..len] != copied.bytes()[..len] {
+        return Err(format!("seed {seed}: {len} bytes came out wrong"));
+    }
+    Ok(())
+}
+
+const PUT: [&str; 3] = ["kernels/put.cu", "kernels/flag.cu", "kernels/copy.cu"];
+
+#[test]
+fn whoever_sees_the_signal_sees_the_bytes() {
+    let Some(mut emulator) = Build::new(&PUT).emulator() else { return };
+    for seed in 0..30 {
+        put_and_forward(&mut emulator, seed).unwrap();
+    }
+}
+
+#[test]
+fn a_wait_that_nobody_ends_is_over_after_its_limit() {
+    let Some(mut emulator) = Emulator::build("kernels/flag.cu", &[]) else { return };
+    let words = emulator.zeroed("words", 24);
+    // A quarter of an hour, of the virtual clock.
+    let wait =
+        FlagAwaitArgs { flag: words.address(), value: 2, limit_ns: 900_000_000_000, outcome: words.address() + 8 };
+    let grid = Grid { blocks: 1, threads: 32, shared: 0 };
+    emulator.launch("crossrail_flag_await", &wait, grid);
+    emulator.launch("crossrail_flag_write", &FlagWriteArgs { flag: words.address(), value: 1 }, grid);
+    emulator.run(3).unwrap();
+    assert_eq!(words.read::<u64>(0, 2), [1, FLAG_TIMED_OUT]);
+}
+
+#[test]
+fn memory_beside_what_was_named_is_not_touched() {
+    let Some(mut emulator) = Emulator::build("kernels/copy.cu", &[]) else { return };
+    let source = emulator.memory("source", 4096);
+    let target = emulator.memory("target", 4096);
+    let args = CopyArgs { dst: target.address() + 100, src: source.address(), len: 4000 };
+    emulator.launch("crossrail_copy", &args, copying(1));
+    let error = emulator.run(0).unwrap_err();
+    assert!(error.contains("target + ") && error.contains("a store of"), "{error}");
+}
+
+/// At least one of so many seeds catches what is broken; the errors' words are given back.
+fn caught(seeds: u64, mut run: impl FnMut(u64) -> Result<(), String>) -> String {
+    let errors: Vec<String> = (0..seeds).filter_map(|seed| run(seed).err()).collect();
+    assert!(!errors.is_empty(), "{seeds} seeds, and none caught it");
+    println!("{} of {seeds} seeds: {}", errors.len(), errors[0]);
+    errors.join("\n")
+}
+
+#[test]
+fn a_bulk_copy_that_leaves_out_a_wait_is_caught() {
+    let lengths = [(BULK_STAGES * BULK_STAGE) as usize * 2 + 16];
+    for (from, to, words) in [
+        ("bulk_wait_all();", "", "still read shared memory"),
+        ("bulk_wait_read<BULK_STAGES - AHEAD>();", "", "came out wrong"),
+        ("mbarrier_wait_shared(full + 8 * store.stage, store.parity);", "", ""),
+        ("mbarrier_init_shared(full + 8 * i, 1);", "", "was not initialised"),
+    ] {
+        let Some(mut emulator) =
+            Build::new(&["kernels/copy_bulk.cu"]).broken("kernels/copy_bulk.cu", from, to).emulator()
+        else {
+            return;
+        };
+        let errors = caught(SEEDS, |seed| bulk_copies(&mut emulator, &lengths, seed));
+        assert!(errors.contains(words), "{from}: {errors}");
+    }
+}
+
+#[test]
+fn a_put_that_does_not_wait_for_its_threads_is_caught() {
+    for (from, to) in [
+        ("__syncthreads();", ""),
+        ("if (atom_add_acq_rel_gpu_u64(args.counter, 1) != gridDim.x - 1) return;", "if (blockIdx.x) return;"),
+        ("st_release_sys_u64(args.signal, args.value);", ""),
+    ] {
+        let Some(mut emulator) = Build::new(&PUT).broken("kernels/put.cu", from, to).emulator() else { return };
+        println!("{from:?} -> {to:?}");
+        caught(30, |seed| put_and_forward(&mut emulator, seed));
+    }
+}
+
+#[test]
+fn a_lane_that_does_not_come_is_named() {
+    let (from, to) = ("(lane + 1) % WARP);", "(lane + 1) % WARP); if (k == 3 && lane == 7) return;");
+    let Some(mut emulator) = Build::new(&["kernels/copy.cu"]).broken("kernels/copy_warp.cuh", from, to).emulator()
+    else {
+        return;
+    };
+    let memory = emulator.memory("memory", 16384);
+    let args = CopyArgs { dst: memory.address() + 8192, src: memory.address() + 1, len: 8000 };
+    emulator.launch("crossrail_copy", &args, copying(1));
+    let error = emulator.run(0).unwrap_err();
+    assert!(error.contains("lanes of its warp") || error.contains("mask ffffffff"), "{error}");
+}
