@@ -61,6 +61,7 @@ class ReceiptRecord(TypedDict):
     window_us: float
     wire_us: float
     copy_us: float
+    pushed: bool
     pack_us: float
     unpack_us: float
     slot_us: float

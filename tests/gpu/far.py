@@ -114,6 +114,7 @@ class Commands:
         self.endpoint: Any = None
         self.kept: dict[str, Any] = {}
         self.threads: list[threading.Thread] = []
+        self.begun: Any = None
 
     def connect(self, to: str) -> None:
         self.endpoint = self.worker.connect(bytes.fromhex(to))
@@ -135,6 +136,21 @@ class Commands:
     def send(self, name: str, tag: int = 0, delay: float = 0.0) -> dict[str, Any]:
         time.sleep(delay)
         return dict(self.endpoint.send(self.kept[name], tag).wait().as_dict())
+
+    def begin(self, name: str, tag: int) -> None:
+        """Sends, and one byte with the next tag; `end` waits for it."""
+        self.begun = self.endpoint.send(self.kept[name], tag)
+        self.endpoint.send(b".", tag + 1).wait()
+
+    def end(self) -> str:
+        """The class of what it failed with."""
+        try:
+            self.begun.wait()
+        except Exception as error:
+            return type(error).__name__
+        finally:
+            self.begun = None
+        return "nothing"
 
     def recv(self, name: str, tag: int = 0) -> dict[str, Any]:
         return dict(self.worker.recv(self.kept[name], tag).wait().as_dict())

@@ -43,6 +43,7 @@ def test_a_process_killed_in_mid_transfer(way: str) -> None:
             except crossrail.PeerDeadError:
                 failed += 1
         assert failed >= 2 and time.monotonic() - started < 15
+        target.fill_(7)
         assert not far.endpoint.is_alive
         far = Far(worker, f"cuda:{min(1, GPUS - 1)}", WAYS[way])
         far.do("make", name="source", nbytes=1 << 20, seed=3)
@@ -50,6 +51,8 @@ def test_a_process_killed_in_mid_transfer(way: str) -> None:
         worker.recv(target[: 1 << 20], source=far.endpoint).wait()
         far.answer()
         assert torch.equal(target[: 1 << 20], pattern(1 << 20, 3, "cuda:0")), "the worker goes on"
+        rest = target[1 << 20 :]
+        assert int(rest.min()) == int(rest.max()) == 7, "the dead process wrote on"
         far.close()
 
 

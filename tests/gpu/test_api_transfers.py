@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
-from conftest import Link
-from far import as_bytes, pattern
+from conftest import GPUS, WAYS, Link
+from far import Far, as_bytes, pattern
 
 import crossrail
 
 torch = pytest.importorskip("torch")
 
-SIZES = [0, 1, 7, 4096, 65_537, 1_000_003, (33 << 20) + 4097]
+FETCHED = 1 << 20
+"""What the receiver copies itself, over cuda_ipc."""
+SIZES = [0, 1, 7, 4096, 65_537, 1_000_003, FETCHED + 1, (33 << 20) + 4097]
 DTYPES = [
     "uint8",
     "int8",
@@ -55,6 +58,8 @@ def test_send_and_receive(link: Link, size: int) -> None:
         assert sent.bytes == received["bytes"] == size
         if size >= 4096:
             assert went_by(link, sent.as_dict(), received), (sent, received)
+        long = link.name == "cuda_ipc" and size > FETCHED
+        assert sent.pushed is received["pushed"] is long, "the sender's GPU copies what is long"
         assert link.far.do("wrong", name="target", seed=5) == 0
 
         there_and_back.zero_()
@@ -177,6 +182,38 @@ def test_traffic_both_ways_at_once(link: Link) -> None:
     link.far.do("drop")
 
 
+@pytest.mark.gpus(2)
+def test_every_gpu_with_this_one_at_once() -> None:
+    """Several processes, each on a GPU of its own, to one and back, all under way at the same time."""
+    count, size = 4, (24 << 20) + 77
+    context = crossrail.Context(tls=WAYS["cuda_ipc"], timeout=30, log="error")
+    with contextlib.ExitStack() as ends, crossrail.Worker(context, name="near") as worker:
+        fars = [Far(worker, f"cuda:{gpu}", WAYS["cuda_ipc"]) for gpu in range(1, GPUS)]
+        for far in fars:
+            ends.callback(far.close)
+        # Those of a far process begin at a hundred times its number.
+        targets, sources = [], []
+        for number, far in enumerate(fars):
+            for tag in range(count):
+                far.do("make", name=f"in{tag}", nbytes=size)
+                far.do("make", name=f"out{tag}", nbytes=size, seed=100 * number + 50 + tag)
+                targets.append((number, tag, torch.zeros(size, dtype=torch.uint8, device="cuda:0")))
+                sources.append((number, tag, pattern(size, 100 * number + tag, "cuda:0")))
+        inbound = [worker.recv(target, tag=tag, source=fars[number].endpoint) for number, tag, target in targets]
+        for far in fars:
+            far.ask("exchange", count=count)
+        outbound = [fars[number].endpoint.send(source, tag=tag) for number, tag, source in sources]
+        crossrail.wait_all([*inbound, *outbound])
+        assert all(request.wait().pushed for request in (*inbound, *outbound))
+        for number, far in enumerate(fars):
+            far.answer()
+            for tag in range(count):
+                assert far.do("wrong", name=f"in{tag}", seed=100 * number + tag) == 0
+        for number, tag, target in targets:
+            assert torch.equal(target, pattern(size, 100 * number + 50 + tag, "cuda:0"))
+        del inbound, outbound
+
+
 def test_a_message_longer_than_its_target(link: Link) -> None:
     link.far.do("make", name="target", nbytes=1000)
     for size in (1001, 3 << 20):
@@ -195,3 +232,21 @@ def test_cancelled_operations_give_their_tensors_back(link: Link) -> None:
             request.wait()
     tensor.fill_(1)
     assert int(tensor.sum()) == 1 << 20
+
+
+def test_a_receive_cancelled_while_it_is_copied_is_written_no_more(link: Link) -> None:
+    size = 192 << 20
+    tensor = torch.zeros(size, dtype=torch.uint8, device=link.device)
+    link.far.do("make", name="source", nbytes=size, seed=1)
+    for value in range(1, 5):
+        request = link.worker.recv(tensor, tag=79, source=link.endpoint)
+        # Its announcement has come when the answer has a message behind it.
+        link.far.do("begin", name="source", tag=79)
+        link.worker.recv(bytearray(1), tag=80, source=link.endpoint).wait()
+        request.cancel()
+        with contextlib.suppress(crossrail.CancelledError):
+            request.wait()
+        tensor.fill_(value)
+        assert link.far.do("end") in ("CancelledError", "nothing")
+        assert [int(tensor.min()), int(tensor.max())] == [value, value], "it was written after its end"
+    link.far.do("drop")

@@ -41,6 +41,8 @@ pub struct TransferReport {
     pub wire_us: f64,
     /// That end was copying.
     pub copy_us: f64,
+    /// A direct copy was made by the end that the bytes come from, alone.
+    pub pushed: bool,
     /// GPU memory was on its way into bounce slots.
     pub pack_us: f64,
     /// Bounce slots were on their way into GPU memory.
@@ -69,6 +71,7 @@ impl From<&Receipt> for TransferReport {
             window_us: receipt.window_us,
             wire_us: receipt.wire_us,
             copy_us: receipt.copy_us,
+            pushed: receipt.pushed,
             pack_us: receipt.pack_us,
             unpack_us: receipt.unpack_us,
             slot_us: receipt.slot_us,
@@ -87,6 +90,7 @@ pub(crate) fn encode(us: f64, report: &TransferReport) -> Vec<u8> {
     }
     out.extend_from_slice(&report.bytes.to_le_bytes());
     out.extend_from_slice(&report.tag.to_le_bytes());
+    out.extend_from_slice(&u64::from(report.pushed).to_le_bytes());
     put_text(&mut out, &report.peer);
     put_text(&mut out, &report.protocol);
     let lanes = &report.lanes[..report.lanes.len().min(MAX_ROWS)];
@@ -120,7 +124,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<(f64, TransferReport)> {
     let us = input.time()?;
     let (match_us, window_us, wire_us, copy_us) = (input.time()?, input.time()?, input.time()?, input.time()?);
     let (pack_us, unpack_us, slot_us) = (input.time()?, input.time()?, input.time()?);
-    let (bytes, tag) = (input.number()?, input.number()?);
+    let (bytes, tag, pushed) = (input.number()?, input.number()?, input.number()? != 0);
     let (peer, protocol) = (input.text()?, input.text()?);
     let mut lanes = Vec::new();
     for _ in 0..input.count()? {
@@ -148,6 +152,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<(f64, TransferReport)> {
         window_us,
         wire_us,
         copy_us,
+        pushed,
         pack_us,
         unpack_us,
         slot_us,
@@ -212,6 +217,7 @@ mod tests {
             window_us: 0.0,
             wire_us: 2.5,
             copy_us: 3.5,
+            pushed: true,
             pack_us: 4.5,
             unpack_us: 5.5,
             slot_us: 6.5,
@@ -238,7 +244,7 @@ mod tests {
     #[test]
     fn claims_are_limited_before_anything_is_allocated() {
         let mut bytes = encode(9.25, &report());
-        bytes[80..88].copy_from_slice(&u64::MAX.to_le_bytes());
+        bytes[88..96].copy_from_slice(&u64::MAX.to_le_bytes());
         assert!(decode(&bytes).unwrap_err().detail.contains("text of"));
         let mut bytes = encode(f64::NAN, &report());
         assert!(decode(&bytes).is_err());

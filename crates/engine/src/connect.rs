@@ -217,7 +217,7 @@ impl Shared {
             select::from_size(eager, large)
         );
         if matches!(reach, Reach::May) {
-            large.push_str(", cuda_ipc for GPU memory");
+            large.push_str(", cuda_ipc for GPU memory (above 1M the sender's GPU copies)");
         }
         let explain = Explain::new(&peer.name, "shm".to_owned(), large, &tls, candidates);
         let endpoint = self.new_peer(&peer.name, explain)?;

@@ -14,6 +14,8 @@ use crossrail::{
 use crossrail_cuda::{Cuda, Stream};
 use parking_lot::{Mutex, MutexGuard};
 
+#[path = "gpu/pushing.rs"]
+mod pushing;
 #[path = "../../cuda/tests/support/mod.rs"]
 #[allow(dead_code)]
 mod support;
@@ -119,14 +121,19 @@ impl Pair {
         self.tell(&format!("recv 3 {size} 7"));
         let receipt = done(&what, self.to.send(part(&source), 7).unwrap());
         let as_expected = |protocol: Protocol| expected.is_none_or(|expected| expected == protocol);
+        // Long ones are written by the sender's GPU, and so is what is read.
+        let pushed = |receipt: &Receipt| receipt.protocol == Protocol::CudaIpc && size > FETCHED;
         assert!(as_expected(receipt.protocol), "{what}: {receipt:?}");
+        assert_eq!(receipt.pushed, pushed(&receipt), "{what}: {receipt:?}");
         assert_eq!(self.tell("wait"), receipt.protocol.to_string(), "{what}");
         assert_eq!(self.tell(&format!("check 3 {size} {size}")), "good", "{what}: sent");
 
         let back = self.context.alloc_on(size + 5, mine).unwrap();
         let receive = self.worker.recv(part(&back), 8, u64::MAX, Some(&self.to)).unwrap();
         self.tell(&format!("send 3 {size} 8"));
-        assert!(as_expected(done(&what, &receive).protocol), "{what}");
+        let received = done(&what, &receive);
+        assert!(as_expected(received.protocol), "{what}: {received:?}");
+        assert_eq!(received.pushed, pushed(&received), "{what}: {received:?}");
         self.tell("wait");
         assert_eq!(bytes_of(&back)[5..], bytes, "{what}: received");
 
@@ -135,9 +142,11 @@ impl Pair {
         source.fill_from(offset, &other).unwrap();
         let written = done(&what, self.to.write(part(&source), &key, 1, None).unwrap());
         assert!(as_expected(written.protocol), "{what}: {written:?}");
+        assert_eq!(written.pushed, pushed(&written), "{what}: {written:?}");
         assert_eq!(self.tell(&format!("check 1 {size} 99")), "good", "{what}: written");
         let read = done(&what, self.to.read(part(&back), &key, 1).unwrap());
         assert!(as_expected(read.protocol), "{what}: {read:?}");
+        assert_eq!(read.pushed, read.protocol == Protocol::CudaIpc, "{what}: {read:?}");
         assert_eq!(bytes_of(&back)[5..], other, "{what}: read");
         self.tell("free");
     }
@@ -154,7 +163,9 @@ fn done(what: &str, request: impl std::borrow::Borrow<Request>) -> Receipt {
 }
 
 const DIRECT: &str = "CROSSRAIL_TLS=shm,cuda_ipc";
-const SIZES: [usize; 7] = [1, 4096, 65_537, 1 << 20, (3 << 20) + 1, 64 << 20, 5];
+/// What the receiving end copies itself.
+const FETCHED: usize = 1 << 20;
+const SIZES: [usize; 8] = [1, 4096, 65_537, 1 << 20, (1 << 20) + 1, (3 << 20) + 1, 64 << 20, 5];
 
 #[test]
 fn one_copy_between_processes_at_every_size() {
@@ -441,6 +452,24 @@ impl Other {
             }
             "wait" => {
                 let ended = self.requests.drain(..).map(|request| done("other process", request).protocol.to_string());
+                ended.last().unwrap_or_default()
+            }
+            "put" | "get" => {
+                let (buffer, key) = (part(last.unwrap()), RegionKey::from_bytes(&bytes_of_hex(words[3])).unwrap());
+                let request = if words[0] == "put" {
+                    self.to.write(buffer, &key, 0, None).unwrap()
+                } else {
+                    self.to.read(buffer, &key, 0).unwrap()
+                };
+                self.requests.push(request);
+                "started".to_owned()
+            }
+            // How what was begun has ended, well or not.
+            "end" => {
+                let ended = self.requests.drain(..).map(|request| match request.wait(LIMIT) {
+                    Ok(_) => "good".to_owned(),
+                    Err(error) => format!("{:?}", error.kind),
+                });
                 ended.last().unwrap_or_default()
             }
             "register" => {

@@ -69,10 +69,16 @@ impl Receipt {
         self.0.wire_us
     }
 
-    /// This end was copying.
+    /// This end was copying, or the peer was, where that was left to it.
     #[getter]
     fn copy_us(&self) -> f64 {
         self.0.copy_us
+    }
+
+    /// A direct copy was made by the end that the bytes come from, alone; otherwise by the other, or by both.
+    #[getter]
+    fn pushed(&self) -> bool {
+        self.0.pushed
     }
 
     /// Bytes of this end's GPU memory were copied to bounce slots, to be sent from there.
@@ -129,6 +135,7 @@ pub(crate) fn report_dict<'py>(py: Python<'py>, report: &TransferReport) -> PyRe
     all.set_item("window_us", report.window_us)?;
     all.set_item("wire_us", report.wire_us)?;
     all.set_item("copy_us", report.copy_us)?;
+    all.set_item("pushed", report.pushed)?;
     all.set_item("pack_us", report.pack_us)?;
     all.set_item("unpack_us", report.unpack_us)?;
     all.set_item("slot_us", report.slot_us)?;

@@ -21,6 +21,9 @@ fn what_lies_at_an_address_later_is_never_taken_for_what_lay_there() {
             let remote = two.describe(index, 0, 1 << 20);
             two.own.copy(Copy::Pull, own.address(), remote, 1 << 20).expect("a pull");
             assert!(two.own.take(own.address(), 1 << 20) == pattern(round, 1 << 20), "{kind}: round {round}");
+            two.own.put(own.address(), &pattern(round + 50, 1 << 20));
+            two.own.copy(Copy::Push, own.address(), remote, 1 << 20).expect("a push");
+            assert!(two.check(index, 0, 1 << 20, round + 50), "{kind}: round {round}");
             two.own.ask(&json!({"do": "free", "index": index, "said": round % 3 == 0}));
         }
         println!("{kind}: 20 allocations lay at {} addresses", addresses.len());
@@ -36,8 +39,10 @@ fn memory_that_is_freed_first_fails_that_transfer_only() {
         let index = two.alloc(kind, 4 << 20, 5);
         let remote = two.describe(index, 0, 1 << 20);
         two.own.ask(&json!({"do": "free", "index": index, "said": true}));
-        let why = two.own.copy(Copy::Pull, own.address(), remote, 1 << 20).expect_err("it was freed");
-        assert!(why.contains("freed"), "{kind}: {why}");
+        for copy in [Copy::Pull, Copy::Push] {
+            let why = two.own.copy(copy, own.address(), remote, 1 << 20).expect_err("it was freed");
+            assert!(why.contains("freed"), "{kind}: {why}");
+        }
         let index = two.alloc(kind, 4 << 20, 6);
         let remote = two.describe(index, 0, 1 << 20);
         two.own.copy(Copy::Pull, own.address(), remote, 1 << 20).expect("a pull");
@@ -149,9 +154,11 @@ fn a_job_that_is_dropped_no_longer_touches_the_memory() {
     let own = Memory::new(&two.own.context, "vmm", len);
     let index = two.alloc("vmm", len, 1);
     let remote = two.describe(index, 0, len);
-    for round in 0..6 {
+    let tail = len - 4096;
+    for round in 0..12_u64 {
         two.own.pump();
-        let mut job = job(Copy::Pull, own.address(), remote, len);
+        let copy = if round < 6 { Copy::Pull } else { Copy::Push };
+        let mut job = job(copy, own.address(), remote, len);
         // SAFETY: the test's own memory, which stays until `ended` has returned.
         #[allow(unsafe_code)]
         let step = unsafe { two.own.link.step(&mut job, 1) };
@@ -164,8 +171,17 @@ fn a_job_that_is_dropped_no_longer_touches_the_memory() {
                 assert!(started.elapsed() < LIMIT, "it never stops");
             }
         }
-        two.own.put(own.address() + len as u64 - 4096, &[0x77; 4096]);
-        assert_eq!(two.own.take(own.address() + len as u64 - 4096, 4096), [0x77; 4096]);
+        match copy {
+            Copy::Pull => {
+                two.own.put(own.address() + tail as u64, &[0x77; 4096]);
+                assert_eq!(two.own.take(own.address() + tail as u64, 4096), [0x77; 4096]);
+            }
+            Copy::Push => {
+                // The other end's memory, which the push was to write last, is its own again.
+                two.own.ask(&json!({"do": "fill", "index": index, "offset": tail, "len": 4096, "seed": round}));
+                assert!(two.check(index, tail, 4096, round));
+            }
+        }
         two.own.link.ended(job.state);
         // SAFETY: as above.
         #[allow(unsafe_code)]
@@ -179,17 +195,17 @@ fn a_peer_that_dies_in_the_middle_harms_nobody() {
     let Some(mut two) = Two::new() else { return };
     let len = 1 << 30;
     let own = Memory::new(&two.own.context, "vmm", len);
-    for kind in KINDS {
+    for (kind, copy) in KINDS.into_iter().flat_map(|kind| [(kind, Copy::Pull), (kind, Copy::Push)]) {
         let index = two.alloc(kind, len, 1);
         let remote = two.describe(index, 0, len);
         let warm = two.own.copy(Copy::Pull, own.address(), remote, 4096);
         warm.expect("the peer lives");
         two.own.say(&json!({"do": "abort"}));
-        let mut job = job(Copy::Pull, own.address(), remote, len);
+        let mut job = job(copy, own.address(), remote, len);
         let started = Instant::now();
         // Done, as the memory is still there, or failed with the driver's reason; not for ever.
         let outcome = two.own.finish(&mut job);
-        println!("{kind}: the peer died: {outcome:?} after {:?}", started.elapsed());
+        println!("{kind}, {copy:?}: the peer died: {outcome:?} after {:?}", started.elapsed());
         assert!(two.own.hear().is_none());
         drop(two);
         // This process, its context and the GPU are as good as before, for the next peer.
