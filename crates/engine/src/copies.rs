@@ -94,6 +94,9 @@ impl Core {
         if offer.slot.is_none() {
             self.step(self.jobs.len() - 1);
         }
+        // Who sleeps on the lanes has to look at it: no event tells of a copy.
+        self.roused |= self.armed;
+        self.kicked |= self.armed;
     }
 
     /// Leaves a copy into memory of a GPU of ours to the peer. False: this end has to copy.

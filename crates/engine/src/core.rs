@@ -293,6 +293,19 @@ impl Core {
         self.kick(endpoint);
     }
 
+    /// [`Core::settle`] by a thread that makes no pass after it. While all others sleep, nobody would send the few
+    /// acknowledgements that may ride along with a message: the background thread sleeps by timers that it looked at
+    /// before they were owed.
+    pub(crate) fn settle_aside(&mut self, endpoint: EndpointId) {
+        self.settle(endpoint);
+        if self.armed
+            && let Some(peer) = self.st.peer(endpoint)
+        {
+            peer.peer.flush();
+            self.settle(endpoint);
+        }
+    }
+
     /// Hands the peer's messages to its message lane, as far as that has room.
     #[inline]
     fn flush(&mut self, endpoint: EndpointId) {
@@ -449,7 +462,7 @@ impl Core {
         self.st.retry_waiting();
         touched.dedup();
         for endpoint in touched {
-            self.settle(endpoint);
+            self.settle_aside(endpoint);
         }
         self.st.ops.finished |= self.observers > 0;
         // Whoever sleeps on the lanes has to look at them.

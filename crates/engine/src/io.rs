@@ -314,7 +314,7 @@ impl Sink for OutsideSink<'_> {
         let place = core.st.place(self.endpoint, lane, head);
         if matches!(place, Place::Discard) {
             // Frames without a payload tell of things, too: of slots that are free.
-            core.settle(self.endpoint);
+            core.settle_aside(self.endpoint);
             self.shared.after(core);
         }
         place
@@ -324,7 +324,7 @@ impl Sink for OutsideSink<'_> {
         let mut core = self.shared.core.lock();
         core.st.tick();
         match core.st.placed(self.endpoint, lane, token) {
-            Ok(()) => core.settle(self.endpoint),
+            Ok(()) => core.settle_aside(self.endpoint),
             Err(why) => {
                 self.fault.get_or_insert(why);
             }

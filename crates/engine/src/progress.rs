@@ -59,6 +59,10 @@ impl Shared {
             if sleepers {
                 self.done.notify_all();
             }
+            if !self.options.background {
+                // A caller may sleep on the sockets.
+                self.groups[0].wake();
+            }
         }
     }
 
@@ -307,26 +311,6 @@ impl Shared {
             group.events(None, |_| {});
         }
     }
-
-    /// Sleeps on the sockets itself, where there is no background thread.
-    fn doze_until(&self, deadline: Instant) {
-        let group = &self.groups[0];
-        group.drowsy();
-        let mut core = self.core.lock();
-        core.timers();
-        let idle = !core.busy() && !group.pending() && core.arm();
-        let left = deadline.saturating_duration_since(Instant::now()).min(NAP_MAX);
-        let nap = core.next_timer().map_or(left, |at| at.saturating_duration_since(Instant::now()).min(left));
-        self.after(core);
-        if idle {
-            self.poll_sockets(Some(nap));
-        } else {
-            group.awake();
-        }
-        let mut core = self.core.lock();
-        core.disarm();
-        self.after(core);
-    }
 }
 
 /// One bounded wait.
@@ -414,8 +398,7 @@ impl<'a> Wait<'a> {
         if shared.options.background {
             return self.sleep(deadline, ready);
         }
-        shared.doze_until(deadline);
-        Look::Again(shared.core.lock())
+        self.doze(deadline, ready)
     }
 
     /// What is waited for is the work of the threads of connections: they need the lock more than this one does, which
@@ -431,6 +414,33 @@ impl<'a> Wait<'a> {
     /// How long to yield before sleeping.
     fn patience(&self) -> Duration {
         if self.shared.context.cores() >= MANY { YIELD_MANY } else { YIELD }
+    }
+
+    /// Sleeps on the sockets itself, where there is no background thread.
+    fn doze<T>(&mut self, deadline: Instant, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
+        let shared = self.shared;
+        let group = &shared.groups[0];
+        group.drowsy();
+        let mut core = shared.core.lock();
+        // Others' threads may have finished it meanwhile.
+        if let Some(found) = ready(&mut core) {
+            group.awake();
+            shared.leave(core);
+            return Look::Found(found);
+        }
+        core.timers();
+        let idle = !core.busy() && !group.pending() && core.arm();
+        let left = deadline.saturating_duration_since(Instant::now()).min(NAP_MAX);
+        let nap = core.next_timer().map_or(left, |at| at.saturating_duration_since(Instant::now()).min(left));
+        shared.after(core);
+        if idle {
+            shared.poll_sockets(Some(nap));
+        } else {
+            group.awake();
+        }
+        let mut core = shared.core.lock();
+        core.disarm();
+        Look::Again(core)
     }
 
     /// Leaves progress to the background thread until something finishes.
