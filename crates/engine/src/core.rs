@@ -106,8 +106,15 @@ impl Sink for InsideSink<'_> {
     #[inline]
     fn placed(&mut self, lane: LaneId, token: u64) {
         if let Err(why) = self.st.placed(self.endpoint, lane, token) {
-            self.fault.get_or_insert(why);
+            self.fail(why);
         }
+    }
+}
+
+impl InsideSink<'_> {
+    #[cold]
+    fn fail(&mut self, why: String) {
+        self.fault.get_or_insert(why);
     }
 }
 
@@ -219,7 +226,7 @@ impl Core {
     }
 
     /// Reads the clock and lets the protocol look for silent lanes.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn timers(&mut self) {
         let now = self.st.tick();
         if self.links > 0 {

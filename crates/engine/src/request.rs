@@ -91,11 +91,18 @@ pub struct Receipt {
     pub unpack_us: f64,
     /// Microseconds in which bytes waited because all bounce slots of the GPU were in use.
     pub slot_us: f64,
-    pub(crate) names: Option<Arc<Names>>,
-    pub(crate) shares: Vec<LaneShare>,
+    names: Option<Arc<Names>>,
     /// The one lane it used, if that is not the peer's usual one.
-    pub(crate) only: Option<Arc<str>>,
-    pub(crate) notes: Vec<String>,
+    only: Option<Arc<str>>,
+    /// Short messages have none of it: a receipt that is larger than 128 bytes is copied by a call.
+    rest: Option<Box<Rest>>,
+}
+
+/// What chunks went through, lane by lane, and what happened on the way.
+#[derive(Clone, Debug, Default)]
+struct Rest {
+    shares: Vec<LaneShare>,
+    notes: Vec<String>,
 }
 
 impl Receipt {
@@ -115,13 +122,13 @@ impl Receipt {
         };
         match only {
             Some(name) => vec![LaneShare { name, bytes: self.bytes, chunks: 1, resent: 0 }],
-            None => self.shares.clone(),
+            None => self.rest.as_ref().map_or_else(Vec::new, |rest| rest.shares.clone()),
         }
     }
 
     /// What happened on the way: lanes lost, slower paths taken.
     pub fn notes(&self) -> &[String] {
-        &self.notes
+        self.rest.as_ref().map_or(&[], |rest| &rest.notes)
     }
 }
 
@@ -282,9 +289,8 @@ pub(crate) fn render(core: &mut Core, outcome: Outcome) -> Result<Receipt> {
         unpack_us: 0.0,
         slot_us: 0.0,
         names,
-        shares: Vec::new(),
         only: None,
-        notes: Vec::new(),
+        rest: None,
     };
     if let Some(more) = finish.more {
         render_more(core, finish.endpoint, *more, &mut rendered);
@@ -310,14 +316,14 @@ fn render_more(core: &mut Core, endpoint: Option<EndpointId>, more: More, render
         rendered.slot_us = us(times.slot.ns());
     }
     if !receipt.lanes.is_empty() {
-        rendered.notes = more.notes;
         let share = |share: crossrail_proto::LaneShare| LaneShare {
             name: lane_name(core, share.lane),
             bytes: share.bytes,
             chunks: share.chunks.into(),
             resent: share.resent,
         };
-        rendered.shares = receipt.lanes.into_iter().map(share).collect();
+        let shares = receipt.lanes.into_iter().map(share).collect();
+        rendered.rest = Some(Box::new(Rest { shares, notes: more.notes }));
     } else if receipt.lane.is_some() && receipt.lane != usual {
         rendered.only = receipt.lane.map(|lane| lane_name(core, lane));
     }

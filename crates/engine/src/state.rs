@@ -390,6 +390,13 @@ impl State {
     /// `Sink::sent` for any lane.
     #[inline]
     pub(crate) fn sent(&mut self, lane: LaneId, token: u64) {
+        if token != 0 {
+            self.sent_held(lane, token);
+        }
+    }
+
+    /// Of a frame whose bytes were kept for the lane.
+    fn sent_held(&mut self, lane: LaneId, token: u64) {
         if let Some(state) = self.lane(lane) {
             state.sent(token);
         }

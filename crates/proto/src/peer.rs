@@ -239,7 +239,7 @@ impl Peer {
         self.shorts.pop_front()
     }
 
-    #[inline]
+    #[inline(always)]
     fn end_short(&mut self, short: Short) {
         if self.events.is_empty() {
             self.shorts.push_back(short);
