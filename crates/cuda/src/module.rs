@@ -82,7 +82,8 @@ impl Module {
         Ok(Module(Arc::new(Loaded { context: context.clone(), raw: module })))
     }
 
-    /// The kernel of that (unmangled) name.
+    /// The kernel of that (unmangled) name, ready to be launched: the driver would otherwise load it at its first launch, and
+    /// may wait for the whole GPU then.
     ///
     /// # Errors
     /// [`ErrorKind::Usage`] for a name with a zero byte; a failed call when there is no such kernel.
@@ -94,6 +95,10 @@ impl Module {
         self.0.context.run(&format!("kernel {name}"), "cuModuleGetFunction", |raw| unsafe {
             (raw.cuModuleGetFunction)(&mut function, self.0.raw, text.as_ptr())
         })?;
+        if let Some(load) = self.0.context.cuda().raw().cuFuncLoad {
+            // SAFETY: the function is alive.
+            self.0.context.run(&format!("kernel {name}"), "cuFuncLoad", |_| unsafe { load(function) })?;
+        }
         Ok(Function { module: self.clone(), name: name.to_owned(), raw: function })
     }
 }

@@ -27,6 +27,8 @@ macro_rules! table {
         pub(crate) struct Raw {
             $( pub(crate) $name: unsafe extern "C" fn($($arg),*) -> Code, )+
             $( pub(crate) $extra: Option<unsafe extern "C" fn($($extra_arg),*) -> Code>, )+
+            /// From CUDA 12.4 on; the bindings are of 12.0.
+            pub(crate) cuFuncLoad: Option<unsafe extern "C" fn(CUfunction) -> Code>,
             pub(crate) cuGetErrorName: unsafe extern "C" fn(Code, *mut *const c_char) -> Code,
             pub(crate) cuGetErrorString: unsafe extern "C" fn(Code, *mut *const c_char) -> Code,
             _library: Library,
@@ -38,6 +40,7 @@ macro_rules! table {
                 Ok(Raw {
                     $( $name: symbol(&library, stringify!($name))?, )+
                     $( $extra: symbol(&library, stringify!($extra)).ok(), )+
+                    cuFuncLoad: symbol(&library, "cuFuncLoad").ok(),
                     cuGetErrorName: symbol(&library, "cuGetErrorName")?,
                     cuGetErrorString: symbol(&library, "cuGetErrorString")?,
                     _library: library,

@@ -138,6 +138,12 @@ impl Lab {
         stream.expose_provenance()
     }
 
+    fn urgent_stream(&self) -> usize {
+        let mut stream: CUstream = std::ptr::null_mut();
+        ok!(self, cuStreamCreateWithPriority(&mut stream => *mut CUstream, 1 => c_uint, c_int::MIN => c_int));
+        stream.expose_provenance()
+    }
+
     fn event(&self) -> usize {
         let mut event: CUevent = std::ptr::null_mut();
         ok!(self, cuEventCreate(&mut event => *mut CUevent, 2 => c_uint));
@@ -353,6 +359,7 @@ fn others(lab: &Lab) -> Vec<Row> {
     let (memory, mapped, pinned, registered) = (lab.memory(), lab.mapped(), lab.pinned(), Lab::host());
     lab.register(registered);
     let (module, stream, event) = (lab.module(), lab.stream(), lab.event());
+    let (fresh, other) = (lab.function(lab.module(), c"nothing"), lab.other);
     vec![
         row("cuMemAlloc", |lab| _ = lab.memory()),
         row("cuMemUnmap", move |lab| ok!(lab, cuMemUnmap(mapped => u64, PART => usize))),
@@ -361,6 +368,10 @@ fn others(lab: &Lab) -> Vec<Row> {
         }),
         row("cuStreamDestroy", move |lab| {
             ok!(lab, cuStreamDestroy_v2(std::ptr::with_exposed_provenance_mut(stream) => CUstream));
+        }),
+        row("cuLaunchKernel, the first", move |lab| {
+            lab.launch(fresh, other, &mut []);
+            lab.drain(other);
         }),
         row("cuModuleLoadData", |lab| _ = lab.module()),
         row("cuModuleUnload", move |lab| {
@@ -417,16 +428,80 @@ fn later_work_prolongs_a_free(lab: &Arc<Lab>) -> bool {
     prolonged
 }
 
+/// Puts something into a stream; pinned memory is at hand.
+type PutIn = fn(&Lab, usize, usize);
+
+/// Streams that wait: more than the GPU has queues of one priority.
+const MANY: usize = 64;
+
+/// What our own streams carry while many of callers' wait; how it went in a stream of usual priority is printed beside it.
+fn many_wait() {
+    let lab = Lab::new();
+    let waiting: Vec<usize> = (0..MANY).map(|_| lab.stream()).collect();
+    let (usual, urgent) = (lab.stream(), lab.urgent_stream());
+    let host = lab.pinned();
+    let work: [(&str, PutIn); 5] = [
+        ("a copy within the GPU", |lab, stream, _| {
+            let stream = std::ptr::with_exposed_provenance_mut(stream);
+            ok!(lab, cuMemcpyDtoDAsync_v2(lab.to => u64, lab.from => u64, PART => usize, stream => CUstream));
+        }),
+        ("a copy out", |lab, stream, host| {
+            let stream = std::ptr::with_exposed_provenance_mut(stream);
+            let host = std::ptr::with_exposed_provenance_mut(host);
+            ok!(lab, cuMemcpyDtoHAsync_v2(host => *mut c_void, lab.from => u64, 4096 => usize, stream => CUstream));
+        }),
+        ("a copy in", |lab, stream, host| {
+            let stream = std::ptr::with_exposed_provenance_mut(stream);
+            let host = std::ptr::with_exposed_provenance(host);
+            ok!(lab, cuMemcpyHtoDAsync_v2(lab.to => u64, host => *const c_void, 4096 => usize, stream => CUstream));
+        }),
+        ("a kernel", |lab, stream, _| lab.launch(lab.nothing, stream, &mut [])),
+        ("a word", |lab, stream, _| {
+            let (stream, address) = (std::ptr::with_exposed_provenance_mut(stream), lab.word.1 + 64);
+            ok!(lab, cuStreamWriteValue32_v2(stream => CUstream, address => u64, 1 => c_uint, 0 => c_uint));
+        }),
+    ];
+    let value = lab.value.load(Ordering::SeqCst) + 1;
+    lab.value.store(value, Ordering::SeqCst);
+    for stream in &waiting {
+        let stream = std::ptr::with_exposed_provenance_mut(*stream);
+        let word = lab.word.1;
+        ok!(lab, cuStreamWaitValue32_v2(stream => CUstream, word => u64, value => c_uint, 0 => c_uint));
+    }
+    let mut stuck = Vec::new();
+    println!("{MANY} streams wait:{:>28}{:>15}", "usual", "urgent");
+    for (what, put_in) in work {
+        let held = [usual, urgent].map(|stream| {
+            put_in(&lab, stream, host);
+            let started = Instant::now();
+            while !lab.is_done(stream) && started.elapsed() < HELD {}
+            !lab.is_done(stream)
+        });
+        println!("{what:30}{}", held.map(|held| format!("{:>15}", if held { "HELD" } else { "-" })).concat());
+        stuck.extend(held[1].then_some(what));
+    }
+    lab.let_go(value);
+    waiting.iter().chain([&usual, &urgent]).for_each(|stream| lab.drain(*stream));
+    assert!(stuck.is_empty(), "an urgent stream does not go on while {MANY} others wait: {stuck:?}");
+}
+
+#[test]
+fn urgent_streams_go_on_while_many_others_wait() {
+    if support::cuda().is_some() && alone("urgent_streams_go_on_while_many_others_wait") {
+        many_wait();
+    }
+}
+
 fn table() {
     let lab = Lab::new();
     let count = needed(&lab).len();
     let heads = ["stream", "kernel", "stream + free", "kernel + free"];
     let columns = [(Holder::Stream, false), (Holder::Kernel, false), (Holder::Stream, true), (Holder::Kernel, true)]
         .map(|(holder, beside_a_free)| column(&lab, holder, beside_a_free));
-    println!("{:24}{}", "held by", heads.map(|head| format!("{head:>15}")).concat());
+    println!("{:28}{}", "held by", heads.map(|head| format!("{head:>15}")).concat());
     for (row, (name, _)) in columns[0].iter().enumerate() {
         let cells = columns.each_ref().map(|column| if column[row].1 { "HELD" } else { "-" });
-        println!("{name:24}{}", cells.map(|cell| format!("{cell:>15}")).concat());
+        println!("{name:28}{}", cells.map(|cell| format!("{cell:>15}")).concat());
     }
     println!("a free waits for work that is put in after it began: {}", later_work_prolongs_a_free(&lab));
     let wrong: Vec<&str> = columns[0][..count].iter().filter(|(_, held)| *held).map(|(name, _)| *name).collect();
