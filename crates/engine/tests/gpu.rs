@@ -294,6 +294,43 @@ fn streams_order_transfers() {
     }
 }
 
+/// Nothing was warmed up here: slots and lists are made, and grow, while streams wait for what needs them.
+#[test]
+fn transfers_end_while_many_streams_wait_for_them() {
+    let staged = ["kernel", "host"].map(|unpack| format!("CROSSRAIL_TLS=tcp;CROSSRAIL_UNPACK={unpack}"));
+    for pairs in [DIRECT, "CROSSRAIL_TLS=shm", &staged[0], &staged[1]] {
+        let Some(pair) = pair(pairs) else { return };
+        let streams: Vec<Stream> = (0..40).map(|_| stream(&pair.cuda, 0)).collect();
+        for (round, size) in [100_001, 6 << 20, 64 << 20].into_iter().enumerate() {
+            let (target, spare) = (
+                pair.context.alloc_on(size, Place::Gpu(0)).unwrap(),
+                pair.context.alloc_on(size, Place::Gpu(0)).unwrap(),
+            );
+            pair.tell(&format!("alloc gpu {size}"));
+            pair.tell(&format!("fill {round}"));
+            let receive = pair.worker.recv(&target, 2, u64::MAX, Some(&pair.to)).unwrap();
+            for stream in &streams {
+                // SAFETY: the streams live until they are done.
+                unsafe { receive.wait_on(stream.handle(), 0).unwrap() };
+            }
+            // What is freed, allocated and copied meanwhile waits for none of them.
+            drop(spare);
+            let other = pair.filled(Place::Gpu(0), &pattern(size, 77));
+            assert!(streams.iter().all(|stream| !stream.is_done().unwrap()), "{pairs}: nothing was sent yet");
+            pair.tell(&format!("send 0 {size} 2"));
+            for stream in &streams {
+                stream.wait(Duration::from_secs(20)).unwrap_or_else(|error| panic!("{pairs}, {size} bytes: {error}"));
+            }
+            done(pairs, &receive);
+            assert_eq!(bytes_of(&target), pattern(size, round as u64), "{pairs}");
+            assert_eq!(bytes_of(&other), pattern(size, 77), "{pairs}");
+            pair.tell("wait");
+            pair.tell("free");
+        }
+        assert!(crossrail_cuda::settled(Duration::from_secs(20)), "{pairs}: what was dropped is given back in the end");
+    }
+}
+
 #[test]
 fn puts_and_signals_and_a_graph_of_them() {
     let Some(pair) = pair(DIRECT) else { return };
