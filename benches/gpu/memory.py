@@ -3,7 +3,8 @@
     python benches/gpu/memory.py --way tcp         staged, one GPU to itself or to the second
     python benches/gpu/memory.py --way cuda_ipc    from the first GPU to the second
 
-Prints bytes for each GPU: `used` after the first transfer, `grown` from there to the last, `left` when all is closed.
+Prints bytes for each GPU: `used` after the first transfer, `grown` from there to the last, `left` when all is closed;
+and `driver`, what the driver itself keeps of such memory, streams and kernels, made and given back without the library.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import subprocess
 import sys
+import time
 from typing import Any
 
 import crossrail
@@ -19,6 +22,13 @@ import crossrail
 SIZE = 64 << 20
 LIMIT_S = 30.0
 TAG = 1
+SETTLED_S = 3.0
+KERNEL = b"""
+.version 7.0
+.target sm_80
+.address_size 64
+.visible .entry nothing() { ret; }
+\0"""
 WAYS: dict[str, dict[str, str]] = {
     "tcp": {"tls": "tcp", "net_devices": "127.0.0.1,127.0.0.2"},
     "cuda_ipc": {"tls": "shm,cuda_ipc"},
@@ -30,6 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--way", choices=WAYS, required=True)
     parser.add_argument("--transfers", type=int, default=100, metavar="N")
+    parser.add_argument("--driver", action="store_true", help="only what the driver keeps, step by step")
     arguments = parser.parse_args()
     try:
         from cuda.bindings import runtime
@@ -40,11 +51,17 @@ def main() -> int:
     if gpus.count == 0:
         print("memory.py: there is no GPU", file=sys.stderr)
         return 1
+    if arguments.driver:
+        print(json.dumps(driver_alone(gpus)))
+        return 0
     before = gpus.free()
     used, grown, info = transfers(gpus, WAYS[arguments.way], arguments.transfers)
-    gc.collect()
-    left = less(before, gpus.free())
-    print(json.dumps({"used": used, "grown": grown, "left": left, "info": info}))
+    left = less(before, settled(gpus, before))
+    # In a process of its own: what a driver keeps, it keeps for the next.
+    command = [sys.executable, __file__, f"--way={arguments.way}", "--driver"]
+    asked = subprocess.run(command, capture_output=True, text=True)
+    driver = json.loads(asked.stdout) if asked.returncode == 0 else {"all": [0], "error": asked.stderr[-500:]}
+    print(json.dumps({"used": used, "grown": grown, "left": left, "driver": driver, "info": info}))
     return 0
 
 
@@ -70,6 +87,80 @@ class Gpus:
                 raise SystemExit(f"memory.py: cudaMemGetInfo: {code!r}")
             found.append(int(free))
         return found
+
+
+def settled(gpus: Gpus, before: list[int]) -> list[int]:
+    """Free bytes of each once all is given back, which a thread of the library's does by and by."""
+    deadline = time.monotonic() + SETTLED_S
+    gc.collect()
+    while sum(less(before, now := gpus.free())) > 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        gc.collect()
+    return now
+
+
+def driver_alone(gpus: Gpus) -> dict[str, list[int]]:
+    """By step, what of it stays in use after it was given back: the same calls as the library's."""
+    from cuda.bindings import driver
+
+    def done(answer: Any) -> Any:
+        code, *values = answer
+        if int(code) != 0:
+            raise SystemExit(f"memory.py: the driver: {code!r}")
+        return values[0] if values else None
+
+    def memory(gpu: int) -> None:
+        prop, access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
+        prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        prop.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        prop.location.id = gpu
+        access.location = prop.location
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        handle = done(driver.cuMemCreate(SIZE, prop, 0))
+        address = done(driver.cuMemAddressReserve(SIZE, 0, 0, 0))
+        done(driver.cuMemMap(address, SIZE, 0, handle, 0))
+        done(driver.cuMemSetAccess(address, SIZE, [access], 1))
+        done(driver.cuMemsetD8(address, 0, SIZE))
+        done(driver.cuMemUnmap(address, SIZE))
+        done(driver.cuMemAddressFree(address, SIZE))
+        done(driver.cuMemRelease(handle))
+
+    def streams(_: int) -> None:
+        made = [done(driver.cuStreamCreateWithPriority(1, -5)) for _ in range(4)]
+        events = [done(driver.cuEventCreate(2)) for _ in range(8)]
+        for event in events:
+            done(driver.cuEventRecord(event, made[0]))
+        done(driver.cuCtxSynchronize())
+        for event in events:
+            done(driver.cuEventDestroy(event))
+        for stream in made:
+            done(driver.cuStreamDestroy(stream))
+
+    def kernels(_: int) -> None:
+        stream = done(driver.cuStreamCreateWithPriority(1, -5))
+        modules = [done(driver.cuModuleLoadData(KERNEL)) for _ in range(5)]
+        for module in modules:
+            function = done(driver.cuModuleGetFunction(module, b"nothing"))
+            done(driver.cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, 0, 0))
+        done(driver.cuCtxSynchronize())
+        for module in modules:
+            done(driver.cuModuleUnload(module))
+        done(driver.cuStreamDestroy(stream))
+
+    def pinned(_: int) -> None:
+        start = done(driver.cuMemHostAlloc(1 << 20, 3))
+        done(driver.cuMemFreeHost(start))
+
+    kept: dict[str, list[int]] = {}
+    first = gpus.free()
+    for step in (memory, streams, kernels, pinned):
+        before = gpus.free()
+        for gpu in range(gpus.count):
+            gpus.runtime.cudaSetDevice(gpu)
+            step(gpu)
+        kept[step.__name__] = less(before, gpus.free())
+    return {**kept, "all": less(first, gpus.free())}
 
 
 def less(before: list[int], after: list[int]) -> list[int]:
