@@ -16,7 +16,12 @@ const HEADERS: &[(&str, &str)] = &[
     ("layout/ep.cuh", LAYOUT_EP),
     ("ptx/memory.cuh", text!("ptx/memory.cuh")),
     ("ptx/bulk.cuh", text!("ptx/bulk.cuh")),
+    ("ptx/convert.cuh", text!("ptx/convert.cuh")),
     ("kernels/copy_warp.cuh", text!("kernels/copy_warp.cuh")),
+    ("kernels/ep_common.cuh", text!("kernels/ep_common.cuh")),
+    ("kernels/ep_plan.cuh", text!("kernels/ep_plan.cuh")),
+    ("kernels/ep_dispatch.cuh", text!("kernels/ep_dispatch.cuh")),
+    ("kernels/ep_combine.cuh", text!("kernels/ep_combine.cuh")),
 ];
 
 /// The committed layout of what kernels take.

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use crossrail_cuda::Arch;
 use crossrail_cuda::nvrtc::{Compiler, Origin, Report, Source};
+use crossrail_kernels::ep::{Payload, Scale, Shape, Tuning};
 use crossrail_kernels::sources;
 
 const ARCHITECTURES: [&str; 3] = ["sm_80", "sm_90a", "sm_100a"];
@@ -27,6 +28,49 @@ fn every_kernel_compiles_for_every_architecture() {
         for source in sources::all(parsed) {
             let compiled = compiler.compile(&source, parsed, &[], LIMIT).unwrap();
             assert_eq!(compiled.origin(), &Origin::NotKept(None));
+            let report = compiled.report();
+            problems.extend(report.warnings.iter().map(|warning| format!("{arch}: {warning}")));
+            assert!(!report.kernels.is_empty(), "{}: no kernel in the log:\n{}", source.name, compiled.log());
+            problems.extend(print(arch, &report));
+        }
+    }
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
+
+#[test]
+fn kernels_of_expert_parallelism_compile_for_shapes() {
+    let Some(library) = support::nvrtc() else { return };
+    let decode = Shape {
+        hidden: 7168,
+        topk: 8,
+        experts: 288,
+        ranks: 4,
+        max_tokens: 128,
+        payload: Payload::Fp8(Scale::F32),
+        prereduce: true,
+        expert_layout: true,
+        rank_layout: true,
+        regions: 2,
+        tuning: Tuning::default(),
+    };
+    // More ranks than lanes, a row that is no multiple of a piece, more than one step in a piece.
+    let tuning = Tuning { piece: 2048, ..Tuning::default() };
+    let wide = Shape { hidden: 5128, topk: 6, experts: 320, ranks: 64, payload: Payload::Bf16, tuning, ..decode };
+    let packed = Shape { payload: Payload::Fp8(Scale::Ue8m0), ..decode };
+    let compiler = Compiler::new(library, None);
+    let mut problems = Vec::new();
+    for (arch, shape) in [
+        ("sm_80", Shape { prereduce: false, ..decode }),
+        ("sm_90a", decode),
+        ("sm_90a", Shape { prereduce: false, ..wide }),
+        ("sm_100a", packed),
+    ] {
+        shape.check().unwrap();
+        let parsed: Arch = arch.parse().unwrap();
+        let defines = shape.defines(sources::has_bulk(parsed));
+        let options: Vec<&str> = defines.iter().map(String::as_str).collect();
+        for source in [sources::EP_EXPERT, sources::EP_RANK] {
+            let compiled = compiler.compile(&source, parsed, &options, LIMIT).unwrap();
             let report = compiled.report();
             problems.extend(report.warnings.iter().map(|warning| format!("{arch}: {warning}")));
             assert!(!report.kernels.is_empty(), "{}: no kernel in the log:\n{}", source.name, compiled.log());

@@ -72,6 +72,9 @@ constexpr u32 EP_WEIGHTED = 1;
 // Flag of an announcement: the routing of an earlier dispatch is repeated.
 constexpr u32 EP_CACHED = 2;
 
+// Bytes of shared memory in which a block that plans a dispatch has the heaps' addresses.
+constexpr u32 EP_PLAN_BASES = 512;
+
 // In place of a row's number: none.
 constexpr u32 EP_NOWHERE = 4294967295;
 

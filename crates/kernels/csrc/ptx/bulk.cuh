@@ -19,6 +19,11 @@ __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
 }
 
+// What this thread wrote to shared memory is there for bulk copies that are started after it.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
+}
+
 // This thread arrives, and `bytes` more are expected in this phase.
 __device__ __forceinline__ void mbarrier_arrive_expect_shared(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(barrier), "r"(bytes) : "memory");

@@ -52,6 +52,31 @@ __device__ __forceinline__ void st_relaxed_gpu_u64(u64 address, u64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" : : "l"(address), "l"(value) : "memory");
 }
 
+// What a thread of this GPU wrote before it released a value at this address is seen after it.
+__device__ __forceinline__ u64 ld_acquire_gpu_u64(u64 address) {
+    u64 value;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
+// What this thread wrote or has seen before it is seen by who acquires this value in this GPU.
+__device__ __forceinline__ void st_release_gpu_u64(u64 address, u64 value) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" : : "l"(address), "l"(value) : "memory");
+}
+
+// A number that others may be writing; no order.
+__device__ __forceinline__ u64 ld_relaxed_gpu_u64(u64 address) {
+    u64 value;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ u32 ld_relaxed_sys_u32(u64 address) {
+    u32 value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
 // Nanoseconds of a clock that all multiprocessors share. It ticks coarsely: of microseconds, not nanoseconds.
 __device__ __forceinline__ u64 clock_ns() {
     u64 now;

@@ -56,6 +56,8 @@ constants! {
     EP_WEIGHTED: u32 = 1;
     /// Flag of an announcement: the routing of an earlier dispatch is repeated.
     EP_CACHED: u32 = 2;
+    /// Bytes of shared memory in which a block that plans a dispatch has the heaps' addresses.
+    EP_PLAN_BASES: u32 = 512;
     /// In place of a row's number: none.
     EP_NOWHERE: u32 = 0xffff_ffff;
 }

@@ -56,7 +56,7 @@ impl EpKernels {
         };
         let expert = shape.expert_layout.then(|| {
             let names = ["crossrail_ep_dispatch_expert", "crossrail_ep_combine_expert"];
-            load(&sources::EP_EXPERT, names, super::expert_shared(shape))
+            load(&sources::EP_EXPERT, names, shape.expert_shared())
         });
         let rank = shape.rank_layout.then(|| {
             let names = ["crossrail_ep_dispatch_rank", "crossrail_ep_combine_rank"];

@@ -2,7 +2,9 @@
 
 use crossrail_types::{Error, ErrorKind, Result};
 
-use super::{EP_DEPTH, EP_LINE, EpAnnounceHeader, EpHandle, EpHandleHeader, EpHeap, EpState, EpTableHeader};
+use super::{
+    EP_DEPTH, EP_LINE, EP_PLAN_BASES, EpAnnounceHeader, EpHandle, EpHandleHeader, EpHeap, EpState, EpTableHeader,
+};
 
 /// Elements that share one scale in fp8 rows.
 const BLOCK: u32 = 128;
@@ -18,6 +20,8 @@ pub const MOST_TOPK: u32 = 32;
 pub const MOST_TOKENS: u32 = 65535;
 /// Elements that a warp takes at a time.
 const PIECE: u32 = 1024;
+/// Bytes of shared memory that the counts of a dispatch may take: what the most experts need.
+const PLAN_SHARED: u32 = 2 * MOST_RANKS * MOST_LOCAL_EXPERTS;
 /// Words of the rank layout's scan.
 const SCAN: u64 = 16384;
 
@@ -174,6 +178,19 @@ impl Shape {
         }
     }
 
+    /// Warps that number the selections of a dispatch: each counts every expert in shared memory.
+    fn plan_warps(&self) -> u32 {
+        (PLAN_SHARED / (2 * self.experts)).clamp(1, self.tuning().threads / 32)
+    }
+
+    /// Bytes of shared memory of a block that dispatches in the expert layout, and of one that combines.
+    pub fn expert_shared(&self) -> [u32; 2] {
+        let Tuning { piece, senders, .. } = self.tuning();
+        let stage = if self.payload == Payload::Bf16 { 2 * piece } else { self.heap().piece_stride as u32 };
+        let plan = self.plan_warps() * 2 * self.experts;
+        [EP_PLAN_BASES + plan.max(senders * stage), senders * 2 * piece]
+    }
+
     /// Pieces of a row in the expert layout, each with a flag.
     pub fn pieces(&self) -> u32 {
         self.hidden.div_ceil(self.tuning().piece)
@@ -311,6 +328,7 @@ impl Shape {
             ("THREADS", threads),
             ("SENDERS", senders),
             ("RECEIVE_FROM", receive_from),
+            ("PLAN_WARPS", self.plan_warps()),
         ];
         numbers.iter().map(|(name, value)| format!("-DEP_{name}={value}")).collect()
     }

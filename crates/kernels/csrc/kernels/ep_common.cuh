@@ -1,0 +1,174 @@
+// What the kernels of expert parallelism have in common: where things are in heaps, waits for other ranks, the end of a
+// launch.
+//
+// A wait for another rank ends when the word has the number, when the rank is masked, or when the time is over: then the
+// rank is masked, and the host finds a fault in the ring. Waits for other blocks of the same launch have no end of their
+// own: all blocks run at once, and what those blocks wait for has.
+#pragma once
+
+#include "layout/ep.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/memory.cuh"
+#if EP_BULK
+#include "ptx/bulk.cuh"
+#endif
+
+constexpr u32 LANES = 32;
+constexpr u32 WHOLE_WARP = 0xffffffff;
+constexpr u32 WARPS = EP_THREADS / LANES;
+constexpr u32 LOCAL = EP_E / EP_R;
+// Ranks of each lane.
+constexpr u32 EACH = (EP_R + LANES - 1) / LANES;
+// The most experts of one rank that a token selects.
+constexpr u32 MOST_LOCAL = EP_K < LOCAL ? EP_K : LOCAL;
+constexpr u32 PIECES = (EP_H + EP_PIECE - 1) / EP_PIECE;
+// Questions to a word between two looks at the clock.
+constexpr u32 EP_LOOKS = 16;
+static_assert(EP_R <= 64 && EP_K <= LANES && EP_PIECE % 1024 == 0, "limits that the host checks");
+
+template <typename T>
+__device__ __forceinline__ T &at(u64 address, u64 index = 0) {
+    return reinterpret_cast<T *>(address)[index];
+}
+
+__device__ __forceinline__ u64 slot_of(u64 epoch, u32 source) { return epoch % EP_DEPTH * EP_R + source; }
+
+// A word of the line that `source` writes in the heap at `base`.
+__device__ __forceinline__ u64 word_at(const EpCommon &c, u64 base, u32 source, u32 word) {
+    return base + c.heap.words + source * EP_LINE + word * 8;
+}
+
+__device__ __forceinline__ EpState &state_of(const EpCommon &c) { return at<EpState>(c.base + c.heap.state); }
+
+__device__ __forceinline__ u64 address_of(const u64 &word) { return reinterpret_cast<u64>(&word); }
+
+__device__ __forceinline__ bool is_masked(const EpCommon &c, u32 rank) {
+    return ld_relaxed_sys_u32(c.base + c.heap.masks + 4 * rank) != 0;
+}
+
+// Masks a rank, and tells the host if it was not masked.
+__device__ __noinline__ void mask_for(const EpCommon &c, u32 rank, u32 stage, u64 epoch, u64 seen) {
+    if (atomicOr(&at<u32>(c.base + c.heap.masks, rank), 1u) != 0) return;
+    u64 number = atomicAdd(&state_of(c).faults, 1ull) + 1;
+    EpFault &fault = at<EpFault>(c.faults, (number - 1) % EP_FAULTS);
+    fault.epoch = epoch;
+    fault.seen = seen;
+    fault.rank = rank;
+    fault.stage = stage;
+    st_release_sys_u64(address_of(fault.number), number);
+}
+
+// The slow part of `await`.
+__device__ __noinline__ bool await_long(const EpCommon &c, u64 word, u64 value, u32 rank, u32 stage, u64 epoch) {
+    u64 started = clock_ns();
+    while (!is_masked(c, rank)) {
+        u64 seen = 0;
+        for (u32 look = 0; look < EP_LOOKS; ++look) {
+            seen = ld_acquire_sys_u64(word);
+            if (seen >= value) {
+                if (c.waits) atomicMax(&at<u64>(c.base + c.heap.waited, rank), clock_ns() - started);
+                return true;
+            }
+        }
+        u64 waited = clock_ns() - started;
+        if (waited >= c.limit_ns) mask_for(c, rank, stage, epoch, seen);
+        if (waited > 1000000) pause_ns(500);
+    }
+    return false;
+}
+
+// Waits until the word that `rank` writes has reached the value; false if the rank is masked first. What the rank wrote
+// before is seen by this thread.
+__device__ __forceinline__ bool await(const EpCommon &c, u64 word, u64 value, u32 rank, u32 stage, u64 epoch) {
+    return ld_acquire_sys_u64(word) >= value || await_long(c, word, value, rank, stage, epoch);
+}
+
+// What a warp knows of each rank: lane r has that of ranks r and r + 32.
+template <typename T>
+struct PerRank {
+    T value[EACH];
+
+    // That of a rank of each lane's own choice.
+    __device__ __forceinline__ T of(u32 rank) const {
+        T found = __shfl_sync(WHOLE_WARP, value[0], rank % LANES);
+        if constexpr (EACH > 1) {
+            T other = __shfl_sync(WHOLE_WARP, value[1], rank % LANES);
+            found = rank >= LANES ? other : found;
+        }
+        return found;
+    }
+};
+
+// The ranks that are not masked, and where their heaps are.
+struct Peers {
+    PerRank<u64> base;
+    u64 open = 0;
+
+    __device__ __forceinline__ Peers(const EpCommon &c, u32 lane) {
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i) {
+            u32 rank = lane + i * LANES;
+            bool known = rank < EP_R;
+            base.value[i] = known ? at<u64>(c.peers, rank) : 0;
+            bool is_open = known && !is_masked(c, rank);
+            open |= u64(__ballot_sync(WHOLE_WARP, is_open)) << (i * LANES);
+        }
+    }
+
+    __device__ __forceinline__ bool is_open(u32 rank) const { return open >> rank & 1; }
+};
+
+// The number of the expert of a selection; -1 for none.
+__device__ __forceinline__ int expert_at(const EpDispatchArgs &args, u64 selection) {
+    long long id = args.idx_bytes == 8 ? at<long long>(args.topk_idx, selection) : at<int>(args.topk_idx, selection);
+    return id >= 0 && id < EP_E ? static_cast<int>(id) : -1;
+}
+
+// For the lanes below K, which have a token's selections: whether this one is the first of its rank.
+__device__ __forceinline__ bool is_first_of_rank(u32 rank, bool valid, u32 lane) {
+    u32 key = valid ? rank : EP_R + lane;
+    return valid && (__match_any_sync(WHOLE_WARP, key) & ((1u << lane) - 1)) == 0;
+}
+
+// Elements of a piece.
+__device__ __forceinline__ u32 piece_elements(u32 piece) {
+    u32 left = EP_H - piece * EP_PIECE;
+    return left < EP_PIECE ? left : EP_PIECE;
+}
+
+// Whether this is the last block of a launch to come here; the whole first warp is told. Everything that the launch's
+// threads did is before it. `blocks` counts, and is 0 again.
+__device__ __forceinline__ bool is_last_block(u64 blocks) {
+    __syncthreads();
+    if (threadIdx.x >= LANES) return false;
+    u32 last = 1;
+    if (gridDim.x > 1) {
+        if (threadIdx.x == 0) {
+            last = atom_add_acq_rel_gpu_u64(blocks, 1) == gridDim.x - 1;
+            if (last) st_relaxed_gpu_u64(blocks, 0);
+        }
+        last = __shfl_sync(WHOLE_WARP, last, 0);
+    }
+    return last;
+}
+
+// Adds this operation's longest waits to what the caller counts. The first warp.
+__device__ __forceinline__ void count_waits(const EpCommon &c) {
+    if (!c.waits) return;
+    for (u32 rank = threadIdx.x; rank < EP_R; rank += LANES) {
+        u64 &waited = at<u64>(c.base + c.heap.waited, rank);
+        at<long long>(c.waits, rank) += static_cast<long long>(waited);
+        waited = 0;
+    }
+}
+
+// Tells every rank that is not masked that `word` is `value` now. The first warp, together.
+__device__ __forceinline__ void tell_all(const EpCommon &c, const Peers &peers, u32 word, u64 value) {
+#pragma unroll
+    for (u32 i = 0; i < EACH; ++i) {
+        u32 rank = threadIdx.x + i * LANES;
+        if (rank < EP_R && peers.is_open(rank)) {
+            st_release_sys_u64(word_at(c, peers.base.value[i], c.rank, word), value);
+        }
+    }
+}
