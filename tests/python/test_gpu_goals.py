@@ -116,7 +116,13 @@ class Machine:
             return {"error": f"{script} is silent"}
         given = dict(self.split(options))
         if script == "../memory.py":
-            return {"used": [4 << 20, 0], "grown": [0, 0], "left": [2 << 20, 0], "driver": {"all": [2 << 20, 0]}, "info": {}}
+            return {
+                "used": [4 << 20, 0],
+                "grown": [0, 0],
+                "left": [2 << 20, 0],
+                "driver": {"all": [2 << 20, 0]},
+                "info": {},
+            }
         tuned = environment.get("NCCL_SOCKET_NTHREADS") == "4"
         window = int(given.get("--window", "16"))
         row = {"what": given.get("--what"), "window": window, "samples_us": [20.0], "wall_us": [180.0]}
