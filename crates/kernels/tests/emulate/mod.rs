@@ -14,6 +14,8 @@
 #![allow(unreachable_pub)]
 
 mod build;
+pub mod job;
+pub mod reference;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ffi::{CStr, CString, c_char};

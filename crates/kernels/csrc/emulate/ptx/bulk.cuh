@@ -28,14 +28,35 @@ __device__ __forceinline__ void bulk_load_shared(u32 dst, u64 src, u32 bytes, u3
     emulate::bulk_load(dst, src, bytes, barrier);
 }
 
-__device__ __forceinline__ void bulk_store_shared(u64 dst, u32 src, u32 bytes) {
+__device__ __forceinline__ void fence_proxy_async_shared() {
+    emulate::fence_async();
+}
+
+__device__ __forceinline__ void fence_async_shared() {
+    emulate::fence_async();
+}
+
+__device__ __forceinline__ void bulk_store_open(u64 dst, u32 src, u32 bytes) {
     emulate::bulk_store(dst, src, bytes);
+}
+
+__device__ __forceinline__ void bulk_commit() {
     emulate::bulk_commit();
+}
+
+__device__ __forceinline__ void bulk_store_shared(u64 dst, u32 src, u32 bytes) {
+    bulk_store_open(dst, src, bytes);
+    bulk_commit();
 }
 
 template <u32 PENDING>
 __device__ __forceinline__ void bulk_wait_read() {
     emulate::bulk_wait(PENDING, true);
+}
+
+template <u32 PENDING>
+__device__ __forceinline__ void bulk_wait_done() {
+    emulate::bulk_wait(PENDING, false);
 }
 
 __device__ __forceinline__ void bulk_wait_all() {

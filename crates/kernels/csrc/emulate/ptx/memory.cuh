@@ -35,6 +35,22 @@ __device__ __forceinline__ void st_relaxed_gpu_u64(u64 address, u64 value) {
     emulate::store<u64>(address, value, emulate::Order::Relaxed, emulate::Scope::Gpu);
 }
 
+__device__ __forceinline__ u64 ld_acquire_gpu_u64(u64 address) {
+    return emulate::load<u64>(address, emulate::Order::Acquire, emulate::Scope::Gpu);
+}
+
+__device__ __forceinline__ void st_release_gpu_u64(u64 address, u64 value) {
+    emulate::store<u64>(address, value, emulate::Order::Release, emulate::Scope::Gpu);
+}
+
+__device__ __forceinline__ u64 ld_relaxed_gpu_u64(u64 address) {
+    return emulate::load<u64>(address, emulate::Order::Relaxed, emulate::Scope::Gpu);
+}
+
+__device__ __forceinline__ u32 ld_relaxed_sys_u32(u64 address) {
+    return emulate::load<u32>(address, emulate::Order::Relaxed, emulate::Scope::System);
+}
+
 __device__ __forceinline__ u64 clock_ns() {
     return emulate::clock_ns();
 }

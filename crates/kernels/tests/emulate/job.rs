@@ -1,0 +1,469 @@
+//! Ranks of an expert-parallel job on emulated GPUs: their heaps, one operation's tensors on each, and whether what came
+//! out is what the reference says.
+
+use crossrail_cuda::Grid;
+use crossrail_kernels::ep::{
+    EP_FAULTS, EpCombineArgs, EpCommon, EpDispatchArgs, EpFault, EpHandle, Layout, Payload, Scale, Shape,
+};
+
+use super::reference::{self, Outputs, Routing, Wire};
+use super::{Build, Emulator, Memory, Numbers};
+
+/// All ranks of a job, in one emulator.
+pub struct Job {
+    pub shape: Shape,
+    pub emulator: Emulator,
+    pub ranks: Vec<Rank>,
+    /// The longest wait in a kernel, of the virtual clock.
+    pub limit_ns: u64,
+    /// Bytes of shared memory of a block that dispatches, and of one that combines.
+    pub shared: [u32; 2],
+}
+
+/// What a rank has as long as its buffer lives.
+pub struct Rank {
+    pub heap: Memory,
+    pub peers: Memory,
+    pub faults: Memory,
+    pub waits: Memory,
+}
+
+impl Job {
+    /// With the kernels of these sources, compiled for the shape; blocks that dispatch or combine have `shared` bytes of
+    /// shared memory. `None` as [`Emulator::build`].
+    pub fn new(sources: &[&str], shape: Shape, shared: [u32; 2]) -> Option<Job> {
+        Job::of(&Build::new(sources), shape, shared)
+    }
+
+    /// The same of sources that are broken, perhaps.
+    pub fn of(build: &Build, shape: Shape, shared: [u32; 2]) -> Option<Job> {
+        shape.check().unwrap();
+        let mut emulator = build.clone().defines(&shape.defines(true)).emulator()?;
+        let heaps: Vec<Memory> = (0..shape.ranks)
+            .map(|rank| emulator.zeroed(&format!("heap {rank}"), shape.heap_bytes() as usize))
+            .collect();
+        let addresses: Vec<u64> = heaps.iter().map(Memory::address).collect();
+        let mut ranks = Vec::new();
+        for (rank, heap) in heaps.into_iter().enumerate() {
+            ranks.push(Rank {
+                heap,
+                peers: emulator.memory_of(&format!("peers of {rank}"), &addresses),
+                faults: emulator.zeroed(&format!("faults of {rank}"), size_of::<EpFault>() * EP_FAULTS as usize),
+                waits: emulator.zeroed(&format!("waits of {rank}"), 8 * shape.ranks as usize),
+            });
+        }
+        Some(Job { shape, emulator, ranks, limit_ns: 20_000_000_000, shared })
+    }
+
+    /// The area of a handle, full of noise.
+    pub fn handle(&mut self, rank: usize, layout: Layout) -> Memory {
+        self.emulator.memory(&format!("handle of {rank}"), self.shape.handle_bytes(layout) as usize)
+    }
+
+    pub fn common(&self, rank: usize, layout: Layout, handle: &Memory, tokens: usize, phases: u32) -> EpCommon {
+        let parts: EpHandle = self.shape.handle(layout);
+        EpCommon {
+            heap: self.shape.heap(),
+            parts,
+            base: self.ranks[rank].heap.address(),
+            peers: self.ranks[rank].peers.address(),
+            handle: handle.address(),
+            faults: self.ranks[rank].faults.address(),
+            waits: self.ranks[rank].waits.address(),
+            limit_ns: self.limit_ns,
+            rank: rank as u32,
+            phases,
+            tokens: tokens as u32,
+            max_tokens: self.shape.max_tokens,
+        }
+    }
+
+    /// Masks `whom` at `rank`, as the host does between launches.
+    pub fn mask(&self, rank: usize, whom: usize) {
+        self.ranks[rank].heap.write(self.shape.heap().masks as usize + 4 * whom, &[1u32]);
+    }
+
+    /// The ranks that are masked at `rank`.
+    pub fn masked(&self, rank: usize) -> Vec<usize> {
+        let masks: Vec<u32> = self.ranks[rank].heap.read(self.shape.heap().masks as usize, self.shape.ranks as usize);
+        masks.iter().enumerate().filter(|(_, mask)| **mask != 0).map(|(rank, _)| rank).collect()
+    }
+
+    /// The faults that kernels of `rank` have told of: the rank that did not come, and the stage.
+    pub fn faults(&self, rank: usize) -> Vec<(u32, u32)> {
+        let words: Vec<u32> = self.ranks[rank].faults.read(0, size_of::<EpFault>() / 4 * EP_FAULTS as usize);
+        let faults = words.chunks_exact(size_of::<EpFault>() / 4).filter(|fault| fault[0] != 0);
+        faults.map(|fault| (fault[6], fault[7])).collect()
+    }
+}
+
+/// One dispatch and its combine in the expert layout, on all ranks.
+pub struct ByExpert {
+    pub routing: Routing,
+    /// By rank: bf16 rows.
+    pub x: Vec<Vec<u16>>,
+    /// Where weights are given.
+    pub weights: Weights,
+    /// By rank: rows that combine adds.
+    pub biases: Vec<Vec<Vec<u16>>>,
+    pub ranks: Vec<ExpertRank>,
+}
+
+/// Where the weights of an operation in the expert layout are given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Weights {
+    None,
+    Dispatch,
+    Combine,
+}
+
+/// What one rank has of it.
+pub struct ExpertRank {
+    pub dispatch: EpDispatchArgs,
+    pub combine: EpCombineArgs,
+    pub out_x: Memory,
+    pub out_scales: Memory,
+    pub out_counts: Memory,
+    pub out_ranges: Memory,
+    pub out_source: Memory,
+    pub y: Memory,
+    pub out: Memory,
+    pub stats: Memory,
+    /// What must live as long: inputs, the handle.
+    pub kept: Vec<Memory>,
+}
+
+impl ByExpert {
+    /// With random rows and weights; some inputs are laid out otherwise now and then (ids of 4 bytes, strides, rows
+    /// that are fp8 already, transposed scales). Both argument structs have all phases.
+    pub fn new(job: &mut Job, numbers: &mut Numbers, routing: Routing, weights: Weights) -> ByExpert {
+        let shape = job.shape;
+        let hidden = shape.hidden as usize;
+        let x: Vec<Vec<u16>> =
+            routing.tokens.iter().map(|count| reference::random_rows(numbers, *count, hidden)).collect();
+        let count = numbers.below(3) as usize;
+        let biases: Vec<Vec<Vec<u16>>> = routing
+            .tokens
+            .iter()
+            .map(|tokens| (0..count).map(|_| reference::random_rows(numbers, *tokens, hidden)).collect())
+            .collect();
+        let mut operation = ByExpert { routing, x, weights, biases, ranks: Vec::new() };
+        for rank in 0..shape.ranks as usize {
+            let one = operation.rank(job, numbers, rank);
+            operation.ranks.push(one);
+        }
+        operation
+    }
+
+    fn rank(&self, job: &mut Job, numbers: &mut Numbers, rank: usize) -> ExpertRank {
+        let shape = job.shape;
+        let (local, most) = (shape.local_experts() as usize, (shape.ranks * shape.max_tokens) as usize);
+        let tokens = self.routing.tokens[rank];
+        let handle = job.handle(rank, Layout::Expert);
+        let common = job.common(rank, Layout::Expert, &handle, tokens, 6);
+        let mut kept = vec![handle];
+        let input = Input::new(&mut job.emulator, numbers, &shape, &self.x[rank], &mut kept);
+        let (idx_bytes, topk_idx) = ids(&mut job.emulator, numbers, &self.routing.idx[rank], &mut kept);
+        let given = job.emulator.memory_of("weights", &self.routing.weights[rank]);
+        let weights = |at: Weights| if self.weights == at { given.address() } else { 0 };
+        let (in_dispatch, in_combine) = (weights(Weights::Dispatch), weights(Weights::Combine));
+        kept.push(given);
+        let (scale_bytes, [expert, row, block]) = scale_layout(numbers, &shape, local, most);
+        let emulator = &mut job.emulator;
+        let out_x = emulator.memory("out_x", local * most * shape.row_bytes() as usize);
+        let out_scales = emulator.memory("out_scales", scale_bytes);
+        let out_counts = emulator.memory("out_counts", local * 4);
+        let out_ranges = emulator.memory("out_ranges", local * shape.ranks as usize * 8);
+        let out_source = emulator.memory("out_source", local * most * 4);
+        let stats = emulator.zeroed("stats", local * 4);
+        let y = emulator.memory("y", local * most * shape.hidden as usize * 2);
+        y.write(0, &reference::random_rows(numbers, local * most, shape.hidden as usize));
+        let out_stride = shape.hidden as usize * 2 + 16 * numbers.below(2) as usize;
+        let out = emulator.memory("out", tokens * out_stride);
+        let biases: Vec<u64> = self.biases[rank]
+            .iter()
+            .map(|bias| {
+                kept.push(emulator.memory_of("bias", bias));
+                kept[kept.len() - 1].address()
+            })
+            .collect();
+        let dispatch = EpDispatchArgs {
+            common,
+            topk_idx,
+            idx_bytes,
+            topk_weights: in_dispatch,
+            out_x: out_x.address(),
+            out_scales: out_scales.address(),
+            out_scale_expert: expert as u64,
+            out_scale_row: row as u64,
+            out_scale_block: block as u64,
+            out_counts: out_counts.address(),
+            out_ranges: out_ranges.address(),
+            out_source: out_source.address(),
+            stats: stats.address(),
+            ..input.args(&common)
+        };
+        let combine = EpCombineArgs {
+            y: y.address(),
+            y_stride: shape.hidden as u64 * 2,
+            topk_weights: in_combine,
+            bias0: biases.first().copied().unwrap_or(0),
+            bias1: biases.get(1).copied().unwrap_or(0),
+            out: out.address(),
+            out_stride: out_stride as u64,
+            ..combine_args(&common)
+        };
+        ExpertRank { dispatch, combine, out_x, out_scales, out_counts, out_ranges, out_source, y, out, stats, kept }
+    }
+
+    /// Queues the dispatch's phases on the streams of all ranks that take part.
+    pub fn dispatch(&self, job: &mut Job, blocks: u32, phases: u32) {
+        let grid = Grid { blocks, threads: job.shape.tuning().threads, shared: job.shared[0] };
+        for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
+            let mut args = one.dispatch;
+            args.common.phases = phases;
+            job.emulator.launch_on(rank as u32, "crossrail_ep_dispatch_expert", &args, grid);
+        }
+    }
+
+    /// Queues the combine's phases on the streams of all ranks that take part.
+    pub fn combine(&self, job: &mut Job, blocks: u32, phases: u32) {
+        let grid = Grid { blocks, threads: job.shape.tuning().threads, shared: job.shared[1] };
+        for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
+            let mut args = one.combine;
+            args.common.phases = phases;
+            job.emulator.launch_on(rank as u32, "crossrail_ep_combine_expert", &args, grid);
+        }
+    }
+
+    /// What dispatch delivered is what it must be, on all ranks that take part.
+    pub fn check_dispatch(&self, job: &Job) -> Result<(), String> {
+        let expected = reference::by_expert(&job.shape, &self.routing);
+        let wire: Vec<Vec<Wire>> = self
+            .x
+            .iter()
+            .map(|rows| {
+                rows.chunks_exact(job.shape.hidden as usize).map(|row| Wire::of(job.shape.payload, row)).collect()
+            })
+            .collect();
+        for (rank, (expected, one)) in expected.iter().zip(&self.ranks).enumerate() {
+            if self.routing.active[rank] {
+                one.check(&job.shape, expected, &wire).map_err(|what| format!("dispatch at rank {rank}: {what}"))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What combine gave is what it must be, on all ranks that take part.
+    pub fn check_combine(&self, job: &Job) -> Result<(), String> {
+        let hidden = job.shape.hidden as usize;
+        let outputs: Vec<Outputs> =
+            self.ranks.iter().map(|one| Outputs { hidden, values: one.y.read(0, one.y.len() / 2) }).collect();
+        let weighted = self.weights != Weights::None;
+        let expected = reference::combine_expert(&job.shape, &self.routing, &outputs, weighted, &self.biases);
+        check_sums(&self.routing, hidden, &expected, |rank| {
+            (self.ranks[rank].out.clone(), self.ranks[rank].combine.out_stride as usize)
+        })
+    }
+}
+
+/// Compares combine's rows with those expected, by rank.
+fn check_sums(
+    routing: &Routing,
+    hidden: usize,
+    expected: &[Vec<u16>],
+    out: impl Fn(usize) -> (Memory, usize),
+) -> Result<(), String> {
+    for (rank, expected) in expected.iter().enumerate() {
+        let (memory, stride) = out(rank);
+        for (token, expected) in expected.chunks_exact(hidden).enumerate() {
+            let got: Vec<u16> = memory.read(token * stride, hidden);
+            if let Some(at) = (0..hidden).find(|at| got[*at] != expected[*at]) {
+                let (got, expected) = (got[at], expected[at]);
+                let tokens = routing.tokens[rank];
+                return Err(format!(
+                    "combine at rank {rank}: token {token} of {tokens}, element {at} is {got:#06x}, not {expected:#06x}"
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+impl ExpertRank {
+    fn check(&self, shape: &Shape, expected: &reference::ByExpert, wire: &[Vec<Wire>]) -> Result<(), String> {
+        let most = (shape.ranks * shape.max_tokens) as usize;
+        let counts: Vec<i32> = expected.rows.iter().map(|rows| rows.len() as i32).collect();
+        same("counts", &self.out_counts.read::<i32>(0, counts.len()), &counts)?;
+        same("stats", &self.stats.read::<i32>(0, counts.len()), &counts)?;
+        same("ranges", &self.out_ranges.read::<i64>(0, expected.ranges.len()), &expected.ranges)?;
+        for (expert, rows) in expected.rows.iter().enumerate() {
+            for (row, (source, token)) in rows.iter().enumerate() {
+                let at = expert * most + row;
+                let what = format!("expert {expert}, row {row} (token {token} of rank {source})");
+                same(&format!("{what}: source"), &self.out_source.read::<i32>(at * 4, 1), &[*token as i32])?;
+                let wire = &wire[*source][*token];
+                let bytes = shape.row_bytes() as usize;
+                same(&what, &self.out_x.read::<u8>(at * bytes, bytes), &wire.elements)?;
+                same(&format!("{what}: scales"), &self.scales(shape, expert, row), &wire.scales)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The scales of one row, as they travel.
+    fn scales(&self, shape: &Shape, expert: usize, row: usize) -> Vec<u8> {
+        let Payload::Fp8(kind) = shape.payload else { return Vec::new() };
+        let args = &self.dispatch;
+        let at = args.out_scale_expert as usize * expert + args.out_scale_row as usize * row;
+        let block = args.out_scale_block as usize;
+        let one = |index: usize| match kind {
+            Scale::Ue8m0 => self.out_scales.read::<u8>(at + index / 4 * block + index % 4, 1),
+            Scale::F32 | Scale::PowerOfTwo => self.out_scales.read::<u8>(at + index * block, 4),
+        };
+        (0..shape.hidden as usize / reference::BLOCK).flat_map(one).collect()
+    }
+}
+
+/// Compares what lies one after the other.
+pub fn same<T: PartialEq + std::fmt::Debug>(what: &str, got: &[T], expected: &[T]) -> Result<(), String> {
+    if got == expected {
+        return Ok(());
+    }
+    match got.iter().zip(expected).position(|(got, expected)| got != expected) {
+        None => Err(format!("{what}: {} values, not {}", got.len(), expected.len())),
+        Some(at) => Err(format!("{what}: value {at} of {} is {:?}, not {:?}", got.len(), got[at], expected[at])),
+    }
+}
+
+/// The rows that a dispatch is given: bf16, or cast already.
+pub struct Input {
+    x: u64,
+    stride: u64,
+    fp8: u32,
+    scales: u64,
+    scale_row: u64,
+    scale_block: u64,
+}
+
+impl Input {
+    pub fn new(
+        emulator: &mut Emulator,
+        numbers: &mut Numbers,
+        shape: &Shape,
+        rows: &[u16],
+        kept: &mut Vec<Memory>,
+    ) -> Input {
+        let hidden = shape.hidden as usize;
+        let fp8 = shape.payload != Payload::Bf16 && numbers.once_in(3);
+        let rows: Vec<&[u16]> = rows.chunks_exact(hidden).collect();
+        let bytes = if fp8 { hidden } else { 2 * hidden };
+        let stride = bytes + 16 * numbers.below(3) as usize;
+        let x = emulator.memory("x", rows.len() * stride);
+        let blocks = hidden / reference::BLOCK;
+        let size = if shape.payload == Payload::Fp8(Scale::Ue8m0) { 1 } else { 4 };
+        let (scale_row, scale_block) =
+            if numbers.once_in(2) { (blocks * size, size) } else { (size, rows.len() * size) };
+        let scales = emulator.memory("scales", rows.len() * blocks * size);
+        for (token, row) in rows.iter().enumerate() {
+            if !fp8 {
+                x.write(token * stride, row);
+                continue;
+            }
+            let wire = Wire::of(shape.payload, row);
+            x.write(token * stride, &wire.elements);
+            for (block, scale) in wire.scales.chunks_exact(size).enumerate() {
+                scales.write(token * scale_row + block * scale_block, scale);
+            }
+        }
+        let input = Input {
+            x: x.address(),
+            stride: stride as u64,
+            fp8: fp8.into(),
+            scales: if fp8 { scales.address() } else { 0 },
+            scale_row: scale_row as u64,
+            scale_block: scale_block as u64,
+        };
+        kept.extend([x, scales]);
+        input
+    }
+
+    /// Arguments of a dispatch that have this and `common`, and nothing else.
+    pub fn args(&self, common: &EpCommon) -> EpDispatchArgs {
+        EpDispatchArgs {
+            common: *common,
+            x: self.x,
+            x_stride: self.stride,
+            in_scales: self.scales,
+            in_scale_row: self.scale_row,
+            in_scale_block: self.scale_block,
+            x_fp8: self.fp8,
+            topk_idx: 0,
+            topk_weights: 0,
+            out_x: 0,
+            out_scales: 0,
+            out_scale_expert: 0,
+            out_scale_row: 0,
+            out_scale_block: 0,
+            out_counts: 0,
+            out_ranges: 0,
+            out_source: 0,
+            stats: 0,
+            out_offsets: 0,
+            count_word: 0,
+            count_host: 0,
+            worst_rows: 0,
+            region: 0,
+            alignment: 1,
+            cached: 0,
+            idx_bytes: 4,
+            reserved: 0,
+        }
+    }
+}
+
+/// Arguments of a combine that have `common` and nothing else.
+pub fn combine_args(common: &EpCommon) -> EpCombineArgs {
+    EpCombineArgs {
+        common: *common,
+        y: 0,
+        y_stride: 0,
+        topk_weights: 0,
+        y_weights: 0,
+        out_weights: 0,
+        bias0: 0,
+        bias1: 0,
+        out: 0,
+        out_stride: 0,
+        senders: 0,
+        reserved: 0,
+    }
+}
+
+/// Expert ids, of 4 or 8 bytes: how many, and where.
+pub fn ids(emulator: &mut Emulator, numbers: &mut Numbers, idx: &[i32], kept: &mut Vec<Memory>) -> (u32, u64) {
+    let wide = numbers.once_in(2);
+    let memory = if wide {
+        let idx: Vec<i64> = idx.iter().map(|id| i64::from(*id)).collect();
+        emulator.memory_of("topk_idx", &idx)
+    } else {
+        emulator.memory_of("topk_idx", idx)
+    };
+    let address = memory.address();
+    kept.push(memory);
+    (if wide { 8 } else { 4 }, address)
+}
+
+/// Bytes of the scales of the expert layout, and from one expert's, row's and block's to the next's: in rows, or with
+/// the rows' own side by side.
+fn scale_layout(numbers: &mut Numbers, shape: &Shape, experts: usize, most: usize) -> (usize, [usize; 3]) {
+    let blocks = shape.hidden as usize / reference::BLOCK;
+    let units = match shape.payload {
+        Payload::Bf16 => 0,
+        Payload::Fp8(Scale::Ue8m0) => blocks.div_ceil(4),
+        Payload::Fp8(_) => blocks,
+    };
+    let expert = most * units * 4;
+    let [row, block] = if numbers.once_in(2) { [units * 4, 4] } else { [4, most * 4] };
+    (experts * expert, [expert, row, block])
+}

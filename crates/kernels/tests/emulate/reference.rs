@@ -1,0 +1,395 @@
+//! What dispatch and combine mean, in the plainest code: routings to try, and what must come out, to the bit. As
+//! `python/crossrail/ref` says it, and the row kernels of `crates/ep`; written once more, so that neither is trusted.
+//!
+//! A rank that takes no part (`active` is false) sends nothing, and nothing is sent to it: what it is given and what
+//! is expected of it is empty. bf16 values are their bits.
+
+use crossrail_kernels::ep::{Payload, Scale, Shape};
+
+use super::Numbers;
+
+/// Elements that share one scale.
+pub const BLOCK: usize = 128;
+
+/// Which token of which rank goes where.
+#[derive(Clone, Debug)]
+pub struct Routing {
+    /// Tokens of each rank.
+    pub tokens: Vec<usize>,
+    /// By rank: experts, [tokens][K]; distinct in a token, -1 for none.
+    pub idx: Vec<Vec<i32>>,
+    /// By rank: weights, [tokens][K].
+    pub weights: Vec<Vec<f32>>,
+    /// Which ranks take part.
+    pub active: Vec<bool>,
+}
+
+/// How tokens choose their experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Choice {
+    /// All alike.
+    Even,
+    /// A third of them dropped.
+    Dropped,
+    /// Most go to the first experts.
+    Skewed,
+    /// All to experts of one rank, as far as they reach.
+    OneRank,
+    /// Nobody to anybody.
+    None,
+}
+
+impl Choice {
+    /// One of them.
+    pub fn random(numbers: &mut Numbers) -> Choice {
+        use Choice::{Dropped, Even, None, OneRank, Skewed};
+        [Even, Even, Even, Dropped, Dropped, Skewed, Skewed, OneRank, None][numbers.below(9) as usize]
+    }
+}
+
+impl Routing {
+    /// Token counts from 0 to M, any choice, weights of both signs.
+    pub fn random(numbers: &mut Numbers, shape: &Shape) -> Routing {
+        let most = shape.max_tokens as usize;
+        let tokens: Vec<usize> = (0..shape.ranks)
+            .map(|_| match numbers.below(6) {
+                0 => 0,
+                1 => most,
+                _ => numbers.below(most as u64 + 1) as usize,
+            })
+            .collect();
+        let choice = Choice::random(numbers);
+        Routing::of(numbers, shape, &tokens, choice)
+    }
+
+    /// With so many tokens on each rank.
+    pub fn of(numbers: &mut Numbers, shape: &Shape, tokens: &[usize], choice: Choice) -> Routing {
+        let favourite = numbers.below(shape.ranks.into()) as i32 * shape.local_experts() as i32;
+        let mut one_token = |idx: &mut Vec<i32>| {
+            let begin = idx.len();
+            for _ in 0..shape.topk {
+                let expert = match choice {
+                    Choice::None => -1,
+                    Choice::Dropped if numbers.once_in(3) => -1,
+                    Choice::OneRank => favourite + numbers.below(shape.local_experts().into()) as i32,
+                    Choice::Skewed if !numbers.once_in(4) => numbers.below(u64::from(shape.experts).div_ceil(4)) as i32,
+                    _ => numbers.below(shape.experts.into()) as i32,
+                };
+                // Distinct: where it is taken already, there is none.
+                idx.push(if idx[begin..].contains(&expert) { -1 } else { expert });
+            }
+        };
+        let idx: Vec<Vec<i32>> = tokens
+            .iter()
+            .map(|count| {
+                let mut idx = Vec::new();
+                (0..*count).for_each(|_| one_token(&mut idx));
+                idx
+            })
+            .collect();
+        let mut weight = || (numbers.below(2000) as f32 - 700.0) / 1000.0;
+        let weights = idx.iter().map(|idx| idx.iter().map(|_| weight()).collect()).collect();
+        Routing { tokens: tokens.to_vec(), idx, weights, active: vec![true; tokens.len()] }
+    }
+
+    /// The same, without these ranks.
+    pub fn without(mut self, ranks: &[usize]) -> Routing {
+        for &rank in ranks {
+            self.active[rank] = false;
+            self.tokens[rank] = 0;
+            self.idx[rank].clear();
+            self.weights[rank].clear();
+        }
+        self
+    }
+
+    /// The expert of a selection, if there is one whose rank takes part.
+    pub fn expert(&self, shape: &Shape, source: usize, token: usize, k: usize) -> Option<usize> {
+        let expert = usize::try_from(self.idx[source][token * shape.topk as usize + k]).ok()?;
+        self.active[expert / shape.local_experts() as usize].then_some(expert)
+    }
+
+    fn weight(&self, shape: &Shape, source: usize, token: usize, k: usize) -> f32 {
+        self.weights[source][token * shape.topk as usize + k]
+    }
+
+    /// The expert of a token's k-th selection as a number among those of `rank`, if it is there.
+    fn local(&self, shape: &Shape, source: usize, token: usize, k: usize, rank: usize) -> Option<usize> {
+        let local = shape.local_experts() as usize;
+        self.expert(shape, source, token, k).filter(|expert| expert / local == rank).map(|expert| expert % local)
+    }
+}
+
+/// bf16 rows of ordinary size, with some zeros, large and tiny values, and now and then infinities and NaN.
+pub fn random_rows(numbers: &mut Numbers, count: usize, hidden: usize) -> Vec<u16> {
+    let strange = numbers.once_in(4);
+    let mut one = || {
+        let bits = numbers.next();
+        let ordinary = narrow(((bits >> 8) as i32 as f32) / 2f32.powi(29));
+        match bits & 0xff {
+            0..4 => 0,
+            4..8 => 0x8000,
+            8..16 => narrow(widen(ordinary) * 300.0),
+            16..24 => narrow(widen(ordinary) * 1e-6),
+            24 if strange => [0x7f80, 0xff80, 0x7fc0, 0x7f7f, 0xff7f, 0x0001][(bits >> 40) as usize % 6],
+            _ => ordinary,
+        }
+    };
+    (0..count * hidden).map(|_| one()).collect()
+}
+
+/// A row as dispatch carries it: its elements, and its scales (none for bf16).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wire {
+    pub elements: Vec<u8>,
+    pub scales: Vec<u8>,
+}
+
+impl Wire {
+    /// Of a bf16 row.
+    pub fn of(payload: Payload, row: &[u16]) -> Wire {
+        let Payload::Fp8(kind) = payload else {
+            return Wire { elements: row.iter().flat_map(|bits| bits.to_le_bytes()).collect(), scales: Vec::new() };
+        };
+        let mut wire = Wire { elements: Vec::new(), scales: Vec::new() };
+        for block in row.chunks_exact(BLOCK) {
+            let sizes = block.iter().map(|bits| widen(bits & 0x7fff)).filter(|size| !size.is_nan());
+            let amax = sizes.fold(0f32, f32::max).min(widen(0x7f7f)).max(1e-4);
+            let exact = amax * (1.0 / 448.0);
+            let exponent = (exact.to_bits() + 0x7f_ffff) >> 23;
+            let (scale, factor) = match kind {
+                Scale::F32 => (exact, 448.0 / amax),
+                Scale::PowerOfTwo | Scale::Ue8m0 => {
+                    (f32::from_bits(exponent << 23), f32::from_bits((254 - exponent) << 23))
+                }
+            };
+            wire.elements.extend(block.iter().map(|bits| encode(widen(*bits) * factor)));
+            match kind {
+                Scale::Ue8m0 => wire.scales.push(exponent as u8),
+                Scale::F32 | Scale::PowerOfTwo => wire.scales.extend(scale.to_le_bytes()),
+            }
+        }
+        wire
+    }
+}
+
+/// What the expert layout delivers to one rank. Rows of an expert are by source rank, then token.
+#[derive(Clone, Debug)]
+pub struct ByExpert {
+    /// By local expert: source rank and token of each row.
+    pub rows: Vec<Vec<(usize, usize)>>,
+    /// [El][R]: where the rows of a source begin << 32 | how many there are.
+    pub ranges: Vec<i64>,
+}
+
+/// What the expert layout delivers, by rank.
+pub fn by_expert(shape: &Shape, routing: &Routing) -> Vec<ByExpert> {
+    let (local, ranks) = (shape.local_experts() as usize, shape.ranks as usize);
+    let mut all: Vec<ByExpert> =
+        (0..ranks).map(|_| ByExpert { rows: vec![Vec::new(); local], ranges: vec![0; local * ranks] }).collect();
+    for source in 0..ranks {
+        for token in 0..routing.tokens[source] {
+            for k in 0..shape.topk as usize {
+                if let Some(expert) = routing.expert(shape, source, token, k) {
+                    all[expert / local].rows[expert % local].push((source, token));
+                }
+            }
+        }
+        for one in all.iter_mut() {
+            for (expert, rows) in one.rows.iter().enumerate() {
+                let count = rows.iter().filter(|(from, _)| *from == source).count();
+                one.ranges[expert * ranks + source] = ((rows.len() - count) as i64) << 32 | count as i64;
+            }
+        }
+    }
+    all
+}
+
+/// A row of the rank layout.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RankRow {
+    pub source: usize,
+    pub token: usize,
+    /// [K]: local experts, -1 for those elsewhere.
+    pub idx: Vec<i64>,
+    /// [K]: 0 where `idx` is -1.
+    pub weights: Vec<f32>,
+}
+
+/// What the rank layout delivers to one rank.
+#[derive(Clone, Debug)]
+pub struct ByRank {
+    pub rows: Vec<RankRow>,
+    /// [El]: selections, rounded up to the alignment.
+    pub counts: Vec<i32>,
+    /// [R + 1]: the first row of each source, and the end.
+    pub offsets: Vec<i64>,
+}
+
+/// What the rank layout delivers, by rank.
+pub fn by_rank(shape: &Shape, routing: &Routing, alignment: i32) -> Vec<ByRank> {
+    (0..shape.ranks as usize).map(|rank| one_by_rank(shape, routing, alignment, rank)).collect()
+}
+
+fn one_by_rank(shape: &Shape, routing: &Routing, alignment: i32, rank: usize) -> ByRank {
+    let mut one = ByRank { rows: Vec::new(), counts: vec![0; shape.local_experts() as usize], offsets: vec![0] };
+    for source in 0..shape.ranks as usize {
+        for token in 0..routing.tokens[source] {
+            let locals: Vec<Option<usize>> =
+                (0..shape.topk as usize).map(|k| routing.local(shape, source, token, k, rank)).collect();
+            if locals.iter().all(Option::is_none) {
+                continue;
+            }
+            locals.iter().flatten().for_each(|local| one.counts[*local] += 1);
+            let weights = locals.iter().enumerate();
+            let weights = weights.map(|(k, local)| local.map_or(0.0, |_| routing.weight(shape, source, token, k)));
+            one.rows.push(RankRow {
+                source,
+                token,
+                weights: weights.collect(),
+                idx: locals.iter().map(|local| local.map_or(-1, |local| local as i64)).collect(),
+            });
+        }
+        one.offsets.push(one.rows.len() as i64);
+    }
+    one.counts.iter_mut().for_each(|count| *count = (*count + alignment - 1) / alignment * alignment);
+    one
+}
+
+/// The experts' outputs of one rank, bf16: in the expert layout rows of an expert begin at local expert * R * M.
+#[derive(Clone, Debug)]
+pub struct Outputs {
+    pub hidden: usize,
+    pub values: Vec<u16>,
+}
+
+impl Outputs {
+    pub fn row(&self, row: usize) -> &[u16] {
+        &self.values[row * self.hidden..][..self.hidden]
+    }
+}
+
+/// The rows that combine gives to each rank in the expert layout, bf16 [tokens][H]. `weighted`: with the routing's
+/// weights. `biases`: by rank, rows to add, each [tokens][H].
+pub fn combine_expert(
+    shape: &Shape,
+    routing: &Routing,
+    outputs: &[Outputs],
+    weighted: bool,
+    biases: &[Vec<Vec<u16>>],
+) -> Vec<Vec<u16>> {
+    let (local, most) = (shape.local_experts() as usize, (shape.ranks * shape.max_tokens) as usize);
+    let delivered = by_expert(shape, routing);
+    let mut results = Vec::new();
+    for source in 0..shape.ranks as usize {
+        let mut result = Vec::new();
+        for token in 0..routing.tokens[source] {
+            let mut sums: Vec<Option<Sum>> = vec![None; shape.ranks as usize];
+            let mut total = Sum::new(shape);
+            for k in 0..shape.topk as usize {
+                let Some(expert) = routing.expert(shape, source, token, k) else { continue };
+                let (rank, within) = (expert / local, expert % local);
+                let row = delivered[rank].rows[within].iter().position(|row| *row == (source, token)).unwrap();
+                let values = outputs[rank].row(within * most + row);
+                let weight = weighted.then(|| routing.weight(shape, source, token, k));
+                let sum = if shape.prereduce { sums[rank].get_or_insert_with(|| Sum::new(shape)) } else { &mut total };
+                sum.add(values, weight);
+            }
+            sums.into_iter().flatten().for_each(|sum| total.add(&sum.rounded(), None));
+            biases.get(source).into_iter().flatten().for_each(|bias| total.add(token_of(bias, token, shape), None));
+            result.extend(total.rounded());
+        }
+        results.push(result);
+    }
+    results
+}
+
+/// The rows that combine gives to each rank in the rank layout, bf16 [tokens][H]; and the weights that come back with
+/// them, f32 [tokens][K], of `weights`: by rank [rows][K], or empty.
+pub fn combine_rank(
+    shape: &Shape,
+    routing: &Routing,
+    outputs: &[Outputs],
+    weights: &[Vec<f32>],
+    biases: &[Vec<Vec<u16>>],
+) -> Vec<(Vec<u16>, Vec<f32>)> {
+    let delivered = by_rank(shape, routing, 1);
+    let topk = shape.topk as usize;
+    let mut results = Vec::new();
+    for source in 0..shape.ranks as usize {
+        let (mut result, mut sums) = (Vec::new(), Vec::new());
+        for token in 0..routing.tokens[source] {
+            let mut total = Sum::new(shape);
+            let mut back = vec![0f32; topk];
+            for (rank, one) in delivered.iter().enumerate() {
+                let found = one.rows.iter().position(|row| (row.source, row.token) == (source, token));
+                let Some(row) = found else { continue };
+                total.add(outputs[rank].row(row), None);
+                if let Some(weights) = weights.get(rank) {
+                    back.iter_mut().zip(&weights[row * topk..]).for_each(|(sum, weight)| *sum += weight);
+                }
+            }
+            biases.get(source).into_iter().flatten().for_each(|bias| total.add(token_of(bias, token, shape), None));
+            result.extend(total.rounded());
+            sums.extend(back);
+        }
+        results.push((result, sums));
+    }
+    results
+}
+
+fn token_of<'a>(rows: &'a [u16], token: usize, shape: &Shape) -> &'a [u16] {
+    &rows[token * shape.hidden as usize..][..shape.hidden as usize]
+}
+
+/// A sum in fp32, each product and each sum rounded once.
+#[derive(Clone, Debug)]
+struct Sum(Vec<f32>);
+
+impl Sum {
+    fn new(shape: &Shape) -> Sum {
+        Sum(vec![0.0; shape.hidden as usize])
+    }
+
+    fn add(&mut self, row: &[u16], weight: Option<f32>) {
+        for (sum, value) in self.0.iter_mut().zip(row) {
+            *sum += weight.map_or(widen(*value), |weight| widen(*value) * weight);
+        }
+    }
+
+    fn rounded(&self) -> Vec<u16> {
+        self.0.iter().map(|sum| narrow(*sum)).collect()
+    }
+}
+
+/// The fp32 of a bf16.
+pub fn widen(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
+/// The bf16 nearest to a value, ties to even; every NaN is 0x7fc0.
+pub fn narrow(value: f32) -> u16 {
+    if value.is_nan() {
+        return 0x7fc0;
+    }
+    let (kept, rest) = ((value.to_bits() >> 16) as u16, value.to_bits() & 0xffff);
+    if rest > 0x8000 || rest == 0x8000 && kept & 1 == 1 { kept + 1 } else { kept }
+}
+
+/// The e4m3 nearest to a value, ties to the even code, at most 448 either way: found by looking at all of them.
+pub fn encode(value: f32) -> u8 {
+    let sign = if value.is_sign_negative() { 0x80 } else { 0 };
+    if value.is_nan() {
+        return sign | 0x7f;
+    }
+    let size = f64::from(value.abs()).min(448.0);
+    let off = |code: &u8| ((decode(*code) - size).abs(), code & 1);
+    let nearest = (0..0x7f).min_by(|a, b| off(a).partial_cmp(&off(b)).expect("numbers"));
+    sign | nearest.expect("there are codes")
+}
+
+/// The value of an e4m3 without its sign, which is finite.
+fn decode(code: u8) -> f64 {
+    let (exponent, steps) = (i32::from(code >> 3 & 15), f64::from(code & 7));
+    if exponent == 0 { steps * 2f64.powi(-9) } else { (8.0 + steps) * 2f64.powi(exponent - 10) }
+}
