@@ -25,6 +25,9 @@ use crate::tickets::Work;
 /// Chunks that a lane has packed, or being packed, ahead of what it sends. More would keep slots from other lanes, and
 /// a slow rail would take more than its part.
 const LOOKAHEAD: usize = 4;
+/// Nor does it take another when it has so many bytes ahead, which a GPU packs in a fraction of the time in which a
+/// connection carries them: what lanes have taken is divided among them and can't be divided again when one gets slower.
+const AHEAD: u64 = 3 << 20;
 /// The first chunk of a lane that has none ahead is so long, the next twice that, and so on; and it has two ahead, then
 /// more. Until its first is packed a lane idles, and the GPU packs in the order in which it is asked.
 const FIRST: u64 = 256 << 10;
@@ -135,9 +138,11 @@ impl LaneState {
     }
 
     /// Whether it has as many chunks ahead as it may.
-    fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         self.staged.as_ref().is_some_and(|staged| {
+            let bytes: u64 = staged.queue.iter().map(|queued| u64::from(queued.out.head.payload_len())).sum();
             staged.queue.len() >= staged.run.clamp(2, LOOKAHEAD)
+                || bytes >= AHEAD
                 || staged.queue.iter().any(|queued| matches!(queued.stage, Stage::Slotless))
         })
     }

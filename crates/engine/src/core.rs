@@ -146,15 +146,15 @@ impl Core {
         }
     }
 
-    /// Polls every inside lane once and acts on what came; whether anything moved. `spinning`: look even where
+    /// Polls every inside lane once and acts on what came; whether anything moved. `probe`: look also at sockets of which
     /// epoll has said nothing.
     #[inline]
-    pub(crate) fn pass(&mut self, spinning: bool) -> bool {
+    pub(crate) fn pass(&mut self, probe: bool) -> bool {
         self.passes = self.passes.wrapping_add(1);
         if self.passes.is_multiple_of(CLOCK_EVERY) {
             self.timers();
         }
-        let sockets = self.sockets_only || self.passes.is_multiple_of(SOCKETS_EVERY);
+        let sockets = probe && (self.sockets_only || self.passes.is_multiple_of(SOCKETS_EVERY));
         // Where connections are carried by threads of their own, those do what follows from it: a caller that took it
         // for progress would never leave them the lock.
         let mut moved = self.inbox.is_up() && self.read_inbox() && !self.threads;
@@ -162,7 +162,7 @@ impl Core {
         while at < self.inside.len() {
             let inside = &mut self.inside[at];
             let (endpoint, id) = (inside.endpoint, inside.id);
-            let probe = spinning && (sockets || !inside.socket);
+            let probe = sockets || !inside.socket;
             let wants = self.st.wants(endpoint, id);
             let mut sink = InsideSink { st: &mut self.st, endpoint, wants, fault: None };
             let polled = inside.lane.poll(&mut sink, LANE_BUDGET, probe);
@@ -359,7 +359,10 @@ impl Core {
     fn kick(&mut self, endpoint: EndpointId) {
         let Some(Some(peer)) = self.st.peers.get(endpoint.0 as usize) else { return };
         for lane in &peer.bulk {
-            if peer.peer.wants(lane.id) {
+            // One that has as many chunks ahead as it may comes for more when those have gone.
+            let full = matches!(self.st.lanes.get(lane.id.0 as usize), Some(Some(state)) if state.is_full());
+            let wanted = if full { peer.peer.wants_but_chunks(lane.id) } else { peer.peer.wants(lane.id) };
+            if wanted {
                 lane.wanted.raise();
                 self.kicked = true;
             }

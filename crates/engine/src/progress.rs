@@ -23,8 +23,10 @@ const YIELD: Duration = Duration::from_micros(200);
 const YIELD_MANY: Duration = Duration::from_millis(5);
 /// From so many processors on there are.
 const MANY: usize = 8;
-/// A thread that waits for the work of others' threads looks this often.
+/// A thread that waits for the work of others' threads looks this often at first, and when it has waited for long, so
+/// often; in between after a sixteenth of the time that it has waited.
 const ASIDE: Duration = Duration::from_micros(2);
+const ASIDE_MAX: Duration = Duration::from_micros(20);
 /// Idle polls after which threads that wait for the lock get it.
 const SHARE_EVERY: u32 = 8;
 /// Idle polls between two looks at the clock.
@@ -329,7 +331,8 @@ impl<'a> Wait<'a> {
     fn run<T>(&mut self, mut core: MutexGuard<'a, Core>, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Option<T> {
         let shared = self.shared;
         loop {
-            let mut moved = core.pass(true);
+            // Aside, it has just asked epoll, and others want the lock.
+            let mut moved = core.pass(!self.aside);
             if let Some(found) = ready(&mut core) {
                 shared.leave(core);
                 return Some(found);
@@ -386,7 +389,7 @@ impl<'a> Wait<'a> {
         if idle < self.patience() {
             if threads {
                 self.aside = true;
-                self.stand_aside();
+                self.stand_aside(idle);
             } else {
                 std::thread::yield_now();
             }
@@ -403,10 +406,10 @@ impl<'a> Wait<'a> {
 
     /// What is waited for is the work of the threads of connections: they need the lock more than this one does, which
     /// would only look whether they are done.
-    fn stand_aside(&self) {
-        let since = Instant::now();
+    fn stand_aside(&self, idle: Duration) {
+        let (since, pause) = (Instant::now(), (idle / 16).clamp(ASIDE, ASIDE_MAX));
         std::thread::yield_now();
-        while self.shared.context.cores() >= MANY && since.elapsed() < ASIDE {
+        while self.shared.context.cores() >= MANY && since.elapsed() < pause {
             std::hint::spin_loop();
         }
     }

@@ -74,7 +74,18 @@ impl Peer {
     /// Whether [`Peer::next`] might have something for this lane. Cheap.
     #[inline]
     pub fn wants(&self, lane: LaneId) -> bool {
-        let Some(at) = self.lane_at(lane) else { return false };
+        self.lane_at(lane).is_some_and(|at| self.has_words(at) || self.may_chunk(at))
+    }
+
+    /// [`Peer::wants`] for a lane that is to take no chunk at present.
+    #[inline]
+    pub fn wants_but_chunks(&self, lane: LaneId) -> bool {
+        self.lane_at(lane).is_some_and(|at| self.has_words(at))
+    }
+
+    #[inline]
+    fn has_words(&self, at: usize) -> bool {
+        let lane = self.lanes[at].spec.id;
         let messages = self.stream.lane == Some(lane)
             && (!self.queue.is_empty()
                 || !self.control.is_empty()
@@ -82,9 +93,7 @@ impl Peer {
                 || self.stream.resends()
                 || self.follow.is_some()
                 || (self.closing && !self.bye_sent));
-        let chunks = self.may_chunk(at);
-        let owed = self.lanes[at].owes() || (self.stream.heard == Some(lane) && self.stream.owed() > 0);
-        messages || chunks || owed
+        messages || self.lanes[at].owes() || (self.stream.heard == Some(lane) && self.stream.owed() > 0)
     }
 
     /// Whether [`Peer::next`] has something for this lane that should go out now. [`Peer::wants`] also counts the few
