@@ -116,7 +116,7 @@ fn cell(page: &PinnedMemory, offset: usize) -> &AtomicU64 {
 
 impl Calls {
     /// What there is for the GPU of `context`.
-    pub(super) fn of(context: &Context) -> Arc<Calls> {
+    pub(crate) fn of(context: &Context) -> Arc<Calls> {
         static ALL: Mutex<BTreeMap<u32, Weak<Calls>>> = Mutex::new(BTreeMap::new());
         let mut all = ALL.lock();
         let place = all.entry(context.device().ordinal()).or_default();
@@ -137,9 +137,14 @@ impl Calls {
     }
 
     fn is_waited_for(&self) -> bool {
+        self.unless_waited_for(|| ()).is_none()
+    }
+
+    /// Does something, such as a launch, unless a stream is known to wait; none begins to wait meanwhile.
+    pub(crate) fn unless_waited_for<T>(&self, body: impl FnOnce() -> T) -> Option<T> {
         let mut waits = self.waits.lock();
         waits.retain(|wait| !wait.is_over());
-        !waits.is_empty()
+        waits.is_empty().then(body)
     }
 
     /// A word of that use; what it says is the next user's starting point.

@@ -15,7 +15,7 @@ use super::bounce::Bounce;
 use super::stager::{Stager, Start};
 use super::unpack::{Piece, Source, Unpacker};
 use super::{Gpu, Mark, Part};
-use crate::device::check_cuda;
+use crate::device::{Calls, check_cuda};
 
 /// The blocks that an unpack may take. Slots are host memory, whose link 16 blocks fill (each has 32 KiB of loads under way);
 /// the rest of the GPU is left to whoever computes there.
@@ -60,6 +60,7 @@ fn make(context: &Context, settings: &Settings, start: &Start) -> Result<(Box<dy
     })?;
     let gpu = CudaGpu {
         context: context.clone(),
+        calls: Calls::of(context),
         packs,
         unpacks,
         unpacker,
@@ -76,6 +77,7 @@ fn make(context: &Context, settings: &Settings, start: &Start) -> Result<(Box<dy
 
 struct CudaGpu {
     context: Context,
+    calls: Arc<Calls>,
     packs: Stream,
     unpacks: Stream,
     unpacker: Unpacker,
@@ -140,7 +142,11 @@ impl Gpu for CudaGpu {
         list.extend(parts.iter().map(|part| Piece { src: self.slot(part), dst: part.memory, len: part.len as u64 }));
         let source = Source::Pinned { host: self.host, address: self.address };
         // SAFETY: as for `pack`; operations that overlap are the user's mistake, as with any transfer.
-        let put_in = unsafe { self.unpacker.unpack(&self.unpacks, &list, source) };
+        let put_in = unsafe {
+            // Where many streams wait, a kernel may not get its turn before one of them goes on; a copy does.
+            let launched = self.calls.unless_waited_for(|| self.unpacker.unpack(&self.unpacks, &list, source));
+            launched.unwrap_or_else(|| self.unpacker.without_kernel(&self.unpacks, &list, source))
+        };
         self.list = list;
         if let Err(error) = put_in {
             self.settle(|gpu| &gpu.unpacks);

@@ -131,6 +131,23 @@ impl Unpacker {
         }
     }
 
+    /// As `unpack`, but launches no kernel.
+    ///
+    /// # Safety
+    /// As there.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) unsafe fn without_kernel(&mut self, stream: &Stream, list: &[Piece], source: Source) -> Result<()> {
+        // SAFETY: the caller vouches for the list.
+        unsafe {
+            match self.mode {
+                UnpackMode::Kernel | UnpackMode::D2d => by_copies(stream, list, source),
+                UnpackMode::Host => self.by_host(stream, list, source),
+            }
+        }
+    }
+
     unsafe fn by_kernel(&mut self, stream: &Stream, list: &[Piece]) -> Result<()> {
         let Some(kernels) = self.kernels.clone() else {
             return Err(Error::new(ErrorKind::Unsupported, "unpack", "no kernels were loaded"));
