@@ -16,6 +16,8 @@ pub struct Job {
     pub ranks: Vec<Rank>,
     /// The longest wait in a kernel, of the virtual clock.
     pub limit_ns: u64,
+    /// Threads of a block.
+    pub threads: u32,
     /// Bytes of shared memory of a block that dispatches, and of one that combines.
     pub shared: [u32; 2],
 }
@@ -37,8 +39,13 @@ impl Job {
 
     /// The same of sources that are broken, perhaps.
     pub fn of(build: &Build, shape: Shape, shared: [u32; 2]) -> Option<Job> {
+        Job::made(&build.clone().defines(&shape.defines(true)), shape, shape.tuning().threads, shared)
+    }
+
+    /// With what `build` makes, all of whose definitions it has; its blocks have so many threads.
+    pub fn made(build: &Build, shape: Shape, threads: u32, shared: [u32; 2]) -> Option<Job> {
         shape.check().unwrap();
-        let mut emulator = build.clone().defines(&shape.defines(true)).emulator()?;
+        let mut emulator = build.emulator()?;
         let heaps: Vec<Memory> = (0..shape.ranks)
             .map(|rank| emulator.zeroed(&format!("heap {rank}"), shape.heap_bytes() as usize))
             .collect();
@@ -52,7 +59,7 @@ impl Job {
                 waits: emulator.zeroed(&format!("waits of {rank}"), 8 * shape.ranks as usize),
             });
         }
-        Some(Job { shape, emulator, ranks, limit_ns: 20_000_000_000, shared })
+        Some(Job { shape, emulator, ranks, limit_ns: 20_000_000_000, threads, shared })
     }
 
     /// The area of a handle, full of noise.
@@ -218,7 +225,7 @@ impl ByExpert {
 
     /// Queues the dispatch's phases on the streams of all ranks that take part.
     pub fn dispatch(&self, job: &mut Job, blocks: u32, phases: u32) {
-        let grid = Grid { blocks, threads: job.shape.tuning().threads, shared: job.shared[0] };
+        let grid = Grid { blocks, threads: job.threads, shared: job.shared[0] };
         for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
             let mut args = one.dispatch;
             args.common.phases = phases;
@@ -228,7 +235,7 @@ impl ByExpert {
 
     /// Queues the combine's phases on the streams of all ranks that take part.
     pub fn combine(&self, job: &mut Job, blocks: u32, phases: u32) {
-        let grid = Grid { blocks, threads: job.shape.tuning().threads, shared: job.shared[1] };
+        let grid = Grid { blocks, threads: job.threads, shared: job.shared[1] };
         for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
             let mut args = one.combine;
             args.common.phases = phases;
@@ -268,7 +275,7 @@ impl ByExpert {
 }
 
 /// Compares combine's rows with those expected, by rank.
-fn check_sums(
+pub fn check_sums(
     routing: &Routing,
     hidden: usize,
     expected: &[Vec<u16>],

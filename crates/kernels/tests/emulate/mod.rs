@@ -15,6 +15,7 @@
 
 mod build;
 pub mod job;
+pub mod job_rank;
 pub mod reference;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};

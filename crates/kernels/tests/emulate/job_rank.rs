@@ -1,0 +1,244 @@
+//! One dispatch and its combine in the rank layout, on all ranks of a job on emulated GPUs.
+
+use crossrail_cuda::Grid;
+use crossrail_kernels::ep::{EpCombineArgs, EpDispatchArgs, Layout, Shape};
+
+use super::job::{Input, Job, check_sums, combine_args, ids, same};
+use super::reference::{self, Outputs, Routing, Wire};
+use super::{Memory, Numbers};
+
+/// One dispatch and its combine in the rank layout, on all ranks.
+pub struct ByRank {
+    pub routing: Routing,
+    pub alignment: u32,
+    /// Whether the dispatch has weights; and the combine brings back some.
+    pub weighted: bool,
+    /// By rank: bf16 rows.
+    pub x: Vec<Vec<u16>>,
+    /// By rank: rows that combine adds.
+    pub biases: Vec<Vec<Vec<u16>>>,
+    pub ranks: Vec<RankRank>,
+    /// It repeats the routing of an earlier one.
+    pub cached: bool,
+}
+
+/// What one rank has of it.
+pub struct RankRank {
+    pub dispatch: EpDispatchArgs,
+    pub combine: EpCombineArgs,
+    pub handle: Memory,
+    pub out_counts: Memory,
+    pub out_offsets: Memory,
+    pub count_word: Memory,
+    pub count_host: Memory,
+    pub y: Memory,
+    pub y_weights: Memory,
+    pub out: Memory,
+    pub out_weights: Memory,
+    /// What must live as long: inputs.
+    pub kept: Vec<Memory>,
+}
+
+impl ByRank {
+    /// With random rows and weights, into that region of each rank; some inputs are laid out otherwise now and then.
+    /// Both argument structs have all phases.
+    pub fn new(job: &mut Job, numbers: &mut Numbers, routing: Routing, region: u32) -> ByRank {
+        let handles = (0..routing.tokens.len()).map(|rank| job.handle(rank, Layout::Rank)).collect();
+        let mut operation = ByRank::begin(&job.shape, numbers, routing);
+        operation.fill(job, numbers, region, handles);
+        operation
+    }
+
+    /// Other rows along the same ways.
+    pub fn again(&self, job: &mut Job, numbers: &mut Numbers, region: u32) -> ByRank {
+        let handles = self.ranks.iter().map(|one| one.handle.clone()).collect();
+        let mut operation = ByRank::begin(&job.shape, numbers, self.routing.clone());
+        operation.cached = true;
+        operation.fill(job, numbers, region, handles);
+        operation
+    }
+
+    fn begin(shape: &Shape, numbers: &mut Numbers, routing: Routing) -> ByRank {
+        let hidden = shape.hidden as usize;
+        let tokens = routing.tokens.clone();
+        let count = numbers.below(3) as usize;
+        let x = tokens.iter().map(|tokens| reference::random_rows(numbers, *tokens, hidden)).collect();
+        let biases =
+            tokens.iter().map(|tokens| (0..count).map(|_| reference::random_rows(numbers, *tokens, hidden)).collect());
+        let biases = biases.collect();
+        let (alignment, weighted) = ([1, 1, 4, 128][numbers.below(4) as usize], numbers.once_in(2));
+        ByRank { routing, alignment, weighted, x, biases, ranks: Vec::new(), cached: false }
+    }
+
+    fn fill(&mut self, job: &mut Job, numbers: &mut Numbers, region: u32, handles: Vec<Memory>) {
+        let came = reference::by_rank(&job.shape, &self.routing, 1);
+        for (rank, handle) in handles.into_iter().enumerate() {
+            let one = self.rank(job, numbers, rank, (region, came[rank].rows.len(), handle));
+            self.ranks.push(one);
+        }
+    }
+
+    fn rank(&self, job: &mut Job, numbers: &mut Numbers, rank: usize, of: (u32, usize, Memory)) -> RankRank {
+        let (region, rows, handle) = of;
+        let shape = job.shape;
+        let (local, hidden, topk) = (shape.local_experts() as usize, shape.hidden as usize, shape.topk as usize);
+        let tokens = self.routing.tokens[rank];
+        let common = job.common(rank, Layout::Rank, &handle, tokens, 7);
+        let mut kept = Vec::new();
+        let input = Input::new(&mut job.emulator, numbers, &shape, &self.x[rank], &mut kept);
+        let (idx_bytes, topk_idx) = ids(&mut job.emulator, numbers, &self.routing.idx[rank], &mut kept);
+        let emulator = &mut job.emulator;
+        let given = emulator.memory_of("weights", &self.routing.weights[rank]);
+        let out_counts = emulator.memory("out_counts", local * 4);
+        let out_offsets = emulator.memory("out_offsets", (shape.ranks as usize + 1) * 8);
+        let count_word = emulator.zeroed("count_word", 8);
+        let count_host = emulator.memory("count_host", local * 4);
+        let y = emulator.memory("y", rows * hidden * 2);
+        y.write(0, &reference::random_rows(numbers, rows, hidden));
+        let back: Vec<f32> = (0..rows * topk).map(|_| numbers.below(1000) as f32 / 8.0).collect();
+        let y_weights = emulator.memory_of("y_weights", &back);
+        let out_stride = hidden * 2 + 16 * numbers.below(2) as usize;
+        let out = emulator.memory("out", tokens * out_stride);
+        let out_weights = emulator.memory("out_weights", tokens * topk * 4);
+        let mut biases = [0; 2];
+        for (address, bias) in biases.iter_mut().zip(&self.biases[rank]) {
+            let memory = emulator.memory_of("bias", bias);
+            *address = memory.address();
+            kept.push(memory);
+        }
+        let if_weighted = |memory: &Memory| if self.weighted { memory.address() } else { 0 };
+        let dispatch = EpDispatchArgs {
+            topk_idx,
+            idx_bytes,
+            topk_weights: if_weighted(&given),
+            out_counts: out_counts.address(),
+            out_offsets: out_offsets.address(),
+            count_word: count_word.address(),
+            count_host: count_host.address(),
+            worst_rows: if numbers.once_in(2) { u64::from(shape.ranks * shape.max_tokens) } else { 0 },
+            region,
+            alignment: self.alignment,
+            cached: self.cached.into(),
+            ..input.args(&common)
+        };
+        let combine = EpCombineArgs {
+            y: y.address(),
+            y_stride: hidden as u64 * 2,
+            y_weights: if_weighted(&y_weights),
+            out_weights: if_weighted(&out_weights),
+            bias0: biases[0],
+            bias1: biases[1],
+            out: out.address(),
+            out_stride: out_stride as u64,
+            ..combine_args(&common)
+        };
+        kept.push(given);
+        RankRank {
+            dispatch,
+            combine,
+            handle,
+            out_counts,
+            out_offsets,
+            count_word,
+            count_host,
+            y,
+            y_weights,
+            out,
+            out_weights,
+            kept,
+        }
+    }
+
+    /// Queues the dispatch's phases on the streams of all ranks that take part.
+    pub fn dispatch(&self, job: &mut Job, blocks: u32, phases: u32) {
+        let grid = Grid { blocks, threads: job.threads, shared: job.shared[0] };
+        for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
+            let mut args = one.dispatch;
+            args.common.phases = phases;
+            job.emulator.launch_on(rank as u32, "crossrail_ep_dispatch_rank", &args, grid);
+        }
+    }
+
+    /// Queues the combine's phases on the streams of all ranks that take part; `senders` as the kernel has it.
+    pub fn combine(&self, job: &mut Job, blocks: u32, phases: u32, senders: u32) {
+        let grid = Grid { blocks, threads: job.threads, shared: job.shared[1] };
+        for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
+            let mut args = one.combine;
+            args.common.phases = phases;
+            args.senders = senders;
+            job.emulator.launch_on(rank as u32, "crossrail_ep_combine_rank", &args, grid);
+        }
+    }
+
+    /// What dispatch delivered is what it must be, on all ranks that take part. Before the region is used again.
+    pub fn check_dispatch(&self, job: &Job) -> Result<(), String> {
+        let expected = reference::by_rank(&job.shape, &self.routing, self.alignment as i32);
+        let cast = |row: &[u16]| Wire::of(job.shape.payload, row);
+        let wire: Vec<Vec<Wire>> =
+            self.x.iter().map(|rows| rows.chunks_exact(job.shape.hidden as usize).map(cast).collect()).collect();
+        for (rank, expected) in expected.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
+            self.check_rank(job, rank, expected, &wire).map_err(|what| format!("dispatch at rank {rank}: {what}"))?;
+        }
+        Ok(())
+    }
+
+    fn check_rank(
+        &self,
+        job: &Job,
+        rank: usize,
+        expected: &reference::ByRank,
+        wire: &[Vec<Wire>],
+    ) -> Result<(), String> {
+        let (shape, one, heap) = (&job.shape, &self.ranks[rank], &job.ranks[rank].heap);
+        let (parts, topk, count) = (shape.heap(), shape.topk as usize, expected.rows.len());
+        same("offsets", &one.out_offsets.read::<i64>(0, expected.offsets.len()), &expected.offsets)?;
+        same("the word's rows", &[one.count_word.read::<u32>(0, 1)[0]], &[count as u32])?;
+        if !self.cached {
+            same("counts", &one.out_counts.read::<i32>(0, expected.counts.len()), &expected.counts)?;
+            same("the host's counts", &one.count_host.read::<i32>(0, expected.counts.len()), &expected.counts)?;
+        }
+        let region = (parts.regions + u64::from(one.dispatch.region) * parts.region_stride) as usize;
+        let (bytes, scale_bytes) = (shape.row_bytes() as usize, shape.scale_bytes() as usize);
+        let at = |part: u64, size: usize, row: usize| region + part as usize + row * size;
+        for (row, expected) in expected.rows.iter().enumerate() {
+            let what = format!("row {row} (token {} of rank {})", expected.token, expected.source);
+            let wire = &wire[expected.source][expected.token];
+            same(&what, &heap.read::<u8>(at(0, bytes, row), bytes), &wire.elements)?;
+            let scales = heap.read::<u8>(at(parts.region_scales, scale_bytes, row), scale_bytes);
+            same(&format!("{what}: scales"), &scales, &wire.scales)?;
+            if self.cached {
+                continue;
+            }
+            let idx = heap.read::<i64>(at(parts.region_idx, 8 * topk, row), topk);
+            same(&format!("{what}: topk_idx"), &idx, &expected.idx)?;
+            let source = heap.read::<i32>(at(parts.region_source, 4, row), 1);
+            same(&format!("{what}: source"), &source, &[expected.token as i32])?;
+            if self.weighted {
+                let weights = heap.read::<f32>(at(parts.region_weights, 4 * topk, row), topk);
+                same(&format!("{what}: weights"), &weights, &expected.weights)?;
+            }
+        }
+        let beyond = if self.cached { 0 } else { (one.dispatch.worst_rows as usize).saturating_sub(count) * topk };
+        let idx = heap.read::<i64>(at(parts.region_idx, 8 * topk, count), beyond);
+        same("topk_idx beyond the rows", &idx, &vec![-1; beyond])
+    }
+
+    /// What combine gave is what it must be, on all ranks that take part.
+    pub fn check_combine(&self, job: &Job) -> Result<(), String> {
+        let (hidden, topk) = (job.shape.hidden as usize, job.shape.topk as usize);
+        let outputs: Vec<Outputs> =
+            self.ranks.iter().map(|one| Outputs { hidden, values: one.y.read(0, one.y.len() / 2) }).collect();
+        let weights: Vec<Vec<f32>> =
+            self.ranks.iter().map(|one| one.y_weights.read(0, one.y_weights.len() / 4)).collect();
+        let expected = reference::combine_rank(&job.shape, &self.routing, &outputs, &weights, &self.biases);
+        let (rows, sums): (Vec<Vec<u16>>, Vec<Vec<f32>>) = expected.into_iter().unzip();
+        check_sums(&self.routing, hidden, &rows, |rank| {
+            (self.ranks[rank].out.clone(), self.ranks[rank].combine.out_stride as usize)
+        })?;
+        for (rank, sums) in sums.iter().enumerate().filter(|_| self.weighted) {
+            let got = self.ranks[rank].out_weights.read::<f32>(0, self.routing.tokens[rank] * topk);
+            same(&format!("combine at rank {rank}: weights"), &got, sums)?;
+        }
+        Ok(())
+    }
+}
