@@ -296,7 +296,8 @@ __device__ __forceinline__ void add_rows(const Combine &combine, const Token &to
             sum.add(second);
         });
         if (held != 0) sum.add(first);
-        for (u64 bias : {args.bias0, args.bias1}) {
+        const u64 biases[] = {args.bias0, args.bias1};
+        for (u64 bias : biases) {
             if (bias == 0) continue;
             load_part(first, bias + u64(number) * WIDE_ROW, base);
             sum.add(first);
