@@ -130,8 +130,8 @@ __device__ __forceinline__ int expert_at(const EpDispatchArgs &args, u64 selecti
 
 // For the lanes below K, which have a token's selections: whether this one is the first of its rank.
 __device__ __forceinline__ bool is_first_of_rank(u32 rank, bool valid, u32 lane) {
-    u32 key = valid ? rank : EP_R + lane;
-    return valid && (__match_any_sync(WHOLE_WARP, key) & ((1u << lane) - 1)) == 0;
+    u32 alike = __match_any_sync(WHOLE_WARP, valid ? rank : EP_R + lane);
+    return valid && (alike & ((1u << lane) - 1)) == 0;
 }
 
 // Elements of a piece.
