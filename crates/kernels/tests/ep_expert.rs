@@ -3,9 +3,7 @@
 
 mod emulate;
 
-use crossrail_kernels::ep::{
-    EP_RECEIVE, EP_SEND, EP_STAGE_BACK_ROW, EP_STAGE_TABLE, Payload, Scale, Shape, Tuning,
-};
+use crossrail_kernels::ep::{EP_RECEIVE, EP_SEND, EP_STAGE_BACK_ROW, EP_STAGE_TABLE, Payload, Scale, Shape, Tuning};
 
 use crate::emulate::Numbers;
 use crate::emulate::job::{ByExpert, Job, Weights};
@@ -96,7 +94,9 @@ fn more_ranks_than_lanes() {
 #[test]
 fn without_bulk_copies_too() {
     let shape = SHAPE;
-    let build = emulate::Build::new(&SOURCES).defines(&["-UEP_BULK".into(), "-DEP_BULK=0".into()]);
+    let without = "constexpr u32 LANES = 32;\n#undef EP_BULK\n#define EP_BULK 0";
+    let build = emulate::Build::new(&SOURCES);
+    let build = build.broken("kernels/ep_common.cuh", "constexpr u32 LANES = 32;", without);
     let Some(mut job) = Job::of(&build, shape, shape.expert_shared()) else { return };
     let mut numbers = Numbers(5);
     let routing = Routing::random(&mut numbers, &shape);
@@ -209,7 +209,6 @@ fn a_rank_that_dies_before_the_combine_is_left_out_of_the_sums() {
     operation.dispatch(&mut job, 2, BOTH);
     job.emulator.run(0).unwrap();
     operation.check_dispatch(&job).unwrap();
-    let delivered = operation.routing.clone();
     operation.routing.active[2] = false;
     operation.combine(&mut job, 2, BOTH);
     job.emulator.run(1).unwrap();
@@ -217,5 +216,4 @@ fn a_rank_that_dies_before_the_combine_is_left_out_of_the_sums() {
         assert_eq!(job.faults(rank), [(2, EP_STAGE_BACK_ROW)]);
         assert_eq!(job.masked(rank), [2]);
     }
-    drop(delivered);
 }
