@@ -47,7 +47,10 @@ fn rounds(shape: Shape, seeds: std::ops::Range<u64>) {
         operation.dispatch(&mut job, blocks, BOTH);
         operation.combine(&mut job, blocks, BOTH);
         job.emulator.run(seed).unwrap();
-        operation.check_dispatch(&job).and_then(|()| operation.check_combine(&job)).expect(&format!("seed {seed}"));
+        operation
+            .check_dispatch(&job)
+            .and_then(|()| operation.check_combine(&job))
+            .unwrap_or_else(|what| panic!("seed {seed}: {what}"));
     }
 }
 
@@ -216,4 +219,7 @@ fn a_rank_that_dies_before_the_combine_is_left_out_of_the_sums() {
         assert_eq!(job.faults(rank), [(2, EP_STAGE_BACK_ROW)]);
         assert_eq!(job.masked(rank), [2]);
     }
+    // Ranks are looked at in their order; the sums of those that are alive are right.
+    let wrong = operation.check_combine(&job).unwrap_err();
+    assert!(wrong.starts_with("combine at rank 2"), "{wrong}");
 }
