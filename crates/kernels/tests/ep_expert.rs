@@ -12,6 +12,8 @@ use crate::emulate::reference::{Choice, Routing};
 const SOURCES: [&str; 1] = ["kernels/ep_expert.cu"];
 const BOTH: u32 = EP_SEND | EP_RECEIVE;
 
+const TUNING: Tuning = Tuning { piece: 0, threads: 128, senders: 0, receive_from: 0, rank_movers: 0, rank_threads: 0 };
+
 /// Two pieces to a row, the second one short; blocks of four warps.
 const SHAPE: Shape = Shape {
     hidden: 1152,
@@ -24,7 +26,7 @@ const SHAPE: Shape = Shape {
     expert_layout: true,
     rank_layout: false,
     regions: 0,
-    tuning: Tuning { piece: 0, threads: 128, senders: 0, receive_from: 0 },
+    tuning: TUNING,
 };
 
 fn job(shape: Shape) -> Option<Job> {
@@ -84,7 +86,7 @@ fn a_rank_alone_and_one_with_an_expert_each() {
 
 #[test]
 fn larger_pieces_and_warps_of_one_task_each() {
-    let tuning = Tuning { piece: 2048, threads: 160, senders: 3, receive_from: 3 };
+    let tuning = Tuning { piece: 2048, threads: 160, senders: 3, receive_from: 3, ..TUNING };
     rounds(Shape { hidden: 3200, tuning, ..SHAPE }, 50..54);
 }
 

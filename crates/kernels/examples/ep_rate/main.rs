@@ -117,7 +117,7 @@ impl Asked {
             for &threads in &self.threads {
                 for &senders in &self.senders {
                     for &receive_from in &self.receive_from {
-                        all.push(Tuning { piece, threads, senders, receive_from });
+                        all.push(Tuning { piece, threads, senders, receive_from, ..Tuning::default() });
                     }
                 }
             }
