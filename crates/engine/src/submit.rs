@@ -187,11 +187,7 @@ impl Core {
             if let Some(peer) = self.st.peer(endpoint) {
                 peer.peer.accept(now, arrival, op, len);
             }
-            if self.armed {
-                self.settle_aside(endpoint);
-            } else {
-                self.settle(endpoint);
-            }
+            self.settle_aside(endpoint);
         } else if let Some(from) = from
             && let Some(peer) = self.st.peer(from)
             && !peer.alive

@@ -160,33 +160,46 @@ impl Config {
     }
 }
 
-/// The memory that one rank's buffer takes at most, by kind, in bytes. Pages are taken when they are first used, and
-/// are not zeroed between operations.
+/// The memory that one rank's buffer takes at most, by kind, in bytes. Pages of the host are taken when they are first
+/// used; nothing is zeroed between operations.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     /// Each kind with its bytes, in the order in which they lie.
     pub kinds: Vec<(&'static str, u64)>,
-    /// Bytes that are available on this machine now; `None` where that cannot be told.
+    /// Bytes that are available now, on this machine or the GPU; `None` where that cannot be told.
     pub free: Option<u64>,
     /// The most tokens per rank that would fit into what is free, all else alike.
     pub largest_tokens: usize,
-    config: Config,
+    /// What `free` is called.
+    place: String,
+    layouts: usize,
 }
 
 impl Plan {
-    /// What a buffer of `config` takes on one rank, `network` other ranks being on other nodes.
+    /// What a buffer of `config` in host memory takes on one rank, `network` other ranks being on other nodes.
     ///
     /// # Errors
     /// As [`Config::check`].
     pub fn new(config: &Config, network: u32) -> Result<Plan> {
         config.check()?;
-        let free = available_memory();
-        let kinds = kinds(config, network);
-        let largest_tokens = match free {
-            Some(free) => largest(config, network, free),
-            None => config.max_tokens,
+        let kinds = |config: &Config| kinds(config, network);
+        Ok(Plan::of(config, "free on this machine", available_memory(), kinds))
+    }
+
+    /// A plan where `kinds` says what a configuration takes, of `free` bytes that are called `place`.
+    pub fn of(
+        config: &Config,
+        place: &str,
+        free: Option<u64>,
+        kinds: impl Fn(&Config) -> Vec<(&'static str, u64)>,
+    ) -> Plan {
+        let total = |tokens: usize| {
+            let kinds = kinds(&Config { max_tokens: tokens, ..config.clone() });
+            kinds.iter().fold(0, |sum: u64, (_, bytes)| sum.saturating_add(*bytes))
         };
-        Ok(Plan { kinds, free, largest_tokens, config: config.clone() })
+        let largest_tokens = free.map_or(config.max_tokens, |free| largest(|tokens| total(tokens) <= free));
+        let (kinds, layouts) = (kinds(config), config.layouts.len());
+        Plan { kinds, free, largest_tokens, place: place.to_owned(), layouts }
     }
 
     /// All bytes together.
@@ -202,8 +215,7 @@ impl Plan {
         match self.free {
             Some(free) if self.total() > free => {
                 let error = Error::new(ErrorKind::Exhausted, "ExpertBuffer", format!("more than is free:\n{self}\n"));
-                let both = self.config.layouts.len() > 1;
-                let other = if both { ", or name the one layout that is used" } else { "" };
+                let other = if self.layouts > 1 { ", or name the one layout that is used" } else { "" };
                 Err(error.with_hint(format!("at most {} tokens per rank fit{other}", self.largest_tokens)))
             }
             _ => Ok(()),
@@ -218,7 +230,7 @@ impl fmt::Display for Plan {
         }
         write!(f, "  {:<34} {:>16} bytes", "in all", self.total())?;
         if let Some(free) = self.free {
-            write!(f, "\n  {:<34} {free:>16} bytes", "free on this machine")?;
+            write!(f, "\n  {:<34} {free:>16} bytes", self.place)?;
         }
         write!(f, "\n  {:<34} {:>16}", "largest tokens per rank that fit", self.largest_tokens)
     }
@@ -236,11 +248,8 @@ fn kinds(config: &Config, network: u32) -> Vec<(&'static str, u64)> {
     ]
 }
 
-fn largest(config: &Config, network: u32, free: u64) -> usize {
-    let fits = |tokens: usize| {
-        let config = Config { max_tokens: tokens, ..config.clone() };
-        kinds(&config, network).iter().map(|(_, bytes)| bytes).sum::<u64>() <= free
-    };
+/// The most tokens that fit.
+fn largest(fits: impl Fn(usize) -> bool) -> usize {
     let (mut low, mut high) = (0usize, 1usize << 24);
     while low < high {
         let middle = low + (high - low).div_ceil(2);

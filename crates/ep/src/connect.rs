@@ -52,7 +52,7 @@ impl Inner {
             peers.push(self.meet(greeted, deadline)?);
         }
         let endpoints: Vec<_> =
-            peers.iter().filter_map(|peer| Some((peer.rank as u32, peer.endpoint()?.clone()))).collect();
+            peers.iter().filter_map(|peer| Some((peer.rank as u32, peer.endpoint()?.clone(), Vec::new()))).collect();
         self.meeting.all_ready(&endpoints, deadline)?;
         let floor = [counts[1], counts[2]];
         if floor != [state.dispatches, state.combines] {

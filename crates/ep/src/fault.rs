@@ -7,9 +7,9 @@ use std::fmt;
 pub struct Fault {
     /// The rank.
     pub rank: u32,
-    /// `dispatch`, `combine` or `sync`.
+    /// `dispatch`, `combine` or `sync`; `connection` when its end was noticed outside of an operation.
     pub operation: &'static str,
-    /// Which one: operations are numbered from 1, alike on all ranks.
+    /// Which one: operations are numbered from 1, alike on all ranks. 0 for none.
     pub number: u64,
     /// What was waited for.
     pub stage: &'static str,
@@ -22,9 +22,10 @@ pub struct Fault {
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Fault { rank, operation, number, stage, why, left } = self;
-        write!(
-            f,
-            "rank {rank} is lost: {why}, while {operation} {number} waited for {stage}; it is masked, {left} ranks go on"
-        )
+        write!(f, "rank {rank} is lost: {why}")?;
+        if *number > 0 {
+            write!(f, ", while {operation} {number} waited for {stage}")?;
+        }
+        write!(f, "; it is masked, {left} ranks go on")
     }
 }

@@ -318,20 +318,24 @@ impl Meeting {
     }
 
     /// Waits until all of these ranks have come to the end of connecting too: until then what they were told of must
-    /// not go.
+    /// not go. Each is told its bytes; what they tell, in their order.
     ///
     /// # Errors
     /// `Timeout`, `PeerDead`, naming the rank; `Closed`.
-    pub fn all_ready(&self, peers: &[(u32, Endpoint)], deadline: Instant) -> Result<()> {
+    pub fn all_ready(&self, peers: &[(u32, Endpoint, Vec<u8>)], deadline: Instant) -> Result<Vec<Vec<u8>>> {
         let named = |rank: u32| move |error| Error { peer: Some(format!("rank {rank}")), ..error };
-        for (rank, endpoint) in peers {
-            endpoint.send(Vec::new(), READY).map_err(named(*rank))?;
+        for (rank, endpoint, told) in peers {
+            endpoint.send(told.clone(), READY).map_err(named(*rank))?;
         }
-        for (rank, endpoint) in peers {
-            let request = self.worker.recv(Vec::new(), READY, u64::MAX, Some(endpoint))?;
-            self.patiently(deadline, |slice| request.wait(Some(slice))).map_err(named(*rank))?;
+        let mut heard = Vec::with_capacity(peers.len());
+        for (rank, endpoint, _) in peers {
+            let request = self.worker.recv(vec![0; LONGEST], READY, u64::MAX, Some(endpoint))?;
+            let receipt = self.patiently(deadline, |slice| request.wait(Some(slice))).map_err(named(*rank))?;
+            let mut bytes = request.into_vec().unwrap_or_default();
+            bytes.truncate(receipt.bytes as usize);
+            heard.push(bytes);
         }
-        Ok(())
+        Ok(heard)
     }
 }
 

@@ -369,13 +369,9 @@ impl Input {
         let x = emulator.memory("x", rows.len() * stride);
         let blocks = hidden / reference::BLOCK;
         let size = if shape.payload == Payload::Fp8(Scale::Ue8m0) { 1 } else { 4 };
-        // Scales of a byte go by four.
-        let packed = if size == 1 { 4 } else { 1 };
-        let units = blocks.div_ceil(packed);
-        let unit = 4;
         let (scale_row, scale_block) =
-            if numbers.once_in(2) { (units * unit, unit) } else { (unit, rows.len() * unit) };
-        let scales = emulator.memory("scales", rows.len() * units * unit);
+            if numbers.once_in(2) { (blocks * size, size) } else { (size, rows.len() * size) };
+        let scales = emulator.memory("scales", rows.len() * blocks * size);
         for (token, row) in rows.iter().enumerate() {
             if !fp8 {
                 x.write(token * stride, row);
@@ -384,7 +380,7 @@ impl Input {
             let wire = Wire::of(shape.payload, row);
             x.write(token * stride, &wire.elements);
             for (block, scale) in wire.scales.chunks_exact(size).enumerate() {
-                scales.write(token * scale_row + block / packed * scale_block + block % packed, scale);
+                scales.write(token * scale_row + block * scale_block, scale);
             }
         }
         let input = Input {

@@ -1,0 +1,548 @@
+//! The buffer: one rank's heap in GPU memory, its kernels, and its connections to the other ranks.
+#![allow(unsafe_code)]
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use crossrail::{Context, Endpoint, Memory, Place, Region};
+use crossrail_control::{Group, RankState};
+use crossrail_cuda::Context as Primary;
+use crossrail_ep::hello::Parameters;
+use crossrail_ep::meeting::{Meeting, random_id};
+use crossrail_ep::{Config, Fault, Layout, Link, Plan};
+use crossrail_kernels::ep::{EpKernels, Shape};
+use crossrail_types::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
+
+use crate::done::{Counts, Done, Events};
+use crate::far::Reader;
+use crate::faults::{Ring, stage};
+use crate::handles::{Pool, layout_of};
+use crate::heap::{self, Epochs, Heap};
+use crate::loading;
+use crate::options::{self, DeviceOptions};
+use crate::order::Order;
+use crate::peer::Peer;
+use crate::regions::{RegionLease, RegionView, Regions};
+use crate::watch::{self, Lost};
+
+/// One rank's memory for dispatch and combine on a GPU, and its connections to the other ranks. Clones share it. Any
+/// thread may use it, one at a time.
+#[derive(Clone)]
+pub struct DeviceBuffer(pub(crate) Arc<Inner>);
+
+pub(crate) struct Inner {
+    /// Tells buffers apart, handles too.
+    pub(crate) id: u64,
+    pub(crate) name: String,
+    pub(crate) me: u32,
+    pub(crate) config: Config,
+    pub(crate) options: DeviceOptions,
+    pub(crate) shape: Shape,
+    pub(crate) context: Context,
+    pub(crate) cuda: Primary,
+    pub(crate) meeting: Meeting,
+    pub(crate) kernels: Arc<EpKernels>,
+    /// Of a launch.
+    pub(crate) blocks: u32,
+    pub(crate) memory: Memory,
+    pub(crate) heap: Heap,
+    pub(crate) region: Region,
+    pub(crate) events: Arc<Events>,
+    pub(crate) counts: Option<Arc<Counts>>,
+    /// Handles' memory: expert layout, rank layout.
+    pub(crate) handles: [Option<Arc<Pool>>; 2],
+    pub(crate) regions: Regions,
+    pub(crate) reader: Reader,
+    /// The ring of faults, on the GPU.
+    pub(crate) faults_at: u64,
+    pub(crate) tell: Sender<Lost>,
+    /// Bytes that were carried to ranks out of reach.
+    pub(crate) network: AtomicU64,
+    pub(crate) recent: Arc<Recent>,
+    pub(crate) state: Mutex<State>,
+    /// One thread at a time connects and disconnects.
+    pub(crate) connecting: Mutex<()>,
+}
+
+/// What changes.
+pub(crate) struct State {
+    pub(crate) peers: Vec<Option<Peer>>,
+    /// Ranks that were connected before: what they left in the heap is to be cleared.
+    pub(crate) stale: Vec<bool>,
+    pub(crate) order: Order,
+    pub(crate) ring: Ring,
+    pub(crate) faults: Vec<Fault>,
+    pub(crate) generation: u64,
+    pub(crate) closed: bool,
+}
+
+impl State {
+    /// Ranks that are connected and not masked, this one included.
+    pub(crate) fn active(&self) -> u32 {
+        self.peers.iter().flatten().filter(|peer| !peer.masked).count() as u32
+    }
+
+    pub(crate) fn has_far(&self) -> bool {
+        self.peers.iter().flatten().any(|peer| peer.far().is_some() && !peer.masked)
+    }
+}
+
+/// Operations that may still run.
+#[derive(Default)]
+pub(crate) struct Recent(Mutex<Vec<Done>>);
+
+impl Recent {
+    pub(crate) fn push(&self, done: &Done) {
+        let mut recent = self.0.lock();
+        if recent.len() >= MANY {
+            recent.retain(|done| !done.is_done().unwrap_or(true));
+        }
+        recent.push(done.clone());
+    }
+
+    fn all(&self) -> Vec<Done> {
+        self.0.lock().clone()
+    }
+
+    fn is_busy(&self) -> bool {
+        self.0.lock().iter().any(|done| !done.is_done().unwrap_or(true))
+    }
+}
+
+/// Operations that are remembered before it is looked which of them are over.
+const MANY: usize = 16;
+/// How long `destroy` waits for kernels beyond what they wait for other ranks.
+const LAST_KERNELS: Duration = Duration::from_secs(2);
+
+impl DeviceBuffer {
+    /// Memory and kernels for `config` on this rank of `group`; nobody is connected yet. Buffers of one name belong
+    /// together. Kernels that are not kept on disk are compiled now, which takes seconds.
+    ///
+    /// # Errors
+    /// `Usage` for numbers that make no sense, or that kernels cannot take; `Unsupported` with the reason where there is no
+    /// CUDA; `Exhausted`, with the plan, when more is wanted than is free.
+    pub fn new(
+        group: &Group,
+        context: &Context,
+        name: &str,
+        config: Config,
+        options: DeviceOptions,
+    ) -> Result<DeviceBuffer> {
+        let shape = options::shape(&config, &options)?;
+        let me = group.rank();
+        if me >= config.ranks {
+            let text = format!("rank {me} of the group in a buffer for {} ranks", config.ranks);
+            return Err(Error::new(ErrorKind::Usage, "ExpertBuffer", text)
+                .with_hint("make it for as many ranks as the group may have"));
+        }
+        let cuda = options::context(options.ordinal)?;
+        options::plan(&config, &options, 0, Some(options::free(&cuda)?))?.check()?;
+        let id = random_id()?;
+        let parameters = Parameters::of(&config).on_gpu(shape.regions);
+        // Loading and allocating take about as long as each other.
+        let (loaded, made) = std::thread::scope(|scope| {
+            let loading = scope.spawn(|| loading::load(&cuda, context.settings(), &shape));
+            let made = (|| {
+                let bytes = usize::try_from(heap::bytes(&shape)).unwrap_or(usize::MAX);
+                let memory = context.alloc_on(bytes, Place::Gpu(options.ordinal))?;
+                let node = options.node_of(group.node());
+                let meeting = Meeting::new(group, context, name, id, node, config.share_node, parameters)?;
+                let region = meeting.worker.register(&memory)?;
+                Ok((memory, meeting, region))
+            })();
+            (loading.join(), made)
+        });
+        let kernels = loaded.map_err(|_| Error::new(ErrorKind::Io, "ExpertBuffer", "loading kernels panicked"))??;
+        let (memory, meeting, region) = made?;
+        let blocks = blocks(&options, kernels.most_blocks())?;
+        let pool = |layout: Layout| config.has(layout).then(|| Pool::new(&cuda, shape.handle_bytes(layout_of(layout))));
+        let (tell, lost) = channel();
+        let ring = Ring::new(&cuda)?;
+        let heap = Heap::new(memory.clone(), &shape);
+        let mut peers: Vec<Option<Peer>> = (0..config.ranks).map(|_| None).collect();
+        peers[me as usize] = Some(Peer::myself(me));
+        for rank in 0..config.ranks {
+            heap.set_peer(rank, heap.base())?;
+            heap.set_mask(rank, rank != me)?;
+        }
+        let ranks = config.ranks as usize;
+        let inner = Arc::new(Inner {
+            id,
+            name: name.to_owned(),
+            me,
+            context: context.clone(),
+            meeting,
+            kernels,
+            blocks,
+            heap,
+            memory,
+            region,
+            events: Events::new(&cuda),
+            counts: config.has(Layout::Rank).then(|| Counts::new(&cuda, shape.local_experts() as usize)).transpose()?,
+            handles: [pool(Layout::Expert), pool(Layout::Rank)],
+            regions: Regions::new(shape.regions),
+            reader: Reader::new(&cuda),
+            faults_at: ring.address(),
+            tell,
+            network: AtomicU64::new(0),
+            recent: Arc::default(),
+            state: Mutex::new(State {
+                peers,
+                stale: vec![false; ranks],
+                order: Order::default(),
+                ring,
+                faults: Vec::new(),
+                generation: 0,
+                closed: false,
+            }),
+            connecting: Mutex::new(()),
+            config,
+            options,
+            shape,
+            cuda,
+        });
+        // The closing thread frees nothing while kernels of this buffer may wait for other ranks.
+        let asked: Weak<Recent> = Arc::downgrade(&inner.recent);
+        inner.cuda.hold_back(move || asked.upgrade().map(|recent| recent.is_busy()));
+        watch::start(&inner, lost)?;
+        inner.meeting.announce()?;
+        Ok(DeviceBuffer(inner))
+    }
+
+    /// What a buffer would take of the GPU's memory, `far` other ranks being out of its reach, and what is free there.
+    ///
+    /// # Errors
+    /// `Usage` for numbers that make no sense, or that kernels cannot take.
+    pub fn plan(config: &Config, options: &DeviceOptions, far: u32) -> Result<Plan> {
+        let free = options::context(options.ordinal).and_then(|context| options::free(&context)).ok();
+        options::plan(config, options, far, free)
+    }
+
+    /// What it was made for.
+    pub fn config(&self) -> &Config {
+        &self.0.config
+    }
+
+    /// The same as its kernels see it.
+    pub fn shape(&self) -> &Shape {
+        &self.0.shape
+    }
+
+    /// The GPU, in CUDA's order.
+    pub fn ordinal(&self) -> u32 {
+        self.0.options.ordinal
+    }
+
+    /// Multiprocessors that an operation takes.
+    pub fn num_sms(&self) -> u32 {
+        self.0.blocks
+    }
+
+    /// Bytes of the heap, in GPU memory.
+    pub fn heap_bytes(&self) -> u64 {
+        self.0.memory.len() as u64
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> u32 {
+        self.0.me
+    }
+
+    /// Connects `ranks` (this one among them or not; those that are connected stay so), which call it too, and waits
+    /// until all of them are; `activate`: operations include them from now on, otherwise they are masked at first.
+    /// Called by ranks that are connected already and by new ones at the same point between operations. Only what
+    /// changes is mapped; graphs that were captured stay good.
+    ///
+    /// # Errors
+    /// `Timeout` naming the ranks that did not come; `Mismatch` naming the rank and the parameter that differs;
+    /// `PeerDead`; `Usage` while something that was sent is not received. Ranks that were connected before stay so.
+    pub fn connect(&self, ranks: &[u32], activate: bool, timeout: Option<Duration>) -> Result<()> {
+        self.0.connect(ranks, activate, timeout)
+    }
+
+    /// Ends the connections to `ranks`, between operations; they are not masked but absent. What others are connected
+    /// to stays.
+    ///
+    /// # Errors
+    /// `Usage` for a rank that is none, or this one; `Timeout` when operations are not done.
+    pub fn disconnect(&self, ranks: &[u32]) -> Result<()> {
+        self.0.disconnect(ranks)
+    }
+
+    /// From now on operations neither send to `ranks` nor wait for them; those under way stop waiting.
+    ///
+    /// # Errors
+    /// `Usage` for a rank that is not connected, or this one.
+    pub fn mask(&self, ranks: &[u32]) -> Result<()> {
+        self.0.set_mask(ranks, true)
+    }
+
+    /// Takes masked ranks back, which do the same at the same point between operations.
+    ///
+    /// # Errors
+    /// `Usage` for a rank that is not connected; `PeerDead` for one whose process is gone; `Timeout` when operations
+    /// are not done.
+    pub fn unmask(&self, ranks: &[u32]) -> Result<()> {
+        self.0.set_mask(ranks, false)
+    }
+
+    /// Ranks that are connected but masked.
+    pub fn masked(&self) -> Vec<u32> {
+        let mut state = self.0.state.lock();
+        self.0.drain(&mut state);
+        state.peers.iter().flatten().filter(|peer| peer.masked).map(|peer| peer.rank).collect()
+    }
+
+    /// Ranks that are connected and not masked, this one included.
+    pub fn active(&self) -> Vec<u32> {
+        self.0.active()
+    }
+
+    /// Ranks that are connected, this one and masked ones included.
+    pub fn connected(&self) -> Vec<u32> {
+        self.0.state.lock().peers.iter().flatten().map(|peer| peer.rank).collect()
+    }
+
+    /// Ranks that were lost so far, in order, as far as the GPU has told by now.
+    pub fn faults(&self) -> Vec<Fault> {
+        let mut state = self.0.state.lock();
+        self.0.drain(&mut state);
+        state.faults.clone()
+    }
+
+    /// How each connected rank is reached: `Heap` is over NVLink or PCIe by this rank's own kernels, `Network` by the
+    /// host through the engine.
+    pub fn links(&self) -> Vec<Link> {
+        let state = self.0.state.lock();
+        let peers = state.peers.iter().flatten();
+        peers
+            .map(|peer| Link {
+                rank: peer.rank,
+                kind: peer.kind(),
+                masked: peer.masked,
+                lanes: peer.endpoint().map(Endpoint::lanes).unwrap_or_default(),
+            })
+            .collect()
+    }
+
+    /// Bytes that the host has carried to ranks that this rank's GPU does not reach.
+    pub fn network_bytes(&self) -> u64 {
+        self.0.network.load(Ordering::Relaxed)
+    }
+
+    /// A region for a result in the rank layout.
+    ///
+    /// # Errors
+    /// `Exhausted` that names `regions` when all are in use; `Usage` when the buffer was not made for the rank layout.
+    pub fn take_region(&self) -> Result<RegionLease> {
+        RegionLease::take(&self.0)
+    }
+
+    /// Waits until what was put in is done on this rank's GPU, and every connected rank that is not masked has come here.
+    ///
+    /// # Errors
+    /// `Timeout`; `Closed`; what the driver says.
+    pub fn sync(&self, limit: Option<Duration>) -> Result<()> {
+        self.0.sync(limit)
+    }
+
+    /// Ends all connections once kernels are done. The memory goes with the last result that is a view of it.
+    ///
+    /// # Errors
+    /// `Timeout` when kernels are not done in time: their memory is then kept for good. None of a second call.
+    pub fn destroy(&self) -> Result<()> {
+        self.0.destroy()
+    }
+}
+
+impl std::fmt::Debug for DeviceBuffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "DeviceBuffer({:?}, rank {}, cuda:{})", self.0.name, self.0.me, self.0.options.ordinal)
+    }
+}
+
+/// Blocks of a launch.
+fn blocks(options: &DeviceOptions, most: u32) -> Result<u32> {
+    match options.num_sms {
+        None => Ok(most),
+        Some(wanted) if (1..=most).contains(&wanted) => Ok(wanted),
+        Some(wanted) => {
+            let text = format!("num_sms {wanted} is not from 1 to {most}, which cuda:{} has", options.ordinal);
+            Err(Error::new(ErrorKind::Usage, "ExpertBuffer", text))
+        }
+    }
+}
+
+impl Inner {
+    pub(crate) fn refuse_closed(&self, operation: &str) -> Result<()> {
+        if self.meeting.is_ending() {
+            return Err(Error::new(ErrorKind::Closed, operation, "the buffer was destroyed"));
+        }
+        Ok(())
+    }
+
+    /// Reads what kernels have told of lost ranks.
+    pub(crate) fn drain(&self, state: &mut State) {
+        for told in state.ring.read() {
+            let (kind, what) = stage(told.stage);
+            let Some(peer) = state.peers.get_mut(told.rank as usize).and_then(Option::as_mut) else { continue };
+            // A rank that the host has masked since was lost all the same, unless that was said.
+            let was_masked = std::mem::replace(&mut peer.masked, true);
+            if was_masked {
+                continue;
+            }
+            let alive = peer.endpoint().cloned().filter(Endpoint::is_alive);
+            let why = format!("nothing came for {:.3} s", self.config.timeout.as_secs_f64());
+            let fault = Fault {
+                rank: told.rank,
+                operation: kind.name(),
+                number: told.epoch,
+                stage: what,
+                why: if alive.is_some() { why } else { "its process is gone".to_owned() },
+                left: state.active(),
+            };
+            if let Some(endpoint) = alive.filter(|_| self.shape.rank_layout) {
+                self.regions.suspect(told.rank, &endpoint);
+            }
+            self.meeting.warn(&fault);
+            state.faults.push(fault);
+        }
+    }
+
+    /// An operation with ranks that have left is begun: they are lost to it.
+    pub(crate) fn miss(&self, state: &mut State) {
+        for at in 0..state.peers.len() {
+            let gone = state.peers[at].as_mut().and_then(|peer| peer.gone.as_mut()).filter(|gone| !gone.said);
+            if let Some(gone) = gone {
+                gone.said = true;
+                let why = gone.why.clone();
+                self.say_gone(state, at as u32, &why);
+            }
+        }
+    }
+
+    fn active(&self) -> Vec<u32> {
+        let mut state = self.state.lock();
+        self.drain(&mut state);
+        state.peers.iter().flatten().filter(|peer| !peer.masked).map(|peer| peer.rank).collect()
+    }
+
+    fn set_mask(&self, ranks: &[u32], masked: bool) -> Result<()> {
+        let what = if masked { "mask" } else { "unmask" };
+        let mut state = self.state.lock();
+        self.drain(&mut state);
+        for rank in ranks {
+            let peer = state.peers.get(*rank as usize).and_then(Option::as_ref);
+            let Some(peer) = peer.filter(|peer| peer.rank != self.me) else {
+                return Err(Error::new(ErrorKind::Usage, what, format!("rank {rank} is not a connected other rank")));
+            };
+            if !masked && !peer.is_alive() {
+                let error = Error::new(ErrorKind::PeerDead, what, format!("the process of rank {rank} is gone"));
+                return Err(error.with_hint("disconnect it; a new process can take its place"));
+            }
+        }
+        let epochs = if masked { Epochs::default() } else { self.quiet(&state, what, None)? };
+        for rank in ranks {
+            if !masked {
+                // What it was not sent meanwhile it need not take.
+                self.heap.set_taken(*rank, epochs)?;
+                self.regions.clear(*rank);
+            }
+            self.heap.set_mask(*rank, masked)?;
+            if let Some(peer) = &mut state.peers[*rank as usize] {
+                peer.masked = masked;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until no operation of this rank is under way; the numbers of the last ones.
+    pub(crate) fn quiet(&self, state: &State, what: &str, limit: Option<Duration>) -> Result<Epochs> {
+        if !state.order.is_quiet() {
+            let error = Error::new(ErrorKind::Usage, what, "something that was sent is not received yet");
+            return Err(error.with_hint("finish it first, on all ranks"));
+        }
+        self.wait_for_kernels(limit)?;
+        self.heap.epochs()
+    }
+
+    /// Waits until all that was put in is done.
+    pub(crate) fn wait_for_kernels(&self, limit: Option<Duration>) -> Result<()> {
+        let limit = limit.unwrap_or(self.config.timeout.saturating_mul(2) + self.context.settings().timeout);
+        let deadline = Instant::now() + limit;
+        let recent = self.recent.all();
+        recent.iter().try_for_each(|done| done.synchronize(deadline.saturating_duration_since(Instant::now())))
+    }
+
+    pub(crate) fn region_view(&self, index: u32) -> RegionView {
+        let parts = &self.heap.parts;
+        let start = self.heap.base() + parts.regions + u64::from(index) * parts.region_stride;
+        RegionView {
+            rows: start,
+            scales: start + parts.region_scales,
+            topk_idx: start + parts.region_idx,
+            topk_weights: start + parts.region_weights,
+            source: start + parts.region_source,
+            most_rows: u64::from(self.shape.ranks) * u64::from(self.shape.max_tokens),
+        }
+    }
+
+    fn sync(&self, limit: Option<Duration>) -> Result<()> {
+        let began = Instant::now();
+        let limit = limit.unwrap_or(self.context.settings().timeout);
+        let name = format!("ep-cuda/{}", self.name);
+        loop {
+            self.refuse_closed("sync")?;
+            self.wait_for_kernels(Some(limit.saturating_sub(began.elapsed())))?;
+            let ranks = self.active();
+            let left = limit.saturating_sub(began.elapsed());
+            match self.meeting.group.barrier(&name, &ranks, Some(left)) {
+                // It is masked by whoever notices; the others meet again without it.
+                Err(error) if error.kind == ErrorKind::PeerDead && began.elapsed() < limit => {
+                    let died = |rank: u32| !matches!(self.meeting.group.state(rank), RankState::Alive);
+                    let dead: Vec<u32> = ranks.into_iter().filter(|rank| *rank != self.me && died(*rank)).collect();
+                    if dead.is_empty() {
+                        return Err(error);
+                    }
+                    self.set_mask(&dead, true)?;
+                }
+                result => return result,
+            }
+        }
+    }
+
+    fn destroy(&self) -> Result<()> {
+        // Whoever waits for others gives up, and lets go of the state.
+        self.meeting.end();
+        let _connecting = self.connecting.lock();
+        let mut state = self.state.lock();
+        if std::mem::replace(&mut state.closed, true) {
+            return Ok(());
+        }
+        let limit = self.config.timeout.saturating_mul(2) + LAST_KERNELS;
+        let done = self.wait_for_kernels(Some(limit));
+        self.meeting.close();
+        let peers: Vec<Peer> = state.peers.iter_mut().filter_map(Option::take).collect();
+        drop(state);
+        if let Err(error) = done {
+            // Kernels that may still run must find their memory.
+            std::mem::forget((peers, self.memory.clone(), self.kernels.clone()));
+            self.meeting.worker.close();
+            return Err(error);
+        }
+        for peer in peers {
+            peer.close(crossrail_ep::meeting::GOODBYE);
+        }
+        self.meeting.worker.close();
+        Ok(())
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let _ = self.destroy();
+    }
+}

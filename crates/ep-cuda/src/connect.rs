@@ -1,0 +1,191 @@
+//! Connecting and disconnecting ranks: only what changes is mapped and unmapped.
+
+use std::time::{Duration, Instant};
+
+use crossrail::{Endpoint, Place, RegionKey, Shared};
+use crossrail_ep::hello::Hello;
+use crossrail_ep::meeting::{self, End, GOODBYE, Greeted};
+use crossrail_types::{Error, ErrorKind, Result};
+
+use crate::buffer::{Inner, State};
+use crate::heap::Epochs;
+use crate::options;
+use crate::peer::{Far, Peer, Way};
+use crate::watch;
+
+impl Inner {
+    pub(crate) fn connect(&self, ranks: &[u32], activate: bool, timeout: Option<Duration>) -> Result<()> {
+        let deadline = Instant::now() + timeout.unwrap_or(self.context.settings().timeout);
+        let _connecting = self.connecting.lock();
+        self.refuse_closed("connect")?;
+        let (new, mine) = {
+            let mut state = self.state.lock();
+            self.drain(&mut state);
+            let new = meeting::missing(ranks, self.config.ranks, |rank| state.peers[rank as usize].is_some())?;
+            if new.is_empty() {
+                return Ok(());
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            let mine = self.quiet(&state, "connect", Some(left))?;
+            (new, mine)
+        };
+        let ends = self.meeting.connect(&new, deadline)?;
+        let greeted = self.meeting.greet(ends, deadline, |end| self.hello(end, mine))?;
+        let epochs = greeted.iter().fold(mine, |most, greeted| {
+            most.max(Epochs { dispatch: greeted.heard.counts[1], combine: greeted.heard.counts[2] })
+        });
+        let far = self.far_memory(&greeted)?;
+        let mut peers = Vec::with_capacity(greeted.len());
+        for greeted in greeted {
+            peers.push(self.meet(greeted, far, activate, deadline)?);
+        }
+        // From here on the others may write.
+        let mut state = self.state.lock();
+        self.set_epochs(&state, &peers, mine, epochs)?;
+        drop(state);
+        let told: Vec<(u32, Endpoint, Vec<u8>)> =
+            peers.iter().filter_map(|peer| Some((peer.rank, peer.endpoint()?.clone(), Vec::new()))).collect();
+        self.meeting.all_ready(&told, deadline)?;
+        state = self.state.lock();
+        for mut peer in peers {
+            let at = peer.rank as usize;
+            state.generation += 1;
+            peer.generation = state.generation;
+            if let Some(endpoint) = peer.endpoint() {
+                peer.life = Some(watch::on_end(self, peer.rank, peer.generation, endpoint)?);
+            }
+            self.heap.set_peer(peer.rank, peer.base(self.heap.base()))?;
+            self.heap.set_mask(peer.rank, peer.masked)?;
+            state.peers[at] = Some(peer);
+        }
+        Ok(())
+    }
+
+    /// Brings this rank to the number of operations of those that have come furthest.
+    fn set_epochs(&self, state: &State, peers: &[Peer], mine: Epochs, epochs: Epochs) -> Result<()> {
+        if epochs != mine {
+            self.heap.set_epochs(epochs)?;
+            // Those connected so far, this rank itself among them, came later than the others too.
+            for peer in state.peers.iter().flatten() {
+                self.heap.set_taken(peer.rank, epochs)?;
+            }
+        }
+        peers.iter().try_for_each(|peer| self.heap.set_taken(peer.rank, epochs))
+    }
+
+    /// Clears what an earlier connection left, and makes the hello for a new one.
+    fn hello(&self, end: &End, epochs: Epochs) -> Result<Hello> {
+        if std::mem::replace(&mut self.state.lock().stale[end.rank as usize], true) {
+            self.heap.clear(end.rank, &self.shape)?;
+        }
+        let shared = if end.is_shared() { self.share(end)? } else { None };
+        Ok(Hello {
+            rank: self.me,
+            parameters: self.meeting.parameters().clone(),
+            counts: [0, epochs.dispatch, epochs.combine],
+            shared,
+            key: self.region.key().to_bytes(),
+            generation: 0,
+        })
+    }
+
+    /// The heap, as the other rank can map it; `None` where GPU memory cannot be passed on.
+    fn share(&self, end: &End) -> Result<Option<Vec<u8>>> {
+        match end.endpoint.share(&self.memory) {
+            Ok(shared) => Ok(Some(shared.to_bytes())),
+            Err(error) if error.kind == ErrorKind::Unsupported => {
+                self.out_of_reach(end.rank, &error);
+                Ok(None)
+            }
+            Err(error) => Err(Error { peer: Some(format!("rank {}", end.rank)), ..error }),
+        }
+    }
+
+    fn out_of_reach(&self, rank: u32, why: &Error) {
+        let text =
+            format!("the GPUs of ranks {} and {rank} do not reach each other, the host carries rows: {why}", self.me);
+        self.meeting.warn(&text);
+    }
+
+    /// Whether there is memory for mirrors of the ranks out of reach that are known by now; how many they are.
+    fn far_memory(&self, greeted: &[Greeted]) -> Result<u32> {
+        let far = greeted.iter().filter(|greeted| greeted.heard.shared.is_none()).count() as u32;
+        self.check_memory(far)?;
+        Ok(far)
+    }
+
+    fn check_memory(&self, far: u32) -> Result<()> {
+        if far == 0 {
+            return Ok(());
+        }
+        // The heap itself is there already.
+        let free = options::free(&self.cuda)?.saturating_add(self.memory.len() as u64);
+        options::plan(&self.config, &self.options, far, Some(free))?.check()
+    }
+
+    fn meet(&self, greeted: Greeted, far: u32, activate: bool, deadline: Instant) -> Result<Peer> {
+        let Greeted { end: End { rank, endpoint, .. }, heard, .. } = greeted;
+        let way = match &heard.shared {
+            Some(shared) => self.map(rank, &endpoint, shared, deadline)?,
+            None => None,
+        };
+        let way = match way {
+            Some(way) => way,
+            None => {
+                if heard.shared.is_some() {
+                    self.check_memory(far + 1)?;
+                }
+                let bytes = usize::try_from(self.shape.heap_bytes()).unwrap_or(usize::MAX);
+                let mirror = self.context.alloc_on(bytes, Place::Gpu(self.options.ordinal))?;
+                Way::Far(Box::new(Far { rank, endpoint, key: RegionKey::from_bytes(&heard.key)?, mirror }))
+            }
+        };
+        Ok(Peer { rank, generation: 0, masked: !activate, gone: None, way, life: None })
+    }
+
+    /// Maps a rank's heap for this rank's GPU; `None` where that does not reach it.
+    fn map(&self, rank: u32, endpoint: &Endpoint, shared: &[u8], deadline: Instant) -> Result<Option<Way>> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let named = |error: Error| Error { peer: Some(format!("rank {rank}")), ..error };
+        let shared = Shared::from_bytes(shared).map_err(named)?;
+        if shared.len() < self.shape.heap_bytes() {
+            let text = format!("the heap of rank {rank} has {} bytes, not {}", shared.len(), self.shape.heap_bytes());
+            return Err(Error::new(ErrorKind::Protocol, "connect", text));
+        }
+        match endpoint.map_on(&shared, Some(self.options.ordinal), Some(left)) {
+            Ok(heap) => Ok(Some(Way::Near { endpoint: endpoint.clone(), heap })),
+            Err(error) if matches!(error.kind, ErrorKind::Unsupported | ErrorKind::Region) => {
+                self.out_of_reach(rank, &error);
+                Ok(None)
+            }
+            Err(error) => Err(named(error)),
+        }
+    }
+
+    pub(crate) fn disconnect(&self, ranks: &[u32]) -> Result<()> {
+        let _connecting = self.connecting.lock();
+        if let Some(rank) = ranks.iter().find(|rank| **rank == self.me || **rank >= self.config.ranks) {
+            let text = format!("rank {rank} is not another rank of this buffer");
+            return Err(Error::new(ErrorKind::Usage, "disconnect", text));
+        }
+        let mut state = self.state.lock();
+        self.drain(&mut state);
+        // What those have sent may never be received; kernels must not touch their heaps any more.
+        self.wait_for_kernels(None)?;
+        let mut gone = Vec::new();
+        for rank in ranks {
+            if state.peers[*rank as usize].is_some() {
+                self.heap.set_mask(*rank, true)?;
+                self.heap.set_peer(*rank, self.heap.base())?;
+                gone.extend(state.peers[*rank as usize].take());
+            }
+        }
+        drop(state);
+        for peer in gone {
+            let rank = peer.rank;
+            peer.close(GOODBYE);
+            self.regions.clear(rank);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,246 @@
+//! Points in callers' streams at which something is done, and numbers that the GPU tells the host.
+#![allow(unsafe_code)]
+
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use crossrail_cuda::{Context, Event, PinnedMemory, Stream};
+use crossrail_types::{Error, ErrorKind, Result, format_duration};
+use parking_lot::Mutex;
+
+/// Events kept at most.
+const KEPT: usize = 64;
+/// Between looks at whether the GPU is still there.
+const LOOK: Duration = Duration::from_millis(2);
+/// How long a wait spins before it gives way.
+const SPIN: Duration = Duration::from_micros(200);
+
+/// Events that nobody asks any more.
+pub(crate) struct Events {
+    context: Context,
+    kept: Mutex<Vec<Event>>,
+}
+
+impl Events {
+    pub(crate) fn new(context: &Context) -> Arc<Events> {
+        Arc::new(Events { context: context.clone(), kept: Mutex::default() })
+    }
+
+    /// What is in `stream` now, as a point.
+    pub(crate) fn record(self: &Arc<Self>, stream: &Stream, captured: bool) -> Result<Done> {
+        let kept = self.kept.lock().pop();
+        let event = kept.map_or_else(|| Event::new(&self.context), Ok)?;
+        event.record(stream)?;
+        Ok(Done(Arc::new(Point {
+            event: Some(event),
+            captured,
+            events: Arc::downgrade(self),
+            context: self.context.clone(),
+        })))
+    }
+}
+
+/// A point in a stream: behind an operation. Any thread.
+#[derive(Clone)]
+pub struct Done(Arc<Point>);
+
+struct Point {
+    event: Option<Event>,
+    captured: bool,
+    events: Weak<Events>,
+    context: Context,
+}
+
+impl Drop for Point {
+    fn drop(&mut self) {
+        if let (Some(event), Some(events)) = (self.event.take(), self.events.upgrade()) {
+            let mut kept = events.kept.lock();
+            if kept.len() < KEPT {
+                kept.push(event);
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Done {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Done({}{:?})", if self.0.captured { "captured, " } else { "" }, self.0.context)
+    }
+}
+
+impl Done {
+    /// Whether the operation was captured in a graph: then only a stream of the same capture can wait for it.
+    pub fn is_captured(&self) -> bool {
+        self.0.captured
+    }
+
+    /// Whether the stream has come here.
+    ///
+    /// # Errors
+    /// `Usage` for a captured one; what the driver says, also of a GPU that was lost since.
+    pub fn is_done(&self) -> Result<bool> {
+        self.refuse_captured()?;
+        self.0.event.as_ref().map_or(Ok(true), Event::is_done)
+    }
+
+    /// Waits until the stream has come here.
+    ///
+    /// # Errors
+    /// As [`Done::is_done`]; `Timeout`.
+    pub fn synchronize(&self, limit: Duration) -> Result<()> {
+        self.refuse_captured()?;
+        self.0.event.as_ref().map_or(Ok(()), |event| event.wait(limit))
+    }
+
+    /// What is put into `stream` from now on runs once the operation is done.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream's handle, or 0 for the default stream.
+    ///
+    /// # Errors
+    /// `Usage`: it is another GPU's; what the driver says.
+    pub unsafe fn wait(&self, stream: u64) -> Result<()> {
+        // SAFETY: the caller vouches for the stream.
+        let stream = unsafe { Stream::borrow(&self.0.context, stream)? };
+        self.before(&stream)
+    }
+
+    pub(crate) fn before(&self, stream: &Stream) -> Result<()> {
+        self.0.event.as_ref().map_or(Ok(()), |event| stream.wait_for(event))
+    }
+
+    fn refuse_captured(&self) -> Result<()> {
+        if self.0.captured {
+            let error =
+                Error::new(ErrorKind::Usage, "event", "the operation was captured: it runs when its graph does");
+            return Err(error.with_hint("wait for the stream that the graph was launched in"));
+        }
+        Ok(())
+    }
+}
+
+/// Pinned words that kernels tell counts in.
+pub(crate) struct Counts {
+    page: Arc<PinnedMemory>,
+    /// Bytes from one slot to the next: a word, then a count for each local expert.
+    stride: usize,
+    experts: usize,
+    free: Mutex<Vec<usize>>,
+}
+
+/// Results in the rank layout whose counts the host may wait for at once.
+const SLOTS: usize = 32;
+
+impl Counts {
+    pub(crate) fn new(context: &Context, experts: usize) -> Result<Arc<Counts>> {
+        let stride = (16 + 4 * experts).next_multiple_of(128);
+        let page = Arc::new(PinnedMemory::new(context, SLOTS * stride)?);
+        // SAFETY: new, nobody else's, of that length.
+        unsafe { page.as_ptr().write_bytes(0, SLOTS * stride) };
+        Ok(Arc::new(Counts { page, stride, experts, free: Mutex::new((0..SLOTS).rev().collect()) }))
+    }
+
+    /// A slot for one operation.
+    pub(crate) fn take(self: &Arc<Self>) -> Result<Count> {
+        let slot = self.free.lock().pop().ok_or_else(|| {
+            let text = format!("the counts of {SLOTS} results were asked for and are still kept");
+            Error::new(ErrorKind::Exhausted, "dispatch", text)
+        })?;
+        let count = Count(Arc::new(Asked { counts: self.clone(), slot, done: Mutex::new(None) }));
+        count.word().store(0, Ordering::Release);
+        Ok(count)
+    }
+}
+
+/// The rows of a result in the rank layout, and how many there are of each expert, as the GPU tells the host. Any thread.
+#[derive(Clone)]
+pub struct Count(Arc<Asked>);
+
+struct Asked {
+    counts: Arc<Counts>,
+    slot: usize,
+    done: Mutex<Option<Done>>,
+}
+
+impl Drop for Asked {
+    fn drop(&mut self) {
+        // A slot that the GPU may still write, at any replay for ever if it was captured, is nobody else's.
+        let over = self.done.get_mut().as_ref().is_none_or(|done| done.is_done().unwrap_or(false));
+        if over {
+            self.counts.free.lock().push(self.slot);
+        }
+    }
+}
+
+impl std::fmt::Debug for Count {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Count({:?})", self.rows())
+    }
+}
+
+impl Count {
+    fn at(&self) -> *mut u8 {
+        // SAFETY: inside the page.
+        unsafe { self.0.counts.page.as_ptr().add(self.0.slot * self.0.counts.stride) }
+    }
+
+    fn word(&self) -> &AtomicU64 {
+        // SAFETY: inside the page and aligned; every access is atomic, here and on the GPU.
+        unsafe { AtomicU64::from_ptr(self.at().cast()) }
+    }
+
+    /// Where the GPU writes the word, and the counts.
+    pub(crate) fn addresses(&self) -> [u64; 2] {
+        let at = self.0.counts.page.address() + (self.0.slot * self.0.counts.stride) as u64;
+        [at, at + 16]
+    }
+
+    pub(crate) fn is_told_by(&self, done: &Done) {
+        *self.0.done.lock() = Some(done.clone());
+    }
+
+    /// The rows, if they are known by now.
+    pub fn rows(&self) -> Option<u32> {
+        let word = self.word().load(Ordering::Acquire);
+        (word >> 32 != 0).then_some(word as u32)
+    }
+
+    /// Waits until the GPU has told the rows; they and the count of each local expert, rounded up to the alignment.
+    ///
+    /// # Errors
+    /// `Timeout`; what the driver says of a GPU that was lost.
+    pub fn wait(&self, limit: Duration) -> Result<(u32, Vec<i32>)> {
+        let began = Instant::now();
+        let mut looked = began;
+        loop {
+            if let Some(rows) = self.rows() {
+                return Ok((rows, self.of_experts()));
+            }
+            let now = Instant::now();
+            if now.duration_since(looked) >= LOOK {
+                looked = now;
+                let done = self.0.done.lock().clone().filter(|done| !done.is_captured());
+                if done.is_some_and(|done| done.is_done().is_ok_and(|over| over)) && self.rows().is_none() {
+                    let text = "the operation is over, and has told no counts";
+                    return Err(Error::new(ErrorKind::Io, "counts", text));
+                }
+            }
+            match now.duration_since(began) {
+                waited if waited >= limit => {
+                    let text = format!("the GPU has not told the rows that came in {}", format_duration(limit));
+                    let error = Error::new(ErrorKind::Timeout, "counts", text);
+                    return Err(error.with_hint("what the stream had before is waited for too"));
+                }
+                waited if waited < SPIN => std::hint::spin_loop(),
+                _ => std::thread::yield_now(),
+            }
+        }
+    }
+
+    fn of_experts(&self) -> Vec<i32> {
+        // SAFETY: inside the page and aligned; written before the word, and every access here is atomic.
+        let cell = |at: usize| unsafe { AtomicI32::from_ptr(self.at().add(16 + 4 * at).cast()) };
+        (0..self.0.counts.experts).map(|at| cell(at).load(Ordering::Relaxed)).collect()
+    }
+}

@@ -1,0 +1,120 @@
+//! What kernels say of ranks that did not come: a ring in pinned memory, which the host reads when it comes by.
+#![allow(unsafe_code)]
+
+use std::mem::size_of;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use crossrail_cuda::{Context, PinnedMemory};
+use crossrail_kernels::ep::{
+    EP_FAULTS, EP_STAGE_ANNOUNCE, EP_STAGE_BACK_ROW, EP_STAGE_COMBINE_TAKEN, EP_STAGE_DISPATCH_TAKEN, EP_STAGE_ROW,
+    EP_STAGE_SENT, EP_STAGE_TABLE, EP_STAGE_WEIGHTS, EpFault,
+};
+use crossrail_types::Result;
+
+use crate::order::Kind;
+
+/// What a stage is called, and which operation it is of.
+pub(crate) fn stage(number: u32) -> (Kind, &'static str) {
+    match number {
+        EP_STAGE_TABLE => (Kind::Dispatch, "its metadata"),
+        EP_STAGE_ROW => (Kind::Dispatch, "its rows"),
+        EP_STAGE_ANNOUNCE => (Kind::Dispatch, "its announcement"),
+        EP_STAGE_SENT => (Kind::Dispatch, "all of its rows"),
+        EP_STAGE_DISPATCH_TAKEN => (Kind::Dispatch, "it to take the dispatch before the last"),
+        EP_STAGE_WEIGHTS => (Kind::Combine, "its weights"),
+        EP_STAGE_BACK_ROW => (Kind::Combine, "its rows back"),
+        EP_STAGE_COMBINE_TAKEN => (Kind::Combine, "it to take the combine before the last"),
+        _ => (Kind::Dispatch, "something of a later version"),
+    }
+}
+
+/// The ring, and how far it was read.
+pub(crate) struct Ring {
+    memory: PinnedMemory,
+    read: u64,
+}
+
+impl Ring {
+    pub(crate) fn new(context: &Context) -> Result<Ring> {
+        let len = EP_FAULTS as usize * size_of::<EpFault>();
+        let memory = PinnedMemory::new(context, len)?;
+        // SAFETY: new, nobody else's, of that length.
+        unsafe { memory.as_ptr().write_bytes(0, len) };
+        Ok(Ring { memory, read: 0 })
+    }
+
+    /// Its address on the GPU.
+    pub(crate) fn address(&self) -> u64 {
+        self.memory.address()
+    }
+
+    /// What was said since the last time. If that was more than the ring has entries, the last ones.
+    pub(crate) fn read(&mut self) -> Vec<EpFault> {
+        let start = self.memory.as_ptr().cast::<EpFault>();
+        read(&mut self.read, |at| {
+            // SAFETY: inside the ring and aligned.
+            let entry = unsafe { start.add(at) };
+            // SAFETY: the number is an aligned word, whose accesses are atomic here and on the GPU.
+            let number = unsafe { AtomicU64::from_ptr(&raw mut (*entry).number) };
+            let before = number.load(Ordering::Acquire);
+            // SAFETY: inside the ring. The GPU may write it meanwhile: then the number has changed, and it is read anew.
+            let mut fault = unsafe { entry.read_volatile() };
+            fence(Ordering::Acquire);
+            fault.number = before;
+            (number.load(Ordering::Relaxed) == before).then_some(fault)
+        })
+    }
+}
+
+/// Reads on behind `seen`; `entry` gives none while it is being written.
+fn read(seen: &mut u64, entry: impl Fn(usize) -> Option<EpFault>) -> Vec<EpFault> {
+    let ring = u64::from(EP_FAULTS);
+    let mut found = Vec::new();
+    loop {
+        let next = *seen + 1;
+        match entry(((next - 1) % ring) as usize) {
+            Some(fault) if fault.number == next => {
+                *seen = next;
+                found.push(fault);
+            }
+            // It has come round: what is between is lost.
+            Some(fault) if fault.number > next => *seen = fault.number - ring,
+            _ => return found,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NONE: EpFault = EpFault { number: 0, epoch: 0, seen: 0, rank: 0, stage: 0 };
+
+    #[test]
+    fn the_ring_is_read_in_order_and_what_it_has_lost_is_passed_over() {
+        let mut ring = vec![NONE; EP_FAULTS as usize];
+        let mut seen = 0;
+        let write = |ring: &mut Vec<EpFault>, number: u64| {
+            ring[((number - 1) % u64::from(EP_FAULTS)) as usize] = EpFault { number, epoch: 7 * number, ..NONE };
+        };
+        assert_eq!(read(&mut seen, |at| Some(ring[at])), []);
+        (1..=3).for_each(|number| write(&mut ring, number));
+        let numbers = |found: Vec<EpFault>| found.iter().map(|fault| fault.number).collect::<Vec<_>>();
+        assert_eq!(numbers(read(&mut seen, |at| Some(ring[at]))), [1, 2, 3]);
+        assert_eq!(numbers(read(&mut seen, |at| Some(ring[at]))), [0; 0]);
+        (4..=200).for_each(|number| write(&mut ring, number));
+        let found = numbers(read(&mut seen, |at| Some(ring[at])));
+        assert_eq!((found.first(), found.last()), (Some(&137), Some(&200)));
+        // One that is being written ends it.
+        (201..=203).for_each(|number| write(&mut ring, number));
+        let half = |at: usize| Some(ring[at]).filter(|fault| fault.number != 202);
+        assert_eq!(numbers(read(&mut seen, half)), [201]);
+        assert_eq!(numbers(read(&mut seen, |at| Some(ring[at]))), [202, 203]);
+    }
+
+    #[test]
+    fn every_stage_has_a_name() {
+        let names: Vec<_> = (1..=8).map(|number| stage(number).1).collect();
+        assert!(names.iter().all(|name| !name.contains("later version")), "{names:?}");
+    }
+}

@@ -1,0 +1,145 @@
+//! What a dispatch leaves for its combine: memory of the GPU that only kernels read.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+
+use crossrail_cuda::{Context, DeviceMemory, Stream};
+use crossrail_ep::Layout;
+use crossrail_kernels::ep as kernels;
+use crossrail_types::Result;
+use parking_lot::Mutex;
+
+use crate::done::Done;
+
+/// Handles' memory of one layout, used again and again.
+pub(crate) struct Pool {
+    context: Context,
+    len: usize,
+    free: Mutex<VecDeque<(DeviceMemory, Option<Done>)>>,
+    /// Of handles that were captured in a graph, which may be replayed for ever.
+    kept: Mutex<Vec<DeviceMemory>>,
+}
+
+impl Pool {
+    pub(crate) fn new(context: &Context, len: u64) -> Arc<Pool> {
+        let len = usize::try_from(len).unwrap_or(usize::MAX);
+        Arc::new(Pool { context: context.clone(), len, free: Mutex::default(), kept: Mutex::default() })
+    }
+
+    /// Memory for a handle that what is in `stream` may write: whoever used it last is waited for there.
+    fn take(&self, stream: &Stream, captured: bool) -> Result<DeviceMemory> {
+        let mut free = self.free.lock();
+        // The one that was given back first is the likeliest to be done with.
+        let is_over =
+            free.front().is_some_and(|(_, last)| last.as_ref().is_none_or(|done| done.is_done().unwrap_or(false)));
+        // A capture cannot wait for what is outside of it.
+        if (is_over || !captured)
+            && let Some((memory, last)) = free.pop_front()
+        {
+            if let Some(last) = last.filter(|_| !is_over) {
+                last.before(stream)?;
+            }
+            return Ok(memory);
+        }
+        drop(free);
+        DeviceMemory::new(&self.context, self.len)
+    }
+}
+
+/// Where a dispatch has sent what, for its combine (and, in the rank layout, for dispatches that repeat its routing). Any
+/// thread; clones are the same. It is good as long as somebody has it, or a graph that was captured with it is used.
+#[derive(Clone)]
+pub struct DeviceHandle(pub(crate) Arc<Held>);
+
+pub(crate) struct Held {
+    /// The buffer that it is of.
+    pub(crate) buffer: u64,
+    pub(crate) layout: Layout,
+    pub(crate) tokens: u32,
+    /// Weights went with the dispatch.
+    pub(crate) weighted: bool,
+    memory: Mutex<Option<DeviceMemory>>,
+    pub(crate) address: u64,
+    captured: AtomicBool,
+    last: Mutex<Option<Done>>,
+    pool: Weak<Pool>,
+}
+
+impl DeviceHandle {
+    pub(crate) fn new(
+        pool: &Arc<Pool>,
+        buffer: u64,
+        layout: Layout,
+        (tokens, weighted): (u32, bool),
+        stream: &Stream,
+        captured: bool,
+    ) -> Result<DeviceHandle> {
+        let memory = pool.take(stream, captured)?;
+        Ok(DeviceHandle(Arc::new(Held {
+            buffer,
+            layout,
+            tokens,
+            weighted,
+            address: memory.address(),
+            memory: Mutex::new(Some(memory)),
+            captured: AtomicBool::new(captured),
+            last: Mutex::default(),
+            pool: Arc::downgrade(pool),
+        })))
+    }
+
+    /// The layout of its dispatch.
+    pub fn layout(&self) -> Layout {
+        self.0.layout
+    }
+
+    /// This rank's tokens in its dispatch.
+    pub fn tokens(&self) -> u32 {
+        self.0.tokens
+    }
+
+    /// Whether weights went with its dispatch.
+    pub fn has_weights(&self) -> bool {
+        self.0.weighted
+    }
+
+    /// Something that uses it is done then.
+    pub(crate) fn is_used_until(&self, done: &Done) {
+        if done.is_captured() {
+            self.0.captured.store(true, Ordering::Relaxed);
+        } else {
+            *self.0.last.lock() = Some(done.clone());
+        }
+    }
+
+    /// Who used it last.
+    pub(crate) fn last(&self) -> Option<Done> {
+        self.0.last.lock().clone()
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let (Some(memory), Some(pool)) = (self.memory.get_mut().take(), self.pool.upgrade()) else { return };
+        if *self.captured.get_mut() {
+            pool.kept.lock().push(memory);
+        } else {
+            pool.free.lock().push_back((memory, self.last.get_mut().take()));
+        }
+    }
+}
+
+impl std::fmt::Debug for DeviceHandle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "DeviceHandle({} layout, {} tokens, buffer {:016x})", self.0.layout, self.0.tokens, self.0.buffer)
+    }
+}
+
+/// The kernels' name of a layout.
+pub(crate) fn layout_of(layout: Layout) -> kernels::Layout {
+    match layout {
+        Layout::Expert => kernels::Layout::Expert,
+        Layout::Rank => kernels::Layout::Rank,
+    }
+}

@@ -1,0 +1,179 @@
+//! The host's view of heaps: words that it reads and writes between operations, and where a source's areas are.
+
+use std::mem::offset_of;
+
+use crossrail::Memory;
+use crossrail_kernels::ep::{EP_DEPTH, EP_LINE, EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, EpHeap, EpState, Shape};
+use crossrail_types::Result;
+
+/// Dispatches and combines so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Epochs {
+    pub(crate) dispatch: u64,
+    pub(crate) combine: u64,
+}
+
+impl Epochs {
+    pub(crate) fn max(self, other: Epochs) -> Epochs {
+        Epochs { dispatch: self.dispatch.max(other.dispatch), combine: self.combine.max(other.combine) }
+    }
+}
+
+/// What the host reads of an `EpState`: begun, sent, ended of dispatch and of combine.
+const NUMBERS: usize = 6;
+const _: () = assert!(
+    offset_of!(EpState, dispatch_begun) == 0
+        && offset_of!(EpState, dispatch_sent) == 8
+        && offset_of!(EpState, dispatch_ended) == 16
+        && offset_of!(EpState, combine_begun) == 24
+        && offset_of!(EpState, combine_sent) == 32
+        && offset_of!(EpState, combine_ended) == 40
+);
+
+/// A range of a heap, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Span {
+    pub(crate) at: u64,
+    pub(crate) len: u64,
+}
+
+/// This rank's heap, with the table of where the others' are behind it.
+pub(crate) struct Heap {
+    pub(crate) memory: Memory,
+    pub(crate) parts: EpHeap,
+    table: usize,
+}
+
+/// Bytes of the memory that a heap and its table take.
+pub(crate) fn bytes(shape: &Shape) -> u64 {
+    shape.heap_bytes().next_multiple_of(EP_LINE) + 8 * u64::from(shape.ranks)
+}
+
+impl Heap {
+    pub(crate) fn new(memory: Memory, shape: &Shape) -> Heap {
+        let parts = shape.heap();
+        Heap { memory, table: parts.bytes.next_multiple_of(EP_LINE) as usize, parts }
+    }
+
+    /// Where it begins, on the GPU.
+    pub(crate) fn base(&self) -> u64 {
+        self.memory.ptr() as u64
+    }
+
+    /// Where the table of all ranks' heaps is.
+    pub(crate) fn peers(&self) -> u64 {
+        self.base() + self.table as u64
+    }
+
+    /// Kernels find the heap of `rank` there from now on.
+    pub(crate) fn set_peer(&self, rank: u32, base: u64) -> Result<()> {
+        self.memory.fill_from(self.table + 8 * rank as usize, &base.to_le_bytes())
+    }
+
+    /// Kernels leave `rank` out, or not.
+    pub(crate) fn set_mask(&self, rank: u32, masked: bool) -> Result<()> {
+        self.memory.fill_from(self.parts.masks as usize + 4 * rank as usize, &u32::from(masked).to_le_bytes())
+    }
+
+    /// The numbers of the operations so far, when none is under way.
+    pub(crate) fn epochs(&self) -> Result<Epochs> {
+        let numbers = self.numbers()?;
+        Ok(Epochs { dispatch: numbers[0], combine: numbers[3] })
+    }
+
+    /// The last dispatch that was sent, and the last combine.
+    pub(crate) fn sent(&self) -> Result<Epochs> {
+        let numbers = self.numbers()?;
+        Ok(Epochs { dispatch: numbers[1], combine: numbers[4] })
+    }
+
+    /// The last dispatch that was announced, and the last combine that was begun.
+    pub(crate) fn begun(&self) -> Result<Epochs> {
+        self.epochs()
+    }
+
+    fn numbers(&self) -> Result<[u64; NUMBERS]> {
+        let mut bytes = [0; 8 * NUMBERS];
+        self.memory.copy_to(self.parts.state as usize, &mut bytes)?;
+        let mut numbers = [0; NUMBERS];
+        for (number, bytes) in numbers.iter_mut().zip(bytes.as_chunks::<8>().0) {
+            *number = u64::from_le_bytes(*bytes);
+        }
+        Ok(numbers)
+    }
+
+    pub(crate) fn set_epochs(&self, epochs: Epochs) -> Result<()> {
+        let numbers = [[epochs.dispatch; 3], [epochs.combine; 3]].concat();
+        let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+        self.memory.fill_from(self.parts.state as usize, &bytes)
+    }
+
+    /// What `rank` was sent so far counts as taken.
+    pub(crate) fn set_taken(&self, rank: u32, epochs: Epochs) -> Result<()> {
+        const _: () = assert!(EP_WORD_COMBINE_TAKEN == EP_WORD_DISPATCH_TAKEN + 1);
+        let at = self.line(rank).at + 8 * u64::from(EP_WORD_DISPATCH_TAKEN);
+        let bytes = [epochs.dispatch.to_le_bytes(), epochs.combine.to_le_bytes()].concat();
+        self.memory.fill_from(at as usize, &bytes)
+    }
+
+    /// The line of words that `source` writes.
+    pub(crate) fn line(&self, source: u32) -> Span {
+        Span { at: self.parts.words + u64::from(source) * EP_LINE, len: EP_LINE }
+    }
+
+    /// Forgets what an earlier process of that rank has said.
+    pub(crate) fn clear(&self, rank: u32, shape: &Shape) -> Result<()> {
+        for span in left_by(&self.parts, shape, rank) {
+            self.memory.fill_from(span.at as usize, &vec![0; span.len as usize])?;
+        }
+        Ok(())
+    }
+}
+
+/// Where what a source says in a heap is taken for something that is there: its words and the flags of its rows.
+fn left_by(heap: &EpHeap, shape: &Shape, source: u32) -> Vec<Span> {
+    let flags = u64::from(shape.max_tokens) * u64::from(shape.pieces()) * 8;
+    let slots = (0..u64::from(EP_DEPTH)).map(|parity| parity * u64::from(shape.ranks) + u64::from(source));
+    let mut spans = vec![Span { at: heap.words + u64::from(source) * EP_LINE, len: EP_LINE }];
+    for slot in slots {
+        if shape.expert_layout {
+            spans.push(Span { at: heap.row_flags + slot * flags, len: flags });
+        }
+        spans.push(Span { at: heap.back_flags + slot * heap.back_flags_slot, len: heap.back_flags_slot });
+    }
+    spans
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::{DeviceOptions, shape};
+    use crossrail_ep::{Config, Layout, Payload};
+    use std::time::Duration;
+
+    #[test]
+    fn what_a_source_left_lies_inside_the_heap_and_nowhere_twice() {
+        let config = Config {
+            ranks: 3,
+            max_tokens: 5,
+            hidden: 256,
+            experts: 6,
+            topk: 3,
+            payload: Payload::Bf16,
+            layouts: vec![Layout::Expert, Layout::Rank],
+            prereduce: false,
+            share_node: true,
+            timeout: Duration::from_secs(1),
+        };
+        let shape = shape(&config, &DeviceOptions::default()).unwrap();
+        let heap = shape.heap();
+        let mut spans: Vec<Span> = (0..3).flat_map(|source| left_by(&heap, &shape, source)).collect();
+        assert_eq!(spans.len(), 3 * 5);
+        spans.sort_by_key(|span| span.at);
+        assert!(spans.windows(2).all(|pair| pair[0].at + pair[0].len <= pair[1].at), "{spans:?}");
+        let end = spans.last().map(|span| span.at + span.len).unwrap();
+        assert!(end <= heap.bytes);
+        let flags = |start: u64, len: u64| spans.iter().filter(|span| (start..start + len).contains(&span.at)).count();
+        assert_eq!(flags(heap.row_flags, 2 * 3 * 5 * u64::from(shape.pieces()) * 8), 6);
+    }
+}

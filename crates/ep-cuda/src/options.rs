@@ -1,0 +1,104 @@
+//! What a buffer in GPU memory is made for, and what that costs.
+
+use crossrail_cuda::{Context, Cuda};
+use crossrail_ep::{Config, Layout, Payload, Plan, Scale};
+use crossrail_kernels::ep as kernels;
+use crossrail_types::{Error, ErrorKind, Result};
+
+/// What there is to say of a buffer in GPU memory beyond its [`Config`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceOptions {
+    /// The GPU, in CUDA's order.
+    pub ordinal: u32,
+    /// How many multiprocessors an operation takes; `None`: all. The same or not on other ranks.
+    pub num_sms: Option<u32>,
+    /// Rank layout: how many results there can be at once; the same on all ranks.
+    pub regions: u32,
+    /// Ranks of this machine with another number count as those of another node: to try on one machine what happens
+    /// between several.
+    pub node: Option<u32>,
+}
+
+impl Default for DeviceOptions {
+    fn default() -> DeviceOptions {
+        DeviceOptions { ordinal: 0, num_sms: None, regions: 2, node: None }
+    }
+}
+
+impl DeviceOptions {
+    /// The regions that a heap has memory for.
+    pub(crate) fn regions_of(&self, config: &Config) -> u32 {
+        if config.has(Layout::Rank) { self.regions } else { 0 }
+    }
+
+    /// The name of the node that this rank is on, of a group's node.
+    pub(crate) fn node_of(&self, node: &str) -> String {
+        self.node.map_or_else(|| node.to_owned(), |number| format!("{node}/{number}"))
+    }
+}
+
+/// What kernels are compiled for.
+///
+/// # Errors
+/// `Usage` naming the parameter and its limit.
+pub(crate) fn shape(config: &Config, options: &DeviceOptions) -> Result<kernels::Shape> {
+    config.check()?;
+    let narrow = |name: &str, value: usize| {
+        u32::try_from(value)
+            .map_err(|_| Error::new(ErrorKind::Usage, "ExpertBuffer", format!("{name} {value} is too many")))
+    };
+    let scale = |scale: Scale| match scale {
+        Scale::F32 => kernels::Scale::F32,
+        Scale::PowerOfTwo => kernels::Scale::PowerOfTwo,
+        Scale::Ue8m0 => kernels::Scale::Ue8m0,
+    };
+    let shape = kernels::Shape {
+        hidden: narrow("hidden", config.hidden)?,
+        topk: narrow("topk", config.topk)?,
+        experts: narrow("num_experts", config.experts)?,
+        ranks: config.ranks,
+        max_tokens: narrow("max_tokens_per_rank", config.max_tokens)?,
+        payload: match config.payload {
+            Payload::Bf16 => kernels::Payload::Bf16,
+            Payload::Fp8(kind) => kernels::Payload::Fp8(scale(kind)),
+        },
+        prereduce: config.prereduce,
+        expert_layout: config.has(Layout::Expert),
+        rank_layout: config.has(Layout::Rank),
+        regions: options.regions_of(config),
+        tuning: kernels::Tuning::default(),
+    };
+    shape.check()?;
+    Ok(shape)
+}
+
+/// What a buffer takes of the GPU's memory, `far` other ranks being out of its reach, and what is free there.
+pub(crate) fn plan(config: &Config, options: &DeviceOptions, far: u32, free: Option<u64>) -> Result<Plan> {
+    shape(config, options)?;
+    let kinds = |config: &Config| match shape(config, options) {
+        Ok(shape) => {
+            let mut kinds = shape.kinds();
+            kinds.push(("mirrors of ranks out of reach", u64::from(far) * shape.heap_bytes()));
+            kinds
+        }
+        // More tokens than kernels take.
+        Err(_) => vec![("too many tokens", u64::MAX)],
+    };
+    Ok(Plan::of(config, &format!("free on cuda:{}", options.ordinal), free, kinds))
+}
+
+/// What is free on that GPU.
+pub(crate) fn free(context: &Context) -> Result<u64> {
+    Ok(context.memory()?.free)
+}
+
+/// The GPU's primary context.
+pub(crate) fn context(ordinal: u32) -> Result<Context> {
+    let cuda = Cuda::load().map_err(|why| Error::new(ErrorKind::Unsupported, "ExpertBuffer", why.to_string()))?;
+    let count = cuda.devices()?.len();
+    if ordinal as usize >= count {
+        let text = format!("there is no cuda:{ordinal}: this process sees {count} GPUs");
+        return Err(Error::new(ErrorKind::Usage, "ExpertBuffer", text));
+    }
+    Context::primary(&cuda.device(ordinal)?)
+}

@@ -1,0 +1,123 @@
+//! In which order operations may be begun and finished: what is sent first is received first, and no more than two of a
+//! kind are under way.
+
+use std::collections::VecDeque;
+
+use crossrail_kernels::ep::EP_DEPTH;
+use crossrail_types::{Error, ErrorKind, Result};
+
+/// A kind of operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Dispatch,
+    Combine,
+}
+
+impl Kind {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Kind::Dispatch => "dispatch",
+            Kind::Combine => "combine",
+        }
+    }
+}
+
+/// Operations that were sent and not received yet.
+#[derive(Debug, Default)]
+pub(crate) struct Order {
+    sent: [VecDeque<u64>; 2],
+    next: u64,
+    /// A sent operation will never be received: its results were dropped.
+    dropped: Option<Kind>,
+}
+
+impl Order {
+    /// Whether an operation may be begun now: all of it, or only its first half.
+    pub(crate) fn check(&self, kind: Kind, split: bool) -> Result<()> {
+        let name = kind.name();
+        let wrong = |text: String| Err(Error::new(ErrorKind::Usage, name, text));
+        if let Some(dropped) = self.dropped {
+            let text = format!("a {} that was sent was dropped without being received", dropped.name());
+            return wrong(text).map_err(|error| error.with_hint("destroy the buffer: its ranks are out of step"));
+        }
+        match self.sent[kind as usize].len() {
+            0 => Ok(()),
+            _ if !split => wrong(format!("a {name} that was sent is not received yet: finish it first")),
+            under_way if under_way >= EP_DEPTH as usize => {
+                wrong(format!("{under_way} calls of {name} were sent and are not received yet: finish the first"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// An operation was sent; its number.
+    pub(crate) fn sent(&mut self, kind: Kind) -> u64 {
+        self.next += 1;
+        self.sent[kind as usize].push_back(self.next);
+        self.next
+    }
+
+    /// Whether that operation is the next to be received.
+    pub(crate) fn check_receive(&self, kind: Kind, number: u64) -> Result<()> {
+        if self.sent[kind as usize].front() == Some(&number) {
+            return Ok(());
+        }
+        let name = kind.name();
+        let text = format!("another {name} was sent before this one: they are received in the order of sending");
+        Err(Error::new(ErrorKind::Usage, name, text))
+    }
+
+    pub(crate) fn received(&mut self, kind: Kind) {
+        self.sent[kind as usize].pop_front();
+    }
+
+    /// An operation that was sent will not be received.
+    pub(crate) fn drop(&mut self, kind: Kind) {
+        self.dropped = Some(kind);
+    }
+
+    /// Whether everything that was sent was received.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.dropped.is_none() && self.sent.iter().all(VecDeque::is_empty)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(result: Result<()>, text: &str) {
+        let error = result.unwrap_err();
+        assert!(error.kind == ErrorKind::Usage && error.detail.contains(text), "{error}");
+    }
+
+    #[test]
+    fn two_of_a_kind_may_be_under_way_and_are_received_in_order() {
+        let mut order = Order::default();
+        order.check(Kind::Dispatch, false).unwrap();
+        order.check(Kind::Dispatch, true).unwrap();
+        let first = order.sent(Kind::Dispatch);
+        assert!(!order.is_quiet());
+        refused(order.check(Kind::Dispatch, false), "finish it first");
+        order.check(Kind::Combine, false).unwrap();
+        order.check(Kind::Dispatch, true).unwrap();
+        let second = order.sent(Kind::Dispatch);
+        refused(order.check(Kind::Dispatch, true), "2 calls of dispatch were sent");
+        refused(order.check_receive(Kind::Dispatch, second), "in the order of sending");
+        order.check_receive(Kind::Dispatch, first).unwrap();
+        order.received(Kind::Dispatch);
+        order.check_receive(Kind::Dispatch, second).unwrap();
+        order.received(Kind::Dispatch);
+        refused(order.check_receive(Kind::Dispatch, second), "another dispatch");
+        assert!(order.is_quiet());
+    }
+
+    #[test]
+    fn what_is_dropped_is_said_by_every_later_call() {
+        let mut order = Order::default();
+        order.sent(Kind::Combine);
+        order.drop(Kind::Combine);
+        refused(order.check(Kind::Dispatch, false), "a combine that was sent was dropped");
+        assert!(!order.is_quiet());
+    }
+}

@@ -1,0 +1,76 @@
+//! Who notices that a rank is gone while kernels wait for it: a thread that sleeps until a connection ends.
+
+use std::sync::mpsc::{Receiver, Sender};
+use std::sync::{Arc, Weak};
+
+use crossrail::{Endpoint, ErrorKind, Request};
+use crossrail_ep::Fault;
+use crossrail_types::{Error, Result};
+
+use crate::buffer::{Inner, State};
+use crate::peer::Gone;
+
+/// The tag of a message that never comes: its receive ends with the connection.
+const LIFE: u64 = 0x4550_0000_0001_0003;
+
+/// A connection ended.
+pub(crate) struct Lost {
+    rank: u32,
+    generation: u64,
+    error: Error,
+}
+
+/// Lets `tell` know when the connection ends.
+pub(crate) fn on_end(inner: &Inner, rank: u32, generation: u64, endpoint: &Endpoint) -> Result<Request> {
+    let tell: Sender<Lost> = inner.tell.clone();
+    let life = inner.meeting.worker.recv(Vec::new(), LIFE, u64::MAX, Some(endpoint))?;
+    life.on_complete(move |end| {
+        if let Err(error) = end {
+            // Nobody listens any more when the buffer is gone.
+            let _ = tell.send(Lost { rank, generation, error });
+        }
+    });
+    Ok(life)
+}
+
+/// The thread; it ends with the buffer.
+pub(crate) fn start(inner: &Arc<Inner>, lost: Receiver<Lost>) -> Result<()> {
+    let buffer: Weak<Inner> = Arc::downgrade(inner);
+    let body = move || {
+        while let Ok(lost) = lost.recv() {
+            let Some(inner) = buffer.upgrade() else { return };
+            inner.lost(&lost);
+        }
+    };
+    let thread = std::thread::Builder::new().name("crossrail-ep-watch".into()).spawn(body);
+    thread.map(drop).map_err(|error| Error::io("ExpertBuffer", "a thread", &error))
+}
+
+impl Inner {
+    /// Masks a rank whose connection has ended. One that died is a fault now; one that has left is one only if an
+    /// operation with it is begun.
+    fn lost(&self, lost: &Lost) {
+        let mut state = self.state.lock();
+        let state: &mut State = &mut state;
+        let peer = state.peers.get_mut(lost.rank as usize).and_then(Option::as_mut);
+        let Some(peer) = peer.filter(|peer| peer.generation == lost.generation && peer.gone.is_none()) else { return };
+        let dead = lost.error.kind == ErrorKind::PeerDead;
+        let why = if dead { "its process is gone" } else { "it has left" };
+        peer.gone = Some(Gone { why: why.to_owned(), said: dead || peer.masked });
+        let was_masked = std::mem::replace(&mut peer.masked, true);
+        if let Err(error) = self.heap.set_mask(lost.rank, true) {
+            self.meeting.warn(&error);
+        }
+        if dead && !was_masked {
+            self.say_gone(state, lost.rank, why);
+        }
+    }
+
+    /// Records that a rank is gone.
+    pub(crate) fn say_gone(&self, state: &mut State, rank: u32, why: &str) {
+        let left = state.active();
+        let fault = Fault { rank, operation: "connection", number: 0, stage: "it", why: why.to_owned(), left };
+        self.meeting.warn(&fault);
+        state.faults.push(fault);
+    }
+}
