@@ -98,6 +98,7 @@ __device__ __forceinline__ void send_weights(const EpCombineArgs &args, const Pe
             open = slots_free(c, rank, EP_WORD_COMBINE_TAKEN, EP_STAGE_COMBINE_TAKEN, epoch);
         }
         if (!__shfl_sync(WHOLE_WARP, open, 0)) continue;
+        __syncwarp();
         u64 to = base + c.heap.back_weights + slot_of(epoch, c.rank) * c.heap.back_weights_stride;
         for (u64 i = lane; i < count; i += LANES) at<u32>(to + sizeof(EpTableHeader), i) = at<u32>(args.topk_weights, i);
         if (lane == 0) at<EpTableHeader>(to) = EpTableHeader{c.tokens, flags, epoch};

@@ -148,6 +148,7 @@ __device__ __forceinline__ bool is_last_block(u64 blocks) {
             if (last) st_relaxed_gpu_u64(blocks, 0);
         }
         last = __shfl_sync(WHOLE_WARP, last, 0);
+        __syncwarp();
     }
     return last;
 }

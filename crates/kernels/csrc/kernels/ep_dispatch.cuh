@@ -255,6 +255,8 @@ __device__ __forceinline__ void receive_piece(const EpDispatchArgs &args, Arriva
         if (expert < LOCAL && place < most) a.row = expert * most + place;
     }
     came = __shfl_sync(WHOLE_WARP, came, 0);
+    // What one lane has waited for is there for all.
+    __syncwarp();
     u64 from = c.base + c.heap.rows + row * c.heap.row_stride + a.piece * c.heap.piece_stride;
     fan_out(args, a, from, came, lane);
     if (a.piece == 0) note_routes(args, a, table, lane);
@@ -277,6 +279,8 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, u64 epo
         u32 other = __shfl_xor_sync(WHOLE_WARP, most, step);
         most = other > most ? other : most;
     }
+    // What one lane has waited for is there for all.
+    __syncwarp();
     u64 tables = c.base + c.heap.tables;
     u64 units = u64(most) * EP_R * PIECES;
     auto arrival = [&](u64 unit) {
