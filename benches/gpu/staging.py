@@ -42,25 +42,28 @@ class Variant:
     unpack: str = "kernel"
 
 
-def of(**settings: str) -> Variant:
+def of(host: bool = False, **settings: str) -> Variant:
     """Settings by the ends of their names, as ``chunk="1M"``."""
-    name = ", ".join(f"{key} {value}" for key, value in settings.items())
-    return Variant(name, {f"CROSSRAIL_{key.upper()}": value for key, value in settings.items()})
+    name = ", ".join([HOST] * host + [f"{key} {value}" for key, value in settings.items()])
+    return Variant(name, {f"CROSSRAIL_{key.upper()}": value for key, value in settings.items()}, host)
 
 
 VARIANTS = (
     Variant(HOST, host=True),
     Variant("defaults"),
     of(chunk="1M"),
-    of(chunk="512K"),
-    of(window="32"),
     of(bounce="256M"),
     of(chunk="1M", bounce="256M", window="32"),
+    of(io_threads="2"),
+    of(io_threads="8", channels="2"),
+    of(True, io_threads="8", channels="2"),
     Variant("unpack d2d", unpack="d2d"),
     Variant("unpack host", unpack="host"),
-    of(channels="2"),
-    Variant("host memory, channels 2", {"CROSSRAIL_CHANNELS": "2"}, host=True),
+    Variant("defaults, again"),
+    Variant("host memory, again", host=True),
 )
+# With fewer rails than the most, only these.
+ALWAYS = (VARIANTS[0], VARIANTS[1])
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, metavar="FILE", help="for all raw samples, as JSON")
     parser.add_argument("--size", default="64M", help="bytes per transfer (64M)")
-    parser.add_argument("--iters", type=int, default=12, metavar="N", help="timed transfers a line (12)")
+    parser.add_argument("--iters", type=int, default=24, metavar="N", help="timed transfers a line (24)")
     parser.add_argument("--budget", type=float, default=60.0, metavar="S", help="seconds in all (60)")
     parser.add_argument("--cpu", action="store_true", help="host memory only: to try this out without a GPU")
     arguments = parser.parse_args()
@@ -102,8 +105,8 @@ def sweep(arguments: argparse.Namespace, device: str, scratch: Path) -> Iterator
     """Every variant with every number of rails, until time is up."""
     until = time.monotonic() + arguments.budget
     longest = 0.0
-    for variant in VARIANTS:
-        for count in COUNTS:
+    for count in COUNTS:
+        for variant in VARIANTS if count == COUNTS[0] else ALWAYS:
             if arguments.cpu and not variant.host:
                 continue
             started = time.monotonic()
@@ -124,9 +127,11 @@ def sweep(arguments: argparse.Namespace, device: str, scratch: Path) -> Iterator
 
 
 def show(lines: list[Line]) -> None:
-    """One table: the median, the best, what part of host memory's rate that is, and the stages."""
+    """One table: the median, the best, what part of host memory's rate that is, how much later than the receiver the
+    sender heard of the end at worst, chunks of a transfer, and the stages."""
     host = {line.rails: rate(line.row) for line in lines if line.row and line.variant.name == HOST}
-    heads = ["rails", "what", "GB/s", "best", "of host", "sockets", *(name.removesuffix("_us") for name in STAGES)]
+    heads = ["rails", "what", "GB/s", "best", "of host", "sockets", "late", "chunks"]
+    heads += [name.removesuffix("_us") for name in STAGES]
     made = table("64M by TCP, stages in microseconds", heads, left=2)
     for line in sorted(lines, key=lambda line: (line.rails, VARIANTS.index(line.variant))):
         if line.row is None:
@@ -137,7 +142,10 @@ def show(lines: list[Line]) -> None:
         best = row.size / min(row.samples_us) / 1e3
         stages = [f"{getattr(row.stages, name):.0f}" if row.stages else "-" for name in STAGES]
         raw = f"{row.raw_tcp_gb_per_s:.1f}" if row.raw_tcp_gb_per_s else "-"
-        made.add_row(str(line.rails), line.variant.name, f"{own:.2f}", f"{best:.2f}", beside, raw, *stages)
+        late = max((i.us_sender - i.us_receiver for i in row.iterations or ()), default=0.0)
+        chunks = sum(lane.chunks for lane in row.lanes or ()) / len(row.samples_us)
+        figures = [f"{own:.2f}", f"{best:.2f}", beside, raw, f"{late:.0f}", f"{chunks:.0f}"]
+        made.add_row(str(line.rails), line.variant.name, *figures, *stages)
     console().print(made)
 
 

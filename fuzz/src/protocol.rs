@@ -302,6 +302,9 @@ impl End {
             10 => {
                 if let Some(job) = self.jobs.front() {
                     self.peer.direct_invite(self.now, *job, [5; 24]);
+                    if self.peer.direct_lend(self.now, *job, [5; 24]) {
+                        self.jobs.pop_front();
+                    }
                 }
             }
             11 => {

@@ -300,12 +300,12 @@ impl Core {
         self.kick(endpoint);
     }
 
-    /// [`Core::settle`] by a thread that makes no pass after it. While all others sleep, nobody would send the few
-    /// acknowledgements that may ride along with a message: the background thread sleeps by timers that it looked at
-    /// before they were owed.
+    /// [`Core::settle`] after something that came while, perhaps, no caller makes progress: then nobody would soon send
+    /// the few acknowledgements that may ride along with a message. The background thread may sleep by timers that it
+    /// looked at before they were owed, or, on a busy machine, get its turn long after whoever it has just woken.
     pub(crate) fn settle_aside(&mut self, endpoint: EndpointId) {
         self.settle(endpoint);
-        if self.armed
+        if (self.armed || self.spinning == 0)
             && let Some(peer) = self.st.peer(endpoint)
         {
             peer.peer.flush();

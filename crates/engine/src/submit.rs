@@ -187,7 +187,11 @@ impl Core {
             if let Some(peer) = self.st.peer(endpoint) {
                 peer.peer.accept(now, arrival, op, len);
             }
-            self.settle_aside(endpoint);
+            if self.armed {
+                self.settle_aside(endpoint);
+            } else {
+                self.settle(endpoint);
+            }
         } else if let Some(from) = from
             && let Some(peer) = self.st.peer(from)
             && !peer.alive

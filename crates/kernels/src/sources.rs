@@ -22,6 +22,11 @@ const HEADERS: &[(&str, &str)] = &[
     ("kernels/ep_plan.cuh", text!("kernels/ep_plan.cuh")),
     ("kernels/ep_dispatch.cuh", text!("kernels/ep_dispatch.cuh")),
     ("kernels/ep_combine.cuh", text!("kernels/ep_combine.cuh")),
+    ("kernels/ep_cast.cuh", text!("kernels/ep_cast.cuh")),
+    ("kernels/ep_rank.cuh", text!("kernels/ep_rank.cuh")),
+    ("kernels/ep_rank_scan.cuh", text!("kernels/ep_rank_scan.cuh")),
+    ("kernels/ep_rank_dispatch.cuh", text!("kernels/ep_rank_dispatch.cuh")),
+    ("kernels/ep_rank_combine.cuh", text!("kernels/ep_rank_combine.cuh")),
 ];
 
 /// The committed layout of what kernels take.

@@ -67,9 +67,10 @@ fn kernels_of_expert_parallelism_compile_for_shapes() {
     ] {
         shape.check().unwrap();
         let parsed: Arch = arch.parse().unwrap();
-        let defines = shape.defines(sources::has_bulk(parsed));
-        let options: Vec<&str> = defines.iter().map(String::as_str).collect();
-        for source in [sources::EP_EXPERT, sources::EP_RANK] {
+        let expert = shape.defines(sources::has_bulk(parsed));
+        let rank = shape.rank_defines(sources::has_bulk(parsed));
+        for (source, defines) in [(sources::EP_EXPERT, expert), (sources::EP_RANK, rank)] {
+            let options: Vec<&str> = defines.iter().map(String::as_str).collect();
             let compiled = compiler.compile(&source, parsed, &options, LIMIT).unwrap();
             let report = compiled.report();
             problems.extend(report.warnings.iter().map(|warning| format!("{arch}: {warning}")));

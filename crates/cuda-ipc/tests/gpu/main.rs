@@ -114,21 +114,22 @@ fn the_other_end_pulls_and_pushes_too() {
 #[test]
 fn both_ends_push_at_once() {
     let Some(mut two) = Two::new() else { return };
-    let len = (48 << 20) + 5;
+    let len = (12 << 20) + 5;
+    let (ours, others) = (pattern(12, len), pattern(11, len));
     for kind in KINDS {
         // At each end what it pushes, and where the other's goes.
         let (source, target) = (Memory::new(&two.own.context, kind, len), Memory::new(&two.own.context, kind, len));
         let (theirs, into) = (two.alloc(kind, len, 11), two.alloc(kind, len, 1));
-        two.own.put(source.address(), &pattern(12, len));
+        two.own.put(source.address(), &ours);
         let (remote, _) = two.own.link.describe(target.address() as usize as *const u8, len).expect("memory");
         let there = two.describe(into, 0, len);
-        for _ in 0..4 {
-            two.own.put(target.address(), &vec![0; 4096]);
+        for _ in 0..3 {
+            two.own.put(target.address(), &vec![0; len]);
             let push = json!({"do": "push", "index": theirs, "offset": 0, "len": len, "descriptor": remote});
             two.own.say(&push);
             two.own.copy(Copy::Push, source.address(), there, len).expect("a push");
             assert_eq!(two.own.hear().expect("the other end")["why"], json!(null), "{kind}");
-            assert!(two.own.take(target.address(), len) == pattern(11, len), "{kind}");
+            assert!(two.own.take(target.address(), len) == others, "{kind}");
             assert!(two.check(into, 0, len, 12), "{kind}");
             two.own.ask(&json!({"do": "fill", "index": into, "len": len, "seed": 1}));
         }

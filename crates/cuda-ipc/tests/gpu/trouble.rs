@@ -193,7 +193,7 @@ fn a_job_that_is_dropped_no_longer_touches_the_memory() {
 #[test]
 fn a_peer_that_dies_in_the_middle_harms_nobody() {
     let Some(mut two) = Two::new() else { return };
-    let len = 1 << 30;
+    let len = 384 << 20;
     let own = Memory::new(&two.own.context, "vmm", len);
     for (kind, copy) in KINDS.into_iter().flat_map(|kind| [(kind, Copy::Pull), (kind, Copy::Push)]) {
         let index = two.alloc(kind, len, 1);

@@ -1,12 +1,16 @@
 // The machine's own state: launches, blocks, warps and lanes of one run.
 #pragma once
 
+#include <cstdlib>
 #include <deque>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
+#include "emulate/knowledge.h"
 #include "emulate/machine.h"
 
 namespace emulate {
@@ -17,8 +21,32 @@ constexpr size_t STACK_BYTES = 64 << 10;
 // Bytes of static shared memory that a block may have.
 constexpr size_t STATIC_BYTES = 4 << 10;
 
+// Which word of what `emulate_switch` keeps is the frame's address.
+#if defined(__x86_64__)
+constexpr size_t FRAME_LINK = 5;
+#else
+constexpr size_t FRAME_LINK = 10;
+#endif
+
 struct Block;
 struct Warp;
+
+// What happened to each 8 bytes of some memory. Costs memory where something did.
+class Shadow {
+  public:
+    explicit Shadow(size_t bytes) : words(static_cast<Word *>(calloc(bytes / 8 + 2, sizeof(Word))), free) {}
+    Word *at(uint64_t offset) const { return words.get() + offset / 8; }
+
+  private:
+    std::unique_ptr<Word, void (*)(void *)> words;
+};
+
+// What was released at a place, for who acquires it.
+struct Released {
+    Knowledge known;
+    Scope scope = Scope::System;
+    uint32_t device = 0, block = 0;
+};
 
 struct Lane {
     uint32_t thread = 0;
@@ -36,9 +64,22 @@ struct Lane {
     uint64_t operand = 0;
     uint32_t argument = 0;
     uint64_t result = 0;
-    // Groups of bulk stores that it has committed; of these, those before `complete` are complete.
-    uint64_t groups = 0;
+    // For each group of bulk stores that it has committed, its time then; and whether a group is open.
+    std::vector<uint32_t> groups;
     bool open_group = false;
+    // What it knows; what its last fence makes its later relaxed stores release; what its relaxed loads have seen that a
+    // fence makes known, on this GPU and on others.
+    Knowledge known, fenced_here, seen_here, seen_there;
+    bool has_fence = false;
+    Scope fence_scope = Scope::Block;
+    uint32_t *times = nullptr;
+
+    Who who(Agent agent) const;
+    bool knows(const Access &access) const {
+        return access.who == who(SELF) || known.seen.time_of(access.who) >= access.time;
+    }
+    // All it knows, itself too; what it does from now on is later.
+    Knowledge release();
 };
 
 struct Warp {
@@ -54,6 +95,7 @@ struct Barrier {
     uint32_t arrived = 0, expected = 0, sum = 0;
     Vote vote = Vote::None;
     std::vector<Lane *> waiting;
+    Knowledge known;
 };
 
 struct Launch;
@@ -67,8 +109,16 @@ struct Block {
     uint8_t *shared = nullptr;
     size_t shared_dynamic = 0, shared_static = 0;
     std::vector<std::pair<const void *, size_t>> statics;
-    std::set<uint32_t> mbarriers;
+    // By address: who initialised it and when, and what those who arrived knew.
+    struct Mbarrier {
+        Access init;
+        Knowledge known;
+    };
+    std::map<uint32_t, Mbarrier> mbarriers;
     Barrier barriers[BARRIERS];
+    // Its number among those of all streams.
+    uint32_t place = 0;
+    std::unique_ptr<Shadow> shadow;
 
     size_t shared_bytes() const { return shared_dynamic + STATIC_BYTES; }
 };
@@ -77,7 +127,7 @@ struct Launch {
     const char *kernel = "";
     void (*entry)(const void *) = nullptr;
     std::vector<uint8_t> args;
-    uint32_t blocks = 0, threads = 0, shared = 0, stream = 0;
+    uint32_t blocks = 0, threads = 0, shared = 0, stream = 0, device = 0;
     // Rounds until it starts, once those before it in its stream have ended.
     uint32_t delay = 0;
     bool started = false, ended = false;
@@ -95,6 +145,7 @@ struct Bulk {
     uint64_t global;
     uint32_t bytes;
     uint32_t barrier;
+    uint32_t time;
     // A store that has read its source keeps it here.
     bool has_read;
     std::vector<uint8_t> kept;
@@ -103,6 +154,14 @@ struct Bulk {
 struct Area {
     uint64_t base, bytes;
     std::string name;
+    std::unique_ptr<Shadow> shadow;
+};
+
+// A block of a stream, in whichever launch.
+struct BlockPlace {
+    uint32_t stream, block;
+    // By thread and agent.
+    std::vector<uint32_t> times;
 };
 
 struct Machine {
@@ -119,7 +178,10 @@ struct Machine {
     Lane *running = nullptr;
     void *scheduler = nullptr;
     std::string error;
-    size_t last_area = 0;
+    std::deque<BlockPlace> places;
+    std::unordered_map<uint64_t, Released> released;
+    // What is before each stream's next launch.
+    std::map<uint32_t, Knowledge> streams;
 
     uint64_t next_random();
     uint32_t below(uint32_t limit) { return uint32_t((next_random() >> 32) * limit >> 32); }
@@ -135,6 +197,11 @@ void run_lane(Machine &m, Lane &lane);
 void thread_ended(Block &block);
 void lane_ended(Warp &warp);
 
+// What lanes know when they meet.
+void meet(Warp &warp, uint32_t mask);
+// Notes an access; fails if it races with another. `agent`: who does it, of the running lane's.
+void note(uint64_t address, size_t bytes, bool writes, bool atomic, Agent agent, const char *what);
+
 // Bulk copies. Gets one further: a store reads its source, and then writes. True when it is done.
 bool advance(Machine &m, Bulk &bulk);
 void advance_some(Machine &m);
@@ -145,6 +212,8 @@ void check_stores_read(Lane &lane);
 uint8_t *shared_of(Block &block, uint32_t number, size_t bytes);
 
 std::string describe(const Lane &lane);
+// Where a lane is in the code, as addresses for the harness to look up.
+std::string where(const Lane &lane);
 std::string describe_address(const Machine &m, uint64_t address);
 std::string describe_waits(const Machine &m);
 

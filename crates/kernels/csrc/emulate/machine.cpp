@@ -3,6 +3,7 @@
 // A round goes through all warps in a random order. A warp's turn runs its lanes, also in a random order, each until it
 // has to wait, or comes to a switch point; some warps sleep through most rounds for a while, some launches start late.
 // The clock is virtual: it ticks once per round, and leaps when all do nothing but look, so that long waits end soon.
+#include <algorithm>
 #include <chrono>
 #include <cstdarg>
 #include <cstdio>
@@ -154,6 +155,16 @@ void prepare(Lane &lane, uint8_t *stack) {
     lane.saved = frame;
 }
 
+// The number of a block of a stream, made when there is none.
+uint32_t place_of(Machine &m, const Launch &launch, uint32_t block) {
+    size_t found = 0;
+    while (found < m.places.size() && (m.places[found].stream != launch.stream || m.places[found].block != block)) ++found;
+    if (found == m.places.size()) m.places.push_back({launch.stream, block, {}});
+    std::vector<uint32_t> &times = m.places[found].times;
+    if (times.size() < launch.threads * AGENTS) times.resize(launch.threads * AGENTS, 1);
+    return uint32_t(found);
+}
+
 void start(Machine &m, Launch &launch, Stacks &stacks) {
     launch.started = true;
     launch.alive = launch.blocks * launch.threads;
@@ -161,6 +172,7 @@ void start(Machine &m, Launch &launch, Stacks &stacks) {
         Block &block = launch.running.emplace_back();
         block.launch = &launch;
         block.number = b;
+        block.place = place_of(m, launch, b);
         block.alive = launch.threads;
         block.shared_dynamic = (launch.shared + 127) & ~127u;
         block.shared_storage.resize(block.shared_bytes() + 1024);
@@ -170,6 +182,7 @@ void start(Machine &m, Launch &launch, Stacks &stacks) {
             uint64_t noise = m.next_random();
             memcpy(block.shared + i, &noise, 8);
         }
+        block.shadow = std::make_unique<Shadow>(block.shared_bytes());
         block.warps.resize((launch.threads + WARP_LANES - 1) / WARP_LANES);
         for (uint32_t w = 0; w < block.warps.size(); ++w) {
             Warp &warp = block.warps[w];
@@ -181,6 +194,8 @@ void start(Machine &m, Launch &launch, Stacks &stacks) {
                 lane.warp = &warp;
                 lane.number = l;
                 lane.thread = w * WARP_LANES + l;
+                lane.known = m.streams[launch.stream];
+                lane.times = &m.places[block.place].times[lane.thread * AGENTS];
                 warp.ready |= 1u << l;
                 uint8_t *stack = stacks.take();
                 if (!stack) {
@@ -217,9 +232,16 @@ bool start_due(Machine &m, Stacks &stacks) {
         if (launch.ended) continue;
         if (launch.started && launch.alive == 0) {
             launch.ended = true;
+            Knowledge &after = m.streams[launch.stream];
             for (Block &block : launch.running) {
                 for (Warp &warp : block.warps) {
-                    for (Lane &lane : warp.lanes) stacks.give_back(lane.stack);
+                    for (Lane &lane : warp.lanes) {
+                        stacks.give_back(lane.stack);
+                        after.join(lane.known);
+                        for (uint32_t agent = 0; agent < AGENTS; ++agent) {
+                            after.seen.know(lane.who(Agent(agent)), lane.times[agent]++);
+                        }
+                    }
                 }
             }
             launch.running.clear();
@@ -340,7 +362,7 @@ void run_lane(Machine &m, Lane &lane) {
     emulate_switch(&m.scheduler, lane.saved);
     m.running = nullptr;
     if (*reinterpret_cast<uint64_t *>(lane.stack) != CANARY && m.error.empty()) {
-        m.error = describe(lane) + ": its stack of " + std::to_string(STACK_BYTES) + " bytes is too small";
+        m.error = describe(lane) + where(lane) + ": its stack of " + std::to_string(STACK_BYTES) + " bytes is too small";
     }
 }
 
@@ -398,7 +420,7 @@ void fail(const char *format, ...) {
     vsnprintf(text, sizeof text, format, list);
     va_end(list);
     Machine &m = *machine;
-    if (m.error.empty()) m.error = (m.running ? describe(*m.running) + ": " : std::string()) + text;
+    if (m.error.empty()) m.error = (m.running ? describe(*m.running) + where(*m.running) + ": " : std::string()) + text;
     if (m.running) switch_to_scheduler();
     abort();
 }
@@ -413,7 +435,7 @@ struct EmulateLaunch {
     void (*entry)(const void *);
     const void *args;
     uint64_t args_bytes;
-    uint32_t blocks, threads, shared, stream;
+    uint32_t blocks, threads, shared, stream, device;
 };
 
 struct EmulateArea {
@@ -430,7 +452,10 @@ extern "C" __attribute__((visibility("default"))) char *emulate_run(const Emulat
     if (m.random == 0) m.random = 1;
     for (int i = 0; i < 8; ++i) m.next_random();
     m.clock += m.next_random() >> 24;
-    for (size_t i = 0; i < area_count; ++i) m.areas.push_back({areas[i].base, areas[i].bytes, areas[i].name});
+    for (size_t i = 0; i < area_count; ++i) {
+        m.areas.push_back({areas[i].base, areas[i].bytes, areas[i].name, std::make_unique<Shadow>(areas[i].bytes)});
+    }
+    std::sort(m.areas.begin(), m.areas.end(), [](const Area &a, const Area &b) { return a.base < b.base; });
     for (size_t i = 0; i < count; ++i) {
         const EmulateLaunch &from = launches[i];
         Launch &launch = m.launches.emplace_back();
@@ -442,6 +467,7 @@ extern "C" __attribute__((visibility("default"))) char *emulate_run(const Emulat
         launch.threads = from.threads;
         launch.shared = from.shared;
         launch.stream = from.stream;
+        launch.device = from.device;
         launch.delay = m.below(2) ? 0 : m.below(400);
     }
     machine = &m;

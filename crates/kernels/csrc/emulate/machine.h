@@ -46,13 +46,10 @@ void *shared_static(const void *key, size_t bytes);
 uint32_t shared_number(const void *address);
 void *shared_at(uint32_t number, size_t bytes);
 
-// Memory that a kernel touches other than by plain loads and stores. Fails where there is none.
-void check(const void *address, size_t bytes, bool writes, const char *what);
-
 // How an access of its own kind orders others.
 enum class Order : uint32_t { Relaxed, Acquire, Release, Both };
 enum class Scope : uint32_t { Block, Gpu, System };
-// Called at the access itself: before a load, before a store, around a read-modify-write.
+// Called just before the access itself.
 void ordered(uint64_t address, size_t bytes, bool reads, bool writes, Order order, Scope scope);
 void fence(Order order, Scope scope);
 

@@ -31,8 +31,17 @@ uint64_t answer(const Warp &warp, const Lane &lane) {
                                                                                : random_bits();
 }
 
+const char *name_of(Together what) {
+    static const char *const NAMES[] = {"__syncwarp", "a shuffle",        "a vote",           "__match_any_sync",
+                                        "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync",
+                                        "__reduce_and_sync", "__reduce_or_sync",  "__reduce_xor_sync"};
+    return NAMES[uint32_t(what)];
+}
+
 // All lanes of the mask are here and want the same.
-void complete_together(Warp &warp, uint32_t mask) {
+void complete_together(Warp &warp, uint32_t mask, Together what) {
+    // Of these, only __syncwarp orders memory.
+    if (what == Together::Sync) meet(warp, mask);
     for (uint32_t l = 0; l < warp.lanes.size(); ++l) {
         if (mask >> l & 1) warp.lanes[l].result = answer(warp, warp.lanes[l]);
     }
@@ -49,9 +58,11 @@ void complete_barrier(Barrier &barrier) {
             case Vote::And: lane->result = barrier.sum == count; break;
             case Vote::Count: lane->result = barrier.sum; break;
         }
+        lane->known = barrier.known;
         lane->warp->ready |= 1u << lane->number;
     }
     barrier.waiting.clear();
+    barrier.known = Knowledge();
     barrier.arrived = 0;
     barrier.expected = 0;
     barrier.sum = 0;
@@ -76,11 +87,12 @@ uint64_t together(Together what, uint32_t mask, uint64_t value, uint32_t argumen
         const Lane &other = warp.lanes[l];
         if (!(warp.gathering >> l & 1) || !(mask >> l & 1)) continue;
         if (other.mask != mask || other.what != what) {
-            fail("lane %u does something else together (mask %08x) than this one (mask %08x)", l, other.mask, mask);
+            fail("%s with the lanes %08x, and lane %u is at %s with the lanes %08x%s", name_of(what), mask, l,
+                 name_of(other.what), other.mask, where(other).c_str());
         }
     }
     if ((warp.gathering & mask) == mask) {
-        complete_together(warp, mask);
+        complete_together(warp, mask, what);
     }
     lane.waits = "lanes of its warp";
     lane.waits_at = mask;
@@ -105,6 +117,7 @@ uint32_t barrier(uint32_t id, uint32_t count, bool wait, Vote vote, uint32_t val
     }
     ++barrier.arrived;
     barrier.sum += value != 0;
+    barrier.known.join(lane.release());
     if (wait) barrier.waiting.push_back(&lane);
     if (barrier.arrived == (count ? count : block.alive)) complete_barrier(barrier);
     if (!wait) {
@@ -129,7 +142,8 @@ void thread_ended(Block &block) {
 void lane_ended(Warp &warp) {
     for (uint32_t l = 0; l < warp.lanes.size(); ++l) {
         if (warp.gathering >> l & 1 && warp.lanes[l].mask & warp.ended) {
-            fail("this lane ends, and lane %u waits for it (mask %08x)", l, warp.lanes[l].mask);
+            fail("this lane ends, and lane %u waits for it at %s with the lanes %08x%s", l,
+                 name_of(warp.lanes[l].what), warp.lanes[l].mask, where(warp.lanes[l]).c_str());
         }
     }
 }

@@ -254,7 +254,8 @@ __device__ __forceinline__ void sum_token(const EpCombineArgs &args, const Peers
         sum_rows(sum, row, count, from, elements, weight.has, weight.value, lane, [&](u32 next) {
             return static_cast<u32>(__ffs(__ballot_sync(WHOLE_WARP, valid && order == next)) - 1);
         });
-        for (u64 bias : {args.bias0, args.bias1}) {
+        for (u32 k = 0; k < 2; ++k) {
+            u64 bias = k == 0 ? args.bias0 : args.bias1;
             if (!bias) continue;
             Vec16 v[LOADS];
             load_step(v, bias + u64(token) * BACK_BYTES + begin, from, elements, lane);

@@ -46,9 +46,8 @@ __device__ __forceinline__ bool is_masked(const EpCommon &c, u32 rank) {
     return ld_relaxed_sys_u32(c.base + c.heap.masks + 4 * rank) != 0;
 }
 
-// Masks a rank, and tells the host if it was not masked.
-__device__ __noinline__ void mask_for(const EpCommon &c, u32 rank, u32 stage, u64 epoch, u64 seen) {
-    if (atomicOr(&at<u32>(c.base + c.heap.masks, rank), 1u) != 0) return;
+// Into the ring that the host reads.
+__device__ __noinline__ void tell_fault(const EpCommon &c, u32 rank, u32 stage, u64 epoch, u64 seen) {
     u64 number = atomicAdd(&state_of(c).faults, 1ull) + 1;
     EpFault &fault = at<EpFault>(c.faults, (number - 1) % EP_FAULTS);
     fault.epoch = epoch;
@@ -56,6 +55,11 @@ __device__ __noinline__ void mask_for(const EpCommon &c, u32 rank, u32 stage, u6
     fault.rank = rank;
     fault.stage = stage;
     st_release_sys_u64(address_of(fault.number), number);
+}
+
+// Masks a rank, and tells the host if it was not masked.
+__device__ __forceinline__ void mask_for(const EpCommon &c, u32 rank, u32 stage, u64 epoch, u64 seen) {
+    if (atomicOr(&at<u32>(c.base + c.heap.masks, rank), 1u) == 0) tell_fault(c, rank, stage, epoch, seen);
 }
 
 // The slow part of `await`.
@@ -126,8 +130,8 @@ __device__ __forceinline__ int expert_at(const EpDispatchArgs &args, u64 selecti
 
 // For the lanes below K, which have a token's selections: whether this one is the first of its rank.
 __device__ __forceinline__ bool is_first_of_rank(u32 rank, bool valid, u32 lane) {
-    u32 key = valid ? rank : EP_R + lane;
-    return valid && (__match_any_sync(WHOLE_WARP, key) & ((1u << lane) - 1)) == 0;
+    u32 alike = __match_any_sync(WHOLE_WARP, valid ? rank : EP_R + lane);
+    return valid && (alike & ((1u << lane) - 1)) == 0;
 }
 
 // Elements of a piece.

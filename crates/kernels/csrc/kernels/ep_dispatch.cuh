@@ -4,11 +4,10 @@
 //     receive:  a flag -> the slot's piece -> the rows of its experts, where the plan says
 #pragma once
 
+#include "kernels/ep_cast.cuh"
 #include "kernels/ep_plan.cuh"
 
-constexpr u32 BLOCK = 128;
 constexpr u32 ELEMENT = EP_FP8 ? 1 : 2;
-constexpr u32 SCALE = !EP_FP8 ? 0 : EP_SCALE == 2 ? 1 : 4;
 constexpr u32 ROW_BYTES = EP_H * ELEMENT;
 // A warp's shared memory.
 constexpr u32 DISPATCH_STAGE = (EP_PIECE * ELEMENT + EP_PIECE / BLOCK * SCALE + 15) / 16 * 16;
@@ -16,38 +15,6 @@ constexpr u32 DISPATCH_STAGE = (EP_PIECE * ELEMENT + EP_PIECE / BLOCK * SCALE + 
 constexpr u32 STEP = 1024;
 // 16 bytes of bf16 that a lane loads at once.
 constexpr u32 LOADS = STEP / 8 / LANES;
-
-// What a block's elements are multiplied with, and their scale.
-struct Scaled {
-    float factor;
-    float scale;
-};
-
-__device__ __forceinline__ Scaled scaled(float amax) {
-    // At most the largest finite bf16, at least 1e-4.
-    amax = fmaxf(fminf(amax, __uint_as_float(0x7f7f0000)), 1e-4f);
-    float scale = mul_rn_f32(amax, 1.0f / 448.0f);
-    if (EP_SCALE == 0) return {448.0f / amax, scale};
-    u32 exponent = (__float_as_uint(scale) + 0x7fffff) >> 23;
-    return {__uint_as_float((254 - exponent) << 23), __uint_as_float(exponent << 23)};
-}
-
-__device__ __forceinline__ float largest(float amax, u32 pair) {
-    // A NaN loses against any number.
-    return fmaxf(amax, fmaxf(fabsf(widen_low_bf16(pair)), fabsf(widen_high_bf16(pair))));
-}
-
-__device__ __forceinline__ u32 cast_two(u32 pair, float factor) {
-    return narrow_e4m3x2(mul_rn_f32(widen_low_bf16(pair), factor), mul_rn_f32(widen_high_bf16(pair), factor));
-}
-
-__device__ __forceinline__ void store_scale(u8 *scales, u32 index, float scale) {
-    if (EP_SCALE == 2) {
-        scales[index] = static_cast<u8>(__float_as_uint(scale) >> 23);
-    } else {
-        reinterpret_cast<float *>(scales)[index] = scale;
-    }
-}
 
 // Casts 1024 elements, 8 to 8 of each lane, of which `elements` are there; 16 lanes have a block. All lanes.
 __device__ __forceinline__ void cast_step(const Vec16 (&v)[LOADS], u8 *stage, u8 *scales, u32 from, u32 elements,
@@ -78,12 +45,13 @@ __device__ __forceinline__ u32 stage_piece(const EpDispatchArgs &args, u32 token
         for (u32 byte = lane * 16; byte < data; byte += LANES * 16) {
             *reinterpret_cast<Vec16 *>(stage + byte) = ld_once_v16(row + piece * EP_PIECE + byte);
         }
+        u64 scales = args.in_scales + token * args.in_scale_row;
         for (u32 i = lane; i < elements / BLOCK; i += LANES) {
-            u64 scale = args.in_scales + token * args.in_scale_row + (piece * (EP_PIECE / BLOCK) + i) * args.in_scale_block;
+            u32 block = piece * (EP_PIECE / BLOCK) + i;
             if (EP_SCALE == 2) {
-                stage[data + i] = at<u8>(scale);
+                stage[data + i] = at<u8>(scales + block / 4 * args.in_scale_block, block % 4);
             } else {
-                reinterpret_cast<u32 *>(stage + data)[i] = at<u32>(scale);
+                reinterpret_cast<u32 *>(stage + data)[i] = at<u32>(scales + block * args.in_scale_block);
             }
         }
     } else {

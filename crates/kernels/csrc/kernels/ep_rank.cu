@@ -1,5 +1,80 @@
 // Dispatch and combine in the rank layout.
-#include "layout/ep.cuh"
+#include "kernels/ep_rank_combine.cuh"
+#include "kernels/ep_rank_dispatch.cuh"
 
-extern "C" __global__ void crossrail_ep_dispatch_rank(const __grid_constant__ EpDispatchArgs args) {}
-extern "C" __global__ void crossrail_ep_combine_rank(const __grid_constant__ EpCombineArgs args) {}
+extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
+    crossrail_ep_dispatch_rank(const __grid_constant__ EpDispatchArgs args) {
+    extern __shared__ __align__(128) u8 stages[];
+    DispatchShared &shared = *reinterpret_cast<DispatchShared *>(stages + DISPATCH_STAGE * DISPATCH_STAGES);
+    Dispatch dispatch(args);
+    bool sends = args.common.phases & EP_SEND, casts = EP_FP8 && !args.x_fp8;
+#if EP_BULK
+    Mover mover;
+    bool moves = sends && !casts && warp_of() < MOVERS;
+    if (moves) mover.begin(dispatch, stages, shared.full);
+#endif
+    bool plans = blockIdx.x == 0;
+    if (args.common.phases & EP_ANNOUNCE) {
+        if (!args.cached) {
+            plans = count(dispatch, shared.scan);
+            if (plans) add_up(dispatch, shared.scan, gridDim.x);
+        }
+        if (plans) announce(dispatch, shared.scan);
+    }
+    if (sends && plans) plan(dispatch, shared.scan);
+    if (args.common.phases & EP_ANNOUNCE && !args.cached) number_rows(dispatch, shared.scan);
+    if (sends) {
+        __syncthreads();
+        learn_plan(dispatch, shared);
+        Targets targets(shared);
+#if EP_BULK
+        u32 senders = casts ? CASTERS : MOVERS;
+        if (warp_of() >= senders) {
+            if (plans && warp_of() == senders) tell_counts(dispatch, shared.scan);
+            send_details(dispatch, shared, senders);
+        } else if (casts) {
+            send_cast(dispatch, targets, stages);
+        } else {
+            mover.send(dispatch, targets);
+        }
+#else
+        u32 senders = casts ? CASTERS : COPIERS;
+        if (warp_of() >= senders) {
+            if (plans && warp_of() == senders) tell_counts(dispatch, shared.scan);
+            send_details(dispatch, shared, senders);
+        } else if (casts) {
+            send_cast(dispatch, targets, stages);
+        } else {
+            send_copies(dispatch, targets);
+        }
+#endif
+    }
+    u64 counter = address_of(state_of(args.common).dispatch_blocks) + 8 * args.common.phases;
+    if (is_last_of_launch(counter, shared.scan.last)) end_dispatch(dispatch, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
+    crossrail_ep_combine_rank(const __grid_constant__ EpCombineArgs args) {
+    extern __shared__ __align__(128) u8 stages[];
+    CombineShared &shared = *reinterpret_cast<CombineShared *>(stages + COMBINE_STAGE * COMBINE_STAGES);
+    Combine combine(args);
+    begin_combine(combine, shared);
+    bool sends = args.common.phases & EP_SEND, adds = args.common.phases & EP_RECEIVE;
+    // With a number of senders, those blocks send and the others add up; else every block does both.
+    u32 split = sends && adds && args.senders < gridDim.x ? args.senders : 0;
+    u32 sending = split == 0 ? gridDim.x : split;
+    if (warp_of() < SENDERS) {
+        if (sends && EP_R > 1 && blockIdx.x < sending) {
+#if EP_BULK
+            Sender(combine, shared, stages, sending * SENDERS).run();
+#else
+            send_plain(combine, shared, sending * SENDERS);
+#endif
+        }
+    } else if (adds && blockIdx.x >= split) {
+        u32 warps = WARPS - SENDERS;
+        add_tokens(combine, shared, (blockIdx.x - split) * warps + warp_of() - SENDERS, (gridDim.x - split) * warps);
+    }
+    u64 counter = address_of(state_of(args.common).combine_blocks) + 8 * args.common.phases;
+    if (is_last_of_launch(counter, shared.last)) end_combine(combine);
+}

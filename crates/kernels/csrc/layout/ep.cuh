@@ -39,6 +39,9 @@ constexpr u32 EP_WORD_COMBINE_TAKEN = 9;
 // Word of a line: free for the host.
 constexpr u32 EP_WORD_HELLO = 10;
 
+// Word of a line: rank layout, where the rows of a dispatch begin. Two, by parity; written before `EP_WORD_SENT`.
+constexpr u32 EP_WORD_PLACE = 11;
+
 // What was waited for when a rank did not come: the table of a dispatch.
 constexpr u32 EP_STAGE_TABLE = 1;
 
@@ -62,6 +65,13 @@ constexpr u32 EP_STAGE_DISPATCH_TAKEN = 7;
 
 // What was waited for: that the rank is done with the slots of the last combine but one.
 constexpr u32 EP_STAGE_COMBINE_TAKEN = 8;
+
+// What was wrong, with a rank that did come: its rows of a dispatch lie elsewhere than the announcements say, as not
+// all ranks came in time for all. `seen` is where they begin.
+constexpr u32 EP_STAGE_PLACE = 9;
+
+// The most blocks of a launch in the rank layout.
+constexpr u32 EP_RANK_BLOCKS = 256;
 
 // Entries of the ring of faults.
 constexpr u32 EP_FAULTS = 64;
@@ -92,8 +102,14 @@ struct EpHeap {
     u64 plan_tokens;
     // u64[El][R]: of the dispatch under way, number << 32 | the first row of each source in each expert.
     u64 plan_offsets;
-    // Words for the rank layout's scan: u64[EP_SCAN].
+    // Rank layout: an `EpScan`.
     u64 scan;
+    // u32[R]: of the dispatch under way, the region at each rank, EP_NOWHERE for a rank that did not come.
+    u64 scan_regions;
+    // u32[EP_RANK_BLOCKS][R]: of the dispatch under way, rows of each block's tokens at each rank.
+    u64 scan_counts;
+    // u32[E]: selections of each expert; 0 between launches.
+    u64 scan_experts;
     // Expert layout: [EP_DEPTH][R] tables: an `EpTableHeader`, counts u32[El], entries u32[M][K], weights f32[M][K].
     u64 tables;
     // From one table to the next.
@@ -152,7 +168,7 @@ struct EpHeap {
     u64 bytes;
 };
 
-static_assert(sizeof(EpHeap) == 272, "EpHeap");
+static_assert(sizeof(EpHeap) == 296, "EpHeap");
 
 // What a rank's kernels remember between launches: numbers of operations, and counters that are 0 between them.
 struct EpState {
@@ -205,6 +221,18 @@ struct EpState {
 };
 
 static_assert(sizeof(EpState) == 184, "EpState");
+
+// How far the blocks of a dispatch in the rank layout are.
+struct EpScan {
+    // Blocks that have counted; 0 between launches.
+    u64 arrived;
+    // The last dispatch whose rows all blocks have counted.
+    u64 scanned;
+    // The last dispatch of which is known where rows go.
+    u64 planned;
+};
+
+static_assert(sizeof(EpScan) == 24, "EpScan");
 
 // The head of a table, and of a combine's weights.
 struct EpTableHeader {
@@ -266,8 +294,10 @@ struct EpHandle {
     u64 present;
     // Expert layout: f32[R][M][K], weights that came.
     u64 weights;
-    // Rank layout: u32[M][R], the row of each own token at each rank, or EP_NOWHERE.
+    // Rank layout: u32[M][R], the row of each own token at each rank, from this rank's first there; or EP_NOWHERE.
     u64 sent_rows;
+    // Rank layout: u32[R], this rank's first row at each rank.
+    u64 places;
     // Rank layout: u32[R + 1], the first row of each source, and the end.
     u64 offsets;
     // Rank layout: u32[R * M], each row's token at its source.
@@ -276,7 +306,7 @@ struct EpHandle {
     u64 bytes;
 };
 
-static_assert(sizeof(EpHandle) == 96, "EpHandle");
+static_assert(sizeof(EpHandle) == 104, "EpHandle");
 
 // The head of a handle.
 struct EpHandleHeader {
@@ -318,7 +348,7 @@ struct EpCommon {
     u32 max_tokens;
 };
 
-static_assert(sizeof(EpCommon) == 432, "EpCommon");
+static_assert(sizeof(EpCommon) == 464, "EpCommon");
 
 // What the kernels that dispatch take.
 struct EpDispatchArgs {
@@ -332,7 +362,7 @@ struct EpDispatchArgs {
     u64 in_scales;
     // From one token's scale to the next's.
     u64 in_scale_row;
-    // From one block's scale to the next's.
+    // From one block's scale to the next's (f32), or from those of four blocks to the next four (u8).
     u64 in_scale_block;
     // Expert ids, [tokens][K], contiguous; -1 for none.
     u64 topk_idx;
@@ -378,7 +408,7 @@ struct EpDispatchArgs {
     u32 reserved;
 };
 
-static_assert(sizeof(EpDispatchArgs) == 616, "EpDispatchArgs");
+static_assert(sizeof(EpDispatchArgs) == 648, "EpDispatchArgs");
 
 // What the kernels that combine take.
 struct EpCombineArgs {
@@ -408,4 +438,4 @@ struct EpCombineArgs {
     u32 reserved;
 };
 
-static_assert(sizeof(EpCombineArgs) == 512, "EpCombineArgs");
+static_assert(sizeof(EpCombineArgs) == 544, "EpCombineArgs");

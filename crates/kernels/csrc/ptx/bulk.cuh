@@ -51,19 +51,35 @@ __device__ __forceinline__ void bulk_load_shared(u32 dst, u64 src, u32 bytes, u3
                  : "memory");
 }
 
-// Starts a store; one group of its own.
-__device__ __forceinline__ void bulk_store_shared(u64 dst, u32 src, u32 bytes) {
+// Starts a store, in the group that `bulk_commit` ends.
+__device__ __forceinline__ void bulk_store_open(u64 dst, u32 src, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                  :
                  : "l"(dst), "r"(src), "r"(bytes)
                  : "memory");
+}
+
+// The stores that this thread has started since the last time are one group. There may be none.
+__device__ __forceinline__ void bulk_commit() {
     asm volatile("cp.async.bulk.commit_group;" : : : "memory");
 }
 
-// Waits until all but the last `PENDING` stores of this thread have read their source.
+// Starts a store; one group of its own.
+__device__ __forceinline__ void bulk_store_shared(u64 dst, u32 src, u32 bytes) {
+    bulk_store_open(dst, src, bytes);
+    bulk_commit();
+}
+
+// Waits until all but the last `PENDING` groups of this thread have read their source.
 template <u32 PENDING>
 __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(PENDING) : "memory");
+}
+
+// Waits until all but the last `PENDING` groups of this thread are there.
+template <u32 PENDING>
+__device__ __forceinline__ void bulk_wait_done() {
+    asm volatile("cp.async.bulk.wait_group %0;" : : "n"(PENDING) : "memory");
 }
 
 // Waits until all stores of this thread are there.

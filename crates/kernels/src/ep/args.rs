@@ -34,6 +34,8 @@ constants! {
     EP_WORD_COMBINE_TAKEN: u32 = 9;
     /// Word of a line: free for the host.
     EP_WORD_HELLO: u32 = 10;
+    /// Word of a line: rank layout, where the rows of a dispatch begin. Two, by parity; written before `EP_WORD_SENT`.
+    EP_WORD_PLACE: u32 = 11;
     /// What was waited for when a rank did not come: the table of a dispatch.
     EP_STAGE_TABLE: u32 = 1;
     /// What was waited for: a row of a dispatch.
@@ -50,6 +52,11 @@ constants! {
     EP_STAGE_DISPATCH_TAKEN: u32 = 7;
     /// What was waited for: that the rank is done with the slots of the last combine but one.
     EP_STAGE_COMBINE_TAKEN: u32 = 8;
+    /// What was wrong, with a rank that did come: its rows of a dispatch lie elsewhere than the announcements say, as not
+    /// all ranks came in time for all. `seen` is where they begin.
+    EP_STAGE_PLACE: u32 = 9;
+    /// The most blocks of a launch in the rank layout.
+    EP_RANK_BLOCKS: u32 = 256;
     /// Entries of the ring of faults.
     EP_FAULTS: u32 = 64;
     /// Flag of a table or a handle's source: weights came with the dispatch.
@@ -78,8 +85,14 @@ layouts! {
         plan_tokens: u64,
         /// u64[El][R]: of the dispatch under way, number << 32 | the first row of each source in each expert.
         plan_offsets: u64,
-        /// Words for the rank layout's scan: u64[EP_SCAN].
+        /// Rank layout: an `EpScan`.
         scan: u64,
+        /// u32[R]: of the dispatch under way, the region at each rank, EP_NOWHERE for a rank that did not come.
+        scan_regions: u64,
+        /// u32[EP_RANK_BLOCKS][R]: of the dispatch under way, rows of each block's tokens at each rank.
+        scan_counts: u64,
+        /// u32[E]: selections of each expert; 0 between launches.
+        scan_experts: u64,
         /// Expert layout: [EP_DEPTH][R] tables: an `EpTableHeader`, counts u32[El], entries u32[M][K], weights f32[M][K].
         tables: u64,
         /// From one table to the next.
@@ -186,6 +199,15 @@ layouts! {
         /// Phases 7.
         combine_blocks_7: u64,
     }
+    /// How far the blocks of a dispatch in the rank layout are.
+    EpScan {
+        /// Blocks that have counted; 0 between launches.
+        arrived: u64,
+        /// The last dispatch whose rows all blocks have counted.
+        scanned: u64,
+        /// The last dispatch of which is known where rows go.
+        planned: u64,
+    }
     /// The head of a table, and of a combine's weights.
     EpTableHeader {
         /// Tokens of the source.
@@ -237,8 +259,10 @@ layouts! {
         present: u64,
         /// Expert layout: f32[R][M][K], weights that came.
         weights: u64,
-        /// Rank layout: u32[M][R], the row of each own token at each rank, or EP_NOWHERE.
+        /// Rank layout: u32[M][R], the row of each own token at each rank, from this rank's first there; or EP_NOWHERE.
         sent_rows: u64,
+        /// Rank layout: u32[R], this rank's first row at each rank.
+        places: u64,
         /// Rank layout: u32[R + 1], the first row of each source, and the end.
         offsets: u64,
         /// Rank layout: u32[R * M], each row's token at its source.
@@ -294,7 +318,7 @@ layouts! {
         in_scales: u64,
         /// From one token's scale to the next's.
         in_scale_row: u64,
-        /// From one block's scale to the next's.
+        /// From one block's scale to the next's (f32), or from those of four blocks to the next four (u8).
         in_scale_block: u64,
         /// Expert ids, [tokens][K], contiguous; -1 for none.
         topk_idx: u64,

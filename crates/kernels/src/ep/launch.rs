@@ -25,8 +25,16 @@ pub struct EpKernels {
 struct Pair {
     dispatch: Function,
     combine: Function,
+    threads: u32,
     /// Bytes of shared memory of a block of each.
     shared: [u32; 2],
+}
+
+impl Pair {
+    /// Of dispatch (0) or combine (1).
+    fn grid(&self, blocks: u32, kernel: usize) -> Grid {
+        Grid { blocks, threads: self.threads, shared: self.shared[kernel] }
+    }
 }
 
 impl EpKernels {
@@ -41,10 +49,13 @@ impl EpKernels {
         shape.check()?;
         compiler.library().check(context.device().cuda())?;
         let arch = context.device().arch()?;
-        let defines = shape.defines(sources::has_bulk(arch));
-        let options: Vec<&str> = defines.iter().map(String::as_str).collect();
+        let bulk = sources::has_bulk(arch);
+        // Some newer GPUs, for desktops, have bulk copies but not that much shared memory.
+        let rank_bulk =
+            bulk && context.device().shared_memory()? >= shape.rank_shared(true).into_iter().fold(0, u32::max);
         let mut compiled = Vec::new();
-        let mut load = |source: &Source<'static>, names: [&str; 2], shared: [u32; 2]| -> Result<Pair> {
+        let mut load = |source: &Source<'static>, names: [&str; 2], defines: &[String], threads, shared: [u32; 2]| {
+            let options: Vec<&str> = defines.iter().map(String::as_str).collect();
             let code = compiler.compile(source, arch, &options, limit)?;
             let module = Module::load(context, &code)?;
             compiled.push((source.name, code));
@@ -52,15 +63,16 @@ impl EpKernels {
             let (dispatch, combine) = (dispatch?, combine?);
             dispatch.allow_shared(shared[0])?;
             combine.allow_shared(shared[1])?;
-            Ok(Pair { dispatch, combine, shared })
+            Ok::<Pair, Error>(Pair { dispatch, combine, threads, shared })
         };
         let expert = shape.expert_layout.then(|| {
             let names = ["crossrail_ep_dispatch_expert", "crossrail_ep_combine_expert"];
-            load(&sources::EP_EXPERT, names, shape.expert_shared())
+            load(&sources::EP_EXPERT, names, &shape.defines(bulk), shape.tuning().threads, shape.expert_shared())
         });
         let rank = shape.rank_layout.then(|| {
             let names = ["crossrail_ep_dispatch_rank", "crossrail_ep_combine_rank"];
-            load(&sources::EP_RANK, names, super::rank_shared(shape))
+            let (defines, shared) = (shape.rank_defines(rank_bulk), shape.rank_shared(rank_bulk));
+            load(&sources::EP_RANK, names, &defines, shape.rank_threads(), shared)
         });
         Ok(EpKernels {
             shape: *shape,
@@ -101,7 +113,7 @@ impl EpKernels {
         let pair = self.pair("dispatch", &self.expert, &args.common, EP_SEND | EP_RECEIVE, blocks)?;
         aligned("dispatch", &[("x", args.x | args.x_stride), ("out", args.out_x)])?;
         // SAFETY: the kernel takes `EpDispatchArgs`; the caller vouches for the rest.
-        unsafe { pair.dispatch.launch(stream, self.grid(blocks, pair.shared[0]), args) }
+        unsafe { pair.dispatch.launch(stream, pair.grid(blocks, 0), args) }
     }
 
     /// Puts in: a combine in the expert layout, or those of its phases that `args` names. It can be captured.
@@ -116,7 +128,7 @@ impl EpKernels {
         let out = args.out | args.out_stride | args.bias0 | args.bias1;
         aligned("combine", &[("y", args.y | args.y_stride), ("out and bias", out)])?;
         // SAFETY: the kernel takes `EpCombineArgs`; the caller vouches for the rest.
-        unsafe { pair.combine.launch(stream, self.grid(blocks, pair.shared[1]), args) }
+        unsafe { pair.combine.launch(stream, pair.grid(blocks, 1), args) }
     }
 
     /// Puts in: a dispatch in the rank layout, or those of its phases that `args` names. It can be captured.
@@ -131,7 +143,7 @@ impl EpKernels {
         let pair = self.pair("dispatch", &self.rank, &args.common, phases, blocks)?;
         aligned("dispatch", &[("x", args.x | args.x_stride)])?;
         // SAFETY: the kernel takes `EpDispatchArgs`; the caller vouches for the rest.
-        unsafe { pair.dispatch.launch(stream, self.grid(blocks, pair.shared[0]), args) }
+        unsafe { pair.dispatch.launch(stream, pair.grid(blocks, 0), args) }
     }
 
     /// Puts in: a combine in the rank layout, or those of its phases that `args` names. It can be captured.
@@ -146,11 +158,7 @@ impl EpKernels {
         let out = args.out | args.out_stride | args.bias0 | args.bias1;
         aligned("combine", &[("y", args.y | args.y_stride), ("out and bias", out)])?;
         // SAFETY: the kernel takes `EpCombineArgs`; the caller vouches for the rest.
-        unsafe { pair.combine.launch(stream, self.grid(blocks, pair.shared[1]), args) }
-    }
-
-    fn grid(&self, blocks: u32, shared: u32) -> Grid {
-        Grid { blocks, threads: self.shape.tuning().threads, shared }
+        unsafe { pair.combine.launch(stream, pair.grid(blocks, 1), args) }
     }
 
     fn pair<'a>(

@@ -6,21 +6,18 @@
 
 mod args;
 mod launch;
+mod rank;
 mod shape;
 
 pub use args::{
-    EP_ANNOUNCE, EP_CACHED, EP_DEPTH, EP_FAULTS, EP_LINE, EP_NOWHERE, EP_PLAN_BASES, EP_RECEIVE, EP_SEND,
-    EP_STAGE_ANNOUNCE, EP_STAGE_BACK_ROW, EP_STAGE_COMBINE_TAKEN, EP_STAGE_DISPATCH_TAKEN, EP_STAGE_ROW, EP_STAGE_SENT,
-    EP_STAGE_TABLE, EP_STAGE_WEIGHTS, EP_WEIGHTED, EP_WORD_ANNOUNCE, EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN,
-    EP_WORD_HELLO, EP_WORD_SENT, EP_WORD_TABLE, EP_WORD_WEIGHTS, EpAnnounceHeader, EpCombineArgs, EpCommon,
-    EpDispatchArgs, EpFault, EpHandle, EpHandleHeader, EpHeap, EpState, EpTableHeader, layout_ep,
+    EP_ANNOUNCE, EP_CACHED, EP_DEPTH, EP_FAULTS, EP_LINE, EP_NOWHERE, EP_PLAN_BASES, EP_RANK_BLOCKS, EP_RECEIVE,
+    EP_SEND, EP_STAGE_ANNOUNCE, EP_STAGE_BACK_ROW, EP_STAGE_COMBINE_TAKEN, EP_STAGE_DISPATCH_TAKEN, EP_STAGE_PLACE,
+    EP_STAGE_ROW, EP_STAGE_SENT, EP_STAGE_TABLE, EP_STAGE_WEIGHTS, EP_WEIGHTED, EP_WORD_ANNOUNCE,
+    EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, EP_WORD_HELLO, EP_WORD_PLACE, EP_WORD_SENT, EP_WORD_TABLE,
+    EP_WORD_WEIGHTS, EpAnnounceHeader, EpCombineArgs, EpCommon, EpDispatchArgs, EpFault, EpHandle, EpHandleHeader,
+    EpHeap, EpScan, EpState, EpTableHeader, layout_ep,
 };
 pub use launch::EpKernels;
 pub use shape::{
     Layout, MOST_HIDDEN, MOST_LOCAL_EXPERTS, MOST_RANKS, MOST_TOKENS, MOST_TOPK, Payload, Scale, Shape, Tuning,
 };
-
-/// Bytes of shared memory of a block that dispatches in the rank layout, and of one that combines.
-fn rank_shared(_shape: &Shape) -> [u32; 2] {
-    [0, 0]
-}

@@ -3,7 +3,8 @@
 use crossrail_types::{Error, ErrorKind, Result};
 
 use super::{
-    EP_DEPTH, EP_LINE, EP_PLAN_BASES, EpAnnounceHeader, EpHandle, EpHandleHeader, EpHeap, EpState, EpTableHeader,
+    EP_DEPTH, EP_LINE, EP_PLAN_BASES, EP_RANK_BLOCKS, EpAnnounceHeader, EpHandle, EpHandleHeader, EpHeap, EpScan,
+    EpState, EpTableHeader,
 };
 
 /// Elements that share one scale in fp8 rows.
@@ -22,8 +23,6 @@ pub const MOST_TOKENS: u32 = 65535;
 const PIECE: u32 = 1024;
 /// Bytes of shared memory that the counts of a dispatch may take: what the most experts need.
 const PLAN_SHARED: u32 = 2 * MOST_RANKS * MOST_LOCAL_EXPERTS;
-/// Words of the rank layout's scan.
-const SCAN: u64 = 16384;
 
 /// How the scales of fp8 rows are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -65,6 +64,10 @@ pub struct Tuning {
     pub senders: u32,
     /// The first warp of a block that receives; those below `senders` do so when they have sent.
     pub receive_from: u32,
+    /// Rank layout: threads of a block, a multiple of 128 up to 512.
+    pub rank_threads: u32,
+    /// Rank layout: warps of a block that carry rows as they are, up to 4.
+    pub rank_movers: u32,
 }
 
 /// What kernels are compiled for; all numbers are those of one buffer.
@@ -133,9 +136,10 @@ impl Shape {
     }
 
     fn check_tuning(&self) -> Result<()> {
-        let Tuning { piece, threads, senders, receive_from } = self.tuning();
+        let Tuning { piece, threads, senders, receive_from, rank_threads, rank_movers } = self.tuning();
         let warps = threads / 32;
         let fits = piece.is_multiple_of(PIECE) && threads.is_multiple_of(32) && (1..=32).contains(&warps);
+        let fits = fits && rank_threads.is_multiple_of(128) && (128..=512).contains(&rank_threads) && rank_movers <= 4;
         if fits && (1..=warps).contains(&senders) && receive_from <= senders && receive_from < warps {
             return Ok(());
         }
@@ -147,7 +151,14 @@ impl Shape {
         let or = |given: u32, usual: u32| if given == 0 { usual } else { given };
         let threads = or(self.tuning.threads, 768);
         let senders = or(self.tuning.senders, threads / 32);
-        Tuning { piece: or(self.tuning.piece, PIECE), threads, senders, receive_from: self.tuning.receive_from }
+        Tuning {
+            piece: or(self.tuning.piece, PIECE),
+            threads,
+            senders,
+            receive_from: self.tuning.receive_from,
+            rank_threads: or(self.tuning.rank_threads, 512),
+            rank_movers: or(self.tuning.rank_movers, 4),
+        }
     }
 
     /// Experts of each rank.
@@ -229,7 +240,10 @@ impl Shape {
             waited: lay.take(ranks * 8),
             plan_tokens: lay.take(ranks * 8),
             plan_offsets: lay.take(local * ranks * 8),
-            scan: lay.take(only(self.rank_layout, SCAN * 8)),
+            scan: lay.take(only(self.rank_layout, size_of::<EpScan>() as u64)),
+            scan_regions: lay.take(only(self.rank_layout, ranks * 4)),
+            scan_counts: lay.take(only(self.rank_layout, u64::from(EP_RANK_BLOCKS) * ranks * 4)),
+            scan_experts: lay.take(only(self.rank_layout, ranks * local * 4)),
             ..NO_HEAP
         };
         lay.end("words and plans");
@@ -293,6 +307,7 @@ impl Shape {
             present: lay.take(expert(ranks * most)),
             weights: lay.take(expert(ranks * most * topk * 4)),
             sent_rows: lay.take(rank(most * ranks * 4)),
+            places: lay.take(rank(ranks * 4)),
             offsets: lay.take(rank((ranks + 1) * 4)),
             source: lay.take(rank(ranks * most * 4)),
             bytes: 0,
@@ -314,7 +329,7 @@ impl Shape {
             Payload::Fp8(Scale::PowerOfTwo) => (1, 1),
             Payload::Fp8(Scale::Ue8m0) => (1, 2),
         };
-        let Tuning { piece, threads, senders, receive_from } = self.tuning();
+        let Tuning { piece, threads, senders, receive_from, .. } = self.tuning();
         let numbers = [
             ("H", self.hidden),
             ("K", self.topk),
@@ -343,6 +358,9 @@ const NO_HEAP: EpHeap = EpHeap {
     plan_tokens: 0,
     plan_offsets: 0,
     scan: 0,
+    scan_regions: 0,
+    scan_counts: 0,
+    scan_experts: 0,
     tables: 0,
     table_stride: 0,
     table_entries: 0,
@@ -413,7 +431,7 @@ mod tests {
         expert_layout: true,
         rank_layout: false,
         regions: 0,
-        tuning: Tuning { piece: 0, threads: 0, senders: 0, receive_from: 0 },
+        tuning: Tuning { piece: 0, threads: 0, senders: 0, receive_from: 0, rank_threads: 0, rank_movers: 0 },
     };
 
     #[test]

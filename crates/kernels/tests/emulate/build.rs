@@ -16,11 +16,14 @@ pub type Run = unsafe extern "C" fn(*const RawLaunch, usize, *const RawArea, usi
 pub type Free = unsafe extern "C" fn(*mut c_char);
 
 /// The parts of the machine, beside the kernels.
-const MACHINE: [&str; 4] = ["emulate/machine.cpp", "emulate/warps.cpp", "emulate/bulk.cpp", "emulate/memory.cpp"];
+const MACHINE: [&str; 5] =
+    ["emulate/machine.cpp", "emulate/warps.cpp", "emulate/bulk.cpp", "emulate/memory.cpp", "emulate/knowledge.cpp"];
 /// `-ffp-contract=off`: sums and products are rounded one by one, as the code says.
-const FLAGS: [&str; 11] = [
+const FLAGS: [&str; 13] = [
     "-std=c++17",
     "-O1",
+    "-g1",
+    "-fno-omit-frame-pointer",
     "-fPIC",
     "-fvisibility=hidden",
     "-ffp-contract=off",
@@ -87,7 +90,7 @@ impl Build {
         if !path.exists() {
             self.compile(compiler, key, &path);
         }
-        let library = Arc::new(Library::open(&path));
+        let library = Arc::new(Library::open(path));
         known.insert(key, Arc::clone(&library));
         Some(library)
     }
@@ -352,17 +355,51 @@ impl Job {
 }
 
 /// Compiled kernels and the machine that runs them, loaded. Usable from any thread.
-pub struct Library(libloading::Library);
+pub struct Library {
+    code: libloading::Library,
+    path: PathBuf,
+}
 
 impl Library {
-    fn open(path: &Path) -> Library {
+    fn open(path: PathBuf) -> Library {
         // SAFETY: made by us; it does nothing when it is loaded.
-        Library(unsafe { libloading::Library::new(path) }.unwrap_or_else(|error| panic!("{}: {error}", path.display())))
+        let code = unsafe { libloading::Library::new(&path) };
+        Library { code: code.unwrap_or_else(|error| panic!("{}: {error}", path.display())), path }
+    }
+
+    /// A message with lines of the sources in place of addresses: ` @{1a2b,3c4d}`, the innermost call first.
+    pub(super) fn located(&self, message: &str) -> String {
+        let mut out = String::new();
+        let mut rest = message;
+        while let Some((before, after)) = rest.split_once(" @{") {
+            let Some((addresses, after)) = after.split_once('}') else { break };
+            out.push_str(before);
+            let lines = self.lines(addresses);
+            if !lines.is_empty() {
+                out.push_str(&format!(" ({})", lines.join(" < ")));
+            }
+            rest = after;
+        }
+        out + rest
+    }
+
+    /// Lines of kernels, as `file:line`, without what is the machine's.
+    fn lines(&self, addresses: &str) -> Vec<String> {
+        let mut command = Command::new("addr2line");
+        command.arg("-i").arg("-e").arg(&self.path).args(addresses.split(','));
+        let Ok(output) = command.output() else { return vec![addresses.to_owned()] };
+        let text = String::from_utf8_lossy(&output.stdout);
+        let lines = text.lines().filter(|line| !line.contains("/csrc/emulate/") && line.contains("/csrc/"));
+        let short = lines.map(|line| {
+            let line = line.split(" (discriminator").next().unwrap_or(line);
+            line.rsplit('/').next().unwrap_or(line).to_owned()
+        });
+        short.collect()
     }
 
     fn symbol<T: Copy>(&self, name: &str) -> T {
         // SAFETY: the types of the functions below are those of the sources.
-        *unsafe { self.0.get::<T>(name) }.unwrap_or_else(|error| panic!("{name}: {error}"))
+        *unsafe { self.code.get::<T>(name) }.unwrap_or_else(|error| panic!("{name}: {error}"))
     }
 
     pub(super) fn kernel(&self, name: &str) -> (Entry, usize) {

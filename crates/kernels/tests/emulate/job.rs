@@ -369,9 +369,13 @@ impl Input {
         let x = emulator.memory("x", rows.len() * stride);
         let blocks = hidden / reference::BLOCK;
         let size = if shape.payload == Payload::Fp8(Scale::Ue8m0) { 1 } else { 4 };
+        // Scales of a byte go by four.
+        let packed = if size == 1 { 4 } else { 1 };
+        let units = blocks.div_ceil(packed);
+        let unit = 4;
         let (scale_row, scale_block) =
-            if numbers.once_in(2) { (blocks * size, size) } else { (size, rows.len() * size) };
-        let scales = emulator.memory("scales", rows.len() * blocks * size);
+            if numbers.once_in(2) { (units * unit, unit) } else { (unit, rows.len() * unit) };
+        let scales = emulator.memory("scales", rows.len() * units * unit);
         for (token, row) in rows.iter().enumerate() {
             if !fp8 {
                 x.write(token * stride, row);
@@ -380,7 +384,7 @@ impl Input {
             let wire = Wire::of(shape.payload, row);
             x.write(token * stride, &wire.elements);
             for (block, scale) in wire.scales.chunks_exact(size).enumerate() {
-                scales.write(token * scale_row + block * scale_block, scale);
+                scales.write(token * scale_row + block / packed * scale_block + block % packed, scale);
             }
         }
         let input = Input {

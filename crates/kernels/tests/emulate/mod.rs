@@ -27,6 +27,8 @@ use crossrail_cuda::{Grid, KernelArgs};
 
 pub use self::build::{Build, Library};
 
+/// Streams n, n + STREAMS, ... are of one GPU; what its threads tell each other need not be known to others.
+pub const STREAMS: u32 = 1000;
 /// The longest a run may take, in real time.
 const LIMIT_MS: u64 = 60_000;
 
@@ -55,8 +57,8 @@ impl Emulator {
 
     /// With kernels that are there already.
     pub fn new(library: &Arc<Library>) -> Emulator {
-        // Streams that launches get by themselves are above those that callers number.
-        Emulator { library: Arc::clone(library), queue: Vec::new(), areas: Vec::new(), next_stream: 1 << 16 }
+        // Above those that callers number.
+        Emulator { library: Arc::clone(library), queue: Vec::new(), areas: Vec::new(), next_stream: 500 }
     }
 
     /// Memory that kernels may touch, full of noise, 256-byte aligned. They may touch no other.
@@ -85,11 +87,12 @@ impl Emulator {
     /// Queues a launch on a stream of its own: it runs beside all others of the next run.
     pub fn launch<A: KernelArgs>(&mut self, kernel: &str, args: &A, grid: Grid) {
         let stream = self.next_stream;
-        self.next_stream += 1;
+        self.next_stream = 500 + (self.next_stream - 499) % 500;
         self.launch_on(stream, kernel, args, grid);
     }
 
-    /// Queues a launch that begins when the launches queued before on this stream have ended.
+    /// Queues a launch that begins when the launches queued before on this stream have ended. Streams are numbered below
+    /// 500, or [`STREAMS`] more for a second one of the same GPU.
     pub fn launch_on<A: KernelArgs>(&mut self, stream: u32, kernel: &str, args: &A, grid: Grid) {
         let mut words = vec![0u64; size_of::<A>().div_ceil(8)];
         // SAFETY: `A` is repr(C) and Copy, and the words are as many bytes or more.
@@ -123,6 +126,7 @@ impl Emulator {
                 threads: launch.grid.threads,
                 shared: launch.grid.shared,
                 stream: launch.stream,
+                device: launch.stream % STREAMS,
             });
         }
         self.areas.retain(|area| area.strong_count() > 0);
@@ -142,7 +146,7 @@ impl Emulator {
         let message = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
         // SAFETY: as above.
         unsafe { self.library.free()(text) };
-        Err(format!("seed {seed}: {message}"))
+        Err(format!("seed {seed}: {}", self.library.located(&message)))
     }
 }
 
@@ -157,6 +161,7 @@ pub struct RawLaunch {
     threads: u32,
     shared: u32,
     stream: u32,
+    device: u32,
 }
 
 /// As `csrc/emulate/machine.cpp` has it.

@@ -32,10 +32,6 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
     emulate::fence_async();
 }
 
-__device__ __forceinline__ void fence_async_shared() {
-    emulate::fence_async();
-}
-
 __device__ __forceinline__ void bulk_store_open(u64 dst, u32 src, u32 bytes) {
     emulate::bulk_store(dst, src, bytes);
 }

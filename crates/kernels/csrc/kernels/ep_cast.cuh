@@ -1,0 +1,46 @@
+// bf16 to e4m3 in blocks of 128 elements with a scale each: to the bit what the host's row kernels make of them
+// (crates/ep/src/rows).
+#pragma once
+
+#include "layout/types.cuh"
+#include "ptx/convert.cuh"
+
+constexpr u32 BLOCK = 128;
+// Bytes of a scale.
+constexpr u32 SCALE = !EP_FP8 ? 0 : EP_SCALE == 2 ? 1 : 4;
+
+// What a block's elements are multiplied with, and their scale.
+struct Scaled {
+    float factor;
+    float scale;
+};
+
+__device__ __forceinline__ Scaled scaled(float amax) {
+    // At most the largest finite bf16, at least 1e-4.
+    amax = fmaxf(fminf(amax, __uint_as_float(0x7f7f0000)), 1e-4f);
+    float scale = mul_rn_f32(amax, 1.0f / 448.0f);
+    if (EP_SCALE == 0) return {448.0f / amax, scale};
+    u32 exponent = (__float_as_uint(scale) + 0x7fffff) >> 23;
+    return {__uint_as_float((254 - exponent) << 23), __uint_as_float(exponent << 23)};
+}
+
+__device__ __forceinline__ float largest(float amax, u32 pair) {
+    // A NaN loses against any number.
+    return fmaxf(amax, fmaxf(fabsf(widen_low_bf16(pair)), fabsf(widen_high_bf16(pair))));
+}
+
+__device__ __forceinline__ u32 cast_two(u32 pair, float factor) {
+    float low = mul_rn_f32(widen_low_bf16(pair), factor), high = mul_rn_f32(widen_high_bf16(pair), factor);
+    // A product has lost the sign of a NaN.
+    if (low != low) low = widen_low_bf16(pair);
+    if (high != high) high = widen_high_bf16(pair);
+    return narrow_e4m3x2(low, high);
+}
+
+__device__ __forceinline__ void store_scale(u8 *scales, u32 index, float scale) {
+    if (EP_SCALE == 2) {
+        scales[index] = static_cast<u8>(__float_as_uint(scale) >> 23);
+    } else {
+        reinterpret_cast<float *>(scales)[index] = scale;
+    }
+}

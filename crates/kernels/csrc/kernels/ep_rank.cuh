@@ -1,0 +1,104 @@
+// What dispatch and combine have in common in the rank layout: a block's warps, its ring of stages, and how a launch
+// ends.
+//
+// A row is a stage: it is loaded into shared memory once and stored from there to each rank that it goes to. Where
+// there are no bulk copies, a warp carries it in registers.
+#pragma once
+
+#include "kernels/ep_cast.cuh"
+#include "kernels/ep_common.cuh"
+
+constexpr u32 atleast(u32 a, u32 b) {
+    return a < b ? b : a;
+}
+constexpr u32 atmost(u32 a, u32 b) {
+    return a < b ? a : b;
+}
+
+// A bf16 row, and the 16-byte vectors of it.
+constexpr u32 WIDE_ROW = 2 * EP_H;
+constexpr u32 VECTORS = EP_H / 8;
+// A row as dispatch carries it.
+constexpr u32 ROW = EP_FP8 ? EP_H : 2 * EP_H;
+// Blocks of a row that have a scale each; fp8 rows are whole blocks.
+constexpr u32 BLOCKS = EP_FP8 ? EP_H / BLOCK : 1;
+constexpr u32 SCALE_BYTES = BLOCKS * SCALE;
+
+__device__ __forceinline__ u64 heap_of(const EpCommon &common, u32 rank) { return at<const u64>(common.peers, rank); }
+
+__device__ __forceinline__ u32 lane_of() {
+    return threadIdx.x % LANES;
+}
+__device__ __forceinline__ u32 warp_of() {
+    return threadIdx.x / LANES;
+}
+
+#if EP_BULK
+// A warp's part of the block's stages, and the barriers on which their loads end. All lanes hold the same; the first
+// one starts copies.
+template <u32 STAGE, u32 COUNT>
+struct Ring {
+    u32 stages = 0;
+    u32 full = 0;
+    u32 loading = 0;
+    u32 storing = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ void begin(u8 *memory, u64 *barriers) {
+        stages = shared_address(memory);
+        full = shared_address(barriers);
+        if (lane_of() == 0) {
+            for (u32 i = 0; i < COUNT; ++i) mbarrier_init_shared(full + 8 * i, 1);
+            fence_mbarrier_init();
+        }
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ void load(u64 from, u32 bytes) {
+        if (lane_of() == 0) {
+            mbarrier_arrive_expect_shared(full + 8 * loading, bytes);
+            bulk_load_shared(stages + STAGE * loading, from, bytes, full + 8 * loading);
+        }
+        if (++loading == COUNT) loading = 0;
+    }
+
+    // Waits for the oldest load, and says where it is.
+    __device__ __forceinline__ u32 loaded() {
+        mbarrier_wait_shared(full + 8 * storing, parity);
+        return stages + STAGE * storing;
+    }
+
+    // The stores of that stage have been started: one group.
+    __device__ __forceinline__ void stored() {
+        if (lane_of() == 0) bulk_commit();
+        if (++storing == COUNT) {
+            storing = 0;
+            parity ^= 1;
+        }
+    }
+};
+#endif
+
+__device__ __forceinline__ u32 warp_sum(u32 value) {
+#pragma unroll
+    for (u32 step = LANES / 2; step > 0; step /= 2) value += __shfl_xor_sync(WHOLE_WARP, value, step);
+    return value;
+}
+
+// Whether this is the last block of the launch to come here, for all its threads: what all threads of all blocks did,
+// to other ranks too, comes before what it does then. The counter is 0 before and after.
+__device__ __forceinline__ bool is_last_of_launch(u64 counter, u32 &shared) {
+    fence_acq_rel_sys();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        shared = gridDim.x == 1 || atom_add_acq_rel_gpu_u64(counter, 1) == gridDim.x - 1;
+        if (shared && gridDim.x > 1) st_relaxed_gpu_u64(counter, 0);
+    }
+    __syncthreads();
+    return shared;
+}
+
+// Waits for another block of this launch.
+__device__ __forceinline__ void await_block(u64 word, u64 value) {
+    while (ld_acquire_gpu_u64(word) < value) pause_ns(20);
+}

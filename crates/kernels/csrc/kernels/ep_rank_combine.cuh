@@ -1,0 +1,368 @@
+// Combine in the rank layout: each row goes back to its token's rank, which adds a token's rows up.
+//
+// The first warps of a block send and the others add up, so that a multiprocessor's stores to others and its sums go on
+// side by side. Rows are taken from all sources in turn, in the order of their tokens, and each has a flag of its own:
+// the first sums begin when the first rows are there. This rank's own rows are added from where they are.
+#pragma once
+
+#include "kernels/ep_rank.cuh"
+
+constexpr u32 COMBINE_STAGE = (WIDE_ROW + 127) / 128 * 128;
+constexpr u32 COMBINE_STAGES = EP_COMBINE_STAGES;
+// Warps that send, and the stages of each; without bulk copies they carry rows in registers.
+constexpr u32 SENDERS = EP_BULK ? EP_COMBINE_MOVERS : WARPS / 4;
+constexpr u32 SENDER_STAGES = EP_BULK ? COMBINE_STAGES / SENDERS : 1;
+// Rows that are loaded ahead of the one that is stored.
+constexpr u32 SENDER_AHEAD = (2 * SENDER_STAGES + 2) / 3;
+static_assert(!EP_BULK || SENDER_STAGES > SENDER_AHEAD, "a stage is loaded again only after its store has read it");
+// Rows whose flags are written together, and how many may be under way meanwhile.
+constexpr u32 FLAGS_AT_ONCE = 4;
+constexpr u32 FLAGS_BEHIND = 2;
+// A warp's rows under way belong to one lane each.
+static_assert(SENDER_AHEAD + FLAGS_AT_ONCE + FLAGS_BEHIND + 1 <= LANES, "rows that a warp can remember");
+
+struct CombineShared {
+    alignas(8) u64 full[SENDERS * SENDER_STAGES];
+    // Where each source's heap is, 0 where nothing is sent to.
+    u64 heaps[EP_R];
+    // The first row of each source, and the end.
+    u32 offsets[EP_R + 1];
+    u32 last;
+};
+
+static_assert(sizeof(CombineShared) <= EP_COMBINE_COMMON, "what the launcher allows");
+
+struct Combine {
+    const EpCombineArgs &args;
+    const EpCommon &common;
+    u64 epoch;
+    u32 parity;
+
+    __device__ __forceinline__ explicit Combine(const EpCombineArgs &args) : args(args), common(args.common) {
+        const EpState &state = state_of(common);
+        epoch = (common.phases & EP_SEND ? state.combine_sent : state.combine_ended) + 1;
+        parity = epoch % EP_DEPTH;
+    }
+
+    // Within a heap: the row that `from` sends of its receiver's `token`, its flag, and the weights that go with it.
+    __device__ __forceinline__ u64 row(u32 from, u32 token) const {
+        return common.heap.back + common.heap.back_slot * (parity * EP_R + from) + common.heap.back_stride * token;
+    }
+    __device__ __forceinline__ u64 flag(u32 from, u32 token) const {
+        return common.heap.back_flags + common.heap.back_flags_slot * (parity * EP_R + from) + 8 * u64(token);
+    }
+    __device__ __forceinline__ u64 weights(u32 from, u32 token) const {
+        return common.heap.back_topk + 4 * ((u64(parity * EP_R + from) * common.max_tokens + token) * EP_K);
+    }
+    __device__ __forceinline__ u64 output(u32 row) const { return args.y + u64(row) * args.y_stride; }
+    __device__ __forceinline__ u64 output_weights(u32 row) const { return args.y_weights + 4 * u64(row) * EP_K; }
+};
+
+// The rows that one of the sending warps sends: every `step`-th of a list in which the sources take turns. Begin with
+// the rank after this one, as all ranks do, so that not all send to one.
+struct Turns {
+    u32 at;
+    u32 step;
+    u32 end;
+
+    __device__ __forceinline__ Turns(const Combine &combine, const CombineShared &shared, u32 sender, u32 senders)
+        : at(sender), step(senders), end(0) {
+        for (u32 i = lane_of(); i < EP_R; i += LANES) {
+            if (i != combine.common.rank && shared.heaps[i] != 0) end = max(end, shared.offsets[i + 1] - shared.offsets[i]);
+        }
+#pragma unroll
+        for (u32 by = LANES / 2; by > 0; by /= 2) end = max(end, __shfl_xor_sync(WHOLE_WARP, end, by));
+        end *= EP_R - 1;
+    }
+
+    // The next row and its source. False when there is none left.
+    __device__ __forceinline__ bool next(const Combine &combine, const CombineShared &shared, u32 &source, u32 &row) {
+        constexpr u32 OTHERS = atleast(EP_R, 2) - 1;
+        while (at < end) {
+            u32 turn = at / OTHERS;
+            // Turned by one each time: a warp has rows of all sources.
+            source = (combine.common.rank + 1 + (at + turn) % OTHERS) % EP_R;
+            row = shared.offsets[source] + turn;
+            at += step;
+            if (row < shared.offsets[source + 1] && shared.heaps[source] != 0) return true;
+        }
+        return false;
+    }
+};
+
+// The weights that go back with a row.
+__device__ __forceinline__ void send_weights(const Combine &combine, u64 heap, u32 row, u32 token) {
+    if (combine.args.y_weights == 0) return;
+    if (lane_of() >= EP_K) return;
+    at<u32>(heap + combine.weights(combine.common.rank, token) + 4 * lane_of()) =
+        at<const u32>(combine.output_weights(row) + 4 * lane_of());
+}
+
+__device__ __forceinline__ u32 token_of(const Combine &combine, u32 row) {
+    u32 token = at<const u32>(combine.common.handle + combine.common.parts.source + 4 * u64(row));
+    return token < combine.common.max_tokens ? token : 0;
+}
+
+#if EP_BULK
+// A warp that sends. What is known of a row under way is in the lane of its number.
+struct Sender {
+    const Combine &combine;
+    const CombineShared &shared;
+    Turns turns;
+    Ring<COMBINE_STAGE, SENDER_STAGES> ring;
+    u32 loads = 0;
+    u32 stores = 0;
+    u32 flags = 0;
+    u64 heap = 0;
+    u32 row = 0;
+    u32 token = 0;
+
+    __device__ __forceinline__ Sender(const Combine &combine, CombineShared &shared, u8 *stages, u32 senders)
+        : combine(combine), shared(shared), turns(combine, shared, blockIdx.x * SENDERS + warp_of(), senders) {
+        ring.begin(stages + COMBINE_STAGE * SENDER_STAGES * warp_of(), shared.full + SENDER_STAGES * warp_of());
+    }
+
+    __device__ __forceinline__ void load() {
+        u32 source, next;
+        if (!turns.next(combine, shared, source, next)) return;
+        ring.load(combine.output(next), WIDE_ROW);
+        if (lane_of() == loads % LANES) {
+            heap = shared.heaps[source];
+            row = next;
+            token = token_of(combine, next);
+        }
+        ++loads;
+    }
+
+    __device__ __forceinline__ void store() {
+        u32 stage = ring.loaded();
+        u64 to = __shfl_sync(WHOLE_WARP, heap, stores % LANES);
+        u32 its = __shfl_sync(WHOLE_WARP, token, stores % LANES);
+        if (lane_of() == 0) bulk_store_open(to + combine.row(combine.common.rank, its), stage, WIDE_ROW);
+        send_weights(combine, to, __shfl_sync(WHOLE_WARP, row, stores % LANES), its);
+        ring.stored();
+        ++stores;
+    }
+
+    // Flags of the rows up to number `upto`, which are there.
+    __device__ __forceinline__ void flag(u32 upto) {
+        // What the lanes have written, and the first lane has waited for, comes before each flag.
+        __syncwarp();
+        if ((lane_of() - flags) % LANES < upto - flags) {
+            st_release_sys_u64(heap + combine.flag(combine.common.rank, token), combine.epoch);
+        }
+        __syncwarp();
+        flags = upto;
+    }
+
+    __device__ __forceinline__ void run() {
+        for (u32 i = 0; i < SENDER_AHEAD; ++i) load();
+        while (stores < loads) {
+            store();
+            if (stores - flags == FLAGS_AT_ONCE + FLAGS_BEHIND) {
+                if (lane_of() == 0) bulk_wait_done<FLAGS_BEHIND>();
+                flag(stores - FLAGS_BEHIND);
+            }
+            if (lane_of() == 0) bulk_wait_read<SENDER_STAGES - SENDER_AHEAD>();
+            __syncwarp();
+            load();
+        }
+        if (lane_of() == 0) bulk_wait_all();
+        flag(stores);
+    }
+};
+#endif
+
+// A warp that sends where there are no bulk copies.
+__device__ __forceinline__ void send_plain(const Combine &combine, const CombineShared &shared, u32 senders) {
+    constexpr u32 DEPTH = 8;
+    Turns turns(combine, shared, blockIdx.x * SENDERS + warp_of(), senders);
+    u32 source, row;
+    while (turns.next(combine, shared, source, row)) {
+        u32 token = token_of(combine, row);
+        u64 heap = shared.heaps[source];
+        u64 from = combine.output(row), to = heap + combine.row(combine.common.rank, token);
+        for (u32 base = lane_of(); base < VECTORS; base += LANES * DEPTH) {
+            Vec16 v[DEPTH];
+#pragma unroll
+            for (u32 k = 0; k < DEPTH; ++k) {
+                if (base + k * LANES < VECTORS) v[k] = ld_once_v16(from + 16 * (base + k * LANES));
+            }
+#pragma unroll
+            for (u32 k = 0; k < DEPTH; ++k) {
+                if (base + k * LANES < VECTORS) st_v16(to + 16 * (base + k * LANES), v[k]);
+            }
+        }
+        send_weights(combine, heap, row, token);
+        __syncwarp();
+        if (lane_of() == 0) st_release_sys_u64(heap + combine.flag(combine.common.rank, token), combine.epoch);
+    }
+}
+
+// A token whose rows are added up: where they are, by lane; 0 for none.
+struct Token {
+    u64 row[EACH];
+    u64 weights[EACH];
+    u32 number[EACH];
+
+    // The number of the token's row at each rank, which is needed somewhat later.
+    __device__ __forceinline__ void load(const Combine &combine, u32 token) {
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i) {
+            u32 rank = lane_of() + LANES * i;
+            u64 rows = combine.common.handle + combine.common.parts.sent_rows + 4 * (u64(token) * EP_R + rank);
+            number[i] = token < combine.common.tokens && rank < EP_R ? at<const u32>(rows) : EP_NOWHERE;
+        }
+    }
+
+    // Waits for the rows. Those of ranks that don't come are left out.
+    __device__ __forceinline__ void wait(const Combine &combine, const CombineShared &shared, u32 token) {
+        const EpCommon &common = combine.common;
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i) {
+            u32 rank = lane_of() + LANES * i;
+            row[i] = weights[i] = 0;
+            if (number[i] == EP_NOWHERE) continue;
+            if (rank == common.rank) {
+                row[i] = combine.output(shared.offsets[rank] + number[i]);
+                weights[i] = combine.output_weights(shared.offsets[rank] + number[i]);
+            } else if (!is_masked(common, rank) && await(common, common.base + combine.flag(rank, token), combine.epoch,
+                                                              rank, EP_STAGE_BACK_ROW, combine.epoch)) {
+                row[i] = common.base + combine.row(rank, token);
+                weights[i] = common.base + combine.weights(rank, token);
+            }
+        }
+        __syncwarp();
+    }
+
+    // Calls `add(address)` for each row (or its weights), by rank. All lanes at once.
+    template <class Add>
+    __device__ __forceinline__ static void each(const u64 (&places)[EACH], Add add) {
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i) {
+            u32 todo = __ballot_sync(WHOLE_WARP, places[i] != 0);
+            while (todo != 0) {
+                u32 lane = __ffs(todo) - 1;
+                todo &= todo - 1;
+                add(__shfl_sync(WHOLE_WARP, places[i], lane));
+            }
+        }
+    }
+};
+
+// Vectors of a row that each lane adds up at a time, and rows that are loaded at once.
+constexpr u32 SUM_DEPTH = 4;
+
+struct Sum {
+    float value[SUM_DEPTH][8];
+
+    __device__ __forceinline__ void add(const Vec16 (&v)[SUM_DEPTH]) {
+#pragma unroll
+        for (u32 k = 0; k < SUM_DEPTH; ++k) {
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) {
+                value[k][2 * i] = add_rn_f32(value[k][2 * i], widen_low_bf16(v[k].word[i]));
+                value[k][2 * i + 1] = add_rn_f32(value[k][2 * i + 1], widen_high_bf16(v[k].word[i]));
+            }
+        }
+    }
+};
+
+__device__ __forceinline__ void load_part(Vec16 (&v)[SUM_DEPTH], u64 row, u32 base) {
+#pragma unroll
+    for (u32 k = 0; k < SUM_DEPTH; ++k) {
+        u32 i = base + k * LANES + lane_of();
+        v[k] = i < VECTORS ? ld_once_v16(row + 16 * i) : Vec16{};
+    }
+}
+
+// The sum of a token's rows, by rank, and the biases.
+__device__ __forceinline__ void add_rows(const Combine &combine, const Token &token, u32 number) {
+    const EpCombineArgs &args = combine.args;
+    for (u32 base = 0; base < VECTORS; base += LANES * SUM_DEPTH) {
+        Sum sum = {};
+        u64 held = 0;
+        Vec16 first[SUM_DEPTH], second[SUM_DEPTH];
+        // Two rows are loaded before the first is added.
+        Token::each(token.row, [&](u64 row) {
+            if (held == 0) {
+                held = row;
+                load_part(first, row, base);
+                return;
+            }
+            held = 0;
+            load_part(second, row, base);
+            sum.add(first);
+            sum.add(second);
+        });
+        if (held != 0) sum.add(first);
+        const u64 biases[] = {args.bias0, args.bias1};
+        for (u64 bias : biases) {
+            if (bias == 0) continue;
+            load_part(first, bias + u64(number) * WIDE_ROW, base);
+            sum.add(first);
+        }
+#pragma unroll
+        for (u32 k = 0; k < SUM_DEPTH; ++k) {
+            u32 i = base + k * LANES + lane_of();
+            Vec16 out;
+#pragma unroll
+            for (u32 w = 0; w < 4; ++w) out.word[w] = narrow_bf16x2(sum.value[k][2 * w], sum.value[k][2 * w + 1]);
+            if (i < VECTORS) st_v16(args.out + u64(number) * args.out_stride + 16 * i, out);
+        }
+    }
+}
+
+// The sum of the weights that came back with a token's rows.
+__device__ __forceinline__ void add_weights(const Combine &combine, const Token &token, u32 number) {
+    if (combine.args.out_weights == 0) return;
+    float sum = 0;
+    Token::each(token.weights, [&](u64 weights) {
+        if (lane_of() < EP_K) sum = add_rn_f32(sum, at<const float>(weights + 4 * lane_of()));
+    });
+    if (lane_of() < EP_K) at<float>(combine.args.out_weights + 4 * (u64(number) * EP_K + lane_of())) = sum;
+}
+
+// A warp that adds up: every `step`-th token.
+__device__ __forceinline__ void add_tokens(const Combine &combine, const CombineShared &shared, u32 first, u32 step) {
+    const EpCommon &common = combine.common;
+    Token token, ahead;
+    token.load(combine, first);
+    for (u32 number = first; number < common.tokens; number += step) {
+        ahead.load(combine, number + step);
+        token.wait(combine, shared, number);
+        add_rows(combine, token, number);
+        add_weights(combine, token, number);
+        token = ahead;
+    }
+}
+
+// Whose slots are free, and where rows of each source begin.
+__device__ __forceinline__ void begin_combine(const Combine &combine, CombineShared &shared) {
+    const EpCommon &common = combine.common;
+    u32 rank = threadIdx.x;
+    if (rank <= EP_R) shared.offsets[rank] = at<const u32>(common.handle + common.parts.offsets + 4 * rank);
+    if (rank < EP_R) {
+        u64 taken = combine.epoch < EP_DEPTH ? 0 : combine.epoch - EP_DEPTH;
+        bool free = rank == common.rank || !(common.phases & EP_SEND);
+        free = free || (!is_masked(common, rank) && await(common, word_at(common, common.base, rank, EP_WORD_COMBINE_TAKEN), taken, rank,
+                                                               EP_STAGE_COMBINE_TAKEN, combine.epoch));
+        shared.heaps[rank] = free ? heap_of(common, rank) : 0;
+    }
+    __syncthreads();
+}
+
+// The last block of a launch says that it is over.
+__device__ __forceinline__ void end_combine(const Combine &combine) {
+    const EpCommon &common = combine.common;
+    EpState &state = state_of(common);
+    u32 rank = threadIdx.x;
+    if (common.phases & EP_RECEIVE && rank < EP_R && !is_masked(common, rank)) {
+        st_release_sys_u64(word_at(common, heap_of(common, rank), common.rank, EP_WORD_COMBINE_TAKEN), combine.epoch);
+    }
+    if (common.phases & EP_RECEIVE && warp_of() == 0) count_waits(common);
+    if (threadIdx.x == 0) {
+        if (common.phases & EP_SEND) state.combine_begun = state.combine_sent = combine.epoch;
+        if (common.phases & EP_RECEIVE) state.combine_ended = combine.epoch;
+    }
+}

@@ -1,0 +1,227 @@
+//! Dispatch and combine in the expert layout, on emulated GPUs, against the plain reference.
+#![allow(unsafe_code)]
+
+mod emulate;
+
+use crossrail_kernels::ep::{EP_RECEIVE, EP_SEND, EP_STAGE_BACK_ROW, EP_STAGE_TABLE, Payload, Scale, Shape, Tuning};
+
+use crate::emulate::Numbers;
+use crate::emulate::job::{ByExpert, Job, Weights};
+use crate::emulate::reference::{Choice, Routing};
+
+const SOURCES: [&str; 1] = ["kernels/ep_expert.cu"];
+const BOTH: u32 = EP_SEND | EP_RECEIVE;
+
+const TUNING: Tuning = Tuning { piece: 0, threads: 128, senders: 0, receive_from: 0, rank_movers: 0, rank_threads: 0 };
+
+/// Two pieces to a row, the second one short; blocks of four warps.
+const SHAPE: Shape = Shape {
+    hidden: 1152,
+    topk: 3,
+    experts: 12,
+    ranks: 3,
+    max_tokens: 6,
+    payload: Payload::Fp8(Scale::F32),
+    prereduce: true,
+    expert_layout: true,
+    rank_layout: false,
+    regions: 0,
+    tuning: TUNING,
+};
+
+fn job(shape: Shape) -> Option<Job> {
+    Job::new(&SOURCES, shape, shape.expert_shared())
+}
+
+fn weights(numbers: &mut Numbers) -> Weights {
+    [Weights::None, Weights::Dispatch, Weights::Combine][numbers.below(3) as usize]
+}
+
+/// A dispatch and its combine, several times over, each with a routing of its own.
+fn rounds(shape: Shape, seeds: std::ops::Range<u64>) {
+    let Some(mut job) = job(shape) else { return };
+    for seed in seeds {
+        let mut numbers = Numbers(seed);
+        let routing = Routing::random(&mut numbers, &shape);
+        let weights = weights(&mut numbers);
+        let operation = ByExpert::new(&mut job, &mut numbers, routing, weights);
+        let blocks = 1 + numbers.below(3) as u32;
+        operation.dispatch(&mut job, blocks, BOTH);
+        operation.combine(&mut job, blocks, BOTH);
+        job.emulator.run(seed).unwrap();
+        operation
+            .check_dispatch(&job)
+            .and_then(|()| operation.check_combine(&job))
+            .unwrap_or_else(|what| panic!("seed {seed}: {what}"));
+    }
+}
+
+#[test]
+fn fp8_rows_arrive_and_come_back_summed() {
+    rounds(SHAPE, 0..10);
+}
+
+#[test]
+fn bf16_rows_of_any_length_arrive() {
+    rounds(Shape { payload: Payload::Bf16, hidden: 1032, ..SHAPE }, 10..16);
+    rounds(Shape { payload: Payload::Bf16, hidden: 8, topk: 5, ranks: 2, ..SHAPE }, 16..20);
+}
+
+#[test]
+fn without_prereduction_each_selection_comes_back() {
+    rounds(Shape { prereduce: false, topk: 6, ..SHAPE }, 20..26);
+}
+
+#[test]
+fn scales_are_powers_of_two_or_their_exponents() {
+    rounds(Shape { payload: Payload::Fp8(Scale::PowerOfTwo), hidden: 256, ..SHAPE }, 30..33);
+    rounds(Shape { payload: Payload::Fp8(Scale::Ue8m0), ..SHAPE }, 33..37);
+}
+
+#[test]
+fn a_rank_alone_and_one_with_an_expert_each() {
+    rounds(Shape { ranks: 1, ..SHAPE }, 40..43);
+    rounds(Shape { ranks: 5, experts: 5, topk: 5, hidden: 128, max_tokens: 3, ..SHAPE }, 43..47);
+}
+
+#[test]
+fn larger_pieces_and_warps_of_one_task_each() {
+    let tuning = Tuning { piece: 2048, threads: 160, senders: 3, receive_from: 3, ..TUNING };
+    rounds(Shape { hidden: 3200, tuning, ..SHAPE }, 50..54);
+}
+
+#[test]
+fn more_ranks_than_lanes() {
+    let tuning = Tuning { threads: 64, ..SHAPE.tuning };
+    rounds(Shape { ranks: 34, experts: 68, hidden: 128, max_tokens: 2, topk: 4, tuning, ..SHAPE }, 60..61);
+}
+
+#[test]
+fn without_bulk_copies_too() {
+    let shape = SHAPE;
+    let without = "constexpr u32 LANES = 32;\n#undef EP_BULK\n#define EP_BULK 0";
+    let build = emulate::Build::new(&SOURCES);
+    let build = build.broken("kernels/ep_common.cuh", "constexpr u32 LANES = 32;", without);
+    let Some(mut job) = Job::of(&build, shape, shape.expert_shared()) else { return };
+    let mut numbers = Numbers(5);
+    let routing = Routing::random(&mut numbers, &shape);
+    let operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::Combine);
+    operation.dispatch(&mut job, 2, BOTH);
+    operation.combine(&mut job, 2, BOTH);
+    job.emulator.run(5).unwrap();
+    operation.check_dispatch(&job).unwrap();
+    operation.check_combine(&job).unwrap();
+}
+
+/// All operations are queued at once: ranks run ahead of each other as far as slots let them.
+#[test]
+fn operations_follow_each_other_without_waiting_for_the_host() {
+    let Some(mut job) = job(SHAPE) else { return };
+    for seed in 70..73 {
+        let mut numbers = Numbers(seed);
+        let operations: Vec<ByExpert> = (0..7)
+            .map(|_| {
+                let routing = Routing::random(&mut numbers, &SHAPE);
+                let weights = weights(&mut numbers);
+                ByExpert::new(&mut job, &mut numbers, routing, weights)
+            })
+            .collect();
+        for operation in &operations {
+            operation.dispatch(&mut job, 2, BOTH);
+            operation.combine(&mut job, 2, BOTH);
+        }
+        job.emulator.run(seed).unwrap();
+        for operation in &operations {
+            operation.check_dispatch(&job).unwrap();
+            operation.check_combine(&job).unwrap();
+        }
+    }
+}
+
+/// Two operations are sent before the first is received.
+#[test]
+fn two_may_be_under_way() {
+    let Some(mut job) = job(SHAPE) else { return };
+    for seed in 80..84 {
+        let mut numbers = Numbers(seed);
+        let [first, second] = [0, 1].map(|_| {
+            let routing = Routing::random(&mut numbers, &SHAPE);
+            let weights = weights(&mut numbers);
+            ByExpert::new(&mut job, &mut numbers, routing, weights)
+        });
+        for phases in [EP_SEND, EP_RECEIVE] {
+            first.dispatch(&mut job, 2, phases);
+            second.dispatch(&mut job, 2, phases);
+        }
+        for phases in [EP_SEND, EP_RECEIVE] {
+            first.combine(&mut job, 3, phases);
+            second.combine(&mut job, 3, phases);
+        }
+        job.emulator.run(seed).unwrap();
+        for operation in [first, second] {
+            operation.check_dispatch(&job).unwrap();
+            operation.check_combine(&job).unwrap();
+        }
+    }
+}
+
+#[test]
+fn masked_ranks_are_left_out_and_come_back() {
+    let Some(mut job) = job(SHAPE) else { return };
+    let mut numbers = Numbers(90);
+    for round in 0..4 {
+        let routing = Routing::of(&mut numbers, &SHAPE, &[6, 4, 5], Choice::Even).without(&[1]);
+        [0, 2].into_iter().for_each(|rank| job.mask(rank, 1));
+        let weights = weights(&mut numbers);
+        let operation = ByExpert::new(&mut job, &mut numbers, routing, weights);
+        operation.dispatch(&mut job, 2, BOTH);
+        operation.combine(&mut job, 2, BOTH);
+        job.emulator.run(round).unwrap();
+        operation.check_dispatch(&job).unwrap();
+        operation.check_combine(&job).unwrap();
+        assert!(job.faults(0).is_empty() && job.faults(2).is_empty());
+    }
+}
+
+/// A rank that dies costs the others the limit once; what the others sent each other is there.
+#[test]
+fn a_rank_that_never_comes_is_masked_and_told_of() {
+    let Some(mut job) = job(SHAPE) else { return };
+    let mut numbers = Numbers(100);
+    let routing = Routing::of(&mut numbers, &SHAPE, &[6, 4, 5], Choice::Even);
+    let operation = ByExpert::new(&mut job, &mut numbers, routing.clone().without(&[2]), Weights::Combine);
+    // The others do not know, and send to it; what goes there is left out of what is expected.
+    operation.dispatch(&mut job, 2, BOTH);
+    job.emulator.run(0).unwrap();
+    operation.check_dispatch(&job).unwrap();
+    for rank in 0..2 {
+        assert_eq!(job.faults(rank), [(2, EP_STAGE_TABLE)]);
+        assert_eq!(job.masked(rank), [2]);
+    }
+    operation.combine(&mut job, 2, BOTH);
+    job.emulator.run(1).unwrap();
+    operation.check_combine(&job).unwrap();
+    assert_eq!((job.faults(0).len(), job.faults(1).len()), (1, 1));
+}
+
+/// A rank that dies between sending and receiving: others wait for what it would have sent back.
+#[test]
+fn a_rank_that_dies_before_the_combine_is_left_out_of_the_sums() {
+    let Some(mut job) = job(SHAPE) else { return };
+    let mut numbers = Numbers(110);
+    let routing = Routing::of(&mut numbers, &SHAPE, &[6, 6, 6], Choice::Even);
+    let mut operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::Dispatch);
+    operation.dispatch(&mut job, 2, BOTH);
+    job.emulator.run(0).unwrap();
+    operation.check_dispatch(&job).unwrap();
+    operation.routing.active[2] = false;
+    operation.combine(&mut job, 2, BOTH);
+    job.emulator.run(1).unwrap();
+    for rank in 0..2 {
+        assert_eq!(job.faults(rank), [(2, EP_STAGE_BACK_ROW)]);
+        assert_eq!(job.masked(rank), [2]);
+    }
+    // Ranks are looked at in their order; the sums of those that are alive are right.
+    let wrong = operation.check_combine(&job).unwrap_err();
+    assert!(wrong.starts_with("combine at rank 2"), "{wrong}");
+}

@@ -1,0 +1,292 @@
+//! Dispatch and combine in the rank layout, on emulated GPUs, against the plain reference.
+#![allow(unsafe_code)]
+
+mod emulate;
+
+use crossrail_kernels::ep::{
+    EP_ANNOUNCE, EP_RECEIVE, EP_SEND, EP_STAGE_ANNOUNCE, EP_STAGE_BACK_ROW, EP_STAGE_SENT, Payload, Scale, Shape,
+    Tuning,
+};
+
+use crate::emulate::job::Job;
+use crate::emulate::job_rank::ByRank;
+use crate::emulate::reference::{Choice, Routing};
+use crate::emulate::{Build, Numbers};
+
+const SOURCE: &str = "kernels/ep_rank.cu";
+const ALL: u32 = EP_ANNOUNCE | EP_SEND | EP_RECEIVE;
+const BOTH: u32 = EP_SEND | EP_RECEIVE;
+
+/// Blocks of four warps.
+const SHAPE: Shape = Shape {
+    hidden: 640,
+    topk: 3,
+    experts: 12,
+    ranks: 3,
+    max_tokens: 40,
+    payload: Payload::Fp8(Scale::F32),
+    prereduce: true,
+    expert_layout: false,
+    rank_layout: true,
+    regions: 2,
+    tuning: Tuning { piece: 0, threads: 0, senders: 0, receive_from: 0, rank_threads: 128, rank_movers: 2 },
+};
+
+fn job_of(build: &Build, shape: Shape, bulk: bool) -> Option<Job> {
+    let build = build.clone().defines(&shape.rank_defines(bulk));
+    Job::made(&build, shape, shape.rank_threads(), shape.rank_shared(bulk))
+}
+
+fn job(shape: Shape) -> Option<Job> {
+    job_of(&Build::new(&[SOURCE]), shape, true)
+}
+
+/// A dispatch and its combine, now and then another along the same ways, each time with a routing of its own.
+fn rounds_of(mut job: Job, seeds: std::ops::Range<u64>) {
+    for seed in seeds {
+        let mut numbers = Numbers(seed);
+        let shape = job.shape;
+        let routing = Routing::random(&mut numbers, &shape);
+        let first = ByRank::new(&mut job, &mut numbers, routing, (seed % 2) as u32);
+        let mut operations = vec![first];
+        if numbers.once_in(2) {
+            let second = operations[0].again(&mut job, &mut numbers, 1 - (seed % 2) as u32);
+            operations.push(second);
+        }
+        for operation in &operations {
+            let blocks = 1 + numbers.below(3) as u32;
+            operation.dispatch(&mut job, blocks, ALL);
+            operation.combine(&mut job, blocks, BOTH, numbers.below(3) as u32);
+        }
+        job.emulator.run(seed).unwrap();
+        for operation in &operations {
+            let found = operation.check_dispatch(&job).and_then(|()| operation.check_combine(&job));
+            found.unwrap_or_else(|what| panic!("seed {seed}: {what}"));
+        }
+    }
+}
+
+fn rounds(shape: Shape, seeds: std::ops::Range<u64>) {
+    if let Some(job) = job(shape) {
+        rounds_of(job, seeds);
+    }
+}
+
+#[test]
+fn fp8_rows_arrive_and_come_back_summed() {
+    rounds(SHAPE, 0..10);
+}
+
+#[test]
+fn bf16_rows_arrive() {
+    rounds(Shape { payload: Payload::Bf16, hidden: 1032, ..SHAPE }, 10..14);
+    rounds(Shape { payload: Payload::Bf16, hidden: 8, topk: 5, ranks: 2, ..SHAPE }, 14..18);
+}
+
+#[test]
+fn rows_of_many_stages_and_of_few() {
+    rounds(Shape { max_tokens: 130, hidden: 128, topk: 2, ..SHAPE }, 20..22);
+    rounds(Shape { payload: Payload::Bf16, hidden: 16384, max_tokens: 12, ..SHAPE }, 22..24);
+    rounds(Shape { payload: Payload::Fp8(Scale::PowerOfTwo), hidden: 16384, max_tokens: 12, ..SHAPE }, 24..26);
+}
+
+#[test]
+fn scales_are_exponents() {
+    rounds(Shape { payload: Payload::Fp8(Scale::Ue8m0), hidden: 2048, ..SHAPE }, 30..33);
+    rounds(Shape { payload: Payload::Fp8(Scale::Ue8m0), hidden: 384, ..SHAPE }, 33..37);
+}
+
+#[test]
+fn a_rank_alone_and_one_with_an_expert_each() {
+    rounds(Shape { ranks: 1, ..SHAPE }, 40..43);
+    rounds(Shape { ranks: 5, experts: 5, topk: 5, hidden: 128, max_tokens: 7, ..SHAPE }, 43..47);
+}
+
+#[test]
+fn more_ranks_than_lanes_and_more_experts_than_fit() {
+    rounds(Shape { ranks: 34, experts: 68, hidden: 128, max_tokens: 3, topk: 4, ..SHAPE }, 50..51);
+    rounds(Shape { experts: 6 * 1000, ranks: 6, ..SHAPE }, 51..53);
+}
+
+#[test]
+fn without_bulk_copies_too() {
+    for shape in [SHAPE, Shape { payload: Payload::Bf16, ..SHAPE }] {
+        if let Some(job) = job_of(&Build::new(&[SOURCE]), shape, false) {
+            rounds_of(job, 60..63);
+        }
+    }
+}
+
+/// All operations are queued at once: ranks run ahead of each other as far as slots let them. Regions take turns, so that
+/// only the last two results are looked at.
+#[test]
+fn operations_follow_each_other_without_waiting_for_the_host() {
+    let Some(mut job) = job(SHAPE) else { return };
+    for seed in 70..73 {
+        let mut numbers = Numbers(seed);
+        let operations: Vec<ByRank> = (0..7)
+            .map(|number| {
+                let routing = Routing::random(&mut numbers, &SHAPE);
+                ByRank::new(&mut job, &mut numbers, routing, number % 2)
+            })
+            .collect();
+        for operation in &operations {
+            operation.dispatch(&mut job, 2, ALL);
+            operation.combine(&mut job, 2, BOTH, 0);
+        }
+        job.emulator.run(seed).unwrap();
+        for (number, operation) in operations.iter().enumerate() {
+            if number >= 5 {
+                operation.check_dispatch(&job).unwrap();
+            }
+            operation.check_combine(&job).unwrap();
+        }
+    }
+}
+
+/// Two operations are sent before the first is received; and phases are apart, as ranks that are not mapped need it.
+#[test]
+fn two_may_be_under_way_and_phases_apart() {
+    let Some(mut job) = job(SHAPE) else { return };
+    for seed in 80..84 {
+        let mut numbers = Numbers(seed);
+        let [first, second] = [0, 1].map(|region| {
+            let routing = Routing::random(&mut numbers, &SHAPE);
+            ByRank::new(&mut job, &mut numbers, routing, region)
+        });
+        let steps: &[u32] =
+            if seed % 2 == 0 { &[EP_ANNOUNCE | EP_SEND, EP_RECEIVE] } else { &[EP_ANNOUNCE, EP_SEND, EP_RECEIVE] };
+        if seed < 82 {
+            for phases in steps {
+                first.dispatch(&mut job, 2, *phases);
+                second.dispatch(&mut job, 3, *phases);
+            }
+        } else {
+            steps.iter().for_each(|phases| first.dispatch(&mut job, 2, *phases));
+            steps.iter().for_each(|phases| second.dispatch(&mut job, 2, *phases));
+        }
+        for phases in [EP_SEND, EP_RECEIVE] {
+            first.combine(&mut job, 3, phases, 0);
+            second.combine(&mut job, 3, phases, 0);
+        }
+        job.emulator.run(seed).unwrap();
+        for operation in [first, second] {
+            operation.check_dispatch(&job).unwrap();
+            operation.check_combine(&job).unwrap();
+        }
+    }
+}
+
+#[test]
+fn masked_ranks_are_left_out() {
+    let Some(mut job) = job(SHAPE) else { return };
+    let mut numbers = Numbers(90);
+    for round in 0..4 {
+        let routing = Routing::of(&mut numbers, &SHAPE, &[36, 4, 25], Choice::Even).without(&[1]);
+        [0, 2].into_iter().for_each(|rank| job.mask(rank, 1));
+        let operation = ByRank::new(&mut job, &mut numbers, routing, 0);
+        operation.dispatch(&mut job, 2, ALL);
+        operation.combine(&mut job, 2, BOTH, 0);
+        job.emulator.run(round).unwrap();
+        operation.check_dispatch(&job).unwrap();
+        operation.check_combine(&job).unwrap();
+        assert!(job.faults(0).is_empty() && job.faults(2).is_empty());
+    }
+}
+
+/// A rank that dies costs the others the limit once; what the others sent each other is there.
+#[test]
+fn a_rank_that_never_comes_is_masked_and_told_of() {
+    let Some(mut job) = job(SHAPE) else { return };
+    let mut numbers = Numbers(100);
+    let routing = Routing::of(&mut numbers, &SHAPE, &[36, 4, 25], Choice::Even);
+    let operation = ByRank::new(&mut job, &mut numbers, routing.without(&[2]), 0);
+    operation.dispatch(&mut job, 2, ALL);
+    job.emulator.run(0).unwrap();
+    operation.check_dispatch(&job).unwrap();
+    for rank in 0..2 {
+        assert_eq!(job.faults(rank), [(2, EP_STAGE_ANNOUNCE)]);
+        assert_eq!(job.masked(rank), [2]);
+    }
+    operation.combine(&mut job, 2, BOTH, 0);
+    job.emulator.run(1).unwrap();
+    operation.check_combine(&job).unwrap();
+    assert_eq!((job.faults(0).len(), job.faults(1).len()), (1, 1));
+}
+
+/// A rank that dies when it has announced: its rows are there, with nothing in them.
+#[test]
+fn a_rank_that_announces_and_does_not_send_leaves_blank_rows() {
+    let Some(mut job) = job(SHAPE) else { return };
+    let mut numbers = Numbers(110);
+    let routing = Routing::of(&mut numbers, &SHAPE, &[36, 14, 25], Choice::Even);
+    let mut operation = ByRank::new(&mut job, &mut numbers, routing, 0);
+    operation.dispatch(&mut job, 2, EP_ANNOUNCE);
+    job.emulator.run(0).unwrap();
+    operation.routing.active[2] = false;
+    operation.dispatch(&mut job, 2, BOTH);
+    job.emulator.run(1).unwrap();
+    let (heap, topk) = (SHAPE.heap(), SHAPE.topk as usize);
+    for rank in 0..2 {
+        assert_eq!(job.faults(rank), [(2, EP_STAGE_SENT)]);
+        assert_eq!(job.masked(rank), [2]);
+        let offsets = operation.ranks[rank].out_offsets.read::<i64>(0, 4);
+        let (first, count) = (offsets[2] as usize, (offsets[3] - offsets[2]) as usize);
+        assert!(count > 0);
+        let at = |part: u64, size: usize| (heap.regions + part) as usize + first * size;
+        let memory = &job.ranks[rank].heap;
+        let idx = memory.read::<i64>(at(heap.region_idx, 8 * topk), count * topk);
+        assert!(idx.iter().all(|idx| *idx == -1));
+        let hidden = SHAPE.hidden as usize;
+        assert!(memory.read::<u8>(at(0, hidden), count * hidden).iter().all(|byte| *byte == 0));
+    }
+}
+
+/// A rank that dies between dispatch and combine: others wait for what it would have sent back, once.
+#[test]
+fn a_rank_that_dies_before_the_combine_is_masked_once() {
+    let Some(mut job) = job(SHAPE) else { return };
+    let mut numbers = Numbers(120);
+    let routing = Routing::of(&mut numbers, &SHAPE, &[40, 40, 40], Choice::Even);
+    let mut operation = ByRank::new(&mut job, &mut numbers, routing, 0);
+    operation.dispatch(&mut job, 2, ALL);
+    job.emulator.run(0).unwrap();
+    operation.check_dispatch(&job).unwrap();
+    operation.routing.active[2] = false;
+    operation.combine(&mut job, 2, BOTH, 0);
+    job.emulator.run(1).unwrap();
+    for rank in 0..2 {
+        assert_eq!(job.faults(rank), [(2, EP_STAGE_BACK_ROW)]);
+        assert_eq!(job.masked(rank), [2]);
+    }
+}
+
+/// What each of these leaves out must be missed, with some seed.
+#[test]
+fn broken_kernels_are_caught() {
+    let (dispatch, combine) = ("kernels/ep_rank_dispatch.cuh", "kernels/ep_rank_combine.cuh");
+    let broken = [
+        // The sent word no longer comes after the rows.
+        (dispatch, "if (lane_of() == 0) bulk_wait_all();", ""),
+        // A stage is loaded before its stores have read it.
+        (dispatch, "if (lane_of() == 0) bulk_wait_read<MOVER_STAGES - MOVER_AHEAD>();", ""),
+        // Flags come before their rows.
+        (combine, "if (lane_of() == 0) bulk_wait_done<FLAGS_BEHIND>();", ""),
+        // Nobody waits for the rows' flags.
+        (combine, "combine.flag(rank, token), combine.epoch,", "combine.flag(rank, token), 0,"),
+    ];
+    let shape = Shape { payload: Payload::Bf16, hidden: 2048, max_tokens: 130, topk: 2, ..SHAPE };
+    for (path, from, to) in broken {
+        let Some(mut job) = job_of(&Build::new(&[SOURCE]).broken(path, from, to), shape, true) else { return };
+        let caught = (0..12).any(|seed| {
+            let mut numbers = Numbers(seed);
+            let routing = Routing::of(&mut numbers, &shape, &[130, 100, 130], Choice::Even);
+            let operation = ByRank::new(&mut job, &mut numbers, routing, 0);
+            operation.dispatch(&mut job, 1, ALL);
+            operation.combine(&mut job, 1, BOTH, 0);
+            let run = job.emulator.run(seed);
+            run.and_then(|()| operation.check_dispatch(&job)).and_then(|()| operation.check_combine(&job)).is_err()
+        });
+        assert!(caught, "nothing is wrong without {from:?}");
+    }
+}
