@@ -241,8 +241,9 @@ def test_a_receive_cancelled_while_it_is_copied_is_written_no_more(link: Link) -
     for value in range(1, 5):
         request = link.worker.recv(tensor, tag=79, source=link.endpoint)
         # Its announcement has come when the answer has a message behind it.
+        behind = link.worker.recv(bytearray(1), tag=80, source=link.endpoint)
         link.far.do("begin", name="source", tag=79)
-        link.worker.recv(bytearray(1), tag=80, source=link.endpoint).wait()
+        behind.wait()
         request.cancel()
         with contextlib.suppress(crossrail.CancelledError):
             request.wait()
