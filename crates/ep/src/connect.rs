@@ -49,7 +49,9 @@ impl Inner {
             for (mine, theirs) in counts.iter_mut().zip(greeted.heard.counts) {
                 *mine = (*mine).max(theirs);
             }
-            peers.push(self.meet(greeted, deadline)?);
+            let (rank, endpoint) = (greeted.end.rank, greeted.end.endpoint.clone());
+            let met = self.meet(greeted, deadline);
+            peers.push(met.map_err(|error| self.meeting.why(rank, &endpoint, error))?);
         }
         let endpoints: Vec<_> =
             peers.iter().filter_map(|peer| Some((peer.rank as u32, peer.endpoint()?.clone(), Vec::new()))).collect();

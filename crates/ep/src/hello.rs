@@ -7,7 +7,7 @@ use crate::config::{Config, Layout, Payload};
 
 /// The tag of the message; and the version of everything that ranks agree on.
 pub(crate) const TAG: u64 = 0x4550_0000_0001_0001;
-/// Of the empty message that says that the other's heap is mapped.
+/// Of a [`Word`].
 pub(crate) const READY: u64 = 0x4550_0000_0001_0002;
 /// Longer ones are refused before anything is allocated.
 pub(crate) const LONGEST: usize = 4096;
@@ -132,6 +132,58 @@ impl Parameters {
                     .with_hint("make the buffer with the same parameters on every rank"))
             }
         }
+    }
+}
+
+/// What a rank says last.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Word {
+    /// It is ready, and tells something.
+    Ready(Vec<u8>),
+    /// It gives up.
+    Refused(Cause, String),
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) enum Cause {
+    Mismatch,
+    Timeout,
+    Other,
+}
+
+impl Word {
+    /// `None`: the rank's buffer is destroyed, and others wait for its next one.
+    pub(crate) fn refusal(error: &Error) -> Option<Word> {
+        let cause = match error.kind {
+            ErrorKind::Closed => return None,
+            ErrorKind::Mismatch => Cause::Mismatch,
+            ErrorKind::Timeout => Cause::Timeout,
+            _ => Cause::Other,
+        };
+        let peer = error.peer.as_ref().map(|peer| format!("{peer}: ")).unwrap_or_default();
+        Some(Word::Refused(cause, format!("{peer}{}", error.detail).chars().take(LONGEST / 8).collect()))
+    }
+
+    pub(crate) fn encode(&self) -> Result<Vec<u8>> {
+        encode(self)
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Word> {
+        decode(bytes, "the peer's last word")
+    }
+
+    /// What rank `from` told; if it gave up, why.
+    pub(crate) fn ready(self, from: u32) -> Result<Vec<u8>> {
+        let (cause, text) = match self {
+            Word::Ready(told) => return Ok(told),
+            Word::Refused(cause, text) => (cause, text),
+        };
+        let kind = match cause {
+            Cause::Mismatch => ErrorKind::Mismatch,
+            Cause::Timeout => ErrorKind::Timeout,
+            Cause::Other => ErrorKind::Refused,
+        };
+        Err(Error::new(kind, "connect", format!("it gave up: {text}")).with_peer(format!("rank {from}")))
     }
 }
 

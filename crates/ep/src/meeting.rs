@@ -9,12 +9,14 @@ use crossrail_control::Group;
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
-use crate::hello::{Hello, LONGEST, Parameters, Place, READY, TAG};
+use crate::hello::{Hello, LONGEST, Parameters, Place, READY, TAG, Word};
 
 /// An address that nobody answers at is looked up again after so long.
 const AGAIN: Duration = Duration::from_millis(100);
 /// Waits look this often whether they are still wanted.
 const SLICE: Duration = Duration::from_millis(100);
+/// A rank that gives up stays so long at most until the others know why.
+const LEAVE: Duration = Duration::from_secs(2);
 /// A goodbye may take so long.
 pub const GOODBYE: Duration = Duration::from_millis(500);
 
@@ -62,14 +64,18 @@ impl End {
     /// The address, if `error` may mean that it was of a buffer that is no more: the store is told of the end of one
     /// before its connections go, but may have been read before that.
     fn was_old(&self, error: &Error) -> Option<Vec<u8>> {
-        let gone = matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed) && !self.endpoint.is_alive();
-        self.dialled.clone().filter(|_| gone)
+        self.dialled.clone().filter(|_| is_gone(error, &self.endpoint))
     }
 
     /// Whether the engine reaches it through shared memory.
     pub fn is_shared(&self) -> bool {
         self.near && self.endpoint.lanes().iter().any(|lane| lane.transport == "shm")
     }
+}
+
+/// Whether `error` is the other rank's end.
+fn is_gone(error: &Error, endpoint: &Endpoint) -> bool {
+    matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed) && !endpoint.is_alive()
 }
 
 impl Meeting {
@@ -163,28 +169,48 @@ impl Meeting {
     /// # Errors
     /// `Timeout` naming the ranks that did not come; `Closed` after [`Meeting::end`]; as [`Worker::connect`].
     pub fn connect(&self, new: &[u32], deadline: Instant) -> Result<Vec<End>> {
+        // What became of earlier attempts says nothing of this one.
+        while let Ok(endpoint) = self.worker.accept(Some(Duration::ZERO)) {
+            self.came(endpoint);
+        }
+        self.early.lock().retain(|_, endpoint| endpoint.is_alive());
         // All of this rank's are dialled before it waits for others to dial it.
-        let places = new.iter().zip(self.places(new, deadline)?);
-        places
-            .map(|(rank, place)| match *rank < self.me {
+        let mut ends: Vec<End> = Vec::with_capacity(new.len());
+        for (rank, place) in new.iter().zip(self.places(new, deadline)?) {
+            let end = match *rank < self.me {
                 true => self.dial(*rank, place, deadline),
                 false => {
-                    let endpoint = self.accept(*rank, deadline)?;
-                    Ok(End { rank: *rank, near: self.is_near(&place), endpoint, dialled: None })
+                    let near = self.is_near(&place);
+                    self.accept(*rank, deadline).map(|endpoint| End { rank: *rank, near, endpoint, dialled: None })
                 }
-            })
-            .collect()
+            };
+            ends.push(end.inspect_err(|error| self.refuse(ends.iter().map(|end| &end.endpoint), error))?);
+        }
+        Ok(ends)
     }
 
-    /// Says to each of `ends` what `hello` makes for it, and hears what it says.
+    /// Says to each of `ends` what `hello` makes for it, and hears what it says. If that fails, all of them are told.
     ///
     /// # Errors
-    /// `Mismatch` naming the rank and the parameter that differs; `Timeout`, `PeerDead`, `Protocol`; `hello`'s.
+    /// `Mismatch` naming the rank and the parameter that differs; `Timeout`, `PeerDead`, `Protocol`; `hello`'s. A rank
+    /// that gave up itself is named with its reason: `Mismatch`, `Timeout`, else `Refused`.
     pub fn greet(
         &self,
         ends: Vec<End>,
         deadline: Instant,
+        hello: impl FnMut(&End) -> Result<Hello>,
+    ) -> Result<Vec<Greeted>> {
+        let mut told: Vec<Endpoint> = ends.iter().map(|end| end.endpoint.clone()).collect();
+        let result = self.greet_all(ends, deadline, hello, &mut told);
+        result.inspect_err(|error| self.refuse(told.iter(), error))
+    }
+
+    fn greet_all(
+        &self,
+        ends: Vec<End>,
+        deadline: Instant,
         mut hello: impl FnMut(&End) -> Result<Hello>,
+        told: &mut Vec<Endpoint>,
     ) -> Result<Vec<Greeted>> {
         let mut say = |end: &End| {
             let said = hello(end)?;
@@ -194,15 +220,39 @@ impl Meeting {
         let said: Vec<Result<Hello>> = ends.iter().map(&mut say).collect();
         let mut greeted = Vec::with_capacity(ends.len());
         for (mut end, said) in ends.into_iter().zip(said) {
-            let mut heard = said.and_then(|said| Ok((said, self.hear(&end, deadline)?)));
+            let mut heard = self.heard(&end, said, deadline);
             while let Some(gone) = heard.as_ref().err().and_then(|error| end.was_old(error)) {
                 end = self.dial_anew(end.rank, &gone, deadline)?;
-                heard = say(&end).and_then(|said| Ok((said, self.hear(&end, deadline)?)));
+                told.push(end.endpoint.clone());
+                let said = say(&end);
+                heard = self.heard(&end, said, deadline);
             }
             let (said, heard) = heard?;
             greeted.push(Greeted { end, said, heard });
         }
         Ok(greeted)
+    }
+
+    /// Tells those that this rank is connected to that it gives up, and why: they are not to wait for it.
+    fn refuse<'a>(&self, connected: impl Iterator<Item = &'a Endpoint>, error: &Error) {
+        let Some(Ok(refusal)) = Word::refusal(error).map(|word| word.encode()) else { return };
+        let (mut told, mut heard) = (Vec::new(), Vec::new());
+        for endpoint in connected.filter(|endpoint| endpoint.is_alive()) {
+            // One that is gone meanwhile needs no word.
+            told.extend(endpoint.send(refusal.clone(), READY));
+            heard.extend(self.worker.recv(vec![0; LONGEST], READY, u64::MAX, Some(endpoint)));
+        }
+        if error.kind == ErrorKind::Mismatch {
+            // All ranks are there and about to fail too. A connection that ends before it is accepted never comes, so
+            // nobody leaves before the others know, and each hears what the others have to say meanwhile.
+            let deadline = Instant::now() + LEAVE;
+            for request in told {
+                let _ = self.patiently(deadline, |slice| request.wait(Some(slice)));
+            }
+        }
+        for request in heard {
+            request.cancel();
+        }
     }
 
     /// Waits in slices, so that `destroy` on another thread ends it.
@@ -267,10 +317,15 @@ impl Meeting {
 
     fn accept(&self, rank: u32, deadline: Instant) -> Result<Endpoint> {
         loop {
-            if let Some(endpoint) = self.early.lock().remove(&rank)
-                && endpoint.is_alive()
-            {
-                return Ok(endpoint);
+            let early = self.early.lock().remove(&rank);
+            if let Some(endpoint) = early {
+                if endpoint.is_alive() {
+                    return Ok(endpoint);
+                }
+                // It may have given up; else its buffer was destroyed, and the next one connects.
+                if let Some(refusal) = self.refusal(rank, &endpoint) {
+                    return Err(refusal);
+                }
             }
             let accepted = self.patiently(deadline, |slice| self.worker.accept(Some(slice)));
             let endpoint = accepted.map_err(|error| match error.kind {
@@ -281,15 +336,18 @@ impl Meeting {
                 }
                 _ => error,
             })?;
-            match rank_of(&endpoint.peer()) {
-                Some(from) if from < self.parameters.ranks() => {
-                    self.early.lock().insert(from, endpoint);
-                }
-                _ => self.warn(&format!(
-                    "a connection from {:?}, which is no rank of this buffer, was closed",
-                    endpoint.peer()
-                )),
+            self.came(endpoint);
+        }
+    }
+
+    /// A rank has connected to this one.
+    fn came(&self, endpoint: Endpoint) {
+        match rank_of(&endpoint.peer()) {
+            Some(from) if from < self.parameters.ranks() => {
+                self.early.lock().insert(from, endpoint);
             }
+            _ => self
+                .warn(&format!("a connection from {:?}, which is no rank of this buffer, was closed", endpoint.peer())),
         }
     }
 
@@ -299,6 +357,35 @@ impl Meeting {
             Some(member) => format!("its process is {}", member.process),
             None => "it is not in the group any more".to_owned(),
         }
+    }
+
+    /// Both hellos. A rank that is gone may have said before why it gave up.
+    fn heard(&self, end: &End, said: Result<Hello>, deadline: Instant) -> Result<(Hello, Hello)> {
+        let said = match said {
+            Err(error) if !is_gone(&error, &end.endpoint) => return Err(error),
+            said => said,
+        };
+        let both = self.hear(end, deadline).and_then(|heard| Ok((said?, heard)));
+        both.map_err(|error| self.why(end.rank, &end.endpoint, error))
+    }
+
+    /// Why rank `rank` gave up, if it is gone and has said so before; else `error`.
+    pub fn why(&self, rank: u32, endpoint: &Endpoint, error: Error) -> Error {
+        let refusal = if is_gone(&error, endpoint) { self.refusal(rank, endpoint) } else { None };
+        refusal.unwrap_or(error)
+    }
+
+    /// What a rank that is gone said of it before.
+    fn refusal(&self, rank: u32, endpoint: &Endpoint) -> Option<Error> {
+        self.word(endpoint, Instant::now() + SLICE).ok()?.ready(rank).err()
+    }
+
+    /// Waits until a rank says that it is ready, or why it never will be.
+    fn word(&self, endpoint: &Endpoint, deadline: Instant) -> Result<Word> {
+        let request = self.worker.recv(vec![0; LONGEST], READY, u64::MAX, Some(endpoint))?;
+        let receipt = self.patiently(deadline, |slice| request.wait(Some(slice)))?;
+        let bytes = request.into_vec().unwrap_or_default();
+        Word::decode(bytes.get(..receipt.bytes as usize).unwrap_or_default())
     }
 
     fn hear(&self, end: &End, deadline: Instant) -> Result<Hello> {
@@ -318,24 +405,25 @@ impl Meeting {
     }
 
     /// Waits until all of these ranks have come to the end of connecting too: until then what they were told of must
-    /// not go. Each is told its bytes; what they tell, in their order.
+    /// not go. Each is told its bytes; what they tell, in their order. If one gives up, all are told.
     ///
     /// # Errors
-    /// `Timeout`, `PeerDead`, naming the rank; `Closed`.
+    /// `Timeout`, `PeerDead`, naming the rank; `Closed`; of a rank that gave up as [`Meeting::greet`].
     pub fn all_ready(&self, peers: &[(u32, Endpoint, Vec<u8>)], deadline: Instant) -> Result<Vec<Vec<u8>>> {
-        let named = |rank: u32| move |error| Error { peer: Some(format!("rank {rank}")), ..error };
-        for (rank, endpoint, told) in peers {
-            endpoint.send(told.clone(), READY).map_err(named(*rank))?;
+        let result = self.each_ready(peers, deadline);
+        result.inspect_err(|error| self.refuse(peers.iter().map(|(_, endpoint, _)| endpoint), error))
+    }
+
+    fn each_ready(&self, peers: &[(u32, Endpoint, Vec<u8>)], deadline: Instant) -> Result<Vec<Vec<u8>>> {
+        for (_, endpoint, told) in peers {
+            // One that is gone is found below, with its reason.
+            let _ = endpoint.send(Word::Ready(told.clone()).encode()?, READY);
         }
-        let mut heard = Vec::with_capacity(peers.len());
-        for (rank, endpoint, _) in peers {
-            let request = self.worker.recv(vec![0; LONGEST], READY, u64::MAX, Some(endpoint))?;
-            let receipt = self.patiently(deadline, |slice| request.wait(Some(slice))).map_err(named(*rank))?;
-            let mut bytes = request.into_vec().unwrap_or_default();
-            bytes.truncate(receipt.bytes as usize);
-            heard.push(bytes);
-        }
-        Ok(heard)
+        let each = |(rank, endpoint, _): &(u32, Endpoint, Vec<u8>)| {
+            let ready = self.word(endpoint, deadline).and_then(|word| word.ready(*rank));
+            ready.map_err(|error| Error { peer: Some(format!("rank {rank}")), ..error })
+        };
+        peers.iter().map(each).collect()
     }
 }
 

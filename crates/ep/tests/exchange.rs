@@ -3,13 +3,14 @@
 #![allow(missing_docs)]
 
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossrail::{Context, Settings};
 use crossrail_control::{Group, GroupOptions, StoreServer};
 use crossrail_ep::{
     CombineOptions, Config, DispatchOptions, Dispatched, ExpertBuffer, Input, Layout, LinkKind, Payload,
 };
+use crossrail_types::ErrorKind;
 
 const HIDDEN: usize = 136;
 const LOCAL: usize = 3;
@@ -232,6 +233,36 @@ fn ranks_of_other_nodes_are_reached_through_the_engine() {
             assert_eq!(link.kind, want);
         }
     });
+}
+
+/// Whoever finds out first is gone by the time that others look for it: they must not wait for its next buffer.
+#[test]
+fn ranks_that_want_different_buffers_are_all_told_at_once() {
+    for nodes in [1, 4] {
+        let server = StoreServer::start("127.0.0.1:0", &Settings::default()).expect("a store");
+        let started = Instant::now();
+        let threads: Vec<_> = (0..4)
+            .map(|rank| {
+                let prereduce = rank == 1;
+                let case = Case { ranks: 4, nodes, layout: Layout::Expert, prereduce, rounds: 0 };
+                let store = server.address();
+                thread::spawn(move || {
+                    let (group, buffer) = rank_of(&case, rank, &store);
+                    let error = buffer.connect(&[0, 1, 2, 3], true, Some(Duration::from_secs(60)));
+                    buffer.destroy().expect("destroy");
+                    // The others still look for this rank in the group.
+                    (group, error.expect_err("one of them is different"))
+                })
+            })
+            .collect();
+        let ended: Vec<_> = threads.into_iter().map(|thread| thread.join().expect("a rank")).collect();
+        for (group, error) in ended {
+            assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
+            assert!(error.to_string().contains("prereduce is ") && error.to_string().contains("rank 1"), "{error}");
+            group.leave().expect("leave");
+        }
+        assert!(started.elapsed() < Duration::from_secs(20), "somebody waited");
+    }
 }
 
 #[test]
