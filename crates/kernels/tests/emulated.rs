@@ -1,4 +1,4 @@
-//! Kernels on emulated GPUs: the copies against memcpy, at odd sizes and in many orders; and kernels that are broken on
+//! Kernels on emulated GPUs: the copies against memcpy, at odd sizes and in many orders; and kernels that are wrong on
 //! purpose, which must be caught.
 #![allow(unsafe_code)]
 

@@ -45,11 +45,12 @@ void View::join(const View &other) {
         if (!theirs) continue;
         const std::shared_ptr<Times> mine = b < blocks->size() ? (*blocks)[b] : nullptr;
         if (mine == theirs) continue;
-        bool more = false, less = false;
         size_t both = mine ? std::min(mine->size(), theirs->size()) : 0;
+        const uint32_t *ours = both ? mine->data() : nullptr, *their = theirs->data();
+        uint32_t more = 0, less = 0;
         for (size_t i = 0; i < both; ++i) {
-            more |= (*theirs)[i] > (*mine)[i];
-            less |= (*theirs)[i] < (*mine)[i];
+            more |= their[i] > ours[i];
+            less |= their[i] < ours[i];
         }
         more |= theirs->size() > both;
         less |= mine && mine->size() > both;

@@ -7,6 +7,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use super::{Emulator, RawArea, RawLaunch};
 
@@ -19,7 +20,7 @@ pub type Free = unsafe extern "C" fn(*mut c_char);
 const MACHINE: [&str; 5] =
     ["emulate/machine.cpp", "emulate/warps.cpp", "emulate/bulk.cpp", "emulate/memory.cpp", "emulate/knowledge.cpp"];
 /// `-ffp-contract=off`: sums and products are rounded one by one, as the code says.
-const FLAGS: [&str; 13] = [
+const FLAGS: [&str; 14] = [
     "-std=c++17",
     "-O1",
     "-g1",
@@ -29,6 +30,7 @@ const FLAGS: [&str; 13] = [
     "-ffp-contract=off",
     "-fno-strict-aliasing",
     "-Wall",
+    "-Wno-misleading-indentation",
     "-Wno-unknown-pragmas",
     "-Wno-unused-function",
     "-Wno-unused-variable",
@@ -65,6 +67,12 @@ impl Build {
         let text = self.text(path);
         assert!(text.contains(from), "{path}: there is no {from:?} to break");
         self.changed.insert(path.to_owned(), text.replace(from, to));
+        self
+    }
+
+    /// With a source that is not in the folder, or another text for one that is.
+    pub fn with(mut self, path: &str, text: &str) -> Build {
+        self.changed.insert(path.to_owned(), text.to_owned());
         self
     }
 
@@ -130,7 +138,8 @@ impl Build {
     fn compile(&self, compiler: &Compiler, key: u64, path: &Path) {
         let work = folder().join(format!("{key:016x}-{}", std::process::id()));
         let overlay = work.join("csrc");
-        for name in all_sources() {
+        let names: BTreeSet<String> = all_sources().into_iter().chain(self.changed.keys().cloned()).collect();
+        for name in names {
             let text = self.text(&name);
             if self.changed.contains_key(&name) || text.contains("__shared__") {
                 let place = overlay.join(&name);
@@ -161,13 +170,15 @@ impl Build {
     }
 }
 
+/// How long a library is kept.
+const KEPT: Duration = Duration::from_secs(3 * 24 * 3600);
 /// Raised when what this file writes for the compiler changes.
-const REVISION: u32 = 1;
+const REVISION: u32 = 2;
 
 /// The machine's objects, kept as the libraries are; what is missing is begun.
 fn machine_objects(compiler: &Compiler, jobs: &mut Vec<Job>) -> Vec<PathBuf> {
     let mut hasher = DefaultHasher::new();
-    (&compiler.version, FLAGS).hash(&mut hasher);
+    (&compiler.version, FLAGS, REVISION).hash(&mut hasher);
     for path in all_sources().iter().filter(|path| path.starts_with("emulate/")) {
         fs::read_to_string(csrc().join(path)).unwrap().hash(&mut hasher);
     }
@@ -179,7 +190,7 @@ fn machine_objects(compiler: &Compiler, jobs: &mut Vec<Job>) -> Vec<PathBuf> {
         if !object.exists() {
             let mut command = compiler.command(Path::new("/nonexistent"));
             let begun = folder().join(format!("{key:016x}-{name}-{}.o", std::process::id()));
-            command.arg("-O2").args(["-c", "-o"]).arg(&begun).arg(csrc().join(part));
+            command.arg("-O3").args(["-c", "-o"]).arg(&begun).arg(csrc().join(part));
             let mut job = Job::start(part, command);
             job.rename = Some((begun, object.clone()));
             jobs.push(job);
@@ -193,10 +204,22 @@ fn csrc() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("csrc")
 }
 
-fn folder() -> PathBuf {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulate");
-    fs::create_dir_all(&folder).unwrap();
-    folder
+/// Where libraries are kept. What nobody has made again for some days goes, once in a process.
+fn folder() -> &'static Path {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulate");
+        fs::create_dir_all(&folder).unwrap();
+        for entry in fs::read_dir(&folder).unwrap().flatten() {
+            let made = entry.metadata().and_then(|about| about.modified()).ok();
+            let age = made.and_then(|made| made.elapsed().ok());
+            if age.is_some_and(|age| age > KEPT) {
+                let path = entry.path();
+                let _ = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+            }
+        }
+        folder
+    })
 }
 
 /// The paths of all files below `csrc`, sorted.

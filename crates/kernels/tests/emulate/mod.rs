@@ -219,8 +219,14 @@ impl Memory {
     /// `count` values from byte `at` on.
     pub fn read<T: Number>(&self, at: usize, count: usize) -> Vec<T> {
         assert!(at + count * size_of::<T>() <= self.len(), "{count} values at {at} of {}", self.len());
-        // SAFETY: inside the area, which nobody changes meanwhile; any bits are a number.
-        (0..count).map(|i| unsafe { self.0.at.add(at + i * size_of::<T>()).cast::<T>().read_unaligned() }).collect()
+        let mut values = Vec::with_capacity(count);
+        // SAFETY: inside the area, which nobody changes meanwhile; any bits are a number; there is room for so many.
+        unsafe {
+            let bytes = values.as_mut_ptr() as *mut u8;
+            std::ptr::copy_nonoverlapping(self.0.at.add(at), bytes, count * size_of::<T>());
+            values.set_len(count);
+        }
+        values
     }
 
     /// All of it.
@@ -231,10 +237,8 @@ impl Memory {
     /// Writes values from byte `at` on.
     pub fn write<T: Number>(&self, at: usize, values: &[T]) {
         assert!(at + size_of_val(values) <= self.len(), "{} values at {at} of {}", values.len(), self.len());
-        for (i, value) in values.iter().enumerate() {
-            // SAFETY: inside the area, as above.
-            unsafe { self.0.at.add(at + i * size_of::<T>()).cast::<T>().write_unaligned(*value) };
-        }
+        // SAFETY: inside the area, as above.
+        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr().cast(), self.0.at.add(at), size_of_val(values)) };
     }
 }
 
