@@ -37,7 +37,7 @@ fn shape(numbers: &mut Numbers, expert_layout: bool) -> Shape {
     let receive_from = numbers.below(u64::from(senders.min(threads / 32 - 1)) + 1) as u32;
     let piece = one_of(numbers, &[1024, 2048]);
     let rank_threads = one_of(numbers, &[128, 256]);
-    let rank_movers = 1 + numbers.below(4) as u32;
+    let rank_movers = 1 + numbers.below(u64::from(rank_threads / 32 - 1).min(4)) as u32;
     Shape {
         hidden,
         topk: 1 + numbers.below(u64::from(experts.min(8))) as u32,

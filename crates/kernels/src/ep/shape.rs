@@ -139,7 +139,9 @@ impl Shape {
         let Tuning { piece, threads, senders, receive_from, rank_threads, rank_movers } = self.tuning();
         let warps = threads / 32;
         let fits = piece.is_multiple_of(PIECE) && threads.is_multiple_of(32) && (1..=32).contains(&warps);
-        let fits = fits && rank_threads.is_multiple_of(128) && (128..=512).contains(&rank_threads) && rank_movers <= 4;
+        let fits = fits && rank_threads.is_multiple_of(128) && (128..=512).contains(&rank_threads);
+        // A warp is left for what belongs to rows.
+        let fits = fits && rank_movers <= 4 && rank_movers < rank_threads / 32;
         if fits && (1..=warps).contains(&senders) && receive_from <= senders && receive_from < warps {
             return Ok(());
         }
@@ -151,13 +153,14 @@ impl Shape {
         let or = |given: u32, usual: u32| if given == 0 { usual } else { given };
         let threads = or(self.tuning.threads, 768);
         let senders = or(self.tuning.senders, threads / 32);
+        let rank_threads = or(self.tuning.rank_threads, 512);
         Tuning {
             piece: or(self.tuning.piece, PIECE),
             threads,
             senders,
             receive_from: self.tuning.receive_from,
-            rank_threads: or(self.tuning.rank_threads, 512),
-            rank_movers: or(self.tuning.rank_movers, 4),
+            rank_threads,
+            rank_movers: or(self.tuning.rank_movers, (rank_threads / 32).saturating_sub(1).min(4)),
         }
     }
 
