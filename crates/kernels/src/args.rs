@@ -44,6 +44,12 @@ macro_rules! layouts {
             #[derive(Clone, Copy, Debug, PartialEq, Eq)]
             pub struct $name { $( $(#[doc = $field_doc])+ pub $field: $type, )+ }
 
+            impl $name {
+                /// Zeros.
+                // SAFETY: numbers only, or structs of them.
+                pub const ZERO: $name = unsafe { std::mem::zeroed() };
+            }
+
             // SAFETY: repr(C); the kernel's struct is written from this definition, and asserts its size.
             unsafe impl KernelArgs for $name {}
         )+

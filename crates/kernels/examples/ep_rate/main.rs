@@ -1,31 +1,35 @@
 //! How long dispatch and combine take on GPUs of one machine that reach each other: one rank for each, all in this
 //! process.
 //!
-//!     cargo run --release -p crossrail-kernels --example ep_rate -- [--gpus N] [--tokens LIST] [--hidden N] [--topk N]
-//!         [--experts N] [--payload fp8|bf16] [--no-prereduce] [--weights dispatch|combine] [--scales column|row]
-//!         [--blocks LIST] [--threads LIST] [--piece LIST] [--senders LIST] [--receive-from LIST] [--apart]
-//!         [--iters N] [--json FILE]
+//!     cargo run --release -p crossrail-kernels --example ep_rate -- [--layout expert|rank] [--gpus N] [--tokens LIST]
+//!         [--hidden N] [--topk N] [--experts N] [--payload fp8|bf16] [--blocks LIST] [--threads LIST] [--iters N]
+//!         [--json FILE]
+//!     expert layout: [--no-prereduce] [--weights dispatch|combine] [--scales column|row] [--piece LIST]
+//!         [--senders LIST] [--receive-from LIST] [--apart]
+//!     rank layout: [--input fp8|bf16] [--movers LIST] [--split LIST] [--counted]
 //!
 //! Lists (`128,64`) are tried in all combinations; 0 is what suits. Results are verified, then timed: `cold` after the
 //! second cache was overwritten and all ranks have met, each step alone; `pair` back to back. The slowest rank counts.
-//! `--apart`: sending and receiving are launches of their own. The table goes to stdout, raw samples to FILE.
+//! `--apart`: sending and receiving are launches of their own. `--split`: blocks that send in a combine while the others
+//! add. `--counted`: the host is told how much came. The table goes to stdout, raw samples to FILE.
 #![allow(unsafe_code)]
 
 #[path = "../unpack_rate/environment.rs"]
 mod environment;
-mod rig;
+mod expert;
+mod place;
+mod rank;
 mod routing;
+mod timing;
 
 use std::error::Error;
 use std::process::ExitCode;
 
-use crossrail_cuda::Cuda;
 use crossrail_cuda::nvrtc::{Cache, Compiler, Library, Places};
-use crossrail_kernels::ep::{Payload, Scale, Shape, Tuning};
+use crossrail_cuda::{Context, Cuda, Device};
+use crossrail_kernels::ep::{Layout, Payload, Scale, Shape, Tuning};
 use crossrail_types::Settings;
 use serde_json::{Value, json};
-
-use rig::{Options, Rig};
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
@@ -39,13 +43,40 @@ fn main() -> ExitCode {
     }
 }
 
+/// How long a step took, by iteration.
+struct Step {
+    name: &'static str,
+    samples: Vec<f64>,
+    /// Bytes that leave a rank, on average, where they are the same each time.
+    wire_bytes: Option<u64>,
+}
+
+impl Step {
+    fn new(name: &'static str, samples: Vec<f64>) -> Step {
+        Step { name, samples, wire_bytes: None }
+    }
+
+    fn gb_per_s(&self) -> Option<f64> {
+        self.wire_bytes.map(|bytes| bytes as f64 / median(&self.samples) / 1e3)
+    }
+}
+
+/// The ranks of a job, in one layout.
+trait Trial {
+    fn context(&self) -> &Context;
+    fn most_blocks(&self) -> u32;
+    /// Verifies and times, with each number of blocks.
+    fn measure(&self, tokens: u32, blocks: &[u32], iters: usize) -> Outcome<Vec<(u32, Vec<Step>)>>;
+}
+
 /// What was asked for.
 struct Asked {
+    layout: Layout,
     gpus: usize,
     tokens: Vec<u32>,
     hidden: u32,
     topk: u32,
-    experts: u32,
+    experts: Option<u32>,
     payload: Payload,
     prereduce: bool,
     blocks: Vec<u32>,
@@ -53,7 +84,10 @@ struct Asked {
     piece: Vec<u32>,
     senders: Vec<u32>,
     receive_from: Vec<u32>,
-    options: Options,
+    movers: Vec<u32>,
+    split: Vec<u32>,
+    expert: expert::Options,
+    rank: rank::Options,
     iters: usize,
     json: Option<String>,
 }
@@ -61,11 +95,12 @@ struct Asked {
 impl Default for Asked {
     fn default() -> Asked {
         Asked {
+            layout: Layout::Expert,
             gpus: 4,
-            tokens: vec![128],
+            tokens: Vec::new(),
             hidden: 7168,
             topk: 8,
-            experts: 288,
+            experts: None,
             payload: Payload::Fp8(Scale::F32),
             prereduce: true,
             blocks: vec![0],
@@ -73,7 +108,10 @@ impl Default for Asked {
             piece: vec![0],
             senders: vec![0],
             receive_from: vec![0],
-            options: Options { late_weights: true, column_scales: true, apart: false },
+            movers: vec![0],
+            split: vec![0],
+            expert: expert::Options { late_weights: true, column_scales: true, apart: false },
+            rank: rank::Options { fp8_input: true, counted: false, split: 0 },
             iters: 30,
             json: None,
         }
@@ -87,56 +125,87 @@ impl Asked {
         while let Some(word) = words.next() {
             let mut value = || words.next().ok_or_else(|| format!("{word} wants a value"));
             match word.as_str() {
+                "--layout" => asked.layout = [Layout::Expert, Layout::Rank][one_of(&value()?, ["expert", "rank"])?],
                 "--gpus" => asked.gpus = value()?.parse()?,
                 "--tokens" => asked.tokens = list(&value()?)?,
                 "--hidden" => asked.hidden = value()?.parse()?,
                 "--topk" => asked.topk = value()?.parse()?,
-                "--experts" => asked.experts = value()?.parse()?,
+                "--experts" => asked.experts = Some(value()?.parse()?),
                 "--payload" => asked.payload = payload(&value()?)?,
                 "--no-prereduce" => asked.prereduce = false,
-                "--weights" => asked.options.late_weights = one_of(&value()?, ["combine", "dispatch"])?,
-                "--scales" => asked.options.column_scales = one_of(&value()?, ["column", "row"])?,
+                "--weights" => asked.expert.late_weights = one_of(&value()?, ["combine", "dispatch"])? == 0,
+                "--scales" => asked.expert.column_scales = one_of(&value()?, ["column", "row"])? == 0,
                 "--blocks" => asked.blocks = list(&value()?)?,
                 "--threads" => asked.threads = list(&value()?)?,
                 "--piece" => asked.piece = list(&value()?)?,
                 "--senders" => asked.senders = list(&value()?)?,
                 "--receive-from" => asked.receive_from = list(&value()?)?,
-                "--apart" => asked.options.apart = true,
+                "--apart" => asked.expert.apart = true,
+                "--input" => asked.rank.fp8_input = one_of(&value()?, ["fp8", "bf16"])? == 0,
+                "--movers" => asked.movers = list(&value()?)?,
+                "--split" => asked.split = list(&value()?)?,
+                "--counted" => asked.rank.counted = true,
                 "--iters" => asked.iters = value()?.parse()?,
                 "--json" => asked.json = Some(value()?),
                 _ => return Err(format!("{word} is not known").into()),
             }
+        }
+        if asked.tokens.is_empty() {
+            asked.tokens = vec![if asked.layout == Layout::Expert { 128 } else { 4096 }];
         }
         Ok(asked)
     }
 
     /// Every tuning to try.
     fn tunings(&self) -> Vec<Tuning> {
-        let mut all = Vec::new();
-        for &piece in &self.piece {
-            for &threads in &self.threads {
-                for &senders in &self.senders {
-                    for &receive_from in &self.receive_from {
-                        all.push(Tuning { piece, threads, senders, receive_from, ..Tuning::default() });
-                    }
-                }
-            }
+        let mut all = vec![Tuning::default()];
+        let mut each = |values: &[u32], set: fn(&mut Tuning, u32)| {
+            let with = |tuning: &Tuning, value: u32| {
+                let mut tuning = *tuning;
+                set(&mut tuning, value);
+                tuning
+            };
+            all = values
+                .iter()
+                .flat_map(|value| all.iter().map(|tuning| with(tuning, *value)).collect::<Vec<_>>())
+                .collect();
+        };
+        if self.layout == Layout::Rank {
+            each(&self.threads, |tuning, value| tuning.rank_threads = value);
+            each(&self.movers, |tuning, value| tuning.rank_movers = value);
+        } else {
+            each(&self.receive_from, |tuning, value| tuning.receive_from = value);
+            each(&self.senders, |tuning, value| tuning.senders = value);
+            each(&self.threads, |tuning, value| tuning.threads = value);
+            each(&self.piece, |tuning, value| tuning.piece = value);
         }
         all
+    }
+
+    /// Every trial of a tuning: its ranks, and how many blocks send in a combine.
+    fn trials(&self, devices: &[Device], compiler: &Compiler, shape: Shape) -> Outcome<Vec<(u32, Box<dyn Trial>)>> {
+        if self.layout == Layout::Expert {
+            return Ok(vec![(0, Box::new(expert::Rig::new(devices, compiler, shape, self.expert)?))]);
+        }
+        let rig = |split: u32| -> Outcome<(u32, Box<dyn Trial>)> {
+            let options = rank::Options { split, ..self.rank };
+            Ok((split, Box::new(rank::Rig::new(devices, compiler, shape, options)?)))
+        };
+        self.split.iter().map(|split| rig(*split)).collect()
     }
 
     fn shape(&self, ranks: u32, max_tokens: u32, tuning: Tuning) -> Shape {
         Shape {
             hidden: self.hidden,
             topk: self.topk,
-            experts: self.experts,
+            experts: self.experts.unwrap_or(if self.layout == Layout::Expert { 288 } else { 256 }),
             ranks,
             max_tokens,
             payload: self.payload,
             prereduce: self.prereduce,
-            expert_layout: true,
-            rank_layout: false,
-            regions: 0,
+            expert_layout: self.layout == Layout::Expert,
+            rank_layout: self.layout == Layout::Rank,
+            regions: 1,
             tuning,
         }
     }
@@ -154,10 +223,10 @@ fn payload(text: &str) -> Outcome<Payload> {
     }
 }
 
-/// Whether it is the first of the two.
-fn one_of(text: &str, words: [&str; 2]) -> Outcome<bool> {
+/// Which of the two it is.
+fn one_of(text: &str, words: [&str; 2]) -> Outcome<usize> {
     match words.iter().position(|word| *word == text) {
-        Some(index) => Ok(index == 0),
+        Some(index) => Ok(index),
         None => Err(format!("{text}: {} or {}", words[0], words[1]).into()),
     }
 }
@@ -171,36 +240,23 @@ fn run() -> Outcome<()> {
     let compiler = Compiler::new(Library::find(&places)?, Cache::of(&settings).ok());
     let mut rows = Vec::new();
     let mut environment = Value::Null;
-    println!("tokens  blocks threads piece senders from |     p50 us of each step ... | pair, back to back");
+    println!("tokens  blocks | what of the tuning is set | p50 us of each step (GB/s over the links) ...");
     for tuning in asked.tunings() {
         let most = asked.tokens.iter().copied().max().unwrap_or(1);
         let devices = cuda.devices()?.into_iter().take(asked.gpus).collect::<Vec<_>>();
         let shape = asked.shape(devices.len() as u32, most, tuning);
-        let rig = Rig::new(&devices, &compiler, shape, asked.options)?;
-        if environment.is_null() {
-            environment = environment::capture(rig.context(), &compiler, &settings)?;
-        }
-        for &tokens in &asked.tokens {
-            let batch = rig.batch(tokens)?;
-            for &blocks in &asked.blocks {
-                let blocks = if blocks == 0 { rig.most_blocks() } else { blocks };
-                rig.verify(&batch, blocks)?;
-                let steps = rig.cold(&batch, blocks, asked.iters)?;
-                let pair = rig.back_to_back(&batch, blocks, asked.iters)?;
-                let t = shape.tuning();
-                let text: Vec<String> =
-                    steps.iter().map(|(name, samples)| format!("{name} {:.1}", median(samples))).collect();
-                println!(
-                    "{tokens:>6} {blocks:>7} {:>7} {:>5} {:>7} {:>4} | {} | {pair:.1}",
-                    t.threads,
-                    t.piece,
-                    t.senders,
-                    t.receive_from,
-                    text.join("  "),
-                );
-                let facts = Facts { shape: &shape, tokens, blocks, options: asked.options };
-                rows.extend(steps.iter().map(|(name, samples)| facts.row(name, samples)));
-                rows.push(facts.row("pair", &[pair]));
+        for (split, trial) in asked.trials(&devices, &compiler, shape)? {
+            if environment.is_null() {
+                environment = environment::capture(trial.context(), &compiler, &settings)?;
+            }
+            let most = |blocks: &u32| if *blocks == 0 { trial.most_blocks() } else { *blocks };
+            let blocks: Vec<u32> = asked.blocks.iter().map(most).collect();
+            for &tokens in &asked.tokens {
+                for (blocks, steps) in trial.measure(tokens, &blocks, asked.iters)? {
+                    let facts = Facts { asked: &asked, shape: &shape, tokens, blocks, split };
+                    facts.print(&steps);
+                    rows.extend(steps.iter().map(|step| facts.row(step)));
+                }
             }
         }
     }
@@ -220,40 +276,71 @@ fn run() -> Outcome<()> {
 
 /// What identifies a row.
 struct Facts<'a> {
+    asked: &'a Asked,
     shape: &'a Shape,
     tokens: u32,
     blocks: u32,
-    options: Options,
+    split: u32,
 }
 
 impl Facts<'_> {
-    fn row(&self, what: &str, samples: &[f64]) -> Value {
-        let tuning = self.shape.tuning();
+    fn print(&self, steps: &[Step]) {
+        let Tuning { piece, threads, senders, receive_from, rank_threads, rank_movers } = self.shape.tuning();
+        let set = match self.asked.layout {
+            Layout::Expert => format!("threads {threads} piece {piece} senders {senders} from {receive_from}"),
+            Layout::Rank => format!("threads {rank_threads} movers {rank_movers} split {}", self.split),
+        };
+        let one = |step: &Step| {
+            let rate = step.gb_per_s().map(|rate| format!(" ({rate:.0})")).unwrap_or_default();
+            format!("{} {:.1}{rate}", step.name, median(&step.samples))
+        };
+        let steps: Vec<String> = steps.iter().map(one).collect();
+        println!("{:>6} {:>7} | {set} | {}", self.tokens, self.blocks, steps.join("  "));
+    }
+
+    fn row(&self, step: &Step) -> Value {
+        let (tuning, options) = (self.shape.tuning(), self.asked.rank);
+        let samples = &step.samples;
         let sum: f64 = samples.iter().sum();
         let sorted = sorted(samples);
-        json!({
-            "what": what,
+        let by_rank = self.asked.layout == Layout::Rank;
+        let mut row = json!({
+            "what": step.name,
             "device": "cuda",
-            "layout": "expert",
+            "layout": if by_rank { "rank" } else { "expert" },
             "dtype": if self.shape.payload == Payload::Bf16 { "bf16" } else { "fp8" },
             "ranks": self.shape.ranks,
             "tokens": self.tokens,
             "hidden": self.shape.hidden,
             "topk": self.shape.topk,
             "experts": self.shape.experts,
-            "prereduce": self.shape.prereduce,
-            "weights": if self.options.late_weights { "combine" } else { "dispatch" },
             "sms": self.blocks,
-            "threads": tuning.threads,
-            "piece": tuning.piece,
-            "senders": tuning.senders,
-            "receive_from": tuning.receive_from,
+            "bytes_wire": step.wire_bytes,
+            "gb_per_s": step.gb_per_s(),
             "samples_us": samples,
             "p50_us": median(samples),
             "avg_us": sum / samples.len().max(1) as f64,
             "min_us": sorted.first(),
             "max_us": sorted.last(),
-        })
+        });
+        row["tuning"] = match by_rank {
+            true => json!({
+                "threads": tuning.rank_threads,
+                "movers": tuning.rank_movers,
+                "split": self.split,
+                "input": if options.fp8_input && self.shape.payload != Payload::Bf16 { "fp8" } else { "bf16" },
+                "counted": options.counted,
+            }),
+            false => json!({
+                "prereduce": self.shape.prereduce,
+                "weights": if self.asked.expert.late_weights { "combine" } else { "dispatch" },
+                "threads": tuning.threads,
+                "piece": tuning.piece,
+                "senders": tuning.senders,
+                "receive_from": tuning.receive_from,
+            }),
+        };
+        row
     }
 }
 

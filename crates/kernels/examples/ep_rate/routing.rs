@@ -25,6 +25,14 @@ impl Routing {
         }
         Routing { idx, weights }
     }
+
+    pub(crate) fn idx_bytes(&self) -> Vec<u8> {
+        self.idx.iter().flat_map(|id| id.to_le_bytes()).collect()
+    }
+
+    pub(crate) fn weight_bytes(&self) -> Vec<u8> {
+        self.weights.iter().flat_map(|weight| weight.to_le_bytes()).collect()
+    }
 }
 
 /// Bytes of bf16 numbers between -2 and 2.

@@ -7,7 +7,7 @@ use crossrail_cuda::nvrtc::{Compiled, Compiler, Source};
 use crossrail_cuda::{Context, Function, Grid, Module, Stream};
 use crossrail_types::{Error, ErrorKind, Result};
 
-use super::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, EpCombineArgs, EpCommon, EpDispatchArgs, Shape};
+use super::{EP_ANNOUNCE, EP_RANK_BLOCKS, EP_RECEIVE, EP_SEND, EpCombineArgs, EpCommon, EpDispatchArgs, Shape};
 use crate::sources;
 
 /// The kernels of expert parallelism, compiled for one shape and loaded on one GPU. Usable from any thread.
@@ -142,6 +142,10 @@ impl EpKernels {
         let phases = EP_ANNOUNCE | EP_SEND | EP_RECEIVE;
         let pair = self.pair("dispatch", &self.rank, &args.common, phases, blocks)?;
         aligned("dispatch", &[("x", args.x | args.x_stride)])?;
+        if blocks > EP_RANK_BLOCKS {
+            let detail = format!("{blocks} blocks are more than the {EP_RANK_BLOCKS} that the rank layout takes");
+            return Err(Error::new(ErrorKind::Usage, "dispatch", detail));
+        }
         // SAFETY: the kernel takes `EpDispatchArgs`; the caller vouches for the rest.
         unsafe { pair.dispatch.launch(stream, pair.grid(blocks, 0), args) }
     }

@@ -247,7 +247,7 @@ impl Shape {
             scan_regions: lay.take(only(self.rank_layout, ranks * 4)),
             scan_counts: lay.take(only(self.rank_layout, u64::from(EP_RANK_BLOCKS) * ranks * 4)),
             scan_experts: lay.take(only(self.rank_layout, ranks * local * 4)),
-            ..NO_HEAP
+            ..EpHeap::ZERO
         };
         lay.end("words and plans");
         let expert = self.expert_layout;
@@ -351,47 +351,6 @@ impl Shape {
         numbers.iter().map(|(name, value)| format!("-DEP_{name}={value}")).collect()
     }
 }
-
-/// A heap of nothing.
-const NO_HEAP: EpHeap = EpHeap {
-    words: 0,
-    state: 0,
-    masks: 0,
-    waited: 0,
-    plan_tokens: 0,
-    plan_offsets: 0,
-    scan: 0,
-    scan_regions: 0,
-    scan_counts: 0,
-    scan_experts: 0,
-    tables: 0,
-    table_stride: 0,
-    table_entries: 0,
-    table_weights: 0,
-    rows: 0,
-    row_stride: 0,
-    piece_stride: 0,
-    row_flags: 0,
-    back: 0,
-    back_slot: 0,
-    back_stride: 0,
-    back_flags: 0,
-    back_flags_slot: 0,
-    back_weights: 0,
-    back_weights_stride: 0,
-    back_topk: 0,
-    announces: 0,
-    announce_stride: 0,
-    announce_rows: 0,
-    announce_counts: 0,
-    regions: 0,
-    region_stride: 0,
-    region_scales: 0,
-    region_idx: 0,
-    region_weights: 0,
-    region_source: 0,
-    bytes: 0,
-};
 
 /// Areas that lie one behind the other.
 #[derive(Default)]

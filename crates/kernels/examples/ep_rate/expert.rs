@@ -1,0 +1,275 @@
+//! The expert layout: a dispatch's tensors, and what came of it.
+
+use crossrail_cuda::nvrtc::Compiler;
+use crossrail_cuda::{Context, Device, DeviceMemory, Stream};
+use crossrail_kernels::ep::{EP_RECEIVE, EP_SEND, EpCombineArgs, EpDispatchArgs, Layout, Payload, Shape};
+
+use crate::place::{LIMIT, Place, places, take, words};
+use crate::routing::{Routing, rows};
+use crate::timing::{Gate, Work, back_to_back, cold};
+use crate::{Outcome, Step, Trial};
+
+/// What all experts give back: this byte twice, as bf16.
+const OUTPUT: u8 = 0x3f;
+const BOTH: u32 = EP_SEND | EP_RECEIVE;
+
+/// How the tensors are.
+#[derive(Clone, Copy)]
+pub(crate) struct Options {
+    /// Weights are given to combine, not to dispatch.
+    pub(crate) late_weights: bool,
+    /// Scales lie by block and then row, as DeepEP has them.
+    pub(crate) column_scales: bool,
+    /// Sending and receiving are launches of their own.
+    pub(crate) apart: bool,
+}
+
+/// One rank's GPU.
+struct Rank {
+    place: Place,
+    out_x: DeviceMemory,
+    out_scales: DeviceMemory,
+    counts: DeviceMemory,
+    ranges: DeviceMemory,
+    source: DeviceMemory,
+    y: DeviceMemory,
+}
+
+pub(crate) struct Rig {
+    shape: Shape,
+    options: Options,
+    ranks: Vec<Rank>,
+    gate: Gate,
+}
+
+/// One rank's tokens on its GPU.
+struct Tokens {
+    routing: Routing,
+    x: DeviceMemory,
+    idx: DeviceMemory,
+    weights: DeviceMemory,
+    out: DeviceMemory,
+}
+
+/// All ranks' tokens.
+struct Batch {
+    tokens: u32,
+    ranks: Vec<Tokens>,
+}
+
+impl Rig {
+    pub(crate) fn new(devices: &[Device], compiler: &Compiler, shape: Shape, options: Options) -> Outcome<Rig> {
+        let places = places(devices, compiler, &shape, Layout::Expert)?;
+        let gate = Gate::new(places.first().ok_or("there is no GPU")?.stream.context())?;
+        let ranks = places.into_iter().map(|place| rank(place, &shape)).collect::<Outcome<_>>()?;
+        Ok(Rig { shape, options, ranks, gate })
+    }
+
+    /// Random tokens for each rank.
+    fn batch(&self, tokens: u32) -> Outcome<Batch> {
+        let ranks = self.ranks.iter().zip(0..).map(|(rank, number)| {
+            let routing = Routing::random(number, tokens, self.shape.topk, self.shape.experts);
+            let x = rows(number, tokens, self.shape.hidden);
+            Ok(Tokens {
+                out: DeviceMemory::new(rank.place.stream.context(), x.len())?,
+                x: rank.place.there(&x)?,
+                idx: rank.place.there(&routing.idx_bytes())?,
+                weights: rank.place.there(&routing.weight_bytes())?,
+                routing,
+            })
+        });
+        Ok(Batch { tokens, ranks: ranks.collect::<Outcome<_>>()? })
+    }
+
+    /// `tokens`: the batch's, or 0, which only lets all ranks meet.
+    fn dispatch(&self, batch: &Batch, number: usize, blocks: u32, tokens: u32, phases: u32) -> Outcome<()> {
+        let (rank, own) = (&self.ranks[number], &batch.ranks[number]);
+        let (most, blocks_of_row) = (u64::from(self.shape.ranks * self.shape.max_tokens), self.shape.hidden / 128);
+        let expert = most * u64::from(blocks_of_row) * 4;
+        let column = self.options.column_scales;
+        let (row, block) = if column { (4, most * 4) } else { (u64::from(blocks_of_row) * 4, 4) };
+        let args = EpDispatchArgs {
+            common: rank.place.common(Layout::Expert, tokens, phases),
+            x: own.x.address(),
+            x_stride: u64::from(self.shape.hidden) * 2,
+            topk_idx: own.idx.address(),
+            topk_weights: if self.options.late_weights { 0 } else { own.weights.address() },
+            out_x: rank.out_x.address(),
+            out_scales: rank.out_scales.address(),
+            out_scale_expert: expert,
+            out_scale_row: row,
+            out_scale_block: block,
+            out_counts: rank.counts.address(),
+            out_ranges: rank.ranges.address(),
+            out_source: rank.source.address(),
+            idx_bytes: 8,
+            ..EpDispatchArgs::ZERO
+        };
+        // SAFETY: all memory lives as long as the rig and the batch, which are waited for before they go.
+        unsafe { rank.place.kernels.dispatch_expert(&rank.place.stream, &args, blocks)? };
+        Ok(())
+    }
+
+    fn combine(&self, batch: &Batch, number: usize, blocks: u32, phases: u32) -> Outcome<()> {
+        let (rank, own) = (&self.ranks[number], &batch.ranks[number]);
+        let row = u64::from(self.shape.hidden) * 2;
+        let args = EpCombineArgs {
+            common: rank.place.common(Layout::Expert, batch.tokens, phases),
+            y: rank.y.address(),
+            y_stride: row,
+            topk_weights: if self.options.late_weights { own.weights.address() } else { 0 },
+            out: own.out.address(),
+            out_stride: row,
+            ..EpCombineArgs::ZERO
+        };
+        // SAFETY: as above.
+        unsafe { rank.place.kernels.combine_expert(&rank.place.stream, &args, blocks)? };
+        Ok(())
+    }
+
+    /// One dispatch and combine whose results are looked at: counts, sources, rows (bf16), sums.
+    fn verify(&self, batch: &Batch, blocks: u32) -> Outcome<()> {
+        let all = EP_SEND | EP_RECEIVE;
+        for number in 0..self.ranks.len() {
+            self.dispatch(batch, number, blocks, batch.tokens, all)?;
+            self.combine(batch, number, blocks, all)?;
+        }
+        for (number, rank) in self.ranks.iter().enumerate() {
+            rank.place.finish()?;
+            self.verify_rows(batch, number)?;
+            self.verify_sums(batch, number)?;
+        }
+        Ok(())
+    }
+
+    /// The rows that came to a rank, in their order.
+    fn verify_rows(&self, batch: &Batch, number: usize) -> Outcome<()> {
+        let rank = &self.ranks[number];
+        let (local, most) = (self.shape.local_experts() as usize, (self.shape.ranks * self.shape.max_tokens) as usize);
+        let (counts, source) = (words(&rank.place.stream, &rank.counts)?, words(&rank.place.stream, &rank.source)?);
+        for expert in 0..local {
+            let id = (number * local + expert) as i64;
+            let mut expected = Vec::new();
+            for (from, tokens) in batch.ranks.iter().enumerate() {
+                let rows = tokens.routing.idx.chunks(self.shape.topk as usize).enumerate();
+                expected.extend(rows.filter(|(_, ids)| ids.contains(&id)).map(|(token, _)| (from, token)));
+            }
+            let came = &source[expert * most..][..expected.len()];
+            let same = came.iter().zip(&expected).all(|(token, (_, expected))| *token as usize == *expected);
+            if counts[expert] as usize != expected.len() || !same {
+                return Err(format!("rank {number}, expert {expert}: {} rows, {came:?}", counts[expert]).into());
+            }
+            if self.shape.payload != Payload::Bf16 {
+                continue;
+            }
+            let bytes = self.shape.row_bytes() as usize;
+            for (row, (from, token)) in expected.iter().enumerate() {
+                let at = (expert * most + row) * bytes;
+                let sent = &batch.ranks[*from].x;
+                let sent = take(&self.ranks[*from].place.stream, sent.address() + (token * bytes) as u64, bytes)?;
+                if take(&rank.place.stream, rank.out_x.address() + at as u64, bytes)? != sent {
+                    return Err(format!("rank {number}, expert {expert}, row {row}: wrong bytes").into());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// All experts give the same, so a token's sum is that times its weights.
+    fn verify_sums(&self, batch: &Batch, number: usize) -> Outcome<()> {
+        let (own, hidden) = (&batch.ranks[number], self.shape.hidden as usize);
+        let out = take(&self.ranks[number].place.stream, own.out.address(), own.out.len())?;
+        let value = f32::from_bits(u32::from_le_bytes([0, 0, OUTPUT, OUTPUT]));
+        let weights = own.routing.weights.chunks(self.shape.topk as usize);
+        for (token, (row, weights)) in out.chunks_exact(2 * hidden).zip(weights).enumerate() {
+            let expected = weights.iter().sum::<f32>() * value;
+            let wrong = row.chunks_exact(2).position(|bits| {
+                let got = f32::from_bits(u32::from_le_bytes([0, 0, bits[0], bits[1]]));
+                (got - expected).abs().partial_cmp(&(expected / 50.0)) != Some(std::cmp::Ordering::Less)
+            });
+            if let Some(at) = wrong {
+                return Err(format!("rank {number}, token {token}: element {at} is not near {expected}").into());
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Trial for Rig {
+    fn context(&self) -> &Context {
+        self.ranks[0].place.stream.context()
+    }
+
+    fn most_blocks(&self) -> u32 {
+        self.ranks[0].place.kernels.most_blocks()
+    }
+
+    fn measure(&self, tokens: u32, blocks: &[u32], iters: usize) -> Outcome<Vec<(u32, Vec<Step>)>> {
+        let batch = self.batch(tokens)?;
+        let measured = blocks.iter().map(|&blocks| {
+            self.verify(&batch, blocks)?;
+            let run = Run { rig: self, batch: &batch, blocks };
+            let mut steps = cold(&run, &self.gate, iters)?;
+            steps.push(Step::new("pair", vec![back_to_back(&run, &self.gate, iters)?]));
+            Ok((blocks, steps))
+        });
+        measured.collect()
+    }
+}
+
+/// What is timed.
+struct Run<'a> {
+    rig: &'a Rig,
+    batch: &'a Batch,
+    blocks: u32,
+}
+
+impl Work for Run<'_> {
+    fn streams(&self) -> Vec<&Stream> {
+        self.rig.ranks.iter().map(|rank| &rank.place.stream).collect()
+    }
+
+    fn steps(&self) -> Vec<&'static str> {
+        if self.rig.options.apart {
+            return vec!["dispatch send", "dispatch receive", "combine send", "combine receive"];
+        }
+        vec!["dispatch", "combine"]
+    }
+
+    fn make_cold(&self, rank: usize) -> Outcome<()> {
+        self.rig.ranks[rank].place.make_cold()
+    }
+
+    fn meet(&self, rank: usize) -> Outcome<()> {
+        self.rig.dispatch(self.batch, rank, self.blocks, 0, BOTH)
+    }
+
+    fn step(&self, rank: usize, step: usize) -> Outcome<()> {
+        let (dispatches, phases) = match (self.rig.options.apart, step) {
+            (false, _) => (step == 0, BOTH),
+            (true, _) => (step < 2, [EP_SEND, EP_RECEIVE][step % 2]),
+        };
+        match dispatches {
+            true => self.rig.dispatch(self.batch, rank, self.blocks, self.batch.tokens, phases),
+            false => self.rig.combine(self.batch, rank, self.blocks, phases),
+        }
+    }
+}
+
+fn rank(place: Place, shape: &Shape) -> Outcome<Rank> {
+    let rows = shape.local_experts() as usize * (shape.ranks * shape.max_tokens) as usize;
+    let new = |bytes: usize| DeviceMemory::new(place.stream.context(), bytes.max(16));
+    let rank = Rank {
+        out_x: new(rows * shape.row_bytes() as usize)?,
+        out_scales: new(rows * shape.hidden as usize / 128 * 4)?,
+        counts: new(4 * shape.local_experts() as usize)?,
+        ranges: new(8 * shape.experts as usize)?,
+        source: new(4 * rows)?,
+        y: new(rows * shape.hidden as usize * 2)?,
+        place,
+    };
+    // SAFETY: the memory is new and nobody uses it yet.
+    unsafe { rank.place.stream.fill(rank.y.address(), OUTPUT, rank.y.len())? };
+    rank.place.stream.wait(LIMIT)?;
+    Ok(rank)
+}
