@@ -552,6 +552,7 @@ impl Inner {
             count_word: 0,
             count_host: 0,
             worst_rows: 0,
+            marks: 0,
             region: 0,
             alignment: 1,
             cached: 0,
@@ -580,6 +581,7 @@ impl Inner {
             bias1: bias[1],
             out: out.0,
             out_stride: out.1,
+            marks: 0,
             senders: 0,
             reserved: 0,
         }

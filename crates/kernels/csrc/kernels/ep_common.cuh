@@ -46,6 +46,11 @@ __device__ __forceinline__ bool is_masked(const EpCommon &c, u32 rank) {
     return ld_relaxed_sys_u32(c.base + c.heap.masks + 4 * rank) != 0;
 }
 
+// Notes the time for who measures. `marks`: a launch's, or 0.
+__device__ __forceinline__ void mark(u64 marks, u32 what) {
+    if (marks != 0) at<u64>(marks, u64(blockIdx.x) * EP_MARKS + what) = clock_ns();
+}
+
 // Into the ring that the host reads.
 __device__ __noinline__ void tell_fault(const EpCommon &c, u32 rank, u32 stage, u64 epoch, u64 seen) {
     u64 number = atomicAdd(&state_of(c).faults, 1ull) + 1;

@@ -7,6 +7,7 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     extern __shared__ __align__(128) u8 stages[];
     DispatchShared &shared = *reinterpret_cast<DispatchShared *>(stages + DISPATCH_STAGE * DISPATCH_STAGES);
     Dispatch dispatch(args);
+    mark_by(0, args.marks, EP_MARK_BEGUN);
     bool sends = args.common.phases & EP_SEND, casts = EP_FP8 && !args.x_fp8;
 #if EP_BULK
     Mover mover;
@@ -17,15 +18,21 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     if (args.common.phases & EP_ANNOUNCE) {
         if (!args.cached) {
             plans = count(dispatch, shared.scan);
+            mark_by(0, args.marks, EP_MARK_COUNTED);
             if (plans) add_up(dispatch, shared.scan, gridDim.x);
         }
         if (plans) announce(dispatch, shared.scan);
+        if (plans) mark_by(0, args.marks, EP_MARK_ANNOUNCED);
     }
-    if (sends && plans) plan(dispatch, shared.scan);
+    if (sends && plans) {
+        plan(dispatch, shared.scan);
+        mark_by(0, args.marks, EP_MARK_HEARD);
+    }
     if (args.common.phases & EP_ANNOUNCE && !args.cached) number_rows(dispatch, shared.scan);
     if (sends) {
         __syncthreads();
         learn_plan(dispatch, shared);
+        mark_by(0, args.marks, EP_MARK_PLANNED);
         Targets targets(shared);
 #if EP_BULK
         u32 senders = casts ? CASTERS : MOVERS;
@@ -50,7 +57,11 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
 #endif
     }
     u64 counter = address_of(state_of(args.common).dispatch_blocks) + 8 * args.common.phases;
-    if (is_last_of_launch(counter, shared.scan.last)) end_dispatch(dispatch, shared);
+    bool last = is_last_of_launch(counter, shared.scan.last);
+    mark_by(0, args.marks, EP_MARK_DONE);
+    if (!last) return;
+    end_dispatch(dispatch, shared);
+    mark_by(0, args.marks, EP_MARK_OVER);
 }
 
 extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
@@ -58,7 +69,9 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     extern __shared__ __align__(128) u8 stages[];
     CombineShared &shared = *reinterpret_cast<CombineShared *>(stages + COMBINE_STAGE * COMBINE_STAGES);
     Combine combine(args);
+    mark_by(0, args.marks, EP_MARK_BEGUN);
     begin_combine(combine, shared);
+    mark_by(0, args.marks, EP_MARK_PLANNED);
     bool sends = args.common.phases & EP_SEND, adds = args.common.phases & EP_RECEIVE;
     // With a number of senders, those blocks send and the others add up; else every block does both.
     u32 split = sends && adds && args.senders < gridDim.x ? args.senders : 0;
@@ -76,5 +89,9 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
         add_tokens(combine, shared, (blockIdx.x - split) * warps + warp_of() - SENDERS, (gridDim.x - split) * warps);
     }
     u64 counter = address_of(state_of(args.common).combine_blocks) + 8 * args.common.phases;
-    if (is_last_of_launch(counter, shared.last)) end_combine(combine);
+    bool last = is_last_of_launch(counter, shared.last);
+    mark_by(0, args.marks, EP_MARK_DONE);
+    if (!last) return;
+    end_combine(combine);
+    mark_by(0, args.marks, EP_MARK_OVER);
 }

@@ -33,6 +33,11 @@ __device__ __forceinline__ u32 warp_of() {
     return threadIdx.x / LANES;
 }
 
+// Notes the time, as the first lane of that warp sees it.
+__device__ __forceinline__ void mark_by(u32 warp, u64 marks, u32 what) {
+    if (threadIdx.x == warp * LANES) mark(marks, what);
+}
+
 #if EP_BULK
 // A warp's part of the block's stages, and the barriers on which their loads end. All lanes hold the same; the first
 // one starts copies.

@@ -161,6 +161,7 @@ struct Sender {
             store();
             if (stores - flags == FLAGS_AT_ONCE + FLAGS_BEHIND) {
                 if (lane_of() == 0) bulk_wait_done<FLAGS_BEHIND>();
+                if (flags == 0) mark_by(0, combine.args.marks, EP_MARK_FIRST);
                 flag(stores - FLAGS_BEHIND);
             }
             if (lane_of() == 0) bulk_wait_read<SENDER_STAGES - SENDER_AHEAD>();
@@ -169,6 +170,7 @@ struct Sender {
         }
         if (lane_of() == 0) bulk_wait_all();
         flag(stores);
+        mark_by(0, combine.args.marks, EP_MARK_SENT);
     }
 };
 #endif
@@ -252,6 +254,7 @@ struct Token {
 
 // Vectors of a row that each lane adds up at a time, and rows that are loaded at once.
 constexpr u32 SUM_DEPTH = 4;
+constexpr u32 HELD = atmost(EP_R, 4);
 
 struct Sum {
     float value[SUM_DEPTH][8];
@@ -276,31 +279,42 @@ __device__ __forceinline__ void load_part(Vec16 (&v)[SUM_DEPTH], u64 row, u32 ba
     }
 }
 
+// Adds up to `HELD` rows of those that `places` has, from the lanes in `todo`: all are loaded before the first is added.
+__device__ __forceinline__ void add_some(Sum &sum, u64 place, u32 &todo, u32 base) {
+    u64 rows[HELD];
+    Vec16 held[HELD][SUM_DEPTH];
+#pragma unroll
+    for (u32 j = 0; j < HELD; ++j) {
+        rows[j] = 0;
+        if (todo != 0) rows[j] = __shfl_sync(WHOLE_WARP, place, __ffs(todo) - 1);
+        todo &= todo - 1;
+    }
+#pragma unroll
+    for (u32 j = 0; j < HELD; ++j) {
+        if (rows[j] != 0) load_part(held[j], rows[j], base);
+    }
+#pragma unroll
+    for (u32 j = 0; j < HELD; ++j) {
+        if (rows[j] != 0) sum.add(held[j]);
+    }
+}
+
 // The sum of a token's rows, by rank, and the biases.
 __device__ __forceinline__ void add_rows(const Combine &combine, const Token &token, u32 number) {
     const EpCombineArgs &args = combine.args;
     for (u32 base = 0; base < VECTORS; base += LANES * SUM_DEPTH) {
         Sum sum = {};
-        u64 held = 0;
-        Vec16 first[SUM_DEPTH], second[SUM_DEPTH];
-        // Two rows are loaded before the first is added.
-        Token::each(token.row, [&](u64 row) {
-            if (held == 0) {
-                held = row;
-                load_part(first, row, base);
-                return;
-            }
-            held = 0;
-            load_part(second, row, base);
-            sum.add(first);
-            sum.add(second);
-        });
-        if (held != 0) sum.add(first);
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i) {
+            u32 todo = __ballot_sync(WHOLE_WARP, token.row[i] != 0);
+            while (todo != 0) add_some(sum, token.row[i], todo, base);
+        }
         const u64 biases[] = {args.bias0, args.bias1};
         for (u64 bias : biases) {
             if (bias == 0) continue;
-            load_part(first, bias + u64(number) * WIDE_ROW, base);
-            sum.add(first);
+            Vec16 added[SUM_DEPTH];
+            load_part(added, bias + u64(number) * WIDE_ROW, base);
+            sum.add(added);
         }
 #pragma unroll
         for (u32 k = 0; k < SUM_DEPTH; ++k) {
@@ -334,7 +348,9 @@ __device__ __forceinline__ void add_tokens(const Combine &combine, const Combine
         add_rows(combine, token, number);
         add_weights(combine, token, number);
         token = ahead;
+        if (number == first) mark_by(SENDERS, combine.args.marks, EP_MARK_SUM);
     }
+    mark_by(SENDERS, combine.args.marks, EP_MARK_SUMS);
 }
 
 // Whose slots are free, and where rows of each source begin.

@@ -134,24 +134,33 @@ struct Mover {
             __syncwarp();
             load(dispatch);
             rows = ahead;
+            if (token == dispatch.first) mark_by(0, dispatch.args.marks, EP_MARK_FIRST);
         }
         if (lane_of() == 0) bulk_wait_all();
+        mark_by(0, dispatch.args.marks, EP_MARK_SENT);
     }
 };
 #endif
 
+// Vectors of a row that a lane casts at a time; as many more are loaded meanwhile.
+constexpr u32 CAST_DEPTH = 4;
+
+__device__ __forceinline__ void load_wide(Vec16 (&v)[CAST_DEPTH], u64 from, u32 base) {
+#pragma unroll
+    for (u32 k = 0; k < CAST_DEPTH; ++k) {
+        u32 i = base + k * LANES + lane_of();
+        v[k] = i < VECTORS ? ld_once_v16(from + 16 * i) : Vec16{};
+    }
+}
+
 // Casts one row into shared memory, and its scales behind it. Sixteen lanes have a block, eight elements each.
 __device__ __forceinline__ void cast_row(u64 from, u8 *stage) {
-    constexpr u32 DEPTH = 4;
-    for (u32 base = 0; base < VECTORS; base += LANES * DEPTH) {
-        Vec16 v[DEPTH] = {};
+    Vec16 v[CAST_DEPTH], ahead[CAST_DEPTH];
+    load_wide(v, from, 0);
+    for (u32 base = 0; base < VECTORS; base += LANES * CAST_DEPTH) {
+        load_wide(ahead, from, base + LANES * CAST_DEPTH);
 #pragma unroll
-        for (u32 k = 0; k < DEPTH; ++k) {
-            u32 i = base + k * LANES + lane_of();
-            if (i < VECTORS) v[k] = ld_once_v16(from + 16 * i);
-        }
-#pragma unroll
-        for (u32 k = 0; k < DEPTH; ++k) {
+        for (u32 k = 0; k < CAST_DEPTH; ++k) {
             u32 i = base + k * LANES + lane_of();
             float amax = 0;
 #pragma unroll
@@ -165,6 +174,8 @@ __device__ __forceinline__ void cast_row(u64 from, u8 *stage) {
             to[1] = cast_two(v[k].word[2], by.factor) | cast_two(v[k].word[3], by.factor) << 16;
             if (i % 16 == 0) store_scale(stage + ROW, i / 16, by.scale);
         }
+#pragma unroll
+        for (u32 k = 0; k < CAST_DEPTH; ++k) v[k] = ahead[k];
     }
 }
 
@@ -205,10 +216,12 @@ __device__ __forceinline__ void send_cast(const Dispatch &dispatch, const Target
         });
 #endif
         rows = ahead;
+        if (token == dispatch.first) mark_by(0, dispatch.args.marks, EP_MARK_FIRST);
     }
 #if EP_BULK
     if (lane_of() == 0) bulk_wait_all();
 #endif
+    mark_by(0, dispatch.args.marks, EP_MARK_SENT);
 }
 
 // Calls `store(i, load(i))` for the numbers below `count`, several loads at a time. One warp.
@@ -303,6 +316,7 @@ __device__ __forceinline__ void send_details(const Dispatch &dispatch, DispatchS
     for (u32 item = warp_of() - begin; item < tiles * EP_R; item += WARPS - begin) {
         send_details_of(dispatch, shared, dispatch.first + item / EP_R * LANES, item % EP_R);
     }
+    mark_by(begin, dispatch.args.marks, EP_MARK_DETAILS);
     // Rows behind the last that came have no experts.
     const EpDispatchArgs &args = dispatch.args;
     u64 most = u64(EP_R) * dispatch.common.max_tokens, end = args.worst_rows < most ? args.worst_rows : most;
@@ -374,12 +388,24 @@ __device__ __forceinline__ void receive_rows(const Dispatch &dispatch, DispatchS
         if (lost[source]) blank_rows(dispatch, source);
     }
     __syncthreads();
+    mark_by(0, dispatch.args.marks, EP_MARK_CAME);
     if (!dispatch.args.cached) {
         // The region is the result's; the handle may outlive it.
         u32 rows = at<const u32>(dispatch.offsets() + 4 * EP_R);
         u64 own = common.base + common.heap.regions + dispatch.args.region * common.heap.region_stride;
         u64 from = own + common.heap.region_source, to = common.handle + common.parts.source;
-        for (u32 i = threadIdx.x; i < rows / 4; i += EP_THREADS) st_v16(to + 16 * i, ld_once_v16(from + 16 * i));
+        constexpr u32 DEPTH = 8;
+        for (u32 base = threadIdx.x; base < rows / 4; base += EP_THREADS * DEPTH) {
+            Vec16 v[DEPTH];
+#pragma unroll
+            for (u32 k = 0; k < DEPTH; ++k) {
+                if (base + k * EP_THREADS < rows / 4) v[k] = ld_once_v16(from + 16 * (base + k * EP_THREADS));
+            }
+#pragma unroll
+            for (u32 k = 0; k < DEPTH; ++k) {
+                if (base + k * EP_THREADS < rows / 4) st_v16(to + 16 * (base + k * EP_THREADS), v[k]);
+            }
+        }
         for (u32 i = rows / 4 * 4 + threadIdx.x; i < rows; i += EP_THREADS) at<u32>(to + 4 * i) = at<const u32>(from + 4 * i);
     }
 }

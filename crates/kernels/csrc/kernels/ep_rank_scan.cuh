@@ -90,11 +90,14 @@ __device__ __forceinline__ bool count(const Dispatch &dispatch, ScanShared &shar
     for (u32 tile = dispatch.first; tile < dispatch.end; tile += EP_THREADS) {
         u32 token = tile + threadIdx.x;
         u64 ranks = 0;
-        for (u32 k = 0; token < dispatch.end && k < EP_K; ++k) {
-            u32 chosen = dispatch.expert(token, k);
-            if (chosen == EP_NOWHERE) continue;
-            ranks |= 1ull << (chosen / LOCAL);
-            atomicAdd(HISTOGRAM ? &shared.experts[chosen] : &at<u32>(dispatch.expert_counts() + 4 * u64(chosen)), 1u);
+        u32 chosen[EP_K];
+#pragma unroll
+        for (u32 k = 0; k < EP_K; ++k) chosen[k] = token < dispatch.end ? dispatch.expert(token, k) : EP_NOWHERE;
+#pragma unroll
+        for (u32 k = 0; k < EP_K; ++k) {
+            if (chosen[k] == EP_NOWHERE) continue;
+            ranks |= 1ull << (chosen[k] / LOCAL);
+            atomicAdd(HISTOGRAM ? &shared.experts[chosen[k]] : &at<u32>(dispatch.expert_counts() + 4 * u64(chosen[k])), 1u);
         }
         for (u32 rank = 0; rank < EP_R; ++rank) {
             u32 votes = __ballot_sync(WHOLE_WARP, ranks >> rank & 1);

@@ -85,6 +85,48 @@ constexpr u32 EP_CACHED = 2;
 // Bytes of shared memory in which a block that plans a dispatch has the heaps' addresses.
 constexpr u32 EP_PLAN_BASES = 512;
 
+// Times that a block can note of a launch, for measurements: nanoseconds of the GPU's clock, 0 for what did not come.
+constexpr u32 EP_MARKS = 16;
+
+// A time: the block began.
+constexpr u32 EP_MARK_BEGUN = 0;
+
+// A time: rank layout, the block has counted its rows.
+constexpr u32 EP_MARK_COUNTED = 1;
+
+// A time: rank layout, all ranks were told how much comes. One block's.
+constexpr u32 EP_MARK_ANNOUNCED = 2;
+
+// A time: rank layout, all announcements came. One block's.
+constexpr u32 EP_MARK_HEARD = 3;
+
+// A time: the block knows where its rows go.
+constexpr u32 EP_MARK_PLANNED = 4;
+
+// A time: the first of the block's rows (of its first warp that sends) has been stored; in combine, is there.
+constexpr u32 EP_MARK_FIRST = 5;
+
+// A time: the block's rows (of its first warp that sends) are there.
+constexpr u32 EP_MARK_SENT = 6;
+
+// A time: what belongs to rows (of the first warp that sends it) has been stored.
+constexpr u32 EP_MARK_DETAILS = 7;
+
+// A time: combine, the block's first sum (of its first warp that adds).
+constexpr u32 EP_MARK_SUM = 8;
+
+// A time: combine, the block's last sum (of its first warp that adds).
+constexpr u32 EP_MARK_SUMS = 9;
+
+// A time: the block is done, but for what only the last one does.
+constexpr u32 EP_MARK_DONE = 10;
+
+// A time: rank layout, the rows of all ranks came. One block's.
+constexpr u32 EP_MARK_CAME = 11;
+
+// A time: the launch is over. One block's.
+constexpr u32 EP_MARK_OVER = 12;
+
 // In place of a row's number: none.
 constexpr u32 EP_NOWHERE = 4294967295;
 
@@ -394,6 +436,8 @@ struct EpDispatchArgs {
     u64 count_host;
     // Rank layout: rows up to which topk_idx is -1 beyond those that came.
     u64 worst_rows;
+    // u64[blocks][EP_MARKS] that gets the launch's times; or 0.
+    u64 marks;
     // Rank layout: the region that rows go to.
     u32 region;
     // Rank layout.
@@ -408,7 +452,7 @@ struct EpDispatchArgs {
     u32 reserved;
 };
 
-static_assert(sizeof(EpDispatchArgs) == 648, "EpDispatchArgs");
+static_assert(sizeof(EpDispatchArgs) == 656, "EpDispatchArgs");
 
 // What the kernels that combine take.
 struct EpCombineArgs {
@@ -432,10 +476,12 @@ struct EpCombineArgs {
     u64 out;
     // From one row to the next, a multiple of 16.
     u64 out_stride;
+    // u64[blocks][EP_MARKS] that gets the launch's times; or 0.
+    u64 marks;
     // Rank layout: how many blocks send when one launch does both; 0 for what suits.
     u32 senders;
     // 0.
     u32 reserved;
 };
 
-static_assert(sizeof(EpCombineArgs) == 544, "EpCombineArgs");
+static_assert(sizeof(EpCombineArgs) == 552, "EpCombineArgs");

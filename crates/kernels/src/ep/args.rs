@@ -65,6 +65,34 @@ constants! {
     EP_CACHED: u32 = 2;
     /// Bytes of shared memory in which a block that plans a dispatch has the heaps' addresses.
     EP_PLAN_BASES: u32 = 512;
+    /// Times that a block can note of a launch, for measurements: nanoseconds of the GPU's clock, 0 for what did not come.
+    EP_MARKS: u32 = 16;
+    /// A time: the block began.
+    EP_MARK_BEGUN: u32 = 0;
+    /// A time: rank layout, the block has counted its rows.
+    EP_MARK_COUNTED: u32 = 1;
+    /// A time: rank layout, all ranks were told how much comes. One block's.
+    EP_MARK_ANNOUNCED: u32 = 2;
+    /// A time: rank layout, all announcements came. One block's.
+    EP_MARK_HEARD: u32 = 3;
+    /// A time: the block knows where its rows go.
+    EP_MARK_PLANNED: u32 = 4;
+    /// A time: the first of the block's rows (of its first warp that sends) has been stored; in combine, is there.
+    EP_MARK_FIRST: u32 = 5;
+    /// A time: the block's rows (of its first warp that sends) are there.
+    EP_MARK_SENT: u32 = 6;
+    /// A time: what belongs to rows (of the first warp that sends it) has been stored.
+    EP_MARK_DETAILS: u32 = 7;
+    /// A time: combine, the block's first sum (of its first warp that adds).
+    EP_MARK_SUM: u32 = 8;
+    /// A time: combine, the block's last sum (of its first warp that adds).
+    EP_MARK_SUMS: u32 = 9;
+    /// A time: the block is done, but for what only the last one does.
+    EP_MARK_DONE: u32 = 10;
+    /// A time: rank layout, the rows of all ranks came. One block's.
+    EP_MARK_CAME: u32 = 11;
+    /// A time: the launch is over. One block's.
+    EP_MARK_OVER: u32 = 12;
     /// In place of a row's number: none.
     EP_NOWHERE: u32 = 0xffff_ffff;
 }
@@ -350,6 +378,8 @@ layouts! {
         count_host: u64,
         /// Rank layout: rows up to which topk_idx is -1 beyond those that came.
         worst_rows: u64,
+        /// u64[blocks][EP_MARKS] that gets the launch's times; or 0.
+        marks: u64,
         /// Rank layout: the region that rows go to.
         region: u32,
         /// Rank layout.
@@ -385,6 +415,8 @@ layouts! {
         out: u64,
         /// From one row to the next, a multiple of 16.
         out_stride: u64,
+        /// u64[blocks][EP_MARKS] that gets the launch's times; or 0.
+        marks: u64,
         /// Rank layout: how many blocks send when one launch does both; 0 for what suits.
         senders: u32,
         /// 0.

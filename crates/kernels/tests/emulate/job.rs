@@ -409,46 +409,16 @@ impl Input {
             in_scale_row: self.scale_row,
             in_scale_block: self.scale_block,
             x_fp8: self.fp8,
-            topk_idx: 0,
-            topk_weights: 0,
-            out_x: 0,
-            out_scales: 0,
-            out_scale_expert: 0,
-            out_scale_row: 0,
-            out_scale_block: 0,
-            out_counts: 0,
-            out_ranges: 0,
-            out_source: 0,
-            stats: 0,
-            out_offsets: 0,
-            count_word: 0,
-            count_host: 0,
-            worst_rows: 0,
-            region: 0,
             alignment: 1,
-            cached: 0,
             idx_bytes: 4,
-            reserved: 0,
+            ..EpDispatchArgs::ZERO
         }
     }
 }
 
 /// Arguments of a combine that have `common` and nothing else.
 pub fn combine_args(common: &EpCommon) -> EpCombineArgs {
-    EpCombineArgs {
-        common: *common,
-        y: 0,
-        y_stride: 0,
-        topk_weights: 0,
-        y_weights: 0,
-        out_weights: 0,
-        bias0: 0,
-        bias1: 0,
-        out: 0,
-        out_stride: 0,
-        senders: 0,
-        reserved: 0,
-    }
+    EpCombineArgs { common: *common, ..EpCombineArgs::ZERO }
 }
 
 /// Expert ids, of 4 or 8 bytes: how many, and where.

@@ -1,11 +1,14 @@
 //! One dispatch and its combine in the rank layout, on all ranks of a job on emulated GPUs.
 
 use crossrail_cuda::Grid;
-use crossrail_kernels::ep::{EpCombineArgs, EpDispatchArgs, Layout, Shape};
+use crossrail_kernels::ep::{EP_MARKS, EpCombineArgs, EpDispatchArgs, Layout, Shape};
 
 use super::job::{Input, Job, check_sums, combine_args, ids, same};
 use super::reference::{self, Outputs, Routing, Wire};
 use super::{Memory, Numbers};
+
+/// The most blocks of a launch in tests.
+const MOST_BLOCKS: usize = 4;
 
 /// One dispatch and its combine in the rank layout, on all ranks.
 pub struct ByRank {
@@ -106,6 +109,10 @@ impl ByRank {
             *address = memory.address();
             kept.push(memory);
         }
+        // Noting times changes nothing.
+        let marks = emulator.memory("marks", MOST_BLOCKS * EP_MARKS as usize * 8);
+        let marks_address = if numbers.once_in(3) { marks.address() } else { 0 };
+        kept.push(marks);
         let if_weighted = |memory: &Memory| if self.weighted { memory.address() } else { 0 };
         let dispatch = EpDispatchArgs {
             topk_idx,
@@ -116,6 +123,7 @@ impl ByRank {
             count_word: count_word.address(),
             count_host: count_host.address(),
             worst_rows: if numbers.once_in(2) { u64::from(shape.ranks * shape.max_tokens) } else { 0 },
+            marks: marks_address,
             region,
             alignment: self.alignment,
             cached: self.cached.into(),
@@ -130,6 +138,7 @@ impl ByRank {
             bias1: biases[1],
             out: out.address(),
             out_stride: out_stride as u64,
+            marks: marks_address,
             ..combine_args(&common)
         };
         kept.push(given);
