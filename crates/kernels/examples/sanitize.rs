@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use crossrail_cuda::nvrtc::{Compiler, Library, Places};
-use crossrail_cuda::{Context, Cuda, DeviceMemory, PinnedMemory, Stream};
+use crossrail_cuda::{Context, Cuda, DeviceMemory, PinnedMemory, Stream, settled};
 use crossrail_kernels::{
     BULK_STAGE, BULK_STAGES, CopyArgs, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Kernels, Piece,
     PutArgs, ScatterList, UnpackArgs,
@@ -26,7 +26,10 @@ const LENGTHS: [usize; 12] = [1, 15, 16, 17, 63, 64, 65, 511, 4097, 33_000, 70_0
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
 fn main() -> ExitCode {
-    match run() {
+    let outcome = run();
+    // The driver must not go while memory is still given back to it.
+    settled(LIMIT);
+    match outcome {
         Ok(checks) => {
             println!("{checks} launches, all bytes right");
             ExitCode::SUCCESS

@@ -4,7 +4,7 @@ use crossrail_cuda::nvrtc::Compiler;
 use crossrail_cuda::{Context, Device, DeviceMemory, Stream};
 use crossrail_kernels::ep::{EP_RECEIVE, EP_SEND, EpCombineArgs, EpDispatchArgs, Layout, Payload, Shape};
 
-use crate::place::{LIMIT, Place, places, take, words};
+use crate::place::{LIMIT, Place, finish, places, settle, take, words};
 use crate::routing::{Routing, rows};
 use crate::timing::{Gate, Work, back_to_back, cold};
 use crate::{Outcome, Step, Trial};
@@ -130,12 +130,13 @@ impl Rig {
     /// One dispatch and combine whose results are looked at: counts, sources, rows (bf16), sums.
     fn verify(&self, batch: &Batch, blocks: u32) -> Outcome<()> {
         let all = EP_SEND | EP_RECEIVE;
+        settle()?;
         for number in 0..self.ranks.len() {
             self.dispatch(batch, number, blocks, batch.tokens, all)?;
             self.combine(batch, number, blocks, all)?;
         }
-        for (number, rank) in self.ranks.iter().enumerate() {
-            rank.place.finish()?;
+        finish(self.ranks.iter().map(|rank| &rank.place))?;
+        for number in 0..self.ranks.len() {
             self.verify_rows(batch, number)?;
             self.verify_sums(batch, number)?;
         }
@@ -204,16 +205,17 @@ impl Trial for Rig {
         self.ranks[0].place.kernels.most_blocks()
     }
 
-    fn measure(&self, tokens: u32, blocks: &[u32], iters: usize) -> Outcome<Vec<(u32, Vec<Step>)>> {
+    fn measure(&self, tokens: u32, blocks: u32, iters: usize) -> Outcome<Vec<Step>> {
         let batch = self.batch(tokens)?;
-        let measured = blocks.iter().map(|&blocks| {
-            self.verify(&batch, blocks)?;
-            let run = Run { rig: self, batch: &batch, blocks };
-            let mut steps = cold(&run, &self.gate, iters)?;
-            steps.push(Step::new("pair", vec![back_to_back(&run, &self.gate, iters)?]));
-            Ok((blocks, steps))
-        });
-        measured.collect()
+        self.verify(&batch, blocks)?;
+        let run = Run { rig: self, batch: &batch, blocks };
+        let mut steps = cold(&run, &self.gate, iters)?;
+        steps.push(Step::new("pair", vec![back_to_back(&run, &self.gate, iters)?]));
+        Ok(steps)
+    }
+
+    fn recover(&self) -> Outcome<()> {
+        self.ranks.iter().try_for_each(|rank| rank.place.clear())
     }
 }
 
@@ -227,6 +229,10 @@ struct Run<'a> {
 impl Work for Run<'_> {
     fn streams(&self) -> Vec<&Stream> {
         self.rig.ranks.iter().map(|rank| &rank.place.stream).collect()
+    }
+
+    fn finish(&self) -> Outcome<()> {
+        finish(self.rig.ranks.iter().map(|rank| &rank.place))
     }
 
     fn steps(&self) -> Vec<&'static str> {

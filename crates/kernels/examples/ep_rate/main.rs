@@ -34,7 +34,10 @@ use serde_json::{Value, json};
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
 fn main() -> ExitCode {
-    match run() {
+    let outcome = run();
+    // The driver must not go while memory is still given back to it.
+    crossrail_cuda::settled(place::LIMIT);
+    match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("ep_rate: {error}");
@@ -65,8 +68,10 @@ impl Step {
 trait Trial {
     fn context(&self) -> &Context;
     fn most_blocks(&self) -> u32;
-    /// Verifies and times, with each number of blocks.
-    fn measure(&self, tokens: u32, blocks: &[u32], iters: usize) -> Outcome<Vec<(u32, Vec<Step>)>>;
+    /// Verifies and times, with that many blocks.
+    fn measure(&self, tokens: u32, blocks: u32, iters: usize) -> Outcome<Vec<Step>>;
+    /// After a trial that failed and ended: as new.
+    fn recover(&self) -> Outcome<()>;
 }
 
 /// What was asked for.
@@ -238,28 +243,56 @@ fn run() -> Outcome<()> {
     let mut places = Places::standard();
     places.add_environment(&std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv"));
     let compiler = Compiler::new(Library::find(&places)?, Cache::of(&settings).ok());
-    let mut rows = Vec::new();
+    let (mut rows, mut failures) = (Vec::new(), 0);
     let mut environment = Value::Null;
     println!("tokens  blocks | what of the tuning is set | p50 us of each step (GB/s over the links) ...");
     for tuning in asked.tunings() {
         let most = asked.tokens.iter().copied().max().unwrap_or(1);
         let devices = cuda.devices()?.into_iter().take(asked.gpus).collect::<Vec<_>>();
         let shape = asked.shape(devices.len() as u32, most, tuning);
-        for (split, trial) in asked.trials(&devices, &compiler, shape)? {
+        let trials = match asked.trials(&devices, &compiler, shape) {
+            Ok(trials) => trials,
+            Err(error) => {
+                failures += 1;
+                println!("{:?}: {error}", shape.tuning());
+                continue;
+            }
+        };
+        for (split, trial) in trials {
             if environment.is_null() {
                 environment = environment::capture(trial.context(), &compiler, &settings)?;
             }
             let most = |blocks: &u32| if *blocks == 0 { trial.most_blocks() } else { *blocks };
             let blocks: Vec<u32> = asked.blocks.iter().map(most).collect();
             for &tokens in &asked.tokens {
-                for (blocks, steps) in trial.measure(tokens, &blocks, asked.iters)? {
+                for &blocks in &blocks {
                     let facts = Facts { asked: &asked, shape: &shape, tokens, blocks, split };
-                    facts.print(&steps);
-                    rows.extend(steps.iter().map(|step| facts.row(step)));
+                    match trial.measure(tokens, blocks, asked.iters) {
+                        Ok(steps) => {
+                            facts.print(&steps);
+                            rows.extend(steps.iter().map(|step| facts.row(step)));
+                        }
+                        Err(error) => {
+                            failures += 1;
+                            facts.print_failure(&*error);
+                            if error.is::<place::Stuck>() {
+                                write(&asked, &environment, &rows)?;
+                                // Nothing can be given back while kernels run.
+                                std::process::exit(1);
+                            }
+                            trial.recover()?;
+                        }
+                    }
                 }
             }
         }
     }
+    write(&asked, &environment, &rows)?;
+    if failures > 0 { Err(format!("{failures} trials failed").into()) } else { Ok(()) }
+}
+
+/// The report, to where it is asked for.
+fn write(asked: &Asked, environment: &Value, rows: &[Value]) -> Outcome<()> {
     let report = json!({
         "schema": "crossrail-bench/1",
         "environment": environment,
@@ -296,6 +329,10 @@ impl Facts<'_> {
         };
         let steps: Vec<String> = steps.iter().map(one).collect();
         println!("{:>6} {:>7} | {set} | {}", self.tokens, self.blocks, steps.join("  "));
+    }
+
+    fn print_failure(&self, error: &dyn Error) {
+        println!("{:>6} {:>7} | {:?} failed: {error}", self.tokens, self.blocks, self.shape.tuning());
     }
 
     fn row(&self, step: &Step) -> Value {

@@ -3,20 +3,28 @@
 use std::time::Duration;
 
 use crossrail_cuda::nvrtc::Compiler;
-use crossrail_cuda::{Context, Device, DeviceMemory, PinnedMemory, Stream};
-use crossrail_kernels::ep::{EP_FAULTS, EpCommon, EpFault, EpKernels, Layout, Shape};
+use crossrail_cuda::{Context, Device, DeviceMemory, PinnedMemory, Stream, settled};
+use crossrail_kernels::ep::{EP_FAULTS, EpCommon, EpFault, EpKernels, Layout, Shape, stage_name};
 
 use crate::Outcome;
 
+/// For what the host waits for, but for kernels.
 pub(crate) const LIMIT: Duration = Duration::from_secs(30);
+/// For kernels: longer than all that one of them waits for by itself.
+const KERNEL_LIMIT: Duration = Duration::from_secs(4);
 /// The longest wait in a kernel.
-const LIMIT_NS: u64 = 2_000_000_000;
+const LIMIT_NS: u64 = 1_000_000_000;
+/// Bytes of a heap that are looked at at once.
+const LOOK: usize = 4 << 20;
 /// More than the second cache of any GPU.
 const FLUSH: usize = 256 << 20;
 
 /// What a rank has in any layout.
 pub(crate) struct Place {
     pub(crate) stream: Stream,
+    /// For looking at the heap while kernels run.
+    aside: Stream,
+    seen: PinnedMemory,
     pub(crate) kernels: EpKernels,
     pub(crate) heap: DeviceMemory,
     peers: DeviceMemory,
@@ -43,9 +51,7 @@ pub(crate) fn places(devices: &[Device], compiler: &Compiler, shape: &Shape, lay
     let bases: Vec<u8> = places.iter().flat_map(|place| place.heap.address().to_le_bytes()).collect();
     for place in &places {
         put(&place.stream, &place.peers, &bases)?;
-        // SAFETY: the memory is the place's and nobody uses it yet.
-        unsafe { place.stream.fill(place.heap.address(), 0, place.heap.len())? };
-        place.stream.wait(LIMIT)?;
+        place.clear()?;
     }
     Ok(places)
 }
@@ -54,13 +60,16 @@ impl Place {
     fn new(context: &Context, compiler: &Compiler, shape: &Shape, of: (Layout, u32)) -> Outcome<Place> {
         let new = |bytes: usize| DeviceMemory::new(context, bytes.max(16));
         let handle = shape.handle_bytes(of.0) as usize;
+        let heap = shape.heap_bytes() as usize;
         let faults = PinnedMemory::new(context, size_of::<EpFault>() * EP_FAULTS as usize)?;
         // SAFETY: new memory of that size.
         unsafe { faults.as_ptr().write_bytes(0, faults.len()) };
         Ok(Place {
             stream: Stream::new(context)?,
+            aside: Stream::new(context)?,
+            seen: PinnedMemory::new(context, LOOK)?,
             kernels: EpKernels::load(context, compiler, shape, LIMIT)?,
-            heap: new(shape.heap_bytes() as usize)?,
+            heap: new(heap)?,
             peers: new(8 * shape.ranks as usize)?,
             faults,
             handles: [new(handle)?, new(handle)?],
@@ -95,17 +104,44 @@ impl Place {
         Ok(())
     }
 
-    /// Waits for what was put in. An error when the kernels waited for another rank in vain.
-    pub(crate) fn finish(&self) -> Outcome<()> {
-        self.stream.wait(LIMIT).map_err(|error| format!("rank {}: {error}", self.number))?;
-        // SAFETY: pinned memory of that size, and the kernels are done.
-        let faults = unsafe { self.faults.as_ptr().cast::<EpFault>().read_volatile() };
-        if faults.number != 0 {
-            return Err(format!("rank {} did not hear of rank {}: {faults:?}", self.number, faults.rank).into());
+    /// The heap is as new, and nothing was told of. No kernel may run.
+    pub(crate) fn clear(&self) -> Outcome<()> {
+        // SAFETY: the memory is the place's and nobody uses it.
+        unsafe {
+            self.stream.fill(self.heap.address(), 0, self.heap.len())?;
+            self.faults.as_ptr().write_bytes(0, self.faults.len());
         }
-        Ok(())
+        Ok(self.stream.wait(LIMIT)?)
     }
 
+    /// What the heap says now, kernels running or not.
+    fn report(&self) -> String {
+        match self.look() {
+            Ok(bytes) => self.kernels.shape().report(&bytes),
+            Err(error) => format!("its heap cannot be read: {error}"),
+        }
+    }
+
+    fn look(&self) -> Outcome<Vec<u8>> {
+        let mut bytes = Vec::new();
+        while bytes.len() < self.heap.len() {
+            let len = (self.heap.len() - bytes.len()).min(self.seen.len());
+            // SAFETY: both areas are as long; nobody else has the pinned one, which is read after the copy.
+            unsafe {
+                self.aside.copy(self.seen.address(), self.heap.address() + bytes.len() as u64, len)?;
+                self.aside.wait(KERNEL_LIMIT)?;
+                bytes.extend_from_slice(std::slice::from_raw_parts(self.seen.as_ptr(), len));
+            }
+        }
+        Ok(bytes)
+    }
+
+    /// The faults that its kernels told of, oldest first.
+    fn faults(&self) -> Vec<EpFault> {
+        // SAFETY: pinned memory of that size; kernels write whole numbers, the first of them last.
+        let one = |at: usize| unsafe { self.faults.as_ptr().cast::<EpFault>().add(at).read_volatile() };
+        (0..EP_FAULTS as usize).map(one).filter(|fault| fault.number != 0).collect()
+    }
     /// New memory on this GPU with these bytes.
     pub(crate) fn there(&self, bytes: &[u8]) -> Outcome<DeviceMemory> {
         let memory = DeviceMemory::new(self.stream.context(), bytes.len().max(16))?;
@@ -113,6 +149,50 @@ impl Place {
         Ok(memory)
     }
 }
+
+/// Before kernels are put in that wait for each other: what is given back to the driver meanwhile would make it wait for
+/// a whole GPU, and the other GPUs' launches with it.
+pub(crate) fn settle() -> Outcome<()> {
+    if settled(LIMIT) { Ok(()) } else { Err("memory is not given back".into()) }
+}
+
+/// Waits for what was put in on all ranks. When that does not end, or a kernel waited for another rank in vain, the error
+/// says what every rank's heap says.
+pub(crate) fn finish<'a>(places: impl Iterator<Item = &'a Place> + Clone) -> Outcome<()> {
+    let (mut said, mut stuck) = (Vec::new(), false);
+    for place in places.clone() {
+        if let Err(error) = place.stream.wait(KERNEL_LIMIT) {
+            stuck = true;
+            said.push(format!("rank {}: {error}", place.number));
+        }
+    }
+    for place in places.clone() {
+        let told = |fault: &EpFault| {
+            let EpFault { number, epoch, seen, rank, stage } = *fault;
+            let stage = stage_name(stage);
+            format!("rank {}, fault {number}: operation {epoch}: {stage} of rank {rank}: saw {seen}", place.number)
+        };
+        said.extend(place.faults().iter().map(told));
+    }
+    if said.is_empty() {
+        return Ok(());
+    }
+    said.extend(places.map(|place| format!("rank {}: {}", place.number, place.report())));
+    let said = said.join("\n  ");
+    Err(if stuck { Box::new(Stuck(said)) } else { said.into() })
+}
+
+/// Kernels do not end: nothing else can be tried in this process.
+#[derive(Debug)]
+pub(crate) struct Stuck(String);
+
+impl std::fmt::Display for Stuck {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "kernels do not end\n  {}", self.0)
+    }
+}
+
+impl std::error::Error for Stuck {}
 
 /// Writes bytes to the memory, and waits.
 pub(crate) fn put(stream: &Stream, memory: &DeviceMemory, bytes: &[u8]) -> Outcome<()> {

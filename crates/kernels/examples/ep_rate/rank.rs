@@ -6,7 +6,7 @@ use crossrail_kernels::ep::{
     EP_ANNOUNCE, EP_RECEIVE, EP_SEND, EpCombineArgs, EpDispatchArgs, EpHeap, Layout, Payload, Shape,
 };
 
-use crate::place::{LIMIT, Place, places, take};
+use crate::place::{LIMIT, Place, finish, places, settle, take};
 use crate::routing::{Routing, rows};
 use crate::timing::{Gate, Work, back_to_back, cold};
 use crate::{Outcome, Step, Trial};
@@ -141,13 +141,14 @@ impl Rig {
 
     /// One of each step, whose results are looked at: offsets, experts, rows (those that are not cast), sums.
     fn verify(&self, batch: &Batch, blocks: u32) -> Outcome<()> {
+        settle()?;
         for number in 0..self.ranks.len() {
             self.dispatch(batch, number, Launch { tokens: batch.tokens, blocks, cached: false })?;
             self.dispatch(batch, number, Launch { tokens: batch.tokens, blocks, cached: true })?;
             self.combine(batch, number, blocks)?;
         }
-        for (number, rank) in self.ranks.iter().enumerate() {
-            rank.place.finish()?;
+        finish(self.ranks.iter().map(|rank| &rank.place))?;
+        for number in 0..self.ranks.len() {
             self.verify_rows(batch, number)?;
             self.verify_sums(batch, number)?;
         }
@@ -246,23 +247,24 @@ impl Trial for Rig {
         self.ranks[0].place.kernels.most_blocks()
     }
 
-    fn measure(&self, tokens: u32, blocks: &[u32], iters: usize) -> Outcome<Vec<(u32, Vec<Step>)>> {
+    fn measure(&self, tokens: u32, blocks: u32, iters: usize) -> Outcome<Vec<Step>> {
         let batch = self.batch(tokens)?;
         let rows = self.rows_sent(&batch);
         let wide = u64::from(2 * self.shape.hidden);
         let sent = u64::from(self.shape.row_bytes() + self.shape.scale_bytes());
         let details = u64::from(self.shape.topk) * 12 + 4;
-        let measured = blocks.iter().map(|&blocks| {
-            self.verify(&batch, blocks)?;
-            let run = Run { rig: self, batch: &batch, blocks };
-            let mut steps = cold(&run, &self.gate, iters)?;
-            for (step, bytes) in steps.iter_mut().zip([sent + details, sent, wide]) {
-                step.wire_bytes = Some(rows * bytes);
-            }
-            steps.push(Step::new("all, back to back", vec![back_to_back(&run, &self.gate, iters)?]));
-            Ok((blocks, steps))
-        });
-        measured.collect()
+        self.verify(&batch, blocks)?;
+        let run = Run { rig: self, batch: &batch, blocks };
+        let mut steps = cold(&run, &self.gate, iters)?;
+        for (step, bytes) in steps.iter_mut().zip([sent + details, sent, wide]) {
+            step.wire_bytes = Some(rows * bytes);
+        }
+        steps.push(Step::new("all, back to back", vec![back_to_back(&run, &self.gate, iters)?]));
+        Ok(steps)
+    }
+
+    fn recover(&self) -> Outcome<()> {
+        self.ranks.iter().try_for_each(|rank| rank.place.clear())
     }
 }
 
@@ -276,6 +278,10 @@ struct Run<'a> {
 impl Work for Run<'_> {
     fn streams(&self) -> Vec<&Stream> {
         self.rig.ranks.iter().map(|rank| &rank.place.stream).collect()
+    }
+
+    fn finish(&self) -> Outcome<()> {
+        finish(self.rig.ranks.iter().map(|rank| &rank.place))
     }
 
     fn steps(&self) -> Vec<&'static str> {

@@ -4,12 +4,18 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crossrail_cuda::{Context, Event, PinnedMemory, Stream};
 
-use crate::place::LIMIT;
+use crate::place::settle;
 use crate::{Outcome, Step};
+
+/// Iterations that are put in at once: a stream takes about a thousand operations, and a launch waits where there is no
+/// room, which there would not be while the gate is closed.
+const AT_ONCE: usize = 30;
 
 /// What is timed: steps that every rank puts into its stream.
 pub(crate) trait Work {
     fn streams(&self) -> Vec<&Stream>;
+    /// Waits for what was put in; an error when kernels waited in vain.
+    fn finish(&self) -> Outcome<()>;
     fn steps(&self) -> Vec<&'static str>;
     /// Puts in: the second cache is overwritten.
     fn make_cold(&self, rank: usize) -> Outcome<()>;
@@ -58,44 +64,54 @@ fn mark(stream: &Stream) -> Outcome<Event> {
 
 /// Microseconds of each step, by iteration: alone, with a cold cache, all ranks having met before. The slowest rank's.
 pub(crate) fn cold(work: &dyn Work, gate: &Gate, iters: usize) -> Outcome<Vec<Step>> {
-    let (streams, steps) = (work.streams(), work.steps());
+    let mut rows: Vec<Step> = work.steps().iter().map(|name| Step::new(name, Vec::new())).collect();
+    for first in (0..iters).step_by(AT_ONCE) {
+        some_cold(work, gate, AT_ONCE.min(iters - first), &mut rows)?;
+    }
+    Ok(rows)
+}
+
+fn some_cold(work: &dyn Work, gate: &Gate, iters: usize, rows: &mut [Step]) -> Outcome<()> {
+    let streams = work.streams();
     let mut events = Vec::new();
+    settle()?;
     let opened = gate.close(&streams)?;
     for _ in 0..iters {
         for (rank, stream) in streams.iter().enumerate() {
             work.make_cold(rank)?;
             work.meet(rank)?;
             events.push(mark(stream)?);
-            for step in 0..steps.len() {
+            for step in 0..rows.len() {
                 work.step(rank, step)?;
                 events.push(mark(stream)?);
             }
         }
     }
     drop(opened);
-    streams.iter().try_for_each(|stream| stream.wait(LIMIT))?;
-    let mut rows: Vec<Step> = steps.iter().map(|name| Step::new(name, Vec::new())).collect();
-    for iteration in events.chunks_exact((steps.len() + 1) * streams.len()) {
+    work.finish()?;
+    for iteration in events.chunks_exact((rows.len() + 1) * streams.len()) {
         for (step, row) in rows.iter_mut().enumerate() {
             let mut longest = 0f64;
-            for marks in iteration.chunks_exact(steps.len() + 1) {
+            for marks in iteration.chunks_exact(iteration.len() / streams.len()) {
                 longest = longest.max(marks[step + 1].since(&marks[step])?.as_nanos() as f64 / 1e3);
             }
             row.samples.push(longest);
         }
     }
-    Ok(rows)
+    Ok(())
 }
 
 /// Microseconds of all steps, one after the other, many times. The slowest rank's.
 pub(crate) fn back_to_back(work: &dyn Work, gate: &Gate, iters: usize) -> Outcome<f64> {
     let (streams, steps) = (work.streams(), work.steps().len());
     let mut events = Vec::new();
+    settle()?;
     let opened = gate.close(&streams)?;
     for (rank, stream) in streams.iter().enumerate() {
         work.meet(rank)?;
         events.push(mark(stream)?);
     }
+    let iters = iters.min(4 * AT_ONCE);
     for _ in 0..iters {
         for rank in 0..streams.len() {
             (0..steps).try_for_each(|step| work.step(rank, step))?;
@@ -105,7 +121,7 @@ pub(crate) fn back_to_back(work: &dyn Work, gate: &Gate, iters: usize) -> Outcom
         events.push(mark(stream)?);
     }
     drop(opened);
-    streams.iter().try_for_each(|stream| stream.wait(LIMIT))?;
+    work.finish()?;
     let mut longest = 0f64;
     for rank in 0..streams.len() {
         longest = longest.max(events[streams.len() + rank].since(&events[rank])?.as_nanos() as f64);

@@ -7,6 +7,7 @@
 mod args;
 mod launch;
 mod rank;
+mod report;
 mod shape;
 
 pub use args::{
@@ -20,6 +21,7 @@ pub use args::{
     EpHeap, EpScan, EpState, EpTableHeader, layout_ep,
 };
 pub use launch::EpKernels;
+pub use report::stage_name;
 pub use shape::{
     Layout, MOST_HIDDEN, MOST_LOCAL_EXPERTS, MOST_RANKS, MOST_TOKENS, MOST_TOPK, Payload, Scale, Shape, Tuning,
 };
