@@ -1,6 +1,7 @@
 //! The buffer: one rank's heap in GPU memory, its kernels, and its connections to the other ranks.
 #![allow(unsafe_code)]
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Weak};
@@ -18,7 +19,7 @@ use parking_lot::Mutex;
 
 use crate::done::{Counts, Done, Events};
 use crate::far::Reader;
-use crate::faults::{Ring, stage};
+use crate::faults::{Ring, is_masked_by_kernels, reason, stage};
 use crate::handles::{Pool, layout_of};
 use crate::heap::{self, Epochs, Heap};
 use crate::loading;
@@ -90,21 +91,24 @@ impl State {
     }
 }
 
-/// Operations that may still run.
+/// Operations that may still run, in the order in which they were put in.
 #[derive(Default)]
-pub(crate) struct Recent(Mutex<Vec<Done>>);
+pub(crate) struct Recent(Mutex<VecDeque<Done>>);
 
 impl Recent {
     pub(crate) fn push(&self, done: &Done) {
         let mut recent = self.0.lock();
-        if recent.len() >= MANY {
-            recent.retain(|done| !done.is_done().unwrap_or(true));
+        recent.push_back(done.clone());
+        // Two at a time: there are never many more than still run.
+        for _ in 0..2 {
+            if recent.front().is_some_and(|done| done.is_done().unwrap_or(true)) {
+                recent.pop_front();
+            }
         }
-        recent.push(done.clone());
     }
 
     fn all(&self) -> Vec<Done> {
-        self.0.lock().clone()
+        self.0.lock().iter().cloned().collect()
     }
 
     fn is_busy(&self) -> bool {
@@ -112,8 +116,6 @@ impl Recent {
     }
 }
 
-/// Operations that are remembered before it is looked which of them are over.
-const MANY: usize = 16;
 /// How long `destroy` waits for kernels beyond what they wait for other ranks.
 const LAST_KERNELS: Duration = Duration::from_secs(2);
 
@@ -394,8 +396,13 @@ impl Inner {
             if was_masked {
                 continue;
             }
+            if !is_masked_by_kernels(&told)
+                && let Err(error) = self.heap.set_mask(told.rank, true)
+            {
+                self.meeting.warn(&error);
+            }
             let alive = peer.endpoint().cloned().filter(Endpoint::is_alive);
-            let why = format!("nothing came for {:.3} s", self.config.timeout.as_secs_f64());
+            let why = reason(&told, self.config.timeout);
             let fault = Fault {
                 rank: told.rank,
                 operation: kind.name(),
@@ -446,15 +453,14 @@ impl Inner {
         }
         let epochs = if masked { Epochs::default() } else { self.quiet(&state, what, None)? };
         for rank in ranks {
+            let Some(peer) = &mut state.peers[*rank as usize] else { continue };
             if !masked {
                 // What it was not sent meanwhile it need not take.
-                self.heap.set_taken(*rank, epochs)?;
-                self.regions.clear(*rank);
+                self.set_taken(peer, epochs)?;
+                self.regions.clear(peer.rank);
             }
-            self.heap.set_mask(*rank, masked)?;
-            if let Some(peer) = &mut state.peers[*rank as usize] {
-                peer.masked = masked;
-            }
+            self.heap.set_mask(peer.rank, masked)?;
+            peer.masked = masked;
         }
         Ok(())
     }

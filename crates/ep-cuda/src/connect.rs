@@ -34,19 +34,17 @@ impl Inner {
         let epochs = greeted.iter().fold(mine, |most, greeted| {
             most.max(Epochs { dispatch: greeted.heard.counts[1], combine: greeted.heard.counts[2] })
         });
-        let far = self.far_memory(&greeted)?;
-        let mut peers = Vec::with_capacity(greeted.len());
-        for greeted in greeted {
-            peers.push(self.meet(greeted, far, activate, deadline)?);
-        }
-        // From here on the others may write.
-        let mut state = self.state.lock();
-        self.set_epochs(&state, &peers, mine, epochs)?;
-        drop(state);
         let told: Vec<(u32, Endpoint, Vec<u8>)> =
-            peers.iter().filter_map(|peer| Some((peer.rank, peer.endpoint()?.clone(), Vec::new()))).collect();
+            greeted.iter().map(|one| (one.end.rank, one.end.endpoint.clone(), Vec::new())).collect();
+        let prepared = self.meet_all(greeted, activate, deadline).and_then(|peers| {
+            // From here on the others may write.
+            self.set_epochs(&self.state.lock(), &peers, mine, epochs)?;
+            Ok(peers)
+        });
+        let tell = |error: &Error| self.meeting.refuse(told.iter().map(|(_, endpoint, _)| endpoint), error);
+        let peers = prepared.inspect_err(tell)?;
         self.meeting.all_ready(&told, deadline)?;
-        state = self.state.lock();
+        let mut state = self.state.lock();
         for mut peer in peers {
             let at = peer.rank as usize;
             state.generation += 1;
@@ -67,10 +65,10 @@ impl Inner {
             self.heap.set_epochs(epochs)?;
             // Those connected so far, this rank itself among them, came later than the others too.
             for peer in state.peers.iter().flatten() {
-                self.heap.set_taken(peer.rank, epochs)?;
+                self.set_taken(peer, epochs)?;
             }
         }
-        peers.iter().try_for_each(|peer| self.heap.set_taken(peer.rank, epochs))
+        peers.iter().try_for_each(|peer| self.set_taken(peer, epochs))
     }
 
     /// Clears what an earlier connection left, and makes the hello for a new one.
@@ -107,11 +105,16 @@ impl Inner {
         self.meeting.warn(&text);
     }
 
-    /// Whether there is memory for mirrors of the ranks out of reach that are known by now; how many they are.
-    fn far_memory(&self, greeted: &[Greeted]) -> Result<u32> {
+    fn meet_all(&self, greeted: Vec<Greeted>, activate: bool, deadline: Instant) -> Result<Vec<Peer>> {
+        // Ranks out of reach that are known by now.
         let far = greeted.iter().filter(|greeted| greeted.heard.shared.is_none()).count() as u32;
         self.check_memory(far)?;
-        Ok(far)
+        let meet = |greeted: Greeted| {
+            let (rank, endpoint) = (greeted.end.rank, greeted.end.endpoint.clone());
+            let met = self.meet(greeted, far, activate, deadline);
+            met.map_err(|error| self.meeting.why(rank, &endpoint, error))
+        };
+        greeted.into_iter().map(meet).collect()
     }
 
     fn check_memory(&self, far: u32) -> Result<()> {

@@ -10,7 +10,7 @@ use crossrail_types::{Error, ErrorKind, Result, format_duration};
 use parking_lot::Mutex;
 
 /// Events kept at most.
-const KEPT: usize = 64;
+const KEPT: usize = 256;
 /// Between looks at whether the GPU is still there.
 const LOOK: Duration = Duration::from_millis(2);
 /// How long a wait spins before it gives way.
@@ -148,6 +148,8 @@ impl Counts {
             Error::new(ErrorKind::Exhausted, "dispatch", text)
         })?;
         let count = Count(Arc::new(Asked { counts: self.clone(), slot, done: Mutex::new(None) }));
+        // SAFETY: inside the page, and nobody else's.
+        unsafe { count.at().add(16).write_bytes(0, 4 * self.experts) };
         count.word().store(0, Ordering::Release);
         Ok(count)
     }
@@ -206,7 +208,8 @@ impl Count {
         (word >> 32 != 0).then_some(word as u32)
     }
 
-    /// Waits until the GPU has told the rows; they and the count of each local expert, rounded up to the alignment.
+    /// Waits until the GPU has told the rows; they and the count of each local expert, rounded up to the alignment (zeros
+    /// where the routing of an earlier dispatch was repeated, whose counts these are).
     ///
     /// # Errors
     /// `Timeout`; what the driver says of a GPU that was lost.

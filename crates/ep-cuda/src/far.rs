@@ -11,17 +11,17 @@ use crossrail::Op;
 use crossrail_cuda::{Context, Event, PinnedMemory, Stream};
 use crossrail_ep::Fault;
 use crossrail_kernels::ep::{
-    EP_ANNOUNCE, EP_DEPTH, EP_LINE, EP_NOWHERE, EP_RECEIVE, EP_SEND, EP_WEIGHTED, EP_WORD_WEIGHTS, EpCombineArgs,
-    EpDispatchArgs, EpTableHeader,
+    EP_ANNOUNCE, EP_DEPTH, EP_LINE, EP_NOWHERE, EP_RECEIVE, EP_SEND, EP_WEIGHTED, EP_WORD_PLACE, EP_WORD_WEIGHTS,
+    EpCombineArgs, EpDispatchArgs, EpHeap, EpTableHeader, Shape,
 };
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
 use crate::buffer::{Inner, State};
 use crate::calls::{Args, Launch};
-use crate::heap::Span;
+use crate::heap::{Epochs, Span, set_taken};
 use crate::order::Kind;
-use crate::peer::Far;
+use crate::peer::{Far, Peer};
 
 /// Reads GPU memory that kernels are done with.
 pub(crate) struct Reader {
@@ -112,6 +112,16 @@ impl Inner {
             }
         }
         Ok(())
+    }
+
+    /// What was sent from `peer` here and from here to it so far counts as taken: here, and there with the next line of
+    /// words that is carried.
+    pub(crate) fn set_taken(&self, peer: &Peer, epochs: Epochs) -> Result<()> {
+        set_taken(&self.heap.memory, &self.heap.parts, peer.rank, epochs)?;
+        match peer.far() {
+            Some(far) => set_taken(&far.mirror, &self.heap.parts, self.me, epochs),
+            None => Ok(()),
+        }
     }
 
     /// Ranks out of reach that are not masked.
@@ -216,24 +226,20 @@ impl Inner {
         let (common, ranks) = (&args.common, self.shape.ranks as usize);
         let heap = &common.heap;
         let placed = self.reader.numbers(common.handle + common.parts.sent_rows, common.tokens as usize * ranks)?;
-        let mine = placed.iter().skip(far.rank as usize).step_by(ranks).filter(|row| **row != EP_NOWHERE);
-        let count = mine.clone().count() as u64;
-        let base = u64::from(mine.min().copied().unwrap_or(0));
+        let count =
+            placed.iter().skip(far.rank as usize).step_by(ranks).filter(|row| **row != EP_NOWHERE).count() as u64;
+        // Rows are numbered from this rank's first there.
+        let first = self.reader.numbers(common.handle + common.parts.places + 4 * u64::from(far.rank), 1)?[0];
         let parity = self.heap.sent()?.dispatch % u64::from(EP_DEPTH);
         let theirs = parity * ranks as u64 + u64::from(far.rank);
         // An announcement begins with the number of the region.
         let region = self.reader.numbers(self.heap.base() + heap.announces + theirs * heap.announce_stride, 1)?[0];
-        let start = heap.regions + u64::from(region) * heap.region_stride;
-        let topk = u64::from(self.shape.topk);
-        let parts = [
-            (0, u64::from(self.shape.row_bytes())),
-            (heap.region_scales, u64::from(self.shape.scale_bytes())),
-            (heap.region_idx, 8 * topk),
-            (heap.region_weights, 4 * topk),
-            (heap.region_source, 4),
-        ];
-        let span = |(at, len): (u64, u64)| Span { at: start + at + base * len, len: count * len };
-        Ok(Load { rows: parts.map(span).to_vec(), told: Vec::new() })
+        let rows = match region < self.shape.regions {
+            true => region_rows(heap, &self.shape, region, u64::from(first), count).to_vec(),
+            // It did not come, and has got nothing.
+            false => Vec::new(),
+        };
+        Ok(Load { rows, told: vec![place_words(heap, self.me)] })
     }
 
     fn expert_back(&self, far: &Far, args: &EpCombineArgs) -> Result<Load> {
@@ -330,6 +336,27 @@ impl Inner {
     }
 }
 
+/// `count` rows from `first` on, in all parts of a region.
+fn region_rows(heap: &EpHeap, shape: &Shape, region: u32, first: u64, count: u64) -> [Span; 5] {
+    let start = heap.regions + u64::from(region) * heap.region_stride;
+    let topk = u64::from(shape.topk);
+    let parts = [
+        (0, u64::from(shape.row_bytes())),
+        (heap.region_scales, u64::from(shape.scale_bytes())),
+        (heap.region_idx, 8 * topk),
+        (heap.region_weights, 4 * topk),
+        (heap.region_source, 4),
+    ];
+    parts.map(|(at, len)| Span { at: start + at + first * len, len: count * len })
+}
+
+/// Where a dispatch's rows begin, of both parities: the receiver looks once it has the word that all rows are there,
+/// which comes with the line after this.
+fn place_words(heap: &EpHeap, source: u32) -> Span {
+    let at = heap.words + u64::from(source) * EP_LINE + 8 * u64::from(EP_WORD_PLACE);
+    Span { at, len: 8 * u64::from(EP_DEPTH) }
+}
+
 fn header_bytes(header: &EpTableHeader) -> Vec<u8> {
     [&header.tokens.to_le_bytes()[..], &header.flags.to_le_bytes(), &header.epoch.to_le_bytes()].concat()
 }
@@ -349,7 +376,11 @@ fn runs(wanted: impl Iterator<Item = bool>) -> Vec<Span> {
 
 #[cfg(test)]
 mod tests {
+    use crossrail_ep::{Config, Layout, Payload, Scale};
+    use crossrail_kernels::ep::EP_WORD_SENT;
+
     use super::*;
+    use crate::options;
 
     #[test]
     fn neighbours_are_carried_together() {
@@ -358,6 +389,46 @@ mod tests {
         assert_eq!(of(""), []);
         assert_eq!(of("..."), []);
         assert_eq!(of("xx.x...xxx"), [span(0, 2), span(3, 1), span(7, 3)]);
+    }
+
+    fn shape() -> Shape {
+        let config = Config {
+            ranks: 4,
+            max_tokens: 10,
+            hidden: 256,
+            experts: 8,
+            topk: 3,
+            payload: Payload::Fp8(Scale::F32),
+            layouts: vec![Layout::Rank],
+            prereduce: false,
+            share_node: true,
+            timeout: Duration::from_secs(1),
+        };
+        options::shape(&config, &options::DeviceOptions::default()).unwrap()
+    }
+
+    #[test]
+    fn where_rows_begin_is_carried_before_the_word_that_they_are_there() {
+        let heap = shape().heap();
+        let place = place_words(&heap, 2);
+        // Inside the line of words of that source, which is carried last, and behind the words of `sent`.
+        let line = heap.words + 2 * EP_LINE;
+        assert_eq!((place.at - line, place.len), (11 * 8, 16));
+        assert!(place.at + place.len <= line + EP_LINE);
+        const { assert!(EP_WORD_SENT + EP_DEPTH <= EP_WORD_PLACE) };
+    }
+
+    #[test]
+    fn rows_are_carried_from_the_first_of_this_ranks() {
+        let (shape, heap) = (shape(), shape().heap());
+        let spans = region_rows(&heap, &shape, 1, 7, 5);
+        let lens = [256, 2 * 4, 8 * 3, 4 * 3, 4];
+        assert_eq!(spans.map(|span| span.len), lens.map(|len| 5 * len));
+        let parts = [0, heap.region_scales, heap.region_idx, heap.region_weights, heap.region_source];
+        for ((span, part), len) in spans.into_iter().zip(parts).zip(lens) {
+            assert_eq!(span.at, heap.regions + heap.region_stride + part + 7 * len);
+            assert!(span.at + span.len <= heap.bytes);
+        }
     }
 
     #[test]

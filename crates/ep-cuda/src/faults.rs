@@ -3,11 +3,12 @@
 
 use std::mem::size_of;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::time::Duration;
 
 use crossrail_cuda::{Context, PinnedMemory};
 use crossrail_kernels::ep::{
-    EP_FAULTS, EP_STAGE_ANNOUNCE, EP_STAGE_BACK_ROW, EP_STAGE_COMBINE_TAKEN, EP_STAGE_DISPATCH_TAKEN, EP_STAGE_ROW,
-    EP_STAGE_SENT, EP_STAGE_TABLE, EP_STAGE_WEIGHTS, EpFault,
+    EP_FAULTS, EP_STAGE_ANNOUNCE, EP_STAGE_BACK_ROW, EP_STAGE_COMBINE_TAKEN, EP_STAGE_DISPATCH_TAKEN, EP_STAGE_PLACE,
+    EP_STAGE_ROW, EP_STAGE_SENT, EP_STAGE_TABLE, EP_STAGE_WEIGHTS, EpFault,
 };
 use crossrail_types::Result;
 
@@ -20,12 +21,27 @@ pub(crate) fn stage(number: u32) -> (Kind, &'static str) {
         EP_STAGE_ROW => (Kind::Dispatch, "its rows"),
         EP_STAGE_ANNOUNCE => (Kind::Dispatch, "its announcement"),
         EP_STAGE_SENT => (Kind::Dispatch, "all of its rows"),
+        EP_STAGE_PLACE => (Kind::Dispatch, "its rows at their place"),
         EP_STAGE_DISPATCH_TAKEN => (Kind::Dispatch, "it to take the dispatch before the last"),
         EP_STAGE_WEIGHTS => (Kind::Combine, "its weights"),
         EP_STAGE_BACK_ROW => (Kind::Combine, "its rows back"),
         EP_STAGE_COMBINE_TAKEN => (Kind::Combine, "it to take the combine before the last"),
         _ => (Kind::Dispatch, "something of a later version"),
     }
+}
+
+/// Why a living rank is lost that a fault tells of; `limit` is how long is waited.
+pub(crate) fn reason(told: &EpFault, limit: Duration) -> String {
+    if told.stage == EP_STAGE_PLACE {
+        // It did come, and has written in its place: the ranks do not agree on who came in time.
+        return format!("its rows begin at {}, as other ranks came in time for it than for this one", told.seen);
+    }
+    format!("nothing came for {:.3} s", limit.as_secs_f64())
+}
+
+/// Whether kernels leave the rank out already that a fault tells of.
+pub(crate) fn is_masked_by_kernels(told: &EpFault) -> bool {
+    told.stage != EP_STAGE_PLACE
 }
 
 /// The ring, and how far it was read.
@@ -113,8 +129,18 @@ mod tests {
     }
 
     #[test]
+    fn a_fault_says_why_the_rank_is_lost() {
+        let limit = Duration::from_millis(1500);
+        let late = EpFault { stage: EP_STAGE_SENT, ..NONE };
+        assert_eq!(reason(&late, limit), "nothing came for 1.500 s");
+        let misplaced = EpFault { stage: EP_STAGE_PLACE, seen: 12, ..NONE };
+        assert!(reason(&misplaced, limit).starts_with("its rows begin at 12, "));
+        assert_eq!((is_masked_by_kernels(&late), is_masked_by_kernels(&misplaced)), (true, false));
+    }
+
+    #[test]
     fn every_stage_has_a_name() {
-        let names: Vec<_> = (1..=8).map(|number| stage(number).1).collect();
+        let names: Vec<_> = (1..=9).map(|number| stage(number).1).collect();
         assert!(names.iter().all(|name| !name.contains("later version")), "{names:?}");
     }
 }

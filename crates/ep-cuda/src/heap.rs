@@ -108,14 +108,6 @@ impl Heap {
         self.memory.fill_from(self.parts.state as usize, &bytes)
     }
 
-    /// What `rank` was sent so far counts as taken.
-    pub(crate) fn set_taken(&self, rank: u32, epochs: Epochs) -> Result<()> {
-        const _: () = assert!(EP_WORD_COMBINE_TAKEN == EP_WORD_DISPATCH_TAKEN + 1);
-        let at = self.line(rank).at + 8 * u64::from(EP_WORD_DISPATCH_TAKEN);
-        let bytes = [epochs.dispatch.to_le_bytes(), epochs.combine.to_le_bytes()].concat();
-        self.memory.fill_from(at as usize, &bytes)
-    }
-
     /// The line of words that `source` writes.
     pub(crate) fn line(&self, source: u32) -> Span {
         Span { at: self.parts.words + u64::from(source) * EP_LINE, len: EP_LINE }
@@ -128,6 +120,14 @@ impl Heap {
         }
         Ok(())
     }
+}
+
+/// In the line of words of `source` in the heap that `memory` is, or mirrors: it has taken so many operations.
+pub(crate) fn set_taken(memory: &Memory, heap: &EpHeap, source: u32, epochs: Epochs) -> Result<()> {
+    const _: () = assert!(EP_WORD_COMBINE_TAKEN == EP_WORD_DISPATCH_TAKEN + 1);
+    let at = heap.words + u64::from(source) * EP_LINE + 8 * u64::from(EP_WORD_DISPATCH_TAKEN);
+    let bytes = [epochs.dispatch.to_le_bytes(), epochs.combine.to_le_bytes()].concat();
+    memory.fill_from(at as usize, &bytes)
 }
 
 /// Where what a source says in a heap is taken for something that is there: its words and the flags of its rows.

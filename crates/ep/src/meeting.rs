@@ -234,7 +234,7 @@ impl Meeting {
     }
 
     /// Tells those that this rank is connected to that it gives up, and why: they are not to wait for it.
-    fn refuse<'a>(&self, connected: impl Iterator<Item = &'a Endpoint>, error: &Error) {
+    pub fn refuse<'a>(&self, connected: impl Iterator<Item = &'a Endpoint>, error: &Error) {
         let Some(Ok(refusal)) = Word::refusal(error).map(|word| word.encode()) else { return };
         let (mut told, mut heard) = (Vec::new(), Vec::new());
         for endpoint in connected.filter(|endpoint| endpoint.is_alive()) {

@@ -16,6 +16,7 @@
 mod build;
 pub mod job;
 pub mod job_rank;
+pub mod numbers;
 pub mod reference;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
@@ -26,6 +27,7 @@ use std::sync::Arc;
 use crossrail_cuda::{Grid, KernelArgs};
 
 pub use self::build::{Build, Library};
+pub use self::numbers::Numbers;
 
 /// Streams n, n + STREAMS, ... are of one GPU; what its threads tell each other need not be known to others.
 pub const STREAMS: u32 = 1000;
@@ -251,32 +253,3 @@ impl Number for u64 {}
 impl Number for i32 {}
 impl Number for i64 {}
 impl Number for f32 {}
-
-/// Pseudo-random numbers that a test can repeat.
-pub struct Numbers(pub u64);
-
-impl Numbers {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ mixed >> 31
-    }
-
-    /// Less than `limit`.
-    pub fn below(&mut self, limit: u64) -> u64 {
-        ((u128::from(self.next()) * u128::from(limit)) >> 64) as u64
-    }
-
-    pub fn bytes(&mut self, count: usize) -> Vec<u8> {
-        let mut bytes: Vec<u8> = (0..count.div_ceil(8)).flat_map(|_| self.next().to_le_bytes()).collect();
-        bytes.truncate(count);
-        bytes
-    }
-
-    /// True once in `of`.
-    pub fn once_in(&mut self, of: u64) -> bool {
-        self.below(of) == 0
-    }
-}

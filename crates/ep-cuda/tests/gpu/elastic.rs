@@ -1,0 +1,52 @@
+//! Ranks that come, leave, come back, and are masked and taken back; those that stay go on.
+
+use crossrail_ep_cuda::{Layout, Payload};
+
+use crate::alone;
+use crate::rank::{Case, LIMIT, Rank, on_ranks_apart};
+use crate::rounds::all_ways;
+
+alone!(ranks_come_and_go_in_the_expert_layout, |gpus| {
+    on_ranks_apart(&Case::new(Layout::Expert, Payload::Bf16), gpus, come_and_go);
+});
+alone!(ranks_come_and_go_in_the_rank_layout, |gpus| {
+    on_ranks_apart(&Case::new(Layout::Rank, Payload::Bf16), gpus, come_and_go);
+});
+
+#[allow(clippy::needless_pass_by_value)]
+fn come_and_go(rank: Rank) {
+    let (all, me) = (rank.case.everybody(), rank.me);
+    let stays = me != 3;
+    if me < 2 {
+        rank.timed("2 connect", || rank.connect(&[0, 1]));
+        all_ways(&rank, 0..3, &[2, 3]);
+    }
+    rank.meet("two", &all);
+    rank.timed("2 more connect", || rank.connect(&all));
+    all_ways(&rank, 10..13, &[]);
+
+    rank.meet("four", &all);
+    let others: &[u32] = if stays { &[3] } else { &[0, 1, 2] };
+    rank.timed("1 is disconnected", || rank.buffer.disconnect(others).expect("disconnect"));
+    assert_eq!(rank.buffer.connected().len(), if stays { 3 } else { 1 });
+    // They do not do the same number of operations apart.
+    all_ways(&rank, if stays { 20..23 } else { 20..21 }, if stays { &[3] } else { &[0, 1, 2] });
+
+    rank.meet("three", &all);
+    rank.timed("1 connects again", || rank.connect(&all));
+    all_ways(&rank, 30..33, &[]);
+
+    rank.meet("four again", &all);
+    rank.buffer.mask(others).expect("mask");
+    assert_eq!(rank.buffer.masked(), others);
+    all_ways(&rank, 40..42, if stays { &[3] } else { &[0, 1, 2] });
+    rank.meet("masked", &all);
+    rank.buffer.unmask(others).expect("unmask");
+    assert!(rank.buffer.masked().is_empty());
+    rank.meet("unmasked", &all);
+    all_ways(&rank, 50..53, &[]);
+
+    assert_eq!(rank.buffer.faults(), [], "rank {me}");
+    rank.buffer.sync(Some(LIMIT)).expect("sync");
+    rank.leave();
+}

@@ -1,0 +1,463 @@
+//! One round: a dispatch and its combine with random tokens, both compared with the reference.
+#![allow(unsafe_code)]
+
+use crossrail_cuda::Stream;
+use crossrail_ep_cuda::{
+    DeviceBuffer, DeviceHandle, Enqueued, ExpertCombine, ExpertDispatch, ExpertOut, InScales, Layout, RankCombine,
+    RankDispatch, RegionLease, Shape, Split, Tokens,
+};
+use crossrail_kernels::ep as kernels;
+use crossrail_types::Result;
+
+use crate::Numbers;
+use crate::rank::{Gpu, LIMIT, POISON, Rank};
+use crate::reference::{self, Outputs, RankRow, Routing, Wire, random_rows};
+
+/// How a round is done; the same on every rank.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Way {
+    /// Ranks that take no part.
+    pub(crate) absent: Vec<usize>,
+    /// Halves apart.
+    pub(crate) split: bool,
+    /// Weights go with the dispatch.
+    pub(crate) early: bool,
+    /// Experts' numbers of 4 bytes.
+    pub(crate) short_ids: bool,
+    pub(crate) biases: bool,
+    /// Rows are fp8 already, where the buffer carries fp8.
+    pub(crate) ready: bool,
+}
+
+impl Way {
+    pub(crate) fn of(round: u64) -> Way {
+        let bit = |at: u64| round >> at & 1 == 1;
+        let (split, early) = (bit(1), !bit(0));
+        Way { split, early, short_ids: bit(2), biases: bit(1) != bit(2), ready: bit(0) != bit(2), absent: Vec::new() }
+    }
+}
+
+/// What all ranks have in one round; each makes all of it.
+pub(crate) struct World {
+    pub(crate) shape: Shape,
+    pub(crate) routing: Routing,
+    /// By rank: bf16 [tokens][H].
+    pub(crate) rows: Vec<Vec<u16>>,
+    pub(crate) biases: Vec<Vec<Vec<u16>>>,
+    numbers: Numbers,
+}
+
+impl World {
+    pub(crate) fn new(shape: Shape, seed: u64, way: &Way) -> World {
+        let mut numbers = Numbers(seed);
+        let routing = Routing::random(&mut numbers, &shape).without(&way.absent);
+        World::of(shape, numbers, routing, way.biases)
+    }
+
+    pub(crate) fn of(shape: Shape, mut numbers: Numbers, routing: Routing, biases: bool) -> World {
+        let hidden = shape.hidden as usize;
+        let mut rows_of = |count: &usize| random_rows(&mut numbers, *count, hidden);
+        let rows = routing.tokens.iter().map(&mut rows_of).collect();
+        let biases = if biases {
+            routing.tokens.iter().map(|count| vec![rows_of(count), rows_of(count)]).collect()
+        } else {
+            Vec::new()
+        };
+        World { shape, routing, rows, biases, numbers }
+    }
+
+    pub(crate) fn outputs(&mut self, counts: &[usize]) -> Vec<Outputs> {
+        let hidden = self.shape.hidden as usize;
+        counts.iter().map(|count| Outputs { hidden, values: random_rows(&mut self.numbers, *count, hidden) }).collect()
+    }
+
+    /// A rank's input on its GPU.
+    pub(crate) fn tokens(&self, gpu: &Gpu, me: usize, way: &Way) -> Tokens {
+        let (idx, hidden) = (&self.routing.idx[me], self.shape.hidden as usize);
+        let (x, x_stride, scales) = if way.ready && self.shape.payload != kernels::Payload::Bf16 {
+            let wires = self.rows[me].chunks(hidden).map(|row| Wire::of(self.shape.payload, row));
+            let (mut elements, mut scales) = (Vec::new(), Vec::new());
+            for wire in wires {
+                elements.extend(wire.elements);
+                scales.extend(wire.scales);
+                scales.resize(scales.len().next_multiple_of(4), 0);
+            }
+            let scales = InScales { address: gpu.put(&scales), row: scale_row(&self.shape) as u64, block: 4 };
+            (gpu.put(&elements), hidden as u64, Some(scales))
+        } else {
+            (gpu.put_all(&self.rows[me]), 2 * hidden as u64, None)
+        };
+        Tokens {
+            tokens: self.routing.tokens[me] as u32,
+            x,
+            x_stride,
+            scales,
+            topk_idx: if way.short_ids {
+                gpu.put_all(idx)
+            } else {
+                gpu.put_all(&idx.iter().map(|id| i64::from(*id)).collect::<Vec<_>>())
+            },
+            idx_bytes: if way.short_ids { 4 } else { 8 },
+            topk_weights: if way.early { gpu.put_all(&self.routing.weights[me]) } else { 0 },
+        }
+    }
+
+    pub(crate) fn biases(&self, gpu: &Gpu, me: usize) -> [u64; 2] {
+        self.biases.get(me).map_or([0; 2], |both| [gpu.put_all(&both[0]), gpu.put_all(&both[1])])
+    }
+}
+
+/// Where a dispatch in the expert layout puts what comes.
+pub(crate) fn expert_out(gpu: &Gpu, shape: &Shape) -> ExpertOut {
+    let (local, most) = (shape.local_experts() as usize, (shape.ranks * shape.max_tokens) as usize);
+    let scale_row = scale_row(shape);
+    ExpertOut {
+        x: gpu.room(local * most * shape.row_bytes() as usize),
+        scales: gpu.room(local * most * scale_row),
+        scale_expert: (most * scale_row) as u64,
+        scale_row: scale_row as u64,
+        scale_block: 4,
+        counts: gpu.room(4 * local),
+        ranges: gpu.room(8 * local * shape.ranks as usize),
+        source: gpu.room(4 * local * most),
+    }
+}
+
+/// Bytes from one row's scales to the next's, as these tests place them.
+fn scale_row(shape: &Shape) -> usize {
+    match shape.payload {
+        kernels::Payload::Fp8(kernels::Scale::Ue8m0) => (shape.scale_bytes() as usize).next_multiple_of(4),
+        _ => shape.scale_bytes() as usize,
+    }
+}
+
+// Below, the stream is the rank's own and alive, and all addresses are of its own memory, as long as the fields say; that
+// is not given to others before the stream is done.
+
+pub(crate) fn put_dispatch_expert(
+    buffer: &DeviceBuffer,
+    stream: &Stream,
+    call: &ExpertDispatch,
+    split: Split,
+) -> Result<Enqueued> {
+    // SAFETY: as said above.
+    unsafe { buffer.dispatch_expert(call, stream.handle(), split) }
+}
+
+pub(crate) fn put_combine_expert(
+    buffer: &DeviceBuffer,
+    stream: &Stream,
+    call: &ExpertCombine,
+    handle: &DeviceHandle,
+    split: Split,
+) -> Result<Enqueued> {
+    // SAFETY: as said above.
+    unsafe { buffer.combine_expert(call, handle, stream.handle(), split) }
+}
+
+pub(crate) fn put_dispatch_rank(
+    buffer: &DeviceBuffer,
+    stream: &Stream,
+    call: &RankDispatch,
+    split: Split,
+) -> Result<Enqueued> {
+    // SAFETY: as said above.
+    unsafe { buffer.dispatch_rank(call, stream.handle(), split) }
+}
+
+pub(crate) fn put_combine_rank(
+    buffer: &DeviceBuffer,
+    stream: &Stream,
+    call: &RankCombine,
+    handle: &DeviceHandle,
+    split: Split,
+) -> Result<Enqueued> {
+    // SAFETY: as said above.
+    unsafe { buffer.combine_rank(call, handle, stream.handle(), split) }
+}
+
+/// Finishes what was split.
+pub(crate) fn finish(enqueued: Enqueued, gpu: &Gpu) -> DeviceHandle {
+    let Enqueued { handle, pending, .. } = enqueued;
+    if let Some(pending) = pending {
+        // SAFETY: the stream is alive, and is that of the first half; memory is kept to the end of the test.
+        unsafe { pending.finish(gpu.stream.handle()).expect("finish") };
+    }
+    handle
+}
+
+pub(crate) fn split(way: &Way) -> Split {
+    if way.split { Split::Send } else { Split::Whole }
+}
+
+/// A round in the expert layout.
+pub(crate) fn expert(rank: &Rank, seed: u64, way: &Way) {
+    expert_with(&rank.buffer, &rank.gpu, rank.me as usize, seed, way);
+}
+
+pub(crate) fn expert_with(buffer: &DeviceBuffer, gpu: &Gpu, me: usize, seed: u64, way: &Way) {
+    let mut world = World::new(*buffer.shape(), seed, way);
+    gpu.reset();
+    let shape = world.shape;
+    let input = world.tokens(gpu, me, way);
+    let out = expert_out(gpu, &shape);
+    let local = shape.local_experts() as usize;
+    let (stats, waits) = (gpu.put_all(&vec![0i32; local]), gpu.put_all(&vec![0i64; shape.ranks as usize]));
+    let call = ExpertDispatch { input, out, stats, waits };
+    let handle = finish(put_dispatch_expert(buffer, &gpu.stream, &call, split(way)).expect("dispatch"), gpu);
+    check_expert(&world, gpu, me, &out);
+    assert_eq!(gpu.read_all::<i32>(stats, local), gpu.read_all::<i32>(out.counts, local), "rank {me}: statistics");
+    let waited = gpu.read_all::<i64>(waits, shape.ranks as usize);
+    assert!(waited.iter().all(|waited| (0..LIMIT.as_nanos() as i64).contains(waited)), "rank {me}: waits {waited:?}");
+
+    let most = (shape.ranks * shape.max_tokens) as usize;
+    let outputs = world.outputs(&vec![local * most; shape.ranks as usize]);
+    let tokens = input.tokens as usize;
+    let late = if way.early { 0 } else { gpu.put_all(&world.routing.weights[me]) };
+    let stride = 2 * u64::from(shape.hidden);
+    let result = gpu.room(tokens * stride as usize);
+    let call = ExpertCombine {
+        y: gpu.put_all(&outputs[me].values),
+        y_stride: stride,
+        topk_weights: late,
+        bias: world.biases(gpu, me),
+        out: result,
+        out_stride: stride,
+        waits: 0,
+    };
+    drop(finish(put_combine_expert(buffer, &gpu.stream, &call, &handle, split(way)).expect("combine"), gpu));
+    let expected = reference::combine_expert(&shape, &world.routing, &outputs, true, &world.biases);
+    compare_rows(&gpu.read_all::<u16>(result, tokens * shape.hidden as usize), &expected[me], &shape, me, seed, way);
+}
+
+pub(crate) fn compare_rows(found: &[u16], expected: &[u16], shape: &Shape, me: usize, seed: u64, way: &Way) {
+    assert_eq!(found.len(), expected.len());
+    if let Some(at) = (0..found.len()).find(|at| found[*at] != expected[*at]) {
+        let (token, element) = (at / shape.hidden as usize, at % shape.hidden as usize);
+        panic!(
+            "rank {me}, seed {seed}, {way:?}: token {token}, element {element} is {} for {}",
+            reference::widen(found[at]),
+            reference::widen(expected[at])
+        );
+    }
+}
+
+/// What came is what was sent, at its place; nothing else was written.
+pub(crate) fn check_expert(world: &World, gpu: &Gpu, me: usize, out: &ExpertOut) {
+    let shape = &world.shape;
+    let (local, most) = (shape.local_experts() as usize, (shape.ranks * shape.max_tokens) as usize);
+    let expected = &reference::by_expert(shape, &world.routing)[me];
+    let counts: Vec<i32> = expected.rows.iter().map(|rows| rows.len() as i32).collect();
+    assert_eq!(gpu.read_all::<i32>(out.counts, local), counts, "rank {me}: counts");
+    assert_eq!(gpu.read_all::<i64>(out.ranges, local * shape.ranks as usize), expected.ranges, "rank {me}: ranges");
+    let sources = gpu.read_all::<i32>(out.source, local * most);
+    let row_bytes = shape.row_bytes() as usize;
+    let (rows, scales) =
+        (gpu.read(out.x, local * most * row_bytes), gpu.read(out.scales, local * most * scale_row(shape)));
+    for (expert, expected) in expected.rows.iter().enumerate() {
+        for at in 0..most {
+            let row = expert * most + at;
+            let found = &rows[row * row_bytes..][..row_bytes];
+            let Some((source, token)) = expected.get(at) else {
+                assert!(found.iter().all(|byte| *byte == POISON), "rank {me}: row {at} of expert {expert} is none's");
+                continue;
+            };
+            let hidden = shape.hidden as usize;
+            let wire = Wire::of(shape.payload, &world.rows[*source][token * hidden..][..hidden]);
+            let what = format!("rank {me}: row {at} of expert {expert}, token {token} of rank {source}");
+            assert!(found == wire.elements, "{what}");
+            let found = &scales[row * scale_row(shape)..][..wire.scales.len()];
+            assert!(found == wire.scales, "{what}: scales");
+            assert_eq!(sources[row] as usize, *token, "{what}: its token");
+        }
+    }
+}
+
+/// What a dispatch in the rank layout left on the GPU.
+pub(crate) struct RankOut {
+    pub(crate) counts: u64,
+    pub(crate) offsets: u64,
+    pub(crate) region: RegionLease,
+}
+
+/// A round in the rank layout. `cached`: the routing is then repeated with other rows.
+pub(crate) fn rank(rank: &Rank, seed: u64, way: &Way, cached: bool) {
+    let (buffer, gpu, me) = (&rank.buffer, &rank.gpu, rank.me as usize);
+    let mut world = World::new(rank.shape(), seed, way);
+    gpu.reset();
+    let shape = world.shape;
+    let input = world.tokens(gpu, me, way);
+    let handle = {
+        let (out, handle) = dispatch_rank(buffer, gpu, input, None, way);
+        let alignment = if way.split { 8 } else { 1 };
+        check_rank(&world, gpu, me, &out, alignment, way.early);
+        handle
+    };
+    if cached {
+        let fresh = World::of(shape, Numbers(seed + 77), world.routing.clone(), false);
+        let x = gpu.put_all(&fresh.rows[me]);
+        let input = Tokens { x, topk_idx: 0, topk_weights: 0, ..input };
+        let (out, _) = dispatch_rank(buffer, gpu, input, Some(&handle), way);
+        check_rank_rows(&fresh, gpu, me, &out.region);
+    }
+    let delivered = reference::by_rank(&shape, &world.routing, 1);
+    let counts: Vec<usize> = delivered.iter().map(|one| one.rows.len()).collect();
+    let outputs = world.outputs(&counts);
+    let (tokens, topk) = (input.tokens as usize, shape.topk as usize);
+    let weights: Vec<Vec<f32>> = if way.early {
+        counts.iter().map(|count| (0..count * topk).map(|at| at as f32 / 16.0 - 1.0).collect()).collect()
+    } else {
+        Vec::new()
+    };
+    let stride = 2 * u64::from(shape.hidden);
+    let (out, out_weights) = (gpu.room(tokens * stride as usize), gpu.room(4 * tokens * topk));
+    let call = RankCombine {
+        y: gpu.put_all(&outputs[me].values),
+        y_stride: stride,
+        y_weights: weights.get(me).map_or(0, |weights| gpu.put_all(weights)),
+        out_weights: if way.early { out_weights } else { 0 },
+        bias: world.biases(gpu, me),
+        out,
+        out_stride: stride,
+        waits: 0,
+    };
+    drop(finish(put_combine_rank(buffer, &gpu.stream, &call, &handle, split(way)).expect("combine"), gpu));
+    let (rows, sums) = &reference::combine_rank(&shape, &world.routing, &outputs, &weights, &world.biases)[me];
+    compare_rows(&gpu.read_all::<u16>(out, tokens * shape.hidden as usize), rows, &shape, me, seed, way);
+    if way.early {
+        assert_eq!(gpu.read_all::<f32>(out_weights, tokens * topk), *sums, "rank {me}, seed {seed}: weights");
+    }
+}
+
+fn dispatch_rank(
+    buffer: &DeviceBuffer,
+    gpu: &Gpu,
+    input: Tokens,
+    cached: Option<&DeviceHandle>,
+    way: &Way,
+) -> (RankOut, DeviceHandle) {
+    let shape = *buffer.shape();
+    let region = buffer.take_region().expect("a region");
+    let (counts, offsets) = (gpu.room(4 * shape.local_experts() as usize), gpu.room(8 * (shape.ranks as usize + 1)));
+    let call = RankDispatch {
+        input,
+        cached,
+        region: &region,
+        alignment: if way.split { 8 } else { 1 },
+        counts,
+        offsets,
+        worst_rows: region.view().most_rows,
+        count: true,
+        waits: 0,
+    };
+    let sent = put_dispatch_rank(buffer, &gpu.stream, &call, split(way)).expect("dispatch");
+    let count = sent.count.clone().expect("it was asked for");
+    let handle = finish(sent, gpu);
+    let (rows, by_expert) = count.wait(LIMIT).expect("counts");
+    let ends = gpu.read_all::<i64>(offsets, shape.ranks as usize + 1);
+    assert_eq!(i64::from(rows), ends[shape.ranks as usize]);
+    if cached.is_none() {
+        assert_eq!(by_expert, gpu.read_all::<i32>(counts, shape.local_experts() as usize));
+    }
+    (RankOut { counts, offsets, region }, handle)
+}
+
+pub(crate) fn check_rank(world: &World, gpu: &Gpu, me: usize, out: &RankOut, alignment: i32, weighted: bool) {
+    let shape = &world.shape;
+    let expected = &reference::by_rank(shape, &world.routing, alignment)[me];
+    assert_eq!(gpu.read_all::<i32>(out.counts, shape.local_experts() as usize), expected.counts, "rank {me}: counts");
+    assert_eq!(gpu.read_all::<i64>(out.offsets, shape.ranks as usize + 1), expected.offsets, "rank {me}: offsets");
+    check_rank_rows(world, gpu, me, &out.region);
+    let (view, topk, count) = (out.region.view(), shape.topk as usize, expected.rows.len());
+    let most = view.most_rows as usize;
+    let idx = gpu.read_all::<i64>(view.topk_idx, most * topk);
+    assert!(idx[count * topk..].iter().all(|id| *id == -1), "rank {me}: experts of rows that are none");
+    let weights = gpu.read_all::<f32>(view.topk_weights, count * topk);
+    for (at, RankRow { source, token, idx: ids, weights: expected }) in expected.rows.iter().enumerate() {
+        let what = format!("rank {me}: row {at}, token {token} of rank {source}");
+        assert_eq!(&idx[at * topk..][..topk], ids, "{what}");
+        assert!(!weighted || weights[at * topk..][..topk] == *expected, "{what}: weights");
+    }
+}
+
+fn check_rank_rows(world: &World, gpu: &Gpu, me: usize, region: &RegionLease) {
+    let (shape, view) = (&world.shape, region.view());
+    let expected = &reference::by_rank(shape, &world.routing, 1)[me].rows;
+    let (row_bytes, scale_bytes) = (shape.row_bytes() as usize, shape.scale_bytes() as usize);
+    let scale_bytes = if shape.payload == kernels::Payload::Bf16 { 0 } else { scale_bytes };
+    let rows = gpu.read(view.rows, expected.len() * row_bytes);
+    let scales = gpu.read(view.scales, expected.len() * scale_bytes);
+    let sources = gpu.read_all::<i32>(view.source, expected.len());
+    for (at, row) in expected.iter().enumerate() {
+        let hidden = shape.hidden as usize;
+        let wire = Wire::of(shape.payload, &world.rows[row.source][row.token * hidden..][..hidden]);
+        let what = format!("rank {me}: row {at}, token {} of rank {}", row.token, row.source);
+        assert!(rows[at * row_bytes..][..row_bytes] == wire.elements, "{what}");
+        assert!(scales[at * scale_bytes..][..scale_bytes] == wire.scales, "{what}: scales");
+        assert_eq!(sources[at] as usize, row.token, "{what}: its token");
+    }
+}
+
+/// Rounds of the case's layout, every way.
+pub(crate) fn all_ways(rank_: &Rank, rounds: std::ops::Range<u64>, absent: &[usize]) {
+    for round in rounds {
+        let way = Way { absent: absent.to_vec(), ..Way::of(round) };
+        match rank_.case.layouts[0] {
+            Layout::Expert => expert(rank_, round, &way),
+            Layout::Rank => rank(rank_, round, &way, round % 3 == 2),
+        }
+    }
+    let faults = rank_.buffer.faults();
+    assert!(faults.is_empty() || !absent.is_empty(), "{faults:?}");
+}
+
+/// A dispatch and its combine, in the stream at once, whatever comes out.
+pub(crate) fn unchecked(rank: &Rank, seed: u64) {
+    let (buffer, gpu, way) = (&rank.buffer, &rank.gpu, Way { early: true, ..Way::default() });
+    let world = World::new(rank.shape(), seed, &way);
+    gpu.reset();
+    let (input, stride) = (world.tokens(gpu, rank.me as usize, &way), 2 * u64::from(world.shape.hidden));
+    let out = gpu.room(world.shape.max_tokens as usize * stride as usize);
+    if rank.case.layouts[0] == Layout::Expert {
+        let places = expert_out(gpu, &world.shape);
+        let call = ExpertDispatch { input, out: places, stats: 0, waits: 0 };
+        let sent = put_dispatch_expert(buffer, &gpu.stream, &call, Split::Whole).expect("dispatch");
+        let call = ExpertCombine {
+            y: places.x,
+            y_stride: stride,
+            topk_weights: 0,
+            bias: [0; 2],
+            out,
+            out_stride: stride,
+            waits: 0,
+        };
+        put_combine_expert(buffer, &gpu.stream, &call, &sent.handle, Split::Whole).expect("combine");
+        return;
+    }
+    let region = buffer.take_region().expect("a region");
+    let call = RankDispatch {
+        input,
+        cached: None,
+        region: &region,
+        alignment: 1,
+        counts: gpu.room(4 * world.shape.local_experts() as usize),
+        offsets: gpu.room(8 * (world.shape.ranks as usize + 1)),
+        worst_rows: 0,
+        count: false,
+        waits: 0,
+    };
+    let sent = put_dispatch_rank(buffer, &gpu.stream, &call, Split::Whole).expect("dispatch");
+    let call = RankCombine {
+        y: region.view().rows,
+        y_stride: stride,
+        y_weights: 0,
+        out_weights: 0,
+        bias: [0; 2],
+        out,
+        out_stride: stride,
+        waits: 0,
+    };
+    put_combine_rank(buffer, &gpu.stream, &call, &sent.handle, Split::Whole).expect("combine");
+    // SAFETY: the stream is the rank's own.
+    unsafe { region.free_after(gpu.stream.handle()).expect("free_after") };
+}

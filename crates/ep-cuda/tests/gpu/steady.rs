@@ -1,0 +1,264 @@
+//! Operations back to back without end, two buffers at once, and graphs that are replayed.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crossrail_cuda::Graph;
+use crossrail_ep_cuda::{
+    DeviceHandle, ExpertCombine, ExpertDispatch, ExpertOut, Layout, Payload, RankCombine, RankDispatch, Shape, Split,
+    Tokens,
+};
+
+use crate::rank::{Case, Gpu, Rank, make_buffer, on_ranks};
+use crate::reference::{self, Choice, Outputs, Routing};
+use crate::rounds::{
+    RankOut, Way, World, all_ways, check_expert, check_rank, compare_rows, expert_out, expert_with, put_combine_expert,
+    put_combine_rank, put_dispatch_expert, put_dispatch_rank,
+};
+use crate::{Numbers, alone};
+
+/// Pairs of a dispatch and a combine: twice as many operations.
+const PAIRS: u64 = 10_000;
+/// Routings that they go through.
+const WORLDS: u64 = 6;
+/// Pairs between two checks, and that are in the stream at once.
+const CHECKED: u64 = 1000;
+const AHEAD: u64 = 50;
+
+alone!(ten_thousand_back_to_back, |gpus| {
+    on_ranks(&Case::new(Layout::Expert, Payload::Bf16), gpus, back_to_back);
+});
+
+/// One world on its rank's GPU, and what comes out when experts give back what they got.
+struct Prepared {
+    input: Tokens,
+    expected: Vec<u16>,
+}
+
+fn prepare(rank: &Rank, seed: u64) -> Prepared {
+    let (me, way) = (rank.me as usize, Way { early: true, ..Way::default() });
+    let world = World::new(rank.shape(), seed, &way);
+    let (shape, hidden) = (&world.shape, world.shape.hidden as usize);
+    let most = (shape.ranks * shape.max_tokens) as usize;
+    let outputs: Vec<Outputs> = reference::by_expert(shape, &world.routing)
+        .into_iter()
+        .map(|one| {
+            let mut values = vec![0; shape.local_experts() as usize * most * hidden];
+            for (expert, rows) in one.rows.iter().enumerate() {
+                for (at, (source, token)) in rows.iter().enumerate() {
+                    let row = &world.rows[*source][token * hidden..][..hidden];
+                    values[(expert * most + at) * hidden..][..hidden].copy_from_slice(row);
+                }
+            }
+            Outputs { hidden, values }
+        })
+        .collect();
+    let expected = reference::combine_expert(shape, &world.routing, &outputs, true, &[]).swap_remove(me);
+    Prepared { input: world.tokens(&rank.gpu, me, &way), expected }
+}
+
+fn back_to_back(rank: &Rank) {
+    let (gpu, shape) = (&rank.gpu, rank.shape());
+    gpu.reset();
+    let worlds: Vec<Prepared> = (0..WORLDS).map(|seed| prepare(rank, 1000 + seed)).collect();
+    let stride = 2 * u64::from(shape.hidden);
+    let outs = [0, 1].map(|_| (expert_out(gpu, &shape), gpu.room(shape.max_tokens as usize * stride as usize)));
+    gpu.wait();
+    let began = Instant::now();
+    for pair in 0..PAIRS {
+        let (world, (out, result)) = (&worlds[(pair % WORLDS) as usize], outs[(pair % 2) as usize]);
+        let call = ExpertDispatch { input: world.input, out, stats: 0, waits: 0 };
+        let sent = put_dispatch_expert(&rank.buffer, &gpu.stream, &call, Split::Whole).expect("dispatch");
+        let call = ExpertCombine {
+            y: out.x,
+            y_stride: stride,
+            topk_weights: 0,
+            bias: [0; 2],
+            out: result,
+            out_stride: stride,
+            waits: 0,
+        };
+        put_combine_expert(&rank.buffer, &gpu.stream, &call, &sent.handle, Split::Whole).expect("combine");
+        if pair % AHEAD == AHEAD - 1 {
+            gpu.wait();
+        }
+        if pair % CHECKED == CHECKED - 1 {
+            for (pair, (_, result)) in [(pair - 1, outs[((pair - 1) % 2) as usize]), (pair, outs[(pair % 2) as usize])]
+            {
+                let world = &worlds[(pair % WORLDS) as usize];
+                let found = gpu.read_all::<u16>(result, world.expected.len());
+                compare_rows(&found, &world.expected, &shape, rank.me as usize, pair, &Way::default());
+            }
+            // One rank after the other is late.
+            if pair / CHECKED % u64::from(shape.ranks) == u64::from(rank.me) {
+                thread::sleep(Duration::from_millis(10));
+            }
+        }
+    }
+    gpu.wait();
+    if rank.me == 0 {
+        let each = 1e6 * began.elapsed().as_secs_f64() / PAIRS as f64;
+        println!("note: {PAIRS} pairs of dispatch and combine, {each:.1} us each, checks included");
+    }
+    assert_eq!(rank.buffer.faults(), []);
+}
+
+alone!(two_buffers_at_once, |gpus| {
+    on_ranks(&Case::new(Layout::Expert, Payload::Bf16), gpus, |rank| {
+        let (me, ordinal) = (rank.me as usize, rank.gpu.ordinal);
+        let other = make_buffer(&rank.case, &rank.group, &rank.context, "others", ordinal, rank.gpus);
+        rank.connect_other(&other);
+        let gpu = Gpu::new(ordinal);
+        rank.meet("two buffers", &rank.case.everybody());
+        thread::scope(|scope| {
+            // Each at its own pace: nothing keeps the two in step.
+            let second = scope.spawn(|| {
+                for round in 0..12 {
+                    expert_with(&other, &gpu, me, 500 + round, &Way::of(round));
+                }
+                gpu
+            });
+            all_ways(rank, 0..12, &[]);
+            drop(second.join().expect("the second buffer's rounds"));
+        });
+        assert_eq!(other.faults(), []);
+        rank.meet("two buffers are done", &rank.case.everybody());
+        other.destroy().expect("destroy");
+    });
+});
+
+/// Tokens of each rank in graphs.
+const TOKENS: [usize; 4] = [14, 3, 0, 9];
+const REPLAYS: u64 = 12;
+
+fn world_of(shape: Shape, seed: u64) -> World {
+    let mut numbers = Numbers(seed);
+    let choice = Choice::random(&mut numbers);
+    let routing = Routing::of(&mut numbers, &shape, &TOKENS, choice);
+    World::of(shape, numbers, routing, false)
+}
+
+/// Other tokens in place of those of `input`.
+fn replace(world: &World, gpu: &Gpu, me: usize, input: &Tokens) {
+    gpu.write_all(input.x, &world.rows[me]);
+    let ids: Vec<i64> = world.routing.idx[me].iter().map(|id| i64::from(*id)).collect();
+    gpu.write_all(input.topk_idx, &ids);
+    gpu.write_all(input.topk_weights, &world.routing.weights[me]);
+}
+
+fn replay(graph: &Graph, gpu: &Gpu) {
+    launch(graph, gpu);
+    gpu.wait();
+}
+
+#[allow(unsafe_code)]
+fn launch(graph: &Graph, gpu: &Gpu) {
+    // SAFETY: all that was recorded is of the rank's own memory, its buffer, and a handle and a region that are kept.
+    unsafe { graph.launch(&gpu.stream).expect("launch") };
+}
+
+alone!(graphs_of_the_expert_layout, |gpus| on_ranks(&Case::new(Layout::Expert, Payload::Bf16), gpus, expert_graph));
+alone!(graphs_of_the_rank_layout, |gpus| on_ranks(&Case::new(Layout::Rank, Payload::Bf16), gpus, rank_graph));
+
+fn expert_graph(rank: &Rank) {
+    let (gpu, me, shape, way) = (&rank.gpu, rank.me as usize, rank.shape(), Way { early: true, ..Way::default() });
+    let (local, most) = (shape.local_experts() as usize, (shape.ranks * shape.max_tokens) as usize);
+    let stride = 2 * u64::from(shape.hidden);
+    gpu.reset();
+    let input = world_of(shape, 1).tokens(gpu, me, &way);
+    let out = expert_out(gpu, &shape);
+    let (y, result) = (gpu.room(local * most * stride as usize), gpu.room(TOKENS[me] * stride as usize));
+    let call =
+        ExpertCombine { y, y_stride: stride, topk_weights: 0, bias: [0; 2], out: result, out_stride: stride, waits: 0 };
+    gpu.wait();
+    let mut kept: Option<DeviceHandle> = None;
+    let graph = gpu.stream.record(|stream| {
+        let dispatch = ExpertDispatch { input, out, stats: 0, waits: 0 };
+        let sent = put_dispatch_expert(&rank.buffer, stream, &dispatch, Split::Whole)?;
+        assert!(sent.done.is_captured());
+        kept = Some(put_combine_expert(&rank.buffer, stream, &call, &sent.handle, Split::Whole)?.handle);
+        Ok(())
+    });
+    let graph = graph.expect("a graph");
+    rank.meet("recorded", &rank.case.everybody());
+    for round in 0..REPLAYS {
+        let mut world = world_of(shape, 100 + round);
+        let outputs = world.outputs(&vec![local * most; shape.ranks as usize]);
+        replace(&world, gpu, me, &input);
+        gpu.write_all(y, &outputs[me].values);
+        poison(gpu, &shape, &out);
+        replay(&graph, gpu);
+        check_expert(&world, gpu, me, &out);
+        let expected = reference::combine_expert(&shape, &world.routing, &outputs, true, &[]);
+        let found = gpu.read_all::<u16>(result, expected[me].len());
+        compare_rows(&found, &expected[me], &shape, me, round, &way);
+    }
+    // Without a look at what came between them, and beside calls that are not recorded.
+    (0..50).for_each(|_| launch(&graph, gpu));
+    gpu.wait();
+    all_ways(rank, 0..2, &[]);
+    drop((graph, kept));
+}
+
+fn poison(gpu: &Gpu, shape: &Shape, out: &ExpertOut) {
+    let rows = (shape.local_experts() * shape.ranks * shape.max_tokens) as usize;
+    gpu.poison(out.x, rows * shape.row_bytes() as usize);
+    gpu.poison(out.source, 4 * rows);
+}
+
+fn rank_graph(rank: &Rank) {
+    let (gpu, me, shape, way) = (&rank.gpu, rank.me as usize, rank.shape(), Way { early: true, ..Way::default() });
+    let stride = 2 * u64::from(shape.hidden);
+    gpu.reset();
+    let input = world_of(shape, 1).tokens(gpu, me, &way);
+    let region = rank.buffer.take_region().expect("a region");
+    let (counts, offsets) = (gpu.room(4 * shape.local_experts() as usize), gpu.room(8 * (shape.ranks as usize + 1)));
+    let out = RankOut { counts, offsets, region };
+    let most = out.region.view().most_rows;
+    let (y, result) = (gpu.room(most as usize * stride as usize), gpu.room(TOKENS[me] * stride as usize));
+    let call = RankCombine {
+        y,
+        y_stride: stride,
+        y_weights: 0,
+        out_weights: 0,
+        bias: [0; 2],
+        out: result,
+        out_stride: stride,
+        waits: 0,
+    };
+    gpu.wait();
+    let mut kept: Option<DeviceHandle> = None;
+    let graph = gpu.stream.record(|stream| {
+        let dispatch = RankDispatch {
+            input,
+            cached: None,
+            region: &out.region,
+            alignment: 1,
+            counts,
+            offsets,
+            worst_rows: most,
+            count: false,
+            waits: 0,
+        };
+        let sent = put_dispatch_rank(&rank.buffer, stream, &dispatch, Split::Whole)?;
+        kept = Some(put_combine_rank(&rank.buffer, stream, &call, &sent.handle, Split::Whole)?.handle);
+        Ok(())
+    });
+    let graph = graph.expect("a graph");
+    rank.meet("recorded", &rank.case.everybody());
+    for round in 0..REPLAYS {
+        let mut world = world_of(shape, 200 + round);
+        let delivered = reference::by_rank(&shape, &world.routing, 1);
+        let outputs = world.outputs(&delivered.iter().map(|one| one.rows.len()).collect::<Vec<_>>());
+        replace(&world, gpu, me, &input);
+        gpu.write_all(y, &outputs[me].values);
+        replay(&graph, gpu);
+        check_rank(&world, gpu, me, &out, 1, true);
+        let (expected, _) = &reference::combine_rank(&shape, &world.routing, &outputs, &[], &[])[me];
+        compare_rows(&gpu.read_all::<u16>(result, expected.len()), expected, &shape, me, round, &way);
+    }
+    (0..50).for_each(|_| launch(&graph, gpu));
+    gpu.wait();
+    drop((graph, kept, out));
+    all_ways(rank, 0..2, &[]);
+}

@@ -1,0 +1,88 @@
+//! Calls that make no sense are refused, and say what is wrong; nothing is put in.
+
+use crossrail_ep_cuda::{DeviceBuffer, DeviceOptions, Enqueued, ExpertCombine, ExpertDispatch, Layout, Payload, Split};
+use crossrail_types::{Error, ErrorKind, Result};
+
+use crate::alone;
+use crate::rank::{Case, LIMIT, Rank, make_buffer, on_ranks, on_ranks_apart, options};
+use crate::rounds::{Way, World, all_ways, expert_out, finish, put_combine_expert, put_dispatch_expert};
+
+fn refused<T>(result: Result<T>, kind: ErrorKind, text: &str) {
+    let error: Error = result.err().unwrap_or_else(|| panic!("not refused: {text}"));
+    assert!(error.kind == kind && error.to_string().contains(text), "{error}");
+}
+
+alone!(calls_that_make_no_sense, |gpus| on_ranks(&Case::new(Layout::Expert, Payload::Bf16), gpus, calls));
+
+fn calls(rank: &Rank) {
+    let (gpu, buffer, shape, way) = (&rank.gpu, &rank.buffer, rank.shape(), Way { early: true, ..Way::default() });
+    let usage = |result: Result<Enqueued>, text: &str| refused(result, ErrorKind::Usage, text);
+    let world = World::new(shape, 3, &way);
+    gpu.reset();
+    let (input, out) = (world.tokens(gpu, rank.me as usize, &way), expert_out(gpu, &shape));
+    let call = ExpertDispatch { input, out, stats: 0, waits: 0 };
+    let put = |call: &ExpertDispatch, split| put_dispatch_expert(buffer, &gpu.stream, call, split);
+    let with = |input| ExpertDispatch { input, ..call };
+    let mut wrong = with(input);
+    wrong.input.tokens = shape.max_tokens + 1;
+    usage(put(&wrong, Split::Whole), "more than max_tokens_per_rank, 14");
+    wrong = with(input);
+    wrong.input.idx_bytes = 2;
+    usage(put(&wrong, Split::Whole), "not 4 or 8");
+    wrong = with(input);
+    wrong.input.x += 8;
+    usage(put(&wrong, Split::Whole), "not aligned to 16 bytes");
+    refused(buffer.take_region(), ErrorKind::Usage, "not made for the rank layout");
+    refused(buffer.disconnect(&[rank.me]), ErrorKind::Usage, "not another rank");
+    refused(buffer.mask(&[9]), ErrorKind::Usage, "rank 9 is not a connected other rank");
+
+    // What is sent is received in that order, and no more than two are under way.
+    let first = put(&call, Split::Send).expect("the first");
+    usage(put(&call, Split::Whole), "finish it first");
+    let mut second = put(&call, Split::Send).expect("the second");
+    usage(put(&call, Split::Send), "2 calls of dispatch were sent");
+    let early = second.pending.as_mut().expect("a rest");
+    refused(finish_in(early, rank), ErrorKind::Usage, "in the order of sending");
+    let handle = finish(first, gpu);
+    finish(second, gpu);
+
+    let other = make_buffer(&rank.case, &rank.group, &rank.context, "others", gpu.ordinal, rank.gpus);
+    let stride = 2 * u64::from(shape.hidden);
+    let y = gpu.room((shape.local_experts() * shape.ranks * shape.max_tokens) as usize * stride as usize);
+    let result = gpu.room(shape.max_tokens as usize * stride as usize);
+    let combine =
+        ExpertCombine { y, y_stride: stride, topk_weights: 0, bias: [0; 2], out: result, out_stride: stride, waits: 0 };
+    let theirs = put_combine_expert(&other, &gpu.stream, &combine, &handle, Split::Whole);
+    usage(theirs, "the handle is of another buffer");
+    other.destroy().expect("destroy");
+    let closed = put_dispatch_expert(&other, &gpu.stream, &call, Split::Whole);
+    refused(closed, ErrorKind::Closed, "destroyed");
+    put_combine_expert(buffer, &gpu.stream, &combine, &handle, Split::Whole).expect("combine");
+    gpu.wait();
+    all_ways(rank, 0..2, &[]);
+}
+
+#[allow(unsafe_code)]
+fn finish_in(pending: &mut crossrail_ep_cuda::Pending, rank: &Rank) -> Result<crossrail_ep_cuda::Done> {
+    // SAFETY: the stream is the rank's own.
+    unsafe { pending.finish_in(rank.gpu.stream.handle()) }
+}
+
+alone!(buffers_that_are_not_alike, |gpus| {
+    on_ranks_apart(&Case::new(Layout::Rank, Payload::Bf16), gpus, |rank| {
+        let gpu = &rank.gpu;
+        let mut options: DeviceOptions = options(&rank.case, rank.me, gpu.ordinal, rank.gpus);
+        options.regions = if rank.me == 3 { 3 } else { 2 };
+        let other = DeviceBuffer::new(&rank.group, &rank.context, "others", rank.case.config(), options);
+        let other = other.expect("a buffer");
+        let all = rank.case.everybody();
+        refused(other.connect(&all, true, Some(LIMIT)), ErrorKind::Mismatch, "regions is ");
+        assert_eq!(other.connected(), [rank.me]);
+        other.destroy().expect("destroy");
+        refused(other.connect(&all, true, Some(LIMIT)), ErrorKind::Closed, "destroyed");
+        // The buffer that is alike on all is not touched by that.
+        rank.connect(&all);
+        all_ways(&rank, 0..2, &[]);
+        rank.leave();
+    });
+});
