@@ -136,6 +136,17 @@ class NicDistance(TypedDict):
     distance: str
 
 
+class CopiedRecord(TypedDict):
+    """How many copies between a GPU and memory of peers on this machine were made, and by what.
+
+    `why_no_kernels` is known where a kernel was to copy and there is none.
+    """
+
+    by_engine: int
+    by_kernel: int
+    why_no_kernels: str | None
+
+
 class CudaDevice(TypedDict):
     """One GPU as CUDA has it; bytes. `free` is known of GPUs that this process uses.
 
@@ -150,6 +161,7 @@ class CudaDevice(TypedDict):
     pci: str
     numa_node: int | None
     bounce_bytes: int
+    copied: CopiedRecord
     nics: list[NicDistance]
 
 
@@ -358,12 +370,27 @@ class MeshPair(TypedDict):
     latency: Samples
 
 
+class MessageRecord(TypedDict):
+    """When what happened to one message of an exchange of all with all; microseconds from the barrier."""
+
+    target: int
+    posted_us: float
+    matched_us: float
+    copied_us: float
+    finished_us: float
+
+
 class MeshSamples(TypedDict):
-    """What one rank of a mesh measured: pairs that begin there, and all to all at once (us, and bytes it sent)."""
+    """What one rank of a mesh measured: pairs that begin there, and all to all at once (us, and bytes it sent).
+
+    `slowest` are the messages of the slowest exchange, `copied` counts all of them.
+    """
 
     pairs: list[MeshPair]
     all_us: list[float]
     all_bytes: int
+    slowest: list[MessageRecord]
+    copied: CopiedRecord
 
 
 class UnpackPlan(TypedDict):

@@ -34,6 +34,11 @@ def measured(ranks: int, rates: Mapping, latencies: Mapping, together: Mapping) 
             "pairs": [pair(rank, other) for other in range(ranks) if other != rank],
             "all_us": [moved / together.get(rank, 3.0) / 1e3] * 2,
             "all_bytes": moved,
+            "slowest": [
+                {"target": 1, "posted_us": 1.0, "matched_us": 9.0, "copied_us": 309.0, "finished_us": 311.0},
+                {"target": 2, "posted_us": 2.0, "matched_us": 12.0, "copied_us": 612.0, "finished_us": 620.0},
+            ],
+            "copied": {"by_engine": 2, "by_kernel": 5, "why_no_kernels": "no NVRTC" if rank == 2 else None},
         }
         for rank in range(ranks)
     }
@@ -56,6 +61,16 @@ def test_there_is_a_row_for_each_pair_twice_and_for_each_rank() -> None:
     assert (everybody.source, everybody.target, everybody.size) == (0, None, SIZE)
     assert everybody.gb_per_s == pytest.approx(3.0)
     assert not any(row.outlier for row in found)
+
+
+def test_what_copied_is_in_the_row_and_said() -> None:
+    found = rows()
+    assert found[24].copies == {"by_engine": 2, "by_kernel": 5}
+    assert (found[24].messages[1].target, found[24].messages[1].copied_us) == (2, 612.0)
+    assert [row.notes for row in found[24:]] == [[], [], ["rank 2: no kernel copies: no NVRTC"], []]
+    text = printed(found)
+    assert "8 by copy engines, 20 by a kernel" in text
+    assert "1: 9 309, 2: 12 612" in text
 
 
 @pytest.mark.parametrize(("rate", "outlier"), [(0.79, True), (0.81, False)])

@@ -28,7 +28,7 @@ pub use bandwidth::{BandwidthPlan, bandwidth};
 pub use control::{ControlPlan, Step, StepSamples, control};
 pub use ep::{EpMode, EpPlan, EpSamples, EpWork, expert_parallel};
 pub use latency::{LatencyPlan, latency};
-pub use mesh::{MeshPlan, MeshRank, MeshSamples, PairSamples, mesh};
+pub use mesh::{MeshPlan, MeshRank, MeshSamples, MessageTimes, PairSamples, mesh};
 pub use p2p::{P2pIteration, P2pPlan, p2p};
 pub use raw::{RawTcpPlan, RawTcpSamples, raw_tcp};
 pub use report::{Share, TransferReport};

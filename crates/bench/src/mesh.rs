@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crossrail::{Context, Endpoint, Worker};
+use crossrail::{Context, Copied, Endpoint, Worker};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::area::Area;
@@ -69,6 +69,26 @@ pub struct MeshSamples {
     pub all_us: Vec<f64>,
     /// Bytes that this rank sent in each of them.
     pub all_bytes: u64,
+    /// What came of each message of the slowest of them, in the order in which they were posted.
+    pub slowest: Vec<MessageTimes>,
+    /// Copies from and to this rank's GPU in the timed exchanges: by copy engines, and by a kernel.
+    pub copied: Copied,
+}
+
+/// When what happened to a message; microseconds from the barrier.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct MessageTimes {
+    /// The rank that received.
+    pub target: usize,
+    /// The send was posted.
+    pub posted: f64,
+    /// It was matched: the receiver had answered.
+    pub matched: f64,
+    /// The copy had ended, if it was one copy; it was asked for when the message was matched, and waited for others of this
+    /// GPU's meanwhile. 0 if the receiver copied, or if it went in chunks.
+    pub copied: f64,
+    /// This rank had seen it finish. Those posted before it were waited for first.
+    pub finished: f64,
 }
 
 /// Measures at one rank; all ranks call it alike. One pair at a time moves data while the others wait; then, from a
@@ -131,25 +151,38 @@ fn exchange_all(mine: &mut MeshRank<'_>, plan: MeshPlan, samples: &mut MeshSampl
         out.push((other, sent));
         into.push((other, received));
     }
-    let one = MeshPlan { window: 1, ..plan };
-    exchange(mine, one, &out, &into)?;
+    exchange(mine, MeshPlan { window: 1, ..plan }, &out, &into)?;
     for (source, area) in &into {
         area.verify(seed(*source, mine.rank)).map_err(|error| {
             error.with_hint(format!("rank {} got this from rank {source}, all ranks sending at once", mine.rank))
         })?;
     }
-    for iteration in 0..plan.warmup + plan.iters {
-        let us = exchange(mine, plan, &out, &into)?;
-        if iteration >= plan.warmup {
-            samples.all_us.push(us);
-        }
+    for _ in 0..plan.warmup {
+        exchange(mine, plan, &out, &into)?;
     }
+    let before = mine.copied();
+    for _ in 0..plan.iters {
+        let (us, messages) = exchange(mine, plan, &out, &into)?;
+        if samples.all_us.iter().all(|other| *other < us) {
+            samples.slowest = messages;
+        }
+        samples.all_us.push(us);
+    }
+    samples.copied = mine.copied();
+    samples.copied.by_engine -= before.by_engine;
+    samples.copied.by_kernel -= before.by_kernel;
     samples.all_bytes = (plan.size * plan.window * (ranks - 1)) as u64;
     Ok(())
 }
 
-/// Posts all receives, meets the others, then sends everything; microseconds until all that was sent has arrived.
-fn exchange(mine: &mut MeshRank<'_>, plan: MeshPlan, out: &[(usize, Area)], into: &[(usize, Area)]) -> Result<f64> {
+/// Posts all receives, meets the others, then sends everything: microseconds until all that was sent has arrived, and what
+/// came of each message.
+fn exchange(
+    mine: &mut MeshRank<'_>,
+    plan: MeshPlan,
+    out: &[(usize, Area)],
+    into: &[(usize, Area)],
+) -> Result<(f64, Vec<MessageTimes>)> {
     let progress = &mut Progress::new(0);
     let mut receives = Vec::with_capacity(plan.window * into.len());
     for _ in 0..plan.window {
@@ -157,24 +190,30 @@ fn exchange(mine: &mut MeshRank<'_>, plan: MeshPlan, out: &[(usize, Area)], into
             receives.push(mine.recv(*source, area)?);
         }
     }
-    barrier(mine, plan.patience, progress)?;
     let mut sends = Vec::with_capacity(plan.window * out.len());
+    let mut times = Vec::with_capacity(sends.capacity());
+    barrier(mine, plan.patience, progress)?;
     let began = Instant::now();
+    let since = || began.elapsed().as_secs_f64() * 1e6;
     for _ in 0..plan.window {
         for (target, area) in out {
+            times.push(MessageTimes { target: *target, posted: since(), ..MessageTimes::default() });
             sends.push(mine.send(*target, area)?);
         }
     }
     let session = &mut mine.session(out[0].0, Role::Driver)?;
-    for send in sends {
-        session.finish(send, progress)?;
+    for (send, times) in sends.into_iter().zip(&mut times) {
+        let receipt = session.finish(send, progress)?;
+        times.matched = times.posted + receipt.match_us;
+        times.copied = if receipt.pushed { times.matched + receipt.copy_us } else { 0.0 };
+        times.finished = since();
     }
-    let us = began.elapsed().as_secs_f64() * 1e6;
+    let us = since();
     for receive in receives {
         let receipt = session.finish(receive, progress)?;
         whole(&receipt, plan.size)?;
     }
-    Ok(us)
+    Ok((us, times))
 }
 
 /// The pattern of what `source` sends to `target`.
@@ -200,6 +239,13 @@ fn barrier(mine: &mut MeshRank<'_>, patience: Duration, progress: &mut Progress)
 }
 
 impl MeshRank<'_> {
+    fn copied(&self) -> Copied {
+        match self.memory {
+            MemoryKind::Gpu(ordinal) => self.context.copied(ordinal),
+            MemoryKind::Shared | MemoryKind::Ordinary => Copied::default(),
+        }
+    }
+
     fn peer(&self, rank: usize) -> Result<&Endpoint> {
         self.peers
             .get(rank)

@@ -9,6 +9,7 @@ use std::time::Duration;
 use crossrail_cuda::{Context, Cuda, Device, PinnedMemory, settled};
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
+use crate::crowd::Crowd;
 use crate::note::Uuid;
 use crate::queue::Queue;
 
@@ -28,6 +29,7 @@ const MOST_IDLE: usize = 32;
 /// thread may use it.
 pub struct Domain {
     copy_limit: Duration,
+    settings: Settings,
     devices: Vec<(Device, Uuid)>,
     gpus: Mutex<Vec<Option<Arc<Gpu>>>>,
 }
@@ -49,7 +51,8 @@ impl Domain {
             devices.into_iter().map(|device| device.uuid().map(|uuid| (device, uuid))).collect();
         let devices = named?;
         let gpus = Mutex::new(devices.iter().map(|_| None).collect());
-        Ok(Arc::new(Domain { copy_limit: settings.timeout.max(LEAST_LIMIT), devices, gpus }))
+        let (copy_limit, settings) = (settings.timeout.max(LEAST_LIMIT), settings.clone());
+        Ok(Arc::new(Domain { copy_limit, settings, devices, gpus }))
     }
 
     /// The GPU `cuda:ordinal`, set up now if it was not.
@@ -62,7 +65,7 @@ impl Domain {
         if let Some(gpu) = place {
             return Ok(Arc::clone(gpu));
         }
-        let gpu = Arc::new(Gpu::new(device, *uuid)?);
+        let gpu = Arc::new(Gpu::new(device, *uuid, &self.settings)?);
         *place = Some(Arc::clone(&gpu));
         Ok(gpu)
     }
@@ -92,6 +95,14 @@ impl Domain {
         }
     }
 
+    /// What copied from and to that GPU so far; `None` where it is not in use.
+    pub fn copied(&self, ordinal: u32) -> Option<Copied> {
+        let gpus = locked(&self.gpus);
+        let gpu = gpus.get(usize::try_from(ordinal).ok()?)?.as_ref()?;
+        let [by_engine, by_kernel] = gpu.copies.each_ref().map(|count| count.load(Ordering::Relaxed));
+        Some(Copied { by_engine, by_kernel, why_no_kernels: gpu.crowd.why_no_kernels() })
+    }
+
     /// The longest that a copy may take before it is given up.
     pub(crate) fn copy_limit(&self) -> Duration {
         self.copy_limit
@@ -106,6 +117,17 @@ impl Drop for Domain {
     }
 }
 
+/// Copies between one GPU of this process and memory of peers, counted as they began.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Copied {
+    /// By copy engines.
+    pub by_engine: u64,
+    /// By the kernel.
+    pub by_kernel: u64,
+    /// Why the kernel can't be used here, where it was to be.
+    pub why_no_kernels: Option<String>,
+}
+
 /// One GPU of this process.
 pub(crate) struct Gpu {
     pub(crate) context: Context,
@@ -114,14 +136,24 @@ pub(crate) struct Gpu {
     pub(crate) writes_words: bool,
     words: Mutex<Vec<Word>>,
     idle: Mutex<Vec<Queue>>,
+    /// Whom long copies go to.
+    pub(crate) crowd: Arc<Crowd>,
+    /// By engines, by the kernel.
+    copies: [AtomicU64; 2],
 }
 
 impl Gpu {
-    fn new(device: &Device, uuid: Uuid) -> Result<Gpu> {
+    fn new(device: &Device, uuid: Uuid, settings: &Settings) -> Result<Gpu> {
         let context = Context::primary(device)?;
         let writes_words = device.has_values64()?;
         let (words, idle) = (Mutex::new(Vec::new()), Mutex::new(Vec::new()));
-        Ok(Gpu { context, uuid, writes_words, words, idle })
+        let (crowd, copies) = (Arc::new(Crowd::new(settings)), Default::default());
+        Ok(Gpu { context, uuid, writes_words, words, idle, crowd, copies })
+    }
+
+    /// A copy begins.
+    pub(crate) fn count(&self, by_kernel: bool) {
+        self.copies[usize::from(by_kernel)].fetch_add(1, Ordering::Relaxed);
     }
 
     pub(crate) fn ordinal(&self) -> u32 {

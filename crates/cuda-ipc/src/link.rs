@@ -12,13 +12,14 @@ use crossrail_cuda::{Context, Device, MemoryKind, PointerInfo};
 use crossrail_transport::{Copy, Descriptor, Direct, DirectKind, Job, Step, Window};
 use crossrail_types::{Error, ErrorKind, Result, format_duration};
 
+use crate::crowd::UnderWay;
 use crate::domain::{Domain, Gpu};
 use crate::driver::{Held, Known, Open};
 use crate::exports::{Exports, MOST_PIECES};
 use crate::freed::Heard;
 use crate::imports::{Imports, Limits, Search, Sought, Span};
 use crate::note::{Place, Uuid};
-use crate::queue::{Outcome, Queue, Watch};
+use crate::queue::{ByKernel, Outcome, Queue, Watch};
 use crate::window;
 
 /// What is kept open of one peer's memory.
@@ -28,7 +29,7 @@ const OPENED_AT_ONCE: usize = 8;
 const PUT_AT_ONCE: usize = 64;
 /// Copies up to that have streams of their own, so that they do not wait behind long ones.
 const SHORT: usize = 512 << 10;
-/// Streams for each GPU and direction: for short copies, and for long ones.
+/// Streams for each GPU, direction and kind: for short copies, and for long ones.
 const SHORT_LINES: usize = 4;
 const LONG_LINES: usize = 2;
 /// Entries that may wait for room on the way to the peer.
@@ -76,21 +77,32 @@ impl fmt::Debug for Link {
 struct Line {
     gpu: Arc<Gpu>,
     copy: Copy,
-    short: bool,
+    kind: Kind,
     queue: Queue,
+}
+
+/// What kind of copies goes into a line: those of different kinds do not wait for each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Short,
+    Long,
+    /// Long, and by the kernel.
+    ByKernel,
 }
 
 /// One copy under way.
 struct Copying {
     watch: Watch,
     stage: Stage,
+    /// Of a long copy to or from another GPU.
+    _under_way: Option<UnderWay>,
 }
 
 enum Stage {
     /// The peer's pieces are being opened, for the GPU of that number.
     Seeking(Search<Open>, u32),
     /// Pieces from `next` on are still to be put in.
-    Putting { line: usize, spans: Vec<Span<Open>>, next: usize, done: usize },
+    Putting { line: usize, by: Option<ByKernel>, spans: Vec<Span<Open>>, next: usize, done: usize },
     /// All is in. `failed`: something could not be put in; what was is waited for.
     Flying { line: usize, value: u64, spans: Vec<Span<Open>>, failed: Option<String> },
 }
@@ -251,7 +263,7 @@ impl Link {
         self.device = Some(device);
         self.last_copy += 1;
         job.state = self.last_copy;
-        Ok(Copying { watch: Watch::new(Instant::now()), stage: Stage::Seeking(search, device) })
+        Ok(Copying { watch: Watch::new(Instant::now()), stage: Stage::Seeking(search, device), _under_way: None })
     }
 
     /// The GPU that an address of ours is memory of.
@@ -289,17 +301,14 @@ impl Link {
                 return Step::Failed(why);
             }
             match self.launch(spans, device, job) {
-                Ok(stage) => copying.stage = stage,
+                Ok(launched) => *copying = launched,
                 Err(error) => return Step::Failed(error.to_string()),
             }
-            copying.watch = Watch::new(Instant::now());
         }
         if let Stage::Putting { .. } = copying.stage {
-            let Stage::Putting { line, spans, next, done } = mem::replace(&mut copying.stage, nothing()) else {
-                return Step::Waiting;
-            };
+            let putting = mem::replace(&mut copying.stage, nothing());
             // SAFETY: handed on; the spans are as long as the job together.
-            copying.stage = unsafe { self.put(line, spans, next, done, job) };
+            copying.stage = unsafe { self.put(putting, job) };
         }
         Step::Waiting
     }
@@ -324,24 +333,29 @@ impl Link {
     }
 
     /// A line for a copy whose parts are all open.
-    fn launch(&mut self, spans: Vec<Span<Open>>, device: u32, job: &Job) -> Result<Stage> {
+    fn launch(&mut self, spans: Vec<Span<Open>>, device: u32, job: &Job) -> Result<Copying> {
         let gpu = self.domain.gpu(device)?;
-        let line = self.line(gpu, job.copy, job.len <= SHORT)?;
-        Ok(Stage::Putting { line, spans, next: 0, done: 0 })
+        let owner = Place::decode(&job.remote).ok().and_then(|place| self.imports.owner(place));
+        let peer = owner.filter(|owner| *owner != gpu.uuid && job.len > SHORT);
+        let under_way = peer.map(|peer| gpu.crowd.begin(peer));
+        let by = peer.filter(|_| job.copy == Copy::Push).and_then(|peer| by_kernel(&gpu, &peer));
+        let kind = match &by {
+            Some(_) => Kind::ByKernel,
+            None if job.len <= SHORT => Kind::Short,
+            None => Kind::Long,
+        };
+        gpu.count(by.is_some());
+        let line = self.line(gpu, job.copy, kind)?;
+        let stage = Stage::Putting { line, by, spans, next: 0, done: 0 };
+        Ok(Copying { watch: Watch::new(Instant::now()), stage, _under_way: under_way })
     }
 
     /// Puts some more parts in, and the word behind the last.
     ///
     /// # Safety
     /// As [`Direct::step`]; the spans must be as long as the job together.
-    unsafe fn put(
-        &mut self,
-        line: usize,
-        spans: Vec<Span<Open>>,
-        mut next: usize,
-        mut done: usize,
-        job: &Job,
-    ) -> Stage {
+    unsafe fn put(&mut self, stage: Stage, job: &Job) -> Stage {
+        let Stage::Putting { line, by, spans, mut next, mut done } = stage else { return stage };
         let mut failed = None;
         while let Some(span) = spans.get(next).filter(|_| failed.is_none()) {
             let (dst, src) = ends(job, done, span);
@@ -349,22 +363,28 @@ impl Link {
             let there = whole(&gpu.context, job.local as u64 + done as u64, span.len);
             // SAFETY: the peer's end is open for this GPU and in bounds, which `seek` checked; ours is the caller's, and
             // is there. They don't overlap: one is the peer's, or the peer is this process and copies onto itself.
-            match there.and_then(|()| unsafe { queue.copy(dst, src, span.len) }) {
+            let put = |()| unsafe {
+                match &by {
+                    Some(by) => queue.copy_by(by, dst, src, span.len),
+                    None => queue.copy(dst, src, span.len),
+                }
+            };
+            match there.and_then(put) {
                 Ok(()) => (next, done) = (next + 1, done + span.len),
                 Err(error) => failed = Some(error.to_string()),
             }
             if next.is_multiple_of(PUT_AT_ONCE) && next < spans.len() && failed.is_none() {
-                return Stage::Putting { line, spans, next, done };
+                return Stage::Putting { line, by, spans, next, done };
             }
         }
         Stage::Flying { line, value: self.mark(line), spans, failed }
     }
 
-    /// A stream for that GPU and direction: one in which nothing is, or a new one, or the one with least.
-    fn line(&mut self, gpu: Arc<Gpu>, copy: Copy, short: bool) -> Result<usize> {
+    /// A stream for that GPU, direction and kind: one in which nothing is, or a new one, or the one with least.
+    fn line(&mut self, gpu: Arc<Gpu>, copy: Copy, kind: Kind) -> Result<usize> {
         let (mut best, mut count) = (None, 0);
         for (index, line) in self.lines.iter().enumerate() {
-            let fits = (line.gpu.ordinal(), line.copy, line.short) == (gpu.ordinal(), copy, short);
+            let fits = (line.gpu.ordinal(), line.copy, line.kind) == (gpu.ordinal(), copy, kind);
             if !fits || line.queue.is_stuck() {
                 continue;
             }
@@ -377,12 +397,12 @@ impl Link {
                 best = Some((depth, index));
             }
         }
-        let most = if short { SHORT_LINES } else { LONG_LINES };
+        let most = if kind == Kind::Short { SHORT_LINES } else { LONG_LINES };
         match best {
             Some((_, index)) if count >= most => Ok(index),
             _ => {
                 let queue = gpu.queue()?;
-                self.lines.push(Line { gpu, copy, short, queue });
+                self.lines.push(Line { gpu, copy, kind, queue });
                 Ok(self.lines.len() - 1)
             }
         }
@@ -547,7 +567,16 @@ fn whole(context: &Context, address: u64, len: usize) -> Result<()> {
 
 /// A stage to leave in place of one that is taken apart.
 fn nothing() -> Stage {
-    Stage::Putting { line: 0, spans: Vec::new(), next: 0, done: 0 }
+    Stage::Putting { line: 0, by: None, spans: Vec::new(), next: 0, done: 0 }
+}
+
+/// The kernel, where it is to write to that peer and is there; not while a stream waits, since its turn may not come then.
+fn by_kernel(gpu: &Gpu, peer: &Uuid) -> Option<ByKernel> {
+    let blocks = gpu.crowd.blocks(peer);
+    // Also where it is not needed yet: so that it is loaded by the time it is.
+    let kernels = gpu.crowd.kernels(&gpu.context)?;
+    let blocks = blocks.filter(|_| kernels.has_bulk() && !gpu.context.a_stream_waits())?;
+    Some(ByKernel { kernels: Arc::clone(kernels), blocks })
 }
 
 /// Where a part's bytes go, and where they are.

@@ -10,7 +10,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::mem::{self, ManuallyDrop};
+use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_mi
 
 type Job = Box<dyn FnOnce() + Send>;
 /// Whether a stream waits; `None`: nobody of them ever will again.
-type Question = Box<dyn Fn() -> Option<bool> + Send>;
+type Question = Arc<dyn Fn() -> Option<bool> + Send + Sync>;
 
 /// When something is given back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,6 +113,11 @@ impl Closer {
         self.0.locked().questions.push(question);
     }
 
+    fn a_stream_waits(&self) -> bool {
+        let questions = self.0.locked().questions.clone();
+        ask(&questions).0
+    }
+
     fn settled(&self, limit: Duration) -> bool {
         let started = Instant::now();
         let mut state = self.0.locked();
@@ -149,13 +154,11 @@ impl Shared {
             if job.is_none() && !state.quiet.is_empty() {
                 let stop = state.stop;
                 let quiet = stop || {
-                    let questions = mem::take(&mut state.questions);
+                    let questions = state.questions.clone();
                     drop(state);
-                    // Without the lock: whoever is asked may be dropped by that, and give something back.
-                    let (waits, mut questions) = ask(questions);
+                    let (waits, gone) = ask(&questions);
                     state = self.locked();
-                    questions.append(&mut state.questions);
-                    state.questions = questions;
+                    state.questions.retain(|known| !gone.iter().any(|gone| Arc::ptr_eq(gone, known)));
                     !waits
                 };
                 state.held = !quiet;
@@ -182,16 +185,17 @@ impl Shared {
     }
 }
 
-/// Whether a stream waits, and who is to be asked again.
-fn ask(questions: Vec<Question>) -> (bool, Vec<Question>) {
+/// Whether a stream waits, and who need not be asked again. Without the lock: whoever is asked may be dropped by that, and
+/// give something back.
+fn ask(questions: &[Question]) -> (bool, Vec<Question>) {
     let mut waits = false;
-    let kept = questions.into_iter().filter(|question| {
+    let over = questions.iter().filter(|question| {
         let answer = question();
         waits |= answer == Some(true);
-        answer.is_some()
+        answer.is_none()
     });
-    let kept = kept.collect();
-    (waits, kept)
+    let over = over.cloned().collect();
+    (waits, over)
 }
 
 /// Waits until everything is given back to the driver that was dropped before; false after `limit`, or as soon as what is
@@ -204,8 +208,13 @@ pub fn settled(limit: Duration) -> bool {
 impl Context {
     /// Has calls put off that do not return while a stream waits, as long as `waits` says `Some(true)`; after `None` it is
     /// not asked again. It is asked now and then while there is something to put off, on a thread of its own.
-    pub fn hold_back(&self, waits: impl Fn() -> Option<bool> + Send + 'static) {
-        self.closer().hold_back(Box::new(waits));
+    pub fn hold_back(&self, waits: impl Fn() -> Option<bool> + Send + Sync + 'static) {
+        self.closer().hold_back(Arc::new(waits));
+    }
+
+    /// Whether a stream of this process is known to wait ([`Context::hold_back`]): no time for loading kernels.
+    pub fn a_stream_waits(&self) -> bool {
+        self.closer().a_stream_waits()
     }
 }
 
@@ -297,18 +306,20 @@ mod tests {
         let (closer, (told, drops), (soon, others)) = (Arc::new(Closer::new(None)), channel(), channel());
         let waits = Arc::new(AtomicBool::new(true));
         let (asked, gone) = (Arc::clone(&waits), Arc::new(()));
-        closer.hold_back(Box::new(move || Some(asked.load(Ordering::Relaxed))));
+        closer.hold_back(Arc::new(move || Some(asked.load(Ordering::Relaxed))));
         let weak = Arc::downgrade(&gone);
-        closer.hold_back(Box::new(move || weak.upgrade().map(|_| true)));
+        closer.hold_back(Arc::new(move || weak.upgrade().map(|_| true)));
         drop(later(Tell(told, None), When::Quiet, &closer));
         drop(later(Tell(soon, None), When::Soon, &closer));
         others.recv_timeout(LONG).expect("nothing holds it back");
         assert!(!closer.settled(LONG), "it says so at once");
+        assert!(closer.a_stream_waits());
         waits.store(false, Ordering::Relaxed);
         assert!(drops.recv_timeout(Duration::from_millis(200)).is_err(), "the other still waits");
         drop(gone);
         drops.recv_timeout(LONG).expect("nobody waits any more");
         assert!(closer.settled(LONG));
+        assert!(!closer.a_stream_waits());
         assert_eq!(closer.0.locked().questions.len(), 1, "whoever is gone is not asked again");
     }
 
@@ -317,7 +328,7 @@ mod tests {
         let (told, drops) = channel();
         let closer = Arc::new(Closer::new(None));
         let shared = Arc::downgrade(&closer.0);
-        closer.hold_back(Box::new(|| Some(true)));
+        closer.hold_back(Arc::new(|| Some(true)));
         // The value is the last that has the closer, as memory is of its context.
         let (own, value) = (Arc::clone(&closer), Tell(told, None));
         drop(Later::of((value, own), When::Soon, closer));

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use crossrail_cuda_ipc::Domain;
+use crossrail_cuda_ipc::{Copied, Domain};
 use crossrail_shm::Arena;
 use crossrail_topology::{Cpus, Distance, GpuSeen, Machine, NetDevice, Nic};
 use crossrail_types::{Result, Settings, TRANSPORTS};
@@ -174,9 +174,23 @@ impl Context {
             devices: devices(&self.0.settings, &nics, chosen.as_deref().unwrap_or(&[])),
             distances: distances(&nics, &gpus),
             gpus,
-            cuda: self.0.gpus.state(),
+            cuda: self.cuda_state(),
             settings,
         })
+    }
+
+    fn cuda_state(&self) -> CudaState {
+        let mut state = self.0.gpus.state();
+        if let CudaState::Present(cuda) = &mut state {
+            cuda.devices.iter_mut().for_each(|gpu| gpu.copied = self.copied(gpu.ordinal));
+        }
+        state
+    }
+
+    /// What copied between that GPU and memory of peers on this machine so far; nothing if it was not used so.
+    pub fn copied(&self, ordinal: u32) -> Copied {
+        let domain = self.0.domain.get().and_then(|domain| domain.as_ref().ok());
+        domain.and_then(|domain| domain.copied(ordinal)).unwrap_or_default()
     }
 
     /// The GPUs; nothing loads CUDA before one of them is named.

@@ -46,8 +46,11 @@ mod worker;
 
 pub use buffer::{Buffer, Memory, Place};
 pub use context::{Context, DeviceInfo, Info, TransportInfo};
+pub use crossrail_cuda_ipc::Copied;
 pub use crossrail_topology::{Distance, GpuSeen};
-pub use crossrail_types::{Error, ErrorKind, Filter, IoThreads, LogLevel, Rails, Result, Secret, Settings, Unpack};
+pub use crossrail_types::{
+    Error, ErrorKind, Filter, GpuCopy, IoThreads, LogLevel, Rails, Result, Secret, Settings, Unpack,
+};
 #[cfg(any(test, feature = "simulated-gpu"))]
 pub use device::simulated::{Simulated, SimulatedStream};
 pub use device::{CudaInfo, CudaState, GpuState, KernelCache, Ready};

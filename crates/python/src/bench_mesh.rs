@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::bench::{Watch, samples_dict};
-use crate::context::{Context, rows};
+use crate::context::{Context, copied_dict, rows};
 use crate::endpoint::Endpoint;
 use crate::errors::{self, OrRaise};
 use crate::lent::Call;
@@ -37,7 +37,11 @@ pub(crate) struct Plan {
 ///
 /// First each ordered pair alone, then all to all at once, from a barrier on. Returns `pairs`, the ordered pairs that
 /// begin here (`target`; `receipt` of one message; `rate`, windows as `bench_bandwidth` has them; `latency`), `all_us`,
-/// microseconds until everything that this rank sent had arrived, and `all_bytes`, what it sent in each of them.
+/// microseconds until everything that this rank sent had arrived, and `all_bytes`, what it sent in each of them; `slowest`,
+/// a row per message of the slowest: `target`, and microseconds from the barrier until it was `posted_us`, `matched_us`,
+/// `copied_us` (the copy had ended; 0 if the receiver copied) and `finished_us` (seen by this rank, in the order of posting);
+/// `copied`, how many copies of this rank's GPU were made `by_engine` and `by_kernel` in the timed ones, and
+/// `why_no_kernels`.
 #[pyfunction]
 #[pyo3(signature = (context, worker, peers, plan, *, rank, memory = "ordinary", on_progress = None))]
 pub(crate) fn bench_mesh<'py>(
@@ -78,5 +82,14 @@ pub(crate) fn bench_mesh<'py>(
     all.set_item("pairs", pairs)?;
     all.set_item("all_us", samples.all_us)?;
     all.set_item("all_bytes", samples.all_bytes)?;
+    let slowest = rows(py, samples.slowest, |row, message| {
+        row.set_item("target", message.target)?;
+        row.set_item("posted_us", message.posted)?;
+        row.set_item("matched_us", message.matched)?;
+        row.set_item("copied_us", message.copied)?;
+        row.set_item("finished_us", message.finished)
+    })?;
+    all.set_item("slowest", slowest)?;
+    all.set_item("copied", copied_dict(py, &samples.copied)?)?;
     Ok(all)
 }

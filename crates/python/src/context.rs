@@ -1,6 +1,6 @@
 use std::net::SocketAddr;
 
-use crossrail::{CudaState, Distance, GpuSeen};
+use crossrail::{Copied, CudaState, Distance, GpuSeen};
 use crossrail_types::Settings;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
@@ -224,6 +224,7 @@ fn cuda_dict<'py>(
         row.set_item("pci", &gpu.pci)?;
         row.set_item("numa_node", gpu.numa_node)?;
         row.set_item("bounce_bytes", gpu.bounce_bytes)?;
+        row.set_item("copied", copied_dict(py, &gpu.copied)?)?;
         let at = seen.iter().position(|seen| seen.pci.eq_ignore_ascii_case(&gpu.pci));
         let far = distances.iter().filter_map(|(nic, far)| Some((nic, far.get(at?)?)));
         let nics = rows(py, far, |row, (nic, distance)| {
@@ -241,6 +242,15 @@ fn cuda_dict<'py>(
         Ok::<_, PyErr>(row)
     });
     all.set_item("kernel_cache", cache.transpose()?)?;
+    Ok(all)
+}
+
+/// What copied between a GPU and memory of peers on this machine.
+pub(crate) fn copied_dict<'py>(py: Python<'py>, copied: &Copied) -> PyResult<Bound<'py, PyDict>> {
+    let all = PyDict::new(py);
+    all.set_item("by_engine", copied.by_engine)?;
+    all.set_item("by_kernel", copied.by_kernel)?;
+    all.set_item("why_no_kernels", &copied.why_no_kernels)?;
     Ok(all)
 }
 

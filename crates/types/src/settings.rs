@@ -155,6 +155,43 @@ impl std::str::FromStr for Unpack {
     }
 }
 
+/// What copies between GPUs of one machine that reach each other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum GpuCopy {
+    /// A copy engine; while long copies go from one GPU to several others at once, a kernel.
+    #[default]
+    Auto,
+    /// A copy engine, always: the multiprocessors are the user's alone.
+    Engine,
+    /// A kernel, for all long copies.
+    Kernel,
+}
+
+impl GpuCopy {
+    const NAMES: [(&'static str, GpuCopy); 3] =
+        [("auto", GpuCopy::Auto), ("engine", GpuCopy::Engine), ("kernel", GpuCopy::Kernel)];
+}
+
+impl fmt::Display for GpuCopy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = GpuCopy::NAMES.iter().find(|(_, way)| way == self).map_or("", |(name, _)| name);
+        f.write_str(name)
+    }
+}
+
+impl std::str::FromStr for GpuCopy {
+    type Err = Error;
+
+    /// `auto`, `engine` or `kernel`; [`ErrorKind::Usage`] for anything else.
+    fn from_str(text: &str) -> Result<GpuCopy> {
+        let found = GpuCopy::NAMES.iter().find(|(name, _)| *name == text.trim());
+        found.map(|(_, way)| *way).ok_or_else(|| {
+            Error::new(ErrorKind::Usage, "gpu copy", format!("{text:?} copies nothing"))
+                .with_hint("known: auto, engine, kernel")
+        })
+    }
+}
+
 /// How many threads move bytes over the network.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IoThreads {
@@ -439,6 +476,9 @@ const UNPACK: Form<Unpack> = Form {
     show: |way| Some(way.to_string()),
 };
 
+const GPU_COPY: Form<GpuCopy> =
+    Form { parse: |text| text.parse().map_err(|_| "copies nothing".to_owned()), show: |way| Some(way.to_string()) };
+
 const TIMEOUT: Form<Duration> = Form {
     parse: |text| match parse_duration(text) {
         Err(error) => Err(why(&error)),
@@ -546,6 +586,10 @@ settings! {
     /// How what came over the network gets to its place in GPU memory.
     unpack: Unpack = Unpack::Kernel,
         "CROSSRAIL_UNPACK" accepts "`kernel`: one launch for many pieces, `d2d`: a copy for each piece, `host`: gathered by a processor, then one copy" as UNPACK;
+    /// What copies from GPU to GPU within one machine, from 512 KiB on. Copy engines write to one GPU after the other, which
+    /// is slower when all send to all; a kernel takes some of the multiprocessors while it copies.
+    gpu_copy: GpuCopy = GpuCopy::Auto,
+        "CROSSRAIL_GPU_COPY" accepts "`auto`: a kernel while a GPU sends to several others at once, a copy engine otherwise; `engine`; `kernel`" as GPU_COPY;
     /// Threads that move bytes over the network.
     io_threads: IoThreads = IoThreads::Auto,
         "CROSSRAIL_IO_THREADS" accepts "`auto`, or a number from 1 to 256" as IO_THREADS;

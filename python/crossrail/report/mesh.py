@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from .build import Round, with_samples
-from .schema import Lane, Row
+from .schema import Lane, MessageTimes, Row
 from .stats import median
 from .tables import HeadedTable, table
 from .units import format_bytes, format_size
@@ -51,7 +51,12 @@ def mesh_rows(found: Mapping[int, Mapping[str, Any]], like: Row, devices: Sequen
             late.append(with_samples(small, [Round(latency["samples_us"])]))
         if measured["all_us"]:
             device = devices[rank] if devices else None
-            row = replace(like, part="all", source=rank, device=device)
+            copied = measured.get("copied", {})
+            copies = {way: copied[way] for way in ("by_engine", "by_kernel") if copied.get(way)}
+            messages = [MessageTimes(**message) for message in measured.get("slowest", [])]
+            row = replace(like, part="all", source=rank, device=device, messages=messages, copies=copies)
+            why = copied.get("why_no_kernels")
+            row = replace(row, notes=[f"rank {rank}: no kernel copies: {why}"] if why else [])
             everybody.append(with_samples(row, [Round(measured["all_us"], measured["all_bytes"])]))
     over = "+".join(dict.fromkeys(row.transport for row in pairs))
     everybody = [replace(row, transport=over, window=pairs[0].window) for row in everybody]
@@ -93,6 +98,7 @@ def mesh_tables(rows: Sequence[Row]) -> list[RenderableType]:
         shown.append(_matrix(f"each pair alone, half a round trip of {small} in us (p50)", of["latency"]))
     if of["all"]:
         shown.append(_together(of["all"]))
+        shown += [Text(line) for line in (_copies(of["all"]), *_slowest(of["all"])) if line]
     shown += [Text(line) for part in PARTS for line in _outliers(of[part])]
     if first.verified:
         shown.append(Text("data: every pair, and all at once, verified before the timing"))
@@ -139,6 +145,23 @@ def _together(rows: Sequence[Row]) -> HeadedTable:
     rates = [figure(row) for row in rows]
     made.add_row("slowest, sum", f"{min(rates):.2f}, {sum(rates):.2f}", "", "")
     return made
+
+
+def _copies(rows: Sequence[Row]) -> str:
+    """What copied, if GPUs did."""
+    counts = {way: sum(row.copies.get(way, 0) for row in rows) for way in ("by_engine", "by_kernel")}
+    if not any(counts.values()):
+        return ""
+    return f"copies from GPU to GPU: {counts['by_engine']} by copy engines, {counts['by_kernel']} by a kernel"
+
+
+def _slowest(rows: Sequence[Row]) -> list[str]:
+    """Of the slowest rank's slowest exchange: when its messages were matched, and when their copies had ended."""
+    row = min(rows, key=figure)
+    if not any(message.copied_us for message in row.messages):
+        return []
+    told = ", ".join(f"{message.target}: {message.matched_us:.0f} {message.copied_us:.0f}" for message in row.messages)
+    return [f"rank {row.source}'s slowest, us from the barrier until matched, until copied, to rank {told}"]
 
 
 def _cell(row: Row) -> str:

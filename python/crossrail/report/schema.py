@@ -91,6 +91,21 @@ class Iteration:
 
 
 @dataclass(frozen=True)
+class MessageTimes:
+    """When what happened to one message to rank ``target``: microseconds from the barrier before it.
+
+    ``copied_us``: its copy had ended, if the sender made it (else 0); copies of one GPU may wait for each other.
+    ``finished_us``: the sender had seen it finish, having waited for those before it.
+    """
+
+    target: int
+    posted_us: float
+    matched_us: float
+    copied_us: float
+    finished_us: float
+
+
+@dataclass(frozen=True)
 class PeerResult:
     """The same work done by another program in the same run. ``error`` says why there is no figure.
 
@@ -173,7 +188,8 @@ class Row:
 
     A mesh has rows of three ``part``s: ``pair`` (windows of messages from rank ``source`` to ``target``, all others at
     rest), ``latency`` (half a round trip between the two) and ``all`` (what ``source`` sent to all others at once, and
-    how long it took); ``outlier`` marks figures that are far from the median of their part.
+    how long it took); ``outlier`` marks figures that are far from the median of their part. ``messages`` are those of
+    ``source``'s slowest exchange, ``copies`` how many of all were made ``by_engine`` and ``by_kernel``.
     """
 
     what: str
@@ -240,6 +256,8 @@ class Row:
     source: int | None = None
     target: int | None = None
     outlier: bool | None = None
+    messages: list[MessageTimes] = field(default_factory=list)
+    copies: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -280,6 +280,7 @@ impl Simulated {
             numa_node: None,
             bounce_bytes,
             staged,
+            copied: crossrail_cuda_ipc::Copied::default(),
         }
     }
 }

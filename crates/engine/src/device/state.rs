@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use crossrail_cuda::nvrtc::Cache;
 use crossrail_cuda::{Absent, Device as Gpu};
+use crossrail_cuda_ipc::Copied;
 use crossrail_types::Result;
 
 use super::{Devices, Makes};
@@ -57,6 +58,8 @@ pub struct GpuState {
     pub bounce_bytes: u64,
     /// What went through that.
     pub staged: StageStats,
+    /// What copied between it and memory of peers on this machine.
+    pub copied: Copied,
 }
 
 /// Compiled kernels on disk.
@@ -123,6 +126,7 @@ fn present(devices: &Devices, cuda: &crossrail_cuda::Cuda) -> Result<CudaInfo> {
             numa_node: gpu.numa_node()?,
             bounce_bytes,
             staged,
+            copied: Copied::default(),
         })
     };
     let reach = |a: &Gpu, b: &Gpu| if a.ordinal() == b.ordinal() { Ok(true) } else { a.reaches(b) };
