@@ -86,6 +86,7 @@ fn bf16_rows_arrive() {
 #[test]
 fn rows_of_many_stages_and_of_few() {
     rounds(Shape { max_tokens: 130, hidden: 128, topk: 2, ..SHAPE }, 20..22);
+    rounds(Shape { max_tokens: 300, hidden: 128, ..SHAPE }, 26..29);
     rounds(Shape { payload: Payload::Bf16, hidden: 16384, max_tokens: 12, ..SHAPE }, 22..24);
     rounds(Shape { payload: Payload::Fp8(Scale::PowerOfTwo), hidden: 16384, max_tokens: 12, ..SHAPE }, 24..26);
 }
@@ -271,7 +272,7 @@ fn broken_kernels_are_caught() {
         // A stage is loaded before its stores have read it.
         (dispatch, "if (lane_of() == 0) bulk_wait_read<MOVER_STAGES - MOVER_AHEAD>();", ""),
         // Flags come before their rows.
-        (combine, "if (lane_of() == 0) bulk_wait_done<FLAGS_BEHIND>();", ""),
+        (combine, "if (lane_of() == 0) bulk_wait_done<BEHIND>();", ""),
         // Nobody waits for the rows' flags.
         (combine, "combine.flag(rank, token), combine.epoch,", "combine.flag(rank, token), 0,"),
     ];
@@ -289,4 +290,22 @@ fn broken_kernels_are_caught() {
         });
         assert!(caught, "nothing is wrong without {from:?}");
     }
+}
+
+/// Warps send tokens of other blocks, which must have numbered them. A rank alone has nothing else to wait for.
+#[test]
+fn rows_that_are_not_numbered_yet_are_caught() {
+    let wait = "await_block(address_of(dispatch.scan().numbered), gridDim.x);";
+    let shape = Shape { ranks: 1, hidden: 128, max_tokens: 200, ..SHAPE };
+    let build = Build::new(&[SOURCE]).broken("kernels/ep_rank_dispatch.cuh", wait, ";");
+    let Some(mut job) = job_of(&build, shape, true) else { return };
+    let caught = (0..40).any(|seed| {
+        let mut numbers = Numbers(seed);
+        let routing = Routing::of(&mut numbers, &shape, &[200], Choice::Even);
+        let operation = ByRank::new(&mut job, &mut numbers, routing, 0);
+        operation.dispatch(&mut job, 4, ALL);
+        let run = job.emulator.run(seed);
+        run.and_then(|()| operation.check_dispatch(&job)).is_err()
+    });
+    assert!(caught, "nothing is wrong without {wait:?}");
 }

@@ -23,12 +23,13 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
         }
         if (plans) announce(dispatch, shared.scan);
         if (plans) mark_by(0, args.marks, EP_MARK_ANNOUNCED);
+        // While announcements are on their way.
+        if (!args.cached) number_rows(dispatch, shared.scan);
     }
     if (sends && plans) {
         plan(dispatch, shared.scan);
         mark_by(0, args.marks, EP_MARK_HEARD);
     }
-    if (args.common.phases & EP_ANNOUNCE && !args.cached) number_rows(dispatch, shared.scan);
     if (sends) {
         __syncthreads();
         learn_plan(dispatch, shared);
@@ -79,7 +80,8 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     if (warp_of() < SENDERS) {
         if (sends && EP_R > 1 && blockIdx.x < sending) {
 #if EP_BULK
-            Sender(combine, shared, stages, sending * SENDERS).run();
+            u32 senders = sending * SENDERS;
+            Sender(combine, shared, stages, senders).run(shared.offsets[EP_R] > senders * MANY_ROWS);
 #else
             send_plain(combine, shared, sending * SENDERS);
 #endif

@@ -84,6 +84,32 @@ struct Ring {
 };
 #endif
 
+// What a warp takes of work that all warps of a launch share: whoever is faster takes more. The number that is taken next
+// has been asked for already, so that nobody waits for it.
+struct Share {
+    u64 counter;
+    u32 base;
+    u32 next;
+
+    // `base`: what is taken without asking.
+    __device__ __forceinline__ void begin(u64 &taken, u32 already) {
+        counter = address_of(taken);
+        base = already;
+        next = 0;
+        ask();
+    }
+
+    __device__ __forceinline__ u32 take() {
+        u32 number = base + __shfl_sync(WHOLE_WARP, next, 0);
+        ask();
+        return number;
+    }
+
+    __device__ __forceinline__ void ask() {
+        if (lane_of() == 0) next = static_cast<u32>(atomicAdd(&at<u64>(counter), 1ull));
+    }
+};
+
 __device__ __forceinline__ u32 warp_sum(u32 value) {
 #pragma unroll
     for (u32 step = LANES / 2; step > 0; step /= 2) value += __shfl_xor_sync(WHOLE_WARP, value, step);
@@ -93,9 +119,10 @@ __device__ __forceinline__ u32 warp_sum(u32 value) {
 // Whether this is the last block of the launch to come here, for all its threads: what all threads of all blocks did,
 // to other ranks too, comes before what it does then. The counter is 0 before and after.
 __device__ __forceinline__ bool is_last_of_launch(u64 counter, u32 &shared) {
-    fence_acq_rel_sys();
     __syncthreads();
     if (threadIdx.x == 0) {
+        // For all threads of the block: such a fence is dear.
+        fence_acq_rel_sys();
         shared = gridDim.x == 1 || atom_add_acq_rel_gpu_u64(counter, 1) == gridDim.x - 1;
         if (shared && gridDim.x > 1) st_relaxed_gpu_u64(counter, 0);
     }

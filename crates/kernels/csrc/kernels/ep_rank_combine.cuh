@@ -12,14 +12,18 @@ constexpr u32 COMBINE_STAGES = EP_COMBINE_STAGES;
 // Warps that send, and the stages of each; without bulk copies they carry rows in registers.
 constexpr u32 SENDERS = EP_BULK ? EP_COMBINE_MOVERS : WARPS / 4;
 constexpr u32 SENDER_STAGES = EP_BULK ? COMBINE_STAGES / SENDERS : 1;
-// Rows that are loaded ahead of the one that is stored.
-constexpr u32 SENDER_AHEAD = (2 * SENDER_STAGES + 2) / 3;
+// Rows that are loaded ahead of the one that is stored: few, so that many stores go on while a warp waits at a fence.
+constexpr u32 SENDER_AHEAD = (3 * SENDER_STAGES + 7) / 8;
 static_assert(!EP_BULK || SENDER_STAGES > SENDER_AHEAD, "a stage is loaded again only after its store has read it");
-// Rows whose flags are written together, and how many may be under way meanwhile.
+// Rows whose flags are written together, and how many may be under way meanwhile; and where a warp has many rows, so that
+// it seldom waits for them.
 constexpr u32 FLAGS_AT_ONCE = 4;
 constexpr u32 FLAGS_BEHIND = 2;
+constexpr u32 MANY_ROWS = 128;
+constexpr u32 MANY_AT_ONCE = 8;
+constexpr u32 MANY_BEHIND = 8;
 // A warp's rows under way belong to one lane each.
-static_assert(SENDER_AHEAD + FLAGS_AT_ONCE + FLAGS_BEHIND + 1 <= LANES, "rows that a warp can remember");
+static_assert(SENDER_AHEAD + MANY_AT_ONCE + MANY_BEHIND + 1 <= LANES, "rows that a warp can remember");
 
 struct CombineShared {
     alignas(8) u64 full[SENDERS * SENDER_STAGES];
@@ -58,33 +62,35 @@ struct Combine {
     __device__ __forceinline__ u64 output_weights(u32 row) const { return args.y_weights + 4 * u64(row) * EP_K; }
 };
 
-// The rows that one of the sending warps sends: every `step`-th of a list in which the sources take turns. Begin with
-// the rank after this one, as all ranks do, so that not all send to one.
+// The rows that one of the sending warps sends. A turn is a row of each source: rows go back in the order of their tokens.
+// Warps take turns as they get on. Each begins with another rank, so that not all send to one.
 struct Turns {
-    u32 at;
-    u32 step;
-    u32 end;
+    Share share;
+    u32 turn;
+    u32 end = 0;
+    u32 nth = 0;
 
     __device__ __forceinline__ Turns(const Combine &combine, const CombineShared &shared, u32 sender, u32 senders)
-        : at(sender), step(senders), end(0) {
+        : turn(sender) {
+        share.begin(at<EpScan>(combine.common.base + combine.common.heap.scan).combine_taken, senders);
         for (u32 i = lane_of(); i < EP_R; i += LANES) {
             if (i != combine.common.rank && shared.heaps[i] != 0) end = max(end, shared.offsets[i + 1] - shared.offsets[i]);
         }
 #pragma unroll
         for (u32 by = LANES / 2; by > 0; by /= 2) end = max(end, __shfl_xor_sync(WHOLE_WARP, end, by));
-        end *= EP_R - 1;
     }
 
     // The next row and its source. False when there is none left.
     __device__ __forceinline__ bool next(const Combine &combine, const CombineShared &shared, u32 &source, u32 &row) {
         constexpr u32 OTHERS = atleast(EP_R, 2) - 1;
-        while (at < end) {
-            u32 turn = at / OTHERS;
-            // Turned by one each time: a warp has rows of all sources.
-            source = (combine.common.rank + 1 + (at + turn) % OTHERS) % EP_R;
-            row = shared.offsets[source] + turn;
-            at += step;
-            if (row < shared.offsets[source + 1] && shared.heaps[source] != 0) return true;
+        while (turn < end) {
+            while (nth < OTHERS) {
+                source = (combine.common.rank + 1 + (nth++ + turn) % OTHERS) % EP_R;
+                row = shared.offsets[source] + turn;
+                if (row < shared.offsets[source + 1] && shared.heaps[source] != 0) return true;
+            }
+            nth = 0;
+            turn = share.take();
         }
         return false;
     }
@@ -155,18 +161,27 @@ struct Sender {
         flags = upto;
     }
 
-    __device__ __forceinline__ void run() {
+    // `BEHIND` rows may be under way when the flags of those before them are written.
+    template <u32 AT_ONCE, u32 BEHIND>
+    __device__ __forceinline__ void flag_some() {
+        if (stores - flags < AT_ONCE + BEHIND) return;
+        if (lane_of() == 0) bulk_wait_done<BEHIND>();
+        if (flags == 0) mark_by(0, combine.args.marks, EP_MARK_FIRST);
+        flag(stores - BEHIND);
+    }
+
+    __device__ __forceinline__ void run(bool many) {
         for (u32 i = 0; i < SENDER_AHEAD; ++i) load();
         while (stores < loads) {
             store();
-            if (stores - flags == FLAGS_AT_ONCE + FLAGS_BEHIND) {
-                if (lane_of() == 0) bulk_wait_done<FLAGS_BEHIND>();
-                if (flags == 0) mark_by(0, combine.args.marks, EP_MARK_FIRST);
-                flag(stores - FLAGS_BEHIND);
-            }
             if (lane_of() == 0) bulk_wait_read<SENDER_STAGES - SENDER_AHEAD>();
             __syncwarp();
             load();
+            if (many) {
+                flag_some<MANY_AT_ONCE, MANY_BEHIND>();
+            } else {
+                flag_some<FLAGS_AT_ONCE, FLAGS_BEHIND>();
+            }
         }
         if (lane_of() == 0) bulk_wait_all();
         flag(stores);
@@ -378,6 +393,7 @@ __device__ __forceinline__ void end_combine(const Combine &combine) {
     }
     if (common.phases & EP_RECEIVE && warp_of() == 0) count_waits(common);
     if (threadIdx.x == 0) {
+        if (common.phases & EP_SEND) at<EpScan>(common.base + common.heap.scan).combine_taken = 0;
         if (common.phases & EP_SEND) state.combine_begun = state.combine_sent = combine.epoch;
         if (common.phases & EP_RECEIVE) state.combine_ended = combine.epoch;
     }

@@ -54,24 +54,30 @@ struct Targets {
 
 // A token's rows at a lane's ranks: their numbers there, EP_NOWHERE for none.
 struct Rows {
-    u32 row[EACH];
+    u32 row[EACH] = {};
 
     __device__ __forceinline__ void load(const Dispatch &dispatch, u32 token) {
 #pragma unroll
         for (u32 i = 0; i < EACH; ++i) {
             u32 rank = lane_of() + LANES * i;
-            row[i] = token < dispatch.end && rank < EP_R ? at<const u32>(dispatch.sent_rows(token) + 4 * rank) : EP_NOWHERE;
+            row[i] = token < dispatch.common.tokens && rank < EP_R ? at<const u32>(dispatch.sent_rows(token) + 4 * rank) : EP_NOWHERE;
         }
     }
 
-    // For each rank that it goes to: the region there, and the row. All lanes at once.
+    // For each rank that it goes to: the region there, and the row. All lanes at once. Begins with the rank of `turn`, so
+    // that not all send to one.
     template <class Send>
-    __device__ __forceinline__ void each(const Targets &targets, Send send) const {
+    __device__ __forceinline__ void each(const Targets &targets, u32 turn, Send send) const {
 #pragma unroll
         for (u32 i = 0; i < EACH; ++i) {
-            u32 todo = __ballot_sync(WHOLE_WARP, row[i] != EP_NOWHERE && targets.region[i] != 0);
+            u32 all = __ballot_sync(WHOLE_WARP, row[i] != EP_NOWHERE && targets.region[i] != 0);
             u32 number = targets.place[i] + row[i];
-            while (todo != 0) {
+            u32 before = all & ((1u << turn % atmost(EP_R, LANES)) - 1), todo = all ^ before;
+            while ((todo | before) != 0) {
+                if (todo == 0) {
+                    todo = before;
+                    before = 0;
+                }
                 u32 lane = __ffs(todo) - 1;
                 todo &= todo - 1;
                 send(__shfl_sync(WHOLE_WARP, targets.region[i], lane), __shfl_sync(WHOLE_WARP, number, lane));
@@ -81,7 +87,7 @@ struct Rows {
 };
 
 // A row to all its places, through registers. `from`: any memory.
-__device__ __forceinline__ void spread(const Rows &rows, const Targets &targets, u64 from) {
+__device__ __forceinline__ void spread(const Rows &rows, const Targets &targets, u32 turn, u64 from) {
     constexpr u32 DEPTH = 4;
     for (u32 base = 0; base < ROW / 16; base += LANES * DEPTH) {
         Vec16 v[DEPTH];
@@ -90,7 +96,7 @@ __device__ __forceinline__ void spread(const Rows &rows, const Targets &targets,
             u32 i = base + k * LANES + lane_of();
             if (i < ROW / 16) v[k] = at<const Vec16>(from + 16 * i);
         }
-        rows.each(targets, [&](u64 region, u32 row) {
+        rows.each(targets, turn, [&](u64 region, u32 row) {
 #pragma unroll
             for (u32 k = 0; k < DEPTH; ++k) {
                 u32 i = base + k * LANES + lane_of();
@@ -101,40 +107,50 @@ __device__ __forceinline__ void spread(const Rows &rows, const Targets &targets,
 }
 
 #if EP_BULK
-// Rows as they are: one of the `MOVERS` warps.
+// Rows as they are: one of the `MOVERS` warps. The token of a row under way is in the lane of its number.
 struct Mover {
     Ring<DISPATCH_STAGE, MOVER_STAGES> ring;
-    u32 next = 0;
+    Share share;
+    u32 loads = 0;
+    u32 tokens = 0;
 
-    __device__ __forceinline__ void load(const Dispatch &dispatch) {
-        if (next >= dispatch.end) return;
-        ring.load(dispatch.args.x + u64(next) * dispatch.args.x_stride, ROW);
-        next += MOVERS;
+    __device__ __forceinline__ void load(const Dispatch &dispatch, u32 token) {
+        ring.load(dispatch.args.x + u64(token) * dispatch.args.x_stride, ROW);
+        if (lane_of() == loads % LANES) tokens = token;
+        ++loads;
     }
+    __device__ __forceinline__ u32 token(u32 number) const { return __shfl_sync(WHOLE_WARP, tokens, number % LANES); }
 
     // Nothing has to be known of where rows go for their loads to begin.
     __device__ __forceinline__ void begin(const Dispatch &dispatch, u8 *stages, u64 *full) {
         ring.begin(stages + DISPATCH_STAGE * MOVER_STAGES * warp_of(), full + MOVER_STAGES * warp_of());
-        next = dispatch.first + warp_of();
-        for (u32 i = 0; i < MOVER_AHEAD; ++i) load(dispatch);
+        u32 token = blockIdx.x * MOVERS + warp_of(), step = gridDim.x * MOVERS;
+        for (u32 i = 0; i < MOVER_AHEAD && token < dispatch.common.tokens; ++i, token += step) load(dispatch, token);
+        share.begin(dispatch.scan().dispatch_taken, MOVER_AHEAD * step);
     }
 
     __device__ __forceinline__ void send(const Dispatch &dispatch, const Targets &targets) {
         Rows rows, ahead;
-        u32 token = dispatch.first + warp_of();
-        rows.load(dispatch, token);
-        for (; token < dispatch.end; token += MOVERS) {
-            ahead.load(dispatch, token + MOVERS);
-            u32 stage = ring.loaded();
-            rows.each(targets, [&](u64 region, u32 row) {
+        if (loads > 0) rows.load(dispatch, token(0));
+        bool more = loads == MOVER_AHEAD;
+        for (u32 stores = 0; stores < loads; ++stores) {
+            bool known = stores + 1 < loads;
+            if (known) ahead.load(dispatch, token(stores + 1));
+            u32 turn = dispatch.common.rank + token(stores), stage = ring.loaded();
+            rows.each(targets, turn, [&](u64 region, u32 row) {
                 if (lane_of() == 0) bulk_store_open(region + u64(row) * ROW, stage, ROW);
             });
             ring.stored();
             if (lane_of() == 0) bulk_wait_read<MOVER_STAGES - MOVER_AHEAD>();
             __syncwarp();
-            load(dispatch);
+            if (more) {
+                u32 next = share.take();
+                more = next < dispatch.common.tokens;
+                if (more) load(dispatch, next);
+            }
+            if (!known && stores + 1 < loads) ahead.load(dispatch, token(stores + 1));
             rows = ahead;
-            if (token == dispatch.first) mark_by(0, dispatch.args.marks, EP_MARK_FIRST);
+            if (stores == 0) mark_by(0, dispatch.args.marks, EP_MARK_FIRST);
         }
         if (lane_of() == 0) bulk_wait_all();
         mark_by(0, dispatch.args.marks, EP_MARK_SENT);
@@ -183,10 +199,13 @@ __device__ __forceinline__ void cast_row(u64 from, u8 *stage) {
 __device__ __forceinline__ void send_cast(const Dispatch &dispatch, const Targets &targets, u8 *stages) {
     u8 *mine = stages + 2 * DISPATCH_STAGE * warp_of();
     Rows rows, ahead;
-    u32 token = dispatch.first + warp_of();
-    rows.load(dispatch, token);
-    for (u32 turn = 0; token < dispatch.end; token += CASTERS, turn ^= 1) {
-        ahead.load(dispatch, token + CASTERS);
+    Share share;
+    u32 first = blockIdx.x * CASTERS + warp_of();
+    share.begin(dispatch.scan().dispatch_taken, gridDim.x * CASTERS);
+    rows.load(dispatch, first);
+    for (u32 token = first, next, turn = 0; token < dispatch.common.tokens; token = next, turn ^= 1) {
+        next = share.take();
+        ahead.load(dispatch, next);
         u8 *stage = mine + DISPATCH_STAGE * turn;
 #if EP_BULK
         // The stage's last stores were those before the last.
@@ -196,7 +215,7 @@ __device__ __forceinline__ void send_cast(const Dispatch &dispatch, const Target
         fence_proxy_async_shared();
         __syncwarp();
         u32 from = shared_address(stage);
-        rows.each(targets, [&](u64 region, u32 row) {
+        rows.each(targets, dispatch.common.rank + token, [&](u64 region, u32 row) {
             u64 scales = region + dispatch.common.heap.region_scales + u64(row) * SCALE_BYTES;
             if (lane_of() == 0) {
                 bulk_store_open(region + u64(row) * ROW, from, ROW);
@@ -209,14 +228,14 @@ __device__ __forceinline__ void send_cast(const Dispatch &dispatch, const Target
         __syncwarp();
         cast_row(dispatch.args.x + u64(token) * dispatch.args.x_stride, stage);
         __syncwarp();
-        spread(rows, targets, reinterpret_cast<u64>(stage));
-        rows.each(targets, [&](u64 region, u32 row) {
+        spread(rows, targets, dispatch.common.rank + token, reinterpret_cast<u64>(stage));
+        rows.each(targets, dispatch.common.rank + token, [&](u64 region, u32 row) {
             u64 scales = region + dispatch.common.heap.region_scales + u64(row) * SCALE_BYTES;
             for (u32 i = lane_of(); i < SCALE_BYTES; i += LANES) at<u8>(scales + i) = stage[ROW + i];
         });
 #endif
         rows = ahead;
-        if (token == dispatch.first) mark_by(0, dispatch.args.marks, EP_MARK_FIRST);
+        if (token == first) mark_by(0, dispatch.args.marks, EP_MARK_FIRST);
     }
 #if EP_BULK
     if (lane_of() == 0) bulk_wait_all();
@@ -330,7 +349,10 @@ __device__ __forceinline__ void send_details(const Dispatch &dispatch, DispatchS
 // Learns where rows go, from the plan. All blocks.
 __device__ __forceinline__ void learn_plan(const Dispatch &dispatch, DispatchShared &shared) {
     const EpCommon &common = dispatch.common;
-    if (threadIdx.x == 0) await_block(address_of(dispatch.scan().planned), dispatch.epoch);
+    if (threadIdx.x == 0) {
+        if (common.phases & EP_ANNOUNCE && !dispatch.args.cached) await_block(address_of(dispatch.scan().numbered), gridDim.x);
+        await_block(address_of(dispatch.scan().planned), dispatch.epoch);
+    }
     __syncthreads();
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
         u32 region = at<const u32>(dispatch.regions() + 4 * rank);
@@ -344,9 +366,11 @@ __device__ __forceinline__ void learn_plan(const Dispatch &dispatch, DispatchSha
 // One warp's share of rows that go as they are, where there are no bulk copies.
 __device__ __forceinline__ void send_copies(const Dispatch &dispatch, const Targets &targets) {
     Rows rows;
-    for (u32 token = dispatch.first + warp_of(); token < dispatch.end; token += COPIERS) {
+    Share share;
+    share.begin(dispatch.scan().dispatch_taken, gridDim.x * COPIERS);
+    for (u32 token = blockIdx.x * COPIERS + warp_of(); token < dispatch.common.tokens; token = share.take()) {
         rows.load(dispatch, token);
-        spread(rows, targets, dispatch.args.x + u64(token) * dispatch.args.x_stride);
+        spread(rows, targets, dispatch.common.rank + token, dispatch.args.x + u64(token) * dispatch.args.x_stride);
     }
 }
 
@@ -427,6 +451,9 @@ __device__ __forceinline__ void end_dispatch(const Dispatch &dispatch, DispatchS
         if (warp_of() == 0) count_waits(common);
     }
     if (threadIdx.x == 0) {
+        EpScan &scan = dispatch.scan();
+        if (common.phases & EP_ANNOUNCE) scan.numbered = 0;
+        if (common.phases & EP_SEND) scan.dispatch_taken = 0;
         if (common.phases & EP_ANNOUNCE) state.dispatch_begun = dispatch.epoch;
         if (common.phases & EP_SEND) state.dispatch_sent = dispatch.epoch;
         if (common.phases & EP_RECEIVE) state.dispatch_ended = dispatch.epoch;

@@ -216,6 +216,8 @@ __device__ __forceinline__ void number_rows(const Dispatch &dispatch, ScanShared
         // The next tokens' counts come in place of these.
         __syncwarp();
     }
+    __syncthreads();
+    if (threadIdx.x == 0) atom_add_acq_rel_gpu_u64(address_of(dispatch.scan().numbered), 1);
 }
 
 // The rows that `source` sends to `rank`, of what it announced here.
@@ -237,26 +239,28 @@ __device__ __forceinline__ void plan(const Dispatch &dispatch, ScanShared &share
         shared.rows[me] = shared.flags[me] == CAME ? rows_between(dispatch, me, common.rank) : 0;
         at<u32>(dispatch.regions() + 4 * me) = came ? header.region : EP_NOWHERE;
     }
+    u32 place = 0;
+    if (me < EP_R && dispatch.args.cached) place = at<const u32>(dispatch.places() + 4 * me);
     __syncthreads();
-    if (me < EP_R) {
-        u32 place = 0, offset = 0;
-        if (dispatch.args.cached) {
-            place = at<const u32>(dispatch.places() + 4 * me);
-        } else {
-            for (u32 source = 0; source < common.rank; ++source) {
-                // Who repeats an earlier routing has not said how many.
-                if (shared.flags[source] == CAME) place += rows_between(dispatch, source, me);
-            }
-            for (u32 source = 0; source < me; ++source) offset += shared.rows[source];
-            at<u32>(dispatch.places() + 4 * me) = place;
-            at<u32>(dispatch.offsets() + 4 * me) = offset;
-            if (me == EP_R - 1) at<u32>(dispatch.offsets() + 4 * EP_R) = offset + shared.rows[me];
+    if (me < EP_R && !dispatch.args.cached) {
+        u32 offset = 0;
+#pragma unroll 4
+        for (u32 source = 0; source < EP_R; ++source) {
+            // Who repeats an earlier routing has not said how many.
+            u32 rows = shared.flags[source] == CAME ? rows_between(dispatch, source, me) : 0;
+            place += source < common.rank ? rows : 0;
+            offset += source < me ? shared.rows[source] : 0;
         }
-        // The receiver compares it with what it makes of the announcements.
-        if (shared.flags[me] != 0) at<u64>(word_at(common, heap_of(common, me), common.rank, EP_WORD_PLACE + dispatch.parity)) = place;
+        at<u32>(dispatch.places() + 4 * me) = place;
+        at<u32>(dispatch.offsets() + 4 * me) = offset;
+        if (me == EP_R - 1) at<u32>(dispatch.offsets() + 4 * EP_R) = offset + shared.rows[me];
     }
     __syncthreads();
     if (threadIdx.x == 0) st_release_gpu_u64(address_of(dispatch.scan().planned), dispatch.epoch);
+    // The receiver compares it with what it makes of the announcements.
+    if (me < EP_R && shared.flags[me] != 0) {
+        at<u64>(word_at(common, heap_of(common, me), common.rank, EP_WORD_PLACE + dispatch.parity)) = place;
+    }
 }
 
 // Says how much came. One warp of the block that made the plan.

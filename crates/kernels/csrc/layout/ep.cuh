@@ -272,9 +272,15 @@ struct EpScan {
     u64 scanned;
     // The last dispatch of which is known where rows go.
     u64 planned;
+    // Blocks that have numbered their tokens' rows; 0 between launches.
+    u64 numbered;
+    // Tokens that warps have taken to dispatch, beyond those that are each warp's first; 0 between launches.
+    u64 dispatch_taken;
+    // The same of turns of a combine.
+    u64 combine_taken;
 };
 
-static_assert(sizeof(EpScan) == 24, "EpScan");
+static_assert(sizeof(EpScan) == 48, "EpScan");
 
 // The head of a table, and of a combine's weights.
 struct EpTableHeader {

@@ -235,6 +235,12 @@ layouts! {
         scanned: u64,
         /// The last dispatch of which is known where rows go.
         planned: u64,
+        /// Blocks that have numbered their tokens' rows; 0 between launches.
+        numbered: u64,
+        /// Tokens that warps have taken to dispatch, beyond those that are each warp's first; 0 between launches.
+        dispatch_taken: u64,
+        /// The same of turns of a combine.
+        combine_taken: u64,
     }
     /// The head of a table, and of a combine's weights.
     EpTableHeader {
