@@ -2,21 +2,24 @@
 //! process.
 //!
 //!     cargo run --release -p crossrail-kernels --example ep_rate -- [--layout expert|rank] [--gpus N] [--tokens LIST]
-//!         [--hidden N] [--topk N] [--experts N] [--payload fp8|bf16] [--blocks LIST] [--threads LIST] [--iters N]
+//!         [--hidden N] [--topk N] [--experts N] [--payload LIST] [--blocks LIST] [--link GB/S] [--apart] [--threads LIST] [--iters N]
 //!         [--json FILE]
 //!     expert layout: [--no-prereduce] [--weights dispatch|combine] [--scales column|row] [--piece LIST]
-//!         [--senders LIST] [--receive-from LIST] [--apart]
-//!     rank layout: [--input fp8|bf16] [--movers LIST] [--split LIST] [--counted]
+//!         [--senders LIST] [--receive-from LIST]
+//!     rank layout: [--movers LIST] [--split LIST] [--counted] [--marks]
 //!
 //! Lists (`128,64`) are tried in all combinations; 0 is what suits. Results are verified, then timed: `cold` after the
 //! second cache was overwritten and all ranks have met, each step alone; `pair` back to back. The slowest rank counts.
-//! `--apart`: sending and receiving are launches of their own. `--split`: blocks that send in a combine while the others
+//! Payloads are fp8, bf16, and, in the rank layout, cast: fp8 of bf16 rows, where fp8 rows are given as such otherwise.
+//! `--apart`: phases are launches of their own. `--marks`: what the blocks of one iteration note on their way. `--link`:
+//! the most that leaves a GPU, for the time that a step's bytes take at least. `--split`: blocks that send in a combine while the others
 //! add. `--counted`: the host is told how much came. The table goes to stdout, raw samples to FILE.
 #![allow(unsafe_code)]
 
 #[path = "../unpack_rate/environment.rs"]
 mod environment;
 mod expert;
+mod marks;
 mod place;
 mod rank;
 mod routing;
@@ -82,7 +85,7 @@ struct Asked {
     hidden: u32,
     topk: u32,
     experts: Option<u32>,
-    payload: Payload,
+    payload: Vec<Carried>,
     prereduce: bool,
     blocks: Vec<u32>,
     threads: Vec<u32>,
@@ -94,6 +97,7 @@ struct Asked {
     expert: expert::Options,
     rank: rank::Options,
     iters: usize,
+    link: Option<f64>,
     json: Option<String>,
 }
 
@@ -106,7 +110,7 @@ impl Default for Asked {
             hidden: 7168,
             topk: 8,
             experts: None,
-            payload: Payload::Fp8(Scale::F32),
+            payload: vec![Carried::Fp8],
             prereduce: true,
             blocks: vec![0],
             threads: vec![0],
@@ -116,8 +120,9 @@ impl Default for Asked {
             movers: vec![0],
             split: vec![0],
             expert: expert::Options { late_weights: true, column_scales: true, apart: false },
-            rank: rank::Options { fp8_input: true, counted: false, split: 0 },
+            rank: rank::Options { fp8_input: true, counted: false, split: 0, apart: false, marks: false },
             iters: 30,
+            link: None,
             json: None,
         }
     }
@@ -136,7 +141,7 @@ impl Asked {
                 "--hidden" => asked.hidden = value()?.parse()?,
                 "--topk" => asked.topk = value()?.parse()?,
                 "--experts" => asked.experts = Some(value()?.parse()?),
-                "--payload" => asked.payload = payload(&value()?)?,
+                "--payload" => asked.payload = value()?.split(',').map(payload).collect::<Outcome<_>>()?,
                 "--no-prereduce" => asked.prereduce = false,
                 "--weights" => asked.expert.late_weights = one_of(&value()?, ["combine", "dispatch"])? == 0,
                 "--scales" => asked.expert.column_scales = one_of(&value()?, ["column", "row"])? == 0,
@@ -145,8 +150,9 @@ impl Asked {
                 "--piece" => asked.piece = list(&value()?)?,
                 "--senders" => asked.senders = list(&value()?)?,
                 "--receive-from" => asked.receive_from = list(&value()?)?,
-                "--apart" => asked.expert.apart = true,
-                "--input" => asked.rank.fp8_input = one_of(&value()?, ["fp8", "bf16"])? == 0,
+                "--apart" => (asked.expert.apart, asked.rank.apart) = (true, true),
+                "--marks" => asked.rank.marks = true,
+                "--link" => asked.link = Some(value()?.parse()?),
                 "--movers" => asked.movers = list(&value()?)?,
                 "--split" => asked.split = list(&value()?)?,
                 "--counted" => asked.rank.counted = true,
@@ -188,25 +194,31 @@ impl Asked {
     }
 
     /// Every trial of a tuning: its ranks, and how many blocks send in a combine.
-    fn trials(&self, devices: &[Device], compiler: &Compiler, shape: Shape) -> Outcome<Vec<(u32, Box<dyn Trial>)>> {
+    fn trials(
+        &self,
+        devices: &[Device],
+        compiler: &Compiler,
+        shape: Shape,
+        carried: Carried,
+    ) -> Outcome<Vec<(u32, Box<dyn Trial>)>> {
         if self.layout == Layout::Expert {
             return Ok(vec![(0, Box::new(expert::Rig::new(devices, compiler, shape, self.expert)?))]);
         }
         let rig = |split: u32| -> Outcome<(u32, Box<dyn Trial>)> {
-            let options = rank::Options { split, ..self.rank };
+            let options = rank::Options { split, fp8_input: carried == Carried::Fp8, ..self.rank };
             Ok((split, Box::new(rank::Rig::new(devices, compiler, shape, options)?)))
         };
         self.split.iter().map(|split| rig(*split)).collect()
     }
 
-    fn shape(&self, ranks: u32, max_tokens: u32, tuning: Tuning) -> Shape {
+    fn shape(&self, ranks: u32, max_tokens: u32, carried: Carried, tuning: Tuning) -> Shape {
         Shape {
             hidden: self.hidden,
             topk: self.topk,
             experts: self.experts.unwrap_or(if self.layout == Layout::Expert { 288 } else { 256 }),
             ranks,
             max_tokens,
-            payload: self.payload,
+            payload: if carried == Carried::Bf16 { Payload::Bf16 } else { Payload::Fp8(Scale::F32) },
             prereduce: self.prereduce,
             expert_layout: self.layout == Layout::Expert,
             rank_layout: self.layout == Layout::Rank,
@@ -220,12 +232,30 @@ fn list(text: &str) -> Outcome<Vec<u32>> {
     text.split(',').map(|word| Ok(word.parse()?)).collect()
 }
 
-fn payload(text: &str) -> Outcome<Payload> {
-    match text {
-        "fp8" => Ok(Payload::Fp8(Scale::F32)),
-        "bf16" => Ok(Payload::Bf16),
-        _ => Err(format!("{text}: fp8 or bf16").into()),
+/// What dispatch carries.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Carried {
+    Fp8,
+    /// bf16 rows as fp8. The expert layout has no other fp8.
+    Cast,
+    Bf16,
+}
+
+impl Carried {
+    const ALL: [Carried; 3] = [Carried::Fp8, Carried::Cast, Carried::Bf16];
+
+    fn name(self) -> &'static str {
+        match self {
+            Carried::Fp8 => "fp8",
+            Carried::Cast => "cast",
+            Carried::Bf16 => "bf16",
+        }
     }
+}
+
+fn payload(text: &str) -> Outcome<Carried> {
+    let found = Carried::ALL.into_iter().find(|carried| carried.name() == text);
+    found.ok_or_else(|| format!("{text}: fp8, cast, or bf16").into())
 }
 
 /// Which of the two it is.
@@ -246,11 +276,12 @@ fn run() -> Outcome<()> {
     let (mut rows, mut failures) = (Vec::new(), 0);
     let mut environment = Value::Null;
     println!("tokens  blocks | what of the tuning is set | p50 us of each step (GB/s over the links) ...");
-    for tuning in asked.tunings() {
+    let tunings = asked.tunings();
+    for (carried, tuning) in asked.payload.iter().flat_map(|carried| tunings.iter().map(move |one| (*carried, *one))) {
         let most = asked.tokens.iter().copied().max().unwrap_or(1);
         let devices = cuda.devices()?.into_iter().take(asked.gpus).collect::<Vec<_>>();
-        let shape = asked.shape(devices.len() as u32, most, tuning);
-        let trials = match asked.trials(&devices, &compiler, shape) {
+        let shape = asked.shape(devices.len() as u32, most, carried, tuning);
+        let trials = match asked.trials(&devices, &compiler, shape, carried) {
             Ok(trials) => trials,
             Err(error) => {
                 failures += 1;
@@ -266,7 +297,7 @@ fn run() -> Outcome<()> {
             let blocks: Vec<u32> = asked.blocks.iter().map(most).collect();
             for &tokens in &asked.tokens {
                 for &blocks in &blocks {
-                    let facts = Facts { asked: &asked, shape: &shape, tokens, blocks, split };
+                    let facts = Facts { asked: &asked, shape: &shape, carried, tokens, blocks, split };
                     match trial.measure(tokens, blocks, asked.iters) {
                         Ok(steps) => {
                             facts.print(&steps);
@@ -311,6 +342,7 @@ fn write(asked: &Asked, environment: &Value, rows: &[Value]) -> Outcome<()> {
 struct Facts<'a> {
     asked: &'a Asked,
     shape: &'a Shape,
+    carried: Carried,
     tokens: u32,
     blocks: u32,
     split: u32,
@@ -324,11 +356,19 @@ impl Facts<'_> {
             Layout::Rank => format!("threads {rank_threads} movers {rank_movers} split {}", self.split),
         };
         let one = |step: &Step| {
-            let rate = step.gb_per_s().map(|rate| format!(" ({rate:.0})")).unwrap_or_default();
-            format!("{} {:.1}{rate}", step.name, median(&step.samples))
+            let rate = step.gb_per_s().map(|rate| match self.floor(step) {
+                Some(floor) => format!(" ({rate:.0}, floor {floor:.0})"),
+                None => format!(" ({rate:.0})"),
+            });
+            format!("{} {:.1}{}", step.name, median(&step.samples), rate.unwrap_or_default())
         };
         let steps: Vec<String> = steps.iter().map(one).collect();
-        println!("{:>6} {:>7} | {set} | {}", self.tokens, self.blocks, steps.join("  "));
+        println!("{:>6} {:>7} | {} {set} | {}", self.tokens, self.blocks, self.carried.name(), steps.join("  "));
+    }
+
+    /// Microseconds that the links take for a step's bytes.
+    fn floor(&self, step: &Step) -> Option<f64> {
+        Some(step.wire_bytes? as f64 / self.asked.link? / 1e3)
     }
 
     fn print_failure(&self, error: &dyn Error) {
@@ -354,6 +394,7 @@ impl Facts<'_> {
             "sms": self.blocks,
             "bytes_wire": step.wire_bytes,
             "gb_per_s": step.gb_per_s(),
+            "floor_us": self.floor(step),
             "samples_us": samples,
             "p50_us": median(samples),
             "avg_us": sum / samples.len().max(1) as f64,
@@ -365,7 +406,7 @@ impl Facts<'_> {
                 "threads": tuning.rank_threads,
                 "movers": tuning.rank_movers,
                 "split": self.split,
-                "input": if options.fp8_input && self.shape.payload != Payload::Bf16 { "fp8" } else { "bf16" },
+                "input": if self.carried == Carried::Fp8 { "fp8" } else { "bf16" },
                 "counted": options.counted,
             }),
             false => json!({

@@ -3,9 +3,11 @@
 use crossrail_cuda::nvrtc::Compiler;
 use crossrail_cuda::{Context, Device, DeviceMemory, PinnedMemory, Stream};
 use crossrail_kernels::ep::{
-    EP_ANNOUNCE, EP_RECEIVE, EP_SEND, EpCombineArgs, EpDispatchArgs, EpHeap, Layout, Payload, Shape,
+    EP_ANNOUNCE, EP_MARKS, EP_RANK_BLOCKS, EP_RECEIVE, EP_SEND, EpCombineArgs, EpDispatchArgs, EpHeap, Layout, Payload,
+    Shape,
 };
 
+use crate::marks::Marks;
 use crate::place::{LIMIT, Place, finish, places, settle, take};
 use crate::routing::{Routing, rows};
 use crate::timing::{Gate, Work, back_to_back, cold};
@@ -26,6 +28,10 @@ pub(crate) struct Options {
     pub(crate) counted: bool,
     /// Blocks that send in a combine; 0: all send and add.
     pub(crate) split: u32,
+    /// Phases are launches of their own.
+    pub(crate) apart: bool,
+    /// What the blocks of one more iteration note is printed.
+    pub(crate) marks: bool,
 }
 
 struct Rank {
@@ -34,6 +40,7 @@ struct Rank {
     offsets: DeviceMemory,
     word: PinnedMemory,
     y: DeviceMemory,
+    marks: DeviceMemory,
 }
 
 pub(crate) struct Rig {
@@ -100,7 +107,7 @@ impl Rig {
         let row = if fp8 { self.shape.hidden } else { 2 * self.shape.hidden };
         let fresh = |address: u64| if launch.cached { 0 } else { address };
         let args = EpDispatchArgs {
-            common: rank.place.common(Layout::Rank, launch.tokens, ALL),
+            common: rank.place.common(Layout::Rank, launch.tokens, launch.phases),
             x: own.x.address(),
             x_stride: u64::from(row),
             in_scales: own.scales.address(),
@@ -111,6 +118,7 @@ impl Rig {
             out_counts: rank.counts.address(),
             out_offsets: rank.offsets.address(),
             count_word: if self.options.counted { rank.word.address() } else { 0 },
+            marks: if launch.marked { rank.marks.address() } else { 0 },
             alignment: 1,
             cached: launch.cached.into(),
             x_fp8: fp8.into(),
@@ -122,30 +130,60 @@ impl Rig {
         Ok(())
     }
 
-    fn combine(&self, batch: &Batch, number: usize, blocks: u32) -> Outcome<()> {
+    fn combine(&self, batch: &Batch, number: usize, launch: Launch) -> Outcome<()> {
         let (rank, own) = (&self.ranks[number], &batch.ranks[number]);
         let row = u64::from(self.shape.hidden) * 2;
         let args = EpCombineArgs {
-            common: rank.place.common(Layout::Rank, batch.tokens, EP_SEND | EP_RECEIVE),
+            common: rank.place.common(Layout::Rank, launch.tokens, launch.phases),
             y: rank.y.address(),
             y_stride: row,
             out: own.out.address(),
             out_stride: row,
+            marks: if launch.marked { rank.marks.address() } else { 0 },
             senders: self.options.split,
             ..EpCombineArgs::ZERO
         };
         // SAFETY: as above.
-        unsafe { rank.place.kernels.combine_rank(&rank.place.stream, &args, blocks)? };
+        unsafe { rank.place.kernels.combine_rank(&rank.place.stream, &args, launch.blocks)? };
         Ok(())
+    }
+
+    fn step(&self, batch: &Batch, number: usize, step: &One, launch: Launch) -> Outcome<()> {
+        if step.combines { self.combine(batch, number, launch) } else { self.dispatch(batch, number, launch) }
+    }
+
+    /// Does each step once more, and gives back what its blocks noted: by step, on each rank.
+    fn noted(&self, run: &Run) -> Outcome<Vec<Marks>> {
+        let mut noted = Vec::new();
+        for step in run.all {
+            settle()?;
+            for (number, rank) in self.ranks.iter().enumerate() {
+                // SAFETY: the area is the rank's, for this alone.
+                unsafe { rank.place.stream.fill(rank.marks.address(), 0, rank.marks.len())? };
+                if step.begins() {
+                    run.meet(number)?;
+                }
+                let launch = Launch { marked: true, ..Launch::of(step, run.batch.tokens, run.blocks) };
+                self.step(run.batch, number, step, launch)?;
+            }
+            run.finish()?;
+            let mut marks = Marks::new(step.name);
+            for rank in &self.ranks {
+                let bytes = take(&rank.place.stream, rank.marks.address(), rank.marks.len())?;
+                marks.add(&bytes[..run.blocks as usize * EP_MARKS as usize * 8]);
+            }
+            noted.push(marks);
+        }
+        Ok(noted)
     }
 
     /// One of each step, whose results are looked at: offsets, experts, rows (those that are not cast), sums.
     fn verify(&self, batch: &Batch, blocks: u32) -> Outcome<()> {
         settle()?;
         for number in 0..self.ranks.len() {
-            self.dispatch(batch, number, Launch { tokens: batch.tokens, blocks, cached: false })?;
-            self.dispatch(batch, number, Launch { tokens: batch.tokens, blocks, cached: true })?;
-            self.combine(batch, number, blocks)?;
+            for step in &WHOLE {
+                self.step(batch, number, step, Launch::of(step, batch.tokens, blocks))?;
+            }
         }
         finish(self.ranks.iter().map(|rank| &rank.place))?;
         for number in 0..self.ranks.len() {
@@ -230,13 +268,49 @@ impl Rig {
     }
 }
 
-/// One launch of a dispatch.
+/// One launch.
 #[derive(Clone, Copy)]
 struct Launch {
     tokens: u32,
     blocks: u32,
     cached: bool,
+    phases: u32,
+    marked: bool,
 }
+
+impl Launch {
+    fn of(step: &One, tokens: u32, blocks: u32) -> Launch {
+        Launch { tokens, blocks, cached: step.cached, phases: step.phases, marked: false }
+    }
+}
+
+/// What is timed by itself.
+struct One {
+    name: &'static str,
+    combines: bool,
+    cached: bool,
+    phases: u32,
+}
+
+impl One {
+    /// Whether it is the first phase of an operation.
+    fn begins(&self) -> bool {
+        self.phases & if self.combines { EP_SEND } else { EP_ANNOUNCE } != 0
+    }
+}
+
+const WHOLE: [One; 3] = [
+    One { name: "dispatch", combines: false, cached: false, phases: ALL },
+    One { name: "dispatch cached", combines: false, cached: true, phases: ALL },
+    One { name: "combine", combines: true, cached: false, phases: EP_SEND | EP_RECEIVE },
+];
+const APART: [One; 5] = [
+    One { name: "announce", combines: false, cached: false, phases: EP_ANNOUNCE },
+    One { name: "dispatch send", combines: false, cached: false, phases: EP_SEND },
+    One { name: "dispatch receive", combines: false, cached: false, phases: EP_RECEIVE },
+    One { name: "combine send", combines: true, cached: false, phases: EP_SEND },
+    One { name: "combine receive", combines: true, cached: false, phases: EP_RECEIVE },
+];
 
 impl Trial for Rig {
     fn context(&self) -> &Context {
@@ -254,12 +328,18 @@ impl Trial for Rig {
         let sent = u64::from(self.shape.row_bytes() + self.shape.scale_bytes());
         let details = u64::from(self.shape.topk) * 12 + 4;
         self.verify(&batch, blocks)?;
-        let run = Run { rig: self, batch: &batch, blocks };
+        let all: &[One] = if self.options.apart { &APART } else { &WHOLE };
+        let run = Run { rig: self, batch: &batch, blocks, all };
         let mut steps = cold(&run, &self.gate, iters)?;
-        for (step, bytes) in steps.iter_mut().zip([sent + details, sent, wide]) {
-            step.wire_bytes = Some(rows * bytes);
+        for (step, one) in steps.iter_mut().zip(all).filter(|(_, one)| one.phases & EP_SEND != 0) {
+            let row = if one.combines { wide } else { sent };
+            let fresh = if one.combines || one.cached { 0 } else { details };
+            step.wire_bytes = Some(rows * (row + fresh));
         }
         steps.push(Step::new("all, back to back", vec![back_to_back(&run, &self.gate, iters)?]));
+        if self.options.marks {
+            self.noted(&run)?.iter().for_each(Marks::print);
+        }
         Ok(steps)
     }
 
@@ -273,6 +353,7 @@ struct Run<'a> {
     rig: &'a Rig,
     batch: &'a Batch,
     blocks: u32,
+    all: &'a [One],
 }
 
 impl Work for Run<'_> {
@@ -285,7 +366,7 @@ impl Work for Run<'_> {
     }
 
     fn steps(&self) -> Vec<&'static str> {
-        vec!["dispatch", "dispatch cached", "combine"]
+        self.all.iter().map(|one| one.name).collect()
     }
 
     fn make_cold(&self, rank: usize) -> Outcome<()> {
@@ -293,15 +374,12 @@ impl Work for Run<'_> {
     }
 
     fn meet(&self, rank: usize) -> Outcome<()> {
-        self.rig.dispatch(self.batch, rank, Launch { tokens: 0, blocks: self.blocks, cached: false })
+        self.rig.dispatch(self.batch, rank, Launch::of(&WHOLE[0], 0, self.blocks))
     }
 
     fn step(&self, rank: usize, step: usize) -> Outcome<()> {
-        if step == 2 {
-            return self.rig.combine(self.batch, rank, self.blocks);
-        }
-        let launch = Launch { tokens: self.batch.tokens, blocks: self.blocks, cached: step == 1 };
-        self.rig.dispatch(self.batch, rank, launch)
+        let one = &self.all[step];
+        self.rig.step(self.batch, rank, one, Launch::of(one, self.batch.tokens, self.blocks))
     }
 }
 
@@ -313,6 +391,7 @@ fn rank(place: Place, shape: &Shape) -> Outcome<Rank> {
         offsets: DeviceMemory::new(context, 8 * (shape.ranks as usize + 1))?,
         word: PinnedMemory::new(context, 8)?,
         y: DeviceMemory::new(context, rows * shape.hidden as usize * 2)?,
+        marks: DeviceMemory::new(context, EP_RANK_BLOCKS as usize * EP_MARKS as usize * 8)?,
         place,
     };
     // SAFETY: the memory is new and nobody uses it yet.
