@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -69,6 +69,36 @@ class Sizes:
     def scales(self, layout: str, count: int) -> tuple[int, ...]:
         """The shape of its scales."""
         return (*self.rows(layout, count)[:-1], self.hidden // BLOCK)
+
+
+class DispatchCall(NamedTuple):
+    """What `ExpertBuffer.dispatch` was given."""
+
+    x: Any
+    topk_idx: Any
+    topk_weights: Any
+    layout: Literal["expert", "rank"]
+    handle: Any
+    expert_alignment: int
+    out: Any
+    stats: Any
+    waits: Any
+    max_rows: int | None
+    stream: Any
+    send_only: bool
+
+
+class CombineCall(NamedTuple):
+    """What `ExpertBuffer.combine` was given."""
+
+    y: Any
+    handle: Any
+    topk_weights: Any
+    bias: Any
+    out: Any
+    waits: Any
+    stream: Any
+    send_only: bool
 
 
 def number(name: str, value: Any, operation: str = "ExpertBuffer") -> int:

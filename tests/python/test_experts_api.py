@@ -292,7 +292,10 @@ def test_a_handle_is_good_for_its_own_buffer_only(alone: Callable[..., crossrail
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"device": "cuda"}, crossrail.UnsupportedError, "device 'cuda' cannot be used; device=\"cpu\" works"),
+        ({"device": "cuda:no"}, crossrail.UsageError, "is no device"),
+        ({"device": -1}, crossrail.UsageError, "-1 is no device"),
+        ({"num_sms": 8}, crossrail.UsageError, "num_sms is for buffers on a GPU"),
+        ({"node": 1}, crossrail.UsageError, "node is for buffers on a GPU"),
         ({"topk": -1}, crossrail.UsageError, "topk -1 is not from 0"),
         ({"hidden": 128.0}, crossrail.UsageError, "hidden is a float, not an integer"),
         ({"num_experts": 1 << 40}, crossrail.UsageError, "num_experts 1099511627776 is not from 0"),

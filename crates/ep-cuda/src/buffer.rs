@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crossrail::{Context, Endpoint, Memory, Place, Region};
 use crossrail_control::{Group, RankState};
-use crossrail_cuda::Context as Primary;
+use crossrail_cuda::{Capture, Context as Primary, Stream};
 use crossrail_ep::hello::Parameters;
 use crossrail_ep::meeting::{Meeting, random_id};
 use crossrail_ep::{Config, Fault, Layout, Link, Plan};
@@ -340,7 +340,21 @@ impl DeviceBuffer {
     /// # Errors
     /// `Exhausted` that names `regions` when all are in use; `Usage` when the buffer was not made for the rank layout.
     pub fn take_region(&self) -> Result<RegionLease> {
-        RegionLease::take(&self.0)
+        RegionLease::take(&self.0, false)
+    }
+
+    /// A region for a result of a dispatch that will be put into `stream`. One that a graph captures is its own from then
+    /// on: when its lease is dropped it is only lent to other captures, as memory of graphs is shared among graphs.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream's handle, or 0 for the default stream.
+    ///
+    /// # Errors
+    /// As [`DeviceBuffer::take_region`]; what the driver says.
+    pub unsafe fn take_region_for(&self, stream: u64) -> Result<RegionLease> {
+        // SAFETY: the caller vouches for the stream.
+        let stream = unsafe { Stream::borrow(&self.0.cuda, stream)? };
+        RegionLease::take(&self.0, stream.capture()? != Capture::None)
     }
 
     /// Waits until what was put in is done on this rank's GPU, and every connected rank that is not masked has come here.

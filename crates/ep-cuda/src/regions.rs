@@ -2,6 +2,7 @@
 //! lent to one result at a time.
 #![allow(unsafe_code)]
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use crossrail::Endpoint;
@@ -36,6 +37,8 @@ pub(crate) struct Regions(Mutex<Vec<Region>>);
 #[derive(Default)]
 struct Region {
     taken: bool,
+    /// Graphs write it whenever they are replayed: only other graphs may share it.
+    graphs: bool,
     /// Streams that may still read it.
     until: Vec<Done>,
     /// Ranks that were lost while they had a place in it, and may still write there if they live.
@@ -47,26 +50,17 @@ impl Regions {
         Regions(Mutex::new((0..count).map(|_| Region::default()).collect()))
     }
 
-    /// A region that nobody has, the one that was given back first if it can be told.
-    fn take(&self) -> Result<(u32, Vec<Done>)> {
+    /// A region that nobody has, the one that was given back first if it can be told; for graphs one of theirs, if any.
+    fn take(&self, captured: bool) -> Result<(u32, Vec<Done>)> {
         let mut regions = self.0.lock();
         for region in regions.iter_mut() {
             region.suspects.retain(|(_, endpoint)| endpoint.is_alive());
         }
-        let free = |region: &Region| !region.taken && region.suspects.is_empty();
-        let over = |region: &Region| region.until.iter().all(|done| done.is_done().unwrap_or(false));
-        let at = regions.iter().position(|region| free(region) && over(region));
-        let Some(at) = at.or_else(|| regions.iter().position(free)) else {
-            let suspect = regions.iter().filter(|region| !region.taken).find_map(|region| region.suspects.first());
-            let text = format!("all {} regions are in use by results in the rank layout", regions.len());
-            let error = Error::new(ErrorKind::Exhausted, "dispatch", text);
-            return Err(match suspect {
-                Some((rank, _)) => error.with_hint(format!(
-                    "one is kept as rank {rank}, which did not come in time, may still write there: disconnect it"
-                )),
-                None => error.with_hint("let go of a result, or make the buffer with more regions"),
-            });
-        };
+        let free = |region: &Region| !region.taken && region.suspects.is_empty() && (captured || !region.graphs);
+        let over = |region: &Region| free(region) && region.until.iter().all(|done| done.is_done().unwrap_or(false));
+        let at = regions.iter().position(|region| captured && region.graphs && over(region));
+        let at = at.or_else(|| regions.iter().position(over)).or_else(|| regions.iter().position(free));
+        let Some(at) = at else { return Err(none_left(&regions)) };
         regions[at].taken = true;
         Ok((at as u32, std::mem::take(&mut regions[at].until)))
     }
@@ -85,11 +79,27 @@ impl Regions {
         }
     }
 
-    fn give_back(&self, index: u32, until: Vec<Done>) {
+    fn give_back(&self, index: u32, until: Vec<Done>, captured: bool) {
         if let Some(region) = self.0.lock().get_mut(index as usize) {
             region.taken = false;
+            region.graphs |= captured;
             region.until = until;
         }
+    }
+}
+
+/// Why there is no region.
+fn none_left(regions: &[Region]) -> Error {
+    let suspect = regions.iter().filter(|region| !region.taken).find_map(|region| region.suspects.first());
+    let graphs = regions.iter().filter(|region| region.graphs && !region.taken).count();
+    let also = if graphs == 0 { String::new() } else { format!(", or kept for graphs ({graphs})") };
+    let text = format!("all {} regions are in use by results in the rank layout{also}", regions.len());
+    let error = Error::new(ErrorKind::Exhausted, "dispatch", text);
+    match suspect {
+        Some((rank, _)) => error.with_hint(format!(
+            "one is kept as rank {rank}, which did not come in time, may still write there: disconnect it"
+        )),
+        None => error.with_hint("let go of a result, or make the buffer with more regions"),
     }
 }
 
@@ -104,16 +114,20 @@ pub struct RegionLease {
     /// Streams that used it before: waited for by the first that writes it.
     before: Mutex<Vec<Done>>,
     until: Mutex<Vec<Done>>,
+    /// It was taken for a stream that is being captured.
+    for_graph: bool,
+    /// A dispatch into it was captured in a graph.
+    captured: AtomicBool,
 }
 
 impl RegionLease {
-    pub(crate) fn take(inner: &Arc<Inner>) -> Result<RegionLease> {
+    pub(crate) fn take(inner: &Arc<Inner>, captured: bool) -> Result<RegionLease> {
         if inner.shape.regions == 0 {
             let text = "the buffer was not made for the rank layout";
             return Err(Error::new(ErrorKind::Usage, "dispatch", text));
         }
         inner.refuse_closed("dispatch")?;
-        let (index, before) = inner.regions.take()?;
+        let (index, before) = inner.regions.take(captured)?;
         Ok(RegionLease {
             inner: Arc::downgrade(inner),
             _heap: inner.memory.clone(),
@@ -122,12 +136,19 @@ impl RegionLease {
             view: inner.region_view(index),
             before: Mutex::new(before),
             until: Mutex::default(),
+            for_graph: captured,
+            captured: AtomicBool::new(false),
         })
     }
 
     /// Which of the buffer's regions it is.
     pub fn index(&self) -> u32 {
         self.index
+    }
+
+    /// Whether it was taken for a stream that is being captured in a graph.
+    pub fn is_for_graph(&self) -> bool {
+        self.for_graph
     }
 
     /// Where its parts are. The memory stays as long as the lease, also when the buffer is destroyed.
@@ -174,6 +195,9 @@ impl RegionLease {
         for done in before.drain(..) {
             done.before(stream)?;
         }
+        if captured {
+            self.captured.store(true, Ordering::Relaxed);
+        }
         Ok(())
     }
 }
@@ -184,7 +208,7 @@ impl Drop for RegionLease {
             let mut until = std::mem::take(self.until.get_mut());
             // If nobody wrote it, those before are still to be waited for.
             until.append(self.before.get_mut());
-            inner.regions.give_back(self.index, until);
+            inner.regions.give_back(self.index, until, *self.captured.get_mut());
         }
     }
 }
@@ -192,5 +216,27 @@ impl Drop for RegionLease {
 impl std::fmt::Debug for RegionLease {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "RegionLease({} of buffer {:016x})", self.index, self.buffer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn regions_of_graphs_are_only_lent_to_graphs() {
+        let regions = Regions::new(2);
+        let take = |captured| regions.take(captured).map(|(index, _)| index);
+        assert_eq!(take(true).unwrap(), 0);
+        regions.give_back(0, Vec::new(), true);
+        assert_eq!(take(false).unwrap(), 1);
+        let error = take(false).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Exhausted);
+        assert!(error.detail.contains("all 2 regions") && error.detail.contains("graphs (1)"), "{}", error.detail);
+        // Another graph takes what graphs have, although another region would be free.
+        regions.give_back(1, Vec::new(), false);
+        assert_eq!(take(true).unwrap(), 0);
+        assert_eq!(take(true).unwrap(), 1);
+        assert!(take(true).unwrap_err().hint.is_some_and(|hint| hint.contains("regions")));
     }
 }

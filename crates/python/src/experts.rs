@@ -145,29 +145,11 @@ impl ExpertBuffer {
     }
 
     fn faults<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        rows(py, py.detach(|| self.native.faults()), |row, fault| {
-            row.set_item("text", fault.to_string())?;
-            row.set_item("rank", fault.rank)?;
-            row.set_item("operation", fault.operation)?;
-            row.set_item("number", fault.number)?;
-            row.set_item("stage", fault.stage)?;
-            row.set_item("why", fault.why)?;
-            row.set_item("left", fault.left)
-        })
+        fault_rows(py, py.detach(|| self.native.faults()))
     }
 
     fn links<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        rows(py, py.detach(|| self.native.links()), |row, link| {
-            row.set_item("rank", link.rank)?;
-            let kind = match link.kind {
-                ep::LinkKind::Myself => "self",
-                ep::LinkKind::Heap => "heap",
-                ep::LinkKind::Network => "network",
-            };
-            row.set_item("kind", kind)?;
-            row.set_item("masked", link.masked)?;
-            row.set_item("lanes", lane_reports(py, link.lanes)?)
-        })
+        link_rows(py, py.detach(|| self.native.links()))
     }
 
     /// `x`, `topk_idx`, `topk_weights`: bytes of bf16, i64 and f32.
@@ -474,6 +456,32 @@ impl Handle {
     }
 }
 
+pub(crate) fn fault_rows(py: Python<'_>, faults: Vec<ep::Fault>) -> PyResult<Bound<'_, PyList>> {
+    rows(py, faults, |row, fault| {
+        row.set_item("text", fault.to_string())?;
+        row.set_item("rank", fault.rank)?;
+        row.set_item("operation", fault.operation)?;
+        row.set_item("number", fault.number)?;
+        row.set_item("stage", fault.stage)?;
+        row.set_item("why", fault.why)?;
+        row.set_item("left", fault.left)
+    })
+}
+
+pub(crate) fn link_rows(py: Python<'_>, links: Vec<ep::Link>) -> PyResult<Bound<'_, PyList>> {
+    rows(py, links, |row, link| {
+        row.set_item("rank", link.rank)?;
+        let kind = match link.kind {
+            ep::LinkKind::Myself => "self",
+            ep::LinkKind::Heap => "heap",
+            ep::LinkKind::Network => "network",
+        };
+        row.set_item("kind", kind)?;
+        row.set_item("masked", link.masked)?;
+        row.set_item("lanes", lane_reports(py, link.lanes)?)
+    })
+}
+
 fn timing_dict<'py>(py: Python<'py>, timing: &ep::Timing) -> PyResult<Bound<'py, PyDict>> {
     let all = PyDict::new(py);
     all.set_item("cast_us", timing.cast_us)?;
@@ -495,7 +503,10 @@ pub(crate) fn bytes_dict(py: Python<'_>, bytes: ep::Bytes) -> PyResult<Bound<'_,
 /// What a buffer would take on one rank, `network` other ranks being on other nodes.
 #[pyfunction]
 pub(crate) fn expert_plan(py: Python<'_>, parameters: Parameters, network: u32) -> PyResult<Bound<'_, PyDict>> {
-    let plan = ep::Plan::new(&parameters.config(py)?, network).or_raise(py)?;
+    plan_dict(py, &ep::Plan::new(&parameters.config(py)?, network).or_raise(py)?)
+}
+
+pub(crate) fn plan_dict<'py>(py: Python<'py>, plan: &ep::Plan) -> PyResult<Bound<'py, PyDict>> {
     let kinds = PyDict::new(py);
     for (kind, bytes) in &plan.kinds {
         kinds.set_item(kind, bytes)?;

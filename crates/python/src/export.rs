@@ -1,4 +1,4 @@
-//! Memory of ours, lent to others through DLPack and `__cuda_array_interface__`: plain bytes in one piece.
+//! Memory of ours, lent to others through DLPack and `__cuda_array_interface__`: one piece, in C order.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -9,16 +9,19 @@ use crossrail::Place;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyTuple};
 
 use crate::dlpack::{CUDA, Device, DlTensor, Dtype, HOST, Managed, PLAIN, VERSIONED, Versioned};
 
-/// Bytes to be lent.
+/// What is to be lent.
 pub(crate) struct Lending {
-    pub(crate) ptr: *mut u8,
-    pub(crate) len: usize,
-    pub(crate) place: Place,
-    pub(crate) keep: Arc<dyn Any + Send + Sync>,
+    ptr: *mut u8,
+    shape: Vec<i64>,
+    dtype: Dtype,
+    /// As `__cuda_array_interface__` names it.
+    typestr: &'static str,
+    place: Place,
+    keep: Arc<dyn Any + Send + Sync>,
 }
 
 /// What a consumer asks for, as `__dlpack__` takes it.
@@ -31,8 +34,8 @@ pub(crate) struct Asked {
 /// A tensor as it lies behind a capsule, with what its pointers point to.
 struct Holder<T> {
     managed: T,
-    shape: i64,
-    stride: i64,
+    shape: Vec<i64>,
+    strides: Vec<i64>,
     _keep: Arc<dyn Any + Send + Sync>,
 }
 
@@ -92,6 +95,27 @@ impl Form for Versioned {
 }
 
 impl Lending {
+    /// Plain bytes.
+    pub(crate) fn bytes(ptr: *mut u8, len: usize, place: Place, keep: Arc<dyn Any + Send + Sync>) -> Lending {
+        Lending {
+            ptr,
+            shape: vec![len as i64],
+            dtype: Dtype { code: 1, bits: 8, lanes: 1 },
+            typestr: "|u1",
+            place,
+            keep,
+        }
+    }
+
+    /// The same memory as items.
+    pub(crate) fn of(self, dtype: Dtype, typestr: &'static str, shape: Vec<i64>) -> Lending {
+        Lending { shape, dtype, typestr, ..self }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.shape.contains(&0)
+    }
+
     /// What `__dlpack_device__` returns.
     pub(crate) fn device(&self) -> (i32, i32) {
         let Device { kind, id } = device(self.place);
@@ -117,10 +141,10 @@ impl Lending {
         }
         let described = PyDict::new(py);
         described.set_item("version", 3)?;
-        described.set_item("typestr", "|u1")?;
-        described.set_item("shape", (self.len,))?;
+        described.set_item("typestr", self.typestr)?;
+        described.set_item("shape", PyTuple::new(py, &self.shape)?)?;
         described.set_item("strides", py.None())?;
-        let ptr = if self.len == 0 { 0 } else { self.ptr as usize };
+        let ptr = if self.is_empty() { 0 } else { self.ptr as usize };
         described.set_item("data", (ptr, false))?;
         // Nothing of ours is queued on it once its requests are finished.
         described.set_item("stream", py.None())?;
@@ -137,27 +161,37 @@ fn device(place: Place) -> Device {
 
 fn made<T: Form>(py: Python<'_>, lending: Lending) -> PyResult<Bound<'_, PyAny>> {
     let tensor = DlTensor {
-        data: if lending.len == 0 { std::ptr::null_mut() } else { lending.ptr.cast() },
+        data: if lending.is_empty() { std::ptr::null_mut() } else { lending.ptr.cast() },
         device: device(lending.place),
-        ndim: 1,
-        dtype: Dtype { code: 1, bits: 8, lanes: 1 },
+        ndim: i32::try_from(lending.shape.len()).unwrap_or(i32::MAX),
+        dtype: lending.dtype,
         shape: std::ptr::null_mut(),
         strides: std::ptr::null_mut(),
         byte_offset: 0,
     };
-    let holder = Holder { managed: T::of(tensor), shape: lending.len as i64, stride: 1, _keep: lending.keep };
+    let strides = strides(&lending.shape);
+    let holder = Holder { managed: T::of(tensor), shape: lending.shape, strides, _keep: lending.keep };
     let holder = Box::into_raw(Box::new(holder));
     // SAFETY: the holder was leaked just above and nobody else has it yet; its own fields stay where they are until
     // its deleter frees it. The capsule's destructor is given for capsules of this name.
     unsafe {
         let tensor = (*holder).managed.tensor();
-        tensor.shape = &raw mut (*holder).shape;
-        tensor.strides = &raw mut (*holder).stride;
+        tensor.shape = (&mut (*holder).shape).as_mut_ptr();
+        tensor.strides = (&mut (*holder).strides).as_mut_ptr();
         (*holder).managed.point_to(holder);
         let managed = &raw mut (*holder).managed;
         let capsule = ffi::PyCapsule_New(managed.cast(), T::NAME.as_ptr(), Some(unused::<T>));
         Bound::from_owned_ptr_or_err(py, capsule).inspect_err(|_| drop(Box::from_raw(holder)))
     }
+}
+
+/// Items from one to the next along each axis, in C order.
+fn strides(shape: &[i64]) -> Vec<i64> {
+    let mut strides = vec![1; shape.len()];
+    for axis in (1..shape.len()).rev() {
+        strides[axis - 1] = strides[axis] * shape[axis].max(1);
+    }
+    strides
 }
 
 /// The deleter of a tensor: any thread, with or without the GIL.

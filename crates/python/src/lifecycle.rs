@@ -48,6 +48,7 @@ static ENDING: AtomicBool = AtomicBool::new(false);
 static NEXT: AtomicU64 = AtomicU64::new(0);
 static WORKERS: Open<crossrail::Worker> = Open(Mutex::new(None));
 static BUFFERS: Open<crossrail_ep::ExpertBuffer> = Open(Mutex::new(None));
+static DEVICE_BUFFERS: Open<crossrail_ep_cuda::DeviceBuffer> = Open(Mutex::new(None));
 
 /// What is still open, by number.
 struct Open<T>(Mutex<Option<HashMap<u64, T>>>);
@@ -98,6 +99,16 @@ pub(crate) fn forget_buffer(id: u64) {
     BUFFERS.forget(id);
 }
 
+/// As [`remember_buffer`], in GPU memory.
+pub(crate) fn remember_device_buffer(buffer: &crossrail_ep_cuda::DeviceBuffer) -> u64 {
+    DEVICE_BUFFERS.remember(buffer.clone())
+}
+
+/// As [`forget_buffer`], in GPU memory.
+pub(crate) fn forget_device_buffer(id: u64) {
+    DEVICE_BUFFERS.forget(id);
+}
+
 /// Whether Python may still be called.
 pub(crate) fn running() -> bool {
     !ENDING.load(Ordering::Acquire)
@@ -116,10 +127,13 @@ pub(crate) fn ask_main_thread(call: extern "C" fn(*mut c_void) -> c_int) {
 
 #[pyfunction]
 fn _close_workers(py: Python<'_>) {
-    let (buffers, left) = (BUFFERS.take(), WORKERS.take());
+    let (buffers, on_gpus, left) = (BUFFERS.take(), DEVICE_BUFFERS.take(), WORKERS.take());
     py.detach(|| {
+        // What fails here fails because the others are gone.
         for buffer in buffers {
-            // What fails here fails because the others are gone.
+            let _ = buffer.destroy();
+        }
+        for buffer in on_gpus {
             let _ = buffer.destroy();
         }
         for worker in &left {

@@ -35,7 +35,7 @@ impl Mapped {
 
     fn lending(&self) -> Lending {
         let keep = Arc::new(self.native.clone());
-        Lending { ptr: self.native.ptr(), len: self.native.len(), place: self.native.place(), keep }
+        Lending::bytes(self.native.ptr(), self.native.len(), self.native.place(), keep)
     }
 }
 

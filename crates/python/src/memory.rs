@@ -50,12 +50,7 @@ impl MemoryBase {
 
 impl MemoryBase {
     fn lending(&self) -> Lending {
-        Lending {
-            ptr: self.native.ptr(),
-            len: self.len,
-            place: self.native.place(),
-            keep: Arc::new(self.native.clone()),
-        }
+        Lending::bytes(self.native.ptr(), self.len, self.native.place(), Arc::new(self.native.clone()))
     }
 }
 

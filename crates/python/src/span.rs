@@ -80,3 +80,31 @@ pub(crate) fn _borrow<'py>(
     let span = unsafe { Span::new(tensor.ptr as usize as *const u8, tensor.len, tensor.keep) };
     Ok((span, tensor.dtype.name(), shape))
 }
+
+/// The memory on a GPU of a tensor in DLPack's form, whose present work the exporter puts before `stream` (-1: it need
+/// not): what keeps it, its address, its dtype by name, its shape, and the GPU.
+///
+/// Raises UsageError when it is on the host, isn't contiguous in C order or can't be written.
+#[pyfunction]
+pub(crate) fn _borrow_device<'py>(
+    object: &Bound<'py, PyAny>,
+    operation: &str,
+    writable: bool,
+    stream: i64,
+) -> PyResult<(Span, u64, String, Bound<'py, PyTuple>, u32)> {
+    let py = object.py();
+    let _call = lent::Call::enter(py);
+    let Some(said) = dlpack::device(object, operation)? else {
+        return Err(errors::usage(py, operation, format!("a {} has no DLPack", operand::name(object)), ""));
+    };
+    let Whose::Gpu(ordinal) = operand::whose(object, said, operation)? else {
+        let detail = format!("the {} is memory of the host", operand::name(object));
+        return Err(errors::usage(py, operation, detail, "copy it to the GPU first"));
+    };
+    let used = if writable { Use::Write } else { Use::Read };
+    let tensor = operand::tensor(object, said, Some(stream), used, operation)?;
+    let shape = PyTuple::new(py, &tensor.shape)?;
+    // SAFETY: nobody reads its bytes through the span, which has none; it only keeps the tensor.
+    let keep = unsafe { Span::new(std::ptr::null(), 0, tensor.keep) };
+    Ok((keep, tensor.ptr, tensor.dtype.name(), shape, ordinal))
+}

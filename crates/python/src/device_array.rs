@@ -1,0 +1,214 @@
+//! Arrays in GPU memory of ours: what an expert buffer on a GPU brings, and what it is given without another framework.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use crossrail::Place;
+use pyo3::exceptions::PyAttributeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::dlpack::Dtype;
+use crate::errors;
+use crate::export::{Asked, Lending};
+use crate::memory::MemoryBase;
+
+/// What an array's items are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Items {
+    Bf16,
+    E4m3,
+    F32,
+    I32,
+    I64,
+    U8,
+}
+
+const ALL: [Items; 6] = [Items::Bf16, Items::E4m3, Items::F32, Items::I32, Items::I64, Items::U8];
+
+impl Items {
+    fn parse(name: &str) -> Option<Items> {
+        ALL.into_iter().find(|items| items.name() == name)
+    }
+
+    /// As NumPy and ml_dtypes have it.
+    fn name(self) -> &'static str {
+        match self {
+            Items::Bf16 => "bfloat16",
+            Items::E4m3 => "float8_e4m3fn",
+            Items::F32 => "float32",
+            Items::I32 => "int32",
+            Items::I64 => "int64",
+            Items::U8 => "uint8",
+        }
+    }
+
+    fn size(self) -> usize {
+        match self {
+            Items::E4m3 | Items::U8 => 1,
+            Items::Bf16 => 2,
+            Items::F32 | Items::I32 => 4,
+            Items::I64 => 8,
+        }
+    }
+
+    /// For DLPack; fp8 goes as its bytes, since most consumers have no name for it there.
+    fn dtype(self) -> Dtype {
+        let code = match self {
+            Items::E4m3 | Items::U8 => 1,
+            Items::Bf16 => 4,
+            Items::F32 => 2,
+            Items::I32 | Items::I64 => 0,
+        };
+        Dtype { code, bits: 8 * self.size() as u8, lanes: 1 }
+    }
+
+    /// For `__cuda_array_interface__`, which has no name for bf16 nor fp8: their bits.
+    fn typestr(self) -> &'static str {
+        match self {
+            Items::E4m3 | Items::U8 => "|u1",
+            Items::Bf16 => "<u2",
+            Items::F32 => "<f4",
+            Items::I32 => "<i4",
+            Items::I64 => "<i8",
+        }
+    }
+}
+
+/// An array in GPU memory, in one piece in C order. It lives as long as anything that is made of it.
+///
+/// DLPack and `__cuda_array_interface__` give the same memory to others: torch.from_dlpack(array),
+/// cupy.from_dlpack(array). fp8 goes as uint8, and bf16 by the latter as uint16: their bits.
+///
+/// DeviceArray(memory, dtype, shape, offset=0) is a part of `Context.alloc(nbytes, "cuda:0")`, `offset` bytes behind its
+/// start. `dtype`: bfloat16, float8_e4m3fn, float32, int32, int64 or uint8. Raises UsageError when it does not fit.
+#[pyclass(module = "crossrail._native", frozen)]
+pub(crate) struct DeviceArray {
+    address: u64,
+    items: Items,
+    shape: Vec<i64>,
+    ordinal: u32,
+    keep: Arc<dyn Any + Send + Sync>,
+}
+
+impl DeviceArray {
+    pub(crate) fn new(
+        address: u64,
+        items: Items,
+        shape: Vec<i64>,
+        ordinal: u32,
+        keep: Arc<dyn Any + Send + Sync>,
+    ) -> DeviceArray {
+        DeviceArray { address, items, shape, ordinal, keep }
+    }
+
+    fn lending(&self) -> Lending {
+        let (ptr, len) = (self.address as usize as *mut u8, self.nbytes());
+        let bytes = Lending::bytes(ptr, len, Place::Gpu(self.ordinal), self.keep.clone());
+        bytes.of(self.items.dtype(), self.items.typestr(), self.shape.clone())
+    }
+}
+
+/// Bytes of an array of that shape; `None` when that is more than any memory.
+fn bytes(items: Items, shape: &[i64]) -> Option<usize> {
+    shape.iter().try_fold(items.size(), |bytes, extent| bytes.checked_mul(usize::try_from(*extent).ok()?))
+}
+
+#[pymethods]
+impl DeviceArray {
+    #[new]
+    #[pyo3(signature = (memory, dtype, shape, offset = 0))]
+    fn of(memory: &Bound<'_, MemoryBase>, dtype: &str, shape: Vec<i64>, offset: usize) -> PyResult<DeviceArray> {
+        let py = memory.py();
+        let wrong = |detail: String, hint: &str| errors::usage(py, "DeviceArray", detail, hint);
+        let native = memory.get().native();
+        let Place::Gpu(ordinal) = native.place() else {
+            return Err(wrong("the memory is on the host".to_owned(), "Context.alloc(nbytes, \"cuda:0\")"));
+        };
+        let Some(items) = Items::parse(dtype) else {
+            let names: Vec<&str> = ALL.iter().map(|items| items.name()).collect();
+            return Err(wrong(format!("no dtype {dtype:?}"), &names.join(", ")));
+        };
+        let end = bytes(items, &shape).and_then(|bytes| bytes.checked_add(offset));
+        if end.is_none_or(|end| end > native.len()) {
+            let detail = format!("{dtype} {shape:?} from byte {offset} on is more than {} bytes", native.len());
+            return Err(wrong(detail, ""));
+        }
+        if !offset.is_multiple_of(items.size()) {
+            return Err(wrong(format!("offset {offset} is no multiple of {}", items.size()), ""));
+        }
+        let address = native.ptr() as usize as u64 + offset as u64;
+        Ok(DeviceArray::new(address, items, shape, ordinal, Arc::new(native.clone())))
+    }
+
+    /// Where it begins.
+    #[getter]
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// `cuda:1`.
+    #[getter]
+    fn device(&self) -> String {
+        Place::Gpu(self.ordinal).to_string()
+    }
+
+    /// The name of its dtype.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.items.name()
+    }
+
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.shape)
+    }
+
+    /// Length in bytes.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        bytes(self.items, &self.shape).unwrap_or(0)
+    }
+
+    /// The first `count` entries along the first axis.
+    fn first(&self, py: Python<'_>, count: i64) -> PyResult<DeviceArray> {
+        let most = self.shape.first().copied().unwrap_or(0);
+        if !(0..=most).contains(&count) {
+            return Err(errors::usage(py, "first", format!("{count} of {most} entries"), ""));
+        }
+        let mut shape = self.shape.clone();
+        shape[0] = count;
+        Ok(DeviceArray::new(self.address, self.items, shape, self.ordinal, self.keep.clone()))
+    }
+
+    fn __len__(&self) -> usize {
+        self.shape.first().map_or(0, |extent| *extent as usize)
+    }
+
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        self.lending().device()
+    }
+
+    /// As `Memory.__dlpack__`: the caller orders the work of streams.
+    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<&Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let _ = stream;
+        self.lending().capsule(py, &Asked { max_version, device: dl_device, copy })
+    }
+
+    #[getter]
+    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.lending().interface(py)?.ok_or_else(|| PyAttributeError::new_err("__cuda_array_interface__"))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<crossrail.DeviceArray {} {:?} on {}>", self.items.name(), self.shape, Place::Gpu(self.ordinal))
+    }
+}

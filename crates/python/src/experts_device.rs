@@ -1,0 +1,595 @@
+//! The native half of `crossrail.ExpertBuffer` in GPU memory: addresses and strides in, handles and events out. That the
+//! addresses are of arrays that fit is seen to in `crossrail`, by names; streams and arrays are the callers'.
+#![allow(unsafe_code)]
+
+use std::any::Any;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crossrail::Place;
+use crossrail_ep_cuda as ep;
+use crossrail_types::{Error, ErrorKind, Result};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use crate::context::Context;
+use crate::device_array::{DeviceArray, Items};
+use crate::errors::{self, OrRaise};
+use crate::experts::{Parameters, fault_rows, link_rows, plan_dict};
+use crate::group::Group;
+use crate::lent::{self, Call, Loan};
+use crate::lifecycle::{self, Detached};
+use crate::{place, stream, wait};
+
+/// What a rank dispatches, as a dict: see `ep::Tokens`. An address of 0: there is none.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Tokens {
+    tokens: u32,
+    x: u64,
+    x_stride: u64,
+    in_scales: u64,
+    in_scale_row: u64,
+    in_scale_block: u64,
+    topk_idx: u64,
+    idx_bytes: u32,
+    topk_weights: u64,
+    waits: u64,
+}
+
+impl Tokens {
+    fn native(&self) -> ep::Tokens {
+        let Tokens { in_scales: address, in_scale_row: row, in_scale_block: block, .. } = *self;
+        ep::Tokens {
+            tokens: self.tokens,
+            x: self.x,
+            x_stride: self.x_stride,
+            scales: (address != 0).then_some(ep::InScales { address, row, block }),
+            topk_idx: self.topk_idx,
+            idx_bytes: self.idx_bytes,
+            topk_weights: self.topk_weights,
+        }
+    }
+}
+
+/// Where what comes goes, as a dict: see `ep::ExpertOut`.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct ExpertOut {
+    x: u64,
+    scales: u64,
+    scale_expert: u64,
+    scale_row: u64,
+    scale_block: u64,
+    counts: u64,
+    ranges: u64,
+    source: u64,
+    stats: u64,
+}
+
+/// The same in the rank layout: see `ep::RankDispatch`.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct RankOut {
+    counts: u64,
+    offsets: u64,
+    alignment: u32,
+    worst_rows: u64,
+    count: bool,
+}
+
+/// What a combine takes, as a dict: see `ep::ExpertCombine` and `ep::RankCombine`.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Combine {
+    y: u64,
+    y_stride: u64,
+    topk_weights: u64,
+    out_weights: u64,
+    bias: [u64; 2],
+    out: u64,
+    out_stride: u64,
+    waits: u64,
+}
+
+/// The native half of `crossrail.ExpertBuffer` on a GPU.
+#[pyclass(module = "crossrail._native", frozen, weakref)]
+pub(crate) struct DeviceBuffer {
+    native: Detached<ep::DeviceBuffer>,
+    remembered: u64,
+    /// How long the host waits for the GPU where nothing else is said.
+    patience: Duration,
+}
+
+impl Drop for DeviceBuffer {
+    fn drop(&mut self) {
+        lifecycle::forget_device_buffer(self.remembered);
+    }
+}
+
+impl DeviceBuffer {
+    fn operation(&self, enqueued: ep::Enqueued, stream: u64) -> DeviceOperation {
+        let ep::Enqueued { handle, done, count, pending } = enqueued;
+        let rest = Rest { pending, done };
+        DeviceOperation { handle, count, rest: Mutex::new(rest), stream, patience: self.patience }
+    }
+}
+
+fn split(send_only: bool) -> ep::Split {
+    if send_only { ep::Split::Send } else { ep::Split::Whole }
+}
+
+#[pymethods]
+impl DeviceBuffer {
+    #[new]
+    #[expect(clippy::too_many_arguments, reason = "what a buffer is made for")]
+    fn new(
+        py: Python<'_>,
+        context: &Bound<'_, Context>,
+        group: &Bound<'_, Group>,
+        name: String,
+        parameters: Parameters,
+        ordinal: u32,
+        num_sms: Option<u32>,
+        regions: u32,
+        node: Option<u32>,
+    ) -> PyResult<DeviceBuffer> {
+        let _call = Call::enter(py);
+        let config = parameters.config(py)?;
+        let (context, group) = (context.get().native().clone(), group.get().native().clone());
+        let patience = config.timeout.saturating_mul(2) + context.settings().timeout;
+        let options = ep::DeviceOptions { ordinal, num_sms, regions, node };
+        let make = move || ep::DeviceBuffer::new(&group, &context, &name, config, options);
+        let native = wait::apart(py, make, drop)?;
+        let remembered = lifecycle::remember_device_buffer(&native);
+        Ok(DeviceBuffer { native: Detached::new(native), remembered, patience })
+    }
+
+    #[getter]
+    fn rank(&self) -> u32 {
+        self.native.rank()
+    }
+
+    #[getter]
+    fn ordinal(&self) -> u32 {
+        self.native.ordinal()
+    }
+
+    #[getter]
+    fn num_sms(&self) -> u32 {
+        self.native.num_sms()
+    }
+
+    #[getter]
+    fn heap_bytes(&self) -> u64 {
+        self.native.heap_bytes()
+    }
+
+    #[getter]
+    fn network_bytes(&self) -> u64 {
+        self.native.network_bytes()
+    }
+
+    fn connect(&self, py: Python<'_>, ranks: Vec<u32>, activate: bool, timeout: Option<f64>) -> PyResult<()> {
+        let _call = Call::enter(py);
+        let limit = wait::seconds(py, "connect", timeout)?;
+        let native = self.native.clone();
+        wait::apart(py, move || native.connect(&ranks, activate, limit), drop)
+    }
+
+    fn disconnect(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
+        let _call = Call::enter(py);
+        py.detach(|| self.native.disconnect(&ranks)).or_raise(py)
+    }
+
+    fn mask(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
+        py.detach(|| self.native.mask(&ranks)).or_raise(py)
+    }
+
+    fn unmask(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
+        py.detach(|| self.native.unmask(&ranks)).or_raise(py)
+    }
+
+    fn masked(&self, py: Python<'_>) -> Vec<u32> {
+        py.detach(|| self.native.masked())
+    }
+
+    fn connected(&self, py: Python<'_>) -> Vec<u32> {
+        py.detach(|| self.native.connected())
+    }
+
+    fn faults<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        fault_rows(py, py.detach(|| self.native.faults()))
+    }
+
+    fn links<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        link_rows(py, py.detach(|| self.native.links()))
+    }
+
+    /// Waits until the GPU is done with what was put in, and all connected ranks that aren't masked have come here.
+    fn sync(&self, py: Python<'_>) -> PyResult<()> {
+        let _call = Call::enter(py);
+        let native = self.native.clone();
+        wait::apart(py, move || native.sync(None), drop)
+    }
+
+    fn destroy(&self, py: Python<'_>) -> PyResult<()> {
+        let _call = Call::enter(py);
+        py.detach(|| self.native.destroy()).or_raise(py)
+    }
+
+    /// Memory of one result in the rank layout, for a dispatch in `stream`.
+    fn take_region(&self, py: Python<'_>, stream: u64) -> PyResult<DeviceRegion> {
+        // SAFETY: that streams are alive is the documented rule for callers.
+        let lease = py.detach(|| unsafe { self.native.take_region_for(stream) }).or_raise(py)?;
+        let shape = self.native.shape();
+        let fp8 = shape.scale_bytes() > 0;
+        // One byte for a block: ue8m0.
+        let wide = u64::from(shape.scale_bytes()) * u64::from(BLOCK) != u64::from(shape.hidden);
+        Ok(DeviceRegion {
+            leased: Arc::new(Leased { lease, users: Mutex::default() }),
+            ordinal: self.native.ordinal(),
+            hidden: i64::from(shape.hidden),
+            topk: i64::from(shape.topk),
+            rows: if fp8 { Items::E4m3 } else { Items::Bf16 },
+            scales: fp8.then_some(if wide { Items::F32 } else { Items::U8 }),
+        })
+    }
+
+    fn dispatch_expert(
+        &self,
+        py: Python<'_>,
+        input: Tokens,
+        out: ExpertOut,
+        stream: u64,
+        send_only: bool,
+    ) -> PyResult<DeviceOperation> {
+        let call = ep::ExpertDispatch {
+            input: input.native(),
+            out: ep::ExpertOut {
+                x: out.x,
+                scales: out.scales,
+                scale_expert: out.scale_expert,
+                scale_row: out.scale_row,
+                scale_block: out.scale_block,
+                counts: out.counts,
+                ranges: out.ranges,
+                source: out.source,
+            },
+            stats: out.stats,
+            waits: input.waits,
+        };
+        // SAFETY: the caller has seen to the addresses; the stream is the user's rule.
+        let enqueued = py.detach(|| unsafe { self.native.dispatch_expert(&call, stream, split(send_only)) });
+        enqueued.or_raise(py).map(|enqueued| self.operation(enqueued, stream))
+    }
+
+    fn combine_expert(
+        &self,
+        py: Python<'_>,
+        call: Combine,
+        handle: &Bound<'_, DeviceHandle>,
+        stream: u64,
+        send_only: bool,
+    ) -> PyResult<DeviceOperation> {
+        let call = ep::ExpertCombine {
+            y: call.y,
+            y_stride: call.y_stride,
+            topk_weights: call.topk_weights,
+            bias: call.bias,
+            out: call.out,
+            out_stride: call.out_stride,
+            waits: call.waits,
+        };
+        let handle = &handle.get().native;
+        // SAFETY: as for a dispatch.
+        let enqueued = py.detach(|| unsafe { self.native.combine_expert(&call, handle, stream, split(send_only)) });
+        enqueued.or_raise(py).map(|enqueued| self.operation(enqueued, stream))
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "what a dispatch takes")]
+    fn dispatch_rank(
+        &self,
+        py: Python<'_>,
+        input: Tokens,
+        out: RankOut,
+        region: &Bound<'_, DeviceRegion>,
+        cached: Option<&Bound<'_, DeviceHandle>>,
+        stream: u64,
+        send_only: bool,
+    ) -> PyResult<DeviceOperation> {
+        let call = ep::RankDispatch {
+            input: input.native(),
+            cached: cached.map(|handle| &handle.get().native),
+            region: &region.get().leased.lease,
+            alignment: out.alignment,
+            counts: out.counts,
+            offsets: out.offsets,
+            worst_rows: out.worst_rows,
+            count: out.count,
+            waits: input.waits,
+        };
+        // SAFETY: as above; the region was taken for this dispatch, so that nobody else has it.
+        let enqueued = py.detach(|| unsafe { self.native.dispatch_rank(&call, stream, split(send_only)) });
+        enqueued.or_raise(py).map(|enqueued| self.operation(enqueued, stream))
+    }
+
+    fn combine_rank(
+        &self,
+        py: Python<'_>,
+        call: Combine,
+        handle: &Bound<'_, DeviceHandle>,
+        stream: u64,
+        send_only: bool,
+    ) -> PyResult<DeviceOperation> {
+        let call = ep::RankCombine {
+            y: call.y,
+            y_stride: call.y_stride,
+            y_weights: call.topk_weights,
+            out_weights: call.out_weights,
+            bias: call.bias,
+            out: call.out,
+            out_stride: call.out_stride,
+            waits: call.waits,
+        };
+        let handle = &handle.get().native;
+        // SAFETY: as for a dispatch.
+        let enqueued = py.detach(|| unsafe { self.native.combine_rank(&call, handle, stream, split(send_only)) });
+        enqueued.or_raise(py).map(|enqueued| self.operation(enqueued, stream))
+    }
+}
+
+/// Elements of a row that share one fp8 scale.
+const BLOCK: u32 = 128;
+
+/// An operation that was put into a stream. One that was only begun is finished there when this is dropped: the other
+/// ranks wait for its part.
+#[pyclass(module = "crossrail._native", frozen)]
+pub(crate) struct DeviceOperation {
+    handle: ep::DeviceHandle,
+    count: Option<ep::Count>,
+    rest: Mutex<Rest>,
+    stream: u64,
+    patience: Duration,
+}
+
+/// What is left to be put in, and the point behind what was.
+struct Rest {
+    pending: Option<ep::Pending>,
+    done: ep::Done,
+}
+
+impl DeviceOperation {
+    fn rest(&self) -> MutexGuard<'_, Rest> {
+        self.rest.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// # Safety
+    /// `stream` must be a live stream's handle, or 0.
+    unsafe fn receive(&self, stream: u64) -> Result<()> {
+        let mut rest = self.rest();
+        let Some(pending) = rest.pending.as_mut() else {
+            return Err(Error::new(ErrorKind::Usage, "finish", "the operation was finished already"));
+        };
+        // SAFETY: the caller vouches for the stream; the addresses are those of the operation's beginning.
+        rest.done = unsafe { pending.finish_in(stream)? };
+        rest.pending = None;
+        Ok(())
+    }
+}
+
+impl Drop for DeviceOperation {
+    fn drop(&mut self) {
+        let begun = self.rest().pending.is_some();
+        if begun {
+            // SAFETY: the stream of the operation's beginning. What fails is said by later calls.
+            let _ = unsafe { self.receive(self.stream) };
+        }
+    }
+}
+
+#[pymethods]
+impl DeviceOperation {
+    /// Puts the rest of an operation that was only begun into `stream`, which comes behind that of its beginning.
+    fn finish(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        // SAFETY: that streams are alive is the documented rule for callers.
+        py.detach(|| unsafe { self.receive(stream) }).or_raise(py)
+    }
+
+    /// Whether `finish` is still to be called.
+    #[getter]
+    fn begun(&self) -> bool {
+        self.rest().pending.is_some()
+    }
+
+    /// The routing, whose result has that many rows in the rank layout.
+    fn handle(&self, rows: u64) -> DeviceHandle {
+        DeviceHandle { native: self.handle.clone(), rows }
+    }
+
+    /// Behind what was put in so far.
+    fn event(&self) -> DeviceEvent {
+        DeviceEvent { done: self.rest().done.clone(), patience: self.patience }
+    }
+
+    /// Waits for the rows that came and how many there are of each local expert, if that was asked for.
+    fn counts(&self, py: Python<'_>) -> PyResult<(u32, Vec<i32>)> {
+        let Some(count) = &self.count else {
+            return Err(errors::usage(py, "dispatch", "the counts were not asked for", ""));
+        };
+        wait::sliced(py, self.patience, |left| count.wait(left.unwrap_or(self.patience)))
+    }
+}
+
+/// The routing of a dispatch on a GPU: for its combine, and for dispatches in the rank layout that repeat it. Made by
+/// `ExpertBuffer.dispatch`.
+#[pyclass(module = "crossrail._native", frozen)]
+pub(crate) struct DeviceHandle {
+    native: ep::DeviceHandle,
+    rows: u64,
+}
+
+#[pymethods]
+impl DeviceHandle {
+    /// "expert" or "rank".
+    #[getter]
+    fn layout(&self) -> String {
+        self.native.layout().to_string()
+    }
+
+    /// Tokens that this rank sent.
+    #[getter]
+    fn tokens(&self) -> u32 {
+        self.native.tokens()
+    }
+
+    /// Rank layout: rows of the arrays that the dispatch gave; expert layout: of each expert's.
+    #[getter]
+    fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    /// Whether weights went with this rank's tokens.
+    #[getter]
+    fn has_weights(&self) -> bool {
+        self.native.has_weights()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<crossrail.DeviceHandle, {} layout, {} tokens sent>", self.native.layout(), self.native.tokens())
+    }
+}
+
+/// A point in a stream: behind an operation.
+#[pyclass(module = "crossrail._native", frozen)]
+pub(crate) struct DeviceEvent {
+    done: ep::Done,
+    patience: Duration,
+}
+
+#[pymethods]
+impl DeviceEvent {
+    /// What is put into `stream` (a raw handle) from now on runs after the operation.
+    fn wait(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        // SAFETY: that streams are alive is the documented rule for callers.
+        py.detach(|| unsafe { self.done.wait(stream) }).or_raise(py)
+    }
+
+    /// Waits until the operation is done.
+    #[pyo3(signature = (timeout = None))]
+    fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let limit = wait::seconds(py, "synchronize", timeout)?.unwrap_or(self.patience);
+        wait::sliced(py, limit, |left| self.done.synchronize(left.unwrap_or(limit)))
+    }
+
+    /// Whether the operation is done.
+    fn is_done(&self, py: Python<'_>) -> PyResult<bool> {
+        py.detach(|| self.done.is_done()).or_raise(py)
+    }
+
+    /// Whether the operation was captured in a graph: then only streams of the same capture can wait for it.
+    #[getter]
+    fn is_captured(&self) -> bool {
+        self.done.is_captured()
+    }
+}
+
+/// Memory of one result in the rank layout: the buffer's again once nothing that is made of it is left.
+#[pyclass(module = "crossrail._native", frozen)]
+pub(crate) struct DeviceRegion {
+    leased: Arc<Leased>,
+    ordinal: u32,
+    hidden: i64,
+    topk: i64,
+    rows: Items,
+    scales: Option<Items>,
+}
+
+struct Leased {
+    lease: ep::RegionLease,
+    /// Streams that use it, with what keeps them.
+    users: Mutex<Vec<(u64, Arc<dyn Any + Send + Sync>)>>,
+}
+
+impl Drop for Leased {
+    fn drop(&mut self) {
+        let users = std::mem::take(self.users.get_mut().unwrap_or_else(PoisonError::into_inner));
+        for (stream, _keep) in &users {
+            // SAFETY: that streams are alive is the documented rule for callers, and their objects are kept. A driver that
+            // is gone says so, and then nothing uses the region any more.
+            let _ = unsafe { self.lease.free_after(*stream) };
+        }
+    }
+}
+
+#[pymethods]
+impl DeviceRegion {
+    /// Whether it was taken for a stream that is being captured in a graph.
+    #[getter]
+    fn is_captured(&self) -> bool {
+        self.leased.lease.is_for_graph()
+    }
+
+    /// `stream` (a raw handle; `object` keeps it alive) uses the region: when the last array of it is gone, the next
+    /// result comes into it only after what is in the stream then.
+    fn used_by(&self, stream: u64, object: Option<Py<PyAny>>) {
+        let mut users = self.leased.users.lock().unwrap_or_else(PoisonError::into_inner);
+        if users.iter().all(|(known, _)| *known != stream) {
+            let keep: Arc<dyn Any + Send + Sync> = match object {
+                Some(object) => lent::keep(Loan::Object(object)),
+                None => Arc::new(()),
+            };
+            users.push((stream, keep));
+        }
+    }
+
+    /// The first `count` rows of a part of it: rows, scales, topk_idx, topk_weights or source.
+    fn array(&self, py: Python<'_>, part: &str, count: u64) -> PyResult<DeviceArray> {
+        let view = self.leased.lease.view();
+        let blocks = self.hidden / i64::from(BLOCK);
+        let found = match (part, self.scales) {
+            ("rows", _) => Some((view.rows, self.rows, Some(self.hidden))),
+            ("scales", Some(scales)) => Some((view.scales, scales, Some(blocks))),
+            ("topk_idx", _) => Some((view.topk_idx, Items::I64, Some(self.topk))),
+            ("topk_weights", _) => Some((view.topk_weights, Items::F32, Some(self.topk))),
+            ("source", _) => Some((view.source, Items::I32, None)),
+            _ => None,
+        };
+        let Some((address, items, width)) = found.filter(|_| count <= view.most_rows) else {
+            let detail = format!("{count} rows of {part:?} of a region of {}", view.most_rows);
+            return Err(errors::usage(py, "dispatch", detail, ""));
+        };
+        let shape = [Some(count as i64), width].into_iter().flatten().collect();
+        Ok(DeviceArray::new(address, items, shape, self.ordinal, self.leased.clone()))
+    }
+}
+
+/// What a buffer would take of a GPU's memory on one rank, `far` other ranks being out of its reach.
+#[pyfunction]
+pub(crate) fn device_plan(
+    py: Python<'_>,
+    parameters: Parameters,
+    ordinal: u32,
+    regions: u32,
+    far: u32,
+) -> PyResult<Bound<'_, PyDict>> {
+    let config = parameters.config(py)?;
+    let options = ep::DeviceOptions { ordinal, regions, ..ep::DeviceOptions::default() };
+    plan_dict(py, &py.detach(|| ep::DeviceBuffer::plan(&config, &options, far)).or_raise(py)?)
+}
+
+/// The GPU that `device` names (cuda, cuda:1, a number, a torch.device), None for the host.
+#[pyfunction]
+pub(crate) fn device_of(device: Option<&Bound<'_, PyAny>>) -> PyResult<Option<u32>> {
+    Ok(match place::parse(device)? {
+        Place::Host => None,
+        Place::Gpu(ordinal) => Some(ordinal),
+    })
+}
+
+/// The raw handle of a stream, and the GPU that it says that it belongs to.
+#[pyfunction]
+pub(crate) fn stream_of(stream: &Bound<'_, PyAny>, operation: &str) -> PyResult<(u64, Option<u32>)> {
+    let parsed = stream::parse(Some(stream), operation)?;
+    Ok(parsed.map_or((0, None), |stream| (stream.handle, stream.ordinal)))
+}

@@ -1,0 +1,507 @@
+"""Dispatch and combine of an expert buffer on a GPU."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, Final, TypeVar
+
+from crossrail import _native
+from crossrail._arrays import wrong
+from crossrail._calls import BLOCK, CombineCall, DispatchCall, Sizes, check_layout, number
+from crossrail._device_arrays import (
+    BF16,
+    FP8,
+    ITEM_BYTES,
+    Arrays,
+    Call,
+    Given,
+    PlainArrays,
+    TorchArrays,
+    loaded_torch,
+    row_stride,
+)
+from crossrail._native import DeviceHandle, DeviceRegion
+from crossrail._results import Combined, Dispatched, Pending
+from crossrail.errors import UnsupportedError
+from crossrail.records import DeviceCombine, DeviceExpertOut, DeviceRankOut, DeviceTokens
+
+T = TypeVar("T")
+PACKED: Final = 4
+"""Blocks of a row whose ue8m0 scales lie together."""
+
+
+class Event:
+    """A point in a stream: behind an operation. As torch.cuda.Event has them: `wait(stream)`, `synchronize()`."""
+
+    def __init__(self, native: _native.DeviceEvent, arrays: Arrays) -> None:
+        self._native = native
+        self._arrays = arrays
+
+    def wait(self, stream: Any = None) -> None:
+        """What is put into `stream` from now on runs after the operation; None: PyTorch's current stream, or the
+        default stream. The host does not wait."""
+        self._native.wait(self._arrays.course(stream, "wait").handle)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """The host waits until the operation is done. Raises TimeoutError; UsageError for a captured one."""
+        self._native.synchronize(timeout)
+
+    def is_done(self) -> bool:
+        """Whether the operation is done. Raises UsageError for a captured one."""
+        return self._native.is_done()
+
+    query = is_done
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the operation was captured in a graph: only streams of the same capture can wait for it."""
+        return self._native.is_captured
+
+    def __repr__(self) -> str:
+        return f"<crossrail event{', captured' if self.is_captured else ''}>"
+
+
+class DeviceDispatched(Dispatched):
+    """See `Dispatched`."""
+
+    def __init__(self, arrays: Arrays, handle: DeviceHandle, event: Event, parts: Mapping[str, Any]) -> None:
+        self.handle: Any = handle
+        self.layout = handle.layout
+        self.event = event
+        self.timing: Any = None
+        self.bytes: Any = None
+        self._arrays = arrays
+        self._parts = dict(parts)
+        self._region: DeviceRegion | None = None
+        self._in_region: frozenset[str] = frozenset()
+        if handle.layout == "expert":
+            self.x = parts["x"]
+            self.scales = parts["scales"]
+        self.counts = parts["counts"]
+
+    def in_region(self, region: DeviceRegion, parts: frozenset[str], counts: list[int] | None) -> DeviceDispatched:
+        """The same with what came into a region."""
+        self._region, self._in_region = region, parts
+        self.count_list = counts
+        self.x = self._shown("rows")
+        self.scales = self._shown("scales")
+        return self
+
+    def _shown(self, part: str) -> Any:
+        if self._region is None or part not in self._in_region:
+            return None
+        return self._arrays.shown(self._region.array(part, self.handle.rows))
+
+    @cached_property
+    def source(self) -> Any:
+        return self._parts["source"] if self.layout == "expert" else self._shown("source")
+
+    @cached_property
+    def ranges(self) -> Any:
+        return self._parts.get("ranges")
+
+    @cached_property
+    def offsets(self) -> Any:
+        return self._parts.get("offsets")
+
+    @cached_property
+    def topk_idx(self) -> Any:
+        return self._shown("topk_idx")
+
+    @cached_property
+    def topk_weights(self) -> Any:
+        return self._shown("topk_weights")
+
+    def record_stream(self, stream: Any) -> None:
+        """Rank layout: `stream` uses the arrays too, so that their region only becomes free behind its work. That of
+        the dispatch, and PyTorch's current stream of then, need not be named."""
+        if self._region is not None:
+            course = self._arrays.course(stream, "record_stream")
+            self._region.used_by(course.handle, course.stream)
+
+    def empty_output(self, stream: Any = None) -> Any:
+        """A bf16 array of the shape of `x`, for the experts' outputs: combine takes it as `y`."""
+        course = self._arrays.course(stream, "empty_output")
+        return self._arrays.empty("bfloat16", tuple(self.x.shape), course)[0]
+
+    def __repr__(self) -> str:
+        return f"<crossrail.Dispatched, {self.layout} layout, {tuple(self.x.shape)} on a GPU>"
+
+
+class DeviceCombined(Combined):
+    """See `Combined`."""
+
+    def __init__(self, x: Any, topk_weights: Any, event: Event) -> None:
+        self.x = x
+        self.topk_weights = topk_weights
+        self.event = event
+        self.timing: Any = None
+        self.bytes: Any = None
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        raise wrong("combine", "the result is on a GPU, where NumPy does not reach", "copy x to the host first")
+
+
+class DevicePending(Pending[T]):
+    """An operation that was begun on a GPU. One that is dropped is finished in the stream that it was begun in."""
+
+    def __init__(
+        self,
+        operation: _native.DeviceOperation,
+        call: Call,
+        conclude: Callable[[], T],
+        result: T | None,
+        way: DeviceWay,
+    ) -> None:
+        # First, as it is dropped first: the memory is still there then.
+        self._operation = operation
+        self._call = call
+        self._give = conclude
+        self._way = way
+        self.result = result
+
+    def finish(self, stream: Any = None) -> T:
+        course = self._call.course
+        if stream is not None:
+            other = self._call.arrays.course(stream, "finish")
+            if other.handle != course.handle:
+                self._operation.event().wait(other.handle)
+                self._way.used_by(self._call, other)
+                course = other
+        self._operation.finish(course.handle)
+        self._way.keep(self._call, self._operation)
+        given = self._give() if self.result is None else self.result
+        if isinstance(given, DeviceDispatched | DeviceCombined):
+            given.event = Event(self._operation.event(), self._call.arrays)
+        return given
+
+
+class DeviceWay:
+    """Puts operations into streams."""
+
+    def __init__(self, native: _native.DeviceBuffer, sizes: Sizes, context: _native.Context) -> None:
+        self._native = native
+        self._sizes = sizes
+        self._plain = PlainArrays(context, native.ordinal)
+        self._torch: TorchArrays | None = None
+        self._kept: deque[tuple[_native.DeviceEvent, list[Any]]] = deque()
+        self._for_graphs: deque[tuple[_native.DeviceEvent, list[Any]]] = deque()
+
+    def arrays_of(self, value: Any) -> Arrays:
+        """How arrays like this one are taken and made."""
+        torch = loaded_torch()
+        if torch is None or not isinstance(value, torch.Tensor):
+            return self._plain
+        if self._torch is None:
+            self._torch = TorchArrays(torch, self._native.ordinal)
+        return self._torch
+
+    def keep(self, call: Call, operation: _native.DeviceOperation) -> None:
+        """Keeps arrays until the GPU is done with them, where their own framework does not; for good, in a graph."""
+        if not call.arrays.keeps:
+            return
+        event = operation.event()
+        (self._for_graphs if event.is_captured else self._kept).append((event, call.keep))
+        while self._kept and self._kept[0][0].is_done():
+            self._kept.popleft()
+
+    def used_by(self, call: Call, course: Any) -> None:
+        """Another stream uses the call's arrays from now on."""
+        if call.region is not None:
+            call.region.used_by(course.handle, course.stream)
+        if not call.arrays.keeps:
+            for tensor in call.keep:
+                tensor.record_stream(course.stream)
+
+    def dispatch(self, given: DispatchCall) -> Any:
+        """See `ExpertBuffer.dispatch`."""
+        check_layout(given.layout)
+        rows = given.x[0] if isinstance(given.x, tuple) and given.x else given.x
+        call = Call(self.arrays_of(rows), given.stream, "dispatch")
+        return self._dispatch_expert(call, given) if given.layout == "expert" else self._dispatch_rank(call, given)
+
+    def _dispatch_expert(self, call: Call, given: DispatchCall) -> Any:
+        for name, value in (("handle", given.handle), ("max_rows", given.max_rows)):
+            if value is not None:
+                raise wrong("dispatch", f"{name} is for the rank layout on a GPU, and this is the expert layout")
+        tokens = self._tokens(call, given)
+        parts, out = self._expert_out(call, given.out)
+        if given.stats is not None:
+            out["stats"] = call.whole(given.stats, "stats", ("int32",), (self._sizes.local,), writable=True).address
+        operation = self._native.dispatch_expert(tokens, out, call.course.handle, given.send_only)
+        handle = operation.handle(self._sizes.most)
+        result = DeviceDispatched(call.arrays, handle, Event(operation.event(), call.arrays), parts)
+        return self._begun(call, operation, given.send_only, lambda: result, result)
+
+    def _dispatch_rank(self, call: Call, given: DispatchCall) -> Any:
+        if given.stats is not None:
+            detail = "stats is for the expert layout on a GPU"
+            raise UnsupportedError(f"dispatch: {detail}", operation="dispatch", detail=detail, hint="add up counts")
+        cached = given.handle
+        tokens = self._cached_tokens(call, given) if cached is not None else self._tokens(call, given)
+        rows = self._rows(given, cached)
+        parts = self._rank_out(call, given.out, cached is not None)
+        region = self._native.take_region(call.course.handle)
+        if rows is None and region.is_captured:
+            hint = "max_rows=ranks * max_tokens_per_rank always does"
+            raise wrong("dispatch", "the rows that will come cannot be known while a graph is captured", hint)
+        for stream, keeper in call.course.users():
+            region.used_by(stream, keeper)
+        call.region = region
+        out: DeviceRankOut = {
+            "counts": address(parts["counts"]),
+            "offsets": address(parts["offsets"]),
+            "alignment": number("expert_alignment", given.expert_alignment, "dispatch"),
+            "worst_rows": 0 if rows is None or cached is not None else rows,
+            "count": rows is None,
+        }
+        operation = self._native.dispatch_rank(tokens, out, region, cached, call.course.handle, given.send_only)
+        shown = {"rows", *(["scales"] if self._sizes.fp8 else [])}
+        if cached is None:
+            shown |= {"topk_idx", "source", *(["topk_weights"] if given.topk_weights is not None else [])}
+        arrays = {name: part and part[0] for name, part in parts.items()}
+
+        def made(count: int, listed: list[int] | None) -> DeviceDispatched:
+            event = Event(operation.event(), call.arrays)
+            result = DeviceDispatched(call.arrays, operation.handle(count), event, arrays)
+            return result.in_region(region, frozenset(shown), listed)
+
+        if rows is not None:
+            result = made(rows, None)
+            return self._begun(call, operation, given.send_only, lambda: result, result)
+        return self._begun(call, operation, given.send_only, lambda: made(*operation.counts()), None)
+
+    def _begun(
+        self,
+        call: Call,
+        operation: _native.DeviceOperation,
+        send_only: bool,
+        conclude: Callable[[], T],
+        result: T | None,
+    ) -> Any:
+        if send_only:
+            return DevicePending(operation, call, conclude, result, self)
+        self.keep(call, operation)
+        return conclude()
+
+    def _tokens(self, call: Call, given: DispatchCall) -> DeviceTokens:
+        """What is sent."""
+        if given.topk_idx is None:
+            raise wrong("dispatch", "topk_idx is None", "it may be left out when a handle is given")
+        tokens, count = self._rows_sent(call, given, "T")
+        topk = self._sizes.topk
+        experts = call.small(given.topk_idx, "topk_idx", ("int64", "int32"), (count, topk))
+        tokens["topk_idx"], tokens["idx_bytes"] = experts.address, ITEM_BYTES[experts.dtype]
+        if given.topk_weights is not None:
+            weights = call.small(given.topk_weights, "topk_weights", ("float32",), (count, topk))
+            tokens["topk_weights"] = weights.address
+        return tokens
+
+    def _cached_tokens(self, call: Call, given: DispatchCall) -> DeviceTokens:
+        """The same, where the routing is known."""
+        if not isinstance(given.handle, DeviceHandle):
+            name = type(given.handle).__name__
+            raise wrong("dispatch", f"handle is a {name}, not the handle of a dispatch on a GPU")
+        return self._rows_sent(call, given, given.handle.tokens)[0]
+
+    def _rows_sent(self, call: Call, given: DispatchCall, count: int | str) -> tuple[DeviceTokens, int]:
+        sizes = self._sizes
+        pair = isinstance(given.x, tuple)
+        if pair and len(given.x) != 2:
+            raise wrong("dispatch", f"x is a tuple of {len(given.x)}, not rows and their scales")
+        if pair and not sizes.fp8:
+            raise wrong("dispatch", "x is fp8 rows with scales, and the buffer's dispatch_dtype is bf16")
+        x, scales = given.x if pair else (given.x, None)
+        rows, stride = call.rows(x, "x", FP8 if pair else BF16, (count, sizes.hidden))
+        if rows.shape[0] > sizes.max_tokens:
+            raise wrong("dispatch", f"{rows.shape[0]} tokens are more than max_tokens_per_rank, {sizes.max_tokens}")
+        tokens: DeviceTokens = {
+            "tokens": rows.shape[0],
+            "x": rows.address,
+            "x_stride": stride,
+            "in_scales": 0,
+            "in_scale_row": 0,
+            "in_scale_block": 0,
+            "topk_idx": 0,
+            "idx_bytes": 8,
+            "topk_weights": 0,
+            "waits": self._waits(call, given.waits),
+        }
+        if pair:
+            at, steps = self._scales(call, scales, "the scales of x", (rows.shape[0],), writable=False)
+            # Without tokens there may be no address, and the rows are fp8 all the same.
+            tokens["in_scales"] = at.address or 1
+            tokens["in_scale_row"], tokens["in_scale_block"] = steps
+        return tokens, rows.shape[0]
+
+    def _scales(
+        self, call: Call, value: Any, name: str, outer: tuple[int, ...], *, writable: bool
+    ) -> tuple[Given, list[int]]:
+        """Scales of any strides, which are given in bytes: along `outer`, and from block to block (of ue8m0: from four
+        blocks to the next four)."""
+        sizes = self._sizes
+        blocks = sizes.hidden // BLOCK
+        if not sizes.ue8m0:
+            given = call.given(value, name, ("float32",), (*outer, blocks), writable=writable)
+            return given, [4 * step for step in given.strides]
+        if packed := blocks % PACKED == 0:
+            shapes = {"int32": (*outer, blocks // PACKED), "uint8": (*outer, blocks)}
+        else:
+            shapes = {"uint8": (*outer, blocks)}
+        dtype = call.arrays.given(value, name, call.course, call.operation, writable).dtype
+        dtype = dtype if packed and dtype == "int32" else "uint8"
+        given = call.given(value, name, (dtype,), shapes[dtype], writable=writable)
+        if dtype == "int32":
+            return given, [4 * step for step in given.strides]
+        if given.strides[-1] != 1 and blocks > 1:
+            raise wrong(call.operation, f"{name} has blocks {given.strides[-1]} bytes apart where 1 is wanted")
+        return given, [*given.strides[:-1], PACKED]
+
+    def _waits(self, call: Call, waits: Any) -> int:
+        if waits is None:
+            return 0
+        return call.whole(waits, "waits", ("int64",), (self._sizes.ranks,), writable=True).address
+
+    def _expert_out(self, call: Call, out: Any) -> tuple[dict[str, Any], DeviceExpertOut]:
+        """Arrays for what comes, the caller's or new ones; and the same as addresses."""
+        sizes = self._sizes
+        kinds = expert_shapes(sizes)
+        given = known(out, kinds)
+        parts: dict[str, Any] = {"scales": None}
+        at: dict[str, int] = {"scales": 0, "scale_expert": 0, "scale_row": 0, "scale_block": 0, "source": 0, "stats": 0}
+        for name, (dtype, shape) in kinds.items():
+            value = given.get(name)
+            if name == "scales":
+                value = call.new(dtype, shape)[0] if value is None else value
+                found, steps = self._scales(call, value, "out['scales']", shape[:2], writable=True)
+                at["scale_expert"], at["scale_row"], at["scale_block"] = steps
+                parts[name], at[name] = value, found.address
+            elif name == "source" and name in given and value is None:
+                parts[name] = None
+            elif value is None:
+                parts[name], found = call.new(dtype, shape)
+                at[name] = found.address
+            else:
+                bits = {"bfloat16": BF16, "float8_e4m3fn": FP8}.get(dtype, (dtype,))
+                at[name] = call.whole(value, f"out[{name!r}]", bits, shape, writable=True).address
+                parts[name] = value
+        return parts, at  # type: ignore[return-value]
+
+    def _rank_out(self, call: Call, out: Any, cached: bool) -> dict[str, tuple[Any, Given] | None]:
+        """The same in the rank layout: what is not in the region."""
+        parts: dict[str, tuple[Any, Given] | None] = {"counts": None}
+        kinds = rank_shapes(self._sizes)
+        given = known(out, kinds)
+        for name, (dtype, shape) in kinds.items():
+            if name == "counts" and cached:
+                continue
+            value = given.get(name)
+            if value is None:
+                parts[name] = call.new(dtype, shape)
+            else:
+                parts[name] = value, call.whole(value, f"out[{name!r}]", (dtype,), shape, writable=True)
+        return parts
+
+    def _rows(self, given: DispatchCall, cached: DeviceHandle | None) -> int | None:
+        """The rows of the arrays, where they are known without asking the GPU."""
+        if given.max_rows is None:
+            return None if cached is None else cached.rows
+        rows = number("max_rows", given.max_rows, "dispatch")
+        if rows > self._sizes.most:
+            detail = f"max_rows {rows} is more than can come, ranks * max_tokens_per_rank = {self._sizes.most}"
+            raise wrong("dispatch", detail)
+        if cached is not None and rows != cached.rows:
+            raise wrong("dispatch", f"max_rows {rows} where the handle is of a dispatch with {cached.rows} rows")
+        return rows
+
+    def combine(self, given: CombineCall) -> Any:
+        """See `ExpertBuffer.combine`."""
+        handle = given.handle
+        if not isinstance(handle, DeviceHandle):
+            raise wrong("combine", f"handle is a {type(handle).__name__}, not the handle of a dispatch on a GPU")
+        sizes = self._sizes
+        call = Call(self.arrays_of(given.y), given.stream, "combine")
+        expert = handle.layout == "expert"
+        shape = (sizes.local, sizes.most, sizes.hidden) if expert else (handle.rows, sizes.hidden)
+        y, y_stride = call.rows(given.y, "y", BF16, shape)
+        weights, sums = 0, None
+        if given.topk_weights is not None:
+            if expert and handle.has_weights:
+                raise wrong("combine", "topk_weights were given to dispatch already")
+            count = handle.tokens if expert else handle.rows
+            weights = call.small(given.topk_weights, "topk_weights", ("float32",), (count, sizes.topk)).address
+            sums = None if expert else call.new("float32", (handle.tokens, sizes.topk))
+        small = (handle.tokens, sizes.hidden)
+        if given.out is None:
+            x, into = call.new("bfloat16", small)
+            out_stride = 2 * sizes.hidden
+        else:
+            x = given.out
+            into, out_stride = call.rows(x, "out", BF16, small, writable=True)
+        arguments: DeviceCombine = {
+            "y": y.address,
+            "y_stride": y_stride,
+            "topk_weights": weights,
+            "out_weights": 0 if sums is None else sums[1].address,
+            "bias": self._bias(call, given.bias, small),
+            "out": into.address,
+            "out_stride": out_stride,
+            "waits": self._waits(call, given.waits),
+        }
+        put = self._native.combine_expert if expert else self._native.combine_rank
+        operation = put(arguments, handle, call.course.handle, given.send_only)
+        result = DeviceCombined(x, None if sums is None else sums[0], Event(operation.event(), call.arrays))
+        return self._begun(call, operation, given.send_only, lambda: result, result)
+
+    def _bias(self, call: Call, bias: Any, shape: tuple[int, int]) -> list[int]:
+        several = list(bias) if isinstance(bias, list | tuple) else [] if bias is None else [bias]
+        if len(several) > 2:
+            raise wrong("combine", f"{len(several)} biases where there may be two")
+        at = []
+        for one in several:
+            given = call.whole(one, "bias", BF16, shape)
+            if row_stride(given) is None or (given.address % 16 and shape[0]):
+                raise wrong("combine", f"bias begins at address {given.address:#x}, no multiple of 16")
+            at.append(given.address)
+        return [*at, 0, 0][:2]
+
+
+def address(part: tuple[Any, Given] | None) -> int:
+    """Of an array that may be none."""
+    return 0 if part is None else part[1].address
+
+
+def known(out: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """The caller's arrays for results, by names that there are."""
+    given = {} if out is None else dict(out)
+    if unknown := given.keys() - kinds.keys():
+        raise wrong("dispatch", f"out has {sorted(map(str, unknown))} where it may have {list(kinds)}")
+    return given
+
+
+def expert_shapes(sizes: Sizes) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What a dispatch in the expert layout gives: dtypes and shapes."""
+    local, most = sizes.local, sizes.most
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {
+        "x": ("float8_e4m3fn" if sizes.fp8 else "bfloat16", (local, most, sizes.hidden))
+    }
+    if sizes.fp8:
+        kinds["scales"] = ("uint8" if sizes.ue8m0 else "float32", (local, most, sizes.hidden // BLOCK))
+    kinds |= {"counts": ("int32", (local,)), "ranges": ("int64", (local, sizes.ranks))}
+    kinds["source"] = ("int32", (local, most))
+    return kinds
+
+
+def rank_shapes(sizes: Sizes) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The same in the rank layout, of what is not in the buffer's memory."""
+    return {"counts": ("int32", (sizes.local,)), "offsets": ("int64", (sizes.ranks + 1,))}
+
+
+def device_ordinal(device: Any) -> int | None:
+    """The GPU that `device` names, None for the host. "cuda" is PyTorch's current one, where PyTorch is used."""
+    torch = loaded_torch()
+    if torch is not None and str(device) == "cuda":
+        return int(torch.cuda.current_device())
+    return _native.device_of(device)

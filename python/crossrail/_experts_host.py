@@ -1,0 +1,65 @@
+"""Dispatch and combine of an expert buffer on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from crossrail import _calls, _native
+from crossrail._arrays import wrong
+from crossrail._calls import Room, Sizes, number
+from crossrail._results import Combined, Dispatched, Pending
+from crossrail.errors import ClosedError
+
+
+class HostWay:
+    """Puts calls to the native half, whose other ranks hear of what was wrong with them here."""
+
+    def __init__(self, native: _native.ExpertBuffer, sizes: Sizes) -> None:
+        self._native = native
+        self._sizes = sizes
+
+    def dispatch(self, call: _calls.DispatchCall) -> Any:
+        """See `ExpertBuffer.dispatch`."""
+        try:
+            _refuse_others("dispatch", waits=call.waits, max_rows=call.max_rows, stream=call.stream)
+            room = Room.of(self._sizes, call.layout, call.out, call.stats)
+            rows, experts, weights = _calls.inputs(self._sizes, call.x, call.topk_idx, call.topk_weights, call.handle)
+            unit = number("expert_alignment", call.expert_alignment, "dispatch")
+            native = self._native.dispatch(rows, experts, weights, call.layout, call.handle, unit)
+        except ClosedError:
+            raise
+        except Exception as error:
+            return self._refused(self._native.refuse_dispatch(_calls.why(error)), error, call.send_only)
+        pending = Pending(native, lambda result: Dispatched(result, self._sizes, room))
+        return pending if call.send_only else pending.finish()
+
+    def combine(self, call: _calls.CombineCall) -> Any:
+        """See `ExpertBuffer.combine`."""
+        try:
+            _refuse_others("combine", waits=call.waits, stream=call.stream)
+            given = _calls.outputs(self._sizes, call.y, call.handle, call.topk_weights, call.bias, call.out)
+            native = self._native.combine(*given)
+        except ClosedError:
+            raise
+        except Exception as error:
+            return self._refused(self._native.refuse_combine(_calls.why(error)), error, call.send_only)
+        tokens, out = call.handle.tokens, call.out
+        pending = Pending(native, lambda result: Combined(result, tokens, self._sizes.hidden, out))
+        return pending if call.send_only else pending.finish()
+
+    def _refused(
+        self, native: _native.PendingDispatch | _native.PendingCombine, error: Exception, send_only: bool
+    ) -> Pending[Any]:
+        """The others have begun the operation: they hear of the error before it is raised here."""
+        pending: Pending[Any] = Pending(native, _nothing, error)
+        return pending if send_only else pending.finish()
+
+
+def _nothing(result: object) -> None:
+    """What becomes of the result of an operation that was refused: there is none."""
+
+
+def _refuse_others(operation: str, **given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise wrong(operation, f"{name} is for buffers on a GPU, and this one is on the host")
