@@ -48,6 +48,11 @@ struct State {
     soon: VecDeque<Job>,
     quiet: VecDeque<Job>,
     questions: Vec<Question>,
+    /// Those who put in now what may wait ([`KeptBack`]), and how many there have been.
+    kept_back: u32,
+    entered: u64,
+    /// The thread is at a call that waits for streams.
+    freeing: bool,
     /// The thread is there; it is at a job; what is left waits for streams; nobody has contexts any more.
     started: bool,
     busy: bool,
@@ -118,6 +123,19 @@ impl Closer {
         ask(&questions).0
     }
 
+    fn keep_back(self: &Arc<Self>, limit: Duration) -> KeptBack {
+        let mut state = self.0.locked();
+        state.kept_back += 1;
+        state.entered += 1;
+        if state.freeing {
+            let freeing = |state: &mut State| state.freeing;
+            // Past the limit, whatever holds that call up may need what is put in now.
+            let waited = self.0.changed.wait_timeout_while(state, limit, freeing);
+            drop(waited.unwrap_or_else(PoisonError::into_inner));
+        }
+        KeptBack(Arc::clone(self))
+    }
+
     fn settled(&self, limit: Duration) -> bool {
         let started = Instant::now();
         let mut state = self.0.locked();
@@ -154,14 +172,16 @@ impl Shared {
             if job.is_none() && !state.quiet.is_empty() {
                 let stop = state.stop;
                 let quiet = stop || {
-                    let questions = state.questions.clone();
+                    let (questions, entered) = (state.questions.clone(), state.entered);
                     drop(state);
                     let (waits, gone) = ask(&questions);
                     state = self.locked();
                     state.questions.retain(|known| !gone.iter().any(|gone| Arc::ptr_eq(gone, known)));
-                    !waits
+                    // Who has come since was not asked.
+                    !waits && state.kept_back == 0 && state.entered == entered
                 };
                 state.held = !quiet;
+                state.freeing = quiet;
                 job = if quiet { state.quiet.pop_front() } else { state.soon.pop_front() };
             }
             if let Some(job) = job {
@@ -170,6 +190,7 @@ impl Shared {
                 job();
                 state = self.locked();
                 state.busy = false;
+                state.freeing = false;
                 pause = LOOKS.0;
                 self.changed.notify_all();
             } else if !state.quiet.is_empty() {
@@ -212,9 +233,33 @@ impl Context {
         self.closer().hold_back(Arc::new(waits));
     }
 
+    /// For whoever puts in what may wait for others, and is asked of it only from then on ([`Context::hold_back`]): until
+    /// the result is dropped, no call is begun that would not return while a stream waits. One that is under way is waited
+    /// for, but for no longer than `limit`. Launches may be held up by such a call, which waits for what was launched
+    /// before, which waits for them.
+    pub fn keep_back(&self, limit: Duration) -> KeptBack {
+        self.closer().keep_back(limit)
+    }
+
     /// Whether a stream of this process is known to wait ([`Context::hold_back`]): no time for loading kernels.
     pub fn a_stream_waits(&self) -> bool {
         self.closer().a_stream_waits()
+    }
+}
+
+/// As long as this lives, nothing is given back whose call waits for streams. See [`Context::keep_back`].
+#[must_use = "calls are put off only as long as this lives"]
+pub struct KeptBack(Arc<Closer>);
+
+impl Drop for KeptBack {
+    fn drop(&mut self) {
+        self.0.0.locked().kept_back -= 1;
+    }
+}
+
+impl fmt::Debug for KeptBack {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("KeptBack")
     }
 }
 
@@ -321,6 +366,40 @@ mod tests {
         assert!(closer.settled(LONG));
         assert!(!closer.a_stream_waits());
         assert_eq!(closer.0.locked().questions.len(), 1, "whoever is gone is not asked again");
+    }
+
+    #[test]
+    fn nothing_is_freed_while_something_is_put_in_that_may_wait() {
+        let (closer, (told, drops)) = (Arc::new(Closer::new(None)), channel());
+        let waits = Arc::new(AtomicBool::new(false));
+        let asked = Arc::clone(&waits);
+        closer.hold_back(Arc::new(move || Some(asked.load(Ordering::Relaxed))));
+        let kept = closer.keep_back(LONG);
+        drop(later(Tell(told.clone(), None), When::Quiet, &closer));
+        assert!(drops.recv_timeout(Duration::from_millis(50)).is_err(), "it is kept back");
+        // What was put in waits from now on.
+        waits.store(true, Ordering::Relaxed);
+        drop(kept);
+        assert!(drops.recv_timeout(Duration::from_millis(120)).is_err(), "a stream waits");
+        waits.store(false, Ordering::Relaxed);
+        drops.recv_timeout(LONG).expect("nobody waits any more");
+
+        // A call that is under way is waited for, until the limit.
+        let ((open, gate), short) = (channel(), Duration::from_millis(20));
+        drop(later(Tell(told, Some(gate)), When::Quiet, &closer));
+        let started = Instant::now();
+        while !closer.0.locked().freeing {
+            assert!(started.elapsed() < LONG);
+            std::thread::yield_now();
+        }
+        let started = Instant::now();
+        drop(closer.keep_back(short));
+        assert!(started.elapsed() >= short);
+        let opener = std::thread::spawn(move || open.send(()).expect("it waits"));
+        drop(closer.keep_back(LONG));
+        assert!(!closer.0.locked().freeing, "it was waited for");
+        opener.join().expect("the gate");
+        drops.recv_timeout(LONG).expect("dropped");
     }
 
     #[test]

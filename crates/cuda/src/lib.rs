@@ -35,7 +35,7 @@ mod values;
 mod vmm;
 
 pub use capture::{Capture, Graph, Relaxed};
-pub use closing::{Later, settled};
+pub use closing::{KeptBack, Later, settled};
 pub use context::{Context, Entered, MemoryInfo};
 pub use device::{Arch, Device};
 pub use driver::{Absent, Cuda, MIN_DRIVER};

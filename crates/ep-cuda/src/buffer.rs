@@ -50,7 +50,8 @@ pub(crate) struct Inner {
     pub(crate) blocks: u32,
     pub(crate) memory: Memory,
     pub(crate) heap: Heap,
-    pub(crate) region: Region,
+    /// The heap for ranks out of reach, once there are some.
+    pub(crate) region: Mutex<Option<Region>>,
     pub(crate) events: Arc<Events>,
     pub(crate) counts: Option<Arc<Counts>>,
     /// Handles' memory: expert layout, rank layout.
@@ -152,13 +153,12 @@ impl DeviceBuffer {
                 let memory = context.alloc_on(bytes, Place::Gpu(options.ordinal))?;
                 let node = options.node_of(group.node());
                 let meeting = Meeting::new(group, context, name, id, node, config.share_node, parameters)?;
-                let region = meeting.worker.register(&memory)?;
-                Ok((memory, meeting, region))
+                Ok((memory, meeting))
             })();
             (loading.join(), made)
         });
         let kernels = loaded.map_err(|_| Error::new(ErrorKind::Io, "ExpertBuffer", "loading kernels panicked"))??;
-        let (memory, meeting, region) = made?;
+        let (memory, meeting) = made?;
         let blocks = blocks(&options, kernels.most_blocks())?;
         let pool = |layout: Layout| config.has(layout).then(|| Pool::new(&cuda, shape.handle_bytes(layout_of(layout))));
         let (tell, lost) = channel();
@@ -181,7 +181,7 @@ impl DeviceBuffer {
             blocks,
             heap,
             memory,
-            region,
+            region: Mutex::default(),
             events: Events::new(&cuda),
             counts: config.has(Layout::Rank).then(|| Counts::new(&cuda, shape.local_experts() as usize)).transpose()?,
             handles: [pool(Layout::Expert), pool(Layout::Rank)],
@@ -335,6 +335,20 @@ impl DeviceBuffer {
         self.0.network.load(Ordering::Relaxed)
     }
 
+    /// What this rank's heap says of the operations under way, in a few lines, whatever runs: for whoever must find out
+    /// why they do not end. Only what lies before the results of the rank layout is read, some megabytes.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn report(&self) -> Result<String> {
+        let shape = &self.0.shape;
+        let parts = shape.heap();
+        let len = if shape.rank_layout { parts.regions } else { parts.bytes };
+        let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
+        self.0.memory.copy_to(0, &mut bytes)?;
+        Ok(shape.report(&bytes))
+    }
+
     /// A region for a result in the rank layout.
     ///
     /// # Errors
@@ -470,7 +484,7 @@ impl Inner {
             let Some(peer) = &mut state.peers[*rank as usize] else { continue };
             if !masked {
                 // What it was not sent meanwhile it need not take.
-                self.set_taken(peer, epochs)?;
+                self.set_taken(peer.rank, peer.mirror(), epochs)?;
                 self.regions.clear(peer.rank);
             }
             self.heap.set_mask(peer.rank, masked)?;

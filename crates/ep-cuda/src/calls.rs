@@ -4,6 +4,7 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crossrail_cuda::{Capture, Stream};
 use crossrail_ep::Layout;
@@ -16,6 +17,9 @@ use crate::done::{Count, Done};
 use crate::handles::{DeviceHandle, layout_of};
 use crate::order::Kind;
 use crate::regions::RegionLease;
+
+/// How long a launch waits for memory that is being freed.
+const FREES: Duration = Duration::from_millis(100);
 
 /// Whether an operation is put in whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -589,6 +593,9 @@ impl Inner {
 
     /// Puts these phases in, and carries what is for ranks out of reach.
     fn run(&self, call: &mut Call, launch: &Launch, phases: u32) -> Result<Done> {
+        // From the launch to `recent` nothing is freed: the driver would wait for the kernel, and other ranks of this
+        // process could not launch theirs, which it waits for.
+        let _kept = (!call.captured).then(|| self.cuda.keep_back(FREES));
         if call.state.has_far() {
             self.run_far(&mut call.state, &call.stream, launch, phases)?;
         } else {

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crossrail::{Endpoint, Place, RegionKey, Shared};
+use crossrail::{Endpoint, Mapped, Memory, Place, RegionKey, Shared};
 use crossrail_ep::hello::Hello;
 use crossrail_ep::meeting::{self, End, GOODBYE, Greeted};
 use crossrail_types::{Error, ErrorKind, Result};
@@ -12,6 +12,48 @@ use crate::heap::Epochs;
 use crate::options;
 use crate::peer::{Far, Peer, Way};
 use crate::watch;
+
+/// A rank that has said hello, and how its heap is written to.
+struct Met {
+    rank: u32,
+    endpoint: Endpoint,
+    /// To its heap; empty if it has not told.
+    key: Vec<u8>,
+    way: MetWay,
+}
+
+enum MetWay {
+    Near(Mapped),
+    /// The mirror.
+    Far(Memory),
+}
+
+impl Met {
+    fn mirror(&self) -> Option<&Memory> {
+        match &self.way {
+            MetWay::Near(_) => None,
+            MetWay::Far(mirror) => Some(mirror),
+        }
+    }
+
+    /// It is ready, and has told `late` as its key if it had told none.
+    fn into_peer(self, late: &[u8], masked: bool) -> Result<Peer> {
+        let Met { rank, endpoint, key, way } = self;
+        let way = match way {
+            MetWay::Near(heap) => Way::Near { endpoint, heap },
+            MetWay::Far(mirror) => {
+                let key = if key.is_empty() { late } else { &key };
+                if key.is_empty() {
+                    let text = "this rank's GPU does not reach its GPU, which reaches this rank's";
+                    let error = Error::new(ErrorKind::Unsupported, "connect", text);
+                    return Err(error.with_peer(format!("rank {rank}")));
+                }
+                Way::Far(Box::new(Far { rank, endpoint, key: RegionKey::from_bytes(key)?, mirror }))
+            }
+        };
+        Ok(Peer { rank, generation: 0, masked, gone: None, way, life: None })
+    }
+}
 
 impl Inner {
     pub(crate) fn connect(&self, ranks: &[u32], activate: bool, timeout: Option<Duration>) -> Result<()> {
@@ -34,18 +76,20 @@ impl Inner {
         let epochs = greeted.iter().fold(mine, |most, greeted| {
             most.max(Epochs { dispatch: greeted.heard.counts[1], combine: greeted.heard.counts[2] })
         });
-        let told: Vec<(u32, Endpoint, Vec<u8>)> =
-            greeted.iter().map(|one| (one.end.rank, one.end.endpoint.clone(), Vec::new())).collect();
-        let prepared = self.meet_all(greeted, activate, deadline).and_then(|peers| {
+        let ends: Vec<(u32, Endpoint)> = greeted.iter().map(|one| (one.end.rank, one.end.endpoint.clone())).collect();
+        let prepared = self.meet_all(greeted, deadline).and_then(|met| {
             // From here on the others may write.
-            self.set_epochs(&self.state.lock(), &peers, mine, epochs)?;
-            Ok(peers)
+            self.set_epochs(&self.state.lock(), &met, mine, epochs)?;
+            let told = met.iter().map(|met| Ok((met.rank, met.endpoint.clone(), self.late_key(met)?)));
+            Ok((told.collect::<Result<Vec<_>>>()?, met))
         });
-        let tell = |error: &Error| self.meeting.refuse(told.iter().map(|(_, endpoint, _)| endpoint), error);
-        let peers = prepared.inspect_err(tell)?;
-        self.meeting.all_ready(&told, deadline)?;
+        let tell = |error: &Error| self.meeting.refuse(ends.iter().map(|(_, endpoint)| endpoint), error);
+        let (told, met) = prepared.inspect_err(tell)?;
+        let keys = self.meeting.all_ready(&told, deadline)?;
+        let peers: Result<Vec<Peer>> =
+            met.into_iter().zip(keys).map(|(met, key)| met.into_peer(&key, !activate)).collect();
         let mut state = self.state.lock();
-        for mut peer in peers {
+        for mut peer in peers? {
             let at = peer.rank as usize;
             state.generation += 1;
             peer.generation = state.generation;
@@ -60,15 +104,15 @@ impl Inner {
     }
 
     /// Brings this rank to the number of operations of those that have come furthest.
-    fn set_epochs(&self, state: &State, peers: &[Peer], mine: Epochs, epochs: Epochs) -> Result<()> {
+    fn set_epochs(&self, state: &State, new: &[Met], mine: Epochs, epochs: Epochs) -> Result<()> {
         if epochs != mine {
             self.heap.set_epochs(epochs)?;
             // Those connected so far, this rank itself among them, came later than the others too.
             for peer in state.peers.iter().flatten() {
-                self.set_taken(peer, epochs)?;
+                self.set_taken(peer.rank, peer.mirror(), epochs)?;
             }
         }
-        peers.iter().try_for_each(|peer| self.set_taken(peer, epochs))
+        new.iter().try_for_each(|met| self.set_taken(met.rank, met.mirror(), epochs))
     }
 
     /// Clears what an earlier connection left, and makes the hello for a new one.
@@ -77,12 +121,14 @@ impl Inner {
             self.heap.clear(end.rank, &self.shape)?;
         }
         let shared = if end.is_shared() { self.share(end)? } else { None };
+        // A rank that maps the heap needs no key to it, unless it finds that its GPU does not reach it (`late_key`).
+        let key = if shared.is_none() { self.key()? } else { Vec::new() };
         Ok(Hello {
             rank: self.me,
             parameters: self.meeting.parameters().clone(),
             counts: [0, epochs.dispatch, epochs.combine],
             shared,
-            key: self.region.key().to_bytes(),
+            key,
             generation: 0,
         })
     }
@@ -105,14 +151,32 @@ impl Inner {
         self.meeting.warn(&text);
     }
 
-    fn meet_all(&self, greeted: Vec<Greeted>, activate: bool, deadline: Instant) -> Result<Vec<Peer>> {
+    /// The key with which ranks out of reach write to the heap. The engine pins the memory that this goes through when it
+    /// is first asked for: not for ranks that need none.
+    fn key(&self) -> Result<Vec<u8>> {
+        let mut region = self.region.lock();
+        if region.is_none() {
+            *region = Some(self.meeting.worker.register(&self.memory)?);
+        }
+        Ok(region.as_ref().map(|region| region.key().to_bytes()).unwrap_or_default())
+    }
+
+    /// The key for a rank that was not told before, as its GPU might have reached the heap: it does not, if this rank's
+    /// does not reach that rank's heap either.
+    fn late_key(&self, met: &Met) -> Result<Vec<u8>> {
+        match met.way {
+            MetWay::Far(_) if met.key.is_empty() => self.key(),
+            _ => Ok(Vec::new()),
+        }
+    }
+
+    fn meet_all(&self, greeted: Vec<Greeted>, deadline: Instant) -> Result<Vec<Met>> {
         // Ranks out of reach that are known by now.
         let far = greeted.iter().filter(|greeted| greeted.heard.shared.is_none()).count() as u32;
         self.check_memory(far)?;
         let meet = |greeted: Greeted| {
             let (rank, endpoint) = (greeted.end.rank, greeted.end.endpoint.clone());
-            let met = self.meet(greeted, far, activate, deadline);
-            met.map_err(|error| self.meeting.why(rank, &endpoint, error))
+            self.meet(greeted, far, deadline).map_err(|error| self.meeting.why(rank, &endpoint, error))
         };
         greeted.into_iter().map(meet).collect()
     }
@@ -126,28 +190,27 @@ impl Inner {
         options::plan(&self.config, &self.options, far, Some(free))?.check()
     }
 
-    fn meet(&self, greeted: Greeted, far: u32, activate: bool, deadline: Instant) -> Result<Peer> {
+    fn meet(&self, greeted: Greeted, far: u32, deadline: Instant) -> Result<Met> {
         let Greeted { end: End { rank, endpoint, .. }, heard, .. } = greeted;
-        let way = match &heard.shared {
+        let mapped = match &heard.shared {
             Some(shared) => self.map(rank, &endpoint, shared, deadline)?,
             None => None,
         };
-        let way = match way {
-            Some(way) => way,
+        let way = match mapped {
+            Some(heap) => MetWay::Near(heap),
             None => {
                 if heard.shared.is_some() {
                     self.check_memory(far + 1)?;
                 }
                 let bytes = usize::try_from(self.shape.heap_bytes()).unwrap_or(usize::MAX);
-                let mirror = self.context.alloc_on(bytes, Place::Gpu(self.options.ordinal))?;
-                Way::Far(Box::new(Far { rank, endpoint, key: RegionKey::from_bytes(&heard.key)?, mirror }))
+                MetWay::Far(self.context.alloc_on(bytes, Place::Gpu(self.options.ordinal))?)
             }
         };
-        Ok(Peer { rank, generation: 0, masked: !activate, gone: None, way, life: None })
+        Ok(Met { rank, endpoint, key: heard.key, way })
     }
 
     /// Maps a rank's heap for this rank's GPU; `None` where that does not reach it.
-    fn map(&self, rank: u32, endpoint: &Endpoint, shared: &[u8], deadline: Instant) -> Result<Option<Way>> {
+    fn map(&self, rank: u32, endpoint: &Endpoint, shared: &[u8], deadline: Instant) -> Result<Option<Mapped>> {
         let left = deadline.saturating_duration_since(Instant::now());
         let named = |error: Error| Error { peer: Some(format!("rank {rank}")), ..error };
         let shared = Shared::from_bytes(shared).map_err(named)?;
@@ -156,7 +219,7 @@ impl Inner {
             return Err(Error::new(ErrorKind::Protocol, "connect", text));
         }
         match endpoint.map_on(&shared, Some(self.options.ordinal), Some(left)) {
-            Ok(heap) => Ok(Some(Way::Near { endpoint: endpoint.clone(), heap })),
+            Ok(heap) => Ok(Some(heap)),
             Err(error) if matches!(error.kind, ErrorKind::Unsupported | ErrorKind::Region) => {
                 self.out_of_reach(rank, &error);
                 Ok(None)

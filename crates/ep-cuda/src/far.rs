@@ -7,7 +7,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crossrail::Op;
+use crossrail::{Memory, Op};
 use crossrail_cuda::{Context, Event, PinnedMemory, Stream};
 use crossrail_ep::Fault;
 use crossrail_kernels::ep::{
@@ -21,7 +21,7 @@ use crate::buffer::{Inner, State};
 use crate::calls::{Args, Launch};
 use crate::heap::{Epochs, Span, set_taken};
 use crate::order::Kind;
-use crate::peer::{Far, Peer};
+use crate::peer::Far;
 
 /// Reads GPU memory that kernels are done with.
 pub(crate) struct Reader {
@@ -114,12 +114,12 @@ impl Inner {
         Ok(())
     }
 
-    /// What was sent from `peer` here and from here to it so far counts as taken: here, and there with the next line of
-    /// words that is carried.
-    pub(crate) fn set_taken(&self, peer: &Peer, epochs: Epochs) -> Result<()> {
-        set_taken(&self.heap.memory, &self.heap.parts, peer.rank, epochs)?;
-        match peer.far() {
-            Some(far) => set_taken(&far.mirror, &self.heap.parts, self.me, epochs),
+    /// What was sent between `rank` and this one so far counts as taken: here, and there, if it is out of reach, with the
+    /// next line of words that is carried from its mirror.
+    pub(crate) fn set_taken(&self, rank: u32, mirror: Option<&Memory>, epochs: Epochs) -> Result<()> {
+        set_taken(&self.heap.memory, &self.heap.parts, rank, epochs)?;
+        match mirror {
+            Some(mirror) => set_taken(mirror, &self.heap.parts, self.me, epochs),
             None => Ok(()),
         }
     }

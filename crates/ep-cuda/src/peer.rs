@@ -69,6 +69,11 @@ impl Peer {
         }
     }
 
+    /// The mirror of its heap, if it is out of reach.
+    pub(crate) fn mirror(&self) -> Option<&Memory> {
+        self.far().map(|far| &far.mirror)
+    }
+
     /// Where kernels write what is for it.
     pub(crate) fn base(&self, own: u64) -> u64 {
         match &self.way {

@@ -93,8 +93,25 @@ impl Case {
     }
 }
 
+/// Says what a rank's heap says when its test fails.
+struct Witness(u32, DeviceBuffer);
+
+impl Drop for Witness {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            let Witness(me, buffer) = self;
+            eprintln!(
+                "rank {me}: faults {:?}\n    {}",
+                buffer.faults(),
+                buffer.report().unwrap_or_else(|e| e.to_string())
+            );
+        }
+    }
+}
+
 /// One rank.
 pub(crate) struct Rank {
+    _witness: Witness,
     pub(crate) me: u32,
     pub(crate) case: Case,
     pub(crate) gpus: u32,
@@ -111,7 +128,7 @@ impl Rank {
         let gpu = Gpu::new(me % gpus);
         let group = join_group(case, me, store);
         let buffer = make_buffer(case, &group, &context, "experts", gpu.ordinal, gpus);
-        Rank { me, case: case.clone(), gpus, context, group, buffer, gpu }
+        Rank { _witness: Witness(me, buffer.clone()), me, case: case.clone(), gpus, context, group, buffer, gpu }
     }
 
     pub(crate) fn shape(&self) -> Shape {
