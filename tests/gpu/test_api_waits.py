@@ -5,24 +5,33 @@ In a file of its own: where they do, the process ends only when its time is over
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from conftest import Link, goes_on
 from far import pattern
+
+import crossrail
 
 torch = pytest.importorskip("torch")
 
 SIZE = (6 << 20) + 11
 
 
-def test_as_many_streams_wait_as_there_are(link: Link) -> None:
-    """Streams share a few queues of the GPU: none of those that wait may hold up what they wait for."""
+def test_as_many_streams_wait_as_may(link: Link) -> None:
+    """Streams share a few queues of the GPU: those that wait leave one for what they wait for, the next is refused."""
     tensor = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize()
-    streams = [torch.cuda.Stream("cuda:0") for _ in range(32)]
+    queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))
+    # PyTorch has 32 streams in all, and gives them out in turns.
+    streams = [torch.cuda.Stream("cuda:0") for _ in range(queues - 1)]
+    one_more = torch.cuda.Stream("cuda:0")
     link.far.do("make", name="source", nbytes=SIZE, seed=5)
     request = link.worker.recv(tensor, source=link.endpoint)
     for stream in streams:
         request.wait_on(stream)
+    with pytest.raises(crossrail.ExhaustedError, match=f"{queues - 1} streams of cuda:0 wait already"):
+        request.wait_on(one_more)
     link.far.ask("send", name="source")
     for stream in streams:
         goes_on(stream, request)

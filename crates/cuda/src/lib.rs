@@ -44,7 +44,7 @@ pub use ipc::{IpcHandle, IpcMapping};
 pub use memory::{DeviceMemory, PinnedMemory, RegisteredMemory};
 pub use module::{Function, Grid, KernelArgs, Module, Usage};
 pub use pointer::{MemoryKind, PointerInfo, owner};
-pub use stream::Stream;
+pub use stream::{Stream, most_waiting};
 pub use vmm::{Allocation, MappedPiece, Mapping};
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 
 use std::ffi::c_int;
 use std::fmt;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use crossrail_types::{Error, ErrorKind, Result, format_duration};
@@ -18,6 +19,23 @@ const NO_FLAGS: u32 = 0;
 const POLL: Duration = Duration::from_micros(50);
 /// The pause between polls of a wait that turned out long.
 const PAUSE: Duration = Duration::from_micros(20);
+
+/// Queues of the GPU that a process's streams share, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise; and the most there are.
+const CONNECTIONS: usize = 8;
+const MOST_CONNECTIONS: usize = 32;
+
+/// How many streams of this process may wait on one GPU at the same time, for a word or in a kernel, so that all others go
+/// on: one less than there are queues, which CUDA_DEVICE_MAX_CONNECTIONS says (8 unless it is set). With one more, no
+/// stream's kernels begin any longer, whatever its priority.
+pub fn most_waiting() -> usize {
+    static MOST: OnceLock<usize> = OnceLock::new();
+    // As the driver: what the variable says when CUDA begins counts.
+    *MOST.get_or_init(|| connections(std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok().as_deref()) - 1)
+}
+
+fn connections(said: Option<&str>) -> usize {
+    said.and_then(|text| text.trim().parse().ok()).unwrap_or(CONNECTIONS).clamp(1, MOST_CONNECTIONS)
+}
 
 /// A queue of work on one GPU. What is put in runs in order; nothing here waits unless it says so.
 pub struct Stream {
@@ -256,5 +274,18 @@ pub(crate) fn wait(
             waited if waited < 20 * POLL => std::thread::yield_now(),
             _ => std::thread::sleep(PAUSE),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gpu_has_as_many_queues_as_the_environment_says() {
+        assert_eq!(
+            [None, Some("32"), Some(" 1 "), Some("0"), Some("99"), Some("x")].map(connections),
+            [8, 32, 1, 1, 32, 8]
+        );
     }
 }

@@ -72,7 +72,9 @@ impl Request {
     ///
     /// # Errors
     /// `Usage`: the stream is another GPU's, or is being captured (a graph can't wait for one transfer again and again;
-    /// capture [`Mapped::put`] instead); `Unsupported`: there is no CUDA; what the driver says.
+    /// capture [`Mapped::put`] instead); `Exhausted`: as many of the process's streams wait on that GPU as may
+    /// ([`crossrail_cuda::most_waiting`]: 7, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise), since with one more what they
+    /// wait for would not go on; `Unsupported`: there is no CUDA; what the driver says.
     pub unsafe fn wait_on(&self, stream: u64, ordinal: u32) -> Result<()> {
         let device = self.shared.context.gpus().device(ordinal)?;
         let (context, calls) = real(&device, "wait_on")?;
@@ -89,7 +91,7 @@ impl Request {
         calls.prepare(device.settings());
         let word = calls.word(Use::Ends)?;
         let value = word.cell().load(Ordering::Relaxed) + 1;
-        word.is_waited_for(value);
+        word.is_waited_for(stream.handle(), value, "wait_on")?;
         // The driver first: a wait that cannot be put in needs nobody to end it. It compares the lower half, and so that
         // streams that waited for less are satisfied by more.
         // SAFETY: the word's page is given back, at the earliest, when no stream waits for it; the stream was vouched for.
@@ -154,7 +156,8 @@ impl Memory {
     /// `stream` must be a live stream's handle, or 0; the memory must live until the stream has come past this.
     ///
     /// # Errors
-    /// `Usage`: host memory, outside it, not 8-byte aligned, a stream of another GPU; what the driver says.
+    /// `Usage`: host memory, outside it, not 8-byte aligned, a stream of another GPU; `Exhausted` as
+    /// [`Request::wait_on`], where it is not captured; what the driver says.
     pub unsafe fn await_signal(&self, offset: usize, value: u64, stream: u64, limit: Duration) -> Result<Awaited> {
         let what = "await_signal";
         buffer::check(self.len(), offset, 8, what)?;
@@ -170,8 +173,10 @@ impl Memory {
         let captured = stream.capture()? != Capture::None;
         let word = calls.word(if captured { Use::TellsAGraph } else { Use::Tells })?;
         word.cell().store(0, Ordering::Relaxed);
-        if !captured {
-            word.is_waited_for(1);
+        if !captured && let Err(error) = word.is_waited_for(stream.handle(), 1, what) {
+            // Nobody writes it: it is free again.
+            word.cell().store(FLAG_TIMED_OUT, Ordering::Relaxed);
+            return Err(error);
         }
         let limit_ns = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
         let args = FlagAwaitArgs { flag, value, limit_ns, outcome: word.address() };

@@ -296,11 +296,12 @@ fn streams_order_transfers() {
 
 /// Nothing was warmed up here: slots and lists are made, and grow, while streams wait for what needs them.
 #[test]
-fn transfers_end_while_many_streams_wait_for_them() {
+fn transfers_end_while_as_many_streams_wait_for_them_as_may() {
     let staged = ["kernel", "host"].map(|unpack| format!("CROSSRAIL_TLS=tcp;CROSSRAIL_UNPACK={unpack}"));
     for pairs in [DIRECT, "CROSSRAIL_TLS=shm", &staged[0], &staged[1]] {
         let Some(pair) = pair(pairs) else { return };
-        let streams: Vec<Stream> = (0..40).map(|_| stream(&pair.cuda, 0)).collect();
+        let streams: Vec<Stream> = (0..crossrail_cuda::most_waiting()).map(|_| stream(&pair.cuda, 0)).collect();
+        let one_more = stream(&pair.cuda, 0);
         for (round, size) in [100_001, 6 << 20, 64 << 20].into_iter().enumerate() {
             let (target, spare) = (
                 pair.context.alloc_on(size, Place::Gpu(0)).unwrap(),
@@ -313,6 +314,10 @@ fn transfers_end_while_many_streams_wait_for_them() {
                 // SAFETY: the streams live until they are done.
                 unsafe { receive.wait_on(stream.handle(), 0).unwrap() };
             }
+            // SAFETY: as above.
+            let refused = unsafe { receive.wait_on(one_more.handle(), 0).unwrap_err() };
+            assert_eq!(refused.kind, ErrorKind::Exhausted, "{refused}");
+            assert!(refused.to_string().contains(&format!("{:#x}", streams[0].handle())), "{refused}");
             // What is freed, allocated and copied meanwhile waits for none of them.
             drop(spare);
             let other = pair.filled(Place::Gpu(0), &pattern(size, 77));

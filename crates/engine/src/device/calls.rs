@@ -1,21 +1,19 @@
 //! What callers' streams need of one GPU: kernels, and words in pinned memory.
 #![allow(unsafe_code)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use crossrail_cuda::{Context, PinnedMemory};
+use crossrail_cuda::{Context, PinnedMemory, most_waiting};
 use crossrail_kernels::Kernels;
-use crossrail_types::{Result, Settings};
+use crossrail_types::{Error, ErrorKind, Result, Settings};
 use parking_lot::Mutex;
 
 /// Pinned memory is taken by so many bytes.
 const PAGE: usize = 4096;
 /// Words lie so far apart: each in a cache line of its own.
 const LINE: usize = 64;
-/// How many waits there are before it is looked which are over.
-const MANY: usize = 256;
 
 /// Primary contexts are the process's, so this is too: as long as a `Device` of that GPU, or one of its words, is there.
 ///
@@ -39,6 +37,7 @@ struct Pages {
 
 /// A stream that waits: until a word has reached a value.
 struct Wait {
+    stream: u64,
     page: Arc<PinnedMemory>,
     offset: usize,
     value: u64,
@@ -85,14 +84,37 @@ impl Word {
         self.page.address() + self.at.1 as u64
     }
 
-    /// A stream is about to wait until the word has reached `value`. Somebody writes it then, whatever happens.
-    pub(crate) fn is_waited_for(&self, value: u64) {
+    /// That stream is about to wait until the word has reached `value`. Somebody writes it then, whatever happens.
+    ///
+    /// # Errors
+    /// `Exhausted`: as many other streams wait as may: what they wait for would not go on with one more.
+    pub(crate) fn is_waited_for(&self, stream: u64, value: u64, what: &str) -> Result<()> {
         let mut waits = self.owner.waits.lock();
-        if waits.len() >= MANY && waits.len().is_power_of_two() {
-            waits.retain(|wait| !wait.is_over());
-        }
-        waits.push(Wait { page: self.page.clone(), offset: self.at.1, value });
+        waits.retain(|wait| !wait.is_over());
+        let waiting = waits.iter().map(|wait| wait.stream).collect();
+        admit(&waiting, stream, most_waiting(), (what, self.owner.context.device().ordinal()))?;
+        waits.push(Wait { stream, page: self.page.clone(), offset: self.at.1, value });
+        Ok(())
     }
+}
+
+/// Whether one more stream may wait.
+fn admit(waiting: &BTreeSet<u64>, stream: u64, most: usize, (what, ordinal): (&str, u32)) -> Result<()> {
+    if waiting.contains(&stream) || waiting.len() < most {
+        return Ok(());
+    }
+    let named: Vec<String> = waiting.iter().map(|stream| format!("{stream:#x}")).collect();
+    let named = if named.is_empty() { String::new() } else { format!(" ({})", named.join(", ")) };
+    let detail = format!(
+        "{} streams of cuda:{ordinal} wait already{named}, of {most} that may: of the GPU's {} queues, one must be left for \
+         what they wait for",
+        waiting.len(),
+        most + 1,
+    );
+    Err(Error::new(ErrorKind::Exhausted, what, detail).with_hint(
+        "wait on the host, or in a stream that waits already; CUDA_DEVICE_MAX_CONNECTIONS=32, set before the process uses \
+         CUDA, lets 31 wait",
+    ))
 }
 
 impl Drop for Word {
@@ -185,5 +207,25 @@ impl Calls {
         if !self.tried.load(Ordering::Relaxed) {
             let _ = self.kernels(settings);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_many_streams_wait_as_leave_a_queue_and_the_next_is_told_which_do() {
+        let waiting = BTreeSet::from([0x10, 0x20, 0x30]);
+        admit(&waiting, 0x40, 4, ("wait_on", 2)).unwrap();
+        admit(&waiting, 0x20, 3, ("wait_on", 2)).expect("it waits already");
+        let error = admit(&waiting, 0x40, 3, ("wait_on", 2)).unwrap_err();
+        assert_eq!((error.kind, error.operation.as_str()), (ErrorKind::Exhausted, "wait_on"));
+        let text = error.to_string();
+        for part in ["3 streams of cuda:2", "0x10, 0x20, 0x30", "4 queues", "CUDA_DEVICE_MAX_CONNECTIONS"] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        let none = admit(&BTreeSet::new(), 0x40, 0, ("wait_on", 0)).unwrap_err().to_string();
+        assert!(none.contains("0 streams of cuda:0 wait already, of 0 that may"), "{none}");
     }
 }
