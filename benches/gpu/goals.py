@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,10 +93,10 @@ class Found:
         self.peers: dict[str, list[dict[str, Any]]] = {}
         self.more: dict[str, Any] = {}
 
-    def ours(self, terms: Terms, *options: str) -> list[Row]:
+    def ours(self, terms: Terms, *options: str, **settings: str) -> list[Row]:
         """Runs `crossrail bench`; keeps the report, or why there is none: then there are no rows."""
         try:
-            self.reports.append(bench(terms.scratch, *options))
+            self.reports.append(bench(terms.scratch, *options, settings=settings))
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             print(error, file=sys.stderr)
             self.failures.append(str(error))
@@ -246,10 +247,14 @@ def mesh(terms: Terms, found: Found) -> None:
     """Every GPU to every other at once, beside copy engines and NCCL."""
     gpus = gpu_count()[0]
     iters = f"--iters={terms.scaled(20)}"
-    rates, engines, nccl = [], [], []
+    rates, by_engines, engines, nccl, copies = [], [], [], [], Counter[str]()
     for _ in range(terms.rounds):
         command = ("mesh", "--devices=all", "--transport=cuda_ipc", "--size=64M", iters)
-        rates += together(found.ours(terms, *command))
+        rows = found.ours(terms, *command)
+        for row in rows:
+            copies.update(row.copies)
+        rates += together(rows)
+        by_engines += together(found.ours(terms, *command, CROSSRAIL_GPU_COPY="engine"))
         common = ("--sizes=64M", f"--ranks={gpus}", iters)
         said = found.peer("copies", "copies.py", "--what=all", "--window=4", *common)
         engines += [float(row["gb_per_s"]) for row in said]
@@ -262,10 +267,13 @@ def mesh(terms: Terms, found: Found) -> None:
     ours = median(rates)
     notes = [f"NCCL: {format_rate(median(nccl)) if nccl else found.trouble('nccl')}"]
     notes.append(f"the peer is {ENGINE} alone" if engines else found.trouble("copies"))
+    notes.append(f"copies: {copies['by_kernel']} by the kernel, {copies['by_engine']} by copy engines")
     shown = format_rate(median(engines)) if engines else "-"
     ratio = f"{ours / median(engines):.2f}" if engines else "-"
     met = ours >= 330 if gpus == 4 else None
     found.outcomes.append(Outcome(work, format_rate(ours), to_reach, shown, ratio, met, notes=notes))
+    work += ", by copy engines (CROSSRAIL_GPU_COPY=engine)"
+    found.outcomes.append(rate_against(work, by_engines, engines, None, ENGINE, found.trouble("copies")))
 
 
 def unpack(terms: Terms, found: Found) -> None:

@@ -90,8 +90,8 @@ class Machine:
         monkeypatch.setattr(goals, "peer", self.peer)
         monkeypatch.setattr(goals, "gpu_count", lambda: (gpus, ""))
 
-    def bench(self, _: Path, what: str, *options: str) -> Report:
-        self.asked.append((what, *options))
+    def bench(self, _: Path, what: str, *options: str, settings: dict[str, str]) -> Report:
+        self.asked.append((what, *options, *settings.values()))
         if what in self.silent:
             raise RuntimeError(f"crossrail {what}: it broke")
         return Report(capture_environment(), ["crossrail"], list(self.rows(what, dict(self.split(options)))))
@@ -161,7 +161,10 @@ def test_latencies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_mesh_is_judged_on_four_gpus_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert Machine(monkeypatch, tmp_path).run("mesh")["outcomes"][0]["met"] is None
-    (outcome,) = Machine(monkeypatch, tmp_path, gpus=4).run("mesh")["outcomes"]
+    machine = Machine(monkeypatch, tmp_path, gpus=4)
+    outcome, by_engines = machine.run("mesh")["outcomes"]
+    assert (by_engines["met"], "copy engines" in by_engines["work"]) == (None, True)
+    assert [asked[-1] for asked in machine.asked].count("engine") == 2, "beside the usual ones, once in each turn"
     assert outcome["met"] is True
     assert outcome["ours"].startswith("335")
 
@@ -355,7 +358,12 @@ class Runtime:
     def __init__(self, gpus: int, lose: bool = False) -> None:
         self.gpus, self.lose = gpus, lose
         self.areas: dict[int, Any] = {}
-        self.objects = 0
+        self.objects = self.events = 0
+        self.begun: set[int] = set()
+
+    def cudaEventCreate(self) -> tuple[int, int]:
+        self.objects, self.events = self.objects + 1, self.events + 1
+        return 0, self.events
 
     def cudaGetDeviceCount(self) -> tuple[int, int]:
         return 0, self.gpus
@@ -381,7 +389,8 @@ class Runtime:
         ctypes.memmove(to, source, size)
         return (0,)
 
-    def cudaEventElapsedTime(self, _first: int, _last: int) -> tuple[int, float]:
+    def cudaEventElapsedTime(self, first: int, _last: int) -> tuple[int, float]:
+        self.begun.add(first)
         return 0, 0.5
 
     def cudaDeviceCanAccessPeer(self, _source: int, _target: int) -> tuple[int, int]:
@@ -403,13 +412,14 @@ class Runtime:
 def test_copies_count_what_each_gpu_sends() -> None:
     copies = load(GPU / "peers" / "copies.py")
     assert copies.pairs("pair", 4, 2) == [(0, 1)]
-    assert len(copies.pairs("all", 4, 4)) == 12
+    assert copies.pairs("all", 3, 4) == [(0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)]
     with pytest.raises(copies.CudaError, match="needs 4 GPUs, and there are 2"):
         copies.pairs("all", 4, 2)
     runtime = Runtime(3)
     arguments = types.SimpleNamespace(what="all", window=4, iters=3, warmup=1)
     row = copies.measure(copies.Cuda(runtime), copies.pairs("all", 3, 3), 1 << 20, arguments)
     assert row["samples_us"] == [500.0] * 3
+    assert len(runtime.begun) == 3, "each GPU's time begins with its first copy, to whomever it goes"
     assert row["gb_per_s"] == pytest.approx(2 * 4 * (1 << 20) / 500.0 / 1e3)
     assert (runtime.areas, runtime.objects) == ({}, 0), "all of it is given back"
     with pytest.raises(copies.CudaError, match="not what was sent"):

@@ -5,8 +5,9 @@
     python benches/gpu/peers/copies.py --what all --sizes 64M --ranks 4
 
 pair: from the first GPU to the second; both: between them, both ways at once; all: every GPU to every other at once, a
-stream for each pair. A sample is `--window` copies one behind the other on each stream, timed by events at the sender;
-rates are per GPU and direction, the slowest GPU's. `wall_us`: the same from the host's first call until the host knows.
+stream for each pair, beginning with the next GPU. A sample is `--window` copies one behind the other on each stream,
+timed by events at the sender: from the beginning of a GPU's first copy to the end of its last; rates are per GPU and
+direction, the slowest GPU's. `wall_us`: the same from the host's first call until the host knows.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def pairs(what: str, gpus: int, present: int) -> list[tuple[int, int]]:
         raise CudaError(f"needs {needed} GPUs, and there are {present}")
     if what == "pair":
         return [(0, 1)]
-    return [(source, target) for source in range(needed) for target in range(needed) if source != target]
+    return [(source, (source + step) % needed) for source in range(needed) for step in range(1, needed)]
 
 
 class CudaError(Exception):
@@ -110,10 +111,10 @@ class Link:
             self.cuda.cudaMemcpyPeerAsync(self.into, self.target, self.out, self.source, self.size, self.stream)
         self.cuda.cudaEventRecord(self.last, self.stream)
 
-    def took_us(self) -> float:
-        """How long they took."""
+    def took_us(self, begin: Link) -> float:
+        """From the beginning of those of `begin`, the GPU's first, to the end of these: streams may take turns."""
         self.cuda.cudaEventSynchronize(self.last)
-        return float(self.cuda.cudaEventElapsedTime(self.first, self.last)) * 1e3
+        return float(self.cuda.cudaEventElapsedTime(begin.first, self.last)) * 1e3
 
     def verify(self) -> None:
         """Every byte came."""
@@ -146,13 +147,14 @@ def measure(cuda: Cuda, pairs: list[tuple[int, int]], size: int, arguments: argp
                 if "PeerAccessAlreadyEnabled" not in str(error):
                     raise
     links = [Link(cuda, source, target, size) for source, target in pairs]
+    begin = {link.source: link for link in reversed(links)}
     samples, wall = [], []
     window = arguments.window
     for _ in range(arguments.warmup + arguments.iters):
         start = time.perf_counter()
         for link in links:
             link.go(window)
-        samples.append(max(link.took_us() for link in links))
+        samples.append(max(link.took_us(begin[link.source]) for link in links))
         wall.append((time.perf_counter() - start) * 1e6)
     for link in links:
         link.verify()

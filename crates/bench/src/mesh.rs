@@ -94,7 +94,7 @@ pub struct MessageTimes {
 /// Measures at one rank; all ranks call it alike. One pair at a time moves data while the others wait; then, from a
 /// barrier on, every rank sends `window` messages to each other rank at once.
 ///
-/// Every byte of a first exchange is verified, as [`bandwidth`] and [`latency`] do for the pairs.
+/// Every byte of an exchange before the timed ones, and of one after them, is verified, as [`bandwidth`] and [`latency`] do for the pairs.
 ///
 /// # Errors
 /// `Usage` for a rank or a window out of range; `Mismatch` when plans differ; `Protocol` when data did not verify at
@@ -145,18 +145,12 @@ fn exchange_all(mine: &mut MeshRank<'_>, plan: MeshPlan, samples: &mut MeshSampl
     // Beginning with the next rank, so that not all begin with the same one.
     for other in (1..ranks).map(|step| (mine.rank + step) % ranks) {
         let area = |mine: &MeshRank<'_>| Area::new(mine.context, mine.memory, plan.size);
-        let (mut sent, mut received) = (area(mine)?, area(mine)?);
+        let (mut sent, received) = (area(mine)?, area(mine)?);
         sent.fill(seed(mine.rank, other))?;
-        received.clear()?;
         out.push((other, sent));
         into.push((other, received));
     }
-    exchange(mine, MeshPlan { window: 1, ..plan }, &out, &into)?;
-    for (source, area) in &into {
-        area.verify(seed(*source, mine.rank)).map_err(|error| {
-            error.with_hint(format!("rank {} got this from rank {source}, all ranks sending at once", mine.rank))
-        })?;
-    }
+    verified(mine, plan, &out, &mut into)?;
     for _ in 0..plan.warmup {
         exchange(mine, plan, &out, &into)?;
     }
@@ -169,9 +163,24 @@ fn exchange_all(mine: &mut MeshRank<'_>, plan: MeshPlan, samples: &mut MeshSampl
         samples.all_us.push(us);
     }
     samples.copied = mine.copied();
+    verified(mine, plan, &out, &mut into)?;
     samples.copied.by_engine -= before.by_engine;
     samples.copied.by_kernel -= before.by_kernel;
     samples.all_bytes = (plan.size * plan.window * (ranks - 1)) as u64;
+    Ok(())
+}
+
+/// An exchange of one message each, every byte of which is looked at.
+fn verified(mine: &mut MeshRank<'_>, plan: MeshPlan, out: &[(usize, Area)], into: &mut [(usize, Area)]) -> Result<()> {
+    for (_, area) in into.iter_mut() {
+        area.clear()?;
+    }
+    exchange(mine, MeshPlan { window: 1, ..plan }, out, into)?;
+    for (source, area) in into {
+        area.verify(seed(*source, mine.rank)).map_err(|error| {
+            error.with_hint(format!("rank {} got this from rank {source}, all ranks sending at once", mine.rank))
+        })?;
+    }
     Ok(())
 }
 
