@@ -20,6 +20,10 @@ from crossrail.records import (
     DeviceExpertOut,
     DeviceRankOut,
     DeviceTokens,
+    DeviceEpFacts,
+    DeviceEpPlace,
+    DeviceEpPlan,
+    DeviceEpSamples,
     EpPlan,
     EpSamples,
     HasCudaStream,
@@ -82,6 +86,7 @@ __all__ = [
     "StoreServer",
     "Worker",
     "_Alltoallv",
+    "_DeviceEp",
     "_Span",
     "__version__",
     "_borrow",
@@ -595,6 +600,8 @@ def bench_control(
     num_experts: int,
     topk: int,
     dispatch_dtype: str = "fp8",
+    device: str | None = None,
+    warmup: int = 0,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, list[float]]: ...
 def device_of(device: Any) -> int | None: ...
@@ -708,3 +715,25 @@ class _Alltoallv:
     def expert_counts(self) -> list[int]: ...
     def pack_back(self, y: _Bytes, rows: _Bytes) -> None: ...
     def unpack_back(self, rows: _Bytes, out: _Bytes) -> None: ...
+
+@final
+class _DeviceEp:
+    def __new__(
+        cls,
+        group: Group,
+        context: Context,
+        name: str,
+        parameters: BufferParameters,
+        on: DeviceEpPlace,
+        x: bytes,
+        topk_idx: bytes,
+        topk_weights: bytes,
+        outputs: bytes,
+    ) -> Self: ...
+    def dispatch(self) -> dict[str, bytes]: ...
+    def combine(self) -> bytes: ...
+    def measure(
+        self, plan: DeviceEpPlan, on_progress: Callable[[int, int], object] | None = None
+    ) -> DeviceEpSamples: ...
+    def facts(self) -> DeviceEpFacts: ...
+    def close(self) -> None: ...

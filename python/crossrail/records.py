@@ -391,6 +391,39 @@ class EpSamples(TypedDict):
     bytes: OperationBytes
 
 
+class DeviceEpPlan(TypedDict):
+    """What a bench of dispatch and combine in GPU memory does: `clock` is the GPU's, by events, or the host's."""
+
+    mode: Literal["dispatch", "combine", "e2e"]
+    clock: Literal["gpu", "host"]
+    cached: bool
+    iters: int
+    warmup: int
+
+
+class DeviceEpPlace(TypedDict):
+    """Where such a bench's buffer is, and whether rows are given as fp8 (`cast_before`) or cast by the dispatch."""
+
+    ordinal: int
+    num_sms: int | None
+    cast_before: bool
+
+
+class DeviceEpSamples(TypedDict):
+    """One rank's raw samples by iteration, and the bytes of one iteration."""
+
+    samples_us: list[float]
+    bytes: OperationBytes
+
+
+class DeviceEpFacts(TypedDict):
+    """What such a bench's buffer is, and how each rank is reached: `self`, `heap` or `network`."""
+
+    heap_bytes: int
+    num_sms: int
+    links: list[str]
+
+
 class RawTcpSamples(TypedDict):
     """What plain TCP sockets took for `bytes_per_sample` each; `ways`: the addresses, as `10.0.0.1 -> 10.0.0.2`."""
 

@@ -5,9 +5,13 @@ use std::time::Instant;
 use crossrail::Context;
 use crossrail_control::Group;
 use crossrail_ep::{Config, ExpertBuffer};
+use crossrail_ep_cuda::{DeviceBuffer, DeviceOptions};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::session::Observer;
+
+/// Of the buffers, which belong together by it.
+const NAME: &str = "bench-control";
 
 /// One step; a sequence of them makes a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +63,10 @@ pub struct ControlPlan {
     pub only: Option<Step>,
     /// How often.
     pub rounds: usize,
+    /// How often before that, without being timed: whatever a process does once only is done then.
+    pub warmup: usize,
+    /// This rank's GPU, for buffers in GPU memory.
+    pub device: Option<DeviceOptions>,
 }
 
 /// Microseconds of each step at this rank, one for each round, in the order of the steps.
@@ -67,7 +75,7 @@ pub type StepSamples = Vec<(Step, Vec<f64>)>;
 /// Measures the steps on this rank of `group`; all its ranks call it alike.
 ///
 /// A barrier comes before each step, outside of its time. After a connect, outside of its time too, all ranks exchange a
-/// word over their new connections, so that what was timed is known to work.
+/// word over their new connections (those of GPU memory meet at the store), so that what was timed is known to work.
 ///
 /// # Errors
 /// Those of [`ExpertBuffer`] and [`Group::barrier`]; `Protocol` when a step left other ranks connected than it should have; the
@@ -81,14 +89,17 @@ pub fn control(
     let steps = plan.only.map_or(&Step::CYCLE[..], Step::round);
     let mut samples: StepSamples = steps.iter().map(|step| (*step, Vec::with_capacity(plan.rounds))).collect();
     let ranks: Vec<u32> = (0..plan.config.ranks).collect();
-    let mut cycle = Cycle { group, context, config: &plan.config, ranks: &ranks, buffer: None };
-    for round in 0..plan.rounds {
-        observer.tick(round as u64, plan.rounds as u64)?;
+    let mut cycle = Cycle { group, context, plan, ranks: &ranks, buffer: None };
+    let total = plan.warmup + plan.rounds;
+    for round in 0..total {
+        observer.tick(round as u64, total as u64)?;
         for (step, times) in &mut samples {
             group.barrier("bench-control", &ranks, None)?;
             let began = Instant::now();
             cycle.run(*step)?;
-            times.push(began.elapsed().as_secs_f64() * 1e6);
+            if round >= plan.warmup {
+                times.push(began.elapsed().as_secs_f64() * 1e6);
+            }
             cycle.check(*step)?;
         }
     }
@@ -99,20 +110,65 @@ pub fn control(
 struct Cycle<'a> {
     group: &'a Group,
     context: &'a Context,
-    config: &'a Config,
+    plan: &'a ControlPlan,
     ranks: &'a [u32],
-    buffer: Option<ExpertBuffer>,
+    buffer: Option<Buffer>,
+}
+
+enum Buffer {
+    Host(ExpertBuffer),
+    Device(DeviceBuffer),
+}
+
+impl Buffer {
+    fn connect(&self, ranks: &[u32]) -> Result<()> {
+        match self {
+            Buffer::Host(buffer) => buffer.connect(ranks, true, None),
+            Buffer::Device(buffer) => buffer.connect(ranks, true, None),
+        }
+    }
+
+    fn disconnect(&self, ranks: &[u32]) -> Result<()> {
+        match self {
+            Buffer::Host(buffer) => buffer.disconnect(ranks),
+            Buffer::Device(buffer) => buffer.disconnect(ranks),
+        }
+    }
+
+    fn connected(&self) -> Vec<u32> {
+        match self {
+            Buffer::Host(buffer) => buffer.connected(),
+            Buffer::Device(buffer) => buffer.connected(),
+        }
+    }
+
+    fn sync(&self) -> Result<()> {
+        match self {
+            Buffer::Host(buffer) => buffer.sync()?.finish(),
+            Buffer::Device(buffer) => buffer.sync(None),
+        }
+    }
+
+    fn destroy(&self) -> Result<()> {
+        match self {
+            Buffer::Host(buffer) => buffer.destroy(),
+            Buffer::Device(buffer) => buffer.destroy(),
+        }
+    }
 }
 
 impl Cycle<'_> {
     fn run(&mut self, step: Step) -> Result<()> {
         match step {
             Step::Init => {
-                let config = self.config.clone();
-                self.buffer = Some(ExpertBuffer::new(self.group, self.context, "bench-control", config)?);
+                let (group, context, config) = (self.group, self.context, self.plan.config.clone());
+                self.buffer = Some(match self.plan.device.clone() {
+                    None => Buffer::Host(ExpertBuffer::new(group, context, NAME, config)?),
+                    Some(options) => Buffer::Device(DeviceBuffer::new(group, context, NAME, config, options)?),
+                });
                 Ok(())
             }
-            Step::Connect | Step::Reconnect => self.buffer()?.connect(self.ranks, true, None),
+            Step::Connect | Step::Reconnect => self.buffer()?.connect(self.ranks),
             Step::Disconnect => {
                 let me = self.group.rank();
                 let others: Vec<u32> = self.ranks.iter().copied().filter(|rank| *rank != me).collect();
@@ -133,10 +189,10 @@ impl Cycle<'_> {
             let text = format!("connected ranks {connected:?} after {}, where {expected} were expected", step.name());
             return Err(Error::new(ErrorKind::Protocol, "bench control", text));
         }
-        if joined { buffer.sync()?.finish() } else { Ok(()) }
+        if joined { buffer.sync() } else { Ok(()) }
     }
 
-    fn buffer(&self) -> Result<&ExpertBuffer> {
+    fn buffer(&self) -> Result<&Buffer> {
         self.buffer.as_ref().ok_or_else(|| Error::new(ErrorKind::Usage, "bench control", "no buffer before init"))
     }
 }

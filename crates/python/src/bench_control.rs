@@ -1,7 +1,9 @@
 //! The control plane's measuring loop, run detached.
 
+use crossrail::Place;
 use crossrail_bench::{ControlPlan, Step};
 use crossrail_ep::{Config, Layout, Payload, Scale};
+use crossrail_ep_cuda::DeviceOptions;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -17,9 +19,11 @@ use crate::lent::Call;
 /// but not told. A barrier of all ranks comes before each step, and a word over every new connection after it, both
 /// outside of its time. `on_progress(done, total)` is called between rounds; what it raises ends the run.
 ///
+/// `device`: a GPU, as `cuda:0`, whose memory the buffers are in. The first `warmup` rounds are not told.
+///
 /// Returns microseconds by step, `rounds` of each. Raises what ExpertBuffer and Group.barrier raise.
 #[pyfunction]
-#[pyo3(signature = (group, context, *, op, rounds, max_tokens_per_rank, hidden, num_experts, topk, dispatch_dtype = "fp8", on_progress = None))]
+#[pyo3(signature = (group, context, *, op, rounds, max_tokens_per_rank, hidden, num_experts, topk, dispatch_dtype = "fp8", device = None, warmup = 0, on_progress = None))]
 #[allow(clippy::too_many_arguments)] // keywords in Python
 pub(crate) fn bench_control<'py>(
     group: &Bound<'py, Group>,
@@ -31,6 +35,8 @@ pub(crate) fn bench_control<'py>(
     num_experts: usize,
     topk: usize,
     dispatch_dtype: &str,
+    device: Option<&str>,
+    warmup: usize,
     on_progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let py = group.py();
@@ -57,7 +63,9 @@ pub(crate) fn bench_control<'py>(
         share_node: true,
         timeout: context.settings().timeout,
     };
-    let plan = ControlPlan { config, only, rounds };
+    let device = device.map(|name| gpu(py, name)).transpose()?;
+    let device = device.map(|ordinal| DeviceOptions { ordinal, ..DeviceOptions::default() });
+    let plan = ControlPlan { config, only, rounds, warmup, device };
     let mut watch = Watch { on_progress: on_progress.as_ref(), raised: None };
     let outcome = py.detach(|| crossrail_bench::control(group, context, &plan, &mut watch));
     if let Some(raised) = watch.raised {
@@ -68,4 +76,12 @@ pub(crate) fn bench_control<'py>(
         samples.set_item(step.name(), times)?;
     }
     Ok(samples)
+}
+
+/// The number of a GPU.
+fn gpu(py: Python<'_>, name: &str) -> PyResult<u32> {
+    match name.parse::<Place>().or_raise(py)? {
+        Place::Gpu(ordinal) => Ok(ordinal),
+        Place::Host => Err(errors::usage(py, "bench", "the host's memory is no GPU's", "a GPU, as cuda:0")),
+    }
 }

@@ -37,6 +37,14 @@ pub(crate) struct Parameters {
 }
 
 impl Parameters {
+    /// The layout, if there is one and no other.
+    pub(crate) fn only_layout(&self) -> Option<&str> {
+        match self.layouts.as_slice() {
+            [layout] => Some(layout),
+            _ => None,
+        }
+    }
+
     pub(crate) fn config(self, py: Python<'_>) -> PyResult<ep::Config> {
         let layouts = self.layouts.iter().map(|layout| parse_layout(py, layout)).collect::<PyResult<_>>()?;
         Ok(ep::Config {

@@ -10,6 +10,7 @@
 mod bench;
 mod bench_control;
 mod bench_ep;
+mod bench_ep_cuda;
 mod bench_mesh;
 mod bench_unpack;
 mod cai;
@@ -97,5 +98,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(bench_control::bench_control, module)?)?;
     module.add_function(wrap_pyfunction!(bench_ep::bench_ep, module)?)?;
     module.add_class::<bench_ep::Alltoallv>()?;
+    module.add_class::<bench_ep_cuda::DeviceEp>()?;
     lifecycle::at_exit(module)
 }

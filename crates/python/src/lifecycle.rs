@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::mem::ManuallyDrop;
-use std::ops::Deref;
+use std::ops::{Deref, DerefMut};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -26,6 +26,12 @@ impl<T: Send> Deref for Detached<T> {
 
     fn deref(&self) -> &T {
         &self.0
+    }
+}
+
+impl<T: Send> DerefMut for Detached<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.0
     }
 }
 

@@ -14,11 +14,15 @@ from crossrail.report import Report, Row, capture_environment, control_rows
 from .control_arguments import ControlOptions
 from .etcd import running_etcd
 from .failure import Failure, UsageFailure, say
+from .gpus import one_each
 from .nodes import Placement
 from .progress import Progress
 from .ranks import ENDED, Message, Ranks
 from .reporting import report_of
 from .setup import check_json
+
+COMPILING_S = 60.0
+"""More than compiling kernels takes, in the first round of each number of experts."""
 
 STEP_S = 1.0
 """More than any step takes; a rank may be silent for as long as all of its steps take."""
@@ -31,11 +35,12 @@ def measure_control(options: ControlOptions) -> None:
         return
     check_json(options.json)
     with Progress() as progress:
-        _run(options, progress)
+        _run(_placed(options), progress)
     say(f"done: the report is at node 0 of {options.placement.world_size}")
 
 
 def _drive(options: ControlOptions, progress: Progress) -> Report:
+    options = _placed(options)
     store, found = _run(options, progress)
     rows: list[Row] = []
     for message in found:
@@ -43,10 +48,20 @@ def _drive(options: ControlOptions, progress: Progress) -> Report:
         if len(samples) != options.placement.size:
             raise Failure(f"{len(samples)} of {options.placement.size} ranks said what they measured")
         like = Row("", "", 0, verified=True, experts_per_rank=message["experts_per_rank"], store=store)
-        like = replace(like, ranks=len(samples), nodes=options.placement.world_size)
+        device = options.work.device if options.work.device == "cuda" else None
+        like = replace(like, ranks=len(samples), nodes=options.placement.world_size, device=device)
         rows += control_rows(samples, like)
     overrides = {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
     return Report(capture_environment({}, overrides), ["crossrail", *sys.argv[1:]], rows)
+
+
+def _placed(options: ControlOptions) -> ControlOptions:
+    """On GPUs a rank for each, unless fewer were asked for. Raises Failure and UsageFailure."""
+    if options.work.device == "cpu":
+        return options
+    settings: dict[str, Any] = dict(options.settings())
+    where = one_each(options.placement, crossrail.Context(**settings), options.every_gpu)
+    return replace(options, placement=where)
 
 
 def _run(options: ControlOptions, progress: Progress) -> tuple[str, list[Message]]:
@@ -54,12 +69,14 @@ def _run(options: ControlOptions, progress: Progress) -> tuple[str, list[Message
     settings: dict[str, Any] = dict(options.settings())
     context = crossrail.Context(**settings)
     where, found = options.placement, list[Message]()
-    patience = 2 * context.timeout + len(options.work.experts_per_rank) * options.work.rounds * 5 * STEP_S
+    rounds = options.work.warmup + options.work.rounds
+    patience = 2 * context.timeout + len(options.work.experts_per_rank) * (rounds * 5 * STEP_S + COMPILING_S)
     with _meeting(options, context) as (store, group), Ranks() as ranks:
         say(f"{where.size} ranks meet at {store}")
         job = {"work": asdict(options.work), "size": where.size, "store": store, "group": group}
         for rank in where.ranks:
             more = {"rank": rank, "node": where.label(rank), "settings": options.settings()}
+            more["device"] = f"cuda:{rank - where.ranks[0]}" if options.work.device == "cuda" else None
             ranks.start(rank, "control", {**job, **more})
         progress.say(f"control: {where.size} ranks")
         left = set(where.ranks)

@@ -9,7 +9,7 @@ from typing import Literal
 from crossrail.report.control import STEPS
 
 from .nodes import Placement, add_nodes, placement
-from .parsing import EPILOG, Command, Commands, Parser, positive
+from .parsing import EPILOG, Command, Commands, Parser, count, positive
 
 StoreKind = Literal["tcp", "etcd"]
 
@@ -29,6 +29,8 @@ class Work:
     hidden: int
     topk: int
     dtype: Literal["fp8", "bf16"]
+    warmup: int = 0
+    device: Literal["cpu", "cuda"] = "cpu"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class ControlOptions:
     work: Work
     placement: Placement
     store: StoreKind | None = None
+    every_gpu: bool = False
     timeout: str | None = None
     secret_file: str | None = None
     json: str | None = None
@@ -61,6 +64,7 @@ def add_control(kinds: Commands) -> None:
     parser = kinds.add_parser("control", help=summary, description=summary, epilog=EPILOG, allow_abbrev=False)
     parser.set_defaults(outcome=_outcome)
     add_nodes(parser, NUM_PROCESSES)
+    parser.set_defaults(num_processes=None)
     work = parser.add_argument_group("the work")
     experts = "experts of each rank, a measurement for each number (8,32)"
     work.add_argument("--experts-per-rank", metavar="A,B", type=_numbers, default=[8, 32], help=experts)
@@ -70,6 +74,10 @@ def add_control(kinds: Commands) -> None:
     work.add_argument("--hidden", metavar="N", type=positive, default=4096, help="values of a token (4096)")
     work.add_argument("--topk", metavar="N", type=positive, default=2, help="experts of a token (2)")
     work.add_argument("--dtype", choices=("fp8", "bf16"), default="fp8", help="what dispatch carries (fp8)")
+    where = "cuda: a rank on each GPU, buffers in its memory (cpu)"
+    work.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=where)
+    warmup = "rounds before those, for what a process does only once, such as starting CUDA (0; 1 with --device cuda)"
+    work.add_argument("--warmup", metavar="N", type=count, help=warmup)
     store = "where ranks meet: the built-in store (tcp), or a real etcd; CROSSRAIL_STORE names one that runs already"
     work.add_argument("--store", choices=("tcp", "etcd"), help=store)
     work.add_argument("--secret-file", metavar="FILE", help="the secret all nodes share; needed beyond this machine")
@@ -79,6 +87,9 @@ def add_control(kinds: Commands) -> None:
 
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
+    on_gpus = parsed.device == "cuda"
+    every_gpu = parsed.num_processes is None
+    parsed.num_processes = parsed.num_processes or NUM_PROCESSES
     work = Work(
         op=parsed.op,
         rounds=parsed.rounds,
@@ -87,11 +98,14 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
         hidden=parsed.hidden,
         topk=parsed.topk,
         dtype=parsed.dtype,
+        warmup=int(on_gpus) if parsed.warmup is None else parsed.warmup,
+        device=parsed.device,
     )
     return ControlOptions(
         work=work,
         placement=placement(parser, parsed),
         store=parsed.store,
+        every_gpu=every_gpu,
         timeout=parsed.timeout,
         secret_file=parsed.secret_file,
         json=parsed.json,

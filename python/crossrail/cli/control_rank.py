@@ -36,6 +36,8 @@ def serve(parent: Parent, job: Message) -> None:
                 num_experts=experts * group.size,
                 topk=min(work["topk"], experts * group.size),
                 dispatch_dtype=work["dtype"],
+                device=job["device"],
+                warmup=work["warmup"],
             )
             everybody = gather(group, f"samples of {experts}", steps)
             if everybody is not None:

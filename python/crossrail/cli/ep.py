@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import crossrail
+from crossrail.ref.checking import Work
 from crossrail.report import (
     EpRank,
     EpTurn,
@@ -121,7 +122,7 @@ class _Run:
                 theirs.run()
         if self.where.node != 0:
             return []
-        rows = [ep_row(self._like(mode), turns[mode]) for mode in options.modes]
+        rows = [ep_row(row_like(options, self.work, mode), turns[mode]) for mode in options.modes]
         if theirs is None:
             return rows
         results = theirs.results()
@@ -144,30 +145,31 @@ class _Run:
                 found = message["ranks"] or found
         return None if found is None else EpTurn([EpRank.from_dict(one) for one in found])
 
-    def _like(self, mode: str) -> Row:
-        """What identifies a row."""
-        options, shape = self.options, self.work.shape
-        sent = mode != "combine"
-        scales = {None: 0, "f32": 4, "power2": 4, "ue8m0": 1}[self.work.scale] * (shape.hidden // 128)
-        return Row(
-            what=mode,
-            transport="",
-            size=shape.hidden + scales if sent and self.work.scale else 2 * shape.hidden,
-            ranks=shape.ranks,
-            nodes=self.where.world_size * options.nodes,
-            tokens=options.tokens,
-            hidden=shape.hidden,
-            topk=shape.topk,
-            experts=shape.num_experts,
-            layout=options.layout,
-            dtype=options.dtype if self.work.scale in (None, "f32") else f"fp8 {self.work.scale}",
-            routing=options.routing,
-            prereduce=options.prereduce,
-            cached=options.cached,
-            backend=options.backend,
-            ranks_passed=shape.ranks,
-            verified=True,
-        )
+
+def row_like(options: EpOptions, work: Work, mode: str) -> Row:
+    """What identifies a row."""
+    shape = work.shape
+    sent = mode != "combine"
+    scales = {None: 0, "f32": 4, "power2": 4, "ue8m0": 1}[work.scale] * (shape.hidden // 128)
+    return Row(
+        what=mode,
+        transport="",
+        size=shape.hidden + scales if sent and work.scale else 2 * shape.hidden,
+        ranks=shape.ranks,
+        nodes=options.placement.world_size * options.nodes,
+        tokens=options.tokens,
+        hidden=shape.hidden,
+        topk=shape.topk,
+        experts=shape.num_experts,
+        layout=options.layout,
+        dtype=options.dtype if work.scale in (None, "f32") else f"fp8 {work.scale}",
+        routing=options.routing,
+        prereduce=options.prereduce,
+        cached=options.cached,
+        backend=options.backend,
+        ranks_passed=shape.ranks,
+        verified=True,
+    )
 
 
 def _of_mode(results: Sequence[tuple[str, str, PeerResult]], mode: str) -> dict[str, PeerResult]:

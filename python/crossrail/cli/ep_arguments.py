@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from .failure import UsageFailure
@@ -17,9 +18,11 @@ Layout = Literal["expert", "rank"]
 Scale = Literal["f32", "power2", "ue8m0"]
 Dtype = Literal["fp8", "bf16"]
 Backend = Literal["auto", "none"]
+Device = Literal["cpu", "cuda"]
 
 MODES = ("dispatch", "combine", "e2e")
-PEERS = ("mpi",)
+PEERS: dict[str, Device] = {"mpi": "cpu", "deepep": "cuda", "drop-in": "cuda", "nccl": "cuda"}
+"""Who can be compared with, and where."""
 ROUNDS = 3
 PROCESSES = 2
 
@@ -66,7 +69,24 @@ class EpOptions:
     rounds: int = ROUNDS
     plan: str | None = None
     preset: str | None = None
+    device: Device = "cpu"
+    num_sms: int | None = None
+    given: Dtype | None = None
+    sweep: list[tuple[str, list[Any]]] = field(default_factory=list)
+    every_gpu: bool = False
     parent: int | None = None
+
+    @property
+    def cast_before(self) -> bool:
+        """Whether rows are given as fp8: as they are to DeepEP, in the rank layout, unless something else was said."""
+        given = self.given or ("fp8" if self.layout == "rank" else "bf16")
+        return self.dtype == "fp8" and given == "fp8"
+
+    def swept(self) -> list[EpOptions]:
+        """These options, or those with one of them changed after the other, as --sweep has it."""
+        if not self.sweep:
+            return [self]
+        return [replace(self, **{name: value}) for name, values in self.sweep for value in values]
 
     def work(self, ranks: int) -> Work:
         """What all ranks do, as the reference sees it. Raises UsageFailure for experts that cannot be spread."""
@@ -106,7 +126,10 @@ class EpOptions:
 
             report_of(self.json, lambda progress: run_plan(self, progress))
             return
-        from .ep import measure
+        if self.device == "cuda":
+            from .ep_cuda import measure
+        else:
+            from .ep import measure
 
         report_of(self.json, lambda progress: measure(self, progress))
 
@@ -117,13 +140,19 @@ def add_ep(kinds: Commands) -> None:
     parser = kinds.add_parser("ep", help=summary, description=summary, epilog=EPILOG, allow_abbrev=False)
     parser.set_defaults(outcome=_outcome)
     add_nodes(parser, PROCESSES)
+    parser.set_defaults(num_processes=None)
     _add_work(parser.add_argument_group("the work"))
+    _add_device(parser.add_argument_group("in GPU memory"))
     _add_how(parser.add_argument_group("how it moves"))
     out = parser.add_argument_group("what comes out")
     out.add_argument("--iters", metavar="N", type=positive, help="timed iterations (100)")
     out.add_argument("--warmup", metavar="N", type=count, help="iterations before those (10)")
     out.add_argument("--json", metavar="FILE", help="raw samples and the environment to FILE, or to stdout for `-`")
-    peers = "run these too, alternating, and print ratios: mpi (MPI_Alltoallv; needs openmpi-bin and mpi4py)"
+    peers = (
+        "run these too, alternating, and print ratios: mpi (MPI_Alltoallv; needs openmpi-bin and mpi4py); with "
+        "--device cuda, which need PyTorch: deepep (DeepEP V1), drop-in (our crossrail.deep_ep in the same program), "
+        "nccl (all_to_all_single of a row per selection)"
+    )
     out.add_argument("--compare", metavar="NAMES", type=_peers, help=peers)
     out.add_argument("--rounds", metavar="N", type=positive, help=f"turns that ours and each peer take ({ROUNDS})")
 
@@ -155,6 +184,17 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
     work.add_argument("--seed", metavar="N", type=count, help="of tokens and routing (0)")
 
 
+def _add_device(device: argparse._ArgumentGroup) -> None:
+    where = "cuda: a rank on each GPU, buffers in its memory, times by its clock and the host's (cpu)"
+    device.add_argument("--device", choices=("cpu", "cuda"), help=where)
+    sms = "multiprocessors that an operation takes (all)"
+    device.add_argument("--num-sms", metavar="N", type=positive, help=sms)
+    given = "what rows are given as for an fp8 dispatch: fp8, or bf16 that it casts (bf16; fp8 in the rank layout)"
+    device.add_argument("--given", choices=("fp8", "bf16"), help=given)
+    sweep = f"measure with each of these values, all else as it is; again for another of {', '.join(SWEEPS)}"
+    device.add_argument("--sweep", metavar="NAME=A,B,C", type=_sweep, action="append", help=sweep)
+
+
 def _add_how(how: argparse._ArgumentGroup) -> None:
     backend = "none: no memory is shared between ranks, everything goes over the network transports (auto)"
     how.add_argument("--backend", choices=("auto", "none"), help=backend)
@@ -173,6 +213,8 @@ _NOT_OURS = ("command", "what", "outcome", "num_processes", "world_size", "rank"
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     given = {name: value for name, value in vars(parsed).items() if name not in _NOT_OURS and value is not None}
+    given["every_gpu"] = parsed.num_processes is None
+    parsed.num_processes = parsed.num_processes or PROCESSES
     where = placement(parser, parsed)
     preset = PRESETS.get(given.get("preset", ""), {})
     for name, value in {**DEFAULTS, **preset}.items():
@@ -189,7 +231,15 @@ def _check(parser: Parser, options: EpOptions) -> None:
     if per_node % options.nodes:
         parser.error(f"--nodes {options.nodes}: {per_node} ranks cannot be spread evenly over as many nodes")
     if options.compare and options.placement.world_size > 1:
-        parser.error("--compare mpi runs on one machine; leave --world-size out")
+        parser.error("--compare runs on one machine; leave --world-size out")
+    for name in options.compare:
+        if PEERS[name] != options.device:
+            parser.error(f"--compare {name} goes with --device {PEERS[name]}")
+    if options.device == "cuda":
+        if options.plan is not None or options.backend != "auto":
+            parser.error("--plan and --backend are for --device cpu")
+    elif options.num_sms or options.given or options.sweep:
+        parser.error("--num-sms, --given and --sweep go with --device cuda")
     if options.plan is not None and (options.compare or options.placement.world_size > 1):
         parser.error("--plan runs on one machine and is not compared")
 
@@ -204,7 +254,25 @@ def _routing(text: str) -> str:
     return text
 
 
-def _names(text: str, known: tuple[str, ...], what: str) -> list[str]:
+SWEEPS: dict[str, Callable[[str], Any]] = {
+    "tokens": count,
+    "hidden": positive,
+    "topk": positive,
+    "experts": positive,
+    "num-sms": positive,
+    "routing": _routing,
+}
+"""What --sweep may change, and what its values are."""
+
+
+def _sweep(text: str) -> tuple[str, list[Any]]:
+    name, _, values = text.partition("=")
+    if name not in SWEEPS or not values:
+        raise argparse.ArgumentTypeError(f"{text!r} is no sweep: NAME=A,B,C with one of {', '.join(SWEEPS)}")
+    return name.replace("-", "_"), [SWEEPS[name](value) for value in values.split(",")]
+
+
+def _names(text: str, known: Collection[str], what: str) -> list[str]:
     names = text.split(",")
     unknown = [name for name in names if name not in known]
     if unknown:

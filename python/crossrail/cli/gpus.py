@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import crossrail
 
 from .failure import Failure, UsageFailure
+from .nodes import Placement
 
 
 def known_gpus(context: crossrail.Context, wanted: Sequence[str] | str) -> list[str]:
@@ -25,3 +27,13 @@ def known_gpus(context: crossrail.Context, wanted: Sequence[str] | str) -> list[
         if name != "cpu" and name not in known:
             raise UsageFailure(f"{name} is not here; known: {', '.join(known)}")
     return list(wanted)
+
+
+def one_each(where: Placement, context: crossrail.Context, every: bool) -> Placement:
+    """Ranks with a GPU each: as many as there are GPUs if ``every``. Raises as `known_gpus`."""
+    gpus = known_gpus(context, "all")
+    if every:
+        where = replace(where, num_processes=len(gpus))
+    if where.num_processes > len(gpus):
+        raise UsageFailure(f"{where.num_processes} ranks need a GPU each, and there are {len(gpus)} here")
+    return where

@@ -17,7 +17,14 @@ from .ranks import Message
 
 START_S = 30.0
 
-KINDS = {"control": "control_rank", "elastic": "elastic_rank", "ep": "ep_rank", "mesh": "mesh_rank"}
+KINDS = {
+    "control": "control_rank",
+    "elastic": "elastic_rank",
+    "ep": "ep_rank",
+    "ep-cuda": "ep_cuda_rank",
+    "ep-peer": "ep_peer_rank",
+    "mesh": "mesh_rank",
+}
 """What a rank can be, with the module whose ``serve(parent, job)`` it runs."""
 
 

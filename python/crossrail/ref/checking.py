@@ -87,19 +87,19 @@ class Work:
         """Compares all that a dispatch delivered to `rank`, bit for bit. Raises Difference."""
         right = self._arriving(rank, active)
         where = f"rank {rank}: dispatch"
-        _same(f"{where}: counts", came.counts, right.counts)
+        same(f"{where}: counts", came.counts, right.counts)
         if self.layout == "rank":
             for name in ("offsets", "topk_idx", "topk_weights", "x", "scales"):
-                _same(f"{where}: {name}", getattr(came, name), getattr(right, name))
+                same(f"{where}: {name}", getattr(came, name), getattr(right, name))
             return
-        _same(f"{where}: ranges", came.ranges, right.ranges)
+        same(f"{where}: ranges", came.ranges, right.ranges)
         for local, count in enumerate(right.counts):
             for name in ("source", "x", "scales"):
                 ours, theirs = getattr(came, name), getattr(right, name)
                 if (ours is None) != (theirs is None):
                     raise Difference(f"{where}: {name} is {'missing' if ours is None else 'there'}")
                 if theirs is not None:
-                    _same(f"{where}: {name} of expert {local}", ours[local, :count], theirs[local, :count])
+                    same(f"{where}: {name} of expert {local}", ours[local, :count], theirs[local, :count])
 
     def judge_combine(self, sums: U16, rank: int, active: Sequence[int]) -> None:
         """Compares the sums bf16 bits [T, H] of `rank` within the stated bound. Raises Difference."""
@@ -161,7 +161,8 @@ def _wide(x: Any, scales: F32 | U8 | None) -> F32:
     return bf16_values(plain if scales is None else uncast_rows(plain, scales))
 
 
-def _same(where: str, ours: Any, theirs: Any) -> None:
+def same(where: str, ours: Any, theirs: Any) -> None:
+    """Raises Difference unless both are missing or the same in every bit."""
     if ours is None or theirs is None:
         if ours is not theirs:
             raise Difference(f"{where} is {'missing' if ours is None else 'there'}")

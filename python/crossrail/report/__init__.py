@@ -7,7 +7,7 @@ tabulated and compared on another.
 from .build import Round, p2p_row, with_peers, with_raw_tcp, with_samples
 from .control import averaged, control_rows, with_times
 from .environment import capture_environment
-from .ep import EpRank, EpTurn, ep_row, slowest
+from .ep import EpDeviceRank, EpDeviceTurn, EpRank, EpTurn, ep_device_row, ep_row, slowest
 from .mesh import mesh_rows
 from .schema import (
     SCHEMA,
@@ -33,6 +33,8 @@ from .writing import WriteError, check_destination, write_report, write_text
 __all__ = [
     "SCHEMA",
     "Environment",
+    "EpDeviceRank",
+    "EpDeviceTurn",
     "EpRank",
     "EpTurn",
     "Facts",
@@ -55,6 +57,7 @@ __all__ = [
     "check_destination",
     "console",
     "control_rows",
+    "ep_device_row",
     "ep_row",
     "format_bytes",
     "format_duration_us",

@@ -67,8 +67,10 @@ def control_tables(rows: Sequence[Row]) -> list[RenderableType]:
         chosen = [row for row in rows if row.experts_per_rank == experts]
         first = chosen[0]
         rounds = len(first.samples_us) // len(first.rank_times)
+        on_gpus = "" if first.device is None else " in GPU memory"
+        ranks = f"{len(first.rank_times)} ranks{on_gpus}"
         made = table(
-            f"control: {len(first.rank_times)} ranks x {experts} experts, {rounds} rounds, store {first.store}; "
+            f"control: {ranks} x {experts} experts, {rounds} rounds, store {first.store}; "
             "each rank's figures, averaged over the ranks",
             ["step", "mean ms", "min ms", "max ms"],
         )

@@ -16,6 +16,7 @@ from .units import format_bytes
 
 MODES = ("dispatch", "combine", "e2e")
 STAGES = ("cast", "copy", "sum", "wait")
+COUNTED = ("logical", "wire", "network")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,63 @@ class EpTurn:
         return slowest([one.total_us for one in self.ranks])
 
 
+@dataclass(frozen=True)
+class EpDeviceRank:
+    """What one rank measured in GPU memory in one turn: microseconds by both clocks, bytes of one iteration."""
+
+    gpu_us: list[float]
+    host_us: list[float]
+    bytes: dict[str, int]
+    links: list[str]
+
+    @staticmethod
+    def of(gpu: Mapping[str, Any], host: Mapping[str, Any]) -> EpDeviceRank:
+        """From what the native loop told, asked for one clock and for the other."""
+        return EpDeviceRank(gpu["samples_us"], host["samples_us"], dict(gpu["bytes"]), gpu["links"])
+
+
+@dataclass(frozen=True)
+class EpDeviceTurn:
+    """What all ranks measured in GPU memory in one turn, by rank."""
+
+    ranks: list[EpDeviceRank]
+
+    @property
+    def slowest_us(self) -> list[float]:
+        """Of each iteration the time of the slowest rank, by the GPU's clock."""
+        return slowest([one.gpu_us for one in self.ranks])
+
+
+def ep_device_row(row: Row, turns: Sequence[EpDeviceTurn]) -> Row:
+    """``row`` with what follows from the samples of every turn in GPU memory."""
+    ranks = [one for turn in turns for one in turn.ranks]
+    samples = [sample for one in ranks for sample in one.gpu_us]
+    host = [sample for one in ranks for sample in one.host_us]
+    summary = summarize(samples)
+    moved = {name: round(sum(one.bytes[name] for one in ranks) / len(ranks)) for name in COUNTED}
+    links = [kind for one in turns[0].ranks for kind in one.links]
+    return replace(
+        row,
+        transport="+".join(kind for kind in ("heap", "network") if kind in links) or "self",
+        samples_us=samples,
+        slowest_us=[time for turn in turns for time in turn.slowest_us],
+        rounds=[median(turn.slowest_us) for turn in turns],
+        host_us=host,
+        host_p50_us=median(host),
+        p50_us=summary.p50,
+        p99_us=summary.p99,
+        avg_us=summary.avg,
+        min_us=summary.min,
+        max_us=summary.max,
+        bytes_logical=moved["logical"],
+        bytes_wire=moved["wire"],
+        bytes_network=moved["network"],
+        gb_per_s=gb_per_s(moved["wire"], summary.avg),
+        gb_per_s_logical=gb_per_s(moved["logical"], summary.avg),
+        links={kind: links.count(kind) for kind in ("self", "heap", "network") if kind in links},
+    )
+
+
 def slowest(samples: Sequence[Sequence[float]]) -> list[float]:
     """The longest time of each iteration, from each rank's times."""
     return [max(times) for times in zip(*samples, strict=True)]
@@ -61,7 +119,7 @@ def ep_row(row: Row, turns: Sequence[EpTurn]) -> Row:
     samples = [sample for one in ranks for sample in one.total_us]
     summary = summarize(samples)
     count = len(samples)
-    moved = {name: round(sum(one.bytes[name] for one in ranks) / count) for name in ("logical", "wire", "network")}
+    moved = {name: round(sum(one.bytes[name] for one in ranks) / count) for name in COUNTED}
     stages = {stage: sum(one.stages_us[stage] for one in ranks) / count for stage in STAGES}
     stages["other"] = max(summary.avg - sum(stages.values()), 0.0)
     links = [kind for one in turns[0].ranks for kind in one.links]
@@ -115,7 +173,8 @@ def ep_tables(rows: Sequence[Row]) -> list[RenderableType]:
     for heading in dict.fromkeys(_heading(row) for row in rows):
         chosen = [row for row in rows if _heading(row) == heading]
         shown += [Text(heading, style="bold"), Text(_passed(chosen[0])), *(Text(line) for line in _links(chosen))]
-        shown += [Text(""), _times(chosen), _bytes(chosen), _stages(chosen), *peer_errors(chosen)]
+        stages = [_stages(chosen)] if chosen[0].device is None else [_ways(chosen)]
+        shown += [Text(""), _times(chosen), _bytes(chosen), *stages, *peer_errors(chosen)]
     return shown
 
 
@@ -125,6 +184,7 @@ def _heading(row: Row) -> str:
     extra = ["routing cached"] if row.cached else []
     extra += [] if row.prereduce is not False else ["no pre-reduction"]
     extra += [] if row.backend != "none" else ["no shared memory"]
+    extra += [] if row.device is None else [f"in GPU memory, given as {row.given}, {row.num_sms} SMs"]
     return ", ".join(
         [
             f"expert parallelism: {ranks} on {nodes}",
@@ -165,6 +225,24 @@ def _times(rows: Sequence[Row]) -> RenderableType:
             result = row.peers.get(peer)
             cells += [_us(median(result.rounds) if result and result.rounds else None), ratio_text(row, peer)]
         made.add_row(row.what, *cells)
+    return made
+
+
+def _ways(rows: Sequence[Row]) -> RenderableType:
+    """Ours and each peer, counted in three ways."""
+    heading = (
+        "three ways to count: kernels alone (profiler, slowest rank; events where there is none); events, all ranks "
+        "together; the host's clock, until it knows of the end"
+    )
+    made = table(heading, ["us", "by", "kernels", "events p50", "host p50", "memory"], left=2)
+    for row in rows:
+        heap = "-" if row.heap_bytes is None else format_bytes(row.heap_bytes)
+        made.add_row(row.what, "ours", _us(median(row.rounds)), _us(row.p50_us), _us(row.host_p50_us), heap)
+        for name, result in row.peers.items():
+            if result.error is None:
+                heap = "-" if result.heap_bytes is None else format_bytes(result.heap_bytes)
+                figures = (result.kernel_us, result.p50_us, result.host_p50_us)
+                made.add_row(row.what, name, *(_us(figure) for figure in figures), heap)
     return made
 
 

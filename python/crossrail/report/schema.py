@@ -110,6 +110,8 @@ class PeerResult:
     """The same work done by another program in the same run. ``error`` says why there is no figure.
 
     Its figures are medians over ``rounds``, one entry for each turn (average us for latency, GB/s elsewhere).
+    Of dispatch and combine in GPU memory: ``kernel_us``, all its kernels by the profiler, the slowest rank;
+    ``host_p50_us``, by the host's clock; ``heap_bytes``, what it takes of each GPU's memory.
     """
 
     what: str
@@ -117,6 +119,9 @@ class PeerResult:
     avg_us: float | None = None
     gb_per_s: float | None = None
     rounds: list[float] = field(default_factory=list)
+    kernel_us: float | None = None
+    host_p50_us: float | None = None
+    heap_bytes: int | None = None
     error: str | None = None
 
 
@@ -175,7 +180,10 @@ class Row:
     ``slowest_us`` has the slowest rank of each iteration, and ``rounds`` the median of those for each turn. ``size`` is
     one row with its scales. Bytes are one rank's in one iteration, on average: ``gb_per_s`` is of what left the rank
     (wire), ``gb_per_s_logical`` of a row per selection. ``stages_us`` are average parts of the time (cast, copy, sum,
-    wait, other), ``links`` how many ranks reach how many others in which way.
+    wait, other), ``links`` how many ranks reach how many others in which way. In GPU memory samples are by the GPU's
+    clock, after all ranks have met there; ``host_us`` are as many by the host's, from the call until it knows of the
+    end (and of the rows that came); ``given`` is the type of the rows that were dispatched, ``num_sms`` the
+    multiprocessors that worked, ``heap_bytes`` what the buffer takes of each GPU's memory.
 
     ``device``: the GPU whose memory was moved, or both ends' places, the sender's first; ``unpack``: how chunks got
     into it. ``raw_tcp_us`` and ``raw_tcp_gb_per_s``: the same bytes over plain TCP sockets and the same rails;
@@ -258,6 +266,11 @@ class Row:
     outlier: bool | None = None
     messages: list[MessageTimes] = field(default_factory=list)
     copies: dict[str, int] = field(default_factory=dict)
+    num_sms: int | None = None
+    given: str | None = None
+    heap_bytes: int | None = None
+    host_us: list[float] = field(default_factory=list)
+    host_p50_us: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,578 @@
+//! Dispatch and combine in GPU memory, timed at one rank; all ranks of the buffer run the same.
+//!
+//! Before each iteration the GPU's cache is filled with something else, and all ranks meet on the GPU, by a dispatch of no
+//! tokens: so ranks begin within a few microseconds of each other, and no host stands between.
+#![allow(unsafe_code)]
+
+use std::time::{Duration, Instant};
+
+use crossrail::Context;
+use crossrail::unpack::cuda::{Context as Gpu, Cuda, DeviceMemory, Event, Stream};
+use crossrail_control::Group;
+use crossrail_ep::rows::Kernels;
+use crossrail_ep::{Bytes, Config, Layout, Payload, Scale};
+use crossrail_ep_cuda::{
+    Count, DeviceBuffer, DeviceHandle, DeviceOptions, Enqueued, ExpertCombine, ExpertDispatch, ExpertOut, InScales,
+    RankCombine, RankDispatch, RegionLease, Split, Tokens, Traffic,
+};
+use crossrail_types::{Error, ErrorKind, Result};
+
+use crate::ep::EpMode;
+use crate::session::Observer;
+
+/// How often the observer is told.
+const TELL: Duration = Duration::from_millis(100);
+/// More than a GPU's cache has. Filling it takes longer than the host takes to put an iteration in.
+const FLUSH: usize = 256 << 20;
+/// What outputs are filled with before they are verified.
+const POISON: u8 = 0xA5;
+
+/// Who tells the time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Clock {
+    /// The GPU, by events around the operation, which the host has put in before its turn comes.
+    Gpu,
+    /// The host: from the call until it knows that all is done, and how many rows came.
+    Host,
+}
+
+/// What is to be measured; the same on every rank.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceEpPlan {
+    /// What a sample is the time of.
+    pub mode: EpMode,
+    /// Who tells the time.
+    pub clock: Clock,
+    /// Rank layout: whether dispatches repeat the routing of the first, which is then not worked out again.
+    pub cached: bool,
+    /// Timed iterations.
+    pub iters: usize,
+    /// Iterations before those.
+    pub warmup: usize,
+}
+
+/// What this rank moves in every iteration, in host memory.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceEpWork<'a> {
+    /// What dispatch delivers.
+    pub layout: Layout,
+    /// Whether rows are given as fp8 with scales already, or the dispatch casts them.
+    pub cast_before: bool,
+    /// bf16 `[tokens, hidden]`.
+    pub x: &'a [u8],
+    /// i64 `[tokens, topk]`.
+    pub topk_idx: &'a [u8],
+    /// f32 `[tokens, topk]`.
+    pub topk_weights: &'a [u8],
+    /// Some rows, bf16 `[n, hidden]`, that the experts' outputs consist of, again and again: row i is row i mod n.
+    pub outputs: &'a [u8],
+}
+
+/// This rank's raw samples.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct DeviceEpSamples {
+    /// Microseconds of each timed iteration.
+    pub us: Vec<f64>,
+    /// What one iteration moved.
+    pub bytes: Bytes,
+}
+
+/// What a dispatch has delivered, by name, as bytes of host memory.
+pub type Parts = Vec<(&'static str, Vec<u8>)>;
+
+/// A connected buffer with all that its operations read and write, on this rank's GPU.
+pub struct DeviceEp {
+    buffer: DeviceBuffer,
+    layout: Layout,
+    limit: Duration,
+    gpu: Gpu,
+    stream: Stream,
+    began: Event,
+    ended: Event,
+    tokens: Tokens,
+    memory: Memory,
+    /// The regions of results, and of meetings; rank layout only.
+    regions: Option<[RegionLease; 2]>,
+    handle: Option<DeviceHandle>,
+}
+
+/// Everything on the GPU. What the layout has no use for is empty.
+struct Memory {
+    _input: [DeviceMemory; 4],
+    y: DeviceMemory,
+    sums: DeviceMemory,
+    rows: DeviceMemory,
+    scales: DeviceMemory,
+    counts: DeviceMemory,
+    ranges: DeviceMemory,
+    source: DeviceMemory,
+    /// Counts and ranges of meetings.
+    meeting: [DeviceMemory; 2],
+    flush: DeviceMemory,
+}
+
+impl Drop for DeviceEp {
+    fn drop(&mut self) {
+        // The memory goes with this; nothing may be at work in it. A context that is lost carries nothing out.
+        let _ = self.stream.wait(self.limit);
+        let _ = self.buffer.destroy();
+    }
+}
+
+impl DeviceEp {
+    /// A buffer of that name between all ranks of `config`, which call this alike, connected.
+    ///
+    /// # Errors
+    /// Those of [`DeviceBuffer`]; `Usage` for work that does not fit `config`; `Exhausted` when GPU memory does not
+    /// suffice.
+    pub fn new(
+        (group, context): (&Group, &Context),
+        name: &str,
+        config: Config,
+        options: DeviceOptions,
+        work: &DeviceEpWork<'_>,
+    ) -> Result<DeviceEp> {
+        let cuda = Cuda::load().map_err(|absent| usage(ErrorKind::Unsupported, absent.to_string()))?;
+        let gpu = Gpu::primary(&cuda.device(options.ordinal)?)?;
+        let limit = config.timeout.saturating_mul(2) + context.settings().timeout;
+        let stream = Stream::new(&gpu)?;
+        let (tokens, memory) = Memory::new(&stream, limit, &config, work)?;
+        let ranks: Vec<u32> = (0..config.ranks).collect();
+        let buffer = DeviceBuffer::new(group, context, name, config, options)?;
+        buffer.connect(&ranks, true, None)?;
+        let regions = match work.layout {
+            Layout::Expert => None,
+            Layout::Rank => Some([buffer.take_region()?, buffer.take_region()?]),
+        };
+        let (began, ended) = (Event::timed(&gpu)?, Event::timed(&gpu)?);
+        let layout = work.layout;
+        Ok(DeviceEp { buffer, layout, limit, gpu, stream, began, ended, tokens, memory, regions, handle: None })
+    }
+
+    /// The buffer.
+    pub fn buffer(&self) -> &DeviceBuffer {
+        &self.buffer
+    }
+
+    /// One dispatch into poisoned memory, and what it delivered. Expert layout: `counts`, `ranges`, `source`, `x` (the
+    /// rows that came, expert after expert, without gaps) and `scales` (all of them, as they lie); rank layout: `counts`,
+    /// `offsets`, `x`, `scales`, `topk_idx`, `topk_weights`, of the rows that came. bf16 has no `scales`.
+    ///
+    /// # Errors
+    /// Those of dispatch; `PeerDead` when a rank was lost.
+    pub fn dispatch(&mut self) -> Result<Parts> {
+        let memory = &self.memory;
+        for part in [&memory.rows, &memory.scales, &memory.counts, &memory.ranges, &memory.source] {
+            self.poison(part.address(), part.len())?;
+        }
+        if let Some([region, _]) = &self.regions {
+            let view = region.view();
+            let rows = usize::try_from(view.most_rows).unwrap_or(usize::MAX);
+            self.poison(view.rows, rows * self.config().payload.row_bytes(self.config().hidden))?;
+            self.poison(view.topk_idx, rows * self.config().topk * 8)?;
+        }
+        let enqueued = self.put_dispatch(false)?;
+        self.stream.wait(self.limit)?;
+        self.handle = Some(enqueued.handle);
+        self.refuse_faults()?;
+        match self.layout {
+            Layout::Expert => self.expert_parts(),
+            Layout::Rank => self.rank_parts(),
+        }
+    }
+
+    /// One combine, with the last dispatch's handle, into poisoned memory: the sums, bf16 `[tokens, hidden]`.
+    ///
+    /// # Errors
+    /// Those of combine; `Usage` before the first dispatch; `PeerDead` when a rank was lost.
+    pub fn combine(&mut self) -> Result<Vec<u8>> {
+        self.poison(self.memory.sums.address(), self.memory.sums.len())?;
+        self.put_combine(self.last()?)?;
+        self.stream.wait(self.limit)?;
+        self.refuse_faults()?;
+        self.read(self.memory.sums.address(), self.tokens.tokens as usize * 2 * self.config().hidden)
+    }
+
+    /// What the last dispatch and its combine move for this rank.
+    ///
+    /// # Errors
+    /// `Usage` before the first dispatch; those of [`DeviceBuffer::traffic`].
+    pub fn traffic(&self) -> Result<Traffic> {
+        self.buffer.traffic(self.last()?)
+    }
+
+    /// Measures; all ranks call it alike, after a dispatch.
+    ///
+    /// # Errors
+    /// Those of dispatch and combine; `PeerDead` when a rank was lost, as the others went on with less to do; the
+    /// observer's.
+    pub fn measure(&mut self, plan: DeviceEpPlan, observer: &mut dyn Observer) -> Result<DeviceEpSamples> {
+        let traffic = self.traffic()?;
+        let (sent, returned) = (traffic.dispatch, traffic.combine);
+        let bytes = match plan.mode {
+            EpMode::Dispatch => sent,
+            EpMode::Combine => returned,
+            EpMode::EndToEnd => Bytes {
+                logical: sent.logical + returned.logical,
+                wire: sent.wire + returned.wire,
+                network: sent.network + returned.network,
+            },
+        };
+        let total = plan.warmup + plan.iters;
+        let mut samples = DeviceEpSamples { us: Vec::with_capacity(plan.iters), bytes };
+        let mut told = Instant::now();
+        for done in 0..total {
+            if told.elapsed() >= TELL {
+                told = Instant::now();
+                observer.tick(done as u64, total as u64)?;
+            }
+            let took = self.sample(&plan)?;
+            if done >= plan.warmup {
+                samples.us.push(took.as_secs_f64() * 1e6);
+            }
+            self.refuse_faults()?;
+        }
+        Ok(samples)
+    }
+
+    fn sample(&mut self, plan: &DeviceEpPlan) -> Result<Duration> {
+        let flush = &self.memory.flush;
+        // SAFETY: the memory is ours and stays until the stream was waited for (`Drop`).
+        unsafe { self.stream.fill(flush.address(), POISON, flush.len())? };
+        self.put_meeting()?;
+        match plan.clock {
+            Clock::Gpu => {
+                self.began.record(&self.stream)?;
+                let count = self.put(plan, false)?;
+                self.ended.record(&self.stream)?;
+                self.stream.wait(self.limit)?;
+                if let Some(count) = count {
+                    count.wait(self.limit)?;
+                }
+                self.ended.since(&self.began)
+            }
+            Clock::Host => {
+                self.stream.wait(self.limit)?;
+                let began = Instant::now();
+                self.put(plan, true)?;
+                self.stream.wait(self.limit)?;
+                Ok(began.elapsed())
+            }
+        }
+    }
+
+    /// Puts an iteration in. With `learn`, the host learns how many rows came before it goes on, as a program must that
+    /// allocates for them.
+    fn put(&mut self, plan: &DeviceEpPlan, learn: bool) -> Result<Option<Count>> {
+        if plan.mode == EpMode::Combine {
+            self.put_combine(self.last()?)?;
+            return Ok(None);
+        }
+        let sent = self.put_dispatch(plan.cached)?;
+        if let Some(count) = sent.count.as_ref().filter(|_| learn) {
+            count.wait(self.limit)?;
+        }
+        if plan.mode == EpMode::EndToEnd {
+            self.put_combine(&sent.handle)?;
+        }
+        self.handle = Some(sent.handle);
+        Ok(sent.count)
+    }
+
+    fn put_dispatch(&self, cached: bool) -> Result<Enqueued> {
+        let memory = &self.memory;
+        match &self.regions {
+            None => {
+                let out = self.expert_out([&memory.counts, &memory.ranges], memory.source.address());
+                let call = ExpertDispatch { input: self.tokens, out, stats: 0, waits: 0 };
+                // SAFETY: all of it is ours, laid out for this shape, and stays until the stream was waited for (`Drop`).
+                unsafe { self.buffer.dispatch_expert(&call, self.stream.handle(), Split::Whole) }
+            }
+            Some([region, _]) => {
+                let cached = if cached { Some(self.last()?) } else { None };
+                self.put_rank(region, self.tokens, cached, [&memory.counts, &memory.ranges])
+            }
+        }
+    }
+
+    /// Lets all ranks meet on the GPU.
+    fn put_meeting(&self) -> Result<()> {
+        let input = Tokens { tokens: 0, ..self.tokens };
+        let [counts, ranges] = &self.memory.meeting;
+        match &self.regions {
+            None => {
+                let call = ExpertDispatch { input, out: self.expert_out([counts, ranges], 0), stats: 0, waits: 0 };
+                // SAFETY: as above.
+                unsafe { self.buffer.dispatch_expert(&call, self.stream.handle(), Split::Whole)? };
+            }
+            Some([_, region]) => {
+                self.put_rank(region, input, None, [counts, ranges])?;
+            }
+        }
+        Ok(())
+    }
+
+    fn put_rank(
+        &self,
+        region: &RegionLease,
+        input: Tokens,
+        cached: Option<&DeviceHandle>,
+        [counts, offsets]: [&DeviceMemory; 2],
+    ) -> Result<Enqueued> {
+        let call = RankDispatch {
+            input,
+            cached,
+            region,
+            alignment: 1,
+            counts: counts.address(),
+            offsets: offsets.address(),
+            worst_rows: 0,
+            count: cached.is_none() && input.tokens > 0,
+            waits: 0,
+        };
+        // SAFETY: as above; nobody reads the region meanwhile.
+        unsafe { self.buffer.dispatch_rank(&call, self.stream.handle(), Split::Whole) }
+    }
+
+    fn put_combine(&self, handle: &DeviceHandle) -> Result<()> {
+        let row = 2 * self.config().hidden as u64;
+        let (y, out, stream) = (self.memory.y.address(), self.memory.sums.address(), self.stream.handle());
+        let bias = [0; 2];
+        // SAFETY: as above.
+        unsafe {
+            match self.layout {
+                Layout::Expert => {
+                    let call =
+                        ExpertCombine { y, y_stride: row, topk_weights: 0, bias, out, out_stride: row, waits: 0 };
+                    self.buffer.combine_expert(&call, handle, stream, Split::Whole)?;
+                }
+                Layout::Rank => {
+                    let (y_weights, out_weights) = (0, 0);
+                    let call =
+                        RankCombine { y, y_stride: row, y_weights, out_weights, bias, out, out_stride: row, waits: 0 };
+                    self.buffer.combine_rank(&call, handle, stream, Split::Whole)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Scales lie as matrix kernels take them: those of one block of all rows of an expert beside each other.
+    fn expert_out(&self, [counts, ranges]: [&DeviceMemory; 2], source: u64) -> ExpertOut {
+        let most = self.most_rows() as u64;
+        let columns = self.scale_columns() as u64;
+        ExpertOut {
+            x: self.memory.rows.address(),
+            scales: if columns == 0 { 0 } else { self.memory.scales.address() },
+            scale_expert: columns * most * 4,
+            scale_row: 4,
+            scale_block: most * 4,
+            counts: counts.address(),
+            ranges: ranges.address(),
+            source,
+        }
+    }
+
+    fn expert_parts(&self) -> Result<Parts> {
+        let (memory, config) = (&self.memory, self.config());
+        let [counts, ranges, source, scales] = [&memory.counts, &memory.ranges, &memory.source, &memory.scales]
+            .map(|part| self.read(part.address(), part.len()));
+        let counts = counts?;
+        let row = config.payload.row_bytes(config.hidden);
+        let expert = self.most_rows() * row;
+        let mut rows = Vec::new();
+        for (number, count) in counts.as_chunks::<4>().0.iter().enumerate() {
+            // A count that is wrong must not lead out of the memory; it is told as it is.
+            let count = usize::try_from(i32::from_le_bytes(*count)).unwrap_or(0).min(self.most_rows());
+            rows.extend(self.read(memory.rows.address() + (number * expert) as u64, count * row)?);
+        }
+        let mut parts = vec![("counts", counts), ("ranges", ranges?), ("source", source?), ("x", rows)];
+        if self.scale_columns() > 0 {
+            parts.push(("scales", scales?));
+        }
+        Ok(parts)
+    }
+
+    fn rank_parts(&self) -> Result<Parts> {
+        let (memory, config) = (&self.memory, self.config());
+        let view = self.regions.as_ref().map(|[region, _]| region.view());
+        let view = view.ok_or_else(|| usage(ErrorKind::Usage, "no region".to_owned()))?;
+        let counts = self.read(memory.counts.address(), memory.counts.len())?;
+        let offsets = self.read(memory.ranges.address(), memory.ranges.len())?;
+        let end = offsets.as_chunks::<8>().0.last().map_or(0, |end| i64::from_le_bytes(*end));
+        let rows = usize::try_from(end).unwrap_or(0).min(self.most_rows());
+        let part = |address, row: usize| self.read(address, rows * row);
+        let mut parts = vec![
+            ("counts", counts),
+            ("offsets", offsets),
+            ("x", part(view.rows, config.payload.row_bytes(config.hidden))?),
+            ("topk_idx", part(view.topk_idx, 8 * config.topk)?),
+            ("topk_weights", part(view.topk_weights, 4 * config.topk)?),
+        ];
+        if config.payload != Payload::Bf16 {
+            parts.push(("scales", part(view.scales, config.payload.scale_bytes(config.hidden))?));
+        }
+        Ok(parts)
+    }
+
+    fn config(&self) -> &Config {
+        self.buffer.config()
+    }
+
+    /// The most rows of an expert, or of a result in the rank layout.
+    fn most_rows(&self) -> usize {
+        most_rows(self.config())
+    }
+
+    fn scale_columns(&self) -> usize {
+        scale_columns(self.config())
+    }
+
+    fn last(&self) -> Result<&DeviceHandle> {
+        self.handle.as_ref().ok_or_else(|| usage(ErrorKind::Usage, "nothing was dispatched yet".to_owned()))
+    }
+
+    fn poison(&self, address: u64, len: usize) -> Result<()> {
+        // SAFETY: memory of ours that only operations in this stream write.
+        if len == 0 { Ok(()) } else { unsafe { self.stream.fill(address, POISON, len) } }
+    }
+
+    fn read(&self, address: u64, len: usize) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; len];
+        if len > 0 {
+            // SAFETY: `bytes` is as long and is not touched until the stream was waited for.
+            unsafe { self.stream.copy_out(bytes.as_mut_ptr(), address, len)? };
+            if let Err(error) = self.stream.wait(self.limit) {
+                // The copy may still be under way.
+                std::mem::forget(bytes);
+                return Err(error);
+            }
+        }
+        Ok(bytes)
+    }
+
+    fn refuse_faults(&self) -> Result<()> {
+        match self.buffer.faults().first() {
+            None => Ok(()),
+            Some(fault) => {
+                let text = format!("{fault}; the figures would not compare");
+                Err(Error::new(ErrorKind::PeerDead, "bench ep", text).with_peer(format!("rank {}", fault.rank)))
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for DeviceEp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "DeviceEp({:?} on {:?})", self.buffer, self.gpu)
+    }
+}
+
+impl Memory {
+    fn new(stream: &Stream, limit: Duration, config: &Config, work: &DeviceEpWork<'_>) -> Result<(Tokens, Memory)> {
+        let (gpu, row, topk) = (stream.context(), 2 * config.hidden, config.topk);
+        let tokens = work.x.len() / row;
+        let fits = work.x.len() == tokens * row
+            && work.topk_idx.len() == tokens * topk * 8
+            && work.topk_weights.len() == tokens * topk * 4
+            && !work.outputs.is_empty()
+            && work.outputs.len().is_multiple_of(row);
+        if !fits || tokens > config.max_tokens {
+            return Err(usage(ErrorKind::Usage, "the work does not fit the buffer".to_owned()));
+        }
+        let empty = |bytes: usize| DeviceMemory::new(gpu, bytes.max(16));
+        let filled = |bytes: &[u8]| {
+            let memory = empty(bytes.len())?;
+            fill(stream, limit, &memory, bytes).map(|()| memory)
+        };
+        let cast = (work.cast_before && config.payload != Payload::Bf16).then(|| cast(work.x, config));
+        let (x, scales) = cast.as_ref().map_or((work.x, &[][..]), |(rows, scales)| (rows, scales));
+        let input = [filled(x)?, filled(scales)?, filled(work.topk_idx)?, filled(work.topk_weights)?];
+        let scale_row = config.payload.scale_bytes(config.hidden) as u64;
+        let block = scale_row / (config.hidden / crossrail_ep::BLOCK) as u64;
+        let in_scales = InScales { address: input[1].address(), row: scale_row, block };
+        let tokens = Tokens {
+            tokens: u32::try_from(tokens).map_err(|_| usage(ErrorKind::Usage, "too many tokens".to_owned()))?,
+            x: input[0].address(),
+            x_stride: if cast.is_some() { config.hidden as u64 } else { row as u64 },
+            scales: cast.is_some().then_some(in_scales),
+            topk_idx: input[2].address(),
+            idx_bytes: 8,
+            topk_weights: input[3].address(),
+        };
+        let (local, ranks) = (config.local_experts(), config.ranks as usize);
+        let is_expert = work.layout == Layout::Expert;
+        let results = if is_expert { local * most_rows(config) } else { 0 };
+        let ranges = if is_expert { local * ranks * 8 } else { (ranks + 1) * 8 };
+        let outputs = if is_expert { results } else { most_rows(config) };
+        let exactly = |bytes: usize| DeviceMemory::new(gpu, bytes);
+        let memory = Memory {
+            _input: input,
+            y: empty(outputs * row)?,
+            sums: empty(tokens.tokens as usize * row)?,
+            rows: empty(results * config.payload.row_bytes(config.hidden))?,
+            scales: empty(if is_expert { results * scale_columns(config) * 4 } else { 0 })?,
+            counts: exactly(local * 4)?,
+            ranges: exactly(ranges)?,
+            source: empty(results * 4)?,
+            meeting: [exactly(local * 4)?, exactly(ranges)?],
+            flush: empty(FLUSH)?,
+        };
+        repeat(stream, limit, &memory.y, work.outputs)?;
+        Ok((tokens, memory))
+    }
+}
+
+/// What scales of a row and expert take, in words of four bytes.
+fn scale_columns(config: &Config) -> usize {
+    match config.payload {
+        Payload::Bf16 => 0,
+        Payload::Fp8(Scale::Ue8m0) => (config.hidden / crossrail_ep::BLOCK).div_ceil(4),
+        Payload::Fp8(_) => config.hidden / crossrail_ep::BLOCK,
+    }
+}
+
+fn most_rows(config: &Config) -> usize {
+    config.ranks as usize * config.max_tokens
+}
+
+/// Rows as fp8, and their scales.
+fn cast(x: &[u8], config: &Config) -> (Vec<u8>, Vec<u8>) {
+    let Payload::Fp8(kind) = config.payload else { return (Vec::new(), Vec::new()) };
+    let (hidden, scale) = (config.hidden, config.payload.scale_bytes(config.hidden));
+    let kernels = Kernels::detect();
+    let tokens = x.len() / (2 * hidden);
+    let (mut rows, mut scales) = (vec![0; tokens * hidden], vec![0; tokens * scale]);
+    let parts = x.chunks_exact(2 * hidden).zip(rows.chunks_exact_mut(hidden)).zip(scales.chunks_exact_mut(scale));
+    for ((row, to), factors) in parts {
+        // SAFETY: a row of `hidden` values, and as much room as it and its scales take.
+        unsafe { kernels.cast_row(row.as_ptr().cast(), hidden, to.as_mut_ptr(), factors.as_mut_ptr(), kind) };
+    }
+    (rows, scales)
+}
+
+fn fill(stream: &Stream, limit: Duration, memory: &DeviceMemory, bytes: &[u8]) -> Result<()> {
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    // SAFETY: the memory is at least as long; both stay until the stream was waited for.
+    unsafe { stream.copy_in(memory.address(), bytes.as_ptr(), bytes.len())? };
+    stream.wait(limit)
+}
+
+/// Fills the memory with `bytes`, again and again.
+fn repeat(stream: &Stream, limit: Duration, memory: &DeviceMemory, bytes: &[u8]) -> Result<()> {
+    let mut done = bytes.len().min(memory.len());
+    fill(stream, limit, memory, &bytes[..done])?;
+    while done < memory.len() {
+        let more = done.min(memory.len() - done);
+        // SAFETY: both parts are of the memory and do not overlap; it stays until the stream was waited for.
+        unsafe { stream.copy_within(memory.address() + done as u64, memory.address(), more)? };
+        done += more;
+    }
+    stream.wait(limit)
+}
+
+fn usage(kind: ErrorKind, text: String) -> Error {
+    Error::new(kind, "bench ep", text)
+}

@@ -1,0 +1,383 @@
+"""DeepEP (V1), our drop-in for it, and NCCL, doing the work of `crossrail bench ep --device cuda`: one rank of them.
+
+Each is timed as ours is: before an iteration the GPU's cache is filled with something else, and all ranks meet on the
+GPU; then by events around the operation, and by the host's clock until it knows of the end. Kernel times are the
+profiler's. Needs PyTorch; what a peer lacks besides is the reason that it has no figure.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from crossrail.ref.checking import Work
+
+FLUSH_BYTES = 256 << 20
+LIMIT = timedelta(seconds=60)
+PROFILED = 10
+SMS = 24
+"""Multiprocessors of DeepEP in the rank layout, unless told otherwise: what its own tests take."""
+
+CHUNKS = {"dispatch": (6, 10, 16, 22, 28), "combine": (2, 4, 6, 10, 16)}
+"""What its chunks are tuned over, so many tokens each; the fastest is used."""
+TUNED = 5
+RECEIVED_CHUNK = 256
+NVL_BYTES = int(2e9)
+"""What its own tests give it for transfers within a node."""
+
+NOT_THEIRS = re.compile(r"nccl|memset|memcpy|fill|elementwise|reduce_kernel", re.IGNORECASE)
+"""Kernels that measuring needs, and not what is measured."""
+
+Op = Callable[[], Any]
+
+
+class Rank:
+    """This process's part in all peers. A context manager."""
+
+    def __init__(self, rank: int, size: int, folder: str, peers: Sequence[str]) -> None:
+        if not torch.cuda.is_available() or not dist.is_nccl_available():
+            raise ImportError("this PyTorch has no CUDA or no NCCL")
+        self.rank, self.size = rank, size
+        self.device = torch.device(f"cuda:{rank}")
+        torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            "nccl",
+            init_method=f"file://{folder}/peers",
+            rank=rank,
+            world_size=size,
+            timeout=LIMIT,
+            device_id=self.device,
+        )
+        self.group = dist.new_group(list(range(size)))
+        self.names = list(peers)
+        self._errors: dict[str, str] = {}
+        self._peers: dict[str, Peer] = {}
+        self._word = torch.ones(1, device=self.device)
+        self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=self.device)
+
+    def __enter__(self) -> Rank:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._close()
+        dist.destroy_process_group()
+
+    def open(self, work: Work, num_sms: int | None) -> dict[str, Any]:
+        """Makes every peer ready for `work`. The versions of all, and why some cannot run."""
+        self._close()
+        made: dict[str, Callable[[], Peer]] = {
+            "deepep": lambda: DeepEp(self, "deep_ep", work, num_sms),
+            "drop-in": lambda: DeepEp(self, "crossrail.deep_ep", work, num_sms),
+            "nccl": lambda: Nccl(self, work),
+        }
+        for name in self.names:
+            if name in self._errors:
+                continue
+            try:
+                self._peers[name] = made[name]()
+                self._peers[name].start()
+            except (ImportError, NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
+                self._errors[name] = _reason(error)
+                self._peers.pop(name, None)
+            self._agree(name)
+        versions = {"torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        for name in ("tokenspeed-deepep", "deep-ep"):
+            try:
+                versions["deepep"] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return {"versions": versions, "errors": self._errors}
+
+    def measure(self, modes: Sequence[str], iters: int, warmup: int, *, first: bool) -> dict[str, Any]:
+        """A turn of every peer: by its name and variant what each mode took. Kernel times in the first turn only."""
+        found: dict[str, Any] = {}
+        for name, peer in self._peers.items():
+            found[name] = {}
+            for variant, ops in peer.variants().items():
+                chosen = {mode: op for mode, op in ops.items() if mode in modes}
+                times = {mode: self._times(peer, op, iters, warmup, first) for mode, op in chosen.items()}
+                if times:
+                    found[name][variant] = {"what": peer.what, "heap_bytes": peer.heap_bytes, "modes": times}
+        return {"found": found, "errors": self._errors}
+
+    def _times(self, peer: Peer, op: Op, iters: int, warmup: int, first: bool) -> dict[str, Any]:
+        return {
+            "gpu_us": self.by_events(op, iters, warmup),
+            "host_us": self.by_host(op, iters, warmup),
+            "kernel_us": self.by_kernels(op, min(iters, PROFILED)) if first and peer.profiled else None,
+        }
+
+    def meet(self) -> None:
+        """All ranks, on the GPU, the cache full of something else."""
+        self._flush.zero_()
+        dist.all_reduce(self._word, group=self.group)
+
+    def by_events(self, op: Op, iters: int, warmup: int) -> list[float]:
+        """Microseconds of each iteration by the GPU's clock."""
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        samples = []
+        for _ in range(warmup + iters):
+            self.meet()
+            began.record()
+            op()
+            ended.record()
+            torch.cuda.synchronize()
+            samples.append(began.elapsed_time(ended) * 1e3)
+        return samples[warmup:]
+
+    def by_host(self, op: Op, iters: int, warmup: int) -> list[float]:
+        """The same by the host's."""
+        samples = []
+        for _ in range(warmup + iters):
+            self.meet()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            op()
+            torch.cuda.synchronize()
+            samples.append((time.perf_counter() - start) * 1e6)
+        return samples[warmup:]
+
+    def by_kernels(self, op: Op, iters: int) -> float:
+        """Microseconds of all kernels of an operation, on average."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(iters):
+                self.meet()
+                op()
+            torch.cuda.synchronize()
+        events = [event for event in profile.key_averages() if not NOT_THEIRS.search(event.key)]
+        return float(sum(_device_time(event) for event in events)) / iters
+
+    def _agree(self, name: str) -> None:
+        """A peer that cannot run on one rank runs on none."""
+        failed = torch.tensor([int(name in self._errors)], device=self.device)
+        dist.all_reduce(failed, group=self.group)
+        if int(failed.item()) and name not in self._errors:
+            self._errors[name] = "another rank has no figure"
+            self._peers.pop(name).close()
+
+    def _close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        self._peers = {}
+        torch.cuda.empty_cache()
+
+
+class Peer:
+    """One way to do the work."""
+
+    what = ""
+    profiled = True
+    heap_bytes: int | None = None
+
+    def start(self) -> None:
+        """Whatever comes once before it is measured."""
+
+    def variants(self) -> dict[str, dict[str, Op]]:
+        """By name what each mode runs."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Gives back what it has."""
+
+
+class Nccl(Peer):
+    """all_to_all_single of a row per selection, as many to each rank."""
+
+    profiled = False
+
+    def __init__(self, here: Rank, work: Work) -> None:
+        shape = work.shape
+        scales = {None: 0, "f32": 4, "power2": 4, "ue8m0": 1}[work.scale] * (shape.hidden // 128)
+        row = 2 * shape.hidden if work.scale is None else shape.hidden + scales
+        self.group = here.group
+        self.what = "all_to_all_single, a row per selection"
+        self.there, self.back = (self._pair(here, work.tokens * shape.topk * one) for one in (row, 2 * shape.hidden))
+
+    @staticmethod
+    def _pair(here: Rank, size: int) -> tuple[Any, Any]:
+        whole = -(-size // (16 * here.size)) * 16 * here.size
+        first, second = (torch.zeros(whole, dtype=torch.uint8, device=here.device) for _ in range(2))
+        return first, second
+
+    def variants(self) -> dict[str, dict[str, Op]]:
+        """Only one."""
+        return {"nccl": {"dispatch": self._dispatch, "combine": self._combine, "e2e": self._both}}
+
+    def _dispatch(self) -> None:
+        dist.all_to_all_single(self.there[1], self.there[0], group=self.group)
+
+    def _combine(self) -> None:
+        dist.all_to_all_single(self.back[1], self.back[0], group=self.group)
+
+    def _both(self) -> None:
+        self._dispatch()
+        self._combine()
+
+
+class DeepEp(Peer):
+    """A module with DeepEP's V1 interface."""
+
+    def __init__(self, here: Rank, module: str, work: Work, num_sms: int | None) -> None:
+        self.module: Any = importlib.import_module(module)
+        self.here, self.work = here, work
+        self.name = "deepep" if module == "deep_ep" else "drop-in"
+        self.what = f"{module}, {'low latency' if work.layout == 'expert' else 'normal'}"
+        self.sms = (num_sms or SMS) // 2 * 2
+        mine = work.inputs(here.rank, range(here.size))
+        self.x = torch.from_numpy(mine.x.view(np.int16)).view(torch.bfloat16).to(here.device)
+        self.idx = torch.from_numpy(mine.topk_idx).to(here.device, getattr(self.module, "topk_idx_t", torch.int64))
+        self.weights = torch.from_numpy(mine.topk_weights).to(here.device)
+        self.sums = torch.empty_like(self.x)
+        self.handle: Any = None
+        self.y: Any = None
+        self.configs: dict[str, Any] = {}
+        self.buffer = self._low_latency() if work.layout == "expert" else self._normal()
+
+    def _low_latency(self) -> Any:
+        shape, buffer = self.work.shape, self.module.Buffer
+        self.heap_bytes = int(
+            buffer.get_low_latency_rdma_size_hint(shape.max_tokens, shape.hidden, shape.ranks, shape.num_experts)
+        )
+        return buffer(
+            self.here.group,
+            num_rdma_bytes=self.heap_bytes,
+            low_latency_mode=True,
+            num_qps_per_rank=shape.local_experts,
+            allow_nvlink_for_low_latency_mode=True,
+            explicitly_destroy=True,
+        )
+
+    def _normal(self) -> Any:
+        self.module.Buffer.set_num_sms(self.sms)
+        self.heap_bytes = NVL_BYTES
+        return self.module.Buffer(self.here.group, NVL_BYTES, explicitly_destroy=True)
+
+    def start(self) -> None:
+        """A dispatch whose counts are looked at, and the best of its settings."""
+        if self.work.layout == "expert":
+            y, counts, self.handle = self._dispatch_low()
+            self.y = torch.randn((y[0] if isinstance(y, tuple) else y).shape, device=self.here.device).bfloat16()
+            self._check(counts.tolist())
+            return
+        self.given = self.x if self.work.scale is None else _cast(self.x)
+        received, counts, self.handle = self._dispatch_uncached()
+        rows = received[0] if isinstance(received, tuple) else received
+        self.y = torch.randn(rows.shape, device=self.here.device).bfloat16()
+        self._check(list(counts))
+        self.configs["dispatch"] = self._tuned("dispatch", self._dispatch_cached)
+        self.configs["combine"] = self._tuned("combine", self._combine_normal)
+
+    def variants(self) -> dict[str, dict[str, Op]]:
+        """In the rank layout one that repeats its routing, as DeepEP counts, and one that does not."""
+        if self.work.layout == "expert":
+            return {
+                self.name: {"dispatch": self._dispatch_low, "combine": self._combine_low, "e2e": self._both_low},
+            }
+
+        def cached() -> None:
+            self._dispatch_cached()
+            self._combine_normal()
+
+        def uncached() -> None:
+            _, _, handle = self._dispatch_uncached()
+            self.buffer.combine(self.y, handle, config=self.configs.get("combine"))
+
+        return {
+            self.name: {"dispatch": self._dispatch_cached, "combine": self._combine_normal, "e2e": cached},
+            f"{self.name}-uncached": {"dispatch": self._dispatch_uncached, "e2e": uncached},
+        }
+
+    def close(self) -> None:
+        """Its buffer's own end."""
+        torch.cuda.synchronize()
+        self.buffer.destroy()
+        dist.barrier(group=self.here.group)
+
+    def _dispatch_low(self) -> tuple[Any, Any, Any]:
+        shape, scale = self.work.shape, self.work.scale
+        options = {} if scale in (None, "f32") else {"round_scale": True, "use_ue8m0": scale == "ue8m0"}
+        received, counts, handle, _, _ = self.buffer.low_latency_dispatch(
+            self.x, self.idx, shape.max_tokens, shape.num_experts, use_fp8=scale is not None, **options
+        )
+        return received, counts, handle
+
+    def _combine_low(self, handle: Any = None) -> None:
+        self.buffer.low_latency_combine(self.y, self.idx, self.weights, handle or self.handle, out=self.sums)
+
+    def _both_low(self) -> None:
+        _, _, handle = self._dispatch_low()
+        self._combine_low(handle)
+
+    def _dispatch_uncached(self) -> tuple[Any, Any, Any]:
+        """Layout, counts and rows; the host waits for the counts."""
+        ranks, rdma, experts, is_in, _ = self.buffer.get_dispatch_layout(self.idx, self.work.shape.num_experts)
+        received, _, _, counts, handle, _ = self.buffer.dispatch(
+            self.given,
+            num_tokens_per_rank=ranks,
+            num_tokens_per_rdma_rank=rdma,
+            is_token_in_rank=is_in,
+            num_tokens_per_expert=experts,
+            topk_idx=self.idx,
+            topk_weights=self.weights,
+            config=self.configs.get("dispatch"),
+        )
+        return received, counts, handle
+
+    def _dispatch_cached(self) -> None:
+        self.buffer.dispatch(self.given, handle=self.handle, config=self.configs.get("dispatch"))
+
+    def _combine_normal(self) -> None:
+        self.buffer.combine(self.y, self.handle, config=self.configs.get("combine"))
+
+    def _tuned(self, mode: str, op: Op) -> Any:
+        """The fastest settings, the same on every rank; the module's own where there is nothing to choose."""
+        if self.name != "deepep":
+            return None
+        times = []
+        for chunk in CHUNKS[mode]:
+            self.configs[mode] = self.module.Config(self.sms, chunk, RECEIVED_CHUNK)
+            times.append(float(np.median(self.here.by_events(op, TUNED, 1))))
+        every = torch.tensor(times, device=self.here.device)
+        dist.all_reduce(every, op=dist.ReduceOp.MAX, group=self.here.group)
+        best = CHUNKS[mode][int(every.argmin().item())]
+        self.what += f", {mode} in chunks of {best}" + ("" if mode == "combine" else f", {self.sms} SMs")
+        return self.module.Config(self.sms, best, RECEIVED_CHUNK)
+
+    def _check(self, counts: list[int]) -> None:
+        """The routing is ours."""
+        shape = self.work.shape
+        every = [self.work.inputs(rank, range(shape.ranks)).topk_idx.reshape(-1) for rank in range(shape.ranks)]
+        chosen = np.concatenate(every) - self.here.rank * shape.local_experts
+        here = chosen[(chosen >= 0) & (chosen < shape.local_experts)]
+        expected = np.bincount(here, minlength=shape.local_experts).tolist()
+        if counts != expected:
+            raise RuntimeError(
+                f"{self.module.__name__} counts other rows than the routing has: {counts} for {expected}"
+            )
+
+
+def _cast(x: Any) -> tuple[Any, Any]:
+    """bf16 rows as e4m3 with a scale for each block of 128."""
+    blocks = x.float().view(x.shape[0], -1, 128)
+    most = blocks.abs().amax(dim=2).clamp(1e-4)
+    rows = (blocks * (448.0 / most.unsqueeze(2))).to(torch.float8_e4m3fn).view(x.shape)
+    return rows, (most / 448.0).contiguous()
+
+
+def _device_time(event: Any) -> float:
+    found = getattr(event, "self_device_time_total", None)
+    return float(event.self_cuda_time_total if found is None else found)
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'it says nothing'}"[:300]

@@ -1,0 +1,230 @@
+"""A rank's dispatch and combine on a GPU against the reference, so much of it that a measurement can be believed.
+
+What is compared, bit for bit: all counts, ranges, offsets, sources, indices and weights; of every row that came a few
+blocks of columns, and a sample of rows whole. Sums are compared within the bound of `summing`: of every token a few
+blocks of columns, and a sample of tokens whole. The whole reference would take longer than what is measured.
+
+The experts' outputs do not follow from what came: row i of them is row i mod `PERIOD` of some random rows, so that they
+can be had without a transfer, and that a sum of wrong rows is told from the right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from crossrail.ref.casting import BLOCK, cast_rows
+from crossrail.ref.checking import Difference, Inputs, Work, same
+from crossrail.ref.exchange import I64, Dispatched, Handle, dispatch
+from crossrail.ref.floats import U16, bf16_bits, bf16_values
+from crossrail.ref.summing import combine_exact
+
+PERIOD = 61
+"""Rows of the experts' outputs before they repeat; a prime, so that they do not repeat with rows, ranks or experts."""
+
+BLOCKS = 3
+WHOLE_ROWS = 32
+WHOLE_TOKENS = 8
+
+
+def outputs(work: Work, rank: int) -> U16:
+    """The rows, bf16 bits [PERIOD, H], that the outputs of the experts of `rank` consist of."""
+    rng = np.random.default_rng([work.seed, rank, PERIOD])
+    return bf16_bits(rng.standard_normal((PERIOD, work.shape.hidden), dtype=np.float32))
+
+
+class Judge:
+    """Knows what `rank` should get; `turn` chooses what is looked at more closely."""
+
+    def __init__(self, work: Work, rank: int, turn: int = 0) -> None:
+        ranks = range(work.shape.ranks)
+        self.work, self.rank = work, rank
+        self.rng = np.random.default_rng([work.seed, rank, turn])
+        self.inputs = [work.inputs(source, ranks) for source in ranks]
+        blocks = work.shape.hidden // BLOCK
+        chosen = {0, blocks - 1, *self.rng.integers(0, blocks, BLOCKS).tolist()}
+        self.blocks = np.array(sorted(chosen))
+        self.columns: I64 = (self.blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
+
+    @property
+    def mine(self) -> Inputs:
+        """What this rank sends."""
+        return self.inputs[self.rank]
+
+    def judge_dispatch(self, parts: Mapping[str, bytes]) -> None:
+        """Compares what `_DeviceEp.dispatch` gave. Raises Difference."""
+        right = self._arriving()
+        where = f"rank {self.rank}: dispatch"
+        same(f"{where}: counts", np.frombuffer(parts["counts"], np.int32), right.counts)
+        if self.work.layout == "expert":
+            self._judge_experts(parts, right, where)
+        else:
+            self._judge_ranks(parts, right, where)
+
+    def judge_combine(self, sums: bytes) -> None:
+        """Compares what `_DeviceEp.combine` gave. Raises Difference."""
+        shape = self.work.shape
+        tokens = self.work.tokens
+        got = np.frombuffer(sums, np.uint16).reshape(tokens, shape.hidden)
+        handle = self._handle()
+        everybody = np.arange(tokens)
+        self._judge_sums(got[:, self.columns], handle, everybody, self.columns)
+        some = self.rng.choice(tokens, min(tokens, WHOLE_TOKENS), replace=False)
+        self._judge_sums(got[some], handle, some, np.arange(shape.hidden))
+
+    def _judge_experts(self, parts: Mapping[str, bytes], right: Dispatched, where: str) -> None:
+        shape = self.work.shape
+        most = shape.ranks * shape.max_tokens
+        ranges = np.frombuffer(parts["ranges"], np.int64).reshape(shape.local_experts, shape.ranks)
+        same(f"{where}: ranges", ranges, right.ranges)
+        source = np.frombuffer(parts["source"], np.int32).reshape(shape.local_experts, most)
+        x = self._rows(parts)
+        scales = self._expert_scales(parts)
+        begin = 0
+        for local, count in enumerate(right.counts.tolist()):
+            assert right.source is not None
+            of = f"{where}: expert {local}"
+            same(f"{of}: source", source[local, :count], right.source[local, :count])
+            rows = x[begin : begin + count]
+            same(f"{of}: x", rows[:, self.columns], right.x[local, :count])
+            if scales is not None and right.scales is not None:
+                same(f"{of}: scales", scales[local, :count][:, self.blocks], right.scales[local, :count])
+            begin += count
+        ends = np.cumsum(right.counts)
+        for row in self._some(len(x)):
+            local = int(np.searchsorted(ends, row, side="right"))
+            place = row - (int(ends[local]) - int(right.counts[local]))
+            starts = ranges[local] >> 32
+            counts = ranges[local] & 0xFFFF_FFFF
+            (home,) = np.flatnonzero((starts <= place) & (place < starts + counts))
+            token = int(source[local, place])
+            factors = None if scales is None else scales[local, place]
+            self._judge_row(f"{where}: expert {local}, row {place}", x[row], factors, int(home), token)
+
+    def _judge_ranks(self, parts: Mapping[str, bytes], right: Dispatched, where: str) -> None:
+        shape = self.work.shape
+        offsets = np.frombuffer(parts["offsets"], np.int64)
+        same(f"{where}: offsets", offsets, right.offsets)
+        x = self._rows(parts)
+        indices = np.frombuffer(parts["topk_idx"], np.int64).reshape(-1, shape.topk)
+        same(f"{where}: topk_idx", indices, right.topk_idx)
+        weights = np.frombuffer(parts["topk_weights"], np.float32).reshape(-1, shape.topk)
+        same(f"{where}: topk_weights", weights, right.topk_weights)
+        same(f"{where}: x", x[:, self.columns], right.x)
+        scales = None
+        if right.scales is not None:
+            scales = np.frombuffer(parts["scales"], right.scales.dtype).reshape(len(x), -1)
+            same(f"{where}: scales", scales[:, self.blocks], right.scales)
+        homes = shape.homes
+        for row in self._some(len(x)):
+            home = int(np.searchsorted(offsets, row, side="right")) - 1
+            sent = np.flatnonzero((homes(self.inputs[home].topk_idx) == self.rank).any(axis=1))
+            token = int(sent[row - int(offsets[home])])
+            self._judge_row(f"{where}: row {row}", x[row], None if scales is None else scales[row], home, token)
+
+    def _judge_row(self, where: str, row: Any, scales: Any, home: int, token: int) -> None:
+        """A whole row, which token `token` of rank `home` should be."""
+        sent = self.inputs[home].x[token]
+        if self.work.scale is None:
+            same(where, row, sent)
+            return
+        values, factors = cast_rows(sent[None], self.work.scale)
+        same(where, row, values[0])
+        same(f"{where}: scales", scales, factors[0])
+
+    def _judge_sums(self, got: U16, handle: Handle, tokens: I64, columns: I64) -> None:
+        """Sums of `tokens` of this rank, in `columns`."""
+        shape = replace(self.work.shape, hidden=len(columns))
+        idx, rows = handle.topk_idx[self.rank], handle.rows[self.rank]
+        assert idx is not None and rows is not None
+        idx, rows = idx[tokens], rows[tokens]
+        # Each token's outputs are put where its own number says, so that only those are needed.
+        ys = [self._outputs_of(home, idx, rows, columns) for home in range(shape.ranks)]
+        places = np.where(rows >= 0, np.arange(len(tokens))[:, None], -1)
+        none = [None] * shape.ranks
+        weights: list[Any] | None = None
+        if handle.topk_weights is not None:
+            given = handle.topk_weights[self.rank]
+            assert given is not None
+            weights = [*none]
+            weights[self.rank] = given[tokens]
+        routing: list[Any] = [*none]
+        routing[self.rank] = idx
+        where: list[Any] = [*none]
+        where[self.rank] = places
+        # Only this rank has tokens; all give outputs.
+        for rank in range(shape.ranks):
+            if rank != self.rank:
+                routing[rank], where[rank] = idx[:0], places[:0]
+                if weights is not None:
+                    weights[rank] = weights[self.rank][:0]
+        part = Handle(shape, handle.layout, handle.active, routing, weights, where)
+        found = combine_exact(ys, part, prereduce=self.work.prereduce)[self.rank]
+        assert found is not None
+        exact, bound = found
+        wrong = ~(np.abs(bf16_values(got) - exact) <= bound)
+        if wrong.any():
+            token, at = (int(i) for i in np.argwhere(wrong)[0])
+            raise Difference(
+                f"rank {self.rank}: combine: {int(wrong.sum())} of {wrong.size} values differ, first token "
+                f"{int(tokens[token])}, element {int(columns[at])}: {float(bf16_values(got[token, at])):.6g} for "
+                f"{exact[token, at]:.6g} +- {bound[token, at]:.3g}"
+            )
+
+    def _outputs_of(self, home: int, idx: I64, rows: I64, columns: I64) -> U16:
+        """What the experts of `home` answer to these selections: [local experts, T, columns], or [T, columns]."""
+        shape = self.work.shape
+        pattern = outputs(self.work, home)[:, columns]
+        here = (rows >= 0) & (shape.homes(idx) == home)
+        if self.work.layout == "rank":
+            first = np.where(here, rows, -1).max(axis=1)
+            answer: U16 = pattern[np.maximum(first, 0) % PERIOD]
+            return answer
+        made = np.zeros((shape.local_experts, len(idx), len(columns)), np.uint16)
+        tokens, selections = np.nonzero(here)
+        local = idx[tokens, selections] - home * shape.local_experts
+        made[local, tokens] = pattern[(local * shape.ranks * shape.max_tokens + rows[tokens, selections]) % PERIOD]
+        return made
+
+    def _arriving(self) -> Dispatched:
+        """The reference's dispatch to this rank, of the chosen columns."""
+        homes = self.work.shape.homes
+        chosen = [np.where(homes(one.topk_idx) == self.rank, one.topk_idx, -1) for one in self.inputs]
+        came = self._dispatched([one.x[:, self.columns] for one in self.inputs], chosen, self.work.scale)[self.rank]
+        assert came is not None
+        return came
+
+    def _handle(self) -> Handle:
+        """Where everything goes."""
+        none = [one.x[:, :0] for one in self.inputs]
+        came = self._dispatched(none, [one.topk_idx for one in self.inputs], None)[self.rank]
+        assert came is not None
+        return came.handle
+
+    def _dispatched(self, xs: Sequence[Any], topk_idx: Sequence[Any], scale: Any) -> list[Dispatched | None]:
+        shape = replace(self.work.shape, hidden=xs[0].shape[1])
+        weights = [one.topk_weights for one in self.inputs]
+        return dispatch(shape, xs, topk_idx, weights, self.work.layout, scale=scale)
+
+    def _rows(self, parts: Mapping[str, bytes]) -> Any:
+        dtype = np.uint16 if self.work.scale is None else np.uint8
+        return np.frombuffer(parts["x"], dtype).reshape(-1, self.work.shape.hidden)
+
+    def _expert_scales(self, parts: Mapping[str, bytes]) -> Any:
+        """[local experts, rows, blocks], however they lie."""
+        shape = self.work.shape
+        lead = (shape.local_experts, -1, shape.ranks * shape.max_tokens)
+        if self.work.scale is None:
+            return None
+        if self.work.scale == "ue8m0":
+            packed = np.frombuffer(parts["scales"], np.uint8).reshape(*lead, 4)
+            whole = packed.transpose(0, 2, 1, 3).reshape(lead[0], lead[2], -1)
+            return whole[..., : shape.hidden // BLOCK]
+        return np.frombuffer(parts["scales"], np.float32).reshape(lead).transpose(0, 2, 1)
+
+    def _some(self, rows: int) -> list[int]:
+        chosen: list[int] = self.rng.choice(rows, min(rows, WHOLE_ROWS), replace=False).tolist()
+        return chosen
