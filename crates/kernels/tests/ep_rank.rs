@@ -9,7 +9,7 @@ use crossrail_kernels::ep::{
 };
 
 use crate::emulate::job::Job;
-use crate::emulate::job_rank::ByRank;
+use crate::emulate::job_rank::{ByRank, rounds_of};
 use crate::emulate::reference::{Choice, Routing};
 use crate::emulate::{Build, Numbers};
 
@@ -41,34 +41,9 @@ fn job(shape: Shape) -> Option<Job> {
     job_of(&Build::new(&[SOURCE]), shape, true)
 }
 
-/// A dispatch and its combine, now and then another along the same ways, each time with a routing of its own.
-fn rounds_of(mut job: Job, seeds: std::ops::Range<u64>) {
-    for seed in seeds {
-        let mut numbers = Numbers(seed);
-        let shape = job.shape;
-        let routing = Routing::random(&mut numbers, &shape);
-        let first = ByRank::new(&mut job, &mut numbers, routing, (seed % 2) as u32);
-        let mut operations = vec![first];
-        if numbers.once_in(2) {
-            let second = operations[0].again(&mut job, &mut numbers, 1 - (seed % 2) as u32);
-            operations.push(second);
-        }
-        for operation in &operations {
-            let blocks = 1 + numbers.below(3) as u32;
-            operation.dispatch(&mut job, blocks, ALL);
-            operation.combine(&mut job, blocks, BOTH, numbers.below(3) as u32);
-        }
-        job.emulator.run(seed).unwrap();
-        for operation in &operations {
-            let found = operation.check_dispatch(&job).and_then(|()| operation.check_combine(&job));
-            found.unwrap_or_else(|what| panic!("seed {seed}: {what}"));
-        }
-    }
-}
-
 fn rounds(shape: Shape, seeds: std::ops::Range<u64>) {
-    if let Some(job) = job(shape) {
-        rounds_of(job, seeds);
+    if let Some(mut job) = job(shape) {
+        rounds_of(&mut job, seeds);
     }
 }
 
@@ -112,8 +87,8 @@ fn more_ranks_than_lanes_and_more_experts_than_fit() {
 #[test]
 fn without_bulk_copies_too() {
     for shape in [SHAPE, Shape { payload: Payload::Bf16, ..SHAPE }] {
-        if let Some(job) = job_of(&Build::new(&[SOURCE]), shape, false) {
-            rounds_of(job, 60..63);
+        if let Some(mut job) = job_of(&Build::new(&[SOURCE]), shape, false) {
+            rounds_of(&mut job, 60..63);
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use crossrail_cuda::Grid;
 use crossrail_kernels::ep::{
-    EP_FAULTS, EpCombineArgs, EpCommon, EpDispatchArgs, EpFault, EpHandle, Layout, Payload, Scale, Shape,
+    EP_FAULTS, EpCombineArgs, EpCommon, EpDispatchArgs, EpFault, EpHandle, Layout, Payload, Scale, Shape, stage_name,
 };
 
 use super::reference::{self, Outputs, Routing, Wire};
@@ -94,6 +94,16 @@ impl Job {
     pub fn masked(&self, rank: usize) -> Vec<usize> {
         let masks: Vec<u32> = self.ranks[rank].heap.read(self.shape.heap().masks as usize, self.shape.ranks as usize);
         masks.iter().enumerate().filter(|(_, mask)| **mask != 0).map(|(rank, _)| rank).collect()
+    }
+
+    /// All that kernels have told of, in words.
+    pub fn told(&self) -> String {
+        let of = |rank| self.faults(rank).into_iter().map(move |(whom, stage)| (rank, whom, stage));
+        let all = (0..self.ranks.len()).flat_map(of);
+        let all: Vec<String> = all
+            .map(|(rank, whom, stage)| format!("rank {rank} did not see {} of rank {whom}", stage_name(stage)))
+            .collect();
+        if all.is_empty() { "no faults".into() } else { all.join(", ") }
     }
 
     /// The faults that kernels of `rank` have told of: the rank that did not come, and the stage.

@@ -1,7 +1,7 @@
 //! One dispatch and its combine in the rank layout, on all ranks of a job on emulated GPUs.
 
 use crossrail_cuda::Grid;
-use crossrail_kernels::ep::{EP_MARKS, EpCombineArgs, EpDispatchArgs, Layout, Shape};
+use crossrail_kernels::ep::{EP_ANNOUNCE, EP_MARKS, EP_RECEIVE, EP_SEND, EpCombineArgs, EpDispatchArgs, Layout, Shape};
 
 use super::job::{Input, Job, check_sums, combine_args, ids, same};
 use super::reference::{self, Outputs, Routing, Wire};
@@ -249,5 +249,31 @@ impl ByRank {
             same(&format!("combine at rank {rank}: weights"), &got, sums)?;
         }
         Ok(())
+    }
+}
+
+/// A dispatch and its combine, now and then another along the same ways, each time with a routing of its own.
+pub fn rounds_of(job: &mut Job, seeds: std::ops::Range<u64>) {
+    for seed in seeds {
+        let mut numbers = Numbers(seed);
+        let shape = job.shape;
+        let routing = Routing::random(&mut numbers, &shape);
+        let first = ByRank::new(job, &mut numbers, routing, (seed % 2) as u32);
+        let mut operations = vec![first];
+        if numbers.once_in(2) {
+            let second = operations[0].again(job, &mut numbers, 1 - (seed % 2) as u32);
+            operations.push(second);
+        }
+        for operation in &operations {
+            let blocks = 1 + numbers.below(3) as u32;
+            operation.dispatch(job, blocks, EP_ANNOUNCE | EP_SEND | EP_RECEIVE);
+            operation.combine(job, blocks, EP_SEND | EP_RECEIVE, numbers.below(3) as u32);
+        }
+        let run = job.emulator.run(seed);
+        for operation in &operations {
+            let found = operation.check_dispatch(job).and_then(|()| operation.check_combine(job));
+            let found = run.clone().and(found);
+            found.unwrap_or_else(|what| panic!("seed {seed}: {what}; {}", job.told()));
+        }
     }
 }

@@ -8,6 +8,13 @@
 //! reaches, destinations there are tried too. Exits 0 when all bytes are right.
 #![allow(unsafe_code)]
 
+#[path = "../../tests/gpu_ep/emulate.rs"]
+mod emulate;
+mod ep;
+#[path = "../../../cuda/tests/support/mod.rs"]
+#[allow(dead_code)]
+mod support;
+
 use std::error::Error;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -65,7 +72,7 @@ fn run() -> Outcome<usize> {
         bench.flags()?;
         checks += bench.checks;
     }
-    Ok(checks)
+    Ok(checks + ep::all()?)
 }
 
 struct Bench<'a> {

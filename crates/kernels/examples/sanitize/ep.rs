@@ -1,0 +1,101 @@
+//! Dispatch and combine: two ranks on one GPU or two, blocks of few warps. Each phase is a launch of its own, and all ranks
+//! have launched one before any launches the next, so that nothing has to run at the same time as anything else: under a
+//! checker, launches may follow each other.
+
+use std::time::Duration;
+
+use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, Payload, Scale, Shape, Tuning};
+
+use crate::emulate::job::{ByExpert, Job, Weights};
+use crate::emulate::job_rank::ByRank;
+use crate::emulate::reference::{Choice, Routing};
+use crate::emulate::{Build, Numbers};
+use crate::{LIMIT, Outcome};
+
+const BLOCKS: u32 = 2;
+const SHAPE: Shape = Shape {
+    hidden: 1280,
+    topk: 3,
+    experts: 6,
+    ranks: 2,
+    max_tokens: 9,
+    payload: Payload::Fp8(Scale::F32),
+    prereduce: true,
+    expert_layout: true,
+    rank_layout: false,
+    regions: 1,
+    tuning: Tuning { piece: 0, threads: 128, senders: 0, receive_from: 0, rank_threads: 128, rank_movers: 2 },
+};
+
+/// All kernels of both layouts; how many launches there were.
+pub(crate) fn all() -> Outcome<usize> {
+    let bf16 = Shape { payload: Payload::Bf16, hidden: 1032, ..SHAPE };
+    let packed = Shape { payload: Payload::Fp8(Scale::Ue8m0), hidden: 1024, prereduce: false, ..SHAPE };
+    let mut launches = 0;
+    for shape in [SHAPE, bf16, packed] {
+        launches += expert(shape)?;
+        launches += rank(Shape { expert_layout: false, rank_layout: true, max_tokens: 40, ..shape })?;
+    }
+    Ok(launches)
+}
+
+fn job(source: &str, defines: &[String], shape: Shape, threads: u32, shared: [u32; 2]) -> Outcome<Job> {
+    let job = Job::made(&Build::new(&[source]).defines(defines), shape, threads, shared);
+    let mut job = job.ok_or("there is no GPU with bulk copies")?;
+    job.emulator.limit = LIMIT;
+    job.limit_ns = Duration::as_nanos(&LIMIT) as u64;
+    Ok(job)
+}
+
+/// As many as there can be at `shape`'s ranks.
+fn routing(numbers: &mut Numbers, shape: &Shape) -> Routing {
+    let most = shape.max_tokens as usize;
+    Routing::of(numbers, shape, &vec![most; shape.ranks as usize], Choice::Dropped)
+}
+
+fn expert(shape: Shape) -> Outcome<usize> {
+    let (defines, shared) = (shape.defines(true), shape.expert_shared());
+    let mut job = job("kernels/ep_expert.cu", &defines, shape, shape.tuning().threads, shared)?;
+    let mut launches = 0;
+    for weights in [Weights::Dispatch, Weights::None] {
+        let mut numbers = Numbers(launches as u64);
+        let routing = routing(&mut numbers, &shape);
+        let operation = ByExpert::new(&mut job, &mut numbers, routing, weights);
+        for phases in [EP_SEND, EP_RECEIVE] {
+            operation.dispatch(&mut job, BLOCKS, phases);
+            job.emulator.run(0)?;
+        }
+        for phases in [EP_SEND, EP_RECEIVE] {
+            operation.combine(&mut job, BLOCKS, phases);
+            job.emulator.run(0)?;
+        }
+        let found = operation.check_dispatch(&job).and_then(|()| operation.check_combine(&job));
+        found.map_err(|what| format!("{shape:?}: {what}; {}", job.told()))?;
+        launches += 4 * shape.ranks as usize;
+    }
+    Ok(launches)
+}
+
+fn rank(shape: Shape) -> Outcome<usize> {
+    let (defines, shared) = (shape.rank_defines(true), shape.rank_shared(true));
+    let mut job = job("kernels/ep_rank.cu", &defines, shape, shape.rank_threads(), shared)?;
+    let mut numbers = Numbers(1);
+    let routing = routing(&mut numbers, &shape);
+    let mut operation = ByRank::new(&mut job, &mut numbers, routing, 0);
+    let mut launches = 0;
+    for _ in 0..2 {
+        for phases in [EP_ANNOUNCE, EP_SEND, EP_RECEIVE] {
+            operation.dispatch(&mut job, BLOCKS, phases);
+            job.emulator.run(0)?;
+        }
+        for phases in [EP_SEND, EP_RECEIVE] {
+            operation.combine(&mut job, BLOCKS, phases, 0);
+            job.emulator.run(0)?;
+        }
+        let found = operation.check_dispatch(&job).and_then(|()| operation.check_combine(&job));
+        found.map_err(|what| format!("{shape:?}: {what}; {}", job.told()))?;
+        launches += 5 * shape.ranks as usize;
+        operation = operation.again(&mut job, &mut numbers, 0);
+    }
+    Ok(launches)
+}

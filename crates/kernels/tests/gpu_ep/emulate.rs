@@ -1,0 +1,253 @@
+//! Real GPUs with the face of the emulator: what runs there runs here. A rank is a stream; ranks take turns over the GPUs
+//! that reach each other, so that one GPU does for all, too.
+#![allow(dead_code, reason = "as there")]
+#![allow(unreachable_pub)]
+
+#[path = "../emulate/job.rs"]
+pub mod job;
+#[path = "../emulate/job_rank.rs"]
+pub mod job_rank;
+#[path = "../emulate/numbers.rs"]
+pub mod numbers;
+#[path = "../emulate/reference.rs"]
+pub mod reference;
+
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crossrail_cuda::nvrtc::{Compiled, Compiler};
+use crossrail_cuda::{
+    Context, Device, DeviceMemory, Function, Grid, KernelArgs, Module, PinnedMemory, Stream, settled,
+};
+use crossrail_kernels::sources;
+
+pub use self::numbers::Numbers;
+use crate::support;
+
+/// For all that a run does, unless told otherwise.
+const LIMIT: Duration = Duration::from_secs(15);
+/// Bytes that are copied at a time.
+const STAGE: usize = 1 << 20;
+
+/// One test at a time: freeing memory waits for the GPU, and would wait for a kernel that waits for another test.
+static TURN: Mutex<()> = Mutex::new(());
+
+/// What is compiled.
+#[derive(Clone)]
+pub struct Build {
+    source: String,
+    defines: Vec<String>,
+}
+
+impl Build {
+    /// Of one source.
+    pub fn new(sources: &[&str]) -> Build {
+        Build { source: sources[0].into(), defines: Vec::new() }
+    }
+
+    pub fn defines(mut self, defines: &[String]) -> Build {
+        self.defines.extend_from_slice(defines);
+        self
+    }
+
+    /// `None` where there is no GPU with bulk copies, or no compiler, which is said.
+    pub fn emulator(&self) -> Option<Emulator> {
+        let (cuda, library) = (support::cuda()?, support::nvrtc()?);
+        let devices = cuda.devices().unwrap();
+        let first = devices.first()?;
+        let arch = first.arch().unwrap();
+        if !sources::has_bulk(arch) {
+            support::skip("needs a GPU of architecture 9.0 or later");
+            return None;
+        }
+        let alike = |other: &&Device| {
+            let reaches = first.reaches(other).unwrap() && other.reaches(first).unwrap();
+            other.ordinal() == first.ordinal() || reaches && other.arch().unwrap() == arch
+        };
+        let found = [sources::EP_EXPERT, sources::EP_RANK].into_iter().find(|source| source.name == self.source);
+        let options: Vec<&str> = self.defines.iter().map(String::as_str).collect();
+        let compiled = Compiler::new(library, None).compile(&found.unwrap(), arch, &options, LIMIT).unwrap();
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let contexts: Vec<Context> =
+            devices.iter().filter(alike).map(|device| Context::primary(device).unwrap()).collect();
+        for one in &contexts {
+            for other in contexts.iter().filter(|other| other.device().ordinal() != one.device().ordinal()) {
+                one.enable_peer(other).unwrap();
+            }
+        }
+        let turn = Rc::new(turn);
+        let gpus = contexts.iter().map(|context| Rc::new(Gpu::new(context, &compiled, &turn))).collect();
+        Some(Emulator { gpus, functions: HashMap::new(), streams: HashMap::new(), queue: Vec::new(), limit: LIMIT })
+    }
+}
+
+struct Gpu {
+    module: Module,
+    stream: Stream,
+    pinned: PinnedMemory,
+    /// Until the last memory is given back.
+    _turn: Rc<MutexGuard<'static, ()>>,
+}
+
+impl Gpu {
+    fn new(context: &Context, compiled: &Compiled, turn: &Rc<MutexGuard<'static, ()>>) -> Gpu {
+        Gpu {
+            module: Module::load(context, compiled).unwrap(),
+            stream: Stream::new(context).unwrap(),
+            pinned: PinnedMemory::new(context, STAGE).unwrap(),
+            _turn: Rc::clone(turn),
+        }
+    }
+}
+
+type Start = Box<dyn Fn(&Function, &Stream) -> crossrail_types::Result<()>>;
+
+struct Launch {
+    kernel: String,
+    rank: u32,
+    shared: u32,
+    start: Start,
+}
+
+/// Kernels on GPUs, and launches that wait to be run.
+pub struct Emulator {
+    gpus: Vec<Rc<Gpu>>,
+    functions: HashMap<(String, usize), Function>,
+    streams: HashMap<u32, Stream>,
+    queue: Vec<Launch>,
+    /// The longest that a run may take.
+    pub limit: Duration,
+}
+
+impl Emulator {
+    /// Memory of the GPU of the rank whose number the name ends with, or of the first; full of noise.
+    pub fn memory(&mut self, name: &str, bytes: usize) -> Memory {
+        let rank = name.split(' ').next_back().and_then(|word| word.parse::<usize>().ok()).unwrap_or(0);
+        let gpu = Rc::clone(&self.gpus[rank % self.gpus.len()]);
+        let memory = DeviceMemory::new(gpu.stream.context(), bytes.max(1)).unwrap();
+        let memory = Memory(Rc::new(Area { memory, gpu }));
+        memory.write(0, &Numbers(0x5eed ^ (bytes as u64) << 8).bytes(bytes));
+        memory
+    }
+
+    pub fn zeroed(&mut self, name: &str, bytes: usize) -> Memory {
+        let memory = self.memory(name, bytes);
+        memory.write(0, &vec![0u8; bytes]);
+        memory
+    }
+
+    pub fn memory_of<T: Number>(&mut self, name: &str, values: &[T]) -> Memory {
+        let memory = self.memory(name, size_of_val(values));
+        memory.write(0, values);
+        memory
+    }
+
+    /// Queues a launch on a rank's stream.
+    pub fn launch_on<A: KernelArgs + 'static>(&mut self, rank: u32, kernel: &str, args: &A, grid: Grid) {
+        let args = *args;
+        // SAFETY: each kernel is launched with what it takes; the memory that is named lives until the run is over.
+        let start = move |function: &Function, stream: &Stream| unsafe { function.launch(stream, grid, &args) };
+        self.queue.push(Launch { kernel: kernel.into(), rank, shared: grid.shared, start: Box::new(start) });
+    }
+
+    /// Runs all queued launches to their end. Orders are the GPUs' own, the seed is for messages.
+    ///
+    /// # Errors
+    /// A call that failed. When kernels do not end, the process does: their memory cannot be given back.
+    pub fn run(&mut self, seed: u64) -> Result<(), String> {
+        let queue = std::mem::take(&mut self.queue);
+        let in_words = |error: crossrail_types::Error| format!("seed {seed}: {error}");
+        for launch in &queue {
+            let number = launch.rank as usize % self.gpus.len();
+            let gpu = &self.gpus[number];
+            let function = match self.functions.entry((launch.kernel.clone(), number)) {
+                std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
+                std::collections::hash_map::Entry::Vacant(new) => {
+                    new.insert(gpu.module.function(&launch.kernel).map_err(in_words)?)
+                }
+            };
+            function.allow_shared(launch.shared).map_err(in_words)?;
+            let context = gpu.stream.context();
+            self.streams.entry(launch.rank).or_insert_with(|| Stream::new(context).unwrap());
+        }
+        assert!(settled(self.limit), "memory is not given back");
+        for launch in &queue {
+            let function = &self.functions[&(launch.kernel.clone(), launch.rank as usize % self.gpus.len())];
+            (launch.start)(function, &self.streams[&launch.rank]).map_err(in_words)?;
+        }
+        for (rank, stream) in &self.streams {
+            if let Err(error) = stream.wait(self.limit) {
+                eprintln!("seed {seed}: rank {rank}: {error}: kernels do not end");
+                std::process::exit(101);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Memory of a GPU. Clones are the same memory. A test reads and writes it between runs.
+#[derive(Clone)]
+pub struct Memory(Rc<Area>);
+
+struct Area {
+    memory: DeviceMemory,
+    gpu: Rc<Gpu>,
+}
+
+impl Memory {
+    pub fn address(&self) -> u64 {
+        self.0.memory.address()
+    }
+
+    pub fn len(&self) -> usize {
+        self.0.memory.len()
+    }
+
+    /// `count` values from byte `at` on.
+    pub fn read<T: Number>(&self, at: usize, count: usize) -> Vec<T> {
+        let bytes = count * size_of::<T>();
+        assert!(at + bytes <= self.len(), "{count} values at {at} of {}", self.len());
+        let mut values: Vec<T> = Vec::with_capacity(count);
+        let (gpu, to) = (&self.0.gpu, values.as_mut_ptr().cast::<u8>());
+        for done in (0..bytes).step_by(STAGE) {
+            let len = STAGE.min(bytes - done);
+            // SAFETY: inside both areas, which nobody touches meanwhile; there is room for so many values.
+            unsafe {
+                gpu.stream.copy(gpu.pinned.address(), self.address() + (at + done) as u64, len).unwrap();
+                gpu.stream.wait(LIMIT).unwrap();
+                std::ptr::copy_nonoverlapping(gpu.pinned.as_ptr(), to.add(done), len);
+            }
+        }
+        // SAFETY: all were written, and any bits are a number.
+        unsafe { values.set_len(count) };
+        values
+    }
+
+    /// Writes values from byte `at` on.
+    pub fn write<T: Number>(&self, at: usize, values: &[T]) {
+        let bytes = size_of_val(values);
+        assert!(at + bytes <= self.len(), "{} values at {at} of {}", values.len(), self.len());
+        let (gpu, from) = (&self.0.gpu, values.as_ptr().cast::<u8>());
+        for done in (0..bytes).step_by(STAGE) {
+            let len = STAGE.min(bytes - done);
+            // SAFETY: as above.
+            unsafe {
+                std::ptr::copy_nonoverlapping(from.add(done), gpu.pinned.as_ptr(), len);
+                gpu.stream.copy(self.address() + (at + done) as u64, gpu.pinned.address(), len).unwrap();
+                gpu.stream.wait(LIMIT).unwrap();
+            }
+        }
+    }
+}
+
+/// Numbers: any bits are one.
+pub trait Number: Copy {}
+impl Number for u8 {}
+impl Number for u16 {}
+impl Number for u32 {}
+impl Number for u64 {}
+impl Number for i32 {}
+impl Number for i64 {}
+impl Number for f32 {}
