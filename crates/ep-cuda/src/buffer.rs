@@ -65,6 +65,9 @@ pub(crate) struct Inner {
     pub(crate) network: AtomicU64,
     pub(crate) recent: Arc<Recent>,
     pub(crate) state: Mutex<State>,
+    /// By rank, the generation of its connection, 0 for none. Held while masks are told that depend on it; never while
+    /// kernels or other ranks are waited for.
+    pub(crate) connections: Mutex<Vec<u64>>,
     /// One thread at a time connects and disconnects.
     pub(crate) connecting: Mutex<()>,
 }
@@ -136,11 +139,7 @@ impl DeviceBuffer {
     ) -> Result<DeviceBuffer> {
         let shape = options::shape(&config, &options)?;
         let me = group.rank();
-        if me >= config.ranks {
-            let text = format!("rank {me} of the group in a buffer for {} ranks", config.ranks);
-            return Err(Error::new(ErrorKind::Usage, "ExpertBuffer", text)
-                .with_hint("make it for as many ranks as the group may have"));
-        }
+        config.check_rank(me)?;
         let cuda = options::context(options.ordinal)?;
         options::plan(&config, &options, 0, Some(options::free(&cuda)?))?.check()?;
         let id = random_id()?;
@@ -200,6 +199,7 @@ impl DeviceBuffer {
                 generation: 0,
                 closed: false,
             }),
+            connections: Mutex::new(vec![0; ranks]),
             connecting: Mutex::new(()),
             config,
             options,
@@ -253,40 +253,37 @@ impl DeviceBuffer {
         self.0.me
     }
 
-    /// Connects `ranks` (this one among them or not; those that are connected stay so), which call it too, and waits
-    /// until all of them are; `activate`: operations include them from now on, otherwise they are masked at first.
-    /// Called by ranks that are connected already and by new ones at the same point between operations. Only what
-    /// changes is mapped; graphs that were captured stay good.
+    /// As [`crossrail_ep::ExpertBuffer::connect`]. Only what changes is mapped; graphs that were captured stay good, and do
+    /// not run meanwhile.
     ///
     /// # Errors
-    /// `Timeout` naming the ranks that did not come; `Mismatch` naming the rank and the parameter that differs;
-    /// `PeerDead`; `Usage` while something that was sent is not received. Ranks that were connected before stay so.
+    /// As there; `Usage` while something that was sent is not received; `Unsupported` where only one of two GPUs reaches
+    /// the other's memory.
     pub fn connect(&self, ranks: &[u32], activate: bool, timeout: Option<Duration>) -> Result<()> {
         self.0.connect(ranks, activate, timeout)
     }
 
-    /// Ends the connections to `ranks`, between operations; they are not masked but absent. What others are connected
-    /// to stays.
+    /// As [`crossrail_ep::ExpertBuffer::disconnect`], once what was put in is done. Graphs that were captured must not run
+    /// meanwhile: nobody tells the host when they do.
     ///
     /// # Errors
-    /// `Usage` for a rank that is none, or this one; `Timeout` when operations are not done.
+    /// As there; `Timeout` when operations are not done.
     pub fn disconnect(&self, ranks: &[u32]) -> Result<()> {
         self.0.disconnect(ranks)
     }
 
-    /// From now on operations neither send to `ranks` nor wait for them; those under way stop waiting.
+    /// As [`crossrail_ep::ExpertBuffer::mask`]; operations under way stop waiting for them too.
     ///
     /// # Errors
-    /// `Usage` for a rank that is not connected, or this one.
+    /// As there.
     pub fn mask(&self, ranks: &[u32]) -> Result<()> {
         self.0.set_mask(ranks, true)
     }
 
-    /// Takes masked ranks back, which do the same at the same point between operations.
+    /// As [`crossrail_ep::ExpertBuffer::unmask`], once what was put in is done.
     ///
     /// # Errors
-    /// `Usage` for a rank that is not connected; `PeerDead` for one whose process is gone; `Timeout` when operations
-    /// are not done.
+    /// As there; `Timeout` when operations are not done.
     pub fn unmask(&self, ranks: &[u32]) -> Result<()> {
         self.0.set_mask(ranks, false)
     }
@@ -379,7 +376,7 @@ impl DeviceBuffer {
         self.0.sync(limit)
     }
 
-    /// Ends all connections once kernels are done. The memory goes with the last result that is a view of it.
+    /// Ends all connections once kernels are done; graphs that were captured must not run any more. The memory goes with the last result that is a view of it.
     ///
     /// # Errors
     /// `Timeout` when kernels are not done in time: their memory is then kept for good. None of a second call.
@@ -424,10 +421,8 @@ impl Inner {
             if was_masked {
                 continue;
             }
-            if !is_masked_by_kernels(&told)
-                && let Err(error) = self.heap.set_mask(told.rank, true)
-            {
-                self.meeting.warn(&error);
+            if !is_masked_by_kernels(&told) {
+                self.tell_mask(told.rank);
             }
             let alive = peer.endpoint().cloned().filter(Endpoint::is_alive);
             let why = reason(&told, self.config.timeout);

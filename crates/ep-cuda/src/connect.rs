@@ -96,8 +96,11 @@ impl Inner {
             if let Some(endpoint) = peer.endpoint() {
                 peer.life = Some(watch::on_end(self, peer.rank, peer.generation, endpoint)?);
             }
+            let mut connections = self.connections.lock();
+            connections[at] = peer.generation;
             self.heap.set_peer(peer.rank, peer.base(self.heap.base()))?;
             self.heap.set_mask(peer.rank, peer.masked)?;
+            drop(connections);
             state.peers[at] = Some(peer);
         }
         Ok(())
@@ -230,10 +233,7 @@ impl Inner {
 
     pub(crate) fn disconnect(&self, ranks: &[u32]) -> Result<()> {
         let _connecting = self.connecting.lock();
-        if let Some(rank) = ranks.iter().find(|rank| **rank == self.me || **rank >= self.config.ranks) {
-            let text = format!("rank {rank} is not another rank of this buffer");
-            return Err(Error::new(ErrorKind::Usage, "disconnect", text));
-        }
+        meeting::others(ranks, self.me, self.config.ranks, "disconnect")?;
         let mut state = self.state.lock();
         self.drain(&mut state);
         // What those have sent may never be received; kernels must not touch their heaps any more.
@@ -241,6 +241,7 @@ impl Inner {
         let mut gone = Vec::new();
         for rank in ranks {
             if state.peers[*rank as usize].is_some() {
+                self.connections.lock()[*rank as usize] = 0;
                 self.heap.set_mask(*rank, true)?;
                 self.heap.set_peer(*rank, self.heap.base())?;
                 gone.extend(state.peers[*rank as usize].take());

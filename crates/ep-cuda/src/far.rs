@@ -172,9 +172,7 @@ impl Inner {
     }
 
     fn lose(&self, state: &mut State, rank: u32, kind: Kind, error: &Error) {
-        if let Err(error) = self.heap.set_mask(rank, true) {
-            self.meeting.warn(&error);
-        }
+        self.tell_mask(rank);
         let Some(peer) = state.peers[rank as usize].as_mut().filter(|peer| !peer.masked) else { return };
         peer.masked = true;
         let dead = matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed);

@@ -28,6 +28,7 @@ mod faults;
 mod handles;
 mod heap;
 mod loading;
+mod operands;
 mod options;
 mod order;
 mod peer;
@@ -36,13 +37,12 @@ mod traffic;
 mod watch;
 
 pub use buffer::DeviceBuffer;
-pub use calls::{
-    Enqueued, ExpertCombine, ExpertDispatch, ExpertOut, InScales, Pending, RankCombine, RankDispatch, Split, Tokens,
-};
+pub use calls::{Enqueued, Pending};
 pub use crossrail_ep::{Config, Fault, Layout, Link, LinkKind, Payload, Plan, Scale};
 pub use crossrail_kernels::ep::Shape;
 pub use done::{Count, Done};
 pub use handles::DeviceHandle;
+pub use operands::{ExpertCombine, ExpertDispatch, ExpertOut, InScales, RankCombine, RankDispatch, Split, Tokens};
 pub use options::DeviceOptions;
 pub use regions::{RegionLease, RegionView};
 pub use traffic::Traffic;

@@ -50,6 +50,12 @@ impl Inner {
     /// Masks a rank whose connection has ended. One that died is a fault now; one that has left is one only if an
     /// operation with it is begun.
     fn lost(&self, lost: &Lost) {
+        // At once, as whoever has the state may wait for kernels that wait for that rank.
+        let connections = self.connections.lock();
+        if connections[lost.rank as usize] == lost.generation {
+            self.tell_mask(lost.rank);
+        }
+        drop(connections);
         let mut state = self.state.lock();
         let state: &mut State = &mut state;
         let peer = state.peers.get_mut(lost.rank as usize).and_then(Option::as_mut);
@@ -58,11 +64,17 @@ impl Inner {
         let why = if dead { "its process is gone" } else { "it has left" };
         peer.gone = Some(Gone { why: why.to_owned(), said: dead || peer.masked });
         let was_masked = std::mem::replace(&mut peer.masked, true);
-        if let Err(error) = self.heap.set_mask(lost.rank, true) {
-            self.meeting.warn(&error);
-        }
+        // It may have been unmasked meanwhile.
+        self.tell_mask(lost.rank);
         if dead && !was_masked {
             self.say_gone(state, lost.rank, why);
+        }
+    }
+
+    /// Has kernels leave a rank out, those under way too.
+    pub(crate) fn tell_mask(&self, rank: u32) {
+        if let Err(error) = self.heap.set_mask(rank, true) {
+            self.meeting.warn(&error);
         }
     }
 

@@ -98,11 +98,7 @@ impl ExpertBuffer {
     pub fn new(group: &Group, context: &Context, name: &str, config: Config) -> Result<ExpertBuffer> {
         config.check()?;
         let me = group.rank();
-        if me >= config.ranks {
-            let text = format!("rank {me} of the group in a buffer for {} ranks", config.ranks);
-            return Err(Error::new(ErrorKind::Usage, "ExpertBuffer", text)
-                .with_hint("make it for as many ranks as the group may have"));
-        }
+        config.check_rank(me)?;
         Plan::new(&config, 0)?.check()?;
         let areas = Areas::new(&config);
         let memory = context.alloc(areas.heap)?;

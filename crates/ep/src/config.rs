@@ -119,6 +119,19 @@ impl Config {
         self.layouts.contains(&layout)
     }
 
+    /// Checks that rank `me` of a group has a place in such a buffer.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Usage`].
+    pub fn check_rank(&self, me: u32) -> Result<()> {
+        if me < self.ranks {
+            return Ok(());
+        }
+        let text = format!("rank {me} of the group in a buffer for {} ranks", self.ranks);
+        let error = Error::new(ErrorKind::Usage, "ExpertBuffer", text);
+        Err(error.with_hint("make it for as many ranks as the group may have"))
+    }
+
     /// Checks that the numbers make sense together.
     ///
     /// # Errors

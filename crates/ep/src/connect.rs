@@ -124,13 +124,7 @@ impl Inner {
 
     pub(crate) fn disconnect(&self, ranks: &[u32]) -> Result<()> {
         let mut state = self.state.lock();
-        if let Some(rank) = ranks.iter().find(|rank| **rank as usize == self.here.me || **rank >= self.config.ranks) {
-            return Err(Error::new(
-                ErrorKind::Usage,
-                "disconnect",
-                format!("rank {rank} is not another rank of this buffer"),
-            ));
-        }
+        meeting::others(ranks, self.here.me as u32, self.config.ranks, "disconnect")?;
         for rank in ranks {
             if let Some(peer) = state.peers[*rank as usize].take() {
                 peer.close(GOODBYE);

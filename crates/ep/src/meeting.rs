@@ -427,6 +427,20 @@ impl Meeting {
     }
 }
 
+/// Checks that `ranks` are other ranks than `me`, of `most`.
+///
+/// # Errors
+/// `Usage` naming one that is not.
+pub fn others(ranks: &[u32], me: u32, most: u32, operation: &str) -> Result<()> {
+    match ranks.iter().find(|rank| **rank == me || **rank >= most) {
+        None => Ok(()),
+        Some(rank) => {
+            let text = format!("rank {rank} is not another rank of this buffer");
+            Err(Error::new(ErrorKind::Usage, operation, text))
+        }
+    }
+}
+
 /// Those of `ranks` that are not connected yet, ascending.
 ///
 /// # Errors
