@@ -175,6 +175,11 @@ class ExpertBuffer:
         """Multiprocessors that an operation takes, on a GPU."""
         return self._buffer.num_sms if isinstance(self._buffer, _native.DeviceBuffer) else None
 
+    @property
+    def spare_regions(self) -> int | None:
+        """On a GPU: how many more results in the rank layout there is memory for, beside those in use and of graphs."""
+        return self._buffer.spare_regions if isinstance(self._buffer, _native.DeviceBuffer) else None
+
     @overload
     def dispatch(
         self,

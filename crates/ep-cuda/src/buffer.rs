@@ -327,6 +327,11 @@ impl DeviceBuffer {
             .collect()
     }
 
+    /// How many more results in the rank layout there is memory for, beside those in use and those of graphs.
+    pub fn spare_regions(&self) -> u32 {
+        self.0.regions.spare()
+    }
+
     /// Bytes that the host has carried to ranks that this rank's GPU does not reach.
     pub fn network_bytes(&self) -> u64 {
         self.0.network.load(Ordering::Relaxed)

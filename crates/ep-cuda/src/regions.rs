@@ -65,6 +65,12 @@ impl Regions {
         Ok((at as u32, std::mem::take(&mut regions[at].until)))
     }
 
+    /// How many more there are for results that no graph captures.
+    pub(crate) fn spare(&self) -> u32 {
+        let free = |region: &&Region| !region.taken && !region.graphs && region.suspects.is_empty();
+        self.0.lock().iter().filter(free).count() as u32
+    }
+
     /// A rank was lost that may still write into regions that are lent.
     pub(crate) fn suspect(&self, rank: u32, endpoint: &Endpoint) {
         for region in self.0.lock().iter_mut().filter(|region| region.taken) {
@@ -228,8 +234,11 @@ mod tests {
         let regions = Regions::new(2);
         let take = |captured| regions.take(captured).map(|(index, _)| index);
         assert_eq!(take(true).unwrap(), 0);
+        assert_eq!(regions.spare(), 1);
         regions.give_back(0, Vec::new(), true);
+        assert_eq!(regions.spare(), 1);
         assert_eq!(take(false).unwrap(), 1);
+        assert_eq!(regions.spare(), 0);
         let error = take(false).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Exhausted);
         assert!(error.detail.contains("all 2 regions") && error.detail.contains("graphs (1)"), "{}", error.detail);

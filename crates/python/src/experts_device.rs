@@ -166,6 +166,11 @@ impl DeviceBuffer {
     }
 
     #[getter]
+    fn spare_regions(&self) -> u32 {
+        self.native.spare_regions()
+    }
+
+    #[getter]
     fn network_bytes(&self) -> u64 {
         self.native.network_bytes()
     }

@@ -1,0 +1,519 @@
+"""The buffer of the compatible interface."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from crossrail.deep_ep.checks import Tensor, checked, count, refused, torch, wrong
+from crossrail.deep_ep.config import Config, recommended
+from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn
+from crossrail.deep_ep.given import BLOCK, PACKED, Given, Rows, expert_out, low_latency_payload, rows_kind
+from crossrail.deep_ep.handles import Handle, Routing, routing_of
+from crossrail.deep_ep.layouts import aligned_counts, dispatch_layout, experts_of_ranks
+from crossrail.deep_ep.pool import PAYLOADS, Gpu, Kind, Machine, Pool
+from crossrail.deep_ep.ranks import Call, Peers, Ranks, joined
+from crossrail.errors import ClosedError, CrossrailError
+from crossrail.experts import ExpertBuffer
+
+__all__ = ["Buffer"]
+
+HINT_TOPK = 8
+"""Experts of a token that the hint of what low-latency mode takes is for."""
+
+
+class Buffer:
+    """Expert-parallel dispatch and combine in the interface of DeepEP's first version, on `crossrail.ExpertBuffer`.
+
+    `group`: a torch.distributed process group or a crossrail.Group; or None with `comm`, an MPI communicator. Every
+    rank makes its buffer on PyTorch's current GPU at the same point, and calls the same operations in the same order.
+
+    Memory is taken at the first dispatch of a kind (hidden size, experts, top-k, bf16 or fp8; in low-latency mode the
+    number of tokens too), which also compiles kernels unless they are kept on disk: run each kind once before capturing
+    it in a graph. In normal mode it is for the tokens of the rank that has the most, and for no fewer than
+    `num_nvl_bytes` are enough for; when a later dispatch has more on any rank, all ranks make a larger one, and the old
+    one goes with the last handle of its dispatches. To that end every normal dispatch without a handle tells the other
+    hosts how many tokens it has. `num_rdma_bytes` is not looked at, nor is `num_qps_per_rank`: no network is needed.
+
+    `low_latency_mode` is remembered; either mode works at any time. `allow_nvlink_for_low_latency_mode=False`: rows of
+    low-latency operations go over the network lanes of the hosts. `allow_mnnvl` allows what is not used.
+    `enable_shrink` is remembered: in low-latency mode a rank that does not come in time is always masked, and
+    operations go on without it. `explicitly_destroy` likewise: a buffer ends when it is dropped, at the latest.
+
+    Raises UnsupportedError (no PyTorch, no CUDA), UsageError, and what joining a `crossrail.Group` raises.
+    """
+
+    num_sms: int = 20
+
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+    ) -> None:
+        count("num_qps_per_rank", num_qps_per_rank, "Buffer")
+        self.num_nvl_bytes = count("num_nvl_bytes", num_nvl_bytes, "Buffer")
+        self.num_rdma_bytes = count("num_rdma_bytes", num_rdma_bytes, "Buffer")
+        self.group = group
+        self.low_latency_mode = bool(low_latency_mode)
+        self.explicitly_destroy = bool(explicitly_destroy)
+        self.enable_shrink = bool(enable_shrink)
+        self._ends = contextlib.ExitStack()
+        self._closed = False
+        self._combine_rooms: dict[tuple[int, ...], list[Tensor]] = {}
+        self._ranks, self._machine = self._meet(group, comm, bool(allow_nvlink_for_low_latency_mode))
+        self.rank = self._ranks.rank
+        self.group_size = self._ranks.size
+        self._pool = Pool(self._machine, self.group_size, self.num_nvl_bytes)
+        self._ends.callback(self._pool.destroy)
+
+    def _meet(self, group: Any, comm: Any, share_node: bool) -> tuple[Ranks, Machine]:
+        """The other ranks, and where the expert buffers will be."""
+        torch()
+        met = joined(group, comm)
+        with contextlib.ExitStack() as undo:
+            undo.callback(met.owned.close)
+            machine = Gpu(met, share_node=share_node)
+            peers = Peers(met.group, met.name)
+            undo.pop_all()
+        self._ends.callback(met.owned.close)
+        self._ends.callback(peers.close)
+        return peers, machine
+
+    def destroy(self) -> None:
+        """Ends all connections and gives the memory back, that of results with the last of them. Once is enough."""
+        self._closed = True
+        self._combine_rooms.clear()
+        self._ends.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(CrossrailError, AttributeError):
+            self.destroy()
+
+    def _open(self, operation: str) -> None:
+        if self._closed:
+            detail = "the buffer was destroyed"
+            raise ClosedError(f"{operation}: {detail}", operation=operation, detail=detail)
+
+    # What does not need a buffer.
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether kernels use what GPUs have from compute capability 9.0 on: they are compiled for the GPU at hand."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """How many multiprocessors normal operations take, of kinds whose first dispatch is yet to come: an even
+        number, at most the GPU's."""
+        if count("num_sms", new_num_sms, "set_num_sms") % 2 or not new_num_sms:
+            raise wrong("set_num_sms", f"num_sms {new_num_sms} is not an even number from 2 on")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """The current stream's present end, for `previous_event`."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """The Config that dispatch takes where it is given none."""
+        return recommended(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """The Config that combine takes where it is given none."""
+        return recommended(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes that low-latency mode takes on each rank, in bf16 and with 8 experts per token."""
+        kind = Kind("expert", hidden, num_experts, max(1, min(HINT_TOPK, num_experts)), "bf16")
+        options = kind.parameters(num_max_dispatch_tokens_per_rank) | {"ranks": num_ranks, "device": 0}
+        return ExpertBuffer.plan(**options).total
+
+    # Streams and memory.
+
+    def get_comm_stream(self) -> Any:
+        """The `torch.cuda.Stream` of operations that have `async_finish` or `previous_event`."""
+        self._open("get_comm_stream")
+        return self._machine.streams.communication
+
+    def get_local_buffer_tensor(
+        self, dtype: Any, size: Any = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> Tensor:
+        """Not to be had: NotImplementedError. The memory has a layout of its own, which other ranks' kernels write."""
+        raise refused("get_local_buffer_tensor", "use_rdma_buffer", "the memory cannot be shown, of either kind")
+
+    # Normal mode.
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """How many tokens go where. `topk_idx`: i64 [T, K], -1 for none.
+
+        Gives num_tokens_per_rank i32 [ranks], None, num_tokens_per_expert i32 [num_experts], is_token_in_rank
+        bool [T, ranks], and the event. The dispatch counts for itself: of the last three it only takes the number of
+        experts, and, without topk_idx, is_token_in_rank.
+        """
+        self._open("get_dispatch_layout")
+        experts = self._experts(num_experts, "get_dispatch_layout")
+        checked(topk_idx, "topk_idx", "get_dispatch_layout", ("int64",), ("T", "K"), self._machine.device, dense=False)
+        with self._machine.streams.turn(previous_event, async_finish) as turn:
+            turn.reads(topk_idx)
+            ranks, to_experts, in_rank = dispatch_layout(topk_idx, experts, self.group_size)
+            turn.gives(ranks, to_experts, in_rank)
+        return ranks, None, to_experts, in_rank, turn.overlap
+
+    def dispatch(
+        self,
+        x: Rows,
+        handle: tuple[Any, ...] | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Rows, Tensor | None, Tensor | None, list[int] | None, Handle | None, EventOverlap]:
+        """Sends each token once to every rank that has one of its experts.
+
+        `x`: bf16 [T, H], or (e4m3 [T, H], scales of any strides: f32 [T, H/128], or i32 [T, H/512] with four exponents
+        each). Without a handle: `num_tokens_per_expert` [num_experts], of which only the length is looked at, and
+        `topk_idx` i64 [T, K] with `topk_weights` f32 [T, K] or none, or else `is_token_in_rank` bool [T, ranks].
+        `num_worst_tokens`: rows of the result, more than can come, so that the host need not wait for their number.
+        `previous_event`: what the operation comes after; `async_finish`: the current stream does not wait for it, the
+        event does. `allocate_on_comm_stream`: results belong to the stream that the operation runs in, always.
+
+        Gives what came, as `x` was given ([N, H], by source rank and then token), recv_topk_idx i64 [N, K] (local
+        experts, -1 elsewhere; all -1 behind the rows that came), recv_topk_weights, a list of the rows of each local
+        expert rounded up to `expert_alignment` (empty with `num_worst_tokens`), the handle and the event. With a
+        handle: what came, four times None, the event. While an earlier result is in use a new one is copied out of the
+        buffer's memory, so that any number may be kept.
+
+        Raises UsageError that names the argument, or the rank where it is wrong; MismatchError when ranks disagree.
+        """
+        self._open("dispatch")
+        config = self.get_dispatch_config(self.group_size) if config is None else config
+        if handle is not None:
+            routing = routing_of(handle, "rank", "dispatch")
+            with self._machine.streams.turn(previous_event, async_finish) as turn:
+                again = self._dispatch_again(turn, x, routing, config)
+            return again, None, None, None, None, turn.overlap
+        with self._machine.streams.turn(previous_event, async_finish) as turn:
+            given = Given(x, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
+            worst = count("num_worst_tokens", num_worst_tokens, "dispatch")
+            came = self._dispatch_new(turn, given, expert_alignment, worst, config)
+        return *came, turn.overlap
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: tuple[Any, ...],
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Brings `x` bf16 [N, H], one row for each that the dispatch of `handle` brought, back to its token, and sums.
+
+        `topk_weights`: f32 [N, K], summed likewise. `bias`: bf16 [T, H], one or two of them, added. The rest as for
+        dispatch. Gives the sums bf16 [T, H], those of the weights f32 [T, K] or None, and the event.
+        """
+        self._open("combine")
+        routing = routing_of(handle, "rank", "combine")
+        hidden, device = routing.kind.hidden, self._machine.device
+        checked(x, "x", "combine", ("bfloat16",), (routing.rows, hidden), device)
+        biases = [] if bias is None else list(bias) if isinstance(bias, list | tuple) else [bias]
+        for one in biases:
+            checked(one, "bias", "combine", ("bfloat16",), (routing.tokens, hidden), device)
+        if topk_weights is not None:
+            shape = (routing.rows, routing.kind.topk)
+            checked(topk_weights, "topk_weights", "combine", ("float32",), shape, device)
+        with self._machine.streams.turn(previous_event, async_finish) as turn:
+            turn.reads(x, topk_weights, *biases)
+            done = routing.buffer.combine(x, routing.native, topk_weights=topk_weights, bias=biases or None)
+            weights = None if topk_weights is None else done.topk_weights
+            turn.gives(done.x, weights)
+        return done.x, weights, turn.overlap
+
+    def _dispatch_new(
+        self, turn: Turn, given: Given, alignment: int, worst: int, config: Config
+    ) -> tuple[Rows, Tensor | None, Tensor | None, list[int], Handle]:
+        """A dispatch whose routing is new, in its turn."""
+        try:
+            if not worst and self._machine.streams.is_capturing():
+                hint = "num_worst_tokens is needed in a capture"
+                raise wrong("dispatch", "the host waits for the number of rows, and a graph is captured", hint)
+            kind, tokens = given.kind(self.group_size, self._machine.device)
+            self._experts(kind.experts, "dispatch")
+            sms = self._sms(config)
+            if count("expert_alignment", alignment, "dispatch") == 0:
+                raise wrong("dispatch", "expert_alignment is 0")
+        except CrossrailError as error:
+            Call.refuse(self._ranks, error.detail)
+            raise
+        wanted = max(tokens, -(-worst // self.group_size))
+        code = PAYLOADS.index(kind.payload)
+        most = Call(kind.hidden, kind.experts, kind.topk, code, worst, wanted).agreed(self._ranks)
+        made = self._pool.rank_layout(kind, most, sms)
+        with_topk = given.topk_idx is not None
+        topk_idx: Tensor = given.topk_idx if with_topk else experts_of_ranks(given.is_token_in_rank, kind.experts)
+        counts = None if with_topk or worst else aligned_counts(self._ranks, given.per_expert, alignment)
+        turn.reads(*given.tensors())
+        result = made.buffer.dispatch(
+            given.x,
+            topk_idx,
+            given.topk_weights,
+            "rank",
+            expert_alignment=alignment,
+            max_rows=worst or None,
+        )
+        came, idx, weights = self._kept(turn, made.buffer, result, kind, with_topk)
+        # The ids are kept, for rows of another kind; the caller may change its own.
+        kept: Tensor = topk_idx.clone() if with_topk else topk_idx
+        turn.gives(kept, result.offsets)
+        rows = result.handle.rows
+        routing = Routing(made.buffer, result.handle, kind, made.max_tokens, tokens, rows, kept)
+        handle = Handle.of(routing, result.offsets, given.is_token_in_rank)
+        listed = [] if worst else result.count_list if counts is None else counts
+        return came, idx, weights if given.topk_weights is not None else None, listed, handle
+
+    def _dispatch_again(self, turn: Turn, x: Rows, routing: Routing, config: Config) -> Rows:
+        """Other rows along the ways of a dispatch, in their turn."""
+        shape, payload = rows_kind(x, self._machine.device)
+        if shape != (routing.tokens, routing.kind.hidden):
+            raise wrong(
+                "dispatch", f"x has shape {list(shape)}, that of the handle {routing.tokens, routing.kind.hidden}"
+            )
+        turn.reads(*(x if isinstance(x, tuple) else (x,)))
+        buffer, kind = routing.buffer, routing.kind
+        if payload == kind.payload:
+            result = buffer.dispatch(x, None, layout="rank", handle=routing.native)
+        else:
+            kind = replace(kind, payload=payload)
+            buffer = self._pool.rank_layout(kind, routing.max_tokens, self._sms(config)).buffer
+            result = buffer.dispatch(x, routing.topk_idx, layout="rank", max_rows=routing.rows)
+        return self._kept(turn, buffer, result, kind, False)[0]
+
+    def _kept(
+        self, turn: Turn, buffer: Any, result: Any, kind: Kind, with_topk: bool
+    ) -> tuple[Rows, Tensor | None, Tensor | None]:
+        """What came, for the caller to keep: copied, if it is in the last memory that the buffer has for results."""
+        parts = [result.x, result.scales, *((result.topk_idx, result.topk_weights) if with_topk else (None, None))]
+        if self._machine.streams.is_capturing() or not buffer.spare_regions:
+            parts = [None if part is None else part.clone() for part in parts]
+            turn.gives(*parts)
+        else:
+            turn.shows(result)
+        x, scales, idx, weights = parts
+        if kind.payload == "ue8m0":
+            scales = scales.view(torch().int32)
+        return (x if scales is None else (x, scales)), idx, weights
+
+    def _sms(self, config: Config) -> int:
+        if not isinstance(config, Config):
+            raise wrong("dispatch", f"config is a {type(config).__name__}, not a Config")
+        return config.num_sms
+
+    def _experts(self, num_experts: int, operation: str) -> int:
+        experts = count("num_experts", num_experts, operation)
+        if experts == 0 or experts % self.group_size:
+            raise wrong(operation, f"num_experts {experts} is no multiple of the number of ranks, {self.group_size}")
+        return experts
+
+    # Low-latency mode.
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Rows, Tensor, Handle, EventOverlap, Callable[[], None] | None]:
+        """Sends `x` bf16 [T, H] to the experts `topk_idx` i64 [T, K], -1 for none, without waiting on the host.
+
+        `num_max_dispatch_tokens_per_rank` (M): the most tokens of any rank, the same on all. `use_fp8`: rows travel as
+        e4m3 with a scale for 128 values; `round_scale`: a power of two; `use_ue8m0`, with it: four exponents in an i32.
+        `cumulative_local_expert_recv_stats` i32 [El]: the rows of each expert are added.
+        `dispatch_wait_recv_cost_stats` i64 [ranks]: the longest wait for each is added, in nanoseconds. `async_finish`
+        as for dispatch. `return_recv_hook`: rows are sent, and arrive when the hook, called once, has put the receiving
+        part into the then current stream; other work comes between.
+
+        Gives what came: bf16 [El, ranks*M, H], or (e4m3 of that shape, scales f32 [El, ranks*M, H/128] or
+        i32 [El, ranks*M, H/512], adjacent along the rows); the rows of each expert i32 [El]; the handle; the event; the
+        hook or None.
+        """
+        self._open("low_latency_dispatch")
+        if async_finish and return_recv_hook:
+            raise wrong("low_latency_dispatch", "async_finish and return_recv_hook exclude each other")
+        if use_ue8m0 and not round_scale:
+            raise wrong("low_latency_dispatch", "use_ue8m0 needs round_scale")
+        device, experts = self._machine.device, self._experts(num_experts, "low_latency_dispatch")
+        checked(x, "x", "low_latency_dispatch", ("bfloat16",), ("T", "H"), device)
+        tokens, hidden = x.shape
+        checked(topk_idx, "topk_idx", "low_latency_dispatch", ("int64", "int32"), (tokens, "K"), device)
+        most = count("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, "low_latency_dispatch")
+        if tokens > most:
+            raise wrong("low_latency_dispatch", f"x has {tokens} tokens, num_max_dispatch_tokens_per_rank is {most}")
+        kind = Kind("expert", hidden, experts, topk_idx.shape[1], low_latency_payload(use_fp8, round_scale, use_ue8m0))
+        if kind.payload != "bf16" and hidden % (PACKED if use_ue8m0 else BLOCK):
+            raise wrong("low_latency_dispatch", f"H is {hidden}, no multiple of {PACKED if use_ue8m0 else BLOCK}")
+        buffer = self._pool.expert_layout(kind, most)
+        with self._machine.streams.turn(None, async_finish) as turn:
+            turn.reads(x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
+            out = expert_out(kind, self.group_size, most, device)
+            begun = buffer.dispatch(
+                x,
+                topk_idx,
+                layout="expert",
+                out=out,
+                stats=cumulative_local_expert_recv_stats,
+                waits=dispatch_wait_recv_cost_stats,
+                send_only=return_recv_hook,
+            )
+            turn.gives(*out.values())
+        result = begun.result if return_recv_hook else begun
+        routing = Routing(buffer, result.handle, kind, most, tokens, self.group_size * most)
+        handle = Handle.of(routing, out["source"], out["ranges"], most, hidden, experts)
+        came = (out["x"], out["scales"]) if use_fp8 else out["x"]
+        hook = functools.partial(self._receive, begun) if return_recv_hook else None
+        return came, out["counts"], handle, turn.overlap, hook
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: tuple[Any, ...],
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+    ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None]:
+        """Brings the experts' outputs `x` bf16 [El, ranks*M, H] back to their tokens, and sums them, weighted.
+
+        `topk_idx`: as dispatched. `topk_weights`: f32 [T, K]. `zero_copy`: what
+        `get_next_low_latency_combine_buffer` gave for this handle is taken in place of `x`. `out`: bf16 [T, H] for the
+        sums. `combine_wait_recv_cost_stats`, `async_finish`, `return_recv_hook`: as for the dispatch. Sums are fp32;
+        the outputs of a token's experts on one rank are summed there and rounded to bf16 before they travel.
+
+        Gives the sums bf16 [T, H], the event, the hook or None. Raises NotImplementedError for `use_logfmt`.
+        """
+        self._open("low_latency_combine")
+        if use_logfmt:
+            raise refused("low_latency_combine", "use_logfmt", "rows come back in bf16 only")
+        if async_finish and return_recv_hook:
+            raise wrong("low_latency_combine", "async_finish and return_recv_hook exclude each other")
+        routing = routing_of(handle, "expert", "low_latency_combine")
+        kind, device = routing.kind, self._machine.device
+        if zero_copy:
+            if routing.room is None:
+                hint = "get_next_low_latency_combine_buffer(handle) gives what x is to be written to"
+                raise wrong("low_latency_combine", "zero_copy, and there is no buffer for this handle", hint)
+            x = routing.room
+        shape = (kind.experts // self.group_size, routing.rows, kind.hidden)
+        checked(x, "x", "low_latency_combine", ("bfloat16",), shape, device)
+        selected = (routing.tokens, kind.topk)
+        checked(topk_idx, "topk_idx", "low_latency_combine", ("int64", "int32"), selected, device)
+        checked(topk_weights, "topk_weights", "low_latency_combine", ("float32",), selected, device)
+        if out is not None:
+            checked(out, "out", "low_latency_combine", ("bfloat16",), (routing.tokens, kind.hidden), device)
+        with self._machine.streams.turn(None, async_finish) as turn:
+            turn.reads(x, topk_weights, out, combine_wait_recv_cost_stats)
+            begun = routing.buffer.combine(
+                x,
+                routing.native,
+                topk_weights=topk_weights,
+                out=out,
+                waits=combine_wait_recv_cost_stats,
+                send_only=return_recv_hook,
+            )
+            result = begun.result if return_recv_hook else begun
+            turn.gives(result.x)
+        hook = functools.partial(self._receive, begun) if return_recv_hook else None
+        return result.x, turn.overlap, hook
+
+    def _receive(self, pending: Any) -> None:
+        """Puts the rest of an operation into the current stream."""
+        self._open("hook")
+        with self._machine.streams.turn() as turn:
+            pending.finish(turn.keeper)
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Nothing is to be cleaned: flags are numbered, and the modes share no memory."""
+        self._open("clean_low_latency_buffer")
+
+    def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Tensor:
+        """bf16 [El, ranks*M, H] to write the experts' outputs to, for `zero_copy`. Two are given in turns."""
+        self._open("get_next_low_latency_combine_buffer")
+        routing = routing_of(handle, "expert", "get_next_low_latency_combine_buffer")
+        kind = routing.kind
+        shape = (kind.experts // self.group_size, routing.rows, kind.hidden)
+        rooms = self._combine_rooms.setdefault(shape, [])
+        if len(rooms) < 2:
+            rooms.append(torch().empty(shape, dtype=torch().bfloat16, device=self._machine.device))
+        else:
+            rooms.append(rooms.pop(0))
+        routing.room = rooms[-1]
+        return rooms[-1]
+
+    def low_latency_update_mask_buffer(self, rank: int, mask: bool = False) -> None:
+        """Leaves `rank` out of low-latency operations from now on (`mask`), or takes it back; all ranks do the same."""
+        self._open("low_latency_update_mask_buffer")
+        if count("rank", rank, "low_latency_update_mask_buffer") >= self.group_size:
+            detail = f"rank {rank} is not from 0 to {self.group_size - 1}"
+            raise wrong("low_latency_update_mask_buffer", detail)
+        if mask:
+            self._pool.leave_out(rank)
+        else:
+            self._pool.take_back(rank)
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Writes 1 to `mask_status` i32 [ranks] for ranks that are left out as far as the host knows, else 0."""
+        self._open("low_latency_query_mask_buffer")
+        shape = (self.group_size,)
+        checked(mask_status, "mask_status", "low_latency_query_mask_buffer", ("int32",), shape, self._machine.device)
+        out = self._pool.left_out()
+        found = [int(rank in out) for rank in range(self.group_size)]
+        mask_status.copy_(torch().tensor(found, dtype=torch().int32))
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Takes all ranks back. Raises PeerDeadError for one whose process is gone."""
+        self._open("low_latency_clean_mask_buffer")
+        for rank in sorted(self._pool.left_out()):
+            self._pool.take_back(rank)

@@ -1,0 +1,84 @@
+"""What callers give, checked by name. Tensors are PyTorch's, which is imported when the first buffer is made."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, TypeAlias
+
+from crossrail.errors import UnsupportedError, UsageError
+
+Tensor: TypeAlias = Any
+"""A torch.Tensor. PyTorch need not be there to check these pages' types."""
+
+
+@cache
+def torch() -> Any:
+    """PyTorch. Raises UnsupportedError where it is not installed."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        detail, hint = f"PyTorch cannot be imported: {error}", "crossrail.ExpertBuffer works without it"
+        text = f"crossrail.deep_ep: {detail}; {hint}"
+        raise UnsupportedError(text, operation="crossrail.deep_ep", detail=detail, hint=hint) from error
+
+
+def wrong(operation: str, detail: str, hint: str | None = None) -> UsageError:
+    """A call that makes no sense."""
+    text = f"{operation}: {detail}" + (f"; {hint}" if hint else "")
+    return UsageError(text, operation=operation, detail=detail, hint=hint)
+
+
+def refused(operation: str, argument: str, why: str) -> NotImplementedError:
+    """What is part of the interface and not to be had."""
+    return NotImplementedError(f"{operation}: {argument}: {why}")
+
+
+def count(name: str, value: Any, operation: str) -> int:
+    """An integer from 0 on."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise wrong(operation, f"{name} is a {type(value).__name__}, not an integer") from None
+    if number < 0:
+        raise wrong(operation, f"{name} is {number}")
+    return number
+
+
+def checked(
+    value: Any,
+    name: str,
+    operation: str,
+    dtypes: Sequence[str],
+    shape: Sequence[int | str],
+    device: Any,
+    *,
+    dense: bool = True,
+) -> Tensor:
+    """`value`, if it is a tensor on `device` of one of these dtypes and this shape (names stand for any number).
+
+    `dense`: in one piece in C order; otherwise only each row has to be. Raises UsageError that names the argument.
+    """
+    if not isinstance(value, torch().Tensor):
+        raise wrong(operation, f"{name} is a {type(value).__name__}, not a torch.Tensor")
+    known = [getattr(torch(), dtype) for dtype in dtypes]
+    fits = value.dim() == len(shape) and all(
+        isinstance(want, str) or have == want for have, want in zip(value.shape, shape, strict=True)
+    )
+    if value.dtype not in known or not fits:
+        want = f"{' or '.join(dtypes)} [{', '.join(map(str, shape))}]"
+        raise wrong(operation, f"{name} is {told(value)} where {want} is wanted")
+    if value.device != device:
+        raise wrong(operation, f"{name} is on {value.device}, the buffer on {device}")
+    if dense and not value.is_contiguous():
+        raise wrong(operation, f"{name} is not contiguous", f"{name}.contiguous() makes a copy that is")
+    if not dense and value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise wrong(operation, f"the rows of {name} are not in one piece", f"{name}.contiguous() makes a copy that is")
+    return value
+
+
+def told(tensor: Tensor) -> str:
+    """`bfloat16 [3, 7168]`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} [{', '.join(map(str, tensor.shape))}]"

@@ -1,0 +1,152 @@
+"""Points in streams, and which stream an operation runs in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from crossrail.deep_ep.checks import Tensor, torch
+
+__all__ = ["EventHandle", "EventOverlap", "Streams", "Turn"]
+
+
+class EventHandle:
+    """A point in PyTorch's current stream, as it is when this is made (`stream`: in that one)."""
+
+    def __init__(self, stream: Any = None) -> None:
+        self._event = torch().cuda.Event()
+        self._event.record(stream)
+
+    def current_stream_wait(self) -> None:
+        """What is put into the current stream from now on comes after it."""
+        self.wait(torch().cuda.current_stream())
+
+    def wait(self, stream: Any) -> None:
+        """The same for a `torch.cuda.Stream`."""
+        stream.wait_event(self._event)
+
+
+class EventOverlap:
+    """An operation that other work may go on beside: `with event:` runs such work, and waits at its end.
+
+    `event`: an EventHandle, None where there is nothing to wait for. `extra_tensors`: kept as long as this is.
+    """
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: Sequence[Tensor] | None = None) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """What is put into PyTorch's current stream from now on comes after the operation."""
+        if self.event is not None:
+            self.event.current_stream_wait()
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.current_stream_wait()
+
+
+class Turn:
+    """An operation's place in a stream. `stream`: its raw handle; `keeper`: what keeps it alive."""
+
+    def __init__(self, stream: int, keeper: Any = None) -> None:
+        self.stream = stream
+        self.keeper = keeper
+        self.inputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        self.shown: list[Any] = []
+        self.overlap = EventOverlap()
+
+    def reads(self, *tensors: Tensor | None) -> None:
+        """Tensors of the caller's that the operation uses."""
+        self.inputs += [tensor for tensor in tensors if tensor is not None]
+
+    def gives(self, *tensors: Tensor | None) -> None:
+        """Tensors that were made in this turn and that the caller gets."""
+        self.outputs += [tensor for tensor in tensors if tensor is not None]
+
+    def shows(self, result: Any) -> None:
+        """A `Dispatched` that lies in the buffer's memory, and that the caller gets."""
+        self.shown.append(result)
+
+
+class Streams:
+    """Which stream each operation of a buffer runs in, one after the other.
+
+    An operation runs in the caller's current stream; one that other work is to go on beside runs in a stream of the
+    buffer's own, `communication`.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._own: Any = None
+        self._last: Any = None
+
+    @property
+    def communication(self) -> Any:
+        """The buffer's own `torch.cuda.Stream`."""
+        if self._own is None:
+            self._own = torch().cuda.Stream(self._device)
+        return self._own
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured in a graph."""
+        with torch().cuda.device(self._device):
+            return bool(torch().cuda.is_current_stream_capturing())
+
+    def capture(self) -> EventHandle:
+        """The current stream's present end."""
+        with torch().cuda.device(self._device):
+            return EventHandle()
+
+    @contextlib.contextmanager
+    def turn(self, previous: EventOverlap | None = None, beside: bool = False) -> Iterator[Turn]:
+        """A turn for one operation. `previous`: what it comes after, in place of all that the current stream has.
+
+        `beside`: the current stream does not wait for the operation; `Turn.overlap` does.
+        """
+        cuda = torch().cuda
+        current = cuda.current_stream(self._device)
+        event = None if previous is None else previous.event
+        apart = beside or event is not None
+        stream = self.communication if apart else current
+        if event is not None:
+            event.wait(stream)
+        elif apart:
+            stream.wait_stream(current)
+        self._follow(stream)
+        turn = Turn(stream.cuda_stream, stream)
+        with cuda.stream(stream):
+            yield turn
+        self._last = stream
+        if apart and stream != current:
+            for tensor in turn.inputs:
+                tensor.record_stream(stream)
+            for tensor in turn.outputs:
+                tensor.record_stream(current)
+            for result in turn.shown:
+                result.record_stream(current)
+        turn.shown.clear()
+        if beside:
+            turn.overlap = EventOverlap(EventHandle(stream), (*turn.inputs, *turn.outputs))
+        elif stream != current:
+            current.wait_stream(stream)
+
+    def _follow(self, stream: Any) -> None:
+        """Operations of a buffer run one after the other, whatever streams they are in."""
+        last = self._last
+        if last is None or last == stream:
+            return
+        cuda = torch().cuda
+        captured = []
+        for one in (last, stream):
+            with cuda.stream(one):
+                captured.append(cuda.is_current_stream_capturing())
+        if captured[0] == captured[1]:  # a capture is ordered with what is outside of it by whoever launches the graph
+            stream.wait_stream(last)

@@ -1,0 +1,113 @@
+"""What dispatches are given, and tensors for what they bring."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, TypeAlias
+
+from crossrail.deep_ep.checks import Tensor, checked, told, torch, wrong
+from crossrail.deep_ep.pool import Kind
+
+__all__ = ["BLOCK", "PACKED", "Given", "Rows", "expert_out", "low_latency_payload", "rows_kind"]
+
+BLOCK = 128
+"""Elements of a row that share one fp8 scale."""
+PACKED = 4 * BLOCK
+"""Elements of a row whose scales lie in one i32."""
+Rows: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+"""bf16, or e4m3 and scales."""
+
+
+class Given:
+    """What a normal dispatch without a handle was given."""
+
+    def __init__(
+        self,
+        x: Rows,
+        is_token_in_rank: Tensor | None,
+        per_expert: Tensor | None,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+    ) -> None:
+        self.x = x
+        self.is_token_in_rank = is_token_in_rank
+        self.per_expert = per_expert
+        self.topk_idx = topk_idx
+        self.topk_weights = topk_weights
+
+    def tensors(self) -> list[Tensor | None]:
+        """All that the operation reads."""
+        rows = self.x if isinstance(self.x, tuple) else (self.x,)
+        return [*rows, self.is_token_in_rank, self.topk_idx, self.topk_weights]
+
+    def kind(self, ranks: int, device: Any) -> tuple[Kind, int]:
+        """The kind of the dispatch, and this rank's tokens. Raises UsageError."""
+        (tokens, hidden), payload = rows_kind(self.x, device)
+        if self.per_expert is None:
+            raise wrong("dispatch", "num_tokens_per_expert is None", "get_dispatch_layout gives it, or pass a handle")
+        checked(self.per_expert, "num_tokens_per_expert", "dispatch", ("int32",), ("E",), device)
+        experts = self.per_expert.shape[0]
+        if self.topk_idx is not None:
+            checked(self.topk_idx, "topk_idx", "dispatch", ("int64",), (tokens, "K"), device)
+            topk = self.topk_idx.shape[1]
+            if self.topk_weights is not None:
+                checked(self.topk_weights, "topk_weights", "dispatch", ("float32",), (tokens, topk), device)
+        elif self.topk_weights is not None:
+            raise wrong("dispatch", "topk_weights without topk_idx")
+        elif self.is_token_in_rank is None:
+            raise wrong("dispatch", "neither topk_idx nor is_token_in_rank")
+        else:
+            checked(self.is_token_in_rank, "is_token_in_rank", "dispatch", ("bool",), (tokens, ranks), device)
+            topk = ranks
+        return Kind("rank", hidden, experts, topk, payload), tokens
+
+
+def rows_kind(x: Rows, device: Any) -> tuple[tuple[int, int], Literal["bf16", "f32", "ue8m0"]]:
+    """The shape of `x`, and what it is."""
+    if not isinstance(x, tuple):
+        checked(x, "x", "dispatch", ("bfloat16",), ("T", "H"), device)
+        return tuple(x.shape), "bf16"
+    if len(x) != 2:
+        raise wrong("dispatch", f"x is a tuple of {len(x)}, not of rows and scales")
+    rows, scales = x
+    checked(rows, "x[0]", "dispatch", ("float8_e4m3fn",), ("T", "H"), device)
+    tokens, hidden = rows.shape
+    packed = getattr(scales, "dtype", None) == torch().int32
+    unit = PACKED if packed else BLOCK
+    if hidden % unit:
+        raise wrong("dispatch", f"x[0] is {told(rows)}, whose rows are no multiple of {unit}")
+    if not isinstance(scales, torch().Tensor) or tuple(scales.shape) != (tokens, hidden // unit):
+        have = told(scales) if isinstance(scales, torch().Tensor) else f"a {type(scales).__name__}"
+        want = f"float32 [{tokens}, {hidden // BLOCK}] or int32 [{tokens}, {hidden // PACKED}]"
+        raise wrong("dispatch", f"x[1] is {have} where {want} is wanted")
+    if not packed and scales.dtype != torch().float32:
+        raise wrong("dispatch", f"x[1] is {told(scales)} where float32 or int32 is wanted")
+    if scales.device != device:
+        raise wrong("dispatch", f"x[1] is on {scales.device}, the buffer on {device}")
+    return (tokens, hidden), "ue8m0" if packed else "f32"
+
+
+def low_latency_payload(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Literal["bf16", "f32", "power2", "ue8m0"]:
+    """What rows of a low-latency dispatch travel as."""
+    if not use_fp8:
+        return "bf16"
+    return "ue8m0" if use_ue8m0 else "power2" if round_scale else "f32"
+
+
+def expert_out(kind: Kind, ranks: int, max_tokens: int, device: Any) -> dict[str, Tensor]:
+    """Tensors for what a low-latency dispatch brings. Scales lie next to each other along the rows."""
+    local, most = kind.experts // ranks, ranks * max_tokens
+    new = functools.partial(torch().empty, device=device)
+    out = {
+        "x": new(
+            (local, most, kind.hidden), dtype=torch().bfloat16 if kind.payload == "bf16" else torch().float8_e4m3fn
+        )
+    }
+    if kind.payload != "bf16":
+        packed = kind.payload == "ue8m0"
+        across = kind.hidden // (PACKED if packed else BLOCK)
+        out["scales"] = new((local, across, most), dtype=torch().int32 if packed else torch().float32).transpose(1, 2)
+    out["counts"] = new((local,), dtype=torch().int32)
+    out["ranges"] = new((local, ranks), dtype=torch().int64)
+    out["source"] = new((local, most), dtype=torch().int32)
+    return out

@@ -1,0 +1,173 @@
+"""The expert buffers behind a buffer: one for each kind of dispatch that the program makes, made when it first does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from crossrail.deep_ep.checks import torch, wrong
+from crossrail.deep_ep.events import Streams
+from crossrail.deep_ep.ranks import Joined
+from crossrail.experts import ExpertBuffer
+
+__all__ = ["LEAST_TOKENS", "Gpu", "Kind", "Machine", "Pool", "room_for"]
+
+PAYLOADS = ("bf16", "f32", "power2", "ue8m0")
+"""What rows are: bf16, or fp8 with such scales."""
+LEAST_TOKENS = 128
+SPARE_RESULTS = 2
+"""Results of normal dispatches that are not copied, at most."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an expert buffer is for."""
+
+    layout: Literal["expert", "rank"]
+    hidden: int
+    experts: int
+    topk: int
+    payload: Literal["bf16", "f32", "power2", "ue8m0"]
+
+    def parameters(self, max_tokens: int) -> dict[str, Any]:
+        """The arguments of an ExpertBuffer."""
+        return {
+            "max_tokens_per_rank": max_tokens,
+            "hidden": self.hidden,
+            "num_experts": self.experts,
+            "topk": self.topk,
+            "dispatch_dtype": "bf16" if self.payload == "bf16" else "fp8",
+            "scale": "f32" if self.payload == "bf16" else self.payload,
+            "layouts": (self.layout,),
+        }
+
+
+class Machine(Protocol):
+    """Where the expert buffers are."""
+
+    device: Any
+    streams: Streams
+
+    def make(self, kind: Kind, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> Any:
+        """An ExpertBuffer, connected to those of `ranks`."""
+
+    def bytes(self, kind: Kind, max_tokens: int) -> int:
+        """What that takes."""
+
+
+class Gpu:
+    """PyTorch's current GPU."""
+
+    def __init__(self, joined: Joined, *, share_node: bool) -> None:
+        cuda = torch().cuda
+        self.device = torch().device("cuda", cuda.current_device())
+        self.streams = Streams(self.device)
+        self._joined = joined
+        self._share_node = share_node
+
+    def make(self, kind: Kind, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> ExpertBuffer:
+        options = kind.parameters(max_tokens) | {"device": self.device.index, "num_sms": num_sms}
+        options |= {"regions": SPARE_RESULTS, "share_node": self._share_node or kind.layout == "rank"}
+        name = f"{self._joined.name}/{name}"
+        buffer = ExpertBuffer(self._joined.group, **options, connect=False, name=name)
+        try:
+            buffer.connect(ranks)
+        except BaseException:
+            buffer.destroy()
+            raise
+        return buffer
+
+    def bytes(self, kind: Kind, max_tokens: int) -> int:
+        options = kind.parameters(max_tokens) | {"device": self.device.index, "regions": SPARE_RESULTS}
+        return ExpertBuffer.plan(**options, ranks=self._joined.group.size).total
+
+
+def room_for(tokens: int) -> int:
+    """Tokens that a buffer is made for when so many are wanted: at most an eighth more, so that it is seldom remade."""
+    step = max(LEAST_TOKENS, 1 << max(tokens.bit_length() - 4, 0))
+    return -(-max(tokens, 1) // step) * step
+
+
+@dataclass
+class Made:
+    """An expert buffer and the most tokens that one of its dispatches may send."""
+
+    buffer: Any
+    max_tokens: int
+
+
+class Pool:
+    """A buffer's expert buffers. All ranks ask for the same ones in the same order."""
+
+    def __init__(self, machine: Machine, ranks: int, budget: int) -> None:
+        """`budget`: bytes that those of the rank layout are made to fill at first, each."""
+        self._machine = machine
+        self._ranks = ranks
+        self._budget = budget
+        self._made: dict[tuple[Kind, int], Made] = {}
+        self._count = 0
+        self._out: set[int] = set()
+
+    def expert_layout(self, kind: Kind, max_tokens: int) -> Any:
+        """The one for up to `max_tokens`."""
+        made = self._made.get((kind, max_tokens))
+        if made is None:
+            ranks = [rank for rank in range(self._ranks) if rank not in self._out]
+            made = self._make(kind, max_tokens, None, ranks)
+            self._made[kind, max_tokens] = made
+        return made.buffer
+
+    def rank_layout(self, kind: Kind, tokens: int, num_sms: int) -> Made:
+        """One with room for `tokens`, which is the same number on all ranks. A smaller one is replaced, and stays as
+        long as a handle of its dispatches."""
+        made = self._made.get((kind, 0))
+        if made is None or made.max_tokens < tokens:
+            most = max(room_for(tokens), self._affordable(kind) if made is None else made.max_tokens)
+            made = self._make(kind, most, num_sms, list(range(self._ranks)))
+            self._made[kind, 0] = made
+        return made
+
+    def _make(self, kind: Kind, max_tokens: int, num_sms: int | None, ranks: list[int]) -> Made:
+        if self._machine.streams.is_capturing():
+            raise wrong(
+                "Buffer",
+                f"a buffer for {max_tokens} tokens of this kind is made at the first dispatch, which is being captured",
+                "run it once before the capture",
+            )
+        self._count += 1
+        return Made(self._machine.make(kind, max_tokens, num_sms, str(self._count), ranks), max_tokens)
+
+    def _affordable(self, kind: Kind) -> int:
+        """The most tokens for which the budget is enough, in steps."""
+        one, two = (self._machine.bytes(kind, tokens) for tokens in (LEAST_TOKENS, 2 * LEAST_TOKENS))
+        steps = (self._budget - one) // max(two - one, 1) + 1
+        return max(steps, 0) * LEAST_TOKENS
+
+    def leave_out(self, rank: int) -> None:
+        """Operations in the expert layout leave `rank` out from now on."""
+        for buffer in self._of_expert_layout():
+            if rank in buffer.connected():
+                buffer.mask([rank])
+        self._out.add(rank)
+
+    def take_back(self, rank: int) -> None:
+        """Operations in the expert layout include `rank` again."""
+        for buffer in self._of_expert_layout():
+            if rank in buffer.connected():
+                buffer.unmask([rank])
+            else:
+                buffer.connect([rank])
+        self._out.discard(rank)
+
+    def left_out(self) -> set[int]:
+        """Ranks that are left out, by hand or as they did not come."""
+        return self._out.union(*(buffer.masked() for buffer in self._of_expert_layout()))
+
+    def _of_expert_layout(self) -> list[Any]:
+        return [made.buffer for (kind, _), made in self._made.items() if kind.layout == "expert"]
+
+    def destroy(self) -> None:
+        """Ends them all."""
+        for made in self._made.values():
+            made.buffer.destroy()
+        self._made.clear()

@@ -1,0 +1,239 @@
+"""The ranks of a buffer: how they find each other, and what they tell each other beside the rows."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import os
+import secrets
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from crossrail import _native
+from crossrail.deep_ep.checks import wrong
+from crossrail.errors import CrossrailError, MismatchError, UsageError
+from crossrail.group import Group
+
+__all__ = ["Peers", "Ranks", "joined"]
+
+_HELLO = 1
+"""The tag of a connection's first message; exchanges are numbered from the next one on."""
+_LAST_S = 2.0
+"""How long rank 0 waits for the others to leave before its store ends."""
+_numbers: weakref.WeakKeyDictionary[Group, Iterator[int]] = weakref.WeakKeyDictionary()
+"""Buffers of one group are told apart by the order in which they are made."""
+
+
+class Ranks(Protocol):
+    """What a buffer needs of the other ranks."""
+
+    rank: int
+    size: int
+
+    def exchange(self, message: bytes, /) -> list[bytes]:
+        """What each rank, this one included, said at this point; all messages are equally long."""
+
+    def close(self) -> None:
+        """Ends all connections."""
+
+
+@dataclass
+class Joined:
+    """A crossrail.Group, the name of a buffer in it, and what goes with the buffer."""
+
+    group: Group
+    name: str
+    owned: contextlib.ExitStack
+
+
+def joined(group: Any, comm: Any) -> Joined:
+    """The crossrail.Group of `group`: that itself, or one over the ranks of a process group or of an MPI communicator.
+
+    Raises UsageError for something else.
+    """
+    if isinstance(group, Group):
+        number = next(_numbers.setdefault(group, itertools.count()))
+        return Joined(group, f"deep_ep-{number}", contextlib.ExitStack())
+    if group is not None and callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None)):
+        return _met(group.rank(), group.size(), lambda said: _gathered(group, said))
+    for maybe in (comm, group):
+        if hasattr(maybe, "Get_rank") and hasattr(maybe, "allgather"):
+            return _met(maybe.Get_rank(), maybe.Get_size(), maybe.allgather)
+    kind = type(comm if group is None else group).__name__
+    raise wrong("Buffer", f"group is a {kind}", "a torch.distributed process group, a crossrail.Group, or comm= of MPI")
+
+
+def _gathered(group: Any, said: Any) -> list[Any]:
+    """What each rank of a process group says."""
+    distributed = importlib.import_module("torch.distributed")
+    heard: list[Any] = [None] * group.size()
+    distributed.all_gather_object(heard, said, group=group)
+    return heard
+
+
+def _met(rank: int, size: int, gather: Callable[[Any], list[Any]]) -> Joined:
+    """A group of the ranks that `gather` reaches, at a store that rank 0 has while the buffer lives."""
+    hosts = gather(_host())
+    far = len(set(hosts)) > 1
+    context, owned = _native.Context(), contextlib.ExitStack()
+    offer: Any = None
+    if rank == 0:
+        try:
+            offer = _offer(context, owned, far)
+        except Exception as error:  # told to the others, who wait
+            offer = error
+    offer = gather(offer)[0]
+    if isinstance(offer, Exception):
+        raise offer
+    address, secret = offer
+    if secret is not None:
+        context = _native.Context(secret=secret)
+    with contextlib.ExitStack() as undo:
+        undo.callback(owned.close)
+        group = Group(name="deep_ep", rank=rank, size=size, store=address, context=context)
+        undo.pop_all()
+    owned.callback(group.leave)
+    if rank == 0:
+        owned.callback(_outlast, group)
+    return Joined(group, "deep_ep", owned)
+
+
+def _outlast(group: Group) -> None:
+    """Waits a little until the others have left: they take their leave from the store of rank 0."""
+    deadline = time.monotonic() + _LAST_S
+    with contextlib.suppress(CrossrailError):
+        while len(group.members()) > 1 and (left := deadline - time.monotonic()) > 0:
+            group.wait_change(left)
+
+
+def _host() -> str:
+    """The same for processes that reach each other over loopback."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")  # noqa: PTH115
+
+
+def _offer(context: _native.Context, owned: contextlib.ExitStack, far: bool) -> tuple[str, str | None]:
+    """Starts a store; its address, and the secret of ranks on several machines where none was set."""
+    if not far:
+        server = _native.StoreServer(context, "127.0.0.1:0")
+        owned.callback(server.close)
+        return server.address, None
+    secret = None
+    if not _has_secret(context):
+        secret = secrets.token_hex(32)
+        context = _native.Context(secret=secret)
+    server = _native.StoreServer(context, f"{socket.gethostbyname(socket.gethostname())}:0")
+    owned.callback(server.close)
+    return server.address, secret
+
+
+def _has_secret(context: _native.Context) -> bool:
+    """Whether listening beyond this machine is possible."""
+    settings = context.settings()
+    return bool(settings["CROSSRAIL_SECRET"] or settings["CROSSRAIL_SECRET_FILE"])
+
+
+class Peers:
+    """Connections of each rank to each other, for a few bytes: over shared memory, or the network."""
+
+    def __init__(self, group: Group, name: str) -> None:
+        self.rank, self.size = group.rank, group.size
+        self._number = _HELLO
+        listen = "0.0.0.0:0" if _has_secret(group.context) else None
+        self._worker = _native.Worker(group.context, name=f"{name}, rank {self.rank}", listen=listen)
+        self._endpoints: dict[int, _native.Endpoint] = {}
+        try:
+            self._connect(group, f"{name}/exchange")
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, group: Group, key: str) -> None:
+        """The later ranks connect, the earlier ones accept."""
+        group.publish(key, self._worker.address())
+        addresses = group.collect(key)
+        for rank in range(self.rank):
+            endpoint = self._endpoints[rank] = self._worker.connect(addresses[rank])
+            endpoint.send(struct.pack("<I", self.rank), _HELLO).wait()
+        for _ in range(self.rank + 1, self.size):
+            endpoint = self._worker.accept()
+            said = bytearray(4)
+            self._worker.recv(said, _HELLO, source=endpoint).wait()
+            self._endpoints[struct.unpack("<I", said)[0]] = endpoint
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """See `Ranks`. Raises CrossrailError that names the rank that is not there or says something else."""
+        self._number += 1
+        heard = {rank: bytearray(len(message)) for rank in self._endpoints}
+        coming = {
+            rank: self._worker.recv(heard[rank], self._number, source=endpoint)
+            for rank, endpoint in self._endpoints.items()
+        }
+        going = [endpoint.send(message, self._number) for endpoint in self._endpoints.values()]
+        for rank, request in coming.items():
+            try:
+                request.wait()
+            except CrossrailError as error:
+                detail = f"rank {rank} is not at the same call: {error.detail}"
+                raise type(error)(f"crossrail.deep_ep: {detail}", operation="exchange", detail=detail) from error
+        for request in going:
+            request.wait()
+        return [bytes(heard[rank]) if rank in heard else message for rank in range(self.size)]
+
+    def close(self) -> None:
+        """See `Ranks`."""
+        self._endpoints.clear()
+        self._worker.close()
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the ranks must agree about before a dispatch, and the most tokens that any of them has room to want."""
+
+    hidden: int
+    experts: int
+    topk: int
+    payload: int
+    worst: int
+    wanted: int
+
+    _FORM = struct.Struct("<6qH400s")
+
+    def agreed(self, ranks: Ranks) -> int:
+        """The largest `wanted` of all ranks. Raises MismatchError, or UsageError for a call that is wrong elsewhere."""
+        mine = (self.hidden, self.experts, self.topk, self.payload, self.worst)
+        said = ranks.exchange(self._FORM.pack(*mine, self.wanted, 0, b""))
+        most = self.wanted
+        for rank, message in enumerate(said):
+            *theirs, wanted, length, text = self._FORM.unpack(message)
+            if length:
+                why = text[:length].decode(errors="replace")
+                raise UsageError(f"dispatch: rank {rank} could not: {why}", operation="dispatch", detail=why)
+            for name, here, there in zip(self.__dataclass_fields__, mine, theirs, strict=False):
+                if here != there:
+                    detail = f"{_SAID[name]} is {here} here and {there} on rank {rank}"
+                    raise MismatchError(f"dispatch: {detail}", operation="dispatch", detail=detail)
+            most = max(most, wanted)
+        return most
+
+    @classmethod
+    def refuse(cls, ranks: Ranks, why: str) -> None:
+        """Tells the others, who are at the same call, why it cannot be done here."""
+        text = why.encode()[:400]
+        with contextlib.suppress(CrossrailError):
+            ranks.exchange(cls._FORM.pack(0, 0, 0, 0, 0, 0, len(text), text))
+
+
+_SAID = {
+    "hidden": "the hidden size of x",
+    "experts": "the number of experts",
+    "topk": "the number of experts of a token",
+    "payload": "the kind of x (0: bf16, 1: fp8 with f32 scales, 3: with packed ones)",
+    "worst": "num_worst_tokens",
+}

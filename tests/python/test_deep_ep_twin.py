@@ -1,0 +1,201 @@
+"""crossrail.deep_ep's handling of tensors, handles, hooks and errors, on ranks that are threads: with PyTorch, no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deep_ep_work as work
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from deep_ep_twin import TwinDeepEp, on_ranks  # noqa: E402
+
+from crossrail import ClosedError, UsageError  # noqa: E402
+
+
+def run(size: int, what: Any, *arguments: Any, **options: Any) -> None:
+    on_ranks(size, lambda buffer: what(work.Env(torch, buffer), *arguments, **options))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["bf16", "f32", "packed"])
+def test_normal(size: int, kind: str) -> None:
+    run(size, work.normal, 11 + size, kind, alignment=size)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_normal_without_counts(seed: int) -> None:
+    run(2, work.normal, seed, worst=True, asynchronous=True)
+
+
+def test_normal_again() -> None:
+    run(2, work.normal_again, 21)
+
+
+def test_normal_without_ids() -> None:
+    run(4, work.normal_without_ids, 31)
+
+
+def test_results_are_copied_while_another_is_in_use() -> None:
+    def rounds(buffer: TwinDeepEp) -> None:
+        env = work.Env(torch, buffer)
+        work.normal(env, 41)
+        buffer._machine.made[0].lent += [1, 2]  # type: ignore[attr-defined]
+        work.normal_kept(env, 3)
+
+    on_ranks(2, rounds)
+
+
+def test_more_tokens() -> None:
+    run(2, work.normal_grows)
+
+
+def test_the_first_buffer_is_as_large_as_the_program_said() -> None:
+    def one(buffer: TwinDeepEp) -> list[int]:
+        work.normal(work.Env(torch, buffer), 51)
+        return [made.most for made in buffer._machine.made]  # type: ignore[attr-defined]
+
+    assert on_ranks(2, one, num_nvl_bytes=0) == [[128]] * 2
+    assert on_ranks(2, one, num_nvl_bytes=1000 + 10 * 1024 + 5) == [[1024]] * 2
+
+
+def test_what_is_wrong_on_one_rank_is_told_to_all() -> None:
+    run(4, work.normal_refused)
+
+
+@pytest.mark.parametrize("payload", work.PAYLOADS)
+@pytest.mark.parametrize("hook", [False, True])
+def test_low_latency(payload: str, hook: bool) -> None:
+    for seed in (61, 62):
+        run(2, work.low_latency, seed, payload, hook=hook, asynchronous=not hook)
+
+
+def test_low_latency_halves() -> None:
+    run(2, work.low_latency_overlapped, 71)
+
+
+def test_masks() -> None:
+    def one(buffer: TwinDeepEp) -> None:
+        env = work.Env(torch, buffer, experts=18)
+        work.masks(env)
+        work.low_latency(env, 81)
+        work.masks(env)
+
+    on_ranks(3, one)
+
+
+def alone(buffer: TwinDeepEp) -> TwinDeepEp:
+    return buffer
+
+
+@pytest.fixture
+def buffer() -> TwinDeepEp:
+    (made,) = on_ranks(1, alone)
+    return made
+
+
+def call(buffer: TwinDeepEp, **changed: Any) -> Any:
+    """A normal dispatch of three tokens, with these arguments in place of good ones."""
+    idx = torch.tensor([[0, 1], [2, -1], [-1, -1]])
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 4)
+    good = {
+        "x": torch.zeros(3, 512, dtype=torch.bfloat16),
+        "num_tokens_per_rank": per_rank,
+        "is_token_in_rank": in_rank,
+        "num_tokens_per_expert": per_expert,
+        "topk_idx": idx,
+        "topk_weights": torch.ones(3, 2),
+    }
+    return buffer.dispatch(**(good | changed))
+
+
+FP8 = torch.zeros(3, 512, dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"x": torch.zeros(3, 512)}, "x is float32 [3, 512] where bfloat16 [T, H]"),
+        ({"x": torch.zeros(512, 3, dtype=torch.bfloat16).t()}, "x is not contiguous"),
+        ({"x": [1]}, "x is a list"),
+        ({"x": (FP8,)}, "x is a tuple of 1"),
+        ({"x": (FP8, torch.ones(3, 3))}, "x[1] is float32 [3, 3] where float32 [3, 4] or int32 [3, 1]"),
+        ({"x": (FP8, torch.ones(3, 4).double())}, "x[1] is float64 [3, 4]"),
+        ({"num_tokens_per_expert": None}, "num_tokens_per_expert is None"),
+        ({"topk_idx": torch.zeros(3, 2, dtype=torch.int32)}, "topk_idx is int32"),
+        ({"topk_idx": torch.zeros(2, 2, dtype=torch.int64)}, "topk_idx is int64 [2, 2] where int64 [3, K]"),
+        ({"topk_weights": torch.ones(3, 3)}, "topk_weights is float32 [3, 3] where float32 [3, 2]"),
+        ({"topk_idx": None}, "topk_weights without topk_idx"),
+        ({"topk_idx": None, "topk_weights": None, "is_token_in_rank": None}, "neither topk_idx nor is_token_in_rank"),
+        ({"expert_alignment": 0}, "expert_alignment is 0"),
+        ({"num_worst_tokens": -1}, "num_worst_tokens is -1"),
+        ({"config": 20}, "config is a int"),
+        ({"handle": (1, 2)}, "handle is a tuple"),
+    ],
+)
+def test_wrong_arguments_of_dispatch(buffer: TwinDeepEp, changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        call(buffer, **changed)
+    assert said in str(raised.value)
+    call(buffer)
+
+
+def test_wrong_arguments_of_combine(buffer: TwinDeepEp) -> None:
+    got, _, _, _, handle, _ = call(buffer)
+    with pytest.raises(UsageError, match=r"x is bfloat16 \[1, 512\] where bfloat16 \[2, 512\]"):
+        buffer.combine(got[:1], handle)
+    with pytest.raises(UsageError, match="bias is float32"):
+        buffer.combine(got, handle, bias=torch.zeros(3, 512))
+    with pytest.raises(UsageError, match="topk_weights is"):
+        buffer.combine(got, handle, topk_weights=torch.zeros(2, 3))
+    with pytest.raises(UsageError, match="handle is of a normal dispatch"):
+        buffer.low_latency_combine(got, None, None, handle)
+    buffer.combine(got, handle, bias=(torch.zeros(3, 512, dtype=torch.bfloat16),) * 2)
+
+
+def test_wrong_arguments_of_low_latency(buffer: TwinDeepEp) -> None:
+    x, idx = torch.zeros(3, 512, dtype=torch.bfloat16), torch.tensor([[0, 1], [2, -1], [-1, -1]])
+    for options, said in (
+        ({"async_finish": True, "return_recv_hook": True}, "exclude each other"),
+        ({"use_ue8m0": True}, "use_ue8m0 needs round_scale"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            buffer.low_latency_dispatch(x, idx, 4, 4, **options)
+    with pytest.raises(UsageError, match="x has 3 tokens, num_max_dispatch_tokens_per_rank is 2"):
+        buffer.low_latency_dispatch(x, idx, 2, 4)
+    with pytest.raises(UsageError, match="H is 384, no multiple of 512"):
+        buffer.low_latency_dispatch(x[:, :384].contiguous(), idx, 4, 4, round_scale=True, use_ue8m0=True)
+    got, _, handle, _, hook = buffer.low_latency_dispatch(x, idx, 4, 4, use_fp8=False)
+    assert hook is None
+    with pytest.raises(NotImplementedError, match="use_logfmt"):
+        buffer.low_latency_combine(got, idx, torch.ones(3, 2), handle, use_logfmt=True)
+    with pytest.raises(UsageError, match="get_next_low_latency_combine_buffer"):
+        buffer.low_latency_combine(got, idx, torch.ones(3, 2), handle, zero_copy=True)
+    with pytest.raises(UsageError, match="out is float32"):
+        buffer.low_latency_combine(got, idx, torch.ones(3, 2), handle, out=torch.zeros(3, 512))
+    with pytest.raises(UsageError, match="handle is of a low-latency dispatch"):
+        buffer.combine(got, handle)
+
+
+def test_buffers_are_not_made_in_a_capture(buffer: TwinDeepEp) -> None:
+    buffer._machine.streams.capturing = True  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="num_worst_tokens is needed in a capture"):
+        call(buffer)
+    with pytest.raises(UsageError, match="run it once before the capture"):
+        call(buffer, num_worst_tokens=4)
+    buffer._machine.streams.capturing = False  # type: ignore[attr-defined]
+    call(buffer)
+    buffer._machine.streams.capturing = True  # type: ignore[attr-defined]
+    assert call(buffer, num_worst_tokens=4)[0].shape == (4, 512)
+
+
+def test_a_destroyed_buffer_says_so(buffer: TwinDeepEp) -> None:
+    call(buffer)
+    buffer.destroy()
+    buffer.destroy()
+    assert all(made.destroyed for made in buffer._machine.made)  # type: ignore[attr-defined]
+    with pytest.raises(ClosedError, match="the buffer was destroyed"):
+        call(buffer)
+    with pytest.raises(ClosedError):
+        buffer.low_latency_clean_mask_buffer()
