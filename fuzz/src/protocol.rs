@@ -408,6 +408,7 @@ impl End {
                 Event::Suspect { lane } => {
                     if lane.0 % 2 == 0 {
                         self.peer.lane_alive(self.now, lane);
+                        self.peer.probe(lane);
                     } else if let Some(place) = self.lanes.iter().position(|known| *known == lane) {
                         self.peer.lane_down(self.now, lane);
                         self.lane_up(place);

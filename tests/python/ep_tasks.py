@@ -31,9 +31,12 @@ class Lived:
 
 
 def _lived(buffer: Any, got: list[Got], longest_s: float) -> Lived:
+    return Lived(got, _faults(buffer), list(buffer.masked()), longest_s)
+
+
+def _faults(buffer: Any) -> list[dict[str, Any]]:
     names = ("rank", "stage", "operation", "why")
-    faults = [{name: getattr(fault, name) for name in names} for fault in buffer.faults()]
-    return Lived(got, faults, list(buffer.masked()), longest_s)
+    return [{name: getattr(fault, name) for name in names} for fault in buffer.faults()]
 
 
 @task
@@ -54,6 +57,12 @@ def change(me: Me, call: str, ranks: list[int]) -> list[int]:
 @task
 def masked(me: Me) -> list[int]:
     return list(me.buffer.masked())
+
+
+@task
+def faults(me: Me) -> list[dict[str, Any]]:
+    """Whom this rank has lost, and why."""
+    return _faults(me.buffer)
 
 
 @task

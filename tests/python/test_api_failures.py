@@ -76,6 +76,24 @@ def test_a_killed_peer_fails_its_own_requests_only(connected: Callable[..., Pair
         assert [endpoint.peer for endpoint in pair.b.endpoints()] == ["a"]
 
 
+def test_a_peer_that_stands_still_for_a_while_is_not_lost(connected: Callable[..., Pair]) -> None:
+    """Its kernel answers for it: with nothing under way, and with its buffers full."""
+    pair = connected(tls="tcp")
+    with peer(pair.b, "tcp") as (process, still):
+        pair.b.recv(bytearray(10), tag=1, source=still).wait()
+        raw = bytearray(100)
+        size = pair.b.recv(raw, tag=2, source=still).wait().bytes
+        key = crossrail.RegionKey.from_bytes(bytes(raw[:size]))
+        for writes in ([bytes(8)], [bytes(1 << 20)] * 32):
+            process.send_signal(signal.SIGSTOP)
+            requests = [still.write(one, key) for one in writes]
+            with pytest.raises(crossrail.TimeoutError):
+                requests[0].wait(1.5)  # several times as long as a silent lane is given
+            assert still.is_alive and len(still.lanes()) == 2, still.lanes()
+            process.send_signal(signal.SIGCONT)
+            assert sum(request.wait().bytes for request in requests) == sum(map(len, writes))
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_what_a_dead_peer_sent_is_still_received(connected: Callable[..., Pair], transport: str) -> None:
     pair = connected(tls=transport)

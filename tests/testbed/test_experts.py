@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
 from ep_cases import Case, Setup, judge
 from ep_rank import varied
-from ep_ranks import Ranks
+from ep_ranks import RankProcess, Ranks
 
 MAKE = Callable[..., Bed]
 PORT = 18191
@@ -71,9 +71,40 @@ def test_a_rail_that_goes_down_takes_nobody_with_it(make_bed: MAKE) -> None:
         busiest = bed.rails[moved.index(max(moved))]
         bed.set_down("left", busiest)
         answers = {rank: ranks.processes[rank].answer() for rank in range(4)}
-        assert not any(ranks.call("masked").values())  # before the sums, from which a lost rank would be missing
+        nobody_lost(ranks)  # before the sums, from which a lost rank would be missing
         for turn in range(0, 100, 3):
             judge(varied(case, turn), {rank: answer[turn] for rank, answer in answers.items()})
+
+
+def test_the_only_rail_may_be_down_for_a_moment(make_bed: MAKE) -> None:
+    bed = make_bed((1000,))
+    with two_nodes(bed) as ranks:
+        case = Case(SETUP, seed=5)
+        judge(case, ranks.call("exchange", case))
+        for rank in range(4):
+            ranks.processes[rank].tell("back_to_back", case, 60)
+        bed.set_down("left", "eth1")
+        said_so(ranks.processes[0], "eth1 is down", "no other is left")
+        said_so(ranks.processes[3], "no other is left")
+        bed.set_up("left", "eth1")
+        answers = {rank: ranks.processes[rank].answer() for rank in range(4)}
+        nobody_lost(ranks)
+        for turn in range(60):
+            judge(varied(case, turn), {rank: answer[turn] for rank, answer in answers.items()})
+
+
+def said_so(process: RankProcess, *words: str, timeout: float = 20.0) -> None:
+    """Waits until it has said a line with all of these words."""
+    deadline = time.monotonic() + timeout
+    while not any(all(word in line for word in words) for line in process.said().splitlines()):
+        assert time.monotonic() < deadline, process.said()
+        time.sleep(0.01)  # a file: there is no event to wait for
+
+
+def nobody_lost(ranks: Ranks) -> None:
+    """Fails with what every rank knows of it."""
+    masked = ranks.call("masked")
+    assert not any(masked.values()), f"{masked}, because {ranks.call('faults')}; they said\n{ranks.said()}"
 
 
 @pytest.mark.parametrize("side", [0, 1])

@@ -273,6 +273,7 @@ impl Shared {
             return Err(crate::ops::gone("connect"));
         };
         peer.lanes.push(id);
+        peer.stranded = None;
         peer.peer.lane_up(now, spec);
         core.add_inside(Inside { id, endpoint, lane, socket });
         core.settle(endpoint);
@@ -538,6 +539,7 @@ impl Shared {
             return Err(crate::ops::gone("connect"));
         };
         peer.lanes.push(id);
+        peer.stranded = None;
         peer.bulk.push(bulk.clone());
         peer.peer.lane_up(now, spec);
         core.settle(endpoint);

@@ -71,6 +71,8 @@ pub(crate) struct Core {
     pub(crate) closed: bool,
     pub(crate) suspects: Vec<(EndpointId, LaneId)>,
     pub(crate) lost: Vec<Lost>,
+    /// Endpoints that died, whose control connections are to go.
+    pub(crate) ended: Vec<EndpointId>,
     /// Endpoints whose TCP connections wait for this: some were told to go, or have bytes to carry.
     pub(crate) kicked: bool,
     /// With it: lanes under the lock wait, too.
@@ -140,6 +142,7 @@ impl Core {
             closed: false,
             suspects: Vec::new(),
             lost: Vec::new(),
+            ended: Vec::new(),
             kicked: false,
             roused: false,
             arrived: VecDeque::new(),
@@ -235,7 +238,9 @@ impl Core {
         for index in 0..self.st.peers.len() {
             let id = EndpointId(index as u32);
             let Some(peer) = self.st.peer(id) else { continue };
-            if peer.alive && peer.peer.timeout().is_some_and(|at| at <= now) {
+            if peer.stranded.is_some() {
+                self.see_to_stranded(id, now);
+            } else if peer.alive && peer.peer.timeout().is_some_and(|at| at <= now) {
                 peer.peer.on_timeout(now);
                 self.settle(id);
             }
@@ -482,39 +487,6 @@ impl Core {
 
     // ---- lanes that end
 
-    /// A lane is gone (its object already dropped): its work goes to the others, or the peer is dead.
-    pub(crate) fn lane_lost(&mut self, endpoint: EndpointId, id: LaneId, error: &LaneError) {
-        let now = self.st.tick();
-        let Some(lane) = self.st.lane(id).filter(|lane| lane.alive) else { return };
-        lane.bury();
-        let (name, rail) = (lane.name.clone(), lane.rail);
-        self.st.forget_lane(id);
-        self.drop_jobs(|job| job.lane == id);
-        self.closing.retain(|(lane, _)| *lane != id);
-        let Some(peer) = self.st.peer(endpoint) else { return };
-        peer.bulk.retain(|lane| lane.id != id);
-        peer.lanes.retain(|lane| *lane != id);
-        if peer.inside == Some(id) {
-            peer.inside = None;
-        }
-        if peer.lanes.is_empty() {
-            self.kill(endpoint, &format!("lane {name} is {error}"));
-            return;
-        }
-        peer.peer.lane_down(now, id);
-        if peer.alive {
-            let left = peer.bulk.len().max(1);
-            let (peer, goes) = (peer.name().to_owned(), if left == 1 { "1 lane goes" } else { "the others go" });
-            self.st.log.warn(format_args!(
-                "{peer}: lane {name} is {error}; {goes} on ({left} left), it is retried in the background"
-            ));
-            if let Some((rail, channel)) = rail {
-                self.lost.push(Lost { endpoint, rail, channel });
-            }
-        }
-        self.settle(endpoint);
-    }
-
     /// The peer is gone: its operations fail, everything else goes on.
     pub(crate) fn kill(&mut self, endpoint: EndpointId, why: &str) {
         let now = self.st.tick();
@@ -522,11 +494,14 @@ impl Core {
         let was_alive = std::mem::replace(&mut peer.alive, false);
         if was_alive {
             peer.why_dead = why.to_owned();
+            self.ended.push(endpoint);
+            self.kicked = true;
         }
         for lane in &peer.bulk {
             lane.dead.raise();
         }
         self.kicked |= !peer.bulk.is_empty();
+        peer.stranded = None;
         let (name, waits) = (peer.name().to_owned(), !peer.peer.idle());
         self.drop_jobs(|job| job.endpoint == endpoint);
         let mut at = 0;

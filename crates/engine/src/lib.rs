@@ -29,6 +29,7 @@ mod link;
 mod links;
 mod listen;
 mod log;
+mod lost;
 mod mapped;
 pub mod meet;
 mod ops;

@@ -170,6 +170,9 @@ impl Shared {
 
     /// What it takes to dial a lost lane again; `None` if that is the peer's business, or there is nothing to save.
     pub(crate) fn redial(&self, lost: &Lost) -> Option<Redial> {
+        if !self.core.lock().st.peer(lost.endpoint).is_some_and(|peer| peer.alive) {
+            return None;
+        }
         let sessions = self.links.sessions.lock();
         let link = sessions.values().find(|link| link.endpoint == lost.endpoint && link.initiator)?;
         let rail = link.rails.get(usize::from(lost.rail))?.clone();

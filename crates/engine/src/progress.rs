@@ -5,8 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crossrail_transport::LaneError;
-use crossrail_types::{EndpointId, LaneId, Result};
+use crossrail_types::Result;
 use parking_lot::MutexGuard;
 
 use crate::core::Core;
@@ -75,6 +74,7 @@ impl Shared {
         let callbacks = std::mem::take(&mut core.st.ops.callbacks);
         let suspects = std::mem::take(&mut core.suspects);
         let lost = std::mem::take(&mut core.lost);
+        let ended = std::mem::take(&mut core.ended);
         let callbacks: Vec<(Callback, Result<Receipt>)> =
             callbacks.into_iter().map(|(callback, outcome)| (callback, render(&mut core, outcome))).collect();
         drop(core);
@@ -92,54 +92,12 @@ impl Shared {
         for lost in lost {
             self.keeper.lost(self, lost);
         }
+        for endpoint in ended {
+            self.end_session(endpoint);
+        }
         for (callback, result) in callbacks {
             callback(result);
         }
-    }
-
-    /// A lane owes something and is silent: does its link still move bytes?
-    fn examine(&self, endpoint: EndpointId, id: LaneId) {
-        let mut core = self.core.lock();
-        let now = core.st.tick();
-        let bulk = core.st.peer(endpoint).and_then(|peer| peer.bulk.iter().find(|lane| lane.id == id).cloned());
-        let acked = match &bulk {
-            Some(lane) => match lane.lane.try_lock() {
-                Some(held) => held.as_ref().map(|lane| lane.stats().acked_bytes),
-                // Somebody is moving bytes on it at this moment.
-                None => Some(u64::MAX),
-            },
-            None => core.inside.iter().find(|lane| lane.id == id).map(|lane| lane.lane.stats().acked_bytes),
-        };
-        let (Some(acked), Some(state)) = (acked, core.st.lane(id)) else { return };
-        let held_up = acked == u64::MAX || state.is_held_up();
-        if held_up || std::mem::replace(&mut state.seen_acked, acked) != acked {
-            if let Some(peer) = core.st.peer(endpoint) {
-                peer.peer.lane_alive(now, id);
-            }
-            self.after(core);
-            return;
-        }
-        let error = LaneError::Down("silent: nothing was acknowledged in time".to_owned());
-        self.take_for_dead(core, endpoint, id, error);
-    }
-
-    /// Drops a lane that has not failed by itself.
-    pub(crate) fn take_for_dead(
-        &self,
-        mut core: MutexGuard<'_, Core>,
-        endpoint: EndpointId,
-        id: LaneId,
-        error: LaneError,
-    ) {
-        let bulk = core.st.peer(endpoint).and_then(|peer| peer.bulk.iter().find(|lane| lane.id == id).cloned());
-        if let Some(lane) = bulk {
-            lane.verdict.lock().get_or_insert(error);
-            lane.dead.raise();
-            core.kicked = true;
-        } else {
-            core.drop_inside(endpoint, id, &error);
-        }
-        self.after(core);
     }
 
     // ---- progress

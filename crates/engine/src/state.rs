@@ -56,8 +56,8 @@ pub(crate) struct LaneState {
     held: Slab<Box<[u8]>>,
     control: Box<[u8]>,
     control_len: usize,
-    /// Bytes acknowledged when it was last suspected of being dead.
-    pub(crate) seen_acked: u64,
+    /// Bytes acknowledged when it was last suspected of being dead, if others were under way then.
+    pub(crate) seen_acked: Option<u64>,
 }
 
 /// What receipts call a peer and the lane of its small messages: one count to keep on the hot path.
@@ -79,6 +79,8 @@ pub(crate) struct PeerState {
     pub(crate) inside: Option<LaneId>,
     pub(crate) bulk: Vec<Arc<BulkLane>>,
     pub(crate) lanes: Vec<LaneId>,
+    /// Since when no lane is left, and how the last one ended: its process is there, and a rail may come back.
+    pub(crate) stranded: Option<(Time, String)>,
     pub(crate) explain: Arc<Explain>,
     /// Lanes lost and other things a receipt should tell.
     notes: VecDeque<(Time, String)>,
@@ -124,6 +126,7 @@ impl PeerState {
             inside: None,
             bulk: Vec::new(),
             lanes: Vec::new(),
+            stranded: None,
             explain,
             notes: VecDeque::new(),
             warned_direct: false,
@@ -212,7 +215,7 @@ impl LaneState {
             held: Slab::new(),
             control: vec![0; CONTROL_MAX].into(),
             control_len: 0,
-            seen_acked: 0,
+            seen_acked: None,
         }
     }
 

@@ -347,8 +347,8 @@ pub enum Event {
         /// How many more.
         chunks: u32,
     },
-    /// The lane owes us something and is silent: answer with [`crate::Peer::lane_alive`] or
-    /// [`crate::Peer::lane_down`]. A lane whose next chunk is still being fetched here is alive.
+    /// The lane owes us something and is silent: answer with [`crate::Peer::lane_alive`], and
+    /// [`crate::Peer::probe`] if nothing is under way that would tell, or with [`crate::Peer::lane_down`]. A lane whose next chunk is still being fetched here is alive.
     Suspect {
         /// Which.
         lane: LaneId,

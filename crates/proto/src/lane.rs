@@ -196,9 +196,14 @@ impl Lane {
     pub(crate) fn beat(&mut self, now: Time, every: u64) {
         if self.next_beat(every).is_some_and(|at| at <= now) {
             self.beat = now;
-            if !self.owes() {
-                self.told = self.consumed.wrapping_sub(1);
-            }
+            self.tell_again();
+        }
+    }
+
+    /// Has the count told, whether it is news or not.
+    pub(crate) fn tell_again(&mut self) {
+        if !self.owes() {
+            self.told = self.consumed.wrapping_sub(1);
         }
     }
 }

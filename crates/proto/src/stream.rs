@@ -108,7 +108,7 @@ impl Stream {
         frame::set_epoch(&mut out.head, epoch);
         frame::set_ack(&mut out.head, expected);
         let out = *out;
-        self.owed = 0;
+        self.acknowledges();
         if self.reliable {
             self.retained.pop_front();
             self.acked = self.acked.wrapping_add(1);
@@ -123,11 +123,21 @@ impl Stream {
     pub(crate) fn stamp(&mut self) -> Stamp {
         let seq = self.next;
         self.next = seq.wrapping_add(1);
-        self.owed = 0;
+        self.acknowledges();
         if self.reliable {
             self.acked = self.next;
         }
         Stamp { seq, ack: self.expected, epoch: self.epoch }
+    }
+
+    /// A frame of ours goes out, and what we consumed is told with it: that settles what we owe, unless the peer's
+    /// messages come over another lane. Then the peer has left ours, which may be dead without our knowing, and it
+    /// must not wait for us to find out.
+    #[inline]
+    fn acknowledges(&mut self) {
+        if self.reliable || self.heard.is_none_or(|heard| self.lane == Some(heard)) {
+            self.owed = 0;
+        }
     }
 
     /// Keeps the frame just numbered until it is acknowledged.
@@ -274,6 +284,19 @@ mod tests {
         assert_eq!(again, [2, 3]);
         assert_eq!(s.acknowledge(4), Ok(true));
         assert!(s.settled());
+    }
+
+    #[test]
+    fn what_rides_along_on_another_lane_does_not_settle_what_is_owed() {
+        let mut s = Stream { heard: Some(LaneId(2)), ..Stream::default() };
+        s.move_to(Some(LaneId(1)), false);
+        s.tell();
+        s.consumed(true);
+        send(&mut s);
+        assert_eq!(s.owed(), 1);
+        s.move_to(Some(LaneId(2)), false);
+        assert!(s.resend().is_some());
+        assert_eq!(s.owed(), 0);
     }
 
     #[test]

@@ -204,3 +204,34 @@ fn a_rail_that_dies_costs_little() {
     println!("one of four dies after 30 ms: {:.1} ms, three alone need {:.1} ms", took / 1e6, three / 1e6);
     assert!(took < three * 1.05);
 }
+
+/// One end has lost its lane to a link that is down; the other has not heard of it yet and goes on talking there.
+#[test]
+fn an_end_that_does_not_know_that_a_rail_is_dead_confirms_over_the_others() {
+    let mut net = Net::new(&[GBIT; 2]);
+    net.rails[0].dead = true;
+    net.peers[0].lane_down(Time(0), LaneId(0));
+    let op = |index| OpId { index, generation: 0 };
+    net.peers[0].start(Time(0), op(0), Operation::Send { tag: 1 }, 100, None, true);
+    let mut answered = false;
+    for _ in 0..100 {
+        net.now += LATENCY;
+        for peer in &mut net.peers {
+            peer.flush();
+        }
+        net.pump();
+        // What it has to say itself goes where nobody hears it, and with it that it has the message.
+        if !answered && net.arrivals.peek().is_some() {
+            answered = true;
+            net.peers[1].start(Time(net.now), op(1), Operation::Send { tag: 2 }, 100, None, true);
+        }
+        while net.peers[1].next(Time(net.now), LaneId(0)).is_some() {}
+        while net.arrivals.peek().is_some_and(|Reverse((when, ..))| *when <= net.now) {
+            if let Some(Reverse((_, at, from))) = net.arrivals.pop() {
+                net.arrive(at, from);
+            }
+        }
+    }
+    assert_eq!(net.peers[0].timeout(), None, "the first end still waits to hear that its message came");
+    assert!(net.peers[1].timeout().is_some(), "the second waits, for what it said on the dead rail");
+}

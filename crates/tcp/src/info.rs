@@ -16,6 +16,8 @@ pub struct TcpInfo {
     pub retransmits: u32,
     /// Segments on the way.
     pub unacked: u32,
+    /// Probes of the peer's window, when that is full, that have not been answered.
+    pub window_probes: u32,
     /// Bytes written and not sent yet.
     pub notsent_bytes: u32,
     /// Latest estimate of what the path carries, bytes per second; 0 before the first.
@@ -37,6 +39,7 @@ pub(crate) fn read(bytes: &[u8; 256]) -> TcpInfo {
     let u32_at = |at: usize| bytes[at..].first_chunk().map_or(0, |chunk| u32::from_ne_bytes(*chunk));
     let u64_at = |at: usize| bytes[at..].first_chunk().map_or(0, |chunk| u64::from_ne_bytes(*chunk));
     TcpInfo {
+        window_probes: u32::from(bytes[3]),
         segment_size: u32_at(16),
         unacked: u32_at(24),
         rtt_us: u32_at(68),

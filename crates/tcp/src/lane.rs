@@ -115,12 +115,15 @@ impl Lane for TcpLane {
     }
 
     fn stats(&self) -> LaneStats {
-        let sent = self.tx.bytes;
+        let (sent, waiting, info) = (self.tx.bytes, sys::unacknowledged(self.stream.as_raw_fd()), self.info());
+        // A full peer answers the kernel's probes of its window. That a second one went out says that nobody does.
+        let owed = info.unacked > 0 || info.window_probes > 1;
         LaneStats {
             tx_bytes: sent,
             rx_bytes: self.rx.bytes,
-            acked_bytes: sent.saturating_sub(sys::unacknowledged(self.stream.as_raw_fd())),
-            retransmits: u64::from(self.info().retransmits),
+            acked_bytes: sent.saturating_sub(waiting),
+            in_flight_bytes: if owed { waiting } else { 0 },
+            retransmits: u64::from(info.retransmits),
         }
     }
 }

@@ -169,6 +169,25 @@ fn a_slow_rail_takes_little_more_than_it_can_send() {
 }
 
 #[test]
+fn what_a_full_peer_does_not_take_yet_is_not_in_flight() {
+    let (mut lane, peer) = lane_and_socket();
+    let chunk = vec![1u8; 1 << 20];
+    let mut sink = Keeper::default();
+    sink.queue.extend((0..64).map(|_| frame(&chunk)));
+    let start = Instant::now();
+    let full = loop {
+        lane.poll(&mut sink, 1 << 20, true).expect("the peer is there");
+        let stats = lane.stats();
+        if stats.acked_bytes > 0 && stats.acked_bytes < stats.tx_bytes && stats.in_flight_bytes == 0 {
+            break stats;
+        }
+        assert!(start.elapsed() < common::PATIENCE, "{stats:?}, {:?}", lane.info());
+    };
+    assert!(lane.info().notsent_bytes > 0, "{full:?}, {:?}", lane.info());
+    drop(peer);
+}
+
+#[test]
 fn info_counts() {
     let (dialled, accepted) = streams("127.0.0.1", "127.0.0.1");
     let (mut a, mut b) = (lane(dialled), lane(accepted));
@@ -183,6 +202,7 @@ fn info_counts() {
     }
     assert_eq!(of_b.places[0], payload);
     assert_eq!((of_a.sent, a.stats().tx_bytes, b.stats().rx_bytes), (1, 100_032, 100_032));
+    assert_eq!(a.stats().in_flight_bytes, 0, "all has been acknowledged");
     let info = a.info();
     assert!(info.bytes_acked >= 100_032 && info.rtt_us > 0 && info.segment_size >= 1000, "{info:?}");
 }

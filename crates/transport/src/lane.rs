@@ -143,6 +143,9 @@ pub struct LaneStats {
     pub rx_bytes: u64,
     /// Bytes that the other end's kernel has acknowledged (TCP_INFO bytes_acked); `tx_bytes` where that means nothing.
     pub acked_bytes: u64,
+    /// Of the others, those that are under way at this moment, or cannot get under way because nobody answers; not what
+    /// only waits until the other end takes more. 0 where that means nothing.
+    pub in_flight_bytes: u64,
     /// TCP segments sent again (TCP_INFO total_retrans); 0 elsewhere.
     pub retransmits: u64,
 }

@@ -46,6 +46,14 @@ impl Peer {
         }
     }
 
+    /// Has the lane carry a frame that says nothing new: now there is something that the other end's kernel
+    /// acknowledges if the link lives. For a suspect of which nothing is under way.
+    pub fn probe(&mut self, lane: LaneId) {
+        if let Some(at) = self.lane_at(lane) {
+            self.lanes[at].tell_again();
+        }
+    }
+
     /// When [`Peer::on_timeout`] is wanted; ask before sleeping. A time in the past: now, and `next` after it.
     pub fn timeout(&self) -> Option<Time> {
         if self.owes() && !self.urgent && !self.lanes.is_empty() {

@@ -435,6 +435,9 @@ impl World {
                 self.lane_down(wire, node);
             } else {
                 self.nodes[node].peer.lane_alive(self.now, lane);
+                if self.rng.one_in(2) {
+                    self.nodes[node].peer.probe(lane);
+                }
             }
         }
     }

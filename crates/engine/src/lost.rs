@@ -1,0 +1,121 @@
+//! Lanes that end: those that fail, those that are taken for dead because they are silent or their link is down; and
+//! peers that no lane leads to.
+
+use std::time::Duration;
+
+use crossrail_proto::Time;
+use crossrail_transport::LaneError;
+use crossrail_types::{EndpointId, LaneId};
+use parking_lot::MutexGuard;
+
+use crate::core::{Core, Lost};
+use crate::worker::Shared;
+
+/// How long a peer may be without any rail before it is taken for dead: as long as TCP would give a connection.
+const STRANDED: Duration = Duration::from_secs(10);
+
+impl Shared {
+    /// A lane owes something and is silent: does its link still move bytes?
+    pub(crate) fn examine(&self, endpoint: EndpointId, id: LaneId) {
+        let mut core = self.core.lock();
+        let now = core.st.tick();
+        let bulk = core.st.peer(endpoint).and_then(|peer| peer.bulk.iter().find(|lane| lane.id == id).cloned());
+        let stats = match &bulk {
+            Some(lane) => match lane.lane.try_lock() {
+                Some(held) => held.as_ref().map(|lane| Some(lane.stats())),
+                // Somebody is moving bytes on it at this moment.
+                None => Some(None),
+            },
+            None => core.inside.iter().find(|lane| lane.id == id).map(|lane| Some(lane.lane.stats())),
+        };
+        let (Some(stats), Some(state)) = (stats, core.st.lane(id)) else { return };
+        let stats = stats.filter(|_| !state.is_held_up());
+        // The other end's kernel acknowledges what comes in, whatever its process does: only a link keeps back that of
+        // bytes which were under way a whole deadline ago.
+        let owed = stats.filter(|stats| stats.in_flight_bytes > 0).map(|stats| stats.acked_bytes);
+        let silent = owed.is_some() && owed == state.seen_acked;
+        state.seen_acked = owed;
+        if silent {
+            let error = LaneError::Down("silent: nothing was acknowledged in time".to_owned());
+            self.take_for_dead(core, endpoint, id, error);
+            return;
+        }
+        if let Some(peer) = core.st.peer(endpoint) {
+            peer.peer.lane_alive(now, id);
+            if stats.is_some() && owed.is_none() {
+                peer.peer.probe(id);
+            }
+        }
+        core.settle(endpoint);
+        self.after(core);
+    }
+
+    /// Drops a lane that has not failed by itself.
+    pub(crate) fn take_for_dead(
+        &self,
+        mut core: MutexGuard<'_, Core>,
+        endpoint: EndpointId,
+        id: LaneId,
+        error: LaneError,
+    ) {
+        let bulk = core.st.peer(endpoint).and_then(|peer| peer.bulk.iter().find(|lane| lane.id == id).cloned());
+        if let Some(lane) = bulk {
+            lane.verdict.lock().get_or_insert(error);
+            lane.dead.raise();
+            core.kicked = true;
+        } else {
+            core.drop_inside(endpoint, id, &error);
+        }
+        self.after(core);
+    }
+}
+
+impl Core {
+    /// A lane is gone (its object already dropped): its work goes to the others, or the peer is dead.
+    pub(crate) fn lane_lost(&mut self, endpoint: EndpointId, id: LaneId, error: &LaneError) {
+        let now = self.st.tick();
+        let Some(lane) = self.st.lane(id).filter(|lane| lane.alive) else { return };
+        lane.bury();
+        let (name, rail) = (lane.name.clone(), lane.rail);
+        self.st.forget_lane(id);
+        self.drop_jobs(|job| job.lane == id);
+        self.closing.retain(|(lane, _)| *lane != id);
+        let Some(peer) = self.st.peer(endpoint) else { return };
+        peer.bulk.retain(|lane| lane.id != id);
+        peer.lanes.retain(|lane| *lane != id);
+        if peer.inside == Some(id) {
+            peer.inside = None;
+        }
+        let none = peer.lanes.is_empty();
+        // Its process says so itself when it ends or gives up, on the control connection.
+        if none && (rail.is_none() || !peer.alive || matches!(error, LaneError::Protocol(_))) {
+            self.kill(endpoint, &format!("lane {name} is {error}"));
+            return;
+        }
+        peer.peer.lane_down(now, id);
+        if peer.alive {
+            let goes = match peer.lanes.len() {
+                0 => format!("no other is left, it is retried for {} s", STRANDED.as_secs()),
+                1 => "1 lane goes on (1 left), it is retried in the background".to_owned(),
+                left => format!("the others go on ({left} left), it is retried in the background"),
+            };
+            peer.stranded = none.then(|| (now, format!("lane {name} is {error}")));
+            let peer = peer.name().to_owned();
+            self.st.log.warn(format_args!("{peer}: lane {name} is {error}; {goes}"));
+            if let Some((rail, channel)) = rail {
+                self.lost.push(Lost { endpoint, rail, channel });
+            }
+        }
+        self.settle(endpoint);
+    }
+
+    /// Gives up a peer whose last rail was lost and has not come back for [`STRANDED`].
+    #[cold]
+    pub(crate) fn see_to_stranded(&mut self, endpoint: EndpointId, now: Time) {
+        let Some((since, why)) = self.st.peer(endpoint).and_then(|peer| peer.stranded.as_ref()) else { return };
+        if now.since(*since) >= STRANDED.as_nanos() as u64 {
+            let why = format!("{why}, and no rail came back for {} s", STRANDED.as_secs());
+            self.kill(endpoint, &why);
+        }
+    }
+}
