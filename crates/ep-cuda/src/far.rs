@@ -11,8 +11,8 @@ use crossrail::{Memory, Op};
 use crossrail_cuda::{Context, Event, PinnedMemory, Stream};
 use crossrail_ep::Fault;
 use crossrail_kernels::ep::{
-    EP_ANNOUNCE, EP_DEPTH, EP_LINE, EP_NOWHERE, EP_RECEIVE, EP_SEND, EP_WEIGHTED, EP_WORD_PLACE, EP_WORD_WEIGHTS,
-    EpCombineArgs, EpDispatchArgs, EpHeap, EpTableHeader, Shape,
+    EP_ANNOUNCE, EP_DEPTH, EP_LINE, EP_NOWHERE, EP_RECEIVE, EP_SEND, EP_WEIGHTED, EP_WORD_PLACE, EpCombineArgs,
+    EpDispatchArgs, EpHeap, Shape,
 };
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
@@ -302,25 +302,19 @@ impl Inner {
         }
         let epoch = self.heap.begun()?.combine + 1;
         let heap = &common.heap;
-        let len = if args.topk_weights == 0 { 0 } else { u64::from(common.tokens) * u64::from(self.shape.topk) * 4 };
-        let at = heap.back_weights + self.slot(epoch) * heap.back_weights_stride;
-        let flags = if args.topk_weights == 0 { 0 } else { EP_WEIGHTED };
-        let header = EpTableHeader { tokens: common.tokens, flags, epoch };
-        let head = size_of::<EpTableHeader>() as u64;
-        let fars = self.far(state);
-        for far in &fars {
-            far.mirror.fill_from(at as usize, &header_bytes(&header))?;
-            if len > 0 {
-                // SAFETY: the caller vouches for the weights; the mirror is ours and no kernel runs.
-                unsafe { stream.copy_within(far.mirror.ptr() as u64 + at + head, args.topk_weights, len as usize)? };
-            }
-        }
+        let count = common.tokens as usize * self.shape.topk as usize;
+        // What is before it in the stream may write the weights.
         self.wait_for(stream)?;
-        let word =
-            heap.words + u64::from(self.me) * EP_LINE + 8 * (u64::from(EP_WORD_WEIGHTS) + epoch % u64::from(EP_DEPTH));
-        for far in &fars {
-            far.mirror.fill_from(word as usize, &epoch.to_le_bytes())?;
-            let load = Load { rows: Vec::new(), told: vec![Span { at, len: head + len }] };
+        let weights = match args.topk_weights {
+            0 => vec![1f32.to_bits(); count],
+            given => self.reader.numbers(given, count)?,
+        };
+        let words = weight_words(epoch, &weights);
+        let span =
+            Span { at: heap.back_weights + self.slot(epoch) * heap.back_weights_stride, len: words.len() as u64 };
+        for far in &self.far(state) {
+            far.mirror.fill_from(span.at as usize, &words)?;
+            let load = Load { rows: Vec::new(), told: vec![span] };
             self.carry(state, far, &load, Kind::Combine);
         }
         Ok(())
@@ -332,6 +326,11 @@ impl Inner {
         // Number, tokens, flags.
         Ok(self.reader.numbers(header, 4)?[3] & EP_WEIGHTED != 0)
     }
+}
+
+/// Weights as the kernels have them: the bits of an f32, and above them the number of the operation.
+fn weight_words(epoch: u64, weights: &[u32]) -> Vec<u8> {
+    weights.iter().flat_map(|bits| (epoch << 32 | u64::from(*bits)).to_le_bytes()).collect()
 }
 
 /// `count` rows from `first` on, in all parts of a region.
@@ -353,10 +352,6 @@ fn region_rows(heap: &EpHeap, shape: &Shape, region: u32, first: u64, count: u64
 fn place_words(heap: &EpHeap, source: u32) -> Span {
     let at = heap.words + u64::from(source) * EP_LINE + 8 * u64::from(EP_WORD_PLACE);
     Span { at, len: 8 * u64::from(EP_DEPTH) }
-}
-
-fn header_bytes(header: &EpTableHeader) -> Vec<u8> {
-    [&header.tokens.to_le_bytes()[..], &header.flags.to_le_bytes(), &header.epoch.to_le_bytes()].concat()
 }
 
 /// Runs of neighbours that are wanted.
@@ -430,9 +425,8 @@ mod tests {
     }
 
     #[test]
-    fn a_header_is_written_as_the_kernels_read_it() {
-        let bytes = header_bytes(&EpTableHeader { tokens: 3, flags: 1, epoch: 0x0102 });
-        assert_eq!(bytes, [3, 0, 0, 0, 1, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0]);
-        assert_eq!(size_of::<EpTableHeader>(), 16);
+    fn weights_are_written_as_the_kernels_read_them() {
+        let words = weight_words(0x0102, &[0x3f80_0000, 7]);
+        assert_eq!(words, [0, 0, 0x80, 0x3f, 2, 1, 0, 0, 7, 0, 0, 0, 2, 1, 0, 0]);
     }
 }

@@ -130,7 +130,7 @@ pub(crate) fn set_taken(memory: &Memory, heap: &EpHeap, source: u32, epochs: Epo
     memory.fill_from(at as usize, &bytes)
 }
 
-/// Where what a source says in a heap is taken for something that is there: its words and the flags of its rows.
+/// Where what a source says in a heap is taken for something that is there: its words, the flags of its rows, and weights.
 fn left_by(heap: &EpHeap, shape: &Shape, source: u32) -> Vec<Span> {
     let flags = u64::from(shape.max_tokens) * u64::from(shape.pieces()) * 8;
     let slots = (0..u64::from(EP_DEPTH)).map(|parity| parity * u64::from(shape.ranks) + u64::from(source));
@@ -138,6 +138,7 @@ fn left_by(heap: &EpHeap, shape: &Shape, source: u32) -> Vec<Span> {
     for slot in slots {
         if shape.expert_layout {
             spans.push(Span { at: heap.row_flags + slot * flags, len: flags });
+            spans.push(Span { at: heap.back_weights + slot * heap.back_weights_stride, len: heap.back_weights_stride });
         }
         spans.push(Span { at: heap.back_flags + slot * heap.back_flags_slot, len: heap.back_flags_slot });
     }
@@ -168,7 +169,7 @@ mod tests {
         let shape = shape(&config, &DeviceOptions::default()).unwrap();
         let heap = shape.heap();
         let mut spans: Vec<Span> = (0..3).flat_map(|source| left_by(&heap, &shape, source)).collect();
-        assert_eq!(spans.len(), 3 * 5);
+        assert_eq!(spans.len(), 3 * 7);
         spans.sort_by_key(|span| span.at);
         assert!(spans.windows(2).all(|pair| pair[0].at + pair[0].len <= pair[1].at), "{spans:?}");
         let end = spans.last().map(|span| span.at + span.len).unwrap();

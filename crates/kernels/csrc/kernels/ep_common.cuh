@@ -92,6 +92,32 @@ __device__ __forceinline__ bool await(const EpCommon &c, u64 word, u64 value, u3
     return ld_acquire_sys_u64(word) >= value || await_long(c, word, value, rank, stage, epoch);
 }
 
+// A number and the operation that it belongs to, in one word.
+__device__ __forceinline__ u64 tagged(u64 epoch, u32 number) { return epoch << 32 | number; }
+
+__device__ __forceinline__ bool is_tagged(u64 word, u64 epoch) {
+    return static_cast<u32>(word >> 32) == static_cast<u32>(epoch);
+}
+
+// Waits for a tagged number that `rank` writes, which is all that is seen; gives the word, with another tag if the rank is
+// masked first.
+__device__ __noinline__ u64 await_tagged(const EpCommon &c, u64 word, u32 rank, u32 stage, u64 epoch) {
+    u64 started = clock_ns();
+    while (true) {
+        u64 seen = 0;
+        for (u32 look = 0; look < EP_LOOKS; ++look) {
+            seen = ld_relaxed_sys_u64(word);
+            if (!is_tagged(seen, epoch)) continue;
+            if (c.waits) atomicMax(&at<u64>(c.base + c.heap.waited, rank), clock_ns() - started);
+            return seen;
+        }
+        if (is_masked(c, rank)) return tagged(epoch + 1, 0);
+        u64 waited = clock_ns() - started;
+        if (waited >= c.limit_ns) mask_for(c, rank, stage, epoch, seen >> 32);
+        if (waited > 1000000) pause_ns(500);
+    }
+}
+
 // What a warp knows of each rank: lane r has that of ranks r and r + 32.
 template <typename T>
 struct PerRank {
@@ -121,6 +147,15 @@ struct Peers {
             base.value[i] = known ? at<u64>(c.peers, rank) : 0;
             bool is_open = known && !is_masked(c, rank);
             open |= u64(__ballot_sync(WHOLE_WARP, is_open)) << (i * LANES);
+        }
+    }
+
+    // The same, as others of the block have found it.
+    __device__ __forceinline__ Peers(u64 open, const u64 *bases, u32 lane) : open(open) {
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i) {
+            u32 rank = lane + i * LANES;
+            base.value[i] = rank < EP_R ? bases[rank] : 0;
         }
     }
 

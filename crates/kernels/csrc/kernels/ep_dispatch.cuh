@@ -77,65 +77,103 @@ __device__ __forceinline__ u32 stage_piece(const EpDispatchArgs &args, u32 token
     return (data + elements / BLOCK * SCALE + 15) / 16 * 16;
 }
 
-// Stores what is in `stage` to `to` for each lane that is a `sender`, and sets its `flag` when it is there. All lanes.
-__device__ __forceinline__ void send_stage(const u8 *stage, u32 bytes, bool sender, u64 to, u64 flag, u64 epoch,
-                                           u32 lane) {
-#if EP_BULK
-    fence_proxy_async_shared();
-    __syncwarp();
-    if (sender) {
-        bulk_store_shared(to, shared_address(stage), bytes);
-        bulk_wait_all();
-        st_release_sys_u64(flag, epoch);
-    }
-#else
-    __syncwarp();
-    for (u32 left = __ballot_sync(WHOLE_WARP, sender); left; left &= left - 1) {
-        u64 target = __shfl_sync(WHOLE_WARP, to, __ffs(left) - 1);
-        for (u32 byte = lane * 16; byte < bytes; byte += LANES * 16) {
-            st_v16(target + byte, *reinterpret_cast<const Vec16 *>(stage + byte));
+// A piece of a token that is to be sent: each lane's expert, and the bytes in the stage.
+struct Outgoing {
+    int expert;
+    u32 bytes;
+};
+
+__device__ __forceinline__ Outgoing stage_unit(const EpDispatchArgs &args, u32 unit, u8 *stage, u32 lane) {
+    u32 token = unit / PIECES;
+    Outgoing row;
+    row.expert = lane < EP_K ? expert_at(args, u64(token) * EP_K + lane) : -1;
+    row.bytes = stage_piece(args, token, unit % PIECES, stage, lane);
+    return row;
+}
+
+// Starts to send a piece.
+__device__ __forceinline__ Pending send_unit(const EpCommon &c, const Start &start, const Peers &peers, Outgoing row,
+                                             u32 unit, const u8 *stage, u32 lane) {
+    u32 token = unit / PIECES, piece = unit % PIECES;
+    u32 rank = row.expert >= 0 ? row.expert / LOCAL : 0;
+    bool sender = is_first_of_rank(rank, row.expert >= 0 && peers.is_open(rank), lane);
+    u64 base = peers.base.of(rank), slot = slot_of(start.sent, c.rank) * c.max_tokens;
+    sender = sender && slots_free(c, start, rank, EP_WORD_DISPATCH_TAKEN, EP_STAGE_DISPATCH_TAKEN);
+    u64 to = base + c.heap.rows + (slot + token) * c.heap.row_stride + piece * c.heap.piece_stride;
+    u64 flag = base + c.heap.row_flags + ((slot + token) * PIECES + piece) * 8;
+    return start_sending(stage, row.bytes, sender, to, flag, lane);
+}
+
+// A warp's share of what is sent: every `step`-th piece of a token from `unit` on.
+struct Share {
+    u32 unit;
+    u32 step;
+    u32 end;
+};
+
+// Sends this warp's share; the first piece is in the first stage already if `ready`. While a piece is on its way, the next
+// one is read.
+__device__ __forceinline__ void send_rows(const EpDispatchArgs &args, const Start &start, const Peers &peers, u8 *stages,
+                                          Share share, bool ready, Outgoing row, u32 lane) {
+    Pending pending;
+    u32 stage = 0;
+    for (; share.unit < share.end; share.unit += share.step) {
+        u8 *place = stages + stage * DISPATCH_STAGE;
+        if (!ready) {
+            if (EP_STAGES == 1) settle(pending, start.sent);
+            row = stage_unit(args, share.unit, place, lane);
         }
+        ready = false;
+        settle(pending, start.sent);
+        pending = send_unit(args.common, start, peers, row, share.unit, place, lane);
+        if (++stage == EP_STAGES) stage = 0;
     }
-    __syncwarp();
-    if (sender) st_release_sys_u64(flag, epoch);
-#endif
-    __syncwarp();
-}
-
-// The slots of a rank that were used EP_DEPTH operations ago are free again.
-__device__ __forceinline__ bool slots_free(const EpCommon &c, u32 rank, u32 word, u32 stage, u64 epoch) {
-    if (epoch <= EP_DEPTH) return true;
-    return await(c, word_at(c, c.base, rank, word), epoch - EP_DEPTH, rank, stage, epoch);
-}
-
-// Sends this warp's share of all tokens. `worker` of `workers` warps.
-__device__ __forceinline__ void send_rows(const EpDispatchArgs &args, const Peers &peers, u8 *stage, u64 epoch,
-                                          u32 worker, u32 workers, u32 lane) {
-    const EpCommon &c = args.common;
-    u32 units = c.tokens * PIECES;
-    u64 slot = slot_of(epoch, c.rank) * c.max_tokens;
-    for (u32 unit = worker; unit < units; unit += workers) {
-        u32 token = unit / PIECES, piece = unit % PIECES;
-        int expert = lane < EP_K ? expert_at(args, u64(token) * EP_K + lane) : -1;
-        u32 bytes = stage_piece(args, token, piece, stage, lane);
-        u32 rank = expert >= 0 ? expert / LOCAL : 0;
-        bool sender = is_first_of_rank(rank, expert >= 0 && peers.is_open(rank), lane);
-        u64 base = peers.base.of(rank);
-        sender = sender && slots_free(c, rank, EP_WORD_DISPATCH_TAKEN, EP_STAGE_DISPATCH_TAKEN, epoch);
-        u64 to = base + c.heap.rows + (slot + token) * c.heap.row_stride + piece * c.heap.piece_stride;
-        u64 flag = base + c.heap.row_flags + ((slot + token) * PIECES + piece) * 8;
-        send_stage(stage, bytes, sender, to, flag, epoch, lane);
-    }
+    settle(pending, start.sent);
+    mark(lane == 0 && threadIdx.x < LANES ? args.marks : 0, EP_MARK_SENT);
 }
 
 // Of a dispatch's plan: the number that belongs to this operation, once it is there.
 __device__ __forceinline__ u32 await_planned(u64 address, u64 epoch) {
-    u64 entry = ld_acquire_gpu_u64(address);
-    while (static_cast<u32>(entry >> 32) != static_cast<u32>(epoch)) {
+    u64 entry = ld_relaxed_gpu_u64(address);
+    while (!is_tagged(entry, epoch)) {
         pause_ns(20);
-        entry = ld_acquire_gpu_u64(address);
+        entry = ld_relaxed_gpu_u64(address);
     }
     return static_cast<u32>(entry);
+}
+
+// How many tokens each source has sent, once the plan is there: the first warp of a block that wants to know it waits, and
+// tells the others. All lanes.
+__device__ __forceinline__ PerRank<u32> await_tokens(const EpCommon &c, Start &start, u64 epoch, u32 lane) {
+    u32 asked = 0;
+    if (lane == 0) asked = atomicExch(&start.asked, 1u);
+    PerRank<u32> tokens;
+    if (__shfl_sync(WHOLE_WARP, asked, 0) == 0) {
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i) {
+            u32 rank = lane + i * LANES;
+            tokens.value[i] = 0;
+            if (rank >= EP_R) continue;
+            u64 word = c.base + c.heap.plan_tokens + 8 * rank;
+            while (!is_tagged(ld_acquire_gpu_u64(word), epoch)) pause_ns(20);
+            tokens.value[i] = static_cast<u32>(ld_relaxed_gpu_u64(word));
+            start.tokens[rank] = tokens.value[i];
+        }
+        // What one lane has waited for is there for all.
+        __syncwarp();
+        if (lane == 0) st_release_cta_u32(start.planned, 1);
+        return tokens;
+    }
+    if (lane == 0) {
+        while (ld_acquire_cta_u32(start.planned) == 0) pause_ns(20);
+    }
+    __syncwarp();
+#pragma unroll
+    for (u32 i = 0; i < EACH; ++i) {
+        u32 rank = lane + i * LANES;
+        tokens.value[i] = rank < EP_R ? start.tokens[rank] : 0;
+    }
+    return tokens;
 }
 
 // A token's piece that came, and where it goes.
@@ -154,6 +192,13 @@ __device__ __forceinline__ void fan_out(const EpDispatchArgs &args, const Arriva
     u32 elements = piece_elements(a.piece), data = elements * ELEMENT;
     u32 here = __ballot_sync(WHOLE_WARP, a.row != EP_NOWHERE);
     u64 rows = args.out_x + u64(a.piece) * EP_PIECE * ELEMENT;
+    u32 blocks = elements / BLOCK, most = EP_R * c.max_tokens;
+    auto load_scale = [&](u32 i) -> u32 {
+        if (!came || i >= blocks) return 0;
+        return SCALE == 1 ? at<u8>(from + data, i) : at<u32>(from + data, i);
+    };
+    // Under way with the first elements.
+    u32 scale = EP_FP8 ? load_scale(lane) : 0;
     for (u32 first = lane * 16; first - lane * 16 < data; first += MOST * LANES * 16) {
         Vec16 v[MOST] = {};
 #pragma unroll
@@ -170,12 +215,9 @@ __device__ __forceinline__ void fan_out(const EpDispatchArgs &args, const Arriva
             }
         }
     }
-    if (!EP_FP8) return;
-    u32 blocks = elements / BLOCK, most = EP_R * c.max_tokens;
-    for (u32 first = 0; first < blocks; first += LANES) {
+    for (u32 first = 0; EP_FP8 && first < blocks; first += LANES) {
         u32 i = first + lane, block = a.piece * (EP_PIECE / BLOCK) + i;
-        u32 scale = 0;
-        if (came && i < blocks) scale = SCALE == 1 ? at<u8>(from + data, i) : at<u32>(from + data, i);
+        if (first > 0) scale = load_scale(i);
         for (u32 left = here; left; left &= left - 1) {
             u32 row = __shfl_sync(WHOLE_WARP, a.row, __ffs(left) - 1);
             u64 to = args.out_scales + row / most * args.out_scale_expert + row % most * args.out_scale_row;
@@ -204,16 +246,10 @@ __device__ __forceinline__ void note_routes(const EpDispatchArgs &args, const Ar
     if (args.out_source) at<u32>(args.out_source, a.row) = a.token;
 }
 
-// Delivers one piece of a token of which something is here. All lanes.
+// Delivers one piece of a token of which something is here: what does not need the piece comes first. All lanes.
 __device__ __forceinline__ void receive_piece(const EpDispatchArgs &args, Arrival a, u64 table, u64 epoch, u32 lane) {
     const EpCommon &c = args.common;
     u32 entry = lane < EP_K ? at<u32>(table + c.heap.table_entries, u64(a.token) * EP_K + lane) : 0;
-    u64 row = slot_of(epoch, a.source) * c.max_tokens + a.token;
-    u32 came = 0;
-    if (lane == 0) {
-        u64 flag = c.base + c.heap.row_flags + (row * PIECES + a.piece) * 8;
-        came = await(c, flag, epoch, a.source, EP_STAGE_ROW, epoch);
-    }
     a.row = EP_NOWHERE;
     if (entry) {
         u32 expert = (entry >> ENTRY_EXPERT) - 1, place = entry & ((1u << ENTRY_EXPERT) - 1);
@@ -222,33 +258,36 @@ __device__ __forceinline__ void receive_piece(const EpDispatchArgs &args, Arriva
         // What another rank says must not lead outside of the result.
         if (expert < LOCAL && place < most) a.row = expert * most + place;
     }
+    __syncwarp();
+    if (a.piece == 0) note_routes(args, a, table, lane);
+    u64 row = slot_of(epoch, a.source) * c.max_tokens + a.token;
+    u32 came = 0;
+    if (lane == 0) {
+        u64 flag = c.base + c.heap.row_flags + (row * PIECES + a.piece) * 8;
+        came = await(c, flag, epoch, a.source, EP_STAGE_ROW, epoch);
+    }
     came = __shfl_sync(WHOLE_WARP, came, 0);
     // What one lane has waited for is there for all.
     __syncwarp();
     u64 from = c.base + c.heap.rows + row * c.heap.row_stride + a.piece * c.heap.piece_stride;
     fan_out(args, a, from, came, lane);
-    if (a.piece == 0) note_routes(args, a, table, lane);
 }
 
 // Delivers this warp's share of what comes. Each lane looks at one of the next 32 pieces that may be this warp's: most
 // ranks have nothing of a token when there are many.
-__device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, u64 epoch, u32 worker, u32 workers, u32 lane) {
+__device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &start, u32 worker, u32 workers, u32 lane) {
     const EpCommon &c = args.common;
-    PerRank<u32> tokens;
+    u64 epoch = start.received;
+    PerRank<u32> tokens = await_tokens(c, start, epoch, lane);
+    mark(threadIdx.x == EP_THREADS - LANES ? args.marks : 0, EP_MARK_PLANNED);
     u32 most = 0;
 #pragma unroll
-    for (u32 i = 0; i < EACH; ++i) {
-        u32 rank = lane + i * LANES;
-        tokens.value[i] = rank < EP_R ? await_planned(c.base + c.heap.plan_tokens + 8 * rank, epoch) : 0;
-        most = tokens.value[i] > most ? tokens.value[i] : most;
-    }
+    for (u32 i = 0; i < EACH; ++i) most = tokens.value[i] > most ? tokens.value[i] : most;
 #pragma unroll
     for (u32 step = LANES / 2; step > 0; step /= 2) {
         u32 other = __shfl_xor_sync(WHOLE_WARP, most, step);
         most = other > most ? other : most;
     }
-    // What one lane has waited for is there for all.
-    __syncwarp();
     u64 tables = c.base + c.heap.tables;
     u64 units = u64(most) * EP_R * PIECES;
     auto arrival = [&](u64 unit) {
@@ -274,19 +313,26 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, u64 epo
     }
 }
 
-// Ends a dispatch: the last block says so to this rank's next launches, and to others that their slots are free.
-__device__ __forceinline__ void end_dispatch(const EpDispatchArgs &args, const Peers &peers, u64 sent, u64 received) {
+// The first warp of each block that receives: those that have something to send come later to it, where others are enough.
+__device__ __forceinline__ u32 receive_from(const EpCommon &c, u32 senders) {
+    u32 from = EP_RECEIVE_FROM;
+    if (from > 0 || !(c.phases & EP_SEND)) return from;
+    u32 busy = (c.tokens * PIECES + senders - 1) / senders;
+    return 2 * busy <= WARPS ? busy : 0;
+}
+
+// Ends a dispatch: the last block says so to this rank's next launches.
+__device__ __forceinline__ void end_dispatch(const EpDispatchArgs &args, u64 sent, u64 received) {
     const EpCommon &c = args.common;
     EpState &state = state_of(c);
-    if (!is_last_block(address_of(state.dispatch_blocks) + 8 * c.phases)) return;
-    if (c.phases & EP_RECEIVE) {
-        tell_all(c, peers, EP_WORD_DISPATCH_TAKEN, received);
-        count_waits(c);
-    }
+    bool last = is_last_to_end(c, address_of(state.dispatch_blocks) + 8 * c.phases);
+    mark(threadIdx.x == 0 ? args.marks : 0, EP_MARK_DONE);
+    if (!last) return;
+    if (c.phases & EP_RECEIVE) count_waits(c);
     if (threadIdx.x != 0) return;
     if (c.phases & EP_SEND) {
-        state.dispatch_begun = sent;
-        state.dispatch_sent = sent;
+        st_relaxed_gpu_u64(address_of(state.dispatch_begun), sent);
+        st_relaxed_gpu_u64(address_of(state.dispatch_sent), sent);
     }
-    if (c.phases & EP_RECEIVE) state.dispatch_ended = received;
+    if (c.phases & EP_RECEIVE) st_relaxed_gpu_u64(address_of(state.dispatch_ended), received);
 }

@@ -1,63 +1,94 @@
 // Dispatch and combine in the expert layout. Warps work by themselves: each takes its pieces of rows, sends them, sets
-// their flags, and waits for the flags of those that it delivers; blocks meet at the end only.
+// their flags, and waits for the flags of those that it delivers; blocks meet at the beginning and at the end only.
 #include "kernels/ep_combine.cuh"
 
-// The warps that receive, of all blocks; and the number of this one, or NONE.
-constexpr u32 RECEIVERS = WARPS - EP_RECEIVE_FROM;
-constexpr u32 NONE = 0xffffffff;
-
-__device__ __forceinline__ u32 receiver(u32 warp) {
-    u32 from = EP_RECEIVE_FROM;
-    return warp < from ? NONE : (warp - from) * gridDim.x + blockIdx.x;
-}
-
-// The number of an operation: one more than the last.
-__device__ __forceinline__ u64 next_epoch(const u64 &last) { return ld_relaxed_gpu_u64(address_of(last)) + 1; }
+// What a block's warps find in its shared memory from there on.
+__device__ __forceinline__ u8 *behind_start(u8 *shared) { return shared + EP_START_SHARED; }
 
 extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     crossrail_ep_dispatch_expert(const __grid_constant__ EpDispatchArgs args) {
     extern __shared__ __align__(128) u8 shared[];
     const EpCommon &c = args.common;
+    Start &start = *reinterpret_cast<Start *>(shared);
+    u8 *memory = behind_start(shared);
     u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    u64 sent = next_epoch(state_of(c).dispatch_sent), received = next_epoch(state_of(c).dispatch_ended);
-    Peers peers(c, lane);
+    mark(threadIdx.x == 0 ? args.marks : 0, EP_MARK_BEGUN);
+    bool sends = c.phases & EP_SEND;
     // The first block plans while the others send.
     bool plans = blockIdx.x == 0;
-    if (c.phases & EP_SEND) {
-        if (plans) announce_tables(args, shared, sent);
-        if (plans) __syncthreads();
-        u32 first = gridDim.x > 1, senders = gridDim.x - first;
-        if (blockIdx.x >= first && warp < EP_SENDERS) {
-            u8 *stage = shared + EP_PLAN_BASES + warp * DISPATCH_STAGE;
-            send_rows(args, peers, stage, sent, warp * senders + blockIdx.x - first, EP_SENDERS * senders, lane);
+    u32 first = gridDim.x > 1, senders = gridDim.x - first;
+    u32 units = sends && blockIdx.x >= first && warp < EP_SENDERS ? c.tokens * PIECES : 0;
+    Share share = {warp * senders + blockIdx.x - first, EP_SENDERS * senders, units};
+    u8 *stages = memory + EP_PLAN_BASES + warp * EP_STAGES * DISPATCH_STAGE;
+    // A block that plans has its counts there first.
+    bool ready = !plans && share.unit < share.end;
+    Outgoing row = {-1, 0};
+    // The last warp has the least to send.
+    if (warp == WARPS - 1) {
+        const EpState &state = state_of(c);
+        begin(c, {state.dispatch_sent, state.dispatch_ended, EP_WORD_DISPATCH_TAKEN}, start, lane);
+    }
+    if (ready) row = stage_unit(args, share.unit, stages, lane);
+    __syncthreads();
+    Peers peers(start.open, start.base, lane);
+    if (blockIdx.x == gridDim.x - 1 && warp == WARPS - 1) tell_taken(c, start, lane);
+    if (sends) {
+        if (plans) {
+            announce_tables(args, start, memory);
+            mark(threadIdx.x == 0 ? args.marks : 0, EP_MARK_ANNOUNCED);
+            __syncthreads();
         }
+        send_rows(args, start, peers, stages, share, ready, row, lane);
     }
     if (c.phases & EP_RECEIVE) {
-        if (plans) plan_rows(args, shared, received);
-        u32 worker = receiver(warp);
-        if (worker != NONE) receive_rows(args, received, worker, RECEIVERS * gridDim.x, lane);
+        if (plans) plan_rows(args, memory, start.received);
+        u32 from = receive_from(c, senders);
+        if (warp >= from) {
+            u32 worker = (warp - from) * gridDim.x + blockIdx.x;
+            receive_rows(args, start, worker, (WARPS - from) * gridDim.x, lane);
+        }
     }
-    end_dispatch(args, peers, sent, received);
+    end_dispatch(args, start.sent, start.received);
 }
 
 extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     crossrail_ep_combine_expert(const __grid_constant__ EpCombineArgs args) {
     extern __shared__ __align__(128) u8 shared[];
     const EpCommon &c = args.common;
+    Start &start = *reinterpret_cast<Start *>(shared);
     u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    u64 sent = next_epoch(state_of(c).combine_sent), received = next_epoch(state_of(c).combine_ended);
-    Peers peers(c, lane);
-    if (c.phases & EP_SEND) {
-        if (blockIdx.x == 0) send_weights(args, peers, sent);
-        if (warp < EP_SENDERS) {
-            u32 worker = warp * gridDim.x + blockIdx.x;
-            send_back_all(args, peers, shared + warp * COMBINE_STAGE, sent, worker, EP_SENDERS * gridDim.x, lane);
-        }
+    mark(threadIdx.x == 0 ? args.marks : 0, EP_MARK_BEGUN);
+    bool sends = c.phases & EP_SEND;
+    u8 *stages = behind_start(shared) + warp * EP_STAGES * COMBINE_STAGE;
+    // Loads that need nothing that the block finds out are under way while it does.
+    Returns returns(args, warp, lane);
+    OwnWeight own(args, sends);
+    if (warp == WARPS - 1) {
+        const EpState &state = state_of(c);
+        begin(c, {state.combine_sent, state.combine_ended, EP_WORD_COMBINE_TAKEN}, start, lane);
+        begin_combine(c, start, lane);
     }
+    __syncthreads();
+    Peers peers(start.open, start.base, lane);
+    if (blockIdx.x == gridDim.x - 1 && warp == WARPS - 1) tell_taken(c, start, lane);
+    if (sends) send_weights(args, start, own);
+    Pending pending = returns.send(args, start, peers, stages, lane);
     if (c.phases & EP_RECEIVE) {
-        for (u64 unit = receiver(warp); unit < u64(c.tokens) * PIECES; unit += RECEIVERS * gridDim.x) {
-            sum_token(args, peers, static_cast<u32>(unit / PIECES), unit % PIECES, received, lane);
+        u32 from = EP_RECEIVE_FROM, step = (WARPS - from) * gridDim.x;
+        u32 units = warp >= from ? c.tokens * PARTS : 0;
+        u32 unit = (warp - from) * gridDim.x + blockIdx.x;
+        // What this rank itself adds to the first sum is read while this warp's last row is on its way.
+        Gather gather;
+        if (unit < units) gather.begin(args, start, peers, unit, lane);
+        settle(pending, start.sent);
+        mark(threadIdx.x == 0 ? args.marks : 0, EP_MARK_SENT);
+        while (unit < units) {
+            gather.end(args, start, unit, lane);
+            unit += step;
+            if (unit < units) gather.begin(args, start, peers, unit, lane);
         }
+        mark(threadIdx.x == 0 ? args.marks : 0, EP_MARK_SUMS);
     }
-    end_combine(args, peers, sent, received);
+    settle(pending, start.sent);
+    end_combine(args, start.sent, start.received);
 }

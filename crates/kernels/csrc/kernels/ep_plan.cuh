@@ -7,7 +7,7 @@
 // Duplicates of an expert in one token are not allowed, so a place is less than M.
 #pragma once
 
-#include "kernels/ep_common.cuh"
+#include "kernels/ep_start.cuh"
 
 using u16 = unsigned short;
 
@@ -24,14 +24,11 @@ struct PlanShared {
 };
 
 // Ranks that may be written to, in shared memory: 0 for the others.
-__device__ __forceinline__ void open_tables(const EpCommon &c, PlanShared shared, u64 epoch) {
+__device__ __forceinline__ void open_tables(const EpCommon &c, const Start &start, PlanShared shared) {
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
-        bool open = !is_masked(c, rank);
-        if (open && epoch > EP_DEPTH) {
-            u64 word = word_at(c, c.base, rank, EP_WORD_DISPATCH_TAKEN);
-            open = await(c, word, epoch - EP_DEPTH, rank, EP_STAGE_DISPATCH_TAKEN, epoch);
-        }
-        shared.base[rank] = open ? at<u64>(c.peers, rank) : 0;
+        bool open = start.open >> rank & 1;
+        open = open && slots_free(c, start, rank, EP_WORD_DISPATCH_TAKEN, EP_STAGE_DISPATCH_TAKEN);
+        shared.base[rank] = open ? start.base[rank] : 0;
     }
 }
 
@@ -43,9 +40,12 @@ __device__ __forceinline__ void walk(const EpDispatchArgs &args, PlanShared shar
     u64 part = (all + EP_PLAN_WARPS * LANES - 1) / (EP_PLAN_WARPS * LANES) * LANES;
     u64 end = part * (warp + 1) < all ? part * (warp + 1) : all;
     u16 *counts = shared.counts + warp * EP_E;
+    auto load = [&](u64 i) { return i < end ? expert_at(args, i) : -1; };
+    int ahead = load(part * warp + lane);
     for (u64 first = part * warp; first < end; first += LANES) {
         u64 i = first + lane;
-        int expert = i < end ? expert_at(args, i) : -1;
+        int expert = ahead;
+        ahead = load(i + LANES);
         if (expert >= 0 && shared.base[expert / LOCAL] == 0) expert = -1;
         u32 alike = __match_any_sync(WHOLE_WARP, expert);
         u32 before = alike & ((1u << lane) - 1);
@@ -76,15 +76,19 @@ __device__ __forceinline__ void write_entry(const EpDispatchArgs &args, PlanShar
 }
 
 // Numbers this rank's selections, and tells every rank. The whole first block.
-__device__ __forceinline__ void announce_tables(const EpDispatchArgs &args, u8 *memory, u64 epoch) {
+__device__ __forceinline__ void announce_tables(const EpDispatchArgs &args, const Start &start, u8 *memory) {
     const EpCommon &c = args.common;
     PlanShared shared(memory);
     u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    u64 slot = slot_of(epoch, c.rank);
-    open_tables(c, shared, epoch);
+    u64 epoch = start.sent, slot = slot_of(epoch, c.rank);
+    open_tables(c, start, shared);
     for (u32 i = threadIdx.x; i < EP_PLAN_WARPS * EP_E; i += EP_THREADS) shared.counts[i] = 0;
     __syncthreads();
-    if (warp < EP_PLAN_WARPS) walk(args, shared, warp, lane, [](u64, int, u32) {});
+    if (warp < EP_PLAN_WARPS) {
+        walk(args, shared, warp, lane, [&](u64 i, int, u32) {
+            if (args.topk_weights && lane == 0) prefetch_l2(args.topk_weights + 4 * i);
+        });
+    }
     __syncthreads();
     for (u32 expert = threadIdx.x; expert < EP_E; expert += EP_THREADS) {
         u32 sum = 0;
@@ -115,9 +119,6 @@ __device__ __forceinline__ void announce_tables(const EpDispatchArgs &args, u8 *
     }
 }
 
-// A number of the plan, with the operation that it belongs to.
-__device__ __forceinline__ u64 planned(u64 epoch, u32 number) { return epoch << 32 | number; }
-
 // Waits for the tables of all ranks, and says where their rows go. The whole first block. It alone decides who came in
 // time, as all blocks must agree.
 __device__ __forceinline__ void plan_rows(const EpDispatchArgs &args, u8 *memory, u64 epoch) {
@@ -133,7 +134,7 @@ __device__ __forceinline__ void plan_rows(const EpDispatchArgs &args, u8 *memory
         at<u32>(c.handle + c.parts.tokens, rank) = tokens;
         at<u32>(c.handle + c.parts.flags, rank) = came ? at<EpTableHeader>(table).flags : 0;
         shared.base[rank] = came ? table : 0;
-        st_release_gpu_u64(c.base + c.heap.plan_tokens + 8 * rank, planned(epoch, tokens));
+        st_release_gpu_u64(c.base + c.heap.plan_tokens + 8 * rank, tagged(epoch, tokens));
     }
     __syncthreads();
     for (u32 expert = threadIdx.x; expert < LOCAL; expert += EP_THREADS) {
@@ -143,7 +144,7 @@ __device__ __forceinline__ void plan_rows(const EpDispatchArgs &args, u8 *memory
             u64 table = shared.base[source];
             u32 count = table ? at<u32>(table + sizeof(EpTableHeader), expert) : 0;
             u64 entry = expert * EP_R + source;
-            st_relaxed_gpu_u64(c.base + c.heap.plan_offsets + 8 * entry, planned(epoch, sum));
+            st_relaxed_gpu_u64(c.base + c.heap.plan_offsets + 8 * entry, tagged(epoch, sum));
             at<u64>(args.out_ranges, entry) = u64(sum) << 32 | count;
             sum += count;
         }

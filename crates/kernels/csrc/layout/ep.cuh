@@ -21,9 +21,6 @@ constexpr u64 EP_LINE = 128;
 // Word of a line: the table of a dispatch is there; its number. Two, by parity.
 constexpr u32 EP_WORD_TABLE = 0;
 
-// Word of a line: the weights of a combine are there. Two, by parity.
-constexpr u32 EP_WORD_WEIGHTS = 2;
-
 // Word of a line: the announcement of a dispatch is there. Two, by parity.
 constexpr u32 EP_WORD_ANNOUNCE = 4;
 
@@ -84,6 +81,9 @@ constexpr u32 EP_CACHED = 2;
 
 // Bytes of shared memory in which a block that plans a dispatch has the heaps' addresses.
 constexpr u32 EP_PLAN_BASES = 512;
+
+// Bytes of shared memory in which a block of the expert layout has what all of its warps go by: the first ones.
+constexpr u32 EP_START_SHARED = 1152;
 
 // Times that a block can note of a launch, for measurements: nanoseconds of the GPU's clock, 0 for what did not come.
 constexpr u32 EP_MARKS = 16;
@@ -180,7 +180,7 @@ struct EpHeap {
     u64 back_flags;
     // From one slot's flags to the next's.
     u64 back_flags_slot;
-    // Expert layout: [EP_DEPTH][R] weights of a combine: an `EpTableHeader`, f32[M][K].
+    // Expert layout: u64[EP_DEPTH][R][M][K], weights of a combine: number << 32 | the bits of an f32.
     u64 back_weights;
     // From one source's to the next's.
     u64 back_weights_stride;

@@ -77,6 +77,41 @@ __device__ __forceinline__ u32 ld_relaxed_sys_u32(u64 address) {
     return value;
 }
 
+__device__ __forceinline__ u64 ld_relaxed_sys_u64(u64 address) {
+    u64 value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
+// 8 bytes at once, which whoever reads them sees whole; no order.
+__device__ __forceinline__ void st_relaxed_sys_u64(u64 address, u64 value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" : : "l"(address), "l"(value) : "memory");
+}
+
+// Adds, and gives back what was there; no order.
+__device__ __forceinline__ u64 atom_add_relaxed_gpu_u64(u64 address, u64 value) {
+    u64 before;
+    asm volatile("atom.add.relaxed.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(address), "l"(value) : "memory");
+    return before;
+}
+
+// What a thread of this block wrote or has seen before it released a value here is seen after it. Any address.
+__device__ __forceinline__ u32 ld_acquire_cta_u32(const u32 &word) {
+    u32 value;
+    asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(&word) : "memory");
+    return value;
+}
+
+// What this thread wrote or has seen before it is seen by who acquires this value in this block. Any address.
+__device__ __forceinline__ void st_release_cta_u32(u32 &word, u32 value) {
+    asm volatile("st.release.cta.u32 [%0], %1;" : : "l"(&word), "r"(value) : "memory");
+}
+
+// The line of this address comes nearer, for who reads it soon.
+__device__ __forceinline__ void prefetch_l2(u64 address) {
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
+}
+
 // Nanoseconds of a clock that all multiprocessors share. It ticks coarsely: of microseconds, not nanoseconds.
 __device__ __forceinline__ u64 clock_ns() {
     u64 now;

@@ -22,8 +22,6 @@ constants! {
     EP_LINE: u64 = 128;
     /// Word of a line: the table of a dispatch is there; its number. Two, by parity.
     EP_WORD_TABLE: u32 = 0;
-    /// Word of a line: the weights of a combine are there. Two, by parity.
-    EP_WORD_WEIGHTS: u32 = 2;
     /// Word of a line: the announcement of a dispatch is there. Two, by parity.
     EP_WORD_ANNOUNCE: u32 = 4;
     /// Word of a line: all rows of a dispatch are there. Two, by parity.
@@ -65,6 +63,8 @@ constants! {
     EP_CACHED: u32 = 2;
     /// Bytes of shared memory in which a block that plans a dispatch has the heaps' addresses.
     EP_PLAN_BASES: u32 = 512;
+    /// Bytes of shared memory in which a block of the expert layout has what all of its warps go by: the first ones.
+    EP_START_SHARED: u32 = 1152;
     /// Times that a block can note of a launch, for measurements: nanoseconds of the GPU's clock, 0 for what did not come.
     EP_MARKS: u32 = 16;
     /// A time: the block began.
@@ -149,7 +149,7 @@ layouts! {
         back_flags: u64,
         /// From one slot's flags to the next's.
         back_flags_slot: u64,
-        /// Expert layout: [EP_DEPTH][R] weights of a combine: an `EpTableHeader`, f32[M][K].
+        /// Expert layout: u64[EP_DEPTH][R][M][K], weights of a combine: number << 32 | the bits of an f32.
         back_weights: u64,
         /// From one source's to the next's.
         back_weights_stride: u64,

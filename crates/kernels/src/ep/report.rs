@@ -11,8 +11,8 @@ use super::{
 const WORDS: [&str; 13] = [
     "table0",
     "table1",
-    "weights0",
-    "weights1",
+    "",
+    "",
     "announce0",
     "announce1",
     "sent0",

@@ -3,8 +3,8 @@
 use crossrail_types::{Error, ErrorKind, Result};
 
 use super::{
-    EP_DEPTH, EP_LINE, EP_PLAN_BASES, EP_RANK_BLOCKS, EpAnnounceHeader, EpHandle, EpHandleHeader, EpHeap, EpScan,
-    EpState, EpTableHeader,
+    EP_DEPTH, EP_LINE, EP_PLAN_BASES, EP_RANK_BLOCKS, EP_START_SHARED, EpAnnounceHeader, EpHandle, EpHandleHeader,
+    EpHeap, EpScan, EpState, EpTableHeader,
 };
 
 /// Elements that share one scale in fp8 rows.
@@ -23,6 +23,9 @@ pub const MOST_TOKENS: u32 = 65535;
 const PIECE: u32 = 1024;
 /// Bytes of shared memory that the counts of a dispatch may take: what the most experts need.
 const PLAN_SHARED: u32 = 2 * MOST_RANKS * MOST_LOCAL_EXPERTS;
+
+/// Bytes of shared memory that two stages of all warps may take: every GPU has that much.
+const TWO_STAGES: u32 = 96 << 10;
 
 /// How the scales of fp8 rows are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -199,10 +202,23 @@ impl Shape {
 
     /// Bytes of shared memory of a block that dispatches in the expert layout, and of one that combines.
     pub fn expert_shared(&self) -> [u32; 2] {
-        let Tuning { piece, senders, .. } = self.tuning();
-        let stage = if self.payload == Payload::Bf16 { 2 * piece } else { self.heap().piece_stride as u32 };
+        let [dispatch, combine] = self.stages_shared();
         let plan = self.plan_warps() * 2 * self.experts;
-        [EP_PLAN_BASES + plan.max(senders * stage), senders * 2 * piece]
+        let stages = self.stages();
+        [EP_START_SHARED + EP_PLAN_BASES + plan.max(stages * dispatch), EP_START_SHARED + stages * combine]
+    }
+
+    /// Bytes of one stage of all warps that send, in a dispatch and in a combine.
+    fn stages_shared(&self) -> [u32; 2] {
+        let Tuning { piece, threads, .. } = self.tuning();
+        let scales = piece / BLOCK * self.scale_size();
+        let element = if self.payload == Payload::Bf16 { 2 } else { 1 };
+        [(piece * element + scales).next_multiple_of(16), 2 * piece].map(|stage| threads / 32 * stage)
+    }
+
+    /// Stages of a warp: with two, the next piece is read while one is on its way.
+    fn stages(&self) -> u32 {
+        if self.stages_shared().into_iter().all(|stage| 2 * stage <= TWO_STAGES) { 2 } else { 1 }
     }
 
     /// Pieces of a row in the expert layout, each with a flag.
@@ -255,7 +271,7 @@ impl Shape {
         heap.table_weights = heap.table_entries + line(most * topk * 4);
         heap.table_stride = heap.table_weights + line(most * topk * 4);
         heap.tables = lay.take(only(expert, depth * ranks * heap.table_stride));
-        heap.back_weights_stride = line(size_of::<EpTableHeader>() as u64 + most * topk * 4);
+        heap.back_weights_stride = line(most * topk * 8);
         heap.back_weights = lay.take(only(expert, depth * ranks * heap.back_weights_stride));
         heap.announce_rows = size_of::<EpAnnounceHeader>() as u64;
         heap.announce_counts = heap.announce_rows + (ranks * 4).next_multiple_of(16);
@@ -343,6 +359,7 @@ impl Shape {
             ("PREREDUCE", self.prereduce.into()),
             ("BULK", bulk.into()),
             ("PIECE", piece),
+            ("STAGES", self.stages()),
             ("THREADS", threads),
             ("SENDERS", senders),
             ("RECEIVE_FROM", receive_from),

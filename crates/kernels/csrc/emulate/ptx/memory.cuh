@@ -51,6 +51,28 @@ __device__ __forceinline__ u32 ld_relaxed_sys_u32(u64 address) {
     return emulate::load<u32>(address, emulate::Order::Relaxed, emulate::Scope::System);
 }
 
+__device__ __forceinline__ u64 ld_relaxed_sys_u64(u64 address) {
+    return emulate::load<u64>(address, emulate::Order::Relaxed, emulate::Scope::System);
+}
+
+__device__ __forceinline__ void st_relaxed_sys_u64(u64 address, u64 value) {
+    emulate::store<u64>(address, value, emulate::Order::Relaxed, emulate::Scope::System);
+}
+
+__device__ __forceinline__ u64 atom_add_relaxed_gpu_u64(u64 address, u64 value) {
+    return emulate::exchange<u64>(address, emulate::Order::Relaxed, emulate::Scope::Gpu, [=](u64 old) { return old + value; });
+}
+
+__device__ __forceinline__ u32 ld_acquire_cta_u32(const u32 &word) {
+    return emulate::load<u32>(reinterpret_cast<u64>(&word), emulate::Order::Acquire, emulate::Scope::Block);
+}
+
+__device__ __forceinline__ void st_release_cta_u32(u32 &word, u32 value) {
+    emulate::store<u32>(reinterpret_cast<u64>(&word), value, emulate::Order::Release, emulate::Scope::Block);
+}
+
+__device__ __forceinline__ void prefetch_l2(u64) {}
+
 __device__ __forceinline__ u64 clock_ns() {
     return emulate::clock_ns();
 }

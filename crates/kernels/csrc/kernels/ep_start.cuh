@@ -1,0 +1,152 @@
+// How a launch in the expert layout begins: one warp of each block finds out what all warps need, from words that every
+// block of the launch reads, and leaves it in shared memory. Thousands of warps that read the same word by themselves
+// wait for each other.
+#pragma once
+
+#include "kernels/ep_common.cuh"
+
+// Of a block, in shared memory.
+struct Start {
+    // The numbers of the operation that is sent and of the one that is received.
+    u64 sent;
+    u64 received;
+    // Bits of ranks: those that are not masked; those whose slots for what is sent are free.
+    u64 open;
+    u64 free;
+    // Where the ranks' heaps are.
+    u64 base[EP_R];
+    // Combine: tokens and flags of each source, as the handle has them; and whether this rank's own weights went with the
+    // dispatch.
+    u32 tokens[EP_R];
+    u32 flags[EP_R];
+    u32 weighted;
+    // Dispatch: a warp of the block has begun to wait for the plan; it is there.
+    u32 asked;
+    u32 planned;
+};
+static_assert(sizeof(Start) <= EP_START_SHARED, "what the host reckons with");
+
+// Which numbers and words a kernel goes by.
+struct Numbered {
+    const u64 &sent;
+    const u64 &received;
+    u32 taken;
+};
+
+// Fills in what `start` says, but for what it says of a handle. One whole warp; the block waits for it.
+__device__ __forceinline__ void begin(const EpCommon &c, const Numbered &by, Start &start, u32 lane) {
+    // All loads are under way before the first is looked at.
+    u64 sent = ld_relaxed_gpu_u64(address_of(by.sent)) + 1;
+    u64 received = ld_relaxed_gpu_u64(address_of(by.received)) + 1;
+    u64 base[EACH] = {}, taken[EACH] = {};
+    u32 masked[EACH] = {};
+#pragma unroll
+    for (u32 i = 0; i < EACH; ++i) {
+        u32 rank = lane + i * LANES;
+        if (rank >= EP_R) continue;
+        base[i] = at<u64>(c.peers, rank);
+        masked[i] = ld_relaxed_sys_u32(c.base + c.heap.masks + 4 * rank);
+        taken[i] = ld_acquire_sys_u64(word_at(c, c.base, rank, by.taken));
+    }
+    u64 open = 0, free = 0;
+#pragma unroll
+    for (u32 i = 0; i < EACH; ++i) {
+        u32 rank = lane + i * LANES;
+        bool known = rank < EP_R;
+        if (known) start.base[rank] = base[i];
+        bool is_free = known && (sent <= EP_DEPTH || taken[i] >= sent - EP_DEPTH);
+        open |= u64(__ballot_sync(WHOLE_WARP, known && masked[i] == 0)) << (i * LANES);
+        free |= u64(__ballot_sync(WHOLE_WARP, is_free)) << (i * LANES);
+    }
+    if (lane == 0) {
+        start.sent = sent;
+        start.received = received;
+        start.open = open;
+        start.free = free;
+        start.asked = 0;
+        start.planned = 0;
+    }
+}
+
+// What a handle says of sources. The same warp.
+__device__ __forceinline__ void begin_combine(const EpCommon &c, Start &start, u32 lane) {
+#pragma unroll
+    for (u32 i = 0; i < EACH; ++i) {
+        u32 rank = lane + i * LANES;
+        if (rank >= EP_R) continue;
+        start.tokens[rank] = at<u32>(c.handle + c.parts.tokens, rank);
+        start.flags[rank] = at<u32>(c.handle + c.parts.flags, rank);
+    }
+    if (lane == 0) start.weighted = at<EpHandleHeader>(c.handle + c.parts.header).flags & EP_WEIGHTED;
+}
+
+// Tells every rank which operations this one has done with: those of earlier launches. One whole warp of the launch.
+__device__ __forceinline__ void tell_taken(const EpCommon &c, const Start &start, u32 lane) {
+    const EpState &state = state_of(c);
+    u64 dispatch = ld_relaxed_gpu_u64(address_of(state.dispatch_ended));
+    u64 combine = ld_relaxed_gpu_u64(address_of(state.combine_ended));
+    for (u32 rank = lane; rank < EP_R; rank += LANES) {
+        if (!(start.open >> rank & 1)) continue;
+        st_release_sys_u64(word_at(c, start.base[rank], c.rank, EP_WORD_DISPATCH_TAKEN), dispatch);
+        st_release_sys_u64(word_at(c, start.base[rank], c.rank, EP_WORD_COMBINE_TAKEN), combine);
+    }
+}
+
+// Whether the slots at a rank that were used EP_DEPTH operations ago are free again; it may have to be waited for.
+__device__ __forceinline__ bool slots_free(const EpCommon &c, const Start &start, u32 rank, u32 word, u32 stage) {
+    if (start.free >> rank & 1) return true;
+    return await(c, word_at(c, c.base, rank, word), start.sent - EP_DEPTH, rank, stage, start.sent);
+}
+
+// A piece under way from shared memory to other ranks: each lane has one rank's flag, 0 for none.
+struct Pending {
+    u64 flag = 0;
+};
+
+// Starts to store what is in `stage` to `to` for each lane that is a `sender`. All lanes; `settle` comes before the next.
+__device__ __forceinline__ Pending start_sending(const u8 *stage, u32 bytes, bool sender, u64 to, u64 flag, u32 lane) {
+#if EP_BULK
+    fence_proxy_async_shared();
+    __syncwarp();
+    if (sender) bulk_store_shared(to, shared_address(stage), bytes);
+#else
+    __syncwarp();
+    for (u32 left = __ballot_sync(WHOLE_WARP, sender); left; left &= left - 1) {
+        u64 target = __shfl_sync(WHOLE_WARP, to, __ffs(left) - 1);
+        for (u32 byte = lane * 16; byte < bytes; byte += LANES * 16) {
+            st_v16(target + byte, *reinterpret_cast<const Vec16 *>(stage + byte));
+        }
+    }
+    __syncwarp();
+#endif
+    return Pending{sender ? flag : 0};
+}
+
+// Waits until what is pending is there, and sets its flags. All lanes.
+__device__ __forceinline__ void settle(Pending &pending, u64 epoch) {
+    if (pending.flag) {
+#if EP_BULK
+        bulk_wait_all();
+#endif
+        st_release_sys_u64(pending.flag, epoch);
+    }
+    pending.flag = 0;
+    __syncwarp();
+}
+
+// The end of a launch: whether this is the last of its blocks; the first warp is told. Only who counts waits must have seen
+// what other blocks did.
+__device__ __forceinline__ bool is_last_to_end(const EpCommon &c, u64 blocks) {
+    if (c.waits) return is_last_block(blocks);
+    __syncthreads();
+    if (threadIdx.x >= LANES) return false;
+    u32 last = 1;
+    if (gridDim.x > 1) {
+        if (threadIdx.x == 0) {
+            last = atom_add_relaxed_gpu_u64(blocks, 1) == gridDim.x - 1;
+            if (last) st_relaxed_gpu_u64(blocks, 0);
+        }
+        last = __shfl_sync(WHOLE_WARP, last, 0);
+    }
+    return last;
+}
