@@ -122,6 +122,8 @@ def driver_alone(gpus: Gpus) -> dict[str, list[int]]:
         done(driver.cuMemMap(address, SIZE, 0, handle, 0))
         done(driver.cuMemSetAccess(address, SIZE, [access], 1))
         done(driver.cuMemsetD8(address, 0, SIZE))
+        # It has only begun.
+        done(driver.cuCtxSynchronize())
         done(driver.cuMemUnmap(address, SIZE))
         done(driver.cuMemAddressFree(address, SIZE))
         done(driver.cuMemRelease(handle))

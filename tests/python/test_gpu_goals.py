@@ -120,7 +120,7 @@ class Machine:
                 "used": [4 << 20, 0],
                 "grown": [0, 0],
                 "left": [2 << 20, 0],
-                "driver": {"all": [2 << 20, 0]},
+                "driver": {"all": [0], "error": "it broke"} if "driver" in self.silent else {"all": [2 << 20, 0]},
                 "info": {},
             }
         tuned = environment.get("NCCL_SOCKET_NTHREADS") == "4"
@@ -228,7 +228,11 @@ def test_our_own_failure_is_said_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert [outcome["met"] for outcome in Machine(monkeypatch, tmp_path).run("memory")["outcomes"]] == [True, True]
+    machine = Machine(monkeypatch, tmp_path)
+    assert [outcome["met"] for outcome in machine.run("memory")["outcomes"]] == [True, True]
+    machine.silent = {"driver"}
+    unknown = machine.run("memory")["outcomes"][0]
+    assert (unknown["met"], unknown["failed"], unknown["notes"][-1]) == (None, True, "the driver alone: it broke")
 
 
 def test_the_table_has_a_line_for_each_scenario(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

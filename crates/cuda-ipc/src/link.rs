@@ -29,9 +29,11 @@ const OPENED_AT_ONCE: usize = 8;
 const PUT_AT_ONCE: usize = 64;
 /// Copies up to that have streams of their own, so that they do not wait behind long ones.
 const SHORT: usize = 512 << 10;
-/// Streams for each GPU, direction and kind: for short copies, and for long ones.
+/// Streams for each GPU, direction and kind of copy: short ones, long ones, and those by the kernel, of which other peers'
+/// fill the links between two of this one's.
 const SHORT_LINES: usize = 4;
 const LONG_LINES: usize = 2;
+const KERNEL_LINES: usize = 1;
 /// Entries that may wait for room on the way to the peer.
 const MOST_WAITING: usize = 2 * MOST_PIECES;
 /// How often `tidy` does something, and how many pieces it then looks at.
@@ -397,7 +399,11 @@ impl Link {
                 best = Some((depth, index));
             }
         }
-        let most = if kind == Kind::Short { SHORT_LINES } else { LONG_LINES };
+        let most = match kind {
+            Kind::Short => SHORT_LINES,
+            Kind::Long => LONG_LINES,
+            Kind::ByKernel => KERNEL_LINES,
+        };
         match best {
             Some((_, index)) if count >= most => Ok(index),
             _ => {
