@@ -149,11 +149,11 @@ fn left_by(heap: &EpHeap, shape: &Shape, source: u32) -> Vec<Span> {
 mod tests {
     use super::*;
     use crate::options::{DeviceOptions, shape};
+    use crossrail::{Context, Settings};
     use crossrail_ep::{Config, Layout, Payload};
     use std::time::Duration;
 
-    #[test]
-    fn what_a_source_left_lies_inside_the_heap_and_nowhere_twice() {
+    fn small() -> Shape {
         let config = Config {
             ranks: 3,
             max_tokens: 5,
@@ -166,7 +166,72 @@ mod tests {
             share_node: true,
             timeout: Duration::from_secs(1),
         };
-        let shape = shape(&config, &DeviceOptions::default()).unwrap();
+        shape(&config, &DeviceOptions::default()).unwrap()
+    }
+
+    /// A heap in host memory, which is read and written in the same way.
+    fn heap_of(shape: &Shape) -> Heap {
+        let context = Context::new(Settings::default()).unwrap();
+        let memory = context.alloc(usize::try_from(bytes(shape)).unwrap()).unwrap();
+        Heap::new(memory, shape)
+    }
+
+    fn word(heap: &Heap, source: u32, word: u32) -> u64 {
+        let mut bytes = [0; 8];
+        heap.memory.copy_to(heap.line(source).at as usize + 8 * word as usize, &mut bytes).unwrap();
+        u64::from_le_bytes(bytes)
+    }
+
+    #[test]
+    fn a_rank_that_comes_late_is_brought_to_the_numbers_of_the_others() {
+        let shape = small();
+        let heap = heap_of(&shape);
+        assert_eq!(heap.epochs().unwrap(), Epochs::default());
+        let epochs = Epochs { dispatch: 7, combine: 5 }.max(Epochs { dispatch: 3, combine: 6 });
+        heap.set_epochs(epochs).unwrap();
+        assert_eq!((heap.epochs().unwrap(), heap.sent().unwrap()), (epochs, epochs));
+        set_taken(&heap.memory, &heap.parts, 1, epochs).unwrap();
+        assert_eq!([0, 1, 2].map(|rank| word(&heap, rank, EP_WORD_DISPATCH_TAKEN)), [0, 7, 0]);
+        assert_eq!([0, 1, 2].map(|rank| word(&heap, rank, EP_WORD_COMBINE_TAKEN)), [0, 6, 0]);
+        let report = shape.report(&all(&heap));
+        assert!(report.starts_with("state dispatch begun 7 sent 7 ended 7 combine begun 6 sent 6 ended 6"), "{report}");
+    }
+
+    fn all(heap: &Heap) -> Vec<u8> {
+        let mut bytes = vec![0; heap.parts.bytes as usize];
+        heap.memory.copy_to(0, &mut bytes).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn what_an_earlier_process_said_is_forgotten_and_nothing_else() {
+        let shape = small();
+        let heap = heap_of(&shape);
+        heap.memory.fill_from(0, &vec![0xff; heap.parts.bytes as usize]).unwrap();
+        heap.clear(1, &shape).unwrap();
+        let spans = left_by(&heap.parts, &shape, 1);
+        let cleared = |at: u64| spans.iter().any(|span| (span.at..span.at + span.len).contains(&at));
+        let wrong = (0..).zip(all(&heap)).find(|(at, byte)| (*byte == 0) != cleared(*at));
+        assert_eq!(wrong, None);
+    }
+
+    #[test]
+    fn masks_and_places_are_written_where_kernels_look() {
+        let shape = small();
+        let heap = heap_of(&shape);
+        heap.set_mask(2, true).unwrap();
+        heap.set_peer(1, 0x1234_5678_9abc).unwrap();
+        let mut masks = [0; 12];
+        heap.memory.copy_to(heap.parts.masks as usize, &mut masks).unwrap();
+        assert_eq!(masks, [0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0]);
+        let mut places = [0; 24];
+        heap.memory.copy_to((heap.peers() - heap.base()) as usize, &mut places).unwrap();
+        assert_eq!(u64::from_le_bytes(places[8..16].try_into().unwrap()), 0x1234_5678_9abc);
+    }
+
+    #[test]
+    fn what_a_source_left_lies_inside_the_heap_and_nowhere_twice() {
+        let shape = small();
         let heap = shape.heap();
         let mut spans: Vec<Span> = (0..3).flat_map(|source| left_by(&heap, &shape, source)).collect();
         assert_eq!(spans.len(), 3 * 7);

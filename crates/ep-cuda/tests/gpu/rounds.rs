@@ -295,8 +295,7 @@ pub(crate) fn rank(rank: &Rank, seed: u64, way: &Way, cached: bool) {
     };
     if cached {
         let fresh = World::of(shape, Numbers(seed + 77), world.routing.clone(), false);
-        let x = gpu.put_all(&fresh.rows[me]);
-        let input = Tokens { x, topk_idx: 0, topk_weights: 0, ..input };
+        let input = Tokens { topk_idx: 0, topk_weights: 0, ..fresh.tokens(gpu, me, way) };
         let (out, _) = dispatch_rank(buffer, gpu, input, Some(&handle), way);
         check_rank_rows(&fresh, gpu, me, &out.region);
     }

@@ -45,6 +45,7 @@ fn calls(rank: &Rank) {
     refused(finish_in(early, rank), ErrorKind::Usage, "in the order of sending");
     let handle = finish(first, gpu);
     finish(second, gpu);
+    gpu.wait();
 
     let other = make_buffer(&rank.case, &rank.group, &rank.context, "others", gpu.ordinal, rank.gpus);
     let stride = 2 * u64::from(shape.hidden);
