@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use crossrail::{Context, Settings};
 use crossrail_control::{Group, GroupOptions, StoreServer};
-use crossrail_cuda::{Cuda, DeviceMemory, Event, PinnedMemory, Stream};
-use crossrail_ep_cuda::{Config, DeviceBuffer, DeviceOptions, Layout, Payload, Scale, Shape};
+use crossrail_cuda::{Cuda, Device, DeviceMemory, Event, PinnedMemory, Stream};
+use crossrail_ep_cuda::{Config, DeviceBuffer, DeviceOptions, Layout, Link, LinkKind, Payload, Scale, Shape};
 
 pub(crate) const F32: Payload = Payload::Fp8(Scale::F32);
 pub(crate) const PACKED: Payload = Payload::Fp8(Scale::Ue8m0);
@@ -137,6 +137,10 @@ impl Rank {
 
     pub(crate) fn connect(&self, ranks: &[u32]) {
         self.buffer.connect(ranks, true, Some(LIMIT)).unwrap_or_else(|error| panic!("rank {}: {error}", self.me));
+        if self.case.nodes == 1 && gpus_reach_each_other(self.gpus) {
+            let near = |link: &Link| link.rank == self.me || link.kind == LinkKind::Heap;
+            assert!(self.buffer.links().iter().all(near), "rank {}: {:?}", self.me, self.buffer.links());
+        }
     }
 
     /// Connects another buffer of this rank to all.
@@ -247,6 +251,14 @@ pub(crate) fn on_these(
     let failed: Vec<u32> =
         threads.into_iter().filter_map(|(rank, thread)| thread.join().is_err().then_some(rank)).collect();
     assert!(failed.is_empty(), "ranks {failed:?} failed: {case:?}");
+}
+
+fn gpus_reach_each_other(gpus: u32) -> bool {
+    let devices = Cuda::load().expect("CUDA").devices().expect("devices");
+    let used = &devices[..gpus as usize];
+    let reaches =
+        |one: &Device, other: &Device| one.ordinal() == other.ordinal() || one.reaches(other).unwrap_or(false);
+    used.iter().all(|one| used.iter().all(|other| reaches(one, other)))
 }
 
 /// The context that PyTorch would use too.
