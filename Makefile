@@ -112,13 +112,14 @@ endif
 	@rm -rf $(GPU_SITE) && mkdir -p $(GPU_SITE)
 	@$(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-index --target $(GPU_SITE) \
 		$(or $(GPU_PACK),.gpu)/wheel/*.whl
-	@if [ -e $(or $(GPU_PACK),.gpu)/nixl.tar.xz ]; then tar -xf $(or $(GPU_PACK),.gpu)/nixl.tar.xz -C $(GPU_SITE); fi
+	@for peer in nixl deepep; do pack=$(or $(GPU_PACK),.gpu)/$$peer.tar.xz; \
+		if [ -e $$pack ]; then tar -xf $$pack -C $(GPU_SITE); fi; done
 
 test-gpu: gpu-pack
 	$(call say,test: GPU)
 	$(GPU_PYTHON) tests/gpu/run.py $(GPU_RUN) --out $(or $(OUT),$(CARGO_TARGET_DIR)/gpu) $(GPU_OPTIONS)
 
-bench-gpu: PACK_OPTIONS = --nixl
+bench-gpu: PACK_OPTIONS = --nixl --deepep
 bench-gpu: gpu-pack
 	$(call say,bench: GPU memory against its peers)
 	PYTHONPATH=$(GPU_SITE) $(GPU_PYTHON) benches/gpu/run.py $(GPU_RUN) --out $(or $(OUT),benches/results/gpu) $(GPU_OPTIONS)

@@ -24,6 +24,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
+import experts  # noqa: E402
 from judging import LATENCY_GOAL, Outcome, as_latency, rate_against, staged, unpacked  # noqa: E402
 from machine import describe  # noqa: E402
 from steps import compiler, gpu_count  # noqa: E402
@@ -391,8 +392,13 @@ SCENARIOS: dict[str, tuple[Callable[[Terms, Found], None], float, int]] = {
     "tcp": (tcp, 240, 1),
     "memory": (memory, 60, 1),
     "kernels": (kernels, 180, 2),
+    "ep_decode": (experts.decode, 90, 2),
+    "ep_prefill": (experts.prefill, 120, 2),
+    "ep_sms": (experts.sms, 90, 2),
+    "ep_sweep": (experts.sweep, 180, 2),
+    "ep_control": (experts.control, 60, 2),
 }
-USUAL = ("pair", "latency", "mesh", "unpack", "memory", "tcp")
+USUAL = ("pair", "latency", "mesh", "unpack", "memory", "tcp", "ep_decode", "ep_prefill", "ep_sms", "ep_control")
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 #
 #     benches/gpu/pack.sh            the wheel, the GPU tests, the examples that measure
 #     benches/gpu/pack.sh --nixl     and the part of NIXL that bench-gpu compares with
+#     benches/gpu/pack.sh --deepep   and DeepEP (V1)
 #
 # Carry the checkout and .gpu there and run `make test-gpu GPU_PACK=.gpu` and `make bench-gpu GPU_PACK=.gpu`.
 set -euo pipefail
@@ -13,10 +14,12 @@ bin=${BIN:-.venv/bin}
 # As `make test`: checks stay in. What is measured, and the wheel, are built as they are released.
 export CARGO_PROFILE_TEST_OPT_LEVEL=1
 nixl=
+deepep=
 for option in "$@"; do
     case $option in
         --nixl) nixl=yes ;;
-        *) echo "pack.sh: unknown option $option; there is --nixl" >&2; exit 2 ;;
+        --deepep) deepep=yes ;;
+        *) echo "pack.sh: unknown option $option; there are --nixl and --deepep" >&2; exit 2 ;;
     esac
 done
 
@@ -53,6 +56,11 @@ cargo build --quiet --locked --release --package crossrail-kernels --package 'cr
 if [[ -n $nixl ]]; then
     say "NIXL"
     "$bin/python" benches/gpu/pack_nixl.py "$pack/nixl.tar.xz"
+fi
+
+if [[ -n $deepep ]]; then
+    say "DeepEP"
+    "$bin/python" benches/gpu/pack_deepep.py "$pack/deepep.tar.xz"
 fi
 
 commit=$(git rev-parse HEAD)

@@ -42,11 +42,11 @@ def main() -> int:
     return 0
 
 
-def fetch(folder: Path) -> Path:
-    """The wheel, by pip."""
+def fetch(folder: Path, name: str = NAME) -> Path:
+    """A wheel for the GPU machine's Python, by pip."""
     options = ["--quiet", "--no-deps", "--only-binary=:all:", "--implementation=cp"]
     target = [f"--python-version={PYTHON}", f"--platform={PLATFORM}", f"--dest={folder}"]
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", *options, *target, NAME]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", *options, *target, name]
     subprocess.run(command, check=True)
     (wheel,) = folder.glob("*.whl")
     return wheel

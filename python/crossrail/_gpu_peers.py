@@ -61,6 +61,7 @@ class Rank:
         self.names = list(peers)
         self._errors: dict[str, str] = {}
         self._peers: dict[str, Peer] = {}
+        self._left: list[Peer] = []
         self._word = torch.ones(1, device=self.device)
         self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=self.device)
 
@@ -86,7 +87,7 @@ class Rank:
                 self._peers[name] = made[name]()
                 self._peers[name].start()
             except (ImportError, NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
-                self._errors[name] = _reason(error)
+                self._errors[name] = reason(error)
                 self._peers.pop(name, None)
             self._agree(name)
         versions = {"torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
@@ -162,7 +163,8 @@ class Rank:
         dist.all_reduce(failed, group=self.group)
         if int(failed.item()) and name not in self._errors:
             self._errors[name] = "another rank has no figure"
-            self._peers.pop(name).close()
+            # Its end would wait for ranks that have none.
+            self._left.append(self._peers.pop(name))
 
     def _close(self) -> None:
         for peer in self._peers.values():
@@ -299,8 +301,8 @@ class DeepEp(Peer):
     def close(self) -> None:
         """Its buffer's own end."""
         torch.cuda.synchronize()
-        self.buffer.destroy()
         dist.barrier(group=self.here.group)
+        self.buffer.destroy()
 
     def _dispatch_low(self) -> tuple[Any, Any, Any]:
         shape, scale = self.work.shape, self.work.scale
@@ -355,7 +357,7 @@ class DeepEp(Peer):
     def _check(self, counts: list[int]) -> None:
         """The routing is ours."""
         shape = self.work.shape
-        every = [self.work.inputs(rank, range(shape.ranks)).topk_idx.reshape(-1) for rank in range(shape.ranks)]
+        every = [self.work.selections(rank, range(shape.ranks)).reshape(-1) for rank in range(shape.ranks)]
         chosen = np.concatenate(every) - self.here.rank * shape.local_experts
         here = chosen[(chosen >= 0) & (chosen < shape.local_experts)]
         expected = np.bincount(here, minlength=shape.local_experts).tolist()
@@ -378,6 +380,7 @@ def _device_time(event: Any) -> float:
     return float(event.self_cuda_time_total if found is None else found)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """What is said of an error, in a line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'it says nothing'}"[:300]

@@ -254,11 +254,18 @@ def _routing(text: str) -> str:
     return text
 
 
+def _dtype(text: str) -> str:
+    if text not in ("fp8", "bf16"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no dtype; known: fp8, bf16")
+    return text
+
+
 SWEEPS: dict[str, Callable[[str], Any]] = {
     "tokens": count,
     "hidden": positive,
     "topk": positive,
     "experts": positive,
+    "dtype": _dtype,
     "num-sms": positive,
     "routing": _routing,
 }

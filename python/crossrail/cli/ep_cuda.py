@@ -14,7 +14,6 @@ from crossrail.ref.checking import Work
 from crossrail.report import (
     EpDeviceRank,
     EpDeviceTurn,
-    PeerResult,
     Report,
     Row,
     capture_environment,
@@ -101,11 +100,11 @@ class _Run:
         number, options, work = one
         self.progress.say(f"{self.where.size} ranks verify against the reference")
         how = {"number": number, "num_sms": options.num_sms, "cast_before": options.cast_before}
+        peers.begin(work)
         ranks.tell_all({"do": "open", "work": asdict(work), **how})
         passed = self._until(ranks, "passed")
-        if options.compare:
-            self.progress.say("peers start")
-            peers.open(work)
+        self.progress.say("peers start")
+        peers.ready()
         turns: dict[str, list[EpDeviceTurn]] = {mode: [] for mode in options.modes}
         for turn in range(options.rounds if options.compare else 1):
             for mode in options.modes:
@@ -124,8 +123,7 @@ class _Run:
         for mode in options.modes:
             like = replace(row_like(options, work, mode), device="cuda", num_sms=facts["num_sms"])
             like = replace(like, heap_bytes=facts["heap_bytes"], given="fp8" if options.cast_before else "bf16")
-            results: dict[str, PeerResult] = peers.results(mode) if options.compare else {}
-            rows.append(with_peers(ep_device_row(like, turns[mode]), results))
+            rows.append(with_peers(ep_device_row(like, turns[mode]), peers.results(mode)))
         return rows
 
     def _turn(self, ranks: Ranks, mode: str, turn: int) -> EpDeviceTurn | None:

@@ -8,7 +8,7 @@ import crossrail
 from crossrail._native import _DeviceEp
 from crossrail.ref import Shape
 from crossrail.ref.checking import Difference, Work
-from crossrail.ref.sampling import Judge, outputs
+from crossrail.ref.sampling import Judge, inputs, outputs
 
 from .failure import Failure
 from .gathering import gather
@@ -63,7 +63,7 @@ class _Rank:
         """A buffer and its memory, verified."""
         work = Work(**{**request["work"], "shape": Shape(**request["work"]["shape"])})
         group, shape = self.group, work.shape
-        mine = work.inputs(group.rank, range(group.size))
+        mine = inputs(work)[group.rank]
         rows = outputs(work, group.rank)
         group.barrier("here", timeout=LONG_S)
         parameters: Any = {

@@ -16,12 +16,15 @@ def serve(parent: Parent, job: Message) -> None:
         from crossrail import _gpu_peers
     except ImportError as error:
         raise Failure(f"peers need PyTorch with CUDA and NCCL: {error}") from None
-    with _gpu_peers.Rank(job["rank"], job["size"], job["folder"], job["peers"]) as rank:
-        while True:
-            request = parent.hear()
-            if request["do"] == "open":
-                work = Work(**{**request["work"], "shape": Shape(**request["work"]["shape"])})
-                parent.tell("opened", **rank.open(work, request["num_sms"]))
-            elif request["do"] == "measure":
-                told = rank.measure(request["modes"], request["iters"], request["warmup"], first=request["first"])
-                parent.tell("measured", **told)
+    try:
+        with _gpu_peers.Rank(job["rank"], job["size"], job["folder"], job["peers"]) as rank:
+            while True:
+                request = parent.hear()
+                if request["do"] == "open":
+                    work = Work(**{**request["work"], "shape": Shape(**request["work"]["shape"])})
+                    parent.tell("opened", **rank.open(work, request["num_sms"]))
+                elif request["do"] == "measure":
+                    told = rank.measure(request["modes"], request["iters"], request["warmup"], first=request["first"])
+                    parent.tell("measured", **told)
+    except (ImportError, RuntimeError) as error:
+        raise Failure(f"peers: {_gpu_peers.reason(error)}") from None

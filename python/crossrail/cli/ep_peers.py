@@ -40,11 +40,19 @@ class Peers:
     def __exit__(self, *unused: object) -> None:
         self._stack.close()
 
-    def open(self, work: Work) -> None:
-        """Has every peer ready for ``work``."""
+    def begin(self, work: Work) -> None:
+        """Tells every peer to get ready for ``work``; they are started if they do not run."""
         self._turns = []
+        if self.options.compare and not self._out:
+            self._ranks = self._ranks or self._start()
+            self._ranks.tell_all({"do": "open", "work": asdict(work), "num_sms": self.options.num_sms})
+
+    def ready(self) -> None:
+        """Waits until they are."""
+        if self._ranks is None:
+            return
         try:
-            told = self._ask({"do": "open", "work": asdict(work), "num_sms": self.options.num_sms}, "opened", OPEN_S)
+            told = self._ranks.gather("opened", self.options.placement.ranks, OPEN_S)
         except Failure as failure:
             self._give_up(failure)
             return
@@ -54,12 +62,13 @@ class Peers:
 
     def measure(self) -> None:
         """A turn of every peer."""
-        if set(self.options.compare) <= set(self._errors):
+        if self._ranks is None or self._out:
             return
         options = self.options
         request = {"do": "measure", "modes": options.modes, "iters": options.iters, "warmup": options.warmup}
+        self._ranks.tell_all({**request, "first": not self._turns})
         try:
-            self._turns.append(self._ask({**request, "first": not self._turns}, "measured", MEASURE_S))
+            self._turns.append(self._ranks.gather("measured", self.options.placement.ranks, MEASURE_S))
         except Failure as failure:
             self._give_up(failure)
         else:
@@ -79,12 +88,10 @@ class Peers:
                     found[variant] = _result(said, mode)
         return found
 
-    def _ask(self, request: Message, event: str, limit_s: float) -> dict[int, Message]:
-        """Tells all ranks, which are started if they do not run, and hears them."""
-        if self._ranks is None:
-            self._ranks = self._start()
-        self._ranks.tell_all(request)
-        return self._ranks.gather(event, self.options.placement.ranks, limit_s)
+    @property
+    def _out(self) -> bool:
+        """Whether no peer is left that may have a figure."""
+        return set(self.options.compare) <= set(self._errors)
 
     def _start(self) -> Ranks:
         where = self.options.placement

@@ -48,9 +48,16 @@ class Work:
     def inputs(self, rank: int, active: Sequence[int]) -> Inputs:
         """What `rank` sends when `active` ranks take part: only their experts are selected."""
         rng = np.random.default_rng([self.seed, rank, *active])
-        topk_idx, weights = route(self.routing, self.tokens, self.shape, rng, active=list(active), rank=rank)
+        topk_idx, weights = self._route(rank, active, rng)
         rows = rng.standard_normal((self.tokens, self.shape.hidden), dtype=np.float32)
         return Inputs(bf16_bits(rows), topk_idx, weights)
+
+    def selections(self, rank: int, active: Sequence[int]) -> I64:
+        """The topk_idx of `inputs`, without the rows, which take longer."""
+        return self._route(rank, active, np.random.default_rng([self.seed, rank, *active]))[0]
+
+    def _route(self, rank: int, active: Sequence[int], rng: np.random.Generator) -> tuple[I64, F32]:
+        return route(self.routing, self.tokens, self.shape, rng, active=list(active), rank=rank)
 
     def outputs(self, came: Any, rank: int, into: U16 | None = None) -> U16:
         """What the experts of `rank` make of a dispatch's result: bf16 bits, laid out as its x.

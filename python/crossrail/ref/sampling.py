@@ -11,7 +11,9 @@ can be had without a transfer, and that a sum of wrong rows is told from the rig
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,23 +38,29 @@ def outputs(work: Work, rank: int) -> U16:
     return bf16_bits(rng.standard_normal((PERIOD, work.shape.hidden), dtype=np.float32))
 
 
+def inputs(work: Work) -> list[Inputs]:
+    """What each rank sends. It is kept for the next that asks with as many tokens of the same routing."""
+    return _inputs(replace(work, layout="expert", scale=None, prereduce=True))
+
+
+@lru_cache(maxsize=1)
+def _inputs(work: Work) -> list[Inputs]:
+    ranks = range(work.shape.ranks)
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        return list(pool.map(lambda rank: work.inputs(rank, ranks), ranks))
+
+
 class Judge:
     """Knows what `rank` should get; `turn` chooses what is looked at more closely."""
 
     def __init__(self, work: Work, rank: int, turn: int = 0) -> None:
-        ranks = range(work.shape.ranks)
         self.work, self.rank = work, rank
         self.rng = np.random.default_rng([work.seed, rank, turn])
-        self.inputs = [work.inputs(source, ranks) for source in ranks]
+        self.inputs = inputs(work)
         blocks = work.shape.hidden // BLOCK
         chosen = {0, blocks - 1, *self.rng.integers(0, blocks, BLOCKS).tolist()}
         self.blocks = np.array(sorted(chosen))
         self.columns: I64 = (self.blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
-
-    @property
-    def mine(self) -> Inputs:
-        """What this rank sends."""
-        return self.inputs[self.rank]
 
     def judge_dispatch(self, parts: Mapping[str, bytes]) -> None:
         """Compares what `_DeviceEp.dispatch` gave. Raises Difference."""

@@ -1,0 +1,246 @@
+"""Expert parallelism on GPUs: the scenarios, and what they are held against.
+
+A figure is the median over turns; what is compared is counted in the same way on both sides. `deepep` is DeepEP V1, at
+its best as it counts: in the rank layout that is the cached handle, while ours works the routing out anew each time.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from crossrail.report import PeerResult, Row, averaged, format_bytes, median
+from scenarios import Outcome
+
+if TYPE_CHECKING:
+    from goals import Found, Terms
+
+V1 = "deepep"
+DROP_IN = "drop-in"
+FEW_SMS = 16
+"""With so few multiprocessors ours is to be within `SMS_GOAL` of its best."""
+SMS_GOAL = 1.1
+CONTROL_MS = 100.0
+LIMIT = "20s"
+"""The longest any wait may take, a kernel's for another rank too: a scenario is to end by itself."""
+
+
+def decode(terms: Terms, found: Found) -> None:
+    """128 tokens, top-8 of 288 experts, fp8 there and bf16 back: against DeepEP's low latency mode, NCCL beside."""
+    peers = (V1, DROP_IN) if terms.quick else (V1, DROP_IN, "nccl")
+    rows = found.ours(terms, *ep("decode", terms, 200), f"--compare={','.join(peers)}", f"--rounds={terms.rounds}")
+    found.outcomes += decode_outcomes(rows, found.trouble(V1))
+
+
+def prefill(terms: Terms, found: Found) -> None:
+    """4096 tokens, top-8 of 256 experts, both types: against DeepEP's normal mode."""
+    peers = (V1, DROP_IN) if terms.quick else (V1, DROP_IN, "nccl")
+    compare = (f"--compare={','.join(peers)}", f"--rounds={terms.rounds}", "--sweep=dtype=fp8,bf16")
+    rows = found.ours(terms, *ep("prefill", terms, 100), *compare)
+    found.outcomes += prefill_outcomes(rows, found.trouble(V1))
+    if not terms.quick:
+        cached = found.ours(terms, *ep("prefill", terms, 100), "--cached", "--mode=dispatch", "--sweep=dtype=fp8,bf16")
+        found.outcomes += [shown(row, f"prefill, dispatch {row.dtype}, cached handle") for row in cached]
+
+
+def sms(terms: Terms, found: Found) -> None:
+    """Fewer and more multiprocessors, both presets."""
+    numbers = "8,16,32,64,132" if terms.quick else "4,8,12,16,20,24,32,48,64,96,132"
+    for preset in ("prefill", "decode"):
+        options = ("--mode=dispatch,combine", f"--sweep=num-sms={numbers}")
+        found.outcomes += sms_outcomes(found.ours(terms, *ep(preset, terms, 50), *options), preset, found.failures)
+
+
+def sweep(terms: Terms, found: Found) -> None:
+    """Each number of the presets changed alone: shown, and every shape verified."""
+    few = ("1,16,128,512", "1,128,1024,8192") if terms.quick else ("1,2,4,8,16,32,64,128,256,512,1024", TOKENS)
+    others = ("--sweep=hidden=2048,4096,7168", "--sweep=topk=1,4,8,16", "--sweep=routing=uniform,skewed:1,one")
+    experts = {"decode": "--sweep=experts=32,128,288", "prefill": "--sweep=experts=32,128,256"}
+    for preset, tokens in zip(("decode", "prefill"), few, strict=True):
+        sweeps = [f"--sweep=tokens={tokens}", *(() if terms.quick else (*others, experts[preset]))]
+        rows = found.ours(terms, *ep(preset, terms, 30), *sweeps)
+        if not rows:
+            found.outcomes.append(failed(f"sweep of {preset}", "shown", found.failures))
+        found.outcomes += [shown(row, f"{preset}, {said(row)}") for row in rows if row.what == "e2e"]
+
+
+TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
+
+
+def control(terms: Terms, found: Found) -> None:
+    """A buffer's life with the decode preset's numbers, its kernels cached and compiled anew."""
+    numbers = ("--experts-per-rank=72", "--tokens=128", "--hidden=7168", "--topk=8")
+    with tempfile.TemporaryDirectory(prefix="crossrail-cache-") as cache:
+        turns = {"kernels compiled anew, CUDA started too": ("--rounds=1", "--warmup=0")}
+        turns["kernels cached"] = (f"--rounds={terms.scaled(20, 5)}", "--warmup=2")
+        for what, options in turns.items():
+            rows = found.ours(
+                terms, "control", "--device=cuda", *numbers, *options, f"--timeout={LIMIT}", CROSSRAIL_CACHE_DIR=cache
+            )
+            goal = CONTROL_MS if what == "kernels cached" else None
+            found.outcomes.append(control_outcome(rows, what, goal, found.failures))
+
+
+def ep(preset: str, terms: Terms, iters: int) -> tuple[str, ...]:
+    """The options of `crossrail bench` that every scenario has."""
+    few = max(iters // 5, 10) if terms.quick else iters
+    counts = (f"--iters={few}", f"--warmup={max(few // 10, 3)}", f"--timeout={LIMIT}")
+    return ("ep", "--device=cuda", f"--preset={preset}", *counts)
+
+
+def decode_outcomes(rows: Sequence[Row], why_none: str) -> list[Outcome]:
+    """The lines of the decode preset."""
+    by_mode = {row.what: row for row in rows}
+    outcomes = [
+        events(by_mode.get("e2e"), "decode, dispatch + combine, by events", 0.58, V1, why_none),
+        kernels(by_mode.get("dispatch"), "decode, dispatch, kernels", 0.7, why_none),
+        kernels(by_mode.get("combine"), "decode, combine, kernels", 0.6, why_none),
+        memory(by_mode.get("e2e"), "decode, GPU memory of a buffer", why_none),
+    ]
+    row = by_mode.get("e2e")
+    if row is None:
+        return outcomes
+    outcomes.append(by_host(row, "decode, dispatch + combine, by the host's clock"))
+    beside = [name for name in (DROP_IN, "nccl") if name in row.peers]
+    return outcomes + [events(row, "decode, dispatch + combine, by events", None, name, why_none) for name in beside]
+
+
+def prefill_outcomes(rows: Sequence[Row], why_none: str) -> list[Outcome]:
+    """The lines of the prefill preset."""
+    goals = {("dispatch", "fp8"): 0.65, ("dispatch", "bf16"): 0.6, ("combine", "fp8"): 0.85, ("combine", "bf16"): None}
+    found = {(row.what, row.dtype): row for row in rows}
+    outcomes = []
+    for (mode, dtype), goal in goals.items():
+        row = found.get((mode, dtype))
+        how = f" {dtype}, uncached (its handle is cached)" if mode == "dispatch" else f" after {dtype}"
+        outcomes.append(events(row, f"prefill, {mode}{how}, by events", goal, V1, why_none))
+    for dtype in ("fp8", "bf16"):
+        row = found.get(("e2e", dtype))
+        if row is None:
+            continue
+        beside = [name for name in (f"{V1}-uncached", DROP_IN, "nccl") if name in row.peers]
+        work = f"prefill, dispatch {dtype} + combine, by events"
+        outcomes += [events(row, work, None, name, why_none) for name in beside]
+        outcomes.append(by_host(row, f"prefill, dispatch {dtype} + combine, by the host's clock", f"{V1}-uncached"))
+    return outcomes
+
+
+def sms_outcomes(rows: Sequence[Row], preset: str, failures: Sequence[str]) -> list[Outcome]:
+    """How near few multiprocessors come to the best number."""
+    outcomes = []
+    for mode in ("dispatch", "combine"):
+        times = {row.num_sms: row.p50_us for row in rows if row.what == mode and row.num_sms and row.p50_us}
+        work = f"{preset}, {mode} with {FEW_SMS} SMs, by events"
+        to_reach = f"<= {SMS_GOAL:g} x the best number"
+        if FEW_SMS not in times:
+            outcomes.append(failed(work, to_reach, failures))
+            continue
+        best = min(times, key=lambda number: times[number] or 0.0)
+        ours, least = times[FEW_SMS] or 0.0, times[best] or 1.0
+        every = ", ".join(f"{number}: {time:.1f}" for number, time in times.items())
+        shown_best = f"{least:.1f} us ({best} SMs)"
+        # Decode is held against DeepEP with all it can take; its curve is shown.
+        met = ours <= SMS_GOAL * least if preset == "prefill" else None
+        to = to_reach if preset == "prefill" else "beside the best number"
+        outcomes.append(Outcome(work, f"{ours:.1f} us", to, shown_best, f"{ours / least:.2f}", met, notes=[every]))
+    return outcomes
+
+
+def control_outcome(rows: Sequence[Row], what: str, goal_ms: float | None, failures: Sequence[str]) -> Outcome:
+    """All five steps together, each rank's mean averaged over the ranks."""
+    ranks = f"{rows[0].ranks} GPUs, " if rows else ""
+    work, to_reach = f"control cycle, {ranks}{what}", "shown" if goal_ms is None else f"<= {goal_ms:g} ms"
+    if not rows:
+        return failed(work, to_reach, failures)
+    means = {row.what: averaged(row)[0] / 1e3 for row in rows}
+    total = sum(means.values())
+    parts = ", ".join(f"{step} {mean:.1f}" for step, mean in means.items())
+    met = None if goal_ms is None else total <= goal_ms
+    return Outcome(work, f"{total:.1f} ms", to_reach, met=met, notes=[f"ms: {parts}"])
+
+
+def events(row: Row | None, work: str, goal: float | None, name: str, why_none: str) -> Outcome:
+    """By the GPU's clock, all ranks and iterations together: at most `goal` times the peer's time."""
+    return against(work, row and row.p50_us, row and row.peers.get(name), "p50_us", goal, name, why_none)
+
+
+def kernels(row: Row | None, work: str, goal: float, why_none: str) -> Outcome:
+    """All kernels of an operation by the profiler, the slowest rank.
+
+    Ours are those of the same program with our drop-in; where that has no figure, our events, which count more.
+    """
+    if row is None:
+        return failed(work, f"<= {goal:g} x {V1}", [why_none])
+    own = row.peers.get(DROP_IN)
+    ours, note = median(row.rounds), "ours by events, which count more than kernels alone"
+    if own is not None and own.kernel_us is not None:
+        ours, note = (
+            own.kernel_us,
+            f"ours by the same profiler, in the same program; by events {median(row.rounds):.1f} us",
+        )
+    made = against(work, ours, row.peers.get(V1), "kernel_us", goal, V1, why_none)
+    made.notes.append(note)
+    return made
+
+
+def memory(row: Row | None, work: str, why_none: str) -> Outcome:
+    """What a buffer takes of each GPU, at most a quarter of DeepEP's."""
+    to_reach = f"<= 0.25 x {V1}"
+    result = row.peers.get(V1) if row else None
+    if row is None or row.heap_bytes is None or result is None or result.heap_bytes is None:
+        return failed(work, to_reach, [reason(result, why_none)])
+    ratio = row.heap_bytes / result.heap_bytes
+    ours, theirs = format_bytes(row.heap_bytes), format_bytes(result.heap_bytes)
+    return Outcome(work, ours, to_reach, theirs, f"{ratio:.3f}", ratio <= 0.25)
+
+
+def by_host(row: Row, work: str, name: str = V1) -> Outcome:
+    """Uncached, until the host knows of the end: shown beside the peer's."""
+    ours = row.host_p50_us
+    result = row.peers.get(name)
+    theirs = result.host_p50_us if result else None
+    peer, ratio = (f"{theirs:.1f} us", f"{ours / theirs:.2f}") if ours and theirs else ("-", "-")
+    return Outcome(work, f"{ours:.1f} us" if ours else "-", f"beside {name}", peer, ratio)
+
+
+def against(
+    work: str, ours: float | None, result: PeerResult | None, figure: str, goal: float | None, name: str, why_none: str
+) -> Outcome:
+    """A time, at most `goal` times the peer's; without a goal it is only shown."""
+    to_reach = f"beside {name}" if goal is None else f"<= {goal:g} x {name}"
+    theirs: float | None = getattr(result, figure, None)
+    shown_ours = "-" if ours is None else f"{ours:.1f} us"
+    if ours is None or theirs is None:
+        return Outcome(
+            work, shown_ours, to_reach, failed=goal is not None or ours is None, notes=[reason(result, why_none)]
+        )
+    ratio = ours / theirs
+    met = None if goal is None else ratio <= goal
+    notes = [f"{name}: {result.what}"] if result else []
+    return Outcome(work, shown_ours, to_reach, f"{theirs:.1f} us", f"{ratio:.2f}", met, notes=notes)
+
+
+def reason(result: PeerResult | None, why_none: str) -> str:
+    """Why a peer has no figure."""
+    return result.error if result is not None and result.error else why_none
+
+
+def failed(work: str, to_reach: str, why: Sequence[str]) -> Outcome:
+    """A line without a figure."""
+    return Outcome(work, "-", to_reach, failed=True, notes=list(why[-1:]))
+
+
+def shown(row: Row, work: str) -> Outcome:
+    """A figure of ours that has no goal."""
+    wire = f"{row.gb_per_s:.0f} GB/s of wire bytes" if row.gb_per_s else ""
+    return Outcome(f"{work}, by events", f"{row.p50_us:.1f} us", "shown", notes=[wire] if wire else [])
+
+
+def said(row: Row) -> str:
+    """What a row of a sweep is of."""
+    return f"{row.tokens} tokens x {row.hidden}, top-{row.topk} of {row.experts}, {row.routing}, {row.dtype}"

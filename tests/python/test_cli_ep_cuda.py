@@ -1,0 +1,93 @@
+"""`crossrail bench ep --device cuda` without a GPU: all but the native half, which is played by host memory."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_cli_command import COMMAND, one_error
+from test_cli_ep import environment
+
+from crossrail.report import Report, Row
+
+FAKE = Path(__file__).parent / "fake_gpus"
+SMALL = ("--device=cuda", "--tokens=16", "--hidden=512", "--experts-per-rank=4", "--iters=5", "--warmup=1")
+
+
+def run(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command where there seem to be two GPUs."""
+    there = environment()
+    path = [str(FAKE), *filter(None, [there.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [*COMMAND, "bench", "ep", *SMALL, *arguments],
+        env={**there, "PYTHONPATH": ":".join(path), **settings},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def rows_of(*arguments: str) -> list[Row]:
+    """The rows of a run that went well."""
+    done = run(*arguments, "--json=-")
+    assert done.returncode == 0, done.stderr
+    return Report.loads(done.stdout).rows
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_each_mode_is_told_by_both_clocks(layout: str) -> None:
+    done = run(f"--layout={layout}", "--num-sms=16", "--json=-")
+    assert done.returncode == 0, done.stderr
+    rows = Report.loads(done.stdout).rows
+    assert [row.what for row in rows] == ["dispatch", "combine", "e2e"]
+    for row in rows:
+        assert row.verified
+        assert (row.device, row.ranks, row.num_sms, row.heap_bytes) == ("cuda", 2, 16, 1 << 20)
+        assert row.given == ("fp8" if layout == "rank" else "bf16")
+        assert len(row.samples_us) == len(row.host_us) == 2 * 5
+        assert len(row.slowest_us) == 5
+        assert row.host_p50_us is not None
+        assert row.host_p50_us > 1000.0
+        assert (row.bytes_logical, row.bytes_wire, row.transport) == (3000, 2000, "heap")
+    assert "three ways to count" in done.stderr
+    assert "in GPU memory" in done.stderr
+
+
+def test_a_sweep_changes_one_number_after_the_other() -> None:
+    rows = rows_of("--mode=dispatch", "--sweep=tokens=1,16", "--sweep=topk=1,4", "--sweep=dtype=bf16")
+    found = [(row.tokens, row.topk, row.dtype) for row in rows]
+    assert found == [(1, 2, "fp8"), (16, 2, "fp8"), (16, 1, "fp8"), (16, 4, "fp8"), (16, 2, "bf16")]
+
+
+def test_a_wrong_bit_of_one_rank_is_found_before_anything_is_timed() -> None:
+    one_error(run("--json=-", FAKE_FLAW="1"), 1, "rank 1", "did not verify before anything was measured", "element 0")
+
+
+def test_a_peer_that_cannot_run_takes_nothing_from_ours() -> None:
+    (row,) = rows_of("--mode=e2e", "--compare=deepep", "--rounds=2")
+    assert len(row.rounds) == 2
+    error = row.peers["deepep"].error
+    assert error is not None
+    assert "deepep" not in row.ratio
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    one_error(run("--num-processes=3"), 2, "3 ranks", "2 here")
+
+
+@pytest.mark.parametrize("arguments", [("ep", "--device=cuda"), ("control", "--device=cuda")])
+def test_without_a_gpu_the_reason_is_said(arguments: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [*COMMAND, "bench", *arguments],
+        env={**environment(), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    one_error(done, 1, "no GPU can be used")

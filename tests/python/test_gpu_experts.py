@@ -1,0 +1,97 @@
+"""The goals of expert parallelism on GPUs without a GPU: what is held against what."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from crossrail.report import PeerResult, RankTimes, Row
+
+GPU = Path(__file__).parents[2] / "benches" / "gpu"
+sys.path[:0] = [str(GPU)]
+
+import experts  # noqa: E402
+import goals  # noqa: E402
+
+V1 = PeerResult("deep_ep", p50_us=100.0, rounds=[100.0], kernel_us=50.0, host_p50_us=200.0, heap_bytes=1000)
+
+
+def row(what: str, p50_us: float = 50.0, dtype: str = "fp8", **more: PeerResult) -> Row:
+    peers = {"deepep": V1, **more}
+    made = Row(what, "heap", 7168, rounds=[p50_us], p50_us=p50_us, host_p50_us=90.0, dtype=dtype, peers=peers)
+    return replace(made, heap_bytes=200, num_sms=132, ranks=4)
+
+
+def test_decode_is_held_against_what_is_counted_alike() -> None:
+    own = PeerResult("crossrail.deep_ep", p50_us=60.0, rounds=[60.0], kernel_us=30.0)
+    rows = [row("e2e", 58.0), row("dispatch", **{"drop-in": own}), row("combine")]
+    found = {one.work: one for one in experts.decode_outcomes(rows, "never")}
+    both = found["decode, dispatch + combine, by events"]
+    assert (both.ours, both.peer, both.ratio, both.met) == ("58.0 us", "100.0 us", "0.58", True)
+    dispatch = found["decode, dispatch, kernels"]
+    assert (dispatch.ours, dispatch.peer, dispatch.met) == ("30.0 us", "50.0 us", True)
+    assert "by events 50.0 us" in dispatch.notes[-1]
+    combine = found["decode, combine, kernels"]
+    assert (combine.ours, combine.met) == ("50.0 us", False)
+    assert "count more" in combine.notes[-1]
+    memory = found["decode, GPU memory of a buffer"]
+    assert (memory.ratio, memory.met) == ("0.200", True)
+    host = found["decode, dispatch + combine, by the host's clock"]
+    assert (host.ours, host.peer, host.met) == ("90.0 us", "200.0 us", None)
+    assert not any(one.failed for one in found.values())
+
+
+def test_prefill_is_held_against_deepeps_best_way_to_count() -> None:
+    slow = PeerResult("deep_ep", p50_us=900.0, rounds=[900.0], host_p50_us=1000.0)
+    rows = [
+        row(what, 64.0, dtype, **{"deepep-uncached": slow}) for dtype in ("fp8", "bf16") for what in experts_modes()
+    ]
+    found = {(one.work, one.to_reach): one for one in experts.prefill_outcomes(rows, "never")}
+    judged = [one for one in found.values() if one.met is not None]
+    assert [(one.peer, one.met) for one in judged] == [("100.0 us", True), ("100.0 us", False), ("100.0 us", True)]
+    uncached = found["prefill, dispatch bf16 + combine, by events", "beside deepep-uncached"]
+    assert (uncached.peer, uncached.met) == ("900.0 us", None)
+
+
+def experts_modes() -> tuple[str, ...]:
+    return ("dispatch", "combine", "e2e")
+
+
+def test_what_has_no_figure_says_why() -> None:
+    gone = PeerResult("deep_ep", error="ModuleNotFoundError: No module named 'deep_ep'")
+    for one in experts.decode_outcomes([row(what, deepep=gone) for what in experts_modes()], "never")[:4]:
+        assert one.failed
+        assert "No module" in one.notes[0]
+    for one in experts.decode_outcomes([], "rank 2: did not verify") + experts.prefill_outcomes(
+        [], "rank 2: did not verify"
+    ):
+        assert one.failed
+        assert one.notes[0] == "rank 2: did not verify"
+    assert experts.sms_outcomes([], "prefill", ["rank 1: gone"])[0].notes == ["rank 1: gone"]
+    assert experts.control_outcome([], "kernels cached", 100.0, ["no GPU"]).failed
+
+
+@pytest.mark.parametrize(("few", "met"), [(109.0, True), (111.0, False)])
+def test_few_multiprocessors_are_held_against_the_best_number(few: float, met: bool) -> None:
+    rows = [replace(row("combine", time), num_sms=number) for number, time in ((16, few), (32, 100.0), (132, 105.0))]
+    combine = experts.sms_outcomes(rows, "prefill", [])[1]
+    assert (combine.met, combine.peer) == (met, "100.0 us (32 SMs)")
+    assert experts.sms_outcomes(rows, "decode", [])[1].met is None
+
+
+def test_the_steps_of_a_buffers_life_are_added_up() -> None:
+    steps = {"init": 30e3, "connect": 40e3, "destroy": 20e3}
+    rows = [replace(row(step), rank_times=[RankTimes(0, time, time, time)]) for step, time in steps.items()]
+    found = experts.control_outcome(rows, "kernels cached", 100.0, [])
+    assert (found.ours, found.met) == ("90.0 ms", True)
+    assert found.notes == ["ms: init 30.0, connect 40.0, destroy 20.0"]
+
+
+def test_every_scenario_is_known_and_bounded() -> None:
+    ours = {name: limits for name, limits in goals.SCENARIOS.items() if name.startswith("ep_")}
+    assert set(ours) == {"ep_decode", "ep_prefill", "ep_sms", "ep_sweep", "ep_control"}
+    assert all(0 < limit <= 180 and gpus == 2 for _, limit, gpus in ours.values())
+    assert set(goals.USUAL) <= set(goals.SCENARIOS)
