@@ -22,13 +22,32 @@ pub(crate) fn choose(rails: &Rails, nics: &[Nic]) -> Result<Vec<NetDevice>> {
 }
 
 /// The GPU that CUDA calls `ordinal`, as far as can be said without asking CUDA: by bus address, through the list of
-/// numbers in `CUDA_VISIBLE_DEVICES` where there is one.
+/// numbers and names (`GPU-…`, or how they begin) in `CUDA_VISIBLE_DEVICES` where there is one.
 fn nth<'a>(ordinal: u32, gpus: &'a [GpuSeen], visible: Option<&str>) -> Result<&'a GpuSeen> {
-    let mapped = visible.and_then(|list| list.split(',').nth(ordinal as usize)?.trim().parse::<u32>().ok());
-    gpus.get(mapped.unwrap_or(ordinal) as usize).ok_or_else(|| {
+    let said = visible.and_then(|list| list.split(',').nth(ordinal as usize)).map(str::trim);
+    let found = match said {
+        None => gpus.get(ordinal as usize),
+        Some(said) => match said.parse::<usize>() {
+            Ok(number) => gpus.get(number),
+            Err(_) => named(said, gpus)?,
+        },
+    };
+    found.ok_or_else(|| {
         Error::new(ErrorKind::Config, SETTING, format!("near:{ordinal} names a GPU that is not there"))
             .with_hint(format!("{} GPUs are seen on the bus", gpus.len()))
     })
+}
+
+/// The GPU whose name begins so.
+fn named<'a>(name: &str, gpus: &'a [GpuSeen]) -> Result<Option<&'a GpuSeen>> {
+    let known = gpus.iter().all(|gpu| gpu.uuid.is_some());
+    let full = name.starts_with("GPU-");
+    let found = gpus.iter().find(|gpu| full && gpu.uuid.as_ref().is_some_and(|uuid| uuid.starts_with(name)));
+    if found.is_none() && !(known && full) {
+        let detail = format!("near: which GPU {name:?} in CUDA_VISIBLE_DEVICES is cannot be said without CUDA");
+        return Err(Error::new(ErrorKind::Config, SETTING, detail).with_hint("list devices, as eth1,eth2"));
+    }
+    Ok(found)
 }
 
 /// Those of `devices` that are nearest to `gpu`; loopback reaches every GPU of this machine, but none of another.
@@ -103,7 +122,14 @@ mod tests {
         let gpus = [gpu("a", &[], 0), gpu("b", &[], 0), gpu("c", &[], 0)];
         assert_eq!(nth(1, &gpus, None).unwrap().pci, "b");
         assert_eq!(nth(1, &gpus, Some("2, 0")).unwrap().pci, "a");
-        assert_eq!(nth(1, &gpus, Some("GPU-aa,GPU-bb")).unwrap().pci, "b", "uuids are not resolved without CUDA");
+        let unknown = nth(1, &gpus, Some("GPU-aa,GPU-bb")).unwrap_err().to_string();
+        assert!(unknown.contains("GPU-bb") && unknown.contains("eth1,eth2"), "{unknown}");
+        let gpus = [("a", "GPU-aa1"), ("b", "GPU-bb2"), ("c", "GPU-cc3")]
+            .map(|(pci, uuid)| GpuSeen { uuid: Some(uuid.to_owned()), ..gpu(pci, &[], 0) });
+        assert_eq!(nth(1, &gpus, Some("GPU-aa,GPU-cc")).unwrap().pci, "c");
+        assert_eq!(nth(0, &gpus, Some("GPU-bb2")).unwrap().pci, "b");
+        assert!(nth(0, &gpus, Some("GPU-dd")).unwrap_err().to_string().contains("near:0"));
+        assert!(nth(0, &gpus, Some("MIG-aa")).unwrap_err().to_string().contains("MIG-aa"));
         let error = nth(3, &gpus, None).unwrap_err();
         assert!(error.to_string().contains("near:3") && error.to_string().contains("3 GPUs"), "{error}");
     }

@@ -12,10 +12,12 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crossrail_types::Result;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
 use crate::dlpack::{self, Dtype};
+use crate::errors::OrRaise;
 use crate::{errors, lifecycle};
 
 /// `Py_buffer` of every CPython since 3.3; PyO3 declares it only from the 3.11 stable ABI on, where it is the same.
@@ -245,6 +247,32 @@ pub(crate) fn bytes(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> Py
     let (ptr, len) = (view.buf.cast::<u8>(), view.len as usize);
     // The view stays exported, and so valid, until the keeper is dropped.
     Ok(Lent { ptr, len, keep: keep(Loan::View(view)) })
+}
+
+/// Has `copy` read the bytes of `data`, host memory, without the GIL.
+pub(crate) fn copy_from(
+    data: &Bound<'_, PyAny>,
+    operation: &str,
+    copy: impl FnOnce(&[u8]) -> Result<()> + Send,
+) -> PyResult<()> {
+    let _call = Call::enter(data.py());
+    let lent = bytes(data, Use::Read, operation)?;
+    // SAFETY: lent for the call, and an empty piece may have no address.
+    let from = unsafe { slice(lent.ptr, lent.len) };
+    data.py().detach(|| copy(from)).or_raise(data.py())
+}
+
+/// Has `copy` fill `target`, writable host memory, without the GIL.
+pub(crate) fn copy_into(
+    target: &Bound<'_, PyAny>,
+    operation: &str,
+    copy: impl FnOnce(&mut [u8]) -> Result<()> + Send,
+) -> PyResult<()> {
+    let _call = Call::enter(target.py());
+    let lent = bytes(target, Use::Write, operation)?;
+    // SAFETY: lent for the call, writable, and an empty piece may have no address.
+    let into = unsafe { slice_mut(lent.ptr, lent.len) };
+    target.py().detach(|| copy(into)).or_raise(target.py())
 }
 
 /// The exporter said no; asks again more modestly, to say what is wrong.

@@ -100,12 +100,7 @@ impl Mapped {
     /// Raises UsageError when they do not fit.
     #[pyo3(signature = (data, offset = 0))]
     fn fill_from(&self, data: &Bound<'_, PyAny>, offset: usize) -> PyResult<()> {
-        let py = data.py();
-        let _call = Call::enter(py);
-        let lent = lent::bytes(data, Use::Read, "fill_from")?;
-        // SAFETY: lent for the call, and an empty piece may have no address.
-        let bytes = unsafe { lent::slice(lent.ptr, lent.len) };
-        py.detach(|| self.native.fill_from(offset, bytes)).or_raise(py)
+        lent::copy_from(data, "fill_from", |bytes| self.native.fill_from(offset, bytes))
     }
 
     /// Copies what is at `offset` of it into `target`, writable host memory, which it fills.
@@ -113,12 +108,7 @@ impl Mapped {
     /// Raises UsageError when there is not as much.
     #[pyo3(signature = (target, offset = 0))]
     fn copy_to(&self, target: &Bound<'_, PyAny>, offset: usize) -> PyResult<()> {
-        let py = target.py();
-        let _call = Call::enter(py);
-        let lent = lent::bytes(target, Use::Write, "copy_to")?;
-        // SAFETY: lent for the call, writable, and an empty piece may have no address.
-        let bytes = unsafe { lent::slice_mut(lent.ptr, lent.len) };
-        py.detach(|| self.native.copy_to(offset, bytes)).or_raise(py)
+        lent::copy_into(target, "copy_to", |bytes| self.native.copy_to(offset, bytes))
     }
 
     /// Where it is, as DLPack numbers devices.

@@ -19,7 +19,7 @@ use pyo3::types::{PyDict, PyType};
 use crate::context::Context;
 use crate::errors::{self, OrRaise};
 use crate::export::{Asked, Lending};
-use crate::lent::{self, Call, Use, View, export};
+use crate::lent::{self, View, export};
 use crate::mapped::Awaited;
 use crate::{place, stream, wait};
 
@@ -120,12 +120,7 @@ impl MemoryBase {
     /// Raises UsageError when they do not fit.
     #[pyo3(signature = (data, offset = 0))]
     fn fill_from(&self, data: &Bound<'_, PyAny>, offset: usize) -> PyResult<()> {
-        let py = data.py();
-        let _call = Call::enter(py);
-        let lent = lent::bytes(data, Use::Read, "fill_from")?;
-        // SAFETY: lent for the call, and an empty piece may have no address.
-        let bytes = unsafe { lent::slice(lent.ptr, lent.len) };
-        py.detach(|| self.native.fill_from(offset, bytes)).or_raise(py)
+        lent::copy_from(data, "fill_from", |bytes| self.native.fill_from(offset, bytes))
     }
 
     /// Copies what is at `offset` of it into `target`, writable host memory, which it fills. On a GPU, nothing that it
@@ -134,12 +129,7 @@ impl MemoryBase {
     /// Raises UsageError when there is not as much.
     #[pyo3(signature = (target, offset = 0))]
     fn copy_to(&self, target: &Bound<'_, PyAny>, offset: usize) -> PyResult<()> {
-        let py = target.py();
-        let _call = Call::enter(py);
-        let lent = lent::bytes(target, Use::Write, "copy_to")?;
-        // SAFETY: lent for the call, writable, and an empty piece may have no address.
-        let bytes = unsafe { lent::slice_mut(lent.ptr, lent.len) };
-        py.detach(|| self.native.copy_to(offset, bytes)).or_raise(py)
+        lent::copy_into(target, "copy_to", |bytes| self.native.copy_to(offset, bytes))
     }
 
     /// Puts into a stream: a wait until the 64-bit word at `offset` of this GPU memory is `value` or more, or `timeout`

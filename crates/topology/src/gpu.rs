@@ -20,6 +20,8 @@ pub struct GpuSeen {
     pub driver: Option<String>,
     /// The name that the NVIDIA driver gives it.
     pub model: Option<String>,
+    /// The name that tells it from every other, such as `GPU-2a4d…`, where the NVIDIA driver gives it.
+    pub uuid: Option<String>,
 }
 
 impl Tree {
@@ -34,15 +36,19 @@ impl Tree {
             return None;
         }
         let information = text(&self.proc.join("driver/nvidia/gpus").join(&pci).join("information"));
-        let model = information
-            .as_deref()
-            .and_then(|text| text.lines().find_map(|line| Some(line.strip_prefix("Model:")?.trim().to_owned())));
+        let said = |field: &str| {
+            let line = information.as_deref()?.lines().find_map(|line| line.strip_prefix(field))?;
+            Some(line.trim().to_owned())
+        };
+        // Without rights the driver says `GPU-????????-…`.
+        let (model, uuid) = (said("Model:"), said("GPU UUID:").filter(|uuid| !uuid.contains('?')));
         Some(GpuSeen {
             pci_path: pci_path(device),
             device: natural(&device.join("device"))?,
             numa_node: natural(&device.join("numa_node")),
             driver: link_name(&device.join("driver")),
             model,
+            uuid,
             pci,
         })
     }
@@ -67,11 +73,16 @@ mod tests {
         put(&fake, "pci0000:00/0000:00:01.0/0000:01:00.0", "0x10de", "0x030000", "-1");
         put(&fake, "pci0000:00/0000:00:01.0/0000:01:00.1", "0x10de", "0x040300", "0"); // its sound function
         put(&fake, "pci0000:00/0000:00:02.0", "0x1a03", "0x030000", "0"); // another vendor's
-        fake.proc_file("driver/nvidia/gpus/0000:81:00.0/information", "Model: \t\t NVIDIA H200\nIRQ: 55\n");
+        fake.proc_file(
+            "driver/nvidia/gpus/0000:81:00.0/information",
+            "Model: \t\t NVIDIA H200\nIRQ: 55\nGPU UUID: \t GPU-2a4d\n",
+        );
+        fake.proc_file("driver/nvidia/gpus/0000:01:00.0/information", "GPU UUID: \t GPU-????????-????\n");
         let gpus = fake.tree().gpus();
         assert_eq!(gpus.iter().map(|gpu| gpu.pci.as_str()).collect::<Vec<_>>(), ["0000:01:00.0", "0000:81:00.0"]);
         assert_eq!((gpus[0].numa_node, gpus[1].numa_node), (None, Some(1)));
         assert_eq!((gpus[1].model.as_deref(), gpus[1].device), (Some("NVIDIA H200"), 0x2335));
+        assert_eq!((gpus[0].uuid.as_deref(), gpus[1].uuid.as_deref()), (None, Some("GPU-2a4d")));
         assert_eq!(gpus[1].driver, None);
         assert_eq!(gpus[1].pci_path, ["pci0000:80", "0000:80:01.0", "0000:81:00.0"]);
     }
