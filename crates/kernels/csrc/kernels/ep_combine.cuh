@@ -268,6 +268,7 @@ struct Returns {
                 stage_back(args, start, r, row, place, lane);
                 settle(pending, start.sent);
                 pending = send_one(c, start, peers, r, place, lane);
+                if (next == worker) mark_of(0, args.marks, EP_MARK_FIRST);
                 if (++stage == EP_STAGES) stage = 0;
             }
         }
@@ -405,7 +406,7 @@ __device__ __forceinline__ void end_combine(const EpCombineArgs &args, u64 sent,
     const EpCommon &c = args.common;
     EpState &state = state_of(c);
     bool last = is_last_to_end(c, address_of(state.combine_blocks) + 8 * c.phases);
-    mark(threadIdx.x == 0 ? args.marks : 0, EP_MARK_DONE);
+    mark_of(0, args.marks, EP_MARK_DONE);
     if (!last) return;
     if (c.phases & EP_RECEIVE) count_waits(c);
     if (threadIdx.x != 0) return;

@@ -51,6 +51,11 @@ __device__ __forceinline__ void mark(u64 marks, u32 what) {
     if (marks != 0) at<u64>(marks, u64(blockIdx.x) * EP_MARKS + what) = clock_ns();
 }
 
+// The same, of one of the block's threads.
+__device__ __forceinline__ void mark_of(u32 thread, u64 marks, u32 what) {
+    if (threadIdx.x == thread) mark(marks, what);
+}
+
 // Into the ring that the host reads.
 __device__ __noinline__ void tell_fault(const EpCommon &c, u32 rank, u32 stage, u64 epoch, u64 seen) {
     u64 number = atomicAdd(&state_of(c).faults, 1ull) + 1;

@@ -126,10 +126,11 @@ __device__ __forceinline__ void send_rows(const EpDispatchArgs &args, const Star
         ready = false;
         settle(pending, start.sent);
         pending = send_unit(args.common, start, peers, row, share.unit, place, lane);
+        if (share.unit < share.step) mark_of(0, args.marks, EP_MARK_FIRST);
         if (++stage == EP_STAGES) stage = 0;
     }
     settle(pending, start.sent);
-    mark(lane == 0 && threadIdx.x < LANES ? args.marks : 0, EP_MARK_SENT);
+    mark_of(0, args.marks, EP_MARK_SENT);
 }
 
 // Of a dispatch's plan: the number that belongs to this operation, once it is there.
@@ -279,7 +280,7 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
     const EpCommon &c = args.common;
     u64 epoch = start.received;
     PerRank<u32> tokens = await_tokens(c, start, epoch, lane);
-    mark(threadIdx.x == EP_THREADS - LANES ? args.marks : 0, EP_MARK_PLANNED);
+    mark_of(EP_THREADS - LANES, args.marks, EP_MARK_PLANNED);
     u32 most = 0;
 #pragma unroll
     for (u32 i = 0; i < EACH; ++i) most = tokens.value[i] > most ? tokens.value[i] : most;
@@ -326,7 +327,7 @@ __device__ __forceinline__ void end_dispatch(const EpDispatchArgs &args, u64 sen
     const EpCommon &c = args.common;
     EpState &state = state_of(c);
     bool last = is_last_to_end(c, address_of(state.dispatch_blocks) + 8 * c.phases);
-    mark(threadIdx.x == 0 ? args.marks : 0, EP_MARK_DONE);
+    mark_of(0, args.marks, EP_MARK_DONE);
     if (!last) return;
     if (c.phases & EP_RECEIVE) count_waits(c);
     if (threadIdx.x != 0) return;

@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     Start &start = *reinterpret_cast<Start *>(shared);
     u8 *memory = behind_start(shared);
     u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    mark(threadIdx.x == 0 ? args.marks : 0, EP_MARK_BEGUN);
+    mark_of(0, args.marks, EP_MARK_BEGUN);
     bool sends = c.phases & EP_SEND;
     // The first block plans while the others send.
     bool plans = blockIdx.x == 0;
@@ -35,17 +35,19 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     if (sends) {
         if (plans) {
             announce_tables(args, start, memory);
-            mark(threadIdx.x == 0 ? args.marks : 0, EP_MARK_ANNOUNCED);
+            mark_of(0, args.marks, EP_MARK_ANNOUNCED);
             __syncthreads();
         }
         send_rows(args, start, peers, stages, share, ready, row, lane);
     }
     if (c.phases & EP_RECEIVE) {
         if (plans) plan_rows(args, memory, start.received);
+        if (plans) mark_of(0, args.marks, EP_MARK_HEARD);
         u32 from = receive_from(c, senders);
         if (warp >= from) {
             u32 worker = (warp - from) * gridDim.x + blockIdx.x;
             receive_rows(args, start, worker, (WARPS - from) * gridDim.x, lane);
+            mark_of(EP_THREADS - LANES, args.marks, EP_MARK_CAME);
         }
     }
     end_dispatch(args, start.sent, start.received);
@@ -57,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     const EpCommon &c = args.common;
     Start &start = *reinterpret_cast<Start *>(shared);
     u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    mark(threadIdx.x == 0 ? args.marks : 0, EP_MARK_BEGUN);
+    mark_of(0, args.marks, EP_MARK_BEGUN);
     bool sends = c.phases & EP_SEND;
     u8 *stages = behind_start(shared) + warp * EP_STAGES * COMBINE_STAGE;
     // Loads that need nothing that the block finds out are under way while it does.
@@ -81,13 +83,14 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
         Gather gather;
         if (unit < units) gather.begin(args, start, peers, unit, lane);
         settle(pending, start.sent);
-        mark(threadIdx.x == 0 ? args.marks : 0, EP_MARK_SENT);
+        mark_of(0, args.marks, EP_MARK_SENT);
         while (unit < units) {
             gather.end(args, start, unit, lane);
+            if (unit < step) mark_of(0, args.marks, EP_MARK_SUM);
             unit += step;
             if (unit < units) gather.begin(args, start, peers, unit, lane);
         }
-        mark(threadIdx.x == 0 ? args.marks : 0, EP_MARK_SUMS);
+        mark_of(0, args.marks, EP_MARK_SUMS);
     }
     settle(pending, start.sent);
     end_combine(args, start.sent, start.received);

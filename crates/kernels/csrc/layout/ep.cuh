@@ -94,10 +94,10 @@ constexpr u32 EP_MARK_BEGUN = 0;
 // A time: rank layout, the block has counted its rows.
 constexpr u32 EP_MARK_COUNTED = 1;
 
-// A time: rank layout, all ranks were told how much comes. One block's.
+// A time: all ranks were told how much comes. One block's.
 constexpr u32 EP_MARK_ANNOUNCED = 2;
 
-// A time: rank layout, all announcements came. One block's.
+// A time: all ranks' announcements (expert layout: tables) came. One block's.
 constexpr u32 EP_MARK_HEARD = 3;
 
 // A time: the block knows where its rows go.
@@ -121,7 +121,7 @@ constexpr u32 EP_MARK_SUMS = 9;
 // A time: the block is done, but for what only the last one does.
 constexpr u32 EP_MARK_DONE = 10;
 
-// A time: rank layout, the rows of all ranks came. One block's.
+// A time: the rows of all ranks came. One block's; expert layout: those that the block's last warp delivers.
 constexpr u32 EP_MARK_CAME = 11;
 
 // A time: the launch is over. One block's.

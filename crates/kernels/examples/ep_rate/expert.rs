@@ -2,8 +2,9 @@
 
 use crossrail_cuda::nvrtc::Compiler;
 use crossrail_cuda::{Context, Device, DeviceMemory, Stream};
-use crossrail_kernels::ep::{EP_RECEIVE, EP_SEND, EpCombineArgs, EpDispatchArgs, Layout, Payload, Shape};
+use crossrail_kernels::ep::{EP_MARKS, EP_RECEIVE, EP_SEND, EpCombineArgs, EpDispatchArgs, Layout, Payload, Shape};
 
+use crate::marks::Marks;
 use crate::place::{LIMIT, Place, finish, places, settle, take, words};
 use crate::routing::{Routing, rows};
 use crate::timing::{Gate, Work, back_to_back, cold};
@@ -22,6 +23,17 @@ pub(crate) struct Options {
     pub(crate) column_scales: bool,
     /// Sending and receiving are launches of their own.
     pub(crate) apart: bool,
+    /// What the blocks of one iteration note is printed.
+    pub(crate) marks: bool,
+}
+
+/// One launch. With 0 tokens all ranks only meet.
+#[derive(Clone, Copy)]
+struct Launch {
+    tokens: u32,
+    blocks: u32,
+    phases: u32,
+    marked: bool,
 }
 
 /// One rank's GPU.
@@ -33,6 +45,7 @@ struct Rank {
     ranges: DeviceMemory,
     source: DeviceMemory,
     y: DeviceMemory,
+    marks: DeviceMemory,
 }
 
 pub(crate) struct Rig {
@@ -81,15 +94,14 @@ impl Rig {
         Ok(Batch { tokens, ranks: ranks.collect::<Outcome<_>>()? })
     }
 
-    /// `tokens`: the batch's, or 0, which only lets all ranks meet.
-    fn dispatch(&self, batch: &Batch, number: usize, blocks: u32, tokens: u32, phases: u32) -> Outcome<()> {
+    fn dispatch(&self, batch: &Batch, number: usize, launch: Launch) -> Outcome<()> {
         let (rank, own) = (&self.ranks[number], &batch.ranks[number]);
         let (most, blocks_of_row) = (u64::from(self.shape.ranks * self.shape.max_tokens), self.shape.hidden / 128);
         let expert = most * u64::from(blocks_of_row) * 4;
         let column = self.options.column_scales;
         let (row, block) = if column { (4, most * 4) } else { (u64::from(blocks_of_row) * 4, 4) };
         let args = EpDispatchArgs {
-            common: rank.place.common(Layout::Expert, tokens, phases),
+            common: rank.place.common(Layout::Expert, launch.tokens, launch.phases),
             x: own.x.address(),
             x_stride: u64::from(self.shape.hidden) * 2,
             topk_idx: own.idx.address(),
@@ -102,38 +114,40 @@ impl Rig {
             out_counts: rank.counts.address(),
             out_ranges: rank.ranges.address(),
             out_source: rank.source.address(),
+            marks: if launch.marked { rank.marks.address() } else { 0 },
             idx_bytes: 8,
             ..EpDispatchArgs::ZERO
         };
         // SAFETY: all memory lives as long as the rig and the batch, which are waited for before they go.
-        unsafe { rank.place.kernels.dispatch_expert(&rank.place.stream, &args, blocks)? };
+        unsafe { rank.place.kernels.dispatch_expert(&rank.place.stream, &args, launch.blocks)? };
         Ok(())
     }
 
-    fn combine(&self, batch: &Batch, number: usize, blocks: u32, phases: u32) -> Outcome<()> {
+    fn combine(&self, batch: &Batch, number: usize, launch: Launch) -> Outcome<()> {
         let (rank, own) = (&self.ranks[number], &batch.ranks[number]);
         let row = u64::from(self.shape.hidden) * 2;
         let args = EpCombineArgs {
-            common: rank.place.common(Layout::Expert, batch.tokens, phases),
+            common: rank.place.common(Layout::Expert, launch.tokens, launch.phases),
             y: rank.y.address(),
             y_stride: row,
             topk_weights: if self.options.late_weights { own.weights.address() } else { 0 },
             out: own.out.address(),
             out_stride: row,
+            marks: if launch.marked { rank.marks.address() } else { 0 },
             ..EpCombineArgs::ZERO
         };
         // SAFETY: as above.
-        unsafe { rank.place.kernels.combine_expert(&rank.place.stream, &args, blocks)? };
+        unsafe { rank.place.kernels.combine_expert(&rank.place.stream, &args, launch.blocks)? };
         Ok(())
     }
 
     /// One dispatch and combine whose results are looked at: counts, sources, rows (bf16), sums.
     fn verify(&self, batch: &Batch, blocks: u32) -> Outcome<()> {
-        let all = EP_SEND | EP_RECEIVE;
+        let launch = Launch { tokens: batch.tokens, blocks, phases: BOTH, marked: false };
         settle()?;
         for number in 0..self.ranks.len() {
-            self.dispatch(batch, number, blocks, batch.tokens, all)?;
-            self.combine(batch, number, blocks, all)?;
+            self.dispatch(batch, number, launch)?;
+            self.combine(batch, number, launch)?;
         }
         finish(self.ranks.iter().map(|rank| &rank.place))?;
         for number in 0..self.ranks.len() {
@@ -141,6 +155,21 @@ impl Rig {
             self.verify_sums(batch, number)?;
         }
         Ok(())
+    }
+
+    /// Rows that leave a rank, on average: one for each other rank that a token has experts of.
+    fn rows_sent(&self, batch: &Batch) -> u64 {
+        let (topk, local) = (self.shape.topk as usize, i64::from(self.shape.local_experts()));
+        let of = |(own, tokens): (usize, &Tokens)| {
+            let other = |ids: &[i64]| {
+                let mut ranks: Vec<i64> = ids.iter().map(|id| id / local).filter(|rank| *rank != own as i64).collect();
+                ranks.sort_unstable();
+                ranks.dedup();
+                ranks.len() as u64
+            };
+            tokens.routing.idx.chunks(topk).map(other).sum::<u64>()
+        };
+        batch.ranks.iter().enumerate().map(of).sum::<u64>() / batch.ranks.len().max(1) as u64
     }
 
     /// The rows that came to a rank, in their order.
@@ -210,7 +239,20 @@ impl Trial for Rig {
         self.verify(&batch, blocks)?;
         let run = Run { rig: self, batch: &batch, blocks };
         let mut steps = cold(&run, &self.gate, iters)?;
+        let rows = self.rows_sent(&batch);
+        let wide = u64::from(2 * self.shape.hidden);
+        let narrow = u64::from(self.shape.row_bytes() + self.shape.scale_bytes());
+        for step in &mut steps {
+            step.wire_bytes = match step.name {
+                "dispatch" | "dispatch send" => Some(rows * narrow),
+                "combine" | "combine send" if self.shape.prereduce => Some(rows * wide),
+                _ => None,
+            };
+        }
         steps.push(Step::new("pair", vec![back_to_back(&run, &self.gate, iters)?]));
+        if self.options.marks {
+            run.noted()?.iter().for_each(Marks::print);
+        }
         Ok(steps)
     }
 
@@ -247,18 +289,51 @@ impl Work for Run<'_> {
     }
 
     fn meet(&self, rank: usize) -> Outcome<()> {
-        self.rig.dispatch(self.batch, rank, self.blocks, 0, BOTH)
+        self.rig.dispatch(self.batch, rank, Launch { tokens: 0, blocks: self.blocks, phases: BOTH, marked: false })
     }
 
     fn step(&self, rank: usize, step: usize) -> Outcome<()> {
-        let (dispatches, phases) = match (self.rig.options.apart, step) {
-            (false, _) => (step == 0, BOTH),
-            (true, _) => (step < 2, [EP_SEND, EP_RECEIVE][step % 2]),
+        self.launch(rank, step, false)
+    }
+}
+
+impl Run<'_> {
+    fn launch(&self, rank: usize, step: usize, marked: bool) -> Outcome<()> {
+        let (dispatches, phases) = match self.rig.options.apart {
+            false => (step == 0, BOTH),
+            true => (step < 2, [EP_SEND, EP_RECEIVE][step % 2]),
         };
+        let launch = Launch { tokens: self.batch.tokens, blocks: self.blocks, phases, marked };
         match dispatches {
-            true => self.rig.dispatch(self.batch, rank, self.blocks, self.batch.tokens, phases),
-            false => self.rig.combine(self.batch, rank, self.blocks, phases),
+            true => self.rig.dispatch(self.batch, rank, launch),
+            false => self.rig.combine(self.batch, rank, launch),
         }
+    }
+
+    /// Does each step once more, with a cold cache, and gives back what its blocks noted.
+    fn noted(&self) -> Outcome<Vec<Marks>> {
+        let mut noted = Vec::new();
+        for (step, name) in self.steps().into_iter().enumerate() {
+            settle()?;
+            for (number, rank) in self.rig.ranks.iter().enumerate() {
+                // SAFETY: the area is the rank's, for this alone.
+                unsafe { rank.place.stream.fill(rank.marks.address(), 0, rank.marks.len())? };
+                self.make_cold(number)?;
+                // Only a dispatch can be put in to let all meet; after one, the receiving of another cannot.
+                if !(self.rig.options.apart && step % 2 == 1) {
+                    self.meet(number)?;
+                }
+                self.launch(number, step, true)?;
+            }
+            self.finish()?;
+            let mut marks = Marks::new(name);
+            for rank in &self.rig.ranks {
+                let bytes = take(&rank.place.stream, rank.marks.address(), rank.marks.len())?;
+                marks.add(&bytes[..self.blocks as usize * EP_MARKS as usize * 8]);
+            }
+            noted.push(marks);
+        }
+        Ok(noted)
     }
 }
 
@@ -272,6 +347,7 @@ fn rank(place: Place, shape: &Shape) -> Outcome<Rank> {
         ranges: new(8 * shape.experts as usize)?,
         source: new(4 * rows)?,
         y: new(rows * shape.hidden as usize * 2)?,
+        marks: new(place.kernels.most_blocks() as usize * EP_MARKS as usize * 8)?,
         place,
     };
     // SAFETY: the memory is new and nobody uses it yet.

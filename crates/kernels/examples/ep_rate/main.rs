@@ -2,18 +2,18 @@
 //! process.
 //!
 //!     cargo run --release -p crossrail-kernels --example ep_rate -- [--layout expert|rank] [--gpus N] [--tokens LIST]
-//!         [--hidden N] [--topk N] [--experts N] [--payload LIST] [--blocks LIST] [--link GB/S] [--apart] [--threads LIST] [--iters N]
-//!         [--json FILE]
+//!         [--hidden N] [--topk N] [--experts N] [--payload LIST] [--blocks LIST] [--threads LIST] [--iters N] [--link GB/S]
+//!         [--apart] [--marks] [--json FILE]
 //!     expert layout: [--no-prereduce] [--weights dispatch|combine] [--scales column|row] [--piece LIST]
 //!         [--senders LIST] [--receive-from LIST]
-//!     rank layout: [--movers LIST] [--split LIST] [--counted] [--marks]
+//!     rank layout: [--movers LIST] [--split LIST] [--counted]
 //!
 //! Lists (`128,64`) are tried in all combinations; 0 is what suits. Results are verified, then timed: `cold` after the
 //! second cache was overwritten and all ranks have met, each step alone; `pair` back to back. The slowest rank counts.
 //! Payloads are fp8, bf16, and, in the rank layout, cast: fp8 of bf16 rows, where fp8 rows are given as such otherwise.
 //! `--apart`: phases are launches of their own. `--marks`: what the blocks of one iteration note on their way. `--link`:
-//! the most that leaves a GPU, for the time that a step's bytes take at least. `--split`: blocks that send in a combine while the others
-//! add. `--counted`: the host is told how much came. The table goes to stdout, raw samples to FILE.
+//! the most that leaves a GPU, for the time that a step's bytes take at least. `--split`: blocks that send in a combine
+//! while the others add. `--counted`: the host is told how much came. The table goes to stdout, raw samples to FILE.
 #![allow(unsafe_code)]
 
 #[path = "../unpack_rate/environment.rs"]
@@ -119,7 +119,7 @@ impl Default for Asked {
             receive_from: vec![0],
             movers: vec![0],
             split: vec![0],
-            expert: expert::Options { late_weights: true, column_scales: true, apart: false },
+            expert: expert::Options { late_weights: true, column_scales: true, apart: false, marks: false },
             rank: rank::Options { fp8_input: true, counted: false, split: 0, apart: false, marks: false },
             iters: 30,
             link: None,
@@ -151,7 +151,7 @@ impl Asked {
                 "--senders" => asked.senders = list(&value()?)?,
                 "--receive-from" => asked.receive_from = list(&value()?)?,
                 "--apart" => (asked.expert.apart, asked.rank.apart) = (true, true),
-                "--marks" => asked.rank.marks = true,
+                "--marks" => (asked.expert.marks, asked.rank.marks) = (true, true),
                 "--link" => asked.link = Some(value()?.parse()?),
                 "--movers" => asked.movers = list(&value()?)?,
                 "--split" => asked.split = list(&value()?)?,

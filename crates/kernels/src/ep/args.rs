@@ -71,9 +71,9 @@ constants! {
     EP_MARK_BEGUN: u32 = 0;
     /// A time: rank layout, the block has counted its rows.
     EP_MARK_COUNTED: u32 = 1;
-    /// A time: rank layout, all ranks were told how much comes. One block's.
+    /// A time: all ranks were told how much comes. One block's.
     EP_MARK_ANNOUNCED: u32 = 2;
-    /// A time: rank layout, all announcements came. One block's.
+    /// A time: all ranks' announcements (expert layout: tables) came. One block's.
     EP_MARK_HEARD: u32 = 3;
     /// A time: the block knows where its rows go.
     EP_MARK_PLANNED: u32 = 4;
@@ -89,7 +89,7 @@ constants! {
     EP_MARK_SUMS: u32 = 9;
     /// A time: the block is done, but for what only the last one does.
     EP_MARK_DONE: u32 = 10;
-    /// A time: rank layout, the rows of all ranks came. One block's.
+    /// A time: the rows of all ranks came. One block's; expert layout: those that the block's last warp delivers.
     EP_MARK_CAME: u32 = 11;
     /// A time: the launch is over. One block's.
     EP_MARK_OVER: u32 = 12;

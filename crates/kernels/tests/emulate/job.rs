@@ -103,7 +103,13 @@ impl Job {
         let all: Vec<String> = all
             .map(|(rank, whom, stage)| format!("rank {rank} did not see {} of rank {whom}", stage_name(stage)))
             .collect();
-        if all.is_empty() { "no faults".into() } else { all.join(", ") }
+        if all.is_empty() {
+            return "no faults".into();
+        }
+        let heaps = self.ranks.iter().enumerate();
+        let heaps =
+            heaps.map(|(rank, one)| format!("rank {rank}: {}", self.shape.report(&one.heap.read(0, one.heap.len()))));
+        format!("{}\n{}", all.join(", "), heaps.collect::<Vec<_>>().join("\n"))
     }
 
     /// The faults that kernels of `rank` have told of: the rank that did not come, and the stage.
