@@ -237,8 +237,8 @@ class DeviceWay:
 
     def _dispatch_rank(self, call: Call, given: DispatchCall) -> Any:
         if given.stats is not None:
-            detail = "stats is for the expert layout on a GPU"
-            raise UnsupportedError(f"dispatch: {detail}", operation="dispatch", detail=detail, hint="add up counts")
+            detail, hint = "stats is for the expert layout on a GPU", "add up counts"
+            raise UnsupportedError(f"dispatch: {detail}; {hint}", operation="dispatch", detail=detail, hint=hint)
         cached = given.handle
         tokens = self._cached_tokens(call, given) if cached is not None else self._tokens(call, given)
         rows = self._rows(given, cached)

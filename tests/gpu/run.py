@@ -34,6 +34,8 @@ RUST_LIMIT_S = 120.0
 PYTHON_LIMIT_S = 120.0
 """For each file of Python tests."""
 SANITIZER_LIMIT_S = 120.0
+EP_ITERATIONS = "10000"
+"""Back-to-back exchanges with all GPUs; fewer with some of them."""
 SANITIZERS = ("memcheck", "racecheck")
 
 
@@ -78,6 +80,7 @@ def steps_for(pack: Path, site: Path | None, gpus: int, present: int) -> Iterato
         **environment,
         "PYTHONFAULTHANDLER": "1",
         "COLUMNS": "200",
+        **({"EP_ITERATIONS": EP_ITERATIONS} if gpus == present else {}),
         **({"PYTHONPATH": str(site.resolve())} if site else {}),
     }
     tests = ROOT / "tests" / "gpu"

@@ -215,15 +215,18 @@ def expected(case: Case) -> Expected:
     return Expected(came, ref.combine(ys, handle, **options), ref.combine_exact(ys, handle, **options))
 
 
-def judge(case: Case, got: Mapping[int, Got]) -> None:
+def judge(case: Case, got: Mapping[int, Got], on_gpu: bool = False) -> None:
     """Compares every rank's results with the reference: all bits of a dispatch, and the sums bit for bit too, as the
-    order of the additions is defined; the bound is checked besides, so that a failure says which it was."""
+    order of the additions is defined; the bound is checked besides, so that a failure says which it was. GPUs count no
+    bytes, and do not say again what a repeated routing is."""
     right = expected(case)
     for rank in case.ranks:
         came = right.came[rank]
         assert came is not None
-        _judge_dispatch(case, rank, got[rank], came)
-        _judge_bytes(case, rank, got[rank], came)
+        known = ("counts", "topk_idx", "topk_weights") if on_gpu and case.cached else ()
+        _judge_dispatch(case, rank, got[rank], came, known)
+        if not on_gpu:
+            _judge_bytes(case, rank, got[rank], came)
         exact, bound = right.near[rank]
         off = np.abs(ref.bf16_values(got[rank].sums) - exact)
         worst = np.argmax(off - bound) if off.size else 0
@@ -233,9 +236,10 @@ def judge(case: Case, got: Mapping[int, Got]) -> None:
         )
 
 
-def _judge_dispatch(case: Case, rank: int, got: Got, right: Dispatched) -> None:
+def _judge_dispatch(case: Case, rank: int, got: Got, right: Dispatched, known: Sequence[str] = ()) -> None:
     where = f"rank {rank}"
-    np.testing.assert_array_equal(got.counts, right.counts, f"{where}: counts")
+    if "counts" not in known:
+        np.testing.assert_array_equal(got.counts, right.counts, f"{where}: counts")
     if case.layout == "expert":
         assert got.x.shape == right.x.shape
         for name in ("ranges",):
@@ -249,7 +253,7 @@ def _judge_dispatch(case: Case, rank: int, got: Got, right: Dispatched) -> None:
                 np.testing.assert_array_equal(ours[local, :count], theirs[local, :count], f"{where}: {name}[{local}]")
         return
     for name in ("offsets", "topk_idx", "topk_weights", "x", "scales"):
-        ours, theirs = getattr(got, name), getattr(right, name)
+        ours, theirs = getattr(got, name), None if name in known else getattr(right, name)
         if theirs is None:
             assert ours is None, f"{where}: {name} is there"
         else:

@@ -35,13 +35,15 @@ def free_port() -> int:
 class RankProcess:
     """One rank's process."""
 
-    def __init__(self, before: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
-        """`before`: the command that starts it somewhere else."""
+    def __init__(
+        self, before: Sequence[str] = (), environment: Mapping[str, str] | None = None, start: str = START
+    ) -> None:
+        """`before`: the command that starts it somewhere else; `start`: what it runs, in Python."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("CROSSRAIL_")}
         paths = [str(HERE), *filter(None, [kept.get("PYTHONPATH")])]
         self.said_file: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            [*before, sys.executable, "-c", START],
+            [*before, sys.executable, "-c", start],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.said_file,
@@ -110,9 +112,12 @@ class Ranks:
         environment: Mapping[str, str] | None = None,
         store: str | None = None,
         before: Mapping[int, Sequence[str]] | None = None,
+        start: str = START,
     ) -> None:
         """`count` of `size` ranks are started. `nodes`: the node of each; where it runs if not given. `store`: its
-        address, on this machine's loopback if not given. `before`: the command that starts each rank somewhere else."""
+        address, on this machine's loopback if not given. `before`: the command that starts each rank somewhere else.
+        `start`: what each runs, in Python."""
+        self.start_with = start
         self.size = count if size is None else size
         self.nodes = nodes
         self.timeout = timeout
@@ -149,7 +154,7 @@ class Ranks:
         """Starts processes for `ranks`, which join the group."""
         ranks = list(ranks)
         for rank in ranks:
-            self.processes[rank] = RankProcess(self.before.get(rank, ()), self.environment)
+            self.processes[rank] = RankProcess(self.before.get(rank, ()), self.environment, self.start_with)
         for rank in ranks:
             self.processes[rank].tell("join", **self.membership(rank))
         for rank in ranks:

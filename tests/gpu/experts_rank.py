@@ -1,0 +1,528 @@
+"""One rank of the tests of expert buffers on GPUs, as a process: `ep_rank` with tasks of its own, in PyTorch."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from ep_cases import Case, Got, Inputs, Setup, inputs, outputs
+from ep_rank import Me, main, task, varied
+
+import crossrail
+from crossrail._experts_device import expert_shapes
+
+__all__ = ["main"]
+
+SIGNED = {np.dtype(np.uint16): np.int16, np.dtype(np.uint32): np.int32}
+"""Numbers without a sign, of which PyTorch knows little."""
+POISON = 0xEE
+
+
+def device_of(me: Me) -> str:
+    return f"cuda:{me.group.rank % torch.cuda.device_count()}"
+
+
+def buffer_of(me: Me, setup: Setup, **options: Any) -> Any:
+    torch.cuda.set_device(device_of(me))
+    return me.buffer_for(setup, device=device_of(me), **options)
+
+
+def put(array: Any, dtype: torch.dtype | None = None) -> Any:
+    """An array of the host on the current GPU; `dtype`: of whose bits it is."""
+    array = np.ascontiguousarray(array)
+    tensor = torch.from_numpy(array.view(SIGNED.get(array.dtype, array.dtype))).cuda()
+    return tensor if dtype is None else tensor.view(dtype)
+
+
+def rows(bits: Any) -> Any:
+    return put(bits, torch.bfloat16)
+
+
+def bits(tensor: Any) -> Any:
+    """A copy on the host: bf16 and fp8 as their bits."""
+    if tensor is None:
+        return None
+    tensor = tensor.contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).cpu().numpy().view(np.uint16)
+    if tensor.element_size() == 1:
+        return tensor.view(torch.uint8).cpu().numpy()
+    return tensor.cpu().numpy()
+
+
+def poisoned(buffer: Any, odd: bool) -> dict[str, Any]:
+    """Arrays for a dispatch in the expert layout, full of other things; `odd`: scales as other kernels want them."""
+    kinds = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn, "uint8": torch.uint8}
+    out = {}
+    for name, (dtype, shape) in expert_shapes(buffer._sizes).items():
+        kind = kinds.get(dtype) or getattr(torch, dtype)
+        if name == "scales" and odd:
+            local, most, blocks = shape
+            if dtype == "uint8" and blocks % 4 == 0:
+                kind, blocks = torch.int32, blocks // 4
+            if kind != torch.uint8:
+                out[name] = full((local, blocks, most), kind).transpose(1, 2)
+                continue
+        out[name] = full(shape, kind)
+    return out
+
+
+def full(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    size = torch.empty(0, dtype=dtype).element_size()
+    return torch.full((*shape[:-1], shape[-1] * size), POISON, dtype=torch.uint8, device="cuda").view(dtype)
+
+
+def show(came: Any) -> Got:
+    """Copies of everything that a dispatch brought."""
+    names = ("x", "scales", "counts", "source", "ranges", "topk_idx", "topk_weights", "offsets")
+    found = {name: bits(getattr(came, name)) for name in names}
+    scales = found["scales"]
+    if scales is not None and scales.dtype == np.int32:
+        found["scales"] = np.ascontiguousarray(scales).view(np.uint8)
+    if came.layout == "rank":
+        if came.count_list is not None:
+            assert came.count_list == found["counts"].tolist(), "the host was told other counts"
+        found["source"] = None
+    return Got(**found, sums=None)
+
+
+def send(buffer: Any, case: Case, fed: Inputs, **options: Any) -> Any:
+    if case.weights == "dispatch":
+        options["topk_weights"] = put(fed.topk_weights)
+    # Numbers of 4 bytes are as good as of 8.
+    idx = put(fed.topk_idx.astype(np.int32) if case.seed % 3 == 0 else fed.topk_idx)
+    if case.layout == "rank":
+        options["expert_alignment"] = case.alignment
+    elif case.out:
+        options["out"] = poisoned(buffer, odd=case.seed % 2 == 1)
+    came = buffer.dispatch(rows(fed.x), idx, layout=case.layout, send_only=case.split, **options)
+    return came.finish() if case.split else came
+
+
+def combine(buffer: Any, case: Case, fed: Inputs, y: Any, handle: Any, **options: Any) -> Any:
+    if case.weights == "combine":
+        options["topk_weights"] = put(fed.topk_weights)
+    if case.biases:
+        options["bias"] = [rows(one) for one in fed.biases]
+    if case.out:
+        options["out"] = full((len(fed.x), case.setup.hidden), torch.bfloat16)
+    sums = buffer.combine(y, handle, send_only=case.split, **options)
+    return sums.finish() if case.split else sums
+
+
+def answers(case: Case, rank: int, came: Any) -> Any:
+    """What the experts answer: bits on the host, of which rows that did not come are NaN."""
+    counts = came.counts.tolist() if case.layout == "expert" else None
+    return outputs(case, rank, tuple(came.x.shape), counts)
+
+
+def run(buffer: Any, case: Case, rank: int) -> Got:
+    """A case from beginning to end."""
+    fed = inputs(case, rank)
+    came = send(buffer, case, fed)
+    if case.cached:
+        handle = came.handle
+        del came
+        again = rows(inputs(case, rank, again=True).x)
+        came = buffer.dispatch(again, None, layout="rank", handle=handle, expert_alignment=case.alignment)
+    got = show(came)
+    y = rows(answers(case, rank, came))
+    if case.layout == "rank":
+        came.x.view(torch.uint8).fill_(POISON)  # nothing that is left there can pass for a later result
+    sums = combine(buffer, case, fed, y, came.handle)
+    got.sums = bits(sums.x)
+    return got
+
+
+@task
+def gpu_cases(me: Me, cases: list[Case], options: dict[str, Any] | None = None) -> list[Got]:
+    """Cases of one setup, one after the other."""
+    buffer = buffer_of(me, cases[0].setup, **(options or {}))
+    return [run(buffer, case, me.group.rank) for case in cases]
+
+
+@task
+def gpu_state(me: Me) -> dict[str, Any]:
+    buffer = me.buffer
+    links = [(link.rank, link.kind) for link in buffer.links()]
+    faults = [str(fault) for fault in buffer.faults()]
+    return {"links": links, "faults": faults, "masked": buffer.masked(), "device": buffer.device, "text": repr(buffer)}
+
+
+@task
+def gpu_endless(me: Me, cases: list[Case], times: int, options: dict[str, Any] | None = None) -> tuple[list[Got], int]:
+    """Each case once, for the judge; then again and again in an order that all ranks know, none waiting for the host,
+    and now and then one rank being late. How many values then were other ones than the first time."""
+    rank = me.group.rank
+    buffer = buffer_of(me, cases[0].setup, **(options or {}))
+    got, fed, first = [], [], []
+    for case in cases:
+        given = inputs(case, rank)
+        came = send(buffer, case, given, **({"max_rows": buffer._sizes.most} if case.layout == "rank" else {}))
+        y = answers(case, rank, came) if case.layout == "expert" else padded(case, rank, came)
+        sums = combine(buffer, case, given, rows(y), came.handle)
+        got.append(cut(case, came, show(came)))
+        got[-1].sums = bits(sums.x)
+        fed.append(Ready(case, given, rows(y)))
+        first.append({name: tensor.clone() for name, tensor in valid(case, came, sums).items()})
+        del came, sums
+    order, late = np.random.default_rng(times), np.random.default_rng([times, rank])
+    bad = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(times):
+        at = int(order.integers(len(cases)))
+        if late.random() < 0.02:
+            torch.cuda._sleep(int(late.integers(200_000)))
+        came, sums = fed[at].exchange(buffer)
+        for name, tensor in valid(cases[at], came, sums).items():
+            bad += (as_ints(tensor) != as_ints(first[at][name])).sum()
+        del came, sums
+    torch.cuda.synchronize()
+    return got, int(bad)
+
+
+def as_ints(tensor: Any) -> Any:
+    """Bits, so that NaN is NaN."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(kinds[tensor.element_size()])
+
+
+def valid(case: Case, came: Any, sums: Any) -> dict[str, Any]:
+    """What must be the same each time, without asking the GPU for numbers: rows that did not come are made 0."""
+    if case.layout == "rank":
+        there = came.topk_idx.ge(0).any(dim=1, keepdim=True)
+        return {"offsets": came.offsets, "topk_idx": came.topk_idx, "x": blank(came.x, there), "sums": sums.x}
+    there = torch.arange(came.x.shape[1], device="cuda")[None, :] < came.counts[:, None]
+    source = torch.where(there, came.source, 0)
+    found = {"counts": came.counts, "ranges": came.ranges, "source": source, "sums": sums.x}
+    return found | {"x": blank(came.x, there[:, :, None])}
+
+
+def blank(tensor: Any, there: Any) -> Any:
+    ints = as_ints(tensor)
+    return torch.where(there, ints, torch.zeros((), dtype=ints.dtype, device="cuda"))
+
+
+def padded(case: Case, rank: int, came: Any) -> Any:
+    """Answers to the rows that came, and NaN behind them."""
+    count = int(came.offsets[-1])
+    y = np.full((came.x.shape[0], case.setup.hidden), 0x7FC0, np.uint16)
+    y[:count] = outputs(case, rank, (count, case.setup.hidden), None)
+    return y
+
+
+def cut(case: Case, came: Any, got: Got) -> Got:
+    """A result of `max_rows` without what is behind the rows."""
+    if case.layout == "expert":
+        return got
+    count = int(got.offsets[-1])
+    assert (got.topk_idx[count:] == -1).all(), "rows behind the last have experts"
+    for name in ("x", "scales", "topk_idx", "topk_weights"):
+        if getattr(got, name) is not None:
+            setattr(got, name, getattr(got, name)[:count])
+    return got
+
+
+class Ready:
+    """A case whose tensors are on the GPU already."""
+
+    def __init__(self, case: Case, fed: Inputs, y: Any) -> None:
+        self.case, self.y = case, y
+        self.x, self.idx = rows(fed.x), put(fed.topk_idx)
+        self.weights = put(fed.topk_weights)
+        self.biases = [rows(one) for one in fed.biases]
+
+    def exchange(self, buffer: Any) -> tuple[Any, Any]:
+        """A dispatch and its combine, of which nothing waits here."""
+        case, options = self.case, {}
+        if case.layout == "rank":
+            options = {"max_rows": buffer._sizes.most, "expert_alignment": case.alignment}
+        weights = self.weights if case.weights == "dispatch" else None
+        came = buffer.dispatch(self.x, self.idx, weights, case.layout, send_only=case.split, **options)
+        came = came.finish() if case.split else came
+        weights = self.weights if case.weights == "combine" else None
+        sums = buffer.combine(self.y, came.handle, topk_weights=weights, bias=self.biases or None, send_only=case.split)
+        return came, sums.finish() if case.split else sums
+
+    def copy_from(self, other: Ready) -> None:
+        """Other inputs in the same place."""
+        for mine, theirs in (
+            (self.x, other.x),
+            (self.idx, other.idx),
+            (self.weights, other.weights),
+            (self.y, other.y),
+        ):
+            as_ints(mine).copy_(as_ints(theirs))
+
+
+@task
+def gpu_graph(me: Me, cases: list[Case], replays: int) -> list[Got]:
+    """The cases eagerly; then one exchange captured, and replayed with the inputs of each in turn."""
+    rank = me.group.rank
+    buffer = buffer_of(me, cases[0].setup)
+    ready = []
+    for case in cases:
+        fed = inputs(case, rank)
+        came = send(buffer, case, fed, **({"max_rows": buffer._sizes.most} if case.layout == "rank" else {}))
+        y = answers(case, rank, came) if case.layout == "expert" else padded(case, rank, came)
+        combine(buffer, case, fed, rows(y), came.handle)
+        ready.append(Ready(case, fed, rows(y)))
+        del came
+    static = Ready(cases[0], inputs(cases[0], rank), ready[0].y.clone())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        came, sums = static.exchange(buffer)
+    assert came.event.is_captured
+    got = []
+    for turn in range(replays):
+        case = cases[turn % len(cases)]
+        static.copy_from(ready[turn % len(cases)])
+        graph.replay()
+        if turn < len(cases) or turn >= replays - len(cases):
+            torch.cuda.synchronize()
+            got.append(cut(case, came, show(came)))
+            got[-1].sums = bits(sums.x)
+    # What is not in a graph goes on beside it.
+    eager = run(buffer, replace(cases[0], split=False), rank)
+    assert np.array_equal(eager.sums, got[0].sums), "an exchange after the graph"
+    torch.cuda.synchronize()
+    return got
+
+
+@task
+def gpu_streams(me: Me, case: Case) -> list[Got]:
+    """In a stream of its own, behind work that takes a while, and received in a third one."""
+    rank = me.group.rank
+    buffer = buffer_of(me, case.setup)
+    fed, side, last = inputs(case, rank), torch.cuda.Stream(), torch.cuda.Stream()
+    x, idx, weights = rows(np.zeros_like(fed.x)), put(fed.topk_idx), put(fed.topk_weights)
+    right = rows(fed.x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        x.copy_(right)
+    begun = buffer.dispatch(x, idx, weights, case.layout, stream=side, send_only=True)
+    came = begun.finish(stream=last.cuda_stream)
+    came.event.wait()  # the current stream
+    got = show(came)
+    y = rows(answers(case, rank, came))
+    side.wait_stream(torch.cuda.current_stream())
+    sums = buffer.combine(y, came.handle, stream=side)
+    sums.event.synchronize(20)
+    assert sums.event.is_done()
+    got.sums = bits(sums.x)
+    return [got]
+
+
+@task
+def gpu_two_buffers(me: Me, first: list[Case], second: list[Case]) -> list[list[Got]]:
+    """Two buffers, each with some of the multiprocessors, in two streams at once."""
+    torch.cuda.set_device(device_of(me))
+    rank, streams = me.group.rank, [torch.cuda.Stream(), torch.cuda.Stream()]
+    several, buffers = [first, second], []
+    try:
+        for name, cases in zip(("one", "two"), several, strict=True):
+            options = cases[0].setup.arguments() | {"device": device_of(me), "num_sms": 16, "name": name}
+            buffers.append(crossrail.ExpertBuffer(me.group, **options))
+        got: list[list[Got]] = [[], []]
+        for pair in zip(*several, strict=True):
+            for at in range(2):
+                with torch.cuda.stream(streams[at]):
+                    fed = inputs(pair[at], rank)
+                    came = send(buffers[at], pair[at], fed)
+                    got[at].append(show(came))
+                    sums = combine(buffers[at], pair[at], fed, rows(answers(pair[at], rank, came)), came.handle)
+                    got[at][-1].sums = bits(sums.x)
+        handle, y = came.handle, torch.zeros(tuple(came.x.shape), dtype=torch.bfloat16, device="cuda")
+        del came
+        try:
+            buffers[0].combine(y, handle)
+        except crossrail.UsageError as error:
+            assert "another buffer" in str(error), error
+        else:
+            raise AssertionError("a handle of another buffer was taken")
+        return got
+    finally:
+        for buffer in buffers:
+            buffer.destroy()
+
+
+@task
+def gpu_beside_nccl(me: Me, case: Case, port: int, times: int) -> tuple[Got, int]:
+    """Exchanges while NCCL sums numbers in another stream. How many sums were wrong."""
+    import torch.distributed as dist
+
+    rank, size = me.group.rank, me.group.size
+    buffer = buffer_of(me, case.setup, num_sms=16)
+    where = torch.device(device_of(me))
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, device_id=where)
+    try:
+        numbers = torch.full((1 << 20,), float(rank), device="cuda")
+        total, bad = float(sum(range(size))), torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(times):
+            summed = numbers.clone()
+            work = dist.all_reduce(summed, async_op=True)
+            got = run(buffer, case, rank)
+            work.wait()
+            bad += (summed != total).sum()
+        return got, int(bad)
+    finally:
+        dist.destroy_process_group()
+
+
+@task
+def gpu_regions(me: Me, case: Case) -> dict[str, Any]:
+    """Results are kept until there is no region left; when one is let go, there is one."""
+    rank = me.group.rank
+    buffer = buffer_of(me, case.setup)
+    fed = inputs(case, rank)
+    kept = [send(buffer, case, fed) for _ in range(2)]
+    first = show(kept[0])
+    try:
+        send(buffer, case, fed)
+    except crossrail.ExhaustedError as error:
+        refused = str(error)
+    else:
+        refused = ""
+    # A view of a result is enough to keep its region.
+    view = kept.pop().x[:1]
+    still = ""
+    try:
+        send(buffer, case, fed)
+    except crossrail.ExhaustedError as error:
+        still = str(error)
+    del view
+    again = send(buffer, case, fed)
+    same = all(np.array_equal(a, b) for a, b in ((show(again).x, first.x), (show(kept[0]).x, first.x)))
+    return {"refused": refused, "still": still, "same": same}
+
+
+@task
+def gpu_gradients(me: Me, case: Case) -> dict[str, Any]:
+    """Weights that go back with their rows: as a router's gradients do."""
+    rank = me.group.rank
+    buffer = buffer_of(me, case.setup)
+    fed = inputs(case, rank)
+    came = send(buffer, case, fed)
+    y = rows(outputs(case, rank, tuple(came.x.shape), None))
+    sums = buffer.combine(y, came.handle, topk_weights=came.topk_weights * 2)
+    return {"back": bits(sums.topk_weights), "sent": np.where(fed.topk_idx >= 0, fed.topk_weights, 0)}
+
+
+@task
+def gpu_statistics(me: Me, case: Case, times: int) -> dict[str, Any]:
+    """Rows by expert and waits by rank, added up."""
+    rank = me.group.rank
+    buffer = buffer_of(me, case.setup)
+    fed = inputs(case, rank)
+    stats = torch.zeros(case.setup.local_experts, dtype=torch.int32, device="cuda")
+    waits = torch.zeros(case.setup.ranks, dtype=torch.int64, device="cuda")
+    for _ in range(times):
+        came = send(buffer, case, fed, stats=stats, waits=waits)
+        combine(buffer, case, fed, rows(answers(case, rank, came)), came.handle, waits=waits)
+    return {"counts": bits(came.counts), "stats": bits(stats), "waits": bits(waits)}
+
+
+@task
+def gpu_plain(me: Me, case: Case) -> Got:
+    """The same without PyTorch's tensors: arrays in memory of the library's own."""
+    rank, sizes = me.group.rank, case.setup
+    buffer = buffer_of(me, sizes)
+    context, device, fed = me.group.context, device_of(me), inputs(case, me.group.rank)
+
+    def lent(array: Any, dtype: str) -> Any:
+        memory = context.alloc(max(array.nbytes, 16), device)
+        memory.fill_from(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        return crossrail.DeviceArray(memory, dtype, list(array.shape))
+
+    x, idx, weights = lent(fed.x, "bfloat16"), lent(fed.topk_idx, "int64"), lent(fed.topk_weights, "float32")
+    came = buffer.dispatch(x, idx, weights, case.layout)
+    assert isinstance(came.x, crossrail.DeviceArray)
+    came.event.synchronize()
+    seen = crossrail.Dispatched.__new__(type(came))
+    names = ("x", "scales", "counts", "source", "ranges", "topk_idx", "topk_weights", "offsets")
+    seen.__dict__ = {name: theirs(getattr(came, name)) for name in names} | {"layout": case.layout, "count_list": None}
+    got = show(seen)
+    y = lent(answers(case, rank, seen), "bfloat16")
+    sums = buffer.combine(y, came.handle)
+    sums.event.synchronize()
+    got.sums = bits(torch.from_dlpack(sums.x))
+    return got
+
+
+def theirs(array: Any) -> Any:
+    if array is None:
+        return None
+    tensor = torch.from_dlpack(array)
+    return tensor.view(torch.float8_e4m3fn) if array.dtype == "float8_e4m3fn" else tensor
+
+
+@task
+def gpu_wrong(me: Me, case: Case) -> dict[str, str]:
+    """What each wrong call says; none of them begins anything."""
+    rank = me.group.rank
+    buffer = buffer_of(me, case.setup)
+    fed, sizes = inputs(case, rank), case.setup
+    x, idx, weights = rows(fed.x), put(fed.topk_idx), put(fed.topk_weights)
+    more = torch.zeros(sizes.max_tokens + 1, sizes.hidden, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty(sizes.local_experts, 3, sizes.hidden, dtype=torch.bfloat16, device="cuda")
+    came = buffer.dispatch(x, idx, weights, "expert")
+    listed = buffer.dispatch(x, idx, weights, "rank")
+    y = torch.zeros(tuple(came.x.shape), dtype=torch.bfloat16, device="cuda")
+    calls: dict[str, Any] = {
+        "host": lambda: buffer.dispatch(x.cpu(), idx),
+        "numpy": lambda: buffer.dispatch(fed.x, idx),
+        "dtype": lambda: buffer.dispatch(x.float(), idx),
+        "width": lambda: buffer.dispatch(x[:, :-8], idx),
+        "tokens": lambda: buffer.dispatch(more, torch.zeros(len(more), sizes.topk, dtype=torch.int64, device="cuda")),
+        "idx": lambda: buffer.dispatch(x, idx[:, :1]),
+        "weights": lambda: buffer.dispatch(x, idx, weights.double()),
+        "apart": lambda: buffer.dispatch(x.t().contiguous().t(), idx),
+        "layout": lambda: buffer.dispatch(x, idx, layout="rows"),
+        "out": lambda: buffer.dispatch(x, idx, out={"x": out}),
+        "unknown": lambda: buffer.dispatch(x, idx, out={"z": out}),
+        "max_rows": lambda: buffer.dispatch(x, idx, layout="rank", max_rows=1 << 20),
+        "handle": lambda: buffer.dispatch(x, None, layout="rank", handle=came.handle),
+        "fewer": lambda: buffer.dispatch(x[:-1], None, layout="rank", handle=listed.handle),
+        "stats": lambda: buffer.dispatch(x, idx, layout="rank", stats=came.counts),
+        "stream": lambda: buffer.dispatch(x, idx, stream="fast"),
+        "y": lambda: buffer.combine(x, came.handle),
+        "twice": lambda: buffer.combine(y, came.handle, topk_weights=weights),
+        "biases": lambda: buffer.combine(y, came.handle, bias=[x, x, x]),
+        "array": lambda: np.asarray(buffer.combine(y, came.handle)),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except crossrail.CrossrailError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    return said
+
+
+@task
+def gpu_die(me: Me, case: Case, stage: str) -> None:
+    """Dies in the middle of an exchange."""
+    buffer, rank = me.buffer, me.group.rank
+    if stage == "dispatch":
+        fed = inputs(case, rank)
+        buffer.dispatch(rows(fed.x), put(fed.topk_idx), put(fed.topk_weights), case.layout, send_only=True)
+        torch.cuda.synchronize()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@task
+def gpu_survive(me: Me, cases: list[Case]) -> list[Got]:
+    """Exchanges, whoever dies meanwhile."""
+    return [run(me.buffer, case, me.group.rank) for case in cases]
+
+
+@task
+def gpu_variations(me: Me, case: Case, count: int) -> list[Got]:
+    buffer = buffer_of(me, case.setup)
+    return [run(buffer, varied(case, turn), me.group.rank) for turn in range(count)]

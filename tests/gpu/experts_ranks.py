@@ -1,0 +1,42 @@
+"""Ranks of expert buffers on GPUs, a process each, as many as there are GPUs up to 4."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from conftest import GPUS
+from ep_cases import Case, Got, judge
+from ep_ranks import Ranks
+
+COUNT = max(min(GPUS, 4), 1)
+START = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import experts_rank; experts_rank.main()"
+ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "PYTHONFAULTHANDLER": "1"}
+"""No multicast over NVLink."""
+ANSWER_S = 40.0
+
+
+def started(count: int = COUNT, **options: Any) -> Ranks:
+    """The ranks; a context manager."""
+    return Ranks(count, start=START, environment=ENVIRONMENT, **options)
+
+
+def ask(ranks: Ranks, task: str, *arguments: Any, **options: Any) -> dict[int, Any]:
+    """What each rank answers; none may fail, or have lost another one."""
+    answers = ranks.call(task, *arguments, timeout=ANSWER_S, **options)
+    states = ranks.call("gpu_state", timeout=ANSWER_S) if task not in ALONE else {}
+    lost = {rank: state["faults"] for rank, state in states.items() if state["faults"]}
+    assert not lost, f"ranks that were lost: {lost}"
+    return answers
+
+
+ALONE = {"gpu_two_buffers", "gpu_state"}
+"""Tasks that leave no buffer to be asked."""
+
+
+def judge_all(cases: list[Case], answers: dict[int, list[Got]]) -> None:
+    for number, case in enumerate(cases):
+        try:
+            judge(case, {rank: answer[number] for rank, answer in answers.items()}, on_gpu=True)
+        except AssertionError as error:
+            raise AssertionError(f"case {number}, {case}: {error}") from error

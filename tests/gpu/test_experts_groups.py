@@ -1,0 +1,73 @@
+"""Expert buffers on GPUs beside others, across nodes, and with a rank that dies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from ep_cases import Case, Setup
+from ep_ranks import Ranks, free_port
+from experts_ranks import ANSWER_S, COUNT, ask, judge_all, started
+
+from crossrail.ref import Layout
+
+pytest.importorskip("torch")
+
+SETUP = Setup(COUNT, max_tokens=8, hidden=256, local_experts=3, topk=3)
+LAYOUTS: tuple[Layout, ...] = ("expert", "rank")
+MASKED_S = 2.0
+"""How long an operation waits for a rank."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with started() as processes:
+        yield processes
+
+
+@pytest.mark.gpus(2)
+def test_nccl_in_another_stream(ranks: Ranks) -> None:
+    case = Case(SETUP, seed=1)
+    answers = ask(ranks, "gpu_beside_nccl", case, free_port(), 30)
+    judge_all([case], {rank: [got] for rank, (got, _) in answers.items()})
+    assert {rank: bad for rank, (_, bad) in answers.items()} == dict.fromkeys(answers, 0)
+
+
+@pytest.mark.gpus(4)
+def test_two_nodes_of_two(ranks: Ranks) -> None:
+    several = [
+        Case(SETUP, layout=layout, seed=number, biases=1, dropped=0.1, split=number > 1)
+        for number, layout in enumerate(LAYOUTS * 2)
+    ]
+    each = {rank: (several, {"node": rank // 2, "name": "nodes"}) for rank in range(COUNT)}
+    judge_all(several, ask(ranks, "gpu_cases", each=each))
+    for rank, state in ranks.call("gpu_state").items():
+        kinds = dict(state["links"])
+        assert kinds == {
+            other: "self" if other == rank else "heap" if other // 2 == rank // 2 else "network"
+            for other in range(COUNT)
+        }
+
+
+@pytest.mark.gpus(3)
+@pytest.mark.parametrize(("stage", "layout"), [("before", "expert"), ("dispatch", "rank")])
+def test_a_rank_dies(stage: str, layout: Layout) -> None:
+    dead, alive = 1, tuple(rank for rank in range(COUNT) if rank != 1)
+    with started() as ranks:
+        whole = [Case(SETUP, layout=layout)]
+        judge_all(whole, ask(ranks, "gpu_cases", whole, {"timeout": MASKED_S}))
+        fatal = replace(whole[0], seed=7)
+        after = [Case(SETUP, layout=LAYOUTS[n % 2], active=alive, seed=n, dropped=0.1) for n in range(4)]
+        ranks.processes[dead].tell("gpu_die", fatal, stage)
+        began = time.monotonic()
+        # Some survivors may have all of its rows, and others none: all have masked it when the second is over.
+        answers = ranks.call("gpu_survive", [fatal, fatal, *after], ranks=alive, timeout=ANSWER_S)
+        took = time.monotonic() - began
+        assert ranks.processes.pop(dead).process.wait(5) == -9
+        judge_all(after, {rank: answer[2:] for rank, answer in answers.items()})
+        for state in ranks.call("gpu_state").values():
+            assert state["masked"] == [dead]
+            assert len(state["faults"]) == 1 and f"rank {dead}" in state["faults"][0], state["faults"]
+        assert took < 6 * MASKED_S, f"the survivors stood still for {took:.1f} s"

@@ -1,0 +1,307 @@
+"""An expert buffer's native half whose GPU is the host: it does what it is told with the reference, by addresses.
+
+All ranks live in one process. As on a GPU an operation runs later: when every rank has put it in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from crossrail import ref
+from crossrail._calls import Sizes
+from crossrail._device_arrays import Course, Given, c_strides
+from crossrail._experts_device import DeviceWay
+
+STREAM = 77
+"""The raw handle of the only stream."""
+FLOATS = {"bfloat16": np.dtype(np.uint16), "float8_e4m3fn": np.dtype(np.uint8)}
+NAMES = {np.dtype(np.uint16): "bfloat16", np.dtype(np.uint8): "float8_e4m3fn"}
+
+
+class NumpyArrays:
+    """NumPy's arrays as if they were on a GPU: bf16 and fp8 are their bits."""
+
+    keeps = True
+
+    def course(self, stream: Any, operation: str) -> Course:
+        return Course(STREAM if stream is None else stream, None)
+
+    def given(self, value: Any, name: str, course: Course, operation: str, writable: bool) -> Given:
+        assert isinstance(value, np.ndarray), f"{operation}: {name} is a {type(value)}"
+        steps = tuple(stride // value.itemsize for stride in value.strides)
+        dtype = "uint8" if "scales" in name and value.dtype == np.uint8 else NAMES.get(value.dtype, value.dtype.name)
+        return Given(value.ctypes.data, dtype, value.shape, steps, value)
+
+    def together(self, value: Any, course: Course) -> Any:
+        return np.ascontiguousarray(value)
+
+    def empty(self, dtype: str, shape: Sequence[int], course: Course) -> tuple[Any, Given]:
+        kind = FLOATS.get(dtype) or np.dtype(dtype)
+        array = np.full((*shape[:-1], shape[-1] * kind.itemsize), 0xEE, np.uint8).view(kind)
+        return array, Given(array.ctypes.data, dtype, array.shape, c_strides(shape), array)
+
+    def shown(self, array: Any) -> Any:
+        return array
+
+    def first(self, array: Any, count: int) -> Any:
+        return array[:count]
+
+
+def at(address: int, shape: Sequence[int], dtype: Any, strides: Sequence[int] | None = None) -> Any:
+    """The array at an address; strides in bytes."""
+    kind = np.dtype(dtype)
+    if 0 in shape:
+        return np.empty(shape, kind)
+    steps = [step * kind.itemsize for step in c_strides(shape)] if strides is None else list(strides)
+    length = sum((extent - 1) * step for extent, step in zip(shape, steps, strict=True)) + kind.itemsize
+    whole = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
+    return np.ndarray(tuple(shape), kind, whole, 0, tuple(steps))
+
+
+@dataclass
+class FakeHandle:
+    """The routing of a dispatch."""
+
+    layout: str
+    tokens: int
+    has_weights: bool
+    rows: int
+    of: dict[str, Any]
+
+
+class FakeEvent:
+    is_captured = False
+
+    def __init__(self, operation: FakeOperation) -> None:
+        self.operation = weakref.ref(operation)
+
+    def wait(self, stream: int) -> None:
+        assert stream == STREAM
+
+    def synchronize(self, timeout: float | None = None) -> None: ...
+
+    def is_done(self) -> bool:
+        operation = self.operation()
+        return operation is None or operation.done
+
+
+class FakeRegion:
+    """Memory of a result in the rank layout."""
+
+    is_captured = False
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.users: list[int] = []
+        kinds: dict[str, tuple[Any, tuple[int, ...]]] = {
+            "rows": (np.uint8 if sizes.fp8 else np.uint16, (sizes.hidden,)),
+            "topk_idx": (np.int64, (sizes.topk,)),
+            "topk_weights": (np.float32, (sizes.topk,)),
+            "source": (np.int32, ()),
+        }
+        if sizes.fp8:
+            kinds["scales"] = (np.uint8 if sizes.ue8m0 else np.float32, (sizes.hidden // 128,))
+        self.parts = {name: np.full((sizes.most, *shape), 99, kind) for name, (kind, shape) in kinds.items()}
+
+    def used_by(self, stream: int, keeper: Any) -> None:
+        self.users.append(stream)
+
+    def array(self, part: str, count: int) -> Any:
+        return self.parts[part][:count]
+
+
+class FakeOperation:
+    """What one rank has put in."""
+
+    def __init__(self, buffer: FakeBuffer, handle: dict[str, Any], part: dict[str, Any], send_only: bool) -> None:
+        self.buffer, self.about, self.part, self.begun = buffer, handle, part, send_only
+        self.told: tuple[int, list[int]] | None = None
+        self.done = False
+        if not send_only:
+            self._put()
+
+    def _put(self) -> None:
+        world = self.buffer.world
+        world.waiting[self.buffer.rank].append(self)
+        while all(world.waiting):
+            world.run([calls.pop(0) for calls in world.waiting])
+
+    def finish(self, stream: int) -> None:
+        assert self.begun and stream == STREAM
+        self.begun = False
+        self._put()
+
+    def handle(self, rows: int) -> FakeHandle:
+        return FakeHandle(**self.about, rows=rows, of=self.part)
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+    def counts(self) -> tuple[int, list[int]]:
+        assert self.told is not None, "the host asked for counts that no GPU tells"
+        return self.told
+
+
+class FakeBuffer:
+    """One rank."""
+
+    ordinal = 0
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.regions: list[FakeRegion] = []
+
+    def take_region(self, stream: int) -> FakeRegion:
+        assert stream == STREAM
+        self.regions.append(FakeRegion(self.world.sizes))
+        return self.regions[-1]
+
+    def _dispatch(self, layout: str, tokens: Any, send_only: bool, **part: Any) -> FakeOperation:
+        about = {"layout": layout, "tokens": tokens["tokens"], "has_weights": tokens["topk_weights"] != 0}
+        return FakeOperation(self, about, {"tokens": tokens, "layout": layout, **part}, send_only)
+
+    def dispatch_expert(self, tokens: Any, out: Any, stream: int, send_only: bool) -> FakeOperation:
+        return self._dispatch("expert", tokens, send_only, out=out)
+
+    def dispatch_rank(
+        self, tokens: Any, out: Any, region: FakeRegion, cached: Any, stream: int, send_only: bool
+    ) -> FakeOperation:
+        return self._dispatch("rank", tokens, send_only, out=out, region=region, cached=cached)
+
+    def _combine(self, call: Any, handle: FakeHandle, stream: int, send_only: bool) -> FakeOperation:
+        about = {"layout": handle.layout, "tokens": handle.tokens, "has_weights": False}
+        return FakeOperation(self, about, {"combine": call, "handle": handle}, send_only)
+
+    combine_expert = combine_rank = _combine
+
+
+@dataclass
+class World:
+    """All ranks."""
+
+    sizes: Sizes
+    prereduce: bool = True
+    waiting: list[list[FakeOperation]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.waiting = [[] for _ in range(self.sizes.ranks)]
+        self.buffers = [FakeBuffer(self, rank) for rank in range(self.sizes.ranks)]
+        self.ways = [Way(buffer, self.sizes, None) for buffer in self.buffers]  # type: ignore[arg-type]
+
+    @property
+    def shape(self) -> ref.Shape:
+        sizes = self.sizes
+        return ref.Shape(sizes.ranks, sizes.max_tokens, sizes.hidden, sizes.experts, sizes.topk)
+
+    @property
+    def scale(self) -> ref.Scale | None:
+        return None if not self.sizes.fp8 else "ue8m0" if self.sizes.ue8m0 else "f32"
+
+    def run(self, calls: list[FakeOperation]) -> None:
+        """What all ranks have put in."""
+        if "combine" in calls[0].part:
+            self._combine(calls)
+        else:
+            self._dispatch(calls)
+        for call in calls:
+            call.done = True
+
+    def _dispatch(self, calls: list[FakeOperation]) -> None:
+        sizes, layout = self.sizes, calls[0].part["layout"]
+        fed = [call.part["tokens"] for call in calls]
+        assert all(one["in_scales"] == 0 for one in fed), "the reference casts itself"
+        xs = [at(one["x"], (one["tokens"], sizes.hidden), np.uint16, (one["x_stride"], 2)) for one in fed]
+        cached = calls[0].part.get("cached")
+        if cached is None:
+            kinds = {4: np.int32, 8: np.int64}
+            small = [(one["tokens"], sizes.topk) for one in fed]
+            idx = [
+                at(one["topk_idx"], shape, kinds[one["idx_bytes"]]).astype(np.int64)
+                for one, shape in zip(fed, small, strict=True)
+            ]
+            weighted = any(one["topk_weights"] for one in fed)
+            weights = [
+                at(one["topk_weights"], shape, np.float32) if one["topk_weights"] else np.empty(shape, np.float32)
+                for one, shape in zip(fed, small, strict=True)
+            ]
+            unit = calls[0].part["out"].get("alignment", 1)
+            came = ref.dispatch(
+                self.shape, xs, idx, weights if weighted else None, layout, scale=self.scale, expert_alignment=unit
+            )
+        else:
+            came = ref.dispatch(self.shape, xs, None, scale=self.scale, handle=cached.of["right"].handle)
+        for call, one in zip(calls, came, strict=True):
+            call.part["right"] = one
+            (self._give_expert if layout == "expert" else self._give_rank)(call, one)
+
+    def _give_expert(self, call: FakeOperation, came: Any) -> None:
+        sizes, out = self.sizes, call.part["out"]
+        local, most = sizes.local, sizes.most
+        x = at(out["x"], (local, most, sizes.hidden), came.x.dtype)
+        at(out["counts"], (local,), np.int32)[:] = came.counts
+        at(out["ranges"], (local, sizes.ranks), np.int64)[:] = came.ranges
+        for expert, count in enumerate(came.counts):
+            x[expert, :count] = came.x[expert, :count]
+            if out["source"]:
+                at(out["source"], (local, most), np.int32)[expert, :count] = came.source[expert, :count]
+            for row in range(count if came.scales is not None else 0):
+                for block, scale in enumerate(came.scales[expert, row]):
+                    where = out["scales"] + expert * out["scale_expert"] + row * out["scale_row"]
+                    if sizes.ue8m0:
+                        where += block // 4 * out["scale_block"] + block % 4
+                    else:
+                        where += block * out["scale_block"]
+                    at(where, (1,), came.scales.dtype)[0] = scale
+        if out["stats"]:
+            at(out["stats"], (local,), np.int32)[:] += came.counts
+
+    def _give_rank(self, call: FakeOperation, came: Any) -> None:
+        out, parts, count = call.part["out"], call.part["region"].parts, len(came.x)
+        names = {"rows": came.x, "scales": came.scales}
+        if call.part["cached"] is None:
+            names |= {"topk_idx": came.topk_idx, "topk_weights": came.topk_weights}
+            at(out["counts"], (self.sizes.local,), np.int32)[:] = came.counts
+            parts["topk_idx"][count : out["worst_rows"]] = -1
+        at(out["offsets"], (self.sizes.ranks + 1,), np.int64)[:] = came.offsets
+        for name, value in names.items():
+            if value is not None:
+                parts[name][:count] = value
+        if out["count"]:
+            call.told = count, [int(one) for one in came.counts]
+
+    def _combine(self, calls: list[FakeOperation]) -> None:
+        sizes, handle = self.sizes, calls[0].part["handle"]
+        ys, weights, biases = [], [], []
+        for call in calls:
+            given, mine = call.part["combine"], call.part["handle"]
+            right = mine.of["right"]
+            shape = right.x.shape
+            outer = (sizes.most * given["y_stride"], given["y_stride"], 2) if mine.layout == "expert" else None
+            ys.append(at(given["y"], shape, np.uint16, outer or (given["y_stride"], 2)))
+            small = (mine.tokens, sizes.topk)
+            expert = mine.layout == "expert" and given["topk_weights"] and not mine.has_weights
+            weights.append(at(given["topk_weights"], small, np.float32) if expert else None)
+            biases.append([at(one, (mine.tokens, sizes.hidden), np.uint16) for one in given["bias"] if one])
+        weighted = any(one is not None for one in weights)
+        sums = ref.combine(
+            ys,
+            handle.of["right"].handle,
+            [np.empty((0, sizes.topk), np.float32) if one is None else one for one in weights] if weighted else None,
+            biases=biases,
+            prereduce=self.prereduce,
+        )
+        for call, total in zip(calls, sums, strict=True):
+            given = call.part["combine"]
+            at(given["out"], total.shape, np.uint16, (given["out_stride"], 2))[:] = total
+
+
+class Way(DeviceWay):
+    """A rank's calls, with NumPy's arrays."""
+
+    def arrays_of(self, value: Any) -> Any:
+        return NumpyArrays()

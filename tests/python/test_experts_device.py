@@ -1,0 +1,354 @@
+"""Expert buffers on GPUs, as far as that can be seen without one: addresses and strides, by a GPU that is the host."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from ep_cases import Case, Got, Inputs, Setup, inputs, judge, outputs
+from fake_gpu import STREAM, FakeHandle, FakeRegion, World
+
+import crossrail
+from crossrail import _calls, _experts_device
+from crossrail._calls import CombineCall, DispatchCall, Sizes
+from crossrail._device_arrays import Given, c_strides, row_stride
+from crossrail._experts_device import expert_shapes, rank_shapes
+
+TWO = Setup(2, max_tokens=6, hidden=512, local_experts=3, topk=2)
+SETUPS = {
+    "bf16": TWO,
+    "fp8": replace(TWO, dtype="fp8", prereduce=False),
+    "ue8m0": replace(TWO, dtype="fp8", scale="ue8m0"),
+    "odd": replace(TWO, dtype="fp8", scale="ue8m0", hidden=640),
+}
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_experts_device, "DeviceHandle", FakeHandle)
+
+
+def world_of(setup: Setup) -> World:
+    numbers = {
+        name: value for name, value in setup.arguments().items() if isinstance(value, int) and name != "prereduce"
+    }
+    parameters = _calls.parameters_of(numbers, setup.dtype, setup.scale, setup.layouts, 1.0)
+    return World(Sizes.of(parameters), setup.prereduce)
+
+
+def dispatch(way: Any, x: Any, topk_idx: Any, **options: Any) -> Any:
+    names = dict.fromkeys(DispatchCall._fields) | {"layout": "expert", "expert_alignment": 1, "send_only": False}
+    return way.dispatch(DispatchCall(**(names | {"x": x, "topk_idx": topk_idx} | options)))
+
+
+def combine(way: Any, y: Any, handle: Any, **options: Any) -> Any:
+    names = dict.fromkeys(CombineCall._fields) | {"send_only": False}
+    return way.combine(CombineCall(**(names | {"y": y, "handle": handle} | options)))
+
+
+def apart(array: Any) -> Any:
+    """The same rows, each with something behind it."""
+    wide = np.full((len(array), array.shape[1] + 16), 0xABAB, array.dtype)
+    wide[:, :-16] = array
+    return wide[:, :-16]
+
+
+def run_all(case: Case, narrow: bool = False) -> dict[int, Got]:
+    """A case on all ranks, one after the other; `narrow`: rows and scales lie apart, numbers have 4 bytes."""
+    world = world_of(case.setup)
+    fed = [inputs(case, rank) for rank in range(case.setup.ranks)]
+    came = [begin(way, case, one, narrow) for way, one in zip(world.ways, fed, strict=True)]
+    came = [one.finish() for one in came] if case.split else came
+    if case.cached:
+        again = [inputs(case, rank, again=True).x for rank in range(case.setup.ranks)]
+        options = {"layout": "rank", "max_rows": world.sizes.most}
+        came = [
+            dispatch(way, x, None, handle=one.handle, **options)
+            for way, x, one in zip(world.ways, again, came, strict=True)
+        ]
+    got = [shown(one) for one in came]
+    sums = [
+        end(way, case, rank, one, given, narrow)
+        for rank, (way, one, given) in enumerate(zip(world.ways, fed, came, strict=True))
+    ]
+    sums = [one.finish() for one in sums] if case.split else sums
+    for one, total in zip(got, sums, strict=True):
+        one.sums = np.array(total.x)
+    return dict(enumerate(got))
+
+
+def begin(way: Any, case: Case, fed: Inputs, narrow: bool) -> Any:
+    options: dict[str, Any] = {"layout": case.layout, "send_only": case.split}
+    if case.weights == "dispatch":
+        options["topk_weights"] = fed.topk_weights
+    if case.layout == "rank":
+        options |= {"max_rows": way._sizes.most, "expert_alignment": case.alignment}
+    elif narrow and case.setup.dtype == "fp8":
+        dtype, (local, most, blocks) = expert_shapes(way._sizes)["scales"]
+        if dtype == "float32":
+            options["out"] = {"scales": np.zeros((local, blocks, most), np.float32).transpose(0, 2, 1)}
+        elif blocks % 4 == 0:
+            options["out"] = {"scales": np.zeros((local, blocks // 4, most), np.int32).transpose(0, 2, 1)}
+    x, idx = (apart(fed.x), fed.topk_idx.astype(np.int32)) if narrow else (fed.x, fed.topk_idx)
+    return dispatch(way, x, idx, **options)
+
+
+def end(way: Any, case: Case, rank: int, fed: Inputs, came: Any, narrow: bool) -> Any:
+    rows = int(came.offsets[-1]) if case.layout == "rank" else None
+    shape = tuple(came.x.shape) if rows is None else (rows, case.setup.hidden)
+    y = np.full(came.x.shape, 0x7FC0, np.uint16)
+    y[:rows] = outputs(case, rank, shape, came.counts)
+    options: dict[str, Any] = {"send_only": case.split}
+    if case.weights == "combine":
+        options["topk_weights"] = fed.topk_weights
+    if case.biases:
+        options["bias"] = list(fed.biases)
+    if narrow:
+        options["out"] = apart(np.full((len(fed.x), case.setup.hidden), 0x7FC0, np.uint16))
+    return combine(way, y, came.handle, **options)
+
+
+def shown(came: Any) -> Got:
+    names = ("x", "scales", "counts", "source", "ranges", "topk_idx", "topk_weights", "offsets")
+    found = {name: None if (one := getattr(came, name)) is None else np.array(one) for name in names}
+    if found["scales"] is not None and found["scales"].dtype == np.int32:
+        found["scales"] = np.ascontiguousarray(found["scales"]).view(np.uint8)
+    if came.layout == "rank":
+        count = int(found["offsets"][-1])
+        assert found["topk_idx"] is None or (found["topk_idx"][count:] == -1).all()
+        cut = {"x", "scales", "topk_idx", "topk_weights"}
+        found = {name: one[:count] if one is not None and name in cut else one for name, one in found.items()}
+    return Got(**found, sums=None)
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["whole", "apart"])
+@pytest.mark.parametrize("name", SETUPS)
+def test_arrays_are_where_the_gpu_is_told(name: str, narrow: bool) -> None:
+    setup = SETUPS[name]
+    for case in (
+        Case(setup),
+        Case(setup, weights="combine", tokens=(1, 5), dropped=0.3, biases=1, seed=1, split=True),
+        Case(setup, weights="none", routing="one", seed=2),
+        Case(setup, layout="rank", tokens=(4, 0), alignment=4, seed=3, biases=2),
+        Case(setup, layout="rank", weights="none", split=True, seed=4),
+        Case(setup, layout="rank", cached=True, seed=5),
+        Case(setup, tokens=(0, 0), seed=6),
+        Case(setup, layout="rank", tokens=(0, 0), seed=7),
+    ):
+        judge(case, run_all(case, narrow), on_gpu=True)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_any_exchange(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    base = SETUPS[str(rng.choice(list(SETUPS)))]
+    ranks, most = int(rng.integers(1, 4)), int(rng.integers(1, 6))
+    setup = replace(base, ranks=ranks, max_tokens=most, topk=int(rng.integers(1, 4)))
+    case = Case(
+        setup,
+        layout=setup.layouts[seed % 2],
+        tokens=tuple(int(rng.integers(0, most + 1)) for _ in range(ranks)),
+        dropped=float(rng.choice([0.0, 0.4, 1.0])),
+        biases=int(rng.integers(0, 3)),
+        split=bool(rng.random() < 0.5),
+        seed=seed,
+    )
+    judge(case, run_all(case, bool(rng.random() < 0.5)), on_gpu=True)
+
+
+def alone(**options: Any) -> tuple[Any, Any]:
+    """A buffer with one rank, and what it may be given."""
+    setup = replace(TWO, ranks=1, **options)
+    return world_of(setup).ways[0], inputs(Case(setup), 0)
+
+
+def test_the_host_learns_how_many_rows_came() -> None:
+    way, fed = alone()
+    came = dispatch(way, fed.x, fed.topk_idx, topk_weights=fed.topk_weights, layout="rank", expert_alignment=8)
+    assert came.x.shape == (6, 512) and came.handle.rows == 6
+    assert came.count_list == came.counts.tolist() and sum(came.count_list) % 8 == 0
+    again = dispatch(way, fed.x, None, handle=came.handle, layout="rank")
+    assert (again.counts, again.topk_idx, again.topk_weights, again.source, again.count_list) == (None,) * 5
+    np.testing.assert_array_equal(again.x, came.x)
+    np.testing.assert_array_equal(again.offsets, [0, 6])
+    assert came.ranges is None and dispatch(way, fed.x, fed.topk_idx).offsets is None
+
+
+def test_a_region_lives_as_long_as_what_shows_it() -> None:
+    way, fed = alone()
+    came = dispatch(way, fed.x, fed.topk_idx, layout="rank")
+    (taken,) = way._native.regions
+    region = weakref.ref(taken)
+    assert taken.users == [STREAM]
+    came.record_stream(9)
+    assert taken.users == [STREAM, 9]
+    way._native.regions.clear()
+    del taken
+    gc.collect()
+    assert region() is not None
+    del came
+    gc.collect()
+    assert region() is None
+
+
+def test_a_graph_needs_to_know_how_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    way, fed = alone()
+    monkeypatch.setattr(FakeRegion, "is_captured", True)
+    with pytest.raises(crossrail.UsageError, match="cannot be known while a graph is captured; max_rows"):
+        dispatch(way, fed.x, fed.topk_idx, layout="rank")
+    assert dispatch(way, fed.x, fed.topk_idx, layout="rank", max_rows=6).x.shape == (6, 512)
+
+
+def test_what_was_begun_has_its_arrays() -> None:
+    way, fed = alone()
+    begun = dispatch(way, fed.x, fed.topk_idx, send_only=True)
+    assert begun.result.x.shape == (3, 6, 512)
+    assert begun.finish() is begun.result
+    waiting = dispatch(way, fed.x, fed.topk_idx, layout="rank", send_only=True)
+    assert waiting.result is None
+    assert waiting.finish().x.shape == (6, 512)
+
+
+def test_results_into_the_callers_arrays() -> None:
+    way, fed = alone(dtype="fp8")
+    out = {name: np.zeros(shape, KINDS.get(dtype, dtype)) for name, (dtype, shape) in expert_shapes(way._sizes).items()}
+    stats = np.ones(3, np.int32)
+    came = dispatch(way, fed.x, fed.topk_idx, out=out, stats=stats)
+    assert all(getattr(came, name) is array for name, array in out.items())
+    np.testing.assert_array_equal(stats, 1 + came.counts)
+    assert dispatch(way, fed.x, fed.topk_idx, out={"source": None}).source is None
+    mine = {"counts": np.zeros(3, np.int32), "offsets": np.zeros(2, np.int64)}
+    ranked = dispatch(way, fed.x, fed.topk_idx, layout="rank", out=mine)
+    assert ranked.counts is mine["counts"] and ranked.offsets is mine["offsets"]
+
+
+KINDS = {"float8_e4m3fn": np.uint8, "bfloat16": np.uint16}
+
+
+def bad_calls() -> dict[str, Any]:
+    def made(**options: Any) -> Any:
+        return lambda way, fed: dispatch(way, **({"x": fed.x, "topk_idx": fed.topk_idx} | options))
+
+    def changed(**options: Any) -> Any:
+        return lambda way, fed: dispatch(
+            way, **({"x": fed.x, "topk_idx": fed.topk_idx} | {name: by(fed) for name, by in options.items()})
+        )
+
+    def sums(**options: Any) -> Any:
+        def call(way: Any, fed: Inputs) -> Any:
+            came = dispatch(way, fed.x, fed.topk_idx, topk_weights=fed.topk_weights)
+            y = np.zeros(came.x.shape, np.uint16)
+            return combine(way, **({"y": y, "handle": came.handle} | options))
+
+        return call
+
+    zeros = np.zeros((6, 512), np.uint16)
+    return {
+        "topk_idx is None; it may be left out when a handle is given": made(topk_idx=None),
+        "x is float32 [6, 512] where bf16 [T, 512] is wanted": changed(x=lambda fed: fed.x.astype(np.float32)),
+        "x is bfloat16 [6, 511]": changed(x=lambda fed: fed.x[:, :-1]),
+        "x has strides [512, -1]": changed(x=lambda fed: fed.x[:, ::-1]),
+        "x has strides [516, 1] at address": changed(x=lambda fed: np.zeros((6, 516), np.uint16)[:, :512]),
+        "7 tokens are more than max_tokens_per_rank, 6": changed(
+            x=lambda fed: np.zeros((7, 512), np.uint16), topk_idx=lambda fed: np.zeros((7, 2), np.int64)
+        ),
+        "x is fp8 rows with scales, and the buffer's dispatch_dtype is bf16": changed(x=lambda fed: (fed.x, fed.x)),
+        "x is a tuple of 3": changed(x=lambda fed: (fed.x,) * 3),
+        "topk_idx is int16 [6, 2] where int64 or int32 [6, 2]": changed(topk_idx=lambda fed: fed.topk_idx.astype("i2")),
+        "topk_weights is float32 [5, 2] where float32 [6, 2]": changed(topk_weights=lambda fed: fed.topk_weights[:5]),
+        "layout 'rows' is neither": made(layout="rows"),
+        "handle is for the rank layout": made(handle="handle"),
+        "max_rows is for the rank layout": made(max_rows=3),
+        "handle is a str, not the handle of a dispatch on a GPU": made(handle="handle", layout="rank"),
+        "max_rows 7 is more than can come, ranks * max_tokens_per_rank = 6": made(layout="rank", max_rows=7),
+        "max_rows is a float, not an integer": made(layout="rank", max_rows=1.5),
+        "expert_alignment -1 is not from 0": made(layout="rank", expert_alignment=-1),
+        "stats is for the expert layout on a GPU; add up counts": made(layout="rank", stats=np.zeros(3, np.int32)),
+        "stats is int64 [3] where int32 [3]": made(stats=np.zeros(3, np.int64)),
+        "waits is int64 [2] where int64 [1]": made(waits=np.zeros(2, np.int64)),
+        "out has ['z'] where it may have ['x', 'counts', 'ranges', 'source']": made(out={"z": zeros}),
+        "out has ['x'] where it may have ['counts', 'offsets']": made(out={"x": zeros}, layout="rank"),
+        "out['x'] is bfloat16 [6, 512] where bf16 [3, 6, 512]": made(out={"x": zeros}),
+        "out['counts'] is not contiguous in C order": made(out={"counts": np.zeros(6, np.int32)[::2]}),
+        "handle is a str": sums(handle="handle"),
+        "y is bfloat16 [6, 512] where bf16 [3, 6, 512]": sums(y=zeros),
+        "topk_weights were given to dispatch already": sums(topk_weights=np.zeros((6, 2), np.float32)),
+        "3 biases where there may be two": sums(bias=[zeros] * 3),
+        "bias is bfloat16 [5, 512] where bf16 [6, 512]": sums(bias=zeros[:5]),
+        "out is uint32 [6, 512] where bf16": sums(out=np.zeros((6, 512), np.uint32)),
+    }
+
+
+@pytest.mark.parametrize("says", bad_calls())
+def test_a_wrong_call_is_named(says: str) -> None:
+    way, fed = alone()
+    before = sum(map(len, way._native.world.waiting))
+    with pytest.raises(crossrail.CrossrailError) as raised:
+        bad_calls()[says](way, fed)
+    assert says in str(raised.value)
+    assert sum(map(len, way._native.world.waiting)) == before
+
+
+def test_scales_that_do_not_fit() -> None:
+    for scale, blocks, says in (("f32", 5, "float32"), ("ue8m0", 4, "uint8")):
+        way, fed = alone(dtype="fp8", scale=scale)
+        shape = (3, 6, blocks)
+        wrong = np.zeros(shape, np.float32)
+        with pytest.raises(crossrail.UsageError, match=rf"out\['scales'\] is float32 .* where {says} \[3, 6, 4\]"):
+            dispatch(way, fed.x, fed.topk_idx, out={"scales": wrong})
+    spread = np.zeros((3, 6, 8), np.uint8)[:, :, ::2]
+    with pytest.raises(crossrail.UsageError, match="blocks 2 bytes apart where 1 is wanted"):
+        dispatch(way, fed.x, fed.topk_idx, out={"scales": spread})
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "expected"),
+    [
+        ((4, 8), (8, 1), 8),
+        ((4, 8), (16, 1), 16),
+        ((4, 8), (8, 2), None),
+        ((4, 8), (0, 1), None),
+        ((4, 8), (4, 1), None),
+        ((1, 8), (3, 1), 8),
+        ((1, 8), (8, 2), None),
+        ((0, 8), (0, 5), 8),
+        ((2, 3, 8), (24, 8, 1), 8),
+        ((2, 3, 8), (48, 16, 1), 16),
+        ((2, 3, 8), (32, 8, 1), None),
+        ((2, 1, 8), (32, 8, 1), 32),
+        ((1, 3, 8), (99, 8, 1), 8),
+    ],
+)
+def test_how_far_rows_are_apart(shape: tuple[int, ...], strides: tuple[int, ...], expected: int | None) -> None:
+    assert row_stride(Given(16, "bfloat16", shape, strides, None)) == expected
+
+
+def test_strides_in_c_order() -> None:
+    assert c_strides((2, 3, 4)) == (12, 4, 1) and c_strides(()) == ()
+    assert Given(0, "int32", (2, 1, 4), (4, 77, 1), None).is_whole()
+    assert not Given(0, "int32", (2, 2, 4), (4, 77, 1), None).is_whole()
+    assert Given(0, "int32", (2, 0), (9, 9), None).is_whole()
+
+
+def test_shapes_of_results() -> None:
+    sizes = Sizes(ranks=4, max_tokens=128, hidden=7168, experts=288, topk=8, fp8=True, ue8m0=False)
+    assert expert_shapes(sizes) == {
+        "x": ("float8_e4m3fn", (72, 512, 7168)),
+        "scales": ("float32", (72, 512, 56)),
+        "counts": ("int32", (72,)),
+        "ranges": ("int64", (72, 4)),
+        "source": ("int32", (72, 512)),
+    }
+    assert expert_shapes(replace(sizes, ue8m0=True))["scales"] == ("uint8", (72, 512, 56))
+    assert list(expert_shapes(replace(sizes, fp8=False))) == ["x", "counts", "ranges", "source"]
+    assert rank_shapes(sizes) == {"counts": ("int32", (72,)), "offsets": ("int64", (5,))}
+
+
+def test_an_array_needs_memory_of_a_gpu() -> None:
+    memory = crossrail.Context().alloc(64)
+    with pytest.raises(crossrail.UsageError, match="the memory is on the host"):
+        crossrail.DeviceArray(memory, "float32", [4])
