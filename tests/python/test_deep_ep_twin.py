@@ -1,4 +1,4 @@
-"""crossrail.deep_ep's handling of tensors, handles, hooks and errors, on ranks that are threads: with PyTorch, no GPU."""
+"""crossrail.deep_ep on ranks that are threads: tensors, handles, hooks and errors. Needs PyTorch, and no GPU."""
 
 from __future__ import annotations
 
