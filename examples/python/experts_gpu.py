@@ -1,0 +1,160 @@
+"""A mixture-of-experts layer in PyTorch whose experts are on all GPUs of the machine, checked against the dense layer.
+
+`experts_gpu.py` starts a rank for each GPU itself; `torchrun --nproc-per-node 4 experts_gpu.py` does as well.
+docs/guides/experts-gpu.md explains it step by step.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+
+import torch
+
+import crossrail
+
+TOKENS, HIDDEN, EXPERTS, TOPK = 64, 1024, 16, 4
+
+
+class Experts(torch.nn.Module):
+    """This rank's experts: a matrix and a ReLU each."""
+
+    def __init__(self, matrices):
+        super().__init__()
+        self.matrices = torch.nn.Parameter(matrices)  # [local experts, HIDDEN, HIDDEN]
+
+    def forward(self, x):
+        """Rows [local experts, rows, HIDDEN], each through its expert."""
+        return torch.bmm(x, self.matrices).relu()
+
+
+class Layer(torch.nn.Module):
+    """A router, and experts on all ranks of the buffer."""
+
+    def __init__(self, buffer, router, matrices):
+        super().__init__()
+        self.buffer = buffer
+        self.router = torch.nn.Parameter(router)  # [HIDDEN, EXPERTS]
+        self.experts = Experts(matrices)
+
+    def route(self, x):
+        """Each token's best experts [T, TOPK], and a softmax over their scores [T, TOPK]."""
+        scores, topk_idx = (x.float() @ self.router).topk(TOPK)
+        return topk_idx, scores.softmax(dim=-1)
+
+    def forward(self, x):
+        """Tokens [T, HIDDEN] go to their experts and come back as weighted sums."""
+        topk_idx, topk_weights = self.route(x)
+        came = self.buffer.dispatch(x, topk_idx, topk_weights)
+        y = self.experts(came.x)
+        return self.buffer.combine(y, came.handle).x
+
+
+class Prefill(Layer):
+    """The same layer for many tokens: each comes once to a rank, and only as many rows as there are."""
+
+    def forward(self, x):
+        topk_idx, topk_weights = self.route(x)
+        came = self.buffer.dispatch(x, topk_idx, topk_weights, layout="rank")
+        y = torch.zeros(came.x.shape, device=x.device)
+        for expert, matrix in enumerate(self.experts.matrices):
+            row, k = (came.topk_idx == expert).nonzero(as_tuple=True)
+            answer = (came.x[row] @ matrix).relu()
+            y.index_add_(0, row, answer * came.topk_weights[row, k, None])
+        return self.buffer.combine(y.to(x.dtype), came.handle).x
+
+
+def in_two_halves(layer, x):
+    """The layer on two halves of the tokens: while one half's rows are under way, the other's experts work."""
+    begun = []
+    for half in x.chunk(2):
+        topk_idx, topk_weights = layer.route(half)
+        begun.append(layer.buffer.dispatch(half, topk_idx, topk_weights, send_only=True))
+    out = []
+    for pending in begun:
+        came = pending.finish()
+        y = layer.experts(came.x)
+        out.append(layer.buffer.combine(y, came.handle, send_only=True))
+    return torch.cat([pending.finish().x for pending in out])
+
+
+def captured(layer, x):
+    """The layer in a CUDA graph: `graph.replay()` runs it on what is in `x` then, into `out`."""
+    layer(x)  # once outside: PyTorch makes what a capture cannot
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(x)
+    return graph, out
+
+
+def with_deep_ep(buffer, layer, x):
+    """The layer on the interface of DeepEP: `buffer` is a crossrail.deep_ep.Buffer."""
+    topk_idx, topk_weights = layer.route(x)
+    rows, _, handle, _, hook = buffer.low_latency_dispatch(
+        x, topk_idx, TOKENS, EXPERTS, use_fp8=False, return_recv_hook=True
+    )
+    hook()  # what is to overlap with the transfer goes before this
+    y = layer.experts(rows)
+    out, _, _ = buffer.low_latency_combine(y, topk_idx, topk_weights, handle)
+    return out
+
+
+def dense(x, router, matrices):
+    """The same without ranks: every expert sees every token, and most of what it says is multiplied by 0."""
+    scores, topk_idx = (x.float() @ router).topk(TOPK)
+    weights = torch.zeros(len(x), EXPERTS, device=x.device).scatter_(1, topk_idx, scores.softmax(dim=-1))
+    return sum(weights[:, e, None] * (x @ matrices[e]).relu().float() for e in range(EXPERTS))
+
+
+def check(what, out, wanted):
+    """Sums of bf16 are rounded at three places, and matrix products are summed in another order."""
+    torch.testing.assert_close(out.float(), wanted, rtol=2**-6, atol=2**-6)
+    print(f"{what}: as the dense layer", flush=True)
+
+
+@torch.no_grad()
+def one_rank():
+    """What each process does."""
+    with crossrail.Group() as group:
+        torch.cuda.set_device(group.local_rank)
+        torch.manual_seed(0)
+        router = torch.randn(HIDDEN, EXPERTS, device="cuda")
+        matrices = (torch.randn(EXPERTS, HIDDEN, HIDDEN, device="cuda") / HIDDEN**0.5).bfloat16()
+        mine = matrices.chunk(group.size)[group.rank]
+        torch.manual_seed(1 + group.rank)
+        x, other = torch.randn(2, TOKENS, HIDDEN, device="cuda").bfloat16()
+        name = f"rank {group.rank}"
+
+        with crossrail.ExpertBuffer(group, TOKENS, HIDDEN, EXPERTS, TOPK, "bf16", device="cuda") as buffer:
+            layer = Layer(buffer, router, mine)
+            check(f"{name}, eagerly", layer(x), dense(x, router, matrices))
+            check(f"{name}, in two halves", in_two_halves(layer, x), dense(x, router, matrices))
+            check(f"{name}, rank layout", Prefill(buffer, router, mine)(x), dense(x, router, matrices))
+            graph, out = captured(layer, x)
+            x.copy_(other)
+            graph.replay()
+            check(f"{name}, graph", out, dense(other, router, matrices))
+            buffer.sync()
+
+        import crossrail.deep_ep as deep_ep
+
+        buffer = deep_ep.Buffer(group, low_latency_mode=True)
+        check(f"{name}, deep_ep", with_deep_ep(buffer, layer, x), dense(x, router, matrices))
+        torch.cuda.synchronize()
+        group.barrier()
+        buffer.destroy()
+
+
+def all_ranks():
+    """Starts a rank for each GPU, which find each other by RANK, WORLD_SIZE and CROSSRAIL_STORE."""
+    ranks = max(n for n in (1, 2, 4, 8) if n <= max(torch.cuda.device_count(), 1))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        store = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    shared = {**os.environ, "WORLD_SIZE": str(ranks), "CROSSRAIL_STORE": store}
+    processes = [subprocess.Popen([sys.executable, __file__], env={**shared, "RANK": str(r)}) for r in range(ranks)]
+    sys.exit(max(abs(process.wait()) for process in processes))
+
+
+if __name__ == "__main__":
+    one_rank() if "RANK" in os.environ else all_ranks()

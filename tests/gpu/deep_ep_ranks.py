@@ -1,0 +1,289 @@
+"""Ranks of crossrail.deep_ep, a process with a GPU each, that do what is asked of them by name, all together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ANSWER_S = 55.0
+WAIT_S = "15"
+"""How long a rank waits for another before it says so; kernels are compiled meanwhile."""
+
+
+class Rank:
+    """One process. What it says on stderr is told when it fails."""
+
+    def __init__(self, rank: int, size: int, meeting: str) -> None:
+        self.rank = rank
+        self.said = tempfile.TemporaryFile()  # noqa: SIM115
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("CROSSRAIL_")}
+        network = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", __file__, str(rank), str(size), meeting],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.said,
+            env={**kept, **network, "CROSSRAIL_TIMEOUT": WAIT_S, "PYTHONFAULTHANDLER": "1"},
+        )
+        self._came = b""
+
+    def ask(self, request: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def answer(self, deadline: float) -> str:
+        """Nothing, or what went wrong."""
+        assert self.process.stdout is not None
+        descriptor = self.process.stdout.fileno()
+        while b"\n" not in self._came:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+                return f"no answer in time; it said:\n{self.words()}"
+            data = os.read(descriptor, 1 << 16)
+            if not data:
+                return f"it ended with {self.process.wait(5)}; it said:\n{self.words()}"
+            self._came += data
+        line, _, self._came = self._came.partition(b"\n")
+        return str(json.loads(line))
+
+    def words(self) -> str:
+        return os.pread(self.said.fileno(), 1 << 20, 0).decode(errors="replace")[-6000:]
+
+    def end(self, patience: float) -> None:
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(10)
+        self.said.close()
+
+
+class Ranks:
+    """All of them. After a failure they are started anew."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._start()
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._ranks = [Rank(rank, self.size, f"{self._folder.name}/meeting") for rank in range(self.size)]
+
+    def do(self, work: str, *arguments: Any, **options: Any) -> None:
+        """Has all ranks do what `deep_ep_work` or this file calls `work`. Raises AssertionError with what each said."""
+        for rank in self._ranks:
+            rank.ask({"work": work, "arguments": arguments, "options": options})
+        deadline = time.monotonic() + ANSWER_S
+        wrong = {}
+        for rank in self._ranks:
+            if text := rank.answer(deadline):
+                wrong[rank.rank] = text
+                deadline = min(deadline, time.monotonic() + 8)  # the others say what they wait for
+        if wrong:
+            self.end(1)
+            self._start()
+            raise AssertionError("\n".join(f"-- rank {rank}: {text}" for rank, text in wrong.items()))
+
+    def end(self, patience: float = 15) -> None:
+        for rank in self._ranks:
+            assert rank.process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                rank.process.stdin.close()
+        for rank in self._ranks:
+            rank.end(patience)
+        self._folder.cleanup()
+
+
+# In a rank's process.
+
+
+def low_latency_graph(env: Any, replays: int) -> None:
+    """A dispatch and a combine that were captured, replayed with other tokens, ids and weights."""
+    import deep_ep_work as work
+    import numpy as np
+
+    from crossrail import ref
+
+    torch, tokens = env.torch, 24
+    batches = [work.Batch.of(env, 600 + turn, [tokens] * env.size) for turn in range(replays)]
+    x = env.put(batches[0].xs[env.rank], "bfloat16")
+    idx, weights = env.put(batches[0].idx[env.rank]), env.put(batches[0].weights[env.rank])
+    factors = 1 + torch.arange(env.experts // env.size, device=env.device).float() + env.rank * env.experts // env.size
+
+    def layer() -> tuple[Any, ...]:
+        (rows, scales), counts, handle, _, _ = env.buffer.low_latency_dispatch(x, idx, work.MOST, env.experts)
+        wide = rows.float() * scales.repeat_interleave(128, dim=-1) * factors[:, None, None]
+        out, _, _ = env.buffer.low_latency_combine(wide.bfloat16(), idx, weights, handle)
+        return rows, counts, handle, out
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        layer()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows, counts, _handle, out = layer()
+    for turn, batch in enumerate(batches):
+        x.copy_(env.put(batch.xs[env.rank], "bfloat16"))
+        idx.copy_(env.put(batch.idx[env.rank]))
+        weights.copy_(env.put(batch.weights[env.rank]))
+        graph.replay()
+        came = ref.dispatch(env.shape(work.MOST), batch.xs, batch.idx, None, "expert", scale="f32")
+        mine: Any = came[env.rank]
+        work.same(counts.cpu(), mine.counts, f"rank {env.rank}, replay {turn}: counts")
+        there = work.valid(mine)
+        found, wanted = np.where(there, env.bits(rows), 0), np.where(there, mine.x, 0)
+        work.same(found, wanted, f"rank {env.rank}, replay {turn}: rows")
+        local = env.experts // env.size
+        ys = [work.answers(work.reference_values(one), rank * local) for rank, one in enumerate(came)]
+        exact: Any = ref.combine_exact(ys, came[0].handle, batch.weights)[env.rank]
+        work.near(env.bits(out), exact, f"rank {env.rank}, replay {turn}: sums")
+
+
+def normal_graph(env: Any, replays: int) -> None:
+    """A normal dispatch and its combine, captured with the worst case of rows."""
+    import deep_ep_work as work
+
+    from crossrail import ref
+
+    torch, tokens = env.torch, 40
+    batches = [work.Batch.of(env, 700 + turn, [tokens] * env.size) for turn in range(replays)]
+    x = env.put(batches[0].xs[env.rank], "bfloat16")
+    idx = env.put(batches[0].idx[env.rank])
+
+    def layer() -> tuple[Any, ...]:
+        per_rank, _, per_expert, in_rank, _ = env.buffer.get_dispatch_layout(idx, env.experts)
+        got, got_idx, _, counts, handle, _ = env.buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=idx,
+            num_worst_tokens=tokens * env.size,
+        )
+        assert counts == []
+        out, _, _ = env.buffer.combine(got, handle)
+        return got, got_idx, handle, out
+
+    layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got, got_idx, handle, out = layer()
+    for turn, batch in enumerate(batches):
+        x.copy_(env.put(batch.xs[env.rank], "bfloat16"))
+        idx.copy_(env.put(batch.idx[env.rank]))
+        graph.replay()
+        came = ref.dispatch(env.shape(tokens), batch.xs, batch.idx, None, "rank")
+        mine: Any = came[env.rank]
+        name = f"rank {env.rank}, replay {turn}"
+        work.same(handle[0].cpu(), mine.offsets, f"{name}: offsets")
+        work.same(env.bits(got)[: len(mine.x)], mine.x, f"{name}: rows")
+        assert (got_idx.cpu()[len(mine.x) :] == -1).all(), f"{name}: topk_idx behind the rows is not -1"
+        exact: Any = ref.combine_exact([one.x for one in came], came[0].handle)[env.rank]
+        work.near(env.bits(out), exact, f"{name}: sums")
+
+
+def modes_in_turns(env: Any, rounds: int) -> None:
+    """Both modes, one after the other, in one buffer, with work beside them."""
+    import deep_ep_work as work
+
+    torch = env.torch
+    square = torch.randn(1024, 1024, device=env.device)
+    for turn in range(rounds):
+        work.normal(env, 800 + turn, "f32" if turn % 2 else "bf16", asynchronous=turn % 3 == 1)
+        env.buffer.clean_low_latency_buffer(work.MOST, env.hidden, env.experts)
+        work.low_latency(env, 800 + turn, "bf16" if turn % 2 else "fp8", hook=turn % 3 == 2)
+        square = torch.nn.functional.normalize(square @ square)
+    assert torch.isfinite(square).all()
+
+
+def over_a_crossrail_group(env: Any, seed: int) -> None:
+    """A second buffer, of a crossrail.Group, beside the first."""
+    import deep_ep_work as work
+
+    import crossrail
+    from crossrail import deep_ep
+
+    store = env.buffer._machine._joined.group.store_address
+    with crossrail.Group(name="plain", rank=env.rank, size=env.size, store=store) as group:
+        other = deep_ep.Buffer(group, low_latency_mode=True)
+        try:
+            second = work.Env(env.torch, other)
+            for turn in range(3):
+                work.low_latency(second, seed + turn)
+                work.normal(env, seed + turn)
+            group.barrier()
+        finally:
+            other.destroy()
+
+
+def decode_memory(env: Any, most: float) -> None:
+    """What a buffer for 128 tokens of 7168 and 288 experts takes on this GPU, in bytes."""
+    from crossrail.deep_ep.pool import Kind
+
+    torch = env.torch
+    hint = env.buffer.get_low_latency_rdma_size_hint(128, 7168, env.size, 288)
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    kind = Kind("expert", 7168, 288, 8, "bf16")
+    buffer = env.buffer._machine.make(kind, 128, None, "measured", list(range(env.size)))
+    took = before - torch.cuda.mem_get_info()[0]
+    buffer.destroy()
+    assert took < most, f"rank {env.rank}: {took} bytes, wanted less than {most}"
+    assert hint < most, f"rank {env.rank}: the hint is {hint} bytes, wanted less than {most}"
+
+
+def main() -> None:
+    """Does what stdin says until it ends."""
+    sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
+    rank, size, meeting = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import deep_ep_work
+    import torch
+    import torch.distributed as distributed
+
+    from crossrail import deep_ep
+
+    torch.cuda.set_device(rank)
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    env = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            if env is None:
+                buffer = deep_ep.Buffer(distributed.group.WORLD, num_nvl_bytes=8 << 20, low_latency_mode=True)
+                env = deep_ep_work.Env(torch, buffer)
+            work = globals().get(request["work"]) or getattr(deep_ep_work, request["work"])
+            work(env, *request["arguments"], **request["options"])
+            torch.cuda.synchronize()
+            said = ""
+        except Exception:  # told to the test, which fails with it
+            said = traceback.format_exc()
+        answers.write(json.dumps(said) + "\n")
+        answers.flush()
+    if env is not None:
+        env.buffer.destroy()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""crossrail.deep_ep's normal mode on GPUs, against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from conftest import GPUS
+from deep_ep_ranks import Ranks
+
+pytest.importorskip("torch")
+
+SIZE = 1 << (min(GPUS, 8) or 1).bit_length() - 1
+"""Ranks, a GPU each."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(SIZE)
+    yield ranks
+    ranks.end()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f32", "packed"])
+def test_dispatch_and_combine(ranks: Ranks, kind: str) -> None:
+    for seed in range(3):
+        ranks.do("normal", 10 + seed, kind, alignment=1 + 7 * (seed % 2))
+
+
+def test_without_waiting_for_counts(ranks: Ranks) -> None:
+    for seed in range(2):
+        ranks.do("normal", 20 + seed, "bf16", worst=True, asynchronous=seed == 1)
+
+
+def test_beside_the_current_stream(ranks: Ranks) -> None:
+    for seed in range(4):
+        ranks.do("normal", 30 + seed, "bf16", asynchronous=True)
+
+
+def test_with_a_handle(ranks: Ranks) -> None:
+    ranks.do("normal_again", 40)
+
+
+def test_without_ids(ranks: Ranks) -> None:
+    ranks.do("normal_without_ids", 50)
+
+
+def test_results_that_are_kept(ranks: Ranks) -> None:
+    ranks.do("normal_kept", 5)
+
+
+def test_more_tokens_than_before(ranks: Ranks) -> None:
+    ranks.do("normal_grows")
+
+
+@pytest.mark.gpus(2)
+def test_what_is_wrong_on_one_rank(ranks: Ranks) -> None:
+    ranks.do("normal_refused")
+
+
+def test_a_graph(ranks: Ranks) -> None:
+    ranks.do("normal_graph", 4)
+    ranks.do("normal", 60)

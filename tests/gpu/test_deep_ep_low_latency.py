@@ -1,0 +1,56 @@
+"""crossrail.deep_ep's low-latency mode on GPUs, against the reference, and both modes together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from deep_ep_ranks import Ranks
+from deep_ep_work import PAYLOADS
+from test_deep_ep import SIZE
+
+pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(SIZE)
+    yield ranks
+    ranks.end()
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_dispatch_and_combine(ranks: Ranks, payload: str) -> None:
+    for seed in range(2):
+        ranks.do("low_latency", 100 + seed, payload)
+        ranks.do("low_latency", 110 + seed, payload, hook=True)
+        ranks.do("low_latency", 120 + seed, payload, asynchronous=True)
+
+
+def test_two_halves(ranks: Ranks) -> None:
+    for seed in range(3):
+        ranks.do("low_latency_overlapped", 130 + 2 * seed)
+
+
+def test_a_graph(ranks: Ranks) -> None:
+    ranks.do("low_latency_graph", 6)
+    ranks.do("low_latency", 140)
+
+
+def test_a_quarter_of_the_memory(ranks: Ranks) -> None:
+    ranks.do("decode_memory", 2.1e9 / 4)
+
+
+@pytest.mark.gpus(2)
+def test_masks(ranks: Ranks) -> None:
+    ranks.do("low_latency", 160)
+    ranks.do("masks")
+    ranks.do("low_latency", 161)
+
+
+def test_modes_in_turns(ranks: Ranks) -> None:
+    ranks.do("modes_in_turns", 6)
+
+
+def test_two_buffers(ranks: Ranks) -> None:
+    ranks.do("over_a_crossrail_group", 170)

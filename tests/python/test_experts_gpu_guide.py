@@ -1,0 +1,32 @@
+"""docs/guides/experts-gpu.md shows the code of its example; tests/gpu runs it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "python" / "experts_gpu.py"
+GUIDE = ROOT / "docs" / "guides" / "experts-gpu.md"
+SHOWN = {"Experts", "Layer", "Prefill", "captured", "in_two_halves", "with_deep_ep"}
+
+
+def test_the_guide_shows_the_example() -> None:
+    code = EXAMPLE.read_text(encoding="utf-8")
+    compile(code, str(EXAMPLE), "exec")
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.S)
+    for block in blocks:
+        compile(block, str(GUIDE), "exec")
+        assert block.strip().removeprefix("buffer = ") in code, block
+    assert {name for block in blocks for name in re.findall(r"^(?:def|class) (\w+)", block, re.M)} == SHOWN
+
+
+def test_the_guide_names_what_there_is() -> None:
+    from crossrail import ExpertBuffer, deep_ep
+
+    text = GUIDE.read_text(encoding="utf-8")
+    for name in re.findall(r"`buffer\.(\w+)\(", text):
+        assert hasattr(ExpertBuffer, name), name
+    for name in ("get_comm_stream", "clean_low_latency_buffer", "get_local_buffer_tensor"):
+        assert name in text
+        assert hasattr(deep_ep.Buffer, name)
