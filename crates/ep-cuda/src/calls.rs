@@ -427,7 +427,7 @@ impl Inner {
             cached: 0,
             x_fp8: input.scales.is_some().into(),
             idx_bytes: input.idx_bytes,
-            reserved: 0,
+            queue: 0,
         }
     }
 
@@ -452,7 +452,7 @@ impl Inner {
             out_stride: out.1,
             marks: 0,
             senders: 0,
-            reserved: 0,
+            queue: 0,
         }
     }
 

@@ -245,7 +245,7 @@ fn broken_kernels_are_caught() {
         // The sent word no longer comes after the rows.
         (dispatch, "if (lane_of() == 0) bulk_wait_all();", ""),
         // A stage is loaded before its stores have read it.
-        (dispatch, "if (lane_of() == 0) bulk_wait_read<MOVER_STAGES - MOVER_AHEAD>();", ""),
+        (dispatch, "if (lane_of() == 0) wait_read<MOVER_BEHIND>(behind);", ""),
         // Flags come before their rows.
         (combine, "if (lane_of() == 0) bulk_wait_done<BEHIND>();", ""),
         // Nobody waits for the rows' flags.

@@ -11,8 +11,9 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     bool sends = args.common.phases & EP_SEND, casts = EP_FP8 && !args.x_fp8;
 #if EP_BULK
     Mover mover;
-    bool moves = sends && !casts && warp_of() < MOVERS;
-    if (moves) mover.begin(dispatch, stages, shared.full);
+    Pace pace(args);
+    bool moves = sends && !casts && warp_of() < pace.movers;
+    if (moves) mover.begin(dispatch, pace, stages, shared.full);
 #endif
     bool plans = blockIdx.x == 0;
     if (args.common.phases & EP_ANNOUNCE) {
@@ -36,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
         mark_by(0, args.marks, EP_MARK_PLANNED);
         Targets targets(shared);
 #if EP_BULK
-        u32 senders = casts ? CASTERS : MOVERS;
+        u32 senders = casts ? casters() : pace.movers;
         if (warp_of() >= senders) {
             if (plans && warp_of() == senders) tell_counts(dispatch, shared.scan);
             send_details(dispatch, shared, senders);
@@ -46,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
             mover.send(dispatch, targets);
         }
 #else
-        u32 senders = casts ? CASTERS : COPIERS;
+        u32 senders = casts ? casters() : COPIERS;
         if (warp_of() >= senders) {
             if (plans && warp_of() == senders) tell_counts(dispatch, shared.scan);
             send_details(dispatch, shared, senders);
@@ -81,7 +82,9 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
         if (sends && EP_R > 1 && blockIdx.x < sending) {
 #if EP_BULK
             u32 senders = sending * SENDERS;
-            Sender(combine, shared, stages, senders).run(shared.offsets[EP_R] > senders * MANY_ROWS);
+            u32 rows = rows_under_way(args.queue, SENDER_QUEUE, sending, WIDE_ROW);
+            bool many = shared.offsets[EP_R] > senders * MANY_ROWS;
+            Sender(combine, shared, stages, senders).run(atmost((rows - 1) / SENDERS + 1, SENDER_BEHIND), many);
 #else
             send_plain(combine, shared, sending * SENDERS);
 #endif

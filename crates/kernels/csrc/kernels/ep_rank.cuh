@@ -38,7 +38,28 @@ __device__ __forceinline__ void mark_by(u32 warp, u64 marks, u32 what) {
     if (threadIdx.x == warp * LANES) mark(marks, what);
 }
 
+// Rows that a block has on their way to stores that began: enough to keep the links busy, and no more, since what is on
+// its way when no rows are left is not shared with faster blocks. `asked`: KiB for `blocks` blocks, 0 for `usual`.
+__device__ __forceinline__ u32 rows_under_way(u32 asked, u32 usual, u32 blocks, u32 row) {
+    u64 bytes = u64(asked == 0 ? usual : asked) * 1024;
+    return static_cast<u32>((bytes - 1) / (u64(blocks) * row)) + 1;
+}
+
+// Rows that a warp loads ahead of the one that it stores: long ones take longer to store than to load.
+constexpr u32 ahead_of(u32 stages, u32 row) {
+    return row < 4096 ? (stages + 1) / 2 : atmost(stages - 1, 2);
+}
+
 #if EP_BULK
+// Waits until all but the last `pending` groups of this thread have read their source, at most `MOST`.
+template <u32 MOST>
+__device__ __forceinline__ void wait_read(u32 pending) {
+    if constexpr (MOST > 1) {
+        if (pending < MOST) return wait_read<MOST - 1>(pending);
+    }
+    bulk_wait_read<MOST>();
+}
+
 // A warp's part of the block's stages, and the barriers on which their loads end. All lanes hold the same; the first
 // one starts copies.
 template <u32 STAGE, u32 COUNT>

@@ -12,9 +12,11 @@ constexpr u32 COMBINE_STAGES = EP_COMBINE_STAGES;
 // Warps that send, and the stages of each; without bulk copies they carry rows in registers.
 constexpr u32 SENDERS = EP_BULK ? EP_COMBINE_MOVERS : WARPS / 4;
 constexpr u32 SENDER_STAGES = EP_BULK ? COMBINE_STAGES / SENDERS : 1;
-// Rows that are loaded ahead of the one that is stored: few, so that many stores go on while a warp waits at a fence.
-constexpr u32 SENDER_AHEAD = (3 * SENDER_STAGES + 7) / 8;
-static_assert(!EP_BULK || SENDER_STAGES > SENDER_AHEAD, "a stage is loaded again only after its store has read it");
+// Many stores go on while a warp waits at a fence.
+constexpr u32 SENDER_AHEAD = ahead_of(atleast(SENDER_STAGES, 2), WIDE_ROW);
+constexpr u32 SENDER_BEHIND = atleast(SENDER_STAGES, 2) - SENDER_AHEAD;
+// KiB of rows that stores began with, of all blocks.
+constexpr u32 SENDER_QUEUE = 8192;
 // Rows whose flags are written together, and how many may be under way meanwhile; and where a warp has many rows, so that
 // it seldom waits for them.
 constexpr u32 FLAGS_AT_ONCE = 4;
@@ -170,11 +172,11 @@ struct Sender {
         flag(stores - BEHIND);
     }
 
-    __device__ __forceinline__ void run(bool many) {
+    __device__ __forceinline__ void run(u32 behind, bool many) {
         for (u32 i = 0; i < SENDER_AHEAD; ++i) load();
         while (stores < loads) {
             store();
-            if (lane_of() == 0) bulk_wait_read<SENDER_STAGES - SENDER_AHEAD>();
+            if (lane_of() == 0) wait_read<SENDER_BEHIND>(behind);
             __syncwarp();
             load();
             if (many) {

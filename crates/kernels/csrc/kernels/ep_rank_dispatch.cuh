@@ -15,13 +15,16 @@
 // A stage holds a row, and the scales of one that is cast here.
 constexpr u32 DISPATCH_STAGE = (ROW + SCALE_BYTES + 127) / 128 * 128;
 constexpr u32 DISPATCH_STAGES = EP_DISPATCH_STAGES;
-// Warps that send rows as they are, and the stages of each.
+// Warps that send rows as they are, at most, and the stages of each.
 constexpr u32 MOVERS = EP_DISPATCH_MOVERS;
 constexpr u32 MOVER_STAGES = DISPATCH_STAGES / MOVERS;
-// Rows that are loaded ahead of the one that is stored; the other stages are read by stores.
-constexpr u32 MOVER_AHEAD = (MOVER_STAGES + 1) / 2;
+// The other stages than those that are loaded ahead are read by stores.
+constexpr u32 MOVER_AHEAD = ahead_of(MOVER_STAGES, ROW);
+constexpr u32 MOVER_BEHIND = MOVER_STAGES - MOVER_AHEAD;
 static_assert(MOVER_STAGES > MOVER_AHEAD, "a stage is loaded again only after its stores have read it");
-// Warps that cast rows, two stages each.
+// KiB of rows that stores began with, of all blocks.
+constexpr u32 MOVER_QUEUE = 3072;
+// Warps that cast rows, at most, two stages each.
 constexpr u32 CASTERS = atmost(DISPATCH_STAGES / 2, 3 * WARPS / 4);
 // Where there are no bulk copies.
 constexpr u32 COPIERS = 3 * WARPS / 4;
@@ -107,10 +110,23 @@ __device__ __forceinline__ void spread(const Rows &rows, const Targets &targets,
 }
 
 #if EP_BULK
-// Rows as they are: one of the `MOVERS` warps. The token of a row under way is in the lane of its number.
+// How many warps of a block send rows as they are, and how many rows' stores of each may not have read them yet.
+struct Pace {
+    u32 movers;
+    u32 behind;
+
+    __device__ __forceinline__ explicit Pace(const EpDispatchArgs &args) {
+        u32 rows = rows_under_way(args.queue, MOVER_QUEUE, gridDim.x, ROW);
+        movers = atmost((rows - 1) / MOVER_BEHIND + 1, MOVERS);
+        behind = atmost((rows - 1) / movers + 1, MOVER_BEHIND);
+    }
+};
+
+// Rows as they are: one of the warps that send them. The token of a row under way is in the lane of its number.
 struct Mover {
     Ring<DISPATCH_STAGE, MOVER_STAGES> ring;
     Share share;
+    u32 behind = 0;
     u32 loads = 0;
     u32 tokens = 0;
 
@@ -122,9 +138,10 @@ struct Mover {
     __device__ __forceinline__ u32 token(u32 number) const { return __shfl_sync(WHOLE_WARP, tokens, number % LANES); }
 
     // Nothing has to be known of where rows go for their loads to begin.
-    __device__ __forceinline__ void begin(const Dispatch &dispatch, u8 *stages, u64 *full) {
+    __device__ __forceinline__ void begin(const Dispatch &dispatch, const Pace &pace, u8 *stages, u64 *full) {
+        behind = pace.behind;
         ring.begin(stages + DISPATCH_STAGE * MOVER_STAGES * warp_of(), full + MOVER_STAGES * warp_of());
-        u32 token = blockIdx.x * MOVERS + warp_of(), step = gridDim.x * MOVERS;
+        u32 token = blockIdx.x * pace.movers + warp_of(), step = gridDim.x * pace.movers;
         for (u32 i = 0; i < MOVER_AHEAD && token < dispatch.common.tokens; ++i, token += step) load(dispatch, token);
         share.begin(dispatch.scan().dispatch_taken, MOVER_AHEAD * step);
     }
@@ -141,7 +158,7 @@ struct Mover {
                 if (lane_of() == 0) bulk_store_open(region + u64(row) * ROW, stage, ROW);
             });
             ring.stored();
-            if (lane_of() == 0) bulk_wait_read<MOVER_STAGES - MOVER_AHEAD>();
+            if (lane_of() == 0) wait_read<MOVER_BEHIND>(behind);
             __syncwarp();
             if (more) {
                 u32 next = share.take();
@@ -195,13 +212,18 @@ __device__ __forceinline__ void cast_row(u64 from, u8 *stage) {
     }
 }
 
-// bf16 rows as fp8: one of the `CASTERS` warps.
+// How many warps of a block cast: with many blocks, fewer.
+__device__ __forceinline__ u32 casters() {
+    return atmost(atleast(256 / gridDim.x, 4), CASTERS);
+}
+
+// bf16 rows as fp8: one of the warps that cast them.
 __device__ __forceinline__ void send_cast(const Dispatch &dispatch, const Targets &targets, u8 *stages) {
     u8 *mine = stages + 2 * DISPATCH_STAGE * warp_of();
     Rows rows, ahead;
     Share share;
-    u32 first = blockIdx.x * CASTERS + warp_of();
-    share.begin(dispatch.scan().dispatch_taken, gridDim.x * CASTERS);
+    u32 first = blockIdx.x * casters() + warp_of();
+    share.begin(dispatch.scan().dispatch_taken, gridDim.x * casters());
     rows.load(dispatch, first);
     for (u32 token = first, next, turn = 0; token < dispatch.common.tokens; token = next, turn ^= 1) {
         next = share.take();

@@ -454,8 +454,8 @@ struct EpDispatchArgs {
     u32 x_fp8;
     // Bytes of an expert id: 4 or 8.
     u32 idx_bytes;
-    // 0.
-    u32 reserved;
+    // Rank layout: KiB of rows that all blocks together have on their way to stores that began; 0 for what suits.
+    u32 queue;
 };
 
 static_assert(sizeof(EpDispatchArgs) == 656, "EpDispatchArgs");
@@ -486,8 +486,8 @@ struct EpCombineArgs {
     u64 marks;
     // Rank layout: how many blocks send when one launch does both; 0 for what suits.
     u32 senders;
-    // 0.
-    u32 reserved;
+    // Rank layout: KiB of rows that all blocks together have on their way to stores that began; 0 for what suits.
+    u32 queue;
 };
 
 static_assert(sizeof(EpCombineArgs) == 552, "EpCombineArgs");

@@ -396,8 +396,8 @@ layouts! {
         x_fp8: u32,
         /// Bytes of an expert id: 4 or 8.
         idx_bytes: u32,
-        /// 0.
-        reserved: u32,
+        /// Rank layout: KiB of rows that all blocks together have on their way to stores that began; 0 for what suits.
+        queue: u32,
     }
     /// What the kernels that combine take.
     EpCombineArgs {
@@ -425,7 +425,7 @@ layouts! {
         marks: u64,
         /// Rank layout: how many blocks send when one launch does both; 0 for what suits.
         senders: u32,
-        /// 0.
-        reserved: u32,
+        /// Rank layout: KiB of rows that all blocks together have on their way to stores that began; 0 for what suits.
+        queue: u32,
     }
 }

@@ -113,6 +113,7 @@ impl ByRank {
         let marks = emulator.memory("marks", MOST_BLOCKS * EP_MARKS as usize * 8);
         let marks_address = if numbers.once_in(3) { marks.address() } else { 0 };
         kept.push(marks);
+        let queue = [0, 0, 1, 8, 100][numbers.below(5) as usize];
         let if_weighted = |memory: &Memory| if self.weighted { memory.address() } else { 0 };
         let dispatch = EpDispatchArgs {
             topk_idx,
@@ -124,6 +125,7 @@ impl ByRank {
             count_host: count_host.address(),
             worst_rows: if numbers.once_in(2) { u64::from(shape.ranks * shape.max_tokens) } else { 0 },
             marks: marks_address,
+            queue,
             region,
             alignment: self.alignment,
             cached: self.cached.into(),
@@ -139,6 +141,7 @@ impl ByRank {
             out: out.address(),
             out_stride: out_stride as u64,
             marks: marks_address,
+            queue,
             ..combine_args(&common)
         };
         kept.push(given);
