@@ -6,14 +6,15 @@
 //!         [--apart] [--marks] [--json FILE]
 //!     expert layout: [--no-prereduce] [--weights dispatch|combine] [--scales column|row] [--piece LIST]
 //!         [--senders LIST] [--receive-from LIST]
-//!     rank layout: [--movers LIST] [--split LIST] [--counted]
+//!     rank layout: [--movers LIST] [--split LIST] [--queue LIST] [--counted]
 //!
 //! Lists (`128,64`) are tried in all combinations; 0 is what suits. Results are verified, then timed: `cold` after the
 //! second cache was overwritten and all ranks have met, each step alone; `pair` back to back. The slowest rank counts.
 //! Payloads are fp8, bf16, and, in the rank layout, cast: fp8 of bf16 rows, where fp8 rows are given as such otherwise.
 //! `--apart`: phases are launches of their own. `--marks`: what the blocks of one iteration note on their way. `--link`:
 //! the most that leaves a GPU, for the time that a step's bytes take at least. `--split`: blocks that send in a combine
-//! while the others add. `--counted`: the host is told how much came. The table goes to stdout, raw samples to FILE.
+//! while the others add. `--queue`: KiB of rows under way at most. `--counted`: the host is told how much came. The table
+//! goes to stdout, raw samples to FILE.
 #![allow(unsafe_code)]
 
 #[path = "../unpack_rate/environment.rs"]
@@ -77,6 +78,13 @@ trait Trial {
     fn recover(&self) -> Outcome<()>;
 }
 
+/// Ranks, and what is set of a launch.
+struct Variant {
+    split: u32,
+    queue: u32,
+    trial: Box<dyn Trial>,
+}
+
 /// What was asked for.
 struct Asked {
     layout: Layout,
@@ -94,6 +102,7 @@ struct Asked {
     receive_from: Vec<u32>,
     movers: Vec<u32>,
     split: Vec<u32>,
+    queue: Vec<u32>,
     expert: expert::Options,
     rank: rank::Options,
     iters: usize,
@@ -119,8 +128,9 @@ impl Default for Asked {
             receive_from: vec![0],
             movers: vec![0],
             split: vec![0],
+            queue: vec![0],
             expert: expert::Options { late_weights: true, column_scales: true, apart: false, marks: false },
-            rank: rank::Options { fp8_input: true, counted: false, split: 0, apart: false, marks: false },
+            rank: rank::Options { fp8_input: true, counted: false, split: 0, queue: 0, apart: false, marks: false },
             iters: 30,
             link: None,
             json: None,
@@ -155,6 +165,7 @@ impl Asked {
                 "--link" => asked.link = Some(value()?.parse()?),
                 "--movers" => asked.movers = list(&value()?)?,
                 "--split" => asked.split = list(&value()?)?,
+                "--queue" => asked.queue = list(&value()?)?,
                 "--counted" => asked.rank.counted = true,
                 "--iters" => asked.iters = value()?.parse()?,
                 "--json" => asked.json = Some(value()?),
@@ -193,22 +204,21 @@ impl Asked {
         all
     }
 
-    /// Every trial of a tuning: its ranks, and how many blocks send in a combine.
-    fn trials(
-        &self,
-        devices: &[Device],
-        compiler: &Compiler,
-        shape: Shape,
-        carried: Carried,
-    ) -> Outcome<Vec<(u32, Box<dyn Trial>)>> {
+    /// Every trial of a tuning: its ranks, how many blocks send in a combine, and what may be under way.
+    fn trials(&self, devices: &[Device], compiler: &Compiler, shape: Shape, carried: Carried) -> Outcome<Vec<Variant>> {
         if self.layout == Layout::Expert {
-            return Ok(vec![(0, Box::new(expert::Rig::new(devices, compiler, shape, self.expert)?))]);
+            let rig = expert::Rig::new(devices, compiler, shape, self.expert)?;
+            return Ok(vec![Variant { split: 0, queue: 0, trial: Box::new(rig) }]);
         }
-        let rig = |split: u32| -> Outcome<(u32, Box<dyn Trial>)> {
-            let options = rank::Options { split, fp8_input: carried == Carried::Fp8, ..self.rank };
-            Ok((split, Box::new(rank::Rig::new(devices, compiler, shape, options)?)))
+        let options = rank::Options { fp8_input: carried == Carried::Fp8, ..self.rank };
+        let rig = rank::Rig::new(devices, compiler, shape, options)?;
+        let pairs = self.split.iter().flat_map(|split| self.queue.iter().map(|queue| (*split, *queue)));
+        let variant = |(split, queue)| Variant {
+            split,
+            queue,
+            trial: Box::new(rig.with(rank::Options { split, queue, ..options })),
         };
-        self.split.iter().map(|split| rig(*split)).collect()
+        Ok(pairs.map(variant).collect())
     }
 
     fn shape(&self, ranks: u32, max_tokens: u32, carried: Carried, tuning: Tuning) -> Shape {
@@ -289,7 +299,7 @@ fn run() -> Outcome<()> {
                 continue;
             }
         };
-        for (split, trial) in trials {
+        for Variant { split, queue, trial } in trials {
             if environment.is_null() {
                 environment = environment::capture(trial.context(), &compiler, &settings)?;
             }
@@ -297,7 +307,7 @@ fn run() -> Outcome<()> {
             let blocks: Vec<u32> = asked.blocks.iter().map(most).collect();
             for &tokens in &asked.tokens {
                 for &blocks in &blocks {
-                    let facts = Facts { asked: &asked, shape: &shape, carried, tokens, blocks, split };
+                    let facts = Facts { asked: &asked, shape: &shape, carried, tokens, blocks, split, queue };
                     match trial.measure(tokens, blocks, asked.iters) {
                         Ok(steps) => {
                             facts.print(&steps);
@@ -346,6 +356,7 @@ struct Facts<'a> {
     tokens: u32,
     blocks: u32,
     split: u32,
+    queue: u32,
 }
 
 impl Facts<'_> {
@@ -353,7 +364,9 @@ impl Facts<'_> {
         let Tuning { piece, threads, senders, receive_from, rank_threads, rank_movers } = self.shape.tuning();
         let set = match self.asked.layout {
             Layout::Expert => format!("threads {threads} piece {piece} senders {senders} from {receive_from}"),
-            Layout::Rank => format!("threads {rank_threads} movers {rank_movers} split {}", self.split),
+            Layout::Rank => {
+                format!("threads {rank_threads} movers {rank_movers} split {} queue {}", self.split, self.queue)
+            }
         };
         let one = |step: &Step| {
             let rate = step.gb_per_s().map(|rate| match self.floor(step) {
@@ -406,6 +419,7 @@ impl Facts<'_> {
                 "threads": tuning.rank_threads,
                 "movers": tuning.rank_movers,
                 "split": self.split,
+                "queue_kib": self.queue,
                 "input": if self.carried == Carried::Fp8 { "fp8" } else { "bf16" },
                 "counted": options.counted,
             }),

@@ -1,5 +1,8 @@
 //! The rank layout: a dispatch's tensors, and what came of it.
 
+use std::cell::RefCell;
+use std::rc::Rc;
+
 use crossrail_cuda::nvrtc::Compiler;
 use crossrail_cuda::{Context, Device, DeviceMemory, PinnedMemory, Stream};
 use crossrail_kernels::ep::{
@@ -18,6 +21,8 @@ const OUTPUT: u8 = 0x3f;
 const ALL: u32 = EP_ANNOUNCE | EP_SEND | EP_RECEIVE;
 /// Of the rows that came, every so-manieth is compared byte by byte.
 const COMPARED: usize = 61;
+/// And of the sums.
+const SUMMED: usize = 7;
 
 /// How the tensors are, and what else is done.
 #[derive(Clone, Copy)]
@@ -28,6 +33,8 @@ pub(crate) struct Options {
     pub(crate) counted: bool,
     /// Blocks that send in a combine; 0: all send and add.
     pub(crate) split: u32,
+    /// KiB of rows under way; 0 for what suits.
+    pub(crate) queue: u32,
     /// Phases are launches of their own.
     pub(crate) apart: bool,
     /// What the blocks of one more iteration note is printed.
@@ -46,8 +53,10 @@ struct Rank {
 pub(crate) struct Rig {
     shape: Shape,
     options: Options,
-    ranks: Vec<Rank>,
-    gate: Gate,
+    ranks: Rc<Vec<Rank>>,
+    gate: Rc<Gate>,
+    /// The last that was made.
+    batch: Rc<RefCell<Option<Rc<Batch>>>>,
 }
 
 /// One rank's tokens on its GPU.
@@ -72,8 +81,19 @@ impl Rig {
     pub(crate) fn new(devices: &[Device], compiler: &Compiler, shape: Shape, options: Options) -> Outcome<Rig> {
         let places = places(devices, compiler, &shape, Layout::Rank)?;
         let gate = Gate::new(places.first().ok_or("there is no GPU")?.stream.context())?;
-        let ranks = places.into_iter().map(|place| rank(place, &shape)).collect::<Outcome<_>>()?;
-        Ok(Rig { shape, options, ranks, gate })
+        let ranks = places.into_iter().map(|place| rank(place, &shape)).collect::<Outcome<Vec<_>>>()?;
+        Ok(Rig { shape, options, ranks: Rc::new(ranks), gate: Rc::new(gate), batch: Rc::default() })
+    }
+
+    /// The same ranks, otherwise.
+    pub(crate) fn with(&self, options: Options) -> Rig {
+        Rig {
+            shape: self.shape,
+            options,
+            ranks: Rc::clone(&self.ranks),
+            gate: Rc::clone(&self.gate),
+            batch: Rc::clone(&self.batch),
+        }
     }
 
     fn input_is_fp8(&self) -> bool {
@@ -81,7 +101,17 @@ impl Rig {
     }
 
     /// Random tokens for each rank.
-    fn batch(&self, tokens: u32) -> Outcome<Batch> {
+    fn batch(&self, tokens: u32) -> Outcome<Rc<Batch>> {
+        let known = self.batch.borrow().clone().filter(|batch| batch.tokens == tokens);
+        if let Some(batch) = known {
+            return Ok(batch);
+        }
+        let batch = Rc::new(self.new_batch(tokens)?);
+        *self.batch.borrow_mut() = Some(Rc::clone(&batch));
+        Ok(batch)
+    }
+
+    fn new_batch(&self, tokens: u32) -> Outcome<Batch> {
         let hidden = self.shape.hidden;
         let ranks = self.ranks.iter().zip(0..).map(|(rank, number)| {
             let routing = Routing::random(number, tokens, self.shape.topk, self.shape.experts);
@@ -119,6 +149,7 @@ impl Rig {
             out_offsets: rank.offsets.address(),
             count_word: if self.options.counted { rank.word.address() } else { 0 },
             marks: if launch.marked { rank.marks.address() } else { 0 },
+            queue: self.options.queue,
             alignment: 1,
             cached: launch.cached.into(),
             x_fp8: fp8.into(),
@@ -141,6 +172,7 @@ impl Rig {
             out_stride: row,
             marks: if launch.marked { rank.marks.address() } else { 0 },
             senders: self.options.split,
+            queue: self.options.queue,
             ..EpCombineArgs::ZERO
         };
         // SAFETY: as above.
@@ -168,7 +200,7 @@ impl Rig {
             }
             run.finish()?;
             let mut marks = Marks::new(step.name);
-            for rank in &self.ranks {
+            for rank in self.ranks.iter() {
                 let bytes = take(&rank.place.stream, rank.marks.address(), rank.marks.len())?;
                 marks.add(&bytes[..run.blocks as usize * EP_MARKS as usize * 8]);
             }
@@ -240,7 +272,7 @@ impl Rig {
         let out = take(&self.ranks[number].place.stream, own.out.address(), batch.tokens as usize * hidden * 2)?;
         let value = f32::from_bits(u32::from_le_bytes([0, 0, OUTPUT, OUTPUT]));
         let ids = own.routing.idx.chunks(self.shape.topk as usize);
-        for (token, (row, ids)) in out.chunks_exact(2 * hidden).zip(ids).enumerate() {
+        for (token, (row, ids)) in out.chunks_exact(2 * hidden).zip(ids).enumerate().step_by(SUMMED) {
             let ranks = (0..self.ranks.len()).filter(|rank| self.goes_to(ids, *rank)).count();
             let expected = ranks as f32 * value;
             let wrong = row.chunks_exact(2).position(|bits| {
