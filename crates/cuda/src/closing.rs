@@ -164,7 +164,8 @@ impl Drop for Closer {
 impl Shared {
     /// The thread.
     fn run(&self) {
-        let _relaxed = self.cuda.as_ref().map(Cuda::relaxed);
+        // Ends with the thread, and not before: a call of the driver's must not be made while the process ends.
+        let _relaxed = ManuallyDrop::new(self.cuda.as_ref().map(Cuda::relaxed));
         let mut pause = LOOKS.0;
         let mut state = self.locked();
         loop {

@@ -7,6 +7,7 @@
 #![allow(unsafe_code)]
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
+use std::mem::ManuallyDrop;
 
 use cudarc::driver::sys::*;
 use libloading::Library;
@@ -31,7 +32,8 @@ macro_rules! table {
             pub(crate) cuFuncLoad: Option<unsafe extern "C" fn(CUfunction) -> Code>,
             pub(crate) cuGetErrorName: unsafe extern "C" fn(Code, *mut *const c_char) -> Code,
             pub(crate) cuGetErrorString: unsafe extern "C" fn(Code, *mut *const c_char) -> Code,
-            _library: Library,
+            /// Never unloaded: the driver has threads, and work of its own at the process's end.
+            _library: ManuallyDrop<Library>,
         }
 
         impl Raw {
@@ -43,7 +45,7 @@ macro_rules! table {
                     cuFuncLoad: symbol(&library, "cuFuncLoad").ok(),
                     cuGetErrorName: symbol(&library, "cuGetErrorName")?,
                     cuGetErrorString: symbol(&library, "cuGetErrorString")?,
-                    _library: library,
+                    _library: ManuallyDrop::new(library),
                 })
             }
         }
@@ -57,7 +59,7 @@ pub(crate) fn loader_words(error: &libloading::Error) -> String {
 
 fn symbol<F: Copy>(library: &Library, name: &'static str) -> Result<F, &'static str> {
     // SAFETY: F is the function type of the table's line for this name, which the compiler has compared with cudarc's
-    // declaration; the result is copied into a `Raw`, which keeps the library loaded as long as it lives.
+    // declaration; the result is copied into a `Raw`, which keeps the library loaded.
     unsafe { library.get::<F>(name.as_bytes()) }.map(|found| *found).map_err(|_| name)
 }
 
