@@ -371,16 +371,16 @@ __device__ __forceinline__ void send_details(const Dispatch &dispatch, DispatchS
 // Learns where rows go, from the plan. All blocks.
 __device__ __forceinline__ void learn_plan(const Dispatch &dispatch, DispatchShared &shared) {
     const EpCommon &common = dispatch.common;
-    if (threadIdx.x == 0) {
-        if (common.phases & EP_ANNOUNCE && !dispatch.args.cached) await_block(address_of(dispatch.scan().numbered), gridDim.x);
-        await_block(address_of(dispatch.scan().planned), dispatch.epoch);
+    if (threadIdx.x == 0) await_block(address_of(dispatch.scan().planned), dispatch.epoch);
+    if (threadIdx.x == LANES && common.phases & EP_ANNOUNCE && !dispatch.args.cached) {
+        await_block(address_of(dispatch.scan().numbered), gridDim.x);
     }
     __syncthreads();
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
         u32 region = at<const u32>(dispatch.regions() + 4 * rank);
+        u64 heap = heap_of(common, rank);
         shared.places[rank] = at<const u32>(dispatch.places() + 4 * rank);
-        shared.regions[rank] =
-            region == EP_NOWHERE ? 0 : heap_of(common, rank) + common.heap.regions + region * common.heap.region_stride;
+        shared.regions[rank] = region == EP_NOWHERE ? 0 : heap + common.heap.regions + region * common.heap.region_stride;
     }
     __syncthreads();
 }
@@ -435,25 +435,27 @@ __device__ __forceinline__ void receive_rows(const Dispatch &dispatch, DispatchS
     }
     __syncthreads();
     mark_by(0, dispatch.args.marks, EP_MARK_CAME);
-    if (!dispatch.args.cached) {
-        // The region is the result's; the handle may outlive it.
-        u32 rows = at<const u32>(dispatch.offsets() + 4 * EP_R);
-        u64 own = common.base + common.heap.regions + dispatch.args.region * common.heap.region_stride;
-        u64 from = own + common.heap.region_source, to = common.handle + common.parts.source;
-        constexpr u32 DEPTH = 8;
-        for (u32 base = threadIdx.x; base < rows / 4; base += EP_THREADS * DEPTH) {
-            Vec16 v[DEPTH];
+}
+
+// The region is the result's; the handle may outlive it.
+__device__ __forceinline__ void keep_sources(const Dispatch &dispatch) {
+    constexpr u32 DEPTH = 8;
+    const EpCommon &common = dispatch.common;
+    u32 rows = at<const u32>(dispatch.offsets() + 4 * EP_R);
+    u64 own = common.base + common.heap.regions + dispatch.args.region * common.heap.region_stride;
+    u64 from = own + common.heap.region_source, to = common.handle + common.parts.source;
+    for (u32 base = threadIdx.x; base < rows / 4; base += EP_THREADS * DEPTH) {
+        Vec16 v[DEPTH];
 #pragma unroll
-            for (u32 k = 0; k < DEPTH; ++k) {
-                if (base + k * EP_THREADS < rows / 4) v[k] = ld_once_v16(from + 16 * (base + k * EP_THREADS));
-            }
-#pragma unroll
-            for (u32 k = 0; k < DEPTH; ++k) {
-                if (base + k * EP_THREADS < rows / 4) st_v16(to + 16 * (base + k * EP_THREADS), v[k]);
-            }
+        for (u32 k = 0; k < DEPTH; ++k) {
+            if (base + k * EP_THREADS < rows / 4) v[k] = ld_once_v16(from + 16 * (base + k * EP_THREADS));
         }
-        for (u32 i = rows / 4 * 4 + threadIdx.x; i < rows; i += EP_THREADS) at<u32>(to + 4 * i) = at<const u32>(from + 4 * i);
+#pragma unroll
+        for (u32 k = 0; k < DEPTH; ++k) {
+            if (base + k * EP_THREADS < rows / 4) st_v16(to + 16 * (base + k * EP_THREADS), v[k]);
+        }
     }
+    for (u32 i = rows / 4 * 4 + threadIdx.x; i < rows; i += EP_THREADS) at<u32>(to + 4 * i) = at<const u32>(from + 4 * i);
 }
 
 // The last block of a launch says that it is over.
@@ -466,10 +468,10 @@ __device__ __forceinline__ void end_dispatch(const Dispatch &dispatch, DispatchS
     }
     if (common.phases & EP_RECEIVE) {
         receive_rows(dispatch, shared);
-        __syncthreads();
         if (rank < EP_R && !is_masked(common, rank)) {
             st_release_sys_u64(word_at(common, heap_of(common, rank), common.rank, EP_WORD_DISPATCH_TAKEN), dispatch.epoch);
         }
+        if (!dispatch.args.cached) keep_sources(dispatch);
         if (warp_of() == 0) count_waits(common);
     }
     if (threadIdx.x == 0) {

@@ -115,12 +115,11 @@ __device__ __forceinline__ bool count(const Dispatch &dispatch, ScanShared &shar
     if (threadIdx.x == 0) {
         EpScan &scan = dispatch.scan();
         shared.last = atom_add_acq_rel_gpu_u64(address_of(scan.arrived), 1) == gridDim.x - 1;
-        if (shared.last) {
-            st_relaxed_gpu_u64(address_of(scan.arrived), 0);
-            st_release_gpu_u64(address_of(scan.scanned), dispatch.epoch);
-        }
+        if (shared.last) st_relaxed_gpu_u64(address_of(scan.arrived), 0);
     }
     __syncthreads();
+    // By the last warp, while the first ones announce.
+    if (shared.last && threadIdx.x == EP_THREADS - 1) st_release_gpu_u64(address_of(dispatch.scan().scanned), dispatch.epoch);
     return shared.last;
 }
 
