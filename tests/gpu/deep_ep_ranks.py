@@ -235,6 +235,32 @@ def over_a_crossrail_group(env: Any, seed: int) -> None:
             other.destroy()
 
 
+def over_nccl(env: Any, seed: int) -> None:
+    """A buffer of a group of NCCL's, and NCCL's own operations in turns with its."""
+    import deep_ep_work as work
+    import torch.distributed as distributed
+
+    from crossrail import deep_ep
+
+    torch = env.torch
+    group = distributed.new_group(backend="nccl")
+    other = deep_ep.Buffer(group, low_latency_mode=True, explicitly_destroy=True)
+    try:
+        second = work.Env(torch, other)
+        ones = torch.ones(1 << 20, device=env.device)
+        for turn in range(4):
+            distributed.all_reduce(ones, group=group)
+            work.low_latency(second, seed + turn, hook=turn % 2 == 1)
+            distributed.all_reduce(ones, group=group)
+            work.normal(second, seed + turn, asynchronous=True)
+        assert (ones == float(env.size) ** 8).all(), "what NCCL has summed is wrong"
+        torch.cuda.synchronize()
+        distributed.barrier()
+    finally:
+        other.destroy()
+        distributed.destroy_process_group(group)
+
+
 def decode_memory(env: Any, most: float) -> None:
     """What a buffer for 128 tokens of 7168 and 288 experts takes on this GPU, in bytes."""
     from crossrail.deep_ep.pool import Kind

@@ -54,3 +54,8 @@ def test_modes_in_turns(ranks: Ranks) -> None:
 
 def test_two_buffers(ranks: Ranks) -> None:
     ranks.do("over_a_crossrail_group", 170)
+
+
+@pytest.mark.gpus(2)
+def test_beside_nccl(ranks: Ranks) -> None:
+    ranks.do("over_nccl", 180)

@@ -97,7 +97,7 @@ class Buffer:
         self._ends.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(CrossrailError, AttributeError):
+        with contextlib.suppress(Exception):  # as nobody would hear of it
             self.destroy()
 
     def _open(self, operation: str) -> None:

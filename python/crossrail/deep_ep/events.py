@@ -122,7 +122,7 @@ class Streams:
             stream.wait_stream(current)
         self._follow(stream)
         turn = Turn(stream.cuda_stream, stream)
-        with cuda.stream(stream):
+        with cuda.stream(stream) if apart else contextlib.nullcontext():
             yield turn
         self._last = stream
         if apart and stream != current:

@@ -112,7 +112,8 @@ class Pool:
         """The one for up to `max_tokens`."""
         made = self._made.get((kind, max_tokens))
         if made is None:
-            ranks = [rank for rank in range(self._ranks) if rank not in self._out]
+            out = self.left_out()
+            ranks = [rank for rank in range(self._ranks) if rank not in out]
             made = self._make(kind, max_tokens, None, ranks)
             self._made[kind, max_tokens] = made
         return made.buffer
