@@ -110,13 +110,6 @@ def doomed(me: Me, case: Case, seconds: float) -> None:
 
 
 @task
-def late(me: Me, case: Case, seconds: float) -> Lived:
-    """Comes to the exchange later than the others wait."""
-    time.sleep(seconds)
-    return _lived(me.buffer, [run(me.buffer, case, me.group.rank)], 0.0)
-
-
-@task
 def part(me: Me, case: Case) -> Lived:
     """An exchange, and away at once."""
     me.drop()

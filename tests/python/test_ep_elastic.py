@@ -169,17 +169,18 @@ def test_connected_but_not_activated(four: Ranks) -> None:
 
 
 def test_a_rank_that_is_late_is_masked_and_told() -> None:
+    limit = 1.5  # long enough that a busy machine does not make the two in time late for each other
     with Ranks(3, timeout=20) as ranks:
         setup = replace(SETUP, ranks=3)
-        ranks.call("prepare", setup, {"timeout": 0.6})
+        ranks.call("prepare", setup, {"timeout": limit})
         case = Case(setup)
-        ranks.processes[1].tell("late", case, 2.5)
         lived: dict[int, Lived] = ranks.call("survive", [case, *cases_of(setup, (0, 2), 2)], ranks=[0, 2])
         for one in lived.values():
             assert one.masked == [1] and one.faults[0]["rank"] == 1
-            assert 0.5 < one.longest_s < 2.2
+            assert 0.9 * limit < one.longest_s < 2 * limit + 2
         for number, after in enumerate(cases_of(setup, (0, 2), 2)):
             judge(after, {rank: one.got[1 + number] for rank, one in lived.items()})
+        ranks.processes[1].tell("survive", [case])  # now that the others are done
         alone = ranks.processes[1].answer()
         assert isinstance(alone, (Lived, Failed)), "it comes to an end too"
         if isinstance(alone, Lived):

@@ -1,6 +1,7 @@
 """Several rails at once: how they share, what happens when one fails, and that each really uses its NIC.
 
-Speeds are asserted loosely here, since other work may share the machine; benches/run.py has the tight figures.
+Speeds are asserted loosely here, and of rails that a busy machine can fill too: other work may share it. benches/run.py
+has the tight figures.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from bed import UNEVEN_MBIT, Bed
+from bed import Bed
 from ends import SECRET, End, Pair, wait_for_traffic
 
 from crossrail.report import Row
 
 MAKE = Callable[..., Bed]
 MIB = 1 << 20
+EQUAL_MBIT = (500, 500, 500, 500)
+UNEVEN_MBIT = (500, 500, 250, 125)
 
 
 def shares(row: Row) -> dict[str, float]:
@@ -23,18 +26,18 @@ def shares(row: Row) -> dict[str, float]:
 
 
 def test_four_equal_rails_share_equally_and_add_up(make_bed: MAKE) -> None:
-    bed = make_bed()
-    row = Pair(bed).run("--size=64M", "--iters=8").row
+    bed = make_bed(EQUAL_MBIT)
+    row = Pair(bed).run("--size=32M", "--iters=8").row
     assert row.verified
     assert row.transport == "tcp"
     assert sorted(shares(row)) == bed.rails
     for device, share in shares(row).items():
         assert share == pytest.approx(0.25, abs=0.06), device
-    assert sum(lane.bytes for lane in row.lanes) >= 8 * 64 * MIB
+    assert sum(lane.bytes for lane in row.lanes) >= 8 * 32 * MIB
     assert row.gb_per_s is not None
     assert 0.5 * bed.gb_per_s < row.gb_per_s <= 1.05 * bed.gb_per_s
     for device in bed.rails:
-        assert bed.sent_bytes("right", device) > 8 * 64 * MIB * 0.15
+        assert bed.sent_bytes("right", device) > 8 * 32 * MIB * 0.15
     assert row.raw_tcp_gb_per_s is not None, row.notes
     assert 0.5 * bed.gb_per_s < row.raw_tcp_gb_per_s <= 1.05 * bed.gb_per_s
     assert row.verdict is not None
@@ -43,7 +46,7 @@ def test_four_equal_rails_share_equally_and_add_up(make_bed: MAKE) -> None:
 
 def test_uneven_rails_fill_in_proportion(make_bed: MAKE) -> None:
     bed = make_bed(UNEVEN_MBIT)
-    row = Pair(bed).run("--size=64M", "--iters=8").row
+    row = Pair(bed).run("--size=32M", "--iters=8").row
     for device, mbit in zip(bed.rails, bed.mbit, strict=True):
         assert shares(row)[device] == pytest.approx(mbit / sum(bed.mbit), abs=0.07), device
     assert row.gb_per_s is not None
