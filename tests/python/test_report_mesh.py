@@ -37,6 +37,7 @@ def measured(ranks: int, rates: Mapping, latencies: Mapping, together: Mapping) 
             "slowest": [
                 {"target": 1, "posted_us": 1.0, "matched_us": 9.0, "copied_us": 309.0, "finished_us": 311.0},
                 {"target": 2, "posted_us": 2.0, "matched_us": 12.0, "copied_us": 612.0, "finished_us": 620.0},
+                {"target": 2, "posted_us": 3.0, "matched_us": 15.0, "copied_us": 905.0, "finished_us": 910.0},
             ],
             "copied": {"by_engine": 2, "by_kernel": 5, "why_no_kernels": "no NVRTC" if rank == 2 else None},
         }
@@ -70,7 +71,8 @@ def test_what_copied_is_in_the_row_and_said() -> None:
     assert [row.notes for row in found[24:]] == [[], [], ["rank 2: no kernel copies: no NVRTC"], []]
     text = printed(found)
     assert "8 by copy engines, 20 by a kernel" in text
-    assert "1: 9 309, 2: 12 612" in text
+    assert "to 1: matched 9 to 9, copied 309 to 309" in text
+    assert "to 2: matched 12 to 15, copied 612 to 905" in text
 
 
 @pytest.mark.parametrize(("rate", "outlier"), [(0.79, True), (0.81, False)])

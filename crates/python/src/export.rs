@@ -175,10 +175,10 @@ fn made<T: Form>(py: Python<'_>, lending: Lending) -> PyResult<Bound<'_, PyAny>>
     // SAFETY: the holder was leaked just above and nobody else has it yet; its own fields stay where they are until
     // its deleter frees it. The capsule's destructor is given for capsules of this name.
     unsafe {
-        let tensor = (*holder).managed.tensor();
-        tensor.shape = (&mut (*holder).shape).as_mut_ptr();
-        tensor.strides = (&mut (*holder).strides).as_mut_ptr();
-        (*holder).managed.point_to(holder);
+        let Holder { managed, shape, strides, .. } = &mut *holder;
+        let tensor = managed.tensor();
+        (tensor.shape, tensor.strides) = (shape.as_mut_ptr(), strides.as_mut_ptr());
+        managed.point_to(holder);
         let managed = &raw mut (*holder).managed;
         let capsule = ffi::PyCapsule_New(managed.cast(), T::NAME.as_ptr(), Some(unused::<T>));
         Bound::from_owned_ptr_or_err(py, capsule).inspect_err(|_| drop(Box::from_raw(holder)))

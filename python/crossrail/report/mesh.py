@@ -156,12 +156,18 @@ def _copies(rows: Sequence[Row]) -> str:
 
 
 def _slowest(rows: Sequence[Row]) -> list[str]:
-    """Of the slowest rank's slowest exchange: when its messages were matched, and when their copies had ended."""
+    """Of the slowest rank's slowest exchange: from when to when its messages to each rank were matched, and copied."""
     row = min(rows, key=figure)
     if not any(message.copied_us for message in row.messages):
         return []
-    told = ", ".join(f"{message.target}: {message.matched_us:.0f} {message.copied_us:.0f}" for message in row.messages)
-    return [f"rank {row.source}'s slowest, us from the barrier until matched, until copied, to rank {told}"]
+    lines = [f"rank {row.source}'s slowest of these, in us from the barrier:"]
+    for target in dict.fromkeys(message.target for message in row.messages):
+        to = [message for message in row.messages if message.target == target]
+        matched, copied = [message.matched_us for message in to], [message.copied_us for message in to]
+        lines.append(
+            f"  to {target}: matched {min(matched):.0f} to {max(matched):.0f}, copied {min(copied):.0f} to {max(copied):.0f}"
+        )
+    return lines
 
 
 def _cell(row: Row) -> str:
