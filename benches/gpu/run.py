@@ -3,6 +3,7 @@
     python benches/gpu/run.py --pack .gpu --site target/gpu-site --out benches/results/gpu
     python benches/gpu/run.py ... --gpus 2
     python benches/gpu/run.py ... --only pair,latency --quick
+    python benches/gpu/run.py ... --only ep_decode,ep_prefill,ep_sms,ep_sweep,ep_control --name experts
 
 The files have the number of GPUs in their names (pair-2.json, summary-2.json), so that runs with different numbers
 stand side by side. Each scenario has its own time; one that needs more GPUs is skipped, and says so. Exit 0: every row
@@ -42,7 +43,7 @@ def main() -> int:
     except ValueError as error:
         print(f"run.py: {error}", file=sys.stderr)
         return 2
-    runner = Runner(f"summary-{gpus}", arguments.out, arguments.budget)
+    runner = Runner(f"{arguments.name}-{gpus}", arguments.out, arguments.budget)
     for name in arguments.only:
         runner.run(_step(name, arguments, gpus, visible(gpus, present)))
     code = runner.finish()
@@ -68,6 +69,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--site", type=Path, metavar="DIR", help="where the pack's wheel was installed")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the results and the log")
     parser.add_argument("--only", metavar="NAMES", default=",".join(USUAL), help=f"of {', '.join(SCENARIOS)}")
+    name = "of the summary: another one for a part of the scenarios (summary)"
+    parser.add_argument("--name", default="summary", help=name)
     parser.add_argument("--gpus", type=int, metavar="N", help="with the first N GPUs (all)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns that ours and each peer take (3)")
     parser.add_argument("--quick", action="store_true", help="fewer iterations")

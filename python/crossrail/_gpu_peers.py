@@ -86,7 +86,7 @@ class Rank:
             try:
                 self._peers[name] = made[name]()
                 self._peers[name].start()
-            except (ImportError, NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
+            except Exception as error:  # whatever its code may raise
                 self._errors[name] = reason(error)
                 self._peers.pop(name, None)
             self._agree(name)
@@ -101,13 +101,18 @@ class Rank:
     def measure(self, modes: Sequence[str], iters: int, warmup: int, *, first: bool) -> dict[str, Any]:
         """A turn of every peer: by its name and variant what each mode took. Kernel times in the first turn only."""
         found: dict[str, Any] = {}
-        for name, peer in self._peers.items():
+        for name, peer in list(self._peers.items()):
             found[name] = {}
-            for variant, ops in peer.variants().items():
-                chosen = {mode: op for mode, op in ops.items() if mode in modes}
-                times = {mode: self._times(peer, op, iters, warmup, first) for mode, op in chosen.items()}
-                if times:
-                    found[name][variant] = {"what": peer.what, "heap_bytes": peer.heap_bytes, "modes": times}
+            try:
+                for variant, ops in peer.variants().items():
+                    chosen = {mode: op for mode, op in ops.items() if mode in modes}
+                    times = {mode: self._times(peer, op, iters, warmup, first) for mode, op in chosen.items()}
+                    if times:
+                        found[name][variant] = {"what": peer.what, "heap_bytes": peer.heap_bytes, "modes": times}
+            except Exception as error:  # whatever its code may raise
+                self._errors[name] = reason(error)
+                self._left.append(self._peers.pop(name))
+            self._agree(name)
         return {"found": found, "errors": self._errors}
 
     def _times(self, peer: Peer, op: Op, iters: int, warmup: int, first: bool) -> dict[str, Any]:
@@ -149,13 +154,15 @@ class Rank:
 
     def by_kernels(self, op: Op, iters: int) -> float:
         """Microseconds of all kernels of an operation, on average."""
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        # As torch.profiler, which imports a compiler first.
+        with torch.autograd.profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True) as profile:
             for _ in range(iters):
                 self.meet()
                 op()
             torch.cuda.synchronize()
         events = [event for event in profile.key_averages() if not NOT_THEIRS.search(event.key)]
-        return float(sum(_device_time(event) for event in events)) / iters
+        # The profiler may miss some of the first.
+        return sum((_device_time(one) / one.count * max(round(one.count / iters), 1) for one in events), 0.0)
 
     def _agree(self, name: str) -> None:
         """A peer that cannot run on one rank runs on none."""
@@ -260,8 +267,9 @@ class DeepEp(Peer):
 
     def _normal(self) -> Any:
         self.module.Buffer.set_num_sms(self.sms)
-        self.heap_bytes = NVL_BYTES
-        return self.module.Buffer(self.here.group, NVL_BYTES, explicitly_destroy=True)
+        # Ours takes what the tokens need.
+        self.heap_bytes = NVL_BYTES if self.name == "deepep" else None
+        return self.module.Buffer(self.here.group, self.heap_bytes or 0, explicitly_destroy=True)
 
     def start(self) -> None:
         """A dispatch whose counts are looked at, and the best of its settings."""

@@ -26,5 +26,7 @@ def serve(parent: Parent, job: Message) -> None:
                 elif request["do"] == "measure":
                     told = rank.measure(request["modes"], request["iters"], request["warmup"], first=request["first"])
                     parent.tell("measured", **told)
-    except (ImportError, RuntimeError) as error:
+    except Exception as error:  # whatever their code may raise
+        if isinstance(error, Failure):
+            raise
         raise Failure(f"peers: {_gpu_peers.reason(error)}") from None
