@@ -68,7 +68,8 @@ impl Args {
         }
     }
 
-    fn with(mut self, phases: u32) -> Args {
+    /// Those of its phases.
+    pub(crate) fn with(mut self, phases: u32) -> Args {
         match &mut self {
             Args::DispatchExpert(args) | Args::DispatchRank(args) => args.common.phases = phases,
             Args::CombineExpert(args) | Args::CombineRank(args) => args.common.phases = phases,
@@ -464,7 +465,7 @@ impl Inner {
         if call.state.has_far() {
             self.run_far(&mut call.state, &call.stream, launch, phases)?;
         } else {
-            self.launch(&call.stream, &launch.args, phases, self.blocks)?;
+            self.launch(&call.stream, &launch.args.with(phases), self.blocks)?;
         }
         let done = self.events.record(&call.stream, call.captured)?;
         launch.handle.is_used_until(&done);
@@ -477,11 +478,11 @@ impl Inner {
         Ok(done)
     }
 
-    pub(crate) fn launch(&self, stream: &Stream, args: &Args, phases: u32, blocks: u32) -> Result<()> {
+    pub(crate) fn launch(&self, stream: &Stream, args: &Args, blocks: u32) -> Result<()> {
         // SAFETY: heaps, table, ring and handle are ours, laid out for this shape, and kept until kernels are done; the
         // order of operations was checked; callers vouch for their own addresses.
         unsafe {
-            match &args.with(phases) {
+            match args {
                 Args::DispatchExpert(args) => self.kernels.dispatch_expert(stream, args, blocks),
                 Args::DispatchRank(args) => self.kernels.dispatch_rank(stream, args, blocks),
                 Args::CombineExpert(args) => self.kernels.combine_expert(stream, args, blocks),

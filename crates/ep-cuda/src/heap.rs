@@ -3,7 +3,9 @@
 use std::mem::offset_of;
 
 use crossrail::Memory;
-use crossrail_kernels::ep::{EP_DEPTH, EP_LINE, EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, EpHeap, EpState, Shape};
+use crossrail_kernels::ep::{
+    EP_DEPTH, EP_LINE, EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, EpHeap, EpState, Shape, Span,
+};
 use crossrail_types::Result;
 
 /// Dispatches and combines so far.
@@ -29,13 +31,6 @@ const _: () = assert!(
         && offset_of!(EpState, combine_sent) == 32
         && offset_of!(EpState, combine_ended) == 40
 );
-
-/// A range of a heap, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Span {
-    pub(crate) at: u64,
-    pub(crate) len: u64,
-}
 
 /// This rank's heap, with the table of where the others' are behind it.
 pub(crate) struct Heap {
@@ -85,11 +80,6 @@ impl Heap {
     pub(crate) fn sent(&self) -> Result<Epochs> {
         let numbers = self.numbers()?;
         Ok(Epochs { dispatch: numbers[1], combine: numbers[4] })
-    }
-
-    /// The last dispatch that was announced, and the last combine that was begun.
-    pub(crate) fn begun(&self) -> Result<Epochs> {
-        self.epochs()
     }
 
     fn numbers(&self) -> Result<[u64; NUMBERS]> {
