@@ -289,7 +289,10 @@ def gpu_graph(me: Me, cases: list[Case], replays: int) -> list[Got]:
     # What is not in a graph goes on beside it.
     eager = run(buffer, replace(cases[0], split=False), rank)
     assert np.array_equal(eager.sums, got[0].sums), "an exchange after the graph"
-    torch.cuda.synchronize()
+    buffer.sync()
+    assert not buffer.faults(), buffer.faults()
+    del came, sums, graph
+    me.drop()  # its regions are the graph's
     return got
 
 
@@ -345,6 +348,9 @@ def gpu_two_buffers(me: Me, first: list[Case], second: list[Case]) -> list[list[
             assert "another buffer" in str(error), error
         else:
             raise AssertionError("a handle of another buffer was taken")
+        for buffer in buffers:
+            buffer.sync()
+            assert not buffer.faults(), buffer.faults()
         return got
     finally:
         for buffer in buffers:

@@ -30,7 +30,7 @@ def ask(ranks: Ranks, task: str, *arguments: Any, **options: Any) -> dict[int, A
     return answers
 
 
-ALONE = {"gpu_two_buffers", "gpu_state"}
+ALONE = {"gpu_graph", "gpu_two_buffers", "gpu_state"}
 """Tasks that leave no buffer to be asked."""
 
 

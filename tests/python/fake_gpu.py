@@ -226,7 +226,9 @@ class World:
             ]
             weighted = any(one["topk_weights"] for one in fed)
             weights = [
-                at(one["topk_weights"], shape, np.float32) if one["topk_weights"] else np.empty(shape, np.float32)
+                at(one["topk_weights"], shape, np.float32).copy()
+                if one["topk_weights"]
+                else np.empty(shape, np.float32)
                 for one, shape in zip(fed, small, strict=True)
             ]
             unit = calls[0].part["out"].get("alignment", 1)
