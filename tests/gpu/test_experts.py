@@ -161,7 +161,7 @@ WRONG = {
 
 def test_wrong_calls_are_named_and_begin_nothing(ranks: Ranks) -> None:
     for said in ask(ranks, "gpu_wrong", Case(SMALL, seed=110)).values():
-        assert said.keys() == WRONG.keys()
+        assert said.keys() == WRONG.keys(), WRONG.keys() ^ said.keys()
         for name, text in WRONG.items():
             assert text in said[name], (name, said[name])
     several = [Case(SMALL, seed=111), Case(SMALL, layout="rank", seed=112)]
