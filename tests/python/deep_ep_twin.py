@@ -296,15 +296,17 @@ class TwinDeepEp(Buffer):
         return EventOverlap()
 
 
-def on_ranks(size: int, work: Callable[[TwinDeepEp], Any], **options: Any) -> list[Any]:
-    """What `work` gives on each of so many ranks. The first error is raised."""
+def on_ranks(
+    size: int, work: Callable[[TwinDeepEp], Any], kind: type[TwinDeepEp] = TwinDeepEp, **options: Any
+) -> list[Any]:
+    """What `work` gives on each of so many ranks, which have a `kind`. The first error is raised."""
     meeting = Meeting(size)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(TwinDeepEp((meeting, rank), **options))
+            results[rank] = work(kind((meeting, rank), **options))
         except BaseException as error:
             errors.append(error)
             meeting.abort()

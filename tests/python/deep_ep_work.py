@@ -119,7 +119,8 @@ def values_of(env: Env, x: Any) -> Any:
         wide = np.ldexp(np.float32(1), packed.astype(np.int32) - 127)
     else:
         wide = scales.cpu().numpy()
-    return rows * np.repeat(wide, 128, axis=-1)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is behind the valid rows is anything
+        return rows * np.repeat(wide, 128, axis=-1)
 
 
 # Normal mode.

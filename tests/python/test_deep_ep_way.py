@@ -1,0 +1,150 @@
+"""crossrail.deep_ep on what an ExpertBuffer does with tensors, down to addresses and strides; the GPU is the host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import deep_ep_work as work
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from deep_ep_twin import PATIENCE_S, Meeting, TwinDeepEp, TwinMachine, TwinRanks, on_ranks  # noqa: E402
+from fake_gpu import STREAM, FakeHandle, FakeOperation, World  # noqa: E402
+
+from crossrail import _calls, _experts_device  # noqa: E402
+from crossrail._device_arrays import Course, TorchArrays  # noqa: E402
+from crossrail._experts_device import DeviceWay  # noqa: E402
+
+CHANGED = threading.Condition()
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    put = FakeOperation._put
+
+    def put_alone(operation: FakeOperation) -> None:
+        with CHANGED:
+            put(operation)
+            CHANGED.notify_all()
+
+    def counts(operation: FakeOperation) -> Any:
+        with CHANGED:
+            assert CHANGED.wait_for(lambda: operation.told is not None, PATIENCE_S)
+        return operation.told
+
+    monkeypatch.setattr(FakeOperation, "_put", put_alone)
+    monkeypatch.setattr(FakeOperation, "counts", counts)
+    monkeypatch.setattr(_experts_device, "DeviceHandle", FakeHandle)
+    yield
+
+
+class HostTensors(TorchArrays):
+    """PyTorch's tensors, as if the host's were on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__(torch, 0)
+        self.device, self.ordinal = torch.device("cpu"), -1
+
+    def course(self, stream: Any, operation: str) -> Course:
+        return Course(STREAM, None)
+
+    def shown(self, array: Any) -> Any:
+        return (
+            torch.from_numpy(array.view("i2")).view(torch.bfloat16) if array.dtype == "u2" else torch.from_numpy(array)
+        )
+
+
+class Way(DeviceWay):
+    def arrays_of(self, value: Any) -> Any:
+        assert isinstance(value, torch.Tensor)
+        return HostTensors()
+
+
+class WayBuffer:
+    """An ExpertBuffer's half that is in Python."""
+
+    spare_regions = 1
+
+    def __init__(self, meeting: Meeting, rank: int, kind: Any, max_tokens: int) -> None:
+        fp8, packed = kind.payload != "bf16", kind.payload == "ue8m0"
+        self.sizes = _calls.Sizes(meeting.size, max_tokens, kind.hidden, kind.experts, kind.topk, fp8, packed)
+        world = meeting.gather(rank, World(self.sizes) if rank == 0 else None)[0]
+        self.meeting, self.rank = meeting, rank
+        self.way = Way(world.buffers[rank], self.sizes, None)  # type: ignore[arg-type]
+
+    def destroy(self) -> None: ...
+
+    def masked(self) -> list[int]:
+        return []
+
+    def _together(self, begun: Any, send_only: bool) -> Any:
+        """An operation is over when all ranks have put it in."""
+        if not send_only:
+            self.meeting.gather(self.rank, None)
+            return begun
+
+        def finish(stream: Any) -> None:
+            begun.finish(stream)
+            self.meeting.gather(self.rank, None)
+
+        return SimpleNamespace(result=begun.result, finish=finish)
+
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any = None,
+        layout: Any = "expert",
+        *,
+        send_only: bool = False,
+        **rest: Any,
+    ) -> Any:
+        options = {"handle": None, "expert_alignment": 1, "out": None, "stats": None, "waits": None, "max_rows": None}
+        given = options | rest
+        assert given.keys() == options.keys()
+        call = _calls.DispatchCall(x, topk_idx, topk_weights, layout, **given, stream=None, send_only=send_only)
+        return self._together(self.way.dispatch(call), send_only)
+
+    def combine(self, y: Any, handle: Any, *, send_only: bool = False, **rest: Any) -> Any:
+        options = {"topk_weights": None, "bias": None, "out": None, "waits": None}
+        given = options | rest
+        assert given.keys() == options.keys()
+        call = _calls.CombineCall(y, handle, **given, stream=None, send_only=send_only)
+        return self._together(self.way.combine(call), send_only)
+
+
+class WayMachine(TwinMachine):
+    def make(self, kind: Any, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> Any:
+        return WayBuffer(self.meeting, self.rank, kind, max_tokens)
+
+
+class WayDeepEp(TwinDeepEp):
+    def _meet(self, group: Any, comm: Any, share_node: bool) -> Any:
+        return TwinRanks(*group), WayMachine(*group)
+
+
+def run(what: Any, *arguments: Any, **options: Any) -> None:
+    on_ranks(2, lambda buffer: what(work.Env(torch, buffer), *arguments, **options), WayDeepEp)
+
+
+@pytest.mark.parametrize("payload", ["bf16", "fp8", "ue8m0"])
+@pytest.mark.parametrize("hook", [False, True])
+def test_low_latency(payload: str, hook: bool) -> None:
+    for seed in (1, 2):
+        run(work.low_latency, seed, payload, hook=hook)
+
+
+def test_low_latency_halves() -> None:
+    run(work.low_latency_overlapped, 3)
+
+
+def test_normal_without_ids() -> None:
+    run(work.normal_without_ids, 4)
+
+
+def test_normal_with_more_tokens() -> None:
+    run(work.normal_grows)
