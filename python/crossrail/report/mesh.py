@@ -163,11 +163,13 @@ def _slowest(rows: Sequence[Row]) -> list[str]:
     lines = [f"rank {row.source}'s slowest of these, in us from the barrier:"]
     for target in dict.fromkeys(message.target for message in row.messages):
         to = [message for message in row.messages if message.target == target]
-        matched, copied = [message.matched_us for message in to], [message.copied_us for message in to]
-        lines.append(
-            f"  to {target}: matched {min(matched):.0f} to {max(matched):.0f}, copied {min(copied):.0f} to {max(copied):.0f}"
-        )
+        matched, copied = (_span([message.matched_us for message in to]), _span([message.copied_us for message in to]))
+        lines.append(f"  to {target}: matched {matched}, copied {copied}")
     return lines
+
+
+def _span(times: Sequence[float]) -> str:
+    return f"{min(times):.0f} to {max(times):.0f}"
 
 
 def _cell(row: Row) -> str:
