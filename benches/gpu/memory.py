@@ -110,17 +110,23 @@ def driver_alone(gpus: Gpus) -> dict[str, list[int]]:
         return values[0] if values else None
 
     def memory(gpu: int) -> None:
-        prop, access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
+        prop = driver.CUmemAllocationProp()
         prop.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         prop.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         prop.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         prop.location.id = gpu
-        access.location = prop.location
-        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        allowed = []
+        for user in range(gpus.count):
+            if user != gpu and not done(gpus.runtime.cudaDeviceCanAccessPeer(user, gpu)):
+                continue
+            access = driver.CUmemAccessDesc()
+            access.location.type, access.location.id = prop.location.type, user
+            access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            allowed.append(access)
         handle = done(driver.cuMemCreate(SIZE, prop, 0))
         address = done(driver.cuMemAddressReserve(SIZE, 0, 0, 0))
         done(driver.cuMemMap(address, SIZE, 0, handle, 0))
-        done(driver.cuMemSetAccess(address, SIZE, [access], 1))
+        done(driver.cuMemSetAccess(address, SIZE, allowed, len(allowed)))
         done(driver.cuMemsetD8(address, 0, SIZE))
         # It has only begun.
         done(driver.cuCtxSynchronize())
