@@ -211,7 +211,12 @@ impl Core {
 
     /// Whether something must be looked at again without any event telling so.
     pub(crate) fn busy(&self) -> bool {
-        !self.jobs.is_empty() || !self.closing.is_empty() || self.inbox.is_up() || self.lends()
+        self.awaits_copy() || !self.closing.is_empty() || self.inbox.is_up()
+    }
+
+    /// Whether a copy is under way whose end only who looks sees: one of this end's, or one that was left to a peer.
+    pub(crate) fn awaits_copy(&self) -> bool {
+        !self.jobs.is_empty() || self.lends()
     }
 
     pub(crate) fn add_inside(&mut self, inside: Inside) {

@@ -330,7 +330,8 @@ impl<'a> Wait<'a> {
     #[cold]
     fn look<T>(&mut self, core: MutexGuard<'a, Core>, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
         let shared = self.shared;
-        let threads = core.threads;
+        // Others' threads do not see the end of a copy between GPUs.
+        let aside = core.threads && !core.awaits_copy();
         shared.after(core);
         let now = Instant::now();
         let deadline = *self.deadline.get_or_insert(now + self.timeout);
@@ -345,8 +346,8 @@ impl<'a> Wait<'a> {
         // Session and link events are not looked at while spinning.
         shared.poll_sockets(Some(Duration::ZERO));
         if idle < self.patience() {
-            if threads {
-                self.aside = true;
+            self.aside = aside;
+            if aside {
                 self.stand_aside(idle);
             } else {
                 std::thread::yield_now();
