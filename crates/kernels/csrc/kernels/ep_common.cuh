@@ -75,7 +75,7 @@ __device__ __forceinline__ void mask_for(const EpCommon &c, u32 rank, u32 stage,
 // The slow part of `await`.
 __device__ __noinline__ bool await_long(const EpCommon &c, u64 word, u64 value, u32 rank, u32 stage, u64 epoch) {
     u64 started = clock_ns();
-    while (!is_masked(c, rank)) {
+    while (true) {
         u64 seen = 0;
         for (u32 look = 0; look < EP_LOOKS; ++look) {
             seen = ld_acquire_sys_u64(word);
@@ -84,11 +84,12 @@ __device__ __noinline__ bool await_long(const EpCommon &c, u64 word, u64 value, 
                 return true;
             }
         }
+        // Masks are one line that all who wait read: seldom.
+        if (is_masked(c, rank)) return false;
         u64 waited = clock_ns() - started;
         if (waited >= c.limit_ns) mask_for(c, rank, stage, epoch, seen);
         if (waited > 1000000) pause_ns(500);
     }
-    return false;
 }
 
 // Waits until the word that `rank` writes has reached the value; false if the rank is masked first. What the rank wrote

@@ -247,8 +247,8 @@ __device__ __forceinline__ void note_routes(const EpDispatchArgs &args, const Ar
     if (args.out_source) at<u32>(args.out_source, a.row) = a.token;
 }
 
-// Delivers one piece of a token of which something is here: what does not need the piece comes first. All lanes.
-__device__ __forceinline__ void receive_piece(const EpDispatchArgs &args, Arrival a, u64 table, u64 epoch, u32 lane) {
+// Finds out where a piece of a token goes of which something is here; it need not have come yet. All lanes.
+__device__ __forceinline__ Arrival expect_piece(const EpDispatchArgs &args, Arrival a, u64 table, u64 epoch, u32 lane) {
     const EpCommon &c = args.common;
     u32 entry = lane < EP_K ? at<u32>(table + c.heap.table_entries, u64(a.token) * EP_K + lane) : 0;
     a.row = EP_NOWHERE;
@@ -261,6 +261,12 @@ __device__ __forceinline__ void receive_piece(const EpDispatchArgs &args, Arriva
     }
     __syncwarp();
     if (a.piece == 0) note_routes(args, a, table, lane);
+    return a;
+}
+
+// Waits for a piece, and delivers it. All lanes.
+__device__ __forceinline__ void receive_piece(const EpDispatchArgs &args, const Arrival &a, u64 epoch, u32 lane) {
+    const EpCommon &c = args.common;
     u64 row = slot_of(epoch, a.source) * c.max_tokens + a.token;
     u32 came = 0;
     if (lane == 0) {
@@ -307,19 +313,18 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
                 at<u8>(c.handle + c.parts.present, u64(mine.source) * c.max_tokens + mine.token) = 0;
             }
         }
+        // Where the next one goes is found out before the last one is waited for.
+        Arrival last;
+        bool expects = false;
         for (u32 left = __ballot_sync(WHOLE_WARP, any != 0); left; left &= left - 1) {
             Arrival next = arrival(first + u64(__ffs(left) - 1) * workers);
-            receive_piece(args, next, tables + slot_of(epoch, next.source) * c.heap.table_stride, epoch, lane);
+            next = expect_piece(args, next, tables + slot_of(epoch, next.source) * c.heap.table_stride, epoch, lane);
+            if (expects) receive_piece(args, last, epoch, lane);
+            last = next;
+            expects = true;
         }
+        if (expects) receive_piece(args, last, epoch, lane);
     }
-}
-
-// The first warp of each block that receives: those that have something to send come later to it, where others are enough.
-__device__ __forceinline__ u32 receive_from(const EpCommon &c, u32 senders) {
-    u32 from = EP_RECEIVE_FROM;
-    if (from > 0 || !(c.phases & EP_SEND)) return from;
-    u32 busy = (c.tokens * PIECES + senders - 1) / senders;
-    return 2 * busy <= WARPS ? busy : 0;
 }
 
 // Ends a dispatch: the last block says so to this rank's next launches.

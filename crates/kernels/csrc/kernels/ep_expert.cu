@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     if (ready) row = stage_unit(args, share.unit, stages, lane);
     __syncthreads();
     Peers peers(start.open, start.base, lane);
-    if (blockIdx.x == gridDim.x - 1 && warp == WARPS - 1) tell_taken(c, start, lane);
+    if (blockIdx.x == gridDim.x - 1 && warp == WARPS - 1) tell_taken(c, start, EP_WORD_DISPATCH_TAKEN, lane);
     if (sends) {
         if (plans) {
             announce_tables(args, start, memory);
@@ -43,9 +43,10 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     if (c.phases & EP_RECEIVE) {
         if (plans) plan_rows(args, memory, start.received);
         if (plans) mark_of(0, args.marks, EP_MARK_HEARD);
-        u32 from = receive_from(c, senders);
+        u32 from = EP_RECEIVE_FROM;
         if (warp >= from) {
-            u32 worker = (warp - from) * gridDim.x + blockIdx.x;
+            // The last warps, which have the least to send, have the most to deliver.
+            u32 worker = (WARPS - 1 - warp) * gridDim.x + blockIdx.x;
             receive_rows(args, start, worker, (WARPS - from) * gridDim.x, lane);
             mark_of(EP_THREADS - LANES, args.marks, EP_MARK_CAME);
         }
@@ -68,11 +69,11 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     if (warp == WARPS - 1) {
         const EpState &state = state_of(c);
         begin(c, {state.combine_sent, state.combine_ended, EP_WORD_COMBINE_TAKEN}, start, lane);
-        begin_combine(c, start, lane);
     }
+    if (warp == (WARPS > 1 ? WARPS - 2 : 0)) begin_combine(c, start, lane);
     __syncthreads();
     Peers peers(start.open, start.base, lane);
-    if (blockIdx.x == gridDim.x - 1 && warp == WARPS - 1) tell_taken(c, start, lane);
+    if (blockIdx.x == gridDim.x - 1 && warp == WARPS - 1) tell_taken(c, start, EP_WORD_COMBINE_TAKEN, lane);
     if (sends) send_weights(args, start, own);
     Pending pending = returns.send(args, start, peers, stages, lane);
     if (c.phases & EP_RECEIVE) {

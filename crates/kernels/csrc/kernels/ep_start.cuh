@@ -68,7 +68,7 @@ __device__ __forceinline__ void begin(const EpCommon &c, const Numbered &by, Sta
     }
 }
 
-// What a handle says of sources. The same warp.
+// What a handle says of sources. One whole warp, another one if there is another.
 __device__ __forceinline__ void begin_combine(const EpCommon &c, Start &start, u32 lane) {
 #pragma unroll
     for (u32 i = 0; i < EACH; ++i) {
@@ -80,15 +80,12 @@ __device__ __forceinline__ void begin_combine(const EpCommon &c, Start &start, u
     if (lane == 0) start.weighted = at<EpHandleHeader>(c.handle + c.parts.header).flags & EP_WEIGHTED;
 }
 
-// Tells every rank which operations this one has done with: those of earlier launches. One whole warp of the launch.
-__device__ __forceinline__ void tell_taken(const EpCommon &c, const Start &start, u32 lane) {
-    const EpState &state = state_of(c);
-    u64 dispatch = ld_relaxed_gpu_u64(address_of(state.dispatch_ended));
-    u64 combine = ld_relaxed_gpu_u64(address_of(state.combine_ended));
+// Tells every rank which operation this one has done with: the last that an earlier launch received. One whole warp of the
+// launch.
+__device__ __forceinline__ void tell_taken(const EpCommon &c, const Start &start, u32 word, u32 lane) {
+    fence_acq_rel_sys();
     for (u32 rank = lane; rank < EP_R; rank += LANES) {
-        if (!(start.open >> rank & 1)) continue;
-        st_release_sys_u64(word_at(c, start.base[rank], c.rank, EP_WORD_DISPATCH_TAKEN), dispatch);
-        st_release_sys_u64(word_at(c, start.base[rank], c.rank, EP_WORD_COMBINE_TAKEN), combine);
+        if (start.open >> rank & 1) st_relaxed_sys_u64(word_at(c, start.base[rank], c.rank, word), start.received - 1);
     }
 }
 
