@@ -113,6 +113,21 @@ fn without_bulk_copies_too() {
     operation.check_combine(&job).unwrap();
 }
 
+/// One fence stands for many pieces; without it, ranks would look at what need not be there yet.
+#[test]
+fn flags_without_their_fence_are_noticed() {
+    let fence = "        fence_acq_rel_sys();\n        for (u64 left = ready";
+    let build = emulate::Build::new(&SOURCES);
+    let build = build.broken("kernels/ep_start.cuh", fence, "        for (u64 left = ready");
+    let Some(mut job) = Job::of(&build, SHAPE, SHAPE.expert_shared()) else { return };
+    let mut numbers = Numbers(6);
+    let routing = Routing::of(&mut numbers, &SHAPE, &[6, 6, 6], Choice::Even);
+    let operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::None);
+    operation.dispatch(&mut job, 2, BOTH);
+    let wrong = job.emulator.run(6).unwrap_err();
+    assert!(wrong.contains("ep_dispatch.cuh"), "{wrong}");
+}
+
 /// All operations are queued at once: ranks run ahead of each other as far as slots let them.
 #[test]
 fn operations_follow_each_other_without_waiting_for_the_host() {

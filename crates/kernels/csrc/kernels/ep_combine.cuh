@@ -248,7 +248,7 @@ struct Returns {
     }
 
     // Sends all; the last piece is still on its way.
-    __device__ __forceinline__ Pending send(const EpCombineArgs &args, const Start &start, const Peers &peers, u8 *stages,
+    __device__ __forceinline__ Pending send(const EpCombineArgs &args, Start &start, const Peers &peers, u8 *stages,
                                             u32 lane) {
         const EpCommon &c = args.common;
         Pending pending;
@@ -264,10 +264,10 @@ struct Returns {
                 Return r = unit_of(c, next);
                 if (next != worker) row = lane < EP_K ? row_of(c, r, lane) : EP_NOWHERE;
                 u8 *place = stages + stage * COMBINE_STAGE;
-                if (EP_STAGES == 1) settle(pending, start.sent);
+                if (EP_STAGES == 1) settle(pending, start, lane);
                 stage_back(args, start, r, row, place, lane);
-                settle(pending, start.sent);
-                pending = send_one(c, start, peers, r, place, lane);
+                settle(pending, start, lane);
+                send_one(c, start, peers, r, place, pending, lane);
                 if (next == worker) mark_of(0, args.marks, EP_MARK_FIRST);
                 if (++stage == EP_STAGES) stage = 0;
             }
@@ -275,13 +275,13 @@ struct Returns {
         return pending;
     }
 
-    static __device__ __forceinline__ Pending send_one(const EpCommon &c, const Start &start, const Peers &peers,
-                                                       const Return &r, const u8 *stage, u32 lane) {
+    static __device__ __forceinline__ void send_one(const EpCommon &c, const Start &start, const Peers &peers,
+                                                    const Return &r, const u8 *stage, Pending &pending, u32 lane) {
         bool sender = lane == 0 && slots_free(c, start, r.source, EP_WORD_COMBINE_TAKEN, EP_STAGE_COMBINE_TAKEN);
         u64 base = peers.base.of(r.source), slot = slot_of(start.sent, c.rank), i = u64(r.token) * BACK_ROWS + r.which;
         u64 to = base + c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + r.piece * EP_PIECE * 2ull;
         u64 flag = base + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + r.piece) * 8;
-        return start_sending(stage, piece_elements(r.piece) * 2, sender, to, flag, lane);
+        start_sending(pending, stage, piece_elements(r.piece) * 2, sender, to, flag, lane);
     }
 };
 

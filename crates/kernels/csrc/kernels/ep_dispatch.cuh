@@ -92,8 +92,8 @@ __device__ __forceinline__ Outgoing stage_unit(const EpDispatchArgs &args, u32 u
 }
 
 // Starts to send a piece.
-__device__ __forceinline__ Pending send_unit(const EpCommon &c, const Start &start, const Peers &peers, Outgoing row,
-                                             u32 unit, const u8 *stage, u32 lane) {
+__device__ __forceinline__ void send_unit(const EpCommon &c, const Start &start, const Peers &peers, Outgoing row, u32 unit,
+                                          const u8 *stage, Pending &pending, u32 lane) {
     u32 token = unit / PIECES, piece = unit % PIECES;
     u32 rank = row.expert >= 0 ? row.expert / LOCAL : 0;
     bool sender = is_first_of_rank(rank, row.expert >= 0 && peers.is_open(rank), lane);
@@ -101,7 +101,7 @@ __device__ __forceinline__ Pending send_unit(const EpCommon &c, const Start &sta
     sender = sender && slots_free(c, start, rank, EP_WORD_DISPATCH_TAKEN, EP_STAGE_DISPATCH_TAKEN);
     u64 to = base + c.heap.rows + (slot + token) * c.heap.row_stride + piece * c.heap.piece_stride;
     u64 flag = base + c.heap.row_flags + ((slot + token) * PIECES + piece) * 8;
-    return start_sending(stage, row.bytes, sender, to, flag, lane);
+    start_sending(pending, stage, row.bytes, sender, to, flag, lane);
 }
 
 // A warp's share of what is sent: every `step`-th piece of a token from `unit` on.
@@ -113,23 +113,23 @@ struct Share {
 
 // Sends this warp's share; the first piece is in the first stage already if `ready`. While a piece is on its way, the next
 // one is read.
-__device__ __forceinline__ void send_rows(const EpDispatchArgs &args, const Start &start, const Peers &peers, u8 *stages,
+__device__ __forceinline__ void send_rows(const EpDispatchArgs &args, Start &start, const Peers &peers, u8 *stages,
                                           Share share, bool ready, Outgoing row, u32 lane) {
     Pending pending;
     u32 stage = 0;
     for (; share.unit < share.end; share.unit += share.step) {
         u8 *place = stages + stage * DISPATCH_STAGE;
         if (!ready) {
-            if (EP_STAGES == 1) settle(pending, start.sent);
+            if (EP_STAGES == 1) settle(pending, start, lane);
             row = stage_unit(args, share.unit, place, lane);
         }
         ready = false;
-        settle(pending, start.sent);
-        pending = send_unit(args.common, start, peers, row, share.unit, place, lane);
+        settle(pending, start, lane);
+        send_unit(args.common, start, peers, row, share.unit, place, pending, lane);
         if (share.unit < share.step) mark_of(0, args.marks, EP_MARK_FIRST);
         if (++stage == EP_STAGES) stage = 0;
     }
-    settle(pending, start.sent);
+    settle(pending, start, lane);
     mark_of(0, args.marks, EP_MARK_SENT);
 }
 

@@ -3,7 +3,7 @@
 #include "kernels/ep_combine.cuh"
 
 // What a block's warps find in its shared memory from there on.
-__device__ __forceinline__ u8 *behind_start(u8 *shared) { return shared + EP_START_SHARED; }
+__device__ __forceinline__ u8 *behind_start(u8 *shared) { return shared + EP_START; }
 
 extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     crossrail_ep_dispatch_expert(const __grid_constant__ EpDispatchArgs args) {
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
         // What this rank itself adds to the first sum is read while this warp's last row is on its way.
         Gather gather;
         if (unit < units) gather.begin(args, start, peers, unit, lane);
-        settle(pending, start.sent);
+        settle(pending, start, lane);
         mark_of(0, args.marks, EP_MARK_SENT);
         while (unit < units) {
             gather.end(args, start, unit, lane);
@@ -93,6 +93,6 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
         }
         mark_of(0, args.marks, EP_MARK_SUMS);
     }
-    settle(pending, start.sent);
+    settle(pending, start, lane);
     end_combine(args, start.sent, start.received);
 }

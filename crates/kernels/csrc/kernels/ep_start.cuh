@@ -23,8 +23,14 @@ struct Start {
     // Dispatch: a warp of the block has begun to wait for the plan; it is there.
     u32 asked;
     u32 planned;
+    // Warps whose pieces are there, but whose flags are not set yet; and TELLING while one of them sets flags. How often those
+    // of each warp were set.
+    u64 ready;
+    u32 told[WARPS];
+    u64 untold[WARPS][EP_K];
 };
-static_assert(sizeof(Start) <= EP_START_SHARED, "what the host reckons with");
+static_assert(sizeof(Start) <= EP_START, "what the host reckons with");
+constexpr u64 TELLING = 1ull << 63;
 
 // Which numbers and words a kernel goes by.
 struct Numbered {
@@ -65,7 +71,9 @@ __device__ __forceinline__ void begin(const EpCommon &c, const Numbered &by, Sta
         start.free = free;
         start.asked = 0;
         start.planned = 0;
+        start.ready = 0;
     }
+    if (lane < WARPS) start.told[lane] = 0;
 }
 
 // What a handle says of sources. One whole warp, another one if there is another.
@@ -95,13 +103,16 @@ __device__ __forceinline__ bool slots_free(const EpCommon &c, const Start &start
     return await(c, word_at(c, c.base, rank, word), start.sent - EP_DEPTH, rank, stage, start.sent);
 }
 
-// A piece under way from shared memory to other ranks: each lane has one rank's flag, 0 for none.
+// A warp's piece under way from shared memory to other ranks: each lane has one rank's flag, 0 for none.
 struct Pending {
     u64 flag = 0;
+    // Pieces so far whose flags were given to be set.
+    u32 given = 0;
 };
 
 // Starts to store what is in `stage` to `to` for each lane that is a `sender`. All lanes; `settle` comes before the next.
-__device__ __forceinline__ Pending start_sending(const u8 *stage, u32 bytes, bool sender, u64 to, u64 flag, u32 lane) {
+__device__ __forceinline__ void start_sending(Pending &pending, const u8 *stage, u32 bytes, bool sender, u64 to, u64 flag,
+                                              u32 lane) {
 #if EP_BULK
     fence_proxy_async_shared();
     __syncwarp();
@@ -116,18 +127,51 @@ __device__ __forceinline__ Pending start_sending(const u8 *stage, u32 bytes, boo
     }
     __syncwarp();
 #endif
-    return Pending{sender ? flag : 0};
+    pending.flag = sender ? flag : 0;
 }
 
-// Waits until what is pending is there, and sets its flags. All lanes.
-__device__ __forceinline__ void settle(Pending &pending, u64 epoch) {
-    if (pending.flag) {
-#if EP_BULK
-        bulk_wait_all();
-#endif
-        st_release_sys_u64(pending.flag, epoch);
+// Sets the flags of all warps of the block that are ready, until none is. A fence for all that other ranks are to see is
+// dear: all warps of a GPU wait for each other's. So there is one for all that is ready when it begins. All lanes.
+__device__ __forceinline__ void tell_ready(Start &start, u32 lane) {
+    while (true) {
+        u64 ready = lane == 0 ? atom_and_acq_rel_shared_u64(start.ready, TELLING) & ~TELLING : 0;
+        ready = __shfl_sync(WHOLE_WARP, ready, 0);
+        // What one lane has seen is there for all.
+        __syncwarp();
+        if (ready == 0) {
+            u32 over = lane == 0 && atom_cas_acq_rel_shared_u64(start.ready, TELLING, 0) == TELLING;
+            if (__shfl_sync(WHOLE_WARP, over, 0)) return;
+            continue;
+        }
+        fence_acq_rel_sys();
+        for (u64 left = ready; left; left &= left - 1) {
+            u64 flag = lane < EP_K ? start.untold[__ffsll(left) - 1][lane] : 0;
+            if (flag) st_relaxed_sys_u64(flag, start.sent);
+        }
+        __syncwarp();
+        if (ready >> lane & 1) st_release_cta_u32(start.told[lane], start.told[lane] + 1);
+        __syncwarp();
     }
+}
+
+// Waits until what is pending is there, and has its flags set, by this warp or another. All lanes.
+__device__ __forceinline__ void settle(Pending &pending, Start &start, u32 lane) {
+    if (__ballot_sync(WHOLE_WARP, pending.flag != 0) == 0) return;
+    u32 warp = threadIdx.x / LANES;
+#if EP_BULK
+    if (pending.flag) bulk_wait_all();
+#endif
+    if (lane == 0) {
+        // The last ones have been read.
+        while (ld_acquire_cta_u32(start.told[warp]) != pending.given) pause_ns(20);
+    }
+    __syncwarp();
+    if (lane < EP_K) start.untold[warp][lane] = pending.flag;
+    __syncwarp();
+    u32 others = lane == 0 && (atom_or_acq_rel_shared_u64(start.ready, TELLING | 1ull << warp) & TELLING);
     pending.flag = 0;
+    ++pending.given;
+    if (!__shfl_sync(WHOLE_WARP, others, 0)) tell_ready(start, lane);
     __syncwarp();
 }
 

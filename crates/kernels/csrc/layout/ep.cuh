@@ -82,9 +82,6 @@ constexpr u32 EP_CACHED = 2;
 // Bytes of shared memory in which a block that plans a dispatch has the heaps' addresses.
 constexpr u32 EP_PLAN_BASES = 512;
 
-// Bytes of shared memory in which a block of the expert layout has what all of its warps go by: the first ones.
-constexpr u32 EP_START_SHARED = 1152;
-
 // Times that a block can note of a launch, for measurements: nanoseconds of the GPU's clock, 0 for what did not come.
 constexpr u32 EP_MARKS = 16;
 

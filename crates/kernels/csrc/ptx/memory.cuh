@@ -107,6 +107,37 @@ __device__ __forceinline__ void st_release_cta_u32(u32 &word, u32 value) {
     asm volatile("st.release.cta.u32 [%0], %1;" : : "l"(&word), "r"(value) : "memory");
 }
 
+// Sets bits of a word in shared memory, and gives back what was there. Orders what this thread and those that changed the
+// word before it did, in this block.
+__device__ __forceinline__ u64 atom_or_acq_rel_shared_u64(u64 &word, u64 bits) {
+    u64 before;
+    asm volatile("atom.acq_rel.cta.shared::cta.or.b64 %0, [%1], %2;"
+                 : "=l"(before)
+                 : "r"(static_cast<u32>(__cvta_generic_to_shared(&word))), "l"(bits)
+                 : "memory");
+    return before;
+}
+
+// The same: keeps bits.
+__device__ __forceinline__ u64 atom_and_acq_rel_shared_u64(u64 &word, u64 bits) {
+    u64 before;
+    asm volatile("atom.acq_rel.cta.shared::cta.and.b64 %0, [%1], %2;"
+                 : "=l"(before)
+                 : "r"(static_cast<u32>(__cvta_generic_to_shared(&word))), "l"(bits)
+                 : "memory");
+    return before;
+}
+
+// The same: becomes `value` if it was `expected`.
+__device__ __forceinline__ u64 atom_cas_acq_rel_shared_u64(u64 &word, u64 expected, u64 value) {
+    u64 before;
+    asm volatile("atom.acq_rel.cta.shared::cta.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(before)
+                 : "r"(static_cast<u32>(__cvta_generic_to_shared(&word))), "l"(expected), "l"(value)
+                 : "memory");
+    return before;
+}
+
 // The line of this address comes nearer, for who reads it soon.
 __device__ __forceinline__ void prefetch_l2(u64 address) {
     asm volatile("prefetch.global.L2 [%0];" : : "l"(address));

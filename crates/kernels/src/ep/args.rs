@@ -63,8 +63,6 @@ constants! {
     EP_CACHED: u32 = 2;
     /// Bytes of shared memory in which a block that plans a dispatch has the heaps' addresses.
     EP_PLAN_BASES: u32 = 512;
-    /// Bytes of shared memory in which a block of the expert layout has what all of its warps go by: the first ones.
-    EP_START_SHARED: u32 = 1152;
     /// Times that a block can note of a launch, for measurements: nanoseconds of the GPU's clock, 0 for what did not come.
     EP_MARKS: u32 = 16;
     /// A time: the block began.

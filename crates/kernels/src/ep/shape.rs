@@ -3,8 +3,8 @@
 use crossrail_types::{Error, ErrorKind, Result};
 
 use super::{
-    EP_DEPTH, EP_LINE, EP_PLAN_BASES, EP_RANK_BLOCKS, EP_START_SHARED, EpAnnounceHeader, EpHandle, EpHandleHeader,
-    EpHeap, EpScan, EpState, EpTableHeader,
+    EP_DEPTH, EP_LINE, EP_PLAN_BASES, EP_RANK_BLOCKS, EpAnnounceHeader, EpHandle, EpHandleHeader, EpHeap, EpScan,
+    EpState, EpTableHeader,
 };
 
 /// Elements that share one scale in fp8 rows.
@@ -204,8 +204,14 @@ impl Shape {
     pub fn expert_shared(&self) -> [u32; 2] {
         let [dispatch, combine] = self.stages_shared();
         let plan = self.plan_warps() * 2 * self.experts;
-        let stages = self.stages();
-        [EP_START_SHARED + EP_PLAN_BASES + plan.max(stages * dispatch), EP_START_SHARED + stages * combine]
+        let (stages, start) = (self.stages(), self.start_shared());
+        [start + EP_PLAN_BASES + plan.max(stages * dispatch), start + stages * combine]
+    }
+
+    /// Bytes of shared memory in which a block of the expert layout has what all of its warps go by: the first ones.
+    fn start_shared(&self) -> u32 {
+        let warps = self.tuning().threads / 32;
+        (64 + 16 * self.ranks + 4 * warps + 8 * warps * self.topk).next_multiple_of(128)
     }
 
     /// Bytes of one stage of all warps that send, in a dispatch and in a combine.
@@ -360,6 +366,7 @@ impl Shape {
             ("BULK", bulk.into()),
             ("PIECE", piece),
             ("STAGES", self.stages()),
+            ("START", self.start_shared()),
             ("THREADS", threads),
             ("SENDERS", senders),
             ("RECEIVE_FROM", receive_from),

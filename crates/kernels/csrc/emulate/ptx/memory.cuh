@@ -71,6 +71,21 @@ __device__ __forceinline__ void st_release_cta_u32(u32 &word, u32 value) {
     emulate::store<u32>(reinterpret_cast<u64>(&word), value, emulate::Order::Release, emulate::Scope::Block);
 }
 
+__device__ __forceinline__ u64 atom_or_acq_rel_shared_u64(u64 &word, u64 bits) {
+    return emulate::exchange<u64>(reinterpret_cast<u64>(&word), emulate::Order::Both, emulate::Scope::Block,
+                                  [=](u64 old) { return old | bits; });
+}
+
+__device__ __forceinline__ u64 atom_and_acq_rel_shared_u64(u64 &word, u64 bits) {
+    return emulate::exchange<u64>(reinterpret_cast<u64>(&word), emulate::Order::Both, emulate::Scope::Block,
+                                  [=](u64 old) { return old & bits; });
+}
+
+__device__ __forceinline__ u64 atom_cas_acq_rel_shared_u64(u64 &word, u64 expected, u64 value) {
+    return emulate::exchange<u64>(reinterpret_cast<u64>(&word), emulate::Order::Both, emulate::Scope::Block,
+                                  [=](u64 old) { return old == expected ? value : old; });
+}
+
 __device__ __forceinline__ void prefetch_l2(u64) {}
 
 __device__ __forceinline__ u64 clock_ns() {
