@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 from collections.abc import Sequence
@@ -76,7 +75,7 @@ class Arrays(Protocol):
     def course(self, stream: Any, operation: str) -> Course: ...
     def given(self, value: Any, name: str, course: Course, operation: str, writable: bool) -> Given: ...
     def together(self, value: Any, course: Course) -> Any: ...
-    def empty(self, dtype: str, shape: Sequence[int], course: Course) -> tuple[Any, Given]: ...
+    def empty(self, dtype: str, shape: Sequence[int], course: Course) -> tuple[Any, int]: ...
     def shown(self, array: DeviceArray) -> Any: ...
     def first(self, array: Any, count: int) -> Any: ...
 
@@ -116,27 +115,24 @@ class TorchArrays:
         if course.beside is not None:
             value.record_stream(course.stream)
         dtype = self.names.get(value.dtype) or str(value.dtype).removeprefix("torch.")
-        return Given(value.data_ptr(), dtype, tuple(value.shape), value.stride(), value)
+        return Given(value.data_ptr(), dtype, value.shape, value.stride(), value)
 
     def together(self, value: Any, course: Course) -> Any:
         if not isinstance(value, self.torch.Tensor) or value.is_contiguous():
             return value
-        with self.within(course):
+        if course.beside is None:
+            return value.contiguous()
+        with self.torch.cuda.stream(course.stream):
             return value.contiguous()
 
-    def empty(self, dtype: str, shape: Sequence[int], course: Course) -> tuple[Any, Given]:
-        with self.within(course):
-            tensor = self.torch.empty(shape, dtype=self.dtypes[dtype], device=self.device)
-        if course.beside is not None:
-            tensor.record_stream(course.beside)
-        return tensor, Given(tensor.data_ptr(), dtype, tuple(shape), tensor.stride(), tensor)
-
-    def within(self, course: Course) -> contextlib.AbstractContextManager[Any]:
-        """Memory that is allocated within is of the call's stream."""
+    def empty(self, dtype: str, shape: Sequence[int], course: Course) -> tuple[Any, int]:
         if course.beside is None:
-            return contextlib.nullcontext()
-        within: contextlib.AbstractContextManager[Any] = self.torch.cuda.stream(course.stream)
-        return within
+            tensor = self.torch.empty(shape, dtype=self.dtypes[dtype], device=self.device)
+        else:
+            with self.torch.cuda.stream(course.stream):
+                tensor = self.torch.empty(shape, dtype=self.dtypes[dtype], device=self.device)
+            tensor.record_stream(course.beside)
+        return tensor, tensor.data_ptr()
 
     def shown(self, array: DeviceArray) -> Any:
         if 0 in array.shape:  # DLPack has no address for it, and its keeper nothing to keep
@@ -183,10 +179,10 @@ class PlainArrays:
     def together(self, value: Any, course: Course) -> Any:
         return value
 
-    def empty(self, dtype: str, shape: Sequence[int], course: Course) -> tuple[Any, Given]:
+    def empty(self, dtype: str, shape: Sequence[int], course: Course) -> tuple[Any, int]:
         nbytes = max(math.prod(shape) * ITEM_BYTES[dtype], ROW_UNIT)
         array = DeviceArray(self.context.alloc(nbytes, self.ordinal), dtype, shape)
-        return array, Given(array.address, dtype, tuple(shape), c_strides(shape), array)
+        return array, array.address
 
     def shown(self, array: DeviceArray) -> Any:
         return array
@@ -240,8 +236,9 @@ class Call:
     ) -> Given:
         """`value`, if it has one of `dtypes` and this shape (names stand for any number)."""
         given = self.arrays.given(value, name, self.course, self.operation, writable)
-        fits = len(given.shape) == len(shape) and all(
-            isinstance(want, str) or have == want for have, want in zip(given.shape, shape, strict=True)
+        fits = given.shape == shape or (
+            len(given.shape) == len(shape)
+            and all(isinstance(want, str) or have == want for have, want in zip(given.shape, shape, strict=True))
         )
         if given.dtype not in dtypes or not fits:
             kind = {"bfloat16": "bf16", "float8_e4m3fn": "e4m3"}.get(dtypes[0], " or ".join(dtypes))
@@ -276,11 +273,11 @@ class Call:
         """A small array in one piece: of slices, such as routers give, a copy is made."""
         return self.whole(self.arrays.together(value, self.course), name, dtypes, shape)
 
-    def new(self, dtype: str, shape: Sequence[int]) -> tuple[Any, Given]:
-        """An array for results."""
-        array, given = self.arrays.empty(dtype, shape, self.course)
+    def new(self, dtype: str, shape: Sequence[int]) -> tuple[Any, int]:
+        """An array for results, and its address."""
+        array, address = self.arrays.empty(dtype, shape, self.course)
         self.keep.append(array)
-        return array, given
+        return array, address
 
 
 def row_stride(given: Given) -> int | None:

@@ -186,6 +186,11 @@ class DeviceWay:
         self._sizes = sizes
         self._plain = PlainArrays(context, native.ordinal)
         self._torch: TorchArrays | None = None
+        self._expert_kinds = expert_shapes(sizes)
+        # Of scales that are made here, in bytes.
+        row = sizes.hidden // BLOCK
+        steps = [sizes.most * row, row, PACKED] if sizes.ue8m0 else [4 * sizes.most * row, 4 * row, 4]
+        self._scale_steps = steps if sizes.fp8 else [0, 0, 0]
         self._kept: deque[tuple[_native.DeviceEvent, list[Any]]] = deque()
         self._for_graphs: deque[tuple[_native.DeviceEvent, list[Any]]] = deque()
 
@@ -366,32 +371,30 @@ class DeviceWay:
 
     def _expert_out(self, call: Call, out: Any) -> tuple[dict[str, Any], DeviceExpertOut]:
         """Arrays for what comes, the caller's or new ones; and the same as addresses."""
-        sizes = self._sizes
-        kinds = expert_shapes(sizes)
+        kinds = self._expert_kinds
         given = known(out, kinds)
         parts: dict[str, Any] = {"scales": None}
-        at: dict[str, int] = {"scales": 0, "scale_expert": 0, "scale_row": 0, "scale_block": 0, "source": 0, "stats": 0}
+        at: dict[str, int] = {"scales": 0, "source": 0, "stats": 0}
+        steps = self._scale_steps
         for name, (dtype, shape) in kinds.items():
             value = given.get(name)
-            if name == "scales":
-                value = call.new(dtype, shape)[0] if value is None else value
-                found, steps = self._scales(call, value, "out['scales']", shape[:2], writable=True)
-                at["scale_expert"], at["scale_row"], at["scale_block"] = steps
-                parts[name], at[name] = value, found.address
-            elif name == "source" and name in given and value is None:
+            if name == "source" and name in given and value is None:
                 parts[name] = None
             elif value is None:
-                parts[name], found = call.new(dtype, shape)
-                at[name] = found.address
+                parts[name], at[name] = call.new(dtype, shape)
+            elif name == "scales":
+                found, steps = self._scales(call, value, "out['scales']", shape[:2], writable=True)
+                parts[name], at[name] = value, found.address
             else:
                 bits = {"bfloat16": BF16, "float8_e4m3fn": FP8}.get(dtype, (dtype,))
                 at[name] = call.whole(value, f"out[{name!r}]", bits, shape, writable=True).address
                 parts[name] = value
+        at["scale_expert"], at["scale_row"], at["scale_block"] = steps
         return parts, at  # type: ignore[return-value]
 
-    def _rank_out(self, call: Call, out: Any, cached: bool) -> dict[str, tuple[Any, Given] | None]:
+    def _rank_out(self, call: Call, out: Any, cached: bool) -> dict[str, tuple[Any, int] | None]:
         """The same in the rank layout: what is not in the region."""
-        parts: dict[str, tuple[Any, Given] | None] = {"counts": None}
+        parts: dict[str, tuple[Any, int] | None] = {"counts": None}
         kinds = rank_shapes(self._sizes)
         given = known(out, kinds)
         for name, (dtype, shape) in kinds.items():
@@ -401,7 +404,7 @@ class DeviceWay:
             if value is None:
                 parts[name] = call.new(dtype, shape)
             else:
-                parts[name] = value, call.whole(value, f"out[{name!r}]", (dtype,), shape, writable=True)
+                parts[name] = value, call.whole(value, f"out[{name!r}]", (dtype,), shape, writable=True).address
         return parts
 
     def _rows(self, given: DispatchCall, cached: DeviceHandle | None) -> int | None:
@@ -439,14 +442,15 @@ class DeviceWay:
             out_stride = 2 * sizes.hidden
         else:
             x = given.out
-            into, out_stride = call.rows(x, "out", BF16, small, writable=True)
+            target, out_stride = call.rows(x, "out", BF16, small, writable=True)
+            into = target.address
         arguments: DeviceCombine = {
             "y": y.address,
             "y_stride": y_stride,
             "topk_weights": weights,
-            "out_weights": 0 if sums is None else sums[1].address,
+            "out_weights": address(sums),
             "bias": self._bias(call, given.bias, small),
-            "out": into.address,
+            "out": into,
             "out_stride": out_stride,
             "waits": self._waits(call, given.waits),
         }
@@ -468,9 +472,9 @@ class DeviceWay:
         return [*at, 0, 0][:2]
 
 
-def address(part: tuple[Any, Given] | None) -> int:
+def address(part: tuple[Any, int] | None) -> int:
     """Of an array that may be none."""
-    return 0 if part is None else part[1].address
+    return 0 if part is None else part[1]
 
 
 def known(out: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,24 +7,43 @@ from typing import Any
 
 from conftest import GPUS
 from ep_cases import Case, Got, judge
-from ep_ranks import Ranks
+from ep_ranks import Ranks, free_port
 
 COUNT = max(min(GPUS, 4), 1)
 START = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import experts_rank; experts_rank.main()"
-ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "PYTHONFAULTHANDLER": "1"}
+PATIENCE_S = 10.0
+"""How long ranks wait for each other, also until they are connected."""
+ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "PYTHONFAULTHANDLER": "1", "CROSSRAIL_TIMEOUT": str(PATIENCE_S)}
 """No multicast over NVLink."""
 ANSWER_S = 40.0
+"""Longer than the host waits for its GPU."""
 
 
-def started(count: int = COUNT, **options: Any) -> Ranks:
+def started(count: int = COUNT) -> Ranks:
     """The ranks; a context manager."""
-    return Ranks(count, start=START, environment=ENVIRONMENT, **options)
+    return Ranks(count, start=START, environment=ENVIRONMENT)
+
+
+def restart(ranks: Ranks) -> None:
+    """New processes in place of those that may still wait for each other."""
+    said = ranks.said()
+    for process in ranks.processes.values():
+        process.kill()
+        process.close()
+    ranks.processes.clear()
+    ranks.store = f"tcp://127.0.0.1:{free_port()}"
+    ranks.start(range(COUNT))
+    print(said)
 
 
 def ask(ranks: Ranks, task: str, *arguments: Any, **options: Any) -> dict[int, Any]:
     """What each rank answers; none may fail, or have lost another one."""
-    answers = ranks.call(task, *arguments, timeout=ANSWER_S, **options)
-    states = ranks.call("gpu_state", timeout=ANSWER_S) if task not in ALONE else {}
+    try:
+        answers = ranks.call(task, *arguments, timeout=ANSWER_S, **options)
+        states = ranks.call("gpu_state", timeout=ANSWER_S) if task not in ALONE else {}
+    except BaseException:
+        restart(ranks)
+        raise
     lost = {rank: state["faults"] for rank, state in states.items() if state["faults"]}
     assert not lost, f"ranks that were lost: {lost}"
     return answers
