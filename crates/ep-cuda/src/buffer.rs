@@ -13,7 +13,7 @@ use crossrail_cuda::{Capture, Context as Primary, Stream};
 use crossrail_ep::hello::Parameters;
 use crossrail_ep::meeting::{Meeting, random_id};
 use crossrail_ep::{Config, Fault, Layout, Link, Plan};
-use crossrail_kernels::ep::{EpKernels, Shape};
+use crossrail_kernels::ep::{EpKernels, Epochs, Shape};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
@@ -21,7 +21,7 @@ use crate::done::{Counts, Done, Events};
 use crate::far::Reader;
 use crate::faults::{Ring, is_masked_by_kernels, reason, stage};
 use crate::handles::{Pool, layout_of};
-use crate::heap::{self, Epochs, Heap};
+use crate::heap::{self, Heap};
 use crate::loading;
 use crate::options::{self, DeviceOptions};
 use crate::order::Order;

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 use crossrail::{Endpoint, Mapped, Memory, Place, RegionKey, Shared};
 use crossrail_ep::hello::Hello;
 use crossrail_ep::meeting::{self, End, GOODBYE, Greeted};
+use crossrail_kernels::ep::Epochs;
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::buffer::{Inner, State};
-use crate::heap::Epochs;
 use crate::options;
 use crate::peer::{Far, Peer, Way};
 use crate::watch;

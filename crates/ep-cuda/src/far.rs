@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 use crossrail::{Memory, Op};
 use crossrail_cuda::{Context, Event, PinnedMemory, Stream};
 use crossrail_ep::Fault;
-use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, EpCombineArgs, Layout, Load, Look, Span, There};
+use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, EpCombineArgs, Epochs, Layout, Load, Look, Span, There};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
 use crate::buffer::{Inner, State};
 use crate::calls::{Args, Launch};
-use crate::heap::{Epochs, set_taken};
+use crate::heap::set_taken;
 use crate::order::Kind;
 use crate::peer::Far;
 

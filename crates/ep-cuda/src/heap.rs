@@ -1,36 +1,8 @@
 //! The host's view of heaps: words that it reads and writes between operations, and where a source's areas are.
 
-use std::mem::offset_of;
-
 use crossrail::Memory;
-use crossrail_kernels::ep::{
-    EP_DEPTH, EP_LINE, EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, EpHeap, EpState, Shape, Span,
-};
+use crossrail_kernels::ep::{EP_LINE, EpHeap, Epochs, Shape, Span};
 use crossrail_types::Result;
-
-/// Dispatches and combines so far.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Epochs {
-    pub(crate) dispatch: u64,
-    pub(crate) combine: u64,
-}
-
-impl Epochs {
-    pub(crate) fn max(self, other: Epochs) -> Epochs {
-        Epochs { dispatch: self.dispatch.max(other.dispatch), combine: self.combine.max(other.combine) }
-    }
-}
-
-/// What the host reads of an `EpState`: begun, sent, ended of dispatch and of combine.
-const NUMBERS: usize = 6;
-const _: () = assert!(
-    offset_of!(EpState, dispatch_begun) == 0
-        && offset_of!(EpState, dispatch_sent) == 8
-        && offset_of!(EpState, dispatch_ended) == 16
-        && offset_of!(EpState, combine_begun) == 24
-        && offset_of!(EpState, combine_sent) == 32
-        && offset_of!(EpState, combine_ended) == 40
-);
 
 /// This rank's heap, with the table of where the others' are behind it.
 pub(crate) struct Heap {
@@ -72,40 +44,32 @@ impl Heap {
 
     /// The numbers of the operations so far, when none is under way.
     pub(crate) fn epochs(&self) -> Result<Epochs> {
-        let numbers = self.numbers()?;
-        Ok(Epochs { dispatch: numbers[0], combine: numbers[3] })
+        Ok(self.numbers()?[0])
     }
 
     /// The last dispatch that was sent, and the last combine.
     pub(crate) fn sent(&self) -> Result<Epochs> {
-        let numbers = self.numbers()?;
-        Ok(Epochs { dispatch: numbers[1], combine: numbers[4] })
+        Ok(self.numbers()?[1])
     }
 
-    fn numbers(&self) -> Result<[u64; NUMBERS]> {
-        let mut bytes = [0; 8 * NUMBERS];
+    fn numbers(&self) -> Result<[Epochs; 2]> {
+        let mut bytes = [0; Epochs::BYTES];
         self.memory.copy_to(self.parts.state as usize, &mut bytes)?;
-        let mut numbers = [0; NUMBERS];
-        for (number, bytes) in numbers.iter_mut().zip(bytes.as_chunks::<8>().0) {
-            *number = u64::from_le_bytes(*bytes);
-        }
-        Ok(numbers)
+        Ok(Epochs::of(&bytes))
     }
 
     pub(crate) fn set_epochs(&self, epochs: Epochs) -> Result<()> {
-        let numbers = [[epochs.dispatch; 3], [epochs.combine; 3]].concat();
-        let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
-        self.memory.fill_from(self.parts.state as usize, &bytes)
+        self.memory.fill_from(self.parts.state as usize, &epochs.bytes())
     }
 
     /// The line of words that `source` writes.
     pub(crate) fn line(&self, source: u32) -> Span {
-        Span { at: self.parts.words + u64::from(source) * EP_LINE, len: EP_LINE }
+        self.parts.line(source)
     }
 
     /// Forgets what an earlier process of that rank has said.
     pub(crate) fn clear(&self, rank: u32, shape: &Shape) -> Result<()> {
-        for span in left_by(&self.parts, shape, rank) {
+        for span in shape.left_by(rank) {
             self.memory.fill_from(span.at as usize, &vec![0; span.len as usize])?;
         }
         Ok(())
@@ -114,30 +78,14 @@ impl Heap {
 
 /// In the line of words of `source` in the heap that `memory` is, or mirrors: it has taken so many operations.
 pub(crate) fn set_taken(memory: &Memory, heap: &EpHeap, source: u32, epochs: Epochs) -> Result<()> {
-    const _: () = assert!(EP_WORD_COMBINE_TAKEN == EP_WORD_DISPATCH_TAKEN + 1);
-    let at = heap.words + u64::from(source) * EP_LINE + 8 * u64::from(EP_WORD_DISPATCH_TAKEN);
-    let bytes = [epochs.dispatch.to_le_bytes(), epochs.combine.to_le_bytes()].concat();
-    memory.fill_from(at as usize, &bytes)
-}
-
-/// Where what a source says in a heap is taken for something that is there: its words, the flags of its rows, and weights.
-fn left_by(heap: &EpHeap, shape: &Shape, source: u32) -> Vec<Span> {
-    let flags = u64::from(shape.max_tokens) * u64::from(shape.pieces()) * 8;
-    let slots = (0..u64::from(EP_DEPTH)).map(|parity| parity * u64::from(shape.ranks) + u64::from(source));
-    let mut spans = vec![Span { at: heap.words + u64::from(source) * EP_LINE, len: EP_LINE }];
-    for slot in slots {
-        if shape.expert_layout {
-            spans.push(Span { at: heap.row_flags + slot * flags, len: flags });
-            spans.push(Span { at: heap.back_weights + slot * heap.back_weights_stride, len: heap.back_weights_stride });
-        }
-        spans.push(Span { at: heap.back_flags + slot * heap.back_flags_slot, len: heap.back_flags_slot });
-    }
-    spans
+    memory.fill_from(heap.taken(source) as usize, &epochs.words())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crossrail_kernels::ep::{EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN};
+
     use crate::options::{DeviceOptions, shape};
     use crossrail::{Context, Settings};
     use crossrail_ep::{Config, Layout, Payload};
@@ -199,7 +147,7 @@ mod tests {
         let heap = heap_of(&shape);
         heap.memory.fill_from(0, &vec![0xff; heap.parts.bytes as usize]).unwrap();
         heap.clear(1, &shape).unwrap();
-        let spans = left_by(&heap.parts, &shape, 1);
+        let spans = shape.left_by(1);
         let cleared = |at: u64| spans.iter().any(|span| (span.at..span.at + span.len).contains(&at));
         let wrong = (0..).zip(all(&heap)).find(|(at, byte)| (*byte == 0) != cleared(*at));
         assert_eq!(wrong, None);
@@ -223,7 +171,7 @@ mod tests {
     fn what_a_source_left_lies_inside_the_heap_and_nowhere_twice() {
         let shape = small();
         let heap = shape.heap();
-        let mut spans: Vec<Span> = (0..3).flat_map(|source| left_by(&heap, &shape, source)).collect();
+        let mut spans: Vec<Span> = (0..3).flat_map(|source| shape.left_by(source)).collect();
         assert_eq!(spans.len(), 3 * 7);
         spans.sort_by_key(|span| span.at);
         assert!(spans.windows(2).all(|pair| pair[0].at + pair[0].len <= pair[1].at), "{spans:?}");

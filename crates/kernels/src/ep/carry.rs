@@ -10,8 +10,8 @@ use std::mem::offset_of;
 use crossrail_types::Result;
 
 use super::{
-    EP_ANNOUNCE, EP_DEPTH, EP_LINE, EP_NOWHERE, EP_SEND, EP_WEIGHTED, EP_WORD_PLACE, EpCombineArgs, EpCommon,
-    EpDispatchArgs, EpState, Layout, Shape,
+    EP_ANNOUNCE, EP_DEPTH, EP_NOWHERE, EP_SEND, EP_WEIGHTED, EP_WORD_PLACE, EpCombineArgs, EpCommon, EpDispatchArgs,
+    EpState, Layout, Shape,
 };
 
 /// A range of a heap, in bytes.
@@ -142,7 +142,7 @@ impl<'a, L: Look> Seen<'a, L> {
     }
 
     fn line(&self) -> Span {
-        Span { at: self.common.heap.words + u64::from(self.common.rank) * EP_LINE, len: EP_LINE }
+        self.common.heap.line(self.common.rank)
     }
 
     /// Where rows begin, of both parities: whoever has the word that all rows are there, of the same line, looks there.

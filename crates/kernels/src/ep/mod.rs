@@ -5,6 +5,7 @@
 //! operations (epochs, from 1), and slots alternate. A heap is all zeros when ranks connect.
 
 mod args;
+mod between;
 mod carry;
 mod launch;
 mod rank;
@@ -21,6 +22,7 @@ pub use args::{
     EpAnnounceHeader, EpCombineArgs, EpCommon, EpDispatchArgs, EpFault, EpHandle, EpHandleHeader, EpHeap, EpScan,
     EpState, EpTableHeader, layout_ep,
 };
+pub use between::Epochs;
 pub use carry::{Load, Look, Span, There};
 pub use launch::EpKernels;
 pub use report::stage_name;

@@ -1,0 +1,94 @@
+//! What the host writes into heaps between operations, as ranks come, leave, and come back.
+//!
+//! A rank that connects brings its numbers to those of the rank that has come furthest ([`Epochs::bytes`], at
+//! `EpHeap::state`), forgets what an earlier connection of the other has left ([`Shape::left_by`]), and takes what went to
+//! and fro so far for taken ([`EpHeap::taken`], [`Epochs::words`]). A rank that had an earlier number than others does the
+//! last for all ranks that it is connected to, itself among them. Masks and the table of heaps follow.
+
+use std::mem::offset_of;
+
+use super::{EP_DEPTH, EP_LINE, EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, EpHeap, EpState, Shape, Span};
+
+/// Dispatches and combines so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Epochs {
+    /// The last dispatch.
+    pub dispatch: u64,
+    /// The last combine.
+    pub combine: u64,
+}
+
+/// Numbers at the start of an `EpState`: begun, sent, ended, of dispatch and of combine.
+const NUMBERS: usize = 6;
+const _: () = assert!(
+    offset_of!(EpState, dispatch_begun) == 0
+        && offset_of!(EpState, dispatch_sent) == 8
+        && offset_of!(EpState, dispatch_ended) == 16
+        && offset_of!(EpState, combine_begun) == 24
+        && offset_of!(EpState, combine_sent) == 32
+        && offset_of!(EpState, combine_ended) == 40
+        && EP_WORD_COMBINE_TAKEN == EP_WORD_DISPATCH_TAKEN + 1
+);
+
+impl Epochs {
+    /// Bytes of what the host reads and writes of an `EpState`.
+    pub const BYTES: usize = 8 * NUMBERS;
+
+    /// Of the first bytes of an `EpState`: the last operations that were begun, and the last that were sent.
+    pub fn of(bytes: &[u8; Epochs::BYTES]) -> [Epochs; 2] {
+        let words = bytes.as_chunks::<8>().0;
+        let number = |at: usize| words.get(at).map_or(0, |word| u64::from_le_bytes(*word));
+        [0, 1].map(|at| Epochs { dispatch: number(at), combine: number(at + NUMBERS / 2) })
+    }
+
+    /// The later of each.
+    #[must_use]
+    pub fn max(self, other: Epochs) -> Epochs {
+        Epochs { dispatch: self.dispatch.max(other.dispatch), combine: self.combine.max(other.combine) }
+    }
+
+    /// The first bytes of an `EpState` whose operations so far are these.
+    pub fn bytes(self) -> Vec<u8> {
+        [[self.dispatch; 3], [self.combine; 3]].concat().iter().flat_map(|number| number.to_le_bytes()).collect()
+    }
+
+    /// The words that say that these were taken; they lie at [`EpHeap::taken`].
+    pub fn words(self) -> [u8; 16] {
+        let mut words = [0; 16];
+        words[..8].copy_from_slice(&self.dispatch.to_le_bytes());
+        words[8..].copy_from_slice(&self.combine.to_le_bytes());
+        words
+    }
+}
+
+impl EpHeap {
+    /// The line of words that `source` writes.
+    pub fn line(&self, source: u32) -> Span {
+        Span { at: self.words + u64::from(source) * EP_LINE, len: EP_LINE }
+    }
+
+    /// Where `source` says what it has taken.
+    pub fn taken(&self, source: u32) -> u64 {
+        self.line(source).at + 8 * u64::from(EP_WORD_DISPATCH_TAKEN)
+    }
+}
+
+impl Shape {
+    /// Where what a source says in a heap is taken for something that is there: its words, the flags of its rows, and its
+    /// weights. All zeros when it connects.
+    pub fn left_by(&self, source: u32) -> Vec<Span> {
+        let heap = self.heap();
+        let flags = u64::from(self.max_tokens) * u64::from(self.pieces()) * 8;
+        let slots = (0..u64::from(EP_DEPTH)).map(|parity| parity * u64::from(self.ranks) + u64::from(source));
+        let mut spans = vec![heap.line(source)];
+        for slot in slots {
+            let part = |at: u64, len: u64| Span { at: at + slot * len, len };
+            if self.expert_layout {
+                spans.push(part(heap.row_flags, flags));
+                spans.push(part(heap.back_weights, heap.back_weights_stride));
+            }
+            spans.push(part(heap.back_flags, heap.back_flags_slot));
+        }
+        spans
+    }
+}
