@@ -248,6 +248,8 @@ fn broken_kernels_are_caught() {
         (dispatch, "if (lane_of() == 0) wait_read<MOVER_BEHIND>(behind);", ""),
         // Flags come before their rows.
         (combine, "if (lane_of() == 0) bulk_wait_done<BEHIND>();", ""),
+        // Flags are not after what the warps that send know of.
+        (combine, "fence_acq_rel_sys();\n            for (u32 sender", "for (u32 sender"),
         // Nobody waits for the rows' flags.
         (combine, "combine.flag(rank, token), combine.epoch,", "combine.flag(rank, token), 0,"),
     ];

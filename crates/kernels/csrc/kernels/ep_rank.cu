@@ -78,8 +78,9 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     // With a number of senders, those blocks send and the others add up; else every block does both.
     u32 split = sends && adds && args.senders < gridDim.x ? args.senders : 0;
     u32 sending = split == 0 ? gridDim.x : split;
+    bool sending_block = sends && EP_R > 1 && blockIdx.x < sending;
     if (warp_of() < SENDERS) {
-        if (sends && EP_R > 1 && blockIdx.x < sending) {
+        if (sending_block) {
 #if EP_BULK
             u32 senders = sending * SENDERS;
             u32 rows = rows_under_way(args.queue, SENDER_QUEUE, sending, WIDE_ROW);
@@ -89,9 +90,13 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
             send_plain(combine, shared, sending * SENDERS);
 #endif
         }
+    } else if (warp_of() < ADDERS) {
+#if EP_BULK
+        if (sending_block) write_flags(combine, shared);
+#endif
     } else if (adds && blockIdx.x >= split) {
-        u32 warps = WARPS - SENDERS;
-        add_tokens(combine, shared, (blockIdx.x - split) * warps + warp_of() - SENDERS, (gridDim.x - split) * warps);
+        u32 warps = WARPS - ADDERS;
+        add_tokens(combine, shared, (blockIdx.x - split) * warps + warp_of() - ADDERS, (gridDim.x - split) * warps);
     }
     u64 counter = address_of(state_of(args.common).combine_blocks) + 8 * args.common.phases;
     bool last = is_last_of_launch(counter, shared.last);

@@ -3,6 +3,9 @@
 // The first warps of a block send and the others add up, so that a multiprocessor's stores to others and its sums go on
 // side by side. Rows are taken from all sources in turn, in the order of their tokens, and each has a flag of its own:
 // the first sums begin when the first rows are there. This rank's own rows are added from where they are.
+//
+// Before flags comes a system fence, which takes long while much is under way. One warp between those that send and those
+// that add does nothing else, for all rows that are there by then.
 #pragma once
 
 #include "kernels/ep_rank.cuh"
@@ -12,23 +15,36 @@ constexpr u32 COMBINE_STAGES = EP_COMBINE_STAGES;
 // Warps that send, and the stages of each; without bulk copies they carry rows in registers.
 constexpr u32 SENDERS = EP_BULK ? EP_COMBINE_MOVERS : WARPS / 4;
 constexpr u32 SENDER_STAGES = EP_BULK ? COMBINE_STAGES / SENDERS : 1;
-// Many stores go on while a warp waits at a fence.
 constexpr u32 SENDER_AHEAD = ahead_of(atleast(SENDER_STAGES, 2), WIDE_ROW);
 constexpr u32 SENDER_BEHIND = atleast(SENDER_STAGES, 2) - SENDER_AHEAD;
 // KiB of rows that stores began with, of all blocks.
 constexpr u32 SENDER_QUEUE = 8192;
-// Rows whose flags are written together, and how many may be under way meanwhile; and where a warp has many rows, so that
-// it seldom waits for them.
-constexpr u32 FLAGS_AT_ONCE = 4;
+// Rows of which a warp tells together that they are there, and how many may be under way meanwhile; and where a warp has
+// many rows, so that it seldom waits for them.
+constexpr u32 FLAGS_AT_ONCE = 2;
 constexpr u32 FLAGS_BEHIND = 2;
 constexpr u32 MANY_ROWS = 128;
-constexpr u32 MANY_AT_ONCE = 8;
+constexpr u32 MANY_AT_ONCE = 4;
 constexpr u32 MANY_BEHIND = 8;
 // A warp's rows under way belong to one lane each.
 static_assert(SENDER_AHEAD + MANY_AT_ONCE + MANY_BEHIND + 1 <= LANES, "rows that a warp can remember");
+// Of each warp that sends: rows that are there and whose flags need not have been written.
+constexpr u32 RINGS = EP_BULK ? SENDERS : 1;
+constexpr u32 FLAG_RING = EP_FLAG_RING;
+static_assert(FLAG_RING >= LANES, "rows that a warp tells of together");
+// Beside the number of a warp's rows that are there: they are all.
+constexpr u32 ALL_THERE = 1u << 31;
+// The warp that writes flags, and the first that adds.
+constexpr u32 FLAGGER = SENDERS;
+constexpr u32 ADDERS = EP_BULK ? SENDERS + 1 : SENDERS;
+static_assert(ADDERS < WARPS, "a warp is left to add");
 
 struct CombineShared {
     alignas(8) u64 full[SENDERS * SENDER_STAGES];
+    // Addresses of flags; the numbers of rows that are there, and of flags that are written.
+    u64 ring[RINGS][FLAG_RING];
+    u32 there[RINGS];
+    u32 flagged[RINGS];
     // Where each source's heap is, 0 where nothing is sent to.
     u64 heaps[EP_R];
     // The first row of each source, and the end.
@@ -115,7 +131,7 @@ __device__ __forceinline__ u32 token_of(const Combine &combine, u32 row) {
 // A warp that sends. What is known of a row under way is in the lane of its number.
 struct Sender {
     const Combine &combine;
-    const CombineShared &shared;
+    CombineShared &shared;
     Turns turns;
     Ring<COMBINE_STAGE, SENDER_STAGES> ring;
     u32 loads = 0;
@@ -152,24 +168,26 @@ struct Sender {
         ++stores;
     }
 
-    // Flags of the rows up to number `upto`, which are there.
-    __device__ __forceinline__ void flag(u32 upto) {
-        // What the lanes have written, and the first lane has waited for, comes before each flag.
+    // Tells that the rows up to number `upto` are there.
+    __device__ __forceinline__ void tell(u32 upto, u32 all) {
+        u32 warp = warp_of();
+        while (upto - ld_acquire_cta_u32(shared.flagged[warp]) > FLAG_RING) pause_ns(50);
+        // What the lanes have written, and the first lane has waited for, comes before it.
+        u32 nth = (lane_of() - flags) % LANES;
+        if (nth < upto - flags) shared.ring[warp][(flags + nth) % FLAG_RING] = heap + combine.flag(combine.common.rank, token);
         __syncwarp();
-        if ((lane_of() - flags) % LANES < upto - flags) {
-            st_release_sys_u64(heap + combine.flag(combine.common.rank, token), combine.epoch);
-        }
+        if (lane_of() == 0) st_release_cta_u32(shared.there[warp], upto | all);
         __syncwarp();
         flags = upto;
     }
 
-    // `BEHIND` rows may be under way when the flags of those before them are written.
+    // `BEHIND` rows may be under way when it is told that those before them are there.
     template <u32 AT_ONCE, u32 BEHIND>
-    __device__ __forceinline__ void flag_some() {
+    __device__ __forceinline__ void tell_some() {
         if (stores - flags < AT_ONCE + BEHIND) return;
         if (lane_of() == 0) bulk_wait_done<BEHIND>();
         if (flags == 0) mark_by(0, combine.args.marks, EP_MARK_FIRST);
-        flag(stores - BEHIND);
+        tell(stores - BEHIND, 0);
     }
 
     __device__ __forceinline__ void run(u32 behind, bool many) {
@@ -180,16 +198,43 @@ struct Sender {
             __syncwarp();
             load();
             if (many) {
-                flag_some<MANY_AT_ONCE, MANY_BEHIND>();
+                tell_some<MANY_AT_ONCE, MANY_BEHIND>();
             } else {
-                flag_some<FLAGS_AT_ONCE, FLAGS_BEHIND>();
+                tell_some<FLAGS_AT_ONCE, FLAGS_BEHIND>();
             }
         }
         if (lane_of() == 0) bulk_wait_all();
-        flag(stores);
+        tell(stores, ALL_THERE);
         mark_by(0, combine.args.marks, EP_MARK_SENT);
     }
 };
+
+// The warp that writes the flags of the rows that the block sends.
+__device__ __forceinline__ void write_flags(const Combine &combine, CombineShared &shared) {
+    // Of the sender of this lane.
+    u32 flagged = 0;
+    while (true) {
+        u32 told = lane_of() < SENDERS ? ld_acquire_cta_u32(shared.there[lane_of()]) : ALL_THERE;
+        u32 there = told & ~ALL_THERE;
+        bool all = __all_sync(WHOLE_WARP, (told & ALL_THERE) != 0);
+        if (__any_sync(WHOLE_WARP, there != flagged)) {
+            __syncwarp();
+            fence_acq_rel_sys();
+            for (u32 sender = 0; sender < SENDERS; ++sender) {
+                u32 end = __shfl_sync(WHOLE_WARP, there, sender);
+                for (u32 row = __shfl_sync(WHOLE_WARP, flagged, sender) + lane_of(); row < end; row += LANES) {
+                    st_relaxed_sys_u64(shared.ring[sender][row % FLAG_RING], combine.epoch);
+                }
+            }
+            __syncwarp();
+            if (lane_of() < SENDERS) st_release_cta_u32(shared.flagged[lane_of()], there);
+            flagged = there;
+        } else if (!all) {
+            pause_ns(100);
+        }
+        if (all) return;
+    }
+}
 #endif
 
 // A warp that sends where there are no bulk copies.
@@ -365,15 +410,16 @@ __device__ __forceinline__ void add_tokens(const Combine &combine, const Combine
         add_rows(combine, token, number);
         add_weights(combine, token, number);
         token = ahead;
-        if (number == first) mark_by(SENDERS, combine.args.marks, EP_MARK_SUM);
+        if (number == first) mark_by(ADDERS, combine.args.marks, EP_MARK_SUM);
     }
-    mark_by(SENDERS, combine.args.marks, EP_MARK_SUMS);
+    mark_by(ADDERS, combine.args.marks, EP_MARK_SUMS);
 }
 
 // Whose slots are free, and where rows of each source begin.
 __device__ __forceinline__ void begin_combine(const Combine &combine, CombineShared &shared) {
     const EpCommon &common = combine.common;
     u32 rank = threadIdx.x;
+    if (rank < RINGS) shared.there[rank] = shared.flagged[rank] = 0;
     if (rank <= EP_R) shared.offsets[rank] = at<const u32>(common.handle + common.parts.offsets + 4 * rank);
     if (rank < EP_R) {
         u64 taken = combine.epoch < EP_DEPTH ? 0 : combine.epoch - EP_DEPTH;

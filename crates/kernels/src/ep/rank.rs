@@ -11,6 +11,10 @@ const SHARED_PLAIN: u32 = 96 << 10;
 const MOST_STAGES: u32 = 24;
 /// Stages that keep one warp's copies under way.
 const STAGES_PER_MOVER: u32 = 6;
+/// Rows of a warp that sends in a combine that are there and whose flags are still to be written.
+const FLAG_RING: u32 = 64;
+/// The most warps that send in a combine.
+const MOST_SENDERS: u32 = 2;
 /// The most experts whose selections a block counts in shared memory.
 const HISTOGRAM: u32 = 4096;
 
@@ -47,12 +51,17 @@ impl Shape {
     }
 
     fn combine_division(&self, bulk: bool) -> Division {
-        let words = MOST_STAGES * 2 + self.ranks * 3 + 2;
+        let words = MOST_STAGES * 2 + MOST_SENDERS * (FLAG_RING * 2 + 2) + self.ranks * 3 + 2;
         let common = (words * size_of::<u32>() as u32 + 16).next_multiple_of(128);
         if !bulk {
             return Division { stages: 0, movers: 0, common, bytes: common };
         }
-        Division::of((2 * self.hidden).next_multiple_of(128), common, SHARED, self.tuning().rank_movers.min(2))
+        Division::of(
+            (2 * self.hidden).next_multiple_of(128),
+            common,
+            SHARED,
+            self.tuning().rank_movers.min(MOST_SENDERS),
+        )
     }
 
     /// Bytes of shared memory of a block that dispatches in the rank layout, and of one that combines.
@@ -72,6 +81,7 @@ impl Shape {
             ("COMBINE_STAGES", combine.stages),
             ("COMBINE_MOVERS", combine.movers),
             ("COMBINE_COMMON", combine.common),
+            ("FLAG_RING", FLAG_RING),
         ];
         let mut defines = self.defines(bulk);
         defines.retain(|define| !define.starts_with("-DEP_THREADS="));
