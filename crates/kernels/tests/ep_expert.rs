@@ -7,7 +7,7 @@ use crossrail_kernels::ep::{EP_RECEIVE, EP_SEND, EP_STAGE_BACK_ROW, EP_STAGE_TAB
 
 use crate::emulate::Numbers;
 use crate::emulate::job::{ByExpert, Job, Weights};
-use crate::emulate::reference::{Choice, Routing};
+use crate::emulate::reference::{Choice, Outputs, Routing, combine_expert, narrow, widen};
 
 const SOURCES: [&str; 1] = ["kernels/ep_expert.cu"];
 const BOTH: u32 = EP_SEND | EP_RECEIVE;
@@ -111,6 +111,38 @@ fn without_bulk_copies_too() {
     job.emulator.run(5).unwrap();
     operation.check_dispatch(&job).unwrap();
     operation.check_combine(&job).unwrap();
+}
+
+/// What summing on the experts' ranks costs: one rounding more for each rank (docs/design/ep-kernels.md).
+#[test]
+fn prereduction_adds_a_rounding_of_each_ranks_part() {
+    let shape = Shape { topk: 6, max_tokens: 4, ..SHAPE };
+    let hidden = shape.hidden as usize;
+    let most = (shape.experts * shape.max_tokens) as usize;
+    for seed in 120..130 {
+        let mut numbers = Numbers(seed);
+        let routing = Routing::random(&mut numbers, &shape);
+        let mut bf16 = || narrow((numbers.below(2000) as f32 - 1000.0) / 300.0);
+        let outputs: Vec<Outputs> =
+            (0..3).map(|_| Outputs { hidden, values: (0..most * hidden).map(|_| bf16()).collect() }).collect();
+        let sums = |prereduce| combine_expert(&Shape { prereduce, ..shape }, &routing, &outputs, true, &[]);
+        let sizes: Vec<Outputs> = outputs
+            .iter()
+            .map(|one| Outputs { hidden, values: one.values.iter().map(|bits| bits & 0x7fff).collect() })
+            .collect();
+        let mut positive = routing.clone();
+        positive.weights.iter_mut().flatten().for_each(|weight| *weight = weight.abs());
+        let sizes = combine_expert(&Shape { prereduce: false, ..shape }, &positive, &sizes, true, &[]);
+        let (with, without) = (sums(true), sums(false));
+        for (rank, sizes) in sizes.iter().enumerate() {
+            for (at, size) in sizes.iter().enumerate() {
+                let (with, without) = (widen(with[rank][at]), widen(without[rank][at]));
+                // The roundings of both results, of the parts, and of the size itself.
+                let most = (with.abs() + without.abs() + widen(*size) * 1.01) / 256.0;
+                assert!((with - without).abs() <= most, "seed {seed}, rank {rank}, element {at}: {with} and {without}");
+            }
+        }
+    }
 }
 
 /// One fence stands for many pieces; without it, ranks would look at what need not be there yet.
