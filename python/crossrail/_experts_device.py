@@ -117,9 +117,18 @@ class DeviceDispatched(Dispatched):
     def record_stream(self, stream: Any) -> None:
         """Rank layout: `stream` uses the arrays too, so that their region only becomes free behind its work. That of
         the dispatch, and PyTorch's current stream of then, need not be named."""
-        if self._region is not None:
-            course = self._arrays.course(stream, "record_stream")
-            self._region.used_by(course.handle, course.stream)
+        self.stream_recorder()(stream)
+
+    def stream_recorder(self) -> Callable[[Any], None]:
+        """`record_stream`, for who must not keep the arrays."""
+        region, arrays = self._region, self._arrays
+
+        def record(stream: Any) -> None:
+            if region is not None:
+                course = arrays.course(stream, "record_stream")
+                region.used_by(course.handle, course.stream)
+
+        return record
 
     def empty_output(self, stream: Any = None) -> Any:
         """A bf16 array of the shape of `x`, for the experts' outputs: combine takes it as `y`."""

@@ -90,6 +90,7 @@ class TwinBuffer:
         self.out: set[int] = set()
         self.destroyed = False
         self.lent: list[Any] = []
+        self.recorded: list[Any] = []
 
     @property
     def spare_regions(self) -> int:
@@ -184,6 +185,7 @@ class TwinBuffer:
             count_list=came.counts.tolist() if max_rows is None else None,
             handle=Native(came.handle, rows, order),
             record_stream=lambda stream: None,
+            stream_recorder=lambda: self.recorded.append,
         )
 
     def _by_expert(self, given: list[Any], came: Any, out: dict[str, Any], stats: Any) -> None:

@@ -113,14 +113,12 @@ def values_of(env: Env, x: Any) -> Any:
     """fp32 values of rows, or of (rows, scales)."""
     if not isinstance(x, tuple):
         return ref.bf16_values(env.bits(x))
-    rows, scales = ref.e4m3_values(env.bits(x[0])), x[1]
-    if scales.dtype == env.torch.int32:
-        packed = np.ascontiguousarray(scales.cpu().numpy()).view(np.uint8)
-        wide = np.ldexp(np.float32(1), packed.astype(np.int32) - 127)
-    else:
-        wide = scales.cpu().numpy()
+    rows, scales = ref.e4m3_values(env.bits(x[0])), x[1].cpu().numpy()
     with np.errstate(over="ignore", invalid="ignore"):  # what is behind the valid rows is anything
-        return rows * np.repeat(wide, 128, axis=-1)
+        if scales.dtype == np.int32:
+            packed = np.ascontiguousarray(scales).view(np.uint8)
+            scales = np.ldexp(np.float32(1), packed.astype(np.int32) - 127)
+        return rows * np.repeat(scales, 128, axis=-1)
 
 
 # Normal mode.

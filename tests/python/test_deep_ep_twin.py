@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import deep_ep_work as work
@@ -45,6 +46,23 @@ def test_results_are_copied_while_another_is_in_use() -> None:
         work.normal_kept(env, 3)
 
     on_ranks(2, rounds)
+
+
+def test_streams_that_use_a_result(buffer: TwinDeepEp) -> None:
+    def recorded(*tensors: Any) -> list[Any]:
+        for number, tensor in enumerate(tensors):
+            tensor.record_stream(number)
+        made = buffer._machine.made[-1]  # type: ignore[attr-defined]
+        found, made.recorded = made.recorded, []
+        return found
+
+    rows, idx, weights, _, _, _ = call(buffer)
+    assert recorded(rows, idx, weights) == [0, 1, 2]
+    (rows, scales), _, _, _, _, _ = call(buffer, x=(FP8, torch.ones(3, 1, dtype=torch.int32)))
+    assert recorded(rows, scales) == [0, 1]
+    died = weakref.ref(rows)
+    del rows
+    assert died() is None
 
 
 def test_more_tokens() -> None:

@@ -326,14 +326,18 @@ class Buffer:
     ) -> tuple[Rows, Tensor | None, Tensor | None]:
         """What came, for the caller to keep: copied, if it is in the last memory that the buffer has for results."""
         parts = [result.x, result.scales, *((result.topk_idx, result.topk_weights) if with_topk else (None, None))]
-        if self._machine.streams.is_capturing() or not buffer.spare_regions:
+        copied = self._machine.streams.is_capturing() or not buffer.spare_regions
+        if copied:
             parts = [None if part is None else part.clone() for part in parts]
             turn.gives(*parts)
-        else:
-            turn.shows(result)
-        x, scales, idx, weights = parts
         if kind.payload == "ue8m0":
-            scales = scales.view(torch().int32)
+            parts[1] = parts[1].view(torch().int32)
+        if not copied:
+            turn.shows(result)
+            for part in parts:
+                if part is not None:  # memory that is not PyTorch's, whose own record_stream would do nothing
+                    part.record_stream = result.stream_recorder()
+        x, scales, idx, weights = parts
         return (x if scales is None else (x, scales)), idx, weights
 
     def _sms(self, config: Config) -> int:
