@@ -1,0 +1,47 @@
+"""`crossrail bench ep` and `bench control` in GPU memory: a rank for each GPU, verified before and after the timing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Rows = Callable[..., list[dict[str, Any]]]
+
+SMALL = ("--device=cuda", "--tokens=64", "--hidden=2048", "--topk=4", "--experts=32", "--iters=5", "--warmup=1")
+BOUND = "--timeout=10s"
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_both_layouts_verify_in_both_types(rows: Rows, layout: str) -> None:
+    found = rows("ep", *SMALL, BOUND, f"--layout={layout}", "--sweep=dtype=fp8,bf16")
+    assert [(row["what"], row["dtype"]) for row in found] == [
+        (mode, dtype) for dtype in ("fp8", "bf16") for mode in ("dispatch", "combine", "e2e")
+    ]
+    for row in found:
+        assert row["verified"]
+        assert len(row["samples_us"]) == len(row["host_us"]) == 5 * row["ranks"]
+        assert min(row["samples_us"]) > 0
+        assert row["heap_bytes"] > 0
+        assert row["p50_us"] <= row["host_p50_us"]
+
+
+@pytest.mark.gpus(2)
+def test_a_token_goes_once_to_each_rank(rows: Rows) -> None:
+    found = rows("ep", *SMALL, BOUND, "--layout=rank", "--routing=next", "--dtype=bf16", "--mode=dispatch", "--cached")
+    # All experts of a token are on the next rank.
+    assert found[0]["bytes_wire"] == 64 * 2 * 2048
+    assert found[0]["bytes_logical"] == 4 * found[0]["bytes_wire"]
+
+
+def test_other_scales_given_rows_and_few_multiprocessors_verify(rows: Rows) -> None:
+    options = ("--layout=expert", "--mode=e2e", "--scale=ue8m0", "--given=fp8", "--sweep=num-sms=4,32")
+    assert [row["num_sms"] for row in rows("ep", *SMALL, BOUND, *options)] == [4, 32]
+
+
+def test_a_buffers_life_is_timed(rows: Rows) -> None:
+    found = rows("control", "--device=cuda", "--experts-per-rank=8", "--rounds=3", BOUND)
+    assert [row["what"] for row in found] == ["init", "connect", "disconnect", "reconnect", "destroy"]
+    assert all(row["device"] == "cuda" for row in found), json.dumps(found)
