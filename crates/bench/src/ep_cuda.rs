@@ -9,21 +9,19 @@ use std::time::{Duration, Instant};
 use crossrail::Context;
 use crossrail::unpack::cuda::{Context as Gpu, Cuda, DeviceMemory, Event, Stream};
 use crossrail_control::Group;
-use crossrail_ep::rows::Kernels;
-use crossrail_ep::{Bytes, Config, Layout, Payload, Scale};
+use crossrail_ep::{Bytes, Config, Layout, Payload};
 use crossrail_ep_cuda::{
-    Count, DeviceBuffer, DeviceHandle, DeviceOptions, Enqueued, ExpertCombine, ExpertDispatch, ExpertOut, InScales,
-    RankCombine, RankDispatch, RegionLease, Split, Tokens, Traffic,
+    Count, DeviceBuffer, DeviceHandle, DeviceOptions, Enqueued, ExpertCombine, ExpertDispatch, ExpertOut, RankCombine,
+    RankDispatch, RegionLease, Split, Tokens, Traffic,
 };
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::ep::EpMode;
+use crate::ep_memory::{Memory, most_rows, scale_columns, usage};
 use crate::session::Observer;
 
 /// How often the observer is told.
 const TELL: Duration = Duration::from_millis(100);
-/// More than a GPU's cache has. Filling it takes longer than the host takes to put an iteration in.
-const FLUSH: usize = 256 << 20;
 /// What outputs are filled with before they are verified.
 const POISON: u8 = 0xA5;
 
@@ -94,21 +92,6 @@ pub struct DeviceEp {
     /// The regions of results, and of meetings; rank layout only.
     regions: Option<[RegionLease; 2]>,
     handle: Option<DeviceHandle>,
-}
-
-/// Everything on the GPU. What the layout has no use for is empty.
-struct Memory {
-    _input: [DeviceMemory; 4],
-    y: DeviceMemory,
-    sums: DeviceMemory,
-    rows: DeviceMemory,
-    scales: DeviceMemory,
-    counts: DeviceMemory,
-    ranges: DeviceMemory,
-    source: DeviceMemory,
-    /// Counts and ranges of meetings.
-    meeting: [DeviceMemory; 2],
-    flush: DeviceMemory,
 }
 
 impl Drop for DeviceEp {
@@ -466,113 +449,4 @@ impl std::fmt::Debug for DeviceEp {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "DeviceEp({:?} on {:?})", self.buffer, self.gpu)
     }
-}
-
-impl Memory {
-    fn new(stream: &Stream, limit: Duration, config: &Config, work: &DeviceEpWork<'_>) -> Result<(Tokens, Memory)> {
-        let (gpu, row, topk) = (stream.context(), 2 * config.hidden, config.topk);
-        let tokens = work.x.len() / row;
-        let fits = work.x.len() == tokens * row
-            && work.topk_idx.len() == tokens * topk * 8
-            && work.topk_weights.len() == tokens * topk * 4
-            && !work.outputs.is_empty()
-            && work.outputs.len().is_multiple_of(row);
-        if !fits || tokens > config.max_tokens {
-            return Err(usage(ErrorKind::Usage, "the work does not fit the buffer".to_owned()));
-        }
-        let empty = |bytes: usize| DeviceMemory::new(gpu, bytes.max(16));
-        let filled = |bytes: &[u8]| {
-            let memory = empty(bytes.len())?;
-            fill(stream, limit, &memory, bytes).map(|()| memory)
-        };
-        let cast = (work.cast_before && config.payload != Payload::Bf16).then(|| cast(work.x, config));
-        let (x, scales) = cast.as_ref().map_or((work.x, &[][..]), |(rows, scales)| (rows, scales));
-        let input = [filled(x)?, filled(scales)?, filled(work.topk_idx)?, filled(work.topk_weights)?];
-        let scale_row = config.payload.scale_bytes(config.hidden) as u64;
-        let block = scale_row / (config.hidden / crossrail_ep::BLOCK) as u64;
-        let in_scales = InScales { address: input[1].address(), row: scale_row, block };
-        let tokens = Tokens {
-            tokens: u32::try_from(tokens).map_err(|_| usage(ErrorKind::Usage, "too many tokens".to_owned()))?,
-            x: input[0].address(),
-            x_stride: if cast.is_some() { config.hidden as u64 } else { row as u64 },
-            scales: cast.is_some().then_some(in_scales),
-            topk_idx: input[2].address(),
-            idx_bytes: 8,
-            topk_weights: input[3].address(),
-        };
-        let (local, ranks) = (config.local_experts(), config.ranks as usize);
-        let is_expert = work.layout == Layout::Expert;
-        let results = if is_expert { local * most_rows(config) } else { 0 };
-        let ranges = if is_expert { local * ranks * 8 } else { (ranks + 1) * 8 };
-        let outputs = if is_expert { results } else { most_rows(config) };
-        let exactly = |bytes: usize| DeviceMemory::new(gpu, bytes);
-        let memory = Memory {
-            _input: input,
-            y: empty(outputs * row)?,
-            sums: empty(tokens.tokens as usize * row)?,
-            rows: empty(results * config.payload.row_bytes(config.hidden))?,
-            scales: empty(if is_expert { results * scale_columns(config) * 4 } else { 0 })?,
-            counts: exactly(local * 4)?,
-            ranges: exactly(ranges)?,
-            source: empty(results * 4)?,
-            meeting: [exactly(local * 4)?, exactly(ranges)?],
-            flush: empty(FLUSH)?,
-        };
-        repeat(stream, limit, &memory.y, work.outputs)?;
-        Ok((tokens, memory))
-    }
-}
-
-/// What scales of a row and expert take, in words of four bytes.
-fn scale_columns(config: &Config) -> usize {
-    match config.payload {
-        Payload::Bf16 => 0,
-        Payload::Fp8(Scale::Ue8m0) => (config.hidden / crossrail_ep::BLOCK).div_ceil(4),
-        Payload::Fp8(_) => config.hidden / crossrail_ep::BLOCK,
-    }
-}
-
-fn most_rows(config: &Config) -> usize {
-    config.ranks as usize * config.max_tokens
-}
-
-/// Rows as fp8, and their scales.
-fn cast(x: &[u8], config: &Config) -> (Vec<u8>, Vec<u8>) {
-    let Payload::Fp8(kind) = config.payload else { return (Vec::new(), Vec::new()) };
-    let (hidden, scale) = (config.hidden, config.payload.scale_bytes(config.hidden));
-    let kernels = Kernels::detect();
-    let tokens = x.len() / (2 * hidden);
-    let (mut rows, mut scales) = (vec![0; tokens * hidden], vec![0; tokens * scale]);
-    let parts = x.chunks_exact(2 * hidden).zip(rows.chunks_exact_mut(hidden)).zip(scales.chunks_exact_mut(scale));
-    for ((row, to), factors) in parts {
-        // SAFETY: a row of `hidden` values, and as much room as it and its scales take.
-        unsafe { kernels.cast_row(row.as_ptr().cast(), hidden, to.as_mut_ptr(), factors.as_mut_ptr(), kind) };
-    }
-    (rows, scales)
-}
-
-fn fill(stream: &Stream, limit: Duration, memory: &DeviceMemory, bytes: &[u8]) -> Result<()> {
-    if bytes.is_empty() {
-        return Ok(());
-    }
-    // SAFETY: the memory is at least as long; both stay until the stream was waited for.
-    unsafe { stream.copy_in(memory.address(), bytes.as_ptr(), bytes.len())? };
-    stream.wait(limit)
-}
-
-/// Fills the memory with `bytes`, again and again.
-fn repeat(stream: &Stream, limit: Duration, memory: &DeviceMemory, bytes: &[u8]) -> Result<()> {
-    let mut done = bytes.len().min(memory.len());
-    fill(stream, limit, memory, &bytes[..done])?;
-    while done < memory.len() {
-        let more = done.min(memory.len() - done);
-        // SAFETY: both parts are of the memory and do not overlap; it stays until the stream was waited for.
-        unsafe { stream.copy_within(memory.address() + done as u64, memory.address(), more)? };
-        done += more;
-    }
-    stream.wait(limit)
-}
-
-fn usage(kind: ErrorKind, text: String) -> Error {
-    Error::new(kind, "bench ep", text)
 }

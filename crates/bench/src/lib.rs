@@ -14,6 +14,7 @@ mod bandwidth;
 mod control;
 mod ep;
 mod ep_cuda;
+mod ep_memory;
 mod latency;
 mod mesh;
 mod p2p;
