@@ -41,16 +41,16 @@ def prefill(terms: Terms, found: Found) -> None:
     """4096 tokens, top-8 of 256 experts, both types: against DeepEP's normal mode."""
     peers = (V1, DROP_IN) if terms.quick else (V1, DROP_IN, "nccl")
     compare = (f"--compare={','.join(peers)}", f"--rounds={terms.rounds}", "--sweep=dtype=fp8,bf16")
-    rows = found.ours(terms, *ep("prefill", terms, 100), *compare)
+    rows = found.ours(terms, *ep("prefill", terms, 50), *compare)
     found.outcomes += prefill_outcomes(rows, found.trouble(V1))
     if not terms.quick:
-        cached = found.ours(terms, *ep("prefill", terms, 100), "--cached", "--mode=dispatch", "--sweep=dtype=fp8,bf16")
+        cached = found.ours(terms, *ep("prefill", terms, 50), "--cached", "--mode=dispatch", "--sweep=dtype=fp8,bf16")
         found.outcomes += [shown(row, f"prefill, dispatch {row.dtype}, cached handle") for row in cached]
 
 
 def sms(terms: Terms, found: Found) -> None:
     """Fewer and more multiprocessors, both presets."""
-    numbers = "8,16,32,64,132" if terms.quick else "4,8,12,16,20,24,32,48,64,96,132"
+    numbers = "8,16,32,132" if terms.quick else "4,8,12,16,20,24,32,48,64,96,132"
     for preset in ("prefill", "decode"):
         options = ("--mode=dispatch,combine", f"--sweep=num-sms={numbers}")
         found.outcomes += sms_outcomes(found.ours(terms, *ep(preset, terms, 50), *options), preset, found.failures)

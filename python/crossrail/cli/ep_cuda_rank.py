@@ -45,6 +45,7 @@ class _Rank:
         self.ordinal: int = job["ordinal"]
         self.progress: bool = job["progress"]
         self.work: Work | None = None
+        self.judges: dict[int, Judge] = {}
         self.rig: _DeviceEp | None = None
 
     def does(self, request: Message) -> bool:
@@ -79,7 +80,8 @@ class _Rank:
             "share_node": True,
             "timeout": group.context.timeout,
         }
-        self.work = work
+        if work != self.work:
+            self.work, self.judges = work, {}
         self.rig = _DeviceEp(
             group._native,
             group.context,
@@ -98,7 +100,7 @@ class _Rank:
         """One dispatch and one combine against the reference. Raises Failure."""
         assert self.work is not None
         assert self.rig is not None
-        judge = Judge(self.work, self.group.rank, turn)
+        judge = self.judges.setdefault(turn, Judge(self.work, self.group.rank, turn))
         self.group.barrier("dispatch", timeout=LONG_S)
         parts = self.rig.dispatch()
         self.group.barrier("combine", timeout=LONG_S)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -50,21 +50,43 @@ def _inputs(work: Work) -> list[Inputs]:
         return list(pool.map(lambda rank: work.inputs(rank, ranks), ranks))
 
 
+@dataclass(frozen=True)
+class Sums:
+    """What some columns of some tokens should be, f64 [tokens, columns], and how far they may be from it."""
+
+    tokens: I64
+    columns: I64
+    exact: Any
+    bound: Any
+
+    def judge(self, got: U16, rank: int) -> None:
+        """Compares bf16 bits. Raises Difference."""
+        wrong = ~(np.abs(bf16_values(got) - self.exact) <= self.bound)
+        if wrong.any():
+            token, at = (int(i) for i in np.argwhere(wrong)[0])
+            raise Difference(
+                f"rank {rank}: combine: {int(wrong.sum())} of {wrong.size} values differ, first token "
+                f"{int(self.tokens[token])}, element {int(self.columns[at])}: {float(bf16_values(got[token, at])):.6g} "
+                f"for {self.exact[token, at]:.6g} +- {self.bound[token, at]:.3g}"
+            )
+
+
 class Judge:
-    """Knows what `rank` should get; `turn` chooses what is looked at more closely."""
+    """Knows what `rank` should get; `turn` chooses what is looked at more closely. What it works out it keeps."""
 
     def __init__(self, work: Work, rank: int, turn: int = 0) -> None:
         self.work, self.rank = work, rank
-        self.rng = np.random.default_rng([work.seed, rank, turn])
+        self.turn = turn
+        rng = np.random.default_rng([work.seed, rank, turn])
         self.inputs = inputs(work)
         blocks = work.shape.hidden // BLOCK
-        chosen = {0, blocks - 1, *self.rng.integers(0, blocks, BLOCKS).tolist()}
+        chosen = {0, blocks - 1, *rng.integers(0, blocks, BLOCKS).tolist()}
         self.blocks = np.array(sorted(chosen))
         self.columns: I64 = (self.blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
 
     def judge_dispatch(self, parts: Mapping[str, bytes]) -> None:
         """Compares what `_DeviceEp.dispatch` gave. Raises Difference."""
-        right = self._arriving()
+        right = self._arriving
         where = f"rank {self.rank}: dispatch"
         same(f"{where}: counts", np.frombuffer(parts["counts"], np.int32), right.counts)
         if self.work.layout == "expert":
@@ -74,14 +96,17 @@ class Judge:
 
     def judge_combine(self, sums: bytes) -> None:
         """Compares what `_DeviceEp.combine` gave. Raises Difference."""
-        shape = self.work.shape
-        tokens = self.work.tokens
-        got = np.frombuffer(sums, np.uint16).reshape(tokens, shape.hidden)
+        got = np.frombuffer(sums, np.uint16).reshape(self.work.tokens, self.work.shape.hidden)
+        for part in self._sums:
+            part.judge(got[part.tokens][:, part.columns], self.rank)
+
+    @cached_property
+    def _sums(self) -> list[Sums]:
+        """Some columns of every token, and some tokens whole."""
+        some = np.array(self._some(self.work.tokens, WHOLE_TOKENS), np.int64)
+        parts = [(np.arange(self.work.tokens), self.columns), (some, np.arange(self.work.shape.hidden))]
         handle = self._handle()
-        everybody = np.arange(tokens)
-        self._judge_sums(got[:, self.columns], handle, everybody, self.columns)
-        some = self.rng.choice(tokens, min(tokens, WHOLE_TOKENS), replace=False)
-        self._judge_sums(got[some], handle, some, np.arange(shape.hidden))
+        return [Sums(tokens, columns, *self._exact(handle, tokens, columns)) for tokens, columns in parts]
 
     def _judge_experts(self, parts: Mapping[str, bytes], right: Dispatched, where: str) -> None:
         shape = self.work.shape
@@ -102,7 +127,7 @@ class Judge:
                 same(f"{of}: scales", scales[local, :count][:, self.blocks], right.scales[local, :count])
             begin += count
         ends = np.cumsum(right.counts)
-        for row in self._some(len(x)):
+        for row in self._some(len(x), WHOLE_ROWS):
             local = int(np.searchsorted(ends, row, side="right"))
             place = row - (int(ends[local]) - int(right.counts[local]))
             starts = ranges[local] >> 32
@@ -127,7 +152,7 @@ class Judge:
             scales = np.frombuffer(parts["scales"], right.scales.dtype).reshape(len(x), -1)
             same(f"{where}: scales", scales[:, self.blocks], right.scales)
         homes = shape.homes
-        for row in self._some(len(x)):
+        for row in self._some(len(x), WHOLE_ROWS):
             home = int(np.searchsorted(offsets, row, side="right")) - 1
             sent = np.flatnonzero((homes(self.inputs[home].topk_idx) == self.rank).any(axis=1))
             token = int(sent[row - int(offsets[home])])
@@ -143,8 +168,8 @@ class Judge:
         same(where, row, values[0])
         same(f"{where}: scales", scales, factors[0])
 
-    def _judge_sums(self, got: U16, handle: Handle, tokens: I64, columns: I64) -> None:
-        """Sums of `tokens` of this rank, in `columns`."""
+    def _exact(self, handle: Handle, tokens: I64, columns: I64) -> tuple[Any, Any]:
+        """Sums of `tokens` of this rank, in `columns`, and their bound."""
         shape = replace(self.work.shape, hidden=len(columns))
         idx, rows = handle.topk_idx[self.rank], handle.rows[self.rank]
         assert idx is not None and rows is not None
@@ -172,15 +197,7 @@ class Judge:
         part = Handle(shape, handle.layout, handle.active, routing, weights, where)
         found = combine_exact(ys, part, prereduce=self.work.prereduce)[self.rank]
         assert found is not None
-        exact, bound = found
-        wrong = ~(np.abs(bf16_values(got) - exact) <= bound)
-        if wrong.any():
-            token, at = (int(i) for i in np.argwhere(wrong)[0])
-            raise Difference(
-                f"rank {self.rank}: combine: {int(wrong.sum())} of {wrong.size} values differ, first token "
-                f"{int(tokens[token])}, element {int(columns[at])}: {float(bf16_values(got[token, at])):.6g} for "
-                f"{exact[token, at]:.6g} +- {bound[token, at]:.3g}"
-            )
+        return found
 
     def _outputs_of(self, home: int, idx: I64, rows: I64, columns: I64) -> U16:
         """What the experts of `home` answer to these selections: [local experts, T, columns], or [T, columns]."""
@@ -197,6 +214,7 @@ class Judge:
         made[local, tokens] = pattern[(local * shape.ranks * shape.max_tokens + rows[tokens, selections]) % PERIOD]
         return made
 
+    @cached_property
     def _arriving(self) -> Dispatched:
         """The reference's dispatch to this rank, of the chosen columns."""
         homes = self.work.shape.homes
@@ -233,6 +251,8 @@ class Judge:
             return whole[..., : shape.hidden // BLOCK]
         return np.frombuffer(parts["scales"], np.float32).reshape(lead).transpose(0, 2, 1)
 
-    def _some(self, rows: int) -> list[int]:
-        chosen: list[int] = self.rng.choice(rows, min(rows, WHOLE_ROWS), replace=False).tolist()
+    def _some(self, count: int, most: int) -> list[int]:
+        """Some numbers below `count`, the same ones each time."""
+        rng = np.random.default_rng([self.work.seed, self.rank, self.turn, count])
+        chosen: list[int] = rng.choice(count, min(count, most), replace=False).tolist()
         return chosen
