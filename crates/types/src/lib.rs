@@ -9,11 +9,13 @@ mod head;
 mod ids;
 pub mod settings;
 mod size;
+mod ways;
 
 pub use error::{Error, ErrorKind, Result};
 pub use head::{HEAD_LEN, Head};
 pub use ids::{EndpointId, LaneId, OpId};
-pub use settings::{Filter, GpuCopy, IoThreads, LogLevel, Rails, Secret, Settings, TRANSPORTS, Unpack};
+pub use settings::{Filter, IoThreads, LogLevel, Rails, Secret, Settings, TRANSPORTS};
 pub use size::{
     format_duration, format_gb, format_gb_per_s, format_gib, format_size, parse_duration, parse_size, parse_sizes,
 };
+pub use ways::{GpuCopy, Unpack};

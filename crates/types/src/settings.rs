@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::size::{format_duration, format_size, parse_duration, parse_size};
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, ErrorKind, GpuCopy, Result, Unpack};
 
 const PREFIX: &str = "CROSSRAIL_";
 
@@ -115,80 +115,6 @@ impl fmt::Display for Rails {
             Rails::Near(None) => f.write_str("near"),
             Rails::Near(Some(gpu)) => write!(f, "near:{gpu}"),
         }
-    }
-}
-
-/// How bytes that came over the network get from their bounce slots to where they belong in GPU memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Unpack {
-    /// One kernel launch for many pieces.
-    #[default]
-    Kernel,
-    /// A copy for each piece, by a copy engine.
-    D2d,
-    /// Gathered by a processor first, then one copy.
-    Host,
-}
-
-impl Unpack {
-    const NAMES: [(&'static str, Unpack); 3] =
-        [("kernel", Unpack::Kernel), ("d2d", Unpack::D2d), ("host", Unpack::Host)];
-}
-
-impl fmt::Display for Unpack {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = Unpack::NAMES.iter().find(|(_, way)| way == self).map_or("", |(name, _)| name);
-        f.write_str(name)
-    }
-}
-
-impl std::str::FromStr for Unpack {
-    type Err = Error;
-
-    /// `kernel`, `d2d` or `host`; [`ErrorKind::Usage`] for anything else.
-    fn from_str(text: &str) -> Result<Unpack> {
-        let found = Unpack::NAMES.iter().find(|(name, _)| *name == text.trim());
-        found.map(|(_, way)| *way).ok_or_else(|| {
-            Error::new(ErrorKind::Usage, "unpack", format!("{text:?} is no way to unpack"))
-                .with_hint("known: kernel, d2d, host")
-        })
-    }
-}
-
-/// What copies between GPUs of one machine that reach each other.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum GpuCopy {
-    /// A copy engine; while long copies go from one GPU to several others at once, a kernel.
-    #[default]
-    Auto,
-    /// A copy engine, always: the multiprocessors are the user's alone.
-    Engine,
-    /// A kernel, for all long copies.
-    Kernel,
-}
-
-impl GpuCopy {
-    const NAMES: [(&'static str, GpuCopy); 3] =
-        [("auto", GpuCopy::Auto), ("engine", GpuCopy::Engine), ("kernel", GpuCopy::Kernel)];
-}
-
-impl fmt::Display for GpuCopy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = GpuCopy::NAMES.iter().find(|(_, way)| way == self).map_or("", |(name, _)| name);
-        f.write_str(name)
-    }
-}
-
-impl std::str::FromStr for GpuCopy {
-    type Err = Error;
-
-    /// `auto`, `engine` or `kernel`; [`ErrorKind::Usage`] for anything else.
-    fn from_str(text: &str) -> Result<GpuCopy> {
-        let found = GpuCopy::NAMES.iter().find(|(name, _)| *name == text.trim());
-        found.map(|(_, way)| *way).ok_or_else(|| {
-            Error::new(ErrorKind::Usage, "gpu copy", format!("{text:?} copies nothing"))
-                .with_hint("known: auto, engine, kernel")
-        })
     }
 }
 
@@ -477,7 +403,7 @@ const UNPACK: Form<Unpack> = Form {
 };
 
 const GPU_COPY: Form<GpuCopy> =
-    Form { parse: |text| text.parse().map_err(|_| "copies nothing".to_owned()), show: |way| Some(way.to_string()) };
+    Form { parse: |text| text.parse().map_err(|_| "is no way to copy".to_owned()), show: |way| Some(way.to_string()) };
 
 const TIMEOUT: Form<Duration> = Form {
     parse: |text| match parse_duration(text) {
