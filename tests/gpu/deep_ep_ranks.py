@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import select
@@ -277,6 +278,21 @@ def decode_memory(env: Any, most: float) -> None:
     assert hint < most, f"rank {env.rank}: the hint is {hint} bytes, wanted less than {most}"
 
 
+def lost(env: Any) -> str:
+    """The ranks that did not come in time, if there are any."""
+    faults = [str(fault) for made in env.buffer._pool._made.values() for fault in made.buffer.faults()]
+    return "".join(f"\nlost: {fault}" for fault in faults)
+
+
+def state(env: Any) -> str:
+    """What is in the memory of each expert buffer, for whoever must find out what went wrong."""
+    said = ""
+    for (kind, _), made in env.buffer._pool._made.items():
+        with contextlib.suppress(Exception):  # of a GPU that cannot be asked any more
+            said += f"\n{kind}, {made.max_tokens} tokens:\n{made.buffer._native.report()[:3000]}"
+    return said
+
+
 def main() -> None:
     """Does what stdin says until it ends."""
     sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
@@ -294,6 +310,7 @@ def main() -> None:
     env = None
     for line in sys.stdin:
         request = json.loads(line)
+        faulthandler.dump_traceback_later(ANSWER_S - 10)
         try:
             if env is None:
                 buffer = deep_ep.Buffer(distributed.group.WORLD, num_nvl_bytes=8 << 20, low_latency_mode=True)
@@ -301,9 +318,11 @@ def main() -> None:
             work = globals().get(request["work"]) or getattr(deep_ep_work, request["work"])
             work(env, *request["arguments"], **request["options"])
             torch.cuda.synchronize()
-            said = ""
+            said = lost(env)
         except Exception:  # told to the test, which fails with it
-            said = traceback.format_exc()
+            said = f"{traceback.format_exc()}\n{'' if env is None else lost(env) + state(env)}"
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         answers.write(json.dumps(said) + "\n")
         answers.flush()
     if env is not None:

@@ -165,6 +165,11 @@ impl DeviceBuffer {
         self.native.heap_bytes()
     }
 
+    /// What the rank's memory says of the operations under way.
+    fn report(&self, py: Python<'_>) -> PyResult<String> {
+        py.detach(|| self.native.report()).or_raise(py)
+    }
+
     #[getter]
     fn spare_regions(&self) -> u32 {
         self.native.spare_regions()
