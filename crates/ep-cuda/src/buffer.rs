@@ -13,6 +13,7 @@ use crossrail_cuda::{Capture, Context as Primary, Stream};
 use crossrail_ep::hello::Parameters;
 use crossrail_ep::meeting::{Meeting, random_id};
 use crossrail_ep::{Config, Fault, Layout, Link, Plan};
+use crossrail_kernels::Kernels;
 use crossrail_kernels::ep::{EpKernels, Epochs, Shape};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
@@ -46,6 +47,8 @@ pub(crate) struct Inner {
     pub(crate) cuda: Primary,
     pub(crate) meeting: Meeting,
     pub(crate) kernels: Arc<EpKernels>,
+    /// The engine's, which it need not load again.
+    _engine: Option<Arc<Kernels>>,
     /// Of a launch.
     pub(crate) blocks: u32,
     pub(crate) memory: Memory,
@@ -144,9 +147,12 @@ impl DeviceBuffer {
         options::plan(&config, &options, 0, Some(options::free(&cuda)?))?.check()?;
         let id = random_id()?;
         let parameters = Parameters::of(&config).on_gpu(shape.regions);
-        // Loading and allocating take about as long as each other.
-        let (loaded, made) = std::thread::scope(|scope| {
+        // Loading and allocating take about as long as each other. Mapping heaps wants the engine's kernels too: they are
+        // there before another rank waits. What fails of them fails again, with its reason, where they are needed.
+        let (loaded, engine, made) = std::thread::scope(|scope| {
             let loading = scope.spawn(|| loading::load(&cuda, context.settings(), &shape));
+            let (on, limit) = (&cuda, context.settings().timeout);
+            let engine = scope.spawn(move || crossrail_kernels::shared(on, context.settings(), limit).ok());
             let made = (|| {
                 let bytes = usize::try_from(heap::bytes(&shape)).unwrap_or(usize::MAX);
                 let memory = context.alloc_on(bytes, Place::Gpu(options.ordinal))?;
@@ -154,7 +160,7 @@ impl DeviceBuffer {
                 let meeting = Meeting::new(group, context, name, id, node, config.share_node, parameters)?;
                 Ok((memory, meeting))
             })();
-            (loading.join(), made)
+            (loading.join(), engine.join().ok().flatten(), made)
         });
         let kernels = loaded.map_err(|_| Error::new(ErrorKind::Io, "ExpertBuffer", "loading kernels panicked"))??;
         let (memory, meeting) = made?;
@@ -177,6 +183,7 @@ impl DeviceBuffer {
             context: context.clone(),
             meeting,
             kernels,
+            _engine: engine,
             blocks,
             heap,
             memory,
