@@ -134,7 +134,7 @@ def test_ranks_that_want_different_buffers(ranks: Ranks, changed: dict[str, Any]
         ({"max_tokens_per_rank": 0}, "max_tokens_per_rank 0"),
         ({"dispatch_dtype": "fp4"}, "dispatch_dtype.*fp4"),
         ({"scale": "f16", "dispatch_dtype": "fp8"}, "scale.*f16"),
-        ({"device": "cuda:0"}, "device.*cuda"),
+        ({"device": "tpu"}, "tpu.*cuda:1"),
         ({"layouts": ()}, "layouts"),
         ({"layouts": ("column",)}, "column"),
         ({"ranks": 2, "num_experts": 4}, "rank 2"),

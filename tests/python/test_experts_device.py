@@ -352,3 +352,40 @@ def test_an_array_needs_memory_of_a_gpu() -> None:
     memory = crossrail.Context().alloc(64)
     with pytest.raises(crossrail.UsageError, match="the memory is on the host"):
         crossrail.DeviceArray(memory, "float32", [4])
+
+
+def test_what_a_buffer_takes_of_a_gpu() -> None:
+    numbers = {"max_tokens_per_rank": 128, "hidden": 7168, "num_experts": 288, "topk": 8, "ranks": 4}
+    plan = crossrail.ExpertBuffer.plan(**numbers, device="cuda:0")
+    assert sum(plan.bytes.values()) == plan.total and plan.largest_tokens >= 128
+    decode = crossrail.ExpertBuffer.plan(**numbers, layouts=["expert"], device=0)
+    assert 0 < decode.total < plan.total
+    more = crossrail.ExpertBuffer.plan(**numbers, device=0, regions=3)
+    assert more.total > plan.total
+    far = crossrail.ExpertBuffer.plan(**numbers, device=0, network_ranks=2)
+    assert far.total == 3 * plan.total
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"ranks": 96}, "ranks 96 is not from 1 to 64, which GPU kernels take"),
+        ({"hidden": 16512}, "hidden 16512 is not from 1 to 16384"),
+        ({"hidden": 192}, "hidden 192"),
+        ({"regions": 0}, "regions 0 is not from 1 to 64"),
+        ({"topk": 33}, "topk 33"),
+        ({"layouts": []}, "layouts"),
+    ],
+    ids=str,
+)
+def test_numbers_that_kernels_do_not_take(changed: dict[str, Any], says: str) -> None:
+    numbers = {"max_tokens_per_rank": 128, "hidden": 7168, "num_experts": 288, "topk": 8, "ranks": 4, "device": 0}
+    with pytest.raises(crossrail.UsageError, match=says):
+        crossrail.ExpertBuffer.plan(**(numbers | changed))
+
+
+def test_no_gpu_is_said() -> None:
+    if crossrail.Context().info()["cuda"]["present"]:
+        pytest.skip("there is a GPU")
+    with crossrail.Group(size=1) as group, pytest.raises(crossrail.UnsupportedError, match="no CUDA driver"):
+        crossrail.ExpertBuffer(group, 8, 256, 4, 2, device="cuda")
