@@ -164,12 +164,12 @@ impl Inner {
         Ok(region.as_ref().map(|region| region.key().to_bytes()).unwrap_or_default())
     }
 
-    /// The key for a rank that was not told before, as its GPU might have reached the heap: it does not, if this rank's
-    /// does not reach that rank's heap either.
+    /// The key once more, for a rank that may not have been told before, as its GPU might have reached the heap: it does
+    /// not, if this rank's does not reach that rank's heap either.
     fn late_key(&self, met: &Met) -> Result<Vec<u8>> {
         match met.way {
-            MetWay::Far(_) if met.key.is_empty() => self.key(),
-            _ => Ok(Vec::new()),
+            MetWay::Far(_) => self.key(),
+            MetWay::Near(_) => Ok(Vec::new()),
         }
     }
 
