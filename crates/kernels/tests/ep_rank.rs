@@ -249,7 +249,7 @@ fn broken_kernels_are_caught() {
         // Flags come before their rows.
         (combine, "if (lane_of() == 0) bulk_wait_done<BEHIND>();", ""),
         // Flags are not after what the warps that send know of.
-        (combine, "fence_acq_rel_sys();\n            for (u32 sender", "for (u32 sender"),
+        (combine, "fence_acq_rel_sys();\n#pragma", "#pragma"),
         // Nobody waits for the rows' flags.
         (combine, "combine.flag(rank, token), combine.epoch,", "combine.flag(rank, token), 0,"),
     ];

@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
         }
     } else if (warp_of() < ADDERS) {
 #if EP_BULK
-        if (sending_block) write_flags(combine, shared);
+        if (sending_block) Flagger{shared, combine.epoch}.run();
 #endif
     } else if (adds && blockIdx.x >= split) {
         u32 warps = WARPS - ADDERS;

@@ -28,12 +28,13 @@ constexpr u32 MANY_AT_ONCE = 4;
 constexpr u32 MANY_BEHIND = 8;
 // A warp's rows under way belong to one lane each.
 static_assert(SENDER_AHEAD + MANY_AT_ONCE + MANY_BEHIND + 1 <= LANES, "rows that a warp can remember");
-// Of each warp that sends: rows that are there and whose flags need not have been written.
-constexpr u32 RINGS = EP_BULK ? SENDERS : 1;
-constexpr u32 FLAG_RING = EP_FLAG_RING;
-static_assert(FLAG_RING >= LANES, "rows that a warp tells of together");
-// Beside the number of a warp's rows that are there: they are all.
-constexpr u32 ALL_THERE = 1u << 31;
+// Of each warp that sends: how often it may tell of rows whose flags are still to be written, and rows of each time.
+constexpr u32 TOLD = EP_TOLD;
+constexpr u32 TOLD_ROWS = EP_TOLD_ROWS;
+static_assert(MANY_AT_ONCE + MANY_BEHIND <= TOLD_ROWS && TOLD_ROWS <= LANES, "rows that a warp tells of together");
+// Beside the number of rows: there are no more.
+constexpr u32 LAST_ROWS = 1u << 31;
+constexpr u32 TELLERS = EP_BULK ? SENDERS : 1;
 // The warp that writes flags, and the first that adds.
 constexpr u32 FLAGGER = SENDERS;
 constexpr u32 ADDERS = EP_BULK ? SENDERS + 1 : SENDERS;
@@ -41,10 +42,11 @@ static_assert(ADDERS < WARPS, "a warp is left to add");
 
 struct CombineShared {
     alignas(8) u64 full[SENDERS * SENDER_STAGES];
-    // Addresses of flags; the numbers of rows that are there, and of flags that are written.
-    u64 ring[RINGS][FLAG_RING];
-    u32 there[RINGS];
-    u32 flagged[RINGS];
+    // Rows that are there: their flags, how many, and barriers for that they are told of, and that they are flagged.
+    u64 flags[TELLERS][TOLD][TOLD_ROWS];
+    u64 told[TELLERS][TOLD];
+    u64 flagged[TELLERS][TOLD];
+    u32 rows[TELLERS][TOLD];
     // Where each source's heap is, 0 where nothing is sent to.
     u64 heaps[EP_R];
     // The first row of each source, and the end.
@@ -137,6 +139,7 @@ struct Sender {
     u32 loads = 0;
     u32 stores = 0;
     u32 flags = 0;
+    u32 tellings = 0;
     u64 heap = 0;
     u32 row = 0;
     u32 token = 0;
@@ -169,16 +172,18 @@ struct Sender {
     }
 
     // Tells that the rows up to number `upto` are there.
-    __device__ __forceinline__ void tell(u32 upto, u32 all) {
-        u32 warp = warp_of();
-        while (upto - ld_acquire_cta_u32(shared.flagged[warp]) > FLAG_RING) pause_ns(50);
-        // What the lanes have written, and the first lane has waited for, comes before it.
+    __device__ __forceinline__ void tell(u32 upto, u32 last) {
+        u32 warp = warp_of(), at = tellings % TOLD, round = tellings / TOLD;
+        if (round > 0) mbarrier_wait_shared(shared_address(&shared.flagged[warp][at]), (round - 1) & 1);
         u32 nth = (lane_of() - flags) % LANES;
-        if (nth < upto - flags) shared.ring[warp][(flags + nth) % FLAG_RING] = heap + combine.flag(combine.common.rank, token);
+        if (nth < upto - flags) shared.flags[warp][at][nth] = heap + combine.flag(combine.common.rank, token);
+        if (lane_of() == 0) shared.rows[warp][at] = (upto - flags) | last;
+        // What the lanes have written, and the first lane has waited for, comes before it.
         __syncwarp();
-        if (lane_of() == 0) st_release_cta_u32(shared.there[warp], upto | all);
+        if (lane_of() == 0) mbarrier_arrive_shared(shared_address(&shared.told[warp][at]));
         __syncwarp();
         flags = upto;
+        ++tellings;
     }
 
     // `BEHIND` rows may be under way when it is told that those before them are there.
@@ -204,37 +209,64 @@ struct Sender {
             }
         }
         if (lane_of() == 0) bulk_wait_all();
-        tell(stores, ALL_THERE);
+        tell(stores, LAST_ROWS);
         mark_by(0, combine.args.marks, EP_MARK_SENT);
     }
 };
 
 // The warp that writes the flags of the rows that the block sends.
-__device__ __forceinline__ void write_flags(const Combine &combine, CombineShared &shared) {
-    // Of the sender of this lane.
-    u32 flagged = 0;
-    while (true) {
-        u32 told = lane_of() < SENDERS ? ld_acquire_cta_u32(shared.there[lane_of()]) : ALL_THERE;
-        u32 there = told & ~ALL_THERE;
-        bool all = __all_sync(WHOLE_WARP, (told & ALL_THERE) != 0);
-        if (__any_sync(WHOLE_WARP, there != flagged)) {
+struct Flagger {
+    CombineShared &shared;
+    u64 epoch;
+    // By warp that sends: how often it told of rows that are flagged; and how often since.
+    u32 done[TELLERS] = {};
+    u32 more[TELLERS] = {};
+
+    __device__ __forceinline__ bool is_told(u32 sender, u32 number) const {
+        u32 barrier = shared_address(&shared.told[sender][number % TOLD]), parity = number / TOLD & 1;
+        u32 told = 0;
+        if (lane_of() == 0) told = mbarrier_test_shared(barrier, parity);
+        if (!__shfl_sync(WHOLE_WARP, told, 0)) return false;
+        // For the other lanes.
+        mbarrier_wait_shared(barrier, parity);
+        return true;
+    }
+
+    // Flags of what one warp told of. Whether that was its last.
+    __device__ __forceinline__ bool write(u32 sender) {
+        bool last = false;
+        for (u32 i = 0; i < more[sender]; ++i) {
+            u32 at = (done[sender] + i) % TOLD, rows = shared.rows[sender][at];
+            if (lane_of() < (rows & ~LAST_ROWS)) st_relaxed_sys_u64(shared.flags[sender][at][lane_of()], epoch);
+            last = rows & LAST_ROWS;
             __syncwarp();
-            fence_acq_rel_sys();
+            if (lane_of() == 0) mbarrier_arrive_shared(shared_address(&shared.flagged[sender][at]));
+        }
+        done[sender] += more[sender];
+        return last;
+    }
+
+    __device__ __forceinline__ void run() {
+        u32 senders = SENDERS;
+        while (senders > 0) {
+            u32 any = 0;
+#pragma unroll
             for (u32 sender = 0; sender < SENDERS; ++sender) {
-                u32 end = __shfl_sync(WHOLE_WARP, there, sender);
-                for (u32 row = __shfl_sync(WHOLE_WARP, flagged, sender) + lane_of(); row < end; row += LANES) {
-                    st_relaxed_sys_u64(shared.ring[sender][row % FLAG_RING], combine.epoch);
-                }
+                more[sender] = 0;
+                while (more[sender] < TOLD && is_told(sender, done[sender] + more[sender])) ++more[sender];
+                any |= more[sender];
+            }
+            if (any == 0) {
+                pause_ns(100);
+                continue;
             }
             __syncwarp();
-            if (lane_of() < SENDERS) st_release_cta_u32(shared.flagged[lane_of()], there);
-            flagged = there;
-        } else if (!all) {
-            pause_ns(100);
+            fence_acq_rel_sys();
+#pragma unroll
+            for (u32 sender = 0; sender < SENDERS; ++sender) senders -= write(sender);
         }
-        if (all) return;
     }
-}
+};
 #endif
 
 // A warp that sends where there are no bulk copies.
@@ -419,7 +451,15 @@ __device__ __forceinline__ void add_tokens(const Combine &combine, const Combine
 __device__ __forceinline__ void begin_combine(const Combine &combine, CombineShared &shared) {
     const EpCommon &common = combine.common;
     u32 rank = threadIdx.x;
-    if (rank < RINGS) shared.there[rank] = shared.flagged[rank] = 0;
+#if EP_BULK
+    if (rank == 0) {
+        for (u32 i = 0; i < TELLERS * TOLD; ++i) {
+            mbarrier_init_shared(shared_address(&shared.told[i / TOLD][i % TOLD]), 1);
+            mbarrier_init_shared(shared_address(&shared.flagged[i / TOLD][i % TOLD]), 1);
+        }
+        fence_mbarrier_init();
+    }
+#endif
     if (rank <= EP_R) shared.offsets[rank] = at<const u32>(common.handle + common.parts.offsets + 4 * rank);
     if (rank < EP_R) {
         u64 taken = combine.epoch < EP_DEPTH ? 0 : combine.epoch - EP_DEPTH;

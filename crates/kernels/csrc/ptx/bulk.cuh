@@ -29,6 +29,25 @@ __device__ __forceinline__ void mbarrier_arrive_expect_shared(u32 barrier, u32 b
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(barrier), "r"(bytes) : "memory");
 }
 
+// This thread arrives: what it did before is seen by who waits for this phase.
+__device__ __forceinline__ void mbarrier_arrive_shared(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(barrier) : "memory");
+}
+
+// Whether the phase of this parity is complete.
+__device__ __forceinline__ bool mbarrier_test_shared(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return done != 0;
+}
+
 // Waits until the phase of this parity is complete. What the phase's loads brought is there then.
 __device__ __forceinline__ void mbarrier_wait_shared(u32 barrier, u32 parity) {
     u32 done = 0;

@@ -11,8 +11,9 @@ const SHARED_PLAIN: u32 = 96 << 10;
 const MOST_STAGES: u32 = 24;
 /// Stages that keep one warp's copies under way.
 const STAGES_PER_MOVER: u32 = 6;
-/// Rows of a warp that sends in a combine that are there and whose flags are still to be written.
-const FLAG_RING: u32 = 64;
+/// How often a warp that sends in a combine may tell of rows whose flags are still to be written, and rows of each time.
+const TOLD: u32 = 4;
+const TOLD_ROWS: u32 = 16;
 /// The most warps that send in a combine.
 const MOST_SENDERS: u32 = 2;
 /// The most experts whose selections a block counts in shared memory.
@@ -51,7 +52,7 @@ impl Shape {
     }
 
     fn combine_division(&self, bulk: bool) -> Division {
-        let words = MOST_STAGES * 2 + MOST_SENDERS * (FLAG_RING * 2 + 2) + self.ranks * 3 + 2;
+        let words = MOST_STAGES * 2 + MOST_SENDERS * TOLD * (TOLD_ROWS * 2 + 5) + self.ranks * 3 + 2;
         let common = (words * size_of::<u32>() as u32 + 16).next_multiple_of(128);
         if !bulk {
             return Division { stages: 0, movers: 0, common, bytes: common };
@@ -81,7 +82,8 @@ impl Shape {
             ("COMBINE_STAGES", combine.stages),
             ("COMBINE_MOVERS", combine.movers),
             ("COMBINE_COMMON", combine.common),
-            ("FLAG_RING", FLAG_RING),
+            ("TOLD", TOLD),
+            ("TOLD_ROWS", TOLD_ROWS),
         ];
         let mut defines = self.defines(bulk);
         defines.retain(|define| !define.starts_with("-DEP_THREADS="));

@@ -19,6 +19,14 @@ __device__ __forceinline__ void mbarrier_arrive_expect_shared(u32 barrier, u32 b
     emulate::mbarrier_arrive(barrier, 1, bytes);
 }
 
+__device__ __forceinline__ void mbarrier_arrive_shared(u32 barrier) {
+    emulate::mbarrier_arrive(barrier, 1, 0);
+}
+
+__device__ __forceinline__ bool mbarrier_test_shared(u32 barrier, u32 parity) {
+    return emulate::mbarrier_test(barrier, parity);
+}
+
 __device__ __forceinline__ void mbarrier_wait_shared(u32 barrier, u32 parity) {
     while (!emulate::mbarrier_test(barrier, parity)) {
     }
