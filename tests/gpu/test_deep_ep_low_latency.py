@@ -59,3 +59,14 @@ def test_two_buffers(ranks: Ranks) -> None:
 @pytest.mark.gpus(2)
 def test_beside_nccl(ranks: Ranks) -> None:
     ranks.do("over_nccl", 180)
+
+
+@pytest.mark.gpus(4)
+def test_a_rank_that_is_killed() -> None:
+    ranks = Ranks(SIZE)
+    try:
+        ranks.do("low_latency", 190, "bf16")
+        ranks.kill(SIZE - 1)
+        ranks.do("low_latency_without", 191, SIZE - 1)
+    finally:
+        ranks.end()
