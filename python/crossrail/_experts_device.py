@@ -115,8 +115,6 @@ class DeviceDispatched(Dispatched):
         return self._shown("topk_weights")
 
     def record_stream(self, stream: Any) -> None:
-        """Rank layout: `stream` uses the arrays too, so that their region only becomes free behind its work. That of
-        the dispatch, and PyTorch's current stream of then, need not be named."""
         self.stream_recorder()(stream)
 
     def stream_recorder(self) -> Callable[[Any], None]:
@@ -131,7 +129,6 @@ class DeviceDispatched(Dispatched):
         return record
 
     def empty_output(self, stream: Any = None) -> Any:
-        """A bf16 array of the shape of `x`, for the experts' outputs: combine takes it as `y`."""
         course = self._arrays.course(stream, "empty_output")
         return self._arrays.empty("bfloat16", tuple(self.x.shape), course)[0]
 

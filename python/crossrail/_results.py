@@ -198,11 +198,16 @@ class Dispatched:
         """Rank layout: the first row of each source rank, and N."""
         return viewed(self.handle._offsets(), I64, (self._sizes.ranks + 1,)) if self.layout == "rank" else None
 
-    def empty_output(self) -> Any:
+    def record_stream(self, stream: Any) -> None:
+        """On a GPU, in the rank layout: `stream` uses the arrays too, so that their region only becomes free behind its
+        work. The dispatch's own stream, and PyTorch's current one of then, need not be named."""
+
+    def empty_output(self, stream: Any = None) -> Any:
         """A bf16 array of the shape of `x`, for the experts' outputs: combine takes it as `y`.
 
         Nothing is written to it, so that of the expert layout's large array only those pages cost anything that are
-        used; an array that is kept and used again costs less than a new one each time.
+        used; an array that is kept and used again costs less than a new one each time. On a GPU it is for use in
+        `stream` (None: PyTorch's current stream).
         """
         return np.empty(self.x.shape, BF16)
 

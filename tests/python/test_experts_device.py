@@ -15,7 +15,7 @@ from fake_gpu import STREAM, FakeHandle, FakeRegion, World
 import crossrail
 from crossrail import _calls, _experts_device
 from crossrail._calls import CombineCall, DispatchCall, Sizes
-from crossrail._device_arrays import Given, c_strides, row_stride
+from crossrail._device_arrays import Given, PlainArrays, c_strides, row_stride
 from crossrail._experts_device import expert_shapes, rank_shapes
 
 TWO = Setup(2, max_tokens=6, hidden=512, local_experts=3, topk=2)
@@ -389,3 +389,50 @@ def test_no_gpu_is_said() -> None:
         pytest.skip("there is a GPU")
     with crossrail.Group(size=1) as group, pytest.raises(crossrail.UnsupportedError, match="no CUDA driver"):
         crossrail.ExpertBuffer(group, 8, 256, 4, 2, device="cuda")
+
+
+class Lender:
+    """An array of Numba's kind: `__cuda_array_interface__` and nothing else."""
+
+    def __init__(self, **interface: Any) -> None:
+        whole = {"version": 3, "shape": (6, 512), "typestr": "<u2", "data": (4096, False), "strides": None}
+        self.__cuda_array_interface__ = whole | interface
+
+
+def plain(value: Any, *, writable: bool = False) -> Given:
+    arrays = PlainArrays(crossrail.Context(), 0)
+    return arrays.given(value, "x", arrays.course(None, "dispatch"), "dispatch", writable)
+
+
+def test_arrays_by_the_cuda_array_interface() -> None:
+    given = plain(Lender())
+    assert given[:4] == (4096, "uint16", (6, 512), (512, 1))
+    assert plain(Lender(strides=(2048, 2))).strides == (1024, 1)
+    assert plain(Lender(typestr="<i8", shape=(6, 2))).dtype == "int64"
+    assert plain(Lender(typestr="|u1")).dtype == "uint8"
+    assert plain(Lender(typestr="<f2")).dtype == "<f2"
+    empty = plain(Lender(shape=(0, 512), data=(None, False)))
+    assert (empty.address, empty.shape) == (0, (0, 512))
+    assert plain(Lender(data=(64, True))).address == 64
+    with pytest.raises(crossrail.UsageError, match="x is read-only"):
+        plain(Lender(data=(64, True)), writable=True)
+    for broken in ({"shape": "wide"}, {"data": 7}, {"strides": ("a", "b")}):
+        with pytest.raises(crossrail.UsageError, match="makes no sense"):
+            plain(Lender(**broken))
+
+
+def test_streams_of_arrays_that_are_not_pytorchs() -> None:
+    class CupyStream:
+        ptr, device_id = 4660, 1
+
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, self.ptr
+
+    arrays = PlainArrays(crossrail.Context(), 1)
+    course = arrays.course(CupyStream(), "dispatch")
+    assert course.handle == 4660 and course.users() == [(4660, course.stream)]
+    assert arrays.course(None, "dispatch").handle == 0
+    with pytest.raises(crossrail.UsageError, match="the stream is of cuda:1, and the buffer on cuda:0"):
+        PlainArrays(crossrail.Context(), 0).course(CupyStream(), "dispatch")
+    with pytest.raises(crossrail.UsageError, match="is no CUDA stream"):
+        arrays.course("fast", "dispatch")
