@@ -139,6 +139,15 @@ def run(buffer: Any, case: Case, rank: int) -> Got:
 
 
 @task
+def gpu_compile(me: Me, setups: list[Setup]) -> None:
+    """Kernels for these setups, which are kept on disk for all ranks."""
+    torch.cuda.set_device(device_of(me))
+    for setup in setups:
+        options = {"device": device_of(me), "connect": False, "name": f"compiled by {me.group.rank}"}
+        crossrail.ExpertBuffer(me.group, **(setup.arguments() | options)).destroy()
+
+
+@task
 def gpu_cases(me: Me, cases: list[Case], options: dict[str, Any] | None = None) -> list[Got]:
     """Cases of one setup, one after the other."""
     buffer = buffer_of(me, cases[0].setup, **(options or {}))

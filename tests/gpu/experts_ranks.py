@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from conftest import GPUS
-from ep_cases import Case, Got, judge
+from ep_cases import Case, Got, Setup, judge
 from ep_ranks import Ranks, free_port
 
 COUNT = max(min(GPUS, 4), 1)
@@ -22,6 +23,12 @@ ANSWER_S = 40.0
 def started(count: int = COUNT) -> Ranks:
     """The ranks; a context manager."""
     return Ranks(count, start=START, environment=ENVIRONMENT)
+
+
+def compile_for(ranks: Ranks, setups: Sequence[Setup]) -> None:
+    """Has kernels compiled for all setups at once, each by one rank."""
+    each = {rank: (list(setups[rank :: len(ranks)]),) for rank in ranks.processes}
+    ranks.call("gpu_compile", each=each, timeout=ANSWER_S)
 
 
 def restart(ranks: Ranks) -> None:

@@ -11,7 +11,7 @@ import pytest
 from ep_cases import Case, Setup, expected
 from ep_rank import varied
 from ep_ranks import Ranks
-from experts_ranks import COUNT, ask, judge_all, started
+from experts_ranks import COUNT, ask, compile_for, judge_all, started
 
 pytest.importorskip("torch")
 
@@ -26,9 +26,13 @@ SETUPS = {
 }
 
 
+LARGE = Setup(COUNT, max_tokens=32, hidden=7168, local_experts=16, topk=min(8, 16 * COUNT), dtype="fp8")
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     with started() as processes:
+        compile_for(processes, [LARGE, *SETUPS.values()])
         yield processes
 
 
@@ -50,89 +54,6 @@ def some_cases(setup: Setup) -> list[Case]:
         Case(setup, dropped=1.0, biases=1, seed=9),
         Case(setup, layout="rank", dropped=1.0, biases=1, seed=10),
     ]
-
-
-@pytest.mark.parametrize("name", SETUPS)
-def test_exchanges_are_the_references(ranks: Ranks, name: str) -> None:
-    several = some_cases(SETUPS[name])
-    judge_all(several, ask(ranks, "gpu_cases", several))
-
-
-def test_random_exchanges(ranks: Ranks) -> None:
-    case = Case(SETUPS["fp8"], seed=20)
-    answers = ask(ranks, "gpu_variations", case, 25)
-    judge_all([varied(case, turn) for turn in range(25)], answers)
-
-
-def test_sizes_that_models_have(ranks: Ranks) -> None:
-    setup = Setup(COUNT, max_tokens=32, hidden=7168, local_experts=16, topk=min(8, 16 * COUNT), dtype="fp8")
-    several = [Case(setup, layout=layout, routing="skewed:0.8") for layout in setup.layouts]
-    judge_all(several, ask(ranks, "gpu_cases", several))
-
-
-@pytest.mark.parametrize("name", ["bf16", "ue8m0"])
-def test_back_to_back_with_varying_routing_and_skew(ranks: Ranks, name: str) -> None:
-    case = Case(SETUPS[name], seed=30)
-    several = [replace(varied(case, turn), out=False) for turn in range(12)]
-    answers = ask(ranks, "gpu_endless", several, ITERATIONS // 2)
-    judge_all(several, {rank: answer[0] for rank, answer in answers.items()})
-    assert {rank: answer[1] for rank, answer in answers.items()} == dict.fromkeys(answers, 0)
-
-
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("name", ["bf16", "fp8"])
-def test_a_graph_is_replayed_with_other_inputs(ranks: Ranks, name: str, layout: str) -> None:
-    base = Case(SETUPS[name], layout=layout, seed=40)  # type: ignore[arg-type]
-    several = [
-        replace(base, seed=40 + turn, dropped=0.1 * turn, routing=("uniform", "skewed:1.3", "one")[turn])
-        for turn in range(3)
-    ]
-    answers = ask(ranks, "gpu_graph", several, 60)
-    judge_all(several * 2, answers)
-
-
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_streams_and_events(ranks: Ranks, layout: str) -> None:
-    several = [Case(SMALL, layout=layout, seed=50)]  # type: ignore[arg-type]
-    judge_all(several, ask(ranks, "gpu_streams", *several))
-
-
-def test_two_buffers_in_two_streams(ranks: Ranks) -> None:
-    first, second = ([Case(SMALL, layout=SMALL.layouts[n % 2], seed=60 + n + m) for n in range(4)] for m in (0, 50))
-    answers = ask(ranks, "gpu_two_buffers", first, second)
-    for at, several in enumerate((first, second)):
-        judge_all(several, {rank: answer[at] for rank, answer in answers.items()})
-
-
-def test_results_keep_their_regions(ranks: Ranks) -> None:
-    for said in ask(ranks, "gpu_regions", Case(SMALL, layout="rank", seed=70)).values():
-        assert "all 2 regions" in said["refused"] and "more regions" in said["refused"]
-        assert "all 2 regions" in said["still"]
-        assert said["same"]
-
-
-def test_weights_go_back_with_their_rows(ranks: Ranks) -> None:
-    case = Case(SETUPS["fp8"], layout="rank", seed=80, dropped=0.2)
-    for rank, said in ask(ranks, "gpu_gradients", case).items():
-        np.testing.assert_array_equal(said["back"], 2 * said["sent"], f"rank {rank}")
-
-
-def test_statistics(ranks: Ranks) -> None:
-    case = Case(SMALL, seed=90, dropped=0.2)
-    right = expected(case).came
-    for rank, said in ask(ranks, "gpu_statistics", case, 3).items():
-        came = right[rank]
-        assert came is not None
-        np.testing.assert_array_equal(said["counts"], came.counts)
-        np.testing.assert_array_equal(said["stats"], 3 * came.counts)
-        assert (said["waits"] >= 0).all()
-
-
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("name", ["bf16", "fp8"])
-def test_without_tensors_of_pytorch(ranks: Ranks, name: str, layout: str) -> None:
-    case = Case(SETUPS[name], layout=layout, seed=100)  # type: ignore[arg-type]
-    judge_all([case], {rank: [got] for rank, got in ask(ranks, "gpu_plain", case).items()})
 
 
 WRONG = {
@@ -166,3 +87,85 @@ def test_wrong_calls_are_named_and_begin_nothing(ranks: Ranks) -> None:
             assert text in said[name], (name, said[name])
     several = [Case(SMALL, seed=111), Case(SMALL, layout="rank", seed=112)]
     judge_all(several, ask(ranks, "gpu_cases", several))
+
+
+def test_statistics(ranks: Ranks) -> None:
+    case = Case(SMALL, seed=90, dropped=0.2)
+    right = expected(case).came
+    for rank, said in ask(ranks, "gpu_statistics", case, 3).items():
+        came = right[rank]
+        assert came is not None
+        np.testing.assert_array_equal(said["counts"], came.counts)
+        np.testing.assert_array_equal(said["stats"], 3 * came.counts)
+        assert (said["waits"] >= 0).all()
+
+
+def test_results_keep_their_regions(ranks: Ranks) -> None:
+    for said in ask(ranks, "gpu_regions", Case(SMALL, layout="rank", seed=70)).values():
+        assert "all 2 regions" in said["refused"] and "more regions" in said["refused"]
+        assert "all 2 regions" in said["still"]
+        assert said["same"]
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_streams_and_events(ranks: Ranks, layout: str) -> None:
+    several = [Case(SMALL, layout=layout, seed=50)]  # type: ignore[arg-type]
+    judge_all(several, ask(ranks, "gpu_streams", *several))
+
+
+def test_two_buffers_in_two_streams(ranks: Ranks) -> None:
+    first, second = ([Case(SMALL, layout=SMALL.layouts[n % 2], seed=60 + n + m) for n in range(4)] for m in (0, 50))
+    answers = ask(ranks, "gpu_two_buffers", first, second)
+    for at, several in enumerate((first, second)):
+        judge_all(several, {rank: answer[at] for rank, answer in answers.items()})
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_without_tensors_of_pytorch(ranks: Ranks, name: str, layout: str) -> None:
+    case = Case(SETUPS[name], layout=layout, seed=100)  # type: ignore[arg-type]
+    judge_all([case], {rank: [got] for rank, got in ask(ranks, "gpu_plain", case).items()})
+
+
+def test_weights_go_back_with_their_rows(ranks: Ranks) -> None:
+    case = Case(SETUPS["fp8"], layout="rank", seed=80, dropped=0.2)
+    for rank, said in ask(ranks, "gpu_gradients", case).items():
+        np.testing.assert_array_equal(said["back"], 2 * said["sent"], f"rank {rank}")
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_exchanges_are_the_references(ranks: Ranks, name: str) -> None:
+    several = some_cases(SETUPS[name])
+    judge_all(several, ask(ranks, "gpu_cases", several))
+
+
+def test_random_exchanges(ranks: Ranks) -> None:
+    case = Case(SETUPS["fp8"], seed=20)
+    answers = ask(ranks, "gpu_variations", case, 25)
+    judge_all([varied(case, turn) for turn in range(25)], answers)
+
+
+def test_sizes_that_models_have(ranks: Ranks) -> None:
+    several = [Case(LARGE, layout=layout, routing="skewed:0.8") for layout in LARGE.layouts]
+    judge_all(several, ask(ranks, "gpu_cases", several))
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_a_graph_is_replayed_with_other_inputs(ranks: Ranks, name: str, layout: str) -> None:
+    base = Case(SETUPS[name], layout=layout, seed=40)  # type: ignore[arg-type]
+    several = [
+        replace(base, seed=40 + turn, dropped=0.1 * turn, routing=("uniform", "skewed:1.3", "one")[turn])
+        for turn in range(3)
+    ]
+    answers = ask(ranks, "gpu_graph", several, 60)
+    judge_all(several * 2, answers)
+
+
+@pytest.mark.parametrize("name", ["bf16", "ue8m0"])
+def test_back_to_back_with_varying_routing_and_skew(ranks: Ranks, name: str) -> None:
+    case = Case(SETUPS[name], seed=30)
+    several = [replace(varied(case, turn), out=False) for turn in range(12)]
+    answers = ask(ranks, "gpu_endless", several, ITERATIONS // 2)
+    judge_all(several, {rank: answer[0] for rank, answer in answers.items()})
+    assert {rank: answer[1] for rank, answer in answers.items()} == dict.fromkeys(answers, 0)
