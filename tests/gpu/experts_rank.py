@@ -20,6 +20,7 @@ __all__ = ["main"]
 SIGNED = {np.dtype(np.uint16): np.int16, np.dtype(np.uint32): np.int32}
 """Numbers without a sign, of which PyTorch knows little."""
 POISON = 0xEE
+CONNECT_S = 10.0
 
 
 def device_of(me: Me) -> str:
@@ -28,7 +29,9 @@ def device_of(me: Me) -> str:
 
 def buffer_of(me: Me, setup: Setup, **options: Any) -> Any:
     torch.cuda.set_device(device_of(me))
-    return me.buffer_for(setup, device=device_of(me), **options)
+    buffer = me.buffer_for(setup, device=device_of(me), connect=False, **options)
+    buffer.connect(range(setup.ranks), timeout=CONNECT_S)  # those that are connected stay so
+    return buffer
 
 
 def put(array: Any, dtype: torch.dtype | None = None) -> Any:
