@@ -147,7 +147,7 @@ impl Gpu {
         let context = Context::primary(device)?;
         let writes_words = device.has_values64()?;
         let (words, idle) = (Mutex::new(Vec::new()), Mutex::new(Vec::new()));
-        let (crowd, copies) = (Arc::new(Crowd::new(settings)), Default::default());
+        let (crowd, copies) = (Arc::new(Crowd::new(uuid, settings)), Default::default());
         Ok(Gpu { context, uuid, writes_words, words, idle, crowd, copies })
     }
 

@@ -12,7 +12,7 @@ use crossrail_cuda::{Context, Device, MemoryKind, PointerInfo};
 use crossrail_transport::{Copy, Descriptor, Direct, DirectKind, Job, Step, Window};
 use crossrail_types::{Error, ErrorKind, Result, format_duration};
 
-use crate::crowd::UnderWay;
+use crate::crowd::{UnderWay, Waiting};
 use crate::domain::{Domain, Gpu};
 use crate::driver::{Held, Known, Open};
 use crate::exports::{Exports, MOST_PIECES};
@@ -34,6 +34,8 @@ const SHORT: usize = 512 << 10;
 const SHORT_LINES: usize = 4;
 const LONG_LINES: usize = 2;
 const KERNEL_LINES: usize = 1;
+/// How long a copy lets others be first: those of another worker may have ended without anybody having looked.
+const PATIENCE: Duration = Duration::from_millis(50);
 /// Entries that may wait for room on the way to the peer.
 const MOST_WAITING: usize = 2 * MOST_PIECES;
 /// How often `tidy` does something, and how many pieces it then looks at.
@@ -103,6 +105,8 @@ struct Copying {
 enum Stage {
     /// The peer's pieces are being opened, for the GPU of that number.
     Seeking(Search<Open>, u32),
+    /// They are open; others' copies are before this one.
+    Queued(Vec<Span<Open>>, u32, Option<Waiting>),
     /// Pieces from `next` on are still to be put in.
     Putting { line: usize, by: Option<ByKernel>, spans: Vec<Span<Open>>, next: usize, done: usize },
     /// All is in. `failed`: something could not be put in; what was is waited for.
@@ -205,7 +209,7 @@ impl Link {
     pub fn stopped(&mut self, job_state: u64) -> bool {
         let Some(mut copying) = self.copies.remove(&job_state) else { return true };
         copying.stage = match copying.stage {
-            Stage::Seeking(..) => return true,
+            Stage::Seeking(..) | Stage::Queued(..) => return true,
             Stage::Putting { line, spans, .. } => Stage::Flying { line, value: self.mark(line), spans, failed: None },
             flying => flying,
         };
@@ -299,6 +303,18 @@ impl Link {
                 }
             }
             let (spans, device) = (mem::take(&mut search.spans), *device);
+            let waiting = match self.domain.gpu(device) {
+                Ok(gpu) => self.peer_of(&gpu, job).and_then(|peer| gpu.crowd.wait(peer)),
+                Err(error) => return Step::Failed(error.to_string()),
+            };
+            copying.stage = Stage::Queued(spans, device, waiting);
+        }
+        if let Stage::Queued(spans, device, waiting) = &mut copying.stage {
+            let late = copying.watch.waited(Instant::now()) >= PATIENCE;
+            if !late && waiting.as_ref().is_some_and(|waiting| !waiting.may_begin()) {
+                return Step::Waiting;
+            }
+            let (spans, device) = (mem::take(spans), *device);
             if let Err(why) = spans.iter().try_for_each(|span| span.open.check()) {
                 return Step::Failed(why);
             }
@@ -334,13 +350,18 @@ impl Link {
         }
     }
 
+    /// The other GPU of a long copy; nothing for short ones, and those within one GPU.
+    fn peer_of(&self, gpu: &Gpu, job: &Job) -> Option<Uuid> {
+        let owner = Place::decode(&job.remote).ok().and_then(|place| self.imports.owner(place));
+        owner.filter(|owner| *owner != gpu.uuid && job.len > SHORT)
+    }
+
     /// A line for a copy whose parts are all open.
     fn launch(&mut self, spans: Vec<Span<Open>>, device: u32, job: &Job) -> Result<Copying> {
         let gpu = self.domain.gpu(device)?;
-        let owner = Place::decode(&job.remote).ok().and_then(|place| self.imports.owner(place));
-        let peer = owner.filter(|owner| *owner != gpu.uuid && job.len > SHORT);
-        let under_way = peer.map(|peer| gpu.crowd.begin(peer));
-        let by = peer.filter(|_| job.copy == Copy::Push).and_then(|peer| by_kernel(&gpu, &peer));
+        let peer = self.peer_of(&gpu, job);
+        let under_way = peer.map(|peer| gpu.crowd.begin(peer, job.len as u64));
+        let by = peer.filter(|_| job.copy == Copy::Push).and_then(|peer| ByKernel::of(&gpu, &peer));
         let kind = match &by {
             Some(_) => Kind::ByKernel,
             None if job.len <= SHORT => Kind::Short,
@@ -574,15 +595,6 @@ fn whole(context: &Context, address: u64, len: usize) -> Result<()> {
 /// A stage to leave in place of one that is taken apart.
 fn nothing() -> Stage {
     Stage::Putting { line: 0, by: None, spans: Vec::new(), next: 0, done: 0 }
-}
-
-/// The kernel, where it is to write to that peer and is there; not while a stream waits, since its turn may not come then.
-fn by_kernel(gpu: &Gpu, peer: &Uuid) -> Option<ByKernel> {
-    let blocks = gpu.crowd.blocks(peer);
-    // Also where it is not needed yet: so that it is loaded by the time it is.
-    let kernels = gpu.crowd.kernels(&gpu.context)?;
-    let blocks = blocks.filter(|_| kernels.has_bulk() && !gpu.context.a_stream_waits())?;
-    Some(ByKernel { kernels: Arc::clone(kernels), blocks })
 }
 
 /// Where a part's bytes go, and where they are.

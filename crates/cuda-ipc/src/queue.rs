@@ -9,6 +9,7 @@ use crossrail_kernels::{CopyArgs, Kernels};
 use crossrail_types::Result;
 
 use crate::domain::{Gpu, Word};
+use crate::note::Uuid;
 
 /// How long a copy is waited for before the driver is asked whether something went wrong, and how often from then on.
 const ASK_AFTER: Duration = Duration::from_millis(20);
@@ -21,6 +22,17 @@ const NEVER: u64 = u64::MAX;
 pub(crate) struct ByKernel {
     pub(crate) kernels: Arc<Kernels>,
     pub(crate) blocks: u32,
+}
+
+impl ByKernel {
+    /// The kernel, where it is to write to that peer and is there; not while a stream waits, since its turn may not come then.
+    pub(crate) fn of(gpu: &Gpu, peer: &Uuid) -> Option<ByKernel> {
+        let blocks = gpu.crowd.blocks(peer);
+        // Also where it is not needed yet: so that it is loaded by the time it is.
+        let kernels = gpu.crowd.kernels(&gpu.context)?;
+        let blocks = blocks.filter(|_| kernels.has_bulk() && !gpu.context.a_stream_waits())?;
+        Some(ByKernel { kernels: Arc::clone(kernels), blocks })
+    }
 }
 
 /// A stream, and the word that it writes.

@@ -515,7 +515,7 @@ settings! {
     /// What copies from GPU to GPU within one machine, from 512 KiB on. Copy engines write to one GPU after the other, which
     /// is slower when all send to all; a kernel takes some of the multiprocessors while it copies.
     gpu_copy: GpuCopy = GpuCopy::Auto,
-        "CROSSRAIL_GPU_COPY" accepts "`auto`: a kernel while a GPU sends to several others at once, a copy engine otherwise; `engine`; `kernel`" as GPU_COPY;
+        "CROSSRAIL_GPU_COPY" accepts "`auto`: a kernel while a GPU sends to several others at once, a copy engine otherwise; `engine`, all copies to one GPU after those to the other; `kernel`" as GPU_COPY;
     /// Threads that move bytes over the network.
     io_threads: IoThreads = IoThreads::Auto,
         "CROSSRAIL_IO_THREADS" accepts "`auto`, or a number from 1 to 256" as IO_THREADS;
