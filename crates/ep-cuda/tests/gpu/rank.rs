@@ -371,20 +371,22 @@ impl Gpu {
 }
 
 pub(crate) fn bytes_of<T: Bytes>(values: &[T]) -> Vec<u8> {
-    values.iter().flat_map(|value| value.to_bytes()).collect()
+    let mut bytes = Vec::with_capacity(size_of_val(values));
+    values.iter().for_each(|value| value.append_to(&mut bytes));
+    bytes
 }
 
 /// A number as GPUs have it.
 pub(crate) trait Bytes: Sized {
-    fn to_bytes(&self) -> Vec<u8>;
+    fn append_to(&self, bytes: &mut Vec<u8>);
     fn from_bytes(bytes: &[u8]) -> Self;
 }
 
 macro_rules! numbers {
     ($($type:ty),+) => {
         $(impl Bytes for $type {
-            fn to_bytes(&self) -> Vec<u8> {
-                self.to_le_bytes().to_vec()
+            fn append_to(&self, bytes: &mut Vec<u8>) {
+                bytes.extend(self.to_le_bytes());
             }
 
             fn from_bytes(bytes: &[u8]) -> $type {
