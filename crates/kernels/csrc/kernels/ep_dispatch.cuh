@@ -247,10 +247,41 @@ __device__ __forceinline__ void note_routes(const EpDispatchArgs &args, const Ar
     if (args.out_source) at<u32>(args.out_source, a.row) = a.token;
 }
 
-// Finds out where a piece of a token goes of which something is here; it need not have come yet. All lanes.
-__device__ __forceinline__ Arrival expect_piece(const EpDispatchArgs &args, Arrival a, u64 table, u64 epoch, u32 lane) {
+// Whether a lane has room for all entries of a token.
+constexpr bool KEEPS_ENTRIES = EP_K <= 8;
+
+// The entries of a token, as a lane looks at them.
+struct Entries {
+    u32 kept[KEEPS_ENTRIES ? EP_K : 1] = {};
+    u32 any = 0;
+
+    __device__ __forceinline__ void look(const EpCommon &c, const Arrival &a, u64 table) {
+#pragma unroll 8
+        for (u32 k = 0; k < EP_K; ++k) {
+            u32 entry = at<u32>(table + c.heap.table_entries, u64(a.token) * EP_K + k);
+            if (KEEPS_ENTRIES) kept[KEEPS_ENTRIES ? k : 0] = entry;
+            any |= entry;
+        }
+    }
+
+    // To each lane below K its entry of the token that lane `whose` has looked at.
+    __device__ __forceinline__ u32 spread(const EpCommon &c, const Arrival &a, u64 table, u32 whose, u32 lane) const {
+        if (!KEEPS_ENTRIES) return lane < EP_K ? at<u32>(table + c.heap.table_entries, u64(a.token) * EP_K + lane) : 0;
+        u32 entry = 0;
+#pragma unroll
+        for (u32 k = 0; k < (KEEPS_ENTRIES ? EP_K : 1); ++k) {
+            u32 other = __shfl_sync(WHOLE_WARP, kept[k], whose);
+            if (lane == k) entry = other;
+        }
+        return entry;
+    }
+};
+
+// Finds out where a piece of a token goes of which something is here, by each lane's entry; it need not have come yet. All
+// lanes.
+__device__ __forceinline__ Arrival expect_piece(const EpDispatchArgs &args, Arrival a, u32 entry, u64 table, u64 epoch,
+                                                u32 lane) {
     const EpCommon &c = args.common;
-    u32 entry = lane < EP_K ? at<u32>(table + c.heap.table_entries, u64(a.token) * EP_K + lane) : 0;
     a.row = EP_NOWHERE;
     if (entry) {
         u32 expert = (entry >> ENTRY_EXPERT) - 1, place = entry & ((1u << ENTRY_EXPERT) - 1);
@@ -304,21 +335,24 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
     for (u64 first = worker; first < units; first += u64(LANES) * workers) {
         u64 unit = first + u64(lane) * workers;
         Arrival mine = arrival(unit);
-        u32 sent = tokens.of(mine.source), any = 0;
+        u32 sent = tokens.of(mine.source);
+        Entries entries;
         u64 table = tables + slot_of(epoch, mine.source) * c.heap.table_stride;
         if (unit < units && mine.token < sent) {
-#pragma unroll 8
-            for (u32 k = 0; k < EP_K; ++k) any |= at<u32>(table + c.heap.table_entries, u64(mine.token) * EP_K + k);
-            if (!any && mine.piece == 0) {
+            entries.look(c, mine, table);
+            if (!entries.any && mine.piece == 0) {
                 at<u8>(c.handle + c.parts.present, u64(mine.source) * c.max_tokens + mine.token) = 0;
             }
         }
         // Where the next one goes is found out before the last one is waited for.
         Arrival last;
         bool expects = false;
-        for (u32 left = __ballot_sync(WHOLE_WARP, any != 0); left; left &= left - 1) {
-            Arrival next = arrival(first + u64(__ffs(left) - 1) * workers);
-            next = expect_piece(args, next, tables + slot_of(epoch, next.source) * c.heap.table_stride, epoch, lane);
+        for (u32 left = __ballot_sync(WHOLE_WARP, entries.any != 0); left; left &= left - 1) {
+            u32 whose = __ffs(left) - 1;
+            Arrival next = arrival(first + u64(whose) * workers);
+            u64 its_table = tables + slot_of(epoch, next.source) * c.heap.table_stride;
+            u32 entry = entries.spread(c, next, its_table, whose, lane);
+            next = expect_piece(args, next, entry, its_table, epoch, lane);
             if (expects) receive_piece(args, last, epoch, lane);
             last = next;
             expects = true;
