@@ -184,6 +184,8 @@ struct Arrival {
     u32 piece;
     // The row of each lane's selection, or EP_NOWHERE.
     u32 row;
+    // The first lane has seen that it is there.
+    bool came;
 };
 
 // Copies a piece from its slot to the rows of its experts; zeros if it did not come. All lanes.
@@ -247,6 +249,11 @@ __device__ __forceinline__ void note_routes(const EpDispatchArgs &args, const Ar
     if (args.out_source) at<u32>(args.out_source, a.row) = a.token;
 }
 
+__device__ __forceinline__ u64 flag_of(const EpCommon &c, const Arrival &a, u64 epoch) {
+    u64 row = slot_of(epoch, a.source) * c.max_tokens + a.token;
+    return c.base + c.heap.row_flags + (row * PIECES + a.piece) * 8;
+}
+
 // Whether a lane has room for all entries of a token.
 constexpr bool KEEPS_ENTRIES = EP_K <= 8;
 
@@ -282,13 +289,18 @@ struct Entries {
 __device__ __forceinline__ Arrival expect_piece(const EpDispatchArgs &args, Arrival a, u32 entry, u64 table, u64 epoch,
                                                 u32 lane) {
     const EpCommon &c = args.common;
+    u32 expert = (entry >> ENTRY_EXPERT) - 1, place = entry & ((1u << ENTRY_EXPERT) - 1);
+    u64 word = c.base + c.heap.plan_offsets + 8 * (expert * EP_R + a.source);
+    // What another rank says must not lead outside of what is there.
+    bool known = entry != 0 && expert < LOCAL;
+    // A first look at both, together.
+    u64 offset = known ? ld_relaxed_gpu_u64(word) : 0;
+    a.came = lane == 0 && ld_acquire_sys_u64(flag_of(c, a, epoch)) >= epoch;
     a.row = EP_NOWHERE;
-    if (entry) {
-        u32 expert = (entry >> ENTRY_EXPERT) - 1, place = entry & ((1u << ENTRY_EXPERT) - 1);
+    if (known) {
+        place += is_tagged(offset, epoch) ? static_cast<u32>(offset) : await_planned(word, epoch);
         u32 most = EP_R * c.max_tokens;
-        if (expert < LOCAL) place += await_planned(c.base + c.heap.plan_offsets + 8 * (expert * EP_R + a.source), epoch);
-        // What another rank says must not lead outside of the result.
-        if (expert < LOCAL && place < most) a.row = expert * most + place;
+        if (place < most) a.row = expert * most + place;
     }
     __syncwarp();
     if (a.piece == 0) note_routes(args, a, table, lane);
@@ -300,10 +312,7 @@ __device__ __forceinline__ void receive_piece(const EpDispatchArgs &args, const 
     const EpCommon &c = args.common;
     u64 row = slot_of(epoch, a.source) * c.max_tokens + a.token;
     u32 came = 0;
-    if (lane == 0) {
-        u64 flag = c.base + c.heap.row_flags + (row * PIECES + a.piece) * 8;
-        came = await(c, flag, epoch, a.source, EP_STAGE_ROW, epoch);
-    }
+    if (lane == 0) came = a.came || await(c, flag_of(c, a, epoch), epoch, a.source, EP_STAGE_ROW, epoch);
     came = __shfl_sync(WHOLE_WARP, came, 0);
     // What one lane has waited for is there for all.
     __syncwarp();
@@ -330,7 +339,7 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
     u64 units = u64(most) * EP_R * PIECES;
     auto arrival = [&](u64 unit) {
         u32 pair = static_cast<u32>(unit / PIECES);
-        return Arrival{(c.rank + pair % EP_R) % EP_R, pair / EP_R, static_cast<u32>(unit % PIECES), EP_NOWHERE};
+        return Arrival{(c.rank + pair % EP_R) % EP_R, pair / EP_R, static_cast<u32>(unit % PIECES), EP_NOWHERE, false};
     };
     for (u64 first = worker; first < units; first += u64(LANES) * workers) {
         u64 unit = first + u64(lane) * workers;
