@@ -128,7 +128,8 @@ const LAST_KERNELS: Duration = Duration::from_secs(2);
 
 impl DeviceBuffer {
     /// Memory and kernels for `config` on this rank of `group`; nobody is connected yet. Buffers of one name belong
-    /// together. Kernels that are not kept on disk are compiled now, which takes seconds.
+    /// together. Kernels that are not kept on disk are compiled now, which takes seconds. Where several ranks are in one
+    /// process, none is made while operations of another wait for it: the driver loads kernels when those are over.
     ///
     /// # Errors
     /// `Usage` for numbers that make no sense, or that kernels cannot take; `Unsupported` with the reason where there is no
