@@ -248,8 +248,8 @@ def test_ranks_meet_and_agree() -> None:
             peers = Peers(met.group, met.name)
             try:
                 heard = [peers.exchange(bytes([number, turn])) for turn in range(20)]
-                most = Call(512, 12, 2, 0, 0, 10 * number).agreed(peers)
-                wrong = [Call(512, 12, 2, number == 1, 0, 5), Call(512 + 128 * (number == 2), 12, 2, 0, 0, 5)]
+                most = Call(512, 12, 2, 0, 0, 0, 10 * number).agreed(peers)
+                wrong = [Call(512, 12, 2, number == 1, 0, 0, 5), Call(512 + 128 * (number == 2), 12, 2, 0, 0, 0, 5)]
                 said = []
                 for call in wrong:
                     with pytest.raises(MismatchError) as raised:

@@ -159,6 +159,12 @@ def test_wrong_arguments_of_dispatch(buffer: TwinDeepEp, changed: dict[str, Any]
     call(buffer)
 
 
+def test_rows_that_are_not_those_of_the_handle(buffer: TwinDeepEp) -> None:
+    handle = call(buffer)[4]
+    with pytest.raises(UsageError, match=r"x has shape \[4, 512\], that of the handle \[3, 512\]"):
+        buffer.dispatch(torch.zeros(4, 512, dtype=torch.bfloat16), handle)
+
+
 def test_wrong_arguments_of_combine(buffer: TwinDeepEp) -> None:
     got, _, _, _, handle, _ = call(buffer)
     with pytest.raises(UsageError, match=r"x is bfloat16 \[1, 512\] where bfloat16 \[2, 512\]"):

@@ -280,7 +280,7 @@ class Buffer:
             raise
         wanted = max(tokens, -(-worst // self.group_size))
         code = PAYLOADS.index(kind.payload)
-        most = Call(kind.hidden, kind.experts, kind.topk, code, worst, wanted).agreed(self._ranks)
+        most = Call(kind.hidden, kind.experts, kind.topk, code, given.routed, worst, wanted).agreed(self._ranks)
         made = self._pool.rank_layout(kind, most, sms)
         with_topk = given.topk_idx is not None
         topk_idx: Tensor = given.topk_idx if with_topk else experts_of_ranks(given.is_token_in_rank, kind.experts)
@@ -308,9 +308,8 @@ class Buffer:
         """Other rows along the ways of a dispatch, in their turn."""
         shape, payload = rows_kind(x, self._machine.device)
         if shape != (routing.tokens, routing.kind.hidden):
-            raise wrong(
-                "dispatch", f"x has shape {list(shape)}, that of the handle {routing.tokens, routing.kind.hidden}"
-            )
+            there = [routing.tokens, routing.kind.hidden]
+            raise wrong("dispatch", f"x has shape {list(shape)}, that of the handle {there}")
         turn.reads(*(x if isinstance(x, tuple) else (x,)))
         buffer, kind = routing.buffer, routing.kind
         if payload == kind.payload:

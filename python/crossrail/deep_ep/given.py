@@ -35,6 +35,11 @@ class Given:
         self.topk_idx = topk_idx
         self.topk_weights = topk_weights
 
+    @property
+    def routed(self) -> int:
+        """How it says where tokens go: by ids (0), by ids with weights (1), by ranks (2)."""
+        return 2 if self.topk_idx is None else int(self.topk_weights is not None)
+
     def tensors(self) -> list[Tensor | None]:
         """All that the operation reads."""
         rows = self.x if isinstance(self.x, tuple) else (self.x,)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
-import os
 import secrets
 import socket
 import struct
@@ -115,7 +114,11 @@ def _outlast(group: Group) -> None:
 
 def _host() -> str:
     """The same for processes that reach each other over loopback."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")  # noqa: PTH115
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return boot + str(Path("/proc/self/ns/net").readlink())
+    except OSError:  # hidden from a container: its name will do
+        return socket.gethostname()
 
 
 def _offer(context: _native.Context, owned: contextlib.ExitStack, far: bool) -> tuple[str, str | None]:
@@ -200,14 +203,15 @@ class Call:
     experts: int
     topk: int
     payload: int
+    routed: int
     worst: int
     wanted: int
 
-    _FORM = struct.Struct("<6qH400s")
+    _FORM = struct.Struct("<7qH400s")
 
     def agreed(self, ranks: Ranks) -> int:
         """The largest `wanted` of all ranks. Raises MismatchError, or UsageError for a call that is wrong elsewhere."""
-        mine = (self.hidden, self.experts, self.topk, self.payload, self.worst)
+        mine = (self.hidden, self.experts, self.topk, self.payload, self.routed, self.worst)
         said = ranks.exchange(self._FORM.pack(*mine, self.wanted, 0, b""))
         most = self.wanted
         for rank, message in enumerate(said):
@@ -227,7 +231,7 @@ class Call:
         """Tells the others, who are at the same call, why it cannot be done here."""
         text = why.encode()[:400]
         with contextlib.suppress(CrossrailError):
-            ranks.exchange(cls._FORM.pack(0, 0, 0, 0, 0, 0, len(text), text))
+            ranks.exchange(cls._FORM.pack(0, 0, 0, 0, 0, 0, 0, len(text), text))
 
 
 _SAID = {
@@ -235,5 +239,6 @@ _SAID = {
     "experts": "the number of experts",
     "topk": "the number of experts of a token",
     "payload": "the kind of x (0: bf16, 1: fp8 with f32 scales, 3: with packed ones)",
+    "routed": "what says where tokens go (0: topk_idx, 1: with topk_weights, 2: is_token_in_rank)",
     "worst": "num_worst_tokens",
 }
