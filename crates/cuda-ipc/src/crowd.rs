@@ -47,8 +47,7 @@ pub(crate) struct Crowd {
 struct Turns {
     peers: Vec<Peer>,
     current: Option<Uuid>,
-    /// Copies and bytes that were begun in this turn, and whether it was the first after nothing was under way.
-    copies: u32,
+    /// Bytes that were begun in this turn, and whether no turn has ended since nothing was under way.
     bytes: u64,
     fresh: bool,
 }
@@ -87,8 +86,8 @@ impl Turns {
                 let first = nearest(own);
                 if !left || self.bytes >= TURN {
                     self.give(nearest(current), false);
-                } else if self.fresh && self.copies <= 1 && distance(own, first) < distance(own, current) {
-                    // It was not known of yet when the first turn began.
+                } else if self.fresh && distance(own, first) < distance(own, current) {
+                    // It was not known of yet when the first turn began: answers of several peers come in any order.
                     self.give(first, true);
                 }
             }
@@ -99,14 +98,14 @@ impl Turns {
 
     fn give(&mut self, name: Uuid, fresh: bool) {
         if self.current != Some(name) || self.bytes >= TURN {
-            (self.current, self.copies, self.bytes, self.fresh) = (Some(name), 0, 0, fresh);
+            (self.current, self.bytes, self.fresh) = (Some(name), 0, fresh);
         }
     }
 
     /// Nobody's turn is remembered once nothing is left.
     fn settle(&mut self) {
         if self.peers.iter().all(|peer| peer.waiting == 0 && peer.under_way == 0) {
-            (self.current, self.copies, self.bytes, self.fresh) = (None, 0, 0, false);
+            (self.current, self.bytes, self.fresh) = (None, 0, false);
         }
     }
 }
@@ -179,7 +178,7 @@ impl Crowd {
         let found = turns.peer(peer);
         (found.under_way, found.bytes) = (found.under_way + 1, found.bytes + len);
         if turns.current == Some(peer) {
-            (turns.copies, turns.bytes) = (turns.copies + 1, turns.bytes + len);
+            turns.bytes += len;
         }
         UnderWay { crowd: Arc::clone(self), peer, len }
     }
