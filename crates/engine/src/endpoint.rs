@@ -103,6 +103,12 @@ impl Endpoint {
         self.worker.shared().core.lock().st.peer(self.id).is_some_and(|peer| peer.alive)
     }
 
+    /// Why the peer is not there any more; `None` while it is.
+    pub fn end(&self) -> Option<String> {
+        let mut core = self.worker.shared().core.lock();
+        core.st.peer(self.id).filter(|peer| !peer.alive).map(|peer| peer.why_dead.clone())
+    }
+
     /// Sends a tagged message. Finished when its bytes are in the receiver's buffer, whatever its size.
     ///
     /// # Errors

@@ -72,7 +72,11 @@ impl Shared {
         let mut buffer = [0; 64];
         let end = loop {
             match link.control.read(&mut buffer) {
-                Ok(0) => break Some("it closed the control connection (its process has ended)".to_owned()),
+                Ok(0) => {
+                    break Some(
+                        "it closed the control connection (its process has ended, or gave this one up)".to_owned(),
+                    );
+                }
                 Ok(bytes) => {
                     link.heard.extend_from_slice(&buffer[..bytes]);
                     if link.initiator || link.heard.len() > 4 || link.heard[0] != READY {

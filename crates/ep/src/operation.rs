@@ -259,9 +259,9 @@ impl Inner {
                 continue;
             }
             let why = match self.group.state(wait.rank as u32) {
-                _ if !peer.is_alive() => "its process is gone".to_owned(),
                 RankState::Dead(why) => why,
                 RankState::Left => "it has left the group".to_owned(),
+                _ if !peer.is_alive() => peer.end(),
                 _ if late => format!("nothing came for {:.3} s", limit.as_secs_f64()),
                 _ => continue,
             };

@@ -178,6 +178,11 @@ impl Peer {
         self.endpoint().is_none_or(Endpoint::is_alive)
     }
 
+    /// Why it is not.
+    pub(crate) fn end(&self) -> String {
+        self.endpoint().and_then(Endpoint::end).unwrap_or_else(|| "its process is gone".to_owned())
+    }
+
     /// Where this rank writes its dispatch slot of the peer's heap: there, or in staging.
     pub(crate) fn slot(&self, here: &Here, parity: usize) -> *mut u8 {
         let at = here.areas.slot(parity, here.me);
