@@ -8,8 +8,8 @@
 //!
 //! Where engines are asked for, they are given one peer's copies after the other's: all that there are for one, beginning
 //! with the GPU whose name comes next after this one's. If all GPUs do that, each writes to another one for a long time,
-//! and what they begin apart by is little against it: in the model 370 GB/s with 16 copies of 64 MiB for each peer, where
-//! GPUs begin within 200 us.
+//! and what they begin apart by is little against it: in the model 360 to 390 GB/s with 16 copies of 64 MiB for each peer,
+//! where GPUs begin within 200 us; with one or four it takes more luck.
 
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
