@@ -1,7 +1,8 @@
 //! What an operation moves, worked out from its routing.
 
 use crossrail_ep::{Bytes, Layout};
-use crossrail_types::Result;
+use crossrail_kernels::ep::{EP_NOWHERE, EpHandleHeader};
+use crossrail_types::{Error, Result};
 
 use crate::buffer::DeviceBuffer;
 use crate::handles::DeviceHandle;
@@ -37,11 +38,6 @@ impl DeviceBuffer {
         if let Some(last) = handle.last() {
             last.synchronize(inner.config.timeout + inner.context.settings().timeout)?;
         }
-        let topk = inner.config.topk;
-        let mut bytes = vec![0; handle.tokens() as usize * topk * 4];
-        let sent = inner.shape.handle(crate::handles::layout_of(handle.layout())).sent;
-        inner.reader.read(handle.0.address + sent, &mut bytes)?;
-        let experts: Vec<i32> = bytes.as_chunks::<4>().0.iter().map(|bytes| i32::from_le_bytes(*bytes)).collect();
         let reach: Vec<Reach> = {
             let state = inner.state.lock();
             let reach = |(rank, peer): (usize, &Option<crate::peer::Peer>)| match peer {
@@ -52,47 +48,108 @@ impl DeviceBuffer {
             };
             state.peers.iter().enumerate().map(reach).collect()
         };
+        let routing = self.routing(handle)?;
         let config = &inner.config;
         let row = (config.payload.row_bytes(config.hidden) + config.payload.scale_bytes(config.hidden)) as u64;
-        let local = config.local_experts();
-        let once = config.prereduce || handle.layout() == Layout::Rank;
-        let [to, back] = [(row, true), (2 * config.hidden as u64, once)]
-            .map(|(row, once)| count(experts.chunks_exact(topk), local, &reach, row, once));
+        let to = routing.bytes(&reach, row, true);
+        let back = routing.bytes(&reach, 2 * config.hidden as u64, config.prereduce || handle.layout() == Layout::Rank);
         Ok(Traffic { dispatch: to, combine: back })
+    }
+
+    /// The routing of a dispatch that is done, from its handle.
+    fn routing(&self, handle: &DeviceHandle) -> Result<Routing> {
+        let inner = &self.0;
+        let (tokens, ranks) = (handle.tokens() as usize, inner.shape.ranks as usize);
+        let parts = inner.shape.handle(crate::handles::layout_of(handle.layout()));
+        let read = |part: u64, len: usize| {
+            let mut bytes = vec![0; len];
+            inner.reader.read(handle.0.address + part, &mut bytes).map(|()| bytes)
+        };
+        let numbers = |part: u64, each: usize| {
+            let bytes = read(part, tokens * each * 4)?;
+            Ok::<Vec<u32>, Error>(bytes.as_chunks::<4>().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect())
+        };
+        match handle.layout() {
+            Layout::Expert => {
+                let (topk, local) = (inner.config.topk, inner.config.local_experts());
+                Ok(Routing::of_experts(&numbers(parts.sent, topk)?, topk, local, ranks))
+            }
+            Layout::Rank => {
+                let at = parts.header + std::mem::offset_of!(EpHandleHeader, selections) as u64;
+                let bytes = read(at, 8)?;
+                let selections = bytes.as_chunks::<8>().0.first().map_or(0, |bytes| u64::from_le_bytes(*bytes));
+                Ok(Routing::of_rows(&numbers(parts.sent_rows, ranks)?, ranks, selections))
+            }
+        }
     }
 }
 
-/// Adds up rows of `row` bytes: one for each selection, or `once` for each rank of a token.
-fn count<'a>(tokens: impl Iterator<Item = &'a [i32]>, local: usize, reach: &[Reach], row: u64, once: bool) -> Bytes {
-    let mut bytes = Bytes::default();
-    for experts in tokens {
-        let mut ranks: Vec<usize> = experts.iter().filter_map(|id| Some(usize::try_from(*id).ok()? / local)).collect();
-        bytes.logical += row * ranks.len() as u64;
-        if once {
-            ranks.sort_unstable();
-            ranks.dedup();
+/// How often a rank's tokens select.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Routing {
+    /// Selections of all ranks.
+    selections: u64,
+    /// Selections of each rank; of the rank layout, which sends a token to a rank once, none are kept.
+    each: Vec<u64>,
+    /// Tokens that go to each rank.
+    once: Vec<u64>,
+}
+
+impl Routing {
+    /// Of each token's experts, of which a rank has `local`; negative (as u32) where there is none.
+    fn of_experts(experts: &[u32], topk: usize, local: usize, ranks: usize) -> Routing {
+        let mut routing = Routing { selections: 0, each: vec![0; ranks], once: vec![0; ranks] };
+        for token in experts.chunks_exact(topk) {
+            let mut met = vec![false; ranks];
+            for rank in token.iter().map(|expert| *expert as usize / local).filter(|rank| *rank < ranks) {
+                routing.selections += 1;
+                routing.each[rank] += 1;
+                routing.once[rank] += u64::from(!std::mem::replace(&mut met[rank], true));
+            }
         }
-        for rank in ranks {
-            let reach = reach.get(rank).copied().unwrap_or(Reach::Not);
-            bytes.wire += if matches!(reach, Reach::Near | Reach::Far) { row } else { 0 };
-            bytes.network += if reach == Reach::Far { row } else { 0 };
-        }
+        routing
     }
-    bytes
+
+    /// Of each token's row at each rank, or EP_NOWHERE.
+    fn of_rows(rows: &[u32], ranks: usize, selections: u64) -> Routing {
+        let mut once = vec![0; ranks];
+        for token in rows.chunks_exact(ranks) {
+            for (count, row) in once.iter_mut().zip(token) {
+                *count += u64::from(*row != EP_NOWHERE);
+            }
+        }
+        Routing { selections, each: Vec::new(), once }
+    }
+
+    /// With rows of `row` bytes: one for each selection, or `once` for each rank of a token.
+    fn bytes(&self, reach: &[Reach], row: u64, once: bool) -> Bytes {
+        let mut bytes = Bytes { logical: row * self.selections, ..Bytes::default() };
+        for (rows, reach) in if once { &self.once } else { &self.each }.iter().zip(reach) {
+            bytes.wire += if matches!(reach, Reach::Near | Reach::Far) { row * rows } else { 0 };
+            bytes.network += if *reach == Reach::Far { row * rows } else { 0 };
+        }
+        bytes
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const REACH: [Reach; 4] = [Reach::Here, Reach::Near, Reach::Far, Reach::Not];
+
     #[test]
     fn rows_are_counted_once_for_each_rank_and_by_how_it_is_reached() {
-        let reach = [Reach::Here, Reach::Near, Reach::Far, Reach::Not];
-        let experts = [0, 1, 2, 4, 5, -1, 6, 7, -1, -1, -1, -1];
-        let tokens = || experts.chunks_exact(6);
-        let bytes = count(tokens(), 2, &reach, 10, true);
-        assert_eq!(bytes, Bytes { logical: 70, wire: 20, network: 10 });
-        let bytes = count(tokens(), 2, &reach, 10, false);
-        assert_eq!(bytes, Bytes { logical: 70, wire: 30, network: 20 });
+        let experts = [0, 1, 2, 4, 5, -1, 6, 7, -1, -1, -1, -1].map(|expert: i32| expert as u32);
+        let routing = Routing::of_experts(&experts, 6, 2, 4);
+        assert_eq!(routing.bytes(&REACH, 10, true), Bytes { logical: 70, wire: 20, network: 10 });
+        assert_eq!(routing.bytes(&REACH, 10, false), Bytes { logical: 70, wire: 30, network: 20 });
+    }
+
+    #[test]
+    fn the_rank_layout_counts_what_its_rows_say() {
+        let rows = [[0, 0, 0, EP_NOWHERE], [EP_NOWHERE, 1, EP_NOWHERE, 0], [1, EP_NOWHERE, 1, EP_NOWHERE]].concat();
+        let routing = Routing::of_rows(&rows, 4, 9);
+        assert_eq!(routing.bytes(&REACH, 10, true), Bytes { logical: 90, wire: 40, network: 20 });
     }
 }

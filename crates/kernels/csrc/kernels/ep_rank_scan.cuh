@@ -176,9 +176,17 @@ __device__ __forceinline__ void announce(const Dispatch &dispatch, const ScanSha
         header.epoch = dispatch.epoch;
         header.tokens = dispatch.common.tokens;
         header.flags = dispatch.args.topk_weights != 0 ? EP_WEIGHTED : 0;
+        header.selections = 0;
     }
     __syncthreads();
-    for (u32 i = threadIdx.x; i < EP_E; i += EP_THREADS) at<u32>(dispatch.expert_counts() + 4 * u64(i)) = 0;
+    u64 selections = 0;
+    for (u32 i = threadIdx.x; i < EP_E; i += EP_THREADS) {
+        u32 &count = at<u32>(dispatch.expert_counts() + 4 * u64(i));
+        selections += count;
+        count = 0;
+    }
+    EpHandleHeader &header = at<EpHandleHeader>(dispatch.common.handle + dispatch.common.parts.header);
+    if (selections != 0) atomicAdd(&header.selections, selections);
 }
 
 // Numbers the rows of this block's tokens at each rank, from the first of this rank's.

@@ -361,9 +361,11 @@ struct EpHandleHeader {
     u32 tokens;
     // EP_WEIGHTED: they had weights.
     u32 flags;
+    // Rank layout: how many experts they selected, in all.
+    u64 selections;
 };
 
-static_assert(sizeof(EpHandleHeader) == 16, "EpHandleHeader");
+static_assert(sizeof(EpHandleHeader) == 24, "EpHandleHeader");
 
 // What every launch takes.
 struct EpCommon {

@@ -310,6 +310,8 @@ layouts! {
         tokens: u32,
         /// EP_WEIGHTED: they had weights.
         flags: u32,
+        /// Rank layout: how many experts they selected, in all.
+        selections: u64,
     }
     /// What every launch takes.
     EpCommon {

@@ -206,6 +206,9 @@ impl ByRank {
         same("offsets", &one.out_offsets.read::<i64>(0, expected.offsets.len()), &expected.offsets)?;
         same("the word's rows", &[one.count_word.read::<u32>(0, 1)[0]], &[count as u32])?;
         if !self.cached {
+            let header = one.handle.read::<u64>(shape.handle(Layout::Rank).header as usize, 3);
+            let chosen = self.routing.idx[rank].iter().filter(|id| **id >= 0).count();
+            same("selections", &header[2..], &[chosen as u64])?;
             same("counts", &one.out_counts.read::<i32>(0, expected.counts.len()), &expected.counts)?;
             same("the host's counts", &one.count_host.read::<i32>(0, expected.counts.len()), &expected.counts)?;
         }
