@@ -77,10 +77,11 @@ __device__ __forceinline__ u32 stage_piece(const EpDispatchArgs &args, u32 token
     return (data + elements / BLOCK * SCALE + 15) / 16 * 16;
 }
 
-// A piece of a token that is to be sent: each lane's expert, and the bytes in the stage.
+// A piece of a token that is to be sent: each lane's expert, the bytes in the stage, and whether they are there.
 struct Outgoing {
     int expert;
     u32 bytes;
+    bool ready;
 };
 
 __device__ __forceinline__ Outgoing stage_unit(const EpDispatchArgs &args, u32 unit, u8 *stage, u32 lane) {
@@ -88,12 +89,14 @@ __device__ __forceinline__ Outgoing stage_unit(const EpDispatchArgs &args, u32 u
     Outgoing row;
     row.expert = lane < EP_K ? expert_at(args, u64(token) * EP_K + lane) : -1;
     row.bytes = stage_piece(args, token, unit % PIECES, stage, lane);
+    row.ready = true;
     return row;
 }
 
 // Starts to send a piece.
 __device__ __forceinline__ void send_unit(const EpCommon &c, const Start &start, const Peers &peers, Outgoing row, u32 unit,
-                                          const u8 *stage, Pending &pending, u32 lane) {
+                                          const u8 *stage, Pending &pending) {
+    u32 lane = threadIdx.x % LANES;
     u32 token = unit / PIECES, piece = unit % PIECES;
     u32 rank = row.expert >= 0 ? row.expert / LOCAL : 0;
     bool sender = is_first_of_rank(rank, row.expert >= 0 && peers.is_open(rank), lane);
@@ -111,21 +114,21 @@ struct Share {
     u32 end;
 };
 
-// Sends this warp's share; the first piece is in the first stage already if `ready`. While a piece is on its way, the next
+// Sends this warp's share; the first piece is in the first stage already if it is ready. While a piece is on its way, the next
 // one is read.
 __device__ __forceinline__ void send_rows(const EpDispatchArgs &args, Start &start, const Peers &peers, u8 *stages,
-                                          Share share, bool ready, Outgoing row, u32 lane) {
+                                          Share share, Outgoing row, u32 lane) {
     Pending pending;
     u32 stage = 0;
     for (; share.unit < share.end; share.unit += share.step) {
         u8 *place = stages + stage * DISPATCH_STAGE;
-        if (!ready) {
+        if (!row.ready) {
             if (EP_STAGES == 1) settle(pending, start, lane);
             row = stage_unit(args, share.unit, place, lane);
         }
-        ready = false;
+        row.ready = false;
         settle(pending, start, lane);
-        send_unit(args.common, start, peers, row, share.unit, place, pending, lane);
+        send_unit(args.common, start, peers, row, share.unit, place, pending);
         if (share.unit < share.step) mark_of(0, args.marks, EP_MARK_FIRST);
         if (++stage == EP_STAGES) stage = 0;
     }
@@ -158,21 +161,21 @@ __device__ __forceinline__ PerRank<u32> await_tokens(const EpCommon &c, Start &s
             u64 word = c.base + c.heap.plan_tokens + 8 * rank;
             while (!is_tagged(ld_acquire_gpu_u64(word), epoch)) pause_ns(20);
             tokens.value[i] = static_cast<u32>(ld_relaxed_gpu_u64(word));
-            start.tokens[rank] = tokens.value[i];
+            atomicExch(&start.tokens[rank], tokens.value[i]);
         }
         // What one lane has waited for is there for all.
         __syncwarp();
-        if (lane == 0) st_release_cta_u32(start.planned, 1);
+        if (lane == 0) atom_add_acq_rel_shared_u32(start.planned, 1);
         return tokens;
     }
     if (lane == 0) {
-        while (ld_acquire_cta_u32(start.planned) == 0) pause_ns(20);
+        while (atom_add_acq_rel_shared_u32(start.planned, 0) == 0) pause_ns(20);
     }
     __syncwarp();
 #pragma unroll
     for (u32 i = 0; i < EACH; ++i) {
         u32 rank = lane + i * LANES;
-        tokens.value[i] = rank < EP_R ? start.tokens[rank] : 0;
+        tokens.value[i] = rank < EP_R ? atomicAdd(&start.tokens[rank], 0u) : 0;
     }
     return tokens;
 }

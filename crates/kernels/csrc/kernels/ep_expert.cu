@@ -21,14 +21,14 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     Share share = {warp * senders + blockIdx.x - first, EP_SENDERS * senders, units};
     u8 *stages = memory + EP_PLAN_BASES + warp * EP_STAGES * DISPATCH_STAGE;
     // A block that plans has its counts there first.
-    bool ready = !plans && share.unit < share.end;
-    Outgoing row = {-1, 0};
+    bool ahead = !plans && share.unit < share.end;
+    Outgoing row = {-1, 0, false};
     // The last warp has the least to send.
     if (warp == WARPS - 1) {
         const EpState &state = state_of(c);
         begin(c, {state.dispatch_sent, state.dispatch_ended, EP_WORD_DISPATCH_TAKEN}, start, lane);
     }
-    if (ready) row = stage_unit(args, share.unit, stages, lane);
+    if (ahead) row = stage_unit(args, share.unit, stages, lane);
     __syncthreads();
     Peers peers(start.open, start.base, lane);
     if (blockIdx.x == gridDim.x - 1 && warp == WARPS - 1) tell_taken(c, start, EP_WORD_DISPATCH_TAKEN, lane);
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
             mark_of(0, args.marks, EP_MARK_ANNOUNCED);
             __syncthreads();
         }
-        send_rows(args, start, peers, stages, share, ready, row, lane);
+        send_rows(args, start, peers, stages, share, row, lane);
     }
     if (c.phases & EP_RECEIVE) {
         if (plans) plan_rows(args, memory, start.received);

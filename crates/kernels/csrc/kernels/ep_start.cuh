@@ -23,6 +23,7 @@ struct Start {
     // Dispatch: a warp of the block has begun to wait for the plan; it is there.
     u32 asked;
     u32 planned;
+    // What warps tell each other between barriers of the block, by atomics alone.
     // Warps whose pieces are there, but whose flags are not set yet; and TELLING while one of them sets flags. How often those
     // of each warp were set.
     u64 ready;
@@ -145,11 +146,11 @@ __device__ __forceinline__ void tell_ready(Start &start, u32 lane) {
         }
         fence_acq_rel_sys();
         for (u64 left = ready; left; left &= left - 1) {
-            u64 flag = lane < EP_K ? start.untold[__ffsll(left) - 1][lane] : 0;
+            u64 flag = lane < EP_K ? atomicExch(&start.untold[__ffsll(left) - 1][lane], 0ull) : 0;
             if (flag) st_relaxed_sys_u64(flag, start.sent);
         }
         __syncwarp();
-        if (ready >> lane & 1) st_release_cta_u32(start.told[lane], start.told[lane] + 1);
+        if (ready >> lane & 1) atom_add_acq_rel_shared_u32(start.told[lane], 1);
         __syncwarp();
     }
 }
@@ -163,10 +164,10 @@ __device__ __forceinline__ void settle(Pending &pending, Start &start, u32 lane)
 #endif
     if (lane == 0) {
         // The last ones have been read.
-        while (ld_acquire_cta_u32(start.told[warp]) != pending.given) pause_ns(20);
+        while (atom_add_acq_rel_shared_u32(start.told[warp], 0) != pending.given) pause_ns(20);
     }
     __syncwarp();
-    if (lane < EP_K) start.untold[warp][lane] = pending.flag;
+    if (lane < EP_K) atomicExch(&start.untold[warp][lane], pending.flag);
     __syncwarp();
     u32 others = lane == 0 && (atom_or_acq_rel_shared_u64(start.ready, TELLING | 1ull << warp) & TELLING);
     pending.flag = 0;

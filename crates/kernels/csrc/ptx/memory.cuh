@@ -95,20 +95,18 @@ __device__ __forceinline__ u64 atom_add_relaxed_gpu_u64(u64 address, u64 value) 
     return before;
 }
 
-// What a thread of this block wrote or has seen before it released a value here is seen after it. Any address.
-__device__ __forceinline__ u32 ld_acquire_cta_u32(const u32 &word) {
-    u32 value;
-    asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(&word) : "memory");
-    return value;
+// Adds to a word in shared memory, and gives back what was there. Orders what this thread and those that changed the word
+// before it did, in this block.
+__device__ __forceinline__ u32 atom_add_acq_rel_shared_u32(u32 &word, u32 value) {
+    u32 before;
+    asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "r"(static_cast<u32>(__cvta_generic_to_shared(&word))), "r"(value)
+                 : "memory");
+    return before;
 }
 
-// What this thread wrote or has seen before it is seen by who acquires this value in this block. Any address.
-__device__ __forceinline__ void st_release_cta_u32(u32 &word, u32 value) {
-    asm volatile("st.release.cta.u32 [%0], %1;" : : "l"(&word), "r"(value) : "memory");
-}
-
-// Sets bits of a word in shared memory, and gives back what was there. Orders what this thread and those that changed the
-// word before it did, in this block.
+// The same: sets bits.
 __device__ __forceinline__ u64 atom_or_acq_rel_shared_u64(u64 &word, u64 bits) {
     u64 before;
     asm volatile("atom.acq_rel.cta.shared::cta.or.b64 %0, [%1], %2;"

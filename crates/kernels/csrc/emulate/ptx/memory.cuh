@@ -63,12 +63,11 @@ __device__ __forceinline__ u64 atom_add_relaxed_gpu_u64(u64 address, u64 value) 
     return emulate::exchange<u64>(address, emulate::Order::Relaxed, emulate::Scope::Gpu, [=](u64 old) { return old + value; });
 }
 
-__device__ __forceinline__ u32 ld_acquire_cta_u32(const u32 &word) {
-    return emulate::load<u32>(reinterpret_cast<u64>(&word), emulate::Order::Acquire, emulate::Scope::Block);
-}
-
-__device__ __forceinline__ void st_release_cta_u32(u32 &word, u32 value) {
-    emulate::store<u32>(reinterpret_cast<u64>(&word), value, emulate::Order::Release, emulate::Scope::Block);
+__device__ __forceinline__ u32 atom_add_acq_rel_shared_u32(u32 &word, u32 value) {
+    // A question, which changes nothing: time may pass while all do no more than that.
+    if (value == 0) return emulate::load<u32>(reinterpret_cast<u64>(&word), emulate::Order::Acquire, emulate::Scope::Block);
+    return emulate::exchange<u32>(reinterpret_cast<u64>(&word), emulate::Order::Both, emulate::Scope::Block,
+                                  [=](u32 old) { return old + value; });
 }
 
 __device__ __forceinline__ u64 atom_or_acq_rel_shared_u64(u64 &word, u64 bits) {
