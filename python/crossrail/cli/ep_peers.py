@@ -95,7 +95,7 @@ class Peers:
 
     def _start(self) -> Ranks:
         where = self.options.placement
-        ranks = self._stack.enter_context(Ranks())
+        ranks = self._stack.enter_context(Ranks(quiet=True))
         folder = self._stack.enter_context(scratch_folder("crossrail-peers-"))
         for rank in where.ranks:
             job = {"rank": rank, "size": where.size, "folder": str(folder), "peers": self.options.compare}

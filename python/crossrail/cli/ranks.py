@@ -33,7 +33,9 @@ ENDED = "ended"
 class Ranks:
     """Ranks by number. A context manager: leaving it ends those that still run. One thread uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
+        """`quiet`: what ranks say on stderr is not passed on; its end is part of the reason when one fails."""
+        self._quiet = quiet
         self._ranks: dict[int, _Rank] = {}
         self._inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
 
@@ -51,7 +53,7 @@ class Ranks:
         """
         if rank in self._ranks:
             self._ranks[rank].end()
-        self._ranks[rank] = _Rank(rank, kind, job, environment or {}, self._inbox)
+        self._ranks[rank] = _Rank(rank, kind, job, environment or {}, self._inbox, self._quiet)
 
     def tell(self, rank: int, message: Message) -> None:
         """Tells one rank; nothing when it has ended."""
@@ -124,11 +126,14 @@ class _Rank:
         job: Message,
         environment: Mapping[str, str],
         inbox: queue.SimpleQueue[tuple[int, Message]],
+        quiet: bool,
     ) -> None:
         self.rank = rank
         self.ended_at = float("inf")
         self._inbox = inbox
         self._error = ""
+        self._quiet = quiet
+        self._last = ""
         self._killed = False
         command = [sys.executable, "-m", "crossrail", "rank", kind, f"--parent={os.getpid()}"]
         try:
@@ -174,7 +179,7 @@ class _Rank:
             return self._error
         if code is not None and code < 0:
             return f"its process was ended by {signal.Signals(-code).name}"
-        return f"its process ended with exit code {code} and said nothing"
+        return f"its process ended with exit code {code} and said {self._last or 'nothing'}"
 
     def _listen(self) -> None:
         """Passes every line of stdout on as a message, then the end; runs until that."""
@@ -196,6 +201,8 @@ class _Rank:
             line = raw.decode(errors="replace").rstrip()
             if line.startswith(ERROR):
                 self._error = line.removeprefix(ERROR)
+            elif line and self._quiet:
+                self._last = line.strip()
             elif line:
                 say(f"rank {self.rank}: {line.removeprefix('crossrail: ')}")
 
