@@ -228,7 +228,7 @@ impl Core {
         self.recount();
     }
 
-    fn recount(&mut self) {
+    pub(crate) fn recount(&mut self) {
         self.sockets_only =
             self.inside.iter().all(|lane| lane.socket) && self.inside.iter().filter(|lane| lane.socket).count() <= 2;
     }
@@ -379,7 +379,7 @@ impl Core {
         }
     }
 
-    fn apply(&mut self, endpoint: EndpointId, event: Event) {
+    pub(crate) fn apply(&mut self, endpoint: EndpointId, event: Event) {
         match event {
             Event::Done { op, result, progress, tag } => {
                 if let Some(slot) = self.st.ops.op_mut(op).and_then(|op| op.slot.take())
@@ -490,68 +490,7 @@ impl Core {
         self.kicked = true;
     }
 
-    // ---- lanes that end
-
-    /// The peer is gone: its operations fail, everything else goes on.
-    pub(crate) fn kill(&mut self, endpoint: EndpointId, why: &str) {
-        let now = self.st.tick();
-        let Some(Some(peer)) = self.st.peers.get_mut(endpoint.0 as usize) else { return };
-        let was_alive = std::mem::replace(&mut peer.alive, false);
-        if was_alive {
-            peer.why_dead = why.to_owned();
-            self.ended.push(endpoint);
-            self.kicked = true;
-        }
-        for lane in &peer.bulk {
-            lane.dead.raise();
-        }
-        self.kicked |= !peer.bulk.is_empty();
-        peer.stranded = None;
-        let (name, waits) = (peer.name().to_owned(), !peer.peer.idle());
-        self.drop_jobs(|job| job.endpoint == endpoint);
-        let mut at = 0;
-        while at < self.inside.len() {
-            if self.inside[at].endpoint == endpoint {
-                let lane = self.inside.swap_remove(at);
-                let id = lane.id;
-                self.part(lane);
-                self.closing.retain(|(lane, _)| *lane != id);
-                if let Some(lane) = self.st.lane(id) {
-                    lane.bury();
-                }
-            } else {
-                at += 1;
-            }
-        }
-        self.recount();
-        self.drop_link(endpoint);
-        self.st.let_go_of_all(endpoint);
-        let State { peers, matcher, .. } = &mut self.st;
-        if let Some(Some(peer)) = peers.get_mut(endpoint.0 as usize) {
-            peer.inside = None;
-            let failure = if was_alive { proto::Failure::PeerDead(why.to_owned()) } else { proto::Failure::Closed };
-            peer.peer.dead(now, failure, matcher);
-        }
-        if was_alive && waits {
-            self.st.log.warn(format_args!("{name}: {why}; its requests fail, other peers go on"));
-        } else if was_alive {
-            self.st.log.info(format_args!("{name}: {why}"));
-        }
-        while let Some(event) = self.st.peer(endpoint).and_then(|peer| peer.peer.event()) {
-            self.apply(endpoint, event);
-        }
-        self.fail_gate(endpoint, why);
-        self.st.ops.finished = true;
-    }
-
-    /// Drops an inside lane that has not failed by itself.
-    pub(crate) fn drop_inside(&mut self, endpoint: EndpointId, id: LaneId, error: &LaneError) {
-        let Some(at) = self.inside.iter().position(|lane| lane.id == id) else { return };
-        let lane = self.inside.swap_remove(at);
-        self.part(lane);
-        self.recount();
-        self.lane_lost(endpoint, id, error);
-    }
+    // ---- the worker's end
 
     /// Tells every peer what it is owed, and says goodbye where nothing is under way.
     pub(crate) fn farewell(&mut self) {
