@@ -438,13 +438,13 @@ impl Inner {
                 self.tell_mask(told.rank);
             }
             let alive = peer.endpoint().cloned().filter(Endpoint::is_alive);
-            let why = reason(&told, self.config.timeout);
+            let why = peer.end().unwrap_or_else(|| reason(&told, self.config.timeout));
             let fault = Fault {
                 rank: told.rank,
                 operation: kind.name(),
                 number: told.epoch,
                 stage: what,
-                why: if alive.is_some() { why } else { "its process is gone".to_owned() },
+                why,
                 left: state.active(),
             };
             if let Some(endpoint) = alive.filter(|_| self.shape.rank_layout) {

@@ -166,7 +166,7 @@ impl Inner {
         let Some(peer) = state.peers[rank as usize].as_mut().filter(|peer| !peer.masked) else { return };
         peer.masked = true;
         let dead = matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed);
-        let why = if dead { "its process is gone".to_owned() } else { error.to_string() };
+        let why = peer.end().filter(|_| dead).unwrap_or_else(|| error.to_string());
         let number = self.heap.sent().map_or(0, |epochs| match kind {
             Kind::Dispatch => epochs.dispatch,
             Kind::Combine => epochs.combine,

@@ -62,6 +62,11 @@ impl Peer {
         self.gone.is_none() && self.endpoint().is_none_or(Endpoint::is_alive)
     }
 
+    /// Why its connection has ended; `None` while it has not.
+    pub(crate) fn end(&self) -> Option<String> {
+        self.endpoint().and_then(Endpoint::end)
+    }
+
     pub(crate) fn far(&self) -> Option<&Far> {
         match &self.way {
             Way::Far(far) => Some(far),

@@ -61,13 +61,16 @@ impl Inner {
         let peer = state.peers.get_mut(lost.rank as usize).and_then(Option::as_mut);
         let Some(peer) = peer.filter(|peer| peer.generation == lost.generation && peer.gone.is_none()) else { return };
         let dead = lost.error.kind == ErrorKind::PeerDead;
-        let why = if dead { "its process is gone" } else { "it has left" };
-        peer.gone = Some(Gone { why: why.to_owned(), said: dead || peer.masked });
+        let why = match dead {
+            true => peer.end().unwrap_or_else(|| lost.error.detail.clone()),
+            false => "it has left".to_owned(),
+        };
+        peer.gone = Some(Gone { why: why.clone(), said: dead || peer.masked });
         let was_masked = std::mem::replace(&mut peer.masked, true);
         // It may have been unmasked meanwhile.
         self.tell_mask(lost.rank);
         if dead && !was_masked {
-            self.say_gone(state, lost.rank, why);
+            self.say_gone(state, lost.rank, &why);
         }
     }
 

@@ -55,7 +55,9 @@ fn others_go_on(layout: Layout, gpus: u32) {
         assert_eq!(rank.buffer.masked(), [3]);
         let faults = rank.buffer.faults();
         assert!(faults.len() == 1 && faults[0].rank == 3 && faults[0].left == 3, "{faults:?}");
-        assert!(faults[0].why.contains("its process is gone"), "{faults:?}");
+        // Whichever of its connections was seen to end first.
+        let ends = ["its process has ended", "its process is gone", "control connection"];
+        assert!(ends.iter().any(|end| faults[0].why.contains(end)), "{faults:?}");
         if rank.me == 0 {
             println!("note: without a rank that died after {:.1} ms", 1e3 * took.as_secs_f64());
         }
