@@ -6,30 +6,17 @@ mod emulate;
 
 use std::ops::Range;
 
-use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, Epochs, Payload, Scale, Shape, Tuning};
+use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, Epochs, Shape};
 
 use crate::emulate::job::{ByExpert, Job, Weights};
 use crate::emulate::job_rank::ByRank;
 use crate::emulate::reference::Routing;
+use crate::emulate::shapes::{BY_EXPERT, by_rank};
 use crate::emulate::{Build, Numbers};
 
 const BOTH: u32 = EP_SEND | EP_RECEIVE;
-const TUNING: Tuning =
-    Tuning { piece: 0, threads: 128, senders: 0, receive_from: 0, rank_threads: 128, rank_movers: 2 };
-const SHAPE: Shape = Shape {
-    hidden: 384,
-    topk: 4,
-    experts: 12,
-    ranks: 4,
-    max_tokens: 7,
-    payload: Payload::Fp8(Scale::F32),
-    prereduce: true,
-    expert_layout: true,
-    rank_layout: false,
-    regions: 0,
-    tuning: TUNING,
-};
-const RANKS: Shape = Shape { expert_layout: false, rank_layout: true, regions: 2, max_tokens: 30, ..SHAPE };
+const SHAPE: Shape = Shape { hidden: 384, max_tokens: 7, ..BY_EXPERT };
+const RANKS: Shape = by_rank(SHAPE, 30);
 
 /// Ranks as their hosts see each other.
 struct Hosts {

@@ -8,6 +8,7 @@ use crossrail_kernels::ep::{EP_RECEIVE, EP_SEND, EP_STAGE_BACK_ROW, EP_STAGE_TAB
 use crate::emulate::Numbers;
 use crate::emulate::job::{ByExpert, Job, Weights};
 use crate::emulate::reference::{Choice, Outputs, Routing, combine_expert, narrow, widen};
+use crate::emulate::shapes::BY_EXPERT;
 
 const SOURCES: [&str; 1] = ["kernels/ep_expert.cu"];
 const BOTH: u32 = EP_SEND | EP_RECEIVE;
@@ -15,19 +16,7 @@ const BOTH: u32 = EP_SEND | EP_RECEIVE;
 const TUNING: Tuning = Tuning { piece: 0, threads: 128, senders: 0, receive_from: 0, rank_movers: 0, rank_threads: 0 };
 
 /// Two pieces to a row, the second one short; blocks of four warps.
-const SHAPE: Shape = Shape {
-    hidden: 1152,
-    topk: 3,
-    experts: 12,
-    ranks: 3,
-    max_tokens: 6,
-    payload: Payload::Fp8(Scale::F32),
-    prereduce: true,
-    expert_layout: true,
-    rank_layout: false,
-    regions: 0,
-    tuning: TUNING,
-};
+const SHAPE: Shape = Shape { topk: 3, ranks: 3, max_tokens: 6, tuning: TUNING, ..BY_EXPERT };
 
 fn job(shape: Shape) -> Option<Job> {
     Job::new(&SOURCES, shape, shape.expert_shared())

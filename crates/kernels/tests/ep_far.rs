@@ -4,32 +4,17 @@
 
 mod emulate;
 
-use crossrail_kernels::ep::{
-    EP_ANNOUNCE, EP_RECEIVE, EP_SEND, Layout, Load, Look, Payload, Scale, Shape, There, Tuning,
-};
+use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, Layout, Load, Look, Payload, Shape, There};
 use crossrail_types::Result;
 
 use crate::emulate::job::{ByExpert, Job, Weights};
 use crate::emulate::job_rank::ByRank;
 use crate::emulate::reference::Routing;
+use crate::emulate::shapes::{BY_EXPERT, by_rank};
 use crate::emulate::{Build, Memory, Numbers};
 
-const TUNING: Tuning =
-    Tuning { piece: 0, threads: 128, senders: 0, receive_from: 0, rank_threads: 128, rank_movers: 2 };
-const SHAPE: Shape = Shape {
-    hidden: 1152,
-    topk: 4,
-    experts: 12,
-    ranks: 4,
-    max_tokens: 9,
-    payload: Payload::Fp8(Scale::F32),
-    prereduce: true,
-    expert_layout: true,
-    rank_layout: false,
-    regions: 0,
-    tuning: TUNING,
-};
-const RANKS: Shape = Shape { expert_layout: false, rank_layout: true, regions: 2, max_tokens: 40, ..SHAPE };
+const SHAPE: Shape = BY_EXPERT;
+const RANKS: Shape = by_rank(SHAPE, 40);
 
 /// Memory is this process's own.
 struct Here;

@@ -18,6 +18,7 @@ pub mod job;
 pub mod job_rank;
 pub mod numbers;
 pub mod reference;
+pub mod shapes;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ffi::{CStr, CString, c_char};
