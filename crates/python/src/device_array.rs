@@ -4,13 +4,12 @@ use std::any::Any;
 use std::sync::Arc;
 
 use crossrail::Place;
-use pyo3::exceptions::PyAttributeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::dlpack::Dtype;
 use crate::errors;
-use crate::export::{Asked, Lending};
+use crate::export::Lending;
 use crate::memory::MemoryBase;
 
 /// What an array's items are.
@@ -200,12 +199,12 @@ impl DeviceArray {
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let _ = stream;
-        self.lending().capsule(py, &Asked { max_version, device: dl_device, copy })
+        self.lending().capsule(py, max_version, dl_device, copy)
     }
 
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        self.lending().interface(py)?.ok_or_else(|| PyAttributeError::new_err("__cuda_array_interface__"))
+        self.lending().interface(py)
     }
 
     fn __repr__(&self) -> String {

@@ -6,7 +6,7 @@ use std::ffi::CStr;
 use std::sync::Arc;
 
 use crossrail::Place;
-use pyo3::exceptions::PyBufferError;
+use pyo3::exceptions::{PyAttributeError, PyBufferError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -22,13 +22,6 @@ pub(crate) struct Lending {
     typestr: &'static str,
     place: Place,
     keep: Arc<dyn Any + Send + Sync>,
-}
-
-/// What a consumer asks for, as `__dlpack__` takes it.
-pub(crate) struct Asked {
-    pub(crate) max_version: Option<(u32, u32)>,
-    pub(crate) device: Option<(i32, i32)>,
-    pub(crate) copy: Option<bool>,
 }
 
 /// A tensor as it lies behind a capsule, with what its pointers point to.
@@ -122,22 +115,28 @@ impl Lending {
         (kind, id)
     }
 
-    /// What `__dlpack__` returns: a capsule of bytes. Raises BufferError when the consumer wants them elsewhere.
-    pub(crate) fn capsule<'py>(self, py: Python<'py>, asked: &Asked) -> PyResult<Bound<'py, PyAny>> {
+    /// What `__dlpack__`, asked for that, returns: a capsule. Raises BufferError when the consumer wants them elsewhere.
+    pub(crate) fn capsule(
+        self,
+        py: Python<'_>,
+        max_version: Option<(u32, u32)>,
+        device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'_, PyAny>> {
         let here = self.device();
-        if asked.device.is_some_and(|wanted| wanted != here) || asked.copy == Some(true) {
+        if device.is_some_and(|wanted| wanted != here) || copy == Some(true) {
             return Err(PyBufferError::new_err("the memory is lent where it is, and not copied"));
         }
-        match asked.max_version {
+        match max_version {
             Some((1.., _)) => made::<Versioned>(py, self),
             _ => made::<Managed>(py, self),
         }
     }
 
-    /// What `__cuda_array_interface__` is; `None` for memory of the host.
-    pub(crate) fn interface<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+    /// What `__cuda_array_interface__` is. Raises AttributeError for memory of the host, which has none.
+    pub(crate) fn interface<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         if self.place == Place::Host {
-            return Ok(None);
+            return Err(PyAttributeError::new_err("__cuda_array_interface__"));
         }
         let described = PyDict::new(py);
         described.set_item("version", 3)?;
@@ -148,7 +147,7 @@ impl Lending {
         described.set_item("data", (ptr, false))?;
         // Nothing of ours is queued on it once its requests are finished.
         described.set_item("stream", py.None())?;
-        Ok(Some(described))
+        Ok(described)
     }
 }
 

@@ -4,12 +4,11 @@
 use std::sync::Arc;
 
 use crossrail::{Awaited as NativeAwaited, Mapped as NativeMapped, Outcome, Place, Signal};
-use pyo3::exceptions::PyAttributeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::errors::{self, OrRaise};
-use crate::export::{Asked, Lending};
+use crate::export::Lending;
 use crate::lent::{self, Call, Use};
 use crate::operand::Wanted;
 use crate::stream;
@@ -127,13 +126,13 @@ impl Mapped {
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let _ = stream;
-        self.lending().capsule(py, &Asked { max_version, device: dl_device, copy })
+        self.lending().capsule(py, max_version, dl_device, copy)
     }
 
     /// GPU memory as others take it, without a copy (version 3); host memory has none.
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        self.lending().interface(py)?.ok_or_else(|| PyAttributeError::new_err("__cuda_array_interface__"))
+        self.lending().interface(py)
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crossrail::Place;
-use pyo3::exceptions::{PyAttributeError, PyBufferError};
+use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -18,7 +18,7 @@ use pyo3::types::{PyDict, PyType};
 
 use crate::context::Context;
 use crate::errors::{self, OrRaise};
-use crate::export::{Asked, Lending};
+use crate::export::Lending;
 use crate::lent::{self, View, export};
 use crate::mapped::Awaited;
 use crate::{place, stream, wait};
@@ -104,7 +104,7 @@ impl MemoryBase {
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let _ = stream;
-        self.lending().capsule(py, &Asked { max_version, device: dl_device, copy })
+        self.lending().capsule(py, max_version, dl_device, copy)
     }
 
     fn __repr__(&self) -> String {
@@ -159,7 +159,7 @@ impl MemoryBase {
     /// GPU memory as others take it, without a copy (version 3); host memory has none.
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        self.lending().interface(py)?.ok_or_else(|| PyAttributeError::new_err("__cuda_array_interface__"))
+        self.lending().interface(py)
     }
 
     /// Host memory as a NumPy array of `dtype`, without a copy. Needs NumPy; raises UsageError when the length is no
