@@ -62,6 +62,17 @@ impl Parameters {
     }
 }
 
+/// Connects a buffer's ranks by `call`, which is given the time that it may take.
+pub(crate) fn connect(
+    py: Python<'_>,
+    timeout: Option<f64>,
+    call: impl FnOnce(Option<Duration>) -> Result<()> + Send + 'static,
+) -> PyResult<()> {
+    let _call = Call::enter(py);
+    let limit = wait::seconds(py, "connect", timeout)?;
+    wait::apart(py, move || call(limit), drop)
+}
+
 pub(crate) fn parse_layout(py: Python<'_>, layout: &str) -> PyResult<ep::Layout> {
     match layout {
         "expert" => Ok(ep::Layout::Expert),
@@ -126,10 +137,8 @@ impl ExpertBuffer {
     }
 
     fn connect(&self, py: Python<'_>, ranks: Vec<u32>, activate: bool, timeout: Option<f64>) -> PyResult<()> {
-        let _call = Call::enter(py);
-        let limit = wait::seconds(py, "connect", timeout)?;
         let native = self.native.clone();
-        wait::apart(py, move || native.connect(&ranks, activate, limit), drop)
+        connect(py, timeout, move |limit| native.connect(&ranks, activate, limit))
     }
 
     fn disconnect(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {

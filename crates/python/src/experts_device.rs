@@ -14,83 +14,13 @@ use pyo3::types::{PyDict, PyList};
 
 use crate::context::Context;
 use crate::device_array::{DeviceArray, Items};
+use crate::device_calls::{Combine, ExpertOut, RankOut, Tokens};
 use crate::errors::{self, OrRaise};
-use crate::experts::{Parameters, fault_rows, link_rows, plan_dict};
+use crate::experts::{Parameters, connect, fault_rows, link_rows, plan_dict};
 use crate::group::Group;
 use crate::lent::{self, Call, Loan};
 use crate::lifecycle::{self, Detached};
 use crate::{place, stream, wait};
-
-/// What a rank dispatches, as a dict: see `ep::Tokens`. An address of 0: there is none.
-#[derive(FromPyObject)]
-#[pyo3(from_item_all)]
-struct Tokens {
-    tokens: u32,
-    x: u64,
-    x_stride: u64,
-    in_scales: u64,
-    in_scale_row: u64,
-    in_scale_block: u64,
-    topk_idx: u64,
-    idx_bytes: u32,
-    topk_weights: u64,
-    waits: u64,
-}
-
-impl Tokens {
-    fn native(&self) -> ep::Tokens {
-        let Tokens { in_scales: address, in_scale_row: row, in_scale_block: block, .. } = *self;
-        ep::Tokens {
-            tokens: self.tokens,
-            x: self.x,
-            x_stride: self.x_stride,
-            scales: (address != 0).then_some(ep::InScales { address, row, block }),
-            topk_idx: self.topk_idx,
-            idx_bytes: self.idx_bytes,
-            topk_weights: self.topk_weights,
-        }
-    }
-}
-
-/// Where what comes goes, as a dict: see `ep::ExpertOut`.
-#[derive(FromPyObject)]
-#[pyo3(from_item_all)]
-struct ExpertOut {
-    x: u64,
-    scales: u64,
-    scale_expert: u64,
-    scale_row: u64,
-    scale_block: u64,
-    counts: u64,
-    ranges: u64,
-    source: u64,
-    stats: u64,
-}
-
-/// The same in the rank layout: see `ep::RankDispatch`.
-#[derive(FromPyObject)]
-#[pyo3(from_item_all)]
-struct RankOut {
-    counts: u64,
-    offsets: u64,
-    alignment: u32,
-    worst_rows: u64,
-    count: bool,
-}
-
-/// What a combine takes, as a dict: see `ep::ExpertCombine` and `ep::RankCombine`.
-#[derive(FromPyObject)]
-#[pyo3(from_item_all)]
-struct Combine {
-    y: u64,
-    y_stride: u64,
-    topk_weights: u64,
-    out_weights: u64,
-    bias: [u64; 2],
-    out: u64,
-    out_stride: u64,
-    waits: u64,
-}
 
 /// The native half of `crossrail.ExpertBuffer` on a GPU.
 #[pyclass(module = "crossrail._native", frozen, weakref)]
@@ -108,10 +38,16 @@ impl Drop for DeviceBuffer {
 }
 
 impl DeviceBuffer {
-    fn operation(&self, enqueued: ep::Enqueued, stream: u64) -> DeviceOperation {
-        let ep::Enqueued { handle, done, count, pending } = enqueued;
-        let rest = Rest { pending, done };
-        DeviceOperation { handle, count, rest: Mutex::new(rest), stream, patience: self.patience }
+    /// What `put` has put into `stream`.
+    fn operation(
+        &self,
+        py: Python<'_>,
+        stream: u64,
+        put: impl FnOnce() -> Result<ep::Enqueued> + Send,
+    ) -> PyResult<DeviceOperation> {
+        let ep::Enqueued { handle, done, count, pending } = py.detach(put).or_raise(py)?;
+        let rest = Mutex::new(Rest { pending, done });
+        Ok(DeviceOperation { handle, count, rest, stream, patience: self.patience })
     }
 }
 
@@ -181,10 +117,8 @@ impl DeviceBuffer {
     }
 
     fn connect(&self, py: Python<'_>, ranks: Vec<u32>, activate: bool, timeout: Option<f64>) -> PyResult<()> {
-        let _call = Call::enter(py);
-        let limit = wait::seconds(py, "connect", timeout)?;
         let native = self.native.clone();
-        wait::apart(py, move || native.connect(&ranks, activate, limit), drop)
+        connect(py, timeout, move |limit| native.connect(&ranks, activate, limit))
     }
 
     fn disconnect(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
@@ -254,24 +188,9 @@ impl DeviceBuffer {
         stream: u64,
         send_only: bool,
     ) -> PyResult<DeviceOperation> {
-        let call = ep::ExpertDispatch {
-            input: input.native(),
-            out: ep::ExpertOut {
-                x: out.x,
-                scales: out.scales,
-                scale_expert: out.scale_expert,
-                scale_row: out.scale_row,
-                scale_block: out.scale_block,
-                counts: out.counts,
-                ranges: out.ranges,
-                source: out.source,
-            },
-            stats: out.stats,
-            waits: input.waits,
-        };
+        let call = out.dispatch(&input);
         // SAFETY: the caller has seen to the addresses; the stream is the user's rule.
-        let enqueued = py.detach(|| unsafe { self.native.dispatch_expert(&call, stream, split(send_only)) });
-        enqueued.or_raise(py).map(|enqueued| self.operation(enqueued, stream))
+        self.operation(py, stream, || unsafe { self.native.dispatch_expert(&call, stream, split(send_only)) })
     }
 
     fn combine_expert(
@@ -282,19 +201,9 @@ impl DeviceBuffer {
         stream: u64,
         send_only: bool,
     ) -> PyResult<DeviceOperation> {
-        let call = ep::ExpertCombine {
-            y: call.y,
-            y_stride: call.y_stride,
-            topk_weights: call.topk_weights,
-            bias: call.bias,
-            out: call.out,
-            out_stride: call.out_stride,
-            waits: call.waits,
-        };
-        let handle = &handle.get().native;
+        let (call, handle) = (call.by_expert(), &handle.get().native);
         // SAFETY: as for a dispatch.
-        let enqueued = py.detach(|| unsafe { self.native.combine_expert(&call, handle, stream, split(send_only)) });
-        enqueued.or_raise(py).map(|enqueued| self.operation(enqueued, stream))
+        self.operation(py, stream, || unsafe { self.native.combine_expert(&call, handle, stream, split(send_only)) })
     }
 
     #[expect(clippy::too_many_arguments, reason = "what a dispatch takes")]
@@ -308,20 +217,10 @@ impl DeviceBuffer {
         stream: u64,
         send_only: bool,
     ) -> PyResult<DeviceOperation> {
-        let call = ep::RankDispatch {
-            input: input.native(),
-            cached: cached.map(|handle| &handle.get().native),
-            region: &region.get().leased.lease,
-            alignment: out.alignment,
-            counts: out.counts,
-            offsets: out.offsets,
-            worst_rows: out.worst_rows,
-            count: out.count,
-            waits: input.waits,
-        };
+        let cached = cached.map(|handle| &handle.get().native);
+        let call = out.dispatch(&input, cached, &region.get().leased.lease);
         // SAFETY: as above; the region was taken for this dispatch, so that nobody else has it.
-        let enqueued = py.detach(|| unsafe { self.native.dispatch_rank(&call, stream, split(send_only)) });
-        enqueued.or_raise(py).map(|enqueued| self.operation(enqueued, stream))
+        self.operation(py, stream, || unsafe { self.native.dispatch_rank(&call, stream, split(send_only)) })
     }
 
     fn combine_rank(
@@ -332,20 +231,9 @@ impl DeviceBuffer {
         stream: u64,
         send_only: bool,
     ) -> PyResult<DeviceOperation> {
-        let call = ep::RankCombine {
-            y: call.y,
-            y_stride: call.y_stride,
-            y_weights: call.topk_weights,
-            out_weights: call.out_weights,
-            bias: call.bias,
-            out: call.out,
-            out_stride: call.out_stride,
-            waits: call.waits,
-        };
-        let handle = &handle.get().native;
+        let (call, handle) = (call.by_rank(), &handle.get().native);
         // SAFETY: as for a dispatch.
-        let enqueued = py.detach(|| unsafe { self.native.combine_rank(&call, handle, stream, split(send_only)) });
-        enqueued.or_raise(py).map(|enqueued| self.operation(enqueued, stream))
+        self.operation(py, stream, || unsafe { self.native.combine_rank(&call, handle, stream, split(send_only)) })
     }
 }
 

@@ -16,6 +16,7 @@ mod bench_unpack;
 mod cai;
 mod context;
 mod device_array;
+mod device_calls;
 mod dlpack;
 mod endpoint;
 mod errors;
