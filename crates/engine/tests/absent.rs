@@ -113,3 +113,26 @@ fn a_wait_without_a_background_thread_ends_with_what_it_waits_for() {
         }
     });
 }
+
+#[test]
+fn a_long_message_is_confirmed_before_its_receiver_goes_on() {
+    let options = || WorkerOptions { background: false, ..WorkerOptions::default() };
+    each(options, |transport, pair| {
+        for _ in 0..5 {
+            let receive = pair.b.recv(vec![0; 3 << 20], 1, u64::MAX, None).unwrap();
+            let send = pair.ab.send(vec![7; 3 << 20], 1).unwrap();
+            std::thread::scope(|scope| {
+                let waits = scope.spawn(move || receive.wait(LIMIT).unwrap());
+                while !waits.is_finished() {
+                    pair.a.progress();
+                }
+            });
+            // The receiver works on what came, and makes no progress for others any more.
+            let began = Instant::now();
+            while send.test().is_none() {
+                assert!(began.elapsed() < Duration::from_secs(2), "{transport}: the sender does not hear of the end");
+                pair.a.progress();
+            }
+        }
+    });
+}

@@ -15,6 +15,10 @@ use crate::{
 /// Most holes that a transfer may have: far more than lanes and windows can make.
 const PARTS_MAX: usize = 64 << 10;
 
+/// From this length on, the end is told at once: a frame of its own costs nothing beside that many bytes, and whoever
+/// received them may be busy with them for long, while the sender waits.
+const PROMPT: u64 = 256 << 10;
+
 /// A transfer towards us.
 #[derive(Debug)]
 pub(super) struct Incoming {
@@ -225,6 +229,9 @@ impl Peer {
         }
         let lanes = sorted(incoming.shares);
         self.owe_done(incoming.their);
+        if incoming.len >= PROMPT {
+            self.flush();
+        }
         match incoming.kind {
             InKind::Receive { op, tag } => {
                 let (bytes, copy_ns) = (incoming.len, incoming.copy_ns);
