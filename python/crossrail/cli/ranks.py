@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,9 @@ Message = dict[str, Any]
 
 LAST_WORDS_S = 0.5
 """How long the others may still say why they failed, once one has."""
+
+BLAMED_S = 5.0
+"""The same for those whom the others name as their reason."""
 
 ENDED = "ended"
 """The event in a rank's name when its process has ended well, or was killed on purpose."""
@@ -99,21 +103,36 @@ class Ranks:
 
     def _failure(self, first: int) -> Failure:
         """Why the run failed: what rank ``first`` said; what others that fail as well have to say is passed on."""
-        deadline = time.monotonic() + LAST_WORDS_S
-        failed = [first]
-        while (left := deadline - time.monotonic()) > 0:
+        began, failed = time.monotonic(), [first]
+        while True:
+            left = began + self._patience(failed) - time.monotonic()
             try:
-                rank, message = self._inbox.get(timeout=left)
+                rank, message = self._inbox.get(timeout=max(left, 0.0))
             except queue.Empty:
-                break
+                if left <= 0:
+                    break
+                continue
             if message.get("event") == ENDED and self._ranks[rank].failed():
                 failed.append(rank)
-        # One that was killed, or found a mistake of its own, is the cause of what the others say about it.
-        failed.sort(key=lambda rank: self._ranks[rank].ended_at)
-        for rank in failed[1:]:
+        # One that was killed, or found a mistake of its own, is the cause of what the others say about it: they may end
+        # before it does, as soon as they hear that it goes.
+        cause, *others = sorted(
+            failed, key=lambda rank: (not self._blamed(rank).isdisjoint(failed), self._ranks[rank].ended_at)
+        )
+        for rank in others:
             say(f"rank {rank}: {self._ranks[rank].reason()}")
-        text = f"rank {failed[0]}: {self._ranks[failed[0]].reason()}"
-        return UsageFailure(text) if self._ranks[failed[0]].usage() else Failure(text)
+        text = f"rank {cause}: {self._ranks[cause].reason()}"
+        return UsageFailure(text) if self._ranks[cause].usage() else Failure(text)
+
+    def _patience(self, failed: list[int]) -> float:
+        """How long others are listened to once these have failed."""
+        blamed = set[int]().union(*map(self._blamed, failed))
+        return BLAMED_S if any(self._ranks[rank].talks() for rank in blamed) else LAST_WORDS_S
+
+    def _blamed(self, rank: int) -> set[int]:
+        """The other ranks that a rank's reason names."""
+        named = {int(number) for number in re.findall(r"\brank (\d+)", self._ranks[rank].reason())}
+        return (named & self._ranks.keys()) - {rank}
 
 
 class _Rank:
@@ -166,6 +185,10 @@ class _Rank:
 
     def runs(self) -> bool:
         return self._process.popen.poll() is None
+
+    def talks(self) -> bool:
+        """Whether something of it may still come, its end at least."""
+        return self._listener.is_alive()
 
     def failed(self) -> bool:
         return not self._killed and self._process.popen.poll() not in (None, 0)
