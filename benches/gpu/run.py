@@ -45,7 +45,7 @@ def main() -> int:
         return 2
     runner = Runner(f"{arguments.name}-{gpus}", arguments.out, arguments.budget)
     for name in arguments.only:
-        runner.run(_step(name, arguments, gpus, visible(gpus, present)))
+        runner.run(_step(name, arguments, gpus, visible(range(gpus), present)))
     code = runner.finish()
     outcomes = [
         outcome

@@ -1,7 +1,8 @@
-"""Runs steps one after the other, each within its own time, and ends with a table of what came of them.
+"""Runs steps, each within its own time, and ends with a table of what came of them.
 
-One step that fails or hangs takes nothing from the others. All output goes to one log; the table is written anew after
-each step, so that a run that is killed leaves what it had.
+They run one after the other where something is measured, else side by side on GPUs of their own. One step that fails or
+hangs takes nothing from the others. All output goes to one log; the table is written anew after each step, so that a
+run that is killed leaves what it had.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -41,7 +45,8 @@ Reads = Callable[[str, int], Counts]
 
 @dataclass(frozen=True)
 class Step:
-    """A program to run. `missing`: why it cannot be run here; then it counts as skipped."""
+    """A program to run. `missing`: why it cannot be run here; then it counts as skipped. `gpus`: how many it gets where
+    steps run side by side."""
 
     name: str
     command: Sequence[str | os.PathLike[str]]
@@ -49,6 +54,7 @@ class Step:
     reads: Reads
     environment: Mapping[str, str] = field(default_factory=dict)
     missing: str | None = None
+    gpus: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,31 +85,71 @@ class Runner:
         self.results: list[Result] = []
         self.started = time.monotonic()
         self.budget_s = budget_s
+        self._lock = threading.Lock()
+        """Of the log, the table and the results."""
+        self._free = threading.Condition()
+        self._running: dict[Path, subprocess.Popen[bytes]] = {}
+        """By the file of their output."""
+        self._stopped = False
+
+    def run_all(self, steps: Iterable[Step], present: int) -> None:
+        """Runs steps side by side: each sees only GPUs that no other has meanwhile. They begin in this order."""
+        free = list(range(max(present, 1)))
+        begun: list[Future[None]] = []
+
+        def on(places: list[int], step: Step) -> None:
+            try:
+                self.run(replace(step, environment={**step.environment, **visible(places, present)}))
+            finally:
+                with self._free:
+                    free.extend(places)
+                    self._free.notify()
+
+        with ThreadPoolExecutor(max_workers=len(free)) as threads:
+            try:
+                for step in steps:
+                    with self._free:
+                        self._free.wait_for(lambda: len(free) >= min(step.gpus, present or 1))  # noqa: B023
+                        free.sort()
+                        places = [free.pop(0) for _ in range(min(step.gpus, present or 1))]
+                    begun.append(threads.submit(on, places, step))
+                for one in wait(begun, return_when=FIRST_EXCEPTION).done:
+                    one.result()
+            except BaseException:
+                self._stop()
+                raise
 
     def run(self, step: Step) -> Result:
         """Runs a step to its end, or to the end of its time."""
         left = self.budget_s - (time.monotonic() - self.started)
+        output = ""
         if step.missing is not None:
             result = Result(step.name, "skipped", notes=[step.missing])
         elif left <= 0:
             result = Result(step.name, "not run", notes=["no time was left: --budget"])
         else:
-            result = self._run(replace(step, limit_s=min(step.limit_s, left)))
-        self.results.append(result)
+            result, output = self._run(replace(step, limit_s=min(step.limit_s, left)))
         counts = f"{result.passed} passed, {result.failed} failed, {result.skipped} skipped"
-        print(f"{result.name}: {result.state} ({counts}, {result.seconds:.1f} s)", flush=True)
-        self.table.write_text(json.dumps({"steps": [asdict(each) for each in self.results]}, indent=1) + "\n")
+        with self._lock:
+            self.results.append(result)
+            if not result.good and output:
+                print(f"-- the end of {step.name}:\n" + "\n".join(output.splitlines()[-SHOWN_LINES:]))
+            print(f"{result.name}: {result.state} ({counts}, {result.seconds:.1f} s)", flush=True)
+            self.table.write_text(json.dumps({"steps": [asdict(each) for each in self.results]}, indent=1) + "\n")
         return result
 
-    def _run(self, step: Step) -> Result:
+    def _run(self, step: Step) -> tuple[Result, str]:
+        """What came of it, and what it wrote: into a file of its own beside the log, until it has ended."""
         start = time.monotonic()
-        with self.log.open("ab") as log:
-            log.write(f"\n== {step.name}: {' '.join(map(str, step.command))}\n".encode())
-            log.flush()
-            offset = log.tell()
-            code = execute(step, log.fileno())
+        own = self.log.with_suffix(f".{threading.get_ident()}.log")
+        with own.open("wb") as said:
+            said.write(f"\n== {step.name}: {' '.join(map(str, step.command))}\n".encode())
+            said.flush()
+            offset = said.tell()
+            code = execute(step, said.fileno(), lambda process: self._began(own, process))
+        self._running.pop(own, None)
         seconds = time.monotonic() - start
-        output = self._output(offset)
+        output = self._keep(own, offset)
         counts = step.reads(output, -1 if code is None else code)
         if code is None:
             state = "out of time"
@@ -111,24 +157,34 @@ class Runner:
             state = "failed"
         else:
             state = "skipped" if counts.skipped and not counts.passed else "passed"
-        result = Result(
-            step.name, state, counts.passed, counts.failed, counts.skipped, round(seconds, 1), list(counts.notes)
-        )
-        if not result.good:
-            print(f"-- the end of {step.name}:\n" + "\n".join(output.splitlines()[-SHOWN_LINES:]), flush=True)
-        return result
+        numbers = (counts.passed, counts.failed, counts.skipped, round(seconds, 1))
+        return Result(step.name, state, *numbers, list(counts.notes)), output
 
-    def _output(self, offset: int) -> str:
+    def _keep(self, own: Path, offset: int) -> str:
         """What the step wrote; of very much, the log keeps the beginning and the end."""
-        with self.log.open("r+b") as log:
-            log.seek(offset)
-            output = log.read()
+        with own.open("r+b") as said:
+            said.seek(offset)
+            output = said.read()
             if len(output) > LOG_BYTES:
                 half = LOG_BYTES // 2
-                log.seek(offset)
-                log.write(output[:half] + b"\n[...]\n" + output[-half:])
-                log.truncate()
+                said.seek(offset)
+                said.write(output[:half] + b"\n[...]\n" + output[-half:])
+                said.truncate()
+        with self._lock, self.log.open("ab") as log, own.open("rb") as said:
+            shutil.copyfileobj(said, log)
+        own.unlink()
         return output.decode(errors="replace")
+
+    def _began(self, own: Path, process: subprocess.Popen[bytes]) -> None:
+        self._running[own] = process
+        if self._stopped:
+            end_group(process)
+
+    def _stop(self) -> None:
+        """Ends what runs, and begins nothing more."""
+        self._stopped, self.budget_s = True, 0.0
+        for process in list(self._running.values()):
+            end_group(process)
 
     def finish(self) -> int:
         """Prints the table; the exit code: 0 if nothing failed."""
@@ -147,7 +203,7 @@ class Runner:
         return 1 if bad else 0
 
 
-def execute(step: Step, output: int) -> int | None:
+def execute(step: Step, output: int, began: Callable[[subprocess.Popen[bytes]], None]) -> int | None:
     """The exit code, or None if it was out of time: then the whole process group is ended."""
     environment = {**os.environ, **step.environment}
     try:
@@ -162,6 +218,7 @@ def execute(step: Step, output: int) -> int | None:
     except OSError as error:
         os.write(output, f"{step.command[0]}: {error}\n".encode())
         return 127
+    began(process)
     try:
         return process.wait(step.limit_s)
     except subprocess.TimeoutExpired:
@@ -269,13 +326,13 @@ def group_sizes(asked: str | None, present: int) -> list[int]:
     return sizes
 
 
-def visible(count: int, present: int) -> dict[str, str]:
-    """The environment in which a program sees the first `count` of the GPUs that this one sees."""
-    if count >= present:
+def visible(gpus: Sequence[int], present: int) -> dict[str, str]:
+    """The environment in which a program sees these of the GPUs that this one sees."""
+    if len(gpus) >= present:
         return {}
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else [str(gpu) for gpu in range(present)]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[:count])}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus)}
 
 
 def compiler() -> dict[str, str]:

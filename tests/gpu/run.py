@@ -3,7 +3,8 @@
     python tests/gpu/run.py --pack .gpu --out .gpu/out              with 4, 2 and 1 GPUs, as far as there are
     python tests/gpu/run.py --pack .gpu --out .gpu/out --gpus 2
 
-Every step runs, within its own time. Exit 0: nothing failed; 1: something did, or there is no GPU; 2: bad usage.
+Every step runs, within its own time, with the most GPUs first; those that need fewer than there are run side by side.
+Exit 0: nothing failed; 1: something did, or there is no GPU; 2: bad usage.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from steps import (  # noqa: E402
     read_libtest,
     read_pytest,
     read_sanitizer,
-    visible,
 )
 
 RUST_LIMIT_S = 120.0
@@ -37,6 +37,13 @@ SANITIZER_LIMIT_S = 120.0
 EP_ITERATIONS = "10000"
 """Back-to-back exchanges with all GPUs; fewer with some of them."""
 SANITIZERS = ("memcheck", "racecheck")
+PAIRS = (
+    *(f"crossrail-{name}" for name in ("cuda-ipc.gpu", "cuda.gpu", "kernels.gpu", "bench.gpu_unpack")),
+    *(f"crossrail.{name}" for name in ("gpu", "gpu_staging")),
+    *(f"test_api_{name}.py" for name in ("allocators", "arrays", "ends", "graphs", "streams", "waits")),
+    *("test_cli_p2p.py", "test_guide.py"),
+)
+"""Use no third GPU: run with two where there are more."""
 
 
 def main() -> int:
@@ -59,38 +66,45 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     runner = Runner("test-gpu", arguments.out, arguments.budget)
-    steps = [step for size in sizes for step in steps_for(arguments.pack, arguments.site, size, present)]
+    steps = list(steps_for(arguments.pack, arguments.site, sizes, present))
     chosen = [step for step in steps if arguments.only in step.name]
     if not chosen:
         parser.error(f"--only {arguments.only}: no such step; there are {', '.join(step.name for step in steps)}")
-    for step in chosen:
-        runner.run(step)
+    runner.run_all(chosen, present)
     return runner.finish()
 
 
-def steps_for(pack: Path, site: Path | None, gpus: int, present: int) -> Iterator[Step]:
-    """All steps with so many GPUs; the kernels are checked once, with the most."""
-    environment = visible(gpus, present)
-    if present:
-        environment["TEST_GPU"] = "1"
-    for program in sorted((pack / "tests").iterdir()):
-        name = f"{gpus} GPU: {program.name}"
-        yield Step(name, [program.resolve()], RUST_LIMIT_S, read_libtest, {**environment, **compiler()})
+def steps_for(pack: Path, site: Path | None, sizes: list[int], present: int) -> Iterator[Step]:
+    """All steps, with the most GPUs first; the kernels are checked once."""
+    environment = {"TEST_GPU": "1"} if present else {}
+    programs = sorted((pack / "tests").iterdir())
     python = {
         **environment,
         "PYTHONFAULTHANDLER": "1",
         "COLUMNS": "200",
-        **({"EP_ITERATIONS": EP_ITERATIONS} if gpus == present else {}),
         **({"PYTHONPATH": str(site.resolve())} if site else {}),
     }
     tests = ROOT / "tests" / "gpu"
     pytest = [sys.executable, "-m", "pytest", "-c", tests / "pytest.ini", "-p", "no:cacheprovider"]
-    # A process for each file: one that dies takes no other with it.
-    for file in sorted(tests.glob("test_*.py")):
-        yield Step(f"{gpus} GPU: Python {file.name}", [*pytest, file], PYTHON_LIMIT_S, read_pytest, python)
-    if gpus == present or not present:
-        for tool in SANITIZERS:
-            yield sanitizer(pack, tool, gpus, {**environment, **compiler()})
+    for gpus in range(max(sizes), -1, -1):
+        for program in programs:
+            if gpus in gpus_for(program.name, sizes):
+                name, limit_s = f"{gpus} GPU: {program.name}", RUST_LIMIT_S
+                yield Step(name, [program.resolve()], limit_s, read_libtest, {**environment, **compiler()}, gpus=gpus)
+        most = {"EP_ITERATIONS": EP_ITERATIONS} if gpus == present else {}
+        # A process for each file: one that dies takes no other with it.
+        for file in sorted(tests.glob("test_*.py")):
+            if gpus in gpus_for(file.name, sizes):
+                name, limit_s = f"{gpus} GPU: Python {file.name}", PYTHON_LIMIT_S
+                yield Step(name, [*pytest, file], limit_s, read_pytest, {**python, **most}, gpus=gpus)
+        if gpus == min(max(sizes), 2):
+            for tool in SANITIZERS:
+                yield sanitizer(pack, tool, gpus, {**environment, **compiler()})
+
+
+def gpus_for(name: str, sizes: list[int]) -> set[int]:
+    """With how many GPUs a program or a file is to run."""
+    return {min(size, 2) if name in PAIRS else size for size in sizes}
 
 
 def sanitizer(pack: Path, tool: str, gpus: int, environment: dict[str, str]) -> Step:
@@ -106,6 +120,7 @@ def sanitizer(pack: Path, tool: str, gpus: int, environment: dict[str, str]) -> 
         read_sanitizer,
         environment,
         missing,
+        gpus,
     )
 
 

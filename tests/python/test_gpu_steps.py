@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,10 +147,109 @@ def test_how_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         group_sizes("4", 2)
     with pytest.raises(ValueError, match="list of numbers"):
         group_sizes("many", 2)
-    assert visible(2, 4) == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert visible(4, 4) == {}
+    assert visible(range(2), 4) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert visible(range(4), 4) == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-41c8,1")
-    assert visible(2, 3) == {"CUDA_VISIBLE_DEVICES": "3,GPU-41c8"}
+    assert visible([0, 1], 3) == {"CUDA_VISIBLE_DEVICES": "3,GPU-41c8"}
+    assert visible([2], 3) == {"CUDA_VISIBLE_DEVICES": "1"}
+
+
+class Meeting:
+    """Steps as files: each says what GPUs it sees, and waits until it may go on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def step(self, name: str, gpus: int) -> Step:
+        script = (
+            f'echo "$CUDA_VISIBLE_DEVICES" >{name}.on.new; mv {name}.on.new {name}.on; '
+            f"while [ ! -e {name}.go ]; do sleep 0.01; done"
+        )
+        return Step(name, ["sh", "-c", f"cd '{self.folder}' && {script}"], 20, read_program, gpus=gpus)
+
+    def seen(self, name: str) -> str:
+        """What a step sees, once it runs."""
+        deadline = time.monotonic() + 10
+        while not (self.folder / f"{name}.on").exists():
+            assert time.monotonic() < deadline, f"{name} was not begun"
+            time.sleep(0.01)
+        return (self.folder / f"{name}.on").read_text().strip()
+
+    def runs(self, name: str) -> bool:
+        return (self.folder / f"{name}.on").exists()
+
+    def let(self, name: str) -> None:
+        (self.folder / f"{name}.go").touch()
+
+
+def test_steps_run_side_by_side_on_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    meeting, runner = Meeting(tmp_path), Runner("try", tmp_path, 60)
+    steps = [meeting.step(name, gpus) for name, gpus in (("all", 4), ("pair", 2), ("one", 1), ("last", 1), ("two", 2))]
+    thread = threading.Thread(target=runner.run_all, args=(steps, 4))
+    thread.start()
+    try:
+        assert meeting.seen("all") == "" and not meeting.runs("pair")
+        meeting.let("all")
+        assert [meeting.seen(name) for name in ("pair", "one", "last")] == ["0,1", "2", "3"]
+        meeting.let("one")
+        meeting.let("pair")
+        meeting.let("last")
+        assert meeting.seen("two") in ("0,1", "2,3", "1,3", "0,2", "0,3", "1,2")
+    finally:
+        for step in steps:
+            meeting.let(step.name)
+        thread.join(20)
+    assert runner.finish() == 0
+    assert sorted(result.name for result in runner.results) == sorted(step.name for step in steps)
+    assert sorted(path.name for path in tmp_path.glob("*.log")) == ["try.log"]
+    assert all(f"== {step.name}:" in (tmp_path / "try.log").read_text() for step in steps)
+
+
+def test_what_runs_is_ended_when_something_goes_wrong(tmp_path: Path) -> None:
+    def cannot(output: str, code: int) -> Counts:
+        raise RuntimeError("this output cannot be read")
+
+    runner = Runner("try", tmp_path, 60)
+    steps = [Step("long", ["sleep", "60"], 60, read_program), Step("odd", ["true"], 10, cannot)]
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        runner.run_all(steps, 2)
+    assert time.monotonic() - began < 20
+
+
+def gpu_tests() -> Any:
+    """tests/gpu/run.py, which no other module imports."""
+    spec = importlib.util.spec_from_file_location("gpu_tests", ROOT / "tests" / "gpu" / "run.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_test_of_gpus_is_run_with_as_many_as_it_needs(tmp_path: Path) -> None:
+    run, folder = gpu_tests(), tmp_path / "tests"
+    folder.mkdir()
+    for path in ROOT.glob("crates/*/tests/gpu*"):
+        package = re.search(r'name = "(.+)"', (path.parents[1] / "Cargo.toml").read_text())
+        assert package
+        (folder / f"{package[1]}.{path.stem}").touch()
+    steps = {step.name: step for step in run.steps_for(tmp_path, None, [4, 2, 1], 4)}
+    files = [path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")]
+    programs = [path.name for path in folder.iterdir()]
+    assert set(run.PAIRS) <= {*files, *programs}
+    for name in (*programs, *(f"Python {name}" for name in files)):
+        found = [size for size in (4, 2, 1) if f"{size} GPU: {name}" in steps]
+        assert found == ([2, 1] if name.removeprefix("Python ") in run.PAIRS else [4, 2, 1])
+        assert all(steps[f"{size} GPU: {name}"].gpus == size for size in found)
+        if name.startswith("Python "):
+            text = (ROOT / "tests" / "gpu" / name.removeprefix("Python ")).read_text()
+            needed = [int(count) for count in re.findall(r"mark\.gpus\((\d+)\)", text)]
+            assert max(needed, default=1) <= found[0], f"{name} has tests that would always be skipped"
+    tools = [step for name, step in steps.items() if name.endswith(("memcheck", "racecheck"))]
+    assert [step.gpus for step in tools] == [2, 2]
+    gpus = [step.gpus for step in steps.values()]
+    assert gpus == sorted(gpus, reverse=True), "those with the most GPUs come first"
 
 
 def test_without_a_gpu_the_tests_fail_and_say_why(tmp_path: Path) -> None:
