@@ -161,7 +161,12 @@ def control_outcome(rows: Sequence[Row], what: str, goal_ms: float | None, failu
     total = sum(means.values())
     parts = ", ".join(f"{step} {mean:.1f}" for step, mean in means.items())
     met = None if goal_ms is None else total <= goal_ms
-    return Outcome(work, f"{total:.1f} ms", to_reach, met=met, notes=[f"ms: {parts}"])
+    notes = [f"ms: {parts}"]
+    for row in rows:
+        if row.stages_us:
+            named = ", ".join(f"{part} {took / 1e3:.1f}" for part, took in row.stages_us.items())
+            notes.append(f"{row.what}: {named}")
+    return Outcome(work, f"{total:.1f} ms", to_reach, met=met, notes=notes)
 
 
 def events(row: Row | None, work: str, goal: float | None, name: str, why_none: str) -> Outcome:

@@ -34,6 +34,14 @@ def test_each_rank_has_its_times_and_they_are_averaged() -> None:
     assert connect.max_us == 40_000.0
 
 
+def test_parts_of_a_step_are_averaged_and_are_no_steps() -> None:
+    parts = {0: {"connect/map": [10.0, 30.0]}, 1: {"connect/map": [20.0, 20.0], "connect/hello": [5.0, 7.0]}}
+    init, connect = control_rows({rank: {**SAMPLES[rank], **parts[rank]} for rank in SAMPLES}, LIKE)
+    assert connect.stages_us == {"map": 20.0, "hello": 6.0}
+    assert init.stages_us == {}
+    assert connect.samples_us == [30_000.0, 40_000.0, 10_000.0, 20_000.0]
+
+
 def test_the_table_has_a_line_per_step_and_their_sum() -> None:
     rows = control_rows(SAMPLES, LIKE) + control_rows(SAMPLES, replace(LIKE, experts_per_rank=32))
     text = printed(Report(ENVIRONMENT, ["crossrail"], rows))

@@ -1,6 +1,6 @@
 //! The steps of a buffer's life on the control plane, each after a barrier of all ranks.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossrail::Context;
 use crossrail_control::Group;
@@ -69,8 +69,25 @@ pub struct ControlPlan {
     pub device: Option<DeviceOptions>,
 }
 
-/// Microseconds of each step at this rank, one for each round, in the order of the steps.
-pub type StepSamples = Vec<(Step, Vec<f64>)>;
+/// What one step took at this rank, in microseconds, one figure for each round.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepSamples {
+    /// The step.
+    pub step: Step,
+    /// All of it.
+    pub us: Vec<f64>,
+    /// Its parts in their order, of buffers in GPU memory; some run beside each other.
+    pub parts: Vec<(&'static str, Vec<f64>)>,
+}
+
+impl StepSamples {
+    fn add_part(&mut self, part: &'static str, us: f64) {
+        match self.parts.iter_mut().find(|(known, _)| *known == part) {
+            Some((_, all)) => all.push(us),
+            None => self.parts.push((part, vec![us])),
+        }
+    }
+}
 
 /// Measures the steps on this rank of `group`; all its ranks call it alike.
 ///
@@ -85,26 +102,33 @@ pub fn control(
     context: &Context,
     plan: &ControlPlan,
     observer: &mut dyn Observer,
-) -> Result<StepSamples> {
+) -> Result<Vec<StepSamples>> {
     let steps = plan.only.map_or(&Step::CYCLE[..], Step::round);
-    let mut samples: StepSamples = steps.iter().map(|step| (*step, Vec::with_capacity(plan.rounds))).collect();
+    let none = |step: &Step| StepSamples { step: *step, us: Vec::with_capacity(plan.rounds), parts: Vec::new() };
+    let mut samples: Vec<StepSamples> = steps.iter().map(none).collect();
     let ranks: Vec<u32> = (0..plan.config.ranks).collect();
     let mut cycle = Cycle { group, context, plan, ranks: &ranks, buffer: None };
     let total = plan.warmup + plan.rounds;
     for round in 0..total {
         observer.tick(round as u64, total as u64)?;
-        for (step, times) in &mut samples {
+        for samples in &mut samples {
             group.barrier("bench-control", &ranks, None)?;
             let began = Instant::now();
-            cycle.run(*step)?;
+            cycle.run(samples.step)?;
+            let took = began.elapsed();
             if round >= plan.warmup {
-                times.push(began.elapsed().as_secs_f64() * 1e6);
+                samples.us.push(micros(took));
+                cycle.parts(samples.step).into_iter().for_each(|(part, took)| samples.add_part(part, micros(took)));
             }
-            cycle.check(*step)?;
+            cycle.check(samples.step)?;
         }
     }
-    samples.retain(|(step, _)| plan.only.is_none_or(|only| only == *step));
+    samples.retain(|samples| plan.only.is_none_or(|only| only == samples.step));
     Ok(samples)
+}
+
+fn micros(took: Duration) -> f64 {
+    took.as_secs_f64() * 1e6
 }
 
 struct Cycle<'a> {
@@ -176,6 +200,15 @@ impl Cycle<'_> {
             }
             // Dropped here: giving the memory back is part of it.
             Step::Destroy => self.buffer.take().map_or(Ok(()), |buffer| buffer.destroy()),
+        }
+    }
+
+    /// What the step that was just done consists of.
+    fn parts(&self, step: Step) -> Vec<(&'static str, Duration)> {
+        match (&self.buffer, step) {
+            (Some(Buffer::Device(buffer)), Step::Init) => buffer.took().made,
+            (Some(Buffer::Device(buffer)), Step::Connect | Step::Reconnect) => buffer.took().connected,
+            _ => Vec::new(),
         }
     }
 

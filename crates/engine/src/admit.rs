@@ -113,6 +113,20 @@ impl Shared {
         Ok(())
     }
 
+    /// [`Shared::admit`] for memory that is only passed on to a peer: none of it goes through bounce memory, whose pages
+    /// take some tenths of a second to pin.
+    ///
+    /// # Errors
+    /// As there, but for bounce memory.
+    pub(crate) fn admit_shared(&self, buffer: &mut Buffer) -> Result<()> {
+        let Some(gpu) = &mut buffer.gpu else { return Ok(()) };
+        if gpu.device.is_none() {
+            gpu.device = Some(self.context.gpus().check(buffer.ptr as u64, buffer.len, gpu.ordinal)?);
+        }
+        self.admit_links();
+        Ok(())
+    }
+
     /// Makes sure that links to GPU memory of peers can be made, if there is CUDA. Not under the worker's lock.
     pub(crate) fn admit_links(&self) {
         let domain = self.context.domain();

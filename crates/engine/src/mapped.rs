@@ -169,7 +169,7 @@ impl Endpoint {
         let (ptr, len, timeout) = (buffer.ptr, buffer.len, shared.context.settings().timeout);
         let gpu = buffer.gpu.is_some();
         if gpu {
-            shared.admit(&mut buffer)?;
+            shared.admit_shared(&mut buffer)?;
         } else if shared.context.arena().find(ptr, len).is_none() {
             return Err(Error::new(ErrorKind::Usage, "share", "the memory was allocated by another Context"));
         }

@@ -564,6 +564,21 @@ fn a_worker_with_itself_and_info() {
     done("self", to.send(&filled(&context, Place::Gpu(0), &bytes), 1).unwrap());
     done("self", receive);
     assert_eq!(bytes_of(&target), bytes);
+    assert_eq!(bounce(&context), [128 << 20; 2]);
+}
+
+fn bounce(context: &Context) -> Vec<u64> {
     let crossrail::CudaState::Present(cuda) = context.info().unwrap().cuda else { panic!("GPUs are there") };
-    assert_eq!(cuda.devices.iter().map(|gpu| gpu.bounce_bytes).collect::<Vec<_>>(), [128 << 20; 2]);
+    cuda.devices.iter().map(|gpu| gpu.bounce_bytes).collect()
+}
+
+#[test]
+fn memory_that_is_only_shared_takes_no_bounce_memory() {
+    let _alone = alone();
+    let pair = pair_of(&[("CROSSRAIL_TLS", "shm")]);
+    let memory = pair.one.alloc_on(4096, Place::Gpu(1)).unwrap();
+    // Simulated memory can't be passed on, which is found out last.
+    let error = pair.ab.share(&memory).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Unsupported, "{error}");
+    assert_eq!(bounce(&pair.one), [0; 2]);
 }

@@ -28,6 +28,7 @@ use crate::options::{self, DeviceOptions};
 use crate::order::Order;
 use crate::peer::Peer;
 use crate::regions::{RegionLease, RegionView, Regions};
+use crate::took::{Laps, Took};
 use crate::watch::{self, Lost};
 
 /// One rank's memory for dispatch and combine on a GPU, and its connections to the other ranks. Clones share it. Any
@@ -73,6 +74,7 @@ pub(crate) struct Inner {
     pub(crate) connections: Mutex<Vec<u64>>,
     /// One thread at a time connects and disconnects.
     pub(crate) connecting: Mutex<()>,
+    pub(crate) took: Mutex<Took>,
 }
 
 /// What changes.
@@ -141,6 +143,7 @@ impl DeviceBuffer {
         config: Config,
         options: DeviceOptions,
     ) -> Result<DeviceBuffer> {
+        let mut laps = Laps::begin();
         let shape = options::shape(&config, &options)?;
         let me = group.rank();
         config.check_rank(me)?;
@@ -148,24 +151,18 @@ impl DeviceBuffer {
         options::plan(&config, &options, 0, Some(options::free(&cuda)?))?.check()?;
         let id = random_id()?;
         let parameters = Parameters::of(&config).on_gpu(shape.regions);
-        // Loading and allocating take about as long as each other. Mapping heaps wants the engine's kernels too: they are
-        // there before another rank waits. What fails of them fails again, with its reason, where they are needed.
-        let (loaded, engine, made) = std::thread::scope(|scope| {
-            let loading = scope.spawn(|| loading::load(&cuda, context.settings(), &shape));
-            let (on, limit) = (&cuda, context.settings().timeout);
-            let engine = scope.spawn(move || crossrail_kernels::shared(on, context.settings(), limit).ok());
-            let made = (|| {
-                let bytes = usize::try_from(heap::bytes(&shape)).unwrap_or(usize::MAX);
-                let memory = context.alloc_on(bytes, Place::Gpu(options.ordinal))?;
-                let node = options.node_of(group.node());
-                let meeting = Meeting::new(group, context, name, id, node, config.share_node, parameters)?;
-                Ok((memory, meeting))
-            })();
-            (loading.join(), engine.join().ok().flatten(), made)
+        laps.end("context");
+        // Loading and allocating take about as long as each other.
+        let (loaded, made) = loading::beside(&cuda, context.settings(), &shape, || {
+            let bytes = usize::try_from(heap::bytes(&shape)).unwrap_or(usize::MAX);
+            let memory = context.alloc_on(bytes, Place::Gpu(options.ordinal))?;
+            let node = options.node_of(group.node());
+            let meeting = Meeting::new(group, context, name, id, node, config.share_node, parameters)?;
+            Ok((memory, meeting))
         });
-        let kernels = loaded.map_err(|_| Error::new(ErrorKind::Io, "ExpertBuffer", "loading kernels panicked"))??;
-        let (memory, meeting) = made?;
-        let blocks = blocks(&options, kernels.most_blocks())?;
+        laps.add(&loaded.took);
+        let (kernels, (memory, meeting)) = (loaded.kernels?, made?);
+        let blocks = options.blocks(kernels.most_blocks())?;
         let pool = |layout: Layout| config.has(layout).then(|| Pool::new(&cuda, shape.handle_bytes(layout_of(layout))));
         let (tell, lost) = channel();
         let ring = Ring::new(&cuda)?;
@@ -184,7 +181,7 @@ impl DeviceBuffer {
             context: context.clone(),
             meeting,
             kernels,
-            _engine: engine,
+            _engine: loaded.engine,
             blocks,
             heap,
             memory,
@@ -209,6 +206,7 @@ impl DeviceBuffer {
             }),
             connections: Mutex::new(vec![0; ranks]),
             connecting: Mutex::new(()),
+            took: Mutex::default(),
             config,
             options,
             shape,
@@ -219,6 +217,8 @@ impl DeviceBuffer {
         inner.cuda.hold_back(move || asked.upgrade().map(|recent| recent.is_busy()));
         watch::start(&inner, lost)?;
         inner.meeting.announce()?;
+        laps.end("rest");
+        inner.took.lock().made = laps.parts();
         Ok(DeviceBuffer(inner))
     }
 
@@ -335,6 +335,11 @@ impl DeviceBuffer {
             .collect()
     }
 
+    /// How long the parts of making it took, and of its last connect.
+    pub fn took(&self) -> Took {
+        self.0.took.lock().clone()
+    }
+
     /// How many more results in the rank layout there is memory for, beside those in use and those of graphs.
     pub fn spare_regions(&self) -> u32 {
         self.0.regions.spare()
@@ -401,18 +406,6 @@ impl DeviceBuffer {
 impl std::fmt::Debug for DeviceBuffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "DeviceBuffer({:?}, rank {}, cuda:{})", self.0.name, self.0.me, self.0.options.ordinal)
-    }
-}
-
-/// Blocks of a launch.
-fn blocks(options: &DeviceOptions, most: u32) -> Result<u32> {
-    match options.num_sms {
-        None => Ok(most),
-        Some(wanted) if (1..=most).contains(&wanted) => Ok(wanted),
-        Some(wanted) => {
-            let text = format!("num_sms {wanted} is not from 1 to {most}, which cuda:{} has", options.ordinal);
-            Err(Error::new(ErrorKind::Usage, "ExpertBuffer", text))
-        }
     }
 }
 

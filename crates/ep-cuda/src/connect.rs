@@ -11,6 +11,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 use crate::buffer::{Inner, State};
 use crate::options;
 use crate::peer::{Far, Peer, Way};
+use crate::took::Laps;
 use crate::watch;
 
 /// A rank that has said hello, and how its heap is written to.
@@ -60,6 +61,7 @@ impl Inner {
         let deadline = Instant::now() + timeout.unwrap_or(self.context.settings().timeout);
         let _connecting = self.connecting.lock();
         self.refuse_closed("connect")?;
+        let mut laps = Laps::begin();
         let (new, mine) = {
             let mut state = self.state.lock();
             self.drain(&mut state);
@@ -71,8 +73,11 @@ impl Inner {
             let mine = self.quiet(&state, "connect", Some(left))?;
             (new, mine)
         };
+        laps.end("kernels done");
         let ends = self.meeting.connect(&new, deadline)?;
+        laps.end("endpoints");
         let greeted = self.meeting.greet(ends, deadline, |end| self.hello(end, mine))?;
+        laps.end("hello");
         let epochs = greeted.iter().fold(mine, |most, greeted| {
             most.max(Epochs { dispatch: greeted.heard.counts[1], combine: greeted.heard.counts[2] })
         });
@@ -85,7 +90,9 @@ impl Inner {
         });
         let tell = |error: &Error| self.meeting.refuse(ends.iter().map(|(_, endpoint)| endpoint), error);
         let (told, met) = prepared.inspect_err(tell)?;
+        laps.end("map");
         let keys = self.meeting.all_ready(&told, deadline)?;
+        laps.end("all ready");
         let peers: Result<Vec<Peer>> =
             met.into_iter().zip(keys).map(|(met, key)| met.into_peer(&key, !activate)).collect();
         let mut state = self.state.lock();
@@ -103,6 +110,8 @@ impl Inner {
             drop(connections);
             state.peers[at] = Some(peer);
         }
+        laps.end("tell kernels");
+        self.took.lock().connected = laps.parts();
         Ok(())
     }
 

@@ -33,6 +33,7 @@ mod options;
 mod order;
 mod peer;
 mod regions;
+mod took;
 mod traffic;
 mod watch;
 
@@ -45,4 +46,5 @@ pub use handles::DeviceHandle;
 pub use operands::{ExpertCombine, ExpertDispatch, ExpertOut, InScales, RankCombine, RankDispatch, Split, Tokens};
 pub use options::DeviceOptions;
 pub use regions::{RegionLease, RegionView};
+pub use took::Took;
 pub use traffic::Traffic;

@@ -2,12 +2,16 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use crossrail_cuda::Context;
 use crossrail_cuda::nvrtc::{Cache, Compiler, Library, Places};
+use crossrail_kernels::Kernels;
 use crossrail_kernels::ep::{EpKernels, Shape};
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 use parking_lot::Mutex;
+
+use crate::took::timed;
 
 type Place = Arc<Mutex<Weak<EpKernels>>>;
 
@@ -34,4 +38,34 @@ pub(crate) fn load(context: &Context, settings: &Settings, shape: &Shape) -> Res
     let kernels = Arc::new(EpKernels::load(context, &compiler, shape, settings.timeout)?);
     *kept = Arc::downgrade(&kernels);
     Ok(kernels)
+}
+
+/// What was loaded, and how long that took.
+pub(crate) struct Loaded {
+    pub(crate) kernels: Result<Arc<EpKernels>>,
+    /// The engine's, which mapping heaps wants: there before another rank waits. What fails of them fails again, with its
+    /// reason, where they are needed.
+    pub(crate) engine: Option<Arc<Kernels>>,
+    pub(crate) took: [(&'static str, Duration); 3],
+}
+
+/// Loads all kernels, and does what `make` does beside that.
+pub(crate) fn beside<T>(
+    context: &Context,
+    settings: &Settings,
+    shape: &Shape,
+    make: impl FnOnce() -> Result<T>,
+) -> (Loaded, Result<T>) {
+    std::thread::scope(|scope| {
+        let kernels = scope.spawn(|| timed(|| load(context, settings, shape)));
+        let engine = scope.spawn(|| timed(|| crossrail_kernels::shared(context, settings, settings.timeout).ok()));
+        let (made, heap_took) = timed(make);
+        let (kernels, kernels_took) = kernels.join().unwrap_or_else(|_| {
+            let error = Error::new(ErrorKind::Io, "ExpertBuffer", "loading kernels panicked");
+            (Err(error), Duration::ZERO)
+        });
+        let (engine, engine_took) = engine.join().unwrap_or_default();
+        let took = [("kernels", kernels_took), ("engine's kernels", engine_took), ("heap", heap_took)];
+        (Loaded { kernels, engine, took }, made)
+    })
 }

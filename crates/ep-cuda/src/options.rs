@@ -31,6 +31,21 @@ impl DeviceOptions {
         if config.has(Layout::Rank) { self.regions } else { 0 }
     }
 
+    /// Blocks of a launch, of `most` that run at once.
+    ///
+    /// # Errors
+    /// `Usage` naming the limit.
+    pub(crate) fn blocks(&self, most: u32) -> Result<u32> {
+        match self.num_sms {
+            None => Ok(most),
+            Some(wanted) if (1..=most).contains(&wanted) => Ok(wanted),
+            Some(wanted) => {
+                let text = format!("num_sms {wanted} is not from 1 to {most}, which cuda:{} has", self.ordinal);
+                Err(Error::new(ErrorKind::Usage, "ExpertBuffer", text))
+            }
+        }
+    }
+
     /// The name of the node that this rank is on, of a group's node.
     pub(crate) fn node_of(&self, node: &str) -> String {
         self.node.map_or_else(|| node.to_owned(), |number| format!("{node}/{number}"))

@@ -1,7 +1,7 @@
 //! The control plane's measuring loop, run detached.
 
 use crossrail::Place;
-use crossrail_bench::{ControlPlan, Step};
+use crossrail_bench::{ControlPlan, Step, StepSamples};
 use crossrail_ep::{Config, Layout, Payload, Scale};
 use crossrail_ep_cuda::DeviceOptions;
 use pyo3::prelude::*;
@@ -21,7 +21,7 @@ use crate::lent::Call;
 ///
 /// `device`: a GPU, as `cuda:0`, whose memory the buffers are in. The first `warmup` rounds are not told.
 ///
-/// Returns microseconds by step, `rounds` of each. Raises what ExpertBuffer and Group.barrier raise.
+/// Returns microseconds by step, `rounds` of each, and by `step/part` those of its parts, where they are known. Raises what ExpertBuffer and Group.barrier raise.
 #[pyfunction]
 #[pyo3(signature = (group, context, *, op, rounds, max_tokens_per_rank, hidden, num_experts, topk, dispatch_dtype = "fp8", device = None, warmup = 0, on_progress = None))]
 #[allow(clippy::too_many_arguments)] // keywords in Python
@@ -72,8 +72,11 @@ pub(crate) fn bench_control<'py>(
         return Err(raised);
     }
     let samples = PyDict::new(py);
-    for (step, times) in outcome.or_raise(py)? {
-        samples.set_item(step.name(), times)?;
+    for StepSamples { step, us, parts } in outcome.or_raise(py)? {
+        samples.set_item(step.name(), us)?;
+        for (part, us) in parts {
+            samples.set_item(format!("{}/{part}", step.name()), us)?;
+        }
     }
     Ok(samples)
 }

@@ -20,11 +20,17 @@ STEPS = ("init", "connect", "disconnect", "reconnect", "destroy")
 def control_rows(samples: Mapping[int, Mapping[str, Sequence[float]]], like: Row) -> list[Row]:
     """A row for each step, from each rank's microseconds by step; ``like`` has what identifies them.
 
-    ``samples_us`` are all ranks' samples, by rank and then round.
+    ``samples_us`` are all ranks' samples, by rank and then round; ``stages_us`` the mean of each part of the step,
+    where ranks tell it, as ``step/part``.
     """
     ranks = sorted(samples)
     steps = [step for step in STEPS if any(step in times for times in samples.values())]
-    return [_step_row(replace(like, what=step), {rank: samples[rank][step] for rank in ranks}) for step in steps]
+    return [
+        _step_row(
+            replace(like, what=step, stages_us=_parts(step, samples)), {rank: samples[rank][step] for rank in ranks}
+        )
+        for step in steps
+    ]
 
 
 def with_times(row: Row, samples_us: Sequence[float]) -> Row:
@@ -44,6 +50,16 @@ def with_times(row: Row, samples_us: Sequence[float]) -> Row:
 def _step_row(row: Row, samples: Mapping[int, Sequence[float]]) -> Row:
     pooled = [sample for times in samples.values() for sample in times]
     return replace(with_times(row, pooled), rank_times=[_times(rank, times) for rank, times in samples.items()])
+
+
+def _parts(step: str, samples: Mapping[int, Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """The mean of each part of a step, of all ranks and rounds."""
+    found: dict[str, list[float]] = {}
+    for times in samples.values():
+        for name, part in times.items():
+            if name.startswith(f"{step}/"):
+                found.setdefault(name.removeprefix(f"{step}/"), []).extend(part)
+    return {name: sum(times) / len(times) for name, times in found.items()}
 
 
 def _times(rank: int, samples: Sequence[float]) -> RankTimes:

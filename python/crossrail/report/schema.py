@@ -177,13 +177,14 @@ class Row:
     peer's result; ``ratio`` compares the medians of the two.
 
     For dispatch, combine and e2e (both) ``samples_us`` are those of all ranks, by turn, then rank, then iteration;
-    ``slowest_us`` has the slowest rank of each iteration, and ``rounds`` the median of those for each turn. ``size`` is
-    one row with its scales. Bytes are one rank's in one iteration, on average: ``gb_per_s`` is of what left the rank
-    (wire), ``gb_per_s_logical`` of a row per selection. ``stages_us`` are average parts of the time (cast, copy, sum,
-    wait, other), ``links`` how many ranks reach how many others in which way. In GPU memory samples are by the GPU's
-    clock, after all ranks have met there; ``host_us`` are as many by the host's, from the call until it knows of the
-    end (and of the rows that came); ``given`` is the type of the rows that were dispatched, ``num_sms`` the
-    multiprocessors that worked, ``heap_bytes`` what the buffer takes of each GPU's memory.
+    ``slowest_us`` has the slowest rank of each iteration, and ``rounds`` the median of those for each turn. ``size``
+    is one row with its scales. Bytes are one rank's in one iteration, on average: ``gb_per_s`` is of what left the
+    rank (wire), ``gb_per_s_logical`` of a row per selection. ``stages_us`` are average parts of the time (cast, copy,
+    sum, wait, other; of a step of ``bench control``, what it consists of, some beside each other), ``links`` how many
+    ranks reach how many others in which way. In GPU memory samples are by the GPU's clock, after all ranks have met
+    there; ``host_us`` are as many by the host's, from the call until it knows of the end (and of the rows that came);
+    ``given`` is the type of the rows that were dispatched, ``num_sms`` the multiprocessors that worked,
+    ``heap_bytes`` what the buffer takes of each GPU's memory.
 
     ``device``: the GPU whose memory was moved, or both ends' places, the sender's first; ``unpack``: how chunks got
     into it. ``raw_tcp_us`` and ``raw_tcp_gb_per_s``: the same bytes over plain TCP sockets and the same rails;
