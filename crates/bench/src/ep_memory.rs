@@ -54,9 +54,7 @@ impl Memory {
         let cast = (work.cast_before && config.payload != Payload::Bf16).then(|| cast(work.x, config));
         let (x, scales) = cast.as_ref().map_or((work.x, &[][..]), |(rows, scales)| (rows, scales));
         let input = [filled(x)?, filled(scales)?, filled(work.topk_idx)?, filled(work.topk_weights)?];
-        let scale_row = config.payload.scale_bytes(config.hidden) as u64;
-        let block = scale_row / (config.hidden / crossrail_ep::BLOCK) as u64;
-        let in_scales = InScales { address: input[1].address(), row: scale_row, block };
+        let in_scales = dense_scales(input[1].address(), config);
         let tokens = Tokens {
             tokens: u32::try_from(tokens).map_err(|_| usage(ErrorKind::Usage, "too many tokens".to_owned()))?,
             x: input[0].address(),
@@ -87,6 +85,11 @@ impl Memory {
         repeat(stream, limit, &memory.y, work.outputs)?;
         Ok((tokens, memory))
     }
+}
+
+/// Scales that follow each other, row by row: a word for each block, or of ue8m0 for four.
+fn dense_scales(address: u64, config: &Config) -> InScales {
+    InScales { address, row: config.payload.scale_bytes(config.hidden) as u64, block: 4 }
 }
 
 /// What scales of a row and expert take, in words of four bytes.
@@ -166,6 +169,14 @@ mod tests {
     fn scales_of_a_row_take_words_and_packed_ones_whole_words() {
         let columns = [Payload::Bf16, Payload::Fp8(Scale::F32), Payload::Fp8(Scale::Ue8m0)];
         assert_eq!(columns.map(|payload| scale_columns(&config(payload))), [0, 5, 2]);
+    }
+
+    #[test]
+    fn scales_of_given_rows_go_by_words() {
+        for (scale, row) in [(Scale::F32, 20), (Scale::Ue8m0, 5)] {
+            let given = dense_scales(4096, &config(Payload::Fp8(scale)));
+            assert_eq!(given, InScales { address: 4096, row, block: 4 }, "{scale:?}");
+        }
     }
 
     #[test]

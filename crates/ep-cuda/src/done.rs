@@ -126,7 +126,7 @@ pub(crate) struct Counts {
     /// Bytes from one slot to the next: a word, then a count for each local expert.
     stride: usize,
     experts: usize,
-    free: Mutex<Vec<usize>>,
+    slots: Mutex<Slots<Done>>,
 }
 
 /// Results in the rank layout whose counts the host may wait for at once.
@@ -138,12 +138,25 @@ impl Counts {
         let page = Arc::new(PinnedMemory::new(context, SLOTS * stride)?);
         // SAFETY: new, nobody else's, of that length.
         unsafe { page.as_ptr().write_bytes(0, SLOTS * stride) };
-        Ok(Arc::new(Counts { page, stride, experts, free: Mutex::new((0..SLOTS).rev().collect()) }))
+        Ok(Arc::new(Counts { page, stride, experts, slots: Mutex::new(Slots::new(SLOTS)) }))
+    }
+
+    fn at(&self, slot: usize) -> *mut u8 {
+        // SAFETY: inside the page.
+        unsafe { self.page.as_ptr().add(slot * self.stride) }
+    }
+
+    /// What the GPU writes last, and once: 0 until then.
+    fn word(&self, slot: usize) -> &AtomicU64 {
+        // SAFETY: inside the page and aligned; every access is atomic, here and on the GPU.
+        unsafe { AtomicU64::from_ptr(self.at(slot).cast()) }
     }
 
     /// A slot for one operation.
     pub(crate) fn take(self: &Arc<Self>) -> Result<Count> {
-        let slot = self.free.lock().pop().ok_or_else(|| {
+        let told = |slot| self.word(slot).load(Ordering::Acquire) != 0;
+        let slot = self.slots.lock().take(|slot, done| told(slot) || done.is_done().unwrap_or(false));
+        let slot = slot.ok_or_else(|| {
             let text = format!("the counts of {SLOTS} results were asked for and are still kept");
             Error::new(ErrorKind::Exhausted, "dispatch", text)
         })?;
@@ -167,11 +180,35 @@ struct Asked {
 
 impl Drop for Asked {
     fn drop(&mut self) {
-        // A slot that the GPU may still write, at any replay for ever if it was captured, is nobody else's.
-        let over = self.done.get_mut().as_ref().is_none_or(|done| done.is_done().unwrap_or(false));
-        if over {
-            self.counts.free.lock().push(self.slot);
+        match self.done.get_mut().take() {
+            // At any replay the GPU writes it again.
+            Some(done) if done.is_captured() => {}
+            Some(done) => self.counts.slots.lock().resting.push((self.slot, done)),
+            None => self.counts.slots.lock().free.push(self.slot),
         }
+    }
+}
+
+/// Numbers of slots that nobody has: free ones, and those that the GPU may still write.
+struct Slots<D> {
+    free: Vec<usize>,
+    resting: Vec<(usize, D)>,
+}
+
+impl<D> Slots<D> {
+    fn new(count: usize) -> Slots<D> {
+        Slots { free: (0..count).rev().collect(), resting: Vec::new() }
+    }
+
+    /// One of those that are free, or over.
+    fn take(&mut self, is_over: impl Fn(usize, &D) -> bool) -> Option<usize> {
+        let Slots { free, resting } = self;
+        resting.retain(|(slot, done)| {
+            let over = is_over(*slot, done);
+            free.extend(over.then_some(*slot));
+            !over
+        });
+        free.pop()
     }
 }
 
@@ -183,13 +220,11 @@ impl std::fmt::Debug for Count {
 
 impl Count {
     fn at(&self) -> *mut u8 {
-        // SAFETY: inside the page.
-        unsafe { self.0.counts.page.as_ptr().add(self.0.slot * self.0.counts.stride) }
+        self.0.counts.at(self.0.slot)
     }
 
     fn word(&self) -> &AtomicU64 {
-        // SAFETY: inside the page and aligned; every access is atomic, here and on the GPU.
-        unsafe { AtomicU64::from_ptr(self.at().cast()) }
+        self.0.counts.word(self.0.slot)
     }
 
     /// Where the GPU writes the word, and the counts.
@@ -245,5 +280,26 @@ impl Count {
         // SAFETY: inside the page and aligned; written before the word, and every access here is atomic.
         let cell = |at: usize| unsafe { AtomicI32::from_ptr(self.at().add(16 + 4 * at).cast()) };
         (0..self.0.counts.experts).map(|at| cell(at).load(Ordering::Relaxed)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::Slots;
+
+    #[test]
+    fn a_slot_is_free_again_when_the_gpu_has_told_its_counts() {
+        let mut slots = Slots::new(2);
+        let told = [Cell::new(false), Cell::new(false)];
+        let is_over = |slot: usize, (): &()| told[slot].get();
+        assert_eq!([slots.take(is_over), slots.take(is_over), slots.take(is_over)], [Some(0), Some(1), None]);
+        slots.resting.extend([(0, ()), (1, ())]);
+        assert_eq!(slots.take(is_over), None, "both may still be written");
+        told[1].set(true);
+        assert_eq!([slots.take(is_over), slots.take(is_over)], [Some(1), None]);
+        told[0].set(true);
+        assert_eq!([slots.take(is_over), slots.take(is_over)], [Some(0), None]);
     }
 }

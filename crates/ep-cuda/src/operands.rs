@@ -22,7 +22,7 @@ pub struct InScales {
     pub address: u64,
     /// From one token's to the next's.
     pub row: u64,
-    /// From one block's to the next's.
+    /// From one block's to the next's; of u8, from four blocks', which lie together, to the next four's.
     pub block: u64,
 }
 
