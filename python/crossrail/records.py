@@ -175,7 +175,8 @@ class KernelCache(TypedDict):
 class CudaState(TypedDict):
     """What CUDA has here; without it `reason` and, where there is one, `fix`.
 
-    `peer_access[a][b]`: whether GPU `a` reaches the memory of GPU `b` without the host.
+    `peer_access[a][b]`: whether GPU `a` reaches the memory of GPU `b` without the host. `compiler`: what compiles
+    kernels; where there is a driver and it is None, `why_no_compiler` says why and what would help.
     """
 
     present: bool
@@ -185,6 +186,8 @@ class CudaState(TypedDict):
     devices: list[CudaDevice]
     peer_access: list[list[bool]]
     kernel_cache: KernelCache | None
+    compiler: str | None
+    why_no_compiler: str | None
 
 
 class NumaNode(TypedDict):

@@ -1,6 +1,6 @@
 """The other process of the GPU tests of the API: started by `Far`, it does what it is told, one command at a time.
 
-python tests/gpu/far.py DEVICE TLS        commands as lines of JSON on stdin, answers on stdout
+python tests/gpu/far.py DEVICE TLS LOG        commands as lines of JSON on stdin, answers on stdout
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import selectors
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -37,14 +38,16 @@ def as_bytes(tensor: Any) -> Any:
 class Far:
     """A process with a worker, connected to `worker` here; `endpoint` leads to it."""
 
-    def __init__(self, worker: Any, device: str, tls: str, **environment: str) -> None:
+    def __init__(self, worker: Any, device: str, tls: str, log: str = "error", **environment: str) -> None:
         self.device = device
+        self.stderr = tempfile.TemporaryFile("w+") if log != "error" else None  # noqa: SIM115 (`kill` closes it)
         clean = {name: value for name, value in os.environ.items() if not name.startswith("CROSSRAIL_")}
         self.process = subprocess.Popen(
-            [sys.executable, __file__, device, tls],
+            [sys.executable, __file__, device, tls, log],
             env={**clean, **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self.stderr,
             text=True,
             bufsize=1,
         )
@@ -78,6 +81,12 @@ class Far:
         self.ask(what, **options)
         return self.answer()
 
+    def said(self) -> list[str]:
+        """The lines that it wrote to stderr so far; kept where it has another log level than `error`."""
+        assert self.stderr is not None
+        self.stderr.seek(0)
+        return self.stderr.read().splitlines()
+
     def kill(self) -> None:
         """Ends it at once, whatever it does."""
         self.process.kill()
@@ -85,6 +94,8 @@ class Far:
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
+        if self.stderr is not None:
+            self.stderr.close()
 
     def close(self) -> None:
         """Lets it end."""
@@ -101,7 +112,7 @@ class Far:
 class Commands:
     """What the other process can do. Tensors and regions are kept by name."""
 
-    def __init__(self, device: str, tls: str) -> None:
+    def __init__(self, device: str, tls: str, log: str) -> None:
         import torch
 
         import crossrail
@@ -109,7 +120,7 @@ class Commands:
         self.torch = torch
         self.device = device
         torch.cuda.set_device(device)
-        self.context = crossrail.Context(tls=tls, timeout=TIMEOUT_S, log="error")
+        self.context = crossrail.Context(tls=tls, timeout=TIMEOUT_S, log=log)
         self.worker = crossrail.Worker(self.context, name="far")
         self.endpoint: Any = None
         self.kept: dict[str, Any] = {}
@@ -240,7 +251,7 @@ class Commands:
 def main() -> None:
     """Does what stdin says until it ends."""
     sys.path.insert(0, str(Path(__file__).parent))
-    commands = Commands(*sys.argv[1:3])
+    commands = Commands(*sys.argv[1:4])
     for line in sys.stdin:
         options: Mapping[str, Any] = json.loads(line)
         what = getattr(commands, options["what"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 from collections.abc import Iterator
@@ -38,21 +39,27 @@ def zeros(nbytes: int, device: str = "cuda:0") -> Any:
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
+def driver(call: str, *arguments: Any) -> None:
+    """A call of the CUDA driver's, in PyTorch's context."""
+    torch.zeros(1, device="cuda:0")
+    code = getattr(ctypes.CDLL("libcuda.so.1"), call)(*arguments)
+    assert code == 0, f"{call}: {code}"
+
+
 def allocated(nbytes: int) -> int:
-    """Memory of cudaMalloc's own, of which PyTorch's cache keeps nothing when it is freed; of zeros."""
-    runtime = pytest.importorskip("cupy").cuda.runtime
+    """Memory as cudaMalloc's, of which no cache keeps anything when it is freed; of zeros."""
     torch.cuda.set_device(0)
-    address = int(runtime.malloc(nbytes))
-    runtime.memset(address, 0, nbytes)
-    runtime.deviceSynchronize()
-    return address
+    address = ctypes.c_uint64()
+    driver("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+    driver("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(nbytes))
+    torch.cuda.synchronize()
+    return address.value
 
 
 def freed(address: int) -> None:
     """Gives it back to the driver."""
-    runtime = pytest.importorskip("cupy").cuda.runtime
-    runtime.deviceSynchronize()
-    runtime.free(address)
+    torch.cuda.synchronize()
+    driver("cuMemFree_v2", ctypes.c_uint64(address))
 
 
 class TestMemory:

@@ -37,6 +37,9 @@ def test_over_rails_in_every_unpack_mode(rows: Rows, mode: str, rails: int) -> N
     assert len(row["lanes"]) == rails
     assert row["bytes_logical"] % size == 0
     assert row["stages"]["unpack_us"] > 0
+    # What the verdict compares, all of the same run.
+    assert row["raw_tcp_gb_per_s"] > 0
+    assert set(row["unpack_gb_per_s"]) == {"kernel", "d2d", "host"} and min(row["unpack_gb_per_s"].values()) > 0
     assert row["verdict"]["text"]
 
 

@@ -21,6 +21,7 @@ def test_info_tells_of_gpus_and_of_what_we_use(crossrail_command: Crossrail) -> 
     assert cuda["devices"][0]["ordinal"] == 0
     assert cuda["devices"][0]["arch"].startswith("sm_")
     assert len(cuda["peer_access"]) == len(cuda["devices"])
+    assert cuda["compiler"].startswith("NVRTC ") and f"kernel compiler: {cuda['compiler']}" in text
     cache = cuda["kernel_cache"]
     assert cache is None or cache["folder"].startswith("/")
 

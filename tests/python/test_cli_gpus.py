@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,8 @@ def state(gpus: list[dict[str, Any]], **changes: Any) -> Any:
         "devices": gpus,
         "peer_access": [[True] * len(gpus) for _ in gpus],
         "kernel_cache": {"folder": "/home/one/.cache/crossrail", "bytes": 123_000},
+        "compiler": "NVRTC 13.0, /site/nvidia/lib/libnvrtc.so.13",
+        "why_no_compiler": None,
     }
     return {**made, **changes}
 
@@ -76,6 +80,7 @@ def test_gpus_their_nics_and_the_memory_taken() -> None:
     assert "lo" not in text.split("GPU to NIC")[1].split("\n")[1]
     assert "peer access: between all GPUs" in text
     assert "kernel cache: 123.00 kB in /home/one/.cache/crossrail" in text
+    assert "kernel compiler: NVRTC 13.0, /site/nvidia/lib/libnvrtc.so.13" in text
     assert "memory taken for GPUs: 134.22 MB of pinned host memory" in text
     assert "\x1b" not in text and "…" not in text
 
@@ -101,6 +106,34 @@ def test_info_says_what_cuda_is_here(tmp_path: Path) -> None:
     else:
         assert f"CUDA: not usable: {cuda['reason']}" in done.stdout
         assert cuda["fix"] in done.stdout
+
+
+def test_a_compiler_that_is_missing_is_said_with_the_reason_and_the_way_around() -> None:
+    text = printed(state([gpu(0)], compiler=None, why_no_compiler="NVRTC was not found (nowhere); pip install it"))
+    said = "kernel compiler: none: NVRTC was not found (nowhere); pip install it; CROSSRAIL_UNPACK=d2d needs none"
+    assert said in text
+
+
+@pytest.fixture
+def old_driver(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine whose driver supports CUDA 11.4 only."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    source = tmp_path / "driver.c"
+    source.write_text("int cuDriverGetVersion(int *version) { *version = 11040; return 0; }\n")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True)
+    return {"LD_LIBRARY_PATH": str(tmp_path)}
+
+
+def test_a_driver_that_is_too_old_is_named_and_host_memory_goes_on(old_driver: dict[str, str]) -> None:
+    which = ("it supports CUDA 11.4, at least 12.0 is needed", "update NVIDIA's driver")
+    text = run("info", settings=old_driver).stdout
+    assert all(part in text for part in ("CUDA: not usable: the CUDA driver is too old", *which))
+    one_error(run("bench", "p2p", "--device=cuda:0", settings=old_driver), 1, "no GPU can be used", *which)
+    one_error(run("bench", "unpack", settings=old_driver), 1, "no GPU can be used", *which)
+    done = run("bench", "latency", "--size=8", "--iters=10", settings=old_driver)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,9 @@ impl Shared {
             let me: Weak<Shared> = self.me.clone();
             let client = device.stager()?.attach(me);
             let domain = self.context.domain();
+            if let (Err(why), None) = (&domain, self.context.no_cuda_ipc()) {
+                self.log.warn(format_args!("no direct copies of GPU memory ({why}); through host memory instead"));
+            }
             let spare = {
                 let mut core = self.core.lock();
                 core.st.staging.set_domain(domain);

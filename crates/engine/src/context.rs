@@ -161,6 +161,7 @@ impl Context {
     /// `Io` when the system does not say what devices there are.
     pub fn info(&self) -> Result<Info> {
         let (nics, gpus) = (crossrail_topology::nics()?, crossrail_topology::gpus());
+        let cuda = self.cuda_state();
         let chosen = rails::choose(&self.0.settings.net_devices, &nics);
         let defaults = Settings::default().shown();
         let settings = self.0.settings.shown().into_iter().zip(defaults);
@@ -170,11 +171,11 @@ impl Context {
         Ok(Info {
             machine: crossrail_topology::machine()?,
             cpus: crossrail_topology::cpus()?,
-            transports: transports(&self.0.settings, chosen.as_deref().unwrap_or(&[])),
+            transports: transports(&self.0.settings, chosen.as_deref().unwrap_or(&[]), gpus_seen().then_some(&cuda)),
             devices: devices(&self.0.settings, &nics, chosen.as_deref().unwrap_or(&[])),
             distances: distances(&nics, &gpus),
             gpus,
-            cuda: self.cuda_state(),
+            cuda,
             settings,
         })
     }
@@ -254,7 +255,8 @@ impl std::fmt::Debug for Context {
     }
 }
 
-fn transports(settings: &Settings, rails: &[NetDevice]) -> Vec<TransportInfo> {
+/// What each transport can do. `cuda`: what CUDA has here, where there is any sign of a GPU.
+fn transports(settings: &Settings, rails: &[NetDevice], cuda: Option<&CudaState>) -> Vec<TransportInfo> {
     TRANSPORTS
         .iter()
         .map(|&name| {
@@ -268,8 +270,10 @@ fn transports(settings: &Settings, rails: &[NetDevice]) -> Vec<TransportInfo> {
                     Err(error) => return unusable(name, error.to_string(), error.hint),
                 },
                 "cuda_ipc" => {
-                    if !gpus_seen() {
-                        return unusable(name, "no GPU".to_owned(), None);
+                    match cuda {
+                        None => return unusable(name, "no GPU".to_owned(), None),
+                        Some(CudaState::Absent { reason, fix }) => return unusable(name, reason.clone(), fix.clone()),
+                        Some(CudaState::Present(_)) => {}
                     }
                     if !settings.tls.allows("shm") && settings.tls.allows(name) {
                         let reason =
@@ -348,4 +352,30 @@ fn devices(settings: &Settings, nics: &[Nic], chosen: &[NetDevice]) -> Vec<Devic
         });
     }
     rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::CudaInfo;
+
+    #[test]
+    fn gpus_without_cuda_are_said_to_be_out_with_the_reason_and_the_fix() {
+        let said = |cuda: Option<&CudaState>, tls: &str| {
+            let settings = Settings::from_pairs([("CROSSRAIL_TLS", tls)]).expect("a setting");
+            let row = transports(&settings, &[], cuda).into_iter().find(|row| row.name == "cuda_ipc").expect("a row");
+            (row.usable, row.reason, row.fix)
+        };
+        assert_eq!(said(None, "all"), (false, Some("no GPU".to_owned()), None));
+        let (reason, fix) = ("the CUDA driver is too old".to_owned(), Some("update it".to_owned()));
+        let absent = CudaState::Absent { reason: reason.clone(), fix: fix.clone() };
+        assert_eq!(said(Some(&absent), "all"), (false, Some(reason), fix));
+        let compiler = Err("not here".to_owned());
+        let info =
+            CudaInfo { driver: "13.0".into(), devices: vec![], peer_access: vec![], kernel_cache: None, compiler };
+        let present = CudaState::Present(info);
+        assert_eq!(said(Some(&present), "all"), (true, None, None));
+        let (usable, reason, fix) = said(Some(&present), "cuda_ipc");
+        assert!(!usable && reason.is_some_and(|why| why.contains("shm")) && fix.is_some());
+    }
 }

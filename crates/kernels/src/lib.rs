@@ -25,7 +25,7 @@ pub use args::{
 };
 pub use launch::Kernels;
 pub use scatter::{LONGEST, ScatterList};
-pub use shared::shared;
+pub use shared::{compiler, shared};
 
 #[cfg(test)]
 mod tests {

@@ -1,10 +1,10 @@
 //! One set of kernels for each GPU, for everybody in the process.
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
-use crossrail_cuda::Context;
 use crossrail_cuda::nvrtc::{Cache, Compiler, Library, Places};
+use crossrail_cuda::{Context, Cuda};
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
 use crate::Kernels;
@@ -27,12 +27,33 @@ pub fn shared(context: &Context, settings: &Settings, limit: Duration) -> Result
     if let Some(kernels) = kept.upgrade() {
         return Ok(kernels);
     }
-    let library = Library::find(&Places::standard())
-        .map_err(|why| Error::new(ErrorKind::Unsupported, "kernels", why.to_string()))?;
+    let library = find()?;
     let compiler = Compiler::new(library, Cache::of(settings).ok());
     let kernels = Arc::new(Kernels::load(context, &compiler, limit)?);
     *kept = Arc::downgrade(&kernels);
     Ok(kernels)
+}
+
+/// What kernels would be compiled with: the version and the file. It stays loaded.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] when NVRTC is not found, or is too new for the driver.
+pub fn compiler(cuda: &Cuda) -> Result<String> {
+    static FOUND: OnceLock<Library> = OnceLock::new();
+    let library = match FOUND.get() {
+        Some(library) => library,
+        None => {
+            let found = find()?;
+            FOUND.get_or_init(|| found)
+        }
+    };
+    library.check(cuda)?;
+    let (major, minor) = library.version();
+    Ok(format!("NVRTC {major}.{minor}, {}", library.file()))
+}
+
+fn find() -> Result<Library> {
+    Library::find(&Places::standard()).map_err(|why| Error::new(ErrorKind::Unsupported, "kernels", why.to_string()))
 }
 
 fn place(ordinal: u32) -> Place {

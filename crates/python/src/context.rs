@@ -242,6 +242,9 @@ fn cuda_dict<'py>(
         Ok::<_, PyErr>(row)
     });
     all.set_item("kernel_cache", cache.transpose()?)?;
+    let compiler = cuda.map(|cuda| &cuda.compiler);
+    all.set_item("compiler", compiler.and_then(|compiler| compiler.as_ref().ok()))?;
+    all.set_item("why_no_compiler", compiler.and_then(|compiler| compiler.as_ref().err()))?;
     Ok(all)
 }
 

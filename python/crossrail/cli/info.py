@@ -65,10 +65,12 @@ def print_cuda(cuda: CudaState, to: Console) -> None:
     cache = cuda["kernel_cache"]
     kept = f"{format_bytes(cache['bytes'])} in {cache['folder']}" if cache else "no folder can be used"
     to.print(f"kernel cache: {kept}", soft_wrap=True)
+    compiler = cuda["compiler"] or f"none: {cuda['why_no_compiler']}; CROSSRAIL_UNPACK=d2d needs none"
+    to.print(f"kernel compiler: {compiler}", soft_wrap=True)
     pinned = sum(gpu["bounce_bytes"] for gpu in cuda["devices"])
     to.print(
         f"memory taken for GPUs: {format_bytes(pinned)} of pinned host memory (CROSSRAIL_BOUNCE for each GPU, from its "
-        "first transfer by chunks on); of the GPUs' own none but what is allocated through Crossrail\n",
+        "first transfer on); of the GPUs' own none but what is allocated through Crossrail\n",
         soft_wrap=True,
     )
 

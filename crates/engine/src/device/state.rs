@@ -35,6 +35,8 @@ pub struct CudaInfo {
     pub peer_access: Vec<Vec<bool>>,
     /// Where compiled kernels are kept; `None` when no folder can be used.
     pub kernel_cache: Option<KernelCache>,
+    /// What compiles kernels: NVRTC's version and file; `Err`: why there is none, and what would help.
+    pub compiler: std::result::Result<String, String>,
 }
 
 /// One GPU.
@@ -101,6 +103,7 @@ pub(super) fn state(devices: &Devices) -> CudaState {
                 devices: rows,
                 peer_access,
                 kernel_cache: None,
+                compiler: Err("simulated GPUs have no kernels".to_owned()),
             })
         }
     }
@@ -139,6 +142,10 @@ fn present(devices: &Devices, cuda: &crossrail_cuda::Cuda) -> Result<CudaInfo> {
             .map(|a| gpus.iter().map(|b| reach(a, b)).collect::<Result<_>>())
             .collect::<Result<_>>()?,
         kernel_cache: kernel_cache(devices.settings.cache_dir.clone()),
+        compiler: crossrail_kernels::compiler(cuda).map_err(|error| match &error.hint {
+            Some(hint) => format!("{}; {hint}", error.detail),
+            None => error.detail,
+        }),
     })
 }
 
