@@ -1,8 +1,8 @@
 """Runs steps, each within its own time, and ends with a table of what came of them.
 
-They run one after the other where something is measured, else side by side on GPUs of their own. One step that fails or
-hangs takes nothing from the others. All output goes to one log; the table is written anew after each step, so that a
-run that is killed leaves what it had.
+They run one after the other where something is measured, else side by side, as far as GPUs have room. One step that
+fails or hangs takes nothing from the others. All output goes to one log; the table is written anew after each step, so
+that a run that is killed leaves what it had.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from pathlib import Path
 SHOWN_LINES = 40
 LOG_BYTES = 1 << 20
 GRACE_S = 3.0
+ROOM = {"waits": 1, "any": 2}
+"""What a GPU has room for at a time, of each kind: "waits" are steps whose kernels wait for those of other GPUs, which
+they do the longer, the more there are; "any" leave GPUs idle most of the time. A step that is "alone" takes it all."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ Reads = Callable[[str, int], Counts]
 
 @dataclass(frozen=True)
 class Step:
-    """A program to run. `missing`: why it cannot be run here; then it counts as skipped. `gpus`: how many it gets where
-    steps run side by side."""
+    """A program to run. `missing`: why it cannot be run here; then it counts as skipped. Where steps run side by side,
+    `gpus` is how many it gets, and `kind` (of ROOM, or "alone") what may run there meanwhile."""
 
     name: str
     command: Sequence[str | os.PathLike[str]]
@@ -55,6 +58,11 @@ class Step:
     environment: Mapping[str, str] = field(default_factory=dict)
     missing: str | None = None
     gpus: int = 1
+    kind: str = "alone"
+
+    def room(self) -> dict[str, int]:
+        """What it takes of each of its GPUs."""
+        return ROOM if self.kind == "alone" else {self.kind: 1}
 
 
 @dataclass(frozen=True)
@@ -87,31 +95,28 @@ class Runner:
         self.budget_s = budget_s
         self._lock = threading.Lock()
         """Of the log, the table and the results."""
-        self._free = threading.Condition()
         self._running: dict[Path, subprocess.Popen[bytes]] = {}
         """By the file of their output."""
         self._stopped = False
 
     def run_all(self, steps: Iterable[Step], present: int) -> None:
-        """Runs steps side by side: each sees only GPUs that no other has meanwhile. They begin in this order."""
-        free = list(range(max(present, 1)))
+        """Runs steps side by side, as far as there is room; those of a kind begin in this order, and none overtakes one
+        that is alone."""
+        waiting = list(steps)
         begun: list[Future[None]] = []
+        gpus = Gpus(max(present, 1))
 
         def on(places: list[int], step: Step) -> None:
             try:
                 self.run(replace(step, environment={**step.environment, **visible(places, present)}))
             finally:
-                with self._free:
-                    free.extend(places)
-                    self._free.notify()
+                gpus.leave(step, places)
 
-        with ThreadPoolExecutor(max_workers=len(free)) as threads:
+        with ThreadPoolExecutor(max_workers=len(gpus) * sum(ROOM.values())) as threads:
             try:
-                for step in steps:
-                    with self._free:
-                        self._free.wait_for(lambda: len(free) >= min(step.gpus, present or 1))  # noqa: B023
-                        free.sort()
-                        places = [free.pop(0) for _ in range(min(step.gpus, present or 1))]
+                while waiting:
+                    step, places = gpus.enter(waiting)
+                    waiting.remove(step)
                     begun.append(threads.submit(on, places, step))
                 for one in wait(begun, return_when=FIRST_EXCEPTION).done:
                     one.result()
@@ -201,6 +206,44 @@ class Runner:
         took = time.monotonic() - self.started
         print(f"{'FAILED: ' + ', '.join(bad) if bad else 'nothing failed'} ({took:.0f} s; log: {self.log})", flush=True)
         return 1 if bad else 0
+
+
+class Gpus:
+    """What room there is on each GPU."""
+
+    def __init__(self, count: int) -> None:
+        self._free = [Counter(ROOM) for _ in range(count)]
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def enter(self, waiting: Sequence[Step]) -> tuple[Step, list[int]]:
+        """The first of these steps that there is room for, once there is, and its GPUs: of those, the emptiest."""
+        with self._changed:
+            while True:
+                held: set[str] = set()
+                for step in waiting:
+                    if step.kind in held:
+                        continue
+                    room, count = Counter(step.room()), min(step.gpus, len(self))
+                    fit = [gpu for gpu, free in enumerate(self._free) if room <= free]
+                    if len(fit) >= count:
+                        fit.sort(key=lambda gpu: -self._free[gpu].total())
+                        places = sorted(fit[:count])
+                        for gpu in places:
+                            self._free[gpu] -= room
+                        return step, places
+                    held.add(step.kind)
+                    if step.kind == "alone":
+                        break
+                self._changed.wait()
+
+    def leave(self, step: Step, places: Sequence[int]) -> None:
+        with self._changed:
+            for gpu in places:
+                self._free[gpu] += Counter(step.room())
+            self._changed.notify()
 
 
 def execute(step: Step, output: int, began: Callable[[subprocess.Popen[bytes]], None]) -> int | None:

@@ -3,8 +3,8 @@
     python tests/gpu/run.py --pack .gpu --out .gpu/out              with 4, 2 and 1 GPUs, as far as there are
     python tests/gpu/run.py --pack .gpu --out .gpu/out --gpus 2
 
-Every step runs, within its own time, with the most GPUs first; those that need fewer than there are run side by side.
-Exit 0: nothing failed; 1: something did, or there is no GPU; 2: bad usage.
+Every step runs, within its own time: what must be alone first, the rest side by side (--alone: one at a time). Exit 0:
+nothing failed; 1: something did, or there is no GPU; 2: bad usage.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +46,14 @@ PAIRS = (
     *("test_cli_p2p.py", "test_guide.py"),
 )
 """Use no third GPU: run with two where there are more."""
+EXPERTS = (
+    *("crossrail-ep-cuda.gpu", "crossrail-kernels.gpu_ep"),
+    *(f"test_{name}.py" for name in ("cli_ep", "deep_ep", "deep_ep_low_latency", "experts", "experts_groups")),
+    "test_guide_experts.py",
+)
+"""Their kernels wait for each other."""
+COUNTING = "given_back"
+"""In the names of Rust tests that count a GPU's free memory, as Python tests marked "alone" do."""
 
 
 def main() -> int:
@@ -55,6 +65,7 @@ def main() -> int:
     parser.add_argument("--gpus", metavar="LIST", help="with how many GPUs: 4,1 (4, 2 and 1, as far as there are)")
     parser.add_argument("--only", metavar="WORD", default="", help="steps with this in their names")
     parser.add_argument("--budget", type=float, default=560.0, metavar="S", help="seconds for all steps (560)")
+    parser.add_argument("--alone", action="store_true", help="one step at a time")
     parser.add_argument("--without-gpu", action="store_true", help="go on without a GPU: every test is skipped then")
     arguments = parser.parse_args()
     present, why_not = gpu_count()
@@ -66,49 +77,70 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     runner = Runner("test-gpu", arguments.out, arguments.budget)
-    steps = list(steps_for(arguments.pack, arguments.site, sizes, present))
+    steps = steps_for(arguments.pack, arguments.site, sizes, present)
     chosen = [step for step in steps if arguments.only in step.name]
     if not chosen:
         parser.error(f"--only {arguments.only}: no such step; there are {', '.join(step.name for step in steps)}")
-    runner.run_all(chosen, present)
+    runner.run_all([replace(step, kind="alone") for step in chosen] if arguments.alone else chosen, present)
     return runner.finish()
 
 
-def steps_for(pack: Path, site: Path | None, sizes: list[int], present: int) -> Iterator[Step]:
-    """All steps, with the most GPUs first; the kernels are checked once."""
+def steps_for(pack: Path, site: Path | None, sizes: list[int], present: int) -> list[Step]:
+    """All steps, those that must be alone first, with the most GPUs first; the kernels are checked once."""
     environment = {"TEST_GPU": "1"} if present else {}
-    programs = sorted((pack / "tests").iterdir())
-    python = {
+    steps: list[Step] = []
+    for program in sorted((pack / "tests").iterdir()):
+        steps += rust(program, sizes, {**environment, **compiler()})
+    environment = {
         **environment,
         "PYTHONFAULTHANDLER": "1",
         "COLUMNS": "200",
         **({"PYTHONPATH": str(site.resolve())} if site else {}),
     }
-    tests = ROOT / "tests" / "gpu"
-    pytest = [sys.executable, "-m", "pytest", "-c", tests / "pytest.ini", "-p", "no:cacheprovider"]
-    for gpus in range(max(sizes), -1, -1):
-        for program in programs:
-            if gpus in gpus_for(program.name, sizes):
-                name, limit_s = f"{gpus} GPU: {program.name}", RUST_LIMIT_S
-                yield Step(name, [program.resolve()], limit_s, read_libtest, {**environment, **compiler()}, gpus=gpus)
-        most = {"EP_ITERATIONS": EP_ITERATIONS} if gpus == present else {}
-        # A process for each file: one that dies takes no other with it.
-        for file in sorted(tests.glob("test_*.py")):
-            if gpus in gpus_for(file.name, sizes):
-                name, limit_s = f"{gpus} GPU: Python {file.name}", PYTHON_LIMIT_S
-                yield Step(name, [*pytest, file], limit_s, read_pytest, {**python, **most}, gpus=gpus)
-        if gpus == min(max(sizes), 2):
-            for tool in SANITIZERS:
-                yield sanitizer(pack, tool, gpus, {**environment, **compiler()})
+    for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
+        steps += python(file, sizes, present, environment)
+    steps += [sanitizer(pack, tool, min(max(sizes), 2), environment) for tool in SANITIZERS]
+    return sorted(steps, key=lambda step: (step.kind != "alone", -step.gpus))
 
 
-def gpus_for(name: str, sizes: list[int]) -> set[int]:
+def rust(program: Path, sizes: list[int], environment: dict[str, str]) -> Iterator[Step]:
+    """A test program with each number of GPUs; apart from it, its tests that count memory."""
+    listed = subprocess.run([program.resolve(), "--list", COUNTING], capture_output=True, text=True, check=False)
+    counting = ": test" in listed.stdout
+    for gpus in gpus_for(program.name, sizes):
+        name, options = f"{gpus} GPU: {program.name}", ["--skip", COUNTING] if counting else []
+        step = Step(name, [program.resolve(), *options], RUST_LIMIT_S, read_libtest, environment, gpus=gpus)
+        yield replace(step, kind=kind_of(program.name))
+        if counting:
+            yield replace(step, name=f"{name} {COUNTING}", command=[program.resolve(), COUNTING])
+
+
+def python(file: Path, sizes: list[int], present: int, environment: dict[str, str]) -> Iterator[Step]:
+    """A file of tests with each number of GPUs, in a process of its own: one that dies takes no other with it."""
+    pytest = [sys.executable, "-m", "pytest", "-c", file.parent / "pytest.ini", "-p", "no:cacheprovider", file]
+    counting = "pytest.mark.alone" in file.read_text()
+    for gpus in gpus_for(file.name, sizes):
+        name, options = f"{gpus} GPU: Python {file.name}", ["-m", "not alone"] if counting else []
+        more = {"EP_ITERATIONS": EP_ITERATIONS} if gpus == present else {}
+        step = Step(name, [*pytest, *options], PYTHON_LIMIT_S, read_pytest, {**environment, **more}, gpus=gpus)
+        yield replace(step, kind=kind_of(file.name))
+        if counting:
+            yield replace(step, name=f"{name} alone", command=[*pytest, "-m", "alone"])
+
+
+def gpus_for(name: str, sizes: list[int]) -> list[int]:
     """With how many GPUs a program or a file is to run."""
-    return {min(size, 2) if name in PAIRS else size for size in sizes}
+    return sorted({min(size, 2) if name in PAIRS else size for size in sizes}, reverse=True)
+
+
+def kind_of(name: str) -> str:
+    """What may run beside a program or a file."""
+    return "waits" if name in EXPERTS else "any"
 
 
 def sanitizer(pack: Path, tool: str, gpus: int, environment: dict[str, str]) -> Step:
     """Every kernel on small odd shapes, under a tool of compute-sanitizer."""
+    environment = {**environment, **compiler()}
     program = pack / "examples" / "crossrail-kernels.sanitize"
     checker = find_sanitizer()
     missing = None if checker else "compute-sanitizer is not installed"

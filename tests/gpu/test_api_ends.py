@@ -65,6 +65,7 @@ def free() -> int:
     return int(torch.cuda.mem_get_info(0)[0])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("tls", ["shm,cuda_ipc", "tcp"])
 def test_descriptors_and_gpu_memory_are_given_back(tls: str) -> None:
     tensor = torch.zeros(8 << 20, dtype=torch.uint8, device="cuda:0")
@@ -93,6 +94,7 @@ def test_descriptors_and_gpu_memory_are_given_back(tls: str) -> None:
     assert descriptors() <= before[1] and before[0] - free() <= SLACK
 
 
+@pytest.mark.alone
 def test_what_a_killed_process_had_mapped_is_given_back() -> None:
     context = crossrail.Context(tls=WAYS["cuda_ipc"], timeout=30, log="error")
     with crossrail.Worker(context, name="near") as worker:

@@ -37,6 +37,7 @@ def test_a_graph(ranks: Ranks) -> None:
     ranks.do("low_latency", 140)
 
 
+@pytest.mark.alone
 def test_a_quarter_of_the_memory(ranks: Ranks) -> None:
     ranks.do("decode_memory", 2.1e9 / 4)
 

@@ -160,12 +160,12 @@ class Meeting:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def step(self, name: str, gpus: int) -> Step:
+    def step(self, name: str, gpus: int, kind: str = "alone") -> Step:
         script = (
             f'echo "$CUDA_VISIBLE_DEVICES" >{name}.on.new; mv {name}.on.new {name}.on; '
             f"while [ ! -e {name}.go ]; do sleep 0.01; done"
         )
-        return Step(name, ["sh", "-c", f"cd '{self.folder}' && {script}"], 20, read_program, gpus=gpus)
+        return Step(name, ["sh", "-c", f"cd '{self.folder}' && {script}"], 20, read_program, gpus=gpus, kind=kind)
 
     def seen(self, name: str) -> str:
         """What a step sees, once it runs."""
@@ -182,20 +182,29 @@ class Meeting:
         (self.folder / f"{name}.go").touch()
 
 
-def test_steps_run_side_by_side_on_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_run_side_by_side_as_far_as_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     meeting, runner = Meeting(tmp_path), Runner("try", tmp_path, 60)
-    steps = [meeting.step(name, gpus) for name, gpus in (("all", 4), ("pair", 2), ("one", 1), ("last", 1), ("two", 2))]
+    asked = {"all": (4, "alone"), "pair": (2, "alone"), "one": (1, "alone"), "last": (1, "alone"), "four": (4, "waits")}
+    asked |= {"slow": (1, "waits"), "a": (4, "any"), "b": (2, "any"), "c": (2, "any"), "late": (1, "any")}
+    steps = [meeting.step(name, gpus, kind) for name, (gpus, kind) in asked.items()]
     thread = threading.Thread(target=runner.run_all, args=(steps, 4))
     thread.start()
     try:
         assert meeting.seen("all") == "" and not meeting.runs("pair")
         meeting.let("all")
         assert [meeting.seen(name) for name in ("pair", "one", "last")] == ["0,1", "2", "3"]
-        meeting.let("one")
-        meeting.let("pair")
-        meeting.let("last")
-        assert meeting.seen("two") in ("0,1", "2,3", "1,3", "0,2", "0,3", "1,2")
+        assert not meeting.runs("four") and not meeting.runs("a"), "somebody is beside what must be alone"
+        for name in ("one", "pair", "last"):
+            meeting.let(name)
+        assert [meeting.seen(name) for name in ("four", "a")] == ["", ""]
+        assert sorted(meeting.seen(name) for name in ("b", "c")) == ["0,1", "2,3"]
+        assert not meeting.runs("slow"), "two steps whose kernels wait have one GPU"
+        assert not meeting.runs("late"), "three others have one GPU"
+        meeting.let("b")
+        assert meeting.seen("late") in meeting.seen("b")
+        meeting.let("four")
+        assert meeting.seen("slow") in ("0", "1", "2", "3")
     finally:
         for step in steps:
             meeting.let(step.name)
@@ -233,11 +242,17 @@ def test_every_test_of_gpus_is_run_with_as_many_as_it_needs(tmp_path: Path) -> N
     for path in ROOT.glob("crates/*/tests/gpu*"):
         package = re.search(r'name = "(.+)"', (path.parents[1] / "Cargo.toml").read_text())
         assert package
-        (folder / f"{package[1]}.{path.stem}").touch()
-    steps = {step.name: step for step in run.steps_for(tmp_path, None, [4, 2, 1], 4)}
+        text = "\n".join(file.read_text() for file in ([path] if path.is_file() else path.glob("*.rs")))
+        names = "\n".join(f"{name}: test" for name in re.findall(r"\bfn (\w+given_back)", text))
+        program = folder / f"{package[1]}.{path.stem}"
+        program.write_text(f"#!/bin/sh\necho '{names}'\n")
+        program.chmod(0o755)
+    listed = run.steps_for(tmp_path, None, [4, 2, 1], 4)
+    steps = {step.name: step for step in listed}
+    assert len(steps) == len(listed)
     files = [path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")]
     programs = [path.name for path in folder.iterdir()]
-    assert set(run.PAIRS) <= {*files, *programs}
+    assert {*run.PAIRS, *run.EXPERTS} <= {*files, *programs}
     for name in (*programs, *(f"Python {name}" for name in files)):
         found = [size for size in (4, 2, 1) if f"{size} GPU: {name}" in steps]
         assert found == ([2, 1] if name.removeprefix("Python ") in run.PAIRS else [4, 2, 1])
@@ -246,10 +261,19 @@ def test_every_test_of_gpus_is_run_with_as_many_as_it_needs(tmp_path: Path) -> N
             text = (ROOT / "tests" / "gpu" / name.removeprefix("Python ")).read_text()
             needed = [int(count) for count in re.findall(r"mark\.gpus\((\d+)\)", text)]
             assert max(needed, default=1) <= found[0], f"{name} has tests that would always be skipped"
-    tools = [step for name, step in steps.items() if name.endswith(("memcheck", "racecheck"))]
-    assert [step.gpus for step in tools] == [2, 2]
-    gpus = [step.gpus for step in steps.values()]
-    assert gpus == sorted(gpus, reverse=True), "those with the most GPUs come first"
+    alone = [name for name, step in steps.items() if step.kind == "alone"]
+    assert set(alone) == {
+        *(f"{size} GPU: crossrail-cuda-ipc.gpu given_back" for size in (2, 1)),
+        *(f"{size} GPU: Python test_api_ends.py alone" for size in (2, 1)),
+        *(f"{size} GPU: Python test_deep_ep_low_latency.py alone" for size in (4, 2, 1)),
+        *(f"2 GPU: {tool}" for tool in run.SANITIZERS),
+    }
+    assert "--skip" in steps["2 GPU: crossrail-cuda-ipc.gpu"].command
+    assert "not alone" in steps["2 GPU: Python test_api_ends.py"].command
+    assert [step.name for step in listed[: len(alone)]] == alone, "those that must be alone come first"
+    for some in (listed[: len(alone)], listed[len(alone) :]):
+        gpus = [step.gpus for step in some]
+        assert gpus == sorted(gpus, reverse=True), "those with the most GPUs come first"
 
 
 def test_without_a_gpu_the_tests_fail_and_say_why(tmp_path: Path) -> None:
