@@ -8,7 +8,7 @@ mod support;
 use std::time::Duration;
 
 use crossrail_cuda::Arch;
-use crossrail_cuda::nvrtc::{Compiler, Origin, Report, Source};
+use crossrail_cuda::nvrtc::{Compiler, Library, Origin, Report, Source};
 use crossrail_kernels::ep::{Payload, Scale, Shape, Tuning};
 use crossrail_kernels::sources;
 
@@ -57,14 +57,52 @@ fn kernels_of_expert_parallelism_compile_for_shapes() {
     let tuning = Tuning { piece: 2048, ..Tuning::default() };
     let wide = Shape { hidden: 5128, topk: 6, experts: 320, ranks: 64, payload: Payload::Bf16, tuning, ..decode };
     let packed = Shape { payload: Payload::Fp8(Scale::Ue8m0), ..decode };
+    compile(
+        library,
+        &[
+            ("sm_80", Shape { prereduce: false, ..decode }),
+            ("sm_90a", decode),
+            ("sm_90a", Shape { prereduce: false, ..wide }),
+            ("sm_100a", packed),
+        ],
+    );
+}
+
+/// As far as the limits go: the longest rows, the most experts of a token, of a rank, and the most ranks.
+#[test]
+fn kernels_of_expert_parallelism_compile_for_the_largest_shapes() {
+    let Some(library) = support::nvrtc() else { return };
+    let most = Shape {
+        hidden: 16384,
+        topk: 32,
+        experts: 64 * 1024,
+        ranks: 64,
+        max_tokens: 65535,
+        payload: Payload::Fp8(Scale::F32),
+        prereduce: true,
+        expert_layout: true,
+        rank_layout: true,
+        regions: 64,
+        tuning: Tuning::default(),
+    };
+    let alone = Shape { payload: Payload::Bf16, ranks: 1, experts: 32, prereduce: false, ..most };
+    // What a block may have of a multiprocessor's shared memory: without bulk copies, and with them.
+    const OF_SM_80: u32 = 163 << 10;
+    const OF_SM_90: u32 = 227 << 10;
+    for shape in [most, alone, Shape { payload: Payload::Fp8(Scale::Ue8m0), ..most }] {
+        let with = shape.expert_shared().into_iter().chain(shape.rank_shared(true));
+        let without = shape.expert_shared().into_iter().chain(shape.rank_shared(false));
+        assert!(with.clone().all(|bytes| bytes <= OF_SM_90), "{:?}", with.collect::<Vec<_>>());
+        assert!(without.clone().all(|bytes| bytes <= OF_SM_80), "{:?}", without.collect::<Vec<_>>());
+    }
+    compile(library, &[("sm_90a", most), ("sm_80", alone)]);
+}
+
+/// Compiles both layouts of these shapes, and looks at what that says.
+fn compile(library: Library, shapes: &[(&str, Shape)]) {
     let compiler = Compiler::new(library, None);
     let mut problems = Vec::new();
-    for (arch, shape) in [
-        ("sm_80", Shape { prereduce: false, ..decode }),
-        ("sm_90a", decode),
-        ("sm_90a", Shape { prereduce: false, ..wide }),
-        ("sm_100a", packed),
-    ] {
+    for (arch, shape) in shapes {
         shape.check().unwrap();
         let parsed: Arch = arch.parse().unwrap();
         let expert = shape.defines(sources::has_bulk(parsed));

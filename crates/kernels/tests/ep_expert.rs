@@ -79,6 +79,23 @@ fn larger_pieces_and_warps_of_one_task_each() {
     rounds(Shape { hidden: 3200, tuning, ..SHAPE }, 50..54);
 }
 
+/// As far as the limits go: all of a token's experts on one rank, too.
+#[test]
+fn the_longest_rows_and_the_most_experts_of_a_token() {
+    let fp8 = Shape { hidden: 16384, topk: 32, experts: 64, ranks: 2, max_tokens: 1, ..SHAPE };
+    let bf16 = Shape { payload: Payload::Bf16, prereduce: false, ..fp8 };
+    for (shape, choice) in [(fp8, Choice::OneRank), (bf16, Choice::Even)] {
+        let Some(mut job) = job(shape) else { return };
+        let mut numbers = Numbers(90);
+        let routing = Routing::of(&mut numbers, &shape, &[1, 1], choice);
+        let operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::Dispatch);
+        operation.dispatch(&mut job, 2, BOTH);
+        operation.combine(&mut job, 2, BOTH);
+        job.emulator.run(90).unwrap();
+        operation.check_dispatch(&job).and_then(|()| operation.check_combine(&job)).unwrap();
+    }
+}
+
 #[test]
 fn more_ranks_than_lanes() {
     let tuning = Tuning { threads: 64, ..SHAPE.tuning };

@@ -66,6 +66,14 @@ fn rows_of_many_stages_and_of_few() {
     rounds(Shape { payload: Payload::Fp8(Scale::PowerOfTwo), hidden: 16384, max_tokens: 12, ..SHAPE }, 24..26);
 }
 
+/// As far as the limits go.
+#[test]
+fn the_longest_rows_and_the_most_experts_of_a_token() {
+    let shape = Shape { hidden: 16384, topk: 32, experts: 64, ranks: 2, max_tokens: 5, ..SHAPE };
+    rounds(shape, 90..92);
+    rounds(Shape { payload: Payload::Bf16, ..shape }, 92..94);
+}
+
 #[test]
 fn scales_are_exponents() {
     rounds(Shape { payload: Payload::Fp8(Scale::Ue8m0), hidden: 2048, ..SHAPE }, 30..33);

@@ -253,7 +253,7 @@ __device__ __forceinline__ void send_cast(const Dispatch &dispatch, const Target
         spread(rows, targets, dispatch.common.rank + token, reinterpret_cast<u64>(stage));
         rows.each(targets, dispatch.common.rank + token, [&](u64 region, u32 row) {
             u64 scales = region + dispatch.common.heap.region_scales + u64(row) * SCALE_BYTES;
-            for (u32 i = lane_of(); i < SCALE_BYTES; i += LANES) at<u8>(scales + i) = stage[ROW + i];
+            for (u32 i = lane_of(); SCALE_BYTES != 0 && i < SCALE_BYTES; i += LANES) at<u8>(scales + i) = stage[ROW + i];
         });
 #endif
         rows = ahead;

@@ -84,7 +84,7 @@ struct Dispatch {
 
 // Counts this block's rows and selections. True for the last block of all to have done so.
 __device__ __forceinline__ bool count(const Dispatch &dispatch, ScanShared &shared) {
-    for (u32 i = threadIdx.x; i < HISTOGRAM; i += EP_THREADS) shared.experts[i] = 0;
+    for (u32 i = threadIdx.x; HISTOGRAM != 0 && i < HISTOGRAM; i += EP_THREADS) shared.experts[i] = 0;
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) shared.counts[rank] = 0;
     __syncthreads();
     for (u32 tile = dispatch.first; tile < dispatch.end; tile += EP_THREADS) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ bool count(const Dispatch &dispatch, ScanShared &shar
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
         at<u32>(dispatch.block_counts() + 4 * (u64(blockIdx.x) * EP_R + rank)) = shared.counts[rank];
     }
-    for (u32 i = threadIdx.x; i < HISTOGRAM; i += EP_THREADS) {
+    for (u32 i = threadIdx.x; HISTOGRAM != 0 && i < HISTOGRAM; i += EP_THREADS) {
         if (shared.experts[i] != 0) atomicAdd(&at<u32>(dispatch.expert_counts() + 4 * u64(i)), shared.experts[i]);
     }
     __syncthreads();

@@ -53,33 +53,43 @@ impl EpKernels {
         // Some newer GPUs, for desktops, have bulk copies but not that much shared memory.
         let rank_bulk =
             bulk && context.device().shared_memory()? >= shape.rank_shared(true).into_iter().fold(0, u32::max);
-        let mut compiled = Vec::new();
-        let mut load = |source: &Source<'static>, names: [&str; 2], defines: &[String], threads, shared: [u32; 2]| {
+        let load = |source: &Source<'static>, names: [&str; 2], defines: &[String], threads, shared: [u32; 2]| {
             let options: Vec<&str> = defines.iter().map(String::as_str).collect();
             let code = compiler.compile(source, arch, &options, limit)?;
             let module = Module::load(context, &code)?;
-            compiled.push((source.name, code));
             let [dispatch, combine] = names.map(|name| module.function(name));
             let (dispatch, combine) = (dispatch?, combine?);
             dispatch.allow_shared(shared[0])?;
             combine.allow_shared(shared[1])?;
-            Ok::<Pair, Error>(Pair { dispatch, combine, threads, shared })
+            Ok::<_, Error>((Pair { dispatch, combine, threads, shared }, (source.name, code)))
         };
-        let expert = shape.expert_layout.then(|| {
+        let expert = || {
             let names = ["crossrail_ep_dispatch_expert", "crossrail_ep_combine_expert"];
             load(&sources::EP_EXPERT, names, &shape.defines(bulk), shape.tuning().threads, shape.expert_shared())
-        });
-        let rank = shape.rank_layout.then(|| {
+        };
+        let rank = || {
             let names = ["crossrail_ep_dispatch_rank", "crossrail_ep_combine_rank"];
             let (defines, shared) = (shape.rank_defines(rank_bulk), shape.rank_shared(rank_bulk));
             load(&sources::EP_RANK, names, &defines, shape.rank_threads(), shared)
+        };
+        // Each takes a second or more to compile.
+        let (expert, rank) = std::thread::scope(|scope| {
+            let beside = (shape.expert_layout && shape.rank_layout).then(|| scope.spawn(rank));
+            let expert = shape.expert_layout.then(expert);
+            let panicked = |_| Err(Error::new(ErrorKind::Io, "kernels", "loading them panicked"));
+            let rank = match beside {
+                Some(beside) => Some(beside.join().unwrap_or_else(panicked)),
+                None => shape.rank_layout.then(rank),
+            };
+            (expert, rank)
         });
+        let (expert, rank) = (expert.transpose()?.unzip(), rank.transpose()?.unzip());
         Ok(EpKernels {
             shape: *shape,
-            expert: expert.transpose()?,
-            rank: rank.transpose()?,
+            expert: expert.0,
+            rank: rank.0,
             multiprocessors: context.device().multiprocessors()?.max(1),
-            compiled,
+            compiled: expert.1.into_iter().chain(rank.1).collect(),
         })
     }
 
