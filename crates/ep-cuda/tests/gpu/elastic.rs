@@ -1,6 +1,7 @@
 //! Ranks that come, leave, come back, and are masked and taken back; those that stay go on.
 
-use crossrail_ep_cuda::{Layout, Payload};
+use crossrail::CudaState;
+use crossrail_ep_cuda::{Layout, LinkKind, Payload};
 
 use crate::alone;
 use crate::rank::{Case, LIMIT, Rank, on_ranks_apart};
@@ -18,11 +19,11 @@ fn come_and_go(rank: Rank) {
     let (all, me) = (rank.case.everybody(), rank.me);
     let stays = me != 3;
     if me < 2 {
-        rank.timed("2 connect", || rank.connect(&[0, 1]));
+        rank.timed_connect("2 connect", &[0, 1]);
         all_ways(&rank, 0..3, &[2, 3]);
     }
     rank.meet("two", &all);
-    rank.timed("2 more connect", || rank.connect(&all));
+    rank.timed_connect("2 more connect", &all);
     all_ways(&rank, 10..13, &[]);
 
     rank.meet("four", &all);
@@ -33,7 +34,7 @@ fn come_and_go(rank: Rank) {
     all_ways(&rank, if stays { 20..23 } else { 20..21 }, if stays { &[3] } else { &[0, 1, 2] });
 
     rank.meet("three", &all);
-    rank.timed("1 connects again", || rank.connect(&all));
+    rank.timed_connect("1 connects again", &all);
     all_ways(&rank, 30..33, &[]);
 
     rank.meet("four again", &all);
@@ -48,5 +49,10 @@ fn come_and_go(rank: Rank) {
 
     assert_eq!(rank.buffer.faults(), [], "rank {me}");
     rank.buffer.sync(Some(LIMIT)).expect("sync");
+    // Kernels write straight into heaps: no memory of the host was pinned for it.
+    if rank.buffer.links().iter().all(|link| link.kind != LinkKind::Network) {
+        let CudaState::Present(cuda) = rank.context.info().expect("info").cuda else { panic!("there is a GPU") };
+        assert_eq!(cuda.devices[rank.gpu.ordinal as usize].bounce_bytes, 0, "rank {me}");
+    }
     rank.leave();
 }

@@ -164,6 +164,17 @@ impl Rank {
         }
     }
 
+    /// [`Rank::connect`], and how long its parts took, as rank 0 sees it.
+    pub(crate) fn timed_connect(&self, what: &str, ranks: &[u32]) {
+        self.timed(what, || self.connect(ranks));
+        if self.me == 0 {
+            let parts = self.buffer.took().connected.into_iter();
+            let parts: Vec<String> =
+                parts.map(|(part, took)| format!("{part} {:.1}", 1e3 * took.as_secs_f64())).collect();
+            println!("note: ms of it: {}", parts.join(", "));
+        }
+    }
+
     /// Ends it, in order.
     pub(crate) fn leave(self) {
         self.gpu.wait();
@@ -262,7 +273,7 @@ fn gpus_reach_each_other(gpus: u32) -> bool {
 }
 
 /// The context that PyTorch would use too.
-fn primary(ordinal: u32) -> crossrail_cuda::Context {
+pub(crate) fn primary(ordinal: u32) -> crossrail_cuda::Context {
     let cuda = Cuda::load().expect("CUDA");
     crossrail_cuda::Context::primary(&cuda.device(ordinal).expect("a GPU")).expect("its context")
 }
