@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,25 +19,28 @@ import torch
 import torch.distributed as dist
 
 from crossrail.ref.checking import Work
+from crossrail.report import kernels_us
 
 FLUSH_BYTES = 256 << 20
-FLUSHES = 6
+FLUSHES = 10
 """So often is that filled: it takes the GPU longer than Python takes to put an operation in behind it."""
+PROFILED_FLUSHES = 24
+"""Under the profiler Python takes longer; what it is late by on one rank, kernels of all others would wait for."""
 
-LIMIT = timedelta(seconds=60)
-PROFILED = 10
+LIMIT = timedelta(seconds=40)
+PROFILED = 15
+PROFILED_WARMUP = 5
+"""Iterations that the profiler sees first and that are not counted: it has a beginning of its own."""
 SMS = 24
 """Multiprocessors of DeepEP in the rank layout, unless told otherwise: what its own tests take."""
 
-CHUNKS = {"dispatch": (6, 10, 16, 22, 28), "combine": (2, 4, 6, 10, 16)}
-"""What its chunks are tuned over, so many tokens each; the fastest is used."""
+CHUNKS = {"dispatch": (4, 6, 8, 12, 16, 20, 24, 28, 32), "combine": (1, 2, 4, 6, 8, 9, 10, 12, 16)}
+"""What its chunks are tuned over, so many tokens each; the fastest is used. Its own tests go over the same range, and
+what it takes by itself for 2, 4 and 8 ranks is among them."""
 TUNED = 5
 RECEIVED_CHUNK = 256
 NVL_BYTES = int(2e9)
 """What its own tests give it for transfers within a node."""
-
-NOT_THEIRS = re.compile(r"nccl|memset|memcpy|fill|elementwise|reduce_kernel", re.IGNORECASE)
-"""Kernels that measuring needs, and not what is measured."""
 
 Op = Callable[[], Any]
 
@@ -125,9 +127,9 @@ class Rank:
             "kernel_us": self.by_kernels(op, min(iters, PROFILED)) if first and peer.profiled else None,
         }
 
-    def meet(self) -> None:
+    def meet(self, flushes: int = FLUSHES) -> None:
         """All ranks, on the GPU, the cache full of something else."""
-        for _ in range(FLUSHES):
+        for _ in range(flushes):
             self._flush.zero_()
         dist.all_reduce(self._word, group=self.group)
 
@@ -157,16 +159,16 @@ class Rank:
         return samples[warmup:]
 
     def by_kernels(self, op: Op, iters: int) -> float:
-        """Microseconds of all kernels of an operation, on average."""
+        """Microseconds of all kernels of an operation: the median of iterations, in each of which all ranks meet."""
         # As torch.profiler, which imports a compiler first.
         with torch.autograd.profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True) as profile:
-            for _ in range(iters):
-                self.meet()
+            for _ in range(PROFILED_WARMUP + iters):
+                self.meet(PROFILED_FLUSHES)
                 op()
-            torch.cuda.synchronize()
-        events = [event for event in profile.key_averages() if not NOT_THEIRS.search(event.key)]
-        # The profiler may miss some of the first.
-        return sum((_device_time(one) / one.count * max(round(one.count / iters), 1) for one in events), 0.0)
+                torch.cuda.synchronize()
+        seen = [event for event in profile.function_events if event.device_type == torch.autograd.DeviceType.CUDA]
+        spans = [(event.time_range.start, event.time_range.elapsed_us(), event.name) for event in seen]
+        return kernels_us(spans, "nccl", PROFILED_FLUSHES, PROFILED_WARMUP)
 
     def _agree(self, name: str) -> None:
         """A peer that cannot run on one rank runs on none."""
@@ -385,11 +387,6 @@ def _cast(x: Any) -> tuple[Any, Any]:
     most = blocks.abs().amax(dim=2).clamp(1e-4)
     rows = (blocks * (448.0 / most.unsqueeze(2))).to(torch.float8_e4m3fn).view(x.shape)
     return rows, (most / 448.0).contiguous()
-
-
-def _device_time(event: Any) -> float:
-    found = getattr(event, "self_device_time_total", None)
-    return float(event.self_cuda_time_total if found is None else found)
 
 
 def reason(error: BaseException) -> str:

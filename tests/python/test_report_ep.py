@@ -8,7 +8,19 @@ from dataclasses import replace
 import pytest
 from report_samples import environment
 
-from crossrail.report import EpRank, EpTurn, PeerResult, Report, Row, console, ep_row, print_report, slowest, with_peers
+from crossrail.report import (
+    EpRank,
+    EpTurn,
+    PeerResult,
+    Report,
+    Row,
+    console,
+    ep_row,
+    kernels_us,
+    print_report,
+    slowest,
+    with_peers,
+)
 
 LIKE = Row(
     what="e2e",
@@ -119,3 +131,14 @@ def test_ranks_that_moved_nothing_make_a_row() -> None:
     row = ep_row(replace(LIKE, tokens=0), [EpTurn([nothing])])
     assert row.gb_per_s == 0.0
     assert "0 B" in printed(row)
+
+
+def test_kernels_of_the_median_iteration_are_added_up() -> None:
+    spans: list[tuple[float, float, str]] = []
+    for number, took in enumerate((900.0, 20.0, 30.0, 25.0)):
+        begin = number * 1e4
+        spans += [(begin - 200, 75.0, "fill"), (begin - 100, 75.0, "fill"), (begin, 9.0, "ncclDevKernel_AllReduce")]
+        spans += [(begin + 10, took, "dispatch"), (begin + 11, 2.0, "fill")]
+    assert kernels_us(spans[::-1], "nccl", fills=2, warmup=1) == 27.0, "what it fills itself counts, the first does not"
+    with pytest.raises(ValueError, match="no samples"):
+        kernels_us(spans, "nccl", fills=2, warmup=4)

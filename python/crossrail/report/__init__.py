@@ -7,7 +7,7 @@ tabulated and compared on another.
 from .build import Round, p2p_row, with_peers, with_raw_tcp, with_samples
 from .control import averaged, control_rows, with_times
 from .environment import capture_environment
-from .ep import EpDeviceRank, EpDeviceTurn, EpRank, EpTurn, ep_device_row, ep_row, slowest
+from .ep import EpDeviceRank, EpDeviceTurn, EpRank, EpTurn, ep_device_row, ep_row, kernels_us, slowest
 from .mesh import mesh_rows
 from .schema import (
     SCHEMA,
@@ -65,6 +65,7 @@ __all__ = [
     "format_size",
     "gb_per_s",
     "judge",
+    "kernels_us",
     "median",
     "mesh_rows",
     "p2p_row",

@@ -113,6 +113,23 @@ def slowest(samples: Sequence[Sequence[float]]) -> list[float]:
     return [max(times) for times in zip(*samples, strict=True)]
 
 
+def kernels_us(spans: Sequence[tuple[float, float, str]], meeting: str, fills: int, warmup: int) -> float:
+    """The kernels of an iteration added up, in the median iteration, from what a profiler saw on the GPU.
+
+    ``spans``: begin, microseconds and name of all. Before each iteration come so many ``fills`` and then one whose name
+    has ``meeting`` in it. The first ``warmup`` iterations are left out. Raises ValueError when there are no others.
+    """
+    iterations: list[list[float]] = []
+    for _, took, name in sorted(spans):
+        if meeting not in name:
+            if iterations:
+                iterations[-1].append(took)
+        elif not iterations or iterations[-1]:
+            iterations.append([])
+    sums = [sum(each[: len(each) - fills]) for each in iterations[:-1]] + [sum(each) for each in iterations[-1:]]
+    return median(sums[warmup:])
+
+
 def ep_row(row: Row, turns: Sequence[EpTurn]) -> Row:
     """``row`` with what follows from the samples of every turn; bytes are averages of one rank and one iteration."""
     ranks = [one for turn in turns for one in turn.ranks]
