@@ -16,15 +16,17 @@ DEMO_RAILS := CROSSRAIL_TLS=tcp CROSSRAIL_NET_DEVICES=127.0.0.1,127.0.0.2,127.0.
 say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python test-gpu bench bench-gpu gpu-pack fmt clean
+.PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python test-gpu bench bench-gpu \
+	bench-gpu-experts gpu-pack pages fmt clean
 
 help:
 	@echo "make build    virtual environment in $(VENV), tools, the extension and the command crossrail"
 	@echo "make demo     build, then the main job on this machine"
 	@echo "make test     everything CI runs: lint, Rust tests, fuzz corpora, Python tests, test bed"
 	@echo "make test-gpu what needs a GPU"
-	@echo "make bench-gpu GPU memory against its peers, into benches/results/gpu"
+	@echo "make bench-gpu GPU memory against its peers, into benches/results/gpu; bench-gpu-experts: dispatch and combine"
 	@echo "make bench    the benchmark against the peers, into benches/results"
+	@echo "make pages    the tables of docs/, from benches/results"
 	@echo "make fmt      format Rust and Python"
 	@echo "make clean    remove what was built"
 
@@ -119,14 +121,25 @@ test-gpu: gpu-pack
 	$(call say,test: GPU)
 	$(GPU_PYTHON) tests/gpu/run.py $(GPU_RUN) --out $(or $(OUT),$(CARGO_TARGET_DIR)/gpu) $(GPU_OPTIONS)
 
-bench-gpu: PACK_OPTIONS = --nixl --deepep
+# Some five minutes each; with GPU_OPTIONS="--quick --rounds 1" two at most.
+GPU_BENCH = PYTHONPATH=$(GPU_SITE) $(GPU_PYTHON) benches/gpu/run.py $(GPU_RUN) --out $(or $(OUT),benches/results/gpu)
+
+bench-gpu bench-gpu-experts: PACK_OPTIONS = --nixl --deepep
 bench-gpu: gpu-pack
 	$(call say,bench: GPU memory against its peers)
-	PYTHONPATH=$(GPU_SITE) $(GPU_PYTHON) benches/gpu/run.py $(GPU_RUN) --out $(or $(OUT),benches/results/gpu) $(GPU_OPTIONS)
+	$(GPU_BENCH) --only p2p $(GPU_OPTIONS)
+
+bench-gpu-experts: gpu-pack
+	$(call say,bench: dispatch and combine in GPU memory against their peers)
+	$(GPU_BENCH) --only experts $(GPU_OPTIONS)
 
 bench: build
 	$(call say,bench: against the peers into benches/results)
 	$(BIN)/python benches/run.py
+
+pages:
+	$(call say,pages: their tables from benches/results)
+	$(PYTHON) benches/gpu/table.py docs/performance.md docs/performance-experts.md
 
 fmt: $(TOOLS)
 	cargo fmt --all

@@ -1,13 +1,14 @@
 """GPU memory against its peers, all in one run; a file for each scenario and a table of the goals at the end.
 
     python benches/gpu/run.py --pack .gpu --site target/gpu-site --out benches/results/gpu
-    python benches/gpu/run.py ... --gpus 2
-    python benches/gpu/run.py ... --only pair,latency --quick
-    python benches/gpu/run.py ... --only ep_decode,ep_prefill,ep_sms,ep_sweep,ep_control --name experts
+    python benches/gpu/run.py ... --only experts
+    python benches/gpu/run.py ... --only pair,latency --quick --gpus 2
 
-The files have the number of GPUs in their names (pair-2.json, summary-2.json), so that runs with different numbers
-stand side by side. Each scenario has its own time; one that needs more GPUs is skipped, and says so. Exit 0: every row
-ran, whether or not it reached its goal; 1: one did not, or there is no GPU; 2: bad usage.
+`--only` takes scenarios and sets of them: p2p (transfers, unless told otherwise) and experts (dispatch and combine);
+one after the other they are everything, in about five minutes each. The files have the number of GPUs in their names
+(pair-2.json), so that runs with different numbers stand side by side; the table of all goals is summary-2.json, or
+experts-2.json when it has no others. Each scenario has its own time; one that needs more GPUs is skipped, and says so.
+Exit 0: every row ran, whether or not it reached its goal; 1: one did not, or there is no GPU; 2: bad usage.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from goals import SCENARIOS, USUAL  # noqa: E402
+from goals import SCENARIOS, SETS  # noqa: E402
 from judging import Outcome  # noqa: E402
 from machine import describe  # noqa: E402
 from steps import Result, Runner, Step, gpu_count, group_sizes, read_program, visible  # noqa: E402
@@ -55,6 +56,7 @@ def main() -> int:
     summary = {
         "schema": "crossrail-goals/1",
         "environment": describe(arguments.pack, gpus),
+        "command": sys.argv,
         "steps": [asdict(result) for result in runner.results],
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }
@@ -68,18 +70,22 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pack", type=Path, required=True, metavar="DIR", help="what benches/gpu/pack.sh made")
     parser.add_argument("--site", type=Path, metavar="DIR", help="where the pack's wheel was installed")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the results and the log")
-    parser.add_argument("--only", metavar="NAMES", default=",".join(USUAL), help=f"of {', '.join(SCENARIOS)}")
-    name = "of the summary: another one for a part of the scenarios (summary)"
-    parser.add_argument("--name", default="summary", help=name)
+    names = f"of {', '.join([*SETS, *SCENARIOS])} (p2p)"
+    parser.add_argument("--only", metavar="NAMES", default="p2p", help=names)
+    parser.add_argument("--name", help="of the table of all goals (summary; experts when it has no others)")
     parser.add_argument("--gpus", type=int, metavar="N", help="with the first N GPUs (all)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns that ours and each peer take (3)")
     parser.add_argument("--quick", action="store_true", help="fewer iterations")
     parser.add_argument("--budget", type=float, default=560.0, metavar="S", help="seconds for all scenarios (560)")
     arguments = parser.parse_args()
-    arguments.only = arguments.only.split(",")
-    unknown = [name for name in arguments.only if name not in SCENARIOS]
+    named = arguments.only.split(",")
+    unknown = [name for name in named if name not in SETS and name not in SCENARIOS]
     if unknown:
-        parser.error(f"{unknown[0]!r} is no scenario; known: {', '.join(SCENARIOS)}")
+        parser.error(f"{unknown[0]!r} is no scenario; known: {', '.join([*SETS, *SCENARIOS])}")
+    arguments.only = list(dict.fromkeys(one for name in named for one in SETS.get(name, (name,))))
+    arguments.name = arguments.name or ("experts" if set(arguments.only) <= set(SETS["experts"]) else "summary")
+    if arguments.name in SCENARIOS:
+        parser.error(f"--name {arguments.name}: a scenario's own file is called so")
     if arguments.gpus is not None and arguments.gpus < 1:
         parser.error("--gpus must be at least 1")
     if arguments.rounds < 1:

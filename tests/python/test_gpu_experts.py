@@ -94,4 +94,5 @@ def test_every_scenario_is_known_and_bounded() -> None:
     ours = {name: limits for name, limits in goals.SCENARIOS.items() if name.startswith("ep_")}
     assert set(ours) == {"ep_decode", "ep_prefill", "ep_sms", "ep_sweep", "ep_control"}
     assert all(0 < limit <= 180 and gpus == 2 for _, limit, gpus in ours.values())
-    assert set(goals.USUAL) <= set(goals.SCENARIOS)
+    assert set(goals.SETS["experts"]) == set(ours)
+    assert set().union(*goals.SETS.values()) <= set(goals.SCENARIOS)

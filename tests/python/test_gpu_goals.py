@@ -261,12 +261,56 @@ def test_the_table_for_the_page() -> None:
         "notes": [],
     }
     lines = [{**base, "work": "a", "met": False}, {**base, "work": "b"}, {**base, "work": "c", "failed": True}]
-    text = table.markdown({"outcomes": lines}, Path("summary.json"))
-    assert text.splitlines()[3:] == [
+    assert table.goals({"outcomes": lines}).splitlines()[2:] == [
         "| a | 1 GB/s | - | 0.5 | >= 1 | **no** |",
         "| b | 1 GB/s | - | 0.5 | >= 1 | - |",
         "| c | 1 GB/s | - | 0.5 | >= 1 | **failed** |",
     ]
+    assert len(table.goals({"outcomes": lines}, "a | c").splitlines()) == 2 + 2
+
+
+def test_what_was_counted_in_three_ways() -> None:
+    table = load(GPU / "table.py")
+    own = {"kernel_us": 20.0, "p50_us": 26.0, "host_p50_us": 90.0}
+    peers = {"deepep": {**own, "kernel_us": 44.2, "heap_bytes": 2 << 30}, "drop-in": own, "nccl": {"error": "no NCCL"}}
+    row = {"what": "combine", "layout": "expert", "dtype": "fp8", "p50_us": 25.0, "host_p50_us": 30.0, "peers": peers}
+    moved = {"bytes_logical": 10_000_000, "bytes_wire": 5_000_000, "heap_bytes": 11 << 20}
+    assert table.ways({"rows": [{**row, **moved}]}).splitlines()[2:] == [
+        "| combine, fp8 | ours | 20.0 | 25.0 | 30.0 | 400 | 200 | 11 MiB |",
+        "| combine, fp8 | deepep | 44.2 | 26.0 | 90.0 | 385 | - | 2048 MiB |",
+        "| combine, fp8 | drop-in | 20.0 | 26.0 | 90.0 | 385 | - | - |",
+        "| combine, fp8 | nccl | no NCCL | - | - | - | - | - |",
+    ]
+
+
+def test_a_sweep_has_a_table_for_each_number_that_changed() -> None:
+    table = load(GPU / "table.py")
+    usual = {"hidden": 7168, "topk": 8, "experts": 288, "routing": "uniform", "dtype": "fp8", "num_sms": 132}
+    rows = [
+        {**usual, "layout": "expert", "what": what, "tokens": tokens, "bytes_wire": 1_000_000, "p50_us": 1.0 * tokens}
+        for tokens in (64, 128)
+        for what in ("dispatch", "e2e")
+    ]
+    rows += [{**rows[2], "topk": 4}, {**rows[2], "routing": "one", "p50_us": 9.0}]
+    tokens, topk, routing = table.sweep({"rows": rows}).split("\n\nexpert layout")[0:3]
+    assert tokens.startswith("expert layout, hidden 7168, top-k 8, experts 288, routing uniform, dtype fp8, SMs 132:")
+    assert tokens.splitlines()[2:] == [
+        "| tokens | 64 | 128 |",
+        "|---|---|---|",
+        "| dispatch, us | 64.0 | 128.0 |",
+        "| both, us | 64.0 | 128.0 |",
+        "| dispatch, wire GB/s | 16 | 8 |",
+    ]
+    assert "| top-k | 4 | 8 |" in topk
+    assert "| dispatch, us | 9.0 | 128.0 |" in routing
+
+
+def test_the_pages_have_the_tables_of_the_committed_results() -> None:
+    table = load(GPU / "table.py")
+    for page in ("performance.md", "performance-experts.md"):
+        text = (ROOT / "docs" / page).read_text()
+        assert text.count("<!-- end -->") == len(table.BLOCK.findall(text)) > 0
+        assert table.written(text) == text, f"docs/{page} is older than its files: make pages"
 
 
 def load(path: Path) -> types.ModuleType:
@@ -281,7 +325,14 @@ def load(path: Path) -> types.ModuleType:
 
 @pytest.mark.parametrize(
     ("options", "code"),
-    [(["--only=flying"], 2), (["--rounds=0"], 2), (["--gpus=0"], 2), ([], 1), (["--only=pair,mesh"], 1)],
+    [
+        (["--only=flying"], 2),
+        (["--rounds=0"], 2),
+        (["--gpus=0"], 2),
+        (["--name=pair"], 2),
+        ([], 1),
+        (["--only=experts"], 1),
+    ],
 )
 def test_bad_usage_and_no_gpu(tmp_path: Path, options: list[str], code: int) -> None:
     if gpu_count()[0]:
