@@ -172,7 +172,7 @@ mod tests {
         let shape = small();
         let heap = shape.heap();
         let mut spans: Vec<Span> = (0..3).flat_map(|source| shape.left_by(source)).collect();
-        assert_eq!(spans.len(), 3 * 7);
+        assert_eq!(spans.len(), 3 * 9);
         spans.sort_by_key(|span| span.at);
         assert!(spans.windows(2).all(|pair| pair[0].at + pair[0].len <= pair[1].at), "{spans:?}");
         let end = spans.last().map(|span| span.at + span.len).unwrap();

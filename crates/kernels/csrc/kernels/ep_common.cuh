@@ -168,10 +168,16 @@ struct Peers {
     __device__ __forceinline__ bool is_open(u32 rank) const { return open >> rank & 1; }
 };
 
-// The number of the expert of a selection; -1 for none.
+// What the caller says of a selection.
+__device__ __forceinline__ long long id_at(const EpDispatchArgs &args, u64 selection) {
+    return args.idx_bytes == 8 ? at<long long>(args.topk_idx, selection) : at<int>(args.topk_idx, selection);
+}
+
+// The number of the expert that it names; -1 for none.
+__device__ __forceinline__ int expert_of(long long id) { return id >= 0 && id < EP_E ? static_cast<int>(id) : -1; }
+
 __device__ __forceinline__ int expert_at(const EpDispatchArgs &args, u64 selection) {
-    long long id = args.idx_bytes == 8 ? at<long long>(args.topk_idx, selection) : at<int>(args.topk_idx, selection);
-    return id >= 0 && id < EP_E ? static_cast<int>(id) : -1;
+    return expert_of(id_at(args, selection));
 }
 
 // For the lanes below K, which have a token's selections: whether this one is the first of its rank.

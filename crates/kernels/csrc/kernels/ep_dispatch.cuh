@@ -136,17 +136,7 @@ __device__ __forceinline__ void send_rows(const EpDispatchArgs &args, Start &sta
     mark_of(0, args.marks, EP_MARK_SENT);
 }
 
-// Of a dispatch's plan: the number that belongs to this operation, once it is there.
-__device__ __forceinline__ u32 await_planned(u64 address, u64 epoch) {
-    u64 entry = ld_relaxed_gpu_u64(address);
-    while (!is_tagged(entry, epoch)) {
-        pause_ns(20);
-        entry = ld_relaxed_gpu_u64(address);
-    }
-    return static_cast<u32>(entry);
-}
-
-// How many tokens each source has sent, once the plan is there: the first warp of a block that wants to know it waits, and
+// How many tokens each source has sent, and its flags, once the plan is there: the first warp of a block that wants to know it waits, and
 // tells the others. All lanes.
 __device__ __forceinline__ PerRank<u32> await_tokens(const EpCommon &c, Start &start, u64 epoch, u32 lane) {
     u32 asked = 0;
@@ -237,19 +227,21 @@ __device__ __forceinline__ void fan_out(const EpDispatchArgs &args, const Arriva
     }
 }
 
-// Notes for the combine where a token's rows are. All lanes.
-__device__ __forceinline__ void note_routes(const EpDispatchArgs &args, const Arrival &a, u64 table, u32 lane) {
+// Notes what else belongs to a token's rows; weights may have to come first. All lanes.
+__device__ __forceinline__ void note_rows(const EpDispatchArgs &args, const Arrival &a, bool weighted, u64 epoch, u32 lane) {
     const EpCommon &c = args.common;
-    u64 token = u64(a.source) * c.max_tokens + a.token, i = token * EP_K + lane;
-    u32 here = __ballot_sync(WHOLE_WARP, a.row != EP_NOWHERE);
-    if (lane == 0) at<u8>(c.handle + c.parts.present, token) = static_cast<u8>(__popc(here));
-    if (lane >= EP_K) return;
-    at<u32>(c.handle + c.parts.routes, i) = a.row;
-    if (a.row == EP_NOWHERE) return;
-    if (at<EpTableHeader>(table).flags & EP_WEIGHTED) {
-        at<float>(c.handle + c.parts.weights, i) = at<float>(table + c.heap.table_weights, u64(a.token) * EP_K + lane);
+    if (a.row != EP_NOWHERE) {
+        if (args.out_source) at<u32>(args.out_source, a.row) = a.token;
+        u64 i = u64(a.token) * EP_K + lane;
+        if (weighted) {
+            u64 table = c.base + c.heap.tables + slot_of(epoch, a.source) * c.heap.table_stride;
+            u64 word = table + c.heap.table_weights + 8 * i, seen = ld_relaxed_sys_u64(word);
+            if (!is_tagged(seen, epoch)) seen = await_tagged(c, word, a.source, EP_STAGE_TABLE, epoch);
+            float weight = is_tagged(seen, epoch) ? __uint_as_float(static_cast<u32>(seen)) : 0.0f;
+            at<float>(c.handle + c.parts.weights, u64(a.source) * c.max_tokens * EP_K + i) = weight;
+        }
     }
-    if (args.out_source) at<u32>(args.out_source, a.row) = a.token;
+    __syncwarp();
 }
 
 __device__ __forceinline__ u64 flag_of(const EpCommon &c, const Arrival &a, u64 epoch) {
@@ -257,58 +249,40 @@ __device__ __forceinline__ u64 flag_of(const EpCommon &c, const Arrival &a, u64 
     return c.base + c.heap.row_flags + (row * PIECES + a.piece) * 8;
 }
 
-// Whether a lane has room for all entries of a token.
-constexpr bool KEEPS_ENTRIES = EP_K <= 8;
+// Whether a lane has room for all rows of a token.
+constexpr bool KEEPS_ROWS = EP_K <= 8;
 
-// The entries of a token, as a lane looks at them.
-struct Entries {
-    u32 kept[KEEPS_ENTRIES ? EP_K : 1] = {};
-    u32 any = 0;
+// Where the plan has the rows of a token.
+__device__ __forceinline__ u64 routes_of(const EpCommon &c, const Arrival &a) {
+    return c.handle + c.parts.routes + (u64(a.source) * c.max_tokens + a.token) * EP_K * 4;
+}
 
-    __device__ __forceinline__ void look(const EpCommon &c, const Arrival &a, u64 table) {
+// The rows of a token, as a lane looks at them.
+struct Rows {
+    u32 kept[KEEPS_ROWS ? EP_K : 1] = {};
+    u32 count = 0;
+
+    __device__ __forceinline__ void look(const EpCommon &c, const Arrival &a) {
 #pragma unroll 8
         for (u32 k = 0; k < EP_K; ++k) {
-            u32 entry = at<u32>(table + c.heap.table_entries, u64(a.token) * EP_K + k);
-            if (KEEPS_ENTRIES) kept[KEEPS_ENTRIES ? k : 0] = entry;
-            any |= entry;
+            u32 row = at<u32>(routes_of(c, a), k);
+            if (KEEPS_ROWS) kept[KEEPS_ROWS ? k : 0] = row;
+            count += row != EP_NOWHERE;
         }
     }
 
-    // To each lane below K its entry of the token that lane `whose` has looked at.
-    __device__ __forceinline__ u32 spread(const EpCommon &c, const Arrival &a, u64 table, u32 whose, u32 lane) const {
-        if (!KEEPS_ENTRIES) return lane < EP_K ? at<u32>(table + c.heap.table_entries, u64(a.token) * EP_K + lane) : 0;
-        u32 entry = 0;
+    // To each lane below K its row of the token that lane `whose` has looked at.
+    __device__ __forceinline__ u32 spread(const EpCommon &c, const Arrival &a, u32 whose, u32 lane) const {
+        if (!KEEPS_ROWS) return lane < EP_K ? at<u32>(routes_of(c, a), lane) : EP_NOWHERE;
+        u32 row = EP_NOWHERE;
 #pragma unroll
-        for (u32 k = 0; k < (KEEPS_ENTRIES ? EP_K : 1); ++k) {
+        for (u32 k = 0; k < (KEEPS_ROWS ? EP_K : 1); ++k) {
             u32 other = __shfl_sync(WHOLE_WARP, kept[k], whose);
-            if (lane == k) entry = other;
+            if (lane == k) row = other;
         }
-        return entry;
+        return row;
     }
 };
-
-// Finds out where a piece of a token goes of which something is here, by each lane's entry; it need not have come yet. All
-// lanes.
-__device__ __forceinline__ Arrival expect_piece(const EpDispatchArgs &args, Arrival a, u32 entry, u64 table, u64 epoch,
-                                                u32 lane) {
-    const EpCommon &c = args.common;
-    u32 expert = (entry >> ENTRY_EXPERT) - 1, place = entry & ((1u << ENTRY_EXPERT) - 1);
-    u64 word = c.base + c.heap.plan_offsets + 8 * (expert * EP_R + a.source);
-    // What another rank says must not lead outside of what is there.
-    bool known = entry != 0 && expert < LOCAL;
-    // A first look at both, together.
-    u64 offset = known ? ld_relaxed_gpu_u64(word) : 0;
-    a.came = lane == 0 && ld_acquire_sys_u64(flag_of(c, a, epoch)) >= epoch;
-    a.row = EP_NOWHERE;
-    if (known) {
-        place += is_tagged(offset, epoch) ? static_cast<u32>(offset) : await_planned(word, epoch);
-        u32 most = EP_R * c.max_tokens;
-        if (place < most) a.row = expert * most + place;
-    }
-    __syncwarp();
-    if (a.piece == 0) note_routes(args, a, table, lane);
-    return a;
-}
 
 // Waits for a piece, and delivers it. All lanes.
 __device__ __forceinline__ void receive_piece(const EpDispatchArgs &args, const Arrival &a, u64 epoch, u32 lane) {
@@ -332,13 +306,12 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
     mark_of(EP_THREADS - LANES, args.marks, EP_MARK_PLANNED);
     u32 most = 0;
 #pragma unroll
-    for (u32 i = 0; i < EACH; ++i) most = tokens.value[i] > most ? tokens.value[i] : most;
+    for (u32 i = 0; i < EACH; ++i) most = max(most, tokens.value[i] & SOURCE_TOKENS);
 #pragma unroll
     for (u32 step = LANES / 2; step > 0; step /= 2) {
         u32 other = __shfl_xor_sync(WHOLE_WARP, most, step);
         most = other > most ? other : most;
     }
-    u64 tables = c.base + c.heap.tables;
     u64 units = u64(most) * EP_R * PIECES;
     auto arrival = [&](u64 unit) {
         u32 pair = static_cast<u32>(unit / PIECES);
@@ -347,24 +320,25 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
     for (u64 first = worker; first < units; first += u64(LANES) * workers) {
         u64 unit = first + u64(lane) * workers;
         Arrival mine = arrival(unit);
-        u32 sent = tokens.of(mine.source);
-        Entries entries;
-        u64 table = tables + slot_of(epoch, mine.source) * c.heap.table_stride;
-        if (unit < units && mine.token < sent) {
-            entries.look(c, mine, table);
-            if (!entries.any && mine.piece == 0) {
-                at<u8>(c.handle + c.parts.present, u64(mine.source) * c.max_tokens + mine.token) = 0;
-            }
+        u32 said = tokens.of(mine.source);
+        Rows rows;
+        if (unit < units && mine.token < (said & SOURCE_TOKENS)) {
+            rows.look(c, mine);
+            // For the combine.
+            u64 present = c.handle + c.parts.present + u64(mine.source) * c.max_tokens;
+            if (mine.piece == 0) at<u8>(present, mine.token) = static_cast<u8>(rows.count);
         }
-        // Where the next one goes is found out before the last one is waited for.
+        // A first look at the next one's flag comes before the last one is waited for.
         Arrival last;
         bool expects = false;
-        for (u32 left = __ballot_sync(WHOLE_WARP, entries.any != 0); left; left &= left - 1) {
+        for (u32 left = __ballot_sync(WHOLE_WARP, rows.count != 0); left; left &= left - 1) {
             u32 whose = __ffs(left) - 1;
             Arrival next = arrival(first + u64(whose) * workers);
-            u64 its_table = tables + slot_of(epoch, next.source) * c.heap.table_stride;
-            u32 entry = entries.spread(c, next, its_table, whose, lane);
-            next = expect_piece(args, next, entry, its_table, epoch, lane);
+            next.row = rows.spread(c, next, whose, lane);
+            next.came = lane == 0 && ld_acquire_sys_u64(flag_of(c, next, epoch)) >= epoch;
+            __syncwarp();
+            bool weighted = __shfl_sync(WHOLE_WARP, said, whose) >> SOURCE_FLAGS & EP_WEIGHTED;
+            if (next.piece == 0) note_rows(args, next, weighted, epoch, lane);
             if (expects) receive_piece(args, last, epoch, lane);
             last = next;
             expects = true;

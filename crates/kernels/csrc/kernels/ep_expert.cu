@@ -13,36 +13,32 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     u8 *memory = behind_start(shared);
     u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     mark_of(0, args.marks, EP_MARK_BEGUN);
-    bool sends = c.phases & EP_SEND;
+    bool sends = c.phases & EP_SEND, receives = c.phases & EP_RECEIVE;
     // The first block plans while the others send.
-    bool plans = blockIdx.x == 0;
-    u32 first = gridDim.x > 1, senders = gridDim.x - first;
+    u32 first = receives && gridDim.x > 1, senders = gridDim.x - first;
     u32 units = sends && blockIdx.x >= first && warp < EP_SENDERS ? c.tokens * PIECES : 0;
     Share share = {warp * senders + blockIdx.x - first, EP_SENDERS * senders, units};
-    u8 *stages = memory + EP_PLAN_BASES + warp * EP_STAGES * DISPATCH_STAGE;
-    // A block that plans has its counts there first.
-    bool ahead = !plans && share.unit < share.end;
+    u8 *stages = memory + warp * EP_STAGES * DISPATCH_STAGE;
     Outgoing row = {-1, 0, false};
+    // Loads that need nothing that the block finds out are under way while it does.
+    OwnSelection own(args, sends);
     // The last warp has the least to send.
     if (warp == WARPS - 1) {
         const EpState &state = state_of(c);
         begin(c, {state.dispatch_sent, state.dispatch_ended, EP_WORD_DISPATCH_TAKEN}, start, lane);
     }
-    if (ahead) row = stage_unit(args, share.unit, stages, lane);
+    if (share.unit < share.end) row = stage_unit(args, share.unit, stages, lane);
     __syncthreads();
     Peers peers(start.open, start.base, lane);
     if (blockIdx.x == gridDim.x - 1 && warp == WARPS - 1) tell_taken(c, start, EP_WORD_DISPATCH_TAKEN, lane);
     if (sends) {
-        if (plans) {
-            announce_tables(args, start, memory);
-            mark_of(0, args.marks, EP_MARK_ANNOUNCED);
-            __syncthreads();
-        }
+        // Before rows: they fill the links.
+        send_selections(args, start, own);
+        if (blockIdx.x == 0) mark_of(0, args.marks, EP_MARK_ANNOUNCED);
         send_rows(args, start, peers, stages, share, row, lane);
     }
-    if (c.phases & EP_RECEIVE) {
-        if (plans) plan_rows(args, memory, start.received);
-        if (plans) mark_of(0, args.marks, EP_MARK_HEARD);
+    if (receives) {
+        if (blockIdx.x == 0) plan_rows(args, start, memory);
         u32 from = EP_RECEIVE_FROM;
         if (warp >= from) {
             // The last warps, which have the least to send, have the most to deliver.

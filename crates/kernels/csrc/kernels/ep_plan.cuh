@@ -1,154 +1,186 @@
-// The plan of a dispatch in the expert layout, by the first block: which of this rank's rows is which of its expert, and
-// where the rows of each source begin.
+// The plan of a dispatch in the expert layout: which row each selection has.
 //
-//     selections:  | warp 0's        | warp 1's        | ...        each warp counts its own, by expert
-//     counts:      [warp][expert]  ->  how many before it           and numbers them, in the order of tokens
+//     a source:   ids  ->  at each rank a word for each selection: the number of its expert there + 1, or 0
+//     here:       words:   | part | part | ...  a source's parts, one source after the other
+//                 counts:  [part][expert]  ->  how many rows before it  ->  rows, in the order of sources and tokens
 //
-// Duplicates of an expert in one token are not allowed, so a place is less than M.
+// Each word has the number of the operation, so that no fence and no flag is between it and who waits for it: words are on
+// their way before the first rows, which they would else wait behind. The first block of each rank numbers what it gets.
 #pragma once
 
 #include "kernels/ep_start.cuh"
 
-using u16 = unsigned short;
+// Where the word that says how many tokens a source has, has its flags.
+constexpr u32 SOURCE_FLAGS = 24;
+constexpr u32 SOURCE_TOKENS = (1u << SOURCE_FLAGS) - 1;
+// Parts of all sources' selections.
+constexpr u32 PARTS_PLANNED = EP_R * EP_PLAN_PARTS;
+// Words of each lane that are under way at once.
+constexpr u32 WORDS = 8;
 
-// Where an entry has its expert.
-constexpr u32 ENTRY_EXPERT = 20;
+// What each thread says first of this rank's selections; read before it is known to whom it goes, and not looked at until
+// then.
+struct OwnSelection {
+    long long id = -1;
+    float weight = 0.0f;
 
-// The shared memory of the block.
-struct PlanShared {
-    u64 *base;
-    u16 *counts;
+    __device__ __forceinline__ OwnSelection(const EpDispatchArgs &args, bool sends) {
+        u64 i = u64(blockIdx.x) * EP_THREADS + threadIdx.x;
+        if (sends && i < u64(args.common.tokens) * EP_K) read(args, i);
+    }
 
-    __device__ __forceinline__ explicit PlanShared(u8 *shared)
-        : base(reinterpret_cast<u64 *>(shared)), counts(reinterpret_cast<u16 *>(shared + EP_PLAN_BASES)) {}
+    __device__ __forceinline__ void read(const EpDispatchArgs &args, u64 i) {
+        id = id_at(args, i);
+        if (args.topk_weights) weight = at<float>(args.topk_weights, i);
+    }
 };
 
-// Ranks that may be written to, in shared memory: 0 for the others.
-__device__ __forceinline__ void open_tables(const EpCommon &c, const Start &start, PlanShared shared) {
-    for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
-        bool open = start.open >> rank & 1;
-        open = open && slots_free(c, start, rank, EP_WORD_DISPATCH_TAKEN, EP_STAGE_DISPATCH_TAKEN);
-        shared.base[rank] = open ? start.base[rank] : 0;
-    }
+// Whether a rank may be written to.
+__device__ __forceinline__ bool takes_rows(const EpCommon &c, const Start &start, u32 rank) {
+    bool open = start.open >> rank & 1;
+    return open && slots_free(c, start, rank, EP_WORD_DISPATCH_TAKEN, EP_STAGE_DISPATCH_TAKEN);
 }
 
-// One walk of a warp over its selections, in order. `visit` gets the selection, its expert (-1: none), and the number of
-// the expert's selections before it, of those that the warp's counts say.
-template <typename Visit>
-__device__ __forceinline__ void walk(const EpDispatchArgs &args, PlanShared shared, u32 warp, u32 lane, Visit visit) {
-    u64 all = u64(args.common.tokens) * EP_K;
-    u64 part = (all + EP_PLAN_WARPS * LANES - 1) / (EP_PLAN_WARPS * LANES) * LANES;
-    u64 end = part * (warp + 1) < all ? part * (warp + 1) : all;
-    u16 *counts = shared.counts + warp * EP_E;
-    auto load = [&](u64 i) { return i < end ? expert_at(args, i) : -1; };
-    int ahead = load(part * warp + lane);
-    for (u64 first = part * warp; first < end; first += LANES) {
-        u64 i = first + lane;
-        int expert = ahead;
-        ahead = load(i + LANES);
-        if (expert >= 0 && shared.base[expert / LOCAL] == 0) expert = -1;
-        u32 alike = __match_any_sync(WHOLE_WARP, expert);
-        u32 before = alike & ((1u << lane) - 1);
-        u32 count = expert >= 0 ? counts[expert] : 0;
-        if (i < end) visit(i, expert, count + __popc(before));
-        __syncwarp();
-        if (expert >= 0 && before == 0) counts[expert] = static_cast<u16>(count + __popc(alike));
-        __syncwarp();
-    }
-}
-
-// Writes one selection into every rank's table, and into the handle.
-__device__ __forceinline__ void write_entry(const EpDispatchArgs &args, PlanShared shared, u64 slot, u64 i, int expert,
-                                            u32 place) {
+// Tells every rank which of its experts this rank's tokens select. All blocks.
+__device__ __forceinline__ void send_selections(const EpDispatchArgs &args, const Start &start, OwnSelection own) {
     const EpCommon &c = args.common;
-    u32 home = expert >= 0 ? expert / LOCAL : EP_R;
-    at<int>(c.handle + c.parts.sent, i) = expert;
-    float weight = args.topk_weights ? at<float>(args.topk_weights, i) : 0.0f;
-    if (args.topk_weights) at<float>(c.handle + c.parts.sent_weights, i) = weight;
-    for (u32 rank = 0; rank < EP_R; ++rank) {
-        u64 base = shared.base[rank];
-        if (base == 0) continue;
-        u64 table = base + c.heap.tables + slot * c.heap.table_stride;
-        u32 entry = home == rank ? (expert % LOCAL + 1) << ENTRY_EXPERT | place : 0;
-        at<u32>(table + c.heap.table_entries, i) = entry;
-        if (entry && args.topk_weights) at<float>(table + c.heap.table_weights, i) = weight;
-    }
-}
-
-// Numbers this rank's selections, and tells every rank. The whole first block.
-__device__ __forceinline__ void announce_tables(const EpDispatchArgs &args, const Start &start, u8 *memory) {
-    const EpCommon &c = args.common;
-    PlanShared shared(memory);
-    u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    u64 epoch = start.sent, slot = slot_of(epoch, c.rank);
-    open_tables(c, start, shared);
-    for (u32 i = threadIdx.x; i < EP_PLAN_WARPS * EP_E; i += EP_THREADS) shared.counts[i] = 0;
-    __syncthreads();
-    if (warp < EP_PLAN_WARPS) {
-        walk(args, shared, warp, lane, [&](u64 i, int, u32) {
-            if (args.topk_weights && lane == 0) prefetch_l2(args.topk_weights + 4 * i);
-        });
-    }
-    __syncthreads();
-    for (u32 expert = threadIdx.x; expert < EP_E; expert += EP_THREADS) {
-        u32 sum = 0;
-#pragma unroll 8
-        for (u32 i = 0; i < EP_PLAN_WARPS; ++i) {
-            u16 &count = shared.counts[i * EP_E + expert];
-            u32 own = count;
-            count = static_cast<u16>(sum);
-            sum += own;
+    u64 epoch = start.sent, slot = c.heap.tables + slot_of(epoch, c.rank) * c.heap.table_stride;
+    u64 count = u64(c.tokens) * EP_K, step = u64(gridDim.x) * EP_THREADS;
+    u64 first = u64(blockIdx.x) * EP_THREADS + threadIdx.x;
+    for (u64 i = first; i < count; i += step) {
+        if (i != first) own.read(args, i);
+        int expert = expert_of(own.id);
+        u32 home = expert >= 0 ? expert / LOCAL : EP_R;
+        bool goes = false;
+        // Ranks begin with different ones.
+        for (u32 turn = 1; turn <= EP_R; ++turn) {
+            u32 rank = (c.rank + turn) % EP_R;
+            if (!takes_rows(c, start, rank)) continue;
+            u64 word = start.base[rank] + slot + 8 * i;
+            bool there = home == rank;
+            st_relaxed_sys_u64(word, tagged(epoch, there ? expert % LOCAL + 1 : 0));
+            if (!there) continue;
+            goes = true;
+            u32 weight = __float_as_uint(own.weight);
+            if (args.topk_weights) st_relaxed_sys_u64(word + c.heap.table_weights, tagged(epoch, weight));
         }
-        u64 base = shared.base[expert / LOCAL];
-        u64 counts = base + c.heap.tables + slot * c.heap.table_stride + sizeof(EpTableHeader);
-        if (base) at<u32>(counts, expert % LOCAL) = sum;
+        at<int>(c.handle + c.parts.sent, i) = goes ? expert : -1;
+        if (args.topk_weights) at<float>(c.handle + c.parts.sent_weights, i) = own.weight;
     }
-    __syncthreads();
+    if (blockIdx.x != 0) return;
     u32 flags = args.topk_weights ? EP_WEIGHTED : 0;
-    if (warp < EP_PLAN_WARPS) {
-        walk(args, shared, warp, lane,
-             [&](u64 i, int expert, u32 place) { write_entry(args, shared, slot, i, expert, place); });
+    for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
+        if (!takes_rows(c, start, rank)) continue;
+        u64 word = word_at(c, start.base[rank], c.rank, EP_WORD_TABLE + epoch % EP_DEPTH);
+        st_relaxed_sys_u64(word, tagged(epoch, flags << SOURCE_FLAGS | c.tokens));
     }
     if (threadIdx.x == 0) at<EpHandleHeader>(c.handle + c.parts.header) = EpHandleHeader{epoch, c.tokens, flags};
-    __syncthreads();
-    for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
-        u64 base = shared.base[rank];
-        if (base == 0) continue;
-        at<EpTableHeader>(base + c.heap.tables + slot * c.heap.table_stride) = EpTableHeader{c.tokens, flags, epoch};
-        st_release_sys_u64(word_at(c, base, c.rank, EP_WORD_TABLE + epoch % EP_DEPTH), epoch);
+}
+
+// One walk of a warp over a part, in order: waits for its words, and counts. `visit` gets the selection's number among those
+// of its source, its expert here (EP_NOWHERE: none), and what the part's counts said of the expert before it.
+template <typename Visit>
+__device__ __forceinline__ void walk(const EpCommon &c, Start &start, u32 *counts, u32 part, u32 lane, Visit visit) {
+    u64 epoch = start.received;
+    u32 source = part / EP_PLAN_PARTS;
+    u64 all = u64(start.tokens[source]) * EP_K;
+    u64 length = (all + EP_PLAN_PARTS * LANES - 1) / (EP_PLAN_PARTS * LANES) * LANES;
+    u64 begin = length * (part % EP_PLAN_PARTS), end = begin + length < all ? begin + length : all;
+    u64 table = c.base + c.heap.tables + slot_of(epoch, source) * c.heap.table_stride;
+    counts += part * LOCAL;
+    for (u64 from = begin; from < end; from += WORDS * LANES) {
+        u64 word[WORDS];
+#pragma unroll
+        for (u32 w = 0; w < WORDS; ++w) {
+            u64 i = from + w * LANES + lane;
+            word[w] = i < end ? ld_relaxed_sys_u64(table + 8 * i) : tagged(epoch, 0);
+        }
+#pragma unroll
+        for (u32 w = 0; w < WORDS; ++w) {
+            u64 i = from + w * LANES + lane;
+            if (i - lane >= end) continue;
+            u64 seen = word[w];
+            if (!is_tagged(seen, epoch)) {
+                seen = await_tagged(c, table + 8 * i, source, EP_STAGE_TABLE, epoch);
+                // A source is there with all of its selections, or not at all.
+                if (!is_tagged(seen, epoch)) atomicOr(&start.lost, u64(1) << source);
+            }
+            __syncwarp();
+            // What another rank says must not lead outside of what is there.
+            u32 expert = is_tagged(seen, epoch) ? static_cast<u32>(seen) - 1 : EP_NOWHERE;
+            bool valid = expert < LOCAL;
+            u32 alike = __match_any_sync(WHOLE_WARP, valid ? expert : EP_NOWHERE);
+            u32 before = alike & ((1u << lane) - 1);
+            u32 count = valid ? counts[expert] : 0;
+            if (i < end) visit(source, i, valid ? expert : EP_NOWHERE, count + __popc(before));
+            __syncwarp();
+            if (valid && before == 0) counts[expert] = count + __popc(alike);
+            __syncwarp();
+        }
     }
 }
 
-// Waits for the tables of all ranks, and says where their rows go. The whole first block. It alone decides who came in
-// time, as all blocks must agree.
-__device__ __forceinline__ void plan_rows(const EpDispatchArgs &args, u8 *memory, u64 epoch) {
-    const EpCommon &c = args.common;
-    PlanShared shared(memory);
-    __syncthreads();
-    for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
-        u64 word = word_at(c, c.base, rank, EP_WORD_TABLE + epoch % EP_DEPTH);
-        bool came = !is_masked(c, rank) && await(c, word, epoch, rank, EP_STAGE_TABLE, epoch);
-        u64 table = c.base + c.heap.tables + slot_of(epoch, rank) * c.heap.table_stride;
-        u32 tokens = came ? at<EpTableHeader>(table).tokens : 0;
-        if (tokens > c.max_tokens) tokens = c.max_tokens;
-        at<u32>(c.handle + c.parts.tokens, rank) = tokens;
-        at<u32>(c.handle + c.parts.flags, rank) = came ? at<EpTableHeader>(table).flags : 0;
-        shared.base[rank] = came ? table : 0;
-        st_release_gpu_u64(c.base + c.heap.plan_tokens + 8 * rank, tagged(epoch, tokens));
-    }
-    __syncthreads();
+// Adds up what the parts have counted: each count becomes the number of rows before it. The whole block.
+__device__ __forceinline__ void add_up(const EpDispatchArgs &args, const Start &start, u32 *counts) {
     for (u32 expert = threadIdx.x; expert < LOCAL; expert += EP_THREADS) {
         u32 sum = 0;
-#pragma unroll 4
         for (u32 source = 0; source < EP_R; ++source) {
-            u64 table = shared.base[source];
-            u32 count = table ? at<u32>(table + sizeof(EpTableHeader), expert) : 0;
-            u64 entry = expert * EP_R + source;
-            st_relaxed_gpu_u64(c.base + c.heap.plan_offsets + 8 * entry, tagged(epoch, sum));
-            at<u64>(args.out_ranges, entry) = u64(sum) << 32 | count;
-            sum += count;
+            u32 first = sum;
+            bool came = !(start.lost >> source & 1);
+#pragma unroll
+            for (u32 part = 0; part < EP_PLAN_PARTS; ++part) {
+                u32 &count = counts[(source * EP_PLAN_PARTS + part) * LOCAL + expert];
+                u32 own = came ? count : 0;
+                count = sum;
+                sum += own;
+            }
+            at<u64>(args.out_ranges, u64(expert) * EP_R + source) = u64(first) << 32 | (sum - first);
         }
         at<u32>(args.out_counts, expert) = sum;
         if (args.stats) at<u32>(args.stats, expert) += sum;
+    }
+}
+
+// Waits for what all ranks select, and says where their rows go. The whole first block. It alone decides who came in time,
+// as all blocks must agree.
+__device__ __forceinline__ void plan_rows(const EpDispatchArgs &args, Start &start, u8 *memory) {
+    const EpCommon &c = args.common;
+    u32 *counts = reinterpret_cast<u32 *>(memory);
+    u64 epoch = start.received;
+    u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    // The memory is no longer what rows are sent from.
+    __syncthreads();
+    for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
+        u64 word = word_at(c, c.base, rank, EP_WORD_TABLE + epoch % EP_DEPTH);
+        u64 seen = is_masked(c, rank) ? 0 : await_tagged(c, word, rank, EP_STAGE_TABLE, epoch);
+        u32 said = is_tagged(seen, epoch) ? static_cast<u32>(seen) : 0, tokens = said & SOURCE_TOKENS;
+        start.tokens[rank] = tokens < c.max_tokens ? tokens : c.max_tokens;
+        start.flags[rank] = said >> SOURCE_FLAGS;
+    }
+    for (u32 i = threadIdx.x; i < PARTS_PLANNED * LOCAL; i += EP_THREADS) counts[i] = 0;
+    __syncthreads();
+    for (u32 part = warp; part < PARTS_PLANNED; part += WARPS) {
+        walk(c, start, counts, part, lane, [](u32, u64, u32, u32) {});
+    }
+    __syncthreads();
+    mark_of(0, args.marks, EP_MARK_HEARD);
+    for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
+        if (start.lost >> rank & 1) start.tokens[rank] = start.flags[rank] = 0;
+        at<u32>(c.handle + c.parts.tokens, rank) = start.tokens[rank];
+        at<u32>(c.handle + c.parts.flags, rank) = start.flags[rank];
+    }
+    add_up(args, start, counts);
+    __syncthreads();
+    u32 most = EP_R * c.max_tokens;
+    for (u32 part = warp; part < PARTS_PLANNED; part += WARPS) {
+        walk(c, start, counts, part, lane, [&](u32 source, u64 i, u32 expert, u32 place) {
+            u32 row = expert != EP_NOWHERE && place < most ? expert * most + place : EP_NOWHERE;
+            at<u32>(c.handle + c.parts.routes, u64(source) * c.max_tokens * EP_K + i) = row;
+        });
+    }
+    __syncthreads();
+    for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
+        u32 said = start.flags[rank] << SOURCE_FLAGS | start.tokens[rank];
+        st_release_gpu_u64(c.base + c.heap.plan_tokens + 8 * rank, tagged(epoch, said));
     }
 }

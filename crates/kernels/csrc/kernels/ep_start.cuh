@@ -15,7 +15,8 @@ struct Start {
     u64 free;
     // Where the ranks' heaps are.
     u64 base[EP_R];
-    // Combine: tokens and flags of each source, as the handle has them; and whether this rank's own weights went with the
+    // Tokens and flags of each source: in combine, as the handle has them; in the block that plans a dispatch, as they
+    // said; in the others tokens are both, as the plan has them. Combine: whether this rank's own weights went with the
     // dispatch.
     u32 tokens[EP_R];
     u32 flags[EP_R];
@@ -23,6 +24,8 @@ struct Start {
     // Dispatch: a warp of the block has begun to wait for the plan; it is there.
     u32 asked;
     u32 planned;
+    // The block that plans a dispatch: bits of sources that did not come in time.
+    u64 lost;
     // What warps tell each other between barriers of the block, by atomics alone.
     // Warps whose pieces are there, but whose flags are not set yet; and TELLING while one of them sets flags. How often those
     // of each warp were set.
@@ -72,6 +75,7 @@ __device__ __forceinline__ void begin(const EpCommon &c, const Numbered &by, Sta
         start.free = free;
         start.asked = 0;
         start.planned = 0;
+        start.lost = 0;
         start.ready = 0;
     }
     if (lane < WARPS) start.told[lane] = 0;

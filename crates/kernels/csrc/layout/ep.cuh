@@ -18,7 +18,7 @@ constexpr u32 EP_DEPTH = 2;
 // Bytes of a line of words, which belongs to one source rank.
 constexpr u64 EP_LINE = 128;
 
-// Word of a line: the table of a dispatch is there; its number. Two, by parity.
+// Word of a line: tokens of a dispatch: number << 32 | flags << 24 | tokens. Two, by parity.
 constexpr u32 EP_WORD_TABLE = 0;
 
 // Word of a line: the announcement of a dispatch is there. Two, by parity.
@@ -79,9 +79,6 @@ constexpr u32 EP_WEIGHTED = 1;
 // Flag of an announcement: the routing of an earlier dispatch is repeated.
 constexpr u32 EP_CACHED = 2;
 
-// Bytes of shared memory in which a block that plans a dispatch has the heaps' addresses.
-constexpr u32 EP_PLAN_BASES = 512;
-
 // Times that a block can note of a launch, for measurements: nanoseconds of the GPU's clock, 0 for what did not come.
 constexpr u32 EP_MARKS = 16;
 
@@ -137,10 +134,8 @@ struct EpHeap {
     u64 masks;
     // u64[R]: the longest wait for each rank in the operation under way, in nanoseconds.
     u64 waited;
-    // u64[R]: of the dispatch under way, number << 32 | tokens of each source (0 for a masked one).
+    // u64[R]: of the dispatch under way, number << 32 | flags << 24 | tokens of each source (0 for a masked one).
     u64 plan_tokens;
-    // u64[El][R]: of the dispatch under way, number << 32 | the first row of each source in each expert.
-    u64 plan_offsets;
     // Rank layout: an `EpScan`.
     u64 scan;
     // u32[R]: of the dispatch under way, the region at each rank, EP_NOWHERE for a rank that did not come.
@@ -149,12 +144,11 @@ struct EpHeap {
     u64 scan_counts;
     // u32[E]: selections of each expert; 0 between launches.
     u64 scan_experts;
-    // Expert layout: [EP_DEPTH][R] tables: an `EpTableHeader`, counts u32[El], entries u32[M][K], weights f32[M][K].
+    // Expert layout: [EP_DEPTH][R] tables: u64[M][K], number << 32 | local expert + 1 (0: not here) of each selection;
+    // and, if they were given, u64[M][K], number << 32 | the bits of an f32, weights of those that are here.
     u64 tables;
     // From one table to the next.
     u64 table_stride;
-    // Within a table: (local expert + 1) << 20 | place among this source's rows of that expert; 0: not here.
-    u64 table_entries;
     // Within a table: weights.
     u64 table_weights;
     // Expert layout: [EP_DEPTH][R][M] rows. A row is its pieces of `piece_stride` bytes; a piece is elements and
@@ -207,7 +201,7 @@ struct EpHeap {
     u64 bytes;
 };
 
-static_assert(sizeof(EpHeap) == 296, "EpHeap");
+static_assert(sizeof(EpHeap) == 280, "EpHeap");
 
 // What a rank's kernels remember between launches: numbers of operations, and counters that are 0 between them.
 struct EpState {
@@ -278,18 +272,6 @@ struct EpScan {
 };
 
 static_assert(sizeof(EpScan) == 48, "EpScan");
-
-// The head of a table, and of a combine's weights.
-struct EpTableHeader {
-    // Tokens of the source.
-    u32 tokens;
-    // EP_WEIGHTED.
-    u32 flags;
-    // The number of the operation.
-    u64 epoch;
-};
-
-static_assert(sizeof(EpTableHeader) == 16, "EpTableHeader");
 
 // The head of an announcement.
 struct EpAnnounceHeader {
@@ -395,7 +377,7 @@ struct EpCommon {
     u32 max_tokens;
 };
 
-static_assert(sizeof(EpCommon) == 464, "EpCommon");
+static_assert(sizeof(EpCommon) == 448, "EpCommon");
 
 // What the kernels that dispatch take.
 struct EpDispatchArgs {
@@ -457,7 +439,7 @@ struct EpDispatchArgs {
     u32 queue;
 };
 
-static_assert(sizeof(EpDispatchArgs) == 656, "EpDispatchArgs");
+static_assert(sizeof(EpDispatchArgs) == 640, "EpDispatchArgs");
 
 // What the kernels that combine take.
 struct EpCombineArgs {
@@ -489,4 +471,4 @@ struct EpCombineArgs {
     u32 queue;
 };
 
-static_assert(sizeof(EpCombineArgs) == 552, "EpCombineArgs");
+static_assert(sizeof(EpCombineArgs) == 536, "EpCombineArgs");

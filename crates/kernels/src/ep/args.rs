@@ -20,7 +20,7 @@ constants! {
     EP_DEPTH: u32 = 2;
     /// Bytes of a line of words, which belongs to one source rank.
     EP_LINE: u64 = 128;
-    /// Word of a line: the table of a dispatch is there; its number. Two, by parity.
+    /// Word of a line: tokens of a dispatch: number << 32 | flags << 24 | tokens. Two, by parity.
     EP_WORD_TABLE: u32 = 0;
     /// Word of a line: the announcement of a dispatch is there. Two, by parity.
     EP_WORD_ANNOUNCE: u32 = 4;
@@ -61,8 +61,6 @@ constants! {
     EP_WEIGHTED: u32 = 1;
     /// Flag of an announcement: the routing of an earlier dispatch is repeated.
     EP_CACHED: u32 = 2;
-    /// Bytes of shared memory in which a block that plans a dispatch has the heaps' addresses.
-    EP_PLAN_BASES: u32 = 512;
     /// Times that a block can note of a launch, for measurements: nanoseconds of the GPU's clock, 0 for what did not come.
     EP_MARKS: u32 = 16;
     /// A time: the block began.
@@ -107,10 +105,8 @@ layouts! {
         masks: u64,
         /// u64[R]: the longest wait for each rank in the operation under way, in nanoseconds.
         waited: u64,
-        /// u64[R]: of the dispatch under way, number << 32 | tokens of each source (0 for a masked one).
+        /// u64[R]: of the dispatch under way, number << 32 | flags << 24 | tokens of each source (0 for a masked one).
         plan_tokens: u64,
-        /// u64[El][R]: of the dispatch under way, number << 32 | the first row of each source in each expert.
-        plan_offsets: u64,
         /// Rank layout: an `EpScan`.
         scan: u64,
         /// u32[R]: of the dispatch under way, the region at each rank, EP_NOWHERE for a rank that did not come.
@@ -119,12 +115,11 @@ layouts! {
         scan_counts: u64,
         /// u32[E]: selections of each expert; 0 between launches.
         scan_experts: u64,
-        /// Expert layout: [EP_DEPTH][R] tables: an `EpTableHeader`, counts u32[El], entries u32[M][K], weights f32[M][K].
+        /// Expert layout: [EP_DEPTH][R] tables: u64[M][K], number << 32 | local expert + 1 (0: not here) of each selection;
+        /// and, if they were given, u64[M][K], number << 32 | the bits of an f32, weights of those that are here.
         tables: u64,
         /// From one table to the next.
         table_stride: u64,
-        /// Within a table: (local expert + 1) << 20 | place among this source's rows of that expert; 0: not here.
-        table_entries: u64,
         /// Within a table: weights.
         table_weights: u64,
         /// Expert layout: [EP_DEPTH][R][M] rows. A row is its pieces of `piece_stride` bytes; a piece is elements and
@@ -239,15 +234,6 @@ layouts! {
         dispatch_taken: u64,
         /// The same of turns of a combine.
         combine_taken: u64,
-    }
-    /// The head of a table, and of a combine's weights.
-    EpTableHeader {
-        /// Tokens of the source.
-        tokens: u32,
-        /// EP_WEIGHTED.
-        flags: u32,
-        /// The number of the operation.
-        epoch: u64,
     }
     /// The head of an announcement.
     EpAnnounceHeader {

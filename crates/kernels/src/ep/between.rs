@@ -74,8 +74,8 @@ impl EpHeap {
 }
 
 impl Shape {
-    /// Where what a source says in a heap is taken for something that is there: its words, the flags of its rows, and its
-    /// weights. All zeros when it connects.
+    /// Where what a source says in a heap is taken for something that is there: its words, what its tokens select, the flags
+    /// of its rows, and its weights. All zeros when it connects.
     pub fn left_by(&self, source: u32) -> Vec<Span> {
         let heap = self.heap();
         let flags = u64::from(self.max_tokens) * u64::from(self.pieces()) * 8;
@@ -84,6 +84,7 @@ impl Shape {
         for slot in slots {
             let part = |at: u64, len: u64| Span { at: at + slot * len, len };
             if self.expert_layout {
+                spans.push(part(heap.tables, heap.table_stride));
                 spans.push(part(heap.row_flags, flags));
                 spans.push(part(heap.back_weights, heap.back_weights_stride));
             }

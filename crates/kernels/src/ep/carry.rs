@@ -161,8 +161,10 @@ impl<'a, L: Look> Seen<'a, L> {
         let slot = self.slot(self.word(offset_of!(EpState, dispatch_sent))?);
         let table = heap.tables + slot * heap.table_stride;
         let topk = u64::from(self.shape.topk);
-        let entries = self.numbers(to.mirror + table + heap.table_entries, tokens * topk)?;
-        let here = entries.chunks_exact(topk as usize).map(|entries| entries.iter().any(|entry| *entry != 0));
+        // Each selection's expert there, and the number of the dispatch.
+        let words = self.numbers(to.mirror + table, 2 * tokens * topk)?;
+        let here =
+            words.chunks_exact(2 * topk as usize).map(|words| words.iter().step_by(2).any(|expert| *expert != 0));
         let first = slot * u64::from(self.common.max_tokens);
         let flags = u64::from(self.shape.pieces()) * 8;
         let told = vec![

@@ -2,10 +2,7 @@
 
 use crossrail_types::{Error, ErrorKind, Result};
 
-use super::{
-    EP_DEPTH, EP_LINE, EP_PLAN_BASES, EP_RANK_BLOCKS, EpAnnounceHeader, EpHandle, EpHandleHeader, EpHeap, EpScan,
-    EpState, EpTableHeader,
-};
+use super::{EP_DEPTH, EP_LINE, EP_RANK_BLOCKS, EpAnnounceHeader, EpHandle, EpHandleHeader, EpHeap, EpScan, EpState};
 
 /// Elements that share one scale in fp8 rows.
 const BLOCK: u32 = 128;
@@ -21,8 +18,10 @@ pub const MOST_TOPK: u32 = 32;
 pub const MOST_TOKENS: u32 = 65535;
 /// Elements that a warp takes at a time.
 const PIECE: u32 = 1024;
+/// The most experts of all ranks.
+const MOST_EXPERTS: u32 = 32768;
 /// Bytes of shared memory that the counts of a dispatch may take: what the most experts need.
-const PLAN_SHARED: u32 = 2 * MOST_RANKS * MOST_LOCAL_EXPERTS;
+const PLAN_SHARED: u32 = 4 * MOST_EXPERTS;
 
 /// Bytes of shared memory that two stages of all warps may take: every GPU has that much.
 const TWO_STAGES: u32 = 96 << 10;
@@ -109,6 +108,7 @@ impl Shape {
         let wrong = |text: String| Err(Error::new(ErrorKind::Usage, "ExpertBuffer", text));
         let limits = [
             ("ranks", self.ranks, MOST_RANKS),
+            ("num_experts", self.experts, MOST_EXPERTS),
             ("topk", self.topk, MOST_TOPK.min(self.experts)),
             ("hidden", self.hidden, MOST_HIDDEN),
             ("max_tokens_per_rank", self.max_tokens, MOST_TOKENS),
@@ -195,23 +195,23 @@ impl Shape {
         }
     }
 
-    /// Warps that number the selections of a dispatch: each counts every expert in shared memory.
-    fn plan_warps(&self) -> u32 {
-        (PLAN_SHARED / (2 * self.experts)).clamp(1, self.tuning().threads / 32)
+    /// Parts of a source's selections, each of which is one warp's to number: it counts the experts here in shared memory.
+    fn plan_parts(&self) -> u32 {
+        (PLAN_SHARED / (4 * self.experts)).min(self.tuning().threads / 32 / self.ranks).max(1)
     }
 
     /// Bytes of shared memory of a block that dispatches in the expert layout, and of one that combines.
     pub fn expert_shared(&self) -> [u32; 2] {
         let [dispatch, combine] = self.stages_shared();
-        let plan = self.plan_warps() * 2 * self.experts;
+        let plan = self.plan_parts() * 4 * self.experts;
         let (stages, start) = (self.stages(), self.start_shared());
-        [start + EP_PLAN_BASES + plan.max(stages * dispatch), start + stages * combine]
+        [start + plan.max(stages * dispatch), start + stages * combine]
     }
 
     /// Bytes of shared memory in which a block of the expert layout has what all of its warps go by: the first ones.
     fn start_shared(&self) -> u32 {
         let warps = self.tuning().threads / 32;
-        (64 + 16 * self.ranks + 4 * warps + 8 * warps * self.topk).next_multiple_of(128)
+        (72 + 16 * self.ranks + 4 * warps + 8 * warps * self.topk).next_multiple_of(128)
     }
 
     /// Bytes of one stage of all warps that send, in a dispatch and in a combine.
@@ -264,7 +264,6 @@ impl Shape {
             masks: lay.take(ranks * 4),
             waited: lay.take(ranks * 8),
             plan_tokens: lay.take(ranks * 8),
-            plan_offsets: lay.take(local * ranks * 8),
             scan: lay.take(only(self.rank_layout, size_of::<EpScan>() as u64)),
             scan_regions: lay.take(only(self.rank_layout, ranks * 4)),
             scan_counts: lay.take(only(self.rank_layout, u64::from(EP_RANK_BLOCKS) * ranks * 4)),
@@ -273,9 +272,8 @@ impl Shape {
         };
         lay.end("words and plans");
         let expert = self.expert_layout;
-        heap.table_entries = line(size_of::<EpTableHeader>() as u64 + local * 4);
-        heap.table_weights = heap.table_entries + line(most * topk * 4);
-        heap.table_stride = heap.table_weights + line(most * topk * 4);
+        heap.table_weights = line(most * topk * 8);
+        heap.table_stride = 2 * heap.table_weights;
         heap.tables = lay.take(only(expert, depth * ranks * heap.table_stride));
         heap.back_weights_stride = line(most * topk * 8);
         heap.back_weights = lay.take(only(expert, depth * ranks * heap.back_weights_stride));
@@ -370,7 +368,7 @@ impl Shape {
             ("THREADS", threads),
             ("SENDERS", senders),
             ("RECEIVE_FROM", receive_from),
-            ("PLAN_WARPS", self.plan_warps()),
+            ("PLAN_PARTS", self.plan_parts()),
         ];
         numbers.iter().map(|(name, value)| format!("-DEP_{name}={value}")).collect()
     }
