@@ -1,4 +1,8 @@
-"""Where no direct copy is possible: a warning that says which memory and why, and every byte through host memory."""
+"""Where a GPU lacks something: what is said of it, and that the rest goes on.
+
+Without a direct copy, a warning that says which memory and why, and every byte through host memory; without kernels an
+error with the compiler's log.
+"""
 
 from __future__ import annotations
 
@@ -49,24 +53,41 @@ def test_memory_of_a_pool_is_staged_with_one_warning() -> None:
             far.close()
 
 
-@pytest.fixture
-def apart(tmp_path: Path) -> dict[str, str]:
-    """The environment of a machine whose GPUs do not reach each other: its driver, with another answer to that."""
+def compiled(target: Path, source: str, *options: str) -> None:
+    """A shared library of this source, by the C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler")
+    command = [compiler, "-xc", "-", "-shared", "-fPIC", f"-Wl,-soname,{target.name}", "-o", target, *options]
+    subprocess.run(command, input=source, check=True, text=True)
+
+
+def run(program: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own, to its end."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine whose GPUs do not reach each other: its driver, with another answer to that."""
     ctypes.CDLL("libcuda.so.1")
     files = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libcuda.so" in line)
+    # The real one is found under another name than its own, which is this one's.
     (tmp_path / "libcuda-real.so").symlink_to(next(files))
     (tmp_path / "named").mkdir()
-    (tmp_path / "answer.c").write_text("int cuDeviceCanAccessPeer(int *can, int a, int b) { *can = 0; return 0; }\n")
-    (tmp_path / "nothing.c").write_text("")
-    shared = [compiler, "-shared", "-fPIC", "-o"]
-    # The real one is found under another name than its own, which is this one's.
-    name = ["-Wl,-soname,libcuda-real.so"]
-    subprocess.run([*shared, tmp_path / "named" / "libcuda-real.so", tmp_path / "nothing.c", *name], check=True)
-    behind = [f"-L{tmp_path}/named", "-Wl,--no-as-needed", "-lcuda-real", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run([*shared, tmp_path / "libcuda.so.1", tmp_path / "answer.c", *behind], check=True)
+    compiled(tmp_path / "named" / "libcuda-real.so", "")
+    behind = (f"-L{tmp_path}/named", "-Wl,--no-as-needed", "-lcuda-real")
+    answer = "int cuDeviceCanAccessPeer(int *can, int a, int b) { *can = 0; return 0; }"
+    compiled(tmp_path / "libcuda.so.1", answer, *behind)
     return {"LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
 
 
@@ -104,15 +125,52 @@ with crossrail.Worker(context) as a, crossrail.Worker(context) as b:
     target.copy_to(seen := bytearray({SIZE}))
     assert seen == data
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, **apart},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run(program, **apart)
     assert done.stdout.split() == ["chunks", "chunks"]
     # Each worker tells of its peer once.
     assert 1 <= len(fallbacks(done.stderr.splitlines())) <= 2, done.stderr
+
+
+NVRTC = r"""
+static const char LOG[] = "unpack.cu(7): error: not today";
+int nvrtcVersion(int *major, int *minor) { *major = 12; *minor = 0; return 0; }
+int nvrtcCreateProgram(void **program) { *program = (void *)LOG; return 0; }
+int nvrtcDestroyProgram(void **program) { return 0; }
+int nvrtcCompileProgram(void *program) { return 6; }
+int nvrtcGetProgramLogSize(void *program, unsigned long *size) { *size = sizeof LOG; return 0; }
+int nvrtcGetProgramLog(void *program, char *log) { __builtin_memcpy(log, LOG, sizeof LOG); return 0; }
+int nvrtcGetCUBINSize(void *program, unsigned long *size) { *size = 0; return 0; }
+int nvrtcGetCUBIN(void *program, char *image) { return 0; }
+const char *nvrtcGetErrorString(int code) { return "NVRTC_ERROR_COMPILATION"; }
+"""
+"""A compiler that compiles nothing."""
+
+
+def test_a_kernel_that_does_not_compile_is_told_with_the_log_and_not_kept(tmp_path: Path) -> None:
+    compiled(tmp_path / "libnvrtc.so.13", NVRTC)
+    program = f"""
+import crossrail
+context = crossrail.Context(tls="tcp", timeout=20, log="error", cache_dir={str(tmp_path / "cache")!r}, **SETTINGS)
+with crossrail.Worker(context) as a, crossrail.Worker(context) as b:
+    to_b = a.connect(b.address())
+    memory = context.alloc(1 << 20, "cuda:0")
+    for _ in range(2):
+        try:
+            b.recv(memory, tag=1).cancel()
+            print("taken")
+        except crossrail.UnsupportedError as error:
+            print("refused:", " ".join(str(error).split()))
+    inbound = b.recv(target := bytearray(100_000))
+    to_b.send(b"x" * 100_000).wait()
+    inbound.wait()
+    assert target == b"x" * 100_000
+"""
+    preloaded = {"LD_PRELOAD": str(tmp_path / "libnvrtc.so.13")}
+    done = run(program.replace("SETTINGS", "{}"), **preloaded)
+    first, second = done.stdout.splitlines()
+    assert first == second and first.startswith("refused: compile "), done.stdout
+    assert "NVRTC_ERROR_COMPILATION (6)" in first and "unpack.cu(7): error: not today" in first
+    assert "CROSSRAIL_UNPACK=d2d needs no compiler" in first
+    assert [file.name for file in (tmp_path / "cache").iterdir()] == ["lock"]
+    done = run(program.replace("SETTINGS", "{'unpack': 'd2d'}"), **preloaded)
+    assert done.stdout.splitlines() == ["taken", "taken"]

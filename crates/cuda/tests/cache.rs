@@ -212,6 +212,42 @@ fn a_lock_that_nobody_gives_back_costs_only_the_cache() {
     assert_eq!(compiler.compile(&SOURCE, ARCH, &[], LIMIT).unwrap().origin(), &Origin::Compiled);
 }
 
+/// Not a test by itself: compiles twice, where the settings in the environment say that results are kept.
+#[test]
+fn child_with_settings() {
+    if std::env::var_os("CROSSRAIL_CACHE_DIR").is_none() {
+        return;
+    }
+    let Some(library) = support::nvrtc() else { return };
+    let settings = Settings::from_env().unwrap();
+    for _ in 0..2 {
+        Compiler::of(library.clone(), &settings).compile(&SOURCE, ARCH, &[], LIMIT).unwrap();
+    }
+}
+
+#[test]
+fn what_cannot_be_kept_is_said_once_unless_nobody_wants_to_hear() {
+    if support::nvrtc().is_none() {
+        return;
+    }
+    let (open, own) = (Folder::new(), Folder::new());
+    std::fs::set_permissions(&open.0, PermissionsExt::from_mode(0o777)).unwrap();
+    for (folder, log, lines) in [(&open, "warn", 1), (&open, "error", 0), (&own, "warn", 0)] {
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child_with_settings", "--nocapture"])
+            .env("CROSSRAIL_CACHE_DIR", &folder.0)
+            .env("CROSSRAIL_LOG", log)
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&child.stderr);
+        assert!(child.status.success(), "{said}");
+        let told: Vec<_> = said.lines().filter(|line| line.contains("compiled GPU kernels are not kept")).collect();
+        assert_eq!(told.len(), lines, "{said}");
+        assert!(told.iter().all(|line| line.contains("others may write to it; chmod go-w")), "{said}");
+    }
+    assert_eq!(own.names().len(), 2, "one entry and the lock: {:?}", own.names());
+}
+
 /// Runs a child with a file system of its own over the folder; `None`, said, where this user can't mount.
 fn child_with_mount(folder: &Path, options: &str) -> Option<String> {
     let script = format!("mount -t tmpfs -o {options} none '{}' && exec \"$@\"", folder.display());

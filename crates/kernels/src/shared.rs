@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
-use crossrail_cuda::nvrtc::{Cache, Compiler, Library, Places};
+use crossrail_cuda::nvrtc::{Compiler, Library, Places};
 use crossrail_cuda::{Context, Cuda};
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
@@ -28,7 +28,7 @@ pub fn shared(context: &Context, settings: &Settings, limit: Duration) -> Result
         return Ok(kernels);
     }
     let library = find()?;
-    let compiler = Compiler::new(library, Cache::of(settings).ok());
+    let compiler = Compiler::of(library, settings);
     let kernels = Arc::new(Kernels::load(context, &compiler, limit)?);
     *kept = Arc::downgrade(&kernels);
     Ok(kernels)

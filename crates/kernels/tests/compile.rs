@@ -18,10 +18,10 @@ const LIMIT: Duration = Duration::from_secs(60);
 #[test]
 fn every_kernel_compiles_for_every_architecture() {
     let Some(library) = support::nvrtc() else { return };
-    println!("{library:?}");
+    let by = format!("{library:?}");
     println!("{:<8} {:<24} {:>9} {:>5} {:>6}", "arch", "kernel", "registers", "stack", "spills");
     let compiler = Compiler::new(library, None);
-    let mut problems = Vec::new();
+    let (mut problems, mut count) = (Vec::new(), 0);
     for arch in ARCHITECTURES {
         let parsed: Arch = arch.parse().unwrap();
         assert_eq!(parsed.to_string(), arch);
@@ -32,8 +32,10 @@ fn every_kernel_compiles_for_every_architecture() {
             problems.extend(report.warnings.iter().map(|warning| format!("{arch}: {warning}")));
             assert!(!report.kernels.is_empty(), "{}: no kernel in the log:\n{}", source.name, compiled.log());
             problems.extend(print(arch, &report));
+            count += report.kernels.len();
         }
     }
+    tell(count, &ARCHITECTURES.join(", "), &by, &problems);
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
 
@@ -100,8 +102,9 @@ fn kernels_of_expert_parallelism_compile_for_the_largest_shapes() {
 
 /// Compiles both layouts of these shapes, and looks at what that says.
 fn compile(library: Library, shapes: &[(&str, Shape)]) {
+    let by = format!("{library:?}");
     let compiler = Compiler::new(library, None);
-    let mut problems = Vec::new();
+    let (mut problems, mut count) = (Vec::new(), 0);
     for (arch, shape) in shapes {
         shape.check().unwrap();
         let parsed: Arch = arch.parse().unwrap();
@@ -114,9 +117,18 @@ fn compile(library: Library, shapes: &[(&str, Shape)]) {
             problems.extend(report.warnings.iter().map(|warning| format!("{arch}: {warning}")));
             assert!(!report.kernels.is_empty(), "{}: no kernel in the log:\n{}", source.name, compiled.log());
             problems.extend(print(arch, &report));
+            count += report.kernels.len();
         }
     }
+    tell(count, "shapes of expert parallelism", &by, &problems);
     assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
+
+/// Says, past the harness's capture, what was compiled and how many warnings and spills there were.
+fn tell(count: usize, what: &str, by: &str, problems: &[String]) {
+    use std::io::Write;
+    let line = format!("kernels: {count} compiled for {what} by {by}: {} warnings and spills\n", problems.len());
+    let _ = std::io::stderr().write_all(line.as_bytes());
 }
 
 /// Prints what the kernels take, and gives back what is wrong with them.

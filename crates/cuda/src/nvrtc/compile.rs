@@ -1,8 +1,9 @@
 //! From source to machine code, through the cache.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crossrail_types::Result;
+use crossrail_types::{LogLevel, Result, Settings};
 use sha2::{Digest, Sha256};
 
 use crate::Arch;
@@ -68,12 +69,36 @@ impl Compiled {
 pub struct Compiler {
     library: Library,
     cache: Option<Cache>,
+    /// Whether somebody is to hear of it when a result cannot be kept.
+    tells: bool,
 }
 
 impl Compiler {
     /// Compiles with `library`, and keeps results in `cache`.
     pub fn new(library: Library, cache: Option<Cache>) -> Compiler {
-        Compiler { library, cache }
+        Compiler { library, cache, tells: false }
+    }
+
+    /// Compiles with `library`, and keeps results where `settings` say. Where that cannot be done it says so, once in a
+    /// process, on stderr.
+    pub fn of(library: Library, settings: &Settings) -> Compiler {
+        let (cache, why) = match Cache::of(settings) {
+            Ok(cache) => (Some(cache), None),
+            Err(why) => (None, Some(why)),
+        };
+        let compiler = Compiler { library, cache, tells: settings.log >= LogLevel::Warn };
+        compiler.tell(why.as_deref());
+        compiler
+    }
+
+    fn tell(&self, why: Option<&str>) {
+        static TOLD: AtomicBool = AtomicBool::new(false);
+        if let Some(why) = why
+            && self.tells
+            && !TOLD.swap(true, Ordering::Relaxed)
+        {
+            eprintln!("crossrail: compiled GPU kernels are not kept ({why}); every process compiles its own");
+        }
     }
 
     /// The NVRTC it compiles with.
@@ -105,7 +130,10 @@ impl Compiler {
         }
         let lock = match cache.lock(&key, limit) {
             Ok(lock) => lock,
-            Err(why) => return Ok(Compiled { entry: compile()?, origin: Origin::NotKept(Some(why)) }),
+            Err(why) => {
+                self.tell(Some(&why));
+                return Ok(Compiled { entry: compile()?, origin: Origin::NotKept(Some(why)) });
+            }
         };
         if let Some(entry) = cache.read(&key) {
             return Ok(Compiled { entry, origin: Origin::Cache });
@@ -113,7 +141,10 @@ impl Compiler {
         let entry = compile()?;
         let origin = match lock.write(&entry) {
             Ok(()) => Origin::Compiled,
-            Err(why) => Origin::NotKept(Some(why)),
+            Err(why) => {
+                self.tell(Some(&why));
+                Origin::NotKept(Some(why))
+            }
         };
         Ok(Compiled { entry, origin })
     }
