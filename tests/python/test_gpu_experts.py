@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from crossrail.cli.arguments import parse_arguments
+from crossrail.cli.ep_arguments import EpOptions
 from crossrail.report import PeerResult, RankTimes, Row
 
 GPU = Path(__file__).parents[2] / "benches" / "gpu"
@@ -96,3 +99,45 @@ def test_every_scenario_is_known_and_bounded() -> None:
     assert all(0 < limit <= 180 and gpus == 2 for _, limit, gpus in ours.values())
     assert set(goals.SETS["experts"]) == set(ours)
     assert set().union(*goals.SETS.values()) <= set(goals.SCENARIOS)
+
+
+class Asked:
+    """Stands in for `goals.Found`: knows the commands that a scenario would run, of which none gives anything."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[experts.Outcome] = []
+        self.failures = ["no GPU"]
+        self.commands: list[Any] = []
+
+    def ours(self, _: goals.Terms, *options: str, **__: str) -> list[Row]:
+        self.commands.append(parse_arguments(["bench", *options]))
+        return []
+
+    def trouble(self, _: str) -> str:
+        return self.failures[-1]
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("name", goals.SETS["experts"])
+def test_a_scenario_runs_commands_that_there_are(tmp_path: Path, name: str, quick: bool) -> None:
+    asked = Asked()
+    goals.SCENARIOS[name][0](goals.Terms(tmp_path, tmp_path, 3, quick), asked)  # type: ignore[arg-type]
+    assert asked.commands
+    assert asked.outcomes
+    assert any(outcome.failed and outcome.notes == ["no GPU"] for outcome in asked.outcomes)
+    for command in asked.commands:
+        if isinstance(command, EpOptions):
+            assert command.device == "cuda"
+            assert all(one.work(ranks).tokens > 0 for one in command.swept() for ranks in (2, 4, 8))
+
+
+def test_a_sweep_changes_one_number_of_a_preset_at_a_time(tmp_path: Path) -> None:
+    asked = Asked()
+    experts.sweep(goals.Terms(tmp_path, tmp_path), asked)  # type: ignore[arg-type]
+    names = {"tokens", "hidden", "topk", "experts", "routing", "dtype"}
+    for layout in ("expert", "rank"):
+        commands = [command for command in asked.commands if command.layout == layout]
+        assert {name for command in commands for name, _ in command.sweep} == names
+        works = [one.work(4) for command in commands for one in command.swept()]
+        assert len(set(works)) == len(works), "nothing is measured twice"
+    assert max(one.tokens for command in asked.commands for one in command.swept()) == 8192
