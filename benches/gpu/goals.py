@@ -38,6 +38,11 @@ SMALL = (4 << 10, 16 << 10, 64 << 10, 256 << 10, MIB)
 RAILS = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
 ENGINE = "cudaMemcpyPeerAsync"
 MODES = ("kernel", "d2d", "host")
+COPY_WAYS: dict[str, dict[str, str]] = {
+    "auto": {},
+    "engine": {"CROSSRAIL_GPU_COPY": "engine"},
+    "kernel": {"CROSSRAIL_GPU_COPY": "kernel"},
+}
 PEER_LIMIT_S = 60.0
 
 # NCCL over sockets alone, and what its documents offer to make those faster: goals are for NCCL as it comes, and the
@@ -250,27 +255,28 @@ def latency(terms: Terms, found: Found) -> None:
 
 
 def mesh(terms: Terms, found: Found) -> None:
-    """Every GPU to every other at once, beside copy engines and NCCL."""
+    """Every GPU to every other at once, as it is and by either way of copying alone, beside copy engines and NCCL."""
     gpus = gpu_count()[0]
-    iters = f"--iters={terms.scaled(20)}"
-    rates, by_engines, engines, nccl, copies = [], [], [], [], Counter[str]()
+    iters = f"--iters={terms.scaled(20, least=5)}"
+    command = ("mesh", "--devices=all", "--transport=cuda_ipc", "--size=64M", "--window=16", iters)
+    rates: dict[str, list[float]] = {way: [] for way in COPY_WAYS}
+    engines, nccl, copies = [], [], Counter[str]()
     for _ in range(terms.rounds):
-        command = ("mesh", "--devices=all", "--transport=cuda_ipc", "--size=64M", "--window=16", iters)
-        rows = found.ours(terms, *command)
-        for row in rows:
-            copies.update(row.copies)
-        rates += together(rows)
-        by_engines += together(found.ours(terms, *command, CROSSRAIL_GPU_COPY="engine"))
+        for way, settings in COPY_WAYS.items():
+            rows = found.ours(terms, *command, **settings)
+            rates[way] += together(rows)
+            for row in rows if way == "auto" else ():
+                copies.update(row.copies)
         common = ("--sizes=64M", f"--ranks={gpus}", iters)
         said = found.peer("copies", "copies.py", "--what=all", "--window=16", *common)
         engines += [float(row["gb_per_s"]) for row in said]
         said = found.peer("nccl", "nccl.py", "--what=alltoall", *common)
         nccl += [float(row["gb_per_s"]) for row in said]
     work, to_reach = f"all {gpus} GPUs to all, 64M each, 16 under way, the slowest GPU", ">= 330 GB/s per GPU on 4"
-    if not rates:
+    if not rates["auto"]:
         found.outcomes.append(Outcome(work, "-", to_reach, failed=True, notes=[found.trouble("copies")]))
         return
-    ours = median(rates)
+    ours = median(rates["auto"])
     notes = [f"NCCL: {format_rate(median(nccl)) if nccl else found.trouble('nccl')}"]
     notes.append(f"the peer is {ENGINE} alone" if engines else found.trouble("copies"))
     notes.append(f"copies: {copies['by_kernel']} by the kernel, {copies['by_engine']} by copy engines")
@@ -278,8 +284,9 @@ def mesh(terms: Terms, found: Found) -> None:
     ratio = f"{ours / median(engines):.2f}" if engines else "-"
     met = ours >= 330 if gpus == 4 else None
     found.outcomes.append(Outcome(work, format_rate(ours), to_reach, shown, ratio, met, notes=notes))
-    work += ", by copy engines (CROSSRAIL_GPU_COPY=engine)"
-    found.outcomes.append(rate_against(work, by_engines, engines, None, ENGINE, found.trouble("copies")))
+    for way in ("engine", "kernel"):
+        alone = f"{work}, CROSSRAIL_GPU_COPY={way}"
+        found.outcomes.append(rate_against(alone, rates[way], engines, None, ENGINE, found.trouble("copies")))
 
 
 def unpack(terms: Terms, found: Found) -> None:

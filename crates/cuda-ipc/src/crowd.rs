@@ -4,15 +4,21 @@
 //! fastest way, and it leaves the multiprocessors to the user. When all GPUs send to all, two of them soon write to the same
 //! third, each at half its rate, while another's links are idle: four H200s got 230 to 250 of 395 GB/s (so does a model of
 //! four queues whose heads block; sending in turns, or in smaller pieces, is no better unless all begin at the same moment).
-//! Kernels write to all at the same time; by bulk copies, 16 blocks together got 326 GB/s, 32 341 and 132 353.
+//! Kernels write to all at the same time; by bulk copies, 16 blocks together got 326 GB/s, 32 341 and 132 353. For that
+//! every flow must be as strong as the others: whoever has more under way to a GPU (an engine's copies, more blocks) fills
+//! its way in, and what others send to it then holds up what they send elsewhere (261 GB/s).
 //!
 //! Where engines are asked for, they are given one peer's copies after the other's: all that there are for one, beginning
-//! with the GPU whose name comes next after this one's. If all GPUs do that, each writes to another one for a long time,
-//! and what they begin apart by is little against it: in the model 360 to 390 GB/s with 16 copies of 64 MiB for each peer,
-//! where GPUs begin within 200 us; with one or four it takes more luck.
+//! with the GPU whose name comes next after this one's, whoever answers first. If all GPUs do that, each writes to another
+//! one for a long time, and what they begin apart by is little against it (`crowd_model.rs`). GPUs that send when they
+//! like, or more to one than to another, have little of it: 215 to 250 GB/s in the model, and a kernel as much as ever.
+//!
+//! All to all comes in bursts, and answers of several peers in any order; so it is kept in mind from one burst to the next
+//! who had copies at the same time.
 
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use crossrail_cuda::Context;
 use crossrail_kernels::Kernels;
@@ -24,13 +30,18 @@ use crate::note::Uuid;
 /// Blocks that copy at once, to all peers together; each takes a multiprocessor's shared memory while it runs. Twice as many
 /// carry 2 % more.
 const BLOCKS: u32 = 64;
-/// To one peer. 8 fill the links if nobody else is at work.
-const MOST_BLOCKS: u32 = 32;
+/// To one peer: as many to each of three as to the only one, so that it does not matter who comes first. 8 fill the links
+/// if nobody else is at work.
+const MOST_BLOCKS: u32 = BLOCKS / 3;
 const LEAST_BLOCKS: u32 = 8;
 
 /// Bytes that an engine is given ahead, and in one peer's turn while others wait.
 const AHEAD: u64 = 64 << 20;
 const TURN: u64 = 2 << 30;
+/// How long the first turn of a burst is kept for the peer that is expected next.
+const ANSWERS: Duration = Duration::from_micros(200);
+/// After so many bytes to one peer alone, others are not expected any more, even if the burst never ends.
+const ALONE: u64 = 64 << 30;
 
 /// Who one GPU of this process writes to, and reads from, by long copies.
 pub(crate) struct Crowd {
@@ -50,6 +61,10 @@ struct Turns {
     /// Bytes that were begun in this turn, and whether no turn has ended since nothing was under way.
     bytes: u64,
     fresh: bool,
+    /// When the first copy of this burst asked for its turn. A burst lasts until nothing waits or is under way.
+    since: Option<Instant>,
+    /// Bytes that were begun since two peers last had copies at once.
+    alone: u64,
 }
 
 /// Copies between this GPU and another: those that wait for their turn, those under way, and the bytes of these.
@@ -58,36 +73,73 @@ struct Peer {
     waiting: u32,
     under_way: u32,
     bytes: u64,
+    /// Whether it had copies at the same time as another, in this burst and in the one before.
+    met: bool,
+    before: bool,
+}
+
+impl Peer {
+    fn is_active(&self) -> bool {
+        self.waiting + self.under_way > 0
+    }
+
+    /// It has copies, or may be about to: all to all comes in bursts, and a peer's answers when it likes.
+    fn is_expected(&self) -> bool {
+        self.is_active() || self.met || self.before
+    }
 }
 
 impl Turns {
     fn peer(&mut self, name: Uuid) -> &mut Peer {
         let at = self.peers.iter().position(|peer| peer.name == name).unwrap_or_else(|| {
-            self.peers.push(Peer { name, waiting: 0, under_way: 0, bytes: 0 });
+            self.peers.push(Peer { name, waiting: 0, under_way: 0, bytes: 0, met: false, before: false });
             self.peers.len() - 1
         });
         &mut self.peers[at]
     }
 
+    /// Others than that one which have copies, or are expected to.
+    fn others(&self, name: Uuid) -> usize {
+        self.peers.iter().filter(|peer| peer.name != name && peer.is_expected()).count()
+    }
+
+    /// Keeps in mind who has copies at the same time, now that so many bytes more were begun.
+    fn meet(&mut self, len: u64) {
+        self.alone = self.alone.saturating_add(len);
+        if self.peers.iter().filter(|peer| peer.is_active()).count() > 1 {
+            self.alone = 0;
+            self.peers.iter_mut().filter(|peer| peer.is_active()).for_each(|peer| peer.met = true);
+        } else if self.alone >= ALONE {
+            self.peers.iter_mut().for_each(|peer| (peer.met, peer.before) = (false, false));
+        }
+    }
+
     /// Whether a copy for that peer may begin now. `own`: this GPU.
-    fn admits(&mut self, own: Uuid, name: Uuid) -> bool {
-        if self.peers.iter().all(|peer| peer.name == name || (peer.waiting == 0 && peer.under_way == 0)) {
+    fn admits(&mut self, own: Uuid, name: Uuid, now: Instant) -> bool {
+        if self.others(name) == 0 {
             self.give(name, true);
             return true;
         }
-        let nearest = |from: Uuid| {
-            let waiting = self.peers.iter().filter(|peer| peer.waiting > 0).map(|peer| peer.name);
-            waiting.min_by_key(|peer| distance(from, *peer)).unwrap_or(name)
+        let next = |from: Uuid, among: fn(&Peer) -> bool| {
+            let among = self.peers.iter().filter(|peer| among(peer)).map(|peer| peer.name);
+            among.min_by_key(|peer| distance(from, *peer)).unwrap_or(name)
         };
+        let waits = |peer: &Peer| peer.waiting > 0;
+        let first = next(own, waits);
         match self.current {
-            None => self.give(nearest(own), true),
+            None => {
+                let held = self.since.is_some_and(|since| now.saturating_duration_since(since) < ANSWERS);
+                if held && first != next(own, Peer::is_expected) {
+                    return false;
+                }
+                self.give(first, true);
+            }
             Some(current) => {
-                let left = self.peers.iter().any(|peer| peer.name == current && peer.waiting + peer.under_way > 0);
-                let first = nearest(own);
+                let left = self.peers.iter().any(|peer| peer.name == current && peer.is_active());
                 if !left || self.bytes >= TURN {
-                    self.give(nearest(current), false);
+                    self.give(next(current, waits), false);
                 } else if self.fresh && distance(own, first) < distance(own, current) {
-                    // It was not known of yet when the first turn began: answers of several peers come in any order.
+                    // Nobody expected it when the first turn began.
                     self.give(first, true);
                 }
             }
@@ -102,10 +154,14 @@ impl Turns {
         }
     }
 
-    /// Nobody's turn is remembered once nothing is left.
+    /// Nobody's turn is remembered once nothing is left, only who had copies at the same time.
     fn settle(&mut self) {
-        if self.peers.iter().all(|peer| peer.waiting == 0 && peer.under_way == 0) {
-            (self.current, self.bytes, self.fresh) = (None, 0, false);
+        if self.peers.iter().any(Peer::is_active) {
+            return;
+        }
+        (self.current, self.bytes, self.fresh, self.since) = (None, 0, false, None);
+        for peer in &mut self.peers {
+            (peer.before, peer.met) = (peer.met, false);
         }
     }
 }
@@ -122,8 +178,8 @@ pub(crate) struct Waiting {
 }
 
 impl Waiting {
-    pub(crate) fn may_begin(&self) -> bool {
-        locked(&self.crowd.turns).admits(self.crowd.own, self.peer)
+    pub(crate) fn may_begin(&self, now: Instant) -> bool {
+        locked(&self.crowd.turns).admits(self.crowd.own, self.peer, now)
     }
 }
 
@@ -164,11 +220,14 @@ impl Crowd {
     }
 
     /// A long copy to that GPU is to be made: where copies take turns, what waits for its own.
-    pub(crate) fn wait(self: &Arc<Self>, peer: Uuid) -> Option<Waiting> {
-        if self.way != GpuCopy::Engine {
+    pub(crate) fn wait(self: &Arc<Self>, peer: Uuid, now: Instant) -> Option<Waiting> {
+        if !self.takes_turns() {
             return None;
         }
-        locked(&self.turns).peer(peer).waiting += 1;
+        let turns = &mut *locked(&self.turns);
+        turns.since.get_or_insert(now);
+        turns.peer(peer).waiting += 1;
+        turns.meet(0);
         Some(Waiting { crowd: Arc::clone(self), peer })
     }
 
@@ -180,13 +239,19 @@ impl Crowd {
         if turns.current == Some(peer) {
             turns.bytes += len;
         }
+        turns.meet(len);
         UnderWay { crowd: Arc::clone(self), peer, len }
     }
 
-    /// How many blocks of the kernel are to write to that peer; `None`: the copy engine is to.
+    /// Whether copies to one peer wait for those to another: where engines are asked for, or no kernel can take their place.
+    fn takes_turns(&self) -> bool {
+        let has_none = |loaded: &Result<Arc<Kernels>, String>| !loaded.as_ref().is_ok_and(|kernels| kernels.has_bulk());
+        self.way == GpuCopy::Engine || self.kernels.get().is_some_and(has_none)
+    }
+
+    /// How many blocks of the kernel are to write to that peer, as many as to any other; `None`: the copy engine is to.
     pub(crate) fn blocks(&self, peer: &Uuid) -> Option<u32> {
-        let turns = locked(&self.turns);
-        let others = turns.peers.iter().filter(|other| other.name != *peer && other.under_way > 0).count();
+        let others = locked(&self.turns).others(*peer);
         let by_kernel = match self.way {
             GpuCopy::Engine => false,
             GpuCopy::Kernel => true,
@@ -262,17 +327,46 @@ mod tests {
     fn the_engine_copies_to_one_peer_and_the_kernel_to_several() {
         let crowd = crowd("auto");
         assert_eq!((crowd.blocks(&PEERS[0]), crowd.is_foreseen()), (None, false));
-        assert!(crowd.wait(PEERS[0]).is_none(), "nobody takes turns");
+        assert!(crowd.wait(PEERS[0], Instant::now()).is_none(), "nobody takes turns");
         let first = [crowd.begin(PEERS[0], LEN), crowd.begin(PEERS[0], LEN)];
         assert_eq!((crowd.blocks(&PEERS[0]), crowd.is_foreseen()), (None, false), "one peer, however many copies");
-        assert_eq!(crowd.blocks(&PEERS[1]), Some(32));
+        assert_eq!(crowd.blocks(&PEERS[1]), Some(21));
         let second = crowd.begin(PEERS[1], LEN);
-        assert_eq!((crowd.blocks(&PEERS[0]), crowd.is_foreseen()), (Some(32), true));
-        assert_eq!(crowd.blocks(&PEERS[2]), Some(21));
+        assert_eq!((crowd.blocks(&PEERS[0]), crowd.is_foreseen()), (Some(21), true));
+        assert_eq!(crowd.blocks(&PEERS[2]), Some(21), "nobody has more because it was earlier");
         drop(first);
-        assert_eq!(crowd.blocks(&PEERS[1]), None, "the others have ended");
+        assert_eq!(crowd.blocks(&PEERS[1]), Some(21), "nor because it is the last");
         drop(second);
-        assert!(crowd.is_foreseen(), "as before, so again");
+    }
+
+    #[test]
+    fn who_had_copies_at_the_same_time_is_expected_in_the_next_burst() {
+        let crowd = crowd("auto");
+        let burst = |peers: &[Uuid]| drop(peers.iter().map(|peer| crowd.begin(*peer, LEN)).collect::<Vec<_>>());
+        burst(&PEERS);
+        assert_eq!(crowd.blocks(&PEERS[2]), Some(21), "whichever answers first");
+        burst(&PEERS[..2]);
+        assert_eq!(crowd.blocks(&PEERS[0]), Some(21));
+        burst(&PEERS[..1]);
+        assert_eq!(crowd.blocks(&PEERS[0]), None, "it had the last burst to itself");
+        burst(&PEERS[..2]);
+        let alone: Vec<UnderWay> = (0..ALONE / LEN).map(|_| crowd.begin(PEERS[0], LEN)).collect();
+        assert_eq!(crowd.blocks(&PEERS[0]), None, "nor for ever while it has copies");
+        let _second = crowd.begin(PEERS[1], LEN);
+        assert_eq!(crowd.blocks(&PEERS[0]), Some(21));
+        drop(alone);
+    }
+
+    #[test]
+    fn all_have_as_many_blocks_once_it_is_known_how_many_there_are() {
+        let crowd = crowd("auto");
+        let peers: Vec<Uuid> = (1..8).map(|number| [number; 16]).collect();
+        drop(peers.iter().map(|peer| crowd.begin(*peer, LEN)).collect::<Vec<_>>());
+        let mut begun = Vec::new();
+        for peer in peers.iter().rev() {
+            assert_eq!(crowd.blocks(peer), Some(9));
+            begun.push(crowd.begin(*peer, LEN));
+        }
     }
 
     #[test]
@@ -280,17 +374,29 @@ mod tests {
         let (engine, kernel) = (crowd("engine"), crowd("kernel"));
         let _under_way = [engine.begin(PEERS[0], 1), engine.begin(PEERS[1], 1), kernel.begin(PEERS[0], 1)];
         assert_eq!((engine.blocks(&PEERS[2]), engine.is_foreseen()), (None, false));
-        assert_eq!((kernel.blocks(&PEERS[0]), kernel.is_foreseen()), (Some(32), true));
+        assert_eq!((kernel.blocks(&PEERS[0]), kernel.is_foreseen()), (Some(21), true));
         let _more: Vec<UnderWay> = (10..40).map(|number| kernel.begin([number; 16], 1)).collect();
         assert_eq!(kernel.blocks(&PEERS[0]), Some(8), "with many peers, a few for each");
+    }
+
+    #[test]
+    fn engines_take_turns_where_the_kernel_cannot_be_had() {
+        for way in ["auto", "kernel"] {
+            let crowd = crowd(way);
+            assert!(crowd.wait(PEERS[0], Instant::now()).is_none());
+            crowd.kernels.set(Err("no NVRTC".into())).expect("nobody has looked for them");
+            assert!(crowd.wait(PEERS[0], Instant::now()).is_some(), "{way}");
+            assert_eq!(crowd.why_no_kernels().as_deref(), Some("no NVRTC"));
+        }
     }
 
     /// Begins what may begin of `waiting`, as often as passes would; ends the oldest copy when nothing may. Returns the peers
     /// in the order in which their copies began.
     fn carried(crowd: &Arc<Crowd>, mut waiting: Vec<Waiting>, len: u64, before: Option<UnderWay>) -> Vec<u8> {
+        let now = Instant::now();
         let (mut begun, mut under_way) = (Vec::new(), VecDeque::from_iter(before));
         while !waiting.is_empty() {
-            match waiting.iter().position(Waiting::may_begin) {
+            match waiting.iter().position(|waiting| waiting.may_begin(now)) {
                 Some(at) => {
                     let next = waiting.remove(at);
                     under_way.push_back(crowd.begin(next.peer, len));
@@ -305,7 +411,8 @@ mod tests {
     }
 
     fn waiting(crowd: &Arc<Crowd>, peers: &[u8]) -> Vec<Waiting> {
-        peers.iter().filter_map(|peer| crowd.wait([*peer; 16])).collect()
+        let now = Instant::now();
+        peers.iter().filter_map(|peer| crowd.wait([*peer; 16], now)).collect()
     }
 
     #[test]
@@ -314,30 +421,51 @@ mod tests {
         let order = carried(&engine, waiting(&engine, &[3, 1, 2, 3, 1, 2, 1]), LEN, None);
         assert_eq!(order, [1, 1, 1, 2, 2, 3, 3]);
         assert_eq!(locked(&engine.turns).current, None, "all is over");
+        let third = Arc::new(Crowd::new([2; 16], &engine.settings));
+        assert_eq!(carried(&third, waiting(&third, &[0, 1, 3, 0, 3]), LEN, None), [3, 3, 0, 0, 1]);
         // One copy was begun before it was known what else there is.
+        let engine = crowd("engine");
         let mut early = waiting(&engine, &[2]);
-        assert!(early[0].may_begin());
+        assert!(early[0].may_begin(Instant::now()));
         let begun = engine.begin(PEERS[1], LEN);
         early.clear();
         let rest = waiting(&engine, &[3, 2, 1, 1]);
         assert_eq!(carried(&engine, rest, LEN, Some(begun)), [1, 1, 2, 3]);
-        let third = Arc::new(Crowd::new([2; 16], &engine.settings));
-        assert_eq!(carried(&third, waiting(&third, &[0, 1, 3, 0, 3]), LEN, None), [3, 3, 0, 0, 1]);
+    }
+
+    #[test]
+    fn the_next_burst_begins_with_the_next_peer_whoever_answers_first() {
+        let engine = crowd("engine");
+        let _ = carried(&engine, waiting(&engine, &[1, 2, 3]), LEN, None);
+        let now = Instant::now();
+        let early: Vec<Waiting> = (0..4).filter_map(|_| engine.wait(PEERS[2], now)).collect();
+        assert!(early.iter().all(|waiting| !waiting.may_begin(now)), "the others' answers are on their way");
+        let late = engine.wait(PEERS[0], now + ANSWERS / 2).expect("engines take turns");
+        assert!(late.may_begin(now + ANSWERS / 2) && !early[0].may_begin(now + 2 * ANSWERS));
+        drop((late, early));
+        // Both had met, nobody else had; now neither's answer comes before the other's turn is over.
+        let (third, now) = (engine.wait(PEERS[2], now).expect("engines take turns"), now + ANSWERS);
+        assert!(third.may_begin(now), "nobody waits for long");
+        drop(third);
+        let again = waiting(&engine, &[3]);
+        assert!(again[0].may_begin(Instant::now()), "nor twice");
     }
 
     #[test]
     fn one_peer_alone_waits_for_nobody_and_none_waits_for_ever() {
         let engine = crowd("engine");
+        let now = Instant::now();
         let all = waiting(&engine, &[1; 40]);
-        assert!(all.iter().all(Waiting::may_begin));
+        assert!(all.iter().all(|waiting| waiting.may_begin(now)));
         drop(all);
         let mut peers = [1; 40];
         peers[39] = 2;
         let order = carried(&engine, waiting(&engine, &peers), 256 << 20, None);
         assert_eq!(order.iter().position(|peer| *peer == 2), Some(8), "after as much as a turn has");
         let cancelled = waiting(&engine, &[1, 2]);
-        assert!(cancelled[0].may_begin() && !cancelled[1].may_begin());
+        assert!(cancelled[0].may_begin(now) && !cancelled[1].may_begin(now));
         drop(cancelled);
-        assert!(waiting(&engine, &[2])[0].may_begin(), "what waited and is gone has no turn");
+        let last = waiting(&engine, &[2]);
+        assert!(last[0].may_begin(Instant::now() + ANSWERS), "what waited and is gone has no turn");
     }
 }

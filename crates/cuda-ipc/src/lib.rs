@@ -30,6 +30,8 @@ pub use link::Link;
 pub use stranger::{stranger, stranger_seeds};
 
 #[cfg(test)]
+mod crowd_model;
+#[cfg(test)]
 mod exchange_tests;
 #[cfg(test)]
 mod testing;

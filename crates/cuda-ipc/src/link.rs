@@ -256,14 +256,15 @@ impl Link {
             }
             let (spans, device) = (mem::take(&mut search.spans), *device);
             let waiting = match self.domain.gpu(device) {
-                Ok(gpu) => self.peer_of(&gpu, job).and_then(|peer| gpu.crowd.wait(peer)),
+                Ok(gpu) => self.peer_of(&gpu, job).and_then(|peer| gpu.crowd.wait(peer, Instant::now())),
                 Err(error) => return Step::Failed(error.to_string()),
             };
             copying.stage = Stage::Queued(spans, device, waiting);
         }
         if let Stage::Queued(spans, device, waiting) = &mut copying.stage {
-            let late = copying.watch.waited(Instant::now()) >= PATIENCE;
-            if !late && waiting.as_ref().is_some_and(|waiting| !waiting.may_begin()) {
+            let now = Instant::now();
+            let late = copying.watch.waited(now) >= PATIENCE;
+            if !late && waiting.as_ref().is_some_and(|waiting| !waiting.may_begin(now)) {
                 return Step::Waiting;
             }
             let (spans, device) = (mem::take(spans), *device);
