@@ -16,7 +16,7 @@ fn kinds(rank: &Rank) {
     for link in rank.buffer.links() {
         let expected = match link.rank {
             other if other == rank.me => LinkKind::Myself,
-            other if other / 2 == rank.me / 2 => LinkKind::Heap,
+            other if rank.case.direct && other / 2 == rank.me / 2 => LinkKind::Heap,
             _ => LinkKind::Network,
         };
         assert_eq!(link.kind, expected, "rank {} to {}", rank.me, link.rank);
@@ -34,6 +34,16 @@ alone!(two_nodes_without_prereduction, |gpus| {
     on_ranks(&two_nodes(Layout::Expert, F32), gpus, rounds);
 });
 alone!(two_nodes_in_the_rank_layout, |gpus| on_ranks(&two_nodes(Layout::Rank, Payload::Bf16), gpus, rounds));
+
+// Ranks of one node, whose GPUs must not reach each other's memory.
+alone!(gpus_that_do_not_reach_each_other, |gpus| {
+    let case = Case { direct: false, ..Case::new(Layout::Rank, F32) };
+    on_ranks(&case, gpus, |rank| {
+        kinds(rank);
+        all_ways(rank, 0..3, &[]);
+        assert!(rank.buffer.network_bytes() > 0);
+    });
+});
 
 alone!(ranks_of_other_nodes_are_not_captured, |gpus| {
     on_ranks(&two_nodes(Layout::Expert, Payload::Bf16), gpus, |rank| {

@@ -12,6 +12,7 @@ use crossrail::{Context, Settings};
 use crossrail_control::{Group, GroupOptions, StoreServer};
 use crossrail_cuda::{Cuda, Device, DeviceMemory, Event, PinnedMemory, Stream};
 use crossrail_ep_cuda::{Config, DeviceBuffer, DeviceOptions, Layout, Link, LinkKind, Payload, Scale, Shape};
+use crossrail_types::Filter;
 
 pub(crate) const F32: Payload = Payload::Fp8(Scale::F32);
 pub(crate) const PACKED: Payload = Payload::Fp8(Scale::Ue8m0);
@@ -36,6 +37,8 @@ pub(crate) struct Case {
     pub(crate) local: usize,
     pub(crate) topk: usize,
     pub(crate) timeout: Duration,
+    /// Whether GPUs may reach each other's memory.
+    pub(crate) direct: bool,
 }
 
 impl Case {
@@ -51,6 +54,7 @@ impl Case {
             local: 3,
             topk: 5,
             timeout: Duration::from_secs(4),
+            direct: true,
         }
     }
 
@@ -124,7 +128,8 @@ pub(crate) struct Rank {
 impl Rank {
     /// Rank `me` of `case`, on one of `gpus` GPUs, not connected.
     pub(crate) fn join(case: &Case, me: u32, store: &str, gpus: u32) -> Rank {
-        let context = Context::new(settings()).expect("a context");
+        let tls = if case.direct { Filter::All } else { Filter::Only(vec!["shm".to_owned(), "tcp".to_owned()]) };
+        let context = Context::new(Settings { tls, ..settings() }).expect("a context");
         let gpu = Gpu::new(me % gpus);
         let group = join_group(case, me, store);
         let buffer = make_buffer(case, &group, &context, "experts", gpu.ordinal, gpus);
@@ -137,7 +142,7 @@ impl Rank {
 
     pub(crate) fn connect(&self, ranks: &[u32]) {
         self.buffer.connect(ranks, true, Some(LIMIT)).unwrap_or_else(|error| panic!("rank {}: {error}", self.me));
-        if self.case.nodes == 1 && gpus_reach_each_other(self.gpus) {
+        if self.case.nodes == 1 && self.case.direct && gpus_reach_each_other(self.gpus) {
             let near = |link: &Link| link.rank == self.me || link.kind == LinkKind::Heap;
             assert!(self.buffer.links().iter().all(near), "rank {}: {:?}", self.me, self.buffer.links());
         }

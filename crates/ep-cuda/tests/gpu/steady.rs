@@ -131,7 +131,7 @@ alone!(two_buffers_at_once, |gpus| {
 const TOKENS: [usize; 4] = [14, 3, 0, 9];
 const REPLAYS: u64 = 12;
 
-fn world_of(shape: Shape, seed: u64) -> World {
+pub(crate) fn world_of(shape: Shape, seed: u64) -> World {
     let mut numbers = Numbers(seed);
     let choice = Choice::random(&mut numbers);
     let routing = Routing::of(&mut numbers, &shape, &TOKENS, choice);
@@ -152,7 +152,7 @@ fn replay(graph: &Graph, gpu: &Gpu) {
 }
 
 #[allow(unsafe_code)]
-fn launch(graph: &Graph, gpu: &Gpu) {
+pub(crate) fn launch(graph: &Graph, gpu: &Gpu) {
     // SAFETY: all that was recorded is of the rank's own memory, its buffer, and a handle and a region that are kept.
     unsafe { graph.launch(&gpu.stream).expect("launch") };
 }

@@ -1,11 +1,14 @@
 //! Calls that make no sense are refused, and say what is wrong; nothing is put in.
 
-use crossrail_ep_cuda::{DeviceBuffer, DeviceOptions, Enqueued, ExpertCombine, ExpertDispatch, Layout, Payload, Split};
+use crossrail_ep_cuda::{
+    Config, DeviceBuffer, DeviceOptions, Enqueued, ExpertCombine, ExpertDispatch, Layout, Payload, Split,
+};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::alone;
-use crate::rank::{Case, LIMIT, Rank, make_buffer, on_ranks, on_ranks_apart, options};
+use crate::rank::{Case, F32, LIMIT, Rank, make_buffer, on_ranks, on_ranks_apart, options};
 use crate::rounds::{Way, World, all_ways, expert_out, finish, put_combine_expert, put_dispatch_expert};
+use crate::steady::launch;
 
 fn refused<T>(result: Result<T>, kind: ErrorKind, text: &str) {
     let error: Error = result.err().unwrap_or_else(|| panic!("not refused: {text}"));
@@ -55,6 +58,18 @@ fn calls(rank: &Rank) {
         ExpertCombine { y, y_stride: stride, topk_weights: 0, bias: [0; 2], out: result, out_stride: stride, waits: 0 };
     let theirs = put_combine_expert(&other, &gpu.stream, &combine, &handle, Split::Whole);
     usage(theirs, "the handle is of another buffer");
+    // Nor can a graph be made of it; the capture is not broken by that, and is put to use.
+    let mut captured = None;
+    let graph = gpu.stream.record(|stream| {
+        captured = put_combine_expert(&other, stream, &combine, &handle, Split::Whole).err();
+        put_combine_expert(buffer, stream, &combine, &handle, Split::Whole).map(drop)
+    });
+    let captured: Error = captured.expect("refused in a capture too");
+    assert!(captured.kind == ErrorKind::Usage && captured.to_string().contains("of another buffer"), "{captured}");
+    rank.meet("captured", &rank.case.everybody());
+    let graph = graph.expect("a graph");
+    launch(&graph, gpu);
+    gpu.wait();
     other.destroy().expect("destroy");
     let closed = put_dispatch_expert(&other, &gpu.stream, &call, Split::Whole);
     refused(closed, ErrorKind::Closed, "destroyed");
@@ -72,15 +87,21 @@ fn finish_in(pending: &mut crossrail_ep_cuda::Pending, rank: &Rank) -> Result<cr
 alone!(buffers_that_are_not_alike, |gpus| {
     on_ranks_apart(&Case::new(Layout::Rank, Payload::Bf16), gpus, |rank| {
         let gpu = &rank.gpu;
-        let mut options: DeviceOptions = options(&rank.case, rank.me, gpu.ordinal, rank.gpus);
-        options.regions = if rank.me == 3 { 3 } else { 2 };
-        let other = DeviceBuffer::new(&rank.group, &rank.context, "others", rank.case.config(), options);
-        let other = other.expect("a buffer");
         let all = rank.case.everybody();
-        refused(other.connect(&all, true, Some(LIMIT)), ErrorKind::Mismatch, "regions is ");
-        assert_eq!(other.connected(), [rank.me]);
-        other.destroy().expect("destroy");
-        refused(other.connect(&all, true, Some(LIMIT)), ErrorKind::Closed, "destroyed");
+        for (name, differs) in [("more regions", "regions is "), ("fp8 rows", "dispatch_dtype is ")] {
+            let (mut options, mut config): (DeviceOptions, Config) =
+                (options(&rank.case, rank.me, gpu.ordinal, rank.gpus), rank.case.config());
+            match (rank.me, differs) {
+                (3, "regions is ") => options.regions = 3,
+                (3, _) => config.payload = F32,
+                _ => {}
+            }
+            let other = DeviceBuffer::new(&rank.group, &rank.context, name, config, options).expect("a buffer");
+            refused(other.connect(&all, true, Some(LIMIT)), ErrorKind::Mismatch, differs);
+            assert_eq!(other.connected(), [rank.me]);
+            other.destroy().expect("destroy");
+            refused(other.connect(&all, true, Some(LIMIT)), ErrorKind::Closed, "destroyed");
+        }
         // The buffer that is alike on all is not touched by that.
         rank.connect(&all);
         all_ways(&rank, 0..2, &[]);
