@@ -11,6 +11,7 @@ In a page a table stands between two comments, of which the first says what it i
 `table`: goals, a line for each; after a colon, only those whose work begins with one of the words (A | B).
 `ways`: what dispatch and combine took, ours and the peers', counted in three ways.
 `sweep`: what they took with each number changed alone.
+`latency`: small transfers of ours and of both peers, side by side.
 `machine`: where and when it was measured.
 """
 
@@ -22,12 +23,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"<!-- (?P<kind>\w+) of (?P<path>[\w./-]+)(?:: (?P<only>.+?))? -->\n(?P<old>.*?)<!-- end -->", re.S)
 VARIED = ("tokens", "hidden", "topk", "experts", "routing", "dtype", "num_sms")
 NAMED = {"topk": "top-k", "routing": "routing", "num_sms": "SMs"}
+NOTHING = "Not measured yet.\n"
 MODES = {"dispatch": "dispatch", "combine": "combine", "e2e": "both"}
 
 
@@ -55,7 +58,8 @@ def written(page: str) -> str:
         kind, path, only = found["kind"], found["path"], found["only"]
         if kind not in KINDS:
             raise ValueError(f"{kind} of {path}: there are {', '.join(KINDS)}")
-        made = KINDS[kind](json.loads((ROOT / path).read_text()), only)
+        there = ROOT / path
+        made = KINDS[kind](json.loads(there.read_text()), only) if there.exists() else NOTHING
         head = found[0].partition("\n")[0]
         return f"{head}\n{made}<!-- end -->"
 
@@ -124,6 +128,35 @@ def _one_sweep(rows: Sequence[dict[str, Any]], name: str, values: Sequence[Any])
     return markdown([NAMED.get(name, name), *map(str, values)], lines)
 
 
+def latency(data: dict[str, Any], _: str | None = None) -> str:
+    """By size, one way: medians of the turns' medians."""
+
+    def peers(name: str, figure: str) -> dict[int, list[float]]:
+        rows = [row for turn in data["peers"].get(name, []) for row in turn.get("rows", [])]
+        return {
+            size: [median(row[figure]) for row in rows if row["size"] == size] for size in {r["size"] for r in rows}
+        }
+
+    def ours(what: str) -> dict[int, list[float]]:
+        rows = [row for row in data["rows"] if row["what"] == what]
+        return {size: [row["p50_us"] for row in rows if row["size"] == size] for size in {r["size"] for r in rows}}
+
+    columns = {
+        "write": ours("write"),
+        "message": ours("latency"),
+        "NCCL, a host waits": peers("nccl", "wall_us"),
+        "NIXL, a host waits": peers("nixl", "samples_us"),
+        "put": peers("puts", "samples_us"),
+        "NCCL in a graph": peers("nccl", "samples_us"),
+    }
+    sizes = sorted(set().union(*columns.values()))
+    lines = [
+        [f"{size >> 10} KiB", *(f"{median(at[size]):.2f}" if at.get(size) else "-" for at in columns.values())]
+        for size in sizes
+    ]
+    return markdown(["us, one way", *columns], lines, left=1)
+
+
 def machine(data: dict[str, Any], _: str | None = None) -> str:
     """A line about the machine, the versions and the commit."""
     there = data["environment"]
@@ -165,6 +198,7 @@ KINDS: dict[str, Callable[[dict[str, Any], str | None], str]] = {
     "table": goals,
     "ways": ways,
     "sweep": sweep,
+    "latency": latency,
     "machine": machine,
 }
 

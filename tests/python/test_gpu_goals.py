@@ -306,6 +306,31 @@ def test_a_sweep_has_a_table_for_each_number_that_changed() -> None:
     assert "| dispatch, us | 9.0 | 128.0 |" in routing
 
 
+def test_small_transfers_stand_side_by_side() -> None:
+    table = load(GPU / "table.py")
+    turn = {"rows": [{"size": 4096, "samples_us": [10.0, 12.0, 11.0], "wall_us": [30.0]}]}
+    rows = [{"what": "write", "size": 4096, "p50_us": took} for took in (8.0, 9.0)]
+    peers = {"nccl": [turn], "nixl": [{"error": "it could not be loaded"}], "puts": [turn, turn]}
+    head, _, line = table.latency({"rows": rows, "peers": peers}).splitlines()
+    assert head == "| us, one way | write | message | NCCL, a host waits | NIXL, a host waits | put | NCCL in a graph |"
+    assert line == "| 4 KiB | 8.50 | - | 30.00 | - | 11.00 | 11.00 |"
+
+
+def test_what_was_not_measured_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    table = load(GPU / "table.py")
+    monkeypatch.setattr(table, "ROOT", tmp_path)
+    page = "a\n<!-- machine of one-2.json -->\nold\n<!-- end -->\nb\n"
+    assert table.written(page) == page.replace("old", "Not measured yet.")
+    gpu = {"name": "H200", "driver_version": "580"}
+    there = {"gpus": [gpu] * 4, "gpus_used": 2, "cores": 64, "commit": "f000f1138e05", "time": "now"}
+    data = {"environment": {**there, "peers": {"nccl": "2.28"}}, "command": ["goals.py", "--rounds=3", "--quick"]}
+    (tmp_path / "one-2.json").write_text(json.dumps(data))
+    said = "2 of 4 H200; driver 580; 64 cores; nccl 2.28; commit f000f11; turns: 3; fewer iterations; now"
+    assert table.written(page) == page.replace("old", said)
+    with pytest.raises(ValueError, match="there are table, ways"):
+        table.written(page.replace("machine", "plot"))
+
+
 def test_the_pages_have_the_tables_of_the_committed_results() -> None:
     table = load(GPU / "table.py")
     for page in ("performance.md", "performance-experts.md"):
