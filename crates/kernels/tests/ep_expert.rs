@@ -13,7 +13,7 @@ use crate::emulate::shapes::BY_EXPERT;
 const SOURCES: [&str; 1] = ["kernels/ep_expert.cu"];
 const BOTH: u32 = EP_SEND | EP_RECEIVE;
 
-const TUNING: Tuning = Tuning { piece: 0, threads: 128, senders: 0, receive_from: 0, rank_movers: 0, rank_threads: 0 };
+const TUNING: Tuning = Tuning { threads: 128, ..Tuning::USUAL };
 
 /// Two pieces to a row, the second one short; blocks of four warps.
 const SHAPE: Shape = Shape { topk: 3, ranks: 3, max_tokens: 6, tuning: TUNING, ..BY_EXPERT };
@@ -154,16 +154,45 @@ fn prereduction_adds_a_rounding_of_each_ranks_part() {
 /// One fence stands for many pieces; without it, ranks would look at what need not be there yet.
 #[test]
 fn flags_without_their_fence_are_noticed() {
-    let fence = "        fence_acq_rel_sys();\n        for (u64 left = ready";
+    let dispatch = ("kernels/ep_start.cuh", "        for (u64 left = ready", "ep_dispatch.cuh");
+    let combine = ("kernels/ep_flags.cuh", "        for (u32 i = 0; i < more; ++i) {", "ep_combine.cuh");
+    for (file, behind, reader) in [dispatch, combine] {
+        let build = emulate::Build::new(&SOURCES);
+        let build = build.broken(file, &format!("        fence_acq_rel_sys();\n{behind}"), behind);
+        let Some(mut job) = Job::of(&build, SHAPE, SHAPE.expert_shared()) else { return };
+        let mut numbers = Numbers(6);
+        let routing = Routing::of(&mut numbers, &SHAPE, &[6, 6, 6], Choice::Even);
+        let operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::Dispatch);
+        operation.dispatch(&mut job, 2, BOTH);
+        operation.combine(&mut job, 2, BOTH);
+        let wrong = job.emulator.run(6).unwrap_err();
+        assert!(wrong.contains(reader), "{wrong}");
+    }
+}
+
+/// A flag that is given before the piece is there, as when a warp counts its stores wrongly.
+#[test]
+fn flags_of_pieces_under_way_are_noticed() {
     let build = emulate::Build::new(&SOURCES);
-    let build = build.broken("kernels/ep_start.cuh", fence, "        for (u64 left = ready");
+    let wait = "bulk_wait_done<BACK_STAGES - 1>();";
+    let build = build.broken("kernels/ep_flags.cuh", wait, "bulk_wait_done<BACK_STAGES>();");
     let Some(mut job) = Job::of(&build, SHAPE, SHAPE.expert_shared()) else { return };
-    let mut numbers = Numbers(6);
+    let mut numbers = Numbers(7);
     let routing = Routing::of(&mut numbers, &SHAPE, &[6, 6, 6], Choice::Even);
-    let operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::None);
-    operation.dispatch(&mut job, 2, BOTH);
-    let wrong = job.emulator.run(6).unwrap_err();
-    assert!(wrong.contains("ep_dispatch.cuh"), "{wrong}");
+    let operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::Dispatch);
+    operation.dispatch(&mut job, 1, BOTH);
+    operation.combine(&mut job, 1, BOTH);
+    let wrong = job.emulator.run(7).unwrap_err();
+    assert!(wrong.contains("ep_combine.cuh") || wrong.contains("ep_flags.cuh"), "{wrong}");
+}
+
+#[test]
+fn any_number_of_pieces_of_a_warp_is_under_way() {
+    for back_stages in 1..=4 {
+        let tuning = Tuning { threads: 64, back_stages, ..TUNING };
+        let shape = Shape { max_tokens: 12, ranks: 2, experts: 4, topk: 2, tuning, ..SHAPE };
+        rounds(shape, u64::from(200 + 2 * back_stages)..u64::from(202 + 2 * back_stages));
+    }
 }
 
 /// All operations are queued at once: ranks run ahead of each other as far as slots let them.

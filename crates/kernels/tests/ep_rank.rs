@@ -29,7 +29,7 @@ const SHAPE: Shape = Shape {
     expert_layout: false,
     rank_layout: true,
     regions: 2,
-    tuning: Tuning { piece: 0, threads: 0, senders: 0, receive_from: 0, rank_threads: 128, rank_movers: 2 },
+    tuning: Tuning { rank_threads: 128, rank_movers: 2, ..Tuning::USUAL },
 };
 
 fn job_of(build: &Build, shape: Shape, bulk: bool) -> Option<Job> {

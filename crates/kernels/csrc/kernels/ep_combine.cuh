@@ -7,13 +7,19 @@
 //
 // Sums are in the order of selections on the experts' rank, and in that of ranks where the token came from. What a rank
 // sends itself goes no way in a launch that both sends and receives: it is summed where it is needed.
+//
+// The last warp of a block sends no rows: it finds out what all go by, sends weights, and sets flags (ep_flags.cuh). Caches
+// are cold when a launch begins, code too: what is written here once, in loops, is waited for once.
 #pragma once
 
-#include "kernels/ep_dispatch.cuh"
+#include "kernels/ep_flags.cuh"
 
 constexpr u32 BACK_ROWS = EP_PREREDUCE ? 1 : MOST_LOCAL;
 constexpr u32 BACK_BYTES = EP_H * 2;
-constexpr u32 COMBINE_STAGE = EP_PIECE * 2;
+// The warp that sets flags, and how many others send.
+constexpr u32 FLAGGER = WARPS - 1;
+constexpr u32 BACK_SENDERS = EP_SENDERS < FLAGGER ? EP_SENDERS : FLAGGER;
+static_assert(FLAGGER > 0 && EP_RECEIVE_FROM <= FLAGGER, "a warp is left to send, and one to receive");
 // Elements of a token that a warp receives at a time.
 constexpr u32 PART = 512;
 constexpr u32 PARTS = (EP_H + PART - 1) / PART;
@@ -26,14 +32,15 @@ template <u32 N>
 struct Sum {
     float value[N][8] = {};
 
-    // Adds a row's elements, times the weight if there is one.
-    __device__ __forceinline__ void add(const Vec16 (&v)[N], bool weighted, float weight) {
+    // Adds a row's elements, times the weight if WEIGHTED.
+    template <bool WEIGHTED>
+    __device__ __forceinline__ void add(const Vec16 (&v)[N], float weight) {
 #pragma unroll
         for (u32 i = 0; i < N; ++i) {
 #pragma unroll
             for (u32 w = 0; w < 4; ++w) {
                 float low = widen_low_bf16(v[i].word[w]), high = widen_high_bf16(v[i].word[w]);
-                if (weighted) {
+                if (WEIGHTED) {
                     low = mul_rn_f32(low, weight);
                     high = mul_rn_f32(high, weight);
                 }
@@ -51,21 +58,15 @@ struct Sum {
     }
 };
 
-// A lane's part of N * 256 elements of a row, of which there are `elements` from `from` on.
+// A lane's part of N * 256 elements of a row, of which there are `elements`; the first ones in place of those that are not.
 template <u32 N>
-__device__ __forceinline__ void load_step(Vec16 (&v)[N], u64 row, u32 from, u32 elements, u32 lane) {
+__device__ __forceinline__ void load_step(Vec16 (&v)[N], u64 row, u32 elements, u32 lane) {
 #pragma unroll
     for (u32 i = 0; i < N; ++i) {
-        u32 element = from + (i * LANES + lane) * 8;
-        v[i] = element < elements ? ld_once_v16(row + element * 2) : Vec16{};
+        u32 element = (i * LANES + lane) * 8;
+        v[i] = ld_once_v16(row + (element < elements ? element : 0) * 2);
     }
 }
-
-// A lane's weight of a token's selection.
-struct Weight {
-    bool has;
-    float value;
-};
 
 // Rows that are added: each lane may have one.
 struct Terms {
@@ -85,43 +86,46 @@ struct Terms {
     }
 };
 
-// Adds up rows, of which DEPTH are under way at once: `load` brings that of a lane; `weigh` gives weights, and is asked when
-// the first loads are under way. All lanes.
-template <u32 DEPTH, u32 N, typename Load, typename Weigh>
+// Adds up rows, DEPTH at a time: `load` brings that of a lane. `weigh` gives each lane's weight; it is asked once, when the
+// first loads are under way. All lanes.
+template <u32 DEPTH, bool WEIGHTED, u32 N, typename Load, typename Weigh>
 __device__ __forceinline__ void sum_terms(Sum<N> &sum, const Terms &terms, Load load, Weigh weigh) {
-    Vec16 v[DEPTH][N];
-    u32 source[DEPTH];
-#pragma unroll
-    for (u32 d = 0; d < DEPTH; ++d) {
-        if (d >= terms.count) continue;
-        source[d] = terms.lane_of(d);
-        load(v[d], source[d]);
-    }
-    Weight weight = weigh();
+    float weight = 1.0f;
+#pragma unroll 1
     for (u32 i = 0; i < terms.count; i += DEPTH) {
+        Vec16 v[DEPTH][N];
+#pragma unroll
+        for (u32 d = 0; d < DEPTH; ++d) {
+            if (i + d < terms.count) load(v[d], terms.lane_of(i + d));
+        }
+        if (WEIGHTED && i == 0) weight = weigh();
 #pragma unroll
         for (u32 d = 0; d < DEPTH; ++d) {
             if (i + d >= terms.count) continue;
-            float by = __shfl_sync(WHOLE_WARP, weight.value, source[d]);
-            bool has = __shfl_sync(WHOLE_WARP, u32(weight.has), source[d]);
-            sum.add(v[d], has, by);
-            if (i + d + DEPTH >= terms.count) continue;
-            source[d] = terms.lane_of(i + d + DEPTH);
-            load(v[d], source[d]);
+            float by = WEIGHTED ? __shfl_sync(WHOLE_WARP, weight, terms.lane_of(i + d)) : 1.0f;
+            sum.template add<WEIGHTED>(v[d], by);
         }
     }
 }
 
-// What each thread sends first of this rank's weights; read before it is known whether it has to be sent.
+// The lines of some bytes of a row of each lane that has one come nearer.
+__device__ __forceinline__ void prefetch_rows(bool has, u64 row, u32 bytes, u32 lane) {
+    for (u32 left = __ballot_sync(WHOLE_WARP, has); left; left &= left - 1) {
+        u64 from = __shfl_sync(WHOLE_WARP, row, __ffs(left) - 1);
+        if (lane * 128 < bytes) prefetch_l2(from + lane * 128);
+    }
+}
+
+// What a lane of the flagging warp sends first of this rank's weights; read before it is known whether it has to be sent.
 struct OwnWeight {
     int expert = -1;
     float weight = 1.0f;
 
     __device__ __forceinline__ OwnWeight() {}
 
-    __device__ __forceinline__ OwnWeight(const EpCombineArgs &args, bool sends) {
-        u64 i = u64(blockIdx.x) * EP_THREADS + threadIdx.x;
-        if (EP_PREREDUCE && sends && i < u64(args.common.tokens) * EP_K) read(args, i);
+    __device__ __forceinline__ OwnWeight(const EpCombineArgs &args, u32 lane) {
+        u32 i = blockIdx.x + gridDim.x * lane;
+        if (EP_PREREDUCE && (args.common.phases & EP_SEND) && i < args.common.tokens * EP_K) read(args, i);
     }
 
     __device__ __forceinline__ void read(const EpCombineArgs &args, u64 i) {
@@ -131,75 +135,88 @@ struct OwnWeight {
 };
 
 // Brings this rank's weights to the ranks of its experts, unless they went with the dispatch: each with the number of this
-// operation, so that nobody waits for more than the one it needs. 1 where none are given. All blocks.
-__device__ __forceinline__ void send_weights(const EpCombineArgs &args, const Start &start, OwnWeight own) {
+// operation, so that nobody waits for more than the one it needs. 1 where none are given. One warp of each block.
+__device__ __forceinline__ void send_weights(const EpCombineArgs &args, const Start &start, OwnWeight own, u32 lane) {
     const EpCommon &c = args.common;
     if (!EP_PREREDUCE || start.weighted) return;
-    u64 count = u64(c.tokens) * EP_K, step = u64(gridDim.x) * EP_THREADS;
+    u32 count = c.tokens * EP_K;
     u64 slot = slot_of(start.sent, c.rank) * c.heap.back_weights_stride;
-    u64 first = u64(blockIdx.x) * EP_THREADS + threadIdx.x;
-    for (u64 i = first; i < count; i += step) {
+    u32 first = blockIdx.x + gridDim.x * lane;
+#pragma unroll 1
+    for (u32 i = first; i < count; i += LANES * gridDim.x) {
         if (i != first) own.read(args, i);
         u32 rank = own.expert >= 0 ? own.expert / LOCAL : c.rank;
         bool goes = own.expert >= 0 && (start.open >> rank & 1) && !(is_direct(c) && rank == c.rank);
         if (!goes || !slots_free(c, start, rank, EP_WORD_COMBINE_TAKEN, EP_STAGE_COMBINE_TAKEN)) continue;
-        u64 to = start.base[rank] + c.heap.back_weights + slot + i * 8;
+        u64 to = start.base[rank] + c.heap.back_weights + slot + u64(i) * 8;
         st_relaxed_sys_u64(to, tagged(start.sent, __float_as_uint(own.weight)));
     }
+    __syncwarp();
 }
 
-// A token's weights, of each lane's selection if it is `here`; they may have to come first. All lanes.
-__device__ __forceinline__ Weight weight_of(const EpCombineArgs &args, const Start &start, u32 source, u32 token,
-                                            bool here, u32 lane) {
+// A token's weights, of each lane's selection if it is `here`; they may have to come first. 1 from a rank that does not
+// come: the sum goes nowhere.
+__device__ __forceinline__ float weight_of(const EpCombineArgs &args, const Start &start, u32 source, u32 token, bool here,
+                                           u32 lane) {
     const EpCommon &c = args.common;
     u64 i = u64(token) * EP_K + lane;
-    Weight weight = {false, 0.0f};
-    if (!here) return weight;
-    if (start.flags[source] & EP_WEIGHTED) {
-        return {true, at<float>(c.handle + c.parts.weights, u64(source) * c.max_tokens * EP_K + i)};
+    float weight = 1.0f;
+    if (here && (start.flags[source] & EP_WEIGHTED)) {
+        weight = at<float>(c.handle + c.parts.weights, u64(source) * c.max_tokens * EP_K + i);
+    } else if (here) {
+        u64 word = c.base + c.heap.back_weights + slot_of(start.sent, source) * c.heap.back_weights_stride + i * 8;
+        u64 seen = ld_relaxed_sys_u64(word);
+        if (!is_tagged(seen, start.sent)) seen = await_tagged(c, word, source, EP_STAGE_WEIGHTS, start.sent);
+        if (is_tagged(seen, start.sent)) weight = __uint_as_float(static_cast<u32>(seen));
     }
-    u64 word = c.base + c.heap.back_weights + slot_of(start.sent, source) * c.heap.back_weights_stride + i * 8;
-    u64 seen = ld_relaxed_sys_u64(word);
-    if (!is_tagged(seen, start.sent)) seen = await_tagged(c, word, source, EP_STAGE_WEIGHTS, start.sent);
-    if (is_tagged(seen, start.sent)) weight = {true, __uint_as_float(static_cast<u32>(seen))};
+    __syncwarp();
     return weight;
 }
 
-// What goes back to a token's rank.
+// A piece that goes back to a token's rank.
 struct Return {
     u32 source;
     u32 token;
     // Which of the token's selections here; 0 with prereduction.
     u32 which;
     u32 piece;
+
+    // That of lane `whose`.
+    __device__ __forceinline__ Return of(u32 whose) const {
+        return {__shfl_sync(WHOLE_WARP, source, whose), __shfl_sync(WHOLE_WARP, token, whose),
+                BACK_ROWS > 1 ? __shfl_sync(WHOLE_WARP, which, whose) : 0, __shfl_sync(WHOLE_WARP, piece, whose)};
+    }
 };
+
+// Where each lane's row is of a token of `source`: its number, or EP_NOWHERE.
+__device__ __forceinline__ u32 route_of(const EpCommon &c, u32 source, u32 token, u32 lane) {
+    if (lane >= EP_K) return EP_NOWHERE;
+    return at<u32>(c.handle + c.parts.routes, (u64(source) * c.max_tokens + token) * EP_K + lane);
+}
 
 // Reads and sums what goes back, into `stage`. `row`: of each lane's selection, or EP_NOWHERE. All lanes.
 __device__ __forceinline__ void stage_back(const EpCombineArgs &args, const Start &start, const Return &r, u32 row,
                                            u8 *stage, u32 lane) {
-    constexpr u32 DEPTH = 2;
+    constexpr u32 DEPTH = 2, N = 4, STEP_BACK = N * LANES * 8;
     bool here = row != EP_NOWHERE;
     Terms terms(here, lane);
     if (!EP_PREREDUCE) terms = Terms(here && terms.order == r.which, lane);
     u64 address = args.y + row * args.y_stride + r.piece * EP_PIECE * 2ull;
     u32 elements = piece_elements(r.piece);
-    for (u32 i = DEPTH; i < terms.count; ++i) {
-        u64 later = __shfl_sync(WHOLE_WARP, address, terms.lane_of(i));
-        for (u32 byte = lane * 128; byte < elements * 2; byte += LANES * 128) prefetch_l2(later + byte);
-    }
-    Weight weight = {false, 0.0f};
-    for (u32 from = 0; from < elements; from += STEP) {
-        Sum<LOADS> sum;
-        auto load = [&](Vec16(&v)[LOADS], u32 source) {
-            load_step(v, __shfl_sync(WHOLE_WARP, address, source), from, elements, lane);
+    prefetch_rows(terms.valid && terms.order >= DEPTH, address, elements * 2, lane);
+    float weight = 1.0f;
+#pragma unroll 1
+    for (u32 from = 0; from < elements; from += STEP_BACK) {
+        Sum<N> sum;
+        auto load = [&](Vec16(&v)[N], u32 source) {
+            load_step(v, __shfl_sync(WHOLE_WARP, address, source) + from * 2, elements - from, lane);
         };
-        sum_terms<DEPTH>(sum, terms, load, [&] {
-            if (EP_PREREDUCE && from == 0) weight = weight_of(args, start, r.source, r.token, here, lane);
-            __syncwarp();
+        sum_terms<DEPTH, EP_PREREDUCE>(sum, terms, load, [&] {
+            if (from == 0) weight = weight_of(args, start, r.source, r.token, here, lane);
             return weight;
         });
 #pragma unroll
-        for (u32 i = 0; i < LOADS; ++i) {
+        for (u32 i = 0; i < N; ++i) {
             u32 element = from + (i * LANES + lane) * 8;
             if (element < elements) *reinterpret_cast<Vec16 *>(stage + element * 2) = sum.narrowed(i);
         }
@@ -211,167 +228,169 @@ __device__ __forceinline__ void stage_back(const EpCombineArgs &args, const Star
 struct Returns {
     u32 worker;
     u32 workers;
-    u64 others;
-    u64 units;
-    // Of the first 32 pieces: how many selections are here. Of the first one: each lane's row.
+    u32 others;
+    u32 units;
+    // Each lane's piece, and how many selections of its token are here. Of the first piece: each lane's row.
+    Return mine;
     u32 present = 0;
     u32 row = EP_NOWHERE;
 
-    __device__ __forceinline__ Returns(const EpCombineArgs &args, u32 warp, u32 lane) {
-        const EpCommon &c = args.common;
-        bool sends = (c.phases & EP_SEND) && warp < EP_SENDERS;
-        u64 rows = u64(c.max_tokens) * BACK_ROWS * PIECES;
+    __device__ __forceinline__ Returns(const EpCommon &c, u32 warp, u32 lane) {
+        // At most 65535 * 32 * 16 * 64.
+        u32 rows = c.max_tokens * BACK_ROWS * PIECES;
         worker = warp * gridDim.x + blockIdx.x;
-        workers = EP_SENDERS * gridDim.x;
+        workers = BACK_SENDERS * gridDim.x;
         others = rows * (EP_R - 1);
-        units = !sends ? 0 : is_direct(c) ? others : rows * EP_R;
+        units = !(c.phases & EP_SEND) || warp >= BACK_SENDERS ? 0 : is_direct(c) ? others : rows * EP_R;
         if (worker >= units) return;
-        u64 unit = worker + u64(lane) * workers;
-        if (unit < units) present = present_of(c, unit_of(c, unit));
-        if (lane < EP_K) row = row_of(c, unit_of(c, worker), lane);
+        look(c, worker, lane);
+        Return first = mine.of(0);
+        row = route_of(c, first.source, first.token, lane);
     }
 
-    __device__ __forceinline__ Return unit_of(const EpCommon &c, u64 unit) const {
+    // What each lane has of the 32 pieces from `first` on.
+    __device__ __forceinline__ void look(const EpCommon &c, u32 first, u32 lane) {
+        u32 unit = first + lane * workers;
+        mine = split(c, unit < units ? unit : first);
+        present = unit < units ? at<u8>(c.handle + c.parts.present, u64(mine.source) * c.max_tokens + mine.token) : 0;
+    }
+
+    __device__ __forceinline__ Return split(const EpCommon &c, u32 unit) const {
         constexpr u32 OTHERS = EP_R > 1 ? EP_R - 1 : 1;
-        u32 piece = static_cast<u32>(unit % PIECES), which = static_cast<u32>(unit / PIECES % BACK_ROWS);
-        u32 pair = static_cast<u32>(unit / (PIECES * BACK_ROWS));
-        if (unit >= others) return Return{c.rank, pair - c.max_tokens * (EP_R - 1), which, piece};
-        return Return{(c.rank + 1 + pair % OTHERS) % EP_R, pair / OTHERS, which, piece};
-    }
-
-    static __device__ __forceinline__ u32 present_of(const EpCommon &c, const Return &r) {
-        return at<u8>(c.handle + c.parts.present, u64(r.source) * c.max_tokens + r.token);
-    }
-
-    static __device__ __forceinline__ u32 row_of(const EpCommon &c, const Return &r, u32 lane) {
-        return at<u32>(c.handle + c.parts.routes, (u64(r.source) * c.max_tokens + r.token) * EP_K + lane);
-    }
-
-    // Sends all; the last piece is still on its way.
-    __device__ __forceinline__ Pending send(const EpCombineArgs &args, Start &start, const Peers &peers, u8 *stages,
-                                            u32 lane) {
-        const EpCommon &c = args.common;
-        Pending pending;
-        u32 stage = 0;
-        for (u64 first = worker; first < units; first += u64(LANES) * workers) {
-            u64 unit = first + u64(lane) * workers;
-            Return mine = unit_of(c, unit < units ? unit : first);
-            bool has = unit < units && mine.token < start.tokens[mine.source] && peers.is_open(mine.source);
-            if (has && first != worker) present = present_of(c, mine);
-            has = has && present > mine.which;
-            for (u32 left = __ballot_sync(WHOLE_WARP, has); left; left &= left - 1) {
-                u64 next = first + u64(__ffs(left) - 1) * workers;
-                Return r = unit_of(c, next);
-                if (next != worker) row = lane < EP_K ? row_of(c, r, lane) : EP_NOWHERE;
-                u8 *place = stages + stage * COMBINE_STAGE;
-                if (EP_STAGES == 1) settle(pending, start, lane);
-                stage_back(args, start, r, row, place, lane);
-                settle(pending, start, lane);
-                send_one(c, start, peers, r, place, pending, lane);
-                if (next == worker) mark_of(0, args.marks, EP_MARK_FIRST);
-                if (++stage == EP_STAGES) stage = 0;
-            }
+        u32 row = unit / PIECES, pair = row / BACK_ROWS;
+        Return r = {c.rank, pair - c.max_tokens * (EP_R - 1), row % BACK_ROWS, unit % PIECES};
+        if (unit < others) {
+            r.source = (c.rank + 1 + pair % OTHERS) % EP_R;
+            r.token = pair / OTHERS;
         }
-        return pending;
+        return r;
     }
 
-    static __device__ __forceinline__ void send_one(const EpCommon &c, const Start &start, const Peers &peers,
-                                                    const Return &r, const u8 *stage, Pending &pending, u32 lane) {
-        bool sender = lane == 0 && slots_free(c, start, r.source, EP_WORD_COMBINE_TAKEN, EP_STAGE_COMBINE_TAKEN);
-        u64 base = peers.base.of(r.source), slot = slot_of(start.sent, c.rank), i = u64(r.token) * BACK_ROWS + r.which;
-        u64 to = base + c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + r.piece * EP_PIECE * 2ull;
-        u64 flag = base + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + r.piece) * 8;
-        start_sending(pending, stage, piece_elements(r.piece) * 2, sender, to, flag, lane);
+    // Sends all, and tells so. The last pieces may not be there yet.
+    __device__ __forceinline__ void send(const EpCombineArgs &args, const Start &start, Outbox &outbox, u8 *stages, u32 lane) {
+        const EpCommon &c = args.common;
+        bool is_ahead = true;
+        for (u32 first = worker; first < units;) {
+            bool has = mine.token < start.tokens[mine.source] && (start.open >> mine.source & 1) && present > mine.which;
+            u32 left = __ballot_sync(WHOLE_WARP, has);
+            // The rows of the next piece are looked up before those of the last one are read.
+            if (left && !(is_ahead && (left & 1))) row = row_of(c, left, lane);
+            is_ahead = false;
+            while (left) {
+                Return r = mine.of(__ffs(left) - 1);
+                u32 its = row;
+                left &= left - 1;
+                if (left) row = row_of(c, left, lane);
+                if (!is_free(c, start, r.source, lane)) continue;
+                u8 *stage = outbox.stage(stages, COMBINE_STAGE);
+                stage_back(args, start, r, its, stage, lane);
+                u64 base = start.base[r.source], slot = slot_of(start.sent, c.rank), i = u64(r.token) * BACK_ROWS + r.which;
+                u64 to = base + c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + r.piece * EP_PIECE * 2ull;
+                u64 flag = base + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + r.piece) * 8;
+                outbox.send(stage, piece_elements(r.piece) * 2, to, flag, lane);
+                if (outbox.sent == 1) mark_of(0, args.marks, EP_MARK_FIRST);
+            }
+            first += LANES * workers;
+            if (first < units) look(c, first, lane);
+        }
+    }
+
+    // Of the first of some pieces.
+    __device__ __forceinline__ u32 row_of(const EpCommon &c, u32 left, u32 lane) const {
+        Return r = mine.of(__ffs(left) - 1);
+        return route_of(c, r.source, r.token, lane);
+    }
+
+    // Whether a slot may be written; it may have to be waited for.
+    static __device__ __forceinline__ bool is_free(const EpCommon &c, const Start &start, u32 rank, u32 lane) {
+        if (start.free >> rank & 1) return true;
+        u32 free = lane == 0 && slots_free(c, start, rank, EP_WORD_COMBINE_TAKEN, EP_STAGE_COMBINE_TAKEN);
+        return __shfl_sync(WHOLE_WARP, free, 0);
     }
 };
 
 // One part of a token that comes back, summed.
 struct Gather {
-    // Each lane's row: whether there is one, of which rank, where, and its weight.
-    bool valid;
-    bool own;
-    u32 rank;
-    u64 row;
-    u64 flag;
-    Weight weight;
-    // With prereduction, what this rank itself adds.
-    Vec16 mine[2];
+    // Each lane's selection: its expert, and its row if it is here.
+    int expert;
+    u32 number;
 
-    // All that needs no other rank. All lanes.
-    __device__ __forceinline__ void begin(const EpCombineArgs &args, const Start &start, const Peers &peers, u32 unit,
-                                          u32 lane) {
+    // What is known before anything of this launch. All lanes.
+    __device__ __forceinline__ void look(const EpCombineArgs &args, u32 unit, u32 lane) {
         const EpCommon &c = args.common;
-        u32 token = unit / PARTS, at_element = unit % PARTS * PART;
-        u64 selection = u64(token) * EP_K + lane;
-        int expert = lane < EP_K ? at<int>(c.handle + c.parts.sent, selection) : -1;
-        rank = expert >= 0 ? expert / LOCAL : 0;
-        valid = expert >= 0;
-        weight = {false, 0.0f};
-        if (!EP_PREREDUCE || is_direct(c)) read_weight(args, start, selection);
-        own = is_direct(c) && valid && rank == c.rank;
-        valid = valid && peers.is_open(rank) && (!own || token < start.tokens[c.rank]);
-        u64 here = 0;
-        if (own && valid) here = address_here(args, token, at_element, lane);
+        u32 token = unit / PARTS;
+        expert = lane < EP_K ? at<int>(c.handle + c.parts.sent, u64(token) * EP_K + lane) : -1;
+        number = is_direct(c) ? route_of(c, c.rank, token, lane) : EP_NOWHERE;
+    }
+
+    // Where a lane's row is if it is here; 0 for none.
+    __device__ __forceinline__ u64 address_here(const EpCombineArgs &args, const Start &start, u32 unit) const {
+        const EpCommon &c = args.common;
+        bool here = is_own(c) && unit / PARTS < start.tokens[c.rank] && (start.open >> c.rank & 1);
+        if (!here || number == EP_NOWHERE) return 0;
+        return args.y + number * args.y_stride + unit % PARTS * PART * 2;
+    }
+
+    __device__ __forceinline__ bool is_own(const EpCommon &c) const {
+        return is_direct(c) && expert >= 0 && expert / LOCAL == c.rank;
+    }
+
+    // The rows that are here come nearer. All lanes.
+    __device__ __forceinline__ void prefetch(const EpCombineArgs &args, const Start &start, u32 unit, u32 lane) const {
+        u64 here = address_here(args, start, unit);
+        prefetch_rows(here != 0, here, elements_of(unit) * 2, lane);
+    }
+
+    static __device__ __forceinline__ u32 elements_of(u32 unit) {
+        u32 left = EP_H - unit % PARTS * PART;
+        return left < PART ? left : PART;
+    }
+
+    // Waits for what comes from others, and writes the sum. All lanes.
+    __device__ __forceinline__ void sum(const EpCombineArgs &args, const Start &start, u32 unit, u32 lane) const {
+        const EpCommon &c = args.common;
+        u32 token = unit / PARTS, at_element = unit % PARTS * PART, elements = elements_of(unit);
+        bool own = is_own(c), valid = expert >= 0;
+        u32 rank = valid ? expert / LOCAL : 0;
+        u64 here = address_here(args, start, unit);
+        float weight = 1.0f;
+        if (!EP_PREREDUCE || is_direct(c)) {
+            u64 given = start.weighted ? c.handle + c.parts.sent_weights : args.topk_weights;
+            if (valid && given) weight = at<float>(given, u64(token) * EP_K + lane);
+        }
+        valid = valid && (start.open >> rank & 1) && (!own || token < start.tokens[c.rank]);
+        // What this rank itself adds, as it would go over the wire.
+        Vec16 mine[2];
         u32 which = 0;
         if constexpr (EP_PREREDUCE) {
-            if (is_direct(c)) sum_here(here, at_element, lane);
-            weight = {false, 0.0f};
+            Sum<2> sum;
+            auto load = [&](Vec16(&v)[2], u32 source) {
+                load_step(v, __shfl_sync(WHOLE_WARP, here, source), elements, lane);
+            };
+            sum_terms<4, true>(sum, Terms(here != 0, lane), load, [&] { return weight; });
+#pragma unroll
+            for (u32 i = 0; i < 2; ++i) mine[i] = sum.narrowed(i);
             valid = is_first_of_rank(rank, valid, lane);
         } else {
             u32 alike = __match_any_sync(WHOLE_WARP, expert >= 0 ? rank : EP_R + lane);
             which = __popc(alike & ((1u << lane) - 1));
         }
         u64 slot = slot_of(start.received, rank), i = u64(token) * BACK_ROWS + which;
-        row = c.base + c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + at_element * 2;
+        u64 row = c.base + c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + at_element * 2;
+        u64 flag = c.base + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + at_element / EP_PIECE) * 8;
         if (!EP_PREREDUCE && own) row = here;
-        flag = c.base + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + at_element / EP_PIECE) * 8;
-    }
-
-    __device__ __forceinline__ void read_weight(const EpCombineArgs &args, const Start &start, u64 selection) {
-        const EpCommon &c = args.common;
-        u64 given = start.weighted ? c.handle + c.parts.sent_weights : args.topk_weights;
-        if (valid && given) weight = {true, at<float>(given, selection)};
-    }
-
-    // Where a lane's row is, on this rank; 0 for none.
-    static __device__ __forceinline__ u64 address_here(const EpCombineArgs &args, u32 token, u32 at_element, u32 lane) {
-        const EpCommon &c = args.common;
-        u32 number = Returns::row_of(c, Return{c.rank, token, 0, 0}, lane);
-        return number == EP_NOWHERE ? 0 : args.y + number * args.y_stride + at_element * 2ull;
-    }
-
-    // The sum of the rows that are here, as it would go over the wire.
-    __device__ __forceinline__ void sum_here(u64 here, u32 at_element, u32 lane) {
-        Sum<2> sum;
-        u32 elements = elements_of(at_element);
-        auto load = [&](Vec16(&v)[2], u32 source) {
-            load_step(v, __shfl_sync(WHOLE_WARP, here, source), 0, elements, lane);
-        };
-        sum_terms<3>(sum, Terms(here != 0, lane), load, [&] { return weight; });
-#pragma unroll
-        for (u32 i = 0; i < 2; ++i) mine[i] = sum.narrowed(i);
-    }
-
-    static __device__ __forceinline__ u32 elements_of(u32 at_element) {
-        u32 left = EP_H - at_element;
-        return left < PART ? left : PART;
-    }
-
-    // Waits for what comes from others, and writes the sum. All lanes.
-    __device__ __forceinline__ void end(const EpCombineArgs &args, const Start &start, u32 unit, u32 lane) {
-        const EpCommon &c = args.common;
-        u32 token = unit / PARTS, at_element = unit % PARTS * PART, elements = elements_of(at_element);
         if (valid && !own) valid = await(c, flag, start.received, rank, EP_STAGE_BACK_ROW, start.received);
         // What one lane has waited for is there for all.
         __syncwarp();
+        mark_of(FLAGGER * LANES - LANES, args.marks, EP_MARK_CAME);
         Terms terms(valid, lane);
         if constexpr (EP_PREREDUCE) {
             // By rank.
             terms.order = 0;
+#pragma unroll
             for (u32 k = 0; k < EP_K; ++k) {
-                bool other = __shfl_sync(WHOLE_WARP, u32(valid), k);
-                u32 its = __shfl_sync(WHOLE_WARP, rank, k);
-                terms.order += other && its < rank;
+                u32 its = __shfl_sync(WHOLE_WARP, valid ? rank : EP_R, k);
+                terms.order += its < rank;
             }
         }
         u32 mine_of = __ffs(__ballot_sync(WHOLE_WARP, EP_PREREDUCE && own && valid)) - 1;
@@ -381,16 +400,17 @@ struct Gather {
                 v[0] = mine[0];
                 v[1] = mine[1];
             } else {
-                load_step(v, __shfl_sync(WHOLE_WARP, row, source), 0, elements, lane);
+                load_step(v, __shfl_sync(WHOLE_WARP, row, source), elements, lane);
             }
         };
-        sum_terms<4>(sum, terms, load, [&] { return weight; });
+        sum_terms<4, !EP_PREREDUCE>(sum, terms, load, [&] { return weight; });
+#pragma unroll 1
         for (u32 k = 0; k < 2; ++k) {
             u64 bias = k == 0 ? args.bias0 : args.bias1;
             if (!bias) continue;
             Vec16 v[2];
-            load_step(v, bias + u64(token) * BACK_BYTES + at_element * 2, 0, elements, lane);
-            sum.add(v, false, 0.0f);
+            load_step(v, bias + u64(token) * BACK_BYTES + at_element * 2, elements, lane);
+            sum.add<false>(v, 1.0f);
         }
         u64 out = args.out + token * args.out_stride + at_element * 2;
 #pragma unroll
@@ -401,18 +421,59 @@ struct Gather {
     }
 };
 
-// Ends a combine: the last block says so to this rank's next launches.
-__device__ __forceinline__ void end_combine(const EpCombineArgs &args, u64 sent, u64 received) {
-    const EpCommon &c = args.common;
-    EpState &state = state_of(c);
-    bool last = is_last_to_end(c, address_of(state.combine_blocks) + 8 * c.phases);
-    mark_of(0, args.marks, EP_MARK_DONE);
-    if (!last) return;
-    if (c.phases & EP_RECEIVE) count_waits(c);
-    if (threadIdx.x != 0) return;
-    if (c.phases & EP_SEND) {
-        st_relaxed_gpu_u64(address_of(state.combine_begun), sent);
-        st_relaxed_gpu_u64(address_of(state.combine_sent), sent);
+// A warp's share of what is received: every `step`-th part of a token from `unit` on. Those that have the least to send have
+// the most to receive; the one that sets flags comes last.
+struct Parts {
+    u32 unit;
+    u32 step;
+    u32 end;
+    // Of the first part, and of the next one later on.
+    Gather next;
+
+    __device__ __forceinline__ Parts(const EpCombineArgs &args, u32 warp, u32 lane) {
+        constexpr u32 FROM = EP_RECEIVE_FROM;
+        u32 turn = warp == FLAGGER ? FLAGGER - FROM : FLAGGER - 1 - warp;
+        unit = turn * gridDim.x + blockIdx.x;
+        step = (WARPS - FROM) * gridDim.x;
+        end = (args.common.phases & EP_RECEIVE) && warp + 1 > FROM ? args.common.tokens * PARTS : 0;
+        if (unit < end) next.look(args, unit, lane);
     }
-    if (c.phases & EP_RECEIVE) st_relaxed_gpu_u64(address_of(state.combine_ended), received);
+
+    __device__ __forceinline__ void prefetch(const EpCombineArgs &args, const Start &start, u32 lane) const {
+        if (unit < end) next.prefetch(args, start, unit, lane);
+    }
+
+    // Receives all.
+    __device__ __forceinline__ void receive(const EpCombineArgs &args, const Start &start, u32 lane) {
+        constexpr u32 NOTES = (FLAGGER - 1) * LANES;
+        bool any = unit < end;
+        while (unit < end) {
+            Gather gather = next;
+            u32 now = unit;
+            unit += step;
+            if (unit < end) next.look(args, unit, lane);
+            gather.sum(args, start, now, lane);
+            if (now < step) mark_of(NOTES, args.marks, EP_MARK_SUM);
+        }
+        if (any) mark_of(NOTES, args.marks, EP_MARK_SUMS);
+    }
+};
+
+// Whether this is the last block of a launch that has seen which operation it is. One thread of each.
+__device__ __forceinline__ bool is_last_to_begin(u64 blocks) {
+    if (gridDim.x == 1) return true;
+    if (atom_add_acq_rel_gpu_u64(blocks, 1) != gridDim.x - 1) return false;
+    st_relaxed_gpu_u64(blocks, 0);
+    return true;
+}
+
+// Notes for this rank's next launches that this operation is over: they begin when it is. All blocks must have seen which
+// one it is. One thread of the launch.
+__device__ __forceinline__ void note_combine(const EpCommon &c, const Start &start) {
+    EpState &state = state_of(c);
+    if (c.phases & EP_SEND) {
+        st_relaxed_gpu_u64(address_of(state.combine_begun), start.sent);
+        st_relaxed_gpu_u64(address_of(state.combine_sent), start.sent);
+    }
+    if (c.phases & EP_RECEIVE) st_relaxed_gpu_u64(address_of(state.combine_ended), start.received);
 }

@@ -1,6 +1,7 @@
 // Dispatch and combine in the expert layout. Warps work by themselves: each takes its pieces of rows, sends them, sets
 // their flags, and waits for the flags of those that it delivers; blocks meet at the beginning and at the end only.
 #include "kernels/ep_combine.cuh"
+#include "kernels/ep_dispatch.cuh"
 
 // What a block's warps find in its shared memory from there on.
 __device__ __forceinline__ u8 *behind_start(u8 *shared) { return shared + EP_START; }
@@ -58,37 +59,41 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     mark_of(0, args.marks, EP_MARK_BEGUN);
     bool sends = c.phases & EP_SEND;
-    u8 *stages = behind_start(shared) + warp * EP_STAGES * COMBINE_STAGE;
+    Flags &flags = *reinterpret_cast<Flags *>(behind_start(shared));
+    u8 *stages = behind_start(shared) + EP_FLAGS;
+    u64 blocks = address_of(state_of(c).combine_blocks) + 8 * c.phases;
     // Loads that need nothing that the block finds out are under way while it does.
-    Returns returns(args, warp, lane);
-    OwnWeight own(args, sends);
-    if (warp == WARPS - 1) {
+    Returns returns(c, warp, lane);
+    Parts parts(args, warp, lane);
+    OwnWeight own;
+    if (warp == FLAGGER) {
+        own = OwnWeight(args, lane);
         const EpState &state = state_of(c);
         begin(c, {state.combine_sent, state.combine_ended, EP_WORD_COMBINE_TAKEN}, start, lane);
+        begin_flags(flags, lane);
     }
-    if (warp == (WARPS > 1 ? WARPS - 2 : 0)) begin_combine(c, start, lane);
+    if (warp == FLAGGER - 1) begin_combine(c, start, lane);
     __syncthreads();
-    Peers peers(start.open, start.base, lane);
-    if (blockIdx.x == gridDim.x - 1 && warp == WARPS - 1) tell_taken(c, start, EP_WORD_COMBINE_TAKEN, lane);
-    if (sends) send_weights(args, start, own);
-    Pending pending = returns.send(args, start, peers, stages, lane);
-    if (c.phases & EP_RECEIVE) {
-        u32 from = EP_RECEIVE_FROM, step = (WARPS - from) * gridDim.x;
-        u32 units = warp >= from ? c.tokens * PARTS : 0;
-        u32 unit = (warp - from) * gridDim.x + blockIdx.x;
-        // What this rank itself adds to the first sum is read while this warp's last row is on its way.
-        Gather gather;
-        if (unit < units) gather.begin(args, start, peers, unit, lane);
-        settle(pending, start, lane);
+    mark_of(0, args.marks, EP_MARK_PLANNED);
+    // Before any wait for other ranks, which may wait for this.
+    if (warp == FLAGGER - 1 && blockIdx.x == gridDim.x - 1) tell_taken(c, start, EP_WORD_COMBINE_TAKEN, lane);
+    if (warp == FLAGGER) {
+        if (sends) send_weights(args, start, own, lane);
+        if (!c.waits && lane == 0 && is_last_to_begin(blocks)) note_combine(c, start);
+        if (sends) set_flags(flags, start.sent, BACK_SENDERS, lane);
+        mark_of(FLAGGER * LANES, args.marks, EP_MARK_DETAILS);
+    } else if (sends && warp < BACK_SENDERS) {
+        Outbox outbox = {flags, warp};
+        returns.send(args, start, outbox, stages, lane);
+        parts.prefetch(args, start, lane);
+        outbox.end(lane);
         mark_of(0, args.marks, EP_MARK_SENT);
-        while (unit < units) {
-            gather.end(args, start, unit, lane);
-            if (unit < step) mark_of(0, args.marks, EP_MARK_SUM);
-            unit += step;
-            if (unit < units) gather.begin(args, start, peers, unit, lane);
-        }
-        mark_of(0, args.marks, EP_MARK_SUMS);
     }
-    settle(pending, start, lane);
-    end_combine(args, start.sent, start.received);
+    parts.receive(args, start, lane);
+    if (args.marks) __syncthreads();
+    mark_of(0, args.marks, EP_MARK_DONE);
+    // Who counts waits must have seen what all blocks did.
+    if (!c.waits || !is_last_block(blocks)) return;
+    if (c.phases & EP_RECEIVE) count_waits(c);
+    if (threadIdx.x == 0) note_combine(c, start);
 }

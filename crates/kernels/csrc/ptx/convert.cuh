@@ -36,9 +36,12 @@ __device__ __forceinline__ u32 narrow_bf16x2(float low, float high) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     // The instruction has another NaN.
-    if (low == low && high == high) return pair;
-#endif
+    if (low != low) pair = (pair & 0xffff0000) | 0x7fc0;
+    if (high != high) pair = (pair & 0xffff) | 0x7fc00000;
+    return pair;
+#else
     return narrow_bf16(low) | narrow_bf16(high) << 16;
+#endif
 }
 
 // The e4m3 nearest to a value, at most 448 either way; NaN is 0x7f with its sign. Added to a power of two 2^20 times as

@@ -24,7 +24,7 @@ const SHAPE: Shape = Shape {
     expert_layout: true,
     rank_layout: false,
     regions: 1,
-    tuning: Tuning { piece: 0, threads: 128, senders: 0, receive_from: 0, rank_threads: 128, rank_movers: 2 },
+    tuning: Tuning { threads: 128, rank_threads: 128, rank_movers: 2, ..Tuning::USUAL },
 };
 
 /// All kernels of both layouts; how many launches there were.

@@ -108,7 +108,7 @@ mod tests {
         expert_layout: false,
         rank_layout: true,
         regions: 2,
-        tuning: Tuning { piece: 0, threads: 0, senders: 0, receive_from: 0, rank_threads: 0, rank_movers: 0 },
+        tuning: Tuning::USUAL,
     };
 
     #[test]

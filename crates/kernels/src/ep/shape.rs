@@ -25,6 +25,8 @@ const PLAN_SHARED: u32 = 4 * MOST_EXPERTS;
 
 /// Bytes of shared memory that two stages of all warps may take: every GPU has that much.
 const TWO_STAGES: u32 = 96 << 10;
+/// Flags of a warp that may wait to be set, in a combine.
+const RING: u32 = 8;
 
 /// How the scales of fp8 rows are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -66,10 +68,18 @@ pub struct Tuning {
     pub senders: u32,
     /// The first warp of a block that receives; those below `senders` do so when they have sent.
     pub receive_from: u32,
+    /// Stages of a warp that sends in a combine of the expert layout: pieces of its own that are on their way at once.
+    pub back_stages: u32,
     /// Rank layout: threads of a block, a multiple of 128 up to 512.
     pub rank_threads: u32,
     /// Rank layout: warps of a block that carry rows as they are, up to 4.
     pub rank_movers: u32,
+}
+
+impl Tuning {
+    /// What suits the shape.
+    pub const USUAL: Tuning =
+        Tuning { piece: 0, threads: 0, senders: 0, receive_from: 0, back_stages: 0, rank_threads: 0, rank_movers: 0 };
 }
 
 /// What kernels are compiled for; all numbers are those of one buffer.
@@ -139,9 +149,11 @@ impl Shape {
     }
 
     fn check_tuning(&self) -> Result<()> {
-        let Tuning { piece, threads, senders, receive_from, rank_threads, rank_movers } = self.tuning();
+        let Tuning { piece, threads, senders, receive_from, back_stages, rank_threads, rank_movers } = self.tuning();
         let warps = threads / 32;
-        let fits = piece.is_multiple_of(PIECE) && threads.is_multiple_of(32) && (1..=32).contains(&warps);
+        // One warp of a combine sends nothing.
+        let fits = piece.is_multiple_of(PIECE) && threads.is_multiple_of(32) && (2..=32).contains(&warps);
+        let fits = fits && (1..=4).contains(&back_stages);
         let fits = fits && rank_threads.is_multiple_of(128) && (128..=512).contains(&rank_threads);
         // A warp is left for what belongs to rows.
         let fits = fits && rank_movers <= 4 && rank_movers < rank_threads / 32;
@@ -157,11 +169,13 @@ impl Shape {
         let threads = or(self.tuning.threads, 768);
         let senders = or(self.tuning.senders, threads / 32);
         let rank_threads = or(self.tuning.rank_threads, 512);
+        let piece = or(self.tuning.piece, PIECE);
         Tuning {
-            piece: or(self.tuning.piece, PIECE),
+            piece,
             threads,
             senders,
             receive_from: self.tuning.receive_from,
+            back_stages: or(self.tuning.back_stages, if 2 * back_stage(piece, threads) <= TWO_STAGES { 2 } else { 1 }),
             rank_threads,
             rank_movers: or(self.tuning.rank_movers, (rank_threads / 32).saturating_sub(1).min(4)),
         }
@@ -202,10 +216,16 @@ impl Shape {
 
     /// Bytes of shared memory of a block that dispatches in the expert layout, and of one that combines.
     pub fn expert_shared(&self) -> [u32; 2] {
-        let [dispatch, combine] = self.stages_shared();
+        let Tuning { piece, threads, back_stages, .. } = self.tuning();
         let plan = self.plan_parts() * 4 * self.experts;
-        let (stages, start) = (self.stages(), self.start_shared());
-        [start + plan.max(stages * dispatch), start + stages * combine]
+        let (dispatch, combine) = (self.stages() * self.stages_shared(), back_stages * back_stage(piece, threads));
+        let start = self.start_shared();
+        [start + plan.max(dispatch), start + self.flags_shared() + combine]
+    }
+
+    /// Bytes of shared memory in which warps of a combine note flags for the one that sets them.
+    fn flags_shared(&self) -> u32 {
+        (self.tuning().threads / 32 * 8 * (RING + 1)).next_multiple_of(128)
     }
 
     /// Bytes of shared memory in which a block of the expert layout has what all of its warps go by: the first ones.
@@ -214,17 +234,17 @@ impl Shape {
         (72 + 16 * self.ranks + 4 * warps + 8 * warps * self.topk).next_multiple_of(128)
     }
 
-    /// Bytes of one stage of all warps that send, in a dispatch and in a combine.
-    fn stages_shared(&self) -> [u32; 2] {
+    /// Bytes of one stage of all warps that send in a dispatch.
+    fn stages_shared(&self) -> u32 {
         let Tuning { piece, threads, .. } = self.tuning();
         let scales = piece / BLOCK * self.scale_size();
         let element = if self.payload == Payload::Bf16 { 2 } else { 1 };
-        [(piece * element + scales).next_multiple_of(16), 2 * piece].map(|stage| threads / 32 * stage)
+        threads / 32 * (piece * element + scales).next_multiple_of(16)
     }
 
-    /// Stages of a warp: with two, the next piece is read while one is on its way.
+    /// Stages of a warp in a dispatch: with two, the next piece is read while one is on its way.
     fn stages(&self) -> u32 {
-        if self.stages_shared().into_iter().all(|stage| 2 * stage <= TWO_STAGES) { 2 } else { 1 }
+        if 2 * self.stages_shared() <= TWO_STAGES { 2 } else { 1 }
     }
 
     /// Pieces of a row in the expert layout, each with a flag.
@@ -352,7 +372,7 @@ impl Shape {
             Payload::Fp8(Scale::PowerOfTwo) => (1, 1),
             Payload::Fp8(Scale::Ue8m0) => (1, 2),
         };
-        let Tuning { piece, threads, senders, receive_from, .. } = self.tuning();
+        let Tuning { piece, threads, senders, receive_from, back_stages, .. } = self.tuning();
         let numbers = [
             ("H", self.hidden),
             ("K", self.topk),
@@ -364,7 +384,10 @@ impl Shape {
             ("BULK", bulk.into()),
             ("PIECE", piece),
             ("STAGES", self.stages()),
+            ("BACK_STAGES", back_stages),
+            ("RING", RING),
             ("START", self.start_shared()),
+            ("FLAGS", self.flags_shared()),
             ("THREADS", threads),
             ("SENDERS", senders),
             ("RECEIVE_FROM", receive_from),
@@ -372,6 +395,11 @@ impl Shape {
         ];
         numbers.iter().map(|(name, value)| format!("-DEP_{name}={value}")).collect()
     }
+}
+
+/// Bytes of one stage of all warps of a block that combines.
+fn back_stage(piece: u32, threads: u32) -> u32 {
+    threads / 32 * 2 * piece
 }
 
 /// Areas that lie one behind the other.
@@ -415,7 +443,7 @@ mod tests {
         expert_layout: true,
         rank_layout: false,
         regions: 0,
-        tuning: Tuning { piece: 0, threads: 0, senders: 0, receive_from: 0, rank_threads: 0, rank_movers: 0 },
+        tuning: Tuning::USUAL,
     };
 
     #[test]

@@ -14,7 +14,7 @@ pub const BY_EXPERT: Shape = Shape {
     expert_layout: true,
     rank_layout: false,
     regions: 0,
-    tuning: Tuning { piece: 0, threads: 128, senders: 0, receive_from: 0, rank_threads: 128, rank_movers: 2 },
+    tuning: Tuning { threads: 128, rank_threads: 128, rank_movers: 2, ..Tuning::USUAL },
 };
 
 /// The same job in the rank layout.

@@ -26,7 +26,7 @@ const SMALL: Shape = Shape {
     expert_layout: true,
     rank_layout: false,
     regions: 2,
-    tuning: Tuning { piece: 0, threads: 0, senders: 0, receive_from: 0, rank_threads: 0, rank_movers: 0 },
+    tuning: Tuning::USUAL,
 };
 /// Of the size of models.
 const LARGE: Shape = Shape { hidden: 7168, topk: 8, experts: 64, ranks: 4, max_tokens: 16, ..SMALL };

@@ -1,0 +1,115 @@
+// Pieces that warps send, and the warp that sets their flags.
+//
+// A fence for all that other ranks are to see is dear: those of a GPU end one after the other, and what stands at one sends
+// nothing. So warps that send never do. Each has stages, from which pieces are on their way at once, and notes flags of
+// those that are there in a ring. One warp of the block takes what is in all rings, makes one fence for it, and sets them.
+#pragma once
+
+#include "kernels/ep_start.cuh"
+
+// Bytes of a stage, and stages of a warp.
+constexpr u32 COMBINE_STAGE = EP_PIECE * 2;
+constexpr u32 BACK_STAGES = EP_BACK_STAGES;
+// Flags of a warp that may wait to be set.
+constexpr u32 RING = EP_RING;
+static_assert(RING >= 2 * BACK_STAGES, "a warp must not wait for flags of pieces that are not there");
+// Beside a number of pieces: there are no more.
+constexpr u32 ALL_THERE = 1u << 31;
+
+// Of a block, in shared memory; changed by atomics alone.
+struct Flags {
+    u64 ring[WARPS][RING];
+    // Of each warp: pieces that are there; those whose flags are set.
+    u32 there[WARPS];
+    u32 set[WARPS];
+};
+static_assert(sizeof(Flags) <= EP_FLAGS, "what the host reckons with");
+
+// Before the block's first barrier. One whole warp.
+__device__ __forceinline__ void begin_flags(Flags &flags, u32 lane) {
+    if (lane >= WARPS) return;
+    flags.there[lane] = 0;
+    flags.set[lane] = 0;
+}
+
+// The pieces that a warp sends.
+struct Outbox {
+    Flags &flags;
+    u32 warp;
+    u32 sent = 0;
+
+    // Where the next piece is put together; the last one from there is gone.
+    __device__ __forceinline__ u8 *stage(u8 *stages, u32 bytes) const {
+        return stages + (warp * BACK_STAGES + sent % BACK_STAGES) * bytes;
+    }
+
+    // Starts to store a piece. All lanes.
+    __device__ __forceinline__ void send(const u8 *stage, u32 bytes, u64 to, u64 flag, u32 lane) {
+#if EP_BULK
+        fence_proxy_async_shared();
+        __syncwarp();
+        if (lane == 0) {
+            bulk_store_shared(to, shared_address(stage), bytes);
+            note(flag);
+            // Pieces are there in their order.
+            bulk_wait_done<BACK_STAGES - 1>();
+            if (sent + 1 >= BACK_STAGES) atom_add_acq_rel_shared_u32(flags.there[warp], 1);
+        }
+        __syncwarp();
+#else
+        __syncwarp();
+        for (u32 byte = lane * 16; byte < bytes; byte += LANES * 16) {
+            st_v16(to + byte, *reinterpret_cast<const Vec16 *>(stage + byte));
+        }
+        __syncwarp();
+        if (lane == 0) {
+            note(flag);
+            atom_add_acq_rel_shared_u32(flags.there[warp], 1);
+        }
+        __syncwarp();
+#endif
+        ++sent;
+    }
+
+    // The flag of the piece after `sent`. One lane.
+    __device__ __forceinline__ void note(u64 flag) {
+        while (sent >= RING && atom_add_acq_rel_shared_u32(flags.set[warp], 0) + RING <= sent) pause_ns(20);
+        atomicExch(&flags.ring[warp][sent % RING], flag);
+    }
+
+    // Waits until all pieces are there, and says so. All lanes.
+    __device__ __forceinline__ void end(u32 lane) {
+        if (lane == 0) {
+#if EP_BULK
+            bulk_wait_all();
+            u32 left = sent < BACK_STAGES - 1 ? sent : BACK_STAGES - 1;
+#else
+            u32 left = 0;
+#endif
+            atom_add_acq_rel_shared_u32(flags.there[warp], left | ALL_THERE);
+        }
+        __syncwarp();
+    }
+};
+
+// Sets the flags of all pieces that the block's first `senders` warps send. One whole warp.
+__device__ __forceinline__ void set_flags(Flags &flags, u64 epoch, u32 senders, u32 lane) {
+    u32 done = 0;
+    while (true) {
+        u32 there = lane < senders ? atom_add_acq_rel_shared_u32(flags.there[lane], 0) : ALL_THERE;
+        u32 more = (there & ~ALL_THERE) - done;
+        if (!__any_sync(WHOLE_WARP, more)) {
+            if (__all_sync(WHOLE_WARP, there & ALL_THERE)) return;
+            pause_ns(50);
+            continue;
+        }
+        fence_acq_rel_sys();
+        for (u32 i = 0; i < more; ++i) {
+            u64 flag = atomicExch(&flags.ring[lane][(done + i) % RING], 0ull);
+            st_relaxed_sys_u64(flag, epoch);
+        }
+        if (more) atom_add_acq_rel_shared_u32(flags.set[lane], more);
+        done += more;
+        __syncwarp();
+    }
+}
