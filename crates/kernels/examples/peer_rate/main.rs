@@ -2,10 +2,11 @@
 //! with a signal (`put`), bulk copies (`copy_bulk`), the copy engine (`engine`); pushed by the sender, or pulled by the
 //! receiver. And how soon a put's signal is seen.
 //!
-//!     cargo run --release -p crossrail-kernels --example peer_rate -- [--gpus N] [--json FILE]
+//!     cargo run --release -p crossrail-kernels --example peer_rate -- [--gpus N] [--size SIZE] [--json FILE]
 //!
 //! Every case is verified byte by byte, then timed: the streams of all GPUs wait at one gate until everything is queued,
-//! and the slowest GPU's time counts. The table goes to stdout, raw samples to FILE (`-`: stdout).
+//! and the slowest GPU's time counts. The table goes to stdout, raw samples to FILE (`-`: stdout). With a size, it is the
+//! only one, and puts' signals are left out: 64M takes seconds.
 #![allow(unsafe_code)]
 
 #[path = "../unpack_rate/environment.rs"]
@@ -37,15 +38,17 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Outcome<()> {
-    let (file, most) = arguments()?;
+    let Arguments { file, most, size } = arguments()?;
     let settings = Settings::from_env()?;
     let cuda = Cuda::load()?;
     let mut places = Places::standard();
     places.add_environment(&std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv"));
     let compiler = Compiler::new(Library::find(&places)?, Cache::of(&settings).ok());
     let rig = Rig::new(&cuda, &compiler, most)?;
-    let mut rows = rates::rows(&rig)?;
-    rows.extend(latency::rows(&rig)?);
+    let mut rows = rates::rows(&rig, size)?;
+    if size.is_none() {
+        rows.extend(latency::rows(&rig)?);
+    }
     let report = json!({
         "schema": "crossrail-bench/1",
         "environment": environment::capture(&rig.gpus[0].context, &compiler, &settings)?,
@@ -60,19 +63,28 @@ fn run() -> Outcome<()> {
     Ok(())
 }
 
-/// The file for samples, and the most GPUs to use.
-fn arguments() -> Outcome<(Option<String>, usize)> {
-    let (mut file, mut most) = (None, usize::MAX);
+struct Arguments {
+    /// For samples.
+    file: Option<String>,
+    /// The most GPUs to use.
+    most: usize,
+    /// The only size to try.
+    size: Option<usize>,
+}
+
+fn arguments() -> Outcome<Arguments> {
+    let mut given = Arguments { file: None, most: usize::MAX, size: None };
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
         let mut value = || words.next().ok_or_else(|| format!("{word} wants a value"));
         match word.as_str() {
-            "--json" => file = Some(value()?),
-            "--gpus" => most = value()?.parse()?,
-            _ => return Err(format!("{word}: only --gpus N and --json FILE are known").into()),
+            "--json" => given.file = Some(value()?),
+            "--gpus" => given.most = value()?.parse()?,
+            "--size" => given.size = Some(rates::size(&value()?)?),
+            _ => return Err(format!("{word}: only --gpus N, --size SIZE and --json FILE are known").into()),
         }
     }
-    Ok((file, most))
+    Ok(given)
 }
 
 /// Samples and what they say, in the fields of `crossrail-bench/1`.

@@ -1,6 +1,6 @@
 //! Rates: one pair, both directions, everybody to everybody.
 
-use crossrail_types::format_size;
+use crossrail_types::{format_size, parse_size};
 use serde_json::{Value, json};
 
 use crate::rig::{Link, MOST, Rig, Way};
@@ -14,7 +14,7 @@ const SAMPLE_BYTES: usize = 512 << 20;
 const MOST_SENDS: usize = 64;
 /// The size at which the number of blocks of bulk copies is tried out.
 const TRIED: usize = 64 << 20;
-const TRIED_BLOCKS: [u32; 4] = [4, 8, 16, 32];
+const TRIED_BLOCKS: [u32; 5] = [4, 8, 16, 21, 32];
 
 /// Sizes for which receivers fetch, too.
 const PULLED: [usize; 4] = [64 << 10, 1 << 20, 16 << 20, 64 << 20];
@@ -37,14 +37,28 @@ struct Case<'a> {
     blocks: Option<u32>,
 }
 
-pub(crate) fn rows(rig: &Rig) -> Outcome<Vec<Value>> {
+/// One of the sizes that are tried.
+pub(crate) fn size(text: &str) -> Outcome<usize> {
+    let size = usize::try_from(parse_size(text)?)?;
+    sizes().find(|tried| *tried == size).ok_or_else(|| {
+        let tried: Vec<String> = sizes().map(|size| format_size(size as u64)).collect();
+        format!("--size {text}: sizes are {}", tried.join(", ")).into()
+    })
+}
+
+fn sizes() -> impl Iterator<Item = usize> {
+    std::iter::successors(Some(SMALLEST), |size| Some(4 * size)).take_while(|size| *size <= MOST)
+}
+
+/// All cases, or those of one size.
+pub(crate) fn rows(rig: &Rig, only: Option<usize>) -> Outcome<Vec<Value>> {
     println!(
         "{:<5} {:<4} {:<10} {:>7} {:>7} {:>11} {:>11} {:>13}",
         "what", "how", "by", "size", "blocks", "p50 us", "GB/s", "of the engine"
     );
     let mut rows = Vec::new();
     for pattern in patterns(rig) {
-        let sizes = std::iter::successors(Some(SMALLEST), |size| Some(4 * size)).take_while(|size| *size <= MOST);
+        let sizes = sizes().filter(|size| only.is_none_or(|only| only == *size));
         for size in sizes.filter(|size| pattern.direction == "push" || PULLED.contains(size)) {
             let mut engine = None;
             for way in [Way::Engine, Way::Copy, Way::Put, Way::Bulk] {
