@@ -35,6 +35,14 @@ def test_mesh_of_two(rows: Rows, transport: str) -> None:
     assert any(row.get("gb_per_s") for row in found)
 
 
+@pytest.mark.gpus(2)
+def test_mesh_of_two_by_the_kernel(rows: Rows) -> None:
+    found = rows("mesh", "--devices=cuda:0,cuda:1", "--size=8M", "--iters=3", CROSSRAIL_GPU_COPY="kernel")
+    together = [row for row in found if row["part"] == "all"]
+    assert all(row["copies"].get("by_kernel", 0) > 0 or row.get("notes") for row in together), together
+    assert all(row["verified"] for row in together)
+
+
 @pytest.mark.gpus(4)
 def test_mesh_of_four(rows: Rows) -> None:
     found = rows("mesh", "--devices=all", "--size=16M")
