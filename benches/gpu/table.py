@@ -81,7 +81,7 @@ def ways(data: dict[str, Any], _: str | None = None) -> str:
     """Ours and each peer: kernels alone, events, the host's clock; and what was moved."""
     lines = []
     for row in data["rows"]:
-        what = f"{MODES[row['what']]}, {row['dtype']}"
+        what = f"{MODES[row['what']]}, {row['dtype']}" + (", cached handle" if row.get("cached") else "")
         logical = row["bytes_logical"]
         # In the rank layout the drop-in takes as many multiprocessors as DeepEP does.
         own = row.get("peers", {}).get("drop-in", {}).get("kernel_us") if row["layout"] == "expert" else None

@@ -276,11 +276,13 @@ def test_what_was_counted_in_three_ways() -> None:
     peers = {"deepep": {**own, "kernel_us": 44.2, "heap_bytes": 2 << 30}, "drop-in": own, "nccl": {"error": "no NCCL"}}
     row = {"what": "combine", "layout": "expert", "dtype": "fp8", "p50_us": 25.0, "host_p50_us": 30.0, "peers": peers}
     moved = {"bytes_logical": 10_000_000, "bytes_wire": 5_000_000, "heap_bytes": 11 << 20}
-    assert table.ways({"rows": [{**row, **moved}]}).splitlines()[2:] == [
+    again = {**row, **moved, "layout": "rank", "peers": {}, "cached": True}
+    assert table.ways({"rows": [{**row, **moved}, again]}).splitlines()[2:] == [
         "| combine, fp8 | ours | 20.0 | 25.0 | 30.0 | 400 | 200 | 11 MiB |",
         "| combine, fp8 | deepep | 44.2 | 26.0 | 90.0 | 385 | - | 2048 MiB |",
         "| combine, fp8 | drop-in | 20.0 | 26.0 | 90.0 | 385 | - | - |",
         "| combine, fp8 | nccl | no NCCL | - | - | - | - | - |",
+        "| combine, fp8, cached handle | ours | - | 25.0 | 30.0 | 400 | 200 | 11 MiB |",
     ]
 
 
