@@ -91,3 +91,10 @@ def test_without_a_gpu_the_reason_is_said(arguments: tuple[str, ...]) -> None:
         check=False,
     )
     one_error(done, 1, "no GPU can be used")
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_a_rank_that_gets_no_rows_verifies(layout: str) -> None:
+    rows = rows_of(f"--layout={layout}", "--mode=e2e", "--sweep=routing=one,skewed:1", "--sweep=tokens=1")
+    assert [(row.routing, row.tokens) for row in rows] == [("one", 16), ("skewed:1", 16), ("uniform", 1)]
+    assert all(row.ranks_passed == 2 for row in rows)

@@ -149,7 +149,7 @@ class Judge:
         same(f"{where}: x", x[:, self.columns], right.x)
         scales = None
         if right.scales is not None:
-            scales = np.frombuffer(parts["scales"], right.scales.dtype).reshape(len(x), -1)
+            scales = np.frombuffer(parts["scales"], right.scales.dtype).reshape(-1, shape.hidden // BLOCK)
             same(f"{where}: scales", scales[:, self.blocks], right.scales)
         homes = shape.homes
         for row in self._some(len(x), WHOLE_ROWS):
