@@ -30,3 +30,18 @@ def test_the_guide_names_what_there_is() -> None:
     for name in ("get_comm_stream", "clean_low_latency_buffer", "get_local_buffer_tensor"):
         assert name in text
         assert hasattr(deep_ep.Buffer, name)
+
+
+def test_the_guide_says_what_a_buffer_takes() -> None:
+    from crossrail import ExpertBuffer
+
+    row = re.compile(
+        r"^\| \w+: (\d+) tokens, (\d+), top-(\d+), (\d+) experts \| (\w+) \| ([\d.]+) MB \| ([\d.]+) MB \|$", re.M
+    )
+    rows = row.findall(GUIDE.read_text(encoding="utf-8"))
+    assert len(rows) == 2
+    for tokens, hidden, topk, experts, layout, *said in rows:
+        for dtype, megabytes in zip(("fp8", "bf16"), said, strict=True):
+            numbers = map(int, (tokens, hidden, experts, topk))
+            plan = ExpertBuffer.plan(*numbers, 4, dtype, layouts=[layout], device="cuda:0")
+            assert f"{plan.total / 1e6:.1f}" == megabytes, (layout, dtype)
