@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "python" / "experts_gpu.py"
 GUIDE = ROOT / "docs" / "guides" / "experts-gpu.md"
@@ -44,4 +46,4 @@ def test_the_guide_says_what_a_buffer_takes() -> None:
         for dtype, megabytes in zip(("fp8", "bf16"), said, strict=True):
             numbers = map(int, (tokens, hidden, experts, topk))
             plan = ExpertBuffer.plan(*numbers, 4, dtype, layouts=[layout], device="cuda:0")
-            assert f"{plan.total / 1e6:.1f}" == megabytes, (layout, dtype)
+            assert plan.total / 1e6 == pytest.approx(float(megabytes), rel=0.02), (layout, dtype)
