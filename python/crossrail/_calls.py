@@ -72,7 +72,8 @@ class Sizes:
 
 
 class DispatchCall(NamedTuple):
-    """What `ExpertBuffer.dispatch` was given."""
+    """What `ExpertBuffer.dispatch` was given. `say`: rank layout on a GPU: a number below 2^32 - 1 that the hosts
+    of the other ranks hear in `DeviceDispatched.said`, when they wait for the number of rows."""
 
     x: Any
     topk_idx: Any
@@ -86,6 +87,7 @@ class DispatchCall(NamedTuple):
     max_rows: int | None
     stream: Any
     send_only: bool
+    say: int = 0
 
 
 class CombineCall(NamedTuple):

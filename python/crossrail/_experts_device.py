@@ -28,6 +28,7 @@ from crossrail.errors import UnsupportedError
 from crossrail.records import DeviceCombine, DeviceExpertOut, DeviceRankOut, DeviceTokens
 
 T = TypeVar("T")
+UNHEARD: Final = 2**32 - 1
 PACKED: Final = 4
 """Blocks of a row whose ue8m0 scales lie together."""
 
@@ -80,6 +81,8 @@ class DeviceDispatched(Dispatched):
             self.x = parts["x"]
             self.scales = parts["scales"]
         self.counts = parts["counts"]
+        self.said: list[int] | None = None
+        """What each rank's host said with its dispatch, `UNHEARD` of one that did not come in time."""
 
     def in_region(self, region: DeviceRegion, parts: frozenset[str], counts: list[int] | None) -> DeviceDispatched:
         """The same with what came into a region."""
@@ -267,6 +270,7 @@ class DeviceWay:
             "alignment": number("expert_alignment", given.expert_alignment, "dispatch"),
             "worst_rows": 0 if rows is None or cached is not None else rows,
             "count": rows is None,
+            "say": given.say,
         }
         operation = self._native.dispatch_rank(tokens, out, region, cached, call.course.handle, given.send_only)
         shown = {"rows", *(["scales"] if self._sizes.fp8 else [])}
@@ -282,7 +286,14 @@ class DeviceWay:
         if rows is not None:
             result = made(rows, None)
             return self._begun(call, operation, given.send_only, lambda: result, result)
-        return self._begun(call, operation, given.send_only, lambda: made(*operation.counts()), None)
+
+        def counted() -> DeviceDispatched:
+            count, listed, said = operation.counts()
+            result = made(count, listed)
+            result.said = said
+            return result
+
+        return self._begun(call, operation, given.send_only, counted, None)
 
     def _begun(
         self,
@@ -512,6 +523,6 @@ def rank_shapes(sizes: Sizes) -> dict[str, tuple[str, tuple[int, ...]]]:
 def device_ordinal(device: Any) -> int | None:
     """The GPU that `device` names, None for the host. "cuda" is PyTorch's current one, where PyTorch is used."""
     torch = loaded_torch()
-    if torch is not None and str(device) == "cuda":
+    if torch is not None and str(device) == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.current_device())
     return _native.device_of(device)

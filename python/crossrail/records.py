@@ -361,13 +361,14 @@ class DeviceExpertOut(TypedDict):
 
 
 class DeviceRankOut(TypedDict):
-    """The same in the rank layout; `count`: the host wants to know how much came."""
+    """The same in the rank layout; `count`: the host wants to know how much came; `say`: what others hear."""
 
     counts: int
     offsets: int
     alignment: int
     worst_rows: int
     count: bool
+    say: int
 
 
 class DeviceCombine(TypedDict):

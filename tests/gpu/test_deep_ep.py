@@ -53,6 +53,10 @@ def test_more_tokens_than_before(ranks: Ranks) -> None:
     ranks.do("normal_grows")
 
 
+def test_many_that_are_kept(ranks: Ranks) -> None:
+    ranks.do("normal_many", 100)
+
+
 @pytest.mark.gpus(2)
 def test_what_is_wrong_on_one_rank(ranks: Ranks) -> None:
     ranks.do("normal_refused")

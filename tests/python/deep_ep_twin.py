@@ -49,6 +49,9 @@ class TwinRanks:
     def exchange(self, message: bytes) -> list[bytes]:
         return self.meeting.gather(self.rank, message)
 
+    def step(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -138,7 +141,8 @@ class TwinBuffer:
         if handle is not None:
             came: Any = ref.dispatch(small, marks, None, handle=handle.routed)[self.rank]
         else:
-            all_weights = None if weights is None else [one[3] for one in given]
+            none = np.empty((0, self.kind.topk), np.float32)  # of a rank that only keeps step
+            all_weights = None if weights is None else [none if one[3] is None else one[3] for one in given]
             routed = [one[2] for one in given]
             came = ref.dispatch(small, marks, routed, all_weights, layout, expert_alignment=expert_alignment)[self.rank]
         if layout == "rank":
@@ -285,6 +289,12 @@ class TwinMachine:
 
     def bytes(self, kind: Any, max_tokens: int) -> int:
         return 1000 + 10 * max_tokens
+
+    def dispatch(self, made: Any, given: tuple[Any, ...], alignment: int, say: int, *, counted: bool) -> Any:
+        said = self.meeting.gather(self.rank, say)
+        result = made.buffer.dispatch(*given, "rank", expert_alignment=alignment)
+        result.said = said if counted else None
+        return result
 
 
 class TwinDeepEp(Buffer):

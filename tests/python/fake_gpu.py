@@ -120,7 +120,7 @@ class FakeOperation:
 
     def __init__(self, buffer: FakeBuffer, handle: dict[str, Any], part: dict[str, Any], send_only: bool) -> None:
         self.buffer, self.about, self.part, self.begun = buffer, handle, part, send_only
-        self.told: tuple[int, list[int]] | None = None
+        self.told: tuple[int, list[int], list[int]] | None = None
         self.done = False
         if not send_only:
             self._put()
@@ -142,7 +142,7 @@ class FakeOperation:
     def event(self) -> FakeEvent:
         return FakeEvent(self)
 
-    def counts(self) -> tuple[int, list[int]]:
+    def counts(self) -> tuple[int, list[int], list[int]]:
         assert self.told is not None, "the host asked for counts that no GPU tells"
         return self.told
 
@@ -239,6 +239,7 @@ class World:
             came = ref.dispatch(self.shape, xs, None, scale=self.scale, handle=cached.of["right"].handle)
         for call, one in zip(calls, came, strict=True):
             call.part["right"] = one
+            call.part["said"] = [each.part["out"].get("say") for each in calls]
             (self._give_expert if layout == "expert" else self._give_rank)(call, one)
 
     def _give_expert(self, call: FakeOperation, came: Any) -> None:
@@ -274,7 +275,7 @@ class World:
             if value is not None:
                 parts[name][:count] = value
         if out["count"]:
-            call.told = count, [int(one) for one in came.counts]
+            call.told = count, [int(one) for one in came.counts], call.part["said"]
 
     def _combine(self, calls: list[FakeOperation]) -> None:
         sizes, handle = self.sizes, calls[0].part["handle"]

@@ -98,6 +98,7 @@ class FakeTorch(types.ModuleType):
             ExternalStream=ExternalStream,
             current_stream=lambda ordinal=0: Stream(FakeTorch.current),
             current_device=lambda: 3,
+            is_available=lambda: True,
             stream=self.within,
         )
 

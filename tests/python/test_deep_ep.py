@@ -16,7 +16,8 @@ from crossrail import MismatchError, UnsupportedError, UsageError, deep_ep
 from crossrail.deep_ep import ranks
 from crossrail.deep_ep.events import EventOverlap
 from crossrail.deep_ep.pool import Kind, Pool, room_for
-from crossrail.deep_ep.ranks import Call, Peers, joined
+from crossrail.deep_ep.ranks import Peers, joined
+from crossrail.deep_ep.steps import Call
 
 # Names and defaults of what programs call, as DeepEP's first version has them.
 BUFFER = {
@@ -247,19 +248,25 @@ def test_ranks_meet_and_agree() -> None:
         with met.owned:
             peers = Peers(met.group, met.name)
             try:
-                heard = [peers.exchange(bytes([number, turn])) for turn in range(20)]
-                most = Call(512, 12, 2, 0, 0, 0, 10 * number).agreed(peers)
-                wrong = [Call(512, 12, 2, number == 1, 0, 0, 5), Call(512 + 128 * (number == 2), 12, 2, 0, 0, 0, 5)]
+                heard = []
+                for turn in range(20):
+                    peers.step()
+                    heard.append(peers.exchange(bytes([number, turn])))
+                mine = Call(512, 12, 2, wanted=10 * number)
+                most = mine.agreed(mine.told(peers))
+                wrong = [Call(512, 12, 2, int(number == 1)), Call(512 + 128 * (number == 2), 12, 2)]
                 said = []
                 for call in wrong:
                     with pytest.raises(MismatchError) as raised:
-                        call.agreed(peers)
+                        call.agreed(call.told(peers))
                     said.append(str(raised.value))
                 if number == 1:
-                    Call.refuse(peers, "x is a banana")
+                    there = Call().told(peers, "x is a banana")
+                    assert [one.why for one in there] == ["", "x is a banana", ""]
+                    assert [one.call.begins_with is None for one in there] == [False, True, False]
                 else:
                     with pytest.raises(UsageError, match="rank 1 could not: x is a banana"):
-                        wrong[0].agreed(peers)
+                        wrong[0].agreed(wrong[0].told(peers))
                 return heard, most, said
             finally:
                 peers.close()

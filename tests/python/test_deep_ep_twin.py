@@ -78,6 +78,10 @@ def test_the_first_buffer_is_as_large_as_the_program_said() -> None:
     assert on_ranks(2, one, num_nvl_bytes=1000 + 10 * 1024 + 5) == [[1024]] * 2
 
 
+def test_many_that_are_kept() -> None:
+    run(2, work.normal_many, 4)
+
+
 def test_what_is_wrong_on_one_rank_is_told_to_all() -> None:
     run(4, work.normal_refused)
 

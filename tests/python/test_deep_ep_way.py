@@ -104,6 +104,7 @@ class WayBuffer:
         **rest: Any,
     ) -> Any:
         options = {"handle": None, "expert_alignment": 1, "out": None, "stats": None, "waits": None, "max_rows": None}
+        options |= {"say": 0}
         given = options | rest
         assert given.keys() == options.keys()
         call = _calls.DispatchCall(x, topk_idx, topk_weights, layout, **given, stream=None, send_only=send_only)
@@ -120,6 +121,10 @@ class WayBuffer:
 class WayMachine(TwinMachine):
     def make(self, kind: Any, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> Any:
         return WayBuffer(self.meeting, self.rank, kind, max_tokens)
+
+    def dispatch(self, made: Any, given: tuple[Any, ...], alignment: int, say: int, *, counted: bool) -> Any:
+        assert counted, "no call is wrong here"
+        return made.buffer.dispatch(*given, "rank", expert_alignment=alignment, say=say)
 
 
 class WayDeepEp(TwinDeepEp):

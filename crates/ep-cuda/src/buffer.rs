@@ -187,7 +187,10 @@ impl DeviceBuffer {
             memory,
             region: Mutex::default(),
             events: Events::new(&cuda),
-            counts: config.has(Layout::Rank).then(|| Counts::new(&cuda, shape.local_experts() as usize)).transpose()?,
+            counts: config
+                .has(Layout::Rank)
+                .then(|| Counts::new(&cuda, shape.local_experts() as usize, shape.ranks as usize))
+                .transpose()?,
             handles: [pool(Layout::Expert), pool(Layout::Rank)],
             regions: Regions::new(shape.regions),
             reader: Reader::new(&cuda),

@@ -179,12 +179,14 @@ impl DeviceBuffer {
             Some(counts) if call.count => Some(counts.take()?),
             _ => None,
         };
-        let [count_word, count_host] = count.as_ref().map(Count::addresses).unwrap_or_default();
+        let [count_word, count_host, said_host] = count.as_ref().map(Count::addresses).unwrap_or_default();
         let args = EpDispatchArgs {
             out_counts: call.counts,
             out_offsets: call.offsets,
             count_word,
             count_host,
+            said_host,
+            say: call.say,
             worst_rows: call.worst_rows,
             region: call.region.index,
             alignment: call.alignment,
@@ -421,6 +423,9 @@ impl Inner {
             out_offsets: 0,
             count_word: 0,
             count_host: 0,
+            said_host: 0,
+            say: 0,
+            reserved: 0,
             worst_rows: 0,
             marks: 0,
             region: 0,

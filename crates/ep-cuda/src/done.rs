@@ -1,7 +1,7 @@
 //! Points in callers' streams at which something is done, and numbers that the GPU tells the host.
 #![allow(unsafe_code)]
 
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -123,22 +123,25 @@ impl Done {
 /// Pinned words that kernels tell counts in.
 pub(crate) struct Counts {
     page: Arc<PinnedMemory>,
-    /// Bytes from one slot to the next: a word, then a count for each local expert.
+    /// Bytes from one slot to the next: a word, then a count for each local expert, then what each rank says.
     stride: usize,
     experts: usize,
+    ranks: usize,
     slots: Mutex<Slots<Done>>,
 }
 
+/// What a rank says that did not come.
+pub const UNHEARD: u32 = crossrail_kernels::ep::EP_UNHEARD;
 /// Results in the rank layout whose counts the host may wait for at once.
 const SLOTS: usize = 32;
 
 impl Counts {
-    pub(crate) fn new(context: &Context, experts: usize) -> Result<Arc<Counts>> {
-        let stride = (16 + 4 * experts).next_multiple_of(128);
+    pub(crate) fn new(context: &Context, experts: usize, ranks: usize) -> Result<Arc<Counts>> {
+        let stride = (16 + 4 * (experts + ranks)).next_multiple_of(128);
         let page = Arc::new(PinnedMemory::new(context, SLOTS * stride)?);
         // SAFETY: new, nobody else's, of that length.
         unsafe { page.as_ptr().write_bytes(0, SLOTS * stride) };
-        Ok(Arc::new(Counts { page, stride, experts, slots: Mutex::new(Slots::new(SLOTS)) }))
+        Ok(Arc::new(Counts { page, stride, experts, ranks, slots: Mutex::new(Slots::new(SLOTS)) }))
     }
 
     fn at(&self, slot: usize) -> *mut u8 {
@@ -162,7 +165,7 @@ impl Counts {
         })?;
         let count = Count(Arc::new(Asked { counts: self.clone(), slot, done: Mutex::new(None) }));
         // SAFETY: inside the page, and nobody else's.
-        unsafe { count.at().add(16).write_bytes(0, 4 * self.experts) };
+        unsafe { count.at().add(16).write_bytes(0, 4 * (self.experts + self.ranks)) };
         count.word().store(0, Ordering::Release);
         Ok(count)
     }
@@ -227,10 +230,10 @@ impl Count {
         self.0.counts.word(self.0.slot)
     }
 
-    /// Where the GPU writes the word, and the counts.
-    pub(crate) fn addresses(&self) -> [u64; 2] {
+    /// Where the GPU writes the word, the counts, and what the ranks say.
+    pub(crate) fn addresses(&self) -> [u64; 3] {
         let at = self.0.counts.page.address() + (self.0.slot * self.0.counts.stride) as u64;
-        [at, at + 16]
+        [at, at + 16, at + 16 + 4 * self.0.counts.experts as u64]
     }
 
     pub(crate) fn is_told_by(&self, done: &Done) {
@@ -276,10 +279,20 @@ impl Count {
         }
     }
 
+    /// What each rank's host said ([`crate::RankDispatch::say`]), [`UNHEARD`] of one that did not come in time. Good once
+    /// the rows are known.
+    pub fn said(&self) -> Vec<u32> {
+        let first = self.0.counts.experts;
+        (first..first + self.0.counts.ranks).map(|at| self.cell(at).load(Ordering::Relaxed)).collect()
+    }
+
     fn of_experts(&self) -> Vec<i32> {
+        (0..self.0.counts.experts).map(|at| self.cell(at).load(Ordering::Relaxed).cast_signed()).collect()
+    }
+
+    fn cell(&self, at: usize) -> &AtomicU32 {
         // SAFETY: inside the page and aligned; written before the word, and every access here is atomic.
-        let cell = |at: usize| unsafe { AtomicI32::from_ptr(self.at().add(16 + 4 * at).cast()) };
-        (0..self.0.counts.experts).map(|at| cell(at).load(Ordering::Relaxed)).collect()
+        unsafe { AtomicU32::from_ptr(self.at().add(16 + 4 * at).cast()) }
     }
 }
 

@@ -41,7 +41,7 @@ pub use buffer::DeviceBuffer;
 pub use calls::{Enqueued, Pending};
 pub use crossrail_ep::{Config, Fault, Layout, Link, LinkKind, Payload, Plan, Scale};
 pub use crossrail_kernels::ep::Shape;
-pub use done::{Count, Done};
+pub use done::{Count, Done, UNHEARD};
 pub use handles::DeviceHandle;
 pub use operands::{ExpertCombine, ExpertDispatch, ExpertOut, InScales, RankCombine, RankDispatch, Split, Tokens};
 pub use options::DeviceOptions;

@@ -117,6 +117,8 @@ pub struct RankDispatch<'a> {
     pub worst_rows: u64,
     /// Whether the host wants to know the counts ([`crate::Enqueued::count`]).
     pub count: bool,
+    /// What this rank's host says to those of the others, for [`crate::Count::said`]; not [`crate::UNHEARD`].
+    pub say: u32,
     /// As [`ExpertDispatch::waits`].
     pub waits: u64,
 }

@@ -58,6 +58,7 @@ pub(crate) struct RankOut {
     alignment: u32,
     worst_rows: u64,
     count: bool,
+    say: u32,
 }
 
 /// What a combine takes, as a dict: see `ep::ExpertCombine` and `ep::RankCombine`.
@@ -93,9 +94,9 @@ impl RankOut {
         cached: Option<&'a ep::DeviceHandle>,
         region: &'a ep::RegionLease,
     ) -> ep::RankDispatch<'a> {
-        let RankOut { counts, offsets, alignment, worst_rows, count } = *self;
+        let RankOut { counts, offsets, alignment, worst_rows, count, say } = *self;
         let (input, waits) = (input.native(), input.waits);
-        ep::RankDispatch { input, cached, region, alignment, counts, offsets, worst_rows, count, waits }
+        ep::RankDispatch { input, cached, region, alignment, counts, offsets, worst_rows, count, say, waits }
     }
 }
 

@@ -310,12 +310,14 @@ impl DeviceOperation {
         DeviceEvent { done: self.rest().done.clone(), patience: self.patience }
     }
 
-    /// Waits for the rows that came and how many there are of each local expert, if that was asked for.
-    fn counts(&self, py: Python<'_>) -> PyResult<(u32, Vec<i32>)> {
+    /// Waits for the rows that came, how many there are of each local expert, and what each rank's host said, if that was
+    /// asked for.
+    fn counts(&self, py: Python<'_>) -> PyResult<(u32, Vec<i32>, Vec<u32>)> {
         let Some(count) = &self.count else {
             return Err(errors::usage(py, "dispatch", "the counts were not asked for", ""));
         };
-        wait::sliced(py, self.patience, |left| count.wait(left.unwrap_or(self.patience)))
+        let (rows, experts) = wait::sliced(py, self.patience, |left| count.wait(left.unwrap_or(self.patience)))?;
+        Ok((rows, experts, count.said()))
     }
 }
 

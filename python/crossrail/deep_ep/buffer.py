@@ -13,9 +13,10 @@ from crossrail.deep_ep.config import Config, recommended
 from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn
 from crossrail.deep_ep.given import BLOCK, PACKED, Given, Rows, expert_out, low_latency_payload, rows_kind
 from crossrail.deep_ep.handles import Handle, Routing, routing_of
-from crossrail.deep_ep.layouts import aligned_counts, dispatch_layout, experts_of_ranks
-from crossrail.deep_ep.pool import PAYLOADS, Gpu, Kind, Machine, Pool
-from crossrail.deep_ep.ranks import Call, Peers, Ranks, joined
+from crossrail.deep_ep.layouts import dispatch_layout, experts_of_ranks
+from crossrail.deep_ep.pool import Gpu, Kind, Machine, Pool
+from crossrail.deep_ep.ranks import Peers, Ranks, joined
+from crossrail.deep_ep.steps import Steps, Wanted
 from crossrail.errors import ClosedError, CrossrailError
 from crossrail.experts import ExpertBuffer
 
@@ -35,8 +36,8 @@ class Buffer:
     number of tokens too), which also compiles kernels unless they are kept on disk: run each kind once before capturing
     it in a graph. In normal mode it is for the tokens of the rank that has the most, and for no fewer than
     `num_nvl_bytes` are enough for; when a later dispatch has more on any rank, all ranks make a larger one, and the old
-    one goes with the last handle of its dispatches. To that end every normal dispatch without a handle tells the other
-    hosts how many tokens it has. `num_rdma_bytes` is not looked at, nor is `num_qps_per_rank`: no network is needed.
+    one goes with the last handle of its dispatches. With `num_worst_tokens` that is so at the first dispatch only: later
+    ones may have as many tokens as there is room for then, at least `num_worst_tokens` / ranks. `num_rdma_bytes` is not looked at, nor is `num_qps_per_rank`: no network is needed.
 
     `low_latency_mode` is remembered; either mode works at any time. `allow_nvlink_for_low_latency_mode=False`: rows of
     low-latency operations go over the network lanes of the hosts. `allow_mnnvl` allows what is not used.
@@ -75,6 +76,7 @@ class Buffer:
         self.rank = self._ranks.rank
         self.group_size = self._ranks.size
         self._pool = Pool(self._machine, self.group_size, self.num_nvl_bytes)
+        self._steps = Steps(self._ranks, self._machine, self._pool)
         self._ends.callback(self._pool.destroy)
 
     def _meet(self, group: Any, comm: Any, share_node: bool) -> tuple[Ranks, Machine]:
@@ -214,7 +216,8 @@ class Buffer:
         handle: what came, four times None, the event. While an earlier result is in use a new one is copied out of the
         buffer's memory, so that any number may be kept.
 
-        Raises UsageError that names the argument, or the rank where it is wrong; MismatchError when ranks disagree.
+        Raises UsageError that names the argument, or the rank where it is wrong; MismatchError when ranks disagree;
+        TimeoutError that names a rank that did not come.
         """
         self._open("dispatch")
         config = self.get_dispatch_config(self.group_size) if config is None else config
@@ -225,8 +228,7 @@ class Buffer:
             return again, None, None, None, None, turn.overlap
         with self._machine.streams.turn(previous_event, async_finish) as turn:
             given = Given(x, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
-            worst = count("num_worst_tokens", num_worst_tokens, "dispatch")
-            came = self._dispatch_new(turn, given, expert_alignment, worst, config)
+            came = self._dispatch_new(turn, given, expert_alignment, num_worst_tokens, config)
         return *came, turn.overlap
 
     def combine(
@@ -267,6 +269,7 @@ class Buffer:
     ) -> tuple[Rows, Tensor | None, Tensor | None, list[int], Handle]:
         """A dispatch whose routing is new, in its turn."""
         try:
+            worst = count("num_worst_tokens", worst, "dispatch")
             if not worst and self._machine.streams.is_capturing():
                 hint = "num_worst_tokens is needed in a capture"
                 raise wrong("dispatch", "the host waits for the number of rows, and a graph is captured", hint)
@@ -276,33 +279,21 @@ class Buffer:
             if count("expert_alignment", alignment, "dispatch") == 0:
                 raise wrong("dispatch", "expert_alignment is 0")
         except CrossrailError as error:
-            Call.refuse(self._ranks, error.detail)
+            self._steps.refuse(worst, error.detail)
             raise
-        wanted = max(tokens, -(-worst // self.group_size))
-        code = PAYLOADS.index(kind.payload)
-        most = Call(kind.hidden, kind.experts, kind.topk, code, given.routed, worst, wanted).agreed(self._ranks)
-        made = self._pool.rank_layout(kind, most, sms)
         with_topk = given.topk_idx is not None
         topk_idx: Tensor = given.topk_idx if with_topk else experts_of_ranks(given.is_token_in_rank, kind.experts)
-        counts = None if with_topk or worst else aligned_counts(self._ranks, given.per_expert, alignment)
         turn.reads(*given.tensors())
-        result = made.buffer.dispatch(
-            given.x,
-            topk_idx,
-            given.topk_weights,
-            "rank",
-            expert_alignment=alignment,
-            max_rows=worst or None,
-        )
+        rows = (given.x, topk_idx, given.topk_weights)
+        begun = self._steps.dispatch(Wanted(kind, given.routed, worst, rows, given.per_expert, alignment, sms))
+        made, result = begun.made, begun.result
         came, idx, weights = self._kept(turn, made.buffer, result, kind, with_topk)
         # The ids are kept, for rows of another kind; the caller may change its own.
         kept: Tensor = topk_idx.clone() if with_topk else topk_idx
         turn.gives(kept, result.offsets)
-        rows = result.handle.rows
-        routing = Routing(made.buffer, result.handle, kind, made.max_tokens, tokens, rows, kept)
+        routing = Routing(made.buffer, result.handle, kind, made.max_tokens, tokens, result.handle.rows, kept)
         handle = Handle.of(routing, result.offsets, given.is_token_in_rank)
-        listed = [] if worst else result.count_list if counts is None else counts
-        return came, idx, weights if given.topk_weights is not None else None, listed, handle
+        return came, idx, weights if given.topk_weights is not None else None, begun.counts, handle
 
     def _dispatch_again(self, turn: Turn, x: Rows, routing: Routing, config: Config) -> Rows:
         """Other rows along the ways of a dispatch, in their turn."""

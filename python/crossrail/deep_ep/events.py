@@ -122,21 +122,28 @@ class Streams:
             stream.wait_stream(current)
         self._follow(stream)
         turn = Turn(stream.cuda_stream, stream)
-        with cuda.stream(stream) if apart else contextlib.nullcontext():
-            yield turn
-        self._last = stream
-        if apart and stream != current:
-            for tensor in turn.inputs:
-                tensor.record_stream(stream)
-            for tensor in turn.outputs:
-                tensor.record_stream(current)
-            for result in turn.shown:
-                result.record_stream(current)
-        turn.shown.clear()
+        try:
+            with cuda.stream(stream) if apart else contextlib.nullcontext():
+                yield turn
+        finally:  # one that fails may have put something in
+            self._last = stream
+            if apart and stream != current:
+                self._note(turn, stream, current)
+                if not beside:
+                    current.wait_stream(stream)
+            turn.shown.clear()
         if beside:
             turn.overlap = EventOverlap(EventHandle(stream), (*turn.inputs, *turn.outputs))
-        elif stream != current:
-            current.wait_stream(stream)
+
+    @staticmethod
+    def _note(turn: Turn, stream: Any, current: Any) -> None:
+        """Which streams use what, for whose memory it is."""
+        for tensor in turn.inputs:
+            tensor.record_stream(stream)
+        for tensor in turn.outputs:
+            tensor.record_stream(current)
+        for result in turn.shown:
+            result.record_stream(current)
 
     def _follow(self, stream: Any) -> None:
         """Operations of a buffer run one after the other, whatever streams they are in."""

@@ -92,6 +92,17 @@ def rows_kind(x: Rows, device: Any) -> tuple[tuple[int, int], Literal["bf16", "f
     return (tokens, hidden), "ue8m0" if packed else "f32"
 
 
+def no_rows(kind: Kind, device: Any) -> tuple[Rows, Tensor, None]:
+    """What a rank without tokens dispatches in the rank layout: rows, ids, no weights."""
+    new = functools.partial(torch().empty, device=device)
+    ids = new((0, kind.topk), dtype=torch().int64)
+    if kind.payload == "bf16":
+        return new((0, kind.hidden), dtype=torch().bfloat16), ids, None
+    packed = kind.payload == "ue8m0"
+    scales = new((0, kind.hidden // (PACKED if packed else BLOCK)), dtype=torch().int32 if packed else torch().float32)
+    return (new((0, kind.hidden), dtype=torch().float8_e4m3fn), scales), ids, None
+
+
 def low_latency_payload(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Literal["bf16", "f32", "power2", "ue8m0"]:
     """What rows of a low-latency dispatch travel as."""
     if not use_fp8:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
+from crossrail._calls import DispatchCall
 from crossrail.deep_ep.checks import torch, wrong
 from crossrail.deep_ep.events import Streams
 from crossrail.deep_ep.ranks import Joined
@@ -12,8 +13,9 @@ from crossrail.experts import ExpertBuffer
 
 __all__ = ["LEAST_TOKENS", "Gpu", "Kind", "Machine", "Pool", "room_for"]
 
-PAYLOADS = ("bf16", "f32", "power2", "ue8m0")
+Payload: TypeAlias = Literal["bf16", "f32", "power2", "ue8m0"]
 """What rows are: bf16, or fp8 with such scales."""
+PAYLOADS: tuple[Payload, ...] = ("bf16", "f32", "power2", "ue8m0")
 LEAST_TOKENS = 128
 SPARE_RESULTS = 2
 """Results of normal dispatches that are not copied, at most."""
@@ -27,7 +29,7 @@ class Kind:
     hidden: int
     experts: int
     topk: int
-    payload: Literal["bf16", "f32", "power2", "ue8m0"]
+    payload: Payload
 
     def parameters(self, max_tokens: int) -> dict[str, Any]:
         """The arguments of an ExpertBuffer."""
@@ -53,6 +55,10 @@ class Machine(Protocol):
 
     def bytes(self, kind: Kind, max_tokens: int) -> int:
         """What that takes."""
+
+    def dispatch(self, made: Made, given: tuple[Any, ...], alignment: int, say: int, *, counted: bool) -> Any:
+        """A dispatch in the rank layout of `given`: rows (with scales), ids, weights. `say`: what the others' hosts
+        hear in `said` of what they get, if they want it to be `counted`."""
 
 
 class Gpu:
@@ -80,6 +86,25 @@ class Gpu:
     def bytes(self, kind: Kind, max_tokens: int) -> int:
         options = kind.parameters(max_tokens) | {"device": self.device.index, "regions": SPARE_RESULTS}
         return ExpertBuffer.plan(**options, ranks=self._joined.group.size).total
+
+    def dispatch(self, made: Made, given: tuple[Any, ...], alignment: int, say: int, *, counted: bool) -> Any:
+        x, topk_idx, topk_weights = given
+        call = DispatchCall(
+            x,
+            topk_idx,
+            topk_weights,
+            layout="rank",
+            handle=None,
+            expert_alignment=alignment,
+            out=None,
+            stats=None,
+            waits=None,
+            max_rows=None if counted else self._joined.group.size * made.max_tokens,
+            stream=None,
+            send_only=False,
+            say=say,
+        )
+        return made.buffer._way.dispatch(call)
 
 
 def room_for(tokens: int) -> int:
@@ -118,6 +143,10 @@ class Pool:
             self._made[kind, max_tokens] = made
         return made.buffer
 
+    def made(self, kind: Kind) -> Made | None:
+        """The one in the rank layout, if there is one: there is on all ranks, or on none."""
+        return self._made.get((kind, 0))
+
     def rank_layout(self, kind: Kind, tokens: int, num_sms: int) -> Made:
         """One with room for `tokens`, which is the same number on all ranks. A smaller one is replaced, and stays as
         long as a handle of its dispatches."""
@@ -127,6 +156,10 @@ class Pool:
             made = self._make(kind, most, num_sms, list(range(self._ranks)))
             self._made[kind, 0] = made
         return made
+
+    def forget(self, kind: Kind) -> None:
+        """The next dispatch of the kind makes another one, as on all ranks: not all have come to its last operation."""
+        self._made.pop((kind, 0), None)
 
     def _make(self, kind: Kind, max_tokens: int, num_sms: int | None, ranks: list[int]) -> Made:
         if self._machine.streams.is_capturing():

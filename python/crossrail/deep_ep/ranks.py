@@ -17,13 +17,15 @@ from typing import Any, Protocol
 
 from crossrail import _native
 from crossrail.deep_ep.checks import wrong
-from crossrail.errors import CrossrailError, MismatchError, UsageError
+from crossrail.errors import CrossrailError
 from crossrail.group import Group
 
 __all__ = ["Peers", "Ranks", "joined"]
 
 _HELLO = 1
-"""The tag of a connection's first message; exchanges are numbered from the next one on."""
+"""The tag of a connection's first message; exchanges have larger ones."""
+_IN_A_CALL = 8
+"""Exchanges in one call, at most, and one more."""
 _LAST_S = 2.0
 """How long rank 0 waits for the others to leave before its store ends."""
 _numbers: weakref.WeakKeyDictionary[Group, Iterator[int]] = weakref.WeakKeyDictionary()
@@ -38,6 +40,9 @@ class Ranks(Protocol):
 
     def exchange(self, message: bytes, /) -> list[bytes]:
         """What each rank, this one included, said at this point; all messages are equally long."""
+
+    def step(self) -> None:
+        """Comes to a call, as all ranks do: what was said in an earlier one and not heard is not heard any more."""
 
     def close(self) -> None:
         """Ends all connections."""
@@ -148,6 +153,7 @@ class Peers:
     def __init__(self, group: Group, name: str) -> None:
         self.rank, self.size = group.rank, group.size
         self._number = _HELLO
+        self._patience = group.context.timeout
         listen = "0.0.0.0:0" if _has_secret(group.context) else None
         self._worker = _native.Worker(group.context, name=f"{name}, rank {self.rank}", listen=listen)
         self._endpoints: dict[int, _native.Endpoint] = {}
@@ -170,6 +176,10 @@ class Peers:
             self._worker.recv(said, _HELLO, source=endpoint).wait()
             self._endpoints[struct.unpack("<I", said)[0]] = endpoint
 
+    def step(self) -> None:
+        """See `Ranks`."""
+        self._number = (self._number // _IN_A_CALL + 1) * _IN_A_CALL
+
     def exchange(self, message: bytes) -> list[bytes]:
         """See `Ranks`. Raises CrossrailError that names the rank that is not there or says something else."""
         self._number += 1
@@ -181,7 +191,8 @@ class Peers:
         going = [endpoint.send(message, self._number) for endpoint in self._endpoints.values()]
         for rank, request in coming.items():
             try:
-                request.wait()
+                # A rank may be held by an operation as long as one waits for others.
+                request.wait(2 * self._patience)
             except CrossrailError as error:
                 detail = f"rank {rank} is not at the same call: {error.detail}"
                 raise type(error)(f"crossrail.deep_ep: {detail}", operation="exchange", detail=detail) from error
@@ -193,52 +204,3 @@ class Peers:
         """See `Ranks`."""
         self._endpoints.clear()
         self._worker.close()
-
-
-@dataclass(frozen=True)
-class Call:
-    """What the ranks must agree about before a dispatch, and the most tokens that any of them has room to want."""
-
-    hidden: int
-    experts: int
-    topk: int
-    payload: int
-    routed: int
-    worst: int
-    wanted: int
-
-    _FORM = struct.Struct("<7qH400s")
-
-    def agreed(self, ranks: Ranks) -> int:
-        """The largest `wanted` of all ranks. Raises MismatchError, or UsageError for a call that is wrong elsewhere."""
-        mine = (self.hidden, self.experts, self.topk, self.payload, self.routed, self.worst)
-        said = ranks.exchange(self._FORM.pack(*mine, self.wanted, 0, b""))
-        most = self.wanted
-        for rank, message in enumerate(said):
-            *theirs, wanted, length, text = self._FORM.unpack(message)
-            if length:
-                why = text[:length].decode(errors="replace")
-                raise UsageError(f"dispatch: rank {rank} could not: {why}", operation="dispatch", detail=why)
-            for name, here, there in zip(self.__dataclass_fields__, mine, theirs, strict=False):
-                if here != there:
-                    detail = f"{_SAID[name]} is {here} here and {there} on rank {rank}"
-                    raise MismatchError(f"dispatch: {detail}", operation="dispatch", detail=detail)
-            most = max(most, wanted)
-        return most
-
-    @classmethod
-    def refuse(cls, ranks: Ranks, why: str) -> None:
-        """Tells the others, who are at the same call, why it cannot be done here."""
-        text = why.encode()[:400]
-        with contextlib.suppress(CrossrailError):
-            ranks.exchange(cls._FORM.pack(0, 0, 0, 0, 0, 0, 0, len(text), text))
-
-
-_SAID = {
-    "hidden": "the hidden size of x",
-    "experts": "the number of experts",
-    "topk": "the number of experts of a token",
-    "payload": "the kind of x (0: bf16, 1: fp8 with f32 scales, 3: with packed ones)",
-    "routed": "what says where tokens go (0: topk_idx, 1: with topk_weights, 2: is_token_in_rank)",
-    "worst": "num_worst_tokens",
-}

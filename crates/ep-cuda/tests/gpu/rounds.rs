@@ -4,7 +4,7 @@
 use crossrail_cuda::Stream;
 use crossrail_ep_cuda::{
     DeviceBuffer, DeviceHandle, Enqueued, ExpertCombine, ExpertDispatch, ExpertOut, InScales, Layout, RankCombine,
-    RankDispatch, RegionLease, Shape, Split, Tokens,
+    RankDispatch, RegionLease, Shape, Split, Tokens, UNHEARD,
 };
 use crossrail_kernels::ep as kernels;
 use crossrail_types::Result;
@@ -347,12 +347,18 @@ fn dispatch_rank(
         offsets,
         worst_rows: region.view().most_rows,
         count: true,
+        say: buffer.rank(),
         waits: 0,
     };
     let sent = put_dispatch_rank(buffer, &gpu.stream, &call, split(way)).expect("dispatch");
     let count = sent.count.clone().expect("it was asked for");
     let handle = finish(sent, gpu);
     let (rows, by_expert) = count.wait(LIMIT).expect("counts");
+    for (rank, said) in (0..).zip(count.said()) {
+        let expected =
+            if buffer.masked().contains(&rank) || !buffer.connected().contains(&rank) { UNHEARD } else { rank };
+        assert_eq!(said, expected, "what rank {rank} said");
+    }
     let ends = gpu.read_all::<i64>(offsets, shape.ranks as usize + 1);
     assert_eq!(i64::from(rows), ends[shape.ranks as usize]);
     if cached.is_none() {
@@ -443,6 +449,7 @@ pub(crate) fn unchecked(rank: &Rank, seed: u64) {
         offsets: gpu.room(8 * (world.shape.ranks as usize + 1)),
         worst_rows: 0,
         count: false,
+        say: 0,
         waits: 0,
     };
     let sent = put_dispatch_rank(buffer, &gpu.stream, &call, Split::Whole).expect("dispatch");

@@ -238,6 +238,7 @@ fn rank_graph(rank: &Rank) {
             offsets,
             worst_rows: most,
             count: false,
+            say: 0,
             waits: 0,
         };
         let sent = put_dispatch_rank(&rank.buffer, stream, &dispatch, Split::Whole)?;

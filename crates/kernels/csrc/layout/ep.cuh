@@ -79,6 +79,9 @@ constexpr u32 EP_WEIGHTED = 1;
 // Flag of an announcement: the routing of an earlier dispatch is repeated.
 constexpr u32 EP_CACHED = 2;
 
+// In place of what a rank says, where it did not come in time.
+constexpr u32 EP_UNHEARD = 4294967295;
+
 // Times that a block can note of a launch, for measurements: nanoseconds of the GPU's clock, 0 for what did not come.
 constexpr u32 EP_MARKS = 16;
 
@@ -281,8 +284,8 @@ struct EpAnnounceHeader {
     u32 tokens;
     // EP_WEIGHTED, EP_CACHED.
     u32 flags;
-    // 0.
-    u32 reserved;
+    // `EpDispatchArgs::say` of the announcing rank.
+    u32 said;
 };
 
 static_assert(sizeof(EpAnnounceHeader) == 16, "EpAnnounceHeader");
@@ -421,6 +424,9 @@ struct EpDispatchArgs {
     u64 count_word;
     // Rank layout: a pinned i32[El] that gets the counts before `count_word`; or 0.
     u64 count_host;
+    // Rank layout: a pinned u32[R] that gets what each rank says, EP_UNHEARD of one that did not come, before
+    // `count_word`; or 0.
+    u64 said_host;
     // Rank layout: rows up to which topk_idx is -1 beyond those that came.
     u64 worst_rows;
     // u64[blocks][EP_MARKS] that gets the launch's times; or 0.
@@ -437,9 +443,13 @@ struct EpDispatchArgs {
     u32 idx_bytes;
     // Rank layout: KiB of rows that all blocks together have on their way to stores that began; 0 for what suits.
     u32 queue;
+    // Rank layout: what this rank's host says to the others' hosts, which they hear where `said_host` is given.
+    u32 say;
+    // 0.
+    u32 reserved;
 };
 
-static_assert(sizeof(EpDispatchArgs) == 640, "EpDispatchArgs");
+static_assert(sizeof(EpDispatchArgs) == 656, "EpDispatchArgs");
 
 // What the kernels that combine take.
 struct EpCombineArgs {

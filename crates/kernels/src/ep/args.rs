@@ -61,6 +61,8 @@ constants! {
     EP_WEIGHTED: u32 = 1;
     /// Flag of an announcement: the routing of an earlier dispatch is repeated.
     EP_CACHED: u32 = 2;
+    /// In place of what a rank says, where it did not come in time.
+    EP_UNHEARD: u32 = 0xffffffff;
     /// Times that a block can note of a launch, for measurements: nanoseconds of the GPU's clock, 0 for what did not come.
     EP_MARKS: u32 = 16;
     /// A time: the block began.
@@ -243,8 +245,8 @@ layouts! {
         tokens: u32,
         /// EP_WEIGHTED, EP_CACHED.
         flags: u32,
-        /// 0.
-        reserved: u32,
+        /// `EpDispatchArgs::say` of the announcing rank.
+        said: u32,
     }
     /// An entry of the ring of faults, in pinned host memory.
     EpFault {
@@ -368,6 +370,9 @@ layouts! {
         count_word: u64,
         /// Rank layout: a pinned i32[El] that gets the counts before `count_word`; or 0.
         count_host: u64,
+        /// Rank layout: a pinned u32[R] that gets what each rank says, EP_UNHEARD of one that did not come, before
+        /// `count_word`; or 0.
+        said_host: u64,
         /// Rank layout: rows up to which topk_idx is -1 beyond those that came.
         worst_rows: u64,
         /// u64[blocks][EP_MARKS] that gets the launch's times; or 0.
@@ -384,6 +389,10 @@ layouts! {
         idx_bytes: u32,
         /// Rank layout: KiB of rows that all blocks together have on their way to stores that began; 0 for what suits.
         queue: u32,
+        /// Rank layout: what this rank's host says to the others' hosts, which they hear where `said_host` is given.
+        say: u32,
+        /// 0.
+        reserved: u32,
     }
     /// What the kernels that combine take.
     EpCombineArgs {

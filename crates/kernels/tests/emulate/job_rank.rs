@@ -1,7 +1,9 @@
 //! One dispatch and its combine in the rank layout, on all ranks of a job on emulated GPUs.
 
 use crossrail_cuda::Grid;
-use crossrail_kernels::ep::{EP_ANNOUNCE, EP_MARKS, EP_RECEIVE, EP_SEND, EpCombineArgs, EpDispatchArgs, Layout, Shape};
+use crossrail_kernels::ep::{
+    EP_ANNOUNCE, EP_MARKS, EP_RECEIVE, EP_SEND, EP_UNHEARD, EpCombineArgs, EpDispatchArgs, Layout, Shape,
+};
 
 use super::job::{Input, Job, check_sums, combine_args, ids, same};
 use super::reference::{self, Outputs, Routing, Wire};
@@ -34,6 +36,7 @@ pub struct RankRank {
     pub out_offsets: Memory,
     pub count_word: Memory,
     pub count_host: Memory,
+    pub said_host: Memory,
     pub y: Memory,
     pub y_weights: Memory,
     pub out: Memory,
@@ -96,6 +99,7 @@ impl ByRank {
         let out_offsets = emulator.memory("out_offsets", (shape.ranks as usize + 1) * 8);
         let count_word = emulator.zeroed("count_word", 8);
         let count_host = emulator.memory("count_host", local * 4);
+        let said_host = emulator.memory("said_host", shape.ranks as usize * 4);
         let y = emulator.memory("y", rows * hidden * 2);
         y.write(0, &reference::random_rows(numbers, rows, hidden));
         let back: Vec<f32> = (0..rows * topk).map(|_| numbers.below(1000) as f32 / 8.0).collect();
@@ -123,6 +127,8 @@ impl ByRank {
             out_offsets: out_offsets.address(),
             count_word: count_word.address(),
             count_host: count_host.address(),
+            said_host: said_host.address(),
+            say: says(rank),
             worst_rows: if numbers.once_in(2) { u64::from(shape.ranks * shape.max_tokens) } else { 0 },
             marks: marks_address,
             queue,
@@ -153,6 +159,7 @@ impl ByRank {
             out_offsets,
             count_word,
             count_host,
+            said_host,
             y,
             y_weights,
             out,
@@ -205,6 +212,9 @@ impl ByRank {
         let (parts, topk, count) = (shape.heap(), shape.topk as usize, expected.rows.len());
         same("offsets", &one.out_offsets.read::<i64>(0, expected.offsets.len()), &expected.offsets)?;
         same("the word's rows", &[one.count_word.read::<u32>(0, 1)[0]], &[count as u32])?;
+        let active = self.routing.active.iter().enumerate();
+        let said: Vec<u32> = active.map(|(rank, there)| if *there { says(rank) } else { EP_UNHEARD }).collect();
+        same("what the hosts say", &one.said_host.read::<u32>(0, said.len()), &said)?;
         if !self.cached {
             let header = one.handle.read::<u64>(shape.handle(Layout::Rank).header as usize, 3);
             let chosen = self.routing.idx[rank].iter().filter(|id| **id >= 0).count();
@@ -256,6 +266,11 @@ impl ByRank {
         }
         Ok(())
     }
+}
+
+/// What a rank's host says to the others.
+fn says(rank: usize) -> u32 {
+    1000 + rank as u32
 }
 
 /// A dispatch and its combine, now and then another along the same ways, each time with a routing of its own.
