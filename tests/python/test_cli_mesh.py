@@ -76,6 +76,7 @@ def test_the_table_is_a_view_of_the_rows(tmp_path: Path) -> None:
         (("--devices=cuda:0", "--ranks=3"), ("--devices", "--ranks", "exclude")),
         (("--devices=cuda:0", "--memory=shared"), ("--memory",)),
         (("--ranks=0",), ("--ranks", "'0'")),
+        (("--ranks=1",), ("two or more", "1 rank")),
         (("--unpack=host",), ("--unpack", "--devices")),
         (("--devices=cuda:0", "--unpack=magic"), ("magic", "kernel", "d2d", "host")),
         (("--size=1M,2M",), ("one size",)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from crossrail.report.environment import package_version
@@ -13,15 +14,19 @@ from .ep_arguments import add_ep
 from .info_arguments import add_info
 from .mesh_arguments import add_mesh
 from .parsing import EPILOG, Command, Outcome, Parser
-from .rank_process import add_rank
+from .rank_process import RANK, add_rank
 from .store_arguments import add_store
 from .unpack_arguments import add_unpack
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> Command:
     """Parses the command line. Raises SystemExit as argparse does: 0 after --help or --version, 2 for a mistake."""
-    parser = _parser()
-    parsed = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    made = _rank_parser() if words[:1] == [RANK] else _parser()
+    parsed, unknown = made.parse_known_args(words)
+    parser: Parser = parsed.parser
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     outcome: Outcome = parsed.outcome
     return outcome(parser, parsed)
 
@@ -45,5 +50,11 @@ def _parser() -> Parser:
     add_ep(kinds)
     add_control(kinds)
     add_store(commands)
-    add_rank(commands)
+    return parser
+
+
+def _rank_parser() -> Parser:
+    """For what the command itself starts: no help or error mentions it."""
+    parser = Parser(prog="crossrail", allow_abbrev=False)
+    add_rank(parser.add_subparsers(dest="command", required=True))
     return parser

@@ -113,7 +113,7 @@ def add_benches(kinds: Commands) -> None:
 
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
-    left_out = ("command", "outcome")
+    left_out = ("command", "outcome", "parser")
     given = {name: value for name, value in vars(parsed).items() if name not in left_out and value is not None}
     options = BenchOptions(**given)
     _check(parser, options)
@@ -127,6 +127,8 @@ def _check(parser: Parser, options: BenchOptions) -> None:
         parser.error("--compare belongs to the end that connects")
     if options.what == "p2p" and options.sizes is not None and len(options.sizes) > 1:
         parser.error("bench p2p measures one size; give --size once, as 64M")
+    if options.what == "p2p" and options.sizes == [0]:
+        parser.error("bench p2p moves at least one byte; bench latency measures empty messages")
     _check_device(parser, options)
     if options.listen is not None and options.json is not None:
         parser.error("--json belongs to the end that connects: it is the one with the samples")

@@ -208,7 +208,17 @@ def _add_how(how: argparse._ArgumentGroup) -> None:
     how.add_argument("--pin", metavar="CPUS", type=pin, help=cpus)
 
 
-_NOT_OURS = ("command", "what", "outcome", "num_processes", "world_size", "rank", "master_addr", "master_port")
+_NOT_OURS = (
+    "command",
+    "what",
+    "outcome",
+    "parser",
+    "num_processes",
+    "world_size",
+    "rank",
+    "master_addr",
+    "master_port",
+)
 
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:

@@ -10,7 +10,7 @@ from typing import Any
 import crossrail
 from crossrail._native import bench_raw_tcp, bench_unpack, bench_write
 from crossrail.records import UnpackPlan
-from crossrail.report import unpack_rates
+from crossrail.report import format_size, unpack_rates
 
 from . import peers
 from .addresses import resolve
@@ -70,7 +70,8 @@ def _agree(session: Session, options: BenchOptions, hello: Message) -> None:
     for name in _AGREED:
         here, there = getattr(options, name), hello.get(name)
         if here is not None and here != there:
-            raise Failure(f"--{name} is {here} at the listening end and {there} at the other; give it there only")
+            mine, other = _shown(name, here), _shown(name, there)
+            raise Failure(f"--{name} is {mine} at the listening end and {other} at the other; give it there only")
     devices = [device for device in session.context.info()["devices"] if device["chosen"]]
     place = _place(session, options, hello)
     unpack = session.context.settings()["CROSSRAIL_UNPACK"]
@@ -79,6 +80,13 @@ def _agree(session: Session, options: BenchOptions, hello: Message) -> None:
         raise Failure(f"--unpack {asked} is for the end that receives: give it there too (it unpacks by {unpack} now)")
     answer: Message = {"ok": True, "addresses": {device["name"]: device["address"] for device in devices}}
     session.tell({**answer, "device": place, "unpack": unpack})
+
+
+def _shown(name: str, value: object) -> str:
+    """A value as it is written on the command line."""
+    if name == "sizes" and isinstance(value, list):
+        return ",".join(format_size(size) for size in value)
+    return "not given" if value is None else str(value)
 
 
 def _place(session: Session, options: BenchOptions, hello: Message) -> str:

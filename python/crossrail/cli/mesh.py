@@ -10,7 +10,7 @@ from typing import Any
 import crossrail
 from crossrail.report import Report, Row, capture_environment, mesh_rows
 
-from .failure import Failure, say
+from .failure import Failure, UsageFailure, say
 from .gpus import known_gpus
 from .mesh_arguments import SMALL, TRIPS, MeshOptions
 from .progress import Progress
@@ -55,6 +55,9 @@ def _run(options: MeshOptions, progress: Progress) -> tuple[Any, Mapping[int, Me
         known = known_gpus(context, devices)
         where = dataclasses.replace(where, num_processes=len(known))
         devices = known
+    if where.size < 2:
+        here = f"there is only {devices[0]} here" if devices else "this is 1 rank"
+        raise UsageFailure(f"a mesh is between two or more, and {here}")
     found: dict[int, Message] = {}
     with where.meeting(context) as (store, group), Ranks() as ranks:
         progress.say(f"mesh: {where.size} ranks connect")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import crossrail
 
@@ -27,7 +27,13 @@ class Command(Protocol):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like every other error of the command."""
+    """A parser whose errors are one line, like every other error of the command. Of nested ones the innermost that took
+    part is `parser` in what was found.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
         say_error(f"{message}; see `{self.prog} --help`")

@@ -16,6 +16,8 @@ from .processes import from_parent
 from .ranks import Message
 
 START_S = 30.0
+RANK = "rank"
+"""The command."""
 
 KINDS = {
     "control": "control_rank",
@@ -68,8 +70,8 @@ class RankOptions:
 
 
 def add_rank(commands: Commands) -> None:
-    """Adds the parser, which no help mentions."""
-    rank = commands.add_parser("rank", allow_abbrev=False)
+    """Adds the parser."""
+    rank = commands.add_parser(RANK, allow_abbrev=False)
     rank.add_argument("kind", choices=KINDS)
     rank.add_argument("--parent", type=int, required=True)
     rank.set_defaults(outcome=_outcome)
