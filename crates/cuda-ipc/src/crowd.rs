@@ -6,7 +6,8 @@
 //! four queues whose heads block; sending in turns, or in smaller pieces, is no better unless all begin at the same moment).
 //! Kernels write to all at the same time; by bulk copies, 16 blocks together got 326 GB/s, 32 341 and 132 353. For that
 //! every flow must be as strong as the others: whoever has more under way to a GPU (an engine's copies, more blocks) fills
-//! its way in, and what others send to it then holds up what they send elsewhere (261 GB/s).
+//! its way in, and what others send to it then holds up what they send elsewhere (261 GB/s). Each peer has launches of its
+//! own: blocks that served all peers in turn would be held up by each of them.
 //!
 //! Where engines are asked for, they are given one peer's copies after the other's: all that there are for one, beginning
 //! with the GPU whose name comes next after this one's, whoever answers first. If all GPUs do that, each writes to another

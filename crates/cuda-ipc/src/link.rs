@@ -28,8 +28,6 @@ use crate::window;
 const LIMITS: Limits = Limits { open: 2048, files: 128 };
 /// Pieces that are opened before everything else gets its turn.
 const OPENED_AT_ONCE: usize = 8;
-/// How long a copy lets others be first: those of another worker may have ended without anybody having looked.
-const PATIENCE: Duration = Duration::from_millis(50);
 /// Entries that may wait for room on the way to the peer.
 const MOST_WAITING: usize = 2 * MOST_PIECES;
 /// How often `tidy` does something, and how many pieces it then looks at.
@@ -236,6 +234,10 @@ impl Link {
     /// # Safety
     /// As [`Direct::step`].
     unsafe fn go_on(&mut self, copying: &mut Copying, job: &Job) -> Step {
+        // Dozens may wait, and are looked at in every pass.
+        if copying.is_held(Instant::now()) {
+            return Step::Waiting;
+        }
         let Ok(asked) = self.domain.asked() else { return Step::Failed("no GPU is in use here".into()) };
         let _entered = asked.context.enter();
         if let Stage::Seeking(search, device) = &mut copying.stage {
@@ -261,12 +263,10 @@ impl Link {
             };
             copying.stage = Stage::Queued(spans, device, waiting);
         }
-        if let Stage::Queued(spans, device, waiting) = &mut copying.stage {
-            let now = Instant::now();
-            let late = copying.watch.waited(now) >= PATIENCE;
-            if !late && waiting.as_ref().is_some_and(|waiting| !waiting.may_begin(now)) {
-                return Step::Waiting;
-            }
+        if copying.is_held(Instant::now()) {
+            return Step::Waiting;
+        }
+        if let Stage::Queued(spans, device, _) = &mut copying.stage {
             let (spans, device) = (mem::take(spans), *device);
             if let Err(why) = spans.iter().try_for_each(|span| span.open.check()) {
                 return Step::Failed(why);

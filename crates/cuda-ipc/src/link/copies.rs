@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossrail_cuda::{Context, MemoryKind, PointerInfo};
 use crossrail_transport::{Copy, Job};
@@ -16,6 +16,8 @@ use crate::imports::{Search, Span};
 use crate::note::{Place, Uuid};
 use crate::queue::{ByKernel, Queue, Watch};
 
+/// How long a copy lets others be first: those of another worker may have ended without anybody having looked.
+const PATIENCE: Duration = Duration::from_millis(50);
 /// Copies that are put in before everything else gets its turn.
 const PUT_AT_ONCE: usize = 64;
 /// Copies up to that have streams of their own, so that they do not wait behind long ones.
@@ -60,6 +62,14 @@ pub(super) enum Stage {
     Putting { line: usize, by: Option<ByKernel>, spans: Vec<Span<Open>>, next: usize, done: usize },
     /// All is in. `failed`: something could not be put in; what was is waited for.
     Flying { line: usize, value: u64, spans: Vec<Span<Open>>, failed: Option<String> },
+}
+
+impl Copying {
+    /// Whether others come first.
+    pub(super) fn is_held(&self, now: Instant) -> bool {
+        let Stage::Queued(_, _, Some(waiting)) = &self.stage else { return false };
+        self.watch.waited(now) < PATIENCE && !waiting.may_begin(now)
+    }
 }
 
 impl Link {
