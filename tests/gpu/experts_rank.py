@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from ep_cases import Case, Got, Inputs, Setup, inputs, outputs
+from ep_cases import Case, Got, Inputs, Setup, inputs, outputs, real
 from ep_rank import Me, main, task, varied
 
 import crossrail
@@ -145,9 +147,13 @@ def run(buffer: Any, case: Case, rank: int) -> Got:
 def gpu_compile(me: Me, setups: list[Setup]) -> None:
     """Kernels for these setups, which are kept on disk for all ranks."""
     torch.cuda.set_device(device_of(me))
-    for setup in setups:
-        options = {"device": device_of(me), "connect": False, "name": f"compiled by {me.group.rank}"}
-        crossrail.ExpertBuffer(me.group, **(setup.arguments() | options)).destroy()
+
+    def compile_one(number: int) -> None:
+        options = {"device": device_of(me), "connect": False, "name": f"compiled by {me.group.rank}: {number}"}
+        crossrail.ExpertBuffer(me.group, **(setups[number].arguments() | options)).destroy()
+
+    with ThreadPoolExecutor(max(len(setups), 1)) as threads:
+        list(threads.map(compile_one, range(len(setups))))
 
 
 @task
@@ -334,6 +340,37 @@ def gpu_streams(me: Me, case: Case) -> list[Got]:
 
 
 @task
+def gpu_ahead(me: Me, case: Case) -> list[Got]:
+    """Rank 0 sends, and computes, before the others have begun; then they do."""
+    rank, everybody = me.group.rank, list(range(case.setup.ranks))
+    buffer = buffer_of(me, case.setup)
+    fed, square = inputs(case, rank), torch.ones(512, 512, device="cuda")
+
+    def first(begin: Any) -> Any:
+        """What rank 0 begins is sent, and its stream goes on, while nobody else is there."""
+        begun = begin() if rank == 0 else None
+        if rank == 0:
+            product = square @ square
+            done = torch.cuda.Event()
+            done.record()
+            deadline = time.monotonic() + CONNECT_S / 2
+            while not done.query():
+                assert time.monotonic() < deadline, "the stream waits for ranks that have not begun"
+                time.sleep(0.001)
+            assert float(product[0, 0]) == 512
+        me.group.barrier("ahead", everybody, timeout=CONNECT_S)
+        return begin() if begun is None else begun
+
+    x, idx, weights = rows(fed.x), put(fed.topk_idx), put(fed.topk_weights)
+    came = first(lambda: buffer.dispatch(x, idx, weights, case.layout, send_only=True)).finish()
+    got = show(came)
+    y = rows(answers(case, rank, came))
+    me.group.barrier("answers", everybody, timeout=CONNECT_S)
+    got.sums = bits(first(lambda: buffer.combine(y, came.handle, send_only=True)).finish().x)
+    return [got]
+
+
+@task
 def gpu_two_buffers(me: Me, first: list[Case], second: list[Case]) -> list[list[Got]]:
     """Two buffers, each with some of the multiprocessors, in two streams at once."""
     torch.cuda.set_device(device_of(me))
@@ -429,6 +466,51 @@ def gpu_gradients(me: Me, case: Case) -> dict[str, Any]:
     y = rows(outputs(case, rank, tuple(came.x.shape), None))
     sums = buffer.combine(y, came.handle, topk_weights=came.topk_weights * 2)
     return {"back": bits(sums.topk_weights), "sent": np.where(fed.topk_idx >= 0, fed.topk_weights, 0)}
+
+
+@task
+def gpu_backward(me: Me, case: Case, matrices: Any) -> dict[str, Any]:
+    """A layer's sums, and the gradients of its tokens and weights by PyTorch, whose backward pass goes the other way:
+    the gradients of the sums are dispatched along the handle, those of the rows combined."""
+    rank, local = me.group.rank, case.setup.local_experts
+    buffer = buffer_of(me, case.setup)
+    fed = inputs(case, rank)
+    idx, routed = put(fed.topk_idx), []
+
+    class Dispatch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weights: Any) -> Any:
+            came = buffer.dispatch(x.detach(), idx, weights.detach(), "rank")
+            ctx.handle = came.handle
+            routed[:] = came.handle, came.topk_idx.clone()
+            return came.x.clone(), came.topk_weights.clone()
+
+        @staticmethod
+        def backward(ctx: Any, rows: Any, weights: Any) -> Any:
+            sums = buffer.combine(rows.contiguous(), ctx.handle, topk_weights=weights.contiguous())
+            return sums.x, sums.topk_weights
+
+    class Combine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Any) -> Any:
+            ctx.handle = routed[0]
+            return buffer.combine(y.detach(), ctx.handle).x
+
+        @staticmethod
+        def backward(ctx: Any, sums: Any) -> Any:
+            return buffer.dispatch(sums.contiguous(), None, layout="rank", handle=ctx.handle).x.clone()
+
+    x = put(real(case, rank)).bfloat16().requires_grad_()
+    weights = put(fed.topk_weights).requires_grad_()
+    came, came_weights = Dispatch.apply(x, weights)
+    y = torch.zeros(came.shape, device="cuda")
+    for expert, matrix in enumerate(put(matrices[rank * local :][:local]).bfloat16()):
+        row, k = (routed[1] == expert).nonzero(as_tuple=True)
+        y = y.index_add(0, row, (came[row] @ matrix).float() * came_weights[row, k, None])
+    sums = Combine.apply(y.bfloat16())
+    sums.backward(put(real(case, rank, 1)).bfloat16())
+    found = {"sums": sums, "x": x.grad, "weights": weights.grad}
+    return {name: tensor.detach().float().cpu().numpy() for name, tensor in found.items()}
 
 
 @task

@@ -62,7 +62,7 @@ def test_beside_nccl(ranks: Ranks) -> None:
     ranks.do("over_nccl", 180)
 
 
-@pytest.mark.gpus(4)
+@pytest.mark.gpus(2)
 def test_a_rank_that_is_killed() -> None:
     ranks = Ranks(SIZE)
     try:

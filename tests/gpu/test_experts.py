@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from ep_cases import Case, Setup, expected
+from ep_cases import Case, Setup, expected, inputs, real
 from ep_rank import varied
 from ep_ranks import Ranks
 from experts_ranks import COUNT, ask, compile_for, judge_all, started
@@ -17,6 +18,8 @@ pytest.importorskip("torch")
 
 ITERATIONS = int(os.environ.get("EP_ITERATIONS", "2000"))
 """10000 where `make test-gpu` runs with all GPUs."""
+SEED = int(os.environ.get("EP_SEED", "1"))
+"""Of the random shapes."""
 SMALL = Setup(COUNT, max_tokens=8, hidden=256, local_experts=3, topk=3)
 SETUPS = {
     "bf16": SMALL,
@@ -26,13 +29,29 @@ SETUPS = {
 }
 
 
+def random_setup(rng: np.random.Generator) -> Setup:
+    """Any numbers that kernels take, small ones."""
+    dtype, local = ("bf16", "fp8")[int(rng.integers(2))], int(rng.integers(1, 10))
+    return Setup(
+        COUNT,
+        max_tokens=int(rng.integers(1, 40)),
+        hidden=8 * int(rng.integers(1, 200)) if dtype == "bf16" else 128 * int(rng.integers(1, 13)),
+        local_experts=local,
+        topk=int(rng.integers(1, min(10, local * COUNT) + 1)),
+        dtype=dtype,
+        scale=("f32", "power2", "ue8m0")[int(rng.integers(3))] if dtype == "fp8" else "f32",
+        prereduce=bool(rng.random() < 0.7),
+    )
+
+
+RANDOM = [random_setup(np.random.default_rng([SEED, number])) for number in range(4)]
 LARGE = Setup(COUNT, max_tokens=32, hidden=7168, local_experts=16, topk=min(8, 16 * COUNT), dtype="fp8")
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     with started() as processes:
-        compile_for(processes, [LARGE, *SETUPS.values()])
+        compile_for(processes, [LARGE, *SETUPS.values(), *RANDOM])
         yield processes
 
 
@@ -133,6 +152,36 @@ def test_weights_go_back_with_their_rows(ranks: Ranks) -> None:
         np.testing.assert_array_equal(said["back"], 2 * said["sent"], f"rank {rank}")
 
 
+def test_gradients_of_a_layer(ranks: Ranks) -> None:
+    case = Case(SMALL, layout="rank", seed=130, dropped=0.2)
+    matrices = (
+        np.random.default_rng(131).integers(-8, 9, (3 * COUNT, SMALL.hidden, SMALL.hidden)).astype(np.float32) / 8
+    )
+    for rank, found in ask(ranks, "gpu_backward", case, matrices).items():
+        right = layer_and_gradients(case, rank, matrices)
+        for name, wanted in right.items():
+            # Products and rows are rounded to bf16.
+            np.testing.assert_allclose(found[name], wanted, rtol=0, atol=2**-6 * np.abs(wanted).max(), err_msg=name)
+
+
+def layer_and_gradients(case: Case, rank: int, matrices: Any) -> dict[str, Any]:
+    """What `gpu_backward` finds, in one place."""
+    fed, x, gradients = inputs(case, rank), real(case, rank), real(case, rank, 1)
+    found = {"sums": np.zeros_like(x), "x": np.zeros_like(x), "weights": np.zeros(fed.topk_weights.shape, np.float32)}
+    for token, k in np.argwhere(fed.topk_idx >= 0):
+        matrix, weight = matrices[fed.topk_idx[token, k]], fed.topk_weights[token, k]
+        product = x[token] @ matrix
+        found["sums"][token] += weight * product
+        found["x"][token] += weight * (matrix @ gradients[token])
+        found["weights"][token, k] = product @ gradients[token]
+    return found
+
+
+def test_what_is_sent_does_not_wait_for_others(ranks: Ranks) -> None:
+    several = [Case(SMALL, seed=140)]
+    judge_all(several, ask(ranks, "gpu_ahead", *several))
+
+
 @pytest.mark.parametrize("name", SETUPS)
 def test_exchanges_are_the_references(ranks: Ranks, name: str) -> None:
     several = some_cases(SETUPS[name])
@@ -143,6 +192,13 @@ def test_random_exchanges(ranks: Ranks) -> None:
     case = Case(SETUPS["fp8"], seed=20)
     answers = ask(ranks, "gpu_variations", case, 25)
     judge_all([varied(case, turn) for turn in range(25)], answers)
+
+
+@pytest.mark.parametrize("number", range(len(RANDOM)))
+def test_random_shapes(ranks: Ranks, number: int) -> None:
+    case = Case(RANDOM[number], seed=120 + number)
+    answers = ask(ranks, "gpu_variations", case, 8)
+    judge_all([varied(case, turn) for turn in range(8)], answers)
 
 
 def test_sizes_that_models_have(ranks: Ranks) -> None:

@@ -35,23 +35,24 @@ def test_nccl_in_another_stream(ranks: Ranks) -> None:
     assert {rank: bad for rank, (_, bad) in answers.items()} == dict.fromkeys(answers, 0)
 
 
-@pytest.mark.gpus(4)
-def test_two_nodes_of_two(ranks: Ranks) -> None:
+@pytest.mark.gpus(2)
+def test_two_nodes(ranks: Ranks) -> None:
+    share = COUNT // 2
     several = [
         Case(SETUP, layout=layout, seed=number, biases=1, dropped=0.1, split=number > 1)
         for number, layout in enumerate(LAYOUTS * 2)
     ]
-    each = {rank: (several, {"node": rank // 2, "name": "nodes"}) for rank in range(COUNT)}
+    each = {rank: (several, {"node": rank // share, "name": "nodes"}) for rank in range(COUNT)}
     judge_all(several, ask(ranks, "gpu_cases", each=each))
     for rank, state in ranks.call("gpu_state").items():
         kinds = dict(state["links"])
         assert kinds == {
-            other: "self" if other == rank else "heap" if other // 2 == rank // 2 else "network"
+            other: "self" if other == rank else "heap" if other // share == rank // share else "network"
             for other in range(COUNT)
         }
 
 
-@pytest.mark.gpus(3)
+@pytest.mark.gpus(2)
 @pytest.mark.parametrize(("stage", "layout"), [("before", "expert"), ("dispatch", "rank")])
 def test_a_rank_dies(stage: str, layout: Layout) -> None:
     dead, alive = 1, tuple(rank for rank in range(COUNT) if rank != 1)

@@ -143,6 +143,13 @@ def rows(case: Case, rank: int, tokens: int, again: bool) -> Any:
     return ref.bf16_bits(values)
 
 
+def real(case: Case, rank: int, what: int = 0) -> Any:
+    """f32 rows that can be computed with, of values that bf16 has: tokens (0), or gradients of sums (1)."""
+    tokens = case.tokens[rank] if case.tokens else case.setup.max_tokens
+    rng = _rng(case, rank, 20 + what)
+    return rng.integers(-8, 9, (tokens, case.setup.hidden)).astype(np.float32) / 8
+
+
 def biases(case: Case, rank: int, tokens: int) -> tuple[Any, ...]:
     rng = _rng(case, rank, 3)
     return tuple(ref.bf16_bits(rng.standard_normal((tokens, case.setup.hidden))) for _ in range(case.biases))
