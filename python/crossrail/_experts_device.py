@@ -24,7 +24,6 @@ from crossrail._device_arrays import (
 )
 from crossrail._native import DeviceHandle, DeviceRegion
 from crossrail._results import Combined, Dispatched, Pending
-from crossrail.errors import UnsupportedError
 from crossrail.records import DeviceCombine, DeviceExpertOut, DeviceRankOut, DeviceTokens
 
 T = TypeVar("T")
@@ -242,18 +241,18 @@ class DeviceWay:
                 raise wrong("dispatch", f"{name} is for the rank layout on a GPU, and this is the expert layout")
         tokens = self._tokens(call, given)
         parts, out = self._expert_out(call, given.out)
-        if given.stats is not None:
-            out["stats"] = call.whole(given.stats, "stats", ("int32",), (self._sizes.local,), writable=True).address
+        out["stats"] = self._stats(call, given.stats)
         operation = self._native.dispatch_expert(tokens, out, call.course.handle, given.send_only)
         handle = operation.handle(self._sizes.most)
         result = DeviceDispatched(call.arrays, handle, Event(operation.event(), call.arrays), parts)
         return self._begun(call, operation, given.send_only, lambda: result, result)
 
     def _dispatch_rank(self, call: Call, given: DispatchCall) -> Any:
-        if given.stats is not None:
-            detail, hint = "stats is for the expert layout on a GPU", "add up counts"
-            raise UnsupportedError(f"dispatch: {detail}; {hint}", operation="dispatch", detail=detail, hint=hint)
         cached = given.handle
+        if cached is not None and given.stats is not None:
+            raise wrong(
+                "dispatch", "stats are of new routings, and a handle repeats one", "add the counts of the first"
+            )
         tokens = self._cached_tokens(call, given) if cached is not None else self._tokens(call, given)
         rows = self._rows(given, cached)
         parts = self._rank_out(call, given.out, cached is not None)
@@ -271,6 +270,7 @@ class DeviceWay:
             "worst_rows": 0 if rows is None or cached is not None else rows,
             "count": rows is None,
             "say": given.say,
+            "stats": self._stats(call, given.stats),
         }
         operation = self._native.dispatch_rank(tokens, out, region, cached, call.course.handle, given.send_only)
         shown = {"rows", *(["scales"] if self._sizes.fp8 else [])}
@@ -380,6 +380,11 @@ class DeviceWay:
         if given.strides[-1] != 1 and blocks > 1:
             raise wrong(call.operation, f"{name} has blocks {given.strides[-1]} bytes apart where 1 is wanted")
         return given, [*given.strides[:-1], PACKED]
+
+    def _stats(self, call: Call, stats: Any) -> int:
+        if stats is None:
+            return 0
+        return call.whole(stats, "stats", ("int32",), (self._sizes.local,), writable=True).address
 
     def _waits(self, call: Call, waits: Any) -> int:
         if waits is None:

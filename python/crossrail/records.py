@@ -369,6 +369,7 @@ class DeviceRankOut(TypedDict):
     worst_rows: int
     count: bool
     say: int
+    stats: int
 
 
 class DeviceCombine(TypedDict):

@@ -588,7 +588,7 @@ def gpu_wrong(me: Me, case: Case) -> dict[str, str]:
         "max_rows": lambda: buffer.dispatch(x, idx, layout="rank", max_rows=1 << 20),
         "handle": lambda: buffer.dispatch(x, None, layout="rank", handle=came.handle),
         "fewer": lambda: buffer.dispatch(x[:-1], None, layout="rank", handle=listed.handle),
-        "stats": lambda: buffer.dispatch(x, idx, layout="rank", stats=came.counts),
+        "stats": lambda: buffer.dispatch(x, None, layout="rank", handle=listed.handle, stats=came.counts),
         "stream": lambda: buffer.dispatch(x, idx, stream="fast"),
         "y": lambda: buffer.combine(x, came.handle),
         "twice": lambda: buffer.combine(y, came.handle, topk_weights=weights),

@@ -90,7 +90,7 @@ WRONG = {
     "max_rows": "max_rows 1048576 is more than can come",
     "handle": "the handle is of a dispatch in the expert layout",
     "fewer": "x is bfloat16 [7, 256] where bf16 [8, 256]",
-    "stats": "UnsupportedError: dispatch: stats is for the expert layout",
+    "stats": "stats are of new routings",
     "stream": "is no CUDA stream",
     "y": "y is bfloat16 [8, 256]",
     "twice": "topk_weights were given to dispatch already",
@@ -108,8 +108,9 @@ def test_wrong_calls_are_named_and_begin_nothing(ranks: Ranks) -> None:
     judge_all(several, ask(ranks, "gpu_cases", several))
 
 
-def test_statistics(ranks: Ranks) -> None:
-    case = Case(SMALL, seed=90, dropped=0.2)
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_statistics(ranks: Ranks, layout: str) -> None:
+    case = Case(SMALL, layout=layout, seed=90, dropped=0.2)  # type: ignore[arg-type]
     right = expected(case).came
     for rank, said in ask(ranks, "gpu_statistics", case, 3).items():
         came = right[rank]

@@ -269,6 +269,8 @@ class World:
         if call.part["cached"] is None:
             names |= {"topk_idx": came.topk_idx, "topk_weights": came.topk_weights}
             at(out["counts"], (self.sizes.local,), np.int32)[:] = came.counts
+            if out["stats"]:
+                at(out["stats"], (self.sizes.local,), np.int32)[:] += came.counts
             parts["topk_idx"][count : out["worst_rows"]] = -1
         at(out["offsets"], (self.sizes.ranks + 1,), np.int64)[:] = came.offsets
         for name, value in names.items():

@@ -222,7 +222,8 @@ def test_results_into_the_callers_arrays() -> None:
     np.testing.assert_array_equal(stats, 1 + came.counts)
     assert dispatch(way, fed.x, fed.topk_idx, out={"source": None}).source is None
     mine = {"counts": np.zeros(3, np.int32), "offsets": np.zeros(2, np.int64)}
-    ranked = dispatch(way, fed.x, fed.topk_idx, layout="rank", out=mine)
+    ranked = dispatch(way, fed.x, fed.topk_idx, layout="rank", out=mine, stats=stats)
+    np.testing.assert_array_equal(stats, 1 + came.counts + ranked.counts)
     assert ranked.counts is mine["counts"] and ranked.offsets is mine["offsets"]
 
 
@@ -267,7 +268,9 @@ def bad_calls() -> dict[str, Any]:
         "max_rows 7 is more than can come, ranks * max_tokens_per_rank = 6": made(layout="rank", max_rows=7),
         "max_rows is a float, not an integer": made(layout="rank", max_rows=1.5),
         "expert_alignment -1 is not from 0": made(layout="rank", expert_alignment=-1),
-        "stats is for the expert layout on a GPU; add up counts": made(layout="rank", stats=np.zeros(3, np.int32)),
+        "stats are of new routings, and a handle repeats one": made(
+            layout="rank", handle="handle", stats=np.zeros(3, np.int32)
+        ),
         "stats is int64 [3] where int32 [3]": made(stats=np.zeros(3, np.int64)),
         "waits is int64 [2] where int64 [1]": made(waits=np.zeros(2, np.int64)),
         "out has ['z'] where it may have ['x', 'counts', 'ranges', 'source']": made(out={"z": zeros}),

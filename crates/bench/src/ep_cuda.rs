@@ -312,6 +312,7 @@ impl DeviceEp {
             worst_rows: 0,
             count: cached.is_none() && input.tokens > 0,
             say: 0,
+            stats: 0,
             waits: 0,
         };
         // SAFETY: as above; nobody reads the region meanwhile.

@@ -182,6 +182,7 @@ impl DeviceBuffer {
         let [count_word, count_host, said_host] = count.as_ref().map(Count::addresses).unwrap_or_default();
         let args = EpDispatchArgs {
             out_counts: call.counts,
+            stats: call.stats,
             out_offsets: call.offsets,
             count_word,
             count_host,

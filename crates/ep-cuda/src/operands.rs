@@ -119,6 +119,8 @@ pub struct RankDispatch<'a> {
     pub count: bool,
     /// What this rank's host says to those of the others, for [`crate::Count::said`]; not [`crate::UNHEARD`].
     pub say: u32,
+    /// As [`ExpertDispatch::stats`]: rows are not rounded up, and those of a `cached` dispatch are not added.
+    pub stats: u64,
     /// As [`ExpertDispatch::waits`].
     pub waits: u64,
 }

@@ -59,6 +59,7 @@ pub(crate) struct RankOut {
     worst_rows: u64,
     count: bool,
     say: u32,
+    stats: u64,
 }
 
 /// What a combine takes, as a dict: see `ep::ExpertCombine` and `ep::RankCombine`.
@@ -94,9 +95,9 @@ impl RankOut {
         cached: Option<&'a ep::DeviceHandle>,
         region: &'a ep::RegionLease,
     ) -> ep::RankDispatch<'a> {
-        let RankOut { counts, offsets, alignment, worst_rows, count, say } = *self;
+        let RankOut { counts, offsets, alignment, worst_rows, count, say, stats } = *self;
         let (input, waits) = (input.native(), input.waits);
-        ep::RankDispatch { input, cached, region, alignment, counts, offsets, worst_rows, count, say, waits }
+        ep::RankDispatch { input, cached, region, alignment, counts, offsets, worst_rows, count, say, stats, waits }
     }
 }
 

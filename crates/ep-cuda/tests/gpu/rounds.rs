@@ -337,18 +337,22 @@ fn dispatch_rank(
 ) -> (RankOut, DeviceHandle) {
     let shape = *buffer.shape();
     let region = buffer.take_region().expect("a region");
-    let (counts, offsets) = (gpu.room(4 * shape.local_experts() as usize), gpu.room(8 * (shape.ranks as usize + 1)));
+    let (local, ranks) = (shape.local_experts() as usize, shape.ranks as usize);
+    let (counts, offsets) = (gpu.room(4 * local), gpu.room(8 * (ranks + 1)));
+    let (stats, waits) = (gpu.put_all(&vec![0i32; local]), gpu.put_all(&vec![0i64; ranks]));
+    let alignment = if way.split { 8 } else { 1 };
     let call = RankDispatch {
         input,
         cached,
         region: &region,
-        alignment: if way.split { 8 } else { 1 },
+        alignment,
         counts,
         offsets,
         worst_rows: region.view().most_rows,
         count: true,
         say: buffer.rank(),
-        waits: 0,
+        stats,
+        waits,
     };
     let sent = put_dispatch_rank(buffer, &gpu.stream, &call, split(way)).expect("dispatch");
     let count = sent.count.clone().expect("it was asked for");
@@ -359,11 +363,17 @@ fn dispatch_rank(
             if buffer.masked().contains(&rank) || !buffer.connected().contains(&rank) { UNHEARD } else { rank };
         assert_eq!(said, expected, "what rank {rank} said");
     }
-    let ends = gpu.read_all::<i64>(offsets, shape.ranks as usize + 1);
-    assert_eq!(i64::from(rows), ends[shape.ranks as usize]);
+    let ends = gpu.read_all::<i64>(offsets, ranks + 1);
+    assert_eq!(i64::from(rows), ends[ranks]);
     if cached.is_none() {
-        assert_eq!(by_expert, gpu.read_all::<i32>(counts, shape.local_experts() as usize));
+        assert_eq!(by_expert, gpu.read_all::<i32>(counts, local));
+        let whole: Vec<i32> = gpu.read_all::<i32>(stats, local);
+        let rounded: Vec<i32> =
+            whole.iter().map(|rows| rows.cast_unsigned().next_multiple_of(alignment) as i32).collect();
+        assert_eq!(rounded, by_expert, "statistics");
     }
+    let waited = gpu.read_all::<i64>(waits, ranks);
+    assert!(waited.iter().all(|waited| (0..LIMIT.as_nanos() as i64).contains(waited)), "waits {waited:?}");
     (RankOut { counts, offsets, region }, handle)
 }
 
@@ -450,6 +460,7 @@ pub(crate) fn unchecked(rank: &Rank, seed: u64) {
         worst_rows: 0,
         count: false,
         say: 0,
+        stats: 0,
         waits: 0,
     };
     let sent = put_dispatch_rank(buffer, &gpu.stream, &call, Split::Whole).expect("dispatch");

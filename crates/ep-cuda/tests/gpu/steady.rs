@@ -239,6 +239,7 @@ fn rank_graph(rank: &Rank) {
             worst_rows: most,
             count: false,
             say: 0,
+            stats: 0,
             waits: 0,
         };
         let sent = put_dispatch_rank(&rank.buffer, stream, &dispatch, Split::Whole)?;

@@ -282,6 +282,7 @@ __device__ __forceinline__ void tell_counts(const Dispatch &dispatch, const Scan
             if (shared.flags[source] != CAME) continue;
             sum += at<const u32>(dispatch.announced(source) + common.heap.announce_counts + 4 * expert);
         }
+        if (args.stats != 0) at<u32>(args.stats + 4 * expert) += sum;
         sum = (sum + alignment - 1) / alignment * alignment;
         if (args.out_counts != 0) at<u32>(args.out_counts + 4 * expert) = sum;
         if (args.count_host != 0) at<u32>(args.count_host + 4 * expert) = sum;

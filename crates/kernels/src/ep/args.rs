@@ -362,7 +362,7 @@ layouts! {
         out_ranges: u64,
         /// Expert layout: i32[El][R * M], or 0. Rank layout: none, it lies in the region.
         out_source: u64,
-        /// Expert layout: i32[El], to which the rows that came are added; or 0.
+        /// i32[El], to which the rows that came are added, not rounded up; or 0. Not of a cached dispatch.
         stats: u64,
         /// Rank layout: i64[R + 1].
         out_offsets: u64,

@@ -11,6 +11,8 @@ use super::{Memory, Numbers};
 
 /// The most blocks of a launch in tests.
 const MOST_BLOCKS: usize = 4;
+/// What statistics begin with.
+const STATS: i32 = 1000;
 
 /// One dispatch and its combine in the rank layout, on all ranks.
 pub struct ByRank {
@@ -33,6 +35,7 @@ pub struct RankRank {
     pub combine: EpCombineArgs,
     pub handle: Memory,
     pub out_counts: Memory,
+    pub stats: Memory,
     pub out_offsets: Memory,
     pub count_word: Memory,
     pub count_host: Memory,
@@ -96,6 +99,7 @@ impl ByRank {
         let emulator = &mut job.emulator;
         let given = emulator.memory_of("weights", &self.routing.weights[rank]);
         let out_counts = emulator.memory("out_counts", local * 4);
+        let stats = emulator.memory_of("stats", &vec![STATS; local]);
         let out_offsets = emulator.memory("out_offsets", (shape.ranks as usize + 1) * 8);
         let count_word = emulator.zeroed("count_word", 8);
         let count_host = emulator.memory("count_host", local * 4);
@@ -124,6 +128,7 @@ impl ByRank {
             idx_bytes,
             topk_weights: if_weighted(&given),
             out_counts: out_counts.address(),
+            stats: stats.address(),
             out_offsets: out_offsets.address(),
             count_word: count_word.address(),
             count_host: count_host.address(),
@@ -156,6 +161,7 @@ impl ByRank {
             combine,
             handle,
             out_counts,
+            stats,
             out_offsets,
             count_word,
             count_host,
@@ -221,6 +227,9 @@ impl ByRank {
             same("selections", &header[2..], &[chosen as u64])?;
             same("counts", &one.out_counts.read::<i32>(0, expected.counts.len()), &expected.counts)?;
             same("the host's counts", &one.count_host.read::<i32>(0, expected.counts.len()), &expected.counts)?;
+            let whole = reference::by_rank(shape, &self.routing, 1)[rank].counts.clone();
+            let added: Vec<i32> = whole.iter().map(|count| STATS + count).collect();
+            same("statistics", &one.stats.read::<i32>(0, added.len()), &added)?;
         }
         let region = (parts.regions + u64::from(one.dispatch.region) * parts.region_stride) as usize;
         let (bytes, scale_bytes) = (shape.row_bytes() as usize, shape.scale_bytes() as usize);
