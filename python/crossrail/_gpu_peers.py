@@ -158,8 +158,11 @@ class Rank:
             samples.append((time.perf_counter() - start) * 1e6)
         return samples[warmup:]
 
-    def by_kernels(self, op: Op, iters: int) -> float:
-        """Microseconds of all kernels of an operation: the median of iterations, in each of which all ranks meet."""
+    def by_kernels(self, op: Op, iters: int) -> float | None:
+        """Microseconds of all kernels of an operation: the median of iterations, in each of which all ranks meet.
+
+        None when the profiler saw none of them.
+        """
         # As torch.profiler, which imports a compiler first.
         with torch.autograd.profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True) as profile:
             for _ in range(PROFILED_WARMUP + iters):
@@ -168,7 +171,10 @@ class Rank:
                 torch.cuda.synchronize()
         seen = [event for event in profile.function_events if event.device_type == torch.autograd.DeviceType.CUDA]
         spans = [(event.time_range.start, event.time_range.elapsed_us(), event.name) for event in seen]
-        return kernels_us(spans, "nccl", PROFILED_FLUSHES, PROFILED_WARMUP)
+        try:
+            return kernels_us(spans, "nccl", PROFILED_FLUSHES, PROFILED_WARMUP)
+        except ValueError:
+            return None
 
     def _agree(self, name: str) -> None:
         """A peer that cannot run on one rank runs on none."""
