@@ -172,7 +172,7 @@ class Rank:
         seen = [event for event in profile.function_events if event.device_type == torch.autograd.DeviceType.CUDA]
         spans = [(event.time_range.start, event.time_range.elapsed_us(), event.name) for event in seen]
         try:
-            return kernels_us(spans, "nccl", PROFILED_FLUSHES, PROFILED_WARMUP)
+            return kernels_us(spans, "nccl", PROFILED_FLUSHES, PROFILED_WARMUP) or None
         except ValueError:
             return None
 
