@@ -3,7 +3,7 @@
 //!
 //! Four ranks share as many of the first four GPUs as there are. Most of a short test's time is the start of CUDA, so
 //! one process runs them one after the other. It ends with the first that fails, or when it takes too long; those that
-//! did not pass there, and the long ones, have a process each: neither a hang nor a GPU in a bad state is the next
+//! did not come to their turn there, and the long ones, have a process each: neither a hang nor a GPU in a bad state is the next
 //! test's. Skipped, visibly, without a GPU or NVRTC.
 
 mod elastic;
@@ -93,11 +93,10 @@ pub(crate) fn run_alone(path: &str, body: impl FnOnce(u32)) {
     if is_without_filter() && !OWN.iter().any(|own| name.starts_with(own)) {
         let skipped: Vec<&str> = OWN.iter().flat_map(|own| ["--skip", own]).collect();
         let said = TOGETHER.get_or_init(|| said_by(&skipped, SHARED, SHARED_LIMIT).said);
-        if let Some(notes) = passed_among_others(name, said) {
-            tell(&notes);
-            return;
+        if let Some(became) = among_others(name, said) {
+            return became.map_or_else(|said| panic!("{name}: failed. It said:\n{said}"), |notes| tell(&notes));
         }
-        tell(&format!("{name}: did not pass in the process that tests share; alone now\n"));
+        tell(&format!("{name}: the process that tests share had ended; alone now\n"));
     }
     process(&[name, "--exact"], name, TEST_LIMIT).unwrap_or_else(|why| panic!("{why}"));
 }
@@ -126,12 +125,13 @@ fn run_among_others(name: &str, gpus: u32, body: impl FnOnce(u32)) {
     println!("\npassed: {name}: {:.1} s", began.elapsed().as_secs_f64());
 }
 
-/// What is to be told of a test, if it has passed in the process that many share.
-fn passed_among_others(name: &str, said: &str) -> Option<String> {
+/// What became of a test in the process that many share: what is to be told, or what it said when it failed. None: it was
+/// not begun there.
+fn among_others(name: &str, said: &str) -> Option<Result<String, String>> {
     let (_, said) = said.split_once(&format!("begun: {name}\n"))?;
-    let (said, took) = said.split_once(&format!("passed: {name}: "))?;
+    let Some((said, took)) = said.split_once(&format!("passed: {name}: ")) else { return Some(Err(said.to_owned())) };
     let took = took.lines().next().unwrap_or_default();
-    Some(format!("{name}: {took}\n{}", notes(said)))
+    Some(Ok(format!("{name}: {took}\n{}", notes(said))))
 }
 
 fn notes(said: &str) -> String {
