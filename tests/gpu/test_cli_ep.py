@@ -45,3 +45,6 @@ def test_a_buffers_life_is_timed(rows: Rows) -> None:
     found = rows("control", "--device=cuda", "--experts-per-rank=8", "--rounds=3", BOUND)
     assert [row["what"] for row in found] == ["init", "connect", "disconnect", "reconnect", "destroy"]
     assert all(row["device"] == "cuda" for row in found), json.dumps(found)
+    parts = {row["what"]: row.get("stages_us", {}) for row in found}
+    assert {"context", "kernels", "heap"} <= parts["init"].keys()
+    assert {"endpoints", "hello", "map", "all ready"} <= parts["connect"].keys() == parts["reconnect"].keys()
