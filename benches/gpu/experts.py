@@ -36,6 +36,13 @@ def decode(terms: Terms, found: Found) -> None:
     peers = (V1, DROP_IN) if terms.quick else (V1, DROP_IN, "nccl")
     rows = found.ours(terms, *ep("decode", terms, 200), f"--compare={','.join(peers)}", f"--rounds={terms.rounds}")
     found.outcomes += decode_outcomes(rows, found.trouble(V1))
+    if not terms.quick:
+        few = found.ours(terms, *ep("decode", terms, 50), f"--compare={V1}", "--rounds=1", "--sweep=tokens=1,8,32")
+        found.outcomes += [
+            events(row, f"decode, {row.tokens} tokens, dispatch + combine, by events", None, V1, found.trouble(V1))
+            for row in few
+            if row.what == "e2e"
+        ]
 
 
 def prefill(terms: Terms, found: Found) -> None:

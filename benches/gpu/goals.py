@@ -412,7 +412,7 @@ SCENARIOS: dict[str, tuple[Callable[[Terms, Found], None], float, int]] = {
     "tcp": (tcp, 240, 1),
     "memory": (memory, 60, 1),
     "kernels": (kernels, 180, 2),
-    "ep_decode": (experts.decode, 120, 2),
+    "ep_decode": (experts.decode, 150, 2),
     "ep_prefill": (experts.prefill, 150, 2),
     "ep_sms": (experts.sms, 90, 2),
     "ep_sweep": (experts.sweep, 180, 2),

@@ -80,8 +80,10 @@ def goals(data: dict[str, Any], only: str | None = None) -> str:
 def ways(data: dict[str, Any], _: str | None = None) -> str:
     """Ours and each peer: kernels alone, events, the host's clock; and what was moved."""
     lines = []
+    several = len({row["tokens"] for row in data["rows"]}) > 1
     for row in data["rows"]:
-        what = f"{MODES[row['what']]}, {row['dtype']}" + (", cached handle" if row.get("cached") else "")
+        what = f"{MODES[row['what']]}, {row['dtype']}" + (f", {row['tokens']} tokens" if several else "")
+        what += ", cached handle" if row.get("cached") else ""
         logical = row["bytes_logical"]
         # In the rank layout the drop-in takes as many multiprocessors as DeepEP does.
         own = row.get("peers", {}).get("drop-in", {}).get("kernel_us") if row["layout"] == "expert" else None

@@ -253,6 +253,8 @@ class DeepEp(Peer):
         self.name = "deepep" if module == "deep_ep" else "drop-in"
         self.what = f"{module}, {'low latency' if work.layout == 'expert' else 'normal'}"
         self.sms = (num_sms or SMS) // 2 * 2
+        # Low latency mode takes them by fours.
+        self.most = -(-work.shape.max_tokens // 4) * 4
         mine = work.inputs(here.rank, range(here.size))
         self.x = torch.from_numpy(mine.x.view(np.int16)).view(torch.bfloat16).to(here.device)
         self.idx = torch.from_numpy(mine.topk_idx).to(here.device, getattr(self.module, "topk_idx_t", torch.int64))
@@ -266,7 +268,7 @@ class DeepEp(Peer):
     def _low_latency(self) -> Any:
         shape, buffer = self.work.shape, self.module.Buffer
         self.heap_bytes = int(
-            buffer.get_low_latency_rdma_size_hint(shape.max_tokens, shape.hidden, shape.ranks, shape.num_experts)
+            buffer.get_low_latency_rdma_size_hint(self.most, shape.hidden, shape.ranks, shape.num_experts)
         )
         return buffer(
             self.here.group,
@@ -328,7 +330,7 @@ class DeepEp(Peer):
         shape, scale = self.work.shape, self.work.scale
         options = {} if scale in (None, "f32") else {"round_scale": True, "use_ue8m0": scale == "ue8m0"}
         received, counts, handle, _, _ = self.buffer.low_latency_dispatch(
-            self.x, self.idx, shape.max_tokens, shape.num_experts, use_fp8=scale is not None, **options
+            self.x, self.idx, self.most, shape.num_experts, use_fp8=scale is not None, **options
         )
         return received, counts, handle
 

@@ -274,9 +274,20 @@ def test_what_was_counted_in_three_ways() -> None:
     table = load(GPU / "table.py")
     own = {"kernel_us": 20.0, "p50_us": 26.0, "host_p50_us": 90.0}
     peers = {"deepep": {**own, "kernel_us": 44.2, "heap_bytes": 2 << 30}, "drop-in": own, "nccl": {"error": "no NCCL"}}
-    row = {"what": "combine", "layout": "expert", "dtype": "fp8", "p50_us": 25.0, "host_p50_us": 30.0, "peers": peers}
+    row = {
+        "what": "combine",
+        "layout": "expert",
+        "dtype": "fp8",
+        "tokens": 1,
+        "p50_us": 25.0,
+        "host_p50_us": 30.0,
+        "peers": peers,
+    }
     moved = {"bytes_logical": 10_000_000, "bytes_wire": 5_000_000, "heap_bytes": 11 << 20}
     again = {**row, **moved, "layout": "rank", "peers": {}, "cached": True}
+    few = {**again, "tokens": 8, "cached": False}
+    line = "| combine, fp8, 8 tokens | ours | - | 25.0 | 30.0 | 400 | 200 | 11 MiB |"
+    assert table.ways({"rows": [row | moved, few]}).splitlines()[-1] == line
     assert table.ways({"rows": [{**row, **moved}, again]}).splitlines()[2:] == [
         "| combine, fp8 | ours | 20.0 | 25.0 | 30.0 | 400 | 200 | 11 MiB |",
         "| combine, fp8 | deepep | 44.2 | 26.0 | 90.0 | 385 | - | 2048 MiB |",
