@@ -15,21 +15,12 @@ const NOT_FOUND: Code = 500;
 
 impl PointerInfo {
     /// Where the allocation that `address` lies in begins, and its length in bytes. Of VMM memory: what is mapped there
-    /// from one handle, also where more is mapped beside it in the same range of reserved addresses.
-    ///
-    /// # Errors
-    /// A failed call, as for an address that is no GPU memory.
-    pub fn extent(context: &Context, address: u64) -> Result<(u64, u64)> {
-        let (code, base, len) = ask(context, address)?;
-        context.check("pointer", CALL, code)?;
-        Ok((base, len as u64))
-    }
-
-    /// The same, `None` where the driver knows no allocation.
+    /// from one handle, also where more is mapped beside it in the same range of reserved addresses. `None` where the driver
+    /// knows no allocation.
     ///
     /// # Errors
     /// A failed call.
-    pub fn extent_if_any(context: &Context, address: u64) -> Result<Option<(u64, usize)>> {
+    pub fn extent(context: &Context, address: u64) -> Result<Option<(u64, usize)>> {
         let (code, base, len) = ask(context, address)?;
         if matches!(code, INVALID_VALUE | NOT_FOUND) {
             return Ok(None);

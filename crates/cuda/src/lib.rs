@@ -45,7 +45,7 @@ pub use memory::{DeviceMemory, PinnedMemory, RegisteredMemory};
 pub use module::{Function, Grid, KernelArgs, Module, Usage};
 pub use pointer::{MemoryKind, PointerInfo, owner};
 pub use stream::{Stream, most_waiting};
-pub use vmm::{Allocation, MappedPiece, Mapping};
+pub use vmm::{Allocation, Mapping};
 
 #[cfg(test)]
 mod tests {
@@ -56,7 +56,7 @@ mod tests {
         fn check<T: Send + Sync>() {}
         check::<(Cuda, Device, Context, Stream, Event)>();
         check::<(DeviceMemory, PinnedMemory, RegisteredMemory, Allocation, Mapping, Module, Function)>();
-        check::<(IpcHandle, IpcMapping, MappedPiece)>();
+        check::<(IpcHandle, IpcMapping)>();
         check::<(nvrtc::Library, nvrtc::Compiler, nvrtc::Cache)>();
     }
 }

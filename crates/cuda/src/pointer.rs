@@ -92,7 +92,7 @@ impl PointerInfo {
         };
         if kind == MemoryKind::Device && legacy == 0 {
             // The attributes tell the range of reserved addresses, of which only some may be mapped.
-            match PointerInfo::extent_if_any(context, address)? {
+            match PointerInfo::extent(context, address)? {
                 Some((start, bytes)) => (base, len) = (start, bytes),
                 None if mapped == 0 => kind = MemoryKind::Unknown,
                 None => {}

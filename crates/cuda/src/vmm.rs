@@ -13,7 +13,7 @@ use cudarc::driver::sys::{
 
 use crate::memory::{allocate, check_len};
 use crate::raw::{Code, Raw};
-use crate::{Context, Cuda, Device, PointerInfo};
+use crate::{Context, Cuda, Device};
 
 const DESCRIPTOR: CUmemAllocationHandleType = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
@@ -98,32 +98,6 @@ impl Allocation {
         Ok(Allocation(Arc::new(Handle { cuda, device, raw, len })))
     }
 
-    /// The memory behind all of `[address, address + len)`, which may be mapped there from several allocations one
-    /// after the other, as PyTorch's expandable segments are: each whole, with the addresses where it is mapped. The
-    /// first begins at or before `address`, and the last ends at or behind the end.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Usage`] for 0 bytes; [`ErrorKind::Unsupported`], which says where, for a part that is not memory
-    /// of this kind, or may not be exported, and for more than `most` allocations.
-    pub fn of_range(context: &Context, address: u64, len: usize, most: usize) -> Result<Vec<MappedPiece>> {
-        check_len(len)?;
-        let too_long = || Error::new(ErrorKind::Usage, "memory", format!("{len} bytes at {address:#x} are too many"));
-        let end = address.checked_add(len as u64).ok_or_else(too_long)?;
-        let mut pieces = Vec::new();
-        let mut at = address;
-        while at < end {
-            if pieces.len() == most {
-                let detail = format!("{len} bytes at {address:#x} are more than {most} allocations");
-                return Err(Error::new(ErrorKind::Unsupported, "memory", detail)
-                    .with_hint("fewer, larger segments (PYTORCH_CUDA_ALLOC_CONF) can be shared"));
-            }
-            let piece = MappedPiece::at(context, at)?;
-            at = piece.end;
-            pieces.push(piece);
-        }
-        Ok(pieces)
-    }
-
     /// A descriptor for it, to be sent to another process over a Unix socket.
     ///
     /// # Errors
@@ -162,44 +136,6 @@ impl Allocation {
 
     fn check(&self, operation: &str, call: &str, code: Code) -> Result<()> {
         self.0.cuda.check(&format!("{operation} on cuda:{}", self.0.device), call, code)
-    }
-}
-
-/// A part of somebody's addresses, and the allocation that is mapped there.
-#[derive(Clone, Debug)]
-pub struct MappedPiece {
-    /// All that is mapped there.
-    pub allocation: Allocation,
-    /// Where it begins.
-    pub address: u64,
-    /// Where it ends.
-    pub end: u64,
-}
-
-impl MappedPiece {
-    fn at(context: &Context, address: u64) -> Result<MappedPiece> {
-        let no = |why: &str| {
-            Error::new(ErrorKind::Unsupported, "memory", format!("what lies at {address:#x} {why}"))
-                .with_lane(format!("cuda:{}", context.device().ordinal()))
-        };
-        let info = PointerInfo::of(context, address)?;
-        if !info.descriptor {
-            return Err(no("was not made to be exported as a file descriptor"));
-        }
-        // The attributes' range may be that of the reserved addresses.
-        let (base, len) = PointerInfo::extent(context, address)?;
-        let end = base.checked_add(len).filter(|end| base <= address && address < *end);
-        let len = usize::try_from(len).ok();
-        let (Some(end), Some(len)) = (end, len) else {
-            return Err(no("has no extent that the driver tells"));
-        };
-        let (first, last) =
-            (Allocation::of_address(context, base, len)?, Allocation::of_address(context, end - 1, len)?);
-        // The driver gives the handle by which it was mapped: two mean that the extent is not one mapping's.
-        if first.0.raw != last.0.raw {
-            return Err(no("is several allocations that the driver reports as one"));
-        }
-        Ok(MappedPiece { allocation: first, address: base, end })
     }
 }
 
@@ -280,11 +216,6 @@ impl Mapping {
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.len
-    }
-
-    /// What is mapped, in order.
-    pub fn allocations(&self) -> &[Allocation] {
-        &self.allocations
     }
 }
 

@@ -170,7 +170,7 @@ impl Link {
 fn whole(context: &Context, address: u64, len: usize) -> Result<()> {
     let (mut at, end) = (address, address.saturating_add(len as u64));
     while at < end {
-        let there = match PointerInfo::extent_if_any(context, at)? {
+        let there = match PointerInfo::extent(context, at)? {
             Some((base, len)) => Some(base.saturating_add(len as u64)),
             // Memory of pools is known by its attributes alone.
             None => {

@@ -70,16 +70,7 @@ impl Places {
 
 /// The file that this code is in: the extension module, or the program.
 fn own_file() -> Option<PathBuf> {
-    // SAFETY: an all-zero Dl_info is a valid one; null pointers in it mean that nothing was found.
-    let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
-    // SAFETY: the address is one of this code; `info` is a valid place for the answer.
-    let found = unsafe { libc::dladdr(own_file as *const () as *const c_void, &mut info) };
-    if found == 0 || info.dli_fname.is_null() {
-        return None;
-    }
-    // SAFETY: the loader's name of the file, which ends with zero and stays as long as the file is loaded.
-    let name = unsafe { CStr::from_ptr(info.dli_fname) };
-    Some(PathBuf::from(OsStr::from_bytes(name.to_bytes())))
+    path_of(own_file as *const () as *const c_void)
 }
 
 /// The `site-packages` that a file is installed in.

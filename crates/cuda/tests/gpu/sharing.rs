@@ -98,39 +98,30 @@ fn a_range_of_several_allocations_is_shared_piece_by_piece() {
     let Some(cuda) = support::cuda() else { return };
     let context = context(&cuda, 0);
     let (mapping, part) = segment(&context);
-    assert_eq!((mapping.len(), mapping.allocations().len()), (3 * part, 3));
+    assert_eq!(mapping.len(), 3 * part);
     let bytes = pattern(4, 3 * part);
     put(&context, mapping.address(), &bytes);
-    // From the middle of the first to the first byte of the third.
-    let (start, len) = (mapping.address() + part as u64 / 2, part + part / 2 + 1);
-    let pieces = Allocation::of_range(&context, start, len, 16).unwrap();
-    let places: Vec<(u64, u64)> = pieces.iter().map(|piece| (piece.address, piece.end)).collect();
-    let place = |i: u64| (mapping.address() + i * part as u64, mapping.address() + (i + 1) * part as u64);
-    assert_eq!(places, [place(0), place(1), place(2)]);
-    assert_eq!(Allocation::of_range(&context, start, part / 2, 16).unwrap().len(), 1);
-    for i in 0..3 {
-        let info = PointerInfo::of(&context, place(i).1 - 1).unwrap();
-        assert_eq!((info.base, info.base + info.len), place(i), "one handle's part of the reserved addresses");
-    }
-    let error = Allocation::of_range(&context, start, len, 2).unwrap_err();
-    assert_eq!(error.kind, ErrorKind::Unsupported);
-    assert!(error.detail.contains("more than 2 allocations"), "{error}");
     // All of it once more, from descriptors.
-    let imported: Vec<Allocation> = pieces
-        .iter()
-        .map(|piece| {
-            let descriptor = piece.allocation.export().unwrap();
-            Allocation::import(&context, descriptor.as_fd(), piece.allocation.len()).unwrap()
+    let imported: Vec<Allocation> = (0..3)
+        .map(|i| {
+            let place = (mapping.address() + i * part as u64, mapping.address() + (i + 1) * part as u64);
+            for address in [place.0, place.0 + part as u64 / 2, place.1 - 1] {
+                let info = PointerInfo::of(&context, address).unwrap();
+                assert_eq!((info.base, info.base + info.len), place, "one handle's part of the reserved addresses");
+                assert!(info.descriptor);
+            }
+            let piece = Allocation::of_address(&context, place.0, part).unwrap();
+            let descriptor = piece.export().unwrap();
+            Allocation::import(&context, descriptor.as_fd(), piece.len()).unwrap()
         })
         .collect();
-    drop(pieces);
     let again = Mapping::of(&imported, &[&context]).unwrap();
     drop((mapping, imported));
     assert!(take(&context, again.address(), 3 * part) == bytes);
 }
 
 #[test]
-fn a_range_that_is_not_all_exportable_says_where() {
+fn whose_memory_lies_at_an_address_is_known_and_what_can_be_exported() {
     let Some(cuda) = support::cuda() else { return };
     let context = context(&cuda, 0);
     let (mapping, _) = segment(&context);
@@ -139,13 +130,11 @@ fn a_range_that_is_not_all_exportable_says_where() {
     assert_eq!(PointerInfo::device_at(&context, mapping.address() + 5).unwrap(), Some(0));
     assert_eq!(PointerInfo::device_at(&context, pinned.address()).unwrap(), None);
     assert_eq!(PointerInfo::device_at(&context, 0x10).unwrap(), None);
+    assert!(PointerInfo::of(&context, mapping.address() + 5).unwrap().descriptor);
     for address in [plain.address(), pinned.address(), 0x10] {
-        let error = Allocation::of_range(&context, address, 8, 16).unwrap_err();
-        assert_eq!(error.kind, ErrorKind::Unsupported, "{error}");
-        assert!(error.detail.contains(&format!("{address:#x}")), "{error}");
+        assert!(!PointerInfo::of(&context, address).unwrap().descriptor, "{address:#x}");
     }
-    assert_eq!(Allocation::of_range(&context, u64::MAX, 8, 16).unwrap_err().kind, ErrorKind::Usage);
-    assert_eq!(Allocation::of_range(&context, mapping.address(), 0, 16).unwrap_err().kind, ErrorKind::Usage);
+    assert_eq!(Allocation::of_address(&context, mapping.address(), 0).unwrap_err().kind, ErrorKind::Usage);
 }
 
 #[test]
