@@ -48,3 +48,15 @@ def test_a_buffers_life_is_timed(rows: Rows) -> None:
     parts = {row["what"]: row.get("stages_us", {}) for row in found}
     assert {"context", "kernels", "heap"} <= parts["init"].keys()
     assert {"endpoints", "hello", "map", "all ready"} <= parts["connect"].keys() == parts["reconnect"].keys()
+
+
+@pytest.mark.gpus(2)
+def test_peers_take_turns_with_ours(rows: Rows) -> None:
+    pytest.importorskip("torch")
+    found = rows("ep", *SMALL, BOUND, "--layout=expert", "--compare=drop-in,nccl", "--rounds=1")
+    for row in found:
+        assert {name: peer.get("error") for name, peer in row["peers"].items()} == {"drop-in": None, "nccl": None}
+        own = row["peers"]["drop-in"]
+        assert 0 < own["kernel_us"] < own["host_p50_us"], own
+        assert 0 < own["p50_us"] < own["host_p50_us"], own
+        assert row["peers"]["nccl"]["p50_us"] > 0
