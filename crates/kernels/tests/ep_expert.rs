@@ -119,6 +119,22 @@ fn without_bulk_copies_too() {
     operation.check_combine(&job).unwrap();
 }
 
+#[test]
+fn counts_of_two_bytes_do_too() {
+    let across = "constexpr bool ACROSS = EP_PLAN_COUNT == 4;\nusing Count = Number<EP_PLAN_COUNT>::Type;";
+    let short = "constexpr bool ACROSS = false;\nusing Count = Number<2>::Type;";
+    let build = emulate::Build::new(&SOURCES).broken("kernels/ep_plan.cuh", across, short);
+    let Some(mut job) = Job::of(&build, SHAPE, SHAPE.expert_shared()) else { return };
+    let mut numbers = Numbers(7);
+    let routing = Routing::of(&mut numbers, &SHAPE, &[6, 5, 6], Choice::Even);
+    let operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::Dispatch);
+    operation.dispatch(&mut job, 2, BOTH);
+    operation.combine(&mut job, 2, BOTH);
+    job.emulator.run(7).unwrap();
+    operation.check_dispatch(&job).unwrap();
+    operation.check_combine(&job).unwrap();
+}
+
 /// What summing on the experts' ranks costs: one rounding more for each rank (docs/design/ep-kernels.md).
 #[test]
 fn prereduction_adds_a_rounding_of_each_ranks_part() {

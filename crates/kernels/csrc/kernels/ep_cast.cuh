@@ -31,10 +31,8 @@ __device__ __forceinline__ float largest(float amax, u32 pair) {
 
 __device__ __forceinline__ u32 cast_two(u32 pair, float factor) {
     float low = mul_rn_f32(widen_low_bf16(pair), factor), high = mul_rn_f32(widen_high_bf16(pair), factor);
-    // A product has lost the sign of a NaN.
-    if (low != low) low = widen_low_bf16(pair);
-    if (high != high) high = widen_high_bf16(pair);
-    return narrow_e4m3x2(low, high);
+    // A product has lost the sign of a NaN, and of nothing else: factors are positive.
+    return narrow_e4m3x2(low, high) | (pair >> 8 & 0x80) | (pair >> 16 & 0x8000);
 }
 
 __device__ __forceinline__ void store_scale(u8 *scales, u32 index, float scale) {

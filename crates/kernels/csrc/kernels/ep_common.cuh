@@ -188,6 +188,7 @@ __device__ __forceinline__ bool is_first_of_rank(u32 rank, bool valid, u32 lane)
 
 // Elements of a piece.
 __device__ __forceinline__ u32 piece_elements(u32 piece) {
+    if (EP_H % EP_PIECE == 0) return EP_PIECE;
     u32 left = EP_H - piece * EP_PIECE;
     return left < EP_PIECE ? left : EP_PIECE;
 }

@@ -77,35 +77,29 @@ __device__ __forceinline__ u32 stage_piece(const EpDispatchArgs &args, u32 token
     return (data + elements / BLOCK * SCALE + 15) / 16 * 16;
 }
 
-// A piece of a token that is to be sent: each lane's expert, the bytes in the stage, and whether they are there.
+// A piece of a token that is to be sent: each lane's expert, and the bytes in the stage.
 struct Outgoing {
-    int expert;
-    u32 bytes;
-    bool ready;
+    int expert = -1;
+    u32 bytes = 0;
+
+    __device__ __forceinline__ void read(const EpDispatchArgs &args, u32 unit, u8 *stage, u32 lane) {
+        u32 token = unit / PIECES;
+        expert = lane < EP_K ? expert_at(args, u64(token) * EP_K + lane) : -1;
+        bytes = stage_piece(args, token, unit % PIECES, stage, lane);
+    }
+
+    // Starts to send it.
+    __device__ __forceinline__ void send(const EpCommon &c, const Start &start, u32 unit, const u8 *stage, Pending &pending,
+                                         u32 lane) const {
+        u32 token = unit / PIECES, piece = unit % PIECES;
+        u32 rank = expert >= 0 ? expert / LOCAL : 0;
+        bool sender = is_first_of_rank(rank, expert >= 0, lane) && takes_rows(start, rank);
+        u64 base = start.base[rank], row = slot_of(start.sent, c.rank) * c.max_tokens + token;
+        u64 to = base + c.heap.rows + row * c.heap.row_stride + piece * c.heap.piece_stride;
+        u64 flag = base + c.heap.row_flags + (row * PIECES + piece) * 8;
+        start_sending(pending, stage, bytes, sender, to, flag, lane);
+    }
 };
-
-__device__ __forceinline__ Outgoing stage_unit(const EpDispatchArgs &args, u32 unit, u8 *stage, u32 lane) {
-    u32 token = unit / PIECES;
-    Outgoing row;
-    row.expert = lane < EP_K ? expert_at(args, u64(token) * EP_K + lane) : -1;
-    row.bytes = stage_piece(args, token, unit % PIECES, stage, lane);
-    row.ready = true;
-    return row;
-}
-
-// Starts to send a piece.
-__device__ __forceinline__ void send_unit(const EpCommon &c, const Start &start, const Peers &peers, Outgoing row, u32 unit,
-                                          const u8 *stage, Pending &pending) {
-    u32 lane = threadIdx.x % LANES;
-    u32 token = unit / PIECES, piece = unit % PIECES;
-    u32 rank = row.expert >= 0 ? row.expert / LOCAL : 0;
-    bool sender = is_first_of_rank(rank, row.expert >= 0 && peers.is_open(rank), lane);
-    u64 base = peers.base.of(rank), slot = slot_of(start.sent, c.rank) * c.max_tokens;
-    sender = sender && slots_free(c, start, rank, EP_WORD_DISPATCH_TAKEN, EP_STAGE_DISPATCH_TAKEN);
-    u64 to = base + c.heap.rows + (slot + token) * c.heap.row_stride + piece * c.heap.piece_stride;
-    u64 flag = base + c.heap.row_flags + ((slot + token) * PIECES + piece) * 8;
-    start_sending(pending, stage, row.bytes, sender, to, flag, lane);
-}
 
 // A warp's share of what is sent: every `step`-th piece of a token from `unit` on.
 struct Share {
@@ -114,25 +108,31 @@ struct Share {
     u32 end;
 };
 
-// Sends this warp's share; the first piece is in the first stage already if it is ready. While a piece is on its way, the next
-// one is read.
-__device__ __forceinline__ void send_rows(const EpDispatchArgs &args, Start &start, const Peers &peers, u8 *stages,
-                                          Share share, Outgoing row, u32 lane) {
+// Sends this warp's share. While a piece is on its way, the next one is read; the first one is while the block finds out
+// where it goes: in `meet`, for which every warp comes once. There is one copy of what is done with a piece: the first launch
+// after others finds no line of its code in the caches.
+template <typename Meet>
+__device__ __forceinline__ void send_rows(const EpDispatchArgs &args, Start &start, u8 *stages, Share share, u32 lane,
+                                          Meet meet) {
     Pending pending;
     u32 stage = 0;
-    for (; share.unit < share.end; share.unit += share.step) {
+    bool met = false;
+#pragma unroll 1
+    while (true) {
+        bool has = share.unit < share.end;
         u8 *place = stages + stage * DISPATCH_STAGE;
-        if (!row.ready) {
-            if (EP_STAGES == 1) settle(pending, start, lane);
-            row = stage_unit(args, share.unit, place, lane);
-        }
-        row.ready = false;
-        settle(pending, start, lane);
-        send_unit(args.common, start, peers, row, share.unit, place, pending);
-        if (share.unit < share.step) mark_of(0, args.marks, EP_MARK_FIRST);
+        Outgoing row;
+        if constexpr (EP_STAGES == 1) settle(pending, start, lane);
+        if (has) row.read(args, share.unit, place, lane);
+        if (!met) meet();
+        if constexpr (EP_STAGES > 1) settle(pending, start, lane);
+        if (!has) break;
+        row.send(args.common, start, share.unit, place, pending, lane);
+        if (!met) mark_of(0, args.marks, EP_MARK_FIRST);
+        met = true;
+        share.unit += share.step;
         if (++stage == EP_STAGES) stage = 0;
     }
-    settle(pending, start, lane);
     mark_of(0, args.marks, EP_MARK_SENT);
 }
 
@@ -189,6 +189,10 @@ __device__ __forceinline__ void fan_out(const EpDispatchArgs &args, const Arriva
     u32 here = __ballot_sync(WHOLE_WARP, a.row != EP_NOWHERE);
     u64 rows = args.out_x + u64(a.piece) * EP_PIECE * ELEMENT;
     u32 blocks = elements / BLOCK, most = EP_R * c.max_tokens;
+    u64 scales = 0;
+    if (EP_FP8 && a.row != EP_NOWHERE) {
+        scales = args.out_scales + a.row / most * args.out_scale_expert + a.row % most * args.out_scale_row;
+    }
     auto load_scale = [&](u32 i) -> u32 {
         if (!came || i >= blocks) return 0;
         return SCALE == 1 ? at<u8>(from + data, i) : at<u32>(from + data, i);
@@ -215,8 +219,7 @@ __device__ __forceinline__ void fan_out(const EpDispatchArgs &args, const Arriva
         u32 i = first + lane, block = a.piece * (EP_PIECE / BLOCK) + i;
         if (first > 0) scale = load_scale(i);
         for (u32 left = here; left; left &= left - 1) {
-            u32 row = __shfl_sync(WHOLE_WARP, a.row, __ffs(left) - 1);
-            u64 to = args.out_scales + row / most * args.out_scale_expert + row % most * args.out_scale_row;
+            u64 to = __shfl_sync(WHOLE_WARP, scales, __ffs(left) - 1);
             if (i >= blocks) continue;
             if (SCALE == 1) {
                 at<u8>(to + block / 4 * args.out_scale_block, block % 4) = static_cast<u8>(scale);
@@ -263,11 +266,20 @@ struct Rows {
     u32 count = 0;
 
     __device__ __forceinline__ void look(const EpCommon &c, const Arrival &a) {
-#pragma unroll 8
-        for (u32 k = 0; k < EP_K; ++k) {
-            u32 row = at<u32>(routes_of(c, a), k);
-            if (KEEPS_ROWS) kept[KEEPS_ROWS ? k : 0] = row;
-            count += row != EP_NOWHERE;
+        constexpr u32 AT_ONCE = EP_K % 4 == 0 ? 4 : 1;
+#pragma unroll(8 / AT_ONCE)
+        for (u32 k = 0; k < EP_K; k += AT_ONCE) {
+            Vec16 rows;
+            if constexpr (AT_ONCE == 4) {
+                rows = at<Vec16>(routes_of(c, a), k / 4);
+            } else {
+                rows.word[0] = at<u32>(routes_of(c, a), k);
+            }
+#pragma unroll
+            for (u32 i = 0; i < AT_ONCE; ++i) {
+                if (KEEPS_ROWS) kept[KEEPS_ROWS ? k + i : 0] = rows.word[i];
+                count += rows.word[i] != EP_NOWHERE;
+            }
         }
     }
 
@@ -312,13 +324,14 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
         u32 other = __shfl_xor_sync(WHOLE_WARP, most, step);
         most = other > most ? other : most;
     }
-    u64 units = u64(most) * EP_R * PIECES;
-    auto arrival = [&](u64 unit) {
-        u32 pair = static_cast<u32>(unit / PIECES);
-        return Arrival{(c.rank + pair % EP_R) % EP_R, pair / EP_R, static_cast<u32>(unit % PIECES), EP_NOWHERE, false};
+    u32 units = most * EP_R * PIECES;
+    auto arrival = [&](u32 unit) {
+        u32 pair = unit / PIECES;
+        return Arrival{(c.rank + pair % EP_R) % EP_R, pair / EP_R, unit % PIECES, EP_NOWHERE, false};
     };
-    for (u64 first = worker; first < units; first += u64(LANES) * workers) {
-        u64 unit = first + u64(lane) * workers;
+#pragma unroll 1
+    for (u32 first = worker; first < units; first += LANES * workers) {
+        u32 unit = first + lane * workers;
         Arrival mine = arrival(unit);
         u32 said = tokens.of(mine.source);
         Rows rows;
@@ -329,21 +342,26 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
             if (mine.piece == 0) at<u8>(present, mine.token) = static_cast<u8>(rows.count);
         }
         // A first look at the next one's flag comes before the last one is waited for.
-        Arrival last;
+        u32 left = __ballot_sync(WHOLE_WARP, rows.count != 0);
+        Arrival last = mine;
         bool expects = false;
-        for (u32 left = __ballot_sync(WHOLE_WARP, rows.count != 0); left; left &= left - 1) {
-            u32 whose = __ffs(left) - 1;
-            Arrival next = arrival(first + u64(whose) * workers);
-            next.row = rows.spread(c, next, whose, lane);
-            next.came = lane == 0 && ld_acquire_sys_u64(flag_of(c, next, epoch)) >= epoch;
-            __syncwarp();
-            bool weighted = __shfl_sync(WHOLE_WARP, said, whose) >> SOURCE_FLAGS & EP_WEIGHTED;
-            if (next.piece == 0) note_rows(args, next, weighted, epoch, lane);
+#pragma unroll 1
+        while (left || expects) {
+            Arrival next = last;
+            if (left) {
+                u32 whose = __ffs(left) - 1;
+                next = arrival(first + whose * workers);
+                next.row = rows.spread(c, next, whose, lane);
+                next.came = lane == 0 && ld_acquire_sys_u64(flag_of(c, next, epoch)) >= epoch;
+                __syncwarp();
+                bool weighted = __shfl_sync(WHOLE_WARP, said, whose) >> SOURCE_FLAGS & EP_WEIGHTED;
+                if (next.piece == 0) note_rows(args, next, weighted, epoch, lane);
+            }
             if (expects) receive_piece(args, last, epoch, lane);
             last = next;
-            expects = true;
+            expects = left != 0;
+            left &= left - 1;
         }
-        if (expects) receive_piece(args, last, epoch, lane);
     }
 }
 

@@ -20,24 +20,21 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     u32 units = sends && blockIdx.x >= first && warp < EP_SENDERS ? c.tokens * PIECES : 0;
     Share share = {warp * senders + blockIdx.x - first, EP_SENDERS * senders, units};
     u8 *stages = memory + warp * EP_STAGES * DISPATCH_STAGE;
-    Outgoing row = {-1, 0, false};
     // Loads that need nothing that the block finds out are under way while it does.
     OwnSelection own(args, sends);
     // The last warp has the least to send.
     if (warp == WARPS - 1) {
         const EpState &state = state_of(c);
         begin(c, {state.dispatch_sent, state.dispatch_ended, EP_WORD_DISPATCH_TAKEN}, start, lane);
+        if (sends) free_slots(c, start, EP_WORD_DISPATCH_TAKEN, EP_STAGE_DISPATCH_TAKEN, lane);
     }
-    if (share.unit < share.end) row = stage_unit(args, share.unit, stages, lane);
-    __syncthreads();
-    Peers peers(start.open, start.base, lane);
-    if (blockIdx.x == gridDim.x - 1 && warp == WARPS - 1) tell_taken(c, start, EP_WORD_DISPATCH_TAKEN, lane);
-    if (sends) {
+    send_rows(args, start, stages, share, lane, [&] {
+        __syncthreads();
         // Before rows: they fill the links.
-        send_selections(args, start, own);
+        if (sends) send_selections(args, start, own);
         if (blockIdx.x == 0) mark_of(0, args.marks, EP_MARK_ANNOUNCED);
-        send_rows(args, start, peers, stages, share, row, lane);
-    }
+        if (blockIdx.x == gridDim.x - 1 && warp == WARPS - 1) tell_taken(c, start, EP_WORD_DISPATCH_TAKEN, lane);
+    });
     if (receives) {
         if (blockIdx.x == 0) plan_rows(args, start, memory);
         u32 from = EP_RECEIVE_FROM;

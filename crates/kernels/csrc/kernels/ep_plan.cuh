@@ -10,11 +10,25 @@
 
 #include "kernels/ep_start.cuh"
 
+// A number of so many bytes.
+template <u32 BYTES>
+struct Number {
+    using Type = u32;
+};
+template <>
+struct Number<2> {
+    using Type = unsigned short;
+};
+
 // Where the word that says how many tokens a source has, has its flags.
 constexpr u32 SOURCE_FLAGS = 24;
 constexpr u32 SOURCE_TOKENS = (1u << SOURCE_FLAGS) - 1;
 // Parts of all sources' selections.
 constexpr u32 PARTS_PLANNED = EP_R * EP_PLAN_PARTS;
+// Whether a count, once added up, is that of the rows of all sources before it, or of its own source's. Of so many experts
+// that 4 bytes for each are too much, two do: a source has no more rows of an expert than tokens.
+constexpr bool ACROSS = EP_PLAN_COUNT == 4;
+using Count = Number<EP_PLAN_COUNT>::Type;
 // Words of each lane that are under way at once.
 constexpr u32 WORDS = 8;
 
@@ -36,10 +50,7 @@ struct OwnSelection {
 };
 
 // Whether a rank may be written to.
-__device__ __forceinline__ bool takes_rows(const EpCommon &c, const Start &start, u32 rank) {
-    bool open = start.open >> rank & 1;
-    return open && slots_free(c, start, rank, EP_WORD_DISPATCH_TAKEN, EP_STAGE_DISPATCH_TAKEN);
-}
+__device__ __forceinline__ bool takes_rows(const Start &start, u32 rank) { return (start.open & start.free) >> rank & 1; }
 
 // Tells every rank which of its experts this rank's tokens select. All blocks.
 __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, const Start &start, OwnSelection own) {
@@ -53,9 +64,10 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
         u32 home = expert >= 0 ? expert / LOCAL : EP_R;
         bool goes = false;
         // Ranks begin with different ones.
+#pragma unroll 1
         for (u32 turn = 1; turn <= EP_R; ++turn) {
             u32 rank = (c.rank + turn) % EP_R;
-            if (!takes_rows(c, start, rank)) continue;
+            if (!takes_rows(start, rank)) continue;
             u64 word = start.base[rank] + slot + 8 * i;
             bool there = home == rank;
             st_relaxed_sys_u64(word, tagged(epoch, there ? expert % LOCAL + 1 : 0));
@@ -70,7 +82,7 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
     if (blockIdx.x != 0) return;
     u32 flags = args.topk_weights ? EP_WEIGHTED : 0;
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
-        if (!takes_rows(c, start, rank)) continue;
+        if (!takes_rows(start, rank)) continue;
         u64 word = word_at(c, start.base[rank], c.rank, EP_WORD_TABLE + epoch % EP_DEPTH);
         st_relaxed_sys_u64(word, tagged(epoch, flags << SOURCE_FLAGS | c.tokens));
     }
@@ -80,58 +92,67 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
 // One walk of a warp over a part, in order: waits for its words, and counts. `visit` gets the selection's number among those
 // of its source, its expert here (EP_NOWHERE: none), and what the part's counts said of the expert before it.
 template <typename Visit>
-__device__ __forceinline__ void walk(const EpCommon &c, Start &start, u32 *counts, u32 part, u32 lane, Visit visit) {
+__device__ __forceinline__ void walk(const EpCommon &c, Start &start, Count *counts, u32 part, u32 lane, Visit visit) {
     u64 epoch = start.received;
     u32 source = part / EP_PLAN_PARTS;
-    u64 all = u64(start.tokens[source]) * EP_K;
-    u64 length = (all + EP_PLAN_PARTS * LANES - 1) / (EP_PLAN_PARTS * LANES) * LANES;
-    u64 begin = length * (part % EP_PLAN_PARTS), end = begin + length < all ? begin + length : all;
+    u32 all = start.tokens[source] * EP_K;
+    u32 length = (all + EP_PLAN_PARTS * LANES - 1) / (EP_PLAN_PARTS * LANES) * LANES;
+    u32 begin = length * (part % EP_PLAN_PARTS), end = begin + length < all ? begin + length : all;
     u64 table = c.base + c.heap.tables + slot_of(epoch, source) * c.heap.table_stride;
     counts += part * LOCAL;
-    for (u64 from = begin; from < end; from += WORDS * LANES) {
+    for (u32 batch = begin; batch < end; batch += WORDS * LANES) {
         u64 word[WORDS];
 #pragma unroll
         for (u32 w = 0; w < WORDS; ++w) {
-            u64 i = from + w * LANES + lane;
-            word[w] = i < end ? ld_relaxed_sys_u64(table + 8 * i) : tagged(epoch, 0);
+            u32 i = batch + w * LANES + lane;
+            word[w] = i < end ? ld_relaxed_sys_u64(table + 8ull * i) : tagged(epoch, 0);
         }
+#pragma unroll 1
+        for (u32 from = batch; from < end && from < batch + WORDS * LANES; from += LANES) {
+            u32 i = from + lane;
+            u64 seen = word[0];
 #pragma unroll
-        for (u32 w = 0; w < WORDS; ++w) {
-            u64 i = from + w * LANES + lane;
-            if (i - lane >= end) continue;
-            u64 seen = word[w];
+            for (u32 w = 1; w < WORDS; ++w) word[w - 1] = word[w];
             if (!is_tagged(seen, epoch)) {
-                seen = await_tagged(c, table + 8 * i, source, EP_STAGE_TABLE, epoch);
+                seen = await_tagged(c, table + 8ull * i, source, EP_STAGE_TABLE, epoch);
                 // A source is there with all of its selections, or not at all.
                 if (!is_tagged(seen, epoch)) atomicOr(&start.lost, u64(1) << source);
             }
             __syncwarp();
             // What another rank says must not lead outside of what is there.
             u32 expert = is_tagged(seen, epoch) ? static_cast<u32>(seen) - 1 : EP_NOWHERE;
-            bool valid = expert < LOCAL;
-            u32 alike = __match_any_sync(WHOLE_WARP, valid ? expert : EP_NOWHERE);
+            if (expert >= LOCAL) expert = EP_NOWHERE;
+            u32 alike = __match_any_sync(WHOLE_WARP, expert);
             u32 before = alike & ((1u << lane) - 1);
-            u32 count = valid ? counts[expert] : 0;
-            if (i < end) visit(source, i, valid ? expert : EP_NOWHERE, count + __popc(before));
+            u32 count = expert != EP_NOWHERE ? counts[expert] : 0;
+            if (i < end) visit(source, i, expert, count + __popc(before));
             __syncwarp();
-            if (valid && before == 0) counts[expert] = count + __popc(alike);
+            if (expert != EP_NOWHERE && before == 0) counts[expert] = static_cast<Count>(count + __popc(alike));
             __syncwarp();
         }
     }
 }
 
-// Adds up what the parts have counted: each count becomes the number of rows before it. The whole block.
-__device__ __forceinline__ void add_up(const EpDispatchArgs &args, const Start &start, u32 *counts) {
+// Leaves out sources that did not come, and adds up what the parts have counted: each count becomes the number of rows before
+// it. The whole block.
+__device__ __forceinline__ void add_up(const EpDispatchArgs &args, Start &start, Count *counts) {
+    const EpCommon &c = args.common;
+    for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
+        if (start.lost >> rank & 1) start.tokens[rank] = start.flags[rank] = 0;
+        at<u32>(c.handle + c.parts.tokens, rank) = start.tokens[rank];
+        at<u32>(c.handle + c.parts.flags, rank) = start.flags[rank];
+    }
     for (u32 expert = threadIdx.x; expert < LOCAL; expert += EP_THREADS) {
         u32 sum = 0;
+#pragma unroll 1
         for (u32 source = 0; source < EP_R; ++source) {
             u32 first = sum;
             bool came = !(start.lost >> source & 1);
 #pragma unroll
             for (u32 part = 0; part < EP_PLAN_PARTS; ++part) {
-                u32 &count = counts[(source * EP_PLAN_PARTS + part) * LOCAL + expert];
+                Count &count = counts[(source * EP_PLAN_PARTS + part) * LOCAL + expert];
                 u32 own = came ? count : 0;
-                count = sum;
+                count = static_cast<Count>(ACROSS ? sum : sum - first);
                 sum += own;
             }
             at<u64>(args.out_ranges, u64(expert) * EP_R + source) = u64(first) << 32 | (sum - first);
@@ -145,7 +166,7 @@ __device__ __forceinline__ void add_up(const EpDispatchArgs &args, const Start &
 // as all blocks must agree.
 __device__ __forceinline__ void plan_rows(const EpDispatchArgs &args, Start &start, u8 *memory) {
     const EpCommon &c = args.common;
-    u32 *counts = reinterpret_cast<u32 *>(memory);
+    Count *counts = reinterpret_cast<Count *>(memory);
     u64 epoch = start.received;
     u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     // The memory is no longer what rows are sent from.
@@ -157,28 +178,28 @@ __device__ __forceinline__ void plan_rows(const EpDispatchArgs &args, Start &sta
         start.tokens[rank] = tokens < c.max_tokens ? tokens : c.max_tokens;
         start.flags[rank] = said >> SOURCE_FLAGS;
     }
+#pragma unroll 1
     for (u32 i = threadIdx.x; i < PARTS_PLANNED * LOCAL; i += EP_THREADS) counts[i] = 0;
     __syncthreads();
-    for (u32 part = warp; part < PARTS_PLANNED; part += WARPS) {
-        walk(c, start, counts, part, lane, [](u32, u64, u32, u32) {});
-    }
-    __syncthreads();
-    mark_of(0, args.marks, EP_MARK_HEARD);
-    for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
-        if (start.lost >> rank & 1) start.tokens[rank] = start.flags[rank] = 0;
-        at<u32>(c.handle + c.parts.tokens, rank) = start.tokens[rank];
-        at<u32>(c.handle + c.parts.flags, rank) = start.flags[rank];
-    }
-    add_up(args, start, counts);
-    __syncthreads();
     u32 most = EP_R * c.max_tokens;
-    for (u32 part = warp; part < PARTS_PLANNED; part += WARPS) {
-        walk(c, start, counts, part, lane, [&](u32 source, u64 i, u32 expert, u32 place) {
-            u32 row = expert != EP_NOWHERE && place < most ? expert * most + place : EP_NOWHERE;
-            at<u32>(c.handle + c.parts.routes, u64(source) * c.max_tokens * EP_K + i) = row;
-        });
+    // First they are counted, then numbered.
+#pragma unroll 1
+    for (u32 pass = 0; pass < 2; ++pass) {
+#pragma unroll 1
+        for (u32 part = warp; part < PARTS_PLANNED; part += WARPS) {
+            walk(c, start, counts, part, lane, [&](u32 source, u32 i, u32 expert, u32 place) {
+                if (pass == 0) return;
+                if (!ACROSS && expert != EP_NOWHERE) place += at<u64>(args.out_ranges, u64(expert) * EP_R + source) >> 32;
+                u32 row = expert != EP_NOWHERE && place < most ? expert * most + place : EP_NOWHERE;
+                at<u32>(c.handle + c.parts.routes, u64(source) * c.max_tokens * EP_K + i) = row;
+            });
+        }
+        __syncthreads();
+        if (pass > 0) break;
+        mark_of(0, args.marks, EP_MARK_HEARD);
+        add_up(args, start, counts);
+        __syncthreads();
     }
-    __syncthreads();
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
         u32 said = start.flags[rank] << SOURCE_FLAGS | start.tokens[rank];
         st_release_gpu_u64(c.base + c.heap.plan_tokens + 8 * rank, tagged(epoch, said));

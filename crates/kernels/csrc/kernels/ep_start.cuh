@@ -108,6 +108,25 @@ __device__ __forceinline__ bool slots_free(const EpCommon &c, const Start &start
     return await(c, word_at(c, c.base, rank, word), start.sent - EP_DEPTH, rank, stage, start.sent);
 }
 
+// Before a block sends: waits for slots that are not free yet; those that do not become free in time stay so. One whole warp,
+// after `begin`.
+__device__ __forceinline__ void free_slots(const EpCommon &c, Start &start, u32 word, u32 stage, u32 lane) {
+    __syncwarp();
+    u64 missing = start.open & ~start.free, came = 0;
+    if (missing == 0) return;
+    // They may wait for the same of this rank.
+    tell_taken(c, start, word, lane);
+#pragma unroll 1
+    for (u32 i = 0; i < EACH; ++i) {
+        u32 rank = lane + i * LANES;
+        bool waits = rank < EP_R && (missing >> rank & 1);
+        bool is_free = waits && await(c, word_at(c, c.base, rank, word), start.sent - EP_DEPTH, rank, stage, start.sent);
+        came |= u64(__ballot_sync(WHOLE_WARP, is_free)) << (i * LANES);
+    }
+    __syncwarp();
+    if (lane == 0) start.free |= came;
+}
+
 // A warp's piece under way from shared memory to other ranks: each lane has one rank's flag, 0 for none.
 struct Pending {
     u64 flag = 0;

@@ -59,12 +59,11 @@ __device__ __forceinline__ u32 narrow_e4m3(float value) {
 // Two of them in the low half of a word.
 __device__ __forceinline__ u32 narrow_e4m3x2(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    // The instruction loses the sign of a NaN.
-    if (low == low && high == high) {
-        unsigned short pair;
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-        return pair;
-    }
-#endif
+    unsigned short pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    // The instruction loses the sign of a NaN, and of nothing else.
+    return pair | (__float_as_uint(low) >> 24 & 0x80) | (__float_as_uint(high) >> 16 & 0x8000);
+#else
     return narrow_e4m3(low) | narrow_e4m3(high) << 8;
+#endif
 }

@@ -18,10 +18,8 @@ pub const MOST_TOPK: u32 = 32;
 pub const MOST_TOKENS: u32 = 65535;
 /// Elements that a warp takes at a time.
 const PIECE: u32 = 1024;
-/// The most experts of all ranks.
-const MOST_EXPERTS: u32 = 32768;
-/// Bytes of shared memory that the counts of a dispatch may take: what the most experts need.
-const PLAN_SHARED: u32 = 4 * MOST_EXPERTS;
+/// Bytes of shared memory that the counts of a dispatch may take: what the most experts need, with 2 bytes for each.
+const PLAN_SHARED: u32 = 2 * MOST_RANKS * MOST_LOCAL_EXPERTS;
 
 /// Bytes of shared memory that two stages of all warps may take: every GPU has that much.
 const TWO_STAGES: u32 = 96 << 10;
@@ -118,7 +116,6 @@ impl Shape {
         let wrong = |text: String| Err(Error::new(ErrorKind::Usage, "ExpertBuffer", text));
         let limits = [
             ("ranks", self.ranks, MOST_RANKS),
-            ("num_experts", self.experts, MOST_EXPERTS),
             ("topk", self.topk, MOST_TOPK.min(self.experts)),
             ("hidden", self.hidden, MOST_HIDDEN),
             ("max_tokens_per_rank", self.max_tokens, MOST_TOKENS),
@@ -211,13 +208,18 @@ impl Shape {
 
     /// Parts of a source's selections, each of which is one warp's to number: it counts the experts here in shared memory.
     fn plan_parts(&self) -> u32 {
-        (PLAN_SHARED / (4 * self.experts)).min(self.tuning().threads / 32 / self.ranks).max(1)
+        (PLAN_SHARED / (self.plan_count() * self.experts)).min(self.tuning().threads / 32 / self.ranks).max(1)
+    }
+
+    /// Bytes of such a count.
+    fn plan_count(&self) -> u32 {
+        if 4 * self.experts <= PLAN_SHARED { 4 } else { 2 }
     }
 
     /// Bytes of shared memory of a block that dispatches in the expert layout, and of one that combines.
     pub fn expert_shared(&self) -> [u32; 2] {
         let Tuning { piece, threads, back_stages, .. } = self.tuning();
-        let plan = self.plan_parts() * 4 * self.experts;
+        let plan = self.plan_parts() * self.plan_count() * self.experts;
         let (dispatch, combine) = (self.stages() * self.stages_shared(), back_stages * back_stage(piece, threads));
         let start = self.start_shared();
         [start + plan.max(dispatch), start + self.flags_shared() + combine]
@@ -392,6 +394,7 @@ impl Shape {
             ("SENDERS", senders),
             ("RECEIVE_FROM", receive_from),
             ("PLAN_PARTS", self.plan_parts()),
+            ("PLAN_COUNT", self.plan_count()),
         ];
         numbers.iter().map(|(name, value)| format!("-DEP_{name}={value}")).collect()
     }
