@@ -20,6 +20,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("kernels/copy_warp.cuh", text!("kernels/copy_warp.cuh")),
     ("kernels/ep_common.cuh", text!("kernels/ep_common.cuh")),
     ("kernels/ep_start.cuh", text!("kernels/ep_start.cuh")),
+    ("kernels/ep_flags.cuh", text!("kernels/ep_flags.cuh")),
     ("kernels/ep_plan.cuh", text!("kernels/ep_plan.cuh")),
     ("kernels/ep_dispatch.cuh", text!("kernels/ep_dispatch.cuh")),
     ("kernels/ep_combine.cuh", text!("kernels/ep_combine.cuh")),

@@ -82,7 +82,7 @@ struct Outbox {
         if (lane == 0) {
 #if EP_BULK
             bulk_wait_all();
-            u32 left = sent < BACK_STAGES - 1 ? sent : BACK_STAGES - 1;
+            u32 left = min(sent, BACK_STAGES - 1);
 #else
             u32 left = 0;
 #endif
