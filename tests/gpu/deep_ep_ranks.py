@@ -270,6 +270,36 @@ def over_nccl(env: Any, seed: int) -> None:
         distributed.destroy_process_group(group)
 
 
+def normal_in_place(env: Any, rounds: int) -> None:
+    """A result that nobody has any more makes room for the next at once, which is not copied then."""
+    import deep_ep_work as work
+
+    from crossrail.deep_ep.pool import SPARE_RESULTS
+
+    batch = work.Batch.of(env, 470, [30] * env.size)
+    for kind in ("bf16", "f32"):
+        x, idx = work.as_kind(env, batch.xs[env.rank], kind), env.put(batch.idx[env.rank])
+        per_rank, _, per_expert, in_rank, _ = env.buffer.get_dispatch_layout(idx, env.experts)
+        for turn in range(rounds):
+            got, got_idx, _, _, handle, _ = env.buffer.dispatch(
+                x,
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=in_rank,
+                num_tokens_per_expert=per_expert,
+                topk_idx=idx,
+            )
+            again = env.buffer.dispatch(x, handle=handle)
+            buffer = handle.routing.buffer
+            assert buffer.spare_regions == SPARE_RESULTS - 1, f"{kind}, round {turn}: the second result was not copied"
+            del again
+            assert buffer.spare_regions == SPARE_RESULTS - 1, f"{kind}, round {turn}: the first result was copied"
+            del got, got_idx
+            spare = buffer.spare_regions
+            assert spare == SPARE_RESULTS, (
+                f"{kind}, round {turn}: {spare} of {SPARE_RESULTS} after all results are gone"
+            )
+
+
 def low_latency_without(env: Any, seed: int, dead: int) -> None:
     """The operation in which a dead rank is noticed ends; those after it are right without that rank."""
     import deep_ep_work as work

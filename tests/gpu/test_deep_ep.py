@@ -49,6 +49,10 @@ def test_results_that_are_kept(ranks: Ranks) -> None:
     ranks.do("normal_kept", 5)
 
 
+def test_results_that_are_let_go(ranks: Ranks) -> None:
+    ranks.do("normal_in_place", 3)
+
+
 def test_more_tokens_than_before(ranks: Ranks) -> None:
     ranks.do("normal_grows")
 

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from deep_ep_twin import TwinDeepEp, on_ranks  # noqa: E402
 
-from crossrail import ClosedError, UsageError  # noqa: E402
+from crossrail import ClosedError, UsageError, deep_ep  # noqa: E402
 
 
 def run(size: int, what: Any, *arguments: Any, **options: Any) -> None:
@@ -76,6 +76,12 @@ def test_the_first_buffer_is_as_large_as_the_program_said() -> None:
 
     assert on_ranks(2, one, num_nvl_bytes=0) == [[128]] * 2
     assert on_ranks(2, one, num_nvl_bytes=1000 + 10 * 1024 + 5) == [[1024]] * 2
+
+
+def test_the_dtype_of_ids() -> None:
+    assert deep_ep.topk_idx_t is torch.int64
+    with pytest.raises(AttributeError, match="has no attribute 'topk_idx_u'"):
+        _ = deep_ep.topk_idx_u
 
 
 def test_many_that_are_kept() -> None:

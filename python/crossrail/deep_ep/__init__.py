@@ -5,11 +5,21 @@ normal mode (`dispatch`, `combine`) for prefill and training, low-latency mode f
 card is needed. What differs is said at each method; what cannot be had raises NotImplementedError that names the
 argument.
 
-PyTorch is imported when the first buffer is made.
+PyTorch is imported when the first buffer is made, or `topk_idx_t` is asked for.
 """
 
+from typing import Any
+
 from crossrail.deep_ep.buffer import Buffer
+from crossrail.deep_ep.checks import torch
 from crossrail.deep_ep.config import Config
 from crossrail.deep_ep.events import EventHandle, EventOverlap
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]
+
+
+def __getattr__(name: str) -> Any:
+    """`topk_idx_t`: the dtype of expert ids, torch.int64."""
+    if name == "topk_idx_t":
+        return torch().int64
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

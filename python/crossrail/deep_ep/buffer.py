@@ -36,8 +36,9 @@ class Buffer:
     number of tokens too), which also compiles kernels unless they are kept on disk: run each kind once before capturing
     it in a graph. In normal mode it is for the tokens of the rank that has the most, and for no fewer than
     `num_nvl_bytes` are enough for; when a later dispatch has more on any rank, all ranks make a larger one, and the old
-    one goes with the last handle of its dispatches. With `num_worst_tokens` that is so at the first dispatch only: later
-    ones may have as many tokens as there is room for then, at least `num_worst_tokens` / ranks. `num_rdma_bytes` is not looked at, nor is `num_qps_per_rank`: no network is needed.
+    one goes with the last handle of its dispatches. With `num_worst_tokens` that is so at the first dispatch only:
+    later ones may have as many tokens as there is room for then, at least `num_worst_tokens` / ranks. `num_rdma_bytes`
+    is not looked at, nor is `num_qps_per_rank`: no network is needed.
 
     `low_latency_mode` is remembered; either mode works at any time. `allow_nvlink_for_low_latency_mode=False`: rows of
     low-latency operations go over the network lanes of the hosts. `allow_mnnvl` allows what is not used.
