@@ -154,10 +154,11 @@ impl DeviceBuffer {
         laps.end("context");
         // Loading and allocating take about as long as each other.
         let (loaded, made) = loading::beside(&cuda, context.settings(), &shape, || {
-            let bytes = usize::try_from(heap::bytes(&shape)).unwrap_or(usize::MAX);
-            let memory = context.alloc_on(bytes, Place::Gpu(options.ordinal))?;
             let node = options.node_of(group.node());
             let meeting = Meeting::new(group, context, name, id, node, config.share_node, parameters)?;
+            meeting.begin()?;
+            let bytes = usize::try_from(heap::bytes(&shape)).unwrap_or(usize::MAX);
+            let memory = context.alloc_on(bytes, Place::Gpu(options.ordinal))?;
             Ok((memory, meeting))
         });
         laps.add(&loaded.took);

@@ -74,7 +74,7 @@ impl Inner {
             (new, mine)
         };
         laps.end("kernels done");
-        let ends = self.meeting.connect(&new, deadline)?;
+        let (ends, deadline) = self.meeting.connect(&new, deadline)?;
         laps.end("endpoints");
         let greeted = self.meeting.greet(ends, deadline, |end| self.hello(end, mine))?;
         laps.end("hello");

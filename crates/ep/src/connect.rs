@@ -39,7 +39,7 @@ impl Inner {
         if new.is_empty() {
             return Ok(());
         }
-        let ends = self.meeting.connect(&new, deadline)?;
+        let (ends, deadline) = self.meeting.connect(&new, deadline)?;
         let network = ends.iter().filter(|end| !end.is_shared()).count() as u32;
         Plan::new(&self.config, network)?.check()?;
         let greeted = self.meeting.greet(ends, deadline, |end| self.hello(&mut state, end))?;

@@ -17,6 +17,10 @@ const AGAIN: Duration = Duration::from_millis(100);
 const SLICE: Duration = Duration::from_millis(100);
 /// A rank that gives up stays so long at most until the others know why.
 const LEAVE: Duration = Duration::from_secs(2);
+/// A rank that makes its buffer is waited for so long beyond a timeout: kernels may have to be compiled for it.
+const MAKING: Duration = Duration::from_secs(120);
+/// The store is asked that long whether a rank makes its buffer.
+const ASK: Duration = Duration::from_millis(50);
 /// A goodbye may take so long.
 pub const GOODBYE: Duration = Duration::from_millis(500);
 
@@ -36,6 +40,14 @@ pub struct Meeting {
     early: Mutex<HashMap<u32, Endpoint>>,
     /// The buffer is being destroyed: whoever waits gives up.
     closing: AtomicBool,
+    /// The others were told that this rank makes its buffer.
+    making: AtomicBool,
+}
+
+impl Drop for Meeting {
+    fn drop(&mut self) {
+        self.made();
+    }
 }
 
 /// One end of a connection that is being made.
@@ -109,6 +121,7 @@ impl Meeting {
             parameters,
             early: Mutex::default(),
             closing: AtomicBool::new(false),
+            making: AtomicBool::new(false),
         })
     }
 
@@ -145,12 +158,40 @@ impl Meeting {
         format!("ep/{}", self.name)
     }
 
+    /// Says in the store that this rank makes its buffer, which takes a while: the others' time to connect only begins
+    /// when that is over. It is with [`Meeting::announce`], and when this is dropped.
+    ///
+    /// # Errors
+    /// As [`Group::publish`].
+    pub fn begin(&self) -> Result<()> {
+        self.making.store(true, Ordering::Release);
+        self.group.publish(&self.making_key(), &self.worker.address())
+    }
+
+    fn made(&self) {
+        if self.making.swap(false, Ordering::AcqRel) {
+            // If the store is gone, so is what it was told.
+            let _ = self.group.withdraw_if(&self.making_key(), &self.worker.address());
+        }
+    }
+
+    fn making_key(&self) -> String {
+        format!("{}/making", self.key())
+    }
+
+    /// Whether one of `ranks` makes its buffer.
+    fn is_making(&self, ranks: &[u32]) -> bool {
+        ranks.iter().any(|rank| self.group.collect(&self.making_key(), &[*rank], Some(ASK)).is_ok())
+    }
+
     /// Says in the store where this rank's buffer is and how it is reached.
     ///
     /// # Errors
     /// As [`Group::publish`].
     pub fn announce(&self) -> Result<()> {
-        self.group.publish(&self.key(), &self.place().encode()?)
+        self.group.publish(&self.key(), &self.place().encode()?)?;
+        self.made();
+        Ok(())
     }
 
     fn place(&self) -> Place {
@@ -164,11 +205,26 @@ impl Meeting {
         all.iter().map(|bytes| Place::decode(bytes)).collect()
     }
 
-    /// Connections to all of `new`, in order: other ranks' numbers, ascending. The greater rank dials.
+    /// As [`Meeting::places`]; while one of them makes its buffer, the time until `deadline` begins anew.
+    fn places_made(&self, ranks: &[u32], deadline: &mut Instant) -> Result<Vec<Place>> {
+        let patience = deadline.saturating_duration_since(Instant::now());
+        let most = *deadline + MAKING;
+        loop {
+            match self.places(ranks, *deadline) {
+                Err(error) if error.kind == ErrorKind::Timeout && Instant::now() < most && self.is_making(ranks) => {
+                    *deadline = Instant::now() + patience;
+                }
+                result => return result,
+            }
+        }
+    }
+
+    /// Connections to all of `new`, in order: other ranks' numbers, ascending. The greater rank dials. And the
+    /// deadline, which is later than `deadline` where one of them was still making its buffer then.
     ///
     /// # Errors
     /// `Timeout` naming the ranks that did not come; `Closed` after [`Meeting::end`]; as [`Worker::connect`].
-    pub fn connect(&self, new: &[u32], deadline: Instant) -> Result<Vec<End>> {
+    pub fn connect(&self, new: &[u32], mut deadline: Instant) -> Result<(Vec<End>, Instant)> {
         // What became of earlier attempts says nothing of this one.
         while let Ok(endpoint) = self.worker.accept(Some(Duration::ZERO)) {
             self.came(endpoint);
@@ -176,7 +232,7 @@ impl Meeting {
         self.early.lock().retain(|_, endpoint| endpoint.is_alive());
         // All of this rank's are dialled before it waits for others to dial it.
         let mut ends: Vec<End> = Vec::with_capacity(new.len());
-        for (rank, place) in new.iter().zip(self.places(new, deadline)?) {
+        for (rank, place) in new.iter().zip(self.places_made(new, &mut deadline)?) {
             let end = match *rank < self.me {
                 true => self.dial(*rank, place, deadline),
                 false => {
@@ -186,7 +242,7 @@ impl Meeting {
             };
             ends.push(end.inspect_err(|error| self.refuse(ends.iter().map(|end| &end.endpoint), error))?);
         }
-        Ok(ends)
+        Ok((ends, deadline))
     }
 
     /// Says to each of `ends` what `hello` makes for it, and hears what it says. If that fails, all of them are told.
