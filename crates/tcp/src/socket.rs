@@ -125,8 +125,8 @@ fn listen_error(binding: &Binding, address: SocketAddr, source: &io::Error) -> E
 /// `Timeout` when the deadline passes, `Unreachable` when the network or the peer says no, `Usage` when the
 /// binding is not of this machine or not of the peer's address family. The text names both ends.
 pub fn dial(binding: Option<&Binding>, remote: SocketAddr, deadline: Instant) -> Result<TcpStream> {
-    let from = binding.map_or_else(|| "any device".to_string(), Binding::name);
-    let fail = |kind, detail: String| Error::new(kind, "connect", format!("{from} to {remote}: {detail}"));
+    let from = binding.map_or_else(String::new, |binding| format!("{} to ", binding.name()));
+    let fail = |kind, detail: String| Error::new(kind, "connect", format!("{from}{remote}: {detail}"));
     let socket = Socket::new(Domain::for_address(remote), Type::STREAM, Some(Protocol::TCP))
         .map_err(|source| Error::io("connect", "socket", &source))?;
     if let Some(binding) = binding {

@@ -7,7 +7,19 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .addresses import DEFAULT_PORT
-from .parsing import EPILOG, Command, Commands, Parser, count, device_list, pin, positive, size_list, tls_of
+from .parsing import (
+    EPILOG,
+    Command,
+    Commands,
+    Parser,
+    count,
+    device_list,
+    pin,
+    positive,
+    size_list,
+    tls_of,
+    without_tcp,
+)
 from .peers import KNOWN as KNOWN_PEERS
 
 Memory = Literal["shared", "ordinary"]
@@ -130,8 +142,15 @@ def _check(parser: Parser, options: BenchOptions) -> None:
     if options.what == "p2p" and options.sizes == [0]:
         parser.error("bench p2p moves at least one byte; bench latency measures empty messages")
     _check_device(parser, options)
+    _check_transport(parser, options)
     if options.listen is not None and options.json is not None:
         parser.error("--json belongs to the end that connects: it is the one with the samples")
+
+
+def _check_transport(parser: Parser, options: BenchOptions) -> None:
+    if options.transport == "cuda_ipc" and not options.gpus and options.listen is None:
+        parser.error("--transport cuda_ipc is between GPUs: give --device too")
+    without_tcp(parser, options.transport, {"--rails": options.rails, "--channels": options.channels})
 
 
 def _check_device(parser: Parser, options: BenchOptions) -> None:

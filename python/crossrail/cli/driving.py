@@ -221,7 +221,7 @@ class _Driver:
         results = {
             name: _peer_result(theirs[name], errors.get(name), self._work(name, plan, transport)) for name in names
         }
-        self._insist(transport, protocol or "")
+        self._insist(transport, protocol or turns[-1].transfers[-1].protocol)
         row = self._like(plan, transport, protocol)
         if plan.what == "p2p":
             transfers = [turn.transfers for turn in turns]

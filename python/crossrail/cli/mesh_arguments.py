@@ -8,7 +8,19 @@ from typing import Literal
 
 from .bench_arguments import Memory
 from .nodes import Placement, add_nodes, placement
-from .parsing import EPILOG, Command, Commands, Parser, count, device_list, pin, positive, size_list, tls_of
+from .parsing import (
+    EPILOG,
+    Command,
+    Commands,
+    Parser,
+    count,
+    device_list,
+    pin,
+    positive,
+    size_list,
+    tls_of,
+    without_tcp,
+)
 
 RANKS = 2
 DEFAULT_SIZE = "64M"
@@ -106,6 +118,9 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
             parsed.num_processes = len(devices)
     elif parsed.unpack is not None:
         parser.error("--unpack says how data gets into GPU memory: give --devices too")
+    if parsed.transport == "cuda_ipc" and devices is None:
+        parser.error("--transport cuda_ipc is between GPUs: give --devices too")
+    without_tcp(parser, parsed.transport, {"--rails": parsed.rails, "--channels": parsed.channels})
     sizes = parsed.size or size_list(DEFAULT_SIZE)
     if len(sizes) > 1:
         parser.error("bench mesh measures one size; give --size once, as 64M")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 import crossrail
@@ -101,6 +102,14 @@ def tls_of(transport: str | None) -> str | None:
     """The transports that `--transport` stands for: cuda_ipc shares memory over the Unix socket that shm has."""
     names = (transport or "").split(",")
     return f"shm,{transport}" if "cuda_ipc" in names and "shm" not in names else transport
+
+
+def without_tcp(parser: Parser, transport: str | None, options: Mapping[str, object]) -> None:
+    """Tells the parser which of the options that were given (not None) say how TCP goes, where it is left out."""
+    plain = transport is not None and transport != "all" and not transport.startswith("^")
+    given = [name for name, value in options.items() if value is not None]
+    if given and plain and "tcp" not in str(transport).split(","):
+        parser.error(f"{given[0]} is for tcp, which --transport {transport} leaves out")
 
 
 def required(transport: str | None) -> str | None:

@@ -28,7 +28,7 @@ def check_destination(destination: str) -> None:
         return
     path = Path(destination)
     if path.is_dir():
-        raise WriteError(f"{destination} is a folder; name a file in it")
+        raise WriteError(f"{destination or 'an empty name'} is a folder; name a file in it")
     folder = path.parent
     if not folder.is_dir():
         raise WriteError(f"{folder} is not there; create it, or name another place with --json")

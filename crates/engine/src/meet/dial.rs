@@ -101,7 +101,7 @@ pub fn dial_lane(
     let mut pause = Pause::new(deadline);
     loop {
         let peer = tcp_name(remote);
-        let stream = dial_tcp(&format!("{lane}: connect"), remote, Some(binding), deadline)?;
+        let stream = dial_tcp(Some(lane), remote, Some(binding), deadline)?;
         let mut talk = Talk::new(stream.as_fd(), "connect", peer, deadline).since(started);
         match handshake::initiate_lane(&mut talk, ticket, lane) {
             Ok(()) => return Ok(stream),
@@ -138,7 +138,7 @@ fn meet(
     loop {
         let (stream, peer) = match way {
             Way::Unix(name) => (Stream::Unix(dial_unix(name, &mut pause)?), format!("unix:@{name}")),
-            Way::Tcp(to, binding) => (Stream::Tcp(dial_tcp("connect", *to, *binding, deadline)?), tcp_name(*to)),
+            Way::Tcp(to, binding) => (Stream::Tcp(dial_tcp(None, *to, *binding, deadline)?), tcp_name(*to)),
         };
         let mut talk = Talk::new(stream.as_fd(), "connect", peer, deadline).since(started);
         match handshake::initiate(&mut talk, me, worker, replaces) {
@@ -152,14 +152,15 @@ fn meet(
     }
 }
 
-fn dial_tcp(stage: &str, to: SocketAddr, binding: Option<&Binding>, deadline: Instant) -> Result<TcpStream> {
+fn dial_tcp(lane: Option<LaneName>, to: SocketAddr, binding: Option<&Binding>, deadline: Instant) -> Result<TcpStream> {
     let started = Instant::now();
     let stream = crossrail_tcp::dial(binding, to, deadline).map_err(|e| {
         let kind = match e.kind {
             ErrorKind::Io => ErrorKind::Unreachable,
             kind => kind,
         };
-        let detail = format!("{stage}: {} (after {:.3} s)", e.detail, started.elapsed().as_secs_f64());
+        let lane = lane.map_or_else(String::new, |lane| format!("{lane}: "));
+        let detail = format!("{lane}{} (after {:.3} s)", e.detail, started.elapsed().as_secs_f64());
         let hint = e.hint.unwrap_or_else(|| "is a worker listening there, and no firewall between?".to_owned());
         Error::new(kind, "connect", detail).with_peer(tcp_name(to)).with_hint(hint)
     })?;

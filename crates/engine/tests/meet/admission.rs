@@ -292,7 +292,7 @@ fn a_lane_that_nobody_takes_is_named() {
     let lane = LaneName { rail: 2, channel: 1, purpose: LanePurpose::Bulk };
     let error = dial_lane(&ticket, &loopback(), nobody, lane, in_secs(5.0)).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Unreachable, "{error}");
-    assert!(error.detail.starts_with("lane 2 channel 1: connect: "), "{error}");
+    assert!(error.detail.starts_with("lane 2 channel 1: "), "{error}");
 }
 
 #[test]
