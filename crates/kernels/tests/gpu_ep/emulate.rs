@@ -34,6 +34,9 @@ const STAGE: usize = 1 << 20;
 /// One test at a time: freeing memory waits for the GPU, and would wait for a kernel that waits for another test.
 static TURN: Mutex<()> = Mutex::new(());
 
+/// Made by the first test, and kept: that takes longer than most tests.
+static CONTEXTS: Mutex<Vec<Context>> = Mutex::new(Vec::new());
+
 /// What is compiled.
 #[derive(Clone)]
 pub struct Build {
@@ -70,11 +73,16 @@ impl Build {
         let options: Vec<&str> = self.defines.iter().map(String::as_str).collect();
         let compiled = Compiler::new(library, None).compile(&found.unwrap(), arch, &options, LIMIT).unwrap();
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        let contexts: Vec<Context> =
-            devices.iter().filter(alike).map(|device| Context::primary(device).unwrap()).collect();
-        for one in &contexts {
-            for other in contexts.iter().filter(|other| other.device().ordinal() != one.device().ordinal()) {
-                one.enable_peer(other).unwrap();
+        let mut contexts = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner);
+        // One in which a kernel has failed is lost, and made anew.
+        let is_lost = |context: &Context| Stream::new(context).and_then(|stream| stream.wait(LIMIT)).is_err();
+        if contexts.is_empty() || contexts.iter().any(is_lost) {
+            contexts.clear();
+            contexts.extend(devices.iter().filter(alike).map(|device| Context::primary(device).unwrap()));
+            for one in contexts.iter() {
+                for other in contexts.iter().filter(|other| other.device().ordinal() != one.device().ordinal()) {
+                    one.enable_peer(other).unwrap();
+                }
             }
         }
         let turn = Rc::new(turn);
