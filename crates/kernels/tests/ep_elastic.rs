@@ -147,5 +147,5 @@ fn ranks_come_and_go_in_the_expert_layout() {
 #[test]
 fn ranks_come_and_go_in_the_rank_layout() {
     let build = Build::new(&["kernels/ep_rank.cu"]).defines(&RANKS.rank_defines(true));
-    come_and_go(Job::made(&build, RANKS, RANKS.rank_threads(), RANKS.rank_shared(true)), 20..34);
+    come_and_go(Job::made(&build, RANKS, [RANKS.rank_threads(); 2], RANKS.rank_shared(true)), 20..34);
 }

@@ -146,7 +146,7 @@ fn expert_rounds(shape: Shape, seeds: std::ops::Range<u64>) {
 
 fn rank_job() -> Option<Far> {
     let build = Build::new(&["kernels/ep_rank.cu"]).defines(&RANKS.rank_defines(true));
-    Some(Far::new(Job::made(&build, RANKS, RANKS.rank_threads(), RANKS.rank_shared(true))?))
+    Some(Far::new(Job::made(&build, RANKS, [RANKS.rank_threads(); 2], RANKS.rank_shared(true))?))
 }
 
 #[test]

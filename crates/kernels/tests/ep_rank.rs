@@ -34,7 +34,7 @@ const SHAPE: Shape = Shape {
 
 fn job_of(build: &Build, shape: Shape, bulk: bool) -> Option<Job> {
     let build = build.clone().defines(&shape.rank_defines(bulk));
-    Job::made(&build, shape, shape.rank_threads(), shape.rank_shared(bulk))
+    Job::made(&build, shape, [shape.rank_threads(); 2], shape.rank_shared(bulk))
 }
 
 fn job(shape: Shape) -> Option<Job> {

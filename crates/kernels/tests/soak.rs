@@ -32,10 +32,11 @@ fn shape(numbers: &mut Numbers, expert_layout: bool) -> Shape {
     let hidden = unit * (1 + numbers.below(2500 / u64::from(unit)) as u32);
     let ranks = one_of(numbers, &[1, 2, 3, 4, 5, 8]);
     let experts = ranks * (1 + numbers.below(6) as u32);
-    let threads = 32 * (2 + numbers.below(4) as u32);
+    let threads = 32 * (1 + numbers.below(5) as u32);
     let senders = 1 + numbers.below(u64::from(threads) / 32) as u32;
     let receive_from = numbers.below(u64::from(senders.min(threads / 32 - 1)) + 1) as u32;
     let piece = one_of(numbers, &[1024, 2048]);
+    let back_threads = 32 * (2 + numbers.below(4) as u32);
     let back_stages = numbers.below(4) as u32;
     let rank_threads = one_of(numbers, &[128, 256]);
     let rank_movers = 1 + numbers.below(u64::from(rank_threads / 32 - 1).min(4)) as u32;
@@ -50,17 +51,17 @@ fn shape(numbers: &mut Numbers, expert_layout: bool) -> Shape {
         expert_layout,
         rank_layout: !expert_layout,
         regions: 3,
-        tuning: Tuning { piece, threads, senders, receive_from, back_stages, rank_threads, rank_movers },
+        tuning: Tuning { piece, threads, senders, receive_from, back_threads, back_stages, rank_threads, rank_movers },
     }
 }
 
 fn job(shape: Shape, bulk: bool) -> Option<Job> {
     if shape.expert_layout {
         let build = Build::new(&["kernels/ep_expert.cu"]).defines(&shape.defines(bulk));
-        return Job::made(&build, shape, shape.tuning().threads, shape.expert_shared());
+        return Job::made(&build, shape, shape.expert_threads(), shape.expert_shared());
     }
     let build = Build::new(&["kernels/ep_rank.cu"]).defines(&shape.rank_defines(bulk));
-    Job::made(&build, shape, shape.rank_threads(), shape.rank_shared(bulk))
+    Job::made(&build, shape, [shape.rank_threads(); 2], shape.rank_shared(bulk))
 }
 
 /// All phases at once, or one launch for each.

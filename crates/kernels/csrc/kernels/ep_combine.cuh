@@ -17,9 +17,11 @@
 constexpr u32 BACK_ROWS = EP_PREREDUCE ? 1 : MOST_LOCAL;
 constexpr u32 BACK_BYTES = EP_H * 2;
 // The warp that sets flags, and how many others send.
-constexpr u32 FLAGGER = WARPS - 1;
+constexpr u32 FLAGGER = BACK_WARPS - 1;
 constexpr u32 BACK_SENDERS = EP_SENDERS < FLAGGER ? EP_SENDERS : FLAGGER;
-static_assert(FLAGGER > 0 && EP_RECEIVE_FROM <= FLAGGER, "a warp is left to send, and one to receive");
+// The first warp that receives.
+constexpr u32 GATHERS_FROM = EP_RECEIVE_FROM < FLAGGER ? EP_RECEIVE_FROM : FLAGGER;
+static_assert(FLAGGER > 0, "a warp is left to send");
 // Elements of a token that a warp receives at a time.
 constexpr u32 PART = 512;
 constexpr u32 PARTS = (EP_H + PART - 1) / PART;
@@ -248,6 +250,15 @@ struct Returns {
         row = route_of(c, first.source, first.token, lane);
     }
 
+    // The rows of the first piece come nearer; if there is none, others may. All lanes.
+    __device__ __forceinline__ void prefetch(const EpCombineArgs &args, u32 lane) const {
+        const EpCommon &c = args.common;
+        if (worker >= units) return;
+        // What the handle says of a token that was not sent is nothing.
+        bool has = row < LOCAL * EP_R * c.max_tokens;
+        prefetch_rows(has, args.y + row * args.y_stride + worker % PIECES * EP_PIECE * 2, piece_elements(worker % PIECES) * 2, lane);
+    }
+
     // What each lane has of the 32 pieces from `first` on.
     __device__ __forceinline__ void look(const EpCommon &c, u32 first, u32 lane) {
         u32 unit = first + lane * workers;
@@ -346,8 +357,10 @@ struct Gather {
         return left < PART ? left : PART;
     }
 
-    // Waits for what comes from others, and writes the sum. All lanes.
-    __device__ __forceinline__ void sum(const EpCombineArgs &args, const Start &start, u32 unit, u32 lane) const {
+    // Waits for what comes from others, and writes the sum. `meanwhile` is done before. All lanes.
+    template <typename Meanwhile>
+    __device__ __forceinline__ void sum(const EpCombineArgs &args, const Start &start, u32 unit, u32 lane,
+                                        Meanwhile meanwhile) const {
         const EpCommon &c = args.common;
         u32 token = unit / PARTS, at_element = unit % PARTS * PART, elements = elements_of(unit);
         bool own = is_own(c), valid = expert >= 0;
@@ -360,7 +373,7 @@ struct Gather {
         }
         valid = valid && (start.open >> rank & 1) && (!own || token < start.tokens[c.rank]);
         // What this rank itself adds, as it would go over the wire.
-        Vec16 mine[2];
+        Vec16 mine[2] = {};
         u32 which = 0;
         if constexpr (EP_PREREDUCE) {
             Sum<2> sum;
@@ -379,6 +392,7 @@ struct Gather {
         u64 row = c.base + c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + at_element * 2;
         u64 flag = c.base + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + at_element / EP_PIECE) * 8;
         if (!EP_PREREDUCE && own) row = here;
+        meanwhile();
         if (valid && !own) valid = await(c, flag, start.received, rank, EP_STAGE_BACK_ROW, start.received);
         // What one lane has waited for is there for all.
         __syncwarp();
@@ -431,11 +445,10 @@ struct Parts {
     Gather next;
 
     __device__ __forceinline__ Parts(const EpCombineArgs &args, u32 warp, u32 lane) {
-        constexpr u32 FROM = EP_RECEIVE_FROM;
-        u32 turn = warp == FLAGGER ? FLAGGER - FROM : FLAGGER - 1 - warp;
+        u32 turn = warp == FLAGGER ? FLAGGER - GATHERS_FROM : FLAGGER - 1 - warp;
         unit = turn * gridDim.x + blockIdx.x;
-        step = (WARPS - FROM) * gridDim.x;
-        end = (args.common.phases & EP_RECEIVE) && warp + 1 > FROM ? args.common.tokens * PARTS : 0;
+        step = (BACK_WARPS - GATHERS_FROM) * gridDim.x;
+        end = (args.common.phases & EP_RECEIVE) && warp + 1 > GATHERS_FROM ? args.common.tokens * PARTS : 0;
         if (unit < end) next.look(args, unit, lane);
     }
 
@@ -452,7 +465,7 @@ struct Parts {
             u32 now = unit;
             unit += step;
             if (unit < end) next.look(args, unit, lane);
-            gather.sum(args, start, now, lane);
+            gather.sum(args, start, now, lane, [&] { prefetch(args, start, lane); });
             if (now < step) mark_of(NOTES, args.marks, EP_MARK_SUM);
         }
         if (any) mark_of(NOTES, args.marks, EP_MARK_SUMS);

@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     end_dispatch(args, start.sent, start.received);
 }
 
-extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(EP_BACK_THREADS, 1)
     crossrail_ep_combine_expert(const __grid_constant__ EpCombineArgs args) {
     extern __shared__ __align__(128) u8 shared[];
     const EpCommon &c = args.common;
@@ -70,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
         begin_flags(flags, lane);
     }
     if (warp == FLAGGER - 1) begin_combine(c, start, lane);
+    returns.prefetch(args, lane);
     __syncthreads();
     mark_of(0, args.marks, EP_MARK_PLANNED);
     // Before any wait for other ranks, which may wait for this.

@@ -7,6 +7,7 @@
 
 #include "kernels/ep_start.cuh"
 
+constexpr u32 BACK_WARPS = EP_BACK_THREADS / LANES;
 // Bytes of a stage, and stages of a warp.
 constexpr u32 COMBINE_STAGE = EP_PIECE * 2;
 constexpr u32 BACK_STAGES = EP_BACK_STAGES;
@@ -18,16 +19,16 @@ constexpr u32 ALL_THERE = 1u << 31;
 
 // Of a block, in shared memory; changed by atomics alone.
 struct Flags {
-    u64 ring[WARPS][RING];
+    u64 ring[BACK_WARPS][RING];
     // Of each warp: pieces that are there; those whose flags are set.
-    u32 there[WARPS];
-    u32 set[WARPS];
+    u32 there[BACK_WARPS];
+    u32 set[BACK_WARPS];
 };
 static_assert(sizeof(Flags) <= EP_FLAGS, "what the host reckons with");
 
 // Before the block's first barrier. One whole warp.
 __device__ __forceinline__ void begin_flags(Flags &flags, u32 lane) {
-    if (lane >= WARPS) return;
+    if (lane >= BACK_WARPS) return;
     flags.there[lane] = 0;
     flags.set[lane] = 0;
 }

@@ -5,7 +5,8 @@
 //!         [--hidden N] [--topk N] [--experts N] [--payload LIST] [--blocks LIST] [--threads LIST] [--iters N] [--link GB/S]
 //!         [--apart] [--marks] [--json FILE]
 //!     expert layout: [--no-prereduce] [--weights dispatch|combine] [--scales column|row] [--piece LIST]
-//!         [--senders LIST] [--receive-from LIST] [--back-stages LIST]
+//!         [--senders LIST] [--receive-from LIST] [--back-threads LIST]
+//!         [--back-stages LIST]
 //!     rank layout: [--movers LIST] [--split LIST] [--queue LIST] [--counted]
 //!
 //! Lists (`128,64`) are tried in all combinations; 0 is what suits. Results are verified, then timed: `cold` after the
@@ -100,6 +101,7 @@ struct Asked {
     piece: Vec<u32>,
     senders: Vec<u32>,
     receive_from: Vec<u32>,
+    back_threads: Vec<u32>,
     back_stages: Vec<u32>,
     movers: Vec<u32>,
     split: Vec<u32>,
@@ -127,6 +129,7 @@ impl Default for Asked {
             piece: vec![0],
             senders: vec![0],
             receive_from: vec![0],
+            back_threads: vec![0],
             back_stages: vec![0],
             movers: vec![0],
             split: vec![0],
@@ -162,6 +165,7 @@ impl Asked {
                 "--piece" => asked.piece = list(&value()?)?,
                 "--senders" => asked.senders = list(&value()?)?,
                 "--receive-from" => asked.receive_from = list(&value()?)?,
+                "--back-threads" => asked.back_threads = list(&value()?)?,
                 "--back-stages" => asked.back_stages = list(&value()?)?,
                 "--apart" => (asked.expert.apart, asked.rank.apart) = (true, true),
                 "--marks" => (asked.expert.marks, asked.rank.marks) = (true, true),
@@ -199,6 +203,7 @@ impl Asked {
             each(&self.threads, |tuning, value| tuning.rank_threads = value);
             each(&self.movers, |tuning, value| tuning.rank_movers = value);
         } else {
+            each(&self.back_threads, |tuning, value| tuning.back_threads = value);
             each(&self.back_stages, |tuning, value| tuning.back_stages = value);
             each(&self.receive_from, |tuning, value| tuning.receive_from = value);
             each(&self.senders, |tuning, value| tuning.senders = value);
@@ -366,10 +371,13 @@ struct Facts<'a> {
 impl Facts<'_> {
     fn print(&self, steps: &[Step]) {
         let tuning = self.shape.tuning();
-        let Tuning { piece, threads, senders, receive_from, back_stages, rank_threads, rank_movers } = tuning;
+        let Tuning { piece, threads, senders, receive_from, back_threads, back_stages, rank_threads, rank_movers } =
+            tuning;
         let set = match self.asked.layout {
             Layout::Expert => {
-                format!("threads {threads} piece {piece} senders {senders} from {receive_from} stages {back_stages}")
+                format!(
+                    "threads {threads} piece {piece} senders {senders} from {receive_from} back {back_threads} x {back_stages}"
+                )
             }
             Layout::Rank => {
                 format!("threads {rank_threads} movers {rank_movers} split {} queue {}", self.split, self.queue)
@@ -437,6 +445,7 @@ impl Facts<'_> {
                 "piece": tuning.piece,
                 "senders": tuning.senders,
                 "receive_from": tuning.receive_from,
+                "back_threads": tuning.back_threads,
                 "back_stages": tuning.back_stages,
             }),
         };

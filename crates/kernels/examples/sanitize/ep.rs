@@ -39,7 +39,7 @@ pub(crate) fn all() -> Outcome<usize> {
     Ok(launches)
 }
 
-fn job(source: &str, defines: &[String], shape: Shape, threads: u32, shared: [u32; 2]) -> Outcome<Job> {
+fn job(source: &str, defines: &[String], shape: Shape, threads: [u32; 2], shared: [u32; 2]) -> Outcome<Job> {
     let job = Job::made(&Build::new(&[source]).defines(defines), shape, threads, shared);
     let mut job = job.ok_or("there is no GPU with bulk copies")?;
     job.emulator.limit = LIMIT;
@@ -55,7 +55,7 @@ fn routing(numbers: &mut Numbers, shape: &Shape) -> Routing {
 
 fn expert(shape: Shape) -> Outcome<usize> {
     let (defines, shared) = (shape.defines(true), shape.expert_shared());
-    let mut job = job("kernels/ep_expert.cu", &defines, shape, shape.tuning().threads, shared)?;
+    let mut job = job("kernels/ep_expert.cu", &defines, shape, shape.expert_threads(), shared)?;
     let mut launches = 0;
     for weights in [Weights::Dispatch, Weights::None] {
         let mut numbers = Numbers(launches as u64);
@@ -78,7 +78,7 @@ fn expert(shape: Shape) -> Outcome<usize> {
 
 fn rank(shape: Shape) -> Outcome<usize> {
     let (defines, shared) = (shape.rank_defines(true), shape.rank_shared(true));
-    let mut job = job("kernels/ep_rank.cu", &defines, shape, shape.rank_threads(), shared)?;
+    let mut job = job("kernels/ep_rank.cu", &defines, shape, [shape.rank_threads(); 2], shared)?;
     let mut numbers = Numbers(1);
     let routing = routing(&mut numbers, &shape);
     let mut operation = ByRank::new(&mut job, &mut numbers, routing, 0);

@@ -25,7 +25,8 @@ pub struct EpKernels {
 struct Pair {
     dispatch: Function,
     combine: Function,
-    threads: u32,
+    /// Threads of a block of each.
+    threads: [u32; 2],
     /// Bytes of shared memory of a block of each.
     shared: [u32; 2],
 }
@@ -33,7 +34,7 @@ struct Pair {
 impl Pair {
     /// Of dispatch (0) or combine (1).
     fn grid(&self, blocks: u32, kernel: usize) -> Grid {
-        Grid { blocks, threads: self.threads, shared: self.shared[kernel] }
+        Grid { blocks, threads: self.threads[kernel], shared: self.shared[kernel] }
     }
 }
 
@@ -65,12 +66,12 @@ impl EpKernels {
         };
         let expert = || {
             let names = ["crossrail_ep_dispatch_expert", "crossrail_ep_combine_expert"];
-            load(&sources::EP_EXPERT, names, &shape.defines(bulk), shape.tuning().threads, shape.expert_shared())
+            load(&sources::EP_EXPERT, names, &shape.defines(bulk), shape.expert_threads(), shape.expert_shared())
         };
         let rank = || {
             let names = ["crossrail_ep_dispatch_rank", "crossrail_ep_combine_rank"];
             let (defines, shared) = (shape.rank_defines(rank_bulk), shape.rank_shared(rank_bulk));
-            load(&sources::EP_RANK, names, &defines, shape.rank_threads(), shared)
+            load(&sources::EP_RANK, names, &defines, [shape.rank_threads(); 2], shared)
         };
         // Each takes a second or more to compile.
         let (expert, rank) = std::thread::scope(|scope| {

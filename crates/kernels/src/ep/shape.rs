@@ -23,6 +23,8 @@ const PLAN_SHARED: u32 = 2 * MOST_RANKS * MOST_LOCAL_EXPERTS;
 
 /// Bytes of shared memory that two stages of all warps may take: every GPU has that much.
 const TWO_STAGES: u32 = 96 << 10;
+/// The most threads of a block that combines: more would have too few registers each.
+const BACK_THREADS: u32 = 512;
 /// Flags of a warp that may wait to be set, in a combine.
 const RING: u32 = 8;
 
@@ -66,6 +68,8 @@ pub struct Tuning {
     pub senders: u32,
     /// The first warp of a block that receives; those below `senders` do so when they have sent.
     pub receive_from: u32,
+    /// Threads of a block in a combine of the expert layout, a multiple of 32 from 64 to 1024.
+    pub back_threads: u32,
     /// Stages of a warp that sends in a combine of the expert layout: pieces of its own that are on their way at once.
     pub back_stages: u32,
     /// Rank layout: threads of a block, a multiple of 128 up to 512.
@@ -76,8 +80,16 @@ pub struct Tuning {
 
 impl Tuning {
     /// What suits the shape.
-    pub const USUAL: Tuning =
-        Tuning { piece: 0, threads: 0, senders: 0, receive_from: 0, back_stages: 0, rank_threads: 0, rank_movers: 0 };
+    pub const USUAL: Tuning = Tuning {
+        piece: 0,
+        threads: 0,
+        senders: 0,
+        receive_from: 0,
+        back_threads: 0,
+        back_stages: 0,
+        rank_threads: 0,
+        rank_movers: 0,
+    };
 }
 
 /// What kernels are compiled for; all numbers are those of one buffer.
@@ -146,10 +158,12 @@ impl Shape {
     }
 
     fn check_tuning(&self) -> Result<()> {
-        let Tuning { piece, threads, senders, receive_from, back_stages, rank_threads, rank_movers } = self.tuning();
+        let Tuning { piece, threads, senders, receive_from, back_threads, back_stages, rank_threads, rank_movers } =
+            self.tuning();
         let warps = threads / 32;
         // One warp of a combine sends nothing.
-        let fits = piece.is_multiple_of(PIECE) && threads.is_multiple_of(32) && (2..=32).contains(&warps);
+        let fits = piece.is_multiple_of(PIECE) && threads.is_multiple_of(32) && (1..=32).contains(&warps);
+        let fits = fits && back_threads.is_multiple_of(32) && (64..=1024).contains(&back_threads);
         let fits = fits && (1..=4).contains(&back_stages);
         let fits = fits && rank_threads.is_multiple_of(128) && (128..=512).contains(&rank_threads);
         // A warp is left for what belongs to rows.
@@ -167,12 +181,17 @@ impl Shape {
         let senders = or(self.tuning.senders, threads / 32);
         let rank_threads = or(self.tuning.rank_threads, 512);
         let piece = or(self.tuning.piece, PIECE);
+        let back_threads = or(self.tuning.back_threads, threads.clamp(64, BACK_THREADS));
         Tuning {
             piece,
             threads,
             senders,
             receive_from: self.tuning.receive_from,
-            back_stages: or(self.tuning.back_stages, if 2 * back_stage(piece, threads) <= TWO_STAGES { 2 } else { 1 }),
+            back_threads,
+            back_stages: or(
+                self.tuning.back_stages,
+                if 2 * back_stage(piece, back_threads) <= TWO_STAGES { 2 } else { 1 },
+            ),
             rank_threads,
             rank_movers: or(self.tuning.rank_movers, (rank_threads / 32).saturating_sub(1).min(4)),
         }
@@ -218,16 +237,21 @@ impl Shape {
 
     /// Bytes of shared memory of a block that dispatches in the expert layout, and of one that combines.
     pub fn expert_shared(&self) -> [u32; 2] {
-        let Tuning { piece, threads, back_stages, .. } = self.tuning();
+        let Tuning { piece, back_threads, back_stages, .. } = self.tuning();
         let plan = self.plan_parts() * self.plan_count() * self.experts;
-        let (dispatch, combine) = (self.stages() * self.stages_shared(), back_stages * back_stage(piece, threads));
+        let (dispatch, combine) = (self.stages() * self.stages_shared(), back_stages * back_stage(piece, back_threads));
         let start = self.start_shared();
         [start + plan.max(dispatch), start + self.flags_shared() + combine]
     }
 
+    /// Threads of a block that dispatches in the expert layout, and of one that combines.
+    pub fn expert_threads(&self) -> [u32; 2] {
+        [self.tuning().threads, self.tuning().back_threads]
+    }
+
     /// Bytes of shared memory in which warps of a combine note flags for the one that sets them.
     fn flags_shared(&self) -> u32 {
-        (self.tuning().threads / 32 * 8 * (RING + 1)).next_multiple_of(128)
+        (self.tuning().back_threads / 32 * 8 * (RING + 1)).next_multiple_of(128)
     }
 
     /// Bytes of shared memory in which a block of the expert layout has what all of its warps go by: the first ones.
@@ -374,7 +398,7 @@ impl Shape {
             Payload::Fp8(Scale::PowerOfTwo) => (1, 1),
             Payload::Fp8(Scale::Ue8m0) => (1, 2),
         };
-        let Tuning { piece, threads, senders, receive_from, back_stages, .. } = self.tuning();
+        let Tuning { piece, threads, senders, receive_from, back_threads, back_stages, .. } = self.tuning();
         let numbers = [
             ("H", self.hidden),
             ("K", self.topk),
@@ -386,6 +410,7 @@ impl Shape {
             ("BULK", bulk.into()),
             ("PIECE", piece),
             ("STAGES", self.stages()),
+            ("BACK_THREADS", back_threads),
             ("BACK_STAGES", back_stages),
             ("RING", RING),
             ("START", self.start_shared()),

@@ -17,7 +17,7 @@ pub struct Job {
     /// The longest wait in a kernel, of the virtual clock.
     pub limit_ns: u64,
     /// Threads of a block.
-    pub threads: u32,
+    pub threads: [u32; 2],
     /// Bytes of shared memory of a block that dispatches, and of one that combines.
     pub shared: [u32; 2],
 }
@@ -39,11 +39,11 @@ impl Job {
 
     /// The same of sources that are broken, perhaps.
     pub fn of(build: &Build, shape: Shape, shared: [u32; 2]) -> Option<Job> {
-        Job::made(&build.clone().defines(&shape.defines(true)), shape, shape.tuning().threads, shared)
+        Job::made(&build.clone().defines(&shape.defines(true)), shape, shape.expert_threads(), shared)
     }
 
-    /// With what `build` makes, all of whose definitions it has; its blocks have so many threads.
-    pub fn made(build: &Build, shape: Shape, threads: u32, shared: [u32; 2]) -> Option<Job> {
+    /// With what `build` makes, all of whose definitions it has; blocks that dispatch and that combine have so many threads.
+    pub fn made(build: &Build, shape: Shape, threads: [u32; 2], shared: [u32; 2]) -> Option<Job> {
         shape.check().unwrap();
         let mut emulator = build.emulator()?;
         let heaps: Vec<Memory> = (0..shape.ranks)
@@ -241,7 +241,7 @@ impl ByExpert {
 
     /// Queues the dispatch's phases on the streams of all ranks that take part.
     pub fn dispatch(&self, job: &mut Job, blocks: u32, phases: u32) {
-        let grid = Grid { blocks, threads: job.threads, shared: job.shared[0] };
+        let grid = Grid { blocks, threads: job.threads[0], shared: job.shared[0] };
         for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
             let mut args = one.dispatch;
             args.common.phases = phases;
@@ -251,7 +251,7 @@ impl ByExpert {
 
     /// Queues the combine's phases on the streams of all ranks that take part.
     pub fn combine(&self, job: &mut Job, blocks: u32, phases: u32) {
-        let grid = Grid { blocks, threads: job.threads, shared: job.shared[1] };
+        let grid = Grid { blocks, threads: job.threads[1], shared: job.shared[1] };
         for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
             let mut args = one.combine;
             args.common.phases = phases;

@@ -176,7 +176,7 @@ impl ByRank {
 
     /// Queues the dispatch's phases on the streams of all ranks that take part.
     pub fn dispatch(&self, job: &mut Job, blocks: u32, phases: u32) {
-        let grid = Grid { blocks, threads: job.threads, shared: job.shared[0] };
+        let grid = Grid { blocks, threads: job.threads[0], shared: job.shared[0] };
         for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
             let mut args = one.dispatch;
             args.common.phases = phases;
@@ -186,7 +186,7 @@ impl ByRank {
 
     /// Queues the combine's phases on the streams of all ranks that take part; `senders` as the kernel has it.
     pub fn combine(&self, job: &mut Job, blocks: u32, phases: u32, senders: u32) {
-        let grid = Grid { blocks, threads: job.threads, shared: job.shared[1] };
+        let grid = Grid { blocks, threads: job.threads[1], shared: job.shared[1] };
         for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
             let mut args = one.combine;
             args.common.phases = phases;

@@ -9,7 +9,7 @@ use crate::{BOTH, LARGE, LIMIT_NS, SMALL};
 
 fn job(shape: Shape) -> Option<Job> {
     let build = Build::new(&["kernels/ep_expert.cu"]).defines(&shape.defines(true));
-    let mut job = Job::made(&build, shape, shape.tuning().threads, shape.expert_shared())?;
+    let mut job = Job::made(&build, shape, shape.expert_threads(), shape.expert_shared())?;
     job.limit_ns = LIMIT_NS;
     Some(job)
 }

@@ -15,7 +15,7 @@ const RANK: Shape = Shape { expert_layout: false, rank_layout: true, max_tokens:
 
 fn job(shape: Shape) -> Option<Job> {
     let build = Build::new(&["kernels/ep_rank.cu"]).defines(&shape.rank_defines(true));
-    let mut job = Job::made(&build, shape, shape.rank_threads(), shape.rank_shared(true))?;
+    let mut job = Job::made(&build, shape, [shape.rank_threads(); 2], shape.rank_shared(true))?;
     job.limit_ns = LIMIT_NS;
     Some(job)
 }
