@@ -188,6 +188,18 @@ def test_a_bad_setting_is_one_line_and_exit_2(
     one_error(run(*command, settings={name: value}), 2, *words)
 
 
+def test_what_the_other_end_warns_of_is_passed_on(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef0123456789abcdef\n")
+    secret.chmod(0o644)
+    done = run("bench", "latency", f"--secret-file={secret}", *QUICK)
+    assert done.returncode == 0, done.stderr
+    mine, other = done.stderr.split("the other end said:")
+    assert all("every user of this machine can read the secret" in end for end in (mine, other))
+    secret.chmod(0o600)
+    assert run("bench", "latency", f"--secret-file={secret}", *QUICK).stderr == ""
+
+
 def test_a_missing_peer_names_its_package() -> None:
     one_error(
         run("bench", "latency", "--compare=ucx", *QUICK, settings={"PATH": "/none"}), 2, "apt-get install ucx-utils"

@@ -87,8 +87,7 @@ def other_end(options: BenchOptions) -> Iterator[Child]:
             child = Child(process, talk)
             yield child
             process.stop(grace=2.0)
-            if os.environ.get("CROSSRAIL_LOG") in ("info", "debug"):
-                child.show()
+            child.show()
         finally:
             process.stop()
 
