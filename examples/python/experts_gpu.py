@@ -64,6 +64,49 @@ class Prefill(Layer):
         return self.buffer.combine(y.to(x.dtype), came.handle).x
 
 
+class Dispatch(torch.autograd.Function):
+    """Tokens go to their experts' ranks; gradients of the rows, and of their weights, come back as sums."""
+
+    @staticmethod
+    def forward(ctx, buffer, x, topk_idx, topk_weights):
+        came = buffer.dispatch(x.detach(), topk_idx, topk_weights.detach(), layout="rank")
+        ctx.buffer, ctx.handle = buffer, came.handle
+        return came.x.clone(), came.topk_idx.clone(), came.topk_weights.clone(), came.handle
+
+    @staticmethod
+    def backward(ctx, rows, topk_idx, topk_weights, handle):
+        back = ctx.buffer.combine(rows.contiguous(), ctx.handle, topk_weights=topk_weights.contiguous())
+        return None, back.x, None, back.topk_weights
+
+
+class Combine(torch.autograd.Function):
+    """Rows go back to their tokens, which sum them; gradients of the sums take the way of the dispatch."""
+
+    @staticmethod
+    def forward(ctx, buffer, y, handle):
+        ctx.buffer, ctx.handle = buffer, handle
+        return buffer.combine(y.detach(), handle).x
+
+    @staticmethod
+    def backward(ctx, sums):
+        came = ctx.buffer.dispatch(sums.contiguous(), None, layout="rank", handle=ctx.handle)
+        return None, came.x.clone(), None
+
+
+class Training(Prefill):
+    """The same layer, through which gradients go."""
+
+    def forward(self, x):
+        topk_idx, topk_weights = self.route(x)
+        rows, local_idx, weights, handle = Dispatch.apply(self.buffer, x, topk_idx, topk_weights)
+        y = torch.zeros(rows.shape, device=x.device)
+        for expert, matrix in enumerate(self.experts.matrices):
+            row, k = (local_idx == expert).nonzero(as_tuple=True)
+            answer = (rows[row] @ matrix).relu()
+            y = y.index_add(0, row, answer * weights[row, k, None])
+        return Combine.apply(self.buffer, y.to(x.dtype), handle)
+
+
 def in_two_halves(layer, x):
     """The layer on two halves of the tokens: while one half's rows are under way, the other's experts work."""
     begun = []
@@ -113,6 +156,21 @@ def check(what, out, wanted):
     print(f"{what}: as the dense layer", flush=True)
 
 
+@torch.enable_grad()
+def check_gradients(what, layer, x, router, matrices):
+    """The gradients of tokens and router, by their largest value."""
+    tokens, dense_tokens = x.clone().requires_grad_(), x.clone().requires_grad_()
+    dense_router = router.clone().requires_grad_()
+    out, wanted = layer(tokens), dense(dense_tokens, dense_router, matrices)
+    gradients = torch.randn_like(out)
+    out.backward(gradients)
+    wanted.backward(gradients.float())
+    for found, right in ((tokens.grad, dense_tokens.grad), (layer.router.grad, dense_router.grad)):
+        largest = right.abs().max()
+        torch.testing.assert_close((found / largest).float(), (right / largest).float(), rtol=0, atol=2**-5)
+    print(f"{what}: as the dense layer", flush=True)
+
+
 @torch.no_grad()
 def one_rank():
     """What each process does."""
@@ -131,6 +189,7 @@ def one_rank():
             check(f"{name}, eagerly", layer(x), dense(x, router, matrices))
             check(f"{name}, in two halves", in_two_halves(layer, x), dense(x, router, matrices))
             check(f"{name}, rank layout", Prefill(buffer, router, mine)(x), dense(x, router, matrices))
+            check_gradients(f"{name}, gradients", Training(buffer, router, mine), x, router, matrices)
             graph, out = captured(layer, x)
             x.copy_(other)
             graph.replay()

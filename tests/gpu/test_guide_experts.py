@@ -13,7 +13,7 @@ from guide import ROOT
 
 pytest.importorskip("torch")
 
-WAYS = ("eagerly", "in two halves", "rank layout", "graph", "deep_ep")
+WAYS = ("eagerly", "in two halves", "rank layout", "gradients", "graph", "deep_ep")
 
 
 def test_the_example() -> None:

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "python" / "experts_gpu.py"
 GUIDE = ROOT / "docs" / "guides" / "experts-gpu.md"
-SHOWN = {"Experts", "Layer", "Prefill", "captured", "in_two_halves", "with_deep_ep"}
+SHOWN = {"Experts", "Layer", "Prefill", "Dispatch", "Combine", "Training", "captured", "in_two_halves", "with_deep_ep"}
 
 
 def test_the_guide_shows_the_example() -> None:
