@@ -10,6 +10,8 @@ import pytest
 from test_cli_command import COMMAND, one_error
 from test_cli_ep import environment, free_port
 
+from crossrail.cli.arguments import parse_arguments
+from crossrail.cli.failure import UsageFailure
 from crossrail.report import Report, Row
 
 SMALL = ("--size=64K", "--iters=3", "--warmup=1")
@@ -91,6 +93,12 @@ def test_the_table_is_a_view_of_the_rows(tmp_path: Path) -> None:
 )
 def test_bad_usage_is_one_line(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     one_error(run(*arguments), 2, *words)
+
+
+def test_one_gpu_is_no_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("crossrail.cli.mesh.known_gpus", lambda *_: ["cuda:0"])
+    with pytest.raises(UsageFailure, match="two or more, and there is only cuda:0 here"):
+        parse_arguments(["bench", "mesh", "--devices=all"]).run()
 
 
 def test_two_nodes_by_two_commands() -> None:
