@@ -177,13 +177,13 @@ struct Arrival {
     u32 piece;
     // The row of each lane's selection, or EP_NOWHERE.
     u32 row;
-    // The first lane has seen that it is there.
-    bool came;
 };
 
 // Copies a piece from its slot to the rows of its experts; zeros if it did not come. All lanes.
-__device__ __forceinline__ void fan_out(const EpDispatchArgs &args, const Arrival &a, u64 from, bool came, u32 lane) {
+__device__ __forceinline__ void fan_out(const EpDispatchArgs &args, const Arrival &a, u64 epoch, bool came, u32 lane) {
     const EpCommon &c = args.common;
+    u64 slot = slot_of(epoch, a.source) * c.max_tokens + a.token;
+    u64 from = c.base + c.heap.rows + slot * c.heap.row_stride + a.piece * c.heap.piece_stride;
     constexpr u32 MOST = 4;
     u32 elements = piece_elements(a.piece), data = elements * ELEMENT;
     u32 here = __ballot_sync(WHOLE_WARP, a.row != EP_NOWHERE);
@@ -296,19 +296,6 @@ struct Rows {
     }
 };
 
-// Waits for a piece, and delivers it. All lanes.
-__device__ __forceinline__ void receive_piece(const EpDispatchArgs &args, const Arrival &a, u64 epoch, u32 lane) {
-    const EpCommon &c = args.common;
-    u64 row = slot_of(epoch, a.source) * c.max_tokens + a.token;
-    u32 came = 0;
-    if (lane == 0) came = a.came || await(c, flag_of(c, a, epoch), epoch, a.source, EP_STAGE_ROW, epoch);
-    came = __shfl_sync(WHOLE_WARP, came, 0);
-    // What one lane has waited for is there for all.
-    __syncwarp();
-    u64 from = c.base + c.heap.rows + row * c.heap.row_stride + a.piece * c.heap.piece_stride;
-    fan_out(args, a, from, came, lane);
-}
-
 // Delivers this warp's share of what comes. Each lane looks at one of the next 32 pieces that may be this warp's: most
 // ranks have nothing of a token when there are many.
 __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &start, u32 worker, u32 workers, u32 lane) {
@@ -327,7 +314,7 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
     u32 units = most * EP_R * PIECES;
     auto arrival = [&](u32 unit) {
         u32 pair = unit / PIECES;
-        return Arrival{(c.rank + pair % EP_R) % EP_R, pair / EP_R, unit % PIECES, EP_NOWHERE, false};
+        return Arrival{(c.rank + pair % EP_R) % EP_R, pair / EP_R, unit % PIECES, EP_NOWHERE};
     };
 #pragma unroll 1
     for (u32 first = worker; first < units; first += LANES * workers) {
@@ -341,26 +328,30 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
             u64 present = c.handle + c.parts.present + u64(mine.source) * c.max_tokens;
             if (mine.piece == 0) at<u8>(present, mine.token) = static_cast<u8>(rows.count);
         }
-        // A first look at the next one's flag comes before the last one is waited for.
         u32 left = __ballot_sync(WHOLE_WARP, rows.count != 0);
-        Arrival last = mine;
-        bool expects = false;
 #pragma unroll 1
-        while (left || expects) {
-            Arrival next = last;
-            if (left) {
-                u32 whose = __ffs(left) - 1;
-                next = arrival(first + whose * workers);
+        while (left) {
+            // All that are there; if none is, the first is waited for.
+            u64 flag = flag_of(c, mine, epoch);
+            bool came = (left >> lane & 1) && ld_acquire_sys_u64(flag) >= epoch;
+            u32 there = __ballot_sync(WHOLE_WARP, came), now = there;
+            if (there == 0) {
+                now = left & -left;
+                came = now >> lane & 1 && await(c, flag, epoch, mine.source, EP_STAGE_ROW, epoch);
+                there = __ballot_sync(WHOLE_WARP, came);
+            }
+            left &= ~now;
+            // What one lane has waited for is there for all.
+            __syncwarp();
+#pragma unroll 1
+            for (; now; now &= now - 1) {
+                u32 whose = __ffs(now) - 1;
+                Arrival next = arrival(first + whose * workers);
                 next.row = rows.spread(c, next, whose, lane);
-                next.came = lane == 0 && ld_acquire_sys_u64(flag_of(c, next, epoch)) >= epoch;
-                __syncwarp();
                 bool weighted = __shfl_sync(WHOLE_WARP, said, whose) >> SOURCE_FLAGS & EP_WEIGHTED;
                 if (next.piece == 0) note_rows(args, next, weighted, epoch, lane);
+                fan_out(args, next, epoch, there >> whose & 1, lane);
             }
-            if (expects) receive_piece(args, last, epoch, lane);
-            last = next;
-            expects = left != 0;
-            left &= left - 1;
         }
     }
 }

@@ -168,8 +168,8 @@ __device__ __forceinline__ void tell_ready(Start &start, u32 lane) {
             continue;
         }
         fence_acq_rel_sys();
-        for (u64 left = ready; left; left &= left - 1) {
-            u64 flag = lane < EP_K ? atomicExch(&start.untold[__ffsll(left) - 1][lane], 0ull) : 0;
+        for (u32 i = lane; i < WARPS * EP_K; i += LANES) {
+            u64 flag = ready >> (i / EP_K) & 1 ? atomicExch(&start.untold[i / EP_K][i % EP_K], 0ull) : 0;
             if (flag) st_relaxed_sys_u64(flag, start.sent);
         }
         __syncwarp();
