@@ -25,6 +25,10 @@ pub(crate) struct Options {
     pub(crate) apart: bool,
     /// What the blocks of one iteration note is printed.
     pub(crate) marks: bool,
+    /// Percent of a multiprocessor's nearest memory that is shared memory.
+    pub(crate) carve_out: Option<u32>,
+    /// What events and the shortest of launches take is timed as well.
+    pub(crate) floor: bool,
 }
 
 /// One launch. With 0 tokens all ranks only meet.
@@ -73,6 +77,9 @@ struct Batch {
 impl Rig {
     pub(crate) fn new(devices: &[Device], compiler: &Compiler, shape: Shape, options: Options) -> Outcome<Rig> {
         let places = places(devices, compiler, &shape, Layout::Expert)?;
+        if let Some(percent) = options.carve_out {
+            places.iter().try_for_each(|place| place.kernels.prefer_shared(percent))?;
+        }
         let gate = Gate::new(places.first().ok_or("there is no GPU")?.stream.context())?;
         let ranks = places.into_iter().map(|place| rank(place, &shape)).collect::<Outcome<_>>()?;
         Ok(Rig { shape, options, ranks, gate })
@@ -239,6 +246,9 @@ impl Trial for Rig {
         self.verify(&batch, blocks)?;
         let run = Run { rig: self, batch: &batch, blocks };
         let mut steps = cold(&run, &self.gate, iters)?;
+        if self.options.floor {
+            steps.extend(cold(&Floor(&run), &self.gate, iters)?);
+        }
         let rows = self.rows_sent(&batch);
         let wide = u64::from(2 * self.shape.hidden);
         let narrow = u64::from(self.shape.row_bytes() + self.shape.scale_bytes());
@@ -294,6 +304,43 @@ impl Work for Run<'_> {
 
     fn step(&self, rank: usize, step: usize) -> Outcome<()> {
         self.launch(rank, step, false)
+    }
+}
+
+/// What events take of the time: nothing between two of them, the shortest of launches, and a dispatch of no tokens, for
+/// which all ranks have to come.
+struct Floor<'a>(&'a Run<'a>);
+
+impl Work for Floor<'_> {
+    fn streams(&self) -> Vec<&Stream> {
+        self.0.streams()
+    }
+
+    fn finish(&self) -> Outcome<()> {
+        self.0.finish()
+    }
+
+    fn steps(&self) -> Vec<&'static str> {
+        vec!["nothing", "fill of 16 bytes", "meeting"]
+    }
+
+    fn make_cold(&self, rank: usize) -> Outcome<()> {
+        self.0.make_cold(rank)
+    }
+
+    fn meet(&self, rank: usize) -> Outcome<()> {
+        self.0.meet(rank)
+    }
+
+    fn step(&self, rank: usize, step: usize) -> Outcome<()> {
+        let place = &self.0.rig.ranks[rank];
+        match step {
+            0 => {}
+            // SAFETY: the area is the rank's, and nothing else writes it now.
+            1 => unsafe { place.place.stream.fill(place.marks.address(), 0, 16)? },
+            _ => self.meet(rank)?,
+        }
+        Ok(())
     }
 }
 

@@ -6,13 +6,14 @@
 //!         [--apart] [--marks] [--json FILE]
 //!     expert layout: [--no-prereduce] [--weights dispatch|combine] [--scales column|row] [--piece LIST]
 //!         [--senders LIST] [--receive-from LIST] [--back-threads LIST]
-//!         [--back-stages LIST]
+//!         [--back-stages LIST] [--carve-out PERCENT] [--floor]
 //!     rank layout: [--movers LIST] [--split LIST] [--queue LIST] [--counted]
 //!
 //! Lists (`128,64`) are tried in all combinations; 0 is what suits. Results are verified, then timed: `cold` after the
 //! second cache was overwritten and all ranks have met, each step alone; `pair` back to back. The slowest rank counts.
 //! Payloads are fp8, bf16, and, in the rank layout, cast: fp8 of bf16 rows, where fp8 rows are given as such otherwise.
-//! `--apart`: phases are launches of their own. `--marks`: what the blocks of one iteration note on their way. `--link`:
+//! `--carve-out`: how much of a multiprocessor's nearest memory is shared memory. `--floor`: what events and the shortest of
+//! launches take. `--apart`: phases are launches of their own. `--marks`: what the blocks of one iteration note on their way. `--link`:
 //! the most that leaves a GPU, for the time that a step's bytes take at least. `--split`: blocks that send in a combine
 //! while the others add. `--queue`: KiB of rows under way at most. `--counted`: the host is told how much came. The table
 //! goes to stdout, raw samples to FILE.
@@ -33,6 +34,7 @@ use std::process::ExitCode;
 use crossrail_cuda::nvrtc::{Cache, Compiler, Library, Places};
 use crossrail_cuda::{Context, Cuda, Device};
 use crossrail_kernels::ep::{Layout, Payload, Scale, Shape, Tuning};
+use crossrail_kernels::sources;
 use crossrail_types::Settings;
 use serde_json::{Value, json};
 
@@ -134,7 +136,14 @@ impl Default for Asked {
             movers: vec![0],
             split: vec![0],
             queue: vec![0],
-            expert: expert::Options { late_weights: true, column_scales: true, apart: false, marks: false },
+            expert: expert::Options {
+                late_weights: true,
+                column_scales: true,
+                apart: false,
+                marks: false,
+                carve_out: None,
+                floor: false,
+            },
             rank: rank::Options { fp8_input: true, counted: false, split: 0, queue: 0, apart: false, marks: false },
             iters: 30,
             link: None,
@@ -169,6 +178,8 @@ impl Asked {
                 "--back-stages" => asked.back_stages = list(&value()?)?,
                 "--apart" => (asked.expert.apart, asked.rank.apart) = (true, true),
                 "--marks" => (asked.expert.marks, asked.rank.marks) = (true, true),
+                "--carve-out" => asked.expert.carve_out = Some(value()?.parse()?),
+                "--floor" => asked.expert.floor = true,
                 "--link" => asked.link = Some(value()?.parse()?),
                 "--movers" => asked.movers = list(&value()?)?,
                 "--split" => asked.split = list(&value()?)?,
@@ -228,6 +239,30 @@ impl Asked {
             trial: Box::new(rig.with(rank::Options { split, queue, ..options })),
         };
         Ok(pairs.map(variant).collect())
+    }
+
+    /// Compiles the kernels of all trials at once, for those that then look for them in the cache. What is wrong is said
+    /// by the trial.
+    fn compile(&self, cuda: &Cuda, compiler: &Compiler, tunings: &[Tuning]) -> Outcome<()> {
+        let devices = cuda.devices()?;
+        let arch = devices.first().ok_or("there is no GPU")?.arch()?;
+        let ranks = devices.len().min(self.gpus) as u32;
+        let most = self.tokens.iter().copied().max().unwrap_or(1);
+        let shapes = self.payload.iter().flat_map(|carried| tunings.iter().map(|one| (*carried, *one)));
+        let shapes = shapes.map(|(carried, tuning)| self.shape(ranks, most, carried, tuning));
+        std::thread::scope(|scope| {
+            for shape in shapes.filter(|shape| shape.check().is_ok()) {
+                scope.spawn(move || {
+                    let (source, defines) = match self.layout {
+                        Layout::Expert => (sources::EP_EXPERT, shape.defines(sources::has_bulk(arch))),
+                        Layout::Rank => (sources::EP_RANK, shape.rank_defines(sources::has_bulk(arch))),
+                    };
+                    let options: Vec<&str> = defines.iter().map(String::as_str).collect();
+                    let _ = compiler.compile(&source, arch, &options, place::LIMIT);
+                });
+            }
+        });
+        Ok(())
     }
 
     fn shape(&self, ranks: u32, max_tokens: u32, carried: Carried, tuning: Tuning) -> Shape {
@@ -296,6 +331,7 @@ fn run() -> Outcome<()> {
     let mut environment = Value::Null;
     println!("tokens  blocks | what of the tuning is set | p50 us of each step (GB/s over the links) ...");
     let tunings = asked.tunings();
+    asked.compile(&cuda, &compiler, &tunings)?;
     for (carried, tuning) in asked.payload.iter().flat_map(|carried| tunings.iter().map(move |one| (*carried, *one))) {
         let most = asked.tokens.iter().copied().max().unwrap_or(1);
         let devices = cuda.devices()?.into_iter().take(asked.gpus).collect::<Vec<_>>();
