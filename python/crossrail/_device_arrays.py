@@ -43,6 +43,8 @@ class Given(NamedTuple):
 
     def is_whole(self) -> bool:
         """Whether it lies in one piece, in C order."""
+        if len(self.shape) == 2 and self.strides == (self.shape[1], 1):  # as nearly all do
+            return True
         return 0 in self.shape or self.strides == c_strides(self.shape, self.strides)
 
 
@@ -236,11 +238,7 @@ class Call:
     ) -> Given:
         """`value`, if it has one of `dtypes` and this shape (names stand for any number)."""
         given = self.arrays.given(value, name, self.course, self.operation, writable)
-        fits = given.shape == shape or (
-            len(given.shape) == len(shape)
-            and all(isinstance(want, str) or have == want for have, want in zip(given.shape, shape, strict=True))
-        )
-        if given.dtype not in dtypes or not fits:
+        if given.dtype not in dtypes or (given.shape != shape and not fits(given.shape, shape)):
             kind = {"bfloat16": "bf16", "float8_e4m3fn": "e4m3"}.get(dtypes[0], " or ".join(dtypes))
             have = f"{given.dtype} {shape_text(given.shape)}"
             raise wrong(self.operation, f"{name} is {have} where {kind} {shape_text(shape)} is wanted")
@@ -280,8 +278,17 @@ class Call:
         return array, address
 
 
+def fits(have: Sequence[int], shape: Sequence[int | str]) -> bool:
+    """Whether a shape is the one that is wanted; names stand for any number."""
+    if len(have) != len(shape):
+        return False
+    return all(extent == want or isinstance(want, str) for extent, want in zip(have, shape, strict=True))
+
+
 def row_stride(given: Given) -> int | None:
     """Items from one row to the next; `None` when rows do not lie equally far apart, or are not contiguous."""
+    if len(given.shape) == 2 and given.strides == (given.shape[1], 1):
+        return given.shape[1]
     *outer, width = given.shape
     if 0 in given.shape or math.prod(outer) == 1:
         return width if width <= 1 or given.strides[-1] == 1 or 0 in given.shape else None

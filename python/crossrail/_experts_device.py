@@ -194,7 +194,7 @@ class DeviceWay:
         self._sizes = sizes
         self._plain = PlainArrays(context, native.ordinal)
         self._torch: TorchArrays | None = None
-        self._expert_kinds = expert_shapes(sizes)
+        self._expert_kinds, self._rank_kinds = expert_shapes(sizes), rank_shapes(sizes)
         # Of scales that are made here, in bytes.
         row = sizes.hidden // BLOCK
         steps = [sizes.most * row, row, PACKED] if sizes.ue8m0 else [4 * sizes.most * row, 4 * row, 4]
@@ -417,7 +417,7 @@ class DeviceWay:
     def _rank_out(self, call: Call, out: Any, cached: bool) -> dict[str, tuple[Any, int] | None]:
         """The same in the rank layout: what is not in the region."""
         parts: dict[str, tuple[Any, int] | None] = {"counts": None}
-        kinds = rank_shapes(self._sizes)
+        kinds = self._rank_kinds
         given = known(out, kinds)
         for name, (dtype, shape) in kinds.items():
             if name == "counts" and cached:
@@ -501,7 +501,9 @@ def address(part: tuple[Any, int] | None) -> int:
 
 def known(out: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """The caller's arrays for results, by names that there are."""
-    given = {} if out is None else dict(out)
+    if out is None:
+        return {}
+    given = dict(out)
     if unknown := given.keys() - kinds.keys():
         raise wrong("dispatch", f"out has {sorted(map(str, unknown))} where it may have {list(kinds)}")
     return given

@@ -244,6 +244,29 @@ def over_a_crossrail_group(env: Any, seed: int) -> None:
             other.destroy()
 
 
+def over_the_network(env: Any, seed: int) -> None:
+    """Low-latency rows that may not go over NVLink, which the host carries; the same ones in normal mode may."""
+    import deep_ep_work as work
+
+    import crossrail
+    from crossrail import deep_ep
+
+    store = env.buffer._machine._joined.group.store_address
+    with crossrail.Group(name="network", rank=env.rank, size=env.size, store=store) as group:
+        other = deep_ep.Buffer(group, low_latency_mode=True, allow_nvlink_for_low_latency_mode=False)
+        try:
+            second = work.Env(env.torch, other)
+            work.low_latency(second, seed)
+            work.low_latency(second, seed + 1, "bf16", hook=True)
+            (made,) = other._pool._made.values()
+            kinds = {link.kind for link in made.buffer.links() if link.rank != env.rank}
+            assert "heap" not in kinds, f"rank {env.rank}: links of kinds {kinds}"
+            work.normal(second, seed)
+            group.barrier()
+        finally:
+            other.destroy()
+
+
 def over_nccl(env: Any, seed: int) -> None:
     """A buffer of a group of NCCL's, and NCCL's own operations in turns with its."""
     import deep_ep_work as work

@@ -58,6 +58,11 @@ def test_two_buffers(ranks: Ranks) -> None:
 
 
 @pytest.mark.gpus(2)
+def test_without_nvlink(ranks: Ranks) -> None:
+    ranks.do("over_the_network", 175)
+
+
+@pytest.mark.gpus(2)
 def test_beside_nccl(ranks: Ranks) -> None:
     ranks.do("over_nccl", 180)
 

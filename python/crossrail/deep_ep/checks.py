@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
+from crossrail._device_arrays import fits
 from crossrail.errors import UnsupportedError, UsageError
 
 Tensor: TypeAlias = Any
@@ -63,11 +64,7 @@ def checked(
     """
     if not isinstance(value, torch().Tensor):
         raise wrong(operation, f"{name} is a {type(value).__name__}, not a torch.Tensor")
-    known = [getattr(torch(), dtype) for dtype in dtypes]
-    fits = value.dim() == len(shape) and all(
-        isinstance(want, str) or have == want for have, want in zip(value.shape, shape, strict=True)
-    )
-    if value.dtype not in known or not fits:
+    if value.dtype not in _called(*dtypes) or not fits(value.shape, shape):
         want = f"{' or '.join(dtypes)} [{', '.join(map(str, shape))}]"
         raise wrong(operation, f"{name} is {told(value)} where {want} is wanted")
     if value.device != device:
@@ -77,6 +74,12 @@ def checked(
     if not dense and value.shape[-1] > 1 and value.stride(-1) != 1:
         raise wrong(operation, f"the rows of {name} are not in one piece", f"{name}.contiguous() makes a copy that is")
     return value
+
+
+@cache
+def _called(*names: str) -> tuple[Any, ...]:
+    """PyTorch's dtypes of these names."""
+    return tuple(getattr(torch(), name) for name in names)
 
 
 def told(tensor: Tensor) -> str:
