@@ -4,8 +4,9 @@ use crossrail::CudaState;
 use crossrail_ep_cuda::{Layout, LinkKind, Payload};
 
 use crate::alone;
-use crate::rank::{Case, LIMIT, Rank, on_ranks_apart};
+use crate::rank::{Case, LIMIT, Rank, on_ranks, on_ranks_apart};
 use crate::rounds::all_ways;
+use crate::steady::Recorded;
 
 alone!(ranks_come_and_go_in_the_expert_layout, |gpus| {
     on_ranks_apart(&Case::new(Layout::Expert, Payload::Bf16), gpus, come_and_go);
@@ -55,4 +56,31 @@ fn come_and_go(rank: Rank) {
         assert_eq!(cuda.devices[rank.gpu.ordinal as usize].bounce_bytes, 0, "rank {me}");
     }
     rank.leave();
+}
+
+alone!(graphs_go_on_when_ranks_come_and_go, |gpus| {
+    on_ranks(&Case::new(Layout::Expert, Payload::Bf16), gpus, graphs_go_on);
+});
+
+/// What a graph knows of heaps, masks and numbers lies in memory that stays.
+fn graphs_go_on(rank: &Rank) {
+    let (all, others) = (rank.case.everybody(), if rank.me == 3 { &[0, 1, 2][..] } else { &[3] });
+    let absent: Vec<usize> = others.iter().map(|rank| *rank as usize).collect();
+    let recorded = Recorded::new(rank);
+    (0..2).for_each(|round| recorded.replay(rank, 300 + round, &[]));
+    rank.meet("replayed", &all);
+    rank.buffer.disconnect(others).expect("disconnect");
+    // One that is alone goes on as well, and does not replay it as often.
+    (0..if rank.me == 3 { 1 } else { 3 }).for_each(|round| recorded.replay(rank, 310 + round, &absent));
+    rank.meet("replayed apart", &all);
+    rank.connect(&all);
+    (0..3).for_each(|round| recorded.replay(rank, 320 + round, &[]));
+    rank.meet("replayed together", &all);
+    rank.buffer.mask(others).expect("mask");
+    recorded.replay(rank, 330, &absent);
+    rank.meet("masked", &all);
+    rank.buffer.unmask(others).expect("unmask");
+    rank.meet("unmasked", &all);
+    (0..2).for_each(|round| recorded.replay(rank, 340 + round, &[]));
+    assert_eq!(rank.buffer.faults(), [], "rank {}", rank.me);
 }

@@ -160,44 +160,74 @@ pub(crate) fn launch(graph: &Graph, gpu: &Gpu) {
 alone!(graphs_of_the_expert_layout, |gpus| on_ranks(&Case::new(Layout::Expert, Payload::Bf16), gpus, expert_graph));
 alone!(graphs_of_the_rank_layout, |gpus| on_ranks(&Case::new(Layout::Rank, Payload::Bf16), gpus, rank_graph));
 
-fn expert_graph(rank: &Rank) {
-    let (gpu, me, shape, way) = (&rank.gpu, rank.me as usize, rank.shape(), Way { early: true, ..Way::default() });
-    let (local, most) = (shape.local_experts() as usize, (shape.ranks * shape.max_tokens) as usize);
-    let stride = 2 * u64::from(shape.hidden);
-    gpu.reset();
-    let input = world_of(shape, 1).tokens(gpu, me, &way);
-    let out = expert_out(gpu, &shape);
-    let (y, result) = (gpu.room(local * most * stride as usize), gpu.room(TOKENS[me] * stride as usize));
-    let call =
-        ExpertCombine { y, y_stride: stride, topk_weights: 0, bias: [0; 2], out: result, out_stride: stride, waits: 0 };
-    gpu.wait();
-    let mut kept: Option<DeviceHandle> = None;
-    let graph = gpu.stream.record(|stream| {
-        let dispatch = ExpertDispatch { input, out, stats: 0, waits: 0 };
-        let sent = put_dispatch_expert(&rank.buffer, stream, &dispatch, Split::Whole)?;
-        assert!(sent.done.is_captured());
-        kept = Some(put_combine_expert(&rank.buffer, stream, &call, &sent.handle, Split::Whole)?.handle);
-        Ok(())
-    });
-    let graph = graph.expect("a graph");
-    rank.meet("recorded", &rank.case.everybody());
-    for round in 0..REPLAYS {
-        let mut world = world_of(shape, 100 + round);
-        let outputs = world.outputs(&vec![local * most; shape.ranks as usize]);
-        replace(&world, gpu, me, &input);
-        gpu.write_all(y, &outputs[me].values);
-        poison(gpu, &shape, &out);
-        replay(&graph, gpu);
-        check_expert(&world, gpu, me, &out);
-        let expected = reference::combine_expert(&shape, &world.routing, &outputs, true, &[]);
-        let found = gpu.read_all::<u16>(result, expected[me].len());
-        compare_rows(&found, &expected[me], &shape, me, round, &way);
+/// A dispatch and its combine in the expert layout, in a graph.
+pub(crate) struct Recorded {
+    graph: Graph,
+    _handle: DeviceHandle,
+    input: Tokens,
+    out: ExpertOut,
+    y: u64,
+    result: u64,
+}
+
+impl Recorded {
+    /// Records them, in memory of the rank's that must not be used for anything else then.
+    pub(crate) fn new(rank: &Rank) -> Recorded {
+        let (gpu, me, shape, way) = (&rank.gpu, rank.me as usize, rank.shape(), Way { early: true, ..Way::default() });
+        let (local, most) = (shape.local_experts() as usize, (shape.ranks * shape.max_tokens) as usize);
+        let stride = 2 * u64::from(shape.hidden);
+        gpu.reset();
+        let input = world_of(shape, 1).tokens(gpu, me, &way);
+        let out = expert_out(gpu, &shape);
+        let (y, result) = (gpu.room(local * most * stride as usize), gpu.room(TOKENS[me] * stride as usize));
+        let call = ExpertCombine {
+            y,
+            y_stride: stride,
+            topk_weights: 0,
+            bias: [0; 2],
+            out: result,
+            out_stride: stride,
+            waits: 0,
+        };
+        gpu.wait();
+        let mut kept: Option<DeviceHandle> = None;
+        let graph = gpu.stream.record(|stream| {
+            let dispatch = ExpertDispatch { input, out, stats: 0, waits: 0 };
+            let sent = put_dispatch_expert(&rank.buffer, stream, &dispatch, Split::Whole)?;
+            assert!(sent.done.is_captured());
+            kept = Some(put_combine_expert(&rank.buffer, stream, &call, &sent.handle, Split::Whole)?.handle);
+            Ok(())
+        });
+        let graph = graph.expect("a graph");
+        rank.meet("recorded", &rank.case.everybody());
+        Recorded { graph, _handle: kept.expect("a handle"), input, out, y, result }
     }
+
+    /// Replays it with other tokens, without the `absent`, and compares what comes out.
+    pub(crate) fn replay(&self, rank: &Rank, seed: u64, absent: &[usize]) {
+        let (gpu, me, shape) = (&rank.gpu, rank.me as usize, rank.shape());
+        let (local, most) = (shape.local_experts() as usize, (shape.ranks * shape.max_tokens) as usize);
+        let mut world = world_of(shape, seed);
+        world.routing = world.routing.without(absent);
+        let outputs = world.outputs(&vec![local * most; shape.ranks as usize]);
+        replace(&world, gpu, me, &self.input);
+        gpu.write_all(self.y, &outputs[me].values);
+        poison(gpu, &shape, &self.out);
+        replay(&self.graph, gpu);
+        check_expert(&world, gpu, me, &self.out);
+        let expected = reference::combine_expert(&shape, &world.routing, &outputs, true, &[]);
+        let found = gpu.read_all::<u16>(self.result, expected[me].len());
+        compare_rows(&found, &expected[me], &shape, me, seed, &Way { early: true, ..Way::default() });
+    }
+}
+
+fn expert_graph(rank: &Rank) {
+    let recorded = Recorded::new(rank);
+    (0..REPLAYS).for_each(|round| recorded.replay(rank, 100 + round, &[]));
     // Without a look at what came between them, and beside calls that are not recorded.
-    (0..50).for_each(|_| launch(&graph, gpu));
-    gpu.wait();
+    (0..50).for_each(|_| launch(&recorded.graph, &rank.gpu));
+    rank.gpu.wait();
     all_ways(rank, 0..2, &[]);
-    drop((graph, kept));
 }
 
 fn poison(gpu: &Gpu, shape: &Shape, out: &ExpertOut) {
