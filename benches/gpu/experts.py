@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from steps import gpu_count
+
 from crossrail.report import PeerResult, Row, averaged, format_bytes, median
 from scenarios import Outcome
 
@@ -105,17 +107,28 @@ QUICK_SWEEPS = {
 
 
 def control(terms: Terms, found: Found) -> None:
-    """A buffer's life with the decode preset's numbers, its kernels cached and compiled anew."""
-    numbers = ("--experts-per-rank=72", "--tokens=128", "--hidden=7168", "--topk=8")
+    """A buffer's life with the decode preset's numbers, its kernels compiled anew and cached.
+
+    Where there are fewer GPUs than the preset has ranks, also that of so many ranks that share them.
+    """
+    numbers = ("--experts-per-rank=72", "--tokens=128", "--hidden=7168", "--topk=8", f"--timeout={LIMIT}")
+    rounds = (f"--rounds={terms.scaled(20, 5)}", "--warmup=2")
+    turns: list[tuple[str, tuple[str, ...], float | None]] = [
+        ("kernels compiled anew, CUDA started too", ("--rounds=1", "--warmup=0"), None),
+        ("kernels cached", rounds, CONTROL_MS),
+    ]
+    gpus = gpu_count()[0]
+    if gpus < RANKS:
+        turns.append((f"kernels cached, on {gpus} GPUs", (*rounds, f"--num-processes={RANKS}"), CONTROL_MS))
     with tempfile.TemporaryDirectory(prefix="crossrail-cache-") as cache:
-        turns = {"kernels compiled anew, CUDA started too": ("--rounds=1", "--warmup=0")}
-        turns["kernels cached"] = (f"--rounds={terms.scaled(20, 5)}", "--warmup=2")
-        for what, options in turns.items():
-            rows = found.ours(
-                terms, "control", "--device=cuda", *numbers, *options, f"--timeout={LIMIT}", CROSSRAIL_CACHE_DIR=cache
-            )
-            goal = CONTROL_MS if what == "kernels cached" else None
-            found.outcomes.append(control_outcome(rows, what, goal, found.failures))
+        for what, options, goal in turns:
+            rows = found.ours(terms, "control", "--device=cuda", *numbers, *options, CROSSRAIL_CACHE_DIR=cache)
+            unit = "ranks" if "--num-processes" in " ".join(options) else "GPUs"
+            found.outcomes.append(control_outcome(rows, what, goal, found.failures, unit))
+
+
+RANKS = 4
+"""Of the presets."""
 
 
 def ep(preset: str, terms: Terms, iters: int) -> tuple[str, ...]:
@@ -185,9 +198,11 @@ def sms_outcomes(rows: Sequence[Row], preset: str, failures: Sequence[str]) -> l
     return outcomes
 
 
-def control_outcome(rows: Sequence[Row], what: str, goal_ms: float | None, failures: Sequence[str]) -> Outcome:
+def control_outcome(
+    rows: Sequence[Row], what: str, goal_ms: float | None, failures: Sequence[str], unit: str = "GPUs"
+) -> Outcome:
     """All five steps together, each rank's mean averaged over the ranks."""
-    ranks = f"{rows[0].ranks} GPUs, " if rows else ""
+    ranks = f"{rows[0].ranks} {unit}, " if rows else ""
     work, to_reach = f"control cycle, {ranks}{what}", "shown" if goal_ms is None else f"<= {goal_ms:g} ms"
     if not rows:
         return failed(work, to_reach, failures)

@@ -9,10 +9,14 @@ import socket
 import subprocess
 import threading
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from test_cli_command import COMMAND, children, clean_environment, gone, one_error, run
 
+import crossrail
+from crossrail.cli.gpus import shared_out
+from crossrail.cli.nodes import Placement
 from crossrail.report import Report, averaged
 
 SMALL = ("bench", "control", "--num-processes=3", "--tokens=8", "--hidden=256")
@@ -43,6 +47,23 @@ def test_one_step_alone(op: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (row,) = Report.loads(path.read_text()).rows
     assert (row.what, len(row.samples_us)) == (op, 3)
+
+
+class TwoGpus:
+    """Of a context, what it says of GPUs."""
+
+    def info(self) -> dict[str, Any]:
+        return {"cuda": {"devices": [{"ordinal": 0}, {"ordinal": 1}]}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "every", "expected"),
+    [(8, True, ("cuda:0", "cuda:1")), (1, False, ("cuda:0",)), (3, False, ("cuda:0", "cuda:1", "cuda:0"))],
+)
+def test_ranks_are_shared_out_over_gpus(asked: int, every: bool, expected: tuple[str, ...]) -> None:
+    context = cast("crossrail.Context", TwoGpus())
+    where, gpus = shared_out(Placement(asked), context, every)
+    assert (where.num_processes, gpus) == (len(expected), expected)
 
 
 def test_many_rounds_are_gathered_whole(tmp_path: Path) -> None:

@@ -91,6 +91,11 @@ def test_the_steps_of_a_buffers_life_are_added_up() -> None:
     found = experts.control_outcome(rows, "kernels cached", 100.0, [])
     assert (found.ours, found.met) == ("90.0 ms", True)
     assert found.notes == ["ms: init 30.0, connect 40.0, destroy 20.0"]
+    assert found.work == "control cycle, 4 GPUs, kernels cached"
+    parts = [replace(row, stages_us={"map": 500.0} if row.what == "connect" else {}) for row in rows]
+    shared = experts.control_outcome(parts, "kernels cached, on 2 GPUs", 80.0, [], "ranks")
+    assert (shared.work, shared.met) == ("control cycle, 4 ranks, kernels cached, on 2 GPUs", False)
+    assert shared.notes[1:] == ["connect: map 0.5"]
 
 
 def test_every_scenario_is_known_and_bounded() -> None:

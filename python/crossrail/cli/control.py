@@ -14,7 +14,7 @@ from crossrail.report import Report, Row, capture_environment, control_rows
 from .control_arguments import ControlOptions
 from .etcd import running_etcd
 from .failure import Failure, UsageFailure, say
-from .gpus import one_each
+from .gpus import shared_out
 from .nodes import Placement
 from .progress import Progress
 from .ranks import ENDED, Message, Ranks
@@ -56,12 +56,12 @@ def _drive(options: ControlOptions, progress: Progress) -> Report:
 
 
 def _placed(options: ControlOptions) -> ControlOptions:
-    """On GPUs a rank for each, unless fewer were asked for. Raises Failure and UsageFailure."""
+    """On GPUs a rank for each, unless another number was asked for. Raises Failure."""
     if options.work.device == "cpu":
         return options
     settings: dict[str, Any] = dict(options.settings())
-    where = one_each(options.placement, crossrail.Context(**settings), options.every_gpu)
-    return replace(options, placement=where)
+    where, gpus = shared_out(options.placement, crossrail.Context(**settings), options.every_gpu)
+    return replace(options, placement=where, gpus=gpus)
 
 
 def _run(options: ControlOptions, progress: Progress) -> tuple[str, list[Message]]:
@@ -76,7 +76,7 @@ def _run(options: ControlOptions, progress: Progress) -> tuple[str, list[Message
         job = {"work": asdict(options.work), "size": where.size, "store": store, "group": group}
         for rank in where.ranks:
             more = {"rank": rank, "node": where.label(rank), "settings": options.settings()}
-            more["device"] = f"cuda:{rank - where.ranks[0]}" if options.work.device == "cuda" else None
+            more["device"] = options.gpus[rank - where.ranks[0]] if options.gpus else None
             ranks.start(rank, "control", {**job, **more})
         progress.say(f"control: {where.size} ranks")
         left = set(where.ranks)

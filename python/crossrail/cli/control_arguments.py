@@ -41,6 +41,8 @@ class ControlOptions:
     placement: Placement
     store: StoreKind | None = None
     every_gpu: bool = False
+    gpus: tuple[str, ...] = ()
+    """Of each rank of this node, once it is known."""
     timeout: str | None = None
     secret_file: str | None = None
     json: str | None = None
@@ -74,7 +76,7 @@ def add_control(kinds: Commands) -> None:
     work.add_argument("--hidden", metavar="N", type=positive, default=4096, help="values of a token (4096)")
     work.add_argument("--topk", metavar="N", type=positive, default=2, help="experts of a token (2)")
     work.add_argument("--dtype", choices=("fp8", "bf16"), default="fp8", help="what dispatch carries (fp8)")
-    where = "cuda: a rank on each GPU, buffers in its memory (cpu)"
+    where = "cuda: a rank on each GPU (more with --num-processes), buffers in its memory (cpu)"
     work.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=where)
     warmup = "rounds before those, for what a process does only once, such as starting CUDA (0; 1 with --device cuda)"
     work.add_argument("--warmup", metavar="N", type=count, help=warmup)

@@ -37,3 +37,11 @@ def one_each(where: Placement, context: crossrail.Context, every: bool) -> Place
     if where.num_processes > len(gpus):
         raise UsageFailure(f"{where.num_processes} ranks need a GPU each, and there are {len(gpus)} here")
     return where
+
+
+def shared_out(where: Placement, context: crossrail.Context, every: bool) -> tuple[Placement, tuple[str, ...]]:
+    """Ranks and each one's GPU: as many as there are GPUs if ``every``; of more, several are on one. Raises Failure."""
+    gpus = known_gpus(context, "all")
+    if every:
+        where = replace(where, num_processes=len(gpus))
+    return where, tuple(gpus[number % len(gpus)] for number in range(where.num_processes))
