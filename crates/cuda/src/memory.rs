@@ -107,10 +107,7 @@ impl PinnedMemory {
         let flags = CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: `start` is a valid place for one pointer.
         let make = |raw: &Raw| unsafe { (raw.cuMemHostAlloc)(&mut start, len, flags) };
-        context.run("memory", "cuMemHostAlloc", make).map_err(|mut error| {
-            error.detail = format!("{} of pinned host memory asked for: {}", format_gib(len as u64), error.detail);
-            error
-        })?;
+        context.run("memory", "cuMemHostAlloc", make).map_err(|error| with_sum(error, len))?;
         let Some(start) = NonNull::new(start.cast::<u8>()) else {
             return Err(Error::new(ErrorKind::Exhausted, "memory", "cuMemHostAlloc gave no memory"));
         };
@@ -178,14 +175,14 @@ impl RegisteredMemory {
     /// The memory must stay mapped, where it is, until the result is dropped.
     ///
     /// # Errors
-    /// [`ErrorKind::Usage`] for 0 bytes; a failed call, such as for memory that is registered already, or a limit on
-    /// pinned memory.
+    /// [`ErrorKind::Usage`] for 0 bytes; a failed call, with the sum asked for, such as for memory that is registered
+    /// already, or a limit on pinned memory.
     pub unsafe fn new(context: &Context, start: NonNull<u8>, len: usize) -> Result<RegisteredMemory> {
         check_len(len)?;
         let flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
         // SAFETY: the caller vouches for the memory.
         let register = |raw: &Raw| unsafe { (raw.cuMemHostRegister_v2)(start.as_ptr().cast(), len, flags) };
-        context.run("memory", "cuMemHostRegister", register)?;
+        context.run("memory", "cuMemHostRegister", register).map_err(|error| with_sum(error, len))?;
         let mut memory = RegisteredMemory { context: context.clone(), start, address: 0, len };
         let mut address = 0;
         // SAFETY: registered as mapped just now; `address` is a valid place for one address.
@@ -222,6 +219,12 @@ pub(crate) fn allocate(context: &Context, len: usize, mut make: impl FnMut() -> 
         made => made,
     };
     made.map_err(|error| with_sums(context, error, len))
+}
+
+/// Adds to an error what was asked for.
+fn with_sum(mut error: Error, len: usize) -> Error {
+    error.detail = format!("{} of pinned host memory asked for: {}", format_gib(len as u64), error.detail);
+    error
 }
 
 /// Adds to an allocation's error what was asked for and what there is.

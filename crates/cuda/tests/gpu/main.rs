@@ -243,7 +243,8 @@ fn host_memory_that_was_there_is_pinned_for_a_while() {
         assert!(take(&context, registered.address(), LEN) == bytes);
         // SAFETY: as above.
         let error = unsafe { RegisteredMemory::new(&context, start, LEN) }.unwrap_err();
-        assert!(error.detail.starts_with("cuMemHostRegister: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"), "{error}");
+        assert!(error.detail.contains("of pinned host memory asked for: cuMemHostRegister: "), "{error}");
+        assert!(error.detail.contains("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"), "{error}");
         drop(registered);
         assert_eq!(kind(), MemoryKind::Unknown);
     }

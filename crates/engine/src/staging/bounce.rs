@@ -78,8 +78,12 @@ impl Bounce {
         bell: Arc<Bell>,
         pin: impl FnOnce(&Segment, usize) -> Result<Box<dyn Any + Send + Sync>>,
     ) -> Result<Arc<Bounce>> {
-        let segment = arena.alloc(cut.bytes())?;
-        let pinned = pin(&segment, cut.bytes())?;
+        let too_much = |error: Error| {
+            let own = error.hint.as_ref().map_or_else(String::new, |hint| format!("{hint}; "));
+            error.with_hint(format!("{own}CROSSRAIL_BOUNCE says how much bounce memory there is"))
+        };
+        let segment = arena.alloc(cut.bytes()).map_err(too_much)?;
+        let pinned = pin(&segment, cut.bytes()).map_err(too_much)?;
         let (slots, all) = (cut.slots as u32, 2 * cut.slots as u32);
         // The lowest goes out first, so that an idle machine stays within a few slots.
         let free = [(0..slots).rev().collect(), (slots..all).rev().collect()];

@@ -440,12 +440,15 @@ fn a_sink_may_be_the_last_to_hold_everything() {
 }
 
 #[test]
-fn bounce_memory_that_is_too_small_is_a_setting_to_change() {
-    let settings = Settings { bounce: 3 * CHUNK, ..settings() };
-    let devices = Devices::simulated(&settings, Arena::new(), 1);
-    let error = devices.device(0).unwrap().stager().err().expect("too small");
-    assert_eq!(error.kind, ErrorKind::Config);
-    assert!(error.to_string().contains("256K or more"), "{error}");
+fn bounce_memory_that_cannot_be_is_a_setting_to_change() {
+    let too_small = (3 * CHUNK, ErrorKind::Config, "256K or more");
+    let too_large = (1 << 50, ErrorKind::Exhausted, "CROSSRAIL_BOUNCE says how much bounce memory there is");
+    for (bounce, kind, says) in [too_small, too_large] {
+        let devices = Devices::simulated(&Settings { bounce, ..settings() }, Arena::new(), 1);
+        let error = devices.device(0).unwrap().stager().err().expect("no such memory");
+        assert_eq!(error.kind, kind);
+        assert!(error.to_string().contains(says), "{error}");
+    }
 }
 
 #[test]
