@@ -42,7 +42,7 @@ SANITIZERS = ("memcheck", "racecheck")
 PAIRS = (
     *(f"crossrail-{name}" for name in ("cuda-ipc.gpu", "cuda.gpu", "kernels.gpu", "bench.gpu_unpack")),
     *(f"crossrail.{name}" for name in ("gpu", "gpu_staging")),
-    *(f"test_api_{name}.py" for name in ("allocators", "arrays", "ends", "graphs", "streams", "waits")),
+    *(f"test_api_{name}.py" for name in ("allocators", "arrays", "ends", "fallbacks", "graphs", "streams", "waits")),
     *("test_cli_p2p.py", "test_guide.py"),
 )
 """Use no third GPU: run with two where there are more."""
