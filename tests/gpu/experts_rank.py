@@ -515,13 +515,16 @@ def gpu_backward(me: Me, case: Case, matrices: Any) -> dict[str, Any]:
 
 @task
 def gpu_statistics(me: Me, case: Case, times: int) -> dict[str, Any]:
-    """Rows by expert and waits by rank, added up."""
-    rank = me.group.rank
+    """Rows by expert and waits by rank, added up. The last rank is late each time."""
+    rank, late = me.group.rank, case.setup.ranks - 1
     buffer = buffer_of(me, case.setup)
     fed = inputs(case, rank)
     stats = torch.zeros(case.setup.local_experts, dtype=torch.int32, device="cuda")
     waits = torch.zeros(case.setup.ranks, dtype=torch.int64, device="cuda")
     for _ in range(times):
+        me.group.barrier("statistics", list(range(case.setup.ranks)), timeout=CONNECT_S)
+        if rank == late:
+            torch.cuda._sleep(100_000_000)
         came = send(buffer, case, fed, stats=stats, waits=waits)
         combine(buffer, case, fed, rows(answers(case, rank, came)), came.handle, waits=waits)
     return {"counts": bits(came.counts), "stats": bits(stats), "waits": bits(waits)}

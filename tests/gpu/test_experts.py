@@ -118,6 +118,8 @@ def test_statistics(ranks: Ranks, layout: str) -> None:
         np.testing.assert_array_equal(said["counts"], came.counts)
         np.testing.assert_array_equal(said["stats"], 3 * came.counts)
         assert (said["waits"] >= 0).all()
+        if rank != COUNT - 1:
+            assert said["waits"][COUNT - 1] > 3 * 20_000_000, f"the last rank comes 50 ms late: {said['waits']}"
 
 
 def test_results_keep_their_regions(ranks: Ranks) -> None:

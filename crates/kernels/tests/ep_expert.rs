@@ -295,6 +295,9 @@ fn a_rank_that_never_comes_is_masked_and_told_of() {
     for rank in 0..2 {
         assert_eq!(job.faults(rank), [(2, EP_STAGE_TABLE)]);
         assert_eq!(job.masked(rank), [2]);
+        // Who was waited for, and how long.
+        let waited = job.ranks[rank].waits.read::<i64>(0, 3);
+        assert!(waited[2] >= job.limit_ns as i64 && waited[..2].iter().all(|ns| *ns < waited[2]), "{waited:?}");
     }
     operation.combine(&mut job, 2, BOTH);
     job.emulator.run(1).unwrap();

@@ -72,6 +72,11 @@ __device__ __forceinline__ void mask_for(const EpCommon &c, u32 rank, u32 stage,
     if (atomicOr(&at<u32>(c.base + c.heap.masks, rank), 1u) == 0) tell_fault(c, rank, stage, epoch, seen);
 }
 
+// For statistics: this thread has waited for a rank since then, in vain or not.
+__device__ __forceinline__ void note_wait(const EpCommon &c, u32 rank, u64 started) {
+    if (c.waits) atomicMax(&at<u64>(c.base + c.heap.waited, rank), clock_ns() - started);
+}
+
 // The slow part of `await`.
 __device__ __noinline__ bool await_long(const EpCommon &c, u64 word, u64 value, u32 rank, u32 stage, u64 epoch) {
     u64 started = clock_ns();
@@ -80,12 +85,15 @@ __device__ __noinline__ bool await_long(const EpCommon &c, u64 word, u64 value, 
         for (u32 look = 0; look < EP_LOOKS; ++look) {
             seen = ld_acquire_sys_u64(word);
             if (seen >= value) {
-                if (c.waits) atomicMax(&at<u64>(c.base + c.heap.waited, rank), clock_ns() - started);
+                note_wait(c, rank, started);
                 return true;
             }
         }
         // Masks are one line that all who wait read: seldom.
-        if (is_masked(c, rank)) return false;
+        if (is_masked(c, rank)) {
+            note_wait(c, rank, started);
+            return false;
+        }
         u64 waited = clock_ns() - started;
         if (waited >= c.limit_ns) mask_for(c, rank, stage, epoch, seen);
         if (waited > 1000000) pause_ns(500);
@@ -114,10 +122,13 @@ __device__ __noinline__ u64 await_tagged(const EpCommon &c, u64 word, u32 rank, 
         for (u32 look = 0; look < EP_LOOKS; ++look) {
             seen = ld_relaxed_sys_u64(word);
             if (!is_tagged(seen, epoch)) continue;
-            if (c.waits) atomicMax(&at<u64>(c.base + c.heap.waited, rank), clock_ns() - started);
+            note_wait(c, rank, started);
             return seen;
         }
-        if (is_masked(c, rank)) return tagged(epoch + 1, 0);
+        if (is_masked(c, rank)) {
+            note_wait(c, rank, started);
+            return tagged(epoch + 1, 0);
+        }
         u64 waited = clock_ns() - started;
         if (waited >= c.limit_ns) mask_for(c, rank, stage, epoch, seen >> 32);
         if (waited > 1000000) pause_ns(500);
