@@ -258,9 +258,9 @@ def over_the_network(env: Any, seed: int) -> None:
             second = work.Env(env.torch, other)
             work.low_latency(second, seed)
             work.low_latency(second, seed + 1, "bf16", hook=True)
-            (made,) = other._pool._made.values()
-            kinds = {link.kind for link in made.buffer.links() if link.rank != env.rank}
-            assert "heap" not in kinds, f"rank {env.rank}: links of kinds {kinds}"
+            links = [link for made in other._pool._made.values() for link in made.buffer.links()]
+            kinds = {link.kind for link in links if link.rank != env.rank}
+            assert kinds == {"network"}, f"rank {env.rank}: links of kinds {kinds}"
             work.normal(second, seed)
             group.barrier()
         finally:

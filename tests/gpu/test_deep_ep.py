@@ -66,6 +66,11 @@ def test_what_is_wrong_on_one_rank(ranks: Ranks) -> None:
     ranks.do("normal_refused")
 
 
+@pytest.mark.gpus(2)
+def test_ranks_that_disagree(ranks: Ranks) -> None:
+    ranks.do("normal_mismatched")
+
+
 def test_a_graph(ranks: Ranks) -> None:
     ranks.do("normal_graph", 4)
     ranks.do("normal", 60)

@@ -141,8 +141,10 @@ class TwinBuffer:
         if handle is not None:
             came: Any = ref.dispatch(small, marks, None, handle=handle.routed)[self.rank]
         else:
-            none = np.empty((0, self.kind.topk), np.float32)  # of a rank that only keeps step
-            all_weights = None if weights is None else [none if one[3] is None else one[3] for one in given]
+            filled = [
+                np.zeros((len(one[0]), self.kind.topk), np.float32) if one[3] is None else one[3] for one in given
+            ]
+            all_weights = None if weights is None else filled  # where some have none, an error follows
             routed = [one[2] for one in given]
             came = ref.dispatch(small, marks, routed, all_weights, layout, expert_alignment=expert_alignment)[self.rank]
         if layout == "rank":

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from crossrail import CrossrailError, ref
+from crossrail import CrossrailError, MismatchError, ref
 
 HIDDEN = 1024
 TOPK = 4
@@ -363,6 +363,32 @@ def normal_refused(env: Env) -> None:
     else:
         raise AssertionError("nothing was wrong")
     normal(env, 501)
+
+
+def normal_mismatched(env: Env) -> None:
+    """The last rank gives no weights: an error on all that says so; the next call works."""
+    normal(env, 510)
+    batch = Batch.of(env, 511, [6] * env.size)
+    idx, x = env.put(batch.idx[env.rank]), env.put(batch.xs[env.rank], "bfloat16")
+    per_rank, _, per_expert, in_rank, _ = env.buffer.get_dispatch_layout(idx, env.experts)
+    last = env.rank == env.size - 1
+    try:
+        env.buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=idx,
+            topk_weights=None if last else env.put(batch.weights[env.rank]),
+        )
+    except MismatchError as error:
+        assert "what says where tokens go (0: topk_idx, 1: with topk_weights" in str(error), error
+        assert (
+            "is 0 here and 1 on rank 0" in str(error) if last else f"1 here and 0 on rank {env.size - 1}" in str(error)
+        )
+    else:
+        raise AssertionError("all ranks agreed")
+    normal(env, 512)
 
 
 # Low-latency mode.

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from deep_ep_twin import TwinDeepEp, on_ranks  # noqa: E402
 
 from crossrail import ClosedError, UsageError, deep_ep  # noqa: E402
+from crossrail.deep_ep.layouts import dispatch_layout  # noqa: E402
 
 
 def run(size: int, what: Any, *arguments: Any, **options: Any) -> None:
@@ -90,6 +91,27 @@ def test_many_that_are_kept() -> None:
 
 def test_what_is_wrong_on_one_rank_is_told_to_all() -> None:
     run(4, work.normal_refused)
+
+
+def test_ranks_that_disagree() -> None:
+    run(3, lambda env: work.normal_mismatched(work.Env(torch, env.buffer, experts=18)))
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "tokens", "topk"), [(16, 4, 33, 4), (8, 1, 5, 2), (12, 3, 0, 2), (6, 6, 9, 3)]
+)
+def test_a_layout(experts: int, ranks: int, tokens: int, topk: int) -> None:
+    idx = torch.randint(-1, experts, (tokens, topk))
+    if tokens:
+        idx[0, 0], idx[-1, -1] = experts + 5, -7
+    given, there = idx.clone(), (idx >= 0) & (idx < experts)
+    to_ranks, to_experts, in_rank = dispatch_layout(idx, experts, ranks)
+    assert torch.equal(idx, given)
+    assert to_experts.tolist() == [int((idx == expert).sum()) for expert in range(experts)]
+    home = torch.where(there, idx // (experts // ranks), -1)
+    assert in_rank.tolist() == [[bool((row == rank).any()) for rank in range(ranks)] for row in home]
+    assert to_ranks.tolist() == in_rank.sum(0).tolist()
+    assert to_ranks.dtype == to_experts.dtype == torch.int32 and in_rank.is_contiguous()
 
 
 @pytest.mark.parametrize("payload", work.PAYLOADS)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from crossrail._calls import why
 from crossrail.deep_ep.checks import Tensor, checked, count, refused, torch, wrong
 from crossrail.deep_ep.config import Config, recommended
 from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn
@@ -17,7 +18,7 @@ from crossrail.deep_ep.layouts import dispatch_layout, experts_of_ranks
 from crossrail.deep_ep.pool import Gpu, Kind, Machine, Pool
 from crossrail.deep_ep.ranks import Peers, Ranks, joined
 from crossrail.deep_ep.steps import Steps, Wanted
-from crossrail.errors import ClosedError, CrossrailError
+from crossrail.errors import ClosedError
 from crossrail.experts import ExpertBuffer
 
 __all__ = ["Buffer"]
@@ -279,8 +280,8 @@ class Buffer:
             sms = self._sms(config)
             if count("expert_alignment", alignment, "dispatch") == 0:
                 raise wrong("dispatch", "expert_alignment is 0")
-        except CrossrailError as error:
-            self._steps.refuse(worst, error.detail)
+        except Exception as error:  # whatever it is, the others are at the same call
+            self._steps.refuse(worst, why(error))
             raise
         with_topk = given.topk_idx is not None
         topk_idx: Tensor = given.topk_idx if with_topk else experts_of_ranks(given.is_token_in_rank, kind.experts)
