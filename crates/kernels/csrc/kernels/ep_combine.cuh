@@ -353,6 +353,7 @@ struct Gather {
     }
 
     static __device__ __forceinline__ u32 elements_of(u32 unit) {
+        if (EP_H % PART == 0) return PART;
         u32 left = EP_H - unit % PARTS * PART;
         return left < PART ? left : PART;
     }
