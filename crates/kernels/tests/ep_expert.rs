@@ -3,7 +3,9 @@
 
 mod emulate;
 
-use crossrail_kernels::ep::{EP_RECEIVE, EP_SEND, EP_STAGE_BACK_ROW, EP_STAGE_TABLE, Payload, Scale, Shape, Tuning};
+use crossrail_kernels::ep::{
+    EP_DEPTH, EP_RECEIVE, EP_SEND, EP_STAGE_BACK_ROW, EP_STAGE_TABLE, EP_WORD_TABLE, Payload, Scale, Shape, Tuning,
+};
 
 use crate::emulate::Numbers;
 use crate::emulate::job::{ByExpert, Job, Weights};
@@ -303,6 +305,30 @@ fn a_rank_that_never_comes_is_masked_and_told_of() {
     job.emulator.run(1).unwrap();
     operation.check_combine(&job).unwrap();
     assert_eq!((job.faults(0).len(), job.faults(1).len()), (1, 1));
+}
+
+/// One that dies before it has said all that its tokens select is there with nothing.
+#[test]
+fn a_rank_that_says_half_is_masked_too() {
+    let Some(mut job) = job(SHAPE) else { return };
+    let mut numbers = Numbers(105);
+    let routing = Routing::of(&mut numbers, &SHAPE, &[6, 4, 5], Choice::Even);
+    let operation = ByExpert::new(&mut job, &mut numbers, routing.clone().without(&[2]), Weights::Combine);
+    let (heap, epoch) = (SHAPE.heap(), 1u64);
+    let line = heap.line(2).at + 8 * (u64::from(EP_WORD_TABLE) + epoch % u64::from(EP_DEPTH));
+    let table = heap.tables + (epoch % u64::from(EP_DEPTH) * u64::from(SHAPE.ranks) + 2) * heap.table_stride;
+    for rank in &job.ranks[..2] {
+        rank.heap.write(line as usize, &[epoch << 32 | 5]);
+        // Of 15 selections two: each rank's first expert, twice.
+        rank.heap.write(table as usize, &[epoch << 32 | 1, epoch << 32, epoch << 32, epoch << 32 | 1]);
+    }
+    operation.dispatch(&mut job, 2, BOTH);
+    job.emulator.run(0).unwrap();
+    operation.check_dispatch(&job).unwrap();
+    for rank in 0..2 {
+        assert_eq!(job.faults(rank), [(2, EP_STAGE_TABLE)]);
+        assert_eq!(job.masked(rank), [2]);
+    }
 }
 
 /// A rank that dies between sending and receiving: others wait for what it would have sent back.

@@ -136,8 +136,17 @@ __device__ __forceinline__ void send_rows(const EpDispatchArgs &args, Start &sta
     mark_of(0, args.marks, EP_MARK_SENT);
 }
 
-// How many tokens each source has sent, and its flags, once the plan is there: the first warp of a block that wants to know it waits, and
-// tells the others. All lanes.
+// A number of the plan, once it is there.
+__device__ __forceinline__ u32 await_planned(u64 address, u64 seen, u64 epoch) {
+    while (!is_tagged(seen, epoch)) {
+        pause_ns(20);
+        seen = ld_relaxed_gpu_u64(address);
+    }
+    return static_cast<u32>(seen);
+}
+
+// How many tokens each source has sent, and its flags, once the block that plans knows: the first warp of a block that wants
+// to know it waits, and tells the others. All lanes.
 __device__ __forceinline__ PerRank<u32> await_tokens(const EpCommon &c, Start &start, u64 epoch, u32 lane) {
     u32 asked = 0;
     if (lane == 0) asked = atomicExch(&start.asked, 1u);
@@ -149,8 +158,7 @@ __device__ __forceinline__ PerRank<u32> await_tokens(const EpCommon &c, Start &s
             tokens.value[i] = 0;
             if (rank >= EP_R) continue;
             u64 word = c.base + c.heap.plan_tokens + 8 * rank;
-            while (!is_tagged(ld_acquire_gpu_u64(word), epoch)) pause_ns(20);
-            tokens.value[i] = static_cast<u32>(ld_relaxed_gpu_u64(word));
+            tokens.value[i] = await_planned(word, ld_relaxed_gpu_u64(word), epoch);
             atomicExch(&start.tokens[rank], tokens.value[i]);
         }
         // What one lane has waited for is there for all.
@@ -256,8 +264,8 @@ __device__ __forceinline__ u64 flag_of(const EpCommon &c, const Arrival &a, u64 
 constexpr bool KEEPS_ROWS = EP_K <= 8;
 
 // Where the plan has the rows of a token.
-__device__ __forceinline__ u64 routes_of(const EpCommon &c, const Arrival &a) {
-    return c.handle + c.parts.routes + (u64(a.source) * c.max_tokens + a.token) * EP_K * 4;
+__device__ __forceinline__ u64 planned_of(const EpCommon &c, const Arrival &a) {
+    return c.base + c.heap.plan_rows + (u64(a.source) * c.max_tokens + a.token) * EP_K * 8;
 }
 
 // The rows of a token, as a lane looks at them.
@@ -265,32 +273,35 @@ struct Rows {
     u32 kept[KEEPS_ROWS ? EP_K : 1] = {};
     u32 count = 0;
 
-    __device__ __forceinline__ void look(const EpCommon &c, const Arrival &a) {
-        constexpr u32 AT_ONCE = EP_K % 4 == 0 ? 4 : 1;
-#pragma unroll(8 / AT_ONCE)
-        for (u32 k = 0; k < EP_K; k += AT_ONCE) {
-            Vec16 rows;
-            if constexpr (AT_ONCE == 4) {
-                rows = at<Vec16>(routes_of(c, a), k / 4);
-            } else {
-                rows.word[0] = at<u32>(routes_of(c, a), k);
+    __device__ __forceinline__ void look(const EpCommon &c, const Arrival &a, u64 epoch) {
+        constexpr u32 AT_ONCE = EP_K < 8 ? EP_K : 8;
+        for (u32 first = 0; first < EP_K; first += AT_ONCE) {
+            u64 at = planned_of(c, a) + 8 * first, seen[AT_ONCE];
+#pragma unroll
+            for (u32 k = 0; k < AT_ONCE; ++k) {
+                seen[k] = first + k < EP_K ? ld_relaxed_gpu_u64(at + 8 * k) : tagged(epoch, EP_NOWHERE);
             }
 #pragma unroll
-            for (u32 i = 0; i < AT_ONCE; ++i) {
-                if (KEEPS_ROWS) kept[KEEPS_ROWS ? k + i : 0] = rows.word[i];
-                count += rows.word[i] != EP_NOWHERE;
+            for (u32 k = 0; k < AT_ONCE; ++k) {
+                u32 row = await_planned(at + 8 * k, seen[k], epoch);
+                if (KEEPS_ROWS) kept[KEEPS_ROWS ? k : 0] = row;
+                count += row != EP_NOWHERE;
             }
         }
     }
 
     // To each lane below K its row of the token that lane `whose` has looked at.
-    __device__ __forceinline__ u32 spread(const EpCommon &c, const Arrival &a, u32 whose, u32 lane) const {
-        if (!KEEPS_ROWS) return lane < EP_K ? at<u32>(routes_of(c, a), lane) : EP_NOWHERE;
+    __device__ __forceinline__ u32 spread(const EpCommon &c, const Arrival &a, u32 whose, u64 epoch, u32 lane) const {
         u32 row = EP_NOWHERE;
+        if constexpr (KEEPS_ROWS) {
 #pragma unroll
-        for (u32 k = 0; k < (KEEPS_ROWS ? EP_K : 1); ++k) {
-            u32 other = __shfl_sync(WHOLE_WARP, kept[k], whose);
-            if (lane == k) row = other;
+            for (u32 k = 0; k < EP_K; ++k) {
+                u32 other = __shfl_sync(WHOLE_WARP, kept[k], whose);
+                if (lane == k) row = other;
+            }
+        } else if (lane < EP_K) {
+            u64 at = planned_of(c, a) + 8 * lane;
+            row = await_planned(at, ld_relaxed_gpu_u64(at), epoch);
         }
         return row;
     }
@@ -302,7 +313,6 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
     const EpCommon &c = args.common;
     u64 epoch = start.received;
     PerRank<u32> tokens = await_tokens(c, start, epoch, lane);
-    mark_of(EP_THREADS - LANES, args.marks, EP_MARK_PLANNED);
     u32 most = 0;
 #pragma unroll
     for (u32 i = 0; i < EACH; ++i) most = max(most, tokens.value[i] & SOURCE_TOKENS);
@@ -323,12 +333,13 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
         u32 said = tokens.of(mine.source);
         Rows rows;
         if (unit < units && mine.token < (said & SOURCE_TOKENS)) {
-            rows.look(c, mine);
+            rows.look(c, mine, epoch);
             // For the combine.
             u64 present = c.handle + c.parts.present + u64(mine.source) * c.max_tokens;
             if (mine.piece == 0) at<u8>(present, mine.token) = static_cast<u8>(rows.count);
         }
         u32 left = __ballot_sync(WHOLE_WARP, rows.count != 0);
+        if (first == worker) mark_of(EP_THREADS - LANES, args.marks, EP_MARK_PLANNED);
 #pragma unroll 1
         while (left) {
             // All that are there; if none is, the first is waited for.
@@ -347,7 +358,7 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
             for (; now; now &= now - 1) {
                 u32 whose = __ffs(now) - 1;
                 Arrival next = arrival(first + whose * workers);
-                next.row = rows.spread(c, next, whose, lane);
+                next.row = rows.spread(c, next, whose, epoch, lane);
                 bool weighted = __shfl_sync(WHOLE_WARP, said, whose) >> SOURCE_FLAGS & EP_WEIGHTED;
                 if (next.piece == 0) note_rows(args, next, weighted, epoch, lane);
                 fan_out(args, next, epoch, there >> whose & 1, lane);

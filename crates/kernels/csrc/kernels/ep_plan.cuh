@@ -5,7 +5,8 @@
 //                 counts:  [part][expert]  ->  how many rows before it  ->  rows, in the order of sources and tokens
 //
 // Each word has the number of the operation, so that no fence and no flag is between it and who waits for it: words are on
-// their way before the first rows, which they would else wait behind. The first block of each rank numbers what it gets.
+// their way before the first rows, which they would else wait behind. The first block of each rank numbers what it gets; a
+// row's number is such a word, too, for who delivers it.
 #pragma once
 
 #include "kernels/ep_start.cuh"
@@ -89,10 +90,10 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
     if (threadIdx.x == 0) at<EpHandleHeader>(c.handle + c.parts.header) = EpHandleHeader{epoch, c.tokens, flags};
 }
 
-// One walk of a warp over a part, in order: waits for its words, and counts. `visit` gets the selection's number among those
+// One walk of a warp over a part, in order: waits for its words, and counts; all of a `lost` source are as none. `visit` gets the selection's number among those
 // of its source, its expert here (EP_NOWHERE: none), and what the part's counts said of the expert before it.
 template <typename Visit>
-__device__ __forceinline__ void walk(const EpCommon &c, Start &start, Count *counts, u32 part, u32 lane, Visit visit) {
+__device__ __forceinline__ void walk(const EpCommon &c, Start &start, Count *counts, u32 part, bool lost, u32 lane, Visit visit) {
     u64 epoch = start.received;
     u32 source = part / EP_PLAN_PARTS;
     u32 all = start.tokens[source] * EP_K;
@@ -113,14 +114,14 @@ __device__ __forceinline__ void walk(const EpCommon &c, Start &start, Count *cou
             u64 seen = word[0];
 #pragma unroll
             for (u32 w = 1; w < WORDS; ++w) word[w - 1] = word[w];
-            if (!is_tagged(seen, epoch)) {
+            if (!lost && !is_tagged(seen, epoch)) {
                 seen = await_tagged(c, table + 8ull * i, source, EP_STAGE_TABLE, epoch);
                 // A source is there with all of its selections, or not at all.
                 if (!is_tagged(seen, epoch)) atomicOr(&start.lost, u64(1) << source);
             }
             __syncwarp();
             // What another rank says must not lead outside of what is there.
-            u32 expert = is_tagged(seen, epoch) ? static_cast<u32>(seen) - 1 : EP_NOWHERE;
+            u32 expert = !lost && is_tagged(seen, epoch) ? static_cast<u32>(seen) - 1 : EP_NOWHERE;
             if (expert >= LOCAL) expert = EP_NOWHERE;
             u32 alike = __match_any_sync(WHOLE_WARP, expert);
             u32 before = alike & ((1u << lane) - 1);
@@ -135,12 +136,12 @@ __device__ __forceinline__ void walk(const EpCommon &c, Start &start, Count *cou
 
 // Leaves out sources that did not come, and adds up what the parts have counted: each count becomes the number of rows before
 // it. The whole block.
-__device__ __forceinline__ void add_up(const EpDispatchArgs &args, Start &start, Count *counts) {
+__device__ __forceinline__ void add_up(const EpDispatchArgs &args, const Start &start, Count *counts) {
     const EpCommon &c = args.common;
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
-        if (start.lost >> rank & 1) start.tokens[rank] = start.flags[rank] = 0;
-        at<u32>(c.handle + c.parts.tokens, rank) = start.tokens[rank];
-        at<u32>(c.handle + c.parts.flags, rank) = start.flags[rank];
+        bool came = !(start.lost >> rank & 1);
+        at<u32>(c.handle + c.parts.tokens, rank) = came ? start.tokens[rank] : 0;
+        at<u32>(c.handle + c.parts.flags, rank) = came ? start.flags[rank] : 0;
     }
     for (u32 expert = threadIdx.x; expert < LOCAL; expert += EP_THREADS) {
         u32 sum = 0;
@@ -177,6 +178,8 @@ __device__ __forceinline__ void plan_rows(const EpDispatchArgs &args, Start &sta
         u32 said = is_tagged(seen, epoch) ? static_cast<u32>(seen) : 0, tokens = said & SOURCE_TOKENS;
         start.tokens[rank] = tokens < c.max_tokens ? tokens : c.max_tokens;
         start.flags[rank] = said >> SOURCE_FLAGS;
+        said = start.flags[rank] << SOURCE_FLAGS | start.tokens[rank];
+        st_relaxed_gpu_u64(c.base + c.heap.plan_tokens + 8 * rank, tagged(epoch, said));
     }
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < PARTS_PLANNED * LOCAL; i += EP_THREADS) counts[i] = 0;
@@ -187,11 +190,15 @@ __device__ __forceinline__ void plan_rows(const EpDispatchArgs &args, Start &sta
     for (u32 pass = 0; pass < 2; ++pass) {
 #pragma unroll 1
         for (u32 part = warp; part < PARTS_PLANNED; part += WARPS) {
-            walk(c, start, counts, part, lane, [&](u32 source, u32 i, u32 expert, u32 place) {
+            bool lost = pass > 0 && (start.lost >> (part / EP_PLAN_PARTS) & 1);
+            walk(c, start, counts, part, lost, lane, [&](u32 source, u32 i, u32 expert, u32 place) {
                 if (pass == 0) return;
                 if (!ACROSS && expert != EP_NOWHERE) place += at<u64>(args.out_ranges, u64(expert) * EP_R + source) >> 32;
                 u32 row = expert != EP_NOWHERE && place < most ? expert * most + place : EP_NOWHERE;
-                at<u32>(c.handle + c.parts.routes, u64(source) * c.max_tokens * EP_K + i) = row;
+                u64 selection = u64(source) * c.max_tokens * EP_K + i;
+                st_relaxed_gpu_u64(c.base + c.heap.plan_rows + 8 * selection, tagged(epoch, row));
+                // For the combine.
+                at<u32>(c.handle + c.parts.routes, selection) = row;
             });
         }
         __syncthreads();
@@ -199,9 +206,5 @@ __device__ __forceinline__ void plan_rows(const EpDispatchArgs &args, Start &sta
         mark_of(0, args.marks, EP_MARK_HEARD);
         add_up(args, start, counts);
         __syncthreads();
-    }
-    for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
-        u32 said = start.flags[rank] << SOURCE_FLAGS | start.tokens[rank];
-        st_release_gpu_u64(c.base + c.heap.plan_tokens + 8 * rank, tagged(epoch, said));
     }
 }

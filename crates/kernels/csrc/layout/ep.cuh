@@ -139,6 +139,8 @@ struct EpHeap {
     u64 waited;
     // u64[R]: of the dispatch under way, number << 32 | flags << 24 | tokens of each source (0 for a masked one).
     u64 plan_tokens;
+    // Expert layout: u64[R][M][K]: of the dispatch under way, number << 32 | the row of each selection, or EP_NOWHERE.
+    u64 plan_rows;
     // Rank layout: an `EpScan`.
     u64 scan;
     // u32[R]: of the dispatch under way, the region at each rank, EP_NOWHERE for a rank that did not come.
@@ -204,7 +206,7 @@ struct EpHeap {
     u64 bytes;
 };
 
-static_assert(sizeof(EpHeap) == 280, "EpHeap");
+static_assert(sizeof(EpHeap) == 288, "EpHeap");
 
 // What a rank's kernels remember between launches: numbers of operations, and counters that are 0 between them.
 struct EpState {
@@ -380,7 +382,7 @@ struct EpCommon {
     u32 max_tokens;
 };
 
-static_assert(sizeof(EpCommon) == 448, "EpCommon");
+static_assert(sizeof(EpCommon) == 456, "EpCommon");
 
 // What the kernels that dispatch take.
 struct EpDispatchArgs {
@@ -416,7 +418,7 @@ struct EpDispatchArgs {
     u64 out_ranges;
     // Expert layout: i32[El][R * M], or 0. Rank layout: none, it lies in the region.
     u64 out_source;
-    // Expert layout: i32[El], to which the rows that came are added; or 0.
+    // i32[El], to which the rows that came are added, not rounded up; or 0. Not of a cached dispatch.
     u64 stats;
     // Rank layout: i64[R + 1].
     u64 out_offsets;
@@ -449,7 +451,7 @@ struct EpDispatchArgs {
     u32 reserved;
 };
 
-static_assert(sizeof(EpDispatchArgs) == 656, "EpDispatchArgs");
+static_assert(sizeof(EpDispatchArgs) == 664, "EpDispatchArgs");
 
 // What the kernels that combine take.
 struct EpCombineArgs {
@@ -481,4 +483,4 @@ struct EpCombineArgs {
     u32 queue;
 };
 
-static_assert(sizeof(EpCombineArgs) == 536, "EpCombineArgs");
+static_assert(sizeof(EpCombineArgs) == 544, "EpCombineArgs");

@@ -109,6 +109,8 @@ layouts! {
         waited: u64,
         /// u64[R]: of the dispatch under way, number << 32 | flags << 24 | tokens of each source (0 for a masked one).
         plan_tokens: u64,
+        /// Expert layout: u64[R][M][K]: of the dispatch under way, number << 32 | the row of each selection, or EP_NOWHERE.
+        plan_rows: u64,
         /// Rank layout: an `EpScan`.
         scan: u64,
         /// u32[R]: of the dispatch under way, the region at each rank, EP_NOWHERE for a rank that did not come.

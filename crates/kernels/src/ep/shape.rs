@@ -323,6 +323,7 @@ impl Shape {
             masks: lay.take(ranks * 4),
             waited: lay.take(ranks * 8),
             plan_tokens: lay.take(ranks * 8),
+            plan_rows: lay.take(only(self.expert_layout, ranks * most * topk * 8)),
             scan: lay.take(only(self.rank_layout, size_of::<EpScan>() as u64)),
             scan_regions: lay.take(only(self.rank_layout, ranks * 4)),
             scan_counts: lay.take(only(self.rank_layout, u64::from(EP_RANK_BLOCKS) * ranks * 4)),
