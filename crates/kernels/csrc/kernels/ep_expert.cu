@@ -30,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     }
     send_rows(args, start, stages, share, lane, [&] {
         __syncthreads();
+        mark_of(0, args.marks, EP_MARK_COUNTED);
         // Before rows: they fill the links.
         if (sends) send_selections(args, start, own);
         if (blockIdx.x == 0) mark_of(0, args.marks, EP_MARK_ANNOUNCED);

@@ -88,7 +88,7 @@ constexpr u32 EP_MARKS = 16;
 // A time: the block began.
 constexpr u32 EP_MARK_BEGUN = 0;
 
-// A time: rank layout, the block has counted its rows.
+// A time: rank layout, the block has counted its rows; dispatch in the expert layout, it knows the operation's number.
 constexpr u32 EP_MARK_COUNTED = 1;
 
 // A time: all ranks were told how much comes. One block's.

@@ -67,7 +67,7 @@ constants! {
     EP_MARKS: u32 = 16;
     /// A time: the block began.
     EP_MARK_BEGUN: u32 = 0;
-    /// A time: rank layout, the block has counted its rows.
+    /// A time: rank layout, the block has counted its rows; dispatch in the expert layout, it knows the operation's number.
     EP_MARK_COUNTED: u32 = 1;
     /// A time: all ranks were told how much comes. One block's.
     EP_MARK_ANNOUNCED: u32 = 2;
