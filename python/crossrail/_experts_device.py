@@ -434,6 +434,8 @@ class DeviceWay:
         if given.max_rows is None:
             return None if cached is None else cached.rows
         rows = number("max_rows", given.max_rows, "dispatch")
+        if rows == 0:
+            raise wrong("dispatch", "max_rows is 0, where it must be enough for what comes")
         if rows > self._sizes.most:
             detail = f"max_rows {rows} is more than can come, ranks * max_tokens_per_rank = {self._sizes.most}"
             raise wrong("dispatch", detail)
@@ -469,6 +471,7 @@ class DeviceWay:
         arguments: DeviceCombine = {
             "y": y.address,
             "y_stride": y_stride,
+            "y_rows": 0 if expert else handle.rows,
             "topk_weights": weights,
             "out_weights": address(sums),
             "bias": self._bias(call, given.bias, small),

@@ -377,6 +377,7 @@ class DeviceCombine(TypedDict):
 
     y: int
     y_stride: int
+    y_rows: int
     topk_weights: int
     out_weights: int
     bias: list[int]

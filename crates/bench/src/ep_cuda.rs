@@ -333,8 +333,17 @@ impl DeviceEp {
                 }
                 Layout::Rank => {
                     let (y_weights, out_weights) = (0, 0);
-                    let call =
-                        RankCombine { y, y_stride: row, y_weights, out_weights, bias, out, out_stride: row, waits: 0 };
+                    let call = RankCombine {
+                        y,
+                        y_stride: row,
+                        y_rows: 0,
+                        y_weights,
+                        out_weights,
+                        bias,
+                        out,
+                        out_stride: row,
+                        waits: 0,
+                    };
                     self.buffer.combine_rank(&call, handle, stream, Split::Whole)?;
                 }
             }

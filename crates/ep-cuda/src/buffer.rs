@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 
 use crate::done::{Counts, Done, Events};
 use crate::far::Reader;
-use crate::faults::{Ring, is_masked_by_kernels, reason, stage};
+use crate::faults::{self, Ring, is_masked_by_kernels, reason, stage};
 use crate::handles::{Pool, layout_of};
 use crate::heap::{self, Heap};
 use crate::loading;
@@ -85,6 +85,8 @@ pub(crate) struct State {
     pub(crate) order: Order,
     pub(crate) ring: Ring,
     pub(crate) faults: Vec<Fault>,
+    /// More rows have come than the caller had room for, and that was said.
+    overran: bool,
     pub(crate) generation: u64,
     pub(crate) closed: bool,
 }
@@ -205,6 +207,7 @@ impl DeviceBuffer {
                 order: Order::default(),
                 ring,
                 faults: Vec::new(),
+                overran: false,
                 generation: 0,
                 closed: false,
             }),
@@ -424,6 +427,13 @@ impl Inner {
     /// Reads what kernels have told of lost ranks.
     pub(crate) fn drain(&self, state: &mut State) {
         for told in state.ring.read() {
+            if let Some(what) = faults::own(&told) {
+                // Once: what is captured is replayed often.
+                if !std::mem::replace(&mut state.overran, true) {
+                    self.meeting.warn(&what);
+                }
+                continue;
+            }
             let (kind, what) = stage(told.stage);
             let Some(peer) = state.peers.get_mut(told.rank as usize).and_then(Option::as_mut) else { continue };
             // A rank that the host has masked since was lost all the same, unless that was said.

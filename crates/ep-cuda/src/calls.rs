@@ -219,6 +219,7 @@ impl DeviceBuffer {
         // SAFETY: the caller vouches for the stream.
         let mut let_in = unsafe { inner.enter(Kind::Combine, stream, split)? };
         let args = EpCombineArgs {
+            y_rows: call.y_rows,
             y_weights: call.y_weights,
             out_weights: call.out_weights,
             ..inner.combine_args(handle, (call.y, call.y_stride), (call.out, call.out_stride), call.bias, call.waits)
@@ -458,6 +459,7 @@ impl Inner {
             out: out.0,
             out_stride: out.1,
             marks: 0,
+            y_rows: 0,
             senders: 0,
             queue: 0,
         }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use crossrail_cuda::{Context, PinnedMemory};
 use crossrail_kernels::ep::{
     EP_FAULTS, EP_STAGE_ANNOUNCE, EP_STAGE_BACK_ROW, EP_STAGE_COMBINE_TAKEN, EP_STAGE_DISPATCH_TAKEN, EP_STAGE_PLACE,
-    EP_STAGE_ROW, EP_STAGE_SENT, EP_STAGE_TABLE, EP_STAGE_WEIGHTS, EpFault,
+    EP_STAGE_ROOM, EP_STAGE_ROW, EP_STAGE_SENT, EP_STAGE_TABLE, EP_STAGE_WEIGHTS, EpFault,
 };
 use crossrail_types::Result;
 
@@ -37,6 +37,13 @@ pub(crate) fn reason(told: &EpFault, limit: Duration) -> String {
         return format!("its rows begin at {}, as other ranks came in time for it than for this one", told.seen);
     }
     format!("nothing came for {:.3} s", limit.as_secs_f64())
+}
+
+/// What is wrong with this rank's own call, if that is what the kernels tell of.
+pub(crate) fn own(told: &EpFault) -> Option<String> {
+    (told.stage == EP_STAGE_ROOM).then(|| {
+        format!("dispatch {}: {} rows came, which is more than max_rows: those beyond are lost", told.epoch, told.seen)
+    })
 }
 
 /// Whether kernels leave the rank out already that a fault tells of.
@@ -136,6 +143,15 @@ mod tests {
         let misplaced = EpFault { stage: EP_STAGE_PLACE, seen: 12, ..NONE };
         assert!(reason(&misplaced, limit).starts_with("its rows begin at 12, "));
         assert_eq!((is_masked_by_kernels(&late), is_masked_by_kernels(&misplaced)), (true, false));
+    }
+
+    #[test]
+    fn too_little_room_is_no_ranks_fault() {
+        let told = EpFault { stage: EP_STAGE_ROOM, epoch: 3, seen: 40, ..NONE };
+        assert!(
+            own(&told).is_some_and(|text| text.starts_with("dispatch 3: 40 rows came, which is more than max_rows"))
+        );
+        assert_eq!(own(&EpFault { stage: EP_STAGE_PLACE, ..told }), None);
     }
 
     #[test]

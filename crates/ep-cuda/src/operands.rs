@@ -113,7 +113,7 @@ pub struct RankDispatch<'a> {
     pub counts: u64,
     /// `i64[ranks + 1]`: the first row of each source, and the end.
     pub offsets: u64,
-    /// topk_idx is -1 in rows from the last that came up to this one.
+    /// topk_idx is -1 in rows from the last that came up to this one. If more come, a warning says so. 0: nothing of it.
     pub worst_rows: u64,
     /// Whether the host wants to know the counts ([`crate::Enqueued::count`]).
     pub count: bool,
@@ -132,6 +132,8 @@ pub struct RankCombine {
     pub y: u64,
     /// From one row to the next, a multiple of 16.
     pub y_stride: u64,
+    /// Rows of `y`, if more may have come than its dispatch's `worst_rows`: those count as zeros. 0: as many as came.
+    pub y_rows: u64,
     /// `f32[rows, topk]` that go back with the rows; 0 for none.
     pub y_weights: u64,
     /// `f32[tokens, topk]`, the sum of what comes back; 0 without `y_weights`.

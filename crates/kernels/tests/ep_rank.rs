@@ -4,8 +4,8 @@
 mod emulate;
 
 use crossrail_kernels::ep::{
-    EP_ANNOUNCE, EP_RECEIVE, EP_SEND, EP_STAGE_ANNOUNCE, EP_STAGE_BACK_ROW, EP_STAGE_SENT, Payload, Scale, Shape,
-    Tuning,
+    EP_ANNOUNCE, EP_RECEIVE, EP_SEND, EP_STAGE_ANNOUNCE, EP_STAGE_BACK_ROW, EP_STAGE_ROOM, EP_STAGE_SENT, Payload,
+    Scale, Shape, Tuning,
 };
 
 use crate::emulate::job::Job;
@@ -199,6 +199,34 @@ fn a_rank_that_never_comes_is_masked_and_told_of() {
     job.emulator.run(1).unwrap();
     operation.check_combine(&job).unwrap();
     assert_eq!((job.faults(0).len(), job.faults(1).len()), (1, 1));
+}
+
+/// More rows come to a rank than the caller has room for: that is told, and nothing beyond the caller's arrays is read.
+#[test]
+fn rows_for_which_there_is_no_room_are_told_of_and_count_as_zeros() {
+    let Some(mut job) = job(SHAPE) else { return };
+    let mut numbers = Numbers(130);
+    for round in 0..4 {
+        let routing = Routing::of(&mut numbers, &SHAPE, &[36, 14, 25], Choice::Even);
+        let mut operation = ByRank::new(&mut job, &mut numbers, routing, 0);
+        let (hidden, topk) = (SHAPE.hidden as usize, SHAPE.topk as usize);
+        let rows = operation.ranks[1].y.len() / (2 * hidden);
+        let room = [rows - 1, rows / 2, 1, rows][round];
+        operation.ranks[1].dispatch.worst_rows = room as u64;
+        operation.ranks[1].combine.y_rows = room as u64;
+        operation.dispatch(&mut job, 2, ALL);
+        operation.combine(&mut job, 2, BOTH, 0);
+        job.emulator.run(round as u64).unwrap();
+        operation.check_dispatch(&job).unwrap();
+        operation.ranks[1].y.write(2 * hidden * room, &vec![0u16; hidden * (rows - room)]);
+        operation.ranks[1].y_weights.write(4 * topk * room, &vec![0f32; topk * (rows - room)]);
+        operation.check_combine(&job).unwrap();
+        let told = job.faults(1);
+        assert_eq!(told.len(), (round + 1).min(3));
+        assert!(told.iter().all(|fault| *fault == (1, EP_STAGE_ROOM)), "{told:?}");
+        assert!((0..3).all(|rank| job.masked(rank).is_empty()));
+        assert!(job.faults(0).is_empty() && job.faults(2).is_empty());
+    }
 }
 
 /// A rank that dies when it has announced: its rows are there, with nothing in them.

@@ -68,6 +68,7 @@ pub(crate) struct RankOut {
 pub(crate) struct Combine {
     y: u64,
     y_stride: u64,
+    y_rows: u64,
     topk_weights: u64,
     out_weights: u64,
     bias: [u64; 2],
@@ -103,12 +104,12 @@ impl RankOut {
 
 impl Combine {
     pub(crate) fn by_expert(&self) -> ep::ExpertCombine {
-        let Combine { y, y_stride, topk_weights, out_weights: _, bias, out, out_stride, waits } = *self;
+        let Combine { y, y_stride, y_rows: _, topk_weights, out_weights: _, bias, out, out_stride, waits } = *self;
         ep::ExpertCombine { y, y_stride, topk_weights, bias, out, out_stride, waits }
     }
 
     pub(crate) fn by_rank(&self) -> ep::RankCombine {
-        let Combine { y, y_stride, topk_weights: y_weights, out_weights, bias, out, out_stride, waits } = *self;
-        ep::RankCombine { y, y_stride, y_weights, out_weights, bias, out, out_stride, waits }
+        let Combine { y, y_stride, y_rows, topk_weights: y_weights, out_weights, bias, out, out_stride, waits } = *self;
+        ep::RankCombine { y, y_stride, y_rows, y_weights, out_weights, bias, out, out_stride, waits }
     }
 }

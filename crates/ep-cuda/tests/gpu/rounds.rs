@@ -313,6 +313,7 @@ pub(crate) fn rank(rank: &Rank, seed: u64, way: &Way, cached: bool) {
     let call = RankCombine {
         y: gpu.put_all(&outputs[me].values),
         y_stride: stride,
+        y_rows: 0,
         y_weights: weights.get(me).map_or(0, |weights| gpu.put_all(weights)),
         out_weights: if way.early { out_weights } else { 0 },
         bias: world.biases(gpu, me),
@@ -467,6 +468,7 @@ pub(crate) fn unchecked(rank: &Rank, seed: u64) {
     let call = RankCombine {
         y: region.view().rows,
         y_stride: stride,
+        y_rows: 0,
         y_weights: 0,
         out_weights: 0,
         bias: [0; 2],

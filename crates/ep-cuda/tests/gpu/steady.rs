@@ -249,6 +249,7 @@ fn rank_graph(rank: &Rank) {
     let call = RankCombine {
         y,
         y_stride: stride,
+        y_rows: 0,
         y_weights: 0,
         out_weights: 0,
         bias: [0; 2],

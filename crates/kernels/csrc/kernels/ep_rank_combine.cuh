@@ -78,8 +78,14 @@ struct Combine {
     __device__ __forceinline__ u64 weights(u32 from, u32 token) const {
         return common.heap.back_topk + 4 * ((u64(parity * EP_R + from) * common.max_tokens + token) * EP_K);
     }
-    __device__ __forceinline__ u64 output(u32 row) const { return args.y + u64(row) * args.y_stride; }
-    __device__ __forceinline__ u64 output_weights(u32 row) const { return args.y_weights + 4 * u64(row) * EP_K; }
+    // Where more came than `y` has room for, in place of the rest: this rank's own slots and weights, which stay zero.
+    __device__ __forceinline__ bool is_beyond(u32 row) const { return args.y_rows != 0 && row >= args.y_rows; }
+    __device__ __forceinline__ u64 output(u32 output) const {
+        return is_beyond(output) ? common.base + row(common.rank, 0) : args.y + u64(output) * args.y_stride;
+    }
+    __device__ __forceinline__ u64 output_weights(u32 output) const {
+        return is_beyond(output) ? common.base + weights(common.rank, 0) : args.y_weights + 4 * u64(output) * EP_K;
+    }
 };
 
 // The rows that one of the sending warps sends. A turn is a row of each source: rows go back in the order of their tokens.

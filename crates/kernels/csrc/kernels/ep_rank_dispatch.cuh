@@ -472,6 +472,10 @@ __device__ __forceinline__ void end_dispatch(const Dispatch &dispatch, DispatchS
             st_release_sys_u64(word_at(common, heap_of(common, rank), common.rank, EP_WORD_DISPATCH_TAKEN), dispatch.epoch);
         }
         if (!dispatch.args.cached) keep_sources(dispatch);
+        u32 rows = at<const u32>(dispatch.offsets() + 4 * EP_R);
+        if (rank == 0 && dispatch.args.worst_rows != 0 && rows > dispatch.args.worst_rows) {
+            tell_fault(common, common.rank, EP_STAGE_ROOM, dispatch.epoch, rows);
+        }
         if (warp_of() == 0) count_waits(common);
     }
     if (threadIdx.x == 0) {

@@ -67,6 +67,9 @@ constexpr u32 EP_STAGE_COMBINE_TAKEN = 8;
 // all ranks came in time for all. `seen` is where they begin.
 constexpr u32 EP_STAGE_PLACE = 9;
 
+// What was wrong, with this rank itself: more rows came than `worst_rows`. `seen` is how many.
+constexpr u32 EP_STAGE_ROOM = 10;
+
 // The most blocks of a launch in the rank layout.
 constexpr u32 EP_RANK_BLOCKS = 256;
 
@@ -429,7 +432,7 @@ struct EpDispatchArgs {
     // Rank layout: a pinned u32[R] that gets what each rank says, EP_UNHEARD of one that did not come, before
     // `count_word`; or 0.
     u64 said_host;
-    // Rank layout: rows up to which topk_idx is -1 beyond those that came.
+    // Rank layout: rows up to which topk_idx is -1 beyond those that came; the host is told when more came. Or 0.
     u64 worst_rows;
     // u64[blocks][EP_MARKS] that gets the launch's times; or 0.
     u64 marks;
@@ -477,6 +480,8 @@ struct EpCombineArgs {
     u64 out_stride;
     // u64[blocks][EP_MARKS] that gets the launch's times; or 0.
     u64 marks;
+    // Rank layout: rows that `y` has, if more may have come: those count as zeros. Or 0.
+    u64 y_rows;
     // Rank layout: how many blocks send when one launch does both; 0 for what suits.
     u32 senders;
     // Rank layout: KiB of rows that all blocks together have on their way to stores that began; 0 for what suits.

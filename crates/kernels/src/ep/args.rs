@@ -53,6 +53,8 @@ constants! {
     /// What was wrong, with a rank that did come: its rows of a dispatch lie elsewhere than the announcements say, as not
     /// all ranks came in time for all. `seen` is where they begin.
     EP_STAGE_PLACE: u32 = 9;
+    /// What was wrong, with this rank itself: more rows came than `worst_rows`. `seen` is how many.
+    EP_STAGE_ROOM: u32 = 10;
     /// The most blocks of a launch in the rank layout.
     EP_RANK_BLOCKS: u32 = 256;
     /// Entries of the ring of faults.
@@ -375,7 +377,7 @@ layouts! {
         /// Rank layout: a pinned u32[R] that gets what each rank says, EP_UNHEARD of one that did not come, before
         /// `count_word`; or 0.
         said_host: u64,
-        /// Rank layout: rows up to which topk_idx is -1 beyond those that came.
+        /// Rank layout: rows up to which topk_idx is -1 beyond those that came; the host is told when more came. Or 0.
         worst_rows: u64,
         /// u64[blocks][EP_MARKS] that gets the launch's times; or 0.
         marks: u64,
@@ -420,6 +422,8 @@ layouts! {
         out_stride: u64,
         /// u64[blocks][EP_MARKS] that gets the launch's times; or 0.
         marks: u64,
+        /// Rank layout: rows that `y` has, if more may have come: those count as zeros. Or 0.
+        y_rows: u64,
         /// Rank layout: how many blocks send when one launch does both; 0 for what suits.
         senders: u32,
         /// Rank layout: KiB of rows that all blocks together have on their way to stores that began; 0 for what suits.

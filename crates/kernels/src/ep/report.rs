@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use super::{
     EP_DEPTH, EP_LINE, EP_STAGE_ANNOUNCE, EP_STAGE_BACK_ROW, EP_STAGE_COMBINE_TAKEN, EP_STAGE_DISPATCH_TAKEN,
-    EP_STAGE_PLACE, EP_STAGE_ROW, EP_STAGE_SENT, EP_STAGE_TABLE, EP_STAGE_WEIGHTS, EpState, Shape,
+    EP_STAGE_PLACE, EP_STAGE_ROOM, EP_STAGE_ROW, EP_STAGE_SENT, EP_STAGE_TABLE, EP_STAGE_WEIGHTS, EpState, Shape,
 };
 
 /// The words of a line, by their number.
@@ -36,6 +36,7 @@ pub fn stage_name(stage: u32) -> &'static str {
         EP_STAGE_DISPATCH_TAKEN => "word that the last dispatch but one is taken",
         EP_STAGE_COMBINE_TAKEN => "word that the last combine but one is taken",
         EP_STAGE_PLACE => "place of rows",
+        EP_STAGE_ROOM => "room for rows",
         _ => "unknown stage",
     }
 }
