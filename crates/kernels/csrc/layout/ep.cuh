@@ -488,4 +488,4 @@ struct EpCombineArgs {
     u32 queue;
 };
 
-static_assert(sizeof(EpCombineArgs) == 544, "EpCombineArgs");
+static_assert(sizeof(EpCombineArgs) == 552, "EpCombineArgs");
