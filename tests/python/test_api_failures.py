@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from pairs import Pair
@@ -150,6 +151,21 @@ def test_a_closed_worker(shm: Pair) -> None:
     ):
         with pytest.raises(crossrail.ClosedError):
             call()
+
+
+def test_a_closed_worker_dials_nobody(connected: Callable[..., Pair], capfd: pytest.CaptureFixture[str]) -> None:
+    pair = connected(log="warn")
+    pair.b.close()
+    with pytest.raises(crossrail.ClosedError):
+        pair.b.connect(pair.a.address())
+    pair.a.close()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("to", [5, None, 1.5])
+def test_what_is_no_address(shm: Pair, to: Any) -> None:
+    with pytest.raises(crossrail.UsageError, match=rf"a {type(to).__name__} is no address; pass 'host:port'"):
+        shm.a.connect(to)
 
 
 def free_port() -> int:

@@ -5,6 +5,7 @@ use std::net::TcpStream;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crossrail_proto as proto;
@@ -41,6 +42,9 @@ impl Shared {
             self.context.settings().tls.allows(name)
                 && required.as_ref().is_none_or(|names| names.iter().any(|known| known == name))
         };
+        if self.closing.load(Ordering::Acquire) {
+            return Err(crate::ops::gone("connect"));
+        }
         let me = self.identity.lock().clone().ok_or_else(|| crate::ops::gone("connect"))?;
         let target = Target::parse(to, DEFAULT_PORT, deadline)?;
         let myself = matches!(&target, Target::Worker(address) if address.worker == me.hello.worker);
@@ -66,7 +70,7 @@ impl Shared {
             let no_gpu = left_out.map(|list| format!("require={list} leaves it out"));
             match self.attach_shm(stream, Side::Connector, &peer, no_gpu, deadline) {
                 Ok(endpoint) => return Ok(endpoint),
-                Err(error) if !allowed("tcp") => return Err(error),
+                Err(error) if !allowed("tcp") || self.closing.load(Ordering::Acquire) => return Err(error),
                 Err(error) => {
                     let target = Target::Control(peer.control.clone());
                     why = Some(error.to_string());

@@ -108,7 +108,10 @@ impl Worker {
         let py = slf.py();
         let to: Vec<u8> = match to.extract::<String>() {
             Ok(text) => text.into_bytes(),
-            Err(_) => to.extract()?,
+            Err(_) => to.extract().map_err(|_| {
+                let detail = format!("a {} is no address", crate::operand::name(to));
+                errors::usage(py, "connect", detail, "pass 'host:port', or the bytes of the other worker's address()")
+            })?,
         };
         let options = ConnectOptions { require, timeout: wait::seconds(py, "connect", timeout)? };
         let worker = slf.get().native.clone();
