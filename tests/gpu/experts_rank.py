@@ -457,6 +457,18 @@ def gpu_regions(me: Me, case: Case) -> dict[str, Any]:
 
 
 @task
+def gpu_few_rows(me: Me, case: Case) -> int:
+    """Room for two rows where more come: they are lost, and nothing else is. How many would have come."""
+    buffer, fed = buffer_of(me, case.setup), inputs(case, me.group.rank)
+    came = send(buffer, case, fed, max_rows=2)
+    assert came.x.shape[0] == 2
+    combine(buffer, case, fed, came.empty_output().fill_(1), came.handle)
+    buffer.sync()
+    assert not buffer.faults(), buffer.faults()
+    return int(came.offsets[-1])
+
+
+@task
 def gpu_gradients(me: Me, case: Case) -> dict[str, Any]:
     """Weights that go back with their rows: as a router's gradients do."""
     rank = me.group.rank

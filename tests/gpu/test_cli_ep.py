@@ -36,6 +36,17 @@ def test_a_token_goes_once_to_each_rank(rows: Rows) -> None:
     assert found[0]["bytes_logical"] == 4 * found[0]["bytes_wire"]
 
 
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_nodes_are_reached_by_the_network_and_their_bytes_told_apart(rows: Rows, layout: str) -> None:
+    options = (f"--layout={layout}", "--dtype=bf16", "--mode=dispatch")
+    split, whole = (rows("ep", *SMALL, BOUND, *options, f"--nodes={nodes}")[0] for nodes in (2, 1))
+    assert split["verified"] and whole["verified"]
+    assert split["bytes_wire"] == whole["bytes_wire"] > 0
+    assert whole["bytes_network"] == 0 < split["bytes_network"] <= split["bytes_wire"]
+    assert (split["bytes_network"] == split["bytes_wire"]) == (split["ranks"] == 2), "NVLink has the rest"
+
+
 def test_other_scales_given_rows_and_few_multiprocessors_verify(rows: Rows) -> None:
     options = ("--layout=expert", "--mode=e2e", "--scale=ue8m0", "--given=fp8", "--sweep=num-sms=4,32")
     assert [row["num_sms"] for row in rows("ep", *SMALL, BOUND, *options)] == [4, 32]

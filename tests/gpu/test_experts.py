@@ -149,6 +149,14 @@ def test_without_tensors_of_pytorch(ranks: Ranks, name: str, layout: str) -> Non
     judge_all([case], {rank: [got] for rank, got in ask(ranks, "gpu_plain", case).items()})
 
 
+def test_rows_for_which_there_is_no_room(ranks: Ranks) -> None:
+    case = Case(SMALL, layout="rank", seed=150)
+    most = max(ask(ranks, "gpu_few_rows", case).values())
+    assert most > 2
+    assert f"{most} rows came, which is more than max_rows: those beyond are lost" in ranks.said()
+    judge_all([case], ask(ranks, "gpu_cases", [case]))
+
+
 def test_weights_go_back_with_their_rows(ranks: Ranks) -> None:
     case = Case(SETUPS["fp8"], layout="rank", seed=80, dropped=0.2)
     for rank, said in ask(ranks, "gpu_gradients", case).items():
