@@ -149,13 +149,20 @@ class TwinBuffer:
             came = ref.dispatch(small, marks, routed, all_weights, layout, expert_alignment=expert_alignment)[self.rank]
         if layout == "rank":
             return self._by_rank(given, came, max_rows)
-        assert out is not None
-        finish = lambda: self._by_expert(given, came, out, stats)  # noqa: E731
-        result = SimpleNamespace(handle=Native(came.handle, 0, []))
+        assert (out is None) == (self.kind.payload == "bf16")
+        most, dtype = self.shape.ranks * self.most, torch.bfloat16 if out is None else torch.float8_e4m3fn
+        parts = (out or {}) | {
+            "x": torch.empty((self.shape.local_experts, most, self.kind.hidden), dtype=dtype),
+            "counts": torch.empty(self.shape.local_experts, dtype=torch.int32),
+            "ranges": torch.empty((self.shape.local_experts, self.shape.ranks), dtype=torch.int64),
+            "source": torch.empty((self.shape.local_experts, most), dtype=torch.int32),
+        }
+        finish = lambda: self._by_expert(given, came, parts, stats)  # noqa: E731
+        result = SimpleNamespace(handle=Native(came.handle, 0, []), **parts)
         if not send_only:
             finish()
             return result
-        poison(out.values())
+        poison(parts.values())
         return SimpleNamespace(result=result, finish=lambda stream: finish())
 
     def _by_rank(self, given: list[Any], came: Any, max_rows: int | None) -> Any:

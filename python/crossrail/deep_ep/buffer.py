@@ -12,7 +12,7 @@ from crossrail._calls import why
 from crossrail.deep_ep.checks import Tensor, checked, count, refused, torch, wrong
 from crossrail.deep_ep.config import Config, recommended
 from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn
-from crossrail.deep_ep.given import BLOCK, PACKED, Given, Rows, expert_out, low_latency_payload, rows_kind
+from crossrail.deep_ep.given import BLOCK, PACKED, Given, Rows, column_scales, low_latency_payload, rows_kind
 from crossrail.deep_ep.handles import Handle, Routing, routing_of
 from crossrail.deep_ep.layouts import dispatch_layout, experts_of_ranks
 from crossrail.deep_ep.pool import Gpu, Kind, Machine, Pool
@@ -390,23 +390,23 @@ class Buffer:
         buffer = self._pool.expert_layout(kind, most)
         with self._machine.streams.turn(None, async_finish) as turn:
             turn.reads(x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
-            out = expert_out(kind, self.group_size, most, device)
+            scales = column_scales(kind, self.group_size, most, device)
             begun = buffer.dispatch(
                 x,
                 topk_idx,
                 layout="expert",
-                out=out,
+                out=None if scales is None else {"scales": scales},
                 stats=cumulative_local_expert_recv_stats,
                 waits=dispatch_wait_recv_cost_stats,
                 send_only=return_recv_hook,
             )
-            turn.gives(*out.values())
-        result = begun.result if return_recv_hook else begun
+            result = begun.result if return_recv_hook else begun
+            turn.gives(result.x, scales, result.counts, result.ranges, result.source)
         routing = Routing(buffer, result.handle, kind, most, tokens, self.group_size * most)
-        handle = Handle.of(routing, out["source"], out["ranges"], most, hidden, experts)
-        came = (out["x"], out["scales"]) if use_fp8 else out["x"]
+        handle = Handle.of(routing, result.source, result.ranges, most, hidden, experts)
+        came = (result.x, scales) if use_fp8 else result.x
         hook = functools.partial(self._receive, begun) if return_recv_hook else None
-        return came, out["counts"], handle, turn.overlap, hook
+        return came, result.counts, handle, turn.overlap, hook
 
     def low_latency_combine(
         self,

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 from crossrail.deep_ep.checks import Tensor, checked, told, torch, wrong
 from crossrail.deep_ep.pool import Kind
 
-__all__ = ["BLOCK", "PACKED", "Given", "Rows", "expert_out", "low_latency_payload", "rows_kind"]
+__all__ = ["BLOCK", "PACKED", "Given", "Rows", "column_scales", "low_latency_payload", "no_rows", "rows_kind"]
 
 BLOCK = 128
 """Elements of a row that share one fp8 scale."""
@@ -110,20 +110,10 @@ def low_latency_payload(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Li
     return "ue8m0" if use_ue8m0 else "power2" if round_scale else "f32"
 
 
-def expert_out(kind: Kind, ranks: int, max_tokens: int, device: Any) -> dict[str, Tensor]:
-    """Tensors for what a low-latency dispatch brings. Scales lie next to each other along the rows."""
-    local, most = kind.experts // ranks, ranks * max_tokens
-    new = functools.partial(torch().empty, device=device)
-    out = {
-        "x": new(
-            (local, most, kind.hidden), dtype=torch().bfloat16 if kind.payload == "bf16" else torch().float8_e4m3fn
-        )
-    }
-    if kind.payload != "bf16":
-        packed = kind.payload == "ue8m0"
-        across = kind.hidden // (PACKED if packed else BLOCK)
-        out["scales"] = new((local, across, most), dtype=torch().int32 if packed else torch().float32).transpose(1, 2)
-    out["counts"] = new((local,), dtype=torch().int32)
-    out["ranges"] = new((local, ranks), dtype=torch().int64)
-    out["source"] = new((local, most), dtype=torch().int32)
-    return out
+def column_scales(kind: Kind, ranks: int, max_tokens: int, device: Any) -> Tensor | None:
+    """A tensor for the scales of a low-latency dispatch, which lie next to each other along the rows."""
+    if kind.payload == "bf16":
+        return None
+    packed = kind.payload == "ue8m0"
+    shape = (kind.experts // ranks, kind.hidden // (PACKED if packed else BLOCK), ranks * max_tokens)
+    return torch().empty(shape, dtype=torch().int32 if packed else torch().float32, device=device).transpose(1, 2)
