@@ -256,7 +256,8 @@ struct Returns {
         if (worker >= units) return;
         // What the handle says of a token that was not sent is nothing.
         bool has = row < LOCAL * EP_R * c.max_tokens;
-        prefetch_rows(has, args.y + row * args.y_stride + worker % PIECES * EP_PIECE * 2, piece_elements(worker % PIECES) * 2, lane);
+        u32 piece = worker % PIECES;
+        prefetch_rows(has, args.y + row * args.y_stride + piece * EP_PIECE * 2ull, piece_elements(piece) * 2, lane);
     }
 
     // What each lane has of the 32 pieces from `first` on.
@@ -392,7 +393,10 @@ struct Gather {
         u64 slot = slot_of(start.received, rank), i = u64(token) * BACK_ROWS + which;
         u64 row = c.base + c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + at_element * 2;
         u64 flag = c.base + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + at_element / EP_PIECE) * 8;
-        if (!EP_PREREDUCE && own) row = here;
+        if (!EP_PREREDUCE && own) {
+            row = here;
+            valid = valid && here != 0;
+        }
         meanwhile();
         if (valid && !own) valid = await(c, flag, start.received, rank, EP_STAGE_BACK_ROW, start.received);
         // What one lane has waited for is there for all.
