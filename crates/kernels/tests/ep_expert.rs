@@ -172,7 +172,8 @@ fn prereduction_adds_a_rounding_of_each_ranks_part() {
 /// One fence stands for many pieces; without it, ranks would look at what need not be there yet.
 #[test]
 fn flags_without_their_fence_are_noticed() {
-    let dispatch = ("kernels/ep_start.cuh", "        for (u32 i = lane; i < WARPS", "ep_dispatch.cuh");
+    let dispatch =
+        ("kernels/ep_start.cuh", "#pragma unroll 2\n        for (u32 i = lane; i < WARPS", "ep_dispatch.cuh");
     let combine = ("kernels/ep_flags.cuh", "        for (u32 i = 0; i < more; ++i) {", "ep_combine.cuh");
     for (file, behind, reader) in [dispatch, combine] {
         let build = emulate::Build::new(&SOURCES);

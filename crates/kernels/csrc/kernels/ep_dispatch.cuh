@@ -15,24 +15,37 @@ constexpr u32 DISPATCH_STAGE = (EP_PIECE * ELEMENT + EP_PIECE / BLOCK * SCALE + 
 constexpr u32 STEP = 1024;
 // 16 bytes of bf16 that a lane loads at once.
 constexpr u32 LOADS = STEP / 8 / LANES;
+static_assert(LOADS <= 16 && 16 % LOADS == 0, "lanes of a block have one of its divisions each");
 
 // Casts 1024 elements, 8 to 8 of each lane, of which `elements` are there; 16 lanes have a block. All lanes.
 __device__ __forceinline__ void cast_step(const Vec16 (&v)[LOADS], u8 *stage, u8 *scales, u32 from, u32 elements,
                                           u32 lane) {
+    float amax[LOADS] = {};
 #pragma unroll
     for (u32 i = 0; i < LOADS; ++i) {
-        float amax = 0;
 #pragma unroll
-        for (u32 w = 0; w < 4; ++w) amax = largest(amax, v[i].word[w]);
+        for (u32 w = 0; w < 4; ++w) amax[i] = largest(amax[i], v[i].word[w]);
+    }
 #pragma unroll
-        for (u32 step = 8; step > 0; step /= 2) amax = fmaxf(amax, __shfl_xor_sync(WHOLE_WARP, amax, step));
-        Scaled by = scaled(amax);
+    for (u32 step = 8; step > 0; step /= 2) {
+#pragma unroll
+        for (u32 i = 0; i < LOADS; ++i) amax[i] = fmaxf(amax[i], __shfl_xor_sync(WHOLE_WARP, amax[i], step));
+    }
+    // One division of each lane: that of one of its blocks.
+    u32 own = lane % LOADS;
+    float most = amax[0];
+#pragma unroll
+    for (u32 i = 1; i < LOADS; ++i) most = own == i ? amax[i] : most;
+    Scaled by = scaled(most);
+#pragma unroll
+    for (u32 i = 0; i < LOADS; ++i) {
+        float factor = __shfl_sync(WHOLE_WARP, by.factor, (lane & 16) + i);
         u32 element = from + (i * LANES + lane) * 8;
         if (element >= elements) continue;
         u32 *to = reinterpret_cast<u32 *>(stage + element);
-        to[0] = cast_two(v[i].word[0], by.factor) | cast_two(v[i].word[1], by.factor) << 16;
-        to[1] = cast_two(v[i].word[2], by.factor) | cast_two(v[i].word[3], by.factor) << 16;
-        if (lane % 16 == 0) store_scale(scales, element / BLOCK, by.scale);
+        to[0] = cast_two(v[i].word[0], factor) | cast_two(v[i].word[1], factor) << 16;
+        to[1] = cast_two(v[i].word[2], factor) | cast_two(v[i].word[3], factor) << 16;
+        if (lane % 16 == i) store_scale(scales, element / BLOCK, by.scale);
     }
 }
 

@@ -59,6 +59,7 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
     u64 epoch = start.sent, slot = c.heap.tables + slot_of(epoch, c.rank) * c.heap.table_stride;
     u64 count = u64(c.tokens) * EP_K, step = u64(gridDim.x) * EP_THREADS;
     u64 first = u64(blockIdx.x) * EP_THREADS + threadIdx.x;
+#pragma unroll 1
     for (u64 i = first; i < count; i += step) {
         if (i != first) own.read(args, i);
         int expert = expert_of(own.id);
@@ -82,6 +83,7 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
     }
     if (blockIdx.x != 0) return;
     u32 flags = args.topk_weights ? EP_WEIGHTED : 0;
+#pragma unroll 1
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
         if (!takes_rows(start, rank)) continue;
         u64 word = word_at(c, start.base[rank], c.rank, EP_WORD_TABLE + epoch % EP_DEPTH);
@@ -138,11 +140,13 @@ __device__ __forceinline__ void walk(const EpCommon &c, Start &start, Count *cou
 // it. The whole block.
 __device__ __forceinline__ void add_up(const EpDispatchArgs &args, const Start &start, Count *counts) {
     const EpCommon &c = args.common;
+#pragma unroll 1
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
         bool came = !(start.lost >> rank & 1);
         at<u32>(c.handle + c.parts.tokens, rank) = came ? start.tokens[rank] : 0;
         at<u32>(c.handle + c.parts.flags, rank) = came ? start.flags[rank] : 0;
     }
+#pragma unroll 1
     for (u32 expert = threadIdx.x; expert < LOCAL; expert += EP_THREADS) {
         u32 sum = 0;
 #pragma unroll 1
@@ -172,6 +176,7 @@ __device__ __forceinline__ void plan_rows(const EpDispatchArgs &args, Start &sta
     u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     // The memory is no longer what rows are sent from.
     __syncthreads();
+#pragma unroll 1
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
         u64 word = word_at(c, c.base, rank, EP_WORD_TABLE + epoch % EP_DEPTH);
         u64 seen = is_masked(c, rank) ? 0 : await_tagged(c, word, rank, EP_STAGE_TABLE, epoch);

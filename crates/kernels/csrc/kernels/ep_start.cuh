@@ -97,6 +97,7 @@ __device__ __forceinline__ void begin_combine(const EpCommon &c, Start &start, u
 // launch.
 __device__ __forceinline__ void tell_taken(const EpCommon &c, const Start &start, u32 word, u32 lane) {
     fence_acq_rel_sys();
+#pragma unroll 1
     for (u32 rank = lane; rank < EP_R; rank += LANES) {
         if (start.open >> rank & 1) st_relaxed_sys_u64(word_at(c, start.base[rank], c.rank, word), start.received - 1);
     }
@@ -168,6 +169,7 @@ __device__ __forceinline__ void tell_ready(Start &start, u32 lane) {
             continue;
         }
         fence_acq_rel_sys();
+#pragma unroll 2
         for (u32 i = lane; i < WARPS * EP_K; i += LANES) {
             u64 flag = ready >> (i / EP_K) & 1 ? atomicExch(&start.untold[i / EP_K][i % EP_K], 0ull) : 0;
             if (flag) st_relaxed_sys_u64(flag, start.sent);
