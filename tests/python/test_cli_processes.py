@@ -116,7 +116,9 @@ def test_addresses(text: str, expected: tuple[str, int]) -> None:
     assert addresses.parse_address(text) == expected
 
 
-@pytest.mark.parametrize("text", ["host:port", "host:65536", "host:-1", "[fd77::1", "[]:1", "[::1]x", "h:\u0661"])
+@pytest.mark.parametrize(
+    "text", ["host:port", "host:65536", "host:-1", "[fd77::1", "[]:1", "[::1]x", "h:\u0661", "7471", "1:2"]
+)
 def test_what_is_no_address_says_the_form(text: str) -> None:
     with pytest.raises(UsageFailure, match="HOST:PORT"):
         addresses.parse_address(text)

@@ -18,6 +18,8 @@ def parse_address(text: str, default_host: str = "127.0.0.1", default_port: int 
     Raises UsageFailure for what is no address.
     """
     host, port_text = _split(text.strip())
+    if host.isdigit():
+        raise UsageFailure(f"{text!r}: {host} is a number alone, no host; for a port write :{host}, else {_FORM[6:]}")
     if not port_text:
         return host or default_host, default_port
     if not (port_text.isascii() and port_text.isdigit() and int(port_text) < 1 << 16):

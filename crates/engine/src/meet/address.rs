@@ -177,7 +177,14 @@ fn split(text: &str, default_port: u16) -> Result<(&str, u16)> {
             None => (text, default_port),
         }
     };
-    if host.is_empty() { Err(usage(format!("{text}: no host"))) } else { Ok((host, port)) }
+    if host.is_empty() {
+        return Err(usage(format!("{text}: no host")));
+    }
+    // The system's lookup would take 7471 for 0.0.29.47.
+    if host.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(usage(format!("{text}: {host} is a number alone, no host")));
+    }
+    Ok((host, port))
 }
 
 /// An IP address with its scope (0: none), or `None` for a name.

@@ -69,9 +69,22 @@ fn text_targets() {
         Target::Control(list) => assert!(list.iter().all(|a| a.ip().is_loopback() && a.port() == 80), "{list:?}"),
         other => panic!("{other:?}"),
     }
-    for text in
-        ["", " ", ":80", "host:", "host:0", "host:65536", "host:x", "[::1", "[::1]x", "[::1]:", "1::2::3", "a\nb"]
-    {
+    for text in [
+        "",
+        " ",
+        ":80",
+        "host:",
+        "host:0",
+        "host:65536",
+        "host:x",
+        "[::1",
+        "[::1]x",
+        "[::1]:",
+        "1::2::3",
+        "a\nb",
+        "7471",
+        "7471:80",
+    ] {
         let error = parse(text).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Usage, "{text:?}: {error}");
     }
