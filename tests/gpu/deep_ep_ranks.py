@@ -210,6 +210,52 @@ def normal_graph(env: Any, replays: int) -> None:
         work.near(env.bits(out), exact, f"{name}: sums")
 
 
+def inputs_let_go(env: Any, mode: str) -> None:
+    """Inputs that nobody has any more are no one else's before the operation, which runs beside, has read them."""
+    import deep_ep_work as work
+    import numpy as np
+
+    from crossrail import ref
+
+    torch, tokens, layout = env.torch, 40, "rank" if mode == "normal" else "expert"
+    batch = work.Batch.of(env, 850, [tokens] * env.size)
+    came: Any = ref.dispatch(env.shape(work.MOST), batch.xs, batch.idx, None, layout)[env.rank]
+    beside = env.buffer.get_comm_stream()
+    for busy in (False, True):  # the first makes what is needed
+        x, idx = env.put(batch.xs[env.rank], "bfloat16"), env.put(batch.idx[env.rank])
+        per_rank, _, per_expert, in_rank, _ = env.buffer.get_dispatch_layout(idx, env.experts)
+        torch.cuda.synchronize()
+        if busy:
+            with torch.cuda.stream(beside):
+                torch.cuda._sleep(100_000_000)
+        if mode == "normal":
+            got, _, _, _, _, event = env.buffer.dispatch(
+                x,
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=in_rank,
+                num_tokens_per_expert=per_expert,
+                topk_idx=idx,
+                num_worst_tokens=env.size * tokens,
+                async_finish=True,
+            )
+        else:
+            got, _, _, event, _ = env.buffer.low_latency_dispatch(
+                x, idx, work.MOST, env.experts, use_fp8=False, async_finish=True
+            )
+        del x, idx, per_rank, per_expert, in_rank, event
+        others = [torch.full((tokens, env.hidden), -1.0, dtype=torch.bfloat16, device=env.device) for _ in range(8)]
+        others += [torch.full((tokens, env.topk), 1 << 20, dtype=torch.int64, device=env.device) for _ in range(8)]
+        assert not busy or not beside.query(), f"{mode}: the operation was over before its inputs could be overwritten"
+        torch.cuda.current_stream().wait_stream(beside)
+        name = f"rank {env.rank}, {mode}, {'behind' if busy else 'without'} other work"
+        if mode == "normal":
+            work.same(env.bits(got)[: len(came.x)], came.x, name)
+        else:
+            there = work.valid(came)
+            work.same(np.where(there, env.bits(got), 0), np.where(there, came.x, 0), name)
+        assert all((one == one.flatten()[0]).all() for one in others)
+
+
 def modes_in_turns(env: Any, rounds: int) -> None:
     """Both modes, one after the other, in one buffer, with work beside them."""
     import deep_ep_work as work

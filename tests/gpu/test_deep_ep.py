@@ -37,6 +37,10 @@ def test_beside_the_current_stream(ranks: Ranks) -> None:
         ranks.do("normal", 30 + seed, "bf16", asynchronous=True)
 
 
+def test_inputs_that_are_let_go(ranks: Ranks) -> None:
+    ranks.do("inputs_let_go", "normal")
+
+
 def test_with_a_handle(ranks: Ranks) -> None:
     ranks.do("normal_again", 40)
 

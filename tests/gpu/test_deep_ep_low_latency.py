@@ -27,6 +27,10 @@ def test_dispatch_and_combine(ranks: Ranks, payload: str) -> None:
         ranks.do("low_latency", 120 + seed, payload, asynchronous=True)
 
 
+def test_inputs_that_are_let_go(ranks: Ranks) -> None:
+    ranks.do("inputs_let_go", "low_latency")
+
+
 def test_two_halves(ranks: Ranks) -> None:
     for seed in range(3):
         ranks.do("low_latency_overlapped", 130 + 2 * seed)
