@@ -250,10 +250,11 @@ class ExpertBuffer:
         raw handle, or an object with `cuda_stream` or `__cuda_stream__`; None: PyTorch's current stream, or the default
         stream), in which the arguments must be ready, and this returns at once. Only in the rank layout it waits for
         the number of rows that come, unless `max_rows` says how many the arrays are to have: ranks*M always do; when
-        more come, they are lost, and a warning says so. The expert layout, and the rank layout with `max_rows`, can be captured in a graph. `out`: arrays
-        that what comes is written to: "x", "scales" (f32 of any strides; for ue8m0 u8, or i32 [El, ranks*M, H/512] of
-        any strides), "counts", "ranges", "source" (None: not wanted); in the rank layout "counts" and "offsets".
-        `stats`: i32 [El]; none with a handle. `waits`: i64 [ranks], to which the longest wait for each is added, in ns.
+        more come, they are lost, and a warning says so. The expert layout, and the rank layout with `max_rows`, can be
+        captured in a graph. `out`: arrays that what comes is written to: "x", "scales" (f32 of any strides; for ue8m0
+        u8, or i32 [El, ranks*M, H/512] of any strides), "counts", "ranges", "source" (None: not wanted); in the rank
+        layout "counts" and "offsets". `stats`: i32 [El]; none with a handle. `waits`: i64 [ranks], to which the longest
+        wait for each is added, in ns.
 
         Raises UsageError for what is wrong with the call, here or (naming the rank) elsewhere; MismatchError when the
         ranks disagree about the operation or the layout; ClosedError. On a GPU a call that raises was not begun: the
