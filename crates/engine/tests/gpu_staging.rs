@@ -461,9 +461,9 @@ fn bounce_memory_is_on_the_gpus_numa_node() {
 }
 
 #[test]
-fn nothing_is_left_behind() {
+fn everything_is_given_back() {
     let Some(cuda) = gpus(1) else { return };
-    if !alone("nothing_is_left_behind") {
+    if !alone("everything_is_given_back") {
         return;
     }
     let context = Context::primary(&cuda.device(0).unwrap()).unwrap();
