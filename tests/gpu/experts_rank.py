@@ -632,6 +632,15 @@ def gpu_die(me: Me, case: Case, stage: str) -> None:
 
 
 @task
+def gpu_disconnect(me: Me, ranks: list[int]) -> list[int]:
+    """Those that are connected then."""
+    torch.cuda.synchronize()
+    me.buffer.disconnect(ranks)
+    connected: list[int] = me.buffer.connected()
+    return connected
+
+
+@task
 def gpu_survive(me: Me, cases: list[Case]) -> list[Got]:
     """Exchanges, whoever dies meanwhile."""
     return [run(me.buffer, case, me.group.rank) for case in cases]

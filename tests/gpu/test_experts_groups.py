@@ -53,6 +53,21 @@ def test_two_nodes(ranks: Ranks) -> None:
 
 
 @pytest.mark.gpus(2)
+def test_a_rank_leaves_and_comes_back(ranks: Ranks) -> None:
+    leaves, stay = COUNT - 1, tuple(range(COUNT - 1))
+    whole = [Case(SETUP, layout=layout, seed=40 + number) for number, layout in enumerate(LAYOUTS)]
+    judge_all(whole, ask(ranks, "gpu_cases", whole))
+    for turn in range(2):
+        others = {rank: ([leaves] if rank in stay else list(stay),) for rank in range(COUNT)}
+        connected = ranks.call("gpu_disconnect", each=others)
+        assert connected == {rank: list(stay) if rank in stay else [leaves] for rank in range(COUNT)}
+        apart = [Case(SETUP, layout=layout, active=stay, seed=50 + turn) for layout in LAYOUTS]
+        judge_all(apart, ranks.call("gpu_survive", apart, ranks=stay, timeout=ANSWER_S))
+        # All connect to those that are not connected, before they begin.
+        judge_all(whole, ask(ranks, "gpu_cases", whole))
+
+
+@pytest.mark.gpus(2)
 @pytest.mark.parametrize(("stage", "layout"), [("before", "expert"), ("dispatch", "rank")])
 def test_a_rank_dies(stage: str, layout: Layout) -> None:
     dead, alive = 1, tuple(rank for rank in range(COUNT) if rank != 1)
