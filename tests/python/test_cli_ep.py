@@ -214,7 +214,7 @@ def test_a_signal_ends_every_rank_at_once(by: signal.Signals, code: int, word: s
         process.send_signal(by)
         _, said = process.communicate(timeout=10)
         assert process.returncode == code
-        assert f"error: {word}" in said
+        assert said == f"crossrail: error: {word}\n"
         assert gone(ranks)
 
 

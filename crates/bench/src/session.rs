@@ -218,7 +218,7 @@ impl Session<'_> {
                 Err(again) => error = again,
             }
         }
-        Err(error)
+        Err(error.waited_in_all(limit))
     }
 
     /// Counts iterations; `now` is a clock reading the caller has anyway.

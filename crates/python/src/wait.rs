@@ -37,7 +37,7 @@ pub(crate) fn sliced<T: Send>(
             Err(error) if error.kind == ErrorKind::Timeout => {
                 py.check_signals()?;
                 if left <= SLICE {
-                    return Err(restated(error, limit)).or_raise(py);
+                    return Err(error.waited_in_all(limit)).or_raise(py);
                 }
             }
             result => return result.or_raise(py),
@@ -52,16 +52,7 @@ pub(crate) fn concluded<T: Send>(
     wait: impl FnOnce(Option<Duration>) -> Result<T> + Send,
 ) -> PyResult<T> {
     let outcome = py.detach(|| wait(Some(Duration::ZERO)));
-    outcome.map_err(|error| if error.kind == ErrorKind::Timeout { restated(error, waited) } else { error }).or_raise(py)
-}
-
-/// The engine says how long it waited; the caller asked for `limit` in all.
-fn restated(mut error: Error, limit: Duration) -> Error {
-    let found = error.detail.rfind(" in ").and_then(|at| error.detail[at..].find(" s").map(|end| (at + 4, at + end)));
-    if let Some((from, to)) = found {
-        error.detail.replace_range(from..to, &format!("{:.3}", limit.as_secs_f64()));
-    }
-    error
+    outcome.map_err(|error| error.waited_in_all(waited)).or_raise(py)
 }
 
 /// Runs what cannot be sliced on a thread of its own, so that Ctrl-C can leave it; `undo` gets a result that

@@ -1,4 +1,5 @@
 use std::fmt;
+use std::time::Duration;
 
 /// What went wrong, as a caller branches on it. Each kind is one Python exception class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -106,6 +107,16 @@ impl Error {
         self.hint = Some(hint.into());
         self
     }
+
+    /// For waits in slices: a timeout that says how long its slice was ("... in 0.100 s") says how long all of them were.
+    #[must_use]
+    pub fn waited_in_all(mut self, limit: Duration) -> Error {
+        let found = self.detail.rfind(" in ").and_then(|at| self.detail[at..].find(" s").map(|end| (at + 4, at + end)));
+        if let (ErrorKind::Timeout, Some((from, to))) = (self.kind, found) {
+            self.detail.replace_range(from..to, &format!("{:.3}", limit.as_secs_f64()));
+        }
+        self
+    }
 }
 
 impl fmt::Display for Error {
@@ -132,3 +143,19 @@ impl fmt::Display for Error {
 }
 
 impl std::error::Error for Error {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_timeout_says_how_long_all_slices_were() {
+        let all = Duration::from_secs(3);
+        let said = |kind, detail: &str| Error::new(kind, "recv", detail).waited_in_all(all).detail;
+        assert_eq!(said(ErrorKind::Timeout, "not finished in 0.095 s"), "not finished in 3.000 s");
+        let more = "not finished in 0.095 s: no message has matched it";
+        assert_eq!(said(ErrorKind::Timeout, more), "not finished in 3.000 s: no message has matched it");
+        assert_eq!(said(ErrorKind::Timeout, "nothing received"), "nothing received");
+        assert_eq!(said(ErrorKind::Io, "it took place in 0.1 s"), "it took place in 0.1 s");
+    }
+}

@@ -67,9 +67,10 @@ def _in_thread(work: Callable[[], int]) -> int:
     try:
         ended.wait()
     except (KeyboardInterrupt, _Terminated) as end:
-        kill_all()
         by_user = isinstance(end, KeyboardInterrupt)
         say_error("interrupted" if by_user else "terminated")
+        _fall_silent()  # of what comes of ending the other processes
+        kill_all()
         # A thread may be inside native code, which an ordinary exit would wait for.
         os._exit(EXIT_INTERRUPTED if by_user else EXIT_TERMINATED)
     thread.join()
@@ -77,6 +78,12 @@ def _in_thread(work: Callable[[], int]) -> int:
     if isinstance(result, BaseException):
         raise result
     return result
+
+
+def _fall_silent() -> None:
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 class _Terminated(BaseException):
