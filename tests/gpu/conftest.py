@@ -6,9 +6,11 @@ A failure is told at once, as a later test may end the process.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -205,3 +207,27 @@ def rows(crossrail_command: Crossrail) -> Callable[..., list[dict[str, object]]]
         return found
 
     return run
+
+
+def compiled(target: Path, source: str, *options: str) -> None:
+    """A shared library of this source, by the C compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    command = [compiler, "-xc", "-", "-shared", "-fPIC", f"-Wl,-soname,{target.name}", "-o", target, *options]
+    subprocess.run(command, input=source, check=True, text=True)
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine whose GPUs do not reach each other: its driver, with another answer to that."""
+    ctypes.CDLL("libcuda.so.1")
+    files = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libcuda.so" in line)
+    # The real one is found under another name than its own, which is this one's.
+    (tmp_path / "libcuda-real.so").symlink_to(next(files))
+    (tmp_path / "named").mkdir()
+    compiled(tmp_path / "named" / "libcuda-real.so", "")
+    behind = (f"-L{tmp_path}/named", "-Wl,--no-as-needed", "-lcuda-real")
+    answer = "int cuDeviceCanAccessPeer(int *can, int a, int b) { *can = 0; return 0; }"
+    compiled(tmp_path / "libcuda.so.1", answer, *behind)
+    return {"LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ ANSWER_S = 40.0
 """Longer than the host waits for its GPU."""
 
 
-def started(count: int = COUNT) -> Ranks:
+def started(count: int = COUNT, environment: Mapping[str, str] | None = None) -> Ranks:
     """The ranks; a context manager."""
-    return Ranks(count, start=START, environment=ENVIRONMENT)
+    return Ranks(count, start=START, environment={**ENVIRONMENT, **(environment or {})})
 
 
 def compile_for(ranks: Ranks, setups: Sequence[Setup]) -> None:

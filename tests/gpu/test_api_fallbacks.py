@@ -6,10 +6,8 @@ error with the compiler's log.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import GPUS, WAYS
+from conftest import GPUS, WAYS, compiled
 from far import Far, pattern
 
 import crossrail
@@ -53,15 +51,6 @@ def test_memory_of_a_pool_is_staged_with_one_warning() -> None:
             far.close()
 
 
-def compiled(target: Path, source: str, *options: str) -> None:
-    """A shared library of this source, by the C compiler."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    command = [compiler, "-xc", "-", "-shared", "-fPIC", f"-Wl,-soname,{target.name}", "-o", target, *options]
-    subprocess.run(command, input=source, check=True, text=True)
-
-
 def run(program: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """A program in a process of its own, to its end."""
     done = subprocess.run(
@@ -74,21 +63,6 @@ def run(program: str, **settings: str) -> subprocess.CompletedProcess[str]:
     )
     assert done.returncode == 0, done.stderr
     return done
-
-
-@pytest.fixture
-def apart(tmp_path: Path) -> dict[str, str]:
-    """The environment of a machine whose GPUs do not reach each other: its driver, with another answer to that."""
-    ctypes.CDLL("libcuda.so.1")
-    files = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libcuda.so" in line)
-    # The real one is found under another name than its own, which is this one's.
-    (tmp_path / "libcuda-real.so").symlink_to(next(files))
-    (tmp_path / "named").mkdir()
-    compiled(tmp_path / "named" / "libcuda-real.so", "")
-    behind = (f"-L{tmp_path}/named", "-Wl,--no-as-needed", "-lcuda-real")
-    answer = "int cuDeviceCanAccessPeer(int *can, int a, int b) { *can = 0; return 0; }"
-    compiled(tmp_path / "libcuda.so.1", answer, *behind)
-    return {"LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
 
 
 @pytest.mark.gpus(2)

@@ -53,6 +53,18 @@ def test_two_nodes(ranks: Ranks) -> None:
 
 
 @pytest.mark.gpus(2)
+def test_gpus_that_do_not_reach_each_other(apart: dict[str, str]) -> None:
+    with started(environment=apart) as ranks:
+        several = [Case(SETUP, layout=LAYOUTS[number % 2], seed=60 + number, split=number > 1) for number in range(4)]
+        judge_all(several, ask(ranks, "gpu_cases", several))
+        for rank, state in ranks.call("gpu_state").items():
+            assert dict(state["links"]) == {other: "self" if other == rank else "network" for other in range(COUNT)}
+        said = ranks.said()
+    for rank in range(COUNT):
+        assert f"ranks {rank} and {(rank + 1) % COUNT} do not reach each other, the host carries rows" in said
+
+
+@pytest.mark.gpus(2)
 def test_a_rank_leaves_and_comes_back(ranks: Ranks) -> None:
     leaves, stay = COUNT - 1, tuple(range(COUNT - 1))
     whole = [Case(SETUP, layout=layout, seed=40 + number) for number, layout in enumerate(LAYOUTS)]
