@@ -31,8 +31,13 @@ __device__ __forceinline__ float largest(float amax, u32 pair) {
 
 __device__ __forceinline__ u32 cast_two(u32 pair, float factor) {
     float low = mul_rn_f32(widen_low_bf16(pair), factor), high = mul_rn_f32(widen_high_bf16(pair), factor);
-    // A product has lost the sign of a NaN, and of nothing else: factors are positive.
-    return narrow_e4m3x2(low, high) | (pair >> 8 & 0x80) | (pair >> 16 & 0x8000);
+    return narrow_e4m3x2(low, high);
+}
+
+// Four elements of a block. Factors are positive: signs stay what they are, a NaN's, too.
+__device__ __forceinline__ u32 cast_four(u32 first, u32 second, float factor) {
+    u32 signs = __byte_perm(first, second, 0x7531) & 0x80808080;
+    return cast_two(first, factor) | cast_two(second, factor) << 16 | signs;
 }
 
 __device__ __forceinline__ void store_scale(u8 *scales, u32 index, float scale) {

@@ -43,8 +43,8 @@ __device__ __forceinline__ void cast_step(const Vec16 (&v)[LOADS], u8 *stage, u8
         u32 element = from + (i * LANES + lane) * 8;
         if (element >= elements) continue;
         u32 *to = reinterpret_cast<u32 *>(stage + element);
-        to[0] = cast_two(v[i].word[0], factor) | cast_two(v[i].word[1], factor) << 16;
-        to[1] = cast_two(v[i].word[2], factor) | cast_two(v[i].word[3], factor) << 16;
+        to[0] = cast_four(v[i].word[0], v[i].word[1], factor);
+        to[1] = cast_four(v[i].word[2], v[i].word[3], factor);
         if (lane % 16 == i) store_scale(scales, element / BLOCK, by.scale);
     }
 }

@@ -203,8 +203,8 @@ __device__ __forceinline__ void cast_row(u64 from, u8 *stage) {
             Scaled by = scaled(amax);
             if (i >= VECTORS) continue;
             u32 *to = reinterpret_cast<u32 *>(stage + 8 * i);
-            to[0] = cast_two(v[k].word[0], by.factor) | cast_two(v[k].word[1], by.factor) << 16;
-            to[1] = cast_two(v[k].word[2], by.factor) | cast_two(v[k].word[3], by.factor) << 16;
+            to[0] = cast_four(v[k].word[0], v[k].word[1], by.factor);
+            to[1] = cast_four(v[k].word[2], v[k].word[3], by.factor);
             if (i % 16 == 0) store_scale(stage + ROW, i / 16, by.scale);
         }
 #pragma unroll

@@ -56,13 +56,12 @@ __device__ __forceinline__ u32 narrow_e4m3(float value) {
     return sign | (value != value ? 0x7f : code);
 }
 
-// Two of them in the low half of a word.
+// Two of them in the low half of a word; a NaN may have lost its sign.
 __device__ __forceinline__ u32 narrow_e4m3x2(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     unsigned short pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-    // The instruction loses the sign of a NaN, and of nothing else.
-    return pair | (__float_as_uint(low) >> 24 & 0x80) | (__float_as_uint(high) >> 16 & 0x8000);
+    return pair;
 #else
     return narrow_e4m3(low) | narrow_e4m3(high) << 8;
 #endif
