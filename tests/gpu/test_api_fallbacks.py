@@ -51,6 +51,25 @@ def test_memory_of_a_pool_is_staged_with_one_warning() -> None:
             far.close()
 
 
+def test_who_requires_direct_copies_gets_them_or_no_connection() -> None:
+    torch = pytest.importorskip("torch")
+    context, without = (crossrail.Context(tls=tls, timeout=20, log="error") for tls in (WAYS["cuda_ipc"], "shm"))
+    with crossrail.Worker(context) as a, crossrail.Worker(context) as b, crossrail.Worker(without) as c:
+        for one, other, whose in ((c, a, "CROSSRAIL_TLS=shm"), (a, c, "the peer's CROSSRAIL_TLS")):
+            with pytest.raises(crossrail.UnsupportedError, match=f"require=cuda_ipc: {whose} leaves it out"):
+                one.connect(other.address(), require="cuda_ipc")
+        to_b = a.connect(b.address(), require="cuda_ipc")
+        source, target = pattern(SIZE, 3, "cuda:0"), torch.zeros(SIZE, dtype=torch.uint8, device="cuda:0")
+        inbound = b.recv(target)
+        assert to_b.send(source).wait().protocol == "direct(cuda_ipc)"
+        inbound.wait()
+        assert torch.equal(source, target)
+        inbound = b.recv(told := bytearray(3))
+        to_b.send(b"abc").wait()
+        inbound.wait()
+        assert told == b"abc"
+
+
 def run(program: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """A program in a process of its own, to its end."""
     done = subprocess.run(

@@ -256,6 +256,8 @@ def test_require_fails_instead_of_falling_back(shm: Pair) -> None:
     assert isinstance(caught.value, (crossrail.UnsupportedError, crossrail.ConfigError, crossrail.MismatchError))
     with pytest.raises((crossrail.ConfigError, crossrail.UsageError), match="carrier-pigeon"):
         shm.a.connect(shm.b.address(), require="carrier-pigeon", timeout=5)
+    with pytest.raises(crossrail.UnsupportedError, match=r"require=cuda_ipc: (no GPU|CROSSRAIL_TLS=shm leaves it out)"):
+        shm.a.connect(shm.b.address(), require="cuda_ipc", timeout=5)
 
 
 @pytest.mark.parametrize(

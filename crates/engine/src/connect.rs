@@ -37,7 +37,8 @@ impl Shared {
     pub(crate) fn connect(self: &Arc<Self>, to: &[u8], options: &ConnectOptions) -> Result<EndpointId> {
         let timeout = options.timeout.unwrap_or(self.context.settings().timeout);
         let deadline = Instant::now() + timeout;
-        let required = select::required(options.require.as_deref())?;
+        let mut required = select::required(options.require.as_deref())?;
+        let insists = self.insists_on_gpus(required.as_mut())?;
         let allowed = |name: &str| {
             self.context.settings().tls.allows(name)
                 && required.as_ref().is_none_or(|names| names.iter().any(|known| known == name))
@@ -68,6 +69,9 @@ impl Shared {
             let Session { stream: Stream::Unix(stream), peer, .. } = session else { unreachable!("is_unix") };
             let left_out = options.require.as_ref().filter(|_| !allowed("cuda_ipc"));
             let no_gpu = left_out.map(|list| format!("require={list} leaves it out"));
+            if insists && let Some(why) = self.cuda_ipc_candidate(&peer, None).reason {
+                return Err(no_gpus(&why).with_peer(peer.name));
+            }
             match self.attach_shm(stream, Side::Connector, &peer, no_gpu, deadline) {
                 Ok(endpoint) => return Ok(endpoint),
                 Err(error) if !allowed("tcp") || self.closing.load(Ordering::Acquire) => return Err(error),
@@ -89,6 +93,20 @@ impl Shared {
             self.log.warn(format_args!("{}: tcp instead of shm: {why}", session.peer.name));
         }
         self.connect_tcp(session, &why, deadline)
+    }
+
+    /// Whether `require` names cuda_ipc and nothing that could stand in for it. Then shm is used as well: for its socket,
+    /// and for memory of the host.
+    ///
+    /// # Errors
+    /// `Unsupported`, with the reason, when it cannot be had on this machine.
+    fn insists_on_gpus(&self, required: Option<&mut Vec<String>>) -> Result<bool> {
+        let Some(names) = required.filter(|names| names.as_slice() == ["cuda_ipc"]) else { return Ok(false) };
+        if let Some(why) = self.context.no_cuda_ipc().or_else(|| self.context.domain().err()) {
+            return Err(no_gpus(&why));
+        }
+        names.push("shm".to_owned());
+        Ok(true)
     }
 
     /// Why shared memory is out of the question, if it is.
@@ -554,4 +572,9 @@ impl Shared {
         };
         self.groups[group].add(bulk)
     }
+}
+
+fn no_gpus(why: &str) -> Error {
+    Error::new(ErrorKind::Unsupported, "connect", format!("require=cuda_ipc: {why}"))
+        .with_hint("`crossrail info` says what is missing; without require, GPU memory goes through host memory")
 }

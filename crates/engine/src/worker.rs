@@ -47,7 +47,8 @@ impl Default for WorkerOptions {
 /// How an endpoint is made.
 #[derive(Clone, Debug, Default)]
 pub struct ConnectOptions {
-    /// Transports that may be used, as `tcp,shm`; the connection fails rather than use another.
+    /// Transports that may be used, as `tcp,shm`; the connection fails rather than use another. `cuda_ipc`: it fails where
+    /// GPU memory cannot go straight; shared memory carries what is not a GPU's.
     pub require: Option<String>,
     /// How long it may take; `CROSSRAIL_TIMEOUT` by default.
     pub timeout: Option<Duration>,

@@ -94,7 +94,8 @@ impl Worker {
 
     /// Connects to the worker at `to`: the bytes of its address, or text as `host:port` or `host`.
     ///
-    /// `require`: transports that may be used, as `tcp,shm`; it fails rather than use another. `timeout`: seconds.
+    /// `require`: transports that may be used, as `tcp,shm`; it fails rather than use another. `cuda_ipc`: it fails where
+    /// GPU memory cannot go straight; shared memory carries what is not a GPU's. `timeout`: seconds.
     ///
     /// Raises UnreachableError, TimeoutError, RefusedError (secret), MismatchError (version, chunk, window, channels),
     /// UsageError (neither an address nor `host:port`), UnsupportedError (nothing that `require` permits is possible).
