@@ -14,14 +14,15 @@ import crossrail
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.parametrize("link", ["cuda_ipc"], indirect=True)
+"""No other way maps GPU memory."""
+
 REPLAYS = 1000 if GPUS > 1 else 100
 """Two processes take turns on one GPU, which takes its time."""
 
 
 @pytest.fixture
 def near(link: Link) -> Iterator[Link]:
-    if link.name != "cuda_ipc":
-        pytest.skip(f"{link.name} maps no GPU memory")
     yield link
     link.far.do("drop")
 

@@ -109,6 +109,7 @@ def test_immediates_come_after_their_bytes(link: Link) -> None:
     link.far.do("drop")
 
 
+@pytest.mark.parametrize("link", ["cuda_ipc", "tcp"], indirect=True)
 @pytest.mark.parametrize("name", DTYPES)
 def test_items_of_every_type(link: Link, name: str) -> None:
     dtype = getattr(torch, name, None)
