@@ -41,7 +41,7 @@ def decode(terms: Terms, found: Found) -> None:
     if not terms.quick:
         few = found.ours(terms, *ep("decode", terms, 50), f"--compare={V1}", "--rounds=1", "--sweep=tokens=1,8,32")
         found.outcomes += [
-            events(row, f"decode, {row.tokens} tokens, dispatch + combine, by events", None, V1, found.trouble(V1))
+            events(row, f"decode, {tokens(row)}, dispatch + combine, by events", None, V1, found.trouble(V1))
             for row in few
             if row.what == "e2e"
         ]
@@ -168,7 +168,7 @@ def prefill_outcomes(rows: Sequence[Row], why_none: str) -> list[Outcome]:
         row = found.get(("e2e", dtype))
         if row is None:
             continue
-        beside = [name for name in (f"{V1}-uncached", DROP_IN, "nccl") if name in row.peers]
+        beside = [name for name in (f"{V1}-uncached", f"{DROP_IN}-uncached", "nccl") if name in row.peers]
         work = f"prefill, dispatch {dtype} + combine, by events"
         outcomes += [events(row, work, None, name, why_none) for name in beside]
         outcomes.append(by_host(row, f"prefill, dispatch {dtype} + combine, by the host's clock", f"{V1}-uncached"))
@@ -300,4 +300,9 @@ def shown(row: Row, work: str) -> Outcome:
 
 def said(row: Row) -> str:
     """What a row of a sweep is of."""
-    return f"{row.tokens} tokens x {row.hidden}, top-{row.topk} of {row.experts}, {row.routing}, {row.dtype}"
+    return f"{tokens(row)} x {row.hidden}, top-{row.topk} of {row.experts}, {row.routing}, {row.dtype}"
+
+
+def tokens(row: Row) -> str:
+    """How many of them a rank has."""
+    return "1 token" if row.tokens == 1 else f"{row.tokens} tokens"

@@ -82,7 +82,8 @@ def ways(data: dict[str, Any], _: str | None = None) -> str:
     lines = []
     several = len({row["tokens"] for row in data["rows"]}) > 1
     for row in data["rows"]:
-        what = f"{MODES[row['what']]}, {row['dtype']}" + (f", {row['tokens']} tokens" if several else "")
+        tokens = "1 token" if row["tokens"] == 1 else f"{row['tokens']} tokens"
+        what = f"{MODES[row['what']]}, {row['dtype']}" + (f", {tokens}" if several else "")
         what += ", cached handle" if row.get("cached") else ""
         logical = row["bytes_logical"]
         # In the rank layout the drop-in takes as many multiprocessors as DeepEP does.
@@ -193,7 +194,10 @@ def rate(moved: int | None, time_us: float | None) -> str:
 
 def mib(size: int | None) -> str:
     """A size of memory."""
-    return "-" if size is None else f"{size / (1 << 20):.0f} MiB"
+    if size is None:
+        return "-"
+    found = size / (1 << 20)
+    return f"{found:.0f} MiB" if found >= 10 else f"{found:.1f} MiB"
 
 
 KINDS: dict[str, Callable[[dict[str, Any], str | None], str]] = {

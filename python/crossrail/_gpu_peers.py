@@ -22,10 +22,11 @@ from crossrail.ref.checking import Work
 from crossrail.report import kernels_us
 
 FLUSH_BYTES = 256 << 20
-FLUSHES = 10
-"""So often is that filled: it takes the GPU longer than Python takes to put an operation in behind it."""
-PROFILED_FLUSHES = 24
-"""Under the profiler Python takes longer; what it is late by on one rank, kernels of all others would wait for."""
+FLUSHES = 24
+"""So often is that filled: it takes the GPU longer than Python takes to put an operation in behind it, under the
+profiler too. What Python is late by on one rank, kernels of all others would wait for."""
+HOST_FLUSHES = 2
+"""By the host's clock nothing is put in before its turn."""
 
 LIMIT = timedelta(seconds=40)
 PROFILED = 15
@@ -150,7 +151,7 @@ class Rank:
         """The same by the host's."""
         samples = []
         for _ in range(warmup + iters):
-            self.meet()
+            self.meet(HOST_FLUSHES)
             torch.cuda.synchronize()
             start = time.perf_counter()
             op()
@@ -166,13 +167,13 @@ class Rank:
         # As torch.profiler, which imports a compiler first.
         with torch.autograd.profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True) as profile:
             for _ in range(PROFILED_WARMUP + iters):
-                self.meet(PROFILED_FLUSHES)
+                self.meet()
                 op()
                 torch.cuda.synchronize()
         seen = [event for event in profile.function_events if event.device_type == torch.autograd.DeviceType.CUDA]
         spans = [(event.time_range.start, event.time_range.elapsed_us(), event.name) for event in seen]
         try:
-            return kernels_us(spans, "nccl", PROFILED_FLUSHES, PROFILED_WARMUP) or None
+            return kernels_us(spans, "nccl", FLUSHES, PROFILED_WARMUP) or None
         except ValueError:
             return None
 
