@@ -27,9 +27,11 @@ from pathlib import Path
 SHOWN_LINES = 40
 LOG_BYTES = 1 << 20
 GRACE_S = 3.0
-ROOM = {"waits": 1, "any": 2}
-"""What a GPU has room for at a time, of each kind: "waits" are steps whose kernels wait for those of other GPUs, which
-they do the longer, the more there are; "any" leave GPUs idle most of the time. A step that is "alone" takes it all."""
+ROOM = {"waits": 2, "any": 2}
+"""What a GPU has room for at a time: "waits" are steps whose kernels wait for those of other GPUs, which they do the
+longer the more there are; "any" leave GPUs idle most of the time."""
+TAKES = {"alone": ROOM, "endless": {"waits": ROOM["waits"]}, "waits": {"waits": 1}, "any": {"any": 1}}
+"""What a step of each kind takes of that: "endless" ones have kernels that wait by the thousand."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ Reads = Callable[[str, int], Counts]
 @dataclass(frozen=True)
 class Step:
     """A program to run. `missing`: why it cannot be run here; then it counts as skipped. Where steps run side by side,
-    `gpus` is how many it gets, and `kind` (of ROOM, or "alone") what may run there meanwhile."""
+    `gpus` is how many it gets, and `kind` (of TAKES) says what may run there meanwhile."""
 
     name: str
     command: Sequence[str | os.PathLike[str]]
@@ -62,7 +64,7 @@ class Step:
 
     def room(self) -> dict[str, int]:
         """What it takes of each of its GPUs."""
-        return ROOM if self.kind == "alone" else {self.kind: 1}
+        return TAKES[self.kind]
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,7 @@ class Runner:
         self._stopped = False
 
     def run_all(self, steps: Iterable[Step], present: int) -> None:
-        """Runs steps side by side, as far as there is room; those of a kind begin in this order, and none overtakes one
-        that is alone."""
+        """Runs steps side by side, as far as there is room. None overtakes one that waits for the same room."""
         waiting = list(steps)
         begun: list[Future[None]] = []
         gpus = Gpus(max(present, 1))
@@ -224,7 +225,7 @@ class Gpus:
             while True:
                 held: set[str] = set()
                 for step in waiting:
-                    if step.kind in held:
+                    if held & set(step.room()):
                         continue
                     room, count = Counter(step.room()), min(step.gpus, len(self))
                     fit = [gpu for gpu, free in enumerate(self._free) if room <= free]
@@ -234,9 +235,7 @@ class Gpus:
                         for gpu in places:
                             self._free[gpu] -= room
                         return step, places
-                    held.add(step.kind)
-                    if step.kind == "alone":
-                        break
+                    held.update(step.room())
                 self._changed.wait()
 
     def leave(self, step: Step, places: Sequence[int]) -> None:

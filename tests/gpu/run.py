@@ -47,11 +47,12 @@ PAIRS = (
 )
 """Use no third GPU: run with two where there are more."""
 EXPERTS = (
-    *("crossrail-ep-cuda.gpu", "crossrail-kernels.gpu_ep"),
-    *(f"test_{name}.py" for name in ("cli_ep", "deep_ep", "deep_ep_low_latency", "experts", "experts_groups")),
-    "test_guide_experts.py",
+    "crossrail-kernels.gpu_ep",
+    *(f"test_{name}.py" for name in ("cli_ep", "deep_ep", "deep_ep_low_latency", "experts_groups", "guide_experts")),
 )
 """Their kernels wait for each other."""
+ENDLESS = ("crossrail-ep-cuda.gpu", "test_experts.py")
+"""And these have thousands of them."""
 COUNTING = "given_back"
 """In the names of Rust tests that count a GPU's free memory, as Python tests marked "alone" do."""
 
@@ -100,7 +101,7 @@ def steps_for(pack: Path, site: Path | None, sizes: list[int], present: int) -> 
     for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
         steps += python(file, sizes, present, environment)
     steps += [sanitizer(pack, tool, min(max(sizes), 2), environment) for tool in SANITIZERS]
-    return sorted(steps, key=lambda step: (step.kind != "alone", -step.gpus))
+    return sorted(steps, key=lambda step: (step.kind != "alone", -step.gpus, step.kind != "endless"))
 
 
 def rust(program: Path, sizes: list[int], environment: dict[str, str]) -> Iterator[Step]:
@@ -135,7 +136,7 @@ def gpus_for(name: str, sizes: list[int]) -> list[int]:
 
 def kind_of(name: str) -> str:
     """What may run beside a program or a file."""
-    return "waits" if name in EXPERTS else "any"
+    return "endless" if name in ENDLESS else "waits" if name in EXPERTS else "any"
 
 
 def sanitizer(pack: Path, tool: str, gpus: int, environment: dict[str, str]) -> Step:

@@ -186,7 +186,8 @@ def test_steps_run_side_by_side_as_far_as_there_is_room(tmp_path: Path, monkeypa
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     meeting, runner = Meeting(tmp_path), Runner("try", tmp_path, 60)
     asked = {"all": (4, "alone"), "pair": (2, "alone"), "one": (1, "alone"), "last": (1, "alone"), "four": (4, "waits")}
-    asked |= {"slow": (1, "waits"), "a": (4, "any"), "b": (2, "any"), "c": (2, "any"), "late": (1, "any")}
+    asked |= {"few": (4, "waits"), "slow": (1, "endless"), "next": (1, "waits")}
+    asked |= {"a": (4, "any"), "b": (2, "any"), "c": (2, "any"), "late": (1, "any")}
     steps = [meeting.step(name, gpus, kind) for name, (gpus, kind) in asked.items()]
     thread = threading.Thread(target=runner.run_all, args=(steps, 4))
     thread.start()
@@ -197,14 +198,17 @@ def test_steps_run_side_by_side_as_far_as_there_is_room(tmp_path: Path, monkeypa
         assert not meeting.runs("four") and not meeting.runs("a"), "somebody is beside what must be alone"
         for name in ("one", "pair", "last"):
             meeting.let(name)
-        assert [meeting.seen(name) for name in ("four", "a")] == ["", ""]
+        assert [meeting.seen(name) for name in ("four", "few", "a")] == ["", "", ""]
         assert sorted(meeting.seen(name) for name in ("b", "c")) == ["0,1", "2,3"]
-        assert not meeting.runs("slow"), "two steps whose kernels wait have one GPU"
+        assert not meeting.runs("slow"), "three steps whose kernels wait have one GPU"
         assert not meeting.runs("late"), "three others have one GPU"
         meeting.let("b")
         assert meeting.seen("late") in meeting.seen("b")
         meeting.let("four")
-        assert meeting.seen("slow") in ("0", "1", "2", "3")
+        assert not meeting.runs("slow"), "endless waits are beside others"
+        assert not meeting.runs("next"), "it has overtaken one that waits for the same room"
+        meeting.let("few")
+        assert meeting.seen("slow") != meeting.seen("next")
     finally:
         for step in steps:
             meeting.let(step.name)
@@ -252,7 +256,7 @@ def test_every_test_of_gpus_is_run_with_as_many_as_it_needs(tmp_path: Path) -> N
     assert len(steps) == len(listed)
     files = [path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")]
     programs = [path.name for path in folder.iterdir()]
-    assert {*run.PAIRS, *run.EXPERTS} <= {*files, *programs}
+    assert {*run.PAIRS, *run.EXPERTS, *run.ENDLESS} <= {*files, *programs}
     for name in (*programs, *(f"Python {name}" for name in files)):
         found = [size for size in (4, 2, 1) if f"{size} GPU: {name}" in steps]
         assert found == ([2, 1] if name.removeprefix("Python ") in run.PAIRS else [4, 2, 1])
