@@ -7,10 +7,11 @@ profiler's. Needs PyTorch; what a peer lacks besides is the reason that it has n
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -104,28 +105,39 @@ class Rank:
                 continue
         return {"versions": versions, "errors": self._errors}
 
-    def measure(self, modes: Sequence[str], iters: int, warmup: int, *, first: bool) -> dict[str, Any]:
-        """A turn of every peer: by its name and variant what each mode took. Kernel times in the first turn only."""
-        found: dict[str, Any] = {}
+    def measure(self, modes: Sequence[str], iters: int, warmup: int, *, last: bool) -> dict[str, Any]:
+        """A turn of every peer: by its name and variant what each mode took.
+
+        Kernel times in the last turn only, after all others: what a profiler leaves behind makes launches longer.
+        """
+        found: dict[str, Any] = {name: {} for name in self._peers}
         for name, peer in list(self._peers.items()):
-            found[name] = {}
-            try:
-                for variant, ops in peer.variants().items():
-                    chosen = {mode: op for mode, op in ops.items() if mode in modes}
-                    times = {mode: self._times(peer, op, iters, warmup, first) for mode, op in chosen.items()}
-                    if times:
-                        found[name][variant] = {"what": peer.what, "heap_bytes": peer.heap_bytes, "modes": times}
-            except Exception as error:  # whatever its code may raise
-                self._errors[name] = reason(error)
-                self._left.append(self._peers.pop(name))
-            self._agree(name)
+            with self._failing(name):
+                for variant, ops in _chosen(peer, modes):
+                    times = {mode: self._times(op, iters, warmup) for mode, op in ops.items()}
+                    found[name][variant] = {"what": peer.what, "heap_bytes": peer.heap_bytes, "modes": times}
+        for name, peer in list(self._peers.items()) if last else ():
+            with self._failing(name):
+                for variant, ops in _chosen(peer, modes) if peer.profiled else ():
+                    for mode, op in ops.items():
+                        found[name][variant]["modes"][mode]["kernel_us"] = self.by_kernels(op, min(iters, PROFILED))
         return {"found": found, "errors": self._errors}
 
-    def _times(self, peer: Peer, op: Op, iters: int, warmup: int, first: bool) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def _failing(self, name: str) -> Iterator[None]:
+        """What goes wrong about a peer is the reason that it has no figure, on any rank."""
+        try:
+            yield
+        except Exception as error:  # whatever its code may raise
+            self._errors[name] = reason(error)
+            self._left.append(self._peers.pop(name))
+        self._agree(name)
+
+    def _times(self, op: Op, iters: int, warmup: int) -> dict[str, Any]:
         return {
             "gpu_us": self.by_events(op, iters, warmup),
             "host_us": self.by_host(op, iters, warmup),
-            "kernel_us": self.by_kernels(op, min(iters, PROFILED)) if first and peer.profiled else None,
+            "kernel_us": None,
         }
 
     def meet(self, flushes: int = FLUSHES) -> None:
@@ -388,6 +400,13 @@ class DeepEp(Peer):
             raise RuntimeError(
                 f"{self.module.__name__} counts other rows than the routing has: {counts} for {expected}"
             )
+
+
+def _chosen(peer: Peer, modes: Sequence[str]) -> list[tuple[str, dict[str, Op]]]:
+    """The peer's variants that have any of these modes, and what each mode runs."""
+    every = peer.variants().items()
+    chosen = [(variant, {mode: op for mode, op in ops.items() if mode in modes}) for variant, ops in every]
+    return [(variant, ops) for variant, ops in chosen if ops]
 
 
 def _cast(x: Any) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ def serve(parent: Parent, job: Message) -> None:
                     work = Work(**{**request["work"], "shape": Shape(**request["work"]["shape"])})
                     parent.tell("opened", **rank.open(work, request["num_sms"]))
                 elif request["do"] == "measure":
-                    told = rank.measure(request["modes"], request["iters"], request["warmup"], first=request["first"])
+                    told = rank.measure(request["modes"], request["iters"], request["warmup"], last=request["last"])
                     parent.tell("measured", **told)
     except Exception as error:  # whatever their code may raise
         if isinstance(error, Failure):

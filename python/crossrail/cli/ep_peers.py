@@ -42,10 +42,14 @@ class Peers:
         self._stack.close()
 
     def begin(self, work: Work) -> None:
-        """Tells every peer to get ready for ``work``; they are started if they do not run."""
+        """Starts every peer and tells it to get ready for ``work``.
+
+        Those that measured other work are ended: what a profiler leaves behind in a process makes its launches longer.
+        """
         self._turns = []
+        self._end()
         if self.options.compare and not self._out:
-            self._ranks = self._ranks or self._start()
+            self._ranks = self._start()
             self._ranks.tell_all({"do": "open", "work": asdict(work), "num_sms": self.options.num_sms})
 
     def ready(self) -> None:
@@ -67,7 +71,7 @@ class Peers:
             return
         options = self.options
         request = {"do": "measure", "modes": options.modes, "iters": options.iters, "warmup": options.warmup}
-        self._ranks.tell_all({**request, "first": not self._turns})
+        self._ranks.tell_all({**request, "last": len(self._turns) == options.rounds - 1})
         try:
             self._turns.append(self._ranks.gather("measured", self.options.placement.ranks, MEASURE_S))
         except Failure as failure:
@@ -98,8 +102,9 @@ class Peers:
         where = self.options.placement
         ranks = self._stack.enter_context(Ranks(quiet=True))
         folder = self._stack.enter_context(scratch_folder("crossrail-peers-"))
+        names = [name for name in self.options.compare if name not in self._errors]
         for rank in where.ranks:
-            job = {"rank": rank, "size": where.size, "folder": str(folder), "peers": self.options.compare}
+            job = {"rank": rank, "size": where.size, "folder": str(folder), "peers": names}
             ranks.start(rank, "ep-peer", job, QUIET)
         return ranks
 
@@ -107,6 +112,9 @@ class Peers:
         """Every peer without a figure has this reason; those that ran once keep what they said."""
         for name in self.options.compare:
             self._errors.setdefault(name, str(failure))
+        self._end()
+
+    def _end(self) -> None:
         self._stack.close()
         self._ranks = None
 
@@ -116,7 +124,7 @@ def _result(said: list[list[Message]], mode: str) -> PeerResult:
     turns = [[one["modes"][mode] for one in turn] for turn in said]
     pooled = [sample for turn in turns for one in turn for sample in one["gpu_us"]]
     host = [sample for turn in turns for one in turn for sample in one["host_us"]]
-    kernels = [one["kernel_us"] for one in turns[0] if one["kernel_us"] is not None]
+    kernels = [one["kernel_us"] for one in turns[-1] if one["kernel_us"] is not None]
     return PeerResult(
         what=said[0][0]["what"],
         p50_us=percentile(pooled, 50),
