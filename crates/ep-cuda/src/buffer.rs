@@ -29,7 +29,7 @@ use crate::order::Order;
 use crate::peer::Peer;
 use crate::regions::{RegionLease, RegionView, Regions};
 use crate::took::{Laps, Took};
-use crate::watch::{self, Lost};
+use crate::watch::{self, Connections, Lost};
 
 /// One rank's memory for dispatch and combine on a GPU, and its connections to the other ranks. Clones share it. Any
 /// thread may use it, one at a time.
@@ -69,9 +69,8 @@ pub(crate) struct Inner {
     pub(crate) network: AtomicU64,
     pub(crate) recent: Arc<Recent>,
     pub(crate) state: Mutex<State>,
-    /// By rank, the generation of its connection, 0 for none. Held while masks are told that depend on it; never while
-    /// kernels or other ranks are waited for.
-    pub(crate) connections: Mutex<Vec<u64>>,
+    /// Held while masks are told that depend on it; never while kernels or other ranks are waited for.
+    pub(crate) connections: Mutex<Connections>,
     /// One thread at a time connects and disconnects.
     pub(crate) connecting: Mutex<()>,
     pub(crate) took: Mutex<Took>,
@@ -211,7 +210,7 @@ impl DeviceBuffer {
                 generation: 0,
                 closed: false,
             }),
-            connections: Mutex::new(vec![0; ranks]),
+            connections: Mutex::new(Connections { generations: vec![0; ranks], ended: Vec::new() }),
             connecting: Mutex::new(()),
             took: Mutex::default(),
             config,
@@ -320,7 +319,8 @@ impl DeviceBuffer {
         self.0.state.lock().peers.iter().flatten().map(|peer| peer.rank).collect()
     }
 
-    /// Ranks that were lost so far, in order, as far as the GPU has told by now.
+    /// Ranks that were lost so far, in order: when an operation is done without a rank, that rank is told of by then (one
+    /// that has left is masked, and told of when the next operation begins).
     pub fn faults(&self) -> Vec<Fault> {
         let mut state = self.0.state.lock();
         self.0.drain(&mut state);
@@ -330,7 +330,8 @@ impl DeviceBuffer {
     /// How each connected rank is reached: `Heap` is over NVLink or PCIe by this rank's own kernels, `Network` by the
     /// host through the engine.
     pub fn links(&self) -> Vec<Link> {
-        let state = self.0.state.lock();
+        let mut state = self.0.state.lock();
+        self.0.drain(&mut state);
         let peers = state.peers.iter().flatten();
         peers
             .map(|peer| Link {
@@ -424,7 +425,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Reads what kernels have told of lost ranks.
+    /// Acts on what kernels have told of lost ranks, and on connections that have ended.
     pub(crate) fn drain(&self, state: &mut State) {
         for told in state.ring.read() {
             if let Some(what) = faults::own(&told) {
@@ -460,6 +461,7 @@ impl Inner {
             self.meeting.warn(&fault);
             state.faults.push(fault);
         }
+        self.notice_ends(state);
     }
 
     /// An operation with ranks that have left is begun: they are lost to it.

@@ -104,7 +104,7 @@ impl Inner {
                 peer.life = Some(watch::on_end(self, peer.rank, peer.generation, endpoint)?);
             }
             let mut connections = self.connections.lock();
-            connections[at] = peer.generation;
+            connections.generations[at] = peer.generation;
             self.heap.set_peer(peer.rank, peer.base(self.heap.base()))?;
             self.heap.set_mask(peer.rank, peer.masked)?;
             drop(connections);
@@ -250,7 +250,7 @@ impl Inner {
         let mut gone = Vec::new();
         for rank in ranks {
             if state.peers[*rank as usize].is_some() {
-                self.connections.lock()[*rank as usize] = 0;
+                self.connections.lock().generations[*rank as usize] = 0;
                 self.heap.set_mask(*rank, true)?;
                 self.heap.set_peer(*rank, self.heap.base())?;
                 gone.extend(state.peers[*rank as usize].take());

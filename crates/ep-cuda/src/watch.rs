@@ -20,6 +20,14 @@ pub(crate) struct Lost {
     error: Error,
 }
 
+/// What is known of connections beside the state, which may be held for long.
+pub(crate) struct Connections {
+    /// By rank, the generation of its connection; 0 for none.
+    pub(crate) generations: Vec<u64>,
+    /// Those that have ended, and are still to be acted on.
+    pub(crate) ended: Vec<Lost>,
+}
+
 /// Lets `tell` know when the connection ends.
 pub(crate) fn on_end(inner: &Inner, rank: u32, generation: u64, endpoint: &Endpoint) -> Result<Request> {
     let tell: Sender<Lost> = inner.tell.clone();
@@ -39,7 +47,7 @@ pub(crate) fn start(inner: &Arc<Inner>, lost: Receiver<Lost>) -> Result<()> {
     let body = move || {
         while let Ok(lost) = lost.recv() {
             let Some(inner) = buffer.upgrade() else { return };
-            inner.lost(&lost);
+            inner.lost(lost);
         }
     };
     let thread = std::thread::Builder::new().name("crossrail-ep-watch".into()).spawn(body);
@@ -47,30 +55,42 @@ pub(crate) fn start(inner: &Arc<Inner>, lost: Receiver<Lost>) -> Result<()> {
 }
 
 impl Inner {
-    /// Masks a rank whose connection has ended. One that died is a fault now; one that has left is one only if an
-    /// operation with it is begun.
-    fn lost(&self, lost: &Lost) {
-        // At once, as whoever has the state may wait for kernels that wait for that rank.
-        let connections = self.connections.lock();
-        if connections[lost.rank as usize] == lost.generation {
-            self.tell_mask(lost.rank);
+    /// Masks a rank whose connection has ended.
+    fn lost(&self, lost: Lost) {
+        // At once, as whoever has the state may wait for kernels that wait for that rank. It is noted before: whoever sees
+        // that an operation went on without the rank is told of it then.
+        let mut connections = self.connections.lock();
+        let rank = lost.rank;
+        let is_current = connections.generations[rank as usize] == lost.generation;
+        connections.ended.push(lost);
+        if is_current {
+            self.tell_mask(rank);
         }
         drop(connections);
         let mut state = self.state.lock();
-        let state: &mut State = &mut state;
-        let peer = state.peers.get_mut(lost.rank as usize).and_then(Option::as_mut);
-        let Some(peer) = peer.filter(|peer| peer.generation == lost.generation && peer.gone.is_none()) else { return };
-        let dead = lost.error.kind == ErrorKind::PeerDead;
-        let why = match dead {
-            true => peer.end().unwrap_or_else(|| lost.error.detail.clone()),
-            false => "it has left".to_owned(),
-        };
-        peer.gone = Some(Gone { why: why.clone(), said: dead || peer.masked });
-        let was_masked = std::mem::replace(&mut peer.masked, true);
-        // It may have been unmasked meanwhile.
-        self.tell_mask(lost.rank);
-        if dead && !was_masked {
-            self.say_gone(state, lost.rank, &why);
+        self.drain(&mut state);
+    }
+
+    /// Acts on connections that have ended. A rank that died is a fault now; one that has left is one only if an operation
+    /// with it is begun.
+    pub(crate) fn notice_ends(&self, state: &mut State) {
+        let ended = std::mem::take(&mut self.connections.lock().ended);
+        for lost in ended {
+            let peer = state.peers.get_mut(lost.rank as usize).and_then(Option::as_mut);
+            let peer = peer.filter(|peer| peer.generation == lost.generation && peer.gone.is_none());
+            let Some(peer) = peer else { continue };
+            let dead = lost.error.kind == ErrorKind::PeerDead;
+            let why = match dead {
+                true => peer.end().unwrap_or_else(|| lost.error.detail.clone()),
+                false => "it has left".to_owned(),
+            };
+            peer.gone = Some(Gone { why: why.clone(), said: dead || peer.masked });
+            let was_masked = std::mem::replace(&mut peer.masked, true);
+            // It may have been unmasked meanwhile.
+            self.tell_mask(lost.rank);
+            if dead && !was_masked {
+                self.say_gone(state, lost.rank, &why);
+            }
         }
     }
 

@@ -76,7 +76,9 @@ fn others_go_on(layout: Layout, gpus: u32, fate: &'static str) {
         // The driver takes its time to tell of a GPU that is lost.
         let most = if fate == KILLED { PATIENCE / 2 } else { PATIENCE * 7 / 8 };
         assert!(took < most, "rank {} waited {took:?} for one that is gone", rank.me);
+        // Whoever noticed it first, the operation that was done without it says so.
         assert_eq!(rank.buffer.masked(), [3]);
+        assert_eq!(rank.buffer.faults().len(), usize::from(fate == KILLED));
         if rank.me == 0 {
             println!("note: without a rank ({fate}) after {:.1} ms", 1e3 * took.as_secs_f64());
         }
