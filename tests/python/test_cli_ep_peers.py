@@ -42,6 +42,8 @@ class Played:
 
     def gather(self, event: str, ranks: list[int], timeout: float) -> dict[int, dict[str, Any]]:
         names = self.jobs[0]["peers"]
+        if event == "ended":
+            return {rank: {} for rank in ranks}
         if event == "opened":
             return {rank: {"versions": {"torch": "2"}, "errors": {}} for rank in ranks}
         if len(self.asked) - 1 > self.silent_after:
@@ -82,7 +84,8 @@ def test_each_work_has_processes_of_its_own_and_kernels_come_last(played: type[P
             assert (found["deepep"].kernel_us, found["deepep"].p50_us) == (8.0, 15.0), "the slowest rank's kernels"
     assert all(ranks.ended for ranks in played.every)
     for ranks in played.every:
-        assert [one.get("last") for one in ranks.asked] == [None, False, True]
+        asked_for = [(one["do"], one.get("last")) for one in ranks.asked]
+        assert asked_for == [("open", None), ("measure", False), ("measure", True), ("end", None)]
 
 
 def test_a_peer_that_failed_is_not_started_again(played: type[Played], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +103,7 @@ def test_a_peer_that_failed_is_not_started_again(played: type[Played], monkeypat
         peers.ready()
         peers.measure()
         assert played.every[1].ended
+        assert played.every[1].asked[-1]["do"] == "measure", "who is silent is not asked to end"
         assert peers.results("dispatch")["nccl"].error == "nothing was heard of ranks 0, 1"
         peers.begin(asked.work(2))
         assert len(played.every) == 2, "nobody is left to be asked"

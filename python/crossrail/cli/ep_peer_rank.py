@@ -18,8 +18,7 @@ def serve(parent: Parent, job: Message) -> None:
         raise Failure(f"peers need PyTorch with CUDA and NCCL: {error}") from None
     try:
         with _gpu_peers.Rank(job["rank"], job["size"], job["folder"], job["peers"]) as rank:
-            while True:
-                request = parent.hear()
+            while (request := parent.hear())["do"] != "end":
                 if request["do"] == "open":
                     work = Work(**{**request["work"], "shape": Shape(**request["work"]["shape"])})
                     parent.tell("opened", **rank.open(work, request["num_sms"]))

@@ -14,11 +14,12 @@ from crossrail.report import PeerResult, median, percentile, slowest
 from .ep_arguments import EpOptions
 from .failure import Failure
 from .processes import scratch_folder
-from .ranks import Message, Ranks
+from .ranks import ENDED, Message, Ranks
 
 OPEN_S = 45.0
 MEASURE_S = 45.0
 """Peers that are not ready, or not at the end of a turn, by then are given up: ours must have its figures anyway."""
+END_S = 5.0
 
 QUIET = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_DISABLE_NVLS": "1", "NCCL_NVLS_ENABLE": "0"}
 """Peers use this machine alone, and no NVLink multicast."""
@@ -38,8 +39,8 @@ class Peers:
     def __enter__(self) -> Peers:
         return self
 
-    def __exit__(self, *unused: object) -> None:
-        self._stack.close()
+    def __exit__(self, kind: object, *unused: object) -> None:
+        self._end(ask=kind is None)
 
     def begin(self, work: Work) -> None:
         """Starts every peer and tells it to get ready for ``work``.
@@ -47,7 +48,7 @@ class Peers:
         Those that measured other work are ended: what a profiler leaves behind in a process makes its launches longer.
         """
         self._turns = []
-        self._end()
+        self._end(ask=True)
         if self.options.compare and not self._out:
             self._ranks = self._start()
             self._ranks.tell_all({"do": "open", "work": asdict(work), "num_sms": self.options.num_sms})
@@ -112,9 +113,14 @@ class Peers:
         """Every peer without a figure has this reason; those that ran once keep what they said."""
         for name in self.options.compare:
             self._errors.setdefault(name, str(failure))
-        self._end()
+        self._end(ask=False)
 
-    def _end(self) -> None:
+    def _end(self, *, ask: bool) -> None:
+        """Ends all ranks; by themselves, so that they give back what they have, unless they do not when asked."""
+        if self._ranks is not None and ask:
+            self._ranks.tell_all({"do": "end"})
+            with contextlib.suppress(Failure):
+                self._ranks.gather(ENDED, self.options.placement.ranks, END_S)
         self._stack.close()
         self._ranks = None
 
