@@ -344,6 +344,11 @@ def tcp(terms: Terms, found: Found) -> None:
             plain += over_sockets(terms, found, PLAIN)
             tuned += over_sockets(terms, found, best)
     found.outcomes += staged(gpu, host, (plain, tuned) if two else None, best, found.trouble("nccl"))
+    if two:
+        # With more connections, as NCCL has then.
+        work = "TCP, GPU to GPU, 64M, 4 rails of 4 connections, unpack kernel"
+        many = [row.gb_per_s or 0.0 for row in found.ours(terms, *common, on_rails(4), device, "--channels=4")]
+        found.outcomes.append(rate_against(work, many, tuned, None, "NCCL over sockets, tuned", found.trouble("nccl")))
 
 
 def on_rails(count: int) -> str:

@@ -173,12 +173,14 @@ def test_mesh_is_judged_on_four_gpus_alone(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_tcp_against_nccl_as_it_comes_and_at_its_best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine = Machine(monkeypatch, tmp_path)
     data = machine.run("tcp")
-    assert len(data["outcomes"]) == 3 * (3 + 1 + 1), "a row more for each peer of the usual mode"
+    assert len(data["outcomes"]) == 3 * (3 + 1 + 1) + 1, "a row more for each peer of the usual mode, and one"
     first, second = data["outcomes"][:2]
     assert {first["work"], second["work"]} == {"TCP, GPU to GPU, 64M, 1 rail, unpack kernel"}
     assert (float(first["ratio"]), second["ratio"]) == (3.8, "1.520")
     assert second["notes"] == ["NCCL is fastest with: 4 threads x 4"]
-    assert {"--rails=127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4"} <= {word for line in machine.asked for word in line}
+    asked = {word for line in machine.asked for word in line}
+    assert {"--rails=127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4", "--channels=4"} <= asked
+    assert "4 rails of 4 connections" in data["outcomes"][-1]["work"]
 
 
 def test_a_peer_that_fails_costs_its_rows_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_a_peer_that_fails_costs_its_rows_alone(monkeypatch: pytest.MonkeyPatch,
     machine.silent = {"nccl.py"}
     data = machine.run("tcp")
     failed = [outcome["failed"] for outcome in data["outcomes"]]
-    assert failed == [True, True, False, False, False] * 3
+    assert failed == [*[True, True, False, False, False] * 3, True]
     assert data["outcomes"][0]["notes"] == ["nccl: nccl.py is silent"]
     machine.silent = {"nixl.py"}
     data = machine.run("latency")

@@ -10,10 +10,10 @@ mod one_process;
 mod support;
 mod trouble;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
-use crossrail_cuda::Cuda;
+use crossrail_cuda::{Context, Cuda};
 use crossrail_transport::{Copy, Direct, Job, Step};
 use serde_json::json;
 
@@ -34,6 +34,9 @@ impl Two {
     fn new() -> Option<Two> {
         let cuda = support::cuda()?;
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        // Made once for all tests: it takes longer than most of them.
+        static CONTEXT: OnceLock<Context> = OnceLock::new();
+        CONTEXT.get_or_init(|| Context::primary(&cuda.device(0).expect("a GPU")).expect("a context"));
         let (own, keeper) = pair(&cuda, 0, second(&cuda).unwrap_or(0));
         Some(Two { own, keeper, _turn: turn })
     }
