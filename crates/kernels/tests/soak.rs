@@ -51,17 +51,7 @@ fn shape(numbers: &mut Numbers, expert_layout: bool) -> Shape {
         expert_layout,
         rank_layout: !expert_layout,
         regions: 3,
-        tuning: Tuning {
-            piece,
-            threads,
-            senders,
-            receive_from,
-            back_threads,
-            back_stages,
-            touch: 1,
-            rank_threads,
-            rank_movers,
-        },
+        tuning: Tuning { piece, threads, senders, receive_from, back_threads, back_stages, rank_threads, rank_movers },
     }
 }
 

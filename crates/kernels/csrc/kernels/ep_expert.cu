@@ -59,7 +59,6 @@ extern "C" __global__ void __launch_bounds__(EP_BACK_THREADS, 1)
     bool sends = c.phases & EP_SEND;
     Flags &flags = *reinterpret_cast<Flags *>(behind_start(shared));
     u8 *stages = behind_start(shared) + EP_FLAGS;
-    u32 touched = EP_TOUCH ? line_of(&args, sizeof(args), warp) : 0;
     u64 blocks = address_of(state_of(c).combine_blocks) + 8 * c.phases;
     // Loads that need nothing that the block finds out are under way while it does.
     Returns returns(c, warp, lane);
@@ -73,7 +72,6 @@ extern "C" __global__ void __launch_bounds__(EP_BACK_THREADS, 1)
     }
     if (warp == FLAGGER - 1) begin_combine(c, start, lane);
     returns.prefetch(args, lane);
-    if (EP_TOUCH && lane == 0) flags.ring[warp][0] = touched;
     __syncthreads();
     mark_of(0, args.marks, EP_MARK_PLANNED);
     // Before any wait for other ranks, which may wait for this.

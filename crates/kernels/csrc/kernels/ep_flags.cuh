@@ -26,12 +26,6 @@ struct Flags {
 };
 static_assert(sizeof(Flags) <= EP_FLAGS, "what the host reckons with");
 
-// The first word of one of the lines of a launch's arguments. They are read as they are first needed, one after the other, by all
-// warps of a block alike: here each warp asks for another one.
-__device__ __forceinline__ u32 line_of(const void *args, u32 bytes, u32 line) {
-    return reinterpret_cast<const u32 *>(args)[line * 64 < bytes ? line * 16 : 0];
-}
-
 // Before the block's first barrier. One whole warp.
 __device__ __forceinline__ void begin_flags(Flags &flags, u32 lane) {
     if (lane >= BACK_WARPS) return;

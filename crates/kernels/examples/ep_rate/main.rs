@@ -6,7 +6,7 @@
 //!         [--apart] [--marks] [--json FILE]
 //!     expert layout: [--no-prereduce] [--weights dispatch|combine] [--scales column|row] [--piece LIST]
 //!         [--senders LIST] [--receive-from LIST] [--back-threads LIST]
-//!         [--back-stages LIST] [--touch LIST] [--carve-out PERCENT] [--floor]
+//!         [--back-stages LIST] [--carve-out PERCENT] [--floor]
 //!     rank layout: [--movers LIST] [--split LIST] [--queue LIST] [--counted]
 //!
 //! Lists (`128,64`) are tried in all combinations; 0 is what suits. Results are verified, then timed: `cold` after the
@@ -105,7 +105,6 @@ struct Asked {
     receive_from: Vec<u32>,
     back_threads: Vec<u32>,
     back_stages: Vec<u32>,
-    touch: Vec<u32>,
     movers: Vec<u32>,
     split: Vec<u32>,
     queue: Vec<u32>,
@@ -134,7 +133,6 @@ impl Default for Asked {
             receive_from: vec![0],
             back_threads: vec![0],
             back_stages: vec![0],
-            touch: vec![0],
             movers: vec![0],
             split: vec![0],
             queue: vec![0],
@@ -177,7 +175,6 @@ impl Asked {
                 "--senders" => asked.senders = list(&value()?)?,
                 "--receive-from" => asked.receive_from = list(&value()?)?,
                 "--back-threads" => asked.back_threads = list(&value()?)?,
-                "--touch" => asked.touch = list(&value()?)?,
                 "--back-stages" => asked.back_stages = list(&value()?)?,
                 "--apart" => (asked.expert.apart, asked.rank.apart) = (true, true),
                 "--marks" => (asked.expert.marks, asked.rank.marks) = (true, true),
@@ -218,7 +215,6 @@ impl Asked {
             each(&self.movers, |tuning, value| tuning.rank_movers = value);
         } else {
             each(&self.back_threads, |tuning, value| tuning.back_threads = value);
-            each(&self.touch, |tuning, value| tuning.touch = value);
             each(&self.back_stages, |tuning, value| tuning.back_stages = value);
             each(&self.receive_from, |tuning, value| tuning.receive_from = value);
             each(&self.senders, |tuning, value| tuning.senders = value);
@@ -411,21 +407,12 @@ struct Facts<'a> {
 impl Facts<'_> {
     fn print(&self, steps: &[Step]) {
         let tuning = self.shape.tuning();
-        let Tuning {
-            piece,
-            threads,
-            senders,
-            receive_from,
-            back_threads,
-            back_stages,
-            touch,
-            rank_threads,
-            rank_movers,
-        } = tuning;
+        let Tuning { piece, threads, senders, receive_from, back_threads, back_stages, rank_threads, rank_movers } =
+            tuning;
         let set = match self.asked.layout {
             Layout::Expert => {
                 format!(
-                    "threads {threads} piece {piece} senders {senders} from {receive_from} back {back_threads} x {back_stages} touch {touch}"
+                    "threads {threads} piece {piece} senders {senders} from {receive_from} back {back_threads} x {back_stages}"
                 )
             }
             Layout::Rank => {

@@ -72,8 +72,6 @@ pub struct Tuning {
     pub back_threads: u32,
     /// Stages of a warp that sends in a combine of the expert layout: pieces of its own that are on their way at once.
     pub back_stages: u32,
-    /// 1: each warp of a combine touches one line of the kernel's arguments when it begins.
-    pub touch: u32,
     /// Rank layout: threads of a block, a multiple of 128 up to 512.
     pub rank_threads: u32,
     /// Rank layout: warps of a block that carry rows as they are, up to 4.
@@ -89,7 +87,6 @@ impl Tuning {
         receive_from: 0,
         back_threads: 0,
         back_stages: 0,
-        touch: 0,
         rank_threads: 0,
         rank_movers: 0,
     };
@@ -161,22 +158,13 @@ impl Shape {
     }
 
     fn check_tuning(&self) -> Result<()> {
-        let Tuning {
-            piece,
-            threads,
-            senders,
-            receive_from,
-            back_threads,
-            back_stages,
-            touch,
-            rank_threads,
-            rank_movers,
-        } = self.tuning();
+        let Tuning { piece, threads, senders, receive_from, back_threads, back_stages, rank_threads, rank_movers } =
+            self.tuning();
         let warps = threads / 32;
         // One warp of a combine sends nothing.
         let fits = piece.is_multiple_of(PIECE) && threads.is_multiple_of(32) && (1..=32).contains(&warps);
         let fits = fits && back_threads.is_multiple_of(32) && (64..=1024).contains(&back_threads);
-        let fits = fits && (1..=4).contains(&back_stages) && touch <= 1;
+        let fits = fits && (1..=4).contains(&back_stages);
         let fits = fits && rank_threads.is_multiple_of(128) && (128..=512).contains(&rank_threads);
         // A warp is left for what belongs to rows.
         let fits = fits && rank_movers <= 4 && rank_movers < rank_threads / 32;
@@ -204,7 +192,6 @@ impl Shape {
                 self.tuning.back_stages,
                 if 2 * back_stage(piece, back_threads) <= TWO_STAGES { 2 } else { 1 },
             ),
-            touch: self.tuning.touch,
             rank_threads,
             rank_movers: or(self.tuning.rank_movers, (rank_threads / 32).saturating_sub(1).min(4)),
         }
@@ -425,7 +412,6 @@ impl Shape {
             ("PIECE", piece),
             ("STAGES", self.stages()),
             ("BACK_THREADS", back_threads),
-            ("TOUCH", self.tuning.touch),
             ("BACK_STAGES", back_stages),
             ("RING", RING),
             ("START", self.start_shared()),
