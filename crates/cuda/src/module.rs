@@ -148,20 +148,6 @@ impl Function {
         })
     }
 
-    /// How much of what a multiprocessor has for shared memory and its nearest cache is to be shared memory while this
-    /// runs, in percent. Where kernels that follow each other differ, it is divided anew between them.
-    ///
-    /// # Errors
-    /// A failed call, as for more than 100.
-    pub fn prefer_shared(&self, percent: u32) -> Result<()> {
-        let attribute = Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
-        let value = c_int::try_from(percent).unwrap_or(c_int::MAX);
-        // SAFETY: the function is alive.
-        self.context().run(&format!("kernel {}", self.name), "cuFuncSetAttribute", |raw| unsafe {
-            (raw.cuFuncSetAttribute)(self.raw, attribute, value)
-        })
-    }
-
     fn attribute(&self, attribute: Attribute) -> Result<u32> {
         let mut value: c_int = 0;
         // SAFETY: the function is alive; `value` is a valid place for one int.

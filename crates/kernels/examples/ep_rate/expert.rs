@@ -25,8 +25,6 @@ pub(crate) struct Options {
     pub(crate) apart: bool,
     /// What the blocks of one iteration note is printed.
     pub(crate) marks: bool,
-    /// Percent of a multiprocessor's nearest memory that is shared memory.
-    pub(crate) carve_out: Option<u32>,
     /// What events and the shortest of launches take is timed as well.
     pub(crate) floor: bool,
 }
@@ -77,9 +75,6 @@ struct Batch {
 impl Rig {
     pub(crate) fn new(devices: &[Device], compiler: &Compiler, shape: Shape, options: Options) -> Outcome<Rig> {
         let places = places(devices, compiler, &shape, Layout::Expert)?;
-        if let Some(percent) = options.carve_out {
-            places.iter().try_for_each(|place| place.kernels.prefer_shared(percent))?;
-        }
         let gate = Gate::new(places.first().ok_or("there is no GPU")?.stream.context())?;
         let ranks = places.into_iter().map(|place| rank(place, &shape)).collect::<Outcome<_>>()?;
         Ok(Rig { shape, options, ranks, gate })

@@ -5,18 +5,16 @@
 //!         [--hidden N] [--topk N] [--experts N] [--payload LIST] [--blocks LIST] [--threads LIST] [--iters N] [--link GB/S]
 //!         [--apart] [--marks] [--json FILE]
 //!     expert layout: [--no-prereduce] [--weights dispatch|combine] [--scales column|row] [--piece LIST]
-//!         [--senders LIST] [--receive-from LIST] [--back-threads LIST]
-//!         [--back-stages LIST] [--carve-out PERCENT] [--floor]
+//!         [--senders LIST] [--receive-from LIST] [--back-threads LIST] [--back-stages LIST] [--floor]
 //!     rank layout: [--movers LIST] [--split LIST] [--queue LIST] [--counted]
 //!
 //! Lists (`128,64`) are tried in all combinations; 0 is what suits. Results are verified, then timed: `cold` after the
 //! second cache was overwritten and all ranks have met, each step alone; `pair` back to back. The slowest rank counts.
 //! Payloads are fp8, bf16, and, in the rank layout, cast: fp8 of bf16 rows, where fp8 rows are given as such otherwise.
-//! `--carve-out`: how much of a multiprocessor's nearest memory is shared memory. `--floor`: what events and the shortest of
-//! launches take. `--apart`: phases are launches of their own. `--marks`: what the blocks of one iteration note on their way. `--link`:
-//! the most that leaves a GPU, for the time that a step's bytes take at least. `--split`: blocks that send in a combine
-//! while the others add. `--queue`: KiB of rows under way at most. `--counted`: the host is told how much came. The table
-//! goes to stdout, raw samples to FILE.
+//! `--floor`: what events and the shortest of launches take. `--apart`: phases are launches of their own. `--marks`: what
+//! the blocks of one iteration note on their way. `--link`: the most that leaves a GPU, for the time that a step's bytes take
+//! at least. `--split`: blocks that send in a combine while the others add. `--queue`: KiB of rows under way at most.
+//! `--counted`: the host is told how much came. The table goes to stdout, raw samples to FILE.
 #![allow(unsafe_code)]
 
 #[path = "../unpack_rate/environment.rs"]
@@ -141,7 +139,7 @@ impl Default for Asked {
                 column_scales: true,
                 apart: false,
                 marks: false,
-                carve_out: None,
+               
                 floor: false,
             },
             rank: rank::Options { fp8_input: true, counted: false, split: 0, queue: 0, apart: false, marks: false },
@@ -178,7 +176,6 @@ impl Asked {
                 "--back-stages" => asked.back_stages = list(&value()?)?,
                 "--apart" => (asked.expert.apart, asked.rank.apart) = (true, true),
                 "--marks" => (asked.expert.marks, asked.rank.marks) = (true, true),
-                "--carve-out" => asked.expert.carve_out = Some(value()?.parse()?),
                 "--floor" => asked.expert.floor = true,
                 "--link" => asked.link = Some(value()?.parse()?),
                 "--movers" => asked.movers = list(&value()?)?,

@@ -94,16 +94,6 @@ impl EpKernels {
         })
     }
 
-    /// How much of what a multiprocessor has for shared memory and its nearest cache is shared memory while one of them
-    /// runs, in percent; else what the driver takes for enough. For experiments.
-    ///
-    /// # Errors
-    /// A failed call.
-    pub fn prefer_shared(&self, percent: u32) -> Result<()> {
-        let pairs = [&self.expert, &self.rank].into_iter().flatten();
-        pairs.flat_map(|pair| [&pair.dispatch, &pair.combine]).try_for_each(|function| function.prefer_shared(percent))
-    }
-
     /// What they were compiled for.
     pub fn shape(&self) -> &Shape {
         &self.shape
