@@ -25,6 +25,8 @@ def test_dispatch_and_combine(ranks: Ranks, payload: str) -> None:
         ranks.do("low_latency", 100 + seed, payload)
         ranks.do("low_latency", 110 + seed, payload, hook=True)
         ranks.do("low_latency", 120 + seed, payload, asynchronous=True)
+    for seed in range(4):
+        ranks.do("low_latency", 125 + seed, payload, hook=seed == 2, counted=False)
 
 
 def test_inputs_that_are_let_go(ranks: Ranks) -> None:

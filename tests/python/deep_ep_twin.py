@@ -65,6 +65,9 @@ class TwinStreams:
     def is_capturing(self) -> bool:
         return self.capturing
 
+    def unchanged(self) -> int | None:
+        return None
+
     @contextlib.contextmanager
     def turn(self, previous: EventOverlap | None = None, beside: bool = False) -> Iterator[Turn]:
         turn = Turn(0)
@@ -86,6 +89,7 @@ class TwinBuffer:
     """As much of an ExpertBuffer on a GPU as deep_ep uses."""
 
     regions = 2
+    _native = None
 
     def __init__(self, meeting: Meeting, rank: int, kind: Any, max_tokens: int) -> None:
         self.meeting, self.rank, self.kind, self.most = meeting, rank, kind, max_tokens

@@ -12,10 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from deep_ep_twin import PATIENCE_S, Meeting, TwinDeepEp, TwinMachine, TwinRanks, on_ranks  # noqa: E402
+from deep_ep_twin import PATIENCE_S, Meeting, TwinDeepEp, TwinMachine, TwinRanks, TwinStreams, on_ranks  # noqa: E402
 from fake_gpu import STREAM, FakeHandle, FakeOperation, World  # noqa: E402
 
-from crossrail import _calls, _experts_device  # noqa: E402
+from crossrail import UsageError, _calls, _experts_device  # noqa: E402
 from crossrail._device_arrays import Course, TorchArrays  # noqa: E402
 from crossrail._experts_device import DeviceWay  # noqa: E402
 
@@ -64,6 +64,40 @@ class Way(DeviceWay):
         return HostTensors()
 
 
+class WayStreams(TwinStreams):
+    """There is only one."""
+
+    def unchanged(self) -> int | None:
+        return STREAM
+
+
+class Together:
+    """The native half, for calls that go to it straight: an operation is over when all ranks have put it in."""
+
+    def __init__(self, native: Any, meeting: Meeting) -> None:
+        self.native, self.meeting, self.calls = native, meeting, 0
+
+    def _over(self, begun: Any, send_only: bool) -> Any:
+        self.calls += 1
+        if not send_only:
+            self.meeting.gather(self.native.rank, None)
+            return begun
+        finish = begun.finish
+
+        def finished(stream: int) -> None:
+            finish(stream)
+            self.meeting.gather(self.native.rank, None)
+
+        begun.finish = finished
+        return begun
+
+    def dispatch_expert(self, tokens: Any, out: Any, stream: int, send_only: bool) -> Any:
+        return self._over(self.native.dispatch_expert(tokens, out, stream, send_only), send_only)
+
+    def combine_expert(self, call: Any, handle: Any, stream: int, send_only: bool) -> Any:
+        return self._over(self.native.combine_expert(call, handle, stream, send_only), send_only)
+
+
 class WayBuffer:
     """An ExpertBuffer's half that is in Python."""
 
@@ -74,7 +108,8 @@ class WayBuffer:
         self.sizes = _calls.Sizes(meeting.size, max_tokens, kind.hidden, kind.experts, kind.topk, fp8, packed)
         world = meeting.gather(rank, World(self.sizes) if rank == 0 else None)[0]
         self.meeting, self.rank = meeting, rank
-        self.way = Way(world.buffers[rank], self.sizes, None)  # type: ignore[arg-type]
+        self._way = Way(world.buffers[rank], self.sizes, None)  # type: ignore[arg-type]
+        self._native = Together(world.buffers[rank], meeting)
 
     def destroy(self) -> None: ...
 
@@ -108,17 +143,21 @@ class WayBuffer:
         given = options | rest
         assert given.keys() == options.keys()
         call = _calls.DispatchCall(x, topk_idx, topk_weights, layout, **given, stream=None, send_only=send_only)
-        return self._together(self.way.dispatch(call), send_only)
+        return self._together(self._way.dispatch(call), send_only)
 
     def combine(self, y: Any, handle: Any, *, send_only: bool = False, **rest: Any) -> Any:
         options = {"topk_weights": None, "bias": None, "out": None, "waits": None}
         given = options | rest
         assert given.keys() == options.keys()
         call = _calls.CombineCall(y, handle, **given, stream=None, send_only=send_only)
-        return self._together(self.way.combine(call), send_only)
+        return self._together(self._way.combine(call), send_only)
 
 
 class WayMachine(TwinMachine):
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        super().__init__(meeting, rank)
+        self.streams = WayStreams()
+
     def make(self, kind: Any, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> Any:
         return WayBuffer(self.meeting, self.rank, kind, max_tokens)
 
@@ -145,6 +184,27 @@ def test_low_latency(payload: str, hook: bool) -> None:
 
 def test_low_latency_halves() -> None:
     run(work.low_latency_overlapped, 3)
+
+
+@pytest.mark.parametrize("payload", ["bf16", "fp8", "ue8m0"])
+def test_low_latency_as_usual(payload: str) -> None:
+    """Calls like an earlier one go a shorter way, and give the same; what is not like it says what is wrong."""
+
+    def rounds(buffer: TwinDeepEp) -> None:
+        env = work.Env(torch, buffer)
+        for seed in range(5):
+            work.low_latency(env, 200 + seed, payload, hook=seed == 3, counted=False)
+        (made,) = buffer._pool._made.values()
+        assert made.buffer._native.calls == 9, "all but the first dispatch go straight to the native half"
+        work.low_latency(env, 205, payload)
+        assert made.buffer._native.calls == 9, "not those that count"
+        x, idx = torch.zeros(3, env.hidden, dtype=torch.bfloat16), torch.zeros(3, env.topk, dtype=torch.int64)
+        with pytest.raises(UsageError, match="x is not contiguous"):
+            buffer.low_latency_dispatch(x.t().contiguous().t(), idx, work.MOST, env.experts, use_fp8=payload != "bf16")
+        with pytest.raises(UsageError, match=r"topk_idx is int64 \[3, 4\] where .* \[2, K\]"):
+            buffer.low_latency_dispatch(x[:2], idx, work.MOST, env.experts, use_fp8=payload != "bf16")
+
+    on_ranks(2, rounds, WayDeepEp)
 
 
 def test_normal_without_ids() -> None:

@@ -17,6 +17,7 @@ from crossrail.deep_ep.handles import Handle, Routing, routing_of
 from crossrail.deep_ep.layouts import dispatch_layout, experts_of_ranks
 from crossrail.deep_ep.pool import Gpu, Kind, Machine, Pool
 from crossrail.deep_ep.ranks import Peers, Ranks, joined
+from crossrail.deep_ep.shortcuts import Shortcut
 from crossrail.deep_ep.steps import Steps, Wanted
 from crossrail.errors import ClosedError
 from crossrail.experts import ExpertBuffer
@@ -73,6 +74,7 @@ class Buffer:
         self.enable_shrink = bool(enable_shrink)
         self._ends = contextlib.ExitStack()
         self._closed = False
+        self._shortcuts: dict[tuple[Any, ...], Shortcut] = {}
         self._combine_rooms: dict[tuple[int, ...], list[Tensor]] = {}
         self._ranks, self._machine = self._meet(group, comm, bool(allow_nvlink_for_low_latency_mode))
         self.rank = self._ranks.rank
@@ -373,6 +375,16 @@ class Buffer:
         hook or None.
         """
         self._open("low_latency_dispatch")
+        shortcut = None
+        if not async_finish and cumulative_local_expert_recv_stats is None and dispatch_wait_recv_cost_stats is None:
+            like = (num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0)
+            shortcut = self._shortcut(x, topk_idx, like)
+        if shortcut is not None and (stream := self._machine.streams.unchanged()) is not None:
+            found = shortcut.dispatch(x, topk_idx, stream, return_recv_hook)
+            if found is not None:
+                rows, counts, usual, begun = found
+                hook = functools.partial(self._receive, begun) if return_recv_hook else None
+                return rows, counts, usual, EventOverlap(), hook
         if async_finish and return_recv_hook:
             raise wrong("low_latency_dispatch", "async_finish and return_recv_hook exclude each other")
         if use_ue8m0 and not round_scale:
@@ -403,10 +415,21 @@ class Buffer:
             result = begun.result if return_recv_hook else begun
             turn.gives(result.x, scales, result.counts, result.ranges, result.source)
         routing = Routing(buffer, result.handle, kind, most, tokens, self.group_size * most)
+        key = (hidden, kind.topk, topk_idx.dtype, most, experts, use_fp8, round_scale, use_ue8m0)
+        if key not in self._shortcuts:
+            self._shortcuts[key] = Shortcut(buffer, kind, self.group_size, most, topk_idx.dtype, device)
+        routing.shortcut = self._shortcuts[key]
         handle = Handle.of(routing, result.source, result.ranges, most, hidden, experts)
         came = (result.x, scales) if use_fp8 else result.x
         hook = functools.partial(self._receive, begun) if return_recv_hook else None
         return came, result.counts, handle, turn.overlap, hook
+
+    def _shortcut(self, x: Any, topk_idx: Any, like: tuple[Any, ...]) -> Shortcut | None:
+        """That of an earlier dispatch that was like this one."""
+        try:
+            return self._shortcuts.get((x.shape[1], topk_idx.shape[1], topk_idx.dtype, *like))
+        except (AttributeError, IndexError, TypeError):  # no tensors, no numbers
+            return None
 
     def low_latency_combine(
         self,
@@ -442,6 +465,11 @@ class Buffer:
                 hint = "get_next_low_latency_combine_buffer(handle) gives what x is to be written to"
                 raise wrong("low_latency_combine", "zero_copy, and there is no buffer for this handle", hint)
             x = routing.room
+        found = self._combined_as_usual(
+            (x, topk_idx, topk_weights, routing, out), return_recv_hook, async_finish, combine_wait_recv_cost_stats
+        )
+        if found is not None:
+            return found
         shape = (kind.experts // self.group_size, routing.rows, kind.hidden)
         checked(x, "x", "low_latency_combine", ("bfloat16",), shape, device)
         selected = (routing.tokens, kind.topk)
@@ -463,6 +491,23 @@ class Buffer:
             turn.gives(result.x)
         hook = functools.partial(self._receive, begun) if return_recv_hook else None
         return result.x, turn.overlap, hook
+
+    def _combined_as_usual(
+        self, given: tuple[Any, ...], hook: bool, beside: bool, waits: Any
+    ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None] | None:
+        """A combine of a dispatch that has a shortcut, if it is as that expects it."""
+        tensors, routing = (*given[:3], *given[4:]), given[3]
+        if beside or waits is not None or routing.shortcut is None:
+            return None
+        if not all(one is None or isinstance(one, torch().Tensor) for one in tensors):
+            return None
+        if (stream := self._machine.streams.unchanged()) is None:
+            return None
+        found = routing.shortcut.combine(*given, stream, hook)
+        if found is None:
+            return None
+        sums, begun = found
+        return sums, EventOverlap(), functools.partial(self._receive, begun) if hook else None
 
     def _receive(self, pending: Any) -> None:
         """Puts the rest of an operation into the current stream."""

@@ -87,6 +87,8 @@ class Streams:
         self._device = device
         self._own: Any = None
         self._last: Any = None
+        self._last_handle: int | None = None
+        self._handle_of = getattr(getattr(torch(), "_C", None), "_cuda_getCurrentRawStream", None)
 
     @property
     def communication(self) -> Any:
@@ -99,6 +101,13 @@ class Streams:
         """Whether the current stream is being captured in a graph."""
         with torch().cuda.device(self._device):
             return bool(torch().cuda.is_current_stream_capturing())
+
+    def unchanged(self) -> int | None:
+        """The raw handle of the current stream, if the last turn was in it: another one needs nothing then."""
+        if self._handle_of is None:
+            return None
+        handle: int = self._handle_of(self._device.index)
+        return handle if handle == self._last_handle else None
 
     def capture(self) -> EventHandle:
         """The current stream's present end."""
@@ -126,7 +135,7 @@ class Streams:
             with cuda.stream(stream) if apart else contextlib.nullcontext():
                 yield turn
         finally:  # one that fails may have put something in
-            self._last = stream
+            self._last, self._last_handle = stream, stream.cuda_stream
             if apart and stream != current:
                 self._note(turn, stream, current)
                 if not beside:

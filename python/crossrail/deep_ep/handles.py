@@ -14,7 +14,7 @@ __all__ = ["Handle", "Routing"]
 @dataclass
 class Routing:
     """Where the rows of a dispatch went. `rows`: of the result; `topk_idx`: of the rank layout, for rows of another
-    kind."""
+    kind; `shortcut`: of the expert layout, for combines that are as usual."""
 
     buffer: Any
     native: Any
@@ -24,6 +24,7 @@ class Routing:
     rows: int
     topk_idx: Tensor | None = None
     room: Tensor | None = None
+    shortcut: Any = None
 
 
 class Handle(tuple[Any, ...]):
