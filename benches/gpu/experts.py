@@ -1,7 +1,8 @@
 """Expert parallelism on GPUs: the scenarios, and what they are held against.
 
-Samples of all turns are taken together; what is compared is counted in the same way on both sides. `deepep` is DeepEP V1, at
-its best as it counts: in the rank layout that is the cached handle, while ours works the routing out anew each time.
+Samples of all turns are taken together; what is compared is counted in the same way on both sides. `deepep` is DeepEP
+V1, at its best as it counts: in the rank layout that is the cached handle, while ours works the routing out anew each
+time.
 """
 
 from __future__ import annotations
