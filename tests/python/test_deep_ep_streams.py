@@ -12,6 +12,8 @@ import pytest
 from crossrail.deep_ep import EventOverlap, events
 from crossrail.deep_ep.events import EventHandle, Streams
 
+DEVICE = SimpleNamespace(index=0)
+
 
 class Stream:
     """Notes what is put into it."""
@@ -50,6 +52,9 @@ class Cuda:
 
     def current_stream(self, device: Any = None) -> Stream:
         return self.current
+
+    def current_device(self) -> int:
+        return 0
 
     def is_current_stream_capturing(self) -> bool:
         return self.current.capturing
@@ -92,7 +97,7 @@ def turn(streams: Streams, *arguments: Any, **options: Any) -> tuple[EventOverla
 
 
 def test_an_operation_runs_in_the_current_stream(cuda: Cuda) -> None:
-    streams = Streams(0)
+    streams = Streams(DEVICE)
     overlap, tensors, ran = turn(streams)
     overlap.current_stream_wait()
     assert (ran, overlap.event, cuda.notes, cuda.made) == ("default", None, [], 0)
@@ -100,7 +105,7 @@ def test_an_operation_runs_in_the_current_stream(cuda: Cuda) -> None:
 
 
 def test_one_beside_the_current_stream(cuda: Cuda) -> None:
-    streams = Streams(0)
+    streams = Streams(DEVICE)
     overlap, tensors, ran = turn(streams, None, True)
     assert ran == "own"
     assert [tensor.used for tensor in tensors] == [["own"], ["default"], ["default"]]
@@ -114,7 +119,7 @@ def test_one_beside_the_current_stream(cuda: Cuda) -> None:
 
 
 def test_one_that_comes_after_an_event(cuda: Cuda) -> None:
-    streams = Streams(0)
+    streams = Streams(DEVICE)
     overlap, _, ran = turn(streams, streams_end := EventOverlap(streams.capture()))
     assert (ran, overlap.event) == ("own", None)
     assert cuda.notes == ["own waits for an event in default", "default waits for own"]
@@ -123,11 +128,11 @@ def test_one_that_comes_after_an_event(cuda: Cuda) -> None:
 
 
 def test_an_event_that_is_none_is_no_reason_for_another_stream(cuda: Cuda) -> None:
-    assert turn(Streams(0), EventOverlap())[2] == "default"
+    assert turn(Streams(DEVICE), EventOverlap())[2] == "default"
 
 
 def test_operations_run_one_after_the_other(cuda: Cuda) -> None:
-    streams = Streams(0)
+    streams = Streams(DEVICE)
     turn(streams, beside=True)
     turn(streams)
     assert cuda.notes == ["own waits for default", "default waits for own"]
@@ -140,7 +145,7 @@ def test_operations_run_one_after_the_other(cuda: Cuda) -> None:
 
 
 def test_a_capture_waits_for_nothing_outside_of_it(cuda: Cuda) -> None:
-    streams = Streams(0)
+    streams = Streams(DEVICE)
     turn(streams)
     captured = Stream(cuda, "captured")
     captured.capturing = True
@@ -161,3 +166,14 @@ def test_a_handle_is_of_the_current_stream(cuda: Cuda) -> None:
         handle = EventHandle()
     handle.current_stream_wait()
     assert cuda.notes == ["default waits for an event in third"]
+
+
+def test_the_stream_of_the_last_operation_needs_nothing(cuda: Cuda) -> None:
+    streams = Streams(DEVICE)
+    assert streams.unchanged() is None, "this PyTorch does not tell handles"
+    streams._handle_of = lambda index: cuda.current.cuda_stream
+    assert streams.unchanged() is None, "there was no operation"
+    turn(streams)
+    assert streams.unchanged() == cuda.current.cuda_stream
+    turn(streams, beside=True)
+    assert streams.unchanged() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from crossrail.deep_ep.checks import count, wrong
 
@@ -48,6 +49,7 @@ class Config:
         return 0
 
 
+@cache
 def recommended(num_ranks: int, num_sms: int) -> Config:
     """What dispatch and combine take where the program gives no Config."""
     if not 1 <= count("num_ranks", num_ranks, "Config") <= 64:

@@ -99,8 +99,11 @@ class Streams:
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured in a graph."""
-        with torch().cuda.device(self._device):
-            return bool(torch().cuda.is_current_stream_capturing())
+        cuda = torch().cuda
+        if cuda.current_device() == self._device.index:
+            return bool(cuda.is_current_stream_capturing())
+        with cuda.device(self._device):
+            return bool(cuda.is_current_stream_capturing())
 
     def unchanged(self) -> int | None:
         """The raw handle of the current stream, if the last turn was in it: another one needs nothing then."""

@@ -13,17 +13,14 @@ __all__ = ["aligned_counts", "dispatch_layout", "experts_of_ranks"]
 def dispatch_layout(topk_idx: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens of each rank i32 [ranks] and of each expert i32 [experts], and whether a token goes to a rank
     bool [T, ranks]. Ids outside of the experts count as none."""
-    # Numbered from 1 on: before the first is none, and behind the last what there is not.
-    expert = topk_idx.clamp(-1, experts).add_(1)
-    to_experts = topk_idx.new_zeros(experts + 2, dtype=torch().int32)
-    one = topk_idx.new_ones((), dtype=torch().int32)
-    to_experts.scatter_add_(0, expert.view(-1), one.expand(expert.numel()))
     local = experts // ranks
-    rank = expert.add_(local - 1).div_(local, rounding_mode="floor")
-    in_rank = topk_idx.new_zeros((len(topk_idx), ranks + 2), dtype=torch().bool)
-    in_rank.scatter_(1, rank, True)
-    in_rank = in_rank[:, 1:-1].contiguous()
-    return in_rank.sum(0, dtype=torch().int32), to_experts[1:-1], in_rank
+    # None, and what there is not, is the first expert of one rank more.
+    expert = topk_idx.clamp(-1, experts).remainder_(experts + 1)
+    chosen = topk_idx.new_zeros((len(topk_idx), experts + local), dtype=torch().int32)
+    one = topk_idx.new_ones((), dtype=torch().int32)
+    chosen.scatter_add_(1, expert, one.expand_as(expert))
+    in_rank = chosen.view(-1, ranks + 1, local)[:, :-1].any(2)
+    return in_rank.sum(0, dtype=torch().int32), chosen[:, :experts].sum(0, dtype=torch().int32), in_rank
 
 
 def experts_of_ranks(is_token_in_rank: Tensor, experts: int) -> Tensor:
