@@ -182,6 +182,9 @@ class Buffer:
         self._open("get_dispatch_layout")
         experts = self._experts(num_experts, "get_dispatch_layout")
         checked(topk_idx, "topk_idx", "get_dispatch_layout", ("int64",), ("T", "K"), self._machine.device, dense=False)
+        if not async_finish and (previous_event is None or previous_event.event is None):
+            ranks, to_experts, in_rank = dispatch_layout(topk_idx, experts, self.group_size)
+            return ranks, None, to_experts, in_rank, EventOverlap()
         with self._machine.streams.turn(previous_event, async_finish) as turn:
             turn.reads(topk_idx)
             ranks, to_experts, in_rank = dispatch_layout(topk_idx, experts, self.group_size)

@@ -45,7 +45,7 @@ class Shortcut:
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, stream: int, hook: bool) -> tuple[Any, Tensor, Handle, Any] | None:
         """What came, the rows of each expert, the handle, and what is to be finished, if there is a hook."""
-        tokens = len(x)
+        tokens = x.shape[0]
         if not (
             0 < tokens <= self._most
             and topk_idx.shape == (tokens, self._kind.topk)
