@@ -39,23 +39,19 @@ def test_mesh_of_two(rows: Rows, transport: str) -> None:
 def test_mesh_of_two_by_the_kernel(rows: Rows) -> None:
     found = rows("mesh", "--devices=cuda:0,cuda:1", "--size=8M", "--iters=3", CROSSRAIL_GPU_COPY="kernel")
     together = [row for row in found if row["part"] == "all"]
-    assert all(row["copies"].get("by_kernel", 0) > 0 or row.get("notes") for row in together), together
+    assert together and all(row["copies"].get("by_kernel", 0) > 0 for row in together), together
     assert all(row["verified"] for row in together)
 
 
 @pytest.mark.gpus(4)
-def test_mesh_of_four(rows: Rows) -> None:
-    found = rows("mesh", "--devices=all", "--size=16M")
-    # All write to all at once: by the kernel, where it is there.
-    copies = [row["copies"] for row in found if row["part"] == "all"]
-    notes = [note for row in found if row["part"] == "all" for note in row.get("notes", [])]
-    assert notes or all(each.get("by_kernel", 0) > 0 for each in copies), copies
-
-
-@pytest.mark.gpus(4)
-def test_mesh_of_four_by_copy_engines(rows: Rows) -> None:
-    found = rows("mesh", "--devices=all", "--size=16M", "--iters=3", CROSSRAIL_GPU_COPY="engine")
-    assert all("by_kernel" not in row["copies"] for row in found if row["part"] == "all")
+@pytest.mark.parametrize("way", ["auto", "kernel", "engine"])
+def test_mesh_of_four(rows: Rows, way: str) -> None:
+    found = rows("mesh", "--devices=all", "--size=16M", "--iters=3", CROSSRAIL_GPU_COPY=way)
+    together = [row for row in found if row["part"] == "all"]
+    ways = {"auto": {"by_kernel", "by_engine"}}.get(way, {f"by_{way}"})
+    copies = [row["copies"] for row in together]
+    assert copies and all(sum(each.values()) > 0 and each.keys() <= ways for each in copies), copies
+    assert all(row["verified"] for row in together)
 
 
 @pytest.mark.parametrize("source", ["device", "pinned"])

@@ -21,7 +21,8 @@ use crate::lent::Call;
 ///
 /// `device`: a GPU, as `cuda:0`, whose memory the buffers are in. The first `warmup` rounds are not told.
 ///
-/// Returns microseconds by step, `rounds` of each, and by `step/part` those of its parts, where they are known. Raises what ExpertBuffer and Group.barrier raise.
+/// Returns microseconds by step, `rounds` of each, and by `step/part` those of its parts, where they are known. Raises
+/// what ExpertBuffer and Group.barrier raise.
 #[pyfunction]
 #[pyo3(signature = (group, context, *, op, rounds, max_tokens_per_rank, hidden, num_experts, topk, dispatch_dtype = "fp8", device = None, warmup = 0, on_progress = None))]
 #[allow(clippy::too_many_arguments)] // keywords in Python

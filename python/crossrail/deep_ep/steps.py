@@ -186,7 +186,8 @@ class Steps:
         most = self._heard(Call.of(kind, wanted.routed, 0, wanted.tokens, int(bool(lost))), kind)
         if lost:
             detail = f"rank {lost[0]} did not come in time"
-            raise TimeoutError(f"dispatch: {detail}", operation="dispatch", detail=detail)
+            hint = "the next dispatch makes another expert buffer, and is as good as ever when all ranks come to it"
+            raise TimeoutError(f"dispatch: {detail}; {hint}", operation="dispatch", detail=detail, hint=hint)
         return self._begun(wanted, self._pool.rank_layout(kind, most, wanted.num_sms))
 
     def _heard(self, call: Call, begun: Kind | None) -> int:
