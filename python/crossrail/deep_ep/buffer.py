@@ -99,6 +99,7 @@ class Buffer:
     def destroy(self) -> None:
         """Ends all connections and gives the memory back, that of results with the last of them. Once is enough."""
         self._closed = True
+        self._shortcuts.clear()
         self._combine_rooms.clear()
         self._ends.close()
 
