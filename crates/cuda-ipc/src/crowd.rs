@@ -1,21 +1,18 @@
-//! Long copies from one GPU to several others at once, and the kernel that then makes them.
+//! Long copies from one GPU to several others at once: turns for copy engines, and a kernel where it is asked for.
 //!
 //! A GPU's copy engines carry copies to its peers one after the other, whatever streams they are in. Alone, that is the
 //! fastest way, and it leaves the multiprocessors to the user. When all GPUs send to all, two of them soon write to the same
 //! third, each at half its rate, while another's links are idle: four H200s got 230 to 250 of 395 GB/s (so does a model of
-//! four queues whose heads block; sending in turns, or in smaller pieces, is no better unless all begin at the same moment).
-//! Kernels write to all at the same time; by bulk copies, 16 blocks together got 326 GB/s, 32 341 and 132 353. For that
-//! every flow must be as strong as the others: whoever has more under way to a GPU (an engine's copies, more blocks) fills
-//! its way in, and what others send to it then holds up what they send elsewhere (261 GB/s). Each peer has launches of its
-//! own: blocks that served all peers in turn would be held up by each of them.
+//! four queues whose heads block; smaller pieces in turns are no better).
 //!
-//! Where engines are asked for, they are given one peer's copies after the other's: all that there are for one, beginning
-//! with the GPU whose name comes next after this one's, whoever answers first. If all GPUs do that, each writes to another
-//! one for a long time, and what they begin apart by is little against it (`crowd_model.rs`). GPUs that send when they
-//! like, or more to one than to another, have little of it: 215 to 250 GB/s in the model, and a kernel as much as ever.
+//! So engines are given one peer's copies after the other's: all that there are for one, beginning with the GPU whose name
+//! comes next after this one's. If all GPUs do that, each writes to another one for a long time, and what they begin apart
+//! by is little against it, as long as all keep to the order whoever answers first: hosts that begin an exchange answer up
+//! to 0.5 ms apart. All to all comes in bursts, so it is kept in mind from one burst to the next who had copies at the same
+//! time, and how much. `crowd_model.rs` says what that is worth.
 //!
-//! All to all comes in bursts, and answers of several peers in any order; so it is kept in mind from one burst to the next
-//! who had copies at the same time.
+//! A kernel writes to all at the same time, and each peer has launches and blocks of its own, as many as the others: 277
+//! GB/s on four H200s with 21 blocks for each, where engines in turns had 327 before they kept to the order.
 
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
@@ -28,19 +25,22 @@ use crossrail_types::{GpuCopy, Settings};
 use crate::domain::locked;
 use crate::note::Uuid;
 
-/// Blocks that copy at once, to all peers together; each takes a multiprocessor's shared memory while it runs. Twice as many
-/// carry 2 % more.
+/// Blocks that copy at once, to all peers together; each takes a multiprocessor's shared memory while it runs.
 const BLOCKS: u32 = 64;
 /// To one peer: as many to each of three as to the only one, so that it does not matter who comes first. 8 fill the links
 /// if nobody else is at work.
 const MOST_BLOCKS: u32 = BLOCKS / 3;
 const LEAST_BLOCKS: u32 = 8;
 
-/// Bytes that an engine is given ahead, and in one peer's turn while others wait.
-const AHEAD: u64 = 64 << 20;
+/// Bytes that an engine is given ahead; while a burst begins, when others may come that are to be first; and how many are
+/// left of a turn when the next begins. All of it so that engines need not wait for the host.
+const AHEAD: u64 = 256 << 20;
+const FIRST: u64 = 64 << 20;
+const LAST: u64 = 128 << 20;
+/// Bytes of one peer's turn while others wait.
 const TURN: u64 = 2 << 30;
-/// How long the first turn of a burst is kept for the peer that is expected next.
-const ANSWERS: Duration = Duration::from_micros(200);
+/// How long a burst begins: so long the first turn is kept for the peer that is expected next.
+const ANSWERS: Duration = Duration::from_micros(600);
 /// After so many bytes to one peer alone, others are not expected any more, even if the burst never ends.
 const ALONE: u64 = 64 << 30;
 
@@ -66,9 +66,12 @@ struct Turns {
     since: Option<Instant>,
     /// Bytes that were begun since two peers last had copies at once.
     alone: u64,
+    /// Bursts one after the other in which they had.
+    together: u32,
 }
 
 /// Copies between this GPU and another: those that wait for their turn, those under way, and the bytes of these.
+#[derive(Default)]
 struct Peer {
     name: Uuid,
     waiting: u32,
@@ -77,6 +80,9 @@ struct Peer {
     /// Whether it had copies at the same time as another, in this burst and in the one before.
     met: bool,
     before: bool,
+    /// Bytes that were begun in this burst, and in the one before if it had met another there.
+    begun: u64,
+    usual: u64,
 }
 
 impl Peer {
@@ -88,12 +94,23 @@ impl Peer {
     fn is_expected(&self) -> bool {
         self.is_active() || self.met || self.before
     }
+
+    /// It has a copy to begin, or did not begin as much as the last time.
+    fn is_due(&self) -> bool {
+        self.waiting > 0 || self.begun < self.usual
+    }
+
+    /// Whether its turn goes on. `begins`: not all answers need have come yet.
+    fn has_more(&self, begins: bool) -> bool {
+        let rest = if self.begun < self.usual { begins || self.under_way > 0 } else { self.bytes > LAST };
+        self.waiting > 0 || rest
+    }
 }
 
 impl Turns {
     fn peer(&mut self, name: Uuid) -> &mut Peer {
         let at = self.peers.iter().position(|peer| peer.name == name).unwrap_or_else(|| {
-            self.peers.push(Peer { name, waiting: 0, under_way: 0, bytes: 0, met: false, before: false });
+            self.peers.push(Peer { name, ..Peer::default() });
             self.peers.len() - 1
         });
         &mut self.peers[at]
@@ -127,26 +144,26 @@ impl Turns {
         };
         let waits = |peer: &Peer| peer.waiting > 0;
         let first = next(own, waits);
+        let begins = self.since.is_some_and(|since| now.saturating_duration_since(since) < ANSWERS);
+        // What was so twice will be so again; where it is not, that costs a wait once.
+        let knows = begins && self.together > 1;
+        let over = |current| !self.peers.iter().any(|peer| peer.name == current && peer.has_more(begins));
         match self.current {
-            None => {
-                let held = self.since.is_some_and(|since| now.saturating_duration_since(since) < ANSWERS);
-                if held && first != next(own, Peer::is_expected) {
+            None if knows && first != next(own, Peer::is_due) => return false,
+            None => self.give(first, true),
+            Some(current) if self.bytes >= TURN || over(current) => {
+                let following = next(current, waits);
+                if knows && following != next(current, Peer::is_due) {
                     return false;
                 }
-                self.give(first, true);
+                self.give(following, false);
             }
-            Some(current) => {
-                let left = self.peers.iter().any(|peer| peer.name == current && peer.is_active());
-                if !left || self.bytes >= TURN {
-                    self.give(next(current, waits), false);
-                } else if self.fresh && distance(own, first) < distance(own, current) {
-                    // Nobody expected it when the first turn began.
-                    self.give(first, true);
-                }
-            }
+            // Nobody expected it when the first turn began.
+            Some(current) if self.fresh && distance(own, first) < distance(own, current) => self.give(first, true),
+            Some(_) => {}
         }
         let (count, bytes) = self.peers.iter().fold((0, 0), |sum, peer| (sum.0 + peer.under_way, sum.1 + peer.bytes));
-        self.current == Some(name) && (count < 2 || bytes < AHEAD)
+        self.current == Some(name) && (count < 2 || bytes < if begins { FIRST } else { AHEAD })
     }
 
     fn give(&mut self, name: Uuid, fresh: bool) {
@@ -161,7 +178,9 @@ impl Turns {
             return;
         }
         (self.current, self.bytes, self.fresh, self.since) = (None, 0, false, None);
+        self.together = if self.peers.iter().any(|peer| peer.met) { self.together.saturating_add(1) } else { 0 };
         for peer in &mut self.peers {
+            (peer.usual, peer.begun) = (if peer.met { peer.begun } else { 0 }, 0);
             (peer.before, peer.met) = (peer.met, false);
         }
     }
@@ -236,7 +255,7 @@ impl Crowd {
     pub(crate) fn begin(self: &Arc<Self>, peer: Uuid, len: u64) -> UnderWay {
         let turns = &mut *locked(&self.turns);
         let found = turns.peer(peer);
-        (found.under_way, found.bytes) = (found.under_way + 1, found.bytes + len);
+        (found.under_way, found.bytes, found.begun) = (found.under_way + 1, found.bytes + len, found.begun + len);
         if turns.current == Some(peer) {
             turns.bytes += len;
         }
@@ -244,40 +263,26 @@ impl Crowd {
         UnderWay { crowd: Arc::clone(self), peer, len }
     }
 
-    /// Whether copies to one peer wait for those to another: where engines are asked for, or no kernel can take their place.
+    /// Whether copies to one peer wait for those to another: where engines make them.
     fn takes_turns(&self) -> bool {
         let has_none = |loaded: &Result<Arc<Kernels>, String>| !loaded.as_ref().is_ok_and(|kernels| kernels.has_bulk());
-        self.way == GpuCopy::Engine || self.kernels.get().is_some_and(has_none)
+        self.way != GpuCopy::Kernel || self.kernels.get().is_some_and(has_none)
     }
 
     /// How many blocks of the kernel are to write to that peer, as many as to any other; `None`: the copy engine is to.
     pub(crate) fn blocks(&self, peer: &Uuid) -> Option<u32> {
-        let others = locked(&self.turns).others(*peer);
-        let by_kernel = match self.way {
-            GpuCopy::Engine => false,
-            GpuCopy::Kernel => true,
-            GpuCopy::Auto => others > 0,
-        };
-        by_kernel.then(|| (BLOCKS / (others as u32 + 1)).clamp(LEAST_BLOCKS, MOST_BLOCKS))
+        let others = locked(&self.turns).others(*peer) as u32;
+        (self.way == GpuCopy::Kernel).then(|| (BLOCKS / (others + 1)).clamp(LEAST_BLOCKS, MOST_BLOCKS))
     }
 
-    /// Whether the kernels may soon be needed.
-    fn is_foreseen(&self) -> bool {
-        match self.way {
-            GpuCopy::Engine => false,
-            GpuCopy::Kernel => true,
-            GpuCopy::Auto => locked(&self.turns).peers.len() > 1,
-        }
-    }
-
-    /// The kernels, if they are there: nobody waits for a compiler. They are loaded on a thread of its own once there are two
-    /// peers to write to, unless a stream waits: loading may not return while one does.
+    /// The kernels, if they are to copy and are there: nobody waits for a compiler. They are loaded on a thread of its own,
+    /// unless a stream waits: loading may not return while one does.
     pub(crate) fn kernels(&self, context: &Context) -> Option<&Arc<Kernels>> {
         if let Some(loaded) = self.kernels.get() {
             return loaded.as_ref().ok();
         }
         let mut loading = locked(&self.loading);
-        if loading.is_none() && self.is_foreseen() && !context.a_stream_waits() {
+        if loading.is_none() && self.way == GpuCopy::Kernel && !context.a_stream_waits() {
             let (context, settings, place) = (context.clone(), self.settings.clone(), Arc::clone(&self.kernels));
             let load = move || {
                 let _relaxed = context.device().cuda().relaxed();
@@ -325,70 +330,60 @@ mod tests {
     }
 
     #[test]
-    fn the_engine_copies_to_one_peer_and_the_kernel_to_several() {
-        let crowd = crowd("auto");
-        assert_eq!((crowd.blocks(&PEERS[0]), crowd.is_foreseen()), (None, false));
-        assert!(crowd.wait(PEERS[0], Instant::now()).is_none(), "nobody takes turns");
-        let first = [crowd.begin(PEERS[0], LEN), crowd.begin(PEERS[0], LEN)];
-        assert_eq!((crowd.blocks(&PEERS[0]), crowd.is_foreseen()), (None, false), "one peer, however many copies");
-        assert_eq!(crowd.blocks(&PEERS[1]), Some(21));
-        let second = crowd.begin(PEERS[1], LEN);
-        assert_eq!((crowd.blocks(&PEERS[0]), crowd.is_foreseen()), (Some(21), true));
-        assert_eq!(crowd.blocks(&PEERS[2]), Some(21), "nobody has more because it was earlier");
-        drop(first);
-        assert_eq!(crowd.blocks(&PEERS[1]), Some(21), "nor because it is the last");
-        drop(second);
+    fn engines_copy_unless_the_kernel_is_asked_for() {
+        for way in ["auto", "engine"] {
+            let crowd = crowd(way);
+            let _under_way = [crowd.begin(PEERS[0], LEN), crowd.begin(PEERS[1], LEN)];
+            assert_eq!(crowd.blocks(&PEERS[2]), None);
+            assert!(crowd.wait(PEERS[0], Instant::now()).is_some(), "all take turns");
+        }
+        assert!(crowd("kernel").wait(PEERS[0], Instant::now()).is_none(), "nobody takes turns");
     }
 
     #[test]
     fn who_had_copies_at_the_same_time_is_expected_in_the_next_burst() {
-        let crowd = crowd("auto");
+        let crowd = crowd("kernel");
+        let others = || locked(&crowd.turns).others(PEERS[0]);
         let burst = |peers: &[Uuid]| drop(peers.iter().map(|peer| crowd.begin(*peer, LEN)).collect::<Vec<_>>());
         burst(&PEERS);
-        assert_eq!(crowd.blocks(&PEERS[2]), Some(21), "whichever answers first");
+        assert_eq!(others(), 2);
         burst(&PEERS[..2]);
-        assert_eq!(crowd.blocks(&PEERS[0]), Some(21));
+        assert_eq!(others(), 1);
         burst(&PEERS[..1]);
-        assert_eq!(crowd.blocks(&PEERS[0]), None, "it had the last burst to itself");
+        assert_eq!(others(), 0, "it had the last burst to itself");
         burst(&PEERS[..2]);
         let alone: Vec<UnderWay> = (0..ALONE / LEN).map(|_| crowd.begin(PEERS[0], LEN)).collect();
-        assert_eq!(crowd.blocks(&PEERS[0]), None, "nor for ever while it has copies");
+        assert_eq!(others(), 0, "nor for ever while it has copies");
         let _second = crowd.begin(PEERS[1], LEN);
-        assert_eq!(crowd.blocks(&PEERS[0]), Some(21));
+        assert_eq!(others(), 1);
         drop(alone);
     }
 
     #[test]
     fn all_have_as_many_blocks_once_it_is_known_how_many_there_are() {
-        let crowd = crowd("auto");
-        let peers: Vec<Uuid> = (1..8).map(|number| [number; 16]).collect();
-        drop(peers.iter().map(|peer| crowd.begin(*peer, LEN)).collect::<Vec<_>>());
+        let crowd = crowd("kernel");
         let mut begun = Vec::new();
+        for peer in PEERS {
+            assert_eq!(crowd.blocks(&peer), Some(21), "nobody has more because it was earlier");
+            begun.push(crowd.begin(peer, LEN));
+        }
+        let peers: Vec<Uuid> = (1..8).map(|number| [number; 16]).collect();
+        begun.extend(peers.iter().map(|peer| crowd.begin(*peer, LEN)));
+        begun.clear();
         for peer in peers.iter().rev() {
             assert_eq!(crowd.blocks(peer), Some(9));
             begun.push(crowd.begin(*peer, LEN));
         }
-    }
-
-    #[test]
-    fn either_can_be_asked_for() {
-        let (engine, kernel) = (crowd("engine"), crowd("kernel"));
-        let _under_way = [engine.begin(PEERS[0], 1), engine.begin(PEERS[1], 1), kernel.begin(PEERS[0], 1)];
-        assert_eq!((engine.blocks(&PEERS[2]), engine.is_foreseen()), (None, false));
-        assert_eq!((kernel.blocks(&PEERS[0]), kernel.is_foreseen()), (Some(21), true));
-        let _more: Vec<UnderWay> = (10..40).map(|number| kernel.begin([number; 16], 1)).collect();
-        assert_eq!(kernel.blocks(&PEERS[0]), Some(8), "with many peers, a few for each");
+        let _more: Vec<UnderWay> = (10..40).map(|number| crowd.begin([number; 16], 1)).collect();
+        assert_eq!(crowd.blocks(&PEERS[0]), Some(8), "with many peers, a few for each");
     }
 
     #[test]
     fn engines_take_turns_where_the_kernel_cannot_be_had() {
-        for way in ["auto", "kernel"] {
-            let crowd = crowd(way);
-            assert!(crowd.wait(PEERS[0], Instant::now()).is_none());
-            crowd.kernels.set(Err("no NVRTC".into())).expect("nobody has looked for them");
-            assert!(crowd.wait(PEERS[0], Instant::now()).is_some(), "{way}");
-            assert_eq!(crowd.why_no_kernels().as_deref(), Some("no NVRTC"));
-        }
+        let crowd = crowd("kernel");
+        crowd.kernels.set(Err("no NVRTC".into())).expect("nobody has looked for them");
+        assert!(crowd.wait(PEERS[0], Instant::now()).is_some());
+        assert_eq!(crowd.why_no_kernels().as_deref(), Some("no NVRTC"));
     }
 
     /// Begins what may begin of `waiting`, as often as passes would; ends the oldest copy when nothing may. Returns the peers
@@ -406,7 +401,11 @@ mod tests {
                 None => drop(under_way.pop_front().expect("something may always begin, or is under way")),
             }
             let alone = waiting.windows(2).all(|two| two[0].peer == two[1].peer);
-            assert!(alone || under_way.len() <= 2 || under_way.len() as u64 * len <= AHEAD + len);
+            assert!(
+                alone || under_way.len() <= 2 || under_way.len() as u64 * len <= AHEAD + len,
+                "{}",
+                under_way.len()
+            );
         }
         begun
     }
@@ -435,21 +434,41 @@ mod tests {
     }
 
     #[test]
-    fn the_next_burst_begins_with_the_next_peer_whoever_answers_first() {
+    fn bursts_that_are_alike_begin_with_the_next_peer_whoever_answers_first() {
         let engine = crowd("engine");
-        let _ = carried(&engine, waiting(&engine, &[1, 2, 3]), LEN, None);
+        let burst = || _ = carried(&engine, waiting(&engine, &[1, 1, 2, 3]), LEN, None);
         let now = Instant::now();
-        let early: Vec<Waiting> = (0..4).filter_map(|_| engine.wait(PEERS[2], now)).collect();
-        assert!(early.iter().all(|waiting| !waiting.may_begin(now)), "the others' answers are on their way");
-        let late = engine.wait(PEERS[0], now + ANSWERS / 2).expect("engines take turns");
-        assert!(late.may_begin(now + ANSWERS / 2) && !early[0].may_begin(now + 2 * ANSWERS));
-        drop((late, early));
-        // Both had met, nobody else had; now neither's answer comes before the other's turn is over.
-        let (third, now) = (engine.wait(PEERS[2], now).expect("engines take turns"), now + ANSWERS);
-        assert!(third.may_begin(now), "nobody waits for long");
-        drop(third);
-        let again = waiting(&engine, &[3]);
-        assert!(again[0].may_begin(Instant::now()), "nor twice");
+        let third = || engine.wait(PEERS[2], now).expect("engines take turns");
+        burst();
+        assert!(third().may_begin(now), "once is not always");
+        burst();
+        burst();
+        let (early, first) = (third(), engine.wait(PEERS[0], now).expect("engines take turns"));
+        assert!(!early.may_begin(now) && first.may_begin(now));
+        let begun = engine.begin(PEERS[0], LEN);
+        drop((first, begun));
+        assert!(!early.may_begin(now), "the first had two copies each time, and another is before this one");
+        assert!(early.may_begin(now + ANSWERS), "nobody waits for long");
+        drop(early);
+        drop(third());
+        assert!(third().may_begin(now), "nor twice where nobody else comes");
+    }
+
+    #[test]
+    fn the_next_turn_begins_before_the_last_copies_of_one_are_over() {
+        let engine = crowd("engine");
+        let start = Instant::now();
+        let all = waiting(&engine, &[1, 1, 1, 1, 2]);
+        let now = start + 2 * ANSWERS;
+        let (mut under_way, mut left) = (Vec::new(), VecDeque::from(all));
+        while let Some(next) = left.front().filter(|waiting| waiting.peer == PEERS[0]) {
+            assert!(next.may_begin(now));
+            under_way.push(engine.begin(PEERS[0], LEN));
+            left.pop_front();
+        }
+        assert!(!left[0].may_begin(now), "all is under way, and enough of it");
+        under_way.truncate((LAST / LEN) as usize);
+        assert!(left[0].may_begin(now));
     }
 
     #[test]

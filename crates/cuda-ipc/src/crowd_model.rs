@@ -1,5 +1,6 @@
 //! All to all in a model of copy engines and links, with the real turns. What it says of earlier ones was measured on four
-//! H200s: 230 of 395 GB/s without turns, 260 with turns that began with the peer that answered first.
+//! H200s: 230 of 395 GB/s without turns, 260 to 270 with turns that began with the peer that answered first, and 310 to 340
+//! (327 measured) with turns that kept to the order for 0.2 ms only.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -147,9 +148,9 @@ impl Model {
 
 /// What the slowest of the GPUs sends per microsecond, in parts of what a link carries, over several exchanges after a first.
 fn share(gpus: u8, window: u64, apart: u64, answers: u64, seed: u64) -> f64 {
-    const EXCHANGES: u64 = 5;
+    const EXCHANGES: u64 = 4;
     let mut model = Model::new(gpus, seed);
-    model.exchange(1, apart, answers);
+    (0..2).for_each(|_| model.exchange(window, apart, answers));
     model.senders.iter_mut().for_each(|sender| sender.took = 0);
     (0..EXCHANGES).for_each(|_| model.exchange(window, apart, answers));
     let took = model.senders.iter().map(|sender| sender.took).max().expect("there are some");
@@ -158,11 +159,13 @@ fn share(gpus: u8, window: u64, apart: u64, answers: u64, seed: u64) -> f64 {
 
 #[test]
 fn engines_keep_in_step_whoever_answers_first() {
-    for seed in 0..3 {
-        // Four GPUs: with 16 messages for each 370 to 380 GB/s, with 4 more than 360, with one more than 330.
-        for (window, apart, least) in [(16, 50, 0.94), (16, 200, 0.92), (4, 50, 0.90), (1, 50, 0.82)] {
-            let share = share(4, window, apart, 60, seed);
-            assert!(share > least, "{window} messages each, {apart} us apart: {share:.3}");
+    for seed in 0..2 {
+        // Microseconds that GPUs begin apart, and that answers take; 160 and 500 were seen. 0.835 is 330 GB/s.
+        for (window, apart, answers, least) in
+            [(16, 50, 60, 0.97), (16, 100, 300, 0.95), (16, 300, 500, 0.91), (4, 100, 300, 0.87), (1, 50, 60, 0.82)]
+        {
+            let share = share(4, window, apart, answers, seed);
+            assert!(share > least, "{window} messages each, {apart} us apart, {answers} us to answer: {share:.3}");
         }
         let share = share(8, 16, 50, 100, seed);
         assert!(share > 0.9, "8 GPUs: {share:.3}");

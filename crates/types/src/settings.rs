@@ -512,10 +512,10 @@ settings! {
     /// How what came over the network gets to its place in GPU memory.
     unpack: Unpack = Unpack::Kernel,
         "CROSSRAIL_UNPACK" accepts "`kernel`: one launch for many pieces, `d2d`: a copy for each piece, `host`: gathered by a processor, then one copy" as UNPACK;
-    /// What copies from GPU to GPU within one machine, from 512 KiB on. Copy engines write to one GPU after the other, which
-    /// is slower when all send to all; a kernel takes some of the multiprocessors while it copies.
+    /// What copies from GPU to GPU within one machine, from 512 KiB on. Copy engines write to one GPU after the other; a
+    /// kernel writes to several at once, which was slower, and takes some of the multiprocessors.
     gpu_copy: GpuCopy = GpuCopy::Auto,
-        "CROSSRAIL_GPU_COPY" accepts "`auto`: a kernel while a GPU sends to several others at once, a copy engine otherwise; `engine`, all copies to one GPU after those to the other; `kernel`" as GPU_COPY;
+        "CROSSRAIL_GPU_COPY" accepts "`auto` (engines), `engine`, `kernel`" as GPU_COPY;
     /// Threads that move bytes over the network.
     io_threads: IoThreads = IoThreads::Auto,
         "CROSSRAIL_IO_THREADS" accepts "`auto`, or a number from 1 to 256" as IO_THREADS;

@@ -54,10 +54,10 @@ ways! {
 ways! {
     /// What copies between GPUs of one machine that reach each other.
     "to copy" GpuCopy {
-        /// A copy engine; while long copies go from one GPU to several others at once, a kernel.
+        /// What was the fastest where it was measured: copy engines.
         #[default]
         Auto = "auto",
-        /// A copy engine, always: the multiprocessors are the user's alone.
+        /// A copy engine: the multiprocessors are the user's alone.
         Engine = "engine",
         /// A kernel, for all long copies.
         Kernel = "kernel",
