@@ -71,13 +71,11 @@ class Placement:
             yield server.address, name
 
 
-def add_nodes(
-    parser: argparse.ArgumentParser, processes: int, flag: str = "--num-processes"
-) -> argparse._ArgumentGroup:
-    """Adds the options that say how many ranks there are (``flag``) and where; gives their group."""
+def add_nodes(parser: argparse.ArgumentParser, processes: int, *others: str) -> argparse._ArgumentGroup:
+    """Adds the options that say how many ranks there are (``others``: other names) and where; gives their group."""
     group = parser.add_argument_group("the ranks (without the last four all of them run here)")
     ranks = f"ranks on each node ({processes})"
-    group.add_argument(flag, dest="num_processes", metavar="N", type=positive, help=ranks)
+    group.add_argument(*others, "--num-processes", dest="num_processes", metavar="N", type=positive, help=ranks)
     parser.set_defaults(num_processes=processes)
     group.add_argument(
         "--world-size", metavar="N", type=positive, help="nodes, the command runs once on each (WORLD_SIZE)"
