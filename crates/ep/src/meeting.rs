@@ -205,18 +205,28 @@ impl Meeting {
         all.iter().map(|bytes| Place::decode(bytes)).collect()
     }
 
-    /// As [`Meeting::places`]; while one of them makes its buffer, the time until `deadline` begins anew.
+    /// As [`Meeting::places`]; if one of them was still making its buffer at `deadline`, that is as much later as there was
+    /// time before it, from when all are there.
     fn places_made(&self, ranks: &[u32], deadline: &mut Instant) -> Result<Vec<Place>> {
         let patience = deadline.saturating_duration_since(Instant::now());
-        let most = *deadline + MAKING;
-        loop {
-            match self.places(ranks, *deadline) {
-                Err(error) if error.kind == ErrorKind::Timeout && Instant::now() < most && self.is_making(ranks) => {
-                    *deadline = Instant::now() + patience;
+        let (first, most) = (*deadline, *deadline + MAKING);
+        let mut round = first;
+        let places = loop {
+            match self.places(ranks, round) {
+                Err(error) if error.kind == ErrorKind::Timeout && Instant::now() < most => {
+                    if !self.is_making(ranks) {
+                        // It may have been made just now.
+                        let last = self.places(ranks, Instant::now() + ASK);
+                        break last.map_err(|again| if again.kind == ErrorKind::Timeout { error } else { again })?;
+                    }
+                    round = Instant::now() + patience.max(ASK);
                 }
-                result => return result,
+                Ok(places) if round == first => return Ok(places),
+                result => break result?,
             }
-        }
+        };
+        *deadline = Instant::now() + patience;
+        Ok(places)
     }
 
     /// Connections to all of `new`, in order: other ranks' numbers, ascending. The greater rank dials. And the
@@ -321,13 +331,8 @@ impl Meeting {
                     return Err(Error::new(ErrorKind::Closed, "connect", "the buffer was destroyed"));
                 }
                 Err(error) if error.kind == ErrorKind::Timeout && left > SLICE => {}
-                Err(mut error) if error.kind == ErrorKind::Timeout => {
-                    // It says how long the last slice was.
-                    if let Some((what, _)) = error.detail.rsplit_once(" in ") {
-                        error.detail = format!("{what} in {:.3} s", began.elapsed().as_secs_f64());
-                    }
-                    return Err(error);
-                }
+                // It says how long the last slice was.
+                Err(error) if error.kind == ErrorKind::Timeout => return Err(error.waited_in_all(began.elapsed())),
                 result => return result,
             }
         }

@@ -111,9 +111,13 @@ impl Error {
     /// For waits in slices: a timeout that says how long its slice was ("... in 0.100 s") says how long all of them were.
     #[must_use]
     pub fn waited_in_all(mut self, limit: Duration) -> Error {
-        let found = self.detail.rfind(" in ").and_then(|at| self.detail[at..].find(" s").map(|end| (at + 4, at + end)));
-        if let (ErrorKind::Timeout, Some((from, to))) = (self.kind, found) {
-            self.detail.replace_range(from..to, &format!("{:.3}", limit.as_secs_f64()));
+        let number = |at: usize| {
+            let (from, len) = (at + " in ".len(), self.detail[at + " in ".len()..].find(" s")?);
+            self.detail[from..from + len].parse::<f64>().ok().map(|_| from..from + len)
+        };
+        let found = self.detail.rmatch_indices(" in ").find_map(|(at, _)| number(at));
+        if let (ErrorKind::Timeout, Some(range)) = (self.kind, found) {
+            self.detail.replace_range(range, &format!("{:.3}", limit.as_secs_f64()));
         }
         self
     }
@@ -155,7 +159,11 @@ mod tests {
         assert_eq!(said(ErrorKind::Timeout, "not finished in 0.095 s"), "not finished in 3.000 s");
         let more = "not finished in 0.095 s: no message has matched it";
         assert_eq!(said(ErrorKind::Timeout, more), "not finished in 3.000 s: no message has matched it");
-        assert_eq!(said(ErrorKind::Timeout, "nothing received"), "nothing received");
+        let behind = "not finished in 0.095 s: the peer is in its setup, bytes in flight";
+        assert!(said(ErrorKind::Timeout, behind).starts_with("not finished in 3.000 s: the peer is in its setup, "));
+        for without in ["nothing received", "rank 1 did not come in time, or is still waiting"] {
+            assert_eq!(said(ErrorKind::Timeout, without), without);
+        }
         assert_eq!(said(ErrorKind::Io, "it took place in 0.1 s"), "it took place in 0.1 s");
     }
 }
