@@ -91,6 +91,20 @@ pub(crate) struct State {
 }
 
 impl State {
+    /// Nothing was done yet.
+    fn new(peers: Vec<Option<Peer>>, ring: Ring) -> State {
+        State {
+            stale: vec![false; peers.len()],
+            peers,
+            order: Order::default(),
+            ring,
+            faults: Vec::new(),
+            overran: false,
+            generation: 0,
+            closed: false,
+        }
+    }
+
     /// Ranks that are connected and not masked, this one included.
     pub(crate) fn active(&self) -> u32 {
         self.peers.iter().flatten().filter(|peer| !peer.masked).count() as u32
@@ -189,10 +203,7 @@ impl DeviceBuffer {
             memory,
             region: Mutex::default(),
             events: Events::new(&cuda),
-            counts: config
-                .has(Layout::Rank)
-                .then(|| Counts::new(&cuda, shape.local_experts() as usize, shape.ranks as usize))
-                .transpose()?,
+            counts: config.has(Layout::Rank).then(|| Counts::new(&cuda, &shape)).transpose()?,
             handles: [pool(Layout::Expert), pool(Layout::Rank)],
             regions: Regions::new(shape.regions),
             reader: Reader::new(&cuda),
@@ -200,16 +211,7 @@ impl DeviceBuffer {
             tell,
             network: AtomicU64::new(0),
             recent: Arc::default(),
-            state: Mutex::new(State {
-                peers,
-                stale: vec![false; ranks],
-                order: Order::default(),
-                ring,
-                faults: Vec::new(),
-                overran: false,
-                generation: 0,
-                closed: false,
-            }),
+            state: Mutex::new(State::new(peers, ring)),
             connections: Mutex::new(Connections { generations: vec![0; ranks], ended: Vec::new() }),
             connecting: Mutex::new(()),
             took: Mutex::default(),

@@ -6,6 +6,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crossrail_cuda::{Context, Event, PinnedMemory, Stream};
+use crossrail_kernels::ep::Shape;
 use crossrail_types::{Error, ErrorKind, Result, format_duration};
 use parking_lot::Mutex;
 
@@ -136,7 +137,8 @@ pub const UNHEARD: u32 = crossrail_kernels::ep::EP_UNHEARD;
 const SLOTS: usize = 32;
 
 impl Counts {
-    pub(crate) fn new(context: &Context, experts: usize, ranks: usize) -> Result<Arc<Counts>> {
+    pub(crate) fn new(context: &Context, shape: &Shape) -> Result<Arc<Counts>> {
+        let (experts, ranks) = (shape.local_experts() as usize, shape.ranks as usize);
         let stride = (16 + 4 * (experts + ranks)).next_multiple_of(128);
         let page = Arc::new(PinnedMemory::new(context, SLOTS * stride)?);
         // SAFETY: new, nobody else's, of that length.

@@ -5,7 +5,8 @@
 use crate::handles::DeviceHandle;
 use crate::regions::RegionLease;
 
-/// Whether an operation is put in whole.
+/// Whether an operation is put in whole. On the GPU, operations of one buffer, halves too, run one after the other: whoever
+/// puts them into several streams has each wait for what was put in before ([`crate::Done::wait`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Split {
     /// All of it.

@@ -92,10 +92,12 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
     if (threadIdx.x == 0) at<EpHandleHeader>(c.handle + c.parts.header) = EpHandleHeader{epoch, c.tokens, flags};
 }
 
-// One walk of a warp over a part, in order: waits for its words, and counts; all of a `lost` source are as none. `visit` gets the selection's number among those
-// of its source, its expert here (EP_NOWHERE: none), and what the part's counts said of the expert before it.
+// One walk of a warp over a part, in order: waits for its words, and counts; all of a `lost` source are as none. `visit`
+// gets the selection's number among those of its source, its expert here (EP_NOWHERE: none), and what the part's counts
+// said of the expert before it.
 template <typename Visit>
-__device__ __forceinline__ void walk(const EpCommon &c, Start &start, Count *counts, u32 part, bool lost, u32 lane, Visit visit) {
+__device__ __forceinline__ void walk(const EpCommon &c, Start &start, Count *counts, u32 part, bool lost, u32 lane,
+                                     Visit visit) {
     u64 epoch = start.received;
     u32 source = part / EP_PLAN_PARTS;
     u32 all = start.tokens[source] * EP_K;
