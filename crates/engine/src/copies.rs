@@ -112,6 +112,8 @@ impl Core {
             self.st.grant(endpoint, memory);
         }
         self.pass_notes(endpoint);
+        // At once: dozens may be behind this one, each of which asks the driver, and the peer's links are idle until then.
+        self.flush(endpoint);
         true
     }
 

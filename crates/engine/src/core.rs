@@ -325,7 +325,7 @@ impl Core {
 
     /// Hands the peer's messages to its message lane, as far as that has room.
     #[inline]
-    fn flush(&mut self, endpoint: EndpointId) {
+    pub(crate) fn flush(&mut self, endpoint: EndpointId) {
         let Some(id) = self.st.peer(endpoint).and_then(|peer| peer.inside) else { return };
         let Some(at) = self.inside.iter().position(|lane| lane.id == id) else { return };
         if self.st.lane(id).is_some_and(|lane| lane.staged.is_some()) {
