@@ -6,9 +6,9 @@
 //!
 //! Handles of allocations go beforehand as notes over the shared-memory lane's Unix socket; a transfer's announcement
 //! has a descriptor of 24 bytes, which names pieces by the owner's addresses. Whoever has it copies, by a copy engine, or by
-//! a kernel while long copies go to several GPUs at once (`crowd.rs`). Alone the engine is the faster one: on
-//! two H200s with NVLink, from the call until the host sees that the bytes are there, an engine takes 7.5 us for 4 KiB,
-//! 8.3 us for 256 KiB and 178 us for 64 MiB, our best kernel 8.7, 9.8 and 189 us, and multiprocessors too
+//! a kernel where that is asked for (`crowd.rs`). The engine is the faster one: on two H200s with NVLink, from the call
+//! until the host sees that the bytes are there, it takes 7.5 us for 4 KiB, 8.3 us for 256 KiB and 178 us for 64 MiB, our
+//! best kernel 8.7, 9.8 and 189 us, and multiprocessors too
 //! (`examples/crossover.rs`).
 
 mod crowd;

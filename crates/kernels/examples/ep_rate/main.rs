@@ -139,7 +139,6 @@ impl Default for Asked {
                 column_scales: true,
                 apart: false,
                 marks: false,
-
                 floor: false,
             },
             rank: rank::Options { fp8_input: true, counted: false, split: 0, queue: 0, apart: false, marks: false },
