@@ -275,14 +275,14 @@ impl Crowd {
         (self.way == GpuCopy::Kernel).then(|| (BLOCKS / (others + 1)).clamp(LEAST_BLOCKS, MOST_BLOCKS))
     }
 
-    /// The kernels, if they are to copy and are there: nobody waits for a compiler. They are loaded on a thread of its own,
-    /// unless a stream waits: loading may not return while one does.
+    /// The kernels, if they are there: nobody waits for a compiler. They are loaded on a thread of its own, unless a stream
+    /// waits: loading may not return while one does.
     pub(crate) fn kernels(&self, context: &Context) -> Option<&Arc<Kernels>> {
         if let Some(loaded) = self.kernels.get() {
             return loaded.as_ref().ok();
         }
         let mut loading = locked(&self.loading);
-        if loading.is_none() && self.way == GpuCopy::Kernel && !context.a_stream_waits() {
+        if loading.is_none() && !context.a_stream_waits() {
             let (context, settings, place) = (context.clone(), self.settings.clone(), Arc::clone(&self.kernels));
             let load = move || {
                 let _relaxed = context.device().cuda().relaxed();

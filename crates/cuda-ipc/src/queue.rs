@@ -27,10 +27,11 @@ pub(crate) struct ByKernel {
 impl ByKernel {
     /// The kernel, where it is to write to that peer and is there; not while a stream waits, since its turn may not come then.
     pub(crate) fn of(gpu: &Gpu, peer: &Uuid) -> Option<ByKernel> {
-        let blocks = gpu.crowd.blocks(peer);
-        // Also where it is not needed yet: so that it is loaded by the time it is.
+        let blocks = gpu.crowd.blocks(peer)?;
         let kernels = gpu.crowd.kernels(&gpu.context)?;
-        let blocks = blocks.filter(|_| kernels.has_bulk() && !gpu.context.a_stream_waits())?;
+        if !kernels.has_bulk() || gpu.context.a_stream_waits() {
+            return None;
+        }
         Some(ByKernel { kernels: Arc::clone(kernels), blocks })
     }
 }
