@@ -153,7 +153,7 @@ def dense(x, router, matrices):
 def check(what, out, wanted):
     """Sums of bf16 are rounded at three places, and matrix products are summed in another order."""
     torch.testing.assert_close(out.float(), wanted, rtol=2**-6, atol=2**-6)
-    print(f"{what}: as the dense layer", flush=True)
+    print(f"{what}: as the dense layer\n", end="", flush=True)  # ranks print at once: a line in one piece
 
 
 @torch.enable_grad()
@@ -168,7 +168,7 @@ def check_gradients(what, layer, x, router, matrices):
     for found, right in ((tokens.grad, dense_tokens.grad), (layer.router.grad, dense_router.grad)):
         largest = right.abs().max()
         torch.testing.assert_close((found / largest).float(), (right / largest).float(), rtol=0, atol=2**-5)
-    print(f"{what}: as the dense layer", flush=True)
+    print(f"{what}: as the dense layer\n", end="", flush=True)  # ranks print at once: a line in one piece
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from conftest import GPUS
 
 Rows = Callable[..., list[dict[str, Any]]]
 
@@ -25,7 +26,8 @@ def test_both_layouts_verify_in_both_types(rows: Rows, layout: str) -> None:
         assert len(row["samples_us"]) == len(row["host_us"]) == 5 * row["ranks"]
         assert min(row["samples_us"]) > 0
         assert row["heap_bytes"] > 0
-        assert row["p50_us"] <= row["host_p50_us"]
+        # The host's clock has the launch and the answer besides; events have a resolution.
+        assert row["p50_us"] <= 1.1 * row["host_p50_us"]
 
 
 @pytest.mark.gpus(2)
@@ -53,7 +55,9 @@ def test_other_scales_given_rows_and_few_multiprocessors_verify(rows: Rows) -> N
 
 
 def test_a_buffers_life_is_timed(rows: Rows) -> None:
-    found = rows("control", "--device=cuda", "--experts-per-rank=8", "--rounds=3", BOUND)
+    # Two ranks at least, also where they share a GPU.
+    ranks = f"--num-processes={max(len(GPUS), 2)}"
+    found = rows("control", "--device=cuda", ranks, "--experts-per-rank=8", "--rounds=3", BOUND)
     assert [row["what"] for row in found] == ["init", "connect", "disconnect", "reconnect", "destroy"]
     assert all(row["device"] == "cuda" for row in found), json.dumps(found)
     parts = {row["what"]: row.get("stages_us", {}) for row in found}

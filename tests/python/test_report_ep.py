@@ -142,3 +142,5 @@ def test_kernels_of_the_median_iteration_are_added_up() -> None:
     assert kernels_us(spans[::-1], "nccl", fills=2, warmup=1) == 27.0, "what it fills itself counts, the first does not"
     with pytest.raises(ValueError, match="no samples"):
         kernels_us(spans, "nccl", fills=2, warmup=4)
+    lost = [span for span in spans if span[:1] != (1e4 + 10,) and span[:1] != (1e4 + 11,) and span[:1] != (2e4 - 200,)]
+    assert kernels_us(lost, "nccl", fills=2, warmup=1) == 29.5, "what the profiler did not see whole is left out"

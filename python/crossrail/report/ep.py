@@ -117,7 +117,8 @@ def kernels_us(spans: Sequence[tuple[float, float, str]], meeting: str, fills: i
     """The kernels of an iteration added up, in the median iteration, from what a profiler saw on the GPU.
 
     ``spans``: begin, microseconds and name of all. Before each iteration come so many ``fills`` and then one whose name
-    has ``meeting`` in it. The first ``warmup`` iterations are left out. Raises ValueError when there are no others.
+    has ``meeting`` in it. The first ``warmup`` iterations are left out, and those that the profiler did not see whole.
+    Raises ValueError when there are no others.
     """
     iterations: list[list[float]] = []
     for _, took, name in sorted(spans):
@@ -126,8 +127,8 @@ def kernels_us(spans: Sequence[tuple[float, float, str]], meeting: str, fills: i
                 iterations[-1].append(took)
         elif not iterations or iterations[-1]:
             iterations.append([])
-    sums = [sum(each[: len(each) - fills]) for each in iterations[:-1]] + [sum(each) for each in iterations[-1:]]
-    return median(sums[warmup:])
+    kernels = [each[: max(len(each) - fills, 0)] for each in iterations[:-1]] + iterations[-1:]
+    return median([sum(each) for each in kernels[warmup:] if each])
 
 
 def ep_row(row: Row, turns: Sequence[EpTurn]) -> Row:

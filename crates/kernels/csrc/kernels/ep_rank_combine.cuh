@@ -43,7 +43,7 @@ static_assert(ADDERS < WARPS, "a warp is left to add");
 struct CombineShared {
     alignas(8) u64 full[SENDERS * SENDER_STAGES];
     // Rows that are there: their flags, how many, and barriers for that they are told of, and that they are flagged, at
-    // which one lane arrives for all of its warp: what the others write goes by atomics, as racecheck understands it.
+    // which each lane of a warp arrives for what it wrote or read itself.
     u64 flags[TELLERS][TOLD][TOLD_ROWS];
     u64 told[TELLERS][TOLD];
     u64 flagged[TELLERS][TOLD];
@@ -183,11 +183,10 @@ struct Sender {
         u32 warp = warp_of(), at = tellings % TOLD, round = tellings / TOLD;
         if (round > 0) mbarrier_wait_shared(shared_address(&shared.flagged[warp][at]), (round - 1) & 1);
         u32 nth = (lane_of() - flags) % LANES;
-        if (nth < upto - flags) atomicExch(&shared.flags[warp][at][nth], heap + combine.flag(combine.common.rank, token));
+        if (nth < upto - flags) shared.flags[warp][at][nth] = heap + combine.flag(combine.common.rank, token);
         if (lane_of() == 0) shared.rows[warp][at] = (upto - flags) | last;
         // What the lanes have written, and the first lane has waited for, comes before it.
-        __syncwarp();
-        if (lane_of() == 0) mbarrier_arrive_shared(shared_address(&shared.told[warp][at]));
+        mbarrier_arrive_shared(shared_address(&shared.told[warp][at]));
         __syncwarp();
         flags = upto;
         ++tellings;
@@ -243,14 +242,10 @@ struct Flagger {
     __device__ __forceinline__ bool write(u32 sender) {
         bool last = false;
         for (u32 i = 0; i < more[sender]; ++i) {
-            u32 at = (done[sender] + i) % TOLD;
-            u32 rows = __shfl_sync(WHOLE_WARP, lane_of() == 0 ? shared.rows[sender][at] : 0, 0);
-            if (lane_of() < (rows & ~LAST_ROWS)) {
-                st_relaxed_sys_u64(atomicAdd(&shared.flags[sender][at][lane_of()], 0ull), epoch);
-            }
+            u32 at = (done[sender] + i) % TOLD, rows = shared.rows[sender][at];
+            if (lane_of() < (rows & ~LAST_ROWS)) st_relaxed_sys_u64(shared.flags[sender][at][lane_of()], epoch);
             last = rows & LAST_ROWS;
-            __syncwarp();
-            if (lane_of() == 0) mbarrier_arrive_shared(shared_address(&shared.flagged[sender][at]));
+            mbarrier_arrive_shared(shared_address(&shared.flagged[sender][at]));
         }
         done[sender] += more[sender];
         return last;
@@ -464,8 +459,8 @@ __device__ __forceinline__ void begin_combine(const Combine &combine, CombineSha
 #if EP_BULK
     if (rank == 0) {
         for (u32 i = 0; i < TELLERS * TOLD; ++i) {
-            mbarrier_init_shared(shared_address(&shared.told[i / TOLD][i % TOLD]), 1);
-            mbarrier_init_shared(shared_address(&shared.flagged[i / TOLD][i % TOLD]), 1);
+            mbarrier_init_shared(shared_address(&shared.told[i / TOLD][i % TOLD]), LANES);
+            mbarrier_init_shared(shared_address(&shared.flagged[i / TOLD][i % TOLD]), LANES);
         }
         fence_mbarrier_init();
     }
