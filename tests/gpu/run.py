@@ -39,6 +39,14 @@ SANITIZER_LIMIT_S = 120.0
 EP_ITERATIONS = "10000"
 """Back-to-back exchanges with all GPUs; fewer with some of them."""
 SANITIZERS = ("memcheck", "racecheck")
+NOT_FOR = {"racecheck": "crossrail_ep_combine_rank"}
+"""A kernel that a tool is not to look at.
+
+racecheck of CUDA 13.0 knows mbarriers in part only (its release notes of 2025.4 name false alarms). What the lanes of a
+warp write before `__syncwarp` and the first lane's arrival it takes for a race with the warp that waits at the barrier;
+where each lane arrives by itself, or these words go by atomics, the kernel never ended under it. The emulator checks
+the order of that ring (`broken_kernels_are_caught` in crates/kernels/tests/ep_rank.rs).
+"""
 PAIRS = (
     *(f"crossrail-{name}" for name in ("cuda-ipc.gpu", "cuda.gpu", "kernels.gpu", "bench.gpu_unpack")),
     *(f"crossrail.{name}" for name in ("gpu", "gpu_staging")),
@@ -146,6 +154,8 @@ def sanitizer(pack: Path, tool: str, gpus: int, environment: dict[str, str]) -> 
     checker = find_sanitizer()
     missing = None if checker else "compute-sanitizer is not installed"
     options = [f"--tool={tool}", "--error-exitcode=86", "--print-limit=20"]
+    if tool in NOT_FOR:
+        options += ["--kernel-name-exclude", f"kernel_name={NOT_FOR[tool]}"]
     return Step(
         f"{gpus} GPU: {tool}",
         [checker or "compute-sanitizer", *options, program.resolve()],

@@ -56,7 +56,7 @@ def test_other_scales_given_rows_and_few_multiprocessors_verify(rows: Rows) -> N
 
 def test_a_buffers_life_is_timed(rows: Rows) -> None:
     # Two ranks at least, also where they share a GPU.
-    ranks = f"--num-processes={max(len(GPUS), 2)}"
+    ranks = f"--num-processes={max(GPUS, 2)}"
     found = rows("control", "--device=cuda", ranks, "--experts-per-rank=8", "--rounds=3", BOUND)
     assert [row["what"] for row in found] == ["init", "connect", "disconnect", "reconnect", "destroy"]
     assert all(row["device"] == "cuda" for row in found), json.dumps(found)

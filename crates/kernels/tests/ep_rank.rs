@@ -289,6 +289,18 @@ fn broken_kernels_are_caught() {
         (combine, "if (lane_of() == 0) bulk_wait_done<BEHIND>();", ""),
         // Flags are not after what the warps that send know of.
         (combine, "fence_acq_rel_sys();\n#pragma", "#pragma"),
+        // The first lane tells of what other lanes have not written yet.
+        (
+            combine,
+            "        __syncwarp();\n        if (lane_of() == 0) mbarrier_arrive_shared(shared_address(&shared.told",
+            "        if (lane_of() == 0) mbarrier_arrive_shared(shared_address(&shared.told",
+        ),
+        // Flags of rows that were told of are overwritten before they are set.
+        (
+            combine,
+            "if (round > 0) mbarrier_wait_shared(shared_address(&shared.flagged[warp][at]), (round - 1) & 1);",
+            "",
+        ),
         // Nobody waits for the rows' flags.
         (combine, "combine.flag(rank, token), combine.epoch,", "combine.flag(rank, token), 0,"),
     ];

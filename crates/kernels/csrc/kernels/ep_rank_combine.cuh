@@ -42,8 +42,7 @@ static_assert(ADDERS < WARPS, "a warp is left to add");
 
 struct CombineShared {
     alignas(8) u64 full[SENDERS * SENDER_STAGES];
-    // Rows that are there: their flags, how many, and barriers for that they are told of, and that they are flagged, at
-    // which each lane of a warp arrives for what it wrote or read itself.
+    // Rows that are there: their flags, how many, and barriers for that they are told of, and that they are flagged.
     u64 flags[TELLERS][TOLD][TOLD_ROWS];
     u64 told[TELLERS][TOLD];
     u64 flagged[TELLERS][TOLD];
@@ -186,7 +185,8 @@ struct Sender {
         if (nth < upto - flags) shared.flags[warp][at][nth] = heap + combine.flag(combine.common.rank, token);
         if (lane_of() == 0) shared.rows[warp][at] = (upto - flags) | last;
         // What the lanes have written, and the first lane has waited for, comes before it.
-        mbarrier_arrive_shared(shared_address(&shared.told[warp][at]));
+        __syncwarp();
+        if (lane_of() == 0) mbarrier_arrive_shared(shared_address(&shared.told[warp][at]));
         __syncwarp();
         flags = upto;
         ++tellings;
@@ -245,7 +245,8 @@ struct Flagger {
             u32 at = (done[sender] + i) % TOLD, rows = shared.rows[sender][at];
             if (lane_of() < (rows & ~LAST_ROWS)) st_relaxed_sys_u64(shared.flags[sender][at][lane_of()], epoch);
             last = rows & LAST_ROWS;
-            mbarrier_arrive_shared(shared_address(&shared.flagged[sender][at]));
+            __syncwarp();
+            if (lane_of() == 0) mbarrier_arrive_shared(shared_address(&shared.flagged[sender][at]));
         }
         done[sender] += more[sender];
         return last;
@@ -459,8 +460,8 @@ __device__ __forceinline__ void begin_combine(const Combine &combine, CombineSha
 #if EP_BULK
     if (rank == 0) {
         for (u32 i = 0; i < TELLERS * TOLD; ++i) {
-            mbarrier_init_shared(shared_address(&shared.told[i / TOLD][i % TOLD]), LANES);
-            mbarrier_init_shared(shared_address(&shared.flagged[i / TOLD][i % TOLD]), LANES);
+            mbarrier_init_shared(shared_address(&shared.told[i / TOLD][i % TOLD]), 1);
+            mbarrier_init_shared(shared_address(&shared.flagged[i / TOLD][i % TOLD]), 1);
         }
         fence_mbarrier_init();
     }
