@@ -155,7 +155,7 @@ def sanitizer(pack: Path, tool: str, gpus: int, environment: dict[str, str]) -> 
     missing = None if checker else "compute-sanitizer is not installed"
     options = [f"--tool={tool}", "--error-exitcode=86", "--print-limit=20"]
     if tool in NOT_FOR:
-        options += ["--kernel-name-exclude", f"kernel_name={NOT_FOR[tool]}"]
+        options += ["--kernel-name-exclude", f"kernel_substring={NOT_FOR[tool]}"]
     return Step(
         f"{gpus} GPU: {tool}",
         [checker or "compute-sanitizer", *options, program.resolve()],

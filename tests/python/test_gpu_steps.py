@@ -288,3 +288,13 @@ def test_without_a_gpu_the_tests_fail_and_say_why(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "need a GPU" in done.stderr
+
+
+def test_what_a_sanitizer_leaves_out_is_a_kernel_that_there_is() -> None:
+    run = gpu_tests()
+    sources = "".join(path.read_text() for path in ROOT.glob("crates/kernels/csrc/kernels/*.cu"))
+    for tool in run.SANITIZERS:
+        command = [str(part) for part in run.sanitizer(Path("pack"), tool, 1, {}).command]
+        left_out = run.NOT_FOR.get(tool)
+        assert (f"kernel_substring={left_out}" in command) == (tool in run.NOT_FOR)
+        assert left_out is None or sources.count(f"{left_out}(") == 1
