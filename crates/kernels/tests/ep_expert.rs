@@ -169,6 +169,17 @@ fn prereduction_adds_a_rounding_of_each_ranks_part() {
     }
 }
 
+/// What the emulator finds wrong with broken kernels: a dispatch and a combine. `None`: they cannot be compiled here.
+fn noticed(build: &emulate::Build, seed: u64, blocks: u32) -> Option<String> {
+    let mut job = Job::of(build, SHAPE, SHAPE.expert_shared())?;
+    let mut numbers = Numbers(seed);
+    let routing = Routing::of(&mut numbers, &SHAPE, &[6, 6, 6], Choice::Even);
+    let operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::Dispatch);
+    operation.dispatch(&mut job, blocks, BOTH);
+    operation.combine(&mut job, blocks, BOTH);
+    Some(job.emulator.run(seed).expect_err("nothing is wrong"))
+}
+
 /// One fence stands for many pieces; without it, ranks would look at what need not be there yet.
 #[test]
 fn flags_without_their_fence_are_noticed() {
@@ -178,13 +189,7 @@ fn flags_without_their_fence_are_noticed() {
     for (file, behind, reader) in [dispatch, combine] {
         let build = emulate::Build::new(&SOURCES);
         let build = build.broken(file, &format!("        fence_acq_rel_sys();\n{behind}"), behind);
-        let Some(mut job) = Job::of(&build, SHAPE, SHAPE.expert_shared()) else { return };
-        let mut numbers = Numbers(6);
-        let routing = Routing::of(&mut numbers, &SHAPE, &[6, 6, 6], Choice::Even);
-        let operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::Dispatch);
-        operation.dispatch(&mut job, 2, BOTH);
-        operation.combine(&mut job, 2, BOTH);
-        let wrong = job.emulator.run(6).unwrap_err();
+        let Some(wrong) = noticed(&build, 6, 2) else { return };
         assert!(wrong.contains(reader), "{wrong}");
     }
 }
@@ -195,13 +200,7 @@ fn flags_of_pieces_under_way_are_noticed() {
     let build = emulate::Build::new(&SOURCES);
     let wait = "bulk_wait_done<BACK_STAGES - 1>();";
     let build = build.broken("kernels/ep_flags.cuh", wait, "bulk_wait_done<BACK_STAGES>();");
-    let Some(mut job) = Job::of(&build, SHAPE, SHAPE.expert_shared()) else { return };
-    let mut numbers = Numbers(7);
-    let routing = Routing::of(&mut numbers, &SHAPE, &[6, 6, 6], Choice::Even);
-    let operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::Dispatch);
-    operation.dispatch(&mut job, 1, BOTH);
-    operation.combine(&mut job, 1, BOTH);
-    let wrong = job.emulator.run(7).unwrap_err();
+    let Some(wrong) = noticed(&build, 7, 1) else { return };
     assert!(wrong.contains("ep_combine.cuh") || wrong.contains("ep_flags.cuh"), "{wrong}");
 }
 
