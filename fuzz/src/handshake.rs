@@ -1,5 +1,5 @@
-use crossrail::meet::Address;
-use crossrail::meet::wire;
+use crossrail_handshake::Address;
+use crossrail_handshake::wire;
 use sha2::{Digest, Sha256};
 
 /// A message of the handshake, as any of them; and the hello's body. What is read and written again must be read as

@@ -1,7 +1,7 @@
 //! Well-formed inputs to start from: recorded conversations, messages, addresses, settings.
 
-use crossrail::meet::wire::{Challenge, HelloHead, LaneHello, Reject, RejectCode, Reply, encode_proof};
-use crossrail::meet::{Address, Device, Hello, LanePurpose};
+use crossrail_handshake::wire::{Challenge, HelloHead, LaneHello, Reject, RejectCode, Reply, encode_proof};
+use crossrail_handshake::{Address, Device, Hello, LanePurpose};
 use crossrail_control::builtin::frames::{self, Answer, Change, Item, Request, Value};
 use crossrail_control::builtin::greeting;
 use crossrail_proto::Body;

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use crossrail_handshake::{self as handshake, Hello, LaneName, LanePurpose, Session, Stream, Target};
 use crossrail_proto as proto;
 use crossrail_shm::{Options as ShmOptions, Side};
 use crossrail_tcp::TcpLane;
@@ -18,7 +19,6 @@ use crate::core::{Inside, Lost};
 use crate::io::{About, BulkLane};
 use crate::link::{DIAL_MAX, Link, MESSAGE_CHANNEL, READY, dial};
 use crate::links::Reach;
-use crate::meet::{self, Hello, LaneName, LanePurpose, Session, Stream, Target};
 use crate::select::{self, Candidate, Cost, Explain, RailPair};
 use crate::state::{LaneState, PeerState};
 use crate::worker::{ConnectOptions, Shared};
@@ -53,13 +53,13 @@ impl Shared {
             return self.connect_self();
         }
         let control = self.control_device()?;
-        let mut session = meet::connect(&target, &me, control.as_ref(), allowed("shm"), deadline)?;
+        let mut session = handshake::connect(&target, &me, control.as_ref(), allowed("shm"), deadline)?;
         if session.peer.worker == me.hello.worker && allowed("self") {
             return self.connect_self();
         }
         let mut why = self.shm_reason(&session, required.as_deref());
         if why.is_none() && !session.stream.is_unix() {
-            match meet::upgrade(&session, &me, deadline) {
+            match handshake::upgrade(&session, &me, deadline) {
                 Ok(Some(better)) => session = better,
                 Ok(None) => why = Some("its Unix socket cannot be reached (another network namespace?)".to_owned()),
                 Err(error) => why = Some(error.to_string()),
@@ -78,7 +78,7 @@ impl Shared {
                 Err(error) => {
                     let target = Target::Control(peer.control.clone());
                     why = Some(error.to_string());
-                    session = meet::connect(&target, &me, control.as_ref(), false, deadline)?;
+                    session = handshake::connect(&target, &me, control.as_ref(), false, deadline)?;
                 }
             }
         }
@@ -486,7 +486,7 @@ impl Shared {
     pub(crate) fn open_link(
         self: &Arc<Self>,
         control: TcpStream,
-        ticket: meet::Ticket,
+        ticket: handshake::Ticket,
         initiator: bool,
         peer: Hello,
         rails: Vec<RailPair>,

@@ -31,7 +31,6 @@ mod listen;
 mod log;
 mod lost;
 mod mapped;
-pub mod meet;
 mod ops;
 mod progress;
 mod rails;

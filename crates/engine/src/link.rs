@@ -5,6 +5,7 @@ use std::io::Read;
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
+use crossrail_handshake::{self as handshake, Hello, LaneName, LanePurpose};
 use crossrail_tcp::{Binding, LinkWatch};
 use crossrail_transport::LaneError;
 use crossrail_types::{EndpointId, ErrorKind, LaneId, Result};
@@ -12,7 +13,6 @@ use parking_lot::Mutex;
 
 use crate::core::Lost;
 use crate::io::About;
-use crate::meet::{self, Hello, LaneName, LanePurpose};
 use crate::select::RailPair;
 use crate::state::PeerState;
 use crate::worker::Shared;
@@ -36,7 +36,7 @@ pub(crate) struct Links {
 /// One TCP session.
 pub(crate) struct Link {
     pub(crate) endpoint: EndpointId,
-    pub(crate) ticket: meet::Ticket,
+    pub(crate) ticket: handshake::Ticket,
     pub(crate) initiator: bool,
     pub(crate) control: TcpStream,
     pub(crate) peer: Hello,
@@ -50,7 +50,7 @@ pub(crate) struct Link {
 
 /// Everything needed to dial one lane again.
 pub(crate) struct Redial {
-    pub(crate) ticket: meet::Ticket,
+    pub(crate) ticket: handshake::Ticket,
     pub(crate) rail: RailPair,
     pub(crate) name: LaneName,
 }
@@ -236,10 +236,15 @@ impl Shared {
 }
 
 /// Dials one lane from its own device.
-pub(crate) fn dial(ticket: &meet::Ticket, rail: &RailPair, name: LaneName, deadline: Instant) -> Result<TcpStream> {
+pub(crate) fn dial(
+    ticket: &handshake::Ticket,
+    rail: &RailPair,
+    name: LaneName,
+    deadline: Instant,
+) -> Result<TcpStream> {
     let from = binding(&rail.mine, rail.from);
     let to = SocketAddr::new(rail.theirs.address, rail.theirs.port);
-    meet::dial_lane(ticket, &from, to, name, deadline)
+    handshake::dial_lane(ticket, &from, to, name, deadline)
 }
 
 /// What lanes of that device are bound to.

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use crossrail_handshake::{self as handshake, Arrival, Identity, LaneName, Parameters, Rail, Stream};
 use crossrail_shm::Side;
 use crossrail_tcp::Binding;
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::link::{DIAL_MAX, binding};
-use crate::meet::{self, Arrival, Identity, LaneName, Parameters, Rail, Stream};
 use crate::worker::Shared;
 
 impl Shared {
@@ -37,12 +37,12 @@ impl Shared {
                 speed_mbps,
             })
         });
-        let config = meet::ListenConfig {
+        let config = handshake::ListenConfig {
             unix: self.options.unix && transports.iter().any(|name| name == "shm"),
             control,
             port,
             rails: rails.collect(),
-            limits: meet::Limits::default(),
+            limits: handshake::Limits::default(),
             require_token: false,
         };
         let keys = Arc::downgrade(self);
@@ -54,7 +54,7 @@ impl Shared {
                 shared.arrival(arrival);
             }
         };
-        let listener = meet::Listener::start(config, me, Box::new(lane_keys), Box::new(deliver))?;
+        let listener = handshake::Listener::start(config, me, Box::new(lane_keys), Box::new(deliver))?;
         *self.identity.lock() = Some(listener.identity().clone());
         *self.listener.lock() = Some(listener);
         Ok(())

@@ -7,10 +7,9 @@
 use std::fmt;
 use std::net::IpAddr;
 
+use crossrail_handshake::Device;
 use crossrail_topology::NetDevice;
 use crossrail_types::{Error, ErrorKind, Result, TRANSPORTS, format_size};
-
-use crate::meet::Device;
 
 /// What a way costs.
 #[derive(Clone, Copy, Debug, PartialEq)]

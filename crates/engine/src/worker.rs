@@ -7,6 +7,7 @@ use std::sync::{Arc, Weak};
 use std::thread::{JoinHandle, Thread};
 use std::time::Duration;
 
+use crossrail_handshake as handshake;
 use crossrail_types::{EndpointId, Error, ErrorKind, IoThreads, OpId, Result};
 use parking_lot::{Condvar, Mutex};
 
@@ -19,7 +20,6 @@ use crate::io::{EventsFd, Group};
 use crate::keeper::Keeper;
 use crate::link::Links;
 use crate::log::Log;
-use crate::meet;
 use crate::ops::Callback;
 use crate::region::Region;
 use crate::request::{Receipt, Request, outcome};
@@ -65,9 +65,9 @@ pub(crate) struct Shared {
     pub(crate) links: Links,
     pub(crate) keeper: Keeper,
     pub(crate) options: WorkerOptions,
-    pub(crate) secret: meet::Secret,
-    pub(crate) listener: Once<meet::Listener>,
-    pub(crate) identity: Mutex<Option<meet::Identity>>,
+    pub(crate) secret: handshake::Secret,
+    pub(crate) listener: Once<handshake::Listener>,
+    pub(crate) identity: Mutex<Option<handshake::Identity>>,
     pub(crate) closing: AtomicBool,
     pub(crate) events: EventsFd,
     /// Something finished.
@@ -103,7 +103,7 @@ impl Worker {
         let settings = context.settings();
         let log = Log(settings.log);
         let (secret, warnings) =
-            meet::Secret::load(settings.secret.as_ref().map(|s| s.expose()), settings.secret_file.as_deref())?;
+            handshake::Secret::load(settings.secret.as_ref().map(|s| s.expose()), settings.secret_file.as_deref())?;
         for warning in warnings {
             log.warn(format_args!("{warning}"));
         }

@@ -3,8 +3,8 @@
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 
-use crossrail::meet::wire::{self, REJECT_TEXT_MAX, Reject, RejectCode};
-use crossrail::meet::{ADDRESS_MAX, Address, Secret, Target};
+use crossrail_handshake::wire::{self, REJECT_TEXT_MAX, Reject, RejectCode};
+use crossrail_handshake::{ADDRESS_MAX, Address, Secret, Target};
 use crossrail_types::ErrorKind;
 
 use crate::support::{Descriptors, identity, in_secs};

@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use crossrail::meet::{
+use crossrail_handshake::{
     Arrival, Hello, LaneName, LanePurpose, ListenConfig, Rail, Secret, Session, Stream, Target, Ticket, connect,
     dial_lane, upgrade,
 };

@@ -14,14 +14,14 @@
 use crossrail_types::{ErrorKind, Result};
 
 use super::address::Address;
-use super::auth::{self, Keys, Known};
 use super::hello::{Hello, Identity, decode_hello};
-use super::stream::Talk;
+use super::keys::{self, Keys, Known};
 use super::wire::{
     self, CHALLENGE_LEN, Challenge, FLAG_SECRET, FLAG_TOKEN, HELLO_HEAD_LEN, HelloHead, Kind, LANE_HELLO_LEN,
     LaneHello, PROOF_LEN, REPLY_LEN, RejectCode, Reply, VERSION_MAX, VERSION_MIN,
 };
 use super::{LaneName, Ticket};
+use crate::exchange::Talk;
 
 /// What both ends hold after a handshake.
 pub(super) struct Met {
@@ -53,7 +53,7 @@ pub(super) fn initiate(
     let flags = offered_proof(talk, me, &challenge, expect.is_some())?;
     let token = expect.map_or([0; 16], |address| address.token);
     let known = Known::new(flags, me.secret.bytes(), &token);
-    let mut reply = Reply { version, flags, nonce: auth::random()?, mac: [0; 32] };
+    let mut reply = Reply { version, flags, nonce: keys::random()?, mac: [0; 32] };
     reply.mac = known.connector(&challenge_bytes, &reply.encode());
     let reply_bytes = reply.encode();
     talk.write(&reply_bytes)?;
@@ -128,7 +128,7 @@ pub(super) fn admit(talk: &mut Talk<'_>, me: &Identity, require_token: bool) -> 
         version_max: VERSION_MAX,
         flags: required,
         worker: me.hello.worker,
-        nonce: auth::random()?,
+        nonce: keys::random()?,
     };
     let challenge_bytes = challenge.encode();
     talk.write(&challenge_bytes)?;
@@ -224,14 +224,14 @@ pub(super) fn initiate_lane(talk: &mut Talk<'_>, ticket: &Ticket, lane: LaneName
         rail: lane.rail,
         channel: lane.channel,
         session: ticket.session,
-        nonce: auth::random()?,
+        nonce: keys::random()?,
         mac: [0; 32],
     };
-    hello.mac = auth::lane_connector(&ticket.key, &challenge_bytes, &hello.encode());
+    hello.mac = keys::lane_connector(&ticket.key, &challenge_bytes, &hello.encode());
     let hello_bytes = hello.encode();
     talk.write(&hello_bytes)?;
     let proof = wire::decode_proof(&talk.message::<PROOF_LEN>(Kind::Proof)?).map_err(|e| talk.malformed(&e))?;
-    if !auth::lane_acceptor_holds(&ticket.key, &challenge_bytes, &hello_bytes, &proof) {
+    if !keys::lane_acceptor_holds(&ticket.key, &challenge_bytes, &hello_bytes, &proof) {
         return Err(talk.reject(RejectCode::Refused, "the listening end does not know the session's key"));
     }
     Ok(())
@@ -248,7 +248,7 @@ pub(super) fn admit_lane(talk: &mut Talk<'_>, me: &Identity, key: FindKey<'_>) -
         version_max: VERSION_MAX,
         flags: required_flags(me, false),
         worker: me.hello.worker,
-        nonce: auth::random()?,
+        nonce: keys::random()?,
     };
     let challenge_bytes = challenge.encode();
     talk.write(&challenge_bytes)?;
@@ -262,9 +262,9 @@ pub(super) fn admit_lane(talk: &mut Talk<'_>, me: &Identity, key: FindKey<'_>) -
     let Some(key) = key(talk, &hello.session)? else {
         return Err(talk.reject(RejectCode::Refused, "no such session; it may have been closed"));
     };
-    if !auth::lane_connector_holds(&key, &challenge_bytes, &hello_bytes, &hello.mac) {
+    if !keys::lane_connector_holds(&key, &challenge_bytes, &hello_bytes, &hello.mac) {
         return Err(talk.reject(RejectCode::Refused, "wrong key for this session"));
     }
-    talk.write(&wire::encode_proof(&auth::lane_acceptor(&key, &challenge_bytes, &hello_bytes)))?;
+    talk.write(&wire::encode_proof(&keys::lane_acceptor(&key, &challenge_bytes, &hello_bytes)))?;
     Ok((hello.session, lane))
 }

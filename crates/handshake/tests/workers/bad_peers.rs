@@ -6,8 +6,10 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crossrail::meet::wire::{self, Challenge, FLAG_SECRET, HelloHead, Kind, RejectCode};
-use crossrail::meet::{Hello, LaneName, LanePurpose, Limits, ListenConfig, Secret, Target, Ticket, connect, dial_lane};
+use crossrail_handshake::wire::{self, Challenge, FLAG_SECRET, HelloHead, Kind, RejectCode};
+use crossrail_handshake::{
+    Hello, LaneName, LanePurpose, Limits, ListenConfig, Secret, Target, Ticket, connect, dial_lane,
+};
 use crossrail_types::ErrorKind;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 

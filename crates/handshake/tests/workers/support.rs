@@ -7,8 +7,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use crossrail::meet::wire::{self, Challenge, HelloHead, Kind, REJECT_LEN, Reject, Reply};
-use crossrail::meet::{
+use crossrail_handshake::wire::{self, Challenge, HelloHead, Kind, REJECT_LEN, Reject, Reply};
+use crossrail_handshake::{
     Arrival, Hello, Identity, Limits, ListenConfig, Listener, Parameters, Rail, Secret, Session, Target,
 };
 use crossrail_tcp::Binding;

@@ -10,10 +10,10 @@ use nix::errno::Errno;
 use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, UnixAddr};
 
 use super::address::{Address, Target};
-use super::handshake;
 use super::hello::Identity;
-use super::stream::{Stream, Talk, tcp_name};
+use super::session as handshake;
 use super::{LaneName, Session, Ticket};
+use crate::exchange::{Stream, Talk, tcp_name};
 
 /// First and longest pause before a busy peer is tried again.
 const PAUSE_MIN: Duration = Duration::from_millis(5);
@@ -212,7 +212,7 @@ impl Pause {
     /// Waits; false when the time left does not allow another try.
     fn before_retry(&mut self) -> bool {
         // Spread, so that many who were turned away together do not come back together.
-        let jitter = super::auth::random::<1>().map_or(128, |[byte]| u32::from(byte));
+        let jitter = super::keys::random::<1>().map_or(128, |[byte]| u32::from(byte));
         let pause = self.next / 2 + self.next * jitter / 512;
         self.next = (self.next * 2).min(PAUSE_MAX);
         if Instant::now() + pause >= self.deadline {

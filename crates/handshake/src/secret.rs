@@ -89,7 +89,7 @@ impl Secret {
         matches!(self, Secret::Shared(_))
     }
 
-    pub(super) fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         match self {
             Secret::None => &[],
             Secret::Shared(bytes) => bytes,

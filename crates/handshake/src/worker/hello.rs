@@ -5,9 +5,9 @@ use crossrail_types::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
 use super::address::Address;
-use super::auth::random;
-use super::secret::Secret;
+use super::keys::random;
 use super::wire::{HELLO_MAX, WireError};
+use crate::secret::Secret;
 
 /// Longest name, release or device name, in bytes.
 const NAME_MAX: usize = 256;

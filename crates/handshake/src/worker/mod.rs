@@ -12,23 +12,21 @@
 //!   be neither replayed nor reflected. Nothing is encrypted: a secret keeps strangers out, it does not hide data.
 
 mod address;
-mod auth;
 mod dial;
-mod handshake;
 mod hello;
+mod keys;
 mod listen;
-mod secret;
-mod stream;
+mod session;
 pub mod wire;
 
 use std::fmt;
 
+pub use crate::exchange::Stream;
+pub use crate::secret::Secret;
 pub use address::{ADDRESS_MAX, Address, Target};
 pub use dial::{connect, dial_lane, upgrade};
 pub use hello::{Device, Hello, Identity, Parameters};
 pub use listen::{Arrival, Deliver, LaneKeys, Limits, ListenConfig, Listener, Rail};
-pub use secret::Secret;
-pub use stream::Stream;
 pub use wire::LanePurpose;
 
 /// A control connection whose two ends have proved themselves and agree on every parameter.

@@ -19,11 +19,11 @@ use nix::unistd::Uid;
 use parking_lot::{Condvar, Mutex};
 
 use super::address::Address;
-use super::handshake::{self, Met};
 use super::hello::{Device, Identity};
-use super::stream::{Stream, Talk, poll_timeout, tcp_name, turn_away};
+use super::session::{self as handshake, Met};
 use super::wire::RejectCode;
-use super::{LaneName, Session, auth};
+use super::{LaneName, Session, keys};
+use crate::exchange::{Stream, Talk, poll_timeout, tcp_name, turn_away};
 
 /// How long accepting pauses when the process has no descriptors or memory left for another connection.
 const EXHAUSTED_PAUSE: Duration = Duration::from_millis(100);
@@ -250,7 +250,7 @@ fn open(config: &ListenConfig, me: &mut Identity) -> Result<Vec<Door>> {
     me.hello.devices.clear();
     me.hello.unix = None;
     if config.unix {
-        let name = format!("crossrail.{:032x}", u128::from_le_bytes(auth::random()?));
+        let name = format!("crossrail.{:032x}", u128::from_le_bytes(keys::random()?));
         let fail = |call: &str, e: std::io::Error| Error::io("listen", call, &e).with_peer(format!("unix:@{name}"));
         let address = unix::SocketAddr::from_abstract_name(&name).map_err(|e| fail("socket name", e))?;
         let listener = UnixListener::bind_addr(&address).map_err(|e| fail("bind", e))?;

@@ -9,7 +9,7 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, recv, send};
 
-use super::wire::{self, Kind, PRELUDE_LEN, REJECT_LEN, Reject, RejectCode, WireError};
+use crate::worker::wire::{self, Kind, PRELUDE_LEN, REJECT_LEN, Reject, RejectCode, WireError};
 
 /// A control connection: blocking mode, no timeouts set.
 #[derive(Debug)]
@@ -37,14 +37,14 @@ impl Stream {
 }
 
 /// How long to wait for `deadline` in poll's terms: rounded up, so that a wait never ends early and spins.
-pub(super) fn poll_timeout(deadline: Instant) -> PollTimeout {
+pub(crate) fn poll_timeout(deadline: Instant) -> PollTimeout {
     let left = deadline.saturating_duration_since(Instant::now());
     let millis = left.as_micros().div_ceil(1000).min(i32::MAX as u128);
     PollTimeout::try_from(millis as i32).unwrap_or(PollTimeout::MAX)
 }
 
 /// One handshake under way over one connection: reads and writes whole messages until a deadline, and words the errors.
-pub(super) struct Talk<'a> {
+pub(crate) struct Talk<'a> {
     fd: BorrowedFd<'a>,
     /// Readable once the listener stops.
     stop: Option<BorrowedFd<'a>>,
@@ -57,35 +57,35 @@ pub(super) struct Talk<'a> {
 }
 
 impl<'a> Talk<'a> {
-    pub(super) fn new(fd: BorrowedFd<'a>, operation: &'static str, peer: String, deadline: Instant) -> Talk<'a> {
+    pub(crate) fn new(fd: BorrowedFd<'a>, operation: &'static str, peer: String, deadline: Instant) -> Talk<'a> {
         let stage = "connect".to_owned();
         Talk { fd, stop: None, operation, peer, stage, started: Instant::now(), deadline, busy: Cell::new(false) }
     }
 
-    pub(super) fn stopped_by(mut self, stop: BorrowedFd<'a>) -> Talk<'a> {
+    pub(crate) fn stopped_by(mut self, stop: BorrowedFd<'a>) -> Talk<'a> {
         self.stop = Some(stop);
         self
     }
 
-    pub(super) fn since(mut self, started: Instant) -> Talk<'a> {
+    pub(crate) fn since(mut self, started: Instant) -> Talk<'a> {
         self.started = started;
         self
     }
 
     /// Names what happens next, for errors.
-    pub(super) fn stage(&mut self, stage: impl Into<String>) {
+    pub(crate) fn stage(&mut self, stage: impl Into<String>) {
         self.stage = stage.into();
     }
 
     /// An error at this stage.
-    pub(super) fn error(&self, kind: ErrorKind, detail: impl AsRef<str>) -> Error {
+    pub(crate) fn error(&self, kind: ErrorKind, detail: impl AsRef<str>) -> Error {
         let waited = self.started.elapsed().as_secs_f64();
         let detail = format!("{}: {} (after {waited:.3} s)", self.stage, detail.as_ref());
         Error::new(kind, self.operation, detail).with_peer(&self.peer)
     }
 
     /// The peer broke the protocol, or speaks another one; in the first case it is told.
-    pub(super) fn malformed(&self, error: &WireError) -> Error {
+    pub(crate) fn malformed(&self, error: &WireError) -> Error {
         if !matches!(error, WireError::NotCrossrail(_)) {
             self.send_reject(RejectCode::Protocol, &error.to_string());
         }
@@ -94,7 +94,7 @@ impl<'a> Talk<'a> {
 
     /// Tells the peer why this end closes, and words the same for this end. Never waits: the message is small enough
     /// for any socket's buffer, and a peer that has let that fill up does not read it anyway.
-    pub(super) fn reject(&self, code: RejectCode, text: &str) -> Error {
+    pub(crate) fn reject(&self, code: RejectCode, text: &str) -> Error {
         self.send_reject(code, text);
         self.error(code.kind(), text)
     }
@@ -160,14 +160,14 @@ impl<'a> Talk<'a> {
     }
 
     /// Reads `length` bytes that follow a message.
-    pub(super) fn body(&self, length: usize) -> Result<Vec<u8>> {
+    pub(crate) fn body(&self, length: usize) -> Result<Vec<u8>> {
         let mut body = vec![0; length];
         self.fill(&mut body, 0)?;
         Ok(body)
     }
 
     /// Writes all of `bytes`.
-    pub(super) fn write(&self, bytes: &[u8]) -> Result<()> {
+    pub(crate) fn write(&self, bytes: &[u8]) -> Result<()> {
         let mut done = 0;
         while done < bytes.len() {
             match send(self.fd.as_raw_fd(), &bytes[done..], MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL) {
@@ -197,7 +197,7 @@ impl<'a> Talk<'a> {
     }
 
     /// Reads one message of `N` bytes and that kind; the peer's reject in its place is an error of the peer's kind.
-    pub(super) fn message<const N: usize>(&self, kind: Kind) -> Result<[u8; N]> {
+    pub(crate) fn message<const N: usize>(&self, kind: Kind) -> Result<[u8; N]> {
         const { assert!(N >= PRELUDE_LEN) };
         let mut bytes = [0; N];
         self.fill(&mut bytes[..PRELUDE_LEN], 0)?;
@@ -217,19 +217,19 @@ impl<'a> Talk<'a> {
     }
 
     /// Whether the peer turned this end away only because it has too many handshakes under way.
-    pub(super) fn busy(&self) -> bool {
+    pub(crate) fn busy(&self) -> bool {
         self.busy.get()
     }
 }
 
 /// Tells a connection that nobody will talk to it.
-pub(super) fn turn_away(fd: BorrowedFd<'_>, text: &str) {
+pub(crate) fn turn_away(fd: BorrowedFd<'_>, text: &str) {
     let bytes = Reject { code: RejectCode::Busy, text: text.to_owned() }.encode();
     // As in `Talk::reject`: whether the peer hears it does not matter here.
     let _ = send(fd.as_raw_fd(), &bytes, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL);
 }
 
 /// `ip:port` for people: an IPv4 peer of an IPv6 socket under its IPv4 address.
-pub(super) fn tcp_name(address: SocketAddr) -> String {
+pub(crate) fn tcp_name(address: SocketAddr) -> String {
     SocketAddr::new(address.ip().to_canonical(), address.port()).to_string()
 }
