@@ -1,6 +1,6 @@
 """A tiny mixture-of-experts layer on four ranks, checked against the dense computation.
 
-`experts.py` starts the four ranks itself; `torchrun --nproc-per-node 4 experts.py` or a Slurm step do as well.
+Run `experts.py`, which starts the four ranks itself, or start them with torchrun (`--nproc-per-node 4`) or Slurm.
 docs/guides/experts.md explains it step by step.
 """
 
@@ -26,7 +26,7 @@ def parameters():
 
 
 def route(x, router):
-    """Each token's best experts [T, TOPK], and a softmax over their scores [T, TOPK]."""
+    """The top experts of each token [T, TOPK], and a softmax over their scores [T, TOPK]."""
     scores = x.astype(np.float32) @ router
     topk_idx = np.argsort(-scores, axis=1)[:, :TOPK].copy()
     best = np.exp(np.take_along_axis(scores, topk_idx, axis=1) - scores.max(axis=1, keepdims=True))
@@ -39,17 +39,17 @@ def expert(x, matrix):
 
 
 def layer(buffer, x, router, matrices):
-    """The layer across ranks: every token visits its experts where they are, and comes back as a weighted sum."""
+    """The layer across ranks: tokens go to the ranks of their experts, and weighted sums of the outputs come back."""
     topk_idx, topk_weights = route(x, router)
-    came = buffer.dispatch(x, topk_idx, topk_weights)
-    y = np.zeros(came.x.shape, ml_dtypes.bfloat16)
-    for local, count in enumerate(came.counts):
-        y[local, :count] = expert(came.x[local, :count], matrices[local])
-    return buffer.combine(y, came.handle).x
+    received = buffer.dispatch(x, topk_idx, topk_weights)
+    y = np.zeros(received.x.shape, ml_dtypes.bfloat16)
+    for local, count in enumerate(received.counts):
+        y[local, :count] = expert(received.x[local, :count], matrices[local])
+    return buffer.combine(y, received.handle).x
 
 
 def dense(x, router, matrices):
-    """The same without ranks: every expert sees every token, and most of what it says is multiplied by 0."""
+    """The same on a single rank: every expert processes every token, and most outputs are multiplied by 0."""
     topk_idx, topk_weights = route(x, router)
     weights = np.zeros((len(x), EXPERTS), np.float32)
     np.put_along_axis(weights, topk_idx, topk_weights, axis=1)
@@ -57,7 +57,7 @@ def dense(x, router, matrices):
 
 
 def one_rank():
-    """What each of the four processes does."""
+    """The program of each of the four processes."""
     router, matrices = parameters()
     with crossrail.Group() as group:
         mine = matrices[group.rank * LOCAL : (group.rank + 1) * LOCAL]
@@ -65,11 +65,11 @@ def one_rank():
         with crossrail.ExpertBuffer(group, TOKENS, HIDDEN, EXPERTS, TOPK, "bf16") as buffer:
             out = layer(buffer, x, router, mine)
         np.testing.assert_allclose(out.astype(np.float32), dense(x, router, matrices), rtol=2**-6, atol=1e-4)
-        print(f"rank {group.rank}: {TOKENS} tokens through {EXPERTS} experts on {group.size} ranks, as the dense layer")
+        print(f"rank {group.rank}: {TOKENS} tokens, {EXPERTS} experts, {group.size} ranks: matches the dense layer")
 
 
 def all_ranks():
-    """Starts the ranks as processes that find each other by RANK, WORLD_SIZE and CROSSRAIL_STORE."""
+    """Starts one process per rank; they find each other through RANK, WORLD_SIZE and CROSSRAIL_STORE."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         store = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     shared = {**os.environ, "WORLD_SIZE": str(RANKS), "CROSSRAIL_STORE": store}

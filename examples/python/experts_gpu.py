@@ -1,6 +1,6 @@
-"""A mixture-of-experts layer in PyTorch whose experts are on all GPUs of the machine, checked against the dense layer.
+"""A PyTorch mixture-of-experts layer across all GPUs of the machine, checked against the dense layer.
 
-`experts_gpu.py` starts a rank for each GPU itself; `torchrun --nproc-per-node 4 experts_gpu.py` does as well.
+Run `experts_gpu.py`, which starts one rank per GPU itself, or start them with torchrun (`--nproc-per-node 4`).
 docs/guides/experts-gpu.md explains it step by step.
 """
 
@@ -17,19 +17,19 @@ TOKENS, HIDDEN, EXPERTS, TOPK = 64, 1024, 16, 4
 
 
 class Experts(torch.nn.Module):
-    """This rank's experts: a matrix and a ReLU each."""
+    """The experts of this rank, each a matrix and a ReLU."""
 
     def __init__(self, matrices):
         super().__init__()
         self.matrices = torch.nn.Parameter(matrices)  # [local experts, HIDDEN, HIDDEN]
 
     def forward(self, x):
-        """Rows [local experts, rows, HIDDEN], each through its expert."""
+        """Applies each expert to its rows [local experts, rows, HIDDEN]."""
         return torch.bmm(x, self.matrices).relu()
 
 
 class Layer(torch.nn.Module):
-    """A router, and experts on all ranks of the buffer."""
+    """A router, and experts spread over the ranks of the buffer."""
 
     def __init__(self, buffer, router, matrices):
         super().__init__()
@@ -38,40 +38,40 @@ class Layer(torch.nn.Module):
         self.experts = Experts(matrices)
 
     def route(self, x):
-        """Each token's best experts [T, TOPK], and a softmax over their scores [T, TOPK]."""
+        """The top experts of each token [T, TOPK], and a softmax over their scores [T, TOPK]."""
         scores, topk_idx = (x.float() @ self.router).topk(TOPK)
         return topk_idx, scores.softmax(dim=-1)
 
     def forward(self, x):
-        """Tokens [T, HIDDEN] go to their experts and come back as weighted sums."""
+        """Sends tokens [T, HIDDEN] to their experts and returns the weighted sums of the outputs."""
         topk_idx, topk_weights = self.route(x)
-        came = self.buffer.dispatch(x, topk_idx, topk_weights)
-        y = self.experts(came.x)
-        return self.buffer.combine(y, came.handle).x
+        received = self.buffer.dispatch(x, topk_idx, topk_weights)
+        y = self.experts(received.x)
+        return self.buffer.combine(y, received.handle).x
 
 
 class Prefill(Layer):
-    """The same layer for many tokens: each comes once to a rank, and only as many rows as there are."""
+    """The layer for many tokens: a rank receives each token once, and the arrays have no padding."""
 
     def forward(self, x):
         topk_idx, topk_weights = self.route(x)
-        came = self.buffer.dispatch(x, topk_idx, topk_weights, layout="rank")
-        y = torch.zeros(came.x.shape, device=x.device)
+        received = self.buffer.dispatch(x, topk_idx, topk_weights, layout="rank")
+        y = torch.zeros(received.x.shape, device=x.device)
         for expert, matrix in enumerate(self.experts.matrices):
-            row, k = (came.topk_idx == expert).nonzero(as_tuple=True)
-            answer = (came.x[row] @ matrix).relu()
-            y.index_add_(0, row, answer * came.topk_weights[row, k, None])
-        return self.buffer.combine(y.to(x.dtype), came.handle).x
+            row, k = (received.topk_idx == expert).nonzero(as_tuple=True)
+            output = (received.x[row] @ matrix).relu()
+            y.index_add_(0, row, output * received.topk_weights[row, k, None])
+        return self.buffer.combine(y.to(x.dtype), received.handle).x
 
 
 class Dispatch(torch.autograd.Function):
-    """Tokens go to their experts' ranks; gradients of the rows, and of their weights, come back as sums."""
+    """Sends tokens to their experts' ranks. Backward: combines the gradients of rows and weights."""
 
     @staticmethod
     def forward(ctx, buffer, x, topk_idx, topk_weights):
-        came = buffer.dispatch(x.detach(), topk_idx, topk_weights.detach(), layout="rank")
-        ctx.buffer, ctx.handle = buffer, came.handle
-        return came.x.clone(), came.topk_idx.clone(), came.topk_weights.clone(), came.handle
+        received = buffer.dispatch(x.detach(), topk_idx, topk_weights.detach(), layout="rank")
+        ctx.buffer, ctx.handle = buffer, received.handle
+        return received.x.clone(), received.topk_idx.clone(), received.topk_weights.clone(), received.handle
 
     @staticmethod
     def backward(ctx, rows, topk_idx, topk_weights, handle):
@@ -80,7 +80,7 @@ class Dispatch(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """Rows go back to their tokens, which sum them; gradients of the sums take the way of the dispatch."""
+    """Sends rows back and sums them per token. Backward: dispatches the gradients of the sums."""
 
     @staticmethod
     def forward(ctx, buffer, y, handle):
@@ -89,12 +89,12 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, sums):
-        came = ctx.buffer.dispatch(sums.contiguous(), None, layout="rank", handle=ctx.handle)
-        return None, came.x.clone(), None
+        received = ctx.buffer.dispatch(sums.contiguous(), None, layout="rank", handle=ctx.handle)
+        return None, received.x.clone(), None
 
 
 class Training(Prefill):
-    """The same layer, through which gradients go."""
+    """The layer with gradients."""
 
     def forward(self, x):
         topk_idx, topk_weights = self.route(x)
@@ -102,28 +102,28 @@ class Training(Prefill):
         y = torch.zeros(rows.shape, device=x.device)
         for expert, matrix in enumerate(self.experts.matrices):
             row, k = (local_idx == expert).nonzero(as_tuple=True)
-            answer = (rows[row] @ matrix).relu()
-            y = y.index_add(0, row, answer * weights[row, k, None])
+            output = (rows[row] @ matrix).relu()
+            y = y.index_add(0, row, output * weights[row, k, None])
         return Combine.apply(self.buffer, y.to(x.dtype), handle)
 
 
 def in_two_halves(layer, x):
-    """The layer on two halves of the tokens: while one half's rows are under way, the other's experts work."""
-    begun = []
+    """The layer on two halves of the tokens: one half is in flight while the experts process the other."""
+    started = []
     for half in x.chunk(2):
         topk_idx, topk_weights = layer.route(half)
-        begun.append(layer.buffer.dispatch(half, topk_idx, topk_weights, send_only=True))
+        started.append(layer.buffer.dispatch(half, topk_idx, topk_weights, send_only=True))
     out = []
-    for pending in begun:
-        came = pending.finish()
-        y = layer.experts(came.x)
-        out.append(layer.buffer.combine(y, came.handle, send_only=True))
+    for pending in started:
+        received = pending.finish()
+        y = layer.experts(received.x)
+        out.append(layer.buffer.combine(y, received.handle, send_only=True))
     return torch.cat([pending.finish().x for pending in out])
 
 
 def captured(layer, x):
-    """The layer in a CUDA graph: `graph.replay()` runs it on what is in `x` then, into `out`."""
-    layer(x)  # once outside: PyTorch makes what a capture cannot
+    """The layer as a CUDA graph: `graph.replay()` runs it on the current contents of `x` and writes `out`."""
+    layer(x)  # warm up: PyTorch cannot do its one-time setup during a capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -132,33 +132,33 @@ def captured(layer, x):
 
 
 def with_deep_ep(buffer, layer, x):
-    """The layer on the interface of DeepEP: `buffer` is a crossrail.deep_ep.Buffer."""
+    """The layer with DeepEP's interface; `buffer` is a crossrail.deep_ep.Buffer."""
     topk_idx, topk_weights = layer.route(x)
     rows, _, handle, _, hook = buffer.low_latency_dispatch(
         x, topk_idx, TOKENS, EXPERTS, use_fp8=False, return_recv_hook=True
     )
-    hook()  # what is to overlap with the transfer goes before this
+    hook()  # launch computation that overlaps with the transfer before this
     y = layer.experts(rows)
     out, _, _ = buffer.low_latency_combine(y, topk_idx, topk_weights, handle)
     return out
 
 
 def dense(x, router, matrices):
-    """The same without ranks: every expert sees every token, and most of what it says is multiplied by 0."""
+    """The same on a single rank: every expert processes every token, and most outputs are multiplied by 0."""
     scores, topk_idx = (x.float() @ router).topk(TOPK)
     weights = torch.zeros(len(x), EXPERTS, device=x.device).scatter_(1, topk_idx, scores.softmax(dim=-1))
     return sum(weights[:, e, None] * (x @ matrices[e]).relu().float() for e in range(EXPERTS))
 
 
 def check(what, out, wanted):
-    """Sums of bf16 are rounded at three places, and matrix products are summed in another order."""
+    """Compares with a tolerance: bf16 sums are rounded three times, and matrix products sum in a different order."""
     torch.testing.assert_close(out.float(), wanted, rtol=2**-6, atol=2**-6)
-    print(f"{what}: as the dense layer\n", end="", flush=True)  # ranks print at once: a line in one piece
+    print(f"{what}: matches the dense layer\n", end="", flush=True)  # one write per line: ranks print concurrently
 
 
 @torch.enable_grad()
 def check_gradients(what, layer, x, router, matrices):
-    """The gradients of tokens and router, by their largest value."""
+    """Compares the gradients of tokens and router, relative to the largest one."""
     tokens, dense_tokens = x.clone().requires_grad_(), x.clone().requires_grad_()
     dense_router = router.clone().requires_grad_()
     out, wanted = layer(tokens), dense(dense_tokens, dense_router, matrices)
@@ -168,12 +168,12 @@ def check_gradients(what, layer, x, router, matrices):
     for found, right in ((tokens.grad, dense_tokens.grad), (layer.router.grad, dense_router.grad)):
         largest = right.abs().max()
         torch.testing.assert_close((found / largest).float(), (right / largest).float(), rtol=0, atol=2**-5)
-    print(f"{what}: as the dense layer\n", end="", flush=True)  # ranks print at once: a line in one piece
+    print(f"{what}: matches the dense layer\n", end="", flush=True)  # one write per line: ranks print concurrently
 
 
 @torch.no_grad()
 def one_rank():
-    """What each process does."""
+    """The program of each process."""
     with crossrail.Group() as group:
         torch.cuda.set_device(group.local_rank)
         torch.manual_seed(0)
@@ -206,7 +206,7 @@ def one_rank():
 
 
 def all_ranks():
-    """Starts a rank for each GPU, which find each other by RANK, WORLD_SIZE and CROSSRAIL_STORE."""
+    """Starts one rank per GPU; they find each other through RANK, WORLD_SIZE and CROSSRAIL_STORE."""
     ranks = max(n for n in (1, 2, 4, 8) if n <= max(torch.cuda.device_count(), 1))
     with socket.create_server(("127.0.0.1", 0)) as free:
         store = f"tcp://127.0.0.1:{free.getsockname()[1]}"

@@ -1,6 +1,6 @@
-"""A tensor from one GPU to another: `two_gpus.py listen` here and `two_gpus.py connect ADDR` there, or alone.
+"""Sends a tensor between GPUs: `two_gpus.py listen` and `two_gpus.py connect ADDR`, or both without arguments.
 
-Needs PyTorch. With one GPU both ends use it.
+Needs PyTorch. On a machine with one GPU both ends share it.
 """
 
 import subprocess
@@ -15,7 +15,7 @@ length = 16 << 20
 with crossrail.Worker(crossrail.Context()) as worker:
     if mode == "connect":
         x = torch.arange(length, device="cuda:0") % 1000
-        worker.connect(rest[0]).send(x, tag=7).wait()  # begins when the stream has made x
+        worker.connect(rest[0]).send(x, tag=7).wait()  # starts once the stream has computed x
     else:
         torch.cuda.set_device(min(1, torch.cuda.device_count() - 1))
         address = worker.control_addresses()[0]
@@ -23,12 +23,12 @@ with crossrail.Worker(crossrail.Context()) as worker:
         other = subprocess.Popen([sys.executable, __file__, "connect", address]) if mode == "both" else None
         endpoint = worker.accept()
         y = torch.zeros(length, dtype=torch.int64, device="cuda")
-        total = y.sum()  # loads its kernels, for which CUDA could wait for a stream that waits for us
+        total = y.sum()  # loads the kernels now: loading them later could block on the waiting stream
         torch.cuda.synchronize()
         request = worker.recv(y, tag=7)
         request.wait_on(torch.cuda.current_stream())  # the stream waits, not the host
         total = y.sum()
         receipt = request.wait()
         good = total.item() == (torch.arange(length) % 1000).sum().item()
-        print(f"{receipt.bytes} bytes over {receipt.protocol}: {'all there' if good else 'WRONG'}")
+        print(f"{receipt.bytes} bytes over {receipt.protocol}: {'verified' if good else 'WRONG'}")
         sys.exit((other.wait() if other else 0) or not good)

@@ -1,4 +1,4 @@
-"""Two processes: `two_processes.py listen` in one shell and `two_processes.py connect ADDR` in another, or alone."""
+"""Two processes: `two_processes.py listen` and `two_processes.py connect ADDR`, or both without arguments."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-//! Two processes: `two_processes listen` in one shell and `two_processes connect ADDR` in another, or alone.
+//! Two processes: `two_processes listen` and `two_processes connect ADDR`, or both without arguments.
 use crossrail::{Context, Worker, WorkerOptions};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

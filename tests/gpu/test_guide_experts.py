@@ -26,5 +26,5 @@ def test_the_example() -> None:
         [sys.executable, program], env=environment, capture_output=True, text=True, timeout=55, check=False
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    found = re.findall(r"rank (\d), (.+): as the dense layer", done.stdout)
+    found = re.findall(r"rank (\d), (.+): matches the dense layer", done.stdout)
     assert sorted(found) == sorted((str(rank), way) for rank in range(ranks) for way in WAYS)
