@@ -119,7 +119,7 @@ def cast(terms: Terms, scratch: Path) -> Result:
     """bf16 rows to fp8 with scales on one core, against memcpy of the same source in the same loop."""
     from instructions import build
 
-    program = build("crossrail-ep", "rows")
+    program = build("crossrail-ep-host", "rows")
     done = subprocess.run([program, "--json"], capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"rows: {done.stderr.strip()[-500:]}")

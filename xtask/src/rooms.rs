@@ -38,9 +38,10 @@ pub(crate) const ROOMS: &[Room] = &[
     ),
     Room { forbids_unsafe: true, ..room("control", "crossrail-control", &["handshake", "types"]) },
     room("ep", "crossrail-ep", &["engine", "control", "types"]),
+    room("ep-host", "crossrail-ep-host", &["engine", "control", "ep", "types"]),
     room("ep-cuda", "crossrail-ep-cuda", &["engine", "control", "ep", "kernels", "cuda", "types"]),
-    room("bench", "crossrail-bench", &["engine", "ep", "ep-cuda", "control", "types"]),
-    room("python", "crossrail-python", &["engine", "control", "ep", "ep-cuda", "bench", "types"]),
+    room("bench", "crossrail-bench", &["engine", "ep", "ep-host", "ep-cuda", "control", "types"]),
+    room("python", "crossrail-python", &["engine", "control", "ep", "ep-host", "ep-cuda", "bench", "types"]),
 ];
 
 /// What must not stand in the sources of a room (its tests excepted), and why.

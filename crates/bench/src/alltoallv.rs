@@ -7,8 +7,8 @@
 //! scales, then `slots` local experts (i32, -1: none) and as many weights (f32).
 #![allow(unsafe_code)]
 
-use crossrail_ep::rows::Kernels;
 use crossrail_ep::{Config, Layout, Payload};
+use crossrail_ep_host::rows::Kernels;
 use crossrail_types::{Error, ErrorKind, Result};
 
 /// One rank's bookkeeping: call [`route`](Alltoallv::route), exchange counts, [`pack`](Alltoallv::pack), exchange

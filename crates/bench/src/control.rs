@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use crossrail::Context;
 use crossrail_control::Group;
-use crossrail_ep::{Config, ExpertBuffer};
 use crossrail_ep_cuda::{DeviceBuffer, DeviceOptions};
+use crossrail_ep_host::{Config, ExpertBuffer};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::session::Observer;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail::{Context, Memory};
-use crossrail_ep::{
+use crossrail_ep_host::{
     Bytes, CombineOptions, DispatchOptions, ExpertBuffer, Handle, Input, Layout, Tensor, TensorMut, Timing,
 };
 use crossrail_types::{Error, ErrorKind, Result};

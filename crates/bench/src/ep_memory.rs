@@ -4,9 +4,9 @@
 use std::time::Duration;
 
 use crossrail::unpack::cuda::{DeviceMemory, Stream};
-use crossrail_ep::rows::Kernels;
 use crossrail_ep::{Config, Layout, Payload, Scale};
 use crossrail_ep_cuda::{InScales, Tokens};
+use crossrail_ep_host::rows::Kernels;
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::ep_cuda::DeviceEpWork;

@@ -269,7 +269,7 @@ impl DeviceBuffer {
         self.0.me
     }
 
-    /// As [`crossrail_ep::ExpertBuffer::connect`]. Only what changes is mapped; graphs that were captured stay good, and do
+    /// As `crossrail_ep_host::ExpertBuffer::connect`. Only what changes is mapped; graphs that were captured stay good, and do
     /// not run meanwhile.
     ///
     /// # Errors
@@ -279,7 +279,7 @@ impl DeviceBuffer {
         self.0.connect(ranks, activate, timeout)
     }
 
-    /// As [`crossrail_ep::ExpertBuffer::disconnect`], once what was put in is done. Graphs that were captured must not run
+    /// As `crossrail_ep_host::ExpertBuffer::disconnect`, once what was put in is done. Graphs that were captured must not run
     /// meanwhile: nobody tells the host when they do.
     ///
     /// # Errors
@@ -288,7 +288,7 @@ impl DeviceBuffer {
         self.0.disconnect(ranks)
     }
 
-    /// As [`crossrail_ep::ExpertBuffer::mask`]; operations under way stop waiting for them too.
+    /// As `crossrail_ep_host::ExpertBuffer::mask`; operations under way stop waiting for them too.
     ///
     /// # Errors
     /// As there.
@@ -296,7 +296,7 @@ impl DeviceBuffer {
         self.0.set_mask(ranks, true)
     }
 
-    /// As [`crossrail_ep::ExpertBuffer::unmask`], once what was put in is done.
+    /// As `crossrail_ep_host::ExpertBuffer::unmask`, once what was put in is done.
     ///
     /// # Errors
     /// As there; `Timeout` when operations are not done.

@@ -1,4 +1,4 @@
-//! What a buffer is made for, and what that costs in memory.
+//! The configuration of an expert buffer.
 
 use std::fmt;
 use std::time::Duration;
@@ -6,10 +6,10 @@ use std::time::Duration;
 use crossrail_types::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::heap::{Areas, MOST_RANKS};
-
 /// Elements that share one scale in fp8 rows.
 pub const BLOCK: usize = 128;
+/// The most ranks of a buffer.
+pub const MOST_RANKS: usize = 1024;
 /// The most experts that one token may be sent to.
 pub const MOST_TOPK: usize = 32;
 
@@ -71,7 +71,7 @@ impl fmt::Display for Layout {
     }
 }
 
-/// The parameters of an [`ExpertBuffer`](crate::ExpertBuffer); the same on every rank, which is checked when two
+/// The parameters of an expert buffer; the same on every rank, which is checked when two
 /// ranks connect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -171,114 +171,4 @@ impl Config {
         }
         Ok(())
     }
-}
-
-/// The memory that one rank's buffer takes at most, by kind, in bytes. Pages of the host are taken when they are first
-/// used; nothing is zeroed between operations.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Plan {
-    /// Each kind with its bytes, in the order in which they lie.
-    pub kinds: Vec<(&'static str, u64)>,
-    /// Bytes that are available now, on this machine or the GPU; `None` where that cannot be told.
-    pub free: Option<u64>,
-    /// The most tokens per rank that would fit into what is free, all else alike.
-    pub largest_tokens: usize,
-    /// What `free` is called.
-    place: String,
-    layouts: usize,
-}
-
-impl Plan {
-    /// What a buffer of `config` in host memory takes on one rank, `network` other ranks being on other nodes.
-    ///
-    /// # Errors
-    /// As [`Config::check`].
-    pub fn new(config: &Config, network: u32) -> Result<Plan> {
-        config.check()?;
-        let kinds = |config: &Config| kinds(config, network);
-        Ok(Plan::of(config, "free on this machine", available_memory(), kinds))
-    }
-
-    /// A plan where `kinds` says what a configuration takes, of `free` bytes that are called `place`.
-    pub fn of(
-        config: &Config,
-        place: &str,
-        free: Option<u64>,
-        kinds: impl Fn(&Config) -> Vec<(&'static str, u64)>,
-    ) -> Plan {
-        let total = |tokens: usize| {
-            let kinds = kinds(&Config { max_tokens: tokens, ..config.clone() });
-            kinds.iter().fold(0, |sum: u64, (_, bytes)| sum.saturating_add(*bytes))
-        };
-        let largest_tokens = free.map_or(config.max_tokens, |free| largest(|tokens| total(tokens) <= free));
-        let (kinds, layouts) = (kinds(config), config.layouts.len());
-        Plan { kinds, free, largest_tokens, place: place.to_owned(), layouts }
-    }
-
-    /// All bytes together.
-    pub fn total(&self) -> u64 {
-        self.kinds.iter().map(|(_, bytes)| bytes).sum()
-    }
-
-    /// Fails when more is wanted than is free.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Exhausted`] with the whole plan as its text.
-    pub fn check(&self) -> Result<()> {
-        match self.free {
-            Some(free) if self.total() > free => {
-                let error = Error::new(ErrorKind::Exhausted, "ExpertBuffer", format!("more than is free:\n{self}\n"));
-                let other = if self.layouts > 1 { ", or name the one layout that is used" } else { "" };
-                Err(error.with_hint(format!("at most {} tokens per rank fit{other}", self.largest_tokens)))
-            }
-            _ => Ok(()),
-        }
-    }
-}
-
-impl fmt::Display for Plan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (kind, bytes) in &self.kinds {
-            writeln!(f, "  {kind:<34} {bytes:>16} bytes")?;
-        }
-        write!(f, "  {:<34} {:>16} bytes", "in all", self.total())?;
-        if let Some(free) = self.free {
-            write!(f, "\n  {:<34} {free:>16} bytes", self.place)?;
-        }
-        write!(f, "\n  {:<34} {:>16}", "largest tokens per rank that fit", self.largest_tokens)
-    }
-}
-
-fn kinds(config: &Config, network: u32) -> Vec<(&'static str, u64)> {
-    let areas = Areas::new(config);
-    vec![
-        ("control words", areas.control_bytes()),
-        ("dispatch slots", areas.dispatch_bytes()),
-        ("combine slots", areas.combine_bytes()),
-        ("rank-layout rows", areas.rank_bytes()),
-        ("expert-layout rows", areas.expert_bytes()),
-        ("staging for other nodes", u64::from(network) * areas.staging_bytes()),
-    ]
-}
-
-/// The most tokens that fit.
-fn largest(fits: impl Fn(usize) -> bool) -> usize {
-    let (mut low, mut high) = (0usize, 1usize << 24);
-    while low < high {
-        let middle = low + (high - low).div_ceil(2);
-        if fits(middle) {
-            low = middle;
-        } else {
-            high = middle - 1;
-        }
-    }
-    low
-}
-
-/// MemAvailable in bytes; `None` where /proc does not tell.
-fn available_memory() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kib.checked_mul(1024)
 }

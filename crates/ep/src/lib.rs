@@ -1,42 +1,25 @@
-//! Mixture-of-experts dispatch and combine.
+//! What expert buffers in host memory (`crossrail-ep-host`) and in GPU memory (`crossrail-ep-cuda`) share.
 //!
 //! E experts are spread evenly over R ranks. Each rank has T tokens of H values, and for each token K expert ids and
-//! K weights. **Dispatch** brings every token to the ranks of its experts, once per rank; **combine** brings the
-//! experts' outputs back and sums them, weighted, into the token's row.
+//! K weights. **Dispatch** sends every token to the ranks of its experts, once per rank; **combine** returns the
+//! experts' outputs and sums them, weighted, into the token's row.
 //!
-//! Ranks of one node write rows straight into each other's [heap](heap.rs); ranks of other nodes are reached by the
-//! engine's one-sided writes. A rank that dies or does not come in time is masked: its rows are skipped and the
-//! others go on.
-//!
-//! Every rank of a group calls the same operations in the same order. One thread at a time uses a buffer; others
-//! wait.
+//! ```text
+//! Config      the parameters of a buffer, equal on every rank        Plan    the memory that they take
+//! Meeting     ranks find each other through the group's store, connect, and compare parameters (Hello)
+//! Link        how a rank is reached                                  Fault   a rank that was lost, and why
+//! ```
 
-mod buffer;
-mod combine;
+mod bytes;
 mod config;
-mod connect;
-mod dispatch;
 mod fault;
-mod heap;
 pub mod hello;
+mod link;
 pub mod meeting;
-mod operation;
-mod peer;
-mod rank_layout;
-mod routes;
-pub mod rows;
-mod send;
-mod sync;
-mod tensor;
-#[cfg(test)]
-mod tests;
-mod wait;
+mod plan;
 
-pub use buffer::{ExpertBuffer, Link, LinkKind};
-pub use combine::{CombineOptions, Combined};
-pub use config::{BLOCK, Config, Layout, MOST_TOPK, Payload, Plan, Scale};
-pub use dispatch::{DispatchOptions, Dispatched, Placed};
+pub use bytes::Bytes;
+pub use config::{BLOCK, Config, Layout, MOST_RANKS, MOST_TOPK, Payload, Scale};
 pub use fault::Fault;
-pub use operation::{Bytes, Pending, Timing};
-pub use routes::Handle;
-pub use tensor::{Input, Tensor, TensorMut};
+pub use link::{Link, LinkKind};
+pub use plan::Plan;

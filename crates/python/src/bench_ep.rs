@@ -4,7 +4,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crossrail_bench::{EpMode, EpPlan, EpWork};
-use crossrail_ep as ep;
+use crossrail_ep_host as ep;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 

@@ -5,7 +5,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crossrail_ep as ep;
+use crossrail_ep_host as ep;
 use crossrail_types::{Error, ErrorKind, Result};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -520,7 +520,7 @@ pub(crate) fn bytes_dict(py: Python<'_>, bytes: ep::Bytes) -> PyResult<Bound<'_,
 /// What a buffer would take on one rank, `network` other ranks being on other nodes.
 #[pyfunction]
 pub(crate) fn expert_plan(py: Python<'_>, parameters: Parameters, network: u32) -> PyResult<Bound<'_, PyDict>> {
-    plan_dict(py, &ep::Plan::new(&parameters.config(py)?, network).or_raise(py)?)
+    plan_dict(py, &ep::ExpertBuffer::plan(&parameters.config(py)?, network).or_raise(py)?)
 }
 
 pub(crate) fn plan_dict<'py>(py: Python<'py>, plan: &ep::Plan) -> PyResult<Bound<'py, PyDict>> {

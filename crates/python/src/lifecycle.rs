@@ -53,7 +53,7 @@ impl<T: Send> Drop for Detached<T> {
 static ENDING: AtomicBool = AtomicBool::new(false);
 static NEXT: AtomicU64 = AtomicU64::new(0);
 static WORKERS: Open<crossrail::Worker> = Open(Mutex::new(None));
-static BUFFERS: Open<crossrail_ep::ExpertBuffer> = Open(Mutex::new(None));
+static BUFFERS: Open<crossrail_ep_host::ExpertBuffer> = Open(Mutex::new(None));
 static DEVICE_BUFFERS: Open<crossrail_ep_cuda::DeviceBuffer> = Open(Mutex::new(None));
 
 /// What is still open, by number.
@@ -96,7 +96,7 @@ pub(crate) fn forget(id: u64) {
 
 /// Remembers a buffer until [`forget_buffer`]: it is destroyed before the interpreter ends, so that other ranks hear of
 /// it at once.
-pub(crate) fn remember_buffer(buffer: &crossrail_ep::ExpertBuffer) -> u64 {
+pub(crate) fn remember_buffer(buffer: &crossrail_ep_host::ExpertBuffer) -> u64 {
     BUFFERS.remember(buffer.clone())
 }
 

@@ -1,5 +1,5 @@
 // bf16 to e4m3 in blocks of 128 elements with a scale each: to the bit what the host's row kernels make of them
-// (crates/ep/src/rows).
+// (crates/ep-host/src/rows).
 #pragma once
 
 #include "layout/types.cuh"

@@ -1,4 +1,4 @@
-// Numbers between formats, to the bit as the host's row kernels have them (crates/ep/src/rows): to nearest, ties to
+// Numbers between formats, to the bit as the host's row kernels have them (crates/ep-host/src/rows): to nearest, ties to
 // even; every product and sum is rounded to fp32, nothing is fused.
 #pragma once
 

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_control::RankState;
+use crossrail_ep::{Bytes, Fault};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::MutexGuard;
 
 use crate::buffer::{Inner, State};
-use crate::fault::Fault;
 use crate::peer::Message;
 use crate::wait;
 
@@ -26,17 +26,6 @@ pub struct Timing {
     pub wait_us: f64,
     /// All of it, from the call to the end.
     pub total_us: f64,
-}
-
-/// What an operation moved, in bytes of rows and their scales.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Bytes {
-    /// One row per selection, own rank's included.
-    pub logical: u64,
-    /// What left the rank.
-    pub wire: u64,
-    /// What left the node.
-    pub network: u64,
 }
 
 /// A message that is waited for.

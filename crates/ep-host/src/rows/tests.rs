@@ -1,7 +1,8 @@
 //! Each variant against slow definitions that share nothing with them, to the bit.
 
+use crossrail_ep::Scale;
+
 use super::{BLOCK, Kernels};
-use crate::Scale;
 
 const KINDS: [Scale; 3] = [Scale::F32, Scale::PowerOfTwo, Scale::Ue8m0];
 

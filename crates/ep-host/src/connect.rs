@@ -5,14 +5,14 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crossrail::{Mapped, RegionKey, Shared};
+use crossrail_ep::hello::Hello;
+use crossrail_ep::meeting::{self, End, GOODBYE, Greeted};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::buffer::{Inner, State};
-use crate::config::Plan;
 use crate::heap::Heap;
-use crate::hello::Hello;
-use crate::meeting::{self, End, GOODBYE, Greeted};
 use crate::peer::{NetworkParts, Peer};
+use crate::plan::plan;
 
 impl State {
     /// Connected ranks that are not masked, without `me`.
@@ -41,7 +41,7 @@ impl Inner {
         }
         let (ends, deadline) = self.meeting.connect(&new, deadline)?;
         let network = ends.iter().filter(|end| !end.is_shared()).count() as u32;
-        Plan::new(&self.config, network)?.check()?;
+        plan(&self.config, network)?.check()?;
         let greeted = self.meeting.greet(ends, deadline, |end| self.hello(&mut state, end))?;
         let mut peers = Vec::with_capacity(greeted.len());
         let mut counts = [state.operations, state.dispatches, state.combines];

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crossrail::{Context, Settings};
 use crossrail_control::{Group, GroupOptions, StoreServer};
-use crossrail_ep::{
+use crossrail_ep_host::{
     CombineOptions, Config, DispatchOptions, Dispatched, ExpertBuffer, Input, Layout, LinkKind, Payload,
 };
 use crossrail_types::ErrorKind;

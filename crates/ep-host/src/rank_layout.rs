@@ -5,11 +5,11 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use crate::buffer::{Inner, State};
-use crate::config::Layout;
 use crate::dispatch::Dispatch;
 use crate::operation::Common;
 use crate::peer::{Message, Span, staged_slot};
 use crate::send::Target;
+use crossrail_ep::Layout;
 use crossrail_types::{Error, ErrorKind};
 
 /// Tells every source where its rows go, and remembers it of this rank's own.

@@ -3,8 +3,9 @@
 
 use std::time::Instant;
 
+use crossrail_ep::Payload;
+
 use crate::buffer::Inner;
-use crate::config::Payload;
 use crate::operation::Timing;
 use crate::routes::Sent;
 use crate::tensor::Tensor;

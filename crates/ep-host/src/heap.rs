@@ -16,10 +16,8 @@
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use crate::config::{Config, Layout};
+use crossrail_ep::{Config, Layout};
 
-/// The most ranks of a buffer.
-pub(crate) const MOST_RANKS: usize = 1024;
 /// Bytes of a message's text.
 const TEXT: usize = 176;
 const PAGE: usize = 4096;

@@ -5,8 +5,9 @@
 
 use std::arch::x86_64::*;
 
+use crossrail_ep::Scale;
+
 use super::{AHEAD, BLOCK, GROUP, Kernels, portable, prefetch, scale_block};
-use crate::Scale;
 
 pub(super) static KERNELS: Kernels = Kernels { name: "avx512", cast, uncast, reduce };
 

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use crossrail_ep::{Config, Layout};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::buffer::Inner;
-use crate::config::{Config, Layout};
 use crate::heap::Areas;
 use crate::tensor::{Input, Tensor};
 

@@ -6,7 +6,7 @@
 //! Every result is defined to the bit, and every variant of a kernel gives the same bits, whatever the machine. All
 //! arithmetic is fp32, each operation rounded once to nearest, ties to even; nothing is fused.
 //!
-//! **Cast**, per block of [`BLOCK`](crate::BLOCK) elements (the formulas of DeepEP's kernels):
+//! **Cast**, per block of [`BLOCK`] elements (the formulas of DeepEP's kernels):
 //!
 //! ```text
 //! amax    = the largest |x| of the block that is not NaN, infinities taken as the largest finite bf16; at least 1e-4
@@ -39,7 +39,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::LazyLock;
 
-use crate::{BLOCK, Scale};
+use crossrail_ep::{BLOCK, Scale};
 
 /// Blocks that are looked at before the first of them is cast, so that none waits for its own factor (measured on an AMD
 /// EPYC of family 26 with AVX-512: half as fast again as one by one). 4 KiB, which the first cache keeps.
@@ -120,7 +120,7 @@ impl Kernels {
 
     /// Casts a bf16 row to e4m3 with a scale per block: 4 bytes each (fp32), 1 byte for [`Scale::Ue8m0`].
     ///
-    /// `hidden` is a multiple of [`BLOCK`](crate::BLOCK); what is beyond the last whole block is left alone.
+    /// `hidden` is a multiple of [`BLOCK`]; what is beyond the last whole block is left alone.
     ///
     /// # Safety
     /// `src` is valid for reads of `hidden` elements, `dst` for writes of `hidden` bytes and `scales` of a scale per

@@ -11,8 +11,8 @@ use std::io;
 use std::ptr::null_mut;
 use std::time::Instant;
 
-use crossrail_ep::rows::Kernels;
-use crossrail_ep::{BLOCK, Scale};
+use crossrail_ep_host::rows::Kernels;
+use crossrail_ep_host::{BLOCK, Scale};
 
 /// Elements of a row.
 const HIDDEN: [usize; 3] = [1024, 4096, 7168];

@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
+use crossrail_ep::{Config, Layout, Payload, Scale};
 use crossrail_types::ErrorKind;
 
-use crate::config::{Config, Layout, Payload, Plan, Scale};
-use crate::heap::{Areas, HEADER, Header, MOST_RANKS};
+use crate::buffer::ExpertBuffer;
+use crate::heap::{Areas, HEADER, Header};
 use crate::routes::{Came, Leg, NONE, Sent};
 use crate::tensor::Input;
 
@@ -71,7 +72,7 @@ fn nothing_of_a_heap_overlaps() {
 
 #[test]
 fn the_plan_adds_up_and_grows_with_tokens() {
-    let plan = Plan::new(&config(), 1).expect("a plan");
+    let plan = ExpertBuffer::plan(&config(), 1).expect("a plan");
     let areas = Areas::new(&config());
     let heap = areas.heap as u64;
     let of = |name: &str| plan.kinds.iter().find(|(kind, _)| *kind == name).map_or(0, |(_, bytes)| *bytes);
@@ -79,35 +80,15 @@ fn the_plan_adds_up_and_grows_with_tokens() {
     assert!(of("expert-layout rows") >= 2 * 2 * 15 * (256 + 8) as u64 && of("staging for other nodes") > 0);
     let free = plan.free.expect("Linux tells");
     let fits = Config { max_tokens: plan.largest_tokens, ..config() };
-    assert!(Plan::new(&fits, 1).expect("a plan").total() <= free);
+    assert!(ExpertBuffer::plan(&fits, 1).expect("a plan").total() <= free);
     if plan.largest_tokens < 1 << 24 {
         let one_more = Config { max_tokens: plan.largest_tokens + 1, ..config() };
-        assert!(Plan::new(&one_more, 1).expect("a plan").total() > free);
+        assert!(ExpertBuffer::plan(&one_more, 1).expect("a plan").total() > free);
     }
     let huge = Config { max_tokens: 1 << 24, hidden: 1 << 17, ..config() };
-    let error = Plan::new(&huge, 0).expect("a plan").check().expect_err("petabytes");
+    let error = ExpertBuffer::plan(&huge, 0).expect("a plan").check().expect_err("petabytes");
     assert_eq!(error.kind, ErrorKind::Exhausted);
     assert!(error.detail.contains("dispatch slots") && error.detail.contains("in all"), "{error}");
-}
-
-#[test]
-fn numbers_that_make_no_sense_are_named() {
-    let wrong = [
-        (Config { ranks: 0, ..config() }, "ranks"),
-        (Config { ranks: MOST_RANKS as u32 + 1, ..config() }, "ranks"),
-        (Config { experts: 7, ..config() }, "num_experts"),
-        (Config { topk: 33, ..config() }, "topk"),
-        (Config { topk: 7, ..config() }, "topk"),
-        (Config { hidden: 200, ..config() }, "hidden"),
-        (Config { hidden: 0, ..config() }, "hidden"),
-        (Config { max_tokens: 0, ..config() }, "max_tokens"),
-        (Config { layouts: vec![], ..config() }, "layouts"),
-    ];
-    for (config, name) in wrong {
-        let error = config.check().expect_err(name);
-        assert!(error.kind == ErrorKind::Usage && error.detail.contains(name), "{error}");
-    }
-    Config { payload: Payload::Bf16, hidden: 200, ..config() }.check().expect("bf16 has no blocks");
 }
 
 #[test]

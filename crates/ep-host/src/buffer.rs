@@ -4,20 +4,20 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossrail::{Context, Endpoint, LaneReport, Memory, Region, Worker};
+use crossrail::{Context, Endpoint, Memory, Region, Worker};
 use crossrail_control::Group;
+use crossrail_ep::hello::Parameters;
+use crossrail_ep::meeting::{Meeting, random_id};
+use crossrail_ep::{Config, Fault, Layout, Link, LinkKind, Plan};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
 use crate::combine::{self, CombineOptions, Combined};
-use crate::config::{Config, Layout, Plan};
 use crate::dispatch::{self, DispatchOptions, Dispatched};
-use crate::fault::Fault;
 use crate::heap::{Areas, Heap, expert_area};
-use crate::hello::Parameters;
-use crate::meeting::{Meeting, random_id};
 use crate::operation::Pending;
 use crate::peer::{Here, Peer};
+use crate::plan::plan;
 use crate::routes::Handle;
 use crate::rows::Kernels;
 use crate::sync;
@@ -27,30 +27,6 @@ use crate::tensor::{Input, Tensor};
 /// may use it, one at a time.
 #[derive(Clone)]
 pub struct ExpertBuffer(pub(crate) Arc<Inner>);
-
-/// How a rank is reached.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LinkKind {
-    /// It is this rank.
-    Myself,
-    /// Each maps the other's heap.
-    Heap,
-    /// By the engine's one-sided writes.
-    Network,
-}
-
-/// One rank and how it is reached.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Link {
-    /// The rank.
-    pub rank: u32,
-    /// How.
-    pub kind: LinkKind,
-    /// Whether it is masked.
-    pub masked: bool,
-    /// The engine's lanes to it, with the bytes they carried; none to this rank itself.
-    pub lanes: Vec<LaneReport>,
-}
 
 pub(crate) struct Inner {
     /// Tells buffers apart, handles too.
@@ -91,6 +67,14 @@ pub(crate) struct State {
 }
 
 impl ExpertBuffer {
+    /// What a buffer of `config` takes on one rank, `network` other ranks being on other nodes.
+    ///
+    /// # Errors
+    /// As [`Config::check`].
+    pub fn plan(config: &Config, network: u32) -> Result<Plan> {
+        plan(config, network)
+    }
+
     /// Memory for `config` on this rank of `group`; nobody is connected yet. Buffers of one name belong together.
     ///
     /// # Errors
@@ -99,7 +83,7 @@ impl ExpertBuffer {
         config.check()?;
         let me = group.rank();
         config.check_rank(me)?;
-        Plan::new(&config, 0)?.check()?;
+        plan(&config, 0)?.check()?;
         let areas = Areas::new(&config);
         let memory = context.alloc(areas.heap)?;
         let experts = if config.has(Layout::Expert) {

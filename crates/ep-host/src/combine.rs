@@ -9,12 +9,12 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use crossrail_ep::{Bytes, Layout, MOST_TOPK};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::buffer::{Inner, State};
-use crate::config::Layout;
 use crate::heap::{HEADER, Header};
-use crate::operation::{Bytes, Common, Machine, Pending, Timing, Wait};
+use crate::operation::{Common, Machine, Pending, Timing, Wait};
 use crate::peer::Message;
 use crate::routes::{Handle, Leg, Routes};
 use crate::send::micros;
@@ -391,7 +391,7 @@ impl Combine {
     fn selected(&self, inner: &Inner, token: usize, late: &[f32], rows: &mut Vec<*const u16>, weights: &mut Vec<f32>) {
         let (areas, topk, sent) = (&inner.here.areas, inner.config.topk, &self.routes.sent);
         let given = if sent.weighted { &sent.weights[..] } else { late };
-        let mut taken = [0usize; crate::config::MOST_TOPK];
+        let mut taken = [0usize; MOST_TOPK];
         let mut gather = Gather::default();
         for k in 0..topk {
             let home = sent.homes[token * topk + k];

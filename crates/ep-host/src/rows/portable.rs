@@ -1,7 +1,8 @@
 //! The kernels in plain Rust: what the others must agree with, and what they use for the rare cases and the tails.
 
+use crossrail_ep::Scale;
+
 use super::{BLOCK, Kernels, stored};
-use crate::Scale;
 
 pub(super) static KERNELS: Kernels = Kernels { name: "portable", cast, uncast, reduce };
 

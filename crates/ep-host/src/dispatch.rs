@@ -9,12 +9,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crossrail::Memory;
+use crossrail_ep::{Bytes, Layout, Payload};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::buffer::{Inner, State};
-use crate::config::{Layout, Payload};
 use crate::heap::{HEADER, Header, flags};
-use crate::operation::{Bytes, Common, Machine, Pending, Timing, Wait};
+use crate::operation::{Common, Machine, Pending, Timing, Wait};
 use crate::peer::{Message, Span, staged_slot};
 use crate::rank_layout;
 use crate::routes::{Came, Handle, Routes, Sent};

@@ -1,0 +1,38 @@
+//! Mixture-of-experts dispatch and combine in host memory.
+//!
+//! E experts are spread evenly over R ranks. Each rank has T tokens of H values, and for each token K expert ids and
+//! K weights. **Dispatch** brings every token to the ranks of its experts, once per rank; **combine** brings the
+//! experts' outputs back and sums them, weighted, into the token's row.
+//!
+//! Ranks of one node write rows straight into each other's [heap](heap.rs); ranks of other nodes are reached by the
+//! engine's one-sided writes. A rank that dies or does not come in time is masked: its rows are skipped and the
+//! others go on.
+//!
+//! Every rank of a group calls the same operations in the same order. One thread at a time uses a buffer; others
+//! wait.
+
+mod buffer;
+mod combine;
+mod connect;
+mod dispatch;
+mod heap;
+mod operation;
+mod peer;
+mod plan;
+mod rank_layout;
+mod routes;
+pub mod rows;
+mod send;
+mod sync;
+mod tensor;
+#[cfg(test)]
+mod tests;
+mod wait;
+
+pub use buffer::ExpertBuffer;
+pub use combine::{CombineOptions, Combined};
+pub use crossrail_ep::{BLOCK, Bytes, Config, Fault, Layout, Link, LinkKind, MOST_TOPK, Payload, Plan, Scale};
+pub use dispatch::{DispatchOptions, Dispatched, Placed};
+pub use operation::{Pending, Timing};
+pub use routes::Handle;
+pub use tensor::{Input, Tensor, TensorMut};
