@@ -1,20 +1,23 @@
+//! Distances between network devices and GPUs, from their positions on the PCI bus and their NUMA nodes.
+
 use std::cmp::Reverse;
 use std::fmt;
 
-use crate::{GpuSeen, Nic};
+use crate::gpu::GpuSeen;
+use crate::nic::Nic;
 
-/// How far a network device is from a GPU, nearest first.
+/// The distance between a network device and a GPU, nearest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Distance {
-    /// Below the same PCI switch or root port: traffic need not pass the host bridge.
+    /// Below the same PCI switch or root port: traffic does not cross the host bridge.
     SameSwitch,
     /// Under the same host bridge.
     SameRoot,
-    /// On the same NUMA node, under different host bridges or under one that the machine does not show.
+    /// On the same NUMA node, under different host bridges or an undisclosed one.
     SameNuma,
     /// On different NUMA nodes.
     Across,
-    /// The machine does not say (virtual machines often hide it), or the device has no hardware of its own.
+    /// Not disclosed, as in many virtual machines, or the device has no hardware of its own.
     Unknown,
 }
 
@@ -30,7 +33,7 @@ impl fmt::Display for Distance {
     }
 }
 
-/// How far `nic` is from `gpu`, by their places on the PCI bus and their NUMA nodes.
+/// The distance between `nic` and `gpu`, from their positions on the PCI bus and their NUMA nodes.
 pub fn distance(nic: &Nic, gpu: &GpuSeen) -> Distance {
     match (shared(nic, gpu), nic.numa_node, gpu.numa_node) {
         (2.., ..) => Distance::SameSwitch,
@@ -41,24 +44,25 @@ pub fn distance(nic: &Nic, gpu: &GpuSeen) -> Distance {
     }
 }
 
-/// Those of `nics` that are nearest to `gpu`, in their order: several where several are equally near, as all are where
-/// the machine says nothing. Loopback is never among them, and interfaces without hardware of their own (bridges,
-/// tunnels) only where there are no others.
+/// The devices of `nics` that are nearest to `gpu`, in the order of `nics`.
+///
+/// Returns several if they are equally near, and all if the machine does not disclose its topology. Loopback is never
+/// included; interfaces without hardware of their own (bridges, tunnels) only if there are no others.
 pub fn nearest<'a>(gpu: &GpuSeen, nics: &'a [Nic]) -> Vec<&'a Nic> {
-    // Of two below the same root port, the one that shares more switches with the GPU is nearer.
+    // Below the same root port, the device that shares more switches with the GPU is nearer.
     let rank = |nic: &Nic| (nic.virtual_, distance(nic, gpu), Reverse(shared(nic, gpu)));
     let candidates = || nics.iter().filter(|nic| !nic.loopback);
     let best = candidates().map(rank).min();
     candidates().filter(|nic| Some(rank(nic)) == best).collect()
 }
 
-/// How many PCI devices both hang below, the host bridge included.
+/// The number of PCI devices above both, including the host bridge.
 fn shared(nic: &Nic, gpu: &GpuSeen) -> usize {
     nic.pci_path.iter().zip(&gpu.pci_path).take_while(|(a, b)| a == b).count()
 }
 
-/// Whether the GPU's place on the bus is a real one: no machine has a GPU directly on its host bridge, but virtual
-/// machines show all of their devices there, wherever these are.
+/// Whether the GPU's position on the bus is meaningful. No physical machine has a GPU directly on its host bridge, but
+/// virtual machines show all of their devices there.
 fn behind_a_port(gpu: &GpuSeen) -> bool {
     gpu.pci_path.len() > 2
 }
@@ -66,10 +70,10 @@ fn behind_a_port(gpu: &GpuSeen) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Interface;
+    use crate::nic::Interface;
     use crate::testing::Fake;
 
-    /// Puts a GPU at a place on the bus.
+    /// Adds a GPU at the given path on the bus.
     fn gpu(fake: &Fake, path: &str, numa: &str) {
         let real = format!("devices/{path}");
         for (name, text) in [("vendor", "0x10de"), ("class", "0x030200"), ("device", "0x2335"), ("numa_node", numa)] {
@@ -78,7 +82,7 @@ mod tests {
         fake.link(&format!("bus/pci/devices/{}", path.rsplit('/').next().unwrap()), &real);
     }
 
-    /// Puts a network device at a place on the bus, and gives back what the kernel would list.
+    /// Adds a network device at the given path on the bus; returns its entry in the kernel's interface list.
     fn nic(fake: &Fake, path: &str, numa: &str, name: &str, index: u32) -> Interface {
         let real = format!("devices/{path}");
         fake.file(&format!("{real}/numa_node"), numa);
@@ -125,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cloud_machines_gpus_have_the_nic_of_their_switch() {
+    fn in_a_cloud_machine_each_gpu_has_the_nic_of_its_switch() {
         let (fake, nics) = cloud();
         let gpus = fake.tree().gpus();
         assert_eq!(gpus.len(), 8);
@@ -142,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn without_its_own_a_gpu_has_those_of_its_root_then_of_its_node() {
+    fn next_nearest_are_nics_of_the_same_root_then_of_the_same_node() {
         let (fake, nics) = cloud();
         let gpus = fake.tree().gpus();
         let without = |gone: &[&str]| -> Vec<Nic> {
@@ -156,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_switches_one_below_the_other_the_nearer_counts() {
+    fn with_nested_switches_the_inner_one_is_nearer() {
         let fake = Fake::new();
         let outer = "pci0000:10/0000:10:01.0/0000:11:00.0/0000:12:00.0";
         let inner = format!("{outer}/0000:13:00.0/0000:14:00.0");
@@ -174,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_without_numa_has_its_bus() {
+    fn without_numa_the_bus_decides() {
         let fake = Fake::new();
         gpu(&fake, "pci0000:00/0000:00:01.0/0000:01:00.0", "-1");
         let nics = described(
@@ -192,7 +196,7 @@ mod tests {
         assert_eq!(names(&gpus[0], &nics), ["eth0", "eth1"]);
     }
 
-    /// A virtual machine: everything directly on the one bus, and each NUMA node as given, if any.
+    /// A virtual machine: all devices on a single flat bus, with the given NUMA nodes.
     fn flat(nodes: [&str; 4]) -> (Fake, Vec<Nic>) {
         let fake = Fake::new();
         gpu(&fake, "pci0000:00/0000:00:04.0", nodes[0]);
@@ -208,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_virtual_machine_that_hides_the_bus_says_nothing_and_no_nic_is_left_out() {
+    fn in_a_virtual_machine_without_topology_all_nics_are_equally_near() {
         let (fake, nics) = flat(["-1"; 4]);
         for gpu in fake.tree().gpus() {
             assert!(nics.iter().all(|nic| distance(nic, &gpu) == Distance::Unknown));
@@ -217,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_virtual_machine_may_say_the_node() {
+    fn a_virtual_machine_may_disclose_numa_nodes() {
         let (fake, nics) = flat(["0", "1", "0", "1"]);
         let gpus = fake.tree().gpus();
         assert_eq!(distance(&nics[0], &gpus[0]), Distance::SameNuma);

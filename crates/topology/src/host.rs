@@ -1,3 +1,5 @@
+//! Processors, NUMA nodes and memory of this machine, with the limits of control groups.
+
 use std::path::{Path, PathBuf};
 
 use crossrail_types::{Error, ErrorKind, Result};
@@ -6,44 +8,44 @@ use nix::unistd::{Pid, SysconfVar, sysconf};
 
 use crate::tree::{Tree, names, number, text};
 
-/// The processors of this process.
+/// The processors available to this process.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Cpus {
-    /// How many it may run on.
+    /// The number of processors in its CPU affinity.
     pub allowed: usize,
-    /// How many processors' worth of time the control group grants, if it limits it.
+    /// The CPU time quota of the control group in processors, if there is one.
     pub quota: Option<f64>,
-    /// What the processor calls itself.
+    /// The processor's model name.
     pub model: Option<String>,
-    /// The NUMA nodes that have processors.
+    /// The NUMA nodes with processors.
     pub numa_nodes: Vec<NumaNode>,
 }
 
 /// One NUMA node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NumaNode {
-    /// Its number.
+    /// The node number.
     pub node: u32,
-    /// Its processors.
+    /// Its processor numbers.
     pub cpus: Vec<u32>,
 }
 
-/// The machine and its memory, in bytes.
+/// The machine and its memory; sizes in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Machine {
-    /// Its name.
+    /// The host name.
     pub hostname: String,
-    /// A fresh random number at every boot: two processes with the same one are on the same machine.
+    /// The kernel's boot id, random at every boot: processes with equal ids run on the same machine.
     pub boot_id: String,
-    /// The kernel's release.
+    /// The kernel release.
     pub kernel: String,
-    /// Bytes of a page.
+    /// The page size.
     pub page_size: u64,
-    /// Bytes of memory.
+    /// Total memory.
     pub memory_total: u64,
-    /// Bytes that could be had now without swapping.
+    /// Memory available without swapping.
     pub memory_available: u64,
-    /// The control group's limit in bytes, if there is one.
+    /// The memory limit of the control group, if it is below the total.
     pub memory_limit: Option<u64>,
 }
 
@@ -51,10 +53,10 @@ impl Tree {
     /// The processors this process may run on.
     ///
     /// # Errors
-    /// `Io` when the operating system will not say.
+    /// `Io` if the operating system does not report the CPU affinity.
     pub fn cpus(&self) -> Result<Cpus> {
         let set = sched_getaffinity(Pid::from_raw(0))
-            .map_err(|errno| Error::io("list processors", "sched_getaffinity", &errno.into()))?;
+            .map_err(|errno| Error::io("query CPU affinity", "sched_getaffinity", &errno.into()))?;
         let nodes = self.sys.join("devices/system/node");
         let mut numa_nodes: Vec<NumaNode> = names(&nodes)
             .iter()
@@ -77,16 +79,16 @@ impl Tree {
     /// The machine and its memory.
     ///
     /// # Errors
-    /// `Io` when `/proc` is not there to be read.
+    /// `Io` if `/proc` cannot be read.
     pub fn machine(&self) -> Result<Machine> {
-        let need = |name: &str| {
+        let required = |name: &str| {
             let path = self.proc.join(name);
             text(&path).ok_or_else(|| {
                 Error::new(ErrorKind::Io, "describe the machine", format!("cannot read {}", path.display()))
-                    .with_hint("mount procfs there")
+                    .with_hint("mount procfs at /proc")
             })
         };
-        let meminfo = need("meminfo")?;
+        let meminfo = required("meminfo")?;
         let memory = |name: &str| {
             let line = meminfo.lines().find_map(|line| field(line, name))?;
             Some(line.strip_suffix("kB")?.trim().parse::<u64>().ok()?.saturating_mul(1024))
@@ -95,9 +97,9 @@ impl Tree {
             .map_err(|errno| Error::io("describe the machine", "sysconf(PAGE_SIZE)", &errno.into()))?;
         let memory_total = memory("MemTotal").unwrap_or(0);
         Ok(Machine {
-            hostname: need("sys/kernel/hostname")?,
-            boot_id: need("sys/kernel/random/boot_id")?,
-            kernel: need("sys/kernel/osrelease")?,
+            hostname: required("sys/kernel/hostname")?,
+            boot_id: required("sys/kernel/random/boot_id")?,
+            kernel: required("sys/kernel/osrelease")?,
             page_size: page_size.and_then(|size| u64::try_from(size).ok()).unwrap_or(4096),
             memory_total,
             memory_available: memory("MemAvailable").unwrap_or(memory_total),
@@ -105,7 +107,7 @@ impl Tree {
         })
     }
 
-    /// The tightest memory limit of the control groups this process is in; none if above what the machine has.
+    /// The lowest memory limit of this process's control groups, unless it exceeds the machine's memory.
     fn memory_limit(&self, total: u64) -> Option<u64> {
         let v2 = self.groups(None).into_iter().filter_map(|group| number(&group.join("memory.max")));
         let v1 = self.groups(Some("memory")).into_iter();
@@ -127,7 +129,7 @@ impl Tree {
         limits.map(|(quota, period)| quota as f64 / period as f64).min_by(f64::total_cmp)
     }
 
-    /// The folders of this process's control group and all above it: of a v1 controller, or of v2.
+    /// The folders of this process's control group and its ancestors, for a v1 controller or (`None`) for v2.
     fn groups(&self, controller: Option<&str>) -> Vec<PathBuf> {
         let mount = match controller {
             Some(controller) => self.sys.join("fs/cgroup").join(controller),
@@ -154,7 +156,7 @@ fn field<'a>(line: &'a str, name: &str) -> Option<&'a str> {
     (key.trim() == name).then(|| value.trim())
 }
 
-/// `0-3,8` as numbers.
+/// Parses a CPU list such as `0-3,8`.
 fn cpu_list(text: &str) -> Option<Vec<u32>> {
     let mut cpus = Vec::new();
     for part in text.split(',') {
@@ -210,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tightest_group_limits() {
+    fn the_lowest_group_limit_applies() {
         let fake = with_memory();
         fake.proc_file("self/cgroup", "0::/pod/box\n");
         fake.file("fs/cgroup/pod/memory.max", "4000000000");
@@ -222,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn version_1_groups_count_too() {
+    fn version_1_groups_apply_too() {
         let fake = with_memory();
         fake.proc_file("self/cgroup", "4:memory:/pod\n3:cpu,cpuacct:/pod\n0::/\n");
         fake.file("fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712");

@@ -1,8 +1,8 @@
-//! Which network devices, GPUs, processors and memory this machine has, and how far apart they are.
+//! Discovery of network devices, GPUs, processors and memory, and of the distances between them.
 //!
-//! What is there comes from the operating system at the moment of the call; nothing is cached. Interfaces and
-//! their addresses come from `getifaddrs`, which sees exactly this network namespace; sysfs only adds to an
-//! interface what it says of the same name, index and hardware address. All calls may be made from any thread.
+//! Every call queries the operating system; nothing is cached. Interfaces and their addresses come from `getifaddrs`,
+//! which lists exactly this network namespace. sysfs may show another namespace, so its data is used only for an
+//! interface with the same name, index and hardware address. All functions may be called from any thread.
 
 #![forbid(unsafe_code)]
 
@@ -24,15 +24,15 @@ pub use tree::Tree;
 
 use crossrail_types::Result;
 
-/// The network interfaces of this network namespace, by index.
+/// The network interfaces of this network namespace, ordered by index.
 ///
 /// # Errors
-/// `Io` when the operating system will not list them.
+/// `Io` if the operating system does not list them.
 pub fn nics() -> Result<Vec<Nic>> {
     Tree::default().nics()
 }
 
-/// The NVIDIA GPUs on the PCI bus, by address, whether or not a driver is loaded.
+/// The NVIDIA GPUs on the PCI bus, ordered by address, whether or not a driver is loaded.
 pub fn gpus() -> Vec<GpuSeen> {
     Tree::default().gpus()
 }
@@ -40,7 +40,7 @@ pub fn gpus() -> Vec<GpuSeen> {
 /// The processors this process may run on.
 ///
 /// # Errors
-/// `Io` when the operating system will not say.
+/// `Io` if the operating system does not report the CPU affinity.
 pub fn cpus() -> Result<Cpus> {
     Tree::default().cpus()
 }
@@ -48,7 +48,7 @@ pub fn cpus() -> Result<Cpus> {
 /// The machine and its memory.
 ///
 /// # Errors
-/// `Io` when `/proc` is not there to be read.
+/// `Io` if `/proc` cannot be read.
 pub fn machine() -> Result<Machine> {
     Tree::default().machine()
 }

@@ -1,3 +1,5 @@
+//! Network interfaces and the hardware behind them.
+
 use std::net::IpAddr;
 
 use crossrail_types::{Error, Result};
@@ -6,67 +8,67 @@ use nix::sys::socket::SockaddrStorage;
 
 use crate::tree::{Tree, link_name, natural, pci_path, text};
 
-/// One interface as the kernel lists it for this network namespace.
+/// A network interface as the kernel lists it in this network namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Interface {
-    /// `eth1`.
+    /// The name, such as `eth1`.
     pub name: String,
-    /// The kernel's index.
+    /// The interface index.
     pub index: u32,
-    /// The hardware address; `None` where there is none.
+    /// The hardware address, if it has one.
     pub mac: Option<[u8; 6]>,
     /// Its addresses, in the kernel's order.
     pub addresses: Vec<IpAddr>,
-    /// Set up by the administrator.
+    /// Administratively up.
     pub up: bool,
-    /// The link is there.
+    /// The link is up.
     pub running: bool,
-    /// It is `lo`.
+    /// The loopback interface `lo`.
     pub loopback: bool,
 }
 
-/// One network interface and what is known of the hardware behind it.
+/// A network interface and the hardware behind it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Nic {
-    /// `eth1`.
+    /// The name, such as `eth1`.
     pub name: String,
-    /// The kernel's index.
+    /// The interface index.
     pub index: u32,
     /// Its addresses, in the kernel's order, link-local ones included.
     pub addresses: Vec<IpAddr>,
-    /// Set up by the administrator.
+    /// Administratively up.
     pub up: bool,
-    /// The link is there.
+    /// The link is up.
     pub running: bool,
-    /// It is `lo`.
+    /// The loopback interface `lo`.
     pub loopback: bool,
-    /// No hardware of its own that can be seen from here: veth, bridge, tunnel, `lo`.
+    /// No hardware of its own is visible: veth, bridge, tunnel, `lo`.
     pub virtual_: bool,
-    /// The link's rate in Mbit/s; `None` where the driver does not know, and for virtual interfaces, whose
-    /// drivers make one up.
+    /// The link rate in Mbit/s; `None` if the driver does not report it, and for virtual interfaces, whose drivers
+    /// report an arbitrary one.
     pub speed_mbps: Option<u32>,
-    /// Largest packet in bytes.
+    /// The maximum transmission unit in bytes.
     pub mtu: Option<u32>,
     /// The NUMA node of the hardware.
     pub numa_node: Option<u32>,
     /// The PCI address of the hardware.
     pub pci: Option<String>,
-    /// The PCI devices from the host bridge down to the hardware; empty where there is none.
+    /// The PCI devices from the host bridge down to the hardware; empty if there is none.
     pub pci_path: Vec<String>,
     /// The kernel driver, or the kind of a virtual interface (`bridge`, `bond`, `vlan`).
     pub driver: Option<String>,
 }
 
 impl Tree {
-    /// The network interfaces of this network namespace, by index.
+    /// The network interfaces of this network namespace, ordered by index.
     ///
     /// # Errors
-    /// `Io` when the operating system will not list them.
+    /// `Io` if the operating system does not list them.
     pub fn nics(&self) -> Result<Vec<Nic>> {
         Ok(interfaces()?.into_iter().map(|interface| self.describe(interface)).collect())
     }
 
-    /// Adds to an interface what sysfs knows of it.
+    /// Adds the data of sysfs to an interface, if sysfs shows the same interface.
     pub fn describe(&self, interface: Interface) -> Nic {
         let base = self.sys.join("class/net").join(&interface.name);
         let seen = natural(&base.join("ifindex")) == Some(interface.index)
@@ -102,7 +104,7 @@ impl Tree {
     }
 }
 
-/// What `getifaddrs` lists, one entry per interface, by index.
+/// The interfaces listed by `getifaddrs`, ordered by index.
 fn interfaces() -> Result<Vec<Interface>> {
     let failed = |call, errno: nix::Error| Error::io("list network interfaces", call, &errno.into());
     let mut found: Vec<Interface> = Vec::new();
@@ -114,7 +116,7 @@ fn interfaces() -> Result<Vec<Interface>> {
             None => {
                 let index = match nix::net::if_::if_nametoindex(name.as_str()) {
                     Ok(index) => index,
-                    Err(nix::Error::ENODEV | nix::Error::ENXIO) => continue, // gone since
+                    Err(nix::Error::ENODEV | nix::Error::ENXIO) => continue, // removed since
                     Err(errno) => return Err(failed("if_nametoindex", errno)),
                 };
                 let flags = entry.flags;
@@ -189,10 +191,10 @@ mod tests {
     }
 
     #[test]
-    fn sysfs_of_another_namespace_is_not_believed() {
+    fn sysfs_of_another_namespace_is_ignored() {
         let fake = with_eth1();
-        for stranger in [Interface { index: 8, ..eth1() }, Interface { mac: Some([2, 0, 0, 0, 0, 9]), ..eth1() }] {
-            let nic = fake.tree().describe(stranger);
+        for other in [Interface { index: 8, ..eth1() }, Interface { mac: Some([2, 0, 0, 0, 0, 9]), ..eth1() }] {
+            let nic = fake.tree().describe(other);
             assert_eq!((nic.pci, nic.speed_mbps, nic.mtu, nic.virtual_), (None, None, None, true));
         }
     }
@@ -221,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_virtual_interface_says_its_kind_and_no_made_up_speed() {
+    fn a_virtual_interface_has_a_kind_but_no_speed() {
         let fake = Fake::new();
         fake.file("devices/virtual/net/br0/ifindex", "3");
         fake.file("devices/virtual/net/br0/speed", "10000");

@@ -1,49 +1,51 @@
+//! Selection of the network devices that `CROSSRAIL_NET_DEVICES` allows.
+
 use std::net::{IpAddr, Ipv4Addr};
 
 use crossrail_types::{Error, ErrorKind, Filter, Result};
 
-use crate::Nic;
+use crate::nic::Nic;
 
 const SETTING: &str = "CROSSRAIL_NET_DEVICES";
 
-/// A network device that may carry data: an interface, or one local address of it. Each is one rail.
+/// A network device that may carry data: an interface, or one of its local addresses. Each is one rail.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NetDevice {
-    /// As the user wrote it: `eth1`, `127.0.0.2`.
+    /// The name as configured, such as `eth1` or `127.0.0.2`.
     pub name: String,
     /// The interface the address belongs to.
     pub interface: String,
     /// The address to bind to: the first IPv4 one, else the first IPv6 one that is not link-local.
     pub address: IpAddr,
-    /// Every address to bind to that serves another address family or subnet, `address` first.
+    /// All addresses to bind to, one per address family or subnet, `address` first.
     pub addresses: Vec<IpAddr>,
-    /// The interface's index.
+    /// The interface index.
     pub index: u32,
-    /// The link's rate in Mbit/s, where known.
+    /// The link rate in Mbit/s, if known.
     pub speed_mbps: Option<u32>,
-    /// It reaches only this machine.
+    /// It reaches this machine only.
     pub loopback: bool,
-    /// The NUMA node of the hardware, where known.
+    /// The NUMA node of the hardware, if known.
     pub numa_node: Option<u32>,
 }
 
-/// The devices that `filter` allows, out of `nics`.
+/// Selects the devices of `nics` that `filter` allows.
 ///
-/// `all` is every interface that is up and running and has an address, and `lo` last, for peers on this machine.
-/// A list keeps its order; a device in it must be usable. Any address in 127.0.0.0/8 is a device of `lo` when it
-/// is listed, so that several rails can be had on one machine.
+/// `all` selects every interface that is up and running and has an address, with `lo` last, for peers on this machine.
+/// A list keeps its order, and every device in it must be usable. Any listed address in 127.0.0.0/8 is a device of `lo`,
+/// so that one machine can have several rails.
 ///
 /// # Errors
-/// `Config` for a device that is not there (the error lists those that are) or cannot be used (it says why), for
-/// one address listed twice, and when nothing is left.
+/// `Config` for an unknown device (the error lists the known ones), an unusable device (with the reason), an address
+/// listed twice, and an empty selection.
 pub fn select(filter: &Filter, nics: &[Nic]) -> Result<Vec<NetDevice>> {
     let chosen = match filter {
         Filter::All => everything(nics),
         Filter::Only(names) => {
             let chosen = names.iter().map(|name| named(name, nics)).collect::<Result<Vec<_>>>()?;
-            for (place, device) in chosen.iter().enumerate() {
-                if let Some(twin) = chosen[..place].iter().find(|twin| twin.address == device.address) {
-                    let text = format!("{} and {} are both {}", twin.name, device.name, device.address);
+            for (index, device) in chosen.iter().enumerate() {
+                if let Some(twin) = chosen[..index].iter().find(|twin| twin.address == device.address) {
+                    let text = format!("{} and {} both have the address {}", twin.name, device.name, device.address);
                     return Err(Error::new(ErrorKind::Config, SETTING, text).with_hint("list each device once"));
                 }
             }
@@ -68,7 +70,7 @@ pub fn select(filter: &Filter, nics: &[Nic]) -> Result<Vec<NetDevice>> {
     Ok(chosen)
 }
 
-/// The device without its excluded addresses, if any address is left.
+/// The device without its excluded addresses; `None` if no address is left.
 fn without(mut device: NetDevice, excluded: &impl Fn(&str) -> bool) -> Option<NetDevice> {
     device.addresses.retain(|address| !excluded(&address.to_string()));
     device.address = *device.addresses.first()?;
@@ -97,7 +99,7 @@ fn named(name: &str, nics: &[Nic]) -> Result<NetDevice> {
     device(name, nic, addresses).ok_or_else(|| unusable("has no address to bind to"))
 }
 
-/// The interface of that name or with that local address, and the address if that was meant.
+/// The interface with the given name or local address; also the address if `name` is one.
 fn find<'a>(name: &str, nics: &'a [Nic]) -> Result<(&'a Nic, Option<IpAddr>)> {
     if let Some(nic) = nics.iter().find(|nic| nic.name == name) {
         return Ok((nic, None));
@@ -105,13 +107,13 @@ fn find<'a>(name: &str, nics: &'a [Nic]) -> Result<(&'a Nic, Option<IpAddr>)> {
     let unknown =
         |what: &str| Err(Error::new(ErrorKind::Config, SETTING, format!("{name} {what}")).with_hint(known(nics)));
     let Ok(address) = name.parse::<IpAddr>() else {
-        return unknown("is no network interface here");
+        return unknown("is not a network interface of this machine");
     };
     let of_lo = |nic: &&Nic| nic.loopback && matches!(address, IpAddr::V4(v4) if v4.is_loopback());
     match nics.iter().find(|nic| nic.addresses.contains(&address)).or_else(|| nics.iter().find(of_lo)) {
-        Some(_) if is_link_local(&address) => unknown("is link-local; name its interface's global address instead"),
+        Some(_) if is_link_local(&address) => unknown("is link-local; use a global address of its interface instead"),
         Some(nic) => Ok((nic, Some(address))),
-        None => unknown("is no address of this machine"),
+        None => unknown("is not an address of this machine"),
     }
 }
 
@@ -128,11 +130,11 @@ fn device(name: &str, nic: &Nic, addresses: Vec<IpAddr>) -> Option<NetDevice> {
     })
 }
 
-/// The addresses one can bind to without more ado, IPv4 first.
+/// The addresses that can be bound without a scope id, IPv4 first.
 fn bindable(nic: &Nic) -> Vec<IpAddr> {
     let usable = nic.addresses.iter().copied().filter(|address| !is_link_local(address));
     let (mut addresses, v6): (Vec<_>, Vec<_>) = usable.partition(IpAddr::is_ipv4);
-    // lo may carry more; 127.0.0.1 is the one every machine has.
+    // lo may have further addresses; 127.0.0.1 comes first because every machine has it.
     addresses.sort_by_key(|address| nic.loopback && *address != IpAddr::V4(Ipv4Addr::LOCALHOST));
     addresses.extend(v6);
     addresses
@@ -145,7 +147,7 @@ fn is_link_local(address: &IpAddr) -> bool {
     }
 }
 
-/// What there is, for an error's hint: `known: eth0 (192.0.2.2), lo (127.0.0.1)`.
+/// The hint that lists the known devices: `known: eth0 (192.0.2.2), lo (127.0.0.1)`.
 fn known(nics: &[Nic]) -> String {
     let each = nics.iter().map(|nic| {
         let state = match (nic.up, nic.running, bindable(nic).first()) {
@@ -239,10 +241,10 @@ mod tests {
         let known = "known: lo (127.0.0.1), eth0 (192.0.2.2), eth1 (2001:db8::3), eth2 (down), eth3 (no address), eth4 (no link)";
         for filter in [only(&["eth0", "eth9"]), except(&["eth9"])] {
             let text = refused(&filter);
-            assert!(text.contains("eth9 is no network interface here") && text.contains(known), "{text}");
+            assert!(text.contains("eth9 is not a network interface of this machine") && text.contains(known), "{text}");
         }
         for address in ["192.0.2.77", "2001:db8::77", "128.0.0.1"] {
-            assert!(refused(&only(&[address])).contains("is no address of this machine"));
+            assert!(refused(&only(&[address])).contains("is not an address of this machine"));
         }
     }
 
@@ -257,7 +259,7 @@ mod tests {
 
     #[test]
     fn one_address_cannot_be_two_devices() {
-        assert!(refused(&only(&["lo", "127.0.0.1"])).contains("lo and 127.0.0.1 are both 127.0.0.1"));
+        assert!(refused(&only(&["lo", "127.0.0.1"])).contains("lo and 127.0.0.1 both have the address 127.0.0.1"));
         assert!(refused(&only(&["eth0", "192.0.2.2"])).contains("list each device once"));
     }
 

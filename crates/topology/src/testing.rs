@@ -1,13 +1,13 @@
-//! A fake sysfs and procfs in a folder of its own.
+//! A fake sysfs and procfs in a temporary folder.
 
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::Tree;
+use crate::tree::Tree;
 
-/// Removed when dropped.
+/// A fake machine; its folder is removed on drop.
 pub(crate) struct Fake(PathBuf);
 
 impl Fake {
@@ -33,7 +33,7 @@ impl Fake {
         self.put(self.0.join("proc").join(path), text);
     }
 
-    /// Both paths are below sys.
+    /// Creates a symbolic link; both paths are relative to sysfs.
     pub(crate) fn link(&self, path: &str, target: &str) {
         let path = self.0.join("sys").join(path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();

@@ -1,7 +1,9 @@
+//! Reading sysfs and procfs.
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Where sysfs and procfs are mounted: `/sys` and `/proc`, or a copy of another machine's.
+/// The mount points of sysfs and procfs: `/sys` and `/proc`, or a copy of another machine's.
 #[derive(Clone, Debug)]
 pub struct Tree {
     /// The root of sysfs.
@@ -16,14 +18,14 @@ impl Default for Tree {
     }
 }
 
-/// A file's text without white space around it; `None` if it cannot be read or is empty.
+/// The trimmed text of a file; `None` if it cannot be read or is empty.
 pub(crate) fn text(path: &Path) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     let text = text.trim();
     (!text.is_empty()).then(|| text.to_owned())
 }
 
-/// A file's one number, decimal or 0x.
+/// The number in a file, decimal or with the prefix 0x.
 pub(crate) fn number(path: &Path) -> Option<i64> {
     let text = text(path)?;
     match text.strip_prefix("0x") {
@@ -32,17 +34,17 @@ pub(crate) fn number(path: &Path) -> Option<i64> {
     }
 }
 
-/// A number that is negative where it means nothing, as sysfs has it.
+/// A non-negative number; `None` for negative ones, which sysfs uses for unknown values.
 pub(crate) fn natural(path: &Path) -> Option<u32> {
     number(path).and_then(|number| u32::try_from(number).ok())
 }
 
-/// The last component of what a link points to.
+/// The last component of a symbolic link's target.
 pub(crate) fn link_name(path: &Path) -> Option<String> {
     Some(fs::read_link(path).ok()?.file_name()?.to_string_lossy().into_owned())
 }
 
-/// The names in a folder, sorted; empty if there is none.
+/// The sorted names in a folder; empty if the folder does not exist.
 pub(crate) fn names(folder: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(folder) else {
         return Vec::new();

@@ -1,9 +1,9 @@
-/// Length of every frame's head, on every lane.
+/// Length of a frame header in bytes, on every lane.
 pub const HEAD_LEN: usize = 32;
 
-/// The fixed head in front of every frame, little-endian.
+/// The header of a frame, little-endian.
 ///
-/// Lanes read only [`Head::payload_len`]; what the other bytes mean is the protocol's business:
+/// A lane reads only [`Head::payload_len`]; the other fields belong to the protocol:
 ///
 /// | bytes | field |
 /// |---|---|
@@ -21,13 +21,13 @@ pub const HEAD_LEN: usize = 32;
 pub struct Head(pub [u8; HEAD_LEN]);
 
 impl Head {
-    /// Bytes that follow this head on the lane.
+    /// Length of the payload that follows this header on the lane, in bytes.
     #[inline]
     pub fn payload_len(&self) -> u32 {
         u32::from_le_bytes([self.0[4], self.0[5], self.0[6], self.0[7]])
     }
 
-    /// A head of zeros but for its kind and payload length.
+    /// A header with the given kind and payload length; all other fields are zero.
     #[inline]
     pub fn new(kind: u8, payload_len: u32) -> Head {
         let mut bytes = [0; HEAD_LEN];
@@ -36,7 +36,7 @@ impl Head {
         Head(bytes)
     }
 
-    /// The kind byte.
+    /// The frame kind (byte 0).
     #[inline]
     pub fn kind(&self) -> u8 {
         self.0[0]

@@ -1,19 +1,19 @@
 use std::fmt;
 
-/// One lane of one worker; unique for the life of the worker, never reused.
+/// A lane of a worker. Unique for the lifetime of the worker, never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LaneId(pub u32);
 
-/// One endpoint (peer) of one worker.
+/// An endpoint (peer) of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EndpointId(pub u32);
 
-/// One operation under way: a slab index and the generation that tells its reuses apart.
+/// An operation in flight: a slab index, and a generation that distinguishes reuses of the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OpId {
-    /// Index in the worker's table of operations.
+    /// Index into the worker's operation table.
     pub index: u32,
-    /// How often that index was used before.
+    /// Number of earlier uses of that index.
     pub generation: u32,
 }
 

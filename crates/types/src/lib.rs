@@ -1,4 +1,4 @@
-//! What every room of Crossrail shares: ids, the 32-byte frame head, sizes, settings and errors.
+//! Types that every crate of Crossrail shares: ids, the 32-byte frame header, sizes, settings and errors.
 //!
 //! This crate does no I/O and depends on nothing else in the workspace.
 
@@ -7,15 +7,15 @@
 mod error;
 mod head;
 mod ids;
+mod modes;
 pub mod settings;
 mod size;
-mod ways;
 
 pub use error::{Error, ErrorKind, Result};
 pub use head::{HEAD_LEN, Head};
 pub use ids::{EndpointId, LaneId, OpId};
+pub use modes::{GpuCopy, Unpack};
 pub use settings::{Filter, IoThreads, LogLevel, Rails, Secret, Settings, TRANSPORTS};
 pub use size::{
     format_duration, format_gb, format_gb_per_s, format_gib, format_size, parse_duration, parse_size, parse_sizes,
 };
-pub use ways::{GpuCopy, Unpack};

@@ -1,26 +1,27 @@
-//! Every setting of Crossrail, declared once: the struct, the environment variables, their checks and the
-//! reference page (`docs/settings.md`, written by `cargo xtask docs`) all come from the table at the end of this page.
+//! The settings of Crossrail. Each is declared once, in the table at the end of this file; the struct, the environment
+//! variables, their checks and the reference page (`docs/settings.md`, written by `cargo xtask docs`) derive from it.
 
 use std::ffi::OsString;
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::error::{Error, ErrorKind, Result};
+use crate::modes::{GpuCopy, Unpack};
 use crate::size::{format_duration, format_size, parse_duration, parse_size};
-use crate::{Error, ErrorKind, GpuCopy, Result, Unpack};
 
 const PREFIX: &str = "CROSSRAIL_";
 
-/// The transports of this release, as `CROSSRAIL_TLS` names them.
+/// The available transports, by their names in `CROSSRAIL_TLS`.
 pub const TRANSPORTS: [&str; 4] = ["self", "shm", "cuda_ipc", "tcp"];
 
-/// Which of several named things may be used: `all`, `shm,tcp`, `^tcp`.
+/// A filter on names: `all`, `shm,tcp` (only these), `^tcp` (all but these).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Filter {
-    /// Everything there is.
+    /// Everything.
     #[default]
     All,
-    /// These and nothing else, in the order given.
+    /// Only these, in the given order.
     Only(Vec<String>),
     /// Everything but these.
     Except(Vec<String>),
@@ -36,7 +37,7 @@ impl Filter {
         }
     }
 
-    /// The names written in it, included or excluded.
+    /// The names listed in the filter, included or excluded.
     pub fn names(&self) -> &[String] {
         match self {
             Filter::All => &[],
@@ -57,9 +58,11 @@ impl Filter {
         for name in list.split(',').map(str::trim) {
             match name {
                 "" => return Err("has an empty name".to_owned()),
-                "all" => return Err("has `all` among other names".to_owned()),
-                _ if name.starts_with('^') => return Err("has `^` inside: it belongs in front, once".to_owned()),
-                _ if names.iter().any(|known| known == name) => return Err(format!("names {name} twice")),
+                "all" => return Err("combines `all` with other names".to_owned()),
+                _ if name.starts_with('^') => {
+                    return Err("has a misplaced `^`: write it once, in front of the list".to_owned());
+                }
+                _ if names.iter().any(|known| known == name) => return Err(format!("lists {name} twice")),
                 _ => names.push(name.to_owned()),
             }
         }
@@ -77,12 +80,12 @@ impl fmt::Display for Filter {
     }
 }
 
-/// Which network devices are rails.
+/// The selection of network devices to use as rails.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Rails {
-    /// Those that the filter leaves.
+    /// The devices that pass the filter.
     Named(Filter),
-    /// Those nearest to that GPU, by its number in CUDA's order; `None`: to the first.
+    /// The devices nearest to the GPU with this CUDA ordinal; `None`: to the first GPU.
     Near(Option<u32>),
 }
 
@@ -99,10 +102,9 @@ impl Rails {
             return Ok(Rails::Near(None));
         }
         match text.strip_prefix("near:").map(|gpu| gpu.trim_start_matches("cuda:")) {
-            Some(gpu) => gpu
-                .parse()
-                .map(|gpu| Rails::Near(Some(gpu)))
-                .map_err(|_| "names no GPU after `near:`, whose number it wants".to_owned()),
+            Some(gpu) => {
+                gpu.parse().map(|gpu| Rails::Near(Some(gpu))).map_err(|_| "has no GPU number after `near:`".to_owned())
+            }
             None => Filter::parse(text).map(Rails::Named),
         }
     }
@@ -118,27 +120,27 @@ impl fmt::Display for Rails {
     }
 }
 
-/// How many threads move bytes over the network.
+/// The number of network I/O threads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IoThreads {
-    /// As many as rails and cores justify.
+    /// Chosen from the number of rails and cores.
     #[default]
     Auto,
-    /// So many, at least 1.
+    /// This number, at least 1.
     Count(u32),
 }
 
-/// How much Crossrail says on stderr; each level includes those before it.
+/// The log level; each level includes those before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum LogLevel {
     /// Nothing.
     Off,
-    /// What failed.
+    /// Failures.
     Error,
-    /// What is slower or fewer than it could be, and why.
+    /// Fallbacks and degraded operation, with the reason.
     #[default]
     Warn,
-    /// Which lanes were available and which were chosen.
+    /// The lanes that were available, and those selected.
     Info,
     /// Every lane event.
     Debug,
@@ -161,25 +163,25 @@ impl fmt::Display for LogLevel {
     }
 }
 
-/// A shared secret. Its `Debug` and the settings' rendering never show it.
+/// A shared secret. Neither its `Debug` output nor rendered settings reveal it.
 #[derive(Clone)]
 pub struct Secret(Vec<u8>);
 
 impl Secret {
-    /// Wraps a secret's bytes.
+    /// Wraps the bytes of a secret.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] when it is empty: an empty secret protects nothing.
+    /// [`ErrorKind::Config`] if it is empty: an empty secret protects nothing.
     pub fn new(bytes: impl Into<Vec<u8>>) -> Result<Secret> {
         let bytes = bytes.into();
         if bytes.is_empty() {
             return Err(Error::new(ErrorKind::Config, "CROSSRAIL_SECRET", "is empty")
-                .with_hint("any string of your choice, the same at both ends"));
+                .with_hint("set it to any text, the same at both ends"));
         }
         Ok(Secret(bytes))
     }
 
-    /// The secret itself, to key a MAC with. Compare MACs in constant time, never secrets.
+    /// The bytes of the secret, to be used as the key of a MAC. Compare MACs in constant time; never compare secrets.
     pub fn expose(&self) -> &[u8] {
         &self.0
     }
@@ -191,33 +193,33 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// One line of the reference: what a setting is called, accepts, and does.
+/// One row of the settings reference.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SettingInfo {
     /// The environment variable.
     pub name: &'static str,
     /// The field of [`Settings`], and the keyword in Python.
     pub field: &'static str,
-    /// The accepted form.
+    /// The accepted values.
     pub accepts: &'static str,
-    /// The default as text; `None`: unset.
+    /// The default value as text; `None` if it is unset.
     pub default: Option<String>,
-    /// What it does.
+    /// The description.
     pub doc: String,
 }
 
-/// Text to value, with the reason where it cannot be: `NAME=VALUE` is put in front.
+/// A parsed value, or a reason that completes the sentence `NAME: "VALUE" ...`.
 type Parsed<T> = std::result::Result<T, String>;
 
-/// How a setting is read and shown. `show` gives `None` for unset, and never a secret.
-struct Form<T> {
+/// How a setting is parsed and displayed. `show` returns `None` if the setting is unset, and never reveals a secret.
+struct Codec<T> {
     parse: fn(&str) -> Parsed<T>,
     show: fn(&T) -> Option<String>,
 }
 
 macro_rules! settings {
     ($( $(#[doc = $doc:literal])+ $field:ident: $type:ty = $default:expr, $name:literal accepts $accepts:literal as $form:expr; )+) => {
-        /// All settings of one context. Read them from the environment, build them in code, or both.
+        /// The settings of a context, read from the environment, set in code, or both.
         #[derive(Clone, Debug)]
         pub struct Settings {
             $( $(#[doc = $doc])+ #[doc = ""] #[doc = concat!("Environment: `", $name, "`, ", $accepts, ".")] pub $field: $type, )+
@@ -230,17 +232,17 @@ macro_rules! settings {
         }
 
         impl Settings {
-            /// Every environment variable of Crossrail.
+            /// The names of all environment variables.
             pub const NAMES: &'static [&'static str] = &[$( $name, )+];
 
-            /// Sets one setting from text; `name` is the variable (`CROSSRAIL_CHUNK`) or the field (`chunk`).
+            /// Sets a setting from text. `name` is the variable (`CROSSRAIL_CHUNK`) or the field (`chunk`).
             ///
             /// # Errors
-            /// [`ErrorKind::Config`] for an unknown name, or a value that does not parse. The settings are then unchanged.
+            /// [`ErrorKind::Config`] for an unknown name or an invalid value. The settings are then unchanged.
             pub fn set(&mut self, name: &str, value: &str) -> Result<()> {
                 match name {
                     $( $name | stringify!($field) => {
-                        let form: Form<$type> = $form;
+                        let form: Codec<$type> = $form;
                         self.$field = (form.parse)(value).map_err(|why| bad_value($name, value, &why, $accepts))?;
                     } )+
                     _ => return Err(unknown(name)),
@@ -248,13 +250,13 @@ macro_rules! settings {
                 Ok(())
             }
 
-            /// Checks values that were set in code as strictly as those from the environment.
+            /// Checks values set in code as strictly as values from the environment.
             ///
             /// # Errors
-            /// [`ErrorKind::Config`] naming the setting, its value and the accepted form.
+            /// [`ErrorKind::Config`], with the setting, its value and the accepted values.
             pub fn check(&self) -> Result<()> {
                 $( {
-                    let form: Form<$type> = $form;
+                    let form: Codec<$type> = $form;
                     if let Some(text) = (form.show)(&self.$field) {
                         (form.parse)(&text).map_err(|why| bad_value($name, &text, &why, $accepts))?;
                     }
@@ -262,19 +264,19 @@ macro_rules! settings {
                 self.check_together()
             }
 
-            /// Each variable with its present value (`None`: unset), secrets hidden: what `crossrail info` prints.
+            /// Every variable with its current value (`None`: unset), secrets hidden. `crossrail info` prints this.
             pub fn shown(&self) -> Vec<(&'static str, Option<String>)> {
-                vec![$( { let form: Form<$type> = $form; ($name, (form.show)(&self.$field)) }, )+]
+                vec![$( { let form: Codec<$type> = $form; ($name, (form.show)(&self.$field)) }, )+]
             }
 
-            /// The reference, in the order of declaration.
+            /// The settings reference, in the order of declaration.
             pub fn reference() -> Vec<SettingInfo> {
                 let defaults = Settings::default();
                 vec![$( SettingInfo {
                     name: $name,
                     field: stringify!($field),
                     accepts: $accepts,
-                    default: { let form: Form<$type> = $form; (form.show)(&defaults.$field) },
+                    default: { let form: Codec<$type> = $form; (form.show)(&defaults.$field) },
                     doc: [$( $doc.trim() ),+].join(" "),
                 }, )+]
             }
@@ -283,17 +285,16 @@ macro_rules! settings {
 }
 
 impl Settings {
-    /// The defaults, changed by what the process's environment says.
+    /// The defaults, overridden by the environment of the process.
     ///
     /// # Errors
-    /// [`ErrorKind::Config`] for an unknown `CROSSRAIL_` variable (a setting without effect is a mistake), a
-    /// value that does not parse or is not UTF-8, or settings that contradict each other.
+    /// [`ErrorKind::Config`] for an unknown `CROSSRAIL_` variable (a setting without effect is a mistake), a value that
+    /// is invalid or not UTF-8, or settings that contradict each other.
     pub fn from_env() -> Result<Settings> {
         Settings::from_os(std::env::vars_os())
     }
 
-    /// The defaults, changed by name and value pairs. Names that do not begin with `CROSSRAIL_` are not ours and
-    /// are passed over.
+    /// The defaults, overridden by name and value pairs. Names that do not start with `CROSSRAIL_` are ignored.
     ///
     /// # Errors
     /// As [`Settings::from_env`].
@@ -323,8 +324,12 @@ impl Settings {
 
     fn check_together(&self) -> Result<()> {
         if self.secret.is_some() && self.secret_file.is_some() {
-            return Err(Error::new(ErrorKind::Config, "CROSSRAIL_SECRET", "given together with CROSSRAIL_SECRET_FILE")
-                .with_hint("unset one of them"));
+            return Err(Error::new(
+                ErrorKind::Config,
+                "CROSSRAIL_SECRET",
+                "is set together with CROSSRAIL_SECRET_FILE",
+            )
+            .with_hint("unset one of them"));
         }
         Ok(())
     }
@@ -337,11 +342,11 @@ fn bad_value(name: &str, value: &str, why: &str, accepts: &str) -> Error {
 
 fn unknown(name: &str) -> Error {
     let nearest = Settings::NAMES.iter().min_by_key(|known| edits(name, known)).copied().unwrap_or_default();
-    Error::new(ErrorKind::Config, name, "is not a setting of Crossrail")
+    Error::new(ErrorKind::Config, name, "is not a known setting")
         .with_hint(format!("did you mean {nearest}? Known: {}", Settings::NAMES.join(", ")))
 }
 
-/// Levenshtein distance.
+/// The Levenshtein distance.
 fn edits(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();
@@ -357,55 +362,61 @@ fn edits(a: &str, b: &str) -> usize {
     row[b.len()]
 }
 
-const TRANSPORT_FILTER: Form<Filter> = Form {
+const TRANSPORT_FILTER: Codec<Filter> = Codec {
     parse: |text| {
         let filter = Filter::parse(text)?;
         match filter.names().iter().find(|name| !TRANSPORTS.contains(&name.as_str())) {
-            Some(name) => Err(format!("names {name}, which is no transport; known: {}", TRANSPORTS.join(", "))),
+            Some(name) => Err(format!("contains the unknown transport {name}; known: {}", TRANSPORTS.join(", "))),
             None => Ok(filter),
         }
     },
     show: |filter| Some(filter.to_string()),
 };
 
-const RAILS: Form<Rails> = Form { parse: Rails::parse, show: |rails| Some(rails.to_string()) };
+const RAILS: Codec<Rails> = Codec { parse: Rails::parse, show: |rails| Some(rails.to_string()) };
 
-const DEVICE: Form<Option<String>> = Form {
+const DEVICE: Codec<Option<String>> = Codec {
     parse: |text| match text.trim() {
         "" => Err("is empty".to_owned()),
-        name if name.contains([',', '^']) => Err("is not one device".to_owned()),
+        name if name.contains([',', '^']) => Err("names more than one device".to_owned()),
         name => Ok(Some(name.to_owned())),
     },
     show: Clone::clone,
 };
 
-const CHUNK: Form<usize> = Form {
+const CHUNK: Codec<usize> = Codec {
     parse: |text| match parse_size(text) {
         Err(error) => Err(why(&error)),
-        Ok(bytes @ 0x1000..=0x4000_0000) => usize::try_from(bytes).map_err(|_| "does not fit".to_owned()),
+        Ok(bytes @ 0x1000..=0x4000_0000) => {
+            usize::try_from(bytes).map_err(|_| "does not fit in the address space".to_owned())
+        }
         Ok(_) => Err("is out of range".to_owned()),
     },
     show: |bytes| Some(format_size(*bytes as u64)),
 };
 
-const BOUNCE: Form<usize> = Form {
+const BOUNCE: Codec<usize> = Codec {
     parse: |text| match parse_size(text) {
         Err(error) => Err(why(&error)),
-        Ok(bytes @ 0x10_0000..=0x40_0000_0000) => usize::try_from(bytes).map_err(|_| "does not fit".to_owned()),
+        Ok(bytes @ 0x10_0000..=0x40_0000_0000) => {
+            usize::try_from(bytes).map_err(|_| "does not fit in the address space".to_owned())
+        }
         Ok(_) => Err("is out of range".to_owned()),
     },
     show: |bytes| Some(format_size(*bytes as u64)),
 };
 
-const UNPACK: Form<Unpack> = Form {
-    parse: |text| text.parse().map_err(|_| "is no way to unpack".to_owned()),
+const UNPACK: Codec<Unpack> = Codec {
+    parse: |text| text.parse().map_err(|_| "is not an unpack mode".to_owned()),
     show: |way| Some(way.to_string()),
 };
 
-const GPU_COPY: Form<GpuCopy> =
-    Form { parse: |text| text.parse().map_err(|_| "is no way to copy".to_owned()), show: |way| Some(way.to_string()) };
+const GPU_COPY: Codec<GpuCopy> = Codec {
+    parse: |text| text.parse().map_err(|_| "is not a copy mode".to_owned()),
+    show: |way| Some(way.to_string()),
+};
 
-const TIMEOUT: Form<Duration> = Form {
+const TIMEOUT: Codec<Duration> = Codec {
     parse: |text| match parse_duration(text) {
         Err(error) => Err(why(&error)),
         Ok(time) if time < Duration::from_millis(1) || time > Duration::from_secs(86_400) => {
@@ -416,10 +427,10 @@ const TIMEOUT: Form<Duration> = Form {
     show: |time| Some(format_duration(*time)),
 };
 
-const IO_THREADS: Form<IoThreads> = Form {
+const IO_THREADS: Codec<IoThreads> = Codec {
     parse: |text| match text.trim() {
         "auto" => Ok(IoThreads::Auto),
-        number => (count_form::<1, 256>().parse)(number).map(IoThreads::Count),
+        number => (count::<1, 256>().parse)(number).map(IoThreads::Count),
     },
     show: |threads| {
         Some(match threads {
@@ -429,40 +440,40 @@ const IO_THREADS: Form<IoThreads> = Form {
     },
 };
 
-const SECRET: Form<Option<Secret>> = Form {
+const SECRET: Codec<Option<Secret>> = Codec {
     parse: |text| Secret::new(text).map(Some).map_err(|error| error.detail),
     show: |secret| secret.as_ref().map(|_| "(hidden)".to_owned()),
 };
 
-const PATH: Form<Option<PathBuf>> = Form {
+const PATH: Codec<Option<PathBuf>> = Codec {
     parse: |text| if text.is_empty() { Err("is empty".to_owned()) } else { Ok(Some(PathBuf::from(text))) },
     show: |path| path.as_ref().map(|path| path.display().to_string()),
 };
 
-const LOG: Form<LogLevel> = Form {
+const LOG: Codec<LogLevel> = Codec {
     parse: |text| {
         let found = LogLevel::NAMES.iter().find(|(name, _)| *name == text.trim());
-        found.map(|(_, level)| *level).ok_or_else(|| "is not a level".to_owned())
+        found.map(|(_, level)| *level).ok_or_else(|| "is not a log level".to_owned())
     },
     show: |level| Some(level.to_string()),
 };
 
-const STORE: Form<Option<String>> = Form {
+const STORE: Codec<Option<String>> = Codec {
     parse: |text| {
         let text = text.trim();
-        let Some((scheme, places)) = text.split_once("://") else {
+        let Some((scheme, addresses)) = text.split_once("://") else {
             return Err("has no scheme".to_owned());
         };
         if !["tcp", "etcd"].contains(&scheme) {
-            return Err(format!("has the scheme {scheme}, which is no store; known: tcp, etcd"));
+            return Err(format!("has the unknown scheme {scheme}; known: tcp, etcd"));
         }
-        if scheme == "tcp" && places.contains(',') {
-            return Err("names several places: only etcd has those".to_owned());
+        if scheme == "tcp" && addresses.contains(',') {
+            return Err("lists several addresses: only etcd supports that".to_owned());
         }
-        for place in places.split(',') {
-            match place.rsplit_once(':') {
+        for address in addresses.split(',') {
+            match address.rsplit_once(':') {
                 Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0) => {}
-                _ => return Err(format!("has {place:?}, which is no host:port")),
+                _ => return Err(format!("contains {address:?}, which is not host:port")),
             }
         }
         Ok(Some(text.to_owned()))
@@ -470,8 +481,8 @@ const STORE: Form<Option<String>> = Form {
     show: Clone::clone,
 };
 
-const fn count_form<const MIN: u32, const MAX: u32>() -> Form<u32> {
-    Form {
+const fn count<const MIN: u32, const MAX: u32>() -> Codec<u32> {
+    Codec {
         parse: |text| match text.trim().parse::<u32>() {
             Ok(count) if (MIN..=MAX).contains(&count) => Ok(count),
             Ok(_) => Err("is out of range".to_owned()),
@@ -481,61 +492,61 @@ const fn count_form<const MIN: u32, const MAX: u32>() -> Form<u32> {
     }
 }
 
-/// The reason alone: the setting's own error repeats the value.
+/// The reason of a parse error without the quoted value, which the setting's own error repeats.
 fn why(error: &Error) -> String {
     error.detail.rsplit_once("\" ").map_or(error.detail.as_str(), |(_, why)| why).to_owned()
 }
 
 settings! {
-    /// Which transports may be used.
+    /// Transports that may be used.
     tls: Filter = Filter::All,
-        "CROSSRAIL_TLS" accepts "`all`, a list such as `shm,tcp`, or all but some: `^tcp` (known: self, shm, cuda_ipc, tcp)" as TRANSPORT_FILTER;
-    /// Which network devices carry data; each is one rail. A local address such as 127.0.0.2 is a device too.
+        "CROSSRAIL_TLS" accepts "`all`, a list such as `shm,tcp`, or all but some such as `^tcp` (known: self, shm, cuda_ipc, tcp)" as TRANSPORT_FILTER;
+    /// Network devices that carry data; each is one rail. A local address such as 127.0.0.2 counts as a device.
     net_devices: Rails = Rails::Named(Filter::All),
-        "CROSSRAIL_NET_DEVICES" accepts "`all`, a list such as `eth1,eth2` or `127.0.0.1,127.0.0.2`, all but some: `^eth0`, or `near` (`near:1`): those nearest to the first GPU (to GPU 1)" as RAILS;
-    /// The device that carries control traffic; unset: the one the peer's address is reached through.
+        "CROSSRAIL_NET_DEVICES" accepts "`all`, a list such as `eth1,eth2` or `127.0.0.1,127.0.0.2`, all but some such as `^eth0`, or `near` (`near:1`): the devices nearest to the first GPU (to GPU 1)" as RAILS;
+    /// Network device for control traffic; unset: the one with the route to the peer's address.
     control_device: Option<String> = None,
-        "CROSSRAIL_CONTROL_DEVICE" accepts "the name of one interface, or one local address" as DEVICE;
-    /// How many bytes one lane carries at a time.
+        "CROSSRAIL_CONTROL_DEVICE" accepts "the name of one interface or one local address" as DEVICE;
+    /// Chunk size in bytes: how much of a transfer one lane carries at a time.
     chunk: usize = 2 << 20,
         "CROSSRAIL_CHUNK" accepts "a size from 4K to 1G" as CHUNK;
-    /// How many chunks a lane may have outstanding.
+    /// Maximum number of outstanding chunks per lane.
     window: u32 = 16,
-        "CROSSRAIL_WINDOW" accepts "a number from 1 to 1024" as count_form::<1, 1024>();
-    /// Connections per rail.
+        "CROSSRAIL_WINDOW" accepts "a number from 1 to 1024" as count::<1, 1024>();
+    /// Number of connections per rail.
     channels: u32 = 1,
-        "CROSSRAIL_CHANNELS" accepts "a number from 1 to 64" as count_form::<1, 64>();
-    /// Pinned host memory through which the network reaches one GPU's memory, half of it each way; taken when that is
-    /// first used.
+        "CROSSRAIL_CHANNELS" accepts "a number from 1 to 64" as count::<1, 64>();
+    /// Pinned host memory for staging transfers between the network and one GPU, half of it for each direction; allocated
+    /// on first use.
     bounce: usize = 128 << 20,
         "CROSSRAIL_BOUNCE" accepts "a size from 1M to 256G" as BOUNCE;
-    /// How what came over the network gets to its place in GPU memory.
+    /// How data received over the network is moved to its destination in GPU memory.
     unpack: Unpack = Unpack::Kernel,
-        "CROSSRAIL_UNPACK" accepts "`kernel`: one launch for many pieces, `d2d`: a copy for each piece, `host`: gathered by a processor, then one copy" as UNPACK;
-    /// What copies from GPU to GPU within one machine, from 512 KiB on. Copy engines write to one GPU after the other; a
-    /// kernel writes to several at once, which was slower, and takes some of the multiprocessors.
+        "CROSSRAIL_UNPACK" accepts "`kernel`: one launch for many fragments, `d2d`: one copy per fragment, `host`: gathered by the CPU, then one copy" as UNPACK;
+    /// What copies from GPU to GPU within one machine, from 512 KiB on. Copy engines serve one destination at a time; a
+    /// kernel writes to several at once, which was slower, and occupies multiprocessors.
     gpu_copy: GpuCopy = GpuCopy::Auto,
         "CROSSRAIL_GPU_COPY" accepts "`auto` (engines), `engine`, `kernel`" as GPU_COPY;
-    /// Threads that move bytes over the network.
+    /// Number of network I/O threads.
     io_threads: IoThreads = IoThreads::Auto,
         "CROSSRAIL_IO_THREADS" accepts "`auto`, or a number from 1 to 256" as IO_THREADS;
-    /// The longest any wait may take, where the call names no limit of its own.
+    /// Timeout of any wait for which the call specifies none.
     timeout: Duration = Duration::from_secs(30),
         "CROSSRAIL_TIMEOUT" accepts "a duration from 1ms to 24h: seconds such as `1.5`, or `500ms`, `30s`, `2m`" as TIMEOUT;
-    /// The secret that both ends share; needed to listen beyond this machine.
+    /// Secret shared by both ends; required to listen beyond this machine.
     secret: Option<Secret> = None,
-        "CROSSRAIL_SECRET" accepts "any text but the empty one" as SECRET;
-    /// A file that holds the secret (one trailing newline is not part of it); instead of CROSSRAIL_SECRET.
+        "CROSSRAIL_SECRET" accepts "any non-empty text" as SECRET;
+    /// File that contains the secret (one trailing newline is ignored); replaces CROSSRAIL_SECRET.
     secret_file: Option<PathBuf> = None,
         "CROSSRAIL_SECRET_FILE" accepts "a path" as PATH;
-    /// The store that the ranks of a job share; unset: the launcher's variables say where rank 0 has one.
+    /// Store that the ranks of a job share; unset: rank 0 runs one at an address derived from the launcher's variables.
     store: Option<String> = None,
         "CROSSRAIL_STORE" accepts "`tcp://host:port`, or `etcd://host:port[,host:port]`" as STORE;
-    /// The folder that keeps compiled GPU kernels; unset: `crossrail` in the user's cache folder (`$XDG_CACHE_HOME`,
-    /// or `~/.cache`).
+    /// Folder that caches compiled GPU kernels; unset: `crossrail` in the user's cache folder (`$XDG_CACHE_HOME` or
+    /// `~/.cache`).
     cache_dir: Option<PathBuf> = None,
         "CROSSRAIL_CACHE_DIR" accepts "a path" as PATH;
-    /// What is said on stderr.
+    /// Log level of messages on stderr.
     log: LogLevel = LogLevel::Warn,
         "CROSSRAIL_LOG" accepts "`off`, `error`, `warn`, `info` or `debug`" as LOG;
 }

@@ -9,7 +9,7 @@ fn names(list: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn an_empty_environment_gives_the_defaults() {
+fn an_empty_environment_yields_the_defaults() {
     let settings = from(&[("PATH", "/bin"), ("crossrail_tls", "nonsense")]).unwrap();
     assert_eq!(settings.tls, Filter::All);
     assert_eq!(settings.net_devices, Rails::Named(Filter::All));
@@ -27,7 +27,7 @@ fn an_empty_environment_gives_the_defaults() {
 }
 
 #[test]
-fn every_setting_is_read() {
+fn every_setting_is_parsed() {
     let settings = from(&[
         ("CROSSRAIL_TLS", "shm,tcp"),
         ("CROSSRAIL_NET_DEVICES", "^eth0, eth5"),
@@ -64,7 +64,7 @@ fn every_setting_is_read() {
 }
 
 #[test]
-fn a_bad_value_names_setting_value_and_accepted_form() {
+fn an_invalid_value_is_reported_with_setting_and_accepted_values() {
     for (name, value, form) in [
         ("CROSSRAIL_TLS", "rdma", "known: self, shm, cuda_ipc, tcp"),
         ("CROSSRAIL_TLS", "^shm,rdma", "known: self, shm, cuda_ipc, tcp"),
@@ -75,7 +75,7 @@ fn a_bad_value_names_setting_value_and_accepted_form() {
         ("CROSSRAIL_TLS", "^all", "`all`"),
         ("CROSSRAIL_TLS", "SHM", "known: self, shm, cuda_ipc, tcp"),
         ("CROSSRAIL_NET_DEVICES", "eth1,,eth2", "eth1,eth2"),
-        ("CROSSRAIL_NET_DEVICES", "127.0.0.2,127.0.0.2", "names 127.0.0.2 twice"),
+        ("CROSSRAIL_NET_DEVICES", "127.0.0.2,127.0.0.2", "lists 127.0.0.2 twice"),
         ("CROSSRAIL_NET_DEVICES", "^", "^eth0"),
         ("CROSSRAIL_NET_DEVICES", "near:", "near:1"),
         ("CROSSRAIL_NET_DEVICES", "near:a100", "near:1"),
@@ -102,11 +102,11 @@ fn a_bad_value_names_setting_value_and_accepted_form() {
         ("CROSSRAIL_SECRET_FILE", "", "a path"),
         ("CROSSRAIL_STORE", "10.0.0.1:7400", "tcp://host:port"),
         ("CROSSRAIL_STORE", "redis://10.0.0.1:7400", "known: tcp, etcd"),
-        ("CROSSRAIL_STORE", "tcp://10.0.0.1", "no host:port"),
-        ("CROSSRAIL_STORE", "tcp://:7400", "no host:port"),
-        ("CROSSRAIL_STORE", "tcp://a:0", "no host:port"),
+        ("CROSSRAIL_STORE", "tcp://10.0.0.1", "not host:port"),
+        ("CROSSRAIL_STORE", "tcp://:7400", "not host:port"),
+        ("CROSSRAIL_STORE", "tcp://a:0", "not host:port"),
         ("CROSSRAIL_STORE", "tcp://a:1,b:1", "only etcd"),
-        ("CROSSRAIL_STORE", "etcd://a:1,", "no host:port"),
+        ("CROSSRAIL_STORE", "etcd://a:1,", "not host:port"),
         ("CROSSRAIL_LOG", "verbose", "`info`"),
     ] {
         let error = from(&[(name, value)]).unwrap_err();
@@ -129,13 +129,13 @@ fn an_unknown_setting_is_an_error_with_the_nearest_name() {
         assert_eq!((error.kind, error.operation.as_str()), (ErrorKind::Config, wrong));
         assert!(error.to_string().contains(&format!("did you mean {right}?")), "{error}");
     }
-    // A field's name is for code: in the environment it is just another unknown.
+    // Field names are accepted in code only.
     assert!(from(&[("CROSSRAIL_", "1")]).is_err());
     assert!(from(&[("CROSSRAIL_chunk", "1")]).is_err());
 }
 
 #[test]
-fn two_secrets_are_one_too_many() {
+fn secret_and_secret_file_are_mutually_exclusive() {
     let both = [("CROSSRAIL_SECRET", "a"), ("CROSSRAIL_SECRET_FILE", "/b")];
     assert!(from(&both).unwrap_err().to_string().contains("CROSSRAIL_SECRET_FILE"));
 }
@@ -170,7 +170,7 @@ fn values_set_in_code_are_checked_too() {
 }
 
 #[test]
-fn set_takes_variable_or_field_and_leaves_the_rest_alone() {
+fn set_accepts_variable_and_field_names_and_changes_nothing_else() {
     let mut settings = Settings::default();
     settings.set("chunk", "4M").unwrap();
     settings.set("CROSSRAIL_WINDOW", "8").unwrap();
@@ -181,7 +181,7 @@ fn set_takes_variable_or_field_and_leaves_the_rest_alone() {
 }
 
 #[test]
-fn filters_allow_what_they_say() {
+fn filters_include_or_exclude_names() {
     let only = Filter::Only(names(&["shm"]));
     let except = Filter::Except(names(&["shm"]));
     assert!(Filter::All.allows("shm"));
@@ -203,7 +203,7 @@ fn rails_may_be_those_near_a_gpu() {
 }
 
 #[test]
-fn what_is_shown_reads_back() {
+fn displayed_values_parse_back() {
     let pairs = [
         ("CROSSRAIL_TLS", "^tcp"),
         ("CROSSRAIL_NET_DEVICES", "127.0.0.1,127.0.0.2"),

@@ -1,18 +1,18 @@
-//! Sizes and durations as people write them. `GB` is 1e9 bytes and `GiB` is 2^30: every figure says which.
+//! Parsing and formatting of sizes and durations. `GB` is 1e9 bytes and `GiB` is 2^30 bytes; output always names the unit.
 
 use std::time::Duration;
 
-use crate::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result};
 
 const SIZE_FORM: &str = "write bytes or a power of two: 4096, 64K, 2M, 1G, 1T (KiB, MiB, GiB, TiB mean the same)";
 const DURATION_FORM: &str = "write seconds or a unit: 1.5, 30s, 500ms, 250us, 2m, 1h";
 const UNITS: [(&str, u32); 4] = [("T", 40), ("G", 30), ("M", 20), ("K", 10)];
 
-/// A size in bytes from `4096`, `64K`, `2M`, `1G`, `1T` (powers of two), or the same with `KiB` and so on.
+/// Parses a size in bytes: `4096`, `64K`, `2M`, `1G`, `1T` (powers of two), or the same with `KiB`, `MiB` and so on.
 ///
 /// # Errors
-/// [`ErrorKind::Usage`] naming the text and the accepted form. `64KB` is refused, since KB means 1000 to some
-/// and 1024 to others; so is anything that does not fit in 64 bits.
+/// [`ErrorKind::Usage`], with the text and the accepted form. `64KB` is rejected because KB is ambiguous (1000 or 1024
+/// bytes), and so is anything that does not fit in 64 bits.
 pub fn parse_size(text: &str) -> Result<u64> {
     let bad = |why: &str| Error::new(ErrorKind::Usage, "size", format!("{:?} {why}", clip(text))).with_hint(SIZE_FORM);
     let text = text.trim();
@@ -26,11 +26,11 @@ pub fn parse_size(text: &str) -> Result<u64> {
         "" | "B" => 0,
         _ => shift_of(unit).ok_or_else(|| {
             let decimal = unit.len() == 2 && unit.ends_with(['B', 'b']) && shift_of(&unit[..1]).is_some();
-            bad(if decimal { "could mean powers of ten or of two" } else { "is not a size" })
+            bad(if decimal { "is ambiguous: powers of ten or of two" } else { "is not a size" })
         })?,
     };
-    let number: u64 = digits.parse().map_err(|_| bad("is more than 64 bits hold"))?;
-    number.checked_mul(1 << shift).ok_or_else(|| bad("is more than 64 bits hold"))
+    let number: u64 = digits.parse().map_err(|_| bad("does not fit in 64 bits"))?;
+    number.checked_mul(1 << shift).ok_or_else(|| bad("does not fit in 64 bits"))
 }
 
 fn shift_of(unit: &str) -> Option<u32> {
@@ -43,10 +43,11 @@ fn shift_of(unit: &str) -> Option<u32> {
         .map(|(_, shift)| *shift)
 }
 
-/// Several sizes: `1:4M` doubles from the first to the last (which is always included), `1,2,64K` lists.
+/// Parses several sizes: a range `1:4M`, doubled from the first to the last (which is always included), or a list
+/// `1,2,64K`.
 ///
 /// # Errors
-/// [`ErrorKind::Usage`] for a part that is no size, for a range that runs backwards or begins at 0.
+/// [`ErrorKind::Usage`] for an invalid size, and for a range that is descending or starts at 0.
 pub fn parse_sizes(text: &str) -> Result<Vec<u64>> {
     let Some((first, last)) = text.split_once(':') else {
         return text.split(',').map(parse_size).collect();
@@ -54,13 +55,13 @@ pub fn parse_sizes(text: &str) -> Result<Vec<u64>> {
     let (first, last) = (parse_size(first)?, parse_size(last)?);
     let bad = |why: String| {
         Err(Error::new(ErrorKind::Usage, "sizes", format!("{:?} {why}", clip(text)))
-            .with_hint("write MIN:MAX to double from one to the other, as 1:4M, or a list, as 1,2,64K"))
+            .with_hint("write MIN:MAX for a doubling range, such as 1:4M, or a list, such as 1,2,64K"))
     };
     if first == 0 {
-        return bad("begins at 0, which cannot be doubled".to_owned());
+        return bad("starts at 0, which cannot be doubled".to_owned());
     }
     if last < first {
-        return bad("runs backwards".to_owned());
+        return bad("is a descending range".to_owned());
     }
     let mut sizes: Vec<u64> =
         std::iter::successors(Some(first), |size| size.checked_mul(2)).take_while(|size| *size < last).collect();
@@ -68,7 +69,7 @@ pub fn parse_sizes(text: &str) -> Result<Vec<u64>> {
     Ok(sizes)
 }
 
-/// The shortest exact form that [`parse_size`] reads back: `64K`, `2M`, `1G`, or plain bytes.
+/// Formats a size in the shortest exact form that [`parse_size`] accepts: `64K`, `2M`, `1G`, or plain bytes.
 pub fn format_size(bytes: u64) -> String {
     for (letter, shift) in UNITS {
         if bytes != 0 && bytes.trailing_zeros() >= shift {
@@ -78,10 +79,10 @@ pub fn format_size(bytes: u64) -> String {
     bytes.to_string()
 }
 
-/// A duration from `500ms`, `30s`, `2m`, `1h`, `250us`, or plain seconds such as `1.5`. Resolution: 1 ns.
+/// Parses a duration: `500ms`, `30s`, `2m`, `1h`, `250us`, or plain seconds such as `1.5`. Resolution: 1 ns.
 ///
 /// # Errors
-/// [`ErrorKind::Usage`] naming the text and the accepted form.
+/// [`ErrorKind::Usage`], with the text and the accepted form.
 pub fn parse_duration(text: &str) -> Result<Duration> {
     let bad = || {
         Error::new(ErrorKind::Usage, "duration", format!("{:?} is not a duration", clip(text))).with_hint(DURATION_FORM)
@@ -102,7 +103,7 @@ pub fn parse_duration(text: &str) -> Result<Duration> {
     Ok(Duration::from_nanos(u64::try_from(nanos).map_err(|_| bad())?))
 }
 
-/// `digits` (such as `12`, `1.5`, `.25`) times `factor`, rounded down; exact, where a float would not be.
+/// `digits` (such as `12`, `1.5`, `.25`) times `factor`, rounded down. Exact, unlike a float.
 fn decimal_times(digits: &str, factor: u128) -> Option<u128> {
     let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
     if whole.is_empty() && fraction.is_empty() || fraction.contains('.') {
@@ -118,31 +119,32 @@ fn decimal_times(digits: &str, factor: u128) -> Option<u128> {
     Some(nanos)
 }
 
-/// The shortest exact form that [`parse_duration`] reads back: `30s`, `1500ms`, `250us`, `2m`.
+/// Formats a duration in the shortest exact form that [`parse_duration`] accepts: `30s`, `1500ms`, `250us`, `2m`.
 pub fn format_duration(duration: Duration) -> String {
     let nanos = duration.as_nanos();
     let units =
         [(3_600_000_000_000, "h"), (60_000_000_000, "m"), (1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "us")];
     for (per_unit, unit) in units {
-        let minutes_read_oddly = per_unit >= 60_000_000_000 && nanos < 2 * per_unit;
-        if nanos != 0 && nanos.is_multiple_of(per_unit) && !minutes_read_oddly {
+        // `60s` and `1500ms` are easier to read than `1m`; from two units on the larger unit wins.
+        let below_two = per_unit >= 60_000_000_000 && nanos < 2 * per_unit;
+        if nanos != 0 && nanos.is_multiple_of(per_unit) && !below_two {
             return format!("{}{unit}", nanos / per_unit);
         }
     }
     if nanos == 0 { "0s".to_owned() } else { format!("{nanos}ns") }
 }
 
-/// Bytes in units of 1e9: `67.11 GB` (`MB`, `kB`, `B` below that).
+/// Formats bytes in units of 1e9: `67.11 GB` (below that `MB`, `kB`, `B`).
 pub fn format_gb(bytes: u64) -> String {
     scaled(bytes, &[(1e9, "GB"), (1e6, "MB"), (1e3, "kB")])
 }
 
-/// Bytes in units of 2^30: `1.50 GiB` (`MiB`, `KiB`, `B` below that).
+/// Formats bytes in units of 2^30: `1.50 GiB` (below that `MiB`, `KiB`, `B`).
 pub fn format_gib(bytes: u64) -> String {
     scaled(bytes, &[(1_073_741_824.0, "GiB"), (1_048_576.0, "MiB"), (1_024.0, "KiB")])
 }
 
-/// A rate in units of 1e9 bytes per second: `10.90 GB/s`.
+/// Formats a rate in units of 1e9 bytes per second: `10.90 GB/s`; `- GB/s` if the time is zero.
 pub fn format_gb_per_s(bytes: u64, time: Duration) -> String {
     if time.is_zero() {
         return "- GB/s".to_owned();
@@ -159,7 +161,7 @@ fn scaled(bytes: u64, units: &[(f64, &str)]) -> String {
     format!("{bytes} B")
 }
 
-/// At most 64 characters of a user's text, for an error message.
+/// Truncates user input to 64 characters for an error message.
 fn clip(text: &str) -> String {
     if text.chars().count() <= 64 {
         return text.to_owned();
@@ -193,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_named_with_the_accepted_form() {
+    fn an_invalid_size_is_reported_with_the_accepted_form() {
         for text in
             ["", "K", "-1", "1.5M", "64X", "0x10", "1_000", "64 K K", "64KiBB", "1é", "12éB", "64KIB", "∞", "1e9"]
         {
@@ -205,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn decimal_units_are_refused_rather_than_guessed() {
+    fn ambiguous_decimal_units_are_rejected() {
         for text in ["64KB", "1GB", "2mb"] {
             assert!(parse_size(text).unwrap_err().detail.contains("powers of ten or of two"), "{text}");
         }
@@ -220,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_text_is_clipped_in_the_error() {
+    fn long_input_is_truncated_in_the_error() {
         let error = parse_size(&"x".repeat(10_000)).unwrap_err();
         assert!(error.to_string().len() < 300);
     }
@@ -249,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn formatted_sizes_read_back() {
+    fn formatted_sizes_parse_back() {
         for (bytes, text) in [
             (0, "0"),
             (1, "1"),
@@ -294,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn formatted_durations_read_back() {
+    fn formatted_durations_parse_back() {
         for (text, nanos) in [
             ("30s", 30_000_000_000),
             ("1500ms", 1_500_000_000),
@@ -312,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn gb_and_gib_say_which_they_are() {
+    fn gb_and_gib_are_named() {
         assert_eq!(format_gb(67_108_864), "67.11 MB");
         assert_eq!(format_gib(67_108_864), "64.00 MiB");
         assert_eq!(format_gb(1_000_000_000), "1.00 GB");
