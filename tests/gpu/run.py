@@ -49,7 +49,7 @@ the order of that ring (`broken_kernels_are_caught` in crates/kernels/tests/ep_r
 """
 PAIRS = (
     *(f"crossrail-{name}" for name in ("cuda-ipc.gpu", "cuda.gpu", "kernels.gpu", "bench.gpu_unpack")),
-    *(f"crossrail.{name}" for name in ("gpu", "gpu_staging")),
+    *("crossrail.gpu", "crossrail-gpu.gpu_staging"),
     *(f"test_api_{name}.py" for name in ("allocators", "arrays", "ends", "fallbacks", "graphs", "streams", "waits")),
     *("test_cli_p2p.py", "test_guide.py"),
 )

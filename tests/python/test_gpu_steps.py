@@ -268,7 +268,7 @@ def test_every_test_of_gpus_is_run_with_as_many_as_it_needs(tmp_path: Path) -> N
     alone = [name for name, step in steps.items() if step.kind == "alone"]
     assert set(alone) == {
         *(f"{size} GPU: crossrail-cuda-ipc.gpu given_back" for size in (2, 1)),
-        *(f"{size} GPU: crossrail.gpu_staging given_back" for size in (2, 1)),
+        *(f"{size} GPU: crossrail-gpu.gpu_staging given_back" for size in (2, 1)),
         *(f"{size} GPU: Python test_api_ends.py alone" for size in (2, 1)),
         *(f"{size} GPU: Python test_deep_ep_low_latency.py alone" for size in (4, 2, 1)),
         *(f"2 GPU: {tool}" for tool in run.SANITIZERS),

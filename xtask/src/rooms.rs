@@ -31,10 +31,11 @@ pub(crate) const ROOMS: &[Room] = &[
     room("cuda", "crossrail-cuda", &["types"]),
     room("kernels", "crossrail-kernels", &["cuda", "types"]),
     room("cuda-ipc", "crossrail-cuda-ipc", &["cuda", "kernels", "transport", "types"]),
+    room("gpu", "crossrail-gpu", &["shm", "cuda-ipc", "kernels", "cuda", "types"]),
     room(
         "engine",
         "crossrail",
-        &["proto", "transport", "shm", "tcp", "handshake", "topology", "cuda-ipc", "kernels", "cuda", "types"],
+        &["proto", "transport", "shm", "tcp", "handshake", "topology", "gpu", "cuda-ipc", "kernels", "cuda", "types"],
     ),
     Room { forbids_unsafe: true, ..room("control", "crossrail-control", &["handshake", "types"]) },
     room("ep", "crossrail-ep", &["engine", "control", "types"]),

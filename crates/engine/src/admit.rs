@@ -9,10 +9,9 @@ use parking_lot::Mutex;
 
 use crate::buffer::Buffer;
 use crate::core::Core;
-use crate::device::Ready;
-use crate::staging::{Done, Staged};
 use crate::tickets::Gpu;
 use crate::worker::Shared;
+use crossrail_gpu::{Completion, StagingListener, StreamPoint};
 
 /// What stagers have finished, until somebody with the worker's lock takes it.
 #[derive(Clone, Debug, Default)]
@@ -22,11 +21,11 @@ pub(crate) struct Inbox(Arc<Letters>);
 struct Letters {
     /// There are some.
     up: AtomicBool,
-    done: Mutex<Vec<Done>>,
+    done: Mutex<Vec<Completion>>,
 }
 
 impl Inbox {
-    fn put(&self, mut done: Vec<Done>) {
+    fn put(&self, mut done: Vec<Completion>) {
         self.0.done.lock().append(&mut done);
         self.0.up.store(true, Ordering::Release);
     }
@@ -37,7 +36,7 @@ impl Inbox {
         self.0.up.load(Ordering::Relaxed)
     }
 
-    fn take(&self) -> Option<Vec<Done>> {
+    fn take(&self) -> Option<Vec<Completion>> {
         self.0.up.swap(false, Ordering::AcqRel).then(|| std::mem::take(&mut *self.0.done.lock()))
     }
 }
@@ -53,13 +52,13 @@ impl Core {
 }
 
 /// Never waits for the worker's lock: somebody who holds it may be waiting for the stager.
-impl Staged for Shared {
-    fn staged(&self, done: Vec<Done>) -> bool {
+impl StagingListener for Shared {
+    fn completed(&self, done: Vec<Completion>) -> bool {
         self.inbox.put(done);
-        self.catch_up()
+        self.process()
     }
 
-    fn catch_up(&self) -> bool {
+    fn process(&self) -> bool {
         if !self.inbox.is_up() {
             return true;
         }
@@ -91,7 +90,7 @@ impl Shared {
             None => self.context.gpus().check(buffer.ptr as u64, buffer.len, gpu.ordinal)?,
         };
         if let Some(after) = &gpu.after
-            && after.is_done()?
+            && after.is_reached()?
         {
             gpu.after = None;
         }
@@ -137,11 +136,11 @@ impl Shared {
     }
 
     /// Waits until `after` is complete, at most `CROSSRAIL_TIMEOUT`.
-    pub(crate) fn wait_ready(&self, ordinal: u32, after: &Ready, what: &str) -> Result<()> {
+    pub(crate) fn wait_ready(&self, ordinal: u32, after: &StreamPoint, what: &str) -> Result<()> {
         let timeout = self.context.settings().timeout;
         let Some(ticket) = self.core.lock().st.staging.after(ordinal, after.clone()) else { return Ok(()) };
         if self.observe_until(timeout, |core| (!core.st.staging.is_pending(ticket)).then_some(())).is_some() {
-            return after.is_done().map(drop).map_err(|error| Error { operation: what.to_owned(), ..error });
+            return after.is_reached().map(drop).map_err(|error| Error { operation: what.to_owned(), ..error });
         }
         self.core.lock().st.staging.take(ticket);
         let detail = format!("the stream's work was not complete in {:.3} s", timeout.as_secs_f64());

@@ -11,7 +11,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::chunks::Times;
 use crate::context::Context;
-use crate::device::{Device, DeviceAlloc, Ready};
+use crossrail_gpu::{Device, DeviceAlloc, StreamPoint};
 
 /// Where memory is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -179,7 +179,7 @@ pub(crate) struct OnGpu {
     pub(crate) ordinal: u32,
     /// Its GPU, once it is known that the memory is that one's.
     pub(crate) device: Option<Arc<Device>>,
-    pub(crate) after: Option<Ready>,
+    pub(crate) after: Option<StreamPoint>,
     /// Where the time of the operation that has it goes.
     pub(crate) times: Times,
 }
@@ -213,6 +213,7 @@ impl Buffer {
         keep: Option<Arc<dyn Any + Send + Sync>>,
         after: Option<Ready>,
     ) -> Buffer {
+        let after = after.map(|after| after.0);
         let gpu = Some(Box::new(OnGpu { ordinal, device: None, after, times: Times::default() }));
         Buffer { ptr: ptr as *mut u8, len, keep: keep.map_or(Keep::Nothing, Keep::Shared), gpu }
     }
@@ -232,7 +233,7 @@ impl Buffer {
     pub fn after(mut self, after: Ready) -> Result<Buffer> {
         match &mut self.gpu {
             Some(gpu) => {
-                gpu.after = Some(after);
+                gpu.after = Some(after.0);
                 Ok(self)
             }
             None => Err(usage("after", "host memory waits for no stream")),
@@ -280,6 +281,10 @@ impl From<Box<[u8]>> for Buffer {
     }
 }
 
+/// What must be complete before an operation touches its memory: everything that was in a stream at one moment.
+#[derive(Clone, Debug)]
+pub struct Ready(pub(crate) StreamPoint);
+
 impl Ready {
     /// Everything that is in the stream of GPU `ordinal` now: complete once all of that is.
     ///
@@ -291,7 +296,7 @@ impl Ready {
     /// no CUDA; what the driver says.
     pub unsafe fn on_stream(context: &Context, ordinal: u32, stream: u64) -> Result<Ready> {
         // SAFETY: the caller vouches for the stream.
-        unsafe { context.gpus().device(ordinal)?.ready(stream) }
+        unsafe { context.gpus().device(ordinal)?.stream_point(stream) }.map(Ready)
     }
 }
 

@@ -18,9 +18,9 @@ use crossrail_transport::{Grant, Payload, Place, Tx};
 use crossrail_types::{EndpointId, LaneId};
 use proto::{Body, Memory, Out, Time};
 
-use crate::staging::{Done, Slot, Way};
 use crate::state::{LaneState, State};
 use crate::tickets::Work;
+use crossrail_gpu::{Completion, Direction, Slot};
 
 /// Chunks that a lane has packed, or being packed, ahead of what it sends. More would keep slots from other lanes, and
 /// a slow rail would take more than its part.
@@ -348,9 +348,9 @@ impl State {
     fn pack(&mut self, work: Work, ordinal: u32, src: u64, len: u32) -> Option<()> {
         let client = &self.staging.gpu(ordinal)?.client;
         // Another worker may be the one that gives a slot back.
-        let slot = client.slot(Way::Out).or_else(|| {
-            client.when_free(Way::Out);
-            client.slot(Way::Out)
+        let slot = client.slot(Direction::Out).or_else(|| {
+            client.notify_when_free(Direction::Out);
+            client.slot(Direction::Out)
         })?;
         let ticket = self.staging.ticket(work);
         self.staging.gpu(ordinal)?.client.pack(ticket, src, slot, len as usize);
@@ -412,9 +412,9 @@ impl State {
         if len > client.slot_len() {
             return Place::Refuse(format!("a chunk of {len} bytes, longer than was agreed"));
         }
-        let slot = client.slot(Way::In).or_else(|| {
-            client.when_free(Way::In);
-            client.slot(Way::In)
+        let slot = client.slot(Direction::In).or_else(|| {
+            client.notify_when_free(Direction::In);
+            client.slot(Direction::In)
         });
         let held = self.staging.waiting.iter().position(|waiting| *waiting == (endpoint, lane));
         let Some(slot) = slot else {
@@ -476,7 +476,7 @@ impl State {
     // ---- what the stagers have done
 
     /// One piece of work is finished; whose it was.
-    pub(crate) fn stage_done(&mut self, work: Work, done: Done) -> Option<EndpointId> {
+    pub(crate) fn stage_done(&mut self, work: Work, done: Completion) -> Option<EndpointId> {
         let now = self.tick();
         let failed = done.result.err().map(|error| error.to_string());
         match work {

@@ -8,8 +8,8 @@ use crossrail_topology::{Cpus, Distance, GpuSeen, Machine, NetDevice, Nic};
 use crossrail_types::{Result, Settings, TRANSPORTS};
 
 use crate::buffer::{Backing, Memory, Place};
-use crate::device::{CudaState, Devices};
 use crate::rails;
+use crossrail_gpu::{CudaState, Devices};
 
 /// One process's view of its devices and settings; makes memory and workers. Clones share it. Any thread may use it.
 #[derive(Clone)]
@@ -95,14 +95,14 @@ impl Context {
     ///
     /// # Errors
     /// As [`Context::new`].
-    #[cfg(any(test, feature = "simulated-gpu"))]
+    #[cfg(feature = "simulated-gpu")]
     pub fn with_simulated_gpus(settings: Settings, count: u32) -> Result<Context> {
         Context::made(settings, |settings, arena| Devices::simulated(settings, arena, count))
     }
 
     /// The simulated GPU of that number, to be held, delayed and made to fail.
-    #[cfg(any(test, feature = "simulated-gpu"))]
-    pub fn simulated_gpu(&self, ordinal: u32) -> Option<crate::device::simulated::Simulated> {
+    #[cfg(feature = "simulated-gpu")]
+    pub fn simulated_gpu(&self, ordinal: u32) -> Option<crossrail_gpu::Simulated> {
         self.0.gpus.simulation(ordinal)
     }
 
@@ -357,7 +357,7 @@ fn devices(settings: &Settings, nics: &[Nic], chosen: &[NetDevice]) -> Vec<Devic
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::CudaInfo;
+    use crossrail_gpu::CudaInfo;
 
     #[test]
     fn gpus_without_cuda_are_said_to_be_out_with_the_reason_and_the_fix() {

@@ -12,9 +12,9 @@ use proto::{Event, Memory};
 use crate::admit::Inbox;
 use crate::copies::Active;
 use crate::gates::Gate;
-use crate::staging::Done;
 use crate::state::State;
 use crate::tickets::Work;
+use crossrail_gpu::Completion;
 
 /// Bytes a lane may move in each direction before the others get their turn.
 const LANE_BUDGET: usize = 1 << 20;
@@ -467,7 +467,7 @@ impl Core {
     }
 
     /// Stagers have finished work of this worker's. With nothing in `done`: slots are free.
-    pub(crate) fn staged(&mut self, done: Vec<Done>) {
+    pub(crate) fn staged(&mut self, done: Vec<Completion>) {
         let mut touched = Vec::new();
         for done in done {
             let ticket = done.ticket;

@@ -2,8 +2,8 @@
 
 use crossrail_types::{Error, Result};
 
+use crate::buffer::Ready;
 use crate::context::Context;
-use crate::device::Ready;
 
 impl Context {
     /// Opens a GPU: what names its memory later finds it open. The first time it may take seconds, as the driver is
@@ -49,6 +49,7 @@ impl Ready {
         ordinal: u32,
         ask: impl FnOnce(u64) -> std::result::Result<T, E>,
     ) -> std::result::Result<(T, Ready), E> {
-        context.gpus().device(ordinal)?.ordered(ask)
+        let (answer, point) = context.gpus().device(ordinal)?.ordered(ask)?;
+        Ok((answer, Ready(point)))
     }
 }

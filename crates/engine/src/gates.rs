@@ -9,7 +9,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, OpId, Result};
 use proto::Operation;
 
 use crate::core::Core;
-use crate::device::Ready;
+use crossrail_gpu::StreamPoint;
 
 /// Operations in their order; the first waits for an event, or for nothing but that it is its turn.
 #[derive(Default)]
@@ -57,7 +57,7 @@ impl Gate {
 
 impl Core {
     /// Has `op` wait for `after`, and for those before it.
-    pub(crate) fn wait_at_gate(&mut self, op: OpId, what: What, gpu: Option<u32>, after: Option<Ready>) {
+    pub(crate) fn wait_at_gate(&mut self, op: OpId, what: What, gpu: Option<u32>, after: Option<StreamPoint>) {
         let after = match (gpu, after) {
             (Some(gpu), Some(after)) => self.st.staging.after(gpu, after).map_or(After::Nothing, After::Ticket),
             _ => After::Nothing,

@@ -19,7 +19,6 @@ mod connect;
 mod context;
 mod copies;
 mod core;
-mod device;
 mod endpoint;
 mod foreign;
 mod gates;
@@ -28,7 +27,6 @@ mod keeper;
 mod link;
 mod links;
 mod listen;
-mod log;
 mod lost;
 mod mapped;
 mod ops;
@@ -37,28 +35,26 @@ mod rails;
 mod region;
 mod request;
 mod select;
-mod staging;
 mod state;
 mod streams;
 mod submit;
 mod tickets;
 mod worker;
 
-pub use buffer::{Buffer, Memory, Place};
+pub use buffer::{Buffer, Memory, Place, Ready};
 pub use context::{Context, DeviceInfo, Info, TransportInfo};
 pub use crossrail_cuda_ipc::Copied;
+pub use crossrail_gpu::{CudaInfo, CudaState, GpuState, KernelCache, StageStats, unpack};
+#[cfg(feature = "simulated-gpu")]
+pub use crossrail_gpu::{Simulated, SimulatedStream};
 pub use crossrail_topology::{Distance, GpuSeen};
 pub use crossrail_types::{
     Error, ErrorKind, Filter, GpuCopy, IoThreads, LogLevel, Rails, Result, Secret, Settings, Unpack,
 };
-#[cfg(any(test, feature = "simulated-gpu"))]
-pub use device::simulated::{Simulated, SimulatedStream};
-pub use device::{CudaInfo, CudaState, GpuState, KernelCache, Ready};
 pub use endpoint::{Endpoint, LaneReport, Op};
 pub use mapped::{Mapped, Shared};
 pub use region::{Region, RegionKey};
 pub use request::{LaneShare, Protocol, Receipt, Request};
 pub use select::{Candidate, Explain};
-pub use staging::{StageStats, unpack};
 pub use streams::{Awaited, Outcome, Signal};
 pub use worker::{ConnectOptions, Worker, WorkerOptions};

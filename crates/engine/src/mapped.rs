@@ -12,8 +12,8 @@ use crossrail_types::{EndpointId, Error, ErrorKind, Result};
 
 use crate::buffer::{self, Buffer, Memory, Place};
 use crate::core::Core;
-use crate::device::Device;
 use crate::endpoint::Endpoint;
+use crossrail_gpu::Device;
 
 const MAGIC: [u8; 4] = *b"XRS1";
 /// Of a GPU's memory.

@@ -19,11 +19,11 @@ use crate::chunks::{self, Beside, Staged};
 use crate::gates::Gate;
 use crate::io::BulkLane;
 use crate::links::Reach;
-use crate::log::Log;
 use crate::ops::{Finish, More, Ops};
 use crate::region::Regions;
 use crate::select::Explain;
 use crate::tickets::Staging;
+use crossrail_types::Log;
 
 /// Longest control payload the protocol asks room for.
 const CONTROL_MAX: usize = 4096;

@@ -11,9 +11,9 @@ use crossrail_kernels::{FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, PutArgs};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::buffer::{self, Memory, Place};
-use crate::device::{Calls, Device, Use, Word};
 use crate::mapped::Mapped;
 use crate::request::Request;
+use crossrail_gpu::{Device, StreamSupport, Word, WordUse};
 
 /// A 64-bit word that becomes a value behind a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,14 +51,14 @@ impl Awaited {
 }
 
 /// The GPU's context and what streams need of it, if it is a real one.
-fn real<'a>(device: &'a Device, what: &str) -> Result<(&'a Primary, &'a Arc<Calls>)> {
+fn real<'a>(device: &'a Device, what: &str) -> Result<(&'a Primary, &'a Arc<StreamSupport>)> {
     let simulated = || Error::new(ErrorKind::Unsupported, what, "a simulated GPU has no such streams");
-    device.cuda().zip(device.calls()).ok_or_else(simulated)
+    device.cuda().zip(device.stream_support()).ok_or_else(simulated)
 }
 
 /// Has everything loaded that puts and waits of that GPU need.
 pub(crate) fn prepare(device: &Device) {
-    if let Some(calls) = device.calls() {
+    if let Some(calls) = device.stream_support() {
         calls.prepare(device.settings());
     }
 }
@@ -89,9 +89,9 @@ impl Request {
         }
         // The transfer may need kernels on this GPU, and those can't be loaded while the stream waits.
         calls.prepare(device.settings());
-        let word = calls.word(Use::Ends)?;
+        let word = calls.word(WordUse::EndsWait)?;
         let value = word.cell().load(Ordering::Relaxed) + 1;
-        word.is_waited_for(stream.handle(), value, "wait_on")?;
+        word.register_wait(stream.handle(), value, "wait_on")?;
         // The driver first: a wait that cannot be put in needs nobody to end it. It compares the lower half, and so that
         // streams that waited for less are satisfied by more.
         // SAFETY: the word's page is given back, at the earliest, when no stream waits for it; the stream was vouched for.
@@ -171,9 +171,9 @@ impl Memory {
         let stream = unsafe { Stream::borrow(context, stream)? };
         let kernels = calls.kernels(device.settings())?;
         let captured = stream.capture()? != Capture::None;
-        let word = calls.word(if captured { Use::TellsAGraph } else { Use::Tells })?;
+        let word = calls.word(if captured { WordUse::ReportsToGraph } else { WordUse::ReportsWait })?;
         word.cell().store(0, Ordering::Relaxed);
-        if !captured && let Err(error) = word.is_waited_for(stream.handle(), 1, what) {
+        if !captured && let Err(error) = word.register_wait(stream.handle(), 1, what) {
             // Nobody writes it: it is free again.
             word.cell().store(FLAG_TIMED_OUT, Ordering::Relaxed);
             return Err(error);

@@ -8,13 +8,12 @@ use crossrail_types::{EndpointId, LaneId};
 use proto::{Landed, Memory};
 use slab::Slab;
 
-use crate::device::{Device, Ready};
-use crate::staging::Client;
+use crossrail_gpu::{Device, StagingQueue, StreamPoint};
 
 /// A GPU that this worker's operations have named.
 pub(crate) struct Gpu {
     pub(crate) device: Arc<Device>,
-    pub(crate) client: Client,
+    pub(crate) client: StagingQueue,
 }
 
 /// What a worker has to do with stagers.
@@ -119,9 +118,9 @@ impl Staging {
     }
 
     /// Waits for `event` on that GPU; the ticket to expect.
-    pub(crate) fn after(&mut self, ordinal: u32, event: Ready) -> Option<u64> {
+    pub(crate) fn after(&mut self, ordinal: u32, event: StreamPoint) -> Option<u64> {
         let ticket = self.ticket(Work::Gate);
-        self.gpu(ordinal)?.client.after(ticket, event);
+        self.gpu(ordinal)?.client.wait_for(ticket, event);
         Some(ticket)
     }
 

@@ -19,11 +19,11 @@ use crate::endpoint::Endpoint;
 use crate::io::{EventsFd, Group};
 use crate::keeper::Keeper;
 use crate::link::Links;
-use crate::log::Log;
 use crate::ops::Callback;
 use crate::region::Region;
 use crate::request::{Receipt, Request, outcome};
 use crate::state::{Once, State};
+use crossrail_types::Log;
 
 /// How a worker is made.
 #[derive(Clone, Debug)]

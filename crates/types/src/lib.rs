@@ -1,12 +1,13 @@
 //! Types that every crate of Crossrail shares: ids, the 32-byte frame header, sizes, settings and errors.
 //!
-//! This crate does no I/O and depends on nothing else in the workspace.
+//! This crate depends on nothing else in the workspace. Its only I/O is [`Log`], which writes lines to stderr.
 
 #![forbid(unsafe_code)]
 
 mod error;
 mod head;
 mod ids;
+mod log;
 mod modes;
 pub mod settings;
 mod size;
@@ -14,6 +15,7 @@ mod size;
 pub use error::{Error, ErrorKind, Result};
 pub use head::{HEAD_LEN, Head};
 pub use ids::{EndpointId, LaneId, OpId};
+pub use log::Log;
 pub use modes::{GpuCopy, Unpack};
 pub use settings::{Filter, IoThreads, LogLevel, Rails, Secret, Settings, TRANSPORTS};
 pub use size::{

@@ -1,18 +1,17 @@
-//! A GPU by CUDA: small synchronous copies, and what an address is.
+//! A real GPU: small synchronous copies, and points in streams.
 #![allow(unsafe_code)]
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use crossrail_cuda::{Context, Cuda, Event, MemoryKind, PinnedMemory, PointerInfo, Stream};
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_cuda::{Context, Cuda, Event, PinnedMemory, Stream};
+use crossrail_types::{Error, Result};
 use parking_lot::Mutex;
 
-use super::Ready;
-use super::order::{self, Streams};
-use super::ready::Point;
+use super::ordering::{self, OrderingStreams};
+use crate::stream_point::{Reached, StreamPoint};
 
-/// Pinned memory that synchronous copies go through.
+/// Bytes of pinned memory that synchronous copies go through.
 const AREA: usize = 1 << 20;
 
 /// One GPU's primary context, and what synchronous copies need.
@@ -21,27 +20,27 @@ pub(super) struct CudaDevice {
     limit: Duration,
     /// Made by the first copy.
     copies: Mutex<Option<Copies>>,
-    before: Streams,
-    /// Events of `Ready`s that are gone.
+    ordering: OrderingStreams,
+    /// Events of dropped [`StreamPoint`]s, for reuse.
     events: Arc<Mutex<Vec<Event>>>,
 }
 
-/// Events kept at most.
+/// Events kept for reuse, at most.
 const KEPT: usize = 64;
 
-/// An event that is used again when nobody asks for it any more.
-pub(super) struct Kept {
+/// An event that returns to its pool when dropped.
+struct PooledEvent {
     event: Option<Event>,
     pool: Weak<Mutex<Vec<Event>>>,
 }
 
-impl Kept {
-    pub(super) fn is_done(&self) -> Result<bool> {
+impl Reached for PooledEvent {
+    fn is_reached(&self) -> Result<bool> {
         self.event.as_ref().map_or(Ok(true), Event::is_done)
     }
 }
 
-impl Drop for Kept {
+impl Drop for PooledEvent {
     fn drop(&mut self) {
         if let (Some(event), Some(pool)) = (self.event.take(), self.pool.upgrade()) {
             let mut pool = pool.lock();
@@ -56,14 +55,20 @@ struct Copies {
     stream: Stream,
     done: Event,
     area: PinnedMemory,
-    /// A copy did not end in time: the area may still be in use.
+    /// A copy did not finish in time: the GPU may still access the area.
     stuck: bool,
 }
 
 impl CudaDevice {
     pub(super) fn open(cuda: &Cuda, ordinal: u32, limit: Duration) -> Result<CudaDevice> {
         let context = Context::primary(&cuda.device(ordinal)?)?;
-        Ok(CudaDevice { context, limit, copies: Mutex::default(), before: Streams::default(), events: Arc::default() })
+        Ok(CudaDevice {
+            context,
+            limit,
+            copies: Mutex::default(),
+            ordering: OrderingStreams::default(),
+            events: Arc::default(),
+        })
     }
 
     pub(super) fn context(&self) -> &Context {
@@ -106,11 +111,11 @@ impl CudaDevice {
         })
     }
 
-    /// See [`super::Device::ready`].
-    pub(super) unsafe fn ready(&self, stream: u64) -> Result<Ready> {
+    /// See [`super::Device::stream_point`].
+    pub(super) unsafe fn stream_point(&self, stream: u64) -> Result<StreamPoint> {
         // SAFETY: the caller vouches for the stream.
         let stream = unsafe { Stream::borrow(&self.context, stream)? };
-        order::refuse_captured(&stream)?;
+        ordering::refuse_captured(&stream)?;
         self.point(&stream)
     }
 
@@ -118,15 +123,15 @@ impl CudaDevice {
     pub(super) fn ordered<T, E: From<Error>>(
         &self,
         ask: impl FnOnce(u64) -> std::result::Result<T, E>,
-    ) -> std::result::Result<(T, Ready), E> {
-        self.before.ordered(&self.context, ask, |stream| self.point(stream))
+    ) -> std::result::Result<(T, StreamPoint), E> {
+        self.ordering.ordered(&self.context, ask, |stream| self.point(stream))
     }
 
-    fn point(&self, stream: &Stream) -> Result<Ready> {
+    fn point(&self, stream: &Stream) -> Result<StreamPoint> {
         let kept = self.events.lock().pop();
         let event = kept.map_or_else(|| Event::new(&self.context), Ok)?;
         event.record(stream)?;
-        Ok(Ready(Point::Cuda(Arc::new(Kept { event: Some(event), pool: Arc::downgrade(&self.events) }))))
+        Ok(StreamPoint::new(PooledEvent { event: Some(event), pool: Arc::downgrade(&self.events) }))
     }
 
     fn with(&self, body: impl FnOnce(&mut Copies, Duration) -> Result<()>) -> Result<()> {
@@ -148,7 +153,7 @@ impl CudaDevice {
 }
 
 impl Copies {
-    /// Waits until everything put in is done.
+    /// Waits until all submitted work is complete.
     fn finish(&mut self, limit: Duration) -> Result<()> {
         self.stuck = true;
         self.done.record(&self.stream)?;
@@ -156,36 +161,4 @@ impl Copies {
         self.stuck = false;
         Ok(())
     }
-}
-
-/// Whether `len` bytes at `ptr`, more than 0, are all memory of `context`'s GPU. Memory that moves between host and GPUs counts
-/// as every GPU's.
-pub(crate) fn check(context: &Context, ptr: u64, len: usize) -> Result<()> {
-    let ordinal = context.device().ordinal();
-    let usage = |detail: String| Error::new(ErrorKind::Usage, format!("memory of cuda:{ordinal}"), detail);
-    let end = ptr.checked_add(len as u64).ok_or_else(|| usage(format!("{len} bytes at {ptr:#x} are no range")))?;
-    let mut at = ptr;
-    while at < end {
-        let info = PointerInfo::of(context, at)?;
-        let what = match (info.kind, info.device) {
-            (MemoryKind::Managed, _) => None,
-            (MemoryKind::Device, Some(owner)) if owner == ordinal => None,
-            (MemoryKind::Device, Some(owner)) => Some(format!("memory of cuda:{owner}")),
-            (MemoryKind::Device, None) => Some("memory of an unknown GPU".to_owned()),
-            (MemoryKind::Pinned, _) => Some("pinned host memory".to_owned()),
-            (MemoryKind::Unknown, _) => Some("no memory that the CUDA driver knows: freed, or of the host".to_owned()),
-        };
-        if let Some(what) = what {
-            return Err(usage(if at == ptr {
-                format!("{ptr:#x} is {what}")
-            } else {
-                format!("of {len} bytes at {ptr:#x} only the first {} are; what follows is {what}", at - ptr)
-            })
-            .with_hint("name the memory's own device, and a range inside one allocation"));
-        }
-        let known = info.base.saturating_add(info.len);
-        // Where the driver does not say how far it goes, the last byte is asked for too.
-        at = if known > at { known } else { (end - 1).max(at + 1) };
-    }
-    Ok(())
 }

@@ -1,4 +1,4 @@
-//! Staging by CUDA: a stream for each way, and the unpacker.
+//! Staging on a real GPU: a stream for each direction, and the unpacker.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -12,13 +12,14 @@ use crossrail_shm::Arena;
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
 use super::bounce::Bounce;
-use super::stager::{Stager, Start};
-use super::unpack::{Piece, Source, Unpacker};
-use super::{Gpu, Mark, Part};
-use crate::device::{Calls, check_cuda};
+use super::stager::{Stager, StagerSetup};
+use super::{CopyEngine, Mark, SlotCopy};
+use crate::pointer;
+use crate::stream_support::StreamSupport;
+use crate::unpack::{Piece, Source, Unpacker};
 
-/// The blocks that an unpack may take. Slots are host memory, whose link 16 blocks fill (each has 32 KiB of loads under way);
-/// the rest of the GPU is left to whoever computes there.
+/// Blocks of an unpack kernel, at most. Slots are host memory, and 16 blocks saturate its link (each has 32 KiB of loads
+/// in flight); the rest of the GPU is left to the user.
 const BLOCKS: u32 = 32;
 
 impl Stager {
@@ -26,41 +27,41 @@ impl Stager {
     pub(crate) fn cuda(context: &Context, settings: &Settings, arena: &Arc<Arena>) -> Result<Stager> {
         let (context, settings) = (context.clone(), settings.clone());
         let name = format!("cuda:{}", context.device().ordinal());
-        Stager::start(&name, &settings.clone(), arena, move |start| {
-            // For as long as the thread lives: its calls need not make it current one by one, and disturb no capture.
+        Stager::start(&name, &settings.clone(), arena, move |setup| {
+            // Current for the thread's lifetime: no call has to set it, and none disturbs a capture.
             match context.enter() {
                 Ok(_entered) => {
-                    let made = make(&context, &settings, &start);
-                    start.run(made);
+                    let made = make(&context, &settings, &setup);
+                    setup.run(made);
                 }
-                Err(error) => start.run(Err(error)),
+                Err(error) => setup.run(Err(error)),
             }
         })
     }
 }
 
-fn make(context: &Context, settings: &Settings, start: &Start) -> Result<(Box<dyn Gpu>, Arc<Bounce>)> {
-    // What may be missing first: the pinned memory takes longest.
+fn make(context: &Context, settings: &Settings, setup: &StagerSetup) -> Result<(Box<dyn CopyEngine>, Arc<Bounce>)> {
+    // The unpacker first: it fails if kernels cannot be compiled, and pinning takes longest.
     let mut unpacker = Unpacker::new(context, settings.unpack, settings)?;
     unpacker.set_blocks(BLOCKS);
-    // Not of callers' priority: streams of one priority share a few queues, and behind a caller's stream that waits for this
-    // transfer (`wait_on`), in the same queue, neither would ever go on.
+    // High priority: streams of one priority share a few hardware queues, and behind a caller's stream that waits for this
+    // transfer (`wait_on`) in the same queue neither would ever continue.
     let (packs, unpacks) = (Stream::urgent(context)?, Stream::urgent(context)?);
     let mut map = (std::ptr::null(), 0);
-    let bounce = Bounce::new(&start.arena, start.cut, start.bell.clone(), |segment, len| {
-        let nowhere = || Error::new(ErrorKind::Io, "bounce memory", "it is nowhere");
-        let first = NonNull::new(segment.ptr()).ok_or_else(nowhere)?;
+    let bounce = Bounce::new(&setup.arena, setup.layout, setup.wake_up.clone(), |segment, len| {
+        let null = || Error::new(ErrorKind::Io, "bounce memory", "the segment is mapped at address 0");
+        let first = NonNull::new(segment.ptr()).ok_or_else(null)?;
         if let Some(node) = context.device().numa_node()? {
             prefer_node(first, len, node);
         }
-        // SAFETY: the segment, which keeps it mapped, is kept with it, and dropped after it.
+        // SAFETY: the segment keeps the memory mapped; it is kept beside the registration and dropped after it.
         let pinned = unsafe { RegisteredMemory::new(context, first, len)? };
         map = (segment.ptr().cast_const(), pinned.address());
         Ok(Box::new(Later::when_quiet((pinned, segment.clone()), context)) as Box<dyn Any + Send + Sync>)
     })?;
-    let gpu = CudaGpu {
+    let engine = CudaCopyEngine {
         context: context.clone(),
-        calls: Calls::of(context),
+        stream_support: StreamSupport::of(context),
         packs,
         unpacks,
         unpacker,
@@ -72,16 +73,16 @@ fn make(context: &Context, settings: &Settings, start: &Start) -> Result<(Box<dy
         list: Vec::new(),
         limit: settings.timeout,
     };
-    Ok((Box::new(gpu), bounce))
+    Ok((Box::new(engine), bounce))
 }
 
-struct CudaGpu {
+struct CudaCopyEngine {
     context: Context,
-    calls: Arc<Calls>,
+    stream_support: Arc<StreamSupport>,
     packs: Stream,
     unpacks: Stream,
     unpacker: Unpacker,
-    /// Where the bounce memory begins, for the host and for the GPU.
+    /// First byte of the bounce memory, for the host and for the GPU.
     host: *const u8,
     address: u64,
     /// By mark.
@@ -93,16 +94,16 @@ struct CudaGpu {
 }
 
 // SAFETY: the address is a number here; the slots' owners answer for what is there.
-unsafe impl Send for CudaGpu {}
+unsafe impl Send for CudaCopyEngine {}
 
-impl CudaGpu {
-    /// A slot's place as the GPU sees it.
-    fn slot(&self, part: &Part) -> u64 {
-        self.address + (part.host as usize - self.host as usize) as u64
+impl CudaCopyEngine {
+    /// A slot's device address.
+    fn slot(&self, copy: &SlotCopy) -> u64 {
+        self.address + (copy.host as usize - self.host as usize) as u64
     }
 
-    /// An event behind what is in the stream; if there can be none, the stream is waited for.
-    fn mark(&mut self, of: fn(&CudaGpu) -> &Stream) -> Result<Mark> {
+    /// Records an event behind the work in the stream; if that fails, waits for the stream.
+    fn mark(&mut self, of: fn(&CudaCopyEngine) -> &Stream) -> Result<Mark> {
         let event = self.idle.pop().map_or_else(|| Event::new(&self.context), Ok);
         let recorded = event.and_then(|event| event.record(of(self)).map(|()| event));
         match recorded {
@@ -118,41 +119,42 @@ impl CudaGpu {
         }
     }
 
-    /// Waits until nothing of ours is in the stream, as far as that can be known.
-    fn settle(&self, of: fn(&CudaGpu) -> &Stream) {
-        // A context that is lost answers with an error, and carries nothing out any more.
+    /// Waits until the stream is empty, as far as that can be known.
+    fn settle(&self, of: fn(&CudaCopyEngine) -> &Stream) {
+        // A lost context returns an error, and executes nothing any more.
         let _ = of(self).wait(self.limit);
     }
 }
 
-impl Gpu for CudaGpu {
-    fn check(&mut self, part: &Part) -> Result<()> {
-        check_cuda(&self.context, part.memory, part.len.max(1))
+impl CopyEngine for CudaCopyEngine {
+    fn check(&mut self, copy: &SlotCopy) -> Result<()> {
+        pointer::check(&self.context, copy.memory, copy.len.max(1))
     }
 
-    fn pack(&mut self, part: &Part) -> Result<Mark> {
-        // SAFETY: the slot is the ticket's, the device's memory was checked, and is the operation's until it is done.
-        unsafe { self.packs.copy_out(part.host, part.memory, part.len)? };
-        self.mark(|gpu| &gpu.packs)
+    fn pack(&mut self, copy: &SlotCopy) -> Result<Mark> {
+        // SAFETY: the slot belongs to the ticket; the device memory was checked, and belongs to the operation until it is
+        // done.
+        unsafe { self.packs.copy_out(copy.host, copy.memory, copy.len)? };
+        self.mark(|engine| &engine.packs)
     }
 
-    fn unpack(&mut self, parts: &[Part]) -> Result<Mark> {
+    fn unpack(&mut self, copies: &[SlotCopy]) -> Result<Mark> {
         let mut list = std::mem::take(&mut self.list);
         list.clear();
-        list.extend(parts.iter().map(|part| Piece { src: self.slot(part), dst: part.memory, len: part.len as u64 }));
+        list.extend(copies.iter().map(|copy| Piece { src: self.slot(copy), dst: copy.memory, len: copy.len as u64 }));
         let source = Source::Pinned { host: self.host, address: self.address };
         // SAFETY: as for `pack`; operations that overlap are the user's mistake, as with any transfer.
-        let put_in = unsafe {
-            // Where many streams wait, a kernel may not get its turn before one of them goes on; a copy does.
-            let launched = self.calls.unless_waited_for(|| self.unpacker.unpack(&self.unpacks, &list, source));
+        let submitted = unsafe {
+            // While streams wait, a kernel may not be scheduled before one of them continues; a copy is.
+            let launched = self.stream_support.unless_waited_for(|| self.unpacker.unpack(&self.unpacks, &list, source));
             launched.unwrap_or_else(|| self.unpacker.without_kernel(&self.unpacks, &list, source))
         };
         self.list = list;
-        if let Err(error) = put_in {
-            self.settle(|gpu| &gpu.unpacks);
+        if let Err(error) = submitted {
+            self.settle(|engine| &engine.unpacks);
             return Err(error);
         }
-        self.mark(|gpu| &gpu.unpacks)
+        self.mark(|engine| &engine.unpacks)
     }
 
     fn is_done(&mut self, mark: Mark) -> Result<bool> {
@@ -167,8 +169,8 @@ impl Gpu for CudaGpu {
     }
 }
 
-/// Asks for the memory's pages, none of which exists yet, to be taken from that NUMA node. Advice: where the system
-/// does not allow it, they come from wherever this thread runs.
+/// Asks for the memory's pages, none of which exists yet, to be allocated on that NUMA node. This is advice: where the
+/// system does not allow it, they come from the node that this thread runs on.
 fn prefer_node(first: NonNull<u8>, len: usize, node: u32) {
     const MPOL_PREFERRED: libc::c_ulong = 1;
     const BITS: u32 = 64;

@@ -10,9 +10,10 @@ use crossrail_shm::Arena;
 use crossrail_types::{ErrorKind, Settings};
 use parking_lot::{Condvar, Mutex};
 
-use super::{Client, Done, Slot, Staged, Way};
-use crate::device::simulated::Simulated;
+use super::{Completion, Slot, StagingListener, StagingQueue};
 use crate::device::{Device, DeviceAlloc, Devices};
+use crate::direction::Direction;
+use crate::simulated::Simulated;
 
 const LIMIT: Duration = Duration::from_secs(10);
 const CHUNK: usize = 64 << 10;
@@ -26,13 +27,13 @@ fn settings() -> Settings {
 /// What was told, in order.
 #[derive(Default)]
 struct Told {
-    done: Mutex<VecDeque<Done>>,
+    done: Mutex<VecDeque<Completion>>,
     free: Mutex<u32>,
     changed: Condvar,
 }
 
-impl Staged for Told {
-    fn staged(&self, done: Vec<Done>) -> bool {
+impl StagingListener for Told {
+    fn completed(&self, done: Vec<Completion>) -> bool {
         if done.is_empty() {
             *self.free.lock() += 1;
         }
@@ -43,7 +44,7 @@ impl Staged for Told {
 }
 
 impl Told {
-    fn next(&self) -> Done {
+    fn next(&self) -> Completion {
         let deadline = Instant::now() + LIMIT;
         let mut done = self.done.lock();
         while done.is_empty() {
@@ -66,7 +67,7 @@ struct Bed {
     device: Arc<Device>,
     devices: Arc<Devices>,
     told: Arc<Told>,
-    client: Client,
+    queue: StagingQueue,
 }
 
 fn bed() -> Bed {
@@ -77,8 +78,8 @@ fn bed_with(settings: &Settings) -> Bed {
     let devices = Devices::simulated(settings, Arena::new(), 2);
     let (gpu, device) = (devices.simulation(0).unwrap(), devices.device(0).unwrap());
     let told = Arc::new(Told::default());
-    let client = device.stager().unwrap().attach(Arc::downgrade(&told) as Weak<dyn Staged>);
-    Bed { gpu, device, devices, told, client }
+    let queue = device.stager().unwrap().attach(Arc::downgrade(&told) as Weak<dyn StagingListener>);
+    Bed { gpu, device, devices, told, queue }
 }
 
 impl Bed {
@@ -92,13 +93,13 @@ impl Bed {
         memory
     }
 
-    fn slot(&self, way: Way) -> Slot {
-        self.client.slot(way).expect("a free slot")
+    fn slot(&self, way: Direction) -> Slot {
+        self.queue.slot(way).expect("a free slot")
     }
 
     /// An In slot that holds `bytes`, as a lane leaves it.
     fn arrived(&self, bytes: &[u8]) -> Slot {
-        let slot = self.slot(Way::In);
+        let slot = self.slot(Direction::In);
         // SAFETY: the slot is ours and long enough.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), slot.ptr(), bytes.len()) };
         slot
@@ -113,7 +114,7 @@ impl Bed {
     /// Waits until the GPU has all that was put in.
     fn all_begun(&self) {
         let deadline = Instant::now() + LIMIT;
-        while self.client.queued() > 0 {
+        while self.queue.queued() > 0 {
             assert!(Instant::now() < deadline, "not begun");
             std::thread::yield_now();
         }
@@ -122,15 +123,15 @@ impl Bed {
     /// Every slot comes back; one may still be with what is just being told.
     fn all_come_back(&self) {
         let deadline = Instant::now() + LIMIT;
-        while (self.free(Way::Out), self.free(Way::In)) != (SLOTS, SLOTS) {
+        while (self.free(Direction::Out), self.free(Direction::In)) != (SLOTS, SLOTS) {
             assert!(Instant::now() < deadline, "a slot is lost");
             self.told.done.lock().clear();
             std::thread::yield_now();
         }
     }
 
-    fn free(&self, way: Way) -> usize {
-        let taken: Vec<Slot> = std::iter::from_fn(|| self.client.slot(way)).collect();
+    fn free(&self, way: Direction) -> usize {
+        let taken: Vec<Slot> = std::iter::from_fn(|| self.queue.slot(way)).collect();
         taken.len()
     }
 }
@@ -151,7 +152,7 @@ fn bytes_go_out_and_come_in() {
         let ticket = 2 * round as u64;
         let sent = pattern(CHUNK + 64, round as u8);
         let source = bed.filled(&sent);
-        bed.client.pack(ticket, source.ptr() + offset as u64, bed.slot(Way::Out), len);
+        bed.queue.pack(ticket, source.ptr() + offset as u64, bed.slot(Direction::Out), len);
         let done = bed.told.next();
         done.result.unwrap();
         assert_eq!(done.ticket, ticket);
@@ -160,7 +161,7 @@ fn bytes_go_out_and_come_in() {
 
         let target = bed.alloc(CHUNK + 64);
         let slot = bed.arrived(&sent[..len]);
-        bed.client.unpack(ticket + 1, slot, target.ptr() + offset as u64, len);
+        bed.queue.unpack(ticket + 1, slot, target.ptr() + offset as u64, len);
         let done = bed.told.next();
         assert!(done.result.is_ok() && done.slot.is_none() && done.ticket == ticket + 1);
         let mut expected = vec![0; CHUNK + 64];
@@ -176,16 +177,16 @@ fn bytes_go_out_and_come_in() {
 #[test]
 fn each_way_has_slots_of_its_own() {
     let bed = bed();
-    let out: Vec<Slot> = (0..SLOTS).map(|_| bed.slot(Way::Out)).collect();
-    assert!(bed.client.slot(Way::Out).is_none());
-    let inward: Vec<Slot> = (0..SLOTS).map(|_| bed.slot(Way::In)).collect();
-    assert!(bed.client.slot(Way::In).is_none());
+    let out: Vec<Slot> = (0..SLOTS).map(|_| bed.slot(Direction::Out)).collect();
+    assert!(bed.queue.slot(Direction::Out).is_none());
+    let inward: Vec<Slot> = (0..SLOTS).map(|_| bed.slot(Direction::In)).collect();
+    assert!(bed.queue.slot(Direction::In).is_none());
     let mut starts: Vec<usize> = out.iter().chain(&inward).map(|slot| slot.ptr() as usize).collect();
     starts.sort_unstable();
     assert!(starts.windows(2).all(|pair| pair[1] - pair[0] >= CHUNK), "slots overlap");
     drop(out);
-    assert!(bed.client.slot(Way::In).is_none(), "a slot of the other way is not free");
-    assert_eq!(bed.free(Way::Out), SLOTS);
+    assert!(bed.queue.slot(Direction::In).is_none(), "a slot of the other way is not free");
+    assert_eq!(bed.free(Direction::Out), SLOTS);
     let stats = bed.device.stager().unwrap().stats();
     assert!(stats.out_slot_ns > 0 && stats.in_slot_ns > 0, "{stats:?}");
 }
@@ -197,19 +198,19 @@ fn a_slot_is_free_only_when_the_unpack_that_reads_it_is_complete() {
     bed.gpu.hold_unpacks(true);
     for i in 0..SLOTS as u64 {
         let slot = bed.arrived(&pattern(CHUNK, i as u8));
-        bed.client.unpack(i, slot, target.ptr() + i * CHUNK as u64, CHUNK);
+        bed.queue.unpack(i, slot, target.ptr() + i * CHUNK as u64, CHUNK);
     }
-    bed.client.when_free(Way::In);
-    assert!(bed.client.slot(Way::In).is_none());
+    bed.queue.notify_when_free(Direction::In);
+    assert!(bed.queue.slot(Direction::In).is_none());
     assert_eq!(*bed.told.free.lock(), 0);
     bed.gpu.hold_unpacks(false);
     bed.told.await_free(1);
     for i in 0..SLOTS as u64 {
         assert_eq!(bed.told.next().ticket, i, "in the order in which they were put in");
     }
-    assert_eq!(bed.free(Way::In), SLOTS);
+    assert_eq!(bed.free(Direction::In), SLOTS);
     // With a slot free, the answer comes at once.
-    bed.client.when_free(Way::In);
+    bed.queue.notify_when_free(Direction::In);
     bed.told.await_free(2);
     let sent: Vec<u8> = (0..SLOTS).flat_map(|i| pattern(CHUNK, i as u8)).collect();
     assert_eq!(bed.bytes(&target), sent);
@@ -219,19 +220,19 @@ fn a_slot_is_free_only_when_the_unpack_that_reads_it_is_complete() {
 fn a_client_hears_of_a_slot_that_another_gives_back() {
     let bed = bed();
     let other = Arc::new(Told::default());
-    let second = bed.device.stager().unwrap().attach(Arc::downgrade(&other) as Weak<dyn Staged>);
-    let mut slots: Vec<Slot> = (0..SLOTS).map(|_| bed.slot(Way::Out)).collect();
-    assert!(second.slot(Way::Out).is_none());
-    second.when_free(Way::Out);
-    second.when_free(Way::Out);
-    drop(bed.slot(Way::In));
+    let second = bed.device.stager().unwrap().attach(Arc::downgrade(&other) as Weak<dyn StagingListener>);
+    let mut slots: Vec<Slot> = (0..SLOTS).map(|_| bed.slot(Direction::Out)).collect();
+    assert!(second.slot(Direction::Out).is_none());
+    second.notify_when_free(Direction::Out);
+    second.notify_when_free(Direction::Out);
+    drop(bed.slot(Direction::In));
     assert_eq!(*other.free.lock(), 0, "it waits for a slot of the other way");
     drop(slots.pop());
     other.await_free(1);
-    drop(second.slot(Way::Out).expect("just told"));
+    drop(second.slot(Direction::Out).expect("just told"));
     drop(slots);
     // What was asked for once is told once.
-    bed.client.when_free(Way::Out);
+    bed.queue.notify_when_free(Direction::Out);
     bed.told.await_free(1);
     assert_eq!(*other.free.lock(), 1);
 }
@@ -242,7 +243,7 @@ fn what_is_ready_together_goes_together() {
     let target = bed.alloc(16 * CHUNK);
     bed.gpu.hold_unpacks(true);
     for i in 0..16_u64 {
-        bed.client.unpack(i, bed.slot(Way::In), target.ptr() + i * CHUNK as u64, CHUNK);
+        bed.queue.unpack(i, bed.slot(Direction::In), target.ptr() + i * CHUNK as u64, CHUNK);
         if i < 2 {
             bed.all_begun();
         }
@@ -259,9 +260,9 @@ fn packs_go_on_while_unpacks_are_stuck() {
     let bed = bed();
     let memory = bed.filled(&pattern(CHUNK, 1));
     bed.gpu.hold_unpacks(true);
-    bed.client.unpack(1, bed.slot(Way::In), memory.ptr(), CHUNK);
+    bed.queue.unpack(1, bed.slot(Direction::In), memory.ptr(), CHUNK);
     for ticket in 2..20 {
-        bed.client.pack(ticket, memory.ptr(), bed.slot(Way::Out), CHUNK);
+        bed.queue.pack(ticket, memory.ptr(), bed.slot(Direction::Out), CHUNK);
         assert_eq!(bed.told.next().ticket, ticket);
     }
     bed.gpu.hold_unpacks(false);
@@ -273,20 +274,20 @@ fn a_failing_copy_fails_its_ticket_and_the_next_one_works() {
     let bed = bed();
     let memory = bed.filled(&pattern(CHUNK, 1));
     bed.gpu.fail_packs(1, "the link is down");
-    bed.client.pack(1, memory.ptr(), bed.slot(Way::Out), CHUNK);
+    bed.queue.pack(1, memory.ptr(), bed.slot(Direction::Out), CHUNK);
     let done = bed.told.next();
     let error = done.result.unwrap_err();
     assert!(error.detail.contains("the link is down"), "{error}");
     assert!(done.slot.is_some());
     drop(done.slot);
-    bed.client.pack(2, memory.ptr(), bed.slot(Way::Out), CHUNK);
+    bed.queue.pack(2, memory.ptr(), bed.slot(Direction::Out), CHUNK);
     bed.told.next().result.unwrap();
 
     bed.gpu.fail_unpacks(1, "the kernel is lost");
-    bed.client.unpack(3, bed.slot(Way::In), memory.ptr(), CHUNK);
+    bed.queue.unpack(3, bed.slot(Direction::In), memory.ptr(), CHUNK);
     let done = bed.told.next();
     assert!(done.result.unwrap_err().detail.contains("the kernel is lost"));
-    bed.client.unpack(4, bed.slot(Way::In), memory.ptr(), CHUNK);
+    bed.queue.unpack(4, bed.slot(Direction::In), memory.ptr(), CHUNK);
     bed.told.next().result.unwrap();
     bed.all_come_back();
 }
@@ -297,20 +298,20 @@ fn memory_that_is_gone_fails_its_own_ticket_only() {
     let (kept, gone) = (bed.alloc(CHUNK), bed.alloc(CHUNK));
     let old = gone.ptr();
     bed.gpu.hold_unpacks(true);
-    bed.client.unpack(1, bed.arrived(&pattern(CHUNK, 1)), kept.ptr(), CHUNK);
-    bed.client.unpack(2, bed.arrived(&pattern(CHUNK, 2)), kept.ptr(), CHUNK);
+    bed.queue.unpack(1, bed.arrived(&pattern(CHUNK, 1)), kept.ptr(), CHUNK);
+    bed.queue.unpack(2, bed.arrived(&pattern(CHUNK, 2)), kept.ptr(), CHUNK);
     drop(gone);
-    bed.client.unpack(3, bed.arrived(&pattern(CHUNK, 3)), old, CHUNK);
-    bed.client.unpack(4, bed.arrived(&pattern(CHUNK, 4)), kept.ptr(), CHUNK);
+    bed.queue.unpack(3, bed.arrived(&pattern(CHUNK, 3)), old, CHUNK);
+    bed.queue.unpack(4, bed.arrived(&pattern(CHUNK, 4)), kept.ptr(), CHUNK);
     bed.gpu.hold_unpacks(false);
-    let mut done: Vec<Done> = (0..4).map(|_| bed.told.next()).collect();
+    let mut done: Vec<Completion> = (0..4).map(|_| bed.told.next()).collect();
     done.sort_by_key(|done| done.ticket);
     let results: Vec<bool> = done.iter().map(|done| done.result.is_ok()).collect();
     assert_eq!(results, [true, true, false, true]);
     let error = done[2].result.as_ref().unwrap_err();
     assert_eq!(error.kind, ErrorKind::Usage, "{error}");
     assert_eq!(bed.bytes(&kept), pattern(CHUNK, 4));
-    bed.client.pack(5, old, bed.slot(Way::Out), 1);
+    bed.queue.pack(5, old, bed.slot(Direction::Out), 1);
     assert!(bed.told.next().result.is_err());
 }
 
@@ -321,20 +322,20 @@ fn quiesce_drops_what_is_not_begun_and_waits_for_the_rest() {
     let stream = bed.gpu.stream();
     stream.put_in();
     // SAFETY: the stream is alive.
-    bed.client.after(7, unsafe { bed.device.ready(stream.handle()).unwrap() });
+    bed.queue.wait_for(7, unsafe { bed.device.stream_point(stream.handle()).unwrap() });
     bed.gpu.hold_unpacks(true);
     bed.gpu.hold_packs(true);
     for ticket in 0..3 {
         // Each may be a batch of its own, and the GPU has two batches at once.
         if ticket < 2 {
-            bed.client.unpack(ticket, bed.slot(Way::In), memory.ptr(), CHUNK);
+            bed.queue.unpack(ticket, bed.slot(Direction::In), memory.ptr(), CHUNK);
         }
-        bed.client.pack(10 + ticket, memory.ptr(), bed.slot(Way::Out), CHUNK);
+        bed.queue.pack(10 + ticket, memory.ptr(), bed.slot(Direction::Out), CHUNK);
     }
     // Nothing of ticket 99 is there: returns at once, though everything is held.
-    bed.client.quiesce(|ticket| ticket == 99).unwrap();
+    bed.queue.quiesce(|ticket| ticket == 99).unwrap();
     bed.all_begun();
-    bed.client.unpack(20, bed.slot(Way::In), memory.ptr(), CHUNK);
+    bed.queue.unpack(20, bed.slot(Direction::In), memory.ptr(), CHUNK);
     // The GPU goes on once the quiesce has come to what it is at.
     let go_on = |ticket| {
         if ticket == 12 {
@@ -343,13 +344,13 @@ fn quiesce_drops_what_is_not_begun_and_waits_for_the_rest() {
         }
         ticket != 1 && ticket != 11
     };
-    bed.client.quiesce(go_on).unwrap();
+    bed.queue.quiesce(go_on).unwrap();
     let mut left = vec![bed.told.next(), bed.told.next()];
     left.sort_by_key(|done| done.ticket);
     assert_eq!(left.iter().map(|done| done.ticket).collect::<Vec<_>>(), [1, 11]);
     drop(left);
     stream.finish();
-    bed.client.pack(30, memory.ptr(), bed.slot(Way::Out), CHUNK);
+    bed.queue.pack(30, memory.ptr(), bed.slot(Direction::Out), CHUNK);
     assert_eq!(bed.told.next().ticket, 30, "nothing of what was given up is told");
     bed.all_come_back();
 }
@@ -359,18 +360,18 @@ fn a_quiesce_that_does_not_end_says_so_and_keeps_the_slots() {
     let bed = bed_with(&Settings { timeout: Duration::from_millis(50), ..settings() });
     let memory = bed.alloc(CHUNK);
     bed.gpu.hold_unpacks(true);
-    bed.client.unpack(1, bed.slot(Way::In), memory.ptr(), CHUNK);
-    bed.client.unpack(2, bed.slot(Way::In), memory.ptr(), CHUNK);
+    bed.queue.unpack(1, bed.slot(Direction::In), memory.ptr(), CHUNK);
+    bed.queue.unpack(2, bed.slot(Direction::In), memory.ptr(), CHUNK);
     bed.all_begun();
-    let error = bed.client.quiesce(|_| true).unwrap_err();
+    let error = bed.queue.quiesce(|_| true).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
-    assert!(bed.free(Way::In) < SLOTS);
+    assert!(bed.free(Direction::In) < SLOTS);
     bed.gpu.hold_unpacks(false);
     let deadline = Instant::now() + LIMIT;
-    while let Err(error) = bed.client.quiesce(|_| true) {
+    while let Err(error) = bed.queue.quiesce(|_| true) {
         assert!(Instant::now() < deadline, "{error}");
     }
-    assert_eq!(bed.free(Way::In), SLOTS);
+    assert_eq!(bed.free(Direction::In), SLOTS);
     assert!(bed.told.done.lock().is_empty());
 }
 
@@ -379,12 +380,12 @@ fn an_event_is_told_once_it_is_complete() {
     let bed = bed();
     let stream = bed.gpu.stream();
     // SAFETY: the streams are alive.
-    let ready = |handle| unsafe { bed.device.ready(handle) };
-    bed.client.after(1, ready(0).unwrap());
+    let ready = |handle| unsafe { bed.device.stream_point(handle) };
+    bed.queue.wait_for(1, ready(0).unwrap());
     assert_eq!(bed.told.next().ticket, 1);
     stream.put_in();
-    bed.client.after(2, ready(stream.handle()).unwrap());
-    bed.client.after(3, ready(0).unwrap());
+    bed.queue.wait_for(2, ready(stream.handle()).unwrap());
+    bed.queue.wait_for(3, ready(0).unwrap());
     assert_eq!(bed.told.next().ticket, 3);
     assert!(bed.told.done.lock().is_empty());
     stream.finish();
@@ -396,11 +397,11 @@ fn an_event_is_told_once_it_is_complete() {
 fn clients_do_not_see_each_other() {
     let bed = bed();
     let other = Arc::new(Told::default());
-    let second = bed.device.stager().unwrap().attach(Arc::downgrade(&other) as Weak<dyn Staged>);
+    let second = bed.device.stager().unwrap().attach(Arc::downgrade(&other) as Weak<dyn StagingListener>);
     let memory = bed.alloc(CHUNK);
     bed.gpu.hold_packs(true);
-    bed.client.pack(1, memory.ptr(), bed.slot(Way::Out), CHUNK);
-    second.pack(1, memory.ptr(), bed.slot(Way::Out), CHUNK / 2);
+    bed.queue.pack(1, memory.ptr(), bed.slot(Direction::Out), CHUNK);
+    second.pack(1, memory.ptr(), bed.slot(Direction::Out), CHUNK / 2);
     bed.all_begun();
     std::thread::scope(|scope| {
         let dropping = scope.spawn(|| drop(second));
@@ -415,10 +416,10 @@ fn clients_do_not_see_each_other() {
 
 #[test]
 fn a_sink_may_be_the_last_to_hold_everything() {
-    /// Drops its client, and with it the thread, on the thread.
-    struct Last(Mutex<Option<(Client, Arc<Device>)>>, std::sync::mpsc::Sender<()>);
-    impl Staged for Last {
-        fn staged(&self, _done: Vec<Done>) -> bool {
+    /// Drops its queue, and with it the thread, on the thread.
+    struct Last(Mutex<Option<(StagingQueue, Arc<Device>)>>, std::sync::mpsc::Sender<()>);
+    impl StagingListener for Last {
+        fn completed(&self, _done: Vec<Completion>) -> bool {
             let held = self.0.lock().take();
             drop(held);
             let _ = self.1.send(());
@@ -430,11 +431,11 @@ fn a_sink_may_be_the_last_to_hold_everything() {
     let memory = devices.alloc(0, CHUNK).unwrap();
     let (tell, told) = std::sync::mpsc::channel();
     let sink = Arc::new(Last(Mutex::new(None), tell));
-    let client = device.stager().unwrap().attach(Arc::downgrade(&sink) as Weak<dyn Staged>);
+    let queue = device.stager().unwrap().attach(Arc::downgrade(&sink) as Weak<dyn StagingListener>);
     for ticket in 0..3 {
-        client.unpack(ticket, client.slot(Way::In).unwrap(), memory.ptr(), CHUNK);
+        queue.unpack(ticket, queue.slot(Direction::In).unwrap(), memory.ptr(), CHUNK);
     }
-    *sink.0.lock() = Some((client, device));
+    *sink.0.lock() = Some((queue, device));
     drop((devices, memory));
     told.recv_timeout(LIMIT).expect("told");
 }
@@ -504,13 +505,13 @@ fn nothing_is_left_behind() {
         let bed = bed();
         let memory = bed.alloc(CHUNK);
         for ticket in 0..3 {
-            bed.client.pack(ticket, memory.ptr(), bed.slot(Way::Out), CHUNK);
-            bed.client.unpack(10 + ticket, bed.slot(Way::In), memory.ptr(), CHUNK);
+            bed.queue.pack(ticket, memory.ptr(), bed.slot(Direction::Out), CHUNK);
+            bed.queue.unpack(10 + ticket, bed.slot(Direction::In), memory.ptr(), CHUNK);
         }
         assert_eq!(threads(), before.0 + 2, "one that stages, one that is the GPU");
         assert!(mappings() > before.2);
         if round % 2 == 0 {
-            bed.client.quiesce(|_| true).unwrap();
+            bed.queue.quiesce(|_| true).unwrap();
         }
     }
     assert_eq!((threads(), descriptors(), mappings()), before);
@@ -523,7 +524,7 @@ fn an_idle_stager_sleeps() {
     }
     let bed = bed();
     let memory = bed.alloc(CHUNK);
-    bed.client.pack(1, memory.ptr(), bed.slot(Way::Out), CHUNK);
+    bed.queue.pack(1, memory.ptr(), bed.slot(Direction::Out), CHUNK);
     drop(bed.told.next());
     let deadline = Instant::now() + LIMIT;
     loop {
@@ -567,18 +568,18 @@ fn whatever_is_given_up_when_the_rest_is_told() {
         bed.gpu.hold_unpacks(random(2) == 0);
         let mut tickets = Vec::new();
         for ticket in first..first + 2 * SLOTS as u64 {
-            let way = if random(2) == 0 { Way::Out } else { Way::In };
-            let Some(slot) = bed.client.slot(way) else { continue };
+            let way = if random(2) == 0 { Direction::Out } else { Direction::In };
+            let Some(slot) = bed.queue.slot(way) else { continue };
             match way {
-                Way::Out => bed.client.pack(ticket, memory.ptr(), slot, CHUNK),
-                Way::In => bed.client.unpack(ticket, slot, memory.ptr(), CHUNK),
+                Direction::Out => bed.queue.pack(ticket, memory.ptr(), slot, CHUNK),
+                Direction::In => bed.queue.unpack(ticket, slot, memory.ptr(), CHUNK),
             }
             tickets.push(ticket);
         }
         let kept = random(3);
         let give_up = |ticket: u64| ticket % 3 != kept;
         std::thread::scope(|scope| {
-            let quiesce = scope.spawn(|| bed.client.quiesce(give_up));
+            let quiesce = scope.spawn(|| bed.queue.quiesce(give_up));
             for _ in 0..random(200) {
                 std::hint::spin_loop();
             }
@@ -596,7 +597,7 @@ fn whatever_is_given_up_when_the_rest_is_told() {
                 tickets.swap_remove(at.expect("told once"));
             }
         }
-        bed.client.quiesce(|_| true).unwrap();
+        bed.queue.quiesce(|_| true).unwrap();
         bed.all_come_back();
     }
 }

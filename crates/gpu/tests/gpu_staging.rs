@@ -1,11 +1,7 @@
-//! Staging on real GPUs, inside: the modules themselves are compiled in, since what they offer is the engine's own.
-//! Skipped, visibly, where there is no GPU; what needs two, where there is one.
-#![allow(unsafe_code, dead_code, unused_imports, unreachable_pub)]
+//! Staging on real GPUs. Visibly skipped where there is no GPU; tests that need two, where there is one.
+#![allow(unsafe_code)]
 
-#[path = "../src/device/mod.rs"]
-mod device;
-#[path = "../src/staging/mod.rs"]
-mod staging;
+#[allow(dead_code)] // Other tests use the rest of it.
 #[path = "../../cuda/tests/support/mod.rs"]
 mod support;
 
@@ -18,9 +14,8 @@ use crossrail_shm::Arena;
 use crossrail_types::{ErrorKind, Settings};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use device::{Device, DeviceAlloc, Devices};
-use staging::unpack::{Piece, Source, UnpackMode, Unpacker};
-use staging::{Client, Done, Slot, Staged, Way};
+use crossrail_gpu::unpack::{Piece, Source, UnpackMode, Unpacker};
+use crossrail_gpu::{Completion, Device, DeviceAlloc, Devices, Direction, Slot, StagingListener, StagingQueue};
 
 const LIMIT: Duration = Duration::from_secs(20);
 const CHUNK: usize = 256 << 10;
@@ -35,12 +30,12 @@ static TURN: Mutex<()> = Mutex::new(());
 
 #[derive(Default)]
 struct Told {
-    done: Mutex<VecDeque<Done>>,
+    done: Mutex<VecDeque<Completion>>,
     changed: Condvar,
 }
 
-impl Staged for Told {
-    fn staged(&self, done: Vec<Done>) -> bool {
+impl StagingListener for Told {
+    fn completed(&self, done: Vec<Completion>) -> bool {
         self.done.lock().extend(done);
         self.changed.notify_all();
         true
@@ -48,7 +43,7 @@ impl Staged for Told {
 }
 
 impl Told {
-    fn next(&self) -> Done {
+    fn next(&self) -> Completion {
         let deadline = Instant::now() + LIMIT;
         let mut done = self.done.lock();
         while done.is_empty() {
@@ -62,7 +57,7 @@ struct Bed {
     device: Arc<Device>,
     devices: Arc<Devices>,
     told: Arc<Told>,
-    client: Client,
+    queue: StagingQueue,
     _turn: MutexGuard<'static, ()>,
 }
 
@@ -90,8 +85,8 @@ fn bed(unpack: UnpackMode) -> Option<Bed> {
     let devices = Devices::new(&settings(unpack), Arena::new());
     let device = devices.device(0).unwrap();
     let told = Arc::new(Told::default());
-    let client = device.stager().unwrap().attach(Arc::downgrade(&told) as Weak<dyn Staged>);
-    Some(Bed { device, devices, told, client, _turn: turn })
+    let queue = device.stager().unwrap().attach(Arc::downgrade(&told) as Weak<dyn StagingListener>);
+    Some(Bed { device, devices, told, queue, _turn: turn })
 }
 
 /// Whether this process finds a compiler for kernels; says so if not.
@@ -119,12 +114,12 @@ impl Bed {
         memory
     }
 
-    fn slot(&self, way: Way) -> Slot {
-        self.client.slot(way).expect("a free slot")
+    fn slot(&self, way: Direction) -> Slot {
+        self.queue.slot(way).expect("a free slot")
     }
 
     fn arrived(&self, bytes: &[u8]) -> Slot {
-        let slot = self.slot(Way::In);
+        let slot = self.slot(Direction::In);
         fill(&slot, bytes);
         slot
     }
@@ -135,8 +130,8 @@ impl Bed {
         bytes
     }
 
-    fn free(&self, way: Way) -> usize {
-        let taken: Vec<Slot> = std::iter::from_fn(|| self.client.slot(way)).collect();
+    fn free(&self, way: Direction) -> usize {
+        let taken: Vec<Slot> = std::iter::from_fn(|| self.queue.slot(way)).collect();
         taken.len()
     }
 }
@@ -187,7 +182,7 @@ fn bytes_go_out_and_come_in_at_any_offset_and_size_in_all_modes() {
             for offset in [0, 1, 3, 8, 17] {
                 let sent = pattern(CHUNK + 64, ticket + 1);
                 let source = bed.filled(&sent);
-                bed.client.pack(ticket, source.ptr() + offset as u64, bed.slot(Way::Out), len);
+                bed.queue.pack(ticket, source.ptr() + offset as u64, bed.slot(Direction::Out), len);
                 let done = bed.told.next();
                 done.result.unwrap();
                 let slot = done.slot.expect("a pack's slot comes back");
@@ -196,7 +191,7 @@ fn bytes_go_out_and_come_in_at_any_offset_and_size_in_all_modes() {
                 let before = pattern(CHUNK + 64, 77);
                 let target = bed.filled(&before);
                 let place = (offset * 7) % 64;
-                bed.client.unpack(ticket + 1, bed.arrived(&sent[..len]), target.ptr() + place as u64, len);
+                bed.queue.unpack(ticket + 1, bed.arrived(&sent[..len]), target.ptr() + place as u64, len);
                 let done = bed.told.next();
                 assert!(done.result.is_ok() && done.slot.is_none() && done.ticket == ticket + 1, "{done:?}");
                 let mut expected = before;
@@ -205,7 +200,7 @@ fn bytes_go_out_and_come_in_at_any_offset_and_size_in_all_modes() {
                 ticket += 2;
             }
         }
-        assert_eq!((bed.free(Way::Out), bed.free(Way::In)), (SLOTS, SLOTS));
+        assert_eq!((bed.free(Direction::Out), bed.free(Direction::In)), (SLOTS, SLOTS));
         assert_eq!(bed.device.check(bed.alloc(1).ptr(), 1), Ok(()));
     }
 }
@@ -224,20 +219,20 @@ fn traffic_both_ways_through_few_slots_is_whole() {
         let mut full: VecDeque<(usize, Slot)> = VecDeque::new();
         while unpacked < chunks {
             while packed < chunks
-                && let Some(slot) = bed.client.slot(Way::Out)
+                && let Some(slot) = bed.queue.slot(Direction::Out)
             {
                 let at = (packed * CHUNK) as u64;
-                bed.client.pack(packed as u64, source.ptr() + at, slot, len_of(packed));
+                bed.queue.pack(packed as u64, source.ptr() + at, slot, len_of(packed));
                 packed += 1;
             }
             while let Some((chunk, slot)) = full.pop_front() {
-                let Some(into) = bed.client.slot(Way::In) else {
+                let Some(into) = bed.queue.slot(Direction::In) else {
                     full.push_front((chunk, slot));
                     break;
                 };
                 fill(&into, held(&slot, len_of(chunk)));
                 let at = (chunk * CHUNK) as u64;
-                bed.client.unpack((1 << 32) + chunk as u64, into, target.ptr() + at, len_of(chunk));
+                bed.queue.unpack((1 << 32) + chunk as u64, into, target.ptr() + at, len_of(chunk));
             }
             let done = bed.told.next();
             done.result.unwrap();
@@ -259,14 +254,14 @@ fn several_devices_are_staged_in_one_process() {
     let Some(first) = bed(UnpackMode::D2d) else { return };
     let second = first.devices.device(1).unwrap();
     let told = Arc::new(Told::default());
-    let client = second.stager().unwrap().attach(Arc::downgrade(&told) as Weak<dyn Staged>);
+    let queue = second.stager().unwrap().attach(Arc::downgrade(&told) as Weak<dyn StagingListener>);
     let sent = pattern(CHUNK, 9);
     let (source, target) = (first.filled(&sent), first.devices.alloc(1, CHUNK).unwrap());
-    first.client.pack(1, source.ptr(), first.slot(Way::Out), CHUNK);
+    first.queue.pack(1, source.ptr(), first.slot(Direction::Out), CHUNK);
     let slot = first.told.next().slot.unwrap();
-    let into = client.slot(Way::In).unwrap();
+    let into = queue.slot(Direction::In).unwrap();
     fill(&into, held(&slot, CHUNK));
-    client.unpack(1, into, target.ptr(), CHUNK);
+    queue.unpack(1, into, target.ptr(), CHUNK);
     told.next().result.unwrap();
     let mut bytes = vec![0; CHUNK];
     second.copy_out(target.ptr(), &mut bytes).unwrap();
@@ -275,7 +270,7 @@ fn several_devices_are_staged_in_one_process() {
     // Memory of the other one is refused, and by its name.
     let error = first.devices.check(target.ptr(), CHUNK, 0).unwrap_err();
     assert!(error.kind == ErrorKind::Usage && error.to_string().contains("memory of cuda:1"), "{error}");
-    first.client.pack(2, target.ptr(), first.slot(Way::Out), CHUNK);
+    first.queue.pack(2, target.ptr(), first.slot(Direction::Out), CHUNK);
     assert!(first.told.next().result.unwrap_err().to_string().contains("memory of cuda:1"));
 }
 
@@ -312,10 +307,10 @@ fn memory_that_is_freed_fails_its_own_ticket_and_the_next_one_works() {
         let old = gone.ptr();
         drop(gone);
         assert!(crossrail_cuda::settled(LIMIT));
-        bed.client.unpack(1, bed.arrived(&pattern(CHUNK, 1)), kept.ptr(), CHUNK);
-        bed.client.unpack(2, bed.arrived(&pattern(CHUNK, 2)), old, CHUNK);
-        bed.client.pack(3, old, bed.slot(Way::Out), CHUNK);
-        let mut done: Vec<Done> = (0..3).map(|_| bed.told.next()).collect();
+        bed.queue.unpack(1, bed.arrived(&pattern(CHUNK, 1)), kept.ptr(), CHUNK);
+        bed.queue.unpack(2, bed.arrived(&pattern(CHUNK, 2)), old, CHUNK);
+        bed.queue.pack(3, old, bed.slot(Direction::Out), CHUNK);
+        let mut done: Vec<Completion> = (0..3).map(|_| bed.told.next()).collect();
         done.sort_by_key(|done| done.ticket);
         assert!(done[0].result.is_ok());
         for failed in &done[1..] {
@@ -324,9 +319,9 @@ fn memory_that_is_freed_fails_its_own_ticket_and_the_next_one_works() {
         }
         drop(done);
         assert!(bed.bytes(&kept) == pattern(CHUNK, 1));
-        bed.client.pack(4, kept.ptr(), bed.slot(Way::Out), CHUNK);
+        bed.queue.pack(4, kept.ptr(), bed.slot(Direction::Out), CHUNK);
         bed.told.next().result.unwrap();
-        assert_eq!((bed.free(Way::Out), bed.free(Way::In)), (SLOTS, SLOTS));
+        assert_eq!((bed.free(Direction::Out), bed.free(Direction::In)), (SLOTS, SLOTS));
     }
 }
 
@@ -420,7 +415,7 @@ fn an_event_is_told_once_the_stream_is_there() {
         // SAFETY: the memory is nobody else's until the stream is done.
         unsafe { stream.fill(memory.address(), ticket as u8, memory.len()).unwrap() };
         // SAFETY: the stream is alive.
-        bed.client.after(ticket, unsafe { bed.device.ready(stream.handle()).unwrap() });
+        bed.queue.wait_for(ticket, unsafe { bed.device.stream_point(stream.handle()).unwrap() });
     }
     for ticket in 0..4 {
         let done = bed.told.next();
@@ -431,7 +426,7 @@ fn an_event_is_told_once_the_stream_is_there() {
     let refused = Mutex::new(None);
     let graph = stream.record(|stream| {
         // SAFETY: the stream is alive.
-        *refused.lock() = unsafe { bed.device.ready(stream.handle()) }.err();
+        *refused.lock() = unsafe { bed.device.stream_point(stream.handle()) }.err();
         Ok(())
     });
     graph.unwrap();
@@ -445,7 +440,7 @@ fn bounce_memory_is_on_the_gpus_numa_node() {
     let Some(node) = bed.device.cuda().unwrap().device().numa_node().unwrap() else {
         return support::skip("this machine does not say on which NUMA node its GPUs are");
     };
-    let slots: Vec<Slot> = std::iter::from_fn(|| bed.client.slot(Way::In)).collect();
+    let slots: Vec<Slot> = std::iter::from_fn(|| bed.queue.slot(Direction::In)).collect();
     for slot in &slots {
         let mut page = slot.ptr().cast::<libc::c_void>();
         let mut status = -1;
@@ -471,8 +466,8 @@ fn everything_is_given_back() {
         let bed = bed(UnpackMode::D2d).unwrap();
         let memory = bed.alloc(CHUNK);
         for ticket in 0..3 {
-            bed.client.pack(ticket, memory.ptr(), bed.slot(Way::Out), CHUNK);
-            bed.client.unpack(10 + ticket, bed.slot(Way::In), memory.ptr(), CHUNK);
+            bed.queue.pack(ticket, memory.ptr(), bed.slot(Direction::Out), CHUNK);
+            bed.queue.unpack(10 + ticket, bed.slot(Direction::In), memory.ptr(), CHUNK);
         }
         // Dropped with work under way: who put it in first, then what it works on, which operations keep as long.
         drop(bed);
@@ -502,7 +497,7 @@ fn after_the_context_is_lost_every_ticket_fails_with_the_reason() {
     }
     let bed = bed(UnpackMode::Kernel).unwrap();
     let memory = bed.alloc(CHUNK);
-    bed.client.pack(0, memory.ptr(), bed.slot(Way::Out), CHUNK);
+    bed.queue.pack(0, memory.ptr(), bed.slot(Direction::Out), CHUNK);
     bed.told.next().result.unwrap();
     let context = bed.device.cuda().unwrap().clone();
     let stream = Stream::new(&context).unwrap();
@@ -513,12 +508,12 @@ fn after_the_context_is_lost_every_ticket_fails_with_the_reason() {
     unsafe { unpacker.unpack(&stream, &list, source).unwrap() };
     stream.wait(LIMIT).unwrap_err();
     for ticket in 1..5 {
-        bed.client.pack(ticket, memory.ptr(), bed.slot(Way::Out), CHUNK);
+        bed.queue.pack(ticket, memory.ptr(), bed.slot(Direction::Out), CHUNK);
         let error = bed.told.next().result.unwrap_err();
         assert!(error.to_string().contains("CUDA_ERROR"), "{error}");
-        bed.client.unpack(ticket + 100, bed.slot(Way::In), memory.ptr(), CHUNK);
+        bed.queue.unpack(ticket + 100, bed.slot(Direction::In), memory.ptr(), CHUNK);
         bed.told.next().result.unwrap_err();
     }
-    bed.client.quiesce(|_| true).unwrap();
-    assert_eq!((bed.free(Way::Out), bed.free(Way::In)), (SLOTS, SLOTS));
+    bed.queue.quiesce(|_| true).unwrap();
+    assert_eq!((bed.free(Direction::Out), bed.free(Direction::In)), (SLOTS, SLOTS));
 }

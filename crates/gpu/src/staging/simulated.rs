@@ -1,4 +1,4 @@
-//! Staging on a simulated GPU: a thread of its own copies, late if the test says so.
+//! Staging on a simulated GPU: a thread of its own copies, delayed if the test says so.
 #![allow(unsafe_code)]
 
 use std::collections::{BTreeMap, VecDeque};
@@ -13,23 +13,24 @@ use parking_lot::Mutex;
 
 use super::bounce::Bounce;
 use super::stager::Stager;
-use super::{Gpu, Mark, Part, Way};
-use crate::device::simulated::Simulated;
+use super::{CopyEngine, Mark, SlotCopy};
+use crate::direction::Direction;
+use crate::simulated::Simulated;
 
 impl Stager {
     /// Staging on a simulated GPU.
     pub(crate) fn simulated(gpu: &Simulated, settings: &Settings, arena: &Arc<Arena>) -> Result<Stager> {
         let gpu = gpu.clone();
         let name = format!("cuda:{}", gpu.ordinal());
-        Stager::start(&name, settings, arena, move |start| {
-            let made = Bounce::new(&start.arena, start.cut, start.bell.clone(), |_, _| Ok(Box::new(())))
-                .and_then(|bounce| Ok((Box::new(Copier::start(gpu)?) as Box<dyn Gpu>, bounce)));
-            start.run(made);
+        Stager::start(&name, settings, arena, move |setup| {
+            let made = Bounce::new(&setup.arena, setup.layout, setup.wake_up.clone(), |_, _| Ok(Box::new(())))
+                .and_then(|bounce| Ok((Box::new(Copier::start(gpu)?) as Box<dyn CopyEngine>, bounce)));
+            setup.run(made);
         })
     }
 }
 
-/// The copying thread's other end; dropping it ends the thread.
+/// The handle of the copying thread; dropping it ends the thread.
 struct Copier {
     gpu: Simulated,
     shared: Arc<Shared>,
@@ -45,15 +46,15 @@ struct Shared {
 
 #[derive(Default)]
 struct Work {
-    /// By way.
+    /// By direction.
     queues: [VecDeque<Command>; 2],
     complete: BTreeMap<u64, Result<()>>,
 }
 
 struct Command {
     mark: u64,
-    parts: Vec<Part>,
-    put_in: Instant,
+    copies: Vec<SlotCopy>,
+    submitted: Instant,
 }
 
 impl Copier {
@@ -70,27 +71,27 @@ impl Copier {
         Ok(Copier { gpu, shared, thread: Some(thread), marks: 0 })
     }
 
-    fn put_in(&mut self, way: Way, parts: Vec<Part>) -> Mark {
+    fn submit(&mut self, direction: Direction, copies: Vec<SlotCopy>) -> Mark {
         self.marks += 1;
         let (_plan, changed) = self.gpu.plan();
-        let command = Command { mark: self.marks, parts, put_in: Instant::now() };
-        self.shared.work.lock().queues[way as usize].push_back(command);
+        let command = Command { mark: self.marks, copies, submitted: Instant::now() };
+        self.shared.work.lock().queues[direction as usize].push_back(command);
         changed.notify_all();
         Mark(self.marks)
     }
 }
 
-impl Gpu for Copier {
-    fn check(&mut self, part: &Part) -> Result<()> {
-        self.gpu.check(part.memory, part.len)
+impl CopyEngine for Copier {
+    fn check(&mut self, copy: &SlotCopy) -> Result<()> {
+        self.gpu.check(copy.memory, copy.len)
     }
 
-    fn pack(&mut self, part: &Part) -> Result<Mark> {
-        Ok(self.put_in(Way::Out, vec![*part]))
+    fn pack(&mut self, copy: &SlotCopy) -> Result<Mark> {
+        Ok(self.submit(Direction::Out, vec![*copy]))
     }
 
-    fn unpack(&mut self, parts: &[Part]) -> Result<Mark> {
-        Ok(self.put_in(Way::In, parts.to_vec()))
+    fn unpack(&mut self, copies: &[SlotCopy]) -> Result<Mark> {
+        Ok(self.submit(Direction::In, copies.to_vec()))
     }
 
     fn is_done(&mut self, mark: Mark) -> Result<bool> {
@@ -115,41 +116,41 @@ impl Drop for Copier {
 }
 
 impl Shared {
-    /// Carries commands out, each way's in order. `plan`'s lock is not held while bytes move.
+    /// Executes commands, each direction's in order. The plan's lock is not held while bytes move.
     fn run(&self, gpu: &Simulated) {
         let (mut plan, changed) = gpu.plan();
         while !self.stop.load(Ordering::Acquire) {
             let now = Instant::now();
             let mut next: Option<Instant> = None;
             let mut found = None;
-            for way in [Way::Out, Way::In] {
+            for direction in [Direction::Out, Direction::In] {
                 let mut work = self.work.lock();
-                let queue = &mut work.queues[way as usize];
-                let Some(due) = queue.front().map(|first| first.put_in + plan.delay) else { continue };
-                if plan.held[way as usize] {
+                let queue = &mut work.queues[direction as usize];
+                let Some(due) = queue.front().map(|first| first.submitted + plan.delay) else { continue };
+                if plan.held[direction as usize] {
                     continue;
                 }
                 if due > now {
                     next = Some(next.map_or(due, |other| other.min(due)));
                 } else if let Some(first) = queue.pop_front() {
-                    found = Some((way, first));
+                    found = Some((direction, first));
                     break;
                 }
             }
-            let Some((way, command)) = found else {
+            let Some((direction, command)) = found else {
                 match next {
                     Some(due) => drop(changed.wait_until(&mut plan, due)),
                     None => changed.wait(&mut plan),
                 }
                 continue;
             };
-            let failing = &mut plan.failing[way as usize];
+            let failing = &mut plan.failing[direction as usize];
             let result = if failing.0 > 0 {
                 failing.0 -= 1;
                 Err(Error::new(ErrorKind::Io, format!("copy on cuda:{}", gpu.ordinal()), failing.1.clone()))
             } else {
                 drop(plan);
-                let result = carry_out(gpu, way, &command.parts);
+                let result = execute(gpu, direction, &command.copies);
                 plan = gpu.plan().0;
                 result
             };
@@ -158,13 +159,13 @@ impl Shared {
     }
 }
 
-fn carry_out(gpu: &Simulated, way: Way, parts: &[Part]) -> Result<()> {
-    for part in parts {
-        match way {
-            // SAFETY: the slot is the command's until it is complete.
-            Way::Out => unsafe { gpu.copy_to(part.memory, part.host, part.len)? },
+fn execute(gpu: &Simulated, direction: Direction, copies: &[SlotCopy]) -> Result<()> {
+    for copy in copies {
+        match direction {
+            // SAFETY: the slot belongs to the command until it is complete.
+            Direction::Out => unsafe { gpu.copy_to(copy.memory, copy.host, copy.len)? },
             // SAFETY: as above.
-            Way::In => unsafe { gpu.copy_from(part.memory, part.host, part.len)? },
+            Direction::In => unsafe { gpu.copy_from(copy.memory, copy.host, copy.len)? },
         }
     }
     Ok(())

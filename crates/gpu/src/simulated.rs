@@ -1,8 +1,8 @@
 //! GPUs made of host memory, so that everything above the driver is tested on machines without one.
 //!
-//! "Device memory" is a memfd that is mapped twice: at the address that the user sees, where every touch by the CPU is a
-//! fault, and a second time for the copies. Copies run on a thread of their own ([`crate::staging`]), late if a test
-//! says so, and fail if it says so.
+//! Device memory is a memfd that is mapped twice: at the address that the user sees, without any access rights, so that
+//! every access by the CPU faults; and a second time for copies. Staging copies run on a thread of their own, and a test
+//! can delay them, hold them or make them fail.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -18,38 +18,37 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::ready::{Point as ReadyPoint, Ready};
-use super::state::GpuState;
-use crate::staging::{StageStats, Way};
+use crate::direction::Direction;
+use crate::stream_point::{Reached, StreamPoint};
 
 const PAGE: usize = 4096;
 const TOTAL: u64 = 4 << 30;
 
-/// One simulated GPU, in the hands of a test. Clones are the same GPU.
+/// One simulated GPU, controlled by a test. Clones are the same GPU.
 #[derive(Clone)]
 pub struct Simulated(Arc<Inner>);
 
 struct Inner {
     ordinal: u32,
     memory: Mutex<BTreeMap<u64, Arc<Pages>>>,
-    streams: Mutex<BTreeMap<u64, Arc<Gate>>>,
+    streams: Mutex<BTreeMap<u64, Arc<Counts>>>,
     plan: Mutex<Plan>,
     changed: Condvar,
 }
 
-/// How copies go.
+/// How copies behave.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
     /// How long each copy takes before its bytes move.
     pub(crate) delay: Duration,
-    /// By way: nothing moves.
+    /// By direction: no copy runs.
     pub(crate) held: [bool; 2],
-    /// By way: so many batches fail, with this reason.
+    /// By direction: how many batches fail, and the error text.
     pub(crate) failing: [(u32, String); 2],
     total: u64,
 }
 
-/// Memory of a simulated GPU; freed when dropped. Copies under way keep its pages, and new ones fail.
+/// Memory of a simulated GPU; freed when dropped. Copies in flight keep its pages mapped, new ones fail.
 pub(crate) struct Memory {
     gpu: Simulated,
     pages: Arc<Pages>,
@@ -76,51 +75,50 @@ impl Drop for Pages {
     }
 }
 
-/// How far a simulated stream is.
+/// How much work a simulated stream has had, and how much of it is complete.
 #[derive(Debug, Default)]
-struct Gate {
-    put_in: AtomicU64,
-    done: AtomicU64,
+struct Counts {
+    submitted: AtomicU64,
+    complete: AtomicU64,
 }
 
-/// A stream of a simulated GPU: work that a test puts in is done when the test says so.
+/// A stream of a simulated GPU: a test submits work, and completes it.
 #[derive(Clone)]
 pub struct SimulatedStream {
-    gate: Arc<Gate>,
+    counts: Arc<Counts>,
 }
 
-/// A moment of a simulated stream.
-#[derive(Clone)]
-pub(super) struct Point {
-    gate: Arc<Gate>,
+/// A point in a simulated stream.
+struct Point {
+    counts: Arc<Counts>,
     at: u64,
 }
 
-impl Point {
-    pub(super) fn is_done(&self) -> bool {
-        self.gate.done.load(Ordering::Acquire) >= self.at
+impl Reached for Point {
+    fn is_reached(&self) -> Result<bool> {
+        Ok(self.counts.complete.load(Ordering::Acquire) >= self.at)
     }
 }
 
 impl SimulatedStream {
     /// The handle, as programs pass a stream's.
     pub fn handle(&self) -> u64 {
-        Arc::as_ptr(&self.gate) as usize as u64
+        Arc::as_ptr(&self.counts) as usize as u64
     }
 
-    /// Puts work in that goes on until [`SimulatedStream::finish`].
+    /// Submits work that runs until [`SimulatedStream::finish`].
     pub fn put_in(&self) {
-        self.gate.put_in.fetch_add(1, Ordering::AcqRel);
+        self.counts.submitted.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Everything put in is done.
+    /// Completes all submitted work.
     pub fn finish(&self) {
-        self.gate.done.store(self.gate.put_in.load(Ordering::Acquire), Ordering::Release);
+        self.counts.complete.store(self.counts.submitted.load(Ordering::Acquire), Ordering::Release);
     }
 }
 
 impl Simulated {
-    pub(super) fn new(ordinal: u32) -> Simulated {
+    pub(crate) fn new(ordinal: u32) -> Simulated {
         let failing = [(0, String::new()), (0, String::new())];
         let plan = Plan { delay: Duration::ZERO, held: [false; 2], failing, total: TOTAL };
         Simulated(Arc::new(Inner {
@@ -132,7 +130,7 @@ impl Simulated {
         }))
     }
 
-    /// Its number.
+    /// Its ordinal.
     pub fn ordinal(&self) -> u32 {
         self.0.ordinal
     }
@@ -144,25 +142,30 @@ impl Simulated {
 
     /// While `true`, nothing is copied out of its memory.
     pub fn hold_packs(&self, held: bool) {
-        self.change(|plan| plan.held[Way::Out as usize] = held);
+        self.change(|plan| plan.held[Direction::Out as usize] = held);
     }
 
     /// While `true`, nothing is copied into its memory.
     pub fn hold_unpacks(&self, held: bool) {
-        self.change(|plan| plan.held[Way::In as usize] = held);
+        self.change(|plan| plan.held[Direction::In as usize] = held);
     }
 
     /// The next `count` packs fail with `why`.
     pub fn fail_packs(&self, count: u32, why: &str) {
-        self.change(|plan| plan.failing[Way::Out as usize] = (count, why.to_owned()));
+        self.change(|plan| plan.failing[Direction::Out as usize] = (count, why.to_owned()));
     }
 
     /// The next `count` batches of unpacks fail with `why`.
     pub fn fail_unpacks(&self, count: u32, why: &str) {
-        self.change(|plan| plan.failing[Way::In as usize] = (count, why.to_owned()));
+        self.change(|plan| plan.failing[Direction::In as usize] = (count, why.to_owned()));
     }
 
-    /// How much memory it has, in bytes.
+    /// Its memory in bytes.
+    pub(crate) fn memory(&self) -> u64 {
+        self.0.plan.lock().total
+    }
+
+    /// Sets how much memory it has, in bytes.
     pub fn set_memory(&self, total: u64) {
         self.change(|plan| plan.total = total);
     }
@@ -174,8 +177,8 @@ impl Simulated {
 
     /// A new stream of it.
     pub fn stream(&self) -> SimulatedStream {
-        let stream = SimulatedStream { gate: Arc::default() };
-        self.0.streams.lock().insert(stream.handle(), stream.gate.clone());
+        let stream = SimulatedStream { counts: Arc::default() };
+        self.0.streams.lock().insert(stream.handle(), stream.counts.clone());
         stream
     }
 
@@ -184,12 +187,12 @@ impl Simulated {
         self.0.changed.notify_all();
     }
 
-    /// How copies go now, and where changes of it are told.
+    /// The plan in force, and the condition that is notified when it changes.
     pub(crate) fn plan(&self) -> (MutexGuard<'_, Plan>, &Condvar) {
         (self.0.plan.lock(), &self.0.changed)
     }
 
-    pub(super) fn alloc(&self, len: usize) -> Result<Memory> {
+    pub(crate) fn alloc(&self, len: usize) -> Result<Memory> {
         let total = self.0.plan.lock().total;
         let mut memory = self.0.memory.lock();
         let used: u64 = memory.values().map(|pages| pages.len as u64).sum();
@@ -228,7 +231,7 @@ impl Simulated {
         unsafe { self.copy_from(ptr, bytes.as_ptr(), bytes.len()) }
     }
 
-    pub(super) fn copy_out(&self, ptr: u64, bytes: &mut [u8]) -> Result<()> {
+    pub(crate) fn copy_out(&self, ptr: u64, bytes: &mut [u8]) -> Result<()> {
         // SAFETY: the bytes are there, as a slice's.
         unsafe { self.copy_to(ptr, bytes.as_mut_ptr(), bytes.len()) }
     }
@@ -255,33 +258,17 @@ impl Simulated {
         Ok(())
     }
 
-    pub(super) fn ready(&self, stream: u64) -> Result<Ready> {
-        let gate = match (stream, self.0.streams.lock().get(&stream)) {
-            (_, Some(gate)) => gate.clone(),
+    pub(crate) fn stream_point(&self, stream: u64) -> Result<StreamPoint> {
+        let counts = match (stream, self.0.streams.lock().get(&stream)) {
+            (_, Some(counts)) => counts.clone(),
             (0, None) => Arc::default(),
             _ => {
                 let detail = format!("the stream {stream:#x} does not belong to cuda:{}", self.0.ordinal);
                 return Err(Error::new(ErrorKind::Usage, "stream", detail));
             }
         };
-        let at = gate.put_in.load(Ordering::Acquire);
-        Ok(Ready(ReadyPoint::Simulated(Point { gate, at })))
-    }
-
-    pub(super) fn state(&self, (bounce_bytes, staged): (u64, StageStats)) -> GpuState {
-        let total = self.0.plan.lock().total;
-        GpuState {
-            ordinal: self.0.ordinal,
-            name: "simulated".to_owned(),
-            arch: "none".to_owned(),
-            memory: total,
-            free: Some(total.saturating_sub(self.allocated())),
-            pci: String::new(),
-            numa_node: None,
-            bounce_bytes,
-            staged,
-            copied: crossrail_cuda_ipc::Copied::default(),
-        }
+        let at = counts.submitted.load(Ordering::Acquire);
+        Ok(StreamPoint::new(Point { counts, at }))
     }
 }
 
@@ -303,7 +290,7 @@ fn map(len: usize) -> std::io::Result<Pages> {
 }
 
 impl Memory {
-    pub(super) fn address(&self) -> u64 {
+    pub(crate) fn address(&self) -> u64 {
         self.pages.seen.as_ptr() as usize as u64
     }
 }

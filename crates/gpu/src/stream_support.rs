@@ -1,4 +1,4 @@
-//! What callers' streams need of one GPU: kernels, and words in pinned memory.
+//! Support for work in callers' streams on one GPU: kernels, and words in pinned memory.
 #![allow(unsafe_code)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,21 +10,23 @@ use crossrail_kernels::Kernels;
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 use parking_lot::Mutex;
 
-/// Pinned memory is taken by so many bytes.
+/// Pinned memory is allocated in pages of this many bytes.
 const PAGE: usize = 4096;
-/// Words lie so far apart: each in a cache line of its own.
+/// Distance between words: each has a cache line of its own.
 const LINE: usize = 64;
 
-/// Primary contexts are the process's, so this is too: as long as a `Device` of that GPU, or one of its words, is there.
+/// Kernels and pinned words for callers' streams on one GPU.
 ///
-/// While a stream waits for one of the words, the process makes no call that would wait for the stream
-/// ([`Context::hold_back`]).
-pub(crate) struct Calls {
+/// One per process and GPU, as the primary context is. It lives as long as a [`Device`](crate::Device) of that GPU, or
+/// one of its words. While a stream waits for one of the words, the process makes no driver call that would wait for
+/// the stream ([`Context::hold_back`]). Any thread may use it.
+pub struct StreamSupport {
     context: Context,
     kernels: Mutex<Option<Arc<Kernels>>>,
+    /// Loading the kernels was tried by [`StreamSupport::prepare`].
     tried: AtomicBool,
-    /// Words that end waits of streams, and words that tell how waits went: a stream may look at one of the former some
-    /// time after it was written, so that it must only ever grow.
+    /// Words that end waits of streams, and words that report how waits ended. They are never mixed: a stream may read a
+    /// word of the former kind long after it was written, so such a word only ever grows.
     pages: [Mutex<Pages>; 2],
     waits: Mutex<Vec<Wait>>,
 }
@@ -35,7 +37,7 @@ struct Pages {
     free: Vec<(usize, usize)>,
 }
 
-/// A stream that waits: until a word has reached a value.
+/// A stream that waits until a word has reached a value.
 struct Wait {
     stream: u64,
     page: Arc<PinnedMemory>,
@@ -49,23 +51,23 @@ impl Wait {
     }
 }
 
-/// What a word is for.
+/// What a [`Word`] is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Use {
-    /// The host ends a stream's wait with it.
-    Ends,
-    /// The GPU says with it how a wait went.
-    Tells,
-    /// As `Tells`; a graph may write it for ever.
-    TellsAGraph,
+pub enum WordUse {
+    /// The host writes it to end a stream's wait.
+    EndsWait,
+    /// The GPU writes it to report how a wait ended.
+    ReportsWait,
+    /// As `ReportsWait`, by a captured graph, which may write it at any later replay.
+    ReportsToGraph,
 }
 
-/// A word in pinned memory, nobody else's as long as this lives.
-pub(crate) struct Word {
-    owner: Arc<Calls>,
+/// A 64-bit word in pinned memory, with one owner. Any thread.
+pub struct Word {
+    owner: Arc<StreamSupport>,
     page: Arc<PinnedMemory>,
     at: (usize, usize),
-    used: Use,
+    used: WordUse,
 }
 
 impl std::fmt::Debug for Word {
@@ -75,20 +77,22 @@ impl std::fmt::Debug for Word {
 }
 
 impl Word {
-    pub(crate) fn cell(&self) -> &AtomicU64 {
+    /// The word itself. The GPU accesses it atomically too.
+    pub fn cell(&self) -> &AtomicU64 {
         cell(&self.page, self.at.1)
     }
 
-    /// Its address on the GPU.
-    pub(crate) fn address(&self) -> u64 {
+    /// Its device address.
+    pub fn address(&self) -> u64 {
         self.page.address() + self.at.1 as u64
     }
 
-    /// That stream is about to wait until the word has reached `value`. Somebody writes it then, whatever happens.
+    /// Registers that `stream` is about to wait until the word has reached `value`. The caller must make sure that the
+    /// value is written in any case.
     ///
     /// # Errors
-    /// `Exhausted`: as many other streams wait as may: what they wait for would not go on with one more.
-    pub(crate) fn is_waited_for(&self, stream: u64, value: u64, what: &str) -> Result<()> {
+    /// `Exhausted`: the wait would block the last hardware queue, which the work waited for needs.
+    pub fn register_wait(&self, stream: u64, value: u64, what: &str) -> Result<()> {
         let mut waits = self.owner.waits.lock();
         waits.retain(|wait| !wait.is_over());
         let waiting = waits.iter().map(|wait| wait.stream).collect();
@@ -98,7 +102,7 @@ impl Word {
     }
 }
 
-/// Whether one more stream may wait.
+/// Whether one more stream may wait: one hardware queue must stay free.
 fn admit(waiting: &BTreeSet<u64>, stream: u64, most: usize, (what, ordinal): (&str, u32)) -> Result<()> {
     if waiting.contains(&stream) || waiting.len() < most {
         return Ok(());
@@ -120,13 +124,13 @@ fn admit(waiting: &BTreeSet<u64>, stream: u64, most: usize, (what, ordinal): (&s
 impl Drop for Word {
     fn drop(&mut self) {
         let busy = match self.used {
-            Use::Ends => false,
-            // The stream may still write it: it is not given to anybody else until that has happened.
-            Use::Tells => self.cell().load(Ordering::Acquire) == 0,
-            Use::TellsAGraph => true,
+            WordUse::EndsWait => false,
+            // The stream may still write the word: it is reused only if it already has.
+            WordUse::ReportsWait => self.cell().load(Ordering::Acquire) == 0,
+            WordUse::ReportsToGraph => true,
         };
         if !busy {
-            self.owner.pages[usize::from(self.used != Use::Ends)].lock().free.push(self.at);
+            self.owner.pages[usize::from(self.used != WordUse::EndsWait)].lock().free.push(self.at);
         }
     }
 }
@@ -136,42 +140,45 @@ fn cell(page: &PinnedMemory, offset: usize) -> &AtomicU64 {
     unsafe { AtomicU64::from_ptr(page.as_ptr().add(offset).cast()) }
 }
 
-impl Calls {
-    /// What there is for the GPU of `context`.
-    pub(crate) fn of(context: &Context) -> Arc<Calls> {
-        static ALL: Mutex<BTreeMap<u32, Weak<Calls>>> = Mutex::new(BTreeMap::new());
+impl StreamSupport {
+    /// The support for the GPU of `context`.
+    pub fn of(context: &Context) -> Arc<StreamSupport> {
+        static ALL: Mutex<BTreeMap<u32, Weak<StreamSupport>>> = Mutex::new(BTreeMap::new());
         let mut all = ALL.lock();
-        let place = all.entry(context.device().ordinal()).or_default();
-        if let Some(calls) = place.upgrade() {
-            return calls;
+        let slot = all.entry(context.device().ordinal()).or_default();
+        if let Some(support) = slot.upgrade() {
+            return support;
         }
-        let calls = Arc::new(Calls {
+        let support = Arc::new(StreamSupport {
             context: context.clone(),
             kernels: Mutex::default(),
             tried: AtomicBool::new(false),
             pages: Default::default(),
             waits: Mutex::default(),
         });
-        *place = Arc::downgrade(&calls);
-        let asked = Arc::downgrade(&calls);
-        context.hold_back(move || asked.upgrade().map(|calls| calls.is_waited_for()));
-        calls
+        *slot = Arc::downgrade(&support);
+        let asked = Arc::downgrade(&support);
+        context.hold_back(move || asked.upgrade().map(|support| support.is_any_waiting()));
+        support
     }
 
-    fn is_waited_for(&self) -> bool {
+    fn is_any_waiting(&self) -> bool {
         self.unless_waited_for(|| ()).is_none()
     }
 
-    /// Does something, such as a launch, unless a stream is known to wait; none begins to wait meanwhile.
-    pub(crate) fn unless_waited_for<T>(&self, body: impl FnOnce() -> T) -> Option<T> {
+    /// Runs `body`, such as a kernel launch, unless a stream is known to wait; no stream can start to wait during the call.
+    pub fn unless_waited_for<T>(&self, body: impl FnOnce() -> T) -> Option<T> {
         let mut waits = self.waits.lock();
         waits.retain(|wait| !wait.is_over());
         waits.is_empty().then(body)
     }
 
-    /// A word of that use; what it says is the next user's starting point.
-    pub(crate) fn word(self: &Arc<Self>, used: Use) -> Result<Word> {
-        let mut pages = self.pages[usize::from(used != Use::Ends)].lock();
+    /// A word for that use. It keeps the value that its last user left: waits must be for larger ones.
+    ///
+    /// # Errors
+    /// What the driver says when there is no pinned memory for it.
+    pub fn word(self: &Arc<Self>, used: WordUse) -> Result<Word> {
+        let mut pages = self.pages[usize::from(used != WordUse::EndsWait)].lock();
         if pages.free.is_empty() {
             let page = PinnedMemory::new(&self.context, PAGE)?;
             // SAFETY: the page is new, nobody else's, and of that length.
@@ -186,11 +193,11 @@ impl Calls {
         Ok(Word { owner: self.clone(), page, at, used })
     }
 
-    /// The kernels, loaded by the first call and kept.
+    /// The kernels, loaded on first use.
     ///
     /// # Errors
     /// As [`crossrail_kernels::shared`].
-    pub(crate) fn kernels(&self, settings: &Settings) -> Result<Arc<Kernels>> {
+    pub fn kernels(&self, settings: &Settings) -> Result<Arc<Kernels>> {
         let mut kept = self.kernels.lock();
         if let Some(kernels) = &*kept {
             return Ok(kernels.clone());
@@ -201,9 +208,9 @@ impl Calls {
         Ok(kernels)
     }
 
-    /// Has all kernels loaded: neither a capture nor a stream that waits is a time for it. What fails here fails again, with
-    /// its reason, where it is needed; it is tried once.
-    pub(crate) fn prepare(&self, settings: &Settings) {
+    /// Loads the kernels ahead of their first use, because they can be loaded neither during a capture nor while a stream
+    /// waits. Tried once; an error is reported where a kernel is needed.
+    pub fn prepare(&self, settings: &Settings) {
         if !self.tried.load(Ordering::Relaxed) {
             let _ = self.kernels(settings);
         }

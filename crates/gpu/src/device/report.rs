@@ -1,4 +1,4 @@
-//! What `info` says of CUDA.
+//! What `info` reports about CUDA.
 
 use std::path::PathBuf;
 
@@ -7,60 +7,60 @@ use crossrail_cuda::{Absent, Device as Gpu};
 use crossrail_cuda_ipc::Copied;
 use crossrail_types::Result;
 
-use super::{Devices, Makes};
+use super::{Devices, Source};
 use crate::staging::StageStats;
 
-/// Whether there is CUDA here, and what it has.
+/// Whether CUDA is usable here, and what it offers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CudaState {
-    /// There is none.
+    /// CUDA is not usable.
     Absent {
         /// Why.
         reason: String,
         /// What would help.
         fix: Option<String>,
     },
-    /// There is a driver, and it sees GPUs.
+    /// The driver is loaded and sees GPUs.
     Present(CudaInfo),
 }
 
-/// What CUDA has here.
+/// What CUDA offers here.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CudaInfo {
     /// The newest CUDA that the driver supports, such as `13.0`.
     pub driver: String,
     /// A row per GPU.
     pub devices: Vec<GpuState>,
-    /// Whether the first can reach the second's memory without the host, by numbers; with itself always.
+    /// `peer_access[a][b]`: whether GPU `a` can access memory of GPU `b` directly; always true of itself.
     pub peer_access: Vec<Vec<bool>>,
-    /// Where compiled kernels are kept; `None` when no folder can be used.
+    /// Where compiled kernels are cached; `None` when no folder is usable.
     pub kernel_cache: Option<KernelCache>,
-    /// What compiles kernels: NVRTC's version and file; `Err`: why there is none, and what would help.
+    /// The kernel compiler: NVRTC's version and file; `Err`: why there is none, and the fix.
     pub compiler: std::result::Result<String, String>,
 }
 
 /// One GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuState {
-    /// Its number, as in `cuda:0`.
+    /// Its ordinal, as in `cuda:0`.
     pub ordinal: u32,
-    /// The maker's name.
+    /// The vendor's name for it.
     pub name: String,
     /// What kernels are compiled for: `sm_90a`.
     pub arch: String,
     /// Its memory in bytes.
     pub memory: u64,
-    /// What of it is free; known only of GPUs that this process uses.
+    /// Free bytes; known only of GPUs that this process uses.
     pub free: Option<u64>,
     /// Its PCI address, such as `0000:3b:00.0`.
     pub pci: String,
     /// Its NUMA node, where the machine says.
     pub numa_node: Option<u32>,
-    /// Pinned host memory that carries chunks from and to it, in bytes; 0 until it is used so.
+    /// Pinned bounce memory in bytes; 0 until a transfer is staged.
     pub bounce_bytes: u64,
-    /// What went through that.
+    /// What was staged through it.
     pub staged: StageStats,
-    /// What copied between it and memory of peers on this machine.
+    /// Direct copies between it and GPU memory of peers on this machine.
     pub copied: Copied,
 }
 
@@ -69,11 +69,11 @@ pub struct GpuState {
 pub struct KernelCache {
     /// The folder.
     pub folder: PathBuf,
-    /// What the kernels in it take, in bytes.
+    /// Size of the cached kernels in bytes.
     pub bytes: u64,
 }
 
-/// Why there is no CUDA, and what would help.
+/// The reason and the fix, out of the driver layer's one text.
 pub(super) fn split(absent: &Absent) -> (String, Option<String>) {
     let text = absent.to_string();
     match text.rsplit_once("; ") {
@@ -83,8 +83,8 @@ pub(super) fn split(absent: &Absent) -> (String, Option<String>) {
 }
 
 pub(super) fn state(devices: &Devices) -> CudaState {
-    match &devices.makes {
-        Makes::Cuda(driver) => match driver.get_or_init(crossrail_cuda::Cuda::load) {
+    match &devices.source {
+        Source::Cuda(driver) => match driver.get_or_init(crossrail_cuda::Cuda::load) {
             Err(why) => {
                 let (reason, fix) = split(why);
                 CudaState::Absent { reason, fix }
@@ -95,8 +95,8 @@ pub(super) fn state(devices: &Devices) -> CudaState {
             ),
         },
         #[cfg(any(test, feature = "simulated-gpu"))]
-        Makes::Simulated(gpus) => {
-            let rows = gpus.iter().map(|gpu| gpu.state(staged(devices, gpu.ordinal()))).collect();
+        Source::Simulated(gpus) => {
+            let rows = gpus.iter().map(|gpu| simulated_state(gpu, staged(devices, gpu.ordinal()))).collect();
             let peer_access = (0..gpus.len()).map(|a| (0..gpus.len()).map(|b| a == b).collect()).collect();
             CudaState::Present(CudaInfo {
                 driver: "simulated".to_owned(),
@@ -111,6 +111,23 @@ pub(super) fn state(devices: &Devices) -> CudaState {
 
 fn staged(devices: &Devices, ordinal: u32) -> (u64, StageStats) {
     devices.opened(ordinal).map_or_else(Default::default, |device| device.staged())
+}
+
+#[cfg(any(test, feature = "simulated-gpu"))]
+fn simulated_state(gpu: &crate::Simulated, (bounce_bytes, staged): (u64, StageStats)) -> GpuState {
+    let total = gpu.memory();
+    GpuState {
+        ordinal: gpu.ordinal(),
+        name: "simulated".to_owned(),
+        arch: "none".to_owned(),
+        memory: total,
+        free: Some(total.saturating_sub(gpu.allocated())),
+        pci: String::new(),
+        numa_node: None,
+        bounce_bytes,
+        staged,
+        copied: Copied::default(),
+    }
 }
 
 fn present(devices: &Devices, cuda: &crossrail_cuda::Cuda) -> Result<CudaInfo> {
@@ -149,7 +166,7 @@ fn present(devices: &Devices, cuda: &crossrail_cuda::Cuda) -> Result<CudaInfo> {
     })
 }
 
-/// The folder and what is in it; nothing is made.
+/// The cache folder and its size; creates nothing.
 fn kernel_cache(folder: Option<PathBuf>) -> Option<KernelCache> {
     let folder = folder.or_else(Cache::default_folder)?;
     let entries = std::fs::read_dir(&folder).into_iter().flatten().flatten();

@@ -7,9 +7,9 @@ use crossrail_types::Result;
 
 use super::{Device, Kind};
 
-/// Memory of one GPU, freed, by a thread of its own, when the last clone goes. Zeroed when new.
+/// Memory of one GPU, zeroed when new. Freed when the last clone is dropped, on a thread of the driver layer's.
 #[derive(Clone, Debug)]
-pub(crate) struct DeviceAlloc(Arc<Inner>);
+pub struct DeviceAlloc(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
@@ -18,22 +18,22 @@ struct Inner {
     device: Arc<Device>,
 }
 
-/// Memory as the driver gives it, and what is to be told of it.
+/// A mapping, and the announcement that it was freed.
 #[derive(Debug)]
-struct Told {
+struct Announced {
     mapping: Mapping,
-    /// After the memory itself.
-    _freed: Freed,
+    /// Declared last: dropped after the mapping.
+    _freed: AnnounceFreed,
 }
 
-/// Lets links know, when it is dropped, that this memory is gone, so that peers let go of it too.
+/// Announces to IPC links, when dropped, that this memory was freed, so that peers unmap it.
 #[derive(Debug)]
-struct Freed {
+struct AnnounceFreed {
     address: u64,
     len: u64,
 }
 
-impl Drop for Freed {
+impl Drop for AnnounceFreed {
     fn drop(&mut self) {
         crossrail_cuda_ipc::freed(self.address, self.len);
     }
@@ -41,9 +41,9 @@ impl Drop for Freed {
 
 #[derive(Debug)]
 enum Backing {
-    Cuda(Later<Told>),
+    Cuda(Later<Announced>),
     #[cfg(any(test, feature = "simulated-gpu"))]
-    Simulated(super::simulated::Memory),
+    Simulated(crate::simulated::Memory),
 }
 
 impl DeviceAlloc {
@@ -51,10 +51,10 @@ impl DeviceAlloc {
         let memory = match &device.kind {
             Kind::Cuda(cuda) => {
                 let mapping = Allocation::new(cuda.context(), len.max(1))?.map(&[cuda.context()])?;
-                let freed = Freed { address: mapping.address(), len: mapping.len() as u64 };
-                let told = Later::new(Told { mapping, _freed: freed }, cuda.context());
-                cuda.zero(told.mapping.address(), told.mapping.len())?;
-                Backing::Cuda(told)
+                let freed = AnnounceFreed { address: mapping.address(), len: mapping.len() as u64 };
+                let announced = Later::new(Announced { mapping, _freed: freed }, cuda.context());
+                cuda.zero(announced.mapping.address(), announced.mapping.len())?;
+                Backing::Cuda(announced)
             }
             #[cfg(any(test, feature = "simulated-gpu"))]
             Kind::Simulated(gpu) => Backing::Simulated(gpu.alloc(len.max(1))?),
@@ -62,22 +62,27 @@ impl DeviceAlloc {
         Ok(DeviceAlloc(Arc::new(Inner { memory, len, device: device.clone() })))
     }
 
-    /// Its address on the GPU; nothing that the CPU may touch.
-    pub(crate) fn ptr(&self) -> u64 {
+    /// Its device address, which the CPU must not dereference.
+    pub fn ptr(&self) -> u64 {
         match &self.0.memory {
-            Backing::Cuda(told) => told.mapping.address(),
+            Backing::Cuda(announced) => announced.mapping.address(),
             #[cfg(any(test, feature = "simulated-gpu"))]
             Backing::Simulated(memory) => memory.address(),
         }
     }
 
-    /// Bytes, as asked for.
-    pub(crate) fn len(&self) -> usize {
+    /// Its length in bytes, as requested.
+    pub fn len(&self) -> usize {
         self.0.len
     }
 
-    /// The GPU.
-    pub(crate) fn device(&self) -> &Arc<Device> {
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.0.len == 0
+    }
+
+    /// The GPU that it is on.
+    pub fn device(&self) -> &Arc<Device> {
         &self.0.device
     }
 }

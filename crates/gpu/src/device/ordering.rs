@@ -1,22 +1,22 @@
-//! Streams of ours that others put their work before.
+//! Streams before which other libraries order their work.
 
 use crossrail_cuda::{Capture, Context, Stream};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
-/// Streams kept at most; more are made, and freed after use, while all of these have work before them.
+/// Streams kept for reuse, at most. While all of them wait for other work, more are created and freed after use.
 const KEPT: usize = 32;
 
-/// Streams of one GPU with nothing in them but what others' work comes before. Any thread.
+/// A pool of streams of one GPU that hold no work of ours, only waits for other libraries' work. Any thread.
 ///
-/// Each is used by one operation at a time, and again once that one's work is complete: an operation never waits for
-/// work that comes before another.
+/// A stream is reused only when the work that it waited for is complete, so an operation never waits for the work
+/// that another one was ordered after.
 #[derive(Default)]
-pub(super) struct Streams(Mutex<Vec<Stream>>);
+pub(super) struct OrderingStreams(Mutex<Vec<Stream>>);
 
-impl Streams {
-    /// Lets `ask` put work of somebody else's before a stream of this pool, given by its handle, and makes `point` of
-    /// the stream then. The GPU's context is current meanwhile: some exporters lend memory of the current GPU only.
+impl OrderingStreams {
+    /// Calls `ask` with the handle of an idle stream, before which it orders other work, and then takes `point` of that
+    /// stream. The GPU's context is current during the call: some exporters only export memory of the current device.
     pub(super) fn ordered<T, P, E: From<Error>>(
         &self,
         context: &Context,
@@ -35,7 +35,7 @@ impl Streams {
         Ok((answer, point))
     }
 
-    /// One of which everything is complete.
+    /// A stream without outstanding work.
     fn take(&self, context: &Context) -> Result<Stream> {
         let mut kept = self.0.lock();
         let mut at = 0;
@@ -43,7 +43,7 @@ impl Streams {
             match stream.is_done() {
                 Ok(true) => return Ok(kept.swap_remove(at)),
                 Ok(false) => at += 1,
-                // What failed was somebody else's work; the stream is of no more use.
+                // Another library's work failed; the stream is unusable.
                 Err(_) => drop(kept.swap_remove(at)),
             }
         }
@@ -53,7 +53,7 @@ impl Streams {
 }
 
 /// # Errors
-/// `Usage` when what is put into the stream now is recorded in a graph: it would never be complete.
+/// `Usage` when the stream is being captured into a graph: work submitted now would never complete.
 pub(super) fn refuse_captured(stream: &Stream) -> Result<()> {
     if stream.capture()? == Capture::None {
         return Ok(());
