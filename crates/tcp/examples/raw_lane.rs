@@ -1,8 +1,8 @@
-//! What one TCP lane does over loopback between two processes, without the engine.
+//! Measures a single TCP lane over loopback between two processes, without the engine.
 //!
 //! `cargo run --release -p crossrail-tcp --example raw_lane -- [copy|reference] [spin|sleep] [CHUNK_KIB]`
-//! prints the one-way time of 8 bytes, and the rate of 64 MiB in frames of CHUNK_KIB (2048), with the CPU time
-//! that each end spent per GB.
+//! prints the one-way latency of 8 bytes, the rate of 64 MiB in frames of CHUNK_KIB (2048), and the CPU time per GB at each
+//! end.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -21,7 +21,7 @@ const TOTAL: usize = 64 << 20;
 const PINGS: usize = 50_000;
 const BULKS: usize = 40;
 
-/// Sends what is queued; frame `seq` goes to the chunk of that number in `memory`.
+/// A sink that sends queued frames and places frame `seq` in the chunk with that index of `memory`.
 struct Buffers {
     queue: VecDeque<Tx>,
     memory: Vec<u8>,

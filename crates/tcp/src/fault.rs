@@ -1,12 +1,12 @@
-//! What a failed system call means for a lane.
+//! Classification of failed system calls.
 
 use std::io;
 
 use crossrail_transport::LaneError;
 use nix::errno::Errno;
 
-/// `call` failed on an established connection. A connection that the peer ended properly is `Closed`; all
-/// else (reset, unreachable, timed out) is `Down`. The text names the code.
+/// Classifies the failure of `call` on an established connection: `Closed` if the peer closed it in an orderly way,
+/// `Down` for everything else (reset, unreachable, timed out). The text includes the error code.
 pub(crate) fn fault(call: &str, error: &io::Error) -> LaneError {
     let errno = error.raw_os_error().map_or(Errno::UnknownErrno, Errno::from_raw);
     let text = format!("{call}: {errno:?} ({})", errno.desc());

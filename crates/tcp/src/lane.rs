@@ -1,3 +1,5 @@
+//! A TCP connection as a lane.
+
 use std::net::TcpStream;
 use std::os::fd::{AsRawFd, RawFd};
 
@@ -10,13 +12,18 @@ use crate::socket::Options;
 use crate::sys;
 use crate::tx::{COPIES_UP_TO, Sender};
 
-/// Largest payload of one frame: nothing is allocated for it here, so this only bounds what a peer may claim.
+/// Maximum payload of a frame in bytes. Nothing is allocated for a payload here; this bounds what a peer may announce.
 const MAX_PAYLOAD: usize = 1 << 30;
 
-/// One TCP connection as a lane. Frames go back to back: a 32-byte head, then the payload.
+/// A TCP connection as a lane. Frames follow each other without gaps: a 32-byte header, then the payload.
 ///
-/// Dropping it closes the connection. As with any TCP socket, what the peer has sent and this end has not read
-/// is then lost to the peer's knowledge (it may see a reset): part company at protocol level first.
+/// The lane never blocks. It has no lock of its own: its owner calls it from one thread at a time.
+///
+/// Errors on sending are reported by the next [`Lane::poll`] that has delivered everything received before, so that a
+/// peer's last frames are not lost to a reset that a send sees first.
+///
+/// Dropping the lane closes the connection. If this end has unread data, the peer may see a reset and lose data that is
+/// still in flight, as with any TCP socket: say goodbye at the protocol level first.
 #[derive(Debug)]
 pub struct TcpLane {
     stream: TcpStream,
@@ -25,15 +32,15 @@ pub struct TcpLane {
     caps: LaneCaps,
     tx: Sender,
     rx: Receiver,
-    /// Sending failed: what has arrived is still delivered, then this is reported.
+    /// The send error. `poll` reports it once everything received has been delivered.
     broken: Option<LaneError>,
 }
 
 impl TcpLane {
-    /// Makes a lane of a connection on which nothing but frames follows, in either direction.
+    /// Turns a connection into a lane. From now on it must carry nothing but frames, in either direction.
     ///
     /// # Errors
-    /// `Io` when an option cannot be set.
+    /// `Io` if a socket option cannot be set.
     pub fn new(stream: TcpStream, id: LaneId, name: String, options: &Options) -> Result<TcpLane> {
         options.apply(&stream).map_err(|error| error.with_lane(name.as_str()))?;
         let caps = LaneCaps { copies_up_to: COPIES_UP_TO, max_payload: MAX_PAYLOAD, reliable: false, direct: false };
@@ -41,12 +48,12 @@ impl TcpLane {
         Ok(TcpLane { stream, id, name, caps, tx, rx: Receiver::new(), broken: None })
     }
 
-    /// The kernel's view of this connection, at this moment; zeros once the kernel has none.
+    /// The kernel's current statistics of this connection; zeros if it has none any more.
     pub fn info(&self) -> TcpInfo {
         crate::info::describe(&self.stream)
     }
 
-    /// The connection itself, for its addresses and options.
+    /// The connection, for access to its addresses and options.
     pub fn stream(&self) -> &TcpStream {
         &self.stream
     }
@@ -71,10 +78,10 @@ impl Lane for TcpLane {
         }
         match self.tx.post(self.stream.as_raw_fd(), tx) {
             Err(error) => {
-                self.broken = Some(error); // the next poll reports it, after what has arrived
+                self.broken = Some(error); // reported by the next poll, after everything received
                 Ok(Post::Full)
             }
-            answer => answer,
+            posted => posted,
         }
     }
 
@@ -116,7 +123,8 @@ impl Lane for TcpLane {
 
     fn stats(&self) -> LaneStats {
         let (sent, waiting, info) = (self.tx.bytes, sys::unacknowledged(self.stream.as_raw_fd()), self.info());
-        // A full peer answers the kernel's probes of its window. That a second one went out says that nobody does.
+        // A peer whose window is full acknowledges the kernel's window probes. A second outstanding probe means that it
+        // does not, so the bytes that wait for the window count as unacknowledged.
         let owed = info.unacked > 0 || info.window_probes > 1;
         LaneStats {
             tx_bytes: sent,

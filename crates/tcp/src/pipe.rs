@@ -1,4 +1,4 @@
-//! User memory on its way into a socket by reference: vmsplice into a pipe, splice out of it.
+//! Sending user memory by reference: vmsplice into a pipe, splice from the pipe into the socket.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -8,10 +8,10 @@ use nix::unistd::pipe2;
 
 use crate::sys;
 
-/// Bytes asked of the pipe: a quarter of what the system lets an unprivileged pipe hold, so that sixteen lanes
-/// stay well inside a user's share.
+/// Requested size of the pipe in bytes: a quarter of the default limit for unprivileged pipes, so that sixteen lanes stay
+/// well within a user's limit.
 const WANTED: i32 = 256 * 1024;
-/// A smaller pipe than this would cost more calls than the copy it saves.
+/// Minimum useful size in bytes: a smaller pipe costs more in system calls than it saves by not copying.
 const LEAST: usize = 64 * 1024;
 
 /// The pipe of one lane.
@@ -20,12 +20,12 @@ pub(crate) struct Pipe {
     read: OwnedFd,
     write: OwnedFd,
     size: usize,
-    /// Bytes in it.
+    /// Bytes in the pipe.
     holds: usize,
 }
 
 impl Pipe {
-    /// A pipe, if the system grants a useful one.
+    /// Creates a pipe; `None` if the system does not grant a useful one.
     pub(crate) fn new() -> Option<Pipe> {
         let (read, write) = pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK).ok()?;
         let size = fcntl(&write, FcntlArg::F_SETPIPE_SZ(WANTED)).or_else(|_| fcntl(&write, FcntlArg::F_GETPIPE_SZ));
@@ -37,25 +37,25 @@ impl Pipe {
         self.holds
     }
 
-    /// Whether it is low enough to be worth a call that fills it.
+    /// Whether it is empty enough for another fill to be worth a system call.
     pub(crate) fn is_low(&self) -> bool {
         self.holds <= self.size / 2
     }
 
-    /// Refers to up to `len` bytes at `ptr`; what is in the pipe already goes before them.
+    /// Appends references to up to `len` bytes at `ptr`.
     ///
     /// # Safety
-    /// `ptr` must be valid for reading `len` bytes during the call. The bytes that reach the peer are those that
-    /// the pages hold when they are sent.
+    /// `ptr` must be valid for reading `len` bytes during the call. The peer receives what the pages contain when they are
+    /// sent, which may be later.
     #[allow(unsafe_code)]
     pub(crate) unsafe fn fill(&mut self, ptr: *const u8, len: usize) -> io::Result<()> {
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         let n = unsafe { sys::vmsplice(self.write.as_raw_fd(), ptr, len.min(self.size - self.holds)) }?;
         self.holds += n;
         Ok(())
     }
 
-    /// Moves what it holds to `socket`; `more` announces that more follows.
+    /// Moves its contents to `socket`; `more` announces further data.
     pub(crate) fn drain(&mut self, socket: RawFd, more: bool) -> io::Result<usize> {
         let n = sys::splice(self.read.as_raw_fd(), socket, self.holds, more)?;
         self.holds -= n;

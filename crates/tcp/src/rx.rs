@@ -1,6 +1,6 @@
-//! The receiving half of a lane: heads and small payloads by way of a small buffer, large payloads straight
-//! into their destination, with the same call that brings the next head.
-#![allow(unsafe_code)] // writes to where the sink said
+//! The receiving half of a lane. Headers and small payloads pass through an input buffer; large payloads are read directly
+//! into their destination, by the same call that reads the next header.
+#![allow(unsafe_code)] // writes to destinations given by the sink
 
 use std::io;
 use std::os::fd::RawFd;
@@ -12,31 +12,31 @@ use crossrail_types::{HEAD_LEN, Head, LaneId};
 use crate::fault::fault;
 use crate::sys;
 
-/// Bytes of the input buffer: what one call takes of small frames.
+/// Size of the input buffer in bytes, and so of one read of small frames.
 const INPUT: usize = 64 * 1024;
-/// Most bytes that one call reads into a destination.
+/// Maximum bytes that one call reads into a destination.
 const STEP: usize = 1 << 20;
-/// Bytes that a call reads beyond a payload that it completes: the next head, and a small frame or two. More
-/// would copy the beginning of the next large payload twice.
+/// Bytes that a call reads beyond the payload it completes: the next header and one or two small frames. Reading more
+/// would copy the start of the next large payload twice.
 const BEYOND: usize = 4096;
 
-/// A payload that is arriving.
+/// A payload that is being received.
 #[derive(Debug)]
 struct Body {
     dst: *mut u8,
-    /// Bytes still to be written at `dst`.
+    /// Bytes still to be written to `dst`.
     into: usize,
-    /// Bytes to be thrown away after that.
+    /// Bytes to be discarded after that.
     discard: usize,
     grant: Option<Arc<Grant>>,
     token: Option<u64>,
 }
 
-// SAFETY: a description of memory, as crossrail_transport::Place is; dereferenced only under its rules.
+// SAFETY: a description of memory like crossrail_transport::Place; it is dereferenced only under the same rules.
 unsafe impl Send for Body {}
 
 impl Body {
-    /// `None`: it has no place at present.
+    /// Starts receiving a payload; `None` if the sink has no destination for it yet.
     fn new(place: Place, payload: usize) -> Result<Option<Body>, LaneError> {
         match place {
             Place::Into { dst, len, grant, token } => {
@@ -57,14 +57,14 @@ impl Body {
         self.into -= n;
     }
 
-    /// The destination was taken back: what would go there is thrown away, and nobody is told.
+    /// Handles a revoked destination: discards the rest of the payload and reports no completion.
     fn give_up(&mut self) {
         self.discard += self.into;
         self.into = 0;
         self.token = None;
     }
 
-    /// Uses up to `bytes.len()` bytes that were read already; returns how many.
+    /// Consumes bytes that have already been read; returns how many.
     fn absorb(&mut self, bytes: &[u8]) -> usize {
         let mut used = 0;
         if self.into > 0 {
@@ -74,7 +74,7 @@ impl Body {
                 drop(usage);
                 self.give_up();
             } else {
-                // SAFETY: the sink gave `into` bytes at `dst`; `usage` keeps a revocation waiting.
+                // SAFETY: the sink provided `into` bytes at `dst`; `usage` makes a revocation wait.
                 unsafe { sys::copy_to(self.dst, &bytes[..n]) };
                 drop(usage);
                 self.advance(n);
@@ -95,11 +95,11 @@ impl Body {
     }
 }
 
-/// How a read went.
+/// The outcome of a read.
 enum Read {
-    /// So many bytes, fewer than asked for if the flag says so.
+    /// Data was read; `short`: less than requested, so the socket is empty.
     Some { short: bool },
-    /// Nothing there now.
+    /// The socket is empty.
     Dry,
     /// The peer has closed its end.
     End,
@@ -112,13 +112,13 @@ pub(crate) struct Receiver {
     start: usize,
     end: usize,
     body: Option<Body>,
-    /// The sink has no place for the payload of the head that is next in the input buffer.
+    /// The sink has no destination yet for the frame whose header is next in the input buffer.
     pub(crate) waits: bool,
-    /// Why nothing more will come.
+    /// The error that ended the stream. Reported after everything received before it.
     ended: Option<LaneError>,
-    /// The socket may have more: epoll said so, and no read has come back empty since.
+    /// The socket may have data: epoll reported it readable, and no read has found it empty since.
     pub(crate) readable: bool,
-    /// Bytes of heads and payloads taken off the stream and used.
+    /// Bytes of headers and payloads consumed.
     pub(crate) bytes: u64,
 }
 
@@ -136,7 +136,7 @@ impl Receiver {
         }
     }
 
-    /// Whether there is something to do without looking at the socket.
+    /// Whether there is work that needs no system call.
     pub(crate) fn has_work(&self) -> bool {
         if self.ended.is_some() {
             return true;
@@ -145,7 +145,7 @@ impl Receiver {
         if self.body.is_some() { buffered > 0 } else { buffered >= HEAD_LEN }
     }
 
-    /// Delivers what has arrived, about `budget` bytes. `Ok(true)`: something moved.
+    /// Delivers received data, about `budget` bytes. Returns whether any progress was made.
     pub(crate) fn poll(
         &mut self,
         fd: RawFd,
@@ -189,7 +189,7 @@ impl Receiver {
                     return Ok(moved);
                 }
                 Err(error) => {
-                    // What came before the end counts first; the next poll reports it.
+                    // Data received before the error counts as progress; the next poll reports the error.
                     self.ended = Some(error.clone());
                     return if moved { Ok(true) } else { Err(error) };
                 }
@@ -205,7 +205,7 @@ impl Receiver {
         })
     }
 
-    /// Hands out what is in the input buffer.
+    /// Delivers the contents of the input buffer.
     fn deliver(&mut self, (lane, max): (LaneId, usize), sink: &mut dyn Sink, until: u64) -> Result<bool, LaneError> {
         let mut moved = false;
         loop {
@@ -219,7 +219,7 @@ impl Receiver {
                     let head = Head(*bytes);
                     let payload = head.payload_len() as usize;
                     if payload > max {
-                        let why = format!("a frame of {payload} bytes, more than the {max} that were agreed");
+                        let why = format!("a frame of {payload} bytes exceeds the agreed maximum of {max}");
                         return Err(LaneError::Protocol(why));
                     }
                     let body = Body::new(sink.place(lane, &head), payload)?;
@@ -248,13 +248,13 @@ impl Receiver {
         Ok(moved)
     }
 
-    /// One read from the socket into wherever the next bytes belong.
+    /// Reads once from the socket, to the destination of the next bytes.
     fn read(&mut self, fd: RawFd, budget: usize) -> io::Result<Read> {
         if self.start > 0 {
             self.input.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
         }
-        // A body that is not complete has used up the input buffer.
+        // An incomplete body has consumed the whole input buffer.
         let (asked, got) = match &mut self.body {
             Some(body) if body.into > 0 => {
                 let len = body.into.min(budget.clamp(INPUT, STEP));
@@ -265,7 +265,7 @@ impl Receiver {
                     body.give_up();
                     return Ok(Read::Some { short: false });
                 }
-                // SAFETY: the sink gave `into` bytes at `dst`; `usage` keeps a revocation waiting.
+                // SAFETY: the sink provided `into` bytes at `dst`; `usage` makes a revocation wait.
                 let got = unsafe { sys::recv_two(fd, body.dst, len, &mut self.input[..beyond]) };
                 drop(usage);
                 if let Ok(n) = got {

@@ -1,3 +1,5 @@
+//! Connections of a rail: binding, listening, dialling, socket options.
+
 use std::io;
 use std::net::{IpAddr, SocketAddr, SocketAddrV6, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::AsRawFd;
@@ -9,28 +11,28 @@ use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
 
 use crate::sys;
 
-/// Connections that may wait to be accepted.
+/// Maximum number of connections waiting to be accepted.
 const BACKLOG: i32 = 128;
 
 /// The local end of a rail.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Binding {
-    /// Interface to bind to, where the system permits: then each packet really leaves through it, even when
-    /// another interface has a route to the same network. See [`Binding::warning`].
+    /// Interface to bind to, if the system permits it. Every packet then leaves through this interface, even if another
+    /// one has a route to the same network. See [`Binding::warning`].
     pub device: Option<String>,
-    /// Source address.
+    /// The source address.
     pub address: IpAddr,
 }
 
 impl Binding {
-    /// What to tell the user when connections of this rail cannot be bound to their device, so that the
-    /// routing table decides where packets leave; `None` when they can, or when no device is named.
+    /// A warning for the log if connections of this rail cannot be bound to their device, so that the routing table
+    /// selects the interface. `None` if they can be, or if no device is named.
     pub fn warning(&self) -> Option<String> {
         let device = self.device.as_deref()?;
         let socket = Socket::new(Domain::for_address(SocketAddr::new(self.address, 0)), Type::STREAM, None).ok()?;
         let error = socket.bind_device(Some(device.as_bytes())).err()?;
         Some(format!(
-            "{device}: SO_BINDTODEVICE: {error}; only the source address {} is bound, routing picks the device",
+            "{device}: SO_BINDTODEVICE: {error}; only the source address {} is bound and routing selects the device",
             self.address
         ))
     }
@@ -42,7 +44,7 @@ impl Binding {
         }
     }
 
-    /// The source address with `port`, and with the scope that a link-local IPv6 address needs.
+    /// The source address with `port`, and with the scope id that a link-local IPv6 address requires.
     fn socket_address(&self, port: u16, remote_scope: u32) -> SocketAddr {
         match self.address {
             IpAddr::V6(ip) if ip.is_unicast_link_local() => {
@@ -53,8 +55,8 @@ impl Binding {
         }
     }
 
-    /// Binds to the device unless the other end is this machine (its packets go through `lo` whatever their
-    /// addresses) or the system says no ([`Binding::warning`] tells).
+    /// Binds to the device, unless the peer is on this machine: packets to it use `lo` whatever their addresses. A refusal
+    /// by the system is ignored here and reported by [`Binding::warning`].
     fn bind_device(&self, socket: &SockRef<'_>, remote: IpAddr) {
         if let Some(device) = &self.device
             && !is_local(remote)
@@ -63,10 +65,10 @@ impl Binding {
         }
     }
 
-    /// Ties an accepted connection to this rail's device, as [`dial`] does for the end that dials.
+    /// Binds an accepted connection to this rail's device, as [`dial`] does for the connecting end.
     ///
     /// # Errors
-    /// `Io` when the connection is gone already.
+    /// `Io` if the connection is already closed.
     pub fn adopt(&self, stream: &TcpStream) -> Result<()> {
         let remote = stream.peer_addr().map_err(|source| Error::io("accept", "getpeername", &source))?;
         self.bind_device(&SockRef::from(stream), remote.ip());
@@ -79,10 +81,10 @@ fn is_local(ip: IpAddr) -> bool {
     ip.is_loopback() || UdpSocket::bind((ip, 0)).is_ok()
 }
 
-/// Listens on one rail's address; `port` 0 takes any free one. The listener blocks.
+/// Listens on a rail's address; `port` 0 selects any free port. The listener is in blocking mode.
 ///
 /// # Errors
-/// `Usage` when the port is taken or the address is not one of this machine's; otherwise `Io`.
+/// `Usage` if the port is in use or not permitted, or the address does not belong to this machine; otherwise `Io`.
 pub fn listen(binding: &Binding, port: u16) -> Result<TcpListener> {
     let address = binding.socket_address(port, 0);
     let open = || -> io::Result<(Socket, &'static str)> {
@@ -104,26 +106,26 @@ pub fn listen(binding: &Binding, port: u16) -> Result<TcpListener> {
 fn listen_error(binding: &Binding, address: SocketAddr, source: &io::Error) -> Error {
     match source.kind() {
         io::ErrorKind::AddrInUse => {
-            Error::new(ErrorKind::Usage, "listen", format!("{address}: the port is taken by another socket"))
+            Error::new(ErrorKind::Usage, "listen", format!("{address}: the port is in use by another socket"))
                 .with_hint("choose another port, or port 0 for any free one")
         }
         io::ErrorKind::AddrNotAvailable => {
-            Error::new(ErrorKind::Usage, "listen", format!("{}: not an address of this machine", binding.name()))
-                .with_hint("`ip address` lists those it has")
+            Error::new(ErrorKind::Usage, "listen", format!("{} is not an address of this machine", binding.name()))
+                .with_hint("`ip address` lists the addresses of this machine")
         }
         io::ErrorKind::PermissionDenied => {
-            Error::new(ErrorKind::Usage, "listen", format!("{address}: no permission for this port"))
-                .with_hint("choose a port from 1024 on, or port 0 for any free one")
+            Error::new(ErrorKind::Usage, "listen", format!("{address}: no permission to use this port"))
+                .with_hint("choose a port above 1023, or port 0 for any free one")
         }
         _ => Error::io("listen", "bind", source).with_lane(binding.name()),
     }
 }
 
-/// Connects to `remote`, from `binding` if given, by `deadline`. The stream blocks.
+/// Connects to `remote` before `deadline`, from `binding` if given. The stream is in blocking mode.
 ///
 /// # Errors
-/// `Timeout` when the deadline passes, `Unreachable` when the network or the peer says no, `Usage` when the
-/// binding is not of this machine or not of the peer's address family. The text names both ends.
+/// `Timeout` if the deadline passes, `Unreachable` if the network or the peer refuses, `Usage` if the binding does not
+/// belong to this machine or to the peer's address family. The text names both ends.
 pub fn dial(binding: Option<&Binding>, remote: SocketAddr, deadline: Instant) -> Result<TcpStream> {
     let from = binding.map_or_else(String::new, |binding| format!("{} to ", binding.name()));
     let fail = |kind, detail: String| Error::new(kind, "connect", format!("{from}{remote}: {detail}"));
@@ -133,11 +135,11 @@ pub fn dial(binding: Option<&Binding>, remote: SocketAddr, deadline: Instant) ->
         let scope = if let SocketAddr::V6(v6) = remote { v6.scope_id() } else { 0 };
         let local = binding.socket_address(0, scope);
         if local.is_ipv4() != remote.is_ipv4() {
-            return Err(fail(ErrorKind::Usage, "one is IPv4, the other IPv6".into())
-                .with_hint("give the rail an address of the peer's family"));
+            return Err(fail(ErrorKind::Usage, "one address is IPv4, the other IPv6".into())
+                .with_hint("use an address of the peer's address family for the rail"));
         }
         binding.bind_device(&SockRef::from(&socket), remote.ip());
-        // The port is chosen at connect, when the remote end is known: many more are free then.
+        // Defers the choice of the local port to connect(2): ports are then unique per remote address, not machine-wide.
         let _ = sys::set_int(socket.as_raw_fd(), libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT, 1);
         socket.bind(&local.into()).map_err(|source| {
             fail(ErrorKind::Usage, format!("bind: {source}")).with_hint("`ip address` lists this machine's addresses")
@@ -145,34 +147,33 @@ pub fn dial(binding: Option<&Binding>, remote: SocketAddr, deadline: Instant) ->
     }
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() {
-        return Err(fail(ErrorKind::Timeout, "no time left to connect".into()));
+        return Err(fail(ErrorKind::Timeout, "the deadline has passed".into()));
     }
     socket.connect_timeout(&remote.into(), left).map_err(|source| match source.kind() {
-        io::ErrorKind::TimedOut => fail(ErrorKind::Timeout, format!("no answer within {left:.1?}"))
-            .with_hint("is the peer up, and does a firewall drop the port?"),
-        io::ErrorKind::ConnectionRefused => {
-            fail(ErrorKind::Unreachable, "connection refused".into()).with_hint("nobody listens on that port there")
-        }
+        io::ErrorKind::TimedOut => fail(ErrorKind::Timeout, format!("no response within {left:.1?}"))
+            .with_hint("check that the peer is running and that no firewall drops the port"),
+        io::ErrorKind::ConnectionRefused => fail(ErrorKind::Unreachable, "connection refused".into())
+            .with_hint("no process listens on that port at the peer"),
         _ => fail(ErrorKind::Unreachable, source.to_string()),
     })?;
     Ok(socket.into())
 }
 
-/// How a lane uses its connection.
+/// Socket options of a lane.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Unsent bytes that the kernel may hold (TCP_NOTSENT_LOWAT). Small, so that a slow rail does not take
-    /// frames that a faster one could carry; large enough to cover the time until the lane is polled again.
+    /// Maximum unsent bytes in the kernel (TCP_NOTSENT_LOWAT). Small, so that a slow rail does not accept frames that a
+    /// faster one could carry; large enough to keep the link busy until the lane is polled again.
     pub notsent_lowat: u32,
-    /// SO_SNDBUF in bytes; `None` leaves the kernel's autotuning on, which is nearly always better.
+    /// SO_SNDBUF in bytes; `None` keeps the kernel's autotuning, which is nearly always better.
     pub send_buffer: Option<usize>,
-    /// SO_RCVBUF in bytes; `None` leaves the kernel's autotuning on.
+    /// SO_RCVBUF in bytes; `None` keeps the kernel's autotuning.
     pub receive_buffer: Option<usize>,
-    /// Send large payloads by reference to their pages where that is possible.
+    /// Whether to send large payloads by reference to their pages, if the system supports it.
     pub zero_copy: bool,
-    /// How long sent data may stay unacknowledged before the connection fails (TCP_USER_TIMEOUT), and about how
-    /// long an idle connection may be dead before keepalive sees it. A peer that takes nothing for so long, with its
-    /// buffers full, counts as dead.
+    /// How long sent data may remain unacknowledged before the connection fails (TCP_USER_TIMEOUT), and roughly how long
+    /// keepalive takes to detect a dead idle connection. A peer that accepts nothing for this long while its buffers are
+    /// full counts as dead.
     pub user_timeout: Duration,
 }
 
@@ -189,13 +190,13 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Makes `stream` a lane's: non-blocking, without Nagle's delay, with these limits.
+    /// Configures `stream` for a lane: non-blocking, without Nagle's algorithm, with these options.
     pub(crate) fn apply(&self, stream: &TcpStream) -> Result<()> {
         let socket = SockRef::from(stream);
         let fail = |call: &'static str| move |source: io::Error| Error::io("connect", call, &source);
         if stream.peer_addr().is_ok_and(|peer| is_local(peer.ip())) {
-            // Inside one machine nothing is to be probed or paced: BBR's pacing costs a fifth to a third. On a network
-            // the system's choice stands. Where neither is to be had, that choice is kept.
+            // Within one machine there is nothing to probe or pace, and BBR's pacing costs up to a third of the rate. If
+            // neither algorithm is available, the system's default is as good as any.
             let _ = socket.set_tcp_congestion(b"cubic").or_else(|_| socket.set_tcp_congestion(b"reno"));
         }
         stream.set_nonblocking(true).map_err(fail("O_NONBLOCK"))?;

@@ -1,4 +1,4 @@
-//! The system calls of a lane, each with its one unsafe block.
+//! The system calls of a lane, one unsafe block each.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -10,13 +10,13 @@ fn check(result: isize) -> io::Result<usize> {
     usize::try_from(result).map_err(|_| io::Error::last_os_error())
 }
 
-/// recv(2) into ordinary memory.
+/// recv(2) into a slice.
 pub(crate) fn recv(fd: RawFd, into: &mut [u8]) -> io::Result<usize> {
     // SAFETY: `into` is valid for writing its length.
     check(unsafe { libc::recv(fd, into.as_mut_ptr().cast(), into.len(), libc::MSG_DONTWAIT) })
 }
 
-/// Takes up to `len` bytes off the stream without copying them anywhere (TCP's meaning of MSG_TRUNC).
+/// Discards up to `len` received bytes without copying them (MSG_TRUNC on TCP).
 pub(crate) fn recv_discard(fd: RawFd, len: usize) -> io::Result<usize> {
     // SAFETY: with MSG_TRUNC, TCP writes nothing through the pointer (tcp(7)).
     check(unsafe { libc::recv(fd, std::ptr::null_mut(), len, libc::MSG_DONTWAIT | libc::MSG_TRUNC) })
@@ -31,11 +31,11 @@ pub(crate) unsafe fn recv_two(fd: RawFd, dst: *mut u8, len: usize, spill: &mut [
         iovec { iov_base: dst.cast(), iov_len: len },
         iovec { iov_base: spill.as_mut_ptr().cast(), iov_len: spill.len() },
     ];
-    // SAFETY: the caller vouches for `dst`; `spill` is ours. The socket is non-blocking.
+    // SAFETY: the caller guarantees `dst`; `spill` is borrowed. The socket is non-blocking.
     check(unsafe { libc::readv(fd, iov.as_ptr(), iov.len() as c_int) })
 }
 
-/// send(2) of ordinary memory; `more` announces that more follows at once.
+/// send(2) of a slice; `more` announces further data.
 pub(crate) fn send(fd: RawFd, bytes: &[u8], more: bool) -> io::Result<usize> {
     let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | if more { libc::MSG_MORE } else { 0 };
     // SAFETY: `bytes` is valid for reading its length.
@@ -47,21 +47,21 @@ pub(crate) fn send(fd: RawFd, bytes: &[u8], more: bool) -> io::Result<usize> {
 /// # Safety
 /// Every piece must be valid for reading during the call.
 pub(crate) unsafe fn send_pieces(fd: RawFd, pieces: &[iovec]) -> io::Result<usize> {
-    // SAFETY: msghdr is plain data, for which all zeros means "none".
+    // SAFETY: msghdr is plain data, for which all zeros is valid and means "none".
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = pieces.as_ptr().cast_mut();
     message.msg_iovlen = pieces.len();
-    // SAFETY: the caller vouches for the pieces; sendmsg only reads them.
+    // SAFETY: the caller guarantees the pieces; sendmsg only reads them.
     check(unsafe { libc::sendmsg(fd, &message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) })
 }
 
-/// vmsplice(2) into a pipe, without giving the pages away.
+/// vmsplice(2) into a pipe, without gifting the pages (no SPLICE_F_GIFT).
 ///
 /// # Safety
 /// `ptr` must be valid for reading `len` bytes during the call.
 pub(crate) unsafe fn vmsplice(pipe: RawFd, ptr: *const u8, len: usize) -> io::Result<usize> {
     let piece = iovec { iov_base: ptr.cast_mut().cast(), iov_len: len };
-    // SAFETY: the caller vouches for the piece; the write end of a pipe only reads it.
+    // SAFETY: the caller guarantees the piece; the write end of a pipe only reads it.
     check(unsafe { libc::vmsplice(pipe, &piece, 1, libc::SPLICE_F_NONBLOCK) })
 }
 
@@ -73,8 +73,7 @@ pub(crate) fn splice(pipe: RawFd, socket: RawFd, len: usize, more: bool) -> io::
     check(unsafe { libc::splice(pipe, none, socket, none, len, flags) })
 }
 
-/// Whether poll(2) calls the socket writable at this moment. If not, the next time that it becomes so is an
-/// edge for epoll.
+/// Whether poll(2) reports the socket writable. If it does not, the next transition to writable is an edge for epoll.
 pub(crate) fn is_writable(fd: RawFd) -> bool {
     let mut entry = libc::pollfd { fd, events: libc::POLLOUT, revents: 0 };
     // SAFETY: one valid entry, which outlives the call.
@@ -82,7 +81,7 @@ pub(crate) fn is_writable(fd: RawFd) -> bool {
     count > 0
 }
 
-/// Bytes that were written to the socket and that the peer's kernel has not acknowledged (SIOCOUTQ).
+/// Bytes written to the socket that the peer's kernel has not acknowledged (SIOCOUTQ).
 pub(crate) fn unacknowledged(fd: RawFd) -> u64 {
     let mut bytes: c_int = 0;
     // SAFETY: TIOCOUTQ (the same number as SIOCOUTQ) writes one int.
@@ -90,7 +89,7 @@ pub(crate) fn unacknowledged(fd: RawFd) -> u64 {
     if result == 0 { u64::try_from(bytes).unwrap_or(0) } else { 0 }
 }
 
-/// The kernel's struct tcp_info as bytes; shorter kernels leave zeros.
+/// The kernel's struct tcp_info as bytes; fields that an older kernel lacks are zero.
 pub(crate) fn tcp_info(fd: RawFd) -> io::Result<[u8; 256]> {
     let mut bytes = [0u8; 256];
     let mut len = bytes.len() as socklen_t;
@@ -109,22 +108,22 @@ pub(crate) fn set_int(fd: RawFd, level: c_int, option: c_int, value: c_int) -> i
     check(result as isize).map(|_| ())
 }
 
-/// Copies within this process.
+/// Copies a slice to `dst`.
 ///
 /// # Safety
 /// `dst` must be valid for writing `src.len()` bytes and must not overlap `src`.
 pub(crate) unsafe fn copy_to(dst: *mut u8, src: &[u8]) {
-    // SAFETY: the caller vouches for `dst`.
+    // SAFETY: the caller guarantees `dst`.
     unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), dst, src.len()) }
 }
 
-/// Copies `len` bytes from a user's memory.
+/// Appends `len` bytes of the user's memory to `out`.
 ///
 /// # Safety
 /// `src` must be valid for reading `len` bytes.
 pub(crate) unsafe fn copy_from(src: *const u8, len: usize, out: &mut Vec<u8>) {
     out.reserve(len);
-    // SAFETY: the caller vouches for `src`; `reserve` made room for `len` bytes past the end, which are
+    // SAFETY: the caller guarantees `src`; `reserve` made room for `len` bytes past the end, which are
     // initialised before the length covers them.
     unsafe {
         std::ptr::copy_nonoverlapping(src, out.as_mut_ptr().add(out.len()), len);

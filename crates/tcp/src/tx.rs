@@ -1,4 +1,4 @@
-//! The sending half of a lane: several small frames per call, large payloads by reference where that pays.
+//! The sending half of a lane: several small frames per system call, large payloads by reference.
 #![allow(unsafe_code)] // reads the user's memory, as its grants permit
 
 use std::collections::VecDeque;
@@ -13,45 +13,45 @@ use crate::fault::fault;
 use crate::pipe::Pipe;
 use crate::sys;
 
-/// Payloads up to this many bytes are copied when the kernel does not take them at once.
+/// Payloads up to this size are copied if the kernel does not accept them at once.
 pub(crate) const COPIES_UP_TO: usize = 64 * 1024;
-/// Bytes of posted frames that may wait in copies; more is answered `Full`.
+/// Maximum bytes of copied frames in the queue; beyond that, `post` returns `Full`.
 const COPIES_WAITING: usize = 256 * 1024;
-/// Bytes between two looks at the link's rate.
+/// Bytes between two checks of the link's rate.
 const ADAPT_EVERY: u64 = 1 << 20;
-/// The kernel holds half a millisecond's worth of unsent bytes, within these limits.
+/// The kernel may hold unsent bytes for half a millisecond of the link's rate, but at least `LOWAT_MIN` bytes.
 const UNSENT_TIME_DIVISOR: u64 = 2000;
 const LOWAT_MIN: usize = 64 * 1024;
-/// Frames, and bytes of small frames, that are gathered for one call.
+/// Maximum frames, and bytes of small frames, gathered for one system call.
 const BATCH_FRAMES: usize = 32;
 const BATCH_BYTES: usize = 64 * 1024;
-/// Payloads from here on go by reference, where the lane may do that at all.
+/// Minimum size of a payload sent by reference.
 const BY_REFERENCE_FROM: usize = 64 * 1024;
-/// Payloads up to here are joined to their head by a copy: cheaper than a gathering call.
+/// Maximum size of a payload that is copied behind its header, which is cheaper than a gathering call.
 const JOIN_UP_TO: usize = 1024;
-/// What goes out in place of memory that was taken back.
+/// Zeros, sent in place of memory that was revoked: the frame's length has already been announced.
 static FILLER: [u8; 16 * 1024] = [0; 16 * 1024];
 
-/// Where the payload of a waiting frame is.
+/// The location of a queued frame's payload.
 #[derive(Debug)]
 enum Source {
-    /// Copied when it was posted.
+    /// A copy, made when the frame was posted.
     Copied(Vec<u8>),
-    /// Still with the user.
+    /// The user's memory.
     User(Payload),
 }
 
-/// A frame that the kernel has not taken whole.
+/// A frame that the kernel has not accepted completely.
 #[derive(Debug)]
 struct Outgoing {
     head: Head,
     source: Source,
     len: usize,
-    /// Bytes of head and payload that the kernel has.
+    /// Bytes of header and payload that the kernel has accepted.
     done: usize,
-    /// What to report once all of it is gone.
+    /// The token to report once the kernel has accepted everything.
     token: Option<u64>,
-    /// May the pages be referred to after `sent`?
+    /// Whether the kernel may refer to the pages after `sent`.
     by_reference: bool,
 }
 
@@ -60,7 +60,7 @@ impl Outgoing {
         HEAD_LEN + self.len - self.done
     }
 
-    /// The head's bytes that are still to go.
+    /// The part of the header still to be sent.
     fn head_left(&self) -> &[u8] {
         &self.head.0[self.done.min(HEAD_LEN)..]
     }
@@ -75,19 +75,20 @@ impl Outgoing {
 #[derive(Debug)]
 pub(crate) struct Sender {
     queue: VecDeque<Outgoing>,
-    /// Bytes in `queue` that are copies.
+    /// Bytes of copied frames in `queue`.
     copies: usize,
-    /// The kernel may have room: epoll said so, and no write has been refused since.
+    /// The kernel may have room: epoll reported the socket writable, and no write has been refused since.
     pub(crate) writable: bool,
-    /// Bytes that the kernel took since it last said that its unsent data is low.
+    /// Bytes accepted since the kernel last reported its unsent data below `lowat`.
     since_low: usize,
+    /// TCP_NOTSENT_LOWAT: the limit on unsent bytes in the kernel.
     lowat: usize,
     lowat_max: usize,
-    /// Bytes sent when `lowat` is next held against the link's rate.
+    /// Value of `bytes` at which `lowat` is next adapted to the link's rate.
     adapt_at: u64,
-    /// The way by reference, where it is open.
+    /// The pipe for sending by reference, if available.
     pipe: Option<Pipe>,
-    /// Bytes that the kernel took.
+    /// Bytes accepted by the kernel.
     pub(crate) bytes: u64,
 }
 
@@ -106,13 +107,13 @@ impl Sender {
         }
     }
 
-    /// Whether there is something to do without waiting for the socket.
+    /// Whether there is work that need not wait for the socket.
     pub(crate) fn has_work(&self) -> bool {
         self.writable && !self.queue.is_empty()
     }
 
-    /// Keeps no more unsent in the kernel than the link carries in [`UNSENT_TIME_DIVISOR`]th of a second: at the end
-    /// of a transfer over uneven rails, that is what the slow one still has to get rid of while the others idle.
+    /// Limits the kernel's unsent bytes to what the link carries in 1/[`UNSENT_TIME_DIVISOR`] of a second. At the end of a
+    /// transfer over uneven rails, the others idle while the slow one sends what it has already accepted.
     #[cold]
     fn adapt(&mut self, fd: RawFd) {
         self.adapt_at = self.bytes + ADAPT_EVERY;
@@ -168,7 +169,7 @@ impl Sender {
         Ok(Post::Held)
     }
 
-    /// Writes one frame with nothing before it, as far as the kernel takes it.
+    /// Writes a frame while the queue is empty, as far as the kernel accepts it.
     fn write_now(&mut self, fd: RawFd, out: &Outgoing) -> Result<usize, LaneError> {
         let Source::User(payload) = &out.source else { return Ok(0) };
         let written = if out.len <= JOIN_UP_TO {
@@ -176,7 +177,7 @@ impl Sender {
             joined[..HEAD_LEN].copy_from_slice(&out.head.0);
             let usage = payload.grant.as_deref().map(Grant::enter);
             if out.len > 0 && !matches!(usage, Some(None)) {
-                // SAFETY: the payload is valid during post; `usage` keeps a revocation waiting.
+                // SAFETY: the payload is valid during post; `usage` makes a revocation wait.
                 let bytes = unsafe { std::slice::from_raw_parts(payload.ptr, out.len) };
                 joined[HEAD_LEN..HEAD_LEN + out.len].copy_from_slice(bytes);
             }
@@ -185,12 +186,12 @@ impl Sender {
         } else {
             gather(fd, std::iter::once(out))
         };
-        let n = taken("send", written)?.unwrap_or(0);
+        let n = accepted("send", written)?.unwrap_or(0);
         self.count(n);
         Ok(n)
     }
 
-    /// Takes frames from the sink while the kernel has room, about `budget` bytes.
+    /// Sends frames from the sink while the kernel has room, about `budget` bytes. Returns whether any were sent.
     pub(crate) fn poll(
         &mut self,
         fd: RawFd,
@@ -220,14 +221,16 @@ impl Sender {
         Ok(moved)
     }
 
-    /// Fills the empty queue from the sink, unless the kernel still has much to send. False: nothing to send.
+    /// Fills the empty queue from the sink, unless the kernel holds too much unsent data. Returns false if there is
+    /// nothing to send.
     fn fetch(&mut self, fd: RawFd, lane: LaneId, sink: &mut dyn Sink) -> bool {
         if self.bytes >= self.adapt_at {
             self.adapt(fd);
         }
         let mut waiting = 0;
         while waiting < BATCH_BYTES && self.queue.len() < BATCH_FRAMES {
-            // A slow rail must not take frames early; a writable socket has less than half of lowat unsent.
+            // A slow rail must not take frames before it can send them: others could carry them sooner. A writable
+            // socket has less than half of `lowat` unsent, so `lowat / 2` more bytes may be written without asking again.
             if self.since_low >= self.lowat / 2 || !self.writable {
                 if !sys::is_writable(fd) {
                     self.writable = false;
@@ -251,7 +254,7 @@ impl Sender {
         !self.queue.is_empty()
     }
 
-    /// One write of what is at the front of the queue. `None`: no room.
+    /// Writes the front of the queue once. `None`: the kernel has no room.
     fn write(&mut self, fd: RawFd, budget: usize) -> Result<Option<usize>, LaneError> {
         let Some(front) = self.queue.front() else { return Ok(Some(0)) };
         if front.by_reference
@@ -260,29 +263,29 @@ impl Sender {
             && let Some(pipe) = &mut self.pipe
         {
             if front.done < HEAD_LEN {
-                return taken("send", sys::send(fd, front.head_left(), true));
+                return accepted("send", sys::send(fd, front.head_left(), true));
             }
             let (from, left) = (front.offset() + pipe.holds(), front.len - front.offset() - pipe.holds());
             let mut usable = true;
             if left > 0 && pipe.is_low() {
                 let usage = payload.grant.as_deref().map(Grant::enter);
                 usable = !matches!(usage, Some(None))
-                    // SAFETY: from + left == payload.len, valid until `sent` or until a revocation, which `usage`
-                    // keeps waiting.
+                    // SAFETY: from + left == payload.len, which is valid until `sent` or a revocation; `usage` makes a
+                    // revocation wait.
                     && unsafe { pipe.fill(payload.ptr.add(from), left.min(budget.max(BATCH_BYTES))) }.is_ok();
             }
             if pipe.holds() > 0 {
                 let more = pipe.holds() < front.len - front.offset();
-                return taken("splice", pipe.drain(fd, more));
+                return accepted("splice", pipe.drain(fd, more));
             }
             if !usable && !payload.grant.as_deref().is_some_and(Grant::is_revoked) {
-                self.pipe = None; // this system does not let us; copy from now on
+                self.pipe = None; // not permitted on this system: copy from now on
             }
         }
-        taken("sendmsg", gather(fd, self.queue.iter()))
+        accepted("sendmsg", gather(fd, self.queue.iter()))
     }
 
-    /// The kernel took the first `n` bytes of the queue.
+    /// Removes the first `n` bytes of the queue, which the kernel has accepted, and reports completed frames.
     fn retire(&mut self, mut n: usize, lane: LaneId, sink: &mut dyn Sink) {
         while let Some(front) = self.queue.front_mut() {
             let part = front.left().min(n);
@@ -303,31 +306,31 @@ impl Sender {
     }
 }
 
-/// Turns "no room" into `None`, and errors into what they mean.
-fn taken(call: &str, result: io::Result<usize>) -> Result<Option<usize>, LaneError> {
+/// The bytes accepted by a call; `None` if the kernel has no room. Classifies other errors for the lane.
+fn accepted(call: &str, result: io::Result<usize>) -> Result<Option<usize>, LaneError> {
     match result {
         Ok(n) => Ok(Some(n)),
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
         Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(Some(0)),
-        // The kernel is short of memory for a moment; the next poll tries again.
+        // The kernel is temporarily out of memory; the next poll tries again.
         Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => Ok(Some(0)),
         Err(error) => Err(fault(call, &error)),
     }
 }
 
-/// A copy of a payload; zeros where its memory was taken back.
+/// Copies a payload; zeros if its memory was revoked.
 fn copy_of(payload: &Payload) -> Vec<u8> {
     let usage = payload.grant.as_deref().map(Grant::enter);
     if payload.len == 0 || matches!(usage, Some(None)) {
         return vec![0; payload.len];
     }
     let mut copy = Vec::new();
-    // SAFETY: the payload is valid during post; `usage` keeps a revocation waiting.
+    // SAFETY: the payload is valid during post; `usage` makes a revocation wait.
     unsafe { sys::copy_from(payload.ptr, payload.len, &mut copy) };
     copy
 }
 
-/// One sendmsg of as many of `frames` as fit.
+/// Sends as many of `frames` as fit, in one sendmsg.
 fn gather<'a>(fd: RawFd, frames: impl Iterator<Item = &'a Outgoing>) -> io::Result<usize> {
     let mut pieces = [iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; 2 * BATCH_FRAMES];
     let mut count = 0;
@@ -366,7 +369,7 @@ fn gather<'a>(fd: RawFd, frames: impl Iterator<Item = &'a Outgoing>) -> io::Resu
             break;
         }
     }
-    // SAFETY: heads, copies and the filler are borrowed; user memory is valid until `sent` or until a
-    // revocation, which `usages` keeps waiting.
+    // SAFETY: headers, copies and the filler are borrowed; user memory is valid until `sent` or a revocation; `usages`
+    // makes a revocation wait.
     unsafe { sys::send_pieces(fd, &pieces[..count]) }
 }

@@ -1,3 +1,5 @@
+//! Notifications of interfaces that go up or down, from rtnetlink.
+
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -8,33 +10,34 @@ use nix::sys::socket::{
     AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, send, socket,
 };
 
-/// Group of link changes (RTMGRP_LINK).
+/// Multicast group of link changes (RTMGRP_LINK).
 const LINK_GROUP: u32 = 1;
 const MESSAGE_HEAD: usize = 16;
 const LINK_HEAD: usize = 16;
 
-/// A network interface that came up, went down, or is gone.
+/// A network interface that went up or down, or was removed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LinkChange {
-    /// Interface index.
+    /// The interface index.
     pub index: u32,
-    /// Interface name; empty in the rare message that has none.
+    /// The interface name; empty if the message has none, which is rare.
     pub name: String,
-    /// Configured up, with a carrier.
+    /// Whether it is administratively up and has a carrier.
     pub up: bool,
 }
 
-/// Reports interfaces that change, from the kernel (rtnetlink), within a millisecond and without polling.
+/// Watches the interfaces of this network namespace through rtnetlink: changes arrive within a millisecond, without
+/// polling.
 #[derive(Debug)]
 pub struct LinkWatch {
     socket: OwnedFd,
 }
 
 impl LinkWatch {
-    /// Starts watching all interfaces of this network namespace. Needs no privilege.
+    /// Starts watching all interfaces of this network namespace. Requires no privileges.
     ///
     /// # Errors
-    /// `Io` when the system has no netlink socket for us.
+    /// `Io` if a netlink socket cannot be opened.
     pub fn new() -> Result<LinkWatch> {
         let fail = |call: &'static str| move |errno: Errno| Error::io("watch links", call, &io::Error::from(errno));
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
@@ -44,15 +47,15 @@ impl LinkWatch {
         Ok(LinkWatch { socket })
     }
 
-    /// Readable when there are changes. Read them all with [`LinkWatch::changes`] if this is watched
-    /// edge-triggered.
+    /// The descriptor, readable when there are changes. If it is watched edge-triggered, call [`LinkWatch::changes`] at
+    /// every edge.
     pub fn fd(&self) -> RawFd {
         self.socket.as_raw_fd()
     }
 
-    /// All changes since the last call, in order; never blocks. The state given is the one at the time of the
-    /// change; an interface may be named more than once. When the kernel had to drop some, the present
-    /// state of every interface follows.
+    /// All changes since the last call, in order; never blocks. Each entry has the state at the time of the change, and an
+    /// interface may appear more than once. If the kernel dropped notifications, the current state of every interface
+    /// follows.
     pub fn changes(&mut self) -> Vec<LinkChange> {
         let mut changes = VecDeque::new();
         let mut buffer = vec![0u8; 32 * 1024];
@@ -68,14 +71,14 @@ impl LinkWatch {
         changes.into()
     }
 
-    /// Has the kernel send the state of every interface, as if each had changed.
+    /// Requests the state of every interface, which arrives as if each had changed.
     fn ask_for_all(&self) {
         const LEN: usize = MESSAGE_HEAD + LINK_HEAD;
         let mut request = [0u8; LEN];
         request[0..4].copy_from_slice(&(LEN as u32).to_ne_bytes());
         request[4..6].copy_from_slice(&libc::RTM_GETLINK.to_ne_bytes());
         request[6..8].copy_from_slice(&((libc::NLM_F_REQUEST | libc::NLM_F_DUMP) as u16).to_ne_bytes());
-        // If this fails too, the next change is reported as ever.
+        // If this fails too, later changes are still reported.
         let _ = send(self.fd(), &request, MsgFlags::MSG_DONTWAIT);
     }
 }
@@ -88,7 +91,7 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
-/// The link messages of one datagram.
+/// Parses the link messages of a datagram.
 fn parse(mut bytes: &[u8], changes: &mut VecDeque<LinkChange>) {
     while let (Some(len), Some(kind)) = (u32_at(bytes, 0), u16_at(bytes, 4)) {
         let len = len as usize;
@@ -100,7 +103,7 @@ fn parse(mut bytes: &[u8], changes: &mut VecDeque<LinkChange>) {
     }
 }
 
-/// One struct ifinfomsg and its attributes.
+/// Parses a struct ifinfomsg and its attributes.
 fn link(message: &[u8], exists: bool) -> Option<LinkChange> {
     let index = u32_at(message, 4)?;
     let flags = u32_at(message, 8)?;
@@ -153,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn damaged_messages_end_the_reading() {
+    fn malformed_messages_end_parsing() {
         let whole = message(libc::RTM_NEWLINK, 0x41, b"eth1");
         for cut in 0..whole.len() {
             assert!(parsed(&whole[..cut]).len() <= 1);

@@ -1,4 +1,4 @@
-//! The suite of crossrail-transport over real connections.
+//! The conformance suite of crossrail-transport, over real connections.
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};

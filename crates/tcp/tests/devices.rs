@@ -1,5 +1,5 @@
-//! Devices of a network namespace: packets leave through the bound one, and its going down is seen.
-//! Needs root and iproute2; skipped visibly elsewhere.
+//! Device binding and link notifications in network namespaces. Requires root and iproute2; skipped with a message
+//! elsewhere.
 
 mod common;
 
@@ -15,7 +15,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::{CloneFlags, setns};
 use socket2::SockRef;
 
-/// Two namespaces; the first has two devices in one network, both plugged into a bridge in the second.
+/// Two network namespaces: the first has two devices in one network, both attached to a bridge in the second.
 struct Bed {
     near: String,
     far: String,
@@ -32,7 +32,7 @@ fn ip(words: &str) -> bool {
 }
 
 impl Bed {
-    /// `None`, with the reason on stderr, where the system does not let us.
+    /// Creates the namespaces; `None`, with the reason on stderr, if the system does not permit it.
     fn new(name: &str) -> Option<Bed> {
         let id = std::process::id();
         let bed = Bed { near: format!("xr-{name}-near-{id}"), far: format!("xr-{name}-far-{id}") };
@@ -104,7 +104,7 @@ fn packets_leave_through_the_bound_device() {
     let to = far.local_addr().expect("bound");
     let payload = vec![1u8; 400_000];
     inside(&bed.near, || {
-        // Each device answers for its own address only, as a multi-homed host is set up.
+        // Each device answers ARP for its own address only, as on a multi-homed host.
         std::fs::write("/proc/sys/net/ipv4/conf/all/arp_ignore", "1").expect("sysctl");
         for (device, other, address) in [("eth1", "eth2", "10.77.0.1"), ("eth2", "eth1", "10.77.0.2")] {
             let binding = rail(device, address);
@@ -118,7 +118,7 @@ fn packets_leave_through_the_bound_device() {
             assert!(bytes_out(device) - before.0 >= 400_000, "{device} carried too little");
             assert!(bytes_out(other) - before.1 < 10_000, "{other} carried what was {device}'s");
 
-            // The other direction: this end accepts, and ties the connection to the device it belongs to.
+            // The other direction: this end accepts the connection and binds it to its device.
             let listener = listen(&binding, 0).expect("listen");
             let port = listener.local_addr().expect("bound");
             let dialled = inside(&bed.far, || dial(None, port, Instant::now() + PATIENCE).expect("dial"));
@@ -158,7 +158,7 @@ fn a_link_that_goes_down_is_reported() {
         wait_for(false);
         assert!(ip(&format!("-n {} link set eth2 up", bed.near)));
         wait_for(true);
-        // The cable: the other end goes down, this one stays configured up.
+        // Unplug the cable: the other end goes down, while this one stays administratively up.
         assert!(ip(&format!("-n {} link set eth2 down", bed.far)));
         wait_for(false);
     });

@@ -1,4 +1,4 @@
-//! Single lanes against peers that break, lie or leave.
+//! Single lanes against peers that fail, violate the protocol, or disconnect.
 
 mod common;
 
@@ -13,7 +13,7 @@ use crossrail_types::{ErrorKind, Head};
 use socket2::SockRef;
 
 #[test]
-fn each_rail_comes_from_its_own_address() {
+fn each_rail_uses_its_own_source_address() {
     for from in ["127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"] {
         let (dialled, accepted) = streams(from, "127.0.0.2");
         assert_eq!(accepted.peer_addr().expect("connected").ip().to_string(), from);
@@ -22,7 +22,7 @@ fn each_rail_comes_from_its_own_address() {
 }
 
 #[test]
-fn errors_of_listen_and_dial_say_what_to_do() {
+fn errors_of_listen_and_dial_have_hints() {
     let first = listen(&binding("127.0.0.1"), 0).expect("a free port");
     let taken = first.local_addr().expect("bound");
     let error = listen(&binding("127.0.0.1"), taken.port()).expect_err("the port is taken");
@@ -46,8 +46,8 @@ fn errors_of_listen_and_dial_say_what_to_do() {
 }
 
 #[test]
-fn dial_is_bounded_when_nobody_answers() {
-    // A listener whose queue is full drops connection requests, as a black hole does.
+fn dial_times_out_without_a_response() {
+    // A listener with a full queue drops connection requests, like a black hole.
     let listener = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).expect("socket");
     let any: SocketAddr = "127.0.0.1:0".parse().expect("an address");
     listener.bind(&any.into()).expect("bind");
@@ -67,7 +67,7 @@ fn dial_is_bounded_when_nobody_answers() {
 }
 
 #[test]
-fn frames_in_pieces_arrive_whole() {
+fn fragmented_frames_are_reassembled() {
     let (mut lane, mut peer) = lane_and_socket();
     let mut sink = Keeper::default();
     let bytes: Vec<u8> = [wire(b"one"), wire(b""), wire(&[7; 300])].concat();
@@ -82,7 +82,7 @@ fn frames_in_pieces_arrive_whole() {
 }
 
 #[test]
-fn a_close_inside_a_frame_says_so() {
+fn a_close_inside_a_frame_is_reported_as_such() {
     for cut in [1, 31, 32, 40] {
         let (mut lane, mut peer) = lane_and_socket();
         let mut sink = Keeper::default();
@@ -96,7 +96,7 @@ fn a_close_inside_a_frame_says_so() {
 }
 
 #[test]
-fn huge_lengths_are_refused_before_anybody_is_asked() {
+fn oversized_lengths_are_rejected_before_the_sink_is_asked() {
     for len in [u32::MAX, 1 << 31, (1 << 30) + 1] {
         let (mut lane, mut peer) = lane_and_socket();
         let mut sink = Keeper::default();
@@ -108,7 +108,7 @@ fn huge_lengths_are_refused_before_anybody_is_asked() {
 }
 
 #[test]
-fn garbage_ends_in_an_error_and_stays_inside_the_destinations() {
+fn garbage_fails_the_lane_and_stays_inside_the_destinations() {
     let mut state = 0x2545_F491_4F6C_DD1D_u64;
     for _ in 0..50 {
         let (mut lane, mut peer) = lane_and_socket();
@@ -130,7 +130,7 @@ fn garbage_ends_in_an_error_and_stays_inside_the_destinations() {
 }
 
 #[test]
-fn a_reset_names_its_code_and_comes_after_what_arrived() {
+fn a_reset_is_reported_with_its_code_after_received_data() {
     let (mut lane, mut peer) = lane_and_socket();
     let mut sink = Keeper::default();
     peer.write_all(&[wire(b"whole"), wire(&[1; 1000])[..500].to_vec()].concat()).expect("the lane is there");
@@ -143,7 +143,7 @@ fn a_reset_names_its_code_and_comes_after_what_arrived() {
 }
 
 #[test]
-fn a_post_to_a_dead_peer_does_not_lose_what_arrived() {
+fn a_post_to_a_dead_peer_does_not_lose_received_data() {
     let (mut lane, mut peer) = lane_and_socket();
     let mut sink = Keeper::default();
     peer.write_all(&wire(b"last words")).expect("the lane is there");
@@ -157,7 +157,7 @@ fn a_post_to_a_dead_peer_does_not_lose_what_arrived() {
 }
 
 #[test]
-fn a_slow_rail_takes_little_more_than_it_can_send() {
+fn a_slow_rail_accepts_little_more_than_it_can_send() {
     let (mut lane, peer) = lane_and_socket();
     SockRef::from(&peer).set_recv_buffer_size(64 * 1024).expect("before any data");
     let chunk = vec![1u8; 256 * 1024];
@@ -169,7 +169,7 @@ fn a_slow_rail_takes_little_more_than_it_can_send() {
 }
 
 #[test]
-fn what_a_full_peer_does_not_take_yet_is_not_in_flight() {
+fn data_waiting_for_a_full_peers_window_is_not_in_flight() {
     let (mut lane, peer) = lane_and_socket();
     let chunk = vec![1u8; 1 << 20];
     let mut sink = Keeper::default();
@@ -188,7 +188,7 @@ fn what_a_full_peer_does_not_take_yet_is_not_in_flight() {
 }
 
 #[test]
-fn info_counts() {
+fn info_reports_statistics() {
     let (dialled, accepted) = streams("127.0.0.1", "127.0.0.1");
     let (mut a, mut b) = (lane(dialled), lane(accepted));
     let payload = vec![3u8; 100_000];

@@ -1,4 +1,4 @@
-//! Descriptors come back. Alone in its process, which it counts.
+//! No file descriptor leaks. A test binary of its own, because it counts the descriptors of its process.
 
 mod common;
 

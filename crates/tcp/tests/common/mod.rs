@@ -1,5 +1,5 @@
 //! Connections and a sink for the tests of single lanes.
-#![allow(dead_code, unreachable_pub)] // each test binary uses its part
+#![allow(dead_code, unreachable_pub)] // each test binary uses a part of this
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, TcpStream};
@@ -16,7 +16,7 @@ pub fn binding(address: &str) -> Binding {
     Binding { device: None, address: address.parse::<IpAddr>().expect("an address") }
 }
 
-/// Dials from one local address to another: (dialled, accepted).
+/// Connects two local addresses; returns the (dialled, accepted) streams.
 pub fn streams(from: &str, to: &str) -> (TcpStream, TcpStream) {
     let listener = listen(&binding(to), 0).expect("listen");
     let port = listener.local_addr().expect("bound");
@@ -28,13 +28,13 @@ pub fn lane(stream: TcpStream) -> TcpLane {
     TcpLane::new(stream, LaneId(1), "tcp/test".into(), &Options::default()).expect("options")
 }
 
-/// A lane and the bare socket of its peer.
+/// A lane, and the plain socket of its peer.
 pub fn lane_and_socket() -> (TcpLane, TcpStream) {
     let (dialled, accepted) = streams("127.0.0.1", "127.0.0.1");
     (lane(accepted), dialled)
 }
 
-/// Takes everything, keeps what is complete.
+/// A sink that accepts every frame and keeps completed payloads.
 #[derive(Default)]
 pub struct Keeper {
     pub queue: VecDeque<Tx>,
@@ -54,7 +54,7 @@ impl Sink for Keeper {
     }
 
     fn place(&mut self, _: LaneId, head: &Head) -> Place {
-        // A destination of at most 1 MiB, as an engine that trusts nobody would bound it.
+        // At most 1 MiB per destination, because a peer chooses the length.
         let len = (head.payload_len() as usize).min(1 << 20);
         self.places.push(vec![0; len]);
         let dst = self.places.last_mut().expect("just pushed").as_mut_ptr();
@@ -66,12 +66,12 @@ impl Sink for Keeper {
     }
 }
 
-/// Polls until `done`, or fails the test.
+/// Polls until `done`; fails the test after a deadline.
 pub fn poll_until(lane: &mut TcpLane, sink: &mut Keeper, mut done: impl FnMut(&Keeper) -> bool) {
     let start = Instant::now();
     while !done(sink) {
         lane.poll(sink, 1 << 20, true).expect("a lane that works");
-        assert!(start.elapsed() < PATIENCE, "nothing came of it");
+        assert!(start.elapsed() < PATIENCE, "no result within the deadline");
     }
 }
 
@@ -82,7 +82,7 @@ pub fn poll_to_error(lane: &mut TcpLane, sink: &mut Keeper) -> LaneError {
         if let Err(error) = lane.poll(sink, 1 << 20, true) {
             return error;
         }
-        assert!(start.elapsed() < PATIENCE, "no error");
+        assert!(start.elapsed() < PATIENCE, "no error within the deadline");
     }
 }
 
