@@ -5,6 +5,7 @@ tabulated and compared on another.
 """
 
 from .build import Round, p2p_row, with_peers, with_raw_tcp, with_samples
+from .compact import compact, with_lists
 from .control import averaged, control_rows, with_times
 from .environment import capture_environment
 from .ep import EpDeviceRank, EpDeviceTurn, EpRank, EpTurn, ep_device_row, ep_row, kernels_us, slowest
@@ -55,6 +56,7 @@ __all__ = [
     "better",
     "capture_environment",
     "check_destination",
+    "compact",
     "console",
     "control_rows",
     "ep_device_row",
@@ -77,6 +79,7 @@ __all__ = [
     "unpack_rates",
     "unpack_rows",
     "views",
+    "with_lists",
     "with_peers",
     "with_raw_tcp",
     "with_samples",

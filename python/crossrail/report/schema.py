@@ -2,6 +2,7 @@
 
 Times are microseconds, rates GB/s (GB = 1e9 bytes), sizes bytes. A field that does not apply is left out of the JSON.
 Readers pass over fields they do not know, so that a later release may add some under the same schema name.
+A list of times (a field whose name ends in ``_us``) may be packed into a string: see ``compact.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from .compact import compact, unpacked
 
 SCHEMA = "crossrail-bench/1"
 
@@ -284,14 +287,17 @@ class Report:
     schema: str = SCHEMA
 
     def dumps(self) -> str:
-        """The JSON text, ending in a newline. Raises ValueError for a figure that is not a finite number."""
+        """The JSON text, one line per row, times rounded to the nanosecond, ending in a newline.
+
+        Raises ValueError for a figure that is not a finite number.
+        """
         ordered = {
             "schema": self.schema,
             "environment": _plain(self.environment),
             "command": self.command,
             "rows": [_plain(row) for row in self.rows],
         }
-        return json.dumps(ordered, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        return compact(ordered)
 
     @staticmethod
     def loads(text: str) -> Report:
@@ -351,6 +357,11 @@ def _value(hint: Any, data: Any, where: str) -> Any:
         (inner,) = [argument for argument in arguments if argument is not type(None)]
         return _value(inner, data, where)
     if origin is list:
+        if arguments == (float,) and isinstance(data, str):
+            try:
+                return unpacked(data)
+            except ValueError as error:
+                raise SchemaError(f"{where}: {error}") from error
         if not isinstance(data, list):
             raise SchemaError(f"{where}: a list belongs here")
         return [_value(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(data)]
