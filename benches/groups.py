@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from crossrail.report import Report, Row, averaged, capture_environment, format_bytes, format_rate
-from scenarios import COMMAND_LIMIT_S, Outcome, Result, Terms, bench, merged
+from harness import COMMAND_LIMIT_S, Outcome, Result, Terms, bench, build, merged
 
 PLAN = Path(__file__).parents[1] / "tests" / "data" / "plans" / "killed_and_replaced.json"
 PEERS = {"mpi": "MPI_Alltoallv, a row per selection", "mpi-dedup": "MPI_Alltoallv, a row per token and rank"}
@@ -117,8 +117,6 @@ def _memcpy_gb_per_s(processors: int, size: int, times: int) -> list[float]:
 
 def cast(terms: Terms, scratch: Path) -> Result:
     """bf16 rows to fp8 with scales on one core, against memcpy of the same source in the same loop."""
-    from instructions import build
-
     program = build("crossrail-ep-host", "rows")
     done = subprocess.run([program, "--json"], capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
     if done.returncode != 0:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "testbed"))
 
 from bed import EQUAL_MBIT, UNEVEN_MBIT, Bed, why_not
 from ends import End, Pair, wait_for_traffic
 
 from crossrail.report import Report, Row, format_rate
-from scenarios import MIB, Outcome, Result, Terms, against, as_data, merged
+from harness import MIB, Outcome, Result, Terms, against, as_data, merged
 
 ETHERNET_PAYLOAD = 1448 / 1514
 """TCP payload of a full Ethernet frame: no program gets more than this part of a link's rate."""
@@ -32,7 +36,7 @@ def _shares(row: Row) -> str:
     return ", ".join(f"{lane.name} {lane.share:.1%}" for lane in row.lanes)
 
 
-def equal(terms: Terms) -> Result:
+def equal(terms: Terms, _: Path) -> Result:
     """64 MiB over four rails of 2 Gbit/s, against one iperf3 per rail at once."""
     with _bed(EQUAL_MBIT) as bed:
         counts = ("--size=64M", f"--iters={terms.scaled(20, 4)}", f"--rounds={terms.rounds}")
@@ -50,7 +54,7 @@ def equal(terms: Terms) -> Result:
     return [rate, shares], as_data(report)
 
 
-def uneven(terms: Terms) -> Result:
+def uneven(terms: Terms, _: Path) -> Result:
     """64 MiB over rails of 2, 2, 1 and 0.5 Gbit/s, against the sum of their rates and one iperf3 per rail at once."""
     with _bed(UNEVEN_MBIT) as bed:
         counts = ("--size=64M", f"--iters={terms.scaled(20, 4)}", f"--rounds={terms.rounds}")
@@ -71,7 +75,7 @@ def uneven(terms: Terms) -> Result:
     return [outcome, peer], as_data(report)
 
 
-def down(terms: Terms) -> Result:
+def down(terms: Terms, _: Path) -> Result:
     """1 GiB over four rails, one of which is set down in the middle, against the same bytes over three rails."""
     size = (256 if terms.quick else 1024) * MIB
     hit, three, reports = [], [], []

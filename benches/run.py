@@ -4,6 +4,9 @@
     python benches/run.py --only shm-latency,rails-equal
     python benches/run.py --quick               fewer rounds and bytes; nothing is written unless --results says where
 
+Results name the commit that they are of, so benches/results is written from a clean tree only, when every scenario has
+run; with --results a changed tree is marked with + behind the commit.
+
 Ours and the peer take turns in the same run, on the same processors; figures are medians over the turns. A row whose
 peer is missing or fails says so. Exit 0: every row ran, whether or not it reached its goal; 1: one did not; 2: bad
 usage.
@@ -12,15 +15,15 @@ usage.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-from crossrail.report import WriteError, capture_environment, console, table, write_text
-from scenarios import SCENARIOS, Outcome, Scenario, Terms
+from crossrail.report import WriteError, capture_environment, compact, console, table, write_text
+from harness import Outcome, Scenario, Terms, changed_files
+from scenarios import SCENARIOS
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -32,20 +35,28 @@ def main() -> int:
     out = console()
     talk = console(stderr=True)
     results: Path | None = arguments.results or (None if arguments.quick else RESULTS)
+    if results == RESULTS and (changed := changed_files()):
+        talk.print(f"results name their commit; commit first, or say --results DIR: {', '.join(changed)}")
+        return 2
+    files: dict[str, dict[str, object]] = {}
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="crossrail-bench-") as scratch:
         for scenario in arguments.only:
             talk.print(f"{scenario.name}: {scenario.summary}")
             found = _run(scenario, terms, Path(scratch))
             outcomes += found.outcomes
-            if results is not None:
-                _write(results / f"{scenario.name}.json", found.data)
+            files[f"{scenario.name}.json"] = found.data
     out.print(_table(outcomes))
     for outcome in outcomes:
         for note in outcome.notes:
             out.print(f"{outcome.work}: {note}", soft_wrap=True)
-    if results is not None:
-        _write_summary(results, [scenario.name for scenario in arguments.only], outcomes)
+    # A part would pass for the whole.
+    if len(arguments.only) == len(SCENARIOS):
+        rows = [asdict(outcome) for outcome in outcomes]
+        environment = asdict(capture_environment())
+        files["summary.json"] = {"schema": "crossrail-goals/1", "environment": environment, "outcomes": rows}
+    for name, data in files.items() if results is not None else ():
+        _write(results / name, data)
     return 1 if any(outcome.failed for outcome in outcomes) else 0
 
 
@@ -90,18 +101,9 @@ def _run(scenario: Scenario, terms: Terms, scratch: Path) -> _Found:
 
 def _write(path: Path, data: dict[str, object]) -> None:
     try:
-        write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", str(path))
+        write_text(compact(data, pack=True), str(path))
     except WriteError as error:
         raise SystemExit(f"benches/run.py: {error}") from None
-
-
-def _write_summary(results: Path, names: list[str], outcomes: list[Outcome]) -> None:
-    """The table as JSON, when everything was run; a part would pass for the whole."""
-    if names != [scenario.name for scenario in SCENARIOS]:
-        return
-    rows = [asdict(outcome) for outcome in outcomes]
-    environment = asdict(capture_environment())
-    _write(results / "summary.json", {"schema": "crossrail-goals/1", "environment": environment, "outcomes": rows})
 
 
 def _table(outcomes: list[Outcome]) -> object:

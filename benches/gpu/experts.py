@@ -11,17 +11,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from findings import Found, Terms
 from steps import gpu_count
 
 from crossrail.report import PeerResult, Row, averaged, format_bytes, median
-from scenarios import Outcome
-
-if TYPE_CHECKING:
-    from goals import Found, Terms
+from harness import Outcome
 
 V1 = "deepep"
 DROP_IN = "drop-in"

@@ -17,7 +17,6 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,11 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 import experts  # noqa: E402
+from findings import PEER_LIMIT_S, Found, Terms, peer  # noqa: E402
 from judging import LATENCY_GOAL, Outcome, as_latency, rate_against, staged, unpacked  # noqa: E402
-from machine import describe  # noqa: E402
 from steps import compiler, gpu_count  # noqa: E402
 
-from crossrail.report import Report, Row, format_rate, format_size, median  # noqa: E402
-from scenarios import bench  # noqa: E402
+from crossrail.report import Row, format_rate, format_size, median  # noqa: E402
 
 MIB = 1 << 20
 BIG = (64 * MIB, 256 * MIB, 1024 * MIB)
@@ -39,7 +37,6 @@ RAILS = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
 ENGINE = "cudaMemcpyPeerAsync"
 MODES = ("kernel", "d2d", "host")
 COPY_WAYS: dict[str, dict[str, str]] = {"auto": {}, "kernel": {"CROSSRAIL_GPU_COPY": "kernel"}}
-PEER_LIMIT_S = 60.0
 
 # NCCL over sockets alone, and what its documents offer to make those faster: goals are for NCCL as it comes, and the
 # best of the others is shown beside.
@@ -66,107 +63,6 @@ SOCKET_VARIANTS: dict[str, dict[str, str]] = {
 }
 QUICK_VARIANTS = (PLAIN, "4 threads x 4, 8 channels, large chunks")
 """In a hurry, as it comes and what has been the fastest in every run with all of them."""
-
-
-@dataclass(frozen=True)
-class Terms:
-    """How much to run, and where the pack is."""
-
-    pack: Path
-    scratch: Path
-    rounds: int = 3
-    quick: bool = False
-
-    def scaled(self, count: int, least: int = 2) -> int:
-        """``count``, or a tenth of it when in a hurry."""
-        return max(count // 10, least) if self.quick else count
-
-
-class Found:
-    """What a scenario gave: lines of the table, reports of ours, and what peers said, turn by turn.
-
-    Its file is written again after each command, so that a scenario that is cut short leaves what it had.
-    """
-
-    def __init__(self, pack: Path, out: Path) -> None:
-        self.out = out
-        self.environment = describe(pack, gpu_count()[0])
-        self.outcomes: list[Outcome] = []
-        self.reports: list[Report] = []
-        self.failures: list[str] = []
-        self.peers: dict[str, list[dict[str, Any]]] = {}
-        self.more: dict[str, Any] = {}
-
-    def ours(self, terms: Terms, *options: str, **settings: str) -> list[Row]:
-        """Runs `crossrail bench`; keeps the report, or why there is none: then there are no rows."""
-        try:
-            self.reports.append(bench(terms.scratch, *options, settings=settings))
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            print(error, file=sys.stderr)
-            self.failures.append(str(error))
-            return []
-        finally:
-            self.save()
-        return self.reports[-1].rows
-
-    def peer(self, name: str, script: str, *options: str, **environment: str) -> list[dict[str, Any]]:
-        """Runs a peer's script; keeps what it says, or why it says nothing. One that hung is not run again."""
-        earlier = [turn for turn in self.peers.get(name, []) if turn.get("hung")]
-        said = earlier[-1] if earlier else peer(script, *options, **environment)
-        self.peers.setdefault(name, []).append({**said, "command": [script, *options], "environment": environment})
-        self.save()
-        rows: list[dict[str, Any]] = said.get("rows", [])
-        return rows
-
-    def trouble(self, name: str) -> str:
-        """Why there is no figure of ours, or none of a peer."""
-        return self.failures[-1] if self.failures else f"{name}: {self.silence(name)}"
-
-    def silence(self, name: str) -> str:
-        """Why there is no figure of a peer."""
-        said = [turn["error"] for turn in self.peers.get(name, []) if "error" in turn]
-        return str(said[-1]) if said else "it was not run"
-
-    def save(self) -> None:
-        """Writes the file."""
-        rows = [row for report in self.reports for row in json.loads(report.dumps())["rows"]]
-        versions = [report.environment.peers for report in self.reports]
-        versions += [turn.get("versions", {}) for turns in self.peers.values() for turn in turns]
-        peers = {name: version for each in versions for name, version in each.items()}
-        data = {
-            "schema": "crossrail-bench/1",
-            "environment": {**self.environment, "peers": peers},
-            "command": sys.argv,
-            "commands": [report.command for report in self.reports],
-            "rows": rows,
-            "failures": self.failures,
-            "peers": self.peers,
-            **self.more,
-            "outcomes": [asdict(outcome) for outcome in self.outcomes],
-        }
-        self.out.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-
-
-def peer(script: str, *options: str, **environment: str) -> dict[str, Any]:
-    """What a script of peers/ prints, as JSON; or `error`."""
-    command = [sys.executable, str(HERE / "peers" / script), *options]
-    try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=PEER_LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done within {PEER_LIMIT_S:g} s", "hung": True}
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        print(done.stderr, file=sys.stderr)
-        return {"error": lines[-1] if lines else f"exit code {done.returncode}"}
-    said: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return said
 
 
 def sizes(these: Iterable[int]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from crossrail.report import Row, format_rate, format_size, median
-from scenarios import Outcome
+from harness import Outcome
 
 LATENCY_GOAL = 0.6
 SOCKETS_GOAL = 1.5

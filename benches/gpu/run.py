@@ -29,7 +29,7 @@ from judging import Outcome  # noqa: E402
 from machine import describe  # noqa: E402
 from steps import Result, Runner, Step, gpu_count, group_sizes, read_program, visible  # noqa: E402
 
-from crossrail.report import console, table  # noqa: E402
+from crossrail.report import compact, console, table  # noqa: E402
 
 
 def main() -> int:
@@ -60,7 +60,7 @@ def main() -> int:
         "steps": [asdict(result) for result in runner.results],
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }
-    runner.table.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
+    runner.table.write_text(compact(summary))
     show(outcomes)
     return code
 

@@ -26,6 +26,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from crossrail.report import with_lists
+
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"<!-- (?P<kind>\w+) of (?P<path>[\w./-]+)(?:: (?P<only>.+?))? -->\n(?P<old>.*?)<!-- end -->", re.S)
 VARIED = ("tokens", "hidden", "topk", "experts", "routing", "dtype", "num_sms")
@@ -44,7 +46,7 @@ def main() -> int:
             if path.suffix == ".md":
                 path.write_text(written(path.read_text()))
             else:
-                print(f"<!-- table of {path} -->\n{goals(json.loads(path.read_text()))}<!-- end -->\n")
+                print(f"<!-- table of {path} -->\n{goals(read(path))}<!-- end -->\n")
         except (OSError, KeyError, ValueError) as error:
             print(f"table.py: {path}: {error}", file=sys.stderr)
             return 1
@@ -59,11 +61,17 @@ def written(page: str) -> str:
         if kind not in KINDS:
             raise ValueError(f"{kind} of {path}: there are {', '.join(KINDS)}")
         there = ROOT / path
-        made = KINDS[kind](json.loads(there.read_text()), only) if there.exists() else NOTHING
+        made = KINDS[kind](read(there), only) if there.exists() else NOTHING
         head = found[0].partition("\n")[0]
         return f"{head}\n{made}<!-- end -->"
 
     return BLOCK.sub(block, page)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A file of results; packed lists of times are lists again."""
+    data: dict[str, Any] = with_lists(json.loads(path.read_text()))
+    return data
 
 
 def goals(data: dict[str, Any], only: str | None = None) -> str:

@@ -18,6 +18,7 @@ sys.path[:0] = [str(GPU)]
 
 import experts  # noqa: E402
 import goals  # noqa: E402
+from findings import Outcome, Terms  # noqa: E402
 
 V1 = PeerResult("deep_ep", p50_us=100.0, rounds=[100.0], kernel_us=50.0, host_p50_us=200.0, heap_bytes=1000)
 
@@ -107,14 +108,14 @@ def test_every_scenario_is_known_and_bounded() -> None:
 
 
 class Asked:
-    """Stands in for `goals.Found`: knows the commands that a scenario would run, of which none gives anything."""
+    """Stands in for `findings.Found`: knows the commands that a scenario would run, of which none gives anything."""
 
     def __init__(self) -> None:
-        self.outcomes: list[experts.Outcome] = []
+        self.outcomes: list[Outcome] = []
         self.failures = ["no GPU"]
         self.commands: list[Any] = []
 
-    def ours(self, _: goals.Terms, *options: str, **__: str) -> list[Row]:
+    def ours(self, _: Terms, *options: str, **__: str) -> list[Row]:
         self.commands.append(parse_arguments(["bench", *options]))
         return []
 
@@ -126,7 +127,7 @@ class Asked:
 @pytest.mark.parametrize("name", goals.SETS["experts"])
 def test_a_scenario_runs_commands_that_there_are(tmp_path: Path, name: str, quick: bool) -> None:
     asked = Asked()
-    goals.SCENARIOS[name][0](goals.Terms(tmp_path, tmp_path, 3, quick), asked)  # type: ignore[arg-type]
+    goals.SCENARIOS[name][0](Terms(tmp_path, tmp_path, 3, quick), asked)  # type: ignore[arg-type]
     assert asked.commands
     assert asked.outcomes
     assert any(outcome.failed and outcome.notes == ["no GPU"] for outcome in asked.outcomes)
@@ -138,7 +139,7 @@ def test_a_scenario_runs_commands_that_there_are(tmp_path: Path, name: str, quic
 
 def test_a_sweep_changes_one_number_of_a_preset_at_a_time(tmp_path: Path) -> None:
     asked = Asked()
-    experts.sweep(goals.Terms(tmp_path, tmp_path), asked)  # type: ignore[arg-type]
+    experts.sweep(Terms(tmp_path, tmp_path), asked)  # type: ignore[arg-type]
     names = {"tokens", "hidden", "topk", "experts", "routing", "dtype"}
     for layout in ("expert", "rank"):
         commands = [command for command in asked.commands if command.layout == layout]

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 GPU = ROOT / "benches" / "gpu"
 sys.path[:0] = [str(GPU), str(GPU / "peers")]
 
+import findings  # noqa: E402
 import goals  # noqa: E402
 import judging  # noqa: E402
 import ranks  # noqa: E402
@@ -86,9 +87,10 @@ class Machine:
         self.asked: list[tuple[str, ...]] = []
         self.silent: set[str] = set()
         self.folder = tmp_path
-        monkeypatch.setattr(goals, "bench", self.bench)
-        monkeypatch.setattr(goals, "peer", self.peer)
-        monkeypatch.setattr(goals, "gpu_count", lambda: (gpus, ""))
+        monkeypatch.setattr(findings, "bench", self.bench)
+        for module in (findings, goals):
+            monkeypatch.setattr(module, "peer", self.peer)
+            monkeypatch.setattr(module, "gpu_count", lambda: (gpus, ""))
 
     def bench(self, _: Path, what: str, *options: str, settings: dict[str, str]) -> Report:
         self.asked.append((what, *options, *settings.values()))
@@ -130,8 +132,8 @@ class Machine:
         return {"rows": [{**row, "size": size, "gb_per_s": rate} for size in ranks.sizes(given.get("--sizes", "64M"))]}
 
     def run(self, name: str, rounds: int = 2) -> dict[str, Any]:
-        terms = goals.Terms(self.folder, self.folder, rounds)
-        found = goals.Found(self.folder, self.folder / "out.json")
+        terms = findings.Terms(self.folder, self.folder, rounds)
+        found = findings.Found(self.folder, self.folder / "out.json")
         goals.SCENARIOS[name][0](terms, found)
         found.save()
         data: dict[str, Any] = json.loads((self.folder / "out.json").read_text())
@@ -197,9 +199,9 @@ def test_a_peer_that_fails_costs_its_rows_alone(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_peer_that_hung_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = goals.Found(tmp_path, tmp_path / "out.json")
+    found = findings.Found(tmp_path, tmp_path / "out.json")
     runs: list[str] = []
-    monkeypatch.setattr(goals, "peer", lambda script, *_: runs.append(script) or {"error": "hung", "hung": True})
+    monkeypatch.setattr(findings, "peer", lambda script, *_: runs.append(script) or {"error": "hung", "hung": True})
     assert found.peer("nixl", "nixl.py", "--sizes=4K") == found.peer("nixl", "nixl.py", "--sizes=8K") == []
     assert runs == ["nixl.py"]
     assert [turn["command"][1] for turn in found.peers["nixl"]] == ["--sizes=4K", "--sizes=8K"]

@@ -1,0 +1,82 @@
+"""Scenarios of messages between two ends on this machine: shared memory, TCP over loopback, and Python's overhead."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from crossrail.report import format_size
+from harness import COMMAND_LIMIT_S, MIB, Outcome, Result, Terms, against, as_data, bench, merged
+
+
+def shm_latency(terms: Terms, scratch: Path) -> Result:
+    iters, warmup = terms.scaled(300_000), terms.scaled(30_000)
+    common = ("latency", "--transport=shm", "--size=8", f"--iters={iters}", f"--warmup={warmup}")
+    report = bench(scratch, *common, "--compare=ucx", f"--rounds={terms.rounds}")
+    return [against(report.rows[0], "ucx", "shm, 8 B one-way latency", 0.75, time=True)], as_data(report)
+
+
+ONE_BUFFER = (
+    "every message of a window goes from one buffer into one, as in osu_bw; ours of shared memory are copied side by "
+    "side, so all but the first find it in a cache: the rows of one message at a time show what memory itself gives"
+)
+
+
+def shm_bandwidth(terms: Terms, scratch: Path) -> Result:
+    """As osu_bw counts, with both kinds of memory; and one message at a time, which no cache helps."""
+    goals = {64 << 10: (1.6, 400), MIB: (1.6, 40), 4 * MIB: (1.2, 12), 64 * MIB: (1.2, 3)}
+    outcomes, reports = [], []
+    for size, (goal, iters) in goals.items():
+        windows = {"shared": 16 if size >= 64 * MIB else 64, "ordinary": 16 if size >= 64 * MIB else 64, "alone": 1}
+        for kind, window in windows.items():
+            memory = "shared" if kind == "alone" else kind
+            common = ("bandwidth", "--transport=shm", f"--size={size}", f"--memory={memory}", f"--window={window}")
+            counts = (f"--iters={terms.scaled(iters * windows['shared'] // window)}", "--warmup=2")
+            report = bench(scratch, *common, *counts, "--compare=ucx", f"--rounds={terms.rounds}")
+            work = f"shm bandwidth {format_size(size)}, {memory} memory" + (", one at a time" if window == 1 else "")
+            outcomes.append(against(report.rows[0], "ucx", work, goal, time=False, name="ucx tag_bw"))
+            reports.append(report)
+    outcomes[0].notes.append(ONE_BUFFER)
+    return outcomes, merged(reports)
+
+
+def tcp_bandwidth(terms: Terms, scratch: Path) -> Result:
+    common = ("bandwidth", "--transport=tcp", "--size=64M", "--window=16", f"--iters={terms.scaled(3)}", "--warmup=1")
+    report = bench(scratch, *common, "--compare=ucx,iperf3", f"--rounds={terms.rounds}")
+    work = "tcp loopback, 64 MiB"
+    row = report.rows[0]
+    outcomes = [against(row, "ucx", work, 1.3, time=False), against(row, "iperf3", work, 1.0, time=False)]
+    return outcomes, as_data(report)
+
+
+def tcp_latency(terms: Terms, scratch: Path) -> Result:
+    common = ("latency", "--transport=tcp", "--size=8", f"--iters={terms.scaled(30_000)}", "--warmup=2000")
+    report = bench(scratch, *common, "--compare=ucx", f"--rounds={terms.rounds}")
+    return [against(report.rows[0], "ucx", "tcp loopback, 8 B one-way latency", 1.0, time=True)], as_data(report)
+
+
+def python_overhead(terms: Terms, scratch: Path) -> Result:
+    """Python and native loops take turns; both count half a round trip."""
+    trips = terms.scaled(50_000)
+    python, native, reports = [], [], []
+    for _ in range(terms.rounds):
+        command = [sys.executable, str(Path(__file__).parent / "pingpong.py"), "--trips", str(trips)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"pingpong.py: {done.stderr.strip()}")
+        python.append(float(json.loads(done.stdout)["avg_us"]))
+        reports.append(bench(scratch, "latency", "--transport=shm", "--size=8", f"--iters={trips}", "--warmup=1000"))
+        native.append(reports[-1].rows[0].rounds[0])
+    ours, base = statistics.median(python), statistics.median(native)
+    outcome = Outcome(
+        "Python, 8 B ping-pong over shm, one way",
+        f"{ours:.3f} us",
+        "native + 2 us",
+        peer=f"{base:.3f} us (native)",
+        ratio=f"+{ours - base:.2f} us",
+        met=ours - base <= 2.0,
+    )
+    return [outcome], {**merged(reports), "python_us": python, "native_us": native}
