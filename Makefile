@@ -137,9 +137,9 @@ bench: build
 	$(call say,bench: against the peers into benches/results)
 	$(BIN)/python benches/run.py
 
-pages:
+pages: build
 	$(call say,pages: their tables from benches/results)
-	$(PYTHON) benches/gpu/table.py docs/performance.md docs/performance-experts.md
+	$(BIN)/python benches/gpu/table.py docs/performance.md docs/performance-experts.md
 
 fmt: $(TOOLS)
 	cargo fmt --all
