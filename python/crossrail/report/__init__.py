@@ -25,10 +25,11 @@ from .schema import (
     VerdictLine,
 )
 from .stats import Summary, better, gb_per_s, median, percentile, summarize
-from .tables import console, print_report, table, views
+from .tables import console, table
 from .units import format_bytes, format_duration_us, format_rate, format_size
 from .unpack import unpack_rates, unpack_rows
 from .verdict import Facts, judge
+from .views import print_report, views
 from .writing import WriteError, check_destination, write_report, write_text
 
 __all__ = [

@@ -1,0 +1,156 @@
+"""Tables of what two ends measure: latency, bandwidth, one big transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from .schema import Iteration, Lane, Row
+from .stats import median
+from .tables import HeadedTable, peer_names, ratio_text, table
+from .units import format_bytes, format_size
+
+LATENCIES = {
+    "latency": "latency: one way, half of a round trip",
+    "write": "write: one-sided, until the other host has seen it; half of a round trip of two",
+}
+
+
+def latency_table(rows: Sequence[Row]) -> HeadedTable:
+    """The table of half round trips."""
+    peers = peer_names(rows)
+    columns = ["size", "transport", "protocol", "p50 us", "p99 us", "avg us", "min us", "max us"]
+    for peer in peers:
+        columns += [f"{peer} us", f"x {peer}"]
+    on = f", {rows[0].device.replace(',', ' and ')}" if rows[0].device else ""
+    made = table(LATENCIES[rows[0].what] + on, columns, left=3)
+    for row in rows:
+        cells = [format_size(row.size), row.transport, row.protocol or "-"]
+        cells += [_figure(value) for value in (row.p50_us, row.p99_us, row.avg_us, row.min_us, row.max_us)]
+        for peer in peers:
+            result = row.peers.get(peer)
+            cells += [_figure(result.avg_us if result else None), ratio_text(row, peer)]
+        made.add_row(*cells)
+    return made
+
+
+def bandwidth_table(rows: Sequence[Row]) -> HeadedTable:
+    """The table of windows of sends."""
+    peers = peer_names(rows)
+    columns = ["size", "transport", "protocol", "memory", "GB/s", "messages/s", "p50 us", "p99 us"]
+    for peer in peers:
+        columns += [f"{peer} GB/s", f"x {peer}"]
+    window = rows[0].window
+    made = table(f"bandwidth: {window} sends, wait for all, one small reply; us per such window", columns, left=4)
+    for row in rows:
+        cells = [format_size(row.size), row.transport, row.protocol or "-", row.memory or "-", _rate(row.gb_per_s)]
+        cells += [_messages(row), _figure(row.p50_us), _figure(row.p99_us)]
+        for peer in peers:
+            result = row.peers.get(peer)
+            cells += [_rate(result.gb_per_s if result else None), ratio_text(row, peer)]
+        made.add_row(*cells)
+    return made
+
+
+def p2p_tables(row: Row) -> list[RenderableType]:
+    """The tables and lines of one big transfer."""
+    shown: list[RenderableType] = [_iterations(row)]
+    if row.lanes:
+        shown.append(_lanes(row.lanes))
+    if row.stages is not None:
+        shown.append(_stages(row))
+    shown.extend(Text(line) for line in _ceilings(row))
+    for name, result in row.peers.items():
+        if result.error is None:
+            shown.append(Text(f"{name}: {_rate(result.gb_per_s)} GB/s ({result.what}); ratio {ratio_text(row, name)}"))
+    if row.verified is not None:
+        shown.append(Text("data: verified before and after the timing" if row.verified else "data: DID NOT VERIFY"))
+    if row.verdict is not None:
+        shown.append(Text(f"verdict: {row.verdict.text}"))
+    return shown
+
+
+def _ceilings(row: Row) -> list[str]:
+    """What the parts of the way can do alone, measured in the same run."""
+    lines = []
+    if row.raw_tcp_gb_per_s and row.gb_per_s:
+        part = f"; this is {row.gb_per_s / row.raw_tcp_gb_per_s:.0%} of it"
+        lines.append(f"plain TCP sockets over the same rails: {_rate(row.raw_tcp_gb_per_s)} GB/s{part}")
+    if row.unpack_gb_per_s:
+        modes = ", ".join(f"{mode} {_rate(rate)}" for mode, rate in row.unpack_gb_per_s.items())
+        lines.append(f"unpacking alone on the receiver's GPU: {modes} GB/s; this used {row.unpack}")
+    return lines
+
+
+def _iterations(row: Row) -> HeadedTable:
+    columns = ["iteration", "protocol", "sender ms", "receiver ms", "sender GB/s", "receiver GB/s"]
+    where = f" from {row.device.replace(',', ' to ')}" if row.device else ""
+    title = f"p2p: {format_size(row.size)} ({format_bytes(row.size)}) per iteration over {row.transport}{where}"
+    made = table(title, columns, left=2)
+    for number, one in enumerate(row.iterations, 1):
+        made.add_row(str(number), one.protocol, *_both_ends(one))
+    if row.iterations:
+        made.add_section()
+        made.add_row("average", "", *_average(row.iterations))
+    return made
+
+
+def _both_ends(one: Iteration) -> list[str]:
+    times = [_figure(one.us_sender / 1e3), _figure(one.us_receiver / 1e3)]
+    return [*times, _rate(one.gb_per_s_sender), _rate(one.gb_per_s_receiver)]
+
+
+def _average(iterations: Sequence[Iteration]) -> list[str]:
+    """Average times, and the rates that belong to them (bytes over time, not the mean of rates)."""
+    count = len(iterations)
+    sender = sum(one.us_sender for one in iterations) / count
+    receiver = sum(one.us_receiver for one in iterations) / count
+    moved = [one.gb_per_s_sender * one.us_sender for one in iterations]
+    rates = (sum(moved) / count / sender, sum(moved) / count / receiver)
+    return [_figure(sender / 1e3), _figure(receiver / 1e3), *(_rate(rate) for rate in rates)]
+
+
+def _lanes(lanes: Sequence[Lane]) -> HeadedTable:
+    made = table("lanes", ["lane", "bytes", "share", "GB/s", "line GB/s", "chunks", "resent", "retransmits"])
+    for lane in lanes:
+        counts = [_count(value) for value in (lane.chunks, lane.resent, lane.retransmits)]
+        rates = [_rate(lane.gb_per_s), _rate(lane.line_gb_per_s)]
+        made.add_row(lane.name, format_bytes(lane.bytes), f"{lane.share:.1%}", *rates, *counts)
+    return made
+
+
+def _stages(row: Row) -> HeadedTable:
+    made = table("where the time went, per iteration (parts may overlap)", ["stage", "ms", "of the time"])
+    stages = row.stages
+    whole = median([one.us_sender for one in row.iterations]) if row.iterations else 0.0
+    if stages is not None and whole:
+        named = {"wire": stages.wire_us, "window": stages.window_us, "copy": stages.copy_us, "match": stages.match_us}
+        if row.device is not None:
+            named |= {"pack": stages.pack_us, "unpack": stages.unpack_us, "slot": stages.slot_us}
+        for name, spent in named.items():
+            made.add_row(name, _figure(spent / 1e3), f"{spent / whole:.0%}")
+    return made
+
+
+def _messages(row: Row) -> str:
+    if not row.samples_us or not row.window:
+        return "-"
+    return f"{row.window / median(row.samples_us) * 1e6:,.0f}"
+
+
+def _rate(rate: float | None) -> str:
+    if rate is None:
+        return "-"
+    return f"{rate:.2f}" if rate >= 0.1 else f"{rate:.4f}"
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if value < 100 else f"{value:.1f}"
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else str(value)
