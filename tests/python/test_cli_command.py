@@ -174,6 +174,30 @@ def test_bad_usage_is_one_line_and_exit_2(arguments: tuple[str, ...], words: tup
 
 
 @pytest.mark.parametrize(
+    ("arguments", "known"),
+    [
+        ((), ["info", "bench", "store"]),
+        (("bench",), ["latency", "bandwidth", "p2p", "mesh", "unpack", "ep", "control"]),
+    ],
+)
+def test_a_command_without_a_name_lists_what_there_is(arguments: tuple[str, ...], known: list[str]) -> None:
+    done = run(*arguments)
+    one_error(done, 2, "one of those below")
+    lines = done.stderr.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == known
+    assert all(len(line.split()) > 2 for line in lines), "each says what it is"
+
+
+@pytest.mark.parametrize("what", ["latency", "bandwidth", "p2p", "mesh", "unpack", "ep", "control"])
+def test_every_bench_has_help(what: str) -> None:
+    done = run("bench", what, "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"usage: crossrail bench {what} [-h]")
+    for option in ("--json FILE", "--timeout TIME", "exit codes"):
+        assert option in done.stdout
+
+
+@pytest.mark.parametrize(
     ("name", "value", "words"),
     [
         ("CROSSRAIL_CHUNKS", "2M", ("CROSSRAIL_CHUNKS", "did you mean CROSSRAIL_CHUNK")),

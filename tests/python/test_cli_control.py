@@ -15,8 +15,7 @@ import pytest
 from test_cli_command import COMMAND, children, clean_environment, gone, one_error, run
 
 import crossrail
-from crossrail.cli.gpus import shared_out
-from crossrail.cli.nodes import Placement
+from crossrail.cli.placement import Placement, shared_out
 from crossrail.report import Report, averaged
 
 SMALL = ("bench", "control", "--num-processes=3", "--tokens=8", "--hidden=256")

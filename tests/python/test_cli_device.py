@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from crossrail.cli.bench_arguments import BenchOptions
-from crossrail.cli.driving import _Driver, _hello, plans
 from crossrail.cli.failure import Failure
-from crossrail.cli.listening import _agree, _buffer_of
-from crossrail.cli.setup import wanted_cpu
+from crossrail.cli.point_to_point.driver import _Driver, _hello
+from crossrail.cli.point_to_point.listener import _agree, _buffer_of
+from crossrail.cli.point_to_point.options import BenchOptions, plans
 
 
 class Context:
@@ -139,7 +138,7 @@ def test_ends_with_gpus_or_rails_keep_their_processors() -> None:
     def cpu(what: str, **options: Any) -> int | None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("os.sched_getaffinity", lambda pid: many)
-            return wanted_cpu(BenchOptions(what, **options), driver=False)
+            return BenchOptions(what, **options).cpu(driver=False)
 
     assert cpu("latency") == 1
     assert cpu("latency", device=["cuda:0"]) is None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from crossrail.cli.elastic_plan import Phase, load_plan, parse_plan
+from crossrail.cli.ep.plan import Phase, load_plan, parse_plan
 from crossrail.cli.failure import UsageFailure
 
 PLANS = Path(__file__).parents[1] / "data" / "plans"

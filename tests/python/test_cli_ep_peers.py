@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from crossrail.cli import ep_peers
-from crossrail.cli.arguments import parse_arguments
-from crossrail.cli.ep_arguments import EpOptions
+from crossrail.cli.command_line import parse_arguments
+from crossrail.cli.ep import peers as ep_peers
+from crossrail.cli.ep.options import EpOptions
 from crossrail.cli.failure import Failure
 
 QUICK = ("--device=cuda", "--tokens=4", "--iters=2", "--warmup=0", "--mode=dispatch")
@@ -72,7 +72,7 @@ def options(*more: str) -> EpOptions:
 
 def test_each_work_has_processes_of_its_own_and_kernels_come_last(played: type[Played]) -> None:
     asked = options("--compare=deepep,nccl", "--rounds=2")
-    with ep_peers.Peers(asked) as peers:
+    with ep_peers.GpuPeers(asked) as peers:
         for number in range(2):
             peers.begin(asked.work(2))
             assert [ranks.ended for ranks in played.every] == [True] * number + [False]
@@ -90,7 +90,7 @@ def test_each_work_has_processes_of_its_own_and_kernels_come_last(played: type[P
 
 def test_a_peer_that_failed_is_not_started_again(played: type[Played], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = options("--compare=deepep,nccl", "--rounds=1")
-    with ep_peers.Peers(asked) as peers:
+    with ep_peers.GpuPeers(asked) as peers:
         peers._errors["deepep"] = "ModuleNotFoundError"
         peers.begin(asked.work(2))
         peers.ready()

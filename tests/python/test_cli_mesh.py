@@ -10,7 +10,7 @@ import pytest
 from test_cli_command import COMMAND, one_error
 from test_cli_ep import environment, free_port
 
-from crossrail.cli.arguments import parse_arguments
+from crossrail.cli.command_line import parse_arguments
 from crossrail.cli.failure import UsageFailure
 from crossrail.report import Report, Row
 

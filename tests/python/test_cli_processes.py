@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from crossrail.cli import addresses, processes
+from crossrail.cli import parsing, processes
 from crossrail.cli.failure import Failure, UsageFailure
 
 
@@ -103,17 +103,17 @@ def test_a_line_is_read_within_bounds() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", ("127.0.0.1", addresses.DEFAULT_PORT)),
-        ("node7", ("node7", addresses.DEFAULT_PORT)),
+        ("", ("127.0.0.1", parsing.DEFAULT_PORT)),
+        ("node7", ("node7", parsing.DEFAULT_PORT)),
         ("10.0.0.1:99", ("10.0.0.1", 99)),
         (":0", ("127.0.0.1", 0)),
         ("[fd77::1]:99", ("fd77::1", 99)),
-        ("[fd77::1]", ("fd77::1", addresses.DEFAULT_PORT)),
-        ("fd77::1", ("fd77::1", addresses.DEFAULT_PORT)),
+        ("[fd77::1]", ("fd77::1", parsing.DEFAULT_PORT)),
+        ("fd77::1", ("fd77::1", parsing.DEFAULT_PORT)),
     ],
 )
 def test_addresses(text: str, expected: tuple[str, int]) -> None:
-    assert addresses.parse_address(text) == expected
+    assert parsing.parse_address(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,11 @@ def test_addresses(text: str, expected: tuple[str, int]) -> None:
 )
 def test_what_is_no_address_says_the_form(text: str) -> None:
     with pytest.raises(UsageFailure, match="HOST:PORT"):
-        addresses.parse_address(text)
+        parsing.parse_address(text)
 
 
 def test_a_name_that_does_not_resolve() -> None:
     with pytest.raises(Failure, match=r"no-such-host\.invalid does not resolve"):
-        addresses.resolve("no-such-host.invalid:1")
-    assert addresses.resolve("[::1]:5") == "[::1]:5"
-    assert addresses.resolve("127.0.0.1") == f"127.0.0.1:{addresses.DEFAULT_PORT}"
+        parsing.resolve("no-such-host.invalid:1")
+    assert parsing.resolve("[::1]:5") == "[::1]:5"
+    assert parsing.resolve("127.0.0.1") == f"127.0.0.1:{parsing.DEFAULT_PORT}"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from crossrail.cli.arguments import parse_arguments
-from crossrail.cli.ep_arguments import EpOptions
+from crossrail.cli.command_line import parse_arguments
+from crossrail.cli.ep.options import EpOptions
 from crossrail.report import PeerResult, RankTimes, Row
 
 GPU = Path(__file__).parents[2] / "benches" / "gpu"

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; gives its exit code. Never lets a user's own mistake end in a traceback."""
     try:
-        from .arguments import parse_arguments
-        from .store_arguments import StoreOptions
+        from .command_line import parse_arguments
+        from .store import StoreOptions
     except ImportError as error:
         say_error(f"the native module cannot be loaded ({error}); install Crossrail again for this Python")
         return EXIT_FAILED

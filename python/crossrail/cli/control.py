@@ -1,25 +1,47 @@
-"""`crossrail bench control`: starts this node's ranks and shows what all ranks found."""
+"""`crossrail bench control`: what it takes to make, connect, disconnect and destroy expert buffers."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import sys
+import shutil
+import socket
+import subprocess
+import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import crossrail
-from crossrail.report import Report, Row, capture_environment, control_rows
+from crossrail._native import bench_control
+from crossrail.report import Report, Row, control_rows
+from crossrail.report.control import STEPS
 
-from .control_arguments import ControlOptions
-from .etcd import running_etcd
 from .failure import Failure, UsageFailure, say
-from .gpus import shared_out
-from .nodes import Placement
-from .progress import Progress
-from .ranks import ENDED, Message, Ranks
-from .reporting import report_of
-from .setup import check_json
+from .options import (
+    Device,
+    Dtype,
+    RunOptions,
+    add_device_kind,
+    add_json,
+    add_secret_file,
+    add_timeout,
+    add_tokens,
+)
+from .parsing import Command, Parser, count, positive
+from .placement import Placement, add_nodes, placement, shared_out
+from .processes import Message, Process, scratch_folder
+from .rank_process import Parent, gather, join
+from .ranks import ENDED, Ranks
+from .reporting import Progress, check_json, make_report, show_report
+
+StoreKind = Literal["tcp", "etcd"]
+
+OPS = ("cycle", *STEPS)
+ROUNDS = 10
+NUM_PROCESSES = 8
+DEFAULTS = {"tokens": 128, "hidden": 4096, "topk": 2, "dtype": "fp8"}
 
 COMPILING_S = 60.0
 """More than compiling kernels takes, in the first round of each number of experts."""
@@ -27,19 +49,101 @@ COMPILING_S = 60.0
 STEP_S = 1.0
 """More than any step takes; a rank may be silent for as long as all of its steps take."""
 
-
-def measure_control(options: ControlOptions) -> None:
-    """Runs this node's ranks; the first node shows the report. Raises Failure and the library's errors."""
-    if options.placement.node == 0:
-        report_of(options.json, lambda progress: _drive(options, progress))
-        return
-    check_json(options.json)
-    with Progress() as progress:
-        _run(_placed(options), progress)
-    say(f"done: the report is at node 0 of {options.placement.world_size}")
+ETCD_START_S = 20.0
+ETCD_ATTEMPTS = 3
+"""Ports that were free when they were chosen may be taken by somebody else a moment later."""
 
 
-def _drive(options: ControlOptions, progress: Progress) -> Report:
+@dataclass(frozen=True)
+class Work:
+    """What every rank does, for one number of experts after the other."""
+
+    op: str
+    rounds: int
+    experts_per_rank: list[int]
+    tokens: int
+    hidden: int
+    topk: int
+    dtype: Dtype
+    warmup: int = 0
+    device: Device = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlOptions(RunOptions):
+    """`crossrail bench control`."""
+
+    work: Work
+    placement: Placement
+    store: StoreKind | None = None
+    every_gpu: bool = False
+    gpus: tuple[str, ...] = ()
+    """Of each rank of this node, once it is known."""
+
+    def run(self) -> None:
+        """Runs this node's ranks; the first node shows the report. Raises Failure and the library's errors."""
+        if self.placement.node == 0:
+            show_report(self.json, lambda progress: _report(self, progress))
+            return
+        check_json(self.json)
+        with Progress() as progress:
+            _run(_placed(self), progress)
+        say(f"done: the report is at node 0 of {self.placement.world_size}")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the options."""
+    parser.set_defaults(outcome=_outcome)
+    add_nodes(parser, NUM_PROCESSES)
+    parser.set_defaults(num_processes=None)
+    work = parser.add_argument_group("the work")
+    experts = "experts of each rank, a measurement for each number (8,32)"
+    work.add_argument("--experts-per-rank", metavar="A,B", type=_numbers, default=[8, 32], help=experts)
+    work.add_argument("--op", choices=OPS, default="cycle", help="which steps are measured (cycle: all of them)")
+    work.add_argument("--rounds", metavar="N", type=positive, default=ROUNDS, help=f"how often ({ROUNDS})")
+    add_tokens(work, positive, DEFAULTS, preset=False)
+    where = "cuda: a rank on each GPU (more with --num-processes), buffers in its memory (cpu)"
+    add_device_kind(work, where, "cpu")
+    warmup = "rounds before those, for what a process does only once, such as starting CUDA (0; 1 with --device cuda)"
+    work.add_argument("--warmup", metavar="N", type=count, help=warmup)
+    store = "where ranks meet: the built-in store (tcp), or a real etcd; CROSSRAIL_STORE names one that runs already"
+    work.add_argument("--store", choices=("tcp", "etcd"), help=store)
+    add_secret_file(work, "all nodes")
+    add_timeout(work)
+    add_json(parser.add_argument_group("what comes out"))
+
+
+def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
+    on_gpus = parsed.device == "cuda"
+    every_gpu = parsed.num_processes is None
+    parsed.num_processes = parsed.num_processes or NUM_PROCESSES
+    work = Work(
+        op=parsed.op,
+        rounds=parsed.rounds,
+        experts_per_rank=parsed.experts_per_rank,
+        tokens=parsed.tokens,
+        hidden=parsed.hidden,
+        topk=parsed.topk,
+        dtype=parsed.dtype,
+        warmup=int(on_gpus) if parsed.warmup is None else parsed.warmup,
+        device=parsed.device,
+    )
+    return ControlOptions(
+        work=work,
+        placement=placement(parser, parsed),
+        store=parsed.store,
+        every_gpu=every_gpu,
+        timeout=parsed.timeout,
+        secret_file=parsed.secret_file,
+        json=parsed.json,
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    return list(dict.fromkeys(positive(part) for part in text.split(",")))
+
+
+def _report(options: ControlOptions, progress: Progress) -> Report:
     options = _placed(options)
     store, found = _run(options, progress)
     rows: list[Row] = []
@@ -51,33 +155,29 @@ def _drive(options: ControlOptions, progress: Progress) -> Report:
         device = options.work.device if options.work.device == "cuda" else None
         like = replace(like, ranks=len(samples), nodes=options.placement.world_size, device=device)
         rows += control_rows(samples, like)
-    overrides = {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
-    return Report(capture_environment({}, overrides), ["crossrail", *sys.argv[1:]], rows)
+    return make_report(options, rows)
 
 
 def _placed(options: ControlOptions) -> ControlOptions:
     """On GPUs a rank for each, unless another number was asked for. Raises Failure."""
     if options.work.device == "cpu":
         return options
-    settings: dict[str, Any] = dict(options.settings())
-    where, gpus = shared_out(options.placement, crossrail.Context(**settings), options.every_gpu)
+    where, gpus = shared_out(options.placement, options.context(), options.every_gpu)
     return replace(options, placement=where, gpus=gpus)
 
 
 def _run(options: ControlOptions, progress: Progress) -> tuple[str, list[Message]]:
     """The kind of store, and what rank 0 tells of all ranks (nothing on other nodes)."""
-    settings: dict[str, Any] = dict(options.settings())
-    context = crossrail.Context(**settings)
+    context = options.context()
     where, found = options.placement, list[Message]()
     rounds = options.work.warmup + options.work.rounds
     patience = 2 * context.timeout + len(options.work.experts_per_rank) * (rounds * 5 * STEP_S + COMPILING_S)
     with _meeting(options, context) as (store, group), Ranks() as ranks:
         say(f"{where.size} ranks meet at {store}")
-        job = {"work": asdict(options.work), "size": where.size, "store": store, "group": group}
+        job = {"work": asdict(options.work), "settings": options.settings()}
         for rank in where.ranks:
-            more = {"rank": rank, "node": where.label(rank), "settings": options.settings()}
-            more["device"] = options.gpus[rank - where.ranks[0]] if options.gpus else None
-            ranks.start(rank, "control", {**job, **more})
+            device = options.gpus[rank - where.ranks[0]] if options.gpus else None
+            ranks.start(rank, "control", {**job, **where.member(rank, store, group), "device": device})
         progress.say(f"control: {where.size} ranks")
         left = set(where.ranks)
         while left:
@@ -106,3 +206,91 @@ def _meeting(options: ControlOptions, context: crossrail.Context) -> Iterator[tu
     else:
         with Placement(where.num_processes).meeting(context) as met:
             yield met
+
+
+def serve(parent: Parent, job: Message) -> None:
+    """Measures for each number of experts; rank 0 tells what all ranks found. Raises the library's errors."""
+    work: dict[str, Any] = job["work"]
+    context = crossrail.Context(**job["settings"])
+    with join(job, context) as group:
+        group.barrier("all here")
+        for experts in work["experts_per_rank"]:
+            steps = bench_control(
+                group._native,
+                context,
+                op=work["op"],
+                rounds=work["rounds"],
+                max_tokens_per_rank=work["tokens"],
+                hidden=work["hidden"],
+                num_experts=experts * group.size,
+                topk=min(work["topk"], experts * group.size),
+                dispatch_dtype=work["dtype"],
+                device=job["device"],
+                warmup=work["warmup"],
+            )
+            everybody = gather(group, f"samples of {experts}", steps)
+            if everybody is not None:
+                parent.tell("samples", experts_per_rank=experts, samples=dict(enumerate(everybody)))
+        group.barrier("all done")
+
+
+@contextlib.contextmanager
+def running_etcd() -> Iterator[str]:
+    """The address of an etcd that is ready, as `etcd://host:port`. Raises Failure when it does not start."""
+    program = shutil.which("etcd")
+    if program is None:
+        raise UsageFailure("etcd is not installed here: apt-get install etcd-server, or name one by CROSSRAIL_STORE")
+    with scratch_folder("crossrail-etcd-") as folder, contextlib.ExitStack() as stack:
+        for attempt in range(ETCD_ATTEMPTS):
+            started = _start_etcd(program, Path(folder, str(attempt)))
+            if started is not None:
+                process, address = started
+                stack.callback(process.stop)
+                break
+        else:
+            raise Failure(f"etcd did not start: {_etcd_said(Path(folder, str(ETCD_ATTEMPTS - 1)))}")
+        yield address
+
+
+def _start_etcd(program: str, folder: Path) -> tuple[Process, str] | None:
+    """One attempt; None: it ended at once, as it does when a port is taken."""
+    folder.mkdir()
+    client, peer = (f"http://127.0.0.1:{port}" for port in _free_ports(2))
+    command = [program, "--name=crossrail", f"--data-dir={folder / 'data'}", "--log-level=warn"]
+    command += [f"--listen-client-urls={client}", f"--advertise-client-urls={client}"]
+    command += [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"]
+    command += [f"--initial-cluster=crossrail={peer}"]
+    # etcd tells when it is ready, as systemd's services do.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready, (folder / "said").open("wb") as said:
+        ready.bind(str(folder / "ready"))
+        environment = {"NOTIFY_SOCKET": str(folder / "ready")}
+        process = Process(command, environment=environment, stdout=subprocess.DEVNULL, stderr=said)
+        try:
+            if _wait_ready(ready, process, time.monotonic() + ETCD_START_S):
+                return process, f"etcd://{client.removeprefix('http://')}"
+        except BaseException:
+            process.stop()
+            raise
+        process.stop()
+        return None
+
+
+def _wait_ready(ready: socket.socket, process: Process, deadline: float) -> bool:
+    """Whether it became ready; it may end instead."""
+    ready.settimeout(0.1)
+    while process.popen.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(TimeoutError):
+            if b"READY=1" in ready.recv(4096):
+                return True
+    return False
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _etcd_said(folder: Path) -> str:
+    lines = (folder / "said").read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"it was not ready within {ETCD_START_S:g} s"

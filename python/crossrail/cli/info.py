@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.text import Text
@@ -13,20 +15,38 @@ import crossrail
 from crossrail.records import CudaDevice, CudaState, Info
 from crossrail.report import capture_environment, console, format_bytes, table, write_text
 
-from .info_arguments import InfoOptions
-from .setup import check_json
+from .options import add_json
+from .parsing import Command, Parser
+from .reporting import check_json
 
 SCHEMA = "crossrail-info/1"
 
 
-def show_info(options: InfoOptions) -> None:
-    """Prints the tables and writes the JSON that was asked for. Raises the library's errors and WriteError."""
-    check_json(options.json)
-    info = crossrail.Context().info()
-    print_info(info, console(stderr=options.json == "-"))
-    if options.json is not None:
-        whole = {"schema": SCHEMA, "environment": dataclasses.asdict(capture_environment()), "info": info}
-        write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", options.json)
+@dataclass(frozen=True)
+class InfoOptions:
+    """`crossrail info`."""
+
+    json: str | None = None
+    parent: int | None = None
+
+    def run(self) -> None:
+        """Prints the tables and writes the JSON that was asked for. Raises the library's errors and WriteError."""
+        check_json(self.json)
+        info = crossrail.Context().info()
+        print_info(info, console(stderr=self.json == "-"))
+        if self.json is not None:
+            whole = {"schema": SCHEMA, "environment": dataclasses.asdict(capture_environment()), "info": info}
+            write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", self.json)
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the options."""
+    add_json(parser)
+    parser.set_defaults(outcome=_outcome)
+
+
+def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
+    return InfoOptions(json=parsed.json)
 
 
 def print_info(info: Info, to: Console) -> None:

@@ -1,36 +1,118 @@
-"""`crossrail bench mesh`: starts this node's ranks and shows what all ranks found."""
+"""`crossrail bench mesh`: every GPU (or rank) with every other, each pair alone, then all at once."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import sys
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import crossrail
-from crossrail.report import Report, Row, capture_environment, mesh_rows
+from crossrail._native import bench_mesh
+from crossrail.report import Report, Row, mesh_rows
 
 from .failure import Failure, UsageFailure, say
-from .gpus import known_gpus
-from .mesh_arguments import SMALL, TRIPS, MeshOptions
-from .progress import Progress
-from .ranks import ENDED, Message, Ranks
-from .reporting import report_of
-from .setup import check_json, cpu_of
+from .options import (
+    LinkOptions,
+    Memory,
+    Pin,
+    add_iterations,
+    add_json,
+    add_links,
+    add_memory,
+    add_pin,
+    add_secret_file,
+    add_sizes,
+    add_timeout,
+    add_window,
+    check_tcp,
+    fields_of,
+    required,
+)
+from .parsing import Command, Parser, device_list, size_list
+from .placement import NODE_OPTIONS, Placement, add_nodes, cpu_of, known_gpus, pin_to, placement
+from .processes import Message
+from .rails import rail_of, rails_of
+from .rank_process import Parent, gather, join
+from .ranks import ENDED, Ranks
+from .reporting import Progress, check_json, make_report, show_report
+
+RANKS = 2
+DEFAULT_SIZE = "64M"
+ITERS, WARMUP, WINDOW, SMALL, TRIPS = 10, 2, 4, 8, 1000
 
 LONG_S = 600.0
 """A rank may wait so long for others that are measuring."""
 
 
-def measure_mesh(options: MeshOptions) -> None:
-    """Runs this node's ranks; the first node shows the report. Raises Failure and the library's errors."""
-    if options.placement.node == 0:
-        report_of(options.json, lambda progress: _report(options, progress))
-        return
-    check_json(options.json)
-    with Progress() as progress:
-        _run(options, progress)
-    say(f"done: the report is at node 0 of {options.placement.world_size}")
+@dataclass(frozen=True, kw_only=True)
+class MeshOptions(LinkOptions):
+    """`crossrail bench mesh`. What is None was not given."""
+
+    placement: Placement
+    size: int
+    devices: list[str] | Literal["all"] | None = None
+    memory: Memory | None = None
+    iters: int = ITERS
+    warmup: int = WARMUP
+    window: int = WINDOW
+    pin: Pin = "none"
+
+    def run(self) -> None:
+        """Measures and shows what came out at the first node. Raises Failure and the library's errors."""
+        if self.placement.node == 0:
+            show_report(self.json, lambda progress: _report(self, progress))
+            return
+        check_json(self.json)
+        with Progress() as progress:
+            _run(self, progress)
+        say(f"done: the report is at node 0 of {self.placement.world_size}")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the options."""
+    parser.set_defaults(outcome=_outcome)
+    ranks = add_nodes(parser, RANKS, "--ranks")
+    gpus = "a rank for each of these GPUs of each node: cuda:0,cuda:1, or `all`; without it ranks move host memory"
+    ranks.add_argument("--devices", metavar="GPUS", type=_devices, help=gpus)
+    work = parser.add_argument_group("the work")
+    add_sizes(work, f"bytes of a message ({DEFAULT_SIZE})")
+    add_memory(work)
+    add_iterations(work, ITERS, WARMUP)
+    add_window(work, f"messages that are under way to one rank at a time ({WINDOW})", WINDOW)
+    how = parser.add_argument_group("how it moves")
+    add_links(how)
+    add_secret_file(how, "all nodes")
+    add_timeout(how)
+    add_pin(how, "processors, one for each rank of a node in turn, or `none` (none)", "none")
+    add_json(parser.add_argument_group("what comes out"))
+
+
+def _devices(text: str) -> list[str] | str:
+    return text if text == "all" else device_list(text)
+
+
+def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
+    devices = parsed.devices
+    if devices is not None:
+        if parsed.num_processes != RANKS:
+            parser.error("--devices and --ranks exclude each other: each GPU is a rank")
+        if parsed.memory is not None:
+            parser.error("--memory says which host memory is moved, and --devices that the GPUs' is")
+        if "cpu" in devices:
+            parser.error("--devices names GPUs; without it ranks move host memory")
+        if devices != "all":
+            parsed.num_processes = len(devices)
+    elif parsed.unpack is not None:
+        parser.error("--unpack says how data gets into GPU memory: give --devices too")
+    if parsed.transport == "cuda_ipc" and devices is None:
+        parser.error("--transport cuda_ipc is between GPUs: give --devices too")
+    check_tcp(parser, parsed.transport, {"--rails": parsed.rails, "--channels": parsed.channels})
+    sizes = parsed.sizes or size_list(DEFAULT_SIZE)
+    if len(sizes) > 1:
+        parser.error("bench mesh measures one size; give --size once, as 64M")
+    return MeshOptions(placement=placement(parser, parsed), size=sizes[0], **fields_of(parsed, *NODE_OPTIONS, "sizes"))
 
 
 def _report(options: MeshOptions, progress: Progress) -> Report:
@@ -41,14 +123,12 @@ def _report(options: MeshOptions, progress: Progress) -> Report:
         like = dataclasses.replace(like, unpack=options.unpack)
     places = [found[rank]["device"] for rank in sorted(found)]
     rows = mesh_rows(found, like, places if options.devices else None)
-    overrides = {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
-    return Report(capture_environment({}, overrides), ["crossrail", *sys.argv[1:]], rows)
+    return make_report(options, rows)
 
 
 def _run(options: MeshOptions, progress: Progress) -> tuple[Any, Mapping[int, Message]]:
     """Where the ranks were, and what each of all nodes' measured (nothing on nodes but the first)."""
-    settings: dict[str, Any] = dict(options.settings())
-    context = crossrail.Context(**settings)
+    context = options.context()
     where = options.placement
     devices = options.devices
     if devices is not None:
@@ -67,12 +147,8 @@ def _run(options: MeshOptions, progress: Progress) -> tuple[Any, Mapping[int, Me
                 "mesh",
                 {
                     "plan": _plan(options),
-                    "rank": rank,
-                    "size": where.size,
-                    "node": where.label(rank),
+                    **where.member(rank, store, group),
                     "nodes": where.world_size,
-                    "store": store,
-                    "group": group,
                     "settings": options.settings(),
                     "transport": options.transport,
                     "memory": options.memory or "ordinary",
@@ -106,3 +182,89 @@ def _plan(options: MeshOptions) -> Message:
         "trips": TRIPS,
         "patience": LONG_S,
     }
+
+
+def serve(parent: Parent, job: Message) -> None:
+    """Measures; rank 0 tells what all ranks found. Raises Failure and the library's errors."""
+    pin_to(job["cpu"])
+    context = crossrail.Context(**job["settings"])
+    rank: int = job["rank"]
+    listen = "0.0.0.0:0" if job["nodes"] > 1 else None
+    with (
+        join(job, context) as group,
+        crossrail.Worker(context, name=f"rank {rank}", listen=listen) as worker,
+    ):
+        peers = _connected(group, worker, required(job["transport"]))
+        group.barrier("connected")
+        measured: dict[str, Any] = dict(
+            bench_mesh(
+                context,
+                worker,
+                peers,
+                job["plan"],
+                rank=rank,
+                memory=job["device"] or job["memory"],
+                on_progress=_tick(parent) if job["progress"] else None,
+            )
+        )
+        found = {**measured, "pairs": [_pair(pair, peers) for pair in measured["pairs"]], "device": job["device"]}
+        for pair in found["pairs"]:
+            _check(pair, rank, job["transport"])
+        everybody = gather(group, "samples", found)
+        if everybody is not None:
+            parent.tell("measured", ranks=everybody)
+        group.barrier("all done")
+
+
+def _connected(
+    group: crossrail.Group, worker: crossrail.Worker, require: str | None
+) -> list[crossrail.Endpoint | None]:
+    """An endpoint to each rank, by number: the greater rank connects."""
+    group.publish("address", worker.address())
+    addresses = group.collect("address")
+    peers: list[crossrail.Endpoint | None] = [None] * group.size
+    for rank in range(group.rank):
+        peers[rank] = worker.connect(addresses[rank], require=require)
+    for _ in range(group.rank + 1, group.size):
+        endpoint = worker.accept()
+        number = endpoint.peer.removeprefix("rank ")
+        if not number.isdecimal() or not group.rank < int(number) < group.size or peers[int(number)] is not None:
+            raise Failure(f"{endpoint.peer!r} connected, which is no rank that was to come")
+        peers[int(number)] = endpoint
+    return peers
+
+
+def _pair(pair: dict[str, Any], peers: list[crossrail.Endpoint | None]) -> dict[str, Any]:
+    """One pair's samples, with the rails that carried its data."""
+    endpoint = peers[pair["target"]]
+    receipt = pair["receipt"]
+    known = {rail_of(lane): lane["transport"] for lane in endpoint.lanes()} if endpoint is not None else {}
+    lanes = [
+        {
+            "name": rail.name,
+            "bytes": rail.bytes,
+            "share": rail.share,
+            "transport": known.get(rail.name, rail.name.partition("/")[0]),
+        }
+        for rail in rails_of(receipt["lanes"])
+    ]
+    return {
+        "target": pair["target"],
+        "rate": dict(pair["rate"]),
+        "latency": dict(pair["latency"]),
+        "lanes": lanes,
+        "protocol": receipt["protocol"],
+        "notes": list(receipt["notes"]),
+    }
+
+
+def _check(pair: dict[str, Any], rank: int, transport: str | None) -> None:
+    """Whoever asked for cuda_ipc does not want the figures of what stood in for it."""
+    used = {lane["transport"] for lane in pair["lanes"]}
+    if transport == "cuda_ipc" and used - {"cuda_ipc"}:
+        notes = "; ".join(pair["notes"]) or "see `crossrail info`"
+        raise Failure(f"{rank} -> {pair['target']} went over {', '.join(sorted(used))}, not over cuda_ipc: {notes}")
+
+
+def _tick(parent: Parent) -> Any:
+    return lambda done, total: parent.tell("progress", done=done, total=total)

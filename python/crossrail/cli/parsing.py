@@ -1,19 +1,26 @@
-"""What the command lines of all commands share: the parser, and the types of their values."""
+"""The parser of every command line, and the types of values on it: sizes, numbers, devices, names, addresses."""
 
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 import crossrail
 
-from .failure import EXIT_USAGE, say_error
+from .failure import EXIT_USAGE, Failure, UsageFailure, say_error
 
 EPILOG = """\
 exit codes: 0 ok, 1 the run failed or data did not verify, 2 bad usage.
 Settings (CROSSRAIL_...) are listed by `crossrail info`."""
+
+
+DEFAULT_PORT = 18177
+STORE_PORT = 18178
+_ADDRESS_FORM = "write HOST, HOST:PORT, or [IPV6]:PORT"
 
 
 class Command(Protocol):
@@ -28,13 +35,22 @@ class Command(Protocol):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like every other error of the command. Of nested ones the innermost that took
-    part is `parser` in what was found.
+    """A parser whose errors are one line, like every other error of the command.
+
+    It is filled when it is first used, so that a command loads what it needs and not what the others do. Of nested
+    parsers the innermost that took part is `parser` in what was found.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, fill: Callable[[Parser], None] | None = None, **options: Any) -> None:
         super().__init__(**options)
+        self._fill = fill
         self.set_defaults(parser=self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._fill is not None:
+            fill, self._fill = self._fill, None
+            fill(self)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         say_error(f"{message}; see `{self.prog} --help`")
@@ -48,7 +64,7 @@ class Outcome(Protocol):
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-"""Where a command adds its parser. A parser that it adds has the default `outcome`: an :class:`Outcome`."""
+"""Where parsers of commands are added. Each has the default `outcome`, an :class:`Outcome`."""
 
 
 def size_list(text: str) -> list[int]:
@@ -98,24 +114,17 @@ def device_list(text: str) -> list[str]:
     return [device(part) for part in text.split(",")]
 
 
-def tls_of(transport: str | None) -> str | None:
-    """The transports that `--transport` stands for: cuda_ipc shares memory over the Unix socket that shm has."""
-    names = (transport or "").split(",")
-    return f"shm,{transport}" if "cuda_ipc" in names and "shm" not in names else transport
+def names_of(known: Collection[str], what: str) -> Callable[[str], list[str]]:
+    """The type of a list `A,B` of names that are ``known``, each kept once; ``what`` one of them is."""
 
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no {what}; known: {', '.join(known)}")
+        return list(dict.fromkeys(names))
 
-def without_tcp(parser: Parser, transport: str | None, options: Mapping[str, object]) -> None:
-    """Tells the parser which of the options that were given (not None) say how TCP goes, where it is left out."""
-    plain = transport is not None and transport != "all" and not transport.startswith("^")
-    given = [name for name, value in options.items() if value is not None]
-    if given and plain and "tcp" not in str(transport).split(","):
-        parser.error(f"{given[0]} is for tcp, which --transport {transport} leaves out")
-
-
-def required(transport: str | None) -> str | None:
-    """What a connection must use, by `--transport`; None when that leaves a choice."""
-    plain = transport is not None and transport != "all" and not transport.startswith("^")
-    return tls_of(transport) if plain else None
+    return parse
 
 
 def pin(text: str) -> list[int] | str:
@@ -123,3 +132,50 @@ def pin(text: str) -> list[int] | str:
     if text in ("auto", "none"):
         return text
     return [number_of(part, 0) for part in text.split(",")]
+
+
+def parse_address(text: str, default_host: str = "127.0.0.1", default_port: int = DEFAULT_PORT) -> tuple[str, int]:
+    """Host and port of ``text``; what is left out is ``default_host`` and ``default_port``.
+
+    Raises UsageFailure for what is no address.
+    """
+    host, port_text = _split(text.strip())
+    if host.isdigit():
+        form = _ADDRESS_FORM.removeprefix("write ")
+        raise UsageFailure(f"{text!r}: {host} is a number alone, no host; for a port write :{host}, else {form}")
+    if not port_text:
+        return host or default_host, default_port
+    if not (port_text.isascii() and port_text.isdigit() and int(port_text) < 1 << 16):
+        raise UsageFailure(f"{text!r}: {port_text!r} is no port; {_ADDRESS_FORM}, port 0 to 65535")
+    return host or default_host, int(port_text)
+
+
+def _split(text: str) -> tuple[str, str]:
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        if not bracket or not host or (rest and not rest.startswith(":")):
+            raise UsageFailure(f"{text!r} is no address; {_ADDRESS_FORM}")
+        return host, rest[1:]
+    if text.count(":") > 1:
+        return text, ""
+    host, _, port = text.partition(":")
+    return host, port
+
+
+def resolve(text: str, default_host: str = "127.0.0.1", default_port: int = DEFAULT_PORT) -> str:
+    """The numeric ``host:port`` of ``text``. Raises Failure when the name does not resolve."""
+    host, port = parse_address(text, default_host, default_port)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise Failure(f"{host} does not resolve: {error.strerror}; check the name, or give the address") from error
+    return join(str(found[0][4][0]), port)
+
+
+def join(host: str, port: int) -> str:
+    """``host:port`` as text, IPv6 in brackets."""
+    try:
+        version = ipaddress.ip_address(host.partition("%")[0]).version
+    except ValueError:
+        version = 4
+    return f"[{host}]:{port}" if version == 6 else f"{host}:{port}"

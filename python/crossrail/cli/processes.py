@@ -15,7 +15,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+Message = dict[str, Any]
+"""What processes of the command send each other: an object of JSON."""
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""A rank's own side: the process that `Ranks` starts, not meant to be called by hand."""
+"""A rank's own side: the process that `Ranks` starts (not meant to be called by hand), and how it joins its group."""
 
 from __future__ import annotations
 
@@ -8,26 +8,32 @@ import json
 import os
 import queue
 import sys
+import zlib
 from dataclasses import dataclass
+from typing import Any
+
+import crossrail
 
 from .failure import Failure
 from .parsing import Command, Commands, Parser
-from .processes import from_parent
-from .ranks import Message
+from .processes import Message, from_parent
 
 START_S = 30.0
 RANK = "rank"
 """The command."""
 
 KINDS = {
-    "control": "control_rank",
-    "elastic": "elastic_rank",
-    "ep": "ep_rank",
-    "ep-cuda": "ep_cuda_rank",
-    "ep-peer": "ep_peer_rank",
-    "mesh": "mesh_rank",
+    "control": ".control",
+    "elastic": ".ep.elastic",
+    "ep": ".ep.host",
+    "ep-cuda": ".ep.cuda",
+    "ep-peer": ".ep.peers",
+    "mesh": ".mesh",
 }
 """What a rank can be, with the module whose ``serve(parent, job)`` it runs."""
+
+PIECE = 60_000
+"""Bytes of one value in the store, which takes at most 64 KiB."""
 
 
 class Parent:
@@ -62,7 +68,7 @@ class RankOptions:
     def run(self) -> None:
         """Does the job that comes first on stdin."""
         parent = Parent()
-        module = importlib.import_module(f".{KINDS[self.kind]}", __package__)
+        module = importlib.import_module(KINDS[self.kind], __package__)
         try:
             module.serve(parent, parent.hear(START_S))
         except MemoryError as error:
@@ -79,3 +85,37 @@ def add_rank(commands: Commands) -> None:
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     return RankOptions(kind=parsed.kind, parent=parsed.parent)
+
+
+def join(job: Message, context: crossrail.Context) -> crossrail.Group:
+    """The group that a job names, joined as the rank that it names. Raises the library's errors."""
+    return crossrail.Group(
+        name=job["group"], rank=job["rank"], size=job["size"], node=job["node"], store=job["store"], context=context
+    )
+
+
+def gather(group: crossrail.Group, name: str, value: Any) -> list[Any] | None:
+    """Brings each rank's ``value`` (anything that JSON has) to rank 0; called by all ranks alike.
+
+    Returns the values by rank at rank 0, None elsewhere. ``name`` is used once in a group's life. Raises the library's
+    errors.
+    """
+    data = zlib.compress(json.dumps(value).encode(), 1)
+    pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)]
+    group.publish(f"{name}: pieces", str(len(pieces)).encode())
+    for number, piece in enumerate(pieces):
+        group.publish(f"{name}: {number}", piece)
+    found = None
+    if group.rank == 0:
+        counts = [int(count) for count in group.collect(f"{name}: pieces")]
+        found = [_collected(group, name, rank, count) for rank, count in enumerate(counts)]
+    group.barrier(f"{name}: taken")
+    for number in range(len(pieces)):
+        group.withdraw(f"{name}: {number}")
+    group.withdraw(f"{name}: pieces")
+    return found
+
+
+def _collected(group: crossrail.Group, name: str, rank: int, count: int) -> Any:
+    pieces = [group.collect(f"{name}: {number}", [rank])[0] for number in range(count)]
+    return json.loads(zlib.decompress(b"".join(pieces)))

@@ -16,13 +16,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from typing import IO, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import IO
 
 from .failure import ERROR, EXIT_USAGE, Failure, UsageFailure, say
-from .processes import Process
-
-Message = dict[str, Any]
+from .processes import Message, Process
 
 LAST_WORDS_S = 0.5
 """How long the others may still say why they failed, once one has."""
@@ -99,6 +97,20 @@ class Ranks:
                 found[rank] = message
             elif message.get("event") == ENDED:
                 raise Failure(f"rank {rank} ended too early")
+        return found
+
+    def collect(
+        self, event: str, ranks: Iterable[int], patience: float, tick: Callable[[int, int], object] | None = None
+    ) -> dict[int, Message]:
+        """As `gather`, but bounding each wait for a message instead of all of them; ``tick`` is told of progress."""
+        missing, found = set(ranks), dict[int, Message]()
+        while missing:
+            rank, message = self.next(patience)
+            if message.get("event") == "progress" and tick is not None:
+                tick(message["done"], message["total"])
+            if message.get("event") == event:
+                missing.discard(rank)
+                found[rank] = message
         return found
 
     def _failure(self, first: int) -> Failure:

@@ -1,28 +1,47 @@
-"""The built-in store in a process of its own."""
+"""`crossrail store`: the built-in store in a process of its own."""
 
 from __future__ import annotations
 
+import argparse
 import signal
+from dataclasses import dataclass
 
 import crossrail
 from crossrail._native import StoreServer
 
-from .addresses import STORE_PORT, resolve
 from .failure import say
-from .store_arguments import StoreOptions
+from .options import add_secret_file
+from .parsing import STORE_PORT, Command, Parser, resolve
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
-def serve_store(options: StoreOptions) -> None:
-    """Prints the store's address and serves until SIGINT or SIGTERM. Raises Failure and the library's errors.
+@dataclass(frozen=True)
+class StoreOptions:
+    """`crossrail store`. On the main thread: the signals that end it are blocked, also for the store's threads."""
 
-    On the main thread: the signals are blocked, for the store's threads too, and waited for.
-    """
-    context = crossrail.Context(secret_file=options.secret_file)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    with StoreServer(context, resolve(options.listen, default_port=STORE_PORT)) as server:
-        print(server.address, flush=True)
-        say(f"serving; others use it with CROSSRAIL_STORE={server.address}")
-        ended_by = signal.sigwait(ENDING)
-    say(f"ended by {signal.Signals(ended_by).name}")
+    listen: str = ""
+    secret_file: str | None = None
+    parent: int | None = None
+
+    def run(self) -> None:
+        """Prints the store's address and serves until SIGINT or SIGTERM. Raises Failure and the library's errors."""
+        context = crossrail.Context(secret_file=self.secret_file)
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        with StoreServer(context, resolve(self.listen, default_port=STORE_PORT)) as server:
+            print(server.address, flush=True)
+            say(f"serving; others use it with CROSSRAIL_STORE={server.address}")
+            ended_by = signal.sigwait(ENDING)
+        say(f"ended by {signal.Signals(ended_by).name}")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the options."""
+    where = f"where to listen, 127.0.0.1 and port {STORE_PORT} unless given; port 0: a free one"
+    parser.add_argument("--listen", metavar="HOST:PORT", default="", help=where)
+    add_secret_file(parser, "its clients")
+    parser.set_defaults(outcome=_outcome)
+
+
+def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
+    return StoreOptions(listen=parsed.listen, secret_file=parsed.secret_file)

@@ -1,23 +1,83 @@
-"""`crossrail bench unpack`: the ways into GPU memory, one after the other, and the report."""
+"""`crossrail bench unpack`: the ways into GPU memory, one after the other on identical scatter lists."""
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+import argparse
+from dataclasses import dataclass, field
+from typing import Literal
 
-import crossrail
 from crossrail._native import bench_unpack
-from crossrail.report import Report, Row, capture_environment, format_size, unpack_rows
+from crossrail.report import Report, Row, format_size, unpack_rows
 
-from .gpus import known_gpus
-from .progress import Progress
-from .unpack_arguments import UnpackOptions
+from .options import UNPACK_MODES, RunOptions, add_iterations, add_json, add_sizes, add_timeout
+from .parsing import Command, Parser, device, names_of, size_list
+from .placement import known_gpus
+from .reporting import Progress, make_report, show_report
+
+DEFAULT_FRAGMENTS = "4K:64K"
+DEFAULT_SIZE = "64M"
+ITERS, WARMUP = 30, 5
+
+Source = Literal["device", "pinned"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpackOptions(RunOptions):
+    """`crossrail bench unpack`."""
+
+    device: str
+    fragments: list[int]
+    sizes: list[int]
+    sources: list[Source]
+    modes: list[str] = field(default_factory=lambda: list(UNPACK_MODES))
+    iters: int = ITERS
+    warmup: int = WARMUP
+
+    def run(self) -> None:
+        """Measures and shows what came out."""
+        show_report(self.json, lambda progress: measure(self, progress))
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the options."""
+    parser.set_defaults(outcome=_outcome)
+    work = parser.add_argument_group("the work")
+    work.add_argument("--device", metavar="GPU", type=device, default="cuda:0", help="the GPU (cuda:0)")
+    fragments = f"bytes of a fragment: 4K, a list A,B,C, or MIN:MAX doubling ({DEFAULT_FRAGMENTS})"
+    work.add_argument("--fragments", metavar="SIZES", type=size_list, help=fragments)
+    add_sizes(work, f"bytes in all, as one size or several ({DEFAULT_SIZE})")
+    sources = "where fragments lie: the GPU's own memory, pinned host memory; both unless given"
+    work.add_argument("--from", dest="source", choices=("device", "pinned"), help=sources)
+    modes = "some of the ways: kernel,d2d,host"
+    work.add_argument("--mode", dest="modes", metavar="WAYS", type=names_of(UNPACK_MODES, "way to unpack"), help=modes)
+    add_iterations(work, ITERS, WARMUP)
+    add_timeout(work)
+    add_json(parser.add_argument_group("what comes out"))
+
+
+def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
+    if parsed.device == "cpu":
+        parser.error("--device cpu: only GPUs have something to unpack into; known: cuda, cuda:N")
+    fragments = parsed.fragments or size_list(DEFAULT_FRAGMENTS)
+    sizes = parsed.sizes or size_list(DEFAULT_SIZE)
+    if min([*fragments, *sizes]) < 1:
+        parser.error("--fragments and --size are at least 1 byte")
+    return UnpackOptions(
+        device=parsed.device,
+        fragments=fragments,
+        sizes=sizes,
+        sources=["device", "pinned"] if parsed.source is None else [parsed.source],
+        modes=parsed.modes or list(UNPACK_MODES),
+        iters=parsed.iters,
+        warmup=parsed.warmup,
+        timeout=parsed.timeout,
+        json=parsed.json,
+    )
 
 
 def measure(options: UnpackOptions, progress: Progress) -> Report:
     """Runs the whole bench. Raises Failure where there is no GPU, and the library's errors."""
-    settings: dict[str, Any] = dict(options.settings())
-    context = crossrail.Context(**settings)
+    context = options.context()
     known_gpus(context, [options.device])
     rows: list[Row] = []
     for source in options.sources:
@@ -41,5 +101,4 @@ def measure(options: UnpackOptions, progress: Progress) -> Report:
                     )
                 like = Row("unpack", "", size, device=options.device, fragment=fragment, origin=source, verified=True)
                 rows += unpack_rows(found, like)
-    overrides = {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
-    return Report(capture_environment({}, overrides), ["crossrail", *sys.argv[1:]], rows)
+    return make_report(options, rows)

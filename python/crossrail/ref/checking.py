@@ -7,7 +7,7 @@ test is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,11 @@ class Work:
     routing: str = "uniform"
     prereduce: bool = True
     seed: int = 0
+
+    @staticmethod
+    def from_dict(found: Mapping[str, Any]) -> Work:
+        """The work that `dataclasses.asdict` made `found` of."""
+        return Work(**{**found, "shape": Shape(**found["shape"])})
 
     def inputs(self, rank: int, active: Sequence[int]) -> Inputs:
         """What `rank` sends when `active` ranks take part: only their experts are selected."""

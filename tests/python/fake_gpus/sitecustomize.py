@@ -11,7 +11,7 @@ import numpy as np
 
 import crossrail
 from crossrail import _native
-from crossrail.cli import gpus
+from crossrail.cli import placement
 from crossrail.ref import bits
 from crossrail.ref.sampling import PERIOD
 
@@ -92,4 +92,4 @@ class FakeDeviceEp:
 
 crossrail.Group.__init__ = remembering
 _native._DeviceEp = FakeDeviceEp
-gpus.known_gpus = lambda context, wanted: ["cuda:0", "cuda:1"]
+placement.known_gpus = lambda context, wanted: ["cuda:0", "cuda:1"]

@@ -1,8 +1,8 @@
 """One rank of what `crossrail bench ep --compare mpi` compares with: dispatch and combine by MPI_Alltoallv.
 
-Run by mpirun as `python -m crossrail._mpi JOB`. Counts are exchanged first (unless the routing is cached), then the
-rows' scales, experts and weights, then the rows. Packing, casting, unpacking and summing are native and the row kernels
-those of our own data path; memory is allocated once. Rank 0 prints a line of JSON for each variant and mode.
+Run by mpirun as `python -m crossrail.peers.mpi JOB`. Counts are exchanged first (unless the routing is cached), then
+the rows' scales, experts and weights, then the rows. Packing, casting, unpacking and summing are native and the row
+kernels those of our own data path; memory is allocated once. Rank 0 prints a line of JSON for each variant and mode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from crossrail._native import _Alltoallv
 from crossrail.records import BufferParameters
-from crossrail.ref import Shape
 from crossrail.ref.checking import Difference, Work
 
 mpi4py.rc.threads = False  # one thread calls MPI, which then takes no locks
@@ -185,7 +184,7 @@ def main() -> None:
     cpu = job["cpus"][comm.rank]
     if cpu is not None:
         os.sched_setaffinity(0, {cpu})
-    work = Work(**{**job["work"], "shape": Shape(**job["work"]["shape"])})
+    work = Work.from_dict(job["work"])
     for variant in job["variants"]:
         rank = Rank(comm, work, dedup=variant == "mpi-dedup", cached=job["cached"])
         try:

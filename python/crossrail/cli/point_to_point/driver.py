@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from crossrail.report import (
     Round,
     Row,
     Stages,
-    capture_environment,
     format_size,
     gb_per_s,
     median,
@@ -30,87 +28,22 @@ from crossrail.report import (
     with_samples,
 )
 
-from . import peers
-from .addresses import parse_address, resolve
-from .bench_arguments import DEFAULT_P2P_SIZE, DEFAULT_SIZES, BenchOptions
+from .. import peers
+from ..failure import Failure
+from ..options import required
+from ..parsing import parse_address, resolve
+from ..placement import known_gpus, pin_to
+from ..processes import Message
+from ..rails import line_rate, rail_of, rails_of
+from ..reporting import Progress, make_report
+from .channel import RAW_TCP_FAILURES, Channel
 from .child import other_end
-from .failure import Failure
-from .gpus import known_gpus
-from .parsing import required
-from .progress import Progress
-from .rails import line_rate, rail_of, rails_of
-from .session import RAW_TCP_FAILURES, Message, Session
-from .setup import make_context, pin, wanted_cpu
-
-SMALL = 8192
-"""Up to this size, as OSU's benchmarks do, more iterations are run."""
-
-WINDOW = 64
-LONGEST_BANDWIDTH_BYTES = 8 << 30
-"""A row of ``bench bandwidth`` moves no more than this by default, so that large sizes end in a minute."""
-
-P2P_ITERS, P2P_WARMUP = 10, 3
+from .options import BenchOptions, Plan, plans
 
 RAW_TCP_ITERS = 5
 
 MOST_UNPACKED = 256 << 20
 """Unpacking alone is measured with at most so many bytes: the rate no longer depends on them."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one row is to measure."""
-
-    what: str
-    size: int
-    iters: int
-    warmup: int
-    memory: str
-    window: int | None = None
-    other_memory: str = "ordinary"
-
-    def request(self) -> Message:
-        """What the listening end is told."""
-        message = {
-            "do": self.what,
-            "size": self.size,
-            "iters": self.iters,
-            "warmup": self.warmup,
-            "memory": self.other_memory,
-        }
-        return message if self.window is None else {**message, "window": self.window}
-
-
-def plans(options: BenchOptions) -> list[Plan]:
-    """One plan for each size, with OSU's numbers of iterations where none were asked for."""
-    default = DEFAULT_P2P_SIZE if options.what == "p2p" else DEFAULT_SIZES
-    sizes = options.sizes or crossrail.parse_sizes(default)
-    host = options.memory or "ordinary"
-    memory = host if options.place == "cpu" else options.place
-    made = []
-    for what in _operations(options):
-        for size in sizes:
-            window = (options.window or WINDOW) if what == "bandwidth" else None
-            iters, warmup = _counts(what, size, window or 1)
-            warmup = warmup if options.warmup is None else options.warmup
-            made.append(Plan(what, size, options.iters or iters, warmup, memory, window, host))
-    return made
-
-
-def _operations(options: BenchOptions) -> list[str]:
-    """What is measured; of latency, messages and, when asked for, one-sided writes."""
-    if options.what != "latency":
-        return [options.what]
-    return {"send": ["latency"], "write": ["write"], "both": ["latency", "write"]}[options.op or "send"]
-
-
-def _counts(what: str, size: int, window: int) -> tuple[int, int]:
-    if what == "p2p":
-        return P2P_ITERS, P2P_WARMUP
-    if what in ("latency", "write"):
-        return (10_000, 100) if size <= SMALL else (1_000, 10)
-    iters, warmup = (100, 10) if size <= SMALL else (20, 2)
-    return max(3, min(iters, LONGEST_BANDWIDTH_BYTES // (size * window or 1))), warmup
 
 
 def drive(options: BenchOptions, progress: Progress) -> Report:
@@ -121,17 +54,15 @@ def drive(options: BenchOptions, progress: Progress) -> Report:
             raise error
     work = plans(options)
     versions = {name: peers.version(name) for name in options.compare}
-    with _session(options) as (session, host):
-        met = session.ask(_hello(options, work))
+    with _channel(options) as (channel, host):
+        met = channel.ask(_hello(options, work))
         other = str(met["device"])
         if other != "cpu":
             work = [replace(plan, other_memory=other) for plan in work]
-        driver = _Driver(session, options, host, met, progress)
+        driver = _Driver(channel, options, host, met, progress)
         rows = [driver.row(plan) for plan in work]
-        session.leave()
-    overrides = {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
-    environment = capture_environment(versions, overrides)
-    return Report(environment=environment, command=["crossrail", *sys.argv[1:]], rows=rows)
+        channel.leave()
+    return make_report(options, rows, versions)
 
 
 def _hello(options: BenchOptions, work: list[Plan]) -> Message:
@@ -152,48 +83,48 @@ def _hello(options: BenchOptions, work: list[Plan]) -> Message:
 
 
 @contextlib.contextmanager
-def _session(options: BenchOptions) -> Iterator[tuple[Session, str]]:
-    """A session with the other end, started here when none was named; and the host it is reached at."""
-    context = make_context(options)
+def _channel(options: BenchOptions) -> Iterator[tuple[Channel, str]]:
+    """A channel with the other end, started here when none was named; and the host it is reached at."""
+    context = options.context()
     mine = options.device or [] if options.connect is None else [options.place]
     if wanted := [place for place in mine if place != "cpu"]:
         known_gpus(context, wanted)
-    cpu = wanted_cpu(options, driver=True)
+    cpu = options.cpu(driver=True)
     if options.connect is not None:
-        pin(cpu)
+        pin_to(cpu)
         address = resolve(options.connect)
-        with _connected(options, context, address) as session:
-            yield session, parse_address(address)[0]
+        with _connected(options, context, address) as channel:
+            yield channel, parse_address(address)[0]
         return
     with other_end(options) as child:
-        pin(cpu)
-        with _connected(options, context, child.address) as session:
+        pin_to(cpu)
+        with _connected(options, context, child.address) as channel:
             try:
-                yield session, "127.0.0.1"
+                yield channel, "127.0.0.1"
             except Exception:
                 child.blame()
                 raise
 
 
 @contextlib.contextmanager
-def _connected(options: BenchOptions, context: crossrail.Context, to: bytes | str) -> Iterator[Session]:
+def _connected(options: BenchOptions, context: crossrail.Context, to: bytes | str) -> Iterator[Channel]:
     with crossrail.Worker(context) as worker:
         endpoint = worker.connect(to, require=required(options.transport))
-        yield Session(context, worker, endpoint)
+        yield Channel(context, worker, endpoint)
 
 
 class _Driver:
-    """Measures one row after the other over one session."""
+    """Measures one row after the other over one channel."""
 
-    def __init__(self, session: Session, options: BenchOptions, host: str, met: Message, progress: Progress) -> None:
-        self.session = session
+    def __init__(self, channel: Channel, options: BenchOptions, host: str, met: Message, progress: Progress) -> None:
+        self.channel = channel
         self.options = options
         self.host = host
         self.addresses: dict[str, str] = met["addresses"]
         self.places = (options.place, str(met["device"]))
         self.unpack = str(met["unpack"])
         self.progress = progress
-        settings = session.context.settings()
+        settings = channel.context.settings()
         self.chunk = crossrail.parse_size(settings["CROSSRAIL_CHUNK"] or "0")
         self.lane_window = int(settings["CROSSRAIL_WINDOW"] or 0)
         self.channels = int(settings["CROSSRAIL_CHANNELS"] or 0)
@@ -202,7 +133,7 @@ class _Driver:
     def row(self, plan: Plan) -> Row:
         """The whole row: ours and every peer, taking turns."""
         names = self.options.compare
-        before = self.session.endpoint.lanes()
+        before = self.channel.endpoint.lanes()
         transport, protocol = ("", None) if plan.what == "p2p" else self._probe(plan)
         turns: list[Measured] = []
         theirs: dict[str, list[peers.Figure]] = {name: [] for name in names}
@@ -250,22 +181,22 @@ class _Driver:
     def _insist(self, transport: str, protocol: str) -> None:
         """Who asked for cuda_ipc alone does not want the figures of what stood in for it. Raises Failure."""
         if self.options.transport == "cuda_ipc" and transport != "cuda_ipc":
-            why = [way["reason"] for way in self.session.endpoint.explain().candidates if way["lane"] == "cuda_ipc"]
+            why = [way["reason"] for way in self.channel.endpoint.explain().candidates if way["lane"] == "cuda_ipc"]
             said = "; ".join(reason for reason in why if reason) or "see what was said above, and `crossrail info`"
             raise Failure(f"data went over {transport} ({protocol}), not over cuda_ipc: {said}")
 
     def _raw_tcp(self, plan: Plan, transfers: list[Iteration], raw: RawTcp) -> None:
         """What plain sockets carry over the rails that `transfers` used, beside them in the same run."""
-        session = self.session
-        known = {rail_of(lane): lane for lane in session.endpoint.lanes() if lane["transport"] == "tcp"}
+        channel = self.channel
+        known = {rail_of(lane): lane for lane in channel.endpoint.lanes() if lane["transport"] == "tcp"}
         used = dict.fromkeys(lane.name for one in transfers for lane in one.lanes if lane.bytes)
         devices = [known[rail]["device"] for rail in used if rail in known and known[rail]["alive"]]
         if raw.notes or not devices or not plan.size:
             return
         self.progress.say(f"plain TCP sockets: {format_size(plan.size)}")
         channels = max(self.channels, 1)
-        session.tell({"do": "raw-tcp", "size": plan.size, "iters": RAW_TCP_ITERS, "channels": channels})
-        ends = (session.context, session.worker, session.endpoint)
+        channel.tell({"do": "raw-tcp", "size": plan.size, "iters": RAW_TCP_ITERS, "channels": channels})
+        ends = (channel.context, channel.worker, channel.endpoint)
         try:
             found = bench_raw_tcp(
                 *ends, role="driver", size=plan.size, iters=RAW_TCP_ITERS, devices=devices, channels=channels
@@ -281,12 +212,12 @@ class _Driver:
         self.progress.say(f"unpacking alone on {self.places[1]}")
         size = min(row.size, MOST_UNPACKED)
         wanted = {"device": self.places[1], "size": size, "fragment": min(self.chunk or size, size)}
-        found = self.session.ask({"do": "unpack-rates", **wanted})
+        found = self.channel.ask({"do": "unpack-rates", **wanted})
         return replace(row, unpack_gb_per_s=found["rates"], notes=[*row.notes, *found["notes"]])
 
     def _transports(self, rails: list[str], before: list[LaneReport]) -> str:
         """The transports of ``rails``, each once; those that were lost since ``before`` as well."""
-        lanes = [*before, *self.session.endpoint.lanes()]
+        lanes = [*before, *self.channel.endpoint.lanes()]
         known = {rail_of(lane): lane["transport"] for lane in lanes}
         return "+".join(dict.fromkeys(known.get(rail, rail.partition("/")[0]) for rail in rails))
 
@@ -306,14 +237,14 @@ class _Driver:
             errors[name] = reason
 
     def _run_peer(self, work: peers.Work) -> peers.Figure:
-        ports = self.session.ask({"do": "peer", "work": vars(work)}, work.timeout)["ports"]
+        ports = self.channel.ask({"do": "peer", "work": vars(work)}, work.timeout)["ports"]
         try:
             return peers.run_client(work, ports)
         finally:
-            self.session.ask({"do": "peer-stop"}, work.timeout)
+            self.channel.ask({"do": "peer-stop"}, work.timeout)
 
     def _work(self, name: str, plan: Plan, transport: str) -> peers.Work:
-        rails = {rail_of(lane) for lane in self.session.endpoint.lanes() if lane["transport"] == "tcp"}
+        rails = {rail_of(lane) for lane in self.channel.endpoint.lanes() if lane["transport"] == "tcp"}
         devices = sorted(rail.partition("/")[2] for rail in rails) if transport == "tcp" else []
         several = plan.what == "p2p" and len(devices) > 1
         hosts = [self.addresses[device] for device in devices if device in self.addresses] if several else []
@@ -335,9 +266,9 @@ class _Driver:
         return self._transports(rails, []), one.protocol
 
     def _measure(self, plan: Plan, title: str) -> Measured:
-        session = self.session
-        session.tell(plan.request())
-        ends = (session.context, session.worker, session.endpoint)
+        channel = self.channel
+        channel.tell(plan.request())
+        ends = (channel.context, channel.worker, channel.endpoint)
         size, iters, warmup, memory = plan.size, plan.iters, plan.warmup, plan.memory
         with self.progress.task(title, iters) as tick:
             if plan.what == "p2p":
@@ -368,7 +299,7 @@ class _Driver:
         """What the rails' own counters and the system say, since ``before``."""
         known: dict[str, Lane] = {}
         start = {lane["name"]: lane["retransmits"] for lane in before}
-        lanes = self.session.endpoint.lanes()
+        lanes = self.channel.endpoint.lanes()
         now = {lane["name"] for lane in lanes}
         for lane in [*lanes, *(lane for lane in before if lane["name"] not in now)]:
             rail = rail_of(lane)
@@ -389,7 +320,7 @@ class _Driver:
     def _dead(self, before: list[LaneReport], transfers: list[list[Iteration]]) -> list[str]:
         """The rails that went down while bytes moved: dead now, or named in a receipt's notes."""
         notes = " ".join(note for turn in transfers for one in turn for note in one.notes)
-        lanes = [*before, *self.session.endpoint.lanes()]
+        lanes = [*before, *self.channel.endpoint.lanes()]
         words = set(re.split(r"[\s,;]+", notes))
         lost = [rail_of(lane) for lane in lanes if not lane["alive"] or words & {lane["name"], rail_of(lane)}]
         return list(dict.fromkeys(lost))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Any
 
 import crossrail
 
-from .failure import Failure
+from ..failure import Failure
+from ..processes import Message
 
 CONTROL_TAG = 0x6372_2D62_656E_6368
 _MESSAGE_LIMIT = 64 * 1024
@@ -17,12 +17,10 @@ IDLE_LIMIT_S = 600.0
 """How long the listening end waits for the driving end's next request before it gives up."""
 
 RAW_TCP_FAILURES = (crossrail.IoError, crossrail.UnreachableError, crossrail.UsageError, crossrail.ProtocolError)
-"""What plain sockets fail with where the session goes on: a firewall, an address that is not there."""
-
-Message = dict[str, Any]
+"""What plain sockets fail with where the channel goes on: a firewall, an address that is not there."""
 
 
-class Session:
+class Channel:
     """One endpoint, and the control messages on it. Used from one thread."""
 
     def __init__(self, context: crossrail.Context, worker: crossrail.Worker, endpoint: crossrail.Endpoint) -> None:

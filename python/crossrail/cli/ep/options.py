@@ -1,30 +1,47 @@
-"""`crossrail bench ep`: its command line."""
+"""`crossrail bench ep`: its command line, and the exchange that it stands for."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from .failure import UsageFailure
-from .nodes import Placement, add_nodes, placement
-from .parsing import EPILOG, Command, Commands, Parser, count, pin, positive
+from crossrail.ref import Shape, parse_routing
+from crossrail.ref.checking import Work
+from crossrail.report import Row
 
-if TYPE_CHECKING:
-    from crossrail.ref.checking import Work
+from ..failure import UsageFailure
+from ..options import (
+    ROUNDS,
+    Device,
+    Dtype,
+    Pin,
+    RunOptions,
+    add_compare,
+    add_device_kind,
+    add_iterations,
+    add_json,
+    add_pin,
+    add_rails,
+    add_secret_file,
+    add_timeout,
+    add_tokens,
+    add_transport,
+    fields_of,
+)
+from ..parsing import Parser, count, names_of, positive
+from ..placement import NODE_OPTIONS, Placement, add_nodes, placement
 
 Layout = Literal["expert", "rank"]
 Scale = Literal["f32", "power2", "ue8m0"]
-Dtype = Literal["fp8", "bf16"]
 Backend = Literal["auto", "none"]
-Device = Literal["cpu", "cuda"]
 
 MODES = ("dispatch", "combine", "e2e")
 PEERS: dict[str, Device] = {"mpi": "cpu", "deepep": "cuda", "drop-in": "cuda", "nccl": "cuda"}
 """Who can be compared with, and where."""
-ROUNDS = 3
 PROCESSES = 2
+ITERS, WARMUP = 100, 10
 
 DEFAULTS: dict[str, Any] = {
     "tokens": 128, "hidden": 4096, "topk": 2, "experts_per_rank": 8, "dtype": "fp8", "layout": "expert"
@@ -37,8 +54,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class EpOptions:
+@dataclass(frozen=True, kw_only=True)
+class EpOptions(RunOptions):
     """`crossrail bench ep`. What is None was not given."""
 
     placement: Placement
@@ -57,14 +74,11 @@ class EpOptions:
     backend: Backend = "auto"
     nodes: int = 1
     seed: int = 0
-    iters: int = 100
-    warmup: int = 10
+    iters: int = ITERS
+    warmup: int = WARMUP
     transport: str | None = None
     rails: str | None = None
-    timeout: str | None = None
-    secret_file: str | None = None
-    pin: list[int] | Literal["auto", "none"] = "auto"
-    json: str | None = None
+    pin: Pin = "auto"
     compare: list[str] = field(default_factory=list)
     rounds: int = ROUNDS
     plan: str | None = None
@@ -74,7 +88,6 @@ class EpOptions:
     given: Dtype | None = None
     sweep: list[tuple[str, list[Any]]] = field(default_factory=list)
     every_gpu: bool = False
-    parent: int | None = None
 
     @property
     def cast_before(self) -> bool:
@@ -90,9 +103,6 @@ class EpOptions:
 
     def work(self, ranks: int) -> Work:
         """What all ranks do, as the reference sees it. Raises UsageFailure for experts that cannot be spread."""
-        from crossrail.ref import Shape
-        from crossrail.ref.checking import Work
-
         experts = self.experts_of(ranks)
         if experts % ranks:
             raise UsageFailure(f"{experts} experts cannot be spread evenly over {ranks} ranks")
@@ -106,55 +116,67 @@ class EpOptions:
         """Experts in all."""
         return self.experts or (self.experts_per_rank or 1) * ranks
 
-    def settings(self) -> dict[str, str]:
-        """The settings given on the command line, by the field names of the settings declaration."""
-        transport = self.transport or ("tcp" if self.backend == "none" else None)
-        named = {
-            "tls": transport,
-            "net_devices": self.rails,
-            "timeout": self.timeout,
-            "secret_file": self.secret_file,
-        }
-        return {name: value for name, value in named.items() if value is not None}
+    @property
+    def tls(self) -> str | None:
+        """The transports that ranks may use; without shared memory, TCP unless told otherwise."""
+        return self.transport or ("tcp" if self.backend == "none" else None)
 
-    def run(self) -> None:
-        """Measures and shows what came out; with a plan, carries that out."""
-        from .reporting import report_of
+    def row(self, work: Work, mode: str) -> Row:
+        """What identifies the row of ``work`` in one mode."""
+        shape = work.shape
+        scales = {None: 0, "f32": 4, "power2": 4, "ue8m0": 1}[work.scale] * (shape.hidden // 128)
+        return Row(
+            what=mode,
+            transport="",
+            size=shape.hidden + scales if mode != "combine" and work.scale else 2 * shape.hidden,
+            ranks=shape.ranks,
+            nodes=self.placement.world_size * self.nodes,
+            tokens=self.tokens,
+            hidden=shape.hidden,
+            topk=shape.topk,
+            experts=shape.num_experts,
+            layout=self.layout,
+            dtype=self.dtype if work.scale in (None, "f32") else f"fp8 {work.scale}",
+            routing=self.routing,
+            prereduce=self.prereduce,
+            cached=self.cached,
+            backend=self.backend,
+            ranks_passed=shape.ranks,
+            verified=True,
+        )
 
-        if self.plan is not None:
-            from .elastic import run_plan
 
-            report_of(self.json, lambda progress: run_plan(self, progress))
-            return
-        if self.device == "cuda":
-            from .ep_cuda import measure
-        else:
-            from .ep import measure
+def buffer_numbers(work: Work) -> dict[str, Any]:
+    """What `ExpertBuffer` and `ExpertBuffer.plan` are given for ``work``, by name."""
+    shape = work.shape
+    return {
+        "max_tokens_per_rank": shape.max_tokens,
+        "hidden": shape.hidden,
+        "num_experts": shape.num_experts,
+        "topk": shape.topk,
+        "dispatch_dtype": "bf16" if work.scale is None else "fp8",
+        "scale": work.scale or "f32",
+        "layouts": [work.layout],
+        "prereduce": work.prereduce,
+    }
 
-        report_of(self.json, lambda progress: measure(self, progress))
 
-
-def add_ep(kinds: Commands) -> None:
-    """Adds the parser."""
-    summary = "dispatch and combine between the ranks of a group, verified first"
-    parser = kinds.add_parser("ep", help=summary, description=summary, epilog=EPILOG, allow_abbrev=False)
-    parser.set_defaults(outcome=_outcome)
+def add_arguments(parser: Parser) -> None:
+    """Declares the options."""
     add_nodes(parser, PROCESSES)
     parser.set_defaults(num_processes=None)
     _add_work(parser.add_argument_group("the work"))
     _add_device(parser.add_argument_group("in GPU memory"))
     _add_how(parser.add_argument_group("how it moves"))
     out = parser.add_argument_group("what comes out")
-    out.add_argument("--iters", metavar="N", type=positive, help="timed iterations (100)")
-    out.add_argument("--warmup", metavar="N", type=count, help="iterations before those (10)")
-    out.add_argument("--json", metavar="FILE", help="raw samples and the environment to FILE, or to stdout for `-`")
+    add_iterations(out, ITERS, WARMUP)
+    add_json(out)
     peers = (
-        "run these too, alternating, and print ratios: mpi (MPI_Alltoallv; needs openmpi-bin and mpi4py); with "
-        "--device cuda, which need PyTorch: deepep (DeepEP V1), drop-in (our crossrail.deep_ep in the same program), "
+        "mpi (MPI_Alltoallv; needs openmpi-bin and mpi4py); with --device cuda, which need PyTorch: "
+        "deepep (DeepEP V1), drop-in (our crossrail.deep_ep in the same program), "
         "nccl (all_to_all_single of a row per selection)"
     )
-    out.add_argument("--compare", metavar="NAMES", type=_peers, help=peers)
-    out.add_argument("--rounds", metavar="N", type=positive, help=f"turns that ours and each peer take ({ROUNDS})")
+    add_compare(out, PEERS, peers)
 
 
 def _add_work(work: argparse._ArgumentGroup) -> None:
@@ -162,17 +184,14 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
     work.add_argument("--preset", choices=PRESETS, help=presets + "; options win over it")
     work.add_argument("--plan", metavar="FILE", help="an elastic run: which ranks take part in each phase, as JSON")
     modes = "dispatch, combine, e2e (both, one after the other); a list A,B; all of them unless given"
-    work.add_argument("--mode", dest="modes", metavar="MODES", type=_modes, help=modes)
-    work.add_argument("--tokens", metavar="T", type=count, help=f"tokens of each rank ({DEFAULTS['tokens']})")
-    work.add_argument("--hidden", metavar="H", type=positive, help=f"values of a token ({DEFAULTS['hidden']})")
-    work.add_argument("--topk", metavar="K", type=positive, help=f"experts of a token ({DEFAULTS['topk']})")
+    work.add_argument("--mode", dest="modes", metavar="MODES", type=names_of(MODES, "mode"), help=modes)
+    add_tokens(work, count, DEFAULTS, preset=True)
     experts = work.add_mutually_exclusive_group()
     experts.add_argument("--experts", metavar="E", type=positive, help="experts in all")
     each = f"experts of each rank ({DEFAULTS['experts_per_rank']})"
     experts.add_argument("--experts-per-rank", metavar="E", type=positive, help=each)
     layouts = "what dispatch delivers: rows by expert (decode), or by source rank (prefill)"
     work.add_argument("--layout", choices=("expert", "rank"), help=layouts)
-    work.add_argument("--dtype", choices=("fp8", "bf16"), help="what dispatch carries (fp8); combine carries bf16")
     scales = "how fp8 scales are stored (f32)"
     work.add_argument("--scale", choices=("f32", "power2", "ue8m0"), help=scales)
     routings = "uniform, skewed:S (Zipf's law, S from 0), one (all to the first experts), next (all to the next rank)"
@@ -186,7 +205,7 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
 
 def _add_device(device: argparse._ArgumentGroup) -> None:
     where = "cuda: a rank on each GPU, buffers in its memory, times by its clock and the host's (cpu)"
-    device.add_argument("--device", choices=("cpu", "cuda"), help=where)
+    add_device_kind(device, where)
     sms = "multiprocessors that an operation takes (all)"
     device.add_argument("--num-sms", metavar="N", type=positive, help=sms)
     given = "what rows are given as for an fp8 dispatch: fp8, or bf16 that it casts (bf16; fp8 in the rank layout)"
@@ -200,43 +219,29 @@ def _add_how(how: argparse._ArgumentGroup) -> None:
     how.add_argument("--backend", choices=("auto", "none"), help=backend)
     nodes = "the ranks here play this many nodes: what one has for another goes over the network transports (1)"
     how.add_argument("--nodes", metavar="N", type=positive, help=nodes)
-    how.add_argument("--transport", metavar="NAMES", help="use these and no others: shm, tcp, or shm,tcp")
-    how.add_argument("--rails", metavar="DEVICES", help="devices that carry data: eth1,eth2, or 127.0.0.1,127.0.0.2")
-    how.add_argument("--timeout", metavar="TIME", help="the longest any wait may take: 30s, 500ms, 2m")
-    how.add_argument("--secret-file", metavar="FILE", help="the secret all nodes share; needed beyond this machine")
+    add_transport(how, "shm, tcp")
+    add_rails(how)
+    add_timeout(how)
+    add_secret_file(how, "all nodes")
     cpus = "processors of the ranks here, in order, or `none`; by default one each where there are enough"
-    how.add_argument("--pin", metavar="CPUS", type=pin, help=cpus)
+    add_pin(how, cpus)
 
 
-_NOT_OURS = (
-    "command",
-    "what",
-    "outcome",
-    "parser",
-    "num_processes",
-    "world_size",
-    "rank",
-    "master_addr",
-    "master_port",
-)
-
-
-def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
-    given = {name: value for name, value in vars(parsed).items() if name not in _NOT_OURS and value is not None}
-    given["every_gpu"] = parsed.num_processes is None
+def fields(parser: Parser, parsed: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `EpOptions` that argparse found, with what a preset or the defaults say beside them."""
+    found = fields_of(parsed, *NODE_OPTIONS)
+    found["every_gpu"] = parsed.num_processes is None
     parsed.num_processes = parsed.num_processes or PROCESSES
-    where = placement(parser, parsed)
-    preset = PRESETS.get(given.get("preset", ""), {})
-    for name, value in {**DEFAULTS, **preset}.items():
-        given.setdefault(name, value)
+    found["placement"] = placement(parser, parsed)
+    for name, value in {**DEFAULTS, **PRESETS.get(found.get("preset", ""), {})}.items():
+        found.setdefault(name, value)
     if parsed.experts_per_rank is not None:
-        given.pop("experts", None)
-    options = EpOptions(placement=where, **given)
-    _check(parser, options)
-    return options
+        found.pop("experts", None)
+    return found
 
 
-def _check(parser: Parser, options: EpOptions) -> None:
+def check(parser: Parser, options: EpOptions) -> None:
+    """Tells the parser which options make no sense together."""
     per_node = options.placement.num_processes
     if per_node % options.nodes:
         parser.error(f"--nodes {options.nodes}: {per_node} ranks cannot be spread evenly over as many nodes")
@@ -255,8 +260,6 @@ def _check(parser: Parser, options: EpOptions) -> None:
 
 
 def _routing(text: str) -> str:
-    from crossrail.ref import parse_routing
-
     try:
         parse_routing(text)
     except ValueError as error:
@@ -287,19 +290,3 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
     if name not in SWEEPS or not values:
         raise argparse.ArgumentTypeError(f"{text!r} is no sweep: NAME=A,B,C with one of {', '.join(SWEEPS)}")
     return name.replace("-", "_"), [SWEEPS[name](value) for value in values.split(",")]
-
-
-def _names(text: str, known: Collection[str], what: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no {what}; known: {', '.join(known)}")
-    return list(dict.fromkeys(names))
-
-
-def _modes(text: str) -> list[str]:
-    return _names(text, MODES, "mode")
-
-
-def _peers(text: str) -> list[str]:
-    return _names(text, PEERS, "peer here")

@@ -12,14 +12,14 @@ from crossrail._native import bench_raw_tcp, bench_unpack, bench_write
 from crossrail.records import UnpackPlan
 from crossrail.report import format_size, unpack_rates
 
-from . import peers
-from .addresses import resolve
-from .bench_arguments import BenchOptions
-from .failure import Failure, say
-from .gpus import known_gpus
-from .session import IDLE_LIMIT_S, RAW_TCP_FAILURES, Message, Session
-from .setup import make_context, pin, wanted_cpu
-from .unpack_arguments import MODES
+from .. import peers
+from ..failure import Failure, say
+from ..options import UNPACK_MODES
+from ..parsing import resolve
+from ..placement import known_gpus, pin_to
+from ..processes import Message
+from .channel import IDLE_LIMIT_S, RAW_TCP_FAILURES, Channel
+from .options import BenchOptions
 
 UNPACK_ITERS = 5
 
@@ -28,36 +28,36 @@ _AGREED = ("sizes", "iters", "warmup", "window", "memory", "unpack")
 
 def listen(options: BenchOptions) -> None:
     """Serves one driving end. Raises Failure and the library's errors."""
-    context = make_context(options)
+    context = options.context()
     if options.gpus:
         known_gpus(context, [options.place])  # better told now than to whoever connects
-    pin(wanted_cpu(options, driver=False))
+    pin_to(options.cpu(driver=False))
     with crossrail.Worker(context, listen=resolve(options.listen or "")) as worker:
         if options.parent is None:
             say(f"listening on {', '.join(worker.control_addresses())}; start the other end with --connect")
         else:
             print(json.dumps({"address": worker.address().hex(), "control": worker.control_addresses()}), flush=True)
         endpoint = worker.accept(context.timeout if options.timeout or options.parent else IDLE_LIMIT_S)
-        session = Session(context, worker, endpoint)
+        channel = Channel(context, worker, endpoint)
         try:
-            serve(session, options)
+            serve(channel, options)
         except Exception as error:
             with contextlib.suppress(crossrail.CrossrailError):
-                session.tell({"error": " ".join(str(error).split())})
+                channel.tell({"error": " ".join(str(error).split())})
             raise
         if options.parent is None:
             say(f"done: {endpoint.peer} has finished")
 
 
-def serve(session: Session, options: BenchOptions) -> None:
+def serve(channel: Channel, options: BenchOptions) -> None:
     """Does what the driving end asks for until it says that it is done."""
-    _agree(session, options, session.hear())
-    while (request := session.hear(IDLE_LIMIT_S)).get("do") != "bye":
-        _carry_out(session, request)
-    session.endpoint.close()
+    _agree(channel, options, channel.hear())
+    while (request := channel.hear(IDLE_LIMIT_S)).get("do") != "bye":
+        _carry_out(channel, request)
+    channel.endpoint.close()
 
 
-def _agree(session: Session, options: BenchOptions, hello: Message) -> None:
+def _agree(channel: Channel, options: BenchOptions, hello: Message) -> None:
     if hello.get("version") != crossrail.__version__:
         raise Failure(
             f"the ends run different versions: {crossrail.__version__} listens, {hello.get('version')} connects; "
@@ -72,14 +72,14 @@ def _agree(session: Session, options: BenchOptions, hello: Message) -> None:
         if here is not None and here != there:
             mine, other = _shown(name, here), _shown(name, there)
             raise Failure(f"--{name} is {mine} at the listening end and {other} at the other; give it there only")
-    devices = [device for device in session.context.info()["devices"] if device["chosen"]]
-    place = _place(session, options, hello)
-    unpack = session.context.settings()["CROSSRAIL_UNPACK"]
+    devices = [device for device in channel.context.info()["devices"] if device["chosen"]]
+    place = _place(channel, options, hello)
+    unpack = channel.context.settings()["CROSSRAIL_UNPACK"]
     if place != "cpu" and hello.get("unpack") not in (None, unpack):
         asked = hello["unpack"]
         raise Failure(f"--unpack {asked} is for the end that receives: give it there too (it unpacks by {unpack} now)")
     answer: Message = {"ok": True, "addresses": {device["name"]: device["address"] for device in devices}}
-    session.tell({**answer, "device": place, "unpack": unpack})
+    channel.tell({**answer, "device": place, "unpack": unpack})
 
 
 def _shown(name: str, value: object) -> str:
@@ -89,7 +89,7 @@ def _shown(name: str, value: object) -> str:
     return "not given" if value is None else str(value)
 
 
-def _place(session: Session, options: BenchOptions, hello: Message) -> str:
+def _place(channel: Channel, options: BenchOptions, hello: Message) -> str:
     """Where this end's memory is: by its own command line, else as the other end wishes. Raises Failure."""
     demanded, suggested = hello.get("other_device"), hello.get("device")
     if options.device is not None and demanded is not None and demanded != options.place:
@@ -98,29 +98,29 @@ def _place(session: Session, options: BenchOptions, hello: Message) -> str:
         )
     place = options.place if options.device is not None else demanded or suggested or "cpu"
     if place != "cpu":
-        known_gpus(session.context, [str(place)])
+        known_gpus(channel.context, [str(place)])
     return str(place)
 
 
-def _carry_out(session: Session, request: Message) -> None:
+def _carry_out(channel: Channel, request: Message) -> None:
     match request.get("do"):
         case "latency" | "write" | "bandwidth" | "p2p":
-            _measure(session, request)
+            _measure(channel, request)
         case "raw-tcp":
-            _raw_tcp(session, request)
+            _raw_tcp(channel, request)
         case "unpack-rates":
-            session.tell(_unpack_rates(session, request))
+            channel.tell(_unpack_rates(channel, request))
         case "peer":
             work = peers.Work.from_message(request.get("work") or {})
             with peers.servers(work) as ports:
-                session.tell({"ports": ports})
-                session.hear(work.timeout + IDLE_LIMIT_S)
-            session.tell({"ok": True})
+                channel.tell({"ports": ports})
+                channel.hear(work.timeout + IDLE_LIMIT_S)
+            channel.tell({"ok": True})
         case other:
             raise Failure(f"the driving end asked for {other!r}, which this version does not know")
 
 
-def _measure(session: Session, request: Message) -> None:
+def _measure(channel: Channel, request: Message) -> None:
     size, memory = _buffer_of(request)
     counts: dict[str, Any] = {"iters": _whole(request, "iters", 1), "warmup": _whole(request, "warmup", 0)}
     measure = {
@@ -131,18 +131,18 @@ def _measure(session: Session, request: Message) -> None:
     }[request["do"]]
     if request["do"] == "bandwidth":
         counts["window"] = _whole(request, "window", 1)
-    measure(session.context, session.worker, session.endpoint, role="echo", size=size, memory=memory, **counts)
+    measure(channel.context, channel.worker, channel.endpoint, role="echo", size=size, memory=memory, **counts)
 
 
-def _raw_tcp(session: Session, request: Message) -> None:
+def _raw_tcp(channel: Channel, request: Message) -> None:
     """A network that lets no other connections through is no failure of the run: the driving end says so."""
     size, channels = _whole(request, "size", 0), _whole(request, "channels", 1)
-    ends = (session.context, session.worker, session.endpoint)
+    ends = (channel.context, channel.worker, channel.endpoint)
     with contextlib.suppress(*RAW_TCP_FAILURES):
         bench_raw_tcp(*ends, role="echo", size=size, iters=_whole(request, "iters", 1), channels=channels)
 
 
-def _unpack_rates(session: Session, request: Message) -> Message:
+def _unpack_rates(channel: Channel, request: Message) -> Message:
     """What each way to unpack reaches on this end's GPU, from pinned memory, as bytes from the network come.
 
     A way that does not work here (no compiler for the kernel) has its reason instead.
@@ -150,7 +150,7 @@ def _unpack_rates(session: Session, request: Message) -> Message:
     size, fragment = _whole(request, "size", 1), _whole(request, "fragment", 1)
     rates: dict[str, float] = {}
     notes: list[str] = []
-    for mode in MODES:
+    for mode in UNPACK_MODES:
         plan: UnpackPlan = {
             "device": str(request.get("device")),
             "size": size,
@@ -161,7 +161,7 @@ def _unpack_rates(session: Session, request: Message) -> Message:
             "warmup": 2,
         }
         try:
-            rates |= unpack_rates(bench_unpack(session.context, plan), size)
+            rates |= unpack_rates(bench_unpack(channel.context, plan), size)
         except crossrail.CrossrailError as error:
             notes.append(f"unpacking by {mode} was not measured: {error}")
     return {"rates": rates, "notes": notes}

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from .failure import UsageFailure
+from ..failure import UsageFailure
 
 FORM = "a plan is a JSON list of phases, each a list of ranks, as in [[0, 1, 2], [0, 1, 2, 3], [0, 1, -3]]"
 MOST_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""Where the ranks of a group run: how many this command starts, and where all of them meet.
+"""Where the ranks of a group run: how many this command starts, on which processors and GPUs, and where all meet.
 
 One command starts the ranks of one node. With several nodes the command runs once on each, all with the same options
 but for the node's own number; the first hosts the store that they meet at.
@@ -10,15 +10,20 @@ import argparse
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import crossrail
 
-from .addresses import STORE_PORT, join, resolve
-from .parsing import Parser, count, positive
+from .failure import Failure, UsageFailure, say
+from .options import Pin
+from .parsing import STORE_PORT, Parser, count, join, positive, resolve
 
 MOST_RANKS = 1024
+
+NODE_OPTIONS = ("num_processes", "world_size", "rank", "master_addr", "master_port", "what")
+"""What `add_nodes` puts beside other options into what argparse finds; `placement` reads it."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,15 @@ class Placement:
             return None
         part = rank % self.num_processes * emulated // self.num_processes
         return f"node {self.node * emulated + part}"
+
+    def announce(self, store: str) -> None:
+        """Says which of several nodes this is, and where all meet."""
+        if self.world_size > 1:
+            say(f"node {self.node} of {self.world_size}, store {store} ({self.said or 'options'})")
+
+    def member(self, rank: int, store: str, group: str, emulated: int = 1) -> dict[str, Any]:
+        """What a rank must know to join the group, as `rank_process.join` takes it."""
+        return {"rank": rank, "size": self.size, "node": self.label(rank, emulated), "store": store, "group": group}
 
     @contextlib.contextmanager
     def meeting(self, context: crossrail.Context) -> Iterator[tuple[str, str]]:
@@ -120,3 +134,64 @@ def placement(parser: Parser, parsed: argparse.Namespace, environment: Mapping[s
     port = parsed.master_port or (STORE_PORT if launcher is None else launcher + 1)
     store = f"tcp://{resolve(join(address, port))}"
     return Placement(parsed.num_processes, nodes, node, store, node == 0, " ".join(said))
+
+
+def known_gpus(context: crossrail.Context, wanted: Sequence[str] | str) -> list[str]:
+    """The GPUs that ``wanted`` names (``all``: every one), as ``cuda:N``.
+
+    Raises Failure where there is none, with the reason and what would help; UsageFailure for one that is not there.
+    """
+    cuda = context.info()["cuda"]
+    known = [f"cuda:{device['ordinal']}" for device in cuda["devices"]]
+    if not known:
+        said = "; ".join(part for part in (cuda["reason"], cuda["fix"]) if part)
+        raise Failure(f"no GPU can be used: {said or 'none is here'}")
+    if wanted == "all":
+        return known
+    for name in wanted:
+        if name != "cpu" and name not in known:
+            raise UsageFailure(f"{name} is not here; known: {', '.join(known)}")
+    return list(wanted)
+
+
+def one_each(where: Placement, context: crossrail.Context, every: bool) -> Placement:
+    """Ranks with a GPU each: as many as there are GPUs if ``every``. Raises as `known_gpus`."""
+    gpus = known_gpus(context, "all")
+    if every:
+        where = replace(where, num_processes=len(gpus))
+    if where.num_processes > len(gpus):
+        raise UsageFailure(f"{where.num_processes} ranks need a GPU each, and there are {len(gpus)} here")
+    return where
+
+
+def shared_out(where: Placement, context: crossrail.Context, every: bool) -> tuple[Placement, tuple[str, ...]]:
+    """Ranks and each one's GPU: as many as there are GPUs if ``every``; of more, several are on one. Raises Failure."""
+    gpus = known_gpus(context, "all")
+    if every:
+        where = replace(where, num_processes=len(gpus))
+    return where, tuple(gpus[number % len(gpus)] for number in range(where.num_processes))
+
+
+def cpu_of(wanted: Pin, index: int, count: int) -> int | None:
+    """The processor of one of ``count`` processes here, or None for any: one each, where there are as many.
+
+    Raises UsageFailure for a processor that this process may not use.
+    """
+    if isinstance(wanted, list):
+        return checked_cpu(wanted[index % len(wanted)])
+    allowed = sorted(os.sched_getaffinity(0))
+    return allowed[index] if wanted == "auto" and count <= len(allowed) else None
+
+
+def checked_cpu(cpu: int) -> int:
+    """``cpu``. Raises UsageFailure for a processor that this process may not use."""
+    allowed = sorted(os.sched_getaffinity(0))
+    if cpu not in allowed:
+        raise UsageFailure(f"--pin {cpu}: this process may use {', '.join(map(str, allowed))} only")
+    return cpu
+
+
+def pin_to(cpu: int | None) -> None:
+    """Keeps this thread, and those it starts later, on one processor; None: leaves it as it is."""
+    if cpu is not None:
+        os.sched_setaffinity(0, {cpu})

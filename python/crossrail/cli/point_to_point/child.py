@@ -11,11 +11,9 @@ import tempfile
 from collections.abc import Iterator
 from typing import IO
 
-from .bench_arguments import BenchOptions
-from .failure import ERROR, EXIT_USAGE, Failure, UsageFailure, say
-from .processes import Process, read_line
-from .session import Message
-from .setup import wanted_cpu
+from ..failure import ERROR, EXIT_USAGE, Failure, UsageFailure, say
+from ..processes import Message, Process, read_line
+from .options import BenchOptions
 
 START_S = 30.0
 LAST_WORDS_S = 0.5
@@ -93,6 +91,6 @@ def other_end(options: BenchOptions) -> Iterator[Child]:
 
 
 def _pin_text(options: BenchOptions) -> str:
-    if options.pin == "auto" and wanted_cpu(options, driver=False) is None:
+    if options.pin == "auto" and options.cpu(driver=False) is None:
         return "none"
     return ",".join(map(str, options.pin)) if isinstance(options.pin, list) else options.pin

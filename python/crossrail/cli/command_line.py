@@ -1,0 +1,98 @@
+"""The command line, parsed once into typed options. Every command declares and carries out its own part."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NoReturn
+
+from crossrail.report.environment import package_version
+
+from .failure import EXIT_USAGE, say_error
+from .parsing import EPILOG, Command, Outcome, Parser
+from .rank_process import RANK, add_rank
+
+COMMANDS = {
+    "info": (".info:add_arguments", "devices, transports, what each can do; what is unusable, why, and the fix"),
+    "bench": (None, "measure two ends, or the ranks of a group"),
+    "store": (".store:add_arguments", "the built-in store, alone, until SIGINT or SIGTERM"),
+}
+"""Commands: the module and the function in it that declare the options of one, and what it does."""
+
+BENCHES = {
+    "latency": (".point_to_point:add_latency", "half a round trip, every size (as osu_latency counts)"),
+    "bandwidth": (".point_to_point:add_bandwidth", "a window of sends, every size (as osu_bw counts)"),
+    "p2p": (".point_to_point:add_p2p", "one big transfer over every rail, and where its time goes"),
+    "mesh": (".mesh:add_arguments", "every GPU (or rank) with every other: each pair alone, then all at once"),
+    "unpack": (".unpack:add_arguments", "kernel, d2d and host: the ways into GPU memory, on identical scatter lists"),
+    "ep": (".ep:add_arguments", "dispatch and combine between the ranks of a group, verified first"),
+    "control": (".control:add_arguments", "init, connect, disconnect, reconnect, destroy of expert buffers"),
+}
+"""The same of `crossrail bench`."""
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> Command:
+    """Parses the command line. Raises SystemExit as argparse does: 0 after --help or --version, 2 for a mistake."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    made = _rank_parser() if words[:1] == [RANK] else _parser()
+    parsed, unknown = made.parse_known_args(words)
+    parser: Parser = parsed.parser
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    outcome: Outcome = parsed.outcome
+    return outcome(parser, parsed)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="crossrail",
+        description="Moves bytes between processes over every link of the machine, and measures it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"crossrail {package_version()}")
+    _add_choice(parser, "COMMAND", COMMANDS)
+    return parser
+
+
+def _add_choice(parser: Parser, placeholder: str, known: Mapping[str, tuple[str | None, str]]) -> None:
+    """Adds the parsers of ``known``; what none of them is chosen of is a mistake that lists them all."""
+
+    def none_chosen(parser: Parser, parsed: argparse.Namespace) -> NoReturn:
+        say_error(f"{parser.prog} needs a {placeholder}, one of those below; see `{parser.prog} --help`")
+        width = max(map(len, known))
+        sys.stderr.writelines(f"  {name:{width}}  {summary}\n" for name, (_, summary) in known.items())
+        raise SystemExit(EXIT_USAGE)
+
+    parser.set_defaults(outcome=none_chosen)
+    parsers = parser.add_subparsers(dest=placeholder.lower(), metavar=placeholder)
+    for name, (declared_by, summary) in known.items():
+        parsers.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            epilog=EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            fill=partial(_fill, declared_by),
+        )
+
+
+def _fill(declared_by: str | None, parser: Parser) -> None:
+    """Loads a command's module, now that it was chosen, and has it declare its options."""
+    if declared_by is None:
+        _add_choice(parser, "WHAT", BENCHES)
+        return
+    module, _, function = declared_by.partition(":")
+    getattr(importlib.import_module(module, __package__), function)(parser)
+
+
+def _rank_parser() -> Parser:
+    """For what the command itself starts: no help or error mentions it."""
+    parser = Parser(prog="crossrail", allow_abbrev=False)
+    add_rank(parser.add_subparsers(dest="command", required=True))
+    return parser

@@ -1,0 +1,34 @@
+"""`crossrail bench ep`: dispatch and combine between the ranks of a group, verified first."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from ..parsing import Command, Parser
+from ..reporting import show_report
+from . import cuda, elastic, host, options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ep(options.EpOptions):
+    """One run, as its command line has it."""
+
+    def run(self) -> None:
+        """Measures and shows what came out; with a plan, carries that out. Raises Failure and the library's errors."""
+        measure = cuda.measure if self.device == "cuda" else host.measure
+        if self.plan is not None:
+            measure = elastic.run_plan
+        show_report(self.json, lambda progress: measure(self, progress))
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the options."""
+    parser.set_defaults(outcome=_outcome)
+    options.add_arguments(parser)
+
+
+def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
+    command = Ep(**options.fields(parser, parsed))
+    options.check(parser, command)
+    return command

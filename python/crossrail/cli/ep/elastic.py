@@ -1,0 +1,313 @@
+"""`crossrail bench ep --plan`: starts, ends and kills ranks as the plan has it, and tells what each phase was like."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from dataclasses import asdict
+from typing import Any
+
+import crossrail
+from crossrail._native import bench_ep
+from crossrail.records import EpPlan
+from crossrail.ref.checking import Difference, Inputs, Work
+from crossrail.report import PhaseFacts, Report, Row, gb_per_s, with_times
+
+from ..failure import Failure, say
+from ..processes import Message
+from ..rank_process import Parent
+from ..ranks import ENDED, Ranks
+from ..reporting import Progress, make_report
+from .options import EpOptions, buffer_numbers
+from .plan import Phase, Plan, load_plan
+
+START_S = 60.0
+KILL_AFTER_S = (0.02, 0.2)
+"""Between the first exchange of a phase and the end of those that are killed in it."""
+
+IDLE_S = 600.0
+"""The command says something to each rank more often than this."""
+
+TOGETHER = 16
+"""Exchanges that the ranks make before they tell each other whom they miss."""
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+"""A launcher's word for the command itself, which would be taken for that of each rank."""
+
+
+def run_plan(options: EpOptions, progress: Progress) -> Report:
+    """Carries out the plan. Raises Failure and the library's errors; UsageFailure for what is no plan."""
+    assert options.plan is not None
+    plan = load_plan(options.plan)
+    context = options.context()
+    with options.placement.meeting(context) as (store, group), Ranks() as ranks:
+        run = _Run(options, plan, ranks, 3 * context.timeout)
+        job = run.job(store, group)
+        rows = [run.phase(index, job, progress) for index in range(len(plan.phases))]
+        run.end(plan.phases[-1].left)
+    return make_report(options, rows)
+
+
+class _Run:
+    """One run of a plan."""
+
+    def __init__(self, options: EpOptions, plan: Plan, ranks: Ranks, patience: float) -> None:
+        self.options = options
+        self.plan = plan
+        self.ranks = ranks
+        self.patience = patience
+        self.random = random.Random(options.seed)
+
+    def job(self, store: str, group: str) -> Message:
+        """What every rank is told when it starts."""
+        options = self.options
+        return {
+            "store": store,
+            "group": group,
+            "settings": options.settings(),
+            "work": asdict(options.work(self.plan.ranks)),
+            "share_node": options.backend != "none",
+            "iters": options.iters,
+            "warmup": options.warmup,
+        }
+
+    def phase(self, index: int, job: Message, progress: Progress) -> Row:
+        """One phase from its beginning to its end."""
+        plan, phase = self.plan, self.plan.phases[index]
+        joining, leaving = plan.joining(index), plan.leaving(index)
+        progress.say(f"phase {index + 1} of {len(plan.phases)}: {len(phase.active)} ranks")
+        self.end(leaving)
+        self.start(index, joining, job)
+        gone = [
+            rank for rank in range(plan.ranks) if rank in leaving or (index and rank in plan.phases[index - 1].dying)
+        ]
+        for rank in phase.active:
+            self.ranks.tell(rank, {"do": "phase", "active": phase.active, "gone": gone})
+        done = self.ranks.gather("done", phase.active, self.patience)
+        facts = PhaseFacts(
+            number=index + 1,
+            active=list(phase.active),
+            joined=list(joining),
+            left=list(leaving),
+            killed=list(phase.dying),
+            connect_us=max(message["connect_us"] for message in done.values()),
+        )
+        if phase.dying:
+            facts = self.kill(phase, facts)
+        return self.row(facts, done)
+
+    def start(self, index: int, joining: tuple[int, ...], job: Message) -> None:
+        """Starts processes, which join one after the other so that the rank server's order is the plan's."""
+        in_turn = self.plan.in_turn(index)
+        if not in_turn:
+            say(f"phase {index + 1}: {list(joining)} are not the lowest free ranks; they ask for them by number")
+        emulated = self.options.nodes
+        for rank in joining:
+            node = None if emulated == 1 else f"node {rank * emulated // self.plan.ranks}"
+            self.ranks.start(rank, "elastic", {**job, "rank": None if in_turn else rank, "node": node})
+        self.ranks.gather("ready", joining, START_S)
+        for rank in joining:
+            self.ranks.tell(rank, {"do": "join"})
+            given = self.ranks.gather("joined", [rank], self.patience)[rank]["rank"]
+            if given != rank:
+                raise Failure(f"phase {index + 1}: the rank server gave {given} where the plan has {rank}")
+
+    def kill(self, phase: Phase, facts: PhaseFacts) -> PhaseFacts:
+        """Has all exchange data, kills in the middle of it, and hears how the survivors went on."""
+        for rank in phase.active:
+            self.ranks.tell(rank, {"do": "exchange", "active": phase.active, "left": phase.left})
+        self.ranks.gather("exchanging", phase.active, self.patience)
+        killed_at: dict[int, int] = {}
+        for rank in phase.dying:
+            time.sleep(self.random.uniform(*KILL_AFTER_S))  # any moment will do, in the middle of something
+            killed_at[rank] = time.monotonic_ns()
+            self.ranks.kill(rank)
+        survived = self.ranks.gather("survived", phase.left, self.patience)
+        times = [
+            (message["without"][str(rank)] - killed_at[rank]) / 1e3
+            for message in survived.values()
+            for rank in phase.dying
+        ]
+        faults = [fault for rank in sorted(survived) for fault in survived[rank]["faults"]]
+        return PhaseFacts(**{**vars(facts), "recovery_us": max(times), "faults": faults})
+
+    def end(self, leaving: tuple[int, ...]) -> None:
+        """Has ranks leave, and waits until their processes have ended."""
+        for rank in leaving:
+            self.ranks.tell(rank, {"do": "leave"})
+        self.ranks.gather(ENDED, leaving, self.patience)
+
+    def row(self, facts: PhaseFacts, done: dict[int, Message]) -> Row:
+        """The row of a phase: what all its ranks measured; bytes of one rank's dispatch and combine, on average."""
+        measured = [done[rank]["measured"] for rank in sorted(done)]
+        samples = [sample for one in measured for sample in one["total_us"]]
+        logical, wire, network = (
+            round(sum(one["bytes"][kind] for one in measured) / len(samples)) for kind in ("logical", "wire", "network")
+        )
+        work = self.options.work(self.plan.ranks)
+        row = Row(
+            what="e2e",
+            transport="",
+            size=0,
+            verified=True,
+            bytes_logical=logical,
+            bytes_wire=wire,
+            bytes_network=network,
+            gb_per_s=gb_per_s(wire * len(samples), sum(samples)),
+            gb_per_s_logical=gb_per_s(logical * len(samples), sum(samples)),
+            ranks=len(facts.active),
+            nodes=self.options.nodes,
+            tokens=work.tokens,
+            hidden=work.shape.hidden,
+            topk=work.shape.topk,
+            experts=work.shape.num_experts,
+            layout=work.layout,
+            dtype=self.options.dtype,
+            routing=work.routing,
+            ranks_passed=len(done),
+            phase=facts,
+        )
+        return with_times(row, samples)
+
+
+def serve(parent: Parent, job: Message) -> None:
+    """Does what the command asks for until it says to leave. Raises Failure and the library's errors."""
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    rank = _Rank(job)
+    parent.tell("ready")
+    while (request := parent.hear(IDLE_S)).get("do") != "leave":
+        match request["do"]:
+            case "join":
+                parent.tell("joined", rank=rank.join())
+            case "phase":
+                parent.tell("done", **rank.phase(request["active"], request["gone"]))
+            case "exchange":
+                rank.exchange(parent, request["active"], request["left"])
+    rank.leave()
+
+
+class _Rank:
+    """What it has."""
+
+    def __init__(self, job: Message) -> None:
+        self.job = job
+        self.context = crossrail.Context(**job["settings"])
+        self.work = Work.from_dict(job["work"])
+        self.group: crossrail.Group
+        self.buffer: crossrail.ExpertBuffer
+
+    def join(self) -> int:
+        """Joins the group, by the rank server unless a number is given, and makes the buffer; gives the rank."""
+        job = self.job
+        self.group = crossrail.Group(
+            name=job["group"],
+            rank=job["rank"],
+            size=self.work.shape.ranks,
+            node=job["node"],
+            store=job["store"],
+            context=self.context,
+        )
+        self.buffer = crossrail.ExpertBuffer(
+            self.group, share_node=job["share_node"], connect=False, **buffer_numbers(self.work)
+        )
+        return self.group.rank
+
+    def phase(self, active: list[int], gone: list[int]) -> Message:
+        """Takes leave of ranks that went, connects those that came, checks the data and measures."""
+        left = [rank for rank in gone if rank in self.buffer.connected()]
+        began = time.monotonic()
+        self.buffer.disconnect(left)
+        self.buffer.connect(active)
+        connect_us = (time.monotonic() - began) * 1e6
+        self.check(active)
+        self.group.barrier("phase checked", active)
+        return {"connect_us": connect_us, "measured": self.measure(active)}
+
+    def check(self, active: list[int]) -> None:
+        """Dispatches and combines, against the reference. Raises Failure when it differs."""
+        try:
+            self.work.check(self.buffer, self.group.rank, active)
+        except Difference as difference:
+            raise Failure(str(difference)) from None
+
+    def measure(self, active: list[int]) -> Message:
+        """The native loop over a dispatch and its combine: microseconds of each, and the bytes of all of them."""
+        mine, y = self.once(active)
+        plan = EpPlan(
+            mode="e2e", layout=self.work.layout, cached=False, iters=self.job["iters"], warmup=self.job["warmup"]
+        )
+        found = bench_ep(self.buffer._native, self.context, plan, mine.x, mine.topk_idx, mine.topk_weights, y)
+        return {"total_us": found["total_us"], "bytes": found["bytes"]}
+
+    def once(self, active: list[int]) -> tuple[Inputs, Any]:
+        """This rank's inputs, and what its experts answer to what a dispatch of all ranks brings."""
+        work, rank = self.work, self.group.rank
+        mine = work.inputs(rank, active)
+        came = self.buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout=work.layout)
+        return mine, work.outputs(came, rank)
+
+    def exchange(self, parent: Parent, active: list[int], left: list[int]) -> None:
+        """Dispatches and combines until all of `left` have lost all other `active` ranks, which are killed meanwhile.
+
+        Tells when it has begun; and in the end when, for each rank that was lost, the first exchange without it was
+        finished, and what was said of it.
+        """
+        work, rank = self.work, self.group.rank
+        mine, y = self.once(active)
+        right = b""
+        parent.tell("exchanging")
+        victims = sorted(set(active) - set(left))
+        without: dict[int, int] = {}
+        known = len(self.buffer.faults())
+        number = 0
+        while True:
+            for _ in range(TOGETHER):
+                came = self.buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout=work.layout)
+                sums = self.buffer.combine(y[: len(came.x)], came.handle).x.tobytes()
+                now = time.monotonic_ns()
+                faults = self.buffer.faults()
+                for fault in faults[known:]:
+                    without.setdefault(fault.rank, now)
+                right = right or sums
+                if not faults[known:] and not without and sums != right:
+                    raise Failure(f"rank {rank}: exchange {number} differs from the one before, and nobody was lost")
+                known = len(faults)
+            number += 1
+            if self._agreed(number, left, sorted(without), victims):
+                break
+        self._await_deaths(victims)
+        self.check(left)
+        said = [fault for fault in self.buffer.faults() if fault.rank in victims]
+        texts = [f"rank {rank} lost rank {one.rank} in {one.operation}, {one.stage}: {one.why}" for one in said]
+        parent.tell("survived", without=without, faults=texts)
+
+    def _agreed(self, number: int, left: list[int], lost: list[int], victims: list[int]) -> bool:
+        """Whether every survivor has lost every victim; all survivors come to the same answer."""
+        self.group.publish(f"lost {number}", json.dumps(lost).encode())
+        told = [json.loads(value) for value in self.group.collect(f"lost {number}", left)]
+        if number > 1:
+            self.group.withdraw(f"lost {number - 1}")
+        if all(one == victims for one in told):
+            self.group.barrier("all lost", left)
+            self.group.withdraw(f"lost {number}")
+            return True
+        wrong = sorted({rank for one in told for rank in one} - set(victims))
+        if wrong:
+            raise Failure(f"ranks {wrong} were lost, which nobody killed: {self.buffer.faults()[-1]}")
+        return False
+
+    def _await_deaths(self, victims: list[int]) -> None:
+        """Until the group knows too, by their leases, so that their numbers are free."""
+        deadline = time.monotonic() + self.context.timeout
+        while any(self.group.state(rank).state == "alive" for rank in victims):
+            self.group.wait_change(max(deadline - time.monotonic(), 0.0))
+            if time.monotonic() > deadline:
+                raise Failure(f"the leases of {victims} do not end")
+
+    def leave(self) -> None:
+        """Leaves as it should be."""
+        self.buffer.destroy()
+        self.group.leave()

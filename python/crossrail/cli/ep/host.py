@@ -1,0 +1,206 @@
+"""`crossrail bench ep` in host memory: starts this node's ranks, has them verify and measure, and makes the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import crossrail
+from crossrail._native import bench_ep
+from crossrail.ref import bits
+from crossrail.ref.checking import Difference, Work
+from crossrail.report import EpRank, EpTurn, PeerResult, Report, Row, ep_row, format_bytes, with_peers
+
+from ..failure import Failure
+from ..placement import cpu_of, pin_to
+from ..processes import Message
+from ..rails import rail_of
+from ..rank_process import Parent, gather, join
+from ..ranks import ENDED, Ranks
+from ..reporting import OnProgress, Progress, make_report
+from .options import EpOptions, buffer_numbers
+from .peers import MpiTurns, check_mpi, mpi_version
+
+LONG_S = 700.0
+"""A rank may work on the reference, or wait for one that does, as long as it bounds that itself."""
+
+STEP_S = 600.0
+"""Working out the reference may take longer on one rank than on another, as may what others measure meanwhile."""
+
+
+def measure(options: EpOptions, progress: Progress) -> Report:
+    """Runs the whole bench; on nodes but the first the report has no rows. Raises Failure and the library's errors."""
+    if options.compare:
+        check_mpi(options)
+    run = _Run(options, progress)
+    run.check_memory()
+    rows = run.rows()
+    versions = {name: mpi_version() for name in options.compare}
+    return make_report(options, rows, versions)
+
+
+class _Run:
+    """One run of all ranks that this command starts."""
+
+    def __init__(self, options: EpOptions, progress: Progress) -> None:
+        self.options = options
+        self.progress = progress
+        self.where = options.placement
+        self.work = options.work(self.where.size)
+        self.number = 0
+
+    def check_memory(self) -> None:
+        """Raises what is wrong with the numbers, and Failure when a buffer takes more than is free."""
+        plan = crossrail.ExpertBuffer.plan(ranks=self.work.shape.ranks, **buffer_numbers(self.work))
+        if plan.free is not None and plan.total > plan.free:
+            raise Failure(
+                f"each rank's buffer takes {format_bytes(plan.total)}, and {format_bytes(plan.free)} are free: "
+                f"at most {plan.largest_tokens} tokens per rank fit"
+            )
+
+    def rows(self) -> list[Row]:
+        """Verifies, measures, and gives a row for each mode."""
+        with self.where.meeting(self.options.context()) as (store, group), Ranks() as ranks:
+            self.where.announce(store)
+            self.progress.say(f"{self.where.size} ranks verify against the reference")
+            for rank in self.where.ranks:
+                ranks.start(rank, "ep", self._job(rank, store, group))
+            ranks.gather("passed", self.where.ranks, LONG_S)
+            rows = self._measure(ranks)
+            ranks.tell_all({"do": "end"})
+            ranks.gather(ENDED, self.where.ranks, LONG_S)
+        return rows
+
+    def _job(self, rank: int, store: str, group: str) -> Message:
+        return {
+            "work": asdict(self.work),
+            **self.where.member(rank, store, group, self.options.nodes),
+            "settings": self.options.settings(),
+            "share_node": self.options.backend != "none",
+            "cpu": cpu_of(self.options.pin, rank - self.where.ranks[0], len(self.where.ranks)),
+            "progress": self.progress.shown and rank == 0,
+        }
+
+    def _measure(self, ranks: Ranks) -> list[Row]:
+        options = self.options
+        turns: dict[str, list[EpTurn]] = {mode: [] for mode in options.modes}
+        theirs = MpiTurns(options, self.work) if options.compare else None
+        for turn in range(options.rounds if options.compare else 1):
+            for mode in options.modes:
+                title = mode + (f" round {turn + 1}" if options.compare else "")
+                with self.progress.task(title, options.warmup + options.iters) as tick:
+                    found = self._one(ranks, mode, tick)
+                if found is not None:
+                    turns[mode].append(found)
+            if theirs is not None:
+                self.progress.say(f"mpi round {turn + 1}")
+                theirs.run()
+        if self.where.node != 0:
+            return []
+        rows = [ep_row(options.row(self.work, mode), turns[mode]) for mode in options.modes]
+        if theirs is None:
+            return rows
+        results = theirs.results()
+        return [with_peers(row, _of_mode(results, row.what)) for row in rows]
+
+    def _one(self, ranks: Ranks, mode: str, tick: OnProgress | None) -> EpTurn | None:
+        """One measurement; None on nodes but the first."""
+        options = self.options
+        self.number += 1
+        plan = {"mode": mode, "layout": options.layout, "cached": options.cached}
+        plan |= {"iters": options.iters, "warmup": options.warmup}
+        ranks.tell_all({"do": "measure", "number": self.number, "plan": plan})
+        measured = ranks.collect("measured", self.where.ranks, LONG_S, tick)
+        found = next((message["ranks"] for message in measured.values() if message["ranks"]), None)
+        return None if found is None else EpTurn([EpRank.from_dict(one) for one in found])
+
+
+def _of_mode(results: Sequence[tuple[str, str, PeerResult]], mode: str) -> dict[str, PeerResult]:
+    return {name: result for name, of, result in results if of == mode}
+
+
+def serve(parent: Parent, job: Message) -> None:
+    """Does what the command says until it says `end`; rank 0 tells what all ranks found.
+
+    Raises Failure when something did not verify, and the library's errors.
+    """
+    pin_to(job["cpu"])
+    context = crossrail.Context(**job["settings"])
+    with join(job, context) as group:
+        group.wait_members()
+        rank = _Rank(parent, job, group)
+        with rank.buffer:
+            rank.verify()
+            parent.tell("passed")
+            while (request := parent.hear(STEP_S))["do"] == "measure":
+                rank.measure(request)
+            group.barrier("end", timeout=STEP_S)
+        group.barrier("gone", timeout=STEP_S)  # a process that ends while others still close looks like one that died
+
+
+class _Rank:
+    """One rank."""
+
+    def __init__(self, parent: Parent, job: Message, group: crossrail.Group) -> None:
+        self.parent = parent
+        self.group = group
+        self.work = Work.from_dict(job["work"])
+        self.progress: bool = job["progress"]
+        self.inputs = self.work.inputs(group.rank, range(group.size))
+        group.barrier("here", timeout=STEP_S)
+        self.buffer = crossrail.ExpertBuffer(group, share_node=job["share_node"], **buffer_numbers(self.work))
+        self.y: Any = None
+
+    def verify(self) -> None:
+        """One dispatch and one combine against the reference; the outputs are kept for what is measured."""
+        group, active = self.group, range(self.group.size)
+        mine = self.inputs
+        group.barrier("dispatch", timeout=STEP_S)
+        came = self.buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout=self.work.layout)
+        self.y = self.work.outputs(came, group.rank)
+        group.barrier("combine", timeout=STEP_S)
+        sums = self.buffer.combine(self.y, came.handle)
+        try:
+            self.work.judge_dispatch(came, group.rank, active)
+            self.work.judge_combine(bits(sums.x), group.rank, active)
+        except Difference as difference:
+            raise Failure(f"did not verify: {difference}") from None
+        group.barrier("verified", timeout=STEP_S)
+        if faults := self.buffer.faults():
+            raise Failure(f"{faults[0]}")
+
+    def measure(self, request: Message) -> None:
+        """One measurement; what all ranks found goes to the command that started rank 0."""
+        before = self._sent()
+        mine, group = self.inputs, self.group
+        tick = self._tick if self.progress and group.rank == 0 else None
+        group.barrier("measure", timeout=STEP_S)
+        found: dict[str, Any] = dict(
+            bench_ep(
+                self.buffer._native,
+                group.context,
+                request["plan"],
+                mine.x,
+                mine.topk_idx,
+                mine.topk_weights,
+                self.y,
+                on_progress=tick,
+            )
+        )
+        after = self._sent()
+        found["rails"] = {rail: sent - before.get(rail, 0) for rail, sent in after.items()}
+        found["links"] = [link.kind for link in self.buffer.links()]
+        everybody = gather(group, f"samples {request['number']}", found)
+        self.parent.tell("measured", ranks=everybody)
+
+    def _tick(self, done: int, total: int) -> None:
+        self.parent.tell("progress", done=done, total=total)
+
+    def _sent(self) -> dict[str, int]:
+        """Bytes that left by each rail to ranks that are reached over the network."""
+        sent: dict[str, int] = {}
+        for link in self.buffer.links():
+            for lane in link.lanes if link.kind == "network" else []:
+                sent[rail_of(lane)] = sent.get(rail_of(lane), 0) + lane["tx_bytes"]
+        return sent

@@ -1,0 +1,182 @@
+"""Options that several commands share, each declared once, and the settings that they stand for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import crossrail
+
+from .parsing import Parser, count, names_of, pin, positive, size_list
+
+Memory = Literal["shared", "ordinary"]
+Device = Literal["cpu", "cuda"]
+Dtype = Literal["fp8", "bf16"]
+Pin = list[int] | Literal["auto", "none"]
+
+ROUNDS = 3
+"""Turns that ours and each peer take, unless told otherwise."""
+
+UNPACK_MODES = ("kernel", "d2d", "host")
+"""The ways from bounce memory into the GPU's."""
+
+_SETTINGS = {
+    "tls": "tls",
+    "rails": "net_devices",
+    "chunk": "chunk",
+    "channels": "channels",
+    "unpack": "unpack",
+    "timeout": "timeout",
+    "secret_file": "secret_file",
+}
+"""Attributes of options, and the settings that they override by the names of the settings declaration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What every bench is given. What is None was not on the command line."""
+
+    timeout: str | None = None
+    secret_file: str | None = None
+    json: str | None = None
+    parent: int | None = None
+
+    def settings(self) -> dict[str, str]:
+        """The settings given on the command line, by the field names of the settings declaration."""
+        found = {setting: getattr(self, name, None) for name, setting in _SETTINGS.items()}
+        return {setting: str(value) for setting, value in found.items() if value is not None}
+
+    def context(self) -> crossrail.Context:
+        """A context by the environment and the command line, which wins. Raises the library's errors."""
+        settings: dict[str, Any] = dict(self.settings())
+        return crossrail.Context(**settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkOptions(RunOptions):
+    """What says over which links bytes move."""
+
+    transport: str | None = None
+    rails: str | None = None
+    chunk: str | None = None
+    channels: int | None = None
+    unpack: str | None = None
+
+    @property
+    def tls(self) -> str | None:
+        """The transports that ``--transport`` stands for."""
+        return tls_of(self.transport)
+
+
+def tls_of(transport: str | None) -> str | None:
+    """The transports that ``--transport`` stands for: cuda_ipc shares memory over the Unix socket that shm has."""
+    names = (transport or "").split(",")
+    return f"shm,{transport}" if "cuda_ipc" in names and "shm" not in names else transport
+
+
+def required(transport: str | None) -> str | None:
+    """What a connection must use, by ``--transport``; None when that leaves a choice."""
+    chosen = transport is not None and transport != "all" and not transport.startswith("^")
+    return tls_of(transport) if chosen else None
+
+
+def check_tcp(parser: Parser, transport: str | None, options: Mapping[str, object]) -> None:
+    """Refuses options that only TCP has where ``--transport`` leaves it out."""
+    given = [name for name, value in options.items() if value is not None]
+    names = required(transport)
+    if given and names is not None and "tcp" not in names.split(","):
+        parser.error(f"{given[0]} is for tcp, which --transport {transport} leaves out")
+
+
+def fields_of(parsed: argparse.Namespace, *left_out: str) -> dict[str, Any]:
+    """What argparse found that was given, without its own names and those ``left_out``."""
+    own = ("command", "outcome", "parser", *left_out)
+    return {name: value for name, value in vars(parsed).items() if name not in own and value is not None}
+
+
+def add_json(group: argparse._ArgumentGroup | Parser) -> None:
+    group.add_argument("--json", metavar="FILE", help="raw samples and the environment to FILE, or to stdout for `-`")
+
+
+def add_timeout(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--timeout", metavar="TIME", help="the longest any wait may take: 30s, 500ms, 2m")
+
+
+def add_secret_file(group: argparse._ArgumentGroup | Parser, owners: str) -> None:
+    text = f"the secret that {owners} share; needed beyond this machine"
+    group.add_argument("--secret-file", metavar="FILE", help=text)
+
+
+def add_transport(group: argparse._ArgumentGroup, known: str) -> None:
+    text = f"use these and no others, or fail: {known}, or a list A,B"
+    group.add_argument("--transport", metavar="NAMES", help=text)
+
+
+def add_rails(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--rails", metavar="DEVICES", help="devices that carry data: eth1,eth2, or 127.0.0.1,127.0.0.2")
+
+
+def add_links(group: argparse._ArgumentGroup) -> None:
+    """Adds the options of `LinkOptions`."""
+    add_transport(group, "shm, tcp, cuda_ipc")
+    add_rails(group)
+    group.add_argument("--chunk", metavar="SIZE", help="bytes that one lane carries at a time")
+    group.add_argument("--channels", metavar="N", type=positive, help="connections per rail")
+    unpack = "how chunks get from bounce memory into the GPU's (kernel)"
+    group.add_argument("--unpack", choices=UNPACK_MODES, help=unpack)
+
+
+def add_sizes(group: argparse._ArgumentGroup, text: str) -> None:
+    group.add_argument("--size", "--sizes", dest="sizes", metavar="SIZES", type=size_list, help=text)
+
+
+def add_memory(group: argparse._ArgumentGroup) -> None:
+    text = "host memory: Context.alloc (shared), or the process's own heap (ordinary)"
+    group.add_argument("--memory", choices=("shared", "ordinary"), help=text)
+
+
+def add_iterations(group: argparse._ArgumentGroup, iters: int | None = None, warmup: int | None = None) -> None:
+    """Adds ``--iters`` and ``--warmup``. Without numbers what was not given is left to the command."""
+    timed = "timed iterations" if iters is None else f"timed iterations ({iters})"
+    before = "iterations before those" if warmup is None else f"iterations before those ({warmup})"
+    group.add_argument("--iters", metavar="N", type=positive, default=iters, help=timed)
+    group.add_argument("--warmup", metavar="N", type=count, default=warmup, help=before)
+
+
+def add_window(group: argparse._ArgumentGroup, text: str, default: int | None = None) -> None:
+    group.add_argument("--window", metavar="N", type=positive, default=default, help=text)
+
+
+def add_pin(group: argparse._ArgumentGroup, text: str, default: str | None = None) -> None:
+    group.add_argument("--pin", metavar="CPUS", type=pin, default=default, help=text)
+
+
+def add_device_kind(group: argparse._ArgumentGroup, text: str, default: Device | None = None) -> None:
+    group.add_argument("--device", choices=("cpu", "cuda"), default=default, help=text)
+
+
+def add_tokens(
+    group: argparse._ArgumentGroup, least: Callable[[str], int], defaults: Mapping[str, Any], *, preset: bool
+) -> None:
+    """Adds the shape of an exchange. With a ``preset`` that may set it, what was not given is left to the command."""
+
+    def default(name: str) -> Any:
+        return None if preset else defaults[name]
+
+    tokens = f"tokens of each rank ({defaults['tokens']})"
+    group.add_argument("--tokens", metavar="T", type=least, default=default("tokens"), help=tokens)
+    hidden = f"values of a token ({defaults['hidden']})"
+    group.add_argument("--hidden", metavar="H", type=positive, default=default("hidden"), help=hidden)
+    topk = f"experts of a token ({defaults['topk']})"
+    group.add_argument("--topk", metavar="K", type=positive, default=default("topk"), help=topk)
+    dtype = f"what dispatch carries ({defaults['dtype']}); combine carries bf16"
+    group.add_argument("--dtype", choices=("fp8", "bf16"), default=default("dtype"), help=dtype)
+
+
+def add_compare(group: argparse._ArgumentGroup, known: Collection[str], more: str = "") -> None:
+    """Adds ``--compare`` with the peers that are ``known``, and ``--rounds``."""
+    text = f"run these too, alternating, and print ratios: {more or ','.join(known)}"
+    group.add_argument("--compare", metavar="NAMES", type=names_of(known, "peer"), help=text)
+    group.add_argument("--rounds", metavar="N", type=positive, help=f"turns that ours and each peer take ({ROUNDS})")

@@ -1,0 +1,51 @@
+"""`crossrail bench latency|bandwidth|p2p`: two ends, one of which drives the measurement."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from ..options import fields_of
+from ..parsing import Command, Parser
+from ..reporting import show_report
+from .driver import drive
+from .listener import listen
+from .options import BenchOptions, add_arguments, check
+
+
+@dataclass(frozen=True)
+class Bench(BenchOptions):
+    """One end of a bench, as its command line has it."""
+
+    def run(self) -> None:
+        """Listens, or drives the measurement and shows what came out. Raises Failure and the library's errors."""
+        if self.listen is not None:
+            listen(self)
+        else:
+            show_report(self.json, lambda progress: drive(self, progress))
+
+
+def add_latency(parser: Parser) -> None:
+    """Declares the options of `crossrail bench latency`."""
+    _add(parser, "latency")
+
+
+def add_bandwidth(parser: Parser) -> None:
+    """Declares the options of `crossrail bench bandwidth`."""
+    _add(parser, "bandwidth")
+
+
+def add_p2p(parser: Parser) -> None:
+    """Declares the options of `crossrail bench p2p`."""
+    _add(parser, "p2p")
+
+
+def _add(parser: Parser, what: str) -> None:
+    parser.set_defaults(outcome=_outcome)
+    add_arguments(parser, what)
+
+
+def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
+    options = Bench(**fields_of(parsed))
+    check(parser, options)
+    return options

@@ -1,0 +1,233 @@
+"""`crossrail bench latency|bandwidth|p2p`: the command line, and the measurements that it stands for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+import crossrail
+
+from ..options import (
+    ROUNDS,
+    LinkOptions,
+    Memory,
+    Pin,
+    add_compare,
+    add_iterations,
+    add_json,
+    add_links,
+    add_memory,
+    add_pin,
+    add_secret_file,
+    add_sizes,
+    add_timeout,
+    add_window,
+    check_tcp,
+)
+from ..parsing import DEFAULT_PORT, Parser, device_list
+from ..peers import KNOWN as KNOWN_PEERS
+from ..placement import checked_cpu
+from ..processes import Message
+
+Operation = Literal["send", "write", "both"]
+
+DEFAULT_SIZES = "1:4M"
+DEFAULT_P2P_SIZE = "64M"
+
+SMALL = 8192
+"""Up to this size, as OSU's benchmarks do, more iterations are run."""
+
+WINDOW = 64
+LONGEST_BANDWIDTH_BYTES = 8 << 30
+"""A row of ``bench bandwidth`` moves no more than this by default, so that large sizes end in a minute."""
+
+P2P_ITERS, P2P_WARMUP = 10, 3
+
+
+@dataclass(frozen=True)
+class BenchOptions(LinkOptions):
+    """`crossrail bench WHAT`. What is None was not given."""
+
+    what: str
+    listen: str | None = None
+    connect: str | None = None
+    sizes: list[int] | None = None
+    iters: int | None = None
+    warmup: int | None = None
+    window: int | None = None
+    memory: Memory | None = None
+    device: list[str] | None = None
+    op: Operation | None = None
+    pin: Pin = "auto"
+    compare: list[str] = field(default_factory=list)
+    rounds: int = ROUNDS
+
+    @property
+    def place(self) -> str:
+        """Where this end's memory is: ``cpu``, or a GPU."""
+        return self.device[0] if self.device else "cpu"
+
+    @property
+    def gpus(self) -> bool:
+        """Whether a GPU was named for either end."""
+        return any(place != "cpu" for place in self.device or [])
+
+    @property
+    def roams(self) -> bool:
+        """Whether each end has work for several processors: many rails, or the threads beside a GPU."""
+        return self.what == "p2p" or self.gpus
+
+    def settings(self) -> dict[str, str]:
+        """The settings given on the command line; ``--window`` is one of `bench p2p` alone."""
+        window = {"window": str(self.window)} if self.what == "p2p" and self.window is not None else {}
+        return {**super().settings(), **window}
+
+    def for_child(self) -> list[str]:
+        """The options that the other end's process, started by this one, must have as well."""
+        names = ["transport", "rails", "chunk", "channels", "unpack", "timeout", "secret_file"]
+        names += ["window"] if self.what == "p2p" else []
+        given = {name: getattr(self, name) for name in names}
+        return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+
+    def cpu(self, *, driver: bool) -> int | None:
+        """The processor that the driving or the listening end is to stay on, or None for any.
+
+        Raises UsageFailure for a processor that this process may not use.
+        """
+        if isinstance(self.pin, list):
+            return checked_cpu(self.pin[0 if driver or len(self.pin) == 1 else 1])
+        allowed = sorted(os.sched_getaffinity(0))
+        both_here = self.parent is not None or (self.listen is None and self.connect is None)
+        if self.pin == "none" or not both_here or len(allowed) < 2 or (self.roams and len(allowed) > 2):
+            return None
+        return allowed[0 if driver else 1]
+
+
+def add_arguments(parser: Parser, what: str) -> None:
+    """Declares the options of `crossrail bench WHAT`."""
+    _add_ends(parser.add_argument_group("the two ends (with neither option both run here)"))
+    work = parser.add_argument_group("the work")
+    sizes = f"bytes per transfer: 64K, 2M, 1G ({DEFAULT_P2P_SIZE})"
+    if what != "p2p":
+        sizes = f"64K, a list A,B,C, or MIN:MAX doubling ({DEFAULT_SIZES})"
+    add_sizes(work, sizes)
+    add_memory(work)
+    device = "GPU memory: cuda:0 at both ends, or cuda:0,cuda:1 (the connecting end's, the listening end's); cpu"
+    work.add_argument("--device", metavar="PLACES", type=device_list, help=device)
+    if what == "latency":
+        ops = "messages, one-sided writes that the other host sees, or both (send)"
+        work.add_argument("--op", choices=("send", "write", "both"), help=ops)
+    add_iterations(work)
+    how = parser.add_argument_group("how it moves (the same at both ends)")
+    add_links(how)
+    if what != "latency":
+        window = "chunks that a lane may have outstanding" if what == "p2p" else f"sends before one reply ({WINDOW})"
+        add_window(how, window)
+    out = parser.add_argument_group("what comes out")
+    add_json(out)
+    add_compare(out, KNOWN_PEERS)
+
+
+def _add_ends(ends: argparse._ArgumentGroup) -> None:
+    where = f"HOST[:PORT], port {DEFAULT_PORT} unless given"
+    listen = f"wait for the other end at {where}; 127.0.0.1 by default"
+    ends.add_argument("--listen", metavar="ADDR", nargs="?", const="", help=listen)
+    ends.add_argument("--connect", metavar="ADDR", help=f"reach the end that listens at {where}")
+    add_secret_file(ends, "both ends")
+    add_timeout(ends)
+    cpus = "processors: DRIVER,OTHER, or `none`; by default the first two allowed when both ends run here, and none "
+    cpus += "for p2p and for GPU memory where there are more"
+    add_pin(ends, cpus)
+    ends.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+
+
+def check(parser: Parser, options: BenchOptions) -> None:
+    """Tells the parser which options make no sense together."""
+    if options.listen is not None and options.connect is not None:
+        parser.error("--listen and --connect exclude each other: one end listens, the other connects")
+    if options.listen is not None and options.compare:
+        parser.error("--compare belongs to the end that connects")
+    if options.what == "p2p" and options.sizes is not None and len(options.sizes) > 1:
+        parser.error("bench p2p measures one size; give --size once, as 64M")
+    if options.what == "p2p" and options.sizes == [0]:
+        parser.error("bench p2p moves at least one byte; bench latency measures empty messages")
+    _check_device(parser, options)
+    _check_transport(parser, options)
+    if options.listen is not None and options.json is not None:
+        parser.error("--json belongs to the end that connects: it is the one with the samples")
+
+
+def _check_transport(parser: Parser, options: BenchOptions) -> None:
+    if options.transport == "cuda_ipc" and not options.gpus and options.listen is None:
+        parser.error("--transport cuda_ipc is between GPUs: give --device too")
+    check_tcp(parser, options.transport, {"--rails": options.rails, "--channels": options.channels})
+
+
+def _check_device(parser: Parser, options: BenchOptions) -> None:
+    places = options.device or []
+    if len(places) > 2:
+        parser.error("--device names one place for both ends, or the connecting end's and the listening end's")
+    if len(places) > 1 and options.listen is not None:
+        parser.error("--device at the listening end names that end's own place alone")
+    if places and "cpu" not in places and options.memory is not None:
+        parser.error("--memory says which host memory is moved, and --device that no end moves any")
+    if options.unpack is not None and not options.gpus and options.listen is None:
+        parser.error("--unpack says how data gets into GPU memory: give --device too")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one row is to measure."""
+
+    what: str
+    size: int
+    iters: int
+    warmup: int
+    memory: str
+    window: int | None = None
+    other_memory: str = "ordinary"
+
+    def request(self) -> Message:
+        """What the listening end is told."""
+        message = {
+            "do": self.what,
+            "size": self.size,
+            "iters": self.iters,
+            "warmup": self.warmup,
+            "memory": self.other_memory,
+        }
+        return message if self.window is None else {**message, "window": self.window}
+
+
+def plans(options: BenchOptions) -> list[Plan]:
+    """One plan for each size, with OSU's numbers of iterations where none were asked for."""
+    default = DEFAULT_P2P_SIZE if options.what == "p2p" else DEFAULT_SIZES
+    sizes = options.sizes or crossrail.parse_sizes(default)
+    host = options.memory or "ordinary"
+    memory = host if options.place == "cpu" else options.place
+    made = []
+    for what in _operations(options):
+        for size in sizes:
+            window = (options.window or WINDOW) if what == "bandwidth" else None
+            iters, warmup = _counts(what, size, window or 1)
+            warmup = warmup if options.warmup is None else options.warmup
+            made.append(Plan(what, size, options.iters or iters, warmup, memory, window, host))
+    return made
+
+
+def _operations(options: BenchOptions) -> list[str]:
+    """What is measured; of latency, messages and, when asked for, one-sided writes."""
+    if options.what != "latency":
+        return [options.what]
+    return {"send": ["latency"], "write": ["write"], "both": ["latency", "write"]}[options.op or "send"]
+
+
+def _counts(what: str, size: int, window: int) -> tuple[int, int]:
+    if what == "p2p":
+        return P2P_ITERS, P2P_WARMUP
+    if what in ("latency", "write"):
+        return (10_000, 100) if size <= SMALL else (1_000, 10)
+    iters, warmup = (100, 10) if size <= SMALL else (20, 2)
+    return max(3, min(iters, LONGEST_BANDWIDTH_BYTES // (size * window or 1))), warmup
