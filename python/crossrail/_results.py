@@ -1,4 +1,4 @@
-"""What dispatch and combine give."""
+"""Results of dispatch and combine, and what a buffer reports about itself."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """An operation that was begun with `send_only=True`. `finish` them in the order in which they were begun.
+    """An operation that was begun with ``send_only=True`` and is not finished yet.
 
-    Until then the arrays that were given must stay as they are. One that is dropped goes on in the background, since
-    the other ranks wait for its part; its result is lost.
+    Finish operations in the order in which they were begun. Until then the arrays
+    passed to the operation must not change. A `Pending` that is dropped continues in
+    the background, because the other ranks wait for its part; its result is lost.
 
-    `result`, on a GPU: what `finish` will give, whose arrays have it from then on; None where their shapes are not
-    known before, and on the host.
+    Attributes
+    ----------
+    result : Dispatched, Combined or None
+        GPU only: the object that `finish` will return, whose arrays are valid after
+        it. None where shapes are not known before, and on the host.
     """
 
     result: T | None = None
@@ -45,13 +49,30 @@ class Pending(Generic[T]):
         self._refused = refused
 
     def finish(self, stream: Any = None) -> T:
-        """Waits until it is finished, and gives its result, once.
+        """Wait until the operation is finished, and return its result. Callable once.
 
-        On a GPU nothing is waited for: the rest is put into `stream` (None: that of the beginning), which comes behind
-        what was begun.
+        On a GPU nothing waits: the rest of the operation is enqueued.
 
-        Raises what was wrong with the call, here or on another rank, which is then named; ClosedError when the buffer
-        was destroyed. A rank that is lost is no error: it is masked, see `ExpertBuffer.faults`.
+        Parameters
+        ----------
+        stream : optional
+            GPU only: the stream to enqueue the rest in, by default the one in which
+            the operation began. It is ordered behind that beginning.
+
+        Returns
+        -------
+        Dispatched or Combined
+
+        Raises
+        ------
+        UsageError, MismatchError
+            The call was invalid, here or on another rank, which is named.
+        ClosedError
+            The buffer was destroyed.
+
+        Notes
+        -----
+        Losing a rank is not an error: it is masked, see `ExpertBuffer.faults`.
         """
         if stream is not None:
             raise wrong("finish", "stream is for buffers on a GPU")
@@ -64,10 +85,22 @@ class Pending(Generic[T]):
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory that a buffer takes on each rank at most, in bytes; pages are taken when they are first used.
+    """The memory that a buffer takes on each rank. Printed, it is a table.
 
-    `bytes`: by kind. `free`: what this machine has now, None where that cannot be told. `largest_tokens`: the most
-    tokens per rank that would fit into it. As text it is a table.
+    Pages of host memory are only taken when they are first used.
+
+    Attributes
+    ----------
+    bytes : dict of str to int
+        Bytes by purpose.
+    total : int
+        Their sum, in bytes.
+    free : int or None
+        Bytes of memory available now; None where it cannot be determined.
+    largest_tokens : int
+        Maximum number of tokens per rank that would fit.
+    text : str
+        The table.
     """
 
     bytes: dict[str, int]
@@ -82,8 +115,24 @@ class Plan:
 
 @dataclass(frozen=True)
 class Fault:
-    """A rank that was masked because it died or did not come in time, while `operation` number `number` waited for
-    `stage`; `left` ranks went on."""
+    """A rank that was masked because it died or did not arrive in time.
+
+    Attributes
+    ----------
+    rank : int
+        The rank that was masked.
+    operation : str
+        The operation that waited for it, with sequence number `number`.
+    number : int
+    stage : str
+        What the operation waited for.
+    why : str
+        The reason: its process ended, its connection failed, or the timeout passed.
+    left : int
+        Number of ranks that continued.
+    text : str
+        All of this as a sentence.
+    """
 
     rank: int
     operation: str
@@ -99,8 +148,19 @@ class Fault:
 
 @dataclass(frozen=True)
 class Link:
-    """How a connected rank is reached: it is this one (`self`), each maps the other's memory (`heap`), or by one-sided
-    writes over `lanes` (`network`)."""
+    """How a connected rank is reached.
+
+    Attributes
+    ----------
+    rank : int
+    kind : {"self", "heap", "network"}
+        This rank itself; memory that each rank maps from the other; or one-sided
+        writes over `lanes`.
+    masked : bool
+        Whether operations leave the rank out.
+    lanes : list of LaneReport
+        Running totals of the lanes; empty unless `kind` is ``network``.
+    """
 
     rank: int
     kind: Literal["self", "heap", "network"]
@@ -109,31 +169,62 @@ class Link:
 
 
 class Dispatched:
-    """What a dispatch brought to this rank, of `ranks` ranks with up to M tokens and El experts each.
+    """The rows that a dispatch delivered to this rank.
 
-    Expert layout: `x` [El, ranks*M, H]: the rows of each expert come first, by source rank and then token; what is
-    behind them is anything. `scales` [El, ranks*M, H/128] or None; `counts` i32 [El]: rows of each expert; `source`
-    i32 [El, ranks*M]: the token that each row was at its source, -1 behind them; `ranges` i64 [El, ranks]: where the
-    rows of each source begin << 32 | how many there are.
+    There are `ranks` ranks with at most M tokens and El experts each; a row has H
+    elements (see `ExpertBuffer`).
 
-    Rank layout: `x` [N, H]: each token that came once, by source rank and then token. `scales` [N, H/128] or None;
-    `topk_idx` i64 [N, topk]: local experts, -1 elsewhere; `topk_weights` f32 [N, topk], 0 elsewhere, None when no rank
-    gave any; `counts` i32 [El]: selections of each expert, rounded up to the alignment; `offsets` i64 [ranks+1]: the
-    first row of each source, and N.
+    Attributes
+    ----------
+    x : array
+        bf16 or e4m3. Expert layout: [El, ranks*M, H]; the rows of each expert come
+        first, ordered by source rank and token, and the rest is undefined. Rank
+        layout: [N, H], each received token once, ordered by source rank and token.
+    scales : array or None
+        f32, or u8 for ue8m0: [El, ranks*M, H/128] or [N, H/128]. None for bf16.
+    counts : array, i32 [El]
+        Expert layout: rows of each expert. Rank layout: selections of each expert,
+        rounded up to the alignment.
+    handle : Handle or DeviceHandle
+        For `combine`, and for dispatches that repeat this routing.
+    layout : {"expert", "rank"}
+    source : array, i32 [El, ranks*M], or None
+        Expert layout: index of each row's token on its source rank, -1 behind the
+        rows. GPU, rank layout: i32 [N].
+    ranges : array, i64 [El, ranks], or None
+        Expert layout: ``first row << 32 | number of rows`` from each source rank.
+    topk_idx : array, i64 [N, topk], or None
+        Rank layout: local experts of each row, -1 for experts elsewhere.
+    topk_weights : array, f32 [N, topk], or None
+        Rank layout: their weights, 0 elsewhere; None if no rank passed any.
+    offsets : array, i64 [ranks + 1], or None
+        Rank layout: first row of each source rank, and N.
+    timing : dict
+        Host only: microseconds, ``cast_us``, ``copy_us``, ``sum_us``, ``wait_us``
+        and ``total_us``.
+    bytes : dict
+        Host only: bytes of rows and scales, ``logical`` (of every selection),
+        ``wire`` (that left the rank) and ``network`` (that left the node).
+    event : object or None
+        GPU only: recorded behind the operation.
+    count_list : list of int or None
+        GPU, rank layout: `counts` as a list; None with `max_rows` or `handle`.
 
-    On the host `x` is bf16 (ml_dtypes.bfloat16) or e4m3 (ml_dtypes.float8_e4m3fn), `scales` f32, or u8 for ue8m0. Both
-    are views of the buffer's memory, which the second dispatch after this one overwrites: until then they are the
-    caller's, to write too. `handle` is for combine, and for dispatches that repeat this routing. `timing`: microseconds
-    in `cast_us`, `copy_us`, `wait_us` and `total_us`. `bytes` of rows and scales: `logical` (each selection), `wire`
-    (what left the rank), `network` (what left the node).
+    Notes
+    -----
+    On the host `x` has dtype ml_dtypes.bfloat16 or ml_dtypes.float8_e4m3fn. `x` and
+    `scales` are views of the buffer's memory, which the second dispatch after this
+    one overwrites; until then the caller may also write to them.
 
-    On a GPU arrays are PyTorch's tensors where `x` was one, else `crossrail.DeviceArray`. Expert layout: `scales` of
-    ue8m0 are u8, and `source` is anything behind the rows. Rank layout: `x`, `scales`, `topk_idx`, `topk_weights` and
-    `source` (i32 [N]) are views of one of the buffer's regions, which is free for other results again when the last of
-    them and this object are gone; with `max_rows` all have so many rows, and topk_idx is -1 behind the N that came;
-    `topk_weights` is None when this rank gave none (all give them, or none does); `count_list`: `counts` as a list,
-    None with `max_rows` or `handle`. With `handle`, `counts`, `topk_idx`, `topk_weights` and `source` are None: they
-    are those of the first dispatch. `event` is behind the operation; `timing` and `bytes` are None.
+    On a GPU, arrays are PyTorch tensors if the argument `x` was one, else
+    `crossrail.DeviceArray`. In the expert layout `source` is undefined behind the
+    rows. In the rank layout `x`, `scales`, `topk_idx`, `topk_weights` and `source`
+    are views of one region of the buffer, which is reused when the last of them and
+    this object are gone. With `max_rows` all have that many rows, and `topk_idx` is
+    -1 behind the N received; `topk_weights` is None if this rank passed none (either
+    all ranks pass weights or none does). For a dispatch with `handle`, `counts`,
+    `topk_idx`, `topk_weights` and `source` are None: those of the first dispatch
+    apply.
     """
 
     event: Any = None
@@ -153,7 +244,7 @@ class Dispatched:
         self._place(room)
 
     def _place(self, room: Room) -> None:
-        """Copies what the caller wants elsewhere, and counts."""
+        """Copies the rows to the caller's arrays, and adds to its statistics."""
         counts = self.counts if self.layout == "expert" else None
         if room.x is not None:
             self.x = room.x.take("x", self.x, counts)
@@ -164,7 +255,7 @@ class Dispatched:
 
     @cached_property
     def source(self) -> npt.NDArray[np.int32] | None:
-        """Expert layout: the token that each row was at its source."""
+        """Expert layout: index of each row's token on its source rank, i32 [El, ranks*M]."""
         if self.layout == "rank":
             return None
         local, most = self._sizes.local, self._sizes.most
@@ -172,7 +263,7 @@ class Dispatched:
 
     @cached_property
     def ranges(self) -> npt.NDArray[np.int64] | None:
-        """Expert layout: first row << 32 | rows, of each expert and source rank."""
+        """Expert layout: first row << 32 | number of rows, i64 [El, ranks]."""
         return self._ranges if self.layout == "expert" else None
 
     @property
@@ -181,33 +272,53 @@ class Dispatched:
 
     @cached_property
     def topk_idx(self) -> npt.NDArray[np.int64] | None:
-        """Rank layout: the local experts of each row."""
+        """Rank layout: local experts of each row, i64 [N, topk]."""
         if self.layout == "expert":
             return None
         return viewed(self.handle._topk_idx(), I64, (self.handle.rows, self._sizes.topk))
 
     @cached_property
     def topk_weights(self) -> npt.NDArray[np.float32] | None:
-        """Rank layout: their weights."""
+        """Rank layout: weights of the experts of each row, f32 [N, topk]."""
         if self.layout == "expert" or not self.handle.has_weights:
             return None
         return viewed(self.handle._topk_weights(), F32, (self.handle.rows, self._sizes.topk))
 
     @cached_property
     def offsets(self) -> npt.NDArray[np.int64] | None:
-        """Rank layout: the first row of each source rank, and N."""
+        """Rank layout: first row of each source rank, and N, i64 [ranks + 1]."""
         return viewed(self.handle._offsets(), I64, (self._sizes.ranks + 1,)) if self.layout == "rank" else None
 
     def record_stream(self, stream: Any) -> None:
-        """On a GPU, in the rank layout: `stream` uses the arrays too, so that their region only becomes free behind its
-        work. The dispatch's own stream, and PyTorch's current one of then, need not be named."""
+        """Declare that `stream` uses the arrays too (GPU, rank layout).
+
+        Their region is then reused only behind the work that `stream` has at the
+        time the arrays are released. The stream of the dispatch and PyTorch's
+        current stream at that time need not be declared.
+
+        Parameters
+        ----------
+        stream
+            As for `ExpertBuffer.dispatch`.
+        """
 
     def empty_output(self, stream: Any = None) -> Any:
-        """A bf16 array of the shape of `x`, for the experts' outputs: combine takes it as `y`.
+        """Allocate a bf16 array of the shape of `x`, for the experts' outputs.
 
-        Nothing is written to it, so that of the expert layout's large array only those pages cost anything that are
-        used; an array that is kept and used again costs less than a new one each time. On a GPU it is for use in
-        `stream` (None: PyTorch's current stream).
+        The array is not written to: in the expert layout, where most of it is
+        unused, only the pages that are used cost anything. Reusing one array is
+        cheaper than allocating one for each combine.
+
+        Parameters
+        ----------
+        stream : optional
+            GPU only: the stream that will use the array, by default PyTorch's
+            current stream.
+
+        Returns
+        -------
+        array, bf16
+            To be passed to `ExpertBuffer.combine` as `y`.
         """
         return np.empty(self.x.shape, BF16)
 
@@ -217,10 +328,18 @@ class Dispatched:
 
 
 class Combined:
-    """What combine brought back: `x` bf16 [T, H] (`out`, if that was given), `timing` and `bytes` as of `Dispatched`.
+    """The sums that combine returned to this rank. ``numpy.asarray(combined)`` is `x`.
 
-    `numpy.asarray(combined)` is `x`. On a GPU: `event` is behind the operation; `topk_weights` f32 [T, topk] are the
-    sums of what was given as `topk_weights` in the rank layout.
+    Attributes
+    ----------
+    x : array, bf16 [T, H]
+        The sums, by token; the argument `out` if that was given.
+    timing, bytes : dict
+        As of `Dispatched`. Host only.
+    event : object or None
+        GPU only: recorded behind the operation.
+    topk_weights : array, f32 [T, topk], or None
+        GPU, rank layout: sums of the argument `topk_weights`.
     """
 
     event: Any = None

@@ -33,37 +33,91 @@ __all__ = [
 ]
 
 Rows: TypeAlias = npt.NDArray[Any] | SupportsDLPack | SupportsCudaArrayInterface
-"""An array, or a tensor that lends its memory: that of the host through DLPack, a GPU's by the CUDA interface too."""
+"""An array, or a tensor that exports its memory: host memory through DLPack, GPU memory also by the CUDA interface."""
 
 
 class ExpertBuffer:
-    """One rank's memory for dispatch and combine, and its connections to the other ranks of the group.
+    """The memory of one rank for dispatch and combine, connected to the other ranks.
 
-    Every rank makes its buffer with the same numbers, and then calls the same operations in the same order.
-    `max_tokens_per_rank` (M): the most tokens that one dispatch may send. `hidden` (H): elements of a row, a multiple
-    of 128 for fp8 and of 8 for bf16. `num_experts`: of all ranks together; each has `num_experts / ranks`, in order.
-    `topk`: experts per token, 1 to 32. `dispatch_dtype`: rows travel as "fp8" (e4m3 in blocks of 128) or as "bf16".
+    All ranks of the group create the buffer with the same sizes and then call the
+    same operations in the same order. A rank that dies, or does not arrive within
+    the timeout, is masked: the others continue without it, a warning is printed on
+    stderr and `faults` lists it. If a call is invalid on one rank, it fails on
+    every rank with an error that names that rank; the next operation works.
 
-    `ranks`: the most ranks there will be (None: `group.size`). `scale`: of fp8: "f32" (the block's largest magnitude /
-    448), "power2" (that, rounded up to a power of two) or "ue8m0" (its exponent in one byte). `layouts` that dispatch
-    will be asked for: each costs memory. `prereduce`: the outputs of a token's experts on one rank are summed there, so
-    that one row per rank comes back, rounded to bf16 once more. `share_node`: ranks of one node write into each
-    other's memory; otherwise all goes over the network lanes. `connect`: connect all ranks now. `timeout`: seconds that
-    an operation waits for another rank before it is masked (None: CROSSRAIL_TIMEOUT). `name`: buffers of one name
-    belong together.
+    Parameters
+    ----------
+    group : Group
+        The group whose ranks exchange tokens.
+    max_tokens_per_rank : int
+        Maximum number of tokens of one dispatch (M below).
+    hidden : int
+        Number of elements of a row (H): a multiple of 128 for fp8, of 8 for bf16.
+    num_experts : int
+        Number of experts of all ranks together. Each rank has
+        ``El = num_experts // ranks`` of them, in order of ranks.
+    topk : int
+        Number of experts per token, 1 to 32.
+    dispatch_dtype : {"fp8", "bf16"}
+        Type of the rows that dispatch sends: e4m3 with one scale per 128 elements,
+        or bf16. Combine always sends bf16.
+    device : str, int or torch.device
+        ``"cpu"``, or the GPU that has all memory of the buffer (``"cuda"``,
+        ``"cuda:1"``, its number). Its kernels write directly into the memory of the
+        other ranks' GPUs; rows for a GPU out of reach are carried by the host over
+        network lanes. At most 64 ranks.
+    ranks : int, optional
+        Maximum number of ranks; `Group.size` by default.
+    scale : {"f32", "power2", "ue8m0"}
+        fp8 scales: the largest magnitude of the block / 448; the same rounded up
+        to a power of two; or the exponent of that power in one byte.
+    layouts : sequence of {"expert", "rank"}
+        Layouts that dispatch will be called with. Each takes memory.
+    prereduce : bool
+        Sum the outputs of a token's experts on their rank, so that one row per
+        rank returns. The partial sum is rounded to bf16.
+    share_node : bool
+        Ranks of one node write into each other's memory. If False, all rows use
+        the network lanes.
+    connect : bool
+        Connect to all ranks now, see `connect`.
+    timeout : float, optional
+        Seconds that an operation waits for another rank before that rank is
+        masked; CROSSRAIL_TIMEOUT by default.
+    name : str
+        Buffers of the same name on different ranks belong together.
+    num_sms : int, optional
+        GPU only: number of multiprocessors per operation, all by default.
+        Buffers whose operations run at the same time must share them.
+    regions : int
+        GPU only: number of rank-layout results that can exist at once.
+    node : int, optional
+        GPU only: node number of this rank. Ranks of one machine with different
+        numbers are treated as different nodes, for tests on one machine.
 
-    A rank that dies or does not come is masked, which a warning on stderr and `faults()` tell; the others go on without
-    it. When a call fails on one rank (bad ids, shapes), the call of every other rank fails too and names that rank; the
-    next operation works. Any thread may use a buffer, one at a time. As a context manager it is destroyed at the end.
+    Raises
+    ------
+    UsageError
+        A size is invalid.
+    UnsupportedError
+        There is no usable CUDA; the text says why.
+    ExhaustedError
+        The buffer needs more memory than is free; the text contains the plan.
+    TimeoutError, MismatchError, PeerDeadError
+        As raised by `connect`.
 
-    `device`: "cpu", or a GPU ("cuda", "cuda:1", its number, a torch.device), in whose memory everything is then, and
-    whose kernels write into the other ranks' memory; where a GPU is out of reach, the host carries rows over network
-    lanes. `num_sms`: how many multiprocessors an operation takes (None: all); buffers whose operations run at the same
-    time must share them. `regions`: rank layout: how many results there can be at once. `node`: ranks of this machine
-    with another number count as those of another node, to try that on one machine. Ranks are 64 at most.
+    Notes
+    -----
+    Thread safety: any thread may use the buffer, one thread at a time.
 
-    Raises UsageError (numbers that make no sense), UnsupportedError (no CUDA, and why), ExhaustedError (more memory
-    than is free: the plan is told), and what `connect` raises.
+    As a context manager, the buffer is destroyed at the end of the block.
+
+    Examples
+    --------
+    >>> with ExpertBuffer(group, 128, 4096, 64, 8, "bf16") as buffer:
+    ...     received = buffer.dispatch(x, topk_idx, topk_weights)
+    ...     y = run_experts(received.x, received.counts)
+    ...     out = buffer.combine(y, received.handle).x
     """
 
     def __init__(
@@ -139,10 +193,29 @@ class ExpertBuffer:
         device: Any = "cpu",
         regions: int = 2,
     ) -> Plan:
-        """What a buffer of these numbers would take on each rank, of the host's memory or of a GPU's.
+        """Compute the memory that a buffer of these sizes takes on each rank.
 
-        `network_ranks`: how many others are on other nodes, or out of a GPU's reach (None: none, or all others without
-        `share_node`). Raises UsageError.
+        Nothing is allocated and no other rank is involved.
+
+        Parameters
+        ----------
+        max_tokens_per_rank, hidden, num_experts, topk, ranks, dispatch_dtype
+            As for `ExpertBuffer`, as are `scale`, `layouts`, `prereduce`,
+            `share_node`, `device` and `regions`.
+        network_ranks : int, optional
+            Number of other ranks on other nodes, or out of the GPU's reach. By
+            default none, or all others if `share_node` is False.
+
+        Returns
+        -------
+        Plan
+            Bytes by purpose, free memory, and the largest number of tokens that
+            would fit; printed, it is a table.
+
+        Raises
+        ------
+        UsageError
+            A size is invalid.
         """
         numbers = {"max_tokens_per_rank": max_tokens_per_rank, "hidden": hidden, "num_experts": num_experts}
         numbers |= {"topk": topk, "ranks": ranks}
@@ -157,27 +230,27 @@ class ExpertBuffer:
 
     @property
     def group(self) -> Group:
-        """The group whose ranks it connects."""
+        """The group whose ranks exchange tokens."""
         return self._group
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """The number of this rank."""
         return self._buffer.rank
 
     @property
     def device(self) -> str:
-        """Where its memory is: `cpu`, or `cuda:1`."""
+        """Device of the buffer's memory: ``cpu`` or, for example, ``cuda:1``."""
         return "cpu" if self._ordinal is None else f"cuda:{self._ordinal}"
 
     @property
     def num_sms(self) -> int | None:
-        """Multiprocessors that an operation takes, on a GPU."""
+        """Number of multiprocessors per operation; None on the host."""
         return self._buffer.num_sms if isinstance(self._buffer, _native.DeviceBuffer) else None
 
     @property
     def spare_regions(self) -> int | None:
-        """On a GPU: how many more results in the rank layout there is memory for, beside those in use and of graphs."""
+        """Number of free regions for rank-layout results, those of captured graphs excluded; None on the host."""
         return self._buffer.spare_regions if isinstance(self._buffer, _native.DeviceBuffer) else None
 
     @overload
@@ -232,34 +305,82 @@ class ExpertBuffer:
         stream: Any = None,
         send_only: bool = False,
     ) -> Dispatched | Pending[Dispatched]:
-        """Sends this rank's tokens to the ranks of their experts, and gives what came here.
+        """Send this rank's tokens to the ranks of their experts, and receive theirs.
 
-        `x`: bf16 [T, H] (ml_dtypes.bfloat16, its bits as uint16, or a tensor with DLPack), T from 0 to M. `topk_idx`:
-        i64 [T, topk], the distinct experts of each token, -1 for none. `topk_weights`: f32 [T, topk], for combine
-        (which takes them too, in the expert layout). `x` is contiguous in C order.
+        A collective operation: every connected rank calls it, with any number of
+        tokens T from 0 to M. Sizes (M, H, El) are those of `ExpertBuffer`.
 
-        `handle`: of an earlier dispatch, whose routing is repeated with other rows, on every rank; `topk_idx` and
-        `topk_weights` are then not looked at. `expert_alignment`: counts of the rank layout are rounded up to a
-        multiple. `out`: arrays that `x` and `scales` are copied into, {"x": array, "scales": array}: of the full shape
-        in the expert layout, where only valid rows are written; in the rank layout of N rows or more (ranks*M always
-        do). `stats`: i32 or i64 [El], to which the rows of each expert are added. `send_only`: only begin; see
-        `Pending`.
+        Parameters
+        ----------
+        x : array, bf16 [T, H]
+            The tokens, contiguous in C order: ml_dtypes.bfloat16, its bits as
+            uint16, or a tensor with DLPack. On a GPU also a pair (rows, scales) of
+            e4m3 rows and f32 scales [T, H/128] (for ue8m0: u8, or four in an i32
+            [T, H/512]) with any strides.
+        topk_idx : array, i64 [T, topk]
+            Experts of each token, distinct; -1 for none. On a GPU also i32.
+            Ignored with `handle`, as is `topk_weights`.
+        topk_weights : array, f32 [T, topk], optional
+            Weights of the experts. In the expert layout combine can take them
+            instead.
+        layout : {"expert", "rank"}
+            Rows grouped by local expert with a fixed shape (decode), or each token
+            once, ordered by source rank (prefill, training). See `Dispatched`.
+        handle : Handle or DeviceHandle, optional
+            Handle of an earlier dispatch whose routing is repeated with other rows.
+            All ranks must pass the handle of the same dispatch.
+        expert_alignment : int
+            Rank layout: round `Dispatched.counts` up to a multiple of this.
+        out : dict of str to array, optional
+            Arrays that receive the result. On the host ``x`` and ``scales``, which
+            are copied: in the expert layout of the full shape, of which valid rows
+            are written; in the rank layout of at least N rows (ranks*M is always
+            enough). On a GPU, written in place: in the expert layout ``x``,
+            ``scales`` (f32 with any strides; for ue8m0 u8, or i32 [El, ranks*M,
+            H/512] with any strides), ``counts``, ``ranges`` and ``source`` (None:
+            not wanted); in the rank layout ``counts`` and ``offsets``.
+        stats : array, i32 or i64 [El], optional
+            The number of rows of each expert is added to it. On a GPU i32 only,
+            and not with `handle`.
+        waits : array, i64 [ranks], optional
+            GPU only: the longest wait for each rank is added, in nanoseconds.
+        max_rows : int, optional
+            GPU, rank layout: number of rows of the arrays returned. The host then
+            does not wait for N. Rows beyond it are dropped with a warning; ranks*M
+            is always enough.
+        stream : optional
+            GPU only: the stream to enqueue the operation in, as a raw handle or an
+            object with ``cuda_stream`` or ``__cuda_stream__``. By default PyTorch's
+            current stream, or the default stream. The arguments must be ready in
+            stream order.
+        send_only : bool
+            Begin the operation only, and return a `Pending` to finish.
 
-        On a GPU, where all arguments are then, `x` may also be e4m3 rows and their scales of any strides: a pair (rows,
-        scales), f32, or for ue8m0 u8 or four in an i32. `topk_idx` may be i32. The operation is put into `stream` (a
-        raw handle, or an object with `cuda_stream` or `__cuda_stream__`; None: PyTorch's current stream, or the default
-        stream), in which the arguments must be ready, and this returns at once. Only in the rank layout it waits for
-        the number of rows that come, unless `max_rows` says how many the arrays are to have: ranks*M always do; when
-        more come, they are lost, and a warning says so. The expert layout, and the rank layout with `max_rows`, can be
-        captured in a graph. `out`: arrays that what comes is written to: "x", "scales" (f32 of any strides; for ue8m0
-        u8, or i32 [El, ranks*M, H/512] of any strides), "counts", "ranges", "source" (None: not wanted); in the rank
-        layout "counts" and "offsets". `stats`: i32 [El]; none with a handle. `waits`: i64 [ranks], to which the longest
-        wait for each is added, in ns.
+        Returns
+        -------
+        Dispatched or Pending
+            The rows received; a `Pending` of them with `send_only`.
 
-        Raises UsageError for what is wrong with the call, here or (naming the rank) elsewhere; MismatchError when the
-        ranks disagree about the operation or the layout; ClosedError. On a GPU a call that raises was not begun: the
-        others wait for one that is, and mask this rank when it does not come in time; ExhaustedError when all regions
-        are in use.
+        Raises
+        ------
+        UsageError
+            An argument is invalid, here or on another rank, which is named.
+        MismatchError
+            The ranks disagree about the operation or the layout.
+        ExhaustedError
+            GPU, rank layout: all regions are in use.
+        ClosedError
+            The buffer was destroyed.
+
+        Notes
+        -----
+        On the host the call returns when all rows have arrived. On a GPU it only
+        enqueues kernels, except that in the rank layout without `max_rows` or
+        `handle` the host waits for the number of rows. Without that wait it can be
+        captured in a CUDA graph.
+
+        On a GPU a call that raises has not begun: the other ranks wait for a valid
+        one, and mask this rank if it does not come in time.
         """
         call = DispatchCall(
             x, topk_idx, topk_weights, layout, handle, expert_alignment, out, stats, waits, max_rows, stream, send_only
@@ -307,45 +428,92 @@ class ExpertBuffer:
         stream: Any = None,
         send_only: bool = False,
     ) -> Combined | Pending[Combined]:
-        """Brings the experts' outputs back to the ranks of their tokens, which sum them.
+        """Return the experts' outputs to the ranks of their tokens, and sum them.
 
-        `y`: bf16, the outputs for the rows that the dispatch of `handle` brought. Expert layout: [El, ranks*M, H], of
-        which only valid rows are looked at (a bf16 dispatch's own `x`, changed in place, will do;
-        `Dispatched.empty_output` makes one); summed with the weights that dispatch was given, or with `topk_weights`
-        f32 [T, topk] given here, or without any. Rank layout: [N, H], summed as they are. `bias`: bf16 [T, H], or two
-        of them, added to the sums. `out`: bf16 [T, H] that gets the result. `send_only`: only begin; see `Pending`.
+        A collective operation, like the dispatch that it answers. Sums are computed
+        in fp32 and rounded to bf16 at the end and, with `prereduce`, on the rank of
+        the experts.
 
-        Sums are fp32 and rounded to bf16 at the end, and with `prereduce` on each expert's rank. Raises as `dispatch`.
+        Parameters
+        ----------
+        y : array, bf16
+            Outputs for the rows that the dispatch of `handle` received. Expert
+            layout: [El, ranks*M, H], of which only valid rows are read; the ``x`` of
+            a bf16 dispatch, changed in place, or `Dispatched.empty_output` will do.
+            Rank layout: [N, H], one output per row. On a GPU rows must start at
+            multiples of 16 bytes with a constant stride.
+        handle : Handle or DeviceHandle
+            `Dispatched.handle`.
+        topk_weights : array, f32, optional
+            Expert layout: [T, topk], used instead of the weights given to dispatch;
+            if neither has any, outputs are summed unweighted. GPU, rank layout:
+            [N, topk], the weights of the rows, whose sums are returned as
+            `Combined.topk_weights`.
+        bias : array, bf16 [T, H], or a list of up to two, optional
+            Added to the sums.
+        out : array, bf16 [T, H], optional
+            Receives the result. On a GPU aligned like `y`.
+        waits, stream, send_only
+            As for `dispatch`.
 
-        On a GPU, as for `dispatch`: `stream`, `waits`. Rows of `y` and `out` begin at multiples of 16 bytes, equally
-        far apart. In the rank layout `topk_weights` are f32 [N, topk] of the rows, which go back with them:
-        `Combined.topk_weights` f32 [T, topk] are their sums.
+        Returns
+        -------
+        Combined or Pending
+            The sums, bf16 [T, H]; a `Pending` of them with `send_only`.
+
+        Raises
+        ------
+        UsageError, MismatchError, ClosedError
+            As for `dispatch`.
         """
         call = CombineCall(y, handle, topk_weights, bias, out, waits, stream, send_only)
         given: Combined | Pending[Combined] = self._way.combine(call)
         return given
 
     def connect(self, ranks: Iterable[int], activate: bool = True, timeout: float | None = None) -> None:
-        """Connects `ranks` (those that are connected stay so), and waits until all are, `timeout` seconds at most.
+        """Connect to `ranks`, and wait until all of them are connected.
 
-        Called by the new ranks and, for them, by those that are connected already, at the same point between
-        operations. `activate=False`: they are masked at first.
+        Called by the new ranks and, naming them, by the ranks that are connected
+        already, at the same point between operations. Ranks that are connected
+        stay so.
 
-        Raises TimeoutError naming the ranks that did not come, MismatchError naming the rank and the number that
-        differs, PeerDeadError, UsageError, ClosedError.
+        Parameters
+        ----------
+        ranks : iterable of int
+            Ranks to connect.
+        activate : bool
+            If False, the new ranks start masked, see `unmask`.
+        timeout : float, optional
+            Seconds to wait; by default the timeout of the buffer.
+
+        Raises
+        ------
+        TimeoutError
+            Some ranks did not arrive in time; the text names them.
+        MismatchError
+            A rank has another size of the buffer; the text names both.
+        PeerDeadError
+            A rank died or left the group.
+        UsageError, ClosedError
         """
         self._buffer.connect(rank_list(ranks, "connect"), activate, self._timeout if timeout is None else timeout)
 
     def disconnect(self, ranks: Iterable[int]) -> None:
-        """Ends the connections to `ranks`, between operations; others may come in their place."""
+        """Disconnect `ranks`, between operations. Other processes may take their numbers and connect."""
         self._buffer.disconnect(rank_list(ranks, "disconnect"))
 
     def mask(self, ranks: Iterable[int]) -> None:
-        """From now on operations leave `ranks` out; all others do the same at the same point."""
+        """Leave `ranks` out of operations from now on. All other ranks must do the same at the same point."""
         self._buffer.mask(rank_list(ranks, "mask"))
 
     def unmask(self, ranks: Iterable[int]) -> None:
-        """Takes masked ranks back, which do the same at the same point. Raises PeerDeadError for one that is gone."""
+        """Include masked `ranks` in operations again. They and all others must do the same at the same point.
+
+        Raises
+        ------
+        PeerDeadError
+            One of them has died or left.
+        """
         self._buffer.unmask(rank_list(ranks, "unmask"))
 
     def masked(self) -> list[int]:
@@ -353,26 +521,33 @@ class ExpertBuffer:
         return self._buffer.masked()
 
     def connected(self) -> list[int]:
-        """Ranks that are connected, this one and masked ones included."""
+        """Ranks that are connected, including this one and masked ones."""
         return self._buffer.connected()
 
     def faults(self) -> list[Fault]:
-        """Ranks that were lost so far, in order."""
+        """Ranks that were lost so far, in order of their loss."""
         return [Fault(**fault) for fault in self._buffer.faults()]
 
     def links(self) -> list[Link]:
-        """How each connected rank is reached."""
+        """How each connected rank is reached, in order of ranks."""
         return [Link(**link) for link in self._buffer.links()]
 
     def sync(self) -> None:
-        """Waits until every connected rank that is not masked has come here, its GPU being done with what was put in.
+        """Wait until every connected, unmasked rank has called this (a barrier).
 
-        Raises MismatchError, ClosedError, TimeoutError.
+        On a GPU also until this GPU has completed all operations enqueued so far.
+
+        Raises
+        ------
+        MismatchError, TimeoutError, ClosedError
         """
         self._buffer.sync()
 
     def destroy(self) -> None:
-        """Ends all connections; the memory goes with the last result that shows it. The second time nothing happens."""
+        """Close all connections and release the memory. Calling it again has no effect.
+
+        Memory that a result still shows is released together with that result.
+        """
         self._buffer.destroy()
 
     def __enter__(self) -> ExpertBuffer:

@@ -1,4 +1,4 @@
-"""A group of ranks: who is in it, what they tell each other, where they meet."""
+"""A group of ranks: its members, the values they publish, and the barriers at which they meet."""
 
 from __future__ import annotations
 
@@ -17,23 +17,59 @@ _joined: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class Group:
-    """One process's place in a group of ranks.
+    """The membership of this process in a group of ranks.
 
-    `rank`, `size`, `local_rank` and `store` come from the arguments, from CROSSRAIL_STORE with RANK and WORLD_SIZE, or
-    from the variables that torchrun, Slurm and Open MPI set; `bootstrap` says which. A rank that nothing names is the
-    lowest free one; `size` is the most ranks there may be. Rank 0 also runs the built-in store when the address is its
-    own and nobody listens there. `Group(size=1)` is this process alone.
+    Rank, size, local rank and store come from the arguments, from CROSSRAIL_STORE
+    with RANK and WORLD_SIZE, or from the variables that torchrun, Slurm and Open MPI
+    set; `bootstrap` says which. ``Group(size=1)`` is this process alone. As a
+    context manager, it leaves the group at the end of the block.
 
-    `lease`: how many seconds after its last sign of life a member counts as dead. `timeout`: seconds that joining, and
-    every wait without a limit of its own, may take at most (None: CROSSRAIL_TIMEOUT). `node`: members of equal node
-    share memory (None: this machine and network namespace). `context` gives the settings.
+    Parameters
+    ----------
+    name : str
+        Name of the group; several groups can share a store.
+    rank : int, optional
+        Number of this process. If nothing specifies it, the lowest free one.
+    size : int, optional
+        Maximum number of ranks.
+    local_rank : int, optional
+        Number of this process among the members of its node.
+    node : str, optional
+        Members with the same node share memory. By default this machine and
+        network namespace.
+    store : str, optional
+        Address of the store, ``tcp://host:port`` or ``etcd://host:port``. Rank 0
+        also runs the built-in store if the address is its own and nothing listens
+        there.
+    lease : float
+        Seconds without a sign of life after which a member counts as dead.
+    timeout : float, optional
+        Maximum seconds for joining, and for every wait without a timeout of its
+        own; CROSSRAIL_TIMEOUT by default.
+    context : Context, optional
+        Source of the settings; a new one by default.
 
-    While the store is unreachable, what needs no store goes on; a line on stderr and `control_error` say so.
-    As a context manager, it leaves at the end. Any thread may use it.
+    Raises
+    ------
+    ConfigError
+        Nothing specifies the store, or a variable is missing or malformed.
+    UsageError
+        A name, rank, size or lease is invalid.
+    UnreachableError
+        The store could not be reached in time.
+    MismatchError
+        The rank is taken, or another rank specified another size.
+    ExhaustedError
+        All ranks are taken.
+    RefusedError
+        The store has another secret.
 
-    Raises ConfigError (nothing says where the store is; a variable is missing or bad), UsageError (a bad name, rank,
-    size or lease), UnreachableError (no store there in time), MismatchError (the rank is taken, or another rank was
-    told another size), ExhaustedError (all ranks are taken), RefusedError (secret).
+    Notes
+    -----
+    Thread safety: any thread may use the group.
+
+    While the store is unreachable, everything that does not need it continues. A
+    line on stderr and `control_error` report the outage.
     """
 
     def __init__(
@@ -63,107 +99,173 @@ class Group:
 
     @property
     def context(self) -> _native.Context:
-        """The context whose settings it has."""
+        """The context whose settings the group uses."""
         return self._context
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """The rank of this process."""
         return self._native.rank
 
     @property
     def size(self) -> int:
-        """The most ranks the group may have; they go from 0 to `size - 1`."""
+        """Maximum number of ranks; ranks are numbered from 0 to ``size - 1``."""
         return self._native.size
 
     @property
     def local_rank(self) -> int:
-        """This process's number among the members of its node."""
+        """The number of this process among the members of its node."""
         return self._native.local_rank
 
     @property
     def node(self) -> str:
-        """Members of equal node share memory."""
+        """The node of this process; members with the same node share memory."""
         return self._native.node
 
     @property
     def name(self) -> str:
-        """The group's name."""
+        """The name of the group."""
         return self._native.name
 
     @property
     def bootstrap(self) -> str:
-        """What said rank, size and store, in one line."""
+        """Where rank, size and store were read from, in one line."""
         return self._native.bootstrap
 
     @property
     def store_address(self) -> str:
-        """Where the store is: `tcp://host:port` or `etcd://host:port[,host:port]`."""
+        """Address of the store: ``tcp://host:port`` or ``etcd://host:port[,host:port]``."""
         return self._native.store_address
 
     @property
     def serves_store(self) -> bool:
-        """Whether the store runs in this process."""
+        """Whether this process runs the store."""
         return self._native.serves_store
 
     @property
     def control_error(self) -> CrossrailError | None:
-        """Why the store cannot be reached at the moment; None: it can, as far as is known."""
+        """Why the store cannot be reached at present; None if it can, as far as is known."""
         return self._native.control_error
 
     @property
     def changes(self) -> int:
-        """How often other members came, left or died since this process joined."""
+        """Number of times that another member joined, left or died since this process joined."""
         return self._native.changes
 
     def barrier(self, name: str = "", ranks: Iterable[int] | None = None, timeout: float | None = None) -> None:
-        """Waits until all of `ranks` (None: all that there may be), this one among them, have come.
+        """Wait until all of `ranks`, which include this one, have called this.
 
-        May be used any number of times; each name and set of ranks has its own.
+        May be repeated. Each combination of name and ranks is a barrier of its own.
 
-        Raises TimeoutError naming those that did not come, PeerDeadError at once when one has died or left,
-        UsageError, ClosedError, UnreachableError (the store).
+        Parameters
+        ----------
+        name : str
+            Name of the barrier.
+        ranks : iterable of int, optional
+            Participants; by default all ranks up to `size`.
+        timeout : float, optional
+            Maximum seconds to wait; by default the timeout of the group.
+
+        Raises
+        ------
+        TimeoutError
+            Some ranks did not arrive in time; the text names them.
+        PeerDeadError
+            A participant died or left; raised at once.
+        UnreachableError
+            The store cannot be reached.
+        UsageError, ClosedError
         """
         self._native.barrier(name, self._ranks(ranks), timeout)
 
     def publish(self, key: str, value: bytes) -> None:
-        """Tells the others `value` (64 KiB at most) under `key`, until withdrawn or this process leaves or dies."""
+        """Publish `value` under `key` for the other ranks.
+
+        It stays until `withdraw`, or until this process leaves or dies.
+
+        Parameters
+        ----------
+        key : str
+        value : bytes
+            At most 64 KiB.
+        """
         self._native.publish(key, value)
 
     def withdraw(self, key: str) -> None:
-        """Takes back what was told under `key`, if there is anything."""
+        """Withdraw the value that this rank published under `key`, if any."""
         self._native.withdraw(key)
 
     def collect(self, key: str, ranks: Iterable[int] | None = None, timeout: float | None = None) -> list[bytes]:
-        """What each of `ranks` (None: all that there may be) tells under `key`; waits for those that have not yet.
+        """Return the values that `ranks` published under `key`, waiting for missing ones.
 
-        Raises as `barrier`. To wait for the successor of a rank that died, `wait_members` first.
+        To wait for the successor of a rank that died, call `wait_members` first.
+
+        Parameters
+        ----------
+        key : str
+        ranks : iterable of int, optional
+            By default all ranks up to `size`.
+        timeout : float, optional
+            Maximum seconds to wait; by default the timeout of the group.
+
+        Returns
+        -------
+        list of bytes
+            One value per rank, in the order of `ranks`.
+
+        Raises
+        ------
+        TimeoutError, PeerDeadError, UnreachableError, UsageError, ClosedError
+            As for `barrier`.
         """
         return self._native.collect(key, self._ranks(ranks), timeout)
 
     def wait_members(self, ranks: Iterable[int] | None = None, timeout: float | None = None) -> None:
-        """Waits until all of `ranks` are in the group; those that died or left count as not there yet.
+        """Wait until all of `ranks` are members. Ranks that died or left count as absent.
 
-        Raises TimeoutError naming those that did not come, UsageError, ClosedError.
+        Parameters
+        ----------
+        ranks : iterable of int, optional
+            By default all ranks up to `size`.
+        timeout : float, optional
+            Maximum seconds to wait; by default the timeout of the group.
+
+        Raises
+        ------
+        TimeoutError
+            Some ranks did not join in time; the text names them.
+        UsageError, ClosedError
         """
         self._native.wait_members(self._ranks(ranks), timeout)
 
     def members(self) -> list[Member]:
-        """Who is in the group now, by rank, this process included."""
+        """The present members in order of ranks, including this process."""
         return [Member(*member) for member in self._native.members()]
 
     def state(self, rank: int) -> RankState:
-        """What is known of a rank; asks nobody."""
+        """The last known state of `rank`, without asking the store."""
         return RankState(*self._native.state(rank))
 
     def wait_change(self, timeout: float | None = None) -> bool:
-        """Waits until another member comes, leaves or dies; whether one did since the last call (or since joining)."""
+        """Wait until another member joins, leaves or dies.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Maximum seconds to wait; by default the timeout of the group.
+
+        Returns
+        -------
+        bool
+            Whether there was a change since the last call, or since joining.
+        """
         return self._native.wait_change(timeout)
 
     def leave(self) -> None:
-        """Leaves; what this rank told is gone, its number is free. The second time nothing happens.
+        """Leave the group. Calling it again has no effect.
 
-        A process that serves the store waits up to 2 s for the others to leave too, then ends the store.
+        The values of this rank are withdrawn and its number is free. A process that
+        runs the store waits up to 2 s for the other members to leave, then stops it.
         """
         self._native.leave()
 
@@ -176,6 +278,6 @@ class Group:
 
 @atexit.register
 def _leave_all() -> None:
-    """The others need not wait for a lease to end when an interpreter does."""
+    """Leaves every group at exit, so that the others need not wait for a lease to expire."""
     for group in list(_joined):
         group.leave()
