@@ -282,7 +282,7 @@ impl Crowd {
             return loaded.as_ref().ok();
         }
         let mut loading = locked(&self.loading);
-        if loading.is_none() && !context.a_stream_waits() {
+        if loading.is_none() && !context.has_waiting_stream() {
             let (context, settings, place) = (context.clone(), self.settings.clone(), Arc::clone(&self.kernels));
             let load = move || {
                 let _relaxed = context.device().cuda().relaxed();

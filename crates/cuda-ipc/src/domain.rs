@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crossrail_cuda::{Context, Cuda, Device, PinnedMemory, settled};
+use crossrail_cuda::{Context, Cuda, Device, PinnedMemory, wait_for_releases};
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
 use crate::crowd::Crowd;
@@ -113,7 +113,7 @@ impl Drop for Domain {
     fn drop(&mut self) {
         // Whoever has closed everything finds the memory free.
         locked(&self.gpus).clear();
-        settled(CLOSING);
+        wait_for_releases(CLOSING);
     }
 }
 
@@ -145,7 +145,7 @@ pub(crate) struct Gpu {
 impl Gpu {
     fn new(device: &Device, uuid: Uuid, settings: &Settings) -> Result<Gpu> {
         let context = Context::primary(device)?;
-        let writes_words = device.has_values64()?;
+        let writes_words = device.has_64bit_stream_ops()?;
         let (words, idle) = (Mutex::new(Vec::new()), Mutex::new(Vec::new()));
         let (crowd, copies) = (Arc::new(Crowd::new(uuid, settings)), Default::default());
         Ok(Gpu { context, uuid, writes_words, words, idle, crowd, copies })

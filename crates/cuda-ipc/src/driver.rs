@@ -4,7 +4,7 @@
 use std::os::fd::AsFd;
 use std::sync::{Arc, OnceLock};
 
-use crossrail_cuda::{Allocation, Context, IpcHandle, IpcMapping, Later, Mapping, MemoryKind, PointerInfo};
+use crossrail_cuda::{Allocation, Context, Deferred, IpcHandle, IpcMapping, Mapping, MemoryKind, PointerInfo};
 use crossrail_types::{Error, ErrorKind, Result};
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
@@ -18,7 +18,7 @@ use crate::note::{Piece, Seal, Uuid};
 #[derive(Debug)]
 pub(crate) enum Known {
     /// Memory with a handle, which is held: as long as it is, no other has the same.
-    Held(Arc<Gpu>, Later<Allocation>),
+    Held(Arc<Gpu>, Deferred<Allocation>),
     /// The driver's number for an allocation, which it never gives again.
     Numbered(Arc<Gpu>, u64),
 }
@@ -32,7 +32,7 @@ impl std::fmt::Debug for Gpu {
 /// Memory that was taken over.
 #[derive(Clone, Debug)]
 pub(crate) enum Held {
-    Allocation(Arc<Later<Allocation>>),
+    Allocation(Arc<Deferred<Allocation>>),
     Legacy(Arc<IpcMapping>),
     /// The owner is this process: its addresses are ours.
     Own(Own),
@@ -52,7 +52,7 @@ pub(crate) struct Own {
 #[derive(Clone, Debug)]
 enum OwnKnown {
     Numbered(u64),
-    Held(Arc<Later<Allocation>>),
+    Held(Arc<Deferred<Allocation>>),
 }
 
 impl Held {
@@ -109,7 +109,7 @@ impl Own {
 /// Memory of the peer at addresses of this process.
 #[derive(Debug)]
 pub(crate) enum Open {
-    Mapped(Later<Mapping>),
+    Mapped(Deferred<Mapping>),
     Legacy(Arc<IpcMapping>),
     Own(Own),
 }
@@ -149,7 +149,7 @@ impl Source for Domain {
         if info.descriptor {
             let len = usize::try_from(info.len).map_err(|_| format!("{} bytes are too many", info.len))?;
             let held = Allocation::of_address(&gpu.context, info.base, len).map_err(|error| error.to_string())?;
-            let held = Later::new(held, &gpu.context);
+            let held = Deferred::new(held, &gpu.context);
             let known = Known::Held(gpu, held);
             return Ok(Found { address: info.base, len: info.len, device, known });
         }
@@ -200,7 +200,7 @@ impl Opener for Domain {
             Pass::File { file, seal: theirs } => usize::try_from(piece.len)
                 .map_err(|_| Error::new(ErrorKind::Protocol, "import of memory", "too long"))
                 .and_then(|len| {
-                    let held = |allocation| Arc::new(Later::new(allocation, &gpu.context));
+                    let held = |allocation| Arc::new(Deferred::new(allocation, &gpu.context));
                     if is_own(piece, HAS_HANDLE, theirs) {
                         let there = Allocation::of_address(&gpu.context, piece.address, len)?;
                         let (context, known) = (gpu.context.clone(), OwnKnown::Held(held(there)));
@@ -222,7 +222,7 @@ impl Opener for Domain {
         let gpu = self.gpu(device).map_err(|error| error.to_string())?;
         let mapped = |allocation: &Allocation| {
             self.map(std::slice::from_ref(allocation), &[&gpu.context], Some(piece.device))
-                .map(|mapping| Open::Mapped(Later::new(mapping, &gpu.context)))
+                .map(|mapping| Open::Mapped(Deferred::new(mapping, &gpu.context)))
                 .map_err(|error| format!("memory of the peer's {}: {error}", self.name(&piece.device)))
         };
         match held {

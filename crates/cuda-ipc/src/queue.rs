@@ -29,7 +29,7 @@ impl ByKernel {
     pub(crate) fn of(gpu: &Gpu, peer: &Uuid) -> Option<ByKernel> {
         let blocks = gpu.crowd.blocks(peer)?;
         let kernels = gpu.crowd.kernels(&gpu.context)?;
-        if !kernels.has_bulk() || gpu.context.a_stream_waits() {
+        if !kernels.has_bulk() || gpu.context.has_waiting_stream() {
             return None;
         }
         Some(ByKernel { kernels: Arc::clone(kernels), blocks })

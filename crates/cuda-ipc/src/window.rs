@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use crossrail_cuda::{Allocation, Context, Later};
+use crossrail_cuda::{Allocation, Context, Deferred};
 use crossrail_transport::Window;
 use crossrail_types::{Error, ErrorKind, Result};
 
@@ -35,7 +35,7 @@ pub(crate) fn make(
             let contexts = contexts(domain, device, owner)?;
             let reached: Vec<&Context> = contexts.iter().collect();
             match domain.map(&allocations, &reached, owner) {
-                Ok(mapping) => (mapping.address(), Arc::new(Later::new(mapping, &contexts[0])) as _),
+                Ok(mapping) => (mapping.address(), Arc::new(Deferred::new(mapping, &contexts[0])) as _),
                 Err(error) => in_place(held, &reached).ok_or_else(|| error.with_lane("cuda_ipc"))?,
             }
         }

@@ -5,13 +5,16 @@ use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crossrail_types::{Error, ErrorKind, Result};
 use cudarc::driver::sys::CUcontext;
 
-use crate::closing::Closer;
+use crate::device::Device;
+use crate::driver::Cuda;
 use crate::raw::{Code, Raw};
-use crate::{Cuda, Device, Relaxed};
+use crate::relaxed::Relaxed;
+use crate::release::{ReleasePause, ReleaseThread};
 
 const PEER_ACCESS_ALREADY_ENABLED: Code = 704;
 
@@ -35,7 +38,7 @@ pub struct Context(Arc<Primary>);
 struct Primary {
     device: Device,
     raw: CUcontext,
-    closer: Arc<Closer>,
+    release_thread: Arc<ReleaseThread>,
 }
 
 // SAFETY: a context handle is a name for an object of the driver, which may be used from every thread at once.
@@ -69,7 +72,7 @@ impl Context {
         // SAFETY: `raw` is a valid place for one handle.
         let code = unsafe { (cuda.raw().cuDevicePrimaryCtxRetain)(&mut raw, device.raw()) };
         cuda.check(&format!("cuda:{}", device.ordinal()), "cuDevicePrimaryCtxRetain", code)?;
-        Ok(Context(Arc::new(Primary { device: device.clone(), raw, closer: Closer::current(cuda) })))
+        Ok(Context(Arc::new(Primary { device: device.clone(), raw, release_thread: ReleaseThread::current(cuda) })))
     }
 
     /// The GPU.
@@ -123,12 +126,35 @@ impl Context {
         Ok(Entered { before, _pop: pop, _relaxed: relaxed })
     }
 
+    /// Defers blocking releases while `waits` returns `Some(true)`; after `None` it is not called again.
+    ///
+    /// Some driver calls that release resources do not return while a stream waits. The release thread calls `waits`
+    /// periodically as long as it has such calls to make, and makes them once no stream waits. `waits` must not block.
+    pub fn defer_releases_while(&self, waits: impl Fn() -> Option<bool> + Send + Sync + 'static) {
+        self.release_thread().add_probe(Arc::new(waits));
+    }
+
+    /// Keeps blocking releases from starting until the result is dropped; waits at most `limit` for one in progress.
+    ///
+    /// For callers that enqueue work which may wait for other ranks, and which [`Context::defer_releases_while`] reports
+    /// only once it is enqueued. Without the pause, a release could start in between: it would wait for the enqueued
+    /// work, and hold up the launches that this work waits for.
+    pub fn pause_releases(&self, limit: Duration) -> ReleasePause {
+        self.release_thread().pause(limit)
+    }
+
+    /// Whether a stream of this process is known to wait ([`Context::defer_releases_while`]), so that loading a kernel could
+    /// block.
+    pub fn has_waiting_stream(&self) -> bool {
+        self.release_thread().has_waiting_stream()
+    }
+
     pub(crate) fn raw(&self) -> CUcontext {
         self.0.raw
     }
 
-    pub(crate) fn closer(&self) -> &Arc<Closer> {
-        &self.0.closer
+    pub(crate) fn release_thread(&self) -> &Arc<ReleaseThread> {
+        &self.0.release_thread
     }
 
     pub(crate) fn cuda(&self) -> &Cuda {

@@ -8,7 +8,7 @@ use std::str::FromStr;
 use crossrail_types::{Error, ErrorKind, Result};
 use cudarc::driver::sys::{CUdevice, CUdevice_attribute as Attribute, CUuuid};
 
-use crate::Cuda;
+use crate::driver::Cuda;
 
 /// What kernels are compiled for: `sm_80`, `sm_90a`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -39,6 +39,30 @@ impl FromStr for Arch {
             return Err(bad());
         }
         Ok(Arch { major: number / 10, minor: number % 10, specific })
+    }
+}
+
+impl Cuda {
+    /// Every GPU that this process sees, in the driver's order (`CUDA_VISIBLE_DEVICES` applies).
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn devices(&self) -> Result<Vec<Device>> {
+        (0..self.device_count()?).map(|ordinal| Device::open(self, ordinal)).collect()
+    }
+
+    /// The GPU `cuda:ordinal`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Usage`] when there are fewer; a failed call.
+    pub fn device(&self, ordinal: u32) -> Result<Device> {
+        let count = self.device_count()?;
+        if ordinal >= count {
+            let detail = format!("there is no such GPU: this process sees {count}");
+            return Err(Error::new(ErrorKind::Usage, format!("cuda:{ordinal}"), detail)
+                .with_hint("CUDA_VISIBLE_DEVICES chooses and numbers them"));
+        }
+        Device::open(self, ordinal)
     }
 }
 
@@ -168,7 +192,7 @@ impl Device {
     ///
     /// # Errors
     /// A failed call.
-    pub fn has_values64(&self) -> Result<bool> {
+    pub fn has_64bit_stream_ops(&self) -> Result<bool> {
         Ok(self.attribute(Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS)? != 0)
     }
 

@@ -10,7 +10,6 @@ use std::sync::Arc;
 use crossrail_types::{Error, ErrorKind, Result};
 use libloading::Library;
 
-use crate::Device;
 use crate::raw::{Code, Raw, loader_words};
 
 /// The oldest driver that is used, as the CUDA version it supports (1000 * major + 10 * minor): CUDA 12.0.
@@ -124,29 +123,7 @@ impl Cuda {
         self.version
     }
 
-    /// Every GPU that this process sees, in the driver's order (`CUDA_VISIBLE_DEVICES` applies).
-    ///
-    /// # Errors
-    /// A failed call.
-    pub fn devices(&self) -> Result<Vec<Device>> {
-        (0..self.device_count()?).map(|ordinal| Device::open(self, ordinal)).collect()
-    }
-
-    /// The GPU `cuda:ordinal`.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Usage`] when there are fewer; a failed call.
-    pub fn device(&self, ordinal: u32) -> Result<Device> {
-        let count = self.device_count()?;
-        if ordinal >= count {
-            let detail = format!("there is no such GPU: this process sees {count}");
-            return Err(Error::new(ErrorKind::Usage, format!("cuda:{ordinal}"), detail)
-                .with_hint("CUDA_VISIBLE_DEVICES chooses and numbers them"));
-        }
-        Device::open(self, ordinal)
-    }
-
-    fn device_count(&self) -> Result<u32> {
+    pub(crate) fn device_count(&self) -> Result<u32> {
         let mut count: c_int = 0;
         // SAFETY: `count` is a valid place for one int.
         self.check("cuda devices", "cuDeviceGetCount", unsafe { (self.raw().cuDeviceGetCount)(&mut count) })?;

@@ -6,8 +6,11 @@ use std::time::Duration;
 use crossrail_types::Result;
 use cudarc::driver::sys::{CUevent, CUevent_flags};
 
-use crate::stream::{done, wait};
-use crate::{Context, Stream};
+use crate::context::Context;
+use crate::raw::Raw;
+use crate::stream::{Stream, done, wait};
+
+const NO_FLAGS: u32 = 0;
 
 /// A point in a stream, to be asked about and waited for; made once and recorded often.
 pub struct Event {
@@ -24,6 +27,18 @@ impl Drop for Event {
     fn drop(&mut self) {
         // SAFETY: made by `make` and not used after this; the driver keeps what streams still wait for.
         let _ = self.context.current("event", |raw| unsafe { (raw.cuEventDestroy_v2)(self.raw) });
+    }
+}
+
+impl Stream {
+    /// What is put in from now on waits until `event` has come.
+    ///
+    /// # Errors
+    /// A failed call.
+    pub fn wait_for(&self, event: &Event) -> Result<()> {
+        // SAFETY: both are alive; the driver keeps what it needs of the event.
+        let wait = |raw: &Raw| unsafe { (raw.cuStreamWaitEvent)(self.raw(), event.raw(), NO_FLAGS) };
+        self.context().run("stream", "cuStreamWaitEvent", wait)
     }
 }
 

@@ -6,8 +6,9 @@ use std::ffi::c_char;
 use crossrail_types::{Error, ErrorKind, Result};
 use cudarc::driver::sys::{CUipcMem_flags, CUipcMemHandle};
 
+use crate::context::Context;
+use crate::pointer::PointerInfo;
 use crate::raw::Raw;
-use crate::{Context, PointerInfo};
 
 const LAZY_PEER: u32 = CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
 
@@ -101,7 +102,7 @@ impl IpcMapping {
 impl Drop for IpcMapping {
     fn drop(&mut self) {
         let (context, address) = (self.context.clone(), self.address);
-        self.context.closer().when_quiet(move || {
+        self.context.release_thread().when_idle(move || {
             // SAFETY: opened once by `open`, closed once. Whoever put in work that uses it has promised that it is done:
             // every operation that names addresses is unsafe.
             let close = |raw: &Raw| raw.cuIpcCloseMemHandle.map_or(0, |close| unsafe { close(address) });

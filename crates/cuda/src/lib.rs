@@ -11,32 +11,33 @@
 //! Allocation, Mapping            memory for other processes                  IpcHandle, IpcMapping   the older way
 //! Relaxed, Entered               guards for threads                          Capture, Graph         recorded work
 //! PointerInfo what an address is                            Module, Function       compiled kernels
-//! nvrtc       source to machine code, kept on disk      Later     what is given back by a thread of its own
+//! nvrtc       source to machine code, kept on disk      Deferred     what is given back by a thread of its own
 //! ```
 //!
 //! Handles may be used from any thread. Operations that name addresses are unsafe: the driver does not know who
 //! else uses them. Every wait is bounded.
 
 mod capture;
-mod closing;
 mod context;
+mod deferred;
 mod device;
 mod driver;
 mod event;
-mod extent;
 mod ipc;
 mod memory;
 mod module;
 pub mod nvrtc;
 mod pointer;
 mod raw;
+mod relaxed;
+mod release;
 mod stream;
-mod values;
+mod stream_ops;
 mod vmm;
 
-pub use capture::{Capture, Graph, Relaxed};
-pub use closing::{KeptBack, Later, settled};
+pub use capture::{Capture, Graph};
 pub use context::{Context, Entered, MemoryInfo};
+pub use deferred::Deferred;
 pub use device::{Arch, Device};
 pub use driver::{Absent, Cuda, MIN_DRIVER};
 pub use event::Event;
@@ -44,7 +45,9 @@ pub use ipc::{IpcHandle, IpcMapping};
 pub use memory::{DeviceMemory, PinnedMemory, RegisteredMemory};
 pub use module::{Function, Grid, KernelArgs, Module, Usage};
 pub use pointer::{MemoryKind, PointerInfo, owner};
-pub use stream::{Stream, most_waiting};
+pub use relaxed::Relaxed;
+pub use release::{ReleasePause, wait_for_releases};
+pub use stream::{Stream, max_waiting_streams};
 pub use vmm::{Allocation, Mapping};
 
 #[cfg(test)]

@@ -10,14 +10,14 @@ use cudarc::driver::sys::{
     CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTABLE,
 };
 
-use crate::Context;
-use crate::closing::settled;
+use crate::context::Context;
 use crate::raw::Raw;
+use crate::release::wait_for_releases;
 
 /// How long an allocation for which there is no memory waits for what was dropped just before.
 const FREED_SOON: Duration = Duration::from_secs(1);
 
-/// Memory of a GPU; freed, by a thread of its own ([`crate::settled`]), when this is dropped. Its contents are undefined
+/// Memory of a GPU; freed, by a thread of its own ([`crate::wait_for_releases`]), when this is dropped. Its contents are undefined
 /// at first.
 #[derive(Debug)]
 pub struct DeviceMemory {
@@ -29,7 +29,7 @@ pub struct DeviceMemory {
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         let (context, address) = (self.context.clone(), self.address);
-        self.context.closer().when_quiet(move || {
+        self.context.release_thread().when_idle(move || {
             // SAFETY: allocated by `new`, freed once. Whoever put in work that uses it has promised that it is done:
             // every operation that names addresses is unsafe.
             let _ = context.current("memory", |raw| unsafe { (raw.cuMemFree_v2)(address) });
@@ -86,7 +86,7 @@ unsafe impl Sync for PinnedMemory {}
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
         let (context, start) = (self.context.clone(), self.start.as_ptr().expose_provenance());
-        self.context.closer().when_quiet(move || {
+        self.context.release_thread().when_idle(move || {
             let start = std::ptr::with_exposed_provenance_mut(start);
             // SAFETY: allocated by `new`, freed once. Whoever put in work that uses it has promised that it is done:
             // every operation that names addresses is unsafe.
@@ -146,7 +146,7 @@ impl PinnedMemory {
 /// Host memory that was there already, such as a shared mapping bound to a NUMA node, pinned while this lives: every
 /// GPU of the process can copy from and to it at full rate and reach it from kernels.
 ///
-/// Its drop may wait for the GPU: [`crate::Later::when_quiet`] takes it, and the memory with it, to a thread of its own.
+/// Its drop may wait for the GPU: [`crate::Deferred::when_idle`] takes it, and the memory with it, to a thread of its own.
 #[derive(Debug)]
 pub struct RegisteredMemory {
     context: Context,
@@ -215,7 +215,7 @@ pub(crate) fn check_len(len: usize) -> Result<()> {
 /// Allocates memory of the GPU; once more where there is none, but some was dropped that is not free yet.
 pub(crate) fn allocate(context: &Context, len: usize, mut make: impl FnMut() -> Result<()>) -> Result<()> {
     let made = match make() {
-        Err(error) if error.kind == ErrorKind::Exhausted && settled(FREED_SOON) => make(),
+        Err(error) if error.kind == ErrorKind::Exhausted && wait_for_releases(FREED_SOON) => make(),
         made => made,
     };
     made.map_err(|error| with_sums(context, error, len))

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use crossrail_types::{Error, ErrorKind, Result};
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute as Attribute, CUmodule};
 
+use crate::context::Context;
 use crate::nvrtc::Compiled;
 use crate::raw::Raw;
-use crate::{Context, Stream};
+use crate::stream::Stream;
 
 /// What a kernel takes: one struct, by value.
 ///
@@ -59,7 +60,7 @@ unsafe impl Sync for Loaded {}
 impl Drop for Loaded {
     fn drop(&mut self) {
         let (context, module) = (self.context.clone(), self.raw.expose_provenance());
-        self.context.closer().when_quiet(move || {
+        self.context.release_thread().when_idle(move || {
             let module = std::ptr::with_exposed_provenance_mut(module);
             // SAFETY: loaded once, unloaded once; every function of it held a clone.
             let _ = context.current("module", |raw| unsafe { (raw.cuModuleUnload)(module) });

@@ -9,11 +9,10 @@ use std::time::{Duration, Instant};
 use crossrail_types::{Error, ErrorKind, Result, format_duration};
 use cudarc::driver::sys::{CUcontext, CUstream, CUstream_flags};
 
+use crate::context::Context;
 use crate::raw::{Code, Raw};
-use crate::{Context, Event};
 
 pub(crate) const NOT_READY: Code = 600;
-const NO_FLAGS: u32 = 0;
 
 /// How long a wait polls without giving way; most copies and kernels are shorter.
 const POLL: Duration = Duration::from_micros(50);
@@ -27,7 +26,7 @@ const MOST_CONNECTIONS: usize = 32;
 /// How many streams of this process may wait on one GPU at the same time, for a word or in a kernel, so that all others go
 /// on: one less than there are queues, which CUDA_DEVICE_MAX_CONNECTIONS says (8 unless it is set). With one more, no
 /// stream's kernels begin any longer, whatever its priority.
-pub fn most_waiting() -> usize {
+pub fn max_waiting_streams() -> usize {
     static MOST: OnceLock<usize> = OnceLock::new();
     // As the driver: what the variable says when CUDA begins counts.
     *MOST.get_or_init(|| connections(std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok().as_deref()) - 1)
@@ -140,16 +139,6 @@ impl Stream {
     /// [`ErrorKind::Timeout`] after `limit`: the work goes on, and may still be waited for. A failed call.
     pub fn wait(&self, limit: Duration) -> Result<()> {
         wait(&self.context, "stream", limit, || self.is_done())
-    }
-
-    /// What is put in from now on waits until `event` has come.
-    ///
-    /// # Errors
-    /// A failed call.
-    pub fn wait_for(&self, event: &Event) -> Result<()> {
-        // SAFETY: both are alive; the driver keeps what it needs of the event.
-        let wait = |raw: &Raw| unsafe { (raw.cuStreamWaitEvent)(self.raw, event.raw(), NO_FLAGS) };
-        self.context.run("stream", "cuStreamWaitEvent", wait)
     }
 
     /// Puts a copy of `len` bytes in. Addresses may be of device memory, pinned host memory, or any GPU whose peer

@@ -11,9 +11,11 @@ use cudarc::driver::sys::{
     CUmemAllocationProp, CUmemAllocationType, CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType,
 };
 
+use crate::context::Context;
+use crate::device::Device;
+use crate::driver::Cuda;
 use crate::memory::{allocate, check_len};
 use crate::raw::{Code, Raw};
-use crate::{Context, Cuda, Device};
 
 const DESCRIPTOR: CUmemAllocationHandleType = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 

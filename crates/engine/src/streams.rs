@@ -73,7 +73,7 @@ impl Request {
     /// # Errors
     /// `Usage`: the stream is another GPU's, or is being captured (a graph can't wait for one transfer again and again;
     /// capture [`Mapped::put`] instead); `Exhausted`: as many of the process's streams wait on that GPU as may
-    /// ([`crossrail_cuda::most_waiting`]: 7, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise), since with one more what they
+    /// ([`crossrail_cuda::max_waiting_streams`]: 7, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise), since with one more what they
     /// wait for would not go on; `Unsupported`: there is no CUDA; what the driver says.
     pub unsafe fn wait_on(&self, stream: u64, ordinal: u32) -> Result<()> {
         let device = self.shared.context.gpus().device(ordinal)?;

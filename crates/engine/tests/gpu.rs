@@ -300,7 +300,7 @@ fn transfers_end_while_as_many_streams_wait_for_them_as_may() {
     let staged = ["kernel", "host"].map(|unpack| format!("CROSSRAIL_TLS=tcp;CROSSRAIL_UNPACK={unpack}"));
     for pairs in [DIRECT, "CROSSRAIL_TLS=shm", &staged[0], &staged[1]] {
         let Some(pair) = pair(pairs) else { return };
-        let streams: Vec<Stream> = (0..crossrail_cuda::most_waiting()).map(|_| stream(&pair.cuda, 0)).collect();
+        let streams: Vec<Stream> = (0..crossrail_cuda::max_waiting_streams()).map(|_| stream(&pair.cuda, 0)).collect();
         let one_more = stream(&pair.cuda, 0);
         for (round, size) in [100_001, 6 << 20, 64 << 20].into_iter().enumerate() {
             let (target, spare) = (
@@ -332,7 +332,10 @@ fn transfers_end_while_as_many_streams_wait_for_them_as_may() {
             pair.tell("wait");
             pair.tell("free");
         }
-        assert!(crossrail_cuda::settled(Duration::from_secs(20)), "{pairs}: what was dropped is given back in the end");
+        assert!(
+            crossrail_cuda::wait_for_releases(Duration::from_secs(20)),
+            "{pairs}: what was dropped is given back in the end"
+        );
     }
 }
 

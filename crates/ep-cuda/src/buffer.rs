@@ -222,7 +222,7 @@ impl DeviceBuffer {
         });
         // The closing thread frees nothing while kernels of this buffer may wait for other ranks.
         let asked: Weak<Recent> = Arc::downgrade(&inner.recent);
-        inner.cuda.hold_back(move || asked.upgrade().map(|recent| recent.is_busy()));
+        inner.cuda.defer_releases_while(move || asked.upgrade().map(|recent| recent.is_busy()));
         watch::start(&inner, lost)?;
         inner.meeting.announce()?;
         laps.end("rest");

@@ -469,7 +469,7 @@ impl Inner {
     fn run(&self, call: &mut Call, launch: &Launch, phases: u32) -> Result<Done> {
         // From the launch to `recent` nothing is freed: the driver would wait for the kernel, and other ranks of this
         // process could not launch theirs, which it waits for.
-        let _kept = (!call.captured).then(|| self.cuda.keep_back(FREES));
+        let _kept = (!call.captured).then(|| self.cuda.pause_releases(FREES));
         if call.state.has_far() {
             self.run_far(&mut call.state, &call.stream, launch, phases)?;
         } else {

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use crossrail_cuda::{Context, PinnedMemory, most_waiting};
+use crossrail_cuda::{Context, PinnedMemory, max_waiting_streams};
 use crossrail_kernels::Kernels;
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 use parking_lot::Mutex;
@@ -19,7 +19,7 @@ const LINE: usize = 64;
 ///
 /// One per process and GPU, as the primary context is. It lives as long as a [`Device`](crate::Device) of that GPU, or
 /// one of its words. While a stream waits for one of the words, the process makes no driver call that would wait for
-/// the stream ([`Context::hold_back`]). Any thread may use it.
+/// the stream ([`Context::defer_releases_while`]). Any thread may use it.
 pub struct StreamSupport {
     context: Context,
     kernels: Mutex<Option<Arc<Kernels>>>,
@@ -96,7 +96,7 @@ impl Word {
         let mut waits = self.owner.waits.lock();
         waits.retain(|wait| !wait.is_over());
         let waiting = waits.iter().map(|wait| wait.stream).collect();
-        admit(&waiting, stream, most_waiting(), (what, self.owner.context.device().ordinal()))?;
+        admit(&waiting, stream, max_waiting_streams(), (what, self.owner.context.device().ordinal()))?;
         waits.push(Wait { stream, page: self.page.clone(), offset: self.at.1, value });
         Ok(())
     }
@@ -158,7 +158,7 @@ impl StreamSupport {
         });
         *slot = Arc::downgrade(&support);
         let asked = Arc::downgrade(&support);
-        context.hold_back(move || asked.upgrade().map(|support| support.is_any_waiting()));
+        context.defer_releases_while(move || asked.upgrade().map(|support| support.is_any_waiting()));
         support
     }
 

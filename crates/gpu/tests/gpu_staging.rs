@@ -306,7 +306,7 @@ fn memory_that_is_freed_fails_its_own_ticket_and_the_next_one_works() {
         let (kept, gone) = (bed.alloc(CHUNK), bed.alloc(CHUNK));
         let old = gone.ptr();
         drop(gone);
-        assert!(crossrail_cuda::settled(LIMIT));
+        assert!(crossrail_cuda::wait_for_releases(LIMIT));
         bed.queue.unpack(1, bed.arrived(&pattern(CHUNK, 1)), kept.ptr(), CHUNK);
         bed.queue.unpack(2, bed.arrived(&pattern(CHUNK, 2)), old, CHUNK);
         bed.queue.pack(3, old, bed.slot(Direction::Out), CHUNK);
@@ -472,7 +472,7 @@ fn everything_is_given_back() {
         // Dropped with work under way: who put it in first, then what it works on, which operations keep as long.
         drop(bed);
         drop(memory);
-        assert!(crossrail_cuda::settled(LIMIT), "{round}: not given back");
+        assert!(crossrail_cuda::wait_for_releases(LIMIT), "{round}: not given back");
         assert!(context.memory().is_ok(), "{round}: the context is lost");
     };
     // The driver keeps some of what it made for the first.

@@ -92,7 +92,7 @@ fn obey(end: &mut End, memory: &mut Vec<Option<Memory>>, word: &Value) -> Value 
                 end.link.freed(gone.address(), gone.len() as u64);
             }
             drop(gone);
-            assert!(crossrail_cuda::settled(LIMIT));
+            assert!(crossrail_cuda::wait_for_releases(LIMIT));
             json!({})
         }
         "tidy" => json!({"more": end.link.tidy()}),
@@ -102,7 +102,7 @@ fn obey(end: &mut End, memory: &mut Vec<Option<Memory>>, word: &Value) -> Value 
             json!({"why": result.err()})
         }
         "free bytes" => {
-            assert!(crossrail_cuda::settled(LIMIT));
+            assert!(crossrail_cuda::wait_for_releases(LIMIT));
             json!({"free": end.free()})
         }
         "load kernels" => json!({"loaded": end.has_kernels()}),

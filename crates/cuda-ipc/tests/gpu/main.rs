@@ -290,7 +290,7 @@ fn everything_is_given_back() {
     // Streams and words are made in the first round, and stay for the next link.
     round(&mut two, true);
     let memory = |two: &mut Two| {
-        assert!(crossrail_cuda::settled(LIMIT));
+        assert!(crossrail_cuda::wait_for_releases(LIMIT));
         (two.own.free(), number(&two.own.ask(&json!({"do": "free bytes"})), "free"))
     };
     let (before, files_before) = (memory(&mut two), files());

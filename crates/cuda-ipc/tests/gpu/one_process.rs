@@ -80,7 +80,7 @@ fn run(cuda: &Cuda, ordinals: (u32, u32)) {
         let (address, len) = (theirs.address(), 4096);
         let (descriptor, _) = both.second.link.describe(address as usize as *const u8, len).expect("memory");
         drop(theirs);
-        assert!(crossrail_cuda::settled(LIMIT));
+        assert!(crossrail_cuda::wait_for_releases(LIMIT));
         if kind == "legacy" {
             let mut late = job(Copy::Pull, own.address(), descriptor, len);
             // SAFETY: as in `pull`.

@@ -69,7 +69,7 @@ fn own_memory_that_is_freed_fails_the_copy_and_nothing_else() {
             let (address, remote) = (own.address(), two.describe(index, 0, len));
             two.own.copy(Copy::Pull, address, remote, len).expect("a pull");
             drop(own);
-            assert!(crossrail_cuda::settled(LIMIT));
+            assert!(crossrail_cuda::wait_for_releases(LIMIT));
             let why = two.own.copy(copy, address, remote, len).expect_err("its own memory is gone");
             assert!(why.contains("freed") || why.contains("no memory of a GPU"), "{kind}: {why}");
         }

@@ -6,23 +6,13 @@ use std::time::Duration;
 use crossrail_types::{LogLevel, Result, Settings};
 use sha2::{Digest, Sha256};
 
-use crate::Arch;
+use crate::device::Arch;
 use crate::nvrtc::cache::{Cache, Entry, Key};
-use crate::nvrtc::{Library, Report};
+use crate::nvrtc::library::{Library, Source};
+use crate::nvrtc::log::Report;
 
 /// Options that every kernel is compiled with: C++17, and a log that says what each kernel takes.
 const OPTIONS: [&str; 3] = ["--std=c++17", "--ptxas-options=-v", "--device-as-default-execution-space"];
-
-/// The source of one program. Headers are given, never looked for on disk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Source<'a> {
-    /// Its name, for messages.
-    pub name: &'a str,
-    /// The program.
-    pub text: &'a str,
-    /// What it may include: name, as it is included, and text.
-    pub headers: &'a [(&'a str, &'a str)],
-}
 
 /// Where compiled code came from.
 #[derive(Clone, Debug, PartialEq, Eq)]

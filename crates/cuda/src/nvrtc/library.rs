@@ -15,9 +15,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 use cudarc::nvrtc::sys;
 use libloading::os::unix;
 
-use crate::Cuda;
-use crate::driver::version_text;
-use crate::nvrtc::Source;
+use crate::driver::{Cuda, version_text};
 use crate::raw::loader_words;
 
 const COMPILATION_FAILED: u32 = 6;
@@ -149,6 +147,17 @@ table! {
     nvrtcGetProgramLog(sys::nvrtcProgram, *mut c_char);
     nvrtcGetCUBINSize(sys::nvrtcProgram, *mut usize);
     nvrtcGetCUBIN(sys::nvrtcProgram, *mut c_char);
+}
+
+/// The source of one program. Headers are given, never looked for on disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Source<'a> {
+    /// Its name, for messages.
+    pub name: &'a str,
+    /// The program.
+    pub text: &'a str,
+    /// What it may include: name, as it is included, and text.
+    pub headers: &'a [(&'a str, &'a str)],
 }
 
 /// NVRTC, loaded. Clones share it; usable from any thread, several programs at once.

@@ -13,6 +13,6 @@ mod library;
 mod log;
 
 pub use cache::Cache;
-pub use compile::{Compiled, Compiler, Origin, Source};
-pub use library::{Library, NotFound, Places};
+pub use compile::{Compiled, Compiler, Origin};
+pub use library::{Library, NotFound, Places, Source};
 pub use log::{KernelReport, Report};

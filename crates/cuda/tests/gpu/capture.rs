@@ -166,7 +166,7 @@ fn streams_wait_for_words_and_write_them() {
     unsafe {
         assert_eq!(stream.wait_value32(word + 2, 1).unwrap_err().kind, ErrorKind::Usage);
         assert_eq!(stream.write_value64(word + 4, 1).unwrap_err().kind, ErrorKind::Usage);
-        if !context.device().has_values64().unwrap() {
+        if !context.device().has_64bit_stream_ops().unwrap() {
             assert_eq!(stream.write_value64(out, 1).unwrap_err().kind, ErrorKind::Unsupported);
             return;
         }

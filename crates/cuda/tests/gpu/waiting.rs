@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 
-use crossrail_cuda::{Later, most_waiting, settled};
+use crossrail_cuda::{Deferred, max_waiting_streams, wait_for_releases};
 use cudarc::driver::sys::{CUcontext, CUevent, CUfunction, CUmemAccessDesc, CUmemAllocationProp, CUmodule, CUstream};
 use libloading::Library;
 
@@ -442,7 +442,7 @@ type PutIn = fn(&Lab, usize, usize);
 /// What streams of either priority carry while as many others wait as may; our own are urgent.
 fn many_wait() {
     let lab = Lab::new();
-    let many = most_waiting();
+    let many = max_waiting_streams();
     let waiting: Vec<usize> = (0..many).map(|_| lab.stream()).collect();
     let host = lab.pinned();
     let work: [(&str, PutIn); 6] = [
@@ -497,7 +497,7 @@ fn many_wait() {
     assert!(stuck.is_empty(), "an urgent stream does not go on while {many} others wait: {stuck:?}");
 }
 
-/// [`most_waiting`] is a promise.
+/// [`max_waiting_streams`] is a promise.
 #[test]
 fn urgent_streams_go_on_while_as_many_others_wait_as_may() {
     if support::cuda().is_some() && alone("urgent_streams_go_on_while_as_many_others_wait_as_may") {
@@ -569,15 +569,15 @@ fn what_is_dropped_while_a_stream_waits_holds_nobody_up() {
     cell.store(0, Ordering::SeqCst);
     let waits = Arc::new(AtomicBool::new(true));
     let asked = Arc::downgrade(&waits);
-    context.hold_back(move || asked.upgrade().map(|waits| waits.load(Ordering::SeqCst)));
+    context.defer_releases_while(move || asked.upgrade().map(|waits| waits.load(Ordering::SeqCst)));
     let (plain, pinned) = (DeviceMemory::new(&context, LEN).unwrap(), PinnedMemory::new(&context, LEN).unwrap());
-    let mapping = Later::new(Allocation::new(&context, LEN).unwrap().map(&[&context]).unwrap(), &context);
+    let mapping = Deferred::new(Allocation::new(&context, LEN).unwrap().map(&[&context]).unwrap(), &context);
     let (from, to) = (DeviceMemory::new(&context, LEN).unwrap(), DeviceMemory::new(&context, LEN).unwrap());
     let (gone, started) = (plain.address(), Instant::now());
     // SAFETY: the word lives until the stream has gone on.
     unsafe { waiting.wait_value32(word.address(), 1).unwrap() };
     drop((plain, pinned, mapping));
-    assert!(!settled(Duration::from_secs(5)), "two of them are put off");
+    assert!(!wait_for_releases(Duration::from_secs(5)), "two of them are put off");
     // SAFETY: both areas are this test's.
     unsafe { other.copy_within(to.address(), from.address(), LEN).unwrap() };
     other.wait(LIMIT).unwrap();
@@ -587,5 +587,5 @@ fn what_is_dropped_while_a_stream_waits_holds_nobody_up() {
     cell.store(1, Ordering::SeqCst);
     waits.store(false, Ordering::SeqCst);
     waiting.wait(LIMIT).unwrap();
-    assert!(settled(LIMIT));
+    assert!(wait_for_releases(LIMIT));
 }

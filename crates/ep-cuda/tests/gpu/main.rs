@@ -121,7 +121,7 @@ fn run_among_others(name: &str, gpus: u32, body: impl FnOnce(u32)) {
         std::process::exit(1);
     }
     // The next one begins with everything given back.
-    crossrail_cuda::settled(LEFT_LIMIT);
+    crossrail_cuda::wait_for_releases(LEFT_LIMIT);
     println!("\npassed: {name}: {:.1} s", began.elapsed().as_secs_f64());
 }
 

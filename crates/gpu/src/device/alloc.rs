@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crossrail_cuda::{Allocation, Later, Mapping};
+use crossrail_cuda::{Allocation, Deferred, Mapping};
 use crossrail_types::Result;
 
 use super::{Device, Kind};
@@ -41,7 +41,7 @@ impl Drop for AnnounceFreed {
 
 #[derive(Debug)]
 enum Backing {
-    Cuda(Later<Announced>),
+    Cuda(Deferred<Announced>),
     #[cfg(any(test, feature = "simulated-gpu"))]
     Simulated(crate::simulated::Memory),
 }
@@ -52,7 +52,7 @@ impl DeviceAlloc {
             Kind::Cuda(cuda) => {
                 let mapping = Allocation::new(cuda.context(), len.max(1))?.map(&[cuda.context()])?;
                 let freed = AnnounceFreed { address: mapping.address(), len: mapping.len() as u64 };
-                let announced = Later::new(Announced { mapping, _freed: freed }, cuda.context());
+                let announced = Deferred::new(Announced { mapping, _freed: freed }, cuda.context());
                 cuda.zero(announced.mapping.address(), announced.mapping.len())?;
                 Backing::Cuda(announced)
             }

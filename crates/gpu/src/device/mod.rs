@@ -186,7 +186,7 @@ impl Drop for Devices {
         if open.values().any(|device| device.cuda().is_some()) {
             drop(open);
             // A program that has closed everything must find the memory free.
-            crossrail_cuda::settled(CLOSING);
+            crossrail_cuda::wait_for_releases(CLOSING);
         }
     }
 }

@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossrail_cuda::{Context, Event, Later, RegisteredMemory, Stream};
+use crossrail_cuda::{Context, Deferred, Event, RegisteredMemory, Stream};
 use crossrail_shm::Arena;
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
@@ -57,7 +57,7 @@ fn make(context: &Context, settings: &Settings, setup: &StagerSetup) -> Result<(
         // SAFETY: the segment keeps the memory mapped; it is kept beside the registration and dropped after it.
         let pinned = unsafe { RegisteredMemory::new(context, first, len)? };
         map = (segment.ptr().cast_const(), pinned.address());
-        Ok(Box::new(Later::when_quiet((pinned, segment.clone()), context)) as Box<dyn Any + Send + Sync>)
+        Ok(Box::new(Deferred::when_idle((pinned, segment.clone()), context)) as Box<dyn Any + Send + Sync>)
     })?;
     let engine = CudaCopyEngine {
         context: context.clone(),

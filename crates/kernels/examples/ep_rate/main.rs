@@ -41,7 +41,7 @@ type Outcome<T> = Result<T, Box<dyn Error>>;
 fn main() -> ExitCode {
     let outcome = run();
     // The driver must not go while memory is still given back to it.
-    crossrail_cuda::settled(place::LIMIT);
+    crossrail_cuda::wait_for_releases(place::LIMIT);
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

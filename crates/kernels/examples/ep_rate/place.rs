@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crossrail_cuda::nvrtc::Compiler;
-use crossrail_cuda::{Context, Device, DeviceMemory, PinnedMemory, Stream, settled};
+use crossrail_cuda::{Context, Device, DeviceMemory, PinnedMemory, Stream, wait_for_releases};
 use crossrail_kernels::ep::{EP_FAULTS, EpCommon, EpFault, EpKernels, Layout, Shape, stage_name};
 
 use crate::Outcome;
@@ -153,7 +153,7 @@ impl Place {
 /// Before kernels are put in that wait for each other: what is given back to the driver meanwhile would make it wait for
 /// a whole GPU, and the other GPUs' launches with it.
 pub(crate) fn settle() -> Outcome<()> {
-    if settled(LIMIT) { Ok(()) } else { Err("memory is not given back".into()) }
+    if wait_for_releases(LIMIT) { Ok(()) } else { Err("memory is not given back".into()) }
 }
 
 /// Waits for what was put in on all ranks. When that does not end, or a kernel waited for another rank in vain, the error

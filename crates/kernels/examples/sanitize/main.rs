@@ -20,7 +20,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use crossrail_cuda::nvrtc::{Compiler, Library, Places};
-use crossrail_cuda::{Context, Cuda, DeviceMemory, PinnedMemory, Stream, settled};
+use crossrail_cuda::{Context, Cuda, DeviceMemory, PinnedMemory, Stream, wait_for_releases};
 use crossrail_kernels::{
     BULK_STAGE, BULK_STAGES, CopyArgs, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Kernels, Piece,
     PutArgs, ScatterList, UnpackArgs,
@@ -35,7 +35,7 @@ type Outcome<T> = Result<T, Box<dyn Error>>;
 fn main() -> ExitCode {
     let outcome = run();
     // The driver must not go while memory is still given back to it.
-    settled(LIMIT);
+    wait_for_releases(LIMIT);
     match outcome {
         Ok(checks) => {
             println!("{checks} launches, all bytes right");

@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use crossrail_cuda::nvrtc::{Compiled, Compiler};
 use crossrail_cuda::{
-    Context, Device, DeviceMemory, Function, Grid, KernelArgs, Module, PinnedMemory, Stream, settled,
+    Context, Device, DeviceMemory, Function, Grid, KernelArgs, Module, PinnedMemory, Stream, wait_for_releases,
 };
 use crossrail_kernels::sources;
 
@@ -180,7 +180,7 @@ impl Emulator {
             let context = gpu.stream.context();
             self.streams.entry(launch.rank).or_insert_with(|| Stream::new(context).unwrap());
         }
-        assert!(settled(self.limit), "memory is not given back");
+        assert!(wait_for_releases(self.limit), "memory is not given back");
         for launch in &queue {
             let function = &self.functions[&(launch.kernel.clone(), launch.rank as usize % self.gpus.len())];
             (launch.start)(function, &self.streams[&launch.rank]).map_err(in_words)?;

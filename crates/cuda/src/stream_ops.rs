@@ -4,7 +4,7 @@
 use crossrail_types::{Error, ErrorKind, Result};
 use cudarc::driver::sys::{CUstreamWaitValue_flags, CUstreamWriteValue_flags};
 
-use crate::Stream;
+use crate::stream::Stream;
 
 const AT_LEAST: u32 = CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
 const FENCED: u32 = CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
@@ -26,7 +26,7 @@ impl Stream {
         self.context().run("word", call, |_| unsafe { write(self.raw(), address, value, FENCED) })
     }
 
-    /// Like [`Stream::write_value32`], for a 64-bit word; [`crate::Device::has_values64`] says whether the GPU can.
+    /// Like [`Stream::write_value32`], for a 64-bit word; [`crate::Device::has_64bit_stream_ops`] says whether the GPU can.
     ///
     /// # Safety
     /// As there.
@@ -77,7 +77,7 @@ impl Stream {
             return Err(Error::new(ErrorKind::Usage, "word", detail));
         }
         let function = self.context().cuda().optional("word", call, function)?;
-        if bytes == 8 && !self.context().device().has_values64()? {
+        if bytes == 8 && !self.context().device().has_64bit_stream_ops()? {
             let detail = format!("cuda:{} has no 64-bit {call}", self.context().device().ordinal());
             return Err(Error::new(ErrorKind::Unsupported, "word", detail).with_hint("use a 32-bit word, or a kernel"));
         }
