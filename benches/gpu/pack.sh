@@ -51,7 +51,7 @@ say "tests"
 cargo test --quiet --locked --workspace --exclude crossrail-python --test 'gpu*' --no-run --message-format json |
     keep "$pack/tests"
 say "examples"
-cargo build --quiet --locked --release --package crossrail-kernels --package 'crossrail-cuda*' --examples \
+cargo build --quiet --locked --release --package crossrail-kernels --package crossrail-emulator --package 'crossrail-cuda*' --examples \
     --message-format json | keep "$pack/examples"
 if [[ -n $nixl ]]; then
     say "NIXL"

@@ -45,7 +45,7 @@ NOT_FOR = {"racecheck": "crossrail_ep_combine_rank"}
 racecheck of CUDA 13.0 knows mbarriers in part only (its release notes of 2025.4 name false alarms). What the lanes of a
 warp write before `__syncwarp` and the first lane's arrival it takes for a race with the warp that waits at the barrier;
 where each lane arrives by itself, or these words go by atomics, the kernel never ended under it. The emulator checks
-the order of that ring (`broken_kernels_are_caught` in crates/kernels/tests/ep_rank.rs).
+the order of that ring (`broken_kernels_are_caught` in crates/emulator/tests/emulated/rank_layout.rs).
 """
 PAIRS = (
     *(f"crossrail-{name}" for name in ("cuda-ipc.gpu", "cuda.gpu", "kernels.gpu", "bench.gpu_unpack")),
@@ -55,7 +55,7 @@ PAIRS = (
 )
 """Use no third GPU: run with two where there are more."""
 EXPERTS = (
-    "crossrail-kernels.gpu_ep",
+    "crossrail-emulator.gpu",
     *(f"test_{name}.py" for name in ("cli_ep", "deep_ep", "deep_ep_low_latency", "experts_groups", "guide_experts")),
 )
 """Their kernels wait for each other."""
@@ -150,7 +150,7 @@ def kind_of(name: str) -> str:
 def sanitizer(pack: Path, tool: str, gpus: int, environment: dict[str, str]) -> Step:
     """Every kernel on small odd shapes, under a tool of compute-sanitizer."""
     environment = {**environment, **compiler()}
-    program = pack / "examples" / "crossrail-kernels.sanitize"
+    program = pack / "examples" / "crossrail-emulator.sanitize"
     checker = find_sanitizer()
     missing = None if checker else "compute-sanitizer is not installed"
     options = [f"--tool={tool}", "--error-exitcode=86", "--print-limit=20"]

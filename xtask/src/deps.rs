@@ -87,6 +87,9 @@ struct Dependency {
 fn judge(room: &Room, dependency: &Dependency) -> Option<String> {
     let package = &dependency.package;
     if let Some(other) = ROOMS.iter().find(|other| other.package == package) {
+        if other.for_tests && !dependency.for_tests {
+            return Some(format!("only tests may use {}, not {}", other.name, room.name));
+        }
         let allowed = other.name == room.name || room.uses.contains(&other.name);
         return (!allowed).then(|| match room.uses {
             [] => format!("{} may use no other room, not {}", room.name, other.name),
@@ -190,6 +193,8 @@ mod tests {
         assert!(judged("proto", "nix", false).is_some());
         assert_eq!(judged("proto", "slab", false), None);
         assert_eq!(judged("proto", "proptest", true), None);
+        assert_eq!(judged("ep-cuda", "crossrail-emulator", true), None);
+        assert!(judged("ep-cuda", "crossrail-emulator", false).is_some());
     }
 
     #[test]

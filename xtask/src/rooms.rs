@@ -12,10 +12,12 @@ pub(crate) struct Room {
     pub(crate) outside: Option<&'static [&'static str]>,
     /// `#![forbid(unsafe_code)]` must stand in its lib.rs.
     pub(crate) forbids_unsafe: bool,
+    /// Other rooms may use it in their tests only.
+    pub(crate) for_tests: bool,
 }
 
 const fn room(name: &'static str, package: &'static str, uses: &'static [&'static str]) -> Room {
-    Room { name, package, uses, outside: None, forbids_unsafe: false }
+    Room { name, package, uses, outside: None, forbids_unsafe: false, for_tests: false }
 }
 
 /// Backends (shm, tcp) never use each other; proto and transport never use each other; only the engine picks a
@@ -30,6 +32,7 @@ pub(crate) const ROOMS: &[Room] = &[
     Room { forbids_unsafe: true, ..room("topology", "crossrail-topology", &["types"]) },
     room("cuda", "crossrail-cuda", &["types"]),
     room("kernels", "crossrail-kernels", &["cuda", "types"]),
+    Room { for_tests: true, ..room("emulator", "crossrail-emulator", &["kernels", "cuda", "types"]) },
     room("cuda-ipc", "crossrail-cuda-ipc", &["cuda", "kernels", "transport", "types"]),
     room("gpu", "crossrail-gpu", &["shm", "cuda-ipc", "kernels", "cuda", "types"]),
     room(
@@ -40,7 +43,7 @@ pub(crate) const ROOMS: &[Room] = &[
     Room { forbids_unsafe: true, ..room("control", "crossrail-control", &["handshake", "types"]) },
     room("ep", "crossrail-ep", &["engine", "control", "types"]),
     room("ep-host", "crossrail-ep-host", &["engine", "control", "ep", "types"]),
-    room("ep-cuda", "crossrail-ep-cuda", &["engine", "control", "ep", "kernels", "cuda", "types"]),
+    room("ep-cuda", "crossrail-ep-cuda", &["engine", "control", "ep", "emulator", "kernels", "cuda", "types"]),
     room("bench", "crossrail-bench", &["engine", "ep", "ep-host", "ep-cuda", "control", "types"]),
     room("python", "crossrail-python", &["engine", "control", "ep", "ep-host", "ep-cuda", "bench", "types"]),
 ];

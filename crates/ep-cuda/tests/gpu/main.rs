@@ -9,14 +9,8 @@
 mod elastic;
 mod far;
 mod killed;
-#[path = "../../../kernels/tests/emulate/numbers.rs"]
-#[allow(dead_code, missing_docs, unreachable_pub)]
-mod numbers;
 mod operations;
 mod rank;
-#[path = "../../../kernels/tests/emulate/reference.rs"]
-#[allow(dead_code, missing_docs, unreachable_pub)]
-mod reference;
 mod rounds;
 mod steady;
 #[path = "../../../cuda/tests/support/mod.rs"]
@@ -33,9 +27,9 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crossrail_emulator::Numbers;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use numbers::Numbers;
 
 /// Says which test a process is for, or that it is for all those that share one.
 const ALONE: &str = "EP_GPU_TEST";

@@ -11,7 +11,7 @@ use crossrail_types::Result;
 
 use crate::Numbers;
 use crate::rank::{Gpu, LIMIT, POISON, Rank};
-use crate::reference::{self, Outputs, RankRow, Routing, Wire, random_rows};
+use crossrail_emulator::reference::{self, Outputs, RankRow, Routing, Wire, random_rows};
 
 /// How a round is done; the same on every rank.
 #[derive(Clone, Debug, Default)]

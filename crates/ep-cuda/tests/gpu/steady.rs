@@ -10,12 +10,12 @@ use crossrail_ep_cuda::{
 };
 
 use crate::rank::{Case, Gpu, Rank, make_buffer, on_ranks};
-use crate::reference::{self, Choice, Outputs, Routing};
 use crate::rounds::{
     RankOut, Way, World, all_ways, check_expert, check_rank, compare_rows, expert_out, expert_with, put_combine_expert,
     put_combine_rank, put_dispatch_expert, put_dispatch_rank,
 };
 use crate::{Numbers, alone};
+use crossrail_emulator::reference::{self, Choice, Outputs, Routing};
 
 /// Pairs of a dispatch and a combine: twice as many operations.
 const PAIRS: u64 = 10_000;

@@ -3,18 +3,15 @@
 //!     SOAK_SECONDS=600 SOAK_SEED=1 cargo test -p crossrail-kernels --test soak -- --ignored --nocapture
 //!
 //! A failure names the shape and the seed, which give the same again.
-#![allow(unsafe_code)]
-
-mod emulate;
 
 use std::time::{Duration, Instant};
 
 use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, Payload, Scale, Shape, Tuning};
 
-use crate::emulate::job::{ByExpert, Job, Weights};
-use crate::emulate::job_rank::ByRank;
-use crate::emulate::reference::Routing;
-use crate::emulate::{Build, Numbers};
+use crossrail_emulator::job::{ByExpert, Job, Weights};
+use crossrail_emulator::job_rank::ByRank;
+use crossrail_emulator::reference::Routing;
+use crossrail_emulator::{Build, Gpus as _, Numbers};
 
 const BOTH: u32 = EP_SEND | EP_RECEIVE;
 /// Runs of each shape, which takes seconds to compile.
@@ -82,7 +79,7 @@ fn expert(job: &mut Job, numbers: &mut Numbers, seed: u64, without: &[usize]) ->
         steps(numbers, &[EP_SEND, EP_RECEIVE]).into_iter().for_each(|phases| operation.combine(job, blocks, phases));
         operations.push(operation);
     }
-    job.emulator.run(seed)?;
+    job.gpus.run(seed)?;
     operations
         .iter()
         .try_for_each(|operation| operation.check_dispatch(job).and_then(|()| operation.check_combine(job)))
@@ -109,7 +106,7 @@ fn rank(job: &mut Job, numbers: &mut Numbers, seed: u64, without: &[usize]) -> R
             .for_each(|phases| operation.combine(job, blocks, phases, if phases == BOTH { senders } else { 0 }));
         operations.push(operation);
     }
-    job.emulator.run(seed)?;
+    job.gpus.run(seed)?;
     operations
         .iter()
         .try_for_each(|operation| operation.check_dispatch(job).and_then(|()| operation.check_combine(job)))

@@ -1,16 +1,13 @@
 //! Dispatch and combine in the expert layout, on emulated GPUs, against the plain reference.
-#![allow(unsafe_code)]
-
-mod emulate;
 
 use crossrail_kernels::ep::{
     EP_DEPTH, EP_RECEIVE, EP_SEND, EP_STAGE_BACK_ROW, EP_STAGE_TABLE, EP_WORD_TABLE, Payload, Scale, Shape, Tuning,
 };
 
-use crate::emulate::Numbers;
-use crate::emulate::job::{ByExpert, Job, Weights};
-use crate::emulate::reference::{Choice, Outputs, Routing, combine_expert, narrow, widen};
-use crate::emulate::shapes::BY_EXPERT;
+use crossrail_emulator::job::{ByExpert, Job, Weights};
+use crossrail_emulator::reference::{Choice, Outputs, Routing, combine_expert, narrow, widen};
+use crossrail_emulator::shapes::BY_EXPERT;
+use crossrail_emulator::{Build, GpuMemory as _, Gpus as _, Numbers};
 
 const SOURCES: [&str; 1] = ["kernels/ep_expert.cu"];
 const BOTH: u32 = EP_SEND | EP_RECEIVE;
@@ -39,7 +36,7 @@ fn rounds(shape: Shape, seeds: std::ops::Range<u64>) {
         let blocks = 1 + numbers.below(3) as u32;
         operation.dispatch(&mut job, blocks, BOTH);
         operation.combine(&mut job, blocks, BOTH);
-        job.emulator.run(seed).unwrap();
+        job.gpus.run(seed).unwrap();
         operation
             .check_dispatch(&job)
             .and_then(|()| operation.check_combine(&job))
@@ -93,7 +90,7 @@ fn the_longest_rows_and_the_most_experts_of_a_token() {
         let operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::Dispatch);
         operation.dispatch(&mut job, 2, BOTH);
         operation.combine(&mut job, 2, BOTH);
-        job.emulator.run(90).unwrap();
+        job.gpus.run(90).unwrap();
         operation.check_dispatch(&job).and_then(|()| operation.check_combine(&job)).unwrap();
     }
 }
@@ -108,7 +105,7 @@ fn more_ranks_than_lanes() {
 fn without_bulk_copies_too() {
     let shape = SHAPE;
     let without = "constexpr u32 LANES = 32;\n#undef EP_BULK\n#define EP_BULK 0";
-    let build = emulate::Build::new(&SOURCES);
+    let build = Build::new(&SOURCES);
     let build = build.broken("kernels/ep_common.cuh", "constexpr u32 LANES = 32;", without);
     let Some(mut job) = Job::of(&build, shape, shape.expert_shared()) else { return };
     let mut numbers = Numbers(5);
@@ -116,7 +113,7 @@ fn without_bulk_copies_too() {
     let operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::Combine);
     operation.dispatch(&mut job, 2, BOTH);
     operation.combine(&mut job, 2, BOTH);
-    job.emulator.run(5).unwrap();
+    job.gpus.run(5).unwrap();
     operation.check_dispatch(&job).unwrap();
     operation.check_combine(&job).unwrap();
 }
@@ -125,14 +122,14 @@ fn without_bulk_copies_too() {
 fn counts_of_two_bytes_do_too() {
     let across = "constexpr bool ACROSS = EP_PLAN_COUNT == 4;\nusing Count = Number<EP_PLAN_COUNT>::Type;";
     let short = "constexpr bool ACROSS = false;\nusing Count = Number<2>::Type;";
-    let build = emulate::Build::new(&SOURCES).broken("kernels/ep_plan.cuh", across, short);
+    let build = Build::new(&SOURCES).broken("kernels/ep_plan.cuh", across, short);
     let Some(mut job) = Job::of(&build, SHAPE, SHAPE.expert_shared()) else { return };
     let mut numbers = Numbers(7);
     let routing = Routing::of(&mut numbers, &SHAPE, &[6, 5, 6], Choice::Even);
     let operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::Dispatch);
     operation.dispatch(&mut job, 2, BOTH);
     operation.combine(&mut job, 2, BOTH);
-    job.emulator.run(7).unwrap();
+    job.gpus.run(7).unwrap();
     operation.check_dispatch(&job).unwrap();
     operation.check_combine(&job).unwrap();
 }
@@ -170,14 +167,14 @@ fn prereduction_adds_a_rounding_of_each_ranks_part() {
 }
 
 /// What the emulator finds wrong with broken kernels: a dispatch and a combine. `None`: they cannot be compiled here.
-fn noticed(build: &emulate::Build, seed: u64, blocks: u32) -> Option<String> {
+fn noticed(build: &Build, seed: u64, blocks: u32) -> Option<String> {
     let mut job = Job::of(build, SHAPE, SHAPE.expert_shared())?;
     let mut numbers = Numbers(seed);
     let routing = Routing::of(&mut numbers, &SHAPE, &[6, 6, 6], Choice::Even);
     let operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::Dispatch);
     operation.dispatch(&mut job, blocks, BOTH);
     operation.combine(&mut job, blocks, BOTH);
-    Some(job.emulator.run(seed).expect_err("nothing is wrong"))
+    Some(job.gpus.run(seed).expect_err("nothing is wrong"))
 }
 
 /// One fence stands for many pieces; without it, ranks would look at what need not be there yet.
@@ -187,7 +184,7 @@ fn flags_without_their_fence_are_noticed() {
         ("kernels/ep_start.cuh", "#pragma unroll 2\n        for (u32 i = lane; i < WARPS", "ep_dispatch.cuh");
     let combine = ("kernels/ep_flags.cuh", "        for (u32 i = 0; i < more; ++i) {", "ep_combine.cuh");
     for (file, behind, reader) in [dispatch, combine] {
-        let build = emulate::Build::new(&SOURCES);
+        let build = Build::new(&SOURCES);
         let build = build.broken(file, &format!("        fence_acq_rel_sys();\n{behind}"), behind);
         let Some(wrong) = noticed(&build, 6, 2) else { return };
         assert!(wrong.contains(reader), "{wrong}");
@@ -197,7 +194,7 @@ fn flags_without_their_fence_are_noticed() {
 /// A flag that is given before the piece is there, as when a warp counts its stores wrongly.
 #[test]
 fn flags_of_pieces_under_way_are_noticed() {
-    let build = emulate::Build::new(&SOURCES);
+    let build = Build::new(&SOURCES);
     let wait = "bulk_wait_done<BACK_STAGES - 1>();";
     let build = build.broken("kernels/ep_flags.cuh", wait, "bulk_wait_done<BACK_STAGES>();");
     let Some(wrong) = noticed(&build, 7, 1) else { return };
@@ -230,7 +227,7 @@ fn operations_follow_each_other_without_waiting_for_the_host() {
             operation.dispatch(&mut job, 2, BOTH);
             operation.combine(&mut job, 2, BOTH);
         }
-        job.emulator.run(seed).unwrap();
+        job.gpus.run(seed).unwrap();
         for operation in &operations {
             operation.check_dispatch(&job).unwrap();
             operation.check_combine(&job).unwrap();
@@ -257,7 +254,7 @@ fn two_may_be_under_way() {
             first.combine(&mut job, 3, phases);
             second.combine(&mut job, 3, phases);
         }
-        job.emulator.run(seed).unwrap();
+        job.gpus.run(seed).unwrap();
         for operation in [first, second] {
             operation.check_dispatch(&job).unwrap();
             operation.check_combine(&job).unwrap();
@@ -276,7 +273,7 @@ fn masked_ranks_are_left_out_and_come_back() {
         let operation = ByExpert::new(&mut job, &mut numbers, routing, weights);
         operation.dispatch(&mut job, 2, BOTH);
         operation.combine(&mut job, 2, BOTH);
-        job.emulator.run(round).unwrap();
+        job.gpus.run(round).unwrap();
         operation.check_dispatch(&job).unwrap();
         operation.check_combine(&job).unwrap();
         assert!(job.faults(0).is_empty() && job.faults(2).is_empty());
@@ -292,7 +289,7 @@ fn a_rank_that_never_comes_is_masked_and_told_of() {
     let operation = ByExpert::new(&mut job, &mut numbers, routing.clone().without(&[2]), Weights::Combine);
     // The others do not know, and send to it; what goes there is left out of what is expected.
     operation.dispatch(&mut job, 2, BOTH);
-    job.emulator.run(0).unwrap();
+    job.gpus.run(0).unwrap();
     operation.check_dispatch(&job).unwrap();
     for rank in 0..2 {
         assert_eq!(job.faults(rank), [(2, EP_STAGE_TABLE)]);
@@ -302,7 +299,7 @@ fn a_rank_that_never_comes_is_masked_and_told_of() {
         assert!(waited[2] >= job.limit_ns as i64 && waited[..2].iter().all(|ns| *ns < waited[2]), "{waited:?}");
     }
     operation.combine(&mut job, 2, BOTH);
-    job.emulator.run(1).unwrap();
+    job.gpus.run(1).unwrap();
     operation.check_combine(&job).unwrap();
     assert_eq!((job.faults(0).len(), job.faults(1).len()), (1, 1));
 }
@@ -323,7 +320,7 @@ fn a_rank_that_says_half_is_masked_too() {
         rank.heap.write(table as usize, &[epoch << 32 | 1, epoch << 32, epoch << 32, epoch << 32 | 1]);
     }
     operation.dispatch(&mut job, 2, BOTH);
-    job.emulator.run(0).unwrap();
+    job.gpus.run(0).unwrap();
     operation.check_dispatch(&job).unwrap();
     for rank in 0..2 {
         assert_eq!(job.faults(rank), [(2, EP_STAGE_TABLE)]);
@@ -339,11 +336,11 @@ fn a_rank_that_dies_before_the_combine_is_left_out_of_the_sums() {
     let routing = Routing::of(&mut numbers, &SHAPE, &[6, 6, 6], Choice::Even);
     let mut operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::Dispatch);
     operation.dispatch(&mut job, 2, BOTH);
-    job.emulator.run(0).unwrap();
+    job.gpus.run(0).unwrap();
     operation.check_dispatch(&job).unwrap();
     operation.routing.active[2] = false;
     operation.combine(&mut job, 2, BOTH);
-    job.emulator.run(1).unwrap();
+    job.gpus.run(1).unwrap();
     for rank in 0..2 {
         assert_eq!(job.faults(rank), [(2, EP_STAGE_BACK_ROW)]);
         assert_eq!(job.masked(rank), [2]);

@@ -1,17 +1,14 @@
 //! Dispatch and combine in the rank layout, on emulated GPUs, against the plain reference.
-#![allow(unsafe_code)]
-
-mod emulate;
 
 use crossrail_kernels::ep::{
     EP_ANNOUNCE, EP_RECEIVE, EP_SEND, EP_STAGE_ANNOUNCE, EP_STAGE_BACK_ROW, EP_STAGE_ROOM, EP_STAGE_SENT, Payload,
     Scale, Shape, Tuning,
 };
 
-use crate::emulate::job::Job;
-use crate::emulate::job_rank::{ByRank, rounds_of};
-use crate::emulate::reference::{Choice, Routing};
-use crate::emulate::{Build, Numbers};
+use crossrail_emulator::job::Job;
+use crossrail_emulator::job_rank::{ByRank, rounds_of};
+use crossrail_emulator::reference::{Choice, Routing};
+use crossrail_emulator::{Build, GpuMemory as _, Gpus as _, Numbers};
 
 const SOURCE: &str = "kernels/ep_rank.cu";
 const ALL: u32 = EP_ANNOUNCE | EP_SEND | EP_RECEIVE;
@@ -118,7 +115,7 @@ fn operations_follow_each_other_without_waiting_for_the_host() {
             operation.dispatch(&mut job, 2, ALL);
             operation.combine(&mut job, 2, BOTH, 0);
         }
-        job.emulator.run(seed).unwrap();
+        job.gpus.run(seed).unwrap();
         for (number, operation) in operations.iter().enumerate() {
             if number >= 5 {
                 operation.check_dispatch(&job).unwrap();
@@ -153,7 +150,7 @@ fn two_may_be_under_way_and_phases_apart() {
             first.combine(&mut job, 3, phases, 0);
             second.combine(&mut job, 3, phases, 0);
         }
-        job.emulator.run(seed).unwrap();
+        job.gpus.run(seed).unwrap();
         for operation in [first, second] {
             operation.check_dispatch(&job).unwrap();
             operation.check_combine(&job).unwrap();
@@ -171,7 +168,7 @@ fn masked_ranks_are_left_out() {
         let operation = ByRank::new(&mut job, &mut numbers, routing, 0);
         operation.dispatch(&mut job, 2, ALL);
         operation.combine(&mut job, 2, BOTH, 0);
-        job.emulator.run(round).unwrap();
+        job.gpus.run(round).unwrap();
         operation.check_dispatch(&job).unwrap();
         operation.check_combine(&job).unwrap();
         assert!(job.faults(0).is_empty() && job.faults(2).is_empty());
@@ -186,7 +183,7 @@ fn a_rank_that_never_comes_is_masked_and_told_of() {
     let routing = Routing::of(&mut numbers, &SHAPE, &[36, 4, 25], Choice::Even);
     let operation = ByRank::new(&mut job, &mut numbers, routing.without(&[2]), 0);
     operation.dispatch(&mut job, 2, ALL);
-    job.emulator.run(0).unwrap();
+    job.gpus.run(0).unwrap();
     operation.check_dispatch(&job).unwrap();
     for rank in 0..2 {
         assert_eq!(job.faults(rank), [(2, EP_STAGE_ANNOUNCE)]);
@@ -196,7 +193,7 @@ fn a_rank_that_never_comes_is_masked_and_told_of() {
         assert!(waited[2] >= job.limit_ns as i64 && waited[..2].iter().all(|ns| *ns < waited[2]), "{waited:?}");
     }
     operation.combine(&mut job, 2, BOTH, 0);
-    job.emulator.run(1).unwrap();
+    job.gpus.run(1).unwrap();
     operation.check_combine(&job).unwrap();
     assert_eq!((job.faults(0).len(), job.faults(1).len()), (1, 1));
 }
@@ -216,7 +213,7 @@ fn rows_for_which_there_is_no_room_are_told_of_and_count_as_zeros() {
         operation.ranks[1].combine.y_rows = room as u64;
         operation.dispatch(&mut job, 2, ALL);
         operation.combine(&mut job, 2, BOTH, 0);
-        job.emulator.run(round as u64).unwrap();
+        job.gpus.run(round as u64).unwrap();
         operation.check_dispatch(&job).unwrap();
         operation.ranks[1].y.write(2 * hidden * room, &vec![0u16; hidden * (rows - room)]);
         operation.ranks[1].y_weights.write(4 * topk * room, &vec![0f32; topk * (rows - room)]);
@@ -237,10 +234,10 @@ fn a_rank_that_announces_and_does_not_send_leaves_blank_rows() {
     let routing = Routing::of(&mut numbers, &SHAPE, &[36, 14, 25], Choice::Even);
     let mut operation = ByRank::new(&mut job, &mut numbers, routing, 0);
     operation.dispatch(&mut job, 2, EP_ANNOUNCE);
-    job.emulator.run(0).unwrap();
+    job.gpus.run(0).unwrap();
     operation.routing.active[2] = false;
     operation.dispatch(&mut job, 2, BOTH);
-    job.emulator.run(1).unwrap();
+    job.gpus.run(1).unwrap();
     let (heap, topk) = (SHAPE.heap(), SHAPE.topk as usize);
     for rank in 0..2 {
         assert_eq!(job.faults(rank), [(2, EP_STAGE_SENT)]);
@@ -265,11 +262,11 @@ fn a_rank_that_dies_before_the_combine_is_masked_once() {
     let routing = Routing::of(&mut numbers, &SHAPE, &[40, 40, 40], Choice::Even);
     let mut operation = ByRank::new(&mut job, &mut numbers, routing, 0);
     operation.dispatch(&mut job, 2, ALL);
-    job.emulator.run(0).unwrap();
+    job.gpus.run(0).unwrap();
     operation.check_dispatch(&job).unwrap();
     operation.routing.active[2] = false;
     operation.combine(&mut job, 2, BOTH, 0);
-    job.emulator.run(1).unwrap();
+    job.gpus.run(1).unwrap();
     for rank in 0..2 {
         assert_eq!(job.faults(rank), [(2, EP_STAGE_BACK_ROW)]);
         assert_eq!(job.masked(rank), [2]);
@@ -313,7 +310,7 @@ fn broken_kernels_are_caught() {
             let operation = ByRank::new(&mut job, &mut numbers, routing, 0);
             operation.dispatch(&mut job, 1, ALL);
             operation.combine(&mut job, 1, BOTH, 0);
-            let run = job.emulator.run(seed);
+            let run = job.gpus.run(seed);
             run.and_then(|()| operation.check_dispatch(&job)).and_then(|()| operation.check_combine(&job)).is_err()
         });
         assert!(caught, "nothing is wrong without {from:?}");
@@ -332,7 +329,7 @@ fn rows_that_are_not_numbered_yet_are_caught() {
         let routing = Routing::of(&mut numbers, &shape, &[200], Choice::Even);
         let operation = ByRank::new(&mut job, &mut numbers, routing, 0);
         operation.dispatch(&mut job, 4, ALL);
-        let run = job.emulator.run(seed);
+        let run = job.gpus.run(seed);
         run.and_then(|()| operation.check_dispatch(&job)).is_err()
     });
     assert!(caught, "nothing is wrong without {wait:?}");

@@ -6,14 +6,17 @@ use crossrail_kernels::ep::{
     EP_FAULTS, EpCombineArgs, EpCommon, EpDispatchArgs, EpFault, EpHandle, Layout, Payload, Scale, Shape, stage_name,
 };
 
-use super::reference::{self, Outputs, Routing, Wire};
-use super::{Build, Emulator, Memory, Numbers};
+use crate::reference::{self, Outputs, Routing, Wire};
+use crate::{Build, Emulator, GpuMemory, Gpus, Memory, Numbers};
 
 /// All ranks of a job, in one emulator.
-pub struct Job {
+pub struct Job<G: Gpus = Emulator> {
+    /// What the kernels are compiled for.
     pub shape: Shape,
-    pub emulator: Emulator,
-    pub ranks: Vec<Rank>,
+    /// Where the kernels run.
+    pub gpus: G,
+    /// By rank.
+    pub ranks: Vec<Rank<G::Memory>>,
     /// The longest wait in a kernel, of the virtual clock.
     pub limit_ns: u64,
     /// Threads of a block.
@@ -23,14 +26,18 @@ pub struct Job {
 }
 
 /// What a rank has as long as its buffer lives.
-pub struct Rank {
-    pub heap: Memory,
-    pub peers: Memory,
-    pub faults: Memory,
-    pub waits: Memory,
+pub struct Rank<M = Memory> {
+    /// The heap that other ranks write into.
+    pub heap: M,
+    /// The addresses of all ranks' heaps.
+    pub peers: M,
+    /// The faults that kernels report.
+    pub faults: M,
+    /// How long each rank was waited for, in nanoseconds.
+    pub waits: M,
 }
 
-impl Job {
+impl Job<Emulator> {
     /// With the kernels of these sources, compiled for the shape; blocks that dispatch or combine have `shared` bytes of
     /// shared memory. `None` as [`Emulator::build`].
     pub fn new(sources: &[&str], shape: Shape, shared: [u32; 2]) -> Option<Job> {
@@ -44,30 +51,36 @@ impl Job {
 
     /// With what `build` makes, all of whose definitions it has; blocks that dispatch and that combine have so many threads.
     pub fn made(build: &Build, shape: Shape, threads: [u32; 2], shared: [u32; 2]) -> Option<Job> {
+        Some(Job::on(build.emulator()?, shape, threads, shared))
+    }
+}
+
+impl<G: Gpus> Job<G> {
+    /// On these GPUs, whose kernels are compiled for the shape; blocks that dispatch and that combine have so many threads.
+    pub fn on(mut gpus: G, shape: Shape, threads: [u32; 2], shared: [u32; 2]) -> Job<G> {
         shape.check().unwrap();
-        let mut emulator = build.emulator()?;
-        let heaps: Vec<Memory> = (0..shape.ranks)
-            .map(|rank| emulator.zeroed(&format!("heap {rank}"), shape.heap_bytes() as usize))
-            .collect();
-        let addresses: Vec<u64> = heaps.iter().map(Memory::address).collect();
+        let heaps: Vec<G::Memory> =
+            (0..shape.ranks).map(|rank| gpus.zeroed(&format!("heap {rank}"), shape.heap_bytes() as usize)).collect();
+        let addresses: Vec<u64> = heaps.iter().map(GpuMemory::address).collect();
         let mut ranks = Vec::new();
         for (rank, heap) in heaps.into_iter().enumerate() {
             ranks.push(Rank {
                 heap,
-                peers: emulator.memory_of(&format!("peers of {rank}"), &addresses),
-                faults: emulator.zeroed(&format!("faults of {rank}"), size_of::<EpFault>() * EP_FAULTS as usize),
-                waits: emulator.zeroed(&format!("waits of {rank}"), 8 * shape.ranks as usize),
+                peers: gpus.memory_of(&format!("peers of {rank}"), &addresses),
+                faults: gpus.zeroed(&format!("faults of {rank}"), size_of::<EpFault>() * EP_FAULTS as usize),
+                waits: gpus.zeroed(&format!("waits of {rank}"), 8 * shape.ranks as usize),
             });
         }
-        Some(Job { shape, emulator, ranks, limit_ns: 20_000_000_000, threads, shared })
+        Job { shape, gpus, ranks, limit_ns: 20_000_000_000, threads, shared }
     }
 
     /// The area of a handle, full of noise.
-    pub fn handle(&mut self, rank: usize, layout: Layout) -> Memory {
-        self.emulator.memory(&format!("handle of {rank}"), self.shape.handle_bytes(layout) as usize)
+    pub fn handle(&mut self, rank: usize, layout: Layout) -> G::Memory {
+        self.gpus.memory(&format!("handle of {rank}"), self.shape.handle_bytes(layout) as usize)
     }
 
-    pub fn common(&self, rank: usize, layout: Layout, handle: &Memory, tokens: usize, phases: u32) -> EpCommon {
+    /// What the arguments of every operation begin with.
+    pub fn common(&self, rank: usize, layout: Layout, handle: &G::Memory, tokens: usize, phases: u32) -> EpCommon {
         let parts: EpHandle = self.shape.handle(layout);
         EpCommon {
             heap: self.shape.heap(),
@@ -121,7 +134,8 @@ impl Job {
 }
 
 /// One dispatch and its combine in the expert layout, on all ranks.
-pub struct ByExpert {
+pub struct ByExpert<M = Memory> {
+    /// Where each token goes.
     pub routing: Routing,
     /// By rank: bf16 rows.
     pub x: Vec<Vec<u16>>,
@@ -129,37 +143,56 @@ pub struct ByExpert {
     pub weights: Weights,
     /// By rank: rows that combine adds.
     pub biases: Vec<Vec<Vec<u16>>>,
-    pub ranks: Vec<ExpertRank>,
+    /// By rank.
+    pub ranks: Vec<ExpertRank<M>>,
 }
 
 /// Where the weights of an operation in the expert layout are given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Weights {
+    /// None: outputs are summed as they are.
     None,
+    /// With the dispatch.
     Dispatch,
+    /// With the combine.
     Combine,
 }
 
 /// What one rank has of it.
-pub struct ExpertRank {
+pub struct ExpertRank<M = Memory> {
+    /// Arguments of its dispatch.
     pub dispatch: EpDispatchArgs,
+    /// Arguments of its combine.
     pub combine: EpCombineArgs,
-    pub out_x: Memory,
-    pub out_scales: Memory,
-    pub out_counts: Memory,
-    pub out_ranges: Memory,
-    pub out_source: Memory,
-    pub y: Memory,
-    pub out: Memory,
-    pub stats: Memory,
+    /// Dispatched rows, `[local experts, ranks * max_tokens, hidden]`.
+    pub out_x: M,
+    /// Their scales.
+    pub out_scales: M,
+    /// Rows of each local expert.
+    pub out_counts: M,
+    /// First row << 32 | rows, `[local experts, ranks]`.
+    pub out_ranges: M,
+    /// The token at its source, for each row.
+    pub out_source: M,
+    /// The experts' outputs, bf16.
+    pub y: M,
+    /// The combined rows, bf16.
+    pub out: M,
+    /// Rows of each local expert, added to what is there.
+    pub stats: M,
     /// What must live as long: inputs, the handle.
-    pub kept: Vec<Memory>,
+    pub kept: Vec<M>,
 }
 
-impl ByExpert {
+impl<M: GpuMemory> ByExpert<M> {
     /// With random rows and weights; some inputs are laid out otherwise now and then (ids of 4 bytes, strides, rows
     /// that are fp8 already, transposed scales). Both argument structs have all phases.
-    pub fn new(job: &mut Job, numbers: &mut Numbers, routing: Routing, weights: Weights) -> ByExpert {
+    pub fn new<G: Gpus<Memory = M>>(
+        job: &mut Job<G>,
+        numbers: &mut Numbers,
+        routing: Routing,
+        weights: Weights,
+    ) -> ByExpert<M> {
         let shape = job.shape;
         let hidden = shape.hidden as usize;
         let x: Vec<Vec<u16>> =
@@ -178,35 +211,35 @@ impl ByExpert {
         operation
     }
 
-    fn rank(&self, job: &mut Job, numbers: &mut Numbers, rank: usize) -> ExpertRank {
+    fn rank<G: Gpus<Memory = M>>(&self, job: &mut Job<G>, numbers: &mut Numbers, rank: usize) -> ExpertRank<M> {
         let shape = job.shape;
         let (local, most) = (shape.local_experts() as usize, (shape.ranks * shape.max_tokens) as usize);
         let tokens = self.routing.tokens[rank];
         let handle = job.handle(rank, Layout::Expert);
         let common = job.common(rank, Layout::Expert, &handle, tokens, 6);
         let mut kept = vec![handle];
-        let input = Input::new(&mut job.emulator, numbers, &shape, &self.x[rank], &mut kept);
-        let (idx_bytes, topk_idx) = ids(&mut job.emulator, numbers, &self.routing.idx[rank], &mut kept);
-        let given = job.emulator.memory_of("weights", &self.routing.weights[rank]);
+        let input = Input::new(&mut job.gpus, numbers, &shape, &self.x[rank], &mut kept);
+        let (idx_bytes, topk_idx) = ids(&mut job.gpus, numbers, &self.routing.idx[rank], &mut kept);
+        let given = job.gpus.memory_of("weights", &self.routing.weights[rank]);
         let weights = |at: Weights| if self.weights == at { given.address() } else { 0 };
         let (in_dispatch, in_combine) = (weights(Weights::Dispatch), weights(Weights::Combine));
         kept.push(given);
         let (scale_bytes, [expert, row, block]) = scale_layout(numbers, &shape, local, most);
-        let emulator = &mut job.emulator;
-        let out_x = emulator.memory("out_x", local * most * shape.row_bytes() as usize);
-        let out_scales = emulator.memory("out_scales", scale_bytes);
-        let out_counts = emulator.memory("out_counts", local * 4);
-        let out_ranges = emulator.memory("out_ranges", local * shape.ranks as usize * 8);
-        let out_source = emulator.memory("out_source", local * most * 4);
-        let stats = emulator.zeroed("stats", local * 4);
-        let y = emulator.memory("y", local * most * shape.hidden as usize * 2);
+        let gpus = &mut job.gpus;
+        let out_x = gpus.memory("out_x", local * most * shape.row_bytes() as usize);
+        let out_scales = gpus.memory("out_scales", scale_bytes);
+        let out_counts = gpus.memory("out_counts", local * 4);
+        let out_ranges = gpus.memory("out_ranges", local * shape.ranks as usize * 8);
+        let out_source = gpus.memory("out_source", local * most * 4);
+        let stats = gpus.zeroed("stats", local * 4);
+        let y = gpus.memory("y", local * most * shape.hidden as usize * 2);
         y.write(0, &reference::random_rows(numbers, local * most, shape.hidden as usize));
         let out_stride = shape.hidden as usize * 2 + 16 * numbers.below(2) as usize;
-        let out = emulator.memory("out", tokens * out_stride);
+        let out = gpus.memory("out", tokens * out_stride);
         let biases: Vec<u64> = self.biases[rank]
             .iter()
             .map(|bias| {
-                kept.push(emulator.memory_of("bias", bias));
+                kept.push(gpus.memory_of("bias", bias));
                 kept[kept.len() - 1].address()
             })
             .collect();
@@ -240,27 +273,27 @@ impl ByExpert {
     }
 
     /// Queues the dispatch's phases on the streams of all ranks that take part.
-    pub fn dispatch(&self, job: &mut Job, blocks: u32, phases: u32) {
+    pub fn dispatch<G: Gpus<Memory = M>>(&self, job: &mut Job<G>, blocks: u32, phases: u32) {
         let grid = Grid { blocks, threads: job.threads[0], shared: job.shared[0] };
         for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
             let mut args = one.dispatch;
             args.common.phases = phases;
-            job.emulator.launch_on(rank as u32, "crossrail_ep_dispatch_expert", &args, grid);
+            job.gpus.launch_on(rank as u32, "crossrail_ep_dispatch_expert", &args, grid);
         }
     }
 
     /// Queues the combine's phases on the streams of all ranks that take part.
-    pub fn combine(&self, job: &mut Job, blocks: u32, phases: u32) {
+    pub fn combine<G: Gpus<Memory = M>>(&self, job: &mut Job<G>, blocks: u32, phases: u32) {
         let grid = Grid { blocks, threads: job.threads[1], shared: job.shared[1] };
         for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
             let mut args = one.combine;
             args.common.phases = phases;
-            job.emulator.launch_on(rank as u32, "crossrail_ep_combine_expert", &args, grid);
+            job.gpus.launch_on(rank as u32, "crossrail_ep_combine_expert", &args, grid);
         }
     }
 
     /// What dispatch delivered is what it must be, on all ranks that take part.
-    pub fn check_dispatch(&self, job: &Job) -> Result<(), String> {
+    pub fn check_dispatch<G: Gpus<Memory = M>>(&self, job: &Job<G>) -> Result<(), String> {
         let expected = reference::by_expert(&job.shape, &self.routing);
         let wire: Vec<Vec<Wire>> = self
             .x
@@ -278,7 +311,7 @@ impl ByExpert {
     }
 
     /// What combine gave is what it must be, on all ranks that take part.
-    pub fn check_combine(&self, job: &Job) -> Result<(), String> {
+    pub fn check_combine<G: Gpus<Memory = M>>(&self, job: &Job<G>) -> Result<(), String> {
         let hidden = job.shape.hidden as usize;
         let outputs: Vec<Outputs> =
             self.ranks.iter().map(|one| Outputs { hidden, values: one.y.read(0, one.y.len() / 2) }).collect();
@@ -291,11 +324,11 @@ impl ByExpert {
 }
 
 /// Compares combine's rows with those expected, by rank.
-pub fn check_sums(
+pub fn check_sums<M: GpuMemory>(
     routing: &Routing,
     hidden: usize,
     expected: &[Vec<u16>],
-    out: impl Fn(usize) -> (Memory, usize),
+    out: impl Fn(usize) -> (M, usize),
 ) -> Result<(), String> {
     for (rank, expected) in expected.iter().enumerate() {
         let (memory, stride) = out(rank);
@@ -313,7 +346,7 @@ pub fn check_sums(
     Ok(())
 }
 
-impl ExpertRank {
+impl<M: GpuMemory> ExpertRank<M> {
     fn check(&self, shape: &Shape, expected: &reference::ByExpert, wire: &[Vec<Wire>]) -> Result<(), String> {
         let most = (shape.ranks * shape.max_tokens) as usize;
         let counts: Vec<i32> = expected.rows.iter().map(|rows| rows.len() as i32).collect();
@@ -370,19 +403,20 @@ pub struct Input {
 }
 
 impl Input {
-    pub fn new(
-        emulator: &mut Emulator,
+    /// Writes rows in one of the formats that kernels take; `kept` holds the memory.
+    pub fn new<G: Gpus>(
+        gpus: &mut G,
         numbers: &mut Numbers,
         shape: &Shape,
         rows: &[u16],
-        kept: &mut Vec<Memory>,
+        kept: &mut Vec<G::Memory>,
     ) -> Input {
         let hidden = shape.hidden as usize;
         let fp8 = shape.payload != Payload::Bf16 && numbers.once_in(3);
         let rows: Vec<&[u16]> = rows.chunks_exact(hidden).collect();
         let bytes = if fp8 { hidden } else { 2 * hidden };
         let stride = bytes + 16 * numbers.below(3) as usize;
-        let x = emulator.memory("x", rows.len() * stride);
+        let x = gpus.memory("x", rows.len() * stride);
         let blocks = hidden / reference::BLOCK;
         let size = if shape.payload == Payload::Fp8(Scale::Ue8m0) { 1 } else { 4 };
         // Scales of a byte go by four.
@@ -391,7 +425,7 @@ impl Input {
         let unit = 4;
         let (scale_row, scale_block) =
             if numbers.once_in(2) { (units * unit, unit) } else { (unit, rows.len() * unit) };
-        let scales = emulator.memory("scales", rows.len() * units * unit);
+        let scales = gpus.memory("scales", rows.len() * units * unit);
         for (token, row) in rows.iter().enumerate() {
             if !fp8 {
                 x.write(token * stride, row);
@@ -438,13 +472,13 @@ pub fn combine_args(common: &EpCommon) -> EpCombineArgs {
 }
 
 /// Expert ids, of 4 or 8 bytes: how many, and where.
-pub fn ids(emulator: &mut Emulator, numbers: &mut Numbers, idx: &[i32], kept: &mut Vec<Memory>) -> (u32, u64) {
+pub fn ids<G: Gpus>(gpus: &mut G, numbers: &mut Numbers, idx: &[i32], kept: &mut Vec<G::Memory>) -> (u32, u64) {
     let wide = numbers.once_in(2);
     let memory = if wide {
         let idx: Vec<i64> = idx.iter().map(|id| i64::from(*id)).collect();
-        emulator.memory_of("topk_idx", &idx)
+        gpus.memory_of("topk_idx", &idx)
     } else {
-        emulator.memory_of("topk_idx", idx)
+        gpus.memory_of("topk_idx", idx)
     };
     let address = memory.address();
     kept.push(memory);

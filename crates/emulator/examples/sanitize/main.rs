@@ -1,6 +1,6 @@
 //! Every kernel on small and odd shapes, verified, for a checker to look at from outside:
 //!
-//!     cargo build --release -p crossrail-kernels --example sanitize
+//!     cargo build --release -p crossrail-emulator --example sanitize
 //!     compute-sanitizer --tool memcheck target/release/examples/sanitize
 //!     compute-sanitizer --tool racecheck target/release/examples/sanitize
 //!
@@ -8,8 +8,8 @@
 //! reaches, destinations there are tried too. Exits 0 when all bytes are right.
 #![allow(unsafe_code)]
 
-#[path = "../../tests/gpu_ep/emulate.rs"]
-mod emulate;
+#[path = "../../tests/gpu/device.rs"]
+mod device;
 mod ep;
 #[path = "../../../cuda/tests/support/mod.rs"]
 #[allow(dead_code)]

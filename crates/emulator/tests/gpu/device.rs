@@ -1,16 +1,5 @@
-//! Real GPUs with the face of the emulator: what runs there runs here. A rank is a stream; ranks take turns over the GPUs
-//! that reach each other, so that one GPU does for all, too.
-#![allow(dead_code, reason = "as there")]
-#![allow(unreachable_pub)]
-
-#[path = "../emulate/job.rs"]
-pub mod job;
-#[path = "../emulate/job_rank.rs"]
-pub mod job_rank;
-#[path = "../emulate/numbers.rs"]
-pub mod numbers;
-#[path = "../emulate/reference.rs"]
-pub mod reference;
+//! Real GPUs as [`Gpus`]: what runs on the emulator runs here. A rank is a stream; ranks take turns over the GPUs that can
+//! access each other, so that one GPU serves all ranks if need be.
 
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -21,9 +10,9 @@ use crossrail_cuda::nvrtc::{Compiled, Compiler};
 use crossrail_cuda::{
     Context, Device, DeviceMemory, Function, Grid, KernelArgs, Module, PinnedMemory, Stream, wait_for_releases,
 };
+use crossrail_emulator::{GpuMemory, Gpus, Number, Numbers};
 use crossrail_kernels::sources;
 
-pub use self::numbers::Numbers;
 use crate::support;
 
 /// For all that a run does, unless told otherwise.
@@ -39,24 +28,24 @@ static CONTEXTS: Mutex<Vec<Context>> = Mutex::new(Vec::new());
 
 /// What is compiled.
 #[derive(Clone)]
-pub struct Build {
+pub(crate) struct Build {
     source: String,
     defines: Vec<String>,
 }
 
 impl Build {
     /// Of one source.
-    pub fn new(sources: &[&str]) -> Build {
-        Build { source: sources[0].into(), defines: Vec::new() }
+    pub(crate) fn new(source: &str) -> Build {
+        Build { source: source.into(), defines: Vec::new() }
     }
 
-    pub fn defines(mut self, defines: &[String]) -> Build {
+    pub(crate) fn defines(mut self, defines: &[String]) -> Build {
         self.defines.extend_from_slice(defines);
         self
     }
 
     /// `None` where there is no GPU with bulk copies, or no compiler, which is said.
-    pub fn emulator(&self) -> Option<Emulator> {
+    pub(crate) fn gpus(&self) -> Option<DeviceGpus> {
         let (cuda, library) = (support::cuda()?, support::nvrtc()?);
         let devices = cuda.devices().unwrap();
         let first = devices.first()?;
@@ -87,7 +76,7 @@ impl Build {
         }
         let turn = Rc::new(turn);
         let gpus = contexts.iter().map(|context| Rc::new(Gpu::new(context, &compiled, &turn))).collect();
-        Some(Emulator { gpus, functions: HashMap::new(), streams: HashMap::new(), queue: Vec::new(), limit: LIMIT })
+        Some(DeviceGpus { gpus, functions: HashMap::new(), streams: HashMap::new(), queue: Vec::new(), limit: LIMIT })
     }
 }
 
@@ -120,18 +109,20 @@ struct Launch {
 }
 
 /// Kernels on GPUs, and launches that wait to be run.
-pub struct Emulator {
+pub(crate) struct DeviceGpus {
     gpus: Vec<Rc<Gpu>>,
     functions: HashMap<(String, usize), Function>,
     streams: HashMap<u32, Stream>,
     queue: Vec<Launch>,
     /// The longest that a run may take.
-    pub limit: Duration,
+    pub(crate) limit: Duration,
 }
 
-impl Emulator {
+impl Gpus for DeviceGpus {
+    type Memory = Memory;
+
     /// Memory of the GPU of the rank whose number the name ends with, or of the first; full of noise.
-    pub fn memory(&mut self, name: &str, bytes: usize) -> Memory {
+    fn memory(&mut self, name: &str, bytes: usize) -> Memory {
         let rank = name.split(' ').next_back().and_then(|word| word.parse::<usize>().ok()).unwrap_or(0);
         let gpu = Rc::clone(&self.gpus[rank % self.gpus.len()]);
         let memory = DeviceMemory::new(gpu.stream.context(), bytes.max(1)).unwrap();
@@ -140,20 +131,8 @@ impl Emulator {
         memory
     }
 
-    pub fn zeroed(&mut self, name: &str, bytes: usize) -> Memory {
-        let memory = self.memory(name, bytes);
-        memory.write(0, &vec![0u8; bytes]);
-        memory
-    }
-
-    pub fn memory_of<T: Number>(&mut self, name: &str, values: &[T]) -> Memory {
-        let memory = self.memory(name, size_of_val(values));
-        memory.write(0, values);
-        memory
-    }
-
     /// Queues a launch on a rank's stream.
-    pub fn launch_on<A: KernelArgs + 'static>(&mut self, rank: u32, kernel: &str, args: &A, grid: Grid) {
+    fn launch_on<A: KernelArgs + 'static>(&mut self, rank: u32, kernel: &str, args: &A, grid: Grid) {
         let args = *args;
         // SAFETY: each kernel is launched with what it takes; the memory that is named lives until the run is over.
         let start = move |function: &Function, stream: &Stream| unsafe { function.launch(stream, grid, &args) };
@@ -164,7 +143,7 @@ impl Emulator {
     ///
     /// # Errors
     /// A call that failed. When kernels do not end, the process does: their memory cannot be given back.
-    pub fn run(&mut self, seed: u64) -> Result<(), String> {
+    fn run(&mut self, seed: u64) -> Result<(), String> {
         let queue = std::mem::take(&mut self.queue);
         let in_words = |error: crossrail_types::Error| format!("seed {seed}: {error}");
         for launch in &queue {
@@ -197,24 +176,24 @@ impl Emulator {
 
 /// Memory of a GPU. Clones are the same memory. A test reads and writes it between runs.
 #[derive(Clone)]
-pub struct Memory(Rc<Area>);
+pub(crate) struct Memory(Rc<Area>);
 
 struct Area {
     memory: DeviceMemory,
     gpu: Rc<Gpu>,
 }
 
-impl Memory {
-    pub fn address(&self) -> u64 {
+impl GpuMemory for Memory {
+    fn address(&self) -> u64 {
         self.0.memory.address()
     }
 
-    pub fn len(&self) -> usize {
+    fn len(&self) -> usize {
         self.0.memory.len()
     }
 
     /// `count` values from byte `at` on.
-    pub fn read<T: Number>(&self, at: usize, count: usize) -> Vec<T> {
+    fn read<T: Number>(&self, at: usize, count: usize) -> Vec<T> {
         let bytes = count * size_of::<T>();
         assert!(at + bytes <= self.len(), "{count} values at {at} of {}", self.len());
         let mut values: Vec<T> = Vec::with_capacity(count);
@@ -234,7 +213,7 @@ impl Memory {
     }
 
     /// Writes values from byte `at` on.
-    pub fn write<T: Number>(&self, at: usize, values: &[T]) {
+    fn write<T: Number>(&self, at: usize, values: &[T]) {
         let bytes = size_of_val(values);
         assert!(at + bytes <= self.len(), "{} values at {at} of {}", values.len(), self.len());
         let (gpu, from) = (&self.0.gpu, values.as_ptr().cast::<u8>());
@@ -249,13 +228,3 @@ impl Memory {
         }
     }
 }
-
-/// Numbers: any bits are one.
-pub trait Number: Copy {}
-impl Number for u8 {}
-impl Number for u16 {}
-impl Number for u32 {}
-impl Number for u64 {}
-impl Number for i32 {}
-impl Number for i64 {}
-impl Number for f32 {}

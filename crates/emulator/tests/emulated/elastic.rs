@@ -1,18 +1,15 @@
 //! Ranks that come, leave and come back, on emulated GPUs: what the host writes into heaps between operations is enough for
 //! whoever comes to meet those that are there.
-#![allow(unsafe_code)]
-
-mod emulate;
 
 use std::ops::Range;
 
 use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, Epochs, Shape};
 
-use crate::emulate::job::{ByExpert, Job, Weights};
-use crate::emulate::job_rank::ByRank;
-use crate::emulate::reference::Routing;
-use crate::emulate::shapes::{BY_EXPERT, by_rank};
-use crate::emulate::{Build, Numbers};
+use crossrail_emulator::job::{ByExpert, Job, Weights};
+use crossrail_emulator::job_rank::ByRank;
+use crossrail_emulator::reference::Routing;
+use crossrail_emulator::shapes::{BY_EXPERT, by_rank};
+use crossrail_emulator::{Build, GpuMemory as _, Gpus as _, Numbers};
 
 const BOTH: u32 = EP_SEND | EP_RECEIVE;
 const SHAPE: Shape = Shape { hidden: 384, max_tokens: 7, ..BY_EXPERT };
@@ -92,7 +89,7 @@ impl Hosts {
         let absent: Vec<usize> = (0..shape.ranks as usize).filter(|rank| !ranks.contains(rank)).collect();
         let routing = Routing::random(&mut numbers, &shape).without(&absent);
         let (job, blocks) = (&mut self.job, 1 + (seed % 2) as u32);
-        let run = |job: &mut Job| job.emulator.run(seed).unwrap_or_else(|what| panic!("ranks {ranks:?}: {what}"));
+        let run = |job: &mut Job| job.gpus.run(seed).unwrap_or_else(|what| panic!("ranks {ranks:?}: {what}"));
         let checked = if shape.expert_layout {
             let weights = [Weights::None, Weights::Dispatch, Weights::Combine][seed as usize % 3];
             let operation = ByExpert::new(job, &mut numbers, routing, weights);

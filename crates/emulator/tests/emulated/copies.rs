@@ -1,8 +1,5 @@
 //! Kernels on emulated GPUs: the copies against memcpy, at odd sizes and in many orders; and kernels that are wrong on
 //! purpose, which must be caught.
-#![allow(unsafe_code)]
-
-mod emulate;
 
 use crossrail_cuda::Grid;
 use crossrail_kernels::{
@@ -10,7 +7,7 @@ use crossrail_kernels::{
     PutArgs, UnpackArgs,
 };
 
-use crate::emulate::{Build, Emulator, Memory, Numbers};
+use crossrail_emulator::{Build, Emulator, GpuMemory as _, Gpus as _, Memory, Numbers};
 
 const SEEDS: u64 = 6;
 const BULK_SHARED: u32 = BULK_STAGE * BULK_STAGES;

@@ -4,18 +4,20 @@ use crossrail_kernels::ep::{
     EP_ANNOUNCE, EP_RECEIVE, EP_SEND, EP_STAGE_ANNOUNCE, EP_STAGE_BACK_ROW, Payload, Scale, Shape, Tuning,
 };
 
-use crate::emulate::job::Job;
-use crate::emulate::job_rank::{ByRank, rounds_of};
-use crate::emulate::reference::{Choice, Routing};
-use crate::emulate::{Build, Numbers};
+use crossrail_emulator::job::Job;
+use crossrail_emulator::job_rank::{ByRank, rounds_of};
+use crossrail_emulator::reference::{Choice, Routing};
+use crossrail_emulator::{Gpus as _, Numbers};
+
+use crate::device::{Build, DeviceGpus, Memory};
 use crate::{BOTH, LARGE, LIMIT_NS, SMALL};
 
 const ALL: u32 = EP_ANNOUNCE | EP_SEND | EP_RECEIVE;
 const RANK: Shape = Shape { expert_layout: false, rank_layout: true, max_tokens: 60, ..SMALL };
 
-fn job(shape: Shape) -> Option<Job> {
-    let build = Build::new(&["kernels/ep_rank.cu"]).defines(&shape.rank_defines(true));
-    let mut job = Job::made(&build, shape, [shape.rank_threads(); 2], shape.rank_shared(true))?;
+fn job(shape: Shape) -> Option<Job<DeviceGpus>> {
+    let build = Build::new("kernels/ep_rank.cu").defines(&shape.rank_defines(true));
+    let mut job = Job::on(build.gpus()?, shape, [shape.rank_threads(); 2], shape.rank_shared(true));
     job.limit_ns = LIMIT_NS;
     Some(job)
 }
@@ -60,7 +62,7 @@ fn rank_layout_operations_follow_each_other() {
     let Some(mut job) = job(RANK) else { return };
     for seed in 200..210 {
         let mut numbers = Numbers(seed);
-        let operations: Vec<ByRank> = (0..12)
+        let operations: Vec<ByRank<Memory>> = (0..12)
             .map(|number| {
                 let routing = Routing::random(&mut numbers, &RANK);
                 ByRank::new(&mut job, &mut numbers, routing, number % 2)
@@ -71,7 +73,7 @@ fn rank_layout_operations_follow_each_other() {
             apart.iter().for_each(|phases| operation.dispatch(&mut job, 1 + number as u32 % 4, *phases));
             operation.combine(&mut job, 2, BOTH, number as u32 % 2);
         }
-        job.emulator.run(seed).unwrap();
+        job.gpus.run(seed).unwrap();
         for (number, operation) in operations.iter().enumerate() {
             let rows = if number >= 10 { operation.check_dispatch(&job) } else { Ok(()) };
             let found = rows.and_then(|()| operation.check_combine(&job));
@@ -89,10 +91,10 @@ fn rank_layout_a_rank_never_comes() {
     let routing = Routing::of(&mut numbers, &RANK, &[36, 4, 25], Choice::Even);
     let operation = ByRank::new(&mut job, &mut numbers, routing.without(&[2]), 0);
     operation.dispatch(&mut job, 2, ALL);
-    job.emulator.run(210).unwrap();
+    job.gpus.run(210).unwrap();
     operation.check_dispatch(&job).unwrap();
     operation.combine(&mut job, 2, BOTH, 0);
-    job.emulator.run(211).unwrap();
+    job.gpus.run(211).unwrap();
     operation.check_combine(&job).unwrap();
     for rank in 0..2 {
         assert_eq!(job.faults(rank), [(2, EP_STAGE_ANNOUNCE)], "{}", job.told());
@@ -109,11 +111,11 @@ fn rank_layout_a_rank_sends_nothing_back() {
     let routing = Routing::of(&mut numbers, &RANK, &[60, 60, 60], Choice::Even);
     let mut operation = ByRank::new(&mut job, &mut numbers, routing, 0);
     operation.dispatch(&mut job, 2, ALL);
-    job.emulator.run(220).unwrap();
+    job.gpus.run(220).unwrap();
     operation.check_dispatch(&job).unwrap();
     operation.routing.active[2] = false;
     operation.combine(&mut job, 2, BOTH, 0);
-    job.emulator.run(221).unwrap();
+    job.gpus.run(221).unwrap();
     for rank in 0..2 {
         assert_eq!(job.faults(rank), [(2, EP_STAGE_BACK_ROW)], "{}", job.told());
     }

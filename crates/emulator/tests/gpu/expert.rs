@@ -2,24 +2,26 @@
 
 use crossrail_kernels::ep::{EP_RECEIVE, EP_SEND, EP_STAGE_BACK_ROW, EP_STAGE_TABLE, Payload, Scale, Shape, Tuning};
 
-use crate::emulate::job::{ByExpert, Job, Weights};
-use crate::emulate::reference::{Choice, Routing};
-use crate::emulate::{Build, Numbers};
+use crossrail_emulator::job::{ByExpert, Job, Weights};
+use crossrail_emulator::reference::{Choice, Routing};
+use crossrail_emulator::{Gpus as _, Numbers};
+
+use crate::device::{Build, DeviceGpus, Memory};
 use crate::{BOTH, LARGE, LIMIT_NS, SMALL};
 
-fn job(shape: Shape) -> Option<Job> {
-    let build = Build::new(&["kernels/ep_expert.cu"]).defines(&shape.defines(true));
-    let mut job = Job::made(&build, shape, shape.expert_threads(), shape.expert_shared())?;
+fn job(shape: Shape) -> Option<Job<DeviceGpus>> {
+    let build = Build::new("kernels/ep_expert.cu").defines(&shape.defines(true));
+    let mut job = Job::on(build.gpus()?, shape, shape.expert_threads(), shape.expert_shared());
     job.limit_ns = LIMIT_NS;
     Some(job)
 }
 
-fn operation(job: &mut Job, numbers: &mut Numbers, routing: Routing) -> ByExpert {
+fn operation(job: &mut Job<DeviceGpus>, numbers: &mut Numbers, routing: Routing) -> ByExpert<Memory> {
     let weights = [Weights::None, Weights::Dispatch, Weights::Combine][numbers.below(3) as usize];
     ByExpert::new(job, numbers, routing, weights)
 }
 
-fn check(job: &Job, operation: &ByExpert, what: &str) {
+fn check(job: &Job<DeviceGpus>, operation: &ByExpert<Memory>, what: &str) {
     let found = operation.check_dispatch(job).and_then(|()| operation.check_combine(job));
     found.unwrap_or_else(|wrong| panic!("{what}: {wrong}; {}", job.told()));
 }
@@ -33,7 +35,7 @@ fn rounds(shape: Shape, seeds: std::ops::Range<u64>) {
         let blocks = 1 + numbers.below(3) as u32;
         operation.dispatch(&mut job, blocks, BOTH);
         operation.combine(&mut job, blocks, BOTH);
-        let run = job.emulator.run(seed);
+        let run = job.gpus.run(seed);
         let found = run.and(operation.check_dispatch(&job)).and_then(|()| operation.check_combine(&job));
         found.unwrap_or_else(|what| panic!("seed {seed}: {what}; {}", job.told()));
     }
@@ -73,7 +75,7 @@ fn expert_layout_operations_follow_each_other() {
     let Some(mut job) = job(SMALL) else { return };
     for seed in 300..310 {
         let mut numbers = Numbers(seed);
-        let operations: Vec<ByExpert> = (0..12)
+        let operations: Vec<ByExpert<Memory>> = (0..12)
             .map(|_| {
                 let routing = Routing::random(&mut numbers, &SMALL);
                 operation(&mut job, &mut numbers, routing)
@@ -88,7 +90,7 @@ fn expert_layout_operations_follow_each_other() {
                 pair.iter().for_each(|operation| operation.combine(&mut job, 2, *phases));
             }
         }
-        job.emulator.run(seed).unwrap();
+        job.gpus.run(seed).unwrap();
         for (number, operation) in operations.iter().enumerate() {
             check(&job, operation, &format!("seed {seed}, operation {number}"));
         }
@@ -107,7 +109,7 @@ fn expert_layout_hardly_any_tokens() {
         let operation = operation(&mut job, &mut numbers, routing);
         operation.dispatch(&mut job, 24, BOTH);
         operation.combine(&mut job, 24, BOTH);
-        job.emulator.run(seed).unwrap();
+        job.gpus.run(seed).unwrap();
         check(&job, &operation, &format!("seed {seed}"));
     }
 }
@@ -122,7 +124,7 @@ fn expert_layout_masked_ranks_are_left_out() {
         let operation = operation(&mut job, &mut numbers, routing);
         operation.dispatch(&mut job, 2, BOTH);
         operation.combine(&mut job, 2, BOTH);
-        job.emulator.run(seed).unwrap();
+        job.gpus.run(seed).unwrap();
         check(&job, &operation, &format!("seed {seed}"));
         assert!(job.faults(0).is_empty() && job.faults(2).is_empty(), "{}", job.told());
     }
@@ -137,9 +139,9 @@ fn expert_layout_a_rank_never_comes() {
     let routing = Routing::of(&mut numbers, &SMALL, &[6, 4, 5], Choice::Even);
     let operation = ByExpert::new(&mut job, &mut numbers, routing.without(&[2]), Weights::Combine);
     operation.dispatch(&mut job, 2, BOTH);
-    job.emulator.run(340).unwrap();
+    job.gpus.run(340).unwrap();
     operation.combine(&mut job, 2, BOTH);
-    job.emulator.run(341).unwrap();
+    job.gpus.run(341).unwrap();
     check(&job, &operation, "without rank 2");
     for rank in 0..2 {
         assert_eq!(job.faults(rank), [(2, EP_STAGE_TABLE)]);
@@ -156,11 +158,11 @@ fn expert_layout_a_rank_dies_before_the_combine() {
     let routing = Routing::of(&mut numbers, &SMALL, &[6, 6, 6], Choice::Even);
     let mut operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::Dispatch);
     operation.dispatch(&mut job, 2, BOTH);
-    job.emulator.run(350).unwrap();
+    job.gpus.run(350).unwrap();
     operation.check_dispatch(&job).unwrap_or_else(|wrong| panic!("{wrong}; {}", job.told()));
     operation.routing.active[2] = false;
     operation.combine(&mut job, 2, BOTH);
-    job.emulator.run(351).unwrap();
+    job.gpus.run(351).unwrap();
     for rank in 0..2 {
         assert_eq!(job.faults(rank), [(2, EP_STAGE_BACK_ROW)]);
         assert_eq!(job.masked(rank), [2]);

@@ -5,9 +5,9 @@ use crossrail_kernels::ep::{
     EP_ANNOUNCE, EP_MARKS, EP_RECEIVE, EP_SEND, EP_UNHEARD, EpCombineArgs, EpDispatchArgs, Layout, Shape,
 };
 
-use super::job::{Input, Job, check_sums, combine_args, ids, same};
-use super::reference::{self, Outputs, Routing, Wire};
-use super::{Memory, Numbers};
+use crate::job::{Input, Job, check_sums, combine_args, ids, same};
+use crate::reference::{self, Outputs, Routing, Wire};
+use crate::{GpuMemory, Gpus, Memory, Numbers};
 
 /// The most blocks of a launch in tests.
 const MOST_BLOCKS: usize = 4;
@@ -15,8 +15,10 @@ const MOST_BLOCKS: usize = 4;
 const STATS: i32 = 1000;
 
 /// One dispatch and its combine in the rank layout, on all ranks.
-pub struct ByRank {
+pub struct ByRank<M = Memory> {
+    /// Where each token goes.
     pub routing: Routing,
+    /// What counts are rounded up to.
     pub alignment: u32,
     /// Whether the dispatch has weights; and the combine brings back some.
     pub weighted: bool,
@@ -24,34 +26,53 @@ pub struct ByRank {
     pub x: Vec<Vec<u16>>,
     /// By rank: rows that combine adds.
     pub biases: Vec<Vec<Vec<u16>>>,
-    pub ranks: Vec<RankRank>,
+    /// By rank.
+    pub ranks: Vec<RankRank<M>>,
     /// It repeats the routing of an earlier one.
     pub cached: bool,
 }
 
 /// What one rank has of it.
-pub struct RankRank {
+pub struct RankRank<M = Memory> {
+    /// Arguments of its dispatch.
     pub dispatch: EpDispatchArgs,
+    /// Arguments of its combine.
     pub combine: EpCombineArgs,
-    pub handle: Memory,
-    pub out_counts: Memory,
-    pub stats: Memory,
-    pub out_offsets: Memory,
-    pub count_word: Memory,
-    pub count_host: Memory,
-    pub said_host: Memory,
-    pub y: Memory,
-    pub y_weights: Memory,
-    pub out: Memory,
-    pub out_weights: Memory,
+    /// The handle, which a cached dispatch and the combine read.
+    pub handle: M,
+    /// Rows of each local expert.
+    pub out_counts: M,
+    /// The same, added to what is there.
+    pub stats: M,
+    /// First row of each source rank, and the end.
+    pub out_offsets: M,
+    /// The word that reports the number of rows to the host.
+    pub count_word: M,
+    /// The host's copy of the counts.
+    pub count_host: M,
+    /// What each rank's host announced.
+    pub said_host: M,
+    /// The experts' outputs, bf16.
+    pub y: M,
+    /// The weights that combine returns.
+    pub y_weights: M,
+    /// The combined rows, bf16.
+    pub out: M,
+    /// The returned weights, summed.
+    pub out_weights: M,
     /// What must live as long: inputs.
-    pub kept: Vec<Memory>,
+    pub kept: Vec<M>,
 }
 
-impl ByRank {
+impl<M: GpuMemory> ByRank<M> {
     /// With random rows and weights, into that region of each rank; some inputs are laid out otherwise now and then.
     /// Both argument structs have all phases.
-    pub fn new(job: &mut Job, numbers: &mut Numbers, routing: Routing, region: u32) -> ByRank {
+    pub fn new<G: Gpus<Memory = M>>(
+        job: &mut Job<G>,
+        numbers: &mut Numbers,
+        routing: Routing,
+        region: u32,
+    ) -> ByRank<M> {
         let handles = (0..routing.tokens.len()).map(|rank| job.handle(rank, Layout::Rank)).collect();
         let mut operation = ByRank::begin(&job.shape, numbers, routing);
         operation.fill(job, numbers, region, handles);
@@ -59,7 +80,7 @@ impl ByRank {
     }
 
     /// Other rows along the same ways.
-    pub fn again(&self, job: &mut Job, numbers: &mut Numbers, region: u32) -> ByRank {
+    pub fn again<G: Gpus<Memory = M>>(&self, job: &mut Job<G>, numbers: &mut Numbers, region: u32) -> ByRank<M> {
         let handles = self.ranks.iter().map(|one| one.handle.clone()).collect();
         let mut operation = ByRank::begin(&job.shape, numbers, self.routing.clone());
         operation.cached = true;
@@ -67,7 +88,7 @@ impl ByRank {
         operation
     }
 
-    fn begin(shape: &Shape, numbers: &mut Numbers, routing: Routing) -> ByRank {
+    fn begin(shape: &Shape, numbers: &mut Numbers, routing: Routing) -> ByRank<M> {
         let hidden = shape.hidden as usize;
         let tokens = routing.tokens.clone();
         let count = numbers.below(3) as usize;
@@ -79,7 +100,7 @@ impl ByRank {
         ByRank { routing, alignment, weighted, x, biases, ranks: Vec::new(), cached: false }
     }
 
-    fn fill(&mut self, job: &mut Job, numbers: &mut Numbers, region: u32, handles: Vec<Memory>) {
+    fn fill<G: Gpus<Memory = M>>(&mut self, job: &mut Job<G>, numbers: &mut Numbers, region: u32, handles: Vec<M>) {
         let came = reference::by_rank(&job.shape, &self.routing, 1);
         for (rank, handle) in handles.into_iter().enumerate() {
             let one = self.rank(job, numbers, rank, (region, came[rank].rows.len(), handle));
@@ -87,42 +108,48 @@ impl ByRank {
         }
     }
 
-    fn rank(&self, job: &mut Job, numbers: &mut Numbers, rank: usize, of: (u32, usize, Memory)) -> RankRank {
+    fn rank<G: Gpus<Memory = M>>(
+        &self,
+        job: &mut Job<G>,
+        numbers: &mut Numbers,
+        rank: usize,
+        of: (u32, usize, M),
+    ) -> RankRank<M> {
         let (region, rows, handle) = of;
         let shape = job.shape;
         let (local, hidden, topk) = (shape.local_experts() as usize, shape.hidden as usize, shape.topk as usize);
         let tokens = self.routing.tokens[rank];
         let common = job.common(rank, Layout::Rank, &handle, tokens, 7);
         let mut kept = Vec::new();
-        let input = Input::new(&mut job.emulator, numbers, &shape, &self.x[rank], &mut kept);
-        let (idx_bytes, topk_idx) = ids(&mut job.emulator, numbers, &self.routing.idx[rank], &mut kept);
-        let emulator = &mut job.emulator;
-        let given = emulator.memory_of("weights", &self.routing.weights[rank]);
-        let out_counts = emulator.memory("out_counts", local * 4);
-        let stats = emulator.memory_of("stats", &vec![STATS; local]);
-        let out_offsets = emulator.memory("out_offsets", (shape.ranks as usize + 1) * 8);
-        let count_word = emulator.zeroed("count_word", 8);
-        let count_host = emulator.memory("count_host", local * 4);
-        let said_host = emulator.memory("said_host", shape.ranks as usize * 4);
-        let y = emulator.memory("y", rows * hidden * 2);
+        let input = Input::new(&mut job.gpus, numbers, &shape, &self.x[rank], &mut kept);
+        let (idx_bytes, topk_idx) = ids(&mut job.gpus, numbers, &self.routing.idx[rank], &mut kept);
+        let gpus = &mut job.gpus;
+        let given = gpus.memory_of("weights", &self.routing.weights[rank]);
+        let out_counts = gpus.memory("out_counts", local * 4);
+        let stats = gpus.memory_of("stats", &vec![STATS; local]);
+        let out_offsets = gpus.memory("out_offsets", (shape.ranks as usize + 1) * 8);
+        let count_word = gpus.zeroed("count_word", 8);
+        let count_host = gpus.memory("count_host", local * 4);
+        let said_host = gpus.memory("said_host", shape.ranks as usize * 4);
+        let y = gpus.memory("y", rows * hidden * 2);
         y.write(0, &reference::random_rows(numbers, rows, hidden));
         let back: Vec<f32> = (0..rows * topk).map(|_| numbers.below(1000) as f32 / 8.0).collect();
-        let y_weights = emulator.memory_of("y_weights", &back);
+        let y_weights = gpus.memory_of("y_weights", &back);
         let out_stride = hidden * 2 + 16 * numbers.below(2) as usize;
-        let out = emulator.memory("out", tokens * out_stride);
-        let out_weights = emulator.memory("out_weights", tokens * topk * 4);
+        let out = gpus.memory("out", tokens * out_stride);
+        let out_weights = gpus.memory("out_weights", tokens * topk * 4);
         let mut biases = [0; 2];
         for (address, bias) in biases.iter_mut().zip(&self.biases[rank]) {
-            let memory = emulator.memory_of("bias", bias);
+            let memory = gpus.memory_of("bias", bias);
             *address = memory.address();
             kept.push(memory);
         }
         // Noting times changes nothing.
-        let marks = emulator.memory("marks", MOST_BLOCKS * EP_MARKS as usize * 8);
+        let marks = gpus.memory("marks", MOST_BLOCKS * EP_MARKS as usize * 8);
         let marks_address = if numbers.once_in(3) { marks.address() } else { 0 };
         kept.push(marks);
         let queue = [0, 0, 1, 8, 100][numbers.below(5) as usize];
-        let if_weighted = |memory: &Memory| if self.weighted { memory.address() } else { 0 };
+        let if_weighted = |memory: &M| if self.weighted { memory.address() } else { 0 };
         let dispatch = EpDispatchArgs {
             topk_idx,
             idx_bytes,
@@ -175,28 +202,28 @@ impl ByRank {
     }
 
     /// Queues the dispatch's phases on the streams of all ranks that take part.
-    pub fn dispatch(&self, job: &mut Job, blocks: u32, phases: u32) {
+    pub fn dispatch<G: Gpus<Memory = M>>(&self, job: &mut Job<G>, blocks: u32, phases: u32) {
         let grid = Grid { blocks, threads: job.threads[0], shared: job.shared[0] };
         for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
             let mut args = one.dispatch;
             args.common.phases = phases;
-            job.emulator.launch_on(rank as u32, "crossrail_ep_dispatch_rank", &args, grid);
+            job.gpus.launch_on(rank as u32, "crossrail_ep_dispatch_rank", &args, grid);
         }
     }
 
     /// Queues the combine's phases on the streams of all ranks that take part; `senders` as the kernel has it.
-    pub fn combine(&self, job: &mut Job, blocks: u32, phases: u32, senders: u32) {
+    pub fn combine<G: Gpus<Memory = M>>(&self, job: &mut Job<G>, blocks: u32, phases: u32, senders: u32) {
         let grid = Grid { blocks, threads: job.threads[1], shared: job.shared[1] };
         for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
             let mut args = one.combine;
             args.common.phases = phases;
             args.senders = senders;
-            job.emulator.launch_on(rank as u32, "crossrail_ep_combine_rank", &args, grid);
+            job.gpus.launch_on(rank as u32, "crossrail_ep_combine_rank", &args, grid);
         }
     }
 
     /// What dispatch delivered is what it must be, on all ranks that take part. Before the region is used again.
-    pub fn check_dispatch(&self, job: &Job) -> Result<(), String> {
+    pub fn check_dispatch<G: Gpus<Memory = M>>(&self, job: &Job<G>) -> Result<(), String> {
         let expected = reference::by_rank(&job.shape, &self.routing, self.alignment as i32);
         let cast = |row: &[u16]| Wire::of(job.shape.payload, row);
         let wire: Vec<Vec<Wire>> =
@@ -207,9 +234,9 @@ impl ByRank {
         Ok(())
     }
 
-    fn check_rank(
+    fn check_rank<G: Gpus<Memory = M>>(
         &self,
-        job: &Job,
+        job: &Job<G>,
         rank: usize,
         expected: &reference::ByRank,
         wire: &[Vec<Wire>],
@@ -258,7 +285,7 @@ impl ByRank {
     }
 
     /// What combine gave is what it must be, on all ranks that take part.
-    pub fn check_combine(&self, job: &Job) -> Result<(), String> {
+    pub fn check_combine<G: Gpus<Memory = M>>(&self, job: &Job<G>) -> Result<(), String> {
         let (hidden, topk) = (job.shape.hidden as usize, job.shape.topk as usize);
         let outputs: Vec<Outputs> =
             self.ranks.iter().map(|one| Outputs { hidden, values: one.y.read(0, one.y.len() / 2) }).collect();
@@ -283,7 +310,7 @@ fn says(rank: usize) -> u32 {
 }
 
 /// A dispatch and its combine, now and then another along the same ways, each time with a routing of its own.
-pub fn rounds_of(job: &mut Job, seeds: std::ops::Range<u64>) {
+pub fn rounds_of<G: Gpus>(job: &mut Job<G>, seeds: std::ops::Range<u64>) {
     for seed in seeds {
         let mut numbers = Numbers(seed);
         let shape = job.shape;
@@ -299,7 +326,7 @@ pub fn rounds_of(job: &mut Job, seeds: std::ops::Range<u64>) {
             operation.dispatch(job, blocks, EP_ANNOUNCE | EP_SEND | EP_RECEIVE);
             operation.combine(job, blocks, EP_SEND | EP_RECEIVE, numbers.below(3) as u32);
         }
-        let run = job.emulator.run(seed);
+        let run = job.gpus.run(seed);
         for operation in &operations {
             let found = operation.check_dispatch(job).and_then(|()| operation.check_combine(job));
             let found = run.clone().and(found);

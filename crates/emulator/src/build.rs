@@ -1,4 +1,4 @@
-//! Sources to a library: the C++ compiler, and what it made, which is kept in the build folder until a source changes.
+//! Compiles kernels with the C++ compiler into a library, cached by content in the build folder.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::c_char;
@@ -9,12 +9,12 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use super::{Emulator, RawArea, RawLaunch};
+use crate::{Emulator, RawArea, RawLaunch};
 
-/// How the library calls a kernel.
-pub type Entry = unsafe extern "C" fn(*const u8);
-pub type Run = unsafe extern "C" fn(*const RawLaunch, usize, *const RawArea, usize, u64, u64) -> *mut c_char;
-pub type Free = unsafe extern "C" fn(*mut c_char);
+/// A kernel of the library, which takes its argument struct.
+pub(crate) type Entry = unsafe extern "C" fn(*const u8);
+pub(crate) type Run = unsafe extern "C" fn(*const RawLaunch, usize, *const RawArea, usize, u64, u64) -> *mut c_char;
+pub(crate) type Free = unsafe extern "C" fn(*mut c_char);
 
 /// The parts of the machine, beside the kernels.
 const MACHINE: [&str; 5] =
@@ -107,7 +107,7 @@ impl Build {
         if let Some(text) = self.changed.get(path) {
             return text.clone();
         }
-        fs::read_to_string(csrc().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+        fs::read_to_string(source_path(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
     }
 
     /// What the library depends on, as one number.
@@ -180,7 +180,7 @@ fn machine_objects(compiler: &Compiler, jobs: &mut Vec<Job>) -> Vec<PathBuf> {
     let mut hasher = DefaultHasher::new();
     (&compiler.version, FLAGS, REVISION).hash(&mut hasher);
     for path in all_sources().iter().filter(|path| path.starts_with("emulate/")) {
-        fs::read_to_string(csrc().join(path)).unwrap().hash(&mut hasher);
+        fs::read_to_string(source_path(path)).unwrap().hash(&mut hasher);
     }
     let key = hasher.finish();
     let mut objects = Vec::new();
@@ -190,7 +190,7 @@ fn machine_objects(compiler: &Compiler, jobs: &mut Vec<Job>) -> Vec<PathBuf> {
         if !object.exists() {
             let mut command = compiler.command(Path::new("/nonexistent"));
             let begun = folder().join(format!("{key:016x}-{name}-{}.o", std::process::id()));
-            command.arg("-O3").args(["-c", "-o"]).arg(&begun).arg(csrc().join(part));
+            command.arg("-O3").args(["-c", "-o"]).arg(&begun).arg(source_path(part));
             let mut job = Job::start(part, command);
             job.rename = Some((begun, object.clone()));
             jobs.push(job);
@@ -200,15 +200,32 @@ fn machine_objects(compiler: &Compiler, jobs: &mut Vec<Job>) -> Vec<PathBuf> {
     objects
 }
 
+/// The machine's sources.
 fn csrc() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("csrc")
 }
 
-/// Where libraries are kept. What nobody has made again for some days goes, once in a process.
+/// The kernels' sources.
+fn kernels_csrc() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../kernels/csrc")
+}
+
+/// Where a source is, by its path below either `csrc`.
+fn source_path(path: &str) -> PathBuf {
+    if path.starts_with("emulate/") { csrc().join(path) } else { kernels_csrc().join(path) }
+}
+
+/// The build folder: this program is in `target/PROFILE/deps` (an example in `examples`).
+fn target() -> PathBuf {
+    let program = std::env::current_exe().expect("the path of this program");
+    program.ancestors().nth(3).expect("a program in the build folder").to_owned()
+}
+
+/// Where libraries are cached. Those that were not rebuilt for some days are removed, once per process.
 fn folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulate");
+        let folder = target().join("tmp").join("emulate");
         fs::create_dir_all(&folder).unwrap();
         for entry in fs::read_dir(&folder).unwrap().flatten() {
             let made = entry.metadata().and_then(|about| about.modified()).ok();
@@ -222,7 +239,7 @@ fn folder() -> &'static Path {
     })
 }
 
-/// The paths of all files below `csrc`, sorted.
+/// The paths of all files below both `csrc`, sorted.
 fn all_sources() -> Vec<String> {
     fn visit(folder: &Path, prefix: &str, paths: &mut Vec<String>) {
         for entry in fs::read_dir(folder).unwrap() {
@@ -237,6 +254,7 @@ fn all_sources() -> Vec<String> {
     }
     let mut paths = Vec::new();
     visit(&csrc(), "", &mut paths);
+    visit(&kernels_csrc(), "", &mut paths);
     paths.sort();
     paths
 }
@@ -258,11 +276,13 @@ fn kernels(text: &str) -> Vec<&str> {
     starts.filter_map(|before| before.rsplit(|c: char| !c.is_alphanumeric() && c != '_').next()).collect()
 }
 
-/// Shared memory is the block's, which a C++ compiler has no word for: arrays become pointers into it.
+/// Turns declarations of shared memory, which C++ does not have, into pointers into the block's:
 ///
-///     extern __shared__ __align__(128) u8 ring[]   ->  u8 *const ring = ...
-///     __shared__ u64 barriers[STAGES]              ->  u64 *const barriers = ...
-///     __shared__ u32 count                         ->  u32 &count = ...
+/// ```text
+/// extern __shared__ __align__(128) u8 ring[]   ->  u8 *const ring = ...
+/// __shared__ u64 barriers[STAGES]              ->  u64 *const barriers = ...
+/// __shared__ u32 count                         ->  u32 &count = ...
+/// ```
 fn shared_replaced(text: &str) -> String {
     const WORD: &str = "__shared__";
     let mut out = String::new();
@@ -322,6 +342,7 @@ impl Compiler {
     fn command(&self, overlay: &Path) -> Command {
         let mut command = Command::new(&self.program);
         command.args(FLAGS).arg("-I").arg(overlay).arg("-I").arg(csrc().join("emulate")).arg("-I").arg(csrc());
+        command.arg("-I").arg(kernels_csrc());
         command
     }
 
@@ -391,7 +412,7 @@ impl Library {
     }
 
     /// A message with lines of the sources in place of addresses: ` @{1a2b,3c4d}`, the innermost call first.
-    pub(super) fn located(&self, message: &str) -> String {
+    pub(crate) fn located(&self, message: &str) -> String {
         let mut out = String::new();
         let mut rest = message;
         while let Some((before, after)) = rest.split_once(" @{") {
@@ -425,17 +446,17 @@ impl Library {
         *unsafe { self.code.get::<T>(name) }.unwrap_or_else(|error| panic!("{name}: {error}"))
     }
 
-    pub(super) fn kernel(&self, name: &str) -> (Entry, usize) {
+    pub(crate) fn kernel(&self, name: &str) -> (Entry, usize) {
         let bytes: unsafe extern "C" fn() -> usize = self.symbol(&format!("emulate_bytes_{name}"));
         // SAFETY: it gives back a number.
         (self.symbol(&format!("emulate_entry_{name}")), unsafe { bytes() })
     }
 
-    pub(super) fn run(&self) -> Run {
+    pub(crate) fn run(&self) -> Run {
         self.symbol("emulate_run")
     }
 
-    pub(super) fn free(&self) -> Free {
+    pub(crate) fn free(&self) -> Free {
         self.symbol("emulate_free")
     }
 }

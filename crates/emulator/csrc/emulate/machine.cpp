@@ -429,7 +429,7 @@ void fail(const char *format, ...) {
 
 using namespace emulate;
 
-// As tests/emulate/mod.rs has them.
+// Mirrored by RawLaunch and RawArea of src/lib.rs.
 struct EmulateLaunch {
     const char *kernel;
     void (*entry)(const void *);

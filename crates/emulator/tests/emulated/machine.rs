@@ -1,13 +1,10 @@
 //! The machine that runs emulated kernels: each of these small kernels is wrong in one way, which it must name; and right
 //! with what is missing.
-#![allow(unsafe_code)]
-
-mod emulate;
 
 use crossrail_cuda::Grid;
 use crossrail_kernels::FlagWriteArgs;
 
-use crate::emulate::Build;
+use crossrail_emulator::{Build, GpuMemory as _, Gpus as _};
 
 const SEEDS: u64 = 20;
 const UNORDERED: &str = "nothing orders the two";

@@ -6,10 +6,12 @@ use std::time::Duration;
 
 use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, Payload, Scale, Shape, Tuning};
 
-use crate::emulate::job::{ByExpert, Job, Weights};
-use crate::emulate::job_rank::ByRank;
-use crate::emulate::reference::{Choice, Routing};
-use crate::emulate::{Build, Numbers};
+use crossrail_emulator::job::{ByExpert, Job, Weights};
+use crossrail_emulator::job_rank::ByRank;
+use crossrail_emulator::reference::{Choice, Routing};
+use crossrail_emulator::{Gpus as _, Numbers};
+
+use crate::device::{Build, DeviceGpus};
 use crate::{LIMIT, Outcome};
 
 const BLOCKS: u32 = 2;
@@ -39,10 +41,16 @@ pub(crate) fn all() -> Outcome<usize> {
     Ok(launches)
 }
 
-fn job(source: &str, defines: &[String], shape: Shape, threads: [u32; 2], shared: [u32; 2]) -> Outcome<Job> {
-    let job = Job::made(&Build::new(&[source]).defines(defines), shape, threads, shared);
-    let mut job = job.ok_or("there is no GPU with bulk copies")?;
-    job.emulator.limit = LIMIT;
+fn job(
+    source: &str,
+    defines: &[String],
+    shape: Shape,
+    threads: [u32; 2],
+    shared: [u32; 2],
+) -> Outcome<Job<DeviceGpus>> {
+    let gpus = Build::new(source).defines(defines).gpus().ok_or("there is no GPU with bulk copies")?;
+    let mut job = Job::on(gpus, shape, threads, shared);
+    job.gpus.limit = LIMIT;
     job.limit_ns = Duration::as_nanos(&LIMIT) as u64;
     Ok(job)
 }
@@ -63,11 +71,11 @@ fn expert(shape: Shape) -> Outcome<usize> {
         let operation = ByExpert::new(&mut job, &mut numbers, routing, weights);
         for phases in [EP_SEND, EP_RECEIVE] {
             operation.dispatch(&mut job, BLOCKS, phases);
-            job.emulator.run(0)?;
+            job.gpus.run(0)?;
         }
         for phases in [EP_SEND, EP_RECEIVE] {
             operation.combine(&mut job, BLOCKS, phases);
-            job.emulator.run(0)?;
+            job.gpus.run(0)?;
         }
         let found = operation.check_dispatch(&job).and_then(|()| operation.check_combine(&job));
         found.map_err(|what| format!("{shape:?}: {what}; {}", job.told()))?;
@@ -86,11 +94,11 @@ fn rank(shape: Shape) -> Outcome<usize> {
     for _ in 0..2 {
         for phases in [EP_ANNOUNCE, EP_SEND, EP_RECEIVE] {
             operation.dispatch(&mut job, BLOCKS, phases);
-            job.emulator.run(0)?;
+            job.gpus.run(0)?;
         }
         for phases in [EP_SEND, EP_RECEIVE] {
             operation.combine(&mut job, BLOCKS, phases, 0);
-            job.emulator.run(0)?;
+            job.gpus.run(0)?;
         }
         let found = operation.check_dispatch(&job).and_then(|()| operation.check_combine(&job));
         found.map_err(|what| format!("{shape:?}: {what}; {}", job.told()))?;

@@ -1,22 +1,25 @@
-//! Runs kernels on this machine's processors, without a GPU: their sources are compiled by the C++ compiler, with
-//! `csrc/emulate` in place of what only a GPU can do. All ranks, blocks and threads of all launches run interleaved in
-//! one thread, in an order that a seed chooses; bulk copies are done late; each plain load and store is checked. A run
-//! that fails says which thread did what; the same seed does the same again.
+//! An emulated GPU: runs the CUDA kernels of this repository on processors, and checks every access to memory.
 //!
-//! ```ignore
+//! The kernels' sources are compiled by the C++ compiler, with `csrc/emulate` in place of what only a GPU provides. All
+//! ranks, blocks and threads of all launches run interleaved in one thread, in an order that a seed chooses; bulk copies
+//! complete late; each plain load and store is checked for races. A failed run names the thread and what it did, and the
+//! same seed reproduces it.
+//!
+//! ```text
 //! let Some(mut emulator) = Emulator::build("kernels/put.cu", &[]) else { return };
 //! let memory = emulator.memory("target", 4096);
 //! emulator.launch("crossrail_put", &args, Grid { blocks: 2, threads: 256, shared: 0 });
 //! emulator.run(7).unwrap();
 //! ```
+//!
+//! [`job`] and [`job_rank`] run dispatch and combine on all ranks of a job, on anything that implements [`Gpus`], and
+//! compare the results with [`reference`]. Only tests depend on this crate.
 #![allow(unsafe_code)]
-#![allow(dead_code, reason = "each test that has this module uses a part of it")]
-#![allow(unreachable_pub)]
 
 mod build;
 pub mod job;
 pub mod job_rank;
-pub mod numbers;
+mod numbers;
 pub mod reference;
 pub mod shapes;
 
@@ -30,12 +33,70 @@ use crossrail_cuda::{Grid, KernelArgs};
 pub use self::build::{Build, Library};
 pub use self::numbers::Numbers;
 
-/// Streams n, n + STREAMS, ... are of one GPU; what its threads tell each other need not be known to others.
+/// Streams n, n + STREAMS, ... belong to one GPU: what its threads release at GPU scope is visible to each other only.
 pub const STREAMS: u32 = 1000;
-/// The longest a run may take, in real time.
+/// Upper bound on the real time of one run.
 const LIMIT_MS: u64 = 60_000;
 
-/// Kernels, and launches that wait to be run.
+/// GPUs on which a job's kernels run: emulated or real. A rank is a stream; launches are queued and run together.
+pub trait Gpus {
+    /// Memory that kernels may access.
+    type Memory: GpuMemory;
+
+    /// Allocates memory filled with noise, 256-byte aligned. A name that ends with a rank's number places it on that
+    /// rank's GPU.
+    fn memory(&mut self, name: &str, bytes: usize) -> Self::Memory;
+
+    /// Queues a launch that begins when the launches queued before on this stream have ended.
+    fn launch_on<A: KernelArgs + 'static>(&mut self, stream: u32, kernel: &str, args: &A, grid: Grid);
+
+    /// Runs all queued launches to their end.
+    ///
+    /// # Errors
+    /// What a thread did that it must not, or what all threads wait for when none makes progress.
+    fn run(&mut self, seed: u64) -> Result<(), String>;
+
+    /// Allocates zeroed memory, as heaps are when they are created.
+    fn zeroed(&mut self, name: &str, bytes: usize) -> Self::Memory {
+        let memory = self.memory(name, bytes);
+        memory.write(0, &vec![0u8; bytes]);
+        memory
+    }
+
+    /// Allocates memory that holds these values.
+    fn memory_of<T: Number>(&mut self, name: &str, values: &[T]) -> Self::Memory {
+        let memory = self.memory(name, size_of_val(values));
+        memory.write(0, values);
+        memory
+    }
+}
+
+/// Memory that kernels may access. Clones are the same memory. A test reads and writes it between runs.
+pub trait GpuMemory: Clone {
+    /// Its address, as kernels take it.
+    fn address(&self) -> u64;
+
+    /// Its size in bytes.
+    fn len(&self) -> usize;
+
+    /// Reads `count` values from byte offset `at`.
+    fn read<T: Number>(&self, at: usize, count: usize) -> Vec<T>;
+
+    /// Writes values to byte offset `at`.
+    fn write<T: Number>(&self, at: usize, values: &[T]);
+
+    /// Whether its size is zero.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// All of its bytes.
+    fn bytes(&self) -> Vec<u8> {
+        self.read(0, self.len())
+    }
+}
+
+/// Emulated GPUs with the kernels that run on them. Kernels may access the memory allocated here and no other.
 pub struct Emulator {
     library: Arc<Library>,
     queue: Vec<Launch>,
@@ -52,20 +113,30 @@ struct Launch {
 }
 
 impl Emulator {
-    /// With the kernels of one source (a path below `csrc`), compiled with these definitions (`EP_H=7168`). `None`
-    /// where there is no C++ compiler, which is said; with `CI=true` that fails.
+    /// Compiles one source (a path below `csrc`) with these definitions (`EP_H=7168`). `None` without a C++ compiler,
+    /// after a message; with `CI=true` that fails.
     pub fn build(source: &str, defines: &[String]) -> Option<Emulator> {
         Build::new(&[source]).defines(defines).emulator()
     }
 
-    /// With kernels that are there already.
+    /// Emulates kernels that are compiled already.
     pub fn new(library: &Arc<Library>) -> Emulator {
-        // Above those that callers number.
+        // Above the streams that callers number.
         Emulator { library: Arc::clone(library), queue: Vec::new(), areas: Vec::new(), next_stream: 500 }
     }
 
-    /// Memory that kernels may touch, full of noise, 256-byte aligned. They may touch no other.
-    pub fn memory(&mut self, name: &str, bytes: usize) -> Memory {
+    /// Queues a launch on a stream of its own: it runs concurrently with all others of the next run.
+    pub fn launch<A: KernelArgs + 'static>(&mut self, kernel: &str, args: &A, grid: Grid) {
+        let stream = self.next_stream;
+        self.next_stream = 500 + (self.next_stream - 499) % 500;
+        self.launch_on(stream, kernel, args, grid);
+    }
+}
+
+impl Gpus for Emulator {
+    type Memory = Memory;
+
+    fn memory(&mut self, name: &str, bytes: usize) -> Memory {
         let memory = Memory(Rc::new(Area::new(name, bytes)));
         let mut noise = Numbers(0x5eed ^ (bytes as u64) << 8 ^ self.areas.len() as u64);
         memory.write(0, &noise.bytes(bytes));
@@ -73,30 +144,8 @@ impl Emulator {
         memory
     }
 
-    /// The same, all zeros, as heaps are when they are made.
-    pub fn zeroed(&mut self, name: &str, bytes: usize) -> Memory {
-        let memory = self.memory(name, bytes);
-        memory.write(0, &vec![0u8; bytes]);
-        memory
-    }
-
-    /// Memory with these values in it.
-    pub fn memory_of<T: Number>(&mut self, name: &str, values: &[T]) -> Memory {
-        let memory = self.memory(name, size_of_val(values));
-        memory.write(0, values);
-        memory
-    }
-
-    /// Queues a launch on a stream of its own: it runs beside all others of the next run.
-    pub fn launch<A: KernelArgs>(&mut self, kernel: &str, args: &A, grid: Grid) {
-        let stream = self.next_stream;
-        self.next_stream = 500 + (self.next_stream - 499) % 500;
-        self.launch_on(stream, kernel, args, grid);
-    }
-
-    /// Queues a launch that begins when the launches queued before on this stream have ended. Streams are numbered below
-    /// 500, or [`STREAMS`] more for a second one of the same GPU.
-    pub fn launch_on<A: KernelArgs>(&mut self, stream: u32, kernel: &str, args: &A, grid: Grid) {
+    /// Streams are numbered below 500, or [`STREAMS`] more for a second one of the same GPU.
+    fn launch_on<A: KernelArgs + 'static>(&mut self, stream: u32, kernel: &str, args: &A, grid: Grid) {
         let mut words = vec![0u64; size_of::<A>().div_ceil(8)];
         // SAFETY: `A` is repr(C) and Copy, and the words are as many bytes or more.
         unsafe {
@@ -109,11 +158,8 @@ impl Emulator {
         self.queue.push(Launch { kernel: kernel.to_owned(), args: words, bytes: size_of::<A>(), grid, stream });
     }
 
-    /// Runs all queued launches to their end, in the order that the seed chooses.
-    ///
-    /// # Errors
-    /// What a thread did that it must not, or what all wait for when nobody gets on; the seed is named.
-    pub fn run(&mut self, seed: u64) -> Result<(), String> {
+    /// The seed chooses the order; errors name it.
+    fn run(&mut self, seed: u64) -> Result<(), String> {
         let queue = std::mem::take(&mut self.queue);
         let names: Vec<CString> = queue.iter().map(|launch| c_string(&launch.kernel)).collect();
         let mut launches = Vec::new();
@@ -153,9 +199,9 @@ impl Emulator {
     }
 }
 
-/// As `csrc/emulate/machine.cpp` has it.
+/// Mirrors `EmulateLaunch` of `csrc/emulate/machine.cpp`.
 #[repr(C)]
-pub struct RawLaunch {
+pub(crate) struct RawLaunch {
     kernel: *const c_char,
     entry: build::Entry,
     args: *const u8,
@@ -167,9 +213,9 @@ pub struct RawLaunch {
     device: u32,
 }
 
-/// As `csrc/emulate/machine.cpp` has it.
+/// Mirrors `EmulateArea` of `csrc/emulate/machine.cpp`.
 #[repr(C)]
-pub struct RawArea {
+pub(crate) struct RawArea {
     name: *const c_char,
     base: u64,
     bytes: u64,
@@ -179,7 +225,7 @@ fn c_string(text: &str) -> CString {
     CString::new(text).expect("a name without zeros")
 }
 
-/// Memory that kernels may touch. Clones are the same memory. A test reads and writes it between runs.
+/// Memory of an emulated GPU.
 #[derive(Clone)]
 pub struct Memory(Rc<Area>);
 
@@ -208,19 +254,16 @@ impl Drop for Area {
     }
 }
 
-impl Memory {
-    /// Its address, as kernels take it.
-    pub fn address(&self) -> u64 {
+impl GpuMemory for Memory {
+    fn address(&self) -> u64 {
         self.0.at as u64
     }
 
-    /// How many bytes it has.
-    pub fn len(&self) -> usize {
+    fn len(&self) -> usize {
         self.0.layout.size()
     }
 
-    /// `count` values from byte `at` on.
-    pub fn read<T: Number>(&self, at: usize, count: usize) -> Vec<T> {
+    fn read<T: Number>(&self, at: usize, count: usize) -> Vec<T> {
         assert!(at + count * size_of::<T>() <= self.len(), "{count} values at {at} of {}", self.len());
         let mut values = Vec::with_capacity(count);
         // SAFETY: inside the area, which nobody changes meanwhile; any bits are a number; there is room for so many.
@@ -232,20 +275,14 @@ impl Memory {
         values
     }
 
-    /// All of it.
-    pub fn bytes(&self) -> Vec<u8> {
-        self.read(0, self.len())
-    }
-
-    /// Writes values from byte `at` on.
-    pub fn write<T: Number>(&self, at: usize, values: &[T]) {
+    fn write<T: Number>(&self, at: usize, values: &[T]) {
         assert!(at + size_of_val(values) <= self.len(), "{} values at {at} of {}", values.len(), self.len());
         // SAFETY: inside the area, as above.
         unsafe { std::ptr::copy_nonoverlapping(values.as_ptr().cast(), self.0.at.add(at), size_of_val(values)) };
     }
 }
 
-/// Numbers: any bits are one.
+/// Plain numbers: every bit pattern is a value.
 pub trait Number: Copy {}
 impl Number for u8 {}
 impl Number for u16 {}

@@ -126,7 +126,7 @@ impl Routing {
 pub fn random_rows(numbers: &mut Numbers, count: usize, hidden: usize) -> Vec<u16> {
     let strange = numbers.once_in(4);
     let mut one = || {
-        let bits = numbers.next();
+        let bits = numbers.any();
         let ordinary = narrow(((bits >> 8) as i32 as f32) / 2f32.powi(29));
         match bits & 0xff {
             0..4 => 0,
@@ -143,7 +143,9 @@ pub fn random_rows(numbers: &mut Numbers, count: usize, hidden: usize) -> Vec<u1
 /// A row as dispatch carries it: its elements, and its scales (none for bf16).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wire {
+    /// The row, as `Payload` has it.
     pub elements: Vec<u8>,
+    /// Its scales, in the order of blocks.
     pub scales: Vec<u8>,
 }
 
@@ -210,7 +212,9 @@ pub fn by_expert(shape: &Shape, routing: &Routing) -> Vec<ByExpert> {
 /// A row of the rank layout.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RankRow {
+    /// The rank that sent it.
     pub source: usize,
+    /// The token at its source.
     pub token: usize,
     /// [K]: local experts, -1 for those elsewhere.
     pub idx: Vec<i64>,
@@ -221,6 +225,7 @@ pub struct RankRow {
 /// What the rank layout delivers to one rank.
 #[derive(Clone, Debug)]
 pub struct ByRank {
+    /// In their order.
     pub rows: Vec<RankRow>,
     /// [El]: selections, rounded up to the alignment.
     pub counts: Vec<i32>,
@@ -261,11 +266,14 @@ fn one_by_rank(shape: &Shape, routing: &Routing, alignment: i32, rank: usize) ->
 /// The experts' outputs of one rank, bf16: in the expert layout rows of an expert begin at local expert * R * M.
 #[derive(Clone, Debug)]
 pub struct Outputs {
+    /// Elements of a row.
     pub hidden: usize,
+    /// bf16, row by row.
     pub values: Vec<u16>,
 }
 
 impl Outputs {
+    /// One row.
     pub fn row(&self, row: usize) -> &[u16] {
         &self.values[row * self.hidden..][..self.hidden]
     }

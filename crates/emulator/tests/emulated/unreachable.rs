@@ -1,17 +1,14 @@
 //! Ranks out of each other's reach, on emulated GPUs: kernels write into mirrors of their heaps, and what of those must be
 //! written on, is.
-#![allow(unsafe_code)]
-
-mod emulate;
 
 use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, Layout, Load, Look, Payload, Shape, There};
 use crossrail_types::Result;
 
-use crate::emulate::job::{ByExpert, Job, Weights};
-use crate::emulate::job_rank::ByRank;
-use crate::emulate::reference::Routing;
-use crate::emulate::shapes::{BY_EXPERT, by_rank};
-use crate::emulate::{Build, Memory, Numbers};
+use crossrail_emulator::job::{ByExpert, Job, Weights};
+use crossrail_emulator::job_rank::ByRank;
+use crossrail_emulator::reference::Routing;
+use crossrail_emulator::shapes::{BY_EXPERT, by_rank};
+use crossrail_emulator::{Build, GpuMemory as _, Gpus as _, Memory, Numbers};
 
 const SHAPE: Shape = BY_EXPERT;
 const RANKS: Shape = by_rank(SHAPE, 40);
@@ -41,7 +38,7 @@ impl Far {
         let mut mirrors = vec![vec![None; ranks]; ranks];
         for (rank, mirrors) in mirrors.iter_mut().enumerate() {
             for (other, mirror) in mirrors.iter_mut().enumerate().filter(|(other, _)| other / 2 != rank / 2) {
-                let memory = job.emulator.zeroed(&format!("mirror of {other} at {rank}"), bytes);
+                let memory = job.gpus.zeroed(&format!("mirror of {other} at {rank}"), bytes);
                 job.ranks[rank].peers.write(8 * other, &[memory.address()]);
                 *mirror = Some(memory);
             }
@@ -64,7 +61,7 @@ impl Far {
     }
 
     fn run(&mut self, seed: u64) {
-        self.job.emulator.run(seed).unwrap_or_else(|what| panic!("{what}"));
+        self.job.gpus.run(seed).unwrap_or_else(|what| panic!("{what}"));
     }
 
     fn expert(&mut self, operation: &ByExpert, seed: u64) {

@@ -1,8 +1,8 @@
-//! Dispatch and combine on real GPUs, against the plain reference, to the bit; what the emulator runs in `ep_expert` and
-//! `ep_rank`. Skipped, visibly, without a GPU.
+//! Dispatch and combine on real GPUs, against the plain reference, to the bit; as the emulator runs them in `tests/emulated`.
+//! Skipped with a message without a GPU.
 #![allow(unsafe_code)]
 
-mod emulate;
+mod device;
 mod expert;
 mod rank;
 #[path = "../../../cuda/tests/support/mod.rs"]

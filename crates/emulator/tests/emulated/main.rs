@@ -1,0 +1,10 @@
+//! Kernels on emulated GPUs: what they compute, in many orders; and kernels broken on purpose, which must be caught.
+#![allow(unsafe_code)]
+
+mod copies;
+mod elastic;
+mod expert_layout;
+mod machine;
+mod rank_layout;
+mod soak;
+mod unreachable;
