@@ -1,39 +1,48 @@
 use crossrail_handshake::Address;
-use crossrail_handshake::wire;
+use crossrail_handshake::wire::{
+    Challenge, HELLO_MAX, HelloHead, LaneHello, PRELUDE_LEN, Proof, Protocol, Reject, Reply, STORE, WORKER,
+    decode_hello,
+};
 use sha2::{Digest, Sha256};
 
-/// A message of the handshake, as any of them; and the hello's body. What is read and written again must be read as
-/// the same.
+/// A message of either protocol's handshake, as any of them; and the hello's body. What is read and written again must
+/// be read as the same.
 pub fn handshake(input: &[u8]) {
-    if wire::decode_prelude(input).is_ok() {
-        assert!(input.len() >= wire::PRELUDE_LEN);
+    messages(&WORKER, input);
+    messages(&STORE, input);
+    if let Ok(lane) = LaneHello::decode(input) {
+        assert_eq!(lane.encode(), input);
     }
-    if let Ok(challenge) = wire::decode_challenge(input) {
-        assert!(challenge.version_min <= challenge.version_max);
-        assert_eq!(wire::decode_challenge(&challenge.encode()), Ok(challenge));
+    if let Ok(head) = HelloHead::decode(input) {
+        assert!(head.length as usize <= HELLO_MAX);
+        assert_eq!(head.encode(), input);
     }
-    if let Ok(reply) = wire::decode_reply(input) {
-        assert_eq!(wire::decode_reply(&reply.encode()), Ok(reply));
-    }
-    if let Ok(lane) = wire::decode_lane_hello(input) {
-        assert_eq!(wire::decode_lane_hello(&lane.encode()), Ok(lane));
-    }
-    if let Ok(mac) = wire::decode_proof(input) {
-        assert_eq!(wire::decode_proof(&wire::encode_proof(&mac)), Ok(mac));
-    }
-    if let Ok(head) = wire::decode_hello_head(input) {
-        assert!(head.length as usize <= wire::HELLO_MAX);
-        assert_eq!(wire::decode_hello_head(&head.encode()), Ok(head));
-    }
-    if let Ok(reject) = wire::decode_reject(input) {
-        assert!(!reject.text.chars().any(char::is_control));
-        assert!(wire::decode_reject(&reject.encode()).is_ok_and(|again| again.code == reject.code));
-    }
-    if let Ok(hello) = wire::decode_hello(input) {
+    if let Ok(hello) = decode_hello(input) {
         assert!(hello.chunk > 0 && hello.window > 0 && hello.channels > 0);
         let again = hello.encode().unwrap_or_else(|error| panic!("a hello that was read cannot be sent: {error}"));
-        assert!(wire::decode_hello(&again).is_ok_and(|again| again == hello));
+        assert!(decode_hello(&again).is_ok_and(|again| again == hello));
         assert_eq!(hello.disagreement(&hello), None);
+    }
+}
+
+/// The messages that both protocols have: reserved bytes are zero, so those read are the only ones that mean it.
+pub(crate) fn messages(protocol: &Protocol, input: &[u8]) {
+    if protocol.decode_prelude(input).is_ok() {
+        assert!(input.len() >= PRELUDE_LEN);
+    }
+    if let Ok(challenge) = Challenge::decode(protocol, input) {
+        assert!(challenge.version_min <= challenge.version_max);
+        assert_eq!(challenge.encode(protocol), input);
+    }
+    if let Ok(reply) = Reply::decode(protocol, input) {
+        assert_eq!(reply.encode(protocol), input);
+    }
+    if let Ok(proof) = Proof::decode(protocol, input) {
+        assert_eq!(proof.encode(protocol), input);
+    }
+    if let Ok(reject) = Reject::decode(protocol, input) {
+        assert!(!reject.text.chars().any(char::is_control));
+        assert!(Reject::decode(protocol, &reject.encode(protocol)).is_ok_and(|again| again.code == reject.code));
     }
 }
 

@@ -1,11 +1,9 @@
 //! Well-formed inputs to start from: recorded conversations, messages, addresses, settings.
 
-use crossrail_handshake::wire::{Challenge, HelloHead, LaneHello, Reject, RejectCode, Reply, encode_proof};
-use crossrail_handshake::{Address, Device, Hello, LanePurpose};
 use crossrail_control::builtin::frames::{self, Answer, Change, Item, Request, Value};
-use crossrail_control::builtin::greeting;
+use crossrail_handshake::wire::{Challenge, HelloHead, LaneHello, Proof, Reject, RejectCode, Reply, STORE, WORKER};
+use crossrail_handshake::{Address, Device, Hello, LanePurpose};
 use crossrail_proto::Body;
-use crossrail_types::ErrorKind;
 
 use crate::input::Input;
 use crate::protocol::End;
@@ -42,9 +40,9 @@ pub fn seeds() -> Vec<(&'static str, String, Vec<u8>)> {
 
 /// Greetings, frames, and conversations of the built-in store with its clients.
 fn store_seeds() -> Vec<(&'static str, Vec<u8>)> {
-    let challenge = greeting::Challenge { version_min: 1, version_max: 1, flags: 1, nonce: [3; 32] };
-    let reply = greeting::Reply { version: 1, flags: 1, nonce: [4; 32], mac: [5; 32] };
-    let reject = greeting::Reject { kind: ErrorKind::Refused, text: "wrong secret".to_owned() };
+    let challenge = Challenge { version_min: 1, version_max: 1, flags: 1, id: None, nonce: [3; 32] };
+    let reply = Reply { version: 1, flags: 1, nonce: [4; 32], mac: [5; 32] };
+    let reject = Reject { code: RejectCode::Refused, text: "wrong secret".to_owned() };
     let put = |key, lease| Request::Put { key, value: Value(b"value"), lease };
     let set = Request::CompareAndSet { key: "a", expected: 0, value: Value(b"v"), lease: 0 };
     let wait = Request::Wait { keys: vec!["a", "a/b", "c"], timeout_us: 50_000 };
@@ -63,10 +61,10 @@ fn store_seeds() -> Vec<(&'static str, Vec<u8>)> {
     let changes = answer(&Answer::Changes(vec![Change::Put(item), Change::Gone { key: "a", revision: 10 }]));
     let entries = answer(&Answer::Entries { items: vec![item], revision: 9, more: false });
     vec![
-        ("challenge", challenge.encode().to_vec()),
-        ("reply", reply.encode().to_vec()),
-        ("proof", greeting::encode_proof(&[9; 32]).to_vec()),
-        ("reject", reject.encode().to_vec()),
+        ("challenge", challenge.encode(&STORE).to_vec()),
+        ("reply", reply.encode(&STORE).to_vec()),
+        ("proof", Proof { mac: [9; 32] }.encode(&STORE).to_vec()),
+        ("reject", reject.encode(&STORE).to_vec()),
         ("frame-put", frame(&put("a", 1))),
         ("frame-wait", frame(&wait)),
         ("frame-changes", changes),
@@ -283,7 +281,7 @@ fn hello() -> Hello {
 }
 
 fn messages() -> Vec<(&'static str, Vec<u8>)> {
-    let challenge = Challenge { version_min: 1, version_max: 1, flags: 1, worker: [1; 16], nonce: [3; 32] };
+    let challenge = Challenge { version_min: 1, version_max: 1, flags: 1, id: Some([1; 16]), nonce: [3; 32] };
     let reply = Reply { version: 1, flags: 1, nonce: [4; 32], mac: [5; 32] };
     let lane = LaneHello {
         version: 1,
@@ -298,12 +296,12 @@ fn messages() -> Vec<(&'static str, Vec<u8>)> {
     let body = hello().encode().unwrap_or_default();
     let bare = Hello { devices: Vec::new(), control: Vec::new(), unix: None, replaces: Some([9; 16]), ..hello() };
     vec![
-        ("challenge", challenge.encode().to_vec()),
-        ("reply", reply.encode().to_vec()),
+        ("challenge", challenge.encode(&WORKER).to_vec()),
+        ("reply", reply.encode(&WORKER).to_vec()),
         ("lane-hello", lane.encode().to_vec()),
-        ("proof", encode_proof(&[9; 32]).to_vec()),
+        ("proof", Proof { mac: [9; 32] }.encode(&WORKER).to_vec()),
         ("hello-head", HelloHead { length: body.len() as u32, mac: [1; 32] }.encode().to_vec()),
-        ("reject", reject.encode().to_vec()),
+        ("reject", reject.encode(&WORKER).to_vec()),
         ("hello", body),
         ("hello-bare", bare.encode().unwrap_or_default()),
     ]

@@ -1,7 +1,5 @@
 use std::cell::Cell;
-use std::net::{SocketAddr, TcpStream};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::os::unix::net::UnixStream;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::Instant;
 
 use crossrail_types::{Error, ErrorKind, Result};
@@ -9,46 +7,26 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, recv, send};
 
-use crate::worker::wire::{self, Kind, PRELUDE_LEN, REJECT_LEN, Reject, RejectCode, WireError};
+use crate::message::{Challenge, Kind, Malformed, PRELUDE_LEN, Proof, Protocol, REJECT_LEN, Reject, RejectCode};
+use crate::proof::Shared;
+use crate::terms::Refusal;
 
-/// A control connection: blocking mode, no timeouts set.
-#[derive(Debug)]
-pub enum Stream {
-    /// Within the machine; can pass descriptors.
-    Unix(UnixStream),
-    /// Over the network, or loopback.
-    Tcp(TcpStream),
-}
-
-impl AsFd for Stream {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Stream::Unix(stream) => stream.as_fd(),
-            Stream::Tcp(stream) => stream.as_fd(),
-        }
-    }
-}
-
-impl Stream {
-    /// Whether it is a Unix socket.
-    pub fn is_unix(&self) -> bool {
-        matches!(self, Stream::Unix(_))
-    }
-}
-
-/// How long to wait for `deadline` in poll's terms: rounded up, so that a wait never ends early and spins.
+/// The time until `deadline` in poll's terms, rounded up: a wait that ends early would spin.
 pub(crate) fn poll_timeout(deadline: Instant) -> PollTimeout {
     let left = deadline.saturating_duration_since(Instant::now());
     let millis = left.as_micros().div_ceil(1000).min(i32::MAX as u128);
     PollTimeout::try_from(millis as i32).unwrap_or(PollTimeout::MAX)
 }
 
-/// One handshake under way over one connection: reads and writes whole messages until a deadline, and words the errors.
-pub(crate) struct Talk<'a> {
+/// One end of a handshake on one connection: reads and writes whole messages until a deadline, and words the errors.
+///
+/// The connection may be in blocking or nonblocking mode. Nothing is read from it beyond the messages asked for.
+pub(crate) struct Exchange<'a> {
     fd: BorrowedFd<'a>,
-    /// Readable once the listener stops.
+    protocol: &'static Protocol,
+    /// Becomes readable when the listener stops.
     stop: Option<BorrowedFd<'a>>,
-    operation: &'static str,
+    operation: String,
     peer: String,
     stage: String,
     started: Instant,
@@ -56,55 +34,77 @@ pub(crate) struct Talk<'a> {
     busy: Cell<bool>,
 }
 
-impl<'a> Talk<'a> {
-    pub(crate) fn new(fd: BorrowedFd<'a>, operation: &'static str, peer: String, deadline: Instant) -> Talk<'a> {
-        let stage = "connect".to_owned();
-        Talk { fd, stop: None, operation, peer, stage, started: Instant::now(), deadline, busy: Cell::new(false) }
+impl<'a> Exchange<'a> {
+    pub(crate) fn new(
+        fd: BorrowedFd<'a>,
+        protocol: &'static Protocol,
+        operation: impl Into<String>,
+        peer: impl Into<String>,
+        deadline: Instant,
+    ) -> Exchange<'a> {
+        let (operation, peer, stage) = (operation.into(), peer.into(), "connect".to_owned());
+        let (stop, started, busy) = (None, Instant::now(), Cell::new(false));
+        Exchange { fd, protocol, stop, operation, peer, stage, started, deadline, busy }
     }
 
-    pub(crate) fn stopped_by(mut self, stop: BorrowedFd<'a>) -> Talk<'a> {
+    /// Ends every wait with `Closed` once `stop` is readable.
+    pub(crate) fn stopped_by(mut self, stop: BorrowedFd<'a>) -> Exchange<'a> {
         self.stop = Some(stop);
         self
     }
 
-    pub(crate) fn since(mut self, started: Instant) -> Talk<'a> {
+    /// Counts the time that errors name from `started`.
+    pub(crate) fn since(mut self, started: Instant) -> Exchange<'a> {
         self.started = started;
         self
     }
 
-    /// Names what happens next, for errors.
+    /// Names the next step, for errors.
     pub(crate) fn stage(&mut self, stage: impl Into<String>) {
         self.stage = stage.into();
+    }
+
+    /// Whether the peer rejected this end only because it has too many handshakes in progress.
+    pub(crate) fn busy(&self) -> bool {
+        self.busy.get()
     }
 
     /// An error at this stage.
     pub(crate) fn error(&self, kind: ErrorKind, detail: impl AsRef<str>) -> Error {
         let waited = self.started.elapsed().as_secs_f64();
         let detail = format!("{}: {} (after {waited:.3} s)", self.stage, detail.as_ref());
-        Error::new(kind, self.operation, detail).with_peer(&self.peer)
+        Error::new(kind, &self.operation, detail).with_peer(&self.peer)
     }
 
-    /// The peer broke the protocol, or speaks another one; in the first case it is told.
-    pub(crate) fn malformed(&self, error: &WireError) -> Error {
-        if !matches!(error, WireError::NotCrossrail(_)) {
-            self.send_reject(RejectCode::Protocol, &error.to_string());
+    /// The error for a peer that broke the protocol or speaks another one. Only the former can read a reject.
+    pub(crate) fn malformed(&self, error: &Malformed) -> Error {
+        if !matches!(error, Malformed::Foreign { .. }) {
+            self.send_reject(&Reject::new(RejectCode::Protocol, error.to_string()));
         }
         self.error(ErrorKind::Protocol, error.to_string())
     }
 
-    /// Tells the peer why this end closes, and words the same for this end. Never waits: the message is small enough
-    /// for any socket's buffer, and a peer that has let that fill up does not read it anyway.
-    pub(crate) fn reject(&self, code: RejectCode, text: &str) -> Error {
-        self.send_reject(code, text);
-        self.error(code.kind(), text)
+    /// Sends `reject`; the error that says the same at this end. Never blocks: the message fits any socket's buffer,
+    /// and a peer that has let that fill up does not read it anyway.
+    pub(crate) fn reject(&self, reject: &Reject) -> Error {
+        self.send_reject(reject);
+        self.error(reject.code.kind(), &reject.text)
     }
 
-    fn send_reject(&self, code: RejectCode, text: &str) {
-        let bytes = Reject { code, text: text.to_owned() }.encode();
-        // The peer is given up on either way.
-        let _ = send(self.fd.as_raw_fd(), &bytes, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL);
+    /// As [`Exchange::reject`], with a hint for this end's user.
+    pub(crate) fn refuse(&self, refusal: &Refusal) -> Error {
+        let error = self.reject(&refusal.reject);
+        match refusal.hint {
+            Some(hint) => error.with_hint(hint),
+            None => error,
+        }
     }
 
+    fn send_reject(&self, reject: &Reject) {
+        send_reject(self.fd, self.protocol, reject);
+    }
+
+    /// Waits for `events`. An early return without error is possible.
     fn wait(&self, events: PollFlags, progress: &dyn Fn() -> String) -> Result<()> {
         let mut fds = vec![PollFd::new(self.fd, events)];
         if let Some(stop) = self.stop {
@@ -113,7 +113,7 @@ impl<'a> Talk<'a> {
         match poll(&mut fds, poll_timeout(self.deadline)) {
             Ok(0) if Instant::now() >= self.deadline => {
                 let error = self.error(ErrorKind::Timeout, progress());
-                self.send_reject(RejectCode::Timeout, &error.detail);
+                self.send_reject(&Reject::new(RejectCode::Timeout, &error.detail));
                 Err(error)
             }
             Ok(_) if fds.get(1).and_then(PollFd::any).unwrap_or(false) => {
@@ -135,7 +135,7 @@ impl<'a> Talk<'a> {
         self.error(kind, format!("{call}: {}", std::io::Error::from(e)))
     }
 
-    /// Fills `buf`, whose first `done` bytes are there already.
+    /// Fills `buf`, of which `done` bytes have been received already.
     fn fill(&self, buf: &mut [u8], mut done: usize) -> Result<()> {
         while done < buf.len() {
             let total = buf.len();
@@ -174,21 +174,22 @@ impl<'a> Talk<'a> {
                 Ok(n) => done += n,
                 Err(Errno::EAGAIN) => {
                     let total = bytes.len();
-                    self.wait(PollFlags::POLLOUT, &|| format!("the peer takes only {done} of {total} bytes"))?;
+                    self.wait(PollFlags::POLLOUT, &|| format!("the peer accepted only {done} of {total} bytes"))?;
                 }
                 Err(Errno::EINTR) => {}
-                // The peer may have said why before it closed.
-                Err(e) => return Err(self.parting_words().unwrap_or_else(|| self.system("send", e))),
+                // The peer may have sent its reason before it closed.
+                Err(e) => return Err(self.pending_reject().unwrap_or_else(|| self.system("send", e))),
             }
         }
         Ok(())
     }
 
-    /// The reject that the peer sent before it closed, if that is what lies in the socket.
-    fn parting_words(&self) -> Option<Error> {
+    /// The reject that the peer sent before it closed, if the socket still holds one.
+    fn pending_reject(&self) -> Option<Error> {
         let mut bytes = [0; REJECT_LEN];
         let n = recv(self.fd.as_raw_fd(), &mut bytes, MsgFlags::MSG_DONTWAIT).ok()?;
-        wire::decode_reject(&bytes[..n]).ok().map(|reject| self.rejected(&reject))
+        let reject = Reject::decode(self.protocol, bytes.get(..n)?).ok()?;
+        Some(self.rejected(&reject))
     }
 
     fn rejected(&self, reject: &Reject) -> Error {
@@ -196,40 +197,45 @@ impl<'a> Talk<'a> {
         self.error(reject.code.kind(), format!("refused by the peer: {}", reject.text))
     }
 
-    /// Reads one message of `N` bytes and that kind; the peer's reject in its place is an error of the peer's kind.
-    pub(crate) fn message<const N: usize>(&self, kind: Kind) -> Result<[u8; N]> {
-        const { assert!(N >= PRELUDE_LEN) };
-        let mut bytes = [0; N];
-        self.fill(&mut bytes[..PRELUDE_LEN], 0)?;
-        let found = wire::decode_prelude(&bytes[..PRELUDE_LEN]).map_err(|e| self.malformed(&e))?;
-        if found == Kind::Reject {
-            let mut reject = [0; REJECT_LEN];
-            reject[..PRELUDE_LEN].copy_from_slice(&bytes[..PRELUDE_LEN]);
-            self.fill(&mut reject, PRELUDE_LEN)?;
-            let reject = wire::decode_reject(&reject).map_err(|e| self.error(ErrorKind::Protocol, e.to_string()))?;
-            return Err(self.rejected(&reject));
+    /// Reads one message of that kind, its bytes as received. A reject in its place is an error of the kind it names.
+    pub(crate) fn message(&self, kind: Kind) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; PRELUDE_LEN];
+        self.fill(&mut bytes, 0)?;
+        let found = self.protocol.decode_prelude(&bytes).map_err(|e| self.malformed(&e))?;
+        if found != kind && found != Kind::Reject {
+            return Err(self.malformed(&Malformed::Kind { expected: kind, found }));
         }
-        if found != kind {
-            return Err(self.malformed(&WireError::Kind { expected: kind as u8, found: found as u8 }));
-        }
+        bytes.resize(self.protocol.length(found), 0);
         self.fill(&mut bytes, PRELUDE_LEN)?;
-        Ok(bytes)
+        if found == kind {
+            return Ok(bytes);
+        }
+        match Reject::decode(self.protocol, &bytes) {
+            Ok(reject) => Err(self.rejected(&reject)),
+            Err(e) => Err(self.error(ErrorKind::Protocol, e.to_string())),
+        }
     }
 
-    /// Whether the peer turned this end away only because it has too many handshakes under way.
-    pub(crate) fn busy(&self) -> bool {
-        self.busy.get()
+    /// Connector: reads the challenge.
+    pub(crate) fn challenge(&self) -> Result<(Vec<u8>, Challenge)> {
+        let bytes = self.message(Kind::Challenge)?;
+        let challenge = Challenge::decode(self.protocol, &bytes).map_err(|e| self.malformed(&e))?;
+        Ok((bytes, challenge))
+    }
+
+    /// Connector: proves itself with `response`, whose last field the proof becomes, and checks the acceptor's proof.
+    pub(crate) fn prove(&self, shared: &Shared<'_>, challenge: &[u8], response: &mut [u8]) -> Result<()> {
+        shared.sign(challenge, response);
+        self.write(response)?;
+        let proof = Proof::decode(self.protocol, &self.message(Kind::Proof)?).map_err(|e| self.malformed(&e))?;
+        if shared.confirmed(challenge, response, &proof) {
+            return Ok(());
+        }
+        Err(self.reject(&Reject::new(RejectCode::Refused, "the listening end does not know the secret")))
     }
 }
 
-/// Tells a connection that nobody will talk to it.
-pub(crate) fn turn_away(fd: BorrowedFd<'_>, text: &str) {
-    let bytes = Reject { code: RejectCode::Busy, text: text.to_owned() }.encode();
-    // As in `Talk::reject`: whether the peer hears it does not matter here.
-    let _ = send(fd.as_raw_fd(), &bytes, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL);
-}
-
-/// `ip:port` for people: an IPv4 peer of an IPv6 socket under its IPv4 address.
-pub(crate) fn tcp_name(address: SocketAddr) -> String {
-    SocketAddr::new(address.ip().to_canonical(), address.port()).to_string()
+/// Sends `reject` without waiting; a peer that cannot receive it is given up on either way.
+pub(crate) fn send_reject(fd: BorrowedFd<'_>, protocol: &Protocol, reject: &Reject) {
+    let _ = send(fd.as_raw_fd(), &reject.encode(protocol), MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL);
 }

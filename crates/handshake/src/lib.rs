@@ -1,9 +1,53 @@
-//! How two ends of a connection find and trust each other: the authenticated handshake, and what workers build on it.
+//! How the two ends of a connection prove who they are before anything else is said.
+//!
+//! One challenge and response serves two protocols: workers, which build sessions and lanes on it, and the built-in
+//! store with its clients ([`store`]).
+//!
+//! ```text
+//! connector                         acceptor
+//!              <- Challenge         versions, what the proof must contain, nonce
+//! Reply ->                          version, nonce, proof over all of the above
+//!              <- Proof             the acceptor knew the secret too
+//! ```
+//!
+//! Either end may send a Reject, which gives its reason, in place of any message. The promises, for both protocols:
+//!
+//! - With a [`Secret`], both ends prove that they know it. Without one, only this machine can connect: see
+//!   [`Secret::allows_listening`].
+//! - Until both proofs have been checked, only messages of fixed size are read. See [`message`].
+//! - Proofs are HMAC-SHA256 over fresh random bytes of both ends, the role and every byte exchanged before, so they can
+//!   be neither replayed nor reflected.
+//! - Nothing is encrypted: a secret keeps strangers out; it does not hide data.
+//!
+//! [`message`]: crate::wire
 
 #![forbid(unsafe_code)]
 
 mod exchange;
+mod message;
+mod proof;
+mod resolve;
 mod secret;
+pub mod store;
+mod terms;
 mod worker;
 
-pub use worker::*;
+/// The messages as bytes, for tests and fuzzing: pure functions of `&[u8]`, safe to call with anything.
+pub mod wire {
+    pub use crate::message::{
+        Challenge, FLAG_SECRET, FLAG_TOKEN, Kind, Malformed, PRELUDE_LEN, PROOF_LEN, Proof, Protocol, REJECT_LEN,
+        REJECT_TEXT_MAX, REPLY_LEN, Reject, RejectCode, Reply,
+    };
+    pub use crate::store::STORE;
+    pub use crate::worker::wire::{
+        HELLO_HEAD_LEN, HELLO_MAX, HelloHead, LANE_HELLO_LEN, LaneHello, WORKER, decode_hello,
+    };
+}
+
+pub use resolve::resolve;
+pub use secret::Secret;
+pub use wire::{Reject, RejectCode};
+pub use worker::{
+    ADDRESS_MAX, Address, Arrival, Deliver, Device, Hello, Identity, LaneKeys, LaneName, LanePurpose, Limits,
+    ListenConfig, Listener, Parameters, Rail, Session, Stream, Target, Ticket, connect, dial_lane, upgrade,
+};

@@ -1,5 +1,6 @@
 use std::fmt;
 use std::io::Read;
+use std::net::IpAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
@@ -82,6 +83,20 @@ impl Secret {
             ));
         }
         Ok((Secret::Shared(secret.to_vec()), warnings))
+    }
+
+    /// Whether a listener with this secret may be bound to `address`: beyond loopback only if there is a secret, since
+    /// without one anybody who reaches the port would be admitted.
+    ///
+    /// # Errors
+    /// `Config`: it may not.
+    pub fn allows_listening(&self, operation: &str, address: IpAddr) -> Result<()> {
+        if address.to_canonical().is_loopback() || self.is_shared() {
+            return Ok(());
+        }
+        let detail = format!("{address} is reachable from other machines, and there is no secret");
+        Err(Error::new(ErrorKind::Config, operation, detail)
+            .with_hint("set CROSSRAIL_SECRET or CROSSRAIL_SECRET_FILE, the same at all ends"))
     }
 
     /// Whether there is one.

@@ -5,6 +5,7 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crossrail_handshake::Secret;
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 use parking_lot::Mutex;
 
@@ -12,7 +13,6 @@ use super::calls::{Call, Connection};
 use super::dial::{Place, dial};
 use super::frames::{Answer, Change, Item, Request, Value, decode_answer, micros};
 use super::lease::{self, Keeper};
-use super::secret;
 use crate::limits::{check_key, check_prefix, check_value};
 use crate::store::{Entry, Event, Expected, Lease, LeaseId, Revision, Store, Watch};
 
@@ -29,10 +29,12 @@ const GRACE: Duration = Duration::from_millis(50);
 /// `Protocol`, `Exhausted`: at once.
 pub(crate) fn connect(place: &str, settings: &Settings, deadline: Instant) -> Result<Arc<dyn Store>> {
     let place = Place::parse(place)?;
-    let secret = secret::load(settings)?;
+    // The workers of this process warn about a weak secret.
+    let (secret, _warnings) =
+        Secret::load(settings.secret.as_ref().map(|text| text.expose()), settings.secret_file.as_deref())?;
     let mut pause = PAUSE_MIN;
     let stream = loop {
-        match dial(&place, secret.as_deref(), "store", deadline) {
+        match dial(&place, &secret, "store", deadline) {
             Ok(stream) => break stream,
             Err(error) if error.kind != ErrorKind::Unreachable || Instant::now() + pause >= deadline => {
                 return Err(error);
@@ -49,7 +51,7 @@ pub(crate) fn connect(place: &str, settings: &Settings, deadline: Instant) -> Re
 /// What a client, its leases and its watches share.
 pub(super) struct Shared {
     place: Place,
-    secret: Option<Vec<u8>>,
+    secret: Secret,
     connection: Mutex<Option<Arc<Connection>>>,
     pub(super) keeper: Arc<Keeper>,
 }
@@ -75,7 +77,7 @@ impl Shared {
             return Ok(Arc::clone(known));
         }
         *connection = None;
-        let stream = dial(&self.place, self.secret.as_deref(), operation, deadline)?;
+        let stream = dial(&self.place, &self.secret, operation, deadline)?;
         let new = self.adopt(stream);
         *connection = Some(Arc::clone(&new));
         Ok(new)

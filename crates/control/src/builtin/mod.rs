@@ -10,12 +10,9 @@ mod client;
 mod dial;
 #[doc(hidden)]
 pub mod frames;
-#[doc(hidden)]
-pub mod greeting;
 mod history;
 mod lease;
 mod peer;
-mod secret;
 mod server;
 #[doc(hidden)]
 pub mod state;

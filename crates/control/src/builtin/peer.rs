@@ -3,10 +3,10 @@
 use std::io::{ErrorKind as IoKind, Read, Write};
 use std::net::TcpStream;
 
-use crossrail_types::ErrorKind;
+use crossrail_handshake::store::{Greeting, turn_away};
+use crossrail_handshake::{Reject, Secret};
 
 use super::frames::{self, Frame, Request};
-use super::greeting::{self, CHALLENGE_LEN, Challenge, FLAG_SECRET, REPLY_LEN, Reject, Reply, VERSION};
 
 /// A client that has this much to take is not read from until it has taken it.
 const PAUSE: usize = 16 << 20;
@@ -19,7 +19,7 @@ const KEEP: usize = 256 << 10;
 #[derive(Debug)]
 enum Stage {
     /// The challenge was sent.
-    Greeting([u8; CHALLENGE_LEN]),
+    Greeting(Greeting),
     Proven,
     /// It gets what is left to send, and is closed.
     Rejected,
@@ -46,26 +46,18 @@ pub(super) struct Over;
 
 impl Peer {
     /// A new connection, in nonblocking mode; its challenge is ready to be sent.
-    pub(super) fn new(stream: TcpStream, nonce: [u8; 32], secret: bool) -> Peer {
-        let flags = if secret { FLAG_SECRET } else { 0 };
-        let challenge = Challenge { version_min: VERSION, version_max: VERSION, flags, nonce }.encode();
-        Peer {
-            stream,
-            stage: Stage::Greeting(challenge),
-            input: Vec::new(),
-            output: challenge.to_vec(),
-            sent: 0,
-            interest: (true, false),
-            touched: true,
-        }
+    pub(super) fn new(stream: TcpStream, greeting: Greeting) -> Peer {
+        let output = greeting.challenge().to_vec();
+        Peer::at(Stage::Greeting(greeting), stream, output)
     }
 
-    /// A connection that is only told why it is not taken.
-    pub(super) fn rejected(stream: TcpStream, kind: ErrorKind, text: &str) -> Peer {
-        let mut peer = Peer::new(stream, [0; 32], false);
-        peer.output.clear();
-        peer.reject(kind, text);
-        peer
+    /// A connection that is turned away.
+    pub(super) fn rejected(stream: TcpStream, reject: &Reject) -> Peer {
+        Peer::at(Stage::Rejected, stream, turn_away(reject).to_vec())
+    }
+
+    fn at(stage: Stage, stream: TcpStream, output: Vec<u8>) -> Peer {
+        Peer { stream, stage, input: Vec::new(), output, sent: 0, interest: (true, false), touched: true }
     }
 
     pub(super) fn is_proven(&self) -> bool {
@@ -84,15 +76,9 @@ impl Peer {
     /// Appends an answer.
     pub(super) fn push(&mut self, call: u64, answer: &frames::Answer<'_>) {
         if frames::encode(&mut self.output, call, answer).is_none() {
-            self.reject(ErrorKind::Protocol, "the store cannot put its answer into a frame");
+            // Behind the greeting there is no message that could carry a reason.
+            self.stage = Stage::Rejected;
         }
-    }
-
-    fn reject(&mut self, kind: ErrorKind, text: &str) {
-        if !self.is_proven() {
-            self.output.extend_from_slice(&Reject { kind, text: text.to_owned() }.encode());
-        }
-        self.stage = Stage::Rejected;
     }
 
     /// Reads what is there; `true`: the client has closed its end, and what was read is its last.
@@ -117,36 +103,20 @@ impl Peer {
         Ok(false)
     }
 
-    /// The client's reply, when it is there: whether it is proven now.
-    pub(super) fn greet(&mut self, secret: Option<&[u8]>) -> bool {
-        let Stage::Greeting(challenge) = self.stage else { return self.is_proven() };
-        // A stranger's first bytes are judged as soon as they are there: it need not send as many as a reply has.
-        let prelude = self.input.get(..greeting::PRELUDE_LEN).map(greeting::decode_prelude);
-        if let Some(Err(text)) = prelude {
-            self.reject(ErrorKind::Protocol, &text);
-            return false;
-        }
-        let Some(bytes) = self.input.first_chunk::<REPLY_LEN>().copied() else { return false };
-        let reply = match Reply::decode(&bytes) {
-            Ok(reply) => reply,
-            Err(text) => {
-                self.reject(ErrorKind::Protocol, &text);
-                return false;
+    /// Checks the client's reply once it is complete: whether the client is proven now.
+    pub(super) fn greet(&mut self, secret: &Secret) -> bool {
+        let Stage::Greeting(greeting) = &self.stage else { return self.is_proven() };
+        match greeting.check(secret, &self.input) {
+            Ok(None) => {}
+            Ok(Some(proven)) => {
+                self.output.extend_from_slice(&proven.proof);
+                self.input.drain(..proven.used);
+                self.stage = Stage::Proven;
             }
-        };
-        let flags = if secret.is_some() { FLAG_SECRET } else { 0 };
-        if reply.version != VERSION {
-            let text = format!("store protocol version {} at the client, {VERSION} at the store", reply.version);
-            self.reject(ErrorKind::Mismatch, &text);
-        } else if reply.flags != flags {
-            self.reject(ErrorKind::Protocol, "the proof is not of the kind asked for");
-        } else if !greeting::client_holds(secret.unwrap_or_default(), &challenge, &bytes) {
-            self.reject(ErrorKind::Refused, "wrong secret");
-        } else {
-            let proof = greeting::store_proof(secret.unwrap_or_default(), &challenge, &bytes);
-            self.output.extend_from_slice(&greeting::encode_proof(&proof));
-            self.input.drain(..REPLY_LEN);
-            self.stage = Stage::Proven;
+            Err(reject) => {
+                self.output.extend_from_slice(&turn_away(&reject));
+                self.stage = Stage::Rejected;
+            }
         }
         self.is_proven()
     }

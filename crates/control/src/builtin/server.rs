@@ -9,6 +9,8 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
+use crossrail_handshake::store::Greeting;
+use crossrail_handshake::{Reject, RejectCode, Secret};
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -17,8 +19,8 @@ use socket2::{SockRef, TcpKeepalive};
 
 use super::frames::Answer;
 use super::peer::{Over, Peer, next_request};
-use super::secret;
 use super::state::{Outbox, State};
+use crate::log::Log;
 
 /// Clients at a time, and those among them that have not proved themselves yet.
 const CLIENTS_MAX: usize = 16_384;
@@ -55,13 +57,9 @@ impl StoreServer {
     /// `Config`: beyond loopback without a secret, a secret that cannot be read. `Usage`: `listen` is no address, or
     /// somebody listens there. `Exhausted`, `Io`: no descriptor, no thread.
     pub fn start(listen: &str, settings: &Settings) -> Result<StoreServer> {
-        let secret = secret::load(settings)?;
+        let secret = load_secret(settings)?;
         let place = resolve(listen)?;
-        if !place.ip().to_canonical().is_loopback() && secret.is_none() {
-            let detail = format!("{} is reachable from other machines, and there is no secret", place.ip());
-            return Err(Error::new(ErrorKind::Config, "store", detail)
-                .with_hint("set CROSSRAIL_SECRET or CROSSRAIL_SECRET_FILE, the same at all ends"));
-        }
+        secret.allows_listening("store", place.ip())?;
         let fail = |call: &str, e: std::io::Error| Error::io("store", call, &e).with_peer(format!("tcp://{place}"));
         let listener = TcpListener::bind(place).map_err(|e| match e.kind() {
             IoKind::AddrInUse => Error::new(ErrorKind::Usage, "store", format!("somebody listens at {place} already"))
@@ -119,6 +117,14 @@ impl Drop for StoreServer {
     fn drop(&mut self) {
         self.stop();
     }
+}
+
+/// The secret of the settings; warnings about it go to stderr.
+fn load_secret(settings: &Settings) -> Result<Secret> {
+    let (secret, warnings) =
+        Secret::load(settings.secret.as_ref().map(|text| text.expose()), settings.secret_file.as_deref())?;
+    warnings.iter().for_each(|warning| Log(settings.log).warn(format_args!("{warning}")));
+    Ok(secret)
 }
 
 fn resolve(listen: &str) -> Result<SocketAddr> {
@@ -193,7 +199,7 @@ impl Peers {
 struct Serving {
     epoll: Epoll,
     listener: TcpListener,
-    secret: Option<Vec<u8>>,
+    secret: Secret,
     state: State,
     peers: Peers,
     next: u64,
@@ -264,12 +270,10 @@ impl Serving {
         let socket = SockRef::from(&stream);
         let alive = TcpKeepalive::new().with_time(Duration::from_secs(5)).with_interval(Duration::from_secs(2));
         let ready = stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true));
-        let mut nonce = [0; 32];
-        if ready.and_then(|()| socket.set_tcp_keepalive(&alive.with_retries(3))).is_err()
-            || getrandom::fill(&mut nonce).is_err()
-        {
+        if ready.and_then(|()| socket.set_tcp_keepalive(&alive.with_retries(3))).is_err() {
             return;
         }
+        let Ok(greeting) = Greeting::new(&self.secret) else { return };
         let client = self.next;
         self.next += 1;
         let full = if self.peers.peers.len() >= CLIENTS_MAX {
@@ -280,8 +284,8 @@ impl Serving {
             None
         };
         let mut peer = match &full {
-            Some(text) => Peer::rejected(stream, ErrorKind::Exhausted, text),
-            None => Peer::new(stream, nonce, self.secret.is_some()),
+            Some(text) => Peer::rejected(stream, &Reject::new(RejectCode::Full, text)),
+            None => Peer::new(stream, greeting),
         };
         if peer.write().is_err() || full.is_some() {
             return;
@@ -315,7 +319,7 @@ impl Serving {
     fn work(&mut self, client: u64) {
         let Some(peer) = self.peers.peers.get_mut(&client) else { return };
         let proven = peer.is_proven();
-        if !peer.greet(self.secret.as_deref()) {
+        if !peer.greet(&self.secret) {
             return self.peers.touch(client);
         }
         if !proven {

@@ -2,10 +2,13 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use crossrail_control::builtin::{frames, greeting};
+use crossrail_control::builtin::frames;
 use crossrail_control::{Revision, StoreServer, open};
+use crossrail_handshake::wire::{Challenge, Kind, Reject, Reply, STORE};
+use crossrail_handshake::{Secret, store};
 use crossrail_types::{Error, ErrorKind, Settings};
 
 use super::help::{Fixture, soon};
@@ -33,30 +36,24 @@ fn strangers_are_told_and_closed() {
     let mut stranger = dial(&fixture);
     stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
     let said = rest(&mut stranger);
-    assert!(greeting::Challenge::decode(&said[..greeting::CHALLENGE_LEN]).is_ok());
-    let reject = greeting::Reject::decode(&said[greeting::CHALLENGE_LEN..]).unwrap();
+    let (challenge, reject) = said.split_at(STORE.length(Kind::Challenge));
+    assert!(Challenge::decode(&STORE, challenge).is_ok());
+    let reject = Reject::decode(&STORE, reject).unwrap();
     assert!(reject.text.contains("it sent \"GET / \""), "{}", reject.text);
 
     let mut stranger = dial(&fixture);
-    let reply = greeting::Reply { version: greeting::VERSION, flags: 0, nonce: [1; 32], mac: [2; 32] };
-    stranger.write_all(&reply.encode()).unwrap();
-    let reject = greeting::Reject::decode(&rest(&mut stranger)[greeting::CHALLENGE_LEN..]).unwrap();
-    assert_eq!(reject.kind, ErrorKind::Refused);
+    let reply = Reply { version: 1, flags: 0, nonce: [1; 32], mac: [2; 32] };
+    stranger.write_all(&reply.encode(&STORE)).unwrap();
+    let reject = Reject::decode(&STORE, &rest(&mut stranger)[STORE.length(Kind::Challenge)..]).unwrap();
+    assert_eq!(reject.code.kind(), ErrorKind::Refused);
     let store = fixture.client();
     store.put("a", b"still serving", None, soon()).unwrap();
 }
 
 /// Connects as a client does, to say something that none says.
 fn proven(fixture: &Fixture) -> TcpStream {
-    let mut stream = dial(fixture);
-    let mut challenge = [0; greeting::CHALLENGE_LEN];
-    stream.read_exact(&mut challenge).unwrap();
-    let mut reply = greeting::Reply { version: greeting::VERSION, flags: 0, nonce: [1; 32], mac: [0; 32] };
-    reply.mac = greeting::client_proof(&[], &challenge, &reply.encode());
-    stream.write_all(&reply.encode()).unwrap();
-    let mut proof = [0; greeting::PROOF_LEN];
-    stream.read_exact(&mut proof).unwrap();
-    greeting::decode_proof(&proof).unwrap();
+    let stream = dial(fixture);
+    store::connect(stream.as_fd(), &Secret::None, "test", "the store", soon()).unwrap();
     stream
 }
 
@@ -104,13 +101,16 @@ fn secrets_must_be_the_same() {
     let fixture = Fixture::with_secret("correct horse battery");
     let begun = Instant::now();
     let error = refused(&fixture, &with("correct horse batterx"));
-    assert_eq!((error.kind, error.detail.as_str()), (ErrorKind::Refused, "wrong secret"));
+    assert_eq!(error.kind, ErrorKind::Refused, "{error}");
+    assert!(error.detail.contains("wrong secret"), "{error}");
     assert!(error.peer.as_deref() == Some(&fixture.server.address()), "{error}");
     assert!(error.to_string().contains("CROSSRAIL_SECRET"), "{error}");
     let error = refused(&fixture, &Settings::default());
-    assert_eq!((error.kind, error.detail.as_str()), (ErrorKind::Refused, "the store has a secret, this end has none"));
+    assert_eq!(error.kind, ErrorKind::Refused, "{error}");
+    assert!(error.detail.contains("the listening end has a secret, the connecting end has none"), "{error}");
     let error = refused(&Fixture::start(), &with("any"));
-    assert_eq!((error.kind, error.detail.as_str()), (ErrorKind::Refused, "this end has a secret, the store has none"));
+    assert_eq!(error.kind, ErrorKind::Refused, "{error}");
+    assert!(error.detail.contains("the connecting end has a secret, the listening end has none"), "{error}");
     assert!(begun.elapsed() < Duration::from_secs(10), "a refusal is not tried again");
 }
 
@@ -155,7 +155,8 @@ fn addresses_that_are_no_stores() {
     let begun = Instant::now();
     let silent = fail(&address);
     assert_eq!(silent.kind, ErrorKind::Timeout, "{silent}");
-    assert!(silent.detail.contains("does not greet"), "{silent}");
+    assert!(silent.detail.contains("challenge: nothing received"), "{silent}");
+    assert!(silent.hint.as_deref().is_some_and(|hint| hint.contains("CROSSRAIL_STORE")), "{silent}");
     assert!(begun.elapsed() < Duration::from_secs(5));
     // Somebody else's protocol.
     let chatty = std::thread::spawn(move || {

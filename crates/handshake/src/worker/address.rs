@@ -1,17 +1,15 @@
 use std::fmt;
-use std::net::{IpAddr, Ipv6Addr, SocketAddr, SocketAddrV6, ToSocketAddrs};
-use std::sync::mpsc;
-use std::time::Instant;
+use std::net::SocketAddr;
 
 use crossrail_types::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::hello::check_text;
-use super::wire::WireError;
+use super::text::check_text;
+use crate::message::Malformed;
 
-/// An address starts with this; so it is told from text.
-const MAGIC: [u8; 4] = *b"\xc5XRA";
+/// First bytes of an address, which tell it from text.
+pub(super) const MAGIC: [u8; 4] = *b"\xc5XRA";
 const VERSION: u8 = 1;
 const CHECKSUM_LEN: usize = 8;
 /// Largest encoded address, in bytes.
@@ -99,14 +97,14 @@ impl Address {
         Ok(address)
     }
 
-    fn validate(&self) -> std::result::Result<(), WireError> {
+    fn validate(&self) -> std::result::Result<(), Malformed> {
         check_text("name", &self.name)?;
         check_text("boot id", &self.boot_id)?;
         if let Some(unix) = &self.unix {
             check_text("socket name", unix)?;
         }
         if self.control.len() > CONTROL_MAX {
-            return Err(WireError::Field("list of control addresses"));
+            return Err(Malformed::Field("list of control addresses"));
         }
         Ok(())
     }
@@ -116,119 +114,4 @@ fn checksum(bytes: &[u8]) -> [u8; CHECKSUM_LEN] {
     let mut out = [0; CHECKSUM_LEN];
     out.copy_from_slice(&Sha256::digest(bytes)[..CHECKSUM_LEN]);
     out
-}
-
-/// Whom to connect to.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Target {
-    /// A worker whose address is known.
-    Worker(Address),
-    /// Whoever listens there; tried in this order.
-    Control(Vec<SocketAddr>),
-}
-
-impl Target {
-    /// A worker's address, or the text `host:port`, `[v6]:port`, `host`, `v6` (the last two with `default_port`). A
-    /// host name is looked up, until `deadline`.
-    ///
-    /// # Errors
-    /// `Usage`: neither of these; `Unreachable`: the name is not known; `Timeout`: the look-up takes too long.
-    pub fn parse(input: &[u8], default_port: u16, deadline: Instant) -> Result<Target> {
-        if input.starts_with(&MAGIC) {
-            return Address::decode(input).map(Target::Worker);
-        }
-        let text = std::str::from_utf8(input).ok().map(str::trim).filter(|text| !text.is_empty());
-        let Some(text) = text.filter(|text| text.len() <= 512 && !text.chars().any(char::is_control)) else {
-            return Err(Error::new(ErrorKind::Usage, "connect", "neither a worker's address nor host:port"));
-        };
-        let (host, port) = split(text, default_port)?;
-        match literal(host)? {
-            Some(address) => Ok(Target::Control(vec![match address {
-                (IpAddr::V4(ip), _) => SocketAddr::new(IpAddr::V4(ip), port),
-                (IpAddr::V6(ip), scope) => SocketAddr::V6(SocketAddrV6::new(ip, port, 0, scope)),
-            }])),
-            None => resolve(host, port, deadline).map(Target::Control),
-        }
-    }
-}
-
-fn split(text: &str, default_port: u16) -> Result<(&str, u16)> {
-    let usage = |detail: String| {
-        Error::new(ErrorKind::Usage, "connect", detail).with_hint("write host:port, for IPv6 [address]:port")
-    };
-    let port = |digits: &str| match digits.parse::<u16>() {
-        Ok(port) if port != 0 => Ok(port),
-        _ => Err(usage(format!("{text}: \"{digits}\" is not a port"))),
-    };
-    let (host, port) = if let Some(rest) = text.strip_prefix('[') {
-        match rest.split_once(']') {
-            Some((host, "")) => (host, default_port),
-            Some((host, rest)) => match rest.strip_prefix(':') {
-                Some(digits) => (host, port(digits)?),
-                None => return Err(usage(format!("{text}: \"{rest}\" behind the bracket"))),
-            },
-            None => return Err(usage(format!("{text}: the bracket is not closed"))),
-        }
-    } else {
-        match text.split_once(':') {
-            // Two colons: an IPv6 address without brackets, and so without a port.
-            Some((_, rest)) if rest.contains(':') => (text, default_port),
-            Some((host, digits)) => (host, port(digits)?),
-            None => (text, default_port),
-        }
-    };
-    if host.is_empty() {
-        return Err(usage(format!("{text}: no host")));
-    }
-    // The system's lookup would take 7471 for 0.0.29.47.
-    if host.bytes().all(|byte| byte.is_ascii_digit()) {
-        return Err(usage(format!("{text}: {host} is a number alone, no host")));
-    }
-    Ok((host, port))
-}
-
-/// An IP address with its scope (0: none), or `None` for a name.
-fn literal(host: &str) -> Result<Option<(IpAddr, u32)>> {
-    if let Ok(ip) = host.parse::<IpAddr>() {
-        return Ok(Some((ip, 0)));
-    }
-    let Some((ip, zone)) = host.split_once('%') else {
-        return if host.contains(':') {
-            Err(Error::new(ErrorKind::Usage, "connect", format!("{host} is not an IPv6 address")))
-        } else {
-            Ok(None)
-        };
-    };
-    let bad = |what: String| Error::new(ErrorKind::Usage, "connect", format!("{host}: {what}"));
-    let ip: Ipv6Addr = ip.parse().map_err(|_| bad(format!("{ip} is not an IPv6 address")))?;
-    let scope = match zone.parse::<u32>() {
-        Ok(index) => index,
-        Err(_) => nix::net::if_::if_nametoindex(zone).map_err(|e| bad(format!("device {zone}: {e}")))?,
-    };
-    Ok(Some((IpAddr::V6(ip), scope)))
-}
-
-/// Looks a name up in a thread of its own, since the resolver knows no deadline. The thread ends with the look-up.
-fn resolve(host: &str, port: u16, deadline: Instant) -> Result<Vec<SocketAddr>> {
-    let (send, receive) = mpsc::sync_channel(1);
-    let name = host.to_owned();
-    std::thread::Builder::new()
-        .name("crossrail-resolve".to_owned())
-        .spawn(move || {
-            let found = (name.as_str(), port).to_socket_addrs().map(Iterator::collect::<Vec<_>>);
-            // Nobody waits any longer when this fails.
-            let _ = send.send(found);
-        })
-        .map_err(|e| Error::io("connect", "spawn a thread", &e))?;
-    let started = Instant::now();
-    match receive.recv_timeout(deadline.saturating_duration_since(started)) {
-        Ok(Ok(found)) if !found.is_empty() => Ok(found),
-        Ok(Ok(_)) => Err(Error::new(ErrorKind::Unreachable, "connect", format!("{host} has no address"))),
-        Ok(Err(e)) => Err(Error::new(ErrorKind::Unreachable, "connect", format!("look up {host}: {e}"))),
-        Err(_) => Err(Error::new(
-            ErrorKind::Timeout,
-            "connect",
-            format!("look up {host}: no answer in {:.1} s", started.elapsed().as_secs_f64()),
-        )),
-    }
 }

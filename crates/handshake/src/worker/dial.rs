@@ -9,11 +9,16 @@ use crossrail_types::{Error, ErrorKind, Result};
 use nix::errno::Errno;
 use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, UnixAddr};
 
-use super::address::{Address, Target};
+use super::address::Address;
 use super::hello::Identity;
-use super::session as handshake;
-use super::{LaneName, Session, Ticket};
-use crate::exchange::{Stream, Talk, tcp_name};
+use super::keys::Ticket;
+use super::lane::{self, LaneName};
+use super::session::{self, Agreed, Session, Stream};
+use super::target::Target;
+use super::text::tcp_name;
+use super::wire::WORKER;
+use crate::exchange::Exchange;
+use crate::proof::random;
 
 /// First and longest pause before a busy peer is tried again.
 const PAUSE_MIN: Duration = Duration::from_millis(5);
@@ -66,7 +71,7 @@ pub fn connect(
 /// Moves a session that came about over TCP to the peer's Unix socket, where both are on one machine.
 ///
 /// `Ok(None)`: there is no such way (another machine, another network namespace, no socket), go on with `session`.
-/// Otherwise the new session takes its place: its peer finds the old one's id in [`super::Hello::replaces`]; drop the
+/// Otherwise the new session takes its place: its peer finds the old one's id in [`crate::Hello::replaces`]; drop the
 /// old one.
 ///
 /// # Errors
@@ -102,10 +107,10 @@ pub fn dial_lane(
     loop {
         let peer = tcp_name(remote);
         let stream = dial_tcp(Some(lane), remote, Some(binding), deadline)?;
-        let mut talk = Talk::new(stream.as_fd(), "connect", peer, deadline).since(started);
-        match handshake::initiate_lane(&mut talk, ticket, lane) {
+        let mut exchange = Exchange::new(stream.as_fd(), &WORKER, "connect", peer, deadline).since(started);
+        match lane::initiate(&mut exchange, ticket, lane) {
             Ok(()) => return Ok(stream),
-            Err(_) if talk.busy() && pause.before_retry() => {}
+            Err(_) if exchange.busy() && pause.before_retry() => {}
             Err(error) => return Err(error),
         }
     }
@@ -140,13 +145,13 @@ fn meet(
             Way::Unix(name) => (Stream::Unix(dial_unix(name, &mut pause)?), format!("unix:@{name}")),
             Way::Tcp(to, binding) => (Stream::Tcp(dial_tcp(None, *to, *binding, deadline)?), tcp_name(*to)),
         };
-        let mut talk = Talk::new(stream.as_fd(), "connect", peer, deadline).since(started);
-        match handshake::initiate(&mut talk, me, worker, replaces) {
-            Ok(met) => {
-                let handshake::Met { peer, ticket, version } = met;
+        let mut exchange = Exchange::new(stream.as_fd(), &WORKER, "connect", peer, deadline).since(started);
+        match session::initiate(&mut exchange, me, worker, replaces) {
+            Ok(agreed) => {
+                let Agreed { peer, ticket, version } = agreed;
                 return Ok(Session { stream, peer, ticket, initiator: true, version });
             }
-            Err(_) if talk.busy() && pause.before_retry() => {}
+            Err(_) if exchange.busy() && pause.before_retry() => {}
             Err(error) => return Err(error),
         }
     }
@@ -212,7 +217,7 @@ impl Pause {
     /// Waits; false when the time left does not allow another try.
     fn before_retry(&mut self) -> bool {
         // Spread, so that many who were turned away together do not come back together.
-        let jitter = super::keys::random::<1>().map_or(128, |[byte]| u32::from(byte));
+        let jitter = random::<1>().map_or(128, |[byte]| u32::from(byte));
         let pause = self.next / 2 + self.next * jitter / 512;
         self.next = (self.next * 2).min(PAUSE_MAX);
         if Instant::now() + pause >= self.deadline {

@@ -5,12 +5,13 @@ use crossrail_types::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
 use super::address::Address;
-use super::keys::random;
-use super::wire::{HELLO_MAX, WireError};
+use super::text::check_text;
+use crate::message::Malformed;
+use crate::proof::random;
 use crate::secret::Secret;
 
-/// Longest name, release or device name, in bytes.
-const NAME_MAX: usize = 256;
+/// Longest hello that is accepted, in bytes, without its head.
+pub const HELLO_MAX: usize = 64 * 1024;
 /// Most entries of any list.
 const LIST_MAX: usize = 128;
 
@@ -126,7 +127,7 @@ impl Hello {
         ))
     }
 
-    fn validate(&self) -> std::result::Result<(), WireError> {
+    fn validate(&self) -> std::result::Result<(), Malformed> {
         let texts = [("name", &self.name), ("boot id", &self.boot_id), ("release", &self.release)];
         for (what, text) in texts {
             check_text(what, text)?;
@@ -141,34 +142,30 @@ impl Hello {
         ];
         for (what, length) in lists {
             if length > LIST_MAX {
-                return Err(WireError::Field(what));
+                return Err(Malformed::Field(what));
             }
         }
         self.transports.iter().try_for_each(|name| check_text("transport name", name))?;
         self.devices.iter().try_for_each(|device| check_text("device name", &device.name))?;
         if self.chunk == 0 || self.window == 0 || self.channels == 0 {
-            return Err(WireError::Field("chunk, window or channels of 0"));
+            return Err(Malformed::Field("chunk, window or channels of 0"));
         }
         Ok(())
     }
 }
 
-/// A name short enough to leave a [`super::wire::Reject`] room for what matters.
+/// A name short enough to leave a [`crate::Reject`] room for what matters.
 fn brief(name: &str) -> String {
     if name.len() <= 32 { name.to_owned() } else { name.chars().take(20).chain(['…']).collect() }
 }
 
-pub(super) fn check_text(what: &'static str, text: &str) -> std::result::Result<(), WireError> {
-    if text.len() > NAME_MAX || text.chars().any(char::is_control) { Err(WireError::Field(what)) } else { Ok(()) }
-}
-
 /// Reads a hello's body. Bytes behind the fields that this release knows are ignored: later ones may append some.
-pub fn decode_hello(bytes: &[u8]) -> std::result::Result<Hello, WireError> {
+pub fn decode_hello(bytes: &[u8]) -> std::result::Result<Hello, Malformed> {
     if bytes.len() > HELLO_MAX {
-        return Err(WireError::TooLong { limit: HELLO_MAX, announced: bytes.len() as u64 });
+        return Err(Malformed::TooLong { limit: HELLO_MAX, announced: bytes.len() as u64 });
     }
     let (hello, _later_fields) =
-        postcard::take_from_bytes::<Hello>(bytes).map_err(|_| WireError::Field("hello's fields"))?;
+        postcard::take_from_bytes::<Hello>(bytes).map_err(|_| Malformed::Field("hello's fields"))?;
     hello.validate()?;
     Ok(hello)
 }

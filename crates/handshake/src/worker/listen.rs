@@ -1,5 +1,5 @@
 use std::cell::Cell;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -20,10 +20,14 @@ use parking_lot::{Condvar, Mutex};
 
 use super::address::Address;
 use super::hello::{Device, Identity};
-use super::session::{self as handshake, Met};
-use super::wire::RejectCode;
-use super::{LaneName, Session, keys};
-use crate::exchange::{Stream, Talk, poll_timeout, tcp_name, turn_away};
+use super::lane::{self, LaneName};
+use super::limits::{HalfOpen, Limits, Slot, Source};
+use super::session::{self, Agreed, Session, Stream};
+use super::text::tcp_name;
+use super::wire::WORKER;
+use crate::exchange::{Exchange, poll_timeout, send_reject};
+use crate::message::{Reject, RejectCode};
+use crate::proof::random;
 
 /// How long accepting pauses when the process has no descriptors or memory left for another connection.
 const EXHAUSTED_PAUSE: Duration = Duration::from_millis(100);
@@ -37,23 +41,6 @@ pub struct Rail {
     pub binding: Binding,
     /// The link's speed in Mbit/s, where it is known.
     pub speed_mbps: Option<u32>,
-}
-
-/// How many handshakes may be under way, and for how long.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// In all.
-    pub half_open: usize,
-    /// From one IP address, or from one user over the Unix socket.
-    pub half_open_per_source: usize,
-    /// Each of them.
-    pub timeout: Duration,
-}
-
-impl Default for Limits {
-    fn default() -> Limits {
-        Limits { half_open: 64, half_open_per_source: 16, timeout: Duration::from_secs(5) }
-    }
 }
 
 /// Where a worker listens.
@@ -124,7 +111,8 @@ impl fmt::Debug for Listener {
 
 struct Shared {
     me: Identity,
-    limits: Limits,
+    timeout: Duration,
+    half_open: Arc<HalfOpen>,
     require_token: bool,
     lane_keys: LaneKeys,
     deliver: Deliver,
@@ -137,17 +125,9 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    half_open: usize,
-    sources: HashMap<Source, usize>,
     /// Sessions whose peer may dial lanes already but which have not been delivered yet.
     opening: HashSet<[u8; 16]>,
     stopping: bool,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum Source {
-    Ip(IpAddr),
-    User(u32),
 }
 
 thread_local! {
@@ -173,7 +153,8 @@ impl Listener {
             .map_err(|e| Error::io("listen", "eventfd", &e.into()))?;
         let shared = Arc::new(Shared {
             me,
-            limits: config.limits,
+            timeout: config.limits.timeout,
+            half_open: Arc::new(HalfOpen::new(config.limits)),
             require_token: config.require_token,
             lane_keys,
             deliver,
@@ -239,18 +220,14 @@ impl AsFd for Door {
 fn open(config: &ListenConfig, me: &mut Identity) -> Result<Vec<Door>> {
     let bindings = config.control.iter().chain(config.rails.iter().map(|rail| &rail.binding));
     for binding in bindings {
-        if !binding.address.to_canonical().is_loopback() && !me.secret.is_shared() {
-            let detail = format!("{} is reachable from other machines, and there is no secret", binding.address);
-            return Err(Error::new(ErrorKind::Config, "listen", detail)
-                .with_hint("set CROSSRAIL_SECRET or CROSSRAIL_SECRET_FILE, the same at both ends"));
-        }
+        me.secret.allows_listening("listen", binding.address)?;
     }
     let mut doors = Vec::new();
     me.hello.control.clear();
     me.hello.devices.clear();
     me.hello.unix = None;
     if config.unix {
-        let name = format!("crossrail.{:032x}", u128::from_le_bytes(keys::random()?));
+        let name = format!("crossrail.{:032x}", u128::from_le_bytes(random()?));
         let fail = |call: &str, e: std::io::Error| Error::io("listen", call, &e).with_peer(format!("unix:@{name}"));
         let address = unix::SocketAddr::from_abstract_name(&name).map_err(|e| fail("socket name", e))?;
         let listener = UnixListener::bind_addr(&address).map_err(|e| fail("bind", e))?;
@@ -400,10 +377,10 @@ fn unix_guest(stream: UnixStream) -> Option<(Guest, Source, String)> {
 
 /// Starts a handshake's thread, if there is a slot for it.
 fn receive(shared: &Arc<Shared>, guest: Guest, source: Source, from: String) -> Option<JoinHandle<()>> {
-    let slot = match Slot::take(shared, source) {
+    let slot = match HalfOpen::take(&shared.half_open, source) {
         Ok(slot) => slot,
         Err(text) => {
-            turn_away(guest.as_fd(), &text);
+            send_reject(guest.as_fd(), &WORKER, &Reject::new(RejectCode::Busy, &text));
             let error = Error::new(ErrorKind::Refused, "accept", text).with_peer(&from);
             shared.rejected(&from, error);
             return None;
@@ -435,7 +412,7 @@ impl Shared {
     }
 
     fn handshake(&self, guest: Guest, from: &str, slot: Slot) -> Result<()> {
-        let deadline = Instant::now() + self.limits.timeout;
+        let deadline = Instant::now() + self.timeout;
         match guest {
             Guest::Control(stream) => self.session(stream, from, slot, deadline),
             Guest::Rail(stream, rail) => {
@@ -446,18 +423,20 @@ impl Shared {
     }
 
     fn session(&self, stream: Stream, from: &str, slot: Slot, deadline: Instant) -> Result<()> {
-        let mut talk = Talk::new(stream.as_fd(), "accept", from.to_owned(), deadline).stopped_by(self.stop.as_fd());
-        match (&stream, slot.source) {
+        let mut exchange =
+            Exchange::new(stream.as_fd(), &WORKER, "accept", from.to_owned(), deadline).stopped_by(self.stop.as_fd());
+        match (&stream, slot.source()) {
             (Stream::Tcp(tcp), _) => nodelay(tcp)?,
             (Stream::Unix(_), Source::User(user)) if !self.me.secret.is_shared() && !trusted(user) => {
-                talk.stage("connect");
-                return Err(talk.reject(RejectCode::Refused, "another user's process, and there is no secret"));
+                exchange.stage("connect");
+                return Err(exchange
+                    .reject(&Reject::new(RejectCode::Refused, "another user's process, and there is no secret")));
             }
             (Stream::Unix(_), _) => {}
         }
-        let admitted = handshake::admit(&mut talk, &self.me, self.require_token)?;
-        let opening = Opening::new(self, admitted.met.ticket.session);
-        let Met { peer, ticket, version } = admitted.confirm(&talk)?;
+        let admitted = session::admit(&mut exchange, &self.me, self.require_token)?;
+        let opening = Opening::new(self, admitted.session());
+        let Agreed { peer, ticket, version } = admitted.confirm(&exchange)?;
         drop(slot);
         (self.deliver)(Arrival::Session(Session { stream, peer, ticket, initiator: false, version }));
         drop(opening);
@@ -471,26 +450,27 @@ impl Shared {
         };
         let local = address(stream.local_addr(), "getsockname")?;
         let remote = address(stream.peer_addr(), "getpeername")?;
-        let mut talk = Talk::new(stream.as_fd(), "accept", from.to_owned(), deadline).stopped_by(self.stop.as_fd());
-        let key = |talk: &Talk<'_>, session: &[u8; 16]| {
-            self.wait_until_open(talk, session, deadline)?;
+        let mut exchange =
+            Exchange::new(stream.as_fd(), &WORKER, "accept", from.to_owned(), deadline).stopped_by(self.stop.as_fd());
+        let key = |exchange: &Exchange<'_>, session: &[u8; 16]| {
+            self.wait_until_open(exchange, session, deadline)?;
             Ok((self.lane_keys)(session))
         };
-        let (session, lane) = handshake::admit_lane(&mut talk, &self.me, &key)?;
+        let (session, lane) = lane::admit(&mut exchange, &self.me, &key)?;
         drop(slot);
         (self.deliver)(Arrival::Lane { session, lane, stream, local, remote });
         Ok(())
     }
 
     /// Holds a lane back while its session is being delivered.
-    fn wait_until_open(&self, talk: &Talk<'_>, session: &[u8; 16], deadline: Instant) -> Result<()> {
+    fn wait_until_open(&self, exchange: &Exchange<'_>, session: &[u8; 16], deadline: Instant) -> Result<()> {
         let mut state = self.state.lock();
         while state.opening.contains(session) {
             if state.stopping {
-                return Err(talk.error(ErrorKind::Closed, "this worker is closing"));
+                return Err(exchange.error(ErrorKind::Closed, "this worker is closing"));
             }
             if self.changed.wait_until(&mut state, deadline).timed_out() {
-                return Err(talk.reject(RejectCode::Timeout, "the session is not up yet"));
+                return Err(exchange.reject(&Reject::new(RejectCode::Timeout, "the session is not up yet")));
             }
         }
         Ok(())
@@ -504,44 +484,6 @@ fn trusted(user: u32) -> bool {
 
 fn nodelay(stream: &TcpStream) -> Result<()> {
     stream.set_nodelay(true).map_err(|e| Error::io("accept", "setsockopt TCP_NODELAY", &e))
-}
-
-/// The right to have one handshake under way.
-struct Slot {
-    shared: Arc<Shared>,
-    source: Source,
-}
-
-impl Slot {
-    fn take(shared: &Arc<Shared>, source: Source) -> std::result::Result<Slot, String> {
-        let limits = &shared.limits;
-        let mut state = shared.state.lock();
-        if state.half_open >= limits.half_open {
-            return Err(format!("{} handshakes are under way, the most there may be", limits.half_open));
-        }
-        let from_there = state.sources.entry(source).or_insert(0);
-        if *from_there >= limits.half_open_per_source {
-            let limit = limits.half_open_per_source;
-            return Err(format!("{limit} handshakes from there are under way, the most there may be"));
-        }
-        *from_there += 1;
-        state.half_open += 1;
-        drop(state);
-        Ok(Slot { shared: Arc::clone(shared), source })
-    }
-}
-
-impl Drop for Slot {
-    fn drop(&mut self) {
-        let mut state = self.shared.state.lock();
-        state.half_open -= 1;
-        if let Some(from_there) = state.sources.get_mut(&self.source) {
-            *from_there -= 1;
-            if *from_there == 0 {
-                state.sources.remove(&self.source);
-            }
-        }
-    }
 }
 
 /// A session in `State::opening`.

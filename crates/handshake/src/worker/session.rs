@@ -1,270 +1,185 @@
-//! The order of messages. On a control connection:
-//!
-//! ```text
-//! connector                         acceptor
-//!              <- Challenge         versions, what the proof must contain, nonce
-//! Reply ->                          version, nonce, proof over all of the above
-//!              <- Proof             the acceptor knew the secret too
-//! Hello ->                          from here on sizes vary, and only proven peers get here
-//!              <- Hello             or a Reject that says what differs
-//! ```
-//!
-//! On a data connection: Challenge, LaneHello, Proof.
+//! The handshake on a control connection: the shared exchange, then both hellos.
+
+use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
 
 use crossrail_types::{ErrorKind, Result};
 
 use super::address::Address;
 use super::hello::{Hello, Identity, decode_hello};
-use super::keys::{self, Keys, Known};
-use super::wire::{
-    self, CHALLENGE_LEN, Challenge, FLAG_SECRET, FLAG_TOKEN, HELLO_HEAD_LEN, HelloHead, Kind, LANE_HELLO_LEN,
-    LaneHello, PROOF_LEN, REPLY_LEN, RejectCode, Reply, VERSION_MAX, VERSION_MIN,
-};
-use super::{LaneName, Ticket};
-use crate::exchange::Talk;
+use super::keys::{Keys, Known, Ticket};
+use super::wire::{HelloHead, WORKER};
+use crate::exchange::Exchange;
+use crate::message::{Challenge, FLAG_SECRET, FLAG_TOKEN, Kind, Reject, RejectCode, Reply};
+use crate::proof::random;
+use crate::terms;
+
+/// A control connection: blocking mode, no timeouts set.
+#[derive(Debug)]
+pub enum Stream {
+    /// Within the machine; can pass file descriptors.
+    Unix(UnixStream),
+    /// Over the network, or loopback.
+    Tcp(TcpStream),
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Stream::Unix(stream) => stream.as_fd(),
+            Stream::Tcp(stream) => stream.as_fd(),
+        }
+    }
+}
+
+impl Stream {
+    /// Whether it is a Unix socket.
+    pub fn is_unix(&self) -> bool {
+        matches!(self, Stream::Unix(_))
+    }
+}
+
+/// A control connection whose two ends have proved themselves and agree on every parameter.
+#[derive(Debug)]
+pub struct Session {
+    /// The connection, in blocking mode; nothing has been read from it beyond the handshake.
+    pub stream: Stream,
+    /// Who is at the other end.
+    pub peer: Hello,
+    /// The session and the key of its lanes; the same at both ends.
+    pub ticket: Ticket,
+    /// Whether this end connected.
+    pub initiator: bool,
+    /// The protocol version that both speak.
+    pub version: u16,
+}
 
 /// What both ends hold after a handshake.
-pub(super) struct Met {
+pub(super) struct Agreed {
     pub(super) peer: Hello,
     pub(super) ticket: Ticket,
     pub(super) version: u16,
 }
 
-/// The connecting end of a control connection. `expect`: the worker sought, where its address is known.
+/// The connecting end. `expect`: the worker sought, where its address is known.
 pub(super) fn initiate(
-    talk: &mut Talk<'_>,
+    exchange: &mut Exchange<'_>,
     me: &Identity,
     expect: Option<&Address>,
     replaces: Option<[u8; 16]>,
-) -> Result<Met> {
+) -> Result<Agreed> {
     let mut hello = me.hello.clone();
     hello.replaces = replaces;
     let hello = hello.encode()?;
 
-    talk.stage("challenge");
-    let challenge_bytes = talk.message::<CHALLENGE_LEN>(Kind::Challenge)?;
-    let challenge = wire::decode_challenge(&challenge_bytes).map_err(|e| talk.malformed(&e))?;
-    let version = common_version(talk, &challenge)?;
-    if expect.is_some_and(|address| address.worker != challenge.worker) {
-        return Err(talk.error(ErrorKind::Unreachable, "another worker listens here now; the one sought is gone"));
+    exchange.stage("challenge");
+    let (challenge_bytes, challenge) = exchange.challenge()?;
+    let version = terms::common_version(&WORKER, &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
+    if expect.is_some_and(|address| Some(address.worker) != challenge.id) {
+        let detail = "another worker listens here now; the worker of that address has ended";
+        return Err(exchange.error(ErrorKind::Unreachable, detail));
     }
 
-    talk.stage("proof");
-    let flags = offered_proof(talk, me, &challenge, expect.is_some())?;
+    exchange.stage("proof");
+    let flags =
+        terms::offered(&me.secret, expect.is_some(), &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
     let token = expect.map_or([0; 16], |address| address.token);
     let known = Known::new(flags, me.secret.bytes(), &token);
-    let mut reply = Reply { version, flags, nonce: keys::random()?, mac: [0; 32] };
-    reply.mac = known.connector(&challenge_bytes, &reply.encode());
-    let reply_bytes = reply.encode();
-    talk.write(&reply_bytes)?;
-    let keys = known.keys(&challenge_bytes, &reply_bytes);
-    let proof = wire::decode_proof(&talk.message::<PROOF_LEN>(Kind::Proof)?).map_err(|e| talk.malformed(&e))?;
-    if !keys.acceptor_holds(&proof) {
-        return Err(talk.reject(RejectCode::Refused, "the listening end does not know the secret"));
-    }
+    let mut reply = Reply { version, flags, nonce: random()?, mac: [0; 32] }.encode(&WORKER);
+    exchange.prove(&known.shared(), &challenge_bytes, &mut reply)?;
+    let keys = known.keys(&challenge_bytes, &reply);
 
-    talk.stage("hello");
-    send_hello(talk, &keys, true, &hello)?;
-    let peer = receive_hello(talk, &keys, false)?;
-    if peer.worker != challenge.worker {
-        return Err(talk.reject(RejectCode::Protocol, "the hello is another worker's than the challenge"));
+    exchange.stage("hello");
+    send_hello(exchange, &keys, true, &hello)?;
+    let peer = receive_hello(exchange, &keys, false)?;
+    if Some(peer.worker) != challenge.id {
+        let text = "the hello names another worker than the challenge";
+        return Err(exchange.reject(&Reject::new(RejectCode::Protocol, text)));
     }
     if let Some(text) = peer.disagreement(&me.hello) {
-        return Err(talk.reject(RejectCode::Mismatch, &text));
+        return Err(exchange.reject(&Reject::new(RejectCode::Mismatch, text)));
     }
-    Ok(Met { peer, ticket: Ticket { session: keys.id, key: keys.lane }, version })
+    Ok(Agreed { peer, ticket: Ticket { session: keys.id, key: keys.lane }, version })
 }
 
-fn common_version(talk: &Talk<'_>, challenge: &Challenge) -> Result<u16> {
-    let version = challenge.version_max.min(VERSION_MAX);
-    if version >= challenge.version_min.max(VERSION_MIN) {
-        return Ok(version);
-    }
-    let text = format!(
-        "protocol versions {VERSION_MIN} to {VERSION_MAX} at the connecting end, {} to {} at the listening end",
-        challenge.version_min, challenge.version_max
-    );
-    Err(talk
-        .reject(RejectCode::Mismatch, &text)
-        .with_hint("run Crossrail releases of the same protocol version at both ends"))
+/// The challenge that this worker opens a connection with.
+pub(super) fn challenge(me: &Identity, require_token: bool) -> Result<Challenge> {
+    let (version_min, version_max) = WORKER.versions;
+    let secret = if me.secret.is_shared() { FLAG_SECRET } else { 0 };
+    let token = if require_token { FLAG_TOKEN } else { 0 };
+    Ok(Challenge { version_min, version_max, flags: secret | token, id: Some(me.hello.worker), nonce: random()? })
 }
 
-/// What the connecting end puts into its proof, or why it cannot satisfy the challenge. A peer that should ask for
-/// the secret and does not is refused: it may be someone else.
-fn offered_proof(talk: &Talk<'_>, me: &Identity, challenge: &Challenge, has_token: bool) -> Result<u8> {
-    const SAME_SECRET: &str = "set the same CROSSRAIL_SECRET or CROSSRAIL_SECRET_FILE at both ends";
-    if challenge.flags & !(FLAG_SECRET | FLAG_TOKEN) != 0 {
-        let text = format!("the listening end asks for a proof of an unknown kind ({:#04x})", challenge.flags);
-        return Err(talk.reject(RejectCode::Mismatch, &text));
-    }
-    match (me.secret.is_shared(), challenge.flags & FLAG_SECRET != 0) {
-        (false, true) => {
-            let text = "the listening end has a secret, the connecting end has none";
-            return Err(talk.reject(RejectCode::Refused, text).with_hint(SAME_SECRET));
-        }
-        (true, false) => {
-            let text = "the connecting end has a secret, the listening end has none";
-            return Err(talk.reject(RejectCode::Refused, text).with_hint(SAME_SECRET));
-        }
-        (true, true) | (false, false) => {}
-    }
-    if challenge.flags & FLAG_TOKEN != 0 && !has_token {
-        let text = "the listening end admits only holders of its worker address";
-        return Err(talk
-            .reject(RejectCode::Refused, text)
-            .with_hint("connect with Worker.address instead of host:port, or set CROSSRAIL_SECRET at both ends"));
-    }
-    Ok((challenge.flags & FLAG_SECRET) | if has_token { FLAG_TOKEN } else { 0 })
-}
-
-/// The accepting end of a control connection, up to but not including its own hello.
-pub(super) fn admit(talk: &mut Talk<'_>, me: &Identity, require_token: bool) -> Result<Admitted> {
+/// The accepting end, up to but not including its own hello.
+pub(super) fn admit(exchange: &mut Exchange<'_>, me: &Identity, require_token: bool) -> Result<Admitted> {
     let hello = me.hello.encode()?;
-    let required = required_flags(me, require_token);
+    exchange.stage("challenge");
+    let challenge = challenge(me, require_token)?;
+    let challenge_bytes = challenge.encode(&WORKER);
+    exchange.write(&challenge_bytes)?;
 
-    talk.stage("challenge");
-    let challenge = Challenge {
-        version_min: VERSION_MIN,
-        version_max: VERSION_MAX,
-        flags: required,
-        worker: me.hello.worker,
-        nonce: keys::random()?,
-    };
-    let challenge_bytes = challenge.encode();
-    talk.write(&challenge_bytes)?;
-
-    talk.stage("proof");
-    let reply_bytes = talk.message::<REPLY_LEN>(Kind::Reply)?;
-    let reply = wire::decode_reply(&reply_bytes).map_err(|e| talk.malformed(&e))?;
-    check_version(talk, reply.version)?;
-    if reply.flags & required != required || reply.flags & !(required | FLAG_TOKEN) != 0 {
-        return Err(talk.reject(RejectCode::Protocol, "the proof is not of the kind asked for"));
-    }
+    exchange.stage("proof");
+    let reply_bytes = exchange.message(Kind::Reply)?;
+    let reply = Reply::decode(&WORKER, &reply_bytes).map_err(|e| exchange.malformed(&e))?;
+    terms::check_reply(&WORKER, challenge.flags, challenge.flags | FLAG_TOKEN, &reply)
+        .map_err(|reject| exchange.reject(&reject))?;
     let known = Known::new(reply.flags, me.secret.bytes(), &me.hello.token);
-    if !known.connector_holds(&challenge_bytes, &reply_bytes, &reply.mac) {
+    let Some(proof) = known.shared().answer(&challenge_bytes, &reply_bytes) else {
         let text = match (reply.flags & FLAG_SECRET != 0, reply.flags & FLAG_TOKEN != 0) {
             (true, true) => "wrong secret, or the token of another worker's address",
             (true, false) => "wrong secret",
             (false, true) => "the token of another worker's address",
             (false, false) => "wrong proof",
         };
-        return Err(talk.reject(RejectCode::Refused, text));
-    }
+        return Err(exchange.reject(&Reject::new(RejectCode::Refused, text)));
+    };
+    exchange.write(&proof.encode(&WORKER))?;
     let keys = known.keys(&challenge_bytes, &reply_bytes);
-    talk.write(&wire::encode_proof(&keys.acceptor()))?;
 
-    talk.stage("hello");
-    let peer = receive_hello(talk, &keys, true)?;
+    exchange.stage("hello");
+    let peer = receive_hello(exchange, &keys, true)?;
     if let Some(text) = me.hello.disagreement(&peer) {
-        return Err(talk.reject(RejectCode::Mismatch, &text));
+        return Err(exchange.reject(&Reject::new(RejectCode::Mismatch, text)));
     }
     let ticket = Ticket { session: keys.id, key: keys.lane };
-    Ok(Admitted { met: Met { peer, ticket, version: reply.version }, keys, hello })
+    Ok(Admitted { agreed: Agreed { peer, ticket, version: reply.version }, keys, hello })
 }
 
 /// A peer that has proved itself and is still waiting for this end's hello.
 pub(super) struct Admitted {
-    pub(super) met: Met,
+    agreed: Agreed,
     keys: Keys,
     hello: Vec<u8>,
 }
 
 impl Admitted {
+    /// The session that this peer is about to have.
+    pub(super) fn session(&self) -> [u8; 16] {
+        self.keys.id
+    }
+
     /// Sends the hello, after which the peer may dial lanes.
-    pub(super) fn confirm(self, talk: &Talk<'_>) -> Result<Met> {
-        send_hello(talk, &self.keys, false, &self.hello)?;
-        Ok(self.met)
+    pub(super) fn confirm(self, exchange: &Exchange<'_>) -> Result<Agreed> {
+        send_hello(exchange, &self.keys, false, &self.hello)?;
+        Ok(self.agreed)
     }
 }
 
-fn required_flags(me: &Identity, require_token: bool) -> u8 {
-    (if me.secret.is_shared() { FLAG_SECRET } else { 0 }) | (if require_token { FLAG_TOKEN } else { 0 })
-}
-
-fn check_version(talk: &Talk<'_>, version: u16) -> Result<()> {
-    if (VERSION_MIN..=VERSION_MAX).contains(&version) {
-        return Ok(());
-    }
-    let text = format!(
-        "protocol version {version} at the connecting end, {VERSION_MIN} to {VERSION_MAX} at the listening end"
-    );
-    Err(talk.reject(RejectCode::Mismatch, &text))
-}
-
-fn send_hello(talk: &Talk<'_>, keys: &Keys, from_connector: bool, hello: &[u8]) -> Result<()> {
+fn send_hello(exchange: &Exchange<'_>, keys: &Keys, from_connector: bool, hello: &[u8]) -> Result<()> {
     let Ok(length) = u32::try_from(hello.len()) else {
-        return Err(talk.error(ErrorKind::Usage, "this worker's description is too long"));
+        return Err(exchange.error(ErrorKind::Usage, "this worker's description is too long"));
     };
     let mut message = HelloHead { length, mac: keys.hello(from_connector, hello) }.encode().to_vec();
     message.extend_from_slice(hello);
-    talk.write(&message)
+    exchange.write(&message)
 }
 
-fn receive_hello(talk: &Talk<'_>, keys: &Keys, from_connector: bool) -> Result<Hello> {
-    let head = talk.message::<HELLO_HEAD_LEN>(Kind::Hello)?;
-    let head = wire::decode_hello_head(&head).map_err(|e| talk.malformed(&e))?;
-    let body = talk.body(head.length as usize)?;
+fn receive_hello(exchange: &Exchange<'_>, keys: &Keys, from_connector: bool) -> Result<Hello> {
+    let head = HelloHead::decode(&exchange.message(Kind::Hello)?).map_err(|e| exchange.malformed(&e))?;
+    let body = exchange.body(head.length as usize)?;
     if !keys.hello_holds(from_connector, &body, &head.mac) {
-        return Err(talk.reject(RejectCode::Refused, "the hello was changed on its way"));
+        return Err(exchange.reject(&Reject::new(RejectCode::Refused, "the hello was changed in transit")));
     }
-    decode_hello(&body).map_err(|e| talk.malformed(&e))
-}
-
-/// The connecting end of a data connection.
-pub(super) fn initiate_lane(talk: &mut Talk<'_>, ticket: &Ticket, lane: LaneName) -> Result<()> {
-    talk.stage(format!("{lane}: challenge"));
-    let challenge_bytes = talk.message::<CHALLENGE_LEN>(Kind::Challenge)?;
-    let challenge = wire::decode_challenge(&challenge_bytes).map_err(|e| talk.malformed(&e))?;
-    let version = common_version(talk, &challenge)?;
-
-    talk.stage(format!("{lane}: proof"));
-    let mut hello = LaneHello {
-        version,
-        purpose: lane.purpose,
-        rail: lane.rail,
-        channel: lane.channel,
-        session: ticket.session,
-        nonce: keys::random()?,
-        mac: [0; 32],
-    };
-    hello.mac = keys::lane_connector(&ticket.key, &challenge_bytes, &hello.encode());
-    let hello_bytes = hello.encode();
-    talk.write(&hello_bytes)?;
-    let proof = wire::decode_proof(&talk.message::<PROOF_LEN>(Kind::Proof)?).map_err(|e| talk.malformed(&e))?;
-    if !keys::lane_acceptor_holds(&ticket.key, &challenge_bytes, &hello_bytes, &proof) {
-        return Err(talk.reject(RejectCode::Refused, "the listening end does not know the session's key"));
-    }
-    Ok(())
-}
-
-/// Finds the lane key of a session, `None` when there is no such session.
-pub(super) type FindKey<'a> = &'a dyn Fn(&Talk<'_>, &[u8; 16]) -> Result<Option<[u8; 32]>>;
-
-/// The accepting end of a data connection, up to but not including its proof. `key` finds the session's lane key.
-pub(super) fn admit_lane(talk: &mut Talk<'_>, me: &Identity, key: FindKey<'_>) -> Result<([u8; 16], LaneName)> {
-    talk.stage("lane: challenge");
-    let challenge = Challenge {
-        version_min: VERSION_MIN,
-        version_max: VERSION_MAX,
-        flags: required_flags(me, false),
-        worker: me.hello.worker,
-        nonce: keys::random()?,
-    };
-    let challenge_bytes = challenge.encode();
-    talk.write(&challenge_bytes)?;
-
-    talk.stage("lane: proof");
-    let hello_bytes = talk.message::<LANE_HELLO_LEN>(Kind::LaneHello)?;
-    let hello = wire::decode_lane_hello(&hello_bytes).map_err(|e| talk.malformed(&e))?;
-    let lane = LaneName { rail: hello.rail, channel: hello.channel, purpose: hello.purpose };
-    talk.stage(lane.to_string());
-    check_version(talk, hello.version)?;
-    let Some(key) = key(talk, &hello.session)? else {
-        return Err(talk.reject(RejectCode::Refused, "no such session; it may have been closed"));
-    };
-    if !keys::lane_connector_holds(&key, &challenge_bytes, &hello_bytes, &hello.mac) {
-        return Err(talk.reject(RejectCode::Refused, "wrong key for this session"));
-    }
-    talk.write(&wire::encode_proof(&keys::lane_acceptor(&key, &challenge_bytes, &hello_bytes)))?;
-    Ok((hello.session, lane))
+    decode_hello(&body).map_err(|e| exchange.malformed(&e))
 }

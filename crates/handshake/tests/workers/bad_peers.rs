@@ -6,7 +6,10 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crossrail_handshake::wire::{self, Challenge, FLAG_SECRET, HelloHead, Kind, RejectCode};
+use crossrail_handshake::wire::{
+    Challenge, FLAG_SECRET, HELLO_MAX, HelloHead, Kind, LANE_HELLO_LEN, LaneHello, PROOF_LEN, Proof, REPLY_LEN, Reject,
+    RejectCode, Reply, WORKER,
+};
 use crossrail_handshake::{
     Hello, LaneName, LanePurpose, Limits, ListenConfig, Secret, Target, Ticket, connect, dial_lane,
 };
@@ -78,7 +81,7 @@ fn messages_out_of_order_are_refused() {
     assert_eq!(worker.rejected().kind, ErrorKind::Protocol);
     // The worker's own challenge, sent back.
     let mut mirror = Raw::connect(worker.control());
-    let challenge = mirror.challenge().encode();
+    let challenge = mirror.challenge().encode(&WORKER);
     mirror.write(&challenge);
     assert_eq!(mirror.reject().code, RejectCode::Protocol);
     assert_eq!(worker.rejected().kind, ErrorKind::Protocol);
@@ -91,7 +94,7 @@ fn half_a_message_is_reported_with_how_much_came() {
     let worker = open_worker(0.3);
     // Closed after half of it.
     let mut raw = Raw::connect(worker.control());
-    let reply = raw.reply(wire::VERSION_MAX, 0, &[]);
+    let reply = raw.reply(WORKER.versions.1, 0, &[]);
     raw.write(&reply[..40]);
     raw.stream.shutdown(Shutdown::Write).unwrap();
     let error = worker.rejected();
@@ -99,7 +102,7 @@ fn half_a_message_is_reported_with_how_much_came() {
     assert!(error.detail.contains("proof: ") && error.detail.contains("40 of 80 bytes"), "{error}");
     // Silent after half of it.
     let mut raw = Raw::connect(worker.control());
-    let reply = raw.reply(wire::VERSION_MAX, 0, &[]);
+    let reply = raw.reply(WORKER.versions.1, 0, &[]);
     raw.write(&reply[..40]);
     let error = worker.rejected();
     assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
@@ -120,7 +123,7 @@ fn half_a_message_is_reported_with_how_much_came() {
 fn giant_lengths_allocate_nothing() {
     let _fds = Descriptors::watch();
     let worker = open_worker(2.0);
-    for length in [u32::MAX, 1 << 31, (wire::HELLO_MAX + 1) as u32] {
+    for length in [u32::MAX, 1 << 31, (HELLO_MAX + 1) as u32] {
         let mut raw = Raw::connect(worker.control());
         raw.prove();
         let head = HelloHead { length, mac: [0; 32] }.encode();
@@ -175,7 +178,7 @@ fn a_trickling_peer_gets_no_more_time() {
     let _fds = Descriptors::watch();
     let worker = open_worker(0.3);
     let mut raw = Raw::connect(worker.control());
-    let reply = raw.reply(wire::VERSION_MAX, 0, &[]);
+    let reply = raw.reply(WORKER.versions.1, 0, &[]);
     let started = Instant::now();
     for byte in &reply {
         if raw.stream.write_all(&[*byte]).is_err() || started.elapsed() > Duration::from_secs(3) {
@@ -196,7 +199,7 @@ fn too_many_half_open_connections_turn_the_newest_away() {
     let mut fourth = TcpStream::connect(worker.control()).unwrap();
     let mut said = Vec::new();
     fourth.read_to_end(&mut said).unwrap();
-    assert_eq!(wire::decode_reject(&said).unwrap().code, RejectCode::Busy);
+    assert_eq!(Reject::decode(&WORKER, &said).unwrap().code, RejectCode::Busy);
     let error = worker.rejected();
     assert_eq!(error.kind, ErrorKind::Refused, "{error}");
     // From elsewhere there is one more slot in all: the Unix socket's users have it.
@@ -256,8 +259,8 @@ fn versions_that_differ_are_named_at_both_ends() {
     }
     // An acceptor of another version.
     let (address, server) = serve(|mut stream| {
-        let challenge = Challenge { version_min: 7, version_max: 9, flags: 0, worker: [1; 16], nonce: [2; 32] };
-        stream.write_all(&challenge.encode()).unwrap();
+        let challenge = Challenge { version_min: 7, version_max: 9, flags: 0, id: Some([1; 16]), nonce: [2; 32] };
+        stream.write_all(&challenge.encode(&WORKER)).unwrap();
         let mut said = Vec::new();
         stream.read_to_end(&mut said).unwrap();
         said
@@ -265,7 +268,7 @@ fn versions_that_differ_are_named_at_both_ends() {
     let me = identity("connecting", Secret::None);
     let error = connect(&Target::Control(vec![address]), &me, None, false, in_secs(5.0)).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
-    let told = wire::decode_reject(&server.join().unwrap()).unwrap();
+    let told = Reject::decode(&WORKER, &server.join().unwrap()).unwrap();
     assert_eq!(told.code, RejectCode::Mismatch);
     for text in [told.text, error.detail] {
         assert!(text.contains("1 to 1") && text.contains("7 to 9"), "{text}");
@@ -300,10 +303,10 @@ fn out_of_descriptors_it_waits_instead_of_spinning() {
     assert!(started.elapsed() >= Duration::from_millis(150), "{:?}", started.elapsed());
     drop(limit);
     // The connection was kept meanwhile.
-    let mut challenge = [0; wire::CHALLENGE_LEN];
+    let mut challenge = vec![0; WORKER.length(Kind::Challenge)];
     waiting.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
     (&waiting).read_exact(&mut challenge).unwrap();
-    wire::decode_challenge(&challenge).unwrap();
+    Challenge::decode(&WORKER, &challenge).unwrap();
 }
 
 /// A listener made by hand that serves one connection.
@@ -357,12 +360,12 @@ fn an_acceptor_that_does_not_know_the_secret_learns_nothing_and_is_refused() {
     let _fds = Descriptors::watch();
     let (address, thief) = serve(|mut stream| {
         let flags = FLAG_SECRET;
-        let challenge = Challenge { version_min: 1, version_max: 1, flags, worker: [1; 16], nonce: [2; 32] };
-        stream.write_all(&challenge.encode()).unwrap();
-        let mut reply = [0; wire::REPLY_LEN];
+        let challenge = Challenge { version_min: 1, version_max: 1, flags, id: Some([1; 16]), nonce: [2; 32] };
+        stream.write_all(&challenge.encode(&WORKER)).unwrap();
+        let mut reply = [0; REPLY_LEN];
         stream.read_exact(&mut reply).unwrap();
         // The connector's own proof, sent back as if it were ours.
-        stream.write_all(&wire::encode_proof(&wire::decode_reply(&reply).unwrap().mac)).unwrap();
+        stream.write_all(&Proof { mac: Reply::decode(&WORKER, &reply).unwrap().mac }.encode(&WORKER)).unwrap();
         let mut rest = Vec::new();
         stream.read_to_end(&mut rest).unwrap();
         rest
@@ -371,8 +374,8 @@ fn an_acceptor_that_does_not_know_the_secret_learns_nothing_and_is_refused() {
     assert_eq!(error.kind, ErrorKind::Refused, "{error}");
     let rest = thief.join().unwrap();
     // No hello: nothing but the reason.
-    assert_eq!(wire::decode_prelude(&rest), Ok(Kind::Reject));
-    assert_eq!(wire::decode_reject(&rest).unwrap().code, RejectCode::Refused);
+    assert_eq!(WORKER.decode_prelude(&rest), Ok(Kind::Reject));
+    assert_eq!(Reject::decode(&WORKER, &rest).unwrap().code, RejectCode::Refused);
 }
 
 #[test]
@@ -380,7 +383,7 @@ fn the_connector_checks_what_the_acceptor_says_too() {
     let _fds = Descriptors::watch();
     let me = identity("connecting", Secret::None);
     let peer = identity("by hand", Secret::None).hello;
-    let challenge = Challenge { version_min: 1, version_max: 1, flags: 0, worker: peer.worker, nonce: [2; 32] };
+    let challenge = Challenge { version_min: 1, version_max: 1, flags: 0, id: Some(peer.worker), nonce: [2; 32] };
     let attempt = |challenge: Challenge, hello: Hello| {
         let (address, server) = serve(move |stream| accept_by_hand(stream, &challenge, &hello));
         let result = connect(&Target::Control(vec![address]), &me, None, false, in_secs(5.0));
@@ -405,29 +408,29 @@ fn a_proof_without_the_secret_that_was_asked_for_is_refused() {
     let worker = Worker::start(config(), identity("l", secret("a secret of enough bytes"))).unwrap();
     let mut raw = Raw::connect(worker.control());
     assert_eq!(raw.challenge().flags, FLAG_SECRET);
-    let reply = raw.reply(wire::VERSION_MAX, 0, &[]);
+    let reply = raw.reply(WORKER.versions.1, 0, &[]);
     raw.write(&reply);
     assert_eq!(raw.reject().code, RejectCode::Protocol);
     assert_eq!(worker.rejected().kind, ErrorKind::Protocol);
     // The right kind with the right secret is let through.
     let mut raw = Raw::connect(worker.control());
-    let reply = raw.reply(wire::VERSION_MAX, FLAG_SECRET, b"a secret of enough bytes");
+    let reply = raw.reply(WORKER.versions.1, FLAG_SECRET, b"a secret of enough bytes");
     raw.write(&reply);
-    let mut proof = [0; wire::PROOF_LEN];
+    let mut proof = [0; PROOF_LEN];
     raw.stream.read_exact(&mut proof).unwrap();
-    wire::decode_proof(&proof).unwrap();
+    Proof::decode(&WORKER, &proof).unwrap();
 }
 
 #[test]
 fn a_rail_that_does_not_know_the_session_gets_no_lane() {
     let _fds = Descriptors::watch();
     let (address, thief) = serve(|mut stream| {
-        let challenge = Challenge { version_min: 1, version_max: 1, flags: 0, worker: [1; 16], nonce: [2; 32] };
-        stream.write_all(&challenge.encode()).unwrap();
-        let mut hello = [0; wire::LANE_HELLO_LEN];
+        let challenge = Challenge { version_min: 1, version_max: 1, flags: 0, id: Some([1; 16]), nonce: [2; 32] };
+        stream.write_all(&challenge.encode(&WORKER)).unwrap();
+        let mut hello = [0; LANE_HELLO_LEN];
         stream.read_exact(&mut hello).unwrap();
         // The connector's own proof, sent back as if it were ours.
-        stream.write_all(&wire::encode_proof(&wire::decode_lane_hello(&hello).unwrap().mac)).unwrap();
+        stream.write_all(&Proof { mac: LaneHello::decode(&hello).unwrap().mac }.encode(&WORKER)).unwrap();
         let mut rest = Vec::new();
         stream.read_to_end(&mut rest).unwrap();
         rest
@@ -436,7 +439,7 @@ fn a_rail_that_does_not_know_the_session_gets_no_lane() {
     let lane = LaneName { rail: 0, channel: 0, purpose: LanePurpose::Bulk };
     let error = dial_lane(&ticket, &loopback(), address, lane, in_secs(5.0)).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Refused, "{error}");
-    assert_eq!(wire::decode_reject(&thief.join().unwrap()).unwrap().code, RejectCode::Refused);
+    assert_eq!(Reject::decode(&WORKER, &thief.join().unwrap()).unwrap().code, RejectCode::Refused);
 }
 
 #[test]
@@ -446,7 +449,7 @@ fn half_open_connections_are_limited_in_all() {
     let worker = Worker::start(ListenConfig { limits, ..config() }, identity("l", Secret::None)).unwrap();
     let mut held: Vec<Raw> = (0..3).map(|_| Raw::connect(worker.control())).collect();
     let error = connect(&worker.by_port(), &identity("c", Secret::None), None, false, in_secs(0.1)).unwrap_err();
-    assert!(error.detail.contains("3 handshakes are under way"), "{error}");
+    assert!(error.detail.contains("3 handshakes are in progress"), "{error}");
     drop(held.pop());
     connect(&worker.by_port(), &identity("c", Secret::None), None, false, in_secs(5.0)).unwrap();
 }
@@ -456,7 +459,7 @@ fn a_recorded_reply_does_not_work_again() {
     let _fds = Descriptors::watch();
     let worker = open_worker(2.0);
     let mut first = Raw::connect(worker.control());
-    let reply = first.reply(wire::VERSION_MAX, 0, &[]);
+    let reply = first.reply(WORKER.versions.1, 0, &[]);
     let mut second = Raw::connect(worker.control());
     assert_ne!(first.challenge().nonce, second.challenge().nonce);
     second.write(&reply);

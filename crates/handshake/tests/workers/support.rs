@@ -7,7 +7,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use crossrail_handshake::wire::{self, Challenge, HelloHead, Kind, REJECT_LEN, Reject, Reply};
+use crossrail_handshake::wire::{
+    Challenge, HELLO_HEAD_LEN, HelloHead, Kind, PROOF_LEN, Proof, REJECT_LEN, REPLY_LEN, Reject, Reply, WORKER,
+};
 use crossrail_handshake::{
     Arrival, Hello, Identity, Limits, ListenConfig, Listener, Parameters, Rail, Secret, Session, Target,
 };
@@ -190,32 +192,32 @@ impl Raw {
     pub(crate) fn connect(to: SocketAddr) -> Raw {
         let mut stream = TcpStream::connect(to).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
-        let mut challenge = vec![0; wire::CHALLENGE_LEN];
+        let mut challenge = vec![0; WORKER.length(Kind::Challenge)];
         stream.read_exact(&mut challenge).unwrap();
         Raw { stream, challenge, master: [0; 32] }
     }
 
     pub(crate) fn challenge(&self) -> Challenge {
-        wire::decode_challenge(&self.challenge).unwrap()
+        Challenge::decode(&WORKER, &self.challenge).unwrap()
     }
 
     /// The reply that proves knowledge of `secret` and `token` as far as `flags` say.
     pub(crate) fn reply(&mut self, version: u16, flags: u8, secret: &[u8]) -> Vec<u8> {
         let known = tag(secret, "crossrail known", &[&[flags], &[]]);
         let mut reply = Reply { version, flags, nonce: [7; 32], mac: [0; 32] };
-        reply.mac = tag(&known, "crossrail connector", &[&self.challenge, &reply.encode()[..48]]);
-        let bytes = reply.encode().to_vec();
+        reply.mac = tag(&known, "crossrail connector", &[&self.challenge, &reply.encode(&WORKER)[..48]]);
+        let bytes = reply.encode(&WORKER).to_vec();
         self.master = tag(&known, "crossrail session", &[&self.challenge, &bytes]);
         bytes
     }
 
     /// Goes through the proofs, as a peer without secret and token.
     pub(crate) fn prove(&mut self) {
-        let reply = self.reply(wire::VERSION_MAX, 0, &[]);
+        let reply = self.reply(WORKER.versions.1, 0, &[]);
         self.write(&reply);
-        let mut proof = [0; wire::PROOF_LEN];
+        let mut proof = [0; PROOF_LEN];
         self.stream.read_exact(&mut proof).unwrap();
-        assert_eq!(wire::decode_proof(&proof).unwrap(), tag(&self.master, "crossrail acceptor", &[]));
+        assert_eq!(Proof::decode(&WORKER, &proof).unwrap().mac, tag(&self.master, "crossrail acceptor", &[]));
     }
 
     /// A hello's head and body with the right mac.
@@ -234,8 +236,8 @@ impl Raw {
     pub(crate) fn reject(&mut self) -> Reject {
         let mut bytes = [0; REJECT_LEN];
         self.stream.read_exact(&mut bytes).unwrap();
-        assert_eq!(wire::decode_prelude(&bytes), Ok(Kind::Reject));
-        wire::decode_reject(&bytes).unwrap()
+        assert_eq!(WORKER.decode_prelude(&bytes), Ok(Kind::Reject));
+        Reject::decode(&WORKER, &bytes).unwrap()
     }
 
     /// Waits until the worker has closed, whatever it says before.
@@ -251,16 +253,16 @@ impl Raw {
 
 /// Serves one control connection as a worker without a secret: `challenge` as that worker's, `hello` as its hello.
 pub(crate) fn accept_by_hand(mut stream: TcpStream, challenge: &Challenge, hello: &Hello) {
-    let challenge = challenge.encode();
+    let challenge = challenge.encode(&WORKER);
     stream.write_all(&challenge).unwrap();
-    let mut reply = [0; wire::REPLY_LEN];
+    let mut reply = [0; REPLY_LEN];
     stream.read_exact(&mut reply).unwrap();
     let known = tag(&[], "crossrail known", &[&[0], &[]]);
     let master = tag(&known, "crossrail session", &[&challenge, &reply]);
-    stream.write_all(&wire::encode_proof(&tag(&master, "crossrail acceptor", &[]))).unwrap();
-    let mut head = [0; wire::HELLO_HEAD_LEN];
+    stream.write_all(&Proof { mac: tag(&master, "crossrail acceptor", &[]) }.encode(&WORKER)).unwrap();
+    let mut head = [0; HELLO_HEAD_LEN];
     stream.read_exact(&mut head).unwrap();
-    let mut body = vec![0; wire::decode_hello_head(&head).unwrap().length as usize];
+    let mut body = vec![0; HelloHead::decode(&head).unwrap().length as usize];
     stream.read_exact(&mut body).unwrap();
     let body = hello.encode().unwrap();
     let mac = tag(&master, "crossrail acceptor hello", &[&body]);

@@ -3,7 +3,9 @@
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 
-use crossrail_handshake::wire::{self, REJECT_TEXT_MAX, Reject, RejectCode};
+use crossrail_handshake::wire::{
+    Challenge, HelloHead, LaneHello, Proof, REJECT_TEXT_MAX, Reject, RejectCode, Reply, WORKER, decode_hello,
+};
 use crossrail_handshake::{ADDRESS_MAX, Address, Secret, Target};
 use crossrail_types::ErrorKind;
 
@@ -134,10 +136,10 @@ fn secrets_from_text_and_file() {
 #[test]
 fn rejects_carry_any_text_as_one_harmless_line() {
     let text = "ä".repeat(REJECT_TEXT_MAX);
-    let reject = wire::decode_reject(&Reject { code: RejectCode::Busy, text }.encode()).unwrap();
+    let reject = Reject::decode(&WORKER, &Reject { code: RejectCode::Busy, text }.encode(&WORKER)).unwrap();
     assert_eq!(reject.text, "ä".repeat(REJECT_TEXT_MAX / 2));
     let text = "one\n\x1b[31mtwo".to_owned();
-    let reject = wire::decode_reject(&Reject { code: RejectCode::Busy, text }.encode()).unwrap();
+    let reject = Reject::decode(&WORKER, &Reject { code: RejectCode::Busy, text }.encode(&WORKER)).unwrap();
     assert_eq!(reject.text, "one\u{fffd}\u{fffd}[31mtwo");
 }
 
@@ -145,7 +147,7 @@ fn rejects_carry_any_text_as_one_harmless_line() {
 fn a_hello_with_control_characters_or_too_much_is_refused() {
     let _fds = Descriptors::watch();
     let good = identity("host:1", Secret::None).hello;
-    assert_eq!(wire::decode_hello(&good.encode().unwrap()).unwrap(), good);
+    assert_eq!(decode_hello(&good.encode().unwrap()).unwrap(), good);
     let mut bad = good.clone();
     bad.name = "a\x1b]0;b".to_owned();
     assert!(bad.encode().is_err());
@@ -168,23 +170,23 @@ fn decoders_take_anything() {
         }
         // Most of them get past the magic.
         if round % 8 != 0 {
-            bytes[..6].copy_from_slice(&wire::MAGIC);
+            bytes[..6].copy_from_slice(&WORKER.magic);
             bytes[6] = (round % 7) as u8;
             bytes[7] = 0;
         }
         for length in [64, 80, 96, 40, 48, 256, round % 300] {
             let bytes = &bytes[..length];
             let decoded = [
-                wire::decode_challenge(bytes).map(|x| x.encode().to_vec()),
-                wire::decode_reply(bytes).map(|x| x.encode().to_vec()),
-                wire::decode_lane_hello(bytes).map(|x| x.encode().to_vec()),
-                wire::decode_hello_head(bytes).map(|x| x.encode().to_vec()),
+                Challenge::decode(&WORKER, bytes).map(|x| x.encode(&WORKER)),
+                Reply::decode(&WORKER, bytes).map(|x| x.encode(&WORKER).to_vec()),
+                LaneHello::decode(bytes).map(|x| x.encode().to_vec()),
+                HelloHead::decode(bytes).map(|x| x.encode().to_vec()),
             ];
             // What decodes encodes to as many bytes.
             assert!(decoded.iter().flatten().all(|encoded| encoded.len() == length));
-            let _ = wire::decode_proof(bytes);
-            let _ = wire::decode_reject(bytes);
-            let _ = wire::decode_hello(bytes);
+            let _ = Proof::decode(&WORKER, bytes);
+            let _ = Reject::decode(&WORKER, bytes);
+            let _ = decode_hello(bytes);
             let _ = Address::decode(bytes);
         }
     }

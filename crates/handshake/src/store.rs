@@ -1,0 +1,133 @@
+//! The handshake of the built-in store with its clients: Challenge, Reply, Proof, then the store's frames.
+
+use std::os::fd::BorrowedFd;
+use std::time::Instant;
+
+use crossrail_types::{ErrorKind, Result};
+
+use crate::exchange::Exchange;
+use crate::message::{
+    Challenge, FLAG_SECRET, Kind, PRELUDE_LEN, PROOF_LEN, Protocol, REJECT_LEN, REPLY_LEN, Reject, RejectCode, Reply,
+};
+use crate::proof::{Acceptor, Shared, random};
+use crate::secret::Secret;
+use crate::terms;
+
+/// The version of the handshake and of the frames behind it.
+const VERSION: u16 = 1;
+/// Length of a challenge.
+const CHALLENGE_LEN: usize = 48;
+
+/// The store's protocol. Its magic differs from the workers', so that each recognizes a misdirected connection.
+pub static STORE: Protocol = Protocol {
+    name: "Crossrail store",
+    magic: *b"\xc5XSTOR",
+    versions: (VERSION, VERSION),
+    messages: &[
+        (Kind::Challenge, CHALLENGE_LEN),
+        (Kind::Reply, REPLY_LEN),
+        (Kind::Proof, PROOF_LEN),
+        (Kind::Reject, REJECT_LEN),
+    ],
+    rejects: &[RejectCode::Refused, RejectCode::Mismatch, RejectCode::Full, RejectCode::Protocol],
+};
+
+fn shared(secret: &Secret) -> Shared<'_> {
+    Shared {
+        key: secret.bytes(),
+        connector: "crossrail store client",
+        acceptor: Acceptor::Label("crossrail store server"),
+    }
+}
+
+/// A client's half: proves on the connection `fd` that this end knows `secret`, and that the store does. `peer` is the
+/// store's address, for errors. Blocks until `deadline` at most.
+///
+/// # Errors
+/// `Refused`: the secrets differ, or only one end has one. `Mismatch`: the version. `Exhausted`: the store admits no
+/// more clients. `Protocol`: not a store. `Unreachable`: the connection ended. `Timeout`.
+pub fn connect(fd: BorrowedFd<'_>, secret: &Secret, operation: &str, peer: &str, deadline: Instant) -> Result<()> {
+    let mut exchange = Exchange::new(fd, &STORE, operation, peer, deadline);
+    greet(&mut exchange, secret).map_err(|error| match error.kind {
+        _ if error.hint.is_some() => error,
+        ErrorKind::Refused => error.with_hint(terms::SAME_SECRET),
+        ErrorKind::Protocol | ErrorKind::Timeout => {
+            error.with_hint("check that CROSSRAIL_STORE is the address of a store")
+        }
+        _ => error,
+    })
+}
+
+fn greet(exchange: &mut Exchange<'_>, secret: &Secret) -> Result<()> {
+    exchange.stage("challenge");
+    let (challenge_bytes, challenge) = exchange.challenge()?;
+    let version = terms::common_version(&STORE, &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
+    let flags = terms::offered(secret, false, &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
+    exchange.stage("proof");
+    let mut reply = Reply { version, flags, nonce: random()?, mac: [0; 32] }.encode(&STORE);
+    exchange.prove(&shared(secret), &challenge_bytes, &mut reply)
+}
+
+/// The store's half with one client, without I/O: the store serves all clients from one thread that never blocks.
+#[derive(Debug)]
+pub struct Greeting {
+    challenge: Vec<u8>,
+}
+
+/// A client that has proved itself.
+#[derive(Debug)]
+pub struct Proven {
+    /// The store's own proof, to be sent to the client.
+    pub proof: [u8; PROOF_LEN],
+    /// Bytes of the client's that the handshake used up; what follows are frames.
+    pub used: usize,
+}
+
+impl Greeting {
+    /// A greeting with a fresh challenge.
+    ///
+    /// # Errors
+    /// `Io`: the kernel gives no random bytes.
+    pub fn new(secret: &Secret) -> Result<Greeting> {
+        let challenge = Challenge {
+            version_min: VERSION,
+            version_max: VERSION,
+            flags: required(secret),
+            id: None,
+            nonce: random()?,
+        };
+        Ok(Greeting { challenge: challenge.encode(&STORE) })
+    }
+
+    /// The bytes to open the connection with.
+    pub fn challenge(&self) -> &[u8] {
+        &self.challenge
+    }
+
+    /// Checks what the client has sent so far. `None`: its reply is not complete yet.
+    ///
+    /// # Errors
+    /// The reject to send in place of the proof, before the connection is closed.
+    pub fn check(&self, secret: &Secret, input: &[u8]) -> std::result::Result<Option<Proven>, Reject> {
+        // Checked as soon as they are there: a stranger need not send as many bytes as a reply has to be rejected.
+        if let Some(prelude) = input.get(..PRELUDE_LEN) {
+            STORE.decode_prelude(prelude).map_err(|e| Reject::new(RejectCode::Protocol, e.to_string()))?;
+        }
+        let Some(bytes) = input.get(..REPLY_LEN) else { return Ok(None) };
+        let reply = Reply::decode(&STORE, bytes).map_err(|e| Reject::new(RejectCode::Protocol, e.to_string()))?;
+        terms::check_reply(&STORE, required(secret), required(secret), &reply)?;
+        match shared(secret).answer(&self.challenge, bytes) {
+            Some(proof) => Ok(Some(Proven { proof: proof.encode(&STORE), used: REPLY_LEN })),
+            None => Err(Reject::new(RejectCode::Refused, "wrong secret")),
+        }
+    }
+}
+
+fn required(secret: &Secret) -> u8 {
+    if secret.is_shared() { FLAG_SECRET } else { 0 }
+}
+
+/// The bytes that turn a client away.
+pub fn turn_away(reject: &Reject) -> [u8; REJECT_LEN] {
+    reject.encode(&STORE)
+}

@@ -1,0 +1,77 @@
+//! What each end demands of the other before it looks at a proof, and why it closes otherwise.
+
+use crate::message::{Challenge, FLAG_SECRET, FLAG_TOKEN, Protocol, Reject, RejectCode, Reply};
+use crate::secret::Secret;
+
+/// A reject to send, and what the user of this end can do about it.
+pub(crate) struct Refusal {
+    pub(crate) reject: Reject,
+    pub(crate) hint: Option<&'static str>,
+}
+
+/// What to do when only one end has a secret, or the two differ.
+pub(crate) const SAME_SECRET: &str = "set the same CROSSRAIL_SECRET or CROSSRAIL_SECRET_FILE at both ends";
+
+fn refusal(code: RejectCode, text: impl Into<String>, hint: Option<&'static str>) -> Refusal {
+    Refusal { reject: Reject::new(code, text), hint }
+}
+
+/// The newest version that the acceptor and this end both speak.
+pub(crate) fn common_version(protocol: &Protocol, challenge: &Challenge) -> Result<u16, Refusal> {
+    let (min, max) = protocol.versions;
+    let version = challenge.version_max.min(max);
+    if version >= challenge.version_min.max(min) {
+        return Ok(version);
+    }
+    let text = format!(
+        "protocol versions {min} to {max} at the connecting end, {} to {} at the listening end",
+        challenge.version_min, challenge.version_max
+    );
+    let hint = "run Crossrail releases of the same protocol version at both ends";
+    Err(refusal(RejectCode::Mismatch, text, Some(hint)))
+}
+
+/// The flags of the connector's proof, or why it cannot meet the challenge. An acceptor that ought to ask for the
+/// secret and does not is refused: it may be an impostor.
+pub(crate) fn offered(secret: &Secret, has_token: bool, challenge: &Challenge) -> Result<u8, Refusal> {
+    if challenge.flags & !(FLAG_SECRET | FLAG_TOKEN) != 0 {
+        let text = format!("the listening end asks for a proof of an unknown kind ({:#04x})", challenge.flags);
+        return Err(refusal(RejectCode::Mismatch, text, None));
+    }
+    match (secret.is_shared(), challenge.flags & FLAG_SECRET != 0) {
+        (false, true) => {
+            let text = "the listening end has a secret, the connecting end has none";
+            return Err(refusal(RejectCode::Refused, text, Some(SAME_SECRET)));
+        }
+        (true, false) => {
+            let text = "the connecting end has a secret, the listening end has none";
+            return Err(refusal(RejectCode::Refused, text, Some(SAME_SECRET)));
+        }
+        (true, true) | (false, false) => {}
+    }
+    if challenge.flags & FLAG_TOKEN != 0 && !has_token {
+        let text = "the listening end admits only holders of its worker address";
+        let hint = "connect with Worker.address instead of host:port, or set CROSSRAIL_SECRET at both ends";
+        return Err(refusal(RejectCode::Refused, text, Some(hint)));
+    }
+    Ok((challenge.flags & FLAG_SECRET) | if has_token { FLAG_TOKEN } else { 0 })
+}
+
+/// Whether the acceptor may go on with a connector that chose this version.
+pub(crate) fn check_version(protocol: &Protocol, version: u16) -> Result<(), Reject> {
+    let (min, max) = protocol.versions;
+    if (min..=max).contains(&version) {
+        return Ok(());
+    }
+    let text = format!("protocol version {version} at the connecting end, {min} to {max} at the listening end");
+    Err(Reject::new(RejectCode::Mismatch, text))
+}
+
+/// Whether the acceptor may look at this reply's proof: it has every flag of `required`, and none beyond `accepted`.
+pub(crate) fn check_reply(protocol: &Protocol, required: u8, accepted: u8, reply: &Reply) -> Result<(), Reject> {
+    check_version(protocol, reply.version)?;
+    if reply.flags & required != required || reply.flags & !accepted != 0 {
+        return Err(Reject::new(RejectCode::Protocol, "the proof is not of the kind asked for"));
+    }
+    Ok(())
+}

@@ -1,0 +1,70 @@
+//! The handshake on a data connection, which adds a lane to a session.
+
+use std::fmt;
+
+use crossrail_types::Result;
+
+use super::hello::Identity;
+use super::keys::{self, Ticket};
+use super::session::challenge;
+use super::wire::{LaneHello, LanePurpose, WORKER};
+use crate::exchange::Exchange;
+use crate::message::{Kind, Reject, RejectCode};
+use crate::proof::random;
+use crate::terms;
+
+/// Which lane of a session a data connection is. The session's owner checks for duplicates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct LaneName {
+    /// Index of the rail.
+    pub rail: u16,
+    /// Index of the connection within the rail.
+    pub channel: u16,
+    /// What the connection is for.
+    pub purpose: LanePurpose,
+}
+
+impl fmt::Display for LaneName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "lane {} channel {}", self.rail, self.channel)
+    }
+}
+
+/// The connecting end.
+pub(super) fn initiate(exchange: &mut Exchange<'_>, ticket: &Ticket, lane: LaneName) -> Result<()> {
+    exchange.stage(format!("{lane}: challenge"));
+    let (challenge_bytes, challenge) = exchange.challenge()?;
+    let version = terms::common_version(&WORKER, &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
+
+    exchange.stage(format!("{lane}: proof"));
+    let LaneName { rail, channel, purpose } = lane;
+    let (session, nonce) = (ticket.session, random()?);
+    let mut hello = LaneHello { version, purpose, rail, channel, session, nonce, mac: [0; 32] }.encode();
+    exchange.prove(&keys::lane(&ticket.key), &challenge_bytes, &mut hello)
+}
+
+/// Finds the lane key of a session; `None`: there is no such session.
+pub(super) type FindKey<'a> = &'a dyn Fn(&Exchange<'_>, &[u8; 16]) -> Result<Option<[u8; 32]>>;
+
+/// The accepting end: the session, and which of its lanes this connection is.
+pub(super) fn admit(exchange: &mut Exchange<'_>, me: &Identity, key: FindKey<'_>) -> Result<([u8; 16], LaneName)> {
+    exchange.stage("lane: challenge");
+    let challenge_bytes = challenge(me, false)?.encode(&WORKER);
+    exchange.write(&challenge_bytes)?;
+
+    exchange.stage("lane: proof");
+    let hello_bytes = exchange.message(Kind::LaneHello)?;
+    let hello = LaneHello::decode(&hello_bytes).map_err(|e| exchange.malformed(&e))?;
+    let lane = LaneName { rail: hello.rail, channel: hello.channel, purpose: hello.purpose };
+    exchange.stage(lane.to_string());
+    terms::check_version(&WORKER, hello.version).map_err(|reject| exchange.reject(&reject))?;
+    let Some(key) = key(exchange, &hello.session)? else {
+        let text = "no such session; it may have been closed";
+        return Err(exchange.reject(&Reject::new(RejectCode::Refused, text)));
+    };
+    let Some(proof) = keys::lane(&key).answer(&challenge_bytes, &hello_bytes) else {
+        return Err(exchange.reject(&Reject::new(RejectCode::Refused, "wrong key for this session")));
+    };
+    exchange.write(&proof.encode(&WORKER))?;
+    Ok((hello.session, lane))
+}
