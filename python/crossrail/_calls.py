@@ -220,7 +220,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Room:
+class Destinations:
     """Where a dispatch's caller wants its results besides."""
 
     x: Target | None
@@ -228,7 +228,7 @@ class Room:
     stats: Array | None
 
     @staticmethod
-    def of(sizes: Sizes, layout: Literal["expert", "rank"], out: Any, stats: Any) -> Room:
+    def of(sizes: Sizes, layout: Literal["expert", "rank"], out: Any, stats: Any) -> Destinations:
         """Raises UsageError for what does not fit."""
         check_layout(layout)
         given = {} if out is None else dict(out)
@@ -247,4 +247,4 @@ class Room:
         counted = None
         if stats is not None:
             counted = checked(stats, "stats", "dispatch", (I32, I64), (sizes.local,), writable=True)
-        return Room(targets.get("x"), targets.get("scales"), counted)
+        return Destinations(targets.get("x"), targets.get("scales"), counted)

@@ -6,7 +6,7 @@ from typing import Any
 
 from crossrail import _calls, _native
 from crossrail._arrays import wrong
-from crossrail._calls import Room, Sizes, number
+from crossrail._calls import Destinations, Sizes, number
 from crossrail._results import Combined, Dispatched, Pending
 from crossrail.errors import ClosedError
 
@@ -22,7 +22,7 @@ class HostWay:
         """See `ExpertBuffer.dispatch`."""
         try:
             _refuse_others("dispatch", waits=call.waits, max_rows=call.max_rows, stream=call.stream)
-            room = Room.of(self._sizes, call.layout, call.out, call.stats)
+            destinations = Destinations.of(self._sizes, call.layout, call.out, call.stats)
             rows, experts, weights = _calls.inputs(self._sizes, call.x, call.topk_idx, call.topk_weights, call.handle)
             unit = number("expert_alignment", call.expert_alignment, "dispatch")
             native = self._native.dispatch(rows, experts, weights, call.layout, call.handle, unit)
@@ -30,7 +30,7 @@ class HostWay:
             raise
         except Exception as error:
             return self._refused(self._native.refuse_dispatch(_calls.why(error)), error, call.send_only)
-        pending = Pending(native, lambda result: Dispatched(result, self._sizes, room))
+        pending = Pending(native, lambda result: Dispatched(result, self._sizes, destinations))
         return pending if call.send_only else pending.finish()
 
     def combine(self, call: _calls.CombineCall) -> Any:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from crossrail import _native
 from crossrail._arrays import BF16, F32, I32, I64, Array, borrowed, viewed, wrong
-from crossrail._calls import Room, Sizes
+from crossrail._calls import Destinations, Sizes
 from crossrail._native import Handle
 from crossrail.errors import CrossrailError
 from crossrail.records import LaneReport, OperationBytes, OperationTiming
@@ -230,7 +230,7 @@ class Dispatched:
     event: Any = None
     count_list: list[int] | None = None
 
-    def __init__(self, native: _native.Dispatched, sizes: Sizes, room: Room) -> None:
+    def __init__(self, native: _native.Dispatched, sizes: Sizes, destinations: Destinations) -> None:
         self.handle: Handle = native.handle
         self.layout: Layout = self.handle.layout
         self._sizes = sizes
@@ -241,17 +241,19 @@ class Dispatched:
         self.counts: npt.NDArray[np.int32] = viewed(native.counts, I32, (sizes.local,))
         self.timing: OperationTiming = native.timing
         self.bytes: OperationBytes = native.bytes
-        self._place(room)
+        self._place(destinations)
 
-    def _place(self, room: Room) -> None:
+    def _place(self, destinations: Destinations) -> None:
         """Copies the rows to the caller's arrays, and adds to its statistics."""
         counts = self.counts if self.layout == "expert" else None
-        if room.x is not None:
-            self.x = room.x.take("x", self.x, counts)
-        if room.scales is not None:
-            self.scales = room.scales.take("scales", self.scales, counts)
-        if room.stats is not None:
-            np.add(room.stats, (self._ranges & 0xFFFFFFFF).sum(axis=1), out=room.stats, casting="unsafe")
+        if destinations.x is not None:
+            self.x = destinations.x.take("x", self.x, counts)
+        if destinations.scales is not None:
+            self.scales = destinations.scales.take("scales", self.scales, counts)
+        if destinations.stats is not None:
+            np.add(
+                destinations.stats, (self._ranges & 0xFFFFFFFF).sum(axis=1), out=destinations.stats, casting="unsafe"
+            )
 
     @cached_property
     def source(self) -> npt.NDArray[np.int32] | None:

@@ -15,7 +15,7 @@ import pytest
 from test_cli_command import COMMAND, children, clean_environment, gone, one_error, run
 
 import crossrail
-from crossrail.cli.placement import Placement, shared_out
+from crossrail.cli.placement import Placement, shared_gpus
 from crossrail.report import Report, averaged
 
 SMALL = ("bench", "control", "--num-processes=3", "--tokens=8", "--hidden=256")
@@ -61,7 +61,7 @@ class TwoGpus:
 )
 def test_ranks_are_shared_out_over_gpus(asked: int, every: bool, expected: tuple[str, ...]) -> None:
     context = cast("crossrail.Context", TwoGpus())
-    where, gpus = shared_out(Placement(asked), context, every)
+    where, gpus = shared_gpus(Placement(asked), context, every)
     assert (where.num_processes, gpus) == (len(expected), expected)
 
 

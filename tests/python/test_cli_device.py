@@ -33,15 +33,15 @@ def met(here: BenchOptions, there: BenchOptions, **settings: str) -> dict[str, A
     """What the listening end (``here``) answers to the other end's first words."""
     import crossrail
 
-    told: list[dict[str, Any]] = []
-    session: Any = SimpleNamespace(context=Context(**settings), tell=told.append)
+    sent: list[dict[str, Any]] = []
+    session: Any = SimpleNamespace(context=Context(**settings), send=sent.append)
     _agree(session, here, {**_hello(there, plans(there)), "version": crossrail.__version__})
-    (answer,) = told
+    (answer,) = sent
     return answer
 
 
 def ends(here: list[str] | None, there: list[str] | None) -> str:
-    """Where the listening end's memory is, when the ends were told these devices."""
+    """Where the listening end's memory is, when the ends were sent these devices."""
     return str(met(BenchOptions("p2p", listen="", device=here), BenchOptions("p2p", device=there))["device"])
 
 
@@ -111,17 +111,17 @@ def driver(*places: str, transport: str | None = None) -> _Driver:
 )
 def test_rows_say_where_data_was_and_how_it_got_in(places: tuple[str, ...], transport: str, found: tuple) -> None:
     plan = plans(BenchOptions("p2p", device=list(places)))[0]
-    row = driver(*places)._like(plan, transport, None)
+    row = driver(*places)._row_template(plan, transport, None)
     assert (row.device, row.memory, row.unpack, row.bounce) == found
     assert row.verified
 
 
 def test_who_asks_for_cuda_ipc_gets_it_or_the_reason() -> None:
     asked = driver("cuda:0", "cuda:1", transport="cuda_ipc")
-    asked._insist("cuda_ipc", "direct(cuda_ipc)")
+    asked._check_carried_by("cuda_ipc", "direct(cuda_ipc)")
     with pytest.raises(Failure, match=r"went over shm \(chunks\), not over cuda_ipc: no peer access"):
-        asked._insist("shm", "chunks")
-    driver("cuda:0", "cuda:1", transport="shm")._insist("shm", "chunks")
+        asked._check_carried_by("shm", "chunks")
+    driver("cuda:0", "cuda:1", transport="shm")._check_carried_by("shm", "chunks")
 
 
 def test_cuda_ipc_brings_the_socket_that_it_needs() -> None:

@@ -39,7 +39,7 @@ def test_growing_and_shrinking(layout: str, tmp_path: Path) -> None:
     rows = phases(PLANS / "grow_and_shrink.json", tmp_path / "out.json", f"--layout={layout}")
     facts = [row.phase for row in rows if row.phase is not None]
     assert [one.joined for one in facts] == [[0, 1, 2, 3], [4, 5, 6, 7], []]
-    assert [one.left for one in facts] == [[], [], [6, 7]]
+    assert [one.survivors for one in facts] == [[], [], [6, 7]]
     assert all(row.experts == 16 and row.layout == layout for row in rows)
 
 

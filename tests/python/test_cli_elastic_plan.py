@@ -1,4 +1,4 @@
-"""Plan files: what they say, and what is said of those that are none."""
+"""Plan files: what they print_notice, and what is said of those that are none."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def test_a_plan_that_grows_and_shrinks() -> None:
     assert [len(phase.active) for phase in plan.phases] == [4, 8, 6]
     assert [plan.joining(index) for index in range(3)] == [(0, 1, 2, 3), (4, 5, 6, 7), ()]
     assert [plan.leaving(index) for index in range(3)] == [(), (), (6, 7)]
-    assert all(plan.in_turn(index) for index in range(3))
+    assert all(plan.takes_lowest_ranks(index) for index in range(3))
 
 
 def test_a_negative_entry_takes_part_and_dies() -> None:
     plan = load_plan(str(PLANS / "killed_and_replaced.json"))
-    assert plan.phases[1] == Phase(active=(0, 1, 2, 3), dying=(2,))
-    assert plan.phases[1].left == (0, 1, 3)
+    assert plan.phases[1] == Phase(active=(0, 1, 2, 3), killed=(2,))
+    assert plan.phases[1].survivors == (0, 1, 3)
     assert plan.joining(1) == plan.leaving(1) == ()
     assert plan.joining(2) == plan.leaving(2) == ()
     assert plan.joining(3) == (2,)
-    assert plan.in_turn(3)
+    assert plan.takes_lowest_ranks(3)
 
 
 def test_one_leaves_while_another_dies() -> None:
     plan = load_plan(str(PLANS / "killed_while_shrinking.json"))
     assert plan.leaving(2) == (1,)
-    assert plan.phases[2].dying == (2,)
+    assert plan.phases[2].killed == (2,)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_one_leaves_while_another_dies() -> None:
 )
 def test_numbers_that_no_rank_server_would_give_are_known(text: str, expected: bool) -> None:
     plan = parse_plan(text)
-    assert plan.in_turn(len(plan.phases) - 1) is expected
+    assert plan.takes_lowest_ranks(len(plan.phases) - 1) is expected
 
 
 @pytest.mark.parametrize("path", sorted(PLANS.glob("*.json")), ids=lambda path: path.stem)

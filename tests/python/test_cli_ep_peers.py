@@ -37,10 +37,10 @@ class Played:
         assert (kind, environment["NVSHMEM_REMOTE_TRANSPORT"]) == ("ep-peer", "none")
         self.jobs.append(job)
 
-    def tell_all(self, message: dict[str, Any]) -> None:
+    def send_all(self, message: dict[str, Any]) -> None:
         self.asked.append(message)
 
-    def gather(self, event: str, ranks: list[int], timeout: float) -> dict[int, dict[str, Any]]:
+    def wait_for(self, event: str, ranks: list[int], timeout: float) -> dict[int, dict[str, Any]]:
         names = self.jobs[0]["peers"]
         if event == "ended":
             return {rank: {} for rank in ranks}

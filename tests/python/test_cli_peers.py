@@ -9,7 +9,7 @@ import pytest
 
 from crossrail.cli import peers
 from crossrail.cli.failure import Failure
-from crossrail.cli.peers import PeerFailure, Work
+from crossrail.cli.peers import PeerFailure, PeerJob
 
 UCX_CSV = """\
 iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr
@@ -25,8 +25,8 @@ def need(program: str) -> None:
         pytest.skip(message)
 
 
-def work(peer: str, what: str, transport: str, size: int = 65536, iterations: int = 200) -> Work:
-    return Work(peer, what, size, transport, iterations, seconds=1, hosts=["127.0.0.1"], timeout=30.0)
+def work(peer: str, what: str, transport: str, size: int = 65536, iterations: int = 200) -> PeerJob:
+    return PeerJob(peer, what, size, transport, iterations, seconds=1, hosts=["127.0.0.1"], timeout=30.0)
 
 
 def test_ucx_latency_is_its_overall_average() -> None:
@@ -96,12 +96,12 @@ def test_a_peer_is_not_asked_for_what_it_does_not_do(peer: str, what: str, trans
 )
 def test_work_from_the_other_end_is_checked(message: dict[str, object]) -> None:
     with pytest.raises(Failure):
-        Work.from_message(message)
+        PeerJob.from_message(message)
 
 
 def test_work_travels_as_json() -> None:
     sent = work("ucx", "bandwidth", "shm")
-    assert Work.from_message(json.loads(json.dumps(vars(sent)))) == sent
+    assert PeerJob.from_message(json.loads(json.dumps(vars(sent)))) == sent
 
 
 @pytest.mark.parametrize(("what", "transport"), [("latency", "shm"), ("bandwidth", "shm"), ("bandwidth", "tcp")])
@@ -121,7 +121,7 @@ def test_ucx_is_really_run(what: str, transport: str) -> None:
 def test_several_iperf3_are_run_at_once_and_summed(zerocopy: bool) -> None:
     need("iperf3")
     hosts = ["127.0.0.1", "127.0.0.2"]
-    job = Work("iperf3", "p2p", 1 << 20, "tcp", 1, seconds=1, hosts=hosts, zerocopy=zerocopy)
+    job = PeerJob("iperf3", "p2p", 1 << 20, "tcp", 1, seconds=1, hosts=hosts, zerocopy=zerocopy)
     start = time.monotonic()
     with peers.servers(job) as ports:
         assert len(set(ports)) == 2
@@ -133,7 +133,7 @@ def test_several_iperf3_are_run_at_once_and_summed(zerocopy: bool) -> None:
 
 def test_a_peer_that_hangs_is_ended_in_time() -> None:
     need("ucx_perftest")
-    job = Work("ucx", "latency", 8, "tcp", 1 << 40, hosts=["127.0.0.1"], timeout=1.0)
+    job = PeerJob("ucx", "latency", 8, "tcp", 1 << 40, hosts=["127.0.0.1"], timeout=1.0)
     start = time.monotonic()
     with peers.servers(job) as ports, pytest.raises(PeerFailure, match="did not finish in time"):
         peers.run_client(job, ports)
@@ -145,6 +145,6 @@ def test_a_peer_that_hangs_is_ended_in_time() -> None:
 
 def test_a_server_that_cannot_start_says_why() -> None:
     need("iperf3")
-    job = Work("iperf3", "p2p", 1, "tcp", 1, hosts=["192.0.2.1"])
+    job = PeerJob("iperf3", "p2p", 1, "tcp", 1, hosts=["192.0.2.1"])
     with pytest.raises(PeerFailure, match=r"no free port on 192\.0\.2\.1"), peers.servers(job):
         pytest.fail("there is no such address here")

@@ -21,7 +21,7 @@ from .failure import (
     EXIT_USAGE,
     Failure,
     exit_code_of,
-    say_error,
+    print_error,
 )
 from .processes import kill_all, live_with_parent
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .command_line import parse_arguments
         from .store import StoreOptions
     except ImportError as error:
-        say_error(f"the native module cannot be loaded ({error}); install Crossrail again for this Python")
+        print_error(f"the native module cannot be loaded ({error}); install Crossrail again for this Python")
         return EXIT_FAILED
     try:
         command = parse_arguments(arguments)
@@ -68,7 +68,7 @@ def _in_thread(work: Callable[[], int]) -> int:
         ended.wait()
     except (KeyboardInterrupt, _Terminated) as end:
         by_user = isinstance(end, KeyboardInterrupt)
-        say_error("interrupted" if by_user else "terminated")
+        print_error("interrupted" if by_user else "terminated")
         _fall_silent()  # of what comes of ending the other processes
         kill_all()
         # A thread may be inside native code, which an ordinary exit would wait for.
@@ -107,10 +107,10 @@ def _run(command: Command) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except (Failure, crossrail.CrossrailError, WriteError) as error:
-        say_error(error)
+        print_error(error)
         return exit_code_of(error)
     except OSError as error:
-        say_error(f"{error.filename or 'stdout'}: {error.strerror}")
+        print_error(f"{error.filename or 'stdout'}: {error.strerror}")
         return EXIT_FAILED
     finally:
         kill_all()

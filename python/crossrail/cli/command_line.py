@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from crossrail.report.environment import package_version
 
-from .failure import EXIT_USAGE, say_error
+from .failure import EXIT_USAGE, print_error
 from .parsing import EPILOG, Command, Outcome, Parser
 from .rank_process import RANK, add_rank
 
@@ -63,7 +63,7 @@ def _add_choice(parser: Parser, placeholder: str, known: Mapping[str, tuple[str 
     """Adds the parsers of ``known``; what none of them is chosen of is a mistake that lists them all."""
 
     def none_chosen(parser: Parser, parsed: argparse.Namespace) -> NoReturn:
-        say_error(f"{parser.prog} needs a {placeholder}, one of those below; see `{parser.prog} --help`")
+        print_error(f"{parser.prog} needs a {placeholder}, one of those below; see `{parser.prog} --help`")
         width = max(map(len, known))
         sys.stderr.writelines(f"  {name:{width}}  {summary}\n" for name, (_, summary) in known.items())
         raise SystemExit(EXIT_USAGE)

@@ -18,7 +18,7 @@ from crossrail._native import bench_control
 from crossrail.report import Report, Row, control_rows
 from crossrail.report.control import STEPS
 
-from .failure import Failure, UsageFailure, say
+from .failure import Failure, UsageFailure, print_notice
 from .options import (
     Device,
     Dtype,
@@ -30,7 +30,7 @@ from .options import (
     add_tokens,
 )
 from .parsing import Command, Parser, count, positive
-from .placement import Placement, add_nodes, placement, shared_out
+from .placement import Placement, add_nodes, placement, shared_gpus
 from .processes import Message, Process, scratch_folder
 from .rank_process import Parent, gather, join
 from .ranks import ENDED, Ranks
@@ -88,7 +88,7 @@ class ControlOptions(RunOptions):
         check_json(self.json)
         with Progress() as progress:
             _run(_placed(self), progress)
-        say(f"done: the report is at node 0 of {self.placement.world_size}")
+        print_notice(f"done: the report is at node 0 of {self.placement.world_size}")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -162,7 +162,7 @@ def _placed(options: ControlOptions) -> ControlOptions:
     """On GPUs a rank for each, unless another number was asked for. Raises Failure."""
     if options.work.device == "cpu":
         return options
-    where, gpus = shared_out(options.placement, options.context(), options.every_gpu)
+    where, gpus = shared_gpus(options.placement, options.context(), options.every_gpu)
     return replace(options, placement=where, gpus=gpus)
 
 
@@ -172,13 +172,13 @@ def _run(options: ControlOptions, progress: Progress) -> tuple[str, list[Message
     where, found = options.placement, list[Message]()
     rounds = options.work.warmup + options.work.rounds
     patience = 2 * context.timeout + len(options.work.experts_per_rank) * (rounds * 5 * STEP_S + COMPILING_S)
-    with _meeting(options, context) as (store, group), Ranks() as ranks:
-        say(f"{where.size} ranks meet at {store}")
+    with _rendezvous(options, context) as (store, group), Ranks() as ranks:
+        print_notice(f"{where.size} ranks meet at {store}")
         job = {"work": asdict(options.work), "settings": options.settings()}
         for rank in where.ranks:
             device = options.gpus[rank - where.ranks[0]] if options.gpus else None
             ranks.start(rank, "control", {**job, **where.member(rank, store, group), "device": device})
-        progress.say(f"control: {where.size} ranks")
+        progress.status(f"control: {where.size} ranks")
         left = set(where.ranks)
         while left:
             rank, message = ranks.next(patience)
@@ -190,21 +190,21 @@ def _run(options: ControlOptions, progress: Progress) -> tuple[str, list[Message
 
 
 @contextlib.contextmanager
-def _meeting(options: ControlOptions, context: crossrail.Context) -> Iterator[tuple[str, str]]:
+def _rendezvous(options: ControlOptions, context: crossrail.Context) -> Iterator[tuple[str, str]]:
     """The store's address and the group's name. The kind of store that was asked for wins over CROSSRAIL_STORE."""
     where = options.placement
     known = (where.store or "tcp://").partition("://")[0]
     if options.store in (None, known):
-        with where.meeting(context) as met:
+        with where.rendezvous(context) as met:
             yield met
     elif where.world_size > 1:
         raise UsageFailure(f"--store {options.store} for several nodes: say where it is, by CROSSRAIL_STORE")
     elif options.store == "etcd":
         with running_etcd() as address:
-            say("a real etcd was started for this run")
+            print_notice("a real etcd was started for this run")
             yield address, "bench"
     else:
-        with Placement(where.num_processes).meeting(context) as met:
+        with Placement(where.num_processes).rendezvous(context) as met:
             yield met
 
 
@@ -230,7 +230,7 @@ def serve(parent: Parent, job: Message) -> None:
             )
             everybody = gather(group, f"samples of {experts}", steps)
             if everybody is not None:
-                parent.tell("samples", experts_per_rank=experts, samples=dict(enumerate(everybody)))
+                parent.send("samples", experts_per_rank=experts, samples=dict(enumerate(everybody)))
         group.barrier("all done")
 
 

@@ -35,11 +35,11 @@ def exit_code_of(error: Exception) -> int:
     return EXIT_USAGE if isinstance(error, (errors.UsageError, errors.ConfigError)) else EXIT_FAILED
 
 
-def say(text: str) -> None:
+def print_notice(text: str) -> None:
     """One line of talk on stderr."""
     print(f"crossrail: {text}\n", end="", file=sys.stderr, flush=True)  # one write: threads may talk at the same time
 
 
-def say_error(error: Exception | str) -> None:
+def print_error(error: Exception | str) -> None:
     """One line that says what failed and what to do about it."""
     print(ERROR + " ".join(str(error).split()), file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ import crossrail
 from crossrail._native import bench_mesh
 from crossrail.report import Report, Row, mesh_rows
 
-from .failure import Failure, UsageFailure, say
+from .failure import Failure, UsageFailure, print_notice
 from .options import (
     LinkOptions,
     Memory,
@@ -67,7 +67,7 @@ class MeshOptions(LinkOptions):
         check_json(self.json)
         with Progress() as progress:
             _run(self, progress)
-        say(f"done: the report is at node 0 of {self.placement.world_size}")
+        print_notice(f"done: the report is at node 0 of {self.placement.world_size}")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -139,8 +139,8 @@ def _run(options: MeshOptions, progress: Progress) -> tuple[Any, Mapping[int, Me
         here = f"there is only {devices[0]} here" if devices else "this is 1 rank"
         raise UsageFailure(f"a mesh is between two or more, and {here}")
     found: dict[int, Message] = {}
-    with where.meeting(context) as (store, group), Ranks() as ranks:
-        progress.say(f"mesh: {where.size} ranks connect")
+    with where.rendezvous(context) as (store, group), Ranks() as ranks:
+        progress.status(f"mesh: {where.size} ranks connect")
         for index, rank in enumerate(where.ranks):
             ranks.start(
                 rank,
@@ -154,7 +154,7 @@ def _run(options: MeshOptions, progress: Progress) -> tuple[Any, Mapping[int, Me
                     "memory": options.memory or "ordinary",
                     "device": devices[index] if devices else None,
                     "cpu": cpu_of(options.pin, index, len(where.ranks)),
-                    "progress": progress.shown and rank == 0,
+                    "progress": progress.visible and rank == 0,
                 },
             )
         left = set(where.ranks)
@@ -212,7 +212,7 @@ def serve(parent: Parent, job: Message) -> None:
             _check(pair, rank, job["transport"])
         everybody = gather(group, "samples", found)
         if everybody is not None:
-            parent.tell("measured", ranks=everybody)
+            parent.send("measured", ranks=everybody)
         group.barrier("all done")
 
 
@@ -267,4 +267,4 @@ def _check(pair: dict[str, Any], rank: int, transport: str | None) -> None:
 
 
 def _tick(parent: Parent) -> Any:
-    return lambda done, total: parent.tell("progress", done=done, total=total)
+    return lambda done, total: parent.send("progress", done=done, total=total)

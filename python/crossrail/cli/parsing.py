@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 
 import crossrail
 
-from .failure import EXIT_USAGE, Failure, UsageFailure, say_error
+from .failure import EXIT_USAGE, Failure, UsageFailure, print_error
 
 EPILOG = """\
 exit codes: 0 ok, 1 the run failed or data did not verify, 2 bad usage.
@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        say_error(f"{message}; see `{self.prog} --help`")
+        print_error(f"{message}; see `{self.prog} --help`")
         raise SystemExit(EXIT_USAGE)
 
 

@@ -37,7 +37,7 @@ class PeerFailure(Failure):
 
 
 @dataclass(frozen=True)
-class Work:
+class PeerJob:
     """What a peer is to do, in terms that both ends understand; it travels to the listening end as JSON.
 
     ``hosts``: addresses at which iperf3 listens, one stream each; UCX uses the first for its handshake alone.
@@ -56,10 +56,10 @@ class Work:
     timeout: float = 60.0
 
     @staticmethod
-    def from_message(message: Mapping[str, Any]) -> Work:
+    def from_message(message: Mapping[str, Any]) -> PeerJob:
         """Reads and checks what the other end sent. Raises Failure for anything that is not such work."""
         try:
-            work = Work(**message)
+            work = PeerJob(**message)
         except TypeError as error:
             raise Failure(f"the other end asked for peer work that is not understood: {error}") from None
         if not isinstance(work.hosts, list) or not isinstance(work.devices, list):
@@ -114,7 +114,7 @@ def unsuited(peer: str, what: str, transport: str) -> str | None:
     return None
 
 
-def describe(work: Work) -> str:
+def describe(work: PeerJob) -> str:
     """How the peer was run, for the report."""
     if work.peer == "iperf3":
         zerocopy = " -Z" if work.zerocopy else ""
@@ -125,13 +125,13 @@ def describe(work: Work) -> str:
 
 
 @contextlib.contextmanager
-def servers(work: Work) -> Iterator[list[int]]:
+def servers(work: PeerJob) -> Iterator[list[int]]:
     """The peer's servers at this end, ready when entered; gives their ports. Raises PeerFailure."""
     with contextlib.ExitStack() as stack:
         yield [_start_server(stack, work, host) for host in (work.hosts if work.peer == "iperf3" else work.hosts[:1])]
 
 
-def _start_server(stack: contextlib.ExitStack, work: Work, host: str) -> int:
+def _start_server(stack: contextlib.ExitStack, work: PeerJob, host: str) -> int:
     port = _free_port(host)
     if work.peer == "iperf3":
         command = ["iperf3", "-s", "-1", "-p", str(port), "-B", host]
@@ -147,7 +147,7 @@ def _start_server(stack: contextlib.ExitStack, work: Work, host: str) -> int:
     return port
 
 
-def run_client(work: Work, ports: Sequence[int]) -> Figure:
+def run_client(work: PeerJob, ports: Sequence[int]) -> Figure:
     """Runs the peer's client(s) against servers that listen on ``ports``. Raises PeerFailure."""
     if work.peer == "ucx":
         return _run_ucx(work, ports[0])
@@ -173,7 +173,7 @@ def run_client(work: Work, ports: Sequence[int]) -> Figure:
     return Figure(gb_per_s=sum(rates))
 
 
-def _run_ucx(work: Work, port: int) -> Figure:
+def _run_ucx(work: PeerJob, port: int) -> Figure:
     warmup = max(1, min(work.iterations // 10, 10_000))
     command = ["ucx_perftest", work.hosts[0], "-p", str(port), "-t", _ucx_test(work), "-s", str(work.size)]
     command += ["-n", str(work.iterations), "-w", str(warmup), "-f", "-v", *(["-6"] if ":" in work.hosts[0] else [])]
@@ -211,11 +211,11 @@ def parse_iperf3(output: str) -> float:
         raise PeerFailure(f"iperf3 printed no result: {_clip(output)}") from error
 
 
-def _ucx_test(work: Work) -> str:
+def _ucx_test(work: PeerJob) -> str:
     return "tag_lat" if work.what == "latency" else "tag_bw"
 
 
-def _ucx_environment(work: Work) -> dict[str, str]:
+def _ucx_environment(work: PeerJob) -> dict[str, str]:
     if work.peer != "ucx":
         return {}
     environment = {"UCX_TLS": "shm,self" if work.transport == "shm" else "tcp,self"}

@@ -16,7 +16,7 @@ from typing import Any
 
 import crossrail
 
-from .failure import Failure, UsageFailure, say
+from .failure import Failure, UsageFailure, print_notice
 from .options import Pin
 from .parsing import STORE_PORT, Parser, count, join, positive, resolve
 
@@ -38,7 +38,7 @@ class Placement:
     node: int = 0
     store: str | None = None
     hosts_store: bool = True
-    said: str = ""
+    source: str = ""
 
     @property
     def size(self) -> int:
@@ -50,7 +50,7 @@ class Placement:
         """The ranks that this command starts."""
         return range(self.node * self.num_processes, (self.node + 1) * self.num_processes)
 
-    def label(self, rank: int, emulated: int = 1) -> str | None:
+    def node_label(self, rank: int, emulated: int = 1) -> str | None:
         """The node that ``rank`` says it is on: each command's own, in ``emulated`` equal parts; None: the machine."""
         if self.world_size == 1 and emulated == 1:
             return None
@@ -60,14 +60,15 @@ class Placement:
     def announce(self, store: str) -> None:
         """Says which of several nodes this is, and where all meet."""
         if self.world_size > 1:
-            say(f"node {self.node} of {self.world_size}, store {store} ({self.said or 'options'})")
+            print_notice(f"node {self.node} of {self.world_size}, store {store} ({self.source or 'options'})")
 
     def member(self, rank: int, store: str, group: str, emulated: int = 1) -> dict[str, Any]:
         """What a rank must know to join the group, as `rank_process.join` takes it."""
-        return {"rank": rank, "size": self.size, "node": self.label(rank, emulated), "store": store, "group": group}
+        node = self.node_label(rank, emulated)
+        return {"rank": rank, "size": self.size, "node": node, "store": store, "group": group}
 
     @contextlib.contextmanager
-    def meeting(self, context: crossrail.Context) -> Iterator[tuple[str, str]]:
+    def rendezvous(self, context: crossrail.Context) -> Iterator[tuple[str, str]]:
         """The store's address and a name for the group; the store runs meanwhile if it is this command's.
 
         Raises the library's errors.
@@ -126,7 +127,7 @@ def placement(parser: Parser, parsed: argparse.Namespace, environment: Mapping[s
     if external:
         return Placement(parsed.num_processes, nodes, node, external, False, " ".join([*said, "CROSSRAIL_STORE"]))
     if nodes == 1:
-        return Placement(parsed.num_processes, said=" ".join(said))
+        return Placement(parsed.num_processes, source=" ".join(said))
     address = parsed.master_addr or environment.get("MASTER_ADDR")
     if address is None:
         parser.error(f"{nodes} nodes meet at node 0: give its address with --master-addr (MASTER_ADDR)")
@@ -154,7 +155,7 @@ def known_gpus(context: crossrail.Context, wanted: Sequence[str] | str) -> list[
     return list(wanted)
 
 
-def one_each(where: Placement, context: crossrail.Context, every: bool) -> Placement:
+def one_gpu_each(where: Placement, context: crossrail.Context, every: bool) -> Placement:
     """Ranks with a GPU each: as many as there are GPUs if ``every``. Raises as `known_gpus`."""
     gpus = known_gpus(context, "all")
     if every:
@@ -164,7 +165,7 @@ def one_each(where: Placement, context: crossrail.Context, every: bool) -> Place
     return where
 
 
-def shared_out(where: Placement, context: crossrail.Context, every: bool) -> tuple[Placement, tuple[str, ...]]:
+def shared_gpus(where: Placement, context: crossrail.Context, every: bool) -> tuple[Placement, tuple[str, ...]]:
     """Ranks and each one's GPU: as many as there are GPUs if ``every``; of more, several are on one. Raises Failure."""
     gpus = known_gpus(context, "all")
     if every:

@@ -44,12 +44,12 @@ class Parent:
         self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
-    def tell(self, event: str, **more: object) -> None:
+    def send(self, event: str, **more: object) -> None:
         """Sends a message."""
         self._out.write(json.dumps({"event": event, **more}) + "\n")
         self._out.flush()
 
-    def hear(self, timeout: float | None = None) -> Message:
+    def receive(self, timeout: float | None = None) -> Message:
         """The next message. Raises Failure when none comes in time."""
         try:
             message: Message = json.loads(from_parent.get(timeout=timeout))
@@ -70,7 +70,7 @@ class RankOptions:
         parent = Parent()
         module = importlib.import_module(KINDS[self.kind], __package__)
         try:
-            module.serve(parent, parent.hear(START_S))
+            module.serve(parent, parent.receive(START_S))
         except MemoryError as error:
             raise Failure(f"not enough memory: {error}") from None
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import IO
 
-from .failure import ERROR, EXIT_USAGE, Failure, UsageFailure, say
+from .failure import ERROR, EXIT_USAGE, Failure, UsageFailure, print_notice
 from .processes import Message, Process
 
 LAST_WORDS_S = 0.5
@@ -57,14 +57,14 @@ class Ranks:
             self._ranks[rank].end()
         self._ranks[rank] = _Rank(rank, kind, job, environment or {}, self._inbox, self._quiet)
 
-    def tell(self, rank: int, message: Message) -> None:
+    def send(self, rank: int, message: Message) -> None:
         """Tells one rank; nothing when it has ended."""
-        self._ranks[rank].tell(message)
+        self._ranks[rank].send(message)
 
-    def tell_all(self, message: Message) -> None:
+    def send_all(self, message: Message) -> None:
         """Tells every rank that runs."""
         for rank in self._ranks.values():
-            rank.tell(message)
+            rank.send(message)
 
     def kill(self, rank: int) -> None:
         """Kills a rank, which is no failure then."""
@@ -84,7 +84,7 @@ class Ranks:
             raise self._failure(rank)
         return rank, message
 
-    def gather(self, event: str, ranks: Iterable[int], timeout: float) -> dict[int, Message]:
+    def wait_for(self, event: str, ranks: Iterable[int], timeout: float) -> dict[int, Message]:
         """The ``event`` of each of ``ranks``; other messages are passed over. Raises as `next`."""
         missing, found = set(ranks), dict[int, Message]()
         deadline = time.monotonic() + timeout
@@ -102,7 +102,7 @@ class Ranks:
     def collect(
         self, event: str, ranks: Iterable[int], patience: float, tick: Callable[[int, int], object] | None = None
     ) -> dict[int, Message]:
-        """As `gather`, but bounding each wait for a message instead of all of them; ``tick`` is told of progress."""
+        """As `wait_for`, but bounding each wait for a message instead of all of them; ``tick`` is told of progress."""
         missing, found = set(ranks), dict[int, Message]()
         while missing:
             rank, message = self.next(patience)
@@ -132,7 +132,7 @@ class Ranks:
             failed, key=lambda rank: (not self._blamed(rank).isdisjoint(failed), self._ranks[rank].ended_at)
         )
         for rank in others:
-            say(f"rank {rank}: {self._ranks[rank].reason()}")
+            print_notice(f"rank {rank}: {self._ranks[rank].reason()}")
         text = f"rank {cause}: {self._ranks[cause].reason()}"
         return UsageFailure(text) if self._ranks[cause].usage() else Failure(text)
 
@@ -175,9 +175,9 @@ class _Rank:
         self._listener = threading.Thread(target=self._listen, name=f"crossrail-rank-{rank}", daemon=True)
         self._talk.start()
         self._listener.start()
-        self.tell(job)
+        self.send(job)
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         stdin = self._process.popen.stdin
         if stdin is not None:
             with contextlib.suppress(OSError, ValueError):  # it has ended: its end says why
@@ -239,7 +239,7 @@ class _Rank:
             elif line and self._quiet:
                 self._last = line.strip()
             elif line:
-                say(f"rank {self.rank}: {line.removeprefix('crossrail: ')}")
+                print_notice(f"rank {self.rank}: {line.removeprefix('crossrail: ')}")
 
 
 def _lines(stream: IO[bytes] | None) -> Iterable[bytes]:

@@ -44,11 +44,11 @@ class Progress:
         self._bar.stop()
 
     @property
-    def shown(self) -> bool:
+    def visible(self) -> bool:
         """Whether anybody looks."""
         return self.console.is_terminal
 
-    def say(self, title: str) -> None:
+    def status(self, title: str) -> None:
         """What runs now, when nothing tells how far it is."""
         if self.console.is_terminal:
             for task in self._bar.task_ids:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import crossrail
 from crossrail._native import StoreServer
 
-from .failure import say
+from .failure import print_notice
 from .options import add_secret_file
 from .parsing import STORE_PORT, Command, Parser, resolve
 
@@ -30,9 +30,9 @@ class StoreOptions:
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         with StoreServer(context, resolve(self.listen, default_port=STORE_PORT)) as server:
             print(server.address, flush=True)
-            say(f"serving; others use it with CROSSRAIL_STORE={server.address}")
+            print_notice(f"serving; others use it with CROSSRAIL_STORE={server.address}")
             ended_by = signal.sigwait(ENDING)
-        say(f"ended by {signal.Signals(ended_by).name}")
+        print_notice(f"ended by {signal.Signals(ended_by).name}")
 
 
 def add_arguments(parser: Parser) -> None:

@@ -15,7 +15,7 @@ from crossrail.ref.sampling import Judge, inputs, outputs
 from crossrail.report import EpDeviceRank, EpDeviceTurn, Report, Row, ep_device_row, with_peers
 
 from ..failure import Failure, UsageFailure
-from ..placement import one_each
+from ..placement import one_gpu_each
 from ..processes import Message
 from ..rank_process import Parent, gather, join
 from ..ranks import ENDED, Ranks
@@ -43,7 +43,7 @@ def measure(options: EpOptions, progress: Progress) -> Report:
 
 def _placed(options: EpOptions, context: crossrail.Context) -> EpOptions:
     """With a rank for each GPU, unless fewer were asked for."""
-    where = one_each(options.placement, context, options.every_gpu)
+    where = one_gpu_each(options.placement, context, options.every_gpu)
     if where.num_processes % options.nodes:
         raise UsageFailure(f"--nodes {options.nodes}: {where.num_processes} ranks cannot be spread evenly over as many")
     return replace(options, placement=where)
@@ -64,13 +64,13 @@ class _Run:
         """Rows of every shape."""
         shapes = [(one, one.work(self.where.size)) for one in self.options.swept()]
         rows: list[Row] = []
-        with self.where.meeting(self.context) as (store, group), Ranks() as ranks, GpuPeers(self.options) as peers:
+        with self.where.rendezvous(self.context) as (store, group), Ranks() as ranks, GpuPeers(self.options) as peers:
             self.where.announce(store)
             for rank in self.where.ranks:
                 ranks.start(rank, "ep-cuda", self._job(rank, store, group))
             for number, (options, work) in enumerate(shapes):
                 rows += self._shape(ranks, peers, (number, options, work))
-            ranks.tell_all({"do": "end"})
+            ranks.send_all({"do": "end"})
             ranks.collect(ENDED, self.where.ranks, LONG_S)
             self.versions = peers.versions
         return rows
@@ -80,18 +80,18 @@ class _Run:
             **self.where.member(rank, store, group, self.options.nodes),
             "ordinal": rank - self.where.ranks[0],
             "settings": self.options.settings(),
-            "progress": self.progress.shown and rank == 0,
+            "progress": self.progress.visible and rank == 0,
         }
 
     def _shape(self, ranks: Ranks, peers: GpuPeers, one: tuple[int, EpOptions, Work]) -> list[Row]:
         """Verifies and measures one shape, in turns with the peers."""
         number, options, work = one
-        self.progress.say(f"{self.where.size} ranks verify against the reference")
+        self.progress.status(f"{self.where.size} ranks verify against the reference")
         how = {"number": number, "num_sms": options.num_sms, "cast_before": options.cast_before}
         peers.begin(work)
-        ranks.tell_all({"do": "open", "work": asdict(work), **how})
+        ranks.send_all({"do": "open", "work": asdict(work), **how})
         passed = ranks.collect("passed", self.where.ranks, LONG_S)
-        self.progress.say("peers start")
+        self.progress.status("peers start")
         peers.ready()
         turns: dict[str, list[EpDeviceTurn]] = {mode: [] for mode in options.modes}
         for turn in range(options.rounds if options.compare else 1):
@@ -100,9 +100,9 @@ class _Run:
                 if found is not None:
                     turns[mode].append(found)
             if options.compare:
-                self.progress.say(f"peers round {turn + 1}")
+                self.progress.status(f"peers round {turn + 1}")
                 peers.measure()
-        ranks.tell_all({"do": "close"})
+        ranks.send_all({"do": "close"})
         ranks.collect("closed", self.where.ranks, LONG_S)
         if self.where.node != 0:
             return []
@@ -130,7 +130,7 @@ class _Run:
         self.number += 1
         options = self.options
         plan = {"mode": mode, "clock": clock, "cached": options.cached, "iters": options.iters}
-        ranks.tell_all({"do": "measure", "number": self.number, "plan": {**plan, "warmup": options.warmup}})
+        ranks.send_all({"do": "measure", "number": self.number, "plan": {**plan, "warmup": options.warmup}})
         measured = ranks.collect("measured", self.where.ranks, LONG_S, tick)
         every: list[list[Message]] = [message["ranks"] for message in measured.values() if message["ranks"]]
         return every[0] if every else None
@@ -146,7 +146,7 @@ def serve(parent: Parent, job: Message) -> None:
         group.wait_members()
         rank = _Rank(parent, job, group)
         try:
-            while rank.does(parent.hear()):
+            while rank.handle(parent.receive()):
                 pass
         finally:
             rank.close()
@@ -165,7 +165,7 @@ class _Rank:
         self.judges: dict[int, Judge] = {}
         self.rig: _DeviceEp | None = None
 
-    def does(self, request: Message) -> bool:
+    def handle(self, request: Message) -> bool:
         """What the command asks for; False when it asks for no more."""
         if request["do"] == "open":
             self.open(request)
@@ -174,7 +174,7 @@ class _Rank:
         elif request["do"] == "close":
             self.verify(turn=1)
             self.close()
-            self.parent.tell("closed")
+            self.parent.send("closed")
         return bool(request["do"] != "end")
 
     def open(self, request: Message) -> None:
@@ -211,7 +211,7 @@ class _Rank:
             rows.tobytes(),
         )
         self.verify(turn=0)
-        self.parent.tell("passed", **self.rig.facts())
+        self.parent.send("passed", **self.rig.facts())
 
     def verify(self, turn: int) -> None:
         """One dispatch and one combine against the reference. Raises Failure."""
@@ -237,7 +237,7 @@ class _Rank:
         self.group.barrier("measure", timeout=STEP_S)
         found = {**self.rig.measure(request["plan"], tick), "links": self.rig.facts()["links"]}
         everybody = gather(self.group, f"samples {request['number']}", found)
-        self.parent.tell("measured", ranks=everybody)
+        self.parent.send("measured", ranks=everybody)
 
     def close(self) -> None:
         """Gives the buffer and all memory back."""
@@ -246,4 +246,4 @@ class _Rank:
             self.rig = None
 
     def _tick(self, done: int, total: int) -> None:
-        self.parent.tell("progress", done=done, total=total)
+        self.parent.send("progress", done=done, total=total)

@@ -15,7 +15,7 @@ from crossrail.records import EpPlan
 from crossrail.ref.checking import Difference, Inputs, Work
 from crossrail.report import PhaseFacts, Report, Row, gb_per_s, with_times
 
-from ..failure import Failure, say
+from ..failure import Failure, print_notice
 from ..processes import Message
 from ..rank_process import Parent
 from ..ranks import ENDED, Ranks
@@ -30,7 +30,7 @@ KILL_AFTER_S = (0.02, 0.2)
 IDLE_S = 600.0
 """The command says something to each rank more often than this."""
 
-TOGETHER = 16
+EXCHANGES_PER_ROUND = 16
 """Exchanges that the ranks make before they tell each other whom they miss."""
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
@@ -42,11 +42,11 @@ def run_plan(options: EpOptions, progress: Progress) -> Report:
     assert options.plan is not None
     plan = load_plan(options.plan)
     context = options.context()
-    with options.placement.meeting(context) as (store, group), Ranks() as ranks:
+    with options.placement.rendezvous(context) as (store, group), Ranks() as ranks:
         run = _Run(options, plan, ranks, 3 * context.timeout)
         job = run.job(store, group)
         rows = [run.phase(index, job, progress) for index in range(len(plan.phases))]
-        run.end(plan.phases[-1].left)
+        run.end(plan.phases[-1].survivors)
     return make_report(options, rows)
 
 
@@ -77,58 +77,60 @@ class _Run:
         """One phase from its beginning to its end."""
         plan, phase = self.plan, self.plan.phases[index]
         joining, leaving = plan.joining(index), plan.leaving(index)
-        progress.say(f"phase {index + 1} of {len(plan.phases)}: {len(phase.active)} ranks")
+        progress.status(f"phase {index + 1} of {len(plan.phases)}: {len(phase.active)} ranks")
         self.end(leaving)
         self.start(index, joining, job)
         gone = [
-            rank for rank in range(plan.ranks) if rank in leaving or (index and rank in plan.phases[index - 1].dying)
+            rank for rank in range(plan.ranks) if rank in leaving or (index and rank in plan.phases[index - 1].killed)
         ]
         for rank in phase.active:
-            self.ranks.tell(rank, {"do": "phase", "active": phase.active, "gone": gone})
-        done = self.ranks.gather("done", phase.active, self.patience)
+            self.ranks.send(rank, {"do": "phase", "active": phase.active, "gone": gone})
+        done = self.ranks.wait_for("done", phase.active, self.patience)
         facts = PhaseFacts(
             number=index + 1,
             active=list(phase.active),
             joined=list(joining),
             left=list(leaving),
-            killed=list(phase.dying),
+            killed=list(phase.killed),
             connect_us=max(message["connect_us"] for message in done.values()),
         )
-        if phase.dying:
+        if phase.killed:
             facts = self.kill(phase, facts)
         return self.row(facts, done)
 
     def start(self, index: int, joining: tuple[int, ...], job: Message) -> None:
         """Starts processes, which join one after the other so that the rank server's order is the plan's."""
-        in_turn = self.plan.in_turn(index)
-        if not in_turn:
-            say(f"phase {index + 1}: {list(joining)} are not the lowest free ranks; they ask for them by number")
+        takes_lowest_ranks = self.plan.takes_lowest_ranks(index)
+        if not takes_lowest_ranks:
+            print_notice(
+                f"phase {index + 1}: ranks {list(joining)} are not the lowest free ones, so they ask by number"
+            )
         emulated = self.options.nodes
         for rank in joining:
             node = None if emulated == 1 else f"node {rank * emulated // self.plan.ranks}"
-            self.ranks.start(rank, "elastic", {**job, "rank": None if in_turn else rank, "node": node})
-        self.ranks.gather("ready", joining, START_S)
+            self.ranks.start(rank, "elastic", {**job, "rank": None if takes_lowest_ranks else rank, "node": node})
+        self.ranks.wait_for("ready", joining, START_S)
         for rank in joining:
-            self.ranks.tell(rank, {"do": "join"})
-            given = self.ranks.gather("joined", [rank], self.patience)[rank]["rank"]
+            self.ranks.send(rank, {"do": "join"})
+            given = self.ranks.wait_for("joined", [rank], self.patience)[rank]["rank"]
             if given != rank:
                 raise Failure(f"phase {index + 1}: the rank server gave {given} where the plan has {rank}")
 
     def kill(self, phase: Phase, facts: PhaseFacts) -> PhaseFacts:
         """Has all exchange data, kills in the middle of it, and hears how the survivors went on."""
         for rank in phase.active:
-            self.ranks.tell(rank, {"do": "exchange", "active": phase.active, "left": phase.left})
-        self.ranks.gather("exchanging", phase.active, self.patience)
+            self.ranks.send(rank, {"do": "exchange", "active": phase.active, "left": phase.survivors})
+        self.ranks.wait_for("exchanging", phase.active, self.patience)
         killed_at: dict[int, int] = {}
-        for rank in phase.dying:
+        for rank in phase.killed:
             time.sleep(self.random.uniform(*KILL_AFTER_S))  # any moment will do, in the middle of something
             killed_at[rank] = time.monotonic_ns()
             self.ranks.kill(rank)
-        survived = self.ranks.gather("survived", phase.left, self.patience)
+        survived = self.ranks.wait_for("survived", phase.survivors, self.patience)
         times = [
             (message["without"][str(rank)] - killed_at[rank]) / 1e3
             for message in survived.values()
-            for rank in phase.dying
+            for rank in phase.killed
         ]
         faults = [fault for rank in sorted(survived) for fault in survived[rank]["faults"]]
         return PhaseFacts(**{**vars(facts), "recovery_us": max(times), "faults": faults})
@@ -136,8 +138,8 @@ class _Run:
     def end(self, leaving: tuple[int, ...]) -> None:
         """Has ranks leave, and waits until their processes have ended."""
         for rank in leaving:
-            self.ranks.tell(rank, {"do": "leave"})
-        self.ranks.gather(ENDED, leaving, self.patience)
+            self.ranks.send(rank, {"do": "leave"})
+        self.ranks.wait_for(ENDED, leaving, self.patience)
 
     def row(self, facts: PhaseFacts, done: dict[int, Message]) -> Row:
         """The row of a phase: what all its ranks measured; bytes of one rank's dispatch and combine, on average."""
@@ -177,13 +179,13 @@ def serve(parent: Parent, job: Message) -> None:
     for name in LAUNCHER:
         os.environ.pop(name, None)
     rank = _Rank(job)
-    parent.tell("ready")
-    while (request := parent.hear(IDLE_S)).get("do") != "leave":
+    parent.send("ready")
+    while (request := parent.receive(IDLE_S)).get("do") != "leave":
         match request["do"]:
             case "join":
-                parent.tell("joined", rank=rank.join())
+                parent.send("joined", rank=rank.join())
             case "phase":
-                parent.tell("done", **rank.phase(request["active"], request["gone"]))
+                parent.send("done", **rank.phase(request["active"], request["gone"]))
             case "exchange":
                 rank.exchange(parent, request["active"], request["left"])
     rank.leave()
@@ -216,7 +218,7 @@ class _Rank:
         return self.group.rank
 
     def phase(self, active: list[int], gone: list[int]) -> Message:
-        """Takes leave of ranks that went, connects those that came, checks the data and measures."""
+        """Takes leave of ranks that went, connects those that joined, checks the data and measures."""
         left = [rank for rank in gone if rank in self.buffer.connected()]
         began = time.monotonic()
         self.buffer.disconnect(left)
@@ -246,8 +248,8 @@ class _Rank:
         """This rank's inputs, and what its experts answer to what a dispatch of all ranks brings."""
         work, rank = self.work, self.group.rank
         mine = work.inputs(rank, active)
-        came = self.buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout=work.layout)
-        return mine, work.outputs(came, rank)
+        received = self.buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout=work.layout)
+        return mine, work.outputs(received, rank)
 
     def exchange(self, parent: Parent, active: list[int], left: list[int]) -> None:
         """Dispatches and combines until all of `left` have lost all other `active` ranks, which are killed meanwhile.
@@ -258,15 +260,15 @@ class _Rank:
         work, rank = self.work, self.group.rank
         mine, y = self.once(active)
         right = b""
-        parent.tell("exchanging")
+        parent.send("exchanging")
         victims = sorted(set(active) - set(left))
         without: dict[int, int] = {}
         known = len(self.buffer.faults())
         number = 0
         while True:
-            for _ in range(TOGETHER):
-                came = self.buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout=work.layout)
-                sums = self.buffer.combine(y[: len(came.x)], came.handle).x.tobytes()
+            for _ in range(EXCHANGES_PER_ROUND):
+                received = self.buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout=work.layout)
+                sums = self.buffer.combine(y[: len(received.x)], received.handle).x.tobytes()
                 now = time.monotonic_ns()
                 faults = self.buffer.faults()
                 for fault in faults[known:]:
@@ -282,7 +284,7 @@ class _Rank:
         self.check(left)
         said = [fault for fault in self.buffer.faults() if fault.rank in victims]
         texts = [f"rank {rank} lost rank {one.rank} in {one.operation}, {one.stage}: {one.why}" for one in said]
-        parent.tell("survived", without=without, faults=texts)
+        parent.send("survived", without=without, faults=texts)
 
     def _agreed(self, number: int, left: list[int], lost: list[int], victims: list[int]) -> bool:
         """Whether every survivor has lost every victim; all survivors come to the same answer."""

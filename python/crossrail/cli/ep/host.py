@@ -61,15 +61,15 @@ class _Run:
 
     def rows(self) -> list[Row]:
         """Verifies, measures, and gives a row for each mode."""
-        with self.where.meeting(self.options.context()) as (store, group), Ranks() as ranks:
+        with self.where.rendezvous(self.options.context()) as (store, group), Ranks() as ranks:
             self.where.announce(store)
-            self.progress.say(f"{self.where.size} ranks verify against the reference")
+            self.progress.status(f"{self.where.size} ranks verify against the reference")
             for rank in self.where.ranks:
                 ranks.start(rank, "ep", self._job(rank, store, group))
-            ranks.gather("passed", self.where.ranks, LONG_S)
+            ranks.wait_for("passed", self.where.ranks, LONG_S)
             rows = self._measure(ranks)
-            ranks.tell_all({"do": "end"})
-            ranks.gather(ENDED, self.where.ranks, LONG_S)
+            ranks.send_all({"do": "end"})
+            ranks.wait_for(ENDED, self.where.ranks, LONG_S)
         return rows
 
     def _job(self, rank: int, store: str, group: str) -> Message:
@@ -79,7 +79,7 @@ class _Run:
             "settings": self.options.settings(),
             "share_node": self.options.backend != "none",
             "cpu": cpu_of(self.options.pin, rank - self.where.ranks[0], len(self.where.ranks)),
-            "progress": self.progress.shown and rank == 0,
+            "progress": self.progress.visible and rank == 0,
         }
 
     def _measure(self, ranks: Ranks) -> list[Row]:
@@ -94,7 +94,7 @@ class _Run:
                 if found is not None:
                     turns[mode].append(found)
             if theirs is not None:
-                self.progress.say(f"mpi round {turn + 1}")
+                self.progress.status(f"mpi round {turn + 1}")
                 theirs.run()
         if self.where.node != 0:
             return []
@@ -110,7 +110,7 @@ class _Run:
         self.number += 1
         plan = {"mode": mode, "layout": options.layout, "cached": options.cached}
         plan |= {"iters": options.iters, "warmup": options.warmup}
-        ranks.tell_all({"do": "measure", "number": self.number, "plan": plan})
+        ranks.send_all({"do": "measure", "number": self.number, "plan": plan})
         measured = ranks.collect("measured", self.where.ranks, LONG_S, tick)
         found = next((message["ranks"] for message in measured.values() if message["ranks"]), None)
         return None if found is None else EpTurn([EpRank.from_dict(one) for one in found])
@@ -132,8 +132,8 @@ def serve(parent: Parent, job: Message) -> None:
         rank = _Rank(parent, job, group)
         with rank.buffer:
             rank.verify()
-            parent.tell("passed")
-            while (request := parent.hear(STEP_S))["do"] == "measure":
+            parent.send("passed")
+            while (request := parent.receive(STEP_S))["do"] == "measure":
                 rank.measure(request)
             group.barrier("end", timeout=STEP_S)
         group.barrier("gone", timeout=STEP_S)  # a process that ends while others still close looks like one that died
@@ -157,12 +157,12 @@ class _Rank:
         group, active = self.group, range(self.group.size)
         mine = self.inputs
         group.barrier("dispatch", timeout=STEP_S)
-        came = self.buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout=self.work.layout)
-        self.y = self.work.outputs(came, group.rank)
+        received = self.buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout=self.work.layout)
+        self.y = self.work.outputs(received, group.rank)
         group.barrier("combine", timeout=STEP_S)
-        sums = self.buffer.combine(self.y, came.handle)
+        sums = self.buffer.combine(self.y, received.handle)
         try:
-            self.work.judge_dispatch(came, group.rank, active)
+            self.work.judge_dispatch(received, group.rank, active)
             self.work.judge_combine(bits(sums.x), group.rank, active)
         except Difference as difference:
             raise Failure(f"did not verify: {difference}") from None
@@ -192,10 +192,10 @@ class _Rank:
         found["rails"] = {rail: sent - before.get(rail, 0) for rail, sent in after.items()}
         found["links"] = [link.kind for link in self.buffer.links()]
         everybody = gather(group, f"samples {request['number']}", found)
-        self.parent.tell("measured", ranks=everybody)
+        self.parent.send("measured", ranks=everybody)
 
     def _tick(self, done: int, total: int) -> None:
-        self.parent.tell("progress", done=done, total=total)
+        self.parent.send("progress", done=done, total=total)
 
     def _sent(self) -> dict[str, int]:
         """Bytes that left by each rail to ranks that are reached over the network."""

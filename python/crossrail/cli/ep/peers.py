@@ -184,14 +184,14 @@ class GpuPeers:
         self._end(ask=True)
         if self.options.compare and not self._out:
             self._ranks = self._start()
-            self._ranks.tell_all({"do": "open", "work": asdict(work), "num_sms": self.options.num_sms})
+            self._ranks.send_all({"do": "open", "work": asdict(work), "num_sms": self.options.num_sms})
 
     def ready(self) -> None:
         """Waits until they are."""
         if self._ranks is None:
             return
         try:
-            told = self._ranks.gather("opened", self.options.placement.ranks, OPEN_S)
+            told = self._ranks.wait_for("opened", self.options.placement.ranks, OPEN_S)
         except Failure as failure:
             self._give_up(failure)
             return
@@ -205,9 +205,9 @@ class GpuPeers:
             return
         options = self.options
         request = {"do": "measure", "modes": options.modes, "iters": options.iters, "warmup": options.warmup}
-        self._ranks.tell_all({**request, "last": len(self._turns) == options.rounds - 1})
+        self._ranks.send_all({**request, "last": len(self._turns) == options.rounds - 1})
         try:
-            self._turns.append(self._ranks.gather("measured", self.options.placement.ranks, MEASURE_S))
+            self._turns.append(self._ranks.wait_for("measured", self.options.placement.ranks, MEASURE_S))
         except Failure as failure:
             self._give_up(failure)
         else:
@@ -251,9 +251,9 @@ class GpuPeers:
     def _end(self, *, ask: bool) -> None:
         """Ends all ranks; by themselves, so that they give back what they have, unless they do not when asked."""
         if self._ranks is not None and ask:
-            self._ranks.tell_all({"do": "end"})
+            self._ranks.send_all({"do": "end"})
             with contextlib.suppress(Failure):
-                self._ranks.gather(ENDED, self.options.placement.ranks, END_S)
+                self._ranks.wait_for(ENDED, self.options.placement.ranks, END_S)
         self._stack.close()
         self._ranks = None
 
@@ -283,12 +283,12 @@ def serve(parent: Parent, job: Message) -> None:
         raise Failure(f"peers need PyTorch with CUDA and NCCL: {error}") from None
     try:
         with gpu.Rank(job["rank"], job["size"], job["folder"], job["peers"]) as rank:
-            while (request := parent.hear())["do"] != "end":
+            while (request := parent.receive())["do"] != "end":
                 if request["do"] == "open":
-                    parent.tell("opened", **rank.open(Work.from_dict(request["work"]), request["num_sms"]))
+                    parent.send("opened", **rank.open(Work.from_dict(request["work"]), request["num_sms"]))
                 elif request["do"] == "measure":
                     told = rank.measure(request["modes"], request["iters"], request["warmup"], last=request["last"])
-                    parent.tell("measured", **told)
+                    parent.send("measured", **told)
     except Exception as error:  # whatever their code may raise
         if isinstance(error, Failure):
             raise

@@ -15,15 +15,15 @@ MOST_RANKS = 1024
 
 @dataclass(frozen=True)
 class Phase:
-    """Who takes part from its beginning; `dying` are those of them that are killed in it."""
+    """Who takes part from its beginning; `killed` are those of them that are killed in it."""
 
     active: tuple[int, ...]
-    dying: tuple[int, ...] = ()
+    killed: tuple[int, ...] = ()
 
     @property
-    def left(self) -> tuple[int, ...]:
+    def survivors(self) -> tuple[int, ...]:
         """Who is there at its end."""
-        return tuple(rank for rank in self.active if rank not in self.dying)
+        return tuple(rank for rank in self.active if rank not in self.killed)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Plan:
 
     def before(self, index: int) -> tuple[int, ...]:
         """Who is there when phase `index` begins, before anybody joins or leaves."""
-        return self.phases[index - 1].left if index else ()
+        return self.phases[index - 1].survivors if index else ()
 
     def joining(self, index: int) -> tuple[int, ...]:
         """Ranks that phase `index` starts."""
@@ -49,7 +49,7 @@ class Plan:
         """Ranks that leave at the beginning of phase `index`."""
         return tuple(rank for rank in self.before(index) if rank not in self.phases[index].active)
 
-    def in_turn(self, index: int) -> bool:
+    def takes_lowest_ranks(self, index: int) -> bool:
         """Whether the ranks that phase `index` starts are those that a rank server gives: the lowest free numbers."""
         held = [rank for rank in self.before(index) if rank not in self.leaving(index)]
         free = (rank for rank in range(self.ranks) if rank not in held)
@@ -57,7 +57,7 @@ class Plan:
 
     def dumps(self) -> str:
         """As a plan file has it."""
-        return json.dumps([[-rank if rank in phase.dying else rank for rank in phase.active] for phase in self.phases])
+        return json.dumps([[-rank if rank in phase.killed else rank for rank in phase.active] for phase in self.phases])
 
 
 def load_plan(path: str) -> Plan:
@@ -104,17 +104,17 @@ def _phase(data: object, number: int) -> Phase:
     if not data:
         raise ValueError(f"{where} has no ranks; {FORM}")
     active: list[int] = []
-    dying: list[int] = []
+    killed: list[int] = []
     for place, entry in enumerate(data, 1):
         rank = _rank(entry, f"{where}, entry {place}")
         if abs(rank) in active:
             raise ValueError(f"{where} names rank {abs(rank)} twice; {FORM}")
         active.append(abs(rank))
         if rank < 0:
-            dying.append(-rank)
+            killed.append(-rank)
     if 0 not in active:
         raise ValueError(f"{where} is without rank 0, which takes part in every phase")
-    return Phase(tuple(sorted(active)), tuple(sorted(dying)))
+    return Phase(tuple(sorted(active)), tuple(sorted(killed)))
 
 
 def _rank(entry: object, where: str) -> int:

@@ -28,17 +28,17 @@ class Channel:
         self.worker = worker
         self.endpoint = endpoint
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Sends ``message``. Raises the library's errors."""
         self.endpoint.send(json.dumps(message).encode(), CONTROL_TAG).wait()
 
     def leave(self) -> None:
         """Says that this end is done. The other may hang up before it has confirmed that, and need not have failed."""
         with contextlib.suppress(crossrail.PeerDeadError, crossrail.ClosedError):
-            self.tell({"do": "bye"})
+            self.send({"do": "bye"})
             self.endpoint.close()
 
-    def hear(self, timeout: float | None = None) -> Message:
+    def receive(self, timeout: float | None = None) -> Message:
         """Waits for the other end's next message.
 
         Raises the library's errors, and Failure for what is no message or reports the other end's failure.
@@ -60,7 +60,7 @@ class Channel:
             raise Failure(f"the other end failed: {message['error']}")
         return message
 
-    def ask(self, message: Message, timeout: float | None = None) -> Message:
+    def request(self, message: Message, timeout: float | None = None) -> Message:
         """Sends ``message`` and waits for the answer."""
-        self.tell(message)
-        return self.hear(timeout)
+        self.send(message)
+        return self.receive(timeout)

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import IO
 
-from ..failure import ERROR, EXIT_USAGE, Failure, UsageFailure, say
+from ..failure import ERROR, EXIT_USAGE, Failure, UsageFailure, print_notice
 from ..processes import Message, Process, read_line
 from .options import BenchOptions
 
@@ -34,19 +34,19 @@ class Child:
         """Where it listens, as its worker's address."""
         return bytes.fromhex(str(self.announced.get("address", "")))
 
-    def blame(self) -> None:
+    def report_failure(self) -> None:
         """To be called when this end fails, before it hangs up: shows what the child said if it failed by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._failed = self.process.popen.wait(LAST_WORDS_S) != 0
         if self._failed:
-            self.show()
+            self.show_output()
 
-    def show(self) -> None:
+    def show_output(self) -> None:
         """Passes on what the child said on stderr."""
         self._talk.seek(0)
         text = self._talk.read().decode(errors="replace").strip()
         if text:
-            say(f"the other end said:\n{text}")
+            print_notice(f"the other end said:\n{text}")
 
     def _early_end(self) -> Failure:
         """The failure of a child that ended before it listened: its own error, if it had one to say."""
@@ -55,7 +55,7 @@ class Child:
         self._talk.seek(0)
         errors = [line for line in self._talk.read().decode(errors="replace").splitlines() if line.startswith(ERROR)]
         if not errors:
-            self.show()
+            self.show_output()
             return Failure("the other end ended before it listened")
         text = errors[-1].removeprefix(ERROR)
         return UsageFailure(text) if self.process.popen.returncode == EXIT_USAGE else Failure(text)
@@ -85,7 +85,7 @@ def other_end(options: BenchOptions) -> Iterator[Child]:
             child = Child(process, talk)
             yield child
             process.stop(grace=2.0)
-            child.show()
+            child.show_output()
         finally:
             process.stop()
 

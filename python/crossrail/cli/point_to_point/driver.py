@@ -55,7 +55,7 @@ def drive(options: BenchOptions, progress: Progress) -> Report:
     work = plans(options)
     versions = {name: peers.version(name) for name in options.compare}
     with _channel(options) as (channel, host):
-        met = channel.ask(_hello(options, work))
+        met = channel.request(_hello(options, work))
         other = str(met["device"])
         if other != "cpu":
             work = [replace(plan, other_memory=other) for plan in work]
@@ -86,7 +86,7 @@ def _hello(options: BenchOptions, work: list[Plan]) -> Message:
 def _channel(options: BenchOptions) -> Iterator[tuple[Channel, str]]:
     """A channel with the other end, started here when none was named; and the host it is reached at."""
     context = options.context()
-    mine = options.device or [] if options.connect is None else [options.place]
+    mine = options.device or [] if options.connect is None else [options.memory_device]
     if wanted := [place for place in mine if place != "cpu"]:
         known_gpus(context, wanted)
     cpu = options.cpu(driver=True)
@@ -102,7 +102,7 @@ def _channel(options: BenchOptions) -> Iterator[tuple[Channel, str]]:
             try:
                 yield channel, "127.0.0.1"
             except Exception:
-                child.blame()
+                child.report_failure()
                 raise
 
 
@@ -121,7 +121,7 @@ class _Driver:
         self.options = options
         self.host = host
         self.addresses: dict[str, str] = met["addresses"]
-        self.places = (options.place, str(met["device"]))
+        self.places = (options.memory_device, str(met["device"]))
         self.unpack = str(met["unpack"])
         self.progress = progress
         settings = channel.context.settings()
@@ -152,8 +152,8 @@ class _Driver:
         results = {
             name: _peer_result(theirs[name], errors.get(name), self._work(name, plan, transport)) for name in names
         }
-        self._insist(transport, protocol or turns[-1].transfers[-1].protocol)
-        row = self._like(plan, transport, protocol)
+        self._check_carried_by(transport, protocol or turns[-1].transfers[-1].protocol)
+        row = self._row_template(plan, transport, protocol)
         if plan.what == "p2p":
             transfers = [turn.transfers for turn in turns]
             row = replace(row, chunk=self.chunk, window=self.lane_window, channels=self.channels)
@@ -167,7 +167,7 @@ class _Driver:
             row = with_samples(replace(row, **which), rounds)
         return with_peers(row, results)
 
-    def _like(self, plan: Plan, transport: str, protocol: str | None) -> Row:
+    def _row_template(self, plan: Plan, transport: str, protocol: str | None) -> Row:
         """What identifies a row."""
         row = Row(what=plan.what, transport=transport, size=plan.size, protocol=protocol, verified=True)
         if "cpu" in self.places:
@@ -178,7 +178,7 @@ class _Driver:
         into_gpu = self.places[1] != "cpu" and transport != "cuda_ipc"
         return replace(row, unpack=self.unpack, bounce=self.bounce) if into_gpu else row
 
-    def _insist(self, transport: str, protocol: str) -> None:
+    def _check_carried_by(self, transport: str, protocol: str) -> None:
         """Who asked for cuda_ipc alone does not want the figures of what stood in for it. Raises Failure."""
         if self.options.transport == "cuda_ipc" and transport != "cuda_ipc":
             why = [way["reason"] for way in self.channel.endpoint.explain().candidates if way["lane"] == "cuda_ipc"]
@@ -193,9 +193,9 @@ class _Driver:
         devices = [known[rail]["device"] for rail in used if rail in known and known[rail]["alive"]]
         if raw.notes or not devices or not plan.size:
             return
-        self.progress.say(f"plain TCP sockets: {format_size(plan.size)}")
+        self.progress.status(f"plain TCP sockets: {format_size(plan.size)}")
         channels = max(self.channels, 1)
-        channel.tell({"do": "raw-tcp", "size": plan.size, "iters": RAW_TCP_ITERS, "channels": channels})
+        channel.send({"do": "raw-tcp", "size": plan.size, "iters": RAW_TCP_ITERS, "channels": channels})
         ends = (channel.context, channel.worker, channel.endpoint)
         try:
             found = bench_raw_tcp(
@@ -209,10 +209,10 @@ class _Driver:
         """``row`` with what every way to unpack does alone where its data arrived, in pieces as large as its chunks."""
         if row.unpack is None or not row.size:
             return row
-        self.progress.say(f"unpacking alone on {self.places[1]}")
+        self.progress.status(f"unpacking alone on {self.places[1]}")
         size = min(row.size, MOST_UNPACKED)
         wanted = {"device": self.places[1], "size": size, "fragment": min(self.chunk or size, size)}
-        found = self.channel.ask({"do": "unpack-rates", **wanted})
+        found = self.channel.request({"do": "unpack-rates", **wanted})
         return replace(row, unpack_gb_per_s=found["rates"], notes=[*row.notes, *found["notes"]])
 
     def _transports(self, rails: list[str], before: list[LaneReport]) -> str:
@@ -228,7 +228,7 @@ class _Driver:
             return
         reason = peers.unsuited(name, plan.what, transport)
         if reason is None:
-            self.progress.say(f"{name}: {plan.what} {format_size(plan.size)}")
+            self.progress.status(f"{name}: {plan.what} {format_size(plan.size)}")
             try:
                 figures[name].append(self._run_peer(self._work(name, plan, transport)))
             except peers.PeerFailure as error:
@@ -236,19 +236,19 @@ class _Driver:
         if reason is not None:
             errors[name] = reason
 
-    def _run_peer(self, work: peers.Work) -> peers.Figure:
-        ports = self.channel.ask({"do": "peer", "work": vars(work)}, work.timeout)["ports"]
+    def _run_peer(self, work: peers.PeerJob) -> peers.Figure:
+        ports = self.channel.request({"do": "peer", "work": vars(work)}, work.timeout)["ports"]
         try:
             return peers.run_client(work, ports)
         finally:
-            self.channel.ask({"do": "peer-stop"}, work.timeout)
+            self.channel.request({"do": "peer-stop"}, work.timeout)
 
-    def _work(self, name: str, plan: Plan, transport: str) -> peers.Work:
+    def _work(self, name: str, plan: Plan, transport: str) -> peers.PeerJob:
         rails = {rail_of(lane) for lane in self.channel.endpoint.lanes() if lane["transport"] == "tcp"}
         devices = sorted(rail.partition("/")[2] for rail in rails) if transport == "tcp" else []
         several = plan.what == "p2p" and len(devices) > 1
         hosts = [self.addresses[device] for device in devices if device in self.addresses] if several else []
-        return peers.Work(
+        return peers.PeerJob(
             peer=name,
             what=plan.what,
             size=plan.size,
@@ -267,7 +267,7 @@ class _Driver:
 
     def _measure(self, plan: Plan, title: str) -> Measured:
         channel = self.channel
-        channel.tell(plan.request())
+        channel.send(plan.request())
         ends = (channel.context, channel.worker, channel.endpoint)
         size, iters, warmup, memory = plan.size, plan.iters, plan.warmup, plan.memory
         with self.progress.task(title, iters) as tick:
@@ -368,7 +368,7 @@ def _iteration(one: Transfer, size: int) -> Iteration:
     )
 
 
-def _peer_result(figures: list[peers.Figure], error: str | None, work: peers.Work) -> PeerResult:
+def _peer_result(figures: list[peers.Figure], error: str | None, work: peers.PeerJob) -> PeerResult:
     if error is not None or not figures:
         return PeerResult(what=work.peer, error=error or "it was not run")
     gigabytes = [figure.gb_per_s for figure in figures if figure.gb_per_s is not None]

@@ -13,7 +13,7 @@ from crossrail.records import UnpackPlan
 from crossrail.report import format_size, unpack_rates
 
 from .. import peers
-from ..failure import Failure, say
+from ..failure import Failure, print_notice
 from ..options import UNPACK_MODES
 from ..parsing import resolve
 from ..placement import known_gpus, pin_to
@@ -30,11 +30,11 @@ def listen(options: BenchOptions) -> None:
     """Serves one driving end. Raises Failure and the library's errors."""
     context = options.context()
     if options.gpus:
-        known_gpus(context, [options.place])  # better told now than to whoever connects
+        known_gpus(context, [options.memory_device])  # better told now than to whoever connects
     pin_to(options.cpu(driver=False))
     with crossrail.Worker(context, listen=resolve(options.listen or "")) as worker:
         if options.parent is None:
-            say(f"listening on {', '.join(worker.control_addresses())}; start the other end with --connect")
+            print_notice(f"listening on {', '.join(worker.control_addresses())}; start the other end with --connect")
         else:
             print(json.dumps({"address": worker.address().hex(), "control": worker.control_addresses()}), flush=True)
         endpoint = worker.accept(context.timeout if options.timeout or options.parent else IDLE_LIMIT_S)
@@ -43,16 +43,16 @@ def listen(options: BenchOptions) -> None:
             serve(channel, options)
         except Exception as error:
             with contextlib.suppress(crossrail.CrossrailError):
-                channel.tell({"error": " ".join(str(error).split())})
+                channel.send({"error": " ".join(str(error).split())})
             raise
         if options.parent is None:
-            say(f"done: {endpoint.peer} has finished")
+            print_notice(f"done: {endpoint.peer} has finished")
 
 
 def serve(channel: Channel, options: BenchOptions) -> None:
     """Does what the driving end asks for until it says that it is done."""
-    _agree(channel, options, channel.hear())
-    while (request := channel.hear(IDLE_LIMIT_S)).get("do") != "bye":
+    _agree(channel, options, channel.receive())
+    while (request := channel.receive(IDLE_LIMIT_S)).get("do") != "bye":
         _carry_out(channel, request)
     channel.endpoint.close()
 
@@ -79,7 +79,7 @@ def _agree(channel: Channel, options: BenchOptions, hello: Message) -> None:
         asked = hello["unpack"]
         raise Failure(f"--unpack {asked} is for the end that receives: give it there too (it unpacks by {unpack} now)")
     answer: Message = {"ok": True, "addresses": {device["name"]: device["address"] for device in devices}}
-    channel.tell({**answer, "device": place, "unpack": unpack})
+    channel.send({**answer, "device": place, "unpack": unpack})
 
 
 def _shown(name: str, value: object) -> str:
@@ -92,11 +92,11 @@ def _shown(name: str, value: object) -> str:
 def _place(channel: Channel, options: BenchOptions, hello: Message) -> str:
     """Where this end's memory is: by its own command line, else as the other end wishes. Raises Failure."""
     demanded, suggested = hello.get("other_device"), hello.get("device")
-    if options.device is not None and demanded is not None and demanded != options.place:
+    if options.device is not None and demanded is not None and demanded != options.memory_device:
         raise Failure(
-            f"--device is {options.place} here, and {demanded} is wanted at the other end; give it there only"
+            f"--device is {options.memory_device} here, and {demanded} is wanted at the other end; give it there only"
         )
-    place = options.place if options.device is not None else demanded or suggested or "cpu"
+    place = options.memory_device if options.device is not None else demanded or suggested or "cpu"
     if place != "cpu":
         known_gpus(channel.context, [str(place)])
     return str(place)
@@ -109,13 +109,13 @@ def _carry_out(channel: Channel, request: Message) -> None:
         case "raw-tcp":
             _raw_tcp(channel, request)
         case "unpack-rates":
-            channel.tell(_unpack_rates(channel, request))
+            channel.send(_unpack_rates(channel, request))
         case "peer":
-            work = peers.Work.from_message(request.get("work") or {})
+            work = peers.PeerJob.from_message(request.get("work") or {})
             with peers.servers(work) as ports:
-                channel.tell({"ports": ports})
-                channel.hear(work.timeout + IDLE_LIMIT_S)
-            channel.tell({"ok": True})
+                channel.send({"ports": ports})
+                channel.receive(work.timeout + IDLE_LIMIT_S)
+            channel.send({"ok": True})
         case other:
             raise Failure(f"the driving end asked for {other!r}, which this version does not know")
 

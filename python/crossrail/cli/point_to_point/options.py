@@ -65,7 +65,7 @@ class BenchOptions(LinkOptions):
     rounds: int = ROUNDS
 
     @property
-    def place(self) -> str:
+    def memory_device(self) -> str:
         """Where this end's memory is: ``cpu``, or a GPU."""
         return self.device[0] if self.device else "cpu"
 
@@ -75,7 +75,7 @@ class BenchOptions(LinkOptions):
         return any(place != "cpu" for place in self.device or [])
 
     @property
-    def roams(self) -> bool:
+    def uses_many_cpus(self) -> bool:
         """Whether each end has work for several processors: many rails, or the threads beside a GPU."""
         return self.what == "p2p" or self.gpus
 
@@ -100,7 +100,7 @@ class BenchOptions(LinkOptions):
             return checked_cpu(self.pin[0 if driver or len(self.pin) == 1 else 1])
         allowed = sorted(os.sched_getaffinity(0))
         both_here = self.parent is not None or (self.listen is None and self.connect is None)
-        if self.pin == "none" or not both_here or len(allowed) < 2 or (self.roams and len(allowed) > 2):
+        if self.pin == "none" or not both_here or len(allowed) < 2 or (self.uses_many_cpus and len(allowed) > 2):
             return None
         return allowed[0 if driver else 1]
 
@@ -206,7 +206,7 @@ def plans(options: BenchOptions) -> list[Plan]:
     default = DEFAULT_P2P_SIZE if options.what == "p2p" else DEFAULT_SIZES
     sizes = options.sizes or crossrail.parse_sizes(default)
     host = options.memory or "ordinary"
-    memory = host if options.place == "cpu" else options.place
+    memory = host if options.memory_device == "cpu" else options.memory_device
     made = []
     for what in _operations(options):
         for size in sizes:
