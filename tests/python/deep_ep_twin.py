@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
+from host_torch import torch
 
 from crossrail import ref
 from crossrail.deep_ep import Buffer, EventOverlap

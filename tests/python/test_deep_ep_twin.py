@@ -1,4 +1,4 @@
-"""crossrail.deep_ep on ranks that are threads: tensors, handles, hooks and errors. Needs PyTorch, and no GPU."""
+"""crossrail.deep_ep on ranks that are threads: tensors, handles, hooks and errors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import deep_ep_work as work
 import pytest
+from deep_ep_twin import TwinDeepEp, on_ranks
+from host_torch import torch, torch_is_there
 
-torch = pytest.importorskip("torch")
+from crossrail import ClosedError, UsageError, deep_ep
+from crossrail.deep_ep.layouts import dispatch_layout
 
-from deep_ep_twin import TwinDeepEp, on_ranks  # noqa: E402
-
-from crossrail import ClosedError, UsageError, deep_ep  # noqa: E402
-from crossrail.deep_ep.layouts import dispatch_layout  # noqa: E402
+__all__ = ["torch_is_there"]
 
 
 def run(size: int, what: Any, *arguments: Any, **options: Any) -> None:

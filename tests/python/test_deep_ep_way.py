@@ -9,16 +9,15 @@ from typing import Any
 
 import deep_ep_work as work
 import pytest
+from deep_ep_twin import PATIENCE_S, Meeting, TwinDeepEp, TwinMachine, TwinRanks, TwinStreams, on_ranks
+from fake_gpu import STREAM, FakeHandle, FakeOperation, World
+from host_torch import torch, torch_is_there
 
-torch = pytest.importorskip("torch")
+from crossrail import UsageError, _calls, _experts_device
+from crossrail._device_arrays import Course, TorchArrays
+from crossrail._experts_device import DeviceWay
 
-from deep_ep_twin import PATIENCE_S, Meeting, TwinDeepEp, TwinMachine, TwinRanks, TwinStreams, on_ranks  # noqa: E402
-from fake_gpu import STREAM, FakeHandle, FakeOperation, World  # noqa: E402
-
-from crossrail import UsageError, _calls, _experts_device  # noqa: E402
-from crossrail._device_arrays import Course, TorchArrays  # noqa: E402
-from crossrail._experts_device import DeviceWay  # noqa: E402
-
+__all__ = ["torch_is_there"]
 CHANGED = threading.Condition()
 
 

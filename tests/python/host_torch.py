@@ -1,0 +1,310 @@
+"""PyTorch in host memory: the installed one, or else as much of it over NumPy as crossrail.deep_ep and its tests use.
+
+PyTorch's wheels are built for CUDA and weigh gigabytes with what they need; these tests need no GPU, and so no wheel.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from crossrail.deep_ep import checks
+
+
+class Dtype:
+    """`torch.dtype`."""
+
+    def __init__(self, name: str, kind: Any) -> None:
+        self.name, self.kind = name, np.dtype(kind)
+        self.itemsize = self.kind.itemsize
+
+    def __repr__(self) -> str:
+        return f"torch.{self.name}"
+
+
+class Device:
+    """`torch.device`."""
+
+    def __init__(self, kind: str, index: int | None = None) -> None:
+        self.type, self.index = kind, index
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Device) and (self.type, self.index) == (other.type, other.index)
+
+    def __hash__(self) -> int:
+        return hash((self.type, self.index))
+
+    def __repr__(self) -> str:
+        return self.type if self.index is None else f"{self.type}:{self.index}"
+
+
+class Size(tuple[int, ...]):
+    """`torch.Size`."""
+
+
+KINDS: dict[str, Any] = {
+    "bool": np.bool_,
+    "uint8": np.uint8,
+    "int8": np.int8,
+    "int16": np.int16,
+    "int32": np.int32,
+    "int64": np.int64,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+    "float64": np.float64,
+}
+DTYPES = {name: Dtype(name, kind) for name, kind in KINDS.items()}
+OF_KIND = {dtype.kind: dtype for dtype in DTYPES.values()}
+HOST = Device("cpu")
+
+
+class Tensor:
+    """`torch.Tensor`: a NumPy array, whose memory its views share."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = np.asarray(array)
+        self.device = HOST
+
+    # What it is.
+
+    @property
+    def dtype(self) -> Dtype:
+        return OF_KIND[self.array.dtype]
+
+    @property
+    def shape(self) -> Size:
+        return Size(self.array.shape)
+
+    def stride(self, axis: int | None = None) -> Any:
+        steps = tuple(step // self.array.itemsize for step in self.array.strides)
+        return steps if axis is None else steps[axis]
+
+    def data_ptr(self) -> int:
+        return int(self.array.ctypes.data)
+
+    def element_size(self) -> int:
+        return self.array.itemsize
+
+    def get_device(self) -> int:
+        return -1
+
+    def is_contiguous(self) -> bool:
+        return bool(self.array.flags.c_contiguous)
+
+    def record_stream(self, stream: Any) -> None: ...
+
+    # Its values.
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __bool__(self) -> bool:
+        return bool(self.array)
+
+    def __int__(self) -> int:
+        return int(self.array)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.array if dtype is None else self.array.astype(dtype)
+
+    def numpy(self) -> Any:
+        return self.array
+
+    def tolist(self) -> Any:
+        return self.array.tolist()
+
+    def cpu(self) -> Tensor:
+        return self
+
+    def to(self, device: Device) -> Tensor:
+        assert device == HOST
+        return self
+
+    def __getitem__(self, key: Any) -> Tensor:
+        return Tensor(self.array[plain(key)])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.array[plain(key)] = plain(value)
+
+    # The same memory, seen in another way.
+
+    def view(self, *wanted: Any) -> Tensor:
+        if isinstance(wanted[0], Dtype):
+            return Tensor(self.array.view(wanted[0].kind))
+        seen = self.array.reshape(wanted)
+        assert np.shares_memory(seen, self.array) or not seen.size, "a view would be a copy"
+        return Tensor(seen)
+
+    def transpose(self, one: int, other: int) -> Tensor:
+        return Tensor(self.array.swapaxes(one, other))
+
+    def t(self) -> Tensor:
+        return self.transpose(0, 1)
+
+    def expand_as(self, other: Tensor) -> Tensor:
+        return Tensor(np.broadcast_to(self.array, other.array.shape))
+
+    # Copies.
+
+    def contiguous(self) -> Tensor:
+        return self if self.is_contiguous() else self.clone()
+
+    def clone(self) -> Tensor:
+        return Tensor(self.array.copy())
+
+    def float(self) -> Tensor:
+        return Tensor(self.array.astype(np.float32))
+
+    def double(self) -> Tensor:
+        return Tensor(self.array.astype(np.float64))
+
+    def new_zeros(self, shape: Any, *, dtype: Dtype) -> Tensor:
+        return Tensor(np.zeros(shape, dtype.kind))
+
+    def new_ones(self, shape: Any, *, dtype: Dtype) -> Tensor:
+        return Tensor(np.ones(shape, dtype.kind))
+
+    # Changes in place.
+
+    def copy_(self, other: Tensor) -> Tensor:
+        self.array[...] = other.array
+        return self
+
+    def fill_(self, value: Any) -> Tensor:
+        self.array[...] = value
+        return self
+
+    def remainder_(self, divisor: int) -> Tensor:
+        np.remainder(self.array, divisor, out=self.array)
+        return self
+
+    def scatter_add_(self, axis: int, index: Tensor, source: Tensor) -> Tensor:
+        assert axis == 1
+        np.add.at(self.array, (np.arange(len(self))[:, None], index.array), source.array)
+        return self
+
+    def __iadd__(self, other: Tensor) -> Tensor:
+        self.array += other.array
+        return self
+
+    # Arithmetic and reductions.
+
+    def clamp(self, least: int, most: int) -> Tensor:
+        return Tensor(self.array.clip(least, most))
+
+    def sum(self, axis: int | None = None, *, dtype: Dtype | None = None) -> Tensor:
+        return Tensor(self.array.sum(axis, dtype=dtype and dtype.kind))
+
+    def any(self, axis: int | None = None) -> Tensor:
+        return Tensor(self.array.any(axis))
+
+    def all(self) -> Tensor:
+        return Tensor(self.array.all())
+
+    def __eq__(self, other: object) -> Any:
+        return Tensor(self.array == plain(other))
+
+    __hash__ = object.__hash__
+
+    def __lt__(self, other: Any) -> Tensor:
+        return Tensor(self.array < plain(other))
+
+    def __ge__(self, other: Any) -> Tensor:
+        return Tensor(self.array >= plain(other))
+
+    def __and__(self, other: Tensor) -> Tensor:
+        return Tensor(self.array & other.array)
+
+    def __invert__(self) -> Tensor:
+        return Tensor(~self.array)
+
+    def __sub__(self, other: Any) -> Tensor:
+        return Tensor(self.array - plain(other))
+
+    def __mul__(self, other: Any) -> Tensor:
+        return Tensor(self.array * plain(other))
+
+    def __floordiv__(self, other: Any) -> Tensor:
+        return Tensor(self.array // plain(other))
+
+
+def plain(value: Any) -> Any:
+    """What NumPy takes in place of a tensor, or of a tuple with some."""
+    if isinstance(value, tuple):
+        return tuple(plain(one) for one in value)
+    return value.array if isinstance(value, Tensor) else value
+
+
+class NumpyTorch(types.ModuleType):
+    """The module."""
+
+    Tensor, Size, device = Tensor, Size, Device
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.__dict__.update(DTYPES)
+
+    @staticmethod
+    def _shape(shape: Any) -> Any:
+        return shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+
+    def full(self, shape: Any, value: Any, *, dtype: Dtype = DTYPES["float32"], device: Any = HOST) -> Tensor:
+        return Tensor(np.full(shape, value, dtype.kind))
+
+    def zeros(self, *shape: Any, dtype: Dtype = DTYPES["float32"], device: Any = HOST) -> Tensor:
+        return Tensor(np.zeros(self._shape(shape), dtype.kind))
+
+    def ones(self, *shape: Any, dtype: Dtype = DTYPES["float32"], device: Any = HOST) -> Tensor:
+        return Tensor(np.ones(self._shape(shape), dtype.kind))
+
+    def empty(self, *shape: Any, dtype: Dtype = DTYPES["float32"], device: Any = HOST) -> Tensor:
+        """Not zeros: nobody may rely on what new memory holds."""
+        made = np.empty(self._shape(shape), dtype.kind)
+        made.view(np.uint8).fill(0xEE)
+        return Tensor(made)
+
+    def tensor(self, values: Any, *, dtype: Dtype | None = None) -> Tensor:
+        array = np.array(values, dtype and dtype.kind)
+        return Tensor(array.astype(np.float32) if dtype is None and array.dtype == np.float64 else array)
+
+    def from_numpy(self, array: Any) -> Tensor:
+        assert array.dtype in OF_KIND, f"PyTorch takes no arrays of {array.dtype}"
+        return Tensor(array)
+
+    def arange(self, count: int, *, device: Any = HOST) -> Tensor:
+        return Tensor(np.arange(count))
+
+    def randint(self, least: int, end: int, shape: tuple[int, ...]) -> Tensor:
+        return Tensor(np.random.default_rng(end).integers(least, end, shape))
+
+    def where(self, chosen: Tensor, one: Any, other: Any) -> Tensor:
+        return Tensor(np.where(chosen.array, plain(one), plain(other)))
+
+    def equal(self, one: Tensor, other: Tensor) -> bool:
+        return bool(np.array_equal(one.array, other.array))
+
+
+if importlib.util.find_spec("torch") is not None:
+    import torch
+else:
+    torch = NumpyTorch()
+
+
+@pytest.fixture(autouse=True)
+def torch_is_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For a module of tests: `import torch` finds it, and deep_ep remembers no other one, before or after."""
+    kept = (checks.torch, checks._called)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    for function in kept:
+        function.cache_clear()
+    yield
+    for function in kept:
+        function.cache_clear()
