@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,3 +60,26 @@ def test_unpack_by_all_three(rows: Rows, source: str) -> None:
     found = rows("unpack", "--device=cuda:0", "--fragments=4K,64K", "--size=8M", f"--from={source}")
     assert {row["unpack"] for row in found if "unpack" in row} >= {"kernel", "d2d", "host"}
     assert all(row["verified"] for row in found)
+
+
+def test_a_gpu_that_is_not_there_names_those_that_are(crossrail_command: Crossrail) -> None:
+    done = crossrail_command("bench", "p2p", "--device=cuda:99", code=2)
+    assert done.stdout == ""
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("crossrail: error: ")]
+    assert "cuda:99" in error and "cuda:0" in error
+
+
+def test_unpack_is_a_view_of_its_rows(crossrail_command: Crossrail, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    done = crossrail_command("bench", "unpack", "--size=1M", "--fragments=4K,16K", "--iters=3", f"--json={path}")
+    rows = json.loads(path.read_text())["rows"]
+    ways = [(row["origin"], row["fragment"], row["unpack"]) for row in rows]
+    expected = [
+        (origin, fragment, way)
+        for origin in ("device", "pinned")
+        for fragment in (4096, 16384)
+        for way in ("contiguous", "kernel", "d2d", "host")
+    ]
+    assert ways == expected
+    assert all(row["verified"] and len(row["samples_us"]) == 3 for row in rows)
+    assert "byte by byte" in done.stdout

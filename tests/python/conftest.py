@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from leftovers import held, more
 from pairs import Pair
+from strict import pytest_configure, pytest_make_collect_report, pytest_runtest_makereport
 
 import crossrail
+
+__all__ = ["pytest_configure", "pytest_make_collect_report", "pytest_runtest_makereport"]
 
 
 @pytest.fixture(autouse=True)

@@ -171,28 +171,3 @@ def test_without_a_gpu_a_bench_that_wants_one_says_why(arguments: tuple[str, ...
 )
 def test_unpack_bad_usage_is_one_line(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     one_error(run("bench", "unpack", *arguments), 2, *words)
-
-
-def test_a_gpu_that_is_not_there_names_those_that_are() -> None:
-    if not cuda_here()["present"]:
-        pytest.skip("there is no GPU here")
-    one_error(run("bench", "p2p", "--device=cuda:99"), 2, "cuda:99", "cuda:0")
-
-
-def test_unpack_is_a_view_of_its_rows(tmp_path: Path) -> None:
-    if not cuda_here()["present"]:
-        pytest.skip("there is no GPU here")
-    path = tmp_path / "out.json"
-    done = run("bench", "unpack", "--size=1M", "--fragments=4K,16K", "--iters=3", f"--json={path}")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(path.read_text())["rows"]
-    ways = [(row["origin"], row["fragment"], row["unpack"]) for row in rows]
-    expected = [
-        (origin, fragment, way)
-        for origin in ("device", "pinned")
-        for fragment in (4096, 16384)
-        for way in ("contiguous", "kernel", "d2d", "host")
-    ]
-    assert ways == expected
-    assert all(row["verified"] and len(row["samples_us"]) == 3 for row in rows)
-    assert "byte by byte" in done.stdout

@@ -8,6 +8,9 @@ from contextlib import ExitStack
 
 import pytest
 from bed import Bed, why_not
+from strict import pytest_configure, pytest_make_collect_report, pytest_runtest_makereport
+
+__all__ = ["pytest_configure", "pytest_make_collect_report", "pytest_runtest_makereport"]
 
 
 @pytest.fixture
