@@ -22,9 +22,8 @@ from crossrail._device_arrays import (
     loaded_torch,
     row_stride,
 )
-from crossrail._native import DeviceHandle, DeviceRegion
+from crossrail._native import CombineArgs, DeviceHandle, DeviceRegion, DispatchArgs
 from crossrail._results import Combined, Dispatched, Pending
-from crossrail.records import DeviceCombine, DeviceExpertOut, DeviceRankOut, DeviceTokens
 
 T = TypeVar("T")
 UNHEARD: Final = 2**32 - 1
@@ -239,10 +238,10 @@ class DeviceWay:
         for name, value in (("handle", given.handle), ("max_rows", given.max_rows)):
             if value is not None:
                 raise wrong("dispatch", f"{name} is for the rank layout on a GPU, and this is the expert layout")
-        tokens = self._tokens(call, given)
-        parts, out = self._expert_out(call, given.out)
-        out["stats"] = self._stats(call, given.stats)
-        operation = self._native.dispatch_expert(tokens, out, call.course.handle, given.send_only)
+        args = self._input(call, given)
+        parts = self._expert_out(call, given.out, args)
+        args.stats = self._stats(call, given.stats)
+        operation = self._native.dispatch_expert(args, call.course.handle, given.send_only)
         handle = operation.handle(self._sizes.most)
         result = DeviceDispatched(call.arrays, handle, Event(operation.event(), call.arrays), parts)
         return self._begun(call, operation, given.send_only, lambda: result, result)
@@ -253,9 +252,9 @@ class DeviceWay:
             raise wrong(
                 "dispatch", "stats are of new routings, and a handle repeats one", "add the counts of the first"
             )
-        tokens = self._cached_tokens(call, given) if cached is not None else self._tokens(call, given)
+        args = self._cached_input(call, given) if cached is not None else self._input(call, given)
         rows = self._rows(given, cached)
-        parts = self._rank_out(call, given.out, cached is not None)
+        parts = self._rank_out(call, given.out, args, cached is not None)
         region = self._native.take_region(call.course.handle)
         if rows is None and region.is_captured:
             hint = "max_rows=ranks * max_tokens_per_rank always does"
@@ -263,24 +262,18 @@ class DeviceWay:
         for stream, keeper in call.course.users():
             region.used_by(stream, keeper)
         call.region = region
-        out: DeviceRankOut = {
-            "counts": address(parts["counts"]),
-            "offsets": address(parts["offsets"]),
-            "alignment": number("expert_alignment", given.expert_alignment, "dispatch"),
-            "worst_rows": 0 if rows is None or cached is not None else rows,
-            "count": rows is None,
-            "say": given.say,
-            "stats": self._stats(call, given.stats),
-        }
-        operation = self._native.dispatch_rank(tokens, out, region, cached, call.course.handle, given.send_only)
+        args.expert_alignment = number("expert_alignment", given.expert_alignment, "dispatch")
+        args.max_rows = 0 if rows is None or cached is not None else rows
+        args.say = given.say
+        args.stats = self._stats(call, given.stats)
+        operation = self._native.dispatch_rank(args, region, cached, rows is None, call.course.handle, given.send_only)
         shown = {"rows", *(["scales"] if self._sizes.fp8 else [])}
         if cached is None:
             shown |= {"topk_idx", "source", *(["topk_weights"] if given.topk_weights is not None else [])}
-        arrays = {name: part and part[0] for name, part in parts.items()}
 
         def made(count: int, listed: list[int] | None) -> DeviceDispatched:
             event = Event(operation.event(), call.arrays)
-            result = DeviceDispatched(call.arrays, operation.handle(count), event, arrays)
+            result = DeviceDispatched(call.arrays, operation.handle(count), event, parts)
             return result.in_region(region, frozenset(shown), listed)
 
         if rows is not None:
@@ -308,27 +301,28 @@ class DeviceWay:
         self.keep(call, operation)
         return conclude()
 
-    def _tokens(self, call: Call, given: DispatchCall) -> DeviceTokens:
-        """What is sent."""
+    def _input(self, call: Call, given: DispatchCall) -> DispatchArgs:
+        """Arguments with what is sent."""
         if given.topk_idx is None:
             raise wrong("dispatch", "topk_idx is None", "it may be left out when a handle is given")
-        tokens, count = self._rows_sent(call, given, "T")
-        topk = self._sizes.topk
-        experts = call.small(given.topk_idx, "topk_idx", ("int64", "int32"), (count, topk))
-        tokens["topk_idx"], tokens["idx_bytes"] = experts.address, ITEM_BYTES[experts.dtype]
+        args = self._rows_sent(call, given, "T")
+        selected = (args.tokens, self._sizes.topk)
+        experts = call.small(given.topk_idx, "topk_idx", ("int64", "int32"), selected)
+        args.topk_idx, args.idx_bytes = experts.address, ITEM_BYTES[experts.dtype]
         if given.topk_weights is not None:
-            weights = call.small(given.topk_weights, "topk_weights", ("float32",), (count, topk))
-            tokens["topk_weights"] = weights.address
-        return tokens
+            args.topk_weights = call.small(given.topk_weights, "topk_weights", ("float32",), selected).address
+        return args
 
-    def _cached_tokens(self, call: Call, given: DispatchCall) -> DeviceTokens:
-        """The same, where the routing is known."""
+    def _cached_input(self, call: Call, given: DispatchCall) -> DispatchArgs:
+        """The same, with the routing of an earlier dispatch."""
         if not isinstance(given.handle, DeviceHandle):
             name = type(given.handle).__name__
             raise wrong("dispatch", f"handle is a {name}, not the handle of a dispatch on a GPU")
-        return self._rows_sent(call, given, given.handle.tokens)[0]
+        args = self._rows_sent(call, given, given.handle.tokens)
+        args.idx_bytes = 8
+        return args
 
-    def _rows_sent(self, call: Call, given: DispatchCall, count: int | str) -> tuple[DeviceTokens, int]:
+    def _rows_sent(self, call: Call, given: DispatchCall, count: int | str) -> DispatchArgs:
         sizes = self._sizes
         pair = isinstance(given.x, tuple)
         if pair and len(given.x) != 2:
@@ -336,27 +330,16 @@ class DeviceWay:
         if pair and not sizes.fp8:
             raise wrong("dispatch", "x is fp8 rows with scales, and the buffer's dispatch_dtype is bf16")
         x, scales = given.x if pair else (given.x, None)
-        rows, stride = call.rows(x, "x", FP8 if pair else BF16, (count, sizes.hidden))
+        args = DispatchArgs()
+        rows, args.x_stride = call.rows(x, "x", FP8 if pair else BF16, (count, sizes.hidden))
         if rows.shape[0] > sizes.max_tokens:
             raise wrong("dispatch", f"{rows.shape[0]} tokens are more than max_tokens_per_rank, {sizes.max_tokens}")
-        tokens: DeviceTokens = {
-            "tokens": rows.shape[0],
-            "x": rows.address,
-            "x_stride": stride,
-            "in_scales": 0,
-            "in_scale_row": 0,
-            "in_scale_block": 0,
-            "topk_idx": 0,
-            "idx_bytes": 8,
-            "topk_weights": 0,
-            "waits": self._waits(call, given.waits),
-        }
+        args.tokens, args.x, args.x_fp8 = rows.shape[0], rows.address, pair
+        args.waits = self._waits(call, given.waits)
         if pair:
-            at, steps = self._scales(call, scales, "the scales of x", (rows.shape[0],), writable=False)
-            # Without tokens there may be no address, and the rows are fp8 all the same.
-            tokens["in_scales"] = at.address or 1
-            tokens["in_scale_row"], tokens["in_scale_block"] = steps
-        return tokens, rows.shape[0]
+            at, args.x_scale_strides = self._scales(call, scales, "the scales of x", (args.tokens,), writable=False)
+            args.x_scales = at.address
+        return args
 
     def _scales(
         self, call: Call, value: Any, name: str, outer: tuple[int, ...], *, writable: bool
@@ -391,32 +374,30 @@ class DeviceWay:
             return 0
         return call.whole(waits, "waits", ("int64",), (self._sizes.ranks,), writable=True).address
 
-    def _expert_out(self, call: Call, out: Any) -> tuple[dict[str, Any], DeviceExpertOut]:
-        """Arrays for what comes, the caller's or new ones; and the same as addresses."""
+    def _expert_out(self, call: Call, out: Any, args: DispatchArgs) -> dict[str, Any]:
+        """Arrays for the results, the caller's or new ones, whose addresses and strides go into `args`."""
         kinds = self._expert_kinds
         given = known(out, kinds)
         parts: dict[str, Any] = {"scales": None}
-        at: dict[str, int] = {"scales": 0, "source": 0, "stats": 0}
-        steps = self._scale_steps
+        args.out_scale_strides = self._scale_steps
         for name, (dtype, shape) in kinds.items():
             value = given.get(name)
             if name == "source" and name in given and value is None:
-                parts[name] = None
+                parts[name], address = None, 0
             elif value is None:
-                parts[name], at[name] = call.new(dtype, shape)
+                parts[name], address = call.new(dtype, shape)
             elif name == "scales":
-                found, steps = self._scales(call, value, "out['scales']", shape[:2], writable=True)
-                parts[name], at[name] = value, found.address
+                found, args.out_scale_strides = self._scales(call, value, "out['scales']", shape[:2], writable=True)
+                parts[name], address = value, found.address
             else:
                 bits = {"bfloat16": BF16, "float8_e4m3fn": FP8}.get(dtype, (dtype,))
-                at[name] = call.whole(value, f"out[{name!r}]", bits, shape, writable=True).address
-                parts[name] = value
-        at["scale_expert"], at["scale_row"], at["scale_block"] = steps
-        return parts, at  # type: ignore[return-value]
+                parts[name], address = value, call.whole(value, f"out[{name!r}]", bits, shape, writable=True).address
+            setattr(args, f"out_{name}", address)
+        return parts
 
-    def _rank_out(self, call: Call, out: Any, cached: bool) -> dict[str, tuple[Any, int] | None]:
+    def _rank_out(self, call: Call, out: Any, args: DispatchArgs, cached: bool) -> dict[str, Any]:
         """The same in the rank layout: what is not in the region."""
-        parts: dict[str, tuple[Any, int] | None] = {"counts": None}
+        parts: dict[str, Any] = {"counts": None}
         kinds = self._rank_kinds
         given = known(out, kinds)
         for name, (dtype, shape) in kinds.items():
@@ -424,9 +405,13 @@ class DeviceWay:
                 continue
             value = given.get(name)
             if value is None:
-                parts[name] = call.new(dtype, shape)
+                parts[name], address = call.new(dtype, shape)
             else:
-                parts[name] = value, call.whole(value, f"out[{name!r}]", (dtype,), shape, writable=True).address
+                parts[name], address = (
+                    value,
+                    call.whole(value, f"out[{name!r}]", (dtype,), shape, writable=True).address,
+                )
+            setattr(args, f"out_{name}", address)
         return parts
 
     def _rows(self, given: DispatchCall, cached: DeviceHandle | None) -> int | None:
@@ -452,36 +437,33 @@ class DeviceWay:
         call = Call(self.arrays_of(given.y), given.stream, "combine")
         expert = handle.layout == "expert"
         shape = (sizes.local, sizes.most, sizes.hidden) if expert else (handle.rows, sizes.hidden)
-        y, y_stride = call.rows(given.y, "y", BF16, shape)
-        weights, sums = 0, None
+        args = CombineArgs()
+        y, args.y_stride = call.rows(given.y, "y", BF16, shape)
+        args.y, args.y_rows = y.address, 0 if expert else handle.rows
+        sums = None
         if given.topk_weights is not None:
             if expert and handle.has_weights:
                 raise wrong("combine", "topk_weights were given to dispatch already")
             count = handle.tokens if expert else handle.rows
             weights = call.small(given.topk_weights, "topk_weights", ("float32",), (count, sizes.topk)).address
-            sums = None if expert else call.new("float32", (handle.tokens, sizes.topk))
+            if expert:
+                args.topk_weights = weights
+            else:
+                args.y_weights = weights
+                sums, args.out_weights = call.new("float32", (handle.tokens, sizes.topk))
         small = (handle.tokens, sizes.hidden)
         if given.out is None:
-            x, into = call.new("bfloat16", small)
-            out_stride = 2 * sizes.hidden
+            x, args.out = call.new("bfloat16", small)
+            args.out_stride = 2 * sizes.hidden
         else:
             x = given.out
-            target, out_stride = call.rows(x, "out", BF16, small, writable=True)
-            into = target.address
-        arguments: DeviceCombine = {
-            "y": y.address,
-            "y_stride": y_stride,
-            "y_rows": 0 if expert else handle.rows,
-            "topk_weights": weights,
-            "out_weights": address(sums),
-            "bias": self._bias(call, given.bias, small),
-            "out": into,
-            "out_stride": out_stride,
-            "waits": self._waits(call, given.waits),
-        }
-        put = self._native.combine_expert if expert else self._native.combine_rank
-        operation = put(arguments, handle, call.course.handle, given.send_only)
-        result = DeviceCombined(x, None if sums is None else sums[0], Event(operation.event(), call.arrays))
+            target, args.out_stride = call.rows(x, "out", BF16, small, writable=True)
+            args.out = target.address
+        args.bias = self._bias(call, given.bias, small)
+        args.waits = self._waits(call, given.waits)
+        combine = self._native.combine_expert if expert else self._native.combine_rank
+        operation = combine(args, handle, call.course.handle, given.send_only)
+        result = DeviceCombined(x, sums, Event(operation.event(), call.arrays))
         return self._begun(call, operation, given.send_only, lambda: result, result)
 
     def _bias(self, call: Call, bias: Any, shape: tuple[int, int]) -> list[int]:
@@ -495,11 +477,6 @@ class DeviceWay:
                 raise wrong("combine", f"bias begins at address {given.address:#x}, no multiple of 16")
             at.append(given.address)
         return [*at, 0, 0][:2]
-
-
-def address(part: tuple[Any, int] | None) -> int:
-    """Of an array that may be none."""
-    return 0 if part is None else part[1]
 
 
 def known(out: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,14 +16,10 @@ from crossrail.errors import CrossrailError
 from crossrail.records import (
     BufferParameters,
     Candidate,
-    DeviceCombine,
     DeviceEpFacts,
     DeviceEpPlace,
     DeviceEpPlan,
     DeviceEpSamples,
-    DeviceExpertOut,
-    DeviceRankOut,
-    DeviceTokens,
     EpPlan,
     EpSamples,
     HasCudaStream,
@@ -61,6 +57,7 @@ _Op: TypeAlias = (
 __all__ = [
     "ALL_BITS",
     "Awaited",
+    "CombineArgs",
     "Combined",
     "Context",
     "DeviceArray",
@@ -69,6 +66,7 @@ __all__ = [
     "DeviceHandle",
     "DeviceOperation",
     "DeviceRegion",
+    "DispatchArgs",
     "Dispatched",
     "Endpoint",
     "ExpertBuffer",
@@ -528,24 +526,61 @@ class DeviceBuffer:
     def sync(self) -> None: ...
     def destroy(self) -> None: ...
     def take_region(self, stream: int) -> DeviceRegion: ...
-    def dispatch_expert(
-        self, input: DeviceTokens, out: DeviceExpertOut, stream: int, send_only: bool
-    ) -> DeviceOperation: ...
+    def dispatch_expert(self, args: DispatchArgs, stream: int, send_only: bool) -> DeviceOperation: ...
     def combine_expert(
-        self, call: DeviceCombine, handle: DeviceHandle, stream: int, send_only: bool
+        self, args: CombineArgs, handle: DeviceHandle, stream: int, send_only: bool
     ) -> DeviceOperation: ...
     def dispatch_rank(
         self,
-        input: DeviceTokens,
-        out: DeviceRankOut,
+        args: DispatchArgs,
         region: DeviceRegion,
         cached: DeviceHandle | None,
+        count: bool,
         stream: int,
         send_only: bool,
     ) -> DeviceOperation: ...
     def combine_rank(
-        self, call: DeviceCombine, handle: DeviceHandle, stream: int, send_only: bool
+        self, args: CombineArgs, handle: DeviceHandle, stream: int, send_only: bool
     ) -> DeviceOperation: ...
+
+@final
+class DispatchArgs:
+    def __init__(self) -> None: ...
+    tokens: int
+    waits: int
+    x: int
+    x_stride: int
+    x_fp8: int
+    x_scales: int
+    x_scale_strides: Sequence[int]
+    topk_idx: int
+    idx_bytes: int
+    topk_weights: int
+    out_x: int
+    out_scales: int
+    out_scale_strides: Sequence[int]
+    out_counts: int
+    out_ranges: int
+    out_source: int
+    out_offsets: int
+    stats: int
+    max_rows: int
+    expert_alignment: int
+    say: int
+
+@final
+class CombineArgs:
+    def __init__(self) -> None: ...
+    waits: int
+    y: int
+    y_stride: int
+    y_rows: int
+    y_weights: int
+    topk_weights: int
+    bias: Sequence[int]
+    out: int
+    out_stride: int
+    out_weights: int
 
 @final
 class DeviceOperation:

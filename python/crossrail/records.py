@@ -331,61 +331,6 @@ class EpPlan(TypedDict):
     warmup: int
 
 
-class DeviceTokens(TypedDict):
-    """What a dispatch on a GPU sends: addresses (0: none) and strides in bytes."""
-
-    tokens: int
-    x: int
-    x_stride: int
-    in_scales: int
-    in_scale_row: int
-    in_scale_block: int
-    topk_idx: int
-    idx_bytes: int
-    topk_weights: int
-    waits: int
-
-
-class DeviceExpertOut(TypedDict):
-    """Where what comes goes, in the expert layout."""
-
-    x: int
-    scales: int
-    scale_expert: int
-    scale_row: int
-    scale_block: int
-    counts: int
-    ranges: int
-    source: int
-    stats: int
-
-
-class DeviceRankOut(TypedDict):
-    """The same in the rank layout; `count`: the host wants to know how much came; `say`: what others hear."""
-
-    counts: int
-    offsets: int
-    alignment: int
-    worst_rows: int
-    count: bool
-    say: int
-    stats: int
-
-
-class DeviceCombine(TypedDict):
-    """What a combine on a GPU takes: addresses (0: none) and strides in bytes."""
-
-    y: int
-    y_stride: int
-    y_rows: int
-    topk_weights: int
-    out_weights: int
-    bias: list[int]
-    out: int
-    out_stride: int
-    waits: int
-
-
 class EpSamples(TypedDict):
     """One rank's raw samples of dispatch and combine, by iteration; `bytes` of all iterations together."""
 

@@ -17,6 +17,7 @@ from crossrail import ref
 from crossrail._calls import Sizes
 from crossrail._device_arrays import Course, Given, c_strides
 from crossrail._experts_device import DeviceWay
+from crossrail._native import CombineArgs, DispatchArgs
 
 STREAM = 77
 """The raw handle of the only stream."""
@@ -62,6 +63,11 @@ def at(address: int, shape: Sequence[int], dtype: Any, strides: Sequence[int] | 
     length = sum((extent - 1) * step for extent, step in zip(shape, steps, strict=True)) + kind.itemsize
     whole = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
     return np.ndarray(tuple(shape), kind, whole, 0, tuple(steps))
+
+
+def copied(args: Any) -> dict[str, Any]:
+    """The native half's arguments of an operation, by name: the caller may change them when the call has returned."""
+    return {name: getattr(args, name) for name in dir(args) if not name.startswith("_")}
 
 
 @dataclass
@@ -161,21 +167,21 @@ class FakeBuffer:
         self.regions.append(FakeRegion(self.world.sizes))
         return self.regions[-1]
 
-    def _dispatch(self, layout: str, tokens: Any, send_only: bool, **part: Any) -> FakeOperation:
-        about = {"layout": layout, "tokens": tokens["tokens"], "has_weights": tokens["topk_weights"] != 0}
-        return FakeOperation(self, about, {"tokens": tokens, "layout": layout, **part}, send_only)
+    def _dispatch(self, layout: str, args: DispatchArgs, send_only: bool, **part: Any) -> FakeOperation:
+        about = {"layout": layout, "tokens": args.tokens, "has_weights": args.topk_weights != 0}
+        return FakeOperation(self, about, {"dispatch": copied(args), "layout": layout, **part}, send_only)
 
-    def dispatch_expert(self, tokens: Any, out: Any, stream: int, send_only: bool) -> FakeOperation:
-        return self._dispatch("expert", tokens, send_only, out=out)
+    def dispatch_expert(self, args: DispatchArgs, stream: int, send_only: bool) -> FakeOperation:
+        return self._dispatch("expert", args, send_only)
 
     def dispatch_rank(
-        self, tokens: Any, out: Any, region: FakeRegion, cached: Any, stream: int, send_only: bool
+        self, args: DispatchArgs, region: FakeRegion, cached: Any, count: bool, stream: int, send_only: bool
     ) -> FakeOperation:
-        return self._dispatch("rank", tokens, send_only, out=out, region=region, cached=cached)
+        return self._dispatch("rank", args, send_only, region=region, cached=cached, count=count)
 
-    def _combine(self, call: Any, handle: FakeHandle, stream: int, send_only: bool) -> FakeOperation:
+    def _combine(self, args: CombineArgs, handle: FakeHandle, stream: int, send_only: bool) -> FakeOperation:
         about = {"layout": handle.layout, "tokens": handle.tokens, "has_weights": False}
-        return FakeOperation(self, about, {"combine": call, "handle": handle}, send_only)
+        return FakeOperation(self, about, {"combine": copied(args), "handle": handle}, send_only)
 
     combine_expert = combine_rank = _combine
 
@@ -213,8 +219,8 @@ class World:
 
     def _dispatch(self, calls: list[FakeOperation]) -> None:
         sizes, layout = self.sizes, calls[0].part["layout"]
-        fed = [call.part["tokens"] for call in calls]
-        assert all(one["in_scales"] == 0 for one in fed), "the reference casts itself"
+        fed = [call.part["dispatch"] for call in calls]
+        assert all(one["x_fp8"] == 0 for one in fed), "the reference casts itself"
         xs = [at(one["x"], (one["tokens"], sizes.hidden), np.uint16, (one["x_stride"], 2)) for one in fed]
         cached = calls[0].part.get("cached")
         if cached is None:
@@ -231,7 +237,7 @@ class World:
                 else np.empty(shape, np.float32)
                 for one, shape in zip(fed, small, strict=True)
             ]
-            unit = calls[0].part["out"].get("alignment", 1)
+            unit = fed[0]["expert_alignment"] or 1
             came = ref.dispatch(
                 self.shape, xs, idx, weights if weighted else None, layout, scale=self.scale, expert_alignment=unit
             )
@@ -239,44 +245,45 @@ class World:
             came = ref.dispatch(self.shape, xs, None, scale=self.scale, handle=cached.of["right"].handle)
         for call, one in zip(calls, came, strict=True):
             call.part["right"] = one
-            call.part["said"] = [each.part["out"].get("say") for each in calls]
+            call.part["said"] = [each["say"] for each in fed]
             (self._give_expert if layout == "expert" else self._give_rank)(call, one)
 
     def _give_expert(self, call: FakeOperation, came: Any) -> None:
-        sizes, out = self.sizes, call.part["out"]
+        sizes, args = self.sizes, call.part["dispatch"]
         local, most = sizes.local, sizes.most
-        x = at(out["x"], (local, most, sizes.hidden), came.x.dtype)
-        at(out["counts"], (local,), np.int32)[:] = came.counts
-        at(out["ranges"], (local, sizes.ranks), np.int64)[:] = came.ranges
+        x = at(args["out_x"], (local, most, sizes.hidden), came.x.dtype)
+        at(args["out_counts"], (local,), np.int32)[:] = came.counts
+        at(args["out_ranges"], (local, sizes.ranks), np.int64)[:] = came.ranges
         for expert, count in enumerate(came.counts):
             x[expert, :count] = came.x[expert, :count]
-            if out["source"]:
-                at(out["source"], (local, most), np.int32)[expert, :count] = came.source[expert, :count]
+            if args["out_source"]:
+                at(args["out_source"], (local, most), np.int32)[expert, :count] = came.source[expert, :count]
             for row in range(count if came.scales is not None else 0):
                 for block, scale in enumerate(came.scales[expert, row]):
-                    where = out["scales"] + expert * out["scale_expert"] + row * out["scale_row"]
+                    of_expert, of_row, of_block = args["out_scale_strides"]
+                    where = args["out_scales"] + expert * of_expert + row * of_row
                     if sizes.ue8m0:
-                        where += block // 4 * out["scale_block"] + block % 4
+                        where += block // 4 * of_block + block % 4
                     else:
-                        where += block * out["scale_block"]
+                        where += block * of_block
                     at(where, (1,), came.scales.dtype)[0] = scale
-        if out["stats"]:
-            at(out["stats"], (local,), np.int32)[:] += came.counts
+        if args["stats"]:
+            at(args["stats"], (local,), np.int32)[:] += came.counts
 
     def _give_rank(self, call: FakeOperation, came: Any) -> None:
-        out, parts, count = call.part["out"], call.part["region"].parts, len(came.x)
+        args, parts, count = call.part["dispatch"], call.part["region"].parts, len(came.x)
         names = {"rows": came.x, "scales": came.scales}
         if call.part["cached"] is None:
             names |= {"topk_idx": came.topk_idx, "topk_weights": came.topk_weights}
-            at(out["counts"], (self.sizes.local,), np.int32)[:] = came.counts
-            if out["stats"]:
-                at(out["stats"], (self.sizes.local,), np.int32)[:] += came.counts
-            parts["topk_idx"][count : out["worst_rows"]] = -1
-        at(out["offsets"], (self.sizes.ranks + 1,), np.int64)[:] = came.offsets
+            at(args["out_counts"], (self.sizes.local,), np.int32)[:] = came.counts
+            if args["stats"]:
+                at(args["stats"], (self.sizes.local,), np.int32)[:] += came.counts
+            parts["topk_idx"][count : args["max_rows"]] = -1
+        at(args["out_offsets"], (self.sizes.ranks + 1,), np.int64)[:] = came.offsets
         for name, value in names.items():
             if value is not None:
                 parts[name][:count] = value
-        if out["count"]:
+        if call.part["count"]:
             call.told = count, [int(one) for one in came.counts], call.part["said"]
 
     def _combine(self, calls: list[FakeOperation]) -> None:

@@ -90,11 +90,11 @@ class Together:
         begun.finish = finished
         return begun
 
-    def dispatch_expert(self, tokens: Any, out: Any, stream: int, send_only: bool) -> Any:
-        return self._over(self.native.dispatch_expert(tokens, out, stream, send_only), send_only)
+    def dispatch_expert(self, args: Any, stream: int, send_only: bool) -> Any:
+        return self._over(self.native.dispatch_expert(args, stream, send_only), send_only)
 
-    def combine_expert(self, call: Any, handle: Any, stream: int, send_only: bool) -> Any:
-        return self._over(self.native.combine_expert(call, handle, stream, send_only), send_only)
+    def combine_expert(self, args: Any, handle: Any, stream: int, send_only: bool) -> Any:
+        return self._over(self.native.combine_expert(args, handle, stream, send_only), send_only)
 
 
 class WayBuffer:

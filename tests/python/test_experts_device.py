@@ -42,6 +42,7 @@ def world_of(setup: Setup) -> World:
 
 def dispatch(way: Any, x: Any, topk_idx: Any, **options: Any) -> Any:
     names = dict.fromkeys(DispatchCall._fields) | {"layout": "expert", "expert_alignment": 1, "send_only": False}
+    names |= DispatchCall._field_defaults
     return way.dispatch(DispatchCall(**(names | {"x": x, "topk_idx": topk_idx} | options)))
 
 

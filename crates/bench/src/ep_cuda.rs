@@ -11,8 +11,8 @@ use crossrail::unpack::cuda::{Context as Gpu, Cuda, DeviceMemory, Event, Stream}
 use crossrail_control::Group;
 use crossrail_ep::{Bytes, Config, Layout, Payload};
 use crossrail_ep_cuda::{
-    Count, DeviceBuffer, DeviceHandle, DeviceOptions, Enqueued, ExpertCombine, ExpertDispatch, ExpertOut, RankCombine,
-    RankDispatch, RegionLease, Split, Tokens, Traffic,
+    Count, DeviceBuffer, DeviceHandle, DeviceOptions, Enqueued, EpCombineArgs, EpDispatchArgs, RankDispatch,
+    RegionLease, Split, Traffic,
 };
 use crossrail_types::{Error, ErrorKind, Result};
 
@@ -87,7 +87,7 @@ pub struct DeviceEp {
     stream: Stream,
     began: Event,
     ended: Event,
-    tokens: Tokens,
+    input: EpDispatchArgs,
     memory: Memory,
     /// The regions of results, and of meetings; rank layout only.
     regions: Option<[RegionLease; 2]>,
@@ -119,7 +119,7 @@ impl DeviceEp {
         let gpu = Gpu::primary(&cuda.device(options.ordinal)?)?;
         let limit = config.timeout.saturating_mul(2) + context.settings().timeout;
         let stream = Stream::new(&gpu)?;
-        let (tokens, memory) = Memory::new(&stream, limit, &config, work)?;
+        let (input, memory) = Memory::new(&stream, limit, &config, work)?;
         let ranks: Vec<u32> = (0..config.ranks).collect();
         let buffer = DeviceBuffer::new(group, context, name, config, options)?;
         buffer.connect(&ranks, true, None)?;
@@ -129,7 +129,7 @@ impl DeviceEp {
         };
         let (began, ended) = (Event::timed(&gpu)?, Event::timed(&gpu)?);
         let layout = work.layout;
-        Ok(DeviceEp { buffer, layout, limit, gpu, stream, began, ended, tokens, memory, regions, handle: None })
+        Ok(DeviceEp { buffer, layout, limit, gpu, stream, began, ended, input, memory, regions, handle: None })
     }
 
     /// The buffer.
@@ -173,7 +173,7 @@ impl DeviceEp {
         self.put_combine(self.last()?)?;
         self.stream.wait(self.limit)?;
         self.refuse_faults()?;
-        self.read(self.memory.sums.address(), self.tokens.tokens as usize * 2 * self.config().hidden)
+        self.read(self.memory.sums.address(), self.input.common.tokens as usize * 2 * self.config().hidden)
     }
 
     /// What the last dispatch and its combine move for this rank.
@@ -264,106 +264,72 @@ impl DeviceEp {
 
     fn put_dispatch(&self, cached: bool) -> Result<Enqueued> {
         let memory = &self.memory;
-        match &self.regions {
-            None => {
-                let out = self.expert_out([&memory.counts, &memory.ranges], memory.source.address());
-                let call = ExpertDispatch { input: self.tokens, out, stats: 0, waits: 0 };
-                // SAFETY: all of it is ours, laid out for this shape, and stays until the stream was waited for (`Drop`).
-                unsafe { self.buffer.dispatch_expert(&call, self.stream.handle(), Split::Whole) }
-            }
-            Some([region, _]) => {
-                let cached = if cached { Some(self.last()?) } else { None };
-                self.put_rank(region, self.tokens, cached, [&memory.counts, &memory.ranges])
-            }
-        }
+        let cached = if cached { Some(self.last()?) } else { None };
+        let args = self.dispatch_args(&memory.counts, &memory.ranges, memory.source.address());
+        self.enqueue_dispatch(&args, 0, cached)
     }
 
     /// Lets all ranks meet on the GPU.
     fn put_meeting(&self) -> Result<()> {
-        let input = Tokens { tokens: 0, ..self.tokens };
         let [counts, ranges] = &self.memory.meeting;
-        match &self.regions {
-            None => {
-                let call = ExpertDispatch { input, out: self.expert_out([counts, ranges], 0), stats: 0, waits: 0 };
-                // SAFETY: as above.
-                unsafe { self.buffer.dispatch_expert(&call, self.stream.handle(), Split::Whole)? };
-            }
-            Some([_, region]) => {
-                self.put_rank(region, input, None, [counts, ranges])?;
-            }
-        }
-        Ok(())
+        let mut args = self.dispatch_args(counts, ranges, 0);
+        args.common.tokens = 0;
+        self.enqueue_dispatch(&args, 1, None).map(drop)
     }
 
-    fn put_rank(
+    /// In the rank layout, into that one of the regions.
+    fn enqueue_dispatch(
         &self,
-        region: &RegionLease,
-        input: Tokens,
+        args: &EpDispatchArgs,
+        region: usize,
         cached: Option<&DeviceHandle>,
-        [counts, offsets]: [&DeviceMemory; 2],
     ) -> Result<Enqueued> {
-        let call = RankDispatch {
-            input,
-            cached,
-            region,
-            alignment: 1,
-            counts: counts.address(),
-            offsets: offsets.address(),
-            worst_rows: 0,
-            count: cached.is_none() && input.tokens > 0,
-            say: 0,
-            stats: 0,
-            waits: 0,
+        let stream = self.stream.handle();
+        let Some(regions) = &self.regions else {
+            // SAFETY: all of it is ours, laid out for this shape, and stays until the stream was waited for (`Drop`).
+            return unsafe { self.buffer.dispatch_expert(args, stream, Split::Whole) };
         };
+        let count = cached.is_none() && args.common.tokens > 0;
+        let of = RankDispatch { region: &regions[region], cached, count };
         // SAFETY: as above; nobody reads the region meanwhile.
-        unsafe { self.buffer.dispatch_rank(&call, self.stream.handle(), Split::Whole) }
+        unsafe { self.buffer.dispatch_rank(args, of, stream, Split::Whole) }
     }
 
     fn put_combine(&self, handle: &DeviceHandle) -> Result<()> {
         let row = 2 * self.config().hidden as u64;
-        let (y, out, stream) = (self.memory.y.address(), self.memory.sums.address(), self.stream.handle());
-        let bias = [0; 2];
+        let args = EpCombineArgs {
+            y: self.memory.y.address(),
+            y_stride: row,
+            out: self.memory.sums.address(),
+            out_stride: row,
+            ..EpCombineArgs::ZERO
+        };
+        let stream = self.stream.handle();
         // SAFETY: as above.
         unsafe {
             match self.layout {
-                Layout::Expert => {
-                    let call =
-                        ExpertCombine { y, y_stride: row, topk_weights: 0, bias, out, out_stride: row, waits: 0 };
-                    self.buffer.combine_expert(&call, handle, stream, Split::Whole)?;
-                }
-                Layout::Rank => {
-                    let (y_weights, out_weights) = (0, 0);
-                    let call = RankCombine {
-                        y,
-                        y_stride: row,
-                        y_rows: 0,
-                        y_weights,
-                        out_weights,
-                        bias,
-                        out,
-                        out_stride: row,
-                        waits: 0,
-                    };
-                    self.buffer.combine_rank(&call, handle, stream, Split::Whole)?;
-                }
-            }
+                Layout::Expert => self.buffer.combine_expert(&args, handle, stream, Split::Whole)?,
+                Layout::Rank => self.buffer.combine_rank(&args, handle, stream, Split::Whole)?,
+            };
         }
         Ok(())
     }
 
     /// Scales lie as matrix kernels take them: those of one block of all rows of an expert beside each other.
-    fn expert_out(&self, [counts, ranges]: [&DeviceMemory; 2], source: u64) -> ExpertOut {
+    fn dispatch_args(&self, counts: &DeviceMemory, ranges: &DeviceMemory, source: u64) -> EpDispatchArgs {
+        let args = EpDispatchArgs { out_counts: counts.address(), ..self.input };
+        if self.layout == Layout::Rank {
+            return EpDispatchArgs { out_offsets: ranges.address(), ..args };
+        }
         let most = self.most_rows() as u64;
         let columns = self.scale_columns() as u64;
-        ExpertOut {
-            x: self.memory.rows.address(),
-            scales: if columns == 0 { 0 } else { self.memory.scales.address() },
-            scale_expert: columns * most * 4,
-            scale_row: 4,
-            scale_block: most * 4,
-            counts: counts.address(),
-            ranges: ranges.address(),
-            source,
+        EpDispatchArgs {
+            out_x: self.memory.rows.address(),
+            out_scales: if columns == 0 { 0 } else { self.memory.scales.address() },
+            out_scale_strides: [columns * most * 4, 4, most * 4],
+            out_ranges: ranges.address(),
+            out_source: source,
+            ..args
         }
     }
 

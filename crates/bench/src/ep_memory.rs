@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crossrail::unpack::cuda::{DeviceMemory, Stream};
 use crossrail_ep::{Config, Layout, Payload, Scale};
-use crossrail_ep_cuda::{InScales, Tokens};
+use crossrail_ep_cuda::{EpCommon, EpDispatchArgs};
 use crossrail_ep_host::rows::Kernels;
 use crossrail_types::{Error, ErrorKind, Result};
 
@@ -35,7 +35,7 @@ impl Memory {
         limit: Duration,
         config: &Config,
         work: &DeviceEpWork<'_>,
-    ) -> Result<(Tokens, Memory)> {
+    ) -> Result<(EpDispatchArgs, Memory)> {
         let (gpu, row, topk) = (stream.context(), 2 * config.hidden, config.topk);
         let tokens = work.x.len() / row;
         let fits = work.x.len() == tokens * row
@@ -54,15 +54,19 @@ impl Memory {
         let cast = (work.cast_before && config.payload != Payload::Bf16).then(|| cast(work.x, config));
         let (x, scales) = cast.as_ref().map_or((work.x, &[][..]), |(rows, scales)| (rows, scales));
         let input = [filled(x)?, filled(scales)?, filled(work.topk_idx)?, filled(work.topk_weights)?];
-        let in_scales = dense_scales(input[1].address(), config);
-        let tokens = Tokens {
-            tokens: u32::try_from(tokens).map_err(|_| usage(ErrorKind::Usage, "too many tokens".to_owned()))?,
+        let count = u32::try_from(tokens).map_err(|_| usage(ErrorKind::Usage, "too many tokens".to_owned()))?;
+        let args = EpDispatchArgs {
+            common: EpCommon { tokens: count, ..EpCommon::ZERO },
             x: input[0].address(),
             x_stride: if cast.is_some() { config.hidden as u64 } else { row as u64 },
-            scales: cast.is_some().then_some(in_scales),
+            x_fp8: cast.is_some().into(),
+            x_scales: input[1].address(),
+            x_scale_strides: dense_scale_strides(config),
             topk_idx: input[2].address(),
             idx_bytes: 8,
             topk_weights: input[3].address(),
+            expert_alignment: 1,
+            ..EpDispatchArgs::ZERO
         };
         let (local, ranks) = (config.local_experts(), config.ranks as usize);
         let is_expert = work.layout == Layout::Expert;
@@ -73,7 +77,7 @@ impl Memory {
         let memory = Memory {
             _input: input,
             y: empty(outputs * row)?,
-            sums: empty(tokens.tokens as usize * row)?,
+            sums: empty(tokens * row)?,
             rows: empty(results * config.payload.row_bytes(config.hidden))?,
             scales: empty(if is_expert { results * scale_columns(config) * 4 } else { 0 })?,
             counts: exactly(local * 4)?,
@@ -83,13 +87,13 @@ impl Memory {
             flush: empty(FLUSH)?,
         };
         repeat(stream, limit, &memory.y, work.outputs)?;
-        Ok((tokens, memory))
+        Ok((args, memory))
     }
 }
 
-/// Scales that follow each other, row by row: a word for each block, or of ue8m0 for four.
-fn dense_scales(address: u64, config: &Config) -> InScales {
-    InScales { address, row: config.payload.scale_bytes(config.hidden) as u64, block: 4 }
+/// Strides of scales that follow each other, row by row: a word for each block, or of ue8m0 for four.
+fn dense_scale_strides(config: &Config) -> [u64; 2] {
+    [config.payload.scale_bytes(config.hidden) as u64, 4]
 }
 
 /// What scales of a row and expert take, in words of four bytes.
@@ -174,8 +178,7 @@ mod tests {
     #[test]
     fn scales_of_given_rows_go_by_words() {
         for (scale, row) in [(Scale::F32, 20), (Scale::Ue8m0, 5)] {
-            let given = dense_scales(4096, &config(Payload::Fp8(scale)));
-            assert_eq!(given, InScales { address: 4096, row, block: 4 }, "{scale:?}");
+            assert_eq!(dense_scale_strides(&config(Payload::Fp8(scale))), [row, 4], "{scale:?}");
         }
     }
 

@@ -224,7 +224,7 @@ impl<M: GpuMemory> ByExpert<M> {
         let weights = |at: Weights| if self.weights == at { given.address() } else { 0 };
         let (in_dispatch, in_combine) = (weights(Weights::Dispatch), weights(Weights::Combine));
         kept.push(given);
-        let (scale_bytes, [expert, row, block]) = scale_layout(numbers, &shape, local, most);
+        let (scale_bytes, out_scale_strides) = scale_layout(numbers, &shape, local, most);
         let gpus = &mut job.gpus;
         let out_x = gpus.memory("out_x", local * most * shape.row_bytes() as usize);
         let out_scales = gpus.memory("out_scales", scale_bytes);
@@ -236,13 +236,12 @@ impl<M: GpuMemory> ByExpert<M> {
         y.write(0, &reference::random_rows(numbers, local * most, shape.hidden as usize));
         let out_stride = shape.hidden as usize * 2 + 16 * numbers.below(2) as usize;
         let out = gpus.memory("out", tokens * out_stride);
-        let biases: Vec<u64> = self.biases[rank]
-            .iter()
-            .map(|bias| {
-                kept.push(gpus.memory_of("bias", bias));
-                kept[kept.len() - 1].address()
-            })
-            .collect();
+        let mut bias = [0; 2];
+        for (address, rows) in bias.iter_mut().zip(&self.biases[rank]) {
+            let memory = gpus.memory_of("bias", rows);
+            *address = memory.address();
+            kept.push(memory);
+        }
         let dispatch = EpDispatchArgs {
             common,
             topk_idx,
@@ -250,9 +249,7 @@ impl<M: GpuMemory> ByExpert<M> {
             topk_weights: in_dispatch,
             out_x: out_x.address(),
             out_scales: out_scales.address(),
-            out_scale_expert: expert as u64,
-            out_scale_row: row as u64,
-            out_scale_block: block as u64,
+            out_scale_strides,
             out_counts: out_counts.address(),
             out_ranges: out_ranges.address(),
             out_source: out_source.address(),
@@ -263,8 +260,7 @@ impl<M: GpuMemory> ByExpert<M> {
             y: y.address(),
             y_stride: shape.hidden as u64 * 2,
             topk_weights: in_combine,
-            bias0: biases.first().copied().unwrap_or(0),
-            bias1: biases.get(1).copied().unwrap_or(0),
+            bias,
             out: out.address(),
             out_stride: out_stride as u64,
             ..combine_args(&common)
@@ -371,8 +367,8 @@ impl<M: GpuMemory> ExpertRank<M> {
     fn scales(&self, shape: &Shape, expert: usize, row: usize) -> Vec<u8> {
         let Payload::Fp8(kind) = shape.payload else { return Vec::new() };
         let args = &self.dispatch;
-        let at = args.out_scale_expert as usize * expert + args.out_scale_row as usize * row;
-        let block = args.out_scale_block as usize;
+        let [of_expert, of_row, block] = args.out_scale_strides.map(|stride| stride as usize);
+        let at = of_expert * expert + of_row * row;
         let one = |index: usize| match kind {
             Scale::Ue8m0 => self.out_scales.read::<u8>(at + index / 4 * block + index % 4, 1),
             Scale::F32 | Scale::PowerOfTwo => self.out_scales.read::<u8>(at + index * block, 4),
@@ -398,8 +394,7 @@ pub struct Input {
     stride: u64,
     fp8: u32,
     scales: u64,
-    scale_row: u64,
-    scale_block: u64,
+    scale_strides: [u64; 2],
 }
 
 impl Input {
@@ -442,8 +437,7 @@ impl Input {
             stride: stride as u64,
             fp8: fp8.into(),
             scales: if fp8 { scales.address() } else { 0 },
-            scale_row: scale_row as u64,
-            scale_block: scale_block as u64,
+            scale_strides: [scale_row as u64, scale_block as u64],
         };
         kept.extend([x, scales]);
         input
@@ -455,11 +449,10 @@ impl Input {
             common: *common,
             x: self.x,
             x_stride: self.stride,
-            in_scales: self.scales,
-            in_scale_row: self.scale_row,
-            in_scale_block: self.scale_block,
+            x_scales: self.scales,
+            x_scale_strides: self.scale_strides,
             x_fp8: self.fp8,
-            alignment: 1,
+            expert_alignment: 1,
             idx_bytes: 4,
             ..EpDispatchArgs::ZERO
         }
@@ -487,7 +480,7 @@ pub fn ids<G: Gpus>(gpus: &mut G, numbers: &mut Numbers, idx: &[i32], kept: &mut
 
 /// Bytes of the scales of the expert layout, and from one expert's, row's and block's to the next's: in rows, or with
 /// the rows' own side by side.
-fn scale_layout(numbers: &mut Numbers, shape: &Shape, experts: usize, most: usize) -> (usize, [usize; 3]) {
+fn scale_layout(numbers: &mut Numbers, shape: &Shape, experts: usize, most: usize) -> (usize, [u64; 3]) {
     let blocks = shape.hidden as usize / reference::BLOCK;
     let units = match shape.payload {
         Payload::Bf16 => 0,
@@ -496,5 +489,5 @@ fn scale_layout(numbers: &mut Numbers, shape: &Shape, experts: usize, most: usiz
     };
     let expert = most * units * 4;
     let [row, block] = if numbers.once_in(2) { [units * 4, 4] } else { [4, most * 4] };
-    (experts * expert, [expert, row, block])
+    (experts * expert, [expert, row, block].map(|stride| stride as u64))
 }

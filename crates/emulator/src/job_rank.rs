@@ -161,11 +161,11 @@ impl<M: GpuMemory> ByRank<M> {
             count_host: count_host.address(),
             said_host: said_host.address(),
             say: says(rank),
-            worst_rows: if numbers.once_in(2) { u64::from(shape.ranks * shape.max_tokens) } else { 0 },
+            max_rows: if numbers.once_in(2) { u64::from(shape.ranks * shape.max_tokens) } else { 0 },
             marks: marks_address,
             queue,
             region,
-            alignment: self.alignment,
+            expert_alignment: self.alignment,
             cached: self.cached.into(),
             ..input.args(&common)
         };
@@ -174,8 +174,7 @@ impl<M: GpuMemory> ByRank<M> {
             y_stride: hidden as u64 * 2,
             y_weights: if_weighted(&y_weights),
             out_weights: if_weighted(&out_weights),
-            bias0: biases[0],
-            bias1: biases[1],
+            bias: biases,
             out: out.address(),
             out_stride: out_stride as u64,
             marks: marks_address,
@@ -279,7 +278,7 @@ impl<M: GpuMemory> ByRank<M> {
                 same(&format!("{what}: weights"), &weights, &expected.weights)?;
             }
         }
-        let beyond = if self.cached { 0 } else { (one.dispatch.worst_rows as usize).saturating_sub(count) * topk };
+        let beyond = if self.cached { 0 } else { (one.dispatch.max_rows as usize).saturating_sub(count) * topk };
         let idx = heap.read::<i64>(at(parts.region_idx, 8 * topk, count), beyond);
         same("topk_idx beyond the rows", &idx, &vec![-1; beyond])
     }

@@ -13,12 +13,33 @@ use parking_lot::MutexGuard;
 use crate::buffer::{DeviceBuffer, Inner, State};
 use crate::done::{Count, Done};
 use crate::handles::{DeviceHandle, layout_of};
-use crate::operands::{ExpertCombine, ExpertDispatch, InScales, RankCombine, RankDispatch, Split, Tokens};
 use crate::order::Kind;
 use crate::regions::RegionLease;
 
 /// How long a launch waits for memory that is being freed.
 const FREES: Duration = Duration::from_millis(100);
+
+/// Whether an operation is enqueued whole. On the GPU, operations of one buffer, halves included, run one after the other:
+/// a caller that uses several streams makes each wait for what was enqueued before ([`crate::Done::wait`]).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Split {
+    /// All of it.
+    #[default]
+    Whole,
+    /// Only the half that sends; [`crate::Pending::finish`] enqueues the half that receives. Other work may run between.
+    Send,
+}
+
+/// Host objects of a dispatch in the rank layout, beside its [`EpDispatchArgs`].
+#[derive(Clone, Copy, Debug)]
+pub struct RankDispatch<'a> {
+    /// Memory of the result.
+    pub region: &'a RegionLease,
+    /// Repeats the routing of an earlier dispatch, on every rank: `topk_idx` and `topk_weights` are not read.
+    pub cached: Option<&'a DeviceHandle>,
+    /// Whether the host wants to know the counts ([`Enqueued::count`]).
+    pub count: bool,
+}
 
 /// An operation that was put into a stream.
 #[derive(Debug)]
@@ -96,41 +117,27 @@ struct Call<'a> {
 }
 
 impl DeviceBuffer {
-    /// Puts a dispatch in the expert layout into `stream`.
+    /// Enqueues a dispatch in the expert layout in `stream`.
     ///
     /// # Safety
-    /// `stream` must be a live stream's handle, or 0 for the default stream. All addresses must be valid for what the
-    /// fields say until [`Enqueued::done`] (of the rest, for a split one), inputs unchanged and outputs touched by nobody
-    /// else; of a captured one as long as the graph is used.
+    /// `stream` must be a live stream's handle, or 0 for the default stream. All addresses in `args` must be valid for what
+    /// their fields say until [`Enqueued::done`] (of the rest, for a split one), inputs unchanged and outputs not accessed
+    /// by others; of a captured one as long as the graph is used.
     ///
     /// # Errors
-    /// `Usage` for a call that makes no sense; `Closed`; what the driver says. Ranks that are lost are no error.
-    pub unsafe fn dispatch_expert(&self, call: &ExpertDispatch, stream: u64, split: Split) -> Result<Enqueued> {
+    /// `Usage` for arguments that make no sense; `Closed`; what the driver reports. Lost ranks are no error.
+    pub unsafe fn dispatch_expert(&self, args: &EpDispatchArgs, stream: u64, split: Split) -> Result<Enqueued> {
         let inner = &self.0;
         inner.check_layout(Layout::Expert, "dispatch")?;
-        inner.check_tokens(&call.input)?;
+        inner.check_dispatch(args)?;
         // SAFETY: the caller vouches for the stream.
-        let mut let_in = unsafe { inner.enter(Kind::Dispatch, stream, split)? };
-        let input = &call.input;
-        let handle = inner.new_handle(Layout::Expert, input, &let_in)?;
-        let out = &call.out;
-        let args = EpDispatchArgs {
-            out_x: out.x,
-            out_scales: out.scales,
-            out_scale_expert: out.scale_expert,
-            out_scale_row: out.scale_row,
-            out_scale_block: out.scale_block,
-            out_counts: out.counts,
-            out_ranges: out.ranges,
-            out_source: out.source,
-            stats: call.stats,
-            ..inner.dispatch_args(&handle, input, call.waits)
-        };
-        let launch = Launch { args: Args::DispatchExpert(args), handle, count: None };
-        self.begin(&mut let_in, launch, split)
+        let mut call = unsafe { inner.enter(Kind::Dispatch, stream, split)? };
+        let handle = inner.new_handle(Layout::Expert, args, &call)?;
+        let args = EpDispatchArgs { common: inner.common(&handle, args.common.waits), ..*args };
+        self.begin(&mut call, Launch { args: Args::DispatchExpert(args), handle, count: None }, split)
     }
 
-    /// Puts a combine in the expert layout into `stream`, with the handle of its dispatch.
+    /// Enqueues a combine in the expert layout in `stream`, with the handle of its dispatch.
     ///
     /// # Safety
     /// As [`DeviceBuffer::dispatch_expert`].
@@ -139,68 +146,63 @@ impl DeviceBuffer {
     /// As there; `Usage` for a handle of another buffer.
     pub unsafe fn combine_expert(
         &self,
-        call: &ExpertCombine,
+        args: &EpCombineArgs,
         handle: &DeviceHandle,
         stream: u64,
         split: Split,
     ) -> Result<Enqueued> {
-        let inner = &self.0;
-        inner.check_handle(handle, Layout::Expert, "combine")?;
+        let topk_weights = if handle.has_weights() { 0 } else { args.topk_weights };
+        let args = EpCombineArgs { topk_weights, ..*args };
         // SAFETY: the caller vouches for the stream.
-        let mut let_in = unsafe { inner.enter(Kind::Combine, stream, split)? };
-        let args = EpCombineArgs {
-            topk_weights: if handle.has_weights() { 0 } else { call.topk_weights },
-            ..inner.combine_args(handle, (call.y, call.y_stride), (call.out, call.out_stride), call.bias, call.waits)
-        };
-        let launch = Launch { args: Args::CombineExpert(args), handle: handle.clone(), count: None };
-        self.begin(&mut let_in, launch, split)
+        unsafe { self.combine(Layout::Expert, args, handle, stream, split) }
     }
 
-    /// Puts a dispatch in the rank layout into `stream`. Other ranks write into the region from when this runs.
+    /// Enqueues a dispatch in the rank layout in `stream`. Other ranks write into the region from when it starts to run.
     ///
     /// # Safety
-    /// As [`DeviceBuffer::dispatch_expert`]; nobody reads the region from when this runs until it is done.
+    /// As [`DeviceBuffer::dispatch_expert`]; the region is not read from when this starts to run until it is done.
     ///
     /// # Errors
     /// As there; `Usage` for a region or a handle of another buffer.
-    pub unsafe fn dispatch_rank(&self, call: &RankDispatch, stream: u64, split: Split) -> Result<Enqueued> {
+    pub unsafe fn dispatch_rank(
+        &self,
+        args: &EpDispatchArgs,
+        of: RankDispatch<'_>,
+        stream: u64,
+        split: Split,
+    ) -> Result<Enqueued> {
         let inner = &self.0;
+        let RankDispatch { region, cached, .. } = of;
         inner.check_layout(Layout::Rank, "dispatch")?;
-        inner.check_tokens(&call.input)?;
-        inner.check_rank_call(call)?;
+        inner.check_dispatch(args)?;
+        inner.check_rank_dispatch(args, region, cached)?;
         // SAFETY: the caller vouches for the stream.
-        let mut let_in = unsafe { inner.enter(Kind::Dispatch, stream, split)? };
-        call.region.before(&let_in.stream, let_in.captured)?;
-        let handle = match call.cached {
+        let mut call = unsafe { inner.enter(Kind::Dispatch, stream, split)? };
+        region.before(&call.stream, call.captured)?;
+        let handle = match cached {
             Some(handle) => handle.clone(),
-            None => inner.new_handle(Layout::Rank, &call.input, &let_in)?,
+            None => inner.new_handle(Layout::Rank, args, &call)?,
         };
         let count = match &inner.counts {
-            Some(counts) if call.count => Some(counts.take()?),
+            Some(counts) if of.count => Some(counts.take()?),
             _ => None,
         };
         let [count_word, count_host, said_host] = count.as_ref().map(Count::addresses).unwrap_or_default();
         let args = EpDispatchArgs {
-            out_counts: call.counts,
-            stats: call.stats,
-            out_offsets: call.offsets,
+            common: inner.common(&handle, args.common.waits),
+            region: region.index,
+            cached: cached.is_some().into(),
             count_word,
             count_host,
             said_host,
-            say: call.say,
-            worst_rows: call.worst_rows,
-            region: call.region.index,
-            alignment: call.alignment,
-            cached: call.cached.is_some().into(),
-            ..inner.dispatch_args(&handle, &call.input, call.waits)
+            ..*args
         };
-        let launch = Launch { args: Args::DispatchRank(args), handle, count };
-        let enqueued = self.begin(&mut let_in, launch, split)?;
-        call.region.is_used_until(&enqueued.done);
+        let enqueued = self.begin(&mut call, Launch { args: Args::DispatchRank(args), handle, count }, split)?;
+        region.is_used_until(&enqueued.done);
         Ok(enqueued)
     }
 
-    /// Puts a combine in the rank layout into `stream`, with the handle of its dispatch.
+    /// Enqueues a combine in the rank layout in `stream`, with the handle of its dispatch.
     ///
     /// # Safety
     /// As [`DeviceBuffer::dispatch_expert`].
@@ -209,23 +211,35 @@ impl DeviceBuffer {
     /// As there; `Usage` for a handle of another buffer.
     pub unsafe fn combine_rank(
         &self,
-        call: &RankCombine,
+        args: &EpCombineArgs,
+        handle: &DeviceHandle,
+        stream: u64,
+        split: Split,
+    ) -> Result<Enqueued> {
+        // SAFETY: the caller vouches for the stream.
+        unsafe { self.combine(Layout::Rank, *args, handle, stream, split) }
+    }
+
+    /// # Safety
+    /// As [`DeviceBuffer::dispatch_expert`].
+    unsafe fn combine(
+        &self,
+        layout: Layout,
+        mut args: EpCombineArgs,
         handle: &DeviceHandle,
         stream: u64,
         split: Split,
     ) -> Result<Enqueued> {
         let inner = &self.0;
-        inner.check_handle(handle, Layout::Rank, "combine")?;
+        inner.check_handle(handle, layout, "combine")?;
         // SAFETY: the caller vouches for the stream.
-        let mut let_in = unsafe { inner.enter(Kind::Combine, stream, split)? };
-        let args = EpCombineArgs {
-            y_rows: call.y_rows,
-            y_weights: call.y_weights,
-            out_weights: call.out_weights,
-            ..inner.combine_args(handle, (call.y, call.y_stride), (call.out, call.out_stride), call.bias, call.waits)
+        let mut call = unsafe { inner.enter(Kind::Combine, stream, split)? };
+        args.common = inner.common(handle, args.common.waits);
+        let args = match layout {
+            Layout::Expert => Args::CombineExpert(args),
+            Layout::Rank => Args::CombineRank(args),
         };
-        let launch = Launch { args: Args::CombineRank(args), handle: handle.clone(), count: None };
-        self.begin(&mut let_in, launch, split)
+        self.begin(&mut call, Launch { args, handle: handle.clone(), count: None }, split)
     }
 
     fn begin(&self, call: &mut Call, launch: Launch, split: Split) -> Result<Enqueued> {
@@ -308,33 +322,38 @@ impl Inner {
         Ok(())
     }
 
-    fn check_tokens(&self, input: &Tokens) -> Result<()> {
+    fn check_dispatch(&self, args: &EpDispatchArgs) -> Result<()> {
         let wrong = |text: String| Err(Error::new(ErrorKind::Usage, "dispatch", text));
-        let most = self.shape.max_tokens;
-        if input.tokens > most {
-            return wrong(format!("{} tokens are more than max_tokens_per_rank, {most}", input.tokens));
+        let (tokens, most) = (args.common.tokens, self.shape.max_tokens);
+        if tokens > most {
+            return wrong(format!("{tokens} tokens are more than max_tokens_per_rank, {most}"));
         }
-        if !matches!(input.idx_bytes, 4 | 8) {
-            return wrong(format!("experts' numbers of {} bytes, not 4 or 8", input.idx_bytes));
+        if !matches!(args.idx_bytes, 4 | 8) {
+            return wrong(format!("expert ids of {} bytes, not 4 or 8", args.idx_bytes));
         }
-        if input.scales.is_some() && self.config.payload == crossrail_ep::Payload::Bf16 {
-            return wrong("x is fp8, and the buffer's dispatch_dtype is bf16".to_owned());
+        if args.x_fp8 != 0 && self.config.payload == crossrail_ep::Payload::Bf16 {
+            return wrong("x is fp8 rows with scales, and the buffer's dispatch_dtype is bf16".to_owned());
         }
         Ok(())
     }
 
-    fn check_rank_call(&self, call: &RankDispatch) -> Result<()> {
+    fn check_rank_dispatch(
+        &self,
+        args: &EpDispatchArgs,
+        region: &RegionLease,
+        cached: Option<&DeviceHandle>,
+    ) -> Result<()> {
         let wrong = |text: String| Err(Error::new(ErrorKind::Usage, "dispatch", text));
-        if call.region.buffer != self.id {
+        if region.buffer != self.id {
             return wrong("the region is of another buffer".to_owned());
         }
-        if call.alignment == 0 {
+        if args.expert_alignment == 0 {
             return wrong("expert_alignment is 0".to_owned());
         }
-        let Some(handle) = call.cached else { return Ok(()) };
+        let Some(handle) = cached else { return Ok(()) };
         self.check_handle(handle, Layout::Rank, "dispatch")?;
-        if handle.tokens() != call.input.tokens {
-            return wrong(format!("{} tokens where the handle is of {}", call.input.tokens, handle.tokens()));
+        if handle.tokens() != args.common.tokens {
+            return wrong(format!("{} tokens where the handle is of {}", args.common.tokens, handle.tokens()));
         }
         Ok(())
     }
@@ -378,10 +397,10 @@ impl Inner {
         Ok(Call { state, stream, captured, _entered: entered })
     }
 
-    fn new_handle(&self, layout: Layout, input: &Tokens, call: &Call) -> Result<DeviceHandle> {
+    fn new_handle(&self, layout: Layout, args: &EpDispatchArgs, call: &Call) -> Result<DeviceHandle> {
         let pool = self.handles[usize::from(layout == Layout::Rank)].as_ref();
         let none = || Error::new(ErrorKind::Usage, "dispatch", format!("the buffer has no {layout} layout"));
-        let what = (input.tokens, input.topk_weights != 0);
+        let what = (args.common.tokens, args.topk_weights != 0);
         DeviceHandle::new(pool.ok_or_else(none)?, self.id, layout, what, &call.stream, call.captured)
     }
 
@@ -399,69 +418,6 @@ impl Inner {
             phases: 0,
             tokens: handle.tokens(),
             max_tokens: self.shape.max_tokens,
-        }
-    }
-
-    fn dispatch_args(&self, handle: &DeviceHandle, input: &Tokens, waits: u64) -> EpDispatchArgs {
-        let scales = input.scales.unwrap_or(InScales { address: 0, row: 0, block: 0 });
-        EpDispatchArgs {
-            common: self.common(handle, waits),
-            x: input.x,
-            x_stride: input.x_stride,
-            in_scales: scales.address,
-            in_scale_row: scales.row,
-            in_scale_block: scales.block,
-            topk_idx: input.topk_idx,
-            topk_weights: input.topk_weights,
-            out_x: 0,
-            out_scales: 0,
-            out_scale_expert: 0,
-            out_scale_row: 0,
-            out_scale_block: 0,
-            out_counts: 0,
-            out_ranges: 0,
-            out_source: 0,
-            stats: 0,
-            out_offsets: 0,
-            count_word: 0,
-            count_host: 0,
-            said_host: 0,
-            say: 0,
-            reserved: 0,
-            worst_rows: 0,
-            marks: 0,
-            region: 0,
-            alignment: 1,
-            cached: 0,
-            x_fp8: input.scales.is_some().into(),
-            idx_bytes: input.idx_bytes,
-            queue: 0,
-        }
-    }
-
-    fn combine_args(
-        &self,
-        handle: &DeviceHandle,
-        y: (u64, u64),
-        out: (u64, u64),
-        bias: [u64; 2],
-        waits: u64,
-    ) -> EpCombineArgs {
-        EpCombineArgs {
-            common: self.common(handle, waits),
-            y: y.0,
-            y_stride: y.1,
-            topk_weights: 0,
-            y_weights: 0,
-            out_weights: 0,
-            bias0: bias[0],
-            bias1: bias[1],
-            out: out.0,
-            out_stride: out.1,
-            marks: 0,
-            y_rows: 0,
-            senders: 0,
-            queue: 0,
         }
     }
 

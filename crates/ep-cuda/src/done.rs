@@ -281,7 +281,7 @@ impl Count {
         }
     }
 
-    /// What each rank's host said ([`crate::RankDispatch::say`]), [`UNHEARD`] of one that did not come in time. Good once
+    /// What each rank's host said ([`crate::EpDispatchArgs::say`]), [`UNHEARD`] of one that did not come in time. Good once
     /// the rows are known.
     pub fn said(&self) -> Vec<u32> {
         let first = self.0.counts.experts;

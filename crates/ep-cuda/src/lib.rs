@@ -6,7 +6,7 @@
 //!
 //! ```text
 //! DeviceBuffer   connect, mask, links ...        Fault, Link, Config   as on the host
-//! ExpertDispatch, ExpertCombine, RankDispatch, RankCombine     what a call takes: addresses and strides
+//! EpDispatchArgs, EpCombineArgs     arguments, from the caller to the kernel: addresses and strides
 //! Enqueued       what a call gives: a handle, when it is done, what is still to be received
 //! RegionLease    the memory of one result in the rank layout
 //! ```
@@ -28,7 +28,6 @@ mod faults;
 mod handles;
 mod heap;
 mod loading;
-mod operands;
 mod options;
 mod order;
 mod peer;
@@ -38,12 +37,11 @@ mod traffic;
 mod watch;
 
 pub use buffer::DeviceBuffer;
-pub use calls::{Enqueued, Pending};
+pub use calls::{Enqueued, Pending, RankDispatch, Split};
 pub use crossrail_ep::{Config, Fault, Layout, Link, LinkKind, Payload, Plan, Scale};
-pub use crossrail_kernels::ep::Shape;
+pub use crossrail_kernels::ep::{EpCombineArgs, EpCommon, EpDispatchArgs, Shape};
 pub use done::{Count, Done, UNHEARD};
 pub use handles::DeviceHandle;
-pub use operands::{ExpertCombine, ExpertDispatch, ExpertOut, InScales, RankCombine, RankDispatch, Split, Tokens};
 pub use options::DeviceOptions;
 pub use regions::{RegionLease, RegionView};
 pub use took::Took;

@@ -1,6 +1,6 @@
 //! What kernels take. Defined here, once: the macros make constants and structs in Rust and their text in C, which asserts the size
-//! (`csrc/layout/args.cuh`, written by `cargo run -p crossrail-kernels --example layout`). Fields are numbers only, in
-//! the same order on both sides.
+//! (`csrc/layout/args.cuh`, written by `cargo run -p crossrail-kernels --example layout`). Fields are numbers, arrays of
+//! numbers, or structs of these, in the same order on both sides.
 #![allow(unsafe_code)]
 
 use std::fmt::Write as _;
@@ -36,8 +36,16 @@ constants! {
     FLAG_TIMED_OUT: u64 = 2;
 }
 
+/// A field of a struct in C, from its type in Rust: a number, another struct, or an array of either.
+pub(crate) fn c_field(rust_type: &str, field: &str) -> String {
+    match rust_type.strip_prefix('[').and_then(|array| array.strip_suffix(']')?.split_once(';')) {
+        Some((item, len)) => format!("{} {field}[{}];", item.trim(), len.trim()),
+        None => format!("{rust_type} {field};"),
+    }
+}
+
 macro_rules! layouts {
-    ($function:ident, $file:literal; $( $(#[doc = $doc:literal])+ $name:ident { $( $(#[doc = $field_doc:literal])+ $field:ident: $type:ident, )+ } )+) => {
+    ($function:ident, $file:literal; $( $(#[doc = $doc:literal])+ $name:ident { $( $(#[doc = $field_doc:literal])+ $field:ident: $type:ty, )+ } )+) => {
         $(
             $(#[doc = $doc])+
             #[repr(C)]
@@ -46,7 +54,7 @@ macro_rules! layouts {
 
             impl $name {
                 /// Zeros.
-                // SAFETY: numbers only, or structs of them.
+                // SAFETY: numbers only, or arrays and structs of them.
                 pub const ZERO: $name = unsafe { std::mem::zeroed() };
             }
 
@@ -63,7 +71,7 @@ macro_rules! layouts {
                 let _ = writeln!(text, "struct {} {{", stringify!($name));
                 $(
                     $( let _ = writeln!(text, "    //{}", $field_doc); )+
-                    let _ = writeln!(text, "    {} {};", stringify!($type), stringify!($field));
+                    let _ = writeln!(text, "    {}", $crate::args::c_field(stringify!($type), stringify!($field)));
                 )+
                 let _ = writeln!(text, "}};\n");
                 let size = size_of::<$name>();
@@ -147,5 +155,15 @@ layouts! {
         limit_ns: u64,
         /// The address of a 64-bit number that becomes FLAG_REACHED or FLAG_TIMED_OUT.
         outcome: u64,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn fields_are_written_as_c_declares_them() {
+        assert_eq!(super::c_field("u64", "len"), "u64 len;");
+        assert_eq!(super::c_field("EpHeap", "heap"), "EpHeap heap;");
+        assert_eq!(super::c_field("[u64; 8]", "blocks"), "u64 blocks[8];");
     }
 }

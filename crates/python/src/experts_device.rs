@@ -13,8 +13,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use crate::context::Context;
+use crate::device_args::{CombineArgs, DispatchArgs};
 use crate::device_array::{DeviceArray, Items};
-use crate::device_calls::{Combine, ExpertOut, RankOut, Tokens};
 use crate::errors::{self, OrRaise};
 use crate::experts::{Parameters, connect, fault_rows, link_rows, plan_dict};
 use crate::group::Group;
@@ -183,57 +183,57 @@ impl DeviceBuffer {
     fn dispatch_expert(
         &self,
         py: Python<'_>,
-        input: Tokens,
-        out: ExpertOut,
+        args: &Bound<'_, DispatchArgs>,
         stream: u64,
         send_only: bool,
     ) -> PyResult<DeviceOperation> {
-        let call = out.dispatch(&input);
+        let args = args.borrow().0;
         // SAFETY: the caller has seen to the addresses; the stream is the user's rule.
-        self.operation(py, stream, || unsafe { self.native.dispatch_expert(&call, stream, split(send_only)) })
+        self.operation(py, stream, || unsafe { self.native.dispatch_expert(&args, stream, split(send_only)) })
     }
 
     fn combine_expert(
         &self,
         py: Python<'_>,
-        call: Combine,
+        args: &Bound<'_, CombineArgs>,
         handle: &Bound<'_, DeviceHandle>,
         stream: u64,
         send_only: bool,
     ) -> PyResult<DeviceOperation> {
-        let (call, handle) = (call.by_expert(), &handle.get().native);
+        let (args, handle) = (args.borrow().0, &handle.get().native);
         // SAFETY: as for a dispatch.
-        self.operation(py, stream, || unsafe { self.native.combine_expert(&call, handle, stream, split(send_only)) })
+        self.operation(py, stream, || unsafe { self.native.combine_expert(&args, handle, stream, split(send_only)) })
     }
 
-    #[expect(clippy::too_many_arguments, reason = "what a dispatch takes")]
+    /// `cached`: the routing of that dispatch is repeated. `count`: the host will ask for `DeviceOperation.counts`.
+    #[expect(clippy::too_many_arguments, reason = "arguments of the kernel, host objects beside them, and the stream")]
     fn dispatch_rank(
         &self,
         py: Python<'_>,
-        input: Tokens,
-        out: RankOut,
+        args: &Bound<'_, DispatchArgs>,
         region: &Bound<'_, DeviceRegion>,
         cached: Option<&Bound<'_, DeviceHandle>>,
+        count: bool,
         stream: u64,
         send_only: bool,
     ) -> PyResult<DeviceOperation> {
         let cached = cached.map(|handle| &handle.get().native);
-        let call = out.dispatch(&input, cached, &region.get().leased.lease);
+        let (args, of) = (args.borrow().0, ep::RankDispatch { region: &region.get().leased.lease, cached, count });
         // SAFETY: as above; the region was taken for this dispatch, so that nobody else has it.
-        self.operation(py, stream, || unsafe { self.native.dispatch_rank(&call, stream, split(send_only)) })
+        self.operation(py, stream, || unsafe { self.native.dispatch_rank(&args, of, stream, split(send_only)) })
     }
 
     fn combine_rank(
         &self,
         py: Python<'_>,
-        call: Combine,
+        args: &Bound<'_, CombineArgs>,
         handle: &Bound<'_, DeviceHandle>,
         stream: u64,
         send_only: bool,
     ) -> PyResult<DeviceOperation> {
-        let (call, handle) = (call.by_rank(), &handle.get().native);
+        let (args, handle) = (args.borrow().0, &handle.get().native);
         // SAFETY: as for a dispatch.
-        self.operation(py, stream, || unsafe { self.native.combine_rank(&call, handle, stream, split(send_only)) })
+        self.operation(py, stream, || unsafe { self.native.combine_rank(&args, handle, stream, split(send_only)) })
     }
 }
 

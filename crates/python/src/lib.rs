@@ -15,8 +15,8 @@ mod bench_mesh;
 mod bench_unpack;
 mod cai;
 mod context;
+mod device_args;
 mod device_array;
-mod device_calls;
 mod dlpack;
 mod endpoint;
 mod errors;
@@ -71,6 +71,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<experts::Combined>()?;
     module.add_class::<experts::Handle>()?;
     module.add_class::<device_array::DeviceArray>()?;
+    module.add_class::<device_args::CombineArgs>()?;
+    module.add_class::<device_args::DispatchArgs>()?;
     module.add_class::<experts_device::DeviceBuffer>()?;
     module.add_class::<experts_device::DeviceOperation>()?;
     module.add_class::<experts_device::DeviceHandle>()?;

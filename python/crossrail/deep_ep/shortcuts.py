@@ -9,6 +9,7 @@ from typing import Any
 
 from crossrail._device_arrays import ROW_UNIT, Call
 from crossrail._experts_device import DevicePending
+from crossrail._native import CombineArgs, DispatchArgs
 from crossrail.deep_ep.checks import Tensor, torch
 from crossrail.deep_ep.given import column_scales
 from crossrail.deep_ep.handles import Handle, Routing
@@ -25,7 +26,7 @@ class Shortcut:
         self._buffer, self._kind, self._ranks, self._most = buffer, kind, ranks, most
         self._native, self._device = buffer._native, device
         self._ordinal = -1 if device.index is None else device.index
-        self._idx_dtype, self._idx_bytes = idx_dtype, idx_dtype.itemsize
+        self._idx_dtype = idx_dtype
         self._bf16, self._f32 = torch().bfloat16, torch().float32
         self._i32, self._i64 = torch().int32, torch().int64
         self._rows = self._bf16 if kind.payload == "bf16" else torch().float8_e4m3fn
@@ -33,7 +34,11 @@ class Shortcut:
         self._shape = torch().Size((self._local, self._total, kind.hidden))
         scales = column_scales(kind, ranks, 1, "meta")
         across = 0 if scales is None else scales.shape[2]
-        self._steps = [0, 0, 0] if scales is None else [4 * across * self._total, 4, 4 * self._total]
+        # What is the same in all calls. The native half copies the arguments before a call returns.
+        self._dispatch, self._combine = DispatchArgs(), CombineArgs()
+        self._dispatch.x_stride, self._dispatch.idx_bytes = 2 * kind.hidden, idx_dtype.itemsize
+        self._dispatch.out_scale_strides = [4 * across * self._total, 4, 4 * self._total]
+        self._combine.y_stride = self._combine.out_stride = 2 * kind.hidden
 
     def _takes(self, tensor: Tensor, dtype: Any) -> bool:
         return bool(
@@ -60,30 +65,11 @@ class Shortcut:
         counts = empty((self._local,), dtype=self._i32, device=device)
         ranges = empty((self._local, self._ranks), dtype=self._i64, device=device)
         source = empty((self._local, self._total), dtype=self._i32, device=device)
-        given = {
-            "tokens": tokens,
-            "x": x.data_ptr(),
-            "x_stride": 2 * self._kind.hidden,
-            "in_scales": 0,
-            "in_scale_row": 0,
-            "in_scale_block": 0,
-            "topk_idx": topk_idx.data_ptr(),
-            "idx_bytes": self._idx_bytes,
-            "topk_weights": 0,
-            "waits": 0,
-        }
-        out = {
-            "x": rows.data_ptr(),
-            "scales": 0 if scales is None else scales.data_ptr(),
-            "scale_expert": self._steps[0],
-            "scale_row": self._steps[1],
-            "scale_block": self._steps[2],
-            "counts": counts.data_ptr(),
-            "ranges": ranges.data_ptr(),
-            "source": source.data_ptr(),
-            "stats": 0,
-        }
-        operation = self._native.dispatch_expert(given, out, stream, hook)
+        args = self._dispatch
+        args.tokens, args.x, args.topk_idx = tokens, x.data_ptr(), topk_idx.data_ptr()
+        args.out_x, args.out_scales = rows.data_ptr(), 0 if scales is None else scales.data_ptr()
+        args.out_counts, args.out_ranges, args.out_source = counts.data_ptr(), ranges.data_ptr(), source.data_ptr()
+        operation = self._native.dispatch_expert(args, stream, hook)
         routing = Routing(self._buffer, operation.handle(self._total), self._kind, self._most, tokens, self._total)
         routing.shortcut = self
         handle = Handle.of(routing, source, ranges, self._most, self._kind.hidden, self._kind.experts)
@@ -115,18 +101,9 @@ class Shortcut:
             return None
         if out is None:
             out = torch().empty(sums, dtype=self._bf16, device=self._device)
-        given = {
-            "y": y.data_ptr(),
-            "y_stride": 2 * self._kind.hidden,
-            "y_rows": 0,
-            "topk_weights": topk_weights.data_ptr(),
-            "out_weights": 0,
-            "bias": [0, 0],
-            "out": out.data_ptr(),
-            "out_stride": 2 * self._kind.hidden,
-            "waits": 0,
-        }
-        operation = self._native.combine_expert(given, routing.native, stream, hook)
+        args = self._combine
+        args.y, args.topk_weights, args.out = y.data_ptr(), topk_weights.data_ptr(), out.data_ptr()
+        operation = self._native.combine_expert(args, routing.native, stream, hook)
         return out, self._pending(operation, (y, topk_weights, out), "combine") if hook else None
 
     def _pending(self, operation: Any, used: tuple[Tensor | None, ...], what: str) -> DevicePending[Any]:

@@ -209,7 +209,7 @@ fn rows_for_which_there_is_no_room_are_told_of_and_count_as_zeros() {
         let (hidden, topk) = (SHAPE.hidden as usize, SHAPE.topk as usize);
         let rows = operation.ranks[1].y.len() / (2 * hidden);
         let room = [rows - 1, rows / 2, 1, rows][round];
-        operation.ranks[1].dispatch.worst_rows = room as u64;
+        operation.ranks[1].dispatch.max_rows = room as u64;
         operation.ranks[1].combine.y_rows = room as u64;
         operation.dispatch(&mut job, 2, ALL);
         operation.combine(&mut job, 2, BOTH, 0);

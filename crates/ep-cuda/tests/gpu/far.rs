@@ -1,11 +1,11 @@
 //! Four ranks as two nodes of two: rows to the other node go through the engine.
 
-use crossrail_ep_cuda::{ExpertDispatch, Layout, LinkKind, Payload, Split};
+use crossrail_ep_cuda::{Layout, LinkKind, Payload, Split};
 use crossrail_types::ErrorKind;
 
 use crate::alone;
 use crate::rank::{Case, F32, Rank, on_ranks};
-use crate::rounds::{Way, World, all_ways, expert_out, put_dispatch_expert};
+use crate::rounds::{Way, World, all_ways, expert_args, put_dispatch_expert};
 
 fn two_nodes(layout: Layout, payload: Payload) -> Case {
     let prereduce = payload == Payload::Bf16;
@@ -49,12 +49,11 @@ alone!(ranks_of_other_nodes_are_not_captured, |gpus| {
     on_ranks(&two_nodes(Layout::Expert, Payload::Bf16), gpus, |rank| {
         let (gpu, way) = (&rank.gpu, Way { early: true, ..Way::default() });
         let world = World::new(rank.shape(), 5, &way);
-        let (input, out) = (world.tokens(gpu, rank.me as usize, &way), expert_out(gpu, &rank.shape()));
+        let args = expert_args(gpu, &rank.shape(), world.input(gpu, rank.me as usize, &way));
         gpu.wait();
         let mut refused = None;
         let captured = gpu.stream.record(|stream| {
-            let call = ExpertDispatch { input, out, stats: 0, waits: 0 };
-            refused = put_dispatch_expert(&rank.buffer, stream, &call, Split::Whole).err();
+            refused = put_dispatch_expert(&rank.buffer, stream, &args, Split::Whole).err();
             Ok(())
         });
         captured.expect("an empty graph");

@@ -5,14 +5,14 @@ use std::process::{Child, Command, ExitStatus};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crossrail_ep_cuda::{ExpertDispatch, Layout, Payload, Split};
+use crossrail_ep_cuda::{Layout, Payload, Split};
 use crossrail_types::Error;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::alone;
 use crate::rank::{Case, LIMIT, Rank, on_these, store};
-use crate::rounds::{Way, all_ways, expert_out, put_dispatch_expert, unchecked};
+use crate::rounds::{Way, all_ways, expert_args, put_dispatch_expert, unchecked};
 use crate::steady::world_of;
 
 /// Where the store is that the process that dies joins, its layout, and what becomes of it.
@@ -127,10 +127,9 @@ fn lose_the_gpu(rank: &Rank) {
     const NOWHERE: u64 = 64;
     let (gpu, shape, way) = (&rank.gpu, rank.shape(), Way { early: true, ..Way::default() });
     gpu.reset();
-    let mut input = world_of(shape, 1).tokens(gpu, rank.me as usize, &way);
-    input.x = NOWHERE;
-    let call = ExpertDispatch { input, out: expert_out(gpu, &shape), stats: 0, waits: 0 };
-    let put = || put_dispatch_expert(&rank.buffer, &gpu.stream, &call, Split::Whole);
+    let mut args = expert_args(gpu, &shape, world_of(shape, 1).input(gpu, rank.me as usize, &way));
+    args.x = NOWHERE;
+    let put = || put_dispatch_expert(&rank.buffer, &gpu.stream, &args, Split::Whole);
     let named = |what: &str, error: Error| {
         let text = error.to_string();
         let ordinal = format!("cuda:{}", gpu.ordinal);

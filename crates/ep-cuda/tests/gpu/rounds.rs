@@ -3,8 +3,8 @@
 
 use crossrail_cuda::Stream;
 use crossrail_ep_cuda::{
-    DeviceBuffer, DeviceHandle, Enqueued, ExpertCombine, ExpertDispatch, ExpertOut, InScales, Layout, RankCombine,
-    RankDispatch, RegionLease, Shape, Split, Tokens, UNHEARD,
+    DeviceBuffer, DeviceHandle, Enqueued, EpCombineArgs, EpCommon, EpDispatchArgs, Layout, RankDispatch, RegionLease,
+    Shape, Split, UNHEARD,
 };
 use crossrail_kernels::ep as kernels;
 use crossrail_types::Result;
@@ -71,10 +71,10 @@ impl World {
         counts.iter().map(|count| Outputs { hidden, values: random_rows(&mut self.numbers, *count, hidden) }).collect()
     }
 
-    /// A rank's input on its GPU.
-    pub(crate) fn tokens(&self, gpu: &Gpu, me: usize, way: &Way) -> Tokens {
+    /// Arguments of a dispatch that have a rank's input, on its GPU, and no outputs.
+    pub(crate) fn input(&self, gpu: &Gpu, me: usize, way: &Way) -> EpDispatchArgs {
         let (idx, hidden) = (&self.routing.idx[me], self.shape.hidden as usize);
-        let (x, x_stride, scales) = if way.ready && self.shape.payload != kernels::Payload::Bf16 {
+        let (x, x_stride, x_scales) = if way.ready && self.shape.payload != kernels::Payload::Bf16 {
             let wires = self.rows[me].chunks(hidden).map(|row| Wire::of(self.shape.payload, row));
             let (mut elements, mut scales) = (Vec::new(), Vec::new());
             for wire in wires {
@@ -82,16 +82,17 @@ impl World {
                 scales.extend(wire.scales);
                 scales.resize(scales.len().next_multiple_of(4), 0);
             }
-            let scales = InScales { address: gpu.put(&scales), row: scale_row(&self.shape) as u64, block: 4 };
-            (gpu.put(&elements), hidden as u64, Some(scales))
+            (gpu.put(&elements), hidden as u64, Some(gpu.put(&scales)))
         } else {
             (gpu.put_all(&self.rows[me]), 2 * hidden as u64, None)
         };
-        Tokens {
-            tokens: self.routing.tokens[me] as u32,
+        EpDispatchArgs {
+            common: EpCommon { tokens: self.routing.tokens[me] as u32, ..EpCommon::ZERO },
             x,
             x_stride,
-            scales,
+            x_fp8: x_scales.is_some().into(),
+            x_scales: x_scales.unwrap_or(0),
+            x_scale_strides: [scale_row(&self.shape) as u64, 4],
             topk_idx: if way.short_ids {
                 gpu.put_all(idx)
             } else {
@@ -99,6 +100,8 @@ impl World {
             },
             idx_bytes: if way.short_ids { 4 } else { 8 },
             topk_weights: if way.early { gpu.put_all(&self.routing.weights[me]) } else { 0 },
+            expert_alignment: 1,
+            ..EpDispatchArgs::ZERO
         }
     }
 
@@ -107,19 +110,18 @@ impl World {
     }
 }
 
-/// Where a dispatch in the expert layout puts what comes.
-pub(crate) fn expert_out(gpu: &Gpu, shape: &Shape) -> ExpertOut {
+/// `input` with memory for the outputs of a dispatch in the expert layout.
+pub(crate) fn expert_args(gpu: &Gpu, shape: &Shape, input: EpDispatchArgs) -> EpDispatchArgs {
     let (local, most) = (shape.local_experts() as usize, (shape.ranks * shape.max_tokens) as usize);
     let scale_row = scale_row(shape);
-    ExpertOut {
-        x: gpu.room(local * most * shape.row_bytes() as usize),
-        scales: gpu.room(local * most * scale_row),
-        scale_expert: (most * scale_row) as u64,
-        scale_row: scale_row as u64,
-        scale_block: 4,
-        counts: gpu.room(4 * local),
-        ranges: gpu.room(8 * local * shape.ranks as usize),
-        source: gpu.room(4 * local * most),
+    EpDispatchArgs {
+        out_x: gpu.room(local * most * shape.row_bytes() as usize),
+        out_scales: gpu.room(local * most * scale_row),
+        out_scale_strides: [most * scale_row, scale_row, 4].map(|stride| stride as u64),
+        out_counts: gpu.room(4 * local),
+        out_ranges: gpu.room(8 * local * shape.ranks as usize),
+        out_source: gpu.room(4 * local * most),
+        ..input
     }
 }
 
@@ -137,43 +139,44 @@ fn scale_row(shape: &Shape) -> usize {
 pub(crate) fn put_dispatch_expert(
     buffer: &DeviceBuffer,
     stream: &Stream,
-    call: &ExpertDispatch,
+    args: &EpDispatchArgs,
     split: Split,
 ) -> Result<Enqueued> {
     // SAFETY: as said above.
-    unsafe { buffer.dispatch_expert(call, stream.handle(), split) }
+    unsafe { buffer.dispatch_expert(args, stream.handle(), split) }
 }
 
 pub(crate) fn put_combine_expert(
     buffer: &DeviceBuffer,
     stream: &Stream,
-    call: &ExpertCombine,
+    args: &EpCombineArgs,
     handle: &DeviceHandle,
     split: Split,
 ) -> Result<Enqueued> {
     // SAFETY: as said above.
-    unsafe { buffer.combine_expert(call, handle, stream.handle(), split) }
+    unsafe { buffer.combine_expert(args, handle, stream.handle(), split) }
 }
 
 pub(crate) fn put_dispatch_rank(
     buffer: &DeviceBuffer,
     stream: &Stream,
-    call: &RankDispatch,
+    args: &EpDispatchArgs,
+    of: RankDispatch<'_>,
     split: Split,
 ) -> Result<Enqueued> {
     // SAFETY: as said above.
-    unsafe { buffer.dispatch_rank(call, stream.handle(), split) }
+    unsafe { buffer.dispatch_rank(args, of, stream.handle(), split) }
 }
 
 pub(crate) fn put_combine_rank(
     buffer: &DeviceBuffer,
     stream: &Stream,
-    call: &RankCombine,
+    args: &EpCombineArgs,
     handle: &DeviceHandle,
     split: Split,
 ) -> Result<Enqueued> {
     // SAFETY: as said above.
-    unsafe { buffer.combine_rank(call, handle, stream.handle(), split) }
+    unsafe { buffer.combine_rank(args, handle, stream.handle(), split) }
 }
 
 /// Finishes what was split.
@@ -199,33 +202,32 @@ pub(crate) fn expert_with(buffer: &DeviceBuffer, gpu: &Gpu, me: usize, seed: u64
     let mut world = World::new(*buffer.shape(), seed, way);
     gpu.reset();
     let shape = world.shape;
-    let input = world.tokens(gpu, me, way);
-    let out = expert_out(gpu, &shape);
     let local = shape.local_experts() as usize;
     let (stats, waits) = (gpu.put_all(&vec![0i32; local]), gpu.put_all(&vec![0i64; shape.ranks as usize]));
-    let call = ExpertDispatch { input, out, stats, waits };
-    let handle = finish(put_dispatch_expert(buffer, &gpu.stream, &call, split(way)).expect("dispatch"), gpu);
-    check_expert(&world, gpu, me, &out);
-    assert_eq!(gpu.read_all::<i32>(stats, local), gpu.read_all::<i32>(out.counts, local), "rank {me}: statistics");
+    let mut args = EpDispatchArgs { stats, ..expert_args(gpu, &shape, world.input(gpu, me, way)) };
+    args.common.waits = waits;
+    let handle = finish(put_dispatch_expert(buffer, &gpu.stream, &args, split(way)).expect("dispatch"), gpu);
+    check_expert(&world, gpu, me, &args);
+    assert_eq!(gpu.read_all::<i32>(stats, local), gpu.read_all::<i32>(args.out_counts, local), "rank {me}: statistics");
     let waited = gpu.read_all::<i64>(waits, shape.ranks as usize);
     assert!(waited.iter().all(|waited| (0..LIMIT.as_nanos() as i64).contains(waited)), "rank {me}: waits {waited:?}");
 
     let most = (shape.ranks * shape.max_tokens) as usize;
     let outputs = world.outputs(&vec![local * most; shape.ranks as usize]);
-    let tokens = input.tokens as usize;
+    let tokens = args.common.tokens as usize;
     let late = if way.early { 0 } else { gpu.put_all(&world.routing.weights[me]) };
     let stride = 2 * u64::from(shape.hidden);
     let result = gpu.room(tokens * stride as usize);
-    let call = ExpertCombine {
+    let args = EpCombineArgs {
         y: gpu.put_all(&outputs[me].values),
         y_stride: stride,
         topk_weights: late,
         bias: world.biases(gpu, me),
         out: result,
         out_stride: stride,
-        waits: 0,
+        ..EpCombineArgs::ZERO
     };
-    drop(finish(put_combine_expert(buffer, &gpu.stream, &call, &handle, split(way)).expect("combine"), gpu));
+    drop(finish(put_combine_expert(buffer, &gpu.stream, &args, &handle, split(way)).expect("combine"), gpu));
     let expected = reference::combine_expert(&shape, &world.routing, &outputs, true, &world.biases);
     compare_rows(&gpu.read_all::<u16>(result, tokens * shape.hidden as usize), &expected[me], &shape, me, seed, way);
 }
@@ -243,17 +245,17 @@ pub(crate) fn compare_rows(found: &[u16], expected: &[u16], shape: &Shape, me: u
 }
 
 /// What came is what was sent, at its place; nothing else was written.
-pub(crate) fn check_expert(world: &World, gpu: &Gpu, me: usize, out: &ExpertOut) {
+pub(crate) fn check_expert(world: &World, gpu: &Gpu, me: usize, out: &EpDispatchArgs) {
     let shape = &world.shape;
     let (local, most) = (shape.local_experts() as usize, (shape.ranks * shape.max_tokens) as usize);
     let expected = &reference::by_expert(shape, &world.routing)[me];
     let counts: Vec<i32> = expected.rows.iter().map(|rows| rows.len() as i32).collect();
-    assert_eq!(gpu.read_all::<i32>(out.counts, local), counts, "rank {me}: counts");
-    assert_eq!(gpu.read_all::<i64>(out.ranges, local * shape.ranks as usize), expected.ranges, "rank {me}: ranges");
-    let sources = gpu.read_all::<i32>(out.source, local * most);
+    assert_eq!(gpu.read_all::<i32>(out.out_counts, local), counts, "rank {me}: counts");
+    assert_eq!(gpu.read_all::<i64>(out.out_ranges, local * shape.ranks as usize), expected.ranges, "rank {me}: ranges");
+    let sources = gpu.read_all::<i32>(out.out_source, local * most);
     let row_bytes = shape.row_bytes() as usize;
     let (rows, scales) =
-        (gpu.read(out.x, local * most * row_bytes), gpu.read(out.scales, local * most * scale_row(shape)));
+        (gpu.read(out.out_x, local * most * row_bytes), gpu.read(out.out_scales, local * most * scale_row(shape)));
     for (expert, expected) in expected.rows.iter().enumerate() {
         for at in 0..most {
             let row = expert * most + at;
@@ -286,7 +288,7 @@ pub(crate) fn rank(rank: &Rank, seed: u64, way: &Way, cached: bool) {
     let mut world = World::new(rank.shape(), seed, way);
     gpu.reset();
     let shape = world.shape;
-    let input = world.tokens(gpu, me, way);
+    let input = world.input(gpu, me, way);
     let handle = {
         let (out, handle) = dispatch_rank(buffer, gpu, input, None, way);
         let alignment = if way.split { 8 } else { 1 };
@@ -295,14 +297,14 @@ pub(crate) fn rank(rank: &Rank, seed: u64, way: &Way, cached: bool) {
     };
     if cached {
         let fresh = World::of(shape, Numbers(seed + 77), world.routing.clone(), false);
-        let input = Tokens { topk_idx: 0, topk_weights: 0, ..fresh.tokens(gpu, me, way) };
+        let input = EpDispatchArgs { topk_idx: 0, topk_weights: 0, ..fresh.input(gpu, me, way) };
         let (out, _) = dispatch_rank(buffer, gpu, input, Some(&handle), way);
         check_rank_rows(&fresh, gpu, me, &out.region);
     }
     let delivered = reference::by_rank(&shape, &world.routing, 1);
     let counts: Vec<usize> = delivered.iter().map(|one| one.rows.len()).collect();
     let outputs = world.outputs(&counts);
-    let (tokens, topk) = (input.tokens as usize, shape.topk as usize);
+    let (tokens, topk) = (input.common.tokens as usize, shape.topk as usize);
     let weights: Vec<Vec<f32>> = if way.early {
         counts.iter().map(|count| (0..count * topk).map(|at| at as f32 / 16.0 - 1.0).collect()).collect()
     } else {
@@ -310,18 +312,17 @@ pub(crate) fn rank(rank: &Rank, seed: u64, way: &Way, cached: bool) {
     };
     let stride = 2 * u64::from(shape.hidden);
     let (out, out_weights) = (gpu.room(tokens * stride as usize), gpu.room(4 * tokens * topk));
-    let call = RankCombine {
+    let args = EpCombineArgs {
         y: gpu.put_all(&outputs[me].values),
         y_stride: stride,
-        y_rows: 0,
         y_weights: weights.get(me).map_or(0, |weights| gpu.put_all(weights)),
         out_weights: if way.early { out_weights } else { 0 },
         bias: world.biases(gpu, me),
         out,
         out_stride: stride,
-        waits: 0,
+        ..EpCombineArgs::ZERO
     };
-    drop(finish(put_combine_rank(buffer, &gpu.stream, &call, &handle, split(way)).expect("combine"), gpu));
+    drop(finish(put_combine_rank(buffer, &gpu.stream, &args, &handle, split(way)).expect("combine"), gpu));
     let (rows, sums) = &reference::combine_rank(&shape, &world.routing, &outputs, &weights, &world.biases)[me];
     compare_rows(&gpu.read_all::<u16>(out, tokens * shape.hidden as usize), rows, &shape, me, seed, way);
     if way.early {
@@ -332,7 +333,7 @@ pub(crate) fn rank(rank: &Rank, seed: u64, way: &Way, cached: bool) {
 fn dispatch_rank(
     buffer: &DeviceBuffer,
     gpu: &Gpu,
-    input: Tokens,
+    input: EpDispatchArgs,
     cached: Option<&DeviceHandle>,
     way: &Way,
 ) -> (RankOut, DeviceHandle) {
@@ -342,20 +343,18 @@ fn dispatch_rank(
     let (counts, offsets) = (gpu.room(4 * local), gpu.room(8 * (ranks + 1)));
     let (stats, waits) = (gpu.put_all(&vec![0i32; local]), gpu.put_all(&vec![0i64; ranks]));
     let alignment = if way.split { 8 } else { 1 };
-    let call = RankDispatch {
-        input,
-        cached,
-        region: &region,
-        alignment,
-        counts,
-        offsets,
-        worst_rows: region.view().most_rows,
-        count: true,
+    let mut args = EpDispatchArgs {
+        expert_alignment: alignment,
+        out_counts: counts,
+        out_offsets: offsets,
+        max_rows: region.view().most_rows,
         say: buffer.rank(),
         stats,
-        waits,
+        ..input
     };
-    let sent = put_dispatch_rank(buffer, &gpu.stream, &call, split(way)).expect("dispatch");
+    args.common.waits = waits;
+    let of = RankDispatch { region: &region, cached, count: true };
+    let sent = put_dispatch_rank(buffer, &gpu.stream, &args, of, split(way)).expect("dispatch");
     let count = sent.count.clone().expect("it was asked for");
     let handle = finish(sent, gpu);
     let (rows, by_expert) = count.wait(LIMIT).expect("counts");
@@ -432,51 +431,26 @@ pub(crate) fn unchecked(rank: &Rank, seed: u64) {
     let (buffer, gpu, way) = (&rank.buffer, &rank.gpu, Way { early: true, ..Way::default() });
     let world = World::new(rank.shape(), seed, &way);
     gpu.reset();
-    let (input, stride) = (world.tokens(gpu, rank.me as usize, &way), 2 * u64::from(world.shape.hidden));
+    let (input, stride) = (world.input(gpu, rank.me as usize, &way), 2 * u64::from(world.shape.hidden));
     let out = gpu.room(world.shape.max_tokens as usize * stride as usize);
     if rank.case.layouts[0] == Layout::Expert {
-        let places = expert_out(gpu, &world.shape);
-        let call = ExpertDispatch { input, out: places, stats: 0, waits: 0 };
-        let sent = put_dispatch_expert(buffer, &gpu.stream, &call, Split::Whole).expect("dispatch");
-        let call = ExpertCombine {
-            y: places.x,
-            y_stride: stride,
-            topk_weights: 0,
-            bias: [0; 2],
-            out,
-            out_stride: stride,
-            waits: 0,
-        };
-        put_combine_expert(buffer, &gpu.stream, &call, &sent.handle, Split::Whole).expect("combine");
+        let args = expert_args(gpu, &world.shape, input);
+        let sent = put_dispatch_expert(buffer, &gpu.stream, &args, Split::Whole).expect("dispatch");
+        let args = EpCombineArgs { y: args.out_x, y_stride: stride, out, out_stride: stride, ..EpCombineArgs::ZERO };
+        put_combine_expert(buffer, &gpu.stream, &args, &sent.handle, Split::Whole).expect("combine");
         return;
     }
     let region = buffer.take_region().expect("a region");
-    let call = RankDispatch {
-        input,
-        cached: None,
-        region: &region,
-        alignment: 1,
-        counts: gpu.room(4 * world.shape.local_experts() as usize),
-        offsets: gpu.room(8 * (world.shape.ranks as usize + 1)),
-        worst_rows: 0,
-        count: false,
-        say: 0,
-        stats: 0,
-        waits: 0,
+    let args = EpDispatchArgs {
+        out_counts: gpu.room(4 * world.shape.local_experts() as usize),
+        out_offsets: gpu.room(8 * (world.shape.ranks as usize + 1)),
+        ..input
     };
-    let sent = put_dispatch_rank(buffer, &gpu.stream, &call, Split::Whole).expect("dispatch");
-    let call = RankCombine {
-        y: region.view().rows,
-        y_stride: stride,
-        y_rows: 0,
-        y_weights: 0,
-        out_weights: 0,
-        bias: [0; 2],
-        out,
-        out_stride: stride,
-        waits: 0,
-    };
-    put_combine_rank(buffer, &gpu.stream, &call, &sent.handle, Split::Whole).expect("combine");
+    let of = RankDispatch { region: &region, cached: None, count: false };
+    let sent = put_dispatch_rank(buffer, &gpu.stream, &args, of, Split::Whole).expect("dispatch");
+    let args =
+        EpCombineArgs { y: region.view().rows, y_stride: stride, out, out_stride: stride, ..EpCombineArgs::ZERO };
+    put_combine_rank(buffer, &gpu.stream, &args, &sent.handle, Split::Whole).expect("combine");
     // SAFETY: the stream is the rank's own.
     unsafe { region.free_after(gpu.stream.handle()).expect("free_after") };
 }

@@ -4,15 +4,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crossrail_cuda::Graph;
-use crossrail_ep_cuda::{
-    DeviceHandle, ExpertCombine, ExpertDispatch, ExpertOut, Layout, Payload, RankCombine, RankDispatch, Shape, Split,
-    Tokens,
-};
+use crossrail_ep_cuda::{DeviceHandle, EpCombineArgs, EpDispatchArgs, Layout, Payload, RankDispatch, Shape, Split};
 
 use crate::rank::{Case, Gpu, Rank, make_buffer, on_ranks};
 use crate::rounds::{
-    RankOut, Way, World, all_ways, check_expert, check_rank, compare_rows, expert_out, expert_with, put_combine_expert,
-    put_combine_rank, put_dispatch_expert, put_dispatch_rank,
+    RankOut, Way, World, all_ways, check_expert, check_rank, compare_rows, expert_args, expert_with,
+    put_combine_expert, put_combine_rank, put_dispatch_expert, put_dispatch_rank,
 };
 use crate::{Numbers, alone};
 use crossrail_emulator::reference::{self, Choice, Outputs, Routing};
@@ -31,7 +28,7 @@ alone!(ten_thousand_back_to_back, |gpus| {
 
 /// One world on its rank's GPU, and what comes out when experts give back what they got.
 struct Prepared {
-    input: Tokens,
+    input: EpDispatchArgs,
     expected: Vec<u16>,
 }
 
@@ -54,7 +51,7 @@ fn prepare(rank: &Rank, seed: u64) -> Prepared {
         })
         .collect();
     let expected = reference::combine_expert(shape, &world.routing, &outputs, true, &[]).swap_remove(me);
-    Prepared { input: world.tokens(&rank.gpu, me, &way), expected }
+    Prepared { input: world.input(&rank.gpu, me, &way), expected }
 }
 
 fn back_to_back(rank: &Rank) {
@@ -62,23 +59,26 @@ fn back_to_back(rank: &Rank) {
     gpu.reset();
     let worlds: Vec<Prepared> = (0..WORLDS).map(|seed| prepare(rank, 1000 + seed)).collect();
     let stride = 2 * u64::from(shape.hidden);
-    let outs = [0, 1].map(|_| (expert_out(gpu, &shape), gpu.room(shape.max_tokens as usize * stride as usize)));
+    let outs = [0, 1].map(|_| {
+        (expert_args(gpu, &shape, EpDispatchArgs::ZERO), gpu.room(shape.max_tokens as usize * stride as usize))
+    });
     gpu.wait();
     let began = Instant::now();
     for pair in 0..PAIRS {
         let (world, (out, result)) = (&worlds[(pair % WORLDS) as usize], outs[(pair % 2) as usize]);
-        let call = ExpertDispatch { input: world.input, out, stats: 0, waits: 0 };
-        let sent = put_dispatch_expert(&rank.buffer, &gpu.stream, &call, Split::Whole).expect("dispatch");
-        let call = ExpertCombine {
-            y: out.x,
-            y_stride: stride,
-            topk_weights: 0,
-            bias: [0; 2],
-            out: result,
-            out_stride: stride,
-            waits: 0,
+        let args = EpDispatchArgs {
+            out_x: out.out_x,
+            out_scales: out.out_scales,
+            out_scale_strides: out.out_scale_strides,
+            out_counts: out.out_counts,
+            out_ranges: out.out_ranges,
+            out_source: out.out_source,
+            ..world.input
         };
-        put_combine_expert(&rank.buffer, &gpu.stream, &call, &sent.handle, Split::Whole).expect("combine");
+        let sent = put_dispatch_expert(&rank.buffer, &gpu.stream, &args, Split::Whole).expect("dispatch");
+        let args =
+            EpCombineArgs { y: out.out_x, y_stride: stride, out: result, out_stride: stride, ..EpCombineArgs::ZERO };
+        put_combine_expert(&rank.buffer, &gpu.stream, &args, &sent.handle, Split::Whole).expect("combine");
         if pair % AHEAD == AHEAD - 1 {
             gpu.wait();
         }
@@ -139,7 +139,7 @@ pub(crate) fn world_of(shape: Shape, seed: u64) -> World {
 }
 
 /// Other tokens in place of those of `input`.
-fn replace(world: &World, gpu: &Gpu, me: usize, input: &Tokens) {
+fn replace(world: &World, gpu: &Gpu, me: usize, input: &EpDispatchArgs) {
     gpu.write_all(input.x, &world.rows[me]);
     let ids: Vec<i64> = world.routing.idx[me].iter().map(|id| i64::from(*id)).collect();
     gpu.write_all(input.topk_idx, &ids);
@@ -164,8 +164,7 @@ alone!(graphs_of_the_rank_layout, |gpus| on_ranks(&Case::new(Layout::Rank, Paylo
 pub(crate) struct Recorded {
     graph: Graph,
     _handle: DeviceHandle,
-    input: Tokens,
-    out: ExpertOut,
+    args: EpDispatchArgs,
     y: u64,
     result: u64,
 }
@@ -177,30 +176,20 @@ impl Recorded {
         let (local, most) = (shape.local_experts() as usize, (shape.ranks * shape.max_tokens) as usize);
         let stride = 2 * u64::from(shape.hidden);
         gpu.reset();
-        let input = world_of(shape, 1).tokens(gpu, me, &way);
-        let out = expert_out(gpu, &shape);
+        let args = expert_args(gpu, &shape, world_of(shape, 1).input(gpu, me, &way));
         let (y, result) = (gpu.room(local * most * stride as usize), gpu.room(TOKENS[me] * stride as usize));
-        let call = ExpertCombine {
-            y,
-            y_stride: stride,
-            topk_weights: 0,
-            bias: [0; 2],
-            out: result,
-            out_stride: stride,
-            waits: 0,
-        };
+        let combine = EpCombineArgs { y, y_stride: stride, out: result, out_stride: stride, ..EpCombineArgs::ZERO };
         gpu.wait();
         let mut kept: Option<DeviceHandle> = None;
         let graph = gpu.stream.record(|stream| {
-            let dispatch = ExpertDispatch { input, out, stats: 0, waits: 0 };
-            let sent = put_dispatch_expert(&rank.buffer, stream, &dispatch, Split::Whole)?;
+            let sent = put_dispatch_expert(&rank.buffer, stream, &args, Split::Whole)?;
             assert!(sent.done.is_captured());
-            kept = Some(put_combine_expert(&rank.buffer, stream, &call, &sent.handle, Split::Whole)?.handle);
+            kept = Some(put_combine_expert(&rank.buffer, stream, &combine, &sent.handle, Split::Whole)?.handle);
             Ok(())
         });
         let graph = graph.expect("a graph");
         rank.meet("recorded", &rank.case.everybody());
-        Recorded { graph, _handle: kept.expect("a handle"), input, out, y, result }
+        Recorded { graph, _handle: kept.expect("a handle"), args, y, result }
     }
 
     /// Replays it with other tokens, without the `absent`, and compares what comes out.
@@ -210,11 +199,11 @@ impl Recorded {
         let mut world = world_of(shape, seed);
         world.routing = world.routing.without(absent);
         let outputs = world.outputs(&vec![local * most; shape.ranks as usize]);
-        replace(&world, gpu, me, &self.input);
+        replace(&world, gpu, me, &self.args);
         gpu.write_all(self.y, &outputs[me].values);
-        poison(gpu, &shape, &self.out);
+        poison(gpu, &shape, &self.args);
         replay(&self.graph, gpu);
-        check_expert(&world, gpu, me, &self.out);
+        check_expert(&world, gpu, me, &self.args);
         let expected = reference::combine_expert(&shape, &world.routing, &outputs, true, &[]);
         let found = gpu.read_all::<u16>(self.result, expected[me].len());
         compare_rows(&found, &expected[me], &shape, me, seed, &Way { early: true, ..Way::default() });
@@ -230,51 +219,30 @@ fn expert_graph(rank: &Rank) {
     all_ways(rank, 0..2, &[]);
 }
 
-fn poison(gpu: &Gpu, shape: &Shape, out: &ExpertOut) {
+fn poison(gpu: &Gpu, shape: &Shape, out: &EpDispatchArgs) {
     let rows = (shape.local_experts() * shape.ranks * shape.max_tokens) as usize;
-    gpu.poison(out.x, rows * shape.row_bytes() as usize);
-    gpu.poison(out.source, 4 * rows);
+    gpu.poison(out.out_x, rows * shape.row_bytes() as usize);
+    gpu.poison(out.out_source, 4 * rows);
 }
 
 fn rank_graph(rank: &Rank) {
     let (gpu, me, shape, way) = (&rank.gpu, rank.me as usize, rank.shape(), Way { early: true, ..Way::default() });
     let stride = 2 * u64::from(shape.hidden);
     gpu.reset();
-    let input = world_of(shape, 1).tokens(gpu, me, &way);
+    let input = world_of(shape, 1).input(gpu, me, &way);
     let region = rank.buffer.take_region().expect("a region");
     let (counts, offsets) = (gpu.room(4 * shape.local_experts() as usize), gpu.room(8 * (shape.ranks as usize + 1)));
     let out = RankOut { counts, offsets, region };
     let most = out.region.view().most_rows;
     let (y, result) = (gpu.room(most as usize * stride as usize), gpu.room(TOKENS[me] * stride as usize));
-    let call = RankCombine {
-        y,
-        y_stride: stride,
-        y_rows: 0,
-        y_weights: 0,
-        out_weights: 0,
-        bias: [0; 2],
-        out: result,
-        out_stride: stride,
-        waits: 0,
-    };
+    let combine = EpCombineArgs { y, y_stride: stride, out: result, out_stride: stride, ..EpCombineArgs::ZERO };
     gpu.wait();
     let mut kept: Option<DeviceHandle> = None;
     let graph = gpu.stream.record(|stream| {
-        let dispatch = RankDispatch {
-            input,
-            cached: None,
-            region: &out.region,
-            alignment: 1,
-            counts,
-            offsets,
-            worst_rows: most,
-            count: false,
-            say: 0,
-            stats: 0,
-            waits: 0,
-        };
-        let sent = put_dispatch_rank(&rank.buffer, stream, &dispatch, Split::Whole)?;
-        kept = Some(put_combine_rank(&rank.buffer, stream, &call, &sent.handle, Split::Whole)?.handle);
+        let args = EpDispatchArgs { out_counts: counts, out_offsets: offsets, max_rows: most, ..input };
+        let of = RankDispatch { region: &out.region, cached: None, count: false };
+        let sent = put_dispatch_rank(&rank.buffer, stream, &args, of, Split::Whole)?;
+        kept = Some(put_combine_rank(&rank.buffer, stream, &combine, &sent.handle, Split::Whole)?.handle);
         Ok(())
     });
     let graph = graph.expect("a graph");

@@ -1,13 +1,13 @@
 //! Calls that make no sense are refused, and say what is wrong; nothing is put in.
 
 use crossrail_ep_cuda::{
-    Config, DeviceBuffer, DeviceOptions, Enqueued, ExpertCombine, ExpertDispatch, Layout, Payload, Split,
+    Config, DeviceBuffer, DeviceOptions, Enqueued, EpCombineArgs, EpDispatchArgs, Layout, Payload, Split,
 };
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::alone;
 use crate::rank::{Case, F32, LIMIT, Rank, make_buffer, on_ranks, on_ranks_apart, options};
-use crate::rounds::{Way, World, all_ways, expert_out, finish, put_combine_expert, put_dispatch_expert};
+use crate::rounds::{Way, World, all_ways, expert_args, finish, put_combine_expert, put_dispatch_expert};
 use crate::steady::launch;
 
 fn refused<T>(result: Result<T>, kind: ErrorKind, text: &str) {
@@ -22,28 +22,23 @@ fn calls(rank: &Rank) {
     let usage = |result: Result<Enqueued>, text: &str| refused(result, ErrorKind::Usage, text);
     let world = World::new(shape, 3, &way);
     gpu.reset();
-    let (input, out) = (world.tokens(gpu, rank.me as usize, &way), expert_out(gpu, &shape));
-    let call = ExpertDispatch { input, out, stats: 0, waits: 0 };
-    let put = |call: &ExpertDispatch, split| put_dispatch_expert(buffer, &gpu.stream, call, split);
-    let with = |input| ExpertDispatch { input, ..call };
-    let mut wrong = with(input);
-    wrong.input.tokens = shape.max_tokens + 1;
+    let args = expert_args(gpu, &shape, world.input(gpu, rank.me as usize, &way));
+    let put = |args: &EpDispatchArgs, split| put_dispatch_expert(buffer, &gpu.stream, args, split);
+    let mut wrong = args;
+    wrong.common.tokens = shape.max_tokens + 1;
     usage(put(&wrong, Split::Whole), "more than max_tokens_per_rank, 14");
-    wrong = with(input);
-    wrong.input.idx_bytes = 2;
-    usage(put(&wrong, Split::Whole), "not 4 or 8");
-    wrong = with(input);
-    wrong.input.x += 8;
-    usage(put(&wrong, Split::Whole), "not aligned to 16 bytes");
+    usage(put(&EpDispatchArgs { idx_bytes: 2, ..args }, Split::Whole), "not 4 or 8");
+    usage(put(&EpDispatchArgs { x_fp8: 1, ..args }, Split::Whole), "dispatch_dtype is bf16");
+    usage(put(&EpDispatchArgs { x: args.x + 8, ..args }, Split::Whole), "not aligned to 16 bytes");
     refused(buffer.take_region(), ErrorKind::Usage, "not made for the rank layout");
     refused(buffer.disconnect(&[rank.me]), ErrorKind::Usage, "not another rank");
     refused(buffer.mask(&[9]), ErrorKind::Usage, "rank 9 is not a connected other rank");
 
     // What is sent is received in that order, and no more than two are under way.
-    let first = put(&call, Split::Send).expect("the first");
-    usage(put(&call, Split::Whole), "finish it first");
-    let mut second = put(&call, Split::Send).expect("the second");
-    usage(put(&call, Split::Send), "2 calls of dispatch were sent");
+    let first = put(&args, Split::Send).expect("the first");
+    usage(put(&args, Split::Whole), "finish it first");
+    let mut second = put(&args, Split::Send).expect("the second");
+    usage(put(&args, Split::Send), "2 calls of dispatch were sent");
     let early = second.pending.as_mut().expect("a rest");
     refused(finish_in(early, rank), ErrorKind::Usage, "in the order of sending");
     let handle = finish(first, gpu);
@@ -54,8 +49,7 @@ fn calls(rank: &Rank) {
     let stride = 2 * u64::from(shape.hidden);
     let y = gpu.room((shape.local_experts() * shape.ranks * shape.max_tokens) as usize * stride as usize);
     let result = gpu.room(shape.max_tokens as usize * stride as usize);
-    let combine =
-        ExpertCombine { y, y_stride: stride, topk_weights: 0, bias: [0; 2], out: result, out_stride: stride, waits: 0 };
+    let combine = EpCombineArgs { y, y_stride: stride, out: result, out_stride: stride, ..EpCombineArgs::ZERO };
     let theirs = put_combine_expert(&other, &gpu.stream, &combine, &handle, Split::Whole);
     usage(theirs, "the handle is of another buffer");
     // Nor can a graph be made of it; the capture is not broken by that, and is put to use.
@@ -71,7 +65,7 @@ fn calls(rank: &Rank) {
     launch(&graph, gpu);
     gpu.wait();
     other.destroy().expect("destroy");
-    let closed = put_dispatch_expert(&other, &gpu.stream, &call, Split::Whole);
+    let closed = put_dispatch_expert(&other, &gpu.stream, &args, Split::Whole);
     refused(closed, ErrorKind::Closed, "destroyed");
     put_combine_expert(buffer, &gpu.stream, &combine, &handle, Split::Whole).expect("combine");
     gpu.wait();

@@ -425,7 +425,7 @@ struct Gather {
         sum_terms<4, !EP_PREREDUCE>(sum, terms, load, [&] { return weight; });
 #pragma unroll 1
         for (u32 k = 0; k < 2; ++k) {
-            u64 bias = k == 0 ? args.bias0 : args.bias1;
+            u64 bias = k == 0 ? args.bias[0] : args.bias[1];
             if (!bias) continue;
             Vec16 v[2];
             load_step(v, bias + u64(token) * BACK_BYTES + at_element * 2, elements, lane);

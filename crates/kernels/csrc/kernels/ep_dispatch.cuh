@@ -58,13 +58,13 @@ __device__ __forceinline__ u32 stage_piece(const EpDispatchArgs &args, u32 token
         for (u32 byte = lane * 16; byte < data; byte += LANES * 16) {
             *reinterpret_cast<Vec16 *>(stage + byte) = ld_once_v16(row + piece * EP_PIECE + byte);
         }
-        u64 scales = args.in_scales + token * args.in_scale_row;
+        u64 scales = args.x_scales + token * args.x_scale_strides[0];
         for (u32 i = lane; i < elements / BLOCK; i += LANES) {
             u32 block = piece * (EP_PIECE / BLOCK) + i;
             if (EP_SCALE == 2) {
-                stage[data + i] = at<u8>(scales + block / 4 * args.in_scale_block, block % 4);
+                stage[data + i] = at<u8>(scales + block / 4 * args.x_scale_strides[1], block % 4);
             } else {
-                reinterpret_cast<u32 *>(stage + data)[i] = at<u32>(scales + block * args.in_scale_block);
+                reinterpret_cast<u32 *>(stage + data)[i] = at<u32>(scales + block * args.x_scale_strides[1]);
             }
         }
     } else {
@@ -212,7 +212,7 @@ __device__ __forceinline__ void fan_out(const EpDispatchArgs &args, const Arriva
     u32 blocks = elements / BLOCK, most = EP_R * c.max_tokens;
     u64 scales = 0;
     if (EP_FP8 && a.row != EP_NOWHERE) {
-        scales = args.out_scales + a.row / most * args.out_scale_expert + a.row % most * args.out_scale_row;
+        scales = args.out_scales + a.row / most * args.out_scale_strides[0] + a.row % most * args.out_scale_strides[1];
     }
     auto load_scale = [&](u32 i) -> u32 {
         if (!came || i >= blocks) return 0;
@@ -243,9 +243,9 @@ __device__ __forceinline__ void fan_out(const EpDispatchArgs &args, const Arriva
             u64 to = __shfl_sync(WHOLE_WARP, scales, __ffs(left) - 1);
             if (i >= blocks) continue;
             if (SCALE == 1) {
-                at<u8>(to + block / 4 * args.out_scale_block, block % 4) = static_cast<u8>(scale);
+                at<u8>(to + block / 4 * args.out_scale_strides[2], block % 4) = static_cast<u8>(scale);
             } else {
-                at<u32>(to + block * args.out_scale_block) = scale;
+                at<u32>(to + block * args.out_scale_strides[2]) = scale;
             }
         }
     }
@@ -384,7 +384,7 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
 __device__ __forceinline__ void end_dispatch(const EpDispatchArgs &args, u64 sent, u64 received) {
     const EpCommon &c = args.common;
     EpState &state = state_of(c);
-    bool last = is_last_to_end(c, address_of(state.dispatch_blocks) + 8 * c.phases);
+    bool last = is_last_to_end(c, address_of(state.dispatch_blocks[c.phases]));
     mark_of(0, args.marks, EP_MARK_DONE);
     if (!last) return;
     if (c.phases & EP_RECEIVE) count_waits(c);

@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(EP_BACK_THREADS, 1)
     bool sends = c.phases & EP_SEND;
     Flags &flags = *reinterpret_cast<Flags *>(behind_start(shared));
     u8 *stages = behind_start(shared) + EP_FLAGS;
-    u64 blocks = address_of(state_of(c).combine_blocks) + 8 * c.phases;
+    u64 blocks = address_of(state_of(c).combine_blocks[c.phases]);
     // Loads that need nothing that the block finds out are under way while it does.
     Returns returns(c, warp, lane);
     Parts parts(args, warp, lane);

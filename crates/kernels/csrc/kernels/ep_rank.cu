@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
         }
 #endif
     }
-    u64 counter = address_of(state_of(args.common).dispatch_blocks) + 8 * args.common.phases;
+    u64 counter = address_of(state_of(args.common).dispatch_blocks[args.common.phases]);
     bool last = is_last_of_launch(counter, shared.scan.last);
     mark_by(0, args.marks, EP_MARK_DONE);
     if (!last) return;
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
         u32 warps = WARPS - ADDERS;
         add_tokens(combine, shared, (blockIdx.x - split) * warps + warp_of() - ADDERS, (gridDim.x - split) * warps);
     }
-    u64 counter = address_of(state_of(args.common).combine_blocks) + 8 * args.common.phases;
+    u64 counter = address_of(state_of(args.common).combine_blocks[args.common.phases]);
     bool last = is_last_of_launch(counter, shared.last);
     mark_by(0, args.marks, EP_MARK_DONE);
     if (!last) return;

@@ -409,7 +409,7 @@ __device__ __forceinline__ void add_rows(const Combine &combine, const Token &to
             u32 todo = __ballot_sync(WHOLE_WARP, token.row[i] != 0);
             while (todo != 0) add_some(sum, token.row[i], todo, base);
         }
-        const u64 biases[] = {args.bias0, args.bias1};
+        const u64 biases[] = {args.bias[0], args.bias[1]};
         for (u64 bias : biases) {
             if (bias == 0) continue;
             Vec16 added[SUM_DEPTH];

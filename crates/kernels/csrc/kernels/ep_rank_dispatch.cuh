@@ -292,7 +292,7 @@ __device__ __forceinline__ void send_scales(const Dispatch &dispatch, const u32 
             count * BLOCKS,
             [&](u32 i) {
                 u32 block = i % BLOCKS;
-                return at<const u8>(args.in_scales + list[i / BLOCKS] * args.in_scale_row + block / 4 * args.in_scale_block +
+                return at<const u8>(args.x_scales + list[i / BLOCKS] * args.x_scale_strides[0] + block / 4 * args.x_scale_strides[1] +
                                     block % 4);
             },
             [&](u32 i, u8 scale) { at<u8>(to + i) = scale; });
@@ -301,7 +301,7 @@ __device__ __forceinline__ void send_scales(const Dispatch &dispatch, const u32 
         copy_each<u32>(
             count * WORDS,
             [&](u32 i) {
-                return at<const u32>(args.in_scales + list[i / WORDS] * args.in_scale_row + i % WORDS * args.in_scale_block);
+                return at<const u32>(args.x_scales + list[i / WORDS] * args.x_scale_strides[0] + i % WORDS * args.x_scale_strides[1]);
             },
             [&](u32 i, u32 scale) { at<u32>(to + 4 * i) = scale; });
     }
@@ -360,7 +360,7 @@ __device__ __forceinline__ void send_details(const Dispatch &dispatch, DispatchS
     mark_by(begin, dispatch.args.marks, EP_MARK_DETAILS);
     // Rows behind the last that came have no experts.
     const EpDispatchArgs &args = dispatch.args;
-    u64 most = u64(EP_R) * dispatch.common.max_tokens, end = args.worst_rows < most ? args.worst_rows : most;
+    u64 most = u64(EP_R) * dispatch.common.max_tokens, end = args.max_rows < most ? args.max_rows : most;
     u64 place = at<const u32>(dispatch.offsets() + 4 * EP_R) * u64(EP_K);
     u64 own = dispatch.common.base + dispatch.common.heap.regions + args.region * dispatch.common.heap.region_stride;
     u32 threads = (WARPS - begin) * LANES;
@@ -473,7 +473,7 @@ __device__ __forceinline__ void end_dispatch(const Dispatch &dispatch, DispatchS
         }
         if (!dispatch.args.cached) keep_sources(dispatch);
         u32 rows = at<const u32>(dispatch.offsets() + 4 * EP_R);
-        if (rank == 0 && dispatch.args.worst_rows != 0 && rows > dispatch.args.worst_rows) {
+        if (rank == 0 && dispatch.args.max_rows != 0 && rows > dispatch.args.max_rows) {
             tell_fault(common, common.rank, EP_STAGE_ROOM, dispatch.epoch, rows);
         }
         if (warp_of() == 0) count_waits(common);

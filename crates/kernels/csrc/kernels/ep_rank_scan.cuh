@@ -275,7 +275,7 @@ __device__ __forceinline__ void plan(const Dispatch &dispatch, ScanShared &share
 __device__ __forceinline__ void tell_counts(const Dispatch &dispatch, const ScanShared &shared) {
     const EpCommon &common = dispatch.common;
     const EpDispatchArgs &args = dispatch.args;
-    u32 alignment = args.alignment == 0 ? 1 : args.alignment;
+    u32 alignment = args.expert_alignment == 0 ? 1 : args.expert_alignment;
     for (u32 expert = lane_of(); !args.cached && expert < LOCAL; expert += LANES) {
         u32 sum = 0;
         for (u32 source = 0; source < EP_R; ++source) {

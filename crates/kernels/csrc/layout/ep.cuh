@@ -67,7 +67,7 @@ constexpr u32 EP_STAGE_COMBINE_TAKEN = 8;
 // all ranks came in time for all. `seen` is where they begin.
 constexpr u32 EP_STAGE_PLACE = 9;
 
-// What was wrong, with this rank itself: more rows came than `worst_rows`. `seen` is how many.
+// What was wrong, with this rank itself: more rows came than `max_rows`. `seen` is how many.
 constexpr u32 EP_STAGE_ROOM = 10;
 
 // The most blocks of a launch in the rank layout.
@@ -227,38 +227,12 @@ struct EpState {
     u64 combine_ended;
     // Faults so far.
     u64 faults;
-    // Blocks of a launch that are done, by its phases: 8 counters for dispatch. This is that of phases 0.
-    u64 dispatch_blocks;
-    // Phases 1.
-    u64 dispatch_blocks_1;
-    // Phases 2.
-    u64 dispatch_blocks_2;
-    // Phases 3.
-    u64 dispatch_blocks_3;
-    // Phases 4.
-    u64 dispatch_blocks_4;
-    // Phases 5.
-    u64 dispatch_blocks_5;
-    // Phases 6.
-    u64 dispatch_blocks_6;
-    // Phases 7.
-    u64 dispatch_blocks_7;
+    // Blocks of a dispatch launch that have finished, one counter for each value of `EpCommon::phases`: a launch that
+    // only sends may overlap one that only receives. Kernels count up; the last block of a launch resets its
+    // counter to 0.
+    u64 dispatch_blocks[8];
     // The same for combine.
-    u64 combine_blocks;
-    // Phases 1.
-    u64 combine_blocks_1;
-    // Phases 2.
-    u64 combine_blocks_2;
-    // Phases 3.
-    u64 combine_blocks_3;
-    // Phases 4.
-    u64 combine_blocks_4;
-    // Phases 5.
-    u64 combine_blocks_5;
-    // Phases 6.
-    u64 combine_blocks_6;
-    // Phases 7.
-    u64 combine_blocks_7;
+    u64 combine_blocks[8];
 };
 
 static_assert(sizeof(EpState) == 184, "EpState");
@@ -357,29 +331,29 @@ struct EpHandleHeader {
 
 static_assert(sizeof(EpHandleHeader) == 24, "EpHandleHeader");
 
-// What every launch takes.
+// Arguments of every launch. The caller of a buffer sets `tokens` (of a dispatch) and `waits`; the buffer sets the rest.
 struct EpCommon {
     // Where everything is in a heap.
     EpHeap heap;
     // Where everything is in a handle.
     EpHandle parts;
-    // Where this rank's heap is.
+    // Address of this rank's heap.
     u64 base;
-    // u64[R] in device memory: where each rank's heap is, this rank's own too.
+    // u64[R] in device memory: address of each rank's heap as mapped here, this rank's own included.
     u64 peers;
-    // The handle's memory, 128-byte aligned.
+    // Address of the handle, 128-byte aligned.
     u64 handle;
-    // The ring of faults.
+    // Address of the ring of faults.
     u64 faults;
-    // i64[R] to which the time that was waited for each rank is added, in nanoseconds; or 0.
+    // i64[R], to which the longest wait for each rank is added, in nanoseconds; or 0.
     u64 waits;
-    // The longest wait, in nanoseconds.
+    // Timeout of each wait for another rank, in nanoseconds.
     u64 limit_ns;
     // This rank.
     u32 rank;
-    // EP_ANNOUNCE, EP_SEND, EP_RECEIVE: those of them that this launch does.
+    // Phases that this launch runs: bits EP_ANNOUNCE, EP_SEND, EP_RECEIVE.
     u32 phases;
-    // This rank's tokens.
+    // Tokens of this rank.
     u32 tokens;
     // M.
     u32 max_tokens;
@@ -387,104 +361,102 @@ struct EpCommon {
 
 static_assert(sizeof(EpCommon) == 456, "EpCommon");
 
-// What the kernels that dispatch take.
+// Arguments of a dispatch. Strides count bytes; an address of 0 means that there is no such array. The caller of a
+// buffer sets everything up to `say`, the buffer what follows.
 struct EpDispatchArgs {
-    // What every launch takes.
+    // Arguments of every launch.
     EpCommon common;
-    // Rows, 16-byte aligned: bf16, or e4m3 where `x_fp8` says so.
+    // [tokens][H], bf16, or e4m3 if `x_fp8` is set. Rows are 16-byte aligned.
     u64 x;
     // From one row to the next, a multiple of 16.
     u64 x_stride;
-    // Scales of fp8 rows: f32, or u8 for EP_SCALE 2.
-    u64 in_scales;
-    // From one token's scale to the next's.
-    u64 in_scale_row;
-    // From one block's scale to the next's (f32), or from those of four blocks to the next four (u8).
-    u64 in_scale_block;
-    // Expert ids, [tokens][K], contiguous; -1 for none.
+    // Scales of e4m3 rows: f32[tokens][H / 128], or u8 for EP_SCALE 2.
+    u64 x_scales;
+    // From one token's scales to the next's; from one block's scale to the next's (u8: from four blocks', which are
+    // adjacent bytes, to the next four's).
+    u64 x_scale_strides[2];
+    // Expert ids, [tokens][K], contiguous; -1 for none. Not read if `cached` is set.
     u64 topk_idx;
-    // f32[tokens][K], or 0.
+    // f32[tokens][K], contiguous; or 0.
     u64 topk_weights;
-    // Expert layout: [El][R * M][row bytes], contiguous.
+    // Expert layout: [El][R * M][H], bf16 or e4m3, contiguous.
     u64 out_x;
-    // Expert layout: scales.
+    // Expert layout: scales of `out_x` if it is e4m3.
     u64 out_scales;
-    // From one expert's scales to the next's.
-    u64 out_scale_expert;
-    // From one row's scale to the next's.
-    u64 out_scale_row;
-    // From one block's scale to the next's (f32), or from those of four blocks to the next four (u8).
-    u64 out_scale_block;
-    // i32[El]: rows of each expert. Rank layout: rounded up to `alignment`.
+    // From one expert's scales to the next's; from one row's to the next's; from one block's to the next's (u8: as in
+    // `x_scale_strides`).
+    u64 out_scale_strides[3];
+    // i32[El]: rows of each expert. Rank layout: rounded up to a multiple of `expert_alignment`.
     u64 out_counts;
-    // Expert layout: i64[El][R], where a source's rows begin << 32 | how many there are.
+    // Expert layout: i64[El][R], first row of each source << 32 | number of its rows.
     u64 out_ranges;
-    // Expert layout: i32[El][R * M], or 0. Rank layout: none, it lies in the region.
+    // Expert layout: i32[El][R * M], each row's token at its source; or 0.
     u64 out_source;
-    // i32[El], to which the rows that came are added, not rounded up; or 0. Not of a cached dispatch.
-    u64 stats;
-    // Rank layout: i64[R + 1].
+    // Rank layout: i64[R + 1], the first row of each source, and the end.
     u64 out_offsets;
-    // Rank layout: a pinned u64 that becomes number << 32 | rows; or 0.
-    u64 count_word;
-    // Rank layout: a pinned i32[El] that gets the counts before `count_word`; or 0.
-    u64 count_host;
-    // Rank layout: a pinned u32[R] that gets what each rank says, EP_UNHEARD of one that did not come, before
-    // `count_word`; or 0.
-    u64 said_host;
-    // Rank layout: rows up to which topk_idx is -1 beyond those that came; the host is told when more came. Or 0.
-    u64 worst_rows;
-    // u64[blocks][EP_MARKS] that gets the launch's times; or 0.
-    u64 marks;
-    // Rank layout: the region that rows go to.
-    u32 region;
-    // Rank layout.
-    u32 alignment;
-    // Rank layout: not 0: the handle's routing is repeated.
-    u32 cached;
-    // Not 0: `x` is e4m3, with scales.
+    // i32[El], to which each expert's rows are added, not rounded up; or 0. A cached dispatch adds nothing.
+    u64 stats;
+    // Rank layout: rows of the caller's result. Rows that were not received get -1 in topk_idx up to here, and more
+    // rows than this are reported as a fault (EP_STAGE_ROOM). 0: no such limit.
+    u64 max_rows;
+    // Rank layout: counts are rounded up to a multiple of this; 0 is 1.
+    u32 expert_alignment;
+    // Not 0: `x` is e4m3 with `x_scales`.
     u32 x_fp8;
     // Bytes of an expert id: 4 or 8.
     u32 idx_bytes;
-    // Rank layout: KiB of rows that all blocks together have on their way to stores that began; 0 for what suits.
-    u32 queue;
-    // Rank layout: what this rank's host says to the others' hosts, which they hear where `said_host` is given.
+    // Rank layout: a number for the hosts of the other ranks, which get it where `said_host` is given. Not EP_UNHEARD.
     u32 say;
-    // 0.
+    // Rank layout: a pinned u64 that becomes epoch << 32 | rows; or 0.
+    u64 count_word;
+    // Rank layout: a pinned i32[El] that gets the counts before `count_word` is written; or 0.
+    u64 count_host;
+    // Rank layout: a pinned u32[R] that gets each rank's `say`, EP_UNHEARD for a rank that timed out, before
+    // `count_word` is written; or 0.
+    u64 said_host;
+    // u64[blocks][EP_MARKS] that gets the launch's times; or 0.
+    u64 marks;
+    // Rank layout: index of the region that this rank's rows are written to.
+    u32 region;
+    // Rank layout: not 0: the routing in the handle is repeated.
+    u32 cached;
+    // Rank layout: KiB of rows that all blocks together keep in flight between load and store; 0 for the default.
+    u32 queue;
+    // Padding, 0.
     u32 reserved;
 };
 
 static_assert(sizeof(EpDispatchArgs) == 664, "EpDispatchArgs");
 
-// What the kernels that combine take.
+// Arguments of a combine. Strides count bytes; an address of 0 means that there is no such array. The caller of a
+// buffer sets everything up to `out_weights`, the buffer what follows.
 struct EpCombineArgs {
-    // What every launch takes.
+    // Arguments of every launch.
     EpCommon common;
     // The experts' outputs, bf16, 16-byte aligned: [El][R * M][H], or [rows][H] in the rank layout.
     u64 y;
     // From one row to the next, a multiple of 16.
     u64 y_stride;
-    // Expert layout: f32[tokens][K], unless they went with the dispatch; or 0.
-    u64 topk_weights;
-    // Rank layout: f32[rows][K] that goes back with the rows; or 0.
+    // Rank layout: rows of `y`, if more may have been received than the dispatch's `max_rows`: the missing ones count
+    // as zeros. 0: as many as were received.
+    u64 y_rows;
+    // Rank layout: f32[rows][K] that are sent back with the rows; or 0.
     u64 y_weights;
-    // Rank layout: f32[tokens][K], the sum of what came back; or 0.
-    u64 out_weights;
-    // bf16 rows that are added, one for each token, contiguous; or 0.
-    u64 bias0;
-    // And others; or 0.
-    u64 bias1;
-    // bf16, 16-byte aligned.
+    // Expert layout: f32[tokens][K], contiguous, unless weights were sent with the dispatch; or 0.
+    u64 topk_weights;
+    // bf16[tokens][H], contiguous, 16-byte aligned, that are added to the sums; or 0.
+    u64 bias[2];
+    // bf16[tokens][H], 16-byte aligned: the sums.
     u64 out;
     // From one row to the next, a multiple of 16.
     u64 out_stride;
+    // Rank layout: f32[tokens][K], contiguous, the sums of `y_weights`; or 0.
+    u64 out_weights;
     // u64[blocks][EP_MARKS] that gets the launch's times; or 0.
     u64 marks;
-    // Rank layout: rows that `y` has, if more may have come: those count as zeros. Or 0.
-    u64 y_rows;
-    // Rank layout: how many blocks send when one launch does both; 0 for what suits.
+    // Rank layout: blocks that send in a launch that sends and receives; 0: every block does both.
     u32 senders;
-    // Rank layout: KiB of rows that all blocks together have on their way to stores that began; 0 for what suits.
+    // Rank layout: KiB of rows that all blocks together keep in flight between load and store; 0 for the default.
     u32 queue;
 };
 

@@ -53,7 +53,7 @@ constants! {
     /// What was wrong, with a rank that did come: its rows of a dispatch lie elsewhere than the announcements say, as not
     /// all ranks came in time for all. `seen` is where they begin.
     EP_STAGE_PLACE: u32 = 9;
-    /// What was wrong, with this rank itself: more rows came than `worst_rows`. `seen` is how many.
+    /// What was wrong, with this rank itself: more rows came than `max_rows`. `seen` is how many.
     EP_STAGE_ROOM: u32 = 10;
     /// The most blocks of a launch in the rank layout.
     EP_RANK_BLOCKS: u32 = 256;
@@ -193,38 +193,12 @@ layouts! {
         combine_ended: u64,
         /// Faults so far.
         faults: u64,
-        /// Blocks of a launch that are done, by its phases: 8 counters for dispatch. This is that of phases 0.
-        dispatch_blocks: u64,
-        /// Phases 1.
-        dispatch_blocks_1: u64,
-        /// Phases 2.
-        dispatch_blocks_2: u64,
-        /// Phases 3.
-        dispatch_blocks_3: u64,
-        /// Phases 4.
-        dispatch_blocks_4: u64,
-        /// Phases 5.
-        dispatch_blocks_5: u64,
-        /// Phases 6.
-        dispatch_blocks_6: u64,
-        /// Phases 7.
-        dispatch_blocks_7: u64,
+        /// Blocks of a dispatch launch that have finished, one counter for each value of `EpCommon::phases`: a launch that
+        /// only sends may overlap one that only receives. Kernels count up; the last block of a launch resets its
+        /// counter to 0.
+        dispatch_blocks: [u64; 8],
         /// The same for combine.
-        combine_blocks: u64,
-        /// Phases 1.
-        combine_blocks_1: u64,
-        /// Phases 2.
-        combine_blocks_2: u64,
-        /// Phases 3.
-        combine_blocks_3: u64,
-        /// Phases 4.
-        combine_blocks_4: u64,
-        /// Phases 5.
-        combine_blocks_5: u64,
-        /// Phases 6.
-        combine_blocks_6: u64,
-        /// Phases 7.
-        combine_blocks_7: u64,
+        combine_blocks: [u64; 8],
     }
     /// How far the blocks of a dispatch in the rank layout are.
     EpScan {
@@ -305,128 +279,126 @@ layouts! {
         /// Rank layout: how many experts they selected, in all.
         selections: u64,
     }
-    /// What every launch takes.
+    /// Arguments of every launch. The caller of a buffer sets `tokens` (of a dispatch) and `waits`; the buffer sets the rest.
     EpCommon {
         /// Where everything is in a heap.
         heap: EpHeap,
         /// Where everything is in a handle.
         parts: EpHandle,
-        /// Where this rank's heap is.
+        /// Address of this rank's heap.
         base: u64,
-        /// u64[R] in device memory: where each rank's heap is, this rank's own too.
+        /// u64[R] in device memory: address of each rank's heap as mapped here, this rank's own included.
         peers: u64,
-        /// The handle's memory, 128-byte aligned.
+        /// Address of the handle, 128-byte aligned.
         handle: u64,
-        /// The ring of faults.
+        /// Address of the ring of faults.
         faults: u64,
-        /// i64[R] to which the time that was waited for each rank is added, in nanoseconds; or 0.
+        /// i64[R], to which the longest wait for each rank is added, in nanoseconds; or 0.
         waits: u64,
-        /// The longest wait, in nanoseconds.
+        /// Timeout of each wait for another rank, in nanoseconds.
         limit_ns: u64,
         /// This rank.
         rank: u32,
-        /// EP_ANNOUNCE, EP_SEND, EP_RECEIVE: those of them that this launch does.
+        /// Phases that this launch runs: bits EP_ANNOUNCE, EP_SEND, EP_RECEIVE.
         phases: u32,
-        /// This rank's tokens.
+        /// Tokens of this rank.
         tokens: u32,
         /// M.
         max_tokens: u32,
     }
-    /// What the kernels that dispatch take.
+    /// Arguments of a dispatch. Strides count bytes; an address of 0 means that there is no such array. The caller of a
+    /// buffer sets everything up to `say`, the buffer what follows.
     EpDispatchArgs {
-        /// What every launch takes.
+        /// Arguments of every launch.
         common: EpCommon,
-        /// Rows, 16-byte aligned: bf16, or e4m3 where `x_fp8` says so.
+        /// [tokens][H], bf16, or e4m3 if `x_fp8` is set. Rows are 16-byte aligned.
         x: u64,
         /// From one row to the next, a multiple of 16.
         x_stride: u64,
-        /// Scales of fp8 rows: f32, or u8 for EP_SCALE 2.
-        in_scales: u64,
-        /// From one token's scale to the next's.
-        in_scale_row: u64,
-        /// From one block's scale to the next's (f32), or from those of four blocks to the next four (u8).
-        in_scale_block: u64,
-        /// Expert ids, [tokens][K], contiguous; -1 for none.
+        /// Scales of e4m3 rows: f32[tokens][H / 128], or u8 for EP_SCALE 2.
+        x_scales: u64,
+        /// From one token's scales to the next's; from one block's scale to the next's (u8: from four blocks', which are
+        /// adjacent bytes, to the next four's).
+        x_scale_strides: [u64; 2],
+        /// Expert ids, [tokens][K], contiguous; -1 for none. Not read if `cached` is set.
         topk_idx: u64,
-        /// f32[tokens][K], or 0.
+        /// f32[tokens][K], contiguous; or 0.
         topk_weights: u64,
-        /// Expert layout: [El][R * M][row bytes], contiguous.
+        /// Expert layout: [El][R * M][H], bf16 or e4m3, contiguous.
         out_x: u64,
-        /// Expert layout: scales.
+        /// Expert layout: scales of `out_x` if it is e4m3.
         out_scales: u64,
-        /// From one expert's scales to the next's.
-        out_scale_expert: u64,
-        /// From one row's scale to the next's.
-        out_scale_row: u64,
-        /// From one block's scale to the next's (f32), or from those of four blocks to the next four (u8).
-        out_scale_block: u64,
-        /// i32[El]: rows of each expert. Rank layout: rounded up to `alignment`.
+        /// From one expert's scales to the next's; from one row's to the next's; from one block's to the next's (u8: as in
+        /// `x_scale_strides`).
+        out_scale_strides: [u64; 3],
+        /// i32[El]: rows of each expert. Rank layout: rounded up to a multiple of `expert_alignment`.
         out_counts: u64,
-        /// Expert layout: i64[El][R], where a source's rows begin << 32 | how many there are.
+        /// Expert layout: i64[El][R], first row of each source << 32 | number of its rows.
         out_ranges: u64,
-        /// Expert layout: i32[El][R * M], or 0. Rank layout: none, it lies in the region.
+        /// Expert layout: i32[El][R * M], each row's token at its source; or 0.
         out_source: u64,
-        /// i32[El], to which the rows that came are added, not rounded up; or 0. Not of a cached dispatch.
-        stats: u64,
-        /// Rank layout: i64[R + 1].
+        /// Rank layout: i64[R + 1], the first row of each source, and the end.
         out_offsets: u64,
-        /// Rank layout: a pinned u64 that becomes number << 32 | rows; or 0.
-        count_word: u64,
-        /// Rank layout: a pinned i32[El] that gets the counts before `count_word`; or 0.
-        count_host: u64,
-        /// Rank layout: a pinned u32[R] that gets what each rank says, EP_UNHEARD of one that did not come, before
-        /// `count_word`; or 0.
-        said_host: u64,
-        /// Rank layout: rows up to which topk_idx is -1 beyond those that came; the host is told when more came. Or 0.
-        worst_rows: u64,
-        /// u64[blocks][EP_MARKS] that gets the launch's times; or 0.
-        marks: u64,
-        /// Rank layout: the region that rows go to.
-        region: u32,
-        /// Rank layout.
-        alignment: u32,
-        /// Rank layout: not 0: the handle's routing is repeated.
-        cached: u32,
-        /// Not 0: `x` is e4m3, with scales.
+        /// i32[El], to which each expert's rows are added, not rounded up; or 0. A cached dispatch adds nothing.
+        stats: u64,
+        /// Rank layout: rows of the caller's result. Rows that were not received get -1 in topk_idx up to here, and more
+        /// rows than this are reported as a fault (EP_STAGE_ROOM). 0: no such limit.
+        max_rows: u64,
+        /// Rank layout: counts are rounded up to a multiple of this; 0 is 1.
+        expert_alignment: u32,
+        /// Not 0: `x` is e4m3 with `x_scales`.
         x_fp8: u32,
         /// Bytes of an expert id: 4 or 8.
         idx_bytes: u32,
-        /// Rank layout: KiB of rows that all blocks together have on their way to stores that began; 0 for what suits.
-        queue: u32,
-        /// Rank layout: what this rank's host says to the others' hosts, which they hear where `said_host` is given.
+        /// Rank layout: a number for the hosts of the other ranks, which get it where `said_host` is given. Not EP_UNHEARD.
         say: u32,
-        /// 0.
+        /// Rank layout: a pinned u64 that becomes epoch << 32 | rows; or 0.
+        count_word: u64,
+        /// Rank layout: a pinned i32[El] that gets the counts before `count_word` is written; or 0.
+        count_host: u64,
+        /// Rank layout: a pinned u32[R] that gets each rank's `say`, EP_UNHEARD for a rank that timed out, before
+        /// `count_word` is written; or 0.
+        said_host: u64,
+        /// u64[blocks][EP_MARKS] that gets the launch's times; or 0.
+        marks: u64,
+        /// Rank layout: index of the region that this rank's rows are written to.
+        region: u32,
+        /// Rank layout: not 0: the routing in the handle is repeated.
+        cached: u32,
+        /// Rank layout: KiB of rows that all blocks together keep in flight between load and store; 0 for the default.
+        queue: u32,
+        /// Padding, 0.
         reserved: u32,
     }
-    /// What the kernels that combine take.
+    /// Arguments of a combine. Strides count bytes; an address of 0 means that there is no such array. The caller of a
+    /// buffer sets everything up to `out_weights`, the buffer what follows.
     EpCombineArgs {
-        /// What every launch takes.
+        /// Arguments of every launch.
         common: EpCommon,
         /// The experts' outputs, bf16, 16-byte aligned: [El][R * M][H], or [rows][H] in the rank layout.
         y: u64,
         /// From one row to the next, a multiple of 16.
         y_stride: u64,
-        /// Expert layout: f32[tokens][K], unless they went with the dispatch; or 0.
-        topk_weights: u64,
-        /// Rank layout: f32[rows][K] that goes back with the rows; or 0.
+        /// Rank layout: rows of `y`, if more may have been received than the dispatch's `max_rows`: the missing ones count
+        /// as zeros. 0: as many as were received.
+        y_rows: u64,
+        /// Rank layout: f32[rows][K] that are sent back with the rows; or 0.
         y_weights: u64,
-        /// Rank layout: f32[tokens][K], the sum of what came back; or 0.
-        out_weights: u64,
-        /// bf16 rows that are added, one for each token, contiguous; or 0.
-        bias0: u64,
-        /// And others; or 0.
-        bias1: u64,
-        /// bf16, 16-byte aligned.
+        /// Expert layout: f32[tokens][K], contiguous, unless weights were sent with the dispatch; or 0.
+        topk_weights: u64,
+        /// bf16[tokens][H], contiguous, 16-byte aligned, that are added to the sums; or 0.
+        bias: [u64; 2],
+        /// bf16[tokens][H], 16-byte aligned: the sums.
         out: u64,
         /// From one row to the next, a multiple of 16.
         out_stride: u64,
+        /// Rank layout: f32[tokens][K], contiguous, the sums of `y_weights`; or 0.
+        out_weights: u64,
         /// u64[blocks][EP_MARKS] that gets the launch's times; or 0.
         marks: u64,
-        /// Rank layout: rows that `y` has, if more may have come: those count as zeros. Or 0.
-        y_rows: u64,
-        /// Rank layout: how many blocks send when one launch does both; 0 for what suits.
+        /// Rank layout: blocks that send in a launch that sends and receives; 0: every block does both.
         senders: u32,
-        /// Rank layout: KiB of rows that all blocks together have on their way to stores that began; 0 for what suits.
+        /// Rank layout: KiB of rows that all blocks together keep in flight between load and store; 0 for the default.
         queue: u32,
     }
 }

@@ -136,7 +136,7 @@ impl EpKernels {
     /// As there.
     pub unsafe fn combine_expert(&self, stream: &Stream, args: &EpCombineArgs, blocks: u32) -> Result<()> {
         let pair = self.pair("combine", &self.expert, &args.common, EP_SEND | EP_RECEIVE, blocks)?;
-        let out = args.out | args.out_stride | args.bias0 | args.bias1;
+        let out = args.out | args.out_stride | args.bias[0] | args.bias[1];
         aligned("combine", &[("y", args.y | args.y_stride), ("out and bias", out)])?;
         // SAFETY: the kernel takes `EpCombineArgs`; the caller vouches for the rest.
         unsafe { pair.combine.launch(stream, pair.grid(blocks, 1), args) }
@@ -170,7 +170,7 @@ impl EpKernels {
     /// As there.
     pub unsafe fn combine_rank(&self, stream: &Stream, args: &EpCombineArgs, blocks: u32) -> Result<()> {
         let pair = self.pair("combine", &self.rank, &args.common, EP_SEND | EP_RECEIVE, blocks)?;
-        let out = args.out | args.out_stride | args.bias0 | args.bias1;
+        let out = args.out | args.out_stride | args.bias[0] | args.bias[1];
         aligned("combine", &[("y", args.y | args.y_stride), ("out and bias", out)])?;
         // SAFETY: the kernel takes `EpCombineArgs`; the caller vouches for the rest.
         unsafe { pair.combine.launch(stream, pair.grid(blocks, 1), args) }
