@@ -7,42 +7,34 @@
 //!
 //! ```text
 //! user buffer ─ Request ─ proto (splits into chunks, picks a lane with room) ─ Lane ─ wire
-//!     wire ─ Lane ─ proto (where does this chunk go?) ─ straight into the user's buffer ─ Request done
+//!     wire ─ Lane ─ proto (where does this chunk go?) ─ directly into the user's buffer ─ Request done
 //! ```
 //!
-//! This room is the only one that picks a backend. See the workspace's ARCHITECTURE.md.
+//! This crate alone selects a backend. Its modules, each of which uses only those above it in this list:
+//!
+//! ```text
+//! memory        buffers and regions
+//! environment   what this process has: settings, memory, GPUs, network devices
+//! core          what the worker's lock protects: operations, peers, lanes, direct copies, GPU memory
+//! progress      who drives the core when, and how sleepers are woken
+//! session       connecting, accepting, reconnecting; the transports
+//! api           the handles that users hold
+//! ```
+//!
+//! See the workspace's ARCHITECTURE.md.
 
-mod admit;
-mod buffer;
-mod chunks;
-mod connect;
-mod context;
-mod copies;
+mod api;
 mod core;
-mod endpoint;
-mod foreign;
-mod gates;
-mod io;
-mod keeper;
-mod link;
-mod links;
-mod listen;
-mod lost;
-mod mapped;
-mod ops;
+mod environment;
+mod memory;
 mod progress;
-mod rails;
-mod region;
-mod request;
-mod select;
-mod state;
-mod streams;
-mod submit;
-mod tickets;
-mod worker;
+mod session;
 
-pub use buffer::{Buffer, Memory, Place, Ready};
-pub use context::{Context, DeviceInfo, Info, TransportInfo};
+pub use api::{
+    Awaited, ConnectOptions, Context, DeviceInfo, Endpoint, Info, LaneReport, Mapped, Op, Outcome, Region, Request,
+    Shared, Signal, TransportInfo, Worker, WorkerOptions,
+};
+pub use core::{LaneShare, Protocol, Receipt};
 pub use crossrail_cuda_ipc::Copied;
 pub use crossrail_gpu::{CudaInfo, CudaState, GpuState, KernelCache, StageStats, unpack};
 #[cfg(feature = "simulated-gpu")]
@@ -51,10 +43,5 @@ pub use crossrail_topology::{Distance, GpuSeen};
 pub use crossrail_types::{
     Error, ErrorKind, Filter, GpuCopy, IoThreads, LogLevel, Rails, Result, Secret, Settings, Unpack,
 };
-pub use endpoint::{Endpoint, LaneReport, Op};
-pub use mapped::{Mapped, Shared};
-pub use region::{Region, RegionKey};
-pub use request::{LaneShare, Protocol, Receipt, Request};
-pub use select::{Candidate, Explain};
-pub use streams::{Awaited, Outcome, Signal};
-pub use worker::{ConnectOptions, Worker, WorkerOptions};
+pub use memory::{Buffer, Memory, Place, Ready, RegionKey};
+pub use session::{Candidate, Explain};

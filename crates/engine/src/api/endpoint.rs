@@ -1,0 +1,275 @@
+//! One peer.
+
+use std::time::{Duration, Instant};
+
+use crossrail_proto as proto;
+use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Result};
+use proto::Operation;
+
+use super::{Request, Worker};
+use crate::core::{Core, gone};
+use crate::memory::{Buffer, RegionKey};
+use crate::session::Explain;
+
+/// One peer of a worker and the lanes to it. Any thread may use it.
+#[derive(Clone)]
+pub struct Endpoint {
+    pub(crate) worker: Worker,
+    pub(crate) id: EndpointId,
+}
+
+/// One operation of a batch.
+pub enum Op {
+    /// As [`Endpoint::send`].
+    Send {
+        /// What to send.
+        buffer: Buffer,
+        /// Its tag.
+        tag: u64,
+    },
+    /// As [`Worker::recv`], from this endpoint's peer.
+    Recv {
+        /// Where to.
+        buffer: Buffer,
+        /// The tag wanted.
+        tag: u64,
+        /// The bits of it that count.
+        mask: u64,
+    },
+    /// As [`Endpoint::write`].
+    Write {
+        /// What to write.
+        local: Buffer,
+        /// The peer's region.
+        remote: RegionKey,
+        /// Where in it, in bytes.
+        offset: u64,
+        /// Told to the region's owner once all bytes are there.
+        imm: Option<u32>,
+    },
+    /// As [`Endpoint::read`].
+    Read {
+        /// Where to.
+        local: Buffer,
+        /// The peer's region.
+        remote: RegionKey,
+        /// Where in it, in bytes.
+        offset: u64,
+    },
+}
+
+/// One lane as it is now.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LaneReport {
+    /// As `shm`, `tcp/eth1`.
+    pub name: String,
+    /// `self`, `shm` or `tcp`.
+    pub transport: String,
+    /// Whether it carries anything; a lost one is retried under the same name.
+    pub alive: bool,
+    /// Bytes sent on it, frame heads included.
+    pub tx_bytes: u64,
+    /// Bytes received on it, frame heads included.
+    pub rx_bytes: u64,
+    /// TCP segments that were sent again.
+    pub retransmits: u64,
+}
+
+impl Op {
+    fn buffer(&mut self) -> &mut Buffer {
+        match self {
+            Op::Send { buffer, .. } | Op::Recv { buffer, .. } => buffer,
+            Op::Write { local, .. } | Op::Read { local, .. } => local,
+        }
+    }
+}
+
+impl Endpoint {
+    /// The peer's name.
+    pub fn peer(&self) -> String {
+        let mut core = self.worker.progress_handle().core();
+        core.st.peer(self.id).map_or_else(String::new, |peer| peer.name().to_owned())
+    }
+
+    /// A number that tells this worker's endpoints apart.
+    pub fn id(&self) -> u32 {
+        self.id.0
+    }
+
+    /// Whether the peer is there, as far as is known.
+    pub fn is_alive(&self) -> bool {
+        self.worker.progress_handle().core().st.peer(self.id).is_some_and(|peer| peer.alive)
+    }
+
+    /// Why the peer is not there any more; `None` while it is.
+    pub fn end(&self) -> Option<String> {
+        let mut core = self.worker.progress_handle().core();
+        core.st.peer(self.id).filter(|peer| !peer.alive).map(|peer| peer.why_dead.clone())
+    }
+
+    /// Sends a tagged message. Finished when its bytes are in the receiver's buffer, whatever its size.
+    ///
+    /// # Errors
+    /// Here `PeerDead` and `Closed`; in the request `Truncated`, `Cancelled`, `PeerDead`.
+    pub fn send(&self, buffer: impl Into<Buffer>, tag: u64) -> Result<Request> {
+        self.start("send", Operation::Send { tag }, buffer.into())
+    }
+
+    /// Writes into the peer's region, at `offset` of it. Finished when the bytes are there; the region's owner then
+    /// counts `imm`, if there is one ([`Region::wait_imm`](crate::Region::wait_imm)).
+    ///
+    /// # Errors
+    /// In the request `Region`: the owner knows no such region any more, or the range is not inside it.
+    pub fn write(
+        &self,
+        local: impl Into<Buffer>,
+        remote: &RegionKey,
+        offset: u64,
+        imm: Option<u32>,
+    ) -> Result<Request> {
+        self.start("write", Operation::Write { key: remote.key, offset, imm }, local.into())
+    }
+
+    /// Reads from the peer's region, at `offset` of it. Errors as for [`Endpoint::write`].
+    pub fn read(&self, local: impl Into<Buffer>, remote: &RegionKey, offset: u64) -> Result<Request> {
+        self.start("read", Operation::Read { key: remote.key, offset }, local.into())
+    }
+
+    /// Starts all of `ops` in one call. The request is finished when all of them are, and fails with the first that
+    /// failed; cancelling it cancels them.
+    pub fn batch(&self, ops: Vec<Op>) -> Result<Request> {
+        let progress = self.worker.progress_handle();
+        let mut ops = ops;
+        for op in &mut ops {
+            progress.admit(op.buffer())?;
+        }
+        let mut core = progress.core();
+        if core.closed {
+            return Err(gone("batch"));
+        }
+        let parent = core.batch(self.id);
+        let mut failure = None;
+        for op in ops {
+            let started = match op {
+                Op::Send { buffer, tag } => core.start(self.id, "send", Operation::Send { tag }, buffer),
+                Op::Recv { buffer, tag, mask } => core.receive(buffer, tag, mask, Some(self.id)),
+                Op::Write { local, remote, offset, imm } => {
+                    core.start(self.id, "write", Operation::Write { key: remote.key, offset, imm }, local)
+                }
+                Op::Read { local, remote, offset } => {
+                    core.start(self.id, "read", Operation::Read { key: remote.key, offset }, local)
+                }
+            };
+            match started {
+                Ok(op) => core.st.ops.adopt(parent, op),
+                Err(error) => {
+                    failure = Some(Box::new(error));
+                    break;
+                }
+            }
+        }
+        core.st.ops.release(parent, failure);
+        progress.after(core);
+        Ok(Request::new(progress, parent))
+    }
+
+    #[inline]
+    fn start(&self, what: &'static str, operation: Operation, mut buffer: Buffer) -> Result<Request> {
+        let progress = self.worker.progress_handle();
+        progress.admit(&mut buffer)?;
+        let mut core = progress.core();
+        let op = core.start(self.id, what, operation, buffer);
+        progress.after(core);
+        Ok(Request::new(progress, op?))
+    }
+
+    /// Every way that the endpoint could have used: its cost, what it was chosen for, or why it was not.
+    pub fn explain(&self) -> Explain {
+        match self.worker.sessions().explain(self.id) {
+            Some(explain) => Explain::clone(&explain),
+            None => Explain::new("", String::new(), String::new(), "all", Vec::new()),
+        }
+    }
+
+    /// Its lanes, with what they have carried.
+    pub fn lanes(&self) -> Vec<LaneReport> {
+        let mut core = self.worker.progress_handle().core();
+        let Some(peer) = core.st.peer(self.id) else { return Vec::new() };
+        let (ids, bulk) = (peer.lanes.clone(), peer.bulk.clone());
+        let mut rows = Vec::new();
+        let mut busy = Vec::new();
+        for id in ids {
+            let inside = core.inside.iter().find(|lane| lane.id == id).map(|lane| lane.lane.stats());
+            match inside {
+                Some(stats) => rows.extend(report(&mut core, id, stats)),
+                None => busy.extend(bulk.iter().find(|lane| lane.id == id).cloned()),
+            }
+        }
+        drop(core);
+        // A connection's own lock is taken before the worker's, never after.
+        for lane in busy {
+            let Some(stats) = lane.lane.lock().as_ref().map(|lane| lane.stats()) else { continue };
+            rows.extend(report(&mut self.worker.progress_handle().core(), lane.id, stats));
+        }
+        rows
+    }
+
+    /// Finishes what is under way, at most `timeout` (`CROSSRAIL_TIMEOUT` if `None`), and says goodbye: the peer's
+    /// later operations fail with `Closed`, as do ours.
+    ///
+    /// # Errors
+    /// `Timeout` when something did not finish; the endpoint is closed all the same.
+    pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
+        let progress = self.worker.progress_handle();
+        let timeout = timeout.unwrap_or(progress.environment().settings().timeout);
+        let deadline = Instant::now() + timeout;
+        let mut core = progress.core();
+        let now = core.st.tick();
+        let Some(peer) = core.st.peer(self.id) else { return Ok(()) };
+        if !peer.alive {
+            progress.after(core);
+            self.worker.sessions().end_session(self.id);
+            return Ok(());
+        }
+        let name = peer.name().to_owned();
+        peer.peer.close(now);
+        core.settle(self.id);
+        progress.after(core);
+        let left = deadline.saturating_duration_since(Instant::now());
+        let id = self.id;
+        let idle = progress.observe_until(left, |core: &mut Core| {
+            let peer = core.st.peer(id)?;
+            (!peer.alive || peer.peer.idle()).then_some(())
+        });
+        let mut core = progress.core();
+        if let Some(peer) = core.st.peer(self.id) {
+            peer.alive = false;
+            peer.why_dead = "the endpoint is closed".to_owned();
+        }
+        core.kill(self.id, "closed");
+        progress.after(core);
+        self.worker.sessions().end_session(self.id);
+        match idle {
+            Some(()) => Ok(()),
+            None => Err(Error::new(ErrorKind::Timeout, "close", "operations were still under way").with_peer(name)),
+        }
+    }
+}
+
+fn report(core: &mut Core, id: LaneId, stats: crossrail_transport::LaneStats) -> Option<LaneReport> {
+    let lane = core.st.lane(id)?;
+    Some(LaneReport {
+        name: lane.name.to_string(),
+        transport: lane.transport.to_owned(),
+        alive: lane.alive,
+        tx_bytes: stats.tx_bytes,
+        rx_bytes: stats.rx_bytes,
+        retransmits: stats.retransmits,
+    })
+}
+
+impl std::fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Endpoint({} -> {})", self.id.0, self.peer())
+    }
+}

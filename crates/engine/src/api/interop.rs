@@ -1,0 +1,69 @@
+//! Memory and streams of other libraries in this process.
+#![allow(unsafe_code)]
+
+use crossrail_types::{Error, Result};
+
+use super::context::Context;
+use crate::memory::Ready;
+
+impl Context {
+    /// Opens a GPU: what names its memory later finds it open. The first time it may take seconds, as the driver is
+    /// loaded and begins to use the GPU.
+    ///
+    /// # Errors
+    /// `Usage` when there is none of that number; `Unsupported` with the reason where there is no CUDA; what the
+    /// driver says.
+    pub fn open_gpu(&self, ordinal: u32) -> Result<()> {
+        self.environment().gpus().device(ordinal).map(drop)
+    }
+
+    /// The GPU whose memory `address` is, by number. Any number may be asked for; nothing is read there.
+    ///
+    /// # Errors
+    /// `Usage` when it is no GPU's; `Unsupported` with the reason where there is no CUDA.
+    pub fn gpu_of(&self, address: u64) -> Result<u32> {
+        self.environment().gpus().owner(address)
+    }
+
+    /// Calls `body` with that GPU as this thread's current one: some libraries lend memory of the current GPU only.
+    ///
+    /// # Errors
+    /// `body`'s; as [`Context::open_gpu`].
+    pub fn on_gpu<T, E: From<Error>>(
+        &self,
+        ordinal: u32,
+        body: impl FnOnce() -> std::result::Result<T, E>,
+    ) -> std::result::Result<T, E> {
+        self.environment().gpus().device(ordinal)?.current(body)
+    }
+}
+
+impl Ready {
+    /// Everything that is in the stream of GPU `ordinal` now: complete once all of that is.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream's handle (`torch.cuda.Stream.cuda_stream`), or 0 for the default stream.
+    ///
+    /// # Errors
+    /// `Usage` when the stream is another GPU's, or is being captured; `Unsupported` with the reason where there is
+    /// no CUDA; what the driver says.
+    pub unsafe fn on_stream(context: &Context, ordinal: u32, stream: u64) -> Result<Ready> {
+        // SAFETY: the caller vouches for the stream.
+        unsafe { context.environment().gpus().device(ordinal)?.stream_point(stream) }.map(Ready)
+    }
+
+    /// Lets `ask` put work of another library's before a stream of ours on GPU `ordinal`, given by its raw handle, as
+    /// DLPack's exporters do; what it says, and that work as something to wait for. No other operation's work is
+    /// waited for. The GPU is this thread's current one meanwhile.
+    ///
+    /// # Errors
+    /// `ask`'s; `Usage` when that work is being captured; as [`Context::open_gpu`].
+    pub fn ordered<T, E: From<Error>>(
+        context: &Context,
+        ordinal: u32,
+        ask: impl FnOnce(u64) -> std::result::Result<T, E>,
+    ) -> std::result::Result<(T, Ready), E> {
+        let (answer, point) = context.environment().gpus().device(ordinal)?.ordered(ask)?;
+        Ok((answer, Ready(point)))
+    }
+}

@@ -1,0 +1,257 @@
+//! Memory of a peer on the same machine, mapped into this process.
+#![allow(unsafe_code)]
+
+use std::any::Any;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossrail_gpu::Device;
+use crossrail_transport::{Descriptor, Window};
+use crossrail_types::{Error, ErrorKind, Result};
+
+use super::Endpoint;
+use crate::core::Core;
+use crate::memory::{self, Buffer, Memory, Place};
+
+const MAGIC: [u8; 4] = *b"XRS1";
+/// Of a GPU's memory.
+const GPU_MAGIC: [u8; 4] = *b"XRG1";
+
+/// What the peer of an endpoint needs to map a [`Memory`]: opaque bytes, to be handed over by any means.
+///
+/// They are no secret. The memory itself goes to that one peer, over the endpoint's Unix socket; to anybody else, and
+/// over any other connection, they mean nothing and are refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shared {
+    descriptor: Descriptor,
+    len: u64,
+    gpu: bool,
+}
+
+impl Shared {
+    /// The description as bytes.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let magic = if self.gpu { GPU_MAGIC } else { MAGIC };
+        [&magic[..], &self.len.to_le_bytes(), &self.descriptor].concat()
+    }
+
+    /// A description from [`Shared::to_bytes`]; `Usage` if it is not one.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Shared> {
+        let bad = || Error::new(ErrorKind::Usage, "shared memory", format!("{} bytes that are not one", bytes.len()));
+        let (magic, rest) = bytes.split_first_chunk::<4>().ok_or_else(bad)?;
+        let gpu = match *magic {
+            MAGIC => false,
+            GPU_MAGIC => true,
+            _ => return Err(bad()),
+        };
+        let (len, descriptor) = rest.split_first_chunk::<8>().ok_or_else(bad)?;
+        Ok(Shared { descriptor: descriptor.try_into().map_err(|_| bad())?, len: u64::from_le_bytes(*len), gpu })
+    }
+
+    /// Bytes of the memory.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Whether it is memory of a GPU.
+    pub fn is_gpu(&self) -> bool {
+        self.gpu
+    }
+}
+
+/// A peer's [`Memory`], mapped into this process: both see the same bytes. It stays mapped until the last clone is
+/// dropped, also when the peer has freed it or died, and when the endpoint is closed. Any thread may use it.
+///
+/// Memory of a GPU is mapped for a GPU of this process ([`Mapped::place`]), whose kernels and copies may use the
+/// address; [`Mapped::put`] writes there in the order of a stream.
+///
+/// The peer may write into it at any time, so Rust references to its bytes are never handed out; use
+/// [`Mapped::copy_to`] and [`Mapped::fill_from`], or the pointer with whatever order the two processes agree on.
+#[derive(Clone)]
+pub struct Mapped {
+    ptr: NonNull<u8>,
+    len: usize,
+    pub(crate) gpu: Option<Arc<Device>>,
+    _keep: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: an address and what keeps it mapped, both good on any thread; `_keep` is Send. Whoever dereferences the
+// address answers for races.
+unsafe impl Send for Mapped {}
+// SAFETY: as above; `&Mapped` gives address and length, and `copy_to` and `fill_from` are as racy as the peer is.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    /// First byte.
+    #[inline]
+    pub fn ptr(&self) -> *mut u8 {
+        self.ptr.as_ptr()
+    }
+
+    /// Bytes.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Where it is: with the processors, or reached through that GPU of this process.
+    pub fn place(&self) -> Place {
+        self.gpu.as_ref().map_or(Place::Host, |gpu| Place::Gpu(gpu.ordinal()))
+    }
+
+    /// Copies `bytes` to `offset`. Errors with `Usage` when they do not fit; of a GPU's memory also with what its
+    /// driver says.
+    pub fn fill_from(&self, offset: usize, bytes: &[u8]) -> Result<()> {
+        memory::check(self.len, offset, bytes.len(), "fill_from")?;
+        if let Some(gpu) = &self.gpu {
+            return gpu.copy_in_mapped(self.ptr() as u64 + offset as u64, bytes);
+        }
+        // SAFETY: in bounds by the check; mapped while `self` lives.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.ptr().add(offset), bytes.len()) };
+        Ok(())
+    }
+
+    /// Copies from `offset` into `bytes`. Errors with `Usage` when the range is not there; of a GPU's memory also with
+    /// what its driver says.
+    pub fn copy_to(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
+        memory::check(self.len, offset, bytes.len(), "copy_to")?;
+        if let Some(gpu) = &self.gpu {
+            return gpu.copy_out_mapped(self.ptr() as u64 + offset as u64, bytes);
+        }
+        // SAFETY: in bounds by the check; mapped while `self` lives.
+        unsafe { std::ptr::copy_nonoverlapping(self.ptr().add(offset), bytes.as_mut_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    fn new(window: Window, gpu: Option<Arc<Device>>) -> Option<Mapped> {
+        Some(Mapped { ptr: NonNull::new(window.ptr)?, len: window.len, gpu, _keep: window.keep })
+    }
+}
+
+impl std::fmt::Debug for Mapped {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Mapped({} bytes at {:?} of {})", self.len, self.ptr, self.place())
+    }
+}
+
+impl Endpoint {
+    /// Lets the peer map `memory` ([`Endpoint::map`] there): passes its descriptor over the endpoint's Unix socket.
+    /// Nothing is copied, and doing it again for the same memory costs nothing. It keeps nothing alive here: once the
+    /// last clone of `memory` is gone the peer can no longer map it, and what it has mapped stays as it is.
+    ///
+    /// # Errors
+    /// `Usage`: the memory was allocated by another [`Context`](crate::Context); `Unsupported`: the endpoint has no
+    /// shared-memory lane; `PeerDead`, `Closed`; `Timeout`: the peer did not read its socket within
+    /// `CROSSRAIL_TIMEOUT`; `Exhausted`, `Io`: the system refused.
+    pub fn share(&self, memory: &Memory) -> Result<Shared> {
+        self.share_buffer(memory.into())
+    }
+
+    /// [`Endpoint::share`] for part of a [`Memory`], or for memory of a GPU that is owned by somebody else
+    /// ([`Buffer::device`]); that stays shared only as long as its owner does not free it.
+    ///
+    /// # Errors
+    /// As there; `Unsupported` with the reason for memory of a GPU that cannot be passed on.
+    pub fn share_buffer(&self, mut buffer: Buffer) -> Result<Shared> {
+        let progress = self.worker.progress_handle();
+        let (ptr, len, timeout) = (buffer.ptr, buffer.len, progress.environment().settings().timeout);
+        let gpu = buffer.gpu.is_some();
+        if gpu {
+            progress.admit_shared(&mut buffer)?;
+        } else if progress.environment().arena().find(ptr, len).is_none() {
+            return Err(Error::new(ErrorKind::Usage, "share", "the memory was allocated by another Context"));
+        }
+        let id = self.id;
+        let descriptor = self.ask("share", gpu, timeout, |core| core.direct_of(id, "share", gpu)?.share(ptr, len))?;
+        Ok(Shared { descriptor, len: len as u64, gpu })
+    }
+
+    /// Maps memory that the peer has shared with [`Endpoint::share`], waiting at most `timeout` (`CROSSRAIL_TIMEOUT`
+    /// if `None`) until its descriptor has arrived. Touches none of its pages, so its size costs nothing. Mapping the
+    /// same host memory again gives the same addresses.
+    ///
+    /// # Errors
+    /// `Timeout`: nothing of that name was passed over this endpoint; `Region`: the peer has freed it, or the
+    /// description is of memory shared with somebody else or longer than the memory; `Unsupported`: the endpoint has
+    /// no shared-memory lane; `Protocol`: the peer could take it away while it is mapped; `PeerDead`, `Closed`;
+    /// `Exhausted`, `Io`: the system refused.
+    pub fn map(&self, shared: &Shared, timeout: Option<Duration>) -> Result<Mapped> {
+        self.map_on(shared, None, timeout)
+    }
+
+    /// [`Endpoint::map`] of a GPU's memory for GPU `gpu` of this process: [`Mapped::place`] is that GPU. `None`: one that
+    /// this process uses already, or else the owner's if it is visible here, or else the first.
+    ///
+    /// # Errors
+    /// As there; `Usage`: no such GPU, or memory of the host; `Region`: that GPU cannot reach the memory.
+    pub fn map_on(&self, shared: &Shared, gpu: Option<u32>, timeout: Option<Duration>) -> Result<Mapped> {
+        if gpu.is_some() && !shared.gpu {
+            return Err(Error::new(ErrorKind::Usage, "map", "the memory is the host's: no GPU is needed for it"));
+        }
+        let timeout = timeout.unwrap_or(self.worker.progress_handle().environment().settings().timeout);
+        let len = usize::try_from(shared.len)
+            .map_err(|_| Error::new(ErrorKind::Usage, "map", format!("{} bytes do not fit here", shared.len)))?;
+        let progress = self.worker.progress_handle();
+        if shared.gpu {
+            progress.admit_links();
+        }
+        if let Some(ordinal) = gpu {
+            progress.environment().gpus().device(ordinal)?;
+        }
+        let id = self.id;
+        let window = self.ask("map", shared.gpu, timeout, |core| match gpu {
+            Some(ordinal) => core.link_of(id, "map")?.map_on(&shared.descriptor, len, ordinal),
+            None => core.direct_of(id, "map", shared.gpu)?.map(&shared.descriptor, len),
+        })?;
+        let gpu = window.device.map(|ordinal| progress.environment().gpus().device(ordinal)).transpose()?;
+        if let Some(gpu) = &gpu {
+            super::streams::prepare(gpu);
+        }
+        Mapped::new(window, gpu).ok_or_else(|| Error::new(ErrorKind::Io, "map", "the mapping has no address"))
+    }
+
+    /// Asks the endpoint's shared-memory lane, or its link to GPU memory, until it answers.
+    fn ask<T>(
+        &self,
+        what: &'static str,
+        gpu: bool,
+        timeout: Duration,
+        mut question: impl FnMut(&mut Core) -> Result<Option<T>>,
+    ) -> Result<T> {
+        let started = Instant::now();
+        let mut attempt = |core: &mut Core| {
+            let answer = question(core);
+            if gpu {
+                core.pump_notes(true);
+            }
+            answer.transpose()
+        };
+        if let Some(answer) = self.worker.progress_handle().observe_until(timeout, &mut attempt) {
+            return answer.map_err(|error| match error.peer {
+                None => error.with_peer(self.peer()),
+                Some(_) => error,
+            });
+        }
+        let waited = started.elapsed().as_secs_f64();
+        let detail = match what {
+            "share" => format!("the peer has not read its socket in {waited:.3} s"),
+            _ => format!("the peer's memory has not arrived in {waited:.3} s: was it shared over this endpoint?"),
+        };
+        Err(Error::new(ErrorKind::Timeout, what, detail).with_peer(self.peer()).with_lane(if gpu {
+            "cuda_ipc"
+        } else {
+            "shm"
+        }))
+    }
+}

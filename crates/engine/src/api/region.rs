@@ -1,0 +1,118 @@
+//! Registered memory that peers may write and read by key.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crossrail_proto as proto;
+use crossrail_types::{Error, ErrorKind, Result};
+
+use crate::memory::{Buffer, RegionKey};
+use crate::progress::Progress;
+
+/// Memory that peers with its key may write and read, until it is deregistered or the last clone is dropped.
+#[derive(Clone)]
+pub struct Region(Arc<Registered>);
+
+struct Registered {
+    progress: Arc<Progress>,
+    region: proto::RegionRef,
+    key: RegionKey,
+}
+
+impl Region {
+    pub(crate) fn register(progress: &Arc<Progress>, mut buffer: Buffer) -> Result<Region> {
+        progress.admit(&mut buffer)?;
+        if let Some(gpu) = &mut buffer.gpu
+            && let Some(after) = gpu.after.take()
+        {
+            // Peers may come at any time from now on.
+            progress.wait_ready(gpu.ordinal, &after, "register")?;
+        }
+        let mut secret = [0; 16];
+        getrandom::fill(&mut secret)
+            .map_err(|error| Error::new(ErrorKind::Io, "register", format!("no random bytes: {error}")))?;
+        let mut core = progress.core();
+        if core.closed {
+            return Err(crate::core::gone("register"));
+        }
+        let (region, key) = core.st.regions.insert(buffer, secret);
+        drop(core);
+        Ok(Region(Arc::new(Registered { progress: progress.clone(), region, key })))
+    }
+
+    /// What a peer needs to access it.
+    pub fn key(&self) -> RegionKey {
+        self.0.key.clone()
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> u64 {
+        self.0.key.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Ends all access: when this returns no peer touches the memory any more, and later accesses fail on the
+    /// accessing side with `Region`. Transfers under way into or out of it fail there too.
+    pub fn deregister(&self) -> Result<()> {
+        if self.0.progress.deregister(self.0.region) {
+            Ok(())
+        } else {
+            Err(Error::new(ErrorKind::Region, "deregister", "the region is already deregistered"))
+        }
+    }
+
+    /// How many writes with this immediate have arrived, all of their bytes included.
+    pub fn imm_count(&self, imm: u32) -> u64 {
+        self.0.progress.core().st.regions.counted(self.0.region, imm).unwrap_or(0)
+    }
+
+    /// Waits until more than `seen` writes with any immediate have arrived since the region was registered; how many
+    /// there are then, or at the end of `timeout`.
+    ///
+    /// # Errors
+    /// `Region` when it was deregistered, `Closed` when the worker was.
+    pub fn wait_arrival(&self, seen: u64, timeout: Duration) -> Result<u64> {
+        let region = self.0.region;
+        let outcome = self.0.progress.wait_until(timeout, |core| match core.st.regions.arrivals(region) {
+            Some(count) if count > seen => Some(Ok(count)),
+            Some(_) => None,
+            None => Some(Err(Error::new(ErrorKind::Region, "wait_arrival", "the region was deregistered"))),
+        });
+        outcome.unwrap_or(Ok(seen))
+    }
+
+    /// Waits until `count` writes with this immediate have arrived since the region was registered.
+    pub fn wait_imm(&self, imm: u32, count: u64, timeout: Option<Duration>) -> Result<()> {
+        let region = self.0.region;
+        let timeout = timeout.unwrap_or(self.0.progress.environment().settings().timeout);
+        let outcome = self.0.progress.wait_until(timeout, |core| match core.st.regions.counted(region, imm) {
+            Some(seen) if seen >= count => Some(Ok(())),
+            Some(_) => None,
+            None => Some(Err(Error::new(ErrorKind::Region, "wait_imm", "the region was deregistered"))),
+        });
+        outcome.unwrap_or_else(|| {
+            let seen = self.imm_count(imm);
+            Err(Error::new(
+                ErrorKind::Timeout,
+                "wait_imm",
+                format!("{seen} of {count} writes with immediate {imm} arrived in {:.3} s", timeout.as_secs_f64()),
+            ))
+        })
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        self.progress.deregister(self.region);
+    }
+}
+
+impl std::fmt::Debug for Region {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Region({} bytes)", self.len())
+    }
+}

@@ -1,0 +1,77 @@
+//! Requests: operations in flight.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crossrail_types::{OpId, Result};
+
+use crate::core::{Collected, Receipt};
+use crate::progress::Progress;
+
+/// An operation under way.
+///
+/// Any thread may use it. Dropping it does not cancel the operation: its buffer stays in use until it is
+/// finished.
+pub struct Request {
+    pub(crate) progress: Arc<Progress>,
+    pub(crate) id: OpId,
+    pub(crate) collected: Collected,
+}
+
+impl Request {
+    #[inline]
+    pub(crate) fn new(progress: &Arc<Progress>, id: OpId) -> Request {
+        Request { progress: progress.clone(), id, collected: Collected::nothing() }
+    }
+
+    /// Makes progress once and says whether the request is finished, and how. Never blocks.
+    pub fn test(&self) -> Option<Result<Receipt>> {
+        self.progress.test(self.id, &self.collected)
+    }
+
+    /// Whether it is finished, without making progress.
+    pub fn is_done(&self) -> bool {
+        self.progress.core().st.ops.is_done(self.id)
+    }
+
+    /// Waits until it is finished, at most `timeout` (`CROSSRAIL_TIMEOUT` if `None`).
+    ///
+    /// A wait that runs out fails with `Timeout` and says how far the operation got; the operation goes on, so
+    /// wait again or [`Request::cancel`] it.
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<Receipt> {
+        self.progress.wait(self.id, &self.collected, timeout)
+    }
+
+    /// Asks both ends to stop. The request then finishes with `Cancelled`, unless it was finished already; until
+    /// it has, its buffer stays in use (a cancelled receive or send gives its memory back at once where no lane
+    /// is copying).
+    pub fn cancel(&self) {
+        self.progress.cancel(self.id);
+    }
+
+    /// Calls `callback` once the request is finished (at once if it is), on the thread that saw it finish, without
+    /// any lock held. It may start new operations; it must not block.
+    pub fn on_complete(&self, callback: impl FnOnce(Result<Receipt>) + Send + 'static) {
+        self.progress.on_complete(self.id, &self.collected, Box::new(callback));
+    }
+
+    /// The bytes of a finished operation whose buffer was a `Vec<u8>`.
+    pub fn into_vec(self) -> Option<Vec<u8>> {
+        self.progress.core().st.ops.take_vec(self.id)
+    }
+}
+
+impl Drop for Request {
+    #[inline]
+    fn drop(&mut self) {
+        if !self.collected.is_collected() {
+            self.progress.core().st.ops.detach(self.id);
+        }
+    }
+}
+
+impl std::fmt::Debug for Request {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Request({})", self.id)
+    }
+}

@@ -1,0 +1,196 @@
+//! What is put into callers' streams: waits for operations, copies to a peer's memory with a signal behind them, waits
+//! for such signals. None of it waits here.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use crossrail_cuda::{Capture, Context as Primary, Stream};
+use crossrail_gpu::{Device, StreamSupport, Word, WordUse};
+use crossrail_kernels::{FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, PutArgs};
+use crossrail_types::{Error, ErrorKind, Result};
+
+use super::{Mapped, Request};
+use crate::memory::{self, Memory, Place};
+
+/// A 64-bit word that becomes a value behind a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Signal {
+    /// Where in the mapped memory, in bytes; a multiple of 8.
+    pub offset: usize,
+    /// What it becomes.
+    pub value: u64,
+}
+
+/// How a wait for a signal went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The stream has not come to its end.
+    Pending,
+    /// The signal had reached its value.
+    Reached,
+    /// The limit was over first; the stream went on all the same.
+    TimedOut,
+}
+
+/// A wait for a signal that was put into a stream.
+#[derive(Clone, Debug)]
+pub struct Awaited(Arc<Word>);
+
+impl Awaited {
+    /// How it went. Of a wait that was captured in a graph: how the latest replay's did.
+    pub fn outcome(&self) -> Outcome {
+        match self.0.cell().load(Ordering::Acquire) {
+            0 => Outcome::Pending,
+            FLAG_REACHED => Outcome::Reached,
+            _ => Outcome::TimedOut,
+        }
+    }
+}
+
+/// The GPU's context and what streams need of it, if it is a real one.
+fn real<'a>(device: &'a Device, what: &str) -> Result<(&'a Primary, &'a Arc<StreamSupport>)> {
+    let simulated = || Error::new(ErrorKind::Unsupported, what, "a simulated GPU has no such streams");
+    device.cuda().zip(device.stream_support()).ok_or_else(simulated)
+}
+
+/// Has everything loaded that puts and waits of that GPU need.
+pub(crate) fn prepare(device: &Device) {
+    if let Some(calls) = device.stream_support() {
+        calls.prepare(device.settings());
+    }
+}
+
+impl Request {
+    /// Lets a stream of GPU `ordinal` wait for the request: what is put into the stream after this call runs once the
+    /// request is finished, whether it came out well or not ([`Request::test`] tells which). The host waits for nothing.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream's handle, or 0 for the default stream.
+    ///
+    /// # Errors
+    /// `Usage`: the stream is another GPU's, or is being captured (a graph can't wait for one transfer again and again;
+    /// capture [`Mapped::put`] instead); `Exhausted`: as many of the process's streams wait on that GPU as may
+    /// ([`crossrail_cuda::max_waiting_streams`]: 7, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise), since with one more what they
+    /// wait for would not go on; `Unsupported`: there is no CUDA; what the driver says.
+    pub unsafe fn wait_on(&self, stream: u64, ordinal: u32) -> Result<()> {
+        let device = self.progress.environment().gpus().device(ordinal)?;
+        let (context, calls) = real(&device, "wait_on")?;
+        // SAFETY: the caller vouches for the stream.
+        let stream = unsafe { Stream::borrow(context, stream)? };
+        if stream.capture()? != Capture::None {
+            let detail = "the stream is being captured, and a graph cannot wait for one transfer again and again";
+            return Err(Error::new(ErrorKind::Usage, "wait_on", detail).with_hint("capture Mapped::put instead"));
+        }
+        if self.is_done() {
+            return Ok(());
+        }
+        // The transfer may need kernels on this GPU, and those can't be loaded while the stream waits.
+        calls.prepare(device.settings());
+        let word = calls.word(WordUse::EndsWait)?;
+        let value = word.cell().load(Ordering::Relaxed) + 1;
+        word.register_wait(stream.handle(), value, "wait_on")?;
+        // The driver first: a wait that cannot be put in needs nobody to end it. It compares the lower half, and so that
+        // streams that waited for less are satisfied by more.
+        // SAFETY: the word's page is given back, at the earliest, when no stream waits for it; the stream was vouched for.
+        let put_in = unsafe { stream.wait_value32(word.address(), value as u32) };
+        // Written by whoever sees it finish, and free for others then.
+        let tell = move || word.cell().store(value, Ordering::Release);
+        match put_in {
+            Ok(()) => self.on_complete(move |_| tell()),
+            Err(_) => tell(),
+        }
+        put_in
+    }
+}
+
+impl Mapped {
+    /// Puts into `stream`: a copy of `len` bytes of GPU memory at `src` to `offset` of this memory, and then `signal`:
+    /// whoever sees the signal's value there, on any GPU or the host, also sees the bytes. The host is not involved
+    /// afterwards, and a graph that captures this does it at every replay.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream's handle, or 0; `src` must be valid for `len` bytes until the stream has come past
+    /// this, and this memory mapped: keep a clone of it as long as that may be, or as the graph is used.
+    ///
+    /// # Errors
+    /// `Usage`: outside the memory, a signal that is not 8-byte aligned, host memory, a stream of another GPU than
+    /// [`Mapped::place`]; what the driver says.
+    pub unsafe fn put(&self, offset: usize, src: u64, len: usize, stream: u64, signal: Option<Signal>) -> Result<()> {
+        memory::check(self.len(), offset, len, "put")?;
+        let signal_at = match signal {
+            Some(signal) => self.signal_at(signal)?,
+            None => 0,
+        };
+        let Some(device) = &self.gpu else {
+            return Err(Error::new(ErrorKind::Usage, "put", "the memory is the host's: write it directly"));
+        };
+        let (context, calls) = real(device, "put")?;
+        // SAFETY: the caller vouches for the stream.
+        let stream = unsafe { Stream::borrow(context, stream)? };
+        let kernels = calls.kernels(device.settings())?;
+        let dst = self.ptr() as u64 + offset as u64;
+        let value = signal.map_or(0, |signal| signal.value);
+        // By a kernel at every size: in a graph, a copy engine's node takes longer to begin than it gains.
+        // No counter: streams and graphs would each need their own, and a handle does not tell streams apart for ever.
+        let args = PutArgs { dst, src, len: len as u64, part: 0, signal: signal_at, value, counter: 0 };
+        // SAFETY: in bounds by the check, mapped as the caller promises; `src` is vouched for.
+        unsafe { kernels.put(&stream, &args, None) }
+    }
+
+    fn signal_at(&self, signal: Signal) -> Result<u64> {
+        memory::check(self.len(), signal.offset, 8, "put")?;
+        aligned("put", self.ptr() as u64 + signal.offset as u64)
+    }
+}
+
+impl Memory {
+    /// Puts into `stream`: a wait until the 64-bit word at `offset` of this memory has reached `value`, or `limit` is
+    /// over: the stream goes on in either case, and [`Awaited::outcome`] says which it was. It can be captured.
+    ///
+    /// While a stream waits, its GPU should not be asked to free memory or load kernels: the driver lets those wait too.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream's handle, or 0; the memory must live until the stream has come past this.
+    ///
+    /// # Errors
+    /// `Usage`: host memory, outside it, not 8-byte aligned, a stream of another GPU; `Exhausted` as
+    /// [`Request::wait_on`], where it is not captured; what the driver says.
+    pub unsafe fn await_signal(&self, offset: usize, value: u64, stream: u64, limit: Duration) -> Result<Awaited> {
+        let what = "await_signal";
+        memory::check(self.len(), offset, 8, what)?;
+        let (Some(memory), Place::Gpu(_)) = (self.on_gpu(), self.place()) else {
+            return Err(Error::new(ErrorKind::Usage, what, "the memory is the host's: read it directly"));
+        };
+        let flag = aligned(what, memory.ptr() + offset as u64)?;
+        let device = memory.device();
+        let (context, calls) = real(device, what)?;
+        // SAFETY: the caller vouches for the stream.
+        let stream = unsafe { Stream::borrow(context, stream)? };
+        let kernels = calls.kernels(device.settings())?;
+        let captured = stream.capture()? != Capture::None;
+        let word = calls.word(if captured { WordUse::ReportsToGraph } else { WordUse::ReportsWait })?;
+        word.cell().store(0, Ordering::Relaxed);
+        if !captured && let Err(error) = word.register_wait(stream.handle(), 1, what) {
+            // Nobody writes it: it is free again.
+            word.cell().store(FLAG_TIMED_OUT, Ordering::Relaxed);
+            return Err(error);
+        }
+        let limit_ns = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
+        let args = FlagAwaitArgs { flag, value, limit_ns, outcome: word.address() };
+        // SAFETY: the flag is in bounds, and lives as the caller promises; the word is this wait's alone.
+        if let Err(error) = unsafe { kernels.flag_await(&stream, &args) } {
+            word.cell().store(FLAG_TIMED_OUT, Ordering::Relaxed);
+            return Err(error);
+        }
+        Ok(Awaited(Arc::new(word)))
+    }
+}
+
+fn aligned(what: &str, address: u64) -> Result<u64> {
+    if address.is_multiple_of(8) {
+        return Ok(address);
+    }
+    Err(Error::new(ErrorKind::Usage, what, format!("the signal at {address:#x} is not 8-byte aligned")))
+}

@@ -1,0 +1,212 @@
+//! A worker: one address, its progress, and the endpoints made from it.
+
+use std::net::SocketAddr;
+use std::os::fd::RawFd;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use crossrail_types::{EndpointId, Error, ErrorKind, Result};
+
+use super::{Context, Endpoint, Region, Request};
+use crate::core::gone;
+use crate::memory::Buffer;
+use crate::progress::{Progress, SessionEvents};
+use crate::session::{ListenOptions, Sessions};
+
+/// How a worker is made.
+#[derive(Clone, Debug)]
+pub struct WorkerOptions {
+    /// Its name in messages; `host:pid` by default.
+    pub name: Option<String>,
+    /// Where it accepts connections; loopback with a free port by default. Anything beyond loopback needs a secret.
+    pub listen: Option<Vec<SocketAddr>>,
+    /// Whether it accepts connections over a Unix socket, which shared memory needs.
+    pub unix: bool,
+    /// Whether a thread of its own makes progress while no caller does.
+    pub background: bool,
+}
+
+impl Default for WorkerOptions {
+    fn default() -> WorkerOptions {
+        WorkerOptions { name: None, listen: None, unix: true, background: true }
+    }
+}
+
+/// How an endpoint is made.
+#[derive(Clone, Debug, Default)]
+pub struct ConnectOptions {
+    /// Transports that may be used, as `tcp,shm`; the connection fails rather than use another. `cuda_ipc`: it fails where
+    /// GPU memory cannot go straight; shared memory carries what is not a GPU's.
+    pub require: Option<String>,
+    /// How long it may take; `CROSSRAIL_TIMEOUT` by default.
+    pub timeout: Option<Duration>,
+}
+
+/// Progress, one address, and the endpoints made from it.
+///
+/// Any thread may use it. A thread that waits makes progress for all; while none does, a background thread takes
+/// over (within a millisecond, or at once when a waiting thread goes to sleep).
+#[derive(Clone)]
+pub struct Worker(pub(crate) Arc<Handle>);
+
+/// What the clones of a worker share; dropping it closes the worker.
+pub(crate) struct Handle {
+    progress: Arc<Progress>,
+    sessions: Arc<Sessions>,
+}
+
+impl Handle {
+    fn close(&self) {
+        if !self.progress.begin_close() {
+            return;
+        }
+        self.sessions.stop();
+        self.progress.join_threads();
+        self.sessions.clear();
+        self.progress.finish_close();
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl Worker {
+    /// A worker that listens for peers.
+    ///
+    /// # Errors
+    /// `Config`: a device that is not there, listening beyond loopback without a secret; `Io` and `Exhausted` when
+    /// the system refuses descriptors, threads or the port.
+    pub fn new(context: &Context, options: WorkerOptions) -> Result<Worker> {
+        let progress = Progress::new(context.environment(), options.background)?;
+        let WorkerOptions { name, listen: addresses, unix, .. } = options;
+        let sessions = match Sessions::start(&progress, ListenOptions { name, addresses, unix }) {
+            Ok(sessions) => sessions,
+            Err(error) => {
+                progress.begin_close();
+                progress.join_threads();
+                return Err(error);
+            }
+        };
+        let worker = Worker(Arc::new(Handle { progress, sessions }));
+        let sessions: Weak<dyn SessionEvents> = Arc::downgrade(worker.sessions()) as Weak<dyn SessionEvents>;
+        worker.progress_handle().start(sessions)?;
+        Ok(worker)
+    }
+
+    /// How others reach this worker: opaque bytes, to be handed over by any means. They admit whoever has them.
+    pub fn address(&self) -> Vec<u8> {
+        self.sessions().address()
+    }
+
+    /// The worker's name in messages.
+    pub fn name(&self) -> String {
+        self.sessions().name()
+    }
+
+    /// Where it accepts connections over TCP.
+    pub fn control_addresses(&self) -> Vec<SocketAddr> {
+        self.sessions().control_addresses()
+    }
+
+    /// Connects to the worker at `to`: the bytes of its [`Worker::address`], or text as `host:port`.
+    ///
+    /// # Errors
+    /// `Unreachable`, `Timeout`, `Refused` (secret), `Mismatch` (version, chunk, window, channels), `Usage` (neither
+    /// an address nor `host:port`), `Unsupported` (nothing that `require` permits is possible; the text says why).
+    pub fn connect(&self, to: &[u8], options: &ConnectOptions) -> Result<Endpoint> {
+        let id = self.sessions().connect(to, options.require.as_deref(), options.timeout)?;
+        Ok(Endpoint { worker: self.clone(), id })
+    }
+
+    /// The next endpoint that a peer has made, waiting for it at most `timeout` (`CROSSRAIL_TIMEOUT` if `None`).
+    pub fn accept(&self, timeout: Option<Duration>) -> Result<Endpoint> {
+        let progress = self.progress_handle();
+        let timeout = timeout.unwrap_or(progress.environment().settings().timeout);
+        let found = progress
+            .wait_until(timeout, |core| if core.closed { Some(None) } else { core.arrived.pop_front().map(Some) });
+        match found {
+            Some(Some(id)) => Ok(Endpoint { worker: self.clone(), id }),
+            Some(None) => Err(gone("accept")),
+            None => Err(Error::new(
+                ErrorKind::Timeout,
+                "accept",
+                format!("no peer has connected to {} in {:.3} s", self.name(), timeout.as_secs_f64()),
+            )),
+        }
+    }
+
+    /// Lets peers with the region's key write to and read from `buffer`.
+    pub fn register(&self, buffer: impl Into<Buffer>) -> Result<Region> {
+        Region::register(self.progress_handle(), buffer.into())
+    }
+
+    /// Receives the next message whose tag agrees with `tag` in the bits of `mask`, from `from` or from anybody.
+    ///
+    /// Messages match in the order in which they were sent and receives in the order in which they were posted. A
+    /// message longer than the buffer fails with `Truncated`, at the sender too.
+    pub fn recv(&self, buffer: impl Into<Buffer>, tag: u64, mask: u64, from: Option<&Endpoint>) -> Result<Request> {
+        let progress = self.progress_handle();
+        let mut buffer = buffer.into();
+        progress.admit(&mut buffer)?;
+        let mut core = progress.core();
+        let op = core.receive(buffer, tag, mask, from.map(|from| from.id));
+        progress.after(core);
+        Ok(Request::new(progress, op?))
+    }
+
+    /// Makes progress once; whether anything moved.
+    pub fn progress(&self) -> bool {
+        self.progress_handle().step()
+    }
+
+    /// A descriptor that becomes readable whenever requests have finished; for event loops. Drain it with
+    /// [`Worker::drain_events`] and then look at the requests.
+    pub fn event_fd(&self) -> RawFd {
+        self.progress_handle().event_fd()
+    }
+
+    /// Makes [`Worker::event_fd`] unreadable until something else finishes.
+    pub fn drain_events(&self) {
+        self.progress_handle().drain_events();
+    }
+
+    /// Every endpoint with a living peer.
+    pub fn endpoints(&self) -> Vec<Endpoint> {
+        let core = self.progress_handle().core();
+        let alive = |(index, peer): (usize, &Option<Box<crate::core::PeerState>>)| {
+            peer.as_ref().filter(|peer| peer.alive).map(|_| EndpointId(index as u32))
+        };
+        let ids: Vec<_> = core.st.peers.iter().enumerate().filter_map(alive).collect();
+        drop(core);
+        ids.into_iter().map(|id| Endpoint { worker: self.clone(), id }).collect()
+    }
+
+    /// Operations that are running, or finished and neither waited for nor dropped.
+    pub fn operations(&self) -> usize {
+        self.progress_handle().core().st.ops.live()
+    }
+
+    /// Ends the worker: its connections close, its threads end, its running requests fail with `Closed`. Called by
+    /// itself when the last handle is dropped. From inside a callback it does not wait for the threads.
+    pub fn close(&self) {
+        self.0.close();
+    }
+
+    #[inline]
+    pub(crate) fn progress_handle(&self) -> &Arc<Progress> {
+        &self.0.progress
+    }
+
+    pub(crate) fn sessions(&self) -> &Arc<Sessions> {
+        &self.0.sessions
+    }
+}
+
+impl std::fmt::Debug for Worker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Worker({})", self.name())
+    }
+}

@@ -1,0 +1,79 @@
+//! Lanes polled outside the worker's lock: their state that is shared between threads.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use crossrail_transport::{Lane, LaneError};
+use crossrail_types::{EndpointId, LaneId};
+use parking_lot::Mutex;
+
+pub(crate) const READABLE: u32 = 1;
+pub(crate) const WRITABLE: u32 = 2;
+
+/// A lane that is polled outside the worker's lock, by one thread at a time.
+pub(crate) struct BulkLane {
+    pub(crate) id: LaneId,
+    pub(crate) endpoint: EndpointId,
+    pub(crate) lane: Mutex<Option<Box<dyn Lane>>>,
+    /// The protocol has something for it.
+    pub(crate) wanted: Flag,
+    /// It is to be dropped: its peer is gone, or it is taken for dead.
+    pub(crate) dead: Flag,
+    /// Why, if it was taken for dead.
+    pub(crate) verdict: Mutex<Option<LaneError>>,
+    readiness: AtomicU32,
+}
+
+impl BulkLane {
+    pub(crate) fn new(endpoint: EndpointId, lane: Box<dyn Lane>) -> BulkLane {
+        BulkLane {
+            id: lane.id(),
+            endpoint,
+            lane: Mutex::new(Some(lane)),
+            wanted: Flag::default(),
+            dead: Flag::default(),
+            verdict: Mutex::new(None),
+            readiness: AtomicU32::new(READABLE | WRITABLE),
+        }
+    }
+}
+
+impl BulkLane {
+    /// Records that its socket is ready: `READABLE`, `WRITABLE`, or both.
+    pub(crate) fn set_ready(&self, readiness: u32) {
+        self.readiness.fetch_or(readiness, Ordering::AcqRel);
+    }
+
+    /// What its socket is ready for since the last call.
+    pub(crate) fn take_ready(&self) -> u32 {
+        self.readiness.swap(0, Ordering::AcqRel)
+    }
+
+    /// Whether it must be polled.
+    pub(crate) fn is_pending(&self) -> bool {
+        self.wanted.is_up() || self.dead.is_up() || self.readiness.load(Ordering::Acquire) != 0
+    }
+}
+
+impl std::fmt::Debug for BulkLane {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "BulkLane({})", self.id)
+    }
+}
+
+/// A flag that another thread raises.
+#[derive(Debug, Default)]
+pub(crate) struct Flag(AtomicBool);
+
+impl Flag {
+    pub(crate) fn raise(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_up(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn take(&self) -> bool {
+        self.0.load(Ordering::Relaxed) && self.0.swap(false, Ordering::AcqRel)
+    }
+}

@@ -1,0 +1,133 @@
+//! What this process has: settings, memory, GPUs, network devices, processors.
+
+mod rails;
+
+use std::sync::{Arc, OnceLock};
+
+use crossrail_cuda_ipc::{Copied, Domain};
+use crossrail_gpu::{CudaState, Devices};
+use crossrail_shm::Arena;
+use crossrail_topology::{Cpus, Machine, NetDevice, Nic};
+use crossrail_types::{Result, Settings};
+
+/// One process's settings and devices, discovered once. Shared by a context and its workers; any thread may use it.
+pub(crate) struct Environment {
+    settings: Settings,
+    arena: Arc<Arena>,
+    gpus: Arc<Devices>,
+    /// Created by the first use of GPU memory of a peer on this machine; `Err`: why that is impossible.
+    ipc_domain: OnceLock<std::result::Result<Arc<Domain>, String>>,
+    /// There is some sign of a GPU.
+    gpus_seen: bool,
+    nics: Vec<Nic>,
+    machine: Machine,
+    cpus: Cpus,
+}
+
+impl Environment {
+    /// Discovers the devices. `gpus` creates the list of GPUs; it loads no driver yet.
+    ///
+    /// # Errors
+    /// `Config` for a device that is not there; `Io` when the system does not say which devices there are.
+    pub(crate) fn new(
+        settings: Settings,
+        gpus: impl FnOnce(&Settings, Arc<Arena>) -> Arc<Devices>,
+    ) -> Result<Environment> {
+        let nics = crossrail_topology::nics()?;
+        let (machine, cpus) = (crossrail_topology::machine()?, crossrail_topology::cpus()?);
+        if settings.tls.allows("shm") {
+            // If it takes longer, a worker does it on a thread of its own.
+            crossrail_shm::prepare_if_quick();
+        }
+        let gpus_seen = gpus_seen();
+        let arena = Arena::new();
+        let gpus = gpus(&settings, arena.clone());
+        let ipc_domain = OnceLock::new();
+        let environment = Environment { arena, gpus, ipc_domain, gpus_seen, nics, machine, cpus, settings };
+        environment.rails()?;
+        Ok(environment)
+    }
+
+    /// The settings.
+    pub(crate) fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// Host memory that peers on this machine can map.
+    pub(crate) fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
+    /// The GPUs. Nothing loads CUDA before one of them is named.
+    pub(crate) fn gpus(&self) -> &Arc<Devices> {
+        &self.gpus
+    }
+
+    /// What CUDA has here, with the direct copies of each GPU.
+    pub(crate) fn cuda_state(&self) -> CudaState {
+        let mut state = self.gpus.state();
+        if let CudaState::Present(cuda) = &mut state {
+            cuda.devices.iter_mut().for_each(|gpu| gpu.copied = self.copied(gpu.ordinal));
+        }
+        state
+    }
+
+    /// Direct copies so far between that GPU and GPU memory of peers on this machine.
+    pub(crate) fn copied(&self, ordinal: u32) -> Copied {
+        let domain = self.ipc_domain.get().and_then(|domain| domain.as_ref().ok());
+        domain.and_then(|domain| domain.copied(ordinal)).unwrap_or_default()
+    }
+
+    /// The means of copying GPU memory between processes; `Err`: why there is none. Loads CUDA.
+    pub(crate) fn ipc_domain(&self) -> std::result::Result<Arc<Domain>, String> {
+        let create = || {
+            let domain = self.gpus.cuda().and_then(|cuda| Domain::new(cuda, &self.settings));
+            domain.map_err(|error| error.to_string())
+        };
+        self.ipc_domain.get_or_init(create).clone()
+    }
+
+    /// Why GPU memory of a peer on this machine cannot be reached from here, if so. Does not load CUDA.
+    pub(crate) fn no_cuda_ipc(&self) -> Option<String> {
+        let tls = &self.settings.tls;
+        if !self.gpus_seen {
+            Some("no GPU".to_owned())
+        } else if !tls.allows("cuda_ipc") {
+            Some(format!("CROSSRAIL_TLS={tls} leaves it out"))
+        } else if !tls.allows("shm") {
+            Some(format!("it needs shm's Unix socket, and CROSSRAIL_TLS={tls} leaves shm out"))
+        } else {
+            None
+        }
+    }
+
+    /// The network devices that carry data under the settings.
+    pub(crate) fn rails(&self) -> Result<Vec<NetDevice>> {
+        rails::choose(&self.settings.net_devices, &self.nics)
+    }
+
+    /// As [`Environment::rails`], for network devices discovered just now.
+    pub(crate) fn rails_among(&self, nics: &[Nic]) -> Result<Vec<NetDevice>> {
+        rails::choose(&self.settings.net_devices, nics)
+    }
+
+    /// All network devices.
+    pub(crate) fn nics(&self) -> &[Nic] {
+        &self.nics
+    }
+
+    pub(crate) fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// Processors that this process may use.
+    pub(crate) fn cores(&self) -> usize {
+        self.cpus.allowed.max(1)
+    }
+}
+
+/// Whether there is any sign of a GPU that CUDA could use: on the bus, or, where that is hidden, a device file.
+pub(crate) fn gpus_seen() -> bool {
+    !crossrail_topology::gpus().is_empty()
+        || ["/dev/nvidiactl", "/dev/dxg"].iter().any(|file| std::path::Path::new(file).exists())
+}

@@ -1,0 +1,193 @@
+//! The table of registered memory: keys, access checks, arrived immediates.
+
+use std::collections::HashMap;
+
+use crossrail_proto as proto;
+use crossrail_types::{Error, ErrorKind, Result};
+use subtle::ConstantTimeEq;
+
+use super::buffer::{Buffer, Keep};
+
+const KEY_LEN: usize = 24;
+const KEY_MAGIC: [u8; 4] = *b"XRK1";
+
+/// What a peer needs to write to or read from a region: opaque bytes, to be handed over by any means.
+///
+/// It holds a 128-bit random secret; whoever has it may access the region until it is deregistered.
+#[derive(Clone, PartialEq, Eq)]
+pub struct RegionKey {
+    pub(crate) key: [u8; KEY_LEN],
+    pub(crate) len: u64,
+}
+
+impl RegionKey {
+    /// The key as bytes.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        [&KEY_MAGIC[..], &self.len.to_le_bytes(), &self.key].concat()
+    }
+
+    /// A key from [`RegionKey::to_bytes`]; `Usage` if it is not one.
+    pub fn from_bytes(bytes: &[u8]) -> Result<RegionKey> {
+        let bad = || Error::new(ErrorKind::Usage, "region key", format!("{} bytes that are not one", bytes.len()));
+        let rest = bytes.strip_prefix(&KEY_MAGIC[..]).ok_or_else(bad)?;
+        let (len, key) = rest.split_first_chunk::<8>().ok_or_else(bad)?;
+        Ok(RegionKey { key: key.try_into().map_err(|_| bad())?, len: u64::from_le_bytes(*len) })
+    }
+
+    /// Bytes of the region it opens.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether that region has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl std::fmt::Debug for RegionKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "RegionKey({} bytes)", self.len)
+    }
+}
+
+struct Entry {
+    generation: u32,
+    live: bool,
+    /// Access has ended; a peer's lane may still be at it.
+    retired: bool,
+    secret: [u8; 16],
+    ptr: *mut u8,
+    len: u64,
+    /// The GPU whose memory it is; `None`: host memory.
+    gpu: Option<u32>,
+    keep: Keep,
+    imms: HashMap<u32, u64>,
+    /// Writes that came with an immediate, all together.
+    arrivals: u64,
+}
+
+/// The regions of one worker.
+#[derive(Default)]
+pub(crate) struct Regions {
+    entries: Vec<Entry>,
+    free: Vec<u32>,
+}
+
+// SAFETY: as for `Ops`: the pointers are descriptions.
+#[allow(unsafe_code)]
+unsafe impl Send for Regions {}
+
+impl Regions {
+    pub(crate) fn insert(&mut self, buffer: Buffer, secret: [u8; 16]) -> (proto::RegionRef, RegionKey) {
+        let index = match self.free.pop() {
+            Some(index) => index,
+            None => {
+                self.entries.push(Entry {
+                    generation: 0,
+                    live: false,
+                    retired: false,
+                    secret: [0; 16],
+                    ptr: std::ptr::null_mut(),
+                    len: 0,
+                    gpu: None,
+                    keep: Keep::Nothing,
+                    imms: HashMap::new(),
+                    arrivals: 0,
+                });
+                (self.entries.len() - 1) as u32
+            }
+        };
+        let entry = &mut self.entries[index as usize];
+        entry.live = true;
+        entry.retired = false;
+        entry.secret = secret;
+        entry.ptr = buffer.ptr;
+        entry.len = buffer.len as u64;
+        entry.gpu = buffer.gpu.as_ref().map(|gpu| gpu.ordinal);
+        entry.keep = buffer.keep;
+        let mut key = [0; KEY_LEN];
+        key[..4].copy_from_slice(&index.to_le_bytes());
+        key[4..8].copy_from_slice(&entry.generation.to_le_bytes());
+        key[8..].copy_from_slice(&secret);
+        (proto::RegionRef { index, generation: entry.generation }, RegionKey { key, len: entry.len })
+    }
+
+    fn entry(&self, region: proto::RegionRef) -> Option<&Entry> {
+        self.entries.get(region.index as usize).filter(|e| e.live && e.generation == region.generation)
+    }
+
+    /// Its first byte, its bytes, and the GPU that it is of.
+    pub(crate) fn memory(&self, region: proto::RegionRef) -> Option<(*mut u8, u64, Option<u32>)> {
+        self.entry(region).map(|entry| (entry.ptr, entry.len, entry.gpu))
+    }
+
+    pub(crate) fn count(&mut self, region: proto::RegionRef, imm: u32) {
+        if let Some(entry) = self.entries.get_mut(region.index as usize)
+            && entry.live
+            && entry.generation == region.generation
+        {
+            *entry.imms.entry(imm).or_insert(0) += 1;
+            entry.arrivals += 1;
+        }
+    }
+
+    pub(crate) fn counted(&self, region: proto::RegionRef, imm: u32) -> Option<u64> {
+        self.entry(region).filter(|entry| !entry.retired).map(|entry| entry.imms.get(&imm).copied().unwrap_or(0))
+    }
+
+    pub(crate) fn arrivals(&self, region: proto::RegionRef) -> Option<u64> {
+        self.entry(region).filter(|entry| !entry.retired).map(|entry| entry.arrivals)
+    }
+
+    /// Refuses access from now on; false if it is refused already.
+    pub(crate) fn retire(&mut self, region: proto::RegionRef) -> bool {
+        let entry = self.entries.get_mut(region.index as usize);
+        let entry = entry.filter(|entry| entry.live && entry.generation == region.generation);
+        entry.is_some_and(|entry| !std::mem::replace(&mut entry.retired, true))
+    }
+
+    /// Forgets a retired region.
+    pub(crate) fn remove(&mut self, region: proto::RegionRef) {
+        if self.entry(region).is_none() {
+            return;
+        }
+        let entry = &mut self.entries[region.index as usize];
+        entry.live = false;
+        entry.generation = entry.generation.wrapping_add(1);
+        entry.keep = Keep::Nothing;
+        entry.imms.clear();
+        entry.arrivals = 0;
+        entry.secret = [0; 16];
+        self.free.push(region.index);
+    }
+}
+
+impl proto::Regions for Regions {
+    fn resolve(
+        &mut self,
+        key: &proto::RegionKey,
+        offset: u64,
+        len: u64,
+        _access: proto::Access,
+    ) -> std::result::Result<proto::RegionRef, proto::RegionFault> {
+        let word = |at: usize| u32::from_le_bytes([key[at], key[at + 1], key[at + 2], key[at + 3]]);
+        let region = proto::RegionRef { index: word(0), generation: word(4) };
+        let entry = self.entry(region).filter(|entry| !entry.retired).ok_or(proto::RegionFault::Gone)?;
+        if !bool::from(entry.secret.ct_eq(&key[8..])) {
+            return Err(proto::RegionFault::Gone);
+        }
+        match offset.checked_add(len) {
+            Some(end) if end <= entry.len => Ok(region),
+            _ => Err(proto::RegionFault::Bounds),
+        }
+    }
+
+    fn alive(&self, region: proto::RegionRef) -> bool {
+        self.entry(region).is_some_and(|entry| !entry.retired)
+    }
+
+    fn eager(&self, region: proto::RegionRef) -> bool {
+        self.entry(region).is_none_or(|entry| entry.gpu.is_none())
+    }
+}

@@ -1,0 +1,111 @@
+//! Threads that make progress while no caller does.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::{NAP_MAX, Progress};
+
+/// While callers make progress themselves, the background thread looks this often whether they have stopped.
+const TICK: Duration = Duration::from_millis(1);
+/// The threads of connections look for this long after anything last moved before they sleep, where cores are free.
+const LINGER: Duration = Duration::from_micros(100);
+
+impl Progress {
+    /// Gets the background thread to make progress now.
+    pub(crate) fn hand_over(&self) {
+        if let Some(thread) = &*self.background.lock() {
+            thread.unpark();
+        }
+    }
+
+    /// The background thread.
+    pub(crate) fn progress_forever(self: &Arc<Self>) {
+        let mut seen = 0;
+        while !self.closing.load(Ordering::Acquire) {
+            let core = self.core.lock();
+            let (activity, spinning, sleepers) = (core.activity, core.spinning > 0, core.sleepers > 0);
+            drop(core);
+            if spinning || (activity != seen && !sleepers) {
+                // Callers make progress themselves: look again when they may have stopped.
+                seen = activity;
+                std::thread::park_timeout(TICK);
+                continue;
+            }
+            self.drive();
+        }
+    }
+
+    /// Makes progress until nothing moves, sleeps until something does. Returns when a caller takes over.
+    fn drive(&self) {
+        let mut quiet = 0;
+        while !self.closing.load(Ordering::Acquire) {
+            let mut core = self.core.lock();
+            if core.spinning > 0 {
+                self.after(core);
+                return;
+            }
+            let mut moved = core.pass(true);
+            let busy = core.busy();
+            self.after(core);
+            moved |= self.poll_sockets(Some(Duration::ZERO));
+            if moved || busy {
+                quiet = 0;
+                if !moved {
+                    std::thread::yield_now();
+                }
+                continue;
+            }
+            quiet += 1;
+            if quiet < 3 {
+                continue;
+            }
+            self.doze();
+            quiet = 0;
+        }
+    }
+
+    /// Sleeps until an event, unless there is work.
+    fn doze(&self) {
+        let group = &self.groups[0];
+        group.drowsy();
+        let mut core = self.core.lock();
+        core.timers();
+        let idle = !core.busy() && !core.kicked && !group.pending() && core.arm();
+        let nap = core.next_timer().map_or(NAP_MAX, |at| at.saturating_duration_since(Instant::now()).min(NAP_MAX));
+        self.after(core);
+        if !idle {
+            group.awake();
+            return;
+        }
+        self.poll_sockets(Some(nap));
+        let mut core = self.core.lock();
+        core.disarm();
+        self.after(core);
+    }
+
+    /// A thread of its own for one group of connections.
+    pub(crate) fn pump_forever(self: &Arc<Self>, group: usize) {
+        let group = &self.groups[group];
+        // A thread that sleeps is woken in tens of microseconds, more on a virtual machine.
+        let linger = if self.environment.cores() > 2 * self.groups.len() { LINGER } else { Duration::ZERO };
+        let mut moved_at = Instant::now();
+        while !self.closing.load(Ordering::Acquire) {
+            group.events(Some(Duration::ZERO), |_| {});
+            if group.pump(self) {
+                moved_at = Instant::now();
+                continue;
+            }
+            if group.has_lanes() && moved_at.elapsed() < linger {
+                std::hint::spin_loop();
+                continue;
+            }
+            group.drowsy();
+            if group.pending() || self.closing.load(Ordering::Acquire) {
+                group.awake();
+                continue;
+            }
+            group.events(None, |_| {});
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! Memory of GPUs as operations bring it in, and what the GPUs' stagers tell a worker.
+
+use std::sync::Weak;
+
+use crossrail_types::{Error, ErrorKind, Result};
+
+use super::Progress;
+use crate::core::gone;
+use crate::core::gpu::Gpu;
+use crate::memory::Buffer;
+use crossrail_gpu::{Completion, StagingListener, StreamPoint};
+
+/// Never waits for the worker's lock: somebody who holds it may be waiting for the stager.
+impl StagingListener for Progress {
+    fn completed(&self, done: Vec<Completion>) -> bool {
+        self.inbox.put(done);
+        self.process()
+    }
+
+    fn process(&self) -> bool {
+        if !self.inbox.is_up() {
+            return true;
+        }
+        // Who has the lock may look at the inbox before the stager comes again, or not.
+        let Some(mut core) = self.core.try_lock() else { return false };
+        core.read_inbox();
+        self.after(core);
+        true
+    }
+}
+
+impl Progress {
+    /// Makes sure that memory which is said to be a GPU's is, and that the GPU can be used. Nothing to do for host
+    /// memory. Not under the worker's lock.
+    ///
+    /// # Errors
+    /// `Usage`: it is not that GPU's, or not all of it; `Unsupported`, with the reason: there is no CUDA; `Exhausted`:
+    /// no bounce memory; what the driver says.
+    #[inline]
+    pub(crate) fn admit(&self, buffer: &mut Buffer) -> Result<()> {
+        if buffer.gpu.is_some() { self.admit_gpu(buffer) } else { Ok(()) }
+    }
+
+    #[cold]
+    fn admit_gpu(&self, buffer: &mut Buffer) -> Result<()> {
+        let Some(gpu) = &mut buffer.gpu else { return Ok(()) };
+        let device = match &gpu.device {
+            Some(device) => device.clone(),
+            None => self.environment.gpus().check(buffer.ptr as u64, buffer.len, gpu.ordinal)?,
+        };
+        if let Some(after) = &gpu.after
+            && after.is_reached()?
+        {
+            gpu.after = None;
+        }
+        if self.core.lock().st.staging.gpu(gpu.ordinal).is_none() {
+            let me: Weak<Progress> = self.me.clone();
+            let client = device.stager()?.attach(me);
+            let domain = self.environment.ipc_domain();
+            if let (Err(why), None) = (&domain, self.environment.no_cuda_ipc()) {
+                self.log.warn(format_args!("no direct copies of GPU memory ({why}); through host memory instead"));
+            }
+            let spare = {
+                let mut core = self.core.lock();
+                core.st.staging.set_domain(domain);
+                if core.closed {
+                    return Err(gone("GPU memory"));
+                }
+                core.st.staging.add(Gpu { device: device.clone(), client })
+            };
+            drop(spare);
+        }
+        gpu.device = Some(device);
+        Ok(())
+    }
+
+    /// [`Progress::admit`] for memory that is only passed on to a peer: none of it goes through bounce memory, whose pages
+    /// take some tenths of a second to pin.
+    ///
+    /// # Errors
+    /// As there, but for bounce memory.
+    pub(crate) fn admit_shared(&self, buffer: &mut Buffer) -> Result<()> {
+        let Some(gpu) = &mut buffer.gpu else { return Ok(()) };
+        if gpu.device.is_none() {
+            gpu.device = Some(self.environment.gpus().check(buffer.ptr as u64, buffer.len, gpu.ordinal)?);
+        }
+        self.admit_links();
+        Ok(())
+    }
+
+    /// Makes sure that links to GPU memory of peers can be made, if there is CUDA. Not under the worker's lock.
+    pub(crate) fn admit_links(&self) {
+        let domain = self.environment.ipc_domain();
+        self.core.lock().st.staging.set_domain(domain);
+    }
+
+    /// Waits until `after` is complete, at most `CROSSRAIL_TIMEOUT`.
+    pub(crate) fn wait_ready(&self, ordinal: u32, after: &StreamPoint, what: &str) -> Result<()> {
+        let timeout = self.environment.settings().timeout;
+        let Some(ticket) = self.core.lock().st.staging.after(ordinal, after.clone()) else { return Ok(()) };
+        if self.observe_until(timeout, |core| (!core.st.staging.is_pending(ticket)).then_some(())).is_some() {
+            return after.is_reached().map(drop).map_err(|error| Error { operation: what.to_owned(), ..error });
+        }
+        self.core.lock().st.staging.take(ticket);
+        let detail = format!("the stream's work was not complete in {:.3} s", timeout.as_secs_f64());
+        Err(Error::new(ErrorKind::Timeout, what, detail))
+    }
+}

@@ -1,0 +1,183 @@
+//! Connections pumped by one thread at a time, and what that thread sleeps on.
+
+use std::os::fd::{BorrowedFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use crossrail_types::{EndpointId, Error, LaneId, Result};
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use parking_lot::RwLock;
+
+use crate::core::{BulkLane, READABLE, WRITABLE};
+
+/// What an epoll event is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum About {
+    Wake,
+    Lane(LaneId),
+    Session(EndpointId),
+    Links,
+}
+
+impl About {
+    fn to_data(self) -> u64 {
+        match self {
+            About::Wake => 0,
+            About::Links => 1 << 32,
+            About::Lane(id) => 2 << 32 | u64::from(id.0),
+            About::Session(id) => 3 << 32 | u64::from(id.0),
+        }
+    }
+
+    fn from_data(data: u64) -> About {
+        match data >> 32 {
+            1 => About::Links,
+            2 => About::Lane(LaneId(data as u32)),
+            3 => About::Session(EndpointId(data as u32)),
+            _ => About::Wake,
+        }
+    }
+}
+
+/// Connections pumped by one thread at a time, and what that thread sleeps on.
+pub(crate) struct Group {
+    epoll: Epoll,
+    wake: EventFd,
+    asleep: AtomicBool,
+    lanes: RwLock<Arc<Vec<Arc<BulkLane>>>>,
+    count: AtomicUsize,
+}
+
+/// An event of a group that is not about one of its own lanes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SocketEvent {
+    pub(crate) about: About,
+    pub(crate) readable: bool,
+    pub(crate) writable: bool,
+}
+
+impl Group {
+    pub(crate) fn new() -> Result<Group> {
+        let fail = |call: &str, error: nix::Error| Error::io("worker", call, &error.into());
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(|error| fail("epoll_create1", error))?;
+        let wake = EventFd::from_flags(EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC)
+            .map_err(|error| fail("eventfd", error))?;
+        epoll
+            .add(&wake, EpollEvent::new(EpollFlags::EPOLLIN, About::Wake.to_data()))
+            .map_err(|error| fail("epoll_ctl", error))?;
+        Ok(Group { epoll, wake, asleep: AtomicBool::new(false), lanes: RwLock::default(), count: AtomicUsize::new(0) })
+    }
+
+    /// Whether it has connections.
+    #[inline]
+    pub(crate) fn has_lanes(&self) -> bool {
+        self.count.load(Ordering::Relaxed) > 0
+    }
+
+    /// Watches `fd`, edge-triggered in both directions.
+    pub(crate) fn watch(&self, fd: RawFd, about: About) -> Result<()> {
+        let flags = EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT | EpollFlags::EPOLLRDHUP | EpollFlags::EPOLLET;
+        // SAFETY: the caller's descriptor is open; epoll forgets it by itself when it is closed.
+        #[allow(unsafe_code)]
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        self.epoll
+            .add(fd, EpollEvent::new(flags, about.to_data()))
+            .map_err(|error| Error::io("worker", "epoll_ctl", &error.into()))
+    }
+
+    pub(crate) fn add(&self, lane: Arc<BulkLane>) -> Result<()> {
+        if let Some(fd) = lane.lane.lock().as_ref().and_then(|lane| lane.fd()) {
+            self.watch(fd, About::Lane(lane.id))?;
+        }
+        let mut lanes = self.lanes.write();
+        let mut more = Vec::clone(&lanes);
+        more.push(lane);
+        self.count.store(more.len(), Ordering::Relaxed);
+        *lanes = Arc::new(more);
+        drop(lanes);
+        self.wake();
+        Ok(())
+    }
+
+    pub(super) fn remove(&self, id: LaneId) {
+        let mut lanes = self.lanes.write();
+        let mut fewer = Vec::clone(&lanes);
+        fewer.retain(|lane| lane.id != id);
+        self.count.store(fewer.len(), Ordering::Relaxed);
+        *lanes = Arc::new(fewer);
+    }
+
+    pub(crate) fn snapshot(&self) -> Arc<Vec<Arc<BulkLane>>> {
+        self.lanes.read().clone()
+    }
+
+    /// Gets the thread that sleeps on this group going, if one does.
+    pub(crate) fn wake(&self) {
+        if self.asleep.load(Ordering::SeqCst) {
+            let _ = self.wake.write(1);
+        }
+    }
+
+    /// Wakes it whatever it does.
+    pub(crate) fn wake_always(&self) {
+        let _ = self.wake.write(1);
+    }
+
+    /// Collects events, for at most `timeout` (`None`: until there are some), and marks its own lanes ready.
+    /// Events about anything else go to `other`.
+    pub(crate) fn events(&self, timeout: Option<Duration>, mut other: impl FnMut(SocketEvent)) -> bool {
+        let mut events = [EpollEvent::empty(); 32];
+        let sleeps = timeout != Some(Duration::ZERO);
+        let timeout = match timeout {
+            None => EpollTimeout::NONE,
+            // Rounded up, so that a timer is never spun on for its last part.
+            Some(time) => {
+                let ms = time.as_nanos().div_ceil(1_000_000).min(1 << 30) as u32;
+                EpollTimeout::try_from(ms).unwrap_or(EpollTimeout::MAX)
+            }
+        };
+        let found = self.epoll.wait(&mut events, timeout).unwrap_or(0);
+        if sleeps {
+            self.asleep.store(false, Ordering::SeqCst);
+        }
+        let lanes = self.snapshot();
+        for event in &events[..found] {
+            let flags = event.events();
+            let broken = EpollFlags::EPOLLERR | EpollFlags::EPOLLHUP;
+            let readable = flags.intersects(EpollFlags::EPOLLIN | EpollFlags::EPOLLRDHUP | broken);
+            let writable = flags.intersects(EpollFlags::EPOLLOUT | broken);
+            let about = About::from_data(event.data());
+            match about {
+                // For whoever sleeps: a passer-by that drained it would send the sleeper back to sleep.
+                About::Wake if sleeps => {
+                    let _ = self.wake.read();
+                }
+                About::Wake => {}
+                About::Lane(id) if lanes.iter().any(|lane| lane.id == id) => {
+                    let bits = if readable { READABLE } else { 0 } | if writable { WRITABLE } else { 0 };
+                    if let Some(lane) = lanes.iter().find(|lane| lane.id == id) {
+                        lane.set_ready(bits);
+                    }
+                }
+                _ => other(SocketEvent { about, readable, writable }),
+            }
+        }
+        found > 0
+    }
+
+    /// The thread is about to sleep in [`Group::events`]; call, then look at everything once more, then sleep.
+    pub(crate) fn drowsy(&self) {
+        self.asleep.store(true, Ordering::SeqCst);
+    }
+
+    pub(crate) fn awake(&self) {
+        self.asleep.store(false, Ordering::SeqCst);
+    }
+
+    /// Whether a connection was told to go on and has not been looked at since.
+    pub(crate) fn pending(&self) -> bool {
+        self.snapshot().iter().any(|lane| lane.is_pending())
+    }
+}

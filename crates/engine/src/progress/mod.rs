@@ -1,0 +1,349 @@
+//! Who makes progress when: waiting callers first, the background thread while there are none; and what is done after
+//! the lock is released.
+
+mod background;
+mod connections;
+mod event_fd;
+mod gpu_admission;
+mod group;
+mod lane_health;
+mod requests;
+mod waits;
+
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::thread::{JoinHandle, Thread};
+use std::time::Duration;
+
+use crossrail_types::{EndpointId, Error, IoThreads, Log, Result};
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use self::event_fd::EventsFd;
+pub(crate) use self::group::About;
+use self::group::{Group, SocketEvent};
+use crate::core::gpu::Inbox;
+use crate::core::{BulkLane, Callback, Core, Lost, Receipt, State, render};
+use crate::environment::Environment;
+
+/// The longest the background thread sleeps without looking at the protocol's timers.
+pub(super) const NAP_MAX: Duration = Duration::from_millis(100);
+
+/// What progress reports to the sessions above it. Called without any lock of the worker's.
+pub(crate) trait SessionEvents: Send + Sync {
+    /// A rail was lost; whoever dialled it may dial it again.
+    fn rail_lost(&self, lost: Lost);
+    /// An endpoint has ended; its control connection is no longer needed.
+    fn endpoint_ended(&self, endpoint: EndpointId);
+    /// A control connection has become readable.
+    fn control_readable(&self, endpoint: EndpointId);
+    /// The kernel has reported changes of network links.
+    fn links_changed(&self);
+}
+
+/// One worker's locked [`Core`], and everything that drives it.
+///
+/// Any thread may use it. The core is locked with [`Progress::core`] and released with [`Progress::after`], which does
+/// what must be done without the lock: whoever changes the core must release it that way.
+pub(crate) struct Progress {
+    me: Weak<Progress>,
+    environment: Arc<Environment>,
+    log: Log,
+    core: Mutex<Core>,
+    /// The first is pumped by whoever makes progress, the others by threads of their own.
+    groups: Vec<Group>,
+    events: EventsFd,
+    /// Notified when an operation has finished, for threads in [`Progress::wait_until`] that sleep.
+    done: Condvar,
+    inbox: Inbox,
+    /// There is a background thread.
+    has_background: bool,
+    background: Mutex<Option<Thread>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    closing: AtomicBool,
+    sessions: OnceLock<Weak<dyn SessionEvents>>,
+}
+
+impl Progress {
+    /// Creates the core and what drives it; no thread runs yet.
+    ///
+    /// # Errors
+    /// `Io` and `Exhausted` when the system refuses descriptors.
+    pub(crate) fn new(environment: &Arc<Environment>, has_background: bool) -> Result<Arc<Progress>> {
+        let log = Log(environment.settings().log);
+        let events = EventsFd::new()?;
+        let inbox = Inbox::default();
+        let threads = io_threads(environment);
+        let groups = (0..=if threads > 1 { threads } else { 0 }).map(|_| Group::new()).collect::<Result<Vec<_>>>()?;
+        let core = Core::new(State::new(log, environment.arena().clone()), inbox.clone(), groups.len() > 1);
+        Ok(Arc::new_cyclic(|me| Progress {
+            me: me.clone(),
+            environment: environment.clone(),
+            log,
+            core: Mutex::new(core),
+            groups,
+            events,
+            done: Condvar::new(),
+            inbox,
+            has_background,
+            background: Mutex::new(None),
+            threads: Mutex::new(Vec::new()),
+            closing: AtomicBool::new(false),
+            sessions: OnceLock::new(),
+        }))
+    }
+
+    /// Starts the threads. `sessions` is told of lost rails and ended endpoints from now on.
+    ///
+    /// # Errors
+    /// `Io` when the system refuses threads.
+    pub(crate) fn start(self: &Arc<Self>, sessions: Weak<dyn SessionEvents>) -> Result<()> {
+        let _ = self.sessions.set(sessions);
+        for group in 1..self.groups.len() {
+            let progress = self.clone();
+            self.spawn(&format!("crossrail-io{group}"), move || progress.pump_forever(group))?;
+        }
+        if self.has_background {
+            let progress = self.clone();
+            let thread = self.spawn("crossrail-progress", move || progress.progress_forever())?;
+            *self.background.lock() = Some(thread);
+        }
+        Ok(())
+    }
+
+    /// Starts a thread that [`Progress::join_threads`] waits for.
+    ///
+    /// # Errors
+    /// `Io` when the system refuses it.
+    pub(crate) fn spawn(&self, name: &str, body: impl FnOnce() + Send + 'static) -> Result<Thread> {
+        let handle = std::thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(body)
+            .map_err(|error| Error::io("worker", "pthread_create", &error))?;
+        let thread = handle.thread().clone();
+        self.threads.lock().push(handle);
+        Ok(thread)
+    }
+
+    pub(crate) fn environment(&self) -> &Arc<Environment> {
+        &self.environment
+    }
+
+    pub(crate) fn log(&self) -> Log {
+        self.log
+    }
+
+    /// Locks the core. Release it with [`Progress::after`] if anything was changed.
+    #[inline]
+    pub(crate) fn core(&self) -> MutexGuard<'_, Core> {
+        self.core.lock()
+    }
+
+    /// The descriptor that becomes readable when requests have finished.
+    pub(crate) fn event_fd(&self) -> RawFd {
+        self.events.fd()
+    }
+
+    /// Makes [`Progress::event_fd`] unreadable until another request has finished.
+    pub(crate) fn drain_events(&self) {
+        self.events.drain();
+    }
+
+    /// Has the driving thread poll that descriptor, edge-triggered.
+    ///
+    /// # Errors
+    /// `Io` when the system refuses it.
+    pub(crate) fn watch(&self, fd: RawFd, about: About) -> Result<()> {
+        self.groups[0].watch(fd, about)
+    }
+
+    /// Wakes the thread that sleeps on the lanes under the lock, because there is one more.
+    pub(crate) fn wake_driver(&self) {
+        self.groups[0].wake_always();
+    }
+
+    /// Has a connection that carries chunks polled from now on.
+    ///
+    /// # Errors
+    /// `Io` when the system refuses to watch its descriptor.
+    pub(crate) fn add_connection(&self, lane: Arc<BulkLane>) -> Result<()> {
+        let group = match self.groups.len() {
+            1 => 0,
+            groups => 1 + lane.id.0 as usize % (groups - 1),
+        };
+        self.groups[group].add(lane)
+    }
+
+    /// Polls every connection that carries chunks once.
+    pub(crate) fn pump_connections(&self) {
+        for group in &self.groups {
+            group.pump(self);
+        }
+    }
+
+    // ---- after every change
+
+    /// Releases the lock and does what must be done without it: callbacks, wake-ups, suspects, lost rails.
+    #[inline]
+    pub(crate) fn after(&self, mut core: MutexGuard<'_, Core>) {
+        let finished = std::mem::take(&mut core.st.ops.finished);
+        let sleepers = core.sleepers > 0;
+        let rare =
+            core.kicked || !core.st.ops.callbacks.is_empty() || !core.suspects.is_empty() || !core.lost.is_empty();
+        if rare {
+            self.after_rare(core);
+        } else {
+            drop(core);
+        }
+        if finished {
+            self.events.tell();
+            // Who sleeps was counted under the lock, so it is told even if it is only about to sleep.
+            if sleepers {
+                self.done.notify_all();
+            }
+            if !self.has_background {
+                // A caller may sleep on the sockets.
+                self.groups[0].wake();
+            }
+        }
+    }
+
+    #[cold]
+    fn after_rare(&self, mut core: MutexGuard<'_, Core>) {
+        let kicked = std::mem::take(&mut core.kicked);
+        let roused = std::mem::take(&mut core.roused);
+        let callbacks = std::mem::take(&mut core.st.ops.callbacks);
+        let suspects = std::mem::take(&mut core.suspects);
+        let lost = std::mem::take(&mut core.lost);
+        let ended = std::mem::take(&mut core.ended);
+        let callbacks: Vec<(Callback, Result<Receipt>)> =
+            callbacks.into_iter().map(|(callback, outcome)| (callback, render(&mut core, outcome))).collect();
+        drop(core);
+        if kicked {
+            for (at, group) in self.groups.iter().enumerate() {
+                // The first also looks after the lanes under the lock.
+                if (at == 0 && roused) || group.pending() {
+                    group.wake();
+                }
+            }
+        }
+        for (endpoint, lane) in suspects {
+            self.examine(endpoint, lane);
+        }
+        if !lost.is_empty() || !ended.is_empty() {
+            self.report_ended(&lost, &ended);
+        }
+        for (callback, result) in callbacks {
+            callback(result);
+        }
+    }
+
+    /// One pass over everything; whether anything moved.
+    pub(crate) fn step(&self) -> bool {
+        let mut core = self.core.lock();
+        let mut moved = core.pass(true);
+        core.timers();
+        core.activity += 1;
+        self.after(core);
+        moved |= self.poll_sockets(Some(Duration::ZERO));
+        moved
+    }
+
+    /// Collects socket events and pumps the driver's connections.
+    pub(super) fn poll_sockets(&self, timeout: Option<Duration>) -> bool {
+        let group = &self.groups[0];
+        let mut others: Vec<SocketEvent> = Vec::new();
+        group.events(timeout, |ready| others.push(ready));
+        for ready in &others {
+            self.act(*ready);
+        }
+        group.pump(self) | !others.is_empty()
+    }
+
+    fn act(&self, ready: SocketEvent) {
+        match ready.about {
+            About::Wake => {}
+            About::Lane(id) => {
+                let mut core = self.core.lock();
+                if let Some(inside) = core.inside.iter_mut().find(|lane| lane.id == id) {
+                    inside.lane.ready(ready.readable, ready.writable);
+                }
+            }
+            About::Session(endpoint) if ready.readable => {
+                self.with_sessions(|sessions| sessions.control_readable(endpoint))
+            }
+            About::Session(_) => {}
+            About::Links => self.with_sessions(|sessions| sessions.links_changed()),
+        }
+    }
+
+    fn with_sessions(&self, report: impl FnOnce(&dyn SessionEvents)) {
+        if let Some(sessions) = self.sessions.get().and_then(Weak::upgrade) {
+            report(&*sessions);
+        }
+    }
+
+    #[cold]
+    fn report_ended(&self, lost: &[Lost], ended: &[EndpointId]) {
+        self.with_sessions(|sessions| {
+            lost.iter().for_each(|lost| sessions.rail_lost(lost.clone()));
+            ended.iter().for_each(|endpoint| sessions.endpoint_ended(*endpoint));
+        });
+    }
+
+    // ---- the end
+
+    /// Begins the end; false if it has begun before.
+    pub(crate) fn begin_close(&self) -> bool {
+        !self.closing.swap(true, Ordering::SeqCst)
+    }
+
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Acquire)
+    }
+
+    /// Says goodbye to all peers and waits for the threads, unless it is called from one of them.
+    pub(crate) fn join_threads(&self) {
+        let mut core = self.core.lock();
+        core.farewell();
+        self.after(core);
+        self.step();
+        for group in &self.groups {
+            group.wake_always();
+        }
+        self.hand_over();
+        let me = std::thread::current().id();
+        for thread in std::mem::take(&mut *self.threads.lock()) {
+            if thread.thread().id() != me {
+                let _ = thread.join();
+            }
+        }
+    }
+
+    /// Ends all endpoints and operations.
+    pub(crate) fn finish_close(&self) {
+        let mut core = self.core.lock();
+        core.closed = true;
+        core.close();
+        self.after(core);
+        self.pump_connections();
+        let mut core = self.core.lock();
+        core.abandon();
+        let gpus = core.st.staging.take_gpus();
+        self.after(core);
+        drop(gpus);
+        self.done.notify_all();
+    }
+}
+
+/// Connections are spread over threads of their own only where there are cores for them.
+fn io_threads(environment: &Environment) -> usize {
+    match environment.settings().io_threads {
+        IoThreads::Count(count) => count as usize,
+        IoThreads::Auto => {
+            let rails = environment.rails().map_or(1, |devices| devices.len().max(1));
+            let connections = rails * environment.settings().channels as usize;
+            connections.min(environment.cores() / 2).clamp(1, 8)
+        }
+    }
+}

@@ -1,0 +1,228 @@
+//! Waiting callers: each makes progress itself while it waits.
+
+use std::time::{Duration, Instant};
+
+use parking_lot::MutexGuard;
+
+use super::{NAP_MAX, Progress};
+use crate::core::Core;
+
+/// A waiting thread polls without pause for this long after anything last moved.
+const SPIN: Duration = Duration::from_micros(30);
+/// Then it offers its core to others between polls, for this long; then it sleeps.
+const YIELD: Duration = Duration::from_micros(200);
+/// The same where there are cores to spare: being woken takes longer than most transfers that are still under way.
+const YIELD_MANY: Duration = Duration::from_millis(5);
+/// From so many processors on there are.
+const MANY: usize = 8;
+/// A thread that waits for the work of others' threads looks this often at first, and when it has waited for long, so
+/// often; in between after a sixteenth of the time that it has waited.
+const ASIDE: Duration = Duration::from_micros(2);
+const ASIDE_MAX: Duration = Duration::from_micros(20);
+/// Idle polls after which threads that wait for the lock get it.
+const SHARE_EVERY: u32 = 8;
+/// Idle polls between two looks at the clock.
+const LOOK_EVERY: u32 = 64;
+/// Idle polls between two looks at the sockets of chunk connections.
+const EPOLL_EVERY: u32 = 32;
+
+impl Progress {
+    /// Waits until `ready` answers, at most `timeout`.
+    pub(crate) fn wait_until<T>(&self, timeout: Duration, mut ready: impl FnMut(&mut Core) -> Option<T>) -> Option<T> {
+        let mut core = self.core.lock();
+        if let Some(found) = ready(&mut core) {
+            self.after(core);
+            return Some(found);
+        }
+        core.spinning += 1;
+        if core.disarm() {
+            // The background thread sleeps on lanes that no longer ring: have it look after us instead.
+            self.groups[0].wake();
+        }
+        let mut wait = Wait { progress: self, deadline: None, timeout, idle: 0, idle_since: None, aside: false };
+        wait.run(core, &mut ready)
+    }
+
+    /// [`Progress::wait_until`] for what is not the end of an operation: `ready` is asked whenever anything has happened.
+    pub(crate) fn observe_until<T>(&self, timeout: Duration, ready: impl FnMut(&mut Core) -> Option<T>) -> Option<T> {
+        self.core.lock().observers += 1;
+        let found = self.wait_until(timeout, ready);
+        self.core.lock().observers -= 1;
+        found
+    }
+
+    /// A caller stops making progress.
+    #[inline]
+    fn leave(&self, mut core: MutexGuard<'_, Core>) {
+        core.spinning -= 1;
+        core.activity += 1;
+        let needed = core.sleepers > 0 && core.spinning == 0;
+        self.after(core);
+        if needed {
+            self.hand_over();
+        }
+    }
+}
+
+/// One bounded wait.
+struct Wait<'a> {
+    progress: &'a Progress,
+    timeout: Duration,
+    deadline: Option<Instant>,
+    idle: u32,
+    idle_since: Option<Instant>,
+    /// It looks once in a while, and leaves the lock to others meanwhile.
+    aside: bool,
+}
+
+impl<'a> Wait<'a> {
+    #[inline]
+    fn run<T>(&mut self, mut core: MutexGuard<'a, Core>, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Option<T> {
+        let progress = self.progress;
+        loop {
+            // Aside, it has just asked epoll, and others want the lock.
+            let mut moved = core.pass(!self.aside);
+            if let Some(found) = ready(&mut core) {
+                progress.leave(core);
+                return Some(found);
+            }
+            let group = &progress.groups[0];
+            if (moved || core.kicked || self.idle % EPOLL_EVERY == EPOLL_EVERY - 1)
+                && (group.has_lanes() || core.kicked)
+            {
+                progress.after(core);
+                moved |= progress.poll_sockets(Some(Duration::ZERO));
+                core = progress.core.lock();
+            }
+            if moved {
+                self.aside = false;
+                self.idle = 0;
+                self.idle_since = None;
+                // Costs nothing while nobody waits for the lock.
+                MutexGuard::bump(&mut core);
+                continue;
+            }
+            self.idle += 1;
+            if self.idle.is_multiple_of(SHARE_EVERY) && core.threads {
+                // Connections' threads have their turns; a lock that is taken again at once is never theirs.
+                MutexGuard::bump(&mut core);
+            }
+            if self.aside || self.idle.is_multiple_of(LOOK_EVERY) {
+                match self.look(core, ready) {
+                    Look::Again(lock) => core = lock,
+                    Look::Found(found) => return Some(found),
+                    Look::Expired => return None,
+                }
+            }
+        }
+    }
+
+    /// Looks at the clock after a stretch of idle polls: spin on, let others run, or sleep.
+    #[cold]
+    fn look<T>(&mut self, core: MutexGuard<'a, Core>, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
+        let progress = self.progress;
+        // Others' threads do not see the end of a copy between GPUs.
+        let aside = core.threads && !core.awaits_copy();
+        progress.after(core);
+        let now = Instant::now();
+        let deadline = *self.deadline.get_or_insert(now + self.timeout);
+        if now >= deadline {
+            progress.leave(progress.core.lock());
+            return Look::Expired;
+        }
+        let idle = now - *self.idle_since.get_or_insert(now);
+        if idle < SPIN {
+            return Look::Again(progress.core.lock());
+        }
+        // Session and link events are not looked at while spinning.
+        progress.poll_sockets(Some(Duration::ZERO));
+        if idle < self.patience() {
+            self.aside = aside;
+            if aside {
+                self.stand_aside(idle);
+            } else {
+                std::thread::yield_now();
+            }
+            return Look::Again(progress.core.lock());
+        }
+        self.aside = false;
+        self.idle_since = None;
+        self.idle = 0;
+        if progress.has_background {
+            return self.sleep(deadline, ready);
+        }
+        self.doze(deadline, ready)
+    }
+
+    /// What is waited for is the work of the threads of connections: they need the lock more than this one does, which
+    /// would only look whether they are done.
+    fn stand_aside(&self, idle: Duration) {
+        let (since, pause) = (Instant::now(), (idle / 16).clamp(ASIDE, ASIDE_MAX));
+        std::thread::yield_now();
+        while self.progress.environment.cores() >= MANY && since.elapsed() < pause {
+            std::hint::spin_loop();
+        }
+    }
+
+    /// How long to yield before sleeping.
+    fn patience(&self) -> Duration {
+        if self.progress.environment.cores() >= MANY { YIELD_MANY } else { YIELD }
+    }
+
+    /// Sleeps on the sockets itself, where there is no background thread.
+    fn doze<T>(&mut self, deadline: Instant, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
+        let progress = self.progress;
+        let group = &progress.groups[0];
+        group.drowsy();
+        let mut core = progress.core.lock();
+        // Others' threads may have finished it meanwhile.
+        if let Some(found) = ready(&mut core) {
+            group.awake();
+            progress.leave(core);
+            return Look::Found(found);
+        }
+        core.timers();
+        let idle = !core.busy() && !group.pending() && core.arm();
+        let left = deadline.saturating_duration_since(Instant::now()).min(NAP_MAX);
+        let nap = core.next_timer().map_or(left, |at| at.saturating_duration_since(Instant::now()).min(left));
+        progress.after(core);
+        if idle {
+            progress.poll_sockets(Some(nap));
+        } else {
+            group.awake();
+        }
+        let mut core = progress.core.lock();
+        core.disarm();
+        Look::Again(core)
+    }
+
+    /// Leaves progress to the background thread until something finishes.
+    fn sleep<T>(&mut self, deadline: Instant, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
+        let progress = self.progress;
+        let mut core = progress.core.lock();
+        core.sleepers += 1;
+        core.spinning -= 1;
+        progress.hand_over();
+        let look = loop {
+            if let Some(found) = ready(&mut core) {
+                break Look::Found(found);
+            }
+            if core.closed || progress.done.wait_until(&mut core, deadline).timed_out() {
+                break match ready(&mut core) {
+                    Some(found) => Look::Found(found),
+                    None => Look::Expired,
+                };
+            }
+        };
+        core.sleepers -= 1;
+        core.activity += 1;
+        progress.after(core);
+        look
+    }
+}
+
+enum Look<'a, T> {
+    Again(MutexGuard<'a, Core>),
+    Found(T),
+    Expired,
+}

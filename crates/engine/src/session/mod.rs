@@ -1,0 +1,142 @@
+//! Sessions with peers: connecting, accepting, reconnecting; the transports, and which one is chosen.
+
+mod accept;
+mod connect;
+mod control;
+mod costs;
+mod explain;
+mod rail_pairs;
+mod redial;
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Weak};
+
+use crossrail_handshake as handshake;
+use crossrail_types::{EndpointId, Log, Result};
+use parking_lot::Mutex;
+
+use self::control::Links;
+pub use self::explain::{Candidate, Explain};
+use self::redial::Redialer;
+use crate::core::Lost;
+use crate::environment::Environment;
+use crate::progress::{Progress, SessionEvents};
+
+/// How a worker listens.
+#[derive(Clone, Debug)]
+pub(crate) struct ListenOptions {
+    /// The worker's name in messages; `host:pid` by default.
+    pub(crate) name: Option<String>,
+    /// Where it accepts connections; loopback with a free port by default.
+    pub(crate) addresses: Option<Vec<SocketAddr>>,
+    /// Whether it accepts connections over a Unix socket.
+    pub(crate) unix: bool,
+}
+
+/// The sessions of one worker: its listener, its control connections, and what every endpoint uses and why.
+///
+/// Any thread may use it. Its locks are taken before that of the worker's core, never after.
+pub(crate) struct Sessions {
+    me: Weak<Sessions>,
+    progress: Arc<Progress>,
+    environment: Arc<Environment>,
+    log: Log,
+    options: ListenOptions,
+    secret: handshake::Secret,
+    /// `None` before the worker listens and after it was closed.
+    listener: Mutex<Option<handshake::Listener>>,
+    identity: Mutex<Option<handshake::Identity>>,
+    control: Links,
+    redialer: Redialer,
+    explains: Mutex<HashMap<EndpointId, Arc<Explain>>>,
+}
+
+impl Sessions {
+    /// Starts listening for peers.
+    ///
+    /// # Errors
+    /// `Config`: a device that is not there, listening beyond loopback without a secret; `Io` and `Exhausted` when the
+    /// system refuses descriptors, threads or the port.
+    pub(crate) fn start(progress: &Arc<Progress>, options: ListenOptions) -> Result<Arc<Sessions>> {
+        let (environment, log) = (progress.environment().clone(), progress.log());
+        let settings = environment.settings();
+        let (secret, warnings) =
+            handshake::Secret::load(settings.secret.as_ref().map(|s| s.expose()), settings.secret_file.as_deref())?;
+        for warning in warnings {
+            log.warn(format_args!("{warning}"));
+        }
+        let sessions = Arc::new_cyclic(|me| Sessions {
+            me: me.clone(),
+            progress: progress.clone(),
+            environment: environment.clone(),
+            log,
+            options,
+            secret,
+            listener: Mutex::new(None),
+            identity: Mutex::new(None),
+            control: Links::default(),
+            redialer: Redialer::default(),
+            explains: Mutex::default(),
+        });
+        // While the process has one thread this costs nothing; later it takes long, and nobody should wait for it.
+        if settings.tls.allows("shm") && !crossrail_shm::prepare_if_quick() {
+            progress.spawn("crossrail-prepare", crossrail_shm::prepare)?;
+        }
+        sessions.listen()?;
+        Ok(sessions)
+    }
+
+    /// How others reach this worker, as opaque bytes; empty once it is closed.
+    pub(crate) fn address(&self) -> Vec<u8> {
+        self.listener.lock().as_ref().map_or_else(Vec::new, |listener| listener.address().encode())
+    }
+
+    /// Where it accepts connections over TCP.
+    pub(crate) fn control_addresses(&self) -> Vec<SocketAddr> {
+        self.listener.lock().as_ref().map_or_else(Vec::new, |listener| listener.address().control)
+    }
+
+    /// The worker's name in messages.
+    pub(crate) fn name(&self) -> String {
+        self.identity.lock().as_ref().map_or_else(String::new, |me| me.hello.name.clone())
+    }
+
+    /// What an endpoint could have used, and why it uses what it does.
+    pub(crate) fn explain(&self, endpoint: EndpointId) -> Option<Arc<Explain>> {
+        self.explains.lock().get(&endpoint).cloned()
+    }
+
+    fn set_explain(&self, endpoint: EndpointId, explain: Explain) {
+        self.explains.lock().insert(endpoint, Arc::new(explain));
+    }
+
+    /// Accepts and dials no more.
+    pub(crate) fn stop(&self) {
+        self.redialer.stop();
+        drop(self.listener.lock().take());
+    }
+
+    /// Closes all control connections.
+    pub(crate) fn clear(&self) {
+        self.control.clear();
+    }
+}
+
+impl SessionEvents for Sessions {
+    fn rail_lost(&self, lost: Lost) {
+        self.redialer.lost(self, lost);
+    }
+
+    fn endpoint_ended(&self, endpoint: EndpointId) {
+        self.end_session(endpoint);
+    }
+
+    fn control_readable(&self, endpoint: EndpointId) {
+        Sessions::control_readable(self, endpoint);
+    }
+
+    fn links_changed(&self) {
+        Sessions::links_changed(self);
+    }
+}

@@ -1,0 +1,116 @@
+//! Dials lost rails again, in the background, until they are back or nobody needs them.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::{Sessions, control};
+use crate::core::Lost;
+
+/// The first pause before a rail is dialled again; each failure doubles it.
+const PAUSE_MIN: Duration = Duration::from_millis(200);
+const PAUSE_MAX: Duration = Duration::from_secs(10);
+/// The longest one attempt may take.
+const ATTEMPT_MAX: Duration = Duration::from_secs(2);
+
+/// See the module.
+#[derive(Default)]
+pub(crate) struct Redialer {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    running: bool,
+    stop: bool,
+    attempts: Vec<Attempt>,
+}
+
+struct Attempt {
+    lost: Lost,
+    at: Instant,
+    pause: Duration,
+}
+
+impl Redialer {
+    /// A rail was lost: if it is ours to dial, dial it again.
+    pub(crate) fn lost(&self, sessions: &Sessions, lost: Lost) {
+        if sessions.redial(&lost).is_none() {
+            return;
+        }
+        let mut state = self.state.lock();
+        if state.stop {
+            return;
+        }
+        state.attempts.push(Attempt { lost, at: Instant::now() + PAUSE_MIN, pause: PAUSE_MIN });
+        if !state.running {
+            let Some(running) = sessions.me.upgrade() else { return };
+            let spawned = sessions.progress.spawn("crossrail-redial", move || running.redialer.run(&running));
+            match spawned.map(drop) {
+                Ok(()) => state.running = true,
+                Err(error) => sessions.log.warn(format_args!("lost rails stay lost: {error}")),
+            }
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// A link came up: try now.
+    pub(crate) fn nudge(&self) {
+        let mut state = self.state.lock();
+        for attempt in &mut state.attempts {
+            attempt.at = Instant::now();
+            attempt.pause = PAUSE_MIN;
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn stop(&self) {
+        self.state.lock().stop = true;
+        self.changed.notify_all();
+    }
+
+    /// The thread that dials.
+    pub(crate) fn run(&self, sessions: &Arc<Sessions>) {
+        while let Some(mut attempt) = self.next() {
+            let Some(redial) = sessions.redial(&attempt.lost) else { continue };
+            let deadline = Instant::now() + ATTEMPT_MAX;
+            let mine = &redial.rail.mine;
+            let back = control::dial(&redial.ticket, &redial.rail, redial.name, deadline).and_then(|stream| {
+                let interface = Some(mine.interface.clone());
+                sessions.add_tcp_lane(attempt.lost.endpoint, redial.name, stream, &mine.name, interface)
+            });
+            match back {
+                Ok(()) => sessions.log.info(format_args!("rail {} is back", mine.name)),
+                Err(error) => {
+                    sessions.log.debug(format_args!("rail {} is still gone: {error}", mine.name));
+                    attempt.pause = (attempt.pause * 2).min(PAUSE_MAX);
+                    attempt.at = Instant::now() + attempt.pause;
+                    self.state.lock().attempts.push(attempt);
+                }
+            }
+        }
+    }
+
+    /// The next attempt that is due; `None` when the worker closes.
+    fn next(&self) -> Option<Attempt> {
+        let mut state = self.state.lock();
+        loop {
+            if state.stop {
+                return None;
+            }
+            let due = (0..state.attempts.len()).min_by_key(|at| state.attempts[*at].at);
+            match due {
+                Some(at) if state.attempts[at].at <= Instant::now() => return Some(state.attempts.swap_remove(at)),
+                Some(at) => {
+                    let until = state.attempts[at].at;
+                    self.changed.wait_until(&mut state, until);
+                }
+                None => self.changed.wait(&mut state),
+            }
+        }
+    }
+}
