@@ -16,6 +16,12 @@ import crossrail
 __all__ = ["pytest_configure", "pytest_make_collect_report", "pytest_runtest_makereport"]
 
 
+def pytest_collection_finish() -> None:
+    """What importing the tests made stays for good: the collections around each test need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test after which there are more descriptors, children or shared segments than before."""
