@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crossrail_cuda::nvrtc::{Compiler, Library, Places};
+use crossrail_cuda::nvrtc::{Compiler, Library, SearchPath};
 use crossrail_cuda::{Allocation, Context, Cuda, DeviceMemory, Mapping, PinnedMemory, Stream};
 use crossrail_cuda_ipc::{Domain, Link};
 use crossrail_kernels::{Kernels, PutArgs};
@@ -330,7 +330,7 @@ fn run() -> Outcome<()> {
     let sizes: Vec<usize> = sizes.collect();
     let mut rows = latencies(&rig, &mut links, &sizes)?;
     rows.extend(rates(&rig, &sizes)?);
-    let compiler = Compiler::new(Library::find(&Places::standard())?, None);
+    let compiler = Compiler::new(Library::find(&SearchPath::standard())?, None);
     let report = json!({
         "schema": "crossrail-bench/1",
         "environment": environment::capture(&near, &compiler, &settings)?,

@@ -1,4 +1,4 @@
-//! Graph captures: those of other threads are not disturbed, those of a stream are recognized.
+//! Graph capture: querying a stream's capture state, and capturing graphs.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -12,33 +12,35 @@ use crate::stream::Stream;
 
 const CAPTURE_IMPLICIT: Code = 906;
 
-/// Whether what is put into a stream is carried out, or recorded in a graph.
+/// The capture state of a stream: whether enqueued work executes or is captured in a graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Capture {
-    /// It is carried out.
+    /// Work executes.
     None,
-    /// It is recorded.
+    /// Work is captured.
     Active,
-    /// It was to be recorded, but something that can't be broke the capture: every call fails until it is ended.
+    /// The capture was invalidated by work that cannot be captured; every call fails until the capture is ended.
     Broken,
 }
 
 impl Stream {
-    /// Whether what is put in now is recorded in a graph.
+    /// The capture state of this stream.
     ///
     /// # Errors
-    /// [`ErrorKind::Usage`] for the default stream while another stream is captured, which must not be used then; a
-    /// failed call.
+    /// [`ErrorKind::Usage`] for the default stream while another stream is being captured, when it must not be used; a failed
+    /// call.
     pub fn capture(&self) -> Result<Capture> {
         let context = self.context();
         let call = "cuStreamIsCapturing";
         let ask = context.cuda().optional("stream", call, context.cuda().raw().cuStreamIsCapturing)?;
         let mut status = 0_u32;
-        // SAFETY: the stream is alive; `status` is a valid place for one number.
+        // SAFETY: the stream is alive; `status` is a valid out pointer.
         let code = context.current("stream", |_| unsafe { ask(self.raw(), (&raw mut status).cast()) })?;
         if code == CAPTURE_IMPLICIT {
-            let detail = "the default stream can't be used while another stream is captured";
-            return Err(Error::new(ErrorKind::Usage, "stream", detail).with_hint("give the stream that is captured"));
+            let detail = "the default stream cannot be used while another stream is being captured";
+            return Err(
+                Error::new(ErrorKind::Usage, "stream", detail).with_hint("use the stream that is being captured")
+            );
         }
         context.check("stream", call, code)?;
         Ok(match status {
@@ -48,10 +50,10 @@ impl Stream {
         })
     }
 
-    /// Records what `work` puts into this stream, which is not carried out now, as a graph.
+    /// Captures the work that `work` enqueues in this stream as a graph, without executing it.
     ///
     /// # Errors
-    /// What `work` says; a failed call, such as for work that can't be recorded.
+    /// The error of `work`; a failed call, as for work that cannot be captured.
     pub fn record(&self, work: impl FnOnce(&Stream) -> Result<()>) -> Result<Graph> {
         let context = self.context();
         let raw = context.cuda().raw();
@@ -64,29 +66,28 @@ impl Stream {
         context.run("graph", "cuStreamBeginCapture", |_| unsafe { begin(self.raw(), mode) })?;
         let done = work(self);
         let mut graph: CUgraph = std::ptr::null_mut();
-        // SAFETY: the capture was begun above; `graph` is a valid place for one handle.
+        // SAFETY: the capture was begun above; `graph` is a valid out pointer.
         let ended = context.run("graph", "cuStreamEndCapture", |_| unsafe { end(self.raw(), &mut graph) });
         let mut built: CUgraphExec = std::ptr::null_mut();
         let outcome = done.and(ended).and_then(|()| {
-            // SAFETY: the graph is whole; `built` is a valid place for one handle.
+            // SAFETY: the graph is complete; `built` is a valid out pointer.
             context.run("graph", "cuGraphInstantiate", |_| unsafe { build(&mut built, graph, 0) })
         });
         if !graph.is_null() {
-            // SAFETY: made above, not used after this; what was built of it stands by itself.
+            // SAFETY: created above, not used afterwards; the instantiated graph does not depend on it.
             let _ = context.current("graph", |_| unsafe { destroy(graph) });
         }
         outcome.map(|()| Graph { context: context.clone(), raw: built })
     }
 }
 
-/// Work that was recorded, to be put into streams as a whole.
+/// An instantiated graph: captured work that is launched as a whole.
 pub struct Graph {
     context: Context,
     raw: CUgraphExec,
 }
 
-// SAFETY: a graph handle is a name for an object of the driver; every call below takes it whole, and launches of it
-// from several threads are ordered by the driver's own lock.
+// SAFETY: a graph handle names a driver object that is not bound to a thread.
 unsafe impl Send for Graph {}
 
 impl fmt::Debug for Graph {
@@ -97,25 +98,25 @@ impl fmt::Debug for Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // SAFETY: made by `record`, not used after this; a launch that is under way is still carried out.
+        // SAFETY: created by `record`, not used afterwards; a launch in progress still completes.
         let destroy = |raw: &Raw| raw.cuGraphExecDestroy.map_or(0, |destroy| unsafe { destroy(self.raw) });
         let _ = self.context.current("graph", destroy);
     }
 }
 
 impl Graph {
-    /// Puts all of it into `stream`. One launch of it runs at a time.
+    /// Launches the graph in `stream`. Launches of the same graph execute one at a time.
     ///
     /// # Safety
-    /// What was recorded must be right once more: its addresses valid until this is done, and nobody else's where it
-    /// writes.
+    /// The guarantees given for the captured work must hold for this launch too: its addresses stay valid until it has
+    /// completed, and nothing else accesses what it writes.
     ///
     /// # Errors
     /// A failed call.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<()> {
         let call = "cuGraphLaunch";
         let launch = self.context.cuda().optional("graph", call, self.context.cuda().raw().cuGraphLaunch)?;
-        // SAFETY: both are alive; the caller vouches for the work.
+        // SAFETY: both are alive; the caller guarantees the work.
         self.context.run("graph", call, |_| unsafe { launch(self.raw, stream.raw()) })
     }
 }

@@ -1,4 +1,4 @@
-//! Primary contexts: the ones that the CUDA runtime, and so PyTorch, uses too.
+//! Primary contexts, which the CUDA runtime (and so PyTorch) uses too.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -18,20 +18,21 @@ use crate::release::{ReleasePause, ReleaseThread};
 
 const PEER_ACCESS_ALREADY_ENABLED: Code = 704;
 
-/// A GPU's memory in bytes, at one moment.
+/// The memory of a GPU at one moment, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryInfo {
-    /// What could be allocated.
+    /// Free memory.
     pub free: u64,
-    /// What there is.
+    /// Total memory.
     pub total: u64,
 }
 
-/// A GPU's primary context, retained as long as a clone of this lives. Everything made in it keeps it.
+/// The primary context of a GPU, retained as long as a clone of this lives. Objects created in it hold a clone.
 ///
-/// It never stays current on a thread: each operation makes it current and then restores what was, so that a
-/// caller's own choice of device is not disturbed. Nor does any break a graph that another thread captures
-/// ([`Cuda::relaxed`]). Who makes many calls in a row saves both by [`Context::enter`].
+/// Operations never change the calling thread's current context: each makes this context current and restores the
+/// previous one before it returns, so the caller's choice of device is not affected. Nor does an operation break a graph
+/// capture on another thread ([`Cuda::relaxed`]). A thread that makes many calls in a row avoids the cost of both with
+/// [`Context::enter`]. May be used from any thread.
 #[derive(Clone)]
 pub struct Context(Arc<Primary>);
 
@@ -41,7 +42,7 @@ struct Primary {
     release_thread: Arc<ReleaseThread>,
 }
 
-// SAFETY: a context handle is a name for an object of the driver, which may be used from every thread at once.
+// SAFETY: a context handle names a driver object that may be used from all threads concurrently.
 unsafe impl Send for Primary {}
 // SAFETY: as above.
 unsafe impl Sync for Primary {}
@@ -49,7 +50,8 @@ unsafe impl Sync for Primary {}
 impl Drop for Primary {
     fn drop(&mut self) {
         let _relaxed = self.device.cuda().relaxed();
-        // SAFETY: retained once, in `Context::primary`. A driver that is shutting down refuses, and frees it itself.
+        // SAFETY: retained once, in `Context::primary`. A driver that is shutting down refuses the call and frees the
+        // context itself.
         unsafe { (self.device.cuda().raw().cuDevicePrimaryCtxRelease_v2)(self.device.raw()) };
     }
 }
@@ -61,15 +63,15 @@ impl fmt::Debug for Context {
 }
 
 impl Context {
-    /// Retains the primary context of `device`, and makes it where nobody has yet (some hundred MiB of its memory).
+    /// Retains the primary context of `device`, creating it if necessary, which takes some hundred MiB of GPU memory.
     ///
     /// # Errors
-    /// A failed call; [`ErrorKind::Exhausted`] when the GPU has no memory left for a context.
+    /// [`ErrorKind::Exhausted`] if the GPU has no memory left for a context; a failed call.
     pub fn primary(device: &Device) -> Result<Context> {
         let cuda = device.cuda();
         let _relaxed = cuda.relaxed();
         let mut raw: CUcontext = std::ptr::null_mut();
-        // SAFETY: `raw` is a valid place for one handle.
+        // SAFETY: `raw` is a valid out pointer.
         let code = unsafe { (cuda.raw().cuDevicePrimaryCtxRetain)(&mut raw, device.raw()) };
         cuda.check(&format!("cuda:{}", device.ordinal()), "cuDevicePrimaryCtxRetain", code)?;
         Ok(Context(Arc::new(Primary { device: device.clone(), raw, release_thread: ReleaseThread::current(cuda) })))
@@ -80,29 +82,29 @@ impl Context {
         &self.0.device
     }
 
-    /// How much memory the GPU has, and how much of it is free.
+    /// The free and total memory of the GPU.
     ///
     /// # Errors
     /// A failed call.
     pub fn memory(&self) -> Result<MemoryInfo> {
         let (mut free, mut total) = (0_usize, 0_usize);
         self.run("memory", "cuMemGetInfo", |raw| {
-            // SAFETY: both are valid places for one size.
+            // SAFETY: both are valid out pointers.
             unsafe { (raw.cuMemGetInfo_v2)(&mut free, &mut total) }
         })?;
         Ok(MemoryInfo { free: free as u64, total: total as u64 })
     }
 
-    /// Lets kernels and copies of this context reach plain allocations of `peer`'s. Once is enough; more do no harm.
+    /// Enables peer access: kernels and copies of this context may then access plain allocations of `peer`. Idempotent.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] when the two GPUs can't reach each other; a failed call.
+    /// [`ErrorKind::Unsupported`] if the hardware has no peer access between the two GPUs; a failed call.
     pub fn enable_peer(&self, peer: &Context) -> Result<()> {
         if !self.device().reaches(peer.device())? {
             let (own, other) = (self.device().ordinal(), peer.device().ordinal());
-            let detail = format!("cuda:{own} can't reach the memory of cuda:{other}");
+            let detail = format!("cuda:{own} has no peer access to cuda:{other}");
             return Err(Error::new(ErrorKind::Unsupported, "peer access", detail)
-                .with_hint("copies between them go through host memory"));
+                .with_hint("copies between them are staged through host memory"));
         }
         self.run("peer access", "cuCtxEnablePeerAccess", |raw| {
             // SAFETY: both contexts are retained.
@@ -113,9 +115,11 @@ impl Context {
         })
     }
 
-    /// Makes it current on this thread until the result is dropped: calls in between need not do so each by itself.
-    /// For loops and threads of our own; nobody else may change the thread's current context meanwhile. Several
-    /// are dropped in the reverse of the order in which they were made.
+    /// Makes the context current on this thread until the result is dropped, so that calls in between need not do so
+    /// individually.
+    ///
+    /// Meanwhile nothing else may change the thread's current context, so use this only in loops and threads of this
+    /// library. Nested guards must be dropped in reverse order.
     ///
     /// # Errors
     /// A failed call.
@@ -161,13 +165,13 @@ impl Context {
         self.0.device.cuda()
     }
 
-    /// Makes one call with this context current; a failure names `operation` on this GPU, and `call`.
+    /// Makes a call with this context current. An error names `operation`, this GPU, and `call`.
     pub(crate) fn run(&self, operation: &str, call: &str, body: impl FnOnce(&Raw) -> Code) -> Result<()> {
         let code = self.current(operation, body)?;
         self.check(operation, call, code)
     }
 
-    /// Like [`Context::run`], with the call's code as it is.
+    /// Like [`Context::run`], but returns the code of the call.
     pub(crate) fn current(&self, operation: &str, body: impl FnOnce(&Raw) -> Code) -> Result<Code> {
         let raw = self.cuda().raw();
         if ENTERED.get() == self.raw() {
@@ -180,7 +184,7 @@ impl Context {
 
     fn push(&self, operation: &str) -> Result<Pop<'_>> {
         let raw = self.cuda().raw();
-        // SAFETY: the context is retained; it is popped on this thread by `Pop`, which can't leave it.
+        // SAFETY: the context is retained; `Pop`, which is not `Send`, pops it on this thread.
         let code = unsafe { (raw.cuCtxPushCurrent_v2)(self.raw()) };
         self.check(operation, "cuCtxPushCurrent", code)?;
         Ok(Pop(raw, PhantomData))
@@ -195,12 +199,12 @@ impl Context {
 }
 
 thread_local! {
-    /// The context that the innermost `Entered` of this thread made current; null outside.
+    /// The context of this thread's innermost `Entered`; null if there is none.
     static ENTERED: Cell<CUcontext> = const { Cell::new(std::ptr::null_mut()) };
 }
 
-/// A context is current on this thread as long as this lives; then what was before is again.
-#[must_use = "the context is current only as long as this lives"]
+/// A guard that keeps a context current on this thread; dropping it restores the previous context.
+#[must_use = "the context is current only while this guard lives"]
 pub struct Entered<'a> {
     before: CUcontext,
     _pop: Pop<'a>,
@@ -219,13 +223,13 @@ impl Drop for Entered<'_> {
     }
 }
 
-/// Restores the context that was current before, on the same thread.
+/// Restores the previously current context, on the same thread.
 struct Pop<'a>(&'a Raw, PhantomData<*const ()>);
 
 impl Drop for Pop<'_> {
     fn drop(&mut self) {
         let mut popped: CUcontext = std::ptr::null_mut();
-        // SAFETY: pushed on this thread by `push`, which the type can't leave; `popped` is a place for one handle.
+        // SAFETY: pushed on this thread, which the type cannot leave; `popped` is a valid out pointer.
         unsafe { (self.0.cuCtxPopCurrent_v2)(&mut popped) };
     }
 }

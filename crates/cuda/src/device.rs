@@ -1,4 +1,4 @@
-//! The GPUs of this process, and what they are.
+//! The GPUs of this process, and their properties.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char, c_int, c_uint};
@@ -10,14 +10,14 @@ use cudarc::driver::sys::{CUdevice, CUdevice_attribute as Attribute, CUuuid};
 
 use crate::driver::Cuda;
 
-/// What kernels are compiled for: `sm_80`, `sm_90a`.
+/// A target architecture of kernels, such as `sm_80` or `sm_90a`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Arch {
-    /// The major number of the compute capability.
+    /// The major version of the compute capability.
     pub major: u32,
-    /// The minor number.
+    /// The minor version.
     pub minor: u32,
-    /// Whether instructions that only this architecture has may be used (`a`).
+    /// Whether architecture-specific instructions may be used (suffix `a`).
     pub specific: bool,
 }
 
@@ -31,7 +31,8 @@ impl FromStr for Arch {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Arch> {
-        let bad = || Error::new(ErrorKind::Usage, "architecture", format!("{text:?} is none; an example: sm_90a"));
+        let bad =
+            || Error::new(ErrorKind::Usage, "architecture", format!("{text:?} is not an architecture such as sm_90a"));
         let rest = text.strip_prefix("sm_").ok_or_else(bad)?;
         let (digits, specific) = rest.strip_suffix('a').map_or((rest, false), |digits| (digits, true));
         let number: u32 = digits.parse().map_err(|_| bad())?;
@@ -43,7 +44,7 @@ impl FromStr for Arch {
 }
 
 impl Cuda {
-    /// Every GPU that this process sees, in the driver's order (`CUDA_VISIBLE_DEVICES` applies).
+    /// All GPUs that are visible to this process, in the driver's order (`CUDA_VISIBLE_DEVICES` applies).
     ///
     /// # Errors
     /// A failed call.
@@ -54,19 +55,19 @@ impl Cuda {
     /// The GPU `cuda:ordinal`.
     ///
     /// # Errors
-    /// [`ErrorKind::Usage`] when there are fewer; a failed call.
+    /// [`ErrorKind::Usage`] if there is no such GPU; a failed call.
     pub fn device(&self, ordinal: u32) -> Result<Device> {
         let count = self.device_count()?;
         if ordinal >= count {
-            let detail = format!("there is no such GPU: this process sees {count}");
+            let detail = format!("no such GPU: {count} visible to this process");
             return Err(Error::new(ErrorKind::Usage, format!("cuda:{ordinal}"), detail)
-                .with_hint("CUDA_VISIBLE_DEVICES chooses and numbers them"));
+                .with_hint("CUDA_VISIBLE_DEVICES selects and numbers the GPUs"));
         }
         Device::open(self, ordinal)
     }
 }
 
-/// One GPU. Cheap to clone; holds no context and no memory.
+/// A GPU. Cheap to clone; holds neither a context nor memory.
 #[derive(Clone, Debug)]
 pub struct Device {
     cuda: Cuda,
@@ -78,23 +79,23 @@ impl Device {
     pub(crate) fn open(cuda: &Cuda, ordinal: u32) -> Result<Device> {
         let mut raw: CUdevice = 0;
         let index = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
-        // SAFETY: `raw` is a valid place for one device.
+        // SAFETY: `raw` is a valid out pointer.
         let code = unsafe { (cuda.raw().cuDeviceGet)(&mut raw, index) };
         cuda.check(&format!("cuda:{ordinal}"), "cuDeviceGet", code)?;
         Ok(Device { cuda: cuda.clone(), raw, ordinal })
     }
 
-    /// The driver it belongs to.
+    /// The driver.
     pub fn cuda(&self) -> &Cuda {
         &self.cuda
     }
 
-    /// Its number in this process, as in `cuda:0`.
+    /// The number of the GPU in this process, as in `cuda:0`.
     pub fn ordinal(&self) -> u32 {
         self.ordinal
     }
 
-    /// The maker's name, such as `NVIDIA H200`.
+    /// The model name, such as `NVIDIA H200`.
     ///
     /// # Errors
     /// A failed call.
@@ -102,7 +103,7 @@ impl Device {
         self.text("cuDeviceGetName", self.cuda.raw().cuDeviceGetName)
     }
 
-    /// The PCI address as Linux writes it: `0000:3b:00.0`.
+    /// The PCI address in Linux notation, such as `0000:3b:00.0`.
     ///
     /// # Errors
     /// A failed call.
@@ -110,7 +111,7 @@ impl Device {
         Ok(self.text("cuDeviceGetPCIBusId", self.cuda.raw().cuDeviceGetPCIBusId)?.to_ascii_lowercase())
     }
 
-    /// The NUMA node it hangs on; `None` where the machine does not say, as virtual machines often do not.
+    /// The NUMA node it is attached to; `None` if it is not disclosed, as in many virtual machines.
     ///
     /// # Errors
     /// A failed call.
@@ -119,29 +120,29 @@ impl Device {
         Ok(std::fs::read_to_string(path).ok().and_then(|text| text.trim().parse().ok()))
     }
 
-    /// The 16 bytes that name it on every machine; of the MIG instance, where it is one.
+    /// The globally unique id; for a MIG instance, that of the instance.
     ///
     /// # Errors
     /// A failed call.
     pub fn uuid(&self) -> Result<[u8; 16]> {
         let mut uuid = CUuuid { bytes: [0; 16] };
-        // SAFETY: `uuid` is a valid place for 16 bytes.
+        // SAFETY: `uuid` is a valid out pointer.
         self.check("cuDeviceGetUuid", unsafe { (self.cuda.raw().cuDeviceGetUuid_v2)(&mut uuid, self.raw) })?;
         Ok(uuid.bytes.map(|byte| byte.to_ne_bytes()[0]))
     }
 
-    /// Its memory in bytes. What of it is free only a context can say: [`crate::Context::memory`].
+    /// The total memory in bytes. Free memory is known only to a context: [`crate::Context::memory`].
     ///
     /// # Errors
     /// A failed call.
     pub fn memory(&self) -> Result<u64> {
         let mut bytes: usize = 0;
-        // SAFETY: `bytes` is a valid place for one size.
+        // SAFETY: `bytes` is a valid out pointer.
         self.check("cuDeviceTotalMem", unsafe { (self.cuda.raw().cuDeviceTotalMem_v2)(&mut bytes, self.raw) })?;
         Ok(bytes as u64)
     }
 
-    /// What its kernels are compiled for. From 9.0 on with the instructions of that architecture alone.
+    /// The architecture that its kernels are compiled for; architecture-specific from compute capability 9.0 on.
     ///
     /// # Errors
     /// A failed call.
@@ -151,7 +152,7 @@ impl Device {
         Ok(Arch { major, minor, specific: major >= 9 })
     }
 
-    /// How many multiprocessors it has.
+    /// The number of multiprocessors.
     ///
     /// # Errors
     /// A failed call.
@@ -159,7 +160,7 @@ impl Device {
         self.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
     }
 
-    /// The bytes of shared memory that a block of a kernel may have at most.
+    /// The maximum shared memory of a block, in bytes.
     ///
     /// # Errors
     /// A failed call.
@@ -167,7 +168,7 @@ impl Device {
         self.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
     }
 
-    /// Whether memory of it can be passed to other processes as a file descriptor.
+    /// Whether its memory can be exported to other processes as a file descriptor.
     ///
     /// # Errors
     /// A failed call.
@@ -176,19 +177,19 @@ impl Device {
         Ok(self.attribute(attribute)? != 0)
     }
 
-    /// Whether anybody in the process uses it, so that its primary context is there.
+    /// Whether its primary context exists, because this process uses the GPU already.
     ///
     /// # Errors
     /// A failed call.
     pub fn in_use(&self) -> Result<bool> {
         let (mut flags, mut active): (c_uint, c_int) = (0, 0);
-        // SAFETY: both are valid places for one number.
+        // SAFETY: both are valid out pointers.
         let code = unsafe { (self.cuda.raw().cuDevicePrimaryCtxGetState)(self.raw, &mut flags, &mut active) };
         self.check("cuDevicePrimaryCtxGetState", code)?;
         Ok(active != 0)
     }
 
-    /// Whether its streams can write, and wait for, 64-bit words; 32-bit ones all can.
+    /// Whether its streams can write, and wait for, 64-bit words. All can do so for 32-bit words.
     ///
     /// # Errors
     /// A failed call.
@@ -196,13 +197,13 @@ impl Device {
         Ok(self.attribute(Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS)? != 0)
     }
 
-    /// Whether kernels and copies of this GPU can reach the memory of `peer` without the host.
+    /// Whether kernels and copies of this GPU can access the memory of `peer` directly (peer access).
     ///
     /// # Errors
     /// A failed call.
     pub fn reaches(&self, peer: &Device) -> Result<bool> {
         let mut answer: c_int = 0;
-        // SAFETY: `answer` is a valid place for one int.
+        // SAFETY: `answer` is a valid out pointer.
         let code = unsafe { (self.cuda.raw().cuDeviceCanAccessPeer)(&mut answer, self.raw, peer.raw) };
         self.check("cuDeviceCanAccessPeer", code)?;
         Ok(answer != 0)
@@ -218,7 +219,7 @@ impl Device {
 
     fn attribute(&self, attribute: Attribute) -> Result<u32> {
         let mut value: c_int = 0;
-        // SAFETY: `value` is a valid place for one int.
+        // SAFETY: `value` is a valid out pointer.
         let code = unsafe { (self.cuda.raw().cuDeviceGetAttribute)(&mut value, attribute, self.raw) };
         self.check("cuDeviceGetAttribute", code)?;
         Ok(u32::try_from(value).unwrap_or(0))
@@ -226,7 +227,7 @@ impl Device {
 
     fn text(&self, call: &str, ask: unsafe extern "C" fn(*mut c_char, c_int, CUdevice) -> u32) -> Result<String> {
         let mut text = [0_u8; 256];
-        // SAFETY: one byte fewer than there are may be written, so that the last stays zero.
+        // SAFETY: at most 255 of the 256 bytes are written, so the last stays zero.
         let code = unsafe { ask(text.as_mut_ptr().cast(), 255, self.raw) };
         self.check(call, code)?;
         let text = CStr::from_bytes_until_nul(&text).unwrap_or_default();

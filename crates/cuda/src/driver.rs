@@ -1,4 +1,4 @@
-//! The driver: loaded, or absent with the reason.
+//! Loading the driver, and the reasons why it may be absent.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, OsStr, c_char, c_int};
@@ -10,9 +10,9 @@ use std::sync::Arc;
 use crossrail_types::{Error, ErrorKind, Result};
 use libloading::Library;
 
-use crate::raw::{Code, Raw, loader_words};
+use crate::raw::{Code, Raw, loader_message};
 
-/// The oldest driver that is used, as the CUDA version it supports (1000 * major + 10 * minor): CUDA 12.0.
+/// The oldest supported driver, by the CUDA version that it supports (1000 * major + 10 * minor): CUDA 12.0.
 pub const MIN_DRIVER: u32 = 12_000;
 
 const LIBRARY: &str = "libcuda.so.1";
@@ -21,24 +21,24 @@ const OUT_OF_MEMORY: Code = 2;
 const NO_DEVICE: Code = 100;
 const NOT_SUPPORTED: Code = 801;
 
-/// Why there is no CUDA on this machine. `Display` says it in one line, with what would help.
+/// Why CUDA cannot be used on this machine. `Display` renders one line, including a remedy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Absent {
-    /// The driver's library could not be loaded; the loader's words.
+    /// The driver library could not be loaded; with the loader's message.
     NoLibrary(String),
-    /// The driver supports only an older CUDA than [`MIN_DRIVER`]; both as 1000 * major + 10 * minor.
+    /// The driver supports only CUDA versions before [`MIN_DRIVER`].
     TooOld {
-        /// What it supports.
+        /// The version it supports, as 1000 * major + 10 * minor.
         found: u32,
     },
-    /// The driver says it is new enough but lacks a function.
+    /// The driver reports a supported version but lacks a function.
     Incomplete(&'static str),
-    /// The driver is there but sees no GPU.
+    /// The driver is loaded but sees no GPU.
     NoDevice,
-    /// The GPU's device file exists but this user may not open it.
+    /// This user has no permission to open the GPU's device file.
     Permission(&'static str),
-    /// `cuInit` or one of the first questions failed; call, code's name, number and text.
+    /// `cuInit` or one of the first queries failed; with the call, and the name, number and text of the code.
     Failed(String),
 }
 
@@ -55,19 +55,19 @@ impl fmt::Display for Absent {
             Absent::Incomplete(name) => write!(f, "the CUDA driver lacks {name}; reinstall NVIDIA's driver"),
             Absent::NoDevice => write!(f, "the CUDA driver sees no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES"),
             Absent::Permission(path) => write!(f, "no permission to open {path}; let this user open /dev/nvidia*"),
-            Absent::Failed(why) => write!(f, "the CUDA driver does not start: {why}"),
+            Absent::Failed(why) => write!(f, "the CUDA driver failed to start: {why}"),
         }
     }
 }
 
 impl std::error::Error for Absent {}
 
-/// `12.4` for 12040.
+/// Formats a version: `12.4` for 12040.
 pub(crate) fn version_text(version: u32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
 
-/// The CUDA driver. Clones share it; usable from any thread.
+/// The CUDA driver. Clones share it; may be used from any thread.
 #[derive(Clone)]
 pub struct Cuda {
     raw: Arc<Raw>,
@@ -81,25 +81,25 @@ impl fmt::Debug for Cuda {
 }
 
 impl Cuda {
-    /// Loads and starts the driver of this machine. No context is made and no GPU memory taken.
+    /// Loads and initialises the driver of this machine. Creates no context and allocates no GPU memory.
     ///
     /// # Errors
-    /// [`Absent`]: a state of the machine, not a failure.
+    /// [`Absent`], which is a state of the machine rather than a failure.
     pub fn load() -> std::result::Result<Cuda, Absent> {
-        // SAFETY: NVIDIA's driver, found under its name by the system's loader, as every CUDA program loads it.
+        // SAFETY: NVIDIA's driver, found by the system's loader under its name, as in every CUDA program.
         unsafe { Cuda::load_from(LIBRARY) }
     }
 
-    /// Like [`Cuda::load`], from a given file.
+    /// Like [`Cuda::load`], from the given file.
     ///
     /// # Safety
-    /// The file must be a CUDA driver: its functions must do what their names say.
+    /// The file must be a CUDA driver, whose functions behave as documented by NVIDIA.
     ///
     /// # Errors
     /// As [`Cuda::load`].
     pub unsafe fn load_from(file: impl AsRef<OsStr>) -> std::result::Result<Cuda, Absent> {
-        // SAFETY: the caller vouches for the file.
-        let library = unsafe { Library::new(file.as_ref()) }.map_err(|why| Absent::NoLibrary(loader_words(&why)))?;
+        // SAFETY: guaranteed by the caller.
+        let library = unsafe { Library::new(file.as_ref()) }.map_err(|why| Absent::NoLibrary(loader_message(&why)))?;
         let found = version_of(&library)?;
         if found < MIN_DRIVER {
             return Err(Absent::TooOld { found });
@@ -118,14 +118,14 @@ impl Cuda {
         }
     }
 
-    /// The newest CUDA that the driver supports, as 1000 * major + 10 * minor.
+    /// The newest CUDA version that the driver supports, as 1000 * major + 10 * minor.
     pub fn version(&self) -> u32 {
         self.version
     }
 
     pub(crate) fn device_count(&self) -> Result<u32> {
         let mut count: c_int = 0;
-        // SAFETY: `count` is a valid place for one int.
+        // SAFETY: `count` is a valid out pointer.
         self.check("cuda devices", "cuDeviceGetCount", unsafe { (self.raw().cuDeviceGetCount)(&mut count) })?;
         Ok(u32::try_from(count).unwrap_or(0))
     }
@@ -134,7 +134,7 @@ impl Cuda {
         &self.raw
     }
 
-    /// A function that not every driver has.
+    /// An optional function; [`ErrorKind::Unsupported`] if the driver lacks it.
     pub(crate) fn optional<F: Copy>(&self, operation: &str, call: &str, function: Option<F>) -> Result<F> {
         function.ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, operation, format!("this CUDA driver lacks {call}"))
@@ -142,7 +142,7 @@ impl Cuda {
         })
     }
 
-    /// Nothing for success; else an error with the call, the code's name, number and text.
+    /// Turns the code of a call into a result; the error has the call, and the name, number and text of the code.
     pub(crate) fn check(&self, operation: &str, call: &str, code: Code) -> Result<()> {
         if code == 0 {
             return Ok(());
@@ -157,24 +157,24 @@ impl Cuda {
 
     /// `cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory`.
     fn failed(&self, call: &str, code: Code) -> String {
-        let name = self.text(self.raw().cuGetErrorName, code).unwrap_or("an unknown code");
-        let text = self.text(self.raw().cuGetErrorString, code).unwrap_or("this driver does not describe it");
+        let name = self.text(self.raw().cuGetErrorName, code).unwrap_or("unknown error code");
+        let text = self.text(self.raw().cuGetErrorString, code).unwrap_or("no description");
         format!("{call}: {name} ({code}): {text}")
     }
 
     fn text(&self, ask: unsafe extern "C" fn(Code, *mut *const c_char) -> Code, code: Code) -> Option<&str> {
         let mut text: *const c_char = std::ptr::null();
-        // SAFETY: `text` is a valid place for the answer; an unknown code is answered with an error and null.
+        // SAFETY: `text` is a valid out pointer; for an unknown code the driver returns an error and null.
         let answer = unsafe { ask(code, &mut text) };
         if answer != 0 || text.is_null() {
             return None;
         }
-        // SAFETY: the driver answers with constant, terminated text of its own, and stays loaded while `self`, from
-        // which the answer borrows, is alive.
+        // SAFETY: the driver returns a static C string, and stays loaded while `self`, from which the result borrows, is
+        // alive.
         unsafe { CStr::from_ptr(text) }.to_str().ok()
     }
 
-    /// What `cuInit`'s code means: an unreadable device file looks like no GPU at all.
+    /// Classifies an error code of `cuInit`. The driver reports an unreadable device file as a missing GPU.
     fn diagnose(&self, code: Code) -> Absent {
         match File::open(CONTROL_DEVICE) {
             Err(error) if error.kind() == IoKind::PermissionDenied => Absent::Permission(CONTROL_DEVICE),
@@ -184,14 +184,14 @@ impl Cuda {
     }
 }
 
-/// The CUDA version that the driver in `library` supports; asked first, since an old one lacks functions.
+/// The CUDA version that the driver in `library` supports. Queried before all else, because an old driver lacks functions.
 fn version_of(library: &Library) -> std::result::Result<u32, Absent> {
     type Ask = unsafe extern "C" fn(*mut c_int) -> Code;
     const NAME: &str = "cuDriverGetVersion";
     // SAFETY: the function has had this signature since CUDA 2.2; it is used only while the library is loaded.
     let ask = unsafe { library.get::<Ask>(NAME.as_bytes()) }.map_err(|_| Absent::Incomplete(NAME))?;
     let mut version: c_int = 0;
-    // SAFETY: `version` is a valid place for one int; the call needs no initialization.
+    // SAFETY: `version` is a valid out pointer; the call needs no initialisation.
     match unsafe { ask(&mut version) } {
         0 => Ok(u32::try_from(version).unwrap_or(0)),
         code => Err(Absent::Failed(format!("{NAME}: code {code}"))),

@@ -1,21 +1,22 @@
 //! A small safe layer over the CUDA driver and NVRTC, both loaded at run time.
 //!
-//! Nothing here needs CUDA to build or to start: [`Cuda::load`] answers either with the driver or with [`Absent`],
-//! which says what is missing. Every failed call is a `crossrail_types::Error` that names the call and its code.
+//! Neither building nor starting a program requires CUDA: [`Cuda::load`] returns the driver, or [`Absent`] with what is
+//! missing. A failed call is a `crossrail_types::Error` with the name of the call and its error code. Where the docs below
+//! say "a failed call", they mean such an error, of kind `Io` unless stated otherwise.
 //!
 //! ```text
-//! Cuda        the driver: its version, its devices          Absent    why there is none
+//! Cuda        the driver: its version, its devices          Absent    why it cannot be used
 //! Device      name, architecture, PCI address, NUMA node    Context   the primary context, shared with PyTorch
-//! Stream      own, or a caller's raw handle                 Event     a point in a stream
-//! DeviceMemory, PinnedMemory     plain allocations          RegisteredMemory       host memory that was there already
-//! Allocation, Mapping            memory for other processes                  IpcHandle, IpcMapping   the older way
-//! Relaxed, Entered               guards for threads                          Capture, Graph         recorded work
-//! PointerInfo what an address is                            Module, Function       compiled kernels
-//! nvrtc       source to machine code, kept on disk      Deferred     what is given back by a thread of its own
+//! Stream      a new one, or a caller's raw handle           Event     a point in a stream
+//! DeviceMemory, PinnedMemory     plain allocations          RegisteredMemory       existing host memory, pinned
+//! Allocation, Mapping            memory that can be shared                   IpcHandle, IpcMapping   legacy CUDA IPC
+//! Relaxed, Entered               per-thread guards                           Capture, Graph         captured work
+//! PointerInfo attributes of an address                      Module, Function       compiled kernels
+//! nvrtc       source to machine code, cached on disk        Deferred               values dropped on the release thread
 //! ```
 //!
-//! Handles may be used from any thread. Operations that name addresses are unsafe: the driver does not know who
-//! else uses them. Every wait is bounded.
+//! Handles may be used from any thread, except where a type is not `Send` or `Sync`. Operations on addresses are unsafe:
+//! the driver does not know who else uses the memory. Every wait on the host has a limit.
 
 mod capture;
 mod context;

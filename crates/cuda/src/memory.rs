@@ -1,4 +1,4 @@
-//! Plain allocations: on the GPU, and on the host where the GPU reaches them.
+//! Plain allocations: device memory, and pinned host memory that GPUs can access.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -14,11 +14,11 @@ use crate::context::Context;
 use crate::raw::Raw;
 use crate::release::wait_for_releases;
 
-/// How long an allocation for which there is no memory waits for what was dropped just before.
+/// How long a failed allocation waits for memory that was just dropped to be released.
 const FREED_SOON: Duration = Duration::from_secs(1);
 
-/// Memory of a GPU; freed, by a thread of its own ([`crate::wait_for_releases`]), when this is dropped. Its contents are undefined
-/// at first.
+/// Memory of a GPU, initially with undefined contents. Dropping it frees the memory on the release thread
+/// ([`crate::wait_for_releases`]).
 #[derive(Debug)]
 pub struct DeviceMemory {
     context: Context,
@@ -30,46 +30,46 @@ impl Drop for DeviceMemory {
     fn drop(&mut self) {
         let (context, address) = (self.context.clone(), self.address);
         self.context.release_thread().when_idle(move || {
-            // SAFETY: allocated by `new`, freed once. Whoever put in work that uses it has promised that it is done:
-            // every operation that names addresses is unsafe.
+            // SAFETY: allocated by `new`, freed once. Work that uses it has completed, as guaranteed by the callers of the
+            // unsafe operations on addresses.
             let _ = context.current("memory", |raw| unsafe { (raw.cuMemFree_v2)(address) });
         });
     }
 }
 
 impl DeviceMemory {
-    /// Allocates `len` bytes, aligned to 256.
+    /// Allocates `len` bytes, aligned to 256 bytes. If no memory is free, waits up to 1 s for dropped memory to be released.
     ///
     /// # Errors
-    /// [`ErrorKind::Usage`] for 0 bytes; [`ErrorKind::Exhausted`] with the sum asked for and what is free.
+    /// [`ErrorKind::Usage`] for 0 bytes; [`ErrorKind::Exhausted`] with the requested and the free memory.
     pub fn new(context: &Context, len: usize) -> Result<DeviceMemory> {
         check_len(len)?;
         let mut address = 0;
-        // SAFETY: `address` is a valid place for one address.
+        // SAFETY: `address` is a valid out pointer.
         let mut make = |raw: &Raw| unsafe { (raw.cuMemAlloc_v2)(&mut address, len) };
         allocate(context, len, || context.run("memory", "cuMemAlloc", &mut make))?;
         Ok(DeviceMemory { context: context.clone(), address, len })
     }
 
-    /// The context it belongs to.
+    /// The context of the memory.
     pub fn context(&self) -> &Context {
         &self.context
     }
 
-    /// Its address on the GPU.
+    /// The address on the GPU.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Its length in bytes, never 0.
+    /// The length in bytes, never 0.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.len
     }
 }
 
-/// Host memory that stays where it is, which every GPU of the process can copy from and to at full rate and reach
-/// from kernels; freed, by a thread of its own, when this is dropped. Its contents are undefined at first.
+/// Pinned host memory, initially with undefined contents: every GPU of the process can copy from and to it at full rate and
+/// access it from kernels. Dropping it frees the memory on the release thread.
 #[derive(Debug)]
 pub struct PinnedMemory {
     context: Context,
@@ -78,7 +78,7 @@ pub struct PinnedMemory {
     len: usize,
 }
 
-// SAFETY: it owns its memory; access to the contents goes through raw pointers, for which the caller answers.
+// SAFETY: it owns its memory; access to the contents is through raw pointers, under the caller's responsibility.
 unsafe impl Send for PinnedMemory {}
 // SAFETY: as above.
 unsafe impl Sync for PinnedMemory {}
@@ -88,32 +88,32 @@ impl Drop for PinnedMemory {
         let (context, start) = (self.context.clone(), self.start.as_ptr().expose_provenance());
         self.context.release_thread().when_idle(move || {
             let start = std::ptr::with_exposed_provenance_mut(start);
-            // SAFETY: allocated by `new`, freed once. Whoever put in work that uses it has promised that it is done:
-            // every operation that names addresses is unsafe.
+            // SAFETY: allocated by `new`, freed once. Work that uses it has completed, as guaranteed by the callers of the
+            // unsafe operations on addresses.
             let _ = context.current("memory", |raw| unsafe { (raw.cuMemFreeHost)(start) });
         });
     }
 }
 
 impl PinnedMemory {
-    /// Allocates `len` bytes of pinned memory, aligned to a page. As a rule the system takes them
-    /// from the NUMA node of the thread that calls; [`RegisteredMemory`] can be put where it shall be.
+    /// Allocates `len` bytes of pinned memory, aligned to a page, usually on the NUMA node of the calling thread. Use
+    /// [`RegisteredMemory`] to choose the node.
     ///
     /// # Errors
-    /// [`ErrorKind::Usage`] for 0 bytes; [`ErrorKind::Exhausted`] with the sum asked for.
+    /// [`ErrorKind::Usage`] for 0 bytes; [`ErrorKind::Exhausted`] with the requested memory.
     pub fn new(context: &Context, len: usize) -> Result<PinnedMemory> {
         check_len(len)?;
         let mut start: *mut c_void = std::ptr::null_mut();
         let flags = CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP;
-        // SAFETY: `start` is a valid place for one pointer.
+        // SAFETY: `start` is a valid out pointer.
         let make = |raw: &Raw| unsafe { (raw.cuMemHostAlloc)(&mut start, len, flags) };
-        context.run("memory", "cuMemHostAlloc", make).map_err(|error| with_sum(error, len))?;
+        context.run("memory", "cuMemHostAlloc", make).map_err(|error| with_requested(error, len))?;
         let Some(start) = NonNull::new(start.cast::<u8>()) else {
-            return Err(Error::new(ErrorKind::Exhausted, "memory", "cuMemHostAlloc gave no memory"));
+            return Err(Error::new(ErrorKind::Exhausted, "memory", "cuMemHostAlloc returned no memory"));
         };
         let mut memory = PinnedMemory { context: context.clone(), start, address: 0, len };
         let mut address = 0;
-        // SAFETY: `start` was allocated as mapped; `address` is a valid place for one address.
+        // SAFETY: `start` was allocated as mapped; `address` is a valid out pointer.
         context.run("memory", "cuMemHostGetDevicePointer", |raw| unsafe {
             (raw.cuMemHostGetDevicePointer_v2)(&mut address, start.as_ptr().cast(), 0)
         })?;
@@ -121,32 +121,33 @@ impl PinnedMemory {
         Ok(memory)
     }
 
-    /// The context it was made in.
+    /// The context it was allocated in.
     pub fn context(&self) -> &Context {
         &self.context
     }
 
-    /// Its address on the GPU.
+    /// The address on the GPU.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Where it is on the host. Who reads or writes through this answers for what the GPU does there meanwhile.
+    /// The address on the host. Whoever reads or writes through it must synchronise with the GPU's accesses.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 
-    /// Its length in bytes, never 0.
+    /// The length in bytes, never 0.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.len
     }
 }
 
-/// Host memory that was there already, such as a shared mapping bound to a NUMA node, pinned while this lives: every
-/// GPU of the process can copy from and to it at full rate and reach it from kernels.
+/// Existing host memory, such as a shared mapping bound to a NUMA node, pinned while this lives: every GPU of the process
+/// can copy from and to it at full rate and access it from kernels.
 ///
-/// Its drop may wait for the GPU: [`crate::Deferred::when_idle`] takes it, and the memory with it, to a thread of its own.
+/// Dropping it may wait for the GPU. Wrap it, together with the memory, in [`crate::Deferred::when_idle`] to drop it on the
+/// release thread.
 #[derive(Debug)]
 pub struct RegisteredMemory {
     context: Context,
@@ -155,7 +156,7 @@ pub struct RegisteredMemory {
     len: usize,
 }
 
-// SAFETY: it hands out numbers only, and gives the memory back from whichever thread drops it.
+// SAFETY: it exposes addresses only, and unregisters the memory from whichever thread drops it.
 unsafe impl Send for RegisteredMemory {}
 // SAFETY: as above.
 unsafe impl Sync for RegisteredMemory {}
@@ -163,29 +164,29 @@ unsafe impl Sync for RegisteredMemory {}
 impl Drop for RegisteredMemory {
     fn drop(&mut self) {
         let start = self.start.as_ptr().cast();
-        // SAFETY: registered by `new`, unregistered once, while it is still mapped, as its caller promised.
+        // SAFETY: registered by `new`, unregistered once, while it is still mapped, as guaranteed by the caller of `new`.
         let _ = self.context.current("memory", |raw| unsafe { (raw.cuMemHostUnregister)(start) });
     }
 }
 
 impl RegisteredMemory {
-    /// Pins `len` bytes from `start` on.
+    /// Pins `len` bytes at `start`.
     ///
     /// # Safety
-    /// The memory must stay mapped, where it is, until the result is dropped.
+    /// The memory must stay mapped at this address until the result is dropped.
     ///
     /// # Errors
-    /// [`ErrorKind::Usage`] for 0 bytes; a failed call, with the sum asked for, such as for memory that is registered
-    /// already, or a limit on pinned memory.
+    /// [`ErrorKind::Usage`] for 0 bytes; a failed call, with the requested size, as for memory that is already registered or
+    /// exceeds the limit on pinned memory.
     pub unsafe fn new(context: &Context, start: NonNull<u8>, len: usize) -> Result<RegisteredMemory> {
         check_len(len)?;
         let flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
-        // SAFETY: the caller vouches for the memory.
+        // SAFETY: the caller guarantees the memory.
         let register = |raw: &Raw| unsafe { (raw.cuMemHostRegister_v2)(start.as_ptr().cast(), len, flags) };
-        context.run("memory", "cuMemHostRegister", register).map_err(|error| with_sum(error, len))?;
+        context.run("memory", "cuMemHostRegister", register).map_err(|error| with_requested(error, len))?;
         let mut memory = RegisteredMemory { context: context.clone(), start, address: 0, len };
         let mut address = 0;
-        // SAFETY: registered as mapped just now; `address` is a valid place for one address.
+        // SAFETY: just registered as mapped; `address` is a valid out pointer.
         context.run("memory", "cuMemHostGetDevicePointer", |raw| unsafe {
             (raw.cuMemHostGetDevicePointer_v2)(&mut address, start.as_ptr().cast(), 0)
         })?;
@@ -193,12 +194,12 @@ impl RegisteredMemory {
         Ok(memory)
     }
 
-    /// Its address on the GPU.
+    /// The address on the GPU.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Its length in bytes, never 0.
+    /// The length in bytes, never 0.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.len
@@ -207,32 +208,32 @@ impl RegisteredMemory {
 
 pub(crate) fn check_len(len: usize) -> Result<()> {
     if len == 0 {
-        return Err(Error::new(ErrorKind::Usage, "memory", "0 bytes can't be allocated"));
+        return Err(Error::new(ErrorKind::Usage, "memory", "cannot allocate 0 bytes"));
     }
     Ok(())
 }
 
-/// Allocates memory of the GPU; once more where there is none, but some was dropped that is not free yet.
+/// Allocates GPU memory. If there is none, waits for pending releases and tries once more.
 pub(crate) fn allocate(context: &Context, len: usize, mut make: impl FnMut() -> Result<()>) -> Result<()> {
     let made = match make() {
         Err(error) if error.kind == ErrorKind::Exhausted && wait_for_releases(FREED_SOON) => make(),
         made => made,
     };
-    made.map_err(|error| with_sums(context, error, len))
+    made.map_err(|error| with_memory(context, error, len))
 }
 
-/// Adds to an error what was asked for.
-fn with_sum(mut error: Error, len: usize) -> Error {
-    error.detail = format!("{} of pinned host memory asked for: {}", format_gib(len as u64), error.detail);
+/// Adds the requested size to an error.
+fn with_requested(mut error: Error, len: usize) -> Error {
+    error.detail = format!("{} of pinned host memory requested: {}", format_gib(len as u64), error.detail);
     error
 }
 
-/// Adds to an allocation's error what was asked for and what there is.
-fn with_sums(context: &Context, mut error: Error, len: usize) -> Error {
+/// Adds the requested and the free memory to the error of an allocation.
+fn with_memory(context: &Context, mut error: Error, len: usize) -> Error {
     let free = match context.memory() {
         Ok(info) => format!("{} of {} are free", format_gib(info.free), format_gib(info.total)),
-        Err(_) => "what is free is not known".to_owned(),
+        Err(_) => "free memory unknown".to_owned(),
     };
-    error.detail = format!("{} asked for, {free}: {}", format_gib(len as u64), error.detail);
+    error.detail = format!("{} requested, {free}: {}", format_gib(len as u64), error.detail);
     error
 }

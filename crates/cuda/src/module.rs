@@ -1,4 +1,4 @@
-//! Compiled kernels on a GPU, and their launch.
+//! Loading and launching compiled kernels.
 #![allow(unsafe_code)]
 
 use std::ffi::{CString, c_int, c_void};
@@ -12,33 +12,33 @@ use crate::nvrtc::Compiled;
 use crate::raw::Raw;
 use crate::stream::Stream;
 
-/// What a kernel takes: one struct, by value.
+/// The argument of a kernel: one struct, passed by value.
 ///
 /// # Safety
-/// The type must be `repr(C)`, and laid out as the struct that the kernel declares as its one parameter.
+/// The type must be `repr(C)` and have the layout of the struct that the kernel declares as its only parameter.
 pub unsafe trait KernelArgs: Copy {}
 
-/// How many threads a launch has.
+/// The dimensions of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
-    /// Blocks.
+    /// Number of blocks.
     pub blocks: u32,
-    /// Threads of each block.
+    /// Threads per block.
     pub threads: u32,
-    /// Bytes of dynamic shared memory of each block.
+    /// Dynamic shared memory per block, in bytes.
     pub shared: u32,
 }
 
-/// What a kernel takes of a multiprocessor, as the driver sees it.
+/// The resources that a kernel uses, as reported by the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Usage {
-    /// Registers of each thread.
+    /// Registers per thread.
     pub registers: u32,
-    /// Bytes of local memory of each thread: arrays and spilled registers.
+    /// Local memory per thread, in bytes: arrays and spilled registers.
     pub local: u32,
-    /// Bytes of static shared memory of each block.
+    /// Static shared memory per block, in bytes.
     pub shared: u32,
-    /// The most threads a block may have.
+    /// Maximum threads per block.
     pub max_threads: u32,
 }
 
@@ -52,7 +52,7 @@ struct Loaded {
     raw: CUmodule,
 }
 
-// SAFETY: a module handle is a name for an object of the driver, which may be used from every thread at once.
+// SAFETY: a module handle names a driver object that may be used from all threads concurrently.
 unsafe impl Send for Loaded {}
 // SAFETY: as above.
 unsafe impl Sync for Loaded {}
@@ -62,37 +62,37 @@ impl Drop for Loaded {
         let (context, module) = (self.context.clone(), self.raw.expose_provenance());
         self.context.release_thread().when_idle(move || {
             let module = std::ptr::with_exposed_provenance_mut(module);
-            // SAFETY: loaded once, unloaded once; every function of it held a clone.
+            // SAFETY: loaded once, unloaded once; every function of the module held a clone of it.
             let _ = context.current("module", |raw| unsafe { (raw.cuModuleUnload)(module) });
         });
     }
 }
 
 impl Module {
-    /// Loads what NVRTC compiled.
+    /// Loads kernels compiled by NVRTC. May not return while a stream waits: see [`Context::has_waiting_stream`].
     ///
     /// # Errors
-    /// A failed call, such as for code of another architecture or a newer CUDA than the driver's.
+    /// A failed call, as for code of another architecture or for a newer CUDA version than the driver's.
     pub fn load(context: &Context, compiled: &Compiled) -> Result<Module> {
         let mut module: CUmodule = std::ptr::null_mut();
-        // SAFETY: the image is a whole cubin of NVRTC's (from the cache only with its checksum right), which says its
-        // own length; `module` is a valid place for one handle.
+        // SAFETY: the image is a complete cubin of NVRTC (verified by checksum if it is from the cache), which contains its
+        // own length; `module` is a valid out pointer.
         context.run("module", "cuModuleLoadData", |raw| unsafe {
             (raw.cuModuleLoadData)(&mut module, compiled.image().as_ptr().cast())
         })?;
         Ok(Module(Arc::new(Loaded { context: context.clone(), raw: module })))
     }
 
-    /// The kernel of that (unmangled) name, ready to be launched: the driver would otherwise load it at its first launch, and
-    /// may wait for the whole GPU then.
+    /// The kernel with this (unmangled) name, fully loaded. Otherwise the driver would load it at its first launch and could
+    /// wait for the whole GPU then.
     ///
     /// # Errors
-    /// [`ErrorKind::Usage`] for a name with a zero byte; a failed call when there is no such kernel.
+    /// [`ErrorKind::Usage`] for a name with a zero byte; a failed call if there is no such kernel.
     pub fn function(&self, name: &str) -> Result<Function> {
         let text =
-            CString::new(name).map_err(|_| Error::new(ErrorKind::Usage, "kernel", "its name has a zero byte"))?;
+            CString::new(name).map_err(|_| Error::new(ErrorKind::Usage, "kernel", "the name contains a zero byte"))?;
         let mut function: CUfunction = std::ptr::null_mut();
-        // SAFETY: the module is loaded, the name ends with zero, `function` is a valid place for one handle.
+        // SAFETY: the module is loaded, the name is terminated, `function` is a valid out pointer.
         self.0.context.run(&format!("kernel {name}"), "cuModuleGetFunction", |raw| unsafe {
             (raw.cuModuleGetFunction)(&mut function, self.0.raw, text.as_ptr())
         })?;
@@ -104,7 +104,7 @@ impl Module {
     }
 }
 
-/// One kernel; keeps its module.
+/// A kernel. Keeps its module loaded.
 #[derive(Clone, Debug)]
 pub struct Function {
     module: Module,
@@ -112,18 +112,18 @@ pub struct Function {
     raw: CUfunction,
 }
 
-// SAFETY: as for the module it belongs to.
+// SAFETY: as for its module.
 unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
 
 impl Function {
-    /// The context it was loaded in.
+    /// The context that it is loaded in.
     pub fn context(&self) -> &Context {
         &self.module.0.context
     }
 
-    /// What it takes of a multiprocessor.
+    /// The resources that it uses.
     ///
     /// # Errors
     /// A failed call.
@@ -136,10 +136,10 @@ impl Function {
         })
     }
 
-    /// Lets a launch have up to `bytes` of dynamic shared memory, where that is more than the usual 48 KiB.
+    /// Permits launches with up to `bytes` of dynamic shared memory. Required for more than 48 KiB.
     ///
     /// # Errors
-    /// A failed call, as for more than the GPU has.
+    /// A failed call, as for more than the GPU supports.
     pub fn allow_shared(&self, bytes: u32) -> Result<()> {
         let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         let value = c_int::try_from(bytes).unwrap_or(c_int::MAX);
@@ -151,28 +151,28 @@ impl Function {
 
     fn attribute(&self, attribute: Attribute) -> Result<u32> {
         let mut value: c_int = 0;
-        // SAFETY: the function is alive; `value` is a valid place for one int.
+        // SAFETY: the function is alive; `value` is a valid out pointer.
         self.context().run(&format!("kernel {}", self.name), "cuFuncGetAttribute", |raw| unsafe {
             (raw.cuFuncGetAttribute)(&mut value, attribute, self.raw)
         })?;
         Ok(u32::try_from(value).unwrap_or(0))
     }
 
-    /// Puts one launch into `stream`. `args` are copied; nothing waits.
+    /// Enqueues a launch in `stream` and returns at once. `args` are copied.
     ///
     /// # Safety
-    /// The kernel must take `A` as its one parameter, and what it then does with the addresses in it must be right:
-    /// valid until the launch is done, and touched by nobody else meanwhile where the kernel writes.
+    /// The kernel must take `A` as its only parameter. The addresses in `args` must stay valid until the launch has completed;
+    /// until then nothing else may access what the kernel writes.
     ///
     /// # Errors
-    /// A failed call, such as for more threads than the kernel may have. What a kernel does wrong when it runs is
-    /// reported by later calls, and the context is then lost.
+    /// A failed call, as for too many threads. Faults of a running kernel are reported by later calls, and the context is then
+    /// unusable.
     pub unsafe fn launch<A: KernelArgs>(&self, stream: &Stream, grid: Grid, args: &A) -> Result<()> {
         let mut parameters: [*mut c_void; 1] = [std::ptr::from_ref(args).cast_mut().cast()];
         let Grid { blocks, threads, shared } = grid;
         let launch = |raw: &Raw| {
-            // SAFETY: the caller vouches for kernel and arguments; the driver reads the parameter (and does not write
-            // it) before it returns.
+            // SAFETY: the caller guarantees the kernel and its arguments; the driver only reads the parameter, and before it
+            // returns.
             unsafe {
                 (raw.cuLaunchKernel)(
                     self.raw,

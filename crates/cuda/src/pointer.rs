@@ -1,4 +1,4 @@
-//! What an address is.
+//! Queries about addresses: the kind of memory, its GPU, its allocation.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_int, c_void};
@@ -16,43 +16,42 @@ const RANGE_CALL: &str = "cuMemGetAddressRange";
 const INVALID_VALUE: Code = 1;
 const NOT_FOUND: Code = 500;
 
-/// Whose memory an address is.
+/// The kind of memory at an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryKind {
-    /// Ordinary host memory, of which the driver knows nothing; or no memory at all.
+    /// Unknown to the driver: pageable host memory, or no memory at all.
     Unknown,
-    /// Host memory that is pinned: allocated or registered by the driver.
+    /// Pinned host memory, allocated by or registered with the driver.
     Pinned,
     /// Memory of a GPU.
     Device,
-    /// Memory that moves between host and GPUs (`cudaMallocManaged`).
+    /// Managed memory, which migrates between host and GPUs (`cudaMallocManaged`).
     Managed,
 }
 
-/// What the driver says of an address.
+/// The driver's attributes of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PointerInfo {
-    /// Whose memory it is.
+    /// The kind of memory.
     pub kind: MemoryKind,
-    /// The GPU whose memory it is, or that it was pinned or made for.
+    /// The GPU that owns the memory, or that it was pinned or allocated for.
     pub device: Option<u32>,
-    /// Where the allocation (of VMM memory: what is mapped from one handle) that it lies in begins; 0 when that is not
-    /// known.
+    /// The start of the allocation (for VMM memory: of what is mapped from one handle); 0 if unknown.
     pub base: u64,
-    /// How long that is, in bytes; 0 when it is not known.
+    /// The length of the allocation in bytes; 0 if unknown.
     pub len: u64,
-    /// Whether it may be shared through legacy IPC handles, as memory of `cudaMalloc` may.
+    /// Whether legacy IPC handles can share it, as for memory of `cudaMalloc`.
     pub legacy_ipc: bool,
-    /// Whether it may be exported as a file descriptor: VMM memory that was made so.
+    /// Whether it can be exported as a file descriptor, as for VMM memory created with that handle type.
     pub descriptor: bool,
-    /// Whether it belongs to a memory pool (`cudaMallocAsync`), which is shared in yet another way.
+    /// Whether it belongs to a memory pool (`cudaMallocAsync`), which neither of these can share.
     pub pooled: bool,
-    /// A number that no other allocation of this process has or had; 0 when there is none.
+    /// An id that is unique among all past and present allocations of this process; 0 if there is none.
     pub id: u64,
 }
 
 impl PointerInfo {
-    /// Asks for `address`. Any number may be asked for; nothing is read there.
+    /// Queries the attributes of `address`. Any address is permitted; the memory is not accessed.
     ///
     /// # Errors
     /// A failed call.
@@ -72,7 +71,7 @@ impl PointerInfo {
             Attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID,
             Attribute::CU_POINTER_ATTRIBUTE_MAPPED,
         ];
-        let mut places: [*mut c_void; 10] = [
+        let mut values: [*mut c_void; 10] = [
             (&raw mut kind).cast(),
             (&raw mut handles).cast(),
             (&raw mut managed).cast(),
@@ -85,9 +84,9 @@ impl PointerInfo {
             (&raw mut mapped).cast(),
         ];
         context.run("pointer", "cuPointerGetAttributes", |raw| {
-            // SAFETY: both arrays have 10 entries, and each place is as large as its attribute's documented type or
-            // larger (bools are 1 byte and the rest was zero). Unknown addresses are answered with zeros.
-            unsafe { (raw.cuPointerGetAttributes)(10, attributes.as_mut_ptr(), places.as_mut_ptr(), address) }
+            // SAFETY: both arrays have 10 entries, and each variable is at least as large as its attribute's documented type
+            // (bools are 1 byte; the other bytes were zero). For unknown addresses the driver writes zeros.
+            unsafe { (raw.cuPointerGetAttributes)(10, attributes.as_mut_ptr(), values.as_mut_ptr(), address) }
         })?;
         let mut kind = match kind {
             _ if managed != 0 => MemoryKind::Managed,
@@ -96,7 +95,7 @@ impl PointerInfo {
             _ => MemoryKind::Unknown,
         };
         if kind == MemoryKind::Device && legacy == 0 {
-            // The attributes tell the range of reserved addresses, of which only some may be mapped.
+            // For VMM memory the attributes give the reserved address range, which may be mapped only in part.
             match PointerInfo::extent(context, address)? {
                 Some((start, bytes)) => (base, len) = (start, bytes),
                 None if mapped == 0 => kind = MemoryKind::Unknown,
@@ -119,9 +118,10 @@ impl PointerInfo {
 }
 
 impl PointerInfo {
-    /// Where the allocation that `address` lies in begins, and its length in bytes. Of VMM memory: what is mapped there
-    /// from one handle, also where more is mapped beside it in the same range of reserved addresses. `None` where the driver
-    /// knows no allocation.
+    /// The start and the length in bytes of the allocation that contains `address`; `None` if the driver knows none.
+    ///
+    /// For VMM memory: of what is mapped there from one handle, even if adjacent addresses of the same reserved range are
+    /// mapped too.
     ///
     /// # Errors
     /// A failed call.
@@ -134,7 +134,7 @@ impl PointerInfo {
         Ok(Some((base, len)))
     }
 
-    /// The GPU whose memory lies at `address`; `None` for memory that is not a GPU's alone, and for none at all.
+    /// The GPU that owns the device memory at `address`; `None` for managed or host memory, and for no memory.
     ///
     /// # Errors
     /// A failed call.
@@ -146,12 +146,12 @@ impl PointerInfo {
             Attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED,
             Attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
         ];
-        let mut places: [*mut c_void; 3] =
+        let mut values: [*mut c_void; 3] =
             [(&raw mut kind).cast(), (&raw mut managed).cast(), (&raw mut ordinal).cast()];
         context.run("pointer", "cuPointerGetAttributes", |raw| {
-            // SAFETY: both arrays have 3 entries, and each place is as large as its attribute's documented type or
-            // larger (the bool is 1 byte and the rest was zero). Unknown addresses are answered with zeros.
-            unsafe { (raw.cuPointerGetAttributes)(3, attributes.as_mut_ptr(), places.as_mut_ptr(), address) }
+            // SAFETY: both arrays have 3 entries, and each variable is at least as large as its attribute's documented type
+            // (the bool is 1 byte; the other bytes were zero). For unknown addresses the driver writes zeros.
+            unsafe { (raw.cuPointerGetAttributes)(3, attributes.as_mut_ptr(), values.as_mut_ptr(), address) }
         })?;
         let device = kind == CUmemorytype::CU_MEMORYTYPE_DEVICE as u32 && managed == 0;
         Ok(u32::try_from(ordinal).ok().filter(|_| device))
@@ -160,14 +160,14 @@ impl PointerInfo {
 
 fn ask(context: &Context, address: u64) -> Result<(Code, u64, usize)> {
     let (mut base, mut len) = (0_u64, 0_usize);
-    // SAFETY: both are valid places for one number; any address may be asked for.
+    // SAFETY: both are valid out pointers; any address is permitted.
     let ask = |raw: &Raw| unsafe { (raw.cuMemGetAddressRange_v2)(&mut base, &mut len, address) };
     let code = context.current("pointer", ask)?;
     Ok((code, base, len))
 }
 
-/// The GPU that `address` is memory of, or was made for; `None` when the driver knows no such memory. Needs no context,
-/// and makes none. Any number may be asked for; nothing is read there.
+/// The GPU that owns the memory at `address`, or that it was allocated for; `None` if it is unknown to the driver. Neither
+/// requires nor creates a context. Any address is permitted; the memory is not accessed.
 ///
 /// # Errors
 /// A failed call.
@@ -175,10 +175,10 @@ pub fn owner(cuda: &Cuda, address: u64) -> Result<Option<u32>> {
     use CUpointer_attribute as Attribute;
     let (mut kind, mut ordinal): (u32, c_int) = (0, -1);
     let mut attributes = [Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, Attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL];
-    let mut places: [*mut c_void; 2] = [(&raw mut kind).cast(), (&raw mut ordinal).cast()];
+    let mut values: [*mut c_void; 2] = [(&raw mut kind).cast(), (&raw mut ordinal).cast()];
     let _relaxed = cuda.relaxed();
-    // SAFETY: both arrays have 2 entries, and each place is as large as its attribute's documented type.
-    let code = unsafe { (cuda.raw().cuPointerGetAttributes)(2, attributes.as_mut_ptr(), places.as_mut_ptr(), address) };
+    // SAFETY: both arrays have 2 entries, and each variable is as large as its attribute's documented type.
+    let code = unsafe { (cuda.raw().cuPointerGetAttributes)(2, attributes.as_mut_ptr(), values.as_mut_ptr(), address) };
     cuda.check("pointer", "cuPointerGetAttributes", code)?;
     Ok(u32::try_from(ordinal).ok().filter(|_| kind != 0))
 }

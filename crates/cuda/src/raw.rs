@@ -1,9 +1,9 @@
-//! The driver's functions, looked up by name when the driver is loaded.
+//! The driver's functions, resolved by name when the driver is loaded.
 //!
-//! Types and signatures are cudarc's: a line of the table that differs from them does not compile. The symbols are
-//! looked up here, all at once, so that one that is missing is a state (`Absent`) and not a panic in mid-run; those
-//! that only one feature needs are optional, and without them that feature is unsupported. Codes come back as
-//! numbers, since a driver newer than its bindings has codes that these do not know.
+//! Types and signatures are cudarc's; a line of the table that differs from cudarc's declaration does not compile. All
+//! symbols are resolved at once, so that a missing one is a state (`Absent`) instead of a panic later. Symbols that only
+//! one feature needs are optional; without them that feature is unsupported. Codes are plain numbers, because a driver
+//! newer than the bindings may return codes unknown to them.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
@@ -12,7 +12,7 @@ use std::mem::ManuallyDrop;
 use cudarc::driver::sys::*;
 use libloading::Library;
 
-/// What a call returned; 0 is success.
+/// The result code of a call; 0 is success.
 pub(crate) type Code = u32;
 
 macro_rules! table {
@@ -28,16 +28,16 @@ macro_rules! table {
         pub(crate) struct Raw {
             $( pub(crate) $name: unsafe extern "C" fn($($arg),*) -> Code, )+
             $( pub(crate) $extra: Option<unsafe extern "C" fn($($extra_arg),*) -> Code>, )+
-            /// From CUDA 12.4 on; the bindings are of 12.0.
+            /// Available from CUDA 12.4 on; the bindings are those of 12.0.
             pub(crate) cuFuncLoad: Option<unsafe extern "C" fn(CUfunction) -> Code>,
             pub(crate) cuGetErrorName: unsafe extern "C" fn(Code, *mut *const c_char) -> Code,
             pub(crate) cuGetErrorString: unsafe extern "C" fn(Code, *mut *const c_char) -> Code,
-            /// Never unloaded: the driver has threads, and work of its own at the process's end.
+            /// Never unloaded: the driver has threads, and exit handlers.
             _library: ManuallyDrop<Library>,
         }
 
         impl Raw {
-            /// Looks every function up; `Err` is the name of the first required one that `library` does not have.
+            /// Resolves all functions; `Err` is the name of the first required one that `library` lacks.
             pub(crate) fn new(library: Library) -> Result<Raw, &'static str> {
                 Ok(Raw {
                     $( $name: symbol(&library, stringify!($name))?, )+
@@ -52,14 +52,14 @@ macro_rules! table {
     };
 }
 
-/// What the loader says of a library that it does not load.
-pub(crate) fn loader_words(error: &libloading::Error) -> String {
+/// The loader's message for a library that it cannot load.
+pub(crate) fn loader_message(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
 fn symbol<F: Copy>(library: &Library, name: &'static str) -> Result<F, &'static str> {
-    // SAFETY: F is the function type of the table's line for this name, which the compiler has compared with cudarc's
-    // declaration; the result is copied into a `Raw`, which keeps the library loaded.
+    // SAFETY: F is the function type in the table for this name, which the compiler has checked against cudarc's
+    // declaration. The result is copied into a `Raw`, which keeps the library loaded.
     unsafe { library.get::<F>(name.as_bytes()) }.map(|found| *found).map_err(|_| name)
 }
 

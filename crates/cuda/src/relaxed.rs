@@ -13,12 +13,13 @@ const GLOBAL: u32 = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL as u32;
 const RELAXED: u32 = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as u32;
 
 thread_local! {
-    /// How many `Relaxed` this thread has, and the mode that it had before the first.
+    /// The number of live `Relaxed` guards of this thread, and its capture mode before the first.
     static MODE: Cell<(u32, u32)> = const { Cell::new((0, GLOBAL)) };
 }
 
-/// As long as this lives, calls of this thread neither break a graph capture of another thread nor fail for one.
-#[must_use = "the thread is relaxed only as long as this lives"]
+/// A guard that puts the thread into relaxed capture mode: its driver calls neither invalidate a graph capture on another
+/// thread nor fail because of one.
+#[must_use = "the thread is in relaxed mode only while this guard lives"]
 pub struct Relaxed<'a> {
     cuda: &'a Cuda,
     _this_thread: PhantomData<*const ()>,
@@ -31,10 +32,11 @@ impl fmt::Debug for Relaxed<'_> {
 }
 
 impl Cuda {
-    /// While somebody captures a graph in the usual way (PyTorch's, for one), calls such as an allocation or a question
-    /// to an event break the capture, on whichever thread they are made, unless that thread says that they have
-    /// nothing to do with it. This says so until it is dropped. Every operation of this crate says it by itself; a
-    /// thread of our own says it once for its whole life.
+    /// Puts this thread into relaxed capture mode until the result is dropped.
+    ///
+    /// While a graph is captured in the default, global mode (as by PyTorch), calls such as an allocation or an event query
+    /// invalidate the capture, on whichever thread they are made, unless that thread is in relaxed mode. Every operation of
+    /// this crate enters the mode itself; threads of this library enter it once.
     pub fn relaxed(&self) -> Relaxed<'_> {
         let (depth, mut before) = MODE.get();
         if depth == 0 {
@@ -44,11 +46,11 @@ impl Cuda {
         Relaxed { cuda: self, _this_thread: PhantomData }
     }
 
-    /// Sets this thread's mode and gives back what it was. A driver without the call has no such modes to keep.
+    /// Sets this thread's capture mode and returns the previous one. A driver without the call has no capture modes.
     fn exchange(&self, mode: u32) -> u32 {
         let mut mode = mode;
         if let Some(exchange) = self.raw().cuThreadExchangeStreamCaptureMode {
-            // SAFETY: `mode` is a valid mode, and a place for any number that comes back.
+            // SAFETY: `mode` is a valid mode, and an out pointer for any mode.
             unsafe { exchange((&raw mut mode).cast()) };
         }
         mode

@@ -1,4 +1,4 @@
-//! Streams: queues of work on a GPU, our own or a caller's.
+//! Streams: ordered queues of work on a GPU, created here or by a caller.
 #![allow(unsafe_code)]
 
 use std::ffi::c_int;
@@ -14,36 +14,39 @@ use crate::raw::{Code, Raw};
 
 pub(crate) const NOT_READY: Code = 600;
 
-/// How long a wait polls without giving way; most copies and kernels are shorter.
+/// How long a wait busy-polls before it yields; most copies and kernels are shorter.
 const POLL: Duration = Duration::from_micros(50);
-/// The pause between polls of a wait that turned out long.
+/// The poll interval of a long wait.
 const PAUSE: Duration = Duration::from_micros(20);
 
-/// Queues of the GPU that a process's streams share, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise; and the most there are.
+/// The number of hardware queues that the streams of a process share, unless CUDA_DEVICE_MAX_CONNECTIONS sets another, and
+/// its maximum.
 const CONNECTIONS: usize = 8;
 const MOST_CONNECTIONS: usize = 32;
 
-/// How many streams of this process may wait on one GPU at the same time, for a word or in a kernel, so that all others go
-/// on: one less than there are queues, which CUDA_DEVICE_MAX_CONNECTIONS says (8 unless it is set). With one more, no
-/// stream's kernels begin any longer, whatever its priority.
+/// The number of this process's streams that may wait on a GPU at the same time, for a word or in a kernel.
+///
+/// One less than the number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default), so that one queue stays free:
+/// if every queue has a waiting stream at its head, no kernel of any stream starts any more, whatever its priority.
 pub fn max_waiting_streams() -> usize {
     static MOST: OnceLock<usize> = OnceLock::new();
-    // As the driver: what the variable says when CUDA begins counts.
+    // Read once, like the driver, which reads the variable when CUDA is initialised.
     *MOST.get_or_init(|| connections(std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok().as_deref()) - 1)
 }
 
-fn connections(said: Option<&str>) -> usize {
-    said.and_then(|text| text.trim().parse().ok()).unwrap_or(CONNECTIONS).clamp(1, MOST_CONNECTIONS)
+fn connections(variable: Option<&str>) -> usize {
+    variable.and_then(|text| text.trim().parse().ok()).unwrap_or(CONNECTIONS).clamp(1, MOST_CONNECTIONS)
 }
 
-/// A queue of work on one GPU. What is put in runs in order; nothing here waits unless it says so.
+/// An ordered queue of work on a GPU. Methods enqueue work and return at once, unless they are documented to wait. May be
+/// used from any thread; the order between threads is that of their calls.
 pub struct Stream {
     context: Context,
     raw: CUstream,
     owned: bool,
 }
 
-// SAFETY: a stream handle is a name for an object of the driver, which may be used from every thread at once.
+// SAFETY: a stream handle names a driver object that may be used from all threads concurrently.
 unsafe impl Send for Stream {}
 // SAFETY: as above.
 unsafe impl Sync for Stream {}
@@ -51,7 +54,7 @@ unsafe impl Sync for Stream {}
 impl Drop for Stream {
     fn drop(&mut self) {
         if self.owned {
-            // SAFETY: made by `new` and not used after this; work that is in it is still carried out.
+            // SAFETY: created by `with_priority` and not used afterwards; enqueued work still executes.
             let _ = self.context.current("stream", |raw| unsafe { (raw.cuStreamDestroy_v2)(self.raw) });
         }
     }
@@ -64,7 +67,7 @@ impl fmt::Debug for Stream {
 }
 
 impl Stream {
-    /// A new stream that does not wait for the default stream.
+    /// Creates a stream that does not synchronise with the default stream.
     ///
     /// # Errors
     /// A failed call.
@@ -72,154 +75,155 @@ impl Stream {
         Stream::with_priority(context, 0)
     }
 
-    /// Like [`Stream::new`]; its kernels start before those of other streams that wait. Streams of one priority share a
-    /// few queues of the GPU (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default); this one is not behind callers' streams of usual
-    /// priority, which may wait for it.
+    /// Like [`Stream::new`], with the highest priority.
+    ///
+    /// Streams of one priority share a few hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default). Work in this stream
+    /// is therefore not queued behind callers' streams of normal priority, which may be waiting for it.
     ///
     /// # Errors
     /// A failed call.
     pub fn urgent(context: &Context) -> Result<Stream> {
-        // Lower is sooner; the driver takes the lowest there is.
+        // Lower numbers are higher priorities; the driver clamps to its range.
         Stream::with_priority(context, c_int::MIN)
     }
 
     fn with_priority(context: &Context, priority: c_int) -> Result<Stream> {
         let mut stream: CUstream = std::ptr::null_mut();
         let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: `stream` is a valid place for one handle.
+        // SAFETY: `stream` is a valid out pointer.
         let make = |raw: &Raw| unsafe { (raw.cuStreamCreateWithPriority)(&mut stream, flags, priority) };
         context.run("stream", "cuStreamCreateWithPriority", make)?;
         Ok(Stream { context: context.clone(), raw: stream, owned: true })
     }
 
-    /// A stream of the caller's, by its raw handle (`torch.cuda.Stream.cuda_stream`; 0 is the default stream). It
-    /// stays the caller's.
+    /// Wraps a caller's stream by its raw handle (`torch.cuda.Stream.cuda_stream`; 0 is the default stream). The caller keeps
+    /// ownership.
     ///
     /// # Safety
-    /// The handle must be a live stream, and stay so as long as the result is used.
+    /// The handle must be a live stream, and remain so while the result is used.
     ///
     /// # Errors
-    /// [`ErrorKind::Usage`] when the stream is another GPU's or another context's; a failed call.
+    /// [`ErrorKind::Usage`] if the stream belongs to another GPU or context; a failed call.
     pub unsafe fn borrow(context: &Context, handle: u64) -> Result<Stream> {
         let stream = handle as usize as CUstream;
         let mut owner: CUcontext = std::ptr::null_mut();
-        // SAFETY: the caller vouches for the handle; `owner` is a valid place for one handle.
+        // SAFETY: the caller guarantees the handle; `owner` is a valid out pointer.
         context.run("stream", "cuStreamGetCtx", |raw| unsafe { (raw.cuStreamGetCtx)(stream, &mut owner) })?;
         if owner != context.raw() {
             let detail = format!("the stream {handle:#x} does not belong to cuda:{}", context.device().ordinal());
             return Err(Error::new(ErrorKind::Usage, "stream", detail)
-                .with_hint("give a stream of the GPU whose memory is used"));
+                .with_hint("use a stream of the GPU that holds the memory"));
         }
         Ok(Stream { context: context.clone(), raw: stream, owned: false })
     }
 
-    /// The context it belongs to.
+    /// The context of the stream.
     pub fn context(&self) -> &Context {
         &self.context
     }
 
-    /// The raw handle, to be given to others.
+    /// The raw handle, for use with other libraries.
     pub fn handle(&self) -> u64 {
         self.raw as usize as u64
     }
 
-    /// Whether everything put in so far is done.
+    /// Whether all work enqueued so far has completed.
     ///
     /// # Errors
-    /// A failed call, also one that was put in earlier and failed since.
+    /// A failed call; also the asynchronous failure of work enqueued earlier.
     pub fn is_done(&self) -> Result<bool> {
         // SAFETY: the stream is alive.
         let code = self.context.current("stream", |raw| unsafe { (raw.cuStreamQuery)(self.raw) })?;
         done(&self.context, "stream", "cuStreamQuery", code)
     }
 
-    /// Waits until everything put in so far is done.
+    /// Waits until all work enqueued so far has completed.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`] after `limit`: the work goes on, and may still be waited for. A failed call.
+    /// [`ErrorKind::Timeout`] after `limit`; the work continues and may be waited for again. A failed call.
     pub fn wait(&self, limit: Duration) -> Result<()> {
         wait(&self.context, "stream", limit, || self.is_done())
     }
 
-    /// Puts a copy of `len` bytes in. Addresses may be of device memory, pinned host memory, or any GPU whose peer
-    /// access is enabled.
+    /// Enqueues a copy of `len` bytes. Addresses may be device memory, pinned host memory, or memory of another GPU with peer
+    /// access enabled.
     ///
-    /// The driver takes an address that it does not know for ordinary host memory, which it touches on this thread: where
-    /// somebody else may have freed the memory, use [`Stream::copy_within`], [`Stream::copy_in`] or [`Stream::copy_out`],
-    /// which refuse such an address.
+    /// The driver treats an unknown address as pageable host memory, which it accesses on the calling thread. If another
+    /// party may have freed the memory, use [`Stream::copy_within`], [`Stream::copy_in`] or [`Stream::copy_out`], which
+    /// reject unknown addresses instead.
     ///
     /// # Safety
-    /// Both areas must be valid until the copy is done; nobody may write `src`, or touch `dst`, meanwhile.
+    /// Both ranges must stay valid until the copy has completed; until then nothing may write `src` or access `dst`.
     ///
     /// # Errors
     /// A failed call.
     pub unsafe fn copy(&self, dst: u64, src: u64, len: usize) -> Result<()> {
-        // SAFETY: the caller vouches for the areas.
+        // SAFETY: the caller guarantees the ranges.
         self.context.run("copy", "cuMemcpyAsync", |raw| unsafe { (raw.cuMemcpyAsync)(dst, src, len, self.raw) })
     }
 
-    /// Puts a copy of `len` bytes from GPU memory to GPU memory in, also to and from another GPU's that this one reaches.
+    /// Enqueues a copy of `len` bytes between GPU addresses, of this GPU or of one it has peer access to.
     ///
     /// # Safety
     /// As [`Stream::copy`].
     ///
     /// # Errors
-    /// A failed call, such as for an address that is no GPU memory.
+    /// A failed call, as for an address that is not GPU memory.
     pub unsafe fn copy_within(&self, dst: u64, src: u64, len: usize) -> Result<()> {
-        // SAFETY: the caller vouches for the areas.
+        // SAFETY: the caller guarantees the ranges.
         let copy = |raw: &Raw| unsafe { (raw.cuMemcpyDtoDAsync_v2)(dst, src, len, self.raw) };
         self.context.run("copy", "cuMemcpyDtoDAsync", copy)
     }
 
-    /// Puts a copy of `len` bytes from pinned host memory to GPU memory in.
+    /// Enqueues a copy of `len` bytes from pinned host memory to GPU memory.
     ///
     /// # Safety
     /// As [`Stream::copy`].
     ///
     /// # Errors
-    /// A failed call, such as for a destination that is no GPU memory.
+    /// A failed call, as for a destination that is not GPU memory.
     pub unsafe fn copy_in(&self, dst: u64, src: *const u8, len: usize) -> Result<()> {
-        // SAFETY: the caller vouches for the areas.
+        // SAFETY: the caller guarantees the ranges.
         let copy = |raw: &Raw| unsafe { (raw.cuMemcpyHtoDAsync_v2)(dst, src.cast(), len, self.raw) };
         self.context.run("copy", "cuMemcpyHtoDAsync", copy)
     }
 
-    /// Puts a copy of `len` bytes from GPU memory to pinned host memory in.
+    /// Enqueues a copy of `len` bytes from GPU memory to pinned host memory.
     ///
     /// # Safety
     /// As [`Stream::copy`].
     ///
     /// # Errors
-    /// A failed call, such as for a source that is no GPU memory.
+    /// A failed call, as for a source that is not GPU memory.
     pub unsafe fn copy_out(&self, dst: *mut u8, src: u64, len: usize) -> Result<()> {
-        // SAFETY: the caller vouches for the areas.
+        // SAFETY: the caller guarantees the ranges.
         let copy = |raw: &Raw| unsafe { (raw.cuMemcpyDtoHAsync_v2)(dst.cast(), src, len, self.raw) };
         self.context.run("copy", "cuMemcpyDtoHAsync", copy)
     }
 
-    /// Puts a copy between two GPUs in, by the copy engines; it needs no peer access.
+    /// Enqueues a copy between two GPUs by copy engines. Needs no peer access.
     ///
     /// # Safety
-    /// As [`Stream::copy`]; `dst` must be memory of `to` and `src` memory of `from`.
+    /// As [`Stream::copy`]; each address must be memory of the context it is given with.
     ///
     /// # Errors
     /// A failed call.
     pub unsafe fn copy_peer(&self, to: (&Context, u64), from: (&Context, u64), len: usize) -> Result<()> {
-        // SAFETY: the caller vouches for the areas.
+        // SAFETY: the caller guarantees the ranges.
         self.context.run("copy", "cuMemcpyPeerAsync", |raw| unsafe {
             (raw.cuMemcpyPeerAsync)(to.1, to.0.raw(), from.1, from.0.raw(), len, self.raw)
         })
     }
 
-    /// Puts in that `len` bytes from `dst` on become `value`.
+    /// Enqueues a fill of `len` bytes at `dst` with `value`.
     ///
     /// # Safety
-    /// The area must be valid until it is done; nobody may touch it meanwhile.
+    /// The range must stay valid until the fill has completed; until then nothing may access it.
     ///
     /// # Errors
     /// A failed call.
     pub unsafe fn fill(&self, dst: u64, value: u8, len: usize) -> Result<()> {
-        // SAFETY: the caller vouches for the area.
+        // SAFETY: the caller guarantees the range.
         self.context.run("fill", "cuMemsetD8Async", |raw| unsafe { (raw.cuMemsetD8Async)(dst, value, len, self.raw) })
     }
 
@@ -228,7 +232,7 @@ impl Stream {
     }
 }
 
-/// A query's code as an answer.
+/// Interprets the code of a query: whether the work has completed.
 pub(crate) fn done(context: &Context, operation: &str, call: &str, code: Code) -> Result<bool> {
     if code == NOT_READY {
         return Ok(false);
@@ -236,8 +240,8 @@ pub(crate) fn done(context: &Context, operation: &str, call: &str, code: Code) -
     context.check(operation, call, code).map(|()| true)
 }
 
-/// Polls until `is_done`, or `limit`. The driver's own waits have no limit, so it is asked again and again: at once,
-/// then with others given way to, then with pauses.
+/// Polls until `is_done` or `limit`. The driver's own waits have no timeout, so this polls instead: spinning, then yielding,
+/// then sleeping.
 pub(crate) fn wait(
     context: &Context,
     operation: &str,
@@ -255,9 +259,9 @@ pub(crate) fn wait(
                 return Err(Error::new(
                     ErrorKind::Timeout,
                     operation,
-                    format!("not done after {}", format_duration(limit)),
+                    format!("not completed after {}", format_duration(limit)),
                 )
-                .with_hint("the work goes on and may be waited for again"));
+                .with_hint("the work continues and may be waited for again"));
             }
             waited if waited < POLL => std::hint::spin_loop(),
             waited if waited < 20 * POLL => std::thread::yield_now(),
@@ -271,7 +275,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_gpu_has_as_many_queues_as_the_environment_says() {
+    fn the_environment_sets_the_number_of_queues() {
         assert_eq!(
             [None, Some("32"), Some(" 1 "), Some("0"), Some("99"), Some("x")].map(connections),
             [8, 32, 1, 1, 32, 8]

@@ -1,4 +1,4 @@
-//! Words in memory that a stream writes, or waits for, without a kernel.
+//! Stream memory operations: words that a stream writes or waits for without a kernel.
 #![allow(unsafe_code)]
 
 use crossrail_types::{Error, ErrorKind, Result};
@@ -10,29 +10,30 @@ const AT_LEAST: u32 = CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
 const FENCED: u32 = CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
 
 impl Stream {
-    /// Puts in: the 32-bit word at `address` (device memory, or pinned host memory as the GPU sees it) becomes `value`.
-    /// Whoever sees it there also sees what the stream did before.
+    /// Enqueues a write of `value` to the 32-bit word at `address`: device memory, or the GPU's address of pinned host memory.
+    ///
+    /// The write is a release: a reader that sees `value` also sees everything the stream did before it.
     ///
     /// # Safety
-    /// The word must stay valid until this is done.
+    /// The word must stay valid until the write has completed.
     ///
     /// # Errors
-    /// [`ErrorKind::Usage`] for an address that is not 4-byte aligned; [`ErrorKind::Unsupported`] where the driver
-    /// can't; a failed call.
+    /// [`ErrorKind::Usage`] for an address that is not 4-byte aligned; [`ErrorKind::Unsupported`] if the driver lacks the
+    /// call; a failed call.
     pub unsafe fn write_value32(&self, address: u64, value: u32) -> Result<()> {
         let call = "cuStreamWriteValue32";
         let write = self.value_call(call, 4, address, self.context().cuda().raw().cuStreamWriteValue32_v2)?;
-        // SAFETY: the stream is alive; the caller vouches for the word.
+        // SAFETY: the stream is alive; the caller guarantees the word.
         self.context().run("word", call, |_| unsafe { write(self.raw(), address, value, FENCED) })
     }
 
-    /// Like [`Stream::write_value32`], for a 64-bit word; [`crate::Device::has_64bit_stream_ops`] says whether the GPU can.
+    /// Like [`Stream::write_value32`], for a 64-bit word, which requires [`crate::Device::has_64bit_stream_ops`].
     ///
     /// # Safety
     /// As there.
     ///
     /// # Errors
-    /// As there, for 8 bytes.
+    /// As there, with 8-byte alignment.
     pub unsafe fn write_value64(&self, address: u64, value: u64) -> Result<()> {
         let call = "cuStreamWriteValue64";
         let write = self.value_call(call, 8, address, self.context().cuda().raw().cuStreamWriteValue64_v2)?;
@@ -40,12 +41,13 @@ impl Stream {
         self.context().run("word", call, |_| unsafe { write(self.raw(), address, value, FENCED) })
     }
 
-    /// Puts in: the stream goes on when the 32-bit word at `address` has reached `value`, in the sense that
-    /// `word - value`, taken as signed, is not negative. This wait has no limit of its own: whoever puts it in sees to
-    /// it that the word is written whatever happens.
+    /// Enqueues a wait until the 32-bit word at `address` has reached `value`, that is until `word - value`, as a signed
+    /// number, is not negative.
+    ///
+    /// The wait has no timeout. The caller must ensure that the word is written whatever happens.
     ///
     /// # Safety
-    /// The word must stay valid until this is done.
+    /// The word must stay valid until the wait has completed.
     ///
     /// # Errors
     /// As [`Stream::write_value32`].
@@ -62,7 +64,7 @@ impl Stream {
     /// As there.
     ///
     /// # Errors
-    /// As there, for 8 bytes.
+    /// As there, with 8-byte alignment.
     pub unsafe fn wait_value64(&self, address: u64, value: u64) -> Result<()> {
         let call = "cuStreamWaitValue64";
         let wait = self.value_call(call, 8, address, self.context().cuda().raw().cuStreamWaitValue64_v2)?;
@@ -70,7 +72,7 @@ impl Stream {
         self.context().run("word", call, |_| unsafe { wait(self.raw(), address, value, AT_LEAST) })
     }
 
-    /// The function, if driver and GPU have it and the address is one for it.
+    /// The function, provided that the driver and the GPU support it and the address is aligned.
     fn value_call<F: Copy>(&self, call: &str, bytes: u64, address: u64, function: Option<F>) -> Result<F> {
         if !address.is_multiple_of(bytes) {
             let detail = format!("the word at {address:#x} is not {bytes}-byte aligned");
@@ -78,7 +80,7 @@ impl Stream {
         }
         let function = self.context().cuda().optional("word", call, function)?;
         if bytes == 8 && !self.context().device().has_64bit_stream_ops()? {
-            let detail = format!("cuda:{} has no 64-bit {call}", self.context().device().ordinal());
+            let detail = format!("cuda:{} does not support {call}", self.context().device().ordinal());
             return Err(Error::new(ErrorKind::Unsupported, "word", detail).with_hint("use a 32-bit word, or a kernel"));
         }
         Ok(function)

@@ -1,4 +1,4 @@
-//! No CUDA is a state, and each reason for it is told apart. Drivers that fail are made here, with the C compiler.
+//! An unusable driver is a state with a reason. Failing drivers are built here with the C compiler.
 
 #[allow(dead_code)]
 mod support;
@@ -10,7 +10,7 @@ use crossrail_cuda::{Absent, Context, Cuda, IpcHandle, IpcMapping, MIN_DRIVER, S
 use crossrail_types::ErrorKind;
 use support::Folder;
 
-/// A library with the functions that `Cuda::load` needs before it looks the others up.
+/// Compiles a driver library from C; `None`, after a message, without a compiler.
 fn driver(folder: &Path, name: &str, code: &str) -> Option<PathBuf> {
     let (source, library) = (folder.join(format!("{name}.c")), folder.join(format!("lib{name}.so")));
     std::fs::write(&source, code).unwrap();
@@ -25,15 +25,15 @@ fn driver(folder: &Path, name: &str, code: &str) -> Option<PathBuf> {
     Some(library)
 }
 
-/// All functions of the table, so that `cuInit` is reached; `init` and `count` are what it and the count answer. The
-/// others answer that they are not supported.
+/// A driver with all functions of the table. `init` and `count` are the results of `cuInit` and `cuDeviceGetCount`; all
+/// other functions return "not supported".
 fn whole_driver(init: u32, count: i32) -> String {
     let raw = include_str!("../src/raw.rs");
     let (_, table) = raw.split_once("\ntable! {\n").unwrap();
     driver_with(table, 801, init, count)
 }
 
-/// The functions that no driver may lack, and no others; they answer that all is well.
+/// A driver with the required functions only, all of which succeed.
 fn required_driver() -> String {
     let raw = include_str!("../src/raw.rs");
     let (_, table) = raw.split_once("\ntable! {\n").unwrap();
@@ -60,7 +60,7 @@ fn driver_with(table: &str, answer: u32, init: u32, count: i32) -> String {
 }
 
 fn load(library: &Path) -> Result<Cuda, Absent> {
-    // SAFETY: the functions of the library are those above, which do what `Cuda::load` counts on.
+    // SAFETY: the functions of the library are those above, which behave as `Cuda::load` requires.
     #[allow(unsafe_code)]
     unsafe {
         Cuda::load_from(library)
@@ -68,7 +68,7 @@ fn load(library: &Path) -> Result<Cuda, Absent> {
 }
 
 #[test]
-fn a_machine_without_a_driver_says_so() {
+fn a_missing_driver_is_reported() {
     let why = load(Path::new("libcuda-that-nobody-has.so.1")).unwrap_err();
     assert!(matches!(&why, Absent::NoLibrary(text) if text.contains("libcuda-that-nobody-has.so.1")), "{why:?}");
     assert!(why.to_string().contains("install NVIDIA's driver"), "{why}");
@@ -79,7 +79,7 @@ fn a_machine_without_a_driver_says_so() {
 }
 
 #[test]
-fn a_driver_that_is_too_old_says_which_and_what_is_needed() {
+fn an_old_driver_is_reported_with_both_versions() {
     let folder = Folder::new();
     let code = "unsigned cuDriverGetVersion(int *v) { *v = 11040; return 0; }";
     let Some(library) = driver(&folder.0, "old", code) else { return };
@@ -89,7 +89,7 @@ fn a_driver_that_is_too_old_says_which_and_what_is_needed() {
 }
 
 #[test]
-fn what_is_no_driver_or_half_of_one_is_named() {
+fn an_incomplete_driver_is_reported_with_the_missing_function() {
     let folder = Folder::new();
     let Some(library) = driver(&folder.0, "none", "int x;") else { return };
     assert_eq!(load(&library).unwrap_err(), Absent::Incomplete("cuDriverGetVersion"));
@@ -99,7 +99,7 @@ fn what_is_no_driver_or_half_of_one_is_named() {
 }
 
 #[test]
-fn a_driver_that_does_not_start_says_why() {
+fn a_driver_that_fails_to_start_is_reported_with_the_reason() {
     let folder = Folder::new();
     let Some(library) = driver(&folder.0, "nodevice", &whole_driver(100, 0)) else { return };
     assert_eq!(load(&library).unwrap_err(), Absent::NoDevice);
@@ -108,14 +108,14 @@ fn a_driver_that_does_not_start_says_why() {
     let Some(library) = driver(&folder.0, "unknown", &whole_driver(999, 1)) else { return };
     let why = load(&library).unwrap_err().to_string();
     assert!(why.contains("cuInit: CUDA_ERROR_UNKNOWN (999): unknown error"), "{why}");
-    // A code that is newer than everybody.
+    // An error code newer than the bindings and the driver.
     let Some(library) = driver(&folder.0, "newer", &whole_driver(77_777, 1)) else { return };
     let why = load(&library).unwrap_err().to_string();
-    assert!(why.contains("cuInit: an unknown code (77777)"), "{why}");
+    assert!(why.contains("cuInit: unknown error code (77777)"), "{why}");
 }
 
 #[test]
-fn a_compiler_that_is_newer_than_the_driver_is_refused() {
+fn a_compiler_newer_than_the_driver_is_rejected() {
     let Some(nvrtc) = support::nvrtc() else { return };
     let folder = Folder::new();
     let Some(library) = driver(&folder.0, "older", &whole_driver(0, 1)) else { return };
@@ -131,27 +131,27 @@ fn a_compiler_that_is_newer_than_the_driver_is_refused() {
 }
 
 #[test]
-fn a_failed_call_keeps_its_name_and_code() {
+fn an_error_has_the_name_and_code_of_the_call() {
     let folder = Folder::new();
     let Some(library) = driver(&folder.0, "failing", &whole_driver(0, 2)) else { return };
     let cuda = load(&library).unwrap();
     assert_eq!(cuda.version(), 12_080);
     let error = cuda.device(1).unwrap_err();
     assert_eq!((error.kind, error.operation.as_str()), (ErrorKind::Unsupported, "cuda:1"));
-    assert!(error.detail.starts_with("cuDeviceGet: an unknown code (801)"), "{error}");
+    assert!(error.detail.starts_with("cuDeviceGet: unknown error code (801)"), "{error}");
     let error = cuda.device(2).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Usage);
-    assert!(error.detail.contains("this process sees 2"), "{error}");
+    assert!(error.detail.contains("2 visible to this process"), "{error}");
 }
 
 #[test]
-fn a_driver_that_lacks_a_feature_has_the_others() {
+fn a_missing_optional_function_disables_only_its_feature() {
     let folder = Folder::new();
     let Some(library) = driver(&folder.0, "required", &required_driver()) else { return };
     let cuda = load(&library).unwrap();
     let context = Context::primary(&cuda.device(0).unwrap()).unwrap();
     let stream = Stream::new(&context).unwrap();
-    // Nothing to say, nothing to keep.
+    // Without the optional call this does nothing.
     drop((cuda.relaxed(), context.enter().unwrap()));
     let handle = IpcHandle::from_bytes([0; IpcHandle::LEN]);
     // SAFETY: this driver does nothing.

@@ -1,5 +1,5 @@
-//! Compiled kernels on disk: found again, compiled once by several processes, never trusted when damaged, and never
-//! in the way when the disk is full, read-only or somebody else's. Needs NVRTC, but no GPU.
+//! The kernel cache: hits, concurrent compilation, damaged entries, and disks that are full, read-only or owned by another
+//! user. Requires NVRTC, but no GPU.
 
 #[allow(dead_code)]
 mod support;
@@ -22,7 +22,7 @@ extern \"C\" __global__ void add(unsigned long long place) { *(int *)place += TH
 ";
 const SOURCE: Source<'static> =
     Source { name: "add.cu", text: TEXT, headers: &[("three.cuh", "constexpr int THREE = 3;\n")] };
-/// What a child process of these tests is given: the folder of its cache.
+/// The environment variable with the cache folder of a child process.
 const CHILD: &str = "CACHE_TEST_FOLDER";
 
 fn compiler(library: &Library, folder: &Path) -> Compiler {
@@ -30,7 +30,7 @@ fn compiler(library: &Library, folder: &Path) -> Compiler {
 }
 
 #[test]
-fn what_was_compiled_is_found_again() {
+fn a_compiled_kernel_is_cached() {
     let Some(library) = support::nvrtc() else { return };
     let folder = Folder::new();
     let path = folder.0.join("new/deeper");
@@ -46,7 +46,7 @@ fn what_was_compiled_is_found_again() {
 }
 
 #[test]
-fn whatever_the_result_depends_on_makes_another_entry() {
+fn every_input_is_part_of_the_key() {
     let Some(library) = support::nvrtc() else { return };
     let folder = Folder::new();
     let compiler = compiler(&library, &folder.0);
@@ -65,7 +65,7 @@ fn whatever_the_result_depends_on_makes_another_entry() {
 }
 
 #[test]
-fn what_does_not_compile_is_an_error_with_the_log_and_leaves_no_entry() {
+fn a_compilation_error_has_the_log_and_caches_nothing() {
     let Some(library) = support::nvrtc() else { return };
     let folder = Folder::new();
     let compiler = compiler(&library, &folder.0);
@@ -84,7 +84,7 @@ fn what_does_not_compile_is_an_error_with_the_log_and_leaves_no_entry() {
 }
 
 #[test]
-fn a_damaged_entry_is_compiled_anew() {
+fn a_damaged_entry_is_compiled_again() {
     let Some(library) = support::nvrtc() else { return };
     let folder = Folder::new();
     let compiler = compiler(&library, &folder.0);
@@ -101,7 +101,7 @@ fn a_damaged_entry_is_compiled_anew() {
         assert!(compiled.image() == image);
         assert_eq!(compiler.compile(&SOURCE, ARCH, &[], LIMIT).unwrap().origin(), &Origin::Cache);
     }
-    // What a process that died in mid-write leaves is taken over by the next.
+    // A partial file left by a process that died is overwritten.
     let part = entry.with_extension("part");
     std::fs::remove_file(&entry).unwrap();
     std::fs::write(&part, b"half").unwrap();
@@ -110,7 +110,7 @@ fn a_damaged_entry_is_compiled_anew() {
 }
 
 #[test]
-fn the_settings_say_where() {
+fn the_settings_name_the_folder() {
     let folder = Folder::new();
     let settings = Settings::from_pairs([("CROSSRAIL_CACHE_DIR", folder.0.join("here").to_str().unwrap())]).unwrap();
     assert_eq!(Cache::of(&settings).unwrap().folder(), folder.0.join("here"));
@@ -118,11 +118,11 @@ fn the_settings_say_where() {
 }
 
 #[test]
-fn a_folder_that_others_may_write_to_is_refused() {
+fn a_folder_writable_by_others_is_rejected() {
     let folder = Folder::new();
     std::fs::set_permissions(&folder.0, PermissionsExt::from_mode(0o777)).unwrap();
     let why = Cache::open(&folder.0).unwrap_err();
-    assert!(why.contains("others may write"), "{why}");
+    assert!(why.contains("writable by other users"), "{why}");
     std::fs::set_permissions(&folder.0, PermissionsExt::from_mode(0o755)).unwrap();
     assert!(Cache::open(&folder.0).is_ok());
     let file = folder.0.join("file");
@@ -131,7 +131,7 @@ fn a_folder_that_others_may_write_to_is_refused() {
     assert!(why.contains("below"), "{why}");
 }
 
-/// Not a test by itself: what `child` runs, as a process of its own.
+/// Not a test by itself: the program of `child`.
 #[test]
 fn child_process() {
     let Some(folder) = std::env::var_os(CHILD) else { return };
@@ -191,10 +191,10 @@ fn threads_of_one_process_compile_once_too() {
 }
 
 #[test]
-fn a_lock_that_nobody_gives_back_costs_only_the_cache() {
+fn a_lock_held_forever_disables_only_the_cache() {
     let Some(library) = support::nvrtc() else { return };
     let folder = Folder::new();
-    // Somebody holds every byte of the lock.
+    // Another process holds every byte of the lock.
     let held = std::fs::OpenOptions::new().create(true).truncate(true).write(true).open(folder.0.join("lock")).unwrap();
     let all = libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
@@ -206,13 +206,13 @@ fn a_lock_that_nobody_gives_back_costs_only_the_cache() {
     nix::fcntl::fcntl(&held, nix::fcntl::FcntlArg::F_OFD_SETLK(&all)).unwrap();
     let compiler = compiler(&library, &folder.0);
     let compiled = compiler.compile(&SOURCE, ARCH, &[], Duration::from_millis(50)).unwrap();
-    let Origin::NotKept(Some(why)) = compiled.origin() else { panic!("{:?}", compiled.origin()) };
-    assert!(why.contains("another process held it"), "{why}");
+    let Origin::NotCached(Some(why)) = compiled.origin() else { panic!("{:?}", compiled.origin()) };
+    assert!(why.contains("another process held the lock"), "{why}");
     drop(held);
     assert_eq!(compiler.compile(&SOURCE, ARCH, &[], LIMIT).unwrap().origin(), &Origin::Compiled);
 }
 
-/// Not a test by itself: compiles twice, where the settings in the environment say that results are kept.
+/// Not a test by itself: compiles twice, with the cache that the environment's settings name.
 #[test]
 fn child_with_settings() {
     if std::env::var_os("CROSSRAIL_CACHE_DIR").is_none() {
@@ -226,7 +226,7 @@ fn child_with_settings() {
 }
 
 #[test]
-fn what_cannot_be_kept_is_said_once_unless_nobody_wants_to_hear() {
+fn a_useless_cache_is_warned_about_once_unless_warnings_are_off() {
     if support::nvrtc().is_none() {
         return;
     }
@@ -241,14 +241,14 @@ fn what_cannot_be_kept_is_said_once_unless_nobody_wants_to_hear() {
             .unwrap();
         let said = String::from_utf8_lossy(&child.stderr);
         assert!(child.status.success(), "{said}");
-        let told: Vec<_> = said.lines().filter(|line| line.contains("compiled GPU kernels are not kept")).collect();
+        let told: Vec<_> = said.lines().filter(|line| line.contains("compiled GPU kernels are not cached")).collect();
         assert_eq!(told.len(), lines, "{said}");
-        assert!(told.iter().all(|line| line.contains("others may write to it; chmod go-w")), "{said}");
+        assert!(told.iter().all(|line| line.contains("is writable by other users; chmod go-w")), "{said}");
     }
     assert_eq!(own.names().len(), 2, "one entry and the lock: {:?}", own.names());
 }
 
-/// Runs a child with a file system of its own over the folder; `None`, said, where this user can't mount.
+/// Runs a child with a file system mounted over the folder; `None`, after a message, if this user cannot mount.
 fn child_with_mount(folder: &Path, options: &str) -> Option<String> {
     let script = format!("mount -t tmpfs -o {options} none '{}' && exec \"$@\"", folder.display());
     let wrapper = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script.as_str(), "sh"];
@@ -262,22 +262,22 @@ fn child_with_mount(folder: &Path, options: &str) -> Option<String> {
 }
 
 #[test]
-fn a_full_disk_costs_only_the_cache() {
+fn a_full_disk_disables_only_the_cache() {
     if support::nvrtc().is_none() {
         return;
     }
     let folder = Folder::new();
-    // One page: the lock is empty and the entry does not fit.
+    // One page: the lock file is empty, and the entry does not fit.
     let Some(origin) = child_with_mount(&folder.0, "size=4k,mode=700") else { return };
-    assert!(origin.starts_with("NotKept(") && origin.contains("No space left"), "{origin}");
+    assert!(origin.starts_with("NotCached(") && origin.contains("No space left"), "{origin}");
 }
 
 #[test]
-fn a_read_only_disk_costs_only_the_cache() {
+fn a_read_only_disk_disables_only_the_cache() {
     if support::nvrtc().is_none() {
         return;
     }
     let folder = Folder::new();
     let Some(origin) = child_with_mount(&folder.0, "ro,mode=700") else { return };
-    assert!(origin.starts_with("NotKept(") && origin.contains("Read-only"), "{origin}");
+    assert!(origin.starts_with("NotCached(") && origin.contains("Read-only"), "{origin}");
 }

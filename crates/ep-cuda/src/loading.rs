@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crossrail_cuda::Context;
-use crossrail_cuda::nvrtc::{Compiler, Library, Places};
+use crossrail_cuda::nvrtc::{Compiler, Library, SearchPath};
 use crossrail_kernels::Kernels;
 use crossrail_kernels::ep::{EpKernels, Shape};
 use crossrail_types::{Error, ErrorKind, Result, Settings};
@@ -32,7 +32,7 @@ pub(crate) fn load(context: &Context, settings: &Settings, shape: &Shape) -> Res
     if let Some(kernels) = kept.upgrade() {
         return Ok(kernels);
     }
-    let library = Library::find(&Places::standard())
+    let library = Library::find(&SearchPath::standard())
         .map_err(|why| Error::new(ErrorKind::Unsupported, "ExpertBuffer", why.to_string()))?;
     let compiler = Compiler::of(library, settings);
     let kernels = Arc::new(EpKernels::load(context, &compiler, shape, settings.timeout)?);

@@ -200,7 +200,7 @@ impl Simulated {
         let size = len.checked_next_multiple_of(PAGE).unwrap_or(usize::MAX);
         if size as u64 > free {
             let (asked, free) = (format_gib(len as u64), format_gib(free));
-            let detail = format!("{asked} asked for, {free} of {} are free", format_gib(total));
+            let detail = format!("{asked} requested, {free} of {} are free", format_gib(total));
             return Err(Error::new(ErrorKind::Exhausted, format!("memory on cuda:{}", self.0.ordinal), detail));
         }
         let pages = Arc::new(map(size).map_err(|error| Error::io("simulated GPU memory", "mmap", &error))?);

@@ -331,7 +331,7 @@ fn more_memory_than_there_is_names_what_was_asked_for_and_what_is_free() {
     let total = bed.device.cuda().unwrap().memory().unwrap().total as usize;
     let error = bed.devices.alloc(0, total + (1 << 30)).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Exhausted, "{error}");
-    assert!(error.detail.contains("asked for") && error.detail.contains("are free"), "{error}");
+    assert!(error.detail.contains("requested") && error.detail.contains("are free"), "{error}");
     bed.alloc(1 << 20);
 }
 

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
-use crossrail_cuda::nvrtc::{Compiler, Library, Places};
+use crossrail_cuda::nvrtc::{Compiler, Library, SearchPath};
 use crossrail_cuda::{Context, Cuda};
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
@@ -53,7 +53,7 @@ pub fn compiler(cuda: &Cuda) -> Result<String> {
 }
 
 fn find() -> Result<Library> {
-    Library::find(&Places::standard()).map_err(|why| Error::new(ErrorKind::Unsupported, "kernels", why.to_string()))
+    Library::find(&SearchPath::standard()).map_err(|why| Error::new(ErrorKind::Unsupported, "kernels", why.to_string()))
 }
 
 fn place(ordinal: u32) -> Place {

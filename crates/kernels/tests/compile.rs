@@ -27,7 +27,7 @@ fn every_kernel_compiles_for_every_architecture() {
         assert_eq!(parsed.to_string(), arch);
         for source in sources::all(parsed) {
             let compiled = compiler.compile(&source, parsed, &[], LIMIT).unwrap();
-            assert_eq!(compiled.origin(), &Origin::NotKept(None));
+            assert_eq!(compiled.origin(), &Origin::NotCached(None));
             let report = compiled.report();
             problems.extend(report.warnings.iter().map(|warning| format!("{arch}: {warning}")));
             assert!(!report.kernels.is_empty(), "{}: no kernel in the log:\n{}", source.name, compiled.log());

@@ -2,12 +2,12 @@
 //!
 //! ```text
 //! <hash of source, options, architecture and compiler>.cubin     magic, checksum, log, code
-//! <the same>.part                                                one that is being written; renamed when it is whole
-//! lock                                                           one byte of it is locked per kernel being compiled
+//! <the same>.part                                                an entry being written, renamed when complete
+//! lock                                                           one byte is locked per kernel being compiled
 //! ```
 //!
-//! An entry is read only with its checksum right; anything else counts as not there and is compiled anew. The
-//! directory must be the user's own: what is in it runs on the GPU.
+//! An entry whose checksum does not match counts as missing and is compiled again. The directory must belong to the user,
+//! because its contents run on the GPU.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::Write;
@@ -23,14 +23,14 @@ use sha2::{Digest, Sha256};
 
 const MAGIC: &[u8; 8] = b"CRKERN1\n";
 const HEAD: usize = 8 + 32 + 8;
-/// The pause between attempts at a lock that another process holds: locks have no wait with a limit.
+/// The interval between attempts to take a lock held by another process: file locks have no timeout.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// What an entry is kept under.
+/// The key of an entry: the hash of everything it was compiled from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Key(pub(super) [u8; 32]);
 
-/// What is kept.
+/// A cached result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) image: Vec<u8>,
@@ -62,18 +62,17 @@ impl Entry {
     }
 }
 
-/// A directory of compiled kernels. Several processes and threads may use one at once.
+/// A directory of compiled kernels. May be shared by any number of processes and threads.
 #[derive(Clone, Debug)]
 pub struct Cache {
     folder: PathBuf,
 }
 
 impl Cache {
-    /// Uses `folder`, which is made where it is missing, for this user only.
+    /// Opens the cache in `folder`, which is created with access for this user only if it does not exist.
     ///
     /// # Errors
-    /// Why it can't be used: it can't be made, it is somebody else's, or others may write to it. Kernels are then
-    /// compiled without a cache.
+    /// The reason why the folder cannot be used: it cannot be created, belongs to another user, or is writable by others.
     pub fn open(folder: &Path) -> Result<Cache, String> {
         let shown = folder.display();
         let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
@@ -81,29 +80,28 @@ impl Cache {
         let about = std::fs::metadata(folder).map_err(|error| format!("{shown}: {error}"))?;
         let user = Uid::effective();
         if about.uid() != user.as_raw() {
-            return Err(format!("{shown}: belongs to user {}, not to {user}; choose another folder", about.uid()));
+            return Err(format!("{shown} belongs to user {}, not to {user}; choose another folder", about.uid()));
         }
         if about.mode() & 0o022 != 0 {
-            return Err(format!("{shown}: others may write to it; chmod go-w {shown}"));
+            return Err(format!("{shown} is writable by other users; chmod go-w {shown}"));
         }
         Ok(Cache { folder: folder.to_owned() })
     }
 
-    /// Where kernels are kept unless `CROSSRAIL_CACHE_DIR` says otherwise: `crossrail` in the user's cache folder.
-    /// `None` when the environment names none.
+    /// The default folder: `crossrail` in the user's cache folder. `None` if the environment defines no such folder.
     pub fn default_folder() -> Option<PathBuf> {
         let absolute = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
         let caches = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
         caches.map(|folder| folder.join("crossrail"))
     }
 
-    /// Uses the folder that the settings name, or else the default one.
+    /// Opens the cache in the folder that the settings name, or in the default one.
     ///
     /// # Errors
-    /// As [`Cache::open`]; also when neither settings nor environment name a folder.
+    /// As [`Cache::open`]; also if neither the settings nor the environment name a folder.
     pub fn of(settings: &Settings) -> Result<Cache, String> {
         let folder = settings.cache_dir.clone().or_else(Cache::default_folder);
-        let folder = folder.ok_or("neither CROSSRAIL_CACHE_DIR nor HOME says where compiled kernels may be kept")?;
+        let folder = folder.ok_or("neither CROSSRAIL_CACHE_DIR nor HOME is set")?;
         Cache::open(&folder)
     }
 
@@ -116,13 +114,13 @@ impl Cache {
         Entry::decode(&std::fs::read(self.file(key, "cubin")).ok()?)
     }
 
-    /// Waits, at most `limit`, until nobody else compiles the kernel of this key.
+    /// Locks the entry against compilation by others; waits for the lock for at most `limit`.
     pub(super) fn lock(&self, key: &Key, limit: Duration) -> Result<Lock<'_>, String> {
         let path = self.folder.join("lock");
         let opened = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
         let file = opened.map_err(|error| format!("{}: {error}", path.display()))?;
         let byte = i64::from_le_bytes(key.0.first_chunk().copied().unwrap_or_default()) & (i64::MAX >> 1);
-        let place = libc::flock {
+        let range = libc::flock {
             l_type: libc::F_WRLCK as libc::c_short,
             l_whence: libc::SEEK_SET as libc::c_short,
             l_start: byte,
@@ -131,13 +129,13 @@ impl Cache {
         };
         let started = Instant::now();
         loop {
-            match fcntl(&file, FcntlArg::F_OFD_SETLK(&place)) {
+            match fcntl(&file, FcntlArg::F_OFD_SETLK(&range)) {
                 Ok(_) => return Ok(Lock { cache: self, key: *key, _file: file }),
                 Err(Errno::EAGAIN | Errno::EACCES | Errno::EINTR) if started.elapsed() < limit => {
                     std::thread::sleep(PAUSE);
                 }
                 Err(Errno::EAGAIN | Errno::EACCES) => {
-                    return Err(format!("{}: another process held it all the time", path.display()));
+                    return Err(format!("{}: another process held the lock until the timeout", path.display()));
                 }
                 Err(error) => return Err(format!("{}: fcntl: {error}", path.display())),
             }
@@ -153,7 +151,7 @@ impl Cache {
     }
 }
 
-/// The right to write one entry; given up when this is dropped, or the process ends.
+/// The exclusive right to write an entry; released on drop, and when the process exits.
 pub(super) struct Lock<'a> {
     cache: &'a Cache,
     key: Key,
@@ -161,7 +159,7 @@ pub(super) struct Lock<'a> {
 }
 
 impl Lock<'_> {
-    /// Writes the entry: whole, or not at all.
+    /// Writes the entry atomically.
     pub(super) fn write(&self, entry: &Entry) -> Result<(), String> {
         let part = self.cache.file(&self.key, "part");
         let write = || {
@@ -181,17 +179,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_entry_that_is_not_whole_is_none() {
+    fn a_truncated_or_damaged_entry_is_ignored() {
         let entry = Entry { image: (0..=255).collect(), log: "a log\n".into() };
         let bytes = entry.encode();
         assert_eq!(Entry::decode(&bytes), Some(entry));
         for len in 0..bytes.len() {
             assert_eq!(Entry::decode(&bytes[..len]), None, "cut at {len}");
         }
-        for place in 0..bytes.len() {
+        for index in 0..bytes.len() {
             let mut damaged = bytes.clone();
-            damaged[place] ^= 0x10;
-            assert_eq!(Entry::decode(&damaged), None, "damaged at {place}");
+            damaged[index] ^= 0x10;
+            assert_eq!(Entry::decode(&damaged), None, "damaged at {index}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! From source to machine code, through the cache.
+//! Compilation through the cache.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -11,21 +11,21 @@ use crate::nvrtc::cache::{Cache, Entry, Key};
 use crate::nvrtc::library::{Library, Source};
 use crate::nvrtc::log::Report;
 
-/// Options that every kernel is compiled with: C++17, and a log that says what each kernel takes.
+/// Options for all kernels: C++17, and a log with the resource usage of each kernel.
 const OPTIONS: [&str; 3] = ["--std=c++17", "--ptxas-options=-v", "--device-as-default-execution-space"];
 
-/// Where compiled code came from.
+/// The origin of compiled code.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// From the cache: compiled earlier, by this process or another.
+    /// The cache: compiled earlier, by this process or another.
     Cache,
-    /// Compiled now, and kept.
+    /// Compiled now, and cached.
     Compiled,
-    /// Compiled now, and not kept; the reason, if there is a cache at all.
-    NotKept(Option<String>),
+    /// Compiled now, and not cached; the reason if there is a cache.
+    NotCached(Option<String>),
 }
 
-/// Machine code of one architecture, and what the compiler said.
+/// Machine code for one architecture, and the compiler's log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Compiled {
     entry: Entry,
@@ -38,71 +38,70 @@ impl Compiled {
         &self.entry.image
     }
 
-    /// The compiler's whole log.
+    /// The compiler's complete log.
     pub fn log(&self) -> &str {
         &self.entry.log
     }
 
-    /// The warnings in the log, and what each kernel takes.
+    /// The warnings and the resource usage of each kernel, parsed from the log.
     pub fn report(&self) -> Report {
         Report::of(&self.entry.log)
     }
 
-    /// Where it came from.
+    /// The origin of the code.
     pub fn origin(&self) -> &Origin {
         &self.origin
     }
 }
 
-/// NVRTC with a cache, or without one.
+/// NVRTC, with or without a cache. May be used from any thread.
 #[derive(Clone, Debug)]
 pub struct Compiler {
     library: Library,
     cache: Option<Cache>,
-    /// Whether somebody is to hear of it when a result cannot be kept.
-    tells: bool,
+    /// Whether to warn if a result cannot be cached.
+    warns: bool,
 }
 
 impl Compiler {
-    /// Compiles with `library`, and keeps results in `cache`.
+    /// A compiler with the given cache.
     pub fn new(library: Library, cache: Option<Cache>) -> Compiler {
-        Compiler { library, cache, tells: false }
+        Compiler { library, cache, warns: false }
     }
 
-    /// Compiles with `library`, and keeps results where `settings` say. Where that cannot be done it says so, once in a
-    /// process, on stderr.
+    /// A compiler with the cache that `settings` name. If results cannot be cached, it warns once per process, on stderr.
     pub fn of(library: Library, settings: &Settings) -> Compiler {
         let (cache, why) = match Cache::of(settings) {
             Ok(cache) => (Some(cache), None),
             Err(why) => (None, Some(why)),
         };
-        let compiler = Compiler { library, cache, tells: settings.log >= LogLevel::Warn };
-        compiler.tell(why.as_deref());
+        let compiler = Compiler { library, cache, warns: settings.log >= LogLevel::Warn };
+        compiler.warn(why.as_deref());
         compiler
     }
 
-    fn tell(&self, why: Option<&str>) {
-        static TOLD: AtomicBool = AtomicBool::new(false);
+    fn warn(&self, why: Option<&str>) {
+        static WARNED: AtomicBool = AtomicBool::new(false);
         if let Some(why) = why
-            && self.tells
-            && !TOLD.swap(true, Ordering::Relaxed)
+            && self.warns
+            && !WARNED.swap(true, Ordering::Relaxed)
         {
-            eprintln!("crossrail: compiled GPU kernels are not kept ({why}); every process compiles its own");
+            eprintln!("crossrail: compiled GPU kernels are not cached ({why}); every process compiles its own");
         }
     }
 
-    /// The NVRTC it compiles with.
+    /// The NVRTC library.
     pub fn library(&self) -> &Library {
         &self.library
     }
 
-    /// The code of `source` for `arch`: from the cache where it is there. Of several processes that need the same,
-    /// one compiles and the others wait for it, at most `limit` long: then they compile for themselves.
+    /// Compiles `source` for `arch`, or reads the result from the cache. If several processes need the same kernel, one
+    /// compiles it and the others wait for at most `limit`; after that they compile it themselves.
     ///
-    /// Whatever is wrong with the cache costs only the cache; [`Compiled::origin`] says what it was.
+    /// A problem with the cache never fails the compilation; [`Compiled::origin`] reports it.
     ///
     /// # Errors
-    /// `ErrorKind::Unsupported` with the log, when the source does not compile; nothing is kept then.
+    /// `ErrorKind::Unsupported` with the log if the source does not compile; nothing is cached then.
     pub fn compile(&self, source: &Source<'_>, arch: Arch, options: &[&str], limit: Duration) -> Result<Compiled> {
         let options: Vec<String> = OPTIONS
             .iter()
@@ -112,7 +111,7 @@ impl Compiler {
             .collect();
         let compile = || self.library.compile(source, &options).map(|(image, log)| Entry { image, log });
         let Some(cache) = &self.cache else {
-            return Ok(Compiled { entry: compile()?, origin: Origin::NotKept(None) });
+            return Ok(Compiled { entry: compile()?, origin: Origin::NotCached(None) });
         };
         let key = self.key(source, &options);
         if let Some(entry) = cache.read(&key) {
@@ -121,8 +120,8 @@ impl Compiler {
         let lock = match cache.lock(&key, limit) {
             Ok(lock) => lock,
             Err(why) => {
-                self.tell(Some(&why));
-                return Ok(Compiled { entry: compile()?, origin: Origin::NotKept(Some(why)) });
+                self.warn(Some(&why));
+                return Ok(Compiled { entry: compile()?, origin: Origin::NotCached(Some(why)) });
             }
         };
         if let Some(entry) = cache.read(&key) {
@@ -132,14 +131,15 @@ impl Compiler {
         let origin = match lock.write(&entry) {
             Ok(()) => Origin::Compiled,
             Err(why) => {
-                self.tell(Some(&why));
-                Origin::NotKept(Some(why))
+                self.warn(Some(&why));
+                Origin::NotCached(Some(why))
             }
         };
         Ok(Compiled { entry, origin })
     }
 
-    /// The hash of everything that the result depends on. Lengths stand before texts, so that none runs into the next.
+    /// The hash of everything that the result depends on. Texts are prefixed with their lengths, so that the hash input is
+    /// unambiguous.
     fn key(&self, source: &Source<'_>, options: &[String]) -> Key {
         let mut hash = Sha256::new();
         let mut add = |text: &str| {

@@ -1,31 +1,31 @@
-//! What the compiler's log says: warnings, and what each kernel takes.
+//! Parsing the compiler's log: warnings, and the resource usage of each kernel.
 
-/// What one kernel takes, as `ptxas -v` reports it.
+/// The resource usage of a kernel, as reported by `ptxas -v`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KernelReport {
-    /// Its name.
+    /// The kernel's name.
     pub name: String,
-    /// Registers of each thread.
+    /// Registers per thread.
     pub registers: u32,
-    /// Bytes of stack of each thread.
+    /// Stack per thread, in bytes.
     pub stack: u32,
-    /// Bytes of registers that had to be stored to memory.
+    /// Spilled registers stored to memory, in bytes.
     pub spill_stores: u32,
-    /// Bytes of registers loaded back.
+    /// Spilled registers loaded from memory, in bytes.
     pub spill_loads: u32,
 }
 
-/// What a log says.
+/// The contents of a log.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Its warnings, one line each.
+    /// Warnings, one line each.
     pub warnings: Vec<String>,
-    /// Its kernels, in the order compiled.
+    /// Kernels, in the order of compilation.
     pub kernels: Vec<KernelReport>,
 }
 
 impl Report {
-    /// Reads a log. Lines that are not understood are passed over: the log's form is the compiler's own.
+    /// Parses a log. Unknown lines are skipped, because the format is not specified.
     pub fn of(log: &str) -> Report {
         let mut report = Report::default();
         for line in log.lines() {
@@ -52,7 +52,7 @@ impl Report {
     }
 }
 
-/// 32 for ` registers` in `Used 32 registers, used 0 barriers`.
+/// The number before `unit`: 32 for ` registers` in `Used 32 registers, used 0 barriers`.
 fn number_before(line: &str, unit: &str) -> Option<u32> {
     let (before, _) = line.split_once(unit)?;
     before.rsplit(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_log_says() {
+    fn warnings_and_kernels_are_parsed() {
         let log = "\
 k.cu(1): warning #177-D: variable \"unused\" was declared but never referenced
 Remark: The warnings can be suppressed with \"-diag-suppress <warning-number>\"

@@ -1,10 +1,10 @@
-//! Kernels from source: compiled by NVRTC at run time, kept on disk.
+//! Run-time compilation of kernels by NVRTC, with a cache on disk.
 //!
 //! ```text
-//! Library     libnvrtc, found where CUDA or Python's packages have it
-//! Compiler    source + options + architecture -> Compiled, through the cache where there is one
-//! Cache       a directory of compiled kernels, each under the hash of all that it came from
-//! Compiled    machine code and the compiler's log; warnings and spills are read from the log
+//! Library     libnvrtc, found in the CUDA toolkit or in Python packages
+//! Compiler    source + options + architecture -> Compiled, through the cache if there is one
+//! Cache       a directory of compiled kernels, named by the hash of everything they were compiled from
+//! Compiled    machine code, and the compiler's log with warnings and resource usage
 //! ```
 
 mod cache;
@@ -14,5 +14,5 @@ mod log;
 
 pub use cache::Cache;
 pub use compile::{Compiled, Compiler, Origin};
-pub use library::{Library, NotFound, Places, Source};
+pub use library::{Library, NotFound, SearchPath, Source};
 pub use log::{KernelReport, Report};

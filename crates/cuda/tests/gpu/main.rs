@@ -172,7 +172,7 @@ fn memory_that_there_is_not_is_an_error_with_both_sums() {
     let context = context(&cuda, 0);
     let error = DeviceMemory::new(&context, 1 << 50).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Exhausted);
-    assert!(error.detail.starts_with(&format!("{} asked for", format_gib(1 << 50))), "{error}");
+    assert!(error.detail.starts_with(&format!("{} requested", format_gib(1 << 50))), "{error}");
     assert!(error.detail.contains("are free") && error.detail.contains("CUDA_ERROR_OUT_OF_MEMORY (2)"), "{error}");
     let error = Allocation::new(&context, 1 << 50).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Exhausted, "{error}");
@@ -243,7 +243,7 @@ fn host_memory_that_was_there_is_pinned_for_a_while() {
         assert!(take(&context, registered.address(), LEN) == bytes);
         // SAFETY: as above.
         let error = unsafe { RegisteredMemory::new(&context, start, LEN) }.unwrap_err();
-        assert!(error.detail.contains("of pinned host memory asked for: cuMemHostRegister: "), "{error}");
+        assert!(error.detail.contains("of pinned host memory requested: cuMemHostRegister: "), "{error}");
         assert!(error.detail.contains("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"), "{error}");
         drop(registered);
         assert_eq!(kind(), MemoryKind::Unknown);

@@ -1,4 +1,4 @@
-//! Which of the driver's calls return while a stream waits, or a kernel runs: what the rule in `closing.rs` rests on.
+//! Which driver calls return while a stream waits or a kernel runs: the basis of the rule in `release.rs`.
 
 use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::sync::Arc;
@@ -12,17 +12,17 @@ use libloading::Library;
 
 use super::*;
 
-/// Set in the child, which alone has calls that do not return.
+/// Set in the child process, so that calls which do not return cannot affect other tests.
 const CHILD: &str = "GPU_TEST_WAITING";
-/// A call that takes longer is held.
+/// A call that takes longer is considered blocked.
 const HELD: Duration = Duration::from_millis(150);
-/// The time in which a thread comes to stand in a call.
+/// The time for a thread to enter a call.
 const STANDS: Duration = Duration::from_millis(20);
-/// The child has this long.
+/// The time limit of the child.
 const CHILD_LIMIT: Duration = Duration::from_secs(90);
 const PART: usize = 2 << 20;
 
-/// `spin` runs until the word at its parameter is at least the other; `nothing` does nothing.
+/// `spin` runs until the word at its first parameter has reached the second; `nothing` returns at once.
 const KERNELS: &CStr = c"
 .version 7.0
 .target sm_80
@@ -40,7 +40,7 @@ again:
 .visible .entry nothing() { ret; }
 ";
 
-/// Calls a function of the driver's by name; its code.
+/// Calls a driver function by name; returns its code.
 macro_rules! cu {
     ($lab:expr, $name:ident($($arg:expr => $ty:ty),* $(,)?)) => {{
         let name = concat!(stringify!($name), "\0");
@@ -75,7 +75,7 @@ struct Lab {
     value: AtomicU32,
 }
 
-/// What holds calls up.
+/// What blocks calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Holder {
     /// A stream that waits for a word.

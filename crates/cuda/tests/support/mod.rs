@@ -1,15 +1,15 @@
-//! What tests of GPU code need: NVRTC, a GPU, a folder of their own.
+//! Prerequisites of GPU tests: NVRTC, a GPU, a temporary folder.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crossrail_cuda::Cuda;
-use crossrail_cuda::nvrtc::{Library, Places};
+use crossrail_cuda::nvrtc::{Library, SearchPath};
 
-/// NVRTC of the virtual environment that `make build` makes, or of this machine. Where there is none the test is
-/// skipped and says so; with `CI=true` it fails.
+/// NVRTC of the virtual environment that `make build` creates, or of this machine. Without one the test is skipped with a
+/// message; with `CI=true` it fails.
 pub(crate) fn nvrtc() -> Option<Library> {
-    let mut places = Places::standard();
+    let mut places = SearchPath::standard();
     places.add_environment(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv"));
     match Library::find(&places) {
         Ok(library) => Some(library),
@@ -21,8 +21,8 @@ pub(crate) fn nvrtc() -> Option<Library> {
     }
 }
 
-/// The driver, where this machine has one and a GPU; else the test is skipped and says so. With `TEST_GPU` set, as
-/// `make test-gpu` does, it fails.
+/// The driver, if this machine has one and a GPU. Otherwise the test is skipped with a message; with `TEST_GPU` set, as by
+/// `make test-gpu`, it fails.
 pub(crate) fn cuda() -> Option<Cuda> {
     match Cuda::load() {
         Ok(cuda) => Some(cuda),
@@ -34,14 +34,14 @@ pub(crate) fn cuda() -> Option<Cuda> {
     }
 }
 
-/// Says, past the harness's capture, that a test did not run.
+/// Reports, bypassing the harness's capture, that a test was skipped.
 pub(crate) fn skip(why: &str) {
     use std::io::Write;
     let test = std::thread::current().name().unwrap_or("a test").to_owned();
     let _ = std::io::stderr().write_all(format!("skipped: {test}: {why}\n").as_bytes());
 }
 
-/// A folder of this test alone, removed when this is dropped.
+/// A temporary folder, removed on drop.
 pub(crate) struct Folder(pub(crate) PathBuf);
 
 impl Folder {
@@ -53,7 +53,7 @@ impl Folder {
         Folder(path)
     }
 
-    /// The names in it, sorted.
+    /// The sorted names of its entries.
     pub(crate) fn names(&self) -> Vec<String> {
         let entries = std::fs::read_dir(&self.0).unwrap();
         let mut names: Vec<String> =

@@ -19,7 +19,7 @@ use std::error::Error;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use crossrail_cuda::nvrtc::{Compiler, Library, Places};
+use crossrail_cuda::nvrtc::{Compiler, Library, SearchPath};
 use crossrail_cuda::{Context, Cuda, DeviceMemory, PinnedMemory, Stream, wait_for_releases};
 use crossrail_kernels::{
     BULK_STAGE, BULK_STAGES, CopyArgs, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Kernels, Piece,
@@ -50,7 +50,7 @@ fn main() -> ExitCode {
 
 fn run() -> Outcome<usize> {
     let cuda = Cuda::load()?;
-    let mut places = Places::standard();
+    let mut places = SearchPath::standard();
     places.add_environment(&std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv"));
     let compiler = Compiler::new(Library::find(&places)?, None);
     let devices = cuda.devices()?;

@@ -470,7 +470,7 @@ fn memory_that_is_not_the_devices_is_refused_by_name() {
     bed.gpu.set_memory(1 << 20);
     let error = bed.devices.alloc(0, 2 << 20).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Exhausted);
-    assert!(error.detail.contains("asked for") && error.detail.contains("free"), "{error}");
+    assert!(error.detail.contains("requested") && error.detail.contains("free"), "{error}");
     drop(memory);
     assert_eq!(bed.gpu.allocated(), 0);
 }

@@ -29,7 +29,7 @@ mod timing;
 use std::error::Error;
 use std::process::ExitCode;
 
-use crossrail_cuda::nvrtc::{Cache, Compiler, Library, Places};
+use crossrail_cuda::nvrtc::{Cache, Compiler, Library, SearchPath};
 use crossrail_cuda::{Context, Cuda, Device};
 use crossrail_kernels::ep::{Layout, Payload, Scale, Shape, Tuning};
 use crossrail_kernels::sources;
@@ -320,7 +320,7 @@ fn run() -> Outcome<()> {
     let asked = Asked::read()?;
     let settings = Settings::from_env()?;
     let cuda = Cuda::load()?;
-    let mut places = Places::standard();
+    let mut places = SearchPath::standard();
     places.add_environment(&std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv"));
     let compiler = Compiler::new(Library::find(&places)?, Cache::of(&settings).ok());
     let (mut rows, mut failures) = (Vec::new(), 0);

@@ -19,7 +19,7 @@ use std::error::Error;
 use std::process::ExitCode;
 
 use crossrail_cuda::Cuda;
-use crossrail_cuda::nvrtc::{Cache, Compiler, Library, Places};
+use crossrail_cuda::nvrtc::{Cache, Compiler, Library, SearchPath};
 use crossrail_types::Settings;
 use serde_json::{Value, json};
 
@@ -41,7 +41,7 @@ fn run() -> Outcome<()> {
     let Arguments { file, most, size } = arguments()?;
     let settings = Settings::from_env()?;
     let cuda = Cuda::load()?;
-    let mut places = Places::standard();
+    let mut places = SearchPath::standard();
     places.add_environment(&std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv"));
     let compiler = Compiler::new(Library::find(&places)?, Cache::of(&settings).ok());
     let rig = Rig::new(&cuda, &compiler, most)?;

@@ -13,7 +13,7 @@ use std::error::Error;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use crossrail_cuda::nvrtc::{Cache, Compiler, Library, Places};
+use crossrail_cuda::nvrtc::{Cache, Compiler, Library, SearchPath};
 use crossrail_cuda::{Context, Cuda, DeviceMemory, Event, PinnedMemory, Stream};
 use crossrail_kernels::{CopyArgs, Kernels, Piece, ScatterList, UnpackArgs};
 use crossrail_types::{Settings, format_size};
@@ -68,7 +68,7 @@ fn run() -> Outcome<()> {
     let file = std::env::args().nth(1);
     let settings = Settings::from_env()?;
     let cuda = Cuda::load()?;
-    let mut places = Places::standard();
+    let mut places = SearchPath::standard();
     places.add_environment(&std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv"));
     let compiler = Compiler::new(Library::find(&places)?, Cache::of(&settings).ok());
     let context = Context::primary(&cuda.device(0)?)?;
