@@ -1,5 +1,6 @@
 //! Pages that are generated, and names in pages that must exist.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::Path;
 
@@ -8,6 +9,10 @@ use crossrail_types::Settings;
 use crate::{Problems, files, shown};
 
 const PAGE: &str = "docs/settings.md";
+/// Folders whose paths pages give from the repository's root.
+const FOLDERS: [&str; 8] = ["benches", "crates", "docs", "examples", "fuzz", "python", "tests", "xtask"];
+/// Ends of names that are files of this repository wherever a page has one without its folder.
+const SOURCES: [&str; 5] = [".rs", ".py", ".cu", ".cuh", ".sh"];
 
 /// Writes the generated pages.
 pub(crate) fn write(root: &Path) -> Problems {
@@ -19,7 +24,7 @@ pub(crate) fn write(root: &Path) -> Problems {
     }
 }
 
-/// Checks that the generated pages are what they would be now, and that links and settings named anywhere exist.
+/// Checks that the generated pages are what they would be now, and that links, files and settings named anywhere exist.
 pub(crate) fn check(root: &Path) -> Problems {
     let mut problems = Problems::new();
     match std::fs::read_to_string(root.join(PAGE)) {
@@ -27,6 +32,7 @@ pub(crate) fn check(root: &Path) -> Problems {
         Ok(_) => problems.push(format!("{PAGE}: differs from the declaration; run cargo xtask docs")),
         Err(error) => problems.push(format!("{PAGE}: {error}; run cargo xtask docs")),
     }
+    let there: BTreeSet<String> = files(root, "").iter().map(|path| shown(root, path)).collect();
     for path in files(root, ".md") {
         let Ok(text) = std::fs::read_to_string(&path) else { continue };
         let folder = path.parent().unwrap_or(root);
@@ -35,6 +41,11 @@ pub(crate) fn check(root: &Path) -> Problems {
             links(&text)
                 .filter(|link| !folder.join(link).exists())
                 .map(|link| format!("{name}: links to {link}, which does not exist")),
+        );
+        problems.extend(
+            files_named(&text)
+                .filter(|file| !is_there(&there, file))
+                .map(|file| format!("{name}: names {file}, which does not exist")),
         );
         problems.extend(
             settings_named(&text)
@@ -76,6 +87,27 @@ fn links(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
+/// Words between backticks that read as files or folders of this repository; patterns are passed over.
+fn files_named(text: &str) -> impl Iterator<Item = &str> {
+    let code = text.lines().flat_map(|line| line.split('`').skip(1).step_by(2));
+    code.flat_map(str::split_whitespace).filter_map(|word| {
+        let word = word.split("::").next()?.trim_matches([',', ';', ':', '(', ')', '"', '\'']);
+        let plain =
+            word.chars().all(|c| c.is_ascii_alphanumeric() || "._-/".contains(c)) && !word.starts_with(['/', '.']);
+        let first = word.split_once('/').map(|(first, _)| first);
+        let names = first.is_some_and(|first| FOLDERS.contains(&first))
+            || SOURCES.iter().any(|suffix| word.strip_suffix(suffix).is_some_and(|stem| !stem.is_empty()));
+        (plain && names).then_some(word)
+    })
+}
+
+/// Whether a name is that of a file, a folder, or the end of a file's path.
+fn is_there(there: &BTreeSet<String>, name: &str) -> bool {
+    let name = name.trim_end_matches('/');
+    let (inside, below) = (format!("{name}/"), format!("/{name}"));
+    there.iter().any(|path| path == name || path.starts_with(&inside) || path.ends_with(&below))
+}
+
 /// Words of a page that read as settings.
 fn settings_named(text: &str) -> impl Iterator<Item = &str> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
@@ -90,6 +122,25 @@ mod tests {
     fn links_to_files_are_found() {
         let text = "[a](docs/a.md) [b](https://example.org/b) ![c](img/c.svg#x) [d](#here) [e](mailto:x@example.org)";
         assert_eq!(links(text).collect::<Vec<_>>(), ["docs/a.md", "img/c.svg"]);
+    }
+
+    #[test]
+    fn files_are_found() {
+        let text = "`crates/types/src/lib.rs`, `xtask/`; `run tests/gpu/run.py --out x`, `core.rs::f`, not `crates/*/src`,\n\
+                    `a/b`, `<crates/x>`, crates/y, `/tests/z.py` or `report.json`. `.sh` `scripts/a.sh`";
+        let found: Vec<_> = files_named(text).collect();
+        assert_eq!(found, ["crates/types/src/lib.rs", "xtask/", "tests/gpu/run.py", "core.rs", "scripts/a.sh"]);
+    }
+
+    #[test]
+    fn a_file_is_there_by_its_path_its_folder_or_its_end() {
+        let there = BTreeSet::from(["crates/a/src/lib.rs".to_owned(), "benches/run.py".to_owned()]);
+        for name in ["crates/a/src/lib.rs", "crates/a/", "crates", "lib.rs", "src/lib.rs", "run.py"] {
+            assert!(is_there(&there, name), "{name}");
+        }
+        for name in ["crates/b", "ib.rs", "crates/a/src/li", "a/run.py"] {
+            assert!(!is_there(&there, name), "{name}");
+        }
     }
 
     #[test]

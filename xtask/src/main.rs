@@ -5,6 +5,7 @@
 mod deps;
 mod docs;
 mod rooms;
+mod sizes;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -12,8 +13,9 @@ use std::process::ExitCode;
 const HELP: &str = "\
 cargo xtask lint            deps and docs --check
 cargo xtask deps            which room may use which, who may have unsafe code, what Python files may import
+cargo xtask sizes           fail if a source file is too long
 cargo xtask docs            write docs/settings.md from the declaration of the settings
-cargo xtask docs --check    fail if a page is stale: settings reference, links, names of settings
+cargo xtask docs --check    fail if a page is stale: settings reference, links, names of files and settings
 ";
 
 /// What is wrong, one line each; empty when all is well.
@@ -25,6 +27,7 @@ fn main() -> ExitCode {
     let root = root();
     let problems = match arguments[..] {
         ["lint"] => [deps::check(&root), docs::check(&root)].concat(),
+        ["sizes"] => sizes::check(&root),
         ["deps"] => deps::check(&root),
         ["docs"] => docs::write(&root),
         ["docs", "--check"] => docs::check(&root),
