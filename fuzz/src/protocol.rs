@@ -128,6 +128,8 @@ impl End {
             bulk: true,
             max_payload: MAX_PAYLOAD,
             eager_max: 1024,
+            whole_max: if self.reliable { 512 } else { 0 },
+            counts: false,
             cost_ns: 1000 * (place as u64 + 1),
         };
         self.peer.lane_up(self.now, spec);
@@ -178,6 +180,13 @@ impl End {
                     return self.land(place, memory);
                 }
                 Vec::new()
+            }
+            Placing::Message(short) => {
+                assert_eq!(short.bytes, u64::from(payload));
+                assert!(self.reliable && payload <= 512, "{payload} bytes in one step");
+                self.check_memory(Memory::Op(short.op), 0, short.bytes);
+                self.end_op(short.op);
+                return;
             }
             Placing::Unexpected { arrival, len } => {
                 assert!(len <= payload, "a buffer of {len} bytes for a payload of {payload}");
@@ -260,7 +269,7 @@ impl End {
             self.open_receives.insert((op.index, op.generation));
         }
         let mask = if what & 2 != 0 { 0 } else { u64::MAX };
-        if let Some((peer, arrival)) = self.matcher.post(op, tag.into(), mask, from, capacity) {
+        if let Some((peer, arrival)) = self.matcher.post(op, tag.into(), mask, from, capacity, what & 4 == 0) {
             assert_eq!(peer, PEER);
             self.peer.accept(self.now, arrival, op, capacity);
         }
@@ -469,7 +478,7 @@ impl End {
         while self.matcher.unexpected() > 0 {
             let before = self.matcher.unexpected();
             let op = self.new_op(EAGER_CREDIT);
-            let found = self.matcher.post(op, 0, 0, None, EAGER_CREDIT);
+            let found = self.matcher.post(op, 0, 0, None, EAGER_CREDIT, true);
             let (_, arrival) = found.unwrap_or_else(|| panic!("a message that waits fits no receive"));
             self.peer.accept(self.now, arrival, op, EAGER_CREDIT);
             self.drain();

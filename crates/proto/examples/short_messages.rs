@@ -51,6 +51,8 @@ impl End {
             bulk: true,
             max_payload: 1 << 20,
             eager_max: 8 << 10,
+            whole_max: if reliable { 8 << 10 } else { 0 },
+            counts: false,
             cost_ns: 1,
         };
         peer.lane_up(Time(0), spec);
@@ -92,7 +94,7 @@ impl End {
 
 fn send(way: Way, from: &mut End, to: &mut End, index: u32) {
     let op = OpId { index, generation: 0 };
-    let posted = to.matcher.post(op, 7, u64::MAX, None, 8);
+    let posted = to.matcher.post(op, 7, u64::MAX, None, 8, true);
     assert!(posted.is_none());
     match way {
         Way::Queued => {

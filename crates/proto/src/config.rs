@@ -58,6 +58,12 @@ pub struct LaneSpec {
     pub max_payload: u32,
     /// Largest message that goes out with its first frame, in bytes.
     pub eager_max: u32,
+    /// Payloads up to here, in bytes, it places in one step: between [`crate::Placing::Message`] and the last byte
+    /// nothing else happens at this end. 0: it may be interrupted at any byte. Only for reliable lanes.
+    pub whole_max: u32,
+    /// Shows the peer a count at any time, without a frame ([`crate::Peer::publish`]): frames of their own for delivered
+    /// messages are not needed on it. Only for reliable lanes.
+    pub counts: bool,
     /// What a message costs on it, in nanoseconds: the cheapest lane carries the message stream.
     pub cost_ns: u64,
 }

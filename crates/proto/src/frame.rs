@@ -1,7 +1,9 @@
 //! Frames as bytes: pure functions between [`Head`]s (with their control bytes) and [`Frame`]s.
 //!
 //! Sequenced kinds (all but the last three) are the message stream: `seq` counts them, `small` says how often the
-//! stream had moved to another lane, `done` finishes one operation of the reader's. Every kind but the last two carries `ack`, the number of sequenced frames consumed so far.
+//! stream had moved to another lane, `done` finishes one operation of the reader's. Every kind but the last two carries
+//! `ack`: on a lane that may lose frames, the number of sequenced frames consumed so far; on one that loses nothing, the
+//! number of the reader's counted messages that have been delivered (`flags` of eager: counted).
 //!
 //! | kind | op | tag | payload |
 //! |---|---|---|---|
@@ -63,6 +65,7 @@ const FAILED: u8 = 8;
 const AGAIN: u8 = 16;
 const VOID: u8 = 32;
 const CHUNKS: u8 = 64;
+const COUNTED: u8 = 128;
 const NO_SLOT: u32 = u32::MAX;
 
 /// Where chunks go at the other end: an index and the serial that tells its reuses apart.
@@ -93,6 +96,8 @@ pub enum Frame {
         op: u32,
         /// Its tag.
         tag: u64,
+        /// Whether its delivery is confirmed by counting: it goes over a lane that loses nothing, and for the first time.
+        counted: bool,
     },
     /// A message to come; the payload is an [`Announce`].
     Announce {
@@ -329,9 +334,12 @@ impl Stamp {
 
 /// The head of an eager message, made in one go.
 #[inline]
-pub fn eager(op: u32, tag: u64, payload: u32, stamp: Stamp, done: u32) -> Head {
+pub fn eager(op: u32, tag: u64, payload: u32, stamp: Stamp, done: u32, counted: bool) -> Head {
     let words = [
-        u64::from(EAGER) | u64::from(stamp.epoch) << 16 | u64::from(payload) << 32,
+        u64::from(EAGER)
+            | u64::from(flag(counted, COUNTED)) << 8
+            | u64::from(stamp.epoch) << 16
+            | u64::from(payload) << 32,
         u64::from(stamp.seq) | u64::from(stamp.ack) << 32,
         u64::from(done) | u64::from(op) << 32,
         tag,
@@ -348,11 +356,27 @@ pub(crate) fn same(a: &Head, b: &Head) -> bool {
     a.0[..2] == b.0[..2] && a.0[4..12] == b.0[4..12] && a.0[16..] == b.0[16..]
 }
 
-/// Reads the head of an eager message: `op`, `tag` and `done`. `None`: it is another kind.
+/// The head of an eager message, read in one go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct EagerHead {
+    pub(crate) op: u32,
+    pub(crate) tag: u64,
+    pub(crate) done: u32,
+    pub(crate) counted: bool,
+}
+
+/// Reads the head of an eager message. `None`: it is another kind.
 #[inline]
-pub(crate) fn as_eager(head: &Head) -> Option<(u32, u64, u32)> {
+pub(crate) fn as_eager(head: &Head) -> Option<EagerHead> {
     let both = long(&head.0, 16);
-    (head.0[0] == EAGER).then(|| ((both >> 32) as u32, long(&head.0, 24), both as u32))
+    let (op, done) = ((both >> 32) as u32, both as u32);
+    (head.0[0] == EAGER).then(|| EagerHead { op, tag: long(&head.0, 24), done, counted: head.0[1] & COUNTED != 0 })
+}
+
+/// The count in the head of an [`Frame::Ack`]. `None`: it is another kind.
+#[inline]
+pub(crate) fn as_ack(head: &Head) -> Option<u32> {
+    (head.0[0] == ACK && head.payload_len() == 0).then(|| ack(head))
 }
 
 /// Writes the three fields that belong to the stream.
@@ -376,7 +400,7 @@ pub fn decode_head(head: &Head) -> Result<Frame, String> {
     let (flags, payload, op, tag) = (b[1], head.payload_len(), word(b, 20), long(b, 24));
     let offer = flags & OFFER != 0;
     let (frame, length_ok) = match b[0] {
-        EAGER => (Frame::Eager { op, tag }, true),
+        EAGER => (Frame::Eager { op, tag, counted: flags & COUNTED != 0 }, true),
         ANNOUNCE => (Frame::Announce { op, tag, offer }, payload == if offer { 36 } else { 8 }),
         CONSENT => (Frame::Consent { op, target: Target::unpack(tag) }, payload == 0),
         DONE => (Frame::Done, payload <= CONTROL_MAX && payload % 4 == 0),
@@ -420,7 +444,7 @@ pub fn decode_head(head: &Head) -> Result<Frame, String> {
 #[inline]
 pub fn encode_head(frame: &Frame, payload: u32) -> Head {
     let (kind, flags, op, tag) = match *frame {
-        Frame::Eager { op, tag } => (EAGER, 0, op, tag),
+        Frame::Eager { op, tag, counted } => (EAGER, flag(counted, COUNTED), op, tag),
         Frame::Announce { op, tag, offer } => (ANNOUNCE, flag(offer, OFFER), op, tag),
         Frame::Consent { op, target } => (CONSENT, 0, op, target.pack()),
         Frame::Done => (DONE, 0, 0, 0),
@@ -589,12 +613,14 @@ mod tests {
     #[test]
     fn the_short_way_writes_what_the_long_way_reads() {
         let stamp = Stamp { seq: 0x0102_0304, ack: 0x0506_0708, epoch: 0x090a };
-        let head = eager(0x0b0c_0d0e, 0x1122_3344_5566_7788, 300, stamp, 77);
-        let mut long_way = encode_head(&Frame::Eager { op: 0x0b0c_0d0e, tag: 0x1122_3344_5566_7788 }, 300);
+        let (op, tag, counted) = (0x0b0c_0d0e_u32, 0x1122_3344_5566_7788_u64, true);
+        let head = eager(op, tag, 300, stamp, 77, counted);
+        let mut long_way = encode_head(&Frame::Eager { op, tag, counted }, 300);
         stamp.put(&mut long_way, 77);
         assert_eq!(head, long_way);
         assert_eq!(Stamp::of(&head), stamp);
-        assert_eq!(as_eager(&head), Some((0x0b0c_0d0e, 0x1122_3344_5566_7788, 77)));
+        assert_eq!(as_eager(&head), Some(EagerHead { op, tag, done: 77, counted }));
+        assert_eq!(as_ack(&head), None);
         assert_eq!(as_eager(&encode_head(&Frame::Bye, 0)), None);
     }
 }

@@ -222,6 +222,8 @@ mod tests {
             bulk: true,
             max_payload: 1 << 20,
             eager_max: 0,
+            whole_max: 0,
+            counts: false,
             cost_ns: 0,
         };
         Lane::new(spec, Time(0))

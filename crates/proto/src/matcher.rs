@@ -10,6 +10,7 @@ struct Posted {
     mask: u64,
     from: Option<EndpointId>,
     capacity: u64,
+    at_once: bool,
 }
 
 /// A message that came before its receive.
@@ -41,6 +42,9 @@ impl Matcher {
 
     /// Posts a receive for messages with `message_tag & mask == tag & mask`, from that peer or from any.
     ///
+    /// `at_once`: its memory may be written whenever a message arrives ([`crate::Placing::Message`]); otherwise (memory
+    /// of a device) the engine needs to hear of every step.
+    ///
     /// `Some((peer, arrival))`: it matched the oldest such message that has already come; hand it to that peer's
     /// [`crate::Peer::accept`]. `None`: it waits.
     #[inline(always)]
@@ -51,6 +55,7 @@ impl Matcher {
         mask: u64,
         from: Option<EndpointId>,
         capacity: u64,
+        at_once: bool,
     ) -> Option<(EndpointId, u32)> {
         if !self.unexpected.is_empty()
             && let Some(at) = self.unexpected.iter().position(|u| fits(tag, mask, from, u.peer, u.tag))
@@ -58,7 +63,7 @@ impl Matcher {
             let found = self.unexpected.remove(at)?;
             return Some((found.peer, found.arrival));
         }
-        self.posted.push_back(Posted { op, tag, mask, from, capacity });
+        self.posted.push_back(Posted { op, tag, mask, from, capacity, at_once });
         None
     }
 
@@ -109,12 +114,13 @@ impl Matcher {
         self.posted.remove(at).map(|p| (p.op, p.capacity))
     }
 
-    /// The receive for a message of `len` bytes that has come now, if it is the oldest and has the room; otherwise
-    /// nothing is taken.
+    /// The receive for a message of `len` bytes that has come now, if it is the oldest and has the room, and its memory
+    /// may be written `at_once` where that is asked for; otherwise nothing is taken.
     #[inline]
-    pub(crate) fn arrive_within(&mut self, peer: EndpointId, tag: u64, len: u64) -> Option<OpId> {
+    pub(crate) fn arrive_within(&mut self, peer: EndpointId, tag: u64, len: u64, at_once: bool) -> Option<OpId> {
         let first = self.posted.front()?;
-        if !fits(first.tag, first.mask, first.from, peer, tag) || len > first.capacity {
+        let fits = fits(first.tag, first.mask, first.from, peer, tag) && len <= first.capacity;
+        if !fits || (at_once && !first.at_once) {
             return None;
         }
         let op = first.op;
@@ -149,9 +155,9 @@ mod tests {
     #[test]
     fn the_oldest_fitting_receive_takes_the_message() {
         let mut m = Matcher::new();
-        assert_eq!(m.post(op(1), 7, u64::MAX, Some(B), 10), None);
-        assert_eq!(m.post(op(2), 0, 0, None, 20), None);
-        assert_eq!(m.post(op(3), 7, u64::MAX, Some(A), 30), None);
+        assert_eq!(m.post(op(1), 7, u64::MAX, Some(B), 10, true), None);
+        assert_eq!(m.post(op(2), 0, 0, None, 20, true), None);
+        assert_eq!(m.post(op(3), 7, u64::MAX, Some(A), 30, true), None);
         assert_eq!(m.arrive(A, 7), Some((op(2), 20)));
         assert_eq!(m.arrive(A, 7), Some((op(3), 30)));
         assert_eq!(m.arrive(A, 7), None);
@@ -165,9 +171,9 @@ mod tests {
         m.keep(A, 5, 0x1_07, 1);
         m.keep(B, 6, 0x2_07, 2);
         assert_eq!(m.probe(7, 0xff, None), Some((A, 0x1_07, 1)));
-        assert_eq!(m.post(op(1), 7, 0xff, Some(B), 9), Some((B, 6)));
-        assert_eq!(m.post(op(2), 7, 0xff, None, 9), Some((A, 5)));
-        assert_eq!(m.post(op(3), 7, 0xff, None, 9), None);
+        assert_eq!(m.post(op(1), 7, 0xff, Some(B), 9, true), Some((B, 6)));
+        assert_eq!(m.post(op(2), 7, 0xff, None, 9, true), Some((A, 5)));
+        assert_eq!(m.post(op(3), 7, 0xff, None, 9, true), None);
         assert!(m.cancel(op(3)));
         assert!(!m.cancel(op(3)));
     }
@@ -175,9 +181,9 @@ mod tests {
     #[test]
     fn a_dead_peer_takes_only_its_own_receives_along() {
         let mut m = Matcher::new();
-        m.post(op(1), 0, 0, Some(A), 1);
-        m.post(op(2), 0, 0, None, 1);
-        m.post(op(3), 0, 0, Some(B), 1);
+        m.post(op(1), 0, 0, Some(A), 1, true);
+        m.post(op(2), 0, 0, None, 1, true);
+        m.post(op(3), 0, 0, Some(B), 1, true);
         assert_eq!(m.peer_dead(A), vec![op(1)]);
         assert_eq!(m.posted(), 2);
     }

@@ -1,6 +1,6 @@
 //! One connection's state machine. The parts, each an `impl Peer`:
 //! `sending` (what a lane carries next), `arriving` (heads and payloads that come in), `requests` (what the peer asks
-//! for), `kept` (messages before their receive), `outgoing` and `incoming` (the life of a transfer at either end),
+//! for), `ledger` (confirmation of short messages), `kept` (messages before their receive), `outgoing` and `incoming` (the life of a transfer at either end),
 //! `direct` (single copies), `unpack` (chunks by way of slots), `lanes` (up, down, silent), `ending`.
 
 mod arriving;
@@ -9,6 +9,7 @@ mod ending;
 mod incoming;
 mod kept;
 mod lanes;
+mod ledger;
 mod outgoing;
 mod requests;
 mod sending;
@@ -28,6 +29,7 @@ use arriving::Open;
 use direct::JobOf;
 use incoming::Incoming;
 use kept::Kept;
+use ledger::{Delivered, Unconfirmed};
 use outgoing::Outgoing;
 
 /// One connection's protocol state.
@@ -51,6 +53,9 @@ pub struct Peer {
     /// Those of `outs` that are operations of ours, not reads that we serve.
     own_active: u32,
     eager_bytes: u64,
+    /// Messages of ours, and of the peer's, that are confirmed by counting.
+    unconfirmed: Unconfirmed,
+    delivered: Delivered,
     /// Transfers with chunks to hand out, by index and serial, in turn.
     active: VecDeque<(u32, u32)>,
     /// The write whose bytes must follow at once.
@@ -61,7 +66,7 @@ pub struct Peer {
     arrivals: Slab<Kept>,
     arrival_bytes: u64,
     /// The receive whose unexpected message is being copied out, and the peer's id of it.
-    delivered: Option<(OpId, u32)>,
+    copied_out: Option<(OpId, u32)>,
     /// What became of the peer's operations, by its wire id less one.
     theirs: Vec<Their>,
     theirs_active: u32,
@@ -135,12 +140,14 @@ impl Peer {
             outs: Slab::new(),
             own_active: 0,
             eager_bytes: 0,
+            unconfirmed: Unconfirmed::default(),
+            delivered: Delivered::default(),
             active: VecDeque::new(),
             follow: None,
             ins: Slab::new(),
             arrivals: Slab::new(),
             arrival_bytes: 0,
-            delivered: None,
+            copied_out: None,
             theirs: Vec::new(),
             theirs_active: 0,
             passives: Slab::new(),
@@ -219,7 +226,7 @@ impl Peer {
         let event = self.events.pop_front()?;
         match event {
             Event::Deliver { arrival, op, .. } => {
-                self.delivered = self.arrivals.try_remove(arrival as usize).map(|kept| (op, kept.their));
+                self.copied_out = self.arrivals.try_remove(arrival as usize).map(|kept| (op, kept.their));
             }
             Event::DropArrival { arrival } => {
                 self.arrivals.try_remove(arrival as usize);
@@ -287,6 +294,7 @@ impl Peer {
             && self.open.is_none();
         let told = self.control.is_empty()
             && self.dones.is_empty()
+            && !self.delivered.owed()
             && self.follow.is_none()
             && self.stream.settled()
             && self.lanes.iter().all(|l| l.sent.is_empty() && !l.owes());

@@ -56,6 +56,12 @@ pub(crate) enum Arrival {
 }
 
 impl Stream {
+    /// Whether our messages go over a lane that loses nothing.
+    #[inline]
+    pub(crate) fn reliable(&self) -> bool {
+        self.reliable
+    }
+
     /// Whether our messages may move to another lane without draining first.
     pub(crate) fn movable(&self) -> bool {
         self.retained.is_empty() && !(self.reliable && self.lane.is_some() && self.next != 0)
@@ -127,15 +133,16 @@ impl Stream {
         if self.reliable {
             self.acked = self.next;
         }
+        // On a lane that loses nothing the field has another use: the caller writes it.
         Stamp { seq, ack: self.expected, epoch: self.epoch }
     }
 
-    /// A frame of ours goes out, and what we consumed is told with it: that settles what we owe, unless the peer's
+    /// A frame of ours goes out and acknowledges what we consumed: that settles what we owe, unless the peer's
     /// messages come over another lane. Then the peer has left ours, which may be dead without our knowing, and it
-    /// must not wait for us to find out.
+    /// must not wait for us to find out. Nor does a frame on a lane that loses nothing: its field counts messages.
     #[inline]
     fn acknowledges(&mut self) {
-        if self.reliable || self.heard.is_none_or(|heard| self.lane == Some(heard)) {
+        if !self.reliable && self.heard.is_none_or(|heard| self.lane == Some(heard)) {
             self.owed = 0;
         }
     }

@@ -76,11 +76,14 @@ impl End {
         for lane in 0..2 {
             let spec = LaneSpec {
                 id: LaneId(lane),
-                reliable: false,
+                // A peer may send anything on either.
+                reliable: lane == 1,
                 messages: true,
                 bulk: true,
                 max_payload: 4096,
                 eager_max: 100,
+                whole_max: 50 * lane,
+                counts: false,
                 cost_ns: u64::from(lane),
             };
             peer.lane_up(Time(0), spec);
@@ -116,7 +119,9 @@ impl End {
             0 | 1 => {
                 let op = self.op();
                 let (tag, mask) = (rng.below(3), if rng.below(2) == 0 { 0 } else { 3 });
-                if let Some((_, arrival)) = self.matcher.post(op, tag, mask, None, CAPACITY) {
+                if let Some((_, arrival)) =
+                    self.matcher.post(op, tag, mask, None, CAPACITY, !self.ops.is_multiple_of(3))
+                {
                     self.peer.accept(self.now, arrival, op, CAPACITY);
                 }
             }
@@ -151,16 +156,18 @@ impl End {
         }
     }
 
+    fn finished(&mut self, op: OpId) {
+        let before = self.open.len();
+        self.open.retain(|o| *o != op);
+        assert_eq!(self.open.len() + 1, before, "{op} finished twice");
+        let unpacks = |(_, memory): &(Landed, Memory)| *memory == Memory::Op(op);
+        assert!(!self.landed.iter().any(unpacks), "{op} is over and still unpacked into");
+    }
+
     fn drain(&mut self) {
         while let Some(event) = self.peer.event() {
             match event {
-                Event::Done { op, .. } => {
-                    let before = self.open.len();
-                    self.open.retain(|o| *o != op);
-                    assert_eq!(self.open.len() + 1, before, "{op} finished twice");
-                    let unpacks = |(_, memory): &(Landed, Memory)| *memory == Memory::Op(op);
-                    assert!(!self.landed.iter().any(unpacks), "{op} is over and still unpacked into");
-                }
+                Event::Done { op, .. } => self.finished(op),
                 Event::Deliver { arrival, len, .. } => {
                     assert!(u64::from(len) <= CAPACITY);
                     self.unexpected.retain(|(a, _)| *a != arrival);
@@ -202,6 +209,11 @@ impl End {
                     return landed.is_ok();
                 }
                 &[][..]
+            }
+            Placing::Message(short) => {
+                assert!(short.bytes == u64::from(len) && len <= 50, "{len} bytes in one step");
+                self.finished(short.op);
+                return true;
             }
             Placing::Unexpected { arrival, len: placed, .. } => {
                 assert_eq!(placed, len);

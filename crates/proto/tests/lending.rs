@@ -45,6 +45,8 @@ impl End {
             bulk: true,
             max_payload: 4096,
             eager_max: 512,
+            whole_max: 0,
+            counts: false,
             cost_ns: 1,
         };
         peer.lane_up(Time(0), spec);
@@ -95,7 +97,7 @@ impl Pair {
     fn announced(what: Operation) -> Pair {
         let mut ends = [End::new(0), End::new(1)];
         if let Operation::Send { tag } = what {
-            assert!(ends[1].matcher.post(OP, tag, u64::MAX, None, LEN).is_none());
+            assert!(ends[1].matcher.post(OP, tag, u64::MAX, None, LEN, false).is_none());
         }
         let offer = Offer { descriptor: OURS, slot: None };
         ends[0].peer.start(Time(1), OP, what, LEN, Some(offer), false);

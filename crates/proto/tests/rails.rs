@@ -59,6 +59,8 @@ impl Net {
                     bulk: true,
                     max_payload: 8 << 20,
                     eager_max: 8 << 10,
+                    whole_max: 0,
+                    counts: false,
                     cost_ns: lane as u64,
                 };
                 peer.lane_up(Time(0), spec);
@@ -125,7 +127,7 @@ impl Net {
         let began = self.now;
         self.receipts = [None, None];
         let op = OpId { index: 0, generation: 0 };
-        assert!(self.matchers[1].post(op, 1, u64::MAX, None, TOTAL).is_none());
+        assert!(self.matchers[1].post(op, 1, u64::MAX, None, TOTAL, true).is_none());
         self.peers[0].start(Time(self.now), op, Operation::Send { tag: 1 }, TOTAL, None, true);
         while self.receipts.iter().any(Option::is_none) {
             let room = self.pump();

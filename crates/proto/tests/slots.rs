@@ -52,6 +52,8 @@ impl End {
             bulk: true,
             max_payload: 4096,
             eager_max: 512,
+            whole_max: 0,
+            counts: false,
             cost_ns: 1,
         };
         peer.lane_up(Time(0), spec);
@@ -105,7 +107,7 @@ struct Pair {
 impl Pair {
     fn new(len: u64) -> Pair {
         let mut ends = [End::new(0), End::new(1)];
-        assert!(ends[1].matcher.post(OP, 7, u64::MAX, None, len).is_none());
+        assert!(ends[1].matcher.post(OP, 7, u64::MAX, None, len, false).is_none());
         ends[0].peer.start(Time(1), OP, Operation::Send { tag: 7 }, len, None, false);
         let mut pair = Pair { ends, now: Time(1), landed: Vec::new() };
         assert!(matches!(pair.carry(0), Some(frame::Frame::Announce { .. })), "never with its first frame");
@@ -439,7 +441,7 @@ fn an_unexpected_message_that_cannot_be_delivered_fails_at_both_ends() {
     pair.settle();
     assert!(pair.ends[0].done().is_none());
     let end = &mut pair.ends[1];
-    let (_, arrival) = end.matcher.post(OP, 7, u64::MAX, None, 20).expect("it is there");
+    let (_, arrival) = end.matcher.post(OP, 7, u64::MAX, None, 20, false).expect("it is there");
     end.peer.accept(pair.now, arrival, OP, 20);
     assert!(matches!(end.peer.event(), Some(Event::Deliver { .. })));
     end.peer.fail(pair.now, Memory::Op(OP), "no copy".to_owned());

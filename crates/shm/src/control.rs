@@ -34,6 +34,8 @@ pub(crate) struct Line(pub(crate) AtomicU64);
 pub(crate) struct Fixed {
     /// Frames taken out of that side's ring; written by the other side.
     pub(crate) consumed: [Line; 2],
+    /// The count that the other side publishes to that one.
+    pub(crate) published: [Line; 2],
     /// What that side sleeps for; 0: it is awake.
     pub(crate) sleeping: [Line; 2],
     pub(crate) cursors: [[Line; CURSORS]; 2],

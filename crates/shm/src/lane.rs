@@ -14,13 +14,13 @@ use crossrail_types::{HEAD_LEN, LaneId};
 use crate::arena::Arena;
 use crate::attach::{Parts, Report};
 use crate::cma::Process;
-use crate::control::INLINE;
+use crate::count::Count;
 use crate::cursor::Cursors;
 use crate::direct::PeerSegment;
 use crate::notes::Notes;
 use crate::parting;
 use crate::ring::{Consumer, Frame, MAX_PAYLOAD, Producer};
-use crate::wake::{DATA, Flags, ROOM};
+use crate::wake::{COUNT, DATA, Flags, ROOM};
 use crate::wire::{Inbox, Note, Silence, Wire};
 
 /// So many polls in a row without anything to do, and the socket is looked at: a peer that died while we spin is
@@ -31,6 +31,8 @@ const MOST_SEGMENTS: usize = 1 << 16;
 /// Freed segments of the peer that are known as such; older ones are unknown ids.
 const GONE_KEPT: usize = 256;
 
+/// Payloads up to here are copied in one poll however small its budget: their copies take less than a microsecond.
+const WHOLE_MAX: usize = 16 << 10;
 /// Bytes copied at a time however small the budget.
 const SMALLEST_COPY: usize = 4 << 10;
 
@@ -73,6 +75,7 @@ pub struct ShmLane {
     report: Report,
     producer: Producer,
     consumer: Consumer,
+    count: Count,
     flags: Flags,
     pub(crate) wire: Arc<Wire>,
     inbox: Inbox,
@@ -112,9 +115,17 @@ impl ShmLane {
         let side = parts.side.index();
         Some(ShmLane {
             id: parts.id,
-            caps: LaneCaps { copies_up_to: MAX_PAYLOAD, max_payload: MAX_PAYLOAD, reliable: true, direct: true },
+            caps: LaneCaps {
+                copies_up_to: MAX_PAYLOAD,
+                max_payload: MAX_PAYLOAD,
+                reliable: true,
+                whole_max: WHOLE_MAX,
+                counts: true,
+                direct: true,
+            },
             producer: Producer::new(&parts.control, side)?,
             consumer: Consumer::new(&parts.control, 1 - side)?,
+            count: Count::new(&parts.control, side),
             flags: Flags::new(&parts.control, side, parts.expedited),
             cursors: Cursors::new(&parts.control, side),
             report: parts.report,
@@ -195,7 +206,7 @@ impl ShmLane {
                 self.waits_at = self.consumer.at();
                 break;
             };
-            if frame.len > INLINE && frame.len > budget {
+            if frame.len > WHOLE_MAX && frame.len > budget {
                 self.arriving = Some(arriving);
                 self.go_on(sink, budget);
                 return Ok(true);
@@ -393,10 +404,12 @@ impl Lane for ShmLane {
             return false;
         }
         let room = if self.blocked { ROOM } else { 0 };
-        let armed = self.flags.sleep(if waits { room } else { DATA | room });
+        let armed = self.flags.sleep(if waits { room } else { DATA | COUNT | room });
         // An error here is work too: the next poll reports it.
         let unread = self.arriving.is_some() || !waits && self.consumer.has_next();
-        let work = unread || self.blocked && self.producer.room() != Ok(false);
+        // Once is enough: whoever waits for a count asks for it before the next call.
+        let counted = !waits && self.count.is_news() && self.count.read() > 0;
+        let work = unread || counted || self.blocked && self.producer.room() != Ok(false);
         if !armed || work {
             self.flags.awake();
         }
@@ -405,6 +418,26 @@ impl Lane for ShmLane {
 
     fn disarm(&mut self) {
         self.flags.awake();
+    }
+
+    #[inline]
+    fn publish(&mut self, count: u32) -> bool {
+        if self.held.is_some() {
+            return false;
+        }
+        self.count.publish(count);
+        self.flags.wake(COUNT, &self.wire);
+        true
+    }
+
+    #[inline]
+    fn published(&mut self) -> Result<Option<u32>, LaneError> {
+        // The count first: whatever the peer had sent when it wrote that is visible then.
+        let count = self.count.read();
+        if self.arriving.is_some() || self.consumer.has_next() {
+            return Ok(None);
+        }
+        Ok(Some(count))
     }
 
     fn pass(&mut self, note: &[u8], files: &[BorrowedFd<'_>]) -> Result<bool, LaneError> {

@@ -19,6 +19,7 @@ mod attach;
 mod cma;
 mod control;
 mod copy;
+mod count;
 mod cursor;
 mod direct;
 mod lane;

@@ -25,6 +25,9 @@ use crate::wire::Wire;
 pub(crate) const DATA: u64 = 1;
 /// Sleeps for room in its ring.
 pub(crate) const ROOM: u64 = 2;
+/// Sleeps for the peer's count.
+pub(crate) const COUNT: u64 = 8;
+const ASLEEP: u64 = DATA | ROOM | COUNT;
 /// Has closed its end, for good.
 const LEFT: u64 = 4;
 
@@ -100,7 +103,7 @@ impl Flags {
     /// After a change of the ring: wakes the peer if it sleeps for `what`.
     #[inline]
     pub(crate) fn wake(&self, what: u64, wire: &Wire) {
-        if self.peer_sleeps(what) && self.theirs().fetch_and(!(DATA | ROOM), Ordering::AcqRel) & (DATA | ROOM) != 0 {
+        if self.peer_sleeps(what) && self.theirs().fetch_and(!ASLEEP, Ordering::AcqRel) & ASLEEP != 0 {
             wire.bell();
         }
     }

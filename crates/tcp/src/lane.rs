@@ -43,7 +43,14 @@ impl TcpLane {
     /// `Io` if a socket option cannot be set.
     pub fn new(stream: TcpStream, id: LaneId, name: String, options: &Options) -> Result<TcpLane> {
         options.apply(&stream).map_err(|error| error.with_lane(name.as_str()))?;
-        let caps = LaneCaps { copies_up_to: COPIES_UP_TO, max_payload: MAX_PAYLOAD, reliable: false, direct: false };
+        let caps = LaneCaps {
+            copies_up_to: COPIES_UP_TO,
+            max_payload: MAX_PAYLOAD,
+            reliable: false,
+            whole_max: 0,
+            counts: false,
+            direct: false,
+        };
         let tx = Sender::new(options.notsent_lowat as usize, options.zero_copy);
         Ok(TcpLane { stream, id, name, caps, tx, rx: Receiver::new(), broken: None })
     }

@@ -16,6 +16,11 @@ pub struct LaneCaps {
     pub max_payload: usize,
     /// Nothing is ever lost while the peer lives (shared memory): no retention, no acknowledgement needed.
     pub reliable: bool,
+    /// Payloads up to this many bytes are placed whole within the [`Lane::poll`] that asked [`Sink::place`] for them:
+    /// nothing else happens at this end between the two. 0: a payload of any length may take several polls.
+    pub whole_max: usize,
+    /// Whether [`Lane::publish`] and [`Lane::published`] work.
+    pub counts: bool,
     /// Whether [`Lane::direct`] is there.
     pub direct: bool,
 }
@@ -179,6 +184,18 @@ pub trait Lane: Send {
     }
     /// The driver is awake again.
     fn disarm(&mut self) {}
+
+    /// Shows the peer a number beside the frames: at once, without a frame, in place of the one before. False: not now,
+    /// because a frame that was accepted earlier has not gone out yet; try again after a poll that moved something.
+    /// For lanes that say so in their capabilities.
+    fn publish(&mut self, _count: u32) -> bool {
+        false
+    }
+    /// The number that the peer published last (0 before the first), provided that every frame which the peer sent
+    /// before publishing it has been delivered here. `None`: there are frames to poll first.
+    fn published(&mut self) -> Result<Option<u32>, LaneError> {
+        Ok(None)
+    }
 
     /// Passes a note to the peer: at most [`NOTE_MAX`] bytes and [`NOTE_FILES`] descriptors, which are duplicated.
     /// Notes arrive in order among themselves, but not with frames: one may come later than a frame that refers to it.

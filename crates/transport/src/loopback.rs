@@ -91,7 +91,14 @@ pub struct LoopbackLane {
 
 impl LoopbackLane {
     fn new(id: LaneId, bell: UnixStream, tx: Arc<Mutex<Pipe>>, rx: Arc<Mutex<Pipe>>) -> LoopbackLane {
-        let caps = LaneCaps { copies_up_to: 4096, max_payload: 16 << 20, reliable: true, direct: false };
+        let caps = LaneCaps {
+            copies_up_to: 4096,
+            max_payload: 16 << 20,
+            reliable: true,
+            whole_max: 0,
+            counts: false,
+            direct: false,
+        };
         let stats = LaneStats::default();
         LoopbackLane { id, caps, bell, tx, rx, outgoing: None, incoming: Incoming::START, waits: false, stats }
     }

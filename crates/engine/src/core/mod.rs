@@ -33,6 +33,9 @@ pub(crate) use self::tables::{LaneState, PeerState, State};
 const LANE_BUDGET: usize = 1 << 20;
 /// Passes between two looks at the clock.
 const CLOCK_EVERY: u32 = 64;
+/// Idle passes between two looks at the peer's count of delivered messages, unless a caller waits for that: each look
+/// takes the cache line away from the peer, whose next message would be late by as much.
+const COUNTS_EVERY: u32 = 8;
 /// Passes between two looks at idle sockets while shared-memory lanes are being spun on.
 const SOCKETS_EVERY: u32 = 16;
 
@@ -163,9 +166,9 @@ impl Core {
     }
 
     /// Polls every inside lane once and acts on what came; whether anything moved. `probe`: look also at sockets of which
-    /// epoll has said nothing.
+    /// epoll has said nothing. `ask`: a caller waits for a send to be confirmed.
     #[inline]
-    pub(crate) fn pass(&mut self, probe: bool) -> bool {
+    pub(crate) fn pass(&mut self, probe: bool, ask: bool) -> bool {
         self.passes = self.passes.wrapping_add(1);
         if self.passes.is_multiple_of(CLOCK_EVERY) {
             self.timers();
@@ -195,6 +198,9 @@ impl Core {
                     if wants {
                         self.flush(endpoint);
                     }
+                    if (ask || self.passes.is_multiple_of(COUNTS_EVERY)) && self.st.awaits_count(endpoint) {
+                        moved |= self.collect_count(at);
+                    }
                 }
                 Err(error) => {
                     let lane = self.inside.swap_remove(at);
@@ -215,6 +221,39 @@ impl Core {
             moved |= self.step_jobs();
         }
         moved
+    }
+
+    /// Applies the count of delivered messages that the peer of the lane at `at` has published; whether it was news.
+    fn collect_count(&mut self, at: usize) -> bool {
+        let inside = &mut self.inside[at];
+        let endpoint = inside.endpoint;
+        // An error is reported by the next poll, too.
+        let Ok(Some(count)) = inside.lane.published() else { return false };
+        let now = self.st.now;
+        let Some(peer) = self.st.peer(endpoint) else { return false };
+        // A count that is impossible breaks the peer off, which is one of its events.
+        let news = peer.peer.published(now, count).is_err() || peer.peer.has_events();
+        if news {
+            self.settle(endpoint);
+        }
+        news
+    }
+
+    /// Shows the peer how many of its messages have been delivered here.
+    #[inline]
+    fn publish_count(&mut self, endpoint: EndpointId) {
+        let Some(peer) = self.st.peer(endpoint) else { return };
+        let Some((id, count)) = peer.inside.and_then(|id| Some((id, peer.peer.untold(id)?))) else { return };
+        // What this end sends must be on the lane before the count says that it was.
+        if self.st.lane(id).is_none_or(|lane| !lane.caps.counts || lane.pending.is_some()) {
+            return;
+        }
+        let Some(inside) = self.inside.iter_mut().find(|inside| inside.id == id) else { return };
+        if inside.lane.publish(count)
+            && let Some(peer) = self.st.peer(endpoint)
+        {
+            peer.peer.told(count);
+        }
     }
 
     /// How many passes there were, modulo 2^32.
@@ -268,6 +307,11 @@ impl Core {
     /// Asks every inside lane's peer to ring before it expects us to look. False: there is work already.
     pub(crate) fn arm(&mut self) -> bool {
         for at in 0..self.inside.len() {
+            if self.st.awaits_count(self.inside[at].endpoint) {
+                self.collect_count(at);
+            }
+        }
+        for at in 0..self.inside.len() {
             if !self.inside[at].lane.arm() {
                 for inside in &mut self.inside[..=at] {
                     inside.lane.disarm();
@@ -304,6 +348,11 @@ impl Core {
         if self.observers > 0 {
             self.st.ops.finished = true;
         }
+        if !self.st.arrived.is_empty() {
+            for (endpoint, short) in std::mem::take(&mut self.st.arrived) {
+                self.apply(endpoint, short.into());
+            }
+        }
         while let Some(short) = self.st.peer(endpoint).and_then(|peer| peer.peer.short()) {
             if !self.st.ops.finish_short(endpoint, short) {
                 self.apply(endpoint, short.into());
@@ -320,6 +369,7 @@ impl Core {
             self.roused |= turns;
             self.kicked |= turns;
         }
+        self.publish_count(endpoint);
         self.kick(endpoint);
     }
 

@@ -130,6 +130,11 @@ impl Ops {
         self.slots.get_mut(id.index as usize).filter(|op| op.live && op.generation == id.generation)
     }
 
+    /// Whether the peer has the last word on it: all but a receive.
+    pub(crate) fn awaits_peer(&self, id: OpId) -> bool {
+        self.op(id).is_some_and(|op| op.what != "recv")
+    }
+
     /// Operations whose request is still held or that are still running.
     pub(crate) fn live(&self) -> usize {
         self.live

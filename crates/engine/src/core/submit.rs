@@ -152,7 +152,7 @@ impl Core {
         }
         let len = buffer.len as u64;
         let op = self.st.ops.insert("recv", from, tag, buffer);
-        self.post(op, len, tag, mask, from);
+        self.post(op, (len, true), tag, mask, from);
         Ok(op)
     }
 
@@ -173,13 +173,13 @@ impl Core {
     /// A receive takes its place among the others.
     #[cold]
     pub(crate) fn post_late(&mut self, op: OpId, tag: u64, mask: u64, from: Option<EndpointId>) {
-        let Some(len) = self.st.ops.op(op).map(|op| op.len as u64) else { return };
-        self.post(op, len, tag, mask, from);
+        let Some((len, at_once)) = self.st.ops.op(op).map(|op| (op.len as u64, op.gpu.is_none())) else { return };
+        self.post(op, (len, at_once), tag, mask, from);
     }
 
     #[inline(always)]
-    fn post(&mut self, op: OpId, len: u64, tag: u64, mask: u64, from: Option<EndpointId>) {
-        if let Some((endpoint, arrival)) = self.st.matcher.post(op, tag, mask, from, len) {
+    fn post(&mut self, op: OpId, (len, at_once): (u64, bool), tag: u64, mask: u64, from: Option<EndpointId>) {
+        if let Some((endpoint, arrival)) = self.st.matcher.post(op, tag, mask, from, len, at_once) {
             let now = self.st.now;
             if let Some(entry) = self.st.ops.op_mut(op) {
                 entry.endpoint = Some(endpoint);

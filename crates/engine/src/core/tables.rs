@@ -107,6 +107,10 @@ pub(crate) struct State {
     pub(crate) lanes: Vec<Option<Box<LaneState>>>,
     /// GPU memory under way.
     pub(crate) staging: Staging,
+    /// The message that a lane is placing whole.
+    arriving: Option<proto::Short>,
+    /// Receives whose messages are there and that have more to their end than most ([`Ops::finish_short`]).
+    pub(crate) arrived: Vec<(EndpointId, proto::Short)>,
 }
 
 impl PeerState {
@@ -249,6 +253,8 @@ impl State {
             peers: Vec::new(),
             lanes: Vec::new(),
             staging: Staging::default(),
+            arriving: None,
+            arrived: Vec::new(),
         }
     }
 
@@ -357,6 +363,13 @@ impl State {
         pending || peer.is_some_and(|peer| peer.peer.wants(lane))
     }
 
+    /// Whether messages to that peer wait for its count.
+    #[inline]
+    pub(crate) fn awaits_count(&self, endpoint: EndpointId) -> bool {
+        let peer = self.peers.get(endpoint.0 as usize).and_then(Option::as_ref);
+        peer.is_some_and(|peer| peer.peer.awaits_count())
+    }
+
     /// `Sink::next` for any lane of `endpoint`.
     pub(crate) fn next(&mut self, endpoint: EndpointId, lane: LaneId) -> Option<Tx> {
         let state = self.lane(lane)?;
@@ -409,6 +422,12 @@ impl State {
         };
         let mut host = Host { matcher: &mut self.matcher, regions: &mut self.regions };
         match peer.peer.place(now, lane, head, &mut host) {
+            Placing::Message(short) => {
+                let Some(op) = self.ops.op(short.op) else { return Place::Discard };
+                let (dst, len) = (op.ptr, short.bytes as usize);
+                self.arriving = Some(short);
+                Place::Into { dst, len, grant: None, token: gpu::MESSAGE }
+            }
             Placing::Memory { memory, offset, len, chunk } => {
                 let Some((ptr, have, gpu)) = self.span(memory) else { return Place::Discard };
                 if offset.checked_add(u64::from(len)).is_none_or(|end| end > have) {
@@ -418,9 +437,9 @@ impl State {
                     let (dst, len) = (ptr as u64 + offset, len as usize);
                     return self.place_beside(endpoint, lane, Beside { memory, dst, gpu, len, chunk });
                 }
-                let reliable = self.lane(lane).is_some_and(|lane| lane.caps.reliable);
-                // A lane that loses nothing places short frames whole, before anybody else has the lock.
-                let grant = if reliable && (len as usize) < FILE_MIN { None } else { self.grant(endpoint, memory) };
+                // What is placed whole is there before anybody else has the lock.
+                let whole = self.lane(lane).is_some_and(|lane| len as usize <= lane.caps.whole_max);
+                let grant = if whole { None } else { self.grant(endpoint, memory) };
                 // SAFETY: inside the memory by the check above.
                 let dst = unsafe { ptr.add(offset as usize) };
                 Place::Into { dst, len: len as usize, grant, token: 0 }
@@ -452,6 +471,14 @@ impl State {
     /// `Sink::placed` for any lane of `endpoint`; `Err` kills the lane.
     #[inline(always)]
     pub(crate) fn placed(&mut self, endpoint: EndpointId, lane: LaneId, token: u64) -> Result<(), String> {
+        if token == gpu::MESSAGE {
+            if let Some(short) = self.arriving.take()
+                && !self.ops.finish_short(endpoint, short)
+            {
+                self.arrived.push((endpoint, short));
+            }
+            return Ok(());
+        }
         if token > gpu::CONTROL && !self.placed_beside(endpoint, lane)? {
             return Ok(());
         }

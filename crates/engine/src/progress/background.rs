@@ -45,7 +45,7 @@ impl Progress {
                 self.after(core);
                 return;
             }
-            let mut moved = core.pass(true);
+            let mut moved = core.pass(true, true);
             let busy = core.busy();
             self.after(core);
             moved |= self.poll_sockets(Some(Duration::ZERO));

@@ -241,7 +241,7 @@ impl Progress {
     /// One pass over everything; whether anything moved.
     pub(crate) fn step(&self) -> bool {
         let mut core = self.core.lock();
-        let mut moved = core.pass(true);
+        let mut moved = core.pass(true, false);
         core.timers();
         core.activity += 1;
         self.after(core);

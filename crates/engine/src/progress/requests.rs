@@ -11,14 +11,15 @@ use crate::core::{Callback, Collected, Receipt, outcome};
 impl Progress {
     pub(crate) fn wait(&self, id: OpId, collected: &Collected, timeout: Option<Duration>) -> Result<Receipt> {
         let timeout = timeout.unwrap_or(self.environment.settings().timeout);
-        let found = self.wait_until(timeout, |core| outcome(core, id, collected));
+        let found = self.wait_for(timeout, |core| core.st.ops.awaits_peer(id), |core| outcome(core, id, collected));
         found.unwrap_or_else(|| Err(self.timed_out(id, timeout)))
     }
 
     pub(crate) fn test(&self, id: OpId, collected: &Collected) -> Option<Result<Receipt>> {
         let mut core = self.core.lock();
         if !core.st.ops.is_done(id) {
-            core.pass(true);
+            let ask = core.st.ops.awaits_peer(id);
+            core.pass(true, ask);
             let sockets = self.groups[0].has_lanes();
             if sockets && !core.st.ops.is_done(id) {
                 self.after(core);

@@ -28,7 +28,18 @@ const EPOLL_EVERY: u32 = 32;
 
 impl Progress {
     /// Waits until `ready` answers, at most `timeout`.
-    pub(crate) fn wait_until<T>(&self, timeout: Duration, mut ready: impl FnMut(&mut Core) -> Option<T>) -> Option<T> {
+    pub(crate) fn wait_until<T>(&self, timeout: Duration, ready: impl FnMut(&mut Core) -> Option<T>) -> Option<T> {
+        self.wait_for(timeout, |_| false, ready)
+    }
+
+    /// [`Progress::wait_until`]. `ask`: whether what is waited for is the peer's confirmation.
+    #[inline]
+    pub(crate) fn wait_for<T>(
+        &self,
+        timeout: Duration,
+        ask: impl FnOnce(&Core) -> bool,
+        mut ready: impl FnMut(&mut Core) -> Option<T>,
+    ) -> Option<T> {
         let mut core = self.core.lock();
         if let Some(found) = ready(&mut core) {
             self.after(core);
@@ -39,7 +50,8 @@ impl Progress {
             // The background thread sleeps on lanes that no longer ring: have it look after us instead.
             self.groups[0].wake();
         }
-        let mut wait = Wait { progress: self, deadline: None, timeout, idle: 0, idle_since: None, aside: false };
+        let ask = ask(&core);
+        let mut wait = Wait { progress: self, deadline: None, timeout, idle: 0, idle_since: None, aside: false, ask };
         wait.run(core, &mut ready)
     }
 
@@ -73,6 +85,8 @@ struct Wait<'a> {
     idle_since: Option<Instant>,
     /// It looks once in a while, and leaves the lock to others meanwhile.
     aside: bool,
+    /// It waits for the peer's confirmation, and for nothing that comes without asking.
+    ask: bool,
 }
 
 impl<'a> Wait<'a> {
@@ -81,7 +95,7 @@ impl<'a> Wait<'a> {
         let progress = self.progress;
         loop {
             // Aside, it has just asked epoll, and others want the lock.
-            let mut moved = core.pass(!self.aside);
+            let mut moved = core.pass(!self.aside, self.ask);
             if let Some(found) = ready(&mut core) {
                 progress.leave(core);
                 return Some(found);

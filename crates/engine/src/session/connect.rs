@@ -293,6 +293,8 @@ impl Sessions {
             bulk,
             max_payload: u32::try_from(caps.max_payload).unwrap_or(u32::MAX),
             eager_max: eager_max.min(caps.max_payload) as u32,
+            whole_max: if caps.reliable { caps.whole_max as u32 } else { 0 },
+            counts: caps.reliable && caps.counts,
             cost_ns: 1,
         };
         let mut core = self.progress.core();
@@ -554,6 +556,8 @@ impl Sessions {
             bulk: true,
             max_payload: u32::try_from(caps.max_payload).unwrap_or(u32::MAX),
             eager_max: EAGER_LIMIT as u32,
+            whole_max: 0,
+            counts: false,
             cost_ns: 1000 + u64::from(name.rail) * 100 + u64::from(name.channel),
         };
         let bulk = Arc::new(BulkLane::new(endpoint, Box::new(lane)));

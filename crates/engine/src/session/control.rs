@@ -135,14 +135,14 @@ impl Sessions {
     fn peer_ended(&self, endpoint: EndpointId, why: &str) {
         let mut core = self.progress.core();
         let lanes = core.st.peer(endpoint).map(|peer| peer.bulk.clone()).unwrap_or_default();
-        core.pass(true);
+        core.pass(true, true);
         self.progress.after(core);
         for lane in &lanes {
             lane.set_ready(READABLE);
         }
         self.progress.pump_connections();
         let mut core = self.progress.core();
-        core.pass(true);
+        core.pass(true, true);
         core.kill(endpoint, why);
         self.progress.after(core);
     }

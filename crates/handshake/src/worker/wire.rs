@@ -24,7 +24,7 @@ pub const HELLO_HEAD_LEN: usize = 48;
 pub static WORKER: Protocol = Protocol {
     name: "Crossrail peer",
     magic: *b"\xc5XRAIL",
-    versions: (1, 1),
+    versions: (2, 2),
     messages: &[
         (Kind::Challenge, CHALLENGE_LEN),
         (Kind::Reply, REPLY_LEN),

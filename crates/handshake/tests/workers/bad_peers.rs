@@ -255,7 +255,7 @@ fn versions_that_differ_are_named_at_both_ends() {
     let there = worker.rejected();
     assert_eq!(there.kind, ErrorKind::Mismatch, "{there}");
     for text in [told.text, there.detail] {
-        assert!(text.contains("version 9") && text.contains("1 to 1"), "{text}");
+        assert!(text.contains("version 9") && text.contains("2 to 2"), "{text}");
     }
     // An acceptor of another version.
     let (address, server) = serve(|mut stream| {
@@ -271,7 +271,7 @@ fn versions_that_differ_are_named_at_both_ends() {
     let told = Reject::decode(&WORKER, &server.join().unwrap()).unwrap();
     assert_eq!(told.code, RejectCode::Mismatch);
     for text in [told.text, error.detail] {
-        assert!(text.contains("1 to 1") && text.contains("7 to 9"), "{text}");
+        assert!(text.contains("2 to 2") && text.contains("7 to 9"), "{text}");
     }
 }
 
@@ -360,7 +360,13 @@ fn an_acceptor_that_does_not_know_the_secret_learns_nothing_and_is_refused() {
     let _fds = Descriptors::watch();
     let (address, thief) = serve(|mut stream| {
         let flags = FLAG_SECRET;
-        let challenge = Challenge { version_min: 1, version_max: 1, flags, id: Some([1; 16]), nonce: [2; 32] };
+        let challenge = Challenge {
+            version_min: WORKER.versions.0,
+            version_max: WORKER.versions.1,
+            flags,
+            id: Some([1; 16]),
+            nonce: [2; 32],
+        };
         stream.write_all(&challenge.encode(&WORKER)).unwrap();
         let mut reply = [0; REPLY_LEN];
         stream.read_exact(&mut reply).unwrap();
@@ -383,7 +389,13 @@ fn the_connector_checks_what_the_acceptor_says_too() {
     let _fds = Descriptors::watch();
     let me = identity("connecting", Secret::None);
     let peer = identity("by hand", Secret::None).hello;
-    let challenge = Challenge { version_min: 1, version_max: 1, flags: 0, id: Some(peer.worker), nonce: [2; 32] };
+    let challenge = Challenge {
+        version_min: WORKER.versions.0,
+        version_max: WORKER.versions.1,
+        flags: 0,
+        id: Some(peer.worker),
+        nonce: [2; 32],
+    };
     let attempt = |challenge: Challenge, hello: Hello| {
         let (address, server) = serve(move |stream| accept_by_hand(stream, &challenge, &hello));
         let result = connect(&Target::Control(vec![address]), &me, None, false, in_secs(5.0));
@@ -425,7 +437,13 @@ fn a_proof_without_the_secret_that_was_asked_for_is_refused() {
 fn a_rail_that_does_not_know_the_session_gets_no_lane() {
     let _fds = Descriptors::watch();
     let (address, thief) = serve(|mut stream| {
-        let challenge = Challenge { version_min: 1, version_max: 1, flags: 0, id: Some([1; 16]), nonce: [2; 32] };
+        let challenge = Challenge {
+            version_min: WORKER.versions.0,
+            version_max: WORKER.versions.1,
+            flags: 0,
+            id: Some([1; 16]),
+            nonce: [2; 32],
+        };
         stream.write_all(&challenge.encode(&WORKER)).unwrap();
         let mut hello = [0; LANE_HELLO_LEN];
         stream.read_exact(&mut hello).unwrap();

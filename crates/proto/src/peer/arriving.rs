@@ -45,8 +45,8 @@ impl Peer {
     /// A head has come in on `lane`: where does its payload go? One payload at a time per lane; lanes interleave.
     #[inline]
     pub fn place(&mut self, now: Time, lane: LaneId, head: &Head, host: &mut Host<'_>) -> Placing {
-        if let Some(op) = self.place_expected(now, lane, head, host.matcher) {
-            return Placing::Memory { memory: Memory::Op(op), offset: 0, len: head.payload_len(), chunk: false };
+        if let Some(placing) = self.place_expected(now, lane, head, host.matcher) {
+            return placing;
         }
         match self.arrive(now, lane, head, host) {
             Ok(placing) => placing,
@@ -57,46 +57,59 @@ impl Peer {
         }
     }
 
-    /// The short way of the commonest case: the next message, with nothing else to it, for a receive that waits.
-    /// `None`: nothing was done, it goes the long way.
+    /// The commonest frames, which need none of what others do: the next message, for the receive that waits first, and
+    /// on a lane that loses nothing the count of delivered messages. `None`: nothing was done, [`Peer::arrive`] decides.
     #[inline]
-    fn place_expected(&mut self, now: Time, lane: LaneId, head: &Head, matcher: &mut Matcher) -> Option<OpId> {
-        let (their, tag, done) = frame::as_eager(head)?;
+    fn place_expected(&mut self, now: Time, lane: LaneId, head: &Head, matcher: &mut Matcher) -> Option<Placing> {
         let at = self.lane_at(lane)?;
-        let stamp = frame::Stamp::of(head);
+        if !matches!(self.phase, Phase::Live) || self.closing || self.bye_sent || self.open.is_some() {
+            return None;
+        }
+        let spec = &self.lanes[at].spec;
+        let Some(frame::EagerHead { op: their, tag, done, counted }) = frame::as_eager(head) else {
+            let count = frame::as_ack(head).filter(|_| spec.reliable)?;
+            return self.confirmed(now, count).ok().map(|()| Placing::Discard);
+        };
+        let (stamp, len) = (frame::Stamp::of(head), head.payload_len());
         let plain = self.stream.plain(stamp)
-            && self.open.is_none()
-            && matches!(self.phase, Phase::Live)
-            && !self.closing
-            && !self.bye_sent
+            && counted == spec.reliable
             && !matches!(self.lanes[at].placing, Placement::Chunk { .. })
-            && self.their(their) == Their::Free
-            && (their.wrapping_sub(1) as usize) < self.theirs.len()
-            && self.theirs_active < self.config.message_credit;
-        if !plain {
+            && self.their(their) == Their::Free;
+        if !plain || (counted && len > spec.whole_max) {
             return None;
         }
-        if self.stream.acknowledge(stamp.ack).ok()? {
-            self.stream_progress(now);
+        // Confirming is the same whoever does it; from the matcher on, nothing may fail.
+        if counted {
+            self.confirmed(now, stamp.ack).ok()?;
+        } else {
+            let known = (their.wrapping_sub(1) as usize) < self.theirs.len();
+            if !known || self.theirs_active >= self.config.message_credit {
+                return None;
+            }
+            if self.stream.acknowledge(stamp.ack).ok()? {
+                self.stream_progress(now);
+            }
         }
-        let done_index = done.wrapping_sub(1);
-        if done != 0 && !self.finishes_eager(done_index) {
+        if done != 0 && !self.finishes_eager(done.wrapping_sub(1)) {
             return None;
         }
-        let op = matcher.arrive_within(self.id, tag, u64::from(head.payload_len()))?;
+        let op = matcher.arrive_within(self.id, tag, u64::from(len), counted)?;
         if done != 0 {
-            self.close_eager(now, done_index);
+            self.close_eager(now, done.wrapping_sub(1));
+        }
+        if counted {
+            self.stream.consumed(false);
+            if !self.delivered.deliver(their) {
+                self.owe_done(their);
+            }
+            return Some(Placing::Message(Short { op, tag, bytes: u64::from(len), wire_ns: 0, lane: Some(lane) }));
         }
         self.theirs[their as usize - 1] = Their::Open;
         self.theirs_active += 1;
-        let lane_state = &mut self.lanes[at];
-        lane_state.placing = Placement::Stream;
-        let lossy = !lane_state.spec.reliable;
-        if lossy {
-            self.stream.heard = Some(lane);
-        }
-        self.open = Some(Open { lane, head: *head, what: What::Receive { op, their, tag }, lossy });
-        Some(op)
+        self.lanes[at].placing = Placement::Stream;
+        self.stream.heard = Some(lane);
+        self.open = Some(Open { lane, head: *head, what: What::Receive { op, their, tag }, lossy: true });
+        Some(Placing::Memory { memory: Memory::Op(op), offset: 0, len, chunk: false })
     }
 
     fn arrive(&mut self, now: Time, lane: LaneId, head: &Head, host: &mut Host<'_>) -> Result<Placing, String> {
@@ -127,7 +140,9 @@ impl Peer {
             }
             _ => {}
         }
-        if self.stream.acknowledge(frame::ack(head))? {
+        if self.lanes[at].spec.reliable {
+            self.confirmed(now, frame::ack(head))?;
+        } else if self.stream.acknowledge(frame::ack(head))? {
             self.stream_progress(now);
         }
         if matches!(frame, Frame::Ack) {
@@ -179,7 +194,15 @@ impl Peer {
     ) -> Result<Placing, String> {
         let len = head.payload_len();
         let what = match frame {
-            Frame::Eager { op, tag } => self.open_eager(op, tag, len, host.matcher)?,
+            Frame::Eager { op, tag, counted } => {
+                if counted {
+                    if !self.lanes[at].spec.reliable {
+                        return Err("a counted message on a lane that may lose it".to_owned());
+                    }
+                    self.delivered.withhold(op);
+                }
+                self.open_eager(op, tag, len, host.matcher)?
+            }
             Frame::WriteData { op } => self.open_write_data(now, op, len, host)?,
             Frame::ReadData { serve, target } => {
                 if serve == 0 {
@@ -323,7 +346,9 @@ impl Peer {
         }
         self.end_short(short);
         self.free_their(their);
-        self.owe_done(their);
+        if !self.delivered.deliver_late(their) {
+            self.owe_done(their);
+        }
     }
 
     fn complete_open(&mut self, now: Time, at: usize, control: &[u8], host: &mut Host<'_>) -> Result<(), String> {

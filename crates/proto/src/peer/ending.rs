@@ -47,6 +47,8 @@ impl Peer {
             self.events.push_back(Event::Done { op, result: Err(why.clone()), progress: 0, tag });
         }
         self.fail_incoming(why);
+        self.unconfirmed.clear();
+        self.delivered.clear();
         self.fail_outgoing(now, why);
         while let Some(queued) = self.queue.pop_front() {
             let result = Err(why.clone());

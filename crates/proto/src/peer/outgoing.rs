@@ -178,6 +178,22 @@ impl Peer {
         Ok(())
     }
 
+    /// The peer has delivered `count` of our counted messages.
+    #[inline]
+    pub(super) fn confirmed(&mut self, now: Time, count: u32) -> Result<(), String> {
+        for _ in 0..self.unconfirmed.news(count)? {
+            let Some((index, serial)) = self.unconfirmed.pop() else { break };
+            match self.outs.get(index as usize).filter(|outgoing| outgoing.serial == serial).map(|o| o.stage) {
+                Some(Stage::Eager) => self.close_eager(now, index),
+                // It was to be aborted, and is delivered.
+                Some(_) => self.finish_out(now, index, Ok(())),
+                // It was answered by name.
+                None => {}
+            }
+        }
+        Ok(())
+    }
+
     /// An outgoing operation is over as soon as no direct copy of ours and no unpack touches its memory.
     #[inline]
     pub(super) fn finish_out(&mut self, now: Time, index: u32, result: Result<(), Failure>) {

@@ -4,7 +4,7 @@ use crossrail_types::{Head, LaneId, OpId};
 
 use super::{Control, Peer, Phase, Queued};
 use crate::feed::guided;
-use crate::frame::{self, Announce, Bytes, Frame, Read, Write};
+use crate::frame::{self, Announce, Bytes, Frame, Read, Stamp, Write};
 use crate::peer::outgoing::{Kind, Outgoing, Stage};
 use crate::{Body, Memory, Operation, Out, Time};
 
@@ -55,6 +55,9 @@ impl Peer {
         {
             return self.next_ack();
         }
+        if self.owes_count(at) && (self.delivered.untold() >= ACK_EVERY || self.due()) {
+            return Some(self.next_count());
+        }
         if self.active.is_empty() || !self.carries_chunks(at) || !self.live() {
             return None;
         }
@@ -93,7 +96,58 @@ impl Peer {
                 || self.stream.resends()
                 || self.follow.is_some()
                 || (self.closing && !self.bye_sent));
-        messages || self.lanes[at].owes() || (self.stream.heard == Some(lane) && self.stream.owed() > 0)
+        messages
+            || self.owes_count(at)
+            || self.lanes[at].owes()
+            || (self.stream.heard == Some(lane) && self.stream.owed() > 0)
+    }
+
+    /// Whether the peer is to be told by a frame on the lane at `at` of more counted messages.
+    #[inline]
+    fn owes_count(&self, at: usize) -> bool {
+        let spec = &self.lanes[at].spec;
+        self.delivered.owed() && self.stream.reliable() && self.stream.lane == Some(spec.id) && !spec.counts
+    }
+
+    /// The count of delivered messages, where it is news to the peer: for `lane`, which [counts], to be published there
+    /// only while every frame that [`Peer::next`] and [`Peer::send_now`] gave is on the lane, since the count may pass
+    /// what such a frame declares failed. Then call [`Peer::told`].
+    ///
+    /// [counts]: crate::LaneSpec::counts
+    #[inline]
+    pub fn untold(&self, lane: LaneId) -> Option<u32> {
+        let owed = self.delivered.owed() && self.stream.reliable() && self.stream.lane == Some(lane);
+        owed.then(|| self.delivered.count())
+    }
+
+    /// That count of [`Peer::untold`] was published.
+    #[inline]
+    pub fn told(&mut self, count: u32) {
+        debug_assert_eq!(count, self.delivered.count());
+        self.delivered.tell();
+    }
+
+    /// Whether [`Peer::event`] has something.
+    #[inline]
+    pub fn has_events(&self) -> bool {
+        !self.shorts.is_empty() || !self.events.is_empty()
+    }
+
+    /// Whether messages of ours wait to be confirmed by the peer's count.
+    #[inline]
+    pub fn awaits_count(&self) -> bool {
+        self.unconfirmed.waits()
+    }
+
+    /// The peer has published `count`, and every frame that it sent before it was placed; a frame may have told more
+    /// since. `Err`: the peer broke the protocol, this is how: the lane must fail.
+    pub fn published(&mut self, now: Time, count: u32) -> Result<(), String> {
+        let news = self.live() && self.unconfirmed.is_ahead(count);
+        let result = if news { self.confirmed(now, count) } else { Ok(()) };
+        if let Err(why) = &result {
+            self.break_off(why.clone());
+        }
+        result
     }
 
     /// Whether [`Peer::next`] has something for this lane that should go out now. [`Peer::wants`] also counts the few
@@ -111,7 +165,8 @@ impl Peer {
                 || (self.closing && !self.bye_sent));
         let acks = self.stream.owed();
         let owed = self.stream.heard == Some(lane) && acks > 0 && (acks >= ACK_EVERY || self.urgent);
-        messages || owed || self.lanes[at].owes() || self.may_chunk(at)
+        let counts = self.owes_count(at) && (self.delivered.untold() >= ACK_EVERY || self.urgent);
+        messages || owed || counts || self.lanes[at].owes() || self.may_chunk(at)
     }
 
     /// [`Peer::start`] and the [`Peer::next`] after it in one step, for a message of `len` bytes that can go out on
@@ -147,28 +202,42 @@ impl Peer {
         self.own_active += 1;
         self.eager_bytes += len;
         let lane = &mut self.lanes[at];
-        let lossy = !lane.spec.reliable;
+        let (id_of_lane, lossy) = (lane.spec.id, !lane.spec.reliable);
         if lossy && !self.stream.waiting() {
             lane.progress = now;
             lane.suspected = false;
         }
-        let stamp = self.stream.stamp();
+        let stamp = self.stamp();
         let entry = self.outs.vacant_entry();
         let id = entry.key() as u32 + 1;
-        let mut outgoing = Outgoing::new(op, Kind::Send, len, serial, started, lane.spec.id);
+        let mut outgoing = Outgoing::new(op, Kind::Send, len, serial, started, id_of_lane);
         outgoing.stage = Stage::Eager;
         outgoing.seq = Some(stamp.seq);
         entry.insert(outgoing);
+        if !lossy {
+            self.unconfirmed.push(id - 1, serial);
+        }
         let out = Out {
-            head: frame::eager(id, tag, len as u32, stamp, done),
+            head: frame::eager(id, tag, len as u32, stamp, done, !lossy),
             body: Body::Memory { memory: Memory::Op(op), offset: 0, len: len as u32 },
             chunk: false,
         };
         if lossy {
             self.stream.retain(&out);
         }
-        self.told();
+        self.delivered.answered(done);
+        self.clear_urgency();
         out
+    }
+
+    /// Numbers a frame of the stream and has it confirm what was delivered.
+    #[inline]
+    fn stamp(&mut self) -> Stamp {
+        let mut stamp = self.stream.stamp();
+        if self.stream.reliable() {
+            stamp.ack = self.delivered.tell();
+        }
+        stamp
     }
 
     /// Whether there are chunks for this lane, as far as its window goes.
@@ -191,7 +260,7 @@ impl Peer {
 
     #[inline]
     pub(super) fn owes(&self) -> bool {
-        !self.dones.is_empty() || self.stream.owed() > 0
+        !self.dones.is_empty() || self.stream.owed() > 0 || (self.delivered.owed() && self.stream.reliable())
     }
 
     fn next_message(&mut self, now: Time, at: usize) -> Option<Out> {
@@ -199,7 +268,11 @@ impl Peer {
             return None;
         }
         if self.stream.resends() {
-            return self.stream.resend();
+            let mut out = self.stream.resend()?;
+            if self.stream.reliable() {
+                frame::set_ack(&mut out.head, self.delivered.tell());
+            }
+            return Some(out);
         }
         if !self.stream.open() {
             return None;
@@ -251,11 +324,20 @@ impl Peer {
     fn next_ack(&mut self) -> Option<Out> {
         let mut head = frame::encode_head(&Frame::Ack, 0);
         frame::set_ack(&mut head, self.stream.tell());
-        self.told();
+        self.clear_urgency();
         Some(Out { head, body: Body::None, chunk: false })
     }
 
-    fn told(&mut self) {
+    /// A frame of its own for the count of delivered messages.
+    fn next_count(&mut self) -> Out {
+        let mut head = frame::encode_head(&Frame::Ack, 0);
+        frame::set_ack(&mut head, self.delivered.tell());
+        self.clear_urgency();
+        Out { head, body: Body::None, chunk: false }
+    }
+
+    #[inline]
+    fn clear_urgency(&mut self) {
         if !self.owes() {
             self.passes = 0;
             self.urgent = false;
@@ -276,7 +358,9 @@ impl Peer {
         while usize::from(bytes.len) < DONES * 4 && !self.dones.is_empty() {
             bytes = bytes.push(&self.next_done().to_le_bytes());
         }
-        self.seal(now, at, Frame::Done, inline(bytes), first).0
+        let out = self.seal(now, at, Frame::Done, inline(bytes), first).0;
+        frame::decode_done(&bytes.bytes[..usize::from(bytes.len)]).for_each(|id| self.delivered.answered(id));
+        out
     }
 
     fn next_bye(&mut self, now: Time, at: usize) -> Option<Out> {
@@ -300,12 +384,16 @@ impl Peer {
             self.lanes[at].progress = now;
             self.lanes[at].suspected = false;
         }
-        let stamp = self.stream.stamp();
+        let stamp = self.stamp();
         stamp.put(&mut out.head, done);
         if !self.lanes[at].spec.reliable {
             self.stream.retain(&out);
         }
-        self.told();
+        self.delivered.answered(done);
+        if let Frame::Fail { op, .. } = frame {
+            self.delivered.answered(op);
+        }
+        self.clear_urgency();
         (out, stamp.seq)
     }
 

@@ -103,7 +103,7 @@ impl Peer {
 
     /// The unexpected message that the engine was just told to copy out does not fit where it goes after all.
     fn undeliver(&mut self, memory: Memory, why: &Failure) -> bool {
-        let Some((op, their)) = self.delivered.filter(|(op, _)| memory == Memory::Op(*op)) else { return false };
+        let Some((op, their)) = self.copied_out.filter(|(op, _)| memory == Memory::Op(*op)) else { return false };
         let done = self.events.front_mut().and_then(|event| match event {
             Event::Done { op: of, result, progress, .. } if *of == op && result.is_ok() => Some((result, progress)),
             _ => None,

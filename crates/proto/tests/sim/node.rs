@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use crossrail_proto::{
     Access, Config, DirectId, Event, Failure, Host, Matcher, Memory, Offer, Peer, Protocol, Receipt, RegionRef, Role,
-    Time,
+    Short, Time,
 };
 use crossrail_types::{EndpointId, LaneId, OpId};
 
@@ -56,6 +56,8 @@ pub(crate) struct Node {
     pub(crate) ops: Vec<Op>,
     pub(crate) passives: BTreeMap<u32, Rc<Pass>>,
     pub(crate) arrivals: BTreeMap<u32, Rc<RefCell<Vec<u8>>>>,
+    /// Messages that were copied into their receives in one step.
+    pub(crate) copied: Vec<Short>,
     pub(crate) jobs: BTreeMap<u32, Job>,
     /// Copies that were left to the other end.
     pub(crate) lent: u32,
@@ -99,6 +101,7 @@ impl Node {
             ops: Vec::new(),
             passives: BTreeMap::new(),
             arrivals: BTreeMap::new(),
+            copied: Vec::new(),
             jobs: BTreeMap::new(),
             lent: 0,
             imms: Vec::new(),
@@ -151,6 +154,9 @@ impl Node {
 
     /// Takes all events. `done` sees operations that came to their end.
     pub(crate) fn drain(&mut self, check: &mut dyn FnMut(&mut Node, OpId)) {
+        for short in std::mem::take(&mut self.copied) {
+            self.apply(short.into(), check);
+        }
         while let Some(event) = self.peer.event() {
             self.apply(event, check);
         }

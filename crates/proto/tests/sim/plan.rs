@@ -105,6 +105,8 @@ fn lane(rng: &mut Rng, reliable: bool) -> LaneSpec {
         bulk: true,
         max_payload: 4096,
         eager_max: rng.pick(&[0, 8, 64, 300]),
+        whole_max: if reliable { rng.pick(&[0, 8, 64, 300]) } else { 0 },
+        counts: reliable && rng.one_in(2),
         cost_ns: rng.range(1, 5),
     }
 }

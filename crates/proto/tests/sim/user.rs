@@ -130,7 +130,7 @@ impl World {
             Work::Receive { tag, mask, from } => {
                 n.posts.push(index);
                 let from = from.then(|| endpoint(1 - node));
-                match n.matcher.post(id, u64::from(tag), mask, from, len as u64) {
+                match n.matcher.post(id, u64::from(tag), mask, from, len as u64, !device) {
                     Some((_, arrival)) => n.peer.accept(self.now, arrival, id, len as u64),
                     None if n.peer.failed().is_some() => {
                         n.matcher.cancel(id);

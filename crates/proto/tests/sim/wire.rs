@@ -97,6 +97,8 @@ pub(crate) struct Wire {
     pub(crate) out: [VecDeque<Frame>; 2],
     /// Coming in at that node.
     pub(crate) arriving: [Option<Arriving>; 2],
+    /// What that node has published.
+    pub(crate) counts: [u32; 2],
     /// That node holds the next head, for whose payload there is no slot.
     pub(crate) waits: [bool; 2],
     /// Chunks of that node's that are not acknowledged to it.
@@ -115,6 +117,7 @@ impl Wire {
             depth: rng.range(1, 5) as usize,
             out: Default::default(),
             arriving: [None, None],
+            counts: [0; 2],
             waits: [false; 2],
             outstanding: [0; 2],
             told: [0; 2],

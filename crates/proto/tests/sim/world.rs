@@ -196,6 +196,10 @@ impl World {
         if self.nodes[node].broken.is_some() {
             return self.dead(node);
         }
+        if self.wires[wire].spec.counts {
+            self.count(wire, node);
+            self.settle(node);
+        }
         if self.wires[wire].arriving[node].is_none() {
             let out = &mut self.wires[wire].out[1 - node];
             let Some(frame) = out.front().is_some_and(Frame::ready).then(|| out.pop_front()).flatten() else { return };
@@ -207,7 +211,22 @@ impl World {
         self.settle(node);
     }
 
+    /// `node` publishes its count, or looks at the other's where all frames before it have come in.
+    fn count(&mut self, wire: usize, node: usize) {
+        let (w, n) = (&mut self.wires[wire], &mut self.nodes[node]);
+        if let Some(count) = n.peer.untold(lane_id(wire, node)).filter(|_| self.rng.one_in(2)) {
+            w.counts[node] = count;
+            n.peer.told(count);
+        }
+        if w.out[1 - node].is_empty() && w.arriving[node].is_none() && self.rng.one_in(2) {
+            n.peer.published(self.now, w.counts[1 - node]).expect("an honest peer's count was refused");
+        }
+    }
+
     pub(crate) fn head(&mut self, wire: usize, node: usize, frame: Frame) {
+        if self.wires[wire].spec.whole_max as usize >= frame.len && frame.cut.is_some_and(|cut| cut < frame.len) {
+            return; // A lane that delivers whole frames never shows part of one.
+        }
         let n = &mut self.nodes[node];
         if let Ok(frame::Frame::ChunkAck { count }) = frame::decode_head(&frame.head) {
             let w = &mut self.wires[wire];
@@ -237,6 +256,14 @@ impl World {
                     false => Sink::Span { span, offset },
                 };
                 (sink, len as usize)
+            }
+            Placing::Message(short) => {
+                let bytes = frame.read(0, frame.len);
+                assert_eq!(short.bytes, frame.len as u64);
+                n.span(crossrail_proto::Memory::Op(short.op)).lane_write(0, &bytes);
+                n.copied.push(short);
+                self.wires[wire].waits[node] = false;
+                return;
             }
             Placing::Unexpected { arrival, len } => {
                 let buffer = Rc::new(RefCell::new(vec![0; len as usize]));

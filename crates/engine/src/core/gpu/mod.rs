@@ -8,6 +8,6 @@ mod stream_gates;
 
 pub(crate) use inbox::Inbox;
 pub(crate) use ipc::{Reach, direct};
-pub(crate) use staged_chunks::{Beside, CONTROL, PACKED, Staged};
+pub(crate) use staged_chunks::{Beside, CONTROL, MESSAGE, PACKED, Staged};
 pub(crate) use staging_work::{Gpu, Staging, Work};
 pub(crate) use stream_gates::{Gate, What};

@@ -38,6 +38,8 @@ const FIRST: u64 = 256 << 10;
 pub(crate) const CONTROL: u64 = 1;
 pub(crate) const LANDED: u64 = 2;
 pub(crate) const BESIDE: u64 = 3;
+/// Of a message that is placed whole.
+pub(crate) const MESSAGE: u64 = 4;
 /// Of packed chunks on their way out, with their number.
 pub(crate) const PACKED: u64 = 1 << 63;
 
