@@ -87,20 +87,22 @@ impl Build {
     /// # Panics
     /// With the compiler's words, where it does not compile.
     pub fn library(&self) -> Option<Arc<Library>> {
-        static KNOWN: OnceLock<Mutex<HashMap<u64, Arc<Library>>>> = OnceLock::new();
+        static KNOWN: OnceLock<Mutex<HashMap<u64, Arc<OnceLock<Arc<Library>>>>>> = OnceLock::new();
         let compiler = compiler()?;
-        let mut known = KNOWN.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
         let key = self.key(compiler);
-        if let Some(library) = known.get(&key) {
-            return Some(Arc::clone(library));
-        }
-        let path = folder().join(format!("{key:016x}.so"));
-        if !path.exists() {
-            self.compile(compiler, key, &path);
-        }
-        let library = Arc::new(Library::open(path));
-        known.insert(key, Arc::clone(&library));
-        Some(library)
+        let entry = {
+            let mut known = KNOWN.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(known.entry(key).or_default())
+        };
+        // Tests that need the same library wait for the one that compiles it; other libraries compile in parallel.
+        let library = entry.get_or_init(|| {
+            let path = folder().join(format!("{key:016x}.so"));
+            if !path.exists() {
+                self.compile(compiler, key, &path);
+            }
+            Arc::new(Library::open(path))
+        });
+        Some(Arc::clone(library))
     }
 
     fn text(&self, path: &str) -> String {
@@ -158,7 +160,7 @@ impl Build {
             command.args(self.defines.iter().map(|define| format!("-D{define}")));
             jobs.push(Job::start(source, command));
         }
-        let machine = machine_objects(compiler, &mut jobs);
+        let machine = machine_objects(compiler);
         jobs.into_iter().for_each(Job::finish);
         let made = work.join("made.so");
         let mut link = compiler.link();
@@ -175,15 +177,20 @@ const KEPT: Duration = Duration::from_secs(3 * 24 * 3600);
 /// Raised when what this file writes for the compiler changes.
 const REVISION: u32 = 2;
 
-/// The machine's objects, kept as the libraries are; what is missing is begun.
-fn machine_objects(compiler: &Compiler, jobs: &mut Vec<Job>) -> Vec<PathBuf> {
+/// The machine's objects, cached as the libraries are. The first caller compiles them.
+fn machine_objects(compiler: &Compiler) -> &'static [PathBuf] {
+    static OBJECTS: OnceLock<Vec<PathBuf>> = OnceLock::new();
+    OBJECTS.get_or_init(|| compile_machine(compiler))
+}
+
+fn compile_machine(compiler: &Compiler) -> Vec<PathBuf> {
     let mut hasher = DefaultHasher::new();
     (&compiler.version, FLAGS, REVISION).hash(&mut hasher);
     for path in all_sources().iter().filter(|path| path.starts_with("emulate/")) {
         fs::read_to_string(source_path(path)).unwrap().hash(&mut hasher);
     }
     let key = hasher.finish();
-    let mut objects = Vec::new();
+    let (mut objects, mut jobs) = (Vec::new(), Vec::new());
     for part in MACHINE {
         let name = part.replace(['/', '.'], "-");
         let object = folder().join(format!("{key:016x}-{name}.o"));
@@ -197,6 +204,7 @@ fn machine_objects(compiler: &Compiler, jobs: &mut Vec<Job>) -> Vec<PathBuf> {
         }
         objects.push(object);
     }
+    jobs.into_iter().for_each(Job::finish);
     objects
 }
 
