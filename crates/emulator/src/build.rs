@@ -1,6 +1,6 @@
 //! Compiles kernels with the C++ compiler into a library, cached by content in the build folder.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::c_char;
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -87,11 +87,11 @@ impl Build {
     /// # Panics
     /// With the compiler's words, where it does not compile.
     pub fn library(&self) -> Option<Arc<Library>> {
-        static KNOWN: OnceLock<Mutex<HashMap<u64, Arc<OnceLock<Arc<Library>>>>>> = OnceLock::new();
+        static KNOWN: Mutex<BTreeMap<u64, Arc<OnceLock<Arc<Library>>>>> = Mutex::new(BTreeMap::new());
         let compiler = compiler()?;
         let key = self.key(compiler);
         let entry = {
-            let mut known = KNOWN.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+            let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
             Arc::clone(known.entry(key).or_default())
         };
         // Tests that need the same library wait for the one that compiles it; other libraries compile in parallel.
