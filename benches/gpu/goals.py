@@ -36,7 +36,6 @@ SMALL = (4 << 10, 16 << 10, 64 << 10, 256 << 10, MIB)
 RAILS = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
 ENGINE = "cudaMemcpyPeerAsync"
 MODES = ("kernel", "d2d", "host")
-COPY_WAYS: dict[str, dict[str, str]] = {"auto": {}, "kernel": {"CROSSRAIL_GPU_COPY": "kernel"}}
 
 # NCCL over sockets alone, and what its documents offer to make those faster: goals are for NCCL as it comes, and the
 # best of the others is shown beside.
@@ -147,39 +146,34 @@ def latency(terms: Terms, found: Found) -> None:
 
 
 def mesh(terms: Terms, found: Found) -> None:
-    """Every GPU to every other at once, and the same by the kernel, beside copy engines alone and NCCL."""
+    """Every GPU to every other at once, beside copy engines alone and NCCL."""
     gpus = gpu_count()[0]
     iters = f"--iters={terms.scaled(20, least=5)}"
     command = ("mesh", "--devices=all", "--transport=cuda_ipc", "--size=64M", "--window=16", iters)
-    rates: dict[str, list[float]] = {way: [] for way in COPY_WAYS}
+    rates: list[float] = []
     engines, nccl, copies = [], [], Counter[str]()
-    for turn in range(terms.rounds):
-        for way, settings in COPY_WAYS.items():
-            if turn and way != "auto":
-                continue  # nothing is judged by these
-            rows = found.ours(terms, *command, **settings)
-            rates[way] += together(rows)
-            for row in rows if way == "auto" else ():
-                copies.update(row.copies)
+    for _ in range(terms.rounds):
+        rows = found.ours(terms, *command)
+        rates += together(rows)
+        for row in rows:
+            copies.update(row.copies)
         common = ("--sizes=64M", f"--ranks={gpus}", iters)
         said = found.peer("copies", "copies.py", "--what=all", "--window=16", *common)
         engines += [float(row["gb_per_s"]) for row in said]
         said = found.peer("nccl", "nccl.py", "--what=alltoall", *common)
         nccl += [float(row["gb_per_s"]) for row in said]
     work, to_reach = f"all {gpus} GPUs to all, 64M each, 16 under way, the slowest GPU", ">= 330 GB/s per GPU on 4"
-    if not rates["auto"]:
+    if not rates:
         found.outcomes.append(Outcome(work, "-", to_reach, failed=True, notes=[found.trouble("copies")]))
         return
-    ours = median(rates["auto"])
+    ours = median(rates)
     notes = [f"NCCL: {format_rate(median(nccl)) if nccl else found.trouble('nccl')}"]
     notes.append(f"the peer is {ENGINE} alone" if engines else found.trouble("copies"))
-    notes.append(f"copies: {copies['by_kernel']} by the kernel, {copies['by_engine']} by copy engines")
+    notes.append(f"copies: {copies['by_engine']} by copy engines")
     shown = format_rate(median(engines)) if engines else "-"
     ratio = f"{ours / median(engines):.2f}" if engines else "-"
     met = ours >= 330 if gpus == 4 else None
     found.outcomes.append(Outcome(work, format_rate(ours), to_reach, shown, ratio, met, notes=notes))
-    work += ", by the kernel (CROSSRAIL_GPU_COPY=kernel)"
-    found.outcomes.append(rate_against(work, rates["kernel"], engines, None, ENGINE, found.trouble("copies")))
 
 
 def unpack(terms: Terms, found: Found) -> None:

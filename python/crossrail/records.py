@@ -137,14 +137,9 @@ class NicDistance(TypedDict):
 
 
 class CopiedRecord(TypedDict):
-    """How many copies between a GPU and memory of peers on this machine were made, and by what.
-
-    `why_no_kernels` is known where a kernel was to copy and there is none.
-    """
+    """Number of copies between a GPU and memory of peers on this machine, by what made them: copy engines."""
 
     by_engine: int
-    by_kernel: int
-    why_no_kernels: str | None
 
 
 class CudaDevice(TypedDict):

@@ -36,22 +36,12 @@ def test_mesh_of_two(rows: Rows, transport: str) -> None:
     assert any(row.get("gb_per_s") for row in found)
 
 
-@pytest.mark.gpus(2)
-def test_mesh_of_two_by_the_kernel(rows: Rows) -> None:
-    found = rows("mesh", "--devices=cuda:0,cuda:1", "--size=8M", "--iters=3", CROSSRAIL_GPU_COPY="kernel")
-    together = [row for row in found if row["part"] == "all"]
-    assert together and all(row["copies"].get("by_kernel", 0) > 0 for row in together), together
-    assert all(row["verified"] for row in together)
-
-
 @pytest.mark.gpus(4)
-@pytest.mark.parametrize("way", ["auto", "kernel", "engine"])
-def test_mesh_of_four(rows: Rows, way: str) -> None:
-    found = rows("mesh", "--devices=all", "--size=16M", "--iters=3", CROSSRAIL_GPU_COPY=way)
+def test_mesh_of_four(rows: Rows) -> None:
+    found = rows("mesh", "--devices=all", "--size=16M", "--iters=3")
     together = [row for row in found if row["part"] == "all"]
-    by = "by_kernel" if way == "kernel" else "by_engine"
     copies = [row["copies"] for row in together]
-    assert copies and all(each.keys() == {by} and each[by] > 0 for each in copies), copies
+    assert copies and all(each["by_engine"] > 0 for each in copies), copies
     assert all(row["verified"] for row in together)
 
 

@@ -32,7 +32,7 @@ def gpu(ordinal: int, **changes: Any) -> dict[str, Any]:
         "pci": f"0000:{ordinal + 1:02x}:00.0",
         "numa_node": ordinal,
         "bounce_bytes": 0,
-        "copied": {"by_engine": 0, "by_kernel": 0, "why_no_kernels": None},
+        "copied": {"by_engine": 0},
         "nics": [
             {"name": "eth1", "distance": "same switch" if ordinal == 0 else "across"},
             {"name": "lo", "distance": "unknown"},

@@ -164,10 +164,7 @@ def test_latencies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_mesh_is_judged_on_four_gpus_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert Machine(monkeypatch, tmp_path).run("mesh")["outcomes"][0]["met"] is None
     machine = Machine(monkeypatch, tmp_path, gpus=4)
-    outcome, by_kernel = machine.run("mesh")["outcomes"]
-    assert (by_kernel["met"], "by the kernel" in by_kernel["work"]) == (None, True)
-    last = [asked[-1] for asked in machine.asked]
-    assert (last.count("kernel"), len(last)) == (1, 3), "beside the usual ones, in the first turn alone"
+    (outcome,) = machine.run("mesh")["outcomes"]
     assert outcome["met"] is True
     assert outcome["ours"].startswith("335")
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crossrail::{Context, Copied, Endpoint, Worker};
+use crossrail::{Context, Endpoint, Worker};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::area::Area;
@@ -72,7 +72,7 @@ pub struct MeshSamples {
     /// What came of each message of the slowest of them, in the order in which they were posted.
     pub slowest: Vec<MessageTimes>,
     /// Copies from and to this rank's GPU in the timed exchanges: by copy engines, and by a kernel.
-    pub copied: Copied,
+    pub copied: u64,
 }
 
 /// When what happened to a message; microseconds from the barrier.
@@ -162,10 +162,8 @@ fn exchange_all(mine: &mut MeshRank<'_>, plan: MeshPlan, samples: &mut MeshSampl
         }
         samples.all_us.push(us);
     }
-    samples.copied = mine.copied();
+    samples.copied = mine.copied() - before;
     verified(mine, plan, &out, &mut into)?;
-    samples.copied.by_engine -= before.by_engine;
-    samples.copied.by_kernel -= before.by_kernel;
     samples.all_bytes = (plan.size * plan.window * (ranks - 1)) as u64;
     Ok(())
 }
@@ -248,10 +246,10 @@ fn barrier(mine: &mut MeshRank<'_>, patience: Duration, progress: &mut Progress)
 }
 
 impl MeshRank<'_> {
-    fn copied(&self) -> Copied {
+    fn copied(&self) -> u64 {
         match self.memory {
             MemoryKind::Gpu(ordinal) => self.context.copied(ordinal),
-            MemoryKind::Shared | MemoryKind::Ordinary => Copied::default(),
+            MemoryKind::Shared | MemoryKind::Ordinary => 0,
         }
     }
 

@@ -1,4 +1,4 @@
-//! Long copies from one GPU to several others at once: turns for copy engines, and a kernel where it is asked for.
+//! Long copies from one GPU to several others at once: turns for its copy engines.
 //!
 //! A GPU's copy engines carry copies to its peers one after the other, whatever streams they are in. Alone, that is the
 //! fastest way, and it leaves the multiprocessors to the user. When all GPUs send to all, two of them soon write to the same
@@ -10,27 +10,12 @@
 //! by is little against it, as long as all keep to the order whoever answers first: hosts that begin an exchange answer up
 //! to 0.5 ms apart. All to all comes in bursts, so it is kept in mind from one burst to the next who had copies at the same
 //! time, and how much. `crowd_model.rs` says what that is worth.
-//!
-//! A kernel writes to all at the same time, and each peer has launches and blocks of its own, as many as the others: 277
-//! GB/s on four H200s with 21 blocks for each, where engines in turns had 327 before they kept to the order.
 
-use std::sync::{Arc, Mutex, OnceLock};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-
-use crossrail_cuda::Context;
-use crossrail_kernels::Kernels;
-use crossrail_types::{GpuCopy, Settings};
 
 use crate::domain::locked;
 use crate::note::Uuid;
-
-/// Blocks that copy at once, to all peers together; each takes a multiprocessor's shared memory while it runs.
-const BLOCKS: u32 = 64;
-/// To one peer: as many to each of three as to the only one, so that it does not matter who comes first. 8 fill the links
-/// if nobody else is at work.
-const MOST_BLOCKS: u32 = BLOCKS / 3;
-const LEAST_BLOCKS: u32 = 8;
 
 /// Bytes that an engine is given ahead; while a burst begins, when others may come that are to be first; and how many are
 /// left of a turn when the next begins. All of it so that engines need not wait for the host.
@@ -47,11 +32,7 @@ const ALONE: u64 = 64 << 30;
 /// Who one GPU of this process writes to, and reads from, by long copies.
 pub(crate) struct Crowd {
     own: Uuid,
-    way: GpuCopy,
-    settings: Settings,
     turns: Mutex<Turns>,
-    kernels: Arc<OnceLock<Result<Arc<Kernels>, String>>>,
-    loading: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// The other GPUs, and whose turn it is.
@@ -228,27 +209,17 @@ impl Drop for UnderWay {
 }
 
 impl Crowd {
-    pub(crate) fn new(own: Uuid, settings: &Settings) -> Crowd {
-        Crowd {
-            own,
-            way: settings.gpu_copy,
-            settings: settings.clone(),
-            turns: Mutex::default(),
-            kernels: Arc::default(),
-            loading: Mutex::default(),
-        }
+    pub(crate) fn new(own: Uuid) -> Crowd {
+        Crowd { own, turns: Mutex::default() }
     }
 
-    /// A long copy to that GPU is to be made: where copies take turns, what waits for its own.
-    pub(crate) fn wait(self: &Arc<Self>, peer: Uuid, now: Instant) -> Option<Waiting> {
-        if !self.takes_turns() {
-            return None;
-        }
+    /// A long copy to that GPU is to be made: what waits for its turn.
+    pub(crate) fn wait(self: &Arc<Self>, peer: Uuid, now: Instant) -> Waiting {
         let turns = &mut *locked(&self.turns);
         turns.since.get_or_insert(now);
         turns.peer(peer).waiting += 1;
         turns.meet(0);
-        Some(Waiting { crowd: Arc::clone(self), peer })
+        Waiting { crowd: Arc::clone(self), peer }
     }
 
     /// Counts a copy of so many bytes between this GPU and that one of the peer's.
@@ -262,56 +233,6 @@ impl Crowd {
         turns.meet(len);
         UnderWay { crowd: Arc::clone(self), peer, len }
     }
-
-    /// Whether copies to one peer wait for those to another: where engines make them.
-    fn takes_turns(&self) -> bool {
-        let has_none = |loaded: &Result<Arc<Kernels>, String>| !loaded.as_ref().is_ok_and(|kernels| kernels.has_bulk());
-        self.way != GpuCopy::Kernel || self.kernels.get().is_some_and(has_none)
-    }
-
-    /// How many blocks of the kernel are to write to that peer, as many as to any other; `None`: the copy engine is to.
-    pub(crate) fn blocks(&self, peer: &Uuid) -> Option<u32> {
-        let others = locked(&self.turns).others(*peer) as u32;
-        (self.way == GpuCopy::Kernel).then(|| (BLOCKS / (others + 1)).clamp(LEAST_BLOCKS, MOST_BLOCKS))
-    }
-
-    /// The kernels, if they are there: nobody waits for a compiler. They are loaded on a thread of its own, unless a stream
-    /// waits: loading may not return while one does.
-    pub(crate) fn kernels(&self, context: &Context) -> Option<&Arc<Kernels>> {
-        if let Some(loaded) = self.kernels.get() {
-            return loaded.as_ref().ok();
-        }
-        let mut loading = locked(&self.loading);
-        if loading.is_none() && !context.has_waiting_stream() {
-            let (context, settings, place) = (context.clone(), self.settings.clone(), Arc::clone(&self.kernels));
-            let load = move || {
-                let _relaxed = context.device().cuda().relaxed();
-                let kernels = crossrail_kernels::shared(&context, &settings, settings.timeout);
-                let _ = place.set(kernels.map_err(|error| error.to_string()));
-            };
-            let thread = std::thread::Builder::new().name("crossrail-kernels".into()).spawn(load);
-            match thread {
-                Ok(thread) => *loading = Some(thread),
-                Err(error) => _ = self.kernels.set(Err(format!("no thread to load kernels: {error}"))),
-            }
-        }
-        None
-    }
-
-    /// Why there are no kernels, where there cannot be any.
-    pub(crate) fn why_no_kernels(&self) -> Option<String> {
-        self.kernels.get().and_then(|loaded| loaded.as_ref().err().cloned())
-    }
-}
-
-impl Drop for Crowd {
-    fn drop(&mut self) {
-        let thread = self.loading.get_mut().ok().and_then(Option::take);
-        // A process must not end while a compiler runs in it.
-        if let Some(thread) = thread.filter(|thread| thread.thread().id() != std::thread::current().id()) {
-            let _ = thread.join();
-        }
-    }
 }
 
 #[cfg(test)]
@@ -324,25 +245,13 @@ mod tests {
     const LEN: u64 = 64 << 20;
 
     /// Of the GPU 0.
-    fn crowd(way: &str) -> Arc<Crowd> {
-        let settings = Settings::from_pairs([("CROSSRAIL_GPU_COPY", way)]).expect("a setting");
-        Arc::new(Crowd::new([0; 16], &settings))
-    }
-
-    #[test]
-    fn engines_copy_unless_the_kernel_is_asked_for() {
-        for way in ["auto", "engine"] {
-            let crowd = crowd(way);
-            let _under_way = [crowd.begin(PEERS[0], LEN), crowd.begin(PEERS[1], LEN)];
-            assert_eq!(crowd.blocks(&PEERS[2]), None);
-            assert!(crowd.wait(PEERS[0], Instant::now()).is_some(), "all take turns");
-        }
-        assert!(crowd("kernel").wait(PEERS[0], Instant::now()).is_none(), "nobody takes turns");
+    fn crowd() -> Arc<Crowd> {
+        Arc::new(Crowd::new([0; 16]))
     }
 
     #[test]
     fn who_had_copies_at_the_same_time_is_expected_in_the_next_burst() {
-        let crowd = crowd("kernel");
+        let crowd = crowd();
         let others = || locked(&crowd.turns).others(PEERS[0]);
         let burst = |peers: &[Uuid]| drop(peers.iter().map(|peer| crowd.begin(*peer, LEN)).collect::<Vec<_>>());
         burst(&PEERS);
@@ -357,33 +266,6 @@ mod tests {
         let _second = crowd.begin(PEERS[1], LEN);
         assert_eq!(others(), 1);
         drop(alone);
-    }
-
-    #[test]
-    fn all_have_as_many_blocks_once_it_is_known_how_many_there_are() {
-        let crowd = crowd("kernel");
-        let mut begun = Vec::new();
-        for peer in PEERS {
-            assert_eq!(crowd.blocks(&peer), Some(21), "nobody has more because it was earlier");
-            begun.push(crowd.begin(peer, LEN));
-        }
-        let peers: Vec<Uuid> = (1..8).map(|number| [number; 16]).collect();
-        begun.extend(peers.iter().map(|peer| crowd.begin(*peer, LEN)));
-        begun.clear();
-        for peer in peers.iter().rev() {
-            assert_eq!(crowd.blocks(peer), Some(9));
-            begun.push(crowd.begin(*peer, LEN));
-        }
-        let _more: Vec<UnderWay> = (10..40).map(|number| crowd.begin([number; 16], 1)).collect();
-        assert_eq!(crowd.blocks(&PEERS[0]), Some(8), "with many peers, a few for each");
-    }
-
-    #[test]
-    fn engines_take_turns_where_the_kernel_cannot_be_had() {
-        let crowd = crowd("kernel");
-        crowd.kernels.set(Err("no NVRTC".into())).expect("nobody has looked for them");
-        assert!(crowd.wait(PEERS[0], Instant::now()).is_some());
-        assert_eq!(crowd.why_no_kernels().as_deref(), Some("no NVRTC"));
     }
 
     /// Begins what may begin of `waiting`, as often as passes would; ends the oldest copy when nothing may. Returns the peers
@@ -412,19 +294,19 @@ mod tests {
 
     fn waiting(crowd: &Arc<Crowd>, peers: &[u8]) -> Vec<Waiting> {
         let now = Instant::now();
-        peers.iter().filter_map(|peer| crowd.wait([*peer; 16], now)).collect()
+        peers.iter().map(|peer| crowd.wait([*peer; 16], now)).collect()
     }
 
     #[test]
     fn one_peer_gets_all_its_copies_after_the_other_beginning_with_the_next() {
-        let engine = crowd("engine");
+        let engine = crowd();
         let order = carried(&engine, waiting(&engine, &[3, 1, 2, 3, 1, 2, 1]), LEN, None);
         assert_eq!(order, [1, 1, 1, 2, 2, 3, 3]);
         assert_eq!(locked(&engine.turns).current, None, "all is over");
-        let third = Arc::new(Crowd::new([2; 16], &engine.settings));
+        let third = Arc::new(Crowd::new([2; 16]));
         assert_eq!(carried(&third, waiting(&third, &[0, 1, 3, 0, 3]), LEN, None), [3, 3, 0, 0, 1]);
         // One copy was begun before it was known what else there is.
-        let engine = crowd("engine");
+        let engine = crowd();
         let mut early = waiting(&engine, &[2]);
         assert!(early[0].may_begin(Instant::now()));
         let begun = engine.begin(PEERS[1], LEN);
@@ -435,15 +317,15 @@ mod tests {
 
     #[test]
     fn bursts_that_are_alike_begin_with_the_next_peer_whoever_answers_first() {
-        let engine = crowd("engine");
+        let engine = crowd();
         let burst = || _ = carried(&engine, waiting(&engine, &[1, 1, 2, 3]), LEN, None);
         let now = Instant::now();
-        let third = || engine.wait(PEERS[2], now).expect("engines take turns");
+        let third = || engine.wait(PEERS[2], now);
         burst();
         assert!(third().may_begin(now), "once is not always");
         burst();
         burst();
-        let (early, first) = (third(), engine.wait(PEERS[0], now).expect("engines take turns"));
+        let (early, first) = (third(), engine.wait(PEERS[0], now));
         assert!(!early.may_begin(now) && first.may_begin(now));
         let begun = engine.begin(PEERS[0], LEN);
         drop((first, begun));
@@ -456,7 +338,7 @@ mod tests {
 
     #[test]
     fn the_next_turn_begins_before_the_last_copies_of_one_are_over() {
-        let engine = crowd("engine");
+        let engine = crowd();
         let start = Instant::now();
         let all = waiting(&engine, &[1, 1, 1, 1, 2]);
         let now = start + 2 * ANSWERS;
@@ -473,7 +355,7 @@ mod tests {
 
     #[test]
     fn one_peer_alone_waits_for_nobody_and_none_waits_for_ever() {
-        let engine = crowd("engine");
+        let engine = crowd();
         let now = Instant::now();
         let all = waiting(&engine, &[1; 40]);
         assert!(all.iter().all(|waiting| waiting.may_begin(now)));

@@ -6,8 +6,6 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossrail_types::Settings;
-
 use crate::crowd::{Crowd, UnderWay, Waiting};
 
 /// A GPU's way out, and its way in: bytes per microsecond.
@@ -50,7 +48,7 @@ impl Sender {
         }
         while let Some((_, peer)) = self.answers.front().copied().filter(|(answered, _)| *answered <= now) {
             self.answers.pop_front();
-            let waiting = self.crowd.wait([peer; 16], at).expect("engines take turns");
+            let waiting = self.crowd.wait([peer; 16], at);
             self.waiting.push((peer, waiting));
             self.begin(self.waiting.len() - 1, at);
         }
@@ -85,9 +83,8 @@ struct Model {
 
 impl Model {
     fn new(gpus: u8, seed: u64) -> Model {
-        let settings = Settings::from_pairs([("CROSSRAIL_GPU_COPY", "engine")]).expect("a setting");
         let sender = |gpu| Sender {
-            crowd: Arc::new(Crowd::new([gpu; 16], &settings)),
+            crowd: Arc::new(Crowd::new([gpu; 16])),
             answers: VecDeque::new(),
             waiting: Vec::new(),
             engine: VecDeque::new(),

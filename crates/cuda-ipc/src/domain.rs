@@ -29,7 +29,6 @@ const MOST_IDLE: usize = 32;
 /// thread may use it.
 pub struct Domain {
     copy_limit: Duration,
-    settings: Settings,
     devices: Vec<(Device, Uuid)>,
     gpus: Mutex<Vec<Option<Arc<Gpu>>>>,
 }
@@ -51,8 +50,7 @@ impl Domain {
             devices.into_iter().map(|device| device.uuid().map(|uuid| (device, uuid))).collect();
         let devices = named?;
         let gpus = Mutex::new(devices.iter().map(|_| None).collect());
-        let (copy_limit, settings) = (settings.timeout.max(LEAST_LIMIT), settings.clone());
-        Ok(Arc::new(Domain { copy_limit, settings, devices, gpus }))
+        Ok(Arc::new(Domain { copy_limit: settings.timeout.max(LEAST_LIMIT), devices, gpus }))
     }
 
     /// The GPU `cuda:ordinal`, set up now if it was not.
@@ -65,7 +63,7 @@ impl Domain {
         if let Some(gpu) = place {
             return Ok(Arc::clone(gpu));
         }
-        let gpu = Arc::new(Gpu::new(device, *uuid, &self.settings)?);
+        let gpu = Arc::new(Gpu::new(device, *uuid)?);
         *place = Some(Arc::clone(&gpu));
         Ok(gpu)
     }
@@ -95,12 +93,11 @@ impl Domain {
         }
     }
 
-    /// What copied from and to that GPU so far; `None` where it is not in use.
-    pub fn copied(&self, ordinal: u32) -> Option<Copied> {
+    /// Number of copies between that GPU and memory of peers that were started so far; `None` where it is not in use.
+    pub fn copied(&self, ordinal: u32) -> Option<u64> {
         let gpus = locked(&self.gpus);
         let gpu = gpus.get(usize::try_from(ordinal).ok()?)?.as_ref()?;
-        let [by_engine, by_kernel] = gpu.copies.each_ref().map(|count| count.load(Ordering::Relaxed));
-        Some(Copied { by_engine, by_kernel, why_no_kernels: gpu.crowd.why_no_kernels() })
+        Some(gpu.copies.load(Ordering::Relaxed))
     }
 
     /// The longest that a copy may take before it is given up.
@@ -117,17 +114,6 @@ impl Drop for Domain {
     }
 }
 
-/// Copies between one GPU of this process and memory of peers, counted as they began.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Copied {
-    /// By copy engines.
-    pub by_engine: u64,
-    /// By the kernel.
-    pub by_kernel: u64,
-    /// Why the kernel can't be used here, where it was to be.
-    pub why_no_kernels: Option<String>,
-}
-
 /// One GPU of this process.
 pub(crate) struct Gpu {
     pub(crate) context: Context,
@@ -138,22 +124,22 @@ pub(crate) struct Gpu {
     idle: Mutex<Vec<Queue>>,
     /// Whom long copies go to.
     pub(crate) crowd: Arc<Crowd>,
-    /// By engines, by the kernel.
-    copies: [AtomicU64; 2],
+    /// Copies that were started.
+    copies: AtomicU64,
 }
 
 impl Gpu {
-    fn new(device: &Device, uuid: Uuid, settings: &Settings) -> Result<Gpu> {
+    fn new(device: &Device, uuid: Uuid) -> Result<Gpu> {
         let context = Context::primary(device)?;
         let writes_words = device.has_64bit_stream_ops()?;
         let (words, idle) = (Mutex::new(Vec::new()), Mutex::new(Vec::new()));
-        let (crowd, copies) = (Arc::new(Crowd::new(uuid, settings)), Default::default());
+        let (crowd, copies) = (Arc::new(Crowd::new(uuid)), Default::default());
         Ok(Gpu { context, uuid, writes_words, words, idle, crowd, copies })
     }
 
     /// A copy begins.
-    pub(crate) fn count(&self, by_kernel: bool) {
-        self.copies[usize::from(by_kernel)].fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn count_copy(&self) {
+        self.copies.fetch_add(1, Ordering::Relaxed);
     }
 
     pub(crate) fn ordinal(&self) -> u32 {

@@ -258,7 +258,7 @@ impl Link {
             }
             let (spans, device) = (mem::take(&mut search.spans), *device);
             let waiting = match self.domain.gpu(device) {
-                Ok(gpu) => self.peer_of(&gpu, job).and_then(|peer| gpu.crowd.wait(peer, Instant::now())),
+                Ok(gpu) => self.peer_of(&gpu, job).map(|peer| gpu.crowd.wait(peer, Instant::now())),
                 Err(error) => return Step::Failed(error.to_string()),
             };
             copying.stage = Stage::Queued(spans, device, waiting);

@@ -1,40 +1,18 @@
 //! Streams that copy, and how the host learns that a copy is done: by a word that the stream writes behind it.
 #![allow(unsafe_code)]
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_cuda::Stream;
-use crossrail_kernels::{CopyArgs, Kernels};
 use crossrail_types::Result;
 
 use crate::domain::{Gpu, Word};
-use crate::note::Uuid;
 
 /// How long a copy is waited for before the driver is asked whether something went wrong, and how often from then on.
 const ASK_AFTER: Duration = Duration::from_millis(20);
 
 /// No word ever says that.
 const NEVER: u64 = u64::MAX;
-
-/// What copies in place of an engine.
-#[derive(Clone)]
-pub(crate) struct ByKernel {
-    pub(crate) kernels: Arc<Kernels>,
-    pub(crate) blocks: u32,
-}
-
-impl ByKernel {
-    /// The kernel, where it is to write to that peer and is there; not while a stream waits, since its turn may not come then.
-    pub(crate) fn of(gpu: &Gpu, peer: &Uuid) -> Option<ByKernel> {
-        let blocks = gpu.crowd.blocks(peer)?;
-        let kernels = gpu.crowd.kernels(&gpu.context)?;
-        if !kernels.has_bulk() || gpu.context.has_waiting_stream() {
-            return None;
-        }
-        Some(ByKernel { kernels: Arc::clone(kernels), blocks })
-    }
-}
 
 /// A stream, and the word that it writes.
 pub(crate) struct Queue {
@@ -67,16 +45,6 @@ impl Queue {
     pub(crate) unsafe fn copy(&mut self, dst: u64, src: u64, len: usize) -> Result<()> {
         // SAFETY: the caller vouches for the areas.
         unsafe { self.stream.copy_within(dst, src, len) }
-    }
-
-    /// As [`Queue::copy`], by so many blocks of a kernel.
-    ///
-    /// # Safety
-    /// As there; both ends must be memory that the GPU reaches from its multiprocessors.
-    pub(crate) unsafe fn copy_by(&mut self, by: &ByKernel, dst: u64, src: u64, len: usize) -> Result<()> {
-        let args = CopyArgs { dst, src, len: len as u64 };
-        // SAFETY: the caller vouches for the areas.
-        unsafe { by.kernels.copy_bulk(&self.stream, &args, Some(by.blocks)) }
     }
 
     /// Puts the word behind what is in; returns what it will say. Where streams write no words, it is a value that the word

@@ -35,13 +35,10 @@ pub use api::{
     Shared, Signal, TransportInfo, Worker, WorkerOptions,
 };
 pub use core::{LaneShare, Protocol, Receipt};
-pub use crossrail_cuda_ipc::Copied;
 pub use crossrail_gpu::{CudaInfo, CudaState, GpuState, KernelCache, StageStats, unpack};
 #[cfg(feature = "simulated-gpu")]
 pub use crossrail_gpu::{Simulated, SimulatedStream};
 pub use crossrail_topology::{Distance, GpuSeen};
-pub use crossrail_types::{
-    Error, ErrorKind, Filter, GpuCopy, IoThreads, LogLevel, Rails, Result, Secret, Settings, Unpack,
-};
+pub use crossrail_types::{Error, ErrorKind, Filter, IoThreads, LogLevel, Rails, Result, Secret, Settings, Unpack};
 pub use memory::{Buffer, Memory, Place, Ready, RegionKey};
 pub use session::{Candidate, Explain};

@@ -40,8 +40,7 @@ pub(crate) struct Plan {
 /// microseconds until everything that this rank sent had arrived, and `all_bytes`, what it sent in each of them; `slowest`,
 /// a row per message of the slowest: `target`, and microseconds from the barrier until it was `posted_us`, `matched_us`,
 /// `copied_us` (the copy had ended; 0 if the receiver copied) and `finished_us` (seen by this rank, in the order of posting);
-/// `copied`, how many copies of this rank's GPU were made `by_engine` and `by_kernel` in the timed ones, and
-/// `why_no_kernels`.
+/// `copied`, how many copies between this rank's GPU and others were made `by_engine` in the timed exchanges.
 #[pyfunction]
 #[pyo3(signature = (context, worker, peers, plan, *, rank, memory = "ordinary", on_progress = None))]
 pub(crate) fn bench_mesh<'py>(
@@ -90,6 +89,6 @@ pub(crate) fn bench_mesh<'py>(
         row.set_item("finished_us", message.finished)
     })?;
     all.set_item("slowest", slowest)?;
-    all.set_item("copied", copied_dict(py, &samples.copied)?)?;
+    all.set_item("copied", copied_dict(py, samples.copied)?)?;
     Ok(all)
 }

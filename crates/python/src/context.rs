@@ -1,6 +1,6 @@
 use std::net::SocketAddr;
 
-use crossrail::{Copied, CudaState, Distance, GpuSeen};
+use crossrail::{CudaState, Distance, GpuSeen};
 use crossrail_types::Settings;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
@@ -224,7 +224,7 @@ fn cuda_dict<'py>(
         row.set_item("pci", &gpu.pci)?;
         row.set_item("numa_node", gpu.numa_node)?;
         row.set_item("bounce_bytes", gpu.bounce_bytes)?;
-        row.set_item("copied", copied_dict(py, &gpu.copied)?)?;
+        row.set_item("copied", copied_dict(py, gpu.copied)?)?;
         let at = seen.iter().position(|seen| seen.pci.eq_ignore_ascii_case(&gpu.pci));
         let far = distances.iter().filter_map(|(nic, far)| Some((nic, far.get(at?)?)));
         let nics = rows(py, far, |row, (nic, distance)| {
@@ -248,12 +248,10 @@ fn cuda_dict<'py>(
     Ok(all)
 }
 
-/// What copied between a GPU and memory of peers on this machine.
-pub(crate) fn copied_dict<'py>(py: Python<'py>, copied: &Copied) -> PyResult<Bound<'py, PyDict>> {
+/// Number of copies between a GPU and memory of peers on this machine, by what made them: copy engines.
+pub(crate) fn copied_dict<'py>(py: Python<'py>, copied: u64) -> PyResult<Bound<'py, PyDict>> {
     let all = PyDict::new(py);
-    all.set_item("by_engine", copied.by_engine)?;
-    all.set_item("by_kernel", copied.by_kernel)?;
-    all.set_item("why_no_kernels", &copied.why_no_kernels)?;
+    all.set_item("by_engine", copied)?;
     Ok(all)
 }
 

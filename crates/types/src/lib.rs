@@ -16,7 +16,7 @@ pub use error::{Error, ErrorKind, Result};
 pub use head::{HEAD_LEN, Head};
 pub use ids::{EndpointId, LaneId, OpId};
 pub use log::Log;
-pub use modes::{GpuCopy, Unpack};
+pub use modes::Unpack;
 pub use settings::{Filter, IoThreads, LogLevel, Rails, Secret, Settings, TRANSPORTS};
 pub use size::{
     format_duration, format_gb, format_gb_per_s, format_gib, format_size, parse_duration, parse_size, parse_sizes,

@@ -54,19 +54,6 @@ modes! {
     }
 }
 
-modes! {
-    /// What copies between two GPUs of one machine with peer access.
-    "copy" GpuCopy {
-        /// The fastest one as measured: copy engines.
-        #[default]
-        Auto = "auto",
-        /// A copy engine, which leaves all multiprocessors to the user.
-        Engine = "engine",
-        /// A kernel, for all long copies.
-        Kernel = "kernel",
-    }
-}
-
 fn unknown(operation: &str, text: &str, known: &[&str]) -> Error {
     Error::new(ErrorKind::Usage, operation, format!("{text:?} is not a mode of {operation}"))
         .with_hint(format!("known: {}", known.join(", ")))
@@ -81,12 +68,9 @@ mod tests {
         for mode in [Unpack::Kernel, Unpack::D2d, Unpack::Host] {
             assert_eq!(format!(" {mode}").parse::<Unpack>().unwrap(), mode);
         }
-        for mode in [GpuCopy::Auto, GpuCopy::Engine, GpuCopy::Kernel] {
-            assert_eq!(mode.to_string().parse::<GpuCopy>().unwrap(), mode);
-        }
-        let error = "magic".parse::<GpuCopy>().unwrap_err();
-        assert_eq!((error.kind, error.operation.as_str()), (ErrorKind::Usage, "copy"));
-        assert_eq!(error.detail, "\"magic\" is not a mode of copy");
-        assert_eq!(error.hint.as_deref(), Some("known: auto, engine, kernel"));
+        let error = "magic".parse::<Unpack>().unwrap_err();
+        assert_eq!((error.kind, error.operation.as_str()), (ErrorKind::Usage, "unpack"));
+        assert_eq!(error.detail, "\"magic\" is not a mode of unpack");
+        assert_eq!(error.hint.as_deref(), Some("known: kernel, d2d, host"));
     }
 }

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::modes::{GpuCopy, Unpack};
+use crate::modes::Unpack;
 use crate::size::{format_duration, format_size, parse_duration, parse_size};
 
 const PREFIX: &str = "CROSSRAIL_";
@@ -411,11 +411,6 @@ const UNPACK: Codec<Unpack> = Codec {
     show: |way| Some(way.to_string()),
 };
 
-const GPU_COPY: Codec<GpuCopy> = Codec {
-    parse: |text| text.parse().map_err(|_| "is not a copy mode".to_owned()),
-    show: |way| Some(way.to_string()),
-};
-
 const TIMEOUT: Codec<Duration> = Codec {
     parse: |text| match parse_duration(text) {
         Err(error) => Err(why(&error)),
@@ -523,10 +518,6 @@ settings! {
     /// How data received over the network is moved to its destination in GPU memory.
     unpack: Unpack = Unpack::Kernel,
         "CROSSRAIL_UNPACK" accepts "`kernel`: one launch for many fragments, `d2d`: one copy per fragment, `host`: gathered by the CPU, then one copy" as UNPACK;
-    /// What copies from GPU to GPU within one machine, from 512 KiB on. Copy engines serve one destination at a time; a
-    /// kernel writes to several at once, which was slower, and occupies multiprocessors.
-    gpu_copy: GpuCopy = GpuCopy::Auto,
-        "CROSSRAIL_GPU_COPY" accepts "`auto` (engines), `engine`, `kernel`" as GPU_COPY;
     /// Number of network I/O threads.
     io_threads: IoThreads = IoThreads::Auto,
         "CROSSRAIL_IO_THREADS" accepts "`auto`, or a number from 1 to 256" as IO_THREADS;

@@ -14,7 +14,6 @@ fn an_empty_environment_yields_the_defaults() {
     assert_eq!(settings.tls, Filter::All);
     assert_eq!(settings.net_devices, Rails::Named(Filter::All));
     assert_eq!((settings.bounce, settings.unpack), (128 << 20, Unpack::Kernel));
-    assert_eq!(settings.gpu_copy, GpuCopy::Auto);
     assert_eq!(settings.control_device, None);
     assert_eq!(settings.chunk, 2 << 20);
     assert_eq!(settings.window, 16);
@@ -37,7 +36,6 @@ fn every_setting_is_parsed() {
         ("CROSSRAIL_CHANNELS", "4"),
         ("CROSSRAIL_BOUNCE", "64M"),
         ("CROSSRAIL_UNPACK", "d2d"),
-        ("CROSSRAIL_GPU_COPY", "engine"),
         ("CROSSRAIL_IO_THREADS", "2"),
         ("CROSSRAIL_TIMEOUT", "1.5"),
         ("CROSSRAIL_SECRET", "hunter2"),
@@ -49,7 +47,6 @@ fn every_setting_is_parsed() {
     assert_eq!(settings.tls, Filter::Only(names(&["shm", "tcp"])));
     assert_eq!(settings.net_devices, Rails::Named(Filter::Except(names(&["eth0", "eth5"]))));
     assert_eq!((settings.bounce, settings.unpack), (64 << 20, Unpack::D2d));
-    assert_eq!(settings.gpu_copy, GpuCopy::Engine);
     assert_eq!(settings.control_device.as_deref(), Some("eth0"));
     assert_eq!((settings.chunk, settings.window, settings.channels), (512 << 10, 32, 4));
     assert_eq!(settings.io_threads, IoThreads::Count(2));
@@ -82,7 +79,6 @@ fn an_invalid_value_is_reported_with_setting_and_accepted_values() {
         ("CROSSRAIL_BOUNCE", "1K", "1M to 256G"),
         ("CROSSRAIL_BOUNCE", "lots", "1M to 256G"),
         ("CROSSRAIL_UNPACK", "cpu", "`host`"),
-        ("CROSSRAIL_GPU_COPY", "sm", "`engine`"),
         ("CROSSRAIL_CONTROL_DEVICE", "eth0,eth1", "one interface"),
         ("CROSSRAIL_CONTROL_DEVICE", " ", "one interface"),
         ("CROSSRAIL_CHUNK", "2MB", "4K to 1G"),

@@ -52,11 +52,9 @@ def mesh_rows(found: Mapping[int, Mapping[str, Any]], like: Row, devices: Sequen
         if measured["all_us"]:
             device = devices[rank] if devices else None
             copied = measured.get("copied", {})
-            copies = {way: copied[way] for way in ("by_engine", "by_kernel") if copied.get(way)}
+            copies = {way: count for way, count in copied.items() if count}
             messages = [MessageTimes(**message) for message in measured.get("slowest", [])]
             row = replace(like, part="all", source=rank, device=device, messages=messages, copies=copies)
-            why = copied.get("why_no_kernels")
-            row = replace(row, notes=[f"rank {rank}: no kernel copies: {why}"] if why else [])
             everybody.append(with_samples(row, [Round(measured["all_us"], measured["all_bytes"])]))
     over = "+".join(dict.fromkeys(row.transport for row in pairs))
     everybody = [replace(row, transport=over, window=pairs[0].window) for row in everybody]
@@ -149,10 +147,8 @@ def _together(rows: Sequence[Row]) -> HeadedTable:
 
 def _copies(rows: Sequence[Row]) -> str:
     """What copied, if GPUs did."""
-    counts = {way: sum(row.copies.get(way, 0) for row in rows) for way in ("by_engine", "by_kernel")}
-    if not any(counts.values()):
-        return ""
-    return f"copies from GPU to GPU: {counts['by_engine']} by copy engines, {counts['by_kernel']} by a kernel"
+    count = sum(row.copies.get("by_engine", 0) for row in rows)
+    return f"copies from GPU to GPU: {count} by copy engines" if count else ""
 
 
 def _slowest(rows: Sequence[Row]) -> list[str]:

@@ -201,7 +201,7 @@ class Row:
     A mesh has rows of three ``part``s: ``pair`` (windows of messages from rank ``source`` to ``target``, all others at
     rest), ``latency`` (half a round trip between the two) and ``all`` (what ``source`` sent to all others at once, and
     how long it took); ``outlier`` marks figures that are far from the median of their part. ``messages`` are those of
-    ``source``'s slowest exchange, ``copies`` how many of all were made ``by_engine`` and ``by_kernel``.
+    ``source``'s slowest exchange, ``copies`` how many of all copy engines made (``by_engine``).
     """
 
     what: str

@@ -14,7 +14,7 @@ use crate::domain::Gpu;
 use crate::driver::Open;
 use crate::imports::{Search, Span};
 use crate::note::{Place, Uuid};
-use crate::queue::{ByKernel, Queue, Watch};
+use crate::queue::{Queue, Watch};
 
 /// How long a copy lets others be first: those of another worker may have ended without anybody having looked.
 const PATIENCE: Duration = Duration::from_millis(50);
@@ -22,11 +22,9 @@ const PATIENCE: Duration = Duration::from_millis(50);
 const PUT_AT_ONCE: usize = 64;
 /// Copies up to that have streams of their own, so that they do not wait behind long ones.
 const SHORT: usize = 512 << 10;
-/// Streams for each GPU, direction and kind of copy: short ones, long ones, and those by the kernel, of which other peers'
-/// fill the links between two of this one's.
+/// Streams for each GPU, direction and kind of copy: short ones, and long ones.
 const SHORT_LINES: usize = 4;
 const LONG_LINES: usize = 2;
-const KERNEL_LINES: usize = 1;
 
 /// A stream of one GPU and direction.
 pub(super) struct Line {
@@ -41,8 +39,6 @@ pub(super) struct Line {
 pub(super) enum Kind {
     Short,
     Long,
-    /// Long, and by the kernel.
-    ByKernel,
 }
 
 /// One copy under way.
@@ -59,7 +55,7 @@ pub(super) enum Stage {
     /// They are open; others' copies are before this one.
     Queued(Vec<Span<Open>>, u32, Option<Waiting>),
     /// Pieces from `next` on are still to be put in.
-    Putting { line: usize, by: Option<ByKernel>, spans: Vec<Span<Open>>, next: usize, done: usize },
+    Putting { line: usize, spans: Vec<Span<Open>>, next: usize, done: usize },
     /// All is in. `failed`: something could not be put in; what was is waited for.
     Flying { line: usize, value: u64, spans: Vec<Span<Open>>, failed: Option<String> },
 }
@@ -90,15 +86,10 @@ impl Link {
         let gpu = self.domain.gpu(device)?;
         let peer = self.peer_of(&gpu, job);
         let under_way = peer.map(|peer| gpu.crowd.begin(peer, job.len as u64));
-        let by = peer.filter(|_| job.copy == Copy::Push).and_then(|peer| ByKernel::of(&gpu, &peer));
-        let kind = match &by {
-            Some(_) => Kind::ByKernel,
-            None if job.len <= SHORT => Kind::Short,
-            None => Kind::Long,
-        };
-        gpu.count(by.is_some());
+        let kind = if job.len <= SHORT { Kind::Short } else { Kind::Long };
+        gpu.count_copy();
         let line = self.line(gpu, job.copy, kind)?;
-        let stage = Stage::Putting { line, by, spans, next: 0, done: 0 };
+        let stage = Stage::Putting { line, spans, next: 0, done: 0 };
         Ok(Copying { watch: Watch::new(Instant::now()), stage, _under_way: under_way })
     }
 
@@ -107,7 +98,7 @@ impl Link {
     /// # Safety
     /// As [`Direct::step`]; the spans must be as long as the job together.
     pub(super) unsafe fn put(&mut self, stage: Stage, job: &Job) -> Stage {
-        let Stage::Putting { line, by, spans, mut next, mut done } = stage else { return stage };
+        let Stage::Putting { line, spans, mut next, mut done } = stage else { return stage };
         let mut failed = None;
         while let Some(span) = spans.get(next).filter(|_| failed.is_none()) {
             let (dst, src) = ends(job, done, span);
@@ -115,18 +106,12 @@ impl Link {
             let there = whole(&gpu.context, job.local as u64 + done as u64, span.len);
             // SAFETY: the peer's end is open for this GPU and in bounds, which `seek` checked; ours is the caller's, and
             // is there. They don't overlap: one is the peer's, or the peer is this process and copies onto itself.
-            let put = |()| unsafe {
-                match &by {
-                    Some(by) => queue.copy_by(by, dst, src, span.len),
-                    None => queue.copy(dst, src, span.len),
-                }
-            };
-            match there.and_then(put) {
+            match there.and_then(|()| unsafe { queue.copy(dst, src, span.len) }) {
                 Ok(()) => (next, done) = (next + 1, done + span.len),
                 Err(error) => failed = Some(error.to_string()),
             }
             if next.is_multiple_of(PUT_AT_ONCE) && next < spans.len() && failed.is_none() {
-                return Stage::Putting { line, by, spans, next, done };
+                return Stage::Putting { line, spans, next, done };
             }
         }
         Stage::Flying { line, value: self.mark(line), spans, failed }
@@ -152,7 +137,6 @@ impl Link {
         let most = match kind {
             Kind::Short => SHORT_LINES,
             Kind::Long => LONG_LINES,
-            Kind::ByKernel => KERNEL_LINES,
         };
         match best {
             Some((_, index)) if count >= most => Ok(index),
@@ -187,7 +171,7 @@ fn whole(context: &Context, address: u64, len: usize) -> Result<()> {
 
 /// A stage to leave in place of one that is taken apart.
 pub(super) fn nothing() -> Stage {
-    Stage::Putting { line: 0, by: None, spans: Vec::new(), next: 0, done: 0 }
+    Stage::Putting { line: 0, spans: Vec::new(), next: 0, done: 0 }
 }
 
 /// Where a part's bytes go, and where they are.

@@ -1,7 +1,6 @@
 //! Links between two processes, on two GPUs where there are two and on one where there is one. Skipped, visibly,
 //! without a GPU.
 
-mod by_kernel;
 mod child;
 mod end;
 mod one_process;

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use crossrail_cuda_ipc::Copied;
 use crossrail_gpu::{CudaState, Devices};
 use crossrail_shm::Arena;
 use crossrail_topology::{Cpus, Distance, GpuSeen, Machine, NetDevice, Nic};
@@ -157,8 +156,8 @@ impl Context {
         })
     }
 
-    /// What copied between that GPU and memory of peers on this machine so far; nothing if it was not used so.
-    pub fn copied(&self, ordinal: u32) -> Copied {
+    /// Number of copies between that GPU and memory of peers on this machine that were started so far.
+    pub fn copied(&self, ordinal: u32) -> u64 {
         self.0.copied(ordinal)
     }
 

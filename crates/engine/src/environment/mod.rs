@@ -4,7 +4,7 @@ mod rails;
 
 use std::sync::{Arc, OnceLock};
 
-use crossrail_cuda_ipc::{Copied, Domain};
+use crossrail_cuda_ipc::Domain;
 use crossrail_gpu::{CudaState, Devices};
 use crossrail_shm::Arena;
 use crossrail_topology::{Cpus, Machine, NetDevice, Nic};
@@ -73,7 +73,7 @@ impl Environment {
     }
 
     /// Direct copies so far between that GPU and GPU memory of peers on this machine.
-    pub(crate) fn copied(&self, ordinal: u32) -> Copied {
+    pub(crate) fn copied(&self, ordinal: u32) -> u64 {
         let domain = self.ipc_domain.get().and_then(|domain| domain.as_ref().ok());
         domain.and_then(|domain| domain.copied(ordinal)).unwrap_or_default()
     }

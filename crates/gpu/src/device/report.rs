@@ -4,7 +4,6 @@ use std::path::PathBuf;
 
 use crossrail_cuda::nvrtc::Cache;
 use crossrail_cuda::{Absent, Device as Gpu};
-use crossrail_cuda_ipc::Copied;
 use crossrail_types::Result;
 
 use super::{Devices, Source};
@@ -60,8 +59,8 @@ pub struct GpuState {
     pub bounce_bytes: u64,
     /// What was staged through it.
     pub staged: StageStats,
-    /// Direct copies between it and GPU memory of peers on this machine.
-    pub copied: Copied,
+    /// Number of direct copies between it and GPU memory of peers on this machine.
+    pub copied: u64,
 }
 
 /// Compiled kernels on disk.
@@ -126,7 +125,7 @@ fn simulated_state(gpu: &crate::Simulated, (bounce_bytes, staged): (u64, StageSt
         numa_node: None,
         bounce_bytes,
         staged,
-        copied: Copied::default(),
+        copied: 0,
     }
 }
 
@@ -146,7 +145,7 @@ fn present(devices: &Devices, cuda: &crossrail_cuda::Cuda) -> Result<CudaInfo> {
             numa_node: gpu.numa_node()?,
             bounce_bytes,
             staged,
-            copied: Copied::default(),
+            copied: 0,
         })
     };
     let reach = |a: &Gpu, b: &Gpu| if a.ordinal() == b.ordinal() { Ok(true) } else { a.reaches(b) };
