@@ -66,6 +66,7 @@ fn kernels_of_expert_parallelism_compile_for_shapes() {
             ("sm_90a", decode),
             ("sm_90a", Shape { prereduce: false, ..wide }),
             ("sm_100a", packed),
+            ("sm_90a", Shape { tuning: Tuning { marks: true, ..Tuning::USUAL }, ..decode }),
         ],
     );
 }

@@ -26,8 +26,9 @@ const SHAPE: Shape = Shape {
     expert_layout: false,
     rank_layout: true,
     regions: 2,
-    tuning: Tuning { rank_threads: 128, rank_movers: 2, ..Tuning::USUAL },
+    tuning: TUNING,
 };
+const TUNING: Tuning = Tuning { rank_threads: 128, rank_movers: 2, ..Tuning::USUAL };
 
 fn job_of(build: &Build, shape: Shape, bulk: bool) -> Option<Job> {
     let build = build.clone().defines(&shape.rank_defines(bulk));
@@ -47,6 +48,12 @@ fn rounds(shape: Shape, seeds: std::ops::Range<u64>) {
 #[test]
 fn fp8_rows_arrive_and_come_back_summed() {
     rounds(SHAPE, 0..10);
+}
+
+/// Launches are given memory for times now and then.
+#[test]
+fn kernels_that_note_times_do_the_same() {
+    rounds(Shape { tuning: Tuning { marks: true, ..TUNING }, ..SHAPE }, 100..104);
 }
 
 #[test]

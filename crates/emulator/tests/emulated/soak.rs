@@ -37,6 +37,7 @@ fn shape(numbers: &mut Numbers, expert_layout: bool) -> Shape {
     let back_stages = numbers.below(4) as u32;
     let rank_threads = one_of(numbers, &[128, 256]);
     let rank_movers = 1 + numbers.below(u64::from(rank_threads / 32 - 1).min(4)) as u32;
+    let marks = numbers.once_in(3);
     Shape {
         hidden,
         topk: 1 + numbers.below(u64::from(experts.min(8))) as u32,
@@ -48,7 +49,17 @@ fn shape(numbers: &mut Numbers, expert_layout: bool) -> Shape {
         expert_layout,
         rank_layout: !expert_layout,
         regions: 3,
-        tuning: Tuning { piece, threads, senders, receive_from, back_threads, back_stages, rank_threads, rank_movers },
+        tuning: Tuning {
+            piece,
+            threads,
+            senders,
+            receive_from,
+            back_threads,
+            back_stages,
+            rank_threads,
+            rank_movers,
+            marks,
+        },
     }
 }
 

@@ -46,9 +46,11 @@ __device__ __forceinline__ bool is_masked(const EpCommon &c, u32 rank) {
     return ld_relaxed_sys_u32(c.base + c.heap.masks + 4 * rank) != 0;
 }
 
-// Notes the time for who measures. `marks`: a launch's, or 0.
-__device__ __forceinline__ void mark(u64 marks, u32 what) {
+// Notes the time in `marks` of the launch (0: nowhere). Compiled in for measurements only.
+__device__ __forceinline__ void mark([[maybe_unused]] u64 marks, [[maybe_unused]] u32 what) {
+#if EP_MARKED
     if (marks != 0) at<u64>(marks, u64(blockIdx.x) * EP_MARKS + what) = clock_ns();
+#endif
 }
 
 // The same, of one of the block's threads.

@@ -89,7 +89,9 @@ extern "C" __global__ void __launch_bounds__(EP_BACK_THREADS, 1)
         mark_of(0, args.marks, EP_MARK_SENT);
     }
     parts.receive(args, start, lane);
+#if EP_MARKED
     if (args.marks) __syncthreads();
+#endif
     mark_of(0, args.marks, EP_MARK_DONE);
     // Who counts waits must have seen what all blocks did.
     if (!c.waits || !is_last_block(blocks)) return;

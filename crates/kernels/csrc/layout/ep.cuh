@@ -414,7 +414,7 @@ struct EpDispatchArgs {
     // Rank layout: a pinned u32[R] that gets each rank's `say`, EP_UNHEARD for a rank that timed out, before
     // `count_word` is written; or 0.
     u64 said_host;
-    // u64[blocks][EP_MARKS] that gets the launch's times; or 0.
+    // u64[blocks][EP_MARKS] that gets the times of the launch; or 0. Only kernels compiled with marks read it.
     u64 marks;
     // Rank layout: index of the region that this rank's rows are written to.
     u32 region;
@@ -452,7 +452,7 @@ struct EpCombineArgs {
     u64 out_stride;
     // Rank layout: f32[tokens][K], contiguous, the sums of `y_weights`; or 0.
     u64 out_weights;
-    // u64[blocks][EP_MARKS] that gets the launch's times; or 0.
+    // u64[blocks][EP_MARKS] that gets the times of the launch; or 0. Only kernels compiled with marks read it.
     u64 marks;
     // Rank layout: blocks that send in a launch that sends and receives; 0: every block does both.
     u32 senders;

@@ -12,7 +12,7 @@
 //! second cache was overwritten and all ranks have met, each step alone; `pair` back to back. The slowest rank counts.
 //! Payloads are fp8, bf16, and, in the rank layout, cast: fp8 of bf16 rows, where fp8 rows are given as such otherwise.
 //! `--floor`: what events and the shortest of launches take. `--apart`: phases are launches of their own. `--marks`: what
-//! the blocks of one iteration note on their way. `--link`: the most that leaves a GPU, for the time that a step's bytes take
+//! the blocks of one iteration note on their way, with kernels compiled to note it. `--link`: the most that leaves a GPU, for the time that a step's bytes take
 //! at least. `--split`: blocks that send in a combine while the others add. `--queue`: KiB of rows under way at most.
 //! `--counted`: the host is told how much came. The table goes to stdout, raw samples to FILE.
 #![allow(unsafe_code)]
@@ -194,7 +194,7 @@ impl Asked {
 
     /// Every tuning to try.
     fn tunings(&self) -> Vec<Tuning> {
-        let mut all = vec![Tuning::default()];
+        let mut all = vec![Tuning { marks: self.expert.marks, ..Tuning::default() }];
         let mut each = |values: &[u32], set: fn(&mut Tuning, u32)| {
             let with = |tuning: &Tuning, value: u32| {
                 let mut tuning = *tuning;
@@ -403,8 +403,9 @@ struct Facts<'a> {
 impl Facts<'_> {
     fn print(&self, steps: &[Step]) {
         let tuning = self.shape.tuning();
-        let Tuning { piece, threads, senders, receive_from, back_threads, back_stages, rank_threads, rank_movers } =
-            tuning;
+        let Tuning {
+            piece, threads, senders, receive_from, back_threads, back_stages, rank_threads, rank_movers, ..
+        } = tuning;
         let set = match self.asked.layout {
             Layout::Expert => {
                 format!(

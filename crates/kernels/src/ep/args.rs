@@ -359,7 +359,7 @@ layouts! {
         /// Rank layout: a pinned u32[R] that gets each rank's `say`, EP_UNHEARD for a rank that timed out, before
         /// `count_word` is written; or 0.
         said_host: u64,
-        /// u64[blocks][EP_MARKS] that gets the launch's times; or 0.
+        /// u64[blocks][EP_MARKS] that gets the times of the launch; or 0. Only kernels compiled with marks read it.
         marks: u64,
         /// Rank layout: index of the region that this rank's rows are written to.
         region: u32,
@@ -394,7 +394,7 @@ layouts! {
         out_stride: u64,
         /// Rank layout: f32[tokens][K], contiguous, the sums of `y_weights`; or 0.
         out_weights: u64,
-        /// u64[blocks][EP_MARKS] that gets the launch's times; or 0.
+        /// u64[blocks][EP_MARKS] that gets the times of the launch; or 0. Only kernels compiled with marks read it.
         marks: u64,
         /// Rank layout: blocks that send in a launch that sends and receives; 0: every block does both.
         senders: u32,

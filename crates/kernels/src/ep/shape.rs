@@ -76,6 +76,9 @@ pub struct Tuning {
     pub rank_threads: u32,
     /// Rank layout: warps of a block that carry rows as they are, up to 4.
     pub rank_movers: u32,
+    /// Compile in the code that notes the times of a launch (`EpDispatchArgs::marks`), for measurements. Without it,
+    /// `marks` is not read.
+    pub marks: bool,
 }
 
 impl Tuning {
@@ -89,6 +92,7 @@ impl Tuning {
         back_stages: 0,
         rank_threads: 0,
         rank_movers: 0,
+        marks: false,
     };
 }
 
@@ -158,8 +162,9 @@ impl Shape {
     }
 
     fn check_tuning(&self) -> Result<()> {
-        let Tuning { piece, threads, senders, receive_from, back_threads, back_stages, rank_threads, rank_movers } =
-            self.tuning();
+        let Tuning {
+            piece, threads, senders, receive_from, back_threads, back_stages, rank_threads, rank_movers, ..
+        } = self.tuning();
         let warps = threads / 32;
         // One warp of a combine sends nothing.
         let fits = piece.is_multiple_of(PIECE) && threads.is_multiple_of(32) && (1..=32).contains(&warps);
@@ -194,6 +199,7 @@ impl Shape {
             ),
             rank_threads,
             rank_movers: or(self.tuning.rank_movers, (rank_threads / 32).saturating_sub(1).min(4)),
+            marks: self.tuning.marks,
         }
     }
 
@@ -408,6 +414,7 @@ impl Shape {
             ("FP8", fp8),
             ("SCALE", scale),
             ("PREREDUCE", self.prereduce.into()),
+            ("MARKED", self.tuning.marks.into()),
             ("BULK", bulk.into()),
             ("PIECE", piece),
             ("STAGES", self.stages()),
