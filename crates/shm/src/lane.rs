@@ -170,6 +170,10 @@ impl ShmLane {
 
     #[inline]
     fn transmit(&mut self, sink: &mut dyn Sink, budget: usize) -> Result<bool, LaneError> {
+        if self.held.is_none() && !sink.wants() {
+            self.blocked = false;
+            return Ok(false);
+        }
         let before = self.stats.tx_bytes;
         loop {
             let tx = match self.held.take() {
@@ -202,26 +206,48 @@ impl ShmLane {
             return Ok(true);
         }
         while let Some(frame) = self.consumer.peek()? {
-            let Some(arriving) = Arriving::new(frame, sink.place(self.id, &frame.head))? else {
-                self.waits_at = self.consumer.at();
-                break;
-            };
-            if frame.len > WHOLE_MAX && frame.len > budget {
-                self.arriving = Some(arriving);
-                self.go_on(sink, budget);
-                return Ok(true);
+            match sink.place(self.id, &frame.head) {
+                Place::Into { dst, len, grant: None, token } if frame.len <= WHOLE_MAX => {
+                    let wanted = len.min(frame.len);
+                    if wanted > 0 {
+                        // SAFETY: the sink vouches for `len` writable bytes at `dst`; the frame has as many as are copied.
+                        unsafe { frame.copy_to(dst, 0, wanted) };
+                    }
+                    self.take(&frame);
+                    sink.placed(self.id, token);
+                }
+                place => match Arriving::new(frame, place)? {
+                    Some(arriving) if frame.len > WHOLE_MAX && frame.len > budget => {
+                        self.arriving = Some(arriving);
+                        self.go_on(sink, budget);
+                        return Ok(true);
+                    }
+                    Some(arriving) => drop(self.deliver(sink, arriving, frame.len)),
+                    None => {
+                        self.waits_at = self.consumer.at();
+                        break;
+                    }
+                },
             }
-            let len = frame.len;
-            self.deliver(sink, arriving, len);
             if self.stats.rx_bytes - before >= budget as u64 {
                 break;
             }
         }
         let moved = self.stats.rx_bytes != before;
-        if moved {
+        if !moved && self.consumer.owes() {
+            // The producer needs the last bit of room only where the ring is small: it may wait for an idle poll.
             self.publish();
         }
         Ok(moved)
+    }
+
+    /// Done with the frame: its room is the producer's again.
+    #[inline]
+    fn take(&mut self, frame: &Frame) {
+        self.stats.rx_bytes += (HEAD_LEN + frame.len) as u64;
+        if self.consumer.release(frame) {
+            self.publish();
+        }
     }
 
     /// Whether the next frame has no place at present.
@@ -246,10 +272,7 @@ impl ShmLane {
         if arriving.at < frame.len {
             return Some(arriving);
         }
-        self.stats.rx_bytes += (HEAD_LEN + frame.len) as u64;
-        if self.consumer.release(&frame) {
-            self.publish();
-        }
+        self.take(&frame);
         if let Some(token) = arriving.token
             && !revoked
         {
@@ -402,6 +425,9 @@ impl Lane for ShmLane {
         let waits = self.waits();
         if self.attention || self.hung_up && !waits {
             return false;
+        }
+        if self.consumer.owes() {
+            self.publish();
         }
         let room = if self.blocked { ROOM } else { 0 };
         let armed = self.flags.sleep(if waits { room } else { DATA | COUNT | room });

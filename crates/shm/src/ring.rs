@@ -332,6 +332,12 @@ impl Consumer {
         self.next - self.told >= SLOTS as u64 / 8 || self.byte_next - self.byte_told >= self.ring / 16
     }
 
+    /// Whether frames were taken that the producer has not been told of.
+    #[inline]
+    pub(crate) fn owes(&self) -> bool {
+        self.told != self.next
+    }
+
     /// Tells the producer how far we are.
     #[inline]
     pub(crate) fn publish(&mut self) {

@@ -93,6 +93,10 @@ unsafe impl Send for Place {}
 
 /// The protocol's side of a lane. All calls come from inside [`Lane::poll`], never from `post`.
 pub trait Sink {
+    /// Whether [`Sink::next`] may have something. False spares the lane looking for room.
+    fn wants(&self) -> bool {
+        true
+    }
     /// The lane has room: what to carry next? `None`: nothing (or the lane's window is full).
     fn next(&mut self, lane: LaneId) -> Option<Tx>;
     /// The lane will not read that payload again. Called once for each `Tx` taken from `next`, and for each

@@ -107,6 +107,11 @@ struct InsideSink<'a> {
 
 impl Sink for InsideSink<'_> {
     #[inline]
+    fn wants(&self) -> bool {
+        self.wants
+    }
+
+    #[inline]
     fn next(&mut self, lane: LaneId) -> Option<Tx> {
         if self.wants { self.st.next(self.endpoint, lane) } else { None }
     }

@@ -17,6 +17,11 @@ pub(super) fn inline(bytes: Bytes) -> Body {
     if bytes.len == 0 { Body::None } else { Body::Inline { bytes: bytes.bytes, len: bytes.len } }
 }
 
+/// A message with its first frame.
+fn eager_out(head: Head, op: OpId, len: u64) -> Out {
+    Out { head, body: Body::Memory { memory: Memory::Op(op), offset: 0, len: len as u32 }, chunk: false }
+}
+
 fn body_len(body: &Body) -> u32 {
     match *body {
         Body::None => 0,
@@ -191,12 +196,12 @@ impl Peer {
         if !clear || !credit {
             return None;
         }
-        Some(self.eager(now, at, op, tag, len, now).head)
+        Some(self.eager(now, at, op, tag, len, now))
     }
 
     /// A message that goes with its first frame; credit was checked.
     #[inline]
-    fn eager(&mut self, now: Time, at: usize, op: OpId, tag: u64, len: u64, started: Time) -> Out {
+    fn eager(&mut self, now: Time, at: usize, op: OpId, tag: u64, len: u64, started: Time) -> Head {
         let serial = self.next_serial();
         let done = self.next_done();
         self.own_active += 1;
@@ -214,20 +219,15 @@ impl Peer {
         outgoing.stage = Stage::Eager;
         outgoing.seq = Some(stamp.seq);
         entry.insert(outgoing);
-        if !lossy {
-            self.unconfirmed.push(id - 1, serial);
-        }
-        let out = Out {
-            head: frame::eager(id, tag, len as u32, stamp, done, !lossy),
-            body: Body::Memory { memory: Memory::Op(op), offset: 0, len: len as u32 },
-            chunk: false,
-        };
+        let head = frame::eager(id, tag, len as u32, stamp, done, !lossy);
         if lossy {
-            self.stream.retain(&out);
+            self.stream.retain(&eager_out(head, op, len));
+        } else {
+            self.unconfirmed.push(id - 1, serial);
         }
         self.delivered.answered(done);
         self.clear_urgency();
-        out
+        head
     }
 
     /// Numbers a frame of the stream and has it confirm what was delivered.
@@ -411,7 +411,7 @@ impl Peer {
             && short
             && self.eager_bytes + len <= self.config.eager_credit
         {
-            return self.eager(now, at, op, tag, len, started);
+            return eager_out(self.eager(now, at, op, tag, len, started), op, len);
         }
         let serial = self.next_serial();
         let done = self.next_done();
