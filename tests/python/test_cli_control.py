@@ -84,7 +84,7 @@ def test_a_real_etcd(tmp_path: Path) -> None:
     done = run(*SMALL, "--experts-per-rank=8", "--rounds=2", "--store=etcd", f"--json={path}")
     assert done.returncode == 0, done.stderr
     assert {row.store for row in Report.loads(path.read_text()).rows} == {"etcd"}
-    assert "a real etcd was started" in done.stderr
+    assert "an etcd was started" in done.stderr
     assert set(Path("/tmp").glob("crossrail-etcd-*")) <= before
 
 

@@ -66,18 +66,18 @@ def test_each_end_says_its_own_or_takes_what_the_other_wishes(
 
 
 def test_two_wishes_for_one_end_are_a_failure_that_names_both() -> None:
-    with pytest.raises(Failure, match="cuda:1 here, and cuda:0 is wanted"):
+    with pytest.raises(Failure, match="cuda:1 at the listening end, but the connecting end requests cuda:0"):
         ends(["cuda:1"], ["cuda:1", "cuda:0"])
 
 
 def test_a_gpu_that_the_listening_end_lacks_names_those_that_it_has() -> None:
-    with pytest.raises(Failure, match=r"cuda:7 is not here; known: cuda:0, cuda:1"):
+    with pytest.raises(Failure, match=r"cuda:7 does not exist here; known: cuda:0, cuda:1"):
         ends(None, ["cuda:7"])
 
 
 def test_the_way_to_unpack_is_the_receivers_and_must_be_given_there() -> None:
     driver = BenchOptions("p2p", device=["cuda:0"], unpack="host")
-    with pytest.raises(Failure, match=r"--unpack host is for the end that receives.*kernel now"):
+    with pytest.raises(Failure, match=r"--unpack host must be given at the receiving end too.*now unpacks by kernel"):
         met(BenchOptions("p2p", listen=""), driver)
     assert met(BenchOptions("p2p", listen=""), driver, CROSSRAIL_UNPACK="host")["unpack"] == "host"
     with pytest.raises(Failure, match="--unpack is d2d at the listening end and host"):

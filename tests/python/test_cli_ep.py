@@ -200,7 +200,7 @@ def test_a_killed_rank_ends_the_run_and_is_named() -> None:
         os.kill(ranks[1], signal.SIGKILL)
         _, said = process.communicate(timeout=20)
         assert process.returncode == 1
-        assert re.search(r"error: rank \d: its process was ended by SIGKILL", said), said
+        assert re.search(r"error: rank \d: its process was killed by SIGKILL", said), said
         assert "Traceback" not in said
         assert gone(ranks)
 

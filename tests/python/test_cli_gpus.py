@@ -92,8 +92,8 @@ def test_gpus_that_do_not_reach_each_other_are_named() -> None:
 
 def test_a_machine_that_hides_its_topology_says_so() -> None:
     text = printed(state([gpu(0, nics=[{"name": "eth0", "distance": "unknown"}])], kernel_cache=None))
-    assert "the machine does not say which is near which" in text
-    assert "kernel cache: no folder can be used" in text
+    assert "the machine does not expose the distances" in text
+    assert "kernel cache: no usable folder" in text
     assert "peer access" not in text
 
 

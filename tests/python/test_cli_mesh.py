@@ -97,7 +97,7 @@ def test_bad_usage_is_one_line(arguments: tuple[str, ...], words: tuple[str, ...
 
 def test_one_gpu_is_no_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("crossrail.cli.mesh.known_gpus", lambda *_: ["cuda:0"])
-    with pytest.raises(UsageFailure, match="two or more, and there is only cuda:0 here"):
+    with pytest.raises(UsageFailure, match="two or more ranks, and only cuda:0 is here"):
         parse_arguments(["bench", "mesh", "--devices=all"]).run()
 
 

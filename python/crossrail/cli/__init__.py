@@ -1,6 +1,7 @@
-"""The command: arguments, exit codes, tables, progress. What is measured is measured by the native module.
+"""The command `crossrail`: arguments, exit codes, tables, progress. Measurements are made by the native module.
 
-stdout is data, stderr is talk. Exit 0 ok, 1 the run failed or its data did not verify, 2 bad usage, 130 interrupted.
+Data goes to stdout, messages go to stderr. Exit codes: 0 success, 1 the run failed or its data did not verify, 2 bad
+usage, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; gives its exit code. Never lets a user's own mistake end in a traceback."""
+    """Runs the command and returns its exit code. A mistake of the user never ends in a traceback."""
     try:
         from .command_line import parse_arguments
         from .store import StoreOptions
     except ImportError as error:
-        print_error(f"the native module cannot be loaded ({error}); install Crossrail again for this Python")
+        print_error(f"the native module cannot be loaded ({error}); reinstall Crossrail for this Python")
         return EXIT_FAILED
     try:
         command = parse_arguments(arguments)
@@ -44,12 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command.parent is not None:
         live_with_parent(command.parent)
     if isinstance(command, StoreOptions):
-        return _run(command)  # on this thread, whose signals it waits for
+        return _run(command)  # it waits for signals, which only the main thread can
     return _in_thread(lambda: _run(command))
 
 
 def _in_thread(work: Callable[[], int]) -> int:
-    """Runs ``work`` beside this thread, so that Ctrl-C ends the command at once whatever native code is doing."""
+    """Runs ``work`` in another thread, so that Ctrl-C ends the command at once even while native code is running."""
     ended = threading.Event()
     outcome: list[int | BaseException] = []
 
@@ -69,9 +70,9 @@ def _in_thread(work: Callable[[], int]) -> int:
     except (KeyboardInterrupt, _Terminated) as end:
         by_user = isinstance(end, KeyboardInterrupt)
         print_error("interrupted" if by_user else "terminated")
-        _fall_silent()  # of what comes of ending the other processes
+        _silence_stderr()  # killing the other processes causes errors that nobody needs to read
         kill_all()
-        # A thread may be inside native code, which an ordinary exit would wait for.
+        # An ordinary exit would wait for a thread that is inside native code.
         os._exit(EXIT_INTERRUPTED if by_user else EXIT_TERMINATED)
     thread.join()
     result = outcome[0]
@@ -80,14 +81,14 @@ def _in_thread(work: Callable[[], int]) -> int:
     return result
 
 
-def _fall_silent() -> None:
+def _silence_stderr() -> None:
     with contextlib.suppress(OSError):
         sys.stderr.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 class _Terminated(BaseException):
-    """SIGTERM came."""
+    """SIGTERM was received."""
 
 
 def _terminated(signal_number: int, frame: object) -> None:
@@ -95,7 +96,7 @@ def _terminated(signal_number: int, frame: object) -> None:
 
 
 def _run(command: Command) -> int:
-    """Carries out ``command`` and turns every expected failure into one line."""
+    """Runs ``command`` and reports every expected failure as one line."""
     import crossrail
     from crossrail.report import WriteError
 

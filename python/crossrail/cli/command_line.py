@@ -1,4 +1,4 @@
-"""The command line, parsed once into typed options. Every command declares and carries out its own part."""
+"""The command line, parsed once into typed options. Every command declares its own options and runs itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS = {
     "bench": (None, "measure two ends, or the ranks of a group"),
     "store": (".store:add_arguments", "the built-in store, alone, until SIGINT or SIGTERM"),
 }
-"""Commands: the module and the function in it that declare the options of one, and what it does."""
+"""Commands: the function that declares the options of each, as `module:function`, and its summary."""
 
 BENCHES = {
     "latency": (".point_to_point:add_latency", "half a round trip, every size (as osu_latency counts)"),
@@ -31,11 +31,11 @@ BENCHES = {
     "ep": (".ep:add_arguments", "dispatch and combine between the ranks of a group, verified first"),
     "control": (".control:add_arguments", "init, connect, disconnect, reconnect, destroy of expert buffers"),
 }
-"""The same of `crossrail bench`."""
+"""The same for the benches of `crossrail bench`."""
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> Command:
-    """Parses the command line. Raises SystemExit as argparse does: 0 after --help or --version, 2 for a mistake."""
+    """Parses the command line. Raises SystemExit as argparse does: 0 after --help or --version, 2 for bad usage."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     made = _rank_parser() if words[:1] == [RANK] else _parser()
     parsed, unknown = made.parse_known_args(words)
@@ -60,7 +60,7 @@ def _parser() -> Parser:
 
 
 def _add_choice(parser: Parser, placeholder: str, known: Mapping[str, tuple[str | None, str]]) -> None:
-    """Adds the parsers of ``known``; what none of them is chosen of is a mistake that lists them all."""
+    """Adds a parser for each of ``known``. A command line that names none of them is an error that lists them all."""
 
     def none_chosen(parser: Parser, parsed: argparse.Namespace) -> NoReturn:
         print_error(f"{parser.prog} needs a {placeholder}, one of those below; see `{parser.prog} --help`")
@@ -83,7 +83,7 @@ def _add_choice(parser: Parser, placeholder: str, known: Mapping[str, tuple[str 
 
 
 def _fill(declared_by: str | None, parser: Parser) -> None:
-    """Loads a command's module, now that it was chosen, and has it declare its options."""
+    """Loads the module of the command that was chosen, which declares its options."""
     if declared_by is None:
         _add_choice(parser, "WHAT", BENCHES)
         return
@@ -92,7 +92,7 @@ def _fill(declared_by: str | None, parser: Parser) -> None:
 
 
 def _rank_parser() -> Parser:
-    """For what the command itself starts: no help or error mentions it."""
+    """The parser of the processes that the command itself starts: no help or error mentions them."""
     parser = Parser(prog="crossrail", allow_abbrev=False)
     add_rank(parser.add_subparsers(dest="command", required=True))
     return parser

@@ -1,4 +1,4 @@
-"""`crossrail bench control`: what it takes to make, connect, disconnect and destroy expert buffers."""
+"""`crossrail bench control`: how long it takes to create, connect, disconnect and destroy expert buffers."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ NUM_PROCESSES = 8
 DEFAULTS = {"tokens": 128, "hidden": 4096, "topk": 2, "dtype": "fp8"}
 
 COMPILING_S = 60.0
-"""More than compiling kernels takes, in the first round of each number of experts."""
+"""Upper bound for compiling kernels, in the first round of each number of experts."""
 
 STEP_S = 1.0
-"""More than any step takes; a rank may be silent for as long as all of its steps take."""
+"""Upper bound for one step. A rank sends no message while its steps run."""
 
 ETCD_START_S = 20.0
 ETCD_ATTEMPTS = 3
-"""Ports that were free when they were chosen may be taken by somebody else a moment later."""
+"""Another process may take a port between the moment it is found free and the moment etcd binds it."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every rank does, for one number of experts after the other."""
+    """What every rank measures, for each number of experts."""
 
     op: str
     rounds: int
@@ -78,17 +78,17 @@ class ControlOptions(RunOptions):
     store: StoreKind | None = None
     every_gpu: bool = False
     gpus: tuple[str, ...] = ()
-    """Of each rank of this node, once it is known."""
+    """GPU of each rank of this node, once known."""
 
     def run(self) -> None:
-        """Runs this node's ranks; the first node shows the report. Raises Failure and the library's errors."""
+        """Runs the ranks of this node; the first node shows the report. Raises Failure and the library's errors."""
         if self.placement.node == 0:
             show_report(self.json, lambda progress: _report(self, progress))
             return
         check_json(self.json)
         with Progress() as progress:
             _run(_placed(self), progress)
-        print_notice(f"done: the report is at node 0 of {self.placement.world_size}")
+        print_notice(f"done; node 0 of {self.placement.world_size} has the report")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -97,16 +97,16 @@ def add_arguments(parser: Parser) -> None:
     add_nodes(parser, NUM_PROCESSES)
     parser.set_defaults(num_processes=None)
     work = parser.add_argument_group("the work")
-    experts = "experts of each rank, a measurement for each number (8,32)"
+    experts = "experts per rank, one measurement for each number (8,32)"
     work.add_argument("--experts-per-rank", metavar="A,B", type=_numbers, default=[8, 32], help=experts)
-    work.add_argument("--op", choices=OPS, default="cycle", help="which steps are measured (cycle: all of them)")
-    work.add_argument("--rounds", metavar="N", type=positive, default=ROUNDS, help=f"how often ({ROUNDS})")
+    work.add_argument("--op", choices=OPS, default="cycle", help="steps to measure (cycle: all of them)")
+    work.add_argument("--rounds", metavar="N", type=positive, default=ROUNDS, help=f"number of rounds ({ROUNDS})")
     add_tokens(work, positive, DEFAULTS, preset=False)
-    where = "cuda: a rank on each GPU (more with --num-processes), buffers in its memory (cpu)"
+    where = "cuda: one rank per GPU (more with --num-processes), buffers in GPU memory (cpu)"
     add_device_kind(work, where, "cpu")
-    warmup = "rounds before those, for what a process does only once, such as starting CUDA (0; 1 with --device cuda)"
+    warmup = "untimed rounds first, for one-time work such as starting CUDA (0; 1 with --device cuda)"
     work.add_argument("--warmup", metavar="N", type=count, help=warmup)
-    store = "where ranks meet: the built-in store (tcp), or a real etcd; CROSSRAIL_STORE names one that runs already"
+    store = "the store: built in (tcp), or an etcd started for this run; CROSSRAIL_STORE names one that already runs"
     work.add_argument("--store", choices=("tcp", "etcd"), help=store)
     add_secret_file(work, "all nodes")
     add_timeout(work)
@@ -150,7 +150,7 @@ def _report(options: ControlOptions, progress: Progress) -> Report:
     for message in found:
         samples = {int(rank): steps for rank, steps in message["samples"].items()}
         if len(samples) != options.placement.size:
-            raise Failure(f"{len(samples)} of {options.placement.size} ranks said what they measured")
+            raise Failure(f"only {len(samples)} of {options.placement.size} ranks reported their measurements")
         like = Row("", "", 0, verified=True, experts_per_rank=message["experts_per_rank"], store=store)
         device = options.work.device if options.work.device == "cuda" else None
         like = replace(like, ranks=len(samples), nodes=options.placement.world_size, device=device)
@@ -159,7 +159,7 @@ def _report(options: ControlOptions, progress: Progress) -> Report:
 
 
 def _placed(options: ControlOptions) -> ControlOptions:
-    """On GPUs a rank for each, unless another number was asked for. Raises Failure."""
+    """The options with one rank per GPU, unless another number was requested. Raises Failure."""
     if options.work.device == "cpu":
         return options
     where, gpus = shared_gpus(options.placement, options.context(), options.every_gpu)
@@ -167,13 +167,13 @@ def _placed(options: ControlOptions) -> ControlOptions:
 
 
 def _run(options: ControlOptions, progress: Progress) -> tuple[str, list[Message]]:
-    """The kind of store, and what rank 0 tells of all ranks (nothing on other nodes)."""
+    """The kind of store and, on the first node, the measurements of all ranks as reported by rank 0."""
     context = options.context()
     where, found = options.placement, list[Message]()
     rounds = options.work.warmup + options.work.rounds
     patience = 2 * context.timeout + len(options.work.experts_per_rank) * (rounds * 5 * STEP_S + COMPILING_S)
     with _rendezvous(options, context) as (store, group), Ranks() as ranks:
-        print_notice(f"{where.size} ranks meet at {store}")
+        print_notice(f"{'1 rank' if where.size == 1 else f'{where.size} ranks'}, store {store}")
         job = {"work": asdict(options.work), "settings": options.settings()}
         for rank in where.ranks:
             device = options.gpus[rank - where.ranks[0]] if options.gpus else None
@@ -191,17 +191,17 @@ def _run(options: ControlOptions, progress: Progress) -> tuple[str, list[Message
 
 @contextlib.contextmanager
 def _rendezvous(options: ControlOptions, context: crossrail.Context) -> Iterator[tuple[str, str]]:
-    """The store's address and the group's name. The kind of store that was asked for wins over CROSSRAIL_STORE."""
+    """Address of the store and name of the group. ``--store`` takes precedence over CROSSRAIL_STORE."""
     where = options.placement
     known = (where.store or "tcp://").partition("://")[0]
     if options.store in (None, known):
         with where.rendezvous(context) as met:
             yield met
     elif where.world_size > 1:
-        raise UsageFailure(f"--store {options.store} for several nodes: say where it is, by CROSSRAIL_STORE")
+        raise UsageFailure(f"--store {options.store} on several nodes: give its address by CROSSRAIL_STORE")
     elif options.store == "etcd":
         with running_etcd() as address:
-            print_notice("a real etcd was started for this run")
+            print_notice("an etcd was started for this run")
             yield address, "bench"
     else:
         with Placement(where.num_processes).rendezvous(context) as met:
@@ -209,7 +209,7 @@ def _rendezvous(options: ControlOptions, context: crossrail.Context) -> Iterator
 
 
 def serve(parent: Parent, job: Message) -> None:
-    """Measures for each number of experts; rank 0 tells what all ranks found. Raises the library's errors."""
+    """Runs one rank; rank 0 reports the measurements of all ranks. Raises the library's errors."""
     work: dict[str, Any] = job["work"]
     context = crossrail.Context(**job["settings"])
     with join(job, context) as group:
@@ -236,10 +236,13 @@ def serve(parent: Parent, job: Message) -> None:
 
 @contextlib.contextmanager
 def running_etcd() -> Iterator[str]:
-    """The address of an etcd that is ready, as `etcd://host:port`. Raises Failure when it does not start."""
+    """Runs etcd on loopback, with data in a scratch folder; yields its address `etcd://host:port` once it is ready.
+
+    Raises Failure if it does not start.
+    """
     program = shutil.which("etcd")
     if program is None:
-        raise UsageFailure("etcd is not installed here: apt-get install etcd-server, or name one by CROSSRAIL_STORE")
+        raise UsageFailure("etcd is not installed: apt-get install etcd-server, or give an address by CROSSRAIL_STORE")
     with scratch_folder("crossrail-etcd-") as folder, contextlib.ExitStack() as stack:
         for attempt in range(ETCD_ATTEMPTS):
             started = _start_etcd(program, Path(folder, str(attempt)))
@@ -253,14 +256,14 @@ def running_etcd() -> Iterator[str]:
 
 
 def _start_etcd(program: str, folder: Path) -> tuple[Process, str] | None:
-    """One attempt; None: it ended at once, as it does when a port is taken."""
+    """One attempt to start etcd; None if it ended at once, as it does when a port is taken."""
     folder.mkdir()
     client, peer = (f"http://127.0.0.1:{port}" for port in _free_ports(2))
     command = [program, "--name=crossrail", f"--data-dir={folder / 'data'}", "--log-level=warn"]
     command += [f"--listen-client-urls={client}", f"--advertise-client-urls={client}"]
     command += [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"]
     command += [f"--initial-cluster=crossrail={peer}"]
-    # etcd tells when it is ready, as systemd's services do.
+    # etcd notifies NOTIFY_SOCKET when it is ready, like a systemd service.
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready, (folder / "said").open("wb") as said:
         ready.bind(str(folder / "ready"))
         environment = {"NOTIFY_SOCKET": str(folder / "ready")}
@@ -276,7 +279,7 @@ def _start_etcd(program: str, folder: Path) -> tuple[Process, str] | None:
 
 
 def _wait_ready(ready: socket.socket, process: Process, deadline: float) -> bool:
-    """Whether it became ready; it may end instead."""
+    """Whether etcd became ready; it may have ended instead."""
     ready.settimeout(0.1)
     while process.popen.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""How the command fails: one clear line on stderr, and an exit code that says whose fault it was."""
+"""Failures of the command: one line on stderr, and an exit code that tells bad usage from a failed run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
 ERROR = "crossrail: error: "
-"""How every line begins that says why the command failed."""
+"""The beginning of every line that reports why the command failed."""
 
 
 class Failure(Exception):
@@ -21,13 +21,13 @@ class Failure(Exception):
 
 
 class UsageFailure(Failure):
-    """The command line or a setting makes no sense: exit 2."""
+    """The command line or a setting is invalid: exit 2."""
 
     exit_code = EXIT_USAGE
 
 
 def exit_code_of(error: Exception) -> int:
-    """The exit code for an error of ours or of the library."""
+    """The exit code for an error of the command or of the library."""
     from crossrail import errors
 
     if isinstance(error, Failure):
@@ -36,10 +36,11 @@ def exit_code_of(error: Exception) -> int:
 
 
 def print_notice(text: str) -> None:
-    """One line of talk on stderr."""
-    print(f"crossrail: {text}\n", end="", file=sys.stderr, flush=True)  # one write: threads may talk at the same time
+    """Prints one line on stderr."""
+    # In one write, because several threads print at the same time.
+    print(f"crossrail: {text}\n", end="", file=sys.stderr, flush=True)
 
 
 def print_error(error: Exception | str) -> None:
-    """One line that says what failed and what to do about it."""
+    """Prints one line on stderr that says what failed and what to do about it."""
     print(ERROR + " ".join(str(error).split()), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`crossrail info`: what is here, what it can do, what is unusable, why, and the fix."""
+"""`crossrail info`: devices and transports, what they can do, and the reason and fix for those that are unusable."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class InfoOptions:
     parent: int | None = None
 
     def run(self) -> None:
-        """Prints the tables and writes the JSON that was asked for. Raises the library's errors and WriteError."""
+        """Prints the tables and, if requested, writes the JSON. Raises the library's errors and WriteError."""
         check_json(self.json)
         info = crossrail.Context().info()
         print_info(info, console(stderr=self.json == "-"))
@@ -68,10 +68,10 @@ def print_info(info: Info, to: Console) -> None:
 
 
 def print_cuda(cuda: CudaState, to: Console) -> None:
-    """Prints what CUDA has here, or why there is none and the fix; how near NICs are; what memory Crossrail takes."""
+    """Prints GPUs, their distance to NICs, and the memory taken for them; or why CUDA is unusable, and the fix."""
     if not cuda["present"]:
-        said = "; ".join(part for part in (cuda["reason"], cuda["fix"]) if part)
-        to.print(f"CUDA: not usable: {said or 'no reason was given'}\n", soft_wrap=True)
+        reason = "; ".join(part for part in (cuda["reason"], cuda["fix"]) if part)
+        to.print(f"CUDA: not usable: {reason or 'unknown reason'}\n", soft_wrap=True)
         return
     to.print(f"CUDA: driver for CUDA {cuda['driver']}\n")
     devices = table("GPUs", ["GPU", "name", "for", "PCI", "NUMA", "memory", "free", "bounce memory"], left=5)
@@ -83,33 +83,33 @@ def print_cuda(cuda: CudaState, to: Console) -> None:
     _print_affinity(cuda["devices"], to)
     _print_peer_access(cuda["peer_access"], to)
     cache = cuda["kernel_cache"]
-    kept = f"{format_bytes(cache['bytes'])} in {cache['folder']}" if cache else "no folder can be used"
+    kept = f"{format_bytes(cache['bytes'])} in {cache['folder']}" if cache else "no usable folder"
     to.print(f"kernel cache: {kept}", soft_wrap=True)
     compiler = cuda["compiler"] or f"none: {cuda['why_no_compiler']}; CROSSRAIL_UNPACK=d2d needs none"
     to.print(f"kernel compiler: {compiler}", soft_wrap=True)
     pinned = sum(gpu["bounce_bytes"] for gpu in cuda["devices"])
     to.print(
         f"memory taken for GPUs: {format_bytes(pinned)} of pinned host memory (CROSSRAIL_BOUNCE for each GPU, from its "
-        "first transfer on); of the GPUs' own none but what is allocated through Crossrail\n",
+        "first transfer on); no GPU memory except what is allocated through Crossrail\n",
         soft_wrap=True,
     )
 
 
 def _print_affinity(gpus: Sequence[CudaDevice], to: Console) -> None:
-    """How far each NIC is from each GPU; NICs of which nothing is known (virtual ones) are left out."""
+    """Prints the distance of each NIC to each GPU; NICs at unknown distance (virtual ones) are left out."""
     far = {(gpu["ordinal"], nic["name"]): nic["distance"] for gpu in gpus for nic in gpu["nics"]}
     known = list(dict.fromkeys(nic for (_, nic), distance in far.items() if distance != "unknown"))
     if not known:
-        to.print("GPU to NIC: the machine does not say which is near which\n")
+        to.print("GPU to NIC: the machine does not expose the distances\n")
         return
-    made = table("GPU to NIC: what a transfer passes between them", ["GPU", *known], left=1 + len(known))
+    made = table("GPU to NIC: distance on the PCI bus", ["GPU", *known], left=1 + len(known))
     for gpu in gpus:
         made.add_row(f"cuda:{gpu['ordinal']}", *(far.get((gpu["ordinal"], nic), "unknown") for nic in known))
     to.print(made)
 
 
 def _print_peer_access(access: Sequence[Sequence[bool]], to: Console) -> None:
-    """Which GPUs do not reach each other's memory."""
+    """Prints which GPUs cannot access each other's memory."""
     if len(access) < 2:
         return
     apart = [f"cuda:{a} to cuda:{b}" for a, row in enumerate(access) for b, reaches in enumerate(row) if not reaches]
@@ -122,12 +122,12 @@ def _gib(size: int | None) -> str:
 
 
 def _print_transports(info: Info, to: Console) -> None:
-    transports = table("transports", ["transport", "usable", "what it can do, or why it is out and the fix"], left=3)
+    transports = table("transports", ["transport", "usable", "capabilities, or why it is unusable and the fix"], left=3)
     for transport in info["transports"]:
-        said = transport["detail"]
+        detail = transport["detail"]
         if not transport["usable"]:
-            said = "; ".join(part for part in (transport["reason"], transport["fix"]) if part)
-        transports.add_row(transport["name"], "yes" if transport["usable"] else "no", Text(said, overflow="fold"))
+            detail = "; ".join(part for part in (transport["reason"], transport["fix"]) if part)
+        transports.add_row(transport["name"], "yes" if transport["usable"] else "no", Text(detail, overflow="fold"))
     to.print(transports)
 
 

@@ -1,4 +1,4 @@
-"""`crossrail bench mesh`: every GPU (or rank) with every other, each pair alone, then all at once."""
+"""`crossrail bench mesh`: transfers between every pair of GPUs (or ranks), each pair alone, then all at once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DEFAULT_SIZE = "64M"
 ITERS, WARMUP, WINDOW, SMALL, TRIPS = 10, 2, 4, 8, 1000
 
 LONG_S = 600.0
-"""A rank may wait so long for others that are measuring."""
+"""How long a rank may wait for others that are measuring."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,27 +60,27 @@ class MeshOptions(LinkOptions):
     pin: Pin = "none"
 
     def run(self) -> None:
-        """Measures and shows what came out at the first node. Raises Failure and the library's errors."""
+        """Measures, and shows the report on the first node. Raises Failure and the library's errors."""
         if self.placement.node == 0:
             show_report(self.json, lambda progress: _report(self, progress))
             return
         check_json(self.json)
         with Progress() as progress:
             _run(self, progress)
-        print_notice(f"done: the report is at node 0 of {self.placement.world_size}")
+        print_notice(f"done; node 0 of {self.placement.world_size} has the report")
 
 
 def add_arguments(parser: Parser) -> None:
     """Declares the options."""
     parser.set_defaults(outcome=_outcome)
     ranks = add_nodes(parser, RANKS, "--ranks")
-    gpus = "a rank for each of these GPUs of each node: cuda:0,cuda:1, or `all`; without it ranks move host memory"
+    gpus = "one rank per GPU of each node: cuda:0,cuda:1, or `all`; without it ranks transfer host memory"
     ranks.add_argument("--devices", metavar="GPUS", type=_devices, help=gpus)
     work = parser.add_argument_group("the work")
-    add_sizes(work, f"bytes of a message ({DEFAULT_SIZE})")
+    add_sizes(work, f"bytes per message ({DEFAULT_SIZE})")
     add_memory(work)
     add_iterations(work, ITERS, WARMUP)
-    add_window(work, f"messages that are under way to one rank at a time ({WINDOW})", WINDOW)
+    add_window(work, f"messages in flight to one rank ({WINDOW})", WINDOW)
     how = parser.add_argument_group("how it moves")
     add_links(how)
     add_secret_file(how, "all nodes")
@@ -99,13 +99,13 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
         if parsed.num_processes != RANKS:
             parser.error("--devices and --ranks exclude each other: each GPU is a rank")
         if parsed.memory is not None:
-            parser.error("--memory says which host memory is moved, and --devices that the GPUs' is")
+            parser.error("--memory selects host memory, but --devices selects GPU memory")
         if "cpu" in devices:
-            parser.error("--devices names GPUs; without it ranks move host memory")
+            parser.error("--devices names GPUs; without it ranks transfer host memory")
         if devices != "all":
             parsed.num_processes = len(devices)
     elif parsed.unpack is not None:
-        parser.error("--unpack says how data gets into GPU memory: give --devices too")
+        parser.error("--unpack applies to GPU memory only: give --devices too")
     if parsed.transport == "cuda_ipc" and devices is None:
         parser.error("--transport cuda_ipc is between GPUs: give --devices too")
     check_tcp(parser, parsed.transport, {"--rails": parsed.rails, "--channels": parsed.channels})
@@ -127,7 +127,7 @@ def _report(options: MeshOptions, progress: Progress) -> Report:
 
 
 def _run(options: MeshOptions, progress: Progress) -> tuple[Any, Mapping[int, Message]]:
-    """Where the ranks were, and what each of all nodes' measured (nothing on nodes but the first)."""
+    """The placement of the ranks and, on the first node, the measurements of all ranks."""
     context = options.context()
     where = options.placement
     devices = options.devices
@@ -136,8 +136,8 @@ def _run(options: MeshOptions, progress: Progress) -> tuple[Any, Mapping[int, Me
         where = dataclasses.replace(where, num_processes=len(known))
         devices = known
     if where.size < 2:
-        here = f"there is only {devices[0]} here" if devices else "this is 1 rank"
-        raise UsageFailure(f"a mesh is between two or more, and {here}")
+        only = f"only {devices[0]} is here" if devices else "this is 1 rank"
+        raise UsageFailure(f"a mesh needs two or more ranks, and {only}")
     found: dict[int, Message] = {}
     with where.rendezvous(context) as (store, group), Ranks() as ranks:
         progress.status(f"mesh: {where.size} ranks connect")
@@ -168,7 +168,7 @@ def _run(options: MeshOptions, progress: Progress) -> tuple[Any, Mapping[int, Me
                 elif message["event"] == ENDED:
                     left.discard(rank)
     if where.node == 0 and len(found) != where.size:
-        raise Failure(f"{len(found)} of {where.size} ranks said what they measured")
+        raise Failure(f"only {len(found)} of {where.size} ranks reported their measurements")
     return where, found
 
 
@@ -185,7 +185,7 @@ def _plan(options: MeshOptions) -> Message:
 
 
 def serve(parent: Parent, job: Message) -> None:
-    """Measures; rank 0 tells what all ranks found. Raises Failure and the library's errors."""
+    """Runs one rank; rank 0 reports the measurements of all ranks. Raises Failure and the library's errors."""
     pin_to(job["cpu"])
     context = crossrail.Context(**job["settings"])
     rank: int = job["rank"]
@@ -219,7 +219,7 @@ def serve(parent: Parent, job: Message) -> None:
 def _connected(
     group: crossrail.Group, worker: crossrail.Worker, require: str | None
 ) -> list[crossrail.Endpoint | None]:
-    """An endpoint to each rank, by number: the greater rank connects."""
+    """An endpoint to each rank, by number. Of two ranks the higher one connects."""
     group.publish("address", worker.address())
     addresses = group.collect("address")
     peers: list[crossrail.Endpoint | None] = [None] * group.size
@@ -229,13 +229,13 @@ def _connected(
         endpoint = worker.accept()
         number = endpoint.peer.removeprefix("rank ")
         if not number.isdecimal() or not group.rank < int(number) < group.size or peers[int(number)] is not None:
-            raise Failure(f"{endpoint.peer!r} connected, which is no rank that was to come")
+            raise Failure(f"{endpoint.peer!r} connected, which is not an expected rank")
         peers[int(number)] = endpoint
     return peers
 
 
 def _pair(pair: dict[str, Any], peers: list[crossrail.Endpoint | None]) -> dict[str, Any]:
-    """One pair's samples, with the rails that carried its data."""
+    """The samples of one pair, with the rails that carried its data."""
     endpoint = peers[pair["target"]]
     receipt = pair["receipt"]
     known = {rail_of(lane): lane["transport"] for lane in endpoint.lanes()} if endpoint is not None else {}
@@ -259,11 +259,12 @@ def _pair(pair: dict[str, Any], peers: list[crossrail.Endpoint | None]) -> dict[
 
 
 def _check(pair: dict[str, Any], rank: int, transport: str | None) -> None:
-    """Whoever asked for cuda_ipc does not want the figures of what stood in for it."""
+    """Raises Failure if cuda_ipc was required and another transport carried the data as a fallback."""
     used = {lane["transport"] for lane in pair["lanes"]}
     if transport == "cuda_ipc" and used - {"cuda_ipc"}:
         notes = "; ".join(pair["notes"]) or "see `crossrail info`"
-        raise Failure(f"{rank} -> {pair['target']} went over {', '.join(sorted(used))}, not over cuda_ipc: {notes}")
+        ways = ", ".join(sorted(used))
+        raise Failure(f"data from rank {rank} to {pair['target']} went over {ways}, not over cuda_ipc: {notes}")
 
 
 def _tick(parent: Parent) -> Any:

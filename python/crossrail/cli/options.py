@@ -1,4 +1,4 @@
-"""Options that several commands share, each declared once, and the settings that they stand for."""
+"""Options that several commands share, each declared once, and the settings they override."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Dtype = Literal["fp8", "bf16"]
 Pin = list[int] | Literal["auto", "none"]
 
 ROUNDS = 3
-"""Turns that ours and each peer take, unless told otherwise."""
+"""Default number of turns of Crossrail and of each peer."""
 
 UNPACK_MODES = ("kernel", "d2d", "host")
-"""The ways from bounce memory into the GPU's."""
+"""Methods to unpack chunks from bounce memory into GPU memory."""
 
 _SETTINGS = {
     "tls": "tls",
@@ -31,12 +31,12 @@ _SETTINGS = {
     "timeout": "timeout",
     "secret_file": "secret_file",
 }
-"""Attributes of options, and the settings that they override by the names of the settings declaration."""
+"""Attributes of options, and the settings they override, by their field names in the settings declaration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What every bench is given. What is None was not on the command line."""
+    """Options of every bench. None stands for an option that is not on the command line."""
 
     timeout: str | None = None
     secret_file: str | None = None
@@ -44,19 +44,22 @@ class RunOptions:
     parent: int | None = None
 
     def settings(self) -> dict[str, str]:
-        """The settings given on the command line, by the field names of the settings declaration."""
+        """The settings on the command line, by their field names in the settings declaration."""
         found = {setting: getattr(self, name, None) for name, setting in _SETTINGS.items()}
         return {setting: str(value) for setting, value in found.items() if value is not None}
 
     def context(self) -> crossrail.Context:
-        """A context by the environment and the command line, which wins. Raises the library's errors."""
+        """A context with the settings of the command line and the environment, in that order of precedence.
+
+        Raises the library's errors.
+        """
         settings: dict[str, Any] = dict(self.settings())
         return crossrail.Context(**settings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkOptions(RunOptions):
-    """What says over which links bytes move."""
+    """Options that select the links and configure how they carry data."""
 
     transport: str | None = None
     rails: str | None = None
@@ -66,24 +69,24 @@ class LinkOptions(RunOptions):
 
     @property
     def tls(self) -> str | None:
-        """The transports that ``--transport`` stands for."""
+        """The transports that ``--transport`` selects."""
         return tls_of(self.transport)
 
 
 def tls_of(transport: str | None) -> str | None:
-    """The transports that ``--transport`` stands for: cuda_ipc shares memory over the Unix socket that shm has."""
+    """The transports that ``--transport`` selects: cuda_ipc needs the Unix socket of shm to share memory."""
     names = (transport or "").split(",")
     return f"shm,{transport}" if "cuda_ipc" in names and "shm" not in names else transport
 
 
 def required(transport: str | None) -> str | None:
-    """What a connection must use, by ``--transport``; None when that leaves a choice."""
+    """The transports that a connection must use because of ``--transport``; None if it leaves a choice."""
     chosen = transport is not None and transport != "all" and not transport.startswith("^")
     return tls_of(transport) if chosen else None
 
 
 def check_tcp(parser: Parser, transport: str | None, options: Mapping[str, object]) -> None:
-    """Refuses options that only TCP has where ``--transport`` leaves it out."""
+    """Rejects options of TCP if ``--transport`` excludes it."""
     given = [name for name, value in options.items() if value is not None]
     names = required(transport)
     if given and names is not None and "tcp" not in names.split(","):
@@ -91,7 +94,7 @@ def check_tcp(parser: Parser, transport: str | None, options: Mapping[str, objec
 
 
 def fields_of(parsed: argparse.Namespace, *left_out: str) -> dict[str, Any]:
-    """What argparse found that was given, without its own names and those ``left_out``."""
+    """The parsed arguments that are not None, without argparse's own and those ``left_out``."""
     own = ("command", "outcome", "parser", *left_out)
     return {name: value for name, value in vars(parsed).items() if name not in own and value is not None}
 
@@ -101,16 +104,16 @@ def add_json(group: argparse._ArgumentGroup | Parser) -> None:
 
 
 def add_timeout(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--timeout", metavar="TIME", help="the longest any wait may take: 30s, 500ms, 2m")
+    group.add_argument("--timeout", metavar="TIME", help="maximum duration of any wait: 30s, 500ms, 2m")
 
 
 def add_secret_file(group: argparse._ArgumentGroup | Parser, owners: str) -> None:
-    text = f"the secret that {owners} share; needed beyond this machine"
+    text = f"the secret that {owners} share; required beyond this machine"
     group.add_argument("--secret-file", metavar="FILE", help=text)
 
 
 def add_transport(group: argparse._ArgumentGroup, known: str) -> None:
-    text = f"use these and no others, or fail: {known}, or a list A,B"
+    text = f"use only these, or fail: {known}, or a list A,B"
     group.add_argument("--transport", metavar="NAMES", help=text)
 
 
@@ -124,7 +127,7 @@ def add_links(group: argparse._ArgumentGroup) -> None:
     add_rails(group)
     group.add_argument("--chunk", metavar="SIZE", help="bytes that one lane carries at a time")
     group.add_argument("--channels", metavar="N", type=positive, help="connections per rail")
-    unpack = "how chunks get from bounce memory into the GPU's (kernel)"
+    unpack = "how chunks are copied from bounce memory into GPU memory (kernel)"
     group.add_argument("--unpack", choices=UNPACK_MODES, help=unpack)
 
 
@@ -138,9 +141,9 @@ def add_memory(group: argparse._ArgumentGroup) -> None:
 
 
 def add_iterations(group: argparse._ArgumentGroup, iters: int | None = None, warmup: int | None = None) -> None:
-    """Adds ``--iters`` and ``--warmup``. Without numbers what was not given is left to the command."""
+    """Adds ``--iters`` and ``--warmup``. Without defaults here, the command chooses them by size."""
     timed = "timed iterations" if iters is None else f"timed iterations ({iters})"
-    before = "iterations before those" if warmup is None else f"iterations before those ({warmup})"
+    before = "iterations before the timed ones" + ("" if warmup is None else f" ({warmup})")
     group.add_argument("--iters", metavar="N", type=positive, default=iters, help=timed)
     group.add_argument("--warmup", metavar="N", type=count, default=warmup, help=before)
 
@@ -160,23 +163,23 @@ def add_device_kind(group: argparse._ArgumentGroup, text: str, default: Device |
 def add_tokens(
     group: argparse._ArgumentGroup, least: Callable[[str], int], defaults: Mapping[str, Any], *, preset: bool
 ) -> None:
-    """Adds the shape of an exchange. With a ``preset`` that may set it, what was not given is left to the command."""
+    """Adds the shape of an exchange. If a ``preset`` may set it, missing options stay None."""
 
     def default(name: str) -> Any:
         return None if preset else defaults[name]
 
-    tokens = f"tokens of each rank ({defaults['tokens']})"
+    tokens = f"tokens per rank ({defaults['tokens']})"
     group.add_argument("--tokens", metavar="T", type=least, default=default("tokens"), help=tokens)
-    hidden = f"values of a token ({defaults['hidden']})"
+    hidden = f"elements per token ({defaults['hidden']})"
     group.add_argument("--hidden", metavar="H", type=positive, default=default("hidden"), help=hidden)
-    topk = f"experts of a token ({defaults['topk']})"
+    topk = f"experts per token ({defaults['topk']})"
     group.add_argument("--topk", metavar="K", type=positive, default=default("topk"), help=topk)
-    dtype = f"what dispatch carries ({defaults['dtype']}); combine carries bf16"
+    dtype = f"type of the rows that dispatch sends ({defaults['dtype']}); combine sends bf16"
     group.add_argument("--dtype", choices=("fp8", "bf16"), default=default("dtype"), help=dtype)
 
 
 def add_compare(group: argparse._ArgumentGroup, known: Collection[str], more: str = "") -> None:
-    """Adds ``--compare`` with the peers that are ``known``, and ``--rounds``."""
-    text = f"run these too, alternating, and print ratios: {more or ','.join(known)}"
+    """Adds ``--compare`` with the ``known`` peers, and ``--rounds``."""
+    text = f"also run these, alternating, and print ratios: {more or ','.join(known)}"
     group.add_argument("--compare", metavar="NAMES", type=names_of(known, "peer"), help=text)
-    group.add_argument("--rounds", metavar="N", type=positive, help=f"turns that ours and each peer take ({ROUNDS})")
+    group.add_argument("--rounds", metavar="N", type=positive, help=f"turns of Crossrail and of each peer ({ROUNDS})")

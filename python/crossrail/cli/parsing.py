@@ -1,4 +1,4 @@
-"""The parser of every command line, and the types of values on it: sizes, numbers, devices, names, addresses."""
+"""The argument parser, and the types of option values: sizes, numbers, devices, names, addresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import crossrail
 from .failure import EXIT_USAGE, Failure, UsageFailure, print_error
 
 EPILOG = """\
-exit codes: 0 ok, 1 the run failed or data did not verify, 2 bad usage.
+exit codes: 0 success, 1 the run failed or data did not verify, 2 bad usage.
 Settings (CROSSRAIL_...) are listed by `crossrail info`."""
 
 
@@ -24,21 +24,21 @@ _ADDRESS_FORM = "write HOST, HOST:PORT, or [IPV6]:PORT"
 
 
 class Command(Protocol):
-    """A command line, parsed: typed options that can be carried out."""
+    """A parsed command line: typed options, and how to run them."""
 
     @property
     def parent(self) -> int | None:
-        """The process that this one must not outlive, if it was started by another of the command's."""
+        """The process that started this one and that it must not outlive, if that is another process of the command."""
 
     def run(self) -> None:
-        """Carries it out. Raises Failure, WriteError, OSError and the library's errors."""
+        """Runs the command. Raises Failure, WriteError, OSError and the library's errors."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like every other error of the command.
+    """A parser that reports errors as one line, like every other error of the command.
 
-    It is filled when it is first used, so that a command loads what it needs and not what the others do. Of nested
-    parsers the innermost that took part is `parser` in what was found.
+    ``fill`` declares its options when it is first used, so that only the module of the chosen command is loaded. The
+    attribute `parser` of the parsed arguments is the innermost parser that took part.
     """
 
     def __init__(self, *, fill: Callable[[Parser], None] | None = None, **options: Any) -> None:
@@ -58,13 +58,13 @@ class Parser(argparse.ArgumentParser):
 
 
 class Outcome(Protocol):
-    """Makes a command of what argparse found; tells `parser` what makes no sense."""
+    """Makes a command of the parsed arguments; reports to `parser` which of them are invalid together."""
 
     def __call__(self, parser: Parser, parsed: argparse.Namespace) -> Command: ...
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-"""Where parsers of commands are added. Each has the default `outcome`, an :class:`Outcome`."""
+"""Parsers of commands are added here. Each has the default `outcome`, an :class:`Outcome`."""
 
 
 def size_list(text: str) -> list[int]:
@@ -100,12 +100,12 @@ _DEVICE = re.compile(r"cuda(?::([0-9]{1,3}))?")
 
 
 def device(text: str) -> str:
-    """A place of memory: `cpu`, or a GPU as `cuda:0`; `cuda` is the first."""
+    """A device that has memory: `cpu`, or a GPU such as `cuda:0`; `cuda` is the first GPU."""
     found = _DEVICE.fullmatch(text.strip())
     if text.strip() == "cpu":
         return "cpu"
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no device; known: cpu, cuda, cuda:N (N from 0)")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; known: cpu, cuda, cuda:N (N from 0)")
     return f"cuda:{int(found.group(1) or 0)}"
 
 
@@ -115,38 +115,38 @@ def device_list(text: str) -> list[str]:
 
 
 def names_of(known: Collection[str], what: str) -> Callable[[str], list[str]]:
-    """The type of a list `A,B` of names that are ``known``, each kept once; ``what`` one of them is."""
+    """The type of a list `A,B` of ``known`` names, without duplicates; ``what`` is the word for one in errors."""
 
     def parse(text: str) -> list[str]:
         names = text.split(",")
         unknown = [name for name in names if name not in known]
         if unknown:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no {what}; known: {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a {what}; known: {', '.join(known)}")
         return list(dict.fromkeys(names))
 
     return parse
 
 
 def pin(text: str) -> list[int] | str:
-    """Processors, or `auto` or `none`."""
+    """A list of processors, or `auto` or `none`."""
     if text in ("auto", "none"):
         return text
     return [number_of(part, 0) for part in text.split(",")]
 
 
 def parse_address(text: str, default_host: str = "127.0.0.1", default_port: int = DEFAULT_PORT) -> tuple[str, int]:
-    """Host and port of ``text``; what is left out is ``default_host`` and ``default_port``.
+    """Host and port of ``text`` (HOST, HOST:PORT, :PORT or [IPV6]:PORT); defaults stand for missing parts.
 
-    Raises UsageFailure for what is no address.
+    Raises UsageFailure for anything else.
     """
     host, port_text = _split(text.strip())
     if host.isdigit():
         form = _ADDRESS_FORM.removeprefix("write ")
-        raise UsageFailure(f"{text!r}: {host} is a number alone, no host; for a port write :{host}, else {form}")
+        raise UsageFailure(f"{text!r}: {host} is a number, not a host; for a port write :{host}, else {form}")
     if not port_text:
         return host or default_host, default_port
     if not (port_text.isascii() and port_text.isdigit() and int(port_text) < 1 << 16):
-        raise UsageFailure(f"{text!r}: {port_text!r} is no port; {_ADDRESS_FORM}, port 0 to 65535")
+        raise UsageFailure(f"{text!r}: {port_text!r} is not a port; {_ADDRESS_FORM}, port 0 to 65535")
     return host or default_host, int(port_text)
 
 
@@ -154,7 +154,7 @@ def _split(text: str) -> tuple[str, str]:
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         if not bracket or not host or (rest and not rest.startswith(":")):
-            raise UsageFailure(f"{text!r} is no address; {_ADDRESS_FORM}")
+            raise UsageFailure(f"{text!r} is not an address; {_ADDRESS_FORM}")
         return host, rest[1:]
     if text.count(":") > 1:
         return text, ""
@@ -168,12 +168,12 @@ def resolve(text: str, default_host: str = "127.0.0.1", default_port: int = DEFA
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise Failure(f"{host} does not resolve: {error.strerror}; check the name, or give the address") from error
+        raise Failure(f"{host} does not resolve: {error.strerror}; check the name, or give an address") from error
     return join(str(found[0][4][0]), port)
 
 
 def join(host: str, port: int) -> str:
-    """``host:port`` as text, IPv6 in brackets."""
+    """The text ``host:port``, with brackets around IPv6."""
     try:
         version = ipaddress.ip_address(host.partition("%")[0]).version
     except ValueError:

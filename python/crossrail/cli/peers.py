@@ -1,7 +1,7 @@
-"""Other programs that do the same work, run in the same run: ucx_perftest and iperf3.
+"""Peers of the benches of two ends, measured in the same run: ucx_perftest and iperf3.
 
-A peer's server is started at the listening end and its client at the driving end, each in that end's network namespace
-and on that end's processor. Both run once per round and are gone afterwards.
+The server of a peer is started by the listening end and its client by the driving end, each in the network namespace
+and on the processor of that end. Both run once per round and have ended afterwards.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _LISTENING = "0A"
 
 
 class PeerFailure(Failure):
-    """A peer did not give a figure; the text says which, at what, and its own words."""
+    """A peer has no figure; the text names the peer and the operation, and quotes its output."""
 
 
 @dataclass(frozen=True)
 class PeerJob:
-    """What a peer is to do, in terms that both ends understand; it travels to the listening end as JSON.
+    """One measurement by a peer, which is sent to the listening end as JSON.
 
-    ``hosts``: addresses at which iperf3 listens, one stream each; UCX uses the first for its handshake alone.
-    ``devices``: the interfaces UCX may use (none: its own choice).
+    ``hosts`` are the addresses at which iperf3 listens, one stream each; UCX uses the first for its handshake only.
+    ``devices`` are the interfaces that UCX may use; if there are none, it chooses by itself.
     """
 
     peer: str
@@ -57,19 +57,19 @@ class PeerJob:
 
     @staticmethod
     def from_message(message: Mapping[str, Any]) -> PeerJob:
-        """Reads and checks what the other end sent. Raises Failure for anything that is not such work."""
+        """Parses and checks what the other end sent. Raises Failure if it is not a valid job."""
         try:
             work = PeerJob(**message)
         except TypeError as error:
-            raise Failure(f"the other end asked for peer work that is not understood: {error}") from None
+            raise Failure(f"the other end sent a malformed job for a peer: {error}") from None
         if not isinstance(work.hosts, list) or not isinstance(work.devices, list):
-            raise Failure("the other end asked for peer work that is not understood")
+            raise Failure("the other end sent a malformed job for a peer: hosts and devices must be lists")
         names = [*work.hosts, *work.devices]
         counts = [work.size, work.iterations, work.seconds]
         sane = all(isinstance(name, str) and _NAME.fullmatch(name) for name in names) and bool(work.hosts)
         sane = sane and all(type(count) is int and count > 0 for count in counts)
         if work.peer not in KNOWN or not sane or not 0 < work.timeout <= LONGEST_S:
-            raise Failure("the other end asked for peer work that makes no sense")
+            raise Failure("the other end sent an invalid job for a peer")
         return work
 
 
@@ -93,7 +93,7 @@ def missing(peer: str) -> UsageFailure | None:
 
 
 def version(peer: str) -> str:
-    """The version a peer states of itself, or ``unknown``."""
+    """The version that a peer reports, or ``unknown``."""
     command = {"ucx": ["ucx_info", "-v"], "iperf3": ["iperf3", "--version"]}[peer]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -104,18 +104,18 @@ def version(peer: str) -> str:
 
 
 def unsuited(peer: str, what: str, transport: str) -> str | None:
-    """Why a peer has no figure for this work, or None when it has."""
+    """Why a peer cannot measure this, or None if it can."""
     if peer == "iperf3" and what == "latency":
         return "iperf3 measures no latency"
     if peer == "iperf3" and transport != "tcp":
-        return f"iperf3 moves bytes over TCP only, and this went over {transport}"
+        return f"iperf3 only supports TCP, and this measurement used {transport}"
     if peer == "ucx" and transport not in ("shm", "tcp"):
-        return f"UCX has no setting that is the same as {transport}"
+        return f"UCX has no setting equivalent to {transport}"
     return None
 
 
 def describe(work: PeerJob) -> str:
-    """How the peer was run, for the report."""
+    """The command line of the peer, for the report."""
     if work.peer == "iperf3":
         zerocopy = " -Z" if work.zerocopy else ""
         return f"iperf3{zerocopy}, {max(len(work.hosts), 1)} at once, {work.seconds} s each"
@@ -126,7 +126,7 @@ def describe(work: PeerJob) -> str:
 
 @contextlib.contextmanager
 def servers(work: PeerJob) -> Iterator[list[int]]:
-    """The peer's servers at this end, ready when entered; gives their ports. Raises PeerFailure."""
+    """Starts the peer's servers at this end and yields their ports once they listen. Raises PeerFailure."""
     with contextlib.ExitStack() as stack:
         yield [_start_server(stack, work, host) for host in (work.hosts if work.peer == "iperf3" else work.hosts[:1])]
 
@@ -143,12 +143,12 @@ def _start_server(stack: contextlib.ExitStack, work: PeerJob, host: str) -> int:
     while not _listens(process.popen.pid, port):
         if process.popen.poll() is not None or time.monotonic() > deadline:
             raise PeerFailure(f"{command[0]} did not start listening on port {port}: {_last_words(process)}")
-        time.sleep(0.01)  # another program's port: the kernel offers no event to wait for
+        time.sleep(0.01)  # the kernel has no event for another process's port
     return port
 
 
 def run_client(work: PeerJob, ports: Sequence[int]) -> Figure:
-    """Runs the peer's client(s) against servers that listen on ``ports``. Raises PeerFailure."""
+    """Runs the peer's clients against the servers on ``ports``. Raises PeerFailure."""
     if work.peer == "ucx":
         return _run_ucx(work, ports[0])
     with contextlib.ExitStack() as stack:
@@ -183,7 +183,7 @@ def _run_ucx(work: PeerJob, port: int) -> Figure:
 
 
 def parse_ucx(output: str, what: str) -> Figure:
-    """Reads ``ucx_perftest -f -v``. Its latency is half a round trip in us; its "MB" are 2^20 bytes."""
+    """Parses the output of ``ucx_perftest -f -v``: latency is half a round trip in us, and "MB" is 2^20 bytes."""
     rows = [line for line in csv.reader(output.splitlines()) if line]
     header = next((index for index, line in enumerate(rows) if line[0] == "iterations"), None)
     if header is None or header + 1 >= len(rows) or len(rows[header + 1]) < len(rows[header]):
@@ -194,11 +194,11 @@ def parse_ucx(output: str, what: str) -> Figure:
             return Figure(p50_us=float(figures["50.0_percentile_lat"]), avg_us=float(figures["overall_lat"]))
         return Figure(gb_per_s=float(figures["overall_bw"]) * _MIB / 1e9)
     except (KeyError, ValueError) as error:
-        raise PeerFailure(f"ucx_perftest printed something else than expected ({error}): {_clip(output)}") from error
+        raise PeerFailure(f"ucx_perftest printed unexpected output ({error}): {_clip(output)}") from error
 
 
 def parse_iperf3(output: str) -> float:
-    """Reads ``iperf3 -J``: what the receiver got, in GB/s."""
+    """Parses the output of ``iperf3 -J``: the rate at the receiver, in GB/s."""
     try:
         result = json.loads(output)
     except ValueError as error:
@@ -236,7 +236,7 @@ def _output(client: Process, name: str, deadline: float) -> str:
     try:
         out, error = client.popen.communicate(timeout=max(deadline - time.monotonic(), 0.01))
     except subprocess.TimeoutExpired:
-        raise PeerFailure(f"{name} did not finish in time; it was ended") from None
+        raise PeerFailure(f"{name} did not finish in time and was killed") from None
     text = out.decode(errors="replace")
     if client.popen.returncode != 0 and not text.strip().startswith("{"):
         raise PeerFailure(f"{name} failed ({client.popen.returncode}): {_clip(error.decode(errors='replace') or text)}")
@@ -246,7 +246,7 @@ def _output(client: Process, name: str, deadline: float) -> str:
 def _last_words(process: Process) -> str:
     process.popen.kill()
     out, error = process.popen.communicate()
-    return _clip((error or out).decode(errors="replace")) or "it said nothing"
+    return _clip((error or out).decode(errors="replace")) or "it printed nothing"
 
 
 def _clip(text: str) -> str:
@@ -265,7 +265,7 @@ def _free_port(host: str) -> int:
 
 
 def _listens(pid: int, port: int) -> bool:
-    """Whether ``port`` is listened on in the namespace of process ``pid``; to connect would disturb it."""
+    """Whether a socket listens on ``port`` in the namespace of process ``pid``. A connection would disturb the peer."""
     wanted = f"{port:04X}"
     for table in ("tcp", "tcp6"):
         try:

@@ -1,7 +1,7 @@
-"""Where the ranks of a group run: how many this command starts, on which processors and GPUs, and where all meet.
+"""Placement of the ranks of a group: how many this command starts, their processors and GPUs, and the group's store.
 
-One command starts the ranks of one node. With several nodes the command runs once on each, all with the same options
-but for the node's own number; the first hosts the store that they meet at.
+One command starts the ranks of one node. With several nodes, the command runs once on each, with the same options
+except for the number of the node; the first node hosts the store.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import crossrail
+from crossrail._native import StoreServer
 
 from .failure import Failure, UsageFailure, print_notice
 from .options import Pin
@@ -23,14 +24,15 @@ from .parsing import STORE_PORT, Parser, count, join, positive, resolve
 MOST_RANKS = 1024
 
 NODE_OPTIONS = ("num_processes", "world_size", "rank", "master_addr", "master_port", "what")
-"""What `add_nodes` puts beside other options into what argparse finds; `placement` reads it."""
+"""Names of the parsed arguments that `add_nodes` declares and `placement` reads."""
 
 
 @dataclass(frozen=True)
 class Placement:
     """``num_processes`` ranks on each of ``world_size`` nodes, of which this is number ``node``.
 
-    ``store``: where they meet, or None for a store that this command starts for itself. ``said``: what said so.
+    ``store`` is the address of their store, or None if this command starts one for itself. ``source`` names the
+    variables that these values were read from.
     """
 
     num_processes: int
@@ -42,7 +44,7 @@ class Placement:
 
     @property
     def size(self) -> int:
-        """The ranks of all nodes."""
+        """Number of ranks on all nodes."""
         return self.num_processes * self.world_size
 
     @property
@@ -51,31 +53,32 @@ class Placement:
         return range(self.node * self.num_processes, (self.node + 1) * self.num_processes)
 
     def node_label(self, rank: int, emulated: int = 1) -> str | None:
-        """The node that ``rank`` says it is on: each command's own, in ``emulated`` equal parts; None: the machine."""
+        """The node name of ``rank``, or None for the name of the machine.
+
+        Every command is a node of its own, which is divided into ``emulated`` equal ones.
+        """
         if self.world_size == 1 and emulated == 1:
             return None
         part = rank % self.num_processes * emulated // self.num_processes
         return f"node {self.node * emulated + part}"
 
     def announce(self, store: str) -> None:
-        """Says which of several nodes this is, and where all meet."""
+        """Prints which of several nodes this is, and the address of the store."""
         if self.world_size > 1:
             print_notice(f"node {self.node} of {self.world_size}, store {store} ({self.source or 'options'})")
 
     def member(self, rank: int, store: str, group: str, emulated: int = 1) -> dict[str, Any]:
-        """What a rank must know to join the group, as `rank_process.join` takes it."""
+        """The part of a rank's job that `rank_process.join` needs."""
         node = self.node_label(rank, emulated)
         return {"rank": rank, "size": self.size, "node": node, "store": store, "group": group}
 
     @contextlib.contextmanager
     def rendezvous(self, context: crossrail.Context) -> Iterator[tuple[str, str]]:
-        """The store's address and a name for the group; the store runs meanwhile if it is this command's.
+        """Address of the store and name of the group. A store that this command hosts runs until the context ends.
 
         Raises the library's errors.
         """
-        from crossrail._native import StoreServer
-
-        # Runs of several nodes must agree on the name; others share a store without getting into each other's way.
+        # Commands on several nodes must agree on the name; independent runs that share a store must not collide.
         name = "bench" if self.world_size > 1 else f"bench-{secrets.token_hex(4)}"
         if not self.hosts_store:
             assert self.store is not None
@@ -87,24 +90,24 @@ class Placement:
 
 
 def add_nodes(parser: argparse.ArgumentParser, processes: int, *others: str) -> argparse._ArgumentGroup:
-    """Adds the options that say how many ranks there are (``others``: other names) and where; gives their group."""
-    group = parser.add_argument_group("the ranks (without the last four all of them run here)")
-    ranks = f"ranks on each node ({processes})"
+    """Adds the options for the number of ranks (``others``: aliases of its name) and nodes; returns their group."""
+    group = parser.add_argument_group("the ranks (without the last four options all of them run here)")
+    ranks = f"ranks per node ({processes})"
     group.add_argument(*others, "--num-processes", dest="num_processes", metavar="N", type=positive, help=ranks)
     parser.set_defaults(num_processes=processes)
     group.add_argument(
-        "--world-size", metavar="N", type=positive, help="nodes, the command runs once on each (WORLD_SIZE)"
+        "--world-size", metavar="N", type=positive, help="number of nodes; the command runs once on each (WORLD_SIZE)"
     )
     group.add_argument("--rank", metavar="N", type=count, help="the number of this node (RANK)")
     group.add_argument("--master-addr", metavar="HOST", help="node 0, which hosts the store (MASTER_ADDR)")
-    port = f"the store's port there ({STORE_PORT}; MASTER_PORT + 1, as a launcher's own store has MASTER_PORT)"
+    port = f"port of the store ({STORE_PORT}; or MASTER_PORT + 1, because a launcher's store uses MASTER_PORT)"
     group.add_argument("--master-port", metavar="PORT", type=positive, help=port)
     return group
 
 
 def placement(parser: Parser, parsed: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Placement:
-    """What the options and, for those not given, the environment say. A mistake ends in `parser.error`."""
-    said: list[str] = []
+    """The placement by the options or, where they are missing, the environment. Mistakes end in `parser.error`."""
+    read: list[str] = []
 
     def number(option: int | None, variable: str, least: int) -> int | None:
         if option is not None:
@@ -114,7 +117,7 @@ def placement(parser: Parser, parsed: argparse.Namespace, environment: Mapping[s
             return None
         if not (text.isascii() and text.isdigit() and least <= int(text) < 1 << 16):
             parser.error(f"{variable}={text!r} is not a whole number from {least} to 65535")
-        said.append(f"{variable}={text}")
+        read.append(f"{variable}={text}")
         return int(text)
 
     nodes = number(parsed.world_size, "WORLD_SIZE", 1) or 1
@@ -125,48 +128,52 @@ def placement(parser: Parser, parsed: argparse.Namespace, environment: Mapping[s
         parser.error(f"{parsed.num_processes} ranks on each of {nodes} nodes are more than {MOST_RANKS}")
     external = environment.get("CROSSRAIL_STORE")
     if external:
-        return Placement(parsed.num_processes, nodes, node, external, False, " ".join([*said, "CROSSRAIL_STORE"]))
+        return Placement(parsed.num_processes, nodes, node, external, False, " ".join([*read, "CROSSRAIL_STORE"]))
     if nodes == 1:
-        return Placement(parsed.num_processes, source=" ".join(said))
+        return Placement(parsed.num_processes, source=" ".join(read))
     address = parsed.master_addr or environment.get("MASTER_ADDR")
     if address is None:
-        parser.error(f"{nodes} nodes meet at node 0: give its address with --master-addr (MASTER_ADDR)")
+        parser.error(f"{nodes} nodes need the address of node 0: give it with --master-addr (MASTER_ADDR)")
     launcher = None if parsed.master_port is not None else number(None, "MASTER_PORT", 1)
     port = parsed.master_port or (STORE_PORT if launcher is None else launcher + 1)
     store = f"tcp://{resolve(join(address, port))}"
-    return Placement(parsed.num_processes, nodes, node, store, node == 0, " ".join(said))
+    return Placement(parsed.num_processes, nodes, node, store, node == 0, " ".join(read))
 
 
 def known_gpus(context: crossrail.Context, wanted: Sequence[str] | str) -> list[str]:
-    """The GPUs that ``wanted`` names (``all``: every one), as ``cuda:N``.
+    """The GPUs that ``wanted`` names (``all``: every GPU), as ``cuda:N``.
 
-    Raises Failure where there is none, with the reason and what would help; UsageFailure for one that is not there.
+    Raises Failure with the reason and the fix if no GPU is usable, and UsageFailure for a GPU that does not exist.
     """
     cuda = context.info()["cuda"]
     known = [f"cuda:{device['ordinal']}" for device in cuda["devices"]]
     if not known:
-        said = "; ".join(part for part in (cuda["reason"], cuda["fix"]) if part)
-        raise Failure(f"no GPU can be used: {said or 'none is here'}")
+        reason = "; ".join(part for part in (cuda["reason"], cuda["fix"]) if part)
+        raise Failure(f"no GPU can be used: {reason or 'this machine has none'}")
     if wanted == "all":
         return known
     for name in wanted:
         if name != "cpu" and name not in known:
-            raise UsageFailure(f"{name} is not here; known: {', '.join(known)}")
+            raise UsageFailure(f"{name} does not exist here; known: {', '.join(known)}")
     return list(wanted)
 
 
 def one_gpu_each(where: Placement, context: crossrail.Context, every: bool) -> Placement:
-    """Ranks with a GPU each: as many as there are GPUs if ``every``. Raises as `known_gpus`."""
+    """A placement with one GPU per rank; if ``every``, with a rank for every GPU. Raises as `known_gpus`."""
     gpus = known_gpus(context, "all")
     if every:
         where = replace(where, num_processes=len(gpus))
     if where.num_processes > len(gpus):
-        raise UsageFailure(f"{where.num_processes} ranks need a GPU each, and there are {len(gpus)} here")
+        number = "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+        raise UsageFailure(f"{where.num_processes} ranks need one GPU each, and this machine has {number}")
     return where
 
 
 def shared_gpus(where: Placement, context: crossrail.Context, every: bool) -> tuple[Placement, tuple[str, ...]]:
-    """Ranks and each one's GPU: as many as there are GPUs if ``every``; of more, several are on one. Raises Failure."""
+    """A placement and the GPU of each rank; if ``every``, with a rank for every GPU. Several ranks may share a GPU.
+
+    Raises as `known_gpus`.
+    """
     gpus = known_gpus(context, "all")
     if every:
         where = replace(where, num_processes=len(gpus))
@@ -174,7 +181,7 @@ def shared_gpus(where: Placement, context: crossrail.Context, every: bool) -> tu
 
 
 def cpu_of(wanted: Pin, index: int, count: int) -> int | None:
-    """The processor of one of ``count`` processes here, or None for any: one each, where there are as many.
+    """The processor to pin one of ``count`` processes to, or None: one each, if there are enough.
 
     Raises UsageFailure for a processor that this process may not use.
     """
@@ -193,6 +200,6 @@ def checked_cpu(cpu: int) -> int:
 
 
 def pin_to(cpu: int | None) -> None:
-    """Keeps this thread, and those it starts later, on one processor; None: leaves it as it is."""
+    """Pins this thread, and those it starts later, to one processor; None leaves the affinity unchanged."""
     if cpu is not None:
         os.sched_setaffinity(0, {cpu})

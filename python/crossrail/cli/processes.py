@@ -1,4 +1,4 @@
-"""Other processes: started bound to this one's life, waited for within bounds, always reaped."""
+"""Child processes: they die with this one, are waited for with timeouts, and are always reaped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 Message = dict[str, Any]
-"""What processes of the command send each other: an object of JSON."""
+"""A message between processes of the command: a JSON object."""
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -27,13 +27,13 @@ _folders: set[str] = set()
 _guard = threading.Lock()
 
 from_parent: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-"""The lines that came on stdin since :func:`live_with_parent`."""
+"""The lines received on stdin since :func:`live_with_parent`."""
 
 
 class Process:
-    """A process that ends with this one, whatever happens: the kernel kills it when its starter dies.
+    """A process that ends with this one in any case: the kernel kills it when its parent dies.
 
-    A context manager: leaving it kills what still runs, and reaps it.
+    As a context manager, it is killed if it still runs, and reaped, at the end of the block.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class Process:
         stdout: int | IO[bytes] = subprocess.PIPE,
         stderr: int | IO[bytes] = subprocess.PIPE,
     ) -> None:
-        """Starts ``command``. Raises OSError when it cannot be started."""
-        starter = os.getpid()
+        """Starts ``command``. Raises OSError if it cannot be started."""
+        parent = os.getpid()
         self.popen = subprocess.Popen(
             list(command),
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
             env=None if environment is None else {**os.environ, **environment},
-            # Between fork and exec, so that no moment is left in which the starter could die unnoticed. It calls two
-            # system calls and takes no lock that another thread could hold.
-            preexec_fn=lambda: _die_with(starter),
+            # Between fork and exec, so that the parent cannot die unnoticed in between. It makes two system calls and
+            # takes no lock that another thread could hold.
+            preexec_fn=lambda: _die_with(parent),
         )
         with _guard:
             _running.add(self)
@@ -67,7 +67,7 @@ class Process:
         self.stop()
 
     def stop(self, grace: float = 0.0) -> None:
-        """Lets the process end by itself for ``grace`` seconds, then kills it; reaps it either way."""
+        """Waits ``grace`` seconds for the process to end, then kills it; reaps it either way."""
         try:
             self.popen.wait(grace)
         except subprocess.TimeoutExpired:
@@ -84,7 +84,7 @@ class Process:
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str, *, in_memory: bool = False) -> Iterator[str]:
-    """A folder for what another program leaves behind; gone afterwards, after an early exit too."""
+    """A folder for files of another program, removed afterwards, also by an early exit (`kill_all`)."""
     folder = tempfile.mkdtemp(prefix=prefix, dir="/dev/shm" if in_memory and Path("/dev/shm").is_dir() else None)
     with _guard:
         _folders.add(folder)
@@ -97,7 +97,7 @@ def scratch_folder(prefix: str, *, in_memory: bool = False) -> Iterator[str]:
 
 
 def kill_all() -> None:
-    """Kills and reaps every process that still runs and removes its folders: the last thing before an early exit."""
+    """Kills and reaps every process that still runs and removes scratch folders: the last step before an early exit."""
     with _guard:
         left = list(_running)
     for process in left:
@@ -110,18 +110,18 @@ def kill_all() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _die_with(starter: int) -> None:
-    """Has the kernel kill this process together with the thread that started it."""
+def _die_with(parent: int) -> None:
+    """Has the kernel kill this process when the thread that started it ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != starter:
+    if os.getppid() != parent:
         os._exit(1)
 
 
 def live_with_parent(parent: int) -> None:
-    """Ends this process when the process ``parent`` that started it ends, however that happens.
+    """Ends this process when the process ``parent`` that started it ends, for whatever reason.
 
-    Twice over: the kernel sends SIGKILL, and the end of stdin (a pipe from the parent) is watched for, which also works
-    where the parent is of another thread or namespace. SIGINT is left to the parent, which ends this process itself.
+    In two ways: the kernel sends SIGKILL; and a thread watches for the end of stdin, a pipe from the parent, which also
+    works if the parent is in another thread or namespace. SIGINT is ignored: the parent ends this process itself.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with(parent)
@@ -136,7 +136,7 @@ def _exit_with_stdin() -> None:
 
 
 def read_line(stream: IO[bytes], timeout: float) -> bytes | None:
-    """One line from a pipe: ``b""`` at its end, None when ``timeout`` seconds pass before one is there."""
+    """Reads one line from a pipe: ``b""`` at its end, None if there is none within ``timeout`` seconds."""
     import select
 
     descriptor = stream.fileno()

@@ -1,4 +1,4 @@
-"""Rails: what the lanes of one device carry together."""
+"""Rails: the lanes of one device, counted together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from crossrail.records import LaneReport, LaneShare
 from crossrail.report import Lane
 
 _LANE_OF_RAIL = re.compile(r"(#[0-9]+|:messages)$")
-"""What the name of a lane has after its rail's: the connection's number, or what it is for."""
+"""Suffix of a lane's name behind the name of its rail: the number of the connection, or its purpose."""
 
 
 def rail_of(lane: LaneReport | LaneShare) -> str:
@@ -19,7 +19,7 @@ def rail_of(lane: LaneReport | LaneShare) -> str:
 
 
 def rails_of(lanes: Sequence[LaneShare]) -> list[Lane]:
-    """What each rail carried of one transfer, from what its lanes did."""
+    """The share of each rail in one transfer, summed over its lanes."""
     total = sum(lane["bytes"] for lane in lanes)
     found = []
     for rail in dict.fromkeys(rail_of(lane) for lane in lanes):
@@ -38,7 +38,7 @@ def rails_of(lanes: Sequence[LaneShare]) -> list[Lane]:
 
 
 def line_rate(rail: str) -> float | None:
-    """What a physical interface says its line carries, in GB/s. Virtual ones state a number that means nothing."""
+    """Line rate of a physical interface, in GB/s. None for virtual ones, whose stated rate means nothing."""
     device = rail.partition("/")[2]
     folder = Path("/sys/class/net", device)
     if not device or "/" in device or not (folder / "device").exists():

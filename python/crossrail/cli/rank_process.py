@@ -1,4 +1,4 @@
-"""A rank's own side: the process that `Ranks` starts (not meant to be called by hand), and how it joins its group."""
+"""The process of one rank, which `Ranks` starts (not meant to be called by hand), and how it joins its group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .processes import Message, from_parent
 
 START_S = 30.0
 RANK = "rank"
-"""The command."""
+"""Name of the hidden command that runs a rank."""
 
 KINDS = {
     "control": ".control",
@@ -30,17 +30,17 @@ KINDS = {
     "ep-peer": ".ep.peers",
     "mesh": ".mesh",
 }
-"""What a rank can be, with the module whose ``serve(parent, job)`` it runs."""
+"""Kinds of ranks, and the module whose ``serve(parent, job)`` each runs."""
 
 PIECE = 60_000
-"""Bytes of one value in the store, which takes at most 64 KiB."""
+"""Bytes per value in the store, which accepts at most 64 KiB."""
 
 
 class Parent:
-    """The process that started this one: what it says, and a way to answer it. Made once."""
+    """The process that started this one, and the messages exchanged with it. Created once."""
 
     def __init__(self) -> None:
-        # stdout is for messages alone: whatever else prints goes to stderr.
+        # stdout is reserved for messages: any other output goes to stderr.
         self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -50,23 +50,23 @@ class Parent:
         self._out.flush()
 
     def receive(self, timeout: float | None = None) -> Message:
-        """The next message. Raises Failure when none comes in time."""
+        """The next message. Raises Failure if there is none in time."""
         try:
             message: Message = json.loads(from_parent.get(timeout=timeout))
         except queue.Empty:
-            raise Failure(f"the command that started this rank said nothing for {timeout:g} s") from None
+            raise Failure(f"no message from the command that started this rank within {timeout:g} s") from None
         return message
 
 
 @dataclass(frozen=True)
 class RankOptions:
-    """`crossrail rank KIND`, which a command starts."""
+    """`crossrail rank KIND`, which other commands start."""
 
     kind: str
     parent: int
 
     def run(self) -> None:
-        """Does the job that comes first on stdin."""
+        """Runs the job that is the first message on stdin."""
         parent = Parent()
         module = importlib.import_module(KINDS[self.kind], __package__)
         try:
@@ -88,17 +88,17 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
 
 
 def join(job: Message, context: crossrail.Context) -> crossrail.Group:
-    """The group that a job names, joined as the rank that it names. Raises the library's errors."""
+    """Joins the group of a job as the rank of that job. Raises the library's errors."""
     return crossrail.Group(
         name=job["group"], rank=job["rank"], size=job["size"], node=job["node"], store=job["store"], context=context
     )
 
 
 def gather(group: crossrail.Group, name: str, value: Any) -> list[Any] | None:
-    """Brings each rank's ``value`` (anything that JSON has) to rank 0; called by all ranks alike.
+    """Gathers each rank's ``value`` (any JSON) at rank 0, through the store. A collective call.
 
-    Returns the values by rank at rank 0, None elsewhere. ``name`` is used once in a group's life. Raises the library's
-    errors.
+    Returns the values by rank at rank 0, None elsewhere. ``name`` may be used once in the lifetime of a group. Raises
+    the library's errors.
     """
     data = zlib.compress(json.dumps(value).encode(), 1)
     pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)]

@@ -1,7 +1,7 @@
-"""The ranks that this command starts: processes of their own, told what to do and heard from in JSON lines.
+"""The ranks that this command starts: child processes that exchange messages with it as lines of JSON.
 
-A rank gets its job as the first line on stdin and whatever it is told after that as further ones; what it prints on
-stdout are its messages, what it says on stderr is passed on. No rank outlives this process.
+A rank receives its job as the first line on stdin and further messages as the following ones. Lines that it prints on
+stdout are its messages; lines on stderr are forwarded. No rank outlives this process.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from .failure import ERROR, EXIT_USAGE, Failure, UsageFailure, print_notice
 from .processes import Message, Process
 
 LAST_WORDS_S = 0.5
-"""How long the others may still say why they failed, once one has."""
+"""After one rank has failed, how long to wait for the others' errors."""
 
 BLAMED_S = 5.0
-"""The same for those whom the others name as their reason."""
+"""The same for ranks that others name as the reason of their failure."""
 
 ENDED = "ended"
-"""The event in a rank's name when its process has ended well, or was killed on purpose."""
+"""The event of a rank whose process has ended successfully, or was killed on purpose."""
 
 
 class Ranks:
-    """Ranks by number. A context manager: leaving it ends those that still run. One thread uses it."""
+    """Ranks by number. As a context manager, it kills those that still run at the end. For use by one thread."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        """`quiet`: what ranks say on stderr is not passed on; its end is part of the reason when one fails."""
+        """If ``quiet``, the ranks' stderr is not forwarded; its last line becomes part of the reason of a failure."""
         self._quiet = quiet
         self._ranks: dict[int, _Rank] = {}
         self._inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
@@ -49,43 +49,41 @@ class Ranks:
             rank.end()
 
     def start(self, rank: int, kind: str, job: Message, environment: Mapping[str, str] | None = None) -> None:
-        """Starts rank ``rank`` of ``kind`` (see `rank_process`) with ``job``; what ended before may start again.
-
-        Raises Failure.
-        """
+        """Starts rank ``rank`` of ``kind`` (see `rank_process`) with ``job``, again if it has ended. Raises Failure."""
         if rank in self._ranks:
             self._ranks[rank].end()
         self._ranks[rank] = _Rank(rank, kind, job, environment or {}, self._inbox, self._quiet)
 
     def send(self, rank: int, message: Message) -> None:
-        """Tells one rank; nothing when it has ended."""
+        """Sends a message to one rank; no effect if it has ended."""
         self._ranks[rank].send(message)
 
     def send_all(self, message: Message) -> None:
-        """Tells every rank that runs."""
+        """Sends a message to every rank that still runs."""
         for rank in self._ranks.values():
             rank.send(message)
 
     def kill(self, rank: int) -> None:
-        """Kills a rank, which is no failure then."""
+        """Kills a rank, whose end then does not count as a failure."""
         self._ranks[rank].kill()
 
     def next(self, timeout: float) -> tuple[int, Message]:
-        """The next message of any rank; ``{"event": "ended"}`` when its process has ended as it should.
+        """The next message of any rank; ``{"event": "ended"}`` when its process has ended successfully.
 
-        Raises Failure when none comes in time, or when a rank failed: with its number and reason.
+        Raises Failure if there is none in time, or if a rank failed, with its number and the reason.
         """
         try:
             rank, message = self._inbox.get(timeout=max(timeout, 0.0))
         except queue.Empty:
             running = ", ".join(str(number) for number, rank in self._ranks.items() if rank.runs())
-            raise Failure(f"nothing was heard of ranks {running or 'any more'} for {timeout:g} s") from None
+            ranks = f"ranks {running}" if running else "any rank"
+            raise Failure(f"no message from {ranks} within {timeout:g} s") from None
         if message.get("event") == ENDED and self._ranks[rank].failed():
             raise self._failure(rank)
         return rank, message
 
     def wait_for(self, event: str, ranks: Iterable[int], timeout: float) -> dict[int, Message]:
-        """The ``event`` of each of ``ranks``; other messages are passed over. Raises as `next`."""
+        """Waits up to ``timeout`` seconds for ``event`` of each of ``ranks``, skipping others. Raises as `next`."""
         missing, found = set(ranks), dict[int, Message]()
         deadline = time.monotonic() + timeout
         while missing:
@@ -96,13 +94,13 @@ class Ranks:
                 missing.discard(rank)
                 found[rank] = message
             elif message.get("event") == ENDED:
-                raise Failure(f"rank {rank} ended too early")
+                raise Failure(f"rank {rank} ended before the event {event!r}")
         return found
 
     def collect(
         self, event: str, ranks: Iterable[int], patience: float, tick: Callable[[int, int], object] | None = None
     ) -> dict[int, Message]:
-        """As `wait_for`, but bounding each wait for a message instead of all of them; ``tick`` is told of progress."""
+        """As `wait_for`, with a timeout of ``patience`` seconds for each message; ``tick`` is called with progress."""
         missing, found = set(ranks), dict[int, Message]()
         while missing:
             rank, message = self.next(patience)
@@ -114,7 +112,7 @@ class Ranks:
         return found
 
     def _failure(self, first: int) -> Failure:
-        """Why the run failed: what rank ``first`` said; what others that fail as well have to say is passed on."""
+        """The failure of the run after rank ``first`` failed. Reasons of other ranks that fail too are printed."""
         began, failed = time.monotonic(), [first]
         while True:
             left = began + self._patience(failed) - time.monotonic()
@@ -126,8 +124,8 @@ class Ranks:
                 continue
             if message.get("event") == ENDED and self._ranks[rank].failed():
                 failed.append(rank)
-        # One that was killed, or found a mistake of its own, is the cause of what the others say about it: they may end
-        # before it does, as soon as they hear that it goes.
+        # A rank that was killed, or failed by itself, is the cause of the errors that name it. The ranks that name it
+        # may end first, because they notice its failure before its process is gone.
         cause, *others = sorted(
             failed, key=lambda rank: (not self._blamed(rank).isdisjoint(failed), self._ranks[rank].ended_at)
         )
@@ -137,18 +135,18 @@ class Ranks:
         return UsageFailure(text) if self._ranks[cause].usage() else Failure(text)
 
     def _patience(self, failed: list[int]) -> float:
-        """How long others are listened to once these have failed."""
+        """How long to wait for further failures after these."""
         blamed = set[int]().union(*map(self._blamed, failed))
         return BLAMED_S if any(self._ranks[rank].talks() for rank in blamed) else LAST_WORDS_S
 
     def _blamed(self, rank: int) -> set[int]:
-        """The other ranks that a rank's reason names."""
+        """The other ranks that are named in the reason of a rank's failure."""
         named = {int(number) for number in re.findall(r"\brank (\d+)", self._ranks[rank].reason())}
         return (named & self._ranks.keys()) - {rank}
 
 
 class _Rank:
-    """One process."""
+    """The process of one rank."""
 
     def __init__(
         self,
@@ -180,7 +178,7 @@ class _Rank:
     def send(self, message: Message) -> None:
         stdin = self._process.popen.stdin
         if stdin is not None:
-            with contextlib.suppress(OSError, ValueError):  # it has ended: its end says why
+            with contextlib.suppress(OSError, ValueError):  # it has ended; its exit reports why
                 stdin.write(json.dumps(message).encode() + b"\n")
                 stdin.flush()
 
@@ -190,16 +188,16 @@ class _Rank:
             self._process.popen.send_signal(signal.SIGKILL)
 
     def end(self) -> None:
-        """Kills it if it still runs, and gives back everything of it."""
+        """Kills the process if it still runs, and releases its resources."""
         self.kill()
-        self._listener.join()  # its pipes end with it
+        self._listener.join()  # it ends with the pipes of the process
         self._process.stop()
 
     def runs(self) -> bool:
         return self._process.popen.poll() is None
 
     def talks(self) -> bool:
-        """Whether something of it may still come, its end at least."""
+        """Whether further messages may follow, its end at least."""
         return self._listener.is_alive()
 
     def failed(self) -> bool:
@@ -213,11 +211,11 @@ class _Rank:
         if self._error:
             return self._error
         if code is not None and code < 0:
-            return f"its process was ended by {signal.Signals(-code).name}"
-        return f"its process ended with exit code {code} and said {self._last or 'nothing'}"
+            return f"its process was killed by {signal.Signals(-code).name}"
+        return f"its process ended with exit code {code}, last line on stderr: {self._last or '(none)'}"
 
     def _listen(self) -> None:
-        """Passes every line of stdout on as a message, then the end; runs until that."""
+        """Puts every line of stdout into the inbox as a message, and finally the end of the process."""
         for line in _lines(self._process.popen.stdout):
             try:
                 message = json.loads(line)
@@ -231,7 +229,7 @@ class _Rank:
         self._inbox.put((self.rank, {"event": ENDED}))
 
     def _pass_on(self) -> None:
-        """Shows what the rank says, but its error: that is its reason."""
+        """Forwards stderr, except for the line with the error, which becomes the reason of the failure."""
         for raw in _lines(self._process.popen.stderr):
             line = raw.decode(errors="replace").rstrip()
             if line.startswith(ERROR):

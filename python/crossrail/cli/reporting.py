@@ -1,4 +1,4 @@
-"""Progress while a bench measures, then its tables and its JSON."""
+"""Progress of a bench while it measures, then its tables and its JSON."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .failure import UsageFailure
 from .options import RunOptions
 
 OnProgress = Callable[[int, int], object]
-"""Takes the iterations done and those in all."""
+"""Takes the number of iterations done and the total."""
 
 
 class Progress:
-    """Shows what is being measured, and how far it is."""
+    """A progress bar on stderr; invisible unless stderr is a terminal."""
 
     def __init__(self, to: Console | None = None) -> None:
         self.console = to or console(stderr=True)
@@ -45,11 +45,11 @@ class Progress:
 
     @property
     def visible(self) -> bool:
-        """Whether anybody looks."""
+        """Whether stderr is a terminal."""
         return self.console.is_terminal
 
     def status(self, title: str) -> None:
-        """What runs now, when nothing tells how far it is."""
+        """Shows what runs now, for work without a known number of iterations."""
         if self.console.is_terminal:
             for task in self._bar.task_ids:
                 self._bar.remove_task(task)
@@ -57,7 +57,7 @@ class Progress:
 
     @contextlib.contextmanager
     def task(self, title: str, total: int) -> Iterator[OnProgress | None]:
-        """A bar for one measurement; gives the callback that moves it, or None where nobody looks."""
+        """A bar for one measurement; yields the callback that advances it, or None if the bar is invisible."""
         if not self.console.is_terminal:
             yield None
             return
@@ -71,13 +71,13 @@ class Progress:
 
 
 def make_report(options: RunOptions, rows: list[Row], versions: Mapping[str, str] | None = None) -> Report:
-    """The report of a run by ``options``: its rows with this machine, the settings and the peers' ``versions``."""
+    """The report of a run: its rows, this machine, the settings, and the ``versions`` of peers."""
     overrides = {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
     return Report(capture_environment(versions, overrides), ["crossrail", *sys.argv[1:]], rows)
 
 
 def show_report(json: str | None, measure: Callable[[Progress], Report]) -> None:
-    """Measures, prints the tables, and writes the JSON that was asked for (`-`: to stdout, the tables to stderr)."""
+    """Measures, prints the tables and, if requested, writes the JSON (`-`: to stdout, and the tables to stderr)."""
     check_json(json)
     with Progress() as progress:
         text = measure(progress).dumps()
@@ -87,7 +87,7 @@ def show_report(json: str | None, measure: Callable[[Progress], Report]) -> None
 
 
 def check_json(destination: str | None) -> None:
-    """Finds out before anything is measured whether the JSON can be written. Raises UsageFailure."""
+    """Checks before anything is measured that the JSON can be written. Raises UsageFailure."""
     if destination is None:
         return
     try:

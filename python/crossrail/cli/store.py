@@ -18,7 +18,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """`crossrail store`. On the main thread: the signals that end it are blocked, also for the store's threads."""
+    """`crossrail store`. Runs on the main thread and blocks the signals that end it, also for the store's threads."""
 
     listen: str = ""
     secret_file: str | None = None
@@ -30,14 +30,14 @@ class StoreOptions:
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         with StoreServer(context, resolve(self.listen, default_port=STORE_PORT)) as server:
             print(server.address, flush=True)
-            print_notice(f"serving; others use it with CROSSRAIL_STORE={server.address}")
+            print_notice(f"serving; clients connect with CROSSRAIL_STORE={server.address}")
             ended_by = signal.sigwait(ENDING)
-        print_notice(f"ended by {signal.Signals(ended_by).name}")
+        print_notice(f"stopped by {signal.Signals(ended_by).name}")
 
 
 def add_arguments(parser: Parser) -> None:
     """Declares the options."""
-    where = f"where to listen, 127.0.0.1 and port {STORE_PORT} unless given; port 0: a free one"
+    where = f"address to listen at (127.0.0.1:{STORE_PORT}); port 0: a free one"
     parser.add_argument("--listen", metavar="HOST:PORT", default="", help=where)
     add_secret_file(parser, "its clients")
     parser.set_defaults(outcome=_outcome)

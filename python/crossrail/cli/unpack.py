@@ -1,4 +1,4 @@
-"""`crossrail bench unpack`: the ways into GPU memory, one after the other on identical scatter lists."""
+"""`crossrail bench unpack`: methods to unpack into GPU memory, each on the same scatter list."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class UnpackOptions(RunOptions):
     warmup: int = WARMUP
 
     def run(self) -> None:
-        """Measures and shows what came out."""
+        """Measures and shows the report."""
         show_report(self.json, lambda progress: measure(self, progress))
 
 
@@ -43,13 +43,13 @@ def add_arguments(parser: Parser) -> None:
     parser.set_defaults(outcome=_outcome)
     work = parser.add_argument_group("the work")
     work.add_argument("--device", metavar="GPU", type=device, default="cuda:0", help="the GPU (cuda:0)")
-    fragments = f"bytes of a fragment: 4K, a list A,B,C, or MIN:MAX doubling ({DEFAULT_FRAGMENTS})"
+    fragments = f"bytes per fragment: 4K, a list A,B,C, or MIN:MAX doubling ({DEFAULT_FRAGMENTS})"
     work.add_argument("--fragments", metavar="SIZES", type=size_list, help=fragments)
-    add_sizes(work, f"bytes in all, as one size or several ({DEFAULT_SIZE})")
-    sources = "where fragments lie: the GPU's own memory, pinned host memory; both unless given"
+    add_sizes(work, f"total bytes, one size or several ({DEFAULT_SIZE})")
+    sources = "memory of the fragments: the GPU's own, or pinned host memory; both by default"
     work.add_argument("--from", dest="source", choices=("device", "pinned"), help=sources)
-    modes = "some of the ways: kernel,d2d,host"
-    work.add_argument("--mode", dest="modes", metavar="WAYS", type=names_of(UNPACK_MODES, "way to unpack"), help=modes)
+    modes = "only these methods: kernel,d2d,host"
+    work.add_argument("--mode", dest="modes", metavar="MODES", type=names_of(UNPACK_MODES, "mode"), help=modes)
     add_iterations(work, ITERS, WARMUP)
     add_timeout(work)
     add_json(parser.add_argument_group("what comes out"))
@@ -57,11 +57,11 @@ def add_arguments(parser: Parser) -> None:
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     if parsed.device == "cpu":
-        parser.error("--device cpu: only GPUs have something to unpack into; known: cuda, cuda:N")
+        parser.error("--device cpu: data is unpacked into GPU memory only; known: cuda, cuda:N")
     fragments = parsed.fragments or size_list(DEFAULT_FRAGMENTS)
     sizes = parsed.sizes or size_list(DEFAULT_SIZE)
     if min([*fragments, *sizes]) < 1:
-        parser.error("--fragments and --size are at least 1 byte")
+        parser.error("--fragments and --size must be at least 1 byte")
     return UnpackOptions(
         device=parsed.device,
         fragments=fragments,
@@ -76,7 +76,7 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
 
 
 def measure(options: UnpackOptions, progress: Progress) -> Report:
-    """Runs the whole bench. Raises Failure where there is no GPU, and the library's errors."""
+    """Runs the bench. Raises Failure if there is no usable GPU, and the library's errors."""
     context = options.context()
     known_gpus(context, [options.device])
     rows: list[Row] = []

@@ -12,10 +12,10 @@ from . import cuda, elastic, host, options
 
 @dataclass(frozen=True, kw_only=True)
 class Ep(options.EpOptions):
-    """One run, as its command line has it."""
+    """One run of the bench."""
 
     def run(self) -> None:
-        """Measures and shows what came out; with a plan, carries that out. Raises Failure and the library's errors."""
+        """Measures, or carries out the plan, and shows the report. Raises Failure and the library's errors."""
         measure = cuda.measure if self.device == "cuda" else host.measure
         if self.plan is not None:
             measure = elastic.run_plan

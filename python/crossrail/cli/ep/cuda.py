@@ -1,6 +1,6 @@
-"""`crossrail bench ep --device cuda`: starts a rank for each GPU, has them verify and measure, and makes the report.
+"""`crossrail bench ep --device cuda`: one rank per GPU verifies and measures; the report.
 
-One set of processes serves every shape of a sweep. Each shape is verified before it is timed, and again after that.
+The same processes measure every shape of a sweep. Each shape is verified before the timing and again after it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from .options import EpOptions
 from .peers import GpuPeers
 
 LONG_S = 120.0
-"""A rank may compile kernels, work out what should come, or wait for one that does; it bounds all of that itself."""
+"""How long the command waits for a message. A rank may compile kernels, compute the reference, or wait for one that
+does, and has timeouts for all of these."""
 
 STEP_S = 100.0
-"""Kernels may be compiled, and what should come worked out, on one rank longer than on another."""
+"""How long ranks wait for each other. Compiling kernels and computing the reference may differ as much."""
 
 CLOCKS = ("gpu", "host")
 
 
 def measure(options: EpOptions, progress: Progress) -> Report:
-    """Runs the whole bench; on nodes but the first the report has no rows. Raises Failure and the library's errors."""
+    """Runs the bench. The report has rows on the first node only. Raises Failure and the library's errors."""
     context = options.context()
     options = _placed(options, context)
     run = _Run(options, progress, context)
@@ -42,15 +43,16 @@ def measure(options: EpOptions, progress: Progress) -> Report:
 
 
 def _placed(options: EpOptions, context: crossrail.Context) -> EpOptions:
-    """With a rank for each GPU, unless fewer were asked for."""
+    """The options with one rank per GPU, unless fewer were requested."""
     where = one_gpu_each(options.placement, context, options.every_gpu)
     if where.num_processes % options.nodes:
-        raise UsageFailure(f"--nodes {options.nodes}: {where.num_processes} ranks cannot be spread evenly over as many")
+        ranks = where.num_processes
+        raise UsageFailure(f"--nodes {options.nodes}: {ranks} ranks cannot be divided evenly among as many nodes")
     return replace(options, placement=where)
 
 
 class _Run:
-    """One run of all ranks that this command starts."""
+    """One run with all ranks that this command starts."""
 
     def __init__(self, options: EpOptions, progress: Progress, context: crossrail.Context) -> None:
         self.options = options
@@ -61,7 +63,7 @@ class _Run:
         self.number = 0
 
     def rows(self) -> list[Row]:
-        """Rows of every shape."""
+        """The rows of all shapes."""
         shapes = [(one, one.work(self.where.size)) for one in self.options.swept()]
         rows: list[Row] = []
         with self.where.rendezvous(self.context) as (store, group), Ranks() as ranks, GpuPeers(self.options) as peers:
@@ -115,7 +117,7 @@ class _Run:
         return rows
 
     def _turn(self, ranks: Ranks, mode: str, turn: int) -> EpDeviceTurn | None:
-        """One mode by both clocks; None on nodes but the first."""
+        """Measures one mode by both clocks; None on nodes other than the first."""
         found = []
         for clock in CLOCKS:
             title = f"{mode}, the {clock}'s clock" + (f", round {turn + 1}" if self.options.compare else "")
@@ -137,9 +139,9 @@ class _Run:
 
 
 def serve(parent: Parent, job: Message) -> None:
-    """Does what the command says until it says `end`; rank 0 tells what all ranks found.
+    """Runs one rank: handles requests until `end`. Rank 0 reports the measurements of all ranks.
 
-    Raises Failure when something did not verify, and the library's errors.
+    Raises Failure if data did not verify, and the library's errors.
     """
     context = crossrail.Context(**job["settings"])
     with join(job, context) as group:
@@ -150,11 +152,11 @@ def serve(parent: Parent, job: Message) -> None:
                 pass
         finally:
             rank.close()
-        group.barrier("gone", timeout=STEP_S)  # a process that ends while others still close looks like one that died
+        group.barrier("gone", timeout=STEP_S)  # a process that ends while others are closing would look dead to them
 
 
 class _Rank:
-    """One rank."""
+    """One rank, with its buffer."""
 
     def __init__(self, parent: Parent, job: Message, group: crossrail.Group) -> None:
         self.parent = parent
@@ -166,7 +168,7 @@ class _Rank:
         self.rig: _DeviceEp | None = None
 
     def handle(self, request: Message) -> bool:
-        """What the command asks for; False when it asks for no more."""
+        """Handles one request of the command; False for the last one."""
         if request["do"] == "open":
             self.open(request)
         elif request["do"] == "measure":
@@ -178,7 +180,7 @@ class _Rank:
         return bool(request["do"] != "end")
 
     def open(self, request: Message) -> None:
-        """A buffer and its memory, verified."""
+        """Creates and verifies the buffer for one shape."""
         work = Work.from_dict(request["work"])
         group, shape = self.group, work.shape
         mine = inputs(work)[group.rank]
@@ -214,7 +216,7 @@ class _Rank:
         self.parent.send("passed", **self.rig.facts())
 
     def verify(self, turn: int) -> None:
-        """One dispatch and one combine against the reference. Raises Failure."""
+        """Compares one dispatch and one combine with the reference. Raises Failure."""
         assert self.work is not None
         assert self.rig is not None
         judge = self.judges.setdefault(turn, Judge(self.work, self.group.rank, turn))
@@ -231,7 +233,7 @@ class _Rank:
         self.group.barrier("verified", timeout=STEP_S)
 
     def measure(self, request: Message) -> None:
-        """One measurement; what all ranks found goes to the command that started rank 0."""
+        """Runs one measurement; rank 0 reports the samples of all ranks to the command that started it."""
         assert self.rig is not None
         tick = self._tick if self.progress and self.group.rank == 0 else None
         self.group.barrier("measure", timeout=STEP_S)
@@ -240,7 +242,7 @@ class _Rank:
         self.parent.send("measured", ranks=everybody)
 
     def close(self) -> None:
-        """Gives the buffer and all memory back."""
+        """Releases the buffer and all memory."""
         if self.rig is not None:
             self.rig.close()
             self.rig = None

@@ -1,4 +1,4 @@
-"""`crossrail bench ep --plan`: starts, ends and kills ranks as the plan has it, and tells what each phase was like."""
+"""`crossrail bench ep --plan`: starts, stops and kills ranks as a plan says, and reports every phase."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from .plan import Phase, Plan, load_plan
 
 START_S = 60.0
 KILL_AFTER_S = (0.02, 0.2)
-"""Between the first exchange of a phase and the end of those that are killed in it."""
+"""Range of the delay between the first exchange of a phase and each kill."""
 
 IDLE_S = 600.0
-"""The command says something to each rank more often than this."""
+"""How long a rank waits for the next request of the command."""
 
 EXCHANGES_PER_ROUND = 16
-"""Exchanges that the ranks make before they tell each other whom they miss."""
+"""Number of exchanges between two agreements on which ranks were lost."""
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-"""A launcher's word for the command itself, which would be taken for that of each rank."""
+"""Variables that a launcher set for the command. Ranks must not take them for their own."""
 
 
 def run_plan(options: EpOptions, progress: Progress) -> Report:
-    """Carries out the plan. Raises Failure and the library's errors; UsageFailure for what is no plan."""
+    """Carries out the plan. Raises Failure, UsageFailure for an invalid plan, and the library's errors."""
     assert options.plan is not None
     plan = load_plan(options.plan)
     context = options.context()
@@ -61,7 +61,7 @@ class _Run:
         self.random = random.Random(options.seed)
 
     def job(self, store: str, group: str) -> Message:
-        """What every rank is told when it starts."""
+        """The job of every rank."""
         options = self.options
         return {
             "store": store,
@@ -74,7 +74,7 @@ class _Run:
         }
 
     def phase(self, index: int, job: Message, progress: Progress) -> Row:
-        """One phase from its beginning to its end."""
+        """Runs one phase and returns its row."""
         plan, phase = self.plan, self.plan.phases[index]
         joining, leaving = plan.joining(index), plan.leaving(index)
         progress.status(f"phase {index + 1} of {len(plan.phases)}: {len(phase.active)} ranks")
@@ -99,7 +99,7 @@ class _Run:
         return self.row(facts, done)
 
     def start(self, index: int, joining: tuple[int, ...], job: Message) -> None:
-        """Starts processes, which join one after the other so that the rank server's order is the plan's."""
+        """Starts ranks, which join one after the other so that they get their numbers in the order of the plan."""
         takes_lowest_ranks = self.plan.takes_lowest_ranks(index)
         if not takes_lowest_ranks:
             print_notice(
@@ -114,16 +114,16 @@ class _Run:
             self.ranks.send(rank, {"do": "join"})
             given = self.ranks.wait_for("joined", [rank], self.patience)[rank]["rank"]
             if given != rank:
-                raise Failure(f"phase {index + 1}: the rank server gave {given} where the plan has {rank}")
+                raise Failure(f"phase {index + 1}: a process was assigned rank {given}, but the plan has rank {rank}")
 
     def kill(self, phase: Phase, facts: PhaseFacts) -> PhaseFacts:
-        """Has all exchange data, kills in the middle of it, and hears how the survivors went on."""
+        """Kills ranks while all exchange data, and collects the survivors' recovery times and faults."""
         for rank in phase.active:
             self.ranks.send(rank, {"do": "exchange", "active": phase.active, "left": phase.survivors})
         self.ranks.wait_for("exchanging", phase.active, self.patience)
         killed_at: dict[int, int] = {}
         for rank in phase.killed:
-            time.sleep(self.random.uniform(*KILL_AFTER_S))  # any moment will do, in the middle of something
+            time.sleep(self.random.uniform(*KILL_AFTER_S))  # a random moment, in the middle of an exchange
             killed_at[rank] = time.monotonic_ns()
             self.ranks.kill(rank)
         survived = self.ranks.wait_for("survived", phase.survivors, self.patience)
@@ -136,13 +136,13 @@ class _Run:
         return PhaseFacts(**{**vars(facts), "recovery_us": max(times), "faults": faults})
 
     def end(self, leaving: tuple[int, ...]) -> None:
-        """Has ranks leave, and waits until their processes have ended."""
+        """Requests ranks to leave, and waits until their processes have ended."""
         for rank in leaving:
             self.ranks.send(rank, {"do": "leave"})
         self.ranks.wait_for(ENDED, leaving, self.patience)
 
     def row(self, facts: PhaseFacts, done: dict[int, Message]) -> Row:
-        """The row of a phase: what all its ranks measured; bytes of one rank's dispatch and combine, on average."""
+        """The row of a phase: samples of all its ranks; bytes are averages per rank, dispatch and combine together."""
         measured = [done[rank]["measured"] for rank in sorted(done)]
         samples = [sample for one in measured for sample in one["total_us"]]
         logical, wire, network = (
@@ -175,7 +175,7 @@ class _Run:
 
 
 def serve(parent: Parent, job: Message) -> None:
-    """Does what the command asks for until it says to leave. Raises Failure and the library's errors."""
+    """Runs one rank: handles requests until `leave`. Raises Failure and the library's errors."""
     for name in LAUNCHER:
         os.environ.pop(name, None)
     rank = _Rank(job)
@@ -192,7 +192,7 @@ def serve(parent: Parent, job: Message) -> None:
 
 
 class _Rank:
-    """What it has."""
+    """One rank, with its group and buffer."""
 
     def __init__(self, job: Message) -> None:
         self.job = job
@@ -202,7 +202,7 @@ class _Rank:
         self.buffer: crossrail.ExpertBuffer
 
     def join(self) -> int:
-        """Joins the group, by the rank server unless a number is given, and makes the buffer; gives the rank."""
+        """Joins the group, by default as the lowest free rank, creates the buffer, and returns the rank."""
         job = self.job
         self.group = crossrail.Group(
             name=job["group"],
@@ -218,7 +218,7 @@ class _Rank:
         return self.group.rank
 
     def phase(self, active: list[int], gone: list[int]) -> Message:
-        """Takes leave of ranks that went, connects those that joined, checks the data and measures."""
+        """Disconnects ranks that have left, connects those that joined, verifies the data and measures."""
         left = [rank for rank in gone if rank in self.buffer.connected()]
         began = time.monotonic()
         self.buffer.disconnect(left)
@@ -229,14 +229,14 @@ class _Rank:
         return {"connect_us": connect_us, "measured": self.measure(active)}
 
     def check(self, active: list[int]) -> None:
-        """Dispatches and combines, against the reference. Raises Failure when it differs."""
+        """Compares a dispatch and a combine with the reference. Raises Failure if they differ."""
         try:
             self.work.check(self.buffer, self.group.rank, active)
         except Difference as difference:
             raise Failure(str(difference)) from None
 
     def measure(self, active: list[int]) -> Message:
-        """The native loop over a dispatch and its combine: microseconds of each, and the bytes of all of them."""
+        """Times dispatch and combine together: microseconds of each iteration, and the bytes of all of them."""
         mine, y = self.once(active)
         plan = EpPlan(
             mode="e2e", layout=self.work.layout, cached=False, iters=self.job["iters"], warmup=self.job["warmup"]
@@ -245,7 +245,7 @@ class _Rank:
         return {"total_us": found["total_us"], "bytes": found["bytes"]}
 
     def once(self, active: list[int]) -> tuple[Inputs, Any]:
-        """This rank's inputs, and what its experts answer to what a dispatch of all ranks brings."""
+        """This rank's inputs, and the outputs of its experts for the rows that a dispatch delivers to it."""
         work, rank = self.work, self.group.rank
         mine = work.inputs(rank, active)
         received = self.buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout=work.layout)
@@ -275,7 +275,7 @@ class _Rank:
                     without.setdefault(fault.rank, now)
                 right = right or sums
                 if not faults[known:] and not without and sums != right:
-                    raise Failure(f"rank {rank}: exchange {number} differs from the one before, and nobody was lost")
+                    raise Failure(f"rank {rank}: exchange {number} differs from the one before, but no rank was lost")
                 known = len(faults)
             number += 1
             if self._agreed(number, left, sorted(without), victims):
@@ -287,7 +287,7 @@ class _Rank:
         parent.send("survived", without=without, faults=texts)
 
     def _agreed(self, number: int, left: list[int], lost: list[int], victims: list[int]) -> bool:
-        """Whether every survivor has lost every victim; all survivors come to the same answer."""
+        """Whether every survivor has lost every victim. All survivors reach the same answer."""
         self.group.publish(f"lost {number}", json.dumps(lost).encode())
         told = [json.loads(value) for value in self.group.collect(f"lost {number}", left)]
         if number > 1:
@@ -298,18 +298,18 @@ class _Rank:
             return True
         wrong = sorted({rank for one in told for rank in one} - set(victims))
         if wrong:
-            raise Failure(f"ranks {wrong} were lost, which nobody killed: {self.buffer.faults()[-1]}")
+            raise Failure(f"ranks {wrong} were lost although they were not killed: {self.buffer.faults()[-1]}")
         return False
 
     def _await_deaths(self, victims: list[int]) -> None:
-        """Until the group knows too, by their leases, so that their numbers are free."""
+        """Waits until the leases of killed ranks have expired, so that their numbers are free."""
         deadline = time.monotonic() + self.context.timeout
         while any(self.group.state(rank).state == "alive" for rank in victims):
             self.group.wait_change(max(deadline - time.monotonic(), 0.0))
             if time.monotonic() > deadline:
-                raise Failure(f"the leases of {victims} do not end")
+                raise Failure(f"the leases of ranks {victims} have not expired after {self.context.timeout:g} s")
 
     def leave(self) -> None:
-        """Leaves as it should be."""
+        """Destroys the buffer and leaves the group."""
         self.buffer.destroy()
         self.group.leave()

@@ -1,4 +1,4 @@
-"""`crossrail bench ep` in host memory: starts this node's ranks, has them verify and measure, and makes the report."""
+"""`crossrail bench ep` in host memory: the ranks of this node verify and measure; the report."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from .options import EpOptions, buffer_numbers
 from .peers import MpiTurns, check_mpi, mpi_version
 
 LONG_S = 700.0
-"""A rank may work on the reference, or wait for one that does, as long as it bounds that itself."""
+"""How long the command waits for a message. A rank may compute the reference, or wait for one that does, and has
+timeouts for both."""
 
 STEP_S = 600.0
-"""Working out the reference may take longer on one rank than on another, as may what others measure meanwhile."""
+"""How long ranks wait for each other. Computing the reference, and measuring peers in between, may differ as much."""
 
 
 def measure(options: EpOptions, progress: Progress) -> Report:
-    """Runs the whole bench; on nodes but the first the report has no rows. Raises Failure and the library's errors."""
+    """Runs the bench. The report has rows on the first node only. Raises Failure and the library's errors."""
     if options.compare:
         check_mpi(options)
     run = _Run(options, progress)
@@ -41,7 +42,7 @@ def measure(options: EpOptions, progress: Progress) -> Report:
 
 
 class _Run:
-    """One run of all ranks that this command starts."""
+    """One run with all ranks that this command starts."""
 
     def __init__(self, options: EpOptions, progress: Progress) -> None:
         self.options = options
@@ -51,7 +52,7 @@ class _Run:
         self.number = 0
 
     def check_memory(self) -> None:
-        """Raises what is wrong with the numbers, and Failure when a buffer takes more than is free."""
+        """Raises UsageError for invalid sizes, and Failure if a buffer takes more memory than is free."""
         plan = crossrail.ExpertBuffer.plan(ranks=self.work.shape.ranks, **buffer_numbers(self.work))
         if plan.free is not None and plan.total > plan.free:
             raise Failure(
@@ -60,7 +61,7 @@ class _Run:
             )
 
     def rows(self) -> list[Row]:
-        """Verifies, measures, and gives a row for each mode."""
+        """Verifies, measures, and returns one row per mode."""
         with self.where.rendezvous(self.options.context()) as (store, group), Ranks() as ranks:
             self.where.announce(store)
             self.progress.status(f"{self.where.size} ranks verify against the reference")
@@ -105,7 +106,7 @@ class _Run:
         return [with_peers(row, _of_mode(results, row.what)) for row in rows]
 
     def _one(self, ranks: Ranks, mode: str, tick: OnProgress | None) -> EpTurn | None:
-        """One measurement; None on nodes but the first."""
+        """Runs one measurement; None on nodes other than the first."""
         options = self.options
         self.number += 1
         plan = {"mode": mode, "layout": options.layout, "cached": options.cached}
@@ -121,9 +122,9 @@ def _of_mode(results: Sequence[tuple[str, str, PeerResult]], mode: str) -> dict[
 
 
 def serve(parent: Parent, job: Message) -> None:
-    """Does what the command says until it says `end`; rank 0 tells what all ranks found.
+    """Runs one rank: handles requests until `end`. Rank 0 reports the measurements of all ranks.
 
-    Raises Failure when something did not verify, and the library's errors.
+    Raises Failure if data did not verify, and the library's errors.
     """
     pin_to(job["cpu"])
     context = crossrail.Context(**job["settings"])
@@ -136,11 +137,11 @@ def serve(parent: Parent, job: Message) -> None:
             while (request := parent.receive(STEP_S))["do"] == "measure":
                 rank.measure(request)
             group.barrier("end", timeout=STEP_S)
-        group.barrier("gone", timeout=STEP_S)  # a process that ends while others still close looks like one that died
+        group.barrier("gone", timeout=STEP_S)  # a process that ends while others are closing would look dead to them
 
 
 class _Rank:
-    """One rank."""
+    """One rank, with its buffer."""
 
     def __init__(self, parent: Parent, job: Message, group: crossrail.Group) -> None:
         self.parent = parent
@@ -153,7 +154,7 @@ class _Rank:
         self.y: Any = None
 
     def verify(self) -> None:
-        """One dispatch and one combine against the reference; the outputs are kept for what is measured."""
+        """Compares one dispatch and one combine with the reference, and keeps the experts' outputs for measuring."""
         group, active = self.group, range(self.group.size)
         mine = self.inputs
         group.barrier("dispatch", timeout=STEP_S)
@@ -171,7 +172,7 @@ class _Rank:
             raise Failure(f"{faults[0]}")
 
     def measure(self, request: Message) -> None:
-        """One measurement; what all ranks found goes to the command that started rank 0."""
+        """Runs one measurement; rank 0 reports the samples of all ranks to the command that started it."""
         before = self._sent()
         mine, group = self.inputs, self.group
         tick = self._tick if self.progress and group.rank == 0 else None
@@ -198,7 +199,7 @@ class _Rank:
         self.parent.send("progress", done=done, total=total)
 
     def _sent(self) -> dict[str, int]:
-        """Bytes that left by each rail to ranks that are reached over the network."""
+        """Bytes sent by each rail to ranks that are reached over the network."""
         sent: dict[str, int] = {}
         for link in self.buffer.links():
             for lane in link.lanes if link.kind == "network" else []:

@@ -1,4 +1,4 @@
-"""`crossrail bench ep`: its command line, and the exchange that it stands for."""
+"""`crossrail bench ep`: the command line, and the exchange it selects."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ Backend = Literal["auto", "none"]
 
 MODES = ("dispatch", "combine", "e2e")
 PEERS: dict[str, Device] = {"mpi": "cpu", "deepep": "cuda", "drop-in": "cuda", "nccl": "cuda"}
-"""Who can be compared with, and where."""
+"""Peers to compare with, and the device each needs."""
 PROCESSES = 2
 ITERS, WARMUP = 100, 10
 
 DEFAULTS: dict[str, Any] = {
     "tokens": 128, "hidden": 4096, "topk": 2, "experts_per_rank": 8, "dtype": "fp8", "layout": "expert"
 }  # fmt: skip
-"""What is measured unless an option or the preset says otherwise."""
+"""Defaults of options that neither the command line nor a preset sets."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "decode": {"tokens": 128, "hidden": 7168, "topk": 8, "experts": 288, "dtype": "fp8", "layout": "expert"},
@@ -56,7 +56,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EpOptions(RunOptions):
-    """`crossrail bench ep`. What is None was not given."""
+    """`crossrail bench ep`. None stands for an option that is not on the command line."""
 
     placement: Placement
     tokens: int
@@ -91,21 +91,21 @@ class EpOptions(RunOptions):
 
     @property
     def cast_before(self) -> bool:
-        """Whether rows are given as fp8: as they are to DeepEP, in the rank layout, unless something else was said."""
+        """Whether dispatch is given fp8 rows: by default in the rank layout, as with DeepEP."""
         given = self.given or ("fp8" if self.layout == "rank" else "bf16")
         return self.dtype == "fp8" and given == "fp8"
 
     def swept(self) -> list[EpOptions]:
-        """These options, or those with one of them changed after the other, as --sweep has it."""
+        """These options, or with ``--sweep`` one variant for each of its values."""
         if not self.sweep:
             return [self]
         return [replace(self, **{name: value}) for name, values in self.sweep for value in values]
 
     def work(self, ranks: int) -> Work:
-        """What all ranks do, as the reference sees it. Raises UsageFailure for experts that cannot be spread."""
+        """The exchange, in the terms of the reference. Raises UsageFailure for an invalid number of experts."""
         experts = self.experts_of(ranks)
         if experts % ranks:
-            raise UsageFailure(f"{experts} experts cannot be spread evenly over {ranks} ranks")
+            raise UsageFailure(f"{experts} experts cannot be divided evenly among {ranks} ranks")
         if self.topk > experts:
             raise UsageFailure(f"--topk {self.topk} is more than {experts} experts")
         shape = Shape(ranks, max(self.tokens, 1), self.hidden, experts, self.topk)
@@ -113,16 +113,16 @@ class EpOptions(RunOptions):
         return Work(shape, self.tokens, self.layout, scale, self.routing, self.prereduce, self.seed)
 
     def experts_of(self, ranks: int) -> int:
-        """Experts in all."""
+        """Total number of experts."""
         return self.experts or (self.experts_per_rank or 1) * ranks
 
     @property
     def tls(self) -> str | None:
-        """The transports that ranks may use; without shared memory, TCP unless told otherwise."""
+        """The transports that ranks may use: without shared memory TCP by default."""
         return self.transport or ("tcp" if self.backend == "none" else None)
 
     def row(self, work: Work, mode: str) -> Row:
-        """What identifies the row of ``work`` in one mode."""
+        """A row with the fields that identify ``work`` in one mode."""
         shape = work.shape
         scales = {None: 0, "f32": 4, "power2": 4, "ue8m0": 1}[work.scale] * (shape.hidden // 128)
         return Row(
@@ -147,7 +147,7 @@ class EpOptions(RunOptions):
 
 
 def buffer_numbers(work: Work) -> dict[str, Any]:
-    """What `ExpertBuffer` and `ExpertBuffer.plan` are given for ``work``, by name."""
+    """Arguments of `ExpertBuffer` and `ExpertBuffer.plan` for ``work``, by name."""
     shape = work.shape
     return {
         "max_tokens_per_rank": shape.max_tokens,
@@ -172,63 +172,63 @@ def add_arguments(parser: Parser) -> None:
     add_iterations(out, ITERS, WARMUP)
     add_json(out)
     peers = (
-        "mpi (MPI_Alltoallv; needs openmpi-bin and mpi4py); with --device cuda, which need PyTorch: "
-        "deepep (DeepEP V1), drop-in (our crossrail.deep_ep in the same program), "
-        "nccl (all_to_all_single of a row per selection)"
+        "mpi (MPI_Alltoallv; needs openmpi-bin and mpi4py); with --device cuda, needing PyTorch: "
+        "deepep (DeepEP V1), drop-in (crossrail.deep_ep in the same program), "
+        "nccl (all_to_all_single of one row per selection)"
     )
     add_compare(out, PEERS, peers)
 
 
 def _add_work(work: argparse._ArgumentGroup) -> None:
     presets = "decode (128 tokens, hidden 7168, top-8, 288 experts) or prefill (4096 tokens, 256 experts, rank layout)"
-    work.add_argument("--preset", choices=PRESETS, help=presets + "; options win over it")
-    work.add_argument("--plan", metavar="FILE", help="an elastic run: which ranks take part in each phase, as JSON")
-    modes = "dispatch, combine, e2e (both, one after the other); a list A,B; all of them unless given"
+    work.add_argument("--preset", choices=PRESETS, help=presets + "; options override it")
+    work.add_argument("--plan", metavar="FILE", help="an elastic run: the ranks of each phase, as JSON")
+    modes = "dispatch, combine, e2e (both, one after the other), or a list A,B; all by default"
     work.add_argument("--mode", dest="modes", metavar="MODES", type=names_of(MODES, "mode"), help=modes)
     add_tokens(work, count, DEFAULTS, preset=True)
     experts = work.add_mutually_exclusive_group()
-    experts.add_argument("--experts", metavar="E", type=positive, help="experts in all")
-    each = f"experts of each rank ({DEFAULTS['experts_per_rank']})"
+    experts.add_argument("--experts", metavar="E", type=positive, help="total number of experts")
+    each = f"experts per rank ({DEFAULTS['experts_per_rank']})"
     experts.add_argument("--experts-per-rank", metavar="E", type=positive, help=each)
-    layouts = "what dispatch delivers: rows by expert (decode), or by source rank (prefill)"
+    layouts = "dispatch delivers rows by expert (decode), or by source rank (prefill)"
     work.add_argument("--layout", choices=("expert", "rank"), help=layouts)
-    scales = "how fp8 scales are stored (f32)"
+    scales = "format of the fp8 scales (f32)"
     work.add_argument("--scale", choices=("f32", "power2", "ue8m0"), help=scales)
     routings = "uniform, skewed:S (Zipf's law, S from 0), one (all to the first experts), next (all to the next rank)"
     work.add_argument("--routing", metavar="ROUTING", type=_routing, help=routings)
-    cached = "dispatch along the ways of the first dispatch, without exchanging them again"
+    cached = "repeat the routing of the first dispatch, without exchanging it again"
     work.add_argument("--cached", action="store_true", default=None, help=cached)
-    whole = "combine brings every expert's output back instead of a token's sum on each rank"
+    whole = "combine returns every expert's output instead of one sum per token and rank"
     work.add_argument("--no-prereduce", dest="prereduce", action="store_false", default=None, help=whole)
-    work.add_argument("--seed", metavar="N", type=count, help="of tokens and routing (0)")
+    work.add_argument("--seed", metavar="N", type=count, help="seed of tokens and routing (0)")
 
 
 def _add_device(device: argparse._ArgumentGroup) -> None:
-    where = "cuda: a rank on each GPU, buffers in its memory, times by its clock and the host's (cpu)"
+    where = "cuda: one rank per GPU, buffers in GPU memory, times by the GPU's and the host's clock (cpu)"
     add_device_kind(device, where)
-    sms = "multiprocessors that an operation takes (all)"
+    sms = "multiprocessors per operation (all)"
     device.add_argument("--num-sms", metavar="N", type=positive, help=sms)
-    given = "what rows are given as for an fp8 dispatch: fp8, or bf16 that it casts (bf16; fp8 in the rank layout)"
+    given = "input of an fp8 dispatch: fp8 rows, or bf16 rows that it casts (bf16; fp8 in the rank layout)"
     device.add_argument("--given", choices=("fp8", "bf16"), help=given)
-    sweep = f"measure with each of these values, all else as it is; again for another of {', '.join(SWEEPS)}"
+    sweep = f"measure with each of these values; NAME is {', '.join(SWEEPS)}; may be repeated"
     device.add_argument("--sweep", metavar="NAME=A,B,C", type=_sweep, action="append", help=sweep)
 
 
 def _add_how(how: argparse._ArgumentGroup) -> None:
-    backend = "none: no memory is shared between ranks, everything goes over the network transports (auto)"
+    backend = "none: ranks share no memory, all data uses the network transports (auto)"
     how.add_argument("--backend", choices=("auto", "none"), help=backend)
-    nodes = "the ranks here play this many nodes: what one has for another goes over the network transports (1)"
+    nodes = "emulate this many nodes here: data between them uses the network transports (1)"
     how.add_argument("--nodes", metavar="N", type=positive, help=nodes)
     add_transport(how, "shm, tcp")
     add_rails(how)
     add_timeout(how)
     add_secret_file(how, "all nodes")
-    cpus = "processors of the ranks here, in order, or `none`; by default one each where there are enough"
+    cpus = "processors of the ranks here, in order, or `none`; by default one each if there are enough"
     add_pin(how, cpus)
 
 
 def fields(parser: Parser, parsed: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `EpOptions` that argparse found, with what a preset or the defaults say beside them."""
+    """The fields of `EpOptions`, from the parsed arguments, the preset and the defaults."""
     found = fields_of(parsed, *NODE_OPTIONS)
     found["every_gpu"] = parsed.num_processes is None
     parsed.num_processes = parsed.num_processes or PROCESSES
@@ -241,22 +241,22 @@ def fields(parser: Parser, parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def check(parser: Parser, options: EpOptions) -> None:
-    """Tells the parser which options make no sense together."""
+    """Reports to the parser which options are invalid together."""
     per_node = options.placement.num_processes
     if per_node % options.nodes:
-        parser.error(f"--nodes {options.nodes}: {per_node} ranks cannot be spread evenly over as many nodes")
+        parser.error(f"--nodes {options.nodes}: {per_node} ranks cannot be divided evenly among as many nodes")
     if options.compare and options.placement.world_size > 1:
         parser.error("--compare runs on one machine; leave --world-size out")
     for name in options.compare:
         if PEERS[name] != options.device:
-            parser.error(f"--compare {name} goes with --device {PEERS[name]}")
+            parser.error(f"--compare {name} needs --device {PEERS[name]}")
     if options.device == "cuda":
         if options.plan is not None or options.backend != "auto":
-            parser.error("--plan and --backend are for --device cpu")
+            parser.error("--plan and --backend need --device cpu")
     elif options.num_sms or options.given or options.sweep:
-        parser.error("--num-sms, --given and --sweep go with --device cuda")
+        parser.error("--num-sms, --given and --sweep need --device cuda")
     if options.plan is not None and (options.compare or options.placement.world_size > 1):
-        parser.error("--plan runs on one machine and is not compared")
+        parser.error("--plan runs on one machine; leave --world-size and --compare out")
 
 
 def _routing(text: str) -> str:
@@ -269,7 +269,7 @@ def _routing(text: str) -> str:
 
 def _dtype(text: str) -> str:
     if text not in ("fp8", "bf16"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no dtype; known: fp8, bf16")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a dtype; known: fp8, bf16")
     return text
 
 
@@ -282,11 +282,11 @@ SWEEPS: dict[str, Callable[[str], Any]] = {
     "num-sms": positive,
     "routing": _routing,
 }
-"""What --sweep may change, and what its values are."""
+"""Options that ``--sweep`` may vary, and the types of their values."""
 
 
 def _sweep(text: str) -> tuple[str, list[Any]]:
     name, _, values = text.partition("=")
     if name not in SWEEPS or not values:
-        raise argparse.ArgumentTypeError(f"{text!r} is no sweep: NAME=A,B,C with one of {', '.join(SWEEPS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a sweep: write NAME=A,B,C with one of {', '.join(SWEEPS)}")
     return name.replace("-", "_"), [SWEEPS[name](value) for value in values.split(",")]

@@ -1,7 +1,7 @@
-"""Who `crossrail bench ep` compares with: MPI in host memory; DeepEP, our drop-in for it and NCCL in GPU memory.
+"""Peers of `crossrail bench ep`: MPI in host memory; DeepEP, our drop-in for it, and NCCL in GPU memory.
 
-They are run in turns with ours, on the same routing; what they run is in `crossrail.peers`. What fails about a peer is
-the reason that it has no figure, and takes nothing from ours.
+They alternate with Crossrail, on the same routing; the programs they run are in `crossrail.peers`. The failure of a
+peer becomes the reason why it has no figure, and does not affect Crossrail's own figures.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from ..ranks import ENDED, Ranks
 from .options import EpOptions
 
 MPI_VARIANTS = {"mpi": "one row per selection", "mpi-dedup": "one row per token and rank"}
-"""What MPI programs for such models do, and the least that can be sent."""
+"""The exchange that MPI programs for such models use, and the one that sends the minimum."""
 
 MPI_LONGEST_S = 600.0
 MPI_GRACE_S = 2.0
 
 OPEN_S = 45.0
 MEASURE_S = 45.0
-"""Peers that are not ready, or not at the end of a turn, by then are given up: ours must have its figures anyway."""
+"""Peers that are not ready, or have not finished a turn, by then are abandoned."""
 END_S = 5.0
 
 QUIET = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_DISABLE_NVLS": "1", "NCCL_NVLS_ENABLE": "0"}
-"""Peers use this machine alone, and no NVLink multicast."""
+"""Restricts peers to this machine, without NVLink multicast."""
 
 
 def check_mpi(options: EpOptions) -> None:
-    """Raises UsageFailure when MPI is not installed, or when it cannot do the same work."""
+    """Raises UsageFailure if MPI is not installed, or cannot do the same work."""
     if shutil.which("mpirun") is None:
         raise UsageFailure("mpirun is not installed; apt-get install openmpi-bin, or leave mpi out of --compare")
     if importlib.util.find_spec("mpi4py") is None:
         raise UsageFailure("mpi4py is not installed; pip install mpi4py, or leave mpi out of --compare")
     if options.nodes > 1:
-        raise UsageFailure("--nodes plays nodes for our ranks only; --backend none compares over TCP on both sides")
+        raise UsageFailure("--nodes does not apply to MPI; with --backend none both use TCP")
 
 
 def mpi_version() -> str:
-    """What mpirun says it is."""
+    """Name and version that mpirun reports."""
     try:
         done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -63,7 +63,7 @@ def mpi_version() -> str:
 
 
 class MpiTurns:
-    """Every turn that MPI takes, and what came of them."""
+    """The turns of MPI, and their results."""
 
     def __init__(self, options: EpOptions, work: Work) -> None:
         self.options = options
@@ -73,7 +73,7 @@ class MpiTurns:
         self._error: str | None = None
 
     def run(self) -> None:
-        """One turn: all ranks started, verified and timed. A failure is kept as the reason for no figure."""
+        """Runs one turn: starts, verifies and times all ranks. A failure is kept as the reason for a missing figure."""
         if self._error is not None:
             return
         try:
@@ -85,7 +85,7 @@ class MpiTurns:
         except PeerFailure as error:
             self._error = str(error)
         except (ValueError, KeyError, TypeError) as error:
-            self._error = f"mpirun printed something else than expected ({error})"
+            self._error = f"mpirun printed unexpected output ({error})"
 
     def results(self) -> list[tuple[str, str, PeerResult]]:
         """Name, mode and result of each variant."""
@@ -107,7 +107,7 @@ class MpiTurns:
         )
 
     def _output(self) -> str:
-        """What rank 0 printed. Raises PeerFailure."""
+        """The output of rank 0. Raises PeerFailure."""
         options, ranks = self.options, self.work.shape.ranks
         job = {
             "work": asdict(self.work),
@@ -126,7 +126,7 @@ class MpiTurns:
 
 
 def _mpi_flags(options: EpOptions) -> list[str]:
-    """How MPI is run: where ours places ranks and what ours moves bytes over."""
+    """Flags for mpirun: the same processors and the same kind of transport as Crossrail."""
     flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     over = "tcp,self" if options.backend == "none" else "vader,self"
     loopback = ["--mca", "btl_tcp_if_include", "lo"] if options.backend == "none" else []
@@ -141,10 +141,10 @@ def _finished(command: list[str], environment: Mapping[str, str]) -> str:
     try:
         out, said = process.popen.communicate(timeout=MPI_LONGEST_S)
     except subprocess.TimeoutExpired:
-        raise PeerFailure(f"mpirun did not finish within {MPI_LONGEST_S:g} s; it was ended") from None
+        raise PeerFailure(f"mpirun did not finish within {MPI_LONGEST_S:g} s and was killed") from None
     finally:
         if process.popen.poll() is None:
-            process.popen.terminate()  # it ends its ranks and clears up after them
+            process.popen.terminate()  # so that it ends its ranks and removes their files
         process.stop(MPI_GRACE_S)
     if process.popen.returncode != 0:
         raise _mpi_reason(said.decode(errors="replace"), process.popen.returncode)
@@ -152,14 +152,14 @@ def _finished(command: list[str], environment: Mapping[str, str]) -> str:
 
 
 def _mpi_reason(said: str, code: int) -> Failure:
-    """Why mpirun failed: a rank's own error, or the first that it says itself."""
+    """Why mpirun failed: the error of a rank, or the first lines of its own output."""
     lines = [line.strip() for line in said.splitlines() if line.strip().strip("-")]
     errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
     return PeerFailure(f"mpirun failed ({code}): {' '.join(errors[:1] or lines[:3])[:500]}")
 
 
 class GpuPeers:
-    """All ranks of all peers. A context manager: leaving it ends them."""
+    """The ranks of all GPU peers. As a context manager, it ends them at the end of the block."""
 
     def __init__(self, options: EpOptions) -> None:
         self.options = options
@@ -176,7 +176,7 @@ class GpuPeers:
         self._end(ask=kind is None)
 
     def begin(self, work: Work) -> None:
-        """Starts every peer and tells it to get ready for ``work``.
+        """Starts every peer, which prepares for ``work``.
 
         Those that measured other work are ended: what a profiler leaves behind in a process makes its launches longer.
         """
@@ -187,7 +187,7 @@ class GpuPeers:
             self._ranks.send_all({"do": "open", "work": asdict(work), "num_sms": self.options.num_sms})
 
     def ready(self) -> None:
-        """Waits until they are."""
+        """Waits until every peer is prepared."""
         if self._ranks is None:
             return
         try:
@@ -200,7 +200,7 @@ class GpuPeers:
             self._errors |= message["errors"]
 
     def measure(self) -> None:
-        """A turn of every peer."""
+        """Runs a turn of every peer."""
         if self._ranks is None or self._out:
             return
         options = self.options
@@ -215,7 +215,7 @@ class GpuPeers:
                 self._errors |= message["errors"]
 
     def results(self, mode: str) -> dict[str, PeerResult]:
-        """What each peer reached, by name; for one that repeats its routing another that does not, `NAME-uncached`."""
+        """The result of each peer by name, and of its variant that does not repeat the routing as `NAME-uncached`."""
         found: dict[str, PeerResult] = {}
         for name in self.options.compare:
             if name in self._errors or not self._turns:
@@ -229,7 +229,7 @@ class GpuPeers:
 
     @property
     def _out(self) -> bool:
-        """Whether no peer is left that may have a figure."""
+        """Whether every peer has failed."""
         return set(self.options.compare) <= set(self._errors)
 
     def _start(self) -> Ranks:
@@ -243,13 +243,13 @@ class GpuPeers:
         return ranks
 
     def _give_up(self, failure: Failure) -> None:
-        """Every peer without a figure has this reason; those that ran once keep what they said."""
+        """Abandons all peers, with this reason for those that have not failed before."""
         for name in self.options.compare:
             self._errors.setdefault(name, str(failure))
         self._end(ask=False)
 
     def _end(self, *, ask: bool) -> None:
-        """Ends all ranks; by themselves, so that they give back what they have, unless they do not when asked."""
+        """Ends all ranks. With ``ask`` they may first release their resources."""
         if self._ranks is not None and ask:
             self._ranks.send_all({"do": "end"})
             with contextlib.suppress(Failure):
@@ -259,7 +259,7 @@ class GpuPeers:
 
 
 def _gpu_result(said: list[list[Message]], mode: str) -> PeerResult:
-    """One peer's figures, from what each rank said in each turn."""
+    """The result of one peer, from the messages of each rank in each turn."""
     turns = [[one["modes"][mode] for one in turn] for turn in said]
     pooled = [sample for turn in turns for one in turn for sample in one["gpu_us"]]
     host = [sample for turn in turns for one in turn for sample in one["host_us"]]
@@ -276,7 +276,7 @@ def _gpu_result(said: list[list[Message]], mode: str) -> PeerResult:
 
 
 def serve(parent: Parent, job: Message) -> None:
-    """One rank of all GPU peers. Does what the command says until it is ended. Raises Failure without PyTorch."""
+    """Runs one rank of all GPU peers: handles requests until `end`. Raises Failure without PyTorch."""
     try:
         from crossrail.peers import gpu
     except ImportError as error:
@@ -289,7 +289,7 @@ def serve(parent: Parent, job: Message) -> None:
                 elif request["do"] == "measure":
                     told = rank.measure(request["modes"], request["iters"], request["warmup"], last=request["last"])
                     parent.send("measured", **told)
-    except Exception as error:  # whatever their code may raise
+    except Exception as error:  # third-party code may raise anything
         if isinstance(error, Failure):
             raise
         raise Failure(f"peers: {gpu.reason(error)}") from None

@@ -1,4 +1,4 @@
-"""Plan files: which ranks take part in each phase of an elastic run, and which die in it."""
+"""Plan files: the ranks of each phase of an elastic run, and those that are killed in it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MOST_RANKS = 1024
 
 @dataclass(frozen=True)
 class Phase:
-    """Who takes part from its beginning; `killed` are those of them that are killed in it."""
+    """The ranks that are active from the beginning of a phase; `killed` are those that are killed in it."""
 
     active: tuple[int, ...]
     killed: tuple[int, ...] = ()
 
     @property
     def survivors(self) -> tuple[int, ...]:
-        """Who is there at its end."""
+        """The ranks that are active at its end."""
         return tuple(rank for rank in self.active if rank not in self.killed)
 
 
@@ -34,11 +34,11 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """As many as the buffers are made for: the highest rank of all phases, and one more."""
+        """The number of ranks to create buffers for: one more than the highest rank of all phases."""
         return max(max(phase.active) for phase in self.phases) + 1
 
     def before(self, index: int) -> tuple[int, ...]:
-        """Who is there when phase `index` begins, before anybody joins or leaves."""
+        """The ranks that are active before phase `index` begins, before ranks join or leave."""
         return self.phases[index - 1].survivors if index else ()
 
     def joining(self, index: int) -> tuple[int, ...]:
@@ -50,18 +50,18 @@ class Plan:
         return tuple(rank for rank in self.before(index) if rank not in self.phases[index].active)
 
     def takes_lowest_ranks(self, index: int) -> bool:
-        """Whether the ranks that phase `index` starts are those that a rank server gives: the lowest free numbers."""
+        """Whether the ranks that phase `index` starts are the lowest free numbers, as the group would assign them."""
         held = [rank for rank in self.before(index) if rank not in self.leaving(index)]
         free = (rank for rank in range(self.ranks) if rank not in held)
         return all(rank == next(free) for rank in self.joining(index))
 
     def dumps(self) -> str:
-        """As a plan file has it."""
+        """The text of the plan file."""
         return json.dumps([[-rank if rank in phase.killed else rank for rank in phase.active] for phase in self.phases])
 
 
 def load_plan(path: str) -> Plan:
-    """Reads a plan file. Raises UsageFailure that names the file, the place and what is wrong there."""
+    """Reads a plan file. Raises UsageFailure with the file, the position and the mistake."""
     try:
         with Path(path).open("rb") as file:
             data = file.read(MOST_BYTES + 1)
@@ -78,21 +78,21 @@ def load_plan(path: str) -> Plan:
 
 
 def parse_plan(text: str) -> Plan:
-    """Parses the text of a plan file. Raises ValueError that says what is wrong and where."""
+    """Parses the text of a plan file. Raises ValueError with the mistake and its position."""
     try:
-        # Numbers come as their text, so that -0 is not taken for 0.
+        # Numbers are kept as text, so that -0 is not taken for 0.
         data = json.loads(text, parse_int=_Number, parse_float=_Number, parse_constant=_Number)
     except json.JSONDecodeError as error:
         raise ValueError(f"line {error.lineno}, column {error.colno}: {error.msg}; {FORM}") from None
     except RecursionError:
-        raise ValueError(f"lists within lists within lists; {FORM}") from None
+        raise ValueError(f"lists are nested too deeply; {FORM}") from None
     if not isinstance(data, list) or not data:
-        raise ValueError(f"{'an empty list' if data == [] else _kind(data)} is no plan; {FORM}")
+        raise ValueError(f"{'an empty list' if data == [] else _kind(data)} is not a plan; {FORM}")
     return Plan(tuple(_phase(phase, number) for number, phase in enumerate(data, 1)))
 
 
 class _Number(str):
-    """A number as it stands in the file."""
+    """A number as text."""
 
     __slots__ = ()
 
@@ -113,7 +113,7 @@ def _phase(data: object, number: int) -> Phase:
         if rank < 0:
             killed.append(-rank)
     if 0 not in active:
-        raise ValueError(f"{where} is without rank 0, which takes part in every phase")
+        raise ValueError(f"{where} is without rank 0, which must take part in every phase")
     return Phase(tuple(sorted(active)), tuple(sorted(killed)))
 
 
@@ -125,14 +125,14 @@ def _rank(entry: object, where: str) -> int:
     except ValueError:
         raise ValueError(f"{where} is {entry}, not a whole number; {FORM}") from None
     if rank == 0 and entry.startswith("-"):
-        raise ValueError(f"{where} is -0: rank 0 cannot be the one that dies")
+        raise ValueError(f"{where} is -0: rank 0 cannot be killed")
     if abs(rank) >= MOST_RANKS:
         raise ValueError(f"{where} is {rank}, beyond rank {MOST_RANKS - 1}")
     return rank
 
 
 def _kind(data: object) -> str:
-    """What a JSON value is, in words."""
+    """Description of a JSON value."""
     if isinstance(data, _Number):
         return f"the number {data}"
     if isinstance(data, str):

@@ -15,10 +15,10 @@ from .options import BenchOptions, add_arguments, check
 
 @dataclass(frozen=True)
 class Bench(BenchOptions):
-    """One end of a bench, as its command line has it."""
+    """One end of a bench."""
 
     def run(self) -> None:
-        """Listens, or drives the measurement and shows what came out. Raises Failure and the library's errors."""
+        """Listens, or drives the measurement and shows the report. Raises Failure and the library's errors."""
         if self.listen is not None:
             listen(self)
         else:

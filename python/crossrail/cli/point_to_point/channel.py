@@ -1,4 +1,4 @@
-"""What the two ends of a bench say to each other: small JSON messages under a tag of their own."""
+"""The control messages between the two ends of a bench: small JSON messages under a tag of their own."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ IDLE_LIMIT_S = 600.0
 """How long the listening end waits for the driving end's next request before it gives up."""
 
 RAW_TCP_FAILURES = (crossrail.IoError, crossrail.UnreachableError, crossrail.UsageError, crossrail.ProtocolError)
-"""What plain sockets fail with where the channel goes on: a firewall, an address that is not there."""
+"""Errors of plain sockets after which the channel still works: a firewall, an address that does not exist."""
 
 
 class Channel:
-    """One endpoint, and the control messages on it. Used from one thread."""
+    """An endpoint with control messages on it. For use by one thread."""
 
     def __init__(self, context: crossrail.Context, worker: crossrail.Worker, endpoint: crossrail.Endpoint) -> None:
         self.context = context
@@ -33,13 +33,13 @@ class Channel:
         self.endpoint.send(json.dumps(message).encode(), CONTROL_TAG).wait()
 
     def leave(self) -> None:
-        """Says that this end is done. The other may hang up before it has confirmed that, and need not have failed."""
+        """Ends the bench. The other end may close the connection before it has confirmed that; this is no failure."""
         with contextlib.suppress(crossrail.PeerDeadError, crossrail.ClosedError):
             self.send({"do": "bye"})
             self.endpoint.close()
 
     def receive(self, timeout: float | None = None) -> Message:
-        """Waits for the other end's next message.
+        """Waits for the next message of the other end.
 
         Raises the library's errors, and Failure for what is no message or reports the other end's failure.
         """
@@ -55,7 +55,7 @@ class Channel:
         except (ValueError, RecursionError):
             raise Failure(f"{self.endpoint.peer} sent a control message that is not JSON") from None
         if not isinstance(message, dict):
-            raise Failure(f"{self.endpoint.peer} sent a control message that is not understood")
+            raise Failure(f"{self.endpoint.peer} sent a control message that is not a JSON object")
         if "error" in message:
             raise Failure(f"the other end failed: {message['error']}")
         return message

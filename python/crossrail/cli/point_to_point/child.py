@@ -1,4 +1,4 @@
-"""The other end in a process of its own, when none was named."""
+"""The other end as a child process, for benches that run both ends on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .options import BenchOptions
 
 START_S = 30.0
 LAST_WORDS_S = 0.5
-"""How long a child that may be failing gets to do so before this end's failure ends it."""
+"""How long to wait for the error of a failing child before this end's own failure kills it."""
 
 
 class Child:
@@ -31,25 +31,25 @@ class Child:
 
     @property
     def address(self) -> bytes:
-        """Where it listens, as its worker's address."""
+        """The address of the child's worker."""
         return bytes.fromhex(str(self.announced.get("address", "")))
 
     def report_failure(self) -> None:
-        """To be called when this end fails, before it hangs up: shows what the child said if it failed by itself."""
+        """Prints the child's stderr if it failed by itself. To be called when this end fails, before it closes."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._failed = self.process.popen.wait(LAST_WORDS_S) != 0
         if self._failed:
             self.show_output()
 
     def show_output(self) -> None:
-        """Passes on what the child said on stderr."""
+        """Forwards the child's stderr."""
         self._talk.seek(0)
         text = self._talk.read().decode(errors="replace").strip()
         if text:
             print_notice(f"the other end said:\n{text}")
 
     def _early_end(self) -> Failure:
-        """The failure of a child that ended before it listened: its own error, if it had one to say."""
+        """The failure of a child that ended before it listened, with its own error if it printed one."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.popen.wait(LAST_WORDS_S)
         self._talk.seek(0)
@@ -70,13 +70,13 @@ class Child:
         except ValueError:
             raise self._early_end() from None
         if not isinstance(announced, dict):
-            raise Failure("the other end announced something that is not understood")
+            raise Failure("the other end did not announce its address as a JSON object")
         return announced
 
 
 @contextlib.contextmanager
 def other_end(options: BenchOptions) -> Iterator[Child]:
-    """Starts the other end on this machine; ends it, whatever happens, when left. Raises Failure."""
+    """Starts the other end on this machine, and ends it when the context ends. Raises Failure."""
     command = [sys.executable, "-m", "crossrail", "bench", options.what, "--listen=127.0.0.1:0"]
     command += [f"--parent={os.getpid()}", f"--pin={_pin_text(options)}", *options.for_child()]
     with tempfile.TemporaryFile() as talk:

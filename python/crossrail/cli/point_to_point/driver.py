@@ -1,4 +1,4 @@
-"""The driving end: says what is to be measured, measures, and makes the report."""
+"""The driving end: requests each measurement from the listening end, measures, and makes the report."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from .options import BenchOptions, Plan, plans
 RAW_TCP_ITERS = 5
 
 MOST_UNPACKED = 256 << 20
-"""Unpacking alone is measured with at most so many bytes: the rate no longer depends on them."""
+"""Maximum bytes for measuring unpacking alone. Beyond them the rate no longer depends on the size."""
 
 
 def drive(options: BenchOptions, progress: Progress) -> Report:
-    """Runs the whole bench as its driving end. Raises Failure and the library's errors."""
+    """Runs the bench as its driving end. Raises Failure and the library's errors."""
     for name in options.compare:
         error = peers.missing(name)
         if error is not None:
@@ -66,7 +66,7 @@ def drive(options: BenchOptions, progress: Progress) -> Report:
 
 
 def _hello(options: BenchOptions, work: list[Plan]) -> Message:
-    """What both ends must agree on."""
+    """The first message: parameters that both ends must agree on."""
     places = options.device or []
     return {
         "bench": options.what,
@@ -84,7 +84,7 @@ def _hello(options: BenchOptions, work: list[Plan]) -> Message:
 
 @contextlib.contextmanager
 def _channel(options: BenchOptions) -> Iterator[tuple[Channel, str]]:
-    """A channel with the other end, started here when none was named; and the host it is reached at."""
+    """A channel to the other end, which is started here if ``--connect`` is missing, and the host it is reached at."""
     context = options.context()
     mine = options.device or [] if options.connect is None else [options.memory_device]
     if wanted := [place for place in mine if place != "cpu"]:
@@ -114,7 +114,7 @@ def _connected(options: BenchOptions, context: crossrail.Context, to: bytes | st
 
 
 class _Driver:
-    """Measures one row after the other over one channel."""
+    """Measures the rows of a bench over one channel, one after the other."""
 
     def __init__(self, channel: Channel, options: BenchOptions, host: str, met: Message, progress: Progress) -> None:
         self.channel = channel
@@ -131,7 +131,7 @@ class _Driver:
         self.bounce = crossrail.parse_size(settings["CROSSRAIL_BOUNCE"] or "0")
 
     def row(self, plan: Plan) -> Row:
-        """The whole row: ours and every peer, taking turns."""
+        """Measures one row: Crossrail and every peer, in turns."""
         names = self.options.compare
         before = self.channel.endpoint.lanes()
         transport, protocol = ("", None) if plan.what == "p2p" else self._probe(plan)
@@ -168,7 +168,7 @@ class _Driver:
         return with_peers(row, results)
 
     def _row_template(self, plan: Plan, transport: str, protocol: str | None) -> Row:
-        """What identifies a row."""
+        """A row with the fields that identify it."""
         row = Row(what=plan.what, transport=transport, size=plan.size, protocol=protocol, verified=True)
         if "cpu" in self.places:
             row = replace(row, memory=self.options.memory or "ordinary")
@@ -179,14 +179,14 @@ class _Driver:
         return replace(row, unpack=self.unpack, bounce=self.bounce) if into_gpu else row
 
     def _check_carried_by(self, transport: str, protocol: str) -> None:
-        """Who asked for cuda_ipc alone does not want the figures of what stood in for it. Raises Failure."""
+        """Raises Failure if cuda_ipc was required and another transport carried the data as a fallback."""
         if self.options.transport == "cuda_ipc" and transport != "cuda_ipc":
             why = [way["reason"] for way in self.channel.endpoint.explain().candidates if way["lane"] == "cuda_ipc"]
-            said = "; ".join(reason for reason in why if reason) or "see what was said above, and `crossrail info`"
-            raise Failure(f"data went over {transport} ({protocol}), not over cuda_ipc: {said}")
+            reasons = "; ".join(reason for reason in why if reason) or "see the messages above, and `crossrail info`"
+            raise Failure(f"data went over {transport} ({protocol}), not over cuda_ipc: {reasons}")
 
     def _raw_tcp(self, plan: Plan, transfers: list[Iteration], raw: RawTcp) -> None:
-        """What plain sockets carry over the rails that `transfers` used, beside them in the same run."""
+        """Measures plain TCP sockets over the rails that ``transfers`` used, in the same run."""
         channel = self.channel
         known = {rail_of(lane): lane for lane in channel.endpoint.lanes() if lane["transport"] == "tcp"}
         used = dict.fromkeys(lane.name for one in transfers for lane in one.lanes if lane.bytes)
@@ -206,7 +206,7 @@ class _Driver:
             raw.notes.append(f"plain TCP sockets were not measured: {error}")
 
     def _with_unpack_rates(self, row: Row) -> Row:
-        """``row`` with what every way to unpack does alone where its data arrived, in pieces as large as its chunks."""
+        """``row`` with the rate of each mode of unpacking alone, on the receiving GPU, in pieces as large as chunks."""
         if row.unpack is None or not row.size:
             return row
         self.progress.status(f"unpacking alone on {self.places[1]}")
@@ -216,7 +216,7 @@ class _Driver:
         return replace(row, unpack_gb_per_s=found["rates"], notes=[*row.notes, *found["notes"]])
 
     def _transports(self, rails: list[str], before: list[LaneReport]) -> str:
-        """The transports of ``rails``, each once; those that were lost since ``before`` as well."""
+        """The transports of ``rails``, without duplicates, including rails that were lost since ``before``."""
         lanes = [*before, *self.channel.endpoint.lanes()]
         known = {rail_of(lane): lane["transport"] for lane in lanes}
         return "+".join(dict.fromkeys(known.get(rail, rail.partition("/")[0]) for rail in rails))
@@ -259,7 +259,7 @@ class _Driver:
         )
 
     def _probe(self, plan: Plan) -> tuple[str, str]:
-        """Moves one message of this size, twice, and reads off the receipt what carried it."""
+        """Sends one message of this size, twice, and returns the transport and protocol of its receipt."""
         once = replace(plan, what="p2p", iters=1, warmup=1, window=None)
         (one,) = self._measure(once, f"{plan.what} {format_size(plan.size)}").transfers
         rails = [lane.name for lane in one.lanes if lane.bytes or not plan.size]
@@ -296,7 +296,7 @@ class _Driver:
             return Measured(samples["samples_us"], samples["batch"], samples["bytes_per_sample"], [])
 
     def _lanes(self, before: list[LaneReport]) -> dict[str, Lane]:
-        """What the rails' own counters and the system say, since ``before``."""
+        """Counters and line rates of the rails; retransmits are those since ``before``."""
         known: dict[str, Lane] = {}
         start = {lane["name"]: lane["retransmits"] for lane in before}
         lanes = self.channel.endpoint.lanes()
@@ -318,7 +318,7 @@ class _Driver:
         return known
 
     def _dead(self, before: list[LaneReport], transfers: list[list[Iteration]]) -> list[str]:
-        """The rails that went down while bytes moved: dead now, or named in a receipt's notes."""
+        """Rails that failed during the transfers: dead now, or named in the notes of a receipt."""
         notes = " ".join(note for turn in transfers for one in turn for note in one.notes)
         lanes = [*before, *self.channel.endpoint.lanes()]
         words = set(re.split(r"[\s,;]+", notes))
@@ -328,7 +328,7 @@ class _Driver:
 
 @dataclass
 class RawTcp:
-    """What plain sockets took, over all turns; or why that is not known."""
+    """Samples of plain TCP sockets over all turns, or the reason why there are none."""
 
     samples_us: list[float] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -336,7 +336,7 @@ class RawTcp:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the native loops gave for one turn."""
+    """The result of the native loop for one turn."""
 
     samples_us: list[float]
     batch: int
@@ -345,7 +345,7 @@ class Measured:
 
 
 def _iteration(one: Transfer, size: int) -> Iteration:
-    """Both ends' records of one transfer as one. The stages are the sender's, which sees all of them but copying."""
+    """The records of both ends of one transfer as one. Stages are the sender's, which sees all but copying."""
     sender, receiver = one["sender"], one["receiver"]
     sent, received = sender["receipt"], receiver["receipt"]
     return Iteration(
@@ -384,10 +384,10 @@ def _peer_result(figures: list[peers.Figure], error: str | None, work: peers.Pee
 
 
 def _peer_iterations(plan: Plan) -> int:
-    """As many messages as ours: a window counts as that many."""
+    """As many messages as Crossrail sends: each window counts with all its messages."""
     return max(plan.iters * (plan.window or 1), 10)
 
 
 def _interfaces(devices: list[str]) -> list[str]:
-    """Devices that are interfaces; a bare address such as 127.0.0.2 is none that another program knows."""
+    """Devices that are interfaces. Other programs do not accept an address such as 127.0.0.2 as a device."""
     return [device for device in devices if Path("/sys/class/net", device).exists()]

@@ -1,4 +1,4 @@
-"""The listening end: waits for a driving end, does its half of each measurement, and ends."""
+"""The listening end: waits for a driving end, runs its half of each measurement, and ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def listen(options: BenchOptions) -> None:
     """Serves one driving end. Raises Failure and the library's errors."""
     context = options.context()
     if options.gpus:
-        known_gpus(context, [options.memory_device])  # better told now than to whoever connects
+        known_gpus(context, [options.memory_device])  # fails here rather than when the driving end connects
     pin_to(options.cpu(driver=False))
     with crossrail.Worker(context, listen=resolve(options.listen or "")) as worker:
         if options.parent is None:
@@ -46,11 +46,11 @@ def listen(options: BenchOptions) -> None:
                 channel.send({"error": " ".join(str(error).split())})
             raise
         if options.parent is None:
-            print_notice(f"done: {endpoint.peer} has finished")
+            print_notice(f"done; {endpoint.peer} has finished")
 
 
 def serve(channel: Channel, options: BenchOptions) -> None:
-    """Does what the driving end asks for until it says that it is done."""
+    """Carries out the driving end's requests until it is done."""
     _agree(channel, options, channel.receive())
     while (request := channel.receive(IDLE_LIMIT_S)).get("do") != "bye":
         _carry_out(channel, request)
@@ -60,41 +60,45 @@ def serve(channel: Channel, options: BenchOptions) -> None:
 def _agree(channel: Channel, options: BenchOptions, hello: Message) -> None:
     if hello.get("version") != crossrail.__version__:
         raise Failure(
-            f"the ends run different versions: {crossrail.__version__} listens, {hello.get('version')} connects; "
-            "install the same version at both"
+            f"the ends run different versions: {crossrail.__version__} at the listening end, {hello.get('version')} at "
+            "the connecting end; install the same version at both"
         )
     if hello.get("bench") != options.what:
         raise Failure(
-            f"this end runs `bench {options.what}` and the other `bench {hello.get('bench')}`; start the same at both"
+            f"the listening end runs `bench {options.what}` and the connecting end `bench {hello.get('bench')}`; run "
+            "the same bench at both"
         )
     for name in _AGREED:
         here, there = getattr(options, name), hello.get(name)
         if here is not None and here != there:
             mine, other = _shown(name, here), _shown(name, there)
-            raise Failure(f"--{name} is {mine} at the listening end and {other} at the other; give it there only")
+            raise Failure(
+                f"--{name} is {mine} at the listening end and {other} at the connecting end; give it at the latter only"
+            )
     devices = [device for device in channel.context.info()["devices"] if device["chosen"]]
     place = _place(channel, options, hello)
     unpack = channel.context.settings()["CROSSRAIL_UNPACK"]
     if place != "cpu" and hello.get("unpack") not in (None, unpack):
         asked = hello["unpack"]
-        raise Failure(f"--unpack {asked} is for the end that receives: give it there too (it unpacks by {unpack} now)")
+        raise Failure(f"--unpack {asked} must be given at the receiving end too, which now unpacks by {unpack}")
     answer: Message = {"ok": True, "addresses": {device["name"]: device["address"] for device in devices}}
     channel.send({**answer, "device": place, "unpack": unpack})
 
 
 def _shown(name: str, value: object) -> str:
-    """A value as it is written on the command line."""
+    """A value as written on the command line."""
     if name == "sizes" and isinstance(value, list):
         return ",".join(format_size(size) for size in value)
     return "not given" if value is None else str(value)
 
 
 def _place(channel: Channel, options: BenchOptions, hello: Message) -> str:
-    """Where this end's memory is: by its own command line, else as the other end wishes. Raises Failure."""
+    """The device of this end's memory: by its own command line, else as the other end requests. Raises Failure."""
     demanded, suggested = hello.get("other_device"), hello.get("device")
     if options.device is not None and demanded is not None and demanded != options.memory_device:
         raise Failure(
-            f"--device is {options.memory_device} here, and {demanded} is wanted at the other end; give it there only"
+            f"--device is {options.memory_device} at the listening end, but the connecting end requests {demanded}; "
+            "give it at the connecting end only"
         )
     place = options.memory_device if options.device is not None else demanded or suggested or "cpu"
     if place != "cpu":
@@ -117,7 +121,7 @@ def _carry_out(channel: Channel, request: Message) -> None:
                 channel.receive(work.timeout + IDLE_LIMIT_S)
             channel.send({"ok": True})
         case other:
-            raise Failure(f"the driving end asked for {other!r}, which this version does not know")
+            raise Failure(f"the driving end requested {other!r}, which this version does not support")
 
 
 def _measure(channel: Channel, request: Message) -> None:
@@ -135,7 +139,7 @@ def _measure(channel: Channel, request: Message) -> None:
 
 
 def _raw_tcp(channel: Channel, request: Message) -> None:
-    """A network that lets no other connections through is no failure of the run: the driving end says so."""
+    """Plain sockets. If the network blocks them, the run does not fail: the driving end notes it in the report."""
     size, channels = _whole(request, "size", 0), _whole(request, "channels", 1)
     ends = (channel.context, channel.worker, channel.endpoint)
     with contextlib.suppress(*RAW_TCP_FAILURES):
@@ -143,9 +147,9 @@ def _raw_tcp(channel: Channel, request: Message) -> None:
 
 
 def _unpack_rates(channel: Channel, request: Message) -> Message:
-    """What each way to unpack reaches on this end's GPU, from pinned memory, as bytes from the network come.
+    """Rates of each mode of unpacking on this end's GPU, from pinned memory, where data from the network arrives.
 
-    A way that does not work here (no compiler for the kernel) has its reason instead.
+    A mode that does not work here (for example without a compiler for the kernel) has the reason as a note instead.
     """
     size, fragment = _whole(request, "size", 1), _whole(request, "fragment", 1)
     rates: dict[str, float] = {}
@@ -170,7 +174,7 @@ def _unpack_rates(channel: Channel, request: Message) -> Message:
 def _buffer_of(request: Message) -> tuple[int, str]:
     memory = request.get("memory")
     if memory not in ("shared", "ordinary") and not re.fullmatch("cuda:[0-9]{1,3}", str(memory)):
-        raise Failure(f"the driving end asked for {memory!r} memory, which is unknown here")
+        raise Failure(f"the driving end requested {memory!r} memory, which is unknown here")
     assert isinstance(memory, str)
     return _whole(request, "size", 0), memory
 
@@ -178,5 +182,5 @@ def _buffer_of(request: Message) -> tuple[int, str]:
 def _whole(request: Message, name: str, least: int) -> int:
     value = request.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 63:
-        raise Failure(f"the driving end asked for {name} {value!r}, which makes no sense")
+        raise Failure(f"the driving end requested {name} {value!r}, which is invalid")
     return value

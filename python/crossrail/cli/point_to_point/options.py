@@ -1,4 +1,4 @@
-"""`crossrail bench latency|bandwidth|p2p`: the command line, and the measurements that it stands for."""
+"""`crossrail bench latency|bandwidth|p2p`: the command line, and the measurements it selects."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ DEFAULT_SIZES = "1:4M"
 DEFAULT_P2P_SIZE = "64M"
 
 SMALL = 8192
-"""Up to this size, as OSU's benchmarks do, more iterations are run."""
+"""More iterations are run up to this size, as in OSU's benchmarks."""
 
 WINDOW = 64
 LONGEST_BANDWIDTH_BYTES = 8 << 30
-"""A row of ``bench bandwidth`` moves no more than this by default, so that large sizes end in a minute."""
+"""Default limit for the bytes of one row of ``bench bandwidth``, so that large sizes take less than a minute."""
 
 P2P_ITERS, P2P_WARMUP = 10, 3
 
 
 @dataclass(frozen=True)
 class BenchOptions(LinkOptions):
-    """`crossrail bench WHAT`. What is None was not given."""
+    """`crossrail bench WHAT`. None stands for an option that is not on the command line."""
 
     what: str
     listen: str | None = None
@@ -66,33 +66,33 @@ class BenchOptions(LinkOptions):
 
     @property
     def memory_device(self) -> str:
-        """Where this end's memory is: ``cpu``, or a GPU."""
+        """The device of this end's memory: ``cpu``, or a GPU."""
         return self.device[0] if self.device else "cpu"
 
     @property
     def gpus(self) -> bool:
-        """Whether a GPU was named for either end."""
+        """Whether either end uses GPU memory."""
         return any(place != "cpu" for place in self.device or [])
 
     @property
     def uses_many_cpus(self) -> bool:
-        """Whether each end has work for several processors: many rails, or the threads beside a GPU."""
+        """Whether each end has work for several processors: many rails, or the threads that stage GPU memory."""
         return self.what == "p2p" or self.gpus
 
     def settings(self) -> dict[str, str]:
-        """The settings given on the command line; ``--window`` is one of `bench p2p` alone."""
+        """The settings on the command line; ``--window`` is a setting for `bench p2p` only."""
         window = {"window": str(self.window)} if self.what == "p2p" and self.window is not None else {}
         return {**super().settings(), **window}
 
     def for_child(self) -> list[str]:
-        """The options that the other end's process, started by this one, must have as well."""
+        """The options to pass to the other end, if this process starts it."""
         names = ["transport", "rails", "chunk", "channels", "unpack", "timeout", "secret_file"]
         names += ["window"] if self.what == "p2p" else []
         given = {name: getattr(self, name) for name in names}
         return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
 
     def cpu(self, *, driver: bool) -> int | None:
-        """The processor that the driving or the listening end is to stay on, or None for any.
+        """The processor to pin the driving or the listening end to, or None.
 
         Raises UsageFailure for a processor that this process may not use.
         """
@@ -114,16 +114,16 @@ def add_arguments(parser: Parser, what: str) -> None:
         sizes = f"64K, a list A,B,C, or MIN:MAX doubling ({DEFAULT_SIZES})"
     add_sizes(work, sizes)
     add_memory(work)
-    device = "GPU memory: cuda:0 at both ends, or cuda:0,cuda:1 (the connecting end's, the listening end's); cpu"
+    device = "GPU memory: cuda:0 at both ends, or cuda:0,cuda:1 (connecting end, listening end); or cpu"
     work.add_argument("--device", metavar="PLACES", type=device_list, help=device)
     if what == "latency":
-        ops = "messages, one-sided writes that the other host sees, or both (send)"
+        ops = "messages, one-sided writes until the other host sees them, or both (send)"
         work.add_argument("--op", choices=("send", "write", "both"), help=ops)
     add_iterations(work)
     how = parser.add_argument_group("how it moves (the same at both ends)")
     add_links(how)
     if what != "latency":
-        window = "chunks that a lane may have outstanding" if what == "p2p" else f"sends before one reply ({WINDOW})"
+        window = "maximum chunks in flight per lane" if what == "p2p" else f"sends before one reply ({WINDOW})"
         add_window(how, window)
     out = parser.add_argument_group("what comes out")
     add_json(out)
@@ -131,32 +131,32 @@ def add_arguments(parser: Parser, what: str) -> None:
 
 
 def _add_ends(ends: argparse._ArgumentGroup) -> None:
-    where = f"HOST[:PORT], port {DEFAULT_PORT} unless given"
-    listen = f"wait for the other end at {where}; 127.0.0.1 by default"
+    where = f"HOST[:PORT], port {DEFAULT_PORT} by default"
+    listen = f"wait for the other end at {where}; HOST is 127.0.0.1 by default"
     ends.add_argument("--listen", metavar="ADDR", nargs="?", const="", help=listen)
-    ends.add_argument("--connect", metavar="ADDR", help=f"reach the end that listens at {where}")
+    ends.add_argument("--connect", metavar="ADDR", help=f"connect to the end that listens at {where}")
     add_secret_file(ends, "both ends")
     add_timeout(ends)
-    cpus = "processors: DRIVER,OTHER, or `none`; by default the first two allowed when both ends run here, and none "
-    cpus += "for p2p and for GPU memory where there are more"
+    cpus = "processors: DRIVER,OTHER, or `none`; by default the first two allowed if both ends run here, and none for "
+    cpus += "p2p and for GPU memory if there are more"
     add_pin(ends, cpus)
     ends.add_argument("--parent", type=int, help=argparse.SUPPRESS)
 
 
 def check(parser: Parser, options: BenchOptions) -> None:
-    """Tells the parser which options make no sense together."""
+    """Reports to the parser which options are invalid together."""
     if options.listen is not None and options.connect is not None:
         parser.error("--listen and --connect exclude each other: one end listens, the other connects")
     if options.listen is not None and options.compare:
-        parser.error("--compare belongs to the end that connects")
+        parser.error("--compare must be given at the connecting end")
     if options.what == "p2p" and options.sizes is not None and len(options.sizes) > 1:
         parser.error("bench p2p measures one size; give --size once, as 64M")
     if options.what == "p2p" and options.sizes == [0]:
-        parser.error("bench p2p moves at least one byte; bench latency measures empty messages")
+        parser.error("bench p2p transfers at least one byte; bench latency measures empty messages")
     _check_device(parser, options)
     _check_transport(parser, options)
     if options.listen is not None and options.json is not None:
-        parser.error("--json belongs to the end that connects: it is the one with the samples")
+        parser.error("--json must be given at the connecting end, which has the samples")
 
 
 def _check_transport(parser: Parser, options: BenchOptions) -> None:
@@ -168,18 +168,18 @@ def _check_transport(parser: Parser, options: BenchOptions) -> None:
 def _check_device(parser: Parser, options: BenchOptions) -> None:
     places = options.device or []
     if len(places) > 2:
-        parser.error("--device names one place for both ends, or the connecting end's and the listening end's")
+        parser.error("--device names one device for both ends, or the connecting end's and the listening end's")
     if len(places) > 1 and options.listen is not None:
-        parser.error("--device at the listening end names that end's own place alone")
+        parser.error("--device at the listening end names the device of that end alone")
     if places and "cpu" not in places and options.memory is not None:
-        parser.error("--memory says which host memory is moved, and --device that no end moves any")
+        parser.error("--memory selects host memory, but --device selects GPU memory at both ends")
     if options.unpack is not None and not options.gpus and options.listen is None:
-        parser.error("--unpack says how data gets into GPU memory: give --device too")
+        parser.error("--unpack applies to GPU memory only: give --device too")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one row is to measure."""
+    """The measurement of one row."""
 
     what: str
     size: int
@@ -190,7 +190,7 @@ class Plan:
     other_memory: str = "ordinary"
 
     def request(self) -> Message:
-        """What the listening end is told."""
+        """The request for the listening end."""
         message = {
             "do": self.what,
             "size": self.size,
@@ -202,7 +202,7 @@ class Plan:
 
 
 def plans(options: BenchOptions) -> list[Plan]:
-    """One plan for each size, with OSU's numbers of iterations where none were asked for."""
+    """One plan for each size, with OSU's numbers of iterations by default."""
     default = DEFAULT_P2P_SIZE if options.what == "p2p" else DEFAULT_SIZES
     sizes = options.sizes or crossrail.parse_sizes(default)
     host = options.memory or "ordinary"
@@ -218,7 +218,7 @@ def plans(options: BenchOptions) -> list[Plan]:
 
 
 def _operations(options: BenchOptions) -> list[str]:
-    """What is measured; of latency, messages and, when asked for, one-sided writes."""
+    """The operations to measure; for latency, messages or one-sided writes or both."""
     if options.what != "latency":
         return [options.what]
     return {"send": ["latency"], "write": ["write"], "both": ["latency", "write"]}[options.op or "send"]
