@@ -39,7 +39,7 @@ def test_growing_and_shrinking(layout: str, tmp_path: Path) -> None:
     rows = phases(PLANS / "grow_and_shrink.json", tmp_path / "out.json", f"--layout={layout}")
     facts = [row.phase for row in rows if row.phase is not None]
     assert [one.joined for one in facts] == [[0, 1, 2, 3], [4, 5, 6, 7], []]
-    assert [one.survivors for one in facts] == [[], [], [6, 7]]
+    assert [one.left for one in facts] == [[], [], [6, 7]]
     assert all(row.experts == 16 and row.layout == layout for row in rows)
 
 
@@ -76,7 +76,7 @@ def test_numbers_that_the_rank_server_would_not_give_are_asked_for(tmp_path: Pat
     ("text", "words"),
     [
         ("[[0, 1], [0, -0]]", ("phase 2, entry 2", "rank 0 cannot")),
-        ("{}", ("an object is no plan",)),
+        ("{}", ("an object is not a plan",)),
         ("[[0, 1", ("line 1, column 7",)),
         ("", ("line 1, column 1",)),
     ],

@@ -77,7 +77,7 @@ def test_a_peer_that_cannot_run_takes_nothing_from_ours() -> None:
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
-    one_error(run("--num-processes=3"), 2, "3 ranks", "2 here")
+    one_error(run("--num-processes=3"), 2, "3 ranks", "2 GPUs")
 
 
 @pytest.mark.parametrize("arguments", [("ep", "--device=cuda"), ("control", "--device=cuda")])
