@@ -90,7 +90,7 @@ def test_loss_is_named_with_its_rail() -> None:
     lanes = rails(4)
     lanes[2] = replace(lanes[2], retransmits=100)
     text = judge(facts(lanes=lanes)).text
-    assert "tcp/eth3 sent 100 segments again (1.4% of 10.00 MB)" in text
+    assert "tcp/eth3 retransmitted 100 segments (1.4% of 10.00 MB)" in text
 
 
 def test_nothing_measured_is_no_crash() -> None:
@@ -152,13 +152,13 @@ def test_another_way_must_be_a_tenth_faster_to_be_advised(kernel: float, advised
     rates = {"kernel": kernel, "d2d": 9.0, "host": 5.0}
     text = judge(gpu(unpack="d2d", unpack_gb_per_s=rates, stages=replace(FULL, unpack_us=900.0))).text
     assert ("use kernel" in text) is advised
-    assert ("d2d is the fastest way here" in text) is not advised
+    assert ("d2d is the fastest mode here" in text) is not advised
 
 
 def test_the_fastest_way_to_unpack_wants_larger_chunks() -> None:
     verdict = judge(gpu(stages=replace(FULL, unpack_us=900.0)))
     assert verdict.holds == "unpack"
-    assert "kernel is the fastest way here: larger chunks (--chunk)" in verdict.text
+    assert "kernel is the fastest mode here: larger chunks (--chunk)" in verdict.text
 
 
 def test_without_the_rates_of_unpacking_its_share_still_counts() -> None:

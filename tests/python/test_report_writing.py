@@ -77,7 +77,7 @@ def test_a_full_disk_leaves_what_was_there(small_disk: Path) -> None:
 
 
 def test_a_bad_place_is_found_before_anything_is_measured(tmp_path: Path) -> None:
-    with pytest.raises(WriteError, match="is not there"):
+    with pytest.raises(WriteError, match="does not exist"):
         check_destination(str(tmp_path / "missing" / "out.json"))
     with pytest.raises(WriteError, match="is a folder"):
         check_destination(str(tmp_path))

@@ -1,7 +1,7 @@
-"""What a measurement found: one JSON form, and every table a view of it.
+"""Reports of measurements: one JSON form, and tables that are views of it.
 
-Nothing here measures, and nothing here needs the native module: a file written on one machine can be read,
-tabulated and compared on another.
+Nothing here measures or needs the native module: a file written on one machine can be read, tabulated and compared on
+another.
 """
 
 from .build import Round, p2p_row, with_peers, with_raw_tcp, with_samples

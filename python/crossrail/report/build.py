@@ -1,4 +1,4 @@
-"""From raw samples to rows: every figure of a row is worked out here, from its samples and nothing else."""
+"""Rows from raw samples: every figure of a row is computed here, from its samples only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .stats import better, gb_per_s, median, summarize
 from .verdict import Facts, judge
 
 TIMED = ("latency", "write", "dispatch", "combine", "e2e")
-"""What is compared by its time; anything else by its rate."""
+"""Measurements that are compared by time; all others are compared by rate."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Round:
 
     @property
     def figure(self) -> float:
-        """What this round is compared by: GB/s where bytes are counted, else average us."""
+        """The figure to compare this round by: GB/s if bytes are counted, else average us."""
         if self.bytes_per_sample:
             return gb_per_s(self.bytes_per_sample * len(self.samples_us), sum(self.samples_us))
         return sum(self.samples_us) / len(self.samples_us)
 
 
 def with_samples(row: Row, rounds: Sequence[Round]) -> Row:
-    """``row`` with the samples of every round and the figures that follow from them."""
+    """``row`` with the samples of every round and the figures computed from them."""
     samples = [sample for one in rounds for sample in one.samples_us]
     summary = summarize(samples)
     moved = sum(one.bytes_per_sample * len(one.samples_us) for one in rounds)
@@ -48,7 +48,7 @@ def with_samples(row: Row, rounds: Sequence[Round]) -> Row:
 
 
 def with_peers(row: Row, peers: Mapping[str, PeerResult]) -> Row:
-    """``row`` with the peers' results, and how many times better it is than each that has a figure."""
+    """``row`` with the peers' results, and its ratio to each peer that has a figure."""
     kind = "time" if row.what in TIMED else "rate"
     ratio = {
         name: better(median(row.rounds), median(result.rounds), "time" if kind == "time" else "rate")
@@ -59,7 +59,7 @@ def with_peers(row: Row, peers: Mapping[str, PeerResult]) -> Row:
 
 
 def sum_lanes(iterations: Sequence[Iteration], known: Mapping[str, Lane]) -> list[Lane]:
-    """What each lane carried over all ``iterations``; ``known`` adds what only a lane's own counters say."""
+    """The bytes and chunks of each lane over all ``iterations``; ``known`` adds what only its counters have."""
     time_us = sum(one.us_sender for one in iterations)
     names = list(dict.fromkeys([*known, *(lane.name for one in iterations for lane in one.lanes)]))
     parts = {name: [lane for one in iterations for lane in one.lanes if lane.name == name] for name in names}
@@ -87,7 +87,7 @@ def median_stages(all_stages: Sequence[Stages]) -> Stages:
 
 
 def with_raw_tcp(row: Row, samples_us: Sequence[float], bytes_per_sample: int) -> Row:
-    """``row`` with what plain TCP sockets took for as many bytes, and their rate by the median."""
+    """``row`` with the samples of plain TCP sockets for the same bytes, and their median rate."""
     if not samples_us or not bytes_per_sample:
         return row
     rate = gb_per_s(bytes_per_sample, median(samples_us))

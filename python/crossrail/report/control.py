@@ -14,11 +14,11 @@ from .tables import table
 from .units import format_rate
 
 STEPS = ("init", "connect", "disconnect", "reconnect", "destroy")
-"""The steps of a buffer's life, in their order."""
+"""The steps in the life of a buffer, in order."""
 
 
 def control_rows(samples: Mapping[int, Mapping[str, Sequence[float]]], like: Row) -> list[Row]:
-    """A row for each step, from each rank's microseconds by step; ``like`` has what identifies them.
+    """A row for each step, from each rank's microseconds by step; ``like`` has the identifying fields.
 
     ``samples_us`` are all ranks' samples, by rank and then round; ``stages_us`` the mean of each part of the step,
     where ranks tell it, as ``step/part``.
@@ -34,7 +34,7 @@ def control_rows(samples: Mapping[int, Mapping[str, Sequence[float]]], like: Row
 
 
 def with_times(row: Row, samples_us: Sequence[float]) -> Row:
-    """``row`` with samples of all ranks, in microseconds, and what they say."""
+    """``row`` with the samples of all ranks, in microseconds, and their statistics."""
     summary = summarize(samples_us)
     return replace(
         row,
@@ -53,7 +53,7 @@ def _step_row(row: Row, samples: Mapping[int, Sequence[float]]) -> Row:
 
 
 def _parts(step: str, samples: Mapping[int, Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """The mean of each part of a step, of all ranks and rounds."""
+    """The mean of each part of a step, over all ranks and rounds."""
     found: dict[str, list[float]] = {}
     for times in samples.values():
         for name, part in times.items():
@@ -67,7 +67,7 @@ def _times(rank: int, samples: Sequence[float]) -> RankTimes:
 
 
 def averaged(row: Row) -> tuple[float, float, float]:
-    """Mean, least and greatest of each rank, each averaged over the ranks, in microseconds."""
+    """Mean, minimum and maximum of each rank, each averaged over the ranks, in microseconds."""
     count = len(row.rank_times)
     return (
         sum(one.avg_us for one in row.rank_times) / count,
@@ -77,7 +77,7 @@ def averaged(row: Row) -> tuple[float, float, float]:
 
 
 def control_tables(rows: Sequence[Row]) -> list[RenderableType]:
-    """The table of the steps, one for each number of experts."""
+    """One table of the steps for each number of experts."""
     shown: list[RenderableType] = []
     for experts in dict.fromkeys(row.experts_per_rank for row in rows):
         chosen = [row for row in rows if row.experts_per_rank == experts]
@@ -100,7 +100,7 @@ def control_tables(rows: Sequence[Row]) -> list[RenderableType]:
 
 
 def phase_tables(rows: Sequence[Row]) -> list[RenderableType]:
-    """The table of an elastic plan's phases, and what survivors said of ranks that were killed."""
+    """The table of the phases of an elastic plan, and the survivors' reports about killed ranks."""
     columns = ["phase", "ranks", "joined", "left", "killed", "passed", "connect ms", "p50 us", "logical", "wire"]
     made = table(
         "elastic: each phase's ranks, and a dispatch with its combine between them (bytes of one rank over its time)",

@@ -1,4 +1,4 @@
-"""Where a measurement ran: read from the system at the time of the run, never assumed."""
+"""The environment of a measurement, read from the system at the time of the run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def capture_environment(
 
 
 def package_version() -> str:
-    """The installed version of Crossrail, or ``unknown`` when it runs from a folder that was never installed."""
+    """The installed version of Crossrail, or ``unknown`` if it runs from a folder that was never installed."""
     try:
         return importlib.metadata.version("crossrail")
     except importlib.metadata.PackageNotFoundError:
@@ -53,7 +53,7 @@ def package_version() -> str:
 
 
 def settings_in(variables: Mapping[str, str]) -> dict[str, str]:
-    """The ``CROSSRAIL_`` variables among ``variables``, the secret's value hidden."""
+    """The ``CROSSRAIL_`` variables among ``variables``, with the value of the secret hidden."""
     return {
         name: "(hidden)" if name == _SECRET else value
         for name, value in sorted(variables.items())
@@ -82,7 +82,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this package lies in, with ``+`` when files differ from it."""
+    """The commit of the checkout that contains this package, with ``+`` if files differ from it."""
     here = Path(__file__).resolve()
     checkout = next((folder for folder in here.parents if (folder / ".git").exists()), None)
     if checkout is None or not (checkout / "python" / "crossrail").is_dir():

@@ -21,7 +21,7 @@ COUNTED = ("logical", "wire", "network")
 
 @dataclass(frozen=True)
 class EpRank:
-    """What one rank measured in one turn: microseconds of each iteration, the stages of all, bytes of all.
+    """The samples of one rank in one turn: microseconds of each iteration, and stages and bytes of all together.
 
     ``links``: how it reaches each rank (``self``, ``heap``, ``network``); ``rails``: bytes that left by each.
     """
@@ -34,26 +34,26 @@ class EpRank:
 
     @staticmethod
     def from_dict(found: Mapping[str, Any]) -> EpRank:
-        """From what the native loop and the rank told."""
+        """From the message of a rank."""
         stages = {stage: sum(found[f"{stage}_us"]) for stage in STAGES}
         return EpRank(found["total_us"], stages, dict(found["bytes"]), found["links"], dict(found["rails"]))
 
 
 @dataclass(frozen=True)
 class EpTurn:
-    """What all ranks measured in one turn, by rank."""
+    """The samples of all ranks in one turn, by rank."""
 
     ranks: list[EpRank]
 
     @property
     def slowest_us(self) -> list[float]:
-        """Of each iteration the time of the slowest rank: only then is it over for the model."""
+        """The time of the slowest rank in each iteration, for which a model would have to wait."""
         return slowest([one.total_us for one in self.ranks])
 
 
 @dataclass(frozen=True)
 class EpDeviceRank:
-    """What one rank measured in GPU memory in one turn: microseconds by both clocks, bytes of one iteration."""
+    """The samples of one rank in GPU memory in one turn: microseconds by both clocks, bytes of one iteration."""
 
     gpu_us: list[float]
     host_us: list[float]
@@ -62,24 +62,24 @@ class EpDeviceRank:
 
     @staticmethod
     def of(gpu: Mapping[str, Any], host: Mapping[str, Any]) -> EpDeviceRank:
-        """From what the native loop told, asked for one clock and for the other."""
+        """From the messages with the samples of each clock."""
         return EpDeviceRank(gpu["samples_us"], host["samples_us"], dict(gpu["bytes"]), gpu["links"])
 
 
 @dataclass(frozen=True)
 class EpDeviceTurn:
-    """What all ranks measured in GPU memory in one turn, by rank."""
+    """The samples of all ranks in GPU memory in one turn, by rank."""
 
     ranks: list[EpDeviceRank]
 
     @property
     def slowest_us(self) -> list[float]:
-        """Of each iteration the time of the slowest rank, by the GPU's clock."""
+        """The time of the slowest rank in each iteration, by the GPU's clock."""
         return slowest([one.gpu_us for one in self.ranks])
 
 
 def ep_device_row(row: Row, turns: Sequence[EpDeviceTurn]) -> Row:
-    """``row`` with what follows from the samples of every turn in GPU memory."""
+    """``row`` with the figures computed from the samples of every turn in GPU memory."""
     ranks = [one for turn in turns for one in turn.ranks]
     samples = [sample for one in ranks for sample in one.gpu_us]
     host = [sample for one in ranks for sample in one.host_us]
@@ -114,7 +114,7 @@ def slowest(samples: Sequence[Sequence[float]]) -> list[float]:
 
 
 def kernels_us(spans: Sequence[tuple[float, float, str]], meeting: str, fills: int, warmup: int) -> float:
-    """The kernels of an iteration added up, in the median iteration, from what a profiler saw on the GPU.
+    """The total kernel time of an iteration, the median over iterations, from the spans of a profiler.
 
     ``spans``: begin, microseconds and name of all. Before each iteration come so many ``fills`` and then one whose name
     has ``meeting`` in it. The first ``warmup`` iterations are left out, and those that the profiler did not see whole.
@@ -132,7 +132,7 @@ def kernels_us(spans: Sequence[tuple[float, float, str]], meeting: str, fills: i
 
 
 def ep_row(row: Row, turns: Sequence[EpTurn]) -> Row:
-    """``row`` with what follows from the samples of every turn; bytes are averages of one rank and one iteration."""
+    """``row`` with the figures computed from the samples of every turn; bytes are averages per rank and iteration."""
     ranks = [one for turn in turns for one in turn.ranks]
     samples = [sample for one in ranks for sample in one.total_us]
     summary = summarize(samples)
@@ -166,7 +166,7 @@ def ep_row(row: Row, turns: Sequence[EpTurn]) -> Row:
 
 
 def _rails(ranks: Sequence[EpRank], count: int) -> list[Lane]:
-    """What each rail carried of one rank's iteration, on average, frame heads included."""
+    """Average bytes that each rail carried per rank and iteration, frame heads included."""
     sums: dict[str, int] = {}
     for one in ranks:
         for rail, sent in one.rails.items():
@@ -186,7 +186,7 @@ def _rails(ranks: Sequence[EpRank], count: int) -> list[Lane]:
 
 
 def ep_tables(rows: Sequence[Row]) -> list[RenderableType]:
-    """The tables of dispatch, combine and both, for each shape that was measured."""
+    """The tables of dispatch, combine and both, for each shape measured."""
     shown: list[RenderableType] = []
     for heading in dict.fromkeys(_heading(row) for row in rows):
         chosen = [row for row in rows if _heading(row) == heading]
@@ -247,7 +247,7 @@ def _times(rows: Sequence[Row]) -> RenderableType:
 
 
 def _ways(rows: Sequence[Row]) -> RenderableType:
-    """Ours and each peer, counted in three ways."""
+    """Crossrail and each peer, counted in three ways."""
     heading = (
         "three ways to count: kernels alone (profiler, slowest rank; events where there is none); events, all ranks "
         "together; the host's clock, until it knows of the end"

@@ -16,16 +16,16 @@ from .tables import HeadedTable, table
 from .units import format_bytes, format_size
 
 SLOW = 0.8
-"""A rate below this part of its part's median is an outlier."""
+"""A rate below this fraction of the median of its part is an outlier."""
 
 LATE = 1.5
-"""A latency beyond so many times its part's median is one."""
+"""A latency above this multiple of the median of its part is an outlier."""
 
 PARTS = ("pair", "latency", "all")
 
 
 def mesh_rows(found: Mapping[int, Mapping[str, Any]], like: Row, devices: Sequence[str] | None = None) -> list[Row]:
-    """The rows of a mesh, from what each rank measured; ``like`` has what identifies them.
+    """The rows of a mesh, from the samples of each rank; ``like`` has the identifying fields.
 
     ``devices``: the place of each rank's memory, when it is not the host's.
     """
@@ -62,13 +62,13 @@ def mesh_rows(found: Mapping[int, Mapping[str, Any]], like: Row, devices: Sequen
 
 
 def figure(row: Row) -> float:
-    """What a row is judged by: GB/s, or microseconds for a latency."""
+    """The figure to judge a row by: GB/s, or microseconds for a latency."""
     value = row.p50_us if row.part == "latency" else row.gb_per_s
     return value or 0.0
 
 
 def _marked(rows: Sequence[Row]) -> list[Row]:
-    """``rows`` of one part, those marked that are outliers by the rule above."""
+    """``rows`` of one part, with outliers marked."""
     if not rows:
         return []
     usual = median([figure(row) for row in rows])
@@ -84,12 +84,12 @@ def _ends(devices: Sequence[str] | None, source: int, target: int) -> str | None
 
 
 def mesh_tables(rows: Sequence[Row]) -> list[RenderableType]:
-    """A matrix of rates, one of latencies, what all did at once, and the outliers with their figures."""
+    """A matrix of rates, one of latencies, a table of all ranks at once, and the outliers with their figures."""
     of = {part: [row for row in rows if row.part == part] for part in PARTS}
     first = rows[0]
     shown: list[RenderableType] = [Text(_heading(first, of), style="bold"), Text("")]
     if of["pair"]:
-        moved = f"{format_size(first.size)}, {of['pair'][0].window} under way"
+        moved = f"{format_size(first.size)}, {of['pair'][0].window} in flight"
         shown.append(_matrix(f"each pair alone, GB/s from row to column: messages of {moved}", of["pair"]))
     if of["latency"]:
         small = format_bytes(of["latency"][0].size)
@@ -111,7 +111,7 @@ def _heading(row: Row, of: Mapping[str, Sequence[Row]]) -> str:
 
 
 def _places(rows: Sequence[Row]) -> dict[int, str]:
-    """What each rank is called: its number, and its GPU."""
+    """The label of each rank: its number, and its GPU."""
     places: dict[int, str] = {}
     for row in rows:
         if row.source is not None:
@@ -133,7 +133,7 @@ def _matrix(title: str, rows: Sequence[Row]) -> HeadedTable:
 
 def _together(rows: Sequence[Row]) -> HeadedTable:
     first = rows[0]
-    moved = f"{format_size(first.size)} to each other rank, {first.window} under way to each"
+    moved = f"{format_size(first.size)} to each other rank, {first.window} in flight to each"
     made = table(f"all to all at once, from a barrier on: {moved}", ["rank", "GB/s sent", "p50 ms", "p99 ms"])
     places = _places(rows)
     for row in rows:
@@ -146,13 +146,13 @@ def _together(rows: Sequence[Row]) -> HeadedTable:
 
 
 def _copies(rows: Sequence[Row]) -> str:
-    """What copied, if GPUs did."""
+    """The number of copies by copy engines, if there were any."""
     count = sum(row.copies.get("by_engine", 0) for row in rows)
     return f"copies from GPU to GPU: {count} by copy engines" if count else ""
 
 
 def _slowest(rows: Sequence[Row]) -> list[str]:
-    """Of the slowest rank's slowest exchange: from when to when its messages to each rank were matched, and copied."""
+    """The slowest exchange of the slowest rank: when its messages to each rank were matched, and copied."""
     row = min(rows, key=figure)
     if not any(message.copied_us for message in row.messages):
         return []

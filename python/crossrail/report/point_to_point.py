@@ -73,7 +73,7 @@ def p2p_tables(row: Row) -> list[RenderableType]:
 
 
 def _ceilings(row: Row) -> list[str]:
-    """What the parts of the way can do alone, measured in the same run."""
+    """The rates of parts of the path alone, measured in the same run."""
     lines = []
     if row.raw_tcp_gb_per_s and row.gb_per_s:
         part = f"; this is {row.gb_per_s / row.raw_tcp_gb_per_s:.0%} of it"
@@ -103,7 +103,7 @@ def _both_ends(one: Iteration) -> list[str]:
 
 
 def _average(iterations: Sequence[Iteration]) -> list[str]:
-    """Average times, and the rates that belong to them (bytes over time, not the mean of rates)."""
+    """Average times, and the corresponding rates (bytes over time, not the mean of rates)."""
     count = len(iterations)
     sender = sum(one.us_sender for one in iterations) / count
     receiver = sum(one.us_receiver for one in iterations) / count

@@ -1,7 +1,7 @@
 """The one JSON form of every measurement, ``crossrail-bench/1``, as typed records.
 
-Times are microseconds, rates GB/s (GB = 1e9 bytes), sizes bytes. A field that does not apply is left out of the JSON.
-Readers pass over fields they do not know, so that a later release may add some under the same schema name.
+Times are in microseconds, rates in GB/s (GB = 1e9 bytes), sizes in bytes. Fields that do not apply are omitted from the
+JSON. Readers ignore unknown fields, so that a later release may add some under the same schema name.
 A list of times (a field whose name ends in ``_us``) may be packed into a string: see ``compact.py``.
 """
 
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 class SchemaError(ValueError):
-    """A file that is not a report of this schema; the text says what is wrong and where."""
+    """A file is not a report of this schema; the text names the mistake and its position."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Where and when a report was made: all that a reader needs to judge whether two reports compare."""
+    """Where and when a report was made: what a reader needs to decide whether two reports are comparable."""
 
     time: str
     host: str
@@ -49,7 +49,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Lane:
-    """What one lane (a rail, when it is a NIC) carried. ``share`` is its part of all bytes, 0 to 1."""
+    """The data that one lane (a rail, if it is a NIC) carried. ``share`` is its fraction of all bytes, 0 to 1."""
 
     name: str
     bytes: int
@@ -65,9 +65,9 @@ class Lane:
 
 @dataclass(frozen=True)
 class Stages:
-    """Where a transfer's time went. Parts may overlap, and need not add up to the whole.
+    """Breakdown of the time of a transfer. Stages may overlap and need not add up to the total.
 
-    Those of GPU memory that goes through bounce memory: into it, out of it, and waiting for a slot of it.
+    For GPU memory in bounce memory: ``pack_us`` into it, ``unpack_us`` out of it, ``slot_us`` waiting for a slot.
     """
 
     match_us: float
@@ -81,7 +81,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class Iteration:
-    """One transfer of ``bench p2p``, as each end saw it."""
+    """One transfer of ``bench p2p``, as measured at each end."""
 
     us_sender: float
     us_receiver: float
@@ -95,10 +95,10 @@ class Iteration:
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """When what happened to one message to rank ``target``: microseconds from the barrier before it.
+    """Timeline of one message to rank ``target``, in microseconds from the barrier before it.
 
-    ``copied_us``: its copy had ended, if the sender made it (else 0); copies of one GPU may wait for each other.
-    ``finished_us``: the sender had seen it finish, having waited for those before it.
+    ``copied_us``: end of its copy, if the sender made it (else 0); copies of one GPU may queue behind each other.
+    ``finished_us``: when the sender saw that it was finished, after waiting for the messages before it.
     """
 
     target: int
@@ -110,11 +110,11 @@ class MessageTimes:
 
 @dataclass(frozen=True)
 class PeerResult:
-    """The same work done by another program in the same run. ``error`` says why there is no figure.
+    """The result of a peer, which did the same work in the same run. ``error`` is the reason if it has no figures.
 
-    Its figures are medians over ``rounds``, one entry for each turn (average us for latency, GB/s elsewhere).
-    Of dispatch and combine in GPU memory: ``kernel_us``, all its kernels by the profiler, the slowest rank;
-    ``host_p50_us``, by the host's clock; ``heap_bytes``, what it takes of each GPU's memory.
+    Figures are medians over ``rounds``, which has one entry per turn (average us for latency, GB/s otherwise).
+    For dispatch and combine in GPU memory: ``kernel_us`` is the time of all its kernels according to the profiler, on
+    the slowest rank; ``host_p50_us`` is by the host's clock; ``heap_bytes`` is the memory it takes on each GPU.
     """
 
     what: str
@@ -130,7 +130,7 @@ class PeerResult:
 
 @dataclass(frozen=True)
 class VerdictLine:
-    """What holds a transfer back, and what to try.
+    """The bottleneck of a transfer, and what to try.
 
     ``holds``: ``network``, ``unpack``, ``bounce``, ``window``, ``host memory``, ``copy``, ``match`` or ``rail``.
     """
@@ -141,7 +141,7 @@ class VerdictLine:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank's samples say, in microseconds."""
+    """Statistics of one rank's samples, in microseconds."""
 
     rank: int
     avg_us: float
@@ -151,10 +151,10 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class PhaseFacts:
-    """One phase of an elastic plan: who took part, who came and went, and what happened to those that were killed.
+    """One phase of an elastic plan: the active ranks, and those that joined, left, or were killed.
 
-    ``connect_us``: until all that take part were connected, at the slowest rank. ``recovery_us``: from the kill until
-    every survivor had finished an operation without the killed ranks. ``faults``: what the survivors said.
+    ``connect_us``: time until all active ranks were connected, at the slowest rank. ``recovery_us``: time from the kill
+    until every survivor had finished an operation without the killed ranks. ``faults``: reports of the survivors.
     """
 
     number: int
@@ -169,39 +169,39 @@ class PhaseFacts:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured thing.
+    """One measurement.
 
-    ``what`` and the fields up to ``iterations_per_sample`` identify it; ``samples_us`` are the raw samples that all
-    other times come from. For latency a sample is half a round trip, averaged over ``iterations_per_sample`` of them
-    so that reading the clock does not count. For bandwidth a sample is the time of one window of ``window`` messages
-    and its reply. For p2p a sample is one transfer at the sender.
+    ``what`` and the fields up to ``iterations_per_sample`` identify it; ``samples_us`` are the raw samples from which
+    all other times are computed. For latency a sample is half a round trip, averaged over ``iterations_per_sample`` of
+    them so that reading the clock does not matter. For bandwidth a sample is the time of one window of ``window``
+    messages and its reply. For p2p a sample is one transfer at the sender.
 
-    ``rounds`` has one figure for each turn taken with the peers (average us for latency, GB/s elsewhere), as has each
-    peer's result; ``ratio`` compares the medians of the two.
+    ``rounds`` has one figure for each turn that alternated with the peers (average us for latency, GB/s otherwise), as
+    has each peer's result; ``ratio`` compares the medians of the two.
 
-    For dispatch, combine and e2e (both) ``samples_us`` are those of all ranks, by turn, then rank, then iteration;
+    For dispatch, combine and e2e (both) ``samples_us`` are those of all ranks, ordered by turn, rank and iteration;
     ``slowest_us`` has the slowest rank of each iteration, and ``rounds`` the median of those for each turn. ``size``
-    is one row with its scales. Bytes are one rank's in one iteration, on average: ``gb_per_s`` is of what left the
-    rank (wire), ``gb_per_s_logical`` of a row per selection. ``stages_us`` are average parts of the time (cast, copy,
-    sum, wait, other; of a step of ``bench control``, what it consists of, some beside each other), ``links`` how many
-    ranks reach how many others in which way. In GPU memory samples are by the GPU's clock, after all ranks have met
-    there; ``host_us`` are as many by the host's, from the call until it knows of the end (and of the rows that came);
-    ``given`` is the type of the rows that were dispatched, ``num_sms`` the multiprocessors that worked,
-    ``heap_bytes`` what the buffer takes of each GPU's memory.
+    is one row with its scales. Bytes are averages per rank and iteration: ``gb_per_s`` counts bytes that left the rank
+    (wire), ``gb_per_s_logical`` one row per selection. ``stages_us`` are average parts of the time (cast, copy, sum,
+    wait, other; for ``bench control`` the parts of a step, some of which run concurrently). ``links`` counts the links
+    of all ranks by kind. In GPU memory, samples are by the GPU's clock, after all ranks have met on the GPU;
+    ``host_us`` are as many by the host's clock, from the call until the host knows that it has ended (and how many rows
+    were received); ``given`` is the type of the rows that were dispatched, ``num_sms`` the number of multiprocessors,
+    ``heap_bytes`` the memory that the buffer takes on each GPU.
 
-    ``device``: the GPU whose memory was moved, or both ends' places, the sender's first; ``unpack``: how chunks got
-    into it. ``raw_tcp_us`` and ``raw_tcp_gb_per_s``: the same bytes over plain TCP sockets and the same rails;
-    ``unpack_gb_per_s``: what each way to unpack reached alone on the receiver's GPU; ``bounce``: the bytes of bounce
-    memory.
+    ``device``: the GPU whose memory was transferred, or the devices of both ends, the sender's first; ``unpack``: how
+    chunks were unpacked into it. ``raw_tcp_us`` and ``raw_tcp_gb_per_s``: the same bytes over plain TCP sockets on the
+    same rails; ``unpack_gb_per_s``: the rate of each mode of unpacking alone on the receiver's GPU; ``bounce``: the
+    bytes of bounce memory.
 
-    Rows of ``unpack`` are about ``pieces`` fragments of ``fragment`` bytes, which were in memory of the host or the GPU
-    (``origin``: ``pinned``, ``device``); ``unpack`` is the way, or ``contiguous``; ``gpu_us`` are samples by the GPU's
-    clock alone.
+    Rows of ``unpack`` are about ``pieces`` fragments of ``fragment`` bytes, in memory of the host or the GPU
+    (``origin``: ``pinned``, ``device``); ``unpack`` is the mode, or ``contiguous``; ``gpu_us`` are samples by the GPU's
+    clock.
 
-    A mesh has rows of three ``part``s: ``pair`` (windows of messages from rank ``source`` to ``target``, all others at
-    rest), ``latency`` (half a round trip between the two) and ``all`` (what ``source`` sent to all others at once, and
+    A mesh has rows of three ``part``s: ``pair`` (windows of messages from rank ``source`` to ``target``, all others
+    idle), ``latency`` (half a round trip between the two) and ``all`` (what ``source`` sent to all others at once, and
     how long it took); ``outlier`` marks figures that are far from the median of their part. ``messages`` are those of
-    ``source``'s slowest exchange, ``copies`` how many of all copy engines made (``by_engine``).
+    ``source``'s slowest exchange, ``copies`` the number of copies made by copy engines (``by_engine``).
     """
 
     what: str
@@ -279,7 +279,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """A whole report: what was run, where, and what came out."""
+    """A report: the command, the environment, and the measurements."""
 
     environment: Environment
     command: list[str]
@@ -301,7 +301,7 @@ class Report:
 
     @staticmethod
     def loads(text: str) -> Report:
-        """Reads what :meth:`dumps` wrote. Raises SchemaError."""
+        """Parses the text of :meth:`dumps`. Raises SchemaError."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -313,7 +313,7 @@ class Report:
 
 
 def _plain(value: Any) -> Any:
-    """Records to plain JSON values; fields that are None or empty are left out."""
+    """Converts records to plain JSON values, without fields that are None or empty."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         pairs = ((item.name, getattr(value, item.name)) for item in dataclasses.fields(value))
         return {name: _plain(inner) for name, inner in pairs if inner is not None and inner not in ([], {})}
@@ -340,7 +340,7 @@ def _record(kind: type[T], data: Any, where: str) -> T:
 
 
 def _absent(hint: Any, where: str) -> Any:
-    """The value of a required field that writing left out because it was empty."""
+    """The value of a required field that was omitted because it was empty."""
     origin = typing.get_origin(hint)
     if origin in (list, dict):
         return origin()

@@ -1,4 +1,4 @@
-"""The few statistics that reports use, each with its definition."""
+"""The statistics that reports use, and their definitions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Summary:
-    """What a row says about its samples, in the samples' own unit."""
+    """Statistics of samples, in the unit of the samples."""
 
     p50: float
     p99: float
@@ -47,7 +47,7 @@ def median(samples: Sequence[float]) -> float:
 
 
 def summarize(samples: Sequence[float]) -> Summary:
-    """Everything a row says about its samples. Raises ValueError as :func:`percentile` does."""
+    """All statistics of samples. Raises ValueError as :func:`percentile` does."""
     return Summary(
         p50=percentile(samples, 50.0),
         p99=percentile(samples, 99.0),
@@ -58,9 +58,9 @@ def summarize(samples: Sequence[float]) -> Summary:
 
 
 def gb_per_s(num_bytes: float, microseconds: float) -> float:
-    """A rate in GB/s, where GB is 1e9 bytes. Raises ValueError when no time passed."""
+    """A rate in GB/s, where GB is 1e9 bytes. Raises ValueError if the time is not positive."""
     if microseconds <= 0.0:
-        raise ValueError(f"{microseconds} us is no duration")
+        raise ValueError(f"{microseconds} us is not a positive duration")
     return num_bytes / microseconds / 1e3
 
 
@@ -70,5 +70,5 @@ def better(ours: float, peer: float, kind: Literal["time", "rate"]) -> float:
     Raises ValueError when either is not positive.
     """
     if ours <= 0.0 or peer <= 0.0:
-        raise ValueError(f"{ours} against {peer} makes no ratio")
+        raise ValueError(f"the ratio of {ours} and {peer} is undefined: both must be positive")
     return peer / ours if kind == "time" else ours / peer

@@ -1,4 +1,4 @@
-"""What all tables are made of: the console, a table under its heading, columns of peers."""
+"""Parts of all tables: the console, a table under its heading, columns of peers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 from .schema import Row
 
 _PLAIN_WIDTH = 200
-"""Columns of a table that goes to a file or pipe, where nothing is known about the reader's width."""
+"""Width of a table that goes to a file or pipe, where the width of the reader's screen is unknown."""
 
 
 def console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
@@ -26,7 +26,7 @@ def console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
 
 
 class HeadedTable(Table):
-    """A table under a heading that may be wider than itself, with an empty line after it."""
+    """A table under a heading that may be wider than the table, followed by an empty line."""
 
     def __init__(self, heading: str) -> None:
         super().__init__(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
@@ -47,17 +47,17 @@ def table(title: str, columns: Sequence[str], *, left: int = 1) -> HeadedTable:
 
 
 def peer_names(rows: Iterable[Row]) -> list[str]:
-    """The peers of all rows, each once."""
+    """The names of the peers of all rows, without duplicates."""
     return list(dict.fromkeys(name for row in rows for name in row.peers))
 
 
 def peer_errors(rows: Iterable[Row]) -> list[Text]:
-    """Why peers have no figure."""
+    """Lines with the reasons why peers have no figure."""
     errors = ((name, result.error) for row in rows for name, result in row.peers.items() if result.error)
     return [Text(f"{name}: no figure: {error}") for name, error in dict.fromkeys(errors)]
 
 
 def ratio_text(row: Row, peer: str) -> str:
-    """How many times better than a peer."""
+    """The ratio to a peer, as text; more than 1 is better."""
     ratio = row.ratio.get(peer)
     return "-" if ratio is None else f"{ratio:.2f}"

@@ -1,4 +1,4 @@
-"""Sizes, times and rates as people read them. GB is 1e9 bytes, GiB is 2^30: every figure says which."""
+"""Sizes, times and rates as text. GB is 1e9 bytes and GiB is 2^30; the unit is always printed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_rate(rate: float) -> str:
-    """A rate given in GB/s (GB = 1e9 bytes), with three digits that matter."""
+    """A rate in GB/s (GB = 1e9 bytes), with three significant digits."""
     if rate >= 0.1:
         return f"{rate:.2f} GB/s" if rate < 100 else f"{rate:.0f} GB/s"
     return f"{rate * 1e3:.2f} MB/s" if rate >= 1e-4 else f"{rate * 1e6:.2f} kB/s"

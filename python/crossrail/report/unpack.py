@@ -16,11 +16,11 @@ from .tables import HeadedTable, table
 from .units import format_bytes, format_size
 
 CEILING = "contiguous"
-"""What the ways are compared with: one copy of as many bytes between the same two memories."""
+"""The baseline: one contiguous copy of as many bytes between the same memories."""
 
 
 def unpack_rows(found: Mapping[str, Any], like: Row) -> list[Row]:
-    """A row for the contiguous copy and one for each way, from what the native loop gave for one fragment size.
+    """A row for the contiguous copy and one for each mode, from the samples of one fragment size.
 
     ``ratio`` says how near a way comes to the contiguous copy: by the GPU's own clock where both have that, else by the
     whole time.
@@ -31,7 +31,7 @@ def unpack_rows(found: Mapping[str, Any], like: Row) -> list[Row]:
 
 
 def unpack_rates(found: Mapping[str, Any], size: int) -> dict[str, float]:
-    """What each way reached, in GB/s, by the median of its whole times."""
+    """The rate of each mode, in GB/s, by the median of its total times."""
     return {mode: gb_per_s(size, median(times["samples_us"])) for mode, times in found["modes"].items()}
 
 
@@ -52,7 +52,7 @@ def _compared(row: Row, ceiling: Row) -> Row:
 
 
 def unpack_tables(rows: Sequence[Row]) -> list[RenderableType]:
-    """One table for each GPU, source and size, and what was verified."""
+    """One table for each GPU, source and size, and whether the data was verified."""
     shown: list[RenderableType] = []
     for heading in dict.fromkeys(_heading(row) for row in rows):
         shown.append(_table(heading, [row for row in rows if _heading(row) == heading]))

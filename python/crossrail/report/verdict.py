@@ -1,4 +1,4 @@
-"""One line that says what holds a transfer back and what to try, with the figures behind it."""
+"""The verdict on a transfer: one line with its bottleneck, the figures behind it, and what to try."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ from .schema import Lane, Stages, VerdictLine
 from .units import format_bytes, format_rate, format_size
 
 MATCH_SHARE = 0.20
-"""A transfer that waits for its receiver longer than this part of its time is held back by it."""
+"""Fraction of the time spent waiting for the receiver from which the receiver is the bottleneck."""
 
 WINDOW_SHARE = 0.25
-"""Lanes that stand idle for lack of window longer than this part of the time want a larger one."""
+"""Fraction of the time that lanes are idle with a full window from which the window is too small."""
 
 COPY_SHARE = 0.50
-"""A transfer that copies longer than this part of its time is held back by memory."""
+"""Fraction of the time spent copying from which memory is the bottleneck."""
 
 FULL_RAIL = 0.85
-"""A rail that carries this part of its line rate is full: headers and acknowledgements take the rest."""
+"""Fraction of the line rate from which a rail is full: headers and acknowledgements take the rest."""
 
 SEGMENT = 1448
-"""Payload bytes of one full TCP segment on Ethernet, to judge a number of retransmits by."""
+"""Payload bytes of a full TCP segment on Ethernet, to relate retransmits to bytes."""
 
 LOSS_SHARE = 0.005
-"""Retransmitted segments beyond this part of all segments cost time."""
+"""Fraction of retransmitted segments from which they cost time."""
 
 NETWORK_SHARE = 0.85
-"""A transfer this near to what plain sockets carried over its rails, in the same run, is held back by the network."""
+"""Fraction of the rate of plain sockets over the same rails, in the same run, from which the network is the limit."""
 
 UNPACK_SHARE = 0.85
-"""One this near to what unpacking reaches alone, on the same GPU in the same run, is held back by unpacking."""
+"""Fraction of the rate of unpacking alone, on the same GPU in the same run, from which unpacking is the limit."""
 
 UNPACK_BUSY = 0.80
-"""And so is one that unpacks longer than this part of its time."""
+"""Fraction of the time spent unpacking from which unpacking is the limit."""
 
 SLOT_SHARE = 0.25
-"""Chunks that wait for a bounce slot longer than this part of the time want more of them."""
+"""Fraction of the time that chunks wait for a bounce slot from which there are too few slots."""
 
 FASTER = 1.10
-"""Another way to unpack is worth a change when it is faster by this."""
+"""Factor by which another mode of unpacking must be faster to be recommended."""
 
 MOST_WINDOW = 1024
-"""The largest window there is."""
+"""Maximum of the setting CROSSRAIL_WINDOW."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a verdict is based on: medians over the iterations, sums over the lanes.
+    """The measurements that a verdict is based on: medians over the iterations, sums over the lanes.
 
-    ``raw_gb_per_s``: what plain TCP sockets carried over the same rails. ``device``: the ends' places, when one is a
-    GPU; ``unpack``: how chunks got into it, ``unpack_gb_per_s``: what each way to do so reaches there alone, and
-    ``bounce``: the bytes of bounce memory. All of the same run; None where it was not measured or does not apply.
+    ``raw_gb_per_s``: rate of plain TCP sockets over the same rails. ``device``: devices of the ends, if one is a GPU;
+    ``unpack``: how chunks were unpacked into its memory, ``unpack_gb_per_s``: the rate of each mode alone, and
+    ``bounce``: the bytes of bounce memory. All from the same run; None if not measured or not applicable.
     """
 
     size: int
@@ -73,17 +73,17 @@ class Facts:
 
     @property
     def direct(self) -> bool:
-        """Whether the data went from memory to memory in one copy."""
+        """Whether the data was copied from memory to memory once."""
         return self.protocol.startswith("direct")
 
     @property
     def staged(self) -> bool:
-        """Whether the data went through bounce memory."""
+        """Whether the data was staged in bounce memory."""
         return self.device is not None and not self.direct
 
 
 def judge(facts: Facts) -> VerdictLine:
-    """The verdict. Looks first for what is broken, then for what is full, then for what waits."""
+    """The verdict: checks first for failures, then for saturated resources, then for waiting."""
     for rule in (_rail, _match, _network, _unpack, _slots, _window, _copy, _between):
         verdict = rule(facts)
         if verdict is not None:
@@ -111,7 +111,7 @@ def _match(facts: Facts) -> VerdictLine | None:
     return VerdictLine(
         "match",
         f"match: {part:.0%} of the time the data waited for the receiver to post its buffer. "
-        "Post receives before the data comes, or keep more of them posted.",
+        "Post receives before the data arrives, or keep more of them posted.",
     )
 
 
@@ -141,7 +141,7 @@ def _unpack(facts: Facts) -> VerdictLine | None:
     best = max(facts.unpack_gb_per_s, key=lambda mode: facts.unpack_gb_per_s[mode], default=facts.unpack)
     if own is not None and facts.unpack_gb_per_s[best] >= FASTER * own:
         return VerdictLine("unpack", f"unpack: use {best}. {said}.")
-    advice = f"{facts.unpack} is the fastest way here: larger chunks (--chunk) mean fewer of them"
+    advice = f"{facts.unpack} is the fastest mode here: larger chunks (--chunk) mean fewer of them"
     return VerdictLine("unpack", f"unpack: {said}. {advice}.")
 
 
@@ -178,8 +178,9 @@ def _window(facts: Facts) -> VerdictLine | None:
 
 
 def _enough_window(facts: Facts, part: float) -> int | None:
-    """The power of two that lets as many chunks more be under way as the lanes stood idle for, or as raw sockets carry
-    more; None when there is no larger one.
+    """The power of two that adds as many chunks in flight as the lanes were idle for, or as plain sockets carry more.
+
+    None if there is no larger window.
     """
     window = facts.window
     if not window or window >= MOST_WINDOW:
@@ -200,7 +201,7 @@ def _copy(facts: Facts) -> VerdictLine | None:
     rate = f"{format_rate(facts.gb_per_s)} for {format_size(facts.size)}"
     if facts.direct and facts.device is not None:
         text = f"copy: {part:.0%} of the time the GPUs copied ({rate}). That is one copy over the link between them"
-        return VerdictLine("copy", f"{text}: `crossrail bench mesh` says whether other pairs are faster.")
+        return VerdictLine("copy", f"{text}: `crossrail bench mesh` shows whether other pairs are faster.")
     if facts.protocol == "direct(mapped)":
         advice = "That is one plain copy, the least there can be: smaller transfers stay in the cache and go faster."
     elif facts.device is not None:
@@ -215,7 +216,7 @@ def _copy(facts: Facts) -> VerdictLine | None:
 
 
 def _between(facts: Facts) -> VerdictLine | None:
-    """The network and the unpacking could do more, and nothing waits: what is left is what lies between them."""
+    """Neither the network nor unpacking is the limit, and nothing waits: memory and processors between them remain."""
     raw = facts.raw_gb_per_s
     if not raw:
         return None
@@ -235,13 +236,13 @@ def _between(facts: Facts) -> VerdictLine | None:
 
 def _wire(facts: Facts) -> VerdictLine:
     rails = [lane for lane in facts.lanes if lane.bytes > 0]
-    part = min(_part(facts.stages.wire_us, facts), 1.0)  # medians of both, each of its own iteration
+    part = min(_part(facts.stages.wire_us, facts), 1.0)  # the two medians may be of different iterations
     head = f"network: {part:.0%} of the time data was on the wire, {format_rate(facts.gb_per_s)} over {_count(rails)}"
     return VerdictLine("network", f"{head}{_links(facts, rails)}")
 
 
 def _links(facts: Facts, rails: Sequence[Lane]) -> str:
-    """What the links' own figures add, and what to try."""
+    """Figures of the links, and what to try."""
     lossy = _lossy(rails)
     if lossy is not None:
         return f". {lossy}"
@@ -273,6 +274,6 @@ def _lossy(rails: Sequence[Lane]) -> str | None:
     if worst is None:
         return None
     return (
-        f"{worst.name} sent {worst.retransmits} segments again ({worst_part:.1%} of {format_bytes(worst.bytes)}): "
-        "that link loses packets, or a queue on its way is too short."
+        f"{worst.name} retransmitted {worst.retransmits} segments ({worst_part:.1%} of {format_bytes(worst.bytes)}): "
+        "that link loses packets, or a queue on its path is too short."
     )

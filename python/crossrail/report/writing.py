@@ -1,4 +1,4 @@
-"""Writing a report: all of it or nothing."""
+"""Writing a report, completely or not at all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WriteError(Exception):
 
 
 def check_destination(destination: str) -> None:
-    """Finds out before anything is measured whether ``destination`` can be written.
+    """Checks, before anything is measured, that ``destination`` can be written.
 
     Raises WriteError for a folder that is missing or not writable, or a path that is itself a folder.
     """
@@ -31,9 +31,9 @@ def check_destination(destination: str) -> None:
         raise WriteError(f"{destination or 'an empty name'} is a folder; name a file in it")
     folder = path.parent
     if not folder.is_dir():
-        raise WriteError(f"{folder} is not there; create it, or name another place with --json")
+        raise WriteError(f"{folder} does not exist; create it, or choose another file with --json")
     if not os.access(folder if not path.exists() else path, os.W_OK):
-        raise WriteError(f"{destination} may not be written; name another place with --json")
+        raise WriteError(f"{destination} is not writable; choose another file with --json")
 
 
 def write_report(report: Report, destination: str) -> None:
