@@ -1,4 +1,4 @@
-"""Crossrail moves bytes between processes over every link a machine has, and says which it chose and why.
+"""Crossrail transfers data between processes over every link of a machine, and reports which it chose and why.
 
 A `Context` is one process's view of its devices and settings; a `Worker` listens, connects and makes progress; an
 `Endpoint` is one peer. Messages are sent to an endpoint and received from a worker by tag; a registered `Region` is

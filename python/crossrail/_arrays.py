@@ -1,4 +1,4 @@
-"""Arrays that go in and come out of the native half: what they must be, and what NumPy calls them."""
+"""Checks and conversions of arrays passed to and returned by the native module."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ I32: Final = np.dtype(np.int32)
 I64: Final = np.dtype(np.int64)
 U8: Final = np.dtype(np.uint8)
 BF16_BITS: Final = (BF16, np.dtype(np.uint16))
-"""What bf16 may come as."""
+"""Accepted dtypes of bf16 arrays: bfloat16, or its bits as uint16."""
 
 
 def wrong(operation: str, detail: str, hint: str | None = None) -> UsageError:
-    """A call that makes no sense, in the native half's words."""
+    """The UsageError of an invalid call, in the form that the native module uses."""
     text = f"{operation}: {detail}" + (f"; {hint}" if hint else "")
     return UsageError(text, operation=operation, detail=detail, hint=hint)
 
@@ -36,21 +36,21 @@ def shape_text(shape: Sequence[int | str]) -> str:
 
 
 def borrowed(value: Any, name: str, operation: str, writable: bool = False) -> Array:
-    """The array that `value` is, or an array of the host memory that it lends through DLPack."""
+    """``value`` if it is an array, or an array that shares its host memory through DLPack."""
     if isinstance(value, np.ndarray):
         return value
     if not hasattr(value, "__dlpack__"):
         hint = "pass a NumPy array or a tensor in host memory"
-        raise wrong(operation, f"{name} is a {type(value).__name__}, which is no array", hint)
+        raise wrong(operation, f"{name} is a {type(value).__name__}, not an array", hint)
     span, dtype, shape = _native._borrow(value, operation, writable)
     try:
         return viewed(span, np.dtype(dtype), shape)
     except TypeError:
-        raise wrong(operation, f"{name} is {dtype} {shape_text(shape)}, which NumPy has no name for") from None
+        raise wrong(operation, f"{name} is {dtype} {shape_text(shape)}, a dtype that NumPy does not have") from None
 
 
 def viewed(span: _native._Span, dtype: npt.DTypeLike, shape: Sequence[int]) -> Array:
-    """The bytes of `span` as an array, in place."""
+    """The bytes of ``span`` as an array, without a copy."""
     plain: Array = np.asarray(span) if len(span) else np.empty(0, np.uint8)
     return plain.view(dtype).reshape(shape)
 
@@ -64,9 +64,9 @@ def checked(
     *,
     writable: bool = False,
 ) -> Array:
-    """`value` as an array, if it has one of `dtypes` and this shape (names stand for any number) and lies in one piece.
+    """``value`` as a C-contiguous array of one of ``dtypes`` and of ``shape``, in which names stand for any number.
 
-    Raises UsageError naming the argument, what it is and what is wanted.
+    Raises UsageError that names the argument, its dtype and shape, and what is required.
     """
     array = borrowed(value, name, operation, writable)
     fits = len(array.shape) == len(shape) and all(
@@ -88,5 +88,5 @@ def checked(
 
 
 def raw(array: Array) -> Array:
-    """The bytes of a contiguous array, in place: NumPy lends no other view of bf16."""
+    """The bytes of a contiguous array, without a copy: NumPy exports no buffer of bf16."""
     return array.reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Requests and connections in asyncio: one descriptor per worker in the event loop, no thread, no polling."""
+"""asyncio support for requests and connections: one file descriptor per worker, without threads or polling."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 class _Reader:
-    """What the tasks of one event loop await of one worker.
+    """The futures of one event loop that wait for one worker.
 
-    It exists, and is registered with the loop, only while something is awaited.
+    It exists, and watches the worker's event descriptor, only while a future waits. For use on the thread of the loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, worker: Worker) -> None:
@@ -25,14 +25,14 @@ class _Reader:
         self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
 
     async def until(self, ready: Callable[[], bool], timeout: float) -> bool:
-        """Waits until ``ready()``, at most ``timeout`` seconds; whether it became so."""
+        """Waits up to ``timeout`` seconds until ``ready()`` is true, and returns its last value."""
         future: asyncio.Future[None] = self._loop.create_future()
         if not self._waiting:
             self._loop.add_reader(self._worker.event_fd(), self._look)
         self._waiting[future] = ready
         timer = self._loop.call_later(timeout, _resolve, future)
         try:
-            # What became ready before the descriptor was watched may already be drained.
+            # An event from before the descriptor was watched may have been drained already.
             if not ready():
                 await future
         finally:
@@ -44,7 +44,7 @@ class _Reader:
         return ready()
 
     def _look(self) -> None:
-        # Drained before looking: what becomes ready from here on makes the descriptor readable again.
+        # Drain before checking: any later event makes the descriptor readable again, so that none is missed.
         self._worker.drain_events()
         for future, ready in list(self._waiting.items()):
             if ready():
@@ -68,7 +68,7 @@ def _reader(worker: Worker) -> _Reader:
 
 
 async def finish(request: Request) -> Receipt:
-    """The receipt of ``request``; what ``await request`` does."""
+    """Implements ``await request``: the receipt of ``request``. Cancelling the task cancels the request."""
     worker = request.worker
     limit = worker.context.timeout
     if not request.is_done():
@@ -81,7 +81,7 @@ async def finish(request: Request) -> Receipt:
 
 
 async def accept(worker: Worker, timeout: float | None = None) -> Endpoint:
-    """The next endpoint that a peer makes; what ``worker.accept_async`` does."""
+    """Implements ``worker.accept_async``: the next endpoint that a peer connects."""
     accepted: list[Endpoint] = []
 
     def arrived() -> bool:

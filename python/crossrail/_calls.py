@@ -1,4 +1,4 @@
-"""What callers give to an ExpertBuffer, checked by name before the native half sees it."""
+"""Checks of the arguments of an ExpertBuffer, with errors that name them, before the native module is called."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGEST = 2**32 - 1
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers of a buffer that shapes are made of."""
+    """The sizes of a buffer that determine the shapes of arrays."""
 
     ranks: int
     max_tokens: int
@@ -45,12 +45,12 @@ class Sizes:
 
     @property
     def local(self) -> int:
-        """Experts of each rank."""
+        """Number of experts per rank (El)."""
         return self.experts // self.ranks
 
     @property
     def most(self) -> int:
-        """Rows of an expert at most, and of a rank."""
+        """Maximum number of rows of an expert, and of a rank: ranks*M."""
         return self.ranks * self.max_tokens
 
     @property
@@ -63,17 +63,20 @@ class Sizes:
         return U8 if self.ue8m0 else F32
 
     def rows(self, layout: str, count: int) -> tuple[int, ...]:
-        """The shape of what a dispatch brings, `count` rows in the rank layout."""
+        """The shape of the rows that a dispatch delivers; in the rank layout there are ``count``."""
         return (self.local, self.most, self.hidden) if layout == "expert" else (count, self.hidden)
 
     def scales(self, layout: str, count: int) -> tuple[int, ...]:
-        """The shape of its scales."""
+        """The shape of their scales."""
         return (*self.rows(layout, count)[:-1], self.hidden // BLOCK)
 
 
 class DispatchCall(NamedTuple):
-    """What `ExpertBuffer.dispatch` was given. `say`: rank layout on a GPU: a number below 2^32 - 1 that the hosts
-    of the other ranks hear in `DeviceDispatched.said`, when they wait for the number of rows."""
+    """The arguments of `ExpertBuffer.dispatch`.
+
+    ``say``, for the rank layout on a GPU, is a number below 2^32 - 1 that the other ranks' hosts receive as
+    `DeviceDispatched.said` when they wait for the number of rows.
+    """
 
     x: Any
     topk_idx: Any
@@ -91,7 +94,7 @@ class DispatchCall(NamedTuple):
 
 
 class CombineCall(NamedTuple):
-    """What `ExpertBuffer.combine` was given."""
+    """The arguments of `ExpertBuffer.combine`."""
 
     y: Any
     handle: Any
@@ -104,7 +107,7 @@ class CombineCall(NamedTuple):
 
 
 def number(name: str, value: Any, operation: str = "ExpertBuffer") -> int:
-    """An integer from 0 on."""
+    """``value`` as an integer from 0 to `LARGEST`. Raises UsageError."""
     try:
         integer = operator.index(value)
     except TypeError:
@@ -115,9 +118,9 @@ def number(name: str, value: Any, operation: str = "ExpertBuffer") -> int:
 
 
 def seconds(value: Any) -> float:
-    """A time limit."""
+    """``value`` as a timeout in seconds. Raises UsageError."""
     if not isinstance(value, int | float) or not value >= 0:
-        raise wrong("ExpertBuffer", f"timeout {value!r} is no number of seconds")
+        raise wrong("ExpertBuffer", f"timeout {value!r} is not a number of seconds")
     return float(value)
 
 
@@ -130,7 +133,7 @@ def rank_list(ranks: Iterable[int], operation: str) -> list[int]:
 def parameters_of(
     numbers: Mapping[str, Any], dispatch_dtype: str, scale: str, layouts: Sequence[str], timeout: float
 ) -> BufferParameters:
-    """What the native half makes a buffer of. Its own names for numbers are shorter."""
+    """The parameters of a native buffer, which has shorter names for the sizes."""
     given = {name: number(name, value) for name, value in numbers.items()}
     return {
         "ranks": given["ranks"],
@@ -153,7 +156,7 @@ def check_layout(layout: Any) -> None:
 
 
 def inputs(sizes: Sizes, x: Any, topk_idx: Any, topk_weights: Any, handle: Any) -> tuple[Array, Array, Array | None]:
-    """The bytes of a dispatch's rows, experts and weights."""
+    """The bytes of the rows, experts and weights of a dispatch."""
     if handle is not None:
         if not isinstance(handle, Handle):
             raise wrong("dispatch", f"handle is a {type(handle).__name__}, not the handle of a dispatch")
@@ -169,7 +172,7 @@ def inputs(sizes: Sizes, x: Any, topk_idx: Any, topk_weights: Any, handle: Any) 
 def outputs(
     sizes: Sizes, y: Any, handle: Handle, topk_weights: Any, bias: Any, out: Any
 ) -> tuple[Array, Handle, Array | None, list[Array], Array | None]:
-    """The bytes of a combine's rows, weights, biases and result."""
+    """The bytes of the rows, weights, biases and result of a combine."""
     if not isinstance(handle, Handle):
         raise wrong("combine", f"handle is a {type(handle).__name__}, not the handle of a dispatch")
     rows = checked(y, "y", "combine", BF16_BITS, sizes.rows(handle.layout, handle.rows))
@@ -190,38 +193,41 @@ def _weights(value: Any, tokens: int, topk: int, operation: str) -> Array | None
 
 
 def _together(value: Any) -> Any:
-    """A small array in one piece: slices such as `order[:, :topk]` are what routers give."""
+    """A contiguous copy if necessary. Routers often return slices such as `order[:, :topk]`, and these are small."""
     return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
 
 
 def why(error: Exception) -> str:
-    """What the other ranks are told of an error here."""
+    """The description of an error on this rank for the other ranks."""
     return error.detail if isinstance(error, CrossrailError) else f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
 class Target:
-    """An array of the caller's that rows are copied into."""
+    """An array of the caller to copy rows into."""
 
     given: Any
     array: Array
 
     def take(self, name: str, rows: Array, counts: Array | None) -> Any:
-        """Copies valid rows: in the expert layout `counts` of each expert, else all. Gives what has them."""
+        """Copies the valid rows: ``counts`` of each expert in the expert layout, otherwise all.
+
+        Returns the caller's array, or the part of it that has the rows.
+        """
         if counts is not None:
             for into, come, count in zip(self.array.view(U8), rows.view(U8), counts, strict=True):
                 into[:count] = come[:count]
             return self.given
         if len(rows) > len(self.array):
-            hint = "ranks * max_tokens_per_rank rows always do; all other ranks have what they need"
-            raise wrong("dispatch", f"out[{name!r}] has {len(self.array)} rows where {len(rows)} came", hint)
+            hint = "ranks * max_tokens_per_rank rows are always enough; the other ranks are not affected"
+            raise wrong("dispatch", f"out[{name!r}] has {len(self.array)} rows, but {len(rows)} were received", hint)
         self.array[: len(rows)].view(U8)[...] = rows.view(U8)
         return self.given if len(rows) == len(self.array) else self.array[: len(rows)]
 
 
 @dataclass(frozen=True)
 class Destinations:
-    """Where a dispatch's caller wants its results besides."""
+    """The caller's arrays that receive a copy of the results of a dispatch."""
 
     x: Target | None
     scales: Target | None
@@ -229,7 +235,7 @@ class Destinations:
 
     @staticmethod
     def of(sizes: Sizes, layout: Literal["expert", "rank"], out: Any, stats: Any) -> Destinations:
-        """Raises UsageError for what does not fit."""
+        """Checks the arguments ``out`` and ``stats``. Raises UsageError."""
         check_layout(layout)
         given = {} if out is None else dict(out)
         kinds = {"x": (sizes.dtype, sizes.rows(layout, 0)[-1])}

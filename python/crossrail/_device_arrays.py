@@ -171,7 +171,7 @@ class PlainArrays:
         interface = getattr(value, "__cuda_array_interface__", None)
         if not isinstance(interface, dict):
             hint = "pass tensors on the GPU, or a crossrail.DeviceArray"
-            raise wrong(operation, f"{name} is a {type(value).__name__}, which is no array in GPU memory", hint)
+            raise wrong(operation, f"{name} is a {type(value).__name__}, not an array in GPU memory", hint)
         return described(interface, value, name, operation, writable)
 
     def _check(self, device: str, name: str, operation: str) -> None:

@@ -1,4 +1,4 @@
-"""Dispatch and combine of an expert buffer on the host."""
+"""Dispatch and combine of an expert buffer in host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crossrail.errors import ClosedError
 
 
 class HostWay:
-    """Puts calls to the native half, whose other ranks hear of what was wrong with them here."""
+    """Passes calls to the native module. A call that is invalid here is refused, so that the other ranks fail too."""
 
     def __init__(self, native: _native.ExpertBuffer, sizes: Sizes) -> None:
         self._native = native
@@ -50,13 +50,13 @@ class HostWay:
     def _refused(
         self, native: _native.PendingDispatch | _native.PendingCombine, error: Exception, send_only: bool
     ) -> Pending[Any]:
-        """The others have begun the operation: they hear of the error before it is raised here."""
+        """Finishes a refused operation: the other ranks receive the error before it is raised here."""
         pending: Pending[Any] = Pending(native, _nothing, error)
         return pending if send_only else pending.finish()
 
 
 def _nothing(result: object) -> None:
-    """What becomes of the result of an operation that was refused: there is none."""
+    """The result of an operation that was refused."""
 
 
 def _refuse_others(operation: str, **given: Any) -> None:

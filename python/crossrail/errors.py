@@ -1,7 +1,7 @@
-"""What can go wrong, one class per kind. All derive from `CrossrailError`.
+"""The exceptions of Crossrail, one class per kind of error. All derive from `CrossrailError`.
 
-The text says what failed, with which peer and lane, how far it got, and what to try; the attributes say the same to
-programs.
+The text of an error names the operation, the peer and lane, the progress, the reason and what to try; the attributes
+have the same for programs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,22 @@ __all__ = [
 
 
 class CrossrailError(Exception):
-    """Anything that went wrong in Crossrail.
+    """Base class of all errors of Crossrail.
 
-    Attributes: `kind` (the class in one word), `operation` that failed, `detail` (what happened), `peer` and `lane`
-    where one is concerned, `progress` (bytes done, bytes in all) where a transfer was under way, `hint` (what to try).
+    Attributes
+    ----------
+    kind : str
+        Kind of the error in one word; one per class.
+    operation : str
+        The operation that failed.
+    detail : str
+        What happened.
+    peer, lane : str or None
+        The peer and lane concerned, if any.
+    progress : tuple of int or None
+        Bytes transferred and total bytes, if a transfer was in flight.
+    hint : str or None
+        What to try.
     """
 
     kind: ClassVar[str] = "error"
@@ -72,43 +84,43 @@ class CrossrailError(Exception):
 
 
 class UsageError(CrossrailError):
-    """A call or command line that makes no sense: the caller's own mistake."""
+    """A call or command line is invalid: a mistake of the caller."""
 
     kind = "usage"
 
 
 class ConfigError(CrossrailError):
-    """A setting that is unknown or does not parse, or a device that is not there."""
+    """A setting is unknown or malformed, or a device does not exist."""
 
     kind = "config"
 
 
 class UnreachableError(CrossrailError):
-    """The peer could not be reached at all."""
+    """The peer could not be reached."""
 
     kind = "unreachable"
 
 
 class RefusedError(CrossrailError):
-    """The peer refused: wrong secret, or too many half-open connections."""
+    """The peer refused the connection: wrong secret, or too many half-open connections."""
 
     kind = "refused"
 
 
 class MismatchError(CrossrailError):
-    """Both ends are there but disagree: version, chunk, window, channels, or a bench's parameters."""
+    """The two ends disagree: on the version, chunk, window, channels, sizes of a buffer, or parameters of a bench."""
 
     kind = "mismatch"
 
 
 class TimeoutError(CrossrailError, builtins.TimeoutError):
-    """A bounded wait ran out; the operation may still finish. Also a built-in `TimeoutError`."""
+    """A wait exceeded its timeout; the operation may still finish. Also a built-in `TimeoutError`."""
 
     kind = "timeout"
 
 
 class PeerDeadError(CrossrailError):
-    """The peer died or closed; its own requests fail, the worker goes on."""
+    """The peer died or closed its endpoint. Requests to it fail; the worker continues."""
 
     kind = "peer_dead"
 
@@ -120,37 +132,37 @@ class TruncatedError(CrossrailError):
 
 
 class CancelledError(CrossrailError):
-    """The request was cancelled, here or at the peer. (asyncio's own class is a different one.)"""
+    """The request was cancelled, here or at the peer. (Not the class of the same name in asyncio.)"""
 
     kind = "cancelled"
 
 
 class RegionError(CrossrailError):
-    """A region that is gone, a wrong key, or an access outside its bounds."""
+    """A region is no longer registered, its key is wrong, or an access is out of bounds."""
 
     kind = "region"
 
 
 class ExhaustedError(CrossrailError):
-    """Memory or descriptors ran out; the text names the sum asked for."""
+    """Memory or file descriptors are exhausted; the text names the amount requested."""
 
     kind = "exhausted"
 
 
 class UnsupportedError(CrossrailError):
-    """This transport or device cannot do that; the text says which could."""
+    """The transport or device does not support the operation; the text names one that does."""
 
     kind = "unsupported"
 
 
 class IoError(CrossrailError):
-    """The operating system refused a call; the text names call and code."""
+    """A system call failed; the text names the call and the error code."""
 
     kind = "io"
 
 
 class ProtocolError(CrossrailError):
-    """The peer sent something that is not this protocol, or data that did not verify."""
+    """The peer violated the protocol, or data did not verify."""
 
     kind = "protocol"
 

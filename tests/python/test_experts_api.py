@@ -222,7 +222,7 @@ def answered(buffer: crossrail.ExpertBuffer, **changed: Any) -> Any:
 READ_ONLY = np.zeros((M, H), BF16)
 READ_ONLY.flags.writeable = False
 WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (wide, {"x": [[1.0]]}, "dispatch: x is a list, which is no array"),
+    (wide, {"x": [[1.0]]}, "dispatch: x is a list, not an array"),
     (wide, {"x": rows().astype(np.float64)}, r"x is float64 \[8, 128\] where bf16 \[T, 128\] is wanted"),
     (wide, {"x": rows()[:, ::2]}, r"x is bfloat16 \[8, 64\]"),
     (wide, {"x": rows(16)[::2]}, "x is not contiguous in C order; numpy.ascontiguousarray"),
@@ -344,7 +344,7 @@ def test_room_of_the_callers(alone: Callable[..., crossrail.ExpertBuffer]) -> No
     assert came.x.base is x and came.x.shape == (M, H) and came.scales.base is scales
     assert (x[:M] == buffer.dispatch(rows(), ids(), layout="rank").x.view(np.uint8)).all() and not x[M:].any()
     assert stats.tolist() == [M * K // E] * E
-    with pytest.raises(crossrail.UsageError, match=r"out\['x'\] has 3 rows where 8 came"):
+    with pytest.raises(crossrail.UsageError, match=r"out\['x'\] has 3 rows, but 8 were received"):
         buffer.dispatch(rows(), ids(), layout="rank", out={"x": x[:3]})
     assert buffer.dispatch(rows(), ids(), layout="rank").x.shape == (M, H)
 

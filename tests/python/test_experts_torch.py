@@ -120,7 +120,7 @@ def test_tensors_that_are_not_the_gpus(way: DeviceWay, torch: FakeTorch, given: 
     says("topk_idx is a ndarray, where other arguments are PyTorch's tensors", topk_idx=fed.topk_idx)
     says("topk_weights is float64", topk_weights=torch.tensor(fed.topk_weights.astype(np.float64)))
     says("the ndarray is memory of the host", x=fed.x)
-    says("x is a list, which is no array in GPU memory", x=[1, 2])
+    says("x is a list, not an array in GPU memory", x=[1, 2])
 
 
 def test_cuda_is_the_current_gpu_where_pytorch_is_used(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> None:

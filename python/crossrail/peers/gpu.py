@@ -1,8 +1,8 @@
-"""DeepEP (V1), our drop-in for it, and NCCL, doing the work of `crossrail bench ep --device cuda`: one rank of them.
+"""One rank of the peers of `crossrail bench ep --device cuda`: DeepEP (V1), our drop-in for it, and NCCL.
 
-Each is timed as ours is: before an iteration the GPU's cache is filled with something else, and all ranks meet on the
-GPU; then by events around the operation, and by the host's clock until it knows of the end. Kernel times are the
-profiler's. Needs PyTorch; what a peer lacks besides is the reason that it has no figure.
+They are timed like Crossrail: before each iteration the GPU's cache is overwritten and all ranks meet on the GPU; then
+the operation is timed by events around it, and by the host's clock until the host knows that it has ended. Kernel times
+are the profiler's. PyTorch is required; anything else that a peer lacks is the reason why it has no figure.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from crossrail.report import kernels_us
 
 FLUSH_BYTES = 256 << 20
 FLUSHES = 24
-"""So often is that filled: it takes the GPU longer than Python takes to put an operation in behind it, under the
-profiler too. What Python is late by on one rank, kernels of all others would wait for."""
+"""Number of times that this memory is overwritten. The GPU must take longer for it than Python takes to enqueue an
+operation, also under the profiler: kernels of all other ranks would wait for a rank that is late."""
 HOST_FLUSHES = 2
-"""By the host's clock nothing is put in before its turn."""
+"""The same when timing by the host's clock, where nothing is enqueued ahead."""
 
 LIMIT = timedelta(seconds=40)
 PROFILED = 15
 PROFILED_WARMUP = 5
-"""Iterations that the profiler sees first and that are not counted: it has a beginning of its own."""
+"""Iterations under the profiler that are not counted, because it is slow at first."""
 SMS = 24
-"""Multiprocessors of DeepEP in the rank layout, unless told otherwise: what its own tests take."""
+"""Default number of multiprocessors of DeepEP in the rank layout, as in its own tests."""
 
 CHUNKS = {"dispatch": (4, 6, 8, 12, 16, 20, 24, 28, 32), "combine": (1, 2, 4, 6, 8, 9, 10, 12, 16)}
-"""What its chunks are tuned over, so many tokens each; the fastest is used. Its own tests go over the same range, and
-what it takes by itself for 2, 4 and 8 ranks is among them."""
+"""Chunk sizes of DeepEP to try, in tokens; the fastest is used. They are the range of its own tests, and contain its
+defaults for 2, 4 and 8 ranks."""
 TUNED = 5
 RECEIVED_CHUNK = 256
 NVL_BYTES = int(2e9)
-"""What its own tests give it for transfers within a node."""
+"""Size of DeepEP's buffer for transfers within a node, as in its own tests."""
 
 Op = Callable[[], Any]
 
 
 class Rank:
-    """This process's part in all peers. A context manager."""
+    """This process as a rank of all peers. A context manager."""
 
     def __init__(self, rank: int, size: int, folder: str, peers: Sequence[str]) -> None:
         if not torch.cuda.is_available() or not dist.is_nccl_available():
@@ -80,7 +80,7 @@ class Rank:
         dist.destroy_process_group()
 
     def open(self, work: Work, num_sms: int | None) -> dict[str, Any]:
-        """Makes every peer ready for `work`. The versions of all, and why some cannot run."""
+        """Prepares every peer for ``work``. Returns their versions, and the reasons of those that cannot run."""
         self._close()
         made: dict[str, Callable[[], Peer]] = {
             "deepep": lambda: DeepEp(self, "deep_ep", work, num_sms),
@@ -93,7 +93,7 @@ class Rank:
             try:
                 self._peers[name] = made[name]()
                 self._peers[name].start()
-            except Exception as error:  # whatever its code may raise
+            except Exception as error:  # third-party code may raise anything
                 self._errors[name] = reason(error)
                 self._peers.pop(name, None)
             self._agree(name)
@@ -106,7 +106,7 @@ class Rank:
         return {"versions": versions, "errors": self._errors}
 
     def measure(self, modes: Sequence[str], iters: int, warmup: int, *, last: bool) -> dict[str, Any]:
-        """A turn of every peer: by its name and variant what each mode took.
+        """Runs a turn of every peer. Returns the times of each mode, by name and variant.
 
         Kernel times in the last turn only, after all others: what a profiler leaves behind makes launches longer.
         """
@@ -125,7 +125,7 @@ class Rank:
 
     @contextlib.contextmanager
     def _failing(self, name: str) -> Iterator[None]:
-        """What goes wrong about a peer is the reason that it has no figure, on any rank."""
+        """Records an error of a peer as the reason why it has no figure, on every rank."""
         try:
             yield
         except Exception as error:  # whatever its code may raise
@@ -141,7 +141,7 @@ class Rank:
         }
 
     def meet(self, flushes: int = FLUSHES) -> None:
-        """All ranks, on the GPU, the cache full of something else."""
+        """Overwrites the GPU's cache, then meets all ranks on the GPU."""
         for _ in range(flushes):
             self._flush.zero_()
         dist.all_reduce(self._word, group=self.group)
@@ -160,7 +160,7 @@ class Rank:
         return samples[warmup:]
 
     def by_host(self, op: Op, iters: int, warmup: int) -> list[float]:
-        """The same by the host's."""
+        """Microseconds of each iteration by the host's clock."""
         samples = []
         for _ in range(warmup + iters):
             self.meet(HOST_FLUSHES)
@@ -176,7 +176,7 @@ class Rank:
 
         None when the profiler saw none of them.
         """
-        # As torch.profiler, which imports a compiler first.
+        # Equivalent to torch.profiler, which would import a compiler.
         with torch.autograd.profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True) as profile:
             for _ in range(PROFILED_WARMUP + iters):
                 self.meet()
@@ -190,12 +190,12 @@ class Rank:
             return None
 
     def _agree(self, name: str) -> None:
-        """A peer that cannot run on one rank runs on none."""
+        """Agrees among all ranks that a peer that cannot run on one rank runs on none."""
         failed = torch.tensor([int(name in self._errors)], device=self.device)
         dist.all_reduce(failed, group=self.group)
         if int(failed.item()) and name not in self._errors:
             self._errors[name] = "another rank has no figure"
-            # Its end would wait for ranks that have none.
+            # Kept alive: closing it would wait for ranks that do not have it.
             self._left.append(self._peers.pop(name))
 
     def _close(self) -> None:
@@ -206,25 +206,25 @@ class Rank:
 
 
 class Peer:
-    """One way to do the work."""
+    """One peer, with a buffer for the work."""
 
     what = ""
     profiled = True
     heap_bytes: int | None = None
 
     def start(self) -> None:
-        """Whatever comes once before it is measured."""
+        """Work to be done once before measuring."""
 
     def variants(self) -> dict[str, dict[str, Op]]:
-        """By name what each mode runs."""
+        """The operation of each mode, by the name of the variant."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Gives back what it has."""
+        """Releases its resources."""
 
 
 class Nccl(Peer):
-    """all_to_all_single of a row per selection, as many to each rank."""
+    """all_to_all_single of one row per selection, the same number to each rank."""
 
     profiled = False
 
@@ -243,7 +243,7 @@ class Nccl(Peer):
         return first, second
 
     def variants(self) -> dict[str, dict[str, Op]]:
-        """Only one."""
+        """The only variant."""
         return {"nccl": {"dispatch": self._dispatch, "combine": self._combine, "e2e": self._both}}
 
     def _dispatch(self) -> None:
@@ -266,7 +266,7 @@ class DeepEp(Peer):
         self.name = "deepep" if module == "deep_ep" else "drop-in"
         self.what = f"{module}, {'low latency' if work.layout == 'expert' else 'normal'}"
         self.sms = (num_sms or SMS) // 2 * 2
-        # Low latency mode takes them by fours.
+        # Low latency mode requires a multiple of four.
         self.most = -(-work.shape.max_tokens // 4) * 4
         mine = work.inputs(here.rank, range(here.size))
         self.x = torch.from_numpy(mine.x.view(np.int16)).view(torch.bfloat16).to(here.device)
@@ -294,12 +294,12 @@ class DeepEp(Peer):
 
     def _normal(self) -> Any:
         self.module.Buffer.set_num_sms(self.sms)
-        # Ours takes what the tokens need.
+        # The drop-in allocates what the tokens need.
         self.heap_bytes = NVL_BYTES if self.name == "deepep" else None
         return self.module.Buffer(self.here.group, self.heap_bytes or 0, explicitly_destroy=True)
 
     def start(self) -> None:
-        """A dispatch whose counts are looked at, and the best of its settings."""
+        """Runs a dispatch, checks its counts, and chooses the best settings."""
         if self.work.layout == "expert":
             y, counts, self.handle = self._dispatch_low()
             self.y = torch.randn((y[0] if isinstance(y, tuple) else y).shape, device=self.here.device).bfloat16()
@@ -314,7 +314,7 @@ class DeepEp(Peer):
         self.configs["combine"] = self._tuned("combine", self._combine_normal)
 
     def variants(self) -> dict[str, dict[str, Op]]:
-        """In the rank layout one that repeats its routing, as DeepEP counts, and one that does not."""
+        """In the rank layout also a variant that does not repeat its routing, which DeepEP's own figures do."""
         if self.work.layout == "expert":
             return {
                 self.name: {"dispatch": self._dispatch_low, "combine": self._combine_low, "e2e": self._both_low},
@@ -334,7 +334,7 @@ class DeepEp(Peer):
         }
 
     def close(self) -> None:
-        """Its buffer's own end."""
+        """Destroys the buffer, on all ranks together."""
         torch.cuda.synchronize()
         dist.barrier(group=self.here.group)
         self.buffer.destroy()
@@ -376,7 +376,7 @@ class DeepEp(Peer):
         self.buffer.combine(self.y, self.handle, config=self.configs.get("combine"))
 
     def _tuned(self, mode: str, op: Op) -> Any:
-        """The fastest settings, the same on every rank; the module's own where there is nothing to choose."""
+        """The fastest settings, the same on every rank; None for the module's own defaults."""
         if self.name != "deepep":
             return None
         times = []
@@ -390,27 +390,25 @@ class DeepEp(Peer):
         return self.module.Config(self.sms, best, RECEIVED_CHUNK)
 
     def _check(self, counts: list[int]) -> None:
-        """The routing is ours."""
+        """Raises RuntimeError if the row counts are not those of the routing."""
         shape = self.work.shape
         every = [self.work.selections(rank, range(shape.ranks)).reshape(-1) for rank in range(shape.ranks)]
         chosen = np.concatenate(every) - self.here.rank * shape.local_experts
         here = chosen[(chosen >= 0) & (chosen < shape.local_experts)]
         expected = np.bincount(here, minlength=shape.local_experts).tolist()
         if counts != expected:
-            raise RuntimeError(
-                f"{self.module.__name__} counts other rows than the routing has: {counts} for {expected}"
-            )
+            raise RuntimeError(f"{self.module.__name__} reports row counts {counts}, but the routing has {expected}")
 
 
 def _chosen(peer: Peer, modes: Sequence[str]) -> list[tuple[str, dict[str, Op]]]:
-    """The peer's variants that have any of these modes, and what each mode runs."""
+    """The variants of a peer that have any of these modes, with the operation of each mode."""
     every = peer.variants().items()
     chosen = [(variant, {mode: op for mode, op in ops.items() if mode in modes}) for variant, ops in every]
     return [(variant, ops) for variant, ops in chosen if ops]
 
 
 def _cast(x: Any) -> tuple[Any, Any]:
-    """bf16 rows as e4m3 with a scale for each block of 128."""
+    """Casts bf16 rows to e4m3 with one scale per block of 128."""
     blocks = x.float().view(x.shape[0], -1, 128)
     most = blocks.abs().amax(dim=2).clamp(1e-4)
     rows = (blocks * (448.0 / most.unsqueeze(2))).to(torch.float8_e4m3fn).view(x.shape)
@@ -418,6 +416,6 @@ def _cast(x: Any) -> tuple[Any, Any]:
 
 
 def reason(error: BaseException) -> str:
-    """What is said of an error, in a line."""
+    """The type and first line of an error."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'it says nothing'}"[:300]
+    return f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"[:300]

@@ -1,4 +1,4 @@
-"""One rank of what `crossrail bench ep --compare mpi` compares with: dispatch and combine by MPI_Alltoallv.
+"""One rank of the peer of `crossrail bench ep --compare mpi`: dispatch and combine by MPI_Alltoallv.
 
 Run by mpirun as `python -m crossrail.peers.mpi JOB`. Counts are exchanged first (unless the routing is cached), then
 the rows' scales, experts and weights, then the rows. Packing, casting, unpacking and summing are native and the row
@@ -24,9 +24,9 @@ from crossrail._native import _Alltoallv
 from crossrail.records import BufferParameters
 from crossrail.ref.checking import Difference, Work
 
-mpi4py.rc.threads = False  # one thread calls MPI, which then takes no locks
+mpi4py.rc.threads = False  # only one thread calls MPI, which can then omit its locks
 
-from mpi4py import MPI  # noqa: E402 (as it is set up above)
+from mpi4py import MPI  # noqa: E402 (the setting above must come first)
 
 _PR_SET_PDEATHSIG = 1
 
@@ -35,7 +35,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass
 class Came:
-    """What a dispatch delivered, as the reference's experts take it."""
+    """The rows that a dispatch delivered, in the form that the reference expects."""
 
     x: Any
     scales: Any
@@ -45,7 +45,7 @@ class Came:
 
 
 class Rank:
-    """One rank's memory and what it does with it."""
+    """One rank, with its memory and operations."""
 
     def __init__(self, comm: MPI.Intracomm, work: Work, *, dedup: bool, cached: bool) -> None:
         self.comm, self.work, self.dedup, self.cached = comm, work, dedup, cached
@@ -83,11 +83,11 @@ class Rank:
         self._begin()
 
     def _begin(self) -> None:
-        """Where the records of each rank begin."""
+        """Computes the offsets of each rank's records."""
         self.sent_at, self.came_at = _offsets(self.sent), _offsets(self.came)
 
     def dispatch(self) -> None:
-        """Counts, sides, rows, and each row to its place."""
+        """Exchanges counts, metadata and rows, and unpacks each row to its position."""
         if not self.cached:
             self.native.route(self.mine.topk_idx, self.mine.topk_weights, self.sent)
             self.comm.Alltoall(self.sent, self.came)
@@ -99,7 +99,7 @@ class Rank:
         self.native.unpack(self.came, self.rows_in, self.sides_in, self.x, self.scales)
 
     def combine(self) -> None:
-        """Outputs back along the same ways, and their sums."""
+        """Returns the outputs to the source ranks, and sums them."""
         if self.by_expert:
             self.native.pack_back(self.y, self.answers)
         answers = self.answers if self.by_expert else self.y
@@ -108,16 +108,16 @@ class Rank:
         self.native.unpack_back(self.answers_in, self.out)
 
     def both(self) -> None:
-        """A dispatch and the combine that answers it."""
+        """A dispatch and its combine."""
         self.dispatch()
         self.combine()
 
     def verify(self) -> None:
-        """One of each against the reference. Raises Difference."""
+        """Compares a dispatch and its combine with the reference. Raises Difference."""
         self.dispatch()
         self.y = self.work.outputs(self._delivered(), self.comm.rank)
         self.combine()
-        # With a row per selection the source weights and sums, whatever the layout.
+        # With one row per selection, the source rank applies the weights and sums, in either layout.
         alike = replace(self.work, layout="expert", prereduce=False)
         judge = replace(self.work, prereduce=True) if self.dedup else alike
         sums = self.out.view(np.uint16).reshape(-1, self.work.shape.hidden)
@@ -163,7 +163,7 @@ def _offsets(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 
 def measure(rank: Rank, mode: str, warmup: int, iters: int) -> list[float]:
-    """Microseconds of each iteration, a barrier before each, outside of its time."""
+    """Microseconds of each iteration. An untimed barrier precedes each."""
     once = {"dispatch": rank.dispatch, "combine": rank.combine, "e2e": rank.both}[mode]
     samples = []
     for number in range(warmup + iters):
@@ -177,7 +177,7 @@ def measure(rank: Rank, mode: str, warmup: int, iters: int) -> list[float]:
 
 
 def main() -> None:
-    """Verifies and measures all that the job names."""
+    """Verifies and measures all variants and modes of the job."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     job: dict[str, Any] = json.loads(sys.argv[1])
     comm = MPI.COMM_WORLD
