@@ -41,8 +41,6 @@ enum By {
     Engine,
     /// By as many blocks as help, or so many at most.
     Kernel(Option<u32>),
-    /// By cuMemcpyPeerAsync: what to hold against.
-    Peer,
 }
 
 impl By {
@@ -51,7 +49,6 @@ impl By {
             By::Engine => "engine".into(),
             By::Kernel(None) => "kernel".into(),
             By::Kernel(Some(blocks)) => format!("kernel{blocks}"),
-            By::Peer => "memcpy_peer".into(),
         }
     }
 }
@@ -86,7 +83,7 @@ impl Side {
     }
 
     /// Puts a copy in; with a word behind it, which will have the value that is returned.
-    fn put(&self, by: By, (dst, dst_of): (u64, &Context), (src, src_of): (u64, &Context), len: usize) -> Outcome<u64> {
+    fn put(&self, by: By, dst: u64, src: u64, len: usize) -> Outcome<u64> {
         let value = self.written.fetch_add(1, Ordering::Relaxed) + 1;
         let (signal, counter) = (self.word.address(), self.counter.address());
         // SAFETY: both areas are mapped for this GPU and as long as that, and touched by nobody else until the word is
@@ -99,7 +96,6 @@ impl Side {
                     return Ok(value);
                 }
                 By::Engine => self.stream.copy(dst, src, len)?,
-                By::Peer => self.stream.copy_peer((dst_of, dst), (src_of, src), len)?,
             }
             self.stream.write_value64(signal, value)?;
         }
@@ -142,7 +138,7 @@ impl Rig {
     fn between(own: &Side, other: &Side, copy: Copy, by: By, len: usize) -> Outcome<u64> {
         let half = own.memory.len() as u64 / 2;
         // Own first half and other's second: the reverse of it uses the other two halves.
-        let (ours, theirs) = ((own.memory.address(), &own.context), (other.memory.address() + half, &other.context));
+        let (ours, theirs) = (own.memory.address(), other.memory.address() + half);
         match copy {
             Copy::Pull => own.put(by, ours, theirs, len),
             Copy::Push => own.put(by, theirs, ours, len),
@@ -388,18 +384,18 @@ fn rates(rig: &Rig, sizes: &[usize]) -> Outcome<Vec<Value>> {
     println!("\nmany copies one behind the other, GB/s; both: each direction while the other one runs too");
     print!("{:>8}", "size");
     for way in WAYS {
-        for by in [By::Peer, By::Engine, By::Kernel(None), By::Kernel(Some(32))] {
+        for by in MEANS {
             print!(" {:>17}", format!("{} {}", word(way), by.name()));
         }
-        [By::Peer, By::Engine].iter().for_each(|by| print!(" {:>17}", format!("both {}", by.name())));
+        print!(" {:>17}", format!("both {}", By::Engine.name()));
     }
     println!();
     let mut rows = Vec::new();
     for &len in sizes.iter().filter(|len| **len >= 64 << 10) {
         print!("{:>8}", format_size(len as u64));
         for way in WAYS {
-            let alone = [By::Peer, By::Engine, By::Kernel(None), By::Kernel(Some(32))].map(|by| (by, false));
-            for (by, both) in alone.into_iter().chain([(By::Peer, true), (By::Engine, true)]) {
+            let alone = MEANS.map(|by| (by, false));
+            for (by, both) in alone.into_iter().chain([(By::Engine, true)]) {
                 let rate = rig.rate(way, by, len, both)? / 1e9;
                 print!(" {rate:>17.1}");
                 rows.push(json!({

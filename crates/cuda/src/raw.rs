@@ -103,7 +103,6 @@ table! {
         cuMemcpyDtoDAsync_v2(CUdeviceptr, CUdeviceptr, usize, CUstream);
         cuMemcpyHtoDAsync_v2(CUdeviceptr, *const c_void, usize, CUstream);
         cuMemcpyDtoHAsync_v2(*mut c_void, CUdeviceptr, usize, CUstream);
-        cuMemcpyPeerAsync(CUdeviceptr, CUcontext, CUdeviceptr, CUcontext, usize, CUstream);
         cuMemsetD8Async(CUdeviceptr, c_uchar, usize, CUstream);
         cuMemCreate(*mut CUmemGenericAllocationHandle, usize, *const CUmemAllocationProp, c_ulonglong);
         cuMemRelease(CUmemGenericAllocationHandle);
@@ -130,10 +129,8 @@ table! {
     optional {
         cuThreadExchangeStreamCaptureMode(*mut CUstreamCaptureMode);
         cuStreamIsCapturing(CUstream, *mut CUstreamCaptureStatus);
-        cuStreamWriteValue32_v2(CUstream, CUdeviceptr, cuuint32_t, c_uint);
         cuStreamWriteValue64_v2(CUstream, CUdeviceptr, cuuint64_t, c_uint);
         cuStreamWaitValue32_v2(CUstream, CUdeviceptr, cuuint32_t, c_uint);
-        cuStreamWaitValue64_v2(CUstream, CUdeviceptr, cuuint64_t, c_uint);
         cuStreamBeginCapture_v2(CUstream, CUstreamCaptureMode);
         cuStreamEndCapture(CUstream, *mut CUgraph);
         cuGraphInstantiateWithFlags(*mut CUgraphExec, CUgraph, c_ulonglong);

@@ -201,20 +201,6 @@ impl Stream {
         self.context.run("copy", "cuMemcpyDtoHAsync", copy)
     }
 
-    /// Enqueues a copy between two GPUs by copy engines. Needs no peer access.
-    ///
-    /// # Safety
-    /// As [`Stream::copy`]; each address must be memory of the context it is given with.
-    ///
-    /// # Errors
-    /// A failed call.
-    pub unsafe fn copy_peer(&self, to: (&Context, u64), from: (&Context, u64), len: usize) -> Result<()> {
-        // SAFETY: the caller guarantees the ranges.
-        self.context.run("copy", "cuMemcpyPeerAsync", |raw| unsafe {
-            (raw.cuMemcpyPeerAsync)(to.1, to.0.raw(), from.1, from.0.raw(), len, self.raw)
-        })
-    }
-
     /// Enqueues a fill of `len` bytes at `dst` with `value`.
     ///
     /// # Safety

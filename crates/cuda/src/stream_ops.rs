@@ -10,7 +10,8 @@ const AT_LEAST: u32 = CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
 const FENCED: u32 = CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
 
 impl Stream {
-    /// Enqueues a write of `value` to the 32-bit word at `address`: device memory, or the GPU's address of pinned host memory.
+    /// Enqueues a write of `value` to the 64-bit word at `address`: device memory, or the GPU's address of pinned host memory.
+    /// Requires [`crate::Device::has_64bit_stream_ops`].
     ///
     /// The write is a release: a reader that sees `value` also sees everything the stream did before it.
     ///
@@ -18,26 +19,12 @@ impl Stream {
     /// The word must stay valid until the write has completed.
     ///
     /// # Errors
-    /// [`ErrorKind::Usage`] for an address that is not 4-byte aligned; [`ErrorKind::Unsupported`] if the driver lacks the
-    /// call; a failed call.
-    pub unsafe fn write_value32(&self, address: u64, value: u32) -> Result<()> {
-        let call = "cuStreamWriteValue32";
-        let write = self.value_call(call, 4, address, self.context().cuda().raw().cuStreamWriteValue32_v2)?;
-        // SAFETY: the stream is alive; the caller guarantees the word.
-        self.context().run("word", call, |_| unsafe { write(self.raw(), address, value, FENCED) })
-    }
-
-    /// Like [`Stream::write_value32`], for a 64-bit word, which requires [`crate::Device::has_64bit_stream_ops`].
-    ///
-    /// # Safety
-    /// As there.
-    ///
-    /// # Errors
-    /// As there, with 8-byte alignment.
+    /// [`ErrorKind::Usage`] for an address that is not 8-byte aligned; [`ErrorKind::Unsupported`] if the driver or the GPU
+    /// lacks the call; a failed call.
     pub unsafe fn write_value64(&self, address: u64, value: u64) -> Result<()> {
         let call = "cuStreamWriteValue64";
         let write = self.value_call(call, 8, address, self.context().cuda().raw().cuStreamWriteValue64_v2)?;
-        // SAFETY: as above.
+        // SAFETY: the stream is alive; the caller guarantees the word.
         self.context().run("word", call, |_| unsafe { write(self.raw(), address, value, FENCED) })
     }
 
@@ -50,24 +37,10 @@ impl Stream {
     /// The word must stay valid until the wait has completed.
     ///
     /// # Errors
-    /// As [`Stream::write_value32`].
+    /// As [`Stream::write_value64`], with 4-byte alignment; every GPU has this call.
     pub unsafe fn wait_value32(&self, address: u64, value: u32) -> Result<()> {
         let call = "cuStreamWaitValue32";
         let wait = self.value_call(call, 4, address, self.context().cuda().raw().cuStreamWaitValue32_v2)?;
-        // SAFETY: as above.
-        self.context().run("word", call, |_| unsafe { wait(self.raw(), address, value, AT_LEAST) })
-    }
-
-    /// Like [`Stream::wait_value32`], for a 64-bit word.
-    ///
-    /// # Safety
-    /// As there.
-    ///
-    /// # Errors
-    /// As there, with 8-byte alignment.
-    pub unsafe fn wait_value64(&self, address: u64, value: u64) -> Result<()> {
-        let call = "cuStreamWaitValue64";
-        let wait = self.value_call(call, 8, address, self.context().cuda().raw().cuStreamWaitValue64_v2)?;
         // SAFETY: as above.
         self.context().run("word", call, |_| unsafe { wait(self.raw(), address, value, AT_LEAST) })
     }

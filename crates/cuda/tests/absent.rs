@@ -162,8 +162,8 @@ fn a_missing_optional_function_disables_only_its_feature() {
             ("cuIpcOpenMemHandle", IpcMapping::open(&context, &handle).map(drop)),
             ("cuStreamIsCapturing", stream.capture().map(drop)),
             ("cuStreamBeginCapture", stream.record(|_| Ok(())).map(drop)),
-            ("cuStreamWriteValue32", stream.write_value32(4096, 1)),
-            ("cuStreamWaitValue64", stream.wait_value64(4096, 1)),
+            ("cuStreamWriteValue64", stream.write_value64(4096, 1)),
+            ("cuStreamWaitValue32", stream.wait_value32(4096, 1)),
         ]
     };
     for (call, outcome) in refused {

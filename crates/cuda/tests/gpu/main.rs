@@ -329,14 +329,12 @@ fn gpus_copy_to_each_other() {
     let (source, target) = (DeviceMemory::new(&first, LEN).unwrap(), DeviceMemory::new(&second, LEN).unwrap());
     put(&first, source.address(), &pattern(5, LEN));
     let stream = Stream::new(&first).unwrap();
+    first.enable_peer(&second).unwrap();
+    first.enable_peer(&second).unwrap();
     // SAFETY: both areas are ours and valid until the wait is over.
-    unsafe {
-        stream.copy_peer((&second, target.address()), (&first, source.address()), LEN).unwrap();
-    }
+    unsafe { stream.copy(target.address(), source.address(), LEN).unwrap() };
     stream.wait(LIMIT).unwrap();
     assert!(take(&second, target.address(), LEN) == pattern(5, LEN));
-    first.enable_peer(&second).unwrap();
-    first.enable_peer(&second).unwrap();
     // Memory of the second that both have mapped, at one address.
     let shared = Allocation::new(&second, LEN).unwrap().map(&[&first, &second]).unwrap();
     // SAFETY: as above.

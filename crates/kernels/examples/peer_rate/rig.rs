@@ -145,7 +145,7 @@ impl Rig {
 
     /// Puts one send of `len` bytes into the link's stream.
     pub(crate) fn send(&self, link: &Link, way: Way, len: usize, blocks: Option<u32>) -> Outcome<()> {
-        let (from, to, by) = (&self.gpus[link.from], &self.gpus[link.to], &self.gpus[link.by]);
+        let (from, by) = (&self.gpus[link.from], &self.gpus[link.by]);
         let (dst, src) = (self.target(link)?, from.source.address());
         let copy = CopyArgs { dst, src, len: len as u64 };
         let counter = if way == Way::PutTwice { 0 } else { link.counter.address() };
@@ -156,7 +156,7 @@ impl Rig {
                 Way::Copy => by.kernels.copy(&link.stream, &copy, blocks)?,
                 Way::Bulk => by.kernels.copy_bulk(&link.stream, &copy, blocks)?,
                 Way::Put | Way::PutTwice => by.kernels.put(&link.stream, &put, blocks)?,
-                Way::Engine => link.stream.copy_peer((&to.context, dst), (&from.context, src), len)?,
+                Way::Engine => link.stream.copy(dst, src, len)?,
             }
         }
         Ok(())
