@@ -42,7 +42,7 @@ pub fn seeds() -> Vec<(&'static str, String, Vec<u8>)> {
 fn store_seeds() -> Vec<(&'static str, Vec<u8>)> {
     let challenge = Challenge { version_min: 1, version_max: 1, flags: 1, id: None, nonce: [3; 32] };
     let reply = Reply { version: 1, flags: 1, nonce: [4; 32], mac: [5; 32] };
-    let reject = Reject { code: RejectCode::Refused, text: "wrong secret".to_owned() };
+    let reject = Reject::new(RejectCode::Refused, "wrong secret");
     let put = |key, lease| Request::Put { key, value: Value(b"value"), lease };
     let set = Request::CompareAndSet { key: "a", expected: 0, value: Value(b"v"), lease: 0 };
     let wait = Request::Wait { keys: vec!["a", "a/b", "c"], timeout_us: 50_000 };
@@ -292,7 +292,7 @@ fn messages() -> Vec<(&'static str, Vec<u8>)> {
         nonce: [7; 32],
         mac: [8; 32],
     };
-    let reject = Reject { code: RejectCode::Mismatch, text: "chunk 2097152 here, 4096 there".to_owned() };
+    let reject = Reject::new(RejectCode::Mismatch, "chunk 2097152 here, 4096 there");
     let body = hello().encode().unwrap_or_default();
     let bare = Hello { devices: Vec::new(), control: Vec::new(), unix: None, replaces: Some([9; 16]), ..hello() };
     vec![

@@ -32,48 +32,71 @@ __all__ = [
 class CrossrailError(Exception):
     """Base class of all errors of Crossrail.
 
+    Programs branch on the class, or `kind`, and on `reason`; the text is for people and may change.
+
     Attributes
     ----------
     kind : str
-        Kind of the error in one word; one per class.
+        The class in one word: ``"refused"``.
+    reason : str or None
+        Why, more precisely than the class, where Crossrail knows:
+
+        - RefusedError: ``"secret_missing"``, ``"secret_wrong"``, ``"token_missing"``, ``"token_wrong"``,
+          ``"user_denied"``, ``"busy"``, ``"session_unknown"``, ``"tampered"``
+        - MismatchError: ``"version"``, ``"parameters"``
+        - UnreachableError: ``"not_listening"``, ``"name_unknown"``, ``"no_response"``, ``"connection_closed"``,
+          ``"replaced"``; ProtocolError: ``"foreign"``
+        - PeerDeadError: ``"closed"``, ``"process_ended"``, ``"lanes_lost"``
+        - ExhaustedError: ``"full"``, ``"descriptors"``, ``"memory"``
+        - UsageError: ``"port_in_use"``, ``"address_unknown"``, ``"not_permitted"``; ConfigError:
+          ``"secret_required"``
+        - UnsupportedError: ``"driver_too_old"``, ``"device_unsupported"``
     operation : str
-        The operation that failed.
+        The operation that failed: ``"connect"``.
     detail : str
         What happened.
     peer, lane : str or None
-        The peer and lane concerned, if any.
+        The peer and the lane concerned, if any.
     progress : tuple of int or None
-        Bytes transferred and total bytes, if a transfer was in flight.
+        Bytes done and bytes in all, where a transfer was in progress.
+    waited : float or None
+        Seconds that the caller waited, where a wait ran out.
     hint : str or None
         What to try.
     """
 
     kind: ClassVar[str] = "error"
 
+    reason: str | None
     operation: str
     detail: str
     peer: str | None
     lane: str | None
     progress: tuple[int, int] | None
+    waited: float | None
     hint: str | None
 
     def __init__(
         self,
         message: str,
         *,
+        reason: str | None = None,
         operation: str = "",
         detail: str = "",
         peer: str | None = None,
         lane: str | None = None,
         progress: tuple[int, int] | None = None,
+        waited: float | None = None,
         hint: str | None = None,
     ) -> None:
         super().__init__(message)
+        self.reason = reason
         self.operation = operation
         self.detail = detail or message
         self.peer = peer
         self.lane = lane
         self.progress = progress
+        self.waited = waited
         self.hint = hint
 
     def __str__(self) -> str:

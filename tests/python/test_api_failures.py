@@ -179,6 +179,7 @@ def test_nobody_there(shm: Pair) -> None:
     with pytest.raises(crossrail.UnreachableError) as caught:
         shm.a.connect(address, timeout=5)
     assert address in str(caught.value)
+    assert caught.value.reason == "not_listening"
 
 
 def test_somebody_who_says_nothing(shm: Pair) -> None:
@@ -224,8 +225,9 @@ def test_a_host_nobody_knows(shm: Pair) -> None:
 def test_a_wrong_secret(connected: Callable[..., Pair]) -> None:
     right = connected(secret="one")
     wrong = crossrail.Context(secret="another", timeout=10, log="error")
-    with crossrail.Worker(wrong) as worker, pytest.raises(crossrail.RefusedError):
+    with crossrail.Worker(wrong) as worker, pytest.raises(crossrail.RefusedError) as caught:
         worker.connect(right.b.control_addresses()[0])
+    assert caught.value.reason == "secret_wrong"
     pair_still_talks = right.b.recv(bytearray(1))
     right.to_b.send(b"!").wait()
     assert pair_still_talks.wait().bytes == 1

@@ -116,7 +116,10 @@ group.leave()
 
 def test_a_rank_that_never_comes_is_named() -> None:
     with Rank(LATE, **torchrun(0, 3, free_port())) as rank:
-        assert rank.line() == 'barrier: "start": rank 1 (never joined), rank 2 (never joined) did not come in 0.300 s'
+        assert (
+            rank.line()
+            == 'barrier: "start": rank 1 (never joined), rank 2 (never joined) did not arrive in time (after 0.300 s)'
+        )
         assert rank.end()[0] == 0
 
 

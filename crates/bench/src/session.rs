@@ -218,7 +218,7 @@ impl Session<'_> {
                 Err(again) => error = again,
             }
         }
-        Err(error.waited_in_all(limit))
+        Err(error.with_waited(limit))
     }
 
     /// Counts iterations; `now` is a clock reading the caller has anyway.

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::limits::{KEY_MAX, VALUE_MAX};
-use crate::{Entry, Event, Expected, LeaseId, Revision, Store, Watch};
+use crate::{Entry, Event, Expected, LeaseId, MissingKeys, Revision, Store, Watch};
 
 /// Long enough for anything that is to happen.
 const LONG: Duration = Duration::from_secs(20);
@@ -237,11 +237,12 @@ fn wait_missing(place: &Place<'_>) {
     let error = place.store.wait(&keys, begun + SHORT).expect_err("two never come");
     assert!(begun.elapsed() >= SHORT && begun.elapsed() < LONG, "{:?}", begun.elapsed());
     assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
-    assert_eq!(error.detail, format!("{}, {}", place.key("c"), place.key("a")));
+    assert_eq!(MissingKeys::of(&error), [place.key("c"), place.key("a")]);
     // One that was there and has gone counts as missing.
     place.store.delete(&place.key("b"), soon()).expect("delete");
     let error = place.store.wait(&keys[1..2], Instant::now() + SHORT).expect_err("it is gone");
-    assert_eq!((error.kind, error.detail), (ErrorKind::Timeout, place.key("b")));
+    assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
+    assert_eq!(MissingKeys::of(&error), [place.key("b")]);
 }
 
 fn lease_lives(place: &Place<'_>) {

@@ -22,4 +22,4 @@ pub use etcd::EtcdStore;
 pub use group::{Group, GroupOptions};
 pub use membership::{Member, RankState};
 pub use open::open;
-pub use store::{Entry, Event, Expected, Lease, LeaseId, Revision, Store, Watch};
+pub use store::{Entry, Event, Expected, Lease, LeaseId, MissingKeys, Revision, Store, Watch};

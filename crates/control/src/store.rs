@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
-use crossrail_types::Result;
+use crossrail_types::{Error, ErrorKind, Result};
 
 /// Numbers the changes of a store: each change has a greater one than those before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -75,6 +75,31 @@ pub trait Watch: Send {
     fn next(&mut self, deadline: Instant) -> Result<Vec<Event>>;
 }
 
+/// The keys that a [`Store::wait`] still missed at its deadline: the source of its `Timeout`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MissingKeys(pub Vec<String>);
+
+impl std::fmt::Display for MissingKeys {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "missing: {}", self.0.join(", "))
+    }
+}
+
+impl std::error::Error for MissingKeys {}
+
+impl MissingKeys {
+    /// The missing keys of a failed wait; none, if it failed otherwise.
+    pub fn of(error: &Error) -> &[String] {
+        let source = std::error::Error::source(error).and_then(|source| source.downcast_ref::<MissingKeys>());
+        source.map_or(&[], |missing| &missing.0)
+    }
+
+    /// The `Timeout` of a wait that missed these keys.
+    pub(crate) fn timeout(self, operation: &str) -> Error {
+        Error::new(ErrorKind::Timeout, operation, self.0.join(", ")).with_source(self)
+    }
+}
+
 /// A key-value store that the processes of a job share. Any thread; each call ends by its deadline.
 ///
 /// # Errors
@@ -110,8 +135,8 @@ pub trait Store: Send + Sync + Debug {
         deadline: Instant,
     ) -> Result<Option<Revision>>;
 
-    /// Waits until all of `keys` exist; their entries in the order asked for. `Timeout` lists the missing ones in
-    /// its detail, separated by `, `.
+    /// Waits until all of `keys` exist; their entries in the order asked for. The source of its `Timeout` is
+    /// [`MissingKeys`].
     fn wait(&self, keys: &[String], deadline: Instant) -> Result<Vec<Entry>>;
 
     /// A new lease. The store may lengthen `ttl` ([`Lease::ttl`] tells).

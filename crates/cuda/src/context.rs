@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Reason, Result};
 use cudarc::driver::sys::CUcontext;
 
 use crate::device::Device;
@@ -104,6 +104,7 @@ impl Context {
             let (own, other) = (self.device().ordinal(), peer.device().ordinal());
             let detail = format!("cuda:{own} has no peer access to cuda:{other}");
             return Err(Error::new(ErrorKind::Unsupported, "peer access", detail)
+                .with_reason(Reason::DeviceUnsupported)
                 .with_hint("copies between them are staged through host memory"));
         }
         self.run("peer access", "cuCtxEnablePeerAccess", |raw| {

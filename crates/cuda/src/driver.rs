@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io::ErrorKind as IoKind;
 use std::sync::Arc;
 
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Reason, Result};
 use libloading::Library;
 
 use crate::raw::{Code, Raw, loader_message};
@@ -41,6 +41,22 @@ pub enum Absent {
     /// `cuInit` or one of the first queries failed; with the call, and the name, number and text of the code.
     Failed(String),
 }
+
+/// A failed call of the driver's: the source of the [`Error`] that reports it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DriverError {
+    /// The code (`CUresult`).
+    pub code: u32,
+    text: String,
+}
+
+impl fmt::Display for DriverError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl std::error::Error for DriverError {}
 
 impl fmt::Display for Absent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -138,6 +154,7 @@ impl Cuda {
     pub(crate) fn optional<F: Copy>(&self, operation: &str, call: &str, function: Option<F>) -> Result<F> {
         function.ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, operation, format!("this CUDA driver lacks {call}"))
+                .with_reason(Reason::DriverTooOld)
                 .with_hint("update NVIDIA's driver; everything else works without it")
         })
     }
@@ -147,12 +164,14 @@ impl Cuda {
         if code == 0 {
             return Ok(());
         }
-        let kind = match code {
-            OUT_OF_MEMORY => ErrorKind::Exhausted,
-            NOT_SUPPORTED => ErrorKind::Unsupported,
-            _ => ErrorKind::Io,
+        let (kind, reason) = match code {
+            OUT_OF_MEMORY => (ErrorKind::Exhausted, Some(Reason::Memory)),
+            NOT_SUPPORTED => (ErrorKind::Unsupported, Some(Reason::DeviceUnsupported)),
+            _ => (ErrorKind::Io, None),
         };
-        Err(Error::new(kind, operation, self.failed(call, code)))
+        let text = self.failed(call, code);
+        let source = DriverError { code, text: text.clone() };
+        Err(Error { reason, ..Error::new(kind, operation, text).with_source(source) })
     }
 
     /// `cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory`.

@@ -40,7 +40,7 @@ pub use capture::{Capture, Graph};
 pub use context::{Context, Entered, MemoryInfo};
 pub use deferred::Deferred;
 pub use device::{Arch, Device};
-pub use driver::{Absent, Cuda, MIN_DRIVER};
+pub use driver::{Absent, Cuda, DriverError, MIN_DRIVER};
 pub use event::Event;
 pub use ipc::{IpcHandle, IpcMapping};
 pub use memory::{DeviceMemory, PinnedMemory, RegisteredMemory};

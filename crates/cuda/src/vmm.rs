@@ -6,7 +6,7 @@ use std::ffi::{c_int, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Reason, Result};
 use cudarc::driver::sys::{
     CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags, CUmemAllocationHandleType,
     CUmemAllocationProp, CUmemAllocationType, CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType,
@@ -52,6 +52,7 @@ impl Allocation {
         let device = context.device();
         if !device.shares_memory()? {
             return Err(Error::new(ErrorKind::Unsupported, "memory", "cannot be shared as a file descriptor")
+                .with_reason(Reason::DeviceUnsupported)
                 .with_lane(format!("cuda:{}", device.ordinal())));
         }
         let prop = properties(device)?;

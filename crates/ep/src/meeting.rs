@@ -331,8 +331,7 @@ impl Meeting {
                     return Err(Error::new(ErrorKind::Closed, "connect", "the buffer was destroyed"));
                 }
                 Err(error) if error.kind == ErrorKind::Timeout && left > SLICE => {}
-                // It says how long the last slice was.
-                Err(error) if error.kind == ErrorKind::Timeout => return Err(error.waited_in_all(began.elapsed())),
+                Err(error) if error.kind == ErrorKind::Timeout => return Err(error.with_waited(began.elapsed())),
                 result => return result,
             }
         }

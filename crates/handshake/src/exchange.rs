@@ -1,8 +1,7 @@
-use std::cell::Cell;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::Instant;
 
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Reason, Result};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, recv, send};
@@ -31,7 +30,6 @@ pub(crate) struct Exchange<'a> {
     stage: String,
     started: Instant,
     deadline: Instant,
-    busy: Cell<bool>,
 }
 
 impl<'a> Exchange<'a> {
@@ -43,8 +41,7 @@ impl<'a> Exchange<'a> {
         deadline: Instant,
     ) -> Exchange<'a> {
         let (operation, peer, stage) = (operation.into(), peer.into(), "connect".to_owned());
-        let (stop, started, busy) = (None, Instant::now(), Cell::new(false));
-        Exchange { fd, protocol, stop, operation, peer, stage, started, deadline, busy }
+        Exchange { fd, protocol, stop: None, operation, peer, stage, started: Instant::now(), deadline }
     }
 
     /// Ends every wait with `Closed` once `stop` is readable.
@@ -64,16 +61,10 @@ impl<'a> Exchange<'a> {
         self.stage = stage.into();
     }
 
-    /// Whether the peer rejected this end only because it has too many handshakes in progress.
-    pub(crate) fn busy(&self) -> bool {
-        self.busy.get()
-    }
-
     /// An error at this stage.
     pub(crate) fn error(&self, kind: ErrorKind, detail: impl AsRef<str>) -> Error {
-        let waited = self.started.elapsed().as_secs_f64();
-        let detail = format!("{}: {} (after {waited:.3} s)", self.stage, detail.as_ref());
-        Error::new(kind, &self.operation, detail).with_peer(&self.peer)
+        let detail = format!("{}: {}", self.stage, detail.as_ref());
+        Error::new(kind, &self.operation, detail).with_peer(&self.peer).with_waited(self.started.elapsed())
     }
 
     /// The error for a peer that broke the protocol or speaks another one. Only the former can read a reject.
@@ -81,14 +72,16 @@ impl<'a> Exchange<'a> {
         if !matches!(error, Malformed::Foreign { .. }) {
             self.send_reject(&Reject::new(RejectCode::Protocol, error.to_string()));
         }
-        self.error(ErrorKind::Protocol, error.to_string())
+        let foreign = matches!(error, Malformed::Foreign { .. });
+        let failure = self.error(ErrorKind::Protocol, error.to_string()).with_source(error.clone());
+        if foreign { failure.with_reason(Reason::Foreign) } else { failure }
     }
 
     /// Sends `reject`; the error that says the same at this end. Never blocks: the message fits any socket's buffer,
     /// and a peer that has let that fill up does not read it anyway.
     pub(crate) fn reject(&self, reject: &Reject) -> Error {
         self.send_reject(reject);
-        self.error(reject.code.kind(), &reject.text)
+        Error { reason: reject.reason, ..self.error(reject.code.kind(), &reject.text) }
     }
 
     /// As [`Exchange::reject`], with a hint for this end's user.
@@ -125,14 +118,14 @@ impl<'a> Exchange<'a> {
     }
 
     fn system(&self, call: &str, e: Errno) -> Error {
-        let kind = match e {
-            Errno::ECONNRESET | Errno::EPIPE | Errno::ECONNREFUSED | Errno::ENETUNREACH | Errno::EHOSTUNREACH => {
-                ErrorKind::Unreachable
-            }
-            Errno::ETIMEDOUT => ErrorKind::Timeout,
-            _ => ErrorKind::Io,
+        let (kind, reason) = match e {
+            Errno::ECONNRESET | Errno::EPIPE => (ErrorKind::Unreachable, Some(Reason::ConnectionClosed)),
+            Errno::ECONNREFUSED | Errno::ENETUNREACH | Errno::EHOSTUNREACH => (ErrorKind::Unreachable, None),
+            Errno::ETIMEDOUT => (ErrorKind::Timeout, Some(Reason::NoResponse)),
+            _ => (ErrorKind::Io, None),
         };
-        self.error(kind, format!("{call}: {}", std::io::Error::from(e)))
+        let source = std::io::Error::from(e);
+        Error { reason, ..self.error(kind, format!("{call}: {source}")).with_source(source) }
     }
 
     /// Fills `buf`, of which `done` bytes have been received already.
@@ -141,11 +134,12 @@ impl<'a> Exchange<'a> {
             let total = buf.len();
             match recv(self.fd.as_raw_fd(), &mut buf[done..], MsgFlags::MSG_DONTWAIT) {
                 Ok(0) if done == 0 => {
-                    return Err(self.error(ErrorKind::Unreachable, "the peer closed the connection"));
+                    let error = self.error(ErrorKind::Unreachable, "the peer closed the connection");
+                    return Err(error.with_reason(Reason::ConnectionClosed));
                 }
                 Ok(0) => {
                     let detail = format!("the peer closed the connection after {done} of {total} bytes");
-                    return Err(self.error(ErrorKind::Protocol, detail));
+                    return Err(self.error(ErrorKind::Protocol, detail).with_reason(Reason::ConnectionClosed));
                 }
                 Ok(n) => done += n,
                 Err(Errno::EAGAIN) => self.wait(PollFlags::POLLIN, &|| match done {
@@ -193,8 +187,8 @@ impl<'a> Exchange<'a> {
     }
 
     fn rejected(&self, reject: &Reject) -> Error {
-        self.busy.set(reject.code == RejectCode::Busy);
-        self.error(reject.code.kind(), format!("refused by the peer: {}", reject.text))
+        let error = self.error(reject.code.kind(), format!("refused by the peer: {}", reject.text));
+        Error { reason: reject.reason, ..error }
     }
 
     /// Reads one message of that kind, its bytes as received. A reject in its place is an error of the kind it names.
@@ -231,7 +225,8 @@ impl<'a> Exchange<'a> {
         if shared.confirmed(challenge, response, &proof) {
             return Ok(());
         }
-        Err(self.reject(&Reject::new(RejectCode::Refused, "the listening end does not know the secret")))
+        let reject = Reject::new(RejectCode::Refused, "the listening end does not know the secret");
+        Err(self.reject(&reject.because(Reason::SecretWrong)))
     }
 }
 

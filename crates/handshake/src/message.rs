@@ -15,7 +15,7 @@
 
 use std::fmt;
 
-use crossrail_types::ErrorKind;
+use crossrail_types::{ErrorKind, Reason};
 
 /// Length of the part that all messages share.
 pub const PRELUDE_LEN: usize = 8;
@@ -360,12 +360,25 @@ pub struct Reject {
     pub code: RejectCode,
     /// One line for people; control characters are replaced when decoding.
     pub text: String,
+    /// Why, more precisely than the code, at the end that rejects. It does not travel.
+    pub reason: Option<Reason>,
 }
 
 impl Reject {
     /// A reject with this reason.
     pub fn new(code: RejectCode, text: impl Into<String>) -> Reject {
-        Reject { code, text: text.into() }
+        let reason = match code {
+            RejectCode::Busy => Some(Reason::Busy),
+            RejectCode::Full => Some(Reason::Full),
+            _ => None,
+        };
+        Reject { code, text: text.into(), reason }
+    }
+
+    /// Gives the reason that this end's own error has.
+    #[must_use]
+    pub fn because(self, reason: Reason) -> Reject {
+        Reject { reason: Some(reason), ..self }
     }
 
     /// The message's bytes. Text beyond [`REJECT_TEXT_MAX`] is cut; a code that the protocol does not have travels as
@@ -394,7 +407,7 @@ impl Reject {
         let code = place.and_then(|place| protocol.rejects.get(place)).ok_or(Malformed::Field("reject code"))?;
         let length = usize::from(u16::from_le_bytes(part::<10, 2, _>(bytes)));
         let text = bytes.get(12..12 + length).ok_or(Malformed::Field("length of the reject text"))?;
-        Ok(Reject { code: *code, text: printable(&String::from_utf8_lossy(text)) })
+        Ok(Reject::new(*code, printable(&String::from_utf8_lossy(text))))
     }
 }
 

@@ -2,7 +2,7 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::mpsc;
 use std::time::Instant;
 
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Reason, Result};
 
 /// The addresses of a host name. The system's resolver knows no deadline, so it runs on a thread of its own, which ends
 /// with the look-up.
@@ -21,14 +21,15 @@ pub fn resolve(operation: &str, host: &str, port: u16, deadline: Instant) -> Res
         })
         .map_err(|e| Error::io(operation, "spawn a thread", &e))?;
     let started = Instant::now();
-    let fail = |kind, detail: String| Err(Error::new(kind, operation, detail));
+    let unknown =
+        |detail: String| Error::new(ErrorKind::Unreachable, operation, detail).with_reason(Reason::NameUnknown);
     match receive.recv_timeout(deadline.saturating_duration_since(started)) {
         Ok(Ok(found)) if !found.is_empty() => Ok(found),
-        Ok(Ok(_)) => fail(ErrorKind::Unreachable, format!("{host} has no address")),
-        Ok(Err(e)) => fail(ErrorKind::Unreachable, format!("look up {host}: {e}")),
+        Ok(Ok(_)) => Err(unknown(format!("{host} has no address"))),
+        Ok(Err(e)) => Err(unknown(format!("look up {host}: {e}")).with_io(&e)),
         Err(_) => {
-            let waited = started.elapsed().as_secs_f64();
-            fail(ErrorKind::Timeout, format!("look up {host}: no answer in {waited:.1} s"))
+            let error = Error::new(ErrorKind::Timeout, operation, format!("look up {host}: no answer"));
+            Err(error.with_reason(Reason::NoResponse).with_waited(started.elapsed()))
         }
     }
 }

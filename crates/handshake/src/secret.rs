@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Reason, Result};
 
 /// Shorter secrets can be guessed from a recorded handshake.
 const SHORT: usize = 16;
@@ -51,7 +51,7 @@ impl Secret {
     fn read(path: &Path) -> Result<(Secret, Vec<String>)> {
         let fail = |what: &str, e: std::io::Error| {
             let operation = "CROSSRAIL_SECRET_FILE";
-            Error::new(ErrorKind::Config, operation, format!("{what} {}: {e}", path.display()))
+            Error::new(ErrorKind::Config, operation, format!("{what} {}: {e}", path.display())).with_io(&e)
         };
         let file = std::fs::File::open(path).map_err(|e| fail("open", e))?;
         let mode = file.metadata().map_err(|e| fail("stat", e))?.permissions().mode();
@@ -96,6 +96,7 @@ impl Secret {
         }
         let detail = format!("{address} is reachable from other machines, and there is no secret");
         Err(Error::new(ErrorKind::Config, operation, detail)
+            .with_reason(Reason::SecretRequired)
             .with_hint("set CROSSRAIL_SECRET or CROSSRAIL_SECRET_FILE, the same at all ends"))
     }
 

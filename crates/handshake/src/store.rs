@@ -3,7 +3,7 @@
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
 
-use crossrail_types::{ErrorKind, Result};
+use crossrail_types::{ErrorKind, Reason, Result};
 
 use crate::exchange::Exchange;
 use crate::message::{
@@ -65,7 +65,11 @@ fn greet(exchange: &mut Exchange<'_>, secret: &Secret) -> Result<()> {
     let flags = terms::offered(secret, false, &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
     exchange.stage("proof");
     let mut reply = Reply { version, flags, nonce: random()?, mac: [0; 32] }.encode(&STORE);
-    exchange.prove(&shared(secret), &challenge_bytes, &mut reply)
+    exchange.prove(&shared(secret), &challenge_bytes, &mut reply).map_err(|error| match error.kind {
+        // Nothing but the secret goes into this proof.
+        ErrorKind::Refused if error.reason.is_none() => error.with_reason(Reason::SecretWrong),
+        _ => error,
+    })
 }
 
 /// The store's half with one client, without I/O: the store serves all clients from one thread that never blocks.
@@ -118,7 +122,7 @@ impl Greeting {
         terms::check_reply(&STORE, required(secret), required(secret), &reply)?;
         match shared(secret).answer(&self.challenge, bytes) {
             Some(proof) => Ok(Some(Proven { proof: proof.encode(&STORE), used: REPLY_LEN })),
-            None => Err(Reject::new(RejectCode::Refused, "wrong secret")),
+            None => Err(Reject::new(RejectCode::Refused, "wrong secret").because(Reason::SecretWrong)),
         }
     }
 }

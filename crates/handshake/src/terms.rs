@@ -1,5 +1,7 @@
 //! What each end demands of the other before it looks at a proof, and why it closes otherwise.
 
+use crossrail_types::Reason;
+
 use crate::message::{Challenge, FLAG_SECRET, FLAG_TOKEN, Protocol, Reject, RejectCode, Reply};
 use crate::secret::Secret;
 
@@ -12,8 +14,8 @@ pub(crate) struct Refusal {
 /// What to do when only one end has a secret, or the two differ.
 pub(crate) const SAME_SECRET: &str = "set the same CROSSRAIL_SECRET or CROSSRAIL_SECRET_FILE at both ends";
 
-fn refusal(code: RejectCode, text: impl Into<String>, hint: Option<&'static str>) -> Refusal {
-    Refusal { reject: Reject::new(code, text), hint }
+fn refusal(code: RejectCode, reason: Reason, text: impl Into<String>, hint: Option<&'static str>) -> Refusal {
+    Refusal { reject: Reject::new(code, text).because(reason), hint }
 }
 
 /// The newest version that the acceptor and this end both speak.
@@ -28,7 +30,7 @@ pub(crate) fn common_version(protocol: &Protocol, challenge: &Challenge) -> Resu
         challenge.version_min, challenge.version_max
     );
     let hint = "run Crossrail releases of the same protocol version at both ends";
-    Err(refusal(RejectCode::Mismatch, text, Some(hint)))
+    Err(refusal(RejectCode::Mismatch, Reason::Version, text, Some(hint)))
 }
 
 /// The flags of the connector's proof, or why it cannot meet the challenge. An acceptor that ought to ask for the
@@ -36,23 +38,23 @@ pub(crate) fn common_version(protocol: &Protocol, challenge: &Challenge) -> Resu
 pub(crate) fn offered(secret: &Secret, has_token: bool, challenge: &Challenge) -> Result<u8, Refusal> {
     if challenge.flags & !(FLAG_SECRET | FLAG_TOKEN) != 0 {
         let text = format!("the listening end asks for a proof of an unknown kind ({:#04x})", challenge.flags);
-        return Err(refusal(RejectCode::Mismatch, text, None));
+        return Err(refusal(RejectCode::Mismatch, Reason::Version, text, None));
     }
     match (secret.is_shared(), challenge.flags & FLAG_SECRET != 0) {
         (false, true) => {
             let text = "the listening end has a secret, the connecting end has none";
-            return Err(refusal(RejectCode::Refused, text, Some(SAME_SECRET)));
+            return Err(refusal(RejectCode::Refused, Reason::SecretMissing, text, Some(SAME_SECRET)));
         }
         (true, false) => {
             let text = "the connecting end has a secret, the listening end has none";
-            return Err(refusal(RejectCode::Refused, text, Some(SAME_SECRET)));
+            return Err(refusal(RejectCode::Refused, Reason::SecretMissing, text, Some(SAME_SECRET)));
         }
         (true, true) | (false, false) => {}
     }
     if challenge.flags & FLAG_TOKEN != 0 && !has_token {
         let text = "the listening end admits only holders of its worker address";
         let hint = "connect with Worker.address instead of host:port, or set CROSSRAIL_SECRET at both ends";
-        return Err(refusal(RejectCode::Refused, text, Some(hint)));
+        return Err(refusal(RejectCode::Refused, Reason::TokenMissing, text, Some(hint)));
     }
     Ok((challenge.flags & FLAG_SECRET) | if has_token { FLAG_TOKEN } else { 0 })
 }
@@ -64,7 +66,7 @@ pub(crate) fn check_version(protocol: &Protocol, version: u16) -> Result<(), Rej
         return Ok(());
     }
     let text = format!("protocol version {version} at the connecting end, {min} to {max} at the listening end");
-    Err(Reject::new(RejectCode::Mismatch, text))
+    Err(Reject::new(RejectCode::Mismatch, text).because(Reason::Version))
 }
 
 /// Whether the acceptor may look at this reply's proof: it has every flag of `required`, and none beyond `accepted`.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crossrail_handshake::store::{Greeting, connect};
 use crossrail_handshake::wire::{Kind, Reject, STORE};
 use crossrail_handshake::{RejectCode, Secret};
-use crossrail_types::{ErrorKind, Result};
+use crossrail_types::{ErrorKind, Reason, Result};
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
@@ -113,7 +113,7 @@ fn a_client_accepts_a_store_made_by_hand() {
 #[test]
 fn a_client_refuses_a_store_that_does_not_prove_the_secret() {
     let error = client(&secret(), |stream| prove(&stream, b"another secret")).unwrap_err();
-    assert_eq!(error.kind, ErrorKind::Refused, "{error}");
+    assert_eq!((error.kind, error.reason), (ErrorKind::Refused, Some(Reason::SecretWrong)), "{error}");
     assert!(error.hint.is_some_and(|hint| hint.contains("CROSSRAIL_SECRET")));
     for (secret, flags) in [(secret(), 0), (Secret::None, 1)] {
         let error = client(&secret, move |mut stream| {
@@ -123,7 +123,8 @@ fn a_client_refuses_a_store_that_does_not_prove_the_secret() {
             stream.read_to_end(&mut said).unwrap();
             assert_eq!(STORE.decode_prelude(&said), Ok(Kind::Reject));
         });
-        assert_eq!(error.unwrap_err().kind, ErrorKind::Refused, "secret and flags {flags}");
+        let error = error.unwrap_err();
+        assert_eq!((error.kind, error.reason), (ErrorKind::Refused, Some(Reason::SecretMissing)), "{error}");
     }
 }
 

@@ -37,7 +37,7 @@ pub(crate) fn sliced<T: Send>(
             Err(error) if error.kind == ErrorKind::Timeout => {
                 py.check_signals()?;
                 if left <= SLICE {
-                    return Err(error.waited_in_all(limit)).or_raise(py);
+                    return Err(error.with_waited(limit)).or_raise(py);
                 }
             }
             result => return result.or_raise(py),
@@ -52,7 +52,7 @@ pub(crate) fn concluded<T: Send>(
     wait: impl FnOnce(Option<Duration>) -> Result<T> + Send,
 ) -> PyResult<T> {
     let outcome = py.detach(|| wait(Some(Duration::ZERO)));
-    outcome.map_err(|error| error.waited_in_all(waited)).or_raise(py)
+    outcome.map_err(|error| error.with_waited(waited)).or_raise(py)
 }
 
 /// Runs what cannot be sliced on a thread of its own, so that Ctrl-C can leave it; `undo` gets a result that

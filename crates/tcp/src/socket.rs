@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr, SocketAddrV6, TcpListener, TcpStream, UdpSock
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Reason, Result};
 use nix::net::if_::if_nametoindex;
 use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
 
@@ -104,21 +104,25 @@ pub fn listen(binding: &Binding, port: u16) -> Result<TcpListener> {
 }
 
 fn listen_error(binding: &Binding, address: SocketAddr, source: &io::Error) -> Error {
-    match source.kind() {
+    let error = match source.kind() {
         io::ErrorKind::AddrInUse => {
             Error::new(ErrorKind::Usage, "listen", format!("{address}: the port is in use by another socket"))
+                .with_reason(Reason::PortInUse)
                 .with_hint("choose another port, or port 0 for any free one")
         }
         io::ErrorKind::AddrNotAvailable => {
             Error::new(ErrorKind::Usage, "listen", format!("{} is not an address of this machine", binding.name()))
+                .with_reason(Reason::AddressUnknown)
                 .with_hint("`ip address` lists the addresses of this machine")
         }
         io::ErrorKind::PermissionDenied => {
             Error::new(ErrorKind::Usage, "listen", format!("{address}: no permission to use this port"))
+                .with_reason(Reason::NotPermitted)
                 .with_hint("choose a port above 1023, or port 0 for any free one")
         }
         _ => Error::io("listen", "bind", source).with_lane(binding.name()),
-    }
+    };
+    error.with_io(source)
 }
 
 /// Connects to `remote` before `deadline`, from `binding` if given. The stream is in blocking mode.
@@ -142,19 +146,27 @@ pub fn dial(binding: Option<&Binding>, remote: SocketAddr, deadline: Instant) ->
         // Defers the choice of the local port to connect(2): ports are then unique per remote address, not machine-wide.
         let _ = sys::set_int(socket.as_raw_fd(), libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT, 1);
         socket.bind(&local.into()).map_err(|source| {
-            fail(ErrorKind::Usage, format!("bind: {source}")).with_hint("`ip address` lists this machine's addresses")
+            fail(ErrorKind::Usage, format!("bind: {source}"))
+                .with_reason(Reason::AddressUnknown)
+                .with_io(&source)
+                .with_hint("`ip address` lists this machine's addresses")
         })?;
     }
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() {
         return Err(fail(ErrorKind::Timeout, "the deadline has passed".into()));
     }
-    socket.connect_timeout(&remote.into(), left).map_err(|source| match source.kind() {
-        io::ErrorKind::TimedOut => fail(ErrorKind::Timeout, format!("no response within {left:.1?}"))
-            .with_hint("check that the peer is running and that no firewall drops the port"),
-        io::ErrorKind::ConnectionRefused => fail(ErrorKind::Unreachable, "connection refused".into())
-            .with_hint("no process listens on that port at the peer"),
-        _ => fail(ErrorKind::Unreachable, source.to_string()),
+    socket.connect_timeout(&remote.into(), left).map_err(|source| {
+        let error = match source.kind() {
+            io::ErrorKind::TimedOut => fail(ErrorKind::Timeout, format!("no response within {left:.1?}"))
+                .with_reason(Reason::NoResponse)
+                .with_hint("check that the peer is running and that no firewall drops the port"),
+            io::ErrorKind::ConnectionRefused => fail(ErrorKind::Unreachable, "connection refused".into())
+                .with_reason(Reason::NotListening)
+                .with_hint("no process listens on that port at the peer"),
+            _ => fail(ErrorKind::Unreachable, source.to_string()),
+        };
+        error.with_io(&source)
     })?;
     Ok(socket.into())
 }

@@ -1,5 +1,8 @@
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
+
+use crate::Reason;
 
 /// What went wrong, as a caller branches on it. Each kind is one Python exception class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -39,11 +42,15 @@ pub enum ErrorKind {
 
 /// An error that says who failed, at what, how far it got, and what to try.
 ///
-/// `Display` prints one line: `operation: detail (peer P, lane L, D of T bytes done); hint`.
+/// `Display` prints one line: `operation: detail (peer P, lane L, D of T bytes done, after S s); hint`. Programs branch
+/// on [`Error::kind`] and [`Error::reason`], never on the text. [`std::error::Error::source`] is the system's or the
+/// driver's error, where there was one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {
     /// What a caller branches on.
     pub kind: ErrorKind,
+    /// Why, more precisely than the kind, where the code knows.
+    pub reason: Option<Reason>,
     /// The operation that failed, in the API's words: `send`, `connect`, `CROSSRAIL_TLS`.
     pub operation: String,
     /// What happened.
@@ -54,9 +61,31 @@ pub struct Error {
     pub lane: Option<String>,
     /// Bytes done and bytes in all, where a transfer was under way.
     pub progress: Option<(u64, u64)>,
+    /// How long the caller waited, where a wait ran out.
+    pub waited: Option<Duration>,
     /// What the user can do about it, or what still works.
     pub hint: Option<String>,
+    /// The error below this one; see [`Error::with_source`].
+    pub source: Option<Source>,
 }
+
+/// The error that caused an [`Error`]. Two are equal when their texts are.
+#[derive(Clone)]
+pub struct Source(Arc<dyn std::error::Error + Send + Sync>);
+
+impl fmt::Debug for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.0, f)
+    }
+}
+
+impl PartialEq for Source {
+    fn eq(&self, other: &Source) -> bool {
+        Arc::ptr_eq(&self.0, &other.0) || self.0.to_string() == other.0.to_string()
+    }
+}
+
+impl Eq for Source {}
 
 /// The result of everything that can fail.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -66,18 +95,44 @@ impl Error {
     pub fn new(kind: ErrorKind, operation: impl Into<String>, detail: impl Into<String>) -> Error {
         Error {
             kind,
+            reason: None,
             operation: operation.into(),
             detail: detail.into(),
             peer: None,
             lane: None,
             progress: None,
+            waited: None,
             hint: None,
+            source: None,
         }
     }
 
     /// A failed system call: `call` with the code's name and text.
     pub fn io(operation: impl Into<String>, call: &str, source: &std::io::Error) -> Error {
-        Error::new(ErrorKind::Io, operation, format!("{call}: {source}"))
+        Error::new(ErrorKind::Io, operation, format!("{call}: {source}")).with_io(source)
+    }
+
+    /// Gives the reason that programs branch on.
+    #[must_use]
+    pub fn with_reason(mut self, reason: Reason) -> Error {
+        self.reason = Some(reason);
+        self
+    }
+
+    /// Keeps the error below this one.
+    #[must_use]
+    pub fn with_source(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Error {
+        self.source = Some(Source(Arc::new(source)));
+        self
+    }
+
+    /// Keeps a copy of the system's error as the source, with its code or else its kind and text.
+    #[must_use]
+    pub fn with_io(self, source: &std::io::Error) -> Error {
+        self.with_source(match source.raw_os_error() {
+            Some(code) => std::io::Error::from_raw_os_error(code),
+            None => std::io::Error::new(source.kind(), source.to_string()),
+        })
     }
 
     /// Names the peer.
@@ -108,17 +163,10 @@ impl Error {
         self
     }
 
-    /// For waits in slices: a timeout that says how long its slice was ("... in 0.100 s") says how long all of them were.
+    /// Says how long the caller waited in all, of a wait that ran out.
     #[must_use]
-    pub fn waited_in_all(mut self, limit: Duration) -> Error {
-        let number = |at: usize| {
-            let (from, len) = (at + " in ".len(), self.detail[at + " in ".len()..].find(" s")?);
-            self.detail[from..from + len].parse::<f64>().ok().map(|_| from..from + len)
-        };
-        let found = self.detail.rmatch_indices(" in ").find_map(|(at, _)| number(at));
-        if let (ErrorKind::Timeout, Some(range)) = (self.kind, found) {
-            self.detail.replace_range(range, &format!("{:.3}", limit.as_secs_f64()));
-        }
+    pub fn with_waited(mut self, waited: Duration) -> Error {
+        self.waited = Some(waited);
         self
     }
 }
@@ -136,6 +184,9 @@ impl fmt::Display for Error {
         if let Some((done, total)) = self.progress {
             context.push(format!("{done} of {total} bytes done"));
         }
+        if let Some(waited) = self.waited {
+            context.push(format!("after {:.3} s", waited.as_secs_f64()));
+        }
         if !context.is_empty() {
             write!(f, " ({})", context.join(", "))?;
         }
@@ -146,24 +197,52 @@ impl fmt::Display for Error {
     }
 }
 
-impl std::error::Error for Error {}
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.source.as_ref().map(|source| &*source.0 as &(dyn std::error::Error + 'static))
+    }
+}
 
 #[cfg(test)]
 mod tests {
+    use std::error::Error as _;
+    use std::io;
+
     use super::*;
 
     #[test]
-    fn a_timeout_says_how_long_all_slices_were() {
-        let all = Duration::from_secs(3);
-        let said = |kind, detail: &str| Error::new(kind, "recv", detail).waited_in_all(all).detail;
-        assert_eq!(said(ErrorKind::Timeout, "not finished in 0.095 s"), "not finished in 3.000 s");
-        let more = "not finished in 0.095 s: no message has matched it";
-        assert_eq!(said(ErrorKind::Timeout, more), "not finished in 3.000 s: no message has matched it");
-        let behind = "not finished in 0.095 s: the peer is in its setup, bytes in flight";
-        assert!(said(ErrorKind::Timeout, behind).starts_with("not finished in 3.000 s: the peer is in its setup, "));
-        for without in ["nothing received", "rank 1 did not come in time, or is still waiting"] {
-            assert_eq!(said(ErrorKind::Timeout, without), without);
-        }
-        assert_eq!(said(ErrorKind::Io, "it took place in 0.1 s"), "it took place in 0.1 s");
+    fn the_source_is_the_systems_error() {
+        let refused = io::Error::from_raw_os_error(111);
+        let error = Error::io("connect", "connect", &refused);
+        let source = error.source().and_then(|source| source.downcast_ref::<io::Error>());
+        assert_eq!(source.map(io::Error::kind), Some(io::ErrorKind::ConnectionRefused));
+        assert_eq!(source.and_then(io::Error::raw_os_error), Some(111));
+        let custom = Error::io("read", "read", &io::Error::new(io::ErrorKind::InvalidData, "no UTF-8"));
+        assert_eq!(custom.source().map(ToString::to_string).as_deref(), Some("no UTF-8"));
+        assert!(Error::new(ErrorKind::Usage, "send", "0 bytes").source().is_none());
+    }
+
+    #[test]
+    fn equal_errors_have_equal_sources() {
+        let error = |code| Error::io("connect", "connect", &io::Error::from_raw_os_error(code));
+        assert_eq!(error(111), error(111));
+        assert_ne!(error(111), error(104));
+        assert_ne!(error(111), error(111).with_reason(Reason::NotListening));
+    }
+
+    #[test]
+    fn the_text_says_how_long_a_wait_took() {
+        let error = Error::new(ErrorKind::Timeout, "recv", "not finished");
+        let error = error.with_peer("b").with_waited(Duration::from_millis(95)).with_hint("wait again");
+        assert_eq!(error.to_string(), "recv: not finished (peer b, after 0.095 s); wait again");
+        let error = error.with_waited(Duration::from_secs(3));
+        assert_eq!(error.to_string(), "recv: not finished (peer b, after 3.000 s); wait again");
+    }
+
+    #[test]
+    fn names_of_reasons_are_unique_words() {
+        let names: std::collections::BTreeSet<&str> = Reason::ALL.iter().map(|reason| reason.name()).collect();
+        assert_eq!(names.len(), Reason::ALL.len());
+        assert!(names.iter().all(|name| name.chars().all(|c| c.is_ascii_lowercase() || c == '_')));
     }
 }

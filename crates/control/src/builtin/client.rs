@@ -14,7 +14,7 @@ use super::dial::{Place, dial};
 use super::frames::{Answer, Change, Item, Request, Value, decode_answer, micros};
 use super::lease::{self, Keeper};
 use crate::limits::{check_key, check_prefix, check_value};
-use crate::store::{Entry, Event, Expected, Lease, LeaseId, Revision, Store, Watch};
+use crate::store::{Entry, Event, Expected, Lease, LeaseId, MissingKeys, Revision, Store, Watch};
 
 /// Pauses between attempts to reach a store that does not run yet: nothing tells when it does.
 const PAUSE_MIN: Duration = Duration::from_millis(1);
@@ -263,12 +263,12 @@ fn deleted(answer: Answer<'_>) -> Option<u64> {
     }
 }
 
-/// The missing ones, separated by `, `, as [`Store::wait`] promises; a list that was cut says so in the hint.
+/// The error of a wait that ran out. The store may list fewer keys than are missing; the hint then says so.
 fn missing_error(operation: &str, missing: &[&str], count: u64) -> Error {
-    let error = Error::new(ErrorKind::Timeout, operation, missing.join(", "));
-    let unsaid = count.saturating_sub(missing.len() as u64);
-    let hint = "these keys were not there in time";
-    error.with_hint(if unsaid == 0 { hint.to_owned() } else { format!("{hint}, and {unsaid} more") })
+    let unlisted = count.saturating_sub(missing.len() as u64);
+    let error = MissingKeys(missing.iter().map(|key| (*key).to_owned()).collect()).timeout(operation);
+    let hint = "these keys were not written in time";
+    error.with_hint(if unlisted == 0 { hint.to_owned() } else { format!("{hint}, and {unlisted} more") })
 }
 
 /// Changes that the store pushes.

@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use crossrail_handshake::{Secret, resolve, store};
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Reason, Result};
 use socket2::{SockRef, TcpKeepalive};
 
 /// A store's place: `host:port`.
@@ -69,20 +69,26 @@ pub(super) fn dial(place: &Place, secret: &Secret, operation: &str, deadline: In
 
 fn connect(place: &Place, address: SocketAddr, operation: &str, deadline: Instant) -> Result<TcpStream> {
     let fail = |kind, detail: String| Error::new(kind, operation, detail).with_peer(place.address());
+    let silent = || {
+        fail(ErrorKind::Unreachable, "connect: no process listens there".to_owned())
+            .with_reason(Reason::NotListening)
+            .with_hint("the store may not have started yet, or has ended")
+    };
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() {
         return Err(fail(ErrorKind::Timeout, "no time left to connect".to_owned()));
     }
     let stream = TcpStream::connect_timeout(&address, left).map_err(|e| match e.kind() {
-        IoKind::ConnectionRefused => fail(ErrorKind::Unreachable, "connect: nobody listens there".to_owned())
-            .with_hint("the store may not have started yet, or has ended"),
-        IoKind::TimedOut => fail(ErrorKind::Unreachable, "connect: no answer in time".to_owned())
-            .with_hint("check that the address is right and no firewall is in between"),
-        _ => fail(ErrorKind::Unreachable, format!("connect: {e}")),
+        IoKind::ConnectionRefused => silent().with_io(&e),
+        IoKind::TimedOut => fail(ErrorKind::Unreachable, "connect: no response in time".to_owned())
+            .with_reason(Reason::NoResponse)
+            .with_io(&e)
+            .with_hint("check that the address is right and that no firewall drops the port"),
+        _ => fail(ErrorKind::Unreachable, format!("connect: {e}")).with_io(&e),
     })?;
-    // A port of this machine that nobody listens at can, rarely, be connected to itself.
+    // A connection to a free local port can, rarely, connect to itself.
     if stream.local_addr().ok() == stream.peer_addr().ok() {
-        return Err(fail(ErrorKind::Unreachable, "connect: nobody listens there".to_owned()));
+        return Err(silent());
     }
     let alive = TcpKeepalive::new().with_time(Duration::from_secs(5)).with_interval(Duration::from_secs(2));
     let set = stream.set_nodelay(true).and_then(|()| SockRef::from(&stream).set_tcp_keepalive(&alive.with_retries(3)));

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use crossrail_handshake::store::Greeting;
 use crossrail_handshake::{Reject, RejectCode, Secret};
-use crossrail_types::{Error, ErrorKind, Result, Settings};
+use crossrail_types::{Error, ErrorKind, Reason, Result, Settings};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
@@ -62,10 +62,14 @@ impl StoreServer {
         secret.allows_listening("store", place.ip())?;
         let fail = |call: &str, e: std::io::Error| Error::io("store", call, &e).with_peer(format!("tcp://{place}"));
         let listener = TcpListener::bind(place).map_err(|e| match e.kind() {
-            IoKind::AddrInUse => Error::new(ErrorKind::Usage, "store", format!("somebody listens at {place} already"))
+            IoKind::AddrInUse => Error::new(ErrorKind::Usage, "store", format!("another process listens at {place}"))
+                .with_reason(Reason::PortInUse)
+                .with_io(&e)
                 .with_hint("use that store, or another port"),
             IoKind::AddrNotAvailable => {
                 Error::new(ErrorKind::Usage, "store", format!("{} is not an address of this machine", place.ip()))
+                    .with_reason(Reason::AddressUnknown)
+                    .with_io(&e)
             }
             _ => fail("bind", e),
         })?;

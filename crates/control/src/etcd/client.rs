@@ -1,10 +1,11 @@
 //! The members of an etcd cluster: which one is asked, what happens when it does not answer, what its errors mean.
 
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crossrail_handshake::resolve;
 use crossrail_types::{Error, ErrorKind, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -266,9 +267,8 @@ impl Client {
         if round.kind == ErrorKind::Unreachable {
             return self.gone(operation, &why);
         }
-        let time = started.elapsed().as_secs_f64();
-        let what = format!("{} did not answer in {time:.1} s: {why}", self.address());
-        Error::new(ErrorKind::Timeout, operation, what).with_hint(GONE)
+        let what = format!("{} did not answer: {why}", self.address());
+        Error::new(ErrorKind::Timeout, operation, what).with_waited(started.elapsed()).with_hint(GONE)
     }
 }
 
@@ -292,24 +292,12 @@ impl Member {
         }
     }
 
-    /// Looks the name up, in a thread of its own: the resolver knows no deadline.
+    /// The addresses of the member's host name.
     fn resolve(&self, deadline: Instant) -> std::result::Result<Vec<SocketAddr>, Failure> {
         if let Ok(ip) = self.name.parse() {
             return Ok(vec![SocketAddr::new(ip, self.port)]);
         }
-        let (send, receive) = mpsc::sync_channel(1);
-        let wanted = (self.name.clone(), self.port);
-        std::thread::Builder::new()
-            .name("crossrail-resolve".to_owned())
-            .spawn(move || {
-                // Nobody waits any longer when this fails.
-                let _ = send.send(wanted.to_socket_addrs().map(Iterator::collect::<Vec<_>>));
-            })
-            .map_err(|e| Failure::Unreached(format!("look it up: spawn a thread: {e}")))?;
-        match receive.recv_timeout(remaining(deadline).unwrap_or(Duration::ZERO)) {
-            Ok(found) => found.map_err(|e| Failure::Unreached(format!("look it up: {e}"))),
-            Err(_) => Err(Failure::Unreached("look it up: no answer in time".to_owned())),
-        }
+        resolve("store", &self.name, self.port, deadline).map_err(|error| Failure::Unreached(error.detail))
     }
 }
 

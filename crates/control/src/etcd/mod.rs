@@ -18,7 +18,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{ErrorKind, Result};
 
 use self::client::{Client, Effect};
 use self::http::remaining;
@@ -26,7 +26,7 @@ use self::lease::EtcdLease;
 use self::messages::{Bytes, Compare, Done, KeyValue, Nothing, Number, Operation, Put, Range, Status, Txn};
 use self::watch::EtcdWatch;
 use crate::limits::{check_key, check_prefix, check_value};
-use crate::store::{Entry, Event, Expected, Lease, LeaseId, Revision, Store, Watch};
+use crate::store::{Entry, Event, Expected, Lease, LeaseId, MissingKeys, Revision, Store, Watch};
 
 /// Where our keys are.
 const ROOT: &str = "crossrail/";
@@ -224,7 +224,7 @@ impl Store for EtcdStore {
                 }
                 Err(error) if error.kind == ErrorKind::Timeout && !missing.is_empty() => {
                     let hint = format!("nobody wrote these keys to {} in time", self.client.address());
-                    return Err(Error::new(ErrorKind::Timeout, "store wait", missing.join(", ")).with_hint(hint));
+                    return Err(MissingKeys(missing).timeout("store wait").with_hint(hint));
                 }
                 other => return other,
             }

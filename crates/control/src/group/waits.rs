@@ -4,10 +4,10 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 use super::keys::{EPOCH, check_key};
 use super::shared::{STEP, Shared};
-use crate::Entry;
 use crate::RankState;
 use crate::bootstrap::hash;
 use crate::membership::Roster;
+use crate::{Entry, MissingKeys};
 
 /// A wait looks again and again whether one of those it waits for has died, or has left after a barrier that this
 /// process is late to see through: soon at first, then this seldom.
@@ -223,9 +223,9 @@ fn barrier_id(name: &str, ranks: &[u32], incarnations: &[u64]) -> u64 {
 
 /// The ranks whose keys a store's `Timeout` lists; all, if it lists none.
 fn missing_of(keys: &[String], ranks: &[u32], timeout: &Error) -> Vec<u32> {
-    let listed: Vec<&str> = timeout.detail.split(", ").collect();
-    let is_listed = |key: &str| listed.iter().any(|text| text.ends_with(key));
-    let missing: Vec<u32> = keys.iter().zip(ranks).filter(|(key, _)| is_listed(key)).map(|(_, rank)| *rank).collect();
+    let listed = MissingKeys::of(timeout);
+    let missing: Vec<u32> =
+        keys.iter().zip(ranks).filter(|(key, _)| listed.contains(key)).map(|(_, rank)| *rank).collect();
     if missing.is_empty() { ranks.to_vec() } else { missing }
 }
 
@@ -259,9 +259,8 @@ fn late(purpose: &Purpose<'_>, roster: &Roster, missing: &[u32]) -> Error {
     if missing.len() > NAMED {
         names.push(format!("{} more", missing.len() - NAMED));
     }
-    let waited = purpose.began.elapsed().as_secs_f64();
-    let detail = format!("{:?}: {} did not come in {waited:.3} s", purpose.name, names.join(", "));
-    let error = Error::new(ErrorKind::Timeout, purpose.operation, detail);
+    let detail = format!("{:?}: {} did not arrive in time", purpose.name, names.join(", "));
+    let error = Error::new(ErrorKind::Timeout, purpose.operation, detail).with_waited(purpose.began.elapsed());
     match missing {
         [one] => error.with_peer(roster.name(*one)),
         _ => error,

@@ -9,7 +9,7 @@ use crossrail_control::builtin::frames;
 use crossrail_control::{Revision, StoreServer, open};
 use crossrail_handshake::wire::{Challenge, Kind, Reject, Reply, STORE};
 use crossrail_handshake::{Secret, store};
-use crossrail_types::{Error, ErrorKind, Settings};
+use crossrail_types::{Error, ErrorKind, Reason, Settings};
 
 use super::help::{Fixture, soon};
 
@@ -126,7 +126,7 @@ fn where_it_may_listen() {
     let fixture = Fixture::start();
     let taken = fail(&fixture.server.address());
     assert_eq!(taken.kind, ErrorKind::Usage);
-    assert!(taken.detail.contains("somebody listens at"), "{taken}");
+    assert!(taken.detail.contains("another process listens at"), "{taken}");
     let mut settings = Settings::default();
     settings.set("secret", "some secret of a test").unwrap();
     let everywhere = StoreServer::start("0.0.0.0:0", &settings).unwrap();
@@ -166,11 +166,11 @@ fn addresses_that_are_no_stores() {
         }
     });
     let error = fail(&address);
-    assert_eq!(error.kind, ErrorKind::Protocol, "{error}");
+    assert_eq!((error.kind, error.reason), (ErrorKind::Protocol, Some(Reason::Foreign)), "{error}");
     assert!(error.detail.contains("220 ma"), "{error}");
     chatty.join().unwrap();
     let gone = fail(&address);
-    assert_eq!(gone.kind, ErrorKind::Unreachable, "{gone}");
+    assert_eq!((gone.kind, gone.reason), (ErrorKind::Unreachable, Some(Reason::NotListening)), "{gone}");
     assert!(gone.peer.as_deref() == Some(&*address), "{gone}");
 }
 

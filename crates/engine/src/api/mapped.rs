@@ -243,15 +243,13 @@ impl Endpoint {
                 Some(_) => error,
             });
         }
-        let waited = started.elapsed().as_secs_f64();
         let detail = match what {
-            "share" => format!("the peer has not read its socket in {waited:.3} s"),
-            _ => format!("the peer's memory has not arrived in {waited:.3} s: was it shared over this endpoint?"),
+            "share" => "the peer has not read its socket",
+            _ => "the peer's memory has not arrived: was it shared over this endpoint?",
         };
-        Err(Error::new(ErrorKind::Timeout, what, detail).with_peer(self.peer()).with_lane(if gpu {
-            "cuda_ipc"
-        } else {
-            "shm"
-        }))
+        Err(Error::new(ErrorKind::Timeout, what, detail)
+            .with_waited(started.elapsed())
+            .with_peer(self.peer())
+            .with_lane(if gpu { "cuda_ipc" } else { "shm" }))
     }
 }

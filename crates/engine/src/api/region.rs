@@ -96,11 +96,8 @@ impl Region {
         });
         outcome.unwrap_or_else(|| {
             let seen = self.imm_count(imm);
-            Err(Error::new(
-                ErrorKind::Timeout,
-                "wait_imm",
-                format!("{seen} of {count} writes with immediate {imm} arrived in {:.3} s", timeout.as_secs_f64()),
-            ))
+            let detail = format!("{seen} of {count} writes with immediate {imm} have arrived");
+            Err(Error::new(ErrorKind::Timeout, "wait_imm", detail).with_waited(timeout))
         })
     }
 }

@@ -130,11 +130,10 @@ impl Worker {
         match found {
             Some(Some(id)) => Ok(Endpoint { worker: self.clone(), id }),
             Some(None) => Err(gone("accept")),
-            None => Err(Error::new(
-                ErrorKind::Timeout,
-                "accept",
-                format!("no peer has connected to {} in {:.3} s", self.name(), timeout.as_secs_f64()),
-            )),
+            None => {
+                let detail = format!("no peer has connected to {}", self.name());
+                Err(Error::new(ErrorKind::Timeout, "accept", detail).with_waited(timeout))
+            }
         }
     }
 

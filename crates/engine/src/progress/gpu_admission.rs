@@ -102,7 +102,6 @@ impl Progress {
             return after.is_reached().map(drop).map_err(|error| Error { operation: what.to_owned(), ..error });
         }
         self.core.lock().st.staging.take(ticket);
-        let detail = format!("the stream's work was not complete in {:.3} s", timeout.as_secs_f64());
-        Err(Error::new(ErrorKind::Timeout, what, detail))
+        Err(Error::new(ErrorKind::Timeout, what, "the stream's work was not complete").with_waited(timeout))
     }
 }

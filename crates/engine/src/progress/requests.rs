@@ -57,7 +57,7 @@ impl Progress {
             _ => None,
         };
         drop(core);
-        let mut error = Error::new(ErrorKind::Timeout, what, format!("not finished in {:.3} s", timeout.as_secs_f64()));
+        let mut error = Error::new(ErrorKind::Timeout, what, "not finished").with_waited(timeout);
         error.lane = lane;
         match progress {
             Some((Some(peer), done, total)) => {

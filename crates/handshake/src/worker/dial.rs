@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crossrail_tcp::Binding;
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Reason, Result};
 use nix::errno::Errno;
 use nix::sys::socket::{self, AddressFamily, SockFlag, SockType, UnixAddr};
 
@@ -110,7 +110,7 @@ pub fn dial_lane(
         let mut exchange = Exchange::new(stream.as_fd(), &WORKER, "connect", peer, deadline).since(started);
         match lane::initiate(&mut exchange, ticket, lane) {
             Ok(()) => return Ok(stream),
-            Err(_) if exchange.busy() && pause.before_retry() => {}
+            Err(error) if error.reason == Some(Reason::Busy) && pause.before_retry() => {}
             Err(error) => return Err(error),
         }
     }
@@ -151,7 +151,7 @@ fn meet(
                 let Agreed { peer, ticket, version } = agreed;
                 return Ok(Session { stream, peer, ticket, initiator: true, version });
             }
-            Err(_) if exchange.busy() && pause.before_retry() => {}
+            Err(error) if error.reason == Some(Reason::Busy) && pause.before_retry() => {}
             Err(error) => return Err(error),
         }
     }
@@ -165,9 +165,10 @@ fn dial_tcp(lane: Option<LaneName>, to: SocketAddr, binding: Option<&Binding>, d
             kind => kind,
         };
         let lane = lane.map_or_else(String::new, |lane| format!("{lane}: "));
-        let detail = format!("{lane}{} (after {:.3} s)", e.detail, started.elapsed().as_secs_f64());
-        let hint = e.hint.unwrap_or_else(|| "is a worker listening there, and no firewall between?".to_owned());
-        Error::new(kind, "connect", detail).with_peer(tcp_name(to)).with_hint(hint)
+        let detail = format!("{lane}{}", e.detail);
+        let hint = "check that a worker listens there and that no firewall drops the port".to_owned();
+        let error = Error { kind, detail, hint: e.hint.clone().or(Some(hint)), ..e };
+        error.with_peer(tcp_name(to)).with_waited(started.elapsed())
     })?;
     stream.set_nodelay(true).map_err(|e| Error::io("connect", "setsockopt TCP_NODELAY", &e).with_peer(tcp_name(to)))?;
     Ok(stream)
@@ -177,14 +178,14 @@ fn dial_tcp(lane: Option<LaneName>, to: SocketAddr, binding: Option<&Binding>, d
 fn dial_unix(name: &str, pause: &mut Pause) -> Result<UnixStream> {
     let started = Instant::now();
     let fail = |call: &str, e: Errno| {
-        let kind = match e {
-            Errno::ECONNREFUSED | Errno::ENOENT => ErrorKind::Unreachable,
-            Errno::EAGAIN => ErrorKind::Timeout,
-            _ => ErrorKind::Io,
+        let (kind, reason) = match e {
+            Errno::ECONNREFUSED | Errno::ENOENT => (ErrorKind::Unreachable, Some(Reason::NotListening)),
+            Errno::EAGAIN => (ErrorKind::Timeout, Some(Reason::Busy)),
+            _ => (ErrorKind::Io, None),
         };
-        let waited = started.elapsed().as_secs_f64();
-        let detail = format!("connect: {call}: {} (after {waited:.3} s)", std::io::Error::from(e));
-        Error::new(kind, "connect", detail).with_peer(format!("unix:@{name}"))
+        let source = std::io::Error::from(e);
+        let error = Error::new(kind, "connect", format!("connect: {call}: {source}")).with_source(source);
+        Error { reason, ..error }.with_peer(format!("unix:@{name}")).with_waited(started.elapsed())
     };
     let address = UnixAddr::new_abstract(name.as_bytes()).map_err(|e| fail("socket name", e))?;
     loop {

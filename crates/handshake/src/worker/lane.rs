@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crossrail_types::Result;
+use crossrail_types::{ErrorKind, Reason, Result};
 
 use super::hello::Identity;
 use super::keys::{self, Ticket};
@@ -40,7 +40,10 @@ pub(super) fn initiate(exchange: &mut Exchange<'_>, ticket: &Ticket, lane: LaneN
     let LaneName { rail, channel, purpose } = lane;
     let (session, nonce) = (ticket.session, random()?);
     let mut hello = LaneHello { version, purpose, rail, channel, session, nonce, mac: [0; 32] }.encode();
-    exchange.prove(&keys::lane(&ticket.key), &challenge_bytes, &mut hello)
+    exchange.prove(&keys::lane(&ticket.key), &challenge_bytes, &mut hello).map_err(|error| match error.kind {
+        ErrorKind::Refused if error.reason.is_none() => error.with_reason(Reason::SessionUnknown),
+        _ => error,
+    })
 }
 
 /// Finds the lane key of a session; `None`: there is no such session.
@@ -60,10 +63,11 @@ pub(super) fn admit(exchange: &mut Exchange<'_>, me: &Identity, key: FindKey<'_>
     terms::check_version(&WORKER, hello.version).map_err(|reject| exchange.reject(&reject))?;
     let Some(key) = key(exchange, &hello.session)? else {
         let text = "no such session; it may have been closed";
-        return Err(exchange.reject(&Reject::new(RejectCode::Refused, text)));
+        return Err(exchange.reject(&Reject::new(RejectCode::Refused, text).because(Reason::SessionUnknown)));
     };
     let Some(proof) = keys::lane(&key).answer(&challenge_bytes, &hello_bytes) else {
-        return Err(exchange.reject(&Reject::new(RejectCode::Refused, "wrong key for this session")));
+        return Err(exchange
+            .reject(&Reject::new(RejectCode::Refused, "wrong key for this session").because(Reason::SessionUnknown)));
     };
     exchange.write(&proof.encode(&WORKER))?;
     Ok((hello.session, lane))

@@ -10,7 +10,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crossrail_tcp::Binding;
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Reason, Result};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -359,10 +359,12 @@ fn accept(door: &Door) -> Result<Option<(Guest, Source, String)>> {
         Ok(guest) => Ok(guest),
         // These are left pending: without a pause the loop would spin.
         Err(e) if matches!(e.raw_os_error().map(Errno::from_raw), Some(Errno::EMFILE | Errno::ENFILE)) => {
-            Err(Error::new(ErrorKind::Exhausted, "accept", format!("accept: {e}")).with_hint("raise ulimit -n"))
+            let error = Error::new(ErrorKind::Exhausted, "accept", format!("accept: {e}")).with_io(&e);
+            Err(error.with_reason(Reason::Descriptors).with_hint("raise the limit of open files (ulimit -n)"))
         }
         Err(e) if matches!(e.raw_os_error().map(Errno::from_raw), Some(Errno::ENOBUFS | Errno::ENOMEM)) => {
-            Err(Error::new(ErrorKind::Exhausted, "accept", format!("accept: {e}")))
+            let error = Error::new(ErrorKind::Exhausted, "accept", format!("accept: {e}")).with_io(&e);
+            Err(error.with_reason(Reason::Memory))
         }
         // Whatever else there is concerns that one connection.
         Err(_) => Ok(None),
@@ -381,7 +383,7 @@ fn receive(shared: &Arc<Shared>, guest: Guest, source: Source, from: String) -> 
         Ok(slot) => slot,
         Err(text) => {
             send_reject(guest.as_fd(), &WORKER, &Reject::new(RejectCode::Busy, &text));
-            let error = Error::new(ErrorKind::Refused, "accept", text).with_peer(&from);
+            let error = Error::new(ErrorKind::Refused, "accept", text).with_reason(Reason::Busy).with_peer(&from);
             shared.rejected(&from, error);
             return None;
         }
@@ -429,8 +431,8 @@ impl Shared {
             (Stream::Tcp(tcp), _) => nodelay(tcp)?,
             (Stream::Unix(_), Source::User(user)) if !self.me.secret.is_shared() && !trusted(user) => {
                 exchange.stage("connect");
-                return Err(exchange
-                    .reject(&Reject::new(RejectCode::Refused, "another user's process, and there is no secret")));
+                let reject = Reject::new(RejectCode::Refused, "another user's process, and there is no secret");
+                return Err(exchange.reject(&reject.because(Reason::UserDenied)));
             }
             (Stream::Unix(_), _) => {}
         }

@@ -4,7 +4,7 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 
-use crossrail_types::{ErrorKind, Result};
+use crossrail_types::{ErrorKind, Reason, Result};
 
 use super::address::Address;
 use super::hello::{Hello, Identity, decode_hello};
@@ -78,7 +78,7 @@ pub(super) fn initiate(
     let version = terms::common_version(&WORKER, &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
     if expect.is_some_and(|address| Some(address.worker) != challenge.id) {
         let detail = "another worker listens here now; the worker of that address has ended";
-        return Err(exchange.error(ErrorKind::Unreachable, detail));
+        return Err(exchange.error(ErrorKind::Unreachable, detail).with_reason(Reason::Replaced));
     }
 
     exchange.stage("proof");
@@ -87,7 +87,13 @@ pub(super) fn initiate(
     let token = expect.map_or([0; 16], |address| address.token);
     let known = Known::new(flags, me.secret.bytes(), &token);
     let mut reply = Reply { version, flags, nonce: random()?, mac: [0; 32] }.encode(&WORKER);
-    exchange.prove(&known.shared(), &challenge_bytes, &mut reply)?;
+    exchange.prove(&known.shared(), &challenge_bytes, &mut reply).map_err(|error| match error.kind {
+        // What the acceptor refuses is what went into the proof.
+        _ if error.kind != ErrorKind::Refused || error.reason.is_some() => error,
+        ErrorKind::Refused if flags & FLAG_SECRET != 0 => error.with_reason(Reason::SecretWrong),
+        ErrorKind::Refused if flags & FLAG_TOKEN != 0 => error.with_reason(Reason::TokenWrong),
+        _ => error,
+    })?;
     let keys = known.keys(&challenge_bytes, &reply);
 
     exchange.stage("hello");
@@ -98,7 +104,7 @@ pub(super) fn initiate(
         return Err(exchange.reject(&Reject::new(RejectCode::Protocol, text)));
     }
     if let Some(text) = peer.disagreement(&me.hello) {
-        return Err(exchange.reject(&Reject::new(RejectCode::Mismatch, text)));
+        return Err(exchange.reject(&Reject::new(RejectCode::Mismatch, text).because(Reason::Parameters)));
     }
     Ok(Agreed { peer, ticket: Ticket { session: keys.id, key: keys.lane }, version })
 }
@@ -126,13 +132,13 @@ pub(super) fn admit(exchange: &mut Exchange<'_>, me: &Identity, require_token: b
         .map_err(|reject| exchange.reject(&reject))?;
     let known = Known::new(reply.flags, me.secret.bytes(), &me.hello.token);
     let Some(proof) = known.shared().answer(&challenge_bytes, &reply_bytes) else {
-        let text = match (reply.flags & FLAG_SECRET != 0, reply.flags & FLAG_TOKEN != 0) {
-            (true, true) => "wrong secret, or the token of another worker's address",
-            (true, false) => "wrong secret",
-            (false, true) => "the token of another worker's address",
-            (false, false) => "wrong proof",
+        let (text, reason) = match (reply.flags & FLAG_SECRET != 0, reply.flags & FLAG_TOKEN != 0) {
+            (true, true) => ("wrong secret, or the token of another worker's address", Reason::SecretWrong),
+            (true, false) => ("wrong secret", Reason::SecretWrong),
+            (false, true) => ("the token of another worker's address", Reason::TokenWrong),
+            (false, false) => ("wrong proof", Reason::Tampered),
         };
-        return Err(exchange.reject(&Reject::new(RejectCode::Refused, text)));
+        return Err(exchange.reject(&Reject::new(RejectCode::Refused, text).because(reason)));
     };
     exchange.write(&proof.encode(&WORKER))?;
     let keys = known.keys(&challenge_bytes, &reply_bytes);
@@ -140,7 +146,7 @@ pub(super) fn admit(exchange: &mut Exchange<'_>, me: &Identity, require_token: b
     exchange.stage("hello");
     let peer = receive_hello(exchange, &keys, true)?;
     if let Some(text) = me.hello.disagreement(&peer) {
-        return Err(exchange.reject(&Reject::new(RejectCode::Mismatch, text)));
+        return Err(exchange.reject(&Reject::new(RejectCode::Mismatch, text).because(Reason::Parameters)));
     }
     let ticket = Ticket { session: keys.id, key: keys.lane };
     Ok(Admitted { agreed: Agreed { peer, ticket, version: reply.version }, keys, hello })
@@ -179,7 +185,8 @@ fn receive_hello(exchange: &Exchange<'_>, keys: &Keys, from_connector: bool) -> 
     let head = HelloHead::decode(&exchange.message(Kind::Hello)?).map_err(|e| exchange.malformed(&e))?;
     let body = exchange.body(head.length as usize)?;
     if !keys.hello_holds(from_connector, &body, &head.mac) {
-        return Err(exchange.reject(&Reject::new(RejectCode::Refused, "the hello was changed in transit")));
+        return Err(exchange
+            .reject(&Reject::new(RejectCode::Refused, "the hello was changed in transit").because(Reason::Tampered)));
     }
     decode_hello(&body).map_err(|e| exchange.malformed(&e))
 }

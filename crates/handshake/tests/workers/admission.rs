@@ -1,5 +1,6 @@
 //! Peers that belong together, and those that do not.
 
+use std::error::Error as _;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -8,7 +9,7 @@ use crossrail_handshake::{
     Arrival, Hello, LaneName, LanePurpose, ListenConfig, Rail, Secret, Session, Stream, Target, Ticket, connect,
     dial_lane, upgrade,
 };
-use crossrail_types::ErrorKind;
+use crossrail_types::{ErrorKind, Reason};
 
 use crate::support::{Descriptors, Worker, binding, config, identity, in_secs, loopback, secret};
 
@@ -126,6 +127,7 @@ fn a_wrong_secret_is_refused_at_both_ends() {
             let there = worker.rejected();
             assert_eq!(there.kind, ErrorKind::Refused, "{there}");
             assert!(there.detail.contains("wrong secret"), "{there}");
+            assert_eq!([error.reason, there.reason], [Some(Reason::SecretWrong); 2]);
         }
     }
     worker.nobody_else();
@@ -145,6 +147,7 @@ fn a_secret_at_one_end_only_is_refused_at_both() {
         assert_eq!(error.kind, ErrorKind::Refused, "{error}");
         assert!(error.detail.contains(text), "{error}");
         assert!(error.hint.as_deref().unwrap_or("").contains("CROSSRAIL_SECRET"), "{error}");
+        assert_eq!(error.reason, Some(Reason::SecretMissing), "{error}");
         let there = worker.rejected();
         assert_eq!(there.kind, ErrorKind::Refused, "{there}");
         assert!(there.detail.contains(text), "{there}");
@@ -158,11 +161,12 @@ fn only_holders_of_the_address_where_that_is_required() {
     let worker = Worker::start(config, identity("listening", Secret::None)).unwrap();
     let me = identity("connecting", Secret::None);
     let error = connect(&worker.by_port(), &me, None, true, in_secs(5.0)).unwrap_err();
-    assert_eq!(error.kind, ErrorKind::Refused, "{error}");
+    assert_eq!((error.kind, error.reason), (ErrorKind::Refused, Some(Reason::TokenMissing)), "{error}");
     assert_eq!(worker.rejected().kind, ErrorKind::Refused);
     let mut address = worker.listener.address();
     address.token[3] ^= 1;
     let error = connect(&Target::Worker(address), &me, None, true, in_secs(5.0)).unwrap_err();
+    assert_eq!(error.reason, Some(Reason::TokenWrong), "{error}");
     assert_eq!(error.kind, ErrorKind::Refused, "{error}");
     assert!(error.detail.contains("token"), "{error}");
     assert_eq!(worker.rejected().kind, ErrorKind::Refused);
@@ -277,7 +281,7 @@ fn lanes_join_their_session_and_only_with_its_key() {
         let error = dial_lane(&ticket, &loopback(), rail(&worker, 0), lane, in_secs(5.0)).unwrap_err();
         let there = worker.rejected();
         for error in [error, there] {
-            assert_eq!(error.kind, ErrorKind::Refused, "{error}");
+            assert_eq!((error.kind, error.reason), (ErrorKind::Refused, Some(Reason::SessionUnknown)), "{error}");
             assert!(error.detail.contains("lane 2 channel 0") && error.detail.contains(text), "{error}");
         }
     }
@@ -291,8 +295,10 @@ fn a_lane_that_nobody_takes_is_named() {
     let ticket = Ticket { session: [1; 16], key: [2; 32] };
     let lane = LaneName { rail: 2, channel: 1, purpose: LanePurpose::Bulk };
     let error = dial_lane(&ticket, &loopback(), nobody, lane, in_secs(5.0)).unwrap_err();
-    assert_eq!(error.kind, ErrorKind::Unreachable, "{error}");
+    assert_eq!((error.kind, error.reason), (ErrorKind::Unreachable, Some(Reason::NotListening)), "{error}");
     assert!(error.detail.starts_with("lane 2 channel 1: "), "{error}");
+    let source = error.source().and_then(|source| source.downcast_ref::<std::io::Error>());
+    assert_eq!(source.map(|source| source.kind()), Some(std::io::ErrorKind::ConnectionRefused));
 }
 
 #[test]

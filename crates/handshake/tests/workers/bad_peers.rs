@@ -13,7 +13,7 @@ use crossrail_handshake::wire::{
 use crossrail_handshake::{
     Hello, LaneName, LanePurpose, Limits, ListenConfig, Secret, Target, Ticket, connect, dial_lane,
 };
-use crossrail_types::ErrorKind;
+use crossrail_types::{ErrorKind, Reason};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use crate::support::{Descriptors, Raw, Worker, accept_by_hand, config, identity, in_secs, loopback, secret};
@@ -268,6 +268,7 @@ fn versions_that_differ_are_named_at_both_ends() {
     let me = identity("connecting", Secret::None);
     let error = connect(&Target::Control(vec![address]), &me, None, false, in_secs(5.0)).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
+    assert_eq!(error.reason, Some(Reason::Version));
     let told = Reject::decode(&WORKER, &server.join().unwrap()).unwrap();
     assert_eq!(told.code, RejectCode::Mismatch);
     for text in [told.text, error.detail] {
@@ -332,6 +333,7 @@ fn a_connector_survives_what_listens_there() {
     let error = connect_to(address, Secret::None, 5.0);
     assert_eq!(error.kind, ErrorKind::Protocol, "{error}");
     assert!(error.detail.contains("challenge: not a Crossrail peer (it sent \"SSH-2."), "{error}");
+    assert_eq!(error.reason, Some(Reason::Foreign));
     ssh.join().unwrap();
 
     let (address, closing) = serve(drop);
@@ -346,7 +348,8 @@ fn a_connector_survives_what_listens_there() {
     });
     let error = connect_to(address, Secret::None, 0.3);
     assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
-    assert!(error.detail.contains("challenge: nothing received (after 0."), "{error}");
+    assert!(error.detail.contains("challenge: nothing received"), "{error}");
+    assert!(error.waited.is_some_and(|waited| waited >= Duration::from_millis(300)), "{error}");
     done.send(()).unwrap();
     silent.join().unwrap();
 
@@ -409,6 +412,7 @@ fn the_connector_checks_what_the_acceptor_says_too() {
     let error = attempt(challenge, other_window).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
     assert!(error.detail.contains("window 12") && error.detail.contains("window 16"), "{error}");
+    assert_eq!(error.reason, Some(Reason::Parameters));
     let mut other_worker = peer.clone();
     other_worker.worker[0] ^= 1;
     assert_eq!(attempt(challenge, other_worker).unwrap_err().kind, ErrorKind::Protocol);

@@ -136,10 +136,10 @@ fn secrets_from_text_and_file() {
 #[test]
 fn rejects_carry_any_text_as_one_harmless_line() {
     let text = "ä".repeat(REJECT_TEXT_MAX);
-    let reject = Reject::decode(&WORKER, &Reject { code: RejectCode::Busy, text }.encode(&WORKER)).unwrap();
+    let reject = Reject::decode(&WORKER, &Reject::new(RejectCode::Busy, text).encode(&WORKER)).unwrap();
     assert_eq!(reject.text, "ä".repeat(REJECT_TEXT_MAX / 2));
     let text = "one\n\x1b[31mtwo".to_owned();
-    let reject = Reject::decode(&WORKER, &Reject { code: RejectCode::Busy, text }.encode(&WORKER)).unwrap();
+    let reject = Reject::decode(&WORKER, &Reject::new(RejectCode::Busy, text).encode(&WORKER)).unwrap();
     assert_eq!(reject.text, "one\u{fffd}\u{fffd}[31mtwo");
 }
 
