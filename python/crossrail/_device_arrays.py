@@ -1,4 +1,4 @@
-"""Arrays in GPU memory that callers lend to an expert buffer, and those that it gives: PyTorch's where theirs are."""
+"""GPU arrays that callers pass to an expert buffer and that it returns: PyTorch tensors if the caller uses them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ ITEM_BYTES: Final = {
     "uint8": 1,
     "uint16": 2,
 }
-"""Of the dtypes that mean something here."""
+"""Item sizes of the supported dtypes."""
 BF16: Final = ("bfloat16", "uint16")
-"""What bf16 may come as: the second are its bits."""
+"""Accepted dtypes of bf16 arrays: bfloat16, or its bits as uint16."""
 FP8: Final = ("float8_e4m3fn", "uint8")
 ROW_UNIT: Final = 16
-"""Rows begin at multiples of so many bytes."""
+"""Alignment of rows, in bytes."""
 NO_ORDER: Final = -1
 DEFAULT_STREAM: Final = 1
-"""In DLPack's numbers."""
+"""Values of DLPack's stream argument."""
 TYPESTRS: Final = {"<i4": "int32", "<i8": "int64", "<f4": "float32", "|u1": "uint8", "<u2": "uint16"}
 
 
-class Given(NamedTuple):
-    """Where an array is: its address on the GPU, and how far apart its items are, in items."""
+class ArrayView(NamedTuple):
+    """An array in GPU memory: its address, and its strides in items. ``keep`` keeps the memory alive."""
 
     address: int
     dtype: str
@@ -42,14 +42,14 @@ class Given(NamedTuple):
     keep: object
 
     def is_whole(self) -> bool:
-        """Whether it lies in one piece, in C order."""
-        if len(self.shape) == 2 and self.strides == (self.shape[1], 1):  # as nearly all do
+        """Whether it is contiguous in C order."""
+        if len(self.shape) == 2 and self.strides == (self.shape[1], 1):  # the common case
             return True
         return 0 in self.shape or self.strides == c_strides(self.shape, self.strides)
 
 
 def c_strides(shape: Sequence[int], lone: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Items from one to the next along each axis in C order; `lone`: along axes with one item, where it is all one."""
+    """Strides of a C-contiguous array, in items; axes of length 1, where any stride will do, take it from ``lone``."""
     strides, count = [], 1
     for axis in reversed(range(len(shape))):
         strides.append(lone[axis] if lone is not None and shape[axis] == 1 else count)
@@ -57,36 +57,36 @@ def c_strides(shape: Sequence[int], lone: Sequence[int] | None = None) -> tuple[
     return tuple(reversed(strides))
 
 
-class Course(NamedTuple):
-    """The stream that a call comes into: its raw handle, its object if there is one, and the framework's current stream
-    if that is another one."""
+class CallStreams(NamedTuple):
+    """The stream of a call: its raw handle, its object if there is one; and the framework's current stream if it is
+    another one."""
 
     handle: int
     stream: Any
-    beside: Any = None
+    current: Any = None
 
     def users(self) -> list[tuple[int, Any]]:
-        """The streams whose work may touch results: handles and objects."""
+        """The streams whose work may use the results, as handles and objects."""
         both = [(self.handle, self.stream)]
-        return both if self.beside is None else [*both, (self.beside.cuda_stream, self.beside)]
+        return both if self.current is None else [*both, (self.current.cuda_stream, self.current)]
 
 
 class Arrays(Protocol):
-    """How a framework's arrays are taken and made, on one GPU."""
+    """How to read and create the arrays of a framework, on one GPU."""
 
-    def course(self, stream: Any, operation: str) -> Course: ...
-    def given(self, value: Any, name: str, course: Course, operation: str, writable: bool) -> Given: ...
-    def together(self, value: Any, course: Course) -> Any: ...
-    def empty(self, dtype: str, shape: Sequence[int], course: Course) -> tuple[Any, int]: ...
+    def streams(self, stream: Any, operation: str) -> CallStreams: ...
+    def view(self, value: Any, name: str, streams: CallStreams, operation: str, writable: bool) -> ArrayView: ...
+    def together(self, value: Any, streams: CallStreams) -> Any: ...
+    def empty(self, dtype: str, shape: Sequence[int], streams: CallStreams) -> tuple[Any, int]: ...
     def shown(self, array: DeviceArray) -> Any: ...
     def first(self, array: Any, count: int) -> Any: ...
 
     keeps: bool
-    """Whether callers' arrays must be kept until the GPU is done with them."""
+    """Whether the arrays of callers must be kept alive until the GPU has finished with them."""
 
 
 class TorchArrays:
-    """PyTorch's tensors. Its allocator knows in which stream memory is used, so nothing needs to be kept."""
+    """PyTorch tensors. Its allocator knows in which stream memory is used, so nothing needs to be kept alive."""
 
     keeps = False
 
@@ -98,46 +98,46 @@ class TorchArrays:
         self.dtypes: dict[str, Any] = {name: dtype for name, dtype in known.items() if dtype is not None}
         self.names = {dtype: name for name, dtype in self.dtypes.items()}
 
-    def course(self, stream: Any, operation: str) -> Course:
+    def streams(self, stream: Any, operation: str) -> CallStreams:
         current = self.torch.cuda.current_stream(self.ordinal)
         if stream is None:
-            return Course(current.cuda_stream, current)
+            return CallStreams(current.cuda_stream, current)
         handle = stream_handle(stream, self.ordinal, operation)
         if handle == current.cuda_stream:
-            return Course(handle, current)
+            return CallStreams(handle, current)
         if not isinstance(stream, self.torch.cuda.Stream):
             stream = self.torch.cuda.ExternalStream(handle, device=self.device)
-        return Course(handle, stream, current)
+        return CallStreams(handle, stream, current)
 
-    def given(self, value: Any, name: str, course: Course, operation: str, writable: bool) -> Given:
+    def view(self, value: Any, name: str, streams: CallStreams, operation: str, writable: bool) -> ArrayView:
         if not isinstance(value, self.torch.Tensor):
-            raise wrong(operation, f"{name} is a {type(value).__name__}, where other arguments are PyTorch's tensors")
+            raise wrong(operation, f"{name} is a {type(value).__name__}, but other arguments are PyTorch tensors")
         if value.get_device() != self.ordinal:
-            raise wrong(operation, f"{name} is on {value.device}, and the buffer on {self.device}")
-        if course.beside is not None:
-            value.record_stream(course.stream)
+            raise wrong(operation, f"{name} is on {value.device}, but the buffer is on {self.device}")
+        if streams.current is not None:
+            value.record_stream(streams.stream)
         dtype = self.names.get(value.dtype) or str(value.dtype).removeprefix("torch.")
-        return Given(value.data_ptr(), dtype, value.shape, value.stride(), value)
+        return ArrayView(value.data_ptr(), dtype, value.shape, value.stride(), value)
 
-    def together(self, value: Any, course: Course) -> Any:
+    def together(self, value: Any, streams: CallStreams) -> Any:
         if not isinstance(value, self.torch.Tensor) or value.is_contiguous():
             return value
-        if course.beside is None:
+        if streams.current is None:
             return value.contiguous()
-        with self.torch.cuda.stream(course.stream):
+        with self.torch.cuda.stream(streams.stream):
             return value.contiguous()
 
-    def empty(self, dtype: str, shape: Sequence[int], course: Course) -> tuple[Any, int]:
-        if course.beside is None:
+    def empty(self, dtype: str, shape: Sequence[int], streams: CallStreams) -> tuple[Any, int]:
+        if streams.current is None:
             tensor = self.torch.empty(shape, dtype=self.dtypes[dtype], device=self.device)
         else:
-            with self.torch.cuda.stream(course.stream):
+            with self.torch.cuda.stream(streams.stream):
                 tensor = self.torch.empty(shape, dtype=self.dtypes[dtype], device=self.device)
-            tensor.record_stream(course.beside)
+            tensor.record_stream(streams.current)
         return tensor, tensor.data_ptr()
 
     def shown(self, array: DeviceArray) -> Any:
-        if 0 in array.shape:  # DLPack has no address for it, and its keeper nothing to keep
+        if 0 in array.shape:  # DLPack has no address for an empty array, and there is no memory to keep alive
             return self.torch.empty(array.shape, dtype=self.dtypes[array.dtype], device=self.device)
         tensor = self.torch.from_dlpack(array)
         dtype = self.dtypes[array.dtype]
@@ -148,7 +148,7 @@ class TorchArrays:
 
 
 class PlainArrays:
-    """Anything else with DLPack or `__cuda_array_interface__`; what is made is `crossrail.DeviceArray`."""
+    """Arrays of other frameworks, by DLPack or `__cuda_array_interface__`. Creates `crossrail.DeviceArray`."""
 
     keeps = True
 
@@ -156,18 +156,18 @@ class PlainArrays:
         self.context = context
         self.ordinal = ordinal
 
-    def course(self, stream: Any, operation: str) -> Course:
-        return Course(0 if stream is None else stream_handle(stream, self.ordinal, operation), stream)
+    def streams(self, stream: Any, operation: str) -> CallStreams:
+        return CallStreams(0 if stream is None else stream_handle(stream, self.ordinal, operation), stream)
 
-    def given(self, value: Any, name: str, course: Course, operation: str, writable: bool) -> Given:
+    def view(self, value: Any, name: str, streams: CallStreams, operation: str, writable: bool) -> ArrayView:
         if isinstance(value, DeviceArray):
             self._check(value.device, name, operation)
-            return Given(value.address, value.dtype, value.shape, c_strides(value.shape), value)
+            return ArrayView(value.address, value.dtype, value.shape, c_strides(value.shape), value)
         if hasattr(value, "__dlpack__"):
-            before = NO_ORDER if course.stream is not None else DEFAULT_STREAM
+            before = NO_ORDER if streams.stream is not None else DEFAULT_STREAM
             keep, address, dtype, shape, ordinal = _native._borrow_device(value, operation, writable, before)
             self._check(f"cuda:{ordinal}", name, operation)
-            return Given(address, dtype, shape, c_strides(shape), (value, keep))
+            return ArrayView(address, dtype, shape, c_strides(shape), (value, keep))
         interface = getattr(value, "__cuda_array_interface__", None)
         if not isinstance(interface, dict):
             hint = "pass tensors on the GPU, or a crossrail.DeviceArray"
@@ -176,12 +176,12 @@ class PlainArrays:
 
     def _check(self, device: str, name: str, operation: str) -> None:
         if device != f"cuda:{self.ordinal}":
-            raise wrong(operation, f"{name} is on {device}, and the buffer on cuda:{self.ordinal}")
+            raise wrong(operation, f"{name} is on {device}, but the buffer is on cuda:{self.ordinal}")
 
-    def together(self, value: Any, course: Course) -> Any:
+    def together(self, value: Any, streams: CallStreams) -> Any:
         return value
 
-    def empty(self, dtype: str, shape: Sequence[int], course: Course) -> tuple[Any, int]:
+    def empty(self, dtype: str, shape: Sequence[int], streams: CallStreams) -> tuple[Any, int]:
         nbytes = max(math.prod(shape) * ITEM_BYTES[dtype], ROW_UNIT)
         array = DeviceArray(self.context.alloc(nbytes, self.ordinal), dtype, shape)
         return array, array.address
@@ -193,8 +193,8 @@ class PlainArrays:
         return array.first(count)
 
 
-def described(interface: dict[str, Any], value: Any, name: str, operation: str, writable: bool) -> Given:
-    """What `__cuda_array_interface__` says."""
+def described(interface: dict[str, Any], value: Any, name: str, operation: str, writable: bool) -> ArrayView:
+    """The array that `__cuda_array_interface__` describes. Raises UsageError."""
     try:
         shape = tuple(int(extent) for extent in interface["shape"])
         dtype = TYPESTRS.get(interface["typestr"], str(interface["typestr"]))
@@ -202,100 +202,100 @@ def described(interface: dict[str, Any], value: Any, name: str, operation: str, 
         strides = interface.get("strides")
         item = ITEM_BYTES.get(dtype, 1)
         steps = c_strides(shape) if strides is None else tuple(int(stride) // item for stride in strides)
-        given = Given(int(address or 0), dtype, shape, steps, value)
+        array = ArrayView(int(address or 0), dtype, shape, steps, value)
     except (KeyError, TypeError, ValueError) as error:
-        raise wrong(operation, f"{name} describes itself in a way that makes no sense: {error!r}") from None
+        raise wrong(operation, f"{name} has an invalid __cuda_array_interface__: {error!r}") from None
     if read_only and writable:
         raise wrong(operation, f"{name} is read-only")
-    return given
+    return array
 
 
 def stream_handle(stream: Any, ordinal: int, operation: str) -> int:
-    """The raw handle of a stream of this GPU."""
+    """The raw handle of a stream of this GPU. Raises UsageError for another GPU's."""
     handle, where = _native.stream_of(stream, operation)
     if where is not None and where != ordinal:
-        raise wrong(operation, f"the stream is of cuda:{where}, and the buffer on cuda:{ordinal}")
+        raise wrong(operation, f"the stream is of cuda:{where}, but the buffer is on cuda:{ordinal}")
     return handle
 
 
 def loaded_torch() -> Any:
-    """PyTorch, if the program uses it. It is never imported here."""
+    """PyTorch if the program has imported it. This package never imports it."""
     return sys.modules.get("torch")
 
 
 class Call:
-    """One call of an operation: takes its arguments, by name, and makes its results."""
+    """One call of an operation: checks its arguments, with errors that name them, and creates its results."""
 
     def __init__(self, arrays: Arrays, stream: Any, operation: str) -> None:
         self.arrays = arrays
         self.operation = operation
-        self.course = arrays.course(stream, operation)
+        self.streams = arrays.streams(stream, operation)
         self.keep: list[Any] = []
         self.region: _native.DeviceRegion | None = None
 
-    def given(
+    def array(
         self, value: Any, name: str, dtypes: Sequence[str], shape: Sequence[int | str], *, writable: bool = False
-    ) -> Given:
-        """`value`, if it has one of `dtypes` and this shape (names stand for any number)."""
-        given = self.arrays.given(value, name, self.course, self.operation, writable)
-        if given.dtype not in dtypes or (given.shape != shape and not fits(given.shape, shape)):
+    ) -> ArrayView:
+        """``value``, checked to have one of ``dtypes`` and ``shape``, in which names stand for any number."""
+        array = self.arrays.view(value, name, self.streams, self.operation, writable)
+        if array.dtype not in dtypes or (array.shape != shape and not fits(array.shape, shape)):
             kind = {"bfloat16": "bf16", "float8_e4m3fn": "e4m3"}.get(dtypes[0], " or ".join(dtypes))
-            have = f"{given.dtype} {shape_text(given.shape)}"
+            have = f"{array.dtype} {shape_text(array.shape)}"
             raise wrong(self.operation, f"{name} is {have} where {kind} {shape_text(shape)} is wanted")
-        self.keep.append(given.keep)
-        return given
+        self.keep.append(array.keep)
+        return array
 
     def rows(
         self, value: Any, name: str, dtypes: Sequence[str], shape: Sequence[int | str], *, writable: bool = False
-    ) -> tuple[Given, int]:
-        """Rows that are contiguous in themselves and equally far apart, and the bytes from one to the next."""
-        given = self.given(value, name, dtypes, shape, writable=writable)
-        item = ITEM_BYTES[given.dtype]
-        stride = row_stride(given)
-        if stride is None or stride * item % ROW_UNIT or (given.address % ROW_UNIT and 0 not in given.shape):
-            detail = f"{name} has strides {list(given.strides)} at address {given.address:#x}"
-            hint = f"rows are contiguous, equally far apart, and begin at multiples of {ROW_UNIT} bytes"
+    ) -> tuple[ArrayView, int]:
+        """An array of contiguous rows with a constant stride, and that stride in bytes."""
+        array = self.array(value, name, dtypes, shape, writable=writable)
+        item = ITEM_BYTES[array.dtype]
+        stride = row_stride(array)
+        if stride is None or stride * item % ROW_UNIT or (array.address % ROW_UNIT and 0 not in array.shape):
+            detail = f"{name} has strides {list(array.strides)} at address {array.address:#x}"
+            hint = f"rows must be contiguous, have a constant stride, and begin at multiples of {ROW_UNIT} bytes"
             raise wrong(self.operation, detail, hint)
-        return given, stride * item
+        return array, stride * item
 
     def whole(
         self, value: Any, name: str, dtypes: Sequence[str], shape: Sequence[int | str], *, writable: bool = False
-    ) -> Given:
-        """An array in one piece."""
-        given = self.given(value, name, dtypes, shape, writable=writable)
-        if not given.is_whole():
+    ) -> ArrayView:
+        """A C-contiguous array."""
+        array = self.array(value, name, dtypes, shape, writable=writable)
+        if not array.is_whole():
             raise wrong(self.operation, f"{name} is not contiguous in C order", "make a contiguous copy")
-        return given
+        return array
 
-    def small(self, value: Any, name: str, dtypes: Sequence[str], shape: Sequence[int | str]) -> Given:
-        """A small array in one piece: of slices, such as routers give, a copy is made."""
-        return self.whole(self.arrays.together(value, self.course), name, dtypes, shape)
+    def small(self, value: Any, name: str, dtypes: Sequence[str], shape: Sequence[int | str]) -> ArrayView:
+        """A small C-contiguous array. Slices, which routers often return, are copied."""
+        return self.whole(self.arrays.together(value, self.streams), name, dtypes, shape)
 
     def new(self, dtype: str, shape: Sequence[int]) -> tuple[Any, int]:
-        """An array for results, and its address."""
-        array, address = self.arrays.empty(dtype, shape, self.course)
+        """A new array for results, and its address."""
+        array, address = self.arrays.empty(dtype, shape, self.streams)
         self.keep.append(array)
         return array, address
 
 
 def fits(have: Sequence[int], shape: Sequence[int | str]) -> bool:
-    """Whether a shape is the one that is wanted; names stand for any number."""
+    """Whether a shape matches ``shape``, in which names stand for any number."""
     if len(have) != len(shape):
         return False
     return all(extent == want or isinstance(want, str) for extent, want in zip(have, shape, strict=True))
 
 
-def row_stride(given: Given) -> int | None:
-    """Items from one row to the next; `None` when rows do not lie equally far apart, or are not contiguous."""
-    if len(given.shape) == 2 and given.strides == (given.shape[1], 1):
-        return given.shape[1]
-    *outer, width = given.shape
-    if 0 in given.shape or math.prod(outer) == 1:
-        return width if width <= 1 or given.strides[-1] == 1 or 0 in given.shape else None
-    if width > 1 and given.strides[-1] != 1:
+def row_stride(array: ArrayView) -> int | None:
+    """The stride of rows, in items; None if it is not constant, or rows are not contiguous."""
+    if len(array.shape) == 2 and array.strides == (array.shape[1], 1):
+        return array.shape[1]
+    *outer, width = array.shape
+    if 0 in array.shape or math.prod(outer) == 1:
+        return width if width <= 1 or array.strides[-1] == 1 or 0 in array.shape else None
+    if width > 1 and array.strides[-1] != 1:
         return None
     stride, count = None, 1
-    for extent, step in reversed(list(zip(outer, given.strides[:-1], strict=True))):
+    for extent, step in reversed(list(zip(outer, array.strides[:-1], strict=True))):
         if extent == 1:
             continue
         if stride is None:

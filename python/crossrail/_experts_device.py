@@ -15,8 +15,8 @@ from crossrail._device_arrays import (
     FP8,
     ITEM_BYTES,
     Arrays,
+    ArrayView,
     Call,
-    Given,
     PlainArrays,
     TorchArrays,
     loaded_torch,
@@ -41,7 +41,7 @@ class Event:
     def wait(self, stream: Any = None) -> None:
         """What is put into `stream` from now on runs after the operation; None: PyTorch's current stream, or the
         default stream. The host does not wait."""
-        self._native.wait(self._arrays.course(stream, "wait").handle)
+        self._native.wait(self._arrays.streams(stream, "wait").handle)
 
     def synchronize(self, timeout: float | None = None) -> None:
         """The host waits until the operation is done. Raises TimeoutError; UsageError for a captured one."""
@@ -124,14 +124,14 @@ class DeviceDispatched(Dispatched):
 
         def record(stream: Any) -> None:
             if region is not None:
-                course = arrays.course(stream, "record_stream")
-                region.used_by(course.handle, course.stream)
+                streams = arrays.streams(stream, "record_stream")
+                region.used_by(streams.handle, streams.stream)
 
         return record
 
     def empty_output(self, stream: Any = None) -> Any:
-        course = self._arrays.course(stream, "empty_output")
-        return self._arrays.empty("bfloat16", tuple(self.x.shape), course)[0]
+        streams = self._arrays.streams(stream, "empty_output")
+        return self._arrays.empty("bfloat16", tuple(self.x.shape), streams)[0]
 
     def __repr__(self) -> str:
         return f"<crossrail.Dispatched, {self.layout} layout, {tuple(self.x.shape)} on a GPU>"
@@ -170,14 +170,14 @@ class DevicePending(Pending[T]):
         self.result = result
 
     def finish(self, stream: Any = None) -> T:
-        course = self._call.course
+        streams = self._call.streams
         if stream is not None:
-            other = self._call.arrays.course(stream, "finish")
-            if other.handle != course.handle:
+            other = self._call.arrays.streams(stream, "finish")
+            if other.handle != streams.handle:
                 self._operation.event().wait(other.handle)
                 self._way.used_by(self._call, other)
-                course = other
-        self._operation.finish(course.handle)
+                streams = other
+        self._operation.finish(streams.handle)
         self._way.keep(self._call, self._operation)
         given = self._give() if self.result is None else self.result
         if isinstance(given, DeviceDispatched | DeviceCombined):
@@ -219,13 +219,13 @@ class DeviceWay:
         while self._kept and self._kept[0][0].is_done():
             self._kept.popleft()
 
-    def used_by(self, call: Call, course: Any) -> None:
+    def used_by(self, call: Call, streams: Any) -> None:
         """Another stream uses the call's arrays from now on."""
         if call.region is not None:
-            call.region.used_by(course.handle, course.stream)
+            call.region.used_by(streams.handle, streams.stream)
         if not call.arrays.keeps:
             for tensor in call.keep:
-                tensor.record_stream(course.stream)
+                tensor.record_stream(streams.stream)
 
     def dispatch(self, given: DispatchCall) -> Any:
         """See `ExpertBuffer.dispatch`."""
@@ -241,7 +241,7 @@ class DeviceWay:
         args = self._input(call, given)
         parts = self._expert_out(call, given.out, args)
         args.stats = self._stats(call, given.stats)
-        operation = self._native.dispatch_expert(args, call.course.handle, given.send_only)
+        operation = self._native.dispatch_expert(args, call.streams.handle, given.send_only)
         handle = operation.handle(self._sizes.most)
         result = DeviceDispatched(call.arrays, handle, Event(operation.event(), call.arrays), parts)
         return self._begun(call, operation, given.send_only, lambda: result, result)
@@ -255,18 +255,18 @@ class DeviceWay:
         args = self._cached_input(call, given) if cached is not None else self._input(call, given)
         rows = self._rows(given, cached)
         parts = self._rank_out(call, given.out, args, cached is not None)
-        region = self._native.take_region(call.course.handle)
+        region = self._native.take_region(call.streams.handle)
         if rows is None and region.is_captured:
             hint = "max_rows=ranks * max_tokens_per_rank always does"
             raise wrong("dispatch", "the rows that will come cannot be known while a graph is captured", hint)
-        for stream, keeper in call.course.users():
+        for stream, keeper in call.streams.users():
             region.used_by(stream, keeper)
         call.region = region
         args.expert_alignment = number("expert_alignment", given.expert_alignment, "dispatch")
         args.max_rows = 0 if rows is None or cached is not None else rows
         args.say = given.say
         args.stats = self._stats(call, given.stats)
-        operation = self._native.dispatch_rank(args, region, cached, rows is None, call.course.handle, given.send_only)
+        operation = self._native.dispatch_rank(args, region, cached, rows is None, call.streams.handle, given.send_only)
         shown = {"rows", *(["scales"] if self._sizes.fp8 else [])}
         if cached is None:
             shown |= {"topk_idx", "source", *(["topk_weights"] if given.topk_weights is not None else [])}
@@ -343,21 +343,21 @@ class DeviceWay:
 
     def _scales(
         self, call: Call, value: Any, name: str, outer: tuple[int, ...], *, writable: bool
-    ) -> tuple[Given, list[int]]:
+    ) -> tuple[ArrayView, list[int]]:
         """Scales of any strides, which are given in bytes: along `outer`, and from block to block (of ue8m0: from four
         blocks to the next four)."""
         sizes = self._sizes
         blocks = sizes.hidden // BLOCK
         if not sizes.ue8m0:
-            given = call.given(value, name, ("float32",), (*outer, blocks), writable=writable)
+            given = call.array(value, name, ("float32",), (*outer, blocks), writable=writable)
             return given, [4 * step for step in given.strides]
         if packed := blocks % PACKED == 0:
             shapes = {"int32": (*outer, blocks // PACKED), "uint8": (*outer, blocks)}
         else:
             shapes = {"uint8": (*outer, blocks)}
-        dtype = call.arrays.given(value, name, call.course, call.operation, writable).dtype
+        dtype = call.arrays.view(value, name, call.streams, call.operation, writable).dtype
         dtype = dtype if packed and dtype == "int32" else "uint8"
-        given = call.given(value, name, (dtype,), shapes[dtype], writable=writable)
+        given = call.array(value, name, (dtype,), shapes[dtype], writable=writable)
         if dtype == "int32":
             return given, [4 * step for step in given.strides]
         if given.strides[-1] != 1 and blocks > 1:
@@ -462,7 +462,7 @@ class DeviceWay:
         args.bias = self._bias(call, given.bias, small)
         args.waits = self._waits(call, given.waits)
         combine = self._native.combine_expert if expert else self._native.combine_rank
-        operation = combine(args, handle, call.course.handle, given.send_only)
+        operation = combine(args, handle, call.streams.handle, given.send_only)
         result = DeviceCombined(x, sums, Event(operation.event(), call.arrays))
         return self._begun(call, operation, given.send_only, lambda: result, result)
 

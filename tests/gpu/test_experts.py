@@ -76,7 +76,7 @@ def some_cases(setup: Setup) -> list[Case]:
 
 
 WRONG = {
-    "host": "x is on cpu, and the buffer on cuda:",
+    "host": "x is on cpu, but the buffer is on cuda:",
     "numpy": "ndarray is memory of the host",
     "dtype": "x is float32 [8, 256] where bf16 [T, 256] is wanted",
     "width": "x is bfloat16 [8, 248]",

@@ -15,7 +15,7 @@ import numpy as np
 
 from crossrail import ref
 from crossrail._calls import Sizes
-from crossrail._device_arrays import Course, Given, c_strides
+from crossrail._device_arrays import ArrayView, CallStreams, c_strides
 from crossrail._experts_device import DeviceWay
 from crossrail._native import CombineArgs, DispatchArgs
 
@@ -30,19 +30,19 @@ class NumpyArrays:
 
     keeps = True
 
-    def course(self, stream: Any, operation: str) -> Course:
-        return Course(STREAM if stream is None else stream, None)
+    def streams(self, stream: Any, operation: str) -> CallStreams:
+        return CallStreams(STREAM if stream is None else stream, None)
 
-    def given(self, value: Any, name: str, course: Course, operation: str, writable: bool) -> Given:
+    def view(self, value: Any, name: str, streams: CallStreams, operation: str, writable: bool) -> ArrayView:
         assert isinstance(value, np.ndarray), f"{operation}: {name} is a {type(value)}"
         steps = tuple(stride // value.itemsize for stride in value.strides)
         dtype = "uint8" if "scales" in name and value.dtype == np.uint8 else NAMES.get(value.dtype, value.dtype.name)
-        return Given(value.ctypes.data, dtype, value.shape, steps, value)
+        return ArrayView(value.ctypes.data, dtype, value.shape, steps, value)
 
-    def together(self, value: Any, course: Course) -> Any:
+    def together(self, value: Any, streams: CallStreams) -> Any:
         return np.ascontiguousarray(value)
 
-    def empty(self, dtype: str, shape: Sequence[int], course: Course) -> tuple[Any, int]:
+    def empty(self, dtype: str, shape: Sequence[int], streams: CallStreams) -> tuple[Any, int]:
         kind = FLOATS.get(dtype) or np.dtype(dtype)
         array = np.full((*shape[:-1], shape[-1] * kind.itemsize), 0xEE, np.uint8).view(kind)
         return array, array.ctypes.data

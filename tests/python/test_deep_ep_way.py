@@ -14,7 +14,7 @@ from fake_gpu import STREAM, FakeHandle, FakeOperation, World
 from host_torch import torch, torch_is_there
 
 from crossrail import UsageError, _calls, _experts_device
-from crossrail._device_arrays import Course, TorchArrays
+from crossrail._device_arrays import CallStreams, TorchArrays
 from crossrail._experts_device import DeviceWay
 
 __all__ = ["torch_is_there"]
@@ -48,8 +48,8 @@ class HostTensors(TorchArrays):
         super().__init__(torch, 0)
         self.device, self.ordinal = torch.device("cpu"), -1
 
-    def course(self, stream: Any, operation: str) -> Course:
-        return Course(STREAM, None)
+    def streams(self, stream: Any, operation: str) -> CallStreams:
+        return CallStreams(STREAM, None)
 
     def shown(self, array: Any) -> Any:
         return (

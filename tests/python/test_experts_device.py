@@ -15,7 +15,7 @@ from fake_gpu import STREAM, FakeHandle, FakeRegion, World
 import crossrail
 from crossrail import _calls, _experts_device
 from crossrail._calls import CombineCall, DispatchCall, Sizes
-from crossrail._device_arrays import Given, PlainArrays, c_strides, row_stride
+from crossrail._device_arrays import ArrayView, PlainArrays, c_strides, row_stride
 from crossrail._experts_device import expert_shapes, rank_shapes
 
 TWO = Setup(2, max_tokens=6, hidden=512, local_experts=3, topk=2)
@@ -329,14 +329,14 @@ def test_scales_that_do_not_fit() -> None:
     ],
 )
 def test_how_far_rows_are_apart(shape: tuple[int, ...], strides: tuple[int, ...], expected: int | None) -> None:
-    assert row_stride(Given(16, "bfloat16", shape, strides, None)) == expected
+    assert row_stride(ArrayView(16, "bfloat16", shape, strides, None)) == expected
 
 
 def test_strides_in_c_order() -> None:
     assert c_strides((2, 3, 4)) == (12, 4, 1) and c_strides(()) == ()
-    assert Given(0, "int32", (2, 1, 4), (4, 77, 1), None).is_whole()
-    assert not Given(0, "int32", (2, 2, 4), (4, 77, 1), None).is_whole()
-    assert Given(0, "int32", (2, 0), (9, 9), None).is_whole()
+    assert ArrayView(0, "int32", (2, 1, 4), (4, 77, 1), None).is_whole()
+    assert not ArrayView(0, "int32", (2, 2, 4), (4, 77, 1), None).is_whole()
+    assert ArrayView(0, "int32", (2, 0), (9, 9), None).is_whole()
 
 
 def test_shapes_of_results() -> None:
@@ -404,9 +404,9 @@ class Lender:
         self.__cuda_array_interface__ = whole | interface
 
 
-def plain(value: Any, *, writable: bool = False) -> Given:
+def plain(value: Any, *, writable: bool = False) -> ArrayView:
     arrays = PlainArrays(crossrail.Context(), 0)
-    return arrays.given(value, "x", arrays.course(None, "dispatch"), "dispatch", writable)
+    return arrays.view(value, "x", arrays.streams(None, "dispatch"), "dispatch", writable)
 
 
 def test_arrays_by_the_cuda_array_interface() -> None:
@@ -422,7 +422,7 @@ def test_arrays_by_the_cuda_array_interface() -> None:
     with pytest.raises(crossrail.UsageError, match="x is read-only"):
         plain(Lender(data=(64, True)), writable=True)
     for broken in ({"shape": "wide"}, {"data": 7}, {"strides": ("a", "b")}):
-        with pytest.raises(crossrail.UsageError, match="makes no sense"):
+        with pytest.raises(crossrail.UsageError, match="invalid __cuda_array_interface__"):
             plain(Lender(**broken))
 
 
@@ -434,10 +434,10 @@ def test_streams_of_arrays_that_are_not_pytorchs() -> None:
             return 0, self.ptr
 
     arrays = PlainArrays(crossrail.Context(), 1)
-    course = arrays.course(CupyStream(), "dispatch")
-    assert course.handle == 4660 and course.users() == [(4660, course.stream)]
-    assert arrays.course(None, "dispatch").handle == 0
-    with pytest.raises(crossrail.UsageError, match="the stream is of cuda:1, and the buffer on cuda:0"):
-        PlainArrays(crossrail.Context(), 0).course(CupyStream(), "dispatch")
+    streams = arrays.streams(CupyStream(), "dispatch")
+    assert streams.handle == 4660 and streams.users() == [(4660, streams.stream)]
+    assert arrays.streams(None, "dispatch").handle == 0
+    with pytest.raises(crossrail.UsageError, match="the stream is of cuda:1, but the buffer is on cuda:0"):
+        PlainArrays(crossrail.Context(), 0).streams(CupyStream(), "dispatch")
     with pytest.raises(crossrail.UsageError, match="is no CUDA stream"):
-        arrays.course("fast", "dispatch")
+        arrays.streams("fast", "dispatch")

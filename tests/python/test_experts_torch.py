@@ -100,13 +100,13 @@ def test_received_in_a_third_stream(way: DeviceWay, given: dict[str, Tensor], mo
 
 def test_a_stream_by_its_handle_is_an_external_one(torch: FakeTorch) -> None:
     arrays = TorchArrays(torch, 0)
-    course = arrays.course(1234, "dispatch")
-    assert isinstance(course.stream, ExternalStream) and course.handle == 1234
-    assert course.beside.cuda_stream == CURRENT
-    assert [handle for handle, _ in course.users()] == [1234, CURRENT]
-    assert arrays.course(CURRENT, "dispatch").beside is None
-    with pytest.raises(crossrail.UsageError, match="the stream is of cuda:1, and the buffer on cuda:0"):
-        arrays.course(Stream(7, torch.device("cuda", 1)), "dispatch")
+    streams = arrays.streams(1234, "dispatch")
+    assert isinstance(streams.stream, ExternalStream) and streams.handle == 1234
+    assert streams.current.cuda_stream == CURRENT
+    assert [handle for handle, _ in streams.users()] == [1234, CURRENT]
+    assert arrays.streams(CURRENT, "dispatch").current is None
+    with pytest.raises(crossrail.UsageError, match="the stream is of cuda:1, but the buffer is on cuda:0"):
+        arrays.streams(Stream(7, torch.device("cuda", 1)), "dispatch")
 
 
 def test_tensors_that_are_not_the_gpus(way: DeviceWay, torch: FakeTorch, given: dict[str, Tensor]) -> None:
@@ -116,8 +116,8 @@ def test_tensors_that_are_not_the_gpus(way: DeviceWay, torch: FakeTorch, given: 
         with pytest.raises(crossrail.UsageError, match=text):
             dispatch(way, **(given | options))
 
-    says("x is on cpu, and the buffer on cuda:0", x=torch.tensor(fed.x, device="cpu"))
-    says("topk_idx is a ndarray, where other arguments are PyTorch's tensors", topk_idx=fed.topk_idx)
+    says("x is on cpu, but the buffer is on cuda:0", x=torch.tensor(fed.x, device="cpu"))
+    says("topk_idx is a ndarray, but other arguments are PyTorch tensors", topk_idx=fed.topk_idx)
     says("topk_weights is float64", topk_weights=torch.tensor(fed.topk_weights.astype(np.float64)))
     says("the ndarray is memory of the host", x=fed.x)
     says("x is a list, not an array in GPU memory", x=[1, 2])
