@@ -2,8 +2,8 @@
 
 A `Context` is one process's view of its devices and settings; a `Worker` listens, connects and makes progress; an
 `Endpoint` is one peer. Messages are sent to an endpoint and received from a worker by tag; a registered `Region` is
-written and read by its key. Each operation is a `Request`: `wait()` for it, `await` it, or give it a callback; its
-`Receipt` says what was moved, over which lanes, and where the time went.
+written and read by its key. Each operation is a `Request`: `wait()` for it, `await` it, or attach a callback; its
+`Receipt` has the bytes transferred, the lanes that carried them, and a breakdown of the time.
 
     import crossrail
 
@@ -12,22 +12,24 @@ written and read by its key. Each operation is a `Request`: `wait()` for it, `aw
         endpoint = worker.connect("127.0.0.1:7000")
         receipt = endpoint.send(b"hello", tag=7).wait(timeout=5)
 
-A `Group` is this process's place among the ranks of a job; an `ExpertBuffer` dispatches the tokens of a mixture of
-experts between them, and combines what the experts answer.
+A `Group` is the membership of this process in a group of ranks; an `ExpertBuffer` dispatches tokens of a mixture of
+experts between the ranks, and combines the outputs of the experts.
 
-Anything with the buffer protocol, DLPack or `__cuda_array_interface__` can be moved: bytes, bytearray, memoryview,
-NumPy arrays, and tensors of PyTorch, CuPy and others in host memory or on a GPU. `Context.alloc` gives memory of either
-kind that peers on this machine map, which is fastest between them.
+Any object with the buffer protocol, DLPack or `__cuda_array_interface__` can be transferred: bytes, bytearray,
+memoryview, NumPy arrays, and tensors of PyTorch, CuPy and others in host memory or on a GPU. `Context.alloc` allocates
+memory of either kind that peers on this machine can map, which is the fastest between them.
 
-GPU memory is used in the order of streams: an operation touches it after the present work of the array's own stream, or
-of `stream=`, and `Request.wait_on(stream)` lets a stream wait for the operation. `Endpoint.share`, `Endpoint.map`,
-`Mapped.put` and `Memory.await_signal` need no host at all once they are in a stream, and can be captured in graphs.
+GPU memory is accessed in stream order: an operation accesses it behind the work enqueued so far in the array's own
+stream, or in `stream=`, and `Request.wait_on(stream)` makes a stream wait for the operation. `Endpoint.share`,
+`Endpoint.map`, `Mapped.put` and `Memory.await_signal` do not need the host once they are enqueued in a stream, and can
+be captured in graphs.
 
-Threads: every object may be used from any thread. Calls that wait or move much data let other Python threads run, and
-Ctrl-C ends every wait. Every wait is bounded, by its `timeout` (seconds) or by CROSSRAIL_TIMEOUT. A buffer belongs to
-its operation until the request is finished: do not write to one that is sent, nor touch one that is received into.
+Thread safety: any thread may use any object. Calls that wait or transfer much data release the GIL, and Ctrl-C
+interrupts every wait. Every wait is bounded by its `timeout` (seconds) or by CROSSRAIL_TIMEOUT. A buffer is borrowed by
+its operation until the request is finished: do not write to a buffer that is being sent, nor access one that is being
+received into.
 
-Sizes are bytes; GB is 1e9 bytes and GiB 2**30. Every error is a `CrossrailError`.
+Sizes are in bytes; GB is 1e9 bytes and GiB is 2**30. Every error is a `CrossrailError`.
 """
 
 from crossrail._native import (

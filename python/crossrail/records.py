@@ -1,4 +1,4 @@
-"""The plain records that Crossrail returns, typed. GB is 1e9 bytes; times carry their unit in the name."""
+"""Types of the plain records that Crossrail returns. GB is 1e9 bytes; names of times end in their unit."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ class SupportsDLPack(Protocol):
 
 
 class SupportsCudaArrayInterface(Protocol):
-    """An object that describes GPU memory by `__cuda_array_interface__`, as CuPy, Numba and PyTorch have it."""
+    """An object that exports GPU memory by `__cuda_array_interface__`, as CuPy, Numba and PyTorch arrays do."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
 
 
 class SupportsCudaStream(Protocol):
-    """A CUDA stream by the protocol of `cuda.core` and CuPy: its version (0) and raw handle."""
+    """A CUDA stream that follows the protocol of `cuda.core` and CuPy: protocol version (0) and raw handle."""
 
     def __cuda_stream__(self) -> tuple[int, int]: ...
 
 
 class HasCudaStream(Protocol):
-    """A CUDA stream as PyTorch has it (`torch.cuda.Stream`): its raw handle."""
+    """A CUDA stream with its raw handle as an attribute, such as `torch.cuda.Stream`."""
 
     @property
     def cuda_stream(self) -> int: ...
 
 
 class HasDeviceName(Protocol):
-    """A device of another library whose text is its name, as of `torch.device("cuda:1")`."""
+    """A device of another library whose text is its name, such as `torch.device("cuda:1")`."""
 
     @property
     def index(self) -> int | None: ...
 
 
 class LaneShare(TypedDict):
-    """What one lane carried of one finished request."""
+    """The share of one lane in a finished request."""
 
     name: str
     bytes: int
@@ -84,7 +84,10 @@ class LaneReport(TypedDict):
 
 
 class Candidate(TypedDict):
-    """One lane that was considered for an endpoint. `score_us_*`: the estimated time of a message that long."""
+    """One lane considered for an endpoint.
+
+    `score_us_*` are the estimated times of messages of 8 B, 1 MiB and 64 MiB; `reason` says why it was not chosen.
+    """
 
     lane: str
     transport: str
@@ -99,7 +102,7 @@ class Candidate(TypedDict):
 
 
 class TransportInfo(TypedDict):
-    """One transport of this build: what it can do, or why it is unusable and what would help."""
+    """One transport of this build: its capabilities, or the reason why it is unusable and the fix."""
 
     name: str
     usable: bool
@@ -109,7 +112,7 @@ class TransportInfo(TypedDict):
 
 
 class DeviceInfo(TypedDict):
-    """One network device; `speed_mbps` and `numa_node` are None where the system does not say."""
+    """One network device; `speed_mbps` and `numa_node` are None if the system does not expose them."""
 
     name: str
     interface: str
@@ -121,7 +124,7 @@ class DeviceInfo(TypedDict):
 
 
 class GpuInfo(TypedDict):
-    """One GPU that was seen on the PCI bus."""
+    """One GPU on the PCI bus."""
 
     pci: str
     model: str | None
@@ -130,7 +133,7 @@ class GpuInfo(TypedDict):
 
 
 class NicDistance(TypedDict):
-    """How far a network device is from a GPU: `same switch`, `same root`, `same NUMA node`, `across` or `unknown`."""
+    """Distance of a network device to a GPU: `same switch`, `same root`, `same NUMA node`, `across` or `unknown`."""
 
     name: str
     distance: str
@@ -143,9 +146,9 @@ class CopiedRecord(TypedDict):
 
 
 class CudaDevice(TypedDict):
-    """One GPU as CUDA has it; bytes. `free` is known of GPUs that this process uses.
+    """One GPU as CUDA reports it; memory in bytes. `free` is known for GPUs that this process uses.
 
-    `bounce_bytes` is pinned host memory that carries chunks from and to it.
+    `bounce_bytes` is pinned host memory that stages chunks from and to it.
     """
 
     ordinal: int
@@ -168,10 +171,10 @@ class KernelCache(TypedDict):
 
 
 class CudaState(TypedDict):
-    """What CUDA has here; without it `reason` and, where there is one, `fix`.
+    """The state of CUDA on this machine; if it is unusable, the `reason` and, if there is one, the `fix`.
 
-    `peer_access[a][b]`: whether GPU `a` reaches the memory of GPU `b` without the host. `compiler`: what compiles
-    kernels; where there is a driver and it is None, `why_no_compiler` says why and what would help.
+    `peer_access[a][b]`: whether GPU `a` can access the memory of GPU `b` directly. `compiler`: the kernel compiler; if
+    there is a driver but no compiler, `why_no_compiler` has the reason and the fix.
     """
 
     present: bool
@@ -208,7 +211,7 @@ class MachineInfo(TypedDict):
 
 
 class SettingValue(TypedDict):
-    """One setting with its present value (secrets are hidden)."""
+    """One setting with its current value (secrets are hidden)."""
 
     name: str
     value: str
@@ -216,7 +219,7 @@ class SettingValue(TypedDict):
 
 
 class Info(TypedDict):
-    """What `crossrail info` prints; `cpus` are the processors that this process may use."""
+    """The data of `crossrail info`; `cpus` are the processors that this process may use."""
 
     machine: MachineInfo
     cpus: list[int]
@@ -238,10 +241,10 @@ class SettingInfo(TypedDict):
 
 
 class Samples(TypedDict):
-    """Raw samples of one measurement; the clock's own cost is stated, not subtracted.
+    """Raw samples of one measurement. The cost of reading the clock, `clock_us`, is not subtracted.
 
-    latency: half a round trip each, the mean of `batch` consecutive ones (the last sample may cover fewer).
-    bandwidth: one window of `batch` messages each, from the first send to the small reply.
+    Latency: each sample is half a round trip, the mean of `batch` consecutive ones (fewer for the last sample).
+    Bandwidth: each sample is one window of `batch` messages, from the first send to the small reply.
     The echo end has no samples.
     """
 
@@ -253,21 +256,21 @@ class Samples(TypedDict):
 
 
 class TransferEnd(TypedDict):
-    """One end's view of one p2p iteration."""
+    """One p2p iteration as measured at one end."""
 
     us: float
     receipt: ReceiptRecord
 
 
 class Transfer(TypedDict):
-    """One p2p iteration as both ends saw it."""
+    """One p2p iteration as measured at both ends."""
 
     sender: TransferEnd
     receiver: TransferEnd
 
 
 class Member(NamedTuple):
-    """One process in a group. Members of equal `node` share memory; `process` is `host:pid`."""
+    """One process in a group. Members with the same `node` share memory; `process` is `host:pid`."""
 
     rank: int
     local_rank: int
@@ -276,14 +279,14 @@ class Member(NamedTuple):
 
 
 class RankState(NamedTuple):
-    """What is known of a rank: not come yet, there, ended without leaving (`why`, and when noticed), or left."""
+    """The state of a rank: not joined yet, alive, dead without having left (`why`, and when noticed), or left."""
 
     state: Literal["absent", "alive", "dead", "left"]
     why: str | None = None
 
 
 class BufferParameters(TypedDict):
-    """What an ExpertBuffer is made for, as its native half takes it."""
+    """The parameters of a native expert buffer."""
 
     ranks: int
     max_tokens: int
@@ -299,7 +302,7 @@ class BufferParameters(TypedDict):
 
 
 class OperationTiming(TypedDict):
-    """Where the time of a dispatch or combine went: casting, copying and summing rows, waiting for other ranks."""
+    """Breakdown of the time of a dispatch or combine: casting, copying and summing rows, waiting for other ranks."""
 
     cast_us: float
     copy_us: float
@@ -309,7 +312,7 @@ class OperationTiming(TypedDict):
 
 
 class OperationBytes(TypedDict):
-    """Bytes of rows and scales: of every selection, those that left the rank, those that left the node."""
+    """Bytes of rows and scales: of every selection, that left the rank, and that left the node."""
 
     logical: int
     wire: int
@@ -317,7 +320,7 @@ class OperationBytes(TypedDict):
 
 
 class EpPlan(TypedDict):
-    """What a bench of dispatch and combine does: `cached` repeats the routing of the first dispatch."""
+    """Parameters of a measurement of dispatch and combine; `cached` repeats the routing of the first dispatch."""
 
     mode: Literal["dispatch", "combine", "e2e"]
     layout: Literal["expert", "rank"]
@@ -327,7 +330,7 @@ class EpPlan(TypedDict):
 
 
 class EpSamples(TypedDict):
-    """One rank's raw samples of dispatch and combine, by iteration; `bytes` of all iterations together."""
+    """Raw samples of one rank by iteration; `bytes` is the total of all iterations."""
 
     total_us: list[float]
     cast_us: list[float]
@@ -338,7 +341,7 @@ class EpSamples(TypedDict):
 
 
 class DeviceEpPlan(TypedDict):
-    """What a bench of dispatch and combine in GPU memory does: `clock` is the GPU's, by events, or the host's."""
+    """Parameters of a measurement in GPU memory; `clock` is the GPU's, by events, or the host's."""
 
     mode: Literal["dispatch", "combine", "e2e"]
     clock: Literal["gpu", "host"]
@@ -348,7 +351,7 @@ class DeviceEpPlan(TypedDict):
 
 
 class DeviceEpPlace(TypedDict):
-    """Where such a bench's buffer is, and whether rows are given as fp8 (`cast_before`) or cast by the dispatch."""
+    """The GPU of such a measurement, and whether dispatch is given fp8 rows (`cast_before`) or casts them."""
 
     ordinal: int
     num_sms: int | None
@@ -356,14 +359,14 @@ class DeviceEpPlace(TypedDict):
 
 
 class DeviceEpSamples(TypedDict):
-    """One rank's raw samples by iteration, and the bytes of one iteration."""
+    """Raw samples of one rank by iteration, and the bytes of one iteration."""
 
     samples_us: list[float]
     bytes: OperationBytes
 
 
 class DeviceEpFacts(TypedDict):
-    """What such a bench's buffer is, and how each rank is reached: `self`, `heap` or `network`."""
+    """The buffer of such a measurement, and the link to each rank: `self`, `heap` or `network`."""
 
     heap_bytes: int
     num_sms: int
@@ -371,7 +374,7 @@ class DeviceEpFacts(TypedDict):
 
 
 class RawTcpSamples(TypedDict):
-    """What plain TCP sockets took for `bytes_per_sample` each; `ways`: the addresses, as `10.0.0.1 -> 10.0.0.2`."""
+    """Raw samples of plain TCP sockets, `bytes_per_sample` each; `ways` has the addresses as `10.0.0.1 -> 10.0.0.2`."""
 
     samples_us: list[float]
     bytes_per_sample: int
@@ -379,8 +382,10 @@ class RawTcpSamples(TypedDict):
 
 
 class MeshPlan(TypedDict):
-    """What a bench of a mesh does: bytes of a message, iterations, messages under way to one rank, bytes and round
-    trips of small messages, seconds that a rank waits for others that are measuring.
+    """Parameters of a measurement of a mesh.
+
+    `size`: bytes per message; `window`: messages in flight to one rank; `small` and `trips`: bytes and round trips for
+    latency; `patience`: seconds that a rank waits for others that are measuring.
     """
 
     size: int
@@ -393,7 +398,7 @@ class MeshPlan(TypedDict):
 
 
 class MeshPair(TypedDict):
-    """One ordered pair of ranks, none other being at work: a message's receipt, windows, half round trips."""
+    """One ordered pair of ranks while all others are idle: the receipt of a message, windows, and half round trips."""
 
     target: int
     receipt: ReceiptRecord
@@ -402,7 +407,7 @@ class MeshPair(TypedDict):
 
 
 class MessageRecord(TypedDict):
-    """When what happened to one message of an exchange of all with all; microseconds from the barrier."""
+    """Timeline of one message of an exchange of all with all, in microseconds from the barrier."""
 
     target: int
     posted_us: float
@@ -412,9 +417,9 @@ class MessageRecord(TypedDict):
 
 
 class MeshSamples(TypedDict):
-    """What one rank of a mesh measured: pairs that begin there, and all to all at once (us, and bytes it sent).
+    """Samples of one rank of a mesh: pairs that begin there, and all to all at once (us, and bytes sent).
 
-    `slowest` are the messages of the slowest exchange, `copied` counts all of them.
+    `slowest` are the messages of the slowest exchange, `copied` counts the copies of all exchanges.
     """
 
     pairs: list[MeshPair]
@@ -425,7 +430,7 @@ class MeshSamples(TypedDict):
 
 
 class UnpackPlan(TypedDict):
-    """What a bench of unpacking does: `source` is `pinned` or `device`, `modes` are some of kernel, d2d and host."""
+    """Parameters of a measurement of unpacking; `source` is `pinned` or `device`, `modes` some of kernel, d2d, host."""
 
     device: str
     size: int
@@ -437,14 +442,14 @@ class UnpackPlan(TypedDict):
 
 
 class UnpackTimes(TypedDict):
-    """Samples of one way to unpack: the whole, and what the GPU took of it (empty where the host is in between)."""
+    """Samples of one mode of unpacking: total times, and times by the GPU's clock (empty if the host takes part)."""
 
     samples_us: list[float]
     gpu_us: list[float]
 
 
 class UnpackSamples(TypedDict):
-    """A contiguous copy, and every way to unpack as many bytes from one list of `pieces` entries."""
+    """Samples of a contiguous copy, and of every mode of unpacking as many bytes from a list of `pieces` entries."""
 
     pieces: int
     contiguous: UnpackTimes
