@@ -1,70 +1,26 @@
 //! The buffer: one rank's memory for dispatch and combine, and its connections to the other ranks.
-#![allow(unsafe_code)]
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossrail::{Context, Endpoint, Memory, Region, Worker};
+use crossrail::{Context, Endpoint};
 use crossrail_control::Group;
-use crossrail_ep::hello::Parameters;
-use crossrail_ep::meeting::{Meeting, random_id};
-use crossrail_ep::{Config, Fault, Layout, Link, LinkKind, Plan};
-use crossrail_types::{Error, ErrorKind, Result};
-use parking_lot::Mutex;
+use crossrail_ep::{Config, Fault, Link, LinkKind, Plan};
+use crossrail_types::{Error, Result};
 
 use crate::combine::{self, CombineOptions, Combined};
 use crate::dispatch::{self, DispatchOptions, Dispatched};
-use crate::heap::{Areas, Heap, expert_area};
+use crate::local_rank::LocalRank;
 use crate::operation::Pending;
-use crate::peer::{Here, Peer};
 use crate::plan::plan;
 use crate::routes::Handle;
-use crate::rows::Kernels;
 use crate::sync;
 use crate::tensor::{Input, Tensor};
 
 /// One rank's memory for dispatch and combine, and its connections to the other ranks. Clones share it. Any thread
 /// may use it, one at a time.
 #[derive(Clone)]
-pub struct ExpertBuffer(pub(crate) Arc<Inner>);
-
-pub(crate) struct Inner {
-    /// Tells buffers apart, handles too.
-    pub(crate) id: u64,
-    pub(crate) name: String,
-    pub(crate) group: Group,
-    pub(crate) context: Context,
-    pub(crate) config: Config,
-    pub(crate) here: Here,
-    pub(crate) rows: &'static Kernels,
-    pub(crate) memory: Memory,
-    /// Expert layout: rows and scales by parity.
-    pub(crate) experts: Option<[Memory; 2]>,
-    pub(crate) worker: Worker,
-    pub(crate) region: Region,
-    pub(crate) state: Mutex<State>,
-    /// Finds and greets the others. When it ends, whoever waits with the state locked gives up.
-    pub(crate) meeting: Meeting,
-}
-
-/// What changes.
-pub(crate) struct State {
-    pub(crate) peers: Vec<Option<Peer>>,
-    /// Operations, dispatches and combines begun so far: the same on every rank.
-    pub(crate) operations: u64,
-    pub(crate) dispatches: u64,
-    pub(crate) combines: u64,
-    pub(crate) faults: Vec<Fault>,
-    /// Ranks that were lost while they had a place among our rows, and may still write there if they live.
-    pub(crate) suspects: Vec<(usize, Endpoint)>,
-    /// Numbers connections.
-    pub(crate) generation: u32,
-    /// Writes of other nodes that were seen.
-    pub(crate) arrivals: u64,
-    /// How long a wait spins before it sleeps.
-    pub(crate) spin: Duration,
-    pub(crate) closed: bool,
-}
+pub struct ExpertBuffer(pub(crate) Arc<LocalRank>);
 
 impl ExpertBuffer {
     /// What a buffer of `config` takes on one rank, `network` other ranks being on other nodes.
@@ -75,61 +31,13 @@ impl ExpertBuffer {
         plan(config, network)
     }
 
-    /// Memory for `config` on this rank of `group`; nobody is connected yet. Buffers of one name belong together.
+    /// Allocates the memory for `config` on this rank of `group`; no other rank is connected yet. Buffers of the same
+    /// name on different ranks belong together.
     ///
     /// # Errors
-    /// `Usage` for numbers that make no sense; `Exhausted`, with the plan, when more is wanted than is free.
+    /// `Usage` for an invalid configuration; `Exhausted`, with the plan, when it needs more memory than is free.
     pub fn new(group: &Group, context: &Context, name: &str, config: Config) -> Result<ExpertBuffer> {
-        config.check()?;
-        let me = group.rank();
-        config.check_rank(me)?;
-        plan(&config, 0)?.check()?;
-        let areas = Areas::new(&config);
-        let memory = context.alloc(areas.heap)?;
-        let experts = if config.has(Layout::Expert) {
-            let bytes = usize::try_from(expert_area(&config, areas.row, areas.scale)).unwrap_or(usize::MAX);
-            Some([context.alloc(bytes)?, context.alloc(bytes)?])
-        } else {
-            None
-        };
-        // SAFETY: freshly mapped, page-aligned, of this size, and kept by `memory` as long as Inner lives.
-        let heap = unsafe { Heap::new(memory.ptr()) };
-        let heap = heap.ok_or_else(|| Error::new(ErrorKind::Io, "ExpertBuffer", "the heap has no address"))?;
-        let id = random_id()?;
-        let (node, parameters) = (group.node().to_owned(), Parameters::of(&config));
-        let meeting = Meeting::new(group, context, name, id, node, config.share_node, parameters)?;
-        let worker = meeting.worker.clone();
-        let region = worker.register(&memory)?;
-        let mut peers: Vec<Option<Peer>> = (0..config.ranks).map(|_| None).collect();
-        peers[me as usize] = Some(Peer::myself(me as usize));
-        let inner = Inner {
-            id,
-            meeting,
-            name: name.to_owned(),
-            group: group.clone(),
-            context: context.clone(),
-            here: Here { heap, areas, me: me as usize },
-            rows: Kernels::detect(),
-            memory,
-            experts,
-            worker,
-            region,
-            config,
-            state: Mutex::new(State {
-                peers,
-                operations: 0,
-                dispatches: 0,
-                combines: 0,
-                faults: Vec::new(),
-                suspects: Vec::new(),
-                generation: 0,
-                arrivals: 0,
-                spin: Duration::ZERO,
-                closed: false,
-            }),
-        };
-        inner.meeting.announce()?;
-        Ok(ExpertBuffer(Arc::new(inner)))
+        Ok(ExpertBuffer(Arc::new(LocalRank::new(group, context, name, config)?)))
     }
 
     /// What it was made for.
@@ -139,7 +47,7 @@ impl ExpertBuffer {
 
     /// This rank.
     pub fn rank(&self) -> u32 {
-        self.0.here.me as u32
+        self.0.own.me as u32
     }
 
     /// Connects `ranks` (this one among them or not; those that are connected stay so), which call it too, and waits
@@ -180,24 +88,24 @@ impl ExpertBuffer {
 
     /// Ranks that are connected but masked.
     pub fn masked(&self) -> Vec<u32> {
-        let state = self.0.state.lock();
-        state.peers.iter().flatten().filter(|peer| peer.masked).map(|peer| peer.rank as u32).collect()
+        let view = self.0.view.lock();
+        view.peers.iter().flatten().filter(|peer| peer.masked).map(|peer| peer.rank as u32).collect()
     }
 
     /// Ranks that are connected, this one and masked ones included.
     pub fn connected(&self) -> Vec<u32> {
-        self.0.state.lock().peers.iter().flatten().map(|peer| peer.rank as u32).collect()
+        self.0.view.lock().peers.iter().flatten().map(|peer| peer.rank as u32).collect()
     }
 
     /// Ranks that were lost so far, in order.
     pub fn faults(&self) -> Vec<Fault> {
-        self.0.state.lock().faults.clone()
+        self.0.view.lock().faults.clone()
     }
 
     /// How each connected rank is reached.
     pub fn links(&self) -> Vec<Link> {
-        let state = self.0.state.lock();
-        let peers = state.peers.iter().flatten();
+        let view = self.0.view.lock();
+        let peers = view.peers.iter().flatten();
         peers
             .map(|peer| Link {
                 rank: peer.rank as u32,
@@ -270,34 +178,6 @@ impl ExpertBuffer {
 
 impl std::fmt::Debug for ExpertBuffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "ExpertBuffer({:?}, rank {})", self.0.name, self.0.here.me)
-    }
-}
-
-impl Inner {
-    /// Says on stderr what went wrong without stopping anything.
-    pub(crate) fn warn(&self, what: &dyn std::fmt::Display) {
-        self.meeting.warn(what);
-    }
-
-    fn set_mask(&self, ranks: &[u32], masked: bool) -> Result<()> {
-        let what = if masked { "mask" } else { "unmask" };
-        let mut state = self.state.lock();
-        let floor = [state.dispatches, state.combines];
-        for rank in ranks {
-            let peer = state.peers.get_mut(*rank as usize).and_then(Option::as_mut);
-            let Some(peer) = peer.filter(|peer| peer.rank != self.here.me) else {
-                return Err(Error::new(ErrorKind::Usage, what, format!("rank {rank} is not a connected other rank")));
-            };
-            if !masked && !peer.is_alive() {
-                let error = Error::new(ErrorKind::PeerDead, what, format!("the process of rank {rank} is gone"));
-                return Err(error.with_hint("disconnect it; a new process can take its place"));
-            }
-            if peer.masked && !masked {
-                peer.floor = floor;
-            }
-            peer.masked = masked;
-        }
-        Ok(())
+        write!(f, "ExpertBuffer({:?}, rank {})", self.0.name, self.0.own.me)
     }
 }

@@ -12,11 +12,11 @@ use std::time::Instant;
 use crossrail_ep::{Bytes, Layout, MOST_TOPK};
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::buffer::{Inner, State};
 use crate::heap::{HEADER, Header};
-use crate::operation::{Common, Machine, Pending, Timing, Wait};
-use crate::peer::Message;
-use crate::routes::{Handle, Leg, Routes};
+use crate::local_rank::{GroupView, LocalRank};
+use crate::operation::{Common, Operation, Pending, Timing};
+use crate::peer::{Expected, Message};
+use crate::routes::{Destination, Handle, Routes};
 use crate::send::micros;
 use crate::tensor::{Tensor, TensorMut};
 
@@ -64,32 +64,32 @@ struct Combine {
     /// Ranks whose slots are free and which were not sent weights yet.
     open: Vec<usize>,
     /// Ranks whose rows are here.
-    here: Vec<bool>,
+    rows_arrived: Vec<bool>,
     /// The weights that each source asked for, where they came now.
     asked: Vec<Vec<f32>>,
 }
 
 pub(crate) fn begin(
-    inner: &Arc<Inner>,
+    local: &Arc<LocalRank>,
     y: Tensor,
     handle: Option<&Handle>,
     options: CombineOptions,
 ) -> Result<Pending<Combined>> {
-    let mut state = inner.state.lock();
-    if state.closed {
+    let mut view = local.view.lock();
+    if view.closed {
         return Err(Error::new(ErrorKind::Closed, "combine", "the buffer was destroyed"));
     }
-    let wide = inner.here.areas.wide;
+    let wide = local.own.areas.wide;
     let CombineOptions { weights, bias, out, refuse } = options;
-    let ours = handle.map(|handle| Arc::clone(&handle.0)).filter(|routes| routes.buffer == inner.id);
+    let ours = handle.map(|handle| Arc::clone(&handle.0)).filter(|routes| routes.buffer == local.id);
     let (routes, problem) = match (ours, refuse) {
-        (_, Some(error)) => (Arc::new(Routes::nothing(inner)), Some(error)),
+        (_, Some(error)) => (Arc::new(Routes::nothing(local)), Some(error)),
         (None, None) => {
             let error = Error::new(ErrorKind::Usage, "combine", "the handle is another buffer's");
-            (Arc::new(Routes::nothing(inner)), Some(error))
+            (Arc::new(Routes::nothing(local)), Some(error))
         }
         (Some(routes), None) => {
-            let problem = check(inner, &routes, &y, weights.as_ref(), &bias, out.as_ref()).err();
+            let problem = check(local, &routes, &y, weights.as_ref(), &bias, out.as_ref()).err();
             (routes, problem)
         }
     };
@@ -102,14 +102,14 @@ pub(crate) fn begin(
             (unsafe { TensorMut::raw(own.as_mut_ptr().cast(), own.len() * 2, None) }, Some(own))
         }
     };
-    state.operations += 1;
-    state.combines += 1;
-    let epoch = state.combines;
-    let mut common = Common::new("combine", state.operations, (epoch % 2) as usize, inner.config.timeout);
+    view.operations += 1;
+    view.combines += 1;
+    let epoch = view.combines;
+    let mut common = Common::new("combine", view.operations, (epoch % 2) as usize, local.config.timeout);
     if let Some(error) = problem {
         common.fail(error);
     }
-    let ranks = inner.config.ranks as usize;
+    let ranks = local.config.ranks as usize;
     let mut combine = Combine {
         common,
         epoch,
@@ -121,28 +121,28 @@ pub(crate) fn begin(
         missing: vec![0; ranks],
         ready: Vec::new(),
         open: Vec::new(),
-        here: vec![false; ranks],
+        rows_arrived: vec![false; ranks],
         asked: vec![Vec::new(); ranks],
         routes,
     };
-    for rank in state.others(inner.here.me) {
+    for rank in view.others(local.own.me) {
         combine.missing[rank] = SLOT;
-        combine.common.expect_number(rank, Message::CombineTaken, epoch.saturating_sub(2));
-        let came = &combine.routes.came[rank];
-        if combine.weighs_here(inner) && !came.tokens.is_empty() && came.weights.is_empty() {
+        combine.common.expect_number(rank, Message::CombineReleased, epoch.saturating_sub(2));
+        let received = &combine.routes.received[rank];
+        if combine.weighs_here(local) && !received.tokens.is_empty() && received.weights.is_empty() {
             combine.missing[rank] |= WEIGHTS;
             combine.common.expect(rank, Message::Weights);
         }
         combine.common.expect(rank, Message::Back);
     }
     let mut combine = Box::new(combine);
-    inner.look(combine.as_mut(), &mut state);
-    drop(state);
-    Ok(Pending::new(combine, Arc::clone(inner)))
+    local.poll(combine.as_mut(), &mut view);
+    drop(view);
+    Ok(Pending::new(combine, Arc::clone(local)))
 }
 
 fn check(
-    inner: &Inner,
+    local: &LocalRank,
     routes: &Routes,
     y: &Tensor,
     weights: Option<&Tensor>,
@@ -150,7 +150,7 @@ fn check(
     out: Option<&TensorMut>,
 ) -> Result<()> {
     let wrong = |text: String| Err(Error::new(ErrorKind::Usage, "combine", text));
-    let (config, wide, tokens) = (&inner.config, inner.here.areas.wide, routes.sent.tokens);
+    let (config, wide, tokens) = (&local.config, local.own.areas.wide, routes.sent.tokens);
     let (rows, shape) = match routes.layout {
         Layout::Expert => {
             let most = config.ranks as usize * config.max_tokens;
@@ -198,8 +198,8 @@ fn check(
 
 impl Combine {
     /// Whether experts' ranks weight and sum.
-    fn weighs_here(&self, inner: &Inner) -> bool {
-        self.routes.layout == Layout::Expert && inner.config.prereduce
+    fn weighs_here(&self, local: &LocalRank) -> bool {
+        self.routes.layout == Layout::Expert && local.config.prereduce
     }
 
     fn cleared(&mut self, rank: usize, what: u8) {
@@ -211,16 +211,16 @@ impl Combine {
     }
 
     /// Sends the weights that our rows are to be summed with, where dispatch was given none.
-    fn send_weights(&mut self, inner: &Inner, state: &mut State, rank: usize) {
-        let (topk, parity, number) = (inner.config.topk, self.common.parity, self.common.number);
+    fn send_weights(&mut self, local: &LocalRank, view: &mut GroupView, rank: usize) {
+        let (topk, parity, number) = (local.config.topk, self.common.parity, self.common.number);
         let tokens = &self.routes.sent.to[rank].tokens;
-        if self.routes.sent.weighted || !self.weighs_here(inner) || tokens.is_empty() {
+        if self.routes.sent.weighted || !self.weighs_here(local) || tokens.is_empty() {
             return;
         }
-        let Some(peer) = &mut state.peers[rank] else { return };
+        let Some(peer) = &mut view.peers[rank] else { return };
         let weights = self.weights.as_ref().filter(|_| self.common.failure.is_none());
         let rows = if weights.is_some() { tokens.len() } else { 0 };
-        let to = peer.back(&inner.here, parity).wrapping_add(inner.here.areas.back_weights());
+        let to = peer.back(&local.own, parity).wrapping_add(local.own.areas.back_weights());
         // SAFETY: our slot in the peer's heap, or in staging; free, as the peer has taken the combine before the
         // last. It has room for the weights of max_tokens rows.
         unsafe {
@@ -233,15 +233,15 @@ impl Combine {
             }
         }
         // A peer that cannot be written to is dead, which is noticed where its answer is missed.
-        let _ = peer.publish_weights(&inner.here, parity, number, HEADER + rows * topk * 4);
+        let _ = peer.publish_weights(&local.own, parity, number, HEADER + rows * topk * 4);
     }
 
-    fn read_weights(&mut self, inner: &Inner, rank: usize) -> Result<()> {
-        let (areas, topk) = (&inner.here.areas, inner.config.topk);
-        let from = inner.here.heap.at(areas.back(self.common.parity, rank) + areas.back_weights());
+    fn read_weights(&mut self, local: &LocalRank, rank: usize) -> Result<()> {
+        let (areas, topk) = (&local.own.areas, local.config.topk);
+        let from = local.own.heap.at(areas.back(self.common.parity, rank) + areas.back_weights());
         // SAFETY: a slot of our heap, published by its writer.
         let header = unsafe { from.cast::<Header>().read_volatile() };
-        let (rows, have) = (header.rows as usize, self.routes.came[rank].tokens.len());
+        let (rows, have) = (header.rows as usize, self.routes.received[rank].tokens.len());
         if rows != 0 && rows != have {
             let text = format!("rank {rank}: weights of {rows} rows where it sent {have}");
             return Err(Error::new(ErrorKind::Protocol, "combine", text));
@@ -254,21 +254,21 @@ impl Combine {
     }
 
     /// Writes the rows for one rank into its heap.
-    fn send_back(&mut self, inner: &Inner, state: &mut State, rank: usize) {
-        let (areas, parity, number) = (&inner.here.areas, self.common.parity, self.common.number);
-        let Some(peer) = &mut state.peers[rank] else { return };
-        let slot = peer.back(&inner.here, parity);
+    fn send_back(&mut self, local: &LocalRank, view: &mut GroupView, rank: usize) {
+        let (areas, parity, number) = (&local.own.areas, self.common.parity, self.common.number);
+        let Some(peer) = &mut view.peers[rank] else { return };
+        let slot = peer.back(&local.own, parity);
         let rows_at = slot.wrapping_add(areas.back_rows());
-        let rows = if self.common.failure.is_some() { 0 } else { self.routes.came[rank].tokens.len() };
+        let rows = if self.common.failure.is_some() { 0 } else { self.routes.received[rank].tokens.len() };
         let began = Instant::now();
         let mut written = 0;
         let mut scratch = Gather::default();
         for row in 0..rows {
             // SAFETY: our slot in the peer's heap, or staging, which is free (as above) and has room for what
             // max_tokens rows bring back.
-            written += unsafe { self.write_back(inner, rank, row, rows_at.wrapping_add(written), &mut scratch) };
+            written += unsafe { self.write_back(local, rank, row, rows_at.wrapping_add(written), &mut scratch) };
         }
-        if self.weighs_here(inner) {
+        if self.weighs_here(local) {
             self.common.timing.sum_us += micros(began);
         } else {
             self.common.timing.copy_us += micros(began);
@@ -280,7 +280,7 @@ impl Combine {
         header.writes = peer.announce(true, parity, usize::from(written > 0));
         // SAFETY: as above.
         unsafe { slot.cast::<Header>().write_volatile(header) };
-        let _ = peer.publish_back(&inner.here, parity, number, written);
+        let _ = peer.publish_back(&local.own, parity, number, written);
         self.common.bytes.wire += written as u64;
         if peer.is_network() {
             self.common.bytes.network += written as u64;
@@ -291,37 +291,37 @@ impl Combine {
     ///
     /// # Safety
     /// `to` has room for it.
-    unsafe fn write_back(&self, inner: &Inner, rank: usize, row: usize, to: *mut u8, gather: &mut Gather) -> usize {
-        let wide = inner.here.areas.wide;
+    unsafe fn write_back(&self, local: &LocalRank, rank: usize, row: usize, to: *mut u8, gather: &mut Gather) -> usize {
+        let wide = local.own.areas.wide;
         if self.routes.layout == Layout::Rank {
             let at = (self.routes.offsets[rank] as usize + row) * wide;
             // SAFETY: room by the contract; y has all rows (checked).
-            unsafe { inner.rows.copy_row(to, self.y.at(at, wide), wide) };
+            unsafe { local.kernels.copy_row(to, self.y.at(at, wide), wide) };
             return wide;
         }
-        self.gather(inner, rank, row, gather);
-        if inner.config.prereduce {
+        self.gather(local, rank, row, gather);
+        if local.config.prereduce {
             let weights = if gather.weights.is_empty() { None } else { Some(&gather.weights[..]) };
             // SAFETY: as above.
-            unsafe { inner.rows.reduce_rows(to.cast(), &gather.rows, weights, inner.config.hidden) };
+            unsafe { local.kernels.reduce_rows(to.cast(), &gather.rows, weights, local.config.hidden) };
             return wide;
         }
         for (index, from) in gather.rows.iter().enumerate() {
             // SAFETY: as above.
-            unsafe { inner.rows.copy_row(to.wrapping_add(index * wide), from.cast(), wide) };
+            unsafe { local.kernels.copy_row(to.wrapping_add(index * wide), from.cast(), wide) };
         }
         gather.rows.len() * wide
     }
 
     /// The experts' outputs for one row, by k, and their weights.
-    fn gather(&self, inner: &Inner, rank: usize, row: usize, gather: &mut Gather) {
-        let (topk, wide) = (inner.config.topk, inner.here.areas.wide);
-        let most = inner.config.ranks as usize * inner.config.max_tokens;
-        let came = &self.routes.came[rank];
-        let weights = if came.weights.is_empty() { &self.asked[rank] } else { &came.weights };
+    fn gather(&self, local: &LocalRank, rank: usize, row: usize, gather: &mut Gather) {
+        let (topk, wide) = (local.config.topk, local.own.areas.wide);
+        let most = local.config.ranks as usize * local.config.max_tokens;
+        let received = &self.routes.received[rank];
+        let weights = if received.weights.is_empty() { &self.asked[rank] } else { &received.weights };
         gather.rows.clear();
         gather.weights.clear();
-        for (k, expert, place) in came.selections(row, topk) {
+        for (k, expert, place) in received.selections(row, topk) {
             gather.rows.push(self.y.at((expert * most + place) * wide, wide).cast());
             if let Some(weight) = weights.get(row * topk + k) {
                 gather.weights.push(*weight);
@@ -330,15 +330,15 @@ impl Combine {
     }
 
     /// Sums each token's rows.
-    fn sum(&mut self, inner: &Inner) {
+    fn sum(&mut self, local: &LocalRank) {
         let began = Instant::now();
-        let (hidden, wide, me) = (inner.config.hidden, inner.here.areas.wide, inner.here.me);
+        let (hidden, wide, me) = (local.config.hidden, local.own.areas.wide, local.own.me);
         if self.asked[me].is_empty()
-            && let Some(weights) = self.weights.as_ref().filter(|_| self.weighs_here(inner))
+            && let Some(weights) = self.weights.as_ref().filter(|_| self.weighs_here(local))
         {
             let all: Vec<f32> = weights.words::<4>().map(f32::from_ne_bytes).collect();
-            let topk = inner.config.topk;
-            let tokens = &self.routes.came[me].tokens;
+            let topk = local.config.topk;
+            let tokens = &self.routes.received[me].tokens;
             self.asked[me] =
                 tokens.iter().flat_map(|token| all[*token as usize * topk..][..topk].iter().copied()).collect();
         }
@@ -352,11 +352,11 @@ impl Combine {
         for token in 0..self.routes.sent.tokens {
             rows.clear();
             weights.clear();
-            if self.routes.layout == Layout::Expert && !inner.config.prereduce {
-                self.selected(inner, token, &late, &mut rows, &mut weights);
+            if self.routes.layout == Layout::Expert && !local.config.prereduce {
+                self.selected(local, token, &late, &mut rows, &mut weights);
             } else {
-                for leg in self.routes.sent.legs_of(token) {
-                    rows.extend(self.row_of(inner, leg, &mut own, &mut gather));
+                for destination in self.routes.sent.destinations_of(token) {
+                    rows.extend(self.row_of(local, destination, &mut own, &mut gather));
                 }
             }
             for bias in &self.bias {
@@ -367,47 +367,62 @@ impl Combine {
             }
             let weights = if weights.is_empty() { None } else { Some(&weights[..]) };
             // SAFETY: `out` has all tokens (checked); rows lie in y, in our heap's slots, in `own` or in a bias.
-            unsafe { inner.rows.reduce_rows(self.out.at(token * wide, wide).cast(), &rows, weights, hidden) };
+            unsafe { local.kernels.reduce_rows(self.out.at(token * wide, wide).cast(), &rows, weights, hidden) };
         }
         self.common.timing.sum_us += micros(began);
     }
 
     /// The row that one rank brings back for a token; `None` if it was lost.
-    fn row_of(&self, inner: &Inner, leg: &Leg, own: &mut [u16], gather: &mut Gather) -> Option<*const u16> {
-        let (areas, rank, row) = (&inner.here.areas, leg.rank as usize, leg.row as usize);
-        if rank == inner.here.me {
+    fn row_of(
+        &self,
+        local: &LocalRank,
+        destination: &Destination,
+        own: &mut [u16],
+        gather: &mut Gather,
+    ) -> Option<*const u16> {
+        let (areas, rank, row) = (&local.own.areas, destination.rank as usize, destination.row as usize);
+        if rank == local.own.me {
             if self.routes.layout == Layout::Rank {
                 return Some(self.y.at((self.routes.offsets[rank] as usize + row) * areas.wide, areas.wide).cast());
             }
             // SAFETY: `own` has one row.
-            unsafe { self.write_back(inner, rank, row, own.as_mut_ptr().cast(), gather) };
+            unsafe { self.write_back(local, rank, row, own.as_mut_ptr().cast(), gather) };
             return Some(own.as_ptr());
         }
         let slot = areas.back(self.common.parity, rank) + areas.back_rows();
-        self.here[rank].then(|| inner.here.heap.at(slot + row * areas.wide).cast_const().cast())
+        self.rows_arrived[rank].then(|| local.own.heap.at(slot + row * areas.wide).cast_const().cast())
     }
 
     /// Without `prereduce`: a token's outputs by k, and their weights.
-    fn selected(&self, inner: &Inner, token: usize, late: &[f32], rows: &mut Vec<*const u16>, weights: &mut Vec<f32>) {
-        let (areas, topk, sent) = (&inner.here.areas, inner.config.topk, &self.routes.sent);
+    fn selected(
+        &self,
+        local: &LocalRank,
+        token: usize,
+        late: &[f32],
+        rows: &mut Vec<*const u16>,
+        weights: &mut Vec<f32>,
+    ) {
+        let (areas, topk, sent) = (&local.own.areas, local.config.topk, &self.routes.sent);
         let given = if sent.weighted { &sent.weights[..] } else { late };
         let mut taken = [0usize; MOST_TOPK];
         let mut gather = Gather::default();
         for k in 0..topk {
-            let home = sent.homes[token * topk + k];
-            let Some((leg_at, leg)) = sent.legs_of(token).iter().enumerate().find(|(_, leg)| leg.rank == home) else {
+            let home = sent.expert_ranks[token * topk + k];
+            let Some((at, destination)) =
+                sent.destinations_of(token).iter().enumerate().find(|(_, destination)| destination.rank == home)
+            else {
                 continue;
             };
-            let nth = taken[leg_at];
-            taken[leg_at] += 1;
-            let rank = leg.rank as usize;
-            let row: *const u16 = if rank == inner.here.me {
-                self.gather(inner, rank, leg.row as usize, &mut gather);
+            let nth = taken[at];
+            taken[at] += 1;
+            let rank = destination.rank as usize;
+            let row: *const u16 = if rank == local.own.me {
+                self.gather(local, rank, destination.row as usize, &mut gather);
                 gather.rows[nth]
-            } else if self.here[rank] {
-                let at = sent.to[rank].first[leg.row as usize] as usize + nth;
+            } else if self.rows_arrived[rank] {
+                let at = sent.to[rank].first[destination.row as usize] as usize + nth;
                 let slot = areas.back(self.common.parity, rank) + areas.back_rows();
-                inner.here.heap.at(slot + at * areas.wide).cast_const().cast()
+                local.own.heap.at(slot + at * areas.wide).cast_const().cast()
             } else {
                 continue;
             };
@@ -418,10 +433,10 @@ impl Combine {
         }
     }
 
-    fn read_back(&mut self, inner: &Inner, rank: usize) {
-        let at = inner.here.areas.back(self.common.parity, rank);
+    fn read_back(&mut self, local: &LocalRank, rank: usize) {
+        let at = local.own.areas.back(self.common.parity, rank);
         // SAFETY: a slot of our heap, published by its writer.
-        let header = unsafe { inner.here.heap.at(at).cast::<Header>().read_volatile() };
+        let header = unsafe { local.own.heap.at(at).cast::<Header>().read_volatile() };
         let want = self.routes.sent.to[rank].tokens.len();
         if let Some(why) = header.failure() {
             let error = Error::new(ErrorKind::Usage, "combine", format!("the call of rank {rank} failed: {why}"));
@@ -433,7 +448,7 @@ impl Combine {
             );
             self.common.fail(Error::new(ErrorKind::Mismatch, "combine", text));
         } else {
-            self.here[rank] = true;
+            self.rows_arrived[rank] = true;
         }
     }
 }
@@ -449,59 +464,59 @@ struct Gather {
 // threads as a whole.
 unsafe impl Send for Combine {}
 
-impl Machine for Combine {
+impl Operation for Combine {
     type Output = Combined;
 
     fn common(&mut self) -> &mut Common {
         &mut self.common
     }
 
-    fn arrived(&mut self, inner: &Inner, _: &mut State, wait: Wait) {
-        match wait.message {
-            Message::CombineTaken => {
-                self.open.push(wait.rank);
-                self.cleared(wait.rank, SLOT);
+    fn arrived(&mut self, local: &LocalRank, _: &mut GroupView, expected: Expected) {
+        match expected.message {
+            Message::CombineReleased => {
+                self.open.push(expected.rank);
+                self.cleared(expected.rank, SLOT);
             }
             Message::Weights => {
-                if let Err(error) = self.read_weights(inner, wait.rank) {
+                if let Err(error) = self.read_weights(local, expected.rank) {
                     self.common.fail(error);
                 }
-                self.cleared(wait.rank, WEIGHTS);
+                self.cleared(expected.rank, WEIGHTS);
             }
-            _ => self.read_back(inner, wait.rank),
+            _ => self.read_back(local, expected.rank),
         }
     }
 
-    fn lost(&mut self, _: &Inner, _: &mut State, _: Wait) {}
+    fn lost(&mut self, _: &LocalRank, _: &mut GroupView, _: Expected) {}
 
-    fn settle(&mut self, inner: &Inner, state: &mut State) {
+    fn settle(&mut self, local: &LocalRank, view: &mut GroupView) {
         for rank in std::mem::take(&mut self.open) {
-            if let Some(peer) = &mut state.peers[rank] {
+            if let Some(peer) = &mut view.peers[rank] {
                 peer.reclaim(true, self.common.parity, self.common.deadline);
             }
-            self.send_weights(inner, state, rank);
+            self.send_weights(local, view, rank);
         }
         for rank in std::mem::take(&mut self.ready) {
-            self.send_back(inner, state, rank);
+            self.send_back(local, view, rank);
         }
     }
 
-    fn finish(&mut self, inner: &Inner, state: &mut State) -> Combined {
+    fn finish(&mut self, local: &LocalRank, view: &mut GroupView) -> Combined {
         if self.common.failure.is_none() {
-            self.sum(inner);
+            self.sum(local);
         }
-        for rank in state.others(inner.here.me) {
-            if let Some(peer) = &mut state.peers[rank] {
-                peer.take_combine(&inner.here, self.common.parity, self.epoch);
+        for rank in view.others(local.own.me) {
+            if let Some(peer) = &mut view.peers[rank] {
+                peer.release_combine(&local.own, self.common.parity, self.epoch);
             }
         }
         let selections: usize = self
             .routes
-            .came
+            .received
             .iter()
-            .map(|came| came.experts.iter().filter(|expert| **expert != crate::routes::NONE).count())
+            .map(|received| received.experts.iter().filter(|expert| **expert != crate::routes::NO_EXPERT).count())
             .sum();
-        self.common.bytes.logical = (selections * inner.here.areas.wide) as u64;
+        self.common.bytes.logical = (selections * local.own.areas.wide) as u64;
         self.common.timing.total_us = micros(self.common.began);
         Combined { out: self.own_out.take(), timing: self.common.timing, bytes: self.common.bytes }
     }

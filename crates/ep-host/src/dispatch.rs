@@ -12,12 +12,12 @@ use crossrail::Memory;
 use crossrail_ep::{Bytes, Layout, Payload};
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::buffer::{Inner, State};
 use crate::heap::{HEADER, Header, flags};
-use crate::operation::{Common, Machine, Pending, Timing, Wait};
-use crate::peer::{Message, Span, staged_slot};
-use crate::rank_layout;
-use crate::routes::{Came, Handle, Routes, Sent};
+use crate::local_rank::{GroupView, LocalRank};
+use crate::operation::{Common, Operation, Pending, Timing};
+use crate::peer::{Expected, Message, Span, staged_slot};
+use crate::rank_layout::{self, Grants};
+use crate::routes::{Handle, Received, Routes, Sent};
 use crate::send::{Target, micros};
 use crate::tensor::Input;
 
@@ -70,43 +70,40 @@ pub struct Dispatched {
     pub bytes: Bytes,
 }
 
-pub(crate) struct Dispatch {
-    pub(crate) common: Common,
-    pub(crate) layout: Layout,
+struct Dispatch {
+    common: Common,
+    layout: Layout,
     alignment: usize,
-    /// The how-manieth dispatch this is.
+    /// Sequence number of this dispatch.
     epoch: u64,
-    pub(crate) input: Input,
-    pub(crate) sent: Arc<Sent>,
+    input: Input,
+    sent: Arc<Sent>,
     cached: Option<Arc<Routes>>,
-    /// Ranks whose slots are free and whose metadata was not sent yet.
+    /// Ranks whose slots are free and that were not sent metadata yet.
     open: Vec<usize>,
-    /// Ranks that have granted a place for our rows.
-    pub(crate) granted: Vec<usize>,
-    /// Rank layout: this rank's own rows are not in their place yet, which is known since then.
-    pub(crate) own: Option<Instant>,
+    /// Rank layout: the places that ranks grant each other.
+    grants: Grants,
+    /// Ranks whose metadata has not arrived.
     metas_left: usize,
-    /// Rows have places; not any more when a source of some was lost.
+    /// Rows have their places. Cleared when a source of rows is lost: those after them move up.
     laid_out: bool,
-    /// Rows are waited for, and in the rank layout places were granted: once, whoever is lost later.
+    /// Rows are expected, and in the rank layout places were granted: done once, even if a rank is lost later.
     rows_expected: bool,
-    pub(crate) came: Vec<Came>,
-    /// Sources whose rows are all here.
-    pub(crate) here: Vec<bool>,
+    received: Vec<Received>,
+    /// Sources whose rows have all arrived.
+    rows_arrived: Vec<bool>,
     /// Expert layout: rows per expert and source.
     ranges: Vec<i64>,
     counts: Vec<i32>,
-    /// Rank layout: the place granted to each source.
-    pub(crate) bases: Vec<u32>,
 }
 
-pub(crate) fn begin(inner: &Arc<Inner>, input: Input, options: DispatchOptions) -> Result<Pending<Dispatched>> {
-    let mut state = inner.state.lock();
-    if state.closed {
+pub(crate) fn begin(local: &Arc<LocalRank>, input: Input, options: DispatchOptions) -> Result<Pending<Dispatched>> {
+    let mut view = local.view.lock();
+    if view.closed {
         return Err(Error::new(ErrorKind::Closed, "dispatch", "the buffer was destroyed"));
     }
-    let config = &inner.config;
-    let refused = options.refuse.clone().map_or_else(|| check(inner, &state, &options), Err);
+    let config = &local.config;
+    let refused = options.refuse.clone().map_or_else(|| check(local, &view, &options), Err);
     let DispatchOptions { layout, handle, alignment, .. } = if refused.is_ok() {
         options
     } else {
@@ -114,28 +111,28 @@ pub(crate) fn begin(inner: &Arc<Inner>, input: Input, options: DispatchOptions) 
     };
     let cached = handle.map(|handle| handle.0);
     let routed = refused.and_then(|()| match &cached {
-        Some(routes) if input.x.len() != routes.sent.tokens * inner.here.areas.wide => {
+        Some(routes) if input.x.len() != routes.sent.tokens * local.own.areas.wide => {
             let text = format!("x has {} bytes where the handle is of {} tokens", input.x.len(), routes.sent.tokens);
             Err(Error::new(ErrorKind::Usage, "dispatch", text))
         }
         Some(routes) => Ok(Arc::clone(&routes.sent)),
         None => {
-            let active = |rank: usize| state.peers[rank].as_ref().is_some_and(|peer| !peer.masked);
+            let active = |rank: usize| view.peers[rank].as_ref().is_some_and(|peer| !peer.masked);
             Sent::new(config, &input, &active).map(Arc::new)
         }
     });
-    state.operations += 1;
-    state.dispatches += 1;
-    let epoch = state.dispatches;
-    let mut common = Common::new("dispatch", state.operations, (epoch % 2) as usize, config.timeout);
+    view.operations += 1;
+    view.dispatches += 1;
+    let epoch = view.dispatches;
+    let mut common = Common::new("dispatch", view.operations, (epoch % 2) as usize, config.timeout);
     // Whatever is wrong with the call, the others are waiting for this rank: it takes part, without rows.
     let sent = routed.unwrap_or_else(|error| {
         common.fail(error);
         Arc::new(Sent::nothing(config.ranks as usize))
     });
-    let active = state.active();
+    let active = view.active();
     for rank in &active {
-        common.expect_number(*rank, Message::DispatchTaken, epoch.saturating_sub(2));
+        common.expect_number(*rank, Message::DispatchReleased, epoch.saturating_sub(2));
         common.expect(*rank, Message::Meta);
     }
     let ranks = config.ranks as usize;
@@ -148,33 +145,31 @@ pub(crate) fn begin(inner: &Arc<Inner>, input: Input, options: DispatchOptions) 
         sent,
         cached,
         open: Vec::new(),
-        granted: Vec::new(),
-        own: None,
+        grants: Grants::default(),
         metas_left: active.len(),
         laid_out: false,
         rows_expected: false,
-        came: vec![Came::default(); ranks],
-        here: vec![false; ranks],
+        received: vec![Received::default(); ranks],
+        rows_arrived: vec![false; ranks],
         ranges: Vec::new(),
         counts: Vec::new(),
-        bases: Vec::new(),
     });
-    inner.look(dispatch.as_mut(), &mut state);
-    drop(state);
-    Ok(Pending::new(dispatch, Arc::clone(inner)))
+    local.poll(dispatch.as_mut(), &mut view);
+    drop(view);
+    Ok(Pending::new(dispatch, Arc::clone(local)))
 }
 
-fn check(inner: &Inner, state: &State, options: &DispatchOptions) -> Result<()> {
+fn check(local: &LocalRank, view: &GroupView, options: &DispatchOptions) -> Result<()> {
     let DispatchOptions { layout, alignment, ref handle, .. } = *options;
     let wrong = |text: String| Err(Error::new(ErrorKind::Usage, "dispatch", text));
-    if !inner.config.has(layout) {
+    if !local.config.has(layout) {
         return wrong(format!("the buffer was not made for the {layout} layout"));
     }
     if alignment == 0 || alignment > 1 << 20 {
         return wrong(format!("expert_alignment {alignment} is not from 1 to 2^20"));
     }
     if let Some(handle) = handle {
-        if handle.0.buffer != inner.id {
+        if handle.0.buffer != local.id {
             return wrong("the handle is another buffer's".into());
         }
         if handle.0.layout != layout {
@@ -182,7 +177,7 @@ fn check(inner: &Inner, state: &State, options: &DispatchOptions) -> Result<()> 
         }
     }
     if layout == Layout::Rank
-        && let Some(rank) = state.suspects.iter().find(|(_, end)| end.is_alive()).map(|(rank, _)| rank)
+        && let Some(rank) = view.suspects.iter().find(|(_, end)| end.is_alive()).map(|(rank, _)| rank)
     {
         let text = format!(
             "rank {rank} was masked but its process lives, and may still write where rows of the rank layout go"
@@ -195,22 +190,22 @@ fn check(inner: &Inner, state: &State, options: &DispatchOptions) -> Result<()> 
 
 impl Dispatch {
     /// Sends metadata, and in the expert layout rows, to the ranks that are open.
-    fn send(&mut self, inner: &Inner, state: &mut State) {
-        let (areas, me, parity) = (&inner.here.areas, inner.here.me, self.common.parity);
+    fn send(&mut self, local: &LocalRank, view: &mut GroupView) {
+        let (areas, me, parity) = (&local.own.areas, local.own.me, self.common.parity);
         let ranks = std::mem::take(&mut self.open);
         let mut targets = Vec::new();
         for rank in &ranks {
             let rank = *rank;
-            let Some(peer) = &mut state.peers[rank] else { continue };
+            let Some(peer) = &mut view.peers[rank] else { continue };
             peer.reclaim(false, parity, self.common.deadline);
-            let slot = peer.slot(&inner.here, parity);
+            let slot = peer.slot(&local.own, parity);
             let rows = self.sent.to[rank].tokens.len();
             let mut header = self.header(rows);
             let spans = if rows == 0 { 0 } else { 1 + usize::from(areas.scale > 0) };
             header.writes = peer.announce(false, parity, spans);
             let mut meta = Vec::new();
             if self.cached.is_none() && self.common.failure.is_none() {
-                self.sent.metadata(&inner.config, areas, rank, &self.input, &mut meta);
+                self.sent.metadata(&local.config, areas, rank, &self.input, &mut meta);
             }
             // SAFETY: our slot in the peer's heap, or in staging: free, as the peer has taken the dispatch before the
             // last; the metadata of at most max_tokens rows fits.
@@ -219,11 +214,11 @@ impl Dispatch {
                 std::ptr::copy_nonoverlapping(meta.as_ptr(), slot.add(HEADER), meta.len());
             }
             // A peer that cannot be written to is dead, which is noticed where its answer is missed.
-            let _ = peer.publish_meta(&inner.here, parity, self.common.number, HEADER + meta.len());
+            let _ = peer.publish_meta(&local.own, parity, self.common.number, HEADER + meta.len());
             match self.layout {
                 _ if rows == 0 => {}
                 // bf16 goes from x to the experts.
-                Layout::Expert if rank == me && inner.config.payload == Payload::Bf16 => {}
+                Layout::Expert if rank == me && local.config.payload == Payload::Bf16 => {}
                 Layout::Expert => targets.push(Target {
                     rank,
                     rows: slot.wrapping_add(areas.slot_rows()),
@@ -234,7 +229,7 @@ impl Dispatch {
             }
         }
         // SAFETY: slots have room for max_tokens rows, and are ours.
-        unsafe { inner.write_rows(&self.input.x, &self.sent, &targets, &mut self.common.timing) };
+        unsafe { local.write_rows(&self.input.x, &self.sent, &targets, &mut self.common.timing) };
         for target in targets.iter().filter(|target| target.rank != me) {
             let rows = self.sent.to[target.rank].tokens.len();
             let (from, to) = (staged_slot(areas, parity), areas.slot(parity, me));
@@ -244,21 +239,21 @@ impl Dispatch {
                 .filter(|(_, len)| *len > 0)
                 .map(|(at, len)| Span { from: from + at, to: to + at, len: *len })
                 .collect();
-            self.publish(inner, state, target.rank, &spans);
+            self.publish(local, view, target.rank, &spans);
         }
     }
 
     /// Publishes rows that were written, and accounts for them.
-    pub(crate) fn publish(&mut self, inner: &Inner, state: &mut State, rank: usize, spans: &[Span]) {
-        let areas = &inner.here.areas;
-        let Some(peer) = &mut state.peers[rank] else { return };
+    fn publish(&mut self, local: &LocalRank, view: &mut GroupView, rank: usize, spans: &[Span]) {
+        let areas = &local.own.areas;
+        let Some(peer) = &mut view.peers[rank] else { return };
         let bytes = (self.sent.to[rank].tokens.len() * (areas.row + areas.scale)) as u64;
         self.common.bytes.wire += bytes;
         if peer.is_network() {
             self.common.bytes.network += bytes;
         }
         // As above.
-        let _ = peer.publish_rows(&inner.here, self.common.parity, self.common.number, spans);
+        let _ = peer.publish_rows(&local.own, self.common.parity, self.common.number, spans);
     }
 
     fn header(&self, rows: usize) -> Header {
@@ -279,9 +274,9 @@ impl Dispatch {
     }
 
     /// Reads the metadata of `source`; what it says is checked, not believed.
-    fn read_meta(&mut self, inner: &Inner, source: usize) -> std::result::Result<Came, Error> {
-        let (areas, config) = (&inner.here.areas, &inner.config);
-        let slot = inner.here.heap.at(areas.slot(self.common.parity, source));
+    fn read_meta(&mut self, local: &LocalRank, source: usize) -> std::result::Result<Received, Error> {
+        let (areas, config) = (&local.own.areas, &local.config);
+        let slot = local.own.heap.at(areas.slot(self.common.parity, source));
         // SAFETY: a slot of our heap, which its writer has published and leaves alone until we have taken it; any
         // bytes are a valid Header.
         let header = unsafe { slot.cast::<Header>().read_volatile() };
@@ -294,7 +289,7 @@ impl Dispatch {
         let cached = header.flags & flags::CACHED != 0;
         if rank_layout != (self.layout == Layout::Rank) || cached != self.cached.is_some() {
             let what = if rank_layout == (self.layout == Layout::Rank) { "a handle" } else { "the layout" };
-            let text = format!("rank {source} and rank {} disagree about {what}", inner.here.me);
+            let text = format!("rank {source} and rank {} disagree about {what}", local.own.me);
             return Err(Error::new(ErrorKind::Mismatch, "dispatch", text));
         }
         let rows = header.rows as usize;
@@ -303,35 +298,35 @@ impl Dispatch {
             return Err(broken(format!("{rows} rows where a rank sends at most {}", config.max_tokens)));
         }
         if let Some(routes) = &self.cached {
-            let came = &routes.came[source];
-            if came.tokens.len() != rows {
-                return Err(broken(format!("{rows} rows where the handle has {}", came.tokens.len())));
+            let received = &routes.received[source];
+            if received.tokens.len() != rows {
+                return Err(broken(format!("{rows} rows where the handle has {}", received.tokens.len())));
             }
-            return Ok(came.clone());
+            return Ok(received.clone());
         }
         let mut meta = vec![0; rows * areas.meta_stride];
         // SAFETY: as above; max_tokens rows of metadata fit into a slot.
         unsafe { std::ptr::copy_nonoverlapping(slot.add(HEADER), meta.as_mut_ptr(), meta.len()) };
-        Came::read(config, areas, &meta, header.flags & flags::WEIGHTS != 0).map_err(broken)
+        Received::read(config, areas, &meta, header.flags & flags::WEIGHTS != 0).map_err(broken)
     }
 
     /// All metadata is here (or will not come): everything gets its place.
-    fn lay_out(&mut self, inner: &Inner, state: &mut State) {
+    fn lay_out(&mut self, local: &LocalRank, view: &mut GroupView) {
         self.laid_out = true;
         let first = !std::mem::replace(&mut self.rows_expected, true);
-        let config = &inner.config;
+        let config = &local.config;
         let (el, ranks) = (config.local_experts(), config.ranks as usize);
         let mut next = vec![0u32; el];
         self.ranges = vec![0; el * ranks];
-        for (source, came) in self.came.iter_mut().enumerate() {
+        for (source, received) in self.received.iter_mut().enumerate() {
             let before = next.clone();
-            came.places.clear();
+            received.places.clear();
             let places = self.layout == Layout::Expert;
-            for expert in &came.experts {
+            for expert in &received.experts {
                 let place =
                     next.get_mut(usize::from(*expert)).map_or(u32::MAX, |next| std::mem::replace(next, *next + 1));
                 if places {
-                    came.places.push(place);
+                    received.places.push(place);
                 }
             }
             for expert in 0..el {
@@ -341,49 +336,50 @@ impl Dispatch {
         }
         self.counts = next.iter().map(|count| *count as i32).collect();
         if first {
-            let others = (0..ranks).filter(|source| *source != inner.here.me && !self.came[*source].tokens.is_empty());
+            let others =
+                (0..ranks).filter(|source| *source != local.own.me && !self.received[*source].tokens.is_empty());
             for source in others.collect::<Vec<_>>() {
                 self.common.expect(source, Message::Rows);
             }
         }
         match self.layout {
             Layout::Expert => {
-                self.here[inner.here.me] = true;
+                self.rows_arrived[local.own.me] = true;
                 for source in 0..ranks {
-                    if self.here[source] {
-                        self.fan_out(inner, source);
+                    if self.rows_arrived[source] {
+                        self.fan_out(local, source);
                     }
                 }
             }
-            Layout::Rank if first => rank_layout::grant(self, inner, state),
+            Layout::Rank if first => self.grants.grant(local, view, &self.common, &self.received),
             Layout::Rank => {}
         }
     }
 
     /// Copies the rows of `source` to each of their experts.
-    fn fan_out(&mut self, inner: &Inner, source: usize) {
-        let (areas, config) = (&inner.here.areas, &inner.config);
-        let Some(experts) = &inner.experts else { return };
+    fn fan_out(&mut self, local: &LocalRank, source: usize) {
+        let (areas, config) = (&local.own.areas, &local.config);
+        let Some(experts) = &local.experts else { return };
         let (base, topk) = (experts[self.common.parity].ptr(), config.topk);
         let most = config.ranks as usize * config.max_tokens;
         let scales_at = (config.local_experts() * most * areas.row).next_multiple_of(4096);
-        let came = &self.came[source];
-        let slot = inner.here.heap.at(areas.slot(self.common.parity, source));
-        let direct = source == inner.here.me && config.payload == Payload::Bf16;
+        let received = &self.received[source];
+        let slot = local.own.heap.at(areas.slot(self.common.parity, source));
+        let direct = source == local.own.me && config.payload == Payload::Bf16;
         let began = Instant::now();
-        for row in 0..came.tokens.len() {
+        for row in 0..received.tokens.len() {
             let from = match direct {
-                true => self.input.x.at(came.tokens[row] as usize * areas.wide, areas.wide),
+                true => self.input.x.at(received.tokens[row] as usize * areas.wide, areas.wide),
                 false => slot.wrapping_add(areas.slot_rows() + row * areas.row).cast_const(),
             };
             let from_scale = slot.wrapping_add(areas.slot_scales() + row * areas.scale).cast_const();
-            for (_, expert, place) in came.selections(row, topk) {
+            for (_, expert, place) in received.selections(row, topk) {
                 let at = expert * most + place;
                 // SAFETY: experts and rows were checked, and an expert has at most `most` rows, so both places are
                 // inside the area of this parity, which results of the dispatch before the last may still show but
                 // nobody else writes.
                 unsafe {
-                    inner.rows.copy_row(base.add(at * areas.row), from, areas.row);
+                    local.kernels.copy_row(base.add(at * areas.row), from, areas.row);
                     if areas.scale > 0 {
                         std::ptr::copy_nonoverlapping(from_scale, base.add(scales_at + at * areas.scale), areas.scale);
                     }
@@ -393,28 +389,28 @@ impl Dispatch {
         self.common.timing.copy_us += micros(began);
     }
 
-    fn output(&mut self, inner: &Inner) -> Dispatched {
-        let (areas, config, parity) = (&inner.here.areas, &inner.config, self.common.parity);
-        let total: usize = self.came.iter().map(|came| came.tokens.len()).sum();
-        let (memory, rows_at, scales_at, rows) = match &inner.experts {
+    fn output(&mut self, local: &LocalRank) -> Dispatched {
+        let (areas, config, parity) = (&local.own.areas, &local.config, self.common.parity);
+        let total: usize = self.received.iter().map(|received| received.tokens.len()).sum();
+        let (memory, rows_at, scales_at, rows) = match &local.experts {
             Some(experts) if self.layout == Layout::Expert => {
                 let rows = config.local_experts() * config.ranks as usize * config.max_tokens;
                 (&experts[parity], 0, (rows * areas.row).next_multiple_of(4096), rows)
             }
-            _ => (&inner.memory, areas.rank_rows(parity), areas.rank_scales(parity), total),
+            _ => (&local.memory, areas.rank_rows(parity), areas.rank_scales(parity), total),
         };
         let placed = |offset, len| Placed { memory: memory.clone(), offset, len };
         let mut offsets = vec![0u32];
-        for came in &self.came {
-            offsets.push(offsets.last().copied().unwrap_or(0) + came.tokens.len() as u32);
+        for received in &self.received {
+            offsets.push(offsets.last().copied().unwrap_or(0) + received.tokens.len() as u32);
         }
         let unit = self.alignment as i32;
         let aligned = |count: &i32| (count + unit - 1) / unit * unit;
         let routes = Routes {
-            buffer: inner.id,
+            buffer: local.id,
             layout: self.layout,
             sent: Arc::clone(&self.sent),
-            came: std::mem::take(&mut self.came),
+            received: std::mem::take(&mut self.received),
             offsets,
             ranges: std::mem::take(&mut self.ranges),
         };
@@ -434,76 +430,80 @@ impl Dispatch {
     }
 }
 
-impl Machine for Dispatch {
+impl Operation for Dispatch {
     type Output = Dispatched;
 
     fn common(&mut self) -> &mut Common {
         &mut self.common
     }
 
-    fn arrived(&mut self, inner: &Inner, state: &mut State, wait: Wait) {
-        match wait.message {
-            Message::DispatchTaken => self.open.push(wait.rank),
-            Message::Grant => self.granted.push(wait.rank),
+    fn arrived(&mut self, local: &LocalRank, view: &mut GroupView, expected: Expected) {
+        match expected.message {
+            Message::DispatchReleased => self.open.push(expected.rank),
+            Message::Grant => self.grants.received(expected.rank),
             Message::Meta => {
                 self.metas_left -= 1;
-                match self.read_meta(inner, wait.rank) {
-                    Ok(came) => self.came[wait.rank] = came,
+                match self.read_meta(local, expected.rank) {
+                    Ok(received) => self.received[expected.rank] = received,
                     Err(error) => {
                         self.common.fail(error);
                         // It may wait for a place, whatever it is that it sends.
-                        rank_layout::grant_anything(inner, state, &self.common, wait.rank);
+                        rank_layout::grant_anything(local, view, &self.common, expected.rank);
                     }
                 }
             }
             _ => {
-                self.here[wait.rank] = true;
+                self.rows_arrived[expected.rank] = true;
                 if self.layout == Layout::Expert {
-                    self.fan_out(inner, wait.rank);
+                    self.fan_out(local, expected.rank);
                 }
             }
         }
     }
 
-    fn lost(&mut self, _: &Inner, state: &mut State, wait: Wait) {
-        match wait.message {
+    fn lost(&mut self, _: &LocalRank, view: &mut GroupView, expected: Expected) {
+        match expected.message {
             Message::Meta => self.metas_left -= 1,
             Message::Rows => {
                 // Its rows have places: those after them move up.
-                self.came[wait.rank] = Came::default();
+                self.received[expected.rank] = Received::default();
                 self.laid_out = false;
                 if self.layout == Layout::Rank
-                    && let Some(end) = state.peers[wait.rank].as_ref().and_then(|peer| peer.endpoint().cloned())
+                    && let Some(end) = view.peers[expected.rank].as_ref().and_then(|peer| peer.endpoint().cloned())
                 {
-                    state.suspects.push((wait.rank, end));
+                    view.suspects.push((expected.rank, end));
                 }
             }
             _ => {}
         }
     }
 
-    fn settle(&mut self, inner: &Inner, state: &mut State) {
+    fn settle(&mut self, local: &LocalRank, view: &mut GroupView) {
         if !self.open.is_empty() {
-            self.send(inner, state);
+            self.send(local, view);
         }
         if self.metas_left == 0 && !self.laid_out {
-            self.lay_out(inner, state);
+            self.lay_out(local, view);
         }
-        let own = rank_layout::own_place(self, inner, state);
-        if own.is_some() || !self.granted.is_empty() {
-            rank_layout::send(self, inner, state, own);
+        let batch = self.grants.take_batch(local, view, &mut self.common, &self.sent);
+        if !batch.targets.is_empty() {
+            // SAFETY: see `Batch`.
+            unsafe { local.write_rows(&self.input.x, &self.sent, &batch.targets, &mut self.common.timing) };
+            for (rank, spans) in &batch.spans {
+                self.publish(local, view, *rank, spans);
+            }
         }
     }
 
-    fn finish(&mut self, inner: &Inner, state: &mut State) -> Dispatched {
+    fn finish(&mut self, local: &LocalRank, view: &mut GroupView) -> Dispatched {
         if self.layout == Layout::Rank {
-            rank_layout::close_gaps(self, inner);
+            self.grants.close_gaps(local, &self.common, &self.received);
         }
-        for rank in state.active() {
-            if let Some(peer) = &mut state.peers[rank] {
-                peer.take_dispatch(&inner.here, self.common.parity, self.epoch);
+        for rank in view.active() {
+            if let Some(peer) = &mut view.peers[rank] {
+                peer.release_dispatch(&local.own, self.common.parity, self.epoch);
             }
         }
-        self.output(inner)
+        self.output(local)
     }
 }

@@ -24,7 +24,7 @@ const PAGE: usize = 4096;
 
 /// What a rank sleeps on.
 #[repr(C, align(128))]
-pub(crate) struct Bell {
+pub(crate) struct Doorbell {
     /// Counts what was written.
     pub(crate) rings: AtomicU32,
     /// Not 0: the rank sleeps on `rings`.
@@ -34,7 +34,7 @@ pub(crate) struct Bell {
 /// What one peer says to this rank: the number of each [`Message`](crate::peer::Message), by the parity of the operation,
 /// as two may be in flight. All zeros when the two connect.
 #[repr(C, align(128))]
-pub(crate) struct Words(pub(crate) [[AtomicU64; 2]; MESSAGES]);
+pub(crate) struct ControlWords(pub(crate) [[AtomicU64; 2]; MESSAGES]);
 
 /// Kinds of messages.
 pub(crate) const MESSAGES: usize = 8;
@@ -95,7 +95,7 @@ impl Header {
 }
 
 pub(crate) const HEADER: usize = size_of::<Header>();
-const _: () = assert!(HEADER == 256 && size_of::<Words>() == 128 && size_of::<Bell>() == 128);
+const _: () = assert!(HEADER == 256 && size_of::<ControlWords>() == 128 && size_of::<Doorbell>() == 128);
 
 /// Where everything is, in bytes from the start of a heap; the same on every rank.
 #[derive(Clone, Debug)]
@@ -138,7 +138,7 @@ impl Areas {
         let back_rows = line(2 * HEADER + tokens * config.topk * 4);
         let rows_back = if config.prereduce { 1 } else { config.most_local() };
         let back = page(back_rows + tokens * rows_back * wide);
-        let dispatch = page(size_of::<Bell>() + ranks * size_of::<Words>());
+        let dispatch = page(size_of::<Doorbell>() + ranks * size_of::<ControlWords>());
         let combine = dispatch + 2 * ranks * slot;
         let rank = combine + 2 * ranks * back;
         let most = if config.has(Layout::Rank) { ranks * tokens } else { 0 };
@@ -169,7 +169,7 @@ impl Areas {
     }
 
     pub(crate) fn words(&self, peer: usize) -> usize {
-        size_of::<Bell>() + peer * size_of::<Words>()
+        size_of::<Doorbell>() + peer * size_of::<ControlWords>()
     }
 
     /// The slot that `source` dispatches into.
@@ -284,14 +284,14 @@ impl Heap {
         self.0.as_ptr().wrapping_add(at)
     }
 
-    pub(crate) fn bell(&self) -> &Bell {
+    pub(crate) fn doorbell(&self) -> &Doorbell {
         // SAFETY: a heap begins with a Bell, which consists of atomics.
-        unsafe { self.0.cast::<Bell>().as_ref() }
+        unsafe { self.0.cast::<Doorbell>().as_ref() }
     }
 
-    pub(crate) fn words(&self, areas: &Areas, peer: usize) -> &Words {
+    pub(crate) fn words(&self, areas: &Areas, peer: usize) -> &ControlWords {
         debug_assert!(peer < areas.ranks);
         // SAFETY: inside the heap and aligned (areas); Words consists of atomics.
-        unsafe { &*self.at(areas.words(peer)).cast::<Words>() }
+        unsafe { &*self.at(areas.words(peer)).cast::<ControlWords>() }
     }
 }

@@ -15,7 +15,9 @@ mod buffer;
 mod combine;
 mod connect;
 mod dispatch;
+mod doorbell;
 mod heap;
+mod local_rank;
 mod operation;
 mod peer;
 mod plan;
@@ -27,7 +29,6 @@ mod sync;
 mod tensor;
 #[cfg(test)]
 mod tests;
-mod wait;
 
 pub use buffer::ExpertBuffer;
 pub use combine::{CombineOptions, Combined};

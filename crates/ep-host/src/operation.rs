@@ -1,5 +1,5 @@
-//! How an operation runs: it waits for messages of other ranks, does what each makes possible, and loses ranks that
-//! died or do not come.
+//! How an operation runs: it waits for messages from other ranks, does what each makes possible, and masks ranks that
+//! died or are overdue.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,9 +9,9 @@ use crossrail_ep::{Bytes, Fault};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::MutexGuard;
 
-use crate::buffer::{Inner, State};
-use crate::peer::Message;
-use crate::wait;
+use crate::doorbell;
+use crate::local_rank::{GroupView, LocalRank};
+use crate::peer::{Expected, Message};
 
 /// Where an operation's time went, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -28,29 +28,22 @@ pub struct Timing {
     pub total_us: f64,
 }
 
-/// A message that is waited for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Wait {
-    pub(crate) rank: usize,
-    pub(crate) message: Message,
-    pub(crate) parity: usize,
-    pub(crate) number: u64,
-}
-
-/// What all operations have.
+/// What every operation has.
 pub(crate) struct Common {
     pub(crate) name: &'static str,
+    /// Sequence number of the operation; the first is 1.
     pub(crate) number: u64,
+    /// Which of two buffers it uses: that of the number of its dispatch or combine.
     pub(crate) parity: usize,
     pub(crate) began: Instant,
     /// How long another rank may take.
     limit: Duration,
     pub(crate) deadline: Instant,
-    pub(crate) waits: Vec<Wait>,
+    /// Messages that have not arrived yet.
+    pub(crate) expected: Vec<Expected>,
     pub(crate) timing: Timing,
     pub(crate) bytes: Bytes,
-    /// The first thing that went wrong; the operation is brought to its end all the same, so that nobody waits for
-    /// it.
+    /// The first failure. The operation completes all the same, so that no other rank waits for this one.
     pub(crate) failure: Option<Error>,
 }
 
@@ -64,62 +57,65 @@ impl Common {
             began,
             limit,
             deadline: began + limit,
-            waits: Vec::new(),
+            expected: Vec::new(),
             timing: Timing::default(),
             bytes: Bytes::default(),
             failure: None,
         }
     }
 
+    /// Waits for a message of this operation.
     pub(crate) fn expect(&mut self, rank: usize, message: Message) {
-        self.waits.push(Wait { rank, message, parity: self.parity, number: self.number });
+        self.expect_number(rank, message, self.number);
     }
 
+    /// Waits for a message with this number.
     pub(crate) fn expect_number(&mut self, rank: usize, message: Message, number: u64) {
-        self.waits.push(Wait { rank, message, parity: self.parity, number });
+        self.expected.push(Expected { rank, message, parity: self.parity, number });
     }
 
+    /// Fails the operation, unless it has failed already.
     pub(crate) fn fail(&mut self, error: Error) {
         self.failure.get_or_insert(error);
     }
 }
 
-/// One kind of operation.
-pub(crate) trait Machine: Send {
+/// One kind of operation, as a state machine that messages advance. [`LocalRank::drive`] calls it with the lock held.
+pub(crate) trait Operation: Send {
     type Output;
 
     fn common(&mut self) -> &mut Common;
 
-    /// A message has come.
-    fn arrived(&mut self, inner: &Inner, state: &mut State, wait: Wait);
+    /// An expected message has arrived.
+    fn arrived(&mut self, local: &LocalRank, view: &mut GroupView, expected: Expected);
 
-    /// It will not come.
-    fn lost(&mut self, inner: &Inner, state: &mut State, wait: Wait);
+    /// An expected message will not arrive: its sender is masked.
+    fn lost(&mut self, local: &LocalRank, view: &mut GroupView, expected: Expected);
 
-    /// Everything that could be seen now has been seen.
-    fn settle(&mut self, inner: &Inner, state: &mut State);
+    /// Every message that has arrived so far was handled.
+    fn settle(&mut self, local: &LocalRank, view: &mut GroupView);
 
-    /// Nothing is waited for any more.
-    fn finish(&mut self, inner: &Inner, state: &mut State) -> Self::Output;
+    /// No message is outstanding.
+    fn finish(&mut self, local: &LocalRank, view: &mut GroupView) -> Self::Output;
 }
 
-/// An operation that was begun: [`finish`](Pending::finish) it, in the order of beginning. Dropping it finishes it
-/// and forgets the result.
+/// An operation in flight. [`finish`](Pending::finish) operations in the order in which they began. Dropping one
+/// finishes it and discards the result.
 pub struct Pending<T> {
-    machine: Option<Box<dyn Machine<Output = T>>>,
-    inner: Arc<Inner>,
+    operation: Option<Box<dyn Operation<Output = T>>>,
+    local: Arc<LocalRank>,
 }
 
 impl<T> Pending<T> {
-    pub(crate) fn new(machine: Box<dyn Machine<Output = T>>, inner: Arc<Inner>) -> Pending<T> {
-        Pending { machine: Some(machine), inner }
+    pub(crate) fn new(operation: Box<dyn Operation<Output = T>>, local: Arc<LocalRank>) -> Pending<T> {
+        Pending { operation: Some(operation), local }
     }
 
-    /// Waits until it is finished.
+    /// Waits until the operation is finished.
     ///
     /// # Errors
-    /// `Usage` or another kind with the reason where this rank's or another rank's call was wrong (then named);
-    /// `Closed` when the buffer was destroyed. Ranks that are lost are no error: they are masked, see
+    /// `Usage` or another kind, with the reason, when this rank's call was invalid or another rank's (which is named);
+    /// `Closed` when the buffer was destroyed. A lost rank is not an error: it is masked, see
     /// [`ExpertBuffer::faults`](crate::ExpertBuffer::faults).
     pub fn finish(mut self) -> Result<T> {
         loop {
@@ -129,18 +125,18 @@ impl<T> Pending<T> {
         }
     }
 
-    /// As [`Pending::finish`], but only for so long; `None`: it isn't finished yet.
+    /// As [`Pending::finish`], for at most `limit`; `None` if it is not finished by then.
     ///
     /// # Errors
     /// As for [`Pending::finish`], and `Usage` when it has been finished already.
     pub fn finish_within(&mut self, limit: Duration) -> Result<Option<T>> {
-        let machine = self.machine.as_mut();
-        let machine =
-            machine.ok_or_else(|| Error::new(ErrorKind::Usage, "finish", "the operation was finished already"))?;
+        let operation = self.operation.as_mut();
+        let operation =
+            operation.ok_or_else(|| Error::new(ErrorKind::Usage, "finish", "the operation was finished already"))?;
         let until = Instant::now() + limit;
-        let outcome = self.inner.drive(machine.as_mut(), until);
+        let outcome = self.local.drive(operation.as_mut(), until);
         if !matches!(outcome, Ok(None)) {
-            self.machine = None;
+            self.operation = None;
         }
         outcome
     }
@@ -148,143 +144,149 @@ impl<T> Pending<T> {
 
 impl<T> Drop for Pending<T> {
     fn drop(&mut self) {
-        if let Some(mut machine) = self.machine.take() {
-            let until = machine.common().deadline + Duration::from_secs(1);
-            // The others wait for its part; the result is not wanted.
-            let _ = self.inner.drive(machine.as_mut(), until);
+        if let Some(mut operation) = self.operation.take() {
+            let until = operation.common().deadline + Duration::from_secs(1);
+            // The other ranks wait for this rank's part; the result is discarded.
+            let _ = self.local.drive(operation.as_mut(), until);
         }
     }
 }
 
-/// Between looks at whether the ranks that are waited for still live.
-const LOOK_AROUND: Duration = Duration::from_millis(2);
-/// The longest sleep.
-const NAP: Duration = Duration::from_millis(20);
-/// The longest sleep for the network while messages may come over shared memory too.
-const SHORT_NAP: Duration = Duration::from_micros(300);
+/// How often to check whether the ranks that an operation waits for are alive.
+const LIVENESS_INTERVAL: Duration = Duration::from_millis(2);
+/// Upper bound on one sleep.
+const MAX_SLEEP: Duration = Duration::from_millis(20);
+/// Upper bound on one sleep that only a write from the network ends while messages may arrive through shared memory too.
+const MAX_MIXED_SLEEP: Duration = Duration::from_micros(300);
 
-impl Inner {
-    /// Runs `machine` until it is finished, or `until`.
-    pub(crate) fn drive<T>(&self, machine: &mut dyn Machine<Output = T>, until: Instant) -> Result<Option<T>> {
-        let mut state = self.state.lock();
-        let mut idle: Option<Instant> = None;
-        let mut looked = Instant::now();
+impl LocalRank {
+    /// Drives `operation` until it is finished, or `until`; `None` if it is not finished by then.
+    pub(crate) fn drive<T>(&self, operation: &mut dyn Operation<Output = T>, until: Instant) -> Result<Option<T>> {
+        let mut view = self.view.lock();
+        let mut idle_since: Option<Instant> = None;
+        let mut checked = Instant::now();
         loop {
-            if state.closed || self.meeting.is_ending() {
-                return Err(Error::new(ErrorKind::Closed, machine.common().name, "the buffer was destroyed"));
+            if view.closed || self.meeting.is_ending() {
+                return Err(Error::new(ErrorKind::Closed, operation.common().name, "the buffer was destroyed"));
             }
-            let moved = self.look(machine, &mut state);
-            if machine.common().waits.is_empty() {
-                let output = machine.finish(self, &mut state);
-                let common = machine.common();
+            let progressed = self.poll(operation, &mut view);
+            if operation.common().expected.is_empty() {
+                let output = operation.finish(self, &mut view);
+                let common = operation.common();
                 return match common.failure.take() {
                     Some(error) => Err(error),
                     None => Ok(Some(output)),
                 };
             }
-            if moved {
-                idle = None;
+            if progressed {
+                idle_since = None;
                 continue;
             }
             let now = Instant::now();
-            let since = *idle.get_or_insert(now);
-            if now.duration_since(looked) >= LOOK_AROUND {
-                looked = now;
-                if self.look_around(machine, &mut state, now) {
+            let since = *idle_since.get_or_insert(now);
+            if now.duration_since(checked) >= LIVENESS_INTERVAL {
+                checked = now;
+                if self.mask_lost_peers(operation, &mut view, now) {
                     continue;
                 }
             }
             if now >= until {
                 return Ok(None);
             }
-            self.pause(machine.common(), &mut state, now.duration_since(since), until - now);
-            machine.common().timing.wait_us += now.elapsed().as_secs_f64() * 1e6;
+            self.pause(operation.common(), &mut view, now.duration_since(since), until - now);
+            operation.common().timing.wait_us += now.elapsed().as_secs_f64() * 1e6;
         }
     }
 
-    /// Takes every message that is there; whether there was one.
-    pub(crate) fn look<T>(&self, machine: &mut dyn Machine<Output = T>, state: &mut State) -> bool {
-        let mut moved = false;
+    /// Handles every expected message that has arrived, or will not arrive because its sender is masked. Returns
+    /// whether there was one.
+    pub(crate) fn poll<T>(&self, operation: &mut dyn Operation<Output = T>, view: &mut GroupView) -> bool {
+        let mut progressed = false;
         let mut at = 0;
-        while let Some(wait) = machine.common().waits.get(at).copied() {
-            let here = match &mut state.peers[wait.rank] {
-                Some(peer) if !peer.masked => peer.has_told(&self.here, wait.parity, wait.message, wait.number),
+        while let Some(expected) = operation.common().expected.get(at).copied() {
+            let arrived = match &mut view.peers[expected.rank] {
+                Some(peer) if !peer.masked => peer.has_arrived(&self.own, expected),
                 _ => {
-                    machine.common().waits.remove(at);
-                    machine.lost(self, state, wait);
-                    moved = true;
+                    operation.common().expected.remove(at);
+                    operation.lost(self, view, expected);
+                    progressed = true;
                     continue;
                 }
             };
-            if here {
-                machine.common().waits.remove(at);
-                machine.arrived(self, state, wait);
-                moved = true;
+            if arrived {
+                operation.common().expected.remove(at);
+                operation.arrived(self, view, expected);
+                progressed = true;
             } else {
                 at += 1;
             }
         }
-        machine.settle(self, state);
-        moved
+        operation.settle(self, view);
+        progressed
     }
 
-    /// Masks ranks that died, are at another operation, or are overdue; whether there was one.
-    fn look_around<T>(&self, machine: &mut dyn Machine<Output = T>, state: &mut State, now: Instant) -> bool {
-        let common = machine.common();
+    /// Masks ranks that died, called another operation, or are overdue. Returns whether there was one.
+    fn mask_lost_peers<T>(
+        &self,
+        operation: &mut dyn Operation<Output = T>,
+        view: &mut GroupView,
+        now: Instant,
+    ) -> bool {
+        let common = operation.common();
         let (name, number, late) = (common.name, common.number, now >= common.deadline);
         let limit = common.limit;
-        let waits = common.waits.clone();
+        let all_expected = common.expected.clone();
         let mut lost = false;
-        for wait in waits {
-            let Some(peer) = state.peers[wait.rank].as_ref().filter(|peer| !peer.masked) else { continue };
-            if let Some(other) = peer.is_elsewhere(&self.here, wait.message, wait.number) {
-                let text =
-                    format!("rank {} called {other} where this rank called {name} (operation {number})", wait.rank);
+        for expected in all_expected {
+            let rank = expected.rank;
+            let Some(peer) = view.peers[rank].as_ref().filter(|peer| !peer.masked) else { continue };
+            if let Some(other) = peer.other_operation(&self.own, expected) {
+                let text = format!("rank {rank} called {other} where this rank called {name} (operation {number})");
                 let error = Error::new(ErrorKind::Mismatch, name, text)
-                    .with_hint("all ranks call the same operations in the same order");
-                machine.common().fail(error);
-                self.mask_lost(state, wait, name, number, format!("it called {other}"));
+                    .with_hint("all ranks must call the same operations in the same order");
+                operation.common().fail(error);
+                self.mask_lost(view, expected, name, number, format!("it called {other}"));
                 lost = true;
                 continue;
             }
-            let why = match self.group.state(wait.rank as u32) {
+            let why = match self.group.state(rank as u32) {
                 RankState::Dead(why) => why,
                 RankState::Left => "it has left the group".to_owned(),
                 _ if !peer.is_alive() => peer.end(),
-                _ if late => format!("nothing came for {:.3} s", limit.as_secs_f64()),
+                _ if late => format!("nothing was received for {:.3} s", limit.as_secs_f64()),
                 _ => continue,
             };
-            // What it said before it went counts: it may have finished and gone after the last look.
-            let told = state.peers[wait.rank].as_mut();
-            if told.is_some_and(|peer| peer.has_told(&self.here, wait.parity, wait.message, wait.number)) {
-                lost = true;
+            // Its last messages count: it may have finished and exited since the last poll.
+            lost = true;
+            if view.peers[rank].as_mut().is_some_and(|peer| peer.has_arrived(&self.own, expected)) {
                 continue;
             }
-            self.mask_lost(state, wait, name, number, why);
-            lost = true;
+            self.mask_lost(view, expected, name, number, why);
         }
         if lost {
-            // The others may have waited for it as long as we, and longer if they began later.
-            machine.common().deadline = now + limit;
+            // The others may have waited for the lost rank as long as this one, and longer if they began later.
+            operation.common().deadline = now + limit;
         }
         lost
     }
 
-    fn mask_lost(&self, state: &mut State, wait: Wait, operation: &'static str, number: u64, why: String) {
-        if let Some(peer) = &mut state.peers[wait.rank] {
+    fn mask_lost(&self, view: &mut GroupView, expected: Expected, operation: &'static str, number: u64, why: String) {
+        if let Some(peer) = &mut view.peers[expected.rank] {
             peer.masked = true;
         }
-        let left = state.peers.iter().flatten().filter(|peer| !peer.masked).count() as u32;
-        let fault = Fault { rank: wait.rank as u32, operation, number, stage: wait.message.what(), why, left };
+        let left = view.peers.iter().flatten().filter(|peer| !peer.masked).count() as u32;
+        let stage = expected.message.description();
+        let fault = Fault { rank: expected.rank as u32, operation, number, stage, why, left };
         self.warn(&fault);
-        state.faults.push(fault);
+        view.faults.push(fault);
     }
 
-    /// Waits a little: spins first, then sleeps until something was written.
-    fn pause(&self, common: &Common, state: &mut MutexGuard<'_, State>, idle: Duration, left: Duration) {
-        let network =
-            common.waits.iter().any(|wait| state.peers[wait.rank].as_ref().is_some_and(|peer| peer.is_network()));
-        if idle < state.spin {
+    /// Waits briefly: spins for [`GroupView::spin`], then sleeps until a peer writes something.
+    fn pause(&self, common: &Common, view: &mut MutexGuard<'_, GroupView>, idle: Duration, left: Duration) {
+        let over_network = |expected: &Expected| view.peers[expected.rank].as_ref().map(|peer| peer.is_network());
+        let network = common.expected.iter().any(|expected| over_network(expected) == Some(true));
+        let mapped = common.expected.iter().any(|expected| over_network(expected) == Some(false));
+        if idle < view.spin {
             if network {
                 self.worker.progress();
             } else {
@@ -292,25 +294,21 @@ impl Inner {
             }
             return;
         }
-        let state: &mut State = state;
-        if !network {
-            let waits = &common.waits;
-            let peers = std::cell::RefCell::new(&mut state.peers);
-            wait::sleep(self.here.heap.bell(), NAP.min(left), || {
-                let mut peers = peers.borrow_mut();
-                waits.iter().any(|wait| {
-                    peers[wait.rank]
-                        .as_mut()
-                        .is_none_or(|peer| peer.has_told(&self.here, wait.parity, wait.message, wait.number))
-                })
-            });
+        let view: &mut GroupView = view;
+        if network {
+            // A write from the network wakes this thread, a doorbell does not: sleep briefly while either may come.
+            let limit = if mapped { MAX_MIXED_SLEEP } else { MAX_SLEEP };
+            // A timeout is no error: the caller polls again either way.
+            view.arrivals = self.region.wait_arrival(view.arrivals, limit.min(left)).unwrap_or(view.arrivals);
             return;
         }
-        let mixed =
-            common.waits.iter().any(|wait| state.peers[wait.rank].as_ref().is_some_and(|peer| !peer.is_network()));
-        let limit = if mixed { SHORT_NAP } else { NAP };
-        let seen = state.arrivals;
-        // Nothing in time is no error: the caller looks again either way.
-        state.arrivals = self.region.wait_arrival(seen, limit.min(left)).unwrap_or(seen);
+        let peers = std::cell::RefCell::new(&mut view.peers);
+        doorbell::sleep(self.own.heap.doorbell(), MAX_SLEEP.min(left), || {
+            let mut peers = peers.borrow_mut();
+            let mut arrived = |expected: &Expected| {
+                peers[expected.rank].as_mut().is_none_or(|peer| peer.has_arrived(&self.own, *expected))
+            };
+            common.expected.iter().any(&mut arrived)
+        });
     }
 }

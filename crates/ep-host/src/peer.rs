@@ -1,4 +1,4 @@
-//! One rank as this one sees it: how to write to it, and what it has written here.
+//! Another rank: how to write to it, and what it has written here.
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,44 +7,44 @@ use std::time::{Duration, Instant};
 use crossrail::{Endpoint, Mapped, Memory, Region, RegionKey, Request};
 use crossrail_types::Result;
 
-use crate::heap::{Areas, HEADER, Header, Heap, MESSAGES, Words};
-use crate::wait::ring;
+use crate::doorbell::ring;
+use crate::heap::{Areas, ControlWords, HEADER, Header, Heap, MESSAGES};
 
-/// This rank's own heap.
+/// The heap of this rank.
 #[derive(Debug)]
-pub(crate) struct Here {
+pub(crate) struct OwnHeap {
     pub(crate) heap: Heap,
     pub(crate) areas: Areas,
     /// This rank.
     pub(crate) me: usize,
 }
 
-/// What one rank tells another in an operation.
+/// What one rank sends another in an operation. The receiver's heap has a control word for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Message {
     /// Dispatch: header and metadata.
     Meta,
     /// Dispatch: rows.
     Rows,
-    /// Dispatch, rank layout: where the rows go.
+    /// Dispatch, rank layout: the place granted to the receiver's rows.
     Grant,
-    /// Combine: the weights to sum with.
+    /// Combine: the weights to apply to the sender's rows.
     Weights,
     /// Combine: header and rows.
     Back,
-    /// It has come to a barrier.
+    /// The sender has reached a barrier.
     Sync,
-    /// So many of its dispatch slots are free again.
-    DispatchTaken,
-    /// So many of its combine slots are free again.
-    CombineTaken,
+    /// Number of the last dispatch whose slots the sender has released.
+    DispatchReleased,
+    /// Number of the last combine whose slots the sender has released.
+    CombineReleased,
 }
 
-const _: () = assert!(Message::CombineTaken as usize + 1 == MESSAGES);
+const _: () = assert!(Message::CombineReleased as usize + 1 == MESSAGES);
 
 impl Message {
-    /// As an error names what was waited for.
-    pub(crate) fn what(self) -> &'static str {
+    /// What a fault says was outstanding.
+    pub(crate) fn description(self) -> &'static str {
         match self {
             Message::Meta => "its metadata",
             Message::Rows => "its rows",
@@ -52,13 +52,13 @@ impl Message {
             Message::Weights => "its weights",
             Message::Back => "its rows back",
             Message::Sync => "it at a barrier",
-            Message::DispatchTaken => "it to take the dispatch before the last",
-            Message::CombineTaken => "it to take the combine before the last",
+            Message::DispatchReleased => "it to release the dispatch before the last",
+            Message::CombineReleased => "it to release the combine before the last",
         }
     }
 
-    /// Its word in the receiver's heap.
-    pub(crate) fn word(self, words: &Words, parity: usize) -> &AtomicU64 {
+    /// Its control word in the receiver's heap.
+    pub(crate) fn word(self, words: &ControlWords, parity: usize) -> &AtomicU64 {
         &words.0[self as usize][parity]
     }
 
@@ -68,40 +68,51 @@ impl Message {
     }
 }
 
-/// One end of a connection between two ranks.
+/// A message that an operation waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Expected {
+    /// The sender.
+    pub(crate) rank: usize,
+    pub(crate) message: Message,
+    pub(crate) parity: usize,
+    /// The operation's sequence number, or the value that the sender's counter must reach.
+    pub(crate) number: u64,
+}
+
+/// Another rank as this one sees it: one end of a connection between the two; or this rank itself.
 pub(crate) struct Peer {
     pub(crate) rank: usize,
     pub(crate) masked: bool,
-    way: Way,
-    /// Dispatches and combines that count as taken since the two connected.
+    access: Access,
+    /// Sequence numbers of the dispatch and the combine before the two connected: their slots count as released.
     pub(crate) floor: [u64; 2],
 }
 
-enum Way {
+enum Access {
     /// This rank itself.
     Myself,
-    /// It maps our heap, and we its.
+    /// Both map the other's heap.
     Mapped { heap: Heap, _mapped: Mapped, endpoint: Endpoint },
-    /// Through the engine.
+    /// Writes through the engine.
     Network(Box<Network>),
 }
 
-/// A rank of another node. Its messages come as writes that are counted per kind and parity.
+/// A rank of another node. Its messages are one-sided writes, whose immediate values are counted by kind and parity.
 pub(crate) struct Network {
     endpoint: Endpoint,
-    /// Its heap.
+    /// Key of its heap.
     key: RegionKey,
-    /// Our heap, in which its writes are counted.
+    /// Our heap, where its writes are counted.
     region: Region,
-    /// Numbers the connection in what we write, and in what it writes.
+    /// Number of the connection in our writes, and in its writes: late writes of an earlier connection do not count.
     generation: [u32; 2],
-    /// Slots like its own, that writes are made from.
+    /// Local copies of the slots, from which writes are made.
     staging: Memory,
-    /// Writes under way, by slot: dispatch 0 and 1, combine 0 and 1.
+    /// Writes in flight, by slot: dispatch 0 and 1, combine 0 and 1.
     requests: [Vec<Request>; 4],
-    /// Row writes begun, by kind and parity.
-    begun: [u64; KINDS],
-    /// Headers that were looked at, by kind and parity.
+    /// Row writes posted, by kind and parity.
+    posted: [u64; KINDS],
+    /// Headers that were examined, by kind and parity.
     seen: [u64; KINDS],
 }
 
@@ -115,7 +126,7 @@ const BACK_ROWS: usize = 8;
 /// The immediate of writes of words.
 const WORD: u32 = 15;
 
-/// What a network peer is made of.
+/// What a [`Network`] is made from.
 pub(crate) struct NetworkParts {
     pub(crate) endpoint: Endpoint,
     pub(crate) key: RegionKey,
@@ -129,7 +140,7 @@ fn immediate(generation: u32, kind: usize) -> u32 {
     generation << 4 | kind as u32
 }
 
-/// A part of a slot that is to be written to a rank of another node: from where in staging to where in its heap.
+/// A contiguous part of a slot to be written to a rank of another node: offsets in staging and in its heap, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Span {
     pub(crate) from: usize,
@@ -138,12 +149,12 @@ pub(crate) struct Span {
 }
 
 impl Peer {
-    pub(crate) fn myself(rank: usize) -> Peer {
-        Peer { rank, masked: false, way: Way::Myself, floor: [0; 2] }
+    pub(crate) fn this_rank(rank: usize) -> Peer {
+        Peer { rank, masked: false, access: Access::Myself, floor: [0; 2] }
     }
 
     pub(crate) fn mapped(rank: usize, heap: Heap, mapped: Mapped, endpoint: Endpoint) -> Peer {
-        Peer { rank, masked: false, way: Way::Mapped { heap, _mapped: mapped, endpoint }, floor: [0; 2] }
+        Peer { rank, masked: false, access: Access::Mapped { heap, _mapped: mapped, endpoint }, floor: [0; 2] }
     }
 
     pub(crate) fn network(rank: usize, parts: NetworkParts) -> Peer {
@@ -155,202 +166,201 @@ impl Peer {
             generation: [writes_as, reads_as],
             staging,
             requests: Default::default(),
-            begun: [0; KINDS],
+            posted: [0; KINDS],
             seen: [0; KINDS],
         };
-        Peer { rank, masked: false, way: Way::Network(Box::new(network)), floor: [0; 2] }
+        Peer { rank, masked: false, access: Access::Network(Box::new(network)), floor: [0; 2] }
     }
 
     pub(crate) fn is_network(&self) -> bool {
-        matches!(self.way, Way::Network(_))
+        matches!(self.access, Access::Network(_))
     }
 
     pub(crate) fn endpoint(&self) -> Option<&Endpoint> {
-        match &self.way {
-            Way::Myself => None,
-            Way::Mapped { endpoint, .. } => Some(endpoint),
-            Way::Network(network) => Some(&network.endpoint),
+        match &self.access {
+            Access::Myself => None,
+            Access::Mapped { endpoint, .. } => Some(endpoint),
+            Access::Network(network) => Some(&network.endpoint),
         }
     }
 
-    /// Whether its process is there, as far as the connection tells.
+    /// Whether its process is alive, as far as the connection knows.
     pub(crate) fn is_alive(&self) -> bool {
         self.endpoint().is_none_or(Endpoint::is_alive)
     }
 
-    /// Why it is not.
+    /// Why it is not alive.
     pub(crate) fn end(&self) -> String {
         self.endpoint().and_then(Endpoint::end).unwrap_or_else(|| "its process is gone".to_owned())
     }
 
-    /// Where this rank writes its dispatch slot of the peer's heap: there, or in staging.
-    pub(crate) fn slot(&self, here: &Here, parity: usize) -> *mut u8 {
-        let at = here.areas.slot(parity, here.me);
-        match &self.way {
-            Way::Myself => here.heap.at(at),
-            Way::Mapped { heap, .. } => heap.at(at),
-            Way::Network(network) => network.staging.ptr().wrapping_add(staged_slot(&here.areas, parity)),
+    /// Where this rank writes its dispatch slot: in the peer's heap, or in staging.
+    pub(crate) fn slot(&self, own: &OwnHeap, parity: usize) -> *mut u8 {
+        let at = own.areas.slot(parity, own.me);
+        match &self.access {
+            Access::Myself => own.heap.at(at),
+            Access::Mapped { heap, .. } => heap.at(at),
+            Access::Network(network) => network.staging.ptr().wrapping_add(staged_slot(&own.areas, parity)),
         }
     }
 
     /// The same for its combine slot.
-    pub(crate) fn back(&self, here: &Here, parity: usize) -> *mut u8 {
-        let at = here.areas.back(parity, here.me);
-        match &self.way {
-            Way::Myself => here.heap.at(at),
-            Way::Mapped { heap, .. } => heap.at(at),
-            Way::Network(network) => network.staging.ptr().wrapping_add(staged_back(&here.areas, parity)),
+    pub(crate) fn back(&self, own: &OwnHeap, parity: usize) -> *mut u8 {
+        let at = own.areas.back(parity, own.me);
+        match &self.access {
+            Access::Myself => own.heap.at(at),
+            Access::Mapped { heap, .. } => heap.at(at),
+            Access::Network(network) => network.staging.ptr().wrapping_add(staged_back(&own.areas, parity)),
         }
     }
 
     /// The peer's heap, if this process maps it.
-    pub(crate) fn heap(&self, here: &Here) -> Option<Heap> {
-        match &self.way {
-            Way::Myself => Some(here.heap),
-            Way::Mapped { heap, .. } => Some(*heap),
-            Way::Network(_) => None,
+    pub(crate) fn heap(&self, own: &OwnHeap) -> Option<Heap> {
+        match &self.access {
+            Access::Myself => Some(own.heap),
+            Access::Mapped { heap, .. } => Some(*heap),
+            Access::Network(_) => None,
         }
     }
 
-    /// Waits until staging may be written again; the peer has taken what was in it.
+    /// Waits until the writes from staging are complete. The peer must have released the slot.
     pub(crate) fn reclaim(&mut self, combine: bool, parity: usize, deadline: Instant) {
-        if let Way::Network(network) = &mut self.way {
+        if let Access::Network(network) = &mut self.access {
             for request in std::mem::take(&mut network.requests[usize::from(combine) * 2 + parity]) {
-                // A failed write means a dead peer, which is noticed where its answer is missed.
+                // A failed write means a dead peer, which is detected when its answer is overdue.
                 let _ = request.wait(Some(deadline.saturating_duration_since(Instant::now())));
             }
         }
     }
 
-    /// Tells the peer a number.
-    pub(crate) fn tell(&mut self, here: &Here, parity: usize, message: Message, value: u64) {
-        match &mut self.way {
-            Way::Myself => message.word(here.heap.words(&here.areas, here.me), parity).store(value, Ordering::Release),
-            Way::Mapped { heap, .. } => {
-                message.word(heap.words(&here.areas, here.me), parity).store(value, Ordering::Release);
-                ring(heap.bell());
+    /// Writes a message's control word in the peer's heap.
+    pub(crate) fn set_word(&mut self, own: &OwnHeap, parity: usize, message: Message, value: u64) {
+        match &mut self.access {
+            Access::Myself => message.word(own.heap.words(&own.areas, own.me), parity).store(value, Ordering::Release),
+            Access::Mapped { heap, .. } => {
+                message.word(heap.words(&own.areas, own.me), parity).store(value, Ordering::Release);
+                ring(heap.doorbell());
             }
-            Way::Network(network) => {
-                let at = (here.areas.words(here.me) + message.offset(parity)) as u64;
+            Access::Network(network) => {
+                let at = (own.areas.words(own.me) + message.offset(parity)) as u64;
                 let imm = immediate(network.generation[0], WORD as usize);
                 let bytes = value.to_le_bytes().to_vec();
-                // As above: death is noticed elsewhere.
+                // As above: a dead peer is detected elsewhere.
                 let _ = network.endpoint.write(bytes, &network.key, at, Some(imm));
             }
         }
     }
 
-    /// How many writes `spans` will be counted as, from the connection on: for the header that announces them.
+    /// Counts row writes before they are posted. Returns their number since the connection, for the header: the receiver
+    /// has all rows once it has counted as many. 0 where rows go straight into the peer's heap.
     pub(crate) fn announce(&mut self, combine: bool, parity: usize, writes: usize) -> u64 {
-        match &mut self.way {
-            Way::Network(network) => {
+        match &mut self.access {
+            Access::Network(network) => {
                 let kind = if combine { BACK_ROWS } else { ROWS } + parity;
-                network.begun[kind] += writes as u64;
-                network.begun[kind]
+                network.posted[kind] += writes as u64;
+                network.posted[kind]
             }
             _ => 0,
         }
     }
 
     /// Publishes the first `len` bytes of the dispatch slot: header and metadata.
-    pub(crate) fn publish_meta(&mut self, here: &Here, parity: usize, operation: u64, len: usize) -> Result<()> {
-        match &mut self.way {
-            Way::Network(network) => {
-                let span = Span { from: staged_slot(&here.areas, parity), to: here.areas.slot(parity, here.me), len };
+    pub(crate) fn publish_meta(&mut self, own: &OwnHeap, parity: usize, operation: u64, len: usize) -> Result<()> {
+        match &mut self.access {
+            Access::Network(network) => {
+                let span = Span { from: staged_slot(&own.areas, parity), to: own.areas.slot(parity, own.me), len };
                 network.write(parity, META + parity, span)
             }
             _ => {
-                self.tell(here, parity, Message::Meta, operation);
+                self.set_word(own, parity, Message::Meta, operation);
                 Ok(())
             }
         }
     }
 
     /// Publishes the rows of a dispatch.
-    pub(crate) fn publish_rows(&mut self, here: &Here, parity: usize, operation: u64, spans: &[Span]) -> Result<()> {
-        match &mut self.way {
-            Way::Network(network) => spans.iter().try_for_each(|span| network.write(parity, ROWS + parity, *span)),
+    pub(crate) fn publish_rows(&mut self, own: &OwnHeap, parity: usize, operation: u64, spans: &[Span]) -> Result<()> {
+        match &mut self.access {
+            Access::Network(network) => spans.iter().try_for_each(|span| network.write(parity, ROWS + parity, *span)),
             _ => {
-                self.tell(here, parity, Message::Rows, operation);
+                self.set_word(own, parity, Message::Rows, operation);
                 Ok(())
             }
         }
     }
 
     /// Publishes the weights of a combine: the second header of the slot and `len - HEADER` bytes after it.
-    pub(crate) fn publish_weights(&mut self, here: &Here, parity: usize, operation: u64, len: usize) -> Result<()> {
-        match &mut self.way {
-            Way::Network(network) => {
-                let at = here.areas.back_weights();
-                let span = Span {
-                    from: staged_back(&here.areas, parity) + at,
-                    to: here.areas.back(parity, here.me) + at,
-                    len,
-                };
+    pub(crate) fn publish_weights(&mut self, own: &OwnHeap, parity: usize, operation: u64, len: usize) -> Result<()> {
+        match &mut self.access {
+            Access::Network(network) => {
+                let at = own.areas.back_weights();
+                let span =
+                    Span { from: staged_back(&own.areas, parity) + at, to: own.areas.back(parity, own.me) + at, len };
                 network.write(2 + parity, WEIGHTS + parity, span)
             }
             _ => {
-                self.tell(here, parity, Message::Weights, operation);
+                self.set_word(own, parity, Message::Weights, operation);
                 Ok(())
             }
         }
     }
 
     /// Publishes `len` bytes of rows and the header of a combine.
-    pub(crate) fn publish_back(&mut self, here: &Here, parity: usize, operation: u64, len: usize) -> Result<()> {
-        match &mut self.way {
-            Way::Network(network) => {
-                let (from, to) = (staged_back(&here.areas, parity), here.areas.back(parity, here.me));
+    pub(crate) fn publish_back(&mut self, own: &OwnHeap, parity: usize, operation: u64, len: usize) -> Result<()> {
+        match &mut self.access {
+            Access::Network(network) => {
+                let (from, to) = (staged_back(&own.areas, parity), own.areas.back(parity, own.me));
                 if len > 0 {
-                    let rows = here.areas.back_rows();
+                    let rows = own.areas.back_rows();
                     network.write(2 + parity, BACK_ROWS + parity, Span { from: from + rows, to: to + rows, len })?;
                 }
                 network.write(2 + parity, BACK + parity, Span { from, to, len: HEADER })
             }
             _ => {
-                self.tell(here, parity, Message::Back, operation);
+                self.set_word(own, parity, Message::Back, operation);
                 Ok(())
             }
         }
     }
 
-    /// Whether the peer's message of that operation (or that number) is here.
-    pub(crate) fn has_told(&mut self, here: &Here, parity: usize, message: Message, number: u64) -> bool {
-        let word = message.word(here.heap.words(&here.areas, self.rank), parity).load(Ordering::Acquire);
+    /// Whether the expected message has arrived.
+    pub(crate) fn has_arrived(&mut self, own: &OwnHeap, expected: Expected) -> bool {
+        let Expected { message, parity, number, .. } = expected;
+        let word = message.word(own.heap.words(&own.areas, self.rank), parity).load(Ordering::Acquire);
         match message {
             Message::Grant => return word >> 32 == number & 0xffff_ffff,
-            Message::DispatchTaken => return word.max(self.floor[0]) >= number,
-            Message::CombineTaken => return word.max(self.floor[1]) >= number,
+            Message::DispatchReleased => return word.max(self.floor[0]) >= number,
+            Message::CombineReleased => return word.max(self.floor[1]) >= number,
             Message::Sync => return word >= number,
             Message::Meta | Message::Rows | Message::Weights | Message::Back => {}
         }
-        let Way::Network(network) = &mut self.way else { return word >= number };
+        let Access::Network(network) = &mut self.access else { return word >= number };
         let header = |at: usize| {
-            // SAFETY: a header inside our heap; a write into it is complete when it is counted, and the next one into
-            // this slot comes only when we have said that we took this one.
-            unsafe { here.heap.at(at).cast::<Header>().read_volatile() }
+            // SAFETY: a header inside our heap; a write is complete when it is counted, and the peer writes this slot
+            // again only after we have released it.
+            unsafe { own.heap.at(at).cast::<Header>().read_volatile() }
         };
         match message {
             Message::Meta => {
-                network.fresh(META + parity, || header(here.areas.slot(parity, self.rank)).operation, number)
+                network.fresh(META + parity, || header(own.areas.slot(parity, self.rank)).operation, number)
             }
-            Message::Rows => network.count(ROWS + parity) >= header(here.areas.slot(parity, self.rank)).writes,
+            Message::Rows => network.count(ROWS + parity) >= header(own.areas.slot(parity, self.rank)).writes,
             Message::Weights => {
-                let at = here.areas.back(parity, self.rank) + here.areas.back_weights();
+                let at = own.areas.back(parity, self.rank) + own.areas.back_weights();
                 network.fresh(WEIGHTS + parity, || header(at).operation, number)
             }
             _ => {
-                let at = here.areas.back(parity, self.rank);
+                let at = own.areas.back(parity, self.rank);
                 network.fresh(BACK + parity, || header(at).operation, number)
                     && network.count(BACK_ROWS + parity) >= header(at).writes
             }
         }
     }
 
-    /// Whether the peer is already at a later operation than `number`, of the other kind than `message`: the ranks
-    /// disagree about what to call.
-    pub(crate) fn is_elsewhere(&self, here: &Here, message: Message, number: u64) -> Option<&'static str> {
-        let words = here.heap.words(&here.areas, self.rank);
+    /// The operation that the peer called in place of the one that sends the expected message, if it did.
+    pub(crate) fn other_operation(&self, own: &OwnHeap, expected: Expected) -> Option<&'static str> {
+        let Expected { message, number, .. } = expected;
+        let words = own.heap.words(&own.areas, self.rank);
         let at = |message: Message| (0..2).any(|parity| message.word(words, parity).load(Ordering::Acquire) == number);
         match message {
             Message::Meta if at(Message::Back) || at(Message::Weights) => Some("combine"),
@@ -363,10 +373,10 @@ impl Peer {
         }
     }
 
-    /// Says goodbye to the peer.
+    /// Closes the connection.
     pub(crate) fn close(self, limit: Duration) {
         if let Some(endpoint) = self.endpoint() {
-            // A peer that is gone already needs no goodbye.
+            // An error means that the peer has closed it already.
             let _ = endpoint.close(Some(limit));
         }
     }
@@ -385,8 +395,8 @@ impl Network {
         self.region.imm_count(immediate(self.generation[1], kind))
     }
 
-    /// Whether a write of that kind has come that was not looked at, and is of operation `number`. An older one is of
-    /// an operation that did not wait for this peer.
+    /// Whether an unexamined write of that kind is of operation `number`. An older one belongs to an operation that did
+    /// not wait for this peer, and is skipped.
     fn fresh(&mut self, kind: usize, operation: impl Fn() -> u64, number: u64) -> bool {
         let count = self.count(kind);
         if count <= self.seen[kind] {
@@ -408,21 +418,21 @@ impl Network {
 }
 
 impl Peer {
-    /// The dispatch in the slots of this parity was taken: the peer may write them again.
-    pub(crate) fn take_dispatch(&mut self, here: &Here, parity: usize, taken: u64) {
-        if let Way::Network(network) = &mut self.way {
+    /// Releases the dispatch slots of this parity: the peer may write them again.
+    pub(crate) fn release_dispatch(&mut self, own: &OwnHeap, parity: usize, released: u64) {
+        if let Access::Network(network) = &mut self.access {
             network.take(META + parity);
         }
-        self.tell(here, parity, Message::DispatchTaken, taken);
+        self.set_word(own, parity, Message::DispatchReleased, released);
     }
 
-    /// The combine in the slots of this parity was taken.
-    pub(crate) fn take_combine(&mut self, here: &Here, parity: usize, taken: u64) {
-        if let Way::Network(network) = &mut self.way {
+    /// Releases the combine slots of this parity.
+    pub(crate) fn release_combine(&mut self, own: &OwnHeap, parity: usize, released: u64) {
+        if let Access::Network(network) = &mut self.access {
             network.take(WEIGHTS + parity);
             network.take(BACK + parity);
         }
-        self.tell(here, parity, Message::CombineTaken, taken);
+        self.set_word(own, parity, Message::CombineReleased, released);
     }
 }
 

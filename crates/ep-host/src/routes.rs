@@ -5,14 +5,14 @@ use std::sync::Arc;
 use crossrail_ep::{Config, Layout};
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::buffer::Inner;
 use crate::heap::Areas;
+use crate::local_rank::LocalRank;
 use crate::tensor::{Input, Tensor};
 
 /// No expert of this rank.
-pub(crate) const NONE: u16 = u16::MAX;
+pub(crate) const NO_EXPERT: u16 = u16::MAX;
 /// No rank.
-const NOWHERE: u32 = u32::MAX;
+const NO_RANK: u32 = u32::MAX;
 
 /// The routing of one dispatch: what this rank sent, and what came to it. Cheap to clone; any thread.
 #[derive(Clone, Debug)]
@@ -31,12 +31,12 @@ impl Handle {
 
     /// Rows that came, own ones included.
     pub fn rows(&self) -> usize {
-        self.0.came.iter().map(|list| list.tokens.len()).sum()
+        self.0.received.iter().map(|list| list.tokens.len()).sum()
     }
 
     /// Whether weights came along, from any rank.
     pub fn has_weights(&self) -> bool {
-        self.0.sent.weighted || self.0.came.iter().any(|came| !came.weights.is_empty())
+        self.0.sent.weighted || self.0.received.iter().any(|received| !received.weights.is_empty())
     }
 
     /// The first row of each source rank, and the end.
@@ -51,20 +51,20 @@ impl Handle {
 
     /// Rank layout, `[rows, topk]`: local experts, -1 elsewhere.
     pub fn topk_idx(&self) -> Vec<i64> {
-        let experts = self.0.came.iter().flat_map(|came| &came.experts);
-        experts.map(|expert| if *expert == NONE { -1 } else { i64::from(*expert) }).collect()
+        let experts = self.0.received.iter().flat_map(|received| &received.experts);
+        experts.map(|expert| if *expert == NO_EXPERT { -1 } else { i64::from(*expert) }).collect()
     }
 
     /// Rank layout, `[rows, topk]`: weights of the experts that are here, 0 elsewhere (and for sources that sent
     /// none).
     pub fn topk_weights(&self) -> Vec<f32> {
-        let mut all = Vec::with_capacity(self.0.came.iter().map(|came| came.experts.len()).sum());
-        for came in &self.0.came {
-            if came.weights.is_empty() {
-                all.resize(all.len() + came.experts.len(), 0.0);
+        let mut all = Vec::with_capacity(self.0.received.iter().map(|received| received.experts.len()).sum());
+        for received in &self.0.received {
+            if received.weights.is_empty() {
+                all.resize(all.len() + received.experts.len(), 0.0);
             } else {
-                let pairs = came.weights.iter().zip(&came.experts);
-                all.extend(pairs.map(|(weight, expert)| if *expert == NONE { 0.0 } else { *weight }));
+                let pairs = received.weights.iter().zip(&received.experts);
+                all.extend(pairs.map(|(weight, expert)| if *expert == NO_EXPERT { 0.0 } else { *weight }));
             }
         }
         all
@@ -73,10 +73,10 @@ impl Handle {
     /// Expert layout: writes the token at its source of each row into `out`, `[local experts, most]`, and leaves the
     /// rest.
     pub fn sources(&self, most: usize, out: &mut [i32]) {
-        for came in &self.0.came {
-            let topk = came.experts.len().checked_div(came.tokens.len()).unwrap_or(0);
-            for (row, token) in came.tokens.iter().enumerate() {
-                for (_, expert, place) in came.selections(row, topk) {
+        for received in &self.0.received {
+            let topk = received.experts.len().checked_div(received.tokens.len()).unwrap_or(0);
+            for (row, token) in received.tokens.iter().enumerate() {
+                for (_, expert, place) in received.selections(row, topk) {
                     if let Some(entry) = out.get_mut(expert * most + place) {
                         *entry = *token as i32;
                     }
@@ -93,7 +93,7 @@ pub(crate) struct Routes {
     pub(crate) layout: Layout,
     pub(crate) sent: Arc<Sent>,
     /// By source rank.
-    pub(crate) came: Vec<Came>,
+    pub(crate) received: Vec<Received>,
     /// Rank layout: the first row of each source, and the end.
     pub(crate) offsets: Vec<u32>,
     /// Expert layout, `[local experts, ranks]`: first row << 32 | rows.
@@ -102,13 +102,13 @@ pub(crate) struct Routes {
 
 impl Routes {
     /// No rows either way.
-    pub(crate) fn nothing(inner: &Inner) -> Routes {
-        let ranks = inner.config.ranks as usize;
+    pub(crate) fn nothing(local: &LocalRank) -> Routes {
+        let ranks = local.config.ranks as usize;
         Routes {
-            buffer: inner.id,
+            buffer: local.id,
             layout: Layout::Expert,
             sent: Arc::new(Sent::nothing(ranks)),
-            came: vec![Came::default(); ranks],
+            received: vec![Received::default(); ranks],
             offsets: vec![0],
             ranges: Vec::new(),
         }
@@ -122,15 +122,15 @@ pub(crate) struct Sent {
     /// By destination rank.
     pub(crate) to: Vec<SendList>,
     /// Of each token, where its entries in `legs` begin; and the end.
-    pub(crate) first_leg: Vec<u32>,
+    pub(crate) first_destination: Vec<u32>,
     /// Each token's rows: by token, then by rank.
-    pub(crate) legs: Vec<Leg>,
+    pub(crate) destinations: Vec<Destination>,
     /// Whether weights went along.
     pub(crate) weighted: bool,
     /// Those weights, `[tokens, topk]`.
     pub(crate) weights: Vec<f32>,
     /// The rank of each selection, `[tokens, topk]`; `NOWHERE` where there is none or it cannot be reached.
-    pub(crate) homes: Vec<u32>,
+    pub(crate) expert_ranks: Vec<u32>,
     /// Selections of experts whose rank is connected and not masked.
     pub(crate) selections: u64,
 }
@@ -146,7 +146,7 @@ pub(crate) struct SendList {
 
 /// One row of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Leg {
+pub(crate) struct Destination {
     pub(crate) rank: u32,
     /// Its place in the rank's list.
     pub(crate) row: u32,
@@ -154,7 +154,7 @@ pub(crate) struct Leg {
 
 /// What came from one rank.
 #[derive(Debug, Default, Clone)]
-pub(crate) struct Came {
+pub(crate) struct Received {
     /// The token of each row, at its source.
     pub(crate) tokens: Vec<u32>,
     /// `[rows, topk]`: local experts, or `NONE`.
@@ -165,12 +165,12 @@ pub(crate) struct Came {
     pub(crate) places: Vec<u32>,
 }
 
-impl Came {
+impl Received {
     /// Selections of a row: local expert and place, by k.
     pub(crate) fn selections(&self, row: usize, topk: usize) -> impl Iterator<Item = (usize, usize, usize)> + '_ {
         let at = row * topk;
         (0..topk).filter_map(move |k| match self.experts[at + k] {
-            NONE => None,
+            NO_EXPERT => None,
             expert => Some((k, usize::from(expert), self.places[at + k] as usize)),
         })
     }
@@ -179,7 +179,7 @@ impl Came {
 impl Sent {
     /// No tokens.
     pub(crate) fn nothing(ranks: usize) -> Sent {
-        Sent { to: (0..ranks).map(|_| SendList::default()).collect(), first_leg: vec![0], ..Sent::default() }
+        Sent { to: (0..ranks).map(|_| SendList::default()).collect(), first_destination: vec![0], ..Sent::default() }
     }
 
     /// Reads `topk_idx`; ranks of which `reachable` says no get nothing.
@@ -190,23 +190,23 @@ impl Sent {
         let mut sent = Sent {
             tokens,
             to: (0..ranks).map(|_| SendList::default()).collect(),
-            first_leg: Vec::with_capacity(tokens + 1),
+            first_destination: Vec::with_capacity(tokens + 1),
             weighted: input.topk_weights.is_some(),
             weights: input
                 .topk_weights
                 .iter()
                 .flat_map(|weights| weights.words::<4>().map(f32::from_ne_bytes))
                 .collect(),
-            homes: vec![NOWHERE; tokens * topk],
+            expert_ranks: vec![NO_RANK; tokens * topk],
             ..Sent::default()
         };
         let mut chosen: Vec<usize> = Vec::with_capacity(topk);
-        let mut homes: Vec<u32> = Vec::with_capacity(topk);
+        let mut expert_ranks: Vec<u32> = Vec::with_capacity(topk);
         let mut ids = input.topk_idx.words::<8>().map(i64::from_ne_bytes);
         for token in 0..tokens {
             chosen.clear();
-            homes.clear();
-            sent.first_leg.push(sent.legs.len() as u32);
+            expert_ranks.clear();
+            sent.first_destination.push(sent.destinations.len() as u32);
             for (k, id) in ids.by_ref().take(topk).enumerate() {
                 if id == -1 {
                     continue;
@@ -219,18 +219,18 @@ impl Sent {
                 chosen.push(expert);
                 let home = expert as u32 / el;
                 if open[home as usize] {
-                    homes.push(home);
-                    sent.homes[token * topk + k] = home;
+                    expert_ranks.push(home);
+                    sent.expert_ranks[token * topk + k] = home;
                 }
             }
-            sent.selections += homes.len() as u64;
-            homes.sort_unstable();
+            sent.selections += expert_ranks.len() as u64;
+            expert_ranks.sort_unstable();
             let mut at = 0;
-            while at < homes.len() {
-                let rank = homes[at];
-                let count = homes[at..].iter().take_while(|other| **other == rank).count();
+            while at < expert_ranks.len() {
+                let rank = expert_ranks[at];
+                let count = expert_ranks[at..].iter().take_while(|other| **other == rank).count();
                 let list = &mut sent.to[rank as usize];
-                sent.legs.push(Leg { rank, row: list.tokens.len() as u32 });
+                sent.destinations.push(Destination { rank, row: list.tokens.len() as u32 });
                 let first = list.first.last().copied().unwrap_or(0);
                 if list.first.is_empty() {
                     list.first.push(0);
@@ -240,13 +240,13 @@ impl Sent {
                 at += count;
             }
         }
-        sent.first_leg.push(sent.legs.len() as u32);
+        sent.first_destination.push(sent.destinations.len() as u32);
         Ok(sent)
     }
 
     /// The rows of a token.
-    pub(crate) fn legs_of(&self, token: usize) -> &[Leg] {
-        &self.legs[self.first_leg[token] as usize..self.first_leg[token + 1] as usize]
+    pub(crate) fn destinations_of(&self, token: usize) -> &[Destination] {
+        &self.destinations[self.first_destination[token] as usize..self.first_destination[token + 1] as usize]
     }
 
     /// Writes the metadata of one rank's rows: token, selections, experts there, weights.
@@ -260,10 +260,10 @@ impl Sent {
             let token_at = *token as usize * topk;
             entry[..4].copy_from_slice(&token.to_ne_bytes());
             let (experts, rest) = entry[8..].split_at_mut(2 * topk);
-            let homes = &self.homes[token_at..token_at + topk];
-            for (k, (place, home)) in experts.as_chunks_mut::<2>().0.iter_mut().zip(homes).enumerate() {
+            let expert_ranks = &self.expert_ranks[token_at..token_at + topk];
+            for (k, (place, home)) in experts.as_chunks_mut::<2>().0.iter_mut().zip(expert_ranks).enumerate() {
                 let id = word::<8>(idx, token_at + k).filter(|_| *home as usize == rank).map(i64::from_ne_bytes);
-                *place = id.map_or(NONE, |id| (id as usize - first) as u16).to_ne_bytes();
+                *place = id.map_or(NO_EXPERT, |id| (id as usize - first) as u16).to_ne_bytes();
             }
             if let Some(weights) = weights {
                 let from = &weights[token_at * 4..(token_at + topk) * 4];
@@ -273,17 +273,17 @@ impl Sent {
     }
 }
 
-impl Came {
+impl Received {
     /// Reads the metadata of `rows` rows, which is another process's word only.
     pub(crate) fn read(
         config: &Config,
         areas: &Areas,
         bytes: &[u8],
         weighted: bool,
-    ) -> std::result::Result<Came, String> {
+    ) -> std::result::Result<Received, String> {
         let (topk, el) = (config.topk, config.local_experts());
         let rows = bytes.len() / areas.meta_stride;
-        let mut came = Came {
+        let mut received = Received {
             tokens: Vec::with_capacity(rows),
             experts: Vec::with_capacity(rows * topk),
             weights: Vec::with_capacity(if weighted { rows * topk } else { 0 }),
@@ -294,20 +294,22 @@ impl Came {
             if token as usize >= config.max_tokens {
                 return Err(format!("a row of token {token} where a rank has at most {}", config.max_tokens));
             }
-            came.tokens.push(token);
+            received.tokens.push(token);
             let (experts, rest) = entry[8..].split_at(2 * topk);
             for place in experts.as_chunks::<2>().0 {
                 let expert = u16::from_ne_bytes(*place);
-                if expert != NONE && usize::from(expert) >= el {
+                if expert != NO_EXPERT && usize::from(expert) >= el {
                     return Err(format!("a row for local expert {expert} of {el}"));
                 }
-                came.experts.push(expert);
+                received.experts.push(expert);
             }
             if weighted {
-                came.weights.extend(rest[..4 * topk].as_chunks::<4>().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)));
+                received
+                    .weights
+                    .extend(rest[..4 * topk].as_chunks::<4>().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)));
             }
         }
-        Ok(came)
+        Ok(received)
     }
 }
 

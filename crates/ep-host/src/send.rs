@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use crossrail_ep::Payload;
 
-use crate::buffer::Inner;
+use crate::local_rank::LocalRank;
 use crate::operation::Timing;
 use crate::routes::Sent;
 use crate::tensor::Tensor;
@@ -21,7 +21,7 @@ pub(crate) struct Target {
 /// Tokens that are cast before their rows are copied: they stay in the cache, and the clock is read seldom.
 const BATCH: usize = 8;
 
-impl Inner {
+impl LocalRank {
     /// Writes all rows for `targets`: each token's row is read once; fp8 is cast into the first place and copied from
     /// there to the others.
     ///
@@ -32,10 +32,13 @@ impl Inner {
         for target in targets {
             by_rank[target.rank] = Some(target);
         }
-        let (row, scale, wide) = (self.here.areas.row, self.here.areas.scale, self.here.areas.wide);
+        let (row, scale, wide) = (self.own.areas.row, self.own.areas.scale, self.own.areas.wide);
         let places = |token: usize| {
-            let legs = sent.legs_of(token).iter();
-            legs.filter_map(|leg| by_rank[leg.rank as usize].map(|target| (target, leg.row as usize)))
+            let destinations = sent.destinations_of(token).iter();
+            destinations
+                .filter_map(|destination| {
+                    by_rank[destination.rank as usize].map(|target| (target, destination.row as usize))
+                })
                 .map(|(to, at)| (to.rows.wrapping_add(at * row), to.scales.wrapping_add(at * scale)))
         };
         let mut token = 0;
@@ -48,7 +51,7 @@ impl Inner {
                     if let Some((to, scales)) = places(token).next() {
                         let from = x.at(token * wide, wide).cast();
                         // SAFETY: inside the target by the contract, and inside x by `at`.
-                        unsafe { self.rows.cast_row(from, self.config.hidden, to, scales, kind) };
+                        unsafe { self.kernels.cast_row(from, self.config.hidden, to, scales, kind) };
                     }
                 }
                 timing.cast_us += micros(began);
@@ -66,7 +69,7 @@ impl Inner {
                 for (to, scales) in places {
                     // SAFETY: as above; the places of one token are of different ranks.
                     unsafe {
-                        self.rows.copy_row(to, from, row);
+                        self.kernels.copy_row(to, from, row);
                         std::ptr::copy_nonoverlapping(from_scales, scales, scale);
                     }
                 }

@@ -4,40 +4,40 @@ use std::sync::Arc;
 
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::buffer::{Inner, State};
-use crate::operation::{Common, Machine, Pending, Wait};
-use crate::peer::Message;
+use crate::local_rank::{GroupView, LocalRank};
+use crate::operation::{Common, Operation, Pending};
+use crate::peer::{Expected, Message};
 
 struct Sync(Common);
 
-pub(crate) fn begin(inner: &Arc<Inner>) -> Result<Pending<()>> {
-    let mut state = inner.state.lock();
-    if state.closed {
+pub(crate) fn begin(local: &Arc<LocalRank>) -> Result<Pending<()>> {
+    let mut view = local.view.lock();
+    if view.closed {
         return Err(Error::new(ErrorKind::Closed, "sync", "the buffer was destroyed"));
     }
-    state.operations += 1;
-    let mut common = Common::new("sync", state.operations, 0, inner.config.timeout);
-    for rank in state.others(inner.here.me) {
-        if let Some(peer) = &mut state.peers[rank] {
-            peer.tell(&inner.here, common.parity, Message::Sync, common.number);
+    view.operations += 1;
+    let mut common = Common::new("sync", view.operations, 0, local.config.timeout);
+    for rank in view.others(local.own.me) {
+        if let Some(peer) = &mut view.peers[rank] {
+            peer.set_word(&local.own, common.parity, Message::Sync, common.number);
         }
         common.expect(rank, Message::Sync);
     }
-    Ok(Pending::new(Box::new(Sync(common)), Arc::clone(inner)))
+    Ok(Pending::new(Box::new(Sync(common)), Arc::clone(local)))
 }
 
-impl Machine for Sync {
+impl Operation for Sync {
     type Output = ();
 
     fn common(&mut self) -> &mut Common {
         &mut self.0
     }
 
-    fn arrived(&mut self, _: &Inner, _: &mut State, _: Wait) {}
+    fn arrived(&mut self, _: &LocalRank, _: &mut GroupView, _: Expected) {}
 
-    fn lost(&mut self, _: &Inner, _: &mut State, _: Wait) {}
+    fn lost(&mut self, _: &LocalRank, _: &mut GroupView, _: Expected) {}
 
-    fn settle(&mut self, _: &Inner, _: &mut State) {}
+    fn settle(&mut self, _: &LocalRank, _: &mut GroupView) {}
 
-    fn finish(&mut self, _: &Inner, _: &mut State) {}
+    fn finish(&mut self, _: &LocalRank, _: &mut GroupView) {}
 }

@@ -7,7 +7,7 @@ use crossrail_types::ErrorKind;
 
 use crate::buffer::ExpertBuffer;
 use crate::heap::{Areas, HEADER, Header};
-use crate::routes::{Came, Leg, NONE, Sent};
+use crate::routes::{Destination, NO_EXPERT, Received, Sent};
 use crate::tensor::Input;
 
 fn config() -> Config {
@@ -96,9 +96,9 @@ fn a_token_goes_once_to_each_rank() {
     let config = config();
     let idx = [0, 1, 4, -1, -1, -1, -1, -1, 5, 2, 3, 4];
     let sent = Sent::new(&config, &input(&config, &idx, None), &|_| true).expect("good ids");
-    assert_eq!(sent.legs_of(0), [Leg { rank: 0, row: 0 }, Leg { rank: 2, row: 0 }]);
-    assert!(sent.legs_of(1).is_empty());
-    assert_eq!(sent.legs_of(2), [Leg { rank: 1, row: 0 }, Leg { rank: 2, row: 1 }]);
+    assert_eq!(sent.destinations_of(0), [Destination { rank: 0, row: 0 }, Destination { rank: 2, row: 0 }]);
+    assert!(sent.destinations_of(1).is_empty());
+    assert_eq!(sent.destinations_of(2), [Destination { rank: 1, row: 0 }, Destination { rank: 2, row: 1 }]);
     assert_eq!((sent.to[2].tokens.as_slice(), sent.to[2].first.as_slice()), (&[0, 2][..], &[0, 1, 3][..]));
     assert_eq!(sent.selections, 7);
     let without = Sent::new(&config, &input(&config, &idx, None), &|rank| rank != 2).expect("good ids");
@@ -116,10 +116,10 @@ fn metadata_comes_back_as_it_was_written() {
     let sent = Sent::new(&config, &input, &|_| true).expect("good ids");
     let mut bytes = Vec::new();
     sent.metadata(&config, &areas, 2, &input, &mut bytes);
-    let came = Came::read(&config, &areas, &bytes, true).expect("our own");
-    assert_eq!(came.tokens, [0, 1]);
-    assert_eq!(came.experts, [NONE, NONE, 0, NONE, 1, NONE, NONE, 0]);
-    assert_eq!(came.weights, weights);
+    let received = Received::read(&config, &areas, &bytes, true).expect("our own");
+    assert_eq!(received.tokens, [0, 1]);
+    assert_eq!(received.experts, [NO_EXPERT, NO_EXPERT, 0, NO_EXPERT, 1, NO_EXPERT, NO_EXPERT, 0]);
+    assert_eq!(received.weights, weights);
 }
 
 #[test]
@@ -127,12 +127,12 @@ fn metadata_of_others_is_checked() {
     let config = config();
     let areas = Areas::new(&config);
     let mut entry = vec![0u8; areas.meta_stride];
-    Came::read(&config, &areas, &entry, true).expect("token 0 for expert 0");
+    Received::read(&config, &areas, &entry, true).expect("token 0 for expert 0");
     entry[8..10].copy_from_slice(&2u16.to_ne_bytes());
-    assert!(Came::read(&config, &areas, &entry, true).is_err_and(|why| why.contains("expert 2 of 2")));
+    assert!(Received::read(&config, &areas, &entry, true).is_err_and(|why| why.contains("expert 2 of 2")));
     entry[8..10].copy_from_slice(&0u16.to_ne_bytes());
     entry[..4].copy_from_slice(&5u32.to_ne_bytes());
-    assert!(Came::read(&config, &areas, &entry, true).is_err_and(|why| why.contains("token 5")));
+    assert!(Received::read(&config, &areas, &entry, true).is_err_and(|why| why.contains("token 5")));
     let mut random = 7u64;
     for _ in 0..2000 {
         let bytes: Vec<u8> = (0..3 * areas.meta_stride)
@@ -141,9 +141,9 @@ fn metadata_of_others_is_checked() {
                 (random >> 56) as u8 & 3
             })
             .collect();
-        if let Ok(came) = Came::read(&config, &areas, &bytes, true) {
-            assert!(came.experts.iter().all(|expert| *expert == NONE || *expert < 2));
-            assert!(came.tokens.iter().all(|token| *token < 5));
+        if let Ok(received) = Received::read(&config, &areas, &bytes, true) {
+            assert!(received.experts.iter().all(|expert| *expert == NO_EXPERT || *expert < 2));
+            assert!(received.tokens.iter().all(|token| *token < 5));
         }
     }
 }

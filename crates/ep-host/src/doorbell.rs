@@ -4,14 +4,14 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use crate::heap::Bell;
+use crate::heap::Doorbell;
 
 /// After a write into a heap: wakes its rank if it sleeps.
 #[inline]
-pub(crate) fn ring(bell: &Bell) {
-    bell.rings.fetch_add(1, Ordering::SeqCst);
-    if bell.sleeping.load(Ordering::SeqCst) != 0 {
-        wake(&bell.rings);
+pub(crate) fn ring(doorbell: &Doorbell) {
+    doorbell.rings.fetch_add(1, Ordering::SeqCst);
+    if doorbell.sleeping.load(Ordering::SeqCst) != 0 {
+        wake(&doorbell.rings);
     }
 }
 
@@ -20,9 +20,9 @@ pub(crate) fn ring(bell: &Bell) {
 ///
 /// Either the writer's ring comes before the load of `rings` here, then `ready` sees what was written before it; or
 /// it comes after it, then the kernel sees another value, or the writer sees that this rank sleeps.
-pub(crate) fn sleep(bell: &Bell, limit: Duration, ready: impl Fn() -> bool) {
-    bell.sleeping.store(1, Ordering::SeqCst);
-    let seen = bell.rings.load(Ordering::SeqCst);
+pub(crate) fn sleep(doorbell: &Doorbell, limit: Duration, ready: impl Fn() -> bool) {
+    doorbell.sleeping.store(1, Ordering::SeqCst);
+    let seen = doorbell.rings.load(Ordering::SeqCst);
     if !ready() {
         let limit = libc::timespec {
             tv_sec: limit.as_secs() as libc::time_t,
@@ -30,9 +30,9 @@ pub(crate) fn sleep(bell: &Bell, limit: Duration, ready: impl Fn() -> bool) {
         };
         // SAFETY: a live futex word (shared between processes: no PRIVATE flag) and a timespec that outlives the
         // call. Every result means the same: look again.
-        unsafe { libc::syscall(libc::SYS_futex, bell.rings.as_ptr(), libc::FUTEX_WAIT, seen, &raw const limit) };
+        unsafe { libc::syscall(libc::SYS_futex, doorbell.rings.as_ptr(), libc::FUTEX_WAIT, seen, &raw const limit) };
     }
-    bell.sleeping.store(0, Ordering::SeqCst);
+    doorbell.sleeping.store(0, Ordering::SeqCst);
 }
 
 #[cold]
