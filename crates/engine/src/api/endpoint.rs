@@ -7,7 +7,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Result};
 use proto::Operation;
 
 use super::{Request, Worker};
-use crate::core::{Core, gone};
+use crate::core::{Core, Submission};
 use crate::memory::{Buffer, RegionKey};
 use crate::session::Explain;
 
@@ -82,13 +82,26 @@ impl Op {
             Op::Write { local, .. } | Op::Read { local, .. } => local,
         }
     }
+
+    fn submission(self) -> (Submission, Buffer) {
+        match self {
+            Op::Send { buffer, tag } => (Submission::Operation(Operation::Send { tag }), buffer),
+            Op::Recv { buffer, tag, mask } => (Submission::Receive { tag, mask }, buffer),
+            Op::Write { local, remote, offset, imm } => {
+                (Submission::Operation(Operation::Write { key: remote.key, offset, imm }), local)
+            }
+            Op::Read { local, remote, offset } => {
+                (Submission::Operation(Operation::Read { key: remote.key, offset }), local)
+            }
+        }
+    }
 }
 
 impl Endpoint {
     /// The peer's name.
     pub fn peer(&self) -> String {
         let mut core = self.worker.progress_handle().core();
-        core.st.peer(self.id).map_or_else(String::new, |peer| peer.name().to_owned())
+        core.peers().get(self.id).map_or_else(String::new, |peer| peer.name().to_owned())
     }
 
     /// A number that tells this worker's endpoints apart.
@@ -98,13 +111,13 @@ impl Endpoint {
 
     /// Whether the peer is there, as far as is known.
     pub fn is_alive(&self) -> bool {
-        self.worker.progress_handle().core().st.peer(self.id).is_some_and(|peer| peer.alive)
+        self.worker.progress_handle().core().peers().get(self.id).is_some_and(|peer| peer.is_alive())
     }
 
     /// Why the peer is not there any more; `None` while it is.
     pub fn end(&self) -> Option<String> {
         let mut core = self.worker.progress_handle().core();
-        core.st.peer(self.id).filter(|peer| !peer.alive).map(|peer| peer.why_dead.clone())
+        core.peers().get(self.id).filter(|peer| !peer.is_alive()).map(|peer| peer.why_ended().to_owned())
     }
 
     /// Sends a tagged message. Finished when its bytes are in the receiver's buffer, whatever its size.
@@ -112,7 +125,7 @@ impl Endpoint {
     /// # Errors
     /// Here `PeerDead` and `Closed`; in the request `Truncated`, `Cancelled`, `PeerDead`.
     pub fn send(&self, buffer: impl Into<Buffer>, tag: u64) -> Result<Request> {
-        self.start("send", Operation::Send { tag }, buffer.into())
+        self.start(Operation::Send { tag }, buffer.into())
     }
 
     /// Writes into the peer's region, at `offset` of it. Finished when the bytes are there; the region's owner then
@@ -127,12 +140,12 @@ impl Endpoint {
         offset: u64,
         imm: Option<u32>,
     ) -> Result<Request> {
-        self.start("write", Operation::Write { key: remote.key, offset, imm }, local.into())
+        self.start(Operation::Write { key: remote.key, offset, imm }, local.into())
     }
 
     /// Reads from the peer's region, at `offset` of it. Errors as for [`Endpoint::write`].
     pub fn read(&self, local: impl Into<Buffer>, remote: &RegionKey, offset: u64) -> Result<Request> {
-        self.start("read", Operation::Read { key: remote.key, offset }, local.into())
+        self.start(Operation::Read { key: remote.key, offset }, local.into())
     }
 
     /// Starts all of `ops` in one call. The request is finished when all of them are, and fails with the first that
@@ -144,41 +157,30 @@ impl Endpoint {
             progress.admit(op.buffer())?;
         }
         let mut core = progress.core();
-        if core.closed {
-            return Err(gone("batch"));
-        }
-        let parent = core.batch(self.id);
+        let parent = core.start_batch(self.id)?;
         let mut failure = None;
         for op in ops {
-            let started = match op {
-                Op::Send { buffer, tag } => core.start(self.id, "send", Operation::Send { tag }, buffer),
-                Op::Recv { buffer, tag, mask } => core.receive(buffer, tag, mask, Some(self.id)),
-                Op::Write { local, remote, offset, imm } => {
-                    core.start(self.id, "write", Operation::Write { key: remote.key, offset, imm }, local)
-                }
-                Op::Read { local, remote, offset } => {
-                    core.start(self.id, "read", Operation::Read { key: remote.key, offset }, local)
-                }
-            };
+            let (submission, buffer) = op.submission();
+            let started = core.submit(Some(self.id), submission, buffer);
             match started {
-                Ok(op) => core.st.ops.adopt(parent, op),
+                Ok(op) => core.operations().adopt(parent, op),
                 Err(error) => {
                     failure = Some(Box::new(error));
                     break;
                 }
             }
         }
-        core.st.ops.release(parent, failure);
+        core.operations().release(parent, failure);
         progress.after(core);
         Ok(Request::new(progress, parent))
     }
 
     #[inline]
-    fn start(&self, what: &'static str, operation: Operation, mut buffer: Buffer) -> Result<Request> {
+    fn start(&self, operation: Operation, mut buffer: Buffer) -> Result<Request> {
         let progress = self.worker.progress_handle();
         progress.admit(&mut buffer)?;
         let mut core = progress.core();
-        let op = core.start(self.id, what, operation, buffer);
+        let op = core.submit(Some(self.id), Submission::Operation(operation), buffer);
         progress.after(core);
         Ok(Request::new(progress, op?))
     }
@@ -194,13 +196,12 @@ impl Endpoint {
     /// Its lanes, with what they have carried.
     pub fn lanes(&self) -> Vec<LaneReport> {
         let mut core = self.worker.progress_handle().core();
-        let Some(peer) = core.st.peer(self.id) else { return Vec::new() };
-        let (ids, bulk) = (peer.lanes.clone(), peer.bulk.clone());
+        let Some(peer) = core.peers().get(self.id) else { return Vec::new() };
+        let (ids, bulk) = (peer.lanes().to_vec(), peer.bulk().to_vec());
         let mut rows = Vec::new();
         let mut busy = Vec::new();
         for id in ids {
-            let inside = core.inside.iter().find(|lane| lane.id == id).map(|lane| lane.lane.stats());
-            match inside {
+            match core.transfers().polled().stats(id) {
                 Some(stats) => rows.extend(report(&mut core, id, stats)),
                 None => busy.extend(bulk.iter().find(|lane| lane.id == id).cloned()),
             }
@@ -224,29 +225,28 @@ impl Endpoint {
         let timeout = timeout.unwrap_or(progress.environment().settings().timeout);
         let deadline = Instant::now() + timeout;
         let mut core = progress.core();
-        let now = core.st.tick();
-        let Some(peer) = core.st.peer(self.id) else { return Ok(()) };
-        if !peer.alive {
+        let now = core.read_clock();
+        let Some(peer) = core.peers().get_mut(self.id) else { return Ok(()) };
+        if !peer.is_alive() {
             progress.after(core);
             self.worker.sessions().end_session(self.id);
             return Ok(());
         }
         let name = peer.name().to_owned();
-        peer.peer.close(now);
-        core.settle(self.id);
+        peer.say_goodbye(now);
+        core.transfers().settle(self.id);
         progress.after(core);
         let left = deadline.saturating_duration_since(Instant::now());
         let id = self.id;
         let idle = progress.observe_until(left, |core: &mut Core| {
-            let peer = core.st.peer(id)?;
-            (!peer.alive || peer.peer.idle()).then_some(())
+            let peer = core.peers().get(id)?;
+            (!peer.is_alive() || peer.is_idle()).then_some(())
         });
         let mut core = progress.core();
-        if let Some(peer) = core.st.peer(self.id) {
-            peer.alive = false;
-            peer.why_dead = "the endpoint is closed".to_owned();
+        if let Some(peer) = core.peers().get_mut(self.id) {
+            peer.close();
         }
-        core.kill(self.id, "closed");
+        core.transfers().kill(self.id, "closed");
         progress.after(core);
         self.worker.sessions().end_session(self.id);
         match idle {
@@ -257,11 +257,11 @@ impl Endpoint {
 }
 
 fn report(core: &mut Core, id: LaneId, stats: crossrail_transport::LaneStats) -> Option<LaneReport> {
-    let lane = core.st.lane(id)?;
+    let lane = core.transfers().lanes().get(id)?;
     Some(LaneReport {
-        name: lane.name.to_string(),
-        transport: lane.transport.to_owned(),
-        alive: lane.alive,
+        name: lane.name().to_string(),
+        transport: lane.transport().to_owned(),
+        alive: lane.is_alive(),
         tx_bytes: stats.tx_bytes,
         rx_bytes: stats.rx_bytes,
         retransmits: stats.retransmits,

@@ -233,7 +233,7 @@ impl Endpoint {
         let mut attempt = |core: &mut Core| {
             let answer = question(core);
             if gpu {
-                core.pump_notes(true);
+                core.transfers().exchange_notes((true, 0));
             }
             answer.transpose()
         };

@@ -32,10 +32,10 @@ impl Region {
         getrandom::fill(&mut secret)
             .map_err(|error| Error::new(ErrorKind::Io, "register", format!("no random bytes: {error}")))?;
         let mut core = progress.core();
-        if core.closed {
+        if core.is_closed() {
             return Err(crate::core::gone("register"));
         }
-        let (region, key) = core.st.regions.insert(buffer, secret);
+        let (region, key) = core.transfers().regions().insert(buffer, secret);
         drop(core);
         Ok(Region(Arc::new(Registered { progress: progress.clone(), region, key })))
     }
@@ -67,7 +67,7 @@ impl Region {
 
     /// How many writes with this immediate have arrived, all of their bytes included.
     pub fn imm_count(&self, imm: u32) -> u64 {
-        self.0.progress.core().st.regions.counted(self.0.region, imm).unwrap_or(0)
+        self.0.progress.core().transfers().regions().counted(self.0.region, imm).unwrap_or(0)
     }
 
     /// Waits until more than `seen` writes with any immediate have arrived since the region was registered; how many
@@ -77,7 +77,7 @@ impl Region {
     /// `Region` when it was deregistered, `Closed` when the worker was.
     pub fn wait_arrival(&self, seen: u64, timeout: Duration) -> Result<u64> {
         let region = self.0.region;
-        let outcome = self.0.progress.wait_until(timeout, |core| match core.st.regions.arrivals(region) {
+        let outcome = self.0.progress.wait_until(timeout, |core| match core.transfers().regions().arrivals(region) {
             Some(count) if count > seen => Some(Ok(count)),
             Some(_) => None,
             None => Some(Err(Error::new(ErrorKind::Region, "wait_arrival", "the region was deregistered"))),
@@ -89,11 +89,12 @@ impl Region {
     pub fn wait_imm(&self, imm: u32, count: u64, timeout: Option<Duration>) -> Result<()> {
         let region = self.0.region;
         let timeout = timeout.unwrap_or(self.0.progress.environment().settings().timeout);
-        let outcome = self.0.progress.wait_until(timeout, |core| match core.st.regions.counted(region, imm) {
-            Some(seen) if seen >= count => Some(Ok(())),
-            Some(_) => None,
-            None => Some(Err(Error::new(ErrorKind::Region, "wait_imm", "the region was deregistered"))),
-        });
+        let outcome =
+            self.0.progress.wait_until(timeout, |core| match core.transfers().regions().counted(region, imm) {
+                Some(seen) if seen >= count => Some(Ok(())),
+                Some(_) => None,
+                None => Some(Err(Error::new(ErrorKind::Region, "wait_imm", "the region was deregistered"))),
+            });
         outcome.unwrap_or_else(|| {
             let seen = self.imm_count(imm);
             let detail = format!("{seen} of {count} writes with immediate {imm} have arrived");

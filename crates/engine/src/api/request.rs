@@ -31,7 +31,7 @@ impl Request {
 
     /// Whether it is finished, without making progress.
     pub fn is_done(&self) -> bool {
-        self.progress.core().st.ops.is_done(self.id)
+        self.progress.core().operations().is_done(self.id)
     }
 
     /// Waits until it is finished, at most `timeout` (`CROSSRAIL_TIMEOUT` if `None`).
@@ -57,7 +57,7 @@ impl Request {
 
     /// The bytes of a finished operation whose buffer was a `Vec<u8>`.
     pub fn into_vec(self) -> Option<Vec<u8>> {
-        self.progress.core().st.ops.take_vec(self.id)
+        self.progress.core().operations().take_vec(self.id)
     }
 }
 
@@ -65,7 +65,7 @@ impl Drop for Request {
     #[inline]
     fn drop(&mut self) {
         if !self.collected.is_collected() {
-            self.progress.core().st.ops.detach(self.id);
+            self.progress.core().operations().detach(self.id);
         }
     }
 }

@@ -5,10 +5,10 @@ use std::os::fd::RawFd;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use crossrail_types::{EndpointId, Error, ErrorKind, Result};
+use crossrail_types::Result;
 
 use super::{Context, Endpoint, Region, Request};
-use crate::core::gone;
+use crate::core::Submission;
 use crate::memory::Buffer;
 use crate::progress::{Progress, SessionEvents};
 use crate::session::{ListenOptions, Sessions};
@@ -125,16 +125,8 @@ impl Worker {
     pub fn accept(&self, timeout: Option<Duration>) -> Result<Endpoint> {
         let progress = self.progress_handle();
         let timeout = timeout.unwrap_or(progress.environment().settings().timeout);
-        let found = progress
-            .wait_until(timeout, |core| if core.closed { Some(None) } else { core.arrived.pop_front().map(Some) });
-        match found {
-            Some(Some(id)) => Ok(Endpoint { worker: self.clone(), id }),
-            Some(None) => Err(gone("accept")),
-            None => {
-                let detail = format!("no peer has connected to {}", self.name());
-                Err(Error::new(ErrorKind::Timeout, "accept", detail).with_waited(timeout))
-            }
-        }
+        let id = self.sessions().accept(timeout)?;
+        Ok(Endpoint { worker: self.clone(), id })
     }
 
     /// Lets peers with the region's key write to and read from `buffer`.
@@ -151,7 +143,7 @@ impl Worker {
         let mut buffer = buffer.into();
         progress.admit(&mut buffer)?;
         let mut core = progress.core();
-        let op = core.receive(buffer, tag, mask, from.map(|from| from.id));
+        let op = core.submit(from.map(|from| from.id), Submission::Receive { tag, mask }, buffer);
         progress.after(core);
         Ok(Request::new(progress, op?))
     }
@@ -174,18 +166,15 @@ impl Worker {
 
     /// Every endpoint with a living peer.
     pub fn endpoints(&self) -> Vec<Endpoint> {
-        let core = self.progress_handle().core();
-        let alive = |(index, peer): (usize, &Option<Box<crate::core::PeerState>>)| {
-            peer.as_ref().filter(|peer| peer.alive).map(|_| EndpointId(index as u32))
-        };
-        let ids: Vec<_> = core.st.peers.iter().enumerate().filter_map(alive).collect();
+        let mut core = self.progress_handle().core();
+        let ids: Vec<_> = core.peers().alive().collect();
         drop(core);
         ids.into_iter().map(|id| Endpoint { worker: self.clone(), id }).collect()
     }
 
     /// Operations that are running, or finished and neither waited for nor dropped.
     pub fn operations(&self) -> usize {
-        self.progress_handle().core().st.ops.live()
+        self.progress_handle().core().operations().live()
     }
 
     /// Ends the worker: its connections close, its threads end, its running requests fail with `Closed`. Called by

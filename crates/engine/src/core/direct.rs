@@ -1,211 +1,261 @@
-//! Direct copies: one end's part of moving a transfer's bytes with a single copy.
+//! Direct copies: this end's part of moving a transfer's bytes with a single copy.
 #![allow(unsafe_code)]
 
 use std::time::{Duration, Instant};
 
 use crossrail_cuda_ipc::Link;
 use crossrail_proto as proto;
-use crossrail_transport::{Copy, Direct as _, Job, Step};
+use crossrail_transport::{Copy, Direct, Job, Step};
 use crossrail_types::{EndpointId, LaneId};
 use proto::{DirectId, Memory, Offer, Role};
 
-use super::gpu::{self, Reach};
-use super::tables::PeerState;
-use super::{Core, Inside};
+use super::data_path::DataPath;
+use super::gpu::NoteFailed;
+use super::lanes::{PolledLane, PolledLanes};
 
-/// Bytes a direct copy may move before everything else gets its turn.
+/// Bytes that a direct copy may move before everything else gets its turn.
 const COPY_BUDGET: usize = 1 << 20;
 
-/// Up to so many bytes of GPU memory the receiving end copies; from there on it leaves that to the sending end. Writing
-/// takes half a round trip more and carries more than reading does as soon as a GPU's links are busy both ways.
-const FETCHED: usize = 1 << 20;
-/// So long this end looks for the word of a peer that copies into its memory without a pause, in nanoseconds.
-const AWAKE: u64 = 1_000_000_000;
+/// GPU memory up to this length is copied by the receiving end; longer transfers are left to the sending end. Writing
+/// takes half a round trip more, and carries more than reading as soon as a GPU's links are busy in both directions.
+const FETCH_MAX: usize = 1 << 20;
 
-/// The longest that a peer which is given up may take to stop copying into memory of ours. One that dies takes as long as
-/// the driver takes to clean up behind it.
-const PARTING: Duration = Duration::from_secs(2);
+/// How long to busy-poll for the completion of a peer that copies into our memory, in nanoseconds.
+const LEND_POLL_NS: u64 = 1_000_000_000;
 
-/// A copy under way.
-pub(crate) struct Active {
-    pub(crate) endpoint: EndpointId,
-    pub(crate) lane: LaneId,
-    pub(crate) id: DirectId,
-    memory: Memory,
-    job: Job,
-    /// When a copy of GPU memory began, which goes on by itself; `None`: this thread copies.
-    began: Option<Instant>,
-    copy_ns: u64,
-    pub(crate) stopping: bool,
+/// How long to wait at most until a peer that has failed stops copying into our memory. If its process has died, that
+/// takes as long as the driver takes to clean up.
+const LEND_STOP_LIMIT: Duration = Duration::from_secs(2);
+
+/// All direct copies that this end makes. Protected by the worker's lock.
+///
+/// A copy is begun at the protocol's request ([`DirectCopies::begin`]), advances in every pass ([`DirectCopies::step`]),
+/// and ends by telling the protocol; the caller then settles the endpoint. A copy that the protocol wants stopped
+/// ([`DirectCopies::stop`]) ends once nothing touches the memory any more.
+#[derive(Default)]
+pub(super) struct DirectCopies {
+    copies: Vec<ActiveCopy>,
+    /// Cursors of finished copies in which the peer was still copying a piece.
+    closing: Vec<(LaneId, u32)>,
 }
 
-impl Core {
-    /// The protocol asks for a copy.
-    pub(crate) fn begin(
-        &mut self,
-        endpoint: EndpointId,
-        id: DirectId,
-        memory: Memory,
-        role: Role,
-        offer: Offer,
-        len: u64,
-    ) {
-        let now = self.st.now;
-        let lane = self.st.peer(endpoint).and_then(|peer| peer.inside);
-        let named = Link::knows(&offer.descriptor);
-        // Between a GPU's memory and the host's there is no direct copy.
-        let span = self.st.span(memory).filter(|(_, have, gpu)| *have >= len && gpu.is_some() == named);
-        if named && span.is_some() {
-            // Made here if it is not there; if that fails, so does what follows.
-            let _ = self.link(endpoint);
+struct ActiveCopy {
+    endpoint: EndpointId,
+    lane: LaneId,
+    id: DirectId,
+    memory: Memory,
+    job: Job,
+    /// When a copy of GPU memory began, which the GPU makes by itself; `None`: this thread copies.
+    began: Option<Instant>,
+    copy_ns: u64,
+    stopping: bool,
+}
+
+/// What the protocol asks for.
+pub(super) struct Request {
+    pub(super) endpoint: EndpointId,
+    pub(super) id: DirectId,
+    pub(super) memory: Memory,
+    pub(super) role: Role,
+    pub(super) offer: Offer,
+    pub(super) len: u64,
+}
+
+/// What [`DirectCopies::begin`] leaves to the caller.
+pub(super) enum Begun {
+    /// Nothing.
+    Done,
+    /// A copy is in flight, of which no event tells: whoever sleeps on the lanes must poll it.
+    Copying,
+    /// The peer copies; its messages are to be flushed.
+    Lent(Result<(), NoteFailed>),
+}
+
+/// What copies use while they advance.
+pub(super) struct Context<'a> {
+    pub(super) data: &'a mut DataPath,
+    pub(super) polled: &'a mut PolledLanes,
+}
+
+impl Context<'_> {
+    /// The direct side of a lane, or of the link to GPU memory beside it.
+    fn direct(&mut self, endpoint: EndpointId, lane: LaneId, gpu: bool) -> Option<&mut dyn Direct> {
+        if gpu {
+            return self.data.gpu.existing_link(endpoint).map(|link| link as &mut dyn Direct);
         }
-        let direct = lane.and_then(|id| gpu::direct(&mut self.inside, &mut self.st, endpoint, id, named));
-        let (Some(lane), Some((local, ..)), Some(direct)) = (lane, span, direct) else {
-            if let Some(peer) = self.st.peer(endpoint) {
-                peer.peer.direct_failed(now, id);
-            }
-            return;
+        self.polled.direct(lane)
+    }
+
+    fn failed(&mut self, endpoint: EndpointId, id: DirectId) {
+        let now = self.data.tables.clock.now();
+        if let Some(peer) = self.data.tables.peers.get_mut(endpoint) {
+            peer.protocol.direct_failed(now, id);
+        }
+    }
+
+    /// A copy was not begun.
+    fn unreachable(&mut self, request: &Request, gpu: bool, why: &str) {
+        if gpu {
+            self.warn_gpu(request.endpoint, request.memory, request.role == Role::Help, why);
+        }
+        self.failed(request.endpoint, request.id);
+        let tables = &mut self.data.tables;
+        let Some(peer) = tables.peers.get_mut(request.endpoint) else { return };
+        if !gpu && peer.warns_of_direct() {
+            let name = peer.name();
+            tables.log.warn(format_args!("{name}: no single copy ({why}); through the shared ring instead"));
+        }
+    }
+
+    /// Logs that GPU memory was not copied. A failed push is not an error: the peer falls back to pulling.
+    fn warn_gpu(&mut self, endpoint: EndpointId, memory: Memory, push: bool, why: &str) {
+        let DataPath { tables, gpu, .. } = &mut *self.data;
+        if !(push && matches!(memory, Memory::Op(_))) {
+            return gpu.warn(tables, endpoint, why);
+        }
+        let name = tables.peers.name(endpoint);
+        tables.log.info(format_args!("{name}: its GPU memory cannot be written ({why}); it reads ours instead"));
+    }
+}
+
+impl DirectCopies {
+    pub(super) fn is_empty(&self) -> bool {
+        self.copies.is_empty()
+    }
+
+    /// Whether there is anything to do in a pass.
+    #[inline]
+    pub(super) fn is_idle(&self) -> bool {
+        self.copies.is_empty() && self.closing.is_empty()
+    }
+
+    /// Whether a copy still touches that region.
+    pub(super) fn uses_region(&self, region: proto::RegionRef) -> bool {
+        let of = |memory: &Memory| matches!(memory, Memory::Region { region: of, .. } if *of == region);
+        self.copies.iter().any(|copy| of(&copy.memory))
+    }
+
+    /// Begins a copy, or has the protocol know that it cannot be made.
+    pub(super) fn begin(&mut self, context: &mut Context<'_>, request: Request) -> Begun {
+        let Request { endpoint, id, memory, role, ref offer, len } = request;
+        let gpu = Link::knows(&offer.descriptor);
+        let lane = context.data.tables.peers.get(endpoint).and_then(|peer| peer.message_lane());
+        // There is no direct copy between GPU memory and host memory.
+        let extent = context.data.tables.extent(memory);
+        let local = extent.filter(|(_, have, owner)| *have >= len && owner.is_some() == gpu).map(|(ptr, ..)| ptr);
+        if gpu && local.is_some() {
+            // Created here if it is not there; if that fails, so does what follows.
+            let _ = context.data.gpu.link(&context.data.tables, endpoint);
+        }
+        let direct = lane.and_then(|lane| context.direct(endpoint, lane, gpu));
+        let (Some(lane), Some(local), Some(direct)) = (lane, local, direct) else {
+            context.failed(endpoint, id);
+            return Begun::Done;
         };
         let len = len as usize;
         let reached = direct.reach(&offer.descriptor, len);
-        let mine = match (&reached, role, offer.slot) {
+        let ours = match (&reached, role, offer.slot) {
             (Ok(_), Role::Pull, Some(_)) => direct.describe(local, len).map(|(descriptor, _)| descriptor),
             _ => None,
         };
         let kind = match reached {
             Ok(kind) => kind,
-            Err(why) => return self.unreached(endpoint, id, (memory, role), named, &why),
+            Err(why) => {
+                context.unreachable(&request, gpu, &why);
+                return Begun::Done;
+            }
         };
         if let Memory::Op(op) = memory
-            && let Some(op) = self.st.ops.op_mut(op)
+            && let Some(op) = context.data.tables.operations.op_mut(op)
         {
-            op.direct = Some(kind);
+            op.set_direct(kind);
         }
-        if named && role == Role::Pull && len > FETCHED && self.lend(endpoint, id, memory, (local, len)) {
-            return;
+        if gpu
+            && role == Role::Pull
+            && len > FETCH_MAX
+            && let Some(lent) = lend(context, &request, (local, len))
+        {
+            return Begun::Lent(lent);
         }
-        if let (Some(descriptor), Some(peer)) = (mine, self.st.peer(endpoint)) {
-            peer.peer.direct_invite(now, id, descriptor);
+        let now = context.data.tables.clock.now();
+        if let (Some(descriptor), Some(peer)) = (ours, context.data.tables.peers.get_mut(endpoint)) {
+            peer.protocol.direct_invite(now, id, descriptor);
         }
         let copy = if role == Role::Pull { Copy::Pull } else { Copy::Push };
         let job = Job { slot: offer.slot, local, remote: offer.descriptor, len, copy, moved: 0, state: 0 };
-        let began = named.then(Instant::now);
-        self.jobs.push(Active { endpoint, lane, id, memory, job, began, copy_ns: 0, stopping: false });
-        if offer.slot.is_none() {
-            self.step(self.jobs.len() - 1);
+        let began = gpu.then(Instant::now);
+        let alone = offer.slot.is_none();
+        self.copies.push(ActiveCopy { endpoint, lane, id, memory, job, began, copy_ns: 0, stopping: false });
+        if alone {
+            self.step_one(context, self.copies.len() - 1);
         }
-        // Who sleeps on the lanes has to look at it: no event tells of a copy.
-        self.roused |= self.armed;
-        self.kicked |= self.armed;
+        Begun::Copying
     }
 
-    /// Leaves a copy into memory of a GPU of ours to the peer. False: this end has to copy.
-    fn lend(&mut self, endpoint: EndpointId, id: DirectId, memory: Memory, (local, len): (*mut u8, usize)) -> bool {
-        let now = self.st.now;
-        let described = self.st.peer(endpoint).and_then(|peer| peer.reach.link()?.describe(local, len));
-        let Some((descriptor, _)) = described else { return false };
-        if !self.st.peer(endpoint).is_some_and(|peer| peer.peer.direct_lend(now, id, descriptor)) {
-            return false;
-        }
-        if let Memory::Region { .. } = memory {
-            // So that it is known to be in use until the protocol releases it.
-            self.st.grant(endpoint, memory);
-        }
-        self.pass_notes(endpoint);
-        // At once: dozens may be behind this one, each of which asks the driver, and the peer's links are idle until then.
-        self.flush(endpoint);
-        true
-    }
-
-    /// Whether a peer was left to copy into memory of a GPU of ours, not long ago.
-    pub(crate) fn lends(&self) -> bool {
-        let lends = |peer: &PeerState| match (&peer.reach, peer.peer.lending()) {
-            (Reach::By(_), Some(since)) => self.st.now.since(since) < AWAKE,
-            _ => false,
-        };
-        self.links > 0 && self.st.peers.iter().flatten().any(|peer| lends(peer))
-    }
-
-    /// A copy is not begun.
-    fn unreached(&mut self, endpoint: EndpointId, id: DirectId, (memory, role): (Memory, Role), gpu: bool, why: &str) {
-        if gpu {
-            self.no_copy(endpoint, memory, role == Role::Help, why);
-        }
-        let now = self.st.now;
-        let Some(peer) = self.st.peer(endpoint) else { return };
-        peer.peer.direct_failed(now, id);
-        if !gpu && !std::mem::replace(&mut peer.warned_direct, true) {
-            let name = peer.name().to_owned();
-            self.st.log.warn(format_args!("{name}: no single copy ({why}); through the shared ring instead"));
+    /// The protocol wants that copy stopped.
+    pub(super) fn stop(&mut self, endpoint: EndpointId, id: DirectId) {
+        for copy in &mut self.copies {
+            if copy.endpoint == endpoint && copy.id == id {
+                copy.stopping = true;
+            }
         }
     }
 
-    /// Says that GPU memory was not copied. A push that the peer left to this end is nobody's last hope.
-    fn no_copy(&mut self, endpoint: EndpointId, memory: Memory, push: bool, why: &str) {
-        if !(push && matches!(memory, Memory::Op(_))) {
-            return self.warn_gpu(endpoint, why);
-        }
-        let name = self.st.peer(endpoint).map_or_else(|| "?".to_owned(), |peer| peer.name().to_owned());
-        self.st.log.info(format_args!("{name}: its GPU memory cannot be written ({why}); it reads ours instead"));
+    /// The cursor of an operation that has ended is to be closed, once the peer does not copy through it any more.
+    pub(super) fn close_cursor(&mut self, lane: LaneId, cursor: u32) {
+        self.closing.push((lane, cursor));
     }
 
-    /// Whether a direct copy still touches that region.
-    pub(crate) fn copies_in(&self, region: proto::RegionRef) -> bool {
-        self.jobs.iter().any(|job| matches!(job.memory, Memory::Region { region: of, .. } if of == region))
-    }
-
-    /// One step of every copy; whether anything moved.
-    pub(crate) fn step_jobs(&mut self) -> bool {
+    /// Advances every copy; whether anything moved, and the endpoints to settle.
+    pub(super) fn step(&mut self, context: &mut Context<'_>) -> (bool, Vec<EndpointId>) {
         let mut moved = false;
+        let mut ended = Vec::new();
         let mut at = 0;
-        while at < self.jobs.len() {
-            let before = self.jobs.len();
-            moved |= self.step(at);
-            if self.jobs.len() >= before {
+        while at < self.copies.len() {
+            let (before, endpoint) = (self.copies.len(), self.copies[at].endpoint);
+            moved |= self.step_one(context, at);
+            if self.copies.len() < before {
+                ended.push(endpoint);
+            } else {
                 at += 1;
             }
         }
-        let Core { closing, inside, .. } = self;
-        closing.retain(|(lane, slot)| {
-            let direct = inside.iter_mut().find(|inside| inside.id == *lane).and_then(|inside| inside.lane.direct());
-            let Some(direct) = direct else { return false };
-            if direct.stop(*slot) {
-                direct.close(*slot);
+        self.closing.retain(|(lane, cursor)| {
+            let Some(direct) = context.polled.direct(*lane) else { return false };
+            if direct.stop(*cursor) {
+                direct.close(*cursor);
                 return false;
             }
             true
         });
-        moved
+        (moved, ended)
     }
 
-    /// One step of one copy; the job is removed when it is over.
-    fn step(&mut self, at: usize) -> bool {
-        let active = &mut self.jobs[at];
-        let (endpoint, gpu) = (active.endpoint, active.began.is_some());
-        let direct = gpu::direct(&mut self.inside, &mut self.st, endpoint, active.lane, gpu);
-        let Some(direct) = direct else {
-            self.end(at, false);
+    /// Advances one copy, which is removed when it is over. Whether anything moved.
+    fn step_one(&mut self, context: &mut Context<'_>, at: usize) -> bool {
+        let active = &mut self.copies[at];
+        let (endpoint, gpu, state) = (active.endpoint, active.began.is_some(), active.job.state);
+        if active.stopping && gpu {
+            let stopped = context.data.gpu.existing_link(endpoint).is_none_or(|link| link.stopped(state));
+            if stopped {
+                self.end(context, at, false);
+            }
+            return stopped;
+        }
+        let Some(direct) = context.direct(endpoint, active.lane, gpu) else {
+            self.end(context, at, false);
             return true;
         };
-        if active.stopping && gpu {
-            let state = active.job.state;
-            let link = self.st.peer(endpoint).and_then(|peer| peer.reach.link());
-            let quiet = link.is_none_or(|link| link.stopped(state));
-            if quiet {
-                self.end(at, false);
-            }
-            return quiet;
-        }
         if active.stopping {
-            let quiet = active.job.slot.is_none_or(|slot| direct.stop(slot));
-            if quiet {
-                self.end(at, false);
+            let stopped = active.job.slot.is_none_or(|cursor| direct.stop(cursor));
+            if stopped {
+                self.end(context, at, false);
             }
-            return quiet;
+            return stopped;
         }
         let started = Instant::now();
-        // SAFETY: `local` is the memory of an operation or a region that the protocol has not let go of: it is valid
-        // for `len` bytes until the job ends, which it does before `Done`, `Released` or `deregister` return.
+        // SAFETY: `local` is the memory of an operation or a region that the protocol has not released: it is valid for
+        // `len` bytes until the copy ends, which it does before `Done`, `Released` or `deregister` return.
         let step = unsafe { direct.step(&mut active.job, COPY_BUDGET) };
         match step {
             Step::Moved(bytes) => {
@@ -215,67 +265,107 @@ impl Core {
             Step::Waiting => false,
             Step::Done => {
                 active.copy_ns += active.began.unwrap_or(started).elapsed().as_nanos() as u64;
-                self.end(at, true);
+                self.end(context, at, true);
                 true
             }
             Step::Failed(why) if gpu => {
                 let (memory, push) = (active.memory, active.job.copy == Copy::Push);
-                self.no_copy(endpoint, memory, push, &why);
-                self.end(at, false);
+                context.warn_gpu(endpoint, memory, push, &why);
+                self.end(context, at, false);
                 true
             }
             Step::Failed(why) => {
-                let (endpoint, slot) = (active.endpoint, active.job.slot);
-                // What this end has claimed is not copied: nobody may wait for it.
-                if slot.is_some_and(|slot| !direct.stop(slot)) {
+                // What this end has claimed is not copied: the peer must not wait for it.
+                if active.job.slot.is_some_and(|cursor| !direct.stop(cursor)) {
                     active.stopping = true;
                     return false;
                 }
-                let name = self.st.peer(endpoint).map_or_else(|| "?".to_owned(), |peer| peer.name().to_owned());
-                self.st.log.warn(format_args!("{name}: a single copy failed ({why}); the rest goes in chunks"));
-                self.end(at, false);
+                let name = context.data.tables.peers.name(endpoint);
+                let log = context.data.tables.log;
+                log.warn(format_args!("{name}: a single copy failed ({why}); the rest goes in chunks"));
+                self.end(context, at, false);
                 true
             }
         }
     }
 
-    /// Gives copies up, once those of GPU memory no longer touch it.
-    pub(crate) fn drop_jobs(&mut self, which: impl Fn(&Active) -> bool) {
-        let (gone, kept) = std::mem::take(&mut self.jobs).into_iter().partition(which);
-        self.jobs = kept;
-        let gone: Vec<Active> = gone;
-        for active in gone.iter().filter(|active| active.began.is_some()) {
-            if let Some(link) = self.st.peer(active.endpoint).and_then(|peer| peer.reach.link()) {
-                link.ended(active.job.state);
+    fn end(&mut self, context: &mut Context<'_>, at: usize, done: bool) {
+        let active = self.copies.swap_remove(at);
+        let tables = &mut context.data.tables;
+        let now = tables.clock.read();
+        if let Some(peer) = tables.peers.get_mut(active.endpoint) {
+            if done {
+                peer.protocol.direct_done(now, active.id, active.job.moved as u64, active.copy_ns);
+            } else {
+                peer.protocol.direct_failed(now, active.id);
             }
         }
     }
 
-    /// Closes a lane polled here, once no direct copy touches memory any more: ours have ended before the lane says to the
-    /// peer that they have, and those that were left to the peer before it is closed.
-    pub(crate) fn part(&mut self, inside: Inside) {
-        let Inside { id, endpoint, mut lane, .. } = inside;
-        self.drop_jobs(|job| job.endpoint == endpoint && job.lane == id);
-        let Some(peer) = self.st.peer(endpoint) else { return };
-        let lent = matches!(peer.reach, Reach::By(_)) && peer.peer.lending().is_some();
-        if lent && !lane.part(PARTING) {
-            let name = peer.name().to_owned();
-            self.st.log.error(format_args!(
-                "{name}: it may write for a while yet into GPU memory that it was to write: nobody says it has stopped"
+    /// Abandons the selected copies, once those of GPU memory no longer touch it.
+    fn abandon(&mut self, data: &mut DataPath, which: impl Fn(&ActiveCopy) -> bool) {
+        let (gone, kept): (Vec<_>, Vec<_>) = std::mem::take(&mut self.copies).into_iter().partition(which);
+        self.copies = kept;
+        for copy in gone.iter().filter(|copy| copy.began.is_some()) {
+            if let Some(link) = data.gpu.existing_link(copy.endpoint) {
+                link.ended(copy.job.state);
+            }
+        }
+    }
+
+    /// Abandons all copies with that peer.
+    pub(super) fn abandon_endpoint(&mut self, data: &mut DataPath, endpoint: EndpointId) {
+        self.abandon(data, |copy| copy.endpoint == endpoint);
+    }
+
+    /// Abandons all copies over that lane, which has ended.
+    pub(super) fn abandon_lane(&mut self, data: &mut DataPath, lane: LaneId) {
+        self.abandon(data, |copy| copy.lane == lane);
+        self.closing.retain(|(of, _)| *of != lane);
+    }
+
+    /// Closes a lane polled under the lock, once no direct copy touches memory any more. Our copies end before the lane
+    /// tells the peer that they have; those that were left to the peer end before the lane is closed.
+    pub(super) fn close_lane(&mut self, data: &mut DataPath, polled: PolledLane) {
+        let PolledLane { id, endpoint, mut lane, .. } = polled;
+        self.abandon(data, |copy| copy.endpoint == endpoint && copy.lane == id);
+        let linked = data.gpu.is_linked(endpoint);
+        let lent = data.tables.peers.get(endpoint).is_some_and(|peer| linked && peer.protocol.lending().is_some());
+        if lent && !lane.part(LEND_STOP_LIMIT) {
+            let name = data.tables.peers.name(endpoint);
+            data.tables.log.error(format_args!(
+                "{name}: the peer did not confirm that its GPU copy stopped; it may still be writing into our memory"
             ));
         }
     }
+}
 
-    fn end(&mut self, at: usize, done: bool) {
-        let active = self.jobs.swap_remove(at);
-        let now = self.st.tick();
-        if let Some(peer) = self.st.peer(active.endpoint) {
-            if done {
-                peer.peer.direct_done(now, active.id, active.job.moved as u64, active.copy_ns);
-            } else {
-                peer.peer.direct_failed(now, active.id);
-            }
-        }
-        self.settle(active.endpoint);
+/// Whether a peer was left to copy into memory of a GPU of ours, not long ago.
+pub(super) fn is_lending(data: &DataPath) -> bool {
+    if !data.gpu.has_links() {
+        return false;
     }
+    let now = data.tables.clock.now();
+    let lends = |endpoint: EndpointId| {
+        let since = data.tables.peers.get(endpoint).and_then(|peer| peer.protocol.lending());
+        data.gpu.is_linked(endpoint) && since.is_some_and(|since| now.since(since) < LEND_POLL_NS)
+    };
+    data.tables.peers.ids().any(lends)
+}
+
+/// Leaves a copy into GPU memory of ours to the peer. `None`: this end has to copy.
+fn lend(
+    context: &mut Context<'_>,
+    request: &Request,
+    (local, len): (*mut u8, usize),
+) -> Option<Result<(), NoteFailed>> {
+    let (endpoint, id, memory) = (request.endpoint, request.id, request.memory);
+    let DataPath { tables, gpu, .. } = &mut *context.data;
+    let (descriptor, _) = gpu.existing_link(endpoint)?.describe(local, len)?;
+    let now = tables.clock.now();
+    if !tables.peers.get_mut(endpoint).is_some_and(|peer| peer.protocol.direct_lend(now, id, descriptor)) {
+        return None;
+    }
+    tables.hold_region(endpoint, memory);
+    Some(gpu.pass_notes(tables, context.polled, endpoint).map(drop))
 }

@@ -5,121 +5,140 @@ use std::time::Duration;
 
 use crossrail_proto as proto;
 use crossrail_transport::LaneError;
-use crossrail_types::{EndpointId, LaneId};
+use crossrail_types::{EndpointId, ErrorKind, LaneId};
 
-use super::tables::State;
-use super::{Core, Lost};
+use super::gpu::NoteFailed;
+use super::transfers::Transfers;
 
 /// How long a peer may be without any rail before it is taken for dead: as long as TCP would give a connection.
 const STRANDED: Duration = Duration::from_secs(10);
 
-impl Core {
-    /// A lane is gone (its object already dropped): its work goes to the others, or the peer is dead.
+/// A rail that was lost, for whoever dials it again.
+#[derive(Clone, Debug)]
+pub(crate) struct LostRail {
+    pub(crate) endpoint: EndpointId,
+    pub(crate) rail: u16,
+    pub(crate) channel: u16,
+}
+
+impl Transfers {
+    /// A lane has ended and was dropped: its work goes to the others, or the peer has ended.
     pub(crate) fn lane_lost(&mut self, endpoint: EndpointId, id: LaneId, error: &LaneError) {
-        let now = self.st.tick();
-        let Some(lane) = self.st.lane(id).filter(|lane| lane.alive) else { return };
-        lane.bury();
-        let (name, rail) = (lane.name.clone(), lane.rail);
-        self.st.forget_lane(id);
-        self.drop_jobs(|job| job.lane == id);
-        self.closing.retain(|(lane, _)| *lane != id);
-        let Some(peer) = self.st.peer(endpoint) else { return };
-        peer.bulk.retain(|lane| lane.id != id);
-        peer.lanes.retain(|lane| *lane != id);
-        if peer.inside == Some(id) {
-            peer.inside = None;
+        let tables = &mut self.data.tables;
+        let now = tables.clock.read();
+        let Some(lane) = tables.lanes.get_mut(id) else { return };
+        if !lane.close() {
+            return;
         }
-        let none = peer.lanes.is_empty();
-        // Its process says so itself when it ends or gives up, on the control connection.
-        if none && (rail.is_none() || !peer.alive || matches!(error, LaneError::Protocol(_))) {
+        let (name, rail) = (lane.name().clone(), lane.rail());
+        self.data.gpu.release_lane(tables, id);
+        self.direct.abandon_lane(&mut self.data, id);
+        let tables = &mut self.data.tables;
+        let Some(peer) = tables.peers.get_mut(endpoint) else { return };
+        let none_left = peer.remove_lane(id);
+        // A peer whose process ends or gives up says so itself, on the control connection; a shared-memory lane has none.
+        if none_left && (rail.is_none() || !peer.is_alive() || matches!(error, LaneError::Protocol(_))) {
             self.kill(endpoint, &format!("lane {name} is {error}"));
             return;
         }
-        peer.peer.lane_down(now, id);
-        if peer.alive {
-            let goes = match peer.lanes.len() {
+        peer.protocol.lane_down(now, id);
+        if peer.is_alive() {
+            let rest = match peer.lanes().len() {
                 0 => format!("no other is left, it is retried for {} s", STRANDED.as_secs()),
                 1 => "1 lane goes on (1 left), it is retried in the background".to_owned(),
                 left => format!("the others go on ({left} left), it is retried in the background"),
             };
-            peer.stranded = none.then(|| (now, format!("lane {name} is {error}")));
-            let peer = peer.name().to_owned();
-            self.st.log.warn(format_args!("{peer}: lane {name} is {error}; {goes}"));
+            peer.set_stranded(none_left.then(|| (now, format!("lane {name} is {error}"))));
+            tables.log.warn(format_args!("{}: lane {name} is {error}; {rest}", peer.name()));
             if let Some((rail, channel)) = rail {
-                self.lost.push(Lost { endpoint, rail, channel });
+                self.deferred.lost.push(LostRail { endpoint, rail, channel });
             }
         }
         self.settle(endpoint);
     }
 
+    /// Drops a lane polled under the lock.
+    pub(crate) fn drop_polled_lane(&mut self, endpoint: EndpointId, id: LaneId, error: &LaneError) {
+        let Some(at) = self.polled.position(id) else { return };
+        let lane = self.polled.remove(at);
+        self.direct.close_lane(&mut self.data, lane);
+        self.lane_lost(endpoint, id, error);
+    }
+
+    /// Drops a lane over which a note could not be passed.
+    pub(super) fn drop_noted(&mut self, failed: &NoteFailed) {
+        self.drop_polled_lane(failed.endpoint, failed.lane, &failed.error);
+    }
+
+    /// Takes a lane for dead that has not failed by itself.
+    pub(crate) fn take_for_dead(&mut self, endpoint: EndpointId, id: LaneId, error: LaneError) {
+        let peer = self.data.tables.peers.get(endpoint);
+        if let Some(lane) = peer.and_then(|peer| peer.bulk_lane(id)) {
+            lane.verdict.lock().get_or_insert(error);
+            lane.dead.raise();
+            self.wake_ups.want_connections();
+        } else {
+            self.drop_polled_lane(endpoint, id, &error);
+        }
+    }
+
     /// Gives up a peer whose last rail was lost and has not come back for [`STRANDED`].
     #[cold]
-    pub(crate) fn see_to_stranded(&mut self, endpoint: EndpointId, now: proto::Time) {
-        let Some((since, why)) = self.st.peer(endpoint).and_then(|peer| peer.stranded.as_ref()) else { return };
+    pub(super) fn check_stranded(&mut self, endpoint: EndpointId, now: proto::Time) {
+        let Some((since, why)) = self.data.tables.peers.get(endpoint).and_then(|peer| peer.stranded()) else { return };
         if now.since(*since) >= STRANDED.as_nanos() as u64 {
             let why = format!("{why}, and no rail came back for {} s", STRANDED.as_secs());
             self.kill(endpoint, &why);
         }
     }
 
-    /// The peer is gone: its operations fail, everything else goes on.
+    /// The peer has ended: its operations fail, everything else goes on.
+    ///
+    /// The order matters. Direct copies end before their lanes are closed, lanes before the staging that their buffers
+    /// belong to, and all of it before the protocol reports the failures that give the memory back to the user.
     pub(crate) fn kill(&mut self, endpoint: EndpointId, why: &str) {
-        let now = self.st.tick();
-        let Some(Some(peer)) = self.st.peers.get_mut(endpoint.0 as usize) else { return };
-        let was_alive = std::mem::replace(&mut peer.alive, false);
-        if was_alive {
-            peer.why_dead = why.to_owned();
-            self.ended.push(endpoint);
-            self.kicked = true;
-        }
-        for lane in &peer.bulk {
+        let tables = &mut self.data.tables;
+        let now = tables.clock.read();
+        let Some(peer) = tables.peers.get_mut(endpoint) else { return };
+        let was_alive = peer.end(why);
+        for lane in peer.bulk() {
             lane.dead.raise();
         }
-        self.kicked |= !peer.bulk.is_empty();
-        peer.stranded = None;
-        let (name, waits) = (peer.name().to_owned(), !peer.peer.idle());
-        self.drop_jobs(|job| job.endpoint == endpoint);
-        let mut at = 0;
-        while at < self.inside.len() {
-            if self.inside[at].endpoint == endpoint {
-                let lane = self.inside.swap_remove(at);
-                let id = lane.id;
-                self.part(lane);
-                self.closing.retain(|(lane, _)| *lane != id);
-                if let Some(lane) = self.st.lane(id) {
-                    lane.bury();
-                }
-            } else {
-                at += 1;
+        if !peer.bulk().is_empty() {
+            self.wake_ups.want_connections();
+        }
+        peer.set_stranded(None);
+        let had_work = !peer.is_idle();
+        if was_alive {
+            self.deferred.ended.push(endpoint);
+            self.wake_ups.want_connections();
+        }
+        self.direct.abandon_endpoint(&mut self.data, endpoint);
+        while let Some(lane) = self.polled.remove_of(endpoint) {
+            let id = lane.id;
+            self.direct.close_lane(&mut self.data, lane);
+            self.direct.abandon_lane(&mut self.data, id);
+            if let Some(lane) = self.data.tables.lanes.get_mut(id) {
+                lane.close();
             }
         }
-        self.recount();
-        self.drop_link(endpoint);
-        self.st.let_go_of_all(endpoint);
-        let State { peers, matcher, .. } = &mut self.st;
-        if let Some(Some(peer)) = peers.get_mut(endpoint.0 as usize) {
-            peer.inside = None;
+        self.data.gpu.release_endpoint(&mut self.data.tables, endpoint);
+        let tables = &mut self.data.tables;
+        if let Some(peer) = tables.peers.get_mut(endpoint) {
+            peer.clear_message_lane();
             let failure = if was_alive { proto::Failure::PeerDead(why.to_owned()) } else { proto::Failure::Closed };
-            peer.peer.dead(now, failure, matcher);
+            peer.protocol.dead(now, failure, &mut tables.matcher);
         }
-        if was_alive && waits {
-            self.st.log.warn(format_args!("{name}: {why}; its requests fail, other peers go on"));
+        let name = tables.peers.name(endpoint);
+        if was_alive && had_work {
+            tables.log.warn(format_args!("{name}: {why}; its requests fail, other peers go on"));
         } else if was_alive {
-            self.st.log.info(format_args!("{name}: {why}"));
+            tables.log.info(format_args!("{name}: {why}"));
         }
-        while let Some(event) = self.st.peer(endpoint).and_then(|peer| peer.peer.event()) {
-            self.apply(endpoint, event);
+        self.apply_events(endpoint);
+        for op in self.data.gpu.take_held(endpoint) {
+            self.data.tables.fail(op, ErrorKind::PeerDead, why, Some(endpoint));
         }
-        self.fail_gate(endpoint, why);
-        self.st.ops.finished = true;
-    }
-
-    /// Drops an inside lane that has not failed by itself.
-    pub(crate) fn drop_inside(&mut self, endpoint: EndpointId, id: LaneId, error: &LaneError) {
-        let Some(at) = self.inside.iter().position(|lane| lane.id == id) else { return };
-        let lane = self.inside.swap_remove(at);
-        self.part(lane);
-        self.recount();
-        self.lane_lost(endpoint, id, error);
+        self.data.tables.operations.report();
     }
 }

@@ -1,609 +1,294 @@
-//! One pass of progress under the worker's lock: the lanes polled there, the protocol's events, direct copies.
-#![allow(unsafe_code)]
+//! What one worker's lock protects, and one pass of progress over it.
+//!
+//! ```text
+//! Core            starts and cancels operations; one pass of progress; the end
+//!   Transfers     polls lanes, carries out what the protocol decides, ends lanes and peers
+//!     DataPath    what lanes ask for while they are polled
+//!       Tables    Operations, Peers, Lanes, Regions: what ids refer to
+//!       GpuMemory staging, IPC links, operations that wait for streams
+//!     PolledLanes the lanes polled under the lock
+//!     DirectCopies  copies that this end makes
+//!     WakeUps     who makes progress, and whom to wake
+//! ```
 
 mod bulk_lane;
+mod clock;
+mod data_path;
 mod direct;
 mod failure;
 pub(crate) mod gpu;
+mod lanes;
 mod operations;
 mod peer_memory;
+mod peers;
 mod receipt;
 mod submit;
 mod tables;
+mod transfers;
+mod wake_ups;
 
-use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Instant;
 
-use crossrail_gpu::Completion;
 use crossrail_proto as proto;
-use crossrail_transport::{Lane, LaneError, Place, Post, Sink, Tx};
-use crossrail_types::{EndpointId, Head, LaneId, OpId};
-use proto::{Event, Memory};
-
-use self::direct::Active;
-use self::gpu::{Gate, Inbox, Work};
+use crossrail_shm::Arena;
+use crossrail_types::Log;
 
 pub(crate) use self::bulk_lane::{BulkLane, READABLE, WRITABLE};
-pub(crate) use self::operations::{Callback, gone};
+use self::data_path::DataPath;
+pub(crate) use self::failure::LostRail;
+use self::gpu::{GpuMemory, Inbox};
+pub(crate) use self::lanes::LaneRecord;
+pub(crate) use self::operations::{Callback, Operations, gone};
+pub(crate) use self::peers::{Peer, Peers};
 pub(crate) use self::receipt::{Collected, outcome, render};
 pub use self::receipt::{LaneShare, Protocol, Receipt};
-pub(crate) use self::tables::{LaneState, PeerState, State};
+pub(crate) use self::submit::Submission;
+use self::tables::Tables;
+use self::transfers::PollResult;
+pub(crate) use self::transfers::{Deferred, Transfers};
+pub(crate) use self::wake_ups::WakeUps;
 
-/// Bytes a lane may move in each direction before the others get their turn.
-const LANE_BUDGET: usize = 1 << 20;
-/// Passes between two looks at the clock.
+/// Passes between two reads of the clock.
 const CLOCK_EVERY: u32 = 64;
-/// Idle passes between two looks at the peer's count of delivered messages, unless a caller waits for that: each look
+/// Idle passes between two reads of the peer's count of delivered messages, unless a caller waits for it: each read
 /// takes the cache line away from the peer, whose next message would be late by as much.
 const COUNTS_EVERY: u32 = 8;
-/// Passes between two looks at idle sockets while shared-memory lanes are being spun on.
+/// Passes between two polls of idle sockets while shared-memory lanes are being polled.
 const SOCKETS_EVERY: u32 = 16;
 
-/// A lane polled under the lock.
-pub(crate) struct Inside {
-    pub(crate) id: LaneId,
-    pub(crate) endpoint: EndpointId,
-    pub(crate) lane: Box<dyn Lane>,
-    /// Looking costs a system call.
-    pub(crate) socket: bool,
-}
-
-/// A rail that was lost, for whoever redials.
-#[derive(Clone, Debug)]
-pub(crate) struct Lost {
-    pub(crate) endpoint: EndpointId,
-    pub(crate) rail: u16,
-    pub(crate) channel: u16,
-}
-
-/// See the module.
+/// Everything that one worker's lock protects.
+///
+/// Whoever has the lock may call any method. The rules:
+///
+/// - After every call into the protocol ([`Peer`]) the endpoint is settled ([`Transfers::settle`]): the protocol's decisions
+///   are queued until then.
+/// - Nothing here waits, except for a GPU that stops touching memory which is about to be the user's again.
+/// - What must be done without the lock (callbacks, wake-ups, lost rails) is left for
+///   [`Progress::after`](crate::progress::Progress::after), which releases the lock.
 pub(crate) struct Core {
-    pub(crate) st: State,
-    /// What GPUs' stagers have finished.
-    pub(crate) inbox: Inbox,
-    pub(crate) inside: Vec<Inside>,
-    pub(crate) jobs: Vec<Active>,
-    /// Cursors of finished copies in which the peer was still touching a piece.
-    pub(crate) closing: Vec<(LaneId, u32)>,
-    /// Receives that wait for memory of a GPU.
-    pub(crate) receives: Gate,
-    /// A lane has something that it is to ask for itself.
-    turns: bool,
-    /// Links to GPU memory of peers.
-    pub(crate) links: u32,
-    /// Connections are carried by threads of their own.
-    pub(crate) threads: bool,
+    transfers: Transfers,
+    /// Connections are polled by threads of their own.
+    threads: bool,
     passes: u32,
-    sockets_only: bool,
-    /// The lanes' peers ring before they expect us to look.
-    pub(crate) armed: bool,
-    /// Callers that are making progress at this moment, callers that sleep until something finishes, and how many
-    /// times a caller has made progress: by these the background thread knows whether it is needed.
-    pub(crate) spinning: u32,
-    pub(crate) sleepers: u32,
-    /// Waits for something else than an operation's end: told whenever anything has happened.
-    pub(crate) observers: u32,
-    pub(crate) activity: u64,
-    pub(crate) closed: bool,
-    pub(crate) suspects: Vec<(EndpointId, LaneId)>,
-    pub(crate) lost: Vec<Lost>,
-    /// Endpoints that died, whose control connections are to go.
-    pub(crate) ended: Vec<EndpointId>,
-    /// Endpoints whose TCP connections wait for this: some were told to go, or have bytes to carry.
-    pub(crate) kicked: bool,
-    /// With it: lanes under the lock wait, too.
-    pub(crate) roused: bool,
-    /// Endpoints made by peers, for `accept`.
-    pub(crate) arrived: VecDeque<EndpointId>,
-}
-
-struct InsideSink<'a> {
-    st: &'a mut State,
-    endpoint: EndpointId,
-    /// Whether there is anything to carry; most polls find nothing and should cost nothing.
-    wants: bool,
-    fault: Option<String>,
-}
-
-impl Sink for InsideSink<'_> {
-    #[inline]
-    fn wants(&self) -> bool {
-        self.wants
-    }
-
-    #[inline]
-    fn next(&mut self, lane: LaneId) -> Option<Tx> {
-        if self.wants { self.st.next(self.endpoint, lane) } else { None }
-    }
-
-    #[inline]
-    fn sent(&mut self, lane: LaneId, token: u64) {
-        self.st.sent(lane, token);
-    }
-
-    #[inline]
-    fn place(&mut self, lane: LaneId, head: &Head) -> Place {
-        self.st.place(self.endpoint, lane, head)
-    }
-
-    #[inline]
-    fn placed(&mut self, lane: LaneId, token: u64) {
-        if let Err(why) = self.st.placed(self.endpoint, lane, token) {
-            self.fail(why);
-        }
-    }
-}
-
-impl InsideSink<'_> {
-    #[cold]
-    fn fail(&mut self, why: String) {
-        self.fault.get_or_insert(why);
-    }
+    closed: bool,
 }
 
 impl Core {
-    pub(crate) fn new(st: State, inbox: Inbox, threads: bool) -> Core {
-        Core {
-            st,
-            inbox,
-            inside: Vec::new(),
-            jobs: Vec::new(),
-            closing: Vec::new(),
-            receives: Gate::default(),
-            turns: false,
-            links: 0,
-            threads,
-            passes: 0,
-            sockets_only: true,
-            armed: false,
-            spinning: 0,
-            sleepers: 0,
-            observers: 0,
-            activity: 0,
-            closed: false,
-            suspects: Vec::new(),
-            lost: Vec::new(),
-            ended: Vec::new(),
-            kicked: false,
-            roused: false,
-            arrived: VecDeque::new(),
-        }
+    /// `threads`: connections are polled by threads of their own.
+    pub(crate) fn new(log: Log, arena: Arc<Arena>, inbox: Inbox, threads: bool) -> Core {
+        let data = DataPath::new(Tables::new(log, arena), GpuMemory::new(inbox));
+        Core { transfers: Transfers::new(data), threads, passes: 0, closed: false }
     }
 
-    /// Polls every inside lane once and acts on what came; whether anything moved. `probe`: look also at sockets of which
-    /// epoll has said nothing. `ask`: a caller waits for a send to be confirmed.
+    // ---- the parts
+
+    /// Operations, peers and lanes in motion.
+    #[inline]
+    pub(crate) fn transfers(&mut self) -> &mut Transfers {
+        &mut self.transfers
+    }
+
+    #[inline]
+    pub(crate) fn operations(&mut self) -> &mut Operations {
+        &mut self.transfers.data.tables.operations
+    }
+
+    #[inline]
+    pub(crate) fn peers(&mut self) -> &mut Peers {
+        &mut self.transfers.data.tables.peers
+    }
+
+    #[inline]
+    pub(crate) fn wake_ups(&mut self) -> &mut WakeUps {
+        &mut self.transfers.wake_ups
+    }
+
+    /// Reads the clock.
+    pub(crate) fn read_clock(&mut self) -> proto::Time {
+        self.transfers.data.tables.clock.read()
+    }
+
+    /// Whether there is work to be done without the lock.
+    #[inline]
+    pub(crate) fn has_deferred(&self) -> bool {
+        self.transfers.wake_ups.wants_connections()
+            || self.transfers.data.tables.operations.has_callbacks()
+            || !self.transfers.deferred.suspects.is_empty()
+            || !self.transfers.deferred.lost.is_empty()
+    }
+
+    pub(crate) fn take_deferred(&mut self) -> Deferred {
+        std::mem::take(&mut self.transfers.deferred)
+    }
+
+    #[inline]
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed
+    }
+
+    /// Connections are polled by threads of their own.
+    #[inline]
+    pub(crate) fn has_threads(&self) -> bool {
+        self.threads
+    }
+
+    // ---- progress
+
+    /// Polls every lane under the lock once and acts on what arrived; whether anything moved. `probe`: poll also sockets
+    /// of which epoll has reported nothing. `ask`: a caller waits for a send to be confirmed.
     #[inline]
     pub(crate) fn pass(&mut self, probe: bool, ask: bool) -> bool {
         self.passes = self.passes.wrapping_add(1);
         if self.passes.is_multiple_of(CLOCK_EVERY) {
             self.timers();
         }
-        let sockets = probe && (self.sockets_only || self.passes.is_multiple_of(SOCKETS_EVERY));
-        // Where connections are carried by threads of their own, those do what follows from it: a caller that took it
-        // for progress would never leave them the lock.
-        let mut moved = self.inbox.is_up() && self.read_inbox() && !self.threads;
+        let sockets = probe && (self.transfers.polled.sockets_only() || self.passes.is_multiple_of(SOCKETS_EVERY));
+        // Where connections have threads of their own, those do what follows from completions: a caller that counted them
+        // as progress would never leave them the lock.
+        let mut moved = self.transfers.data.gpu.has_completions() && self.complete_staging() && !self.threads;
+        let collect = ask || self.passes.is_multiple_of(COUNTS_EVERY);
         let mut at = 0;
-        while at < self.inside.len() {
-            let inside = &mut self.inside[at];
-            let (endpoint, id) = (inside.endpoint, inside.id);
-            let probe = sockets || !inside.socket;
-            let wants = self.st.wants(endpoint, id);
-            let mut sink = InsideSink { st: &mut self.st, endpoint, wants, fault: None };
-            let polled = inside.lane.poll(&mut sink, LANE_BUDGET, probe);
-            let polled = match sink.fault {
-                Some(why) => Err(LaneError::Protocol(why)),
-                None => polled,
-            };
-            match polled {
-                Ok(true) => {
-                    moved = true;
-                    self.settle(endpoint);
-                }
-                Ok(false) => {
-                    if wants {
-                        self.flush(endpoint);
-                    }
-                    if (ask || self.passes.is_multiple_of(COUNTS_EVERY)) && self.st.awaits_count(endpoint) {
-                        moved |= self.collect_count(at);
-                    }
-                }
-                Err(error) => {
-                    let lane = self.inside.swap_remove(at);
-                    self.recount();
-                    self.settle(endpoint);
-                    self.part(lane);
-                    self.lane_lost(endpoint, id, &error);
+        while let Some(result) = self.transfers.poll_lane(at, sockets, collect) {
+            match result {
+                PollResult::Moved => moved = true,
+                PollResult::Idle => {}
+                PollResult::Ended => {
                     moved = true;
                     continue;
                 }
             }
             at += 1;
         }
-        if self.links > 0 {
-            moved |= self.pump_notes(moved);
+        if self.transfers.data.gpu.has_links() {
+            moved |= self.transfers.exchange_notes((moved, self.passes));
         }
-        if !self.jobs.is_empty() || !self.closing.is_empty() {
-            moved |= self.step_jobs();
+        if !self.transfers.direct.is_idle() {
+            moved |= self.transfers.step_direct();
         }
         moved
     }
 
-    /// Applies the count of delivered messages that the peer of the lane at `at` has published; whether it was news.
-    fn collect_count(&mut self, at: usize) -> bool {
-        let inside = &mut self.inside[at];
-        let endpoint = inside.endpoint;
-        // An error is reported by the next poll, too.
-        let Ok(Some(count)) = inside.lane.published() else { return false };
-        let now = self.st.now;
-        let Some(peer) = self.st.peer(endpoint) else { return false };
-        // A count that is impossible breaks the peer off, which is one of its events.
-        let news = peer.peer.published(now, count).is_err() || peer.peer.has_events();
-        if news {
-            self.settle(endpoint);
-        }
-        news
+    /// Whether something must be polled although no event tells of it.
+    pub(crate) fn is_busy(&self) -> bool {
+        !self.transfers.direct.is_idle()
+            || direct::is_lending(&self.transfers.data)
+            || self.transfers.data.gpu.has_completions()
     }
 
-    /// Shows the peer how many of its messages have been delivered here.
-    #[inline]
-    fn publish_count(&mut self, endpoint: EndpointId) {
-        let Some(peer) = self.st.peer(endpoint) else { return };
-        let Some((id, count)) = peer.inside.and_then(|id| Some((id, peer.peer.untold(id)?))) else { return };
-        // What this end sends must be on the lane before the count says that it was.
-        if self.st.lane(id).is_none_or(|lane| !lane.caps.counts || lane.pending.is_some()) {
-            return;
-        }
-        let Some(inside) = self.inside.iter_mut().find(|inside| inside.id == id) else { return };
-        if inside.lane.publish(count)
-            && let Some(peer) = self.st.peer(endpoint)
-        {
-            peer.peer.told(count);
-        }
-    }
-
-    /// How many passes there were, modulo 2^32.
-    pub(crate) fn passes(&self) -> u32 {
-        self.passes
-    }
-
-    /// Whether something must be looked at again without any event telling so.
-    pub(crate) fn busy(&self) -> bool {
-        self.awaits_copy() || !self.closing.is_empty() || self.inbox.is_up()
-    }
-
-    /// Whether a copy is under way whose end only who looks sees: one of this end's, or one that was left to a peer.
+    /// Whether a copy is in flight whose end only polling shows: one of this end's, or one that was left to a peer.
     pub(crate) fn awaits_copy(&self) -> bool {
-        !self.jobs.is_empty() || self.lends()
+        !self.transfers.direct.is_empty() || direct::is_lending(&self.transfers.data)
     }
 
-    pub(crate) fn add_inside(&mut self, inside: Inside) {
-        let name = self.st.lane(inside.id).map_or_else(|| "?".into(), |lane| lane.name.clone());
-        if let Some(peer) = self.st.peer(inside.endpoint) {
-            peer.set_inside(inside.id, name);
-        }
-        self.inside.push(inside);
-        self.recount();
-    }
-
-    pub(crate) fn recount(&mut self) {
-        self.sockets_only =
-            self.inside.iter().all(|lane| lane.socket) && self.inside.iter().filter(|lane| lane.socket).count() <= 2;
-    }
-
-    /// Reads the clock and lets the protocol look for silent lanes.
+    /// Reads the clock and has the protocol check for silent lanes.
     #[inline(always)]
     pub(crate) fn timers(&mut self) {
-        let now = self.st.tick();
-        if self.links > 0 {
-            self.tidy_links();
+        let now = self.transfers.data.tables.clock.read();
+        if self.transfers.data.gpu.has_links() {
+            for endpoint in self.transfers.data.gpu.tidy() {
+                self.transfers.pass_notes(endpoint);
+            }
         }
-        for index in 0..self.st.peers.len() {
-            let id = EndpointId(index as u32);
-            let Some(peer) = self.st.peer(id) else { continue };
-            if peer.stranded.is_some() {
-                self.see_to_stranded(id, now);
-            } else if peer.alive && peer.peer.timeout().is_some_and(|at| at <= now) {
-                peer.peer.on_timeout(now);
-                self.settle(id);
+        for id in self.transfers.data.tables.peers.ids() {
+            let Some(peer) = self.transfers.data.tables.peers.get_mut(id) else { continue };
+            if peer.stranded().is_some() {
+                self.transfers.check_stranded(id, now);
+            } else if peer.is_alive() && peer.protocol.timeout().is_some_and(|at| at <= now) {
+                peer.protocol.on_timeout(now);
+                self.transfers.settle(id);
             }
         }
     }
 
-    /// Asks every inside lane's peer to ring before it expects us to look. False: there is work already.
-    pub(crate) fn arm(&mut self) -> bool {
-        for at in 0..self.inside.len() {
-            if self.st.awaits_count(self.inside[at].endpoint) {
-                self.collect_count(at);
-            }
+    /// When the protocol next needs the clock.
+    pub(crate) fn next_timer(&self) -> Option<Instant> {
+        let tables = &self.transfers.data.tables;
+        let alive = tables.peers.iter().filter(|peer| peer.is_alive());
+        let at = alive.filter_map(|peer| peer.protocol.timeout()).min()?;
+        Some(tables.clock.instant(at))
+    }
+
+    // ---- direct copies and GPU memory
+
+    /// Acts on completions of the stagers; whether there were any.
+    #[cold]
+    pub(crate) fn complete_staging(&mut self) -> bool {
+        let Some(changes) = self.transfers.data.gpu.complete(&mut self.transfers.data.tables) else { return false };
+        self.start_released(changes.released);
+        for endpoint in changes.endpoints {
+            self.transfers.settle_aside(endpoint);
         }
-        for at in 0..self.inside.len() {
-            if !self.inside[at].lane.arm() {
-                for inside in &mut self.inside[..=at] {
-                    inside.lane.disarm();
-                }
-                return false;
-            }
+        if self.transfers.wake_ups.is_observed() {
+            self.transfers.data.tables.operations.report();
         }
-        self.armed = true;
+        if changes.polled_lane_ready {
+            self.transfers.wake_ups.want_driver();
+        }
+        self.transfers.wake_ups.want_connections();
         true
     }
 
-    /// Somebody looks again by itself. Whether the lanes had been armed.
-    #[inline]
-    pub(crate) fn disarm(&mut self) -> bool {
-        let was = std::mem::replace(&mut self.armed, false);
-        if was {
-            for inside in &mut self.inside {
-                inside.lane.disarm();
-            }
+    // ---- peers and lanes
+
+    // ---- lanes polled outside the lock
+
+    // ---- regions
+
+    /// Ends access to a region: later ones are refused, those in flight fail. False: it was ended already.
+    pub(crate) fn end_region(&mut self, region: proto::RegionRef) -> bool {
+        let tables = &mut self.transfers.data.tables;
+        if !tables.regions.retire(region) {
+            return false;
         }
-        was
+        let now = tables.clock.read();
+        for id in tables.peers.ids() {
+            let Some(peer) = self.transfers.data.tables.peers.get_mut(id) else { continue };
+            peer.protocol.region_gone(now, region);
+            self.transfers.settle(id);
+        }
+        self.transfers.data.tables.operations.report();
+        true
     }
 
-    /// When the protocol next wants to be woken.
-    pub(crate) fn next_timer(&self) -> Option<Instant> {
-        let at =
-            self.st.peers.iter().flatten().filter(|peer| peer.alive).filter_map(|peer| peer.peer.timeout()).min()?;
-        Some(self.st.instant(at))
+    /// Whether a peer's lane or a direct copy may still touch that region.
+    pub(crate) fn is_region_used(&self, region: proto::RegionRef) -> bool {
+        let used = |peer: &Peer| peer.accesses_to(region).next().is_some();
+        self.transfers.direct.uses_region(region) || self.transfers.data.tables.peers.iter().any(used)
     }
 
-    /// Acts on everything the protocol has decided for one peer, and sends what it wants sent.
-    #[inline]
-    pub(crate) fn settle(&mut self, endpoint: EndpointId) {
-        if self.observers > 0 {
-            self.st.ops.finished = true;
+    /// Forgets a region whose access has ended; nothing touches its memory after this.
+    pub(crate) fn remove_region(&mut self, region: proto::RegionRef) {
+        let DataPath { tables, gpu, .. } = &mut self.transfers.data;
+        for peer in tables.peers.iter() {
+            peer.accesses_to(region).for_each(|grant| grant.revoke());
         }
-        if !self.st.arrived.is_empty() {
-            for (endpoint, short) in std::mem::take(&mut self.st.arrived) {
-                self.apply(endpoint, short.into());
-            }
-        }
-        while let Some(short) = self.st.peer(endpoint).and_then(|peer| peer.peer.short()) {
-            if !self.st.ops.finish_short(endpoint, short) {
-                self.apply(endpoint, short.into());
-            }
-        }
-        while let Some(event) = self.st.peer(endpoint).and_then(|peer| peer.peer.event()) {
-            self.apply(endpoint, event);
-        }
-        if let Some(peer) = self.st.peer(endpoint)
-            && peer.inside.is_some_and(|id| peer.peer.presses(id))
-        {
-            self.flush(endpoint);
-            let turns = std::mem::take(&mut self.turns);
-            self.roused |= turns;
-            self.kicked |= turns;
-        }
-        self.publish_count(endpoint);
-        self.kick(endpoint);
+        gpu.release_region(tables, region);
+        tables.regions.remove(region);
     }
 
-    /// [`Core::settle`] after something that came while, perhaps, no caller makes progress: then nobody would soon send
-    /// the few acknowledgements that may ride along with a message. The background thread may sleep by timers that it
-    /// looked at before they were owed, or, on a busy machine, get its turn long after whoever it has just woken.
-    pub(crate) fn settle_aside(&mut self, endpoint: EndpointId) {
-        self.settle(endpoint);
-        if (self.armed || self.spinning == 0)
-            && let Some(peer) = self.st.peer(endpoint)
-        {
-            peer.peer.flush();
-            self.settle(endpoint);
-        }
-    }
+    // ---- the end
 
-    /// Hands the peer's messages to its message lane, as far as that has room.
-    #[inline]
-    pub(crate) fn flush(&mut self, endpoint: EndpointId) {
-        let Some(id) = self.st.peer(endpoint).and_then(|peer| peer.inside) else { return };
-        let Some(at) = self.inside.iter().position(|lane| lane.id == id) else { return };
-        if self.st.lane(id).is_some_and(|lane| lane.staged.is_some()) {
-            // Chunks of GPU memory have their turns: the lane asks for what is next when it is polled.
-            self.turns = true;
-            return;
-        }
-        let mut failed = None;
-        while self.st.lane(id).is_some_and(|lane| lane.pending.is_none()) && self.st.wants(endpoint, id) {
-            let now = self.st.now;
-            let Some(out) = self.st.peer(endpoint).and_then(|peer| peer.peer.next(now, id)) else { break };
-            if out.chunk && self.st.stage(endpoint, id, &out) {
-                self.turns = true;
-                break;
-            }
-            let Some(mut tx) = self.st.tx(endpoint, id, &out) else { continue };
-            match self.inside[at].lane.post(&tx) {
-                Ok(Post::Taken | Post::Held) => {}
-                Ok(Post::Full) => {
-                    self.st.keep(endpoint, id, &out.body, &mut tx);
-                    if let Some(lane) = self.st.lane(id) {
-                        lane.pending = Some(tx);
-                    }
-                }
-                Err(error) => {
-                    failed = Some(error);
-                    break;
-                }
-            }
-        }
-        if let Some(error) = failed {
-            let lane = self.inside.swap_remove(at);
-            self.part(lane);
-            self.recount();
-            self.lane_lost(endpoint, id, &error);
-        }
-    }
-
-    /// Tells the connections outside the lock that there is something for them.
-    #[inline]
-    fn kick(&mut self, endpoint: EndpointId) {
-        let Some(Some(peer)) = self.st.peers.get(endpoint.0 as usize) else { return };
-        for lane in &peer.bulk {
-            // One that has as many chunks ahead as it may comes for more when those have gone.
-            let full = matches!(self.st.lanes.get(lane.id.0 as usize), Some(Some(state)) if state.is_full());
-            let wanted = if full { peer.peer.wants_but_chunks(lane.id) } else { peer.peer.wants(lane.id) };
-            if wanted {
-                lane.wanted.raise();
-                self.kicked = true;
-            }
-        }
-    }
-
-    pub(crate) fn apply(&mut self, endpoint: EndpointId, event: Event) {
-        match event {
-            Event::Done { op, result, progress, tag } => {
-                if let Some(slot) = self.st.ops.op_mut(op).and_then(|op| op.slot.take())
-                    && let Some(lane) = self.st.peer(endpoint).and_then(|peer| peer.inside)
-                {
-                    self.closing.push((lane, slot));
-                }
-                if self.st.ops.op(op).is_some_and(|op| op.gpu.is_some()) {
-                    self.st.let_go(endpoint, |memory| *memory == Memory::Op(op));
-                }
-                self.st.finish(endpoint, op, result, progress, tag);
-            }
-            Event::Deliver { arrival, op, len } => self.deliver(endpoint, arrival, op, len),
-            Event::DropArrival { arrival } => {
-                if let Some(peer) = self.st.peer(endpoint) {
-                    peer.take_arrival(arrival);
-                }
-            }
-            Event::Direct { job, memory, role, offer, len } => self.begin(endpoint, job, memory, role, offer, len),
-            Event::StopDirect { job } => {
-                for active in &mut self.jobs {
-                    if active.endpoint == endpoint && active.id == job {
-                        active.stopping = true;
-                    }
-                }
-            }
-            Event::Imm { region, imm } => {
-                self.st.regions.count(region, imm);
-                self.st.ops.finished = true;
-            }
-            Event::Revoke { memory: Memory::Op(op) } => {
-                if let Some(op) = self.st.ops.op_mut(op) {
-                    op.revoke();
-                }
-            }
-            Event::Revoke { memory: Memory::Region { passive, .. } } => {
-                if let Some(peer) = self.st.peer(endpoint) {
-                    peer.revoke(passive);
-                }
-            }
-            Event::Released { passive } => {
-                self.st
-                    .let_go(endpoint, |memory| matches!(memory, Memory::Region { passive: of, .. } if *of == passive));
-                if let Some(peer) = self.st.peer(endpoint) {
-                    peer.release(passive);
-                }
-            }
-            Event::Acked { lane, chunks } => self.st.acked(lane, chunks),
-            Event::Suspect { lane } => self.suspects.push((endpoint, lane)),
-            Event::LaneLost { lane, requeued_chunks, requeued_bytes } => {
-                let name = self.st.lane(lane).map_or_else(|| "?".into(), |lane| lane.name.clone());
-                let now = self.st.now;
-                if let Some(peer) = self.st.peer(endpoint).filter(|_| requeued_chunks > 0) {
-                    let what = format!("{requeued_chunks} chunks ({requeued_bytes} bytes) went over the others");
-                    peer.note(now, format!("lane {name} lost; {what}"));
-                }
-            }
-            Event::Broken { why } => self.kill(endpoint, &why),
-            Event::Bye => {
-                if let Some(peer) = self.st.peer(endpoint) {
-                    peer.alive = false;
-                    peer.why_dead = "the peer closed the connection".to_owned();
-                }
-                self.st.ops.finished = true;
-            }
-        }
-    }
-
-    /// An unexpected message goes to its receive.
-    fn deliver(&mut self, endpoint: EndpointId, arrival: u32, id: OpId, len: u32) {
-        let Some(bytes) = self.st.peer(endpoint).and_then(|peer| peer.take_arrival(arrival)) else { return };
-        let Some(op) = self.st.ops.op(id) else { return };
-        let bytes = &bytes[..bytes.len().min(op.len).min(len as usize)];
-        let Some(gpu) = op.ordinal() else {
-            // SAFETY: `op.ptr` is valid for `op.len` bytes until the operation is finished.
-            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), op.ptr, bytes.len()) };
-            return;
-        };
-        let (dst, now) = (op.ptr as u64, self.st.now);
-        if let Err(why) = self.st.copy_in(gpu, dst, bytes)
-            && let Some(peer) = self.st.peer(endpoint)
-        {
-            peer.peer.fail(now, Memory::Op(id), why);
-        }
-    }
-
-    /// Stagers have finished work of this worker's. With nothing in `done`: slots are free.
-    pub(crate) fn staged(&mut self, done: Vec<Completion>) {
-        let mut touched = Vec::new();
-        for done in done {
-            let ticket = done.ticket;
-            match self.st.staging.take(ticket) {
-                Some(Work::Gate) => self.open_gate(ticket, done.result),
-                Some(work) => touched.extend(self.st.stage_done(work, done)),
-                // It was given up; a slot that it brings back is free now.
-                None => {}
-            }
-        }
-        self.st.supply_all();
-        self.st.retry_waiting();
-        touched.dedup();
-        for endpoint in touched {
-            self.settle_aside(endpoint);
-        }
-        self.st.ops.finished |= self.observers > 0;
-        // Whoever sleeps on the lanes has to look at them.
-        self.roused |= std::mem::take(&mut self.st.staging.inside);
-        self.kicked = true;
-    }
-
-    // ---- the worker's end
-
-    /// Tells every peer what it is owed, and says goodbye where nothing is under way.
-    pub(crate) fn farewell(&mut self) {
-        let now = self.st.tick();
-        for index in 0..self.st.peers.len() {
-            let id = EndpointId(index as u32);
-            let Some(peer) = self.st.peer(id).filter(|peer| peer.alive) else { continue };
-            peer.peer.flush();
-            peer.peer.close(now);
-            self.settle(id);
+    /// Sends every peer what it is owed, and says goodbye where nothing is in flight.
+    pub(crate) fn say_goodbye(&mut self) {
+        let now = self.transfers.data.tables.clock.read();
+        for id in self.transfers.data.tables.peers.ids() {
+            let peer = self.transfers.data.tables.peers.get_mut(id);
+            let Some(peer) = peer.filter(|peer| peer.is_alive()) else { continue };
+            peer.protocol.flush();
+            peer.protocol.close(now);
+            self.transfers.settle(id);
         }
     }
 
     /// Ends every endpoint, when the worker closes.
     pub(crate) fn close(&mut self) {
-        for index in 0..self.st.peers.len() {
-            let id = EndpointId(index as u32);
-            if let Some(peer) = self.st.peer(id) {
-                if std::mem::replace(&mut peer.alive, false) {
-                    peer.why_dead = "the worker is closed".to_owned();
-                }
-                self.kill(id, "the worker is closed");
+        self.closed = true;
+        for id in self.transfers.data.tables.peers.ids() {
+            if let Some(peer) = self.transfers.data.tables.peers.get_mut(id) {
+                peer.end("the worker is closed");
             }
+            self.transfers.kill(id, "the worker is closed");
         }
-    }
-
-    // ---- regions
-
-    /// Ends access to a region: later ones are refused, those under way fail. False: it was ended already.
-    pub(crate) fn region_gone(&mut self, region: proto::RegionRef) -> bool {
-        if !self.st.regions.retire(region) {
-            return false;
-        }
-        let now = self.st.tick();
-        for index in 0..self.st.peers.len() {
-            let id = EndpointId(index as u32);
-            let Some(peer) = self.st.peer(id) else { continue };
-            peer.peer.region_gone(now, region);
-            self.settle(id);
-        }
-        true
-    }
-
-    /// Whether a peer's lane or a direct copy may still touch that region.
-    pub(crate) fn region_in_use(&self, region: proto::RegionRef) -> bool {
-        self.copies_in(region) || self.st.peers.iter().flatten().any(|peer| peer.passives_of(region).next().is_some())
     }
 }

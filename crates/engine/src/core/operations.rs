@@ -1,4 +1,4 @@
-//! The worker's table of operations under way.
+//! The worker's table of operations in flight, and of finished ones whose request is still held.
 
 use std::sync::Arc;
 
@@ -41,24 +41,60 @@ pub(crate) struct More {
     pub(crate) batch: bool,
 }
 
+/// What an operation does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OpKind {
+    Send,
+    Receive,
+    Write,
+    Read,
+    /// Several operations in one request.
+    Batch,
+}
+
+impl OpKind {
+    /// The operation's name in errors.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            OpKind::Send => "send",
+            OpKind::Receive => "recv",
+            OpKind::Write => "write",
+            OpKind::Read => "read",
+            OpKind::Batch => "batch",
+        }
+    }
+}
+
+impl From<&proto::Operation> for OpKind {
+    fn from(operation: &proto::Operation) -> OpKind {
+        match operation {
+            proto::Operation::Send { .. } => OpKind::Send,
+            proto::Operation::Write { .. } => OpKind::Write,
+            proto::Operation::Read { .. } => OpKind::Read,
+        }
+    }
+}
+
+/// One operation.
 pub(crate) struct Op {
     generation: u32,
     live: bool,
-    pub(crate) what: &'static str,
-    /// The peer it runs with; for a receive from anybody, known once it is matched.
-    pub(crate) endpoint: Option<EndpointId>,
-    pub(crate) ptr: *mut u8,
-    pub(crate) len: usize,
-    /// The GPU whose memory it is; `None`: host memory.
-    pub(crate) gpu: Option<Box<OnGpu>>,
-    pub(crate) tag: u64,
+    kind: OpKind,
+    /// The peer it runs with; for a receive from any peer, known once it is matched.
+    endpoint: Option<EndpointId>,
+    ptr: *mut u8,
+    len: usize,
+    /// `None`: host memory.
+    gpu: Option<Box<OnGpu>>,
+    tag: u64,
     keep: Keep,
     grant: Option<Arc<Grant>>,
-    /// The shared cursor offered for a direct copy, and whether one was done.
-    pub(crate) slot: Option<u32>,
-    pub(crate) direct: Option<crossrail_transport::DirectKind>,
-    pub(crate) outcome: Option<Outcome>,
-    /// Nobody holds the request any more: the slot is free as soon as the operation is finished.
+    /// The shared cursor offered for a direct copy.
+    cursor: Option<u32>,
+    /// The kind of the direct copy that was offered or made.
+    direct: Option<crossrail_transport::DirectKind>,
+    outcome: Option<Outcome>,
+    /// The request was dropped: the entry is free as soon as the operation is finished.
     detached: bool,
     callback: Option<Callback>,
     parent: Option<OpId>,
@@ -67,31 +103,29 @@ pub(crate) struct Op {
     failure: Option<Box<Error>>,
 }
 
-/// Operations by index; an index is reused under a new generation.
+/// Operations by index; an index is reused under a new generation, so an id of a freed entry refers to nothing.
+///
+/// Protected by the worker's lock. An operation is inserted, finishes exactly once ([`Operations::finish`] or
+/// [`Operations::finish_short`]; later calls are ignored), and leaves the table when its request has been dropped or its
+/// outcome collected. From the finish on no lane touches its memory.
 #[derive(Default)]
-pub(crate) struct Ops {
+pub(crate) struct Operations {
     slots: Vec<Op>,
     free: Vec<u32>,
-    /// Finished operations with a callback, to be run once the lock is released.
-    pub(crate) callbacks: Vec<(Callback, Outcome)>,
-    /// Something finished since this was last cleared.
-    pub(crate) finished: bool,
+    /// Callbacks of finished operations, to be run without the lock.
+    callbacks: Vec<(Callback, Outcome)>,
+    /// Set when an operation finishes, cleared by [`Operations::take_finished`].
+    finished: bool,
     live: usize,
 }
 
 // SAFETY: the pointers in it are descriptions; they are dereferenced by lanes under the rules of `Payload` and
 // `Place`, whatever thread drives them.
 #[allow(unsafe_code)]
-unsafe impl Send for Ops {}
+unsafe impl Send for Operations {}
 
-impl Ops {
-    pub(crate) fn insert(
-        &mut self,
-        what: &'static str,
-        endpoint: Option<EndpointId>,
-        tag: u64,
-        buffer: Buffer,
-    ) -> OpId {
+impl Operations {
+    pub(crate) fn insert(&mut self, kind: OpKind, endpoint: Option<EndpointId>, tag: u64, buffer: Buffer) -> OpId {
         self.live += 1;
         let index = match self.free.pop() {
             Some(index) => index,
@@ -102,16 +136,16 @@ impl Ops {
         };
         let slot = &mut self.slots[index as usize];
         slot.live = true;
-        slot.what = what;
+        slot.kind = kind;
         slot.endpoint = endpoint;
         slot.ptr = buffer.ptr;
         slot.len = buffer.len;
         slot.gpu = buffer.gpu;
         slot.tag = tag;
-        // Nothing is kept of what was there before.
+        // The freed entry keeps nothing, so there is nothing to drop: a drop would be a test on the hot path.
         std::mem::forget(std::mem::replace(&mut slot.keep, buffer.keep));
         slot.grant = None;
-        slot.slot = None;
+        slot.cursor = None;
         slot.direct = None;
         slot.detached = false;
         slot.callback = None;
@@ -130,12 +164,39 @@ impl Ops {
         self.slots.get_mut(id.index as usize).filter(|op| op.live && op.generation == id.generation)
     }
 
-    /// Whether the peer has the last word on it: all but a receive.
+    /// Whether the peer decides when it is finished: all but a receive.
     pub(crate) fn awaits_peer(&self, id: OpId) -> bool {
-        self.op(id).is_some_and(|op| op.what != "recv")
+        self.op(id).is_some_and(|op| op.kind != OpKind::Receive)
     }
 
-    /// Operations whose request is still held or that are still running.
+    /// Whether an operation has finished, or [`Operations::report`] was called, since the last call.
+    #[inline]
+    pub(crate) fn take_finished(&mut self) -> bool {
+        std::mem::take(&mut self.finished)
+    }
+
+    /// Has waiting threads check what they wait for, although no operation has finished.
+    pub(crate) fn report(&mut self) {
+        self.finished = true;
+    }
+
+    /// Whether callbacks are to be run.
+    #[inline]
+    pub(crate) fn has_callbacks(&self) -> bool {
+        !self.callbacks.is_empty()
+    }
+
+    /// Callbacks to run without the lock.
+    pub(crate) fn take_callbacks(&mut self) -> Vec<(Callback, Outcome)> {
+        std::mem::take(&mut self.callbacks)
+    }
+
+    /// Has `callback` run with an outcome that has left the table already.
+    pub(crate) fn call_back(&mut self, callback: Callback, outcome: Outcome) {
+        self.callbacks.push((callback, outcome));
+    }
+
+    /// Operations whose request is still held or that are still in flight.
     pub(crate) fn live(&self) -> usize {
         self.live
     }
@@ -179,12 +240,12 @@ impl Ops {
         }
     }
 
-    /// [`Ops::finish`] for a short message with nothing attached to it. False: go the long way.
+    /// [`Operations::finish`] for a short message with nothing attached to it. False: go the long way.
     #[inline]
     pub(crate) fn finish_short(&mut self, endpoint: EndpointId, short: proto::Short) -> bool {
         let Some(op) = self.op_mut(short.op) else { return true };
         let plain = op.grant.is_none()
-            && op.slot.is_none()
+            && op.cursor.is_none()
             && op.callback.is_none()
             && op.parent.is_none()
             && op.outcome.is_none()
@@ -193,7 +254,7 @@ impl Ops {
             return false;
         }
         op.endpoint = Some(endpoint);
-        let tag = if op.what == "recv" { short.tag } else { op.tag };
+        let tag = if op.kind == OpKind::Receive { short.tag } else { op.tag };
         if !matches!(op.keep, Keep::Vec(_) | Keep::Nothing) {
             op.keep = Keep::Nothing;
         }
@@ -222,7 +283,7 @@ impl Ops {
         }
     }
 
-    /// Undoes [`Ops::hold`]: all parts are submitted; `failure`: that of one which could not be.
+    /// Undoes [`Operations::hold`]: all parts are submitted; `failure`: that of one which could not be.
     pub(crate) fn release(&mut self, parent: OpId, failure: Option<Box<Error>>) {
         self.child_finished(parent, 0, failure);
     }
@@ -327,7 +388,7 @@ impl Ops {
         }
     }
 
-    /// Fails everything that is still running with `peer`, for the engine's own reasons.
+    /// All operations in flight.
     pub(crate) fn running(&self) -> Vec<OpId> {
         let running = |(index, op): (usize, &Op)| {
             (op.live && op.outcome.is_none()).then_some(OpId { index: index as u32, generation: op.generation })
@@ -353,7 +414,7 @@ impl Op {
         Op {
             generation: 0,
             live: false,
-            what: "",
+            kind: OpKind::Batch,
             endpoint: None,
             ptr: std::ptr::null_mut(),
             len: 0,
@@ -361,7 +422,7 @@ impl Op {
             tag: 0,
             keep: Keep::Nothing,
             grant: None,
-            slot: None,
+            cursor: None,
             direct: None,
             outcome: None,
             detached: false,
@@ -373,7 +434,63 @@ impl Op {
         }
     }
 
-    /// The GPU that its memory is of, by number.
+    #[inline]
+    pub(crate) fn kind(&self) -> OpKind {
+        self.kind
+    }
+
+    /// The peer it runs with; `None`: a receive from any peer that is not matched.
+    #[inline]
+    pub(crate) fn endpoint(&self) -> Option<EndpointId> {
+        self.endpoint
+    }
+
+    pub(crate) fn set_endpoint(&mut self, endpoint: EndpointId) {
+        self.endpoint = Some(endpoint);
+    }
+
+    /// First byte of its memory.
+    #[inline]
+    pub(crate) fn ptr(&self) -> *mut u8 {
+        self.ptr
+    }
+
+    /// Bytes of its memory.
+    #[inline]
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    #[inline]
+    pub(crate) fn tag(&self) -> u64 {
+        self.tag
+    }
+
+    pub(crate) fn outcome(&self) -> Option<&Outcome> {
+        self.outcome.as_ref()
+    }
+
+    /// Where its staging times are counted; `None`: host memory.
+    pub(crate) fn gpu_times(&mut self) -> Option<&mut GpuTimes> {
+        self.gpu.as_mut().map(|gpu| &mut gpu.times)
+    }
+
+    /// Records that a direct copy was offered or made.
+    pub(crate) fn set_direct(&mut self, kind: crossrail_transport::DirectKind) {
+        self.direct = Some(kind);
+    }
+
+    /// Records the shared cursor that was offered for a direct copy.
+    pub(crate) fn set_cursor(&mut self, cursor: Option<u32>) {
+        self.cursor = cursor;
+    }
+
+    /// Takes that cursor away, to be closed.
+    pub(crate) fn take_cursor(&mut self) -> Option<u32> {
+        self.cursor.take()
+    }
+
+    /// The ordinal of the GPU that owns its memory; `None`: host memory.
     #[inline]
     pub(crate) fn ordinal(&self) -> Option<u32> {
         self.gpu.as_ref().map(|gpu| gpu.ordinal)
@@ -406,6 +523,7 @@ fn batch_receipt(bytes: u64) -> proto::Receipt {
     }
 }
 
+/// The error of a call on a closed worker.
 pub(crate) fn gone(what: &str) -> Error {
     Error::new(ErrorKind::Closed, what, "the worker is closed")
 }

@@ -4,46 +4,52 @@ use crossrail_cuda_ipc::Link;
 use crossrail_transport::Direct;
 use crossrail_types::{EndpointId, Error, ErrorKind, Result};
 
-use super::{Core, gone};
+use super::data_path::DataPath;
+use super::{Core, Transfers, gone};
 
 impl Core {
-    /// The link to that peer's GPU memory, if the peer is there and has one.
+    /// The link to that peer's GPU memory, if the peer is alive and has one.
+    ///
+    /// # Errors
+    /// `Unsupported` with the reason; `PeerDead`, `Closed`.
     pub(crate) fn link_of(&mut self, endpoint: EndpointId, what: &'static str) -> Result<&mut Link> {
         let name = self.reachable(endpoint, what)?;
-        self.link(endpoint).map_err(|why| {
+        let DataPath { tables, gpu, .. } = &mut self.transfers.data;
+        gpu.link(tables, endpoint).map_err(|why| {
             Error::new(ErrorKind::Unsupported, what, format!("GPU memory: {why}"))
                 .with_peer(name)
                 .with_hint("write and read it by key (Worker::register)")
         })
     }
 
-    /// The name of a peer that is there.
-    fn reachable(&mut self, endpoint: EndpointId, what: &'static str) -> Result<String> {
-        if self.closed {
-            return Err(gone(what));
+    /// The name of a peer that is alive.
+    fn reachable(&self, endpoint: EndpointId, what: &'static str) -> Result<String> {
+        let peer = self.transfers.data.tables.peers.get(endpoint).filter(|_| !self.closed);
+        let peer = peer.ok_or_else(|| gone(what))?;
+        if !peer.is_alive() {
+            return Err(Error::new(ErrorKind::PeerDead, what, peer.why_ended()).with_peer(peer.name()));
         }
-        let Some(peer) = self.st.peer(endpoint) else { return Err(gone(what)) };
-        let name = peer.name().to_owned();
-        if !peer.alive {
-            return Err(Error::new(ErrorKind::PeerDead, what, peer.why_dead.clone()).with_peer(name));
-        }
-        Ok(name)
+        Ok(peer.name().to_owned())
     }
 
-    /// The direct side of the lane that is polled under the lock, or of the link beside it, if the peer is there and
-    /// has one.
+    /// The direct side of the lane that is polled under the lock, or of the link beside it (`gpu`), if the peer is alive
+    /// and has one.
+    ///
+    /// # Errors
+    /// `Unsupported` with the reason; `PeerDead`, `Closed`.
     pub(crate) fn direct_of(&mut self, endpoint: EndpointId, what: &'static str, gpu: bool) -> Result<&mut dyn Direct> {
         if gpu {
             return self.link_of(endpoint, what).map(|link| link as &mut dyn Direct);
         }
         let name = self.reachable(endpoint, what)?;
-        let Some(peer) = self.st.peer(endpoint) else { return Err(gone(what)) };
-        let (lane, lanes) = (peer.inside, peer.lanes.clone());
-        let at = self.inside.iter().position(|inside| Some(inside.id) == lane && inside.lane.caps().direct);
-        if let Some(direct) = at.and_then(|at| self.inside[at].lane.direct()) {
+        let Transfers { data, polled, .. } = &mut self.transfers;
+        let peer = data.tables.peers.get(endpoint).ok_or_else(|| gone(what))?;
+        let lane = peer.message_lane().filter(|id| polled.get_mut(*id).is_some_and(|lane| lane.caps().direct));
+        if let Some(direct) = lane.and_then(|id| polled.direct(id)) {
             return Ok(direct);
         }
-        let mut used: Vec<_> = lanes.into_iter().filter_map(|id| self.st.lane(id).map(|lane| lane.transport)).collect();
+        let lanes = peer.lanes().iter().filter_map(|id| data.tables.lanes.get(*id));
+        let mut used: Vec<_> = lanes.map(|lane| lane.transport()).collect();
         used.dedup();
         let detail = format!("only memory reached over shm can be mapped; this endpoint uses {}", used.join(", "));
         Err(Error::new(ErrorKind::Unsupported, what, detail)

@@ -8,7 +8,7 @@ use crossrail_types::{EndpointId, LaneId, OpId, Result};
 
 use super::Core;
 use super::operations::{Finish, More, Outcome};
-use super::tables::Names;
+use super::peers::Names;
 
 /// How a transfer's bytes travelled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,7 +101,7 @@ impl Receipt {
 
     /// A row per lane that carried bytes.
     pub fn lanes(&self) -> Vec<LaneShare> {
-        let usual = || self.names.as_ref().map(|names| names.inside.clone());
+        let usual = || self.names.as_ref().map(|names| names.message_lane.clone());
         let only = match self.protocol {
             Protocol::Chunks | Protocol::Batch => None,
             // The frames went over another lane, the bytes did not.
@@ -136,14 +136,14 @@ pub(crate) fn outcome(core: &mut Core, id: OpId, collected: &Collected) -> Optio
     if let Some(finish) = collected.load() {
         return Some(render(core, Ok(finish)));
     }
-    if !core.st.ops.is_done(id) {
+    if !core.operations().is_done(id) {
         return None;
     }
-    if let Some(finish) = core.st.ops.collect(id) {
+    if let Some(finish) = core.operations().collect(id) {
         collected.store(&finish);
         return Some(render(core, Ok(finish)));
     }
-    Some(match core.st.ops.op(id).and_then(|op| op.outcome.clone()) {
+    Some(match core.operations().op(id).and_then(|op| op.outcome().cloned()) {
         Some(outcome) => render(core, outcome),
         None => Err(crate::core::gone("wait")),
     })
@@ -209,9 +209,9 @@ impl Collected {
 #[inline]
 pub(crate) fn render(core: &mut Core, outcome: Outcome) -> Result<Receipt> {
     let finish = outcome.map_err(|error| *error)?;
-    let peer = finish.endpoint.and_then(|endpoint| core.st.peer(endpoint));
-    let names = peer.as_ref().map(|peer| peer.names.clone());
-    let usual = peer.as_ref().and_then(|peer| peer.inside);
+    let peer = finish.endpoint.and_then(|endpoint| core.peers().get(endpoint));
+    let names = peer.as_ref().map(|peer| peer.names().clone());
+    let usual = peer.as_ref().and_then(|peer| peer.message_lane());
     let mut rendered = Receipt {
         bytes: finish.bytes,
         tag: finish.tag,
@@ -239,8 +239,8 @@ pub(crate) fn render(core: &mut Core, outcome: Outcome) -> Result<Receipt> {
 #[cold]
 fn render_more(core: &mut Core, endpoint: Option<EndpointId>, more: More, rendered: &mut Receipt) {
     let receipt = more.receipt;
-    let peer = endpoint.and_then(|endpoint| core.st.peer(endpoint));
-    let usual = peer.as_ref().and_then(|peer| peer.inside);
+    let peer = endpoint.and_then(|endpoint| core.peers().get(endpoint));
+    let usual = peer.as_ref().and_then(|peer| peer.message_lane());
     rendered.protocol = if more.batch { Protocol::Batch } else { protocol(&receipt, more.direct) };
     rendered.match_us = us(receipt.match_ns);
     rendered.window_us = us(receipt.window_ns);
@@ -266,7 +266,7 @@ fn render_more(core: &mut Core, endpoint: Option<EndpointId>, more: More, render
 }
 
 fn lane_name(core: &mut Core, id: LaneId) -> Arc<str> {
-    core.st.lane(id).map_or_else(|| "?".into(), |lane| lane.name.clone())
+    core.transfers().lanes().name(id)
 }
 
 fn us(ns: u64) -> f64 {

@@ -1,268 +1,328 @@
-//! Operations as they begin, are cancelled, and are abandoned; under the worker's lock.
+//! Operations: how they start, are cancelled and abandoned.
 #![allow(unsafe_code)]
 
 use crossrail_proto as proto;
 use crossrail_transport::{Payload, Post, Tx};
-use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, OpId};
+use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, OpId, Result};
 use proto::{Offer, Operation};
 
 use super::Core;
-use super::gpu::What;
+use super::gpu::Released;
+use super::operations::{OpKind, gone};
 use crate::memory::Buffer;
 
-/// From here on both ends copy at once.
+/// From here on both ends of a direct copy copy at once.
 const HELP_MIN: u64 = 512 << 10;
 
-impl Core {
-    /// The lanes of the operation's peer, for messages.
-    pub(crate) fn lanes_of(&mut self, op: OpId) -> Option<String> {
-        let endpoint = self.st.ops.op(op)?.endpoint?;
-        let lanes = self.st.peer(endpoint)?.lanes.clone();
-        let names: Vec<_> =
-            lanes.into_iter().filter_map(|id| self.st.lane(id).map(|lane| lane.name.to_string())).collect();
-        (!names.is_empty()).then(|| names.join(" "))
+/// What a caller submits.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Submission {
+    /// An operation with a peer.
+    Operation(Operation),
+    /// A receive, from one peer or from any.
+    Receive { tag: u64, mask: u64 },
+}
+
+impl Submission {
+    #[inline]
+    fn kind(&self) -> OpKind {
+        match self {
+            Submission::Operation(operation) => operation.into(),
+            Submission::Receive { .. } => OpKind::Receive,
+        }
     }
 
-    /// Starts an operation with a peer. `Err`: the peer is not there any more.
-    pub(crate) fn start(
+    #[inline]
+    fn tag(&self) -> u64 {
+        match self {
+            Submission::Operation(Operation::Send { tag }) | Submission::Receive { tag, .. } => *tag,
+            Submission::Operation(_) => 0,
+        }
+    }
+}
+
+impl Core {
+    /// Submits an operation, whatever its memory: the one way in. `endpoint` may be `None` for a receive from any peer.
+    ///
+    /// GPU memory must have been admitted ([`Progress::admit`](crate::progress::Progress::admit)).
+    ///
+    /// # Errors
+    /// `PeerDead`, and `Closed` when the worker is closed. Later failures are the operation's outcome.
+    #[inline]
+    pub(crate) fn submit(
         &mut self,
-        endpoint: EndpointId,
-        what: &'static str,
-        operation: Operation,
+        endpoint: Option<EndpointId>,
+        submission: Submission,
         buffer: Buffer,
-    ) -> Result<OpId, Error> {
-        let (ptr, len) = (buffer.ptr, buffer.len);
+    ) -> Result<OpId> {
+        let kind = submission.kind();
         if self.closed {
-            return Err(crate::core::gone(what));
+            return Err(gone(kind.name()));
         }
-        let Some(peer) = self.st.peer(endpoint) else { return Err(crate::core::gone(what)) };
-        if !peer.alive {
-            return Err(Error::new(ErrorKind::PeerDead, what, peer.why_dead.clone()).with_peer(peer.name()));
+        if kind != OpKind::Receive {
+            self.check_alive(endpoint, kind)?;
         }
-        let (inside, gated) = (peer.inside, peer.gate.is_closed());
-        if buffer.gpu.is_some() || gated {
-            return Ok(self.start_gpu(endpoint, what, operation, buffer));
+        let (ptr, len) = (buffer.ptr, buffer.len);
+        if buffer.gpu.is_some() || self.transfers.data.gpu.must_wait(&submission, endpoint) {
+            return Ok(self.submit_in_order(endpoint, submission, buffer));
         }
-        let tag = if let Operation::Send { tag } = operation { tag } else { 0 };
-        let op = self.st.ops.insert(what, Some(endpoint), tag, buffer);
-        if matches!(operation, Operation::Send { .. })
-            && let Some(lane) = inside
-            && self.send_now(endpoint, lane, op, tag, (ptr, len))
-        {
-            return Ok(op);
-        }
-        self.begin_operation(op, operation);
+        let op = self.transfers.data.tables.operations.insert(kind, endpoint, submission.tag(), buffer);
+        self.start(op, endpoint, submission, (ptr, len, true));
         Ok(op)
     }
 
-    /// [`Core::start`] for memory of a GPU, or behind an operation that waits for one.
+    #[inline]
+    fn check_alive(&self, endpoint: Option<EndpointId>, kind: OpKind) -> Result<()> {
+        match endpoint.and_then(|endpoint| self.transfers.data.tables.peers.get(endpoint)) {
+            Some(peer) if peer.is_alive() => Ok(()),
+            Some(peer) => Err(Error::new(ErrorKind::PeerDead, kind.name(), peer.why_ended()).with_peer(peer.name())),
+            None => Err(gone(kind.name())),
+        }
+    }
+
+    /// [`Core::submit`] for GPU memory, or behind an operation that waits for a stream.
     #[cold]
-    fn start_gpu(
-        &mut self,
-        endpoint: EndpointId,
-        what: &'static str,
-        operation: Operation,
-        mut buffer: Buffer,
-    ) -> OpId {
-        let tag = if let Operation::Send { tag } = operation { tag } else { 0 };
-        let (ordinal, after) = buffer.gpu.as_mut().map_or((None, None), |gpu| (Some(gpu.ordinal), gpu.after.take()));
-        let op = self.st.ops.insert(what, Some(endpoint), tag, buffer);
-        let gated = self.st.peer(endpoint).is_some_and(|peer| peer.gate.is_closed());
-        if after.is_some() || gated {
-            self.wait_at_gate(op, What::Start(operation), ordinal, after);
+    fn submit_in_order(&mut self, endpoint: Option<EndpointId>, submission: Submission, mut buffer: Buffer) -> OpId {
+        let after = buffer.gpu.as_mut().and_then(|gpu| Some((gpu.ordinal, gpu.after.take()?)));
+        let memory = (buffer.ptr, buffer.len, buffer.gpu.is_none());
+        let waits = after.is_some() || self.transfers.data.gpu.must_wait(&submission, endpoint);
+        let op = self.transfers.data.tables.operations.insert(submission.kind(), endpoint, submission.tag(), buffer);
+        if waits {
+            let released = self.transfers.data.gpu.hold(op, submission, endpoint, after);
+            self.start_released(released);
         } else {
-            self.begin_operation(op, operation);
+            self.start(op, endpoint, submission, memory);
         }
         op
     }
 
-    /// Hands an operation to the protocol.
-    pub(crate) fn begin_operation(&mut self, op: OpId, operation: Operation) {
-        let Some(entry) = self.st.ops.op(op) else { return };
-        let (Some(endpoint), ptr, len, gpu) = (entry.endpoint, entry.ptr, entry.len, entry.ordinal()) else { return };
-        let inside = self.st.peer(endpoint).and_then(|peer| peer.inside);
-        let offer = match gpu {
-            None => inside.and_then(|lane| self.offer(lane, op, ptr, len)),
-            Some(_) => self.offer_gpu(endpoint, op, ptr, len),
-        };
-        let now = self.st.now;
-        if let Some(peer) = self.st.peer(endpoint) {
-            peer.peer.start(now, op, operation, len as u64, offer, gpu.is_none());
+    /// Starts or fails operations that waited for a stream.
+    pub(super) fn start_released(&mut self, released: Vec<Released>) {
+        for Released { op, submission, failed } in released {
+            let Some(entry) = self.transfers.data.tables.operations.op(op) else { continue };
+            let (what, endpoint) = (entry.kind().name(), entry.endpoint());
+            let memory = (entry.ptr(), entry.len(), entry.ordinal().is_none());
+            match failed {
+                Some(error) => {
+                    let error = Error { operation: what.to_owned(), ..*error };
+                    self.transfers.data.tables.operations.finish(op, Err(Box::new(error)));
+                }
+                None => self.start(op, endpoint, submission, memory),
+            }
         }
-        self.settle(endpoint);
     }
 
-    /// Sends a short message with nothing queued before it; false: it has to go the long way.
+    /// Starts an operation that is in the table. Its memory: first byte, length, and whether it is host memory.
     #[inline]
-    fn send_now(&mut self, endpoint: EndpointId, id: LaneId, op: OpId, tag: u64, (ptr, len): (*mut u8, usize)) -> bool {
-        let now = self.st.now;
-        let Some(state) = self.st.lane(id) else { return false };
-        let (short, free) = (len <= state.eager_max, state.pending.is_none());
-        if !short || !free || self.st.copies_directly(id, ptr, len) {
+    fn start(
+        &mut self,
+        op: OpId,
+        endpoint: Option<EndpointId>,
+        submission: Submission,
+        (ptr, len, host): (*mut u8, usize, bool),
+    ) {
+        match (submission, endpoint) {
+            (Submission::Receive { tag, mask }, _) => self.post_receive(op, (len as u64, host), tag, mask, endpoint),
+            (Submission::Operation(operation), Some(endpoint)) => {
+                if let Operation::Send { tag } = operation
+                    && host
+                    && self.send_now(endpoint, op, tag, (ptr, len))
+                {
+                    return;
+                }
+                self.start_transfer(endpoint, op, operation);
+            }
+            (Submission::Operation(_), None) => {}
+        }
+    }
+
+    /// Sends a short message of host memory with nothing queued before it; false: it must go through
+    /// [`Core::start_transfer`].
+    #[inline]
+    fn send_now(&mut self, endpoint: EndpointId, op: OpId, tag: u64, (ptr, len): (*mut u8, usize)) -> bool {
+        let tables = &mut self.transfers.data.tables;
+        let now = tables.clock.now();
+        let Some(id) = tables.peers.get(endpoint).and_then(|peer| peer.message_lane()) else { return false };
+        let Some(record) = tables.lanes.get(id) else { return false };
+        if len > record.eager_max() || record.has_pending() || tables.copies_directly(id, ptr, len) {
             return false;
         }
-        let Some(at) = self.inside.iter().position(|lane| lane.id == id) else { return false };
-        let Some(peer) = self.st.peer(endpoint) else { return false };
-        let Some(head) = peer.peer.send_now(now, op, tag, len as u64, id) else { return false };
+        let Some(lane) = self.transfers.polled.get_mut(id) else { return false };
+        let Some(peer) = tables.peers.get_mut(endpoint) else { return false };
+        let Some(head) = peer.protocol.send_now(now, op, tag, len as u64, id) else { return false };
         let mut tx = Tx { head, payload: Payload { ptr, len, file: None, grant: None }, token: 0 };
-        if !self.inside[at].lane.caps().reliable {
-            tx.payload.grant = self.st.ops.op_mut(op).map(|op| op.grant());
+        if !lane.caps().reliable {
+            tx.payload.grant = tables.operations.op_mut(op).map(|op| op.grant());
         }
-        match self.inside[at].lane.post(&tx) {
+        match lane.post(&tx) {
             Ok(Post::Taken | Post::Held) => {}
             Ok(Post::Full) => {
-                tx.payload.grant = self.st.ops.op_mut(op).map(|op| op.grant());
-                if let Some(state) = self.st.lane(id) {
-                    state.pending = Some(tx);
+                tx.payload.grant = tables.operations.op_mut(op).map(|op| op.grant());
+                if let Some(record) = tables.lanes.get_mut(id) {
+                    record.set_pending(tx);
                 }
             }
-            Err(error) => self.drop_inside(endpoint, id, &error),
+            Err(error) => self.transfers.drop_polled_lane(endpoint, id, &error),
         }
         true
     }
 
-    #[inline]
-    fn offer(&mut self, lane: LaneId, op: OpId, ptr: *mut u8, len: usize) -> Option<Offer> {
-        if !self.st.copies_directly(lane, ptr, len) {
+    /// Hands an operation to the protocol.
+    fn start_transfer(&mut self, endpoint: EndpointId, op: OpId, operation: Operation) {
+        let Some(entry) = self.transfers.data.tables.operations.op(op) else { return };
+        let (ptr, len, gpu) = (entry.ptr(), entry.len(), entry.ordinal());
+        let offer = match gpu {
+            None => self.offer(endpoint, op, ptr, len),
+            Some(_) => self.offer_gpu(endpoint, op, ptr, len),
+        };
+        let now = self.transfers.data.tables.clock.now();
+        if let Some(peer) = self.transfers.data.tables.peers.get_mut(endpoint) {
+            peer.protocol.start(now, op, operation, len as u64, offer, gpu.is_none());
+        }
+        self.transfers.settle(endpoint);
+    }
+
+    /// How the peer could copy host memory directly; `None`: the bytes are carried.
+    fn offer(&mut self, endpoint: EndpointId, op: OpId, ptr: *mut u8, len: usize) -> Option<Offer> {
+        let tables = &mut self.transfers.data.tables;
+        let lane = tables.peers.get(endpoint)?.message_lane()?;
+        if !tables.copies_directly(lane, ptr, len) {
             return None;
         }
-        let direct = self.inside.iter_mut().find(|inside| inside.id == lane)?.lane.direct()?;
+        let direct = self.transfers.polled.direct(lane)?;
         let (descriptor, kind) = direct.describe(ptr, len)?;
-        let slot = if len as u64 >= HELP_MIN { direct.open(len) } else { None };
-        if let Some(op) = self.st.ops.op_mut(op) {
-            op.slot = slot;
-            op.direct = Some(kind);
+        let cursor = if len as u64 >= HELP_MIN { direct.open(len) } else { None };
+        if let Some(op) = tables.operations.op_mut(op) {
+            op.set_cursor(cursor);
+            op.set_direct(kind);
         }
-        Some(Offer { descriptor, slot })
+        Some(Offer { descriptor, slot: cursor })
     }
 
-    /// Posts a receive.
-    pub(crate) fn receive(
-        &mut self,
-        buffer: Buffer,
-        tag: u64,
-        mask: u64,
-        from: Option<EndpointId>,
-    ) -> Result<OpId, Error> {
-        if self.closed {
-            return Err(crate::core::gone("recv"));
+    /// How the peer could copy GPU memory directly; `None`: it is staged.
+    fn offer_gpu(&mut self, endpoint: EndpointId, op: OpId, ptr: *mut u8, len: usize) -> Option<Offer> {
+        let (offer, kind) = self.transfers.data.gpu.offer(&self.transfers.data.tables, endpoint, ptr, len)?;
+        if let Some(op) = self.transfers.data.tables.operations.op_mut(op) {
+            op.set_direct(kind);
         }
-        if buffer.gpu.is_some() || self.receives.is_closed() {
-            return Ok(self.receive_gpu(buffer, tag, mask, from));
-        }
-        let len = buffer.len as u64;
-        let op = self.st.ops.insert("recv", from, tag, buffer);
-        self.post(op, (len, true), tag, mask, from);
-        Ok(op)
+        self.transfers.pass_notes(endpoint);
+        Some(offer)
     }
 
-    /// [`Core::receive`] into memory of a GPU, or behind a receive that waits for one.
-    #[cold]
-    fn receive_gpu(&mut self, mut buffer: Buffer, tag: u64, mask: u64, from: Option<EndpointId>) -> OpId {
-        let (gpu, after) = buffer.gpu.as_mut().map_or((None, None), |gpu| (Some(gpu.ordinal), gpu.after.take()));
-        let gated = self.receives.is_closed();
-        let op = self.st.ops.insert("recv", from, tag, buffer);
-        if gated || after.is_some() {
-            self.wait_at_gate(op, What::Receive { tag, mask, from }, gpu, after);
-        } else {
-            self.post_late(op, tag, mask, from);
-        }
-        op
-    }
-
-    /// A receive takes its place among the others.
-    #[cold]
-    pub(crate) fn post_late(&mut self, op: OpId, tag: u64, mask: u64, from: Option<EndpointId>) {
-        let Some((len, at_once)) = self.st.ops.op(op).map(|op| (op.len as u64, op.gpu.is_none())) else { return };
-        self.post(op, (len, at_once), tag, mask, from);
-    }
-
+    /// Posts a receive of `len` bytes. A message may have arrived before it. `host`: it is host memory, so that a message
+    /// can be placed at once.
     #[inline(always)]
-    fn post(&mut self, op: OpId, (len, at_once): (u64, bool), tag: u64, mask: u64, from: Option<EndpointId>) {
-        if let Some((endpoint, arrival)) = self.st.matcher.post(op, tag, mask, from, len, at_once) {
-            let now = self.st.now;
-            if let Some(entry) = self.st.ops.op_mut(op) {
-                entry.endpoint = Some(endpoint);
+    fn post_receive(&mut self, op: OpId, (len, host): (u64, bool), tag: u64, mask: u64, from: Option<EndpointId>) {
+        let tables = &mut self.transfers.data.tables;
+        if let Some((endpoint, arrival)) = tables.matcher.post(op, tag, mask, from, len, host) {
+            let now = tables.clock.now();
+            if let Some(entry) = tables.operations.op_mut(op) {
+                entry.set_endpoint(endpoint);
             }
-            if let Some(peer) = self.st.peer(endpoint) {
-                peer.peer.accept(now, arrival, op, len);
+            if let Some(peer) = tables.peers.get_mut(endpoint) {
+                peer.protocol.accept(now, arrival, op, len);
             }
-            if self.armed {
-                self.settle_aside(endpoint);
+            if self.transfers.polled.is_armed() {
+                self.transfers.settle_aside(endpoint);
             } else {
-                self.settle(endpoint);
+                self.transfers.settle(endpoint);
             }
         } else if let Some(from) = from
-            && let Some(peer) = self.st.peer(from)
-            && !peer.alive
+            && let Some(peer) = tables.peers.get(from)
+            && !peer.is_alive()
         {
-            let error = Error::new(ErrorKind::PeerDead, "recv", peer.why_dead.clone()).with_peer(peer.name());
-            self.st.matcher.cancel(op);
-            self.st.ops.finish(op, Err(Box::new(error)));
+            let why = peer.why_ended().to_owned();
+            tables.matcher.cancel(op);
+            tables.fail(op, ErrorKind::PeerDead, &why, Some(from));
         }
+    }
+
+    /// Starts a request of several operations: it finishes when all operations that [`Operations::adopt`] adds to it
+    /// have, and [`Operations::release`] was called.
+    ///
+    /// # Errors
+    /// `Closed` when the worker is closed.
+    ///
+    /// [`Operations::adopt`]: super::operations::Operations::adopt
+    /// [`Operations::release`]: super::operations::Operations::release
+    pub(crate) fn start_batch(&mut self, endpoint: EndpointId) -> Result<OpId> {
+        if self.closed {
+            return Err(gone("batch"));
+        }
+        // SAFETY: no bytes.
+        let nothing = unsafe { Buffer::raw(std::ptr::null_mut(), 0, None) };
+        let operations = &mut self.transfers.data.tables.operations;
+        let parent = operations.insert(OpKind::Batch, Some(endpoint), 0, nothing);
+        operations.hold(parent);
+        Ok(parent)
     }
 
     /// Cancels an operation wherever it is.
     pub(crate) fn cancel(&mut self, op: OpId) {
-        let now = self.st.tick();
-        let Some(entry) = self.st.ops.op(op) else { return };
-        if entry.outcome.is_some() {
-            return;
-        }
-        let (what, known) = (entry.what, entry.endpoint);
-        if what == "batch" {
-            for child in self.st.ops.children(op) {
+        let tables = &mut self.transfers.data.tables;
+        let now = tables.clock.read();
+        let Some(entry) = tables.operations.op(op).filter(|op| op.outcome().is_none()) else { return };
+        let (kind, known) = (entry.kind(), entry.endpoint());
+        if kind == OpKind::Batch {
+            for child in tables.operations.children(op) {
                 self.cancel(child);
             }
             return;
         }
-        if self.st.matcher.cancel(op) {
-            let error = Error::new(ErrorKind::Cancelled, what, "cancelled before a message matched it");
-            self.st.ops.finish(op, Err(Box::new(error)));
+        if tables.matcher.cancel(op) {
+            tables.fail(op, ErrorKind::Cancelled, "cancelled before a message matched it", None);
             return;
         }
-        if self.leave_gate(op) {
-            let error = Error::new(ErrorKind::Cancelled, what, "cancelled before its memory was ready");
-            self.st.ops.finish(op, Err(Box::new(error)));
+        if let Some(released) = self.transfers.data.gpu.leave(op, known) {
+            self.start_released(released);
+            self.transfers.data.tables.fail(op, ErrorKind::Cancelled, "cancelled before its memory was ready", None);
             return;
         }
-        let peers = match known {
+        let peers: Vec<_> = match known {
             Some(endpoint) => vec![endpoint],
-            None => (0..self.st.peers.len() as u32).map(EndpointId).collect(),
+            None => self.transfers.data.tables.peers.ids().collect(),
         };
         for endpoint in peers {
-            if self.st.peer(endpoint).is_some_and(|peer| peer.peer.cancel(now, op)) {
-                self.settle(endpoint);
+            let peer = self.transfers.data.tables.peers.get_mut(endpoint);
+            if peer.is_some_and(|peer| peer.protocol.cancel(now, op)) {
+                self.transfers.settle(endpoint);
                 return;
             }
         }
     }
 
-    /// Ends everything that is still running, when the worker closes.
+    /// Fails everything that is still in flight, when the worker closes.
     pub(crate) fn abandon(&mut self) {
-        for op in self.st.ops.running() {
-            let what = self.st.ops.op(op).map_or("request", |op| op.what);
-            self.st.ops.finish(op, Err(Box::new(crate::core::gone(what))));
+        let operations = &mut self.transfers.data.tables.operations;
+        for op in operations.running() {
+            let what = operations.op(op).map_or("request", |op| op.kind().name());
+            operations.finish(op, Err(Box::new(gone(what))));
         }
     }
 
-    /// How far an operation got: the peer it runs with, bytes done, bytes in all.
-    pub(crate) fn progress(&mut self, op: OpId) -> Option<(Option<String>, u64, u64)> {
-        let entry = self.st.ops.op(op)?;
-        let total = entry.len as u64;
-        let Some(endpoint) = entry.endpoint else { return Some((None, 0, total)) };
-        let peer = self.st.peer(endpoint)?;
-        let (done, total) = peer.peer.progress(op).unwrap_or((0, total));
-        Some((Some(peer.name().to_owned()), done, total))
+    /// How far an operation has come, for the error of a wait that timed out: its kind, the peer and its lanes, bytes
+    /// done and bytes in all.
+    pub(crate) fn progress_of(&self, op: OpId) -> Option<OpProgress> {
+        let tables = &self.transfers.data.tables;
+        let entry = tables.operations.op(op)?;
+        let (kind, total) = (entry.kind(), entry.len() as u64);
+        let Some(endpoint) = entry.endpoint() else {
+            return Some(OpProgress { kind, peer: None, lanes: None, done: 0, total });
+        };
+        let peer = tables.peers.get(endpoint)?;
+        let (done, total) = peer.protocol.progress(op).unwrap_or((0, total));
+        let lanes: Vec<_> = peer.lanes().iter().map(|lane: &LaneId| tables.lanes.name(*lane).to_string()).collect();
+        let lanes = (!lanes.is_empty()).then(|| lanes.join(" "));
+        Some(OpProgress { kind, peer: Some(peer.name().to_owned()), lanes, done, total })
     }
+}
 
-    /// An operation that finishes once all those [`Ops::adopt`](super::operations::Ops::adopt)ed by it have, and
-    /// `release` was called.
-    pub(crate) fn batch(&mut self, endpoint: EndpointId) -> OpId {
-        // SAFETY: no bytes.
-        let nothing = unsafe { Buffer::raw(std::ptr::null_mut(), 0, None) };
-        let parent = self.st.ops.insert("batch", Some(endpoint), 0, nothing);
-        self.st.ops.hold(parent);
-        parent
-    }
+/// See [`Core::progress_of`].
+pub(crate) struct OpProgress {
+    pub(crate) kind: OpKind,
+    /// `None`: no message has matched the receive.
+    pub(crate) peer: Option<String>,
+    pub(crate) lanes: Option<String>,
+    pub(crate) done: u64,
+    pub(crate) total: u64,
 }

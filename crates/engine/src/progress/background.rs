@@ -23,12 +23,14 @@ impl Progress {
     pub(crate) fn progress_forever(self: &Arc<Self>) {
         let mut seen = 0;
         while !self.closing.load(Ordering::Acquire) {
-            let core = self.core.lock();
-            let (activity, spinning, sleepers) = (core.activity, core.spinning > 0, core.sleepers > 0);
+            let mut core = self.core.lock();
+            let wake_ups = core.wake_ups();
+            let (passes, polling) = (wake_ups.caller_passes(), wake_ups.is_polling());
+            let sleeping = wake_ups.is_anyone_sleeping();
             drop(core);
-            if spinning || (activity != seen && !sleepers) {
+            if polling || (passes != seen && !sleeping) {
                 // Callers make progress themselves: look again when they may have stopped.
-                seen = activity;
+                seen = passes;
                 std::thread::park_timeout(TICK);
                 continue;
             }
@@ -41,12 +43,12 @@ impl Progress {
         let mut quiet = 0;
         while !self.closing.load(Ordering::Acquire) {
             let mut core = self.core.lock();
-            if core.spinning > 0 {
+            if core.wake_ups().is_polling() {
                 self.after(core);
                 return;
             }
             let mut moved = core.pass(true, true);
-            let busy = core.busy();
+            let busy = core.is_busy();
             self.after(core);
             moved |= self.poll_sockets(Some(Duration::ZERO));
             if moved || busy {
@@ -68,10 +70,11 @@ impl Progress {
     /// Sleeps until an event, unless there is work.
     fn doze(&self) {
         let group = &self.groups[0];
-        group.drowsy();
+        group.about_to_sleep();
         let mut core = self.core.lock();
         core.timers();
-        let idle = !core.busy() && !core.kicked && !group.pending() && core.arm();
+        let idle =
+            !core.is_busy() && !core.wake_ups().wants_connections() && !group.pending() && core.transfers().arm();
         let nap = core.next_timer().map_or(NAP_MAX, |at| at.saturating_duration_since(Instant::now()).min(NAP_MAX));
         self.after(core);
         if !idle {
@@ -80,7 +83,7 @@ impl Progress {
         }
         self.poll_sockets(Some(nap));
         let mut core = self.core.lock();
-        core.disarm();
+        core.transfers().polled().disarm();
         self.after(core);
     }
 
@@ -100,7 +103,7 @@ impl Progress {
                 std::hint::spin_loop();
                 continue;
             }
-            group.drowsy();
+            group.about_to_sleep();
             if group.pending() || self.closing.load(Ordering::Acquire) {
                 group.awake();
                 continue;

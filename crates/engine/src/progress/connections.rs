@@ -64,7 +64,7 @@ impl Group {
         self.remove(lane.id);
         let verdict = lane.verdict.lock().take().unwrap_or_else(|| LaneError::Closed("its peer is gone".to_owned()));
         let mut core = shared.core.lock();
-        core.lane_lost(lane.endpoint, lane.id, &verdict);
+        core.transfers().lane_lost(lane.endpoint, lane.id, &verdict);
         shared.after(core);
     }
 }
@@ -79,23 +79,23 @@ struct OutsideSink<'a> {
 impl Sink for OutsideSink<'_> {
     fn next(&mut self, lane: LaneId) -> Option<Tx> {
         let mut core = self.shared.core.lock();
-        core.st.tick();
-        core.st.next(self.endpoint, lane)
+        core.read_clock();
+        core.transfers().data().next(self.endpoint, lane)
     }
 
     fn sent(&mut self, lane: LaneId, token: u64) {
         if token == 0 {
             return;
         }
-        self.shared.core.lock().st.sent(lane, token);
+        self.shared.core.lock().transfers().data().sent(lane, token);
     }
 
     fn place(&mut self, lane: LaneId, head: &Head) -> Place {
         let mut core = self.shared.core.lock();
-        let place = core.st.place(self.endpoint, lane, head);
+        let place = core.transfers().data().place(self.endpoint, lane, head);
         if matches!(place, Place::Discard) {
             // Frames without a payload tell of things, too: of slots that are free.
-            core.settle_aside(self.endpoint);
+            core.transfers().settle_aside(self.endpoint);
             self.shared.after(core);
         }
         place
@@ -103,9 +103,9 @@ impl Sink for OutsideSink<'_> {
 
     fn placed(&mut self, lane: LaneId, token: u64) {
         let mut core = self.shared.core.lock();
-        core.st.tick();
-        match core.st.placed(self.endpoint, lane, token) {
-            Ok(()) => core.settle_aside(self.endpoint),
+        core.read_clock();
+        match core.transfers().data().placed(self.endpoint, lane, token) {
+            Ok(()) => core.transfers().settle_aside(self.endpoint),
             Err(why) => {
                 self.fault.get_or_insert(why);
             }

@@ -6,7 +6,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 use super::Progress;
 use crate::core::gone;
-use crate::core::gpu::Gpu;
+use crate::core::gpu::UsedGpu;
 use crate::memory::Buffer;
 use crossrail_gpu::{Completion, StagingListener, StreamPoint};
 
@@ -23,7 +23,7 @@ impl StagingListener for Progress {
         }
         // Who has the lock may look at the inbox before the stager comes again, or not.
         let Some(mut core) = self.core.try_lock() else { return false };
-        core.read_inbox();
+        core.complete_staging();
         self.after(core);
         true
     }
@@ -53,20 +53,20 @@ impl Progress {
         {
             gpu.after = None;
         }
-        if self.core.lock().st.staging.gpu(gpu.ordinal).is_none() {
+        if !self.core.lock().transfers().gpu().uses(gpu.ordinal) {
             let me: Weak<Progress> = self.me.clone();
-            let client = device.stager()?.attach(me);
+            let queue = device.stager()?.attach(me);
             let domain = self.environment.ipc_domain();
             if let (Err(why), None) = (&domain, self.environment.no_cuda_ipc()) {
                 self.log.warn(format_args!("no direct copies of GPU memory ({why}); through host memory instead"));
             }
             let spare = {
                 let mut core = self.core.lock();
-                core.st.staging.set_domain(domain);
-                if core.closed {
+                core.transfers().gpu().set_domain(domain);
+                if core.is_closed() {
                     return Err(gone("GPU memory"));
                 }
-                core.st.staging.add(Gpu { device: device.clone(), client })
+                core.transfers().gpu().add(UsedGpu { device: device.clone(), queue })
             };
             drop(spare);
         }
@@ -91,17 +91,17 @@ impl Progress {
     /// Makes sure that links to GPU memory of peers can be made, if there is CUDA. Not under the worker's lock.
     pub(crate) fn admit_links(&self) {
         let domain = self.environment.ipc_domain();
-        self.core.lock().st.staging.set_domain(domain);
+        self.core.lock().transfers().gpu().set_domain(domain);
     }
 
     /// Waits until `after` is complete, at most `CROSSRAIL_TIMEOUT`.
     pub(crate) fn wait_ready(&self, ordinal: u32, after: &StreamPoint, what: &str) -> Result<()> {
         let timeout = self.environment.settings().timeout;
-        let Some(ticket) = self.core.lock().st.staging.after(ordinal, after.clone()) else { return Ok(()) };
-        if self.observe_until(timeout, |core| (!core.st.staging.is_pending(ticket)).then_some(())).is_some() {
+        let Some(ticket) = self.core.lock().transfers().gpu().wait_for(ordinal, after.clone()) else { return Ok(()) };
+        if self.observe_until(timeout, |core| (!core.transfers().gpu().is_waiting(ticket)).then_some(())).is_some() {
             return after.is_reached().map(drop).map_err(|error| Error { operation: what.to_owned(), ..error });
         }
-        self.core.lock().st.staging.take(ticket);
+        self.core.lock().transfers().gpu().forget(ticket);
         Err(Error::new(ErrorKind::Timeout, what, "the stream's work was not complete").with_waited(timeout))
     }
 }

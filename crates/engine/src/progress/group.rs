@@ -168,7 +168,7 @@ impl Group {
     }
 
     /// The thread is about to sleep in [`Group::events`]; call, then look at everything once more, then sleep.
-    pub(crate) fn drowsy(&self) {
+    pub(crate) fn about_to_sleep(&self) {
         self.asleep.store(true, Ordering::SeqCst);
     }
 

@@ -2,62 +2,49 @@
 
 use crossrail_transport::LaneError;
 use crossrail_types::{EndpointId, LaneId};
-use parking_lot::MutexGuard;
 
 use super::Progress;
-use crate::core::Core;
 
 impl Progress {
     /// A lane owes something and is silent: does its link still move bytes?
-    pub(crate) fn examine(&self, endpoint: EndpointId, id: LaneId) {
+    pub(super) fn examine(&self, endpoint: EndpointId, id: LaneId) {
         let mut core = self.core.lock();
-        let now = core.st.tick();
-        let bulk = core.st.peer(endpoint).and_then(|peer| peer.bulk.iter().find(|lane| lane.id == id).cloned());
+        let now = core.read_clock();
+        let bulk = core.peers().get(endpoint).and_then(|peer| peer.bulk_lane(id).cloned());
         let stats = match &bulk {
             Some(lane) => match lane.lane.try_lock() {
                 Some(held) => held.as_ref().map(|lane| Some(lane.stats())),
-                // Somebody is moving bytes on it at this moment.
+                // Another thread is moving bytes on it at this moment.
                 None => Some(None),
             },
-            None => core.inside.iter().find(|lane| lane.id == id).map(|lane| Some(lane.lane.stats())),
+            None => core.transfers().polled().stats(id).map(Some),
         };
-        let (Some(stats), Some(state)) = (stats, core.st.lane(id)) else { return };
-        let stats = stats.filter(|_| !state.is_held_up());
-        // The other end's kernel acknowledges what comes in, whatever its process does: only a link keeps back that of
-        // bytes which were under way a whole deadline ago.
+        let (Some(stats), Some(record)) = (stats, core.transfers().lanes().get_mut(id)) else { return };
+        let stats = stats.filter(|_| !record.is_held_up());
+        // The other end's kernel acknowledges what arrives, whatever its process does: only a broken link keeps back the
+        // acknowledgement of bytes that were in flight a whole deadline ago.
         let owed = stats.filter(|stats| stats.in_flight_bytes > 0).map(|stats| stats.acked_bytes);
-        let silent = owed.is_some() && owed == state.seen_acked;
-        state.seen_acked = owed;
-        if silent {
+        if record.is_silent(owed) {
             let error = LaneError::Down("silent: nothing was acknowledged in time".to_owned());
-            self.take_for_dead(core, endpoint, id, error);
+            core.transfers().take_for_dead(endpoint, id, error);
+            self.after(core);
             return;
         }
-        if let Some(peer) = core.st.peer(endpoint) {
-            peer.peer.lane_alive(now, id);
-            if stats.is_some() && owed.is_none() {
-                peer.peer.probe(id);
-            }
+        if let Some(peer) = core.peers().get_mut(endpoint) {
+            peer.lane_is_alive(now, id, stats.is_some() && owed.is_none());
         }
-        core.settle(endpoint);
+        core.transfers().settle(endpoint);
         self.after(core);
     }
 
-    /// Drops a lane that has not failed by itself.
-    pub(crate) fn take_for_dead(
-        &self,
-        mut core: MutexGuard<'_, Core>,
-        endpoint: EndpointId,
-        id: LaneId,
-        error: LaneError,
-    ) {
-        let bulk = core.st.peer(endpoint).and_then(|peer| peer.bulk.iter().find(|lane| lane.id == id).cloned());
-        if let Some(lane) = bulk {
-            lane.verdict.lock().get_or_insert(error);
-            lane.dead.raise();
-            core.kicked = true;
-        } else {
-            core.drop_inside(endpoint, id, &error);
+    /// A network interface is down: the lanes over it are lost.
+    pub(crate) fn interface_down(&self, interface: &str) {
+        let mut core = self.core.lock();
+        for id in core.transfers().lanes().over(interface) {
+            if let Some(endpoint) = core.peers().owner_of(id) {
+                let error = LaneError::Down(format!("{interface} is down"));
+                core.transfers().take_for_dead(endpoint, id, error);
+            }
         }
         self.after(core);
     }

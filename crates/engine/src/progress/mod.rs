@@ -23,7 +23,7 @@ use self::event_fd::EventsFd;
 pub(crate) use self::group::About;
 use self::group::{Group, SocketEvent};
 use crate::core::gpu::Inbox;
-use crate::core::{BulkLane, Callback, Core, Lost, Receipt, State, render};
+use crate::core::{BulkLane, Callback, Core, Deferred, LostRail, Receipt, render};
 use crate::environment::Environment;
 
 /// The longest the background thread sleeps without looking at the protocol's timers.
@@ -32,7 +32,7 @@ pub(super) const NAP_MAX: Duration = Duration::from_millis(100);
 /// What progress reports to the sessions above it. Called without any lock of the worker's.
 pub(crate) trait SessionEvents: Send + Sync {
     /// A rail was lost; whoever dialled it may dial it again.
-    fn rail_lost(&self, lost: Lost);
+    fn rail_lost(&self, lost: LostRail);
     /// An endpoint has ended; its control connection is no longer needed.
     fn endpoint_ended(&self, endpoint: EndpointId);
     /// A control connection has become readable.
@@ -75,7 +75,7 @@ impl Progress {
         let inbox = Inbox::default();
         let threads = io_threads(environment);
         let groups = (0..=if threads > 1 { threads } else { 0 }).map(|_| Group::new()).collect::<Result<Vec<_>>>()?;
-        let core = Core::new(State::new(log, environment.arena().clone()), inbox.clone(), groups.len() > 1);
+        let core = Core::new(log, environment.arena().clone(), inbox.clone(), groups.len() > 1);
         Ok(Arc::new_cyclic(|me| Progress {
             me: me.clone(),
             environment: environment.clone(),
@@ -186,11 +186,9 @@ impl Progress {
     /// Releases the lock and does what must be done without it: callbacks, wake-ups, suspects, lost rails.
     #[inline]
     pub(crate) fn after(&self, mut core: MutexGuard<'_, Core>) {
-        let finished = std::mem::take(&mut core.st.ops.finished);
-        let sleepers = core.sleepers > 0;
-        let rare =
-            core.kicked || !core.st.ops.callbacks.is_empty() || !core.suspects.is_empty() || !core.lost.is_empty();
-        if rare {
+        let finished = core.operations().take_finished();
+        let sleepers = core.wake_ups().is_anyone_sleeping();
+        if core.has_deferred() {
             self.after_rare(core);
         } else {
             drop(core);
@@ -210,19 +208,16 @@ impl Progress {
 
     #[cold]
     fn after_rare(&self, mut core: MutexGuard<'_, Core>) {
-        let kicked = std::mem::take(&mut core.kicked);
-        let roused = std::mem::take(&mut core.roused);
-        let callbacks = std::mem::take(&mut core.st.ops.callbacks);
-        let suspects = std::mem::take(&mut core.suspects);
-        let lost = std::mem::take(&mut core.lost);
-        let ended = std::mem::take(&mut core.ended);
+        let (connections, driver) = core.wake_ups().take();
+        let callbacks = core.operations().take_callbacks();
+        let Deferred { suspects, lost, ended } = core.take_deferred();
         let callbacks: Vec<(Callback, Result<Receipt>)> =
             callbacks.into_iter().map(|(callback, outcome)| (callback, render(&mut core, outcome))).collect();
         drop(core);
-        if kicked {
+        if connections {
             for (at, group) in self.groups.iter().enumerate() {
                 // The first also looks after the lanes under the lock.
-                if (at == 0 && roused) || group.pending() {
+                if (at == 0 && driver) || group.pending() {
                     group.wake();
                 }
             }
@@ -243,7 +238,7 @@ impl Progress {
         let mut core = self.core.lock();
         let mut moved = core.pass(true, false);
         core.timers();
-        core.activity += 1;
+        core.wake_ups().count_pass();
         self.after(core);
         moved |= self.poll_sockets(Some(Duration::ZERO));
         moved
@@ -265,9 +260,7 @@ impl Progress {
             About::Wake => {}
             About::Lane(id) => {
                 let mut core = self.core.lock();
-                if let Some(inside) = core.inside.iter_mut().find(|lane| lane.id == id) {
-                    inside.lane.ready(ready.readable, ready.writable);
-                }
+                core.transfers().polled().ready(id, ready.readable, ready.writable);
             }
             About::Session(endpoint) if ready.readable => {
                 self.with_sessions(|sessions| sessions.control_readable(endpoint))
@@ -284,7 +277,7 @@ impl Progress {
     }
 
     #[cold]
-    fn report_ended(&self, lost: &[Lost], ended: &[EndpointId]) {
+    fn report_ended(&self, lost: &[LostRail], ended: &[EndpointId]) {
         self.with_sessions(|sessions| {
             lost.iter().for_each(|lost| sessions.rail_lost(lost.clone()));
             ended.iter().for_each(|endpoint| sessions.endpoint_ended(*endpoint));
@@ -305,7 +298,7 @@ impl Progress {
     /// Says goodbye to all peers and waits for the threads, unless it is called from one of them.
     pub(crate) fn join_threads(&self) {
         let mut core = self.core.lock();
-        core.farewell();
+        core.say_goodbye();
         self.after(core);
         self.step();
         for group in &self.groups {
@@ -323,13 +316,12 @@ impl Progress {
     /// Ends all endpoints and operations.
     pub(crate) fn finish_close(&self) {
         let mut core = self.core.lock();
-        core.closed = true;
         core.close();
         self.after(core);
         self.pump_connections();
         let mut core = self.core.lock();
         core.abandon();
-        let gpus = core.st.staging.take_gpus();
+        let gpus = core.transfers().gpu().take_gpus();
         self.after(core);
         drop(gpus);
         self.done.notify_all();

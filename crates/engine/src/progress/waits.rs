@@ -37,7 +37,7 @@ impl Progress {
     pub(crate) fn wait_for<T>(
         &self,
         timeout: Duration,
-        ask: impl FnOnce(&Core) -> bool,
+        ask: impl FnOnce(&mut Core) -> bool,
         mut ready: impl FnMut(&mut Core) -> Option<T>,
     ) -> Option<T> {
         let mut core = self.core.lock();
@@ -45,30 +45,28 @@ impl Progress {
             self.after(core);
             return Some(found);
         }
-        core.spinning += 1;
-        if core.disarm() {
+        core.wake_ups().enter();
+        if core.transfers().polled().disarm() {
             // The background thread sleeps on lanes that no longer ring: have it look after us instead.
             self.groups[0].wake();
         }
-        let ask = ask(&core);
+        let ask = ask(&mut core);
         let mut wait = Wait { progress: self, deadline: None, timeout, idle: 0, idle_since: None, aside: false, ask };
         wait.run(core, &mut ready)
     }
 
     /// [`Progress::wait_until`] for what is not the end of an operation: `ready` is asked whenever anything has happened.
     pub(crate) fn observe_until<T>(&self, timeout: Duration, ready: impl FnMut(&mut Core) -> Option<T>) -> Option<T> {
-        self.core.lock().observers += 1;
+        self.core.lock().wake_ups().observe();
         let found = self.wait_until(timeout, ready);
-        self.core.lock().observers -= 1;
+        self.core.lock().wake_ups().stop_observing();
         found
     }
 
     /// A caller stops making progress.
     #[inline]
     fn leave(&self, mut core: MutexGuard<'_, Core>) {
-        core.spinning -= 1;
-        core.activity += 1;
-        let needed = core.sleepers > 0 && core.spinning == 0;
+        let needed = core.wake_ups().leave();
         self.after(core);
         if needed {
             self.hand_over();
@@ -101,8 +99,8 @@ impl<'a> Wait<'a> {
                 return Some(found);
             }
             let group = &progress.groups[0];
-            if (moved || core.kicked || self.idle % EPOLL_EVERY == EPOLL_EVERY - 1)
-                && (group.has_lanes() || core.kicked)
+            if (moved || core.wake_ups().wants_connections() || self.idle % EPOLL_EVERY == EPOLL_EVERY - 1)
+                && (group.has_lanes() || core.wake_ups().wants_connections())
             {
                 progress.after(core);
                 moved |= progress.poll_sockets(Some(Duration::ZERO));
@@ -117,7 +115,7 @@ impl<'a> Wait<'a> {
                 continue;
             }
             self.idle += 1;
-            if self.idle.is_multiple_of(SHARE_EVERY) && core.threads {
+            if self.idle.is_multiple_of(SHARE_EVERY) && core.has_threads() {
                 // Connections' threads have their turns; a lock that is taken again at once is never theirs.
                 MutexGuard::bump(&mut core);
             }
@@ -136,7 +134,7 @@ impl<'a> Wait<'a> {
     fn look<T>(&mut self, core: MutexGuard<'a, Core>, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
         let progress = self.progress;
         // Others' threads do not see the end of a copy between GPUs.
-        let aside = core.threads && !core.awaits_copy();
+        let aside = core.has_threads() && !core.awaits_copy();
         progress.after(core);
         let now = Instant::now();
         let deadline = *self.deadline.get_or_insert(now + self.timeout);
@@ -187,7 +185,7 @@ impl<'a> Wait<'a> {
     fn doze<T>(&mut self, deadline: Instant, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
         let progress = self.progress;
         let group = &progress.groups[0];
-        group.drowsy();
+        group.about_to_sleep();
         let mut core = progress.core.lock();
         // Others' threads may have finished it meanwhile.
         if let Some(found) = ready(&mut core) {
@@ -196,7 +194,7 @@ impl<'a> Wait<'a> {
             return Look::Found(found);
         }
         core.timers();
-        let idle = !core.busy() && !group.pending() && core.arm();
+        let idle = !core.is_busy() && !group.pending() && core.transfers().arm();
         let left = deadline.saturating_duration_since(Instant::now()).min(NAP_MAX);
         let nap = core.next_timer().map_or(left, |at| at.saturating_duration_since(Instant::now()).min(left));
         progress.after(core);
@@ -206,7 +204,7 @@ impl<'a> Wait<'a> {
             group.awake();
         }
         let mut core = progress.core.lock();
-        core.disarm();
+        core.transfers().polled().disarm();
         Look::Again(core)
     }
 
@@ -214,22 +212,20 @@ impl<'a> Wait<'a> {
     fn sleep<T>(&mut self, deadline: Instant, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
         let progress = self.progress;
         let mut core = progress.core.lock();
-        core.sleepers += 1;
-        core.spinning -= 1;
+        core.wake_ups().sleep();
         progress.hand_over();
         let look = loop {
             if let Some(found) = ready(&mut core) {
                 break Look::Found(found);
             }
-            if core.closed || progress.done.wait_until(&mut core, deadline).timed_out() {
+            if core.is_closed() || progress.done.wait_until(&mut core, deadline).timed_out() {
                 break match ready(&mut core) {
                     Some(found) => Look::Found(found),
                     None => Look::Expired,
                 };
             }
         };
-        core.sleepers -= 1;
-        core.activity += 1;
+        core.wake_ups().wake();
         progress.after(core);
         look
     }

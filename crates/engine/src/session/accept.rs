@@ -98,12 +98,8 @@ impl Sessions {
                 let result = match session.stream {
                     Stream::Unix(stream) => {
                         let deadline = Instant::now() + DIAL_MAX;
-                        self.attach_shm(stream, Side::Acceptor, &session.peer, None, deadline).map(|endpoint| {
-                            let mut core = self.progress.core();
-                            core.arrived.push_back(endpoint);
-                            core.st.ops.finished = true;
-                            self.progress.after(core);
-                        })
+                        self.attach_shm(stream, Side::Acceptor, &session.peer, None, deadline)
+                            .map(|endpoint| self.arrived(endpoint))
                     }
                     Stream::Tcp(control) => {
                         self.open_link(control, session.ticket, false, session.peer, Vec::new(), Vec::new()).map(drop)

@@ -20,11 +20,13 @@ use super::costs::{self, Cost};
 use super::explain::{self, Candidate, Explain};
 use super::rail_pairs::{self, RailPair};
 use crate::core::gpu::Reach;
-use crate::core::{BulkLane, Inside, LaneState, Lost, PeerState, gone};
+use crate::core::{BulkLane, LaneRecord, LostRail, gone};
 use crate::progress::About;
 
 /// The port of `host` without one.
 const DEFAULT_PORT: u16 = 7471;
+/// Why GPU memory of an endpoint without shared memory is staged.
+const NO_SHM: &str = "only endpoints over shm can";
 /// Largest message that goes with its first frame, whatever the cost model says.
 const EAGER_LIMIT: usize = 64 << 10;
 /// Silence after which a lane that owes something is examined.
@@ -148,7 +150,7 @@ impl Sessions {
         }
     }
 
-    fn new_peer(&self, name: &str, explain: Explain) -> Result<EndpointId> {
+    fn new_peer(&self, name: &str, explain: Explain, reach: Reach) -> Result<EndpointId> {
         self.announce(&explain);
         let settings = self.environment.settings();
         let config = proto::Config {
@@ -160,21 +162,17 @@ impl Sessions {
             ..proto::Config::default()
         };
         let mut core = self.progress.core();
-        if core.closed {
+        if core.is_closed() {
             return Err(gone("connect"));
         }
-        let id = EndpointId(core.st.peers.len() as u32);
-        let peer = PeerState::new(proto::Peer::new(id, config), name);
-        core.st.peers.push(Some(Box::new(peer)));
+        let id = core.transfers().add_peer(config, name, reach);
         drop(core);
         self.set_explain(id, explain);
         Ok(id)
     }
 
     fn new_lane_id(&self) -> LaneId {
-        let mut core = self.progress.core();
-        core.st.lanes.push(None);
-        LaneId((core.st.lanes.len() - 1) as u32)
+        self.progress.core().transfers().lanes().reserve()
     }
 
     // ---- self
@@ -184,11 +182,13 @@ impl Sessions {
         let chosen = explain::candidate("self", "self", None, &Cost::SELF).chosen(&["small", "large"]);
         let tls = self.environment.settings().tls.to_string();
         let explain = Explain::new(&name, "self".to_owned(), "self".to_owned(), &tls, vec![chosen]);
-        let (here, there) = (self.new_peer(&name, explain.clone())?, self.new_peer(&name, explain)?);
+        let reach = || Reach::Staged(NO_SHM.to_owned());
+        let (here, there) = (self.new_peer(&name, explain.clone(), reach())?, self.new_peer(&name, explain, reach())?);
         let (a, b) = (self.new_lane_id(), self.new_lane_id());
         let (one, other) = crossrail_transport::loopback::pair(a, b)?;
         for (endpoint, lane) in [(here, one), (there, other)] {
-            self.add_inside(endpoint, Box::new(lane), "self", EAGER_LIMIT, true)?;
+            let record = LaneRecord::new(lane.name(), "self", lane.caps().clone(), EAGER_LIMIT);
+            self.add_polled_lane(endpoint, Box::new(lane), record, true)?;
         }
         Ok(here)
     }
@@ -232,8 +232,8 @@ impl Sessions {
         };
         let gpu = self.cuda_ipc_candidate(peer, no_gpu);
         let reach = match &gpu.reason {
-            Some(why) => Reach::Not(why.clone()),
-            None => Reach::May,
+            Some(why) => Reach::Staged(why.clone()),
+            None => Reach::Possible,
         };
         candidates.push(gpu);
         candidates.extend(
@@ -245,19 +245,13 @@ impl Sessions {
             explain::from_size(mapped, "shm(mapped) for Context.alloc memory"),
             explain::from_size(eager, large)
         );
-        if matches!(reach, Reach::May) {
+        if matches!(reach, Reach::Possible) {
             large.push_str(", cuda_ipc for GPU memory (above 1M the sender's GPU copies)");
         }
         let explain = Explain::new(&peer.name, "shm".to_owned(), large, &tls, candidates);
-        let endpoint = self.new_peer(&peer.name, explain)?;
-        let id = lane.id();
-        if let Some(state) = self.progress.core().st.peer(endpoint) {
-            state.reach = reach;
-        }
-        self.add_inside(endpoint, Box::new(lane), "shm", eager, true)?;
-        if let Some(state) = self.progress.core().st.lane(id) {
-            state.mapped_min = mapped;
-        }
+        let endpoint = self.new_peer(&peer.name, explain, reach)?;
+        let record = LaneRecord::new(lane.name(), "shm", lane.caps().clone(), eager).mapped_from(mapped);
+        self.add_polled_lane(endpoint, Box::new(lane), record, true)?;
         Ok(endpoint)
     }
 
@@ -274,42 +268,26 @@ impl Sessions {
         }
     }
 
-    /// Puts a lane under the lock and lets its messages flow.
-    fn add_inside(
-        self: &Arc<Self>,
-        endpoint: EndpointId,
-        lane: Box<dyn Lane>,
-        transport: &'static str,
-        eager_max: usize,
-        bulk: bool,
-    ) -> Result<()> {
-        let (id, caps, name) = (lane.id(), lane.caps().clone(), lane.name().to_owned());
-        let fd = lane.fd();
-        let socket = transport == "tcp";
+    /// Adds a lane that is polled under the lock. `bulk`: it carries chunks too.
+    fn add_polled_lane(&self, endpoint: EndpointId, lane: Box<dyn Lane>, record: LaneRecord, bulk: bool) -> Result<()> {
+        let (id, fd) = (lane.id(), lane.fd());
+        let caps = lane.caps();
         let spec = proto::LaneSpec {
             id,
             reliable: caps.reliable,
             messages: true,
             bulk,
             max_payload: u32::try_from(caps.max_payload).unwrap_or(u32::MAX),
-            eager_max: eager_max.min(caps.max_payload) as u32,
+            eager_max: record.eager_max().min(caps.max_payload) as u32,
             whole_max: if caps.reliable { caps.whole_max as u32 } else { 0 },
             counts: caps.reliable && caps.counts,
             cost_ns: 1,
         };
+        let socket = record.transport() == "tcp";
         let mut core = self.progress.core();
-        let now = core.st.tick();
-        core.st.lanes[id.0 as usize] = Some(Box::new(LaneState::new(&name, transport, None, caps, eager_max)));
-        let Some(peer) = core.st.peer(endpoint).filter(|peer| peer.alive) else {
+        if !core.transfers().add_polled_lane(endpoint, lane, record, spec, socket) {
             return Err(gone("connect"));
-        };
-        peer.lanes.push(id);
-        peer.stranded = None;
-        peer.peer.lane_up(now, spec);
-        core.add_inside(Inside { id, endpoint, lane, socket });
-        core.settle(endpoint);
-        // Whoever sleeps has not asked this lane's peer to ring.
-        core.disarm();
+        }
         self.progress.after(core);
         if let Some(fd) = fd {
             self.progress.watch(fd, About::Lane(id))?;
@@ -426,7 +404,7 @@ impl Sessions {
             }
         }
         for name in lost {
-            self.redialer.lost(self, Lost { endpoint, rail: name.rail, channel: name.channel });
+            self.redialer.lost(self, LostRail { endpoint, rail: name.rail, channel: name.channel });
         }
         Ok(endpoint)
     }
@@ -458,9 +436,8 @@ impl Sessions {
     /// What an accepted endpoint uses is what the connecting end chose: the rails whose lanes have arrived.
     pub(crate) fn accepted_over(&self, endpoint: EndpointId, peer: &Hello) {
         let mut core = self.progress.core();
-        let ids = core.st.peer(endpoint).map(|peer| peer.lanes.clone()).unwrap_or_default();
-        let arrived: Vec<String> =
-            ids.into_iter().filter_map(|id| core.st.lane(id).map(|lane| lane.name.to_string())).collect();
+        let ids = core.peers().get(endpoint).map(|peer| peer.lanes().to_vec()).unwrap_or_default();
+        let arrived: Vec<String> = ids.into_iter().map(|id| core.transfers().lanes().name(id).to_string()).collect();
         drop(core);
         // A lane is named after its rail: `tcp/eth1`, `tcp/eth1#2`, `tcp/eth1:messages`.
         let uses = |way: &Candidate| {
@@ -499,7 +476,8 @@ impl Sessions {
         rails: Vec<RailPair>,
         candidates: Vec<Candidate>,
     ) -> Result<EndpointId> {
-        let endpoint = self.new_peer(&peer.name, self.tcp_explain(&peer, candidates))?;
+        let endpoint =
+            self.new_peer(&peer.name, self.tcp_explain(&peer, candidates), Reach::Staged(NO_SHM.to_owned()))?;
         let failed = |call: &str, error: &std::io::Error| Error::io("connect", call, error).with_peer(&peer.name);
         control.set_nonblocking(true).map_err(|error| failed("fcntl", &error))?;
         let fd = control.as_raw_fd();
@@ -538,17 +516,12 @@ impl Sessions {
             (LanePurpose::Bulk, _) => format!("tcp/{device}#{}", name.channel),
         };
         let lane = TcpLane::new(stream, id, label.clone(), &crossrail_tcp::Options::default())?;
-        let rail = (name.rail, name.channel);
-        if name.purpose == LanePurpose::Message {
-            self.add_inside(endpoint, Box::new(lane), "tcp", EAGER_LIMIT, false)?;
-            let mut core = self.progress.core();
-            if let Some(state) = core.st.lane(id) {
-                state.rail = Some(rail);
-                state.interface = interface;
-            }
-            return Ok(());
-        }
         let caps = lane.caps().clone();
+        let record = LaneRecord::new(&label, "tcp", caps.clone(), EAGER_LIMIT);
+        let record = record.on_rail((name.rail, name.channel), interface);
+        if name.purpose == LanePurpose::Message {
+            return self.add_polled_lane(endpoint, Box::new(lane), record, false);
+        }
         let spec = proto::LaneSpec {
             id,
             reliable: caps.reliable,
@@ -562,18 +535,9 @@ impl Sessions {
         };
         let bulk = Arc::new(BulkLane::new(endpoint, Box::new(lane)));
         let mut core = self.progress.core();
-        let now = core.st.tick();
-        let mut state = LaneState::new(&label, "tcp", Some(rail), caps, EAGER_LIMIT);
-        state.interface = interface;
-        core.st.lanes[id.0 as usize] = Some(Box::new(state));
-        let Some(peer) = core.st.peer(endpoint).filter(|peer| peer.alive) else {
+        if !core.transfers().add_bulk_lane(&bulk, record, spec) {
             return Err(gone("connect"));
-        };
-        peer.lanes.push(id);
-        peer.stranded = None;
-        peer.bulk.push(bulk.clone());
-        peer.peer.lane_up(now, spec);
-        core.settle(endpoint);
+        }
         self.progress.after(core);
         self.progress.add_connection(bulk)
     }

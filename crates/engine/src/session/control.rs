@@ -7,13 +7,12 @@ use std::time::{Duration, Instant};
 
 use crossrail_handshake::{self as handshake, Hello, LaneName, LanePurpose};
 use crossrail_tcp::{Binding, LinkWatch};
-use crossrail_transport::LaneError;
-use crossrail_types::{EndpointId, ErrorKind, LaneId, Result};
+use crossrail_types::{EndpointId, ErrorKind, Result};
 use parking_lot::Mutex;
 
 use super::Sessions;
 use super::rail_pairs::RailPair;
-use crate::core::{Lost, PeerState, READABLE};
+use crate::core::{LostRail, READABLE};
 use crate::progress::About;
 
 /// The longest one lane's dialling may take.
@@ -124,17 +123,17 @@ impl Sessions {
     /// Drops an endpoint that nobody has seen yet.
     fn forget(&self, endpoint: EndpointId) {
         let mut core = self.progress.core();
-        if let Some(peer) = core.st.peer(endpoint) {
-            peer.alive = false;
+        if let Some(peer) = core.peers().get_mut(endpoint) {
+            peer.end("never came up");
         }
-        core.kill(endpoint, "never came up");
+        core.transfers().kill(endpoint, "never came up");
         self.progress.after(core);
     }
 
     /// The peer's process is gone: what it had sent is delivered first.
     fn peer_ended(&self, endpoint: EndpointId, why: &str) {
         let mut core = self.progress.core();
-        let lanes = core.st.peer(endpoint).map(|peer| peer.bulk.clone()).unwrap_or_default();
+        let lanes = core.peers().get(endpoint).map(|peer| peer.bulk().to_vec()).unwrap_or_default();
         core.pass(true, true);
         self.progress.after(core);
         for lane in &lanes {
@@ -143,7 +142,7 @@ impl Sessions {
         self.progress.pump_connections();
         let mut core = self.progress.core();
         core.pass(true, true);
-        core.kill(endpoint, why);
+        core.transfers().kill(endpoint, why);
         self.progress.after(core);
     }
 
@@ -158,10 +157,7 @@ impl Sessions {
         let peer = link.peer.clone();
         drop(sessions);
         self.accepted_over(endpoint, &peer);
-        let mut core = self.progress.core();
-        core.arrived.push_back(endpoint);
-        core.st.ops.finished = true;
-        self.progress.after(core);
+        self.arrived(endpoint);
     }
 
     /// Forgets a session whose endpoint was closed from here.
@@ -170,8 +166,8 @@ impl Sessions {
     }
 
     /// What it takes to dial a lost lane again; `None` if that is the peer's business, or there is nothing to save.
-    pub(crate) fn redial(&self, lost: &Lost) -> Option<Redial> {
-        if !self.progress.core().st.peer(lost.endpoint).is_some_and(|peer| peer.alive) {
+    pub(crate) fn redial(&self, lost: &LostRail) -> Option<Redial> {
+        if !self.progress.core().peers().get(lost.endpoint).is_some_and(|peer| peer.is_alive()) {
             return None;
         }
         let sessions = self.control.sessions.lock();
@@ -209,25 +205,7 @@ impl Sessions {
                 self.redialer.nudge();
                 continue;
             }
-            let mut core = self.progress.core();
-            let on_it: Vec<_> = (0..core.st.lanes.len() as u32)
-                .map(LaneId)
-                .filter(|id| {
-                    core.st.lane(*id).is_some_and(|lane| lane.alive && lane.interface.as_ref() == Some(&change.name))
-                })
-                .collect();
-            let owner = |core: &crate::core::Core, id: LaneId| {
-                let owns = |peer: &Option<Box<PeerState>>| peer.as_ref().is_some_and(|peer| peer.lanes.contains(&id));
-                core.st.peers.iter().position(owns).map(|at| EndpointId(at as u32))
-            };
-            for id in on_it {
-                if let Some(endpoint) = owner(&core, id) {
-                    let error = LaneError::Down(format!("{} is down", change.name));
-                    self.progress.take_for_dead(core, endpoint, id, error);
-                    core = self.progress.core();
-                }
-            }
-            self.progress.after(core);
+            self.progress.interface_down(&change.name);
         }
     }
 }

@@ -8,18 +8,19 @@ mod explain;
 mod rail_pairs;
 mod redial;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use crossrail_handshake as handshake;
-use crossrail_types::{EndpointId, Log, Result};
+use crossrail_types::{EndpointId, Error, ErrorKind, Log, Result};
 use parking_lot::Mutex;
 
 use self::control::Links;
 pub use self::explain::{Candidate, Explain};
 use self::redial::Redialer;
-use crate::core::Lost;
+use crate::core::{LostRail, gone};
 use crate::environment::Environment;
 use crate::progress::{Progress, SessionEvents};
 
@@ -50,6 +51,8 @@ pub(crate) struct Sessions {
     control: Links,
     redialer: Redialer,
     explains: Mutex<HashMap<EndpointId, Arc<Explain>>>,
+    /// Endpoints that peers have created, for `accept`. A lock of its own, taken last.
+    arrived: Mutex<VecDeque<EndpointId>>,
 }
 
 impl Sessions {
@@ -78,6 +81,7 @@ impl Sessions {
             control: Links::default(),
             redialer: Redialer::default(),
             explains: Mutex::default(),
+            arrived: Mutex::default(),
         });
         // While the process has one thread this costs nothing; later it takes long, and nobody should wait for it.
         if settings.tls.allows("shm") && !crossrail_shm::prepare_if_quick() {
@@ -102,6 +106,32 @@ impl Sessions {
         self.identity.lock().as_ref().map_or_else(String::new, |me| me.hello.name.clone())
     }
 
+    /// The next endpoint that a peer has created.
+    ///
+    /// # Errors
+    /// `Timeout`, and `Closed` when the worker is closed.
+    pub(crate) fn accept(&self, timeout: Duration) -> Result<EndpointId> {
+        let found = self.progress.wait_until(timeout, |core| {
+            if core.is_closed() { Some(None) } else { self.arrived.lock().pop_front().map(Some) }
+        });
+        match found {
+            Some(Some(id)) => Ok(id),
+            Some(None) => Err(gone("accept")),
+            None => {
+                let detail = format!("no peer has connected to {}", self.name());
+                Err(Error::new(ErrorKind::Timeout, "accept", detail).with_waited(timeout))
+            }
+        }
+    }
+
+    /// Has `accept` return an endpoint that a peer has created.
+    fn arrived(&self, endpoint: EndpointId) {
+        self.arrived.lock().push_back(endpoint);
+        let mut core = self.progress.core();
+        core.operations().report();
+        self.progress.after(core);
+    }
+
     /// What an endpoint could have used, and why it uses what it does.
     pub(crate) fn explain(&self, endpoint: EndpointId) -> Option<Arc<Explain>> {
         self.explains.lock().get(&endpoint).cloned()
@@ -124,7 +154,7 @@ impl Sessions {
 }
 
 impl SessionEvents for Sessions {
-    fn rail_lost(&self, lost: Lost) {
+    fn rail_lost(&self, lost: LostRail) {
         self.redialer.lost(self, lost);
     }
 

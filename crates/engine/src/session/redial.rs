@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::{Sessions, control};
-use crate::core::Lost;
+use crate::core::LostRail;
 
 /// The first pause before a rail is dialled again; each failure doubles it.
 const PAUSE_MIN: Duration = Duration::from_millis(200);
@@ -29,14 +29,14 @@ struct State {
 }
 
 struct Attempt {
-    lost: Lost,
+    lost: LostRail,
     at: Instant,
     pause: Duration,
 }
 
 impl Redialer {
     /// A rail was lost: if it is ours to dial, dial it again.
-    pub(crate) fn lost(&self, sessions: &Sessions, lost: Lost) {
+    pub(crate) fn lost(&self, sessions: &Sessions, lost: LostRail) {
         if sessions.redial(&lost).is_none() {
             return;
         }

@@ -4,42 +4,32 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crossrail_gpu::Completion;
 use parking_lot::Mutex;
 
-use crate::core::Core;
-
-/// What stagers have finished, until somebody with the worker's lock takes it.
+/// Completions of stagers, until a thread with the worker's lock takes them. Any thread.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Inbox(Arc<Letters>);
+pub(crate) struct Inbox(Arc<Shared>);
 
 #[derive(Debug, Default)]
-struct Letters {
-    /// There are some.
+struct Shared {
+    /// There is something to take: completions, or free slots. Set after the completions were stored, cleared before
+    /// they are taken, so that none is left behind.
     up: AtomicBool,
-    done: Mutex<Vec<Completion>>,
+    completions: Mutex<Vec<Completion>>,
 }
 
 impl Inbox {
-    pub(crate) fn put(&self, mut done: Vec<Completion>) {
-        self.0.done.lock().append(&mut done);
+    /// Stores completions; none: slots are free.
+    pub(crate) fn put(&self, mut completions: Vec<Completion>) {
+        self.0.completions.lock().append(&mut completions);
         self.0.up.store(true, Ordering::Release);
     }
 
-    /// Whether there is something. Costs one look at a flag.
+    /// Whether there is something. Costs one load.
     #[inline]
     pub(crate) fn is_up(&self) -> bool {
         self.0.up.load(Ordering::Relaxed)
     }
 
-    fn take(&self) -> Option<Vec<Completion>> {
-        self.0.up.swap(false, Ordering::AcqRel).then(|| std::mem::take(&mut *self.0.done.lock()))
-    }
-}
-
-impl Core {
-    /// Acts on what stagers have finished; whether there was anything.
-    #[cold]
-    pub(crate) fn read_inbox(&mut self) -> bool {
-        let Some(done) = self.inbox.take() else { return false };
-        self.staged(done);
-        true
+    pub(super) fn take(&self) -> Option<Vec<Completion>> {
+        self.0.up.swap(false, Ordering::AcqRel).then(|| std::mem::take(&mut *self.0.completions.lock()))
     }
 }

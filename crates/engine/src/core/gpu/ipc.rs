@@ -1,170 +1,174 @@
-//! GPU memory of a peer on this machine, reached directly: a link beside the shared-memory lane, and the notes about
-//! allocations that the two ends pass each other over that lane's socket.
+//! GPU memory of peers on this machine, reached directly: a link beside the shared-memory lane of each, and the notes
+//! about allocations that the two ends exchange over that lane's socket.
 
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::time::Duration;
 
-use crossrail_cuda_ipc::Link;
-use crossrail_transport::{Direct, LaneError};
-use crossrail_types::{EndpointId, LaneId, OpId};
-use proto::Offer;
+use crossrail_cuda_ipc::{Domain, Link};
+use crossrail_transport::LaneError;
+use crossrail_types::{EndpointId, LaneId};
 
-use crate::core::tables::State;
-use crate::core::{Core, Inside};
-use crossrail_proto as proto;
+use crate::core::lanes::PolledLanes;
+use crate::core::tables::Tables;
 
 /// How long an allocation that an announcement named may take to arrive.
 const NOTE_LIMIT: Duration = Duration::from_secs(5);
-/// Passes in which nothing moved between two looks for notes.
+/// Passes in which nothing moved between two checks for notes.
 const NOTES_EVERY: u32 = 16;
 
-/// What a peer's GPU memory can be reached by.
+/// How a peer's GPU memory can be reached.
 pub(crate) enum Reach {
-    /// Nothing but host memory, for this reason.
-    Not(String),
-    /// A link, once GPU memory is used.
-    May,
-    /// This one.
-    By(Box<Link>),
+    /// Only through host memory, for this reason.
+    Staged(String),
+    /// CUDA IPC is possible; the link is created on first use.
+    Possible,
+    /// Over this link.
+    Linked(Box<Link>),
 }
 
-impl Reach {
-    pub(crate) fn link(&mut self) -> Option<&mut Link> {
-        match self {
-            Reach::By(link) => Some(link),
+/// A lane over which a note could not be passed: it must be dropped.
+pub(in crate::core) struct NoteFailed {
+    pub(in crate::core) endpoint: EndpointId,
+    pub(in crate::core) lane: LaneId,
+    pub(in crate::core) error: LaneError,
+}
+
+/// See the module.
+#[derive(Default)]
+pub(super) struct IpcLinks {
+    /// The means of copying between processes; `None`: no GPU was used yet.
+    domain: Option<Result<Arc<Domain>, String>>,
+    reach: HashMap<EndpointId, Reach>,
+    /// Links in `reach`.
+    open: u32,
+    /// Peers for which a log line says that GPU memory is staged.
+    warned: HashSet<EndpointId>,
+}
+
+impl IpcLinks {
+    /// The first call decides.
+    pub(super) fn set_domain(&mut self, domain: Result<Arc<Domain>, String>) {
+        self.domain.get_or_insert(domain);
+    }
+
+    pub(super) fn set_reach(&mut self, endpoint: EndpointId, reach: Reach) {
+        self.reach.insert(endpoint, reach);
+    }
+
+    /// Whether there is any link.
+    #[inline]
+    pub(super) fn is_any_open(&self) -> bool {
+        self.open > 0
+    }
+
+    /// The link to that peer, if it was created.
+    pub(super) fn get(&mut self, endpoint: EndpointId) -> Option<&mut Link> {
+        match self.reach.get_mut(&endpoint) {
+            Some(Reach::Linked(link)) => Some(link),
             _ => None,
         }
     }
-}
 
-/// The direct side of a lane, or of the link beside it.
-pub(crate) fn direct<'a>(
-    inside: &'a mut [Inside],
-    st: &'a mut State,
-    endpoint: EndpointId,
-    lane: LaneId,
-    gpu: bool,
-) -> Option<&'a mut dyn Direct> {
-    if gpu {
-        return st.peer(endpoint)?.reach.link().map(|link| link as &mut dyn Direct);
+    pub(super) fn is_open(&self, endpoint: EndpointId) -> bool {
+        matches!(self.reach.get(&endpoint), Some(Reach::Linked(_)))
     }
-    inside.iter_mut().find(|inside| inside.id == lane)?.lane.direct()
-}
 
-impl Core {
-    /// The link to that peer's GPU memory, made when it is first asked for. `Err`: why there is none.
-    pub(crate) fn link(&mut self, endpoint: EndpointId) -> Result<&mut Link, String> {
-        let domain = self.st.staging.domain();
-        let Some(peer) = self.st.peer(endpoint).filter(|peer| peer.alive) else {
-            return Err("the peer is gone".into());
+    /// The link to that peer, created on first use. `Err`: why there is none.
+    pub(super) fn link(&mut self, tables: &Tables, endpoint: EndpointId) -> Result<&mut Link, String> {
+        const NO_GPU: &str = "no GPU of this process is in use";
+        let gone = || "the peer is gone".to_owned();
+        tables.peers.get(endpoint).filter(|peer| peer.is_alive()).ok_or_else(gone)?;
+        let Some(reach) = self.reach.get_mut(&endpoint) else {
+            return Err("only endpoints over shm can".to_owned());
         };
-        if matches!(peer.reach, Reach::May) {
-            peer.reach = Reach::By(Box::new(Link::new(domain?, NOTE_LIMIT)));
-            self.links += 1;
+        if matches!(reach, Reach::Possible) {
+            let domain = self.domain.clone().unwrap_or_else(|| Err(NO_GPU.to_owned()))?;
+            *reach = Reach::Linked(Box::new(Link::new(domain, NOTE_LIMIT)));
+            self.open += 1;
         }
-        let Some(peer) = self.st.peer(endpoint) else { return Err("the peer is gone".into()) };
-        match &mut peer.reach {
-            Reach::By(link) => Ok(link),
-            Reach::Not(why) => Err(why.clone()),
-            Reach::May => Err("no GPU of this process is in use".into()),
+        match reach {
+            Reach::Linked(link) => Ok(link),
+            Reach::Staged(why) => Err(why.clone()),
+            Reach::Possible => Err(NO_GPU.to_owned()),
         }
     }
 
-    /// How the peer could reach memory of a GPU of ours.
-    pub(crate) fn offer_gpu(&mut self, endpoint: EndpointId, op: OpId, ptr: *mut u8, len: usize) -> Option<Offer> {
-        if len == 0 {
-            return None;
+    /// Logs once per peer that GPU memory is staged through host memory.
+    pub(super) fn warn(&mut self, tables: &Tables, endpoint: EndpointId, why: &str) {
+        if self.warned.insert(endpoint) {
+            let name = tables.peers.name(endpoint);
+            tables.log.warn(format_args!("{name}: no direct copy of GPU memory ({why}); through host memory instead"));
         }
-        let link = self.link(endpoint).ok()?;
-        let described = link.describe(ptr, len).ok_or_else(|| link.why_not().unwrap_or("it cannot").to_owned());
-        let (descriptor, kind) = match described {
-            Ok(described) => described,
-            Err(why) => {
-                self.warn_gpu(endpoint, &why);
-                return None;
-            }
-        };
-        if let Some(op) = self.st.ops.op_mut(op) {
-            op.direct = Some(kind);
-        }
-        self.pass_notes(endpoint);
-        Some(Offer { descriptor, slot: None })
     }
 
-    /// Says once for each peer that GPU memory goes the long way.
-    pub(crate) fn warn_gpu(&mut self, endpoint: EndpointId, why: &str) {
-        let Some(peer) = self.st.peer(endpoint) else { return };
-        if std::mem::replace(&mut peer.warned_gpu, true) {
-            return;
-        }
-        let name = peer.name().to_owned();
-        self.st.log.warn(format_args!("{name}: no direct copy of GPU memory ({why}); through host memory instead"));
-    }
-
-    /// Passes what the link has to say, as far as there is room.
-    pub(crate) fn pass_notes(&mut self, endpoint: EndpointId) -> bool {
-        let Some(lane) = self.st.peer(endpoint).and_then(|peer| peer.inside) else { return false };
-        let Some(inside) = self.inside.iter_mut().find(|inside| inside.id == lane) else { return false };
-        let Some(link) = self.st.peer(endpoint).and_then(|peer| peer.reach.link()) else { return false };
+    /// Passes the link's notes to the lane, as far as that has room; whether there were any.
+    pub(super) fn pass_notes(
+        &mut self,
+        tables: &Tables,
+        polled: &mut PolledLanes,
+        endpoint: EndpointId,
+    ) -> Result<bool, NoteFailed> {
+        let Some(id) = tables.peers.get(endpoint).and_then(|peer| peer.message_lane()) else { return Ok(false) };
+        let (Some(lane), Some(link)) = (polled.get_mut(id), self.get(endpoint)) else { return Ok(false) };
         let mut moved = false;
         while let Some((note, files)) = link.outgoing() {
-            match inside.lane.pass(note, &files) {
+            match lane.pass(note, &files) {
                 Ok(true) => {
                     link.sent();
                     moved = true;
                 }
                 Ok(false) => break,
-                Err(error) => {
-                    self.drop_inside(endpoint, lane, &error);
-                    break;
-                }
+                Err(error) => return Err(NoteFailed { endpoint, lane: id, error }),
             }
         }
-        moved
+        Ok(moved)
     }
 
-    /// Carries notes between links and their lanes; whether there were any. `moved`: something else did.
+    /// Exchanges notes between all links and their lanes; whether there were any. `moved`: something else did in this
+    /// pass, so notes may have arrived.
     #[cold]
-    pub(crate) fn pump_notes(&mut self, moved: bool) -> bool {
-        let look = moved || self.passes().is_multiple_of(NOTES_EVERY);
+    pub(super) fn exchange_notes(
+        &mut self,
+        tables: &Tables,
+        polled: &mut PolledLanes,
+        (moved, passes): (bool, u32),
+    ) -> Result<bool, NoteFailed> {
+        let check = moved || passes.is_multiple_of(NOTES_EVERY);
         let mut any = false;
-        let mut at = 0;
-        while at < self.inside.len() {
-            let Inside { id, endpoint, lane, .. } = &mut self.inside[at];
-            let (id, endpoint) = (*id, *endpoint);
-            at += 1;
-            let Some(link) = self.st.peer(endpoint).and_then(|peer| peer.reach.link()) else { continue };
-            let mut wrong = None;
-            while look && let Some(passed) = lane.passed() {
+        for at in 0..polled.len() {
+            let Some(inside) = polled.at(at) else { break };
+            let endpoint = inside.endpoint;
+            let Some(link) = self.get(endpoint) else { continue };
+            while check && let Some(passed) = inside.lane.passed() {
                 any = true;
                 if let Err(why) = link.incoming(&passed.note, passed.files) {
-                    wrong = Some(why);
-                    break;
+                    return Err(NoteFailed { endpoint, lane: inside.id, error: LaneError::Protocol(why) });
                 }
             }
-            if let Some(why) = wrong {
-                self.drop_inside(endpoint, id, &LaneError::Protocol(why));
-                return true;
-            }
-            any |= self.pass_notes(endpoint);
+            any |= self.pass_notes(tables, polled, endpoint)?;
         }
-        any
+        Ok(any)
     }
 
-    /// Lets go of memory that its owners have freed, a little at a time.
-    pub(crate) fn tidy_links(&mut self) {
-        for at in 0..self.st.peers.len() as u32 {
-            let tell = self.st.peer(EndpointId(at)).and_then(|peer| peer.reach.link()).is_some_and(|link| link.tidy());
-            if tell {
-                self.pass_notes(EndpointId(at));
+    /// Unmaps memory that its owners have freed, a little at a time; the peers that must be notified.
+    pub(super) fn tidy(&mut self) -> Vec<EndpointId> {
+        let mut notify = Vec::new();
+        for (endpoint, reach) in &mut self.reach {
+            if let Reach::Linked(link) = reach
+                && link.tidy()
+            {
+                notify.push(*endpoint);
             }
         }
+        notify
     }
 
-    /// The peer is gone: its link goes too, once its copies have ended.
-    pub(crate) fn drop_link(&mut self, endpoint: EndpointId) {
-        let Some(peer) = self.st.peer(endpoint) else { return };
-        if matches!(std::mem::replace(&mut peer.reach, Reach::Not("the peer is gone".into())), Reach::By(_)) {
-            self.links -= 1;
+    /// The peer has ended: its link is dropped, after its copies have ended.
+    pub(super) fn end(&mut self, endpoint: EndpointId) {
+        let ended = self.reach.insert(endpoint, Reach::Staged("the peer is gone".to_owned()));
+        if matches!(ended, Some(Reach::Linked(_))) {
+            self.open -= 1;
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Chunks of GPU memory: packed into bounce slots before a lane takes them, unpacked from bounce slots after it brought
-//! them. Under the worker's lock; what takes time is done by the GPUs' stagers.
+//! Chunks of GPU memory over lanes that only reach host memory: packed into bounce slots before a lane sends them,
+//! unpacked from bounce slots after it has received them. Under the worker's lock; copies are made by the stagers.
 //!
 //! ```text
 //! out: protocol ─ chunk ─> queue of the lane: waits for a slot, is packed, waits for its turn ─> lane ─> acknowledged
@@ -7,276 +7,186 @@
 //! ```
 //!
 //! The chunks of a lane keep their order, by which the peer counts them. Everything else overtakes them: an
-//! acknowledgement that waited for a slot would be what the peer needs to give one back.
+//! acknowledgement that waited for a slot would be what the peer needs to free one.
 
-use std::collections::VecDeque;
-use std::os::fd::RawFd;
 use std::sync::Arc;
 
+use crossrail_gpu::{Completion, Device, Direction, StagingQueue, StreamPoint};
 use crossrail_proto as proto;
-use crossrail_transport::{Grant, Payload, Place, Tx};
+use crossrail_transport::{Place, Tx};
 use crossrail_types::{EndpointId, LaneId};
 use proto::{Body, Memory, Out, Time};
 
-use super::staging_work::Work;
-use crate::core::tables::{LaneState, State};
+use super::chunk_queue::{Landing, QueuedChunk, Stage};
+use super::staging_work::{StagingWork, Work};
+use crate::core::tables::Tables;
 use crate::memory::GpuTimes;
-use crossrail_gpu::{Completion, Direction, Slot};
 
-/// Chunks that a lane has packed, or being packed, ahead of what it sends. More would keep slots from other lanes, and
-/// a slow rail would take more than its part.
-const LOOKAHEAD: usize = 4;
-/// Nor does it take another when it has so many bytes ahead, which a GPU packs in a fraction of the time in which a
-/// connection carries them: what lanes have taken is divided among them and can't be divided again when one gets slower.
-const AHEAD: u64 = 3 << 20;
-/// The first chunk of a lane that has none ahead is so long, the next twice that, and so on; and it has two ahead, then
-/// more. Until its first is packed a lane idles, and the GPU packs in the order in which it is asked.
-const FIRST: u64 = 256 << 10;
-
-/// Tokens of payloads that the engine itself has to do with; 0 is that of all others, small ones are the lane's own
-/// held payloads.
+/// Tokens of payloads in which the engine itself is involved. 0 is that of all others; small numbers on the way out are
+/// a lane's held payloads.
 pub(crate) const CONTROL: u64 = 1;
-pub(crate) const LANDED: u64 = 2;
-pub(crate) const BESIDE: u64 = 3;
+const LANDED: u64 = 2;
+const SHORT: u64 = 3;
 /// Of a message that is placed whole.
 pub(crate) const MESSAGE: u64 = 4;
-/// Of packed chunks on their way out, with their number.
-pub(crate) const PACKED: u64 = 1 << 63;
 
-/// The chunks of one lane that go by way of slots.
+/// A GPU that this worker's operations have named.
+pub(crate) struct UsedGpu {
+    pub(crate) device: Arc<Device>,
+    pub(crate) queue: StagingQueue,
+}
+
+/// A received payload for GPU memory.
+pub(crate) struct Incoming {
+    pub(crate) memory: Memory,
+    /// The device address.
+    pub(crate) dst: u64,
+    /// The GPU's ordinal.
+    pub(crate) gpu: u32,
+    pub(crate) len: usize,
+    pub(crate) chunk: bool,
+}
+
+/// What a completed ticket was for.
+pub(super) enum Completed {
+    /// Something changed for that endpoint.
+    Transfer(EndpointId),
+    /// A point in a caller's stream was reached, or its work failed.
+    Wait(u64, crossrail_types::Result<()>),
+    /// It was cancelled.
+    Nothing,
+}
+
+/// See the module.
 #[derive(Default)]
-pub(crate) struct Staged {
-    queue: VecDeque<Queued>,
-    /// With the lane, or with the peer.
-    flying: VecDeque<Flying>,
-    landing: Option<Landing>,
-    /// How many chunks it has taken since it last had none ahead.
-    run: usize,
-    /// The lane's pending frame is one of these chunks.
-    turn: bool,
+pub(super) struct StagedChunks {
+    /// By ordinal.
+    gpus: Vec<Option<UsedGpu>>,
+    work: StagingWork,
+    /// Lanes with chunks that wait for a slot.
+    slotless: Vec<(EndpointId, LaneId)>,
+    /// Lanes that hold a received head for whose payload there is no slot.
+    waiting: Vec<(EndpointId, LaneId)>,
+    /// A lane polled under the lock has to be polled again.
+    polled_lane_ready: bool,
 }
 
-struct Queued {
-    number: u64,
-    out: Out,
-    stage: Stage,
-}
-
-enum Stage {
-    Slotless,
-    Packing,
-    Packed(Slot, Option<(RawFd, u64)>),
-    /// A chunk of host memory, which needs nothing but its turn.
-    Plain(Tx),
-    /// Its transfer is over, or its bytes cannot be had: it is only counted.
-    Void,
-}
-
-struct Flying {
-    number: u64,
-    _slot: Slot,
-    sent: bool,
-}
-
-/// The payload that is coming in.
-enum Landing {
-    Chunk {
-        slot: Slot,
-        gpu: u32,
-        memory: Memory,
-        dst: u64,
-        len: usize,
-    },
-    /// A short message of a host sender's, for a GPU's memory.
-    Beside {
-        bytes: Box<[u8]>,
-        grant: Arc<Grant>,
-        gpu: u32,
-        memory: Memory,
-        dst: u64,
-    },
-}
-
-impl LaneState {
-    fn staged(&mut self) -> &mut Staged {
-        self.staged.get_or_insert_default()
+impl StagedChunks {
+    pub(super) fn gpu(&self, ordinal: u32) -> Option<&UsedGpu> {
+        self.gpus.get(ordinal as usize)?.as_ref()
     }
 
-    /// Whether it has as many chunks ahead as it may.
-    pub(crate) fn is_full(&self) -> bool {
-        self.staged.as_ref().is_some_and(|staged| {
-            let bytes: u64 = staged.queue.iter().map(|queued| u64::from(queued.out.head.payload_len())).sum();
-            staged.queue.len() >= staged.run.clamp(2, LOOKAHEAD)
-                || bytes >= AHEAD
-                || staged.queue.iter().any(|queued| matches!(queued.stage, Stage::Slotless))
-        })
-    }
-
-    /// Whether chunks wait for their turn.
-    pub(crate) fn is_packing(&self) -> bool {
-        self.staged.as_ref().is_some_and(|staged| staged.turn || !staged.queue.is_empty())
-    }
-
-    /// Whether its next frame waits for a GPU here: then the peer's silence says nothing.
-    pub(crate) fn is_held_up(&self) -> bool {
-        let next = self.staged.as_ref().and_then(|staged| staged.queue.front());
-        self.pending.is_none() && next.is_some_and(|queued| matches!(queued.stage, Stage::Slotless | Stage::Packing))
-    }
-
-    /// Makes the chunk whose turn it is the next frame of the lane. Whether there was one, and it had none.
-    fn advance(&mut self) -> bool {
-        if self.pending.is_some() {
-            return false;
+    /// Adds a GPU; one that is returned is not needed, and must be dropped without the worker's lock.
+    pub(super) fn add_gpu(&mut self, gpu: UsedGpu) -> Option<UsedGpu> {
+        let at = gpu.device.ordinal() as usize;
+        if self.gpus.len() <= at {
+            self.gpus.resize_with(at + 1, || None);
         }
-        let Some(staged) = &mut self.staged else { return false };
-        let ready = |queued: &Queued| !matches!(queued.stage, Stage::Slotless | Stage::Packing);
-        if !staged.queue.front().is_some_and(ready) {
-            return false;
-        }
-        let Some(Queued { number, out, stage }) = staged.queue.pop_front() else { return false };
-        let tx = match stage {
-            Stage::Packed(slot, file) => {
-                let len = out.head.payload_len() as usize;
-                let payload = Payload { ptr: slot.ptr().cast_const(), len, file, grant: None };
-                staged.flying.push_back(Flying { number, _slot: slot, sent: false });
-                Tx { head: out.head, payload, token: PACKED | number }
+        match &self.gpus[at] {
+            Some(_) => Some(gpu),
+            None => {
+                self.gpus[at] = Some(gpu);
+                None
             }
-            Stage::Plain(tx) => tx,
-            _ => Tx { head: proto::frame::void(&out.head), payload: Payload::EMPTY, token: 0 },
-        };
-        staged.run += 1;
-        staged.turn = true;
-        self.pending = Some(tx);
-        true
-    }
-
-    /// The lane has let go of a packed chunk.
-    pub(crate) fn sent_packed(&mut self, number: u64) {
-        let acked = self.acked;
-        if let Some(staged) = &mut self.staged {
-            if let Some(flying) = staged.flying.iter_mut().find(|flying| flying.number == number) {
-                flying.sent = true;
-            }
-            staged.land_flying(acked);
         }
     }
 
-    /// The peer has consumed so many more of its chunks.
-    fn consumed(&mut self, chunks: u32) {
-        self.acked += u64::from(chunks);
-        let acked = self.acked;
-        if let Some(staged) = &mut self.staged {
-            staged.land_flying(acked);
-        }
-    }
-}
-
-impl Staged {
-    /// How long its next chunk may be.
-    fn most(&self) -> u64 {
-        FIRST << (self.run + self.queue.len()).min(32)
+    pub(super) fn take_gpus(&mut self) -> Vec<Option<UsedGpu>> {
+        std::mem::take(&mut self.gpus)
     }
 
-    fn land_flying(&mut self, acked: u64) {
-        self.flying.retain(|flying| flying.number >= acked || !flying.sent);
+    /// Waits for a point in a stream of that GPU; the ticket that will complete.
+    pub(super) fn wait_for(&mut self, ordinal: u32, point: StreamPoint) -> Option<u64> {
+        let ticket = self.work.add(Work::Wait);
+        self.gpu(ordinal)?.queue.wait_for(ticket, point);
+        Some(ticket)
     }
-}
 
-impl State {
-    /// [`State::next`] for a lane with chunks of GPU memory.
-    #[cold]
-    pub(crate) fn next_staged(&mut self, endpoint: EndpointId, lane: LaneId) -> Option<Tx> {
-        let now = self.now;
+    pub(super) fn is_pending(&self, ticket: u64) -> bool {
+        self.work.is_pending(ticket)
+    }
+
+    /// Forgets a ticket whose completion nobody waits for any more.
+    pub(super) fn forget(&mut self, ticket: u64) {
+        self.work.take(ticket);
+    }
+
+    /// Whether a lane polled under the lock has become ready since the last call.
+    pub(super) fn take_polled_lane_ready(&mut self) -> bool {
+        std::mem::take(&mut self.polled_lane_ready)
+    }
+
+    // ---- out
+
+    /// The next frame of a lane with staged chunks.
+    pub(super) fn next(&mut self, tables: &mut Tables, endpoint: EndpointId, lane: LaneId) -> Option<Tx> {
+        let now = tables.clock.now();
         loop {
-            let state = self.lane(lane)?;
-            let staged = state.staged();
-            if !staged.turn
-                && let Some(tx) = state.pending.take()
+            let record = tables.lanes.get_mut(lane)?;
+            if !record.chunks.is_turn()
+                && let Some(tx) = record.take_pending()
             {
-                state.advance();
+                record.advance_chunks();
                 return Some(tx);
             }
-            // What comes after the chunk whose turn it is must be on its way to be packed before that one goes.
-            let (full, most) = (state.is_full(), state.staged().most());
-            let peer = &mut self.peer(endpoint)?.peer;
-            let out = if full { peer.next_but_chunks(now, lane) } else { peer.next_within(now, lane, most) };
-            let Some(out) = out else { return self.take_turn(lane) };
-            if out.chunk && self.stage(endpoint, lane, &out) {
+            // The chunk after the one whose turn it is must be on its way to be packed before that one is sent.
+            let (full, most) = (record.chunks.is_full(), record.chunks.most());
+            let protocol = &mut tables.peers.get_mut(endpoint)?.protocol;
+            let out = if full { protocol.next_but_chunks(now, lane) } else { protocol.next_within(now, lane, most) };
+            let Some(out) = out else { return take_turn(tables, lane) };
+            if out.chunk && self.stage(tables, endpoint, lane, &out) {
                 continue;
             }
-            if let Some(mut tx) = self.tx(endpoint, lane, &out) {
-                self.keep(endpoint, lane, &out.body, &mut tx);
+            if let Some(tx) = tables.kept_frame(endpoint, lane, &out) {
                 return Some(tx);
             }
-            self.log.error(format_args!("a frame for memory that is gone was dropped"));
         }
     }
 
-    /// The chunk whose turn it is.
-    fn take_turn(&mut self, lane: LaneId) -> Option<Tx> {
-        let state = self.lane(lane)?;
-        let chunk = state.pending.take();
-        let staged = state.staged();
-        staged.turn = false;
-        if chunk.is_none() && staged.queue.is_empty() {
-            staged.run = 0;
-        }
-        state.advance();
-        chunk
-    }
-
-    /// Counts a chunk that the protocol has given to that lane. True: it waits in the lane's queue, to be packed.
-    pub(crate) fn stage(&mut self, endpoint: EndpointId, lane: LaneId, out: &Out) -> bool {
-        let Some(state) = self.lane(lane) else { return false };
-        let number = state.given;
-        state.given += 1;
-        let behind = state.is_packing();
+    /// Counts a chunk that the protocol has given to that lane. True: it waits in the lane's queue.
+    pub(super) fn stage(&mut self, tables: &mut Tables, endpoint: EndpointId, lane: LaneId, out: &Out) -> bool {
+        let Some(record) = tables.lanes.get_mut(lane) else { return false };
+        let number = record.chunks.count();
+        let behind = record.chunks.is_waiting();
         let Body::Memory { memory, .. } = out.body else { return false };
-        let stage = match self.span(memory) {
+        let stage = match tables.extent(memory) {
             Some((_, _, Some(_))) => Stage::Slotless,
             _ if !behind => return false,
-            _ => match self.tx(endpoint, lane, out) {
+            _ => match tables.frame(endpoint, lane, out) {
                 Some(mut tx) => {
-                    self.keep(endpoint, lane, &out.body, &mut tx);
+                    tables.keep(endpoint, lane, &out.body, &mut tx);
                     Stage::Plain(tx)
                 }
                 None => Stage::Void,
             },
         };
-        if let Memory::Region { .. } = memory {
-            // So that it is known to be in use until the protocol releases it.
-            self.grant(endpoint, memory);
-        }
+        tables.hold_region(endpoint, memory);
         let slotless = matches!(stage, Stage::Slotless);
-        if let Some(state) = self.lane(lane) {
-            state.staged().queue.push_back(Queued { number, out: *out, stage });
+        if let Some(record) = tables.lanes.get_mut(lane) {
+            record.chunks.push(QueuedChunk { number, out: *out, stage });
         }
         if slotless {
-            self.supply(endpoint, lane, true);
+            self.supply(tables, endpoint, lane, true);
         }
         true
     }
 
-    /// Gives slots to chunks of the lane that have none, in their order. `new`: the last of them just came.
-    fn supply(&mut self, endpoint: EndpointId, lane: LaneId, new: bool) {
+    /// Gives slots to chunks of the lane that have none, in their order. `new`: the last of them was just queued.
+    fn supply(&mut self, tables: &mut Tables, endpoint: EndpointId, lane: LaneId, new: bool) {
         loop {
-            let Some(Some(state)) = self.lanes.get_mut(lane.0 as usize) else { return };
-            let Some(staged) = &mut state.staged else { return };
-            let Some(at) = staged.queue.iter().position(|queued| matches!(queued.stage, Stage::Slotless)) else {
-                return;
-            };
-            let (number, body) = (staged.queue[at].number, staged.queue[at].out.body);
+            let Some(chunk) = tables.lanes.get(lane).and_then(|record| record.chunks.first_slotless()) else { return };
+            let (number, body) = (chunk.number, chunk.out.body);
             let Body::Memory { memory, offset, len } = body else { return };
-            let stage = match self.reach(memory, offset, len) {
+            let stage = match device_range(tables, memory, offset, len) {
                 Some((src, ordinal)) => {
                     match self.pack(Work::Pack { endpoint, lane, number, memory }, ordinal, src, len) {
                         Some(()) => Stage::Packing,
                         None => {
                             if new {
-                                self.spend(memory, |times, now| times.slot.begin(now));
+                                spend(tables, memory, |times, now| times.slot.begin(now));
                             }
-                            if !self.staging.slotless.contains(&(endpoint, lane)) {
-                                self.staging.slotless.push((endpoint, lane));
+                            if !self.slotless.contains(&(endpoint, lane)) {
+                                self.slotless.push((endpoint, lane));
                             }
                             return;
                         }
@@ -285,146 +195,120 @@ impl State {
                 None => Stage::Void,
             };
             if !new {
-                self.spend(memory, |times, now| times.slot.end(now));
+                spend(tables, memory, |times, now| times.slot.end(now));
             }
             if matches!(stage, Stage::Packing) {
-                self.spend(memory, |times, now| times.pack.begin(now));
+                spend(tables, memory, |times, now| times.pack.begin(now));
             }
-            if let Some(queued) = self.queued(lane, number) {
-                queued.stage = stage;
-            }
-            if let Some(state) = self.lane(lane) {
-                state.advance();
+            if let Some(record) = tables.lanes.get_mut(lane) {
+                record.chunks.set_stage(number, stage);
+                record.advance_chunks();
             }
         }
-    }
-
-    fn queued(&mut self, lane: LaneId, number: u64) -> Option<&mut Queued> {
-        self.lane(lane)?.staged.as_mut()?.queue.iter_mut().find(|queued| queued.number == number)
-    }
-
-    /// Where that piece of a GPU's memory is; `None`: it is not there.
-    fn reach(&mut self, memory: Memory, offset: u64, len: u32) -> Option<(u64, u32)> {
-        let (ptr, have, gpu) = self.span(memory)?;
-        let fits = offset.checked_add(u64::from(len)).is_some_and(|end| end <= have);
-        Some((ptr as u64 + offset, gpu.filter(|_| fits)?))
     }
 
     fn pack(&mut self, work: Work, ordinal: u32, src: u64, len: u32) -> Option<()> {
-        let client = &self.staging.gpu(ordinal)?.client;
-        // Another worker may be the one that gives a slot back.
-        let slot = client.slot(Direction::Out).or_else(|| {
-            client.notify_when_free(Direction::Out);
-            client.slot(Direction::Out)
-        })?;
-        let ticket = self.staging.ticket(work);
-        self.staging.gpu(ordinal)?.client.pack(ticket, src, slot, len as usize);
+        let slot = free_slot(&self.gpu(ordinal)?.queue, Direction::Out)?;
+        let ticket = self.work.add(work);
+        self.gpu(ordinal)?.queue.pack(ticket, src, slot, len as usize);
         Some(())
     }
 
-    /// Slots may be free: gives them to whoever waits for one.
-    pub(crate) fn supply_all(&mut self) {
-        for (endpoint, lane) in std::mem::take(&mut self.staging.slotless) {
-            self.supply(endpoint, lane, false);
+    /// Slots may be free: gives them to chunks that wait for one.
+    pub(super) fn supply_all(&mut self, tables: &mut Tables) {
+        for (endpoint, lane) in std::mem::take(&mut self.slotless) {
+            self.supply(tables, endpoint, lane, false);
         }
     }
 
-    /// [`proto::Event::Acked`].
-    pub(crate) fn acked(&mut self, lane: LaneId, chunks: u32) {
-        if let Some(state) = self.lane(lane) {
-            state.consumed(chunks);
+    /// The lane no longer reads a packed chunk.
+    pub(super) fn sent(&mut self, tables: &mut Tables, lane: LaneId, number: u64) {
+        if let Some(record) = tables.lanes.get_mut(lane) {
+            record.chunks.sent(number);
         }
-        if !self.staging.slotless.is_empty() {
-            self.supply_all();
-        }
+        self.supply_all(tables);
     }
 
-    fn advance(&mut self, lane: LaneId) -> bool {
-        self.lane(lane).is_some_and(LaneState::advance)
-    }
-
-    /// Notes where an operation's time goes.
-    fn spend(&mut self, memory: Memory, how: impl FnOnce(&mut GpuTimes, Time)) {
-        let now = self.tick();
-        if let Memory::Op(op) = memory
-            && let Some(gpu) = self.ops.op_mut(op).and_then(|op| op.gpu.as_mut())
-        {
-            how(&mut gpu.times, now);
+    /// The peer has consumed chunks of that lane.
+    pub(super) fn acked(&mut self, tables: &mut Tables, lane: LaneId, chunks: u32) {
+        if let Some(record) = tables.lanes.get_mut(lane) {
+            record.chunks.consumed(chunks);
+        }
+        if !self.slotless.is_empty() {
+            self.supply_all(tables);
         }
     }
 
     // ---- in
 
-    /// Where the payload of a GPU's memory goes at first.
-    pub(crate) fn place_beside(&mut self, endpoint: EndpointId, lane: LaneId, to: Beside) -> Place {
-        let Beside { memory, dst, gpu, len, chunk } = to;
+    /// Where the payload for GPU memory goes at first.
+    pub(super) fn place(
+        &mut self,
+        tables: &mut Tables,
+        endpoint: EndpointId,
+        lane: LaneId,
+        incoming: Incoming,
+    ) -> Place {
+        let Incoming { memory, dst, gpu, len, chunk } = incoming;
         if len == 0 {
             return Place::Into { dst: std::ptr::dangling_mut(), len: 0, grant: None, token: 0 };
         }
-        if let Memory::Region { .. } = memory {
-            self.grant(endpoint, memory);
-        }
+        tables.hold_region(endpoint, memory);
         if !chunk {
-            let Some(grant) = self.grant(endpoint, memory) else { return Place::Discard };
+            let Some(grant) = tables.grant(endpoint, memory) else { return Place::Discard };
             let mut bytes: Box<[u8]> = vec![0; len].into();
             let into = bytes.as_mut_ptr();
-            let landing = Landing::Beside { bytes, grant: grant.clone(), gpu, memory, dst };
-            let Some(state) = self.lane(lane) else { return Place::Discard };
-            state.staged().landing = Some(landing);
-            return Place::Into { dst: into, len, grant: Some(grant), token: BESIDE };
+            let Some(record) = tables.lanes.get_mut(lane) else { return Place::Discard };
+            record.chunks.set_landing(Landing::Short { bytes, grant: grant.clone(), gpu, memory, dst });
+            return Place::Into { dst: into, len, grant: Some(grant), token: SHORT };
         }
-        let Some(client) = self.staging.gpu(gpu).map(|gpu| &gpu.client) else { return Place::Discard };
-        if len > client.slot_len() {
+        let Some(queue) = self.gpu(gpu).map(|gpu| &gpu.queue) else { return Place::Discard };
+        if len > queue.slot_len() {
             return Place::Refuse(format!("a chunk of {len} bytes, longer than was agreed"));
         }
-        let slot = client.slot(Direction::In).or_else(|| {
-            client.notify_when_free(Direction::In);
-            client.slot(Direction::In)
-        });
-        let held = self.staging.waiting.iter().position(|waiting| *waiting == (endpoint, lane));
+        let slot = free_slot(queue, Direction::In);
+        let held = self.waiting.iter().position(|waiting| *waiting == (endpoint, lane));
         let Some(slot) = slot else {
             if held.is_none() {
-                self.staging.waiting.push((endpoint, lane));
-                self.spend(memory, |times, now| times.slot.begin(now));
+                self.waiting.push((endpoint, lane));
+                spend(tables, memory, |times, now| times.slot.begin(now));
             }
-            let now = self.now;
-            if let Some(peer) = self.peer(endpoint) {
-                peer.peer.unplace(now, lane);
+            let now = tables.clock.now();
+            if let Some(peer) = tables.peers.get_mut(endpoint) {
+                peer.protocol.unplace(now, lane);
             }
             return Place::Wait;
         };
         if let Some(at) = held {
-            self.staging.waiting.swap_remove(at);
-            self.spend(memory, |times, now| times.slot.end(now));
+            self.waiting.swap_remove(at);
+            spend(tables, memory, |times, now| times.slot.end(now));
         }
         let into = slot.ptr();
-        let Some(state) = self.lane(lane) else { return Place::Discard };
-        state.staged().landing = Some(Landing::Chunk { slot, gpu, memory, dst, len });
+        let Some(record) = tables.lanes.get_mut(lane) else { return Place::Discard };
+        record.chunks.set_landing(Landing::Chunk { slot, gpu, memory, dst, len });
         Place::Into { dst: into, len, grant: None, token: LANDED }
     }
 
-    /// The payload of a GPU's memory is in its slot, or in host memory. True: the protocol is to be told that it was
-    /// placed. `Err` kills the lane.
-    pub(crate) fn placed_beside(&mut self, endpoint: EndpointId, lane: LaneId) -> Result<bool, String> {
-        let now = self.now;
-        let landing = self.lane(lane).and_then(|lane| lane.staged.as_mut()?.landing.take());
-        match landing {
+    /// The payload for GPU memory is in its slot, or in host memory. True: the protocol must be told that it was placed.
+    /// `Err` kills the lane.
+    pub(super) fn placed(&mut self, tables: &mut Tables, endpoint: EndpointId, lane: LaneId) -> Result<bool, String> {
+        let now = tables.clock.now();
+        match tables.lanes.get_mut(lane).and_then(|record| record.chunks.take_landing()) {
             Some(Landing::Chunk { slot, gpu, memory, dst, len }) => {
-                let Some(peer) = self.peer(endpoint) else { return Ok(false) };
-                let Some(landed) = peer.peer.landed(now, lane)? else { return Ok(false) };
-                self.spend(memory, |times, now| times.unpack.begin(now));
-                let ticket = self.staging.ticket(Work::Unpack { endpoint, memory, landed });
-                if let Some(gpu) = self.staging.gpu(gpu) {
-                    gpu.client.unpack(ticket, slot, dst, len);
+                let Some(peer) = tables.peers.get_mut(endpoint) else { return Ok(false) };
+                let Some(landed) = peer.protocol.landed(now, lane)? else { return Ok(false) };
+                spend(tables, memory, |times, now| times.unpack.begin(now));
+                let ticket = self.work.add(Work::Unpack { endpoint, memory, landed });
+                if let Some(gpu) = self.gpu(gpu) {
+                    gpu.queue.unpack(ticket, slot, dst, len);
                 }
                 Ok(false)
             }
-            Some(Landing::Beside { bytes, grant, gpu, memory, dst }) => {
+            Some(Landing::Short { bytes, grant, gpu, memory, dst }) => {
                 if !grant.is_revoked()
                     && let Err(why) = self.copy_in(gpu, dst, &bytes)
-                    && let Some(peer) = self.peer(endpoint)
                 {
-                    peer.peer.fail(now, memory, why);
+                    tables.fail_memory(endpoint, memory, why);
                 }
                 Ok(true)
             }
@@ -432,121 +316,151 @@ impl State {
         }
     }
 
-    /// Copies a few bytes to a GPU's memory, at once.
-    pub(crate) fn copy_in(&self, gpu: u32, dst: u64, bytes: &[u8]) -> Result<(), String> {
-        let gpu = self.staging.gpu(gpu).ok_or_else(|| format!("cuda:{gpu} is not in use"))?;
+    /// Copies a few bytes to GPU memory, synchronously.
+    pub(super) fn copy_in(&self, gpu: u32, dst: u64, bytes: &[u8]) -> Result<(), String> {
+        let gpu = self.gpu(gpu).ok_or_else(|| format!("cuda:{gpu} is not in use"))?;
         gpu.device.copy_in(dst, bytes).map_err(|error| error.to_string())
     }
 
-    // ---- what the stagers have done
+    // ---- completions
 
-    /// One piece of work is finished; whose it was.
-    pub(crate) fn stage_done(&mut self, work: Work, done: Completion) -> Option<EndpointId> {
-        let now = self.tick();
-        let failed = done.result.err().map(|error| error.to_string());
+    /// Acts on one completed ticket.
+    pub(super) fn complete(&mut self, tables: &mut Tables, completion: Completion) -> Completed {
+        let Some(work) = self.work.take(completion.ticket) else { return Completed::Nothing };
+        let now = tables.clock.read();
+        let Completion { ticket, slot, result } = completion;
         match work {
             Work::Pack { endpoint, lane, number, memory } => {
-                self.spend(memory, |times, now| times.pack.end(now));
-                let stage = match (done.slot, &failed) {
+                spend(tables, memory, |times, now| times.pack.end(now));
+                let failed = result.err().map(|error| error.to_string());
+                let stage = match (slot, &failed) {
                     (Some(slot), None) => {
-                        let file = self.file(slot.ptr(), slot.len());
+                        let file = tables.file(slot.ptr(), slot.len());
                         Stage::Packed(slot, file)
                     }
                     _ => Stage::Void,
                 };
-                if let Some(queued) = self.queued(lane, number) {
-                    queued.stage = stage;
+                if let Some(record) = tables.lanes.get_mut(lane) {
+                    record.chunks.set_stage(number, stage);
                 }
-                if let (Some(why), Some(peer)) = (failed, self.peer(endpoint)) {
-                    peer.peer.fail(now, memory, why);
+                if let (Some(why), Some(peer)) = (failed, tables.peers.get_mut(endpoint)) {
+                    peer.protocol.fail(now, memory, why);
                 }
-                // A lane that has its next frame comes for more by itself.
-                if self.advance(lane) {
-                    self.tell_bulk(endpoint, lane);
+                // A lane that has its next frame asks for more by itself.
+                if tables.lanes.get_mut(lane).is_some_and(|record| record.advance_chunks()) {
+                    self.wake_lane(tables, endpoint, lane);
                 }
-                Some(endpoint)
+                Completed::Transfer(endpoint)
             }
             Work::Unpack { endpoint, memory, landed } => {
-                self.spend(memory, |times, now| times.unpack.end(now));
-                let peer = self.peer(endpoint)?;
-                match failed {
-                    None => peer.peer.unpacked(now, landed),
-                    Some(why) => peer.peer.unpack_failed(now, landed, why),
+                spend(tables, memory, |times, now| times.unpack.end(now));
+                let Some(peer) = tables.peers.get_mut(endpoint) else { return Completed::Nothing };
+                match result {
+                    Ok(()) => peer.protocol.unpacked(now, landed),
+                    Err(error) => peer.protocol.unpack_failed(now, landed, error.to_string()),
                 }
-                Some(endpoint)
+                Completed::Transfer(endpoint)
             }
-            Work::Gate => None,
+            Work::Wait => Completed::Wait(ticket, result),
         }
     }
 
-    /// Has the lanes that wait for a slot look again.
-    pub(crate) fn retry_waiting(&mut self) {
-        for (endpoint, lane) in self.staging.waiting.clone() {
-            self.tell_bulk(endpoint, lane);
+    /// Has the lanes that wait for a slot ask again.
+    pub(super) fn retry_waiting(&mut self, tables: &Tables) {
+        for (endpoint, lane) in self.waiting.clone() {
+            self.wake_lane(tables, endpoint, lane);
         }
     }
 
-    fn tell_bulk(&mut self, endpoint: EndpointId, lane: LaneId) {
-        match self.peer(endpoint).and_then(|peer| peer.bulk.iter().find(|bulk| bulk.id == lane)) {
+    fn wake_lane(&mut self, tables: &Tables, endpoint: EndpointId, lane: LaneId) {
+        match tables.peers.get(endpoint).and_then(|peer| peer.bulk_lane(lane)) {
             Some(bulk) => bulk.wanted.raise(),
-            None => self.staging.inside = true,
+            None => self.polled_lane_ready = true,
         }
     }
 
-    // ---- what ends
+    // ---- ends
 
-    /// That memory is no longer the protocol's: nothing may touch it, and its chunks go out as void.
-    pub(crate) fn let_go(&mut self, endpoint: EndpointId, which: impl Fn(&Memory) -> bool + Copy) {
-        if self.staging.gpus.is_empty() {
+    /// The protocol no longer uses that memory: nothing may touch it, and its chunks go out as void.
+    pub(super) fn release(
+        &mut self,
+        tables: &mut Tables,
+        endpoint: EndpointId,
+        which: impl Fn(&Memory) -> bool + Copy,
+    ) {
+        if self.gpus.is_empty() {
             return;
         }
-        if let Some(why) = self.staging.quiesce(|work| work.touches(endpoint, which)) {
-            self.log.error(format_args!("memory of a GPU is still in use: {why}"));
-        }
-        let lanes = self.peer(endpoint).map(|peer| peer.lanes.clone()).unwrap_or_default();
+        self.quiesce(tables, |work| work.touches(endpoint, which));
+        let lanes = tables.peers.get(endpoint).map(|peer| peer.lanes().to_vec()).unwrap_or_default();
         for lane in lanes {
-            let Some(staged) = self.lane(lane).and_then(|lane| lane.staged.as_mut()) else { continue };
-            for queued in &mut staged.queue {
-                let of = matches!(&queued.out.body, Body::Memory { memory, .. } if which(memory));
-                if of && matches!(queued.stage, Stage::Slotless | Stage::Packing) {
-                    queued.stage = Stage::Void;
-                }
+            let Some(record) = tables.lanes.get_mut(lane).filter(|record| record.chunks.is_staging()) else { continue };
+            record.chunks.void(which);
+            record.advance_chunks();
+            self.wake_lane(tables, endpoint, lane);
+        }
+    }
+
+    /// The peer has ended: nothing is packed for it or unpacked from it any more.
+    pub(super) fn release_endpoint(&mut self, tables: &mut Tables, endpoint: EndpointId) {
+        self.quiesce(tables, |work| work.is_of(endpoint));
+        self.slotless.retain(|(of, _)| *of != endpoint);
+        self.waiting.retain(|(of, _)| *of != endpoint);
+    }
+
+    /// The lane has ended.
+    pub(super) fn release_lane(&mut self, tables: &mut Tables, lane: LaneId) {
+        self.slotless.retain(|(_, of)| *of != lane);
+        self.waiting.retain(|(_, of)| *of != lane);
+        self.supply_all(tables);
+    }
+
+    /// Waits until nothing touches the memory of the selected work any more. May be called under the worker's lock: a
+    /// stager never waits for that lock.
+    fn quiesce(&mut self, tables: &Tables, which: impl Fn(&Work) -> bool) {
+        let cancelled = self.work.cancel(which);
+        if cancelled.is_empty() {
+            return;
+        }
+        for gpu in self.gpus.iter().flatten() {
+            if let Err(why) = gpu.queue.quiesce(|ticket| cancelled.contains(&ticket)) {
+                tables.log.error(format_args!("GPU memory is still in use: {why}"));
             }
-            self.advance(lane);
-            self.tell_bulk(endpoint, lane);
         }
-    }
-
-    /// The peer is gone: nothing is packed for it or unpacked from it any more.
-    pub(crate) fn let_go_of_all(&mut self, endpoint: EndpointId) {
-        if let Some(why) = self.staging.quiesce(|work| work.of(endpoint)) {
-            self.log.error(format_args!("memory of a GPU is still in use: {why}"));
-        }
-        self.staging.slotless.retain(|(of, _)| *of != endpoint);
-        self.staging.waiting.retain(|(of, _)| *of != endpoint);
-    }
-
-    /// The region is the caller's again.
-    pub(crate) fn let_go_of_region(&mut self, region: proto::RegionRef) {
-        let of = |memory: &Memory| matches!(memory, Memory::Region { region: of, .. } if *of == region);
-        for at in 0..self.peers.len() as u32 {
-            self.let_go(EndpointId(at), of);
-        }
-    }
-
-    /// The lane is gone.
-    pub(crate) fn forget_lane(&mut self, lane: LaneId) {
-        self.staging.slotless.retain(|(_, of)| *of != lane);
-        self.staging.waiting.retain(|(_, of)| *of != lane);
-        self.supply_all();
     }
 }
 
-/// A payload for a GPU's memory.
-pub(crate) struct Beside {
-    pub(crate) memory: Memory,
-    pub(crate) dst: u64,
-    pub(crate) gpu: u32,
-    pub(crate) len: usize,
-    pub(crate) chunk: bool,
+/// The chunk whose turn it is.
+fn take_turn(tables: &mut Tables, lane: LaneId) -> Option<Tx> {
+    let record = tables.lanes.get_mut(lane)?;
+    let chunk = record.take_pending();
+    record.chunks.end_turn(chunk.is_none());
+    record.advance_chunks();
+    chunk
+}
+
+/// A free slot, or a request for a notification when there is one.
+fn free_slot(queue: &StagingQueue, direction: Direction) -> Option<crossrail_gpu::Slot> {
+    queue.slot(direction).or_else(|| {
+        queue.notify_when_free(direction);
+        // Another worker may have freed one between the two calls, and then nothing would notify this one.
+        queue.slot(direction)
+    })
+}
+
+/// The device address and the GPU of a range; `None`: it is not there.
+fn device_range(tables: &Tables, memory: Memory, offset: u64, len: u32) -> Option<(u64, u32)> {
+    let (ptr, have, gpu) = tables.extent(memory)?;
+    let fits = offset.checked_add(u64::from(len)).is_some_and(|end| end <= have);
+    Some((ptr as u64 + offset, gpu.filter(|_| fits)?))
+}
+
+/// Records where an operation's time goes.
+fn spend(tables: &mut Tables, memory: Memory, how: impl FnOnce(&mut GpuTimes, Time)) {
+    let now = tables.clock.read();
+    if let Memory::Op(op) = memory
+        && let Some(times) = tables.operations.op_mut(op).and_then(|op| op.gpu_times())
+    {
+        how(times, now);
+    }
 }

@@ -1,141 +1,149 @@
-//! Operations that wait for work of the caller's on a GPU: what is to be sent is still being computed, what is to be
-//! received into is still being read. Those of an endpoint that come after them wait too, and so do receives after
-//! receives, so that messages are matched in the order in which they were posted.
+//! Operations that wait for work in a caller's stream: data to be sent is still being computed, a buffer to be received
+//! into is still being read. Later operations of the endpoint wait behind them, and receives behind receives, so that
+//! messages are matched in the order in which they were posted.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
-use crossrail_proto as proto;
-use crossrail_types::{EndpointId, Error, ErrorKind, OpId, Result};
-use proto::Operation;
+use crossrail_types::{EndpointId, Error, OpId, Result};
 
-use crate::core::Core;
-use crossrail_gpu::StreamPoint;
+use crate::core::submit::Submission;
 
-/// Operations in their order; the first waits for an event, or for nothing but that it is its turn.
+/// See the module.
 #[derive(Default)]
-pub(crate) struct Gate(VecDeque<Waiting>);
+pub(super) struct StreamGates {
+    endpoints: HashMap<EndpointId, Gate>,
+    receives: Gate,
+    /// Operations in all gates: most workers never have one.
+    waiting: usize,
+}
+
+/// Operations in their order; the first waits for an event, or only for its turn.
+#[derive(Default)]
+struct Gate(VecDeque<Waiting>);
 
 struct Waiting {
     op: OpId,
-    what: What,
-    after: After,
+    submission: Submission,
+    until: Until,
 }
 
-enum After {
-    Nothing,
-    /// The stager says when, under this ticket.
+enum Until {
+    Turn,
+    /// The stager completes this ticket.
     Ticket(u64),
     /// The caller's work failed.
     Failed(Box<Error>),
 }
 
-/// What waits.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum What {
-    Start(Operation),
-    Receive { tag: u64, mask: u64, from: Option<EndpointId> },
+/// An operation that need not wait any longer: it is to be started, or fails.
+pub(in crate::core) struct Released {
+    pub(in crate::core) op: OpId,
+    pub(in crate::core) submission: Submission,
+    pub(in crate::core) failed: Option<Box<Error>>,
 }
 
-/// Whose turn it is when a gate opens.
+/// Which gate: an endpoint's, or that of receives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Of {
+enum GateOf {
     Endpoint(EndpointId),
     Receives,
 }
 
-impl Gate {
-    #[inline]
-    pub(crate) fn is_closed(&self) -> bool {
-        !self.0.is_empty()
-    }
-
-    fn remove(&mut self, op: OpId) -> bool {
-        let found = self.0.iter().position(|waiting| waiting.op == op);
-        found.and_then(|at| self.0.remove(at)).is_some()
+impl GateOf {
+    fn submission(submission: &Submission, endpoint: Option<EndpointId>) -> Option<GateOf> {
+        match submission {
+            Submission::Operation(_) => endpoint.map(GateOf::Endpoint),
+            Submission::Receive { .. } => Some(GateOf::Receives),
+        }
     }
 }
 
-impl Core {
-    /// Has `op` wait for `after`, and for those before it.
-    pub(crate) fn wait_at_gate(&mut self, op: OpId, what: What, gpu: Option<u32>, after: Option<StreamPoint>) {
-        let after = match (gpu, after) {
-            (Some(gpu), Some(after)) => self.st.staging.after(gpu, after).map_or(After::Nothing, After::Ticket),
-            _ => After::Nothing,
-        };
-        let of = match what {
-            What::Start(_) => self.st.ops.op(op).and_then(|op| op.endpoint).map(Of::Endpoint),
-            What::Receive { .. } => Some(Of::Receives),
-        };
-        let Some(of) = of else { return };
-        if let Some(gate) = self.gate(of) {
-            gate.0.push_back(Waiting { op, what, after });
-        }
-        self.pass_gate(of);
+impl StreamGates {
+    /// Whether an operation must wait because others before it do.
+    #[inline]
+    pub(super) fn is_closed(&self, submission: &Submission, endpoint: Option<EndpointId>) -> bool {
+        self.waiting > 0 && self.is_closed_to(submission, endpoint)
     }
 
-    fn gate(&mut self, of: Of) -> Option<&mut Gate> {
+    #[cold]
+    fn is_closed_to(&self, submission: &Submission, endpoint: Option<EndpointId>) -> bool {
+        let gate = match GateOf::submission(submission, endpoint) {
+            Some(GateOf::Endpoint(endpoint)) => self.endpoints.get(&endpoint),
+            Some(GateOf::Receives) => Some(&self.receives),
+            None => None,
+        };
+        gate.is_some_and(|gate| !gate.0.is_empty())
+    }
+
+    /// Has an operation wait for a ticket, if there is one, and for those before it. Those that may start at once.
+    pub(super) fn hold(
+        &mut self,
+        op: OpId,
+        submission: Submission,
+        endpoint: Option<EndpointId>,
+        ticket: Option<u64>,
+    ) -> Vec<Released> {
+        let Some(of) = GateOf::submission(&submission, endpoint) else { return Vec::new() };
+        let until = ticket.map_or(Until::Turn, Until::Ticket);
+        self.gate(of).0.push_back(Waiting { op, submission, until });
+        self.waiting += 1;
+        self.release(of)
+    }
+
+    /// A ticket is complete. Those that may start now.
+    pub(super) fn completed(&mut self, ticket: u64, result: Result<()>) -> Vec<Released> {
+        let gates = self.endpoints.iter_mut().map(|(endpoint, gate)| (GateOf::Endpoint(*endpoint), gate));
+        let found = gates.chain([(GateOf::Receives, &mut self.receives)]).find_map(|(of, gate)| {
+            let waits = |waiting: &&mut Waiting| matches!(waiting.until, Until::Ticket(known) if known == ticket);
+            gate.0.iter_mut().find(waits).map(|waiting| (of, waiting))
+        });
+        let Some((of, waiting)) = found else { return Vec::new() };
+        waiting.until = match result {
+            Ok(()) => Until::Turn,
+            Err(error) => Until::Failed(Box::new(error)),
+        };
+        self.release(of)
+    }
+
+    /// Takes an operation out that has not started; `None`: it does not wait here. Those that may start now.
+    pub(super) fn leave(&mut self, op: OpId, endpoint: Option<EndpointId>) -> Option<Vec<Released>> {
+        if self.waiting == 0 {
+            return None;
+        }
+        let of = endpoint.map(GateOf::Endpoint).into_iter().chain([GateOf::Receives]);
+        let of = of.into_iter().find(|of| {
+            let gate = self.gate(*of);
+            let found = gate.0.iter().position(|waiting| waiting.op == op);
+            found.and_then(|at| gate.0.remove(at)).is_some()
+        })?;
+        self.waiting -= 1;
+        Some(self.release(of))
+    }
+
+    /// The peer has ended: its operations that have not started, which fail.
+    pub(super) fn end(&mut self, endpoint: EndpointId) -> Vec<OpId> {
+        let waiting = self.endpoints.remove(&endpoint).unwrap_or_default().0;
+        self.waiting -= waiting.len();
+        waiting.into_iter().map(|waiting| waiting.op).collect()
+    }
+
+    fn gate(&mut self, of: GateOf) -> &mut Gate {
         match of {
-            Of::Endpoint(endpoint) => self.st.peer(endpoint).map(|peer| &mut peer.gate),
-            Of::Receives => Some(&mut self.receives),
+            GateOf::Endpoint(endpoint) => self.endpoints.entry(endpoint).or_default(),
+            GateOf::Receives => &mut self.receives,
         }
     }
 
-    /// What was waited for under that ticket is there, or failed.
-    pub(crate) fn open_gate(&mut self, ticket: u64, result: Result<()>) {
-        let gates = (0..self.st.peers.len() as u32).map(|at| Of::Endpoint(EndpointId(at))).chain([Of::Receives]);
-        for of in gates.collect::<Vec<_>>() {
-            let Some(gate) = self.gate(of) else { continue };
-            let waits = |waiting: &&mut Waiting| matches!(waiting.after, After::Ticket(known) if known == ticket);
-            let Some(waiting) = gate.0.iter_mut().find(waits) else { continue };
-            waiting.after = match result {
-                Ok(()) => After::Nothing,
-                Err(error) => After::Failed(Box::new(error)),
-            };
-            self.pass_gate(of);
-            return;
+    /// Takes out whatever need not wait any longer.
+    fn release(&mut self, of: GateOf) -> Vec<Released> {
+        let gate = self.gate(of);
+        let mut released = Vec::new();
+        while gate.0.front().is_some_and(|first| !matches!(first.until, Until::Ticket(_))) {
+            let Some(Waiting { op, submission, until }) = gate.0.pop_front() else { break };
+            let failed = if let Until::Failed(error) = until { Some(error) } else { None };
+            released.push(Released { op, submission, failed });
         }
-    }
-
-    /// Lets through whoever need not wait any longer.
-    fn pass_gate(&mut self, of: Of) {
-        loop {
-            let Some(gate) = self.gate(of) else { return };
-            if gate.0.front().is_none_or(|first| matches!(first.after, After::Ticket(_))) {
-                return;
-            }
-            let Some(Waiting { op, what, after }) = gate.0.pop_front() else { return };
-            if let After::Failed(error) = after {
-                let doing = self.st.ops.op(op).map_or("request", |op| op.what);
-                let error = Error { operation: doing.to_owned(), ..*error };
-                self.st.ops.finish(op, Err(Box::new(error)));
-                continue;
-            }
-            match what {
-                What::Start(operation) => self.begin_operation(op, operation),
-                What::Receive { tag, mask, from } => self.post_late(op, tag, mask, from),
-            }
-        }
-    }
-
-    /// Takes an operation that has not begun out of its gate.
-    pub(crate) fn leave_gate(&mut self, op: OpId) -> bool {
-        let endpoint = self.st.ops.op(op).and_then(|op| op.endpoint);
-        let of = endpoint.map(Of::Endpoint).into_iter().chain([Of::Receives]);
-        let found = of.collect::<Vec<_>>().into_iter().find(|of| self.gate(*of).is_some_and(|gate| gate.remove(op)));
-        if let Some(of) = found {
-            self.pass_gate(of);
-        }
-        found.is_some()
-    }
-
-    /// The peer is gone: what has not begun with it fails.
-    pub(crate) fn fail_gate(&mut self, endpoint: EndpointId, why: &str) {
-        let Some(peer) = self.st.peer(endpoint) else { return };
-        let (waiting, name) = (std::mem::take(&mut peer.gate.0), peer.name().to_owned());
-        for Waiting { op, .. } in waiting {
-            let what = self.st.ops.op(op).map_or("request", |op| op.what);
-            let error = Error::new(ErrorKind::PeerDead, what, why).with_peer(&name);
-            self.st.ops.finish(op, Err(Box::new(error)));
-        }
+        self.waiting -= released.len();
+        released
     }
 }

@@ -1,0 +1,32 @@
+use std::time::{Duration, Instant};
+
+use crossrail_proto::Time;
+
+/// The protocol's clock: nanoseconds since the worker was created, read at most once per pass.
+pub(crate) struct Clock {
+    epoch: Instant,
+    now: Time,
+}
+
+impl Clock {
+    pub(super) fn new() -> Clock {
+        Clock { epoch: Instant::now(), now: Time(1) }
+    }
+
+    /// The time when the clock was last read.
+    #[inline]
+    pub(crate) fn now(&self) -> Time {
+        self.now
+    }
+
+    /// Reads the clock.
+    pub(crate) fn read(&mut self) -> Time {
+        self.now = Time(1 + self.epoch.elapsed().as_nanos() as u64);
+        self.now
+    }
+
+    /// `at` as an instant, for waiting.
+    pub(crate) fn instant(&self, at: Time) -> Instant {
+        self.epoch + Duration::from_nanos(at.0.saturating_sub(1))
+    }
+}

@@ -1,0 +1,164 @@
+//! What lanes ask for while they are polled: the next frame to send, and where a received one goes.
+#![allow(unsafe_code)]
+
+use crossrail_proto as proto;
+use crossrail_transport::{Place, Tx};
+use crossrail_types::{EndpointId, Head, LaneId};
+use proto::{Host, Placing};
+
+use super::gpu::{CONTROL, GpuMemory, Incoming, MESSAGE, PACKED};
+use super::tables::Tables;
+
+/// The tables and GPU memory, as lanes use them: the part of the core that is borrowed while a lane is polled.
+///
+/// The methods are those of [`Sink`](crossrail_transport::Sink), for any lane of an endpoint, with the same contract:
+/// `place` precedes `placed` for every frame, and `sent` follows for every token that `next` gave out.
+pub(crate) struct DataPath {
+    pub(super) tables: Tables,
+    pub(super) gpu: GpuMemory,
+    /// The message that a lane is placing whole.
+    arriving: Option<proto::Short>,
+    /// Receives whose messages have been placed whole and that need more than
+    /// [`Operations::finish_short`](super::operations::Operations::finish_short). [`Transfers::settle`] takes them.
+    ///
+    /// [`Transfers::settle`]: super::Transfers::settle
+    delivered: Vec<(EndpointId, proto::Short)>,
+}
+
+impl DataPath {
+    pub(super) fn new(tables: Tables, gpu: GpuMemory) -> DataPath {
+        DataPath { tables, gpu, arriving: None, delivered: Vec::new() }
+    }
+
+    #[inline]
+    pub(super) fn has_delivered(&self) -> bool {
+        !self.delivered.is_empty()
+    }
+
+    /// Receives that [`DataPath::placed`] could not finish.
+    pub(super) fn take_delivered(&mut self) -> Vec<(EndpointId, proto::Short)> {
+        std::mem::take(&mut self.delivered)
+    }
+
+    /// Whether messages to that peer wait for its count.
+    #[inline]
+    pub(super) fn awaits_count(&self, endpoint: EndpointId) -> bool {
+        self.tables.peers.get(endpoint).is_some_and(|peer| peer.protocol.awaits_count())
+    }
+
+    /// Whether that lane has anything to carry.
+    #[inline]
+    pub(super) fn wants(&self, endpoint: EndpointId, lane: LaneId) -> bool {
+        self.tables.lanes.get(lane).is_some_and(|lane| lane.has_pending())
+            || self.tables.peers.get(endpoint).is_some_and(|peer| peer.protocol.wants(lane))
+    }
+
+    /// The next frame.
+    pub(crate) fn next(&mut self, endpoint: EndpointId, lane: LaneId) -> Option<Tx> {
+        let record = self.tables.lanes.get_mut(lane)?;
+        if record.chunks.is_staging() {
+            return self.gpu.next(&mut self.tables, endpoint, lane);
+        }
+        if let Some(tx) = record.take_pending() {
+            return Some(tx);
+        }
+        let now = self.tables.clock.now();
+        loop {
+            let out = self.tables.peers.get_mut(endpoint)?.protocol.next(now, lane)?;
+            if out.chunk && self.gpu.stage(&mut self.tables, endpoint, lane, &out) {
+                return self.gpu.next(&mut self.tables, endpoint, lane);
+            }
+            if let Some(tx) = self.tables.kept_frame(endpoint, lane, &out) {
+                return Some(tx);
+            }
+        }
+    }
+
+    /// The lane no longer reads the payload of that token.
+    #[inline]
+    pub(crate) fn sent(&mut self, lane: LaneId, token: u64) {
+        if token != 0 {
+            self.sent_held(lane, token);
+        }
+    }
+
+    fn sent_held(&mut self, lane: LaneId, token: u64) {
+        if token & PACKED != 0 {
+            self.gpu.sent(&mut self.tables, lane, token & !PACKED);
+        } else if let Some(record) = self.tables.lanes.get_mut(lane) {
+            record.release(token);
+        }
+    }
+
+    /// Where the payload of a received frame goes.
+    #[inline]
+    pub(crate) fn place(&mut self, endpoint: EndpointId, lane: LaneId, head: &Head) -> Place {
+        let tables = &mut self.tables;
+        let now = tables.clock.now();
+        let Some(peer) = tables.peers.get_mut(endpoint) else { return Place::Discard };
+        let mut host = Host { matcher: &mut tables.matcher, regions: &mut tables.regions };
+        match peer.protocol.place(now, lane, head, &mut host) {
+            Placing::Message(short) => {
+                let Some(op) = tables.operations.op(short.op) else { return Place::Discard };
+                let (dst, len) = (op.ptr(), short.bytes as usize);
+                self.arriving = Some(short);
+                Place::Into { dst, len, grant: None, token: MESSAGE }
+            }
+            Placing::Memory { memory, offset, len, chunk } => {
+                let Some((ptr, have, gpu)) = tables.extent(memory) else { return Place::Discard };
+                if offset.checked_add(u64::from(len)).is_none_or(|end| end > have) {
+                    return Place::Refuse(format!("{len} bytes at {offset} of a memory of {have} bytes"));
+                }
+                if let Some(gpu) = gpu {
+                    let (dst, len) = (ptr as u64 + offset, len as usize);
+                    return self.gpu.place(tables, endpoint, lane, Incoming { memory, dst, gpu, len, chunk });
+                }
+                // What is placed whole is there before another thread has the lock.
+                let whole = tables.lanes.get(lane).is_some_and(|lane| len as usize <= lane.whole_max());
+                let grant = if whole { None } else { tables.grant(endpoint, memory) };
+                // SAFETY: inside the memory by the check above.
+                let dst = unsafe { ptr.add(offset as usize) };
+                Place::Into { dst, len: len as usize, grant, token: 0 }
+            }
+            Placing::Unexpected { arrival, len } => {
+                let Some(peer) = tables.peers.get_mut(endpoint) else { return Place::Discard };
+                let (dst, grant) = peer.insert_arrival(arrival, len as usize);
+                Place::Into { dst, len: len as usize, grant: Some(grant), token: 0 }
+            }
+            Placing::Control { len } => {
+                let record = tables.lanes.get_mut(lane);
+                match record.and_then(|lane| lane.control_buffer(len as usize)) {
+                    Some(dst) => Place::Into { dst, len: len as usize, grant: None, token: CONTROL },
+                    None => Place::Refuse(format!("control frame of {len} bytes")),
+                }
+            }
+            Placing::Discard => Place::Discard,
+            Placing::Refuse(why) => Place::Refuse(why),
+        }
+    }
+
+    /// The payload is in its place. `Err` kills the lane.
+    #[inline(always)]
+    pub(crate) fn placed(&mut self, endpoint: EndpointId, lane: LaneId, token: u64) -> Result<(), String> {
+        if token == MESSAGE {
+            if let Some(short) = self.arriving.take()
+                && !self.tables.operations.finish_short(endpoint, short)
+            {
+                self.delivered.push((endpoint, short));
+            }
+            return Ok(());
+        }
+        if token > CONTROL && !self.gpu.placed(&mut self.tables, endpoint, lane)? {
+            return Ok(());
+        }
+        let tables = &mut self.tables;
+        let now = tables.clock.now();
+        let Some(peer) = tables.peers.get_mut(endpoint) else { return Ok(()) };
+        let mut host = Host { matcher: &mut tables.matcher, regions: &mut tables.regions };
+        if token != CONTROL {
+            return peer.protocol.placed(now, lane, &[], &mut host);
+        }
+        let Some(record) = tables.lanes.get(lane) else { return Ok(()) };
+        peer.protocol.placed(now, lane, record.control(), &mut host)
+    }
+}

@@ -1,0 +1,353 @@
+//! The lanes of one worker: a record of each, and those that are polled under the lock.
+
+use std::sync::Arc;
+
+use crossrail_transport::{Direct, Lane, LaneCaps, LaneStats, Payload, Tx};
+use crossrail_types::{EndpointId, LaneId};
+use slab::Slab;
+
+use super::gpu::ChunkQueue;
+
+/// Longest control payload that the protocol asks room for.
+const CONTROL_MAX: usize = 4096;
+
+/// Records of all lanes, by id. Entries are never removed: receipts refer to them by id.
+#[derive(Default)]
+pub(crate) struct Lanes {
+    records: Vec<Option<Box<LaneRecord>>>,
+}
+
+impl Lanes {
+    /// An id for a lane that is about to be created.
+    pub(crate) fn reserve(&mut self) -> LaneId {
+        self.records.push(None);
+        LaneId((self.records.len() - 1) as u32)
+    }
+
+    /// Adds the record of a lane with a reserved id.
+    pub(super) fn insert(&mut self, id: LaneId, record: LaneRecord) {
+        if let Some(entry) = self.records.get_mut(id.0 as usize) {
+            *entry = Some(Box::new(record));
+        }
+    }
+
+    #[inline]
+    pub(crate) fn get(&self, id: LaneId) -> Option<&LaneRecord> {
+        self.records.get(id.0 as usize)?.as_deref()
+    }
+
+    #[inline]
+    pub(crate) fn get_mut(&mut self, id: LaneId) -> Option<&mut LaneRecord> {
+        self.records.get_mut(id.0 as usize)?.as_deref_mut()
+    }
+
+    /// The lane's name, for receipts and messages.
+    pub(crate) fn name(&self, id: LaneId) -> Arc<str> {
+        self.get(id).map_or_else(|| "?".into(), |lane| lane.name.clone())
+    }
+
+    /// Lanes that are alive and run over that network interface.
+    pub(crate) fn over(&self, interface: &str) -> Vec<LaneId> {
+        let over = |lane: &LaneRecord| lane.alive && lane.interface.as_deref() == Some(interface);
+        let ids = (0..self.records.len() as u32).map(LaneId);
+        ids.filter(|id| self.get(*id).is_some_and(over)).collect()
+    }
+}
+
+/// What the engine keeps for one lane beside the lane itself. Its buffers are dropped only after the lane.
+pub(crate) struct LaneRecord {
+    name: Arc<str>,
+    transport: &'static str,
+    rail: Option<(u16, u16)>,
+    /// The network interface it runs over, for link events.
+    interface: Option<String>,
+    caps: LaneCaps,
+    /// Messages up to here go with their first frame.
+    eager_max: usize,
+    /// Messages of memory that the peer can map are copied directly from here on.
+    mapped_min: usize,
+    alive: bool,
+    /// A frame for which a post found no room, or a packed chunk; sent first when the lane asks for one.
+    pending: Option<Tx>,
+    /// Its chunks, and those of GPU memory that wait for their turn.
+    pub(super) chunks: ChunkQueue,
+    /// Payloads allocated here that the lane still reads, by token - 1.
+    held: Slab<Box<[u8]>>,
+    control: Box<[u8]>,
+    control_len: usize,
+    /// Bytes acknowledged when it was last suspected of being dead, if others were in flight then.
+    acked_when_suspected: Option<u64>,
+}
+
+impl LaneRecord {
+    pub(crate) fn new(name: &str, transport: &'static str, caps: LaneCaps, eager_max: usize) -> LaneRecord {
+        LaneRecord {
+            name: name.into(),
+            transport,
+            rail: None,
+            interface: None,
+            caps,
+            eager_max,
+            mapped_min: eager_max,
+            alive: true,
+            pending: None,
+            chunks: ChunkQueue::default(),
+            held: Slab::new(),
+            control: vec![0; CONTROL_MAX].into(),
+            control_len: 0,
+            acked_when_suspected: None,
+        }
+    }
+
+    /// A lane of a rail: its number and channel, and the network interface.
+    pub(crate) fn on_rail(self, rail: (u16, u16), interface: Option<String>) -> LaneRecord {
+        LaneRecord { rail: Some(rail), interface, ..self }
+    }
+
+    /// Memory that the peer can map is copied directly from `min` bytes on.
+    pub(crate) fn mapped_from(self, min: usize) -> LaneRecord {
+        LaneRecord { mapped_min: min, ..self }
+    }
+
+    pub(crate) fn name(&self) -> &Arc<str> {
+        &self.name
+    }
+
+    pub(crate) fn transport(&self) -> &'static str {
+        self.transport
+    }
+
+    pub(crate) fn rail(&self) -> Option<(u16, u16)> {
+        self.rail
+    }
+
+    pub(crate) fn is_alive(&self) -> bool {
+        self.alive
+    }
+
+    /// Whether the peer confirms messages by publishing a count.
+    #[inline]
+    pub(super) fn counts(&self) -> bool {
+        self.caps.counts
+    }
+
+    /// Payloads up to this length are placed whole, within one poll.
+    #[inline]
+    pub(super) fn whole_max(&self) -> usize {
+        self.caps.whole_max
+    }
+
+    #[inline]
+    pub(crate) fn is_reliable(&self) -> bool {
+        self.caps.reliable
+    }
+
+    #[inline]
+    pub(crate) fn eager_max(&self) -> usize {
+        self.eager_max
+    }
+
+    /// Whether `len` bytes are copied directly; `mapped`: the peer can map them.
+    #[inline]
+    pub(super) fn copies_directly(&self, len: usize, mapped: impl FnOnce() -> bool) -> bool {
+        self.caps.direct && (len > self.eager_max || (len > self.mapped_min && mapped()))
+    }
+
+    // ---- the frame that goes next
+
+    #[inline]
+    pub(super) fn has_pending(&self) -> bool {
+        self.pending.is_some()
+    }
+
+    #[inline]
+    pub(super) fn take_pending(&mut self) -> Option<Tx> {
+        self.pending.take()
+    }
+
+    pub(super) fn set_pending(&mut self, tx: Tx) {
+        self.pending = Some(tx);
+    }
+
+    /// Makes the chunk whose turn it is the next frame; whether there was one, and no other frame was pending.
+    pub(super) fn advance_chunks(&mut self) -> bool {
+        self.chunks.advance(&mut self.pending)
+    }
+
+    /// Whether its next frame waits for a GPU here: then the peer's silence says nothing.
+    pub(crate) fn is_held_up(&self) -> bool {
+        self.pending.is_none() && self.chunks.is_held_up()
+    }
+
+    // ---- buffers
+
+    /// Keeps `bytes` until the lane has sent them.
+    pub(super) fn hold(&mut self, bytes: &[u8]) -> (Payload, u64) {
+        let key = self.held.insert(bytes.into());
+        let held = &self.held[key];
+        (Payload { ptr: held.as_ptr(), len: held.len(), file: None, grant: None }, key as u64 + 1)
+    }
+
+    /// The lane no longer reads what was held under that token.
+    pub(super) fn release(&mut self, token: u64) {
+        self.held.try_remove(token as usize - 1);
+    }
+
+    /// Memory for a control payload of `len` bytes; `None`: it is too long.
+    #[inline]
+    pub(super) fn control_buffer(&mut self, len: usize) -> Option<*mut u8> {
+        (len <= self.control.len()).then(|| {
+            self.control_len = len;
+            self.control.as_mut_ptr()
+        })
+    }
+
+    /// The control payload that has arrived.
+    #[inline]
+    pub(super) fn control(&self) -> &[u8] {
+        &self.control[..self.control_len]
+    }
+
+    // ---- its end
+
+    /// Whether nothing was acknowledged since this was last called, while bytes were in flight both times.
+    /// `acked`: bytes acknowledged so far; `None`: nothing is in flight, or that is not known.
+    pub(crate) fn is_silent(&mut self, acked: Option<u64>) -> bool {
+        let silent = acked.is_some() && acked == self.acked_when_suspected;
+        self.acked_when_suspected = acked;
+        silent
+    }
+
+    /// The lane was dropped: receipts still ask for its name, nothing for its buffers. False: it was closed before.
+    pub(super) fn close(&mut self) -> bool {
+        let was_alive = std::mem::replace(&mut self.alive, false);
+        self.pending = None;
+        self.chunks.clear();
+        self.control = Box::default();
+        self.control_len = 0;
+        was_alive
+    }
+}
+
+/// A lane polled under the worker's lock.
+pub(crate) struct PolledLane {
+    pub(crate) id: LaneId,
+    pub(crate) endpoint: EndpointId,
+    pub(crate) lane: Box<dyn Lane>,
+    /// Polling it costs a system call.
+    pub(crate) socket: bool,
+}
+
+/// All lanes polled under the worker's lock.
+///
+/// While [`PolledLanes::is_armed`], every lane's peer sends a wake-up with its next frame, because no thread polls here;
+/// a lane that is added meanwhile was not armed, so whoever adds one must disarm.
+pub(crate) struct PolledLanes {
+    lanes: Vec<PolledLane>,
+    /// There are only sockets, and few: they are polled in every pass.
+    sockets_only: bool,
+    armed: bool,
+}
+
+impl PolledLanes {
+    pub(super) fn new() -> PolledLanes {
+        PolledLanes { lanes: Vec::new(), sockets_only: true, armed: false }
+    }
+
+    #[inline]
+    pub(super) fn len(&self) -> usize {
+        self.lanes.len()
+    }
+
+    #[inline]
+    pub(super) fn at(&mut self, at: usize) -> Option<&mut PolledLane> {
+        self.lanes.get_mut(at)
+    }
+
+    #[inline]
+    pub(super) fn position(&self, id: LaneId) -> Option<usize> {
+        self.lanes.iter().position(|lane| lane.id == id)
+    }
+
+    /// The lane itself.
+    #[inline]
+    pub(super) fn get_mut(&mut self, id: LaneId) -> Option<&mut dyn Lane> {
+        self.lanes.iter_mut().find(|lane| lane.id == id).map(|lane| &mut *lane.lane as &mut dyn Lane)
+    }
+
+    /// The lane's direct side, if it has one.
+    pub(super) fn direct(&mut self, id: LaneId) -> Option<&mut dyn Direct> {
+        self.lanes.iter_mut().find(|lane| lane.id == id)?.lane.direct()
+    }
+
+    /// The lane's socket has become ready. Nothing happens if it is not polled here.
+    pub(crate) fn ready(&mut self, id: LaneId, readable: bool, writable: bool) {
+        if let Some(lane) = self.get_mut(id) {
+            lane.ready(readable, writable);
+        }
+    }
+
+    /// What it has carried; `None`: no such lane is polled here.
+    pub(crate) fn stats(&self, id: LaneId) -> Option<LaneStats> {
+        self.lanes.iter().find(|lane| lane.id == id).map(|lane| lane.lane.stats())
+    }
+
+    #[inline]
+    pub(super) fn sockets_only(&self) -> bool {
+        self.sockets_only
+    }
+
+    pub(super) fn add(&mut self, lane: PolledLane) {
+        self.lanes.push(lane);
+        self.recount();
+    }
+
+    /// Takes the lane at that position out. The order of the others changes.
+    pub(super) fn remove(&mut self, at: usize) -> PolledLane {
+        let lane = self.lanes.swap_remove(at);
+        self.recount();
+        lane
+    }
+
+    /// Takes a lane of that endpoint out.
+    pub(super) fn remove_of(&mut self, endpoint: EndpointId) -> Option<PolledLane> {
+        let at = self.lanes.iter().position(|lane| lane.endpoint == endpoint)?;
+        Some(self.remove(at))
+    }
+
+    fn recount(&mut self) {
+        self.sockets_only =
+            self.lanes.iter().all(|lane| lane.socket) && self.lanes.iter().filter(|lane| lane.socket).count() <= 2;
+    }
+
+    #[inline]
+    pub(super) fn is_armed(&self) -> bool {
+        self.armed
+    }
+
+    /// Has every lane's peer send a wake-up with its next frame. False: there is work already, and nothing is armed.
+    pub(super) fn arm(&mut self) -> bool {
+        for at in 0..self.lanes.len() {
+            if !self.lanes[at].lane.arm() {
+                for lane in &mut self.lanes[..=at] {
+                    lane.lane.disarm();
+                }
+                return false;
+            }
+        }
+        self.armed = true;
+        true
+    }
+
+    /// A thread polls the lanes again: no wake-ups are needed. Whether the lanes were armed.
+    #[inline]
+    pub(crate) fn disarm(&mut self) -> bool {
+        let was_armed = std::mem::replace(&mut self.armed, false);
+        if was_armed {
+            for lane in &mut self.lanes {
+                lane.lane.disarm();
+            }
+        }
+        was_armed
+    }
+}

@@ -1,0 +1,488 @@
+//! Operations, peers and lanes in motion: what the protocol decides is carried out here.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use crossrail_proto as proto;
+use crossrail_transport::{Lane, LaneError, Place, Post, Sink, Tx};
+use crossrail_types::{EndpointId, Head, LaneId, OpId};
+use proto::{Event, Memory};
+
+use super::bulk_lane::BulkLane;
+use super::data_path::DataPath;
+use super::direct::{self, Begun, DirectCopies};
+use super::failure::LostRail;
+use super::gpu::{GpuMemory, Reach};
+use super::lanes::{LaneRecord, Lanes, PolledLane, PolledLanes};
+use super::peers::Peer;
+use super::wake_ups::WakeUps;
+use crate::memory::Regions;
+
+/// Bytes that a lane may move in each direction before the others get their turn.
+const LANE_BUDGET: usize = 1 << 20;
+
+/// Everything in motion: the tables, the lanes, direct copies, and what they want done without the lock.
+///
+/// After every call into the protocol ([`Peer`]) the endpoint must be settled ([`Transfers::settle`]): the protocol's
+/// decisions are queued until then.
+pub(crate) struct Transfers {
+    pub(super) data: DataPath,
+    pub(super) polled: PolledLanes,
+    pub(super) direct: DirectCopies,
+    pub(super) wake_ups: WakeUps,
+    pub(super) deferred: Deferred,
+}
+
+/// Work that is done without the lock.
+#[derive(Default)]
+pub(crate) struct Deferred {
+    /// Lanes that owe something and are silent.
+    pub(crate) suspects: Vec<(EndpointId, LaneId)>,
+    pub(crate) lost: Vec<LostRail>,
+    /// Endpoints that have ended, whose control connections are to be closed.
+    pub(crate) ended: Vec<EndpointId>,
+}
+
+/// What [`Transfers::poll_lane`] did.
+pub(super) enum PollResult {
+    Moved,
+    Idle,
+    Ended,
+}
+
+struct PolledSink<'a> {
+    data: &'a mut DataPath,
+    endpoint: EndpointId,
+    /// Whether there is anything to send; most polls find nothing and should cost nothing.
+    wants: bool,
+    fault: Option<String>,
+}
+
+impl Sink for PolledSink<'_> {
+    #[inline]
+    fn wants(&self) -> bool {
+        self.wants
+    }
+
+    #[inline]
+    fn next(&mut self, lane: LaneId) -> Option<Tx> {
+        if self.wants { self.data.next(self.endpoint, lane) } else { None }
+    }
+
+    #[inline]
+    fn sent(&mut self, lane: LaneId, token: u64) {
+        self.data.sent(lane, token);
+    }
+
+    #[inline]
+    fn place(&mut self, lane: LaneId, head: &Head) -> Place {
+        self.data.place(self.endpoint, lane, head)
+    }
+
+    #[inline]
+    fn placed(&mut self, lane: LaneId, token: u64) {
+        if let Err(why) = self.data.placed(self.endpoint, lane, token) {
+            self.fail(why);
+        }
+    }
+}
+
+impl PolledSink<'_> {
+    #[cold]
+    fn fail(&mut self, why: String) {
+        self.fault.get_or_insert(why);
+    }
+}
+
+impl Transfers {
+    pub(super) fn new(data: DataPath) -> Transfers {
+        Transfers {
+            data,
+            polled: PolledLanes::new(),
+            direct: DirectCopies::default(),
+            wake_ups: WakeUps::default(),
+            deferred: Deferred::default(),
+        }
+    }
+
+    /// What lanes ask for while they are polled.
+    pub(crate) fn data(&mut self) -> &mut DataPath {
+        &mut self.data
+    }
+
+    pub(crate) fn lanes(&mut self) -> &mut Lanes {
+        &mut self.data.tables.lanes
+    }
+
+    pub(crate) fn polled(&mut self) -> &mut PolledLanes {
+        &mut self.polled
+    }
+
+    pub(crate) fn regions(&mut self) -> &mut Regions {
+        &mut self.data.tables.regions
+    }
+
+    pub(crate) fn gpu(&mut self) -> &mut GpuMemory {
+        &mut self.data.gpu
+    }
+
+    /// Polls the lane at that position; whether anything moved, or `None` if there is no such lane. `sockets`: poll
+    /// sockets too; `collect`: read the peer's count of delivered messages if nothing moved. An error ends the lane, and
+    /// the next one takes its position.
+    #[inline]
+    pub(super) fn poll_lane(&mut self, at: usize, sockets: bool, collect: bool) -> Option<PollResult> {
+        let polled = self.polled.at(at)?;
+        let (endpoint, id) = (polled.endpoint, polled.id);
+        let probe = sockets || !polled.socket;
+        let wants = self.data.wants(endpoint, id);
+        let mut sink = PolledSink { data: &mut self.data, endpoint, wants, fault: None };
+        let result = polled.lane.poll(&mut sink, LANE_BUDGET, probe);
+        let result = match sink.fault {
+            Some(why) => Err(LaneError::Protocol(why)),
+            None => result,
+        };
+        Some(match result {
+            Ok(true) => {
+                self.settle(endpoint);
+                PollResult::Moved
+            }
+            Ok(false) => {
+                if wants {
+                    self.flush(endpoint);
+                }
+                if collect && self.data.awaits_count(endpoint) && self.collect_count(at) {
+                    return Some(PollResult::Moved);
+                }
+                PollResult::Idle
+            }
+            Err(error) => {
+                let lane = self.polled.remove(at);
+                self.settle(endpoint);
+                self.direct.close_lane(&mut self.data, lane);
+                self.lane_lost(endpoint, id, &error);
+                PollResult::Ended
+            }
+        })
+    }
+
+    /// Applies the count of delivered messages that the peer of the lane at `at` has published; whether it was news.
+    fn collect_count(&mut self, at: usize) -> bool {
+        let Some(polled) = self.polled.at(at) else { return false };
+        let endpoint = polled.endpoint;
+        // The next poll reports an error, too.
+        let Ok(Some(count)) = polled.lane.published() else { return false };
+        let tables = &mut self.data.tables;
+        let now = tables.clock.now();
+        let Some(peer) = tables.peers.get_mut(endpoint) else { return false };
+        // An impossible count breaks the connection off, which is one of the protocol's events.
+        let news = peer.protocol.published(now, count).is_err() || peer.protocol.has_events();
+        if news {
+            self.settle(endpoint);
+        }
+        news
+    }
+
+    /// Publishes to the peer how many of its messages have been delivered here.
+    #[inline]
+    fn publish_count(&mut self, endpoint: EndpointId) {
+        let tables = &mut self.data.tables;
+        let Some(peer) = tables.peers.get_mut(endpoint) else { return };
+        let Some(id) = peer.message_lane() else { return };
+        let Some(count) = peer.protocol.untold(id) else { return };
+        // What this end sends must be on the lane before the count says that it was.
+        if tables.lanes.get(id).is_none_or(|lane| !lane.counts() || lane.has_pending()) {
+            return;
+        }
+        if self.polled.get_mut(id).is_some_and(|lane| lane.publish(count)) {
+            peer.protocol.told(count);
+        }
+    }
+
+    /// Has every peer send a wake-up with its next frame, because no thread will poll. False: there is work already.
+    pub(crate) fn arm(&mut self) -> bool {
+        for at in 0..self.polled.len() {
+            let endpoint = self.polled.at(at).map(|polled| polled.endpoint);
+            if endpoint.is_some_and(|endpoint| self.data.awaits_count(endpoint)) {
+                self.collect_count(at);
+            }
+        }
+        self.polled.arm()
+    }
+
+    /// Acts on everything that the protocol has decided for one peer, and sends what it wants sent.
+    #[inline]
+    pub(crate) fn settle(&mut self, endpoint: EndpointId) {
+        if self.wake_ups.is_observed() {
+            self.data.tables.operations.report();
+        }
+        if self.data.has_delivered() {
+            for (endpoint, short) in self.data.take_delivered() {
+                self.apply(endpoint, short.into());
+            }
+        }
+        while let Some(short) = self.data.tables.peers.get_mut(endpoint).and_then(|peer| peer.protocol.short()) {
+            if !self.data.tables.operations.finish_short(endpoint, short) {
+                self.apply(endpoint, short.into());
+            }
+        }
+        self.apply_events(endpoint);
+        if let Some(peer) = self.data.tables.peers.get(endpoint)
+            && peer.message_lane().is_some_and(|id| peer.protocol.presses(id))
+        {
+            self.flush(endpoint);
+            self.wake_ups.after_flush();
+        }
+        self.publish_count(endpoint);
+        self.notify_connections(endpoint);
+    }
+
+    /// [`Transfers::settle`] after something arrived while, perhaps, no caller makes progress: then no later message would soon
+    /// carry the acknowledgements that may ride along with one. The background thread may sleep by timers that it read
+    /// before they were owed, or, on a busy machine, run long after the thread that it has just woken.
+    pub(crate) fn settle_aside(&mut self, endpoint: EndpointId) {
+        self.settle(endpoint);
+        if (self.polled.is_armed() || !self.wake_ups.is_polling())
+            && let Some(peer) = self.data.tables.peers.get_mut(endpoint)
+        {
+            peer.protocol.flush();
+            self.settle(endpoint);
+        }
+    }
+
+    /// Hands the peer's messages to its message lane, as far as that has room.
+    #[inline]
+    fn flush(&mut self, endpoint: EndpointId) {
+        let DataPath { tables, gpu, .. } = &mut self.data;
+        let Some(id) = tables.peers.get(endpoint).and_then(|peer| peer.message_lane()) else { return };
+        let Some(at) = self.polled.position(id) else { return };
+        if tables.lanes.get(id).is_some_and(|lane| lane.chunks.is_staging()) {
+            // Chunks of GPU memory are sent in turns: the lane asks for the next frame when it is polled.
+            self.wake_ups.queue_chunk();
+            return;
+        }
+        let Some(lane) = self.polled.get_mut(id) else { return };
+        let mut failed = None;
+        while tables.lanes.get(id).is_some_and(|lane| !lane.has_pending()) {
+            let now = tables.clock.now();
+            let Some(peer) = tables.peers.get_mut(endpoint).filter(|peer| peer.protocol.wants(id)) else { break };
+            let Some(out) = peer.protocol.next(now, id) else { break };
+            if out.chunk && gpu.stage(tables, endpoint, id, &out) {
+                self.wake_ups.queue_chunk();
+                break;
+            }
+            let Some(mut tx) = tables.frame(endpoint, id, &out) else { continue };
+            match lane.post(&tx) {
+                Ok(Post::Taken | Post::Held) => {}
+                Ok(Post::Full) => {
+                    tables.keep(endpoint, id, &out.body, &mut tx);
+                    if let Some(lane) = tables.lanes.get_mut(id) {
+                        lane.set_pending(tx);
+                    }
+                }
+                Err(error) => {
+                    failed = Some(error);
+                    break;
+                }
+            }
+        }
+        if let Some(error) = failed {
+            let lane = self.polled.remove(at);
+            self.direct.close_lane(&mut self.data, lane);
+            self.lane_lost(endpoint, id, &error);
+        }
+    }
+
+    /// Notifies the connections outside the lock that there is something for them.
+    #[inline]
+    fn notify_connections(&mut self, endpoint: EndpointId) {
+        let Some(peer) = self.data.tables.peers.get(endpoint) else { return };
+        for lane in peer.bulk() {
+            // One that has as many chunks ahead as it may asks for more when those have been sent.
+            let full = self.data.tables.lanes.get(lane.id).is_some_and(|record| record.chunks.is_full());
+            let protocol = &peer.protocol;
+            let wanted = if full { protocol.wants_but_chunks(lane.id) } else { protocol.wants(lane.id) };
+            if wanted {
+                lane.wanted.raise();
+                self.wake_ups.want_connections();
+            }
+        }
+    }
+
+    pub(super) fn apply_events(&mut self, endpoint: EndpointId) {
+        while let Some(event) = self.data.tables.peers.get_mut(endpoint).and_then(|peer| peer.protocol.event()) {
+            self.apply(endpoint, event);
+        }
+    }
+
+    fn apply(&mut self, endpoint: EndpointId, event: Event) {
+        let DataPath { tables, gpu, .. } = &mut self.data;
+        match event {
+            Event::Done { op, result, progress, tag } => {
+                if let Some(cursor) = tables.operations.op_mut(op).and_then(|op| op.take_cursor())
+                    && let Some(lane) = tables.peers.get(endpoint).and_then(|peer| peer.message_lane())
+                {
+                    self.direct.close_cursor(lane, cursor);
+                }
+                if tables.operations.op(op).is_some_and(|op| op.ordinal().is_some()) {
+                    gpu.release(tables, endpoint, |memory| *memory == Memory::Op(op));
+                }
+                tables.finish(endpoint, op, result, progress, tag);
+            }
+            Event::Deliver { arrival, op, len } => self.deliver(endpoint, arrival, op, len),
+            Event::DropArrival { arrival } => {
+                if let Some(peer) = tables.peers.get_mut(endpoint) {
+                    peer.take_arrival(arrival);
+                }
+            }
+            Event::Direct { job: id, memory, role, offer, len } => {
+                self.begin_direct(direct::Request { endpoint, id, memory, role, offer, len });
+            }
+            Event::StopDirect { job } => self.direct.stop(endpoint, job),
+            Event::Imm { region, imm } => {
+                tables.regions.count(region, imm);
+                tables.operations.report();
+            }
+            Event::Revoke { memory: Memory::Op(op) } => {
+                if let Some(op) = tables.operations.op_mut(op) {
+                    op.revoke();
+                }
+            }
+            Event::Revoke { memory: Memory::Region { passive, .. } } => {
+                if let Some(peer) = tables.peers.get_mut(endpoint) {
+                    peer.revoke_access(passive);
+                }
+            }
+            Event::Released { passive } => {
+                let of = |memory: &Memory| matches!(memory, Memory::Region { passive: of, .. } if *of == passive);
+                gpu.release(tables, endpoint, of);
+                if let Some(peer) = tables.peers.get_mut(endpoint) {
+                    peer.end_access(passive);
+                }
+            }
+            Event::Acked { lane, chunks } => gpu.acked(tables, lane, chunks),
+            Event::Suspect { lane } => self.deferred.suspects.push((endpoint, lane)),
+            Event::LaneLost { lane, requeued_chunks, requeued_bytes } => {
+                let (name, now) = (tables.lanes.name(lane), tables.clock.now());
+                if let Some(peer) = tables.peers.get_mut(endpoint).filter(|_| requeued_chunks > 0) {
+                    let what = format!("{requeued_chunks} chunks ({requeued_bytes} bytes) went over the others");
+                    peer.note(now, format!("lane {name} lost; {what}"));
+                }
+            }
+            Event::Broken { why } => self.kill(endpoint, &why),
+            Event::Bye => {
+                if let Some(peer) = tables.peers.get_mut(endpoint) {
+                    peer.end("the peer closed the connection");
+                }
+                tables.operations.report();
+            }
+        }
+    }
+
+    /// An unexpected message is copied into its receive.
+    fn deliver(&mut self, endpoint: EndpointId, arrival: u32, id: OpId, len: u32) {
+        let DataPath { tables, gpu, .. } = &mut self.data;
+        let Some(bytes) = tables.peers.get_mut(endpoint).and_then(|peer| peer.take_arrival(arrival)) else { return };
+        let Some(op) = tables.operations.op(id) else { return };
+        let bytes = &bytes[..bytes.len().min(op.len()).min(len as usize)];
+        let Some(ordinal) = op.ordinal() else {
+            // SAFETY: `op.ptr()` is valid for `op.len()` bytes until the operation is finished.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), op.ptr(), bytes.len()) };
+            return;
+        };
+        if let Err(why) = gpu.copy_in(ordinal, op.ptr() as u64, bytes) {
+            tables.fail_memory(endpoint, Memory::Op(id), why);
+        }
+    }
+
+    fn begin_direct(&mut self, request: direct::Request) {
+        let endpoint = request.endpoint;
+        let mut context = direct::Context { data: &mut self.data, polled: &mut self.polled };
+        match self.direct.begin(&mut context, request) {
+            Begun::Done => {}
+            Begun::Copying => {
+                if self.polled.is_armed() {
+                    self.wake_ups.want_driver();
+                }
+            }
+            Begun::Lent(passed) => {
+                if let Err(failed) = passed {
+                    self.drop_noted(&failed);
+                }
+                // At once: dozens of copies may be queued behind this one, each of which asks the driver, and the peer's
+                // links are idle until it knows of this one.
+                self.flush(endpoint);
+            }
+        }
+    }
+
+    pub(super) fn step_direct(&mut self) -> bool {
+        let mut context = direct::Context { data: &mut self.data, polled: &mut self.polled };
+        let (moved, ended) = self.direct.step(&mut context);
+        for endpoint in ended {
+            self.settle(endpoint);
+        }
+        moved
+    }
+
+    pub(super) fn pass_notes(&mut self, endpoint: EndpointId) {
+        if let Err(failed) = self.data.gpu.pass_notes(&self.data.tables, &mut self.polled, endpoint) {
+            self.drop_noted(&failed);
+        }
+    }
+
+    /// Exchanges notes about GPU memory with all peers; whether there were any. `pass`: whether anything moved in it, and its
+    /// number.
+    pub(crate) fn exchange_notes(&mut self, pass: (bool, u32)) -> bool {
+        match self.data.gpu.exchange_notes(&self.data.tables, &mut self.polled, pass) {
+            Ok(any) => any,
+            Err(failed) => {
+                self.drop_noted(&failed);
+                true
+            }
+        }
+    }
+
+    /// Adds a peer. `reach`: how its GPU memory can be reached.
+    pub(crate) fn add_peer(&mut self, config: proto::Config, name: &str, reach: Reach) -> EndpointId {
+        let id = self.data.tables.peers.next_id();
+        self.data.tables.peers.add(Peer::new(proto::Peer::new(id, config), name));
+        self.data.gpu.set_reach(id, reach);
+        id
+    }
+
+    /// Adds a lane that is polled under the lock, with a reserved id. `socket`: polling it costs a system call. False: the
+    /// peer has ended.
+    pub(crate) fn add_polled_lane(
+        &mut self,
+        endpoint: EndpointId,
+        lane: Box<dyn Lane>,
+        record: LaneRecord,
+        spec: proto::LaneSpec,
+        socket: bool,
+    ) -> bool {
+        let (id, name) = (lane.id(), record.name().clone());
+        let tables = &mut self.data.tables;
+        let now = tables.clock.read();
+        tables.lanes.insert(id, record);
+        let Some(peer) = tables.peers.get_mut(endpoint).filter(|peer| peer.is_alive()) else { return false };
+        peer.add_lane(now, spec, None);
+        peer.set_message_lane(id, name);
+        self.polled.add(PolledLane { id, endpoint, lane, socket });
+        self.settle(endpoint);
+        // Whoever sleeps has not armed this lane.
+        self.polled.disarm();
+        true
+    }
+
+    /// Adds a lane that is polled outside the lock, with a reserved id. False: the peer has ended.
+    pub(crate) fn add_bulk_lane(&mut self, bulk: &Arc<BulkLane>, record: LaneRecord, spec: proto::LaneSpec) -> bool {
+        let tables = &mut self.data.tables;
+        let now = tables.clock.read();
+        tables.lanes.insert(bulk.id, record);
+        let peer = tables.peers.get_mut(bulk.endpoint).filter(|peer| peer.is_alive());
+        let Some(peer) = peer else { return false };
+        peer.add_lane(now, spec, Some(bulk.clone()));
+        self.settle(bulk.endpoint);
+        true
+    }
+}
