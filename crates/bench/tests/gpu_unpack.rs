@@ -21,7 +21,6 @@ fn sizes_of_nothing_are_usage() {
 fn all_ways_do_the_same_or_the_reason_is_said() {
     let outcome = |size, fragment, from| unpack(&Settings::default(), &plan(size, fragment, from), &mut Unobserved);
     if let Err(absent) = Cuda::load() {
-        eprintln!("skipped on the GPU: {absent}");
         let error = outcome(1 << 20, 4096, UnpackFrom::Device).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Unsupported);
         assert!(absent.to_string().starts_with(&error.detail), "{error}");

@@ -7,6 +7,7 @@ use std::sync::{Arc, Barrier};
 
 use common::{Keeper, Piece, Random, byte, direct, pair_in, receive_direct, send_direct};
 use crossrail_shm::{Arena, Options, ShmLane};
+use crossrail_transport::conformance::skip;
 use crossrail_transport::{Copy, DirectKind, Job, Lane, Step};
 use crossrail_types::ErrorKind;
 
@@ -64,8 +65,7 @@ fn mapped_copies_move_every_byte_once() {
 fn cma_copies_move_every_byte_once() {
     let mut lanes = pair_in(&Options::default(), Arena::new(), Arena::new());
     if let Err(why) = &lanes.0.report().cma_pull {
-        eprintln!("skipped: CMA with ourselves is denied: {why}");
-        return;
+        return skip(&format!("CMA with ourselves is denied: {why}"));
     }
     let mut source = vec![0; 10 << 20];
     let mut target = vec![0; 10 << 20];
@@ -82,8 +82,7 @@ fn mixed_kinds_share_a_cursor() {
     let here = Arena::new();
     let mut lanes = pair_in(&Options::default(), here.clone(), Arena::new());
     if lanes.0.report().cma_push.is_err() {
-        eprintln!("skipped: CMA with ourselves is denied");
-        return;
+        return skip("CMA with ourselves is denied");
     }
     let len = 3_000_001;
     let source = here.alloc(len).expect("alloc");
@@ -217,8 +216,7 @@ fn one_end_failing_fails_both() {
     let arena = Arena::new();
     let (mut a, mut b) = pair_in(&Options::default(), arena.clone(), Arena::new());
     if b.report().cma_pull.is_err() {
-        eprintln!("skipped: CMA with ourselves is denied");
-        return;
+        return skip("CMA with ourselves is denied");
     }
     let len = 1 << 20;
     let slot = direct(&mut a).open(len).expect("a free cursor");

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use common::{Keeper, child, exercise, join, listener, post, sleep, socket_of_parent};
 use crossrail_shm::{Arena, Options, ShmLane, Side};
+use crossrail_transport::conformance::skip;
 use crossrail_transport::{Lane, LaneError};
 
 const FRAMES: usize = 300;
@@ -132,8 +133,7 @@ fn expect_no_cma(lane: &ShmLane) {
 fn pid_namespaces_of_their_own_do_not_matter() {
     const UNSHARE: [&str; 4] = ["unshare", "--pid", "--fork", "--kill-child"];
     if !Command::new("unshare").args(&UNSHARE[1..]).arg("true").status().is_ok_and(|status| status.success()) {
-        eprintln!("skipped: unshare --pid is not permitted here");
-        return;
+        return skip("unshare --pid is not permitted here");
     }
     let (_, name) = listener();
     let mut acceptor = child(&UNSHARE, "role_accepts", &name).expect("spawn");
@@ -161,8 +161,7 @@ fn a_peer_without_ptrace_permission_is_told_so_and_works() {
     let own = std::env::current_exe().expect("this test");
     let may = Command::new("setpriv").args(&NOBODY[1..]).arg(own).arg("--list").output();
     if !may.is_ok_and(|output| output.status.success()) {
-        eprintln!("skipped: cannot run as another user here (needs root and setpriv)");
-        return;
+        return skip("cannot run as another user here (needs root and setpriv)");
     }
     let (listener, name) = listener();
     let mut child = child(&NOBODY, "role_is_nobody", &name).expect("spawn");

@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use common::{Keeper, PATIENCE, frame, lane, poll_until};
 use crossrail_tcp::{Binding, LinkWatch, dial, listen};
+use crossrail_transport::conformance::skip;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::{CloneFlags, setns};
 use socket2::SockRef;
@@ -99,7 +100,7 @@ fn carry(from: TcpStream, to: TcpStream, payload: &[u8]) {
 
 #[test]
 fn packets_leave_through_the_bound_device() {
-    let Some(bed) = Bed::new("bind") else { return eprintln!("skipped: needs root and iproute2 with veth and bridge") };
+    let Some(bed) = Bed::new("bind") else { return skip("needs root and iproute2 with veth and bridge") };
     let far = inside(&bed.far, || listen(&rail("br0", "10.77.0.9"), 0).expect("listen"));
     let to = far.local_addr().expect("bound");
     let payload = vec![1u8; 400_000];
@@ -137,7 +138,7 @@ fn packets_leave_through_the_bound_device() {
 #[test]
 fn a_link_that_goes_down_is_reported() {
     let Some(bed) = Bed::new("watch") else {
-        return eprintln!("skipped: needs root and iproute2 with veth and bridge");
+        return skip("needs root and iproute2 with veth and bridge");
     };
     inside(&bed.near, || {
         let mut watch = LinkWatch::new().expect("netlink");

@@ -11,7 +11,7 @@ use crossrail_handshake::{
 };
 use crossrail_types::{ErrorKind, Reason};
 
-use crate::support::{Descriptors, Worker, binding, config, identity, in_secs, loopback, secret};
+use crate::support::{Descriptors, Worker, binding, config, identity, in_secs, loopback, secret, skip};
 
 fn pass_byte(mut from: impl Write, mut to: impl Read, byte: &mut [u8; 1]) {
     from.write_all(b"x").unwrap();
@@ -59,8 +59,7 @@ fn over_unix_tcp_and_by_port() {
 fn over_ipv6() {
     let _fds = Descriptors::watch();
     if std::net::TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).is_err() {
-        eprintln!("skipped: this machine has no IPv6 loopback");
-        return;
+        return skip("this machine has no IPv6 loopback");
     }
     let rail = Rail { name: "::1".to_owned(), binding: binding(Ipv6Addr::LOCALHOST), speed_mbps: None };
     let config = ListenConfig { control: vec![binding(Ipv6Addr::LOCALHOST)], rails: vec![rail], ..config() };
@@ -328,8 +327,7 @@ fn become_user(user: libc::uid_t) {
 fn another_user_is_refused_without_a_secret() {
     let _fds = Descriptors::watch();
     if !nix::unistd::Uid::effective().is_root() {
-        eprintln!("skipped: only root can act as another user");
-        return;
+        return skip("only root can act as another user");
     }
     let attempt = |worker: &Worker, shared: Secret| {
         let target = worker.by_address();
