@@ -1,6 +1,6 @@
 //! Every target on its corpus and on seeded mutations of it, the same ones every time, on a stable compiler.
 //!
-//! `FUZZ_RUNS=1000000 FUZZ_SEED=7 cargo test --release` looks further. A failing input is left in
+//! `FUZZ_RUNS=1000000 FUZZ_SEED=7 cargo test --release -p crossrail-fuzz` looks further. A failing input is left in
 //! `artifacts/TARGET/`, named in the message, and tried again when it is moved into `corpus/TARGET/`.
 
 use std::fs;
@@ -27,7 +27,7 @@ fn corpus(target: &str) -> Vec<Vec<u8>> {
     let entries = fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
     let mut paths: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
     paths.sort();
-    assert!(!paths.is_empty(), "{} is empty: cargo run --bin seed", folder.display());
+    assert!(!paths.is_empty(), "{} is empty: cargo run -p crossrail-fuzz --bin seed", folder.display());
     paths.iter().map(|path| fs::read(path).unwrap()).collect()
 }
 
