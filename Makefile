@@ -61,19 +61,20 @@ demo: build
 	$(call say,an elastic plan: one of four ranks is killed and replaced)
 	$(BIN)/crossrail bench ep --plan tests/data/plans/killed_and_replaced.json --tokens 64 --hidden 2048
 
-test: lint test-rust test-fuzz test-python
+# Rust and Python side by side: one compiles while the other waits. The closing line is that of the Python tests.
+test: $(TOOLS)
+	@$(PYTHON) tests/side_by_side.py "$(MAKE) lint-rust test-rust" "$(MAKE) lint-python test-python"
 
 lint: lint-rust lint-python
 
 lint-rust:
 	$(call say,lint: rustfmt)
 	cargo fmt --all --check
-	cargo fmt --manifest-path fuzz/Cargo.toml --check
 	$(call say,lint: clippy)
-	cargo clippy --quiet --locked --workspace --all-targets --features crossrail/simulated-gpu -- -D warnings
-	cargo clippy --quiet --manifest-path fuzz/Cargo.toml --all-targets -- -D warnings
+	cargo clippy --quiet --locked --workspace --all-targets --test 'gpu*' --features crossrail/simulated-gpu \
+		-- -D warnings
 	$(call say,lint: rooms and pages (cargo xtask lint))
-	cargo xtask lint
+	cargo run --quiet --locked --profile test --package xtask -- lint
 
 lint-python: build
 	$(call say,lint: ruff)
@@ -84,18 +85,19 @@ lint-python: build
 	$(call say,lint: stubs against the extension)
 	$(BIN)/python -m mypy.stubtest crossrail._native
 
+# With the fuzz targets on their corpora; without the test programs that need a GPU, which have test = false.
+CARGO_TEST := cargo test --quiet --locked --workspace --exclude crossrail-python --features crossrail/simulated-gpu
+
 test-rust: $(TOOLS)
 	$(call say,test: Rust)
-	cargo test --quiet --locked --workspace --exclude crossrail-python --features crossrail/simulated-gpu
+	$(CARGO_TEST) --lib --bins --tests --example two_processes
+	$(CARGO_TEST) --doc
 
 test-fuzz:
 	$(call say,test: fuzz targets on their corpora and seeded mutations of them)
-	cargo test --quiet --manifest-path fuzz/Cargo.toml
+	cargo test --quiet --locked --package crossrail-fuzz
 
-# Last: its closing line is the summary of the run.
 test-python: build
-	$(call say,test: Rust examples that the Python tests run)
-	cargo build --quiet --locked --release --package crossrail --examples
 	$(call say,test: Python and test bed)
 	$(BIN)/python -m pytest
 
@@ -143,11 +145,10 @@ pages: build
 
 fmt: $(TOOLS)
 	cargo fmt --all
-	cargo fmt --manifest-path fuzz/Cargo.toml
 	$(BIN)/ruff check --select I --fix
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) target fuzz/target dist
+	rm -rf $(VENV) target dist
 	find python tests benches -name __pycache__ -prune -exec rm -rf {} +
 	rm -f python/crossrail/*.so
