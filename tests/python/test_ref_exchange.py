@@ -292,7 +292,7 @@ def test_rows_and_routing_agree() -> None:
     idx = [np.array([[0, 1]])] * 2
     with pytest.raises(ValueError, match="rank 0"):
         ref.dispatch(shape, [np.zeros((2, 8), np.uint16)] * 2, idx)
-    with pytest.raises(ValueError, match="spread"):
+    with pytest.raises(ValueError, match="divided evenly"):
         Shape(3, 8, 8, 4, 2)
 
 

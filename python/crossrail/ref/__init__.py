@@ -1,17 +1,17 @@
-"""What expert parallelism means, in NumPy, readable and slow: the judge of every test.
+"""Reference implementation of expert parallelism in NumPy, readable and slow. All tests compare with it.
 
-All ranks live in one process: arrays per rank go in as a list, arrays per rank come out, and a rank that is not there
-is `None`. It shares no code with the library. bf16 and fp8 values are handled as their bits (uint16 and uint8), so that
-equal means equal in every bit; `bits` takes what has such a dtype by name.
+All ranks are simulated in one process: arguments and results are lists with one array per rank, and None for a rank
+that is not active. It shares no code with the library. bf16 and fp8 values are represented by their bits (uint16 and
+uint8), so that comparisons are exact; `bits` converts arrays that have such a dtype.
 
     shape = ref.Shape(ranks=4, max_tokens=128, hidden=256, num_experts=8, topk=2)
     routed = [ref.route("uniform", 128, shape, rng) for _ in range(4)]      # (topk_idx, topk_weights) of each rank
-    came = ref.dispatch(shape, xs, [idx for idx, _ in routed])              # xs: bf16 bits [T, H] of each rank
-    ys = [expert(one.x) for one in came]                                    # bf16 bits, as laid out in one.x
-    sums = ref.combine(ys, came[0].handle, [weights for _, weights in routed])
+    received = ref.dispatch(shape, xs, [idx for idx, _ in routed])          # xs: bf16 bits [T, H] of each rank
+    ys = [expert(one.x) for one in received]                                # bf16 bits, in the layout of one.x
+    sums = ref.combine(ys, received[0].handle, [weights for _, weights in routed])
 
-`dispatch` is in `exchange`, `combine` and its error bound in `summing`, the casts in `casting` and `floats`, the
-routings in `routing`.
+`exchange` has `dispatch`, `summing` has `combine` and its error bound, `casting` and `floats` have the casts, and
+`routing` has the routings.
 """
 
 from crossrail.ref.casting import BLOCK, SCALES, Scale, cast_rows, uncast_rows

@@ -1,6 +1,6 @@
-"""fp8 rows: e4m3 in blocks of 128 along the last axis with one scale each.
+"""Casts of rows to fp8: e4m3 in blocks of 128 along the last axis, with one scale per block.
 
-All arithmetic is fp32, each operation rounded once, so that the result is defined in every bit. For each block:
+All arithmetic is fp32 and each operation is rounded once, so that the result is defined bit for bit. For each block:
 
     amax  = the largest |x| that is not NaN, infinities taken as the largest finite bf16; at least 1e-4
     f32:    factor = 448 / amax                    scale = amax * (1 / 448), where 1 / 448 is rounded to fp32 first
@@ -28,9 +28,9 @@ _INVERSE = np.float32(1) / np.float32(E4M3_MAX)
 
 
 def cast_rows(x: U16, scale: Scale = "f32") -> tuple[U8, npt.NDArray[np.float32] | U8]:
-    """bf16 bits [..., H] (H a multiple of 128) as e4m3 bits [..., H] and scales [..., H / 128]: f32, u8 for ue8m0."""
+    """Casts bf16 bits [..., H] (H a multiple of 128) to e4m3 bits [..., H] and scales [..., H / 128] (f32, or u8)."""
     if x.shape[-1] % BLOCK:
-        raise ValueError(f"{x.shape[-1]} elements are no blocks of {BLOCK}")
+        raise ValueError(f"{x.shape[-1]} elements are not a multiple of {BLOCK}")
     blocks = _blocks(bf16_values(x))
     amax = np.clip(np.fmax.reduce(np.abs(blocks), axis=-1, initial=0), _LEAST, _MOST)
     scales: npt.NDArray[np.float32] | U8
@@ -40,13 +40,13 @@ def cast_rows(x: U16, scale: Scale = "f32") -> tuple[U8, npt.NDArray[np.float32]
         exponent = _exponent_above(amax * _INVERSE)
         factor = np.ldexp(np.float32(1), -exponent)
         scales = np.ldexp(np.float32(1), exponent) if scale == "power2" else (exponent + 127).astype(np.uint8)
-    with np.errstate(invalid="ignore"):  # some NaN signal
+    with np.errstate(invalid="ignore"):  # signalling NaNs
         q = e4m3_bits(blocks * factor[..., None])
     return q.reshape(x.shape), scales
 
 
 def uncast_rows(q: U8, scales: npt.NDArray[np.float32] | U8) -> U16:
-    """bf16 bits [..., H] of what `cast_rows` made: value times scale in fp32, rounded to bf16."""
+    """The inverse of `cast_rows`: bf16 bits [..., H], value times scale in fp32, rounded to bf16."""
     wide = scales if scales.dtype == np.float32 else np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
     return bf16_bits(_blocks(e4m3_values(q)) * wide[..., None]).reshape(q.shape)
 

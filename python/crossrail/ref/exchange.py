@@ -1,4 +1,4 @@
-"""Dispatch: every token to the ranks of its experts, in either layout, over all ranks of one process."""
+"""Reference of dispatch, in both layouts, with all ranks in one process."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
 Layout = Literal["expert", "rank"]
 Values = npt.NDArray[Any]
-"""bf16 or its bits, f32, i64: what an argument's own description says."""
+"""An array whose dtype (bf16 or its bits, f32, i64) is given in the description of the argument."""
 
 
 @dataclass(frozen=True)
 class Handle:
-    """The routing of a dispatch: what its combine needs, and a dispatch of other rows along the same ways.
+    """The routing of a dispatch, for its combine and for dispatches that repeat it.
 
     `topk_idx` and `topk_weights`: as dispatched, by rank, None for a rank that is not active. `rows`: by source rank
-    i64 [T, topk], the row of each selection at its expert's rank: among the rows of its expert (expert layout) or
-    among all that came there (rank layout, the same for all of a token's selections of one rank); -1: nothing was sent.
+    i64 [T, topk], the index of each selection's row on the rank of its expert: among the rows of the expert (expert
+    layout) or among all rows of the rank (rank layout, the same for all selections of a token on one rank); -1 if
+    nothing was sent.
     """
 
     shape: Shape
@@ -40,17 +41,17 @@ class Handle:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """What came to one rank, of which there are `ranks` with up to M tokens, El local experts and hidden H.
+    """The rows delivered to one of `ranks` ranks with up to M tokens, El local experts and hidden H.
 
     Expert layout: `x` [El, ranks*M, H], bf16 bits or e4m3 bits; `scales` [El, ranks*M, H/128] (f32 or u8) or None; the
-    rows of an expert come first, by source rank and then token, and what is behind them is zero here and anything
-    elsewhere. `counts` i32 [El]: rows of each expert; `source` i32 [El, ranks*M]: the token each row was at its source;
-    `ranges` i64 [El, ranks]: where the rows of each source begin << 32 | how many there are.
+    rows of an expert come first, ordered by source rank and token; the rest is zero here, and undefined in the library.
+    `counts` i32 [El]: rows of each expert; `source` i32 [El, ranks*M]: index of each row's token on its source rank;
+    `ranges` i64 [El, ranks]: first row of each source << 32 | number of its rows.
 
-    Rank layout: `x` [N, H], each token that came once, by source rank and then token; `scales` [N, H/128] or None;
-    `topk_idx` i64 [N, topk]: local experts in the token's own order, -1 for experts elsewhere; `topk_weights`
-    f32 [N, topk], 0 where `topk_idx` is -1, or None; `counts` i32 [El]: selections of each expert, rounded up to
-    the alignment; `offsets` i64 [ranks+1]: the first row of each source, and N.
+    Rank layout: `x` [N, H], each received token once, ordered by source rank and token; `scales` [N, H/128] or None;
+    `topk_idx` i64 [N, topk]: local experts in the order of the token's selections, -1 for experts elsewhere;
+    `topk_weights` f32 [N, topk], 0 where `topk_idx` is -1, or None; `counts` i32 [El]: selections of each expert,
+    rounded up to the alignment; `offsets` i64 [ranks+1]: first row of each source, and N.
     """
 
     x: U16 | U8
@@ -78,16 +79,16 @@ def dispatch(
 ) -> list[Dispatched | None]:
     """Dispatches rows `xs` (bf16 or its bits [T, H], T by rank up to M) to the experts `topk_idx` (i64 [T, topk]).
 
-    `topk_idx` has distinct experts per token, -1 for none. `scale`: rows go as fp8 with such scales, otherwise as bf16.
-    `active`: the ranks that take part; for the others the lists have None, and selections of their experts are skipped
-    as if they were -1. `handle`: of an earlier dispatch, whose routing, weights, layout and ranks are taken; `topk_idx`
+    `topk_idx` has distinct experts per token, -1 for none. `scale`: send rows as fp8 with such scales, otherwise as
+    bf16. `active`: the ranks that take part; the lists have None for the others, and selections of their experts are
+    skipped like -1. `handle`: of an earlier dispatch whose routing, weights, layout and ranks are repeated; `topk_idx`
     and `topk_weights` are then None.
 
-    Returns what came to each rank. Raises ValueError for what the shape does not allow.
+    Returns the rows delivered to each rank. Raises ValueError for arguments that do not fit the shape.
     """
     if handle is None:
         if topk_idx is None:
-            raise ValueError("neither topk_idx nor a handle")
+            raise ValueError("neither topk_idx nor handle is given")
         handle = _plan(shape, topk_idx, topk_weights, layout, _active(shape, active))
     wire = _cast(shape, handle, xs, scale)
     arrange = _by_expert if handle.layout == "expert" else _by_rank
@@ -98,7 +99,7 @@ def dispatch(
 def _active(shape: Shape, active: Sequence[int] | None) -> tuple[int, ...]:
     ranks = tuple(range(shape.ranks)) if active is None else tuple(sorted(active))
     if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(shape.ranks)):
-        raise ValueError(f"ranks {list(ranks)} are no subset of 0 to {shape.ranks - 1}")
+        raise ValueError(f"ranks {list(ranks)} are not a subset of 0 to {shape.ranks - 1}")
     return ranks
 
 
@@ -109,14 +110,14 @@ def _plan(
     layout: Layout,
     active: tuple[int, ...],
 ) -> Handle:
-    """Numbers the rows that each expert (or rank) will get: by source rank, then by token."""
+    """Assigns indices to the rows of each expert (or rank), ordered by source rank and token."""
     selections: list[I64 | None] = [None] * shape.ranks
     rows: list[I64 | None] = [None] * shape.ranks
     taken = np.zeros(shape.num_experts if layout == "expert" else shape.ranks, np.int64)
     for source in active:
         idx = topk_idx[source]
         if idx is None:
-            raise ValueError(f"rank {source} takes part without topk_idx")
+            raise ValueError(f"rank {source} is active but has no topk_idx")
         shape.check(idx)
         sent = np.isin(shape.homes(idx), active)
         place = np.full(idx.shape, -1, np.int64)
@@ -124,7 +125,7 @@ def _plan(
         for one in np.unique(target[sent]):
             chosen = sent & (target == one)  # [T, topk]
             tokens = chosen.any(axis=1)
-            number = taken[one] + np.cumsum(tokens) - 1  # of each token's row there, if it has one
+            number = taken[one] + np.cumsum(tokens) - 1  # index of each token's row there, if it has one
             place[chosen] = np.broadcast_to(number[:, None], idx.shape)[chosen]
             taken[one] += tokens.sum()
         selections[source], rows[source] = idx, place
@@ -135,19 +136,20 @@ def _plan(
 def _cast(
     shape: Shape, handle: Handle, xs: Sequence[Values | None], scale: Scale | None
 ) -> dict[int, tuple[U16 | U8, F32 | U8 | None]]:
-    """Each active rank's rows and scales as they travel."""
+    """The rows and scales of each active rank, as they are sent."""
     wire: dict[int, tuple[U16 | U8, F32 | U8 | None]] = {}
     for source in handle.active:
         x, idx = xs[source], handle.topk_idx[source]
         if x is None or idx is None or x.shape != (len(idx), shape.hidden):
             what = None if x is None else x.shape
-            raise ValueError(f"x of rank {source} is {what} where its routing has {None if idx is None else len(idx)}")
+            tokens = None if idx is None else len(idx)
+            raise ValueError(f"x of rank {source} is {what}, but its routing has {tokens} tokens")
         wire[source] = (bits(x), None) if scale is None else cast_rows(bits(x), scale)
     return wire
 
 
 def _by_expert(shape: Shape, handle: Handle, wire: dict[int, Any], rank: int, alignment: int) -> Dispatched:
-    """The expert layout at `rank`. Its counts are not aligned: its shape is fixed."""
+    """The expert layout on `rank`. Counts are not aligned, because the shape is fixed."""
     experts, most = shape.local_experts, shape.ranks * shape.max_tokens
     x, scales = _empty((experts, most), wire[rank])
     counts = np.zeros(experts, np.int32)
@@ -158,7 +160,7 @@ def _by_expert(shape: Shape, handle: Handle, wire: dict[int, Any], rank: int, al
             begin = int(counts[local])
             tokens, rows = np.zeros(0, np.int64), np.zeros(0, np.int64)
             if source in wire:
-                tokens, rows = _came(handle, source, _of(handle, source) == rank * experts + local)
+                tokens, rows = _received(handle, source, _of(handle, source) == rank * experts + local)
                 payload, factors = wire[source]
                 x[local, rows] = payload[tokens]
                 if scales is not None:
@@ -170,18 +172,18 @@ def _by_expert(shape: Shape, handle: Handle, wire: dict[int, Any], rank: int, al
 
 
 def _by_rank(shape: Shape, handle: Handle, wire: dict[int, Any], rank: int, alignment: int) -> Dispatched:
-    """The rank layout at `rank`."""
+    """The rank layout on `rank`."""
     experts = shape.local_experts
-    came = {source: _came(handle, source, shape.homes(_of(handle, source)) == rank) for source in wire}
+    received = {source: _received(handle, source, shape.homes(_of(handle, source)) == rank) for source in wire}
     offsets = np.zeros(shape.ranks + 1, np.int64)
-    for source, (tokens, _) in came.items():
+    for source, (tokens, _) in received.items():
         offsets[source + 1] = len(tokens)
     offsets = np.cumsum(offsets)
     x, scales = _empty((int(offsets[-1]),), wire[rank])
     local_idx = np.full((len(x), shape.topk), -1, np.int64)
     weighted = handle.topk_weights is not None
     weights = np.zeros((len(x), shape.topk), np.float32) if weighted else None
-    for source, (tokens, rows) in came.items():
+    for source, (tokens, rows) in received.items():
         payload, factors = wire[source]
         x[rows] = payload[tokens]
         if scales is not None:
@@ -202,8 +204,8 @@ def _of(handle: Handle, source: int) -> I64:
     return idx
 
 
-def _came(handle: Handle, source: int, chosen: npt.NDArray[np.bool_]) -> tuple[I64, I64]:
-    """The tokens of `source` that have one of the `chosen` selections [T, topk], and the row each went to."""
+def _received(handle: Handle, source: int, chosen: npt.NDArray[np.bool_]) -> tuple[I64, I64]:
+    """The tokens of `source` that have one of the `chosen` selections [T, topk], and the row of each."""
     rows = handle.rows[source]
     assert rows is not None
     tokens = np.flatnonzero(chosen.any(axis=1))
@@ -211,7 +213,7 @@ def _came(handle: Handle, source: int, chosen: npt.NDArray[np.bool_]) -> tuple[I
 
 
 def _empty(lead: tuple[int, ...], like: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Zeros for rows and scales such as travel."""
+    """Zeros for rows and scales of the same dtypes and widths as ``like``."""
     payload, scales = like
     x = np.zeros((*lead, payload.shape[1]), payload.dtype)
     return x, None if scales is None else np.zeros((*lead, scales.shape[1]), scales.dtype)
@@ -221,8 +223,8 @@ def _empty(lead: tuple[int, ...], like: tuple[Any, Any]) -> tuple[Any, Any]:
 class Traffic:
     """Rows that one rank sends in a dispatch.
 
-    `logical`: selections, those of its own experts too. `wire`: rows that leave the rank, one per token and other rank.
-    `network`: those of them that leave the node.
+    `logical`: selections, including those of its own experts. `wire`: rows that leave the rank, one per token and other
+    rank. `network`: rows that leave the node.
     """
 
     logical: int
@@ -231,7 +233,7 @@ class Traffic:
 
 
 def traffic(handle: Handle, source: int, nodes: Sequence[str] | None = None) -> Traffic:
-    """The rows that rank `source` sends. `nodes`: the node of each rank; all on one when not given."""
+    """The rows that rank `source` sends. `nodes`: the node of each rank; by default all are on one."""
     rows = handle.rows[source]
     if rows is None:
         return Traffic(0, 0, 0)

@@ -1,4 +1,4 @@
-"""bf16 and e4m3 as bits.
+"""Conversions between fp32 values and the bits of bf16 and e4m3.
 
 bf16 is the upper half of an fp32: 1 sign, 8 exponent and 7 mantissa bits. e4m3 (the "fn" kind: finite, NaN) has 1, 4
 and 3 bits and bias 7: normal from 2^-6, steps of 2^-9 below it, largest 448 (0x7e), NaN 0x7f, no infinity.
@@ -19,7 +19,7 @@ E4M3_MAX = 448.0
 
 
 def bits(array: npt.NDArray[Any]) -> Any:
-    """The bits of a bf16 or e4m3 array (uint16, uint8); an array of such bits is returned as it is."""
+    """The bits of a bf16 or e4m3 array (uint16, uint8); an array of such bits is returned unchanged."""
     name = array.dtype.name
     if name in ("bfloat16", "uint16"):
         return array.view(np.uint16)
@@ -34,9 +34,9 @@ def bf16_values(array: U16) -> F32:
 
 
 def bf16_bits(values: npt.ArrayLike) -> U16:
-    """bf16 bits of fp32 values: nearest, ties to even; beyond the largest becomes infinite; NaN is 0x7fc0."""
+    """bf16 bits of fp32 values: nearest, ties to even; overflow becomes infinite; NaN becomes 0x7fc0."""
     wide = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    last = (wide >> 16) & 1  # of what stays: a tie goes up when it is odd
+    last = (wide >> 16) & 1  # the last bit that is kept: ties round up if it is odd
     rounded = (wide + 0x7FFF + last) >> 16
     nan = (wide & 0x7FFF_FFFF) > 0x7F80_0000
     return np.where(nan, 0x7FC0, rounded).astype(np.uint16)
@@ -54,14 +54,16 @@ def e4m3_values(array: U8) -> F32:
 
 
 def e4m3_bits(values: npt.ArrayLike) -> U8:
-    """e4m3 bits of fp32 values: nearest, ties to even; beyond 448 (infinity too) becomes 448; NaN becomes 0x7f. The
-    sign is kept, of zero and NaN too."""
+    """e4m3 bits of fp32 values: nearest, ties to even; overflow and infinity become 448; NaN becomes 0x7f.
+
+    The sign is preserved, also of zero and NaN.
+    """
     wide = np.ascontiguousarray(values, np.float32)
     sign = (wide.view(np.uint32) >> 31 << 7).astype(np.uint8)
     nan = np.isnan(wide)
     magnitude = np.where(nan, np.float32(0), np.minimum(np.abs(wide), np.float32(E4M3_MAX)))
     exponent = np.maximum((magnitude.view(np.uint32) >> 23).astype(np.int32) - 127, -6)
-    # Eight steps to the octave; dividing by a power of two is exact, and rint rounds ties to even.
+    # Each octave has eight steps; division by a power of two is exact, and rint rounds ties to even.
     steps = np.rint(np.ldexp(magnitude, 3 - exponent)).astype(np.int32)
-    code = (exponent + 6) * 8 + steps  # sixteen steps are the first of the next octave
+    code = (exponent + 6) * 8 + steps  # step sixteen is the first step of the next octave
     return np.where(nan, 0x7F, code).astype(np.uint8) | sign

@@ -1,4 +1,4 @@
-"""Who sends what where: the shape of a group and the routings that are measured and tested."""
+"""The shape of an exchange, and the routings that are measured and tested."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ROUTINGS = ("uniform", "skewed:S", "one", "next")
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers of a group: the same on every rank.
+    """The sizes of an exchange, the same on every rank.
 
-    `num_experts` experts in all, `local_experts` on each of `ranks` ranks in order; a rank sends up to `max_tokens`
-    tokens of `hidden` values, each to up to `topk` distinct experts.
+    `num_experts` experts in total, `local_experts` on each of `ranks` ranks in order; a rank sends up to `max_tokens`
+    tokens of `hidden` elements, each to up to `topk` distinct experts.
     """
 
     ranks: int
@@ -29,27 +29,27 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.num_experts % self.ranks:
-            raise ValueError(f"{self.num_experts} experts cannot be spread evenly over {self.ranks} ranks")
+            raise ValueError(f"{self.num_experts} experts cannot be divided evenly among {self.ranks} ranks")
 
     @property
     def local_experts(self) -> int:
-        """Experts of each rank."""
+        """Number of experts per rank."""
         return self.num_experts // self.ranks
 
     def homes(self, topk_idx: I64) -> I64:
-        """The rank of each selection, -1 where there is none. Any shape."""
+        """The rank of each selected expert, -1 for none. Accepts any shape."""
         return np.where(topk_idx < 0, -1, topk_idx // self.local_experts)
 
     def check(self, topk_idx: I64) -> None:
-        """Raises ValueError when `topk_idx` is no i64 [T <= max_tokens, topk] of -1 and distinct experts per token."""
+        """Raises ValueError unless `topk_idx` is i64 [T <= max_tokens, topk] of distinct experts per token, or -1."""
         if topk_idx.ndim != 2 or topk_idx.shape[1] != self.topk or topk_idx.dtype != np.int64:
-            raise ValueError(f"topk_idx is {topk_idx.dtype} {topk_idx.shape} where it is to be int64 [T, {self.topk}]")
+            raise ValueError(f"topk_idx is {topk_idx.dtype} {topk_idx.shape}, not int64 [T, {self.topk}]")
         if len(topk_idx) > self.max_tokens:
             raise ValueError(f"{len(topk_idx)} tokens are more than {self.max_tokens}")
         wrong = (topk_idx < -1) | (topk_idx >= self.num_experts)
         if wrong.any():
             token, k = (int(i) for i in np.argwhere(wrong)[0])
-            raise ValueError(f"topk_idx[{token}, {k}] is {topk_idx[token, k]}, no expert of {self.num_experts}")
+            raise ValueError(f"topk_idx[{token}, {k}] is {topk_idx[token, k]}, not one of {self.num_experts} experts")
         ordered = np.sort(topk_idx, axis=1)
         twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
         if twice.any():
@@ -57,7 +57,7 @@ class Shape:
 
 
 def parse_routing(text: str) -> tuple[str, float]:
-    """One of `ROUTINGS` as its name and S (0 but for skewed). Raises ValueError."""
+    """Parses one of `ROUTINGS` into its name and S (0 except for skewed). Raises ValueError."""
     name, colon, number = text.partition(":")
     if name in ("uniform", "one", "next") and not colon:
         return name, 0.0
@@ -80,16 +80,16 @@ def route(
     active: list[int] | None = None,
     rank: int = 0,
 ) -> tuple[I64, F32]:
-    """A rank's `topk_idx` i64 [tokens, topk] and `topk_weights` f32 [tokens, topk].
+    """Draws the `topk_idx` i64 [tokens, topk] and `topk_weights` f32 [tokens, topk] of a rank.
 
-    `uniform`: every set of experts is as likely as any other. `skewed:S`: the e-th expert (from 1) is drawn with
-    probability proportional to e^-S, without replacement, as Zipf's law has it. `one`: every token takes experts
-    0 .. topk-1, so that all goes to one expert when topk is 1 and to as few ranks as can be otherwise. `next`: uniform
-    over the experts of the rank after `rank` (after the last the first), so that every row leaves its rank.
+    `uniform`: every set of experts is equally likely. `skewed:S`: experts are drawn without replacement by Zipf's law,
+    the e-th expert (from 1) with probability proportional to e^-S. `one`: every token selects experts 0 .. topk-1, so
+    that all tokens go to one expert if topk is 1, and otherwise to as few ranks as possible. `next`: uniform over the
+    experts of the rank after `rank` (cyclically), so that every row leaves its rank.
 
-    `dropped`: the part of the selections that become -1 (their weights stay). `active`: only experts of these ranks are
-    selected; where there are fewer than topk, the rest are -1. Weights are positive and sum to 1 per token, and are 0
-    where nothing was selected for want of experts.
+    `dropped`: fraction of the selections to replace with -1 (their weights stay). `active`: only experts of these ranks
+    are selected; if there are fewer than topk, the rest are -1. Weights are positive and sum to 1 per token; they are 0
+    for selections that are -1 because there are too few experts.
     """
     name, skew = parse_routing(routing)
     ranks = list(range(shape.ranks)) if active is None else active
@@ -101,7 +101,7 @@ def route(
     if name == "one":
         chosen = np.broadcast_to(np.arange(count), (tokens, count))
     else:
-        # The count largest of log(probability) + Gumbel noise are a draw without replacement.
+        # The largest values of log(probability) + Gumbel noise are a draw without replacement.
         odds = -skew * np.log(np.arange(1, len(experts) + 1))
         chosen = np.argsort(-(odds + rng.gumbel(size=(tokens, len(experts)))), axis=1)[:, :count]
     topk_idx = np.full((tokens, shape.topk), -1, np.int64)

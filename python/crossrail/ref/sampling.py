@@ -1,11 +1,11 @@
-"""A rank's dispatch and combine on a GPU against the reference, so much of it that a measurement can be believed.
+"""Comparison of a rank's dispatch and combine on a GPU with a sample of the reference, before a measurement.
 
-What is compared, bit for bit: all counts, ranges, offsets, sources, indices and weights; of every row that came a few
-blocks of columns, and a sample of rows whole. Sums are compared within the bound of `summing`: of every token a few
-blocks of columns, and a sample of tokens whole. The whole reference would take longer than what is measured.
+Compared bit for bit: all counts, ranges, offsets, sources, indices and weights; a few blocks of columns of every
+received row; and a sample of complete rows. Sums are compared within the bound of `summing`: a few blocks of columns of
+every token, and a sample of complete tokens. The complete reference would take longer than the measurement.
 
-The experts' outputs do not follow from what came: row i of them is row i mod `PERIOD` of some random rows, so that they
-can be had without a transfer, and that a sum of wrong rows is told from the right one.
+The experts' outputs do not depend on the rows received: row i is row i mod `PERIOD` of some random rows. They are known
+without a transfer, and a sum of wrong rows differs from the correct one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from crossrail.ref.floats import U16, bf16_bits, bf16_values
 from crossrail.ref.summing import combine_exact
 
 PERIOD = 61
-"""Rows of the experts' outputs before they repeat; a prime, so that they do not repeat with rows, ranks or experts."""
+"""Period of the rows of the experts' outputs; a prime, so that it does not align with rows, ranks or experts."""
 
 BLOCKS = 3
 WHOLE_ROWS = 32
@@ -33,13 +33,13 @@ WHOLE_TOKENS = 8
 
 
 def outputs(work: Work, rank: int) -> U16:
-    """The rows, bf16 bits [PERIOD, H], that the outputs of the experts of `rank` consist of."""
+    """The rows, bf16 bits [PERIOD, H], that the experts of `rank` repeat as their outputs."""
     rng = np.random.default_rng([work.seed, rank, PERIOD])
     return bf16_bits(rng.standard_normal((PERIOD, work.shape.hidden), dtype=np.float32))
 
 
 def inputs(work: Work) -> list[Inputs]:
-    """What each rank sends. It is kept for the next that asks with as many tokens of the same routing."""
+    """The inputs of each rank. Those of the last call are cached."""
     return _inputs(replace(work, layout="expert", scale=None, prereduce=True))
 
 
@@ -52,7 +52,7 @@ def _inputs(work: Work) -> list[Inputs]:
 
 @dataclass(frozen=True)
 class Sums:
-    """What some columns of some tokens should be, f64 [tokens, columns], and how far they may be from it."""
+    """Expected values of some columns of some tokens, f64 [tokens, columns], and their error bounds."""
 
     tokens: I64
     columns: I64
@@ -72,7 +72,7 @@ class Sums:
 
 
 class Judge:
-    """Knows what `rank` should get; `turn` chooses what is looked at more closely. What it works out it keeps."""
+    """Compares the results of `rank`; `turn` seeds the choice of samples. Expected values are cached."""
 
     def __init__(self, work: Work, rank: int, turn: int = 0) -> None:
         self.work, self.rank = work, rank
@@ -85,51 +85,51 @@ class Judge:
         self.columns: I64 = (self.blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
 
     def judge_dispatch(self, parts: Mapping[str, bytes]) -> None:
-        """Compares what `_DeviceEp.dispatch` gave. Raises Difference."""
-        right = self._arriving
+        """Compares the result of `_DeviceEp.dispatch`. Raises Difference."""
+        expected = self._arriving
         where = f"rank {self.rank}: dispatch"
-        same(f"{where}: counts", np.frombuffer(parts["counts"], np.int32), right.counts)
+        same(f"{where}: counts", np.frombuffer(parts["counts"], np.int32), expected.counts)
         if self.work.layout == "expert":
-            self._judge_experts(parts, right, where)
+            self._judge_experts(parts, expected, where)
         else:
-            self._judge_ranks(parts, right, where)
+            self._judge_ranks(parts, expected, where)
 
     def judge_combine(self, sums: bytes) -> None:
-        """Compares what `_DeviceEp.combine` gave. Raises Difference."""
+        """Compares the result of `_DeviceEp.combine`. Raises Difference."""
         got = np.frombuffer(sums, np.uint16).reshape(self.work.tokens, self.work.shape.hidden)
         for part in self._sums:
             part.judge(got[part.tokens][:, part.columns], self.rank)
 
     @cached_property
     def _sums(self) -> list[Sums]:
-        """Some columns of every token, and some tokens whole."""
+        """Sums of some columns of every token, and of some tokens completely."""
         some = np.array(self._some(self.work.tokens, WHOLE_TOKENS), np.int64)
         parts = [(np.arange(self.work.tokens), self.columns), (some, np.arange(self.work.shape.hidden))]
         handle = self._handle()
         return [Sums(tokens, columns, *self._exact(handle, tokens, columns)) for tokens, columns in parts]
 
-    def _judge_experts(self, parts: Mapping[str, bytes], right: Dispatched, where: str) -> None:
+    def _judge_experts(self, parts: Mapping[str, bytes], expected: Dispatched, where: str) -> None:
         shape = self.work.shape
         most = shape.ranks * shape.max_tokens
         ranges = np.frombuffer(parts["ranges"], np.int64).reshape(shape.local_experts, shape.ranks)
-        same(f"{where}: ranges", ranges, right.ranges)
+        same(f"{where}: ranges", ranges, expected.ranges)
         source = np.frombuffer(parts["source"], np.int32).reshape(shape.local_experts, most)
         x = self._rows(parts)
         scales = self._expert_scales(parts)
         begin = 0
-        for local, count in enumerate(right.counts.tolist()):
-            assert right.source is not None
+        for local, count in enumerate(expected.counts.tolist()):
+            assert expected.source is not None
             of = f"{where}: expert {local}"
-            same(f"{of}: source", source[local, :count], right.source[local, :count])
+            same(f"{of}: source", source[local, :count], expected.source[local, :count])
             rows = x[begin : begin + count]
-            same(f"{of}: x", rows[:, self.columns], right.x[local, :count])
-            if scales is not None and right.scales is not None:
-                same(f"{of}: scales", scales[local, :count][:, self.blocks], right.scales[local, :count])
+            same(f"{of}: x", rows[:, self.columns], expected.x[local, :count])
+            if scales is not None and expected.scales is not None:
+                same(f"{of}: scales", scales[local, :count][:, self.blocks], expected.scales[local, :count])
             begin += count
-        ends = np.cumsum(right.counts)
+        ends = np.cumsum(expected.counts)
         for row in self._some(len(x), WHOLE_ROWS):
             local = int(np.searchsorted(ends, row, side="right"))
-            place = row - (int(ends[local]) - int(right.counts[local]))
+            place = row - (int(ends[local]) - int(expected.counts[local]))
             starts = ranges[local] >> 32
             counts = ranges[local] & 0xFFFF_FFFF
             (home,) = np.flatnonzero((starts <= place) & (place < starts + counts))
@@ -137,20 +137,20 @@ class Judge:
             factors = None if scales is None else scales[local, place]
             self._judge_row(f"{where}: expert {local}, row {place}", x[row], factors, int(home), token)
 
-    def _judge_ranks(self, parts: Mapping[str, bytes], right: Dispatched, where: str) -> None:
+    def _judge_ranks(self, parts: Mapping[str, bytes], expected: Dispatched, where: str) -> None:
         shape = self.work.shape
         offsets = np.frombuffer(parts["offsets"], np.int64)
-        same(f"{where}: offsets", offsets, right.offsets)
+        same(f"{where}: offsets", offsets, expected.offsets)
         x = self._rows(parts)
         indices = np.frombuffer(parts["topk_idx"], np.int64).reshape(-1, shape.topk)
-        same(f"{where}: topk_idx", indices, right.topk_idx)
+        same(f"{where}: topk_idx", indices, expected.topk_idx)
         weights = np.frombuffer(parts["topk_weights"], np.float32).reshape(-1, shape.topk)
-        same(f"{where}: topk_weights", weights, right.topk_weights)
-        same(f"{where}: x", x[:, self.columns], right.x)
+        same(f"{where}: topk_weights", weights, expected.topk_weights)
+        same(f"{where}: x", x[:, self.columns], expected.x)
         scales = None
-        if right.scales is not None:
-            scales = np.frombuffer(parts["scales"], right.scales.dtype).reshape(-1, shape.hidden // BLOCK)
-            same(f"{where}: scales", scales[:, self.blocks], right.scales)
+        if expected.scales is not None:
+            scales = np.frombuffer(parts["scales"], expected.scales.dtype).reshape(-1, shape.hidden // BLOCK)
+            same(f"{where}: scales", scales[:, self.blocks], expected.scales)
         homes = shape.homes
         for row in self._some(len(x), WHOLE_ROWS):
             home = int(np.searchsorted(offsets, row, side="right")) - 1
@@ -159,7 +159,7 @@ class Judge:
             self._judge_row(f"{where}: row {row}", x[row], None if scales is None else scales[row], home, token)
 
     def _judge_row(self, where: str, row: Any, scales: Any, home: int, token: int) -> None:
-        """A whole row, which token `token` of rank `home` should be."""
+        """Compares a complete row with token `token` of rank `home`."""
         sent = self.inputs[home].x[token]
         if self.work.scale is None:
             same(where, row, sent)
@@ -174,7 +174,7 @@ class Judge:
         idx, rows = handle.topk_idx[self.rank], handle.rows[self.rank]
         assert idx is not None and rows is not None
         idx, rows = idx[tokens], rows[tokens]
-        # Each token's outputs are put where its own number says, so that only those are needed.
+        # Outputs are stored by the token's own index, so that only those of `tokens` are needed.
         ys = [self._outputs_of(home, idx, rows, columns) for home in range(shape.ranks)]
         places = np.where(rows >= 0, np.arange(len(tokens))[:, None], -1)
         none = [None] * shape.ranks
@@ -188,7 +188,7 @@ class Judge:
         routing[self.rank] = idx
         where: list[Any] = [*none]
         where[self.rank] = places
-        # Only this rank has tokens; all give outputs.
+        # Only this rank has tokens; all ranks have outputs.
         for rank in range(shape.ranks):
             if rank != self.rank:
                 routing[rank], where[rank] = idx[:0], places[:0]
@@ -200,7 +200,7 @@ class Judge:
         return found
 
     def _outputs_of(self, home: int, idx: I64, rows: I64, columns: I64) -> U16:
-        """What the experts of `home` answer to these selections: [local experts, T, columns], or [T, columns]."""
+        """Outputs of the experts of `home` for these selections: [local experts, T, columns], or [T, columns]."""
         shape = self.work.shape
         pattern = outputs(self.work, home)[:, columns]
         here = (rows >= 0) & (shape.homes(idx) == home)
@@ -216,19 +216,19 @@ class Judge:
 
     @cached_property
     def _arriving(self) -> Dispatched:
-        """The reference's dispatch to this rank, of the chosen columns."""
+        """The reference dispatch to this rank, restricted to the chosen columns."""
         homes = self.work.shape.homes
         chosen = [np.where(homes(one.topk_idx) == self.rank, one.topk_idx, -1) for one in self.inputs]
-        came = self._dispatched([one.x[:, self.columns] for one in self.inputs], chosen, self.work.scale)[self.rank]
-        assert came is not None
-        return came
+        received = self._dispatched([one.x[:, self.columns] for one in self.inputs], chosen, self.work.scale)[self.rank]
+        assert received is not None
+        return received
 
     def _handle(self) -> Handle:
-        """Where everything goes."""
+        """The routing of all ranks."""
         none = [one.x[:, :0] for one in self.inputs]
-        came = self._dispatched(none, [one.topk_idx for one in self.inputs], None)[self.rank]
-        assert came is not None
-        return came.handle
+        received = self._dispatched(none, [one.topk_idx for one in self.inputs], None)[self.rank]
+        assert received is not None
+        return received.handle
 
     def _dispatched(self, xs: Sequence[Any], topk_idx: Sequence[Any], scale: Any) -> list[Dispatched | None]:
         shape = replace(self.work.shape, hidden=xs[0].shape[1])
@@ -240,7 +240,7 @@ class Judge:
         return np.frombuffer(parts["x"], dtype).reshape(-1, self.work.shape.hidden)
 
     def _expert_scales(self, parts: Mapping[str, bytes]) -> Any:
-        """[local experts, rows, blocks], however they lie."""
+        """Scales as [local experts, rows, blocks], whatever their layout in memory."""
         shape = self.work.shape
         lead = (shape.local_experts, -1, shape.ranks * shape.max_tokens)
         if self.work.scale is None:
@@ -252,7 +252,7 @@ class Judge:
         return np.frombuffer(parts["scales"], np.float32).reshape(lead).transpose(0, 2, 1)
 
     def _some(self, count: int, most: int) -> list[int]:
-        """Some numbers below `count`, the same ones each time."""
+        """A reproducible sample of the numbers below `count`."""
         rng = np.random.default_rng([self.work.seed, self.rank, self.turn, count])
         chosen: list[int] = rng.choice(count, min(count, most), replace=False).tolist()
         return chosen

@@ -1,27 +1,27 @@
-"""Combine: the experts' outputs summed into the tokens' rows, and how far the sum may be from the exact one.
+"""Reference of combine: the sums of the experts' outputs, and a bound of their rounding error.
 
-The sum of a token, fp32 throughout, each product and each sum rounded once (no fused operations):
+The sum of a token is computed in fp32, with each product and each sum rounded once (no fused operations):
 
 - expert layout, pre-reduced: each rank adds weight * output over the token's experts there, in the order of `topk_idx`,
   and rounds the row to bf16; the token's rank adds these rows in the order of the ranks, then the biases, and rounds to
   bf16. Not pre-reduced: the token's rank adds weight * output itself, in the order of `topk_idx`, then the biases.
-- rank layout: the token's rank adds the rows as the ranks give them (bf16, unweighted), in the order of the ranks, then
+- rank layout: the token's rank adds the rows as the ranks pass them (bf16, unweighted), in the order of the ranks, then
   the biases.
 
-The bound. Adding n terms one by one in arithmetic of unit roundoff u is off by at most g(n - 1) * sum |term|, where
-g(n) = n u / (1 - n u); a rounded product in each term makes that g(n) (Higham, Accuracy and Stability of Numerical
-Algorithms, 2nd edition, section 4.2 and lemma 3.1). fp32 has u = 2^-24; rounding to bf16 adds at most 2^-8 of the
-value, or 2^-134 where that is more (subnormal). So, pre-reduced, with s_r the exact sum over the n_r terms of rank r,
+The bound: adding n terms one by one in arithmetic of unit roundoff u has an error of at most g(n - 1) * sum |term|,
+where g(n) = n u / (1 - n u); a rounded product in each term makes that g(n) (Higham, Accuracy and Stability of
+Numerical Algorithms, 2nd edition, section 4.2 and lemma 3.1). fp32 has u = 2^-24; rounding to bf16 adds at most 2^-8 of
+the value, or 2^-134 if that is more (subnormal). So, pre-reduced, with s_r the exact sum over the n_r terms of rank r,
 a_r the same of magnitudes, and s the exact sum of all:
 
-    d_r   = g(n_r) a_r                                            what rank r's fp32 sum is off by
-    e_r   = d_r + 2^-8 (|s_r| + d_r) + 2^-134                     what its bf16 row is off by
-    d     = sum e_r + g(N) (sum (|s_r| + e_r) + sum |bias|)       what the sum of N rows and biases is off by
-    bound = d + 2^-8 (|s| + d) + 2^-134                           what the result is off by
+    d_r   = g(n_r) a_r                                            error of rank r's fp32 sum
+    e_r   = d_r + 2^-8 (|s_r| + d_r) + 2^-134                     error of its bf16 row
+    d     = sum e_r + g(N) (sum (|s_r| + e_r) + sum |bias|)       error of the sum of N rows and biases
+    bound = d + 2^-8 (|s| + d) + 2^-134                           error of the result
 
-In the rank layout e_r = 0, as rows come as they are; not pre-reduced, every term is a row of its own with e = g(1)
-|term|. Products that are subnormal in fp32 are off by 2^-150 each, which 2^-134 covers many times over. All this holds
-unless a sum overflows.
+In the rank layout e_r = 0, because rows are added unchanged; not pre-reduced, every term is a row of its own with
+e = g(1) |term|. Products that are subnormal in fp32 have an error of 2^-150 each, which 2^-134 covers many times over.
+The bound holds unless a sum overflows.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def combine(
     prereduce: bool = True,
     active: Sequence[int] | None = None,
 ) -> list[U16 | None]:
-    """The tokens' rows, bf16 bits [T, H] by rank, of the experts' outputs `ys`.
+    """Combines the experts' outputs `ys` into sums per token, bf16 bits [T, H] by rank.
 
-    `ys`: bf16 (or bits), laid out as `dispatch` laid out `x`, by rank. `topk_weights`: f32 [T, topk] by rank, in the
-    expert layout where dispatch was given none; with none at all outputs are added as they are. `biases`: by rank, rows
-    bf16 [T, H] to add, at most two. `active`: the ranks that still take part; rows of the others are skipped. A token
-    without any row is its biases' sum, or 0.
+    `ys`: bf16 (or bits) in the layout of the dispatched `x`, by rank. `topk_weights`: f32 [T, topk] by rank, in the
+    expert layout if dispatch was given none; without any weights outputs are added unweighted. `biases`: by rank, at
+    most two arrays bf16 [T, H] to add. `active`: the ranks that still take part; rows of the others are skipped. The
+    result of a token without any row is the sum of its biases, or 0.
     """
     results: list[U16 | None] = [None] * handle.shape.ranks
     for source in _there(handle, active):
@@ -81,9 +81,9 @@ def combine_exact(
     prereduce: bool = True,
     active: Sequence[int] | None = None,
 ) -> list[tuple[F64, F64] | None]:
-    """As `combine`: the sums in fp64, and how far a bf16 result may be from each, f64 [T, H] both, by rank.
+    """The sums of `combine` in fp64, and the error bound of a bf16 result, both f64 [T, H] by rank.
 
-    (fp64 is off by 2^-53 of the terms, which is nothing here: the bound is an upper one by more than that.)
+    (The error of fp64 itself, 2^-53 of the terms, is negligible: the bound has more slack than that.)
     """
     results: list[tuple[F64, F64] | None] = [None] * handle.shape.ranks
     for source in _there(handle, active):
@@ -107,7 +107,7 @@ def _rows(
     active: Sequence[int] | None,
     prereduce: bool,
 ) -> Iterator[tuple[F64, F64, int]]:
-    """The rows that are added last: exact, what each may be off by, and how many there are of it."""
+    """The rows that are added last: exact value, error bound, and number of terms."""
     sums: dict[int, list[F64]] = {}
     terms: dict[int, int] = {}
     for rank, tokens, values, weights in _terms(ys, handle, topk_weights, source, active):
@@ -138,7 +138,7 @@ def _there(handle: Handle, active: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _by_rank(handle: Handle, prereduce: bool) -> bool:
-    """Whether each rank gives one row per token, which is rounded to bf16 before it is added."""
+    """Whether each rank returns one row per token, which is rounded to bf16 before it is added."""
     return prereduce or handle.layout == "rank"
 
 
@@ -149,9 +149,9 @@ def _zeros(handle: Handle, source: int, dtype: Any) -> Any:
 
 
 def _weights(handle: Handle, given: Sequence[F32 | None] | None, source: int) -> F32 | None:
-    """The weights [T, topk] of a source's outputs; None where they are added as they are."""
+    """The weights [T, topk] of the outputs for a source; None if they are added unweighted."""
     if given is not None and (handle.layout == "rank" or handle.topk_weights is not None):
-        raise ValueError("weights here go with the expert layout, and with none given to dispatch")
+        raise ValueError("topk_weights are for the expert layout, if dispatch was given none")
     if handle.layout == "rank":
         return None
     weights = handle.topk_weights if given is None else given
@@ -165,8 +165,8 @@ def _terms(
     source: int,
     active: Sequence[int] | None,
 ) -> Iterator[tuple[int, Any, F32, F32 | None]]:
-    """What is added for the tokens of `source`, in order: the rank that gives it, the tokens (distinct), their rows
-    f32 [n, H], and their weights f32 [n, 1] or None."""
+    """The terms of the sums of `source`, in order: the rank they are from, the tokens (distinct), their rows f32
+    [n, H], and their weights f32 [n, 1] or None."""
     shape, idx, rows = handle.shape, handle.topk_idx[source], handle.rows[source]
     assert idx is not None and rows is not None
     homes = np.where(rows >= 0, shape.homes(idx), -1)
@@ -175,7 +175,7 @@ def _terms(
         for rank in _there(handle, active):
             y = ys[rank]
             if y is None:
-                raise ValueError(f"rank {rank} is to take part without outputs")
+                raise ValueError(f"rank {rank} is active but has no outputs")
             if handle.layout == "rank":
                 tokens = np.flatnonzero((homes == rank).any(axis=1))
                 yield rank, tokens, bf16_values(bits(y)[np.where(homes == rank, rows, -1).max(axis=1)[tokens]]), None
