@@ -206,8 +206,8 @@ impl Cycle<'_> {
     /// What the step that was just done consists of.
     fn parts(&self, step: Step) -> Vec<(&'static str, Duration)> {
         match (&self.buffer, step) {
-            (Some(Buffer::Device(buffer)), Step::Init) => buffer.took().made,
-            (Some(Buffer::Device(buffer)), Step::Connect | Step::Reconnect) => buffer.took().connected,
+            (Some(Buffer::Device(buffer)), Step::Init) => buffer.setup_timings().construct,
+            (Some(Buffer::Device(buffer)), Step::Connect | Step::Reconnect) => buffer.setup_timings().connect,
             _ => Vec::new(),
         }
     }

@@ -11,7 +11,7 @@ use crossrail::unpack::cuda::{Context as Gpu, Cuda, DeviceMemory, Event, Stream}
 use crossrail_control::Group;
 use crossrail_ep::{Bytes, Config, Layout, Payload};
 use crossrail_ep_cuda::{
-    Count, DeviceBuffer, DeviceHandle, DeviceOptions, Enqueued, EpCombineArgs, EpDispatchArgs, RankDispatch,
+    Counts, DeviceBuffer, DeviceHandle, DeviceOptions, Enqueued, EpCombineArgs, EpDispatchArgs, RankDispatch,
     RegionLease, Split, Traffic,
 };
 use crossrail_types::{Error, ErrorKind, Result};
@@ -246,7 +246,7 @@ impl DeviceEp {
 
     /// Puts an iteration in. With `learn`, the host learns how many rows came before it goes on, as a program must that
     /// allocates for them.
-    fn put(&mut self, plan: &DeviceEpPlan, learn: bool) -> Result<Option<Count>> {
+    fn put(&mut self, plan: &DeviceEpPlan, learn: bool) -> Result<Option<Counts>> {
         if plan.mode == EpMode::Combine {
             self.put_combine(self.last()?)?;
             return Ok(None);

@@ -1,144 +1,40 @@
 //! The buffer: one rank's heap in GPU memory, its kernels, and its connections to the other ranks.
 #![allow(unsafe_code)]
 
-use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use crossrail::{Context, Endpoint, Memory, Place, Region};
+use crossrail::{Context, Endpoint, Place};
 use crossrail_control::{Group, RankState};
-use crossrail_cuda::{Capture, Context as Primary, Stream};
+use crossrail_cuda::{Capture, Stream};
 use crossrail_ep::hello::Parameters;
 use crossrail_ep::meeting::{Meeting, random_id};
 use crossrail_ep::{Config, Fault, Layout, Link, Plan};
-use crossrail_kernels::Kernels;
-use crossrail_kernels::ep::{EpKernels, Epochs, Shape};
+use crossrail_kernels::ep::{Epochs, Shape};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
-use crate::done::{Counts, Done, Events};
-use crate::far::Reader;
-use crate::faults::{self, Ring, is_masked_by_kernels, reason, stage};
+use crate::completion::Events;
+use crate::counts::CountPool;
+use crate::device_reader::Reader;
+use crate::fault_ring::Ring;
 use crate::handles::{Pool, layout_of};
 use crate::heap::{self, Heap};
-use crate::loading;
+use crate::inner::{Connections, InFlight, Inner, State};
+use crate::kernel_cache;
+use crate::lease::RegionLease;
+use crate::losses;
 use crate::options::{self, DeviceOptions};
-use crate::order::Order;
 use crate::peer::Peer;
-use crate::regions::{RegionLease, RegionView, Regions};
-use crate::took::{Laps, Took};
-use crate::watch::{self, Connections, Lost};
+use crate::regions::Regions;
+use crate::setup_timings::{PhaseTimer, SetupTimings};
 
 /// One rank's memory for dispatch and combine on a GPU, and its connections to the other ranks. Clones share it. Any
 /// thread may use it, one at a time.
 #[derive(Clone)]
 pub struct DeviceBuffer(pub(crate) Arc<Inner>);
-
-pub(crate) struct Inner {
-    /// Tells buffers apart, handles too.
-    pub(crate) id: u64,
-    pub(crate) name: String,
-    pub(crate) me: u32,
-    pub(crate) config: Config,
-    pub(crate) options: DeviceOptions,
-    pub(crate) shape: Shape,
-    pub(crate) context: Context,
-    pub(crate) cuda: Primary,
-    pub(crate) meeting: Meeting,
-    pub(crate) kernels: Arc<EpKernels>,
-    /// The engine's, which it need not load again.
-    _engine: Option<Arc<Kernels>>,
-    /// Of a launch.
-    pub(crate) blocks: u32,
-    pub(crate) memory: Memory,
-    pub(crate) heap: Heap,
-    /// The heap for ranks out of reach, once there are some.
-    pub(crate) region: Mutex<Option<Region>>,
-    pub(crate) events: Arc<Events>,
-    pub(crate) counts: Option<Arc<Counts>>,
-    /// Handles' memory: expert layout, rank layout.
-    pub(crate) handles: [Option<Arc<Pool>>; 2],
-    pub(crate) regions: Regions,
-    pub(crate) reader: Reader,
-    /// The ring of faults, on the GPU.
-    pub(crate) faults_at: u64,
-    pub(crate) tell: Sender<Lost>,
-    /// Bytes that were carried to ranks out of reach.
-    pub(crate) network: AtomicU64,
-    pub(crate) recent: Arc<Recent>,
-    pub(crate) state: Mutex<State>,
-    /// Held while masks are told that depend on it; never while kernels or other ranks are waited for.
-    pub(crate) connections: Mutex<Connections>,
-    /// One thread at a time connects and disconnects.
-    pub(crate) connecting: Mutex<()>,
-    pub(crate) took: Mutex<Took>,
-}
-
-/// What changes.
-pub(crate) struct State {
-    pub(crate) peers: Vec<Option<Peer>>,
-    /// Ranks that were connected before: what they left in the heap is to be cleared.
-    pub(crate) stale: Vec<bool>,
-    pub(crate) order: Order,
-    pub(crate) ring: Ring,
-    pub(crate) faults: Vec<Fault>,
-    /// More rows have come than the caller had room for, and that was said.
-    overran: bool,
-    pub(crate) generation: u64,
-    pub(crate) closed: bool,
-}
-
-impl State {
-    /// Nothing was done yet.
-    fn new(peers: Vec<Option<Peer>>, ring: Ring) -> State {
-        State {
-            stale: vec![false; peers.len()],
-            peers,
-            order: Order::default(),
-            ring,
-            faults: Vec::new(),
-            overran: false,
-            generation: 0,
-            closed: false,
-        }
-    }
-
-    /// Ranks that are connected and not masked, this one included.
-    pub(crate) fn active(&self) -> u32 {
-        self.peers.iter().flatten().filter(|peer| !peer.masked).count() as u32
-    }
-
-    pub(crate) fn has_far(&self) -> bool {
-        self.peers.iter().flatten().any(|peer| peer.far().is_some() && !peer.masked)
-    }
-}
-
-/// Operations that may still run, in the order in which they were put in.
-#[derive(Default)]
-pub(crate) struct Recent(Mutex<VecDeque<Done>>);
-
-impl Recent {
-    pub(crate) fn push(&self, done: &Done) {
-        let mut recent = self.0.lock();
-        recent.push_back(done.clone());
-        // Two at a time: there are never many more than still run.
-        for _ in 0..2 {
-            if recent.front().is_some_and(|done| done.is_done().unwrap_or(true)) {
-                recent.pop_front();
-            }
-        }
-    }
-
-    fn all(&self) -> Vec<Done> {
-        self.0.lock().iter().cloned().collect()
-    }
-
-    fn is_busy(&self) -> bool {
-        self.0.lock().iter().any(|done| !done.is_done().unwrap_or(true))
-    }
-}
 
 /// How long `destroy` waits for kernels beyond what they wait for other ranks.
 const LAST_KERNELS: Duration = Duration::from_secs(2);
@@ -158,7 +54,7 @@ impl DeviceBuffer {
         config: Config,
         options: DeviceOptions,
     ) -> Result<DeviceBuffer> {
-        let mut laps = Laps::begin();
+        let mut timer = PhaseTimer::begin();
         let shape = options::shape(&config, &options)?;
         let me = group.rank();
         config.check_rank(me)?;
@@ -166,9 +62,9 @@ impl DeviceBuffer {
         options::plan(&config, &options, 0, Some(options::free(&cuda)?))?.check()?;
         let id = random_id()?;
         let parameters = Parameters::of(&config).on_gpu(shape.regions);
-        laps.end("context");
+        timer.end("context");
         // Loading and allocating take about as long as each other.
-        let (loaded, made) = loading::beside(&cuda, context.settings(), &shape, || {
+        let (loaded, made) = kernel_cache::beside(&cuda, context.settings(), &shape, || {
             let node = options.node_of(group.node());
             let meeting = Meeting::new(group, context, name, id, node, config.share_node, parameters)?;
             meeting.begin()?;
@@ -176,7 +72,7 @@ impl DeviceBuffer {
             let memory = context.alloc_on(bytes, Place::Gpu(options.ordinal))?;
             Ok((memory, meeting))
         });
-        laps.add(&loaded.took);
+        timer.add(&loaded.took);
         let (kernels, (memory, meeting)) = (loaded.kernels?, made?);
         let blocks = options.blocks(kernels.most_blocks())?;
         let pool = |layout: Layout| config.has(layout).then(|| Pool::new(&cuda, shape.handle_bytes(layout_of(layout))));
@@ -203,40 +99,40 @@ impl DeviceBuffer {
             memory,
             region: Mutex::default(),
             events: Events::new(&cuda),
-            counts: config.has(Layout::Rank).then(|| Counts::new(&cuda, &shape)).transpose()?,
+            counts: config.has(Layout::Rank).then(|| CountPool::new(&cuda, &shape)).transpose()?,
             handles: [pool(Layout::Expert), pool(Layout::Rank)],
             regions: Regions::new(shape.regions),
             reader: Reader::new(&cuda),
             faults_at: ring.address(),
             tell,
             network: AtomicU64::new(0),
-            recent: Arc::default(),
+            in_flight: Arc::default(),
             state: Mutex::new(State::new(peers, ring)),
             connections: Mutex::new(Connections { generations: vec![0; ranks], ended: Vec::new() }),
             connecting: Mutex::new(()),
-            took: Mutex::default(),
+            setup_timings: Mutex::default(),
             config,
             options,
             shape,
             cuda,
         });
         // The closing thread frees nothing while kernels of this buffer may wait for other ranks.
-        let asked: Weak<Recent> = Arc::downgrade(&inner.recent);
-        inner.cuda.defer_releases_while(move || asked.upgrade().map(|recent| recent.is_busy()));
-        watch::start(&inner, lost)?;
+        let asked: Weak<InFlight> = Arc::downgrade(&inner.in_flight);
+        inner.cuda.defer_releases_while(move || asked.upgrade().map(|in_flight| in_flight.is_busy()));
+        losses::start(&inner, lost)?;
         inner.meeting.announce()?;
-        laps.end("rest");
-        inner.took.lock().made = laps.parts();
+        timer.end("rest");
+        inner.setup_timings.lock().construct = timer.parts();
         Ok(DeviceBuffer(inner))
     }
 
-    /// What a buffer would take of the GPU's memory, `far` other ranks being out of its reach, and what is free there.
+    /// What a buffer would take of the GPU's memory, `unreachable` other ranks being out of its reach, and what is free there.
     ///
     /// # Errors
     /// `Usage` for numbers that make no sense, or that kernels cannot take.
-    pub fn plan(config: &Config, options: &DeviceOptions, far: u32) -> Result<Plan> {
+    pub fn plan(config: &Config, options: &DeviceOptions, unreachable: u32) -> Result<Plan> {
         let free = options::context(options.ordinal).and_then(|context| options::free(&context)).ok();
-        options::plan(config, options, far, free)
+        options::plan(config, options, unreachable, free)
     }
 
     /// What it was made for.
@@ -307,7 +203,7 @@ impl DeviceBuffer {
     /// Ranks that are connected but masked.
     pub fn masked(&self) -> Vec<u32> {
         let mut state = self.0.state.lock();
-        self.0.drain(&mut state);
+        self.0.process_losses(&mut state);
         state.peers.iter().flatten().filter(|peer| peer.masked).map(|peer| peer.rank).collect()
     }
 
@@ -325,7 +221,7 @@ impl DeviceBuffer {
     /// that has left is masked, and told of when the next operation begins).
     pub fn faults(&self) -> Vec<Fault> {
         let mut state = self.0.state.lock();
-        self.0.drain(&mut state);
+        self.0.process_losses(&mut state);
         state.faults.clone()
     }
 
@@ -333,7 +229,7 @@ impl DeviceBuffer {
     /// host through the engine.
     pub fn links(&self) -> Vec<Link> {
         let mut state = self.0.state.lock();
-        self.0.drain(&mut state);
+        self.0.process_losses(&mut state);
         let peers = state.peers.iter().flatten();
         peers
             .map(|peer| Link {
@@ -346,8 +242,8 @@ impl DeviceBuffer {
     }
 
     /// How long the parts of making it took, and of its last connect.
-    pub fn took(&self) -> Took {
-        self.0.took.lock().clone()
+    pub fn setup_timings(&self) -> SetupTimings {
+        self.0.setup_timings.lock().clone()
     }
 
     /// How many more results in the rank layout there is memory for, beside those in use and those of graphs.
@@ -420,74 +316,16 @@ impl std::fmt::Debug for DeviceBuffer {
 }
 
 impl Inner {
-    pub(crate) fn refuse_closed(&self, operation: &str) -> Result<()> {
-        if self.meeting.is_ending() {
-            return Err(Error::new(ErrorKind::Closed, operation, "the buffer was destroyed"));
-        }
-        Ok(())
-    }
-
-    /// Acts on what kernels have told of lost ranks, and on connections that have ended.
-    pub(crate) fn drain(&self, state: &mut State) {
-        for told in state.ring.read() {
-            if let Some(what) = faults::own(&told) {
-                // Once: what is captured is replayed often.
-                if !std::mem::replace(&mut state.overran, true) {
-                    self.meeting.warn(&what);
-                }
-                continue;
-            }
-            let (kind, what) = stage(told.stage);
-            let Some(peer) = state.peers.get_mut(told.rank as usize).and_then(Option::as_mut) else { continue };
-            // A rank that the host has masked since was lost all the same, unless that was said.
-            let was_masked = std::mem::replace(&mut peer.masked, true);
-            if was_masked {
-                continue;
-            }
-            if !is_masked_by_kernels(&told) {
-                self.tell_mask(told.rank);
-            }
-            let alive = peer.endpoint().cloned().filter(Endpoint::is_alive);
-            let why = peer.end().unwrap_or_else(|| reason(&told, self.config.timeout));
-            let fault = Fault {
-                rank: told.rank,
-                operation: kind.name(),
-                number: told.epoch,
-                stage: what,
-                why,
-                left: state.active(),
-            };
-            if let Some(endpoint) = alive.filter(|_| self.shape.rank_layout) {
-                self.regions.suspect(told.rank, &endpoint);
-            }
-            self.meeting.warn(&fault);
-            state.faults.push(fault);
-        }
-        self.notice_ends(state);
-    }
-
-    /// An operation with ranks that have left is begun: they are lost to it.
-    pub(crate) fn miss(&self, state: &mut State) {
-        for at in 0..state.peers.len() {
-            let gone = state.peers[at].as_mut().and_then(|peer| peer.gone.as_mut()).filter(|gone| !gone.said);
-            if let Some(gone) = gone {
-                gone.said = true;
-                let why = gone.why.clone();
-                self.say_gone(state, at as u32, &why);
-            }
-        }
-    }
-
     fn active(&self) -> Vec<u32> {
         let mut state = self.state.lock();
-        self.drain(&mut state);
+        self.process_losses(&mut state);
         state.peers.iter().flatten().filter(|peer| !peer.masked).map(|peer| peer.rank).collect()
     }
 
     fn set_mask(&self, ranks: &[u32], masked: bool) -> Result<()> {
         let what = if masked { "mask" } else { "unmask" };
         let mut state = self.state.lock();
-        self.drain(&mut state);
+        self.process_losses(&mut state);
         for rank in ranks {
             let peer = state.peers.get(*rank as usize).and_then(Option::as_ref);
             let Some(peer) = peer.filter(|peer| peer.rank != self.me) else {
@@ -498,7 +336,7 @@ impl Inner {
                 return Err(error.with_hint("disconnect it; a new process can take its place"));
             }
         }
-        let epochs = if masked { Epochs::default() } else { self.quiet(&state, what, None)? };
+        let epochs = if masked { Epochs::default() } else { self.wait_until_idle(&state, what, None)? };
         for rank in ranks {
             let Some(peer) = &mut state.peers[*rank as usize] else { continue };
             if !masked {
@@ -510,37 +348,6 @@ impl Inner {
             peer.masked = masked;
         }
         Ok(())
-    }
-
-    /// Waits until no operation of this rank is under way; the numbers of the last ones.
-    pub(crate) fn quiet(&self, state: &State, what: &str, limit: Option<Duration>) -> Result<Epochs> {
-        if !state.order.is_quiet() {
-            let error = Error::new(ErrorKind::Usage, what, "something that was sent is not received yet");
-            return Err(error.with_hint("finish it first, on all ranks"));
-        }
-        self.wait_for_kernels(limit)?;
-        self.heap.epochs()
-    }
-
-    /// Waits until all that was put in is done.
-    pub(crate) fn wait_for_kernels(&self, limit: Option<Duration>) -> Result<()> {
-        let limit = limit.unwrap_or(self.config.timeout.saturating_mul(2) + self.context.settings().timeout);
-        let deadline = Instant::now() + limit;
-        let recent = self.recent.all();
-        recent.iter().try_for_each(|done| done.synchronize(deadline.saturating_duration_since(Instant::now())))
-    }
-
-    pub(crate) fn region_view(&self, index: u32) -> RegionView {
-        let parts = &self.heap.parts;
-        let start = self.heap.base() + parts.regions + u64::from(index) * parts.region_stride;
-        RegionView {
-            rows: start,
-            scales: start + parts.region_scales,
-            topk_idx: start + parts.region_idx,
-            topk_weights: start + parts.region_weights,
-            source: start + parts.region_source,
-            most_rows: u64::from(self.shape.ranks) * u64::from(self.shape.max_tokens),
-        }
     }
 
     fn sync(&self, limit: Option<Duration>) -> Result<()> {

@@ -8,11 +8,11 @@ use crossrail_ep::meeting::{self, End, GOODBYE, Greeted};
 use crossrail_kernels::ep::Epochs;
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::buffer::{Inner, State};
+use crate::inner::{Inner, State};
+use crate::losses;
 use crate::options;
-use crate::peer::{Far, Peer, Way};
-use crate::took::Laps;
-use crate::watch;
+use crate::peer::{Forwarded, Path, Peer};
+use crate::setup_timings::PhaseTimer;
 
 /// A rank that has said hello, and how its heap is written to.
 struct Met {
@@ -20,39 +20,39 @@ struct Met {
     endpoint: Endpoint,
     /// To its heap; empty if it has not told.
     key: Vec<u8>,
-    way: MetWay,
+    path: MetPath,
 }
 
-enum MetWay {
-    Near(Mapped),
+enum MetPath {
+    Mapped(Mapped),
     /// The mirror.
-    Far(Memory),
+    Forwarded(Memory),
 }
 
 impl Met {
     fn mirror(&self) -> Option<&Memory> {
-        match &self.way {
-            MetWay::Near(_) => None,
-            MetWay::Far(mirror) => Some(mirror),
+        match &self.path {
+            MetPath::Mapped(_) => None,
+            MetPath::Forwarded(mirror) => Some(mirror),
         }
     }
 
     /// It is ready, and has told `late` as its key if it had told none.
     fn into_peer(self, late: &[u8], masked: bool) -> Result<Peer> {
-        let Met { rank, endpoint, key, way } = self;
-        let way = match way {
-            MetWay::Near(heap) => Way::Near { endpoint, heap },
-            MetWay::Far(mirror) => {
+        let Met { rank, endpoint, key, path } = self;
+        let path = match path {
+            MetPath::Mapped(heap) => Path::Mapped { endpoint, heap },
+            MetPath::Forwarded(mirror) => {
                 let key = if key.is_empty() { late } else { &key };
                 if key.is_empty() {
                     let text = "this rank's GPU does not reach its GPU, which reaches this rank's";
                     let error = Error::new(ErrorKind::Unsupported, "connect", text);
                     return Err(error.with_peer(format!("rank {rank}")));
                 }
-                Way::Far(Box::new(Far { rank, endpoint, key: RegionKey::from_bytes(key)?, mirror }))
+                Path::Forwarded(Box::new(Forwarded { rank, endpoint, key: RegionKey::from_bytes(key)?, mirror }))
             }
         };
-        Ok(Peer { rank, generation: 0, masked, gone: None, way, life: None })
+        Ok(Peer { rank, generation: 0, masked, departure: None, path, life: None })
     }
 }
 
@@ -61,23 +61,23 @@ impl Inner {
         let deadline = Instant::now() + timeout.unwrap_or(self.context.settings().timeout);
         let _connecting = self.connecting.lock();
         self.refuse_closed("connect")?;
-        let mut laps = Laps::begin();
+        let mut timer = PhaseTimer::begin();
         let (new, mine) = {
             let mut state = self.state.lock();
-            self.drain(&mut state);
+            self.process_losses(&mut state);
             let new = meeting::missing(ranks, self.config.ranks, |rank| state.peers[rank as usize].is_some())?;
             if new.is_empty() {
                 return Ok(());
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            let mine = self.quiet(&state, "connect", Some(left))?;
+            let mine = self.wait_until_idle(&state, "connect", Some(left))?;
             (new, mine)
         };
-        laps.end("kernels done");
+        timer.end("kernels done");
         let (ends, deadline) = self.meeting.connect(&new, deadline)?;
-        laps.end("endpoints");
+        timer.end("endpoints");
         let greeted = self.meeting.greet(ends, deadline, |end| self.hello(end, mine))?;
-        laps.end("hello");
+        timer.end("hello");
         let epochs = greeted.iter().fold(mine, |most, greeted| {
             most.max(Epochs { dispatch: greeted.heard.counts[1], combine: greeted.heard.counts[2] })
         });
@@ -90,9 +90,9 @@ impl Inner {
         });
         let tell = |error: &Error| self.meeting.refuse(ends.iter().map(|(_, endpoint)| endpoint), error);
         let (told, met) = prepared.inspect_err(tell)?;
-        laps.end("map");
+        timer.end("map");
         let keys = self.meeting.all_ready(&told, deadline)?;
-        laps.end("all ready");
+        timer.end("all ready");
         let peers: Result<Vec<Peer>> =
             met.into_iter().zip(keys).map(|(met, key)| met.into_peer(&key, !activate)).collect();
         let mut state = self.state.lock();
@@ -101,7 +101,7 @@ impl Inner {
             state.generation += 1;
             peer.generation = state.generation;
             if let Some(endpoint) = peer.endpoint() {
-                peer.life = Some(watch::on_end(self, peer.rank, peer.generation, endpoint)?);
+                peer.life = Some(losses::on_end(self, peer.rank, peer.generation, endpoint)?);
             }
             let mut connections = self.connections.lock();
             connections.generations[at] = peer.generation;
@@ -110,8 +110,8 @@ impl Inner {
             drop(connections);
             state.peers[at] = Some(peer);
         }
-        laps.end("tell kernels");
-        self.took.lock().connected = laps.parts();
+        timer.end("tell kernels");
+        self.setup_timings.lock().connect = timer.parts();
         Ok(())
     }
 
@@ -176,49 +176,49 @@ impl Inner {
     /// The key once more, for a rank that may not have been told before, as its GPU might have reached the heap: it does
     /// not, if this rank's does not reach that rank's heap either.
     fn late_key(&self, met: &Met) -> Result<Vec<u8>> {
-        match met.way {
-            MetWay::Far(_) => self.key(),
-            MetWay::Near(_) => Ok(Vec::new()),
+        match met.path {
+            MetPath::Forwarded(_) => self.key(),
+            MetPath::Mapped(_) => Ok(Vec::new()),
         }
     }
 
     fn meet_all(&self, greeted: Vec<Greeted>, deadline: Instant) -> Result<Vec<Met>> {
         // Ranks out of reach that are known by now.
-        let far = greeted.iter().filter(|greeted| greeted.heard.shared.is_none()).count() as u32;
-        self.check_memory(far)?;
+        let unreachable = greeted.iter().filter(|greeted| greeted.heard.shared.is_none()).count() as u32;
+        self.check_memory(unreachable)?;
         let meet = |greeted: Greeted| {
             let (rank, endpoint) = (greeted.end.rank, greeted.end.endpoint.clone());
-            self.meet(greeted, far, deadline).map_err(|error| self.meeting.why(rank, &endpoint, error))
+            self.meet(greeted, unreachable, deadline).map_err(|error| self.meeting.why(rank, &endpoint, error))
         };
         greeted.into_iter().map(meet).collect()
     }
 
-    fn check_memory(&self, far: u32) -> Result<()> {
-        if far == 0 {
+    fn check_memory(&self, unreachable: u32) -> Result<()> {
+        if unreachable == 0 {
             return Ok(());
         }
         // The heap itself is there already.
         let free = options::free(&self.cuda)?.saturating_add(self.memory.len() as u64);
-        options::plan(&self.config, &self.options, far, Some(free))?.check()
+        options::plan(&self.config, &self.options, unreachable, Some(free))?.check()
     }
 
-    fn meet(&self, greeted: Greeted, far: u32, deadline: Instant) -> Result<Met> {
+    fn meet(&self, greeted: Greeted, unreachable: u32, deadline: Instant) -> Result<Met> {
         let Greeted { end: End { rank, endpoint, .. }, heard, .. } = greeted;
         let mapped = match &heard.shared {
             Some(shared) => self.map(rank, &endpoint, shared, deadline)?,
             None => None,
         };
-        let way = match mapped {
-            Some(heap) => MetWay::Near(heap),
+        let path = match mapped {
+            Some(heap) => MetPath::Mapped(heap),
             None => {
                 if heard.shared.is_some() {
-                    self.check_memory(far + 1)?;
+                    self.check_memory(unreachable + 1)?;
                 }
                 let bytes = usize::try_from(self.shape.heap_bytes()).unwrap_or(usize::MAX);
-                MetWay::Far(self.context.alloc_on(bytes, Place::Gpu(self.options.ordinal))?)
+                MetPath::Forwarded(self.context.alloc_on(bytes, Place::Gpu(self.options.ordinal))?)
             }
         };
-        Ok(Met { rank, endpoint, key: heard.key, way })
+        Ok(Met { rank, endpoint, key: heard.key, path })
     }
 
     /// Maps a rank's heap for this rank's GPU; `None` where that does not reach it.
@@ -244,7 +244,7 @@ impl Inner {
         let _connecting = self.connecting.lock();
         meeting::others(ranks, self.me, self.config.ranks, "disconnect")?;
         let mut state = self.state.lock();
-        self.drain(&mut state);
+        self.process_losses(&mut state);
         // What those have sent may never be received; kernels must not touch their heaps any more.
         self.wait_for_kernels(None)?;
         let mut gone = Vec::new();

@@ -10,13 +10,13 @@ use crossrail_kernels::ep as kernels;
 use crossrail_types::Result;
 use parking_lot::Mutex;
 
-use crate::done::Done;
+use crate::completion::Completion;
 
 /// Handles' memory of one layout, used again and again.
 pub(crate) struct Pool {
     context: Context,
     len: usize,
-    free: Mutex<VecDeque<(DeviceMemory, Option<Done>)>>,
+    free: Mutex<VecDeque<(DeviceMemory, Option<Completion>)>>,
     /// Of handles that were captured in a graph, which may be replayed for ever.
     kept: Mutex<Vec<DeviceMemory>>,
 }
@@ -62,7 +62,7 @@ pub(crate) struct Held {
     memory: Mutex<Option<DeviceMemory>>,
     pub(crate) address: u64,
     captured: AtomicBool,
-    last: Mutex<Option<Done>>,
+    last: Mutex<Option<Completion>>,
     pool: Weak<Pool>,
 }
 
@@ -105,7 +105,7 @@ impl DeviceHandle {
     }
 
     /// Something that uses it is done then.
-    pub(crate) fn is_used_until(&self, done: &Done) {
+    pub(crate) fn is_used_until(&self, done: &Completion) {
         if done.is_captured() {
             self.0.captured.store(true, Ordering::Relaxed);
         } else {
@@ -114,7 +114,7 @@ impl DeviceHandle {
     }
 
     /// Who used it last.
-    pub(crate) fn last(&self) -> Option<Done> {
+    pub(crate) fn last(&self) -> Option<Completion> {
         self.0.last.lock().clone()
     }
 }

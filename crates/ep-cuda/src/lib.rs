@@ -20,29 +20,36 @@
 //! multiprocessors ([`DeviceOptions::num_sms`]).
 
 mod buffer;
-mod calls;
+mod completion;
 mod connect;
-mod done;
-mod far;
-mod faults;
+mod counts;
+mod device_reader;
+mod enqueue;
+mod fault_ring;
+mod forward;
 mod handles;
 mod heap;
-mod loading;
+mod inner;
+mod kernel_cache;
+mod launch;
+mod lease;
+mod losses;
 mod options;
-mod order;
+mod outstanding;
 mod peer;
 mod regions;
-mod took;
+mod setup_timings;
 mod traffic;
-mod watch;
 
 pub use buffer::DeviceBuffer;
-pub use calls::{Enqueued, Pending, RankDispatch, Split};
+pub use completion::Completion;
+pub use counts::{Counts, UNHEARD};
 pub use crossrail_ep::{Config, Fault, Layout, Link, LinkKind, Payload, Plan, Scale};
 pub use crossrail_kernels::ep::{EpCombineArgs, EpCommon, EpDispatchArgs, Shape};
-pub use done::{Count, Done, UNHEARD};
+pub use enqueue::{Enqueued, Pending, RankDispatch, Split};
 pub use handles::DeviceHandle;
+pub use lease::RegionLease;
 pub use options::DeviceOptions;
-pub use regions::{RegionLease, RegionView};
-pub use took::Took;
+pub use regions::RegionView;
+pub use setup_timings::SetupTimings;
 pub use traffic::Traffic;

@@ -87,13 +87,13 @@ pub(crate) fn shape(config: &Config, options: &DeviceOptions) -> Result<kernels:
     Ok(shape)
 }
 
-/// What a buffer takes of the GPU's memory, `far` other ranks being out of its reach, and what is free there.
-pub(crate) fn plan(config: &Config, options: &DeviceOptions, far: u32, free: Option<u64>) -> Result<Plan> {
+/// What a buffer takes of the GPU's memory, `unreachable` other ranks being out of its reach, and what is free there.
+pub(crate) fn plan(config: &Config, options: &DeviceOptions, unreachable: u32, free: Option<u64>) -> Result<Plan> {
     shape(config, options)?;
     let kinds = |config: &Config| match shape(config, options) {
         Ok(shape) => {
             let mut kinds = shape.kinds();
-            kinds.push(("mirrors of ranks out of reach", u64::from(far) * shape.heap_bytes()));
+            kinds.push(("mirrors of ranks out of reach", u64::from(unreachable) * shape.heap_bytes()));
             kinds
         }
         // More tokens than kernels take.

@@ -12,32 +12,32 @@ pub(crate) struct Peer {
     pub(crate) generation: u64,
     pub(crate) masked: bool,
     /// Its process has left or died; why. Said once.
-    pub(crate) gone: Option<Gone>,
-    pub(crate) way: Way,
+    pub(crate) departure: Option<Departure>,
+    pub(crate) path: Path,
     /// Fails when the connection ends.
     pub(crate) life: Option<Request>,
 }
 
 /// How a connection ended.
 #[derive(Clone, Debug)]
-pub(crate) struct Gone {
+pub(crate) struct Departure {
     pub(crate) why: String,
-    pub(crate) said: bool,
+    pub(crate) reported: bool,
 }
 
 /// How kernels write to it.
-pub(crate) enum Way {
+pub(crate) enum Path {
     /// It is this rank.
-    Myself,
+    Own,
     /// Straight into its heap.
-    Near { endpoint: Endpoint, heap: Mapped },
+    Mapped { endpoint: Endpoint, heap: Mapped },
     /// Into a mirror of its heap, from which the host carries it there.
-    Far(Box<Far>),
+    Forwarded(Box<Forwarded>),
 }
 
 /// A rank whose heap this rank's GPU does not reach.
 #[derive(Clone)]
-pub(crate) struct Far {
+pub(crate) struct Forwarded {
     pub(crate) rank: u32,
     pub(crate) endpoint: Endpoint,
     /// Its heap.
@@ -47,19 +47,19 @@ pub(crate) struct Far {
 
 impl Peer {
     pub(crate) fn myself(rank: u32) -> Peer {
-        Peer { rank, generation: 0, masked: false, gone: None, way: Way::Myself, life: None }
+        Peer { rank, generation: 0, masked: false, departure: None, path: Path::Own, life: None }
     }
 
     pub(crate) fn endpoint(&self) -> Option<&Endpoint> {
-        match &self.way {
-            Way::Myself => None,
-            Way::Near { endpoint, .. } => Some(endpoint),
-            Way::Far(far) => Some(&far.endpoint),
+        match &self.path {
+            Path::Own => None,
+            Path::Mapped { endpoint, .. } => Some(endpoint),
+            Path::Forwarded(forwarded) => Some(&forwarded.endpoint),
         }
     }
 
     pub(crate) fn is_alive(&self) -> bool {
-        self.gone.is_none() && self.endpoint().is_none_or(Endpoint::is_alive)
+        self.departure.is_none() && self.endpoint().is_none_or(Endpoint::is_alive)
     }
 
     /// Why its connection has ended; `None` while it has not.
@@ -67,32 +67,32 @@ impl Peer {
         self.endpoint().and_then(Endpoint::end)
     }
 
-    pub(crate) fn far(&self) -> Option<&Far> {
-        match &self.way {
-            Way::Far(far) => Some(far),
+    pub(crate) fn forwarded(&self) -> Option<&Forwarded> {
+        match &self.path {
+            Path::Forwarded(forwarded) => Some(forwarded),
             _ => None,
         }
     }
 
     /// The mirror of its heap, if it is out of reach.
     pub(crate) fn mirror(&self) -> Option<&Memory> {
-        self.far().map(|far| &far.mirror)
+        self.forwarded().map(|forwarded| &forwarded.mirror)
     }
 
     /// Where kernels write what is for it.
     pub(crate) fn base(&self, own: u64) -> u64 {
-        match &self.way {
-            Way::Myself => own,
-            Way::Near { heap, .. } => heap.ptr() as u64,
-            Way::Far(far) => far.mirror.ptr() as u64,
+        match &self.path {
+            Path::Own => own,
+            Path::Mapped { heap, .. } => heap.ptr() as u64,
+            Path::Forwarded(forwarded) => forwarded.mirror.ptr() as u64,
         }
     }
 
     pub(crate) fn kind(&self) -> LinkKind {
-        match &self.way {
-            Way::Myself => LinkKind::Myself,
-            Way::Near { .. } => LinkKind::Heap,
-            Way::Far(_) => LinkKind::Network,
+        match &self.path {
+            Path::Own => LinkKind::Myself,
+            Path::Mapped { .. } => LinkKind::Heap,
+            Path::Forwarded(_) => LinkKind::Network,
         }
     }
 

@@ -19,11 +19,11 @@ pub struct Traffic {
 /// How a rank is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Reach {
-    Here,
-    Near,
-    Far,
+    Own,
+    Mapped,
+    Forwarded,
     /// Not connected, or masked.
-    Not,
+    Excluded,
 }
 
 impl DeviceBuffer {
@@ -41,10 +41,10 @@ impl DeviceBuffer {
         let reach: Vec<Reach> = {
             let state = inner.state.lock();
             let reach = |(rank, peer): (usize, &Option<crate::peer::Peer>)| match peer {
-                _ if rank == inner.me as usize => Reach::Here,
-                Some(peer) if !peer.masked && peer.far().is_some() => Reach::Far,
-                Some(peer) if !peer.masked => Reach::Near,
-                _ => Reach::Not,
+                _ if rank == inner.me as usize => Reach::Own,
+                Some(peer) if !peer.masked && peer.forwarded().is_some() => Reach::Forwarded,
+                Some(peer) if !peer.masked => Reach::Mapped,
+                _ => Reach::Excluded,
             };
             state.peers.iter().enumerate().map(reach).collect()
         };
@@ -125,8 +125,8 @@ impl Routing {
     fn bytes(&self, reach: &[Reach], row: u64, once: bool) -> Bytes {
         let mut bytes = Bytes { logical: row * self.selections, ..Bytes::default() };
         for (rows, reach) in if once { &self.once } else { &self.each }.iter().zip(reach) {
-            bytes.wire += if matches!(reach, Reach::Near | Reach::Far) { row * rows } else { 0 };
-            bytes.network += if *reach == Reach::Far { row * rows } else { 0 };
+            bytes.wire += if matches!(reach, Reach::Mapped | Reach::Forwarded) { row * rows } else { 0 };
+            bytes.network += if *reach == Reach::Forwarded { row * rows } else { 0 };
         }
         bytes
     }
@@ -136,7 +136,7 @@ impl Routing {
 mod tests {
     use super::*;
 
-    const REACH: [Reach; 4] = [Reach::Here, Reach::Near, Reach::Far, Reach::Not];
+    const REACH: [Reach; 4] = [Reach::Own, Reach::Mapped, Reach::Forwarded, Reach::Excluded];
 
     #[test]
     fn rows_are_counted_once_for_each_rank_and_by_how_it_is_reached() {

@@ -245,7 +245,7 @@ const BLOCK: u32 = 128;
 #[pyclass(module = "crossrail._native", frozen)]
 pub(crate) struct DeviceOperation {
     handle: ep::DeviceHandle,
-    count: Option<ep::Count>,
+    count: Option<ep::Counts>,
     rest: Mutex<Rest>,
     stream: u64,
     patience: Duration,
@@ -254,7 +254,7 @@ pub(crate) struct DeviceOperation {
 /// What is left to be put in, and the point behind what was.
 struct Rest {
     pending: Option<ep::Pending>,
-    done: ep::Done,
+    done: ep::Completion,
 }
 
 impl DeviceOperation {
@@ -363,7 +363,7 @@ impl DeviceHandle {
 /// A point in a stream: behind an operation.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(crate) struct DeviceEvent {
-    done: ep::Done,
+    done: ep::Completion,
     patience: Duration,
 }
 

@@ -173,7 +173,7 @@ impl Rank {
     pub(crate) fn timed_connect(&self, what: &str, ranks: &[u32]) {
         self.timed(what, || self.connect(ranks));
         if self.me == 0 {
-            let parts = self.buffer.took().connected.into_iter();
+            let parts = self.buffer.setup_timings().connect.into_iter();
             let parts: Vec<String> =
                 parts.map(|(part, took)| format!("{part} {:.1}", 1e3 * took.as_secs_f64())).collect();
             println!("note: ms of it: {}", parts.join(", "));

@@ -73,7 +73,7 @@ fn calls(rank: &Rank) {
 }
 
 #[allow(unsafe_code)]
-fn finish_in(pending: &mut crossrail_ep_cuda::Pending, rank: &Rank) -> Result<crossrail_ep_cuda::Done> {
+fn finish_in(pending: &mut crossrail_ep_cuda::Pending, rank: &Rank) -> Result<crossrail_ep_cuda::Completion> {
     // SAFETY: the stream is the rank's own.
     unsafe { pending.finish_in(rank.gpu.stream.handle()) }
 }

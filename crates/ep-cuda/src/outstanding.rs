@@ -8,32 +8,32 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 /// A kind of operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum Operation {
     Dispatch,
     Combine,
 }
 
-impl Kind {
+impl Operation {
     pub(crate) fn name(self) -> &'static str {
         match self {
-            Kind::Dispatch => "dispatch",
-            Kind::Combine => "combine",
+            Operation::Dispatch => "dispatch",
+            Operation::Combine => "combine",
         }
     }
 }
 
 /// Operations that were sent and not received yet.
 #[derive(Debug, Default)]
-pub(crate) struct Order {
+pub(crate) struct Outstanding {
     sent: [VecDeque<u64>; 2],
     next: u64,
     /// A sent operation will never be received: its results were dropped.
-    dropped: Option<Kind>,
+    dropped: Option<Operation>,
 }
 
-impl Order {
+impl Outstanding {
     /// Whether an operation may be begun now: all of it, or only its first half.
-    pub(crate) fn check(&self, kind: Kind, split: bool) -> Result<()> {
+    pub(crate) fn check(&self, kind: Operation, split: bool) -> Result<()> {
         let name = kind.name();
         let wrong = |text: String| Err(Error::new(ErrorKind::Usage, name, text));
         if let Some(dropped) = self.dropped {
@@ -51,14 +51,14 @@ impl Order {
     }
 
     /// An operation was sent; its number.
-    pub(crate) fn sent(&mut self, kind: Kind) -> u64 {
+    pub(crate) fn sent(&mut self, kind: Operation) -> u64 {
         self.next += 1;
         self.sent[kind as usize].push_back(self.next);
         self.next
     }
 
     /// Whether that operation is the next to be received.
-    pub(crate) fn check_receive(&self, kind: Kind, number: u64) -> Result<()> {
+    pub(crate) fn check_receive(&self, kind: Operation, number: u64) -> Result<()> {
         if self.sent[kind as usize].front() == Some(&number) {
             return Ok(());
         }
@@ -67,17 +67,17 @@ impl Order {
         Err(Error::new(ErrorKind::Usage, name, text))
     }
 
-    pub(crate) fn received(&mut self, kind: Kind) {
+    pub(crate) fn received(&mut self, kind: Operation) {
         self.sent[kind as usize].pop_front();
     }
 
     /// An operation that was sent will not be received.
-    pub(crate) fn drop(&mut self, kind: Kind) {
+    pub(crate) fn drop(&mut self, kind: Operation) {
         self.dropped = Some(kind);
     }
 
     /// Whether everything that was sent was received.
-    pub(crate) fn is_quiet(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.dropped.is_none() && self.sent.iter().all(VecDeque::is_empty)
     }
 }
@@ -93,31 +93,31 @@ mod tests {
 
     #[test]
     fn two_of_a_kind_may_be_under_way_and_are_received_in_order() {
-        let mut order = Order::default();
-        order.check(Kind::Dispatch, false).unwrap();
-        order.check(Kind::Dispatch, true).unwrap();
-        let first = order.sent(Kind::Dispatch);
-        assert!(!order.is_quiet());
-        refused(order.check(Kind::Dispatch, false), "finish it first");
-        order.check(Kind::Combine, false).unwrap();
-        order.check(Kind::Dispatch, true).unwrap();
-        let second = order.sent(Kind::Dispatch);
-        refused(order.check(Kind::Dispatch, true), "2 calls of dispatch were sent");
-        refused(order.check_receive(Kind::Dispatch, second), "in the order of sending");
-        order.check_receive(Kind::Dispatch, first).unwrap();
-        order.received(Kind::Dispatch);
-        order.check_receive(Kind::Dispatch, second).unwrap();
-        order.received(Kind::Dispatch);
-        refused(order.check_receive(Kind::Dispatch, second), "another dispatch");
-        assert!(order.is_quiet());
+        let mut order = Outstanding::default();
+        order.check(Operation::Dispatch, false).unwrap();
+        order.check(Operation::Dispatch, true).unwrap();
+        let first = order.sent(Operation::Dispatch);
+        assert!(!order.is_idle());
+        refused(order.check(Operation::Dispatch, false), "finish it first");
+        order.check(Operation::Combine, false).unwrap();
+        order.check(Operation::Dispatch, true).unwrap();
+        let second = order.sent(Operation::Dispatch);
+        refused(order.check(Operation::Dispatch, true), "2 calls of dispatch were sent");
+        refused(order.check_receive(Operation::Dispatch, second), "in the order of sending");
+        order.check_receive(Operation::Dispatch, first).unwrap();
+        order.received(Operation::Dispatch);
+        order.check_receive(Operation::Dispatch, second).unwrap();
+        order.received(Operation::Dispatch);
+        refused(order.check_receive(Operation::Dispatch, second), "another dispatch");
+        assert!(order.is_idle());
     }
 
     #[test]
     fn what_is_dropped_is_said_by_every_later_call() {
-        let mut order = Order::default();
-        order.sent(Kind::Combine);
-        order.drop(Kind::Combine);
-        refused(order.check(Kind::Dispatch, false), "a combine that was sent was dropped");
-        assert!(!order.is_quiet());
+        let mut order = Outstanding::default();
+        order.sent(Operation::Combine);
+        order.drop(Operation::Combine);
+        refused(order.check(Operation::Dispatch, false), "a combine that was sent was dropped");
+        assert!(!order.is_idle());
     }
 }

@@ -4,22 +4,22 @@ use std::time::{Duration, Instant};
 
 /// The parts of what was done last, in their order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Took {
+pub struct SetupTimings {
     /// Of the constructor. `kernels`, `engine's kernels` and `heap` ran beside each other.
-    pub made: Vec<(&'static str, Duration)>,
+    pub construct: Vec<(&'static str, Duration)>,
     /// Of the last connect that had ranks to connect.
-    pub connected: Vec<(&'static str, Duration)>,
+    pub connect: Vec<(&'static str, Duration)>,
 }
 
 /// Takes the time of one part after the other.
-pub(crate) struct Laps {
+pub(crate) struct PhaseTimer {
     began: Instant,
     parts: Vec<(&'static str, Duration)>,
 }
 
-impl Laps {
-    pub(crate) fn begin() -> Laps {
-        Laps { began: Instant::now(), parts: Vec::new() }
+impl PhaseTimer {
+    pub(crate) fn begin() -> PhaseTimer {
+        PhaseTimer { began: Instant::now(), parts: Vec::new() }
     }
 
     /// `part` ends here; the next one begins.
@@ -54,12 +54,12 @@ mod tests {
     #[test]
     fn parts_follow_each_other_and_are_the_whole() {
         let began = Instant::now();
-        let mut laps = Laps::begin();
+        let mut timer = PhaseTimer::begin();
         let (seven, alone) = timed(|| 7);
-        laps.end("first");
-        laps.end("second");
-        laps.add(&[("beside", alone)]);
-        let parts = laps.parts();
+        timer.end("first");
+        timer.end("second");
+        timer.add(&[("beside", alone)]);
+        let parts = timer.parts();
         assert_eq!(seven, 7);
         assert_eq!(parts.iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["first", "second", "beside"]);
         assert!(alone <= parts[0].1 && parts[0].1 + parts[1].1 <= began.elapsed());

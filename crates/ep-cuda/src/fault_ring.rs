@@ -12,21 +12,21 @@ use crossrail_kernels::ep::{
 };
 use crossrail_types::Result;
 
-use crate::order::Kind;
+use crate::outstanding::Operation;
 
 /// What a stage is called, and which operation it is of.
-pub(crate) fn stage(number: u32) -> (Kind, &'static str) {
+pub(crate) fn stage(number: u32) -> (Operation, &'static str) {
     match number {
-        EP_STAGE_TABLE => (Kind::Dispatch, "its metadata"),
-        EP_STAGE_ROW => (Kind::Dispatch, "its rows"),
-        EP_STAGE_ANNOUNCE => (Kind::Dispatch, "its announcement"),
-        EP_STAGE_SENT => (Kind::Dispatch, "all of its rows"),
-        EP_STAGE_PLACE => (Kind::Dispatch, "its rows at their place"),
-        EP_STAGE_DISPATCH_TAKEN => (Kind::Dispatch, "it to take the dispatch before the last"),
-        EP_STAGE_WEIGHTS => (Kind::Combine, "its weights"),
-        EP_STAGE_BACK_ROW => (Kind::Combine, "its rows back"),
-        EP_STAGE_COMBINE_TAKEN => (Kind::Combine, "it to take the combine before the last"),
-        _ => (Kind::Dispatch, "something of a later version"),
+        EP_STAGE_TABLE => (Operation::Dispatch, "its metadata"),
+        EP_STAGE_ROW => (Operation::Dispatch, "its rows"),
+        EP_STAGE_ANNOUNCE => (Operation::Dispatch, "its announcement"),
+        EP_STAGE_SENT => (Operation::Dispatch, "all of its rows"),
+        EP_STAGE_PLACE => (Operation::Dispatch, "its rows at their place"),
+        EP_STAGE_DISPATCH_TAKEN => (Operation::Dispatch, "it to take the dispatch before the last"),
+        EP_STAGE_WEIGHTS => (Operation::Combine, "its weights"),
+        EP_STAGE_BACK_ROW => (Operation::Combine, "its rows back"),
+        EP_STAGE_COMBINE_TAKEN => (Operation::Combine, "it to take the combine before the last"),
+        _ => (Operation::Dispatch, "something of a later version"),
     }
 }
 

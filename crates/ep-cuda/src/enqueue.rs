@@ -6,21 +6,24 @@ use std::time::Duration;
 
 use crossrail_cuda::{Capture, Entered, Stream};
 use crossrail_ep::Layout;
-use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, EpCombineArgs, EpCommon, EpDispatchArgs};
+use crossrail_kernels::ep::{EP_RECEIVE, EpCombineArgs, EpDispatchArgs};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::MutexGuard;
 
-use crate::buffer::{DeviceBuffer, Inner, State};
-use crate::done::{Count, Done};
-use crate::handles::{DeviceHandle, layout_of};
-use crate::order::Kind;
-use crate::regions::RegionLease;
+use crate::buffer::DeviceBuffer;
+use crate::completion::Completion;
+use crate::counts::Counts;
+use crate::handles::DeviceHandle;
+use crate::inner::{Inner, State};
+use crate::launch::{Args, Launch};
+use crate::lease::RegionLease;
+use crate::outstanding::Operation;
 
 /// How long a launch waits for memory that is being freed.
 const FREES: Duration = Duration::from_millis(100);
 
 /// Whether an operation is enqueued whole. On the GPU, operations of one buffer, halves included, run one after the other:
-/// a caller that uses several streams makes each wait for what was enqueued before ([`crate::Done::wait`]).
+/// a caller that uses several streams makes each wait for what was enqueued before ([`crate::Completion::wait`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Split {
     /// All of it.
@@ -47,9 +50,9 @@ pub struct Enqueued {
     /// For the combine: of the dispatch, or the one that was given.
     pub handle: DeviceHandle,
     /// Behind what was put in.
-    pub done: Done,
+    pub done: Completion,
     /// What the GPU will tell the host, if that was asked for.
-    pub count: Option<Count>,
+    pub count: Option<Counts>,
     /// The rest of an operation that was split.
     pub pending: Option<Pending>,
 }
@@ -62,49 +65,6 @@ pub struct Pending {
     number: u64,
     launch: Launch,
     finished: bool,
-}
-
-/// One of the four kernels, with what it takes.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Args {
-    DispatchExpert(EpDispatchArgs),
-    DispatchRank(EpDispatchArgs),
-    CombineExpert(EpCombineArgs),
-    CombineRank(EpCombineArgs),
-}
-
-impl Args {
-    pub(crate) fn kind(&self) -> Kind {
-        match self {
-            Args::DispatchExpert(_) | Args::DispatchRank(_) => Kind::Dispatch,
-            Args::CombineExpert(_) | Args::CombineRank(_) => Kind::Combine,
-        }
-    }
-
-    /// The phases of all of it.
-    pub(crate) fn phases(&self) -> u32 {
-        match self {
-            Args::DispatchRank(_) => EP_ANNOUNCE | EP_SEND | EP_RECEIVE,
-            _ => EP_SEND | EP_RECEIVE,
-        }
-    }
-
-    /// Those of its phases.
-    pub(crate) fn with(mut self, phases: u32) -> Args {
-        match &mut self {
-            Args::DispatchExpert(args) | Args::DispatchRank(args) => args.common.phases = phases,
-            Args::CombineExpert(args) | Args::CombineRank(args) => args.common.phases = phases,
-        }
-        self
-    }
-}
-
-/// A call that is about to be put in, or the rest of one.
-#[derive(Clone, Debug)]
-pub(crate) struct Launch {
-    pub(crate) args: Args,
-    pub(crate) handle: DeviceHandle,
-    count: Option<Count>,
 }
 
 /// A call that was let in.
@@ -125,13 +85,13 @@ impl DeviceBuffer {
     /// by others; of a captured one as long as the graph is used.
     ///
     /// # Errors
-    /// `Usage` for arguments that make no sense; `Closed`; what the driver reports. Lost ranks are no error.
+    /// `Usage` for arguments that make no sense; `Closed`; what the driver reports. ConnectionEnd ranks are no error.
     pub unsafe fn dispatch_expert(&self, args: &EpDispatchArgs, stream: u64, split: Split) -> Result<Enqueued> {
         let inner = &self.0;
         inner.check_layout(Layout::Expert, "dispatch")?;
         inner.check_dispatch(args)?;
         // SAFETY: the caller vouches for the stream.
-        let mut call = unsafe { inner.enter(Kind::Dispatch, stream, split)? };
+        let mut call = unsafe { inner.enter(Operation::Dispatch, stream, split)? };
         let handle = inner.new_handle(Layout::Expert, args, &call)?;
         let args = EpDispatchArgs { common: inner.common(&handle, args.common.waits), ..*args };
         self.begin(&mut call, Launch { args: Args::DispatchExpert(args), handle, count: None }, split)
@@ -177,7 +137,7 @@ impl DeviceBuffer {
         inner.check_dispatch(args)?;
         inner.check_rank_dispatch(args, region, cached)?;
         // SAFETY: the caller vouches for the stream.
-        let mut call = unsafe { inner.enter(Kind::Dispatch, stream, split)? };
+        let mut call = unsafe { inner.enter(Operation::Dispatch, stream, split)? };
         region.before(&call.stream, call.captured)?;
         let handle = match cached {
             Some(handle) => handle.clone(),
@@ -187,7 +147,7 @@ impl DeviceBuffer {
             Some(counts) if of.count => Some(counts.take()?),
             _ => None,
         };
-        let [count_word, count_host, said_host] = count.as_ref().map(Count::addresses).unwrap_or_default();
+        let [count_word, count_host, said_host] = count.as_ref().map(Counts::addresses).unwrap_or_default();
         let args = EpDispatchArgs {
             common: inner.common(&handle, args.common.waits),
             region: region.index,
@@ -233,7 +193,7 @@ impl DeviceBuffer {
         let inner = &self.0;
         inner.check_handle(handle, layout, "combine")?;
         // SAFETY: the caller vouches for the stream.
-        let mut call = unsafe { inner.enter(Kind::Combine, stream, split)? };
+        let mut call = unsafe { inner.enter(Operation::Combine, stream, split)? };
         args.common = inner.common(handle, args.common.waits);
         let args = match layout {
             Layout::Expert => Args::CombineExpert(args),
@@ -248,7 +208,7 @@ impl DeviceBuffer {
         let done = self.0.run(call, &launch, phases)?;
         let (handle, count) = (launch.handle.clone(), launch.count.clone());
         let pending = (split == Split::Send).then(|| {
-            let number = call.state.order.sent(kind);
+            let number = call.state.outstanding.sent(kind);
             Pending { buffer: self.clone(), number, launch, finished: false }
         });
         Ok(Enqueued { handle, done, count, pending })
@@ -263,7 +223,7 @@ impl Pending {
     ///
     /// # Errors
     /// `Usage` when another one was sent before, with the operation in `self` lost; `Closed`; what the driver says.
-    pub unsafe fn finish(mut self, stream: u64) -> Result<Done> {
+    pub unsafe fn finish(mut self, stream: u64) -> Result<Completion> {
         // SAFETY: the caller vouches for the stream.
         unsafe { self.finish_in(stream) }
     }
@@ -275,7 +235,7 @@ impl Pending {
     ///
     /// # Errors
     /// As there; `Usage` when it was finished already.
-    pub unsafe fn finish_in(&mut self, stream: u64) -> Result<Done> {
+    pub unsafe fn finish_in(&mut self, stream: u64) -> Result<Completion> {
         let kind = self.launch.args.kind();
         if self.finished {
             return Err(Error::new(ErrorKind::Usage, kind.name(), "the operation was finished already"));
@@ -283,9 +243,9 @@ impl Pending {
         let inner = self.buffer.0.clone();
         // SAFETY: the caller vouches for the stream.
         let mut call = unsafe { inner.open(kind.name(), stream)? };
-        call.state.order.check_receive(kind, self.number)?;
+        call.state.outstanding.check_receive(kind, self.number)?;
         let done = inner.run(&mut call, &self.launch, EP_RECEIVE)?;
-        call.state.order.received(kind);
+        call.state.outstanding.received(kind);
         self.finished = true;
         Ok(done)
     }
@@ -294,7 +254,7 @@ impl Pending {
 impl Drop for Pending {
     fn drop(&mut self) {
         if !self.finished {
-            self.buffer.0.state.lock().order.drop(self.launch.args.kind());
+            self.buffer.0.state.lock().outstanding.drop(self.launch.args.kind());
         }
     }
 }
@@ -362,11 +322,11 @@ impl Inner {
     ///
     /// # Safety
     /// `stream` must be a live stream's handle, or 0.
-    unsafe fn enter(&self, kind: Kind, stream: u64, split: Split) -> Result<Call<'_>> {
+    unsafe fn enter(&self, kind: Operation, stream: u64, split: Split) -> Result<Call<'_>> {
         // SAFETY: the caller vouches for the stream.
         let mut call = unsafe { self.open(kind.name(), stream)? };
-        call.state.order.check(kind, split == Split::Send)?;
-        self.miss(&mut call.state);
+        call.state.outstanding.check(kind, split == Split::Send)?;
+        self.record_departures(&mut call.state);
         Ok(call)
     }
 
@@ -378,7 +338,7 @@ impl Inner {
             return Err(Error::new(ErrorKind::Closed, operation, "the buffer was destroyed"));
         }
         let entered = self.cuda.enter()?;
-        self.drain(&mut state);
+        self.process_losses(&mut state);
         // SAFETY: the caller vouches for the stream.
         let stream = unsafe { Stream::borrow(&self.cuda, stream)? };
         let captured = match stream.capture()? {
@@ -389,7 +349,7 @@ impl Inner {
                 return Err(Error::new(ErrorKind::Usage, operation, text));
             }
         };
-        if captured && state.has_far() {
+        if captured && state.has_forwarded() {
             let text = "the host carries rows to ranks that this GPU does not reach, and cannot in a graph";
             let error = Error::new(ErrorKind::Usage, operation, text);
             return Err(error.with_hint("links() tells which ranks are reached by the network"));
@@ -404,30 +364,13 @@ impl Inner {
         DeviceHandle::new(pool.ok_or_else(none)?, self.id, layout, what, &call.stream, call.captured)
     }
 
-    fn common(&self, handle: &DeviceHandle, waits: u64) -> EpCommon {
-        EpCommon {
-            heap: self.heap.parts,
-            parts: self.shape.handle(layout_of(handle.layout())),
-            base: self.heap.base(),
-            peers: self.heap.peers(),
-            handle: handle.0.address,
-            faults: self.faults_at,
-            waits,
-            limit_ns: u64::try_from(self.config.timeout.as_nanos()).unwrap_or(u64::MAX),
-            rank: self.me,
-            phases: 0,
-            tokens: handle.tokens(),
-            max_tokens: self.shape.max_tokens,
-        }
-    }
-
     /// Puts these phases in, and carries what is for ranks out of reach.
-    fn run(&self, call: &mut Call, launch: &Launch, phases: u32) -> Result<Done> {
-        // From the launch to `recent` nothing is freed: the driver would wait for the kernel, and other ranks of this
+    fn run(&self, call: &mut Call, launch: &Launch, phases: u32) -> Result<Completion> {
+        // From the launch to `in_flight` nothing is freed: the driver would wait for the kernel, and other ranks of this
         // process could not launch theirs, which it waits for.
         let _kept = (!call.captured).then(|| self.cuda.pause_releases(FREES));
-        if call.state.has_far() {
-            self.run_far(&mut call.state, &call.stream, launch, phases)?;
+        if call.state.has_forwarded() {
+            self.run_forwarding(&mut call.state, &call.stream, launch, phases)?;
         } else {
             self.launch(&call.stream, &launch.args.with(phases), self.blocks)?;
         }
@@ -437,27 +380,14 @@ impl Inner {
             count.is_told_by(&done);
         }
         if !call.captured {
-            self.recent.push(&done);
+            self.in_flight.push(&done);
         }
         Ok(done)
-    }
-
-    pub(crate) fn launch(&self, stream: &Stream, args: &Args, blocks: u32) -> Result<()> {
-        // SAFETY: heaps, table, ring and handle are ours, laid out for this shape, and kept until kernels are done; the
-        // order of operations was checked; callers vouch for their own addresses.
-        unsafe {
-            match args {
-                Args::DispatchExpert(args) => self.kernels.dispatch_expert(stream, args, blocks),
-                Args::DispatchRank(args) => self.kernels.dispatch_rank(stream, args, blocks),
-                Args::CombineExpert(args) => self.kernels.combine_expert(stream, args, blocks),
-                Args::CombineRank(args) => self.kernels.combine_rank(stream, args, blocks),
-            }
-        }
     }
 }
 
 /// The buffer stays while operations of it may be finished.
 const _: fn() = || {
     fn shared<T: Send + Sync>() {}
-    shared::<(DeviceBuffer, DeviceHandle, Done, RegionLease, Arc<Inner>)>();
+    shared::<(DeviceBuffer, DeviceHandle, Completion, RegionLease, Arc<Inner>)>();
 };

@@ -1,134 +1,30 @@
-//! Points in callers' streams at which something is done, and numbers that the GPU tells the host.
+//! CountPool that kernels report to the host through pinned memory.
 #![allow(unsafe_code)]
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use crossrail_cuda::{Context, Event, PinnedMemory, Stream};
+use crossrail_cuda::{Context, PinnedMemory};
 use crossrail_kernels::ep::Shape;
 use crossrail_types::{Error, ErrorKind, Result, format_duration};
 use parking_lot::Mutex;
 
-/// Events kept at most.
-const KEPT: usize = 256;
-/// Between looks at whether the GPU is still there.
+use crate::completion::Completion;
+
+/// Interval between checks whether the operation is over without having reported.
 const LOOK: Duration = Duration::from_millis(2);
-/// How long a wait spins before it gives way.
+/// How long a wait spins before it yields the processor.
 const SPIN: Duration = Duration::from_micros(200);
 
-/// Events that nobody asks any more.
-pub(crate) struct Events {
-    context: Context,
-    kept: Mutex<Vec<Event>>,
-}
-
-impl Events {
-    pub(crate) fn new(context: &Context) -> Arc<Events> {
-        Arc::new(Events { context: context.clone(), kept: Mutex::default() })
-    }
-
-    /// What is in `stream` now, as a point.
-    pub(crate) fn record(self: &Arc<Self>, stream: &Stream, captured: bool) -> Result<Done> {
-        let kept = self.kept.lock().pop();
-        let event = kept.map_or_else(|| Event::new(&self.context), Ok)?;
-        event.record(stream)?;
-        Ok(Done(Arc::new(Point {
-            event: Some(event),
-            captured,
-            events: Arc::downgrade(self),
-            context: self.context.clone(),
-        })))
-    }
-}
-
-/// A point in a stream: behind an operation. Any thread.
-#[derive(Clone)]
-pub struct Done(Arc<Point>);
-
-struct Point {
-    event: Option<Event>,
-    captured: bool,
-    events: Weak<Events>,
-    context: Context,
-}
-
-impl Drop for Point {
-    fn drop(&mut self) {
-        if let (Some(event), Some(events)) = (self.event.take(), self.events.upgrade()) {
-            let mut kept = events.kept.lock();
-            if kept.len() < KEPT {
-                kept.push(event);
-            }
-        }
-    }
-}
-
-impl std::fmt::Debug for Done {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Done({}{:?})", if self.0.captured { "captured, " } else { "" }, self.0.context)
-    }
-}
-
-impl Done {
-    /// Whether the operation was captured in a graph: then only a stream of the same capture can wait for it.
-    pub fn is_captured(&self) -> bool {
-        self.0.captured
-    }
-
-    /// Whether the stream has come here.
-    ///
-    /// # Errors
-    /// `Usage` for a captured one; what the driver says, also of a GPU that was lost since.
-    pub fn is_done(&self) -> Result<bool> {
-        self.refuse_captured()?;
-        self.0.event.as_ref().map_or(Ok(true), Event::is_done)
-    }
-
-    /// Waits until the stream has come here.
-    ///
-    /// # Errors
-    /// As [`Done::is_done`]; `Timeout`.
-    pub fn synchronize(&self, limit: Duration) -> Result<()> {
-        self.refuse_captured()?;
-        self.0.event.as_ref().map_or(Ok(()), |event| event.wait(limit))
-    }
-
-    /// What is put into `stream` from now on runs once the operation is done.
-    ///
-    /// # Safety
-    /// `stream` must be a live stream's handle, or 0 for the default stream.
-    ///
-    /// # Errors
-    /// `Usage`: it is another GPU's; what the driver says.
-    pub unsafe fn wait(&self, stream: u64) -> Result<()> {
-        // SAFETY: the caller vouches for the stream.
-        let stream = unsafe { Stream::borrow(&self.0.context, stream)? };
-        self.before(&stream)
-    }
-
-    pub(crate) fn before(&self, stream: &Stream) -> Result<()> {
-        self.0.event.as_ref().map_or(Ok(()), |event| stream.wait_for(event))
-    }
-
-    fn refuse_captured(&self) -> Result<()> {
-        if self.0.captured {
-            let error =
-                Error::new(ErrorKind::Usage, "event", "the operation was captured: it runs when its graph does");
-            return Err(error.with_hint("wait for the stream that the graph was launched in"));
-        }
-        Ok(())
-    }
-}
-
 /// Pinned words that kernels tell counts in.
-pub(crate) struct Counts {
+pub(crate) struct CountPool {
     page: Arc<PinnedMemory>,
     /// Bytes from one slot to the next: a word, then a count for each local expert, then what each rank says.
     stride: usize,
     experts: usize,
     ranks: usize,
-    slots: Mutex<Slots<Done>>,
+    slots: Mutex<Slots<Completion>>,
 }
 
 /// What a rank says that did not come.
@@ -136,14 +32,14 @@ pub const UNHEARD: u32 = crossrail_kernels::ep::EP_UNHEARD;
 /// Results in the rank layout whose counts the host may wait for at once.
 const SLOTS: usize = 32;
 
-impl Counts {
-    pub(crate) fn new(context: &Context, shape: &Shape) -> Result<Arc<Counts>> {
+impl CountPool {
+    pub(crate) fn new(context: &Context, shape: &Shape) -> Result<Arc<CountPool>> {
         let (experts, ranks) = (shape.local_experts() as usize, shape.ranks as usize);
         let stride = (16 + 4 * (experts + ranks)).next_multiple_of(128);
         let page = Arc::new(PinnedMemory::new(context, SLOTS * stride)?);
         // SAFETY: new, nobody else's, of that length.
         unsafe { page.as_ptr().write_bytes(0, SLOTS * stride) };
-        Ok(Arc::new(Counts { page, stride, experts, ranks, slots: Mutex::new(Slots::new(SLOTS)) }))
+        Ok(Arc::new(CountPool { page, stride, experts, ranks, slots: Mutex::new(Slots::new(SLOTS)) }))
     }
 
     fn at(&self, slot: usize) -> *mut u8 {
@@ -158,14 +54,14 @@ impl Counts {
     }
 
     /// A slot for one operation.
-    pub(crate) fn take(self: &Arc<Self>) -> Result<Count> {
+    pub(crate) fn take(self: &Arc<Self>) -> Result<Counts> {
         let told = |slot| self.word(slot).load(Ordering::Acquire) != 0;
         let slot = self.slots.lock().take(|slot, done| told(slot) || done.is_done().unwrap_or(false));
         let slot = slot.ok_or_else(|| {
             let text = format!("the counts of {SLOTS} results were asked for and are still kept");
             Error::new(ErrorKind::Exhausted, "dispatch", text)
         })?;
-        let count = Count(Arc::new(Asked { counts: self.clone(), slot, done: Mutex::new(None) }));
+        let count = Counts(Arc::new(Asked { counts: self.clone(), slot, done: Mutex::new(None) }));
         // SAFETY: inside the page, and nobody else's.
         unsafe { count.at().add(16).write_bytes(0, 4 * (self.experts + self.ranks)) };
         count.word().store(0, Ordering::Release);
@@ -175,12 +71,12 @@ impl Counts {
 
 /// The rows of a result in the rank layout, and how many there are of each expert, as the GPU tells the host. Any thread.
 #[derive(Clone)]
-pub struct Count(Arc<Asked>);
+pub struct Counts(Arc<Asked>);
 
 struct Asked {
-    counts: Arc<Counts>,
+    counts: Arc<CountPool>,
     slot: usize,
-    done: Mutex<Option<Done>>,
+    done: Mutex<Option<Completion>>,
 }
 
 impl Drop for Asked {
@@ -217,13 +113,13 @@ impl<D> Slots<D> {
     }
 }
 
-impl std::fmt::Debug for Count {
+impl std::fmt::Debug for Counts {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Count({:?})", self.rows())
+        write!(f, "Counts({:?})", self.rows())
     }
 }
 
-impl Count {
+impl Counts {
     fn at(&self) -> *mut u8 {
         self.0.counts.at(self.0.slot)
     }
@@ -238,7 +134,7 @@ impl Count {
         [at, at + 16, at + 16 + 4 * self.0.counts.experts as u64]
     }
 
-    pub(crate) fn is_told_by(&self, done: &Done) {
+    pub(crate) fn is_told_by(&self, done: &Completion) {
         *self.0.done.lock() = Some(done.clone());
     }
 

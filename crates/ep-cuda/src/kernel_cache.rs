@@ -11,7 +11,7 @@ use crossrail_kernels::ep::{EpKernels, Shape};
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 use parking_lot::Mutex;
 
-use crate::took::timed;
+use crate::setup_timings::timed;
 
 type Place = Arc<Mutex<Weak<EpKernels>>>;
 

@@ -1,0 +1,61 @@
+//! Reads of GPU memory by the host, beside whatever streams do.
+#![allow(unsafe_code)]
+
+use std::time::Duration;
+
+use crossrail_cuda::{Context, Event, PinnedMemory, Stream};
+use crossrail_kernels::ep::Look;
+use crossrail_types::Result;
+use parking_lot::Mutex;
+
+/// Reads GPU memory that kernels are done with.
+pub(crate) struct Reader {
+    context: Context,
+    parts: Mutex<Option<Parts>>,
+}
+
+struct Parts {
+    stream: Stream,
+    done: Event,
+    area: PinnedMemory,
+}
+
+/// Bytes that are read at once.
+const AREA: usize = 1 << 18;
+const READ_LIMIT: Duration = Duration::from_secs(10);
+
+impl Reader {
+    /// Makes nothing before the first read.
+    pub(crate) fn new(context: &Context) -> Reader {
+        Reader { context: context.clone(), parts: Mutex::default() }
+    }
+
+    pub(crate) fn read(&self, address: u64, bytes: &mut [u8]) -> Result<()> {
+        let mut kept = self.parts.lock();
+        let parts = match kept.take() {
+            Some(parts) => parts,
+            None => Parts {
+                stream: Stream::urgent(&self.context)?,
+                done: Event::new(&self.context)?,
+                area: PinnedMemory::new(&self.context, AREA)?,
+            },
+        };
+        // A read that does not end in time leaves nothing behind that could be written later.
+        for (part, at) in bytes.chunks_mut(AREA).zip((address..).step_by(AREA)) {
+            // SAFETY: the area has that many bytes and no copy uses it; kernels are done with the source.
+            unsafe { parts.stream.copy_out(parts.area.as_ptr(), at, part.len())? };
+            parts.done.record(&parts.stream)?;
+            parts.done.wait(READ_LIMIT)?;
+            // SAFETY: as above; the copy is done.
+            unsafe { std::ptr::copy_nonoverlapping(parts.area.as_ptr(), part.as_mut_ptr(), part.len()) };
+        }
+        *kept = Some(parts);
+        Ok(())
+    }
+}
+
+impl Look for Reader {
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<()> {
+        Reader::read(self, address, bytes)
+    }
+}

@@ -1,0 +1,134 @@
+//! Ranks whose heaps this GPU does not reach: kernels write into mirrors of their heaps, and the host carries what they
+//! wrote to the heaps themselves, rows before the words and flags that say that they are there.
+//!
+//! A mirror holds all that this rank has ever written to that heap, so more may be carried than was written now.
+#![allow(unsafe_code)]
+
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use crossrail::Op;
+use crossrail_cuda::Stream;
+use crossrail_ep::Fault;
+use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, EpCombineArgs, Layout, Load, Span, There};
+use crossrail_types::{Error, ErrorKind, Result};
+
+use crate::inner::{Inner, State};
+use crate::launch::{Args, Launch};
+use crate::outstanding::Operation;
+use crate::peer::Forwarded;
+
+impl Inner {
+    /// Puts the phases in one after the other; each is carried before the next.
+    pub(crate) fn run_forwarding(
+        &self,
+        state: &mut State,
+        stream: &Stream,
+        launch: &Launch,
+        phases: u32,
+    ) -> Result<()> {
+        // Kernels that unpack what comes from other nodes want some multiprocessors, while ours wait for it.
+        let blocks = self.blocks.min(self.kernels.most_blocks() / 2).max(1);
+        for phase in [EP_ANNOUNCE, EP_SEND, EP_RECEIVE] {
+            if phases & phase == 0 {
+                continue;
+            }
+            if phase == EP_SEND
+                && let Args::CombineExpert(args) = &launch.args
+            {
+                self.forward_weights(state, stream, args)?;
+            }
+            let args = launch.args.with(phase);
+            self.launch(stream, &args, blocks)?;
+            self.wait_for(stream)?;
+            self.process_losses(state);
+            for peer in self.forwarded(state) {
+                let (shape, look) = (&self.shape, &self.reader);
+                let to = There { rank: peer.rank, mirror: peer.mirror.ptr() as u64 };
+                let load = match &args {
+                    Args::DispatchExpert(args) => shape.dispatched(Layout::Expert, args, to, look)?,
+                    Args::DispatchRank(args) => shape.dispatched(Layout::Rank, args, to, look)?,
+                    Args::CombineExpert(args) => shape.combined(Layout::Expert, args, to, look)?,
+                    Args::CombineRank(args) => shape.combined(Layout::Rank, args, to, look)?,
+                };
+                self.forward(state, &peer, &load, args.kind());
+            }
+        }
+        Ok(())
+    }
+
+    /// Ranks out of reach that are not masked.
+    fn forwarded(&self, state: &State) -> Vec<Forwarded> {
+        let open = state.peers.iter().flatten().filter(|peer| !peer.masked);
+        open.filter_map(|peer| peer.forwarded().cloned()).collect()
+    }
+
+    fn wait_for(&self, stream: &Stream) -> Result<()> {
+        let limit = self.config.timeout.saturating_mul(2) + self.context.settings().timeout;
+        self.events.record(stream, false)?.synchronize(limit)
+    }
+
+    /// Carries a load. A rank that it cannot be carried to is lost.
+    fn forward(&self, state: &mut State, peer: &Forwarded, load: &Load, kind: Operation) {
+        let parts = [&load.rows[..], &load.told, &[load.line]];
+        let carried = parts.into_iter().try_for_each(|spans| self.write(peer, spans));
+        match carried {
+            Ok(()) => {
+                let rows: u64 = load.rows.iter().map(|span| span.len).sum();
+                self.network.fetch_add(rows, Ordering::Relaxed);
+            }
+            Err(error) => self.lose(state, peer.rank, kind, &error),
+        }
+    }
+
+    /// Writes these parts of the mirror to the heap, all before it returns.
+    fn write(&self, peer: &Forwarded, spans: &[Span]) -> Result<()> {
+        let mut ops = Vec::with_capacity(spans.len());
+        for span in spans.iter().filter(|span| span.len > 0) {
+            let (at, end) = (span.at as usize, (span.at + span.len) as usize);
+            let local = peer.mirror.slice(at..end)?;
+            ops.push(Op::Write { local, remote: peer.key.clone(), offset: span.at, imm: None });
+        }
+        if ops.is_empty() {
+            return Ok(());
+        }
+        let deadline = Instant::now() + self.config.timeout;
+        let request = peer.endpoint.batch(ops)?;
+        match request.wait(Some(deadline.saturating_duration_since(Instant::now()))) {
+            Ok(_) => Ok(()),
+            Err(error) => {
+                request.cancel();
+                Err(error)
+            }
+        }
+    }
+
+    fn lose(&self, state: &mut State, rank: u32, kind: Operation, error: &Error) {
+        self.mask_in_kernels(rank);
+        let Some(peer) = state.peers[rank as usize].as_mut().filter(|peer| !peer.masked) else { return };
+        peer.masked = true;
+        let dead = matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed);
+        let why = peer.end().filter(|_| dead).unwrap_or_else(|| error.to_string());
+        let number = self.heap.sent().map_or(0, |epochs| match kind {
+            Operation::Dispatch => epochs.dispatch,
+            Operation::Combine => epochs.combine,
+        });
+        let fault =
+            Fault { rank, operation: kind.name(), number, stage: "it to take our rows", why, left: state.active() };
+        self.meeting.warn(&fault);
+        state.faults.push(fault);
+    }
+
+    /// Weights that come with a combine go before its rows.
+    fn forward_weights(&self, state: &mut State, stream: &Stream, args: &EpCombineArgs) -> Result<()> {
+        // What is before it in the stream may write the weights.
+        self.wait_for(stream)?;
+        let Some((span, words)) = self.shape.weights(args, &self.reader)? else { return Ok(()) };
+        let load = Load { rows: Vec::new(), told: vec![span], line: self.heap.line(self.me) };
+        for peer in &self.forwarded(state) {
+            peer.mirror.fill_from(span.at as usize, &words)?;
+            self.forward(state, peer, &load, Operation::Combine);
+        }
+        Ok(())
+    }
+}

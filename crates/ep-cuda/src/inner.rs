@@ -1,0 +1,198 @@
+//! What all clones of a buffer share, and what its rooms need of each other: the state under its lock, waits for this
+//! rank's kernels, the words that the host writes between operations.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::mpsc::Sender;
+use std::time::{Duration, Instant};
+
+use crossrail::{Context, Memory, Region};
+use crossrail_cuda::Context as Primary;
+use crossrail_ep::meeting::Meeting;
+use crossrail_ep::{Config, Fault};
+use crossrail_kernels::Kernels;
+use crossrail_kernels::ep::{EpKernels, Epochs, Shape};
+use crossrail_types::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
+
+use crate::completion::{Completion, Events};
+use crate::counts::CountPool;
+use crate::device_reader::Reader;
+use crate::fault_ring::Ring;
+use crate::handles::Pool;
+use crate::heap::{Heap, set_taken};
+use crate::options::DeviceOptions;
+use crate::outstanding::Outstanding;
+use crate::peer::Peer;
+use crate::regions::{RegionView, Regions};
+use crate::setup_timings::SetupTimings;
+
+pub(crate) struct Inner {
+    /// Tells buffers apart, handles too.
+    pub(crate) id: u64,
+    pub(crate) name: String,
+    pub(crate) me: u32,
+    pub(crate) config: Config,
+    pub(crate) options: DeviceOptions,
+    pub(crate) shape: Shape,
+    pub(crate) context: Context,
+    pub(crate) cuda: Primary,
+    pub(crate) meeting: Meeting,
+    pub(crate) kernels: Arc<EpKernels>,
+    /// The engine's, which it need not load again.
+    pub(crate) _engine: Option<Arc<Kernels>>,
+    /// Of a launch.
+    pub(crate) blocks: u32,
+    pub(crate) memory: Memory,
+    pub(crate) heap: Heap,
+    /// The heap for ranks out of reach, once there are some.
+    pub(crate) region: Mutex<Option<Region>>,
+    pub(crate) events: Arc<Events>,
+    pub(crate) counts: Option<Arc<CountPool>>,
+    /// Handles' memory: expert layout, rank layout.
+    pub(crate) handles: [Option<Arc<Pool>>; 2],
+    pub(crate) regions: Regions,
+    pub(crate) reader: Reader,
+    /// The ring of faults, on the GPU.
+    pub(crate) faults_at: u64,
+    pub(crate) tell: Sender<ConnectionEnd>,
+    /// Bytes that were carried to ranks out of reach.
+    pub(crate) network: AtomicU64,
+    pub(crate) in_flight: Arc<InFlight>,
+    pub(crate) state: Mutex<State>,
+    /// Held while masks are told that depend on it; never while kernels or other ranks are waited for.
+    pub(crate) connections: Mutex<Connections>,
+    /// One thread at a time connects and disconnects.
+    pub(crate) connecting: Mutex<()>,
+    pub(crate) setup_timings: Mutex<SetupTimings>,
+}
+
+/// What changes.
+pub(crate) struct State {
+    pub(crate) peers: Vec<Option<Peer>>,
+    /// Ranks that were connected before: what they left in the heap is to be cleared.
+    pub(crate) stale: Vec<bool>,
+    pub(crate) outstanding: Outstanding,
+    pub(crate) ring: Ring,
+    pub(crate) faults: Vec<Fault>,
+    /// More rows have come than the caller had room for, and that was said.
+    pub(crate) overflow_reported: bool,
+    pub(crate) generation: u64,
+    pub(crate) closed: bool,
+}
+
+impl State {
+    /// Nothing was done yet.
+    pub(crate) fn new(peers: Vec<Option<Peer>>, ring: Ring) -> State {
+        State {
+            stale: vec![false; peers.len()],
+            peers,
+            outstanding: Outstanding::default(),
+            ring,
+            faults: Vec::new(),
+            overflow_reported: false,
+            generation: 0,
+            closed: false,
+        }
+    }
+
+    /// Ranks that are connected and not masked, this one included.
+    pub(crate) fn active(&self) -> u32 {
+        self.peers.iter().flatten().filter(|peer| !peer.masked).count() as u32
+    }
+
+    pub(crate) fn has_forwarded(&self) -> bool {
+        self.peers.iter().flatten().any(|peer| peer.forwarded().is_some() && !peer.masked)
+    }
+}
+
+/// Operations that may still run, in the order in which they were put in.
+#[derive(Default)]
+pub(crate) struct InFlight(Mutex<VecDeque<Completion>>);
+
+impl InFlight {
+    pub(crate) fn push(&self, done: &Completion) {
+        let mut in_flight = self.0.lock();
+        in_flight.push_back(done.clone());
+        // Two at a time: there are never many more than still run.
+        for _ in 0..2 {
+            if in_flight.front().is_some_and(|done| done.is_done().unwrap_or(true)) {
+                in_flight.pop_front();
+            }
+        }
+    }
+
+    pub(crate) fn all(&self) -> Vec<Completion> {
+        self.0.lock().iter().cloned().collect()
+    }
+
+    pub(crate) fn is_busy(&self) -> bool {
+        self.0.lock().iter().any(|done| !done.is_done().unwrap_or(true))
+    }
+}
+
+/// A connection ended.
+pub(crate) struct ConnectionEnd {
+    pub(crate) rank: u32,
+    pub(crate) generation: u64,
+    pub(crate) error: Error,
+}
+
+/// What is known of connections beside the state, which may be held for long.
+pub(crate) struct Connections {
+    /// By rank, the generation of its connection; 0 for none.
+    pub(crate) generations: Vec<u64>,
+    /// Those that have ended, and are still to be acted on.
+    pub(crate) ended: Vec<ConnectionEnd>,
+}
+
+impl Inner {
+    pub(crate) fn refuse_closed(&self, operation: &str) -> Result<()> {
+        if self.meeting.is_ending() {
+            return Err(Error::new(ErrorKind::Closed, operation, "the buffer was destroyed"));
+        }
+        Ok(())
+    }
+
+    /// Waits until no operation of this rank is under way; the numbers of the last ones.
+    pub(crate) fn wait_until_idle(&self, state: &State, what: &str, limit: Option<Duration>) -> Result<Epochs> {
+        if !state.outstanding.is_idle() {
+            let error = Error::new(ErrorKind::Usage, what, "something that was sent is not received yet");
+            return Err(error.with_hint("finish it first, on all ranks"));
+        }
+        self.wait_for_kernels(limit)?;
+        self.heap.epochs()
+    }
+
+    /// Waits until all that was put in is done.
+    pub(crate) fn wait_for_kernels(&self, limit: Option<Duration>) -> Result<()> {
+        let limit = limit.unwrap_or(self.config.timeout.saturating_mul(2) + self.context.settings().timeout);
+        let deadline = Instant::now() + limit;
+        let in_flight = self.in_flight.all();
+        in_flight.iter().try_for_each(|done| done.synchronize(deadline.saturating_duration_since(Instant::now())))
+    }
+
+    pub(crate) fn region_view(&self, index: u32) -> RegionView {
+        let parts = &self.heap.parts;
+        let start = self.heap.base() + parts.regions + u64::from(index) * parts.region_stride;
+        RegionView {
+            rows: start,
+            scales: start + parts.region_scales,
+            topk_idx: start + parts.region_idx,
+            topk_weights: start + parts.region_weights,
+            source: start + parts.region_source,
+            most_rows: u64::from(self.shape.ranks) * u64::from(self.shape.max_tokens),
+        }
+    }
+
+    /// What was sent between `rank` and this one so far counts as taken: here, and there, if it is out of reach, with the
+    /// next line of words that is carried from its mirror.
+    pub(crate) fn set_taken(&self, rank: u32, mirror: Option<&Memory>, epochs: Epochs) -> Result<()> {
+        set_taken(&self.heap.memory, &self.heap.parts, rank, epochs)?;
+        match mirror {
+            Some(mirror) => set_taken(mirror, &self.heap.parts, self.me, epochs),
+            None => Ok(()),
+        }
+    }
+}
