@@ -32,6 +32,9 @@ received into.
 Sizes are in bytes; GB is 1e9 bytes and GiB is 2**30. Every error is a `CrossrailError`.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from crossrail._native import (
     ALL_BITS,
     Awaited,
@@ -75,8 +78,10 @@ from crossrail.errors import (
     UnsupportedError,
     UsageError,
 )
-from crossrail.experts import Combined, Dispatched, ExpertBuffer, Fault, Handle, Link, Pending, Plan
 from crossrail.group import Group
+
+if TYPE_CHECKING:
+    from crossrail.experts import Combined, Dispatched, ExpertBuffer, Fault, Handle, Link, Pending, Plan
 
 __all__ = [
     "ALL_BITS",
@@ -128,3 +133,18 @@ __all__ = [
     "settings_reference",
     "wait_all",
 ]
+
+# Imported on first use: they import NumPy, which takes as long as everything else together.
+_EXPERTS = frozenset({"Combined", "Dispatched", "ExpertBuffer", "Fault", "Handle", "Link", "Pending", "Plan"})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPERTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module("crossrail.experts"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPERTS})

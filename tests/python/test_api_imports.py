@@ -1,0 +1,27 @@
+"""What importing the package costs: nothing that only expert buffers need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import crossrail
+
+
+@pytest.mark.parametrize("module", ["crossrail", "crossrail.cli"])
+def test_importing_does_not_import_numpy(module: str) -> None:
+    program = f"import sys, {module}; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def test_every_public_name_is_there() -> None:
+    assert set(crossrail.__all__) <= set(dir(crossrail))
+    assert all(getattr(crossrail, name) is not None for name in crossrail.__all__)
+    assert crossrail.ExpertBuffer.__module__ == "crossrail.experts"
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"'crossrail' has no attribute 'Nothing'"):
+        _ = crossrail.Nothing
