@@ -160,13 +160,13 @@ class DevicePending(Pending[T]):
         call: Call,
         conclude: Callable[[], T],
         result: T | None,
-        way: DeviceWay,
+        operations: DeviceOperations,
     ) -> None:
         # First, as it is dropped first: the memory is still there then.
         self._operation = operation
         self._call = call
         self._give = conclude
-        self._way = way
+        self._operations = operations
         self.result = result
 
     def finish(self, stream: Any = None) -> T:
@@ -175,17 +175,17 @@ class DevicePending(Pending[T]):
             other = self._call.arrays.streams(stream, "finish")
             if other.handle != streams.handle:
                 self._operation.event().wait(other.handle)
-                self._way.used_by(self._call, other)
+                self._operations.used_by(self._call, other)
                 streams = other
         self._operation.finish(streams.handle)
-        self._way.keep(self._call, self._operation)
+        self._operations.keep(self._call, self._operation)
         given = self._give() if self.result is None else self.result
         if isinstance(given, DeviceDispatched | DeviceCombined):
             given.event = Event(self._operation.event(), self._call.arrays)
         return given
 
 
-class DeviceWay:
+class DeviceOperations:
     """Puts operations into streams."""
 
     def __init__(self, native: _native.DeviceBuffer, sizes: Sizes, context: _native.Context) -> None:

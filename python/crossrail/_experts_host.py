@@ -11,7 +11,7 @@ from crossrail._results import Combined, Dispatched, Pending
 from crossrail.errors import ClosedError
 
 
-class HostWay:
+class HostOperations:
     """Passes calls to the native module. A call that is invalid here is refused, so that the other ranks fail too."""
 
     def __init__(self, native: _native.ExpertBuffer, sizes: Sizes) -> None:

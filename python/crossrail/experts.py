@@ -11,8 +11,8 @@ import numpy.typing as npt
 from crossrail import _calls, _native
 from crossrail._arrays import wrong
 from crossrail._calls import CombineCall, DispatchCall, Sizes, number, rank_list
-from crossrail._experts_device import DeviceWay, Event, device_ordinal
-from crossrail._experts_host import HostWay
+from crossrail._experts_device import DeviceOperations, Event, device_ordinal
+from crossrail._experts_host import HostOperations
 from crossrail._native import DeviceArray, DeviceHandle, Handle
 from crossrail._results import Combined, Dispatched, Fault, Layout, Link, Pending, Plan
 from crossrail.group import Group
@@ -153,7 +153,7 @@ class ExpertBuffer:
         self._group = group
         self._timeout = timeout
         self._buffer: _native.ExpertBuffer | _native.DeviceBuffer
-        self._way: HostWay | DeviceWay
+        self._operations: HostOperations | DeviceOperations
         ordinal = device_ordinal(device)
         sms = None if num_sms is None else number("num_sms", num_sms)
         if ordinal is None:
@@ -161,11 +161,11 @@ class ExpertBuffer:
                 if value is not None:
                     raise wrong("ExpertBuffer", f"{option} is for buffers on a GPU, and this one is on the host")
             native = _native.ExpertBuffer(group.context, group._native, name, parameters)
-            self._buffer, self._way = native, HostWay(native, self._sizes)
+            self._buffer, self._operations = native, HostOperations(native, self._sizes)
         else:
             where = (ordinal, sms, number("regions", regions), None if node is None else number("node", node))
             on_gpu = _native.DeviceBuffer(group.context, group._native, name, parameters, *where)
-            self._buffer, self._way = on_gpu, DeviceWay(on_gpu, self._sizes, group.context)
+            self._buffer, self._operations = on_gpu, DeviceOperations(on_gpu, self._sizes, group.context)
         self._native: Any = self._buffer
         """For the measuring loops."""
         self._ordinal = ordinal
@@ -385,7 +385,7 @@ class ExpertBuffer:
         call = DispatchCall(
             x, topk_idx, topk_weights, layout, handle, expert_alignment, out, stats, waits, max_rows, stream, send_only
         )
-        given: Dispatched | Pending[Dispatched] = self._way.dispatch(call)
+        given: Dispatched | Pending[Dispatched] = self._operations.dispatch(call)
         return given
 
     @overload
@@ -467,7 +467,7 @@ class ExpertBuffer:
             As for `dispatch`.
         """
         call = CombineCall(y, handle, topk_weights, bias, out, waits, stream, send_only)
-        given: Combined | Pending[Combined] = self._way.combine(call)
+        given: Combined | Pending[Combined] = self._operations.combine(call)
         return given
 
     def connect(self, ranks: Iterable[int], activate: bool = True, timeout: float | None = None) -> None:

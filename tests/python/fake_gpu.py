@@ -16,7 +16,7 @@ import numpy as np
 from crossrail import ref
 from crossrail._calls import Sizes
 from crossrail._device_arrays import ArrayView, CallStreams, c_strides
-from crossrail._experts_device import DeviceWay
+from crossrail._experts_device import DeviceOperations
 from crossrail._native import CombineArgs, DispatchArgs
 
 STREAM = 77
@@ -312,7 +312,7 @@ class World:
             at(given["out"], total.shape, np.uint16, (given["out_stride"], 2))[:] = total
 
 
-class Way(DeviceWay):
+class Way(DeviceOperations):
     """A rank's calls, with NumPy's arrays."""
 
     def arrays_of(self, value: Any) -> Any:

@@ -15,7 +15,7 @@ from host_torch import torch, torch_is_there
 
 from crossrail import UsageError, _calls, _experts_device
 from crossrail._device_arrays import CallStreams, TorchArrays
-from crossrail._experts_device import DeviceWay
+from crossrail._experts_device import DeviceOperations
 
 __all__ = ["torch_is_there"]
 CHANGED = threading.Condition()
@@ -57,7 +57,7 @@ class HostTensors(TorchArrays):
         )
 
 
-class Way(DeviceWay):
+class Way(DeviceOperations):
     def arrays_of(self, value: Any) -> Any:
         assert isinstance(value, torch.Tensor)
         return HostTensors()
@@ -107,7 +107,7 @@ class WayBuffer:
         self.sizes = _calls.Sizes(meeting.size, max_tokens, kind.hidden, kind.experts, kind.topk, fp8, packed)
         world = meeting.gather(rank, World(self.sizes) if rank == 0 else None)[0]
         self.meeting, self.rank = meeting, rank
-        self._way = Way(world.buffers[rank], self.sizes, None)  # type: ignore[arg-type]
+        self._operations = Way(world.buffers[rank], self.sizes, None)  # type: ignore[arg-type]
         self._native = Together(world.buffers[rank], meeting)
 
     def destroy(self) -> None: ...
@@ -142,14 +142,14 @@ class WayBuffer:
         given = options | rest
         assert given.keys() == options.keys()
         call = _calls.DispatchCall(x, topk_idx, topk_weights, layout, **given, stream=None, send_only=send_only)
-        return self._together(self._way.dispatch(call), send_only)
+        return self._together(self._operations.dispatch(call), send_only)
 
     def combine(self, y: Any, handle: Any, *, send_only: bool = False, **rest: Any) -> Any:
         options = {"topk_weights": None, "bias": None, "out": None, "waits": None}
         given = options | rest
         assert given.keys() == options.keys()
         call = _calls.CombineCall(y, handle, **given, stream=None, send_only=send_only)
-        return self._together(self._way.combine(call), send_only)
+        return self._together(self._operations.combine(call), send_only)
 
 
 class WayMachine(TwinMachine):

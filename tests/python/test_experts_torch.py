@@ -16,7 +16,7 @@ import crossrail
 from crossrail import _calls, _experts_device
 from crossrail._calls import Sizes
 from crossrail._device_arrays import TorchArrays
-from crossrail._experts_device import DeviceWay, device_ordinal
+from crossrail._experts_device import DeviceOperations, device_ordinal
 
 SETUP = Setup(1, max_tokens=6, hidden=512, local_experts=3, topk=2)
 CURRENT, SIDE = FakeTorch.current, 77
@@ -32,12 +32,12 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
 
 
 @pytest.fixture
-def way(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> DeviceWay:
+def way(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> DeviceOperations:
     numbers = {"max_tokens_per_rank": 6, "hidden": 512, "num_experts": 3, "topk": 2, "ranks": 1}
     parameters = _calls.parameters_of(numbers, "bf16", "f32", ("expert", "rank"), 1.0)
     world = World(Sizes.of(parameters))
     monkeypatch.setattr("fake_gpu.STREAM", SIDE)
-    return DeviceWay(world.buffers[0], world.sizes, None)  # type: ignore[arg-type]
+    return DeviceOperations(world.buffers[0], world.sizes, None)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def given(torch: FakeTorch) -> dict[str, Tensor]:
     }
 
 
-def test_the_current_stream_needs_no_notes(way: DeviceWay, torch: FakeTorch, given: dict[str, Tensor]) -> None:
+def test_the_current_stream_needs_no_notes(way: DeviceOperations, torch: FakeTorch, given: dict[str, Tensor]) -> None:
     with torch.within(Stream(SIDE)):
         came = dispatch(way, **given)
         sums = combine(way, torch.tensor(np.zeros(came.x.shape, np.uint16)), came.handle)
@@ -63,7 +63,7 @@ def test_the_current_stream_needs_no_notes(way: DeviceWay, torch: FakeTorch, giv
 
 
 @pytest.mark.parametrize("kind", ["stream", "handle"])
-def test_another_stream(way: DeviceWay, torch: FakeTorch, given: dict[str, Tensor], kind: str) -> None:
+def test_another_stream(way: DeviceOperations, torch: FakeTorch, given: dict[str, Tensor], kind: str) -> None:
     came = dispatch(way, **given, stream=Stream(SIDE) if kind == "stream" else SIDE)
     assert FakeTorch.current == CURRENT
     for tensor in given.values():
@@ -71,7 +71,9 @@ def test_another_stream(way: DeviceWay, torch: FakeTorch, given: dict[str, Tenso
     assert came.x.made_in == SIDE and came.x.used_in == [CURRENT]
 
 
-def test_regions_know_both_streams(way: DeviceWay, given: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regions_know_both_streams(
+    way: DeviceOperations, given: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(TorchArrays, "shown", lambda self, array: array)
     dispatch(way, **given, layout="rank", max_rows=6, stream=Stream(SIDE))
     (region,) = way._native.regions  # type: ignore[attr-defined]
@@ -79,7 +81,7 @@ def test_regions_know_both_streams(way: DeviceWay, given: dict[str, Tensor], mon
 
 
 def test_slices_of_routers_are_put_together_in_the_calls_stream(
-    way: DeviceWay, torch: FakeTorch, given: dict[str, Tensor]
+    way: DeviceOperations, torch: FakeTorch, given: dict[str, Tensor]
 ) -> None:
     wide = torch.tensor(np.repeat(given["topk_idx"].array, 2, axis=1))
     mine = torch.tensor(np.zeros((6, 4), np.float32))
@@ -88,7 +90,9 @@ def test_slices_of_routers_are_put_together_in_the_calls_stream(
     assert int(came.counts.array.sum()) == 12
 
 
-def test_received_in_a_third_stream(way: DeviceWay, given: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_received_in_a_third_stream(
+    way: DeviceOperations, given: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun = dispatch(way, **given, stream=SIDE, send_only=True)
     waited: list[int] = []
     monkeypatch.setattr("fake_gpu.FakeEvent.wait", lambda event, stream: waited.append(stream))
@@ -109,7 +113,7 @@ def test_a_stream_by_its_handle_is_an_external_one(torch: FakeTorch) -> None:
         arrays.streams(Stream(7, torch.device("cuda", 1)), "dispatch")
 
 
-def test_tensors_that_are_not_the_gpus(way: DeviceWay, torch: FakeTorch, given: dict[str, Tensor]) -> None:
+def test_tensors_that_are_not_the_gpus(way: DeviceOperations, torch: FakeTorch, given: dict[str, Tensor]) -> None:
     fed = inputs(Case(SETUP), 0)
 
     def says(text: str, **options: Any) -> None:

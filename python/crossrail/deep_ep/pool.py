@@ -104,7 +104,7 @@ class Gpu:
             send_only=False,
             say=say,
         )
-        return made.buffer._way.dispatch(call)
+        return made.buffer._operations.dispatch(call)
 
 
 def room_for(tokens: int) -> int:

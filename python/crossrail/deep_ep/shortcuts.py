@@ -108,8 +108,8 @@ class Shortcut:
 
     def _pending(self, operation: Any, used: tuple[Tensor | None, ...], what: str) -> DevicePending[Any]:
         """The rest of an operation that was only sent."""
-        way = self._buffer._way
-        call = Call(way.arrays_of(used[0]), None, what)
+        operations = self._buffer._operations
+        call = Call(operations.arrays_of(used[0]), None, what)
         call.keep += [tensor for tensor in used if tensor is not None]
         # What it gives is with the caller already.
-        return DevicePending(operation, call, lambda: True, True, way)
+        return DevicePending(operation, call, lambda: True, True, operations)
