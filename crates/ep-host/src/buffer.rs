@@ -1,4 +1,4 @@
-//! The buffer: one rank's memory for dispatch and combine, and its connections to the other ranks.
+//! The public handle of a buffer.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,13 +17,13 @@ use crate::routes::Handle;
 use crate::sync;
 use crate::tensor::{Input, Tensor};
 
-/// One rank's memory for dispatch and combine, and its connections to the other ranks. Clones share it. Any thread
-/// may use it, one at a time.
+/// One rank's memory for dispatch and combine, and its connections to the other ranks. Clones share both. Any thread may
+/// call it; calls from several threads are serialised.
 #[derive(Clone)]
 pub struct ExpertBuffer(pub(crate) Arc<LocalRank>);
 
 impl ExpertBuffer {
-    /// What a buffer of `config` takes on one rank, `network` other ranks being on other nodes.
+    /// The memory that a buffer of `config` needs on one rank when `network` other ranks are on other nodes.
     ///
     /// # Errors
     /// As [`Config::check`].
@@ -40,7 +40,7 @@ impl ExpertBuffer {
         Ok(ExpertBuffer(Arc::new(LocalRank::new(group, context, name, config)?)))
     }
 
-    /// What it was made for.
+    /// The configuration.
     pub fn config(&self) -> &Config {
         &self.0.config
     }
@@ -50,27 +50,27 @@ impl ExpertBuffer {
         self.0.own.me as u32
     }
 
-    /// Connects `ranks` (this one among them or not; those that are connected stay so), which call it too, and waits
-    /// until all of them are; `activate`: operations include them from now on, otherwise they are masked at first.
-    /// Called by ranks that are connected already and by new ones at the same point between operations.
+    /// Connects to `ranks`, and returns once all of them are connected. It is collective: all of `ranks`, and those that
+    /// are connected already, call it at the same point between operations. `ranks` may include this rank and connected
+    /// ones. With `activate` the next operations include the new ranks; otherwise they start masked.
     ///
     /// # Errors
-    /// `Timeout` naming the ranks that did not come; `Mismatch` naming the rank and the parameter that differs;
+    /// `Timeout` naming the ranks that are missing; `Mismatch` naming the rank and the parameter that differs;
     /// `PeerDead`. Ranks that were connected before stay connected.
     pub fn connect(&self, ranks: &[u32], activate: bool, timeout: Option<Duration>) -> Result<()> {
         self.0.connect(ranks, activate, timeout)
     }
 
-    /// Ends the connections to `ranks`, between operations; they are not masked but absent. What others are connected
-    /// to stays.
+    /// Closes the connections to `ranks`, between operations. They are then absent, not masked. Connections between other
+    /// ranks are not affected.
     ///
     /// # Errors
-    /// `Usage` for a rank that is none, or this one.
+    /// `Usage` for a number that is not a rank of this buffer, or is this rank.
     pub fn disconnect(&self, ranks: &[u32]) -> Result<()> {
         self.0.disconnect(ranks)
     }
 
-    /// From now on operations neither send to `ranks` nor wait for them.
+    /// Masks `ranks`: operations neither send to them nor wait for them.
     ///
     /// # Errors
     /// `Usage` for a rank that is not connected, or this one.
@@ -78,26 +78,26 @@ impl ExpertBuffer {
         self.0.set_mask(ranks, true)
     }
 
-    /// Takes masked ranks back, which do the same at the same point between operations.
+    /// Includes masked ranks again. They must unmask this rank at the same point between operations.
     ///
     /// # Errors
-    /// `Usage` for a rank that is not connected; `PeerDead` for one whose process is gone.
+    /// `Usage` for a rank that is not connected; `PeerDead` for one whose process has ended.
     pub fn unmask(&self, ranks: &[u32]) -> Result<()> {
         self.0.set_mask(ranks, false)
     }
 
-    /// Ranks that are connected but masked.
+    /// Connected ranks that are masked.
     pub fn masked(&self) -> Vec<u32> {
         let view = self.0.view.lock();
         view.peers.iter().flatten().filter(|peer| peer.masked).map(|peer| peer.rank as u32).collect()
     }
 
-    /// Ranks that are connected, this one and masked ones included.
+    /// Connected ranks, including this one and masked ones.
     pub fn connected(&self) -> Vec<u32> {
         self.0.view.lock().peers.iter().flatten().map(|peer| peer.rank as u32).collect()
     }
 
-    /// Ranks that were lost so far, in order.
+    /// Ranks lost so far, in order.
     pub fn faults(&self) -> Vec<Fault> {
         self.0.view.lock().faults.clone()
     }
@@ -120,18 +120,17 @@ impl ExpertBuffer {
             .collect()
     }
 
-    /// Sends this rank's tokens to the ranks of their experts. `input` must stay as it is until the operation is
-    /// finished.
+    /// Sends this rank's tokens to the ranks of their experts. `input` must not change until the operation is finished.
     ///
     /// # Errors
-    /// `Closed`. Whatever else is wrong with the call is said when the operation is finished, here and on every other rank.
+    /// `Closed`. Any other error of the call is reported when the operation is finished, here and on every other rank.
     pub fn dispatch(&self, input: Input, options: DispatchOptions) -> Result<Pending<Dispatched>> {
         dispatch::begin(&self.0, input, options)
     }
 
-    /// Brings the experts' outputs back. `y` is bf16: `[local experts, ranks * max_tokens, hidden]` as dispatch
-    /// delivered (expert layout), or `[rows, hidden]` (rank layout). It must stay as it is until the operation is
-    /// finished.
+    /// Returns the experts' outputs to the tokens' ranks and sums them there. `y` is bf16:
+    /// `[local experts, ranks * max_tokens, hidden]`, as dispatch delivered (expert layout), or `[rows, hidden]` (rank
+    /// layout). It must not change until the operation is finished.
     ///
     /// # Errors
     /// As for [`ExpertBuffer::dispatch`].
@@ -139,8 +138,8 @@ impl ExpertBuffer {
         combine::begin(&self.0, y, Some(handle), options)
     }
 
-    /// Takes part in the others' dispatch although nothing can be dispatched here: as
-    /// [`DispatchOptions::refuse`], for callers that have no input either.
+    /// Takes part in the other ranks' dispatch without rows, because this rank's call is invalid: as
+    /// [`DispatchOptions::refuse`], for callers that have no input.
     ///
     /// # Errors
     /// `Closed`; `why` when the operation is finished.
@@ -150,27 +149,27 @@ impl ExpertBuffer {
         dispatch::begin(&self.0, input, DispatchOptions { refuse: Some(why), ..DispatchOptions::default() })
     }
 
-    /// The same for the others' combine.
+    /// Takes part in the other ranks' combine without rows, because this rank's call is invalid.
     ///
     /// # Errors
-    /// As there.
+    /// `Closed`; `why` when the operation is finished.
     pub fn refuse_combine(&self, why: Error) -> Result<Pending<Combined>> {
         let nothing = Tensor::from(Vec::<u8>::new());
         combine::begin(&self.0, nothing, None, CombineOptions { refuse: Some(why), ..CombineOptions::default() })
     }
 
-    /// Waits until every connected rank that is not masked has come here.
+    /// Barrier: finishes once every connected rank that is not masked has called it.
     ///
     /// # Errors
-    /// `Mismatch` when another rank calls something else; `Closed`.
+    /// `Mismatch` when another rank calls another operation; `Closed`.
     pub fn sync(&self) -> Result<Pending<()>> {
         sync::begin(&self.0)
     }
 
-    /// Ends all connections. The memory goes with the last result that is a view of it.
+    /// Closes all connections. The memory is freed with the last result that refers to it. A second call does nothing.
     ///
     /// # Errors
-    /// None of a second call.
+    /// None at present.
     pub fn destroy(&self) -> Result<()> {
         self.0.destroy()
     }

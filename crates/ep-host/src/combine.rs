@@ -1,9 +1,9 @@
-//! Combine: each rank brings the outputs of its experts back to the tokens' ranks, which sum them.
+//! Combine: each rank returns the outputs of its experts to the tokens' ranks, which sum them.
 //!
-//! Expert layout: a token's outputs on one rank are weighted and summed there (fp32, by k) and come back as one bf16
-//! row; without `prereduce` each comes back as it is, and the source weights and sums. Rank layout: one row per token
-//! and rank comes back as the caller made it. At the source rows are summed in fp32, by rank (without `prereduce` by
-//! k), bias last.
+//! Expert layout: a token's outputs on one rank are weighted and summed there (fp32, in the order of k) and returned as
+//! one bf16 row; without `prereduce` each output is returned, and the source weights and sums. Rank layout: one row per
+//! token and rank is returned as the caller computed it. The source sums rows in fp32, in the order of ranks (without
+//! `prereduce`, of k), bias last.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -23,21 +23,20 @@ use crate::tensor::{Tensor, TensorMut};
 /// How to combine.
 #[derive(Default)]
 pub struct CombineOptions {
-    /// f32 `[tokens, topk]`: expert layout, when dispatch was given none. Without any, outputs are summed as they
-    /// are.
+    /// f32 `[tokens, topk]`: expert layout, if the dispatch had none. Without weights, outputs are summed as they are.
     pub weights: Option<Tensor>,
     /// bf16 `[tokens, hidden]` each, added to the result; at most two.
     pub bias: Vec<Tensor>,
-    /// bf16 `[tokens, hidden]`, where the result goes; allocated if not given.
+    /// bf16 `[tokens, hidden]`, for the result; allocated if not given.
     pub out: Option<TensorMut>,
     /// As [`DispatchOptions::refuse`](crate::DispatchOptions::refuse).
     pub refuse: Option<Error>,
 }
 
-/// The result.
+/// The result of a combine.
 #[derive(Debug)]
 pub struct Combined {
-    /// bf16 `[tokens, hidden]`, unless the caller gave the memory.
+    /// bf16 `[tokens, hidden]`; `None` if the caller provided the memory.
     pub out: Option<Vec<u16>>,
     /// Where the time went.
     pub timing: Timing,
@@ -45,7 +44,7 @@ pub struct Combined {
     pub bytes: Bytes,
 }
 
-/// What must have come before rows can go back to a rank.
+/// What must arrive before rows can be returned to a rank, as bits of `missing`.
 const SLOT: u8 = 1;
 const WEIGHTS: u8 = 2;
 
@@ -58,14 +57,14 @@ struct Combine {
     bias: Vec<Tensor>,
     out: TensorMut,
     own_out: Option<Vec<u16>>,
-    /// What is missing before rows can go to each rank.
+    /// What is missing before rows can be returned to each rank.
     missing: Vec<u8>,
     ready: Vec<usize>,
-    /// Ranks whose slots are free and which were not sent weights yet.
+    /// Ranks whose slots are free and that were not sent weights yet.
     open: Vec<usize>,
-    /// Ranks whose rows are here.
+    /// Ranks whose rows have arrived.
     rows_arrived: Vec<bool>,
-    /// The weights that each source asked for, where they came now.
+    /// The weights that each source sent with this combine.
     asked: Vec<Vec<f32>>,
 }
 
@@ -197,7 +196,7 @@ fn check(
 }
 
 impl Combine {
-    /// Whether experts' ranks weight and sum.
+    /// Whether the experts' ranks weight and sum.
     fn weighs_here(&self, local: &LocalRank) -> bool {
         self.routes.layout == Layout::Expert && local.config.prereduce
     }
@@ -210,7 +209,7 @@ impl Combine {
         }
     }
 
-    /// Sends the weights that our rows are to be summed with, where dispatch was given none.
+    /// Sends the weights of our rows, if the dispatch had none.
     fn send_weights(&mut self, local: &LocalRank, view: &mut GroupView, rank: usize) {
         let (topk, parity, number) = (local.config.topk, self.common.parity, self.common.number);
         let tokens = &self.routes.sent.to[rank].tokens;
@@ -221,7 +220,7 @@ impl Combine {
         let weights = self.weights.as_ref().filter(|_| self.common.failure.is_none());
         let rows = if weights.is_some() { tokens.len() } else { 0 };
         let to = peer.back(&local.own, parity).wrapping_add(local.own.areas.back_weights());
-        // SAFETY: our slot in the peer's heap, or in staging; free, as the peer has taken the combine before the
+        // SAFETY: our slot in the peer's heap, or in staging; free, as the peer has released the combine before the
         // last. It has room for the weights of max_tokens rows.
         unsafe {
             to.cast::<Header>().write_volatile(Header::new(number, rows, 0));
@@ -232,7 +231,7 @@ impl Combine {
                 }
             }
         }
-        // A peer that cannot be written to is dead, which is noticed where its answer is missed.
+        // A failed write means a dead peer, which is detected when its answer is overdue.
         let _ = peer.publish_weights(&local.own, parity, number, HEADER + rows * topk * 4);
     }
 
@@ -253,7 +252,7 @@ impl Combine {
         Ok(())
     }
 
-    /// Writes the rows for one rank into its heap.
+    /// Writes the rows returned to one rank.
     fn send_back(&mut self, local: &LocalRank, view: &mut GroupView, rank: usize) {
         let (areas, parity, number) = (&local.own.areas, self.common.parity, self.common.number);
         let Some(peer) = &mut view.peers[rank] else { return };
@@ -287,7 +286,7 @@ impl Combine {
         }
     }
 
-    /// Writes what one row brings back to `to`; gives its bytes.
+    /// Writes what one row returns to `to`, and returns its size in bytes.
     ///
     /// # Safety
     /// `to` has room for it.
@@ -372,7 +371,7 @@ impl Combine {
         self.common.timing.sum_us += micros(began);
     }
 
-    /// The row that one rank brings back for a token; `None` if it was lost.
+    /// The row that one rank returned for a token; `None` if the rank is lost.
     fn row_of(
         &self,
         local: &LocalRank,
@@ -393,7 +392,7 @@ impl Combine {
         self.rows_arrived[rank].then(|| local.own.heap.at(slot + row * areas.wide).cast_const().cast())
     }
 
-    /// Without `prereduce`: a token's outputs by k, and their weights.
+    /// Without `prereduce`: a token's outputs in the order of k, and their weights.
     fn selected(
         &self,
         local: &LocalRank,

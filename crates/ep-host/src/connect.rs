@@ -45,7 +45,7 @@ impl LocalRank {
         self.meeting.all_ready(&endpoints, deadline)?;
         let floor = [counts[1], counts[2]];
         if floor != [view.dispatches, view.combines] {
-            // Those connected so far, this rank itself among them, came later than the others too.
+            // The ranks connected so far, this one included, began later than the new ones.
             view.peers.iter_mut().flatten().for_each(|peer| peer.floor = floor);
         }
         [view.operations, view.dispatches, view.combines] = counts;
@@ -59,7 +59,7 @@ impl LocalRank {
         Ok(())
     }
 
-    /// Clears what an earlier connection left, and makes the hello for a new one.
+    /// Clears the control words of an earlier connection, and makes the hello for a new one.
     fn hello(&self, view: &mut GroupView, end: &End) -> Result<Hello> {
         for word in self.own.heap.words(&self.own.areas, end.rank as usize).0.iter().flatten() {
             word.store(0, Ordering::Release);
@@ -122,7 +122,7 @@ impl LocalRank {
     }
 
     pub(crate) fn destroy(&self) -> Result<()> {
-        // Whoever waits holds the state, and lets go of it when it sees this.
+        // A thread that waits holds the lock, and releases it when it sees this.
         self.meeting.end();
         let mut view = self.view.lock();
         if std::mem::replace(&mut view.closed, true) {
@@ -144,8 +144,8 @@ impl Drop for LocalRank {
     }
 }
 
-/// How long to spin before sleeping: long while each rank of the node has a processor to itself, else it would only
-/// keep the one from running that is waited for.
+/// How long to spin before sleeping: long if each rank of the node has a processor of its own; otherwise spinning would
+/// keep the awaited rank from running.
 fn spin_for(view: &GroupView) -> Duration {
     let near = view.peers.iter().flatten().filter(|peer| !peer.is_network()).count();
     let processors = std::thread::available_parallelism().map_or(1, usize::from);

@@ -1,8 +1,8 @@
 //! Dispatch: metadata first, so that every receiver knows where rows belong; rows once per rank; fan-out on arrival.
 //!
-//! Expert layout: rows go into the sender's slot of the receiver's heap, and from there to each expert; this rank's
-//! own rows go straight to the experts. Rank layout: the receiver grants each source a place, and rows are written
-//! there.
+//! Expert layout: rows are written into the sender's slot of the receiver's heap, and copied from there to each expert;
+//! this rank's own rows go straight to the experts. Rank layout: the receiver grants each source a place, and the source
+//! writes its rows there.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -26,13 +26,13 @@ use crate::tensor::Input;
 pub struct DispatchOptions {
     /// What is delivered.
     pub layout: Layout,
-    /// Repeats the routing of an earlier dispatch, on every rank: `topk_idx` and `topk_weights` are not looked at,
-    /// and no metadata is exchanged.
+    /// Repeats the routing of an earlier dispatch, on every rank: `topk_idx` and `topk_weights` are ignored, and no
+    /// metadata is exchanged.
     pub handle: Option<Handle>,
     /// Rank layout: counts per expert are rounded up to a multiple of this.
     pub alignment: usize,
-    /// The caller found something wrong: this rank takes part without rows, and the operation fails with this here and, with
-    /// this rank named, on the others. Nothing else is looked at.
+    /// The caller's own error: this rank takes part without rows, and the operation fails with it here and, naming this
+    /// rank, on the other ranks. All other arguments are ignored.
     pub refuse: Option<Error>,
 }
 
@@ -42,18 +42,18 @@ impl Default for DispatchOptions {
     }
 }
 
-/// A part of the buffer's memory. It is overwritten by the second dispatch after the one that gave it.
+/// A part of the buffer's memory. The second dispatch after the one that returned it overwrites it.
 #[derive(Clone, Debug)]
 pub struct Placed {
     /// The memory.
     pub memory: Memory,
-    /// First byte.
+    /// Offset of the first byte.
     pub offset: usize,
-    /// Bytes.
+    /// Size in bytes.
     pub len: usize,
 }
 
-/// What came.
+/// What a dispatch delivered.
 #[derive(Clone, Debug)]
 pub struct Dispatched {
     /// For the combine.
@@ -125,7 +125,7 @@ pub(crate) fn begin(local: &Arc<LocalRank>, input: Input, options: DispatchOptio
     view.dispatches += 1;
     let epoch = view.dispatches;
     let mut common = Common::new("dispatch", view.operations, (epoch % 2) as usize, config.timeout);
-    // Whatever is wrong with the call, the others are waiting for this rank: it takes part, without rows.
+    // Even if the call is invalid the other ranks wait for this one: it takes part, without rows.
     let sent = routed.unwrap_or_else(|error| {
         common.fail(error);
         Arc::new(Sent::nothing(config.ranks as usize))
@@ -189,7 +189,7 @@ fn check(local: &LocalRank, view: &GroupView, options: &DispatchOptions) -> Resu
 }
 
 impl Dispatch {
-    /// Sends metadata, and in the expert layout rows, to the ranks that are open.
+    /// Sends metadata, and in the expert layout rows, to the ranks in `open`.
     fn send(&mut self, local: &LocalRank, view: &mut GroupView) {
         let (areas, me, parity) = (&local.own.areas, local.own.me, self.common.parity);
         let ranks = std::mem::take(&mut self.open);
@@ -213,7 +213,7 @@ impl Dispatch {
                 slot.cast::<Header>().write_volatile(header);
                 std::ptr::copy_nonoverlapping(meta.as_ptr(), slot.add(HEADER), meta.len());
             }
-            // A peer that cannot be written to is dead, which is noticed where its answer is missed.
+            // A failed write means a dead peer, which is detected when its answer is overdue.
             let _ = peer.publish_meta(&local.own, parity, self.common.number, HEADER + meta.len());
             match self.layout {
                 _ if rows == 0 => {}
@@ -243,7 +243,7 @@ impl Dispatch {
         }
     }
 
-    /// Publishes rows that were written, and accounts for them.
+    /// Publishes written rows, and counts their bytes.
     fn publish(&mut self, local: &LocalRank, view: &mut GroupView, rank: usize, spans: &[Span]) {
         let areas = &local.own.areas;
         let Some(peer) = &mut view.peers[rank] else { return };
@@ -273,7 +273,7 @@ impl Dispatch {
         Header::new(self.common.number, rows, bits)
     }
 
-    /// Reads the metadata of `source`; what it says is checked, not believed.
+    /// Reads and checks the metadata of `source`.
     fn read_meta(&mut self, local: &LocalRank, source: usize) -> std::result::Result<Received, Error> {
         let (areas, config) = (&local.own.areas, &local.config);
         let slot = local.own.heap.at(areas.slot(self.common.parity, source));
@@ -310,7 +310,7 @@ impl Dispatch {
         Received::read(config, areas, &meta, header.flags & flags::WEIGHTS != 0).map_err(broken)
     }
 
-    /// All metadata is here (or will not come): everything gets its place.
+    /// Assigns every row its place: all metadata has arrived, or its sender is lost.
     fn lay_out(&mut self, local: &LocalRank, view: &mut GroupView) {
         self.laid_out = true;
         let first = !std::mem::replace(&mut self.rows_expected, true);
@@ -447,7 +447,7 @@ impl Operation for Dispatch {
                     Ok(received) => self.received[expected.rank] = received,
                     Err(error) => {
                         self.common.fail(error);
-                        // It may wait for a place, whatever it is that it sends.
+                        // Whatever it sends, it may wait for a grant.
                         rank_layout::grant_anything(local, view, &self.common, expected.rank);
                     }
                 }
@@ -465,7 +465,7 @@ impl Operation for Dispatch {
         match expected.message {
             Message::Meta => self.metas_left -= 1,
             Message::Rows => {
-                // Its rows have places: those after them move up.
+                // Rows after its places move up.
                 self.received[expected.rank] = Received::default();
                 self.laid_out = false;
                 if self.layout == Layout::Rank

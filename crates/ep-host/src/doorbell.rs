@@ -1,4 +1,4 @@
-//! Sleeping until another process has written something.
+//! Sleeping until another process writes into the heap.
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::heap::Doorbell;
 
-/// After a write into a heap: wakes its rank if it sleeps.
+/// Announces a write into the doorbell's heap: wakes its rank if it sleeps.
 #[inline]
 pub(crate) fn ring(doorbell: &Doorbell) {
     doorbell.rings.fetch_add(1, Ordering::SeqCst);
@@ -15,11 +15,10 @@ pub(crate) fn ring(doorbell: &Doorbell) {
     }
 }
 
-/// Sleeps until somebody rings, at most `limit`; not at all when `ready` says after the announcement that it need
-/// not.
+/// Sleeps until a peer rings, for at most `limit`; not at all if `ready` is true once `sleeping` is set.
 ///
-/// Either the writer's ring comes before the load of `rings` here, then `ready` sees what was written before it; or
-/// it comes after it, then the kernel sees another value, or the writer sees that this rank sleeps.
+/// No wake-up is lost: if the writer rings before `rings` is loaded here, `ready` sees the write that the ring announces;
+/// if it rings later, the futex sees a changed value and returns at once, or the writer sees `sleeping` and wakes it.
 pub(crate) fn sleep(doorbell: &Doorbell, limit: Duration, ready: impl Fn() -> bool) {
     doorbell.sleeping.store(1, Ordering::SeqCst);
     let seen = doorbell.rings.load(Ordering::SeqCst);
@@ -29,7 +28,7 @@ pub(crate) fn sleep(doorbell: &Doorbell, limit: Duration, ready: impl Fn() -> bo
             tv_nsec: i64::from(limit.subsec_nanos()) as libc::c_long,
         };
         // SAFETY: a live futex word (shared between processes: no PRIVATE flag) and a timespec that outlives the
-        // call. Every result means the same: look again.
+        // call. Whatever the result, the caller polls again.
         unsafe { libc::syscall(libc::SYS_futex, doorbell.rings.as_ptr(), libc::FUTEX_WAIT, seen, &raw const limit) };
     }
     doorbell.sleeping.store(0, Ordering::SeqCst);
@@ -37,6 +36,6 @@ pub(crate) fn sleep(doorbell: &Doorbell, limit: Duration, ready: impl Fn() -> bo
 
 #[cold]
 fn wake(word: &AtomicU32) {
-    // SAFETY: a live futex word. Whoever doesn't sleep isn't woken.
+    // SAFETY: a live futex word; without a sleeper the call does nothing.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }

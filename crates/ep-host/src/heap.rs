@@ -1,16 +1,16 @@
-//! How a rank's heap lies in memory. Every rank of a node maps it; ranks of other nodes write it through the engine.
+//! The layout of a rank's heap. Every rank of the node maps it; ranks of other nodes write it through the engine.
 //!
 //! ```text
-//! bell                      woken by whoever wrote something
-//! words[ranks]              what each peer says: one writer each
+//! doorbell                  peers ring it after a write
+//! control words[ranks]      messages of each peer: one writer each
 //! dispatch[2][ranks]        a peer's slot: header, metadata, rows, scales; by the parity of the dispatch
-//! combine[2][ranks]         a peer's slot: header of the rows that come back, header and weights it wants its own rows
-//!                           summed with, rows; by the parity of the combine
-//! rank rows[2]              rank layout: rows and scales, placed by what this rank granted
+//! combine[2][ranks]         a peer's slot: header of the rows that it returns, header and weights to apply to its own
+//!                           rows, returned rows; by the parity of the combine
+//! rank rows[2]              rank layout: rows and scales, in the places that this rank granted
 //! ```
 //!
-//! A slot has one writer, so a rank that comes late can spoil nothing but its own slot. Nothing is zeroed between
-//! operations: words hold operation numbers, which only grow, and slots alternate.
+//! A slot has one writer, so a late rank can corrupt nothing but its own slot. Nothing is zeroed between operations:
+//! control words hold sequence numbers, which only grow, and slots are double-buffered.
 #![allow(unsafe_code)]
 
 use std::ptr::NonNull;
@@ -18,21 +18,21 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use crossrail_ep::{Config, Layout};
 
-/// Bytes of a message's text.
+/// Bytes of a header's text.
 const TEXT: usize = 176;
 const PAGE: usize = 4096;
 
-/// What a rank sleeps on.
+/// What a rank sleeps on: a futex.
 #[repr(C, align(128))]
 pub(crate) struct Doorbell {
-    /// Counts what was written.
+    /// Number of writes announced; the futex word.
     pub(crate) rings: AtomicU32,
-    /// Not 0: the rank sleeps on `rings`.
+    /// Nonzero while the rank sleeps: set and cleared by its owner, read by peers.
     pub(crate) sleeping: AtomicU32,
 }
 
-/// What one peer says to this rank: the number of each [`Message`](crate::peer::Message), by the parity of the operation,
-/// as two may be in flight. All zeros when the two connect.
+/// The messages of one peer: the sequence number of the last of each [`Message`](crate::peer::Message), by the parity of
+/// its operation, since two may be in flight. All zeros when the two connect.
 #[repr(C, align(128))]
 pub(crate) struct ControlWords(pub(crate) [[AtomicU64; 2]; MESSAGES]);
 
@@ -42,13 +42,13 @@ pub(crate) const MESSAGES: usize = 8;
 /// The head of a slot.
 #[repr(C, align(64))]
 pub(crate) struct Header {
-    /// The operation.
+    /// Sequence number of the operation.
     pub(crate) operation: u64,
-    /// Rows that are in the slot or follow.
+    /// Rows in the slot, or to follow.
     pub(crate) rows: u32,
-    /// Of [`flags`].
+    /// Bits of [`flags`].
     pub(crate) flags: u32,
-    /// Writes that carry the rows, counted from the connection on; 0 within a node.
+    /// Number of row writes since the connection, these rows included; 0 within a node.
     pub(crate) writes: u64,
     /// Bytes of the text.
     pub(crate) text_len: u32,
@@ -59,13 +59,13 @@ pub(crate) struct Header {
 
 /// Bits of a header.
 pub(crate) mod flags {
-    /// The call failed at its sender: the text says why; there are no rows.
+    /// The call failed at its sender: the text is the reason; there are no rows.
     pub(crate) const FAILED: u32 = 1;
     /// The metadata has weights.
     pub(crate) const WEIGHTS: u32 = 2;
-    /// The rank layout is asked for.
+    /// The dispatch uses the rank layout.
     pub(crate) const RANK_LAYOUT: u32 = 4;
-    /// The routing of an earlier dispatch, whose metadata is not repeated.
+    /// The dispatch repeats the routing of an earlier one; there is no metadata.
     pub(crate) const CACHED: u32 = 8;
 }
 
@@ -75,7 +75,7 @@ impl Header {
         Header { operation, rows: rows as u32, flags, writes: 0, text_len: 0, unused: 0, text: [0; TEXT] }
     }
 
-    /// A header that says why there are no rows.
+    /// A header with the reason why there are no rows.
     pub(crate) fn failed(operation: u64, why: &str) -> Header {
         let mut header = Header::new(operation, 0, flags::FAILED);
         let mut len = why.len().min(TEXT);
@@ -97,7 +97,7 @@ impl Header {
 pub(crate) const HEADER: usize = size_of::<Header>();
 const _: () = assert!(HEADER == 256 && size_of::<ControlWords>() == 128 && size_of::<Doorbell>() == 128);
 
-/// Where everything is, in bytes from the start of a heap; the same on every rank.
+/// Offsets in a heap, in bytes; equal on every rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Areas {
     ranks: usize,
@@ -192,12 +192,12 @@ impl Areas {
         self.slot
     }
 
-    /// The slot that `peer` brings rows back into (and its weights, which it asks for rows with).
+    /// The slot that `peer` returns rows into, and writes the weights of its own rows into.
     pub(crate) fn back(&self, parity: usize, peer: usize) -> usize {
         self.combine + (parity * self.ranks + peer) * self.back
     }
 
-    /// The header of the weights that are asked for rows with, within a combine slot; the weights follow it.
+    /// The header of the weights within a combine slot; the weights follow it.
     pub(crate) fn back_weights(&self) -> usize {
         HEADER
     }
@@ -266,7 +266,7 @@ fn page(bytes: usize) -> usize {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Heap(NonNull<u8>);
 
-// SAFETY: an address; whoever keeps one keeps the memory too. Words are atomics, slots have one writer at a time.
+// SAFETY: an address; its owner keeps the memory mapped. Control words are atomics, slots have one writer at a time.
 unsafe impl Send for Heap {}
 // SAFETY: as above.
 unsafe impl Sync for Heap {}
@@ -285,13 +285,13 @@ impl Heap {
     }
 
     pub(crate) fn doorbell(&self) -> &Doorbell {
-        // SAFETY: a heap begins with a Bell, which consists of atomics.
+        // SAFETY: a heap begins with a Doorbell, which consists of atomics.
         unsafe { self.0.cast::<Doorbell>().as_ref() }
     }
 
     pub(crate) fn words(&self, areas: &Areas, peer: usize) -> &ControlWords {
         debug_assert!(peer < areas.ranks);
-        // SAFETY: inside the heap and aligned (areas); Words consists of atomics.
+        // SAFETY: inside the heap and aligned (areas); ControlWords consists of atomics.
         unsafe { &*self.at(areas.words(peer)).cast::<ControlWords>() }
     }
 }

@@ -1,15 +1,15 @@
 //! Mixture-of-experts dispatch and combine in host memory.
 //!
 //! E experts are spread evenly over R ranks. Each rank has T tokens of H values, and for each token K expert ids and
-//! K weights. **Dispatch** brings every token to the ranks of its experts, once per rank; **combine** brings the
-//! experts' outputs back and sums them, weighted, into the token's row.
+//! K weights. **Dispatch** sends every token to the ranks of its experts, once per rank; **combine** returns the
+//! experts' outputs and sums them, weighted, into the token's row.
 //!
 //! Ranks of one node write rows straight into each other's [heap](heap.rs); ranks of other nodes are reached by the
-//! engine's one-sided writes. A rank that dies or does not come in time is masked: its rows are skipped and the
-//! others go on.
+//! engine's one-sided writes. A rank that dies or exceeds the timeout is masked: its rows are skipped and the
+//! other ranks continue.
 //!
-//! Every rank of a group calls the same operations in the same order. One thread at a time uses a buffer; others
-//! wait.
+//! Every rank of a group calls the same operations in the same order. A buffer is used by one thread at a time;
+//! others block.
 
 mod buffer;
 mod combine;

@@ -142,8 +142,8 @@ impl LocalRank {
                 return Err(Error::new(ErrorKind::Usage, what, format!("rank {rank} is not a connected other rank")));
             };
             if !masked && !peer.is_alive() {
-                let error = Error::new(ErrorKind::PeerDead, what, format!("the process of rank {rank} is gone"));
-                return Err(error.with_hint("disconnect it; a new process can take its place"));
+                let error = Error::new(ErrorKind::PeerDead, what, format!("the process of rank {rank} has ended"));
+                return Err(error.with_hint("disconnect it; a new process can then connect as this rank"));
             }
             if peer.masked && !masked {
                 peer.floor = floor;

@@ -62,7 +62,7 @@ impl Message {
         &words.0[self as usize][parity]
     }
 
-    /// The word's place within [`Words`].
+    /// The word's place within [`ControlWords`].
     fn offset(self, parity: usize) -> usize {
         size_of::<AtomicU64>() * (2 * self as usize + parity)
     }

@@ -5,7 +5,7 @@ use crossrail_types::Result;
 
 use crate::heap::Areas;
 
-/// What a buffer of `config` takes on one rank, `network` other ranks being on other nodes.
+/// The memory that a buffer of `config` needs on one rank when `network` other ranks are on other nodes.
 ///
 /// # Errors
 /// As [`Config::check`].
@@ -26,7 +26,7 @@ fn kinds(config: &Config, network: u32) -> Vec<(&'static str, u64)> {
     ]
 }
 
-/// MemAvailable in bytes; `None` where /proc does not tell.
+/// MemAvailable in bytes; `None` if /proc has no such line.
 fn available_memory() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;

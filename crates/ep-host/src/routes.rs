@@ -1,4 +1,4 @@
-//! Which row goes where: made by a dispatch, used by the combine that answers it and by dispatches that repeat it.
+//! Which row goes where: made by a dispatch, used by its combine and by dispatches that repeat its routing.
 
 use std::sync::Arc;
 
@@ -9,17 +9,17 @@ use crate::heap::Areas;
 use crate::local_rank::LocalRank;
 use crate::tensor::{Input, Tensor};
 
-/// No expert of this rank.
+/// Not an expert of this rank.
 pub(crate) const NO_EXPERT: u16 = u16::MAX;
 /// No rank.
 const NO_RANK: u32 = u32::MAX;
 
-/// The routing of one dispatch: what this rank sent, and what came to it. Cheap to clone; any thread.
+/// The routing of one dispatch: what this rank sent and received. Cheap to clone; usable from any thread.
 #[derive(Clone, Debug)]
 pub struct Handle(pub(crate) Arc<Routes>);
 
 impl Handle {
-    /// The layout that was asked for.
+    /// The layout of the dispatch.
     pub fn layout(&self) -> Layout {
         self.0.layout
     }
@@ -29,12 +29,12 @@ impl Handle {
         self.0.sent.tokens
     }
 
-    /// Rows that came, own ones included.
+    /// Rows received, this rank's own included.
     pub fn rows(&self) -> usize {
         self.0.received.iter().map(|list| list.tokens.len()).sum()
     }
 
-    /// Whether weights came along, from any rank.
+    /// Whether any rank sent weights.
     pub fn has_weights(&self) -> bool {
         self.0.sent.weighted || self.0.received.iter().any(|received| !received.weights.is_empty())
     }
@@ -44,7 +44,7 @@ impl Handle {
         self.0.offsets.iter().map(|row| i64::from(*row)).collect()
     }
 
-    /// Expert layout, `[local experts, ranks]`: where the rows of a rank begin << 32 | how many there are.
+    /// Expert layout, `[local experts, ranks]`: first row of the source rank << 32 | its number of rows.
     pub fn ranges(&self) -> &[i64] {
         &self.0.ranges
     }
@@ -55,8 +55,7 @@ impl Handle {
         experts.map(|expert| if *expert == NO_EXPERT { -1 } else { i64::from(*expert) }).collect()
     }
 
-    /// Rank layout, `[rows, topk]`: weights of the experts that are here, 0 elsewhere (and for sources that sent
-    /// none).
+    /// Rank layout, `[rows, topk]`: weights of local experts, 0 elsewhere and for sources that sent none.
     pub fn topk_weights(&self) -> Vec<f32> {
         let mut all = Vec::with_capacity(self.0.received.iter().map(|received| received.experts.len()).sum());
         for received in &self.0.received {
@@ -70,8 +69,8 @@ impl Handle {
         all
     }
 
-    /// Expert layout: writes the token at its source of each row into `out`, `[local experts, most]`, and leaves the
-    /// rest.
+    /// Expert layout: writes each row's token number at its source into `out`, `[local experts, most]`. Entries without a
+    /// row are not written.
     pub fn sources(&self, most: usize, out: &mut [i32]) {
         for received in &self.0.received {
             let topk = received.experts.len().checked_div(received.tokens.len()).unwrap_or(0);
@@ -88,7 +87,7 @@ impl Handle {
 
 #[derive(Debug)]
 pub(crate) struct Routes {
-    /// The buffer that it belongs to.
+    /// Id of the buffer that made it.
     pub(crate) buffer: u64,
     pub(crate) layout: Layout,
     pub(crate) sent: Arc<Sent>,
@@ -101,7 +100,7 @@ pub(crate) struct Routes {
 }
 
 impl Routes {
-    /// No rows either way.
+    /// Without rows.
     pub(crate) fn nothing(local: &LocalRank) -> Routes {
         let ranks = local.config.ranks as usize;
         Routes {
@@ -121,52 +120,52 @@ pub(crate) struct Sent {
     pub(crate) tokens: usize,
     /// By destination rank.
     pub(crate) to: Vec<SendList>,
-    /// Of each token, where its entries in `legs` begin; and the end.
+    /// Index in `destinations` of each token's first; and the end.
     pub(crate) first_destination: Vec<u32>,
-    /// Each token's rows: by token, then by rank.
+    /// Where each token's row goes: by token, then by rank.
     pub(crate) destinations: Vec<Destination>,
-    /// Whether weights went along.
+    /// Whether the dispatch has weights.
     pub(crate) weighted: bool,
-    /// Those weights, `[tokens, topk]`.
+    /// The weights, `[tokens, topk]`.
     pub(crate) weights: Vec<f32>,
-    /// The rank of each selection, `[tokens, topk]`; `NOWHERE` where there is none or it cannot be reached.
+    /// The rank of each selection, `[tokens, topk]`; [`NO_RANK`] where there is none or it cannot be reached.
     pub(crate) expert_ranks: Vec<u32>,
     /// Selections of experts whose rank is connected and not masked.
     pub(crate) selections: u64,
 }
 
-/// The rows for one rank.
+/// The rows sent to one rank.
 #[derive(Debug, Default)]
 pub(crate) struct SendList {
     /// Their tokens, ascending.
     pub(crate) tokens: Vec<u32>,
-    /// Where each row's selections begin among all of the list; and the end.
+    /// Index of each row's first selection among those of the list; and the end.
     pub(crate) first: Vec<u32>,
 }
 
-/// One row of a token.
+/// A rank that a token is sent to, and the row there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Destination {
     pub(crate) rank: u32,
-    /// Its place in the rank's list.
+    /// Index in the rank's [`SendList`].
     pub(crate) row: u32,
 }
 
-/// What came from one rank.
+/// The rows received from one rank.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct Received {
     /// The token of each row, at its source.
     pub(crate) tokens: Vec<u32>,
-    /// `[rows, topk]`: local experts, or `NONE`.
+    /// `[rows, topk]`: local experts, or [`NO_EXPERT`].
     pub(crate) experts: Vec<u16>,
     /// `[rows, topk]`; empty without weights.
     pub(crate) weights: Vec<f32>,
-    /// Expert layout, `[rows, topk]`: the row's place among those of its expert.
+    /// Expert layout, `[rows, topk]`: the row's index among those of its expert.
     pub(crate) places: Vec<u32>,
 }
 
 impl Received {
-    /// Selections of a row: local expert and place, by k.
+    /// Selections of a row: k, local expert, index among its rows.
     pub(crate) fn selections(&self, row: usize, topk: usize) -> impl Iterator<Item = (usize, usize, usize)> + '_ {
         let at = row * topk;
         (0..topk).filter_map(move |k| match self.experts[at + k] {
@@ -182,7 +181,7 @@ impl Sent {
         Sent { to: (0..ranks).map(|_| SendList::default()).collect(), first_destination: vec![0], ..Sent::default() }
     }
 
-    /// Reads `topk_idx`; ranks of which `reachable` says no get nothing.
+    /// Routes the tokens by `topk_idx`; ranks that are not `reachable` are sent nothing.
     pub(crate) fn new(config: &Config, input: &Input, reachable: &dyn Fn(usize) -> bool) -> Result<Sent> {
         let tokens = input.tokens(config.hidden, config.topk, config.max_tokens)?;
         let (ranks, topk, el) = (config.ranks as usize, config.topk, config.local_experts() as u32);
@@ -244,12 +243,12 @@ impl Sent {
         Ok(sent)
     }
 
-    /// The rows of a token.
+    /// Where a token is sent.
     pub(crate) fn destinations_of(&self, token: usize) -> &[Destination] {
         &self.destinations[self.first_destination[token] as usize..self.first_destination[token + 1] as usize]
     }
 
-    /// Writes the metadata of one rank's rows: token, selections, experts there, weights.
+    /// Encodes the metadata of one rank's rows: token, local experts, weights.
     pub(crate) fn metadata(&self, config: &Config, areas: &Areas, rank: usize, input: &Input, out: &mut Vec<u8>) {
         let (topk, first) = (config.topk, rank * config.local_experts());
         out.clear();
@@ -274,7 +273,7 @@ impl Sent {
 }
 
 impl Received {
-    /// Reads the metadata of `rows` rows, which is another process's word only.
+    /// Decodes metadata. It is untrusted: another process wrote it.
     pub(crate) fn read(
         config: &Config,
         areas: &Areas,

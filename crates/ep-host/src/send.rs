@@ -1,4 +1,4 @@
-//! Rows on their way out: each token is read once, cast once, and written to every rank that wants it.
+//! Writing rows: each token is read once, cast once, and written to every rank that needs it.
 #![allow(unsafe_code)]
 
 use std::time::Instant;
@@ -18,7 +18,7 @@ pub(crate) struct Target {
     pub(crate) scales: *mut u8,
 }
 
-/// Tokens that are cast before their rows are copied: they stay in the cache, and the clock is read seldom.
+/// Tokens that are cast before their rows are copied: few enough to stay in the cache, and enough to read the clock rarely.
 const BATCH: usize = 8;
 
 impl LocalRank {
@@ -26,7 +26,7 @@ impl LocalRank {
     /// there to the others.
     ///
     /// # Safety
-    /// Each target has room for all rows of its rank's list, and nobody else touches it.
+    /// Each target has room for all rows of its rank's list, and is not accessed otherwise meanwhile.
     pub(crate) unsafe fn write_rows(&self, x: &Tensor, sent: &Sent, targets: &[Target], timing: &mut Timing) {
         let mut by_rank: Vec<Option<&Target>> = vec![None; self.config.ranks as usize];
         for target in targets {

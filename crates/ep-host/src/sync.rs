@@ -1,4 +1,4 @@
-//! A barrier over the same words as the data.
+//! A barrier, over the same control words as the data.
 
 use std::sync::Arc;
 

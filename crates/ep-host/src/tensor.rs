@@ -1,4 +1,4 @@
-//! Memory of the caller, as an operation reads or writes it.
+//! Memory of the caller that an operation reads or writes.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -22,26 +22,26 @@ unsafe impl Send for Tensor {}
 unsafe impl Sync for Tensor {}
 
 impl Tensor {
-    /// Memory owned by somebody else.
+    /// Memory of another owner.
     ///
     /// # Safety
     /// `ptr` is valid for reading `len` bytes until `keep` is dropped or, without it, until the operation is
-    /// finished, and nobody writes there meanwhile.
+    /// finished, and is not written meanwhile.
     pub unsafe fn raw(ptr: *const u8, len: usize, keep: Keep) -> Tensor {
         Tensor { ptr, len, _keep: keep }
     }
 
-    /// Bytes.
+    /// Size in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the size is zero.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The address of byte `at`, of which `len` are wanted.
+    /// The address of `len` bytes at offset `at`.
     pub(crate) fn at(&self, at: usize, len: usize) -> *const u8 {
         assert!(at.checked_add(len).is_some_and(|end| end <= self.len), "{len} bytes at {at} of {}", self.len);
         self.ptr.wrapping_add(at)
@@ -77,32 +77,32 @@ pub struct TensorMut {
     _keep: Keep,
 }
 
-// SAFETY: as for Tensor; whoever made it promised that nobody else touches the memory meanwhile.
+// SAFETY: as for Tensor; by the contract of `raw` the memory is not accessed otherwise.
 unsafe impl Send for TensorMut {}
 // SAFETY: as above.
 unsafe impl Sync for TensorMut {}
 
 impl TensorMut {
-    /// Memory owned by somebody else.
+    /// Memory of another owner.
     ///
     /// # Safety
     /// `ptr` is valid for writing `len` bytes until `keep` is dropped or, without it, until the operation is
-    /// finished, and nobody else touches them meanwhile.
+    /// finished, and is not accessed otherwise meanwhile.
     pub unsafe fn raw(ptr: *mut u8, len: usize, keep: Keep) -> TensorMut {
         TensorMut { ptr, len, _keep: keep }
     }
 
-    /// Bytes.
+    /// Size in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether the size is zero.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The address of byte `at`, of which `len` are to be written.
+    /// The address of `len` bytes at offset `at`.
     pub(crate) fn at(&self, at: usize, len: usize) -> *mut u8 {
         assert!(at.checked_add(len).is_some_and(|end| end <= self.len), "{len} bytes at {at} of {}", self.len);
         self.ptr.wrapping_add(at)
@@ -121,7 +121,7 @@ pub struct Input {
 }
 
 impl Input {
-    /// How many tokens there are, once all lengths agree.
+    /// The number of tokens, once the lengths are known to agree.
     pub(crate) fn tokens(&self, hidden: usize, topk: usize, most: usize) -> Result<usize> {
         let wrong = |text: String| Err(Error::new(ErrorKind::Usage, "dispatch", text));
         if !self.topk_idx.len().is_multiple_of(8 * topk) {
