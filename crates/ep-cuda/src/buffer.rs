@@ -394,7 +394,7 @@ impl Inner {
             return Err(error);
         }
         for peer in peers {
-            peer.close(crossrail_ep::meeting::GOODBYE);
+            peer.close(crossrail_ep::meeting::CLOSE_TIMEOUT);
         }
         self.meeting.worker.close();
         Ok(())

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crossrail::{Endpoint, Mapped, Memory, Place, RegionKey, Shared};
 use crossrail_ep::hello::Hello;
-use crossrail_ep::meeting::{self, End, GOODBYE, Greeted};
+use crossrail_ep::meeting::{self, CLOSE_TIMEOUT, Connection, Greeted};
 use crossrail_kernels::ep::Epochs;
 use crossrail_types::{Error, ErrorKind, Result};
 
@@ -65,7 +65,7 @@ impl Inner {
         let (new, mine) = {
             let mut state = self.state.lock();
             self.process_losses(&mut state);
-            let new = meeting::missing(ranks, self.config.ranks, |rank| state.peers[rank as usize].is_some())?;
+            let new = meeting::unconnected(ranks, self.config.ranks, |rank| state.peers[rank as usize].is_some())?;
             if new.is_empty() {
                 return Ok(());
             }
@@ -74,14 +74,15 @@ impl Inner {
             (new, mine)
         };
         timer.end("kernels done");
-        let (ends, deadline) = self.meeting.connect(&new, deadline)?;
+        let (connections, deadline) = self.meeting.connect(&new, deadline)?;
         timer.end("endpoints");
-        let greeted = self.meeting.greet(ends, deadline, |end| self.hello(end, mine))?;
+        let greeted = self.meeting.greet(connections, deadline, |connection| self.hello(connection, mine))?;
         timer.end("hello");
         let epochs = greeted.iter().fold(mine, |most, greeted| {
-            most.max(Epochs { dispatch: greeted.heard.counts[1], combine: greeted.heard.counts[2] })
+            most.max(Epochs { dispatch: greeted.received.counts[1], combine: greeted.received.counts[2] })
         });
-        let ends: Vec<(u32, Endpoint)> = greeted.iter().map(|one| (one.end.rank, one.end.endpoint.clone())).collect();
+        let ends: Vec<(u32, Endpoint)> =
+            greeted.iter().map(|one| (one.connection.rank, one.connection.endpoint.clone())).collect();
         let prepared = self.meet_all(greeted, deadline).and_then(|met| {
             // From here on the others may write.
             self.set_epochs(&self.state.lock(), &met, mine, epochs)?;
@@ -128,11 +129,11 @@ impl Inner {
     }
 
     /// Clears what an earlier connection left, and makes the hello for a new one.
-    fn hello(&self, end: &End, epochs: Epochs) -> Result<Hello> {
-        if std::mem::replace(&mut self.state.lock().stale[end.rank as usize], true) {
-            self.heap.clear(end.rank, &self.shape)?;
+    fn hello(&self, connection: &Connection, epochs: Epochs) -> Result<Hello> {
+        if std::mem::replace(&mut self.state.lock().stale[connection.rank as usize], true) {
+            self.heap.clear(connection.rank, &self.shape)?;
         }
-        let shared = if end.is_shared() { self.share(end)? } else { None };
+        let shared = if connection.is_shared() { self.share(connection)? } else { None };
         // A rank that maps the heap needs no key to it, unless it finds that its GPU does not reach it (`late_key`).
         let key = if shared.is_none() { self.key()? } else { Vec::new() };
         Ok(Hello {
@@ -146,14 +147,14 @@ impl Inner {
     }
 
     /// The heap, as the other rank can map it; `None` where GPU memory cannot be passed on.
-    fn share(&self, end: &End) -> Result<Option<Vec<u8>>> {
-        match end.endpoint.share(&self.memory) {
+    fn share(&self, connection: &Connection) -> Result<Option<Vec<u8>>> {
+        match connection.endpoint.share(&self.memory) {
             Ok(shared) => Ok(Some(shared.to_bytes())),
             Err(error) if error.kind == ErrorKind::Unsupported => {
-                self.out_of_reach(end.rank, &error);
+                self.out_of_reach(connection.rank, &error);
                 Ok(None)
             }
-            Err(error) => Err(Error { peer: Some(format!("rank {}", end.rank)), ..error }),
+            Err(error) => Err(Error { peer: Some(format!("rank {}", connection.rank)), ..error }),
         }
     }
 
@@ -184,11 +185,11 @@ impl Inner {
 
     fn meet_all(&self, greeted: Vec<Greeted>, deadline: Instant) -> Result<Vec<Met>> {
         // Ranks out of reach that are known by now.
-        let unreachable = greeted.iter().filter(|greeted| greeted.heard.shared.is_none()).count() as u32;
+        let unreachable = greeted.iter().filter(|greeted| greeted.received.shared.is_none()).count() as u32;
         self.check_memory(unreachable)?;
         let meet = |greeted: Greeted| {
-            let (rank, endpoint) = (greeted.end.rank, greeted.end.endpoint.clone());
-            self.meet(greeted, unreachable, deadline).map_err(|error| self.meeting.why(rank, &endpoint, error))
+            let (rank, endpoint) = (greeted.connection.rank, greeted.connection.endpoint.clone());
+            self.meet(greeted, unreachable, deadline).map_err(|error| self.meeting.refusal_or(rank, &endpoint, error))
         };
         greeted.into_iter().map(meet).collect()
     }
@@ -203,22 +204,22 @@ impl Inner {
     }
 
     fn meet(&self, greeted: Greeted, unreachable: u32, deadline: Instant) -> Result<Met> {
-        let Greeted { end: End { rank, endpoint, .. }, heard, .. } = greeted;
-        let mapped = match &heard.shared {
+        let Greeted { connection: Connection { rank, endpoint, .. }, received, .. } = greeted;
+        let mapped = match &received.shared {
             Some(shared) => self.map(rank, &endpoint, shared, deadline)?,
             None => None,
         };
         let path = match mapped {
             Some(heap) => MetPath::Mapped(heap),
             None => {
-                if heard.shared.is_some() {
+                if received.shared.is_some() {
                     self.check_memory(unreachable + 1)?;
                 }
                 let bytes = usize::try_from(self.shape.heap_bytes()).unwrap_or(usize::MAX);
                 MetPath::Forwarded(self.context.alloc_on(bytes, Place::Gpu(self.options.ordinal))?)
             }
         };
-        Ok(Met { rank, endpoint, key: heard.key, path })
+        Ok(Met { rank, endpoint, key: received.key, path })
     }
 
     /// Maps a rank's heap for this rank's GPU; `None` where that does not reach it.
@@ -242,7 +243,7 @@ impl Inner {
 
     pub(crate) fn disconnect(&self, ranks: &[u32]) -> Result<()> {
         let _connecting = self.connecting.lock();
-        meeting::others(ranks, self.me, self.config.ranks, "disconnect")?;
+        meeting::check_others(ranks, self.me, self.config.ranks, "disconnect")?;
         let mut state = self.state.lock();
         self.process_losses(&mut state);
         // What those have sent may never be received; kernels must not touch their heaps any more.
@@ -259,7 +260,7 @@ impl Inner {
         drop(state);
         for peer in gone {
             let rank = peer.rank;
-            peer.close(GOODBYE);
+            peer.close(CLOSE_TIMEOUT);
             self.regions.clear(rank);
         }
         Ok(())

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crossrail::{Mapped, RegionKey, Shared};
 use crossrail_ep::hello::Hello;
-use crossrail_ep::meeting::{self, End, GOODBYE, Greeted};
+use crossrail_ep::meeting::{self, CLOSE_TIMEOUT, Connection, Greeted};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::heap::Heap;
@@ -22,23 +22,23 @@ impl LocalRank {
         if view.closed {
             return Err(Error::new(ErrorKind::Closed, "connect", "the buffer was destroyed"));
         }
-        let new = meeting::missing(ranks, self.config.ranks, |rank| view.peers[rank as usize].is_some())?;
+        let new = meeting::unconnected(ranks, self.config.ranks, |rank| view.peers[rank as usize].is_some())?;
         if new.is_empty() {
             return Ok(());
         }
-        let (ends, deadline) = self.meeting.connect(&new, deadline)?;
-        let network = ends.iter().filter(|end| !end.is_shared()).count() as u32;
+        let (connections, deadline) = self.meeting.connect(&new, deadline)?;
+        let network = connections.iter().filter(|connection| !connection.is_shared()).count() as u32;
         plan(&self.config, network)?.check()?;
-        let greeted = self.meeting.greet(ends, deadline, |end| self.hello(&mut view, end))?;
+        let greeted = self.meeting.greet(connections, deadline, |connection| self.hello(&mut view, connection))?;
         let mut peers = Vec::with_capacity(greeted.len());
         let mut counts = [view.operations, view.dispatches, view.combines];
         for greeted in greeted {
-            for (mine, theirs) in counts.iter_mut().zip(greeted.heard.counts) {
+            for (mine, theirs) in counts.iter_mut().zip(greeted.received.counts) {
                 *mine = (*mine).max(theirs);
             }
-            let (rank, endpoint) = (greeted.end.rank, greeted.end.endpoint.clone());
+            let (rank, endpoint) = (greeted.connection.rank, greeted.connection.endpoint.clone());
             let met = self.meet(greeted, deadline);
-            peers.push(met.map_err(|error| self.meeting.why(rank, &endpoint, error))?);
+            peers.push(met.map_err(|error| self.meeting.refusal_or(rank, &endpoint, error))?);
         }
         let endpoints: Vec<_> =
             peers.iter().filter_map(|peer| Some((peer.rank as u32, peer.endpoint()?.clone(), Vec::new()))).collect();
@@ -60,12 +60,13 @@ impl LocalRank {
     }
 
     /// Clears the control words of an earlier connection, and makes the hello for a new one.
-    fn hello(&self, view: &mut GroupView, end: &End) -> Result<Hello> {
-        for word in self.own.heap.words(&self.own.areas, end.rank as usize).0.iter().flatten() {
+    fn hello(&self, view: &mut GroupView, connection: &Connection) -> Result<Hello> {
+        for word in self.own.heap.words(&self.own.areas, connection.rank as usize).0.iter().flatten() {
             word.store(0, Ordering::Release);
         }
         view.generation += 1;
-        let shared = if end.is_shared() { Some(end.endpoint.share(&self.memory)?.to_bytes()) } else { None };
+        let shared =
+            if connection.is_shared() { Some(connection.endpoint.share(&self.memory)?.to_bytes()) } else { None };
         Ok(Hello {
             rank: self.own.me as u32,
             parameters: self.meeting.parameters().clone(),
@@ -77,7 +78,7 @@ impl LocalRank {
     }
 
     fn meet(&self, greeted: Greeted, deadline: Instant) -> Result<Peer> {
-        let Greeted { end: End { rank, endpoint, .. }, said, heard: hello } = greeted;
+        let Greeted { connection: Connection { rank, endpoint, .. }, sent, received: hello } = greeted;
         let rank = rank as usize;
         if let Some(shared) = &hello.shared {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -91,7 +92,7 @@ impl LocalRank {
             key: RegionKey::from_bytes(&hello.key)?,
             region: self.region.clone(),
             writes_as: hello.generation,
-            reads_as: said.generation,
+            reads_as: sent.generation,
             staging: self.context.alloc(staging)?,
         };
         Ok(Peer::network(rank, parts))
@@ -111,10 +112,10 @@ impl LocalRank {
 
     pub(crate) fn disconnect(&self, ranks: &[u32]) -> Result<()> {
         let mut view = self.view.lock();
-        meeting::others(ranks, self.own.me as u32, self.config.ranks, "disconnect")?;
+        meeting::check_others(ranks, self.own.me as u32, self.config.ranks, "disconnect")?;
         for rank in ranks {
             if let Some(peer) = view.peers[*rank as usize].take() {
-                peer.close(GOODBYE);
+                peer.close(CLOSE_TIMEOUT);
             }
         }
         view.spin = spin_for(&view);
@@ -130,7 +131,7 @@ impl LocalRank {
         }
         self.meeting.close();
         for peer in view.peers.iter_mut().filter_map(Option::take) {
-            peer.close(GOODBYE);
+            peer.close(CLOSE_TIMEOUT);
         }
         drop(view);
         self.worker.close();

@@ -1,12 +1,12 @@
 //! What operations move.
 
-/// What an operation moved, in bytes of rows and their scales.
+/// The bytes that an operation moved: rows and their scales.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Bytes {
-    /// One row per selection, own rank's included.
+    /// One row per selection, this rank's own included.
     pub logical: u64,
-    /// What left the rank.
+    /// Bytes sent to other ranks.
     pub wire: u64,
-    /// What left the node.
+    /// Bytes sent to other nodes.
     pub network: u64,
 }

@@ -6,11 +6,11 @@ use std::time::Duration;
 use crossrail_types::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
-/// Elements that share one scale in fp8 rows.
+/// Number of elements that share one scale in fp8 rows.
 pub const BLOCK: usize = 128;
-/// The most ranks of a buffer.
+/// Maximum number of ranks of a buffer.
 pub const MOST_RANKS: usize = 1024;
-/// The most experts that one token may be sent to.
+/// Maximum number of experts that a token selects.
 pub const MOST_TOPK: usize = 32;
 
 /// How the scales of fp8 rows are stored; there is one per block of [`BLOCK`] elements.
@@ -24,12 +24,12 @@ pub enum Scale {
     Ue8m0,
 }
 
-/// What dispatch carries. Combine carries bf16.
+/// The format of dispatched rows. Combine carries bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Payload {
-    /// bf16 as it is.
+    /// bf16, unchanged.
     Bf16,
-    /// e4m3 in blocks of [`BLOCK`] with a scale each.
+    /// fp8 e4m3 in blocks of [`BLOCK`] elements with one scale each.
     Fp8(Scale),
 }
 
@@ -52,13 +52,13 @@ impl Payload {
     }
 }
 
-/// What dispatch delivers.
+/// How dispatch arranges the received rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Layout {
-    /// `[local experts, ranks * max_tokens, hidden]`: per expert a dense prefix of rows, by source rank and then
-    /// token.
+    /// `[local experts, ranks * max_tokens, hidden]`: a dense prefix of rows for each expert, ordered by source rank and
+    /// then token.
     Expert,
-    /// `[rows, hidden]`: each token that came once, by source rank and then token.
+    /// `[rows, hidden]`: each received token once, ordered by source rank and then token.
     Rank,
 }
 
@@ -71,55 +71,54 @@ impl fmt::Display for Layout {
     }
 }
 
-/// The parameters of an expert buffer; the same on every rank, which is checked when two
-/// ranks connect.
+/// The parameters of an expert buffer. They must be equal on every rank, which is checked when two ranks connect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// The most ranks there will ever be at once; rank numbers are below it.
+    /// Maximum number of ranks at once; rank numbers are below it.
     pub ranks: u32,
-    /// The most tokens a rank may send in one dispatch.
+    /// Maximum number of tokens that a rank sends in one dispatch.
     pub max_tokens: usize,
     /// Elements of a row.
     pub hidden: usize,
-    /// Experts in all; each rank has `experts / ranks` of them, in order.
+    /// Total number of experts; each rank has `experts / ranks` of them, in order.
     pub experts: usize,
     /// Experts per token.
     pub topk: usize,
-    /// What dispatch carries.
+    /// The format of dispatched rows.
     pub payload: Payload,
-    /// The layouts that dispatch will be asked for: each costs memory.
+    /// The layouts that dispatch may use; each costs memory.
     pub layouts: Vec<Layout>,
-    /// Whether outputs of a token's experts on one rank are weighted and summed there, so that one row per token and
-    /// rank comes back; otherwise one row per selection comes back and the source sums. Expert layout only.
+    /// Whether the outputs of a token's experts on one rank are weighted and summed there, so that one row per token and
+    /// rank is returned; otherwise one row per selection is returned and the source sums them. Expert layout only.
     pub prereduce: bool,
-    /// Whether ranks of one node write into each other's mapped memory; otherwise everything goes through the engine.
+    /// Whether ranks of one node write into each other's mapped memory; otherwise all writes go through the engine.
     pub share_node: bool,
-    /// How long an operation waits for another rank before it is masked.
+    /// How long an operation waits for another rank before it masks that rank.
     pub timeout: Duration,
 }
 
 impl Config {
-    /// Experts of each rank.
+    /// Number of experts on each rank.
     pub fn local_experts(&self) -> usize {
         self.experts / self.ranks as usize
     }
 
-    /// The most experts of one rank that one token may select.
+    /// Maximum number of experts of one rank that a token may select.
     pub fn most_local(&self) -> usize {
         self.topk.min(self.local_experts())
     }
 
-    /// The rank that has an expert, and its number there.
+    /// The rank of an expert, and its local number there.
     pub fn home(&self, expert: usize) -> (usize, usize) {
         (expert / self.local_experts(), expert % self.local_experts())
     }
 
-    /// Whether dispatch may be asked for `layout`.
+    /// Whether dispatch may use `layout`.
     pub fn has(&self, layout: Layout) -> bool {
         self.layouts.contains(&layout)
     }
 
-    /// Checks that rank `me` of a group has a place in such a buffer.
+    /// Checks that rank `me` is below [`Config::ranks`].
     ///
     /// # Errors
     /// [`ErrorKind::Usage`].
@@ -132,10 +131,10 @@ impl Config {
         Err(error.with_hint("make it for as many ranks as the group may have"))
     }
 
-    /// Checks that the numbers make sense together.
+    /// Checks the parameters.
     ///
     /// # Errors
-    /// [`ErrorKind::Usage`] naming the parameter and what it may be.
+    /// [`ErrorKind::Usage`] naming the parameter and its limits.
     pub fn check(&self) -> Result<()> {
         let ranks = self.ranks as usize;
         let wrong = |text: String| Err(Error::new(ErrorKind::Usage, "ExpertBuffer", text));

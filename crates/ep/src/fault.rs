@@ -1,21 +1,21 @@
-//! Ranks that were lost.
+//! Lost ranks.
 
 use std::fmt;
 
-/// A rank that was masked because it died or did not come in time; the others went on without it.
+/// A rank that was masked because it died or exceeded the timeout. The other ranks continue without it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// The rank.
     pub rank: u32,
-    /// `dispatch`, `combine` or `sync`; `connection` when its end was noticed outside of an operation.
+    /// `dispatch`, `combine` or `sync`; `connection` if the connection ended outside of an operation.
     pub operation: &'static str,
-    /// Which one: operations are numbered from 1, alike on all ranks. 0 for none.
+    /// Sequence number of the operation, counted from 1 and equal on all ranks. 0 outside of an operation.
     pub number: u64,
-    /// What was waited for.
+    /// The message that was outstanding.
     pub stage: &'static str,
-    /// Why it is thought to be lost.
+    /// Why the rank is considered lost.
     pub why: String,
-    /// Ranks that go on, this one included.
+    /// Number of ranks that continue, this one included.
     pub left: u32,
 }
 

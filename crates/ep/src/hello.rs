@@ -1,33 +1,33 @@
-//! What two ranks tell each other when they connect.
+//! The messages that two ranks exchange when they connect.
 
 use crossrail_types::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{Config, Layout, Payload};
 
-/// The tag of the message; and the version of everything that ranks agree on.
-pub(crate) const TAG: u64 = 0x4550_0000_0001_0001;
-/// Of a [`Word`].
-pub(crate) const READY: u64 = 0x4550_0000_0001_0002;
-/// Longer ones are refused before anything is allocated.
-pub(crate) const LONGEST: usize = 4096;
+/// Tag of a [`Hello`]; its number is the version of the protocol between ranks.
+pub(crate) const HELLO_TAG: u64 = 0x4550_0000_0001_0001;
+/// Tag of a [`Verdict`].
+pub(crate) const VERDICT_TAG: u64 = 0x4550_0000_0001_0002;
+/// Upper bound on the bytes of a message: longer ones are refused before anything is allocated.
+pub(crate) const MAX_MESSAGE: usize = 4096;
 
-/// What the store says of a rank's buffer.
+/// A rank's entry in the store.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Place {
+pub(crate) struct Announcement {
     /// Ranks of equal `node` map each other's heaps.
     pub(crate) node: String,
     /// The address of its worker.
     pub(crate) address: Vec<u8>,
 }
 
-impl Place {
+impl Announcement {
     pub(crate) fn encode(&self) -> Result<Vec<u8>> {
         encode(self)
     }
 
-    pub(crate) fn decode(bytes: &[u8]) -> Result<Place> {
-        decode(bytes, "what the store says of a rank")
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Announcement> {
+        decode(bytes, "the store's entry of a rank")
     }
 }
 
@@ -39,24 +39,24 @@ fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8], what: &str) -> Result<T> {
     postcard::from_bytes(bytes).map_err(|error| Error::new(ErrorKind::Protocol, "connect", format!("{what}: {error}")))
 }
 
-/// What a rank says of its buffer.
+/// What a rank sends first: its parameters, and how its heap is reached.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Hello {
-    /// The rank that says it.
+    /// The sender.
     pub rank: u32,
-    /// What its buffer was made for.
+    /// The parameters of its buffer.
     pub parameters: Parameters,
-    /// Operations, dispatches, combines begun.
+    /// Sequence numbers of its last operation, dispatch and combine.
     pub counts: [u64; 3],
-    /// The heap, for a rank that maps it.
+    /// Descriptor of its heap, if the receiver is to map it.
     pub shared: Option<Vec<u8>>,
-    /// The heap's key, for a rank that writes it through the engine.
+    /// Key of its heap, for writes through the engine.
     pub key: Vec<u8>,
-    /// What the receiver's writes are to be counted as.
+    /// Number of the connection, which the receiver puts into the immediate values of its writes.
     pub generation: u32,
 }
 
-/// What must be alike on both ranks.
+/// The parameters that must be equal on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parameters {
     ranks: u32,
@@ -69,12 +69,12 @@ pub struct Parameters {
     prereduce: bool,
     /// `cpu` or `cuda`.
     device: String,
-    /// Results of the rank layout that a rank's heap has memory for; 0 where it has none of its own.
+    /// Results of the rank layout that a heap has regions for; 0 in host memory.
     regions: u32,
 }
 
 impl Parameters {
-    /// Those of a buffer in host memory.
+    /// The parameters of a buffer in host memory.
     pub fn of(config: &Config) -> Parameters {
         let mut layouts = config.layouts.clone();
         layouts.sort_by_key(|layout| *layout == Layout::Rank);
@@ -93,17 +93,17 @@ impl Parameters {
         }
     }
 
-    /// The same for a buffer in GPU memory, with memory for so many results of the rank layout.
+    /// The same for a buffer in GPU memory with this many regions for results of the rank layout.
     pub fn on_gpu(self, regions: u32) -> Parameters {
         Parameters { device: "cuda".to_owned(), regions, ..self }
     }
 
-    /// The most ranks.
+    /// The maximum number of ranks.
     pub fn ranks(&self) -> u32 {
         self.ranks
     }
 
-    /// Compares with those of rank `other`.
+    /// Compares with the parameters of rank `other`.
     ///
     /// # Errors
     /// `Mismatch` naming the first that differs, and both ranks.
@@ -135,12 +135,12 @@ impl Parameters {
     }
 }
 
-/// What a rank says last.
+/// What a rank sends last, when it has connected or given up.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) enum Word {
-    /// It is ready, and tells something.
+pub(crate) enum Verdict {
+    /// It is ready; the bytes are the payload of [`Meeting::all_ready`](crate::meeting::Meeting::all_ready).
     Ready(Vec<u8>),
-    /// It gives up.
+    /// It gave up, with this reason.
     Refused(Cause, String),
 }
 
@@ -151,9 +151,9 @@ pub(crate) enum Cause {
     Other,
 }
 
-impl Word {
-    /// `None`: the rank's buffer is destroyed, and others wait for its next one.
-    pub(crate) fn refusal(error: &Error) -> Option<Word> {
+impl Verdict {
+    /// The verdict for `error`. `None` if the rank's buffer is destroyed: the others wait for its next one.
+    pub(crate) fn refusal(error: &Error) -> Option<Verdict> {
         let cause = match error.kind {
             ErrorKind::Closed => return None,
             ErrorKind::Mismatch => Cause::Mismatch,
@@ -161,22 +161,22 @@ impl Word {
             _ => Cause::Other,
         };
         let peer = error.peer.as_ref().map(|peer| format!("{peer}: ")).unwrap_or_default();
-        Some(Word::Refused(cause, format!("{peer}{}", error.detail).chars().take(LONGEST / 8).collect()))
+        Some(Verdict::Refused(cause, format!("{peer}{}", error.detail).chars().take(MAX_MESSAGE / 8).collect()))
     }
 
     pub(crate) fn encode(&self) -> Result<Vec<u8>> {
         encode(self)
     }
 
-    pub(crate) fn decode(bytes: &[u8]) -> Result<Word> {
-        decode(bytes, "the peer's last word")
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Verdict> {
+        decode(bytes, "the peer's verdict")
     }
 
-    /// What rank `from` told; if it gave up, why.
+    /// The payload of rank `from`; its reason as an error, if it gave up.
     pub(crate) fn ready(self, from: u32) -> Result<Vec<u8>> {
         let (cause, text) = match self {
-            Word::Ready(told) => return Ok(told),
-            Word::Refused(cause, text) => (cause, text),
+            Verdict::Ready(told) => return Ok(told),
+            Verdict::Refused(cause, text) => (cause, text),
         };
         let kind = match cause {
             Cause::Mismatch => ErrorKind::Mismatch,

@@ -5,23 +5,23 @@ use crossrail::LaneReport;
 /// How a rank is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkKind {
-    /// It is this rank.
+    /// The rank is this one.
     Myself,
-    /// Each maps the other's heap.
+    /// Both map the other's heap.
     Heap,
-    /// By the engine's one-sided writes.
+    /// Through one-sided writes of the engine.
     Network,
 }
 
-/// One rank and how it is reached.
+/// How a rank is reached.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Link {
     /// The rank.
     pub rank: u32,
-    /// How.
+    /// The kind of link.
     pub kind: LinkKind,
-    /// Whether it is masked.
+    /// Whether the rank is masked.
     pub masked: bool,
-    /// The engine's lanes to it, with the bytes they carried; none to this rank itself.
+    /// The engine's lanes to the rank, with the bytes that each carried; empty for this rank itself.
     pub lanes: Vec<LaneReport>,
 }

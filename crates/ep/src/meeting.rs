@@ -1,4 +1,5 @@
-//! How the ranks of a buffer find and greet each other: where they are, who dials whom, what they say first.
+//! How the ranks of a buffer connect: each announces its address in the group's store, the greater rank of a pair dials,
+//! both exchange a [`Hello`] and compare parameters, and finally confirm that they are ready.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,26 +10,30 @@ use crossrail_control::Group;
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
-use crate::hello::{Hello, LONGEST, Parameters, Place, READY, TAG, Word};
+use crate::hello::{Announcement, HELLO_TAG, Hello, MAX_MESSAGE, Parameters, VERDICT_TAG, Verdict};
 
-/// An address that nobody answers at is looked up again after so long.
-const AGAIN: Duration = Duration::from_millis(100);
-/// Waits look this often whether they are still wanted.
-const SLICE: Duration = Duration::from_millis(100);
-/// A rank that gives up stays so long at most until the others know why.
-const LEAVE: Duration = Duration::from_secs(2);
-/// A rank that makes its buffer is waited for so long beyond a timeout: kernels may have to be compiled for it.
-const MAKING: Duration = Duration::from_secs(120);
-/// The store is asked that long whether a rank makes its buffer.
-const ASK: Duration = Duration::from_millis(50);
-/// A goodbye may take so long.
-pub const GOODBYE: Duration = Duration::from_millis(500);
+/// How long to wait before an address that does not answer is looked up again.
+const RETRY_INTERVAL: Duration = Duration::from_millis(100);
+/// How often a wait checks whether the buffer is being destroyed.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// Upper bound on how long a rank that gives up stays, so that the other ranks receive its reason.
+const LINGER: Duration = Duration::from_secs(2);
+/// How long beyond the timeout to wait for a rank that is constructing its buffer: it may have to compile kernels.
+const MAX_CONSTRUCTION: Duration = Duration::from_secs(120);
+/// Timeout of the query whether a rank is constructing its buffer.
+const STORE_QUERY: Duration = Duration::from_millis(50);
+/// Timeout for closing a connection.
+pub const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// One rank's part in bringing the ranks of a buffer together, host's or GPU's. Any thread; one at a time connects.
+/// Connects this rank to the other ranks of a buffer, in host or GPU memory.
+///
+/// Lifecycle: [`begin`](Meeting::begin) (if construction takes long), [`announce`](Meeting::announce); then for each group
+/// of new ranks [`connect`](Meeting::connect), [`greet`](Meeting::greet), [`all_ready`](Meeting::all_ready); at last
+/// [`end`](Meeting::end) and [`close`](Meeting::close). Any thread may call it; one at a time connects.
 pub struct Meeting {
     /// The group.
     pub group: Group,
-    /// What its endpoints are made from.
+    /// The worker of all its endpoints.
     pub worker: Worker,
     context: Context,
     name: String,
@@ -36,63 +41,63 @@ pub struct Meeting {
     share_node: bool,
     me: u32,
     parameters: Parameters,
-    /// Connections that came before they were asked for.
-    early: Mutex<HashMap<u32, Endpoint>>,
-    /// The buffer is being destroyed: whoever waits gives up.
+    /// Accepted connections that no call to `connect` has taken yet.
+    accepted: Mutex<HashMap<u32, Endpoint>>,
+    /// The buffer is being destroyed: waits give up. Set by [`Meeting::end`], never cleared.
     closing: AtomicBool,
-    /// The others were told that this rank makes its buffer.
-    making: AtomicBool,
+    /// The store says that this rank is constructing its buffer. Set by [`Meeting::begin`], cleared when it is announced.
+    constructing: AtomicBool,
 }
 
 impl Drop for Meeting {
     fn drop(&mut self) {
-        self.made();
+        self.construction_done();
     }
 }
 
-/// One end of a connection that is being made.
-pub struct End {
+/// A connection to another rank that is not confirmed yet.
+pub struct Connection {
     /// The other rank.
     pub rank: u32,
-    /// It is on this node, and heaps are to be shared.
+    /// The other rank is on this node, and heaps are to be shared.
     pub near: bool,
-    /// The connection.
+    /// Its endpoint.
     pub endpoint: Endpoint,
-    /// The address, if this rank dialled.
+    /// The address that this rank dialled, if it did.
     dialled: Option<Vec<u8>>,
 }
 
-/// What came of greeting a rank.
+/// The hellos that two ranks exchanged.
 pub struct Greeted {
     /// The connection.
-    pub end: End,
-    /// What this rank said.
-    pub said: Hello,
-    /// What the other one said; its parameters are this rank's.
-    pub heard: Hello,
+    pub connection: Connection,
+    /// The hello of this rank.
+    pub sent: Hello,
+    /// The hello of the other rank, whose parameters equal this rank's.
+    pub received: Hello,
 }
 
-impl End {
-    /// The address, if `error` may mean that it was of a buffer that is no more: the store is told of the end of one
-    /// before its connections go, but may have been read before that.
-    fn was_old(&self, error: &Error) -> Option<Vec<u8>> {
+impl Connection {
+    /// The dialled address, if `error` may mean that it is that of a destroyed buffer: a buffer withdraws its address before
+    /// it closes its connections, but this rank may have read the address before that.
+    fn stale_address(&self, error: &Error) -> Option<Vec<u8>> {
         self.dialled.clone().filter(|_| is_gone(error, &self.endpoint))
     }
 
-    /// Whether the engine reaches it through shared memory.
+    /// Whether the engine reaches the rank through shared memory.
     pub fn is_shared(&self) -> bool {
         self.near && self.endpoint.lanes().iter().any(|lane| lane.transport == "shm")
     }
 }
 
-/// Whether `error` is the other rank's end.
+/// Whether `error` means that the other rank has ended.
 fn is_gone(error: &Error, endpoint: &Endpoint) -> bool {
     matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed) && !endpoint.is_alive()
 }
 
 impl Meeting {
-    /// A worker for the buffer `name` with these parameters. Ranks of equal `node` share memory, if `share_node`.
-    /// `id` tells buffers of one rank apart.
+    /// Creates a worker for the buffer `name` with these parameters. Ranks of equal `node` share memory, if `share_node`.
+    /// `id` distinguishes buffers of one rank.
     ///
     /// # Errors
     /// As [`Worker::new`].
@@ -119,25 +124,25 @@ impl Meeting {
             share_node,
             me,
             parameters,
-            early: Mutex::default(),
+            accepted: Mutex::default(),
             closing: AtomicBool::new(false),
-            making: AtomicBool::new(false),
+            constructing: AtomicBool::new(false),
         })
     }
 
-    /// What must be alike on all ranks.
+    /// The parameters that must be equal on all ranks.
     pub fn parameters(&self) -> &Parameters {
         &self.parameters
     }
 
-    /// Says on stderr what went wrong without stopping anything.
+    /// Logs a warning to stderr.
     pub fn warn(&self, what: &dyn std::fmt::Display) {
         if self.context.settings().log >= LogLevel::Warn {
             eprintln!("crossrail: warning: rank {}: {what}", self.me);
         }
     }
 
-    /// From now on whoever waits here gives up.
+    /// Makes every wait in this meeting give up, now and later.
     pub fn end(&self) {
         self.closing.store(true, Ordering::Release);
     }
@@ -147,271 +152,287 @@ impl Meeting {
         self.closing.load(Ordering::Acquire)
     }
 
-    /// Takes back what the store was told, and closes all connections.
+    /// Withdraws the announcement, and closes connections that were not taken.
     pub fn close(&self) {
-        // The store may be gone; this rank's keys then vanish with its lease.
-        let _ = self.place().encode().and_then(|place| self.group.withdraw_if(&self.key(), &place));
-        self.early.lock().clear();
+        // An error means that the store is unreachable; this rank's keys then expire with its lease.
+        let _ =
+            self.announcement().encode().and_then(|announcement| self.group.withdraw_if(&self.key(), &announcement));
+        self.accepted.lock().clear();
     }
 
     fn key(&self) -> String {
         format!("ep/{}", self.name)
     }
 
-    /// Says in the store that this rank makes its buffer, which takes a while: the others' time to connect only begins
-    /// when that is over. It is with [`Meeting::announce`], and when this is dropped.
+    /// Publishes that this rank is constructing its buffer, which takes a while: the other ranks' timeout begins when it is
+    /// done. It is done with [`Meeting::announce`], or when this is dropped.
     ///
     /// # Errors
     /// As [`Group::publish`].
     pub fn begin(&self) -> Result<()> {
-        self.making.store(true, Ordering::Release);
-        self.group.publish(&self.making_key(), &self.worker.address())
+        self.constructing.store(true, Ordering::Release);
+        self.group.publish(&self.construction_key(), &self.worker.address())
     }
 
-    fn made(&self) {
-        if self.making.swap(false, Ordering::AcqRel) {
-            // If the store is gone, so is what it was told.
-            let _ = self.group.withdraw_if(&self.making_key(), &self.worker.address());
+    fn construction_done(&self) {
+        if self.constructing.swap(false, Ordering::AcqRel) {
+            // An error means that the store is unreachable; the key expires with the lease.
+            let _ = self.group.withdraw_if(&self.construction_key(), &self.worker.address());
         }
     }
 
-    fn making_key(&self) -> String {
+    fn construction_key(&self) -> String {
         format!("{}/making", self.key())
     }
 
-    /// Whether one of `ranks` makes its buffer.
-    fn is_making(&self, ranks: &[u32]) -> bool {
-        ranks.iter().any(|rank| self.group.collect(&self.making_key(), &[*rank], Some(ASK)).is_ok())
+    /// Whether one of `ranks` is constructing its buffer.
+    fn is_constructing(&self, ranks: &[u32]) -> bool {
+        ranks.iter().any(|rank| self.group.collect(&self.construction_key(), &[*rank], Some(STORE_QUERY)).is_ok())
     }
 
-    /// Says in the store where this rank's buffer is and how it is reached.
+    /// Publishes this rank's node and address in the store.
     ///
     /// # Errors
     /// As [`Group::publish`].
     pub fn announce(&self) -> Result<()> {
-        self.group.publish(&self.key(), &self.place().encode()?)?;
-        self.made();
+        self.group.publish(&self.key(), &self.announcement().encode()?)?;
+        self.construction_done();
         Ok(())
     }
 
-    fn place(&self) -> Place {
-        Place { node: self.node.clone(), address: self.worker.address() }
+    fn announcement(&self) -> Announcement {
+        Announcement { node: self.node.clone(), address: self.worker.address() }
     }
 
-    /// Where `ranks` are; waits for those that have not come, or are coming back.
-    fn places(&self, ranks: &[u32], deadline: Instant) -> Result<Vec<Place>> {
-        self.patiently(deadline, |slice| self.group.wait_members(ranks, Some(slice)))?;
-        let all = self.patiently(deadline, |slice| self.group.collect(&self.key(), ranks, Some(slice)))?;
-        all.iter().map(|bytes| Place::decode(bytes)).collect()
+    /// The announcements of `ranks`; waits for those that have not been published.
+    fn announcements(&self, ranks: &[u32], deadline: Instant) -> Result<Vec<Announcement>> {
+        self.wait_unless_ending(deadline, |slice| self.group.wait_members(ranks, Some(slice)))?;
+        let all = self.wait_unless_ending(deadline, |slice| self.group.collect(&self.key(), ranks, Some(slice)))?;
+        all.iter().map(|bytes| Announcement::decode(bytes)).collect()
     }
 
-    /// As [`Meeting::places`]; if one of them was still making its buffer at `deadline`, that is as much later as there was
-    /// time before it, from when all are there.
-    fn places_made(&self, ranks: &[u32], deadline: &mut Instant) -> Result<Vec<Place>> {
+    /// As [`Meeting::announcements`]. If a rank was still constructing its buffer at `deadline`, waits on, and then sets
+    /// `deadline` to leave as much time as there was at first.
+    fn await_announcements(&self, ranks: &[u32], deadline: &mut Instant) -> Result<Vec<Announcement>> {
         let patience = deadline.saturating_duration_since(Instant::now());
-        let (first, most) = (*deadline, *deadline + MAKING);
-        let mut round = first;
-        let places = loop {
-            match self.places(ranks, round) {
+        let (first, most) = (*deadline, *deadline + MAX_CONSTRUCTION);
+        let mut attempt = first;
+        let announcements = loop {
+            match self.announcements(ranks, attempt) {
                 Err(error) if error.kind == ErrorKind::Timeout && Instant::now() < most => {
-                    if !self.is_making(ranks) {
-                        // It may have been made just now.
-                        let last = self.places(ranks, Instant::now() + ASK);
+                    if !self.is_constructing(ranks) {
+                        // It may have been announced just now.
+                        let last = self.announcements(ranks, Instant::now() + STORE_QUERY);
                         break last.map_err(|again| if again.kind == ErrorKind::Timeout { error } else { again })?;
                     }
-                    round = Instant::now() + patience.max(ASK);
+                    attempt = Instant::now() + patience.max(STORE_QUERY);
                 }
-                Ok(places) if round == first => return Ok(places),
+                Ok(announcements) if attempt == first => return Ok(announcements),
                 result => break result?,
             }
         };
         *deadline = Instant::now() + patience;
-        Ok(places)
+        Ok(announcements)
     }
 
-    /// Connections to all of `new`, in order: other ranks' numbers, ascending. The greater rank dials. And the
-    /// deadline, which is later than `deadline` where one of them was still making its buffer then.
+    /// Connects to all of `new` (other ranks, ascending); the greater rank of a pair dials. Returns the connections in the
+    /// same order, and the deadline, which is later than `deadline` if a rank was still constructing its buffer then.
     ///
     /// # Errors
-    /// `Timeout` naming the ranks that did not come; `Closed` after [`Meeting::end`]; as [`Worker::connect`].
-    pub fn connect(&self, new: &[u32], mut deadline: Instant) -> Result<(Vec<End>, Instant)> {
-        // What became of earlier attempts says nothing of this one.
+    /// `Timeout` naming the ranks that are missing; `Closed` after [`Meeting::end`]; as [`Worker::connect`].
+    pub fn connect(&self, new: &[u32], mut deadline: Instant) -> Result<(Vec<Connection>, Instant)> {
+        // Connections left by earlier attempts that failed must not be taken for this one.
         while let Ok(endpoint) = self.worker.accept(Some(Duration::ZERO)) {
-            self.came(endpoint);
+            self.keep_accepted(endpoint);
         }
-        self.early.lock().retain(|_, endpoint| endpoint.is_alive());
-        // All of this rank's are dialled before it waits for others to dial it.
-        let mut ends: Vec<End> = Vec::with_capacity(new.len());
-        for (rank, place) in new.iter().zip(self.places_made(new, &mut deadline)?) {
-            let end = match *rank < self.me {
-                true => self.dial(*rank, place, deadline),
+        self.accepted.lock().retain(|_, endpoint| endpoint.is_alive());
+        // Dial every rank that this one dials before waiting for others, so that no two ranks wait for each other.
+        let mut connections: Vec<Connection> = Vec::with_capacity(new.len());
+        for (rank, announcement) in new.iter().zip(self.await_announcements(new, &mut deadline)?) {
+            let connection = match *rank < self.me {
+                true => self.dial(*rank, announcement, deadline),
                 false => {
-                    let near = self.is_near(&place);
-                    self.accept(*rank, deadline).map(|endpoint| End { rank: *rank, near, endpoint, dialled: None })
+                    let near = self.is_near(&announcement);
+                    self.accept(*rank, deadline).map(|endpoint| Connection {
+                        rank: *rank,
+                        near,
+                        endpoint,
+                        dialled: None,
+                    })
                 }
             };
-            ends.push(end.inspect_err(|error| self.refuse(ends.iter().map(|end| &end.endpoint), error))?);
+            connections.push(
+                connection.inspect_err(|error| {
+                    self.refuse(connections.iter().map(|connection| &connection.endpoint), error)
+                })?,
+            );
         }
-        Ok((ends, deadline))
+        Ok((connections, deadline))
     }
 
-    /// Says to each of `ends` what `hello` makes for it, and hears what it says. If that fails, all of them are told.
+    /// Sends each connection the hello that `hello` makes for it, and receives its hello. On failure all of them are sent
+    /// the reason.
     ///
     /// # Errors
-    /// `Mismatch` naming the rank and the parameter that differs; `Timeout`, `PeerDead`, `Protocol`; `hello`'s. A rank
-    /// that gave up itself is named with its reason: `Mismatch`, `Timeout`, else `Refused`.
+    /// `Mismatch` naming the rank and the parameter that differs; `Timeout`, `PeerDead`, `Protocol`; errors of `hello`. A rank
+    /// that gave up is named with its reason: `Mismatch`, `Timeout`, else `Refused`.
     pub fn greet(
         &self,
-        ends: Vec<End>,
+        connections: Vec<Connection>,
         deadline: Instant,
-        hello: impl FnMut(&End) -> Result<Hello>,
+        hello: impl FnMut(&Connection) -> Result<Hello>,
     ) -> Result<Vec<Greeted>> {
-        let mut told: Vec<Endpoint> = ends.iter().map(|end| end.endpoint.clone()).collect();
-        let result = self.greet_all(ends, deadline, hello, &mut told);
-        result.inspect_err(|error| self.refuse(told.iter(), error))
+        let mut endpoints: Vec<Endpoint> = connections.iter().map(|connection| connection.endpoint.clone()).collect();
+        let result = self.greet_all(connections, deadline, hello, &mut endpoints);
+        result.inspect_err(|error| self.refuse(endpoints.iter(), error))
     }
 
     fn greet_all(
         &self,
-        ends: Vec<End>,
+        connections: Vec<Connection>,
         deadline: Instant,
-        mut hello: impl FnMut(&End) -> Result<Hello>,
-        told: &mut Vec<Endpoint>,
+        mut hello: impl FnMut(&Connection) -> Result<Hello>,
+        endpoints: &mut Vec<Endpoint>,
     ) -> Result<Vec<Greeted>> {
-        let mut say = |end: &End| {
-            let said = hello(end)?;
-            end.endpoint.send(said.encode()?, TAG)?;
-            Ok(said)
+        let mut send = |connection: &Connection| {
+            let sent = hello(connection)?;
+            connection.endpoint.send(sent.encode()?, HELLO_TAG)?;
+            Ok(sent)
         };
-        let said: Vec<Result<Hello>> = ends.iter().map(&mut say).collect();
-        let mut greeted = Vec::with_capacity(ends.len());
-        for (mut end, said) in ends.into_iter().zip(said) {
-            let mut heard = self.heard(&end, said, deadline);
-            while let Some(gone) = heard.as_ref().err().and_then(|error| end.was_old(error)) {
-                end = self.dial_anew(end.rank, &gone, deadline)?;
-                told.push(end.endpoint.clone());
-                let said = say(&end);
-                heard = self.heard(&end, said, deadline);
+        let sent: Vec<Result<Hello>> = connections.iter().map(&mut send).collect();
+        let mut greeted = Vec::with_capacity(connections.len());
+        for (mut connection, sent) in connections.into_iter().zip(sent) {
+            let mut received = self.exchange_result(&connection, sent, deadline);
+            while let Some(gone) = received.as_ref().err().and_then(|error| connection.stale_address(error)) {
+                connection = self.redial(connection.rank, &gone, deadline)?;
+                endpoints.push(connection.endpoint.clone());
+                let sent = send(&connection);
+                received = self.exchange_result(&connection, sent, deadline);
             }
-            let (said, heard) = heard?;
-            greeted.push(Greeted { end, said, heard });
+            let (sent, received) = received?;
+            greeted.push(Greeted { connection, sent, received });
         }
         Ok(greeted)
     }
 
-    /// Tells those that this rank is connected to that it gives up, and why: they are not to wait for it.
+    /// Sends the reason why this rank gives up to the ranks that it is connected to, so that they do not wait for it.
     pub fn refuse<'a>(&self, connected: impl Iterator<Item = &'a Endpoint>, error: &Error) {
-        let Some(Ok(refusal)) = Word::refusal(error).map(|word| word.encode()) else { return };
-        let (mut told, mut heard) = (Vec::new(), Vec::new());
+        let Some(Ok(refusal)) = Verdict::refusal(error).map(|verdict| verdict.encode()) else { return };
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for endpoint in connected.filter(|endpoint| endpoint.is_alive()) {
-            // One that is gone meanwhile needs no word.
-            told.extend(endpoint.send(refusal.clone(), READY));
-            heard.extend(self.worker.recv(vec![0; LONGEST], READY, u64::MAX, Some(endpoint)));
+            // An error means that the rank has ended meanwhile.
+            sends.extend(endpoint.send(refusal.clone(), VERDICT_TAG));
+            receives.extend(self.worker.recv(vec![0; MAX_MESSAGE], VERDICT_TAG, u64::MAX, Some(endpoint)));
         }
         if error.kind == ErrorKind::Mismatch {
-            // All ranks are there and about to fail too. A connection that ends before it is accepted never comes, so
-            // nobody leaves before the others know, and each hears what the others have to say meanwhile.
-            let deadline = Instant::now() + LEAVE;
-            for request in told {
-                let _ = self.patiently(deadline, |slice| request.wait(Some(slice)));
+            // All ranks are present and about to fail too. A connection that closes before it is accepted is never
+            // accepted, so each rank stays until the others have its reason, and receives theirs meanwhile.
+            let deadline = Instant::now() + LINGER;
+            for request in sends {
+                let _ = self.wait_unless_ending(deadline, |slice| request.wait(Some(slice)));
             }
         }
-        for request in heard {
+        for request in receives {
             request.cancel();
         }
     }
 
-    /// Waits in slices, so that `destroy` on another thread ends it.
-    pub(crate) fn patiently<T>(&self, deadline: Instant, mut wait: impl FnMut(Duration) -> Result<T>) -> Result<T> {
+    /// Waits in short intervals, so that `destroy` on another thread ends the wait.
+    pub(crate) fn wait_unless_ending<T>(
+        &self,
+        deadline: Instant,
+        mut wait: impl FnMut(Duration) -> Result<T>,
+    ) -> Result<T> {
         let began = Instant::now();
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            match wait(left.min(SLICE)) {
+            match wait(left.min(POLL_INTERVAL)) {
                 Err(_) if self.is_ending() => {
                     return Err(Error::new(ErrorKind::Closed, "connect", "the buffer was destroyed"));
                 }
-                Err(error) if error.kind == ErrorKind::Timeout && left > SLICE => {}
+                Err(error) if error.kind == ErrorKind::Timeout && left > POLL_INTERVAL => {}
                 Err(error) if error.kind == ErrorKind::Timeout => return Err(error.with_waited(began.elapsed())),
                 result => return result,
             }
         }
     }
 
-    fn is_near(&self, place: &Place) -> bool {
-        self.share_node && place.node == self.node
+    fn is_near(&self, announcement: &Announcement) -> bool {
+        self.share_node && announcement.node == self.node
     }
 
-    fn dial(&self, rank: u32, mut place: Place, deadline: Instant) -> Result<End> {
+    fn dial(&self, rank: u32, mut announcement: Announcement, deadline: Instant) -> Result<Connection> {
         loop {
-            let near = self.is_near(&place);
+            let near = self.is_near(&announcement);
             let changes = self.group.changes();
             let left = deadline.saturating_duration_since(Instant::now());
             let require = if near { None } else { Some("tcp".to_owned()) };
-            match self.worker.connect(&place.address, &ConnectOptions { require, timeout: Some(left) }) {
-                Ok(endpoint) => return Ok(End { rank, near, endpoint, dialled: Some(place.address) }),
-                // What the store says may be of a process that has ended, until its lease does.
+            match self.worker.connect(&announcement.address, &ConnectOptions { require, timeout: Some(left) }) {
+                Ok(endpoint) => return Ok(Connection { rank, near, endpoint, dialled: Some(announcement.address) }),
+                // The announcement of a process that has ended stays in the store until its lease expires.
                 Err(error) if error.kind == ErrorKind::Unreachable && Instant::now() < deadline => {
-                    self.group.wait_change(changes, deadline.min(Instant::now() + AGAIN));
-                    place = self.places(&[rank], deadline)?.pop().unwrap_or(place);
+                    self.group.wait_change(changes, deadline.min(Instant::now() + RETRY_INTERVAL));
+                    announcement = self.announcements(&[rank], deadline)?.pop().unwrap_or(announcement);
                 }
                 Err(error) => return Err(Error { peer: Some(format!("rank {rank}")), ..error }),
             }
         }
     }
 
-    /// Dials a rank whose buffer at the address `gone` was destroyed, once the store has that of the next one.
-    fn dial_anew(&self, rank: u32, gone: &[u8], deadline: Instant) -> Result<End> {
+    /// Dials a rank whose buffer at the address `gone` was destroyed, once the address of its next buffer is announced.
+    fn redial(&self, rank: u32, gone: &[u8], deadline: Instant) -> Result<Connection> {
         loop {
             let changes = self.group.changes();
-            let place = self.places(&[rank], deadline)?.pop().filter(|place| place.address != gone);
-            match place {
-                Some(place) => return self.dial(rank, place, deadline),
+            let announcement =
+                self.announcements(&[rank], deadline)?.pop().filter(|announcement| announcement.address != gone);
+            match announcement {
+                Some(announcement) => return self.dial(rank, announcement, deadline),
                 None if Instant::now() >= deadline => {
                     let error = Error::new(ErrorKind::PeerDead, "connect", "its buffer was destroyed");
                     return Err(error.with_peer(format!("rank {rank}")));
                 }
-                None => self.group.wait_change(changes, deadline.min(Instant::now() + AGAIN)),
+                None => self.group.wait_change(changes, deadline.min(Instant::now() + RETRY_INTERVAL)),
             };
         }
     }
 
     fn accept(&self, rank: u32, deadline: Instant) -> Result<Endpoint> {
         loop {
-            let early = self.early.lock().remove(&rank);
-            if let Some(endpoint) = early {
+            let accepted = self.accepted.lock().remove(&rank);
+            if let Some(endpoint) = accepted {
                 if endpoint.is_alive() {
                     return Ok(endpoint);
                 }
-                // It may have given up; else its buffer was destroyed, and the next one connects.
+                // It may have given up. Otherwise its buffer was destroyed, and its next buffer connects.
                 if let Some(refusal) = self.refusal(rank, &endpoint) {
                     return Err(refusal);
                 }
             }
-            let accepted = self.patiently(deadline, |slice| self.worker.accept(Some(slice)));
+            let accepted = self.wait_unless_ending(deadline, |slice| self.worker.accept(Some(slice)));
             let endpoint = accepted.map_err(|error| match error.kind {
                 ErrorKind::Timeout => {
-                    let text = format!("rank {rank} did not connect in time: {}", self.about(rank));
+                    let text = format!("rank {rank} did not connect in time: {}", self.describe(rank));
                     Error::new(ErrorKind::Timeout, "connect", text)
                         .with_hint("every rank calls connect for the same ranks")
                 }
                 _ => error,
             })?;
-            self.came(endpoint);
+            self.keep_accepted(endpoint);
         }
     }
 
-    /// A rank has connected to this one.
-    fn came(&self, endpoint: Endpoint) {
+    /// Keeps an accepted connection until `connect` takes it.
+    fn keep_accepted(&self, endpoint: Endpoint) {
         match rank_of(&endpoint.peer()) {
             Some(from) if from < self.parameters.ranks() => {
-                self.early.lock().insert(from, endpoint);
+                self.accepted.lock().insert(from, endpoint);
             }
             _ => self
                 .warn(&format!("a connection from {:?}, which is no rank of this buffer, was closed", endpoint.peer())),
         }
     }
 
-    fn about(&self, rank: u32) -> String {
+    fn describe(&self, rank: u32) -> String {
         let members = self.group.members();
         match members.iter().find(|member| member.rank == rank) {
             Some(member) => format!("its process is {}", member.process),
@@ -419,40 +440,45 @@ impl Meeting {
         }
     }
 
-    /// Both hellos. A rank that is gone may have said before why it gave up.
-    fn heard(&self, end: &End, said: Result<Hello>, deadline: Instant) -> Result<(Hello, Hello)> {
-        let said = match said {
-            Err(error) if !is_gone(&error, &end.endpoint) => return Err(error),
-            said => said,
+    /// Both hellos. A rank that has ended may have sent its reason before.
+    fn exchange_result(
+        &self,
+        connection: &Connection,
+        sent: Result<Hello>,
+        deadline: Instant,
+    ) -> Result<(Hello, Hello)> {
+        let sent = match sent {
+            Err(error) if !is_gone(&error, &connection.endpoint) => return Err(error),
+            sent => sent,
         };
-        let both = self.hear(end, deadline).and_then(|heard| Ok((said?, heard)));
-        both.map_err(|error| self.why(end.rank, &end.endpoint, error))
+        let both = self.receive_hello(connection, deadline).and_then(|received| Ok((sent?, received)));
+        both.map_err(|error| self.refusal_or(connection.rank, &connection.endpoint, error))
     }
 
-    /// Why rank `rank` gave up, if it is gone and has said so before; else `error`.
-    pub fn why(&self, rank: u32, endpoint: &Endpoint, error: Error) -> Error {
+    /// The reason that `rank` sent before it ended, if it did; else `error`.
+    pub fn refusal_or(&self, rank: u32, endpoint: &Endpoint, error: Error) -> Error {
         let refusal = if is_gone(&error, endpoint) { self.refusal(rank, endpoint) } else { None };
         refusal.unwrap_or(error)
     }
 
-    /// What a rank that is gone said of it before.
+    /// The reason that a rank sent before it ended.
     fn refusal(&self, rank: u32, endpoint: &Endpoint) -> Option<Error> {
-        self.word(endpoint, Instant::now() + SLICE).ok()?.ready(rank).err()
+        self.verdict(endpoint, Instant::now() + POLL_INTERVAL).ok()?.ready(rank).err()
     }
 
-    /// Waits until a rank says that it is ready, or why it never will be.
-    fn word(&self, endpoint: &Endpoint, deadline: Instant) -> Result<Word> {
-        let request = self.worker.recv(vec![0; LONGEST], READY, u64::MAX, Some(endpoint))?;
-        let receipt = self.patiently(deadline, |slice| request.wait(Some(slice)))?;
+    /// Waits for a rank's verdict: that it is ready, or why it gave up.
+    fn verdict(&self, endpoint: &Endpoint, deadline: Instant) -> Result<Verdict> {
+        let request = self.worker.recv(vec![0; MAX_MESSAGE], VERDICT_TAG, u64::MAX, Some(endpoint))?;
+        let receipt = self.wait_unless_ending(deadline, |slice| request.wait(Some(slice)))?;
         let bytes = request.into_vec().unwrap_or_default();
-        Word::decode(bytes.get(..receipt.bytes as usize).unwrap_or_default())
+        Verdict::decode(bytes.get(..receipt.bytes as usize).unwrap_or_default())
     }
 
-    fn hear(&self, end: &End, deadline: Instant) -> Result<Hello> {
-        let rank = end.rank;
-        let request = self.worker.recv(vec![0; LONGEST], TAG, u64::MAX, Some(&end.endpoint))?;
+    fn receive_hello(&self, connection: &Connection, deadline: Instant) -> Result<Hello> {
+        let rank = connection.rank;
+        let request = self.worker.recv(vec![0; MAX_MESSAGE], HELLO_TAG, u64::MAX, Some(&connection.endpoint))?;
         let receipt = self
-            .patiently(deadline, |slice| request.wait(Some(slice)))
+            .wait_unless_ending(deadline, |slice| request.wait(Some(slice)))
             .map_err(|error| Error { peer: Some(format!("rank {rank}")), ..error })?;
         let bytes = request.into_vec().unwrap_or_default();
         let hello = Hello::decode(bytes.get(..receipt.bytes as usize).unwrap_or_default())?;
@@ -464,11 +490,11 @@ impl Meeting {
         Ok(hello)
     }
 
-    /// Waits until all of these ranks have come to the end of connecting too: until then what they were told of must
-    /// not go. Each is told its bytes; what they tell, in their order. If one gives up, all are told.
+    /// Sends each rank its bytes, and waits until all of them are ready too: until then the memory named in a hello must
+    /// stay. Returns the bytes that they sent, in the same order. If one gives up, all are sent the reason.
     ///
     /// # Errors
-    /// `Timeout`, `PeerDead`, naming the rank; `Closed`; of a rank that gave up as [`Meeting::greet`].
+    /// `Timeout`, `PeerDead`, naming the rank; `Closed`; for a rank that gave up as [`Meeting::greet`].
     pub fn all_ready(&self, peers: &[(u32, Endpoint, Vec<u8>)], deadline: Instant) -> Result<Vec<Vec<u8>>> {
         let result = self.each_ready(peers, deadline);
         result.inspect_err(|error| self.refuse(peers.iter().map(|(_, endpoint, _)| endpoint), error))
@@ -476,22 +502,22 @@ impl Meeting {
 
     fn each_ready(&self, peers: &[(u32, Endpoint, Vec<u8>)], deadline: Instant) -> Result<Vec<Vec<u8>>> {
         for (_, endpoint, told) in peers {
-            // One that is gone is found below, with its reason.
-            let _ = endpoint.send(Word::Ready(told.clone()).encode()?, READY);
+            // A rank that has ended is detected below, with its reason.
+            let _ = endpoint.send(Verdict::Ready(told.clone()).encode()?, VERDICT_TAG);
         }
         let each = |(rank, endpoint, _): &(u32, Endpoint, Vec<u8>)| {
-            let ready = self.word(endpoint, deadline).and_then(|word| word.ready(*rank));
+            let ready = self.verdict(endpoint, deadline).and_then(|verdict| verdict.ready(*rank));
             ready.map_err(|error| Error { peer: Some(format!("rank {rank}")), ..error })
         };
         peers.iter().map(each).collect()
     }
 }
 
-/// Checks that `ranks` are other ranks than `me`, of `most`.
+/// Checks that `ranks` are below `most` and do not include `me`.
 ///
 /// # Errors
 /// `Usage` naming one that is not.
-pub fn others(ranks: &[u32], me: u32, most: u32, operation: &str) -> Result<()> {
+pub fn check_others(ranks: &[u32], me: u32, most: u32, operation: &str) -> Result<()> {
     match ranks.iter().find(|rank| **rank == me || **rank >= most) {
         None => Ok(()),
         Some(rank) => {
@@ -505,7 +531,7 @@ pub fn others(ranks: &[u32], me: u32, most: u32, operation: &str) -> Result<()> 
 ///
 /// # Errors
 /// `Usage` for a rank beyond `most`.
-pub fn missing(ranks: &[u32], most: u32, connected: impl Fn(u32) -> bool) -> Result<Vec<u32>> {
+pub fn unconnected(ranks: &[u32], most: u32, connected: impl Fn(u32) -> bool) -> Result<Vec<u32>> {
     if let Some(rank) = ranks.iter().find(|rank| **rank >= most) {
         return Err(Error::new(ErrorKind::Usage, "connect", format!("rank {rank} is none of {most}")));
     }
@@ -521,10 +547,10 @@ fn rank_of(name: &str) -> Option<u32> {
     rest.split_once(' ')?.0.parse().ok()
 }
 
-/// A number that no other buffer has.
+/// A random id for a buffer.
 ///
 /// # Errors
-/// `Io` when the system gives no random bytes.
+/// `Io` if the system provides no random bytes.
 pub fn random_id() -> Result<u64> {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes)

@@ -6,23 +6,23 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::config::Config;
 
-/// The memory that one rank's buffer takes at most, by kind, in bytes. Pages of the host are taken when they are first
-/// used; nothing is zeroed between operations.
+/// Upper bound on the memory of one rank's buffer, by purpose, in bytes. The system allocates pages of host memory when they
+/// are first used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// Each kind with its bytes, in the order in which they lie.
+    /// Each purpose and its bytes, in the order of addresses.
     pub kinds: Vec<(&'static str, u64)>,
-    /// Bytes that are available now, on this machine or the GPU; `None` where that cannot be told.
+    /// Bytes available now on this machine or the GPU; `None` if unknown.
     pub free: Option<u64>,
-    /// The most tokens per rank that would fit into what is free, all else alike.
+    /// Maximum number of tokens per rank that fits into `free`, with all other parameters unchanged.
     pub largest_tokens: usize,
-    /// What `free` is called.
+    /// Label of `free` in the table.
     place: String,
     layouts: usize,
 }
 
 impl Plan {
-    /// A plan where `kinds` says what a configuration takes, of `free` bytes that are called `place`.
+    /// A plan for `config`, where `kinds` lists the memory of a configuration, and `place` labels the `free` bytes.
     pub fn of(
         config: &Config,
         place: &str,
@@ -38,12 +38,12 @@ impl Plan {
         Plan { kinds, free, largest_tokens, place: place.to_owned(), layouts }
     }
 
-    /// All bytes together.
+    /// Total number of bytes.
     pub fn total(&self) -> u64 {
         self.kinds.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Fails when more is wanted than is free.
+    /// Checks that the plan fits into the free memory.
     ///
     /// # Errors
     /// [`ErrorKind::Exhausted`] with the whole plan as its text.
@@ -72,7 +72,7 @@ impl fmt::Display for Plan {
     }
 }
 
-/// The most tokens that fit.
+/// The maximum number of tokens that fits.
 fn largest(fits: impl Fn(usize) -> bool) -> usize {
     let (mut low, mut high) = (0usize, 1usize << 24);
     while low < high {
