@@ -32,7 +32,7 @@ pub fn seeds() -> Vec<(&'static str, String, Vec<u8>)> {
     for (name, bytes) in store_seeds() {
         seeds.push(("store", name.to_owned(), bytes));
     }
-    for (name, bytes) in crossrail_cuda_ipc::stranger_seeds() {
+    for (name, bytes) in crossrail_cuda_ipc::fuzzing::seeds() {
         seeds.push(("gpu", name.to_owned(), bytes));
     }
     seeds

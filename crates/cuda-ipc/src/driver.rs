@@ -1,4 +1,4 @@
-//! The driver as owners and importers of memory need it.
+//! Exporting and importing memory through the CUDA driver.
 #![allow(unsafe_code)]
 
 use std::os::fd::AsFd;
@@ -9,259 +9,269 @@ use crossrail_types::{Error, ErrorKind, Result};
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
-use crate::domain::{Domain, Gpu};
-use crate::exports::{Found, Handed, Source};
-use crate::imports::{Opener, Pass};
+use crate::domain::Domain;
+use crate::exports::{ExportDriver, ExportedHandle, FoundPiece};
+use crate::gpu::Gpu;
+use crate::imports::{ImportDriver, ReceivedHandle};
 use crate::note::{Piece, Seal, Uuid};
 
-/// What tells a piece from everything else that lies, lay, or will lie there.
+/// Identifies a piece among all past and future allocations at the same address.
 #[derive(Debug)]
-pub(crate) enum Known {
-    /// Memory with a handle, which is held: as long as it is, no other has the same.
-    Held(Arc<Gpu>, Deferred<Allocation>),
-    /// The driver's number for an allocation, which it never gives again.
-    Numbered(Arc<Gpu>, u64),
+pub(crate) enum PieceIdentity {
+    /// VMM memory. The allocation handle is retained, and no other allocation has the same handle meanwhile.
+    Handle(Arc<Gpu>, Deferred<Allocation>),
+    /// Memory of `cudaMalloc`, with the driver's buffer id, which is never reused.
+    BufferId(Arc<Gpu>, u64),
 }
 
-impl std::fmt::Debug for Gpu {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Gpu({})", self.ordinal())
-    }
-}
-
-/// Memory that was taken over.
+/// Imported memory, without an address yet.
 #[derive(Clone, Debug)]
-pub(crate) enum Held {
+pub(crate) enum Imported {
     Allocation(Arc<Deferred<Allocation>>),
     Legacy(Arc<IpcMapping>),
-    /// The owner is this process: its addresses are ours.
-    Own(Own),
+    /// The owner is this process, so its addresses are valid here.
+    Local(LocalMemory),
 }
 
-/// Memory of this very process: a legacy handle means nothing in it, and the driver does not always map its own exports
-/// for another of its GPUs.
+/// Memory of this process itself, which a peer in the same process announced. A legacy handle cannot be opened in the process
+/// that created it, and the driver does not always map its own exports for another of its GPUs.
 #[derive(Clone, Debug)]
-pub(crate) struct Own {
+pub(crate) struct LocalMemory {
     context: Context,
     address: u64,
     len: u64,
-    known: OwnKnown,
+    identity: LocalIdentity,
 }
 
-/// What tells it from everything else that will lie there.
+/// As [`PieceIdentity`].
 #[derive(Clone, Debug)]
-enum OwnKnown {
-    Numbered(u64),
-    Held(Arc<Deferred<Allocation>>),
+enum LocalIdentity {
+    BufferId(u64),
+    Handle(Arc<Deferred<Allocation>>),
 }
 
-impl Held {
+impl Imported {
     pub(crate) fn allocation(&self) -> Option<&Allocation> {
         match self {
-            Held::Allocation(allocation) | Held::Own(Own { known: OwnKnown::Held(allocation), .. }) => Some(allocation),
-            Held::Legacy(_) | Held::Own(_) => None,
+            Imported::Allocation(allocation)
+            | Imported::Local(LocalMemory { identity: LocalIdentity::Handle(allocation), .. }) => Some(allocation),
+            Imported::Legacy(_) | Imported::Local(_) => None,
         }
     }
 
-    /// This process's own memory, at its own address.
-    pub(crate) fn own(&self) -> Option<&Own> {
+    /// Memory of this process itself, at its own address.
+    pub(crate) fn local(&self) -> Option<&LocalMemory> {
         match self {
-            Held::Own(own) => Some(own),
-            Held::Allocation(_) | Held::Legacy(_) => None,
+            Imported::Local(local) => Some(local),
+            Imported::Allocation(_) | Imported::Legacy(_) => None,
         }
     }
 }
 
-impl Own {
+impl LocalMemory {
     pub(crate) fn address(&self) -> u64 {
         self.address
     }
 
-    /// Whether it is memory of `cudaMalloc`, which GPUs reach where it is once their contexts have peer access.
+    /// Whether it is memory of `cudaMalloc`, which GPUs with peer access can use at its own address.
     pub(crate) fn is_plain(&self) -> bool {
-        matches!(self.known, OwnKnown::Numbered(_))
+        matches!(self.identity, LocalIdentity::BufferId(_))
     }
 
-    /// Whether it is still there.
-    fn is_there(&self) -> Result<bool> {
-        match &self.known {
-            OwnKnown::Numbered(identity) => {
+    /// Whether it has not been freed.
+    fn is_current(&self) -> Result<bool> {
+        match &self.identity {
+            LocalIdentity::BufferId(identity) => {
                 let info = PointerInfo::of(&self.context, self.address)?;
                 let found = (info.kind, info.base, info.id);
                 Ok(found == (MemoryKind::Device, self.address, *identity) && info.len >= self.len)
             }
-            OwnKnown::Held(held) => {
+            LocalIdentity::Handle(held) => {
                 let there = Allocation::of_address(&self.context, self.address, held.len());
                 Ok(there.is_ok_and(|there| there.is_same(held)))
             }
         }
     }
 
-    /// Lets the GPUs of `contexts` reach it where it is mapped, with what access they have.
+    /// Gives the GPUs of `contexts` access to it at its own address.
     pub(crate) fn allow(&self, contexts: &[&Context]) -> Result<()> {
-        match &self.known {
-            OwnKnown::Numbered(_) => Ok(()),
-            OwnKnown::Held(held) => Mapping::allow(self.address, held.len(), contexts),
+        match &self.identity {
+            LocalIdentity::BufferId(_) => Ok(()),
+            LocalIdentity::Handle(held) => Mapping::allow(self.address, held.len(), contexts),
         }
     }
 }
 
-/// Memory of the peer at addresses of this process.
+/// Memory of the peer that is mapped into this process.
 #[derive(Debug)]
-pub(crate) enum Open {
+pub(crate) enum OpenPiece {
     Mapped(Deferred<Mapping>),
     Legacy(Arc<IpcMapping>),
-    Own(Own),
+    Local(LocalMemory),
 }
 
-impl Open {
+impl OpenPiece {
     pub(crate) fn address(&self) -> u64 {
         match self {
-            Open::Mapped(mapping) => mapping.address(),
-            Open::Legacy(mapping) => mapping.address(),
-            Open::Own(own) => own.address,
+            OpenPiece::Mapped(mapping) => mapping.address(),
+            OpenPiece::Legacy(mapping) => mapping.address(),
+            OpenPiece::Local(own) => own.address,
         }
     }
 
-    /// Whether it may be touched at this moment. Mappings may at any; memory of this process may have been freed.
+    /// Checks that it may be accessed now. Mappings always may; memory of this process itself may have been freed.
     pub(crate) fn check(&self) -> std::result::Result<(), String> {
-        let Open::Own(own) = self else { return Ok(()) };
-        let there = own.is_there().map_err(|error| error.to_string())?;
-        if there { Ok(()) } else { Err(format!("the memory at {:#x} was freed", own.address)) }
+        let OpenPiece::Local(local) = self else { return Ok(()) };
+        let there = local.is_current().map_err(|error| error.to_string())?;
+        if there { Ok(()) } else { Err(format!("the memory at {:#x} was freed", local.address)) }
     }
 }
 
-impl Source for Domain {
-    type Known = Known;
+impl ExportDriver for Domain {
+    type Identity = PieceIdentity;
 
-    fn find(&self, address: u64) -> std::result::Result<Found<Known>, String> {
-        let asked = self.asked().map_err(|error| error.to_string())?;
-        let info = PointerInfo::of(&asked.context, address).map_err(|error| error.to_string())?;
+    fn find(&self, address: u64) -> std::result::Result<FoundPiece<PieceIdentity>, String> {
+        let any = self.any_in_use().map_err(|error| error.to_string())?;
+        let info = PointerInfo::of(&any.context, address).map_err(|error| error.to_string())?;
         let (MemoryKind::Device, Some(ordinal)) = (info.kind, info.device) else {
-            return Err(format!("{address:#x} is no memory of a GPU ({:?})", info.kind));
+            return Err(format!("{address:#x} is not GPU memory ({:?})", info.kind));
         };
         let gpu = self.gpu(ordinal).map_err(|error| error.to_string())?;
         let device = gpu.uuid;
         if info.legacy_ipc {
-            let known = Known::Numbered(gpu, info.id);
-            return Ok(Found { address: info.base, len: info.len, device, known });
+            let identity = PieceIdentity::BufferId(gpu, info.id);
+            return Ok(FoundPiece { address: info.base, len: info.len, device, identity });
         }
         if info.descriptor {
-            let len = usize::try_from(info.len).map_err(|_| format!("{} bytes are too many", info.len))?;
+            let len = usize::try_from(info.len).map_err(|_| format!("{} bytes exceed the address space", info.len))?;
             let held = Allocation::of_address(&gpu.context, info.base, len).map_err(|error| error.to_string())?;
             let held = Deferred::new(held, &gpu.context);
-            let known = Known::Held(gpu, held);
-            return Ok(Found { address: info.base, len: info.len, device, known });
+            let identity = PieceIdentity::Handle(gpu, held);
+            return Ok(FoundPiece { address: info.base, len: info.len, device, identity });
         }
         Err(match info.pooled {
-            true => format!("memory of a pool (cudaMallocAsync) on cuda:{ordinal} can't be passed to other processes"),
-            false => format!("memory of cuda:{ordinal} at {address:#x} was not made to be passed to other processes"),
+            true => {
+                format!("memory of a pool (cudaMallocAsync) on cuda:{ordinal} cannot be exported to other processes")
+            }
+            false => {
+                format!("memory of cuda:{ordinal} at {address:#x} was not allocated for export to other processes")
+            }
         })
     }
 
-    fn still(&self, found: &Found<Known>) -> bool {
-        match &found.known {
-            Known::Held(gpu, held) => {
+    fn is_current(&self, found: &FoundPiece<PieceIdentity>) -> bool {
+        match &found.identity {
+            PieceIdentity::Handle(gpu, held) => {
                 let there = Allocation::of_address(&gpu.context, found.address, held.len());
                 there.is_ok_and(|there| there.is_same(held))
             }
-            Known::Numbered(gpu, id) => PointerInfo::of(&gpu.context, found.address)
+            PieceIdentity::BufferId(gpu, id) => PointerInfo::of(&gpu.context, found.address)
                 .is_ok_and(|info| info.legacy_ipc && (info.base, info.len, info.id) == (found.address, found.len, *id)),
         }
     }
 
-    fn hand(&self, found: &Found<Known>) -> std::result::Result<Handed, String> {
-        match &found.known {
-            Known::Held(_, allocation) => allocation.export().and_then(|file| {
-                let seal = seal(found.address, found.len, HAS_HANDLE, &found.device)?;
-                Ok(Handed::File { file, seal })
+    fn export(&self, found: &FoundPiece<PieceIdentity>) -> std::result::Result<ExportedHandle, String> {
+        match &found.identity {
+            PieceIdentity::Handle(_, allocation) => allocation.export().and_then(|file| {
+                let seal = seal(found.address, found.len, NO_BUFFER_ID, &found.device)?;
+                Ok(ExportedHandle::File { file, seal })
             }),
-            Known::Numbered(gpu, id) => IpcHandle::of(&gpu.context, found.address).and_then(|handle| {
+            PieceIdentity::BufferId(gpu, id) => IpcHandle::of(&gpu.context, found.address).and_then(|handle| {
                 let seal = seal(found.address, found.len, *id, &found.device)?;
-                Ok(Handed::Handle { handle: *handle.bytes(), identity: *id, seal })
+                Ok(ExportedHandle::Handle { handle: *handle.bytes(), identity: *id, seal })
             }),
         }
         .map_err(|error| error.to_string())
     }
 }
 
-impl Opener for Domain {
-    type Held = Held;
-    type Open = Open;
+impl ImportDriver for Domain {
+    type Imported = Imported;
+    type Opened = OpenPiece;
 
     fn reach(&self, piece: &Piece, device: u32) -> std::result::Result<(), String> {
         let gpu = self.gpu(device).map_err(|error| error.to_string())?;
         self.check_reach(&gpu, &piece.device)
     }
 
-    fn take(&self, piece: &Piece, pass: Pass<'_>, device: u32) -> std::result::Result<Held, String> {
+    fn import(&self, piece: &Piece, pass: ReceivedHandle<'_>, device: u32) -> std::result::Result<Imported, String> {
         let gpu = self.gpu(device).map_err(|error| error.to_string())?;
         let taken = match pass {
-            Pass::File { file, seal: theirs } => usize::try_from(piece.len)
-                .map_err(|_| Error::new(ErrorKind::Protocol, "import of memory", "too long"))
+            ReceivedHandle::File { file, seal: theirs } => usize::try_from(piece.len)
+                .map_err(|_| {
+                    Error::new(ErrorKind::Protocol, "import of memory", "the length exceeds the address space")
+                })
                 .and_then(|len| {
                     let held = |allocation| Arc::new(Deferred::new(allocation, &gpu.context));
-                    if is_own(piece, HAS_HANDLE, theirs) {
+                    if is_own(piece, NO_BUFFER_ID, theirs) {
                         let there = Allocation::of_address(&gpu.context, piece.address, len)?;
-                        let (context, known) = (gpu.context.clone(), OwnKnown::Held(held(there)));
-                        return Ok(Held::Own(Own { context, address: piece.address, len: piece.len, known }));
+                        let (context, identity) = (gpu.context.clone(), LocalIdentity::Handle(held(there)));
+                        return Ok(Imported::Local(LocalMemory {
+                            context,
+                            address: piece.address,
+                            len: piece.len,
+                            identity,
+                        }));
                     }
                     Allocation::import(&gpu.context, file.as_fd(), len)
-                        .map(|allocation| Held::Allocation(held(allocation)))
+                        .map(|allocation| Imported::Allocation(held(allocation)))
                 }),
-            Pass::Handle { identity, seal: theirs, .. } if is_own(piece, identity, theirs) => {
-                self.own(&gpu, piece, identity).map(Held::Own)
+            ReceivedHandle::Handle { identity, seal: theirs, .. } if is_own(piece, identity, theirs) => {
+                self.import_local(&gpu, piece, identity).map(Imported::Local)
             }
-            Pass::Handle { handle, .. } => IpcMapping::open(&gpu.context, &IpcHandle::from_bytes(*handle))
-                .map(|mapping| Held::Legacy(Arc::new(mapping))),
+            ReceivedHandle::Handle { handle, .. } => IpcMapping::open(&gpu.context, &IpcHandle::from_bytes(*handle))
+                .map(|mapping| Imported::Legacy(Arc::new(mapping))),
         };
-        taken.map_err(|error| format!("memory of the peer's {}: {error}", self.name(&piece.device)))
+        taken.map_err(|error| format!("memory of the peer on {}: {error}", self.name(&piece.device)))
     }
 
-    fn open(&self, piece: &Piece, held: &Held, device: u32) -> std::result::Result<Open, String> {
+    fn open(&self, piece: &Piece, held: &Imported, device: u32) -> std::result::Result<OpenPiece, String> {
         let gpu = self.gpu(device).map_err(|error| error.to_string())?;
         let mapped = |allocation: &Allocation| {
             self.map(std::slice::from_ref(allocation), &[&gpu.context], Some(piece.device))
-                .map(|mapping| Open::Mapped(Deferred::new(mapping, &gpu.context)))
-                .map_err(|error| format!("memory of the peer's {}: {error}", self.name(&piece.device)))
+                .map(|mapping| OpenPiece::Mapped(Deferred::new(mapping, &gpu.context)))
+                .map_err(|error| format!("memory of the peer on {}: {error}", self.name(&piece.device)))
         };
         match held {
-            Held::Allocation(allocation) => mapped(allocation),
-            Held::Own(own @ Own { known: OwnKnown::Held(allocation), .. }) => {
-                // Mapped anew it stays while a copy is at it, even if its owner frees it; where it is, it serves too.
+            Imported::Allocation(allocation) => mapped(allocation),
+            Imported::Local(own @ LocalMemory { identity: LocalIdentity::Handle(allocation), .. }) => {
+                // For another GPU, the memory is used at its own address if access can be granted. A second mapping is
+                // preferred otherwise: it stays valid during a copy even if the owner frees the memory.
                 let elsewhere = gpu.uuid != piece.device;
                 match elsewhere.then(|| own.allow(&[&gpu.context])) {
-                    Some(Ok(())) => Ok(Open::Own(own.clone())),
+                    Some(Ok(())) => Ok(OpenPiece::Local(own.clone())),
                     _ => mapped(allocation),
                 }
             }
-            Held::Legacy(mapping) if mapping.len() < piece.len => {
-                Err(format!("the peer names {} bytes of an allocation that has {}", piece.len, mapping.len()))
+            Imported::Legacy(mapping) if mapping.len() < piece.len => {
+                Err(format!("the peer announced {} bytes of an allocation that has {}", piece.len, mapping.len()))
             }
-            Held::Legacy(mapping) => Ok(Open::Legacy(Arc::clone(mapping))),
-            Held::Own(own) => Ok(Open::Own(own.clone())),
+            Imported::Legacy(mapping) => Ok(OpenPiece::Legacy(Arc::clone(mapping))),
+            Imported::Local(own) => Ok(OpenPiece::Local(own.clone())),
         }
     }
 }
 
 impl Domain {
-    /// What memory of this very process needs, in order to be reached from `gpu`.
-    fn own(&self, gpu: &Gpu, piece: &Piece, identity: u64) -> Result<Own> {
+    /// Imports memory of this process itself for `gpu`, enabling peer access if necessary.
+    fn import_local(&self, gpu: &Gpu, piece: &Piece, identity: u64) -> Result<LocalMemory> {
         let info = PointerInfo::of(&gpu.context, piece.address)?;
         let owner = match info.device {
             Some(ordinal) if info.kind == MemoryKind::Device => self.gpu(ordinal)?,
-            _ => return Err(Error::new(ErrorKind::Region, "import of memory", "it was freed")),
+            _ => return Err(Error::new(ErrorKind::Region, "import of memory", "the memory was freed")),
         };
         if owner.ordinal() != gpu.ordinal() {
             gpu.context.enable_peer(&owner.context)?;
         }
-        let known = OwnKnown::Numbered(identity);
-        Ok(Own { context: gpu.context.clone(), address: piece.address, len: piece.len, known })
+        let identity = LocalIdentity::BufferId(identity);
+        Ok(LocalMemory { context: gpu.context.clone(), address: piece.address, len: piece.len, identity })
     }
 
-    /// Maps allocations of that GPU, one after the other, for the GPUs of `contexts`. Where this process uses the owner's
-    /// GPU too, memory that the process itself has exported can't be mapped for another GPU before the two contexts
-    /// have peer access, though other processes' can.
+    /// Maps allocations of GPU `owner` contiguously, for the GPUs of `contexts`.
+    ///
+    /// If this process also uses the owner's GPU, the driver maps memory exported by this process for another GPU only once
+    /// the two contexts have peer access, unlike memory of other processes. In that case this enables peer access and tries
+    /// again.
     pub(crate) fn map(
         &self,
         allocations: &[Allocation],
@@ -285,18 +295,18 @@ impl Domain {
         Mapping::of(allocations, contexts).or_else(|_| Mapping::of(allocations, &both))
     }
 
-    /// Whether `gpu` can reach memory of the GPU of that name. Of one that this process doesn't see only the driver
-    /// knows, when it maps memory of it.
+    /// Checks that `gpu` has peer access to GPU `owner`. For a GPU not visible to this process only the driver knows, when it
+    /// maps the memory; the check succeeds then.
     pub(crate) fn check_reach(&self, gpu: &Gpu, owner: &Uuid) -> std::result::Result<(), String> {
         let Some(owner) = self.device(owner) else { return Ok(()) };
         let own = gpu.context.device();
         if own.ordinal() == owner.ordinal() || own.reaches(owner).map_err(|error| error.to_string())? {
             return Ok(());
         }
-        Err(format!("no peer access: cuda:{} can't reach the memory of cuda:{}", own.ordinal(), owner.ordinal()))
+        Err(format!("no peer access: cuda:{} cannot access the memory of cuda:{}", own.ordinal(), owner.ordinal()))
     }
 
-    /// A GPU's name for people.
+    /// The name of a GPU for messages.
     pub(crate) fn name(&self, uuid: &Uuid) -> String {
         match self.device(uuid) {
             Some(device) => format!("cuda:{}", device.ordinal()),
@@ -305,16 +315,16 @@ impl Domain {
     }
 }
 
-/// In place of an allocation's number, for memory with a handle; no allocation has it.
-const HAS_HANDLE: u64 = 0;
+/// Stands for the buffer id in the seal of VMM memory; no allocation has this id.
+const NO_BUFFER_ID: u64 = 0;
 
-/// Whether a piece is memory of this very process.
+/// Whether a piece is memory of this process itself.
 fn is_own(piece: &Piece, identity: u64, theirs: &Seal) -> bool {
     seal(piece.address, piece.len, identity, &piece.device).is_ok_and(|ours| ours == *theirs)
 }
 
-/// Shows that a piece was named by this process. Others can repeat a seal that we gave them, but then it names only
-/// memory that we passed to them; they can't make one.
+/// A MAC that proves that this process announced a piece. A peer can replay a seal, but then it identifies only memory that
+/// this process announced to it; it cannot forge one.
 fn seal(address: u64, len: u64, identity: u64, device: &Uuid) -> Result<Seal> {
     static SECRET: OnceLock<[u8; 32]> = OnceLock::new();
     let failed = |why: String| Error::new(ErrorKind::Io, "getrandom", why);
@@ -327,7 +337,7 @@ fn seal(address: u64, len: u64, identity: u64, device: &Uuid) -> Result<Seal> {
         }
     };
     let mut mac = Hmac::<Sha256>::new_from_slice(secret).map_err(|error| failed(error.to_string()))?;
-    // A child of fork has the same secret, but it is another process.
+    // A forked child has the same secret but is another process.
     mac.update(&std::process::id().to_le_bytes());
     for number in [address, len, identity] {
         mac.update(&number.to_le_bytes());
@@ -342,7 +352,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_seal_fits_one_piece_only() {
+    fn a_seal_is_valid_for_one_piece_only() {
         let first = seal(1, 2, 3, &[4; 16]).expect("random numbers");
         assert_eq!(seal(1, 2, 3, &[4; 16]), Ok(first));
         for other in

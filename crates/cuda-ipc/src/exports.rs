@@ -1,90 +1,95 @@
-//! What this process has passed on to one peer: the owner's side.
+//! The pieces that this process exports to one peer: the owner's side.
 //!
-//! Nothing tells us that somebody has freed memory, and an address that was given to one allocation is given to the
-//! next. So every time memory is described, the driver is asked whether what lies there is still what was passed on;
-//! and now and then, a few of the other pieces are looked at too, so that the peer lets go of those that are gone.
+//! The library is not notified when somebody frees memory, and the driver reuses addresses. Each time memory is described,
+//! the driver is therefore asked whether the allocation there is still the exported one. Some of the other pieces are
+//! checked periodically too, so that the peer closes those that have been freed.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use crate::note::{Entry, LegacyHandle, Piece, Place, Seal, Uuid, Writer};
+use crate::note::{Entry, LegacyHandle, Piece, RemoteRange, Seal, Uuid, Writer};
 
-/// The most pieces that a peer is told of at a time.
-pub(crate) const MOST_EXPORTS: usize = 4096;
-/// Every so many times that memory is described, so many other pieces are looked at.
-pub(crate) const LOOK_EVERY: u64 = 16;
-const LOOKED_AT: usize = 2;
-/// The most pieces that one transfer lies in: 64 GiB of an expandable segment's 2 MiB parts.
-pub(crate) const MOST_PIECES: usize = 32_768;
+/// Maximum number of pieces exported to a peer at a time.
+pub(crate) const MAX_EXPORTS: usize = 4096;
+/// At every `CHECK_EVERY`th description, `CHECKED_AT_ONCE` other pieces are checked.
+pub(crate) const CHECK_EVERY: u64 = 16;
+const CHECKED_AT_ONCE: usize = 2;
+/// Maximum number of pieces in one transfer: 64 GiB in the 2 MiB parts of an expandable segment.
+pub(crate) const MAX_PIECES: usize = 32_768;
 
-/// One piece of memory, as the driver shows it to its owner.
+/// A piece of memory, as the driver describes it to its owner.
 #[derive(Debug)]
-pub(crate) struct Found<K> {
-    /// Where it begins.
+pub(crate) struct FoundPiece<K> {
+    /// The start address.
     pub(crate) address: u64,
-    /// Bytes.
+    /// The length in bytes.
     pub(crate) len: u64,
     /// The GPU.
     pub(crate) device: Uuid,
-    /// What tells it from every other that was or will be there.
-    pub(crate) known: K,
+    /// Distinguishes it from all past and future pieces at this address.
+    pub(crate) identity: K,
 }
 
-/// How a piece is handed to another process.
+/// The handle by which another process imports a piece.
 #[derive(Debug)]
-pub(crate) enum Handed {
+pub(crate) enum ExportedHandle {
     File { file: OwnedFd, seal: Seal },
     Handle { handle: LegacyHandle, identity: u64, seal: Seal },
 }
 
-/// The driver, as an owner of memory needs it.
-pub(crate) trait Source {
-    /// What tells one allocation from another.
-    type Known;
-    /// The piece that `address` lies in; `Err` says why it can't be passed on.
-    fn find(&self, address: u64) -> Result<Found<Self::Known>, String>;
-    /// Whether that piece still lies where it was found.
-    fn still(&self, found: &Found<Self::Known>) -> bool;
-    /// What another process needs to open it.
-    fn hand(&self, found: &Found<Self::Known>) -> Result<Handed, String>;
+/// The driver functions that the owner of memory needs.
+pub(crate) trait ExportDriver {
+    /// Distinguishes allocations.
+    type Identity;
+    /// The piece that contains `address`; `Err` is the reason why it cannot be exported.
+    fn find(&self, address: u64) -> Result<FoundPiece<Self::Identity>, String>;
+    /// Whether the piece has not been freed or replaced.
+    fn is_current(&self, found: &FoundPiece<Self::Identity>) -> bool;
+    /// Creates the handle by which another process imports the piece.
+    fn export(&self, found: &FoundPiece<Self::Identity>) -> Result<ExportedHandle, String>;
 }
 
 #[derive(Debug)]
 struct Export<K> {
     id: u32,
-    found: Found<K>,
+    found: FoundPiece<K>,
+    /// The clock at its last use.
     used: u64,
 }
 
-/// What is still to be said, in order.
+/// An entry to be sent to the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Said {
+enum Announcement {
     Piece(u32),
-    Gone(u32),
-    Again(u32),
+    Withdrawn(u32),
+    Resend(u32),
 }
 
-/// A note that waits to be passed.
+/// A note that waits to be sent.
 #[derive(Debug)]
-struct Ready {
+struct PendingNote {
     bytes: Vec<u8>,
     files: Vec<OwnedFd>,
 }
 
-/// The pieces that one peer knows or will know, and the notes for it.
+/// The pieces exported to one peer, and the notes that announce them.
 #[derive(Debug)]
 pub(crate) struct Exports<K> {
     by_address: BTreeMap<u64, Export<K>>,
+    /// Addresses by id.
     addresses: HashMap<u32, u64>,
     last_id: u32,
-    queue: VecDeque<Said>,
-    queued: HashSet<Said>,
-    /// Entries queued so far; entries in notes so far.
-    said: u64,
-    written: u64,
-    ready: Option<Ready>,
-    uses: u64,
-    looked_at: u64,
+    /// Entries to be sent, in order; and the same as a set, to detect duplicates.
+    queue: VecDeque<Announcement>,
+    queued: HashSet<Announcement>,
+    /// The number of entries queued so far, and of entries written to notes so far.
+    entries_queued: u64,
+    entries_written: u64,
+    pending: Option<PendingNote>,
+    /// Advances at every description and every `tidy`.
+    clock: u64,
+    /// The address of the piece checked last.
+    checked: u64,
 }
 
 impl<K> Exports<K> {
@@ -95,74 +100,74 @@ impl<K> Exports<K> {
             last_id: 0,
             queue: VecDeque::new(),
             queued: HashSet::new(),
-            said: 0,
-            written: 0,
-            ready: None,
-            uses: 0,
-            looked_at: 0,
+            entries_queued: 0,
+            entries_written: 0,
+            pending: None,
+            clock: 0,
+            checked: 0,
         }
     }
 
-    /// How many pieces the peer is told of.
+    /// The number of exported pieces.
     pub(crate) fn len(&self) -> usize {
         self.by_address.len()
     }
 
-    /// Says where `len` bytes at `address` are, and sees to it that the peer is told of the pieces they lie in.
+    /// Describes `len` bytes at `address`, queueing announcements of the pieces that the peer does not know yet.
     pub(crate) fn describe(
         &mut self,
-        source: &impl Source<Known = K>,
+        driver: &impl ExportDriver<Identity = K>,
         address: u64,
         len: usize,
-    ) -> Result<Place, String> {
+    ) -> Result<RemoteRange, String> {
         let end = address.checked_add(len as u64).filter(|_| len > 0 && address > 0);
-        let end = end.ok_or_else(|| format!("{len} bytes at {address:#x} are no memory"))?;
-        self.uses += 1;
+        let end = end.ok_or_else(|| format!("{len} bytes at {address:#x} are not a valid range"))?;
+        self.clock += 1;
         let (mut at, mut first, mut count) = (address, None, 0);
         while at < end {
             count += 1;
-            if count > MOST_PIECES {
-                return Err(format!("{len} bytes at {address:#x} are more than {MOST_PIECES} allocations"));
+            if count > MAX_PIECES {
+                return Err(format!("{len} bytes at {address:#x} span more than {MAX_PIECES} allocations"));
             }
-            let export = self.piece_at(source, at)?;
+            let export = self.piece_at(driver, at)?;
             first.get_or_insert(export.id);
             at = export.found.address.saturating_add(export.found.len);
         }
-        if self.uses.is_multiple_of(LOOK_EVERY) {
-            self.look_around(source);
+        if self.clock.is_multiple_of(CHECK_EVERY) {
+            self.check_some(driver);
         }
         self.make_room();
         let piece = first.unwrap_or_default();
-        Ok(Place { piece, address, after: self.said })
+        Ok(RemoteRange { piece, address, after: self.entries_queued })
     }
 
-    /// The piece that holds `address`, told to the peer if it was not.
-    fn piece_at(&mut self, source: &impl Source<Known = K>, address: u64) -> Result<&mut Export<K>, String> {
+    /// The piece that contains `address`, exported now if it was not.
+    fn piece_at(&mut self, driver: &impl ExportDriver<Identity = K>, address: u64) -> Result<&mut Export<K>, String> {
         let known = self.by_address.range(..=address).next_back().map(|(_, export)| export);
         let known = known.filter(|export| address - export.found.address < export.found.len);
-        let key = match known.map(|export| (export.found.address, source.still(&export.found))) {
+        let key = match known.map(|export| (export.found.address, driver.is_current(&export.found))) {
             Some((key, true)) => key,
-            gone => {
-                if let Some((key, _)) = gone {
+            freed => {
+                if let Some((key, _)) = freed {
                     self.forget(key);
                 }
-                let found = source.find(address)?;
+                let found = driver.find(address)?;
                 let inside = address.checked_sub(found.address).is_some_and(|before| before < found.len);
                 if !inside || found.address.checked_add(found.len).is_none() {
-                    return Err(format!("the driver's answer for {address:#x} does not contain it"));
+                    return Err(format!("the driver's allocation for {address:#x} does not contain that address"));
                 }
                 self.add(found)
             }
         };
-        let uses = self.uses;
-        let export = self.by_address.get_mut(&key).ok_or("a piece that is not there")?;
-        export.used = uses;
+        let now = self.clock;
+        let export = self.by_address.get_mut(&key).ok_or("an unknown piece")?;
+        export.used = now;
         Ok(export)
     }
 
-    fn add(&mut self, found: Found<K>) -> u64 {
+    fn add(&mut self, found: FoundPiece<K>) -> u64 {
         let (address, end) = (found.address, found.address + found.len);
-        // What was there before is gone, or the driver would not have found this.
+        // Overlapping pieces have been freed, otherwise the driver would not have found this one.
         let before = self.by_address.range(..address).next_back();
         let before = before.filter(|(at, export)| *at + export.found.len > address).map(|(at, _)| *at);
         let inside: Vec<u64> = self.by_address.range(address..end).map(|(at, _)| *at).chain(before).collect();
@@ -170,63 +175,64 @@ impl<K> Exports<K> {
         self.last_id = self.last_id.wrapping_add(1).max(1);
         let id = self.last_id;
         self.addresses.insert(id, address);
-        self.by_address.insert(address, Export { id, found, used: self.uses });
-        self.say(Said::Piece(id));
+        self.by_address.insert(address, Export { id, found, used: self.clock });
+        self.announce(Announcement::Piece(id));
         address
     }
 
     fn forget(&mut self, address: u64) {
         if let Some(export) = self.by_address.remove(&address) {
             self.addresses.remove(&export.id);
-            self.say(Said::Gone(export.id));
+            self.announce(Announcement::Withdrawn(export.id));
         }
     }
 
-    /// Looks at `count` pieces, also at those that were described last.
-    pub(crate) fn tidy(&mut self, source: &impl Source<Known = K>, count: usize) {
-        self.uses += 1;
-        for _ in 0..count.min(self.by_address.len()).div_ceil(LOOKED_AT) {
-            self.look_around(source);
+    /// Checks `count` pieces, including those described last.
+    pub(crate) fn tidy(&mut self, driver: &impl ExportDriver<Identity = K>, count: usize) {
+        self.clock += 1;
+        for _ in 0..count.min(self.by_address.len()).div_ceil(CHECKED_AT_ONCE) {
+            self.check_some(driver);
         }
     }
 
-    /// Looks at a few pieces, but at none that the present transfer needs. Returns whether any was gone.
-    pub(crate) fn look_around(&mut self, source: &impl Source<Known = K>) -> bool {
-        let mut gone = false;
-        for _ in 0..LOOKED_AT.min(self.by_address.len()) {
-            let next = self.by_address.range(self.looked_at.saturating_add(1)..).next();
+    /// Checks a few pieces, except those of the current transfer. Returns whether any had been freed.
+    pub(crate) fn check_some(&mut self, driver: &impl ExportDriver<Identity = K>) -> bool {
+        let mut freed = false;
+        for _ in 0..CHECKED_AT_ONCE.min(self.by_address.len()) {
+            let next = self.by_address.range(self.checked.saturating_add(1)..).next();
             let Some((address, export)) = next.or_else(|| self.by_address.iter().next()) else { break };
             let address = *address;
-            self.looked_at = address;
-            if export.used < self.uses && !source.still(&export.found) {
+            self.checked = address;
+            if export.used < self.clock && !driver.is_current(&export.found) {
                 self.forget(address);
-                gone = true;
+                freed = true;
             }
         }
-        gone
+        freed
     }
 
-    /// Forgets what lies in `[address, address + len)`: its owner is about to free it.
-    pub(crate) fn freed(&mut self, address: u64, len: u64) {
+    /// Withdraws the pieces in `[address, address + len)`, which are about to be freed.
+    pub(crate) fn withdraw(&mut self, address: u64, len: u64) {
         let end = address.saturating_add(len);
         let overlaps = |at: u64, export: &Export<K>| at < end && at.saturating_add(export.found.len) > address;
-        let gone: Vec<u64> =
+        let freed: Vec<u64> =
             self.by_address.iter().filter(|(at, export)| overlaps(**at, export)).map(|(at, _)| *at).collect();
-        gone.into_iter().for_each(|at| self.forget(at));
+        freed.into_iter().for_each(|at| self.forget(at));
     }
 
-    /// Looks at what lies in `[address, address + len)`, which somebody has freed; other memory may lie there by now.
-    pub(crate) fn look_at(&mut self, source: &impl Source<Known = K>, address: u64, len: u64) {
+    /// Checks the pieces in `[address, address + len)`, which has been freed; it may have been reallocated since.
+    pub(crate) fn check_range(&mut self, driver: &impl ExportDriver<Identity = K>, address: u64, len: u64) {
         let end = address.saturating_add(len);
         let overlaps = |at: u64, export: &Export<K>| at < end && at.saturating_add(export.found.len) > address;
         let there = self.by_address.iter().filter(|(at, export)| overlaps(**at, export));
-        let gone: Vec<u64> = there.filter(|(_, export)| !source.still(&export.found)).map(|(at, _)| *at).collect();
-        gone.into_iter().for_each(|at| self.forget(at));
+        let freed: Vec<u64> =
+            there.filter(|(_, export)| !driver.is_current(&export.found)).map(|(at, _)| *at).collect();
+        freed.into_iter().for_each(|at| self.forget(at));
     }
 
-    /// Lets go of the pieces unused longest, but of none that the present transfer needs.
+    /// Withdraws the least recently used pieces beyond the limit, except those of the current transfer.
     fn make_room(&mut self) {
-        let excess = self.by_address.len().saturating_sub(MOST_EXPORTS);
+        let excess = self.by_address.len().saturating_sub(MAX_EXPORTS);
         if excess == 0 {
             return;
         }
@@ -234,47 +240,48 @@ impl<K> Exports<K> {
             self.by_address.iter().map(|(address, export)| (export.used, *address)).collect();
         by_use.sort_unstable();
         for (used, address) in by_use.into_iter().take(excess) {
-            if used < self.uses {
+            if used < self.clock {
                 self.forget(address);
             }
         }
     }
 
-    fn say(&mut self, said: Said) {
-        self.queue.push_back(said);
-        self.queued.insert(said);
-        self.said += 1;
+    fn announce(&mut self, entry: Announcement) {
+        self.queue.push_back(entry);
+        self.queued.insert(entry);
+        self.entries_queued += 1;
     }
 
-    /// The peer needs that piece once more.
-    pub(crate) fn again(&mut self, id: u32) {
-        let answer = if self.addresses.contains_key(&id) { Said::Piece(id) } else { Said::Gone(id) };
-        // An answer that is on its way is one: so many questions, so few answers.
+    /// Announces a piece again at the peer's request.
+    pub(crate) fn resend(&mut self, id: u32) {
+        let answer =
+            if self.addresses.contains_key(&id) { Announcement::Piece(id) } else { Announcement::Withdrawn(id) };
+        // An answer already queued serves further requests too, so a peer cannot make the queue grow by repeating them.
         if !self.queued.contains(&answer) {
-            self.say(answer);
+            self.announce(answer);
         }
     }
 
-    /// Asks the peer for one of its pieces once more.
-    pub(crate) fn ask_again(&mut self, id: u32) {
-        if !self.queued.contains(&Said::Again(id)) {
-            self.say(Said::Again(id));
+    /// Asks the peer to announce one of its pieces again.
+    pub(crate) fn request_resend(&mut self, id: u32) {
+        if !self.queued.contains(&Announcement::Resend(id)) {
+            self.announce(Announcement::Resend(id));
         }
     }
 
-    /// Makes the next note ready, if there is anything to say. Handles are made only now, so that few are open at
-    /// a time; a piece that was freed meanwhile is said to be gone.
-    pub(crate) fn prepare(&mut self, source: &impl Source<Known = K>) {
-        if self.ready.is_some() || self.queue.is_empty() {
+    /// Encodes the next note, if entries are queued. Handles are created only now, so that few are open at a time; a piece
+    /// that was freed meanwhile is reported as withdrawn.
+    pub(crate) fn prepare_note(&mut self, driver: &impl ExportDriver<Identity = K>) {
+        if self.pending.is_some() || self.queue.is_empty() {
             return;
         }
         let mut writer = Writer::new();
         let mut files = Vec::new();
-        while let Some(said) = self.queue.front().copied() {
-            let (entry, file) = match said {
-                Said::Piece(id) => self.hand(source, id),
-                Said::Gone(id) => (Entry::Gone(id), None),
-                Said::Again(id) => (Entry::Again(id), None),
+        while let Some(next) = self.queue.front().copied() {
+            let (entry, file) = match next {
+                Announcement::Piece(id) => self.entry_for(driver, id),
+                Announcement::Withdrawn(id) => (Entry::Withdrawn(id), None),
+                Announcement::Resend(id) => (Entry::Resend(id), None),
             };
             if !writer.fits(&entry) {
                 break;
@@ -282,45 +289,45 @@ impl<K> Exports<K> {
             writer.push(&entry);
             files.extend(file);
             self.queue.pop_front();
-            self.queued.remove(&said);
-            self.written += 1;
+            self.queued.remove(&next);
+            self.entries_written += 1;
         }
-        self.ready = Some(Ready { bytes: writer.finish(self.written), files });
+        self.pending = Some(PendingNote { bytes: writer.finish(self.entries_written), files });
     }
 
-    fn hand(&mut self, source: &impl Source<Known = K>, id: u32) -> (Entry, Option<OwnedFd>) {
+    fn entry_for(&mut self, driver: &impl ExportDriver<Identity = K>, id: u32) -> (Entry, Option<OwnedFd>) {
         let export = self.addresses.get(&id).and_then(|address| self.by_address.get(address));
-        let handed = export.map(|export| {
+        let exported = export.map(|export| {
             let found = &export.found;
             let piece = Piece { id, address: found.address, len: found.len, device: found.device };
-            (piece, if source.still(found) { source.hand(found) } else { Err("freed".into()) })
+            (piece, if driver.is_current(found) { driver.export(found) } else { Err("freed".into()) })
         });
-        match handed {
-            Some((piece, Ok(Handed::File { file, seal }))) => (Entry::ByFile { piece, seal }, Some(file)),
-            Some((piece, Ok(Handed::Handle { handle, identity, seal }))) => {
+        match exported {
+            Some((piece, Ok(ExportedHandle::File { file, seal }))) => (Entry::ByFile { piece, seal }, Some(file)),
+            Some((piece, Ok(ExportedHandle::Handle { handle, identity, seal }))) => {
                 (Entry::ByHandle { piece, handle, identity, seal }, None)
             }
             Some((piece, Err(_))) => {
                 self.by_address.remove(&piece.address);
                 self.addresses.remove(&id);
-                (Entry::Gone(id), None)
+                (Entry::Withdrawn(id), None)
             }
-            None => (Entry::Gone(id), None),
+            None => (Entry::Withdrawn(id), None),
         }
     }
 
-    /// The note to be passed next.
-    pub(crate) fn ready(&self) -> Option<(&[u8], Vec<BorrowedFd<'_>>)> {
-        self.ready.as_ref().map(|ready| (ready.bytes.as_slice(), ready.files.iter().map(AsFd::as_fd).collect()))
+    /// The note to be sent next.
+    pub(crate) fn pending_note(&self) -> Option<(&[u8], Vec<BorrowedFd<'_>>)> {
+        self.pending.as_ref().map(|note| (note.bytes.as_slice(), note.files.iter().map(AsFd::as_fd).collect()))
     }
 
-    /// It was passed.
-    pub(crate) fn passed(&mut self) {
-        self.ready = None;
+    /// Removes the note, which was sent.
+    pub(crate) fn note_sent(&mut self) {
+        self.pending = None;
     }
 
-    /// Entries that have yet to go into a note: a peer that asks faster than it reads makes this grow.
-    pub(crate) fn waiting(&self) -> usize {
+    /// The number of queued entries. It grows if a peer sends requests faster than it reads the answers.
+    pub(crate) fn queue_len(&self) -> usize {
         self.queue.len()
     }
 }

@@ -1,75 +1,68 @@
-//! What one peer has named, and what of it is open here: the importer's side.
+//! The pieces that one peer has announced, and those of them that are open here: the importer's side.
 //!
-//! A piece is opened when it is first needed, for the GPU that needs it, and stays open for the next transfer. The
-//! pieces unused longest are closed when there are too many; one whose file is gone by then is asked for again.
+//! A piece is opened when it is first needed, for the GPU that needs it, and stays open for later transfers. The least
+//! recently used pieces are closed beyond a limit. If the file descriptor of a closed piece has been used up, the peer is
+//! asked to announce the piece again.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use crate::note::{Entry, LegacyHandle, Note, Piece, Place, Seal, Uuid};
+use crate::note::{Entry, LegacyHandle, Note, Piece, RemoteRange, Seal, Uuid};
 
-/// The most pieces that a peer may name at a time; an honest one names fewer.
-pub(crate) const MOST_NAMED: usize = 65_536;
+/// Maximum number of pieces that a peer may announce at a time; a correct one announces fewer.
+pub(crate) const MAX_NAMED: usize = 65_536;
 
-/// How much is kept open.
+/// Limits on what is kept open.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
-    /// Pieces that are open, however many GPUs they are open for.
+    /// Maximum number of open pieces, regardless of the number of GPUs they are open for.
     pub(crate) open: usize,
-    /// Files of pieces that nobody has needed yet.
+    /// Maximum number of file descriptors of pieces that have not been needed yet.
     pub(crate) files: usize,
 }
 
-/// What a peer handed over.
+/// The handle of a piece, received from a peer.
 #[derive(Debug)]
-pub(crate) enum Pass<'a> {
+pub(crate) enum ReceivedHandle<'a> {
     File { file: OwnedFd, seal: &'a Seal },
     Handle { handle: &'a LegacyHandle, identity: u64, seal: &'a Seal },
 }
 
-/// The driver, as an importer needs it.
-pub(crate) trait Opener {
-    /// Memory that was taken over from its handle, without addresses.
-    type Held;
-    /// That memory at addresses of this process, for one GPU.
-    type Open;
-    /// Whether memory of that piece's GPU can be reached from `device` at all.
+/// The driver functions that an importer needs.
+pub(crate) trait ImportDriver {
+    /// Memory imported from its handle, without an address.
+    type Imported;
+    /// That memory mapped into this process, for one GPU.
+    type Opened;
+    /// Checks that `device` can access memory of the piece's GPU at all.
     fn reach(&self, piece: &Piece, device: u32) -> Result<(), String>;
-    /// Takes a piece over.
-    fn take(&self, piece: &Piece, pass: Pass<'_>, device: u32) -> Result<Self::Held, String>;
-    /// Gives it addresses for `device`, having checked that all of it is there.
-    fn open(&self, piece: &Piece, held: &Self::Held, device: u32) -> Result<Self::Open, String>;
+    /// Imports a piece.
+    fn import(&self, piece: &Piece, received: ReceivedHandle<'_>, device: u32) -> Result<Self::Imported, String>;
+    /// Maps an imported piece for `device`, after checking that it is complete.
+    fn open(&self, piece: &Piece, held: &Self::Imported, device: u32) -> Result<Self::Opened, String>;
 }
 
-/// How far a piece has come.
+/// The state of a piece.
 #[derive(Debug)]
-enum Stage<H> {
-    /// Its file is here.
-    Filed {
-        file: OwnedFd,
-        seal: Seal,
-    },
-    /// Its handle is here, which is good for any number of times.
-    Handled {
-        handle: LegacyHandle,
-        identity: u64,
-        seal: Seal,
-    },
-    Held(H),
-    /// It was closed to make room, or its file was; `asked`: it was asked for again.
-    Closed {
-        asked: bool,
-    },
-    /// It can't be opened.
+enum ImportState<H> {
+    /// Its file descriptor has been received.
+    FileReceived { file: OwnedFd, seal: Seal },
+    /// Its IPC handle has been received, which can be opened any number of times.
+    HandleReceived { handle: LegacyHandle, identity: u64, seal: Seal },
+    /// Imported from its file descriptor, which is used up.
+    Imported(H),
+    /// It was closed to stay within the limits. `asked`: the peer has been asked to announce it again.
+    Closed { asked: bool },
+    /// It cannot be opened, with the reason.
     Failed(String),
 }
 
 #[derive(Debug)]
 struct Import<H, O> {
     piece: Piece,
-    stage: Stage<H>,
-    /// Kept apart from the stage, since legacy handles are opened for each GPU.
+    state: ImportState<H>,
+    /// Imports from an IPC handle, one per GPU: unlike a file descriptor, such a handle is opened for each GPU.
     held: HashMap<u32, H>,
     open: Vec<(u32, Arc<O>)>,
     used: u64,
@@ -77,11 +70,11 @@ struct Import<H, O> {
 
 impl<H, O> Import<H, O> {
     fn is_open(&self) -> bool {
-        !self.open.is_empty() || !self.held.is_empty() || matches!(self.stage, Stage::Held(_))
+        !self.open.is_empty() || !self.held.is_empty() || matches!(self.state, ImportState::Imported(_))
     }
 }
 
-/// A part of a transfer's bytes: `len` of them at `offset` of an open piece.
+/// A part of a transfer: `len` bytes at `offset` of an open piece.
 #[derive(Debug)]
 pub(crate) struct Span<O> {
     pub(crate) open: Arc<O>,
@@ -89,117 +82,119 @@ pub(crate) struct Span<O> {
     pub(crate) len: usize,
 }
 
-/// What became of a look for a transfer's bytes.
+/// The outcome of a step of a search.
 #[derive(Debug)]
-pub(crate) enum Sought {
-    /// All spans are there.
-    All,
-    /// More have been opened than should be in one go; ask again.
-    More,
-    /// A note has yet to arrive; ask again when one has.
-    Missing,
-    /// This piece was closed to make room: ask the peer for it, then here again.
-    Again(u32),
+pub(crate) enum SearchOutcome {
+    /// All spans have been found.
+    Complete,
+    /// The budget of pieces to open in one step is spent; call again.
+    BudgetSpent,
+    /// A note has not arrived yet; call again after it has.
+    NoteMissing,
+    /// This piece was closed: ask the peer to announce it again, then call again.
+    ResendNeeded(u32),
 }
 
-/// A look for `len` bytes of the peer's, which may take several goes.
+/// A search for the open pieces of a transfer, which may take several steps.
 #[derive(Debug)]
 pub(crate) struct Search<O> {
-    place: Place,
+    range: RemoteRange,
     len: usize,
     done: usize,
     pub(crate) spans: Vec<Span<O>>,
 }
 
 impl<O> Search<O> {
-    pub(crate) fn new(place: Place, len: usize) -> Result<Search<O>, String> {
-        match place.address.checked_add(len as u64) {
-            Some(_) if len > 0 => Ok(Search { place, len, done: 0, spans: Vec::new() }),
-            _ => Err(format!("{len} bytes at {:#x} are no memory", place.address)),
+    pub(crate) fn new(range: RemoteRange, len: usize) -> Result<Search<O>, String> {
+        match range.address.checked_add(len as u64) {
+            Some(_) if len > 0 => Ok(Search { range, len, done: 0, spans: Vec::new() }),
+            _ => Err(format!("{len} bytes at {:#x} are not a valid range", range.address)),
         }
     }
 }
 
-/// The pieces of one peer.
+/// The pieces announced by one peer.
 #[derive(Debug)]
 pub(crate) struct Imports<H, O> {
     by_address: BTreeMap<u64, Import<H, O>>,
     addresses: HashMap<u32, u64>,
     limits: Limits,
-    /// The last entry that was read.
+    /// The number of the last entry read.
     upto: u64,
-    uses: u64,
-    /// How many are `Filed`, how many are open.
+    clock: u64,
+    /// The number of pieces in the state `FileReceived`, and of open pieces.
     files: usize,
     open: usize,
 }
 
 impl<H, O> Imports<H, O> {
     pub(crate) fn new(limits: Limits) -> Imports<H, O> {
-        Imports { by_address: BTreeMap::new(), addresses: HashMap::new(), limits, upto: 0, uses: 0, files: 0, open: 0 }
+        Imports { by_address: BTreeMap::new(), addresses: HashMap::new(), limits, upto: 0, clock: 0, files: 0, open: 0 }
     }
 
-    /// Pieces that are open; files that are kept.
+    /// The number of open pieces, and of file descriptors kept.
     pub(crate) fn counts(&self) -> (usize, usize) {
         (self.open, self.files)
     }
 
-    /// Reads a note; returns the pieces that the peer needs again. `Err`: the peer does not follow the protocol.
+    /// Reads a note; returns the ids of the pieces that the peer asks to be announced again. `Err`: the peer violates the
+    /// protocol.
     pub(crate) fn read(&mut self, bytes: &[u8], files: Vec<OwnedFd>) -> Result<Vec<u32>, String> {
         let note = Note::decode(bytes, files.len())?;
         if self.upto.checked_add(note.entries.len() as u64) != Some(note.upto) {
-            return Err(format!("a note about entry {} that follows entry {}", note.upto, self.upto));
+            return Err(format!("a note up to entry {} follows entry {}", note.upto, self.upto));
         }
-        let (mut files, mut again) = (files.into_iter(), Vec::new());
+        let (mut files, mut resend) = (files.into_iter(), Vec::new());
         for entry in note.entries {
             match entry {
                 Entry::ByFile { piece, seal } => {
-                    // Without its file, which this process had no descriptor for, it is as good as closed.
-                    let stage = files.next();
-                    let stage = stage.map_or(Stage::Closed { asked: false }, |file| Stage::Filed { file, seal });
-                    self.name(piece, stage)?;
+                    // Without its file descriptor, because this process had none left, the piece counts as closed.
+                    let state = files.next();
+                    let state = state
+                        .map_or(ImportState::Closed { asked: false }, |file| ImportState::FileReceived { file, seal });
+                    self.announced(piece, state)?;
                 }
                 Entry::ByHandle { piece, handle, identity, seal } => {
-                    self.name(piece, Stage::Handled { handle, identity, seal })?;
+                    self.announced(piece, ImportState::HandleReceived { handle, identity, seal })?;
                 }
-                Entry::Gone(id) => {
+                Entry::Withdrawn(id) => {
                     if let Some(address) = self.addresses.get(&id).copied() {
                         self.remove(address);
                     }
                 }
-                Entry::Again(id) => again.push(id),
+                Entry::Resend(id) => resend.push(id),
             }
         }
         self.upto = note.upto;
         self.close_files();
-        Ok(again)
+        Ok(resend)
     }
 
-    fn name(&mut self, piece: Piece, stage: Stage<H>) -> Result<(), String> {
-        // The same piece once more, because it was asked for.
+    fn announced(&mut self, piece: Piece, state: ImportState<H>) -> Result<(), String> {
+        // A known piece, announced again on request.
         let known = self.by_address.get_mut(&piece.address).filter(|known| known.piece == piece);
         if let Some(known) = known {
-            if matches!(known.stage, Stage::Closed { .. }) {
-                self.files += usize::from(matches!(stage, Stage::Filed { .. }));
-                known.stage = stage;
+            if matches!(known.state, ImportState::Closed { .. }) {
+                self.files += usize::from(matches!(state, ImportState::FileReceived { .. }));
+                known.state = state;
             }
             return Ok(());
         }
         if self.addresses.contains_key(&piece.id) {
-            return Err(format!("two pieces of GPU memory with the number {}", piece.id));
+            return Err(format!("two pieces of GPU memory with the id {}", piece.id));
         }
         let before = self.by_address.range(..piece.address).next_back();
         let before = before.filter(|(_, import)| import.piece.end() > piece.address).map(|(at, _)| *at);
         let inside: Vec<u64> =
             self.by_address.range(piece.address..piece.end()).map(|(at, _)| *at).chain(before).collect();
         inside.into_iter().for_each(|at| self.remove(at));
-        if self.by_address.len() >= MOST_NAMED {
-            return Err(format!("more than {MOST_NAMED} pieces of GPU memory"));
+        if self.by_address.len() >= MAX_NAMED {
+            return Err(format!("more than {MAX_NAMED} pieces of GPU memory"));
         }
-        self.files += usize::from(matches!(stage, Stage::Filed { .. }));
-        self.uses += 1;
+        self.files += usize::from(matches!(state, ImportState::FileReceived { .. }));
+        self.clock += 1;
         self.addresses.insert(piece.id, piece.address);
-        let import = Import { piece, stage, held: HashMap::new(), open: Vec::new(), used: self.uses };
+        let import = Import { piece, state, held: HashMap::new(), open: Vec::new(), used: self.clock };
         self.by_address.insert(piece.address, import);
         Ok(())
     }
@@ -207,90 +202,96 @@ impl<H, O> Imports<H, O> {
     fn remove(&mut self, address: u64) {
         if let Some(import) = self.by_address.remove(&address) {
             self.addresses.remove(&import.piece.id);
-            self.files -= usize::from(matches!(import.stage, Stage::Filed { .. }));
+            self.files -= usize::from(matches!(import.state, ImportState::FileReceived { .. }));
             self.open -= usize::from(import.is_open());
         }
     }
 
-    /// Goes on with a search, opening at most `budget` pieces for `device`. `Err`: the bytes can't be had.
+    /// Continues a search, opening at most `budget` pieces for `device`. `Err`: the memory cannot be accessed.
     pub(crate) fn seek(
         &mut self,
-        opener: &impl Opener<Held = H, Open = O>,
+        driver: &impl ImportDriver<Imported = H, Opened = O>,
         search: &mut Search<O>,
         device: u32,
         budget: usize,
-    ) -> Result<Sought, String> {
-        if !self.has_heard(search.place) {
-            return Ok(Sought::Missing);
+    ) -> Result<SearchOutcome, String> {
+        if !self.has_read(search.range) {
+            return Ok(SearchOutcome::NoteMissing);
         }
-        let sought = self.seek_all(opener, search, device, budget);
+        let sought = self.seek_all(driver, search, device, budget);
         self.close_unused();
         sought
     }
 
     fn seek_all(
         &mut self,
-        opener: &impl Opener<Held = H, Open = O>,
+        driver: &impl ImportDriver<Imported = H, Opened = O>,
         search: &mut Search<O>,
         device: u32,
         budget: usize,
-    ) -> Result<Sought, String> {
+    ) -> Result<SearchOutcome, String> {
         let mut opened = 0;
         while search.done < search.len {
-            let at = search.place.address + search.done as u64;
+            let at = search.range.address + search.done as u64;
             let import = self.by_address.range_mut(..=at).next_back().map(|(_, import)| import);
             let import = import.filter(|import| at < import.piece.end());
-            let freed = || format!("the peer has freed {} bytes at {:#x}", search.len, search.place.address);
+            let freed = || format!("the peer has freed {} bytes at {:#x}", search.len, search.range.address);
             let import = import.ok_or_else(freed)?;
-            if search.done == 0 && import.piece.id != search.place.piece {
+            if search.done == 0 && import.piece.id != search.range.piece {
                 return Err(freed());
             }
-            self.uses += 1;
-            import.used = self.uses;
-            let before = (import.is_open(), matches!(import.stage, Stage::Filed { .. }));
+            self.clock += 1;
+            import.used = self.clock;
+            let before = (import.is_open(), matches!(import.state, ImportState::FileReceived { .. }));
             if import.open.iter().all(|(known, _)| *known != device) {
                 if opened == budget {
-                    return Ok(Sought::More);
+                    return Ok(SearchOutcome::BudgetSpent);
                 }
                 opened += 1;
             }
-            let open = open_for(opener, import, device);
+            let open = open_piece(driver, import, device);
             self.open += usize::from(import.is_open());
             self.open -= usize::from(before.0);
-            self.files -= usize::from(before.1 && !matches!(import.stage, Stage::Filed { .. }));
+            self.files -= usize::from(before.1 && !matches!(import.state, ImportState::FileReceived { .. }));
             let open = match open? {
                 Some(open) => open,
-                None => return Ok(if ask(import) { Sought::Again(import.piece.id) } else { Sought::Missing }),
+                None => {
+                    return Ok(if mark_requested(import) {
+                        SearchOutcome::ResendNeeded(import.piece.id)
+                    } else {
+                        SearchOutcome::NoteMissing
+                    });
+                }
             };
             let left = search.len - search.done;
             let len = usize::try_from(import.piece.end() - at).map_or(left, |here| here.min(left));
             search.spans.push(Span { open, offset: at - import.piece.address, len });
             search.done += len;
         }
-        Ok(Sought::All)
+        Ok(SearchOutcome::Complete)
     }
 
-    /// Whether everything was read that a descriptor refers to.
-    pub(crate) fn has_heard(&self, place: Place) -> bool {
-        place.after <= self.upto
+    /// Whether all note entries that a descriptor depends on have been read.
+    pub(crate) fn has_read(&self, range: RemoteRange) -> bool {
+        range.after <= self.upto
     }
 
-    /// The GPU of the piece that a transfer begins in, if it is known here.
-    pub(crate) fn owner(&self, place: Place) -> Option<Uuid> {
-        let address = self.addresses.get(&place.piece)?;
+    /// The GPU of the first piece of a transfer, if it has been announced.
+    pub(crate) fn owner(&self, range: RemoteRange) -> Option<Uuid> {
+        let address = self.addresses.get(&range.piece)?;
         self.by_address.get(address).map(|import| import.piece.device)
     }
 
-    /// What was taken over of each piece that a finished search lies in, whole and in order, with the offset of the
-    /// search's first byte: to be put together at one address.
-    pub(crate) fn whole(&self, place: Place, len: usize, device: u32) -> Option<(Vec<&H>, u64)> {
-        let (mut held, mut at, end) = (Vec::new(), place.address, place.address.checked_add(len as u64)?);
+    /// The imported pieces of a complete search, in order, and the offset of the first byte in the first piece: to be mapped
+    /// contiguously.
+    pub(crate) fn imported(&self, range: RemoteRange, len: usize, device: u32) -> Option<(Vec<&H>, u64)> {
+        let (mut held, mut at, end) = (Vec::new(), range.address, range.address.checked_add(len as u64)?);
         let mut offset = None;
         while at < end {
             let (_, import) = self.by_address.range(..=at).next_back().filter(|(_, import)| at < import.piece.end())?;
             offset.get_or_insert(at - import.piece.address);
-            held.push(match &import.stage {
-                Stage::Held(held) => held,
+            held.push(match &import.state {
+                ImportState::Imported(held) => held,
                 _ => import.held.get(&device)?,
             });
             at = import.piece.end();
@@ -298,7 +299,7 @@ impl<H, O> Imports<H, O> {
         Some((held, offset?))
     }
 
-    /// Closes the pieces unused longest; copies under way keep theirs.
+    /// Closes the least recently used pieces beyond the limit; copies in flight keep theirs.
     fn close_unused(&mut self) {
         let excess = self.open.saturating_sub(self.limits.open);
         if excess == 0 {
@@ -311,41 +312,42 @@ impl<H, O> Imports<H, O> {
             let Some(import) = self.by_address.get_mut(&address) else { continue };
             import.open.clear();
             import.held.clear();
-            if matches!(import.stage, Stage::Held(_)) {
-                import.stage = Stage::Closed { asked: false };
+            if matches!(import.state, ImportState::Imported(_)) {
+                import.state = ImportState::Closed { asked: false };
             }
             self.open -= 1;
         }
     }
 
-    /// Closes the files that have waited longest.
+    /// Closes the oldest file descriptors beyond the limit.
     fn close_files(&mut self) {
         let excess = self.files.saturating_sub(self.limits.files);
         if excess == 0 {
             return;
         }
-        let filed = self.by_address.iter().filter(|(_, import)| matches!(import.stage, Stage::Filed { .. }));
+        let filed =
+            self.by_address.iter().filter(|(_, import)| matches!(import.state, ImportState::FileReceived { .. }));
         let mut by_use: Vec<(u64, u64)> = filed.map(|(address, import)| (import.used, *address)).collect();
         by_use.sort_unstable();
         for (_, address) in by_use.into_iter().take(excess) {
             let Some(import) = self.by_address.get_mut(&address) else { continue };
-            import.stage = Stage::Closed { asked: false };
+            import.state = ImportState::Closed { asked: false };
             self.files -= 1;
         }
     }
 }
 
-/// Marks a closed piece as asked for; false when it was before.
-fn ask<H, O>(import: &mut Import<H, O>) -> bool {
-    match &mut import.stage {
-        Stage::Closed { asked } => !std::mem::replace(asked, true),
+/// Marks a closed piece as requested; returns false if it already was.
+fn mark_requested<H, O>(import: &mut Import<H, O>) -> bool {
+    match &mut import.state {
+        ImportState::Closed { asked } => !std::mem::replace(asked, true),
         _ => false,
     }
 }
 
-/// The piece open for `device`; `None`: its handle is not here any more.
-fn open_for<H, O>(
-    opener: &impl Opener<Held = H, Open = O>,
+/// Opens a piece for `device`; `None` if its handle is used up.
+fn open_piece<H, O>(
+    driver: &impl ImportDriver<Imported = H, Opened = O>,
     import: &mut Import<H, O>,
     device: u32,
 ) -> Result<Option<Arc<O>>, String> {
@@ -353,40 +355,42 @@ fn open_for<H, O>(
         return Ok(Some(Arc::clone(open)));
     }
     let piece = import.piece;
-    opener.reach(&piece, device)?;
-    let opened = match std::mem::replace(&mut import.stage, Stage::Closed { asked: false }) {
-        Stage::Filed { file, seal } => match opener.take(&piece, Pass::File { file, seal: &seal }, device) {
-            Ok(held) => {
-                let opened = opener.open(&piece, &held, device);
-                import.stage = Stage::Held(held);
-                opened
+    driver.reach(&piece, device)?;
+    let opened = match std::mem::replace(&mut import.state, ImportState::Closed { asked: false }) {
+        ImportState::FileReceived { file, seal } => {
+            match driver.import(&piece, ReceivedHandle::File { file, seal: &seal }, device) {
+                Ok(held) => {
+                    let opened = driver.open(&piece, &held, device);
+                    import.state = ImportState::Imported(held);
+                    opened
+                }
+                Err(why) => {
+                    import.state = ImportState::Failed(why.clone());
+                    Err(why)
+                }
             }
-            Err(why) => {
-                import.stage = Stage::Failed(why.clone());
-                Err(why)
-            }
-        },
-        Stage::Held(held) => {
-            let opened = opener.open(&piece, &held, device);
-            import.stage = Stage::Held(held);
+        }
+        ImportState::Imported(held) => {
+            let opened = driver.open(&piece, &held, device);
+            import.state = ImportState::Imported(held);
             opened
         }
-        Stage::Handled { handle, identity, seal } => {
-            let pass = Pass::Handle { handle: &handle, identity, seal: &seal };
-            let opened = opener.take(&piece, pass, device).and_then(|held| {
-                let opened = opener.open(&piece, &held, device)?;
+        ImportState::HandleReceived { handle, identity, seal } => {
+            let received = ReceivedHandle::Handle { handle: &handle, identity, seal: &seal };
+            let opened = driver.import(&piece, received, device).and_then(|held| {
+                let opened = driver.open(&piece, &held, device)?;
                 import.held.insert(device, held);
                 Ok(opened)
             });
-            import.stage = Stage::Handled { handle, identity, seal };
+            import.state = ImportState::HandleReceived { handle, identity, seal };
             opened
         }
-        Stage::Closed { asked } => {
-            import.stage = Stage::Closed { asked };
+        ImportState::Closed { asked } => {
+            import.state = ImportState::Closed { asked };
             return Ok(None);
         }
-        Stage::Failed(why) => {
-            import.stage = Stage::Failed(why.clone());
+        ImportState::Failed(why) => {
+            import.state = ImportState::Failed(why.clone());
             Err(why)
         }
     };

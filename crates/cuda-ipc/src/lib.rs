@@ -1,37 +1,40 @@
-//! GPU memory of another process on the same machine, reached over NVLink or PCIe: one copy, no host memory.
+//! GPU memory of other processes on this machine, accessed over NVLink or PCIe: one copy, no host memory.
 //!
 //! ```text
-//! Domain      this process's GPUs: contexts, streams, words in pinned memory    Link    one peer
+//! Domain      this process's GPUs: contexts, streams, completion words     Link    one peer
 //! ```
 //!
-//! Handles of allocations go beforehand as notes over the shared-memory lane's Unix socket; a transfer's announcement
-//! has a descriptor of 24 bytes, which names pieces by the owner's addresses. Whoever has it copies, by a copy engine
-//! (`crowd.rs` decides in which order), which is faster than a kernel and leaves the multiprocessors to the user: on two
-//! H200s with NVLink, from the call until the host sees that the bytes are there, it takes 7.5 us for 4 KiB, 8.3 us for
-//! 256 KiB and 178 us for 64 MiB, our best kernel 8.7, 9.8 and 189 us (`examples/crossover.rs`).
+//! Handles of allocations are announced in advance, by notes over the Unix socket of the shared-memory lane. The
+//! announcement of a transfer then contains a descriptor of 24 bytes, which identifies the memory by the owner's address.
+//! Its recipient makes the copy, by a copy engine. Copies to several GPUs are scheduled (`schedule.rs`). A copy engine is
+//! faster than a copy kernel and leaves the multiprocessors to the user: on two H200s with NVLink, from the call until the
+//! host sees the completion, it takes 7.5 us for 4 KiB, 8.3 us for 256 KiB and 178 us for 64 MiB, where the best kernel took
+//! 8.7, 9.8 and 189 us (`examples/crossover.rs`).
 
-mod crowd;
+mod completion_word;
+mod copy_stream;
 mod domain;
 mod driver;
 mod exports;
-mod freed;
+mod free_log;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzzing;
+mod gpu;
 mod imports;
 mod link;
+mod lock;
+mod mapping;
 mod note;
-mod queue;
-mod stranger;
-mod window;
+mod schedule;
 
 pub use domain::Domain;
-pub use freed::freed;
+pub use free_log::announce_free;
 pub use link::Link;
-#[doc(hidden)]
-pub use stranger::{stranger, stranger_seeds};
 
 #[cfg(test)]
-mod crowd_model;
-#[cfg(test)]
 mod exchange_tests;
+#[cfg(test)]
+mod schedule_model;
 #[cfg(test)]
 mod testing;
 
@@ -40,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_link_goes_where_its_worker_goes() {
+    fn a_link_moves_between_threads_and_a_domain_is_shared() {
         fn send<T: Send>() {}
         fn shared<T: Send + Sync>() {}
         send::<Link>();

@@ -1,4 +1,4 @@
-//! One peer: its memory as we reach it, ours as it does, and the copies between.
+//! A peer: the memory exported to it and imported from it, and the copies between.
 #![allow(unsafe_code)]
 
 mod copies;
@@ -14,174 +14,189 @@ use crossrail_cuda::{Device, PointerInfo};
 use crossrail_transport::{Descriptor, Direct, DirectKind, Job, Step, Window};
 use crossrail_types::{Error, ErrorKind, Result, format_duration};
 
-use self::copies::{Copying, Line, Stage, nothing};
+use self::copies::{CopyStage, LinkStreams, PendingCopy, is_long};
+use crate::copy_stream::CopyOutcome;
 use crate::domain::Domain;
-use crate::driver::{Held, Known, Open};
-use crate::exports::{Exports, MOST_PIECES};
-use crate::freed::Heard;
-use crate::imports::{Imports, Limits, Search, Sought, Span};
-use crate::note::{Place, Uuid};
-use crate::queue::{Outcome, Queue, Watch};
-use crate::window;
+use crate::driver::{Imported, OpenPiece, PieceIdentity};
+use crate::exports::{Exports, MAX_PIECES};
+use crate::free_log::FreeLogCursor;
+use crate::gpu::Gpu;
+use crate::imports::{Imports, Limits, Search, SearchOutcome, Span};
+use crate::mapping;
+use crate::note::{RemoteRange, Uuid};
 
-/// What is kept open of one peer's memory.
+/// What is kept open of a peer's memory.
 const LIMITS: Limits = Limits { open: 2048, files: 128 };
-/// Pieces that are opened before everything else gets its turn.
-const OPENED_AT_ONCE: usize = 8;
-/// Entries that may wait for room on the way to the peer.
-const MOST_WAITING: usize = 2 * MOST_PIECES;
-/// How often `tidy` does something, and how many pieces it then looks at.
-const TIDY_EVERY: Duration = Duration::from_millis(100);
-const TIDIED: usize = 64;
+/// Maximum number of pieces opened in one step: opening takes driver calls, under the worker's lock.
+const OPENED_PER_STEP: usize = 8;
+/// Maximum number of entries that may wait to be sent to the peer.
+const MAX_QUEUED: usize = 2 * MAX_PIECES;
+/// The interval at which `tidy` checks pieces, and the number it checks.
+const TIDY_INTERVAL: Duration = Duration::from_millis(100);
+const TIDIED_AT_ONCE: usize = 64;
 
-/// One peer on the same machine, as far as GPU memory is concerned.
+/// The GPU memory shared with one peer on the same machine.
 ///
-/// It is driven under the worker's lock: no call waits for a GPU, but for [`Link::ended`] and the drop of a link whose
-/// copies are under way. Notes from [`Link::outgoing`] go to the peer's [`Link::incoming`], in order; descriptors in
-/// any way, and in any order with them.
+/// # Contract
 ///
-/// What it opened is closed, and what it holds of our own memory is let go of, when it is dropped; what was mapped by
-/// [`Direct::map`] stays until its own last user is gone.
+/// The owner calls all methods under the worker's lock. No method waits for a GPU, except [`Link::ended`], and dropping a
+/// link with copies in flight.
+///
+/// The owner sends each note of [`Link::outgoing`] to the peer's [`Link::incoming`], in order, and confirms it with
+/// [`Link::sent`]. Descriptors may take any path and need no order relative to notes: a descriptor says which notes it
+/// depends on, and a copy or mapping waits for these.
+///
+/// A job of [`Direct::step`] is stepped until it completes or fails. If it is abandoned before, [`Link::stopped`] must be
+/// polled until it returns true before the memory may be reused; [`Link::ended`] does so at once.
+///
+/// [`Link::tidy`] should be called periodically, also when there is no traffic.
+///
+/// Dropping the link closes everything it opened and releases what it holds of this process's memory. Mappings made by
+/// [`Direct::map`] live until their own last user drops them.
 pub struct Link {
     domain: Arc<Domain>,
-    limit: Duration,
-    exports: Exports<Known>,
-    imports: Imports<Held, Open>,
-    lines: Vec<Line>,
-    copies: HashMap<u64, Copying>,
+    /// How long to wait for the note that announces a piece.
+    note_limit: Duration,
+    exports: Exports<PieceIdentity>,
+    imports: Imports<Imported, OpenPiece>,
+    streams: LinkStreams,
+    /// Copies by the `state` of their jobs.
+    copies: HashMap<u64, PendingCopy>,
     last_copy: u64,
-    /// The GPU of ours that was used last.
+    /// The local GPU used last.
     device: Option<u32>,
+    /// The reason why the last memory could not be described.
     why_not: Option<String>,
     tidy_at: Instant,
-    heard: Heard,
-    /// GPUs of the peer's that none of ours could reach, and why.
-    refused: Vec<(Uuid, String)>,
-    /// What copies that never ended still hold.
-    lost: Vec<Vec<Span<Open>>>,
+    free_log: FreeLogCursor,
+    /// GPUs of the peer to which no local GPU has access, and the reason.
+    inaccessible: Vec<(Uuid, String)>,
+    /// Pieces that a stuck copy may still access. Never closed.
+    stuck: Vec<Vec<Span<OpenPiece>>>,
 }
 
 impl fmt::Debug for Link {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (open, files) = self.imports.counts();
-        let (told, copies) = (self.exports.len(), self.copies.len());
-        write!(f, "Link({told} pieces told, {open} open, {files} files, {copies} copies)")
+        let (exported, copies) = (self.exports.len(), self.copies.len());
+        write!(f, "Link({exported} pieces exported, {open} open, {files} files, {copies} copies)")
     }
 }
 
 impl Link {
-    /// A link of which nothing is known. `limit`: how long an allocation that was named may take to arrive.
-    pub fn new(domain: Arc<Domain>, limit: Duration) -> Link {
+    /// A link to a new peer. `note_limit`: how long a copy waits for the note that announces its memory.
+    pub fn new(domain: Arc<Domain>, note_limit: Duration) -> Link {
         Link {
             domain,
-            limit,
+            note_limit,
             exports: Exports::new(),
             imports: Imports::new(LIMITS),
-            lines: Vec::new(),
+            streams: LinkStreams::default(),
             copies: HashMap::new(),
             last_copy: 0,
             device: None,
             why_not: None,
             tidy_at: Instant::now(),
-            heard: Heard::new(),
-            refused: Vec::new(),
-            lost: Vec::new(),
+            free_log: FreeLogCursor::new(),
+            inaccessible: Vec::new(),
+            stuck: Vec::new(),
         }
     }
 
-    /// Whether a descriptor is of GPU memory; shared memory has others.
+    /// Whether a descriptor is one of GPU memory.
     pub fn knows(descriptor: &Descriptor) -> bool {
-        Place::decode(descriptor).is_ok()
+        RemoteRange::decode(descriptor).is_ok()
     }
 
-    /// The next note for the peer, and the files that go with it. It stays until [`Link::sent`].
+    /// The next note for the peer, with its file descriptors. It stays until [`Link::sent`].
     pub fn outgoing(&self) -> Option<(&[u8], Vec<BorrowedFd<'_>>)> {
-        self.exports.ready()
+        self.exports.pending_note()
     }
 
-    /// The note was passed.
+    /// Confirms that the note was sent.
     pub fn sent(&mut self) {
-        self.exports.passed();
-        self.exports.prepare(&*self.domain);
+        self.exports.note_sent();
+        self.exports.prepare_note(&*self.domain);
     }
 
-    /// A note of the peer's. With fewer files than it names, where this process had no descriptors left for them,
-    /// `files` must be empty: they are asked for again when they are needed.
+    /// Processes a note of the peer. If some of its file descriptors could not be received, because this process has none
+    /// left, `files` must be empty; they are requested again when needed.
     ///
     /// # Errors
-    /// The peer does not follow the protocol; the lane should fail.
+    /// The peer violates the protocol; the lane should fail.
     pub fn incoming(&mut self, note: &[u8], files: Vec<OwnedFd>) -> std::result::Result<(), String> {
         for id in self.imports.read(note, files)? {
-            self.exports.again(id);
+            self.exports.resend(id);
         }
-        if self.exports.waiting() > MOST_WAITING {
-            return Err("the peer asks for pieces of GPU memory faster than it takes the answers".into());
+        if self.exports.queue_len() > MAX_QUEUED {
+            return Err("the peer requests pieces of GPU memory faster than it reads the answers".into());
         }
-        self.exports.prepare(&*self.domain);
+        self.exports.prepare_note(&*self.domain);
         Ok(())
     }
 
-    /// Why the last [`Direct::describe`] was `None`.
+    /// The reason why the last [`Direct::describe`] returned `None`.
     pub fn why_not(&self) -> Option<&str> {
         self.why_not.as_deref()
     }
 
-    /// `len` bytes at `address`, memory of ours, are about to be freed: the peer is told to let go of them. Memory that
-    /// others free is noticed by and by, see [`Link::tidy`].
+    /// Announces that `len` bytes of this process's memory at `address` are about to be freed, so that the peer closes
+    /// them. Memory freed by others is detected by [`Link::tidy`].
     pub fn freed(&mut self, address: u64, len: u64) {
-        self.exports.freed(address, len);
-        self.exports.prepare(&*self.domain);
+        self.exports.withdraw(address, len);
+        self.exports.prepare_note(&*self.domain);
     }
 
-    /// Looks whether memory of ours that the peer was told of is still there, a few pieces at a time, so that neither
-    /// end holds what its owner has freed. To be called now and then, also when nothing moves; called more often than ten
-    /// times a second it only looks at what [`freed`](crate::freed()) has named. Whether there is something to tell.
+    /// Checks a few exported pieces, so that neither end keeps memory open that its owner has freed. Returns whether a note
+    /// is to be sent.
+    ///
+    /// To be called periodically, also when there is no traffic. Calls more frequent than every 100 ms only check what
+    /// [`announce_free`](crate::announce_free) has reported.
     pub fn tidy(&mut self) -> bool {
         let now = Instant::now();
-        let (news, due) = (self.heard.news(), now >= self.tidy_at);
-        if self.exports.len() == 0 || (news.is_empty() && !due) {
-            return self.exports.ready().is_some();
+        let (freed, due) = (self.free_log.take_new(), now >= self.tidy_at);
+        if self.exports.len() == 0 || (freed.is_empty() && !due) {
+            return self.exports.pending_note().is_some();
         }
-        let Ok(asked) = self.domain.asked() else { return false };
-        let _entered = asked.context.enter();
-        for (address, len) in news {
-            self.exports.look_at(&*self.domain, address, len);
+        let Ok(gpu) = self.domain.any_in_use() else { return false };
+        let _entered = gpu.context.enter();
+        for (address, len) in freed {
+            self.exports.check_range(&*self.domain, address, len);
         }
         if due {
-            self.tidy_at = now + TIDY_EVERY;
-            self.exports.tidy(&*self.domain, TIDIED);
+            self.tidy_at = now + TIDY_INTERVAL;
+            self.exports.tidy(&*self.domain, TIDIED_AT_ONCE);
         }
-        self.exports.prepare(&*self.domain);
-        self.exports.ready().is_some()
+        self.exports.prepare_note(&*self.domain);
+        self.exports.pending_note().is_some()
     }
 
-    /// How many pieces of the peer's memory are open here.
+    /// The number of the peer's pieces that are open.
     pub fn open_pieces(&self) -> usize {
         self.imports.counts().0
     }
 
-    /// A job whose `state` this was is not wanted any more, and no longer stepped: whether its copy is off the memory. Ask
-    /// until it is; never waits.
+    /// Stops a job that is no longer stepped, by its last `state`. Returns whether its copy has stopped accessing memory;
+    /// call again until it has. Never waits.
     pub fn stopped(&mut self, job_state: u64) -> bool {
-        let Some(mut copying) = self.copies.remove(&job_state) else { return true };
-        copying.stage = match copying.stage {
-            Stage::Seeking(..) | Stage::Queued(..) => return true,
-            Stage::Putting { line, spans, .. } => Stage::Flying { line, value: self.mark(line), spans, failed: None },
-            flying => flying,
+        let Some(mut copy) = self.copies.remove(&job_state) else { return true };
+        copy.stage = match copy.stage {
+            CopyStage::Seeking(..) | CopyStage::Queued(..) => return true,
+            stage => self.streams.cut_short(stage),
         };
-        match self.look(&mut copying) {
-            Outcome::Done | Outcome::Failed(_) => return true,
-            Outcome::Pending => drop(self.copies.insert(job_state, copying)),
-            Outcome::Stuck => {
-                self.give_up(copying);
+        match self.streams.poll(&mut copy, self.domain.copy_limit()) {
+            CopyOutcome::Done | CopyOutcome::Failed(_) => return true,
+            CopyOutcome::Pending => drop(self.copies.insert(job_state, copy)),
+            CopyOutcome::Stuck => {
+                self.give_up(copy);
                 return true;
             }
         }
         false
     }
 
-    /// As [`Link::stopped`], but waits for it, for at most a bounded time: for a job that is dropped at once, as when the
-    /// peer is lost.
+    /// Like [`Link::stopped`], but waits, at most for the copy limit. For a job that is dropped at once, as when the peer is
+    /// lost.
     pub fn ended(&mut self, job_state: u64) {
         for turn in 0_u32.. {
             match turn {
@@ -193,155 +208,155 @@ impl Link {
         }
     }
 
-    /// Looks at a copy that flies.
-    fn look(&self, copying: &mut Copying) -> Outcome {
-        let Stage::Flying { line, value, .. } = copying.stage else { return Outcome::Pending };
-        if !Queue::is_said(value) {
-            copying.watch.ask_always();
-        }
-        let queue = &self.lines[line].queue;
-        let limit = self.domain.copy_limit();
-        copying.watch.look(Instant::now(), limit, || queue.reached(value), || queue.ask())
-    }
-
-    /// A copy never ended: what it touches must stay.
-    fn give_up(&mut self, copying: Copying) {
-        if let Stage::Flying { line, spans, .. } = copying.stage {
-            self.lines[line].queue.set_stuck();
-            self.lost.push(spans);
+    /// Gives up a copy that did not complete. The memory it may access stays open for ever.
+    fn give_up(&mut self, copy: PendingCopy) {
+        if let CopyStage::InFlight { stream, spans, .. } = copy.stage {
+            self.streams.set_stuck(stream);
+            self.stuck.push(spans);
         }
     }
 
-    fn begin(&mut self, job: &mut Job) -> std::result::Result<Copying, String> {
-        let place = Place::decode(&job.remote)?;
-        let search = Search::new(place, job.len)?;
+    fn begin(&mut self, job: &mut Job) -> std::result::Result<PendingCopy, String> {
+        let search = Search::new(RemoteRange::decode(&job.remote)?, job.len)?;
         let device = self.local_device(job.local as u64)?;
         self.device = Some(device);
         self.last_copy += 1;
         job.state = self.last_copy;
-        Ok(Copying { watch: Watch::new(Instant::now()), stage: Stage::Seeking(search, device), _under_way: None })
+        Ok(PendingCopy::new(search, device))
     }
 
-    /// The GPU that an address of ours is memory of.
+    /// The GPU that owns an address of this process.
     fn local_device(&self, address: u64) -> std::result::Result<u32, String> {
-        let asked = self.domain.asked().map_err(|error| error.to_string())?;
-        let device = PointerInfo::device_at(&asked.context, address).map_err(|error| error.to_string())?;
-        device.ok_or_else(|| format!("{address:#x} is no memory of a GPU of this process"))
+        let gpu = self.domain.any_in_use().map_err(|error| error.to_string())?;
+        let device = PointerInfo::device_at(&gpu.context, address).map_err(|error| error.to_string())?;
+        device.ok_or_else(|| format!("{address:#x} is not memory of a GPU of this process"))
     }
 
-    /// Goes on with a copy as far as it goes without waiting.
+    /// The other GPU of a long copy; `None` for short copies and those within one GPU, which are not scheduled.
+    fn scheduled_peer(&self, gpu: &Gpu, job: &Job) -> Option<Uuid> {
+        let owner = RemoteRange::decode(&job.remote).ok().and_then(|range| self.imports.owner(range));
+        owner.filter(|owner| *owner != gpu.uuid && is_long(job.len))
+    }
+
+    /// Advances a copy that is not in flight yet, as far as possible without waiting.
     ///
     /// # Safety
     /// As [`Direct::step`].
-    unsafe fn go_on(&mut self, copying: &mut Copying, job: &Job) -> Step {
-        // Dozens may wait, and are looked at in every pass.
-        if copying.is_held(Instant::now()) {
+    unsafe fn advance(&mut self, copy: &mut PendingCopy, job: &Job) -> Step {
+        // Checked first because dozens of copies may wait for their turn, and every pass steps all of them.
+        if copy.waits_for_turn(Instant::now()) {
             return Step::Waiting;
         }
-        let Ok(asked) = self.domain.asked() else { return Step::Failed("no GPU is in use here".into()) };
-        let _entered = asked.context.enter();
-        if let Stage::Seeking(search, device) = &mut copying.stage {
-            let sought = self.imports.seek(&*self.domain, search, *device, OPENED_AT_ONCE);
-            match sought {
-                Ok(Sought::All) => {}
-                Ok(Sought::More) => return Step::Waiting,
-                Ok(Sought::Missing) => return self.wait_for_note(copying, job),
-                Ok(Sought::Again(id)) => {
-                    self.exports.ask_again(id);
-                    self.exports.prepare(&*self.domain);
+        let Ok(any) = self.domain.any_in_use() else { return Step::Failed("this process uses no GPU".into()) };
+        let _entered = any.context.enter();
+        if let CopyStage::Seeking(search, device) = &mut copy.stage {
+            match self.imports.seek(&*self.domain, search, *device, OPENED_PER_STEP) {
+                Ok(SearchOutcome::Complete) => {}
+                Ok(SearchOutcome::BudgetSpent) => return Step::Waiting,
+                Ok(SearchOutcome::NoteMissing) => return self.wait_for_note(copy, job),
+                Ok(SearchOutcome::ResendNeeded(id)) => {
+                    self.exports.request_resend(id);
+                    self.exports.prepare_note(&*self.domain);
                     return Step::Waiting;
                 }
                 Err(why) => {
-                    self.remember(job, &why);
+                    self.remember_inaccessible(job, &why);
                     return Step::Failed(why);
                 }
             }
             let (spans, device) = (mem::take(&mut search.spans), *device);
-            let waiting = match self.domain.gpu(device) {
-                Ok(gpu) => self.peer_of(&gpu, job).map(|peer| gpu.crowd.wait(peer, Instant::now())),
+            let queued = match self.domain.gpu(device) {
+                Ok(gpu) => self.scheduled_peer(&gpu, job).map(|peer| gpu.schedule.queue(peer, Instant::now())),
                 Err(error) => return Step::Failed(error.to_string()),
             };
-            copying.stage = Stage::Queued(spans, device, waiting);
+            copy.stage = CopyStage::Queued(spans, device, queued);
         }
-        if copying.is_held(Instant::now()) {
+        if copy.waits_for_turn(Instant::now()) {
             return Step::Waiting;
         }
-        if let Stage::Queued(spans, device, _) = &mut copying.stage {
+        if let CopyStage::Queued(spans, device, _) = &mut copy.stage {
             let (spans, device) = (mem::take(spans), *device);
             if let Err(why) = spans.iter().try_for_each(|span| span.open.check()) {
                 return Step::Failed(why);
             }
-            match self.launch(spans, device, job) {
-                Ok(launched) => *copying = launched,
+            let started = self.domain.gpu(device).and_then(|gpu| {
+                let peer = self.scheduled_peer(&gpu, job);
+                self.streams.start(gpu, peer, spans, job)
+            });
+            match started {
+                Ok(started) => *copy = started,
                 Err(error) => return Step::Failed(error.to_string()),
             }
         }
-        if let Stage::Putting { .. } = copying.stage {
-            let putting = mem::replace(&mut copying.stage, nothing());
-            // SAFETY: handed on; the spans are as long as the job together.
-            copying.stage = unsafe { self.put(putting, job) };
+        if let CopyStage::Submitting { .. } = copy.stage {
+            let empty = CopyStage::Queued(Vec::new(), 0, None);
+            let submitting = mem::replace(&mut copy.stage, empty);
+            // SAFETY: guaranteed by the caller; the total length of the spans is that of the job.
+            copy.stage = unsafe { self.streams.submit(submitting, job) };
         }
         Step::Waiting
     }
 
-    fn wait_for_note(&self, copying: &Copying, job: &Job) -> Step {
-        if copying.watch.waited(Instant::now()) < self.limit {
+    fn wait_for_note(&self, copy: &PendingCopy, job: &Job) -> Step {
+        if copy.watch.waited(Instant::now()) < self.note_limit {
             return Step::Waiting;
         }
-        let limit = format_duration(self.limit);
-        Step::Failed(format!("the memory that {} bytes of the peer's lie in was not passed within {limit}", job.len))
+        let limit = format_duration(self.note_limit);
+        Step::Failed(format!("the peer did not announce the memory of a {}-byte transfer within {limit}", job.len))
     }
 
-    /// Keeps in mind that a GPU of the peer's can't be reached, so that the next transfer is not even tried.
-    fn remember(&mut self, job: &Job, why: &str) {
-        let owner = Place::decode(&job.remote).ok().and_then(|place| self.imports.owner(place));
-        let Some(owner) = owner.filter(|owner| self.refused.iter().all(|(known, _)| known != owner)) else { return };
-        let reaches =
+    /// Remembers a GPU of the peer to which no local GPU has access, so that later transfers are not attempted.
+    fn remember_inaccessible(&mut self, job: &Job, why: &str) {
+        let owner = RemoteRange::decode(&job.remote).ok().and_then(|range| self.imports.owner(range));
+        let Some(owner) = owner.filter(|owner| self.inaccessible.iter().all(|(known, _)| known != owner)) else {
+            return;
+        };
+        let has_access =
             |ordinal: &u32| self.domain.gpu(*ordinal).is_ok_and(|gpu| self.domain.check_reach(&gpu, &owner).is_ok());
-        if !self.domain.in_use().iter().any(reaches) {
-            self.refused.push((owner, why.to_owned()));
+        if !self.domain.in_use().iter().any(has_access) {
+            self.inaccessible.push((owner, why.to_owned()));
         }
     }
 
-    fn place_of(&mut self, address: u64, len: usize) -> std::result::Result<Place, String> {
-        let asked = self.domain.asked().map_err(|error| error.to_string())?;
-        let _entered = asked.context.enter();
-        let place = self.exports.describe(&*self.domain, address, len);
-        self.exports.prepare(&*self.domain);
-        place
+    fn describe_local(&mut self, address: u64, len: usize) -> std::result::Result<RemoteRange, String> {
+        let gpu = self.domain.any_in_use().map_err(|error| error.to_string())?;
+        let _entered = gpu.context.enter();
+        let range = self.exports.describe(&*self.domain, address, len);
+        self.exports.prepare_note(&*self.domain);
+        range
     }
 
-    /// As [`Direct::map`], for the GPU `cuda:ordinal` of this process.
+    /// Like [`Direct::map`], for the GPU `cuda:ordinal` of this process.
     ///
     /// # Errors
     /// As there.
     pub fn map_on(&mut self, remote: &Descriptor, len: usize, ordinal: u32) -> Result<Option<Window>> {
-        let refused = |kind: ErrorKind, why: String| Error::new(kind, "map", why).with_lane("cuda_ipc");
-        let place = Place::decode(remote).map_err(|why| refused(ErrorKind::Region, why))?;
-        let mut search = Search::new(place, len).map_err(|why| refused(ErrorKind::Region, why))?;
-        match self.imports.seek(&*self.domain, &mut search, ordinal, MOST_PIECES) {
-            Ok(Sought::All) => {}
-            Ok(Sought::More | Sought::Missing) => return Ok(None),
-            Ok(Sought::Again(id)) => {
-                self.exports.ask_again(id);
-                self.exports.prepare(&*self.domain);
+        let error = |kind: ErrorKind, why: String| Error::new(kind, "map", why).with_lane("cuda_ipc");
+        let range = RemoteRange::decode(remote).map_err(|why| error(ErrorKind::Region, why))?;
+        let mut search = Search::new(range, len).map_err(|why| error(ErrorKind::Region, why))?;
+        match self.imports.seek(&*self.domain, &mut search, ordinal, MAX_PIECES) {
+            Ok(SearchOutcome::Complete) => {}
+            Ok(SearchOutcome::BudgetSpent | SearchOutcome::NoteMissing) => return Ok(None),
+            Ok(SearchOutcome::ResendNeeded(id)) => {
+                self.exports.request_resend(id);
+                self.exports.prepare_note(&*self.domain);
                 return Ok(None);
             }
-            Err(why) => return Err(refused(ErrorKind::Region, why)),
+            Err(why) => return Err(error(ErrorKind::Region, why)),
         }
-        let whole = self.imports.whole(place, len, ordinal);
-        let (held, offset) = whole.ok_or_else(|| {
-            refused(ErrorKind::Unsupported, format!("{len} bytes lie in more than {} allocations", LIMITS.open))
+        let pieces = self.imports.imported(range, len, ordinal);
+        let (pieces, offset) = pieces.ok_or_else(|| {
+            error(ErrorKind::Unsupported, format!("{len} bytes span more than {} allocations", LIMITS.open))
         })?;
-        let owner = self.imports.owner(place);
-        window::make(&self.domain, &held, offset, len, (ordinal, owner)).map(Some)
+        let owner = self.imports.owner(range);
+        mapping::map_pieces(&self.domain, &pieces, offset, len, (ordinal, owner)).map(Some)
     }
 }
 
 impl Direct for Link {
     fn describe(&mut self, ptr: *const u8, len: usize) -> Option<(Descriptor, DirectKind)> {
-        match self.place_of(ptr as u64, len) {
-            Ok(place) => Some((place.encode(), DirectKind::CudaIpc)),
+        match self.describe_local(ptr as u64, len) {
+            Ok(range) => Some((range.encode(), DirectKind::CudaIpc)),
             Err(why) => {
                 self.why_not = Some(why);
                 None
@@ -350,10 +365,10 @@ impl Direct for Link {
     }
 
     fn reach(&mut self, remote: &Descriptor, len: usize) -> std::result::Result<DirectKind, String> {
-        let place = Place::decode(remote)?;
-        Search::<Open>::new(place, len)?;
-        let owner = self.imports.owner(place);
-        match self.refused.iter().find(|(known, _)| Some(*known) == owner) {
+        let range = RemoteRange::decode(remote)?;
+        Search::<OpenPiece>::new(range, len)?;
+        let owner = self.imports.owner(range);
+        match self.inaccessible.iter().find(|(known, _)| Some(*known) == owner) {
             Some((_, why)) => Err(why.clone()),
             None => Ok(DirectKind::CudaIpc),
         }
@@ -367,35 +382,36 @@ impl Direct for Link {
         if job.len == 0 {
             return Step::Done;
         }
-        let flies = |copying: &Copying| matches!(copying.stage, Stage::Flying { .. });
         let mut step = Step::Waiting;
-        let mut copying = match self.copies.remove(&job.state) {
-            Some(copying) => copying,
+        let mut copy = match self.copies.remove(&job.state) {
+            Some(copy) => copy,
             None if job.state == 0 => match self.begin(job) {
-                Ok(copying) => copying,
+                Ok(copy) => copy,
                 Err(why) => return Step::Failed(why),
             },
-            None => return Step::Failed("a copy that was given up before".into()),
+            None => return Step::Failed("the copy has been given up".into()),
         };
-        if !flies(&copying) {
-            // SAFETY: handed on.
-            step = unsafe { self.go_on(&mut copying, job) };
+        if !copy.is_in_flight() {
+            // SAFETY: guaranteed by the caller.
+            step = unsafe { self.advance(&mut copy, job) };
         }
         if step == Step::Waiting {
-            match (self.look(&mut copying), &mut copying.stage) {
-                (Outcome::Pending, _) => {}
-                (Outcome::Done, Stage::Flying { failed, .. }) => step = failed.take().map_or(Step::Done, Step::Failed),
-                (Outcome::Done, _) => {}
-                (Outcome::Failed(why), _) => step = Step::Failed(why),
-                (Outcome::Stuck, _) => {
+            match (self.streams.poll(&mut copy, self.domain.copy_limit()), &mut copy.stage) {
+                (CopyOutcome::Pending, _) => {}
+                (CopyOutcome::Done, CopyStage::InFlight { failed, .. }) => {
+                    step = failed.take().map_or(Step::Done, Step::Failed);
+                }
+                (CopyOutcome::Done, _) => {}
+                (CopyOutcome::Failed(why), _) => step = Step::Failed(why),
+                (CopyOutcome::Stuck, _) => {
                     let (len, limit) = (job.len, format_duration(self.domain.copy_limit()));
-                    self.give_up(copying);
-                    return Step::Failed(format!("the copy of {len} bytes has not ended within {limit}"));
+                    self.give_up(copy);
+                    return Step::Failed(format!("the copy of {len} bytes did not complete within {limit}"));
                 }
             }
         }
         match step {
-            Step::Waiting => drop(self.copies.insert(job.state, copying)),
+            Step::Waiting => drop(self.copies.insert(job.state, copy)),
             Step::Done => job.moved = job.len,
             _ => {}
         }
@@ -409,20 +425,20 @@ impl Direct for Link {
     fn close(&mut self, _slot: u32) {}
 
     fn share(&mut self, ptr: *const u8, len: usize) -> Result<Option<Descriptor>> {
-        let place = self.place_of(ptr as u64, len);
-        place
-            .map(|place| Some(place.encode()))
+        let range = self.describe_local(ptr as u64, len);
+        range
+            .map(|range| Some(range.encode()))
             .map_err(|why| Error::new(ErrorKind::Unsupported, "share", why).with_lane("cuda_ipc"))
     }
 
     fn map(&mut self, remote: &Descriptor, len: usize) -> Result<Option<Window>> {
-        let place = Place::decode(remote);
-        let place = place.map_err(|why| Error::new(ErrorKind::Region, "map", why).with_lane("cuda_ipc"))?;
+        let range = RemoteRange::decode(remote);
+        let range = range.map_err(|why| Error::new(ErrorKind::Region, "map", why).with_lane("cuda_ipc"))?;
         let ordinal = match self.device.or_else(|| self.domain.in_use().first().copied()) {
             Some(device) => device,
-            None if !self.imports.has_heard(place) => return Ok(None),
-            // Nothing here uses a GPU: the owner's own reaches its memory best.
-            None => self.imports.owner(place).and_then(|owner| self.domain.device(&owner)).map_or(0, Device::ordinal),
+            None if !self.imports.has_read(range) => return Ok(None),
+            // This process uses no GPU: the owner's has the shortest path to its memory.
+            None => self.imports.owner(range).and_then(|owner| self.domain.device(&owner)).map_or(0, Device::ordinal),
         };
         self.map_on(remote, len, ordinal)
     }
@@ -430,12 +446,10 @@ impl Direct for Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        let under_way: Vec<u64> = self.copies.keys().copied().collect();
-        under_way.into_iter().for_each(|state| self.ended(state));
-        for Line { gpu, queue, .. } in mem::take(&mut self.lines) {
-            queue.retire(&gpu);
-        }
-        // Better mapped for ever than unmapped under a copy.
-        mem::take(&mut self.lost).into_iter().for_each(mem::forget);
+        let in_flight: Vec<u64> = self.copies.keys().copied().collect();
+        in_flight.into_iter().for_each(|state| self.ended(state));
+        self.streams.put_back();
+        // Leaked deliberately: unmapping memory that a copy still accesses would destroy the context.
+        mem::take(&mut self.stuck).into_iter().for_each(mem::forget);
     }
 }

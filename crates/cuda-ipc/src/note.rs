@@ -1,41 +1,41 @@
-//! What two ends tell each other: descriptors, and notes that name allocations. Everything that is read here is a
-//! peer's word, and nothing of it is used before it has been checked.
+//! The messages of two links: descriptors, and notes that announce allocations. All of it is untrusted input: decoding checks
+//! every field before it is used.
 
 use crossrail_transport::Descriptor;
 
-/// The first byte of our descriptors; those of shared memory begin with others.
+/// The first byte of descriptors and notes about GPU memory; descriptors of shared memory start with others.
 pub(crate) const KIND: u8 = 16;
 
-/// The most bytes of a note, and the most files that go with it: what a lane passes.
-pub(crate) const LONGEST_NOTE: usize = 512;
-/// As above.
-pub(crate) const MOST_FILES: usize = 16;
+/// Maximum length of a note in bytes, and maximum number of its file descriptors: limits of the lane.
+pub(crate) const MAX_NOTE_LEN: usize = 512;
+/// See [`MAX_NOTE_LEN`].
+pub(crate) const MAX_FILES: usize = 16;
 
 const HEADER: usize = 16;
 const BY_FILE: u8 = 1;
 const BY_HANDLE: u8 = 2;
-const GONE: u8 = 3;
-const AGAIN: u8 = 4;
+const WITHDRAWN: u8 = 3;
+const RESEND: u8 = 4;
 
-/// The driver's handle for memory of `cudaMalloc`.
+/// The driver's IPC handle for memory of `cudaMalloc`.
 pub(crate) type LegacyHandle = [u8; 64];
-/// What shows that a piece was named by this very process: see `seal`.
+/// A MAC by which a process recognises its own pieces: see `driver::seal`.
 pub(crate) type Seal = [u8; 16];
-/// What names a GPU on every machine.
+/// The globally unique id of a GPU.
 pub(crate) type Uuid = [u8; 16];
 
-/// Where the bytes of one transfer are: in which pieces, at which of the owner's addresses.
+/// The start of a transfer's bytes in the owner's memory: the decoded descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
-    /// The piece that the first byte lies in.
+pub(crate) struct RemoteRange {
+    /// The piece that contains the first byte.
     pub(crate) piece: u32,
     /// The owner's address of the first byte.
     pub(crate) address: u64,
-    /// The last entry that must have been read before this means anything.
+    /// The number of the last note entry that must have been read before this is meaningful.
     pub(crate) after: u64,
 }
 
-impl Place {
+impl RemoteRange {
     pub(crate) fn encode(&self) -> Descriptor {
         let mut bytes = [0; 24];
         bytes[0] = KIND;
@@ -45,56 +45,56 @@ impl Place {
         bytes
     }
 
-    pub(crate) fn decode(bytes: &Descriptor) -> Result<Place, String> {
+    pub(crate) fn decode(bytes: &Descriptor) -> Result<RemoteRange, String> {
         let mut reader = Reader(bytes);
         let (Some(kind), Some(zeros)) = (reader.u8(), reader.array::<3>()) else { return Err(short()) };
         if kind != KIND || zeros != [0; 3] {
-            return Err(format!("a memory descriptor of kind {kind}, which is not GPU memory"));
+            return Err(format!("a descriptor of kind {kind} is not one of GPU memory"));
         }
         match (reader.u32(), reader.u64(), reader.u64()) {
-            (Some(piece), Some(address), Some(after)) => Ok(Place { piece, address, after }),
+            (Some(piece), Some(address), Some(after)) => Ok(RemoteRange { piece, address, after }),
             _ => Err(short()),
         }
     }
 }
 
-/// One allocation, or one part of a range that was put together from several: what has one handle.
+/// A piece of GPU memory with one handle: an allocation, or one part of a range assembled from several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
-    /// Its number, given by the owner, never used again.
+    /// The id, assigned by the owner and never reused.
     pub(crate) id: u32,
-    /// Where it lies in the owner's process.
+    /// The address in the owner's process.
     pub(crate) address: u64,
-    /// Bytes, never 0.
+    /// The length in bytes, never 0.
     pub(crate) len: u64,
     /// The owner's GPU.
     pub(crate) device: Uuid,
 }
 
 impl Piece {
-    /// The address behind it. Decoded pieces have one.
+    /// The end address. It does not overflow for decoded pieces.
     pub(crate) fn end(&self) -> u64 {
         self.address.saturating_add(self.len)
     }
 }
 
-/// One thing that a note says.
+/// An entry of a note.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Entry {
-    /// A piece whose handle is the next of the files that came with the note.
+    /// A piece whose handle is the next of the note's file descriptors.
     ByFile { piece: Piece, seal: Seal },
-    /// A piece with the driver's legacy handle.
+    /// A piece with a legacy IPC handle.
     ByHandle {
         piece: Piece,
         handle: LegacyHandle,
-        /// The number of the allocation in the owner's process.
+        /// The driver's buffer id in the owner's process.
         identity: u64,
         seal: Seal,
     },
-    /// The owner has freed it, or passes it no longer.
-    Gone(u32),
-    /// The peer has let it go and needs it once more.
-    Again(u32),
+    /// The owner has freed this piece, or no longer exports it.
+    Withdrawn(u32),
+    /// The sender has closed this piece of the receiver's and asks for its handle again.
+    Resend(u32),
 }
 
 impl Entry {
@@ -102,12 +102,12 @@ impl Entry {
         match self {
             Entry::ByFile { .. } => 37 + 16,
             Entry::ByHandle { .. } => 37 + 64 + 8 + 16,
-            Entry::Gone(_) | Entry::Again(_) => 5,
+            Entry::Withdrawn(_) | Entry::Resend(_) => 5,
         }
     }
 }
 
-/// A note as it is made: entries are added while they fit.
+/// Encodes a note: entries are added as long as they fit.
 #[derive(Debug)]
 pub(crate) struct Writer {
     bytes: Vec<u8>,
@@ -120,13 +120,13 @@ impl Writer {
         Writer { bytes: vec![0; HEADER], count: 0, files: 0 }
     }
 
-    /// Whether any such entry still fits.
+    /// Whether the entry still fits.
     pub(crate) fn fits(&self, entry: &Entry) -> bool {
         let files = usize::from(matches!(entry, Entry::ByFile { .. }));
-        self.bytes.len() + entry.len() <= LONGEST_NOTE && self.files + files <= MOST_FILES
+        self.bytes.len() + entry.len() <= MAX_NOTE_LEN && self.files + files <= MAX_FILES
     }
 
-    /// Adds an entry that fits.
+    /// Adds an entry, which must fit.
     pub(crate) fn push(&mut self, entry: &Entry) {
         let piece = |bytes: &mut Vec<u8>, kind: u8, piece: &Piece| {
             bytes.push(kind);
@@ -147,15 +147,15 @@ impl Writer {
                 self.bytes.extend_from_slice(&identity.to_le_bytes());
                 self.bytes.extend_from_slice(seal);
             }
-            Entry::Gone(id) | Entry::Again(id) => {
-                self.bytes.push(if matches!(entry, Entry::Gone(_)) { GONE } else { AGAIN });
+            Entry::Withdrawn(id) | Entry::Resend(id) => {
+                self.bytes.push(if matches!(entry, Entry::Withdrawn(_)) { WITHDRAWN } else { RESEND });
                 self.bytes.extend_from_slice(&id.to_le_bytes());
             }
         }
         self.count += 1;
     }
 
-    /// The note; `upto`: the number of its last entry, counted from 1 over all notes of this end.
+    /// The encoded note. `upto` is the number of its last entry, counted from 1 over all notes of this end.
     pub(crate) fn finish(mut self, upto: u64) -> Vec<u8> {
         self.bytes[0] = KIND;
         self.bytes[2..4].copy_from_slice(&self.count.to_le_bytes());
@@ -164,49 +164,49 @@ impl Writer {
     }
 }
 
-/// A note as it was read.
+/// A decoded note.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Note {
     /// The number of its last entry.
     pub(crate) upto: u64,
-    /// What it says.
+    /// Its entries.
     pub(crate) entries: Vec<Entry>,
 }
 
 impl Note {
-    /// Reads a note with which `files` files came: as many as it names, or none when they could not be received. `Err`:
-    /// the peer does not follow the protocol.
+    /// Decodes a note that was received with `files` file descriptors: as many as it announces, or none if they could not be
+    /// received. `Err`: the peer violates the protocol.
     pub(crate) fn decode(bytes: &[u8], files: usize) -> Result<Note, String> {
-        if bytes.len() > LONGEST_NOTE {
-            return Err(format!("a note of {} bytes; {LONGEST_NOTE} are the most", bytes.len()));
+        if bytes.len() > MAX_NOTE_LEN {
+            return Err(format!("a note of {} bytes exceeds the maximum of {MAX_NOTE_LEN}", bytes.len()));
         }
         let mut reader = Reader(bytes);
         let (kind, zero) = (reader.u8().ok_or_else(short)?, reader.u8().ok_or_else(short)?);
         let count = reader.u16().ok_or_else(short)?;
         let (zeros, upto) = (reader.u32().ok_or_else(short)?, reader.u64().ok_or_else(short)?);
         if kind != KIND || zero != 0 || zeros != 0 {
-            return Err(format!("a note of kind {kind}, which is not about GPU memory"));
+            return Err(format!("a note of kind {kind} is not about GPU memory"));
         }
         if count == 0 {
-            return Err("a note that says nothing".into());
+            return Err("a note without entries".into());
         }
         let mut entries = Vec::new();
         for _ in 0..count {
             entries.push(entry(&mut reader)?);
         }
         if !reader.0.is_empty() {
-            return Err(format!("a note with {} bytes too many", reader.0.len()));
+            return Err(format!("a note with {} trailing bytes", reader.0.len()));
         }
-        let named = entries.iter().filter(|entry| matches!(entry, Entry::ByFile { .. })).count();
-        if named != files && files != 0 {
-            return Err(format!("a note that names {named} files and has {files}"));
+        let announced = entries.iter().filter(|entry| matches!(entry, Entry::ByFile { .. })).count();
+        if announced != files && files != 0 {
+            return Err(format!("a note that announces {announced} files came with {files}"));
         }
         Ok(Note { upto, entries })
     }
 }
 
 fn short() -> String {
-    "a note about GPU memory that ends too early".into()
+    "a truncated note about GPU memory".into()
 }
 
 fn entry(reader: &mut Reader<'_>) -> Result<Entry, String> {
@@ -218,9 +218,9 @@ fn entry(reader: &mut Reader<'_>) -> Result<Entry, String> {
             let identity = reader.u64().ok_or_else(short)?;
             Ok(Entry::ByHandle { piece, handle, identity, seal: reader.array().ok_or_else(short)? })
         }
-        GONE => Ok(Entry::Gone(reader.u32().ok_or_else(short)?)),
-        AGAIN => Ok(Entry::Again(reader.u32().ok_or_else(short)?)),
-        kind => Err(format!("a note about GPU memory with an entry of kind {kind}")),
+        WITHDRAWN => Ok(Entry::Withdrawn(reader.u32().ok_or_else(short)?)),
+        RESEND => Ok(Entry::Resend(reader.u32().ok_or_else(short)?)),
+        kind => Err(format!("a note about GPU memory with an unknown entry of kind {kind}")),
     }
 }
 
@@ -230,12 +230,12 @@ fn piece(reader: &mut Reader<'_>) -> Result<Piece, String> {
     let device = reader.array().ok_or_else(short)?;
     let whole = address.checked_add(len).is_some() && usize::try_from(len).is_ok();
     if id == 0 || address == 0 || len == 0 || !whole {
-        return Err(format!("a piece of GPU memory of {len} bytes at {address:#x} with the number {id}"));
+        return Err(format!("an invalid piece of GPU memory: {len} bytes at {address:#x} with the id {id}"));
     }
     Ok(Piece { id, address, len, device })
 }
 
-/// Takes numbers off the front.
+/// Reads little-endian numbers from the front of a slice.
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {

@@ -1,5 +1,5 @@
 use super::*;
-use crate::testing::Numbers;
+use crate::testing::Rng;
 
 fn some_piece(id: u32) -> Piece {
     Piece { id, address: 0x7f00_0000_0000 + u64::from(id) * 4096, len: 4096, device: [id as u8; 16] }
@@ -8,9 +8,9 @@ fn some_piece(id: u32) -> Piece {
 fn some_entries() -> Vec<Entry> {
     vec![
         Entry::ByFile { piece: some_piece(7), seal: [6; 16] },
-        Entry::Gone(3),
+        Entry::Withdrawn(3),
         Entry::ByHandle { piece: some_piece(8), handle: [9; 64], identity: 77, seal: [5; 16] },
-        Entry::Again(u32::MAX),
+        Entry::Resend(u32::MAX),
         Entry::ByFile { piece: some_piece(9), seal: [0; 16] },
     ]
 }
@@ -28,8 +28,8 @@ fn written(entries: &[Entry], upto: u64) -> Vec<u8> {
 fn what_is_written_is_read() {
     let bytes = written(&some_entries(), 41);
     assert_eq!(Note::decode(&bytes, 2), Ok(Note { upto: 41, entries: some_entries() }));
-    let place = Place { piece: 5, address: 0x7fff_1234_5678, after: 99 };
-    assert_eq!(Place::decode(&place.encode()), Ok(place));
+    let place = RemoteRange { piece: 5, address: 0x7fff_1234_5678, after: 99 };
+    assert_eq!(RemoteRange::decode(&place.encode()), Ok(place));
 }
 
 #[test]
@@ -42,9 +42,9 @@ fn a_note_is_never_longer_than_a_lane_passes() {
             count += 1;
         }
         let files = if matches!(entry, Entry::ByFile { .. }) { count } else { 0 };
-        assert!(files <= MOST_FILES && count > 0);
+        assert!(files <= MAX_FILES && count > 0);
         let bytes = writer.finish(1);
-        assert!(bytes.len() <= LONGEST_NOTE);
+        assert!(bytes.len() <= MAX_NOTE_LEN);
         assert_eq!(Note::decode(&bytes, files).map(|note| note.entries.len()), Ok(count));
     }
 }
@@ -60,7 +60,7 @@ fn what_does_not_follow_the_form_is_refused() {
     }
     Note::decode(&[good.clone(), vec![0]].concat(), 2).expect_err("a byte too many");
     Note::decode(&written(&[], 1), 0).expect_err("nothing");
-    Note::decode(&vec![KIND; LONGEST_NOTE + 1], 0).expect_err("too long");
+    Note::decode(&vec![KIND; MAX_NOTE_LEN + 1], 0).expect_err("too long");
     let bad = |change: fn(&mut Piece)| {
         let mut piece = some_piece(1);
         change(&mut piece);
@@ -71,15 +71,15 @@ fn what_does_not_follow_the_form_is_refused() {
     bad(|piece| piece.address = 0);
     bad(|piece| piece.len = u64::MAX - 4096);
     for kind in [0, 1, 2, 15, 17, 255] {
-        let mut place = Place { piece: 1, address: 1, after: 1 }.encode();
+        let mut place = RemoteRange { piece: 1, address: 1, after: 1 }.encode();
         place[0] = kind;
-        assert!(Place::decode(&place).is_err_and(|why| why.contains(&format!("kind {kind}"))));
+        assert!(RemoteRange::decode(&place).is_err_and(|why| why.contains(&format!("kind {kind}"))));
     }
 }
 
 #[test]
 fn any_bytes_are_read_or_refused() {
-    let mut numbers = Numbers::new(0x5eed);
+    let mut numbers = Rng::new(0x5eed);
     let good = written(&some_entries(), 41);
     let mut read = 0;
     for _ in 0..200_000 {

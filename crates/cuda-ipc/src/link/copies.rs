@@ -1,4 +1,4 @@
-//! Copies under way: the streams that they go into, and what is put there.
+//! Copies in flight: their states, and the streams they are enqueued in.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -8,125 +8,169 @@ use crossrail_cuda::{Context, MemoryKind, PointerInfo};
 use crossrail_transport::{Copy, Job};
 use crossrail_types::{Error, ErrorKind, Result};
 
-use super::Link;
-use crate::crowd::{UnderWay, Waiting};
-use crate::domain::Gpu;
-use crate::driver::Open;
+use crate::copy_stream::{CompletionWatch, CopyOutcome, CopyStream};
+use crate::driver::OpenPiece;
+use crate::gpu::Gpu;
 use crate::imports::{Search, Span};
-use crate::note::{Place, Uuid};
-use crate::queue::{Queue, Watch};
+use crate::note::Uuid;
+use crate::schedule::{ActiveCopy, QueuedCopy};
 
-/// How long a copy lets others be first: those of another worker may have ended without anybody having looked.
-const PATIENCE: Duration = Duration::from_millis(50);
-/// Copies that are put in before everything else gets its turn.
-const PUT_AT_ONCE: usize = 64;
-/// Copies up to that have streams of their own, so that they do not wait behind long ones.
+/// How long a copy waits for its turn. Then it starts anyway: the copies before it may belong to another worker that has not
+/// polled them, although they have completed.
+const MAX_TURN_WAIT: Duration = Duration::from_millis(50);
+/// Maximum number of spans enqueued in one step.
+const SPANS_PER_STEP: usize = 64;
+/// Maximum size of a short copy. Short copies have streams of their own, so that they do not wait behind long ones.
 const SHORT: usize = 512 << 10;
-/// Streams for each GPU, direction and kind of copy: short ones, and long ones.
-const SHORT_LINES: usize = 4;
-const LONG_LINES: usize = 2;
+/// Maximum number of streams per GPU and direction, for short and for long copies.
+const SHORT_STREAMS: usize = 4;
+const LONG_STREAMS: usize = 2;
 
-/// A stream of one GPU and direction.
-pub(super) struct Line {
-    pub(super) gpu: Arc<Gpu>,
-    copy: Copy,
-    kind: Kind,
-    pub(super) queue: Queue,
-}
-
-/// What kind of copies goes into a line: those of different kinds do not wait for each other.
+/// Copies of different classes use different streams and do not wait for each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+enum StreamClass {
     Short,
     Long,
 }
 
-/// One copy under way.
-pub(super) struct Copying {
-    pub(super) watch: Watch,
-    pub(super) stage: Stage,
-    /// Of a long copy to or from another GPU.
-    pub(super) _under_way: Option<UnderWay>,
+/// A stream of one GPU, for one direction and class of copies.
+struct LinkStream {
+    gpu: Arc<Gpu>,
+    direction: Copy,
+    class: StreamClass,
+    stream: CopyStream,
 }
 
-pub(super) enum Stage {
-    /// The peer's pieces are being opened, for the GPU of that number.
-    Seeking(Search<Open>, u32),
-    /// They are open; others' copies are before this one.
-    Queued(Vec<Span<Open>>, u32, Option<Waiting>),
-    /// Pieces from `next` on are still to be put in.
-    Putting { line: usize, spans: Vec<Span<Open>>, next: usize, done: usize },
-    /// All is in. `failed`: something could not be put in; what was is waited for.
-    Flying { line: usize, value: u64, spans: Vec<Span<Open>>, failed: Option<String> },
+/// A copy that has been requested and has not completed.
+pub(super) struct PendingCopy {
+    pub(super) watch: CompletionWatch,
+    pub(super) stage: CopyStage,
+    /// For a long copy to or from another GPU.
+    _active: Option<ActiveCopy>,
 }
 
-impl Copying {
-    /// Whether others come first.
-    pub(super) fn is_held(&self, now: Instant) -> bool {
-        let Stage::Queued(_, _, Some(waiting)) = &self.stage else { return false };
-        self.watch.waited(now) < PATIENCE && !waiting.may_begin(now)
+pub(super) enum CopyStage {
+    /// The peer's pieces are being opened, for the GPU with this ordinal.
+    Seeking(Search<OpenPiece>, u32),
+    /// The pieces are open; for a long copy, it waits for its turn.
+    Queued(Vec<Span<OpenPiece>>, u32, Option<QueuedCopy>),
+    /// The spans from `next` on are still to be enqueued in stream `stream`; `done` bytes have been.
+    Submitting { stream: usize, spans: Vec<Span<OpenPiece>>, next: usize, done: usize },
+    /// Everything has been enqueued, followed by `marker`. `failed`: enqueueing failed part way, and the rest is awaited.
+    InFlight { stream: usize, marker: u64, spans: Vec<Span<OpenPiece>>, failed: Option<String> },
+}
+
+impl PendingCopy {
+    pub(super) fn new(search: Search<OpenPiece>, device: u32) -> PendingCopy {
+        let stage = CopyStage::Seeking(search, device);
+        PendingCopy { watch: CompletionWatch::new(Instant::now()), stage, _active: None }
+    }
+
+    /// Whether it waits for its turn.
+    pub(super) fn waits_for_turn(&self, now: Instant) -> bool {
+        let CopyStage::Queued(_, _, Some(queued)) = &self.stage else { return false };
+        self.watch.waited(now) < MAX_TURN_WAIT && !queued.may_start(now)
+    }
+
+    pub(super) fn is_in_flight(&self) -> bool {
+        matches!(self.stage, CopyStage::InFlight { .. })
     }
 }
 
-impl Link {
-    /// The word behind what is in a line.
-    pub(super) fn mark(&mut self, line: usize) -> u64 {
-        let Line { gpu, queue, .. } = &mut self.lines[line];
-        queue.mark(gpu)
-    }
+/// Whether a copy of `len` bytes is scheduled: copies up to 512 KiB start at once.
+pub(super) fn is_long(len: usize) -> bool {
+    len > SHORT
+}
 
-    /// The other GPU of a long copy; nothing for short ones, and those within one GPU.
-    pub(super) fn peer_of(&self, gpu: &Gpu, job: &Job) -> Option<Uuid> {
-        let owner = Place::decode(&job.remote).ok().and_then(|place| self.imports.owner(place));
-        owner.filter(|owner| *owner != gpu.uuid && job.len > SHORT)
-    }
+/// The streams of a link.
+#[derive(Default)]
+pub(super) struct LinkStreams(Vec<LinkStream>);
 
-    /// A line for a copy whose parts are all open.
-    pub(super) fn launch(&mut self, spans: Vec<Span<Open>>, device: u32, job: &Job) -> Result<Copying> {
-        let gpu = self.domain.gpu(device)?;
-        let peer = self.peer_of(&gpu, job);
-        let under_way = peer.map(|peer| gpu.crowd.begin(peer, job.len as u64));
-        let kind = if job.len <= SHORT { Kind::Short } else { Kind::Long };
+impl LinkStreams {
+    /// Starts a copy whose pieces are all open. `peer`: the other GPU, for a long copy.
+    pub(super) fn start(
+        &mut self,
+        gpu: Arc<Gpu>,
+        peer: Option<Uuid>,
+        spans: Vec<Span<OpenPiece>>,
+        job: &Job,
+    ) -> Result<PendingCopy> {
+        let active = peer.map(|peer| gpu.schedule.start(peer, job.len as u64));
         gpu.count_copy();
-        let line = self.line(gpu, job.copy, kind)?;
-        let stage = Stage::Putting { line, spans, next: 0, done: 0 };
-        Ok(Copying { watch: Watch::new(Instant::now()), stage, _under_way: under_way })
+        let class = if is_long(job.len) { StreamClass::Long } else { StreamClass::Short };
+        let stream = self.choose(gpu, job.copy, class)?;
+        let stage = CopyStage::Submitting { stream, spans, next: 0, done: 0 };
+        Ok(PendingCopy { watch: CompletionWatch::new(Instant::now()), stage, _active: active })
     }
 
-    /// Puts some more parts in, and the word behind the last.
+    /// Enqueues further spans, and a marker behind the last one.
     ///
     /// # Safety
-    /// As [`Direct::step`]; the spans must be as long as the job together.
-    pub(super) unsafe fn put(&mut self, stage: Stage, job: &Job) -> Stage {
-        let Stage::Putting { line, spans, mut next, mut done } = stage else { return stage };
+    /// As [`Direct::step`](crossrail_transport::Direct::step); the total length of the spans must be that of the job.
+    pub(super) unsafe fn submit(&mut self, stage: CopyStage, job: &Job) -> CopyStage {
+        let CopyStage::Submitting { stream: index, spans, mut next, mut done } = stage else { return stage };
+        let LinkStream { gpu, stream, .. } = &mut self.0[index];
         let mut failed = None;
         while let Some(span) = spans.get(next).filter(|_| failed.is_none()) {
-            let (dst, src) = ends(job, done, span);
-            let Line { gpu, queue, .. } = &mut self.lines[line];
-            let there = whole(&gpu.context, job.local as u64 + done as u64, span.len);
-            // SAFETY: the peer's end is open for this GPU and in bounds, which `seek` checked; ours is the caller's, and
-            // is there. They don't overlap: one is the peer's, or the peer is this process and copies onto itself.
-            match there.and_then(|()| unsafe { queue.copy(dst, src, span.len) }) {
+            let (dst, src) = addresses(job, done, span);
+            let local = check_local(&gpu.context, job.local as u64 + done as u64, span.len);
+            // SAFETY: the peer's range is open for this GPU and in bounds, as checked by `Imports::seek`; the local range is
+            // guaranteed by the caller, and was just checked. They do not overlap: they belong to different processes, or
+            // the peer is in this process and copies onto itself.
+            match local.and_then(|()| unsafe { stream.copy(dst, src, span.len) }) {
                 Ok(()) => (next, done) = (next + 1, done + span.len),
                 Err(error) => failed = Some(error.to_string()),
             }
-            if next.is_multiple_of(PUT_AT_ONCE) && next < spans.len() && failed.is_none() {
-                return Stage::Putting { line, spans, next, done };
+            if next.is_multiple_of(SPANS_PER_STEP) && next < spans.len() && failed.is_none() {
+                return CopyStage::Submitting { stream: index, spans, next, done };
             }
         }
-        Stage::Flying { line, value: self.mark(line), spans, failed }
+        CopyStage::InFlight { stream: index, marker: stream.enqueue_marker(), spans, failed }
     }
 
-    /// A stream for that GPU, direction and kind: one in which nothing is, or a new one, or the one with least.
-    fn line(&mut self, gpu: Arc<Gpu>, copy: Copy, kind: Kind) -> Result<usize> {
+    /// Stops enqueueing a copy: what has been enqueued becomes the copy in flight.
+    pub(super) fn cut_short(&mut self, stage: CopyStage) -> CopyStage {
+        match stage {
+            CopyStage::Submitting { stream, spans, .. } => {
+                let marker = self.0[stream].stream.enqueue_marker();
+                CopyStage::InFlight { stream, marker, spans, failed: None }
+            }
+            stage => stage,
+        }
+    }
+
+    /// The state of a copy in flight; `Pending` for others.
+    pub(super) fn poll(&self, copy: &mut PendingCopy, limit: Duration) -> CopyOutcome {
+        let CopyStage::InFlight { stream, marker, .. } = copy.stage else { return CopyOutcome::Pending };
+        if !CopyStream::is_reachable(marker) {
+            copy.watch.query_always();
+        }
+        let stream = &self.0[stream].stream;
+        copy.watch.poll(Instant::now(), limit, || stream.has_reached(marker), || stream.query())
+    }
+
+    /// Takes a stream out of use because a copy in it did not complete.
+    pub(super) fn set_stuck(&mut self, stream: usize) {
+        self.0[stream].stream.set_stuck();
+    }
+
+    /// Returns all streams to their GPUs.
+    pub(super) fn put_back(&mut self) {
+        for LinkStream { gpu, stream, .. } in self.0.drain(..) {
+            gpu.put_back(stream);
+        }
+    }
+
+    /// A stream of this GPU, direction and class: an idle one, a new one, or else the one with the fewest copies.
+    fn choose(&mut self, gpu: Arc<Gpu>, direction: Copy, class: StreamClass) -> Result<usize> {
         let (mut best, mut count) = (None, 0);
-        for (index, line) in self.lines.iter().enumerate() {
-            let fits = (line.gpu.ordinal(), line.copy, line.kind) == (gpu.ordinal(), copy, kind);
-            if !fits || line.queue.is_stuck() {
+        for (index, known) in self.0.iter().enumerate() {
+            let fits = (known.gpu.ordinal(), known.direction, known.class) == (gpu.ordinal(), direction, class);
+            if !fits || known.stream.is_stuck() {
                 continue;
             }
             count += 1;
-            let depth = line.queue.depth();
+            let depth = known.stream.depth();
             if depth == 0 {
                 return Ok(index);
             }
@@ -134,51 +178,46 @@ impl Link {
                 best = Some((depth, index));
             }
         }
-        let most = match kind {
-            Kind::Short => SHORT_LINES,
-            Kind::Long => LONG_LINES,
+        let max = match class {
+            StreamClass::Short => SHORT_STREAMS,
+            StreamClass::Long => LONG_STREAMS,
         };
         match best {
-            Some((_, index)) if count >= most => Ok(index),
+            Some((_, index)) if count >= max => Ok(index),
             _ => {
-                let queue = gpu.queue()?;
-                self.lines.push(Line { gpu, copy, kind, queue });
-                Ok(self.lines.len() - 1)
+                let stream = gpu.take_stream()?;
+                self.0.push(LinkStream { gpu, direction, class, stream });
+                Ok(self.0.len() - 1)
             }
         }
     }
 }
 
-/// Whether `len` bytes at `address`, memory of ours, are all there at this moment: somebody may have freed them since the
-/// transfer was asked for, and a copy engine that meets a hole loses the whole context.
-fn whole(context: &Context, address: u64, len: usize) -> Result<()> {
+/// Checks that `len` bytes of this process's memory at `address` are all mapped. Its owner may have freed some since the
+/// transfer was requested, and a copy engine that accesses an unmapped address destroys the whole context.
+fn check_local(context: &Context, address: u64, len: usize) -> Result<()> {
     let (mut at, end) = (address, address.saturating_add(len as u64));
     while at < end {
-        let there = match PointerInfo::extent(context, at)? {
+        let mapped = match PointerInfo::extent(context, at)? {
             Some((base, len)) => Some(base.saturating_add(len as u64)),
-            // Memory of pools is known by its attributes alone.
+            // Memory of pools is known by its attributes only.
             None => {
                 let info = PointerInfo::of(context, at)?;
                 (info.kind == MemoryKind::Device).then(|| info.base.saturating_add(info.len))
             }
         };
-        at = there.filter(|behind| *behind > at).ok_or_else(|| {
+        at = mapped.filter(|end| *end > at).ok_or_else(|| {
             Error::new(ErrorKind::Usage, "copy", format!("the memory at {at:#x} was freed")).with_lane("cuda_ipc")
         })?;
     }
     Ok(())
 }
 
-/// A stage to leave in place of one that is taken apart.
-pub(super) fn nothing() -> Stage {
-    Stage::Putting { line: 0, spans: Vec::new(), next: 0, done: 0 }
-}
-
-/// Where a part's bytes go, and where they are.
-fn ends(job: &Job, done: usize, span: &Span<Open>) -> (u64, u64) {
-    let (ours, theirs) = (job.local as u64 + done as u64, span.open.address() + span.offset);
+/// The destination and source addresses of a span.
+fn addresses(job: &Job, done: usize, span: &Span<OpenPiece>) -> (u64, u64) {
+    let (local, remote) = (job.local as u64 + done as u64, span.open.address() + span.offset);
     match job.copy {
-        Copy::Pull => (ours, theirs),
-        Copy::Push => (theirs, ours),
+        Copy::Pull => (local, remote),
+        Copy::Push => (remote, local),
     }
 }

@@ -35,7 +35,7 @@ struct AnnounceFreed {
 
 impl Drop for AnnounceFreed {
     fn drop(&mut self) {
-        crossrail_cuda_ipc::freed(self.address, self.len);
+        crossrail_cuda_ipc::announce_free(self.address, self.len);
     }
 }
 
