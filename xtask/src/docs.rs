@@ -48,7 +48,7 @@ pub(crate) fn check(root: &Path) -> Problems {
                 .map(|file| format!("{name}: names {file}, which does not exist")),
         );
         problems.extend(
-            settings_named(&text)
+            settings_named(&prose(&name, &text))
                 .filter(|word| !Settings::NAMES.contains(word))
                 .map(|word| format!("{name}: names {word}, which is no setting")),
         );
@@ -108,6 +108,23 @@ fn is_there(there: &BTreeSet<String>, name: &str) -> bool {
     there.iter().any(|path| path == name || path.starts_with(&inside) || path.ends_with(&below))
 }
 
+/// What a page says of this version: without tables of results, and nothing of the change log, which name settings of
+/// earlier versions.
+fn prose(name: &str, text: &str) -> String {
+    if name == "CHANGELOG.md" {
+        return String::new();
+    }
+    let (mut kept, mut inside) = (String::new(), false);
+    for line in text.lines() {
+        inside = if inside { line != "<!-- end -->" } else { line.starts_with("<!-- table of ") };
+        if !inside {
+            kept += line;
+            kept.push('\n');
+        }
+    }
+    kept
+}
+
 /// Words of a page that read as settings.
 fn settings_named(text: &str) -> impl Iterator<Item = &str> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
@@ -122,6 +139,13 @@ mod tests {
     fn links_to_files_are_found() {
         let text = "[a](docs/a.md) [b](https://example.org/b) ![c](img/c.svg#x) [d](#here) [e](mailto:x@example.org)";
         assert_eq!(links(text).collect::<Vec<_>>(), ["docs/a.md", "img/c.svg"]);
+    }
+
+    #[test]
+    fn settings_of_earlier_versions_may_stand_in_results_and_in_the_change_log() {
+        let page = "CROSSRAIL_A\n<!-- table of x.json -->\n| CROSSRAIL_B |\n<!-- end -->\nCROSSRAIL_C\n";
+        assert_eq!(settings_named(&prose("docs/a.md", page)).collect::<Vec<_>>(), ["CROSSRAIL_A", "CROSSRAIL_C"]);
+        assert_eq!(prose("CHANGELOG.md", page), "");
     }
 
     #[test]
