@@ -22,6 +22,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def signals_are_watched() -> None:
+    """The first wait that takes long starts the process's watch for signals, which stays for good."""
+    with crossrail.Worker(crossrail.Context(log="error")) as worker, pytest.raises(crossrail.TimeoutError):
+        worker.accept(timeout=0.01)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test after which there are more descriptors, children or shared segments than before."""

@@ -241,9 +241,10 @@ def test_listening_beyond_loopback_needs_a_secret() -> None:
 def test_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(crossrail.UsageError, match="taken") as caught:
+        with pytest.raises(crossrail.UsageError) as caught:
             crossrail.Worker(crossrail.Context(log="error"), listen=address)
         assert str(taken.getsockname()[1]) in str(caught.value)
+        assert caught.value.reason == "port_in_use"
 
 
 def test_a_listening_address_that_is_none() -> None:

@@ -6,7 +6,7 @@ use std::fmt;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use crossrail_types::{Error, ErrorKind, Result, format_duration};
+use crossrail_types::{Error, ErrorKind, Result, interrupt};
 use cudarc::driver::sys::{CUcontext, CUstream, CUstream_flags};
 
 use crate::context::Context;
@@ -240,14 +240,10 @@ pub(crate) fn wait(
             return Ok(());
         }
         match started.elapsed() {
-            waited if waited >= limit => {
+            waited if waited >= limit || interrupt::raised() => {
                 let operation = format!("{operation} on cuda:{}", context.device().ordinal());
-                return Err(Error::new(
-                    ErrorKind::Timeout,
-                    operation,
-                    format!("not completed after {}", format_duration(limit)),
-                )
-                .with_hint("the work continues and may be waited for again"));
+                let error = Error::new(ErrorKind::Timeout, operation, "not completed").with_waited(waited);
+                return Err(error.with_hint("the work continues and may be waited for again"));
             }
             waited if waited < POLL => std::hint::spin_loop(),
             waited if waited < 20 * POLL => std::thread::yield_now(),

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crossrail_cuda::{Context, PinnedMemory};
 use crossrail_kernels::ep::Shape;
-use crossrail_types::{Error, ErrorKind, Result, format_duration};
+use crossrail_types::{Error, ErrorKind, Result, interrupt};
 use parking_lot::Mutex;
 
 use crate::completion::Completion;
@@ -166,9 +166,9 @@ impl Counts {
                 }
             }
             match now.duration_since(began) {
-                waited if waited >= limit => {
-                    let text = format!("the GPU has not told the rows that came in {}", format_duration(limit));
-                    let error = Error::new(ErrorKind::Timeout, "counts", text);
+                waited if waited >= limit || interrupt::raised() => {
+                    let text = "the GPU has not reported the received rows";
+                    let error = Error::new(ErrorKind::Timeout, "counts", text).with_waited(waited);
                     return Err(error.with_hint("what the stream had before is waited for too"));
                 }
                 waited if waited < SPIN => std::hint::spin_loop(),

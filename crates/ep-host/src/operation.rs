@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crossrail_control::RankState;
 use crossrail_ep::{Bytes, Fault};
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Result, interrupt};
 use parking_lot::MutexGuard;
 
 use crate::doorbell;
@@ -190,7 +190,7 @@ impl LocalRank {
                     continue;
                 }
             }
-            if now >= until {
+            if now >= until || interrupt::raised() {
                 return Ok(None);
             }
             self.pause(operation.common(), &mut view, now.duration_since(since), until - now);

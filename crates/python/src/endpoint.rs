@@ -129,7 +129,7 @@ impl Endpoint {
         let _call = Call::enter(py);
         let lent = self.lent(memory, Use::Write, None, "share")?;
         let endpoint = self.native.clone();
-        let shared = wait::apart(py, move || endpoint.share_buffer(lent), drop)?;
+        let shared = wait::apart(py, move || endpoint.share_buffer(lent))?;
         Ok(PyBytes::new(py, &shared.to_bytes()))
     }
 
@@ -159,7 +159,7 @@ impl Endpoint {
             Place::Host => None,
         };
         let limit = wait::seconds(py, "map", timeout)?.unwrap_or(self.worker.get().native_timeout());
-        let native = wait::sliced(py, limit, |slice| self.native.map_on(&shared, gpu, slice))?;
+        let native = wait::bounded(py, limit, |left| self.native.map_on(&shared, gpu, left))?;
         Ok(Mapped::new(native, self.worker.clone_ref(py)))
     }
 
@@ -180,7 +180,7 @@ impl Endpoint {
         let _call = Call::enter(py);
         let timeout = wait::seconds(py, "close", timeout)?;
         let endpoint = self.native.clone();
-        wait::apart(py, move || endpoint.close(timeout), drop)
+        wait::apart(py, move || endpoint.close(timeout))
     }
 
     /// The worker it belongs to.

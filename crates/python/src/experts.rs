@@ -70,7 +70,7 @@ pub(crate) fn connect(
 ) -> PyResult<()> {
     let _call = Call::enter(py);
     let limit = wait::seconds(py, "connect", timeout)?;
-    wait::apart(py, move || call(limit), drop)
+    wait::apart(py, move || call(limit))
 }
 
 pub(crate) fn parse_layout(py: Python<'_>, layout: &str) -> PyResult<ep::Layout> {
@@ -127,7 +127,7 @@ impl ExpertBuffer {
         let _call = Call::enter(py);
         let config = parameters.config(py)?;
         let (context, group) = (context.get().native().clone(), group.get().native().clone());
-        let native = wait::apart(py, move || ep::ExpertBuffer::new(&group, &context, &name, config), drop)?;
+        let native = wait::apart(py, move || ep::ExpertBuffer::new(&group, &context, &name, config))?;
         Ok(ExpertBuffer { remembered: lifecycle::remember_buffer(&native), native: Detached::new(native) })
     }
 
@@ -289,12 +289,10 @@ impl<T: Send + 'static> Running<T> {
 
     fn finish(&self, py: Python<'_>) -> PyResult<T> {
         let _call = Call::enter(py);
-        loop {
-            if let Some(result) = py.detach(|| self.finish_within(wait::SLICE)).or_raise(py)? {
-                return Ok(result);
-            }
-            py.check_signals()?;
-        }
+        wait::bounded(py, wait::FOREVER, |left| {
+            let result = self.finish_within(left.unwrap_or(wait::FOREVER))?;
+            result.ok_or_else(|| Error::new(ErrorKind::Timeout, "finish", "not finished"))
+        })
     }
 }
 

@@ -76,7 +76,7 @@ impl DeviceBuffer {
         let patience = config.timeout.saturating_mul(2) + context.settings().timeout;
         let options = ep::DeviceOptions { ordinal, num_sms, regions, node };
         let make = move || ep::DeviceBuffer::new(&group, &context, &name, config, options);
-        let native = wait::apart(py, make, drop)?;
+        let native = wait::apart(py, make)?;
         let remembered = lifecycle::remember_device_buffer(&native);
         Ok(DeviceBuffer { native: Detached::new(native), remembered, patience })
     }
@@ -154,7 +154,7 @@ impl DeviceBuffer {
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::enter(py);
         let native = self.native.clone();
-        wait::apart(py, move || native.sync(None), drop)
+        wait::apart(py, move || native.sync(None))
     }
 
     fn destroy(&self, py: Python<'_>) -> PyResult<()> {
@@ -316,7 +316,7 @@ impl DeviceOperation {
         let Some(count) = &self.count else {
             return Err(errors::usage(py, "dispatch", "the counts were not asked for", ""));
         };
-        let (rows, experts) = wait::sliced(py, self.patience, |left| count.wait(left.unwrap_or(self.patience)))?;
+        let (rows, experts) = wait::bounded(py, self.patience, |left| count.wait(left.unwrap_or(self.patience)))?;
         Ok((rows, experts, count.said()))
     }
 }
@@ -379,7 +379,7 @@ impl DeviceEvent {
     #[pyo3(signature = (timeout = None))]
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let limit = wait::seconds(py, "synchronize", timeout)?.unwrap_or(self.patience);
-        wait::sliced(py, limit, |left| self.done.synchronize(left.unwrap_or(limit)))
+        wait::bounded(py, limit, |left| self.done.synchronize(left.unwrap_or(limit)))
     }
 
     /// Whether the operation is done.

@@ -2,6 +2,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crossrail_control::{GroupOptions, RankState};
+use crossrail_types::{Error, ErrorKind};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
@@ -65,7 +66,7 @@ impl Group {
         let settings = context.get().native().settings().clone();
         let limit = timeout.unwrap_or(settings.timeout);
         let options = GroupOptions { name, rank, size, local_rank, node, store, lease, timeout };
-        let native = wait::apart(py, move || crossrail_control::Group::join(options, &settings), drop)?;
+        let native = wait::apart(py, move || crossrail_control::Group::join(options, &settings))?;
         Ok(Group { native: Detached::new(native), timeout: limit, told: AtomicU64::new(0) })
     }
 
@@ -117,12 +118,12 @@ impl Group {
 
     fn publish(&self, py: Python<'_>, key: String, value: Vec<u8>) -> PyResult<()> {
         let native = self.native.clone();
-        wait::apart(py, move || native.publish(&key, &value), drop)
+        wait::apart(py, move || native.publish(&key, &value))
     }
 
     fn withdraw(&self, py: Python<'_>, key: String) -> PyResult<()> {
         let native = self.native.clone();
-        wait::apart(py, move || native.withdraw(&key), drop)
+        wait::apart(py, move || native.withdraw(&key))
     }
 
     fn collect<'py>(
@@ -133,18 +134,18 @@ impl Group {
         timeout: Option<f64>,
     ) -> PyResult<Bound<'py, PyList>> {
         let (limit, ranks) = (self.limit(py, "collect", timeout)?, ranks_of(py, "collect", &ranks)?);
-        let values = wait::sliced(py, limit, |slice| self.native.collect(key, &ranks, slice))?;
+        let values = wait::bounded(py, limit, |left| self.native.collect(key, &ranks, left))?;
         PyList::new(py, values.iter().map(|value| PyBytes::new(py, value)))
     }
 
     fn barrier(&self, py: Python<'_>, name: &str, ranks: Vec<i64>, timeout: Option<f64>) -> PyResult<()> {
         let (limit, ranks) = (self.limit(py, "barrier", timeout)?, ranks_of(py, "barrier", &ranks)?);
-        wait::sliced(py, limit, |slice| self.native.barrier(name, &ranks, slice))
+        wait::bounded(py, limit, |left| self.native.barrier(name, &ranks, left))
     }
 
     fn wait_members(&self, py: Python<'_>, ranks: Vec<i64>, timeout: Option<f64>) -> PyResult<()> {
         let (limit, ranks) = (self.limit(py, "wait_members", timeout)?, ranks_of(py, "wait_members", &ranks)?);
-        wait::sliced(py, limit, |slice| self.native.wait_members(&ranks, slice))
+        wait::bounded(py, limit, |left| self.native.wait_members(&ranks, left))
     }
 
     fn members(&self, py: Python<'_>) -> Vec<Member> {
@@ -168,20 +169,19 @@ impl Group {
     }
 
     fn wait_change(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        let until = Instant::now() + self.limit(py, "wait_change", timeout)?;
+        let limit = self.limit(py, "wait_change", timeout)?;
         let told = self.told.load(Ordering::Relaxed);
-        loop {
-            let slice = until.min(Instant::now() + wait::SLICE);
-            let changes = py.detach(|| self.native.wait_change(told, slice));
+        let changes = wait::outcome(py, limit, |left| {
+            let changes = self.native.wait_change(told, Instant::now() + left.unwrap_or(limit));
             if changes > told {
-                self.told.store(changes, Ordering::Relaxed);
-                return Ok(true);
+                return Ok(changes);
             }
-            py.check_signals()?;
-            if Instant::now() >= until {
-                return Ok(false);
-            }
+            Err(Error::new(ErrorKind::Timeout, "wait_change", "nothing has changed"))
+        })?;
+        if let Ok(changes) = &changes {
+            self.told.store(*changes, Ordering::Relaxed);
         }
+        Ok(changes.is_ok())
     }
 
     fn leave(&self, py: Python<'_>) -> PyResult<()> {

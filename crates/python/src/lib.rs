@@ -1,8 +1,8 @@
 //! Python bindings: conversion, the GIL and exceptions. What is done is done in the engine.
 //!
 //! Rules that hold throughout:
-//! - whatever may wait or move much data runs detached (other Python threads run), in slices after which signals
-//!   are looked at, so that Ctrl-C ends every wait;
+//! - whatever may wait or move much data runs detached (other Python threads run), and a signal that Python has a
+//!   handler for ends every wait of the main thread at once ([`wait`], [`signals`]);
 //! - no thread that holds an engine lock ever waits for the GIL: buffers are handed back by [`lent`], callbacks run
 //!   without engine locks;
 //! - when the interpreter ends, every worker is closed first.
@@ -35,6 +35,7 @@ mod place;
 mod receipt;
 mod region;
 mod request;
+mod signals;
 mod span;
 mod store;
 mod stream;

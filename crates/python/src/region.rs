@@ -51,7 +51,7 @@ impl Region {
     fn wait_imm(&self, py: Python<'_>, imm: u32, count: u64, timeout: Option<f64>) -> PyResult<()> {
         let _call = Call::enter(py);
         let limit = wait::seconds(py, "wait_imm", timeout)?.unwrap_or(self.timeout);
-        wait::sliced(py, limit, |slice| self.native.wait_imm(imm, count, slice))
+        wait::bounded(py, limit, |left| self.native.wait_imm(imm, count, left))
     }
 
     fn __repr__(&self) -> String {

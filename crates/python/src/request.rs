@@ -64,7 +64,7 @@ impl Request {
             Some(limit) => limit,
             None => self.worker.get().native_timeout(),
         };
-        wait::sliced(py, limit, |slice| self.native.wait(slice)).map(Receipt::from)
+        wait::bounded(py, limit, |left| self.native.wait(left)).map(Receipt::from)
     }
 
     /// Lets a stream wait for it: what is put into the stream from now on runs once the request is finished, well or not
@@ -140,7 +140,7 @@ impl Request {
     fn _conclude(&self, py: Python<'_>, waited: f64) -> PyResult<Receipt> {
         let _call = Call::enter(py);
         let waited = wait::seconds(py, "wait", Some(waited))?.unwrap_or_default();
-        wait::concluded(py, waited, |slice| self.native.wait(slice)).map(Receipt::from)
+        wait::concluded(py, waited, |left| self.native.wait(left)).map(Receipt::from)
     }
 
     /// The worker it belongs to.

@@ -116,7 +116,7 @@ impl Worker {
         };
         let options = ConnectOptions { require, timeout: wait::seconds(py, "connect", timeout)? };
         let worker = slf.get().native.clone();
-        let native = wait::apart(py, move || worker.connect(&to, &options), drop)?;
+        let native = wait::apart(py, move || worker.connect(&to, &options))?;
         Ok(Endpoint::new(native, slf.clone().unbind()))
     }
 
@@ -128,7 +128,7 @@ impl Worker {
         let py = slf.py();
         let worker = slf.get();
         let limit = wait::seconds(py, "accept", timeout)?.unwrap_or(worker.native_timeout());
-        let native = wait::sliced(py, limit, |slice| worker.native.accept(slice))?;
+        let native = wait::bounded(py, limit, |left| worker.native.accept(left))?;
         Ok(Endpoint::new(native, slf.clone().unbind()))
     }
 
@@ -143,7 +143,7 @@ impl Worker {
         let py = slf.py();
         let waited = wait::seconds(py, "accept", Some(waited))?.unwrap_or_default();
         let worker = slf.get();
-        let native = wait::concluded(py, waited, |slice| worker.native.accept(slice))?;
+        let native = wait::concluded(py, waited, |left| worker.native.accept(left))?;
         Ok(Endpoint::new(native, slf.clone().unbind()))
     }
 

@@ -10,8 +10,9 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Result, interrupt};
 use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::time::TimeSpec;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
@@ -30,6 +31,8 @@ pub(super) struct Connection {
     /// What was read and is not a whole frame yet. Only whoever set `Calls::reading` locks it.
     input: Mutex<Vec<u8>>,
     calls: Mutex<Calls>,
+    /// Wakes the reading call when its wait is interrupted.
+    interrupted: Arc<EventFd>,
 }
 
 #[derive(Debug, Default)]
@@ -54,9 +57,14 @@ struct Open {
 }
 
 impl Connection {
-    pub(super) fn new(stream: TcpStream, address: String) -> Connection {
+    /// # Errors
+    /// `Io`: no descriptor.
+    pub(super) fn new(stream: TcpStream, address: String) -> Result<Connection> {
+        let interrupted = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+            .map_err(|e| Error::io("store", "eventfd", &e.into()).with_peer(&address))?;
         let (writing, input) = (Mutex::new(Vec::new()), Mutex::new(Vec::new()));
-        Connection { stream, address, writing, input, calls: Mutex::new(Calls::default()) }
+        let calls = Mutex::new(Calls::default());
+        Ok(Connection { stream, address, writing, input, calls, interrupted: Arc::new(interrupted) })
     }
 
     /// Whether calls can still be made: also notices what happened while nobody was reading.
@@ -136,22 +144,44 @@ impl Connection {
         Ok(())
     }
 
-    /// Waits for the socket; `false`: the deadline has come.
+    /// Waits for the socket; `false`: the deadline has passed, or the wait was interrupted.
     fn ready(&self, what: PollFlags, deadline: Instant) -> bool {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            let mut fds = [PollFd::new(self.stream.as_fd(), what)];
+            let interrupted = PollFd::new(self.interrupted.as_fd(), PollFlags::POLLIN);
+            let mut fds = [PollFd::new(self.stream.as_fd(), what), interrupted];
+            if interrupt::raised() {
+                return false;
+            }
             match ppoll(&mut fds, Some(TimeSpec::from_duration(left)), None) {
                 Ok(0) if left.is_zero() => return false,
                 // Errors of the socket come out of the next read or write.
                 Ok(0) | Err(nix::Error::EINTR) => {}
+                Ok(_) if fds[0].any() == Some(false) => {
+                    // Reading it resets it; it may be left of an earlier wait.
+                    let _ = self.interrupted.read();
+                }
                 Ok(_) | Err(_) => return true,
             }
         }
     }
 
+    /// Wakes the call `id`, whether it reads or sleeps, when its wait is interrupted.
+    fn waker(&self, id: u64) -> impl Fn() + Send + Sync + 'static {
+        let wake = self.calls.lock().open.get(&id).map(|open| Arc::clone(&open.wake));
+        let interrupted = Arc::clone(&self.interrupted);
+        move || {
+            if let Some(wake) = &wake {
+                wake.notify_all();
+            }
+            // The count is far from full.
+            let _ = interrupted.write(1);
+        }
+    }
+
     /// The next frame of a call; `None` past the deadline.
     fn next(&self, id: u64, operation: &str, deadline: Instant) -> Result<Option<Vec<u8>>> {
+        let _sleeping = interrupt::sleeping(|| self.waker(id));
         let mut calls = self.calls.lock();
         let outcome = loop {
             let broken = calls.broken.is_some();
@@ -170,7 +200,7 @@ impl Connection {
                 break Err(self.unreachable(operation, &calls));
             }
             if reading {
-                if Instant::now() >= deadline {
+                if interrupt::raised() || Instant::now() >= deadline {
                     break Ok(None);
                 }
                 open.asleep = true;
@@ -185,7 +215,9 @@ impl Connection {
             let heard = MutexGuard::unlocked(&mut calls, || self.read(deadline));
             calls.reading = false;
             match heard {
-                Ok(frames) if frames.is_empty() && Instant::now() >= deadline => break Ok(None),
+                Ok(frames) if frames.is_empty() && (interrupt::raised() || Instant::now() >= deadline) => {
+                    break Ok(None);
+                }
                 Ok(frames) => self.deliver(&mut calls, frames),
                 Err(why) => self.break_off(&mut calls, &why),
             }

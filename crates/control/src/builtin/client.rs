@@ -44,7 +44,7 @@ pub(crate) fn connect(place: &str, settings: &Settings, deadline: Instant) -> Re
         pause = (pause * 2).min(PAUSE_MAX);
     };
     let shared = Shared { place, secret, connection: Mutex::new(None), keeper: Arc::new(Keeper::default()) };
-    *shared.connection.lock() = Some(shared.adopt(stream));
+    *shared.connection.lock() = Some(shared.adopt(stream)?);
     Ok(Arc::new(Client(Arc::new(shared))))
 }
 
@@ -63,8 +63,8 @@ impl fmt::Debug for Shared {
 }
 
 impl Shared {
-    fn adopt(&self, stream: TcpStream) -> Arc<Connection> {
-        Arc::new(Connection::new(stream, self.place.address()))
+    fn adopt(&self, stream: TcpStream) -> Result<Arc<Connection>> {
+        Connection::new(stream, self.place.address()).map(Arc::new)
     }
 
     /// The connection, made anew if it has ended.
@@ -78,7 +78,7 @@ impl Shared {
         }
         *connection = None;
         let stream = dial(&self.place, &self.secret, operation, deadline)?;
-        let new = self.adopt(stream);
+        let new = self.adopt(stream)?;
         *connection = Some(Arc::clone(&new));
         Ok(new)
     }

@@ -118,7 +118,7 @@ pub(super) fn enter(entering: Entering, deadline: Instant) -> Result<(Arc<Shared
         store: Mutex::new(Some(store)),
         own: Mutex::new(Own { lease: Some(lease), row, told: BTreeMap::new(), meetings: HashMap::new() }),
         roster: Mutex::new(roster),
-        changed: Condvar::new(),
+        changed: Arc::new(Condvar::new()),
         control: Mutex::new(None),
     });
     let stop = Arc::new(Stop::default());

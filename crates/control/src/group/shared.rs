@@ -2,7 +2,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Result, interrupt};
 use parking_lot::{Condvar, Mutex};
 
 use super::keys::{Keys, check_key};
@@ -40,7 +40,7 @@ pub(super) struct Shared {
     pub(super) own: Mutex<Own>,
     pub(super) roster: Mutex<Roster>,
     /// The roster changed, or the group was left.
-    pub(super) changed: Condvar,
+    pub(super) changed: Arc<Condvar>,
     pub(super) control: Mutex<Option<Error>>,
 }
 
@@ -159,10 +159,19 @@ impl Shared {
         self.roster.lock().state(rank)
     }
 
+    /// Wakes every caller that waits for a change, so that an interrupted one ends its wait.
+    pub(super) fn waker(&self) -> impl Fn() + Send + Sync + 'static {
+        let changed = Arc::clone(&self.changed);
+        move || {
+            changed.notify_all();
+        }
+    }
+
     pub(super) fn wait_change(&self, after: u64, deadline: Instant) -> u64 {
+        let _sleeping = interrupt::sleeping(|| self.waker());
         let mut roster = self.roster.lock();
         while roster.changes() <= after && self.store.lock().is_some() {
-            if self.changed.wait_until(&mut roster, deadline).timed_out() {
+            if interrupt::raised() || self.changed.wait_until(&mut roster, deadline).timed_out() {
                 break;
             }
         }

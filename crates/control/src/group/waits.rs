@@ -1,6 +1,6 @@
 use std::time::{Duration, Instant};
 
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Result, interrupt};
 
 use super::keys::{EPOCH, check_key};
 use super::shared::{STEP, Shared};
@@ -108,6 +108,7 @@ impl Shared {
         check: impl Fn(&Roster) -> Result<()>,
         known: impl Fn(&Roster, u32) -> Option<u64>,
     ) -> Result<Vec<u64>> {
+        let _sleeping = interrupt::sleeping(|| self.waker());
         let mut roster = self.roster.lock();
         loop {
             self.store(purpose.operation)?;
@@ -116,7 +117,7 @@ impl Shared {
             if there.len() == ranks.len() {
                 return Ok(there);
             }
-            if self.changed.wait_until(&mut roster, deadline).timed_out() {
+            if interrupt::raised() || self.changed.wait_until(&mut roster, deadline).timed_out() {
                 let missing: Vec<u32> = ranks.iter().copied().filter(|rank| known(&roster, *rank).is_none()).collect();
                 return Err(late(purpose, &roster, &missing));
             }
@@ -188,7 +189,7 @@ impl Shared {
             match store.wait(&keys, deadline.min(Instant::now() + look)) {
                 Ok(entries) => return Ok(Some(entries)),
                 Err(error) if error.kind == ErrorKind::Timeout => {
-                    if Instant::now() >= deadline {
+                    if Instant::now() >= deadline || interrupt::raised() {
                         let missing = missing_of(&keys, &ranks, &error);
                         return Err(late(purpose, &self.roster.lock(), &missing));
                     }

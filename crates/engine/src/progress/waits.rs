@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use crossrail_types::interrupt;
 use parking_lot::MutexGuard;
 
 use super::{NAP_MAX, Progress};
@@ -61,6 +62,17 @@ impl Progress {
         let found = self.wait_until(timeout, ready);
         self.core.lock().wake_ups().stop_observing();
         found
+    }
+
+    /// Wakes every waiting caller, so that an interrupted one ends its wait.
+    fn waker(&self) -> impl Fn() + Send + Sync + 'static {
+        let me = self.me.clone();
+        move || {
+            if let Some(progress) = me.upgrade() {
+                progress.done.notify_all();
+                progress.groups[0].wake_always();
+            }
+        }
     }
 
     /// A caller stops making progress.
@@ -138,7 +150,7 @@ impl<'a> Wait<'a> {
         progress.after(core);
         let now = Instant::now();
         let deadline = *self.deadline.get_or_insert(now + self.timeout);
-        if now >= deadline {
+        if now >= deadline || interrupt::raised() {
             progress.leave(progress.core.lock());
             return Look::Expired;
         }
@@ -198,7 +210,8 @@ impl<'a> Wait<'a> {
         let left = deadline.saturating_duration_since(Instant::now()).min(NAP_MAX);
         let nap = core.next_timer().map_or(left, |at| at.saturating_duration_since(Instant::now()).min(left));
         progress.after(core);
-        if idle {
+        let _sleeping = interrupt::sleeping(|| progress.waker());
+        if idle && !interrupt::raised() {
             progress.poll_sockets(Some(nap));
         } else {
             group.awake();
@@ -211,6 +224,7 @@ impl<'a> Wait<'a> {
     /// Leaves progress to the background thread until something finishes.
     fn sleep<T>(&mut self, deadline: Instant, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
         let progress = self.progress;
+        let _sleeping = interrupt::sleeping(|| progress.waker());
         let mut core = progress.core.lock();
         core.wake_ups().sleep();
         progress.hand_over();
@@ -218,7 +232,8 @@ impl<'a> Wait<'a> {
             if let Some(found) = ready(&mut core) {
                 break Look::Found(found);
             }
-            if core.is_closed() || progress.done.wait_until(&mut core, deadline).timed_out() {
+            let over = core.is_closed() || interrupt::raised();
+            if over || progress.done.wait_until(&mut core, deadline).timed_out() {
                 break match ready(&mut core) {
                     Some(found) => Look::Found(found),
                     None => Look::Expired,
