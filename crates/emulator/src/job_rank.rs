@@ -138,12 +138,7 @@ impl<M: GpuMemory> ByRank<M> {
         let out_stride = hidden * 2 + 16 * numbers.below(2) as usize;
         let out = gpus.memory("out", tokens * out_stride);
         let out_weights = gpus.memory("out_weights", tokens * topk * 4);
-        let mut biases = [0; 2];
-        for (address, bias) in biases.iter_mut().zip(&self.biases[rank]) {
-            let memory = gpus.memory_of("bias", bias);
-            *address = memory.address();
-            kept.push(memory);
-        }
+        let bias = biases_of(gpus, &self.biases[rank], &mut kept);
         // Noting times changes nothing.
         let marks = gpus.memory("marks", MOST_BLOCKS * EP_MARKS as usize * 8);
         let marks_address = if numbers.once_in(3) { marks.address() } else { 0 };
@@ -174,7 +169,7 @@ impl<M: GpuMemory> ByRank<M> {
             y_stride: hidden as u64 * 2,
             y_weights: if_weighted(&y_weights),
             out_weights: if_weighted(&out_weights),
-            bias: biases,
+            bias,
             out: out.address(),
             out_stride: out_stride as u64,
             marks: marks_address,
@@ -301,6 +296,17 @@ impl<M: GpuMemory> ByRank<M> {
         }
         Ok(())
     }
+}
+
+/// Addresses of up to two biases, 0 for none; their memory is kept.
+fn biases_of<G: Gpus>(gpus: &mut G, biases: &[Vec<u16>], kept: &mut Vec<G::Memory>) -> [u64; 2] {
+    let mut addresses = [0; 2];
+    for (address, bias) in addresses.iter_mut().zip(biases) {
+        let memory = gpus.memory_of("bias", bias);
+        *address = memory.address();
+        kept.push(memory);
+    }
+    addresses
 }
 
 /// What a rank's host says to the others.

@@ -329,19 +329,7 @@ impl Sessions {
         let rails = self.rails_to(&session.peer);
         let peer = session.peer.name.clone();
         if rails.is_empty() {
-            let list = |names: Vec<&str>| if names.is_empty() { "none".to_owned() } else { names.join(" ") };
-            let mine = self.environment.rails()?;
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "connect",
-                format!(
-                    "no rail: our devices are {}, the peer offers {}",
-                    list(mine.iter().map(|device| device.name.as_str()).collect()),
-                    list(session.peer.devices.iter().map(|device| device.name.as_str()).collect()),
-                ),
-            )
-            .with_peer(peer)
-            .with_hint("a peer offers more than loopback once it listens beyond it or names CROSSRAIL_NET_DEVICES"));
+            return Err(self.no_rail(&session.peer)?);
         }
         let channels = self.environment.settings().channels as u16;
         let mut names = vec![LaneName { rail: 0, channel: MESSAGE_CHANNEL, purpose: LanePurpose::Message }];
@@ -407,6 +395,19 @@ impl Sessions {
             self.redialer.lost(self, LostRail { endpoint, rail: name.rail, channel: name.channel });
         }
         Ok(endpoint)
+    }
+
+    /// The error of a connection for which no device of ours reaches one of the peer's.
+    fn no_rail(&self, peer: &Hello) -> Result<Error> {
+        let list = |names: Vec<&str>| if names.is_empty() { "none".to_owned() } else { names.join(" ") };
+        let mine = self.environment.rails()?;
+        let detail = format!(
+            "no rail: our devices are {}, the peer offers {}",
+            list(mine.iter().map(|device| device.name.as_str()).collect()),
+            list(peer.devices.iter().map(|device| device.name.as_str()).collect()),
+        );
+        let hint = "a peer offers more than loopback once it listens beyond it or names CROSSRAIL_NET_DEVICES";
+        Ok(Error::new(ErrorKind::Unsupported, "connect", detail).with_peer(&peer.name).with_hint(hint))
     }
 
     fn explained(&self, peer: &Hello, rails: &[RailPair], reasons: &[Option<String>], no_shm: &str) -> Vec<Candidate> {
