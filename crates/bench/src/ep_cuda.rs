@@ -17,7 +17,7 @@ use crossrail_ep_cuda::{
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::ep::EpMode;
-use crate::ep_memory::{Memory, most_rows, scale_columns, usage};
+use crate::ep_memory::{DeviceEpWork, Tensors, most_rows, scale_columns, usage};
 use crate::session::Observer;
 
 /// How often the observer is told.
@@ -49,23 +49,6 @@ pub struct DeviceEpPlan {
     pub warmup: usize,
 }
 
-/// What this rank moves in every iteration, in host memory.
-#[derive(Clone, Copy, Debug)]
-pub struct DeviceEpWork<'a> {
-    /// What dispatch delivers.
-    pub layout: Layout,
-    /// Whether rows are given as fp8 with scales already, or the dispatch casts them.
-    pub cast_before: bool,
-    /// bf16 `[tokens, hidden]`.
-    pub x: &'a [u8],
-    /// i64 `[tokens, topk]`.
-    pub topk_idx: &'a [u8],
-    /// f32 `[tokens, topk]`.
-    pub topk_weights: &'a [u8],
-    /// Some rows, bf16 `[n, hidden]`, that the experts' outputs consist of, again and again: row i is row i mod n.
-    pub outputs: &'a [u8],
-}
-
 /// This rank's raw samples.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DeviceEpSamples {
@@ -88,7 +71,7 @@ pub struct DeviceEp {
     began: Event,
     ended: Event,
     input: EpDispatchArgs,
-    memory: Memory,
+    memory: Tensors,
     /// The regions of results, and of meetings; rank layout only.
     regions: Option<[RegionLease; 2]>,
     handle: Option<DeviceHandle>,
@@ -119,7 +102,7 @@ impl DeviceEp {
         let gpu = Gpu::primary(&cuda.device(options.ordinal)?)?;
         let limit = config.timeout.saturating_mul(2) + context.settings().timeout;
         let stream = Stream::new(&gpu)?;
-        let (input, memory) = Memory::new(&stream, limit, &config, work)?;
+        let (input, memory) = Tensors::new(&stream, limit, &config, work)?;
         let ranks: Vec<u32> = (0..config.ranks).collect();
         let buffer = DeviceBuffer::new(group, context, name, config, options)?;
         buffer.connect(&ranks, true, None)?;

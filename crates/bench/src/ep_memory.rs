@@ -9,13 +9,28 @@ use crossrail_ep_cuda::{EpCommon, EpDispatchArgs};
 use crossrail_ep_host::rows::Kernels;
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::ep_cuda::DeviceEpWork;
-
 /// More than a GPU's cache has. Filling it takes longer than the host takes to put an iteration in.
 const FLUSH: usize = 256 << 20;
 
+/// What this rank moves in every iteration, in host memory.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceEpWork<'a> {
+    /// What dispatch delivers.
+    pub layout: Layout,
+    /// Whether rows are given as fp8 with scales already, or the dispatch casts them.
+    pub cast_before: bool,
+    /// bf16 `[tokens, hidden]`.
+    pub x: &'a [u8],
+    /// i64 `[tokens, topk]`.
+    pub topk_idx: &'a [u8],
+    /// f32 `[tokens, topk]`.
+    pub topk_weights: &'a [u8],
+    /// Some rows, bf16 `[n, hidden]`, that the experts' outputs consist of, again and again: row i is row i mod n.
+    pub outputs: &'a [u8],
+}
+
 /// Everything on the GPU. What the layout has no use for is empty.
-pub(crate) struct Memory {
+pub(crate) struct Tensors {
     _input: [DeviceMemory; 4],
     pub(crate) y: DeviceMemory,
     pub(crate) sums: DeviceMemory,
@@ -29,13 +44,13 @@ pub(crate) struct Memory {
     pub(crate) flush: DeviceMemory,
 }
 
-impl Memory {
+impl Tensors {
     pub(crate) fn new(
         stream: &Stream,
         limit: Duration,
         config: &Config,
         work: &DeviceEpWork<'_>,
-    ) -> Result<(EpDispatchArgs, Memory)> {
+    ) -> Result<(EpDispatchArgs, Tensors)> {
         let (gpu, row, topk) = (stream.context(), 2 * config.hidden, config.topk);
         let tokens = work.x.len() / row;
         let fits = work.x.len() == tokens * row
@@ -74,7 +89,7 @@ impl Memory {
         let ranges = if is_expert { local * ranks * 8 } else { (ranks + 1) * 8 };
         let outputs = if is_expert { results } else { most_rows(config) };
         let exactly = |bytes: usize| DeviceMemory::new(gpu, bytes);
-        let memory = Memory {
+        let memory = Tensors {
             _input: input,
             y: empty(outputs * row)?,
             sums: empty(tokens * row)?,
