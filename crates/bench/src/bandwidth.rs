@@ -1,3 +1,5 @@
+//! Windows of messages one way, as osu_bw counts them.
+
 use std::time::Instant;
 
 use crossrail_types::{Error, ErrorKind, Result};

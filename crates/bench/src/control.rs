@@ -1,4 +1,4 @@
-//! The steps of a buffer's life on the control plane, each after a barrier of all ranks.
+//! The steps of a buffer's life cycle on the control plane, each after a barrier of all ranks.
 
 use std::time::{Duration, Instant};
 
@@ -10,26 +10,26 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::session::Observer;
 
-/// Of the buffers, which belong together by it.
+/// Name of the buffers.
 const NAME: &str = "bench-control";
 
-/// One step; a sequence of them makes a round.
+/// One step; a round is a sequence of steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// The constructor: memory, worker, what others need to connect.
+    /// The constructor: memory, worker, announcement.
     Init,
-    /// All ranks connect with each other: addresses exchanged, peers mapped, everybody unmasked.
+    /// All ranks connect to each other: exchange addresses, map peers, unmask.
     Connect,
-    /// All connections end; the buffer stays.
+    /// All connections are closed; the buffer stays.
     Disconnect,
-    /// As `Connect`, with buffers that were connected before.
+    /// `Connect` of buffers that were connected before.
     Reconnect,
-    /// The buffer's end, connections and memory with it.
+    /// The buffer is destroyed, with its connections and memory.
     Destroy,
 }
 
 impl Step {
-    /// Every step, in the order of a whole cycle.
+    /// All steps of a cycle, in order.
     pub const CYCLE: [Step; 5] = [Step::Init, Step::Connect, Step::Disconnect, Step::Reconnect, Step::Destroy];
 
     /// Its name in reports.
@@ -43,7 +43,7 @@ impl Step {
         }
     }
 
-    /// The shortest round that has this step.
+    /// The shortest round that contains this step.
     pub fn round(self) -> &'static [Step] {
         match self {
             Step::Init => &[Step::Init, Step::Destroy],
@@ -54,29 +54,29 @@ impl Step {
     }
 }
 
-/// What is to be measured; the same on every rank.
+/// What to measure; equal on every rank.
 #[derive(Clone, Debug)]
 pub struct ControlPlan {
-    /// The buffers' parameters. Its ranks are 0 to `ranks - 1`, all of which take part.
+    /// The buffers' parameters. Ranks 0 to `ranks - 1` all take part.
     pub config: Config,
-    /// The step that is wanted; `None`: the whole cycle.
+    /// The step to report; `None` for the whole cycle.
     pub only: Option<Step>,
-    /// How often.
+    /// Number of timed rounds.
     pub rounds: usize,
-    /// How often before that, without being timed: whatever a process does once only is done then.
+    /// Number of untimed rounds before those, which absorb what a process does only once.
     pub warmup: usize,
     /// This rank's GPU, for buffers in GPU memory.
     pub device: Option<DeviceOptions>,
 }
 
-/// What one step took at this rank, in microseconds, one figure for each round.
+/// Samples of one step at this rank, in microseconds, one per round.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepSamples {
     /// The step.
     pub step: Step,
-    /// All of it.
+    /// Duration of the whole step.
     pub us: Vec<f64>,
-    /// Its parts in their order, of buffers in GPU memory; some run beside each other.
+    /// Its parts in order, for buffers in GPU memory; some run concurrently.
     pub parts: Vec<(&'static str, Vec<f64>)>,
 }
 
@@ -89,14 +89,14 @@ impl StepSamples {
     }
 }
 
-/// Measures the steps on this rank of `group`; all its ranks call it alike.
+/// Measures the steps on this rank of `group`; every rank calls it with the same plan.
 ///
-/// A barrier comes before each step, outside of its time. After a connect, outside of its time too, all ranks exchange a
-/// word over their new connections (those of GPU memory meet at the store), so that what was timed is known to work.
+/// A barrier precedes each step, outside of its time. After a connect, also outside of its time, all ranks synchronise over
+/// the new connections (buffers in GPU memory through the store), so that what was timed is known to work.
 ///
 /// # Errors
-/// Those of [`ExpertBuffer`] and [`Group::barrier`]; `Protocol` when a step left other ranks connected than it should have; the
-/// observer's.
+/// Those of [`ExpertBuffer`] and [`Group::barrier`]; `Protocol` when the wrong ranks are connected after a step; errors of the
+/// observer.
 pub fn control(
     group: &Group,
     context: &Context,
@@ -198,12 +198,12 @@ impl Cycle<'_> {
                 let others: Vec<u32> = self.ranks.iter().copied().filter(|rank| *rank != me).collect();
                 self.buffer()?.disconnect(&others)
             }
-            // Dropped here: giving the memory back is part of it.
+            // Dropped here: freeing the memory is part of the step.
             Step::Destroy => self.buffer.take().map_or(Ok(()), |buffer| buffer.destroy()),
         }
     }
 
-    /// What the step that was just done consists of.
+    /// The parts of the step that was just measured.
     fn parts(&self, step: Step) -> Vec<(&'static str, Duration)> {
         match (&self.buffer, step) {
             (Some(Buffer::Device(buffer)), Step::Init) => buffer.setup_timings().construct,
@@ -212,7 +212,7 @@ impl Cycle<'_> {
         }
     }
 
-    /// Whether the step did what it is timed for.
+    /// Checks that the step did what it was timed for.
     fn check(&self, step: Step) -> Result<()> {
         let Some(buffer) = &self.buffer else { return Ok(()) };
         let joined = matches!(step, Step::Connect | Step::Reconnect);
@@ -226,6 +226,8 @@ impl Cycle<'_> {
     }
 
     fn buffer(&self) -> Result<&Buffer> {
-        self.buffer.as_ref().ok_or_else(|| Error::new(ErrorKind::Usage, "bench control", "no buffer before init"))
+        self.buffer
+            .as_ref()
+            .ok_or_else(|| Error::new(ErrorKind::Usage, "bench control", "there is no buffer before init"))
     }
 }

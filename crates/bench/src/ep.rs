@@ -1,4 +1,4 @@
-//! Dispatch and combine, timed at one rank; all ranks of the buffer run the same.
+//! Dispatch and combine in host memory, timed at one rank; every rank of the buffer makes the same calls.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -12,68 +12,66 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::session::Observer;
 
-/// How often the observer is told.
-const TELL: Duration = Duration::from_millis(100);
+/// Interval of progress reports.
+const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What one sample is the time of.
+/// What one sample times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EpMode {
     /// A dispatch.
     Dispatch,
     /// A combine.
     Combine,
-    /// A dispatch and the combine that answers it, one right after the other.
+    /// A dispatch and its combine, without a pause in between.
     EndToEnd,
 }
 
-/// What is to be measured; the same on every rank.
+/// What to measure; equal on every rank.
 #[derive(Clone, Copy, Debug)]
 pub struct EpPlan {
-    /// What a sample is the time of.
+    /// What one sample times.
     pub mode: EpMode,
-    /// What dispatch delivers.
+    /// The layout of the dispatch.
     pub layout: Layout,
-    /// Whether dispatches repeat the routing of the first, which is then not exchanged again.
+    /// Whether dispatches reuse the routing of the first, so that no metadata is exchanged.
     pub cached: bool,
     /// Timed iterations.
     pub iters: usize,
-    /// Iterations before those.
+    /// Untimed iterations before those.
     pub warmup: usize,
 }
 
-/// What every iteration moves.
+/// The data of every iteration.
 pub struct EpWork {
     /// This rank's tokens.
     pub input: Input,
-    /// What its experts answer, laid out as dispatch delivers these tokens.
+    /// The outputs of its experts, in the layout of the dispatch.
     pub y: Tensor,
 }
 
-/// Raw samples of this rank, one of each for every timed iteration, in microseconds. Nothing is subtracted.
+/// Raw samples of this rank in microseconds, one of each kind per timed iteration. Nothing is subtracted.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct EpSamples {
-    /// From the call to the end.
+    /// From the call until the operation is finished.
     pub total_us: Vec<f64>,
-    /// Of that: turning bf16 into fp8.
+    /// Part of it: casting bf16 to fp8.
     pub cast_us: Vec<f64>,
-    /// Of that: copying rows.
+    /// Part of it: copying rows.
     pub copy_us: Vec<f64>,
-    /// Of that: summing rows.
+    /// Part of it: summing rows.
     pub sum_us: Vec<f64>,
-    /// Of that: waiting for other ranks.
+    /// Part of it: waiting for other ranks.
     pub wait_us: Vec<f64>,
-    /// What all timed iterations moved together.
+    /// Bytes moved by all timed iterations together.
     pub bytes: Bytes,
 }
 
-/// Measures at this rank of `buffer`; all its ranks call it alike. `context` gives the memory of the sums.
+/// Measures at this rank of `buffer`; every rank calls it with the same plan. `context` allocates the memory of the sums.
 ///
-/// A barrier of all ranks comes before each iteration, outside of its time. The memory that operations read and write
-/// is the same in all iterations.
+/// A barrier of all ranks precedes each iteration, outside of its time. All iterations read and write the same memory.
 ///
 /// # Errors
-/// Those of dispatch and combine; `PeerDead` when a rank was lost, as the others went on with less to do; the
-/// observer's.
+/// Errors of dispatch, combine and the observer; `PeerDead` when a rank was lost, since the others then had less to do.
 pub fn expert_parallel(
     buffer: &ExpertBuffer,
     context: &Context,
@@ -89,21 +87,22 @@ pub fn expert_parallel(
     let bench = Bench { buffer, work, plan, out, bytes: 2 * tokens * hidden, handle: first.handle };
     let total = plan.warmup + plan.iters;
     let mut samples = EpSamples::with_capacity(plan.iters);
-    let mut told = Instant::now();
+    let mut reported = Instant::now();
     for done in 0..total {
-        if told.elapsed() >= TELL {
-            told = Instant::now();
+        if reported.elapsed() >= REPORT_INTERVAL {
+            reported = Instant::now();
             observer.tick(done as u64, total as u64)?;
         }
         buffer.sync()?.finish()?;
         let began = Instant::now();
         let (timing, bytes) = bench.once()?;
-        let took = began.elapsed();
+        let elapsed = began.elapsed();
         if done >= plan.warmup {
-            samples.add(took, timing, bytes);
+            samples.add(elapsed, timing, bytes);
         }
         if let Some(fault) = buffer.faults().get(lost) {
-            let error = Error::new(ErrorKind::PeerDead, "bench ep", format!("{fault}; the figures would not compare"));
+            let error =
+                Error::new(ErrorKind::PeerDead, "bench ep", format!("{fault}; the samples would not be comparable"));
             return Err(error);
         }
     }
@@ -115,7 +114,7 @@ struct Bench<'a> {
     work: &'a EpWork,
     plan: EpPlan,
     out: Memory,
-    /// Bytes of the sums.
+    /// Size of the sums in bytes.
     bytes: usize,
     /// The routing of the first dispatch.
     handle: Handle,
@@ -136,12 +135,12 @@ impl Bench<'_> {
 
     fn dispatch(&self) -> Result<(Handle, Timing, Bytes)> {
         let cached = self.plan.cached.then(|| self.handle.clone());
-        let came = self.buffer.dispatch(self.work.input.clone(), options(self.plan.layout, cached))?.finish()?;
-        Ok((came.handle, came.timing, came.bytes))
+        let dispatched = self.buffer.dispatch(self.work.input.clone(), options(self.plan.layout, cached))?.finish()?;
+        Ok((dispatched.handle, dispatched.timing, dispatched.bytes))
     }
 
     fn combine(&self, handle: &Handle) -> Result<(Timing, Bytes)> {
-        // SAFETY: valid as long as the memory, which the keeper is; nobody else touches it while the combine runs.
+        // SAFETY: valid as long as the memory, which goes along; nothing else accesses it while the combine runs.
         let out = unsafe { TensorMut::raw(self.out.ptr(), self.bytes, Some(Arc::new(self.out.clone()))) };
         let options = CombineOptions { out: Some(out), ..CombineOptions::default() };
         let combined = self.buffer.combine(self.work.y.clone(), handle, options)?.finish()?;
@@ -180,8 +179,8 @@ impl EpSamples {
         }
     }
 
-    fn add(&mut self, took: Duration, timing: Timing, bytes: Bytes) {
-        self.total_us.push(took.as_secs_f64() * 1e6);
+    fn add(&mut self, elapsed: Duration, timing: Timing, bytes: Bytes) {
+        self.total_us.push(elapsed.as_secs_f64() * 1e6);
         self.cast_us.push(timing.cast_us);
         self.copy_us.push(timing.copy_us);
         self.sum_us.push(timing.sum_us);

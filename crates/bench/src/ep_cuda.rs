@@ -1,7 +1,7 @@
-//! Dispatch and combine in GPU memory, timed at one rank; all ranks of the buffer run the same.
+//! Dispatch and combine in GPU memory, timed at one rank; every rank of the buffer makes the same calls.
 //!
-//! Before each iteration the GPU's cache is filled with something else, and all ranks meet on the GPU, by a dispatch of no
-//! tokens: so ranks begin within a few microseconds of each other, and no host stands between.
+//! Before each iteration the GPU's cache is flushed, and the GPUs synchronise by a dispatch without tokens: ranks begin
+//! within a few microseconds of each other, and no host is involved.
 #![allow(unsafe_code)]
 
 use std::time::{Duration, Instant};
@@ -20,32 +20,32 @@ use crate::ep::EpMode;
 use crate::ep_memory::{DeviceEpWork, Tensors, most_rows, scale_columns, usage};
 use crate::session::Observer;
 
-/// How often the observer is told.
-const TELL: Duration = Duration::from_millis(100);
-/// What outputs are filled with before they are verified.
+/// Interval of progress reports.
+const REPORT_INTERVAL: Duration = Duration::from_millis(100);
+/// Value of every byte of the outputs before a verified operation.
 const POISON: u8 = 0xA5;
 
-/// Who tells the time.
+/// The clock of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Clock {
-    /// The GPU, by events around the operation, which the host has put in before its turn comes.
+    /// The GPU's: events around the operation, which the host enqueues before the GPU reaches it.
     Gpu,
-    /// The host: from the call until it knows that all is done, and how many rows came.
+    /// The host's: from the call until the operation is complete and the number of rows received is known.
     Host,
 }
 
-/// What is to be measured; the same on every rank.
+/// What to measure; equal on every rank.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceEpPlan {
-    /// What a sample is the time of.
+    /// What one sample times.
     pub mode: EpMode,
-    /// Who tells the time.
+    /// The clock of a measurement.
     pub clock: Clock,
-    /// Rank layout: whether dispatches repeat the routing of the first, which is then not worked out again.
+    /// Rank layout: whether dispatches reuse the routing of the first.
     pub cached: bool,
     /// Timed iterations.
     pub iters: usize,
-    /// Iterations before those.
+    /// Untimed iterations before those.
     pub warmup: usize,
 }
 
@@ -54,14 +54,14 @@ pub struct DeviceEpPlan {
 pub struct DeviceEpSamples {
     /// Microseconds of each timed iteration.
     pub us: Vec<f64>,
-    /// What one iteration moved.
+    /// Bytes moved by one iteration.
     pub bytes: Bytes,
 }
 
-/// What a dispatch has delivered, by name, as bytes of host memory.
+/// The tensors that a dispatch delivered, by name, copied to host memory.
 pub type Parts = Vec<(&'static str, Vec<u8>)>;
 
-/// A connected buffer with all that its operations read and write, on this rank's GPU.
+/// A connected buffer with the tensors of its operations, on this rank's GPU.
 pub struct DeviceEp {
     buffer: DeviceBuffer,
     layout: Layout,
@@ -72,25 +72,24 @@ pub struct DeviceEp {
     ended: Event,
     input: EpDispatchArgs,
     memory: Tensors,
-    /// The regions of results, and of meetings; rank layout only.
+    /// Rank layout: the regions of results, and of the dispatch that synchronises the ranks.
     regions: Option<[RegionLease; 2]>,
     handle: Option<DeviceHandle>,
 }
 
 impl Drop for DeviceEp {
     fn drop(&mut self) {
-        // The memory goes with this; nothing may be at work in it. A context that is lost carries nothing out.
+        // The memory is freed with this, so no kernel may be using it. In a lost context none is.
         let _ = self.stream.wait(self.limit);
         let _ = self.buffer.destroy();
     }
 }
 
 impl DeviceEp {
-    /// A buffer of that name between all ranks of `config`, which call this alike, connected.
+    /// Creates and connects a buffer of this name between all ranks of `config`, which make the same call.
     ///
     /// # Errors
-    /// Those of [`DeviceBuffer`]; `Usage` for work that does not fit `config`; `Exhausted` when GPU memory does not
-    /// suffice.
+    /// Errors of [`DeviceBuffer`]; `Usage` for tensors that do not fit `config`; `Exhausted` without enough GPU memory.
     pub fn new(
         (group, context): (&Group, &Context),
         name: &str,
@@ -120,12 +119,12 @@ impl DeviceEp {
         &self.buffer
     }
 
-    /// One dispatch into poisoned memory, and what it delivered. Expert layout: `counts`, `ranges`, `source`, `x` (the
-    /// rows that came, expert after expert, without gaps) and `scales` (all of them, as they lie); rank layout: `counts`,
-    /// `offsets`, `x`, `scales`, `topk_idx`, `topk_weights`, of the rows that came. bf16 has no `scales`.
+    /// Runs one dispatch into poisoned memory, and returns what it delivered. Expert layout: `counts`, `ranges`, `source`, `x` (the
+    /// received rows, expert by expert, without gaps) and `scales` (all, in memory order); rank layout: `counts`,
+    /// `offsets`, `x`, `scales`, `topk_idx`, `topk_weights`, of the received rows. bf16 has no `scales`.
     ///
     /// # Errors
-    /// Those of dispatch; `PeerDead` when a rank was lost.
+    /// Errors of dispatch; `PeerDead` when a rank was lost.
     pub fn dispatch(&mut self) -> Result<Parts> {
         let memory = &self.memory;
         for part in [&memory.rows, &memory.scales, &memory.counts, &memory.ranges, &memory.source] {
@@ -137,7 +136,7 @@ impl DeviceEp {
             self.poison(view.rows, rows * self.config().payload.row_bytes(self.config().hidden))?;
             self.poison(view.topk_idx, rows * self.config().topk * 8)?;
         }
-        let enqueued = self.put_dispatch(false)?;
+        let enqueued = self.enqueue_measured_dispatch(false)?;
         self.stream.wait(self.limit)?;
         self.handle = Some(enqueued.handle);
         self.refuse_faults()?;
@@ -147,31 +146,32 @@ impl DeviceEp {
         }
     }
 
-    /// One combine, with the last dispatch's handle, into poisoned memory: the sums, bf16 `[tokens, hidden]`.
+    /// Runs one combine with the last dispatch's handle into poisoned memory, and returns the sums, bf16
+    /// `[tokens, hidden]`.
     ///
     /// # Errors
-    /// Those of combine; `Usage` before the first dispatch; `PeerDead` when a rank was lost.
+    /// Errors of combine; `Usage` before the first dispatch; `PeerDead` when a rank was lost.
     pub fn combine(&mut self) -> Result<Vec<u8>> {
         self.poison(self.memory.sums.address(), self.memory.sums.len())?;
-        self.put_combine(self.last()?)?;
+        self.enqueue_combine(self.last()?)?;
         self.stream.wait(self.limit)?;
         self.refuse_faults()?;
         self.read(self.memory.sums.address(), self.input.common.tokens as usize * 2 * self.config().hidden)
     }
 
-    /// What the last dispatch and its combine move for this rank.
+    /// The bytes that the last dispatch and its combine move for this rank.
     ///
     /// # Errors
-    /// `Usage` before the first dispatch; those of [`DeviceBuffer::traffic`].
+    /// `Usage` before the first dispatch; errors of [`DeviceBuffer::traffic`].
     pub fn traffic(&self) -> Result<Traffic> {
         self.buffer.traffic(self.last()?)
     }
 
-    /// Measures; all ranks call it alike, after a dispatch.
+    /// Measures, after a dispatch; every rank calls it with the same plan.
     ///
     /// # Errors
-    /// Those of dispatch and combine; `PeerDead` when a rank was lost, as the others went on with less to do; the
-    /// observer's.
+    /// Errors of dispatch, combine and the observer; `PeerDead` when a rank was lost, since the others then had less to
+    /// do.
     pub fn measure(&mut self, plan: DeviceEpPlan, observer: &mut dyn Observer) -> Result<DeviceEpSamples> {
         let traffic = self.traffic()?;
         let (sent, returned) = (traffic.dispatch, traffic.combine);
@@ -186,15 +186,15 @@ impl DeviceEp {
         };
         let total = plan.warmup + plan.iters;
         let mut samples = DeviceEpSamples { us: Vec::with_capacity(plan.iters), bytes };
-        let mut told = Instant::now();
+        let mut reported = Instant::now();
         for done in 0..total {
-            if told.elapsed() >= TELL {
-                told = Instant::now();
+            if reported.elapsed() >= REPORT_INTERVAL {
+                reported = Instant::now();
                 observer.tick(done as u64, total as u64)?;
             }
-            let took = self.sample(&plan)?;
+            let elapsed = self.sample(&plan)?;
             if done >= plan.warmup {
-                samples.us.push(took.as_secs_f64() * 1e6);
+                samples.us.push(elapsed.as_secs_f64() * 1e6);
             }
             self.refuse_faults()?;
         }
@@ -205,11 +205,11 @@ impl DeviceEp {
         let flush = &self.memory.flush;
         // SAFETY: the memory is ours and stays until the stream was waited for (`Drop`).
         unsafe { self.stream.fill(flush.address(), POISON, flush.len())? };
-        self.put_meeting()?;
+        self.enqueue_barrier()?;
         match plan.clock {
             Clock::Gpu => {
                 self.began.record(&self.stream)?;
-                let count = self.put(plan, false)?;
+                let count = self.enqueue(plan, false)?;
                 self.ended.record(&self.stream)?;
                 self.stream.wait(self.limit)?;
                 if let Some(count) = count {
@@ -220,47 +220,47 @@ impl DeviceEp {
             Clock::Host => {
                 self.stream.wait(self.limit)?;
                 let began = Instant::now();
-                self.put(plan, true)?;
+                self.enqueue(plan, true)?;
                 self.stream.wait(self.limit)?;
                 Ok(began.elapsed())
             }
         }
     }
 
-    /// Puts an iteration in. With `learn`, the host learns how many rows came before it goes on, as a program must that
-    /// allocates for them.
-    fn put(&mut self, plan: &DeviceEpPlan, learn: bool) -> Result<Option<Counts>> {
+    /// Enqueues an iteration. With `wait_for_count`, the host waits for the number of received rows before it continues, as
+    /// a program does that allocates memory for them.
+    fn enqueue(&mut self, plan: &DeviceEpPlan, wait_for_count: bool) -> Result<Option<Counts>> {
         if plan.mode == EpMode::Combine {
-            self.put_combine(self.last()?)?;
+            self.enqueue_combine(self.last()?)?;
             return Ok(None);
         }
-        let sent = self.put_dispatch(plan.cached)?;
-        if let Some(count) = sent.count.as_ref().filter(|_| learn) {
+        let sent = self.enqueue_measured_dispatch(plan.cached)?;
+        if let Some(count) = sent.count.as_ref().filter(|_| wait_for_count) {
             count.wait(self.limit)?;
         }
         if plan.mode == EpMode::EndToEnd {
-            self.put_combine(&sent.handle)?;
+            self.enqueue_combine(&sent.handle)?;
         }
         self.handle = Some(sent.handle);
         Ok(sent.count)
     }
 
-    fn put_dispatch(&self, cached: bool) -> Result<Enqueued> {
+    fn enqueue_measured_dispatch(&self, cached: bool) -> Result<Enqueued> {
         let memory = &self.memory;
         let cached = if cached { Some(self.last()?) } else { None };
         let args = self.dispatch_args(&memory.counts, &memory.ranges, memory.source.address());
         self.enqueue_dispatch(&args, 0, cached)
     }
 
-    /// Lets all ranks meet on the GPU.
-    fn put_meeting(&self) -> Result<()> {
+    /// Enqueues a dispatch without tokens, at which all GPUs wait for each other.
+    fn enqueue_barrier(&self) -> Result<()> {
         let [counts, ranges] = &self.memory.meeting;
         let mut args = self.dispatch_args(counts, ranges, 0);
         args.common.tokens = 0;
         self.enqueue_dispatch(&args, 1, None).map(drop)
     }
 
-    /// In the rank layout, into that one of the regions.
+    /// Enqueues a dispatch, in the rank layout into the region with this index.
     fn enqueue_dispatch(
         &self,
         args: &EpDispatchArgs,
@@ -269,16 +269,16 @@ impl DeviceEp {
     ) -> Result<Enqueued> {
         let stream = self.stream.handle();
         let Some(regions) = &self.regions else {
-            // SAFETY: all of it is ours, laid out for this shape, and stays until the stream was waited for (`Drop`).
+            // SAFETY: all tensors are ours, laid out for this shape, and stay until the stream is idle (`Drop`).
             return unsafe { self.buffer.dispatch_expert(args, stream, Split::Whole) };
         };
         let count = cached.is_none() && args.common.tokens > 0;
         let of = RankDispatch { region: &regions[region], cached, count };
-        // SAFETY: as above; nobody reads the region meanwhile.
+        // SAFETY: as above; nothing reads the region meanwhile.
         unsafe { self.buffer.dispatch_rank(args, of, stream, Split::Whole) }
     }
 
-    fn put_combine(&self, handle: &DeviceHandle) -> Result<()> {
+    fn enqueue_combine(&self, handle: &DeviceHandle) -> Result<()> {
         let row = 2 * self.config().hidden as u64;
         let args = EpCombineArgs {
             y: self.memory.y.address(),
@@ -298,7 +298,7 @@ impl DeviceEp {
         Ok(())
     }
 
-    /// Scales lie as matrix kernels take them: those of one block of all rows of an expert beside each other.
+    /// Arguments of a dispatch. Scales have the layout that matrix kernels take: column by column for each expert.
     fn dispatch_args(&self, counts: &DeviceMemory, ranges: &DeviceMemory, source: u64) -> EpDispatchArgs {
         let args = EpDispatchArgs { out_counts: counts.address(), ..self.input };
         if self.layout == Layout::Rank {
@@ -325,7 +325,7 @@ impl DeviceEp {
         let expert = self.most_rows() * row;
         let mut rows = Vec::new();
         for (number, count) in counts.as_chunks::<4>().0.iter().enumerate() {
-            // A count that is wrong must not lead out of the memory; it is told as it is.
+            // A wrong count must not lead out of the memory; the caller compares it.
             let count = usize::try_from(i32::from_le_bytes(*count)).unwrap_or(0).min(self.most_rows());
             rows.extend(self.read(memory.rows.address() + (number * expert) as u64, count * row)?);
         }
@@ -398,7 +398,7 @@ impl DeviceEp {
         match self.buffer.faults().first() {
             None => Ok(()),
             Some(fault) => {
-                let text = format!("{fault}; the figures would not compare");
+                let text = format!("{fault}; the samples would not be comparable");
                 Err(Error::new(ErrorKind::PeerDead, "bench ep", text).with_peer(format!("rank {}", fault.rank)))
             }
         }

@@ -1,4 +1,4 @@
-//! What operations in GPU memory read and write, when they are measured.
+//! The tensors of measured operations in GPU memory.
 #![allow(unsafe_code)]
 
 use std::time::Duration;
@@ -9,15 +9,16 @@ use crossrail_ep_cuda::{EpCommon, EpDispatchArgs};
 use crossrail_ep_host::rows::Kernels;
 use crossrail_types::{Error, ErrorKind, Result};
 
-/// More than a GPU's cache has. Filling it takes longer than the host takes to put an iteration in.
+/// Size of the memory that is filled to flush the GPU's cache: larger than the cache. Filling it takes longer than the host
+/// takes to enqueue an iteration.
 const FLUSH: usize = 256 << 20;
 
-/// What this rank moves in every iteration, in host memory.
+/// The data of this rank for every iteration, in host memory.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceEpWork<'a> {
-    /// What dispatch delivers.
+    /// The layout of the dispatch.
     pub layout: Layout,
-    /// Whether rows are given as fp8 with scales already, or the dispatch casts them.
+    /// Whether the caller casts rows to fp8 before the dispatch; otherwise the dispatch does.
     pub cast_before: bool,
     /// bf16 `[tokens, hidden]`.
     pub x: &'a [u8],
@@ -25,11 +26,11 @@ pub struct DeviceEpWork<'a> {
     pub topk_idx: &'a [u8],
     /// f32 `[tokens, topk]`.
     pub topk_weights: &'a [u8],
-    /// Some rows, bf16 `[n, hidden]`, that the experts' outputs consist of, again and again: row i is row i mod n.
+    /// bf16 `[n, hidden]`: row i of the experts' outputs is row i mod n of these.
     pub outputs: &'a [u8],
 }
 
-/// Everything on the GPU. What the layout has no use for is empty.
+/// The tensors of one rank. Those that the layout does not use are empty.
 pub(crate) struct Tensors {
     _input: [DeviceMemory; 4],
     pub(crate) y: DeviceMemory,
@@ -39,7 +40,7 @@ pub(crate) struct Tensors {
     pub(crate) counts: DeviceMemory,
     pub(crate) ranges: DeviceMemory,
     pub(crate) source: DeviceMemory,
-    /// Counts and ranges of meetings.
+    /// Counts and ranges of the dispatch without tokens that synchronises the ranks.
     pub(crate) meeting: [DeviceMemory; 2],
     pub(crate) flush: DeviceMemory,
 }
@@ -59,7 +60,7 @@ impl Tensors {
             && !work.outputs.is_empty()
             && work.outputs.len().is_multiple_of(row);
         if !fits || tokens > config.max_tokens {
-            return Err(usage(ErrorKind::Usage, "the work does not fit the buffer".to_owned()));
+            return Err(usage(ErrorKind::Usage, "the tensors do not fit the buffer".to_owned()));
         }
         let empty = |bytes: usize| DeviceMemory::new(gpu, bytes.max(16));
         let filled = |bytes: &[u8]| {
@@ -106,12 +107,12 @@ impl Tensors {
     }
 }
 
-/// Strides of scales that follow each other, row by row: a word for each block, or of ue8m0 for four.
+/// Strides of contiguous scales, row by row: four bytes per block, or per four blocks of ue8m0.
 fn dense_scale_strides(config: &Config) -> [u64; 2] {
     [config.payload.scale_bytes(config.hidden) as u64, 4]
 }
 
-/// What scales of a row and expert take, in words of four bytes.
+/// Columns of an expert's scales, of four bytes each.
 pub(crate) fn scale_columns(config: &Config) -> usize {
     match config.payload {
         Payload::Bf16 => 0,
@@ -124,7 +125,7 @@ pub(crate) fn most_rows(config: &Config) -> usize {
     config.ranks as usize * config.max_tokens
 }
 
-/// Rows as fp8, and their scales.
+/// Casts rows to fp8; returns them and their scales.
 fn cast(x: &[u8], config: &Config) -> (Vec<u8>, Vec<u8>) {
     let Payload::Fp8(kind) = config.payload else { return (Vec::new(), Vec::new()) };
     let (hidden, scale) = (config.hidden, config.payload.scale_bytes(config.hidden));
@@ -148,7 +149,7 @@ fn fill(stream: &Stream, limit: Duration, memory: &DeviceMemory, bytes: &[u8]) -
     stream.wait(limit)
 }
 
-/// Fills the memory with `bytes`, again and again.
+/// Fills the memory with repetitions of `bytes`.
 fn repeat(stream: &Stream, limit: Duration, memory: &DeviceMemory, bytes: &[u8]) -> Result<()> {
     let mut done = bytes.len().min(memory.len());
     fill(stream, limit, memory, &bytes[..done])?;

@@ -1,3 +1,5 @@
+//! Round trips of one message each way, as osu_latency counts them.
+
 use std::time::Instant;
 
 use crossrail_types::Result;
@@ -20,8 +22,8 @@ pub struct LatencyPlan {
 /// Round trips of one message each way; a sample is half a round trip, as osu_latency counts.
 ///
 /// # Errors
-/// `Mismatch` when the ends' plans differ, `Protocol` when data did not verify at either end, and whatever the
-/// engine reports.
+/// `Mismatch` when the ends' plans differ, `Protocol` when data did not verify at either end, and errors of the
+/// engine.
 pub fn latency(session: &mut Session<'_>, plan: LatencyPlan) -> Result<Samples> {
     session.agree("latency", &[("size", plan.size), ("iters", plan.iters), ("warmup", plan.warmup)])?;
     let mut out = Area::new(session.context, session.memory, plan.size)?;
@@ -85,7 +87,7 @@ fn drive(
         let now = Instant::now();
         samples_us.push(now.duration_since(from).as_secs_f64() * 1e6 / (2 * trips) as f64);
         session.advance(progress, trips, now)?;
-        // The observer's time, if it was asked, is not part of the next sample.
+        // Reporting progress is not part of the next sample.
         from = Instant::now();
     }
     if let Some(last) = last {
@@ -100,13 +102,13 @@ fn drive(
     })
 }
 
-/// So many of the quickest round trips that two clock reads are at most 1 % of them.
+/// Number of round trips per sample such that two clock reads cost at most 1 % of the fastest.
 pub(crate) fn batch_for(clock_us: f64, quickest_us: f64) -> usize {
     (200.0 * clock_us / quickest_us).ceil().clamp(1.0, 64.0) as usize
 }
 
-/// The receive is posted while the message is under way, as osu_latency does. That a ping is delivered shows in its
-/// pong; its request, which this returns, is collected while the next one is under way.
+/// One ping and its pong. The receive is posted while the ping is in flight, as osu_latency does. The pong implies that the
+/// ping was delivered; the ping's request, which this returns, is completed while the next ping is in flight.
 #[inline]
 fn round_trip(
     session: &mut Session<'_>,
@@ -137,7 +139,7 @@ fn echo(session: &mut Session<'_>, out: &Area, into: &Area, trips: usize, progre
         if left > 0 {
             next = Some(session.recv(into)?);
         }
-        // The answer to a ping tells that the pong before it arrived.
+        // This ping implies that the pong before it has arrived.
         if let Some(before) = before.replace(pong) {
             session.finish(before, progress)?;
         }

@@ -1,4 +1,4 @@
-//! The measuring loops. They return raw samples; tables, percentiles and ratios are made elsewhere.
+//! The measuring loops. They return raw samples; tables, percentiles and ratios are computed elsewhere.
 //!
 //! Both ends call the same function with the same plan, one as [`Role::Driver`] and one as [`Role::Echo`]. The
 //! plans are compared before anything moves, every byte of a first round is verified before anything is timed, and
@@ -40,7 +40,7 @@ pub use session::{MemoryKind, Observer, Role, Session, Unobserved};
 pub use unpack::{UnpackFrom, UnpackPlan, UnpackSamples, UnpackTimes, unpack};
 pub use write::write_latency;
 
-/// Raw samples of one measurement. Nothing is subtracted and nothing is left out.
+/// Raw samples of one measurement. Nothing is subtracted and nothing is omitted.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Samples {
     /// Message size in bytes.
@@ -48,10 +48,10 @@ pub struct Samples {
     /// Microseconds. Latency: half a round trip, the mean of `batch` consecutive ones. Bandwidth: one window, from
     /// the first send to the small reply. Empty at the echo end.
     pub samples_us: Vec<f64>,
-    /// Latency: round trips per sample, so many that reading the clock costs at most 1 % of a sample (the last
-    /// sample may cover fewer). Bandwidth: messages per window.
+    /// Latency: round trips per sample, enough that reading the clock costs at most 1 % of a sample (the last
+    /// sample may have fewer). Bandwidth: messages per window.
     pub batch: usize,
-    /// What one clock read costs here, in microseconds; it is part of each sample.
+    /// Cost of one clock read in microseconds; it is part of each sample.
     pub clock_us: f64,
     /// Payload bytes that one sample moved in one direction.
     pub bytes_per_sample: u64,

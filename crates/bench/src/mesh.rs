@@ -1,4 +1,4 @@
-//! Every rank with every other: each ordered pair alone, then all to all at once. All ranks run the same.
+//! All ranks of a group: each ordered pair alone, then all to all at once. Every rank makes the same calls.
 
 use std::time::{Duration, Instant};
 
@@ -19,40 +19,40 @@ pub struct MeshPlan {
     pub size: usize,
     /// Timed windows of each ordered pair, and timed exchanges of all.
     pub iters: usize,
-    /// Those before that.
+    /// Untimed windows and exchanges before those.
     pub warmup: usize,
-    /// Messages that are under way to one rank at the same time.
+    /// Messages in flight to one rank.
     pub window: usize,
     /// Bytes of the messages whose latency is measured.
     pub small: usize,
     /// Round trips of these.
     pub trips: usize,
-    /// The longest that a rank waits for others that are measuring.
+    /// How long a rank waits for others that are measuring.
     pub patience: Duration,
 }
 
 /// One rank of a mesh.
 pub struct MeshRank<'a> {
-    /// Where memory comes from; its timeout bounds every wait for a transfer.
+    /// Allocates memory; its timeout bounds every wait for a transfer.
     pub context: &'a Context,
     /// Receives.
     pub worker: &'a Worker,
     /// This rank's number.
     pub rank: usize,
-    /// The endpoint to each rank, by number; `None` to itself.
+    /// The endpoint to each rank; `None` for this rank.
     pub peers: &'a [Option<Endpoint>],
     /// What memory this rank moves.
     pub memory: MemoryKind,
-    /// Is told how many pairs are done.
+    /// Receives progress reports: pairs that are done.
     pub observer: &'a mut dyn Observer,
 }
 
-/// What one rank measured as the sender to another, which nobody disturbed.
+/// What one rank measured as the sender to another while all other ranks were idle.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PairSamples {
     /// The rank that received.
     pub target: usize,
-    /// How one message of this size travelled.
+    /// The receipt of one message of this size.
     pub transfer: TransferReport,
     /// Windows, as [`bandwidth`] measures them.
     pub rate: Samples,
@@ -67,38 +67,39 @@ pub struct MeshSamples {
     pub pairs: Vec<PairSamples>,
     /// All to all: microseconds from the barrier until everything that this rank sent has arrived.
     pub all_us: Vec<f64>,
-    /// Bytes that this rank sent in each of them.
+    /// Bytes that this rank sent in each exchange.
     pub all_bytes: u64,
-    /// What came of each message of the slowest of them, in the order in which they were posted.
+    /// When each message of the slowest exchange was posted, matched and finished, in the order of posting.
     pub slowest: Vec<MessageTimes>,
-    /// Copies from and to this rank's GPU in the timed exchanges: by copy engines, and by a kernel.
+    /// Number of copies from and to this rank's GPU in the timed exchanges.
     pub copied: u64,
 }
 
-/// When what happened to a message; microseconds from the barrier.
+/// The times of one message, in microseconds from the barrier.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct MessageTimes {
     /// The rank that received.
     pub target: usize,
     /// The send was posted.
     pub posted: f64,
-    /// It was matched: the receiver had answered.
+    /// The receiver had matched it.
     pub matched: f64,
-    /// The copy had ended, if it was one copy; it was asked for when the message was matched, and waited for others of this
-    /// GPU's meanwhile. 0 if the receiver copied, or if it went in chunks.
+    /// The copy was complete, if this rank made a single copy. It is requested when the message is matched, and queues
+    /// behind other copies of this GPU. 0 if the receiver copied, or if the message was sent in chunks.
     pub copied: f64,
-    /// This rank had seen it finish. Those posted before it were waited for first.
+    /// This rank noticed its completion, after that of all messages posted before it.
     pub finished: f64,
 }
 
-/// Measures at one rank; all ranks call it alike. One pair at a time moves data while the others wait; then, from a
-/// barrier on, every rank sends `window` messages to each other rank at once.
+/// Measures at one rank; every rank calls it with the same plan. One pair at a time moves data while the others wait; then,
+/// after a barrier, every rank sends `window` messages to each other rank at once.
 ///
-/// Every byte of an exchange before the timed ones, and of one after them, is verified, as [`bandwidth`] and [`latency`] do for the pairs.
+/// Every byte is verified in an exchange before the timed ones and in one after them, as in [`bandwidth`] and [`latency`]
+/// for the pairs.
 ///
 /// # Errors
 /// `Usage` for a rank or a window out of range; `Mismatch` when plans differ; `Protocol` when data did not verify at
-/// any rank of a pair; what the engine reports, the observer's.
+/// any rank of a pair; errors of the engine and of the observer.
 pub fn mesh(mine: &mut MeshRank<'_>, plan: MeshPlan) -> Result<MeshSamples> {
     let ranks = mine.peers.len();
     let others = mine.peers.iter().flatten().count();
@@ -137,12 +138,12 @@ fn pair(mine: &mut MeshRank<'_>, other: usize, role: Role, plan: MeshPlan) -> Re
     Ok(PairSamples { target: other, transfer, rate, latency })
 }
 
-/// All to all. Each rank sends each other rank a part of its own of one pattern, so that what went astray is seen.
+/// All to all. The pattern differs for each ordered pair, so that a message received by the wrong rank is detected.
 fn exchange_all(mine: &mut MeshRank<'_>, plan: MeshPlan, samples: &mut MeshSamples) -> Result<()> {
     let ranks = mine.peers.len();
     let mut out = Vec::new();
     let mut into = Vec::new();
-    // Beginning with the next rank, so that not all begin with the same one.
+    // Start with the next rank, so that not all ranks start with the same one.
     for other in (1..ranks).map(|step| (mine.rank + step) % ranks) {
         let area = |mine: &MeshRank<'_>| Area::new(mine.context, mine.memory, plan.size);
         let (mut sent, received) = (area(mine)?, area(mine)?);
@@ -168,7 +169,7 @@ fn exchange_all(mine: &mut MeshRank<'_>, plan: MeshPlan, samples: &mut MeshSampl
     Ok(())
 }
 
-/// An exchange of one message each, every byte of which is looked at.
+/// An exchange of one message per pair, every byte of which is verified.
 fn verified(mine: &mut MeshRank<'_>, plan: MeshPlan, out: &[(usize, Area)], into: &mut [(usize, Area)]) -> Result<()> {
     for (_, area) in into.iter_mut() {
         area.clear()?;
@@ -182,8 +183,8 @@ fn verified(mine: &mut MeshRank<'_>, plan: MeshPlan, out: &[(usize, Area)], into
     Ok(())
 }
 
-/// Posts all receives, meets the others, then sends everything: microseconds until all that was sent has arrived, and what
-/// came of each message.
+/// Posts all receives, waits at a barrier, then sends everything. Returns the microseconds until all sends were complete,
+/// and the times of each message.
 fn exchange(
     mine: &mut MeshRank<'_>,
     plan: MeshPlan,
@@ -228,18 +229,18 @@ fn seed(source: usize, target: usize) -> u64 {
     ALL ^ ((source as u64) << 24 | target as u64)
 }
 
-/// Meets all ranks: in round k each tells the rank 2^k after it and hears the one 2^k before it.
+/// Dissemination barrier: in round k each rank signals the rank 2^k after it and waits for the one 2^k before it.
 fn barrier(mine: &mut MeshRank<'_>, patience: Duration, progress: &mut Progress) -> Result<()> {
     let ranks = mine.peers.len();
     let mut step = 1;
     while step < ranks {
         let (next, before) = ((mine.rank + step) % ranks, (mine.rank + ranks - step) % ranks);
-        let heard =
+        let from_previous =
             flight(mine.worker.recv(Vec::new(), BARRIER | (step as u64) << 8, u64::MAX, Some(mine.peer(before)?)))?;
-        let told = flight(mine.peer(next)?.send(Vec::new(), BARRIER | (step as u64) << 8))?;
+        let to_next = flight(mine.peer(next)?.send(Vec::new(), BARRIER | (step as u64) << 8))?;
         let session = &mut mine.session(before, Role::Driver)?;
-        session.finish_within(heard, patience, progress)?;
-        session.finish_within(told, patience, progress)?;
+        session.finish_within(from_previous, patience, progress)?;
+        session.finish_within(to_next, patience, progress)?;
         step *= 2;
     }
     Ok(())

@@ -1,3 +1,5 @@
+//! One large transfer at a time, with the receipts of both ends.
+
 use std::time::Instant;
 
 use crossrail_types::Result;
@@ -20,9 +22,9 @@ pub struct P2pPlan {
 /// One transfer as both ends saw it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct P2pIteration {
-    /// Microseconds from the send until it was known that every byte had arrived.
+    /// Microseconds from the send until its delivery was confirmed.
     pub us_sender: f64,
-    /// Microseconds from telling the sender to begin until every byte was there.
+    /// Microseconds from the start signal to the sender until every byte was received.
     pub us_receiver: f64,
     /// The sender's receipt: what each lane carried and where the time went.
     pub sender: TransferReport,
@@ -30,8 +32,8 @@ pub struct P2pIteration {
     pub receiver: TransferReport,
 }
 
-/// One big transfer at a time from the driver to the echo end. The receiver clears its memory before each and
-/// verifies every byte after each; both happen outside of what is timed. Both ends return the same rows.
+/// Transfers from the driver to the echo end, one at a time. The receiver clears its memory before each transfer and
+/// verifies every byte after it, outside of what is timed. Both ends return the same rows.
 ///
 /// # Errors
 /// `Mismatch` when the ends' plans differ, `Protocol` when data did not verify or the other end's report makes no

@@ -1,13 +1,13 @@
-//! What one end tells the other about a transfer.
+//! What the two ends of a transfer report to each other.
 
 use crossrail::Receipt;
 use crossrail_types::{Error, ErrorKind, Result};
 
-/// Most rows and notes of one report, and the longest text in it: whatever the other end claims.
+/// Upper bounds on the rows and notes of a report and on its texts: the other end is not trusted.
 const MAX_ROWS: usize = 1024;
 const MAX_TEXT: usize = 1024;
 
-/// What one lane carried.
+/// The bytes that one lane carried.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Share {
     /// The lane, as `tcp/eth1`.
@@ -20,36 +20,36 @@ pub struct Share {
     pub resent: u64,
 }
 
-/// A receipt as plain data, from this end or the other. Times are microseconds.
+/// A receipt as plain data, from either end. Times are in microseconds.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TransferReport {
     /// Payload bytes.
     pub bytes: u64,
     /// The message's tag.
     pub tag: u64,
-    /// The peer of the end that reports.
+    /// The peer of the reporting end.
     pub peer: String,
-    /// How the bytes travelled.
+    /// The protocol that moved the bytes.
     pub protocol: String,
-    /// A row per lane that carried bytes.
+    /// One row per lane that carried bytes.
     pub lanes: Vec<Share>,
-    /// From start until the other end had matched it.
+    /// From the start until the other end had matched it.
     pub match_us: f64,
-    /// Bytes were waiting and every lane's window was full.
+    /// Bytes waited because every lane's window was full.
     pub window_us: f64,
     /// Bytes were on the wire.
     pub wire_us: f64,
-    /// That end was copying.
+    /// The reporting end was copying.
     pub copy_us: f64,
-    /// A direct copy was made by the end that the bytes come from, alone.
+    /// The sender alone made a direct copy.
     pub pushed: bool,
-    /// GPU memory was on its way into bounce slots.
+    /// GPU memory was being copied into bounce slots.
     pub pack_us: f64,
-    /// Bounce slots were on their way into GPU memory.
+    /// Bounce slots were being copied into GPU memory.
     pub unpack_us: f64,
     /// Chunks waited for a bounce slot.
     pub slot_us: f64,
-    /// What happened on the way.
+    /// Events during the transfer.
     pub notes: Vec<String>,
 }
 
@@ -80,7 +80,7 @@ impl From<&Receipt> for TransferReport {
     }
 }
 
-/// Little-endian words; texts with their length before them.
+/// Encodes little-endian words; texts are preceded by their length.
 pub(crate) fn encode(us: f64, report: &TransferReport) -> Vec<u8> {
     let mut out = Vec::with_capacity(256);
     let stages = [report.match_us, report.window_us, report.wire_us, report.copy_us];
@@ -118,7 +118,7 @@ fn put_text(out: &mut Vec<u8>, text: &str) {
     out.extend_from_slice(&text.as_bytes()[..end]);
 }
 
-/// The reverse of [`encode`]; `Protocol` for anything else.
+/// Decodes what [`encode`] made; `Protocol` for anything else.
 pub(crate) fn decode(bytes: &[u8]) -> Result<(f64, TransferReport)> {
     let mut input = Input(bytes);
     let us = input.time()?;
@@ -140,7 +140,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<(f64, TransferReport)> {
         notes.push(input.text()?);
     }
     if !input.0.is_empty() {
-        return Err(senseless("it goes on after its end"));
+        return Err(malformed("it continues after its end"));
     }
     let report = TransferReport {
         bytes,
@@ -165,7 +165,7 @@ struct Input<'a>(&'a [u8]);
 
 impl Input<'_> {
     fn word(&mut self) -> Result<[u8; 8]> {
-        let (word, rest) = self.0.split_first_chunk().ok_or_else(|| senseless("it ends early"))?;
+        let (word, rest) = self.0.split_first_chunk().ok_or_else(|| malformed("it ends early"))?;
         self.0 = rest;
         Ok(*word)
     }
@@ -176,29 +176,29 @@ impl Input<'_> {
 
     fn time(&mut self) -> Result<f64> {
         let time = f64::from_le_bytes(self.word()?);
-        if time.is_finite() && time >= 0.0 { Ok(time) } else { Err(senseless("it has a time that is none")) }
+        if time.is_finite() && time >= 0.0 { Ok(time) } else { Err(malformed("it contains an invalid time")) }
     }
 
     fn count(&mut self) -> Result<usize> {
         match self.number()? {
             count if count <= MAX_ROWS as u64 => Ok(count as usize),
-            count => Err(senseless(&format!("it claims {count} rows"))),
+            count => Err(malformed(&format!("it claims {count} rows"))),
         }
     }
 
     fn text(&mut self) -> Result<String> {
         let len = self.number()?;
         if len > MAX_TEXT as u64 {
-            return Err(senseless(&format!("it claims a text of {len} bytes")));
+            return Err(malformed(&format!("it claims a text of {len} bytes")));
         }
-        let (text, rest) = self.0.split_at_checked(len as usize).ok_or_else(|| senseless("it ends early"))?;
+        let (text, rest) = self.0.split_at_checked(len as usize).ok_or_else(|| malformed("it ends early"))?;
         self.0 = rest;
-        String::from_utf8(text.to_vec()).map_err(|_| senseless("it has a text that is not UTF-8"))
+        String::from_utf8(text.to_vec()).map_err(|_| malformed("it has a text that is not UTF-8"))
     }
 }
 
-fn senseless(why: &str) -> Error {
-    Error::new(ErrorKind::Protocol, "bench", format!("the other end's report makes no sense: {why}"))
+fn malformed(why: &str) -> Error {
+    Error::new(ErrorKind::Protocol, "bench", format!("the other end's report is malformed: {why}"))
 }
 
 #[cfg(test)]

@@ -1,3 +1,5 @@
+//! One end of a measurement: its memory, its requests, and what the two ends agree on.
+
 use std::time::{Duration, Instant};
 
 use crossrail::{Context, Endpoint, Place, Receipt, Request, Worker};
@@ -5,11 +7,11 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::area::Area;
 
-/// How long a wait goes on before the observer is asked again.
-pub(crate) const SLICE: Duration = Duration::from_millis(100);
-/// Longest control message between the two ends.
+/// Interval at which a long wait calls the observer.
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// Upper bound on a control message between the two ends, in bytes.
 const CONTROL_LEN: usize = 64 << 10;
-/// The upper half of the tags that a bench uses; applications that run one beside their own traffic avoid it.
+/// Upper half of the tags that measurements use: an application that measures beside its own traffic must not use them.
 pub(crate) const TAGS: u64 = 0xc705_be4c_0000_0000;
 const DATA: u64 = TAGS | 1;
 const REPLY: u64 = TAGS | 2;
@@ -31,12 +33,12 @@ pub enum MemoryKind {
     Shared,
     /// Plain heap memory.
     Ordinary,
-    /// Of the GPU of that number, by `Context::alloc_on`.
+    /// Memory of the GPU with this ordinal, from `Context::alloc_on`.
     Gpu(u32),
 }
 
 impl MemoryKind {
-    /// For what goes beside the data: a GPU's memory would cost a transfer of its own.
+    /// The memory for small messages beside the data: GPU memory would cost a transfer of its own.
     pub(crate) fn beside(self) -> MemoryKind {
         match self {
             MemoryKind::Gpu(_) => MemoryKind::Ordinary,
@@ -64,12 +66,12 @@ impl std::str::FromStr for MemoryKind {
     }
 }
 
-/// Is told how far a run is, about ten times a second, on the thread that runs it, outside of what is timed.
+/// Reports progress: called some ten times per second, on the measuring thread, outside of what is timed.
 pub trait Observer {
-    /// `done` of `total` iterations. An error ends the run with that error.
+    /// `done` of `total` iterations are complete. An error ends the run.
     ///
     /// # Errors
-    /// Whatever the observer wants to end the run with.
+    /// The error with which to end the run.
     fn tick(&mut self, done: u64, total: u64) -> Result<()>;
 }
 
@@ -85,7 +87,7 @@ impl Observer for Unobserved {
 
 /// One end of a bench.
 pub struct Session<'a> {
-    /// Where memory comes from; its timeout bounds every wait.
+    /// Allocates memory; its timeout bounds every wait.
     pub context: &'a Context,
     /// Receives.
     pub worker: &'a Worker,
@@ -95,11 +97,11 @@ pub struct Session<'a> {
     pub role: Role,
     /// What memory this end moves (the ends may differ).
     pub memory: MemoryKind,
-    /// Is told how far the run is.
+    /// Receives progress reports.
     pub observer: &'a mut dyn Observer,
 }
 
-/// A request that is cancelled when the run ends without it, so that no receive is left behind.
+/// A request in flight. It is cancelled when dropped unfinished, so that a failed run leaves no receive posted.
 pub(crate) struct Flight {
     request: Request,
     finished: bool,
@@ -113,16 +115,16 @@ impl Drop for Flight {
     }
 }
 
-/// How far a run is, and when the observer was last told.
+/// Progress of a run, and when it was last reported.
 pub(crate) struct Progress {
     done: u64,
     total: u64,
-    told: Instant,
+    reported: Instant,
 }
 
 impl Progress {
     pub(crate) fn new(total: usize) -> Progress {
-        Progress { done: 0, total: total as u64, told: Instant::now() }
+        Progress { done: 0, total: total as u64, reported: Instant::now() }
     }
 
     /// Counts iterations where no clock is read.
@@ -153,7 +155,7 @@ impl Session<'_> {
         flight(self.worker.recv(area.buffer(), REPLY, u64::MAX, Some(self.endpoint)))
     }
 
-    /// Waits for one request, within the context's timeout; the observer is asked meanwhile.
+    /// Waits for one request, within the context's timeout; reports progress meanwhile.
     #[inline]
     pub(crate) fn finish(&mut self, flight: Flight, progress: &mut Progress) -> Result<Receipt> {
         self.finish_within(flight, self.context.settings().timeout, progress)
@@ -167,7 +169,7 @@ impl Session<'_> {
         limit: Duration,
         progress: &mut Progress,
     ) -> Result<Receipt> {
-        match flight.request.wait(Some(SLICE)) {
+        match flight.request.wait(Some(POLL_INTERVAL)) {
             Ok(receipt) => {
                 flight.finished = true;
                 Ok(receipt)
@@ -190,8 +192,7 @@ impl Session<'_> {
         outcome
     }
 
-    /// A wait that was not over after its first slice: waits in slices, within the context's timeout, the observer
-    /// being asked meanwhile.
+    /// Continues a wait that exceeded its first interval, within the context's timeout; reports progress meanwhile.
     #[cold]
     pub(crate) fn again<T>(
         &mut self,
@@ -211,9 +212,9 @@ impl Session<'_> {
     ) -> Result<T> {
         let began = Instant::now();
         while error.kind == ErrorKind::Timeout {
-            self.tell(progress)?;
-            let Some(left) = limit.checked_sub(began.elapsed() + SLICE) else { break };
-            match wait(left.min(SLICE)) {
+            self.report(progress)?;
+            let Some(left) = limit.checked_sub(began.elapsed() + POLL_INTERVAL) else { break };
+            match wait(left.min(POLL_INTERVAL)) {
                 Ok(outcome) => return Ok(outcome),
                 Err(again) => error = again,
             }
@@ -221,23 +222,23 @@ impl Session<'_> {
         Err(error.with_waited(limit))
     }
 
-    /// Counts iterations; `now` is a clock reading the caller has anyway.
+    /// Counts iterations; `now` is a clock reading that the caller has taken anyway.
     #[inline]
     pub(crate) fn advance(&mut self, progress: &mut Progress, by: usize, now: Instant) -> Result<()> {
         progress.count(by);
-        if now.duration_since(progress.told) >= SLICE { self.tell(progress) } else { Ok(()) }
+        if now.duration_since(progress.reported) >= POLL_INTERVAL { self.report(progress) } else { Ok(()) }
     }
 
     #[cold]
-    fn tell(&mut self, progress: &mut Progress) -> Result<()> {
-        progress.told = Instant::now();
+    fn report(&mut self, progress: &mut Progress) -> Result<()> {
+        progress.reported = Instant::now();
         self.observer.tick(progress.done, progress.total)
     }
 
-    /// Sends `mine` to the peer and returns what it sends at the same point.
+    /// Sends `mine` to the peer, and returns what the peer sends in the same call.
     pub(crate) fn exchange(&mut self, mine: &[u8]) -> Result<Vec<u8>> {
         if mine.len() > CONTROL_LEN {
-            return Err(Error::new(ErrorKind::Exhausted, "bench", "a report of more than 64 KiB"));
+            return Err(Error::new(ErrorKind::Exhausted, "bench", "the report is larger than 64 KiB"));
         }
         let progress = &mut Progress::new(0);
         let inbox = Area::new(self.context, MemoryKind::Ordinary, CONTROL_LEN)?;
@@ -269,20 +270,20 @@ impl Session<'_> {
             .with_hint("start both ends with the same parameters"))
     }
 
-    /// Tells the peer whether this end's data verified; an error here is an error there.
+    /// Exchanges the outcomes of verification: an error at one end is an error at both.
     pub(crate) fn judge(&mut self, mine: Result<()>) -> Result<()> {
-        let said = self.exchange(mine.as_ref().err().map(ToString::to_string).unwrap_or_default().as_bytes());
+        let theirs = self.exchange(mine.as_ref().err().map(ToString::to_string).unwrap_or_default().as_bytes());
         mine?;
-        let said = said?;
-        if said.is_empty() {
+        let theirs = theirs?;
+        if theirs.is_empty() {
             return Ok(());
         }
-        let why: String = String::from_utf8_lossy(&said).chars().take(500).filter(|c| !c.is_control()).collect();
+        let why: String = String::from_utf8_lossy(&theirs).chars().take(500).filter(|c| !c.is_control()).collect();
         Err(Error::new(ErrorKind::Protocol, "verify", format!("the other end reports: {why}"))
             .with_peer(self.endpoint.peer()))
     }
 
-    /// The seed of what this end sends in round `round`, and of what the other end sends.
+    /// Seeds of the patterns that this end and the other end send in `round`.
     pub(crate) fn seeds(&self, round: u64) -> (u64, u64) {
         match self.role {
             Role::Driver => (2 * round, 2 * round + 1),
@@ -295,7 +296,7 @@ pub(crate) fn flight(request: Result<Request>) -> Result<Flight> {
     Ok(Flight { request: request?, finished: false })
 }
 
-/// What one clock read costs, in microseconds: the least of many.
+/// Cost of one clock read in microseconds: the minimum of many measurements.
 pub(crate) fn clock_us() -> f64 {
     let reads = || {
         let began = Instant::now();
@@ -307,7 +308,7 @@ pub(crate) fn clock_us() -> f64 {
     (0..20).map(|_| reads()).fold(f64::INFINITY, f64::min)
 }
 
-/// A receipt must say that all `size` bytes came.
+/// Checks that a receipt confirms all `size` bytes.
 #[inline]
 pub(crate) fn whole(receipt: &Receipt, size: usize) -> Result<()> {
     if receipt.bytes == size as u64 { Ok(()) } else { Err(short(receipt.bytes, size)) }
@@ -315,5 +316,5 @@ pub(crate) fn whole(receipt: &Receipt, size: usize) -> Result<()> {
 
 #[cold]
 fn short(bytes: u64, size: usize) -> Error {
-    Error::new(ErrorKind::Protocol, "verify", format!("a message of {bytes} bytes came where {size} were sent"))
+    Error::new(ErrorKind::Protocol, "verify", format!("received {bytes} bytes of a message of {size}"))
 }

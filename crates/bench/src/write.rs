@@ -1,3 +1,5 @@
+//! Round trips of one-sided writes.
+
 use std::time::Instant;
 
 use crossrail::{Region, RegionKey};
@@ -5,15 +7,15 @@ use crossrail_types::Result;
 
 use crate::area::Area;
 use crate::latency::batch_for;
-use crate::session::{Flight, Progress, Role, SLICE, Session, clock_us, flight};
+use crate::session::{Flight, POLL_INTERVAL, Progress, Role, Session, clock_us, flight};
 use crate::{LatencyPlan, Samples};
 
-/// What each write says when it has arrived.
+/// Immediate value of each write.
 const IMM: u32 = 7;
 
-/// Writes of `size` bytes into the other end's registered memory, each seen there by the host, which counts its
-/// immediate and at once writes back; a sample is half of that round trip. So it is what one write takes until the
-/// receiver knows that all of its bytes are there.
+/// Round trips of writes of `size` bytes into the other end's registered memory. The host there waits for the immediate
+/// value and writes back at once. A sample is half a round trip: the time until the receiver knows that one write is
+/// complete.
 ///
 /// # Errors
 /// As [`latency`](crate::latency).
@@ -38,7 +40,7 @@ pub fn write_latency(session: &mut Session<'_>, plan: LatencyPlan) -> Result<Sam
     };
     ends.collect(session, progress)?;
     ends.verified(session, 1)?;
-    // Neither end takes its region away before the other has written the last time.
+    // Both ends keep their regions until the other end has completed its last write.
     session.exchange(b"")?;
     Ok(samples)
 }
@@ -48,9 +50,9 @@ struct Ends {
     into: Area,
     region: Region,
     remote: RegionKey,
-    /// Writes that have come here.
+    /// Number of writes received.
     arrived: u64,
-    /// The last write from here: that it was delivered shows in the answer to it, its request is collected later.
+    /// The last write posted here. The answer implies its delivery; its request is completed later.
     last: Option<Flight>,
 }
 
@@ -115,7 +117,7 @@ impl Ends {
     #[inline]
     fn arrive(&mut self, session: &mut Session<'_>, progress: &mut Progress) -> Result<()> {
         self.arrived += 1;
-        match self.region.wait_imm(IMM, self.arrived, Some(SLICE)) {
+        match self.region.wait_imm(IMM, self.arrived, Some(POLL_INTERVAL)) {
             Ok(()) => Ok(()),
             Err(error) => {
                 let (region, arrived) = (&self.region, self.arrived);
