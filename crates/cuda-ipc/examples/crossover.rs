@@ -1,12 +1,12 @@
-//! Whether a copy to or from another GPU is better done by a copy engine or by a kernel, and by pulling or by pushing, at
-//! every size: links leave all copies to the engines for what this found.
+//! Compares copy engines with a kernel, and pulling with pushing, for copies between GPUs of every size. Its results are the
+//! reason why links use copy engines only.
 //!
 //!     cargo run --release -p crossrail-cuda-ipc --example crossover -- [--gpus 0,1] [--max 64M] [--json FILE]
 //!
-//! One process, two GPUs. A copy is timed on the host's clock from the call that puts it in until the host sees the word
-//! behind it, as the engine does it; rates are of many copies one behind the other. `link` is a whole transfer without
-//! the shared-memory lane: describe, open, copy, confirm. Bytes are verified first. The table goes to stdout, raw
-//! samples to FILE (`-`: stdout).
+//! One process, two GPUs. A copy is timed by the host's clock from the call that enqueues it until the host sees the word
+//! behind it, as in the engine; rates are those of many consecutive copies. `link` is a complete transfer without the
+//! shared-memory lane: describe, open, copy, confirm. Data is verified first. The table goes to stdout, raw samples to FILE
+//! (`-`: stdout).
 #![allow(unsafe_code)]
 
 #[path = "../../kernels/examples/unpack_rate/environment.rs"]
@@ -31,15 +31,15 @@ type Outcome<T> = Result<T, Box<dyn Error>>;
 
 const LIMIT: Duration = Duration::from_secs(30);
 const LEAST: usize = 256;
-/// What goes one behind the other when rates are measured: so many bytes, in so many copies at most.
+/// Total bytes, and maximum number of copies, in a rate measurement.
 const STREAMED: usize = 1 << 30;
 const MOST_STREAMED: usize = 256;
 
-/// How a copy is done.
+/// What makes a copy.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum By {
     Engine,
-    /// By as many blocks as help, or so many at most.
+    /// A kernel, with the best number of blocks or at most this many.
     Kernel(Option<u32>),
 }
 
@@ -53,7 +53,7 @@ impl By {
     }
 }
 
-/// One GPU with a stream, a word, and memory that both reach.
+/// A GPU with a stream, a word, and memory that both GPUs can access.
 struct Side {
     context: Context,
     stream: Stream,
@@ -69,7 +69,7 @@ impl Side {
         let word = PinnedMemory::new(context, 4096)?;
         let counter = DeviceMemory::new(context, 8)?;
         let stream = Stream::urgent(context)?;
-        // SAFETY: both are new, and nobody else's until the wait is over.
+        // SAFETY: both are new, and unused until the wait has returned.
         unsafe {
             std::ptr::write_bytes(word.as_ptr(), 0, word.len());
             stream.fill(counter.address(), 0, counter.len())?;
@@ -82,12 +82,12 @@ impl Side {
         Ok(Side { context: context.clone(), stream, kernels, word, counter, memory, written: AtomicU64::new(0) })
     }
 
-    /// Puts a copy in; with a word behind it, which will have the value that is returned.
+    /// Enqueues a copy and a word behind it; returns the value of the word.
     fn put(&self, by: By, dst: u64, src: u64, len: usize) -> Outcome<u64> {
         let value = self.written.fetch_add(1, Ordering::Relaxed) + 1;
         let (signal, counter) = (self.word.address(), self.counter.address());
-        // SAFETY: both areas are mapped for this GPU and as long as that, and touched by nobody else until the word is
-        // seen; the counter is this stream's.
+        // SAFETY: both ranges are mapped for this GPU and long enough, and nothing else accesses them until the word is
+        // seen; the counter belongs to this stream.
         unsafe {
             match by {
                 By::Kernel(blocks) => {
@@ -103,7 +103,7 @@ impl Side {
     }
 
     fn see(&self, value: u64) -> Outcome<()> {
-        // SAFETY: the page is mapped and aligned; the GPU writes the word in one piece.
+        // SAFETY: the page is mapped and aligned; the GPU writes the word with a single store.
         let word = unsafe { &*self.word.as_ptr().cast::<AtomicU64>() };
         let started = Instant::now();
         let mut turns = 0_u32;
@@ -125,19 +125,19 @@ struct Rig {
 }
 
 impl Rig {
-    /// One copy by the near GPU.
+    /// A copy by the local GPU.
     fn put(&self, copy: Copy, by: By, len: usize) -> Outcome<u64> {
         Rig::between(&self.near, &self.far, copy, by, len)
     }
 
-    /// One copy by the far GPU the other way: in the other halves, so that the two do not meet.
+    /// A copy by the remote GPU in the other direction, in the other halves, so that the two do not overlap.
     fn put_back(&self, copy: Copy, by: By, len: usize) -> Outcome<u64> {
         Rig::between(&self.far, &self.near, copy, by, len)
     }
 
     fn between(own: &Side, other: &Side, copy: Copy, by: By, len: usize) -> Outcome<u64> {
         let half = own.memory.len() as u64 / 2;
-        // Own first half and other's second: the reverse of it uses the other two halves.
+        // The local first half and the remote second half; the other direction uses the other two halves.
         let (ours, theirs) = (own.memory.address(), other.memory.address() + half);
         match copy {
             Copy::Pull => own.put(by, ours, theirs, len),
@@ -153,7 +153,7 @@ impl Rig {
         let bytes: Vec<u8> =
             (0..len).map(|i| (i.wrapping_mul(0x9e37_79b9) >> 13) as u8 ^ by.name().len() as u8).collect();
         let stream = &self.near.stream;
-        // SAFETY: the rig's own memory and room of this call, until the waits are over.
+        // SAFETY: memory of the rig and of this call, until the waits have returned.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), room.as_ptr(), len);
             stream.copy(from, room.address(), len)?;
@@ -169,7 +169,7 @@ impl Rig {
         Ok(())
     }
 
-    /// Microseconds of single copies.
+    /// Times of single copies in microseconds.
     fn latency(&self, copy: Copy, by: By, len: usize) -> Outcome<Vec<f64>> {
         let (warmup, count) = turns(len);
         let mut samples = Vec::new();
@@ -184,7 +184,7 @@ impl Rig {
         Ok(samples)
     }
 
-    /// Bytes per second of copies one behind the other, in one direction or in both at once (of one).
+    /// The rate of consecutive copies in bytes per second, in one direction or of each in both at once.
     fn rate(&self, copy: Copy, by: By, len: usize, both: bool) -> Outcome<f64> {
         let count = (STREAMED / len).clamp(2, MOST_STREAMED);
         let mut best = f64::MAX;
@@ -231,7 +231,7 @@ impl Links {
         Ok(())
     }
 
-    /// A transfer from its description to its end.
+    /// A transfer, from its description to its completion.
     fn transfer(&mut self, copy: Copy, local: u64, remote: u64, len: usize) -> Outcome<()> {
         let (descriptor, _): (Descriptor, _) =
             self.far.describe(remote as usize as *const u8, len).ok_or("memory that can't be described")?;
@@ -239,7 +239,7 @@ impl Links {
         let local = local as usize as *mut u8;
         let mut job = Job { slot: None, local, remote: descriptor, len, copy, moved: 0, state: 0 };
         loop {
-            // SAFETY: the rig's own memory, which stays until this is over.
+            // SAFETY: memory of the rig, which outlives the copy.
             match unsafe { self.near.step(&mut job, usize::MAX) } {
                 Step::Done => return Ok(()),
                 Step::Failed(why) => return Err(why.into()),

@@ -229,7 +229,7 @@ impl Link {
     fn local_device(&self, address: u64) -> std::result::Result<u32, String> {
         let gpu = self.domain.any_in_use().map_err(|error| error.to_string())?;
         let device = PointerInfo::device_at(&gpu.context, address).map_err(|error| error.to_string())?;
-        device.ok_or_else(|| format!("{address:#x} is not memory of a GPU of this process"))
+        device.ok_or_else(|| format!("{address:#x} is not GPU memory of this process"))
     }
 
     /// The other GPU of a long copy; `None` for short copies and those within one GPU, which are not scheduled.

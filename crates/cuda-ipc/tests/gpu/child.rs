@@ -1,4 +1,4 @@
-//! The other process: it does what it is told, word by word.
+//! The other process, which executes commands of the test.
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -17,21 +17,21 @@ use crate::end::{End, LIMIT, Memory, pattern};
 const SOCKET: &str = "GPU_TEST_SOCKET";
 const ORDINAL: &str = "GPU_TEST_ORDINAL";
 
-/// Ends the child, whatever becomes of the test.
-pub(crate) struct Keeper(pub(crate) Child);
+/// Kills the child process on drop.
+pub(crate) struct ChildGuard(pub(crate) Child);
 
-impl Drop for Keeper {
+impl Drop for ChildGuard {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// This process on `own`, another one on `other`.
-pub(crate) fn pair(cuda: &Cuda, own: u32, other: u32) -> (End, Keeper) {
+/// An end in this process on GPU `own`, and one in a child process on GPU `other`.
+pub(crate) fn pair(cuda: &Cuda, own: u32, other: u32) -> (End, ChildGuard) {
     let (ours, theirs) =
         socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).expect("a pair of sockets");
-    // A copy without close-on-exec, for the child alone; other tests' children start one at a time.
+    // A duplicate without close-on-exec, for the child only. Tests start their children one at a time.
     let passed = nix::unistd::dup(&theirs).expect("dup");
     let child = Command::new(std::env::current_exe().expect("this test"))
         .args(["--exact", "child::role_other_process", "--nocapture", "--test-threads", "1"])
@@ -40,38 +40,38 @@ pub(crate) fn pair(cuda: &Cuda, own: u32, other: u32) -> (End, Keeper) {
         .spawn()
         .expect("spawn");
     drop((passed, theirs));
-    (End::new(cuda, own, ours), Keeper(child))
+    (End::new(cuda, own, ours), ChildGuard(child))
 }
 
 /// Not a test by itself: the other process.
 #[test]
 fn role_other_process() {
     let (Ok(socket), Ok(ordinal)) = (std::env::var(SOCKET), std::env::var(ORDINAL)) else { return };
-    // SAFETY: our parent made it for us, and nobody else here knows it.
+    // SAFETY: the parent passed the descriptor to this process, where nothing else uses it.
     let socket = unsafe { OwnedFd::from_raw_fd(socket.parse().expect("a number")) };
     let cuda = Cuda::load().expect("CUDA");
     let mut end = End::new(&cuda, ordinal.parse().expect("a number"), socket);
     let mut memory: Vec<Option<Memory>> = Vec::new();
-    while let Some(word) = end.hear() {
-        let answer = obey(&mut end, &mut memory, &word);
-        // What the answer is about has been told when it comes.
+    while let Some(command) = end.receive() {
+        let answer = execute(&mut end, &mut memory, &command);
+        // Notes that the answer depends on are sent first.
         end.pump();
-        end.say(&answer);
+        end.send_message(&answer);
     }
 }
 
-pub(crate) fn number(word: &Value, name: &str) -> u64 {
-    word[name].as_u64().unwrap_or_else(|| panic!("no number {name} in {word}"))
+pub(crate) fn number(command: &Value, name: &str) -> u64 {
+    command[name].as_u64().unwrap_or_else(|| panic!("no number {name} in {command}"))
 }
 
-fn obey(end: &mut End, memory: &mut Vec<Option<Memory>>, word: &Value) -> Value {
-    let index = word["index"].as_u64().unwrap_or(0) as usize;
-    let (offset, len) = (word["offset"].as_u64().unwrap_or(0), word["len"].as_u64().unwrap_or(0) as usize);
+fn execute(end: &mut End, memory: &mut Vec<Option<Memory>>, command: &Value) -> Value {
+    let index = command["index"].as_u64().unwrap_or(0) as usize;
+    let (offset, len) = (command["offset"].as_u64().unwrap_or(0), command["len"].as_u64().unwrap_or(0) as usize);
     let address = memory.get(index).and_then(Option::as_ref).map_or(0, Memory::address) + offset;
-    let seed = word["seed"].as_u64().unwrap_or(0);
-    match word["do"].as_str().expect("what to do") {
+    let seed = command["seed"].as_u64().unwrap_or(0);
+    match command["do"].as_str().expect("a command") {
         "alloc" => {
-            let new = Memory::new(&end.context, word["kind"].as_str().expect("a kind"), len);
+            let new = Memory::new(&end.context, command["kind"].as_str().expect("a kind"), len);
             let address = new.address();
             end.put(address, &pattern(seed, len));
             memory.push(Some(new));
@@ -87,18 +87,18 @@ fn obey(end: &mut End, memory: &mut Vec<Option<Memory>>, word: &Value) -> Value 
             None => json!({"why": end.link.why_not()}),
         },
         "free" => {
-            let gone = memory[index].take().expect("memory");
-            if word["said"] == true {
-                end.link.freed(gone.address(), gone.len() as u64);
+            let freed = memory[index].take().expect("memory");
+            if command["announced"] == true {
+                end.link.freed(freed.address(), freed.len() as u64);
             }
-            drop(gone);
+            drop(freed);
             assert!(crossrail_cuda::wait_for_releases(LIMIT));
             json!({})
         }
         "tidy" => json!({"more": end.link.tidy()}),
         "pull" | "push" => {
-            let copy = if word["do"] == "pull" { Copy::Pull } else { Copy::Push };
-            let result = end.copy(copy, address, descriptor(word), len);
+            let copy = if command["do"] == "pull" { Copy::Pull } else { Copy::Push };
+            let result = end.copy(copy, address, descriptor(command), len);
             json!({"why": result.err()})
         }
         "free bytes" => {
@@ -112,13 +112,13 @@ fn obey(end: &mut End, memory: &mut Vec<Option<Memory>>, word: &Value) -> Value 
         }
         "lose the context" => {
             let kernels = crossrail_kernels::shared(&end.context, &Settings::default(), LIMIT).expect("kernels");
-            // SAFETY: none: the kernel writes where no memory is, and the context is lost, in this process alone.
+            // SAFETY: deliberately violated: the kernel writes to unmapped memory, which destroys this process's context.
             let launched = unsafe { kernels.copy(end.stream(), &CopyArgs { dst: 64, src: address, len: 64 }, None) };
             let failed = launched.and_then(|()| end.stream().wait(LIMIT));
             json!({"why": failed.expect_err("no memory is there").to_string()})
         }
         "abort" => std::process::abort(),
-        other => panic!("what is {other}?"),
+        other => panic!("unknown command {other}"),
     }
 }
 

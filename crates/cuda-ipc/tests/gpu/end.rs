@@ -1,4 +1,4 @@
-//! One end of a link in a test: its GPU, its memory, and the socket that its notes and its words go through.
+//! One end of a link in a test: its GPU, its memory, and the socket for its notes and messages.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -21,15 +21,14 @@ const NOTE: u8 = 1;
 const WORD: u8 = 2;
 const LONGEST: usize = 4096;
 
-/// Memory of a GPU, made in one of three ways.
+/// GPU memory, allocated in one of three ways.
 pub(crate) enum Memory {
     Plain(DeviceMemory),
     Mapped(Mapping),
 }
 
 impl Memory {
-    /// `kind`: `legacy` as cudaMalloc does, `vmm` in one allocation, `segment` in parts of 2 MiB as expandable segments
-    /// are.
+    /// `kind`: `legacy` like cudaMalloc, `vmm` as one allocation, `segment` in parts of 2 MiB like expandable segments.
     pub(crate) fn new(context: &Context, kind: &str, len: usize) -> Memory {
         let allocation = |len| Allocation::new(context, len).expect("memory");
         match kind {
@@ -60,7 +59,7 @@ impl Memory {
     }
 }
 
-/// Bytes that differ from those of other seeds and places.
+/// Bytes that depend on the seed and the position.
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64).map(|i| (i.wrapping_mul(0x9e37_79b9) >> 11 ^ i ^ seed.wrapping_mul(151)) as u8).collect()
 }
@@ -73,7 +72,7 @@ pub(crate) struct End {
     room: PinnedMemory,
     socket: OwnedFd,
     words: VecDeque<Value>,
-    /// Changes notes as they come in.
+    /// Modifies received notes.
     pub(crate) tamper: Option<fn(&mut Vec<u8>)>,
     pub(crate) notes: usize,
 }
@@ -88,7 +87,7 @@ impl End {
         End { context, domain, link, stream, room, socket, words: VecDeque::new(), tamper: None, notes: 0 }
     }
 
-    /// Whether there are kernels; where NVRTC is not, there are none.
+    /// Whether kernels are available, which requires NVRTC.
     pub(crate) fn has_kernels(&self) -> bool {
         let found = crossrail_kernels::shared(&self.context, &Settings::default(), LIMIT);
         found.map_err(|why| crate::support::skip(&format!("kernels: {why}"))).is_ok()
@@ -96,7 +95,7 @@ impl End {
 
     pub(crate) fn put(&self, address: u64, bytes: &[u8]) {
         for (index, part) in bytes.chunks(self.room.len()).enumerate() {
-            // SAFETY: the room is long enough and nobody else's; the test's own memory; done when the wait is over.
+            // SAFETY: the bounce buffer is long enough and exclusive; the memory belongs to the test; the copy is awaited.
             unsafe {
                 std::ptr::copy_nonoverlapping(part.as_ptr(), self.room.as_ptr(), part.len());
                 let at = address + (index * self.room.len()) as u64;
@@ -124,7 +123,7 @@ impl End {
         &self.stream
     }
 
-    /// Free memory of the GPU.
+    /// The free memory of the GPU, in bytes.
     pub(crate) fn free(&self) -> u64 {
         self.context.memory().expect("memory info").free
     }
@@ -143,7 +142,7 @@ impl End {
         }
     }
 
-    /// Passes notes on, both ways. False: the other end is gone.
+    /// Exchanges notes in both directions. False: the other end has closed its socket.
     pub(crate) fn pump(&mut self) -> bool {
         while let Some((note, files)) = self.link.outgoing() {
             if !self.send(NOTE, note, &files) {
@@ -167,7 +166,7 @@ impl End {
             let mut files = Vec::new();
             for part in message.cmsgs().expect("control") {
                 if let ControlMessageOwned::ScmRights(numbers) = part {
-                    // SAFETY: the kernel gave us these; nobody else owns them.
+                    // SAFETY: just received from the kernel; nothing else owns them.
                     files.extend(numbers.into_iter().map(|number| unsafe { OwnedFd::from_raw_fd(number) }));
                 }
             }
@@ -186,7 +185,7 @@ impl End {
         }
     }
 
-    pub(crate) fn say(&mut self, word: &Value) {
+    pub(crate) fn send_message(&mut self, word: &Value) {
         let started = Instant::now();
         while !self.send(WORD, word.to_string().as_bytes(), &[]) {
             assert!(started.elapsed() < LIMIT, "nobody reads");
@@ -194,8 +193,8 @@ impl End {
         }
     }
 
-    /// The next word of the other end; `None` when it is gone.
-    pub(crate) fn hear(&mut self) -> Option<Value> {
+    /// The next message of the other end; `None` if it has closed its socket.
+    pub(crate) fn receive(&mut self) -> Option<Value> {
         let started = Instant::now();
         loop {
             let there = self.pump();
@@ -211,11 +210,11 @@ impl End {
     }
 
     pub(crate) fn ask(&mut self, word: &Value) -> Value {
-        self.say(word);
-        self.hear().expect("the other end is gone")
+        self.send_message(word);
+        self.receive().expect("the other end is gone")
     }
 
-    /// Copies to its end: `Err` says why it could not be.
+    /// Makes a copy and waits for it; `Err` is the reason of a failure.
     pub(crate) fn copy(&mut self, copy: Copy, local: u64, remote: Descriptor, len: usize) -> Result<(), String> {
         let mut job = job(copy, local, remote, len);
         self.finish(&mut job)
@@ -225,7 +224,7 @@ impl End {
         let started = Instant::now();
         self.link.reach(&job.remote, job.len)?;
         loop {
-            // SAFETY: the test's own memory, which stays until this is over.
+            // SAFETY: memory of this test, which outlives the copy.
             match unsafe { self.link.step(job, 1 << 20) } {
                 Step::Done => return Ok(()),
                 Step::Failed(why) => return Err(why),

@@ -1,5 +1,4 @@
-//! Links between two processes, on two GPUs where there are two and on one where there is one. Skipped, visibly,
-//! without a GPU.
+//! Links between two processes, on two GPUs if available, otherwise on one. Skipped with a message without a GPU.
 
 mod child;
 mod end;
@@ -16,31 +15,31 @@ use crossrail_cuda::{Context, Cuda};
 use crossrail_transport::{Copy, Direct, Job, Step};
 use serde_json::json;
 
-use child::{Keeper, descriptor, number, pair};
+use child::{ChildGuard, descriptor, number, pair};
 use end::{End, LIMIT, Memory, job, pattern};
 
-/// One test at a time: they count memory and descriptors, and pass sockets on to their children.
+/// Serialises the tests: they count memory and file descriptors, and pass sockets to their children.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// This process on the first GPU, another on the second; or both on the only one.
-struct Two {
+/// This process on the first GPU and another one on the second, or both on the only GPU.
+struct TwoProcesses {
     own: End,
-    keeper: Keeper,
+    child: ChildGuard,
     _turn: MutexGuard<'static, ()>,
 }
 
-impl Two {
-    fn new() -> Option<Two> {
+impl TwoProcesses {
+    fn new() -> Option<TwoProcesses> {
         let cuda = support::cuda()?;
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        // Made once for all tests: it takes longer than most of them.
+        // Created once for all tests, because it takes longer than most of them.
         static CONTEXT: OnceLock<Context> = OnceLock::new();
         CONTEXT.get_or_init(|| Context::primary(&cuda.device(0).expect("a GPU")).expect("a context"));
-        let (own, keeper) = pair(&cuda, 0, second(&cuda).unwrap_or(0));
-        Some(Two { own, keeper, _turn: turn })
+        let (own, child) = pair(&cuda, 0, second(&cuda).unwrap_or(0));
+        Some(TwoProcesses { own, child, _turn: turn })
     }
 
-    /// Memory of the other process, filled with the pattern of `seed`: its number.
+    /// Allocates memory in the other process, filled with the pattern of `seed`; returns its index.
     fn alloc(&mut self, kind: &str, len: usize, seed: u64) -> u64 {
         number(&self.own.ask(&json!({"do": "alloc", "kind": kind, "len": len, "seed": seed})), "index")
     }
@@ -55,7 +54,7 @@ impl Two {
     }
 }
 
-/// The second GPU, where there is one that the first reaches.
+/// The second GPU, if there is one with peer access.
 fn second(cuda: &Cuda) -> Option<u32> {
     match cuda.devices().expect("devices").as_slice() {
         [first, second, ..] if first.reaches(second).expect("an answer") => Some(1),
@@ -66,8 +65,8 @@ fn second(cuda: &Cuda) -> Option<u32> {
 const KINDS: [&str; 3] = ["vmm", "legacy", "segment"];
 
 #[test]
-fn bytes_go_both_ways_whatever_they_lie_in() {
-    let Some(mut two) = Two::new() else { return };
+fn copies_work_in_both_directions_for_all_kinds_of_memory() {
+    let Some(mut two) = TwoProcesses::new() else { return };
     let lens = [1, 7, 511, 4096, 65_537, 512 << 10, (512 << 10) + 1, (9 << 20) + 3];
     let own = Memory::new(&two.own.context, "vmm", 10 << 20);
     for kind in KINDS {
@@ -97,8 +96,8 @@ fn bytes_go_both_ways_whatever_they_lie_in() {
 }
 
 #[test]
-fn the_other_end_pulls_and_pushes_too() {
-    let Some(mut two) = Two::new() else { return };
+fn the_other_end_can_pull_and_push() {
+    let Some(mut two) = TwoProcesses::new() else { return };
     let len = (3 << 20) + 1;
     let index = two.alloc("legacy", len, 1);
     for kind in KINDS {
@@ -116,11 +115,11 @@ fn the_other_end_pulls_and_pushes_too() {
 
 #[test]
 fn both_ends_push_at_once() {
-    let Some(mut two) = Two::new() else { return };
+    let Some(mut two) = TwoProcesses::new() else { return };
     let len = (12 << 20) + 5;
     let (ours, others) = (pattern(12, len), pattern(11, len));
     for kind in KINDS {
-        // At each end what it pushes, and where the other's goes.
+        // At each end: what it pushes, and the destination of the other's push.
         let (source, target) = (Memory::new(&two.own.context, kind, len), Memory::new(&two.own.context, kind, len));
         let (theirs, into) = (two.alloc(kind, len, 11), two.alloc(kind, len, 1));
         two.own.put(source.address(), &ours);
@@ -129,9 +128,9 @@ fn both_ends_push_at_once() {
         for _ in 0..3 {
             two.own.put(target.address(), &vec![0; len]);
             let push = json!({"do": "push", "index": theirs, "offset": 0, "len": len, "descriptor": remote});
-            two.own.say(&push);
+            two.own.send_message(&push);
             two.own.copy(Copy::Push, source.address(), there, len).expect("a push");
-            assert_eq!(two.own.hear().expect("the other end")["why"], json!(null), "{kind}");
+            assert_eq!(two.own.receive().expect("the other end")["why"], json!(null), "{kind}");
             assert!(two.own.take(target.address(), len) == others, "{kind}");
             assert!(two.check(into, 0, len, 12), "{kind}");
             two.own.ask(&json!({"do": "fill", "index": into, "len": len, "seed": 1}));
@@ -140,12 +139,12 @@ fn both_ends_push_at_once() {
 }
 
 #[test]
-fn many_small_ones_are_under_way_at_once() {
-    let Some(mut two) = Two::new() else { return };
+fn many_small_copies_are_in_flight_at_once() {
+    let Some(mut two) = TwoProcesses::new() else { return };
     let own = Memory::new(&two.own.context, "vmm", 1 << 20);
     let indices: Vec<u64> = KINDS.iter().map(|kind| two.alloc(kind, 4 << 20, 3)).collect();
     let bytes = pattern(3, 4 << 20);
-    // Places for 64 at once; each is described by the other process beforehand.
+    // 64 destinations at once, each described by the other process in advance.
     let mut numbers = 1_u64;
     let mut next = |limit: usize| {
         numbers = numbers.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -171,7 +170,7 @@ fn many_small_ones_are_under_way_at_once() {
         two.own.pump();
         let mut ended = Vec::new();
         for (at, (_, _, job)) in flying.iter_mut().enumerate() {
-            // SAFETY: the test's own memory, which stays until all are over.
+            // SAFETY: memory of this test, which outlives all copies.
             #[allow(unsafe_code)]
             match unsafe { two.own.link.step(job, 1 << 20) } {
                 Step::Done => ended.push(at),
@@ -196,8 +195,8 @@ fn many_small_ones_are_under_way_at_once() {
 }
 
 #[test]
-fn what_was_told_once_is_not_told_again() {
-    let Some(mut two) = Two::new() else { return };
+fn a_piece_is_announced_once() {
+    let Some(mut two) = TwoProcesses::new() else { return };
     let own = Memory::new(&two.own.context, "vmm", 1 << 20);
     for kind in KINDS {
         let index = two.alloc(kind, 4 << 20, 3);
@@ -215,8 +214,8 @@ fn what_was_told_once_is_not_told_again() {
 }
 
 #[test]
-fn pieces_unused_for_long_are_closed_and_come_back() {
-    let Some(mut two) = Two::new() else { return };
+fn least_recently_used_pieces_are_closed_and_reopened() {
+    let Some(mut two) = TwoProcesses::new() else { return };
     let own = Memory::new(&two.own.context, "vmm", 1 << 20);
     const COUNT: u64 = 2100;
     for at in 0..COUNT {
@@ -234,8 +233,8 @@ fn pieces_unused_for_long_are_closed_and_come_back() {
 }
 
 #[test]
-fn a_window_is_memory_of_the_peer_and_outlives_link_and_owner() {
-    let Some(mut two) = Two::new() else { return };
+fn a_window_maps_the_peers_memory_and_outlives_link_and_owner() {
+    let Some(mut two) = TwoProcesses::new() else { return };
     let own = Memory::new(&two.own.context, "vmm", 5 << 20);
     for kind in KINDS {
         let index = two.alloc(kind, 5 << 20, 1);
@@ -258,8 +257,8 @@ fn a_window_is_memory_of_the_peer_and_outlives_link_and_owner() {
         let refused = two.own.link.map(&remote, 6 << 20).expect_err("longer than the memory");
         assert_eq!(refused.kind, crossrail_types::ErrorKind::Region, "{refused}");
         if kind != "legacy" {
-            // The owner of a legacy handle must keep its memory as long as others have it open.
-            two.own.ask(&json!({"do": "free", "index": index, "said": true}));
+            // The owner must not free memory shared by a legacy handle while others have it open.
+            two.own.ask(&json!({"do": "free", "index": index, "announced": true}));
             two.own.pump();
             assert!(two.own.take(address, len) == pattern(2, len), "{kind}");
         }
@@ -270,8 +269,8 @@ fn a_window_is_memory_of_the_peer_and_outlives_link_and_owner() {
 
 #[test]
 fn everything_is_given_back() {
-    let Some(mut two) = Two::new() else { return };
-    let round = |two: &mut Two, first: bool| {
+    let Some(mut two) = TwoProcesses::new() else { return };
+    let round = |two: &mut TwoProcesses, first: bool| {
         let own = Memory::new(&two.own.context, "vmm", 64 << 20);
         for (at, kind) in KINDS.iter().enumerate() {
             let index = two.alloc(kind, 64 << 20, at as u64);
@@ -286,9 +285,9 @@ fn everything_is_given_back() {
         two.own.ask(&json!({"do": "new link"}));
         two.own.link = crossrail_cuda_ipc::Link::new(two.own.domain.clone(), LIMIT);
     };
-    // Streams and words are made in the first round, and stay for the next link.
+    // The first round creates streams and words, which are kept for the next link.
     round(&mut two, true);
-    let memory = |two: &mut Two| {
+    let memory = |two: &mut TwoProcesses| {
         assert!(crossrail_cuda::wait_for_releases(LIMIT));
         (two.own.free(), number(&two.own.ask(&json!({"do": "free bytes"})), "free"))
     };
@@ -296,7 +295,7 @@ fn everything_is_given_back() {
     for _ in 0..3 {
         round(&mut two, false);
     }
-    // A round that kept something would keep 64 MiB and more, and dozens of files; the driver's own tables are less.
+    // A leak would be at least 64 MiB and dozens of files per round; the driver's own tables are smaller.
     const LITTLE: u64 = 8 << 20;
     let after = memory(&mut two);
     assert!(after.0 + LITTLE > before.0 && after.1 + LITTLE > before.1, "free here, there: {before:?}, now {after:?}");

@@ -1,4 +1,4 @@
-//! Both ends in one process, on two of its GPUs and on one.
+//! Both ends in one process, on two GPUs and on one.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError};
@@ -13,7 +13,7 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use crate::end::{End, LIMIT, Memory, job, pattern};
 use crate::{KINDS, TURN, second, support};
 
-/// Passes notes between two links of one process.
+/// Exchanges notes between two links of one process.
 fn pass(from: &mut Link, to: &mut Link) {
     while let Some((note, files)) = from.outgoing() {
         let note = note.to_vec();
@@ -34,7 +34,7 @@ impl Both {
         let (one, other) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
             .expect("a pair of sockets");
         let (mut first, mut second) = (End::new(cuda, ordinals.0, one), End::new(cuda, ordinals.1, other));
-        // One process has one domain as a rule; both links may share it.
+        // A process usually has one domain, which both links may share.
         let domain = Domain::new(cuda, &Settings::default()).expect("a domain");
         for end in [&mut first, &mut second] {
             end.domain = Arc::clone(&domain);
@@ -51,7 +51,7 @@ impl Both {
         loop {
             pass(&mut self.second.link, &mut self.first.link);
             pass(&mut self.first.link, &mut self.second.link);
-            // SAFETY: the test's own memory, which stays until this is over.
+            // SAFETY: memory of this test, which outlives the copy.
             #[allow(unsafe_code)]
             match unsafe { self.first.link.step(&mut job, 1 << 20) } {
                 Step::Done => return Ok(()),
@@ -76,7 +76,7 @@ fn run(cuda: &Cuda, ordinals: (u32, u32)) {
             let found = both.first.take(own.address(), len);
             assert!(found == pattern(4, 5 << 20)[offset..offset + len], "{ordinals:?} {kind}: {len} at {offset}");
         }
-        // Freed memory of this very process is not touched.
+        // Freed memory of this process itself is not accessed.
         let (address, len) = (theirs.address(), 4096);
         let (descriptor, _) = both.second.link.describe(address as usize as *const u8, len).expect("memory");
         drop(theirs);

@@ -1,4 +1,4 @@
-//! What goes wrong: memory that is freed, peers that die or lie, contexts that are lost.
+//! Failures: freed memory, dead or malicious peers, lost contexts.
 
 use std::time::{Duration, Instant};
 
@@ -6,11 +6,11 @@ use crossrail_transport::{Copy, Direct, Step};
 use serde_json::json;
 
 use crate::end::{LIMIT, Memory, job, pattern};
-use crate::{KINDS, Two};
+use crate::{KINDS, TwoProcesses};
 
 #[test]
-fn what_lies_at_an_address_later_is_never_taken_for_what_lay_there() {
-    let Some(mut two) = Two::new() else { return };
+fn a_new_allocation_is_never_mistaken_for_an_old_one_at_its_address() {
+    let Some(mut two) = TwoProcesses::new() else { return };
     let own = Memory::new(&two.own.context, "vmm", 1 << 20);
     for kind in KINDS {
         let mut addresses = std::collections::HashSet::new();
@@ -24,21 +24,21 @@ fn what_lies_at_an_address_later_is_never_taken_for_what_lay_there() {
             two.own.put(own.address(), &pattern(round + 50, 1 << 20));
             two.own.copy(Copy::Push, own.address(), remote, 1 << 20).expect("a push");
             assert!(two.check(index, 0, 1 << 20, round + 50), "{kind}: round {round}");
-            two.own.ask(&json!({"do": "free", "index": index, "said": round % 3 == 0}));
+            two.own.ask(&json!({"do": "free", "index": index, "announced": round % 3 == 0}));
         }
         println!("{kind}: 20 allocations lay at {} addresses", addresses.len());
     }
 }
 
 #[test]
-fn memory_that_is_freed_first_fails_that_transfer_only() {
-    let Some(mut two) = Two::new() else { return };
+fn freed_memory_fails_only_its_transfer() {
+    let Some(mut two) = TwoProcesses::new() else { return };
     let own = Memory::new(&two.own.context, "vmm", 1 << 20);
     for kind in KINDS {
-        // The whole link of the other end is asked about the rest at once.
+        // The remaining pieces are checked by the other end at once.
         let index = two.alloc(kind, 4 << 20, 5);
         let remote = two.describe(index, 0, 1 << 20);
-        two.own.ask(&json!({"do": "free", "index": index, "said": true}));
+        two.own.ask(&json!({"do": "free", "index": index, "announced": true}));
         for copy in [Copy::Pull, Copy::Push] {
             let why = two.own.copy(copy, own.address(), remote, 1 << 20).expect_err("it was freed");
             assert!(why.contains("freed"), "{kind}: {why}");
@@ -48,7 +48,7 @@ fn memory_that_is_freed_first_fails_that_transfer_only() {
         two.own.copy(Copy::Pull, own.address(), remote, 1 << 20).expect("a pull");
         assert!(two.own.take(own.address(), 1 << 20) == pattern(6, 1 << 20), "{kind}");
         assert!(two.own.link.open_pieces() > 0);
-        // Nobody says that this one is freed; it is noticed, and both ends let go of it.
+        // This one is freed without an announcement. It is detected, and both ends close it.
         two.own.ask(&json!({"do": "free", "index": index}));
         let started = Instant::now();
         while two.own.link.open_pieces() > 0 {
@@ -60,8 +60,8 @@ fn memory_that_is_freed_first_fails_that_transfer_only() {
 }
 
 #[test]
-fn own_memory_that_is_freed_fails_the_copy_and_nothing_else() {
-    let Some(mut two) = Two::new() else { return };
+fn freed_local_memory_fails_only_the_copy() {
+    let Some(mut two) = TwoProcesses::new() else { return };
     let index = two.alloc("vmm", 4 << 20, 5);
     for kind in KINDS {
         for (copy, len) in [(Copy::Pull, 4096), (Copy::Pull, 4 << 20), (Copy::Push, 4 << 20)] {
@@ -71,7 +71,7 @@ fn own_memory_that_is_freed_fails_the_copy_and_nothing_else() {
             drop(own);
             assert!(crossrail_cuda::wait_for_releases(LIMIT));
             let why = two.own.copy(copy, address, remote, len).expect_err("its own memory is gone");
-            assert!(why.contains("freed") || why.contains("no memory of a GPU"), "{kind}: {why}");
+            assert!(why.contains("freed") || why.contains("not GPU memory"), "{kind}: {why}");
         }
     }
     let own = Memory::new(&two.own.context, "vmm", 4 << 20);
@@ -81,11 +81,11 @@ fn own_memory_that_is_freed_fails_the_copy_and_nothing_else() {
 }
 
 #[test]
-fn memory_that_can_not_be_passed_on_says_why() {
-    let Some(mut two) = Two::new() else { return };
+fn memory_that_cannot_be_exported_is_reported_with_the_reason() {
+    let Some(mut two) = TwoProcesses::new() else { return };
     let host = [0_u8; 64];
     assert!(two.own.link.describe(host.as_ptr(), host.len()).is_none());
-    assert!(two.own.link.why_not().is_some_and(|why| why.contains("no memory of a GPU")), "{:?}", two.own.link);
+    assert!(two.own.link.why_not().is_some_and(|why| why.contains("not GPU memory")), "{:?}", two.own.link);
     let own = Memory::new(&two.own.context, "legacy", 4096);
     let address = own.address() as usize as *const u8;
     assert!(two.own.link.describe(address, usize::MAX).is_none(), "more than there is");
@@ -96,8 +96,8 @@ fn memory_that_can_not_be_passed_on_says_why() {
 }
 
 #[test]
-fn descriptors_and_notes_that_lie_fail_the_transfer_and_nothing_else() {
-    let Some(mut two) = Two::new() else { return };
+fn forged_descriptors_and_notes_fail_only_the_transfer() {
+    let Some(mut two) = TwoProcesses::new() else { return };
     let own = Memory::new(&two.own.context, "vmm", 4 << 20);
     let len = 1 << 20;
     for kind in ["legacy", "vmm"] {
@@ -113,7 +113,7 @@ fn descriptors_and_notes_that_lie_fail_the_transfer_and_nothing_else() {
         }
         two.own.copy(Copy::Pull, own.address(), good, len).expect("the good one");
     }
-    // A note that says of each piece that it is longer than it is: 16 bytes of head, kind, number, address, length.
+    // A note in which each piece is longer than it really is: 16 bytes of header, kind, id, address, length.
     two.own.tamper = Some(|note| {
         if matches!(note[16], 1 | 2) {
             note[16 + 1 + 4 + 8 + 3] = 0x40;
@@ -133,23 +133,23 @@ fn descriptors_and_notes_that_lie_fail_the_transfer_and_nothing_else() {
 }
 
 #[test]
-fn memory_that_never_comes_fails_in_time() {
-    let Some(mut two) = Two::new() else { return };
+fn a_missing_note_fails_the_copy_after_the_limit() {
+    let Some(mut two) = TwoProcesses::new() else { return };
     let own = Memory::new(&two.own.context, "vmm", 4096);
     let limit = Duration::from_millis(200);
     two.own.link = crossrail_cuda_ipc::Link::new(two.own.domain.clone(), limit);
     let index = two.alloc("vmm", 4096, 1);
     let mut remote = two.describe(index, 0, 4096);
-    // It refers to a note that nobody will write.
+    // It depends on a note that is never written.
     remote[20] = 1;
     let started = Instant::now();
     let why = two.own.copy(Copy::Pull, own.address(), remote, 4096).expect_err("it never comes");
-    assert!(why.contains("not passed") && started.elapsed() >= limit, "{why}");
+    assert!(why.contains("did not announce") && started.elapsed() >= limit, "{why}");
 }
 
 #[test]
-fn a_job_that_is_dropped_no_longer_touches_the_memory() {
-    let Some(mut two) = Two::new() else { return };
+fn a_dropped_job_no_longer_accesses_the_memory() {
+    let Some(mut two) = TwoProcesses::new() else { return };
     let len = 512 << 20;
     let own = Memory::new(&two.own.context, "vmm", len);
     let index = two.alloc("vmm", len, 1);
@@ -159,7 +159,7 @@ fn a_job_that_is_dropped_no_longer_touches_the_memory() {
         two.own.pump();
         let copy = if round < 6 { Copy::Pull } else { Copy::Push };
         let mut job = job(copy, own.address(), remote, len);
-        // SAFETY: the test's own memory, which stays until `ended` has returned.
+        // SAFETY: memory of this test, which is kept until `ended` has returned.
         #[allow(unsafe_code)]
         let step = unsafe { two.own.link.step(&mut job, 1) };
         assert!(step == Step::Waiting || step == Step::Done, "{step:?}");
@@ -177,7 +177,7 @@ fn a_job_that_is_dropped_no_longer_touches_the_memory() {
                 assert_eq!(two.own.take(own.address() + tail as u64, 4096), [0x77; 4096]);
             }
             Copy::Push => {
-                // The other end's memory, which the push was to write last, is its own again.
+                // The destination of the push can be reused now.
                 two.own.ask(&json!({"do": "fill", "index": index, "offset": tail, "len": 4096, "seed": round}));
                 assert!(two.check(index, tail, 4096, round));
             }
@@ -191,26 +191,26 @@ fn a_job_that_is_dropped_no_longer_touches_the_memory() {
 }
 
 #[test]
-fn a_peer_that_dies_in_the_middle_harms_nobody() {
-    let Some(mut two) = Two::new() else { return };
+fn a_dying_peer_affects_only_its_own_transfers() {
+    let Some(mut two) = TwoProcesses::new() else { return };
     let len = 384 << 20;
     let own = Memory::new(&two.own.context, "vmm", len);
-    // A peer for each, which takes a while to start.
+    // A new peer each time, which takes a while to start.
     for (kind, copy) in KINDS.into_iter().zip([Copy::Push, Copy::Pull, Copy::Push]) {
         let index = two.alloc(kind, len, 1);
         let remote = two.describe(index, 0, len);
         let warm = two.own.copy(Copy::Pull, own.address(), remote, 4096);
         warm.expect("the peer lives");
-        two.own.say(&json!({"do": "abort"}));
+        two.own.send_message(&json!({"do": "abort"}));
         let mut job = job(copy, own.address(), remote, len);
         let started = Instant::now();
-        // Done, as the memory is still there, or failed with the driver's reason; not for ever.
+        // Completes, because the memory still exists, or fails with the driver's error; never hangs.
         let outcome = two.own.finish(&mut job);
         println!("{kind}, {copy:?}: the peer died: {outcome:?} after {:?}", started.elapsed());
-        assert!(two.own.hear().is_none());
+        assert!(two.own.receive().is_none());
         drop(two);
-        // This process, its context and the GPU are as good as before, for the next peer.
-        two = Two::new().expect("a GPU");
+        // This process, its context and the GPU still work, for the next peer.
+        two = TwoProcesses::new().expect("a GPU");
         let index = two.alloc(kind, 1 << 20, 9);
         let remote = two.describe(index, 0, 1 << 20);
         two.own.copy(Copy::Pull, own.address(), remote, 1 << 20).expect("a pull");
@@ -219,8 +219,8 @@ fn a_peer_that_dies_in_the_middle_harms_nobody() {
 }
 
 #[test]
-fn a_lost_context_fails_every_step_with_the_drivers_words() {
-    let Some(mut two) = Two::new() else { return };
+fn a_lost_context_fails_every_step_with_the_drivers_error() {
+    let Some(mut two) = TwoProcesses::new() else { return };
     if two.own.ask(&json!({"do": "load kernels"}))["loaded"] != true {
         return;
     }
@@ -235,5 +235,5 @@ fn a_lost_context_fails_every_step_with_the_drivers_words() {
         let why = two.own.ask(&pull(len))["why"].clone();
         assert!(why.as_str().is_some_and(|why| why.contains("CUDA_ERROR_")), "{why}");
     }
-    assert!(two.keeper.0.try_wait().expect("wait").is_none(), "the process goes on");
+    assert!(two.child.0.try_wait().expect("wait").is_none(), "the process goes on");
 }
