@@ -31,22 +31,23 @@ use crate::peer::Peer;
 use crate::regions::Regions;
 use crate::setup_timings::{PhaseTimer, SetupTimings};
 
-/// One rank's memory for dispatch and combine on a GPU, and its connections to the other ranks. Clones share it. Any
-/// thread may use it, one at a time.
+/// A rank's memory for dispatch and combine on a GPU, and its connections to the other ranks. Clones share it. Any thread
+/// may use it; calls are serialized by a lock.
 #[derive(Clone)]
 pub struct DeviceBuffer(pub(crate) Arc<Inner>);
 
-/// How long `destroy` waits for kernels beyond what they wait for other ranks.
+/// How long `destroy` waits for kernels in addition to their own timeouts.
 const LAST_KERNELS: Duration = Duration::from_secs(2);
 
 impl DeviceBuffer {
-    /// Memory and kernels for `config` on this rank of `group`; nobody is connected yet. Buffers of one name belong
-    /// together. Kernels that are not kept on disk are compiled now, which takes seconds. Where several ranks are in one
-    /// process, none is made while operations of another wait for it: the driver loads kernels when those are over.
+    /// Allocates memory and loads kernels for `config` on this rank of `group`; no rank is connected yet. Buffers of the same
+    /// name connect to each other. Kernels that are not cached on disk are compiled now, which takes seconds. Where several
+    /// ranks share a process, none may be constructed while operations of another wait for it: the driver loads kernels only
+    /// after those have finished.
     ///
     /// # Errors
-    /// `Usage` for numbers that make no sense, or that kernels cannot take; `Unsupported` with the reason where there is no
-    /// CUDA; `Exhausted`, with the plan, when more is wanted than is free.
+    /// `Usage` for invalid numbers, or numbers beyond the kernels' limits; `Unsupported` with the reason where there is no
+    /// CUDA; `Exhausted`, with the plan, if the GPU has too little free memory.
     pub fn new(
         group: &Group,
         context: &Context,
@@ -63,7 +64,7 @@ impl DeviceBuffer {
         let id = random_id()?;
         let parameters = Parameters::of(&config).on_gpu(shape.regions);
         timer.end("context");
-        // Loading and allocating take about as long as each other.
+        // Loading kernels and allocating the heap take about the same time.
         let (loaded, made) = kernel_cache::beside(&cuda, context.settings(), &shape, || {
             let node = options.node_of(group.node());
             let meeting = Meeting::new(group, context, name, id, node, config.share_node, parameters)?;
@@ -116,7 +117,7 @@ impl DeviceBuffer {
             shape,
             cuda,
         });
-        // The closing thread frees nothing while kernels of this buffer may wait for other ranks.
+        // The driver would block a release until the kernels are done, and they may be waiting for other ranks.
         let asked: Weak<InFlight> = Arc::downgrade(&inner.in_flight);
         inner.cuda.defer_releases_while(move || asked.upgrade().map(|in_flight| in_flight.is_busy()));
         losses::start(&inner, lost)?;
@@ -126,21 +127,21 @@ impl DeviceBuffer {
         Ok(DeviceBuffer(inner))
     }
 
-    /// What a buffer would take of the GPU's memory, `unreachable` other ranks being out of its reach, and what is free there.
+    /// GPU memory that a buffer would need, with `unreachable` ranks whose heaps the GPU cannot map, and what is free.
     ///
     /// # Errors
-    /// `Usage` for numbers that make no sense, or that kernels cannot take.
+    /// `Usage` for invalid numbers, or numbers beyond the kernels' limits.
     pub fn plan(config: &Config, options: &DeviceOptions, unreachable: u32) -> Result<Plan> {
         let free = options::context(options.ordinal).and_then(|context| options::free(&context)).ok();
         options::plan(config, options, unreachable, free)
     }
 
-    /// What it was made for.
+    /// Its configuration.
     pub fn config(&self) -> &Config {
         &self.0.config
     }
 
-    /// The same as its kernels see it.
+    /// The configuration as its kernels were compiled for it.
     pub fn shape(&self) -> &Shape {
         &self.0.shape
     }
@@ -150,7 +151,7 @@ impl DeviceBuffer {
         self.0.options.ordinal
     }
 
-    /// Multiprocessors that an operation takes.
+    /// Multiprocessors that an operation occupies.
     pub fn num_sms(&self) -> u32 {
         self.0.blocks
     }
@@ -165,18 +166,18 @@ impl DeviceBuffer {
         self.0.me
     }
 
-    /// As `crossrail_ep_host::ExpertBuffer::connect`. Only what changes is mapped; graphs that were captured stay good, and do
-    /// not run meanwhile.
+    /// As `crossrail_ep_host::ExpertBuffer::connect`. Only changes are mapped. Captured graphs stay valid, but must
+    /// not run during the call.
     ///
     /// # Errors
-    /// As there; `Usage` while something that was sent is not received; `Unsupported` where only one of two GPUs reaches
-    /// the other's memory.
+    /// As there; `Usage` while a sent operation has not been received; `Unsupported` if only one of two GPUs can map the
+    /// other's memory.
     pub fn connect(&self, ranks: &[u32], activate: bool, timeout: Option<Duration>) -> Result<()> {
         self.0.connect(ranks, activate, timeout)
     }
 
-    /// As `crossrail_ep_host::ExpertBuffer::disconnect`, once what was put in is done. Graphs that were captured must not run
-    /// meanwhile: nobody tells the host when they do.
+    /// As `crossrail_ep_host::ExpertBuffer::disconnect`, once enqueued operations are done. Captured graphs must not run
+    /// during the call: the host does not see their launches.
     ///
     /// # Errors
     /// As there; `Timeout` when operations are not done.
@@ -184,7 +185,7 @@ impl DeviceBuffer {
         self.0.disconnect(ranks)
     }
 
-    /// As `crossrail_ep_host::ExpertBuffer::mask`; operations under way stop waiting for them too.
+    /// As `crossrail_ep_host::ExpertBuffer::mask`; operations in flight stop waiting for them too.
     ///
     /// # Errors
     /// As there.
@@ -192,7 +193,7 @@ impl DeviceBuffer {
         self.0.set_mask(ranks, true)
     }
 
-    /// As `crossrail_ep_host::ExpertBuffer::unmask`, once what was put in is done.
+    /// As `crossrail_ep_host::ExpertBuffer::unmask`, once enqueued operations are done.
     ///
     /// # Errors
     /// As there; `Timeout` when operations are not done.
@@ -217,16 +218,16 @@ impl DeviceBuffer {
         self.0.state.lock().peers.iter().flatten().map(|peer| peer.rank).collect()
     }
 
-    /// Ranks that were lost so far, in order: when an operation is done without a rank, that rank is told of by then (one
-    /// that has left is masked, and told of when the next operation begins).
+    /// Ranks lost so far, in order. When an operation has completed without a rank, that rank is listed; a rank that left
+    /// regularly is masked at once and listed when the next operation begins.
     pub fn faults(&self) -> Vec<Fault> {
         let mut state = self.0.state.lock();
         self.0.process_losses(&mut state);
         state.faults.clone()
     }
 
-    /// How each connected rank is reached: `Heap` is over NVLink or PCIe by this rank's own kernels, `Network` by the
-    /// host through the engine.
+    /// How each connected rank is reached: `Heap` by this rank's kernels over NVLink or PCIe, `Network` by the host
+    /// through the engine.
     pub fn links(&self) -> Vec<Link> {
         let mut state = self.0.state.lock();
         self.0.process_losses(&mut state);
@@ -241,26 +242,26 @@ impl DeviceBuffer {
             .collect()
     }
 
-    /// How long the parts of making it took, and of its last connect.
+    /// Durations of the phases of construction and of the last connect.
     pub fn setup_timings(&self) -> SetupTimings {
         self.0.setup_timings.lock().clone()
     }
 
-    /// How many more results in the rank layout there is memory for, beside those in use and those of graphs.
+    /// How many more results in the rank layout there is memory for, not counting regions in use or reserved for graphs.
     pub fn spare_regions(&self) -> u32 {
         self.0.regions.spare()
     }
 
-    /// Bytes that the host has carried to ranks that this rank's GPU does not reach.
+    /// Bytes of rows that the host has forwarded to ranks whose heaps this GPU cannot map.
     pub fn network_bytes(&self) -> u64 {
         self.0.network.load(Ordering::Relaxed)
     }
 
-    /// What this rank's heap says of the operations under way, in a few lines, whatever runs: for whoever must find out
-    /// why they do not end. Only what lies before the results of the rank layout is read, some megabytes.
+    /// A few lines on the operations in flight, read from this rank's heap while kernels run: to diagnose operations that
+    /// do not finish. Reads some megabytes, everything that precedes the regions of the rank layout.
     ///
     /// # Errors
-    /// What the driver says.
+    /// What the driver reports.
     pub fn report(&self) -> Result<String> {
         let shape = &self.0.shape;
         let parts = shape.heap();
@@ -278,32 +279,33 @@ impl DeviceBuffer {
         RegionLease::take(&self.0, false)
     }
 
-    /// A region for a result of a dispatch that will be put into `stream`. One that a graph captures is its own from then
-    /// on: when its lease is dropped it is only lent to other captures, as memory of graphs is shared among graphs.
+    /// A region for a result of a dispatch that will be enqueued in `stream`. A region that a graph has captured is reserved
+    /// for graphs from then on: after its lease is dropped, only other captures get it.
     ///
     /// # Safety
     /// `stream` must be a live stream's handle, or 0 for the default stream.
     ///
     /// # Errors
-    /// As [`DeviceBuffer::take_region`]; what the driver says.
+    /// As [`DeviceBuffer::take_region`]; what the driver reports.
     pub unsafe fn take_region_for(&self, stream: u64) -> Result<RegionLease> {
         // SAFETY: the caller vouches for the stream.
         let stream = unsafe { Stream::borrow(&self.0.cuda, stream)? };
         RegionLease::take(&self.0, stream.capture()? != Capture::None)
     }
 
-    /// Waits until what was put in is done on this rank's GPU, and every connected rank that is not masked has come here.
+    /// Waits until enqueued operations are done on this rank's GPU and every connected, unmasked rank has called `sync`.
     ///
     /// # Errors
-    /// `Timeout`; `Closed`; what the driver says.
+    /// `Timeout`; `Closed`; what the driver reports.
     pub fn sync(&self, limit: Option<Duration>) -> Result<()> {
         self.0.sync(limit)
     }
 
-    /// Ends all connections once kernels are done; graphs that were captured must not run any more. The memory goes with the last result that is a view of it.
+    /// Closes all connections once kernels are done; captured graphs must not run afterwards. The memory is freed with the
+    /// last result that is a view of it.
     ///
     /// # Errors
-    /// `Timeout` when kernels are not done in time: their memory is then kept for good. None of a second call.
+    /// `Timeout` if kernels do not finish in time: their memory is then leaked. A second call does nothing.
     pub fn destroy(&self) -> Result<()> {
         self.0.destroy()
     }
@@ -340,7 +342,7 @@ impl Inner {
         for rank in ranks {
             let Some(peer) = &mut state.peers[*rank as usize] else { continue };
             if !masked {
-                // What it was not sent meanwhile it need not take.
+                // It was sent nothing while it was masked, so no slot waits for its acknowledgement.
                 self.set_taken(peer.rank, peer.mirror(), epochs)?;
                 self.regions.clear(peer.rank);
             }
@@ -360,7 +362,7 @@ impl Inner {
             let ranks = self.active();
             let left = limit.saturating_sub(began.elapsed());
             match self.meeting.group.barrier(&name, &ranks, Some(left)) {
-                // It is masked by whoever notices; the others meet again without it.
+                // Each rank masks it and repeats the barrier without it.
                 Err(error) if error.kind == ErrorKind::PeerDead && began.elapsed() < limit => {
                     let died = |rank: u32| !matches!(self.meeting.group.state(rank), RankState::Alive);
                     let dead: Vec<u32> = ranks.into_iter().filter(|rank| *rank != self.me && died(*rank)).collect();
@@ -375,7 +377,7 @@ impl Inner {
     }
 
     fn destroy(&self) -> Result<()> {
-        // Whoever waits for others gives up, and lets go of the state.
+        // Waits for other ranks end now, and release the state's lock.
         self.meeting.end();
         let _connecting = self.connecting.lock();
         let mut state = self.state.lock();
@@ -388,7 +390,7 @@ impl Inner {
         let peers: Vec<Peer> = state.peers.iter_mut().filter_map(Option::take).collect();
         drop(state);
         if let Err(error) = done {
-            // Kernels that may still run must find their memory.
+            // Kernels that may still run need their memory: leak it.
             std::mem::forget((peers, self.memory.clone(), self.kernels.clone()));
             self.meeting.worker.close();
             return Err(error);

@@ -1,4 +1,4 @@
-//! Points in callers' streams at which something is done, and numbers that the GPU tells the host.
+//! Completion of operations: events in callers' streams.
 #![allow(unsafe_code)]
 
 use std::sync::{Arc, Weak};
@@ -8,10 +8,10 @@ use crossrail_cuda::{Context, Event, Stream};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
-/// Events kept at most.
+/// Most idle events that are kept for reuse.
 const KEPT: usize = 256;
 
-/// Events that nobody asks any more.
+/// A pool of events.
 pub(crate) struct Events {
     context: Context,
     kept: Mutex<Vec<Event>>,
@@ -22,7 +22,7 @@ impl Events {
         Arc::new(Events { context: context.clone(), kept: Mutex::default() })
     }
 
-    /// What is in `stream` now, as a point.
+    /// Records the completion of everything enqueued in `stream` so far.
     pub(crate) fn record(self: &Arc<Self>, stream: &Stream, captured: bool) -> Result<Completion> {
         let kept = self.kept.lock().pop();
         let event = kept.map_or_else(|| Event::new(&self.context), Ok)?;
@@ -36,7 +36,7 @@ impl Events {
     }
 }
 
-/// A point in a stream: behind an operation. Any thread.
+/// Completion of an operation: an event behind it in its stream. Usable from any thread; clones are the same event.
 #[derive(Clone)]
 pub struct Completion(Arc<Point>);
 
@@ -65,21 +65,21 @@ impl std::fmt::Debug for Completion {
 }
 
 impl Completion {
-    /// Whether the operation was captured in a graph: then only a stream of the same capture can wait for it.
+    /// Whether the operation was captured in a graph; then only streams of the same capture can wait for it.
     pub fn is_captured(&self) -> bool {
         self.0.captured
     }
 
-    /// Whether the stream has come here.
+    /// Whether the operation is done.
     ///
     /// # Errors
-    /// `Usage` for a captured one; what the driver says, also of a GPU that was lost since.
+    /// `Usage` for a captured operation; what the driver reports, including the loss of the GPU.
     pub fn is_done(&self) -> Result<bool> {
         self.refuse_captured()?;
         self.0.event.as_ref().map_or(Ok(true), Event::is_done)
     }
 
-    /// Waits until the stream has come here.
+    /// Blocks until the operation is done.
     ///
     /// # Errors
     /// As [`Completion::is_done`]; `Timeout`.
@@ -88,13 +88,13 @@ impl Completion {
         self.0.event.as_ref().map_or(Ok(()), |event| event.wait(limit))
     }
 
-    /// What is put into `stream` from now on runs once the operation is done.
+    /// Makes everything enqueued in `stream` from now on wait for the operation.
     ///
     /// # Safety
     /// `stream` must be a live stream's handle, or 0 for the default stream.
     ///
     /// # Errors
-    /// `Usage`: it is another GPU's; what the driver says.
+    /// `Usage` if the stream belongs to another GPU; what the driver reports.
     pub unsafe fn wait(&self, stream: u64) -> Result<()> {
         // SAFETY: the caller vouches for the stream.
         let stream = unsafe { Stream::borrow(&self.0.context, stream)? };
@@ -107,9 +107,12 @@ impl Completion {
 
     fn refuse_captured(&self) -> Result<()> {
         if self.0.captured {
-            let error =
-                Error::new(ErrorKind::Usage, "event", "the operation was captured: it runs when its graph does");
-            return Err(error.with_hint("wait for the stream that the graph was launched in"));
+            let error = Error::new(
+                ErrorKind::Usage,
+                "event",
+                "the operation was captured in a graph, and runs when the graph is launched",
+            );
+            return Err(error.with_hint("synchronize with the stream in which the graph is launched"));
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Connecting and disconnecting ranks: only what changes is mapped and unmapped.
+//! Connecting and disconnecting ranks; only changes are mapped and unmapped.
 
 use std::time::{Duration, Instant};
 
@@ -14,11 +14,11 @@ use crate::options;
 use crate::peer::{Forwarded, Path, Peer};
 use crate::setup_timings::PhaseTimer;
 
-/// A rank that has said hello, and how its heap is written to.
+/// A rank whose hello was received, and how kernels write to its heap.
 struct Met {
     rank: u32,
     endpoint: Endpoint,
-    /// To its heap; empty if it has not told.
+    /// Key of its heap as a region; empty if it sent none.
     key: Vec<u8>,
     path: MetPath,
 }
@@ -37,7 +37,7 @@ impl Met {
         }
     }
 
-    /// It is ready, and has told `late` as its key if it had told none.
+    /// The peer, which is ready. `late`: the key it sent with that, if its hello had none.
     fn into_peer(self, late: &[u8], masked: bool) -> Result<Peer> {
         let Met { rank, endpoint, key, path } = self;
         let path = match path {
@@ -45,7 +45,7 @@ impl Met {
             MetPath::Forwarded(mirror) => {
                 let key = if key.is_empty() { late } else { &key };
                 if key.is_empty() {
-                    let text = "this rank's GPU does not reach its GPU, which reaches this rank's";
+                    let text = "this rank's GPU cannot map the memory of its GPU, which can map this rank's";
                     let error = Error::new(ErrorKind::Unsupported, "connect", text);
                     return Err(error.with_peer(format!("rank {rank}")));
                 }
@@ -84,7 +84,7 @@ impl Inner {
         let ends: Vec<(u32, Endpoint)> =
             greeted.iter().map(|one| (one.connection.rank, one.connection.endpoint.clone())).collect();
         let prepared = self.meet_all(greeted, deadline).and_then(|met| {
-            // From here on the others may write.
+            // Once the others are told that this rank is ready, they may write into its heap.
             self.set_epochs(&self.state.lock(), &met, mine, epochs)?;
             let told = met.iter().map(|met| Ok((met.rank, met.endpoint.clone(), self.late_key(met)?)));
             Ok((told.collect::<Result<Vec<_>>>()?, met))
@@ -116,11 +116,11 @@ impl Inner {
         Ok(())
     }
 
-    /// Brings this rank to the number of operations of those that have come furthest.
+    /// Raises this rank's sequence numbers to the highest of all ranks, so that all agree on the number of the next operation.
     fn set_epochs(&self, state: &State, new: &[Met], mine: Epochs, epochs: Epochs) -> Result<()> {
         if epochs != mine {
             self.heap.set_epochs(epochs)?;
-            // Those connected so far, this rank itself among them, came later than the others too.
+            // Ranks connected before this call, this rank itself included, were behind as well.
             for peer in state.peers.iter().flatten() {
                 self.set_taken(peer.rank, peer.mirror(), epochs)?;
             }
@@ -128,13 +128,13 @@ impl Inner {
         new.iter().try_for_each(|met| self.set_taken(met.rank, met.mirror(), epochs))
     }
 
-    /// Clears what an earlier connection left, and makes the hello for a new one.
+    /// Clears what an earlier connection left in the heap, and builds the hello for a new one.
     fn hello(&self, connection: &Connection, epochs: Epochs) -> Result<Hello> {
         if std::mem::replace(&mut self.state.lock().stale[connection.rank as usize], true) {
             self.heap.clear(connection.rank, &self.shape)?;
         }
         let shared = if connection.is_shared() { self.share(connection)? } else { None };
-        // A rank that maps the heap needs no key to it, unless it finds that its GPU does not reach it (`late_key`).
+        // A rank that can map the heap needs no key, unless mapping fails there (`late_key`).
         let key = if shared.is_none() { self.key()? } else { Vec::new() };
         Ok(Hello {
             rank: self.me,
@@ -146,7 +146,7 @@ impl Inner {
         })
     }
 
-    /// The heap, as the other rank can map it; `None` where GPU memory cannot be passed on.
+    /// The heap, exported for the other rank to map; `None` where GPU memory cannot be exported.
     fn share(&self, connection: &Connection) -> Result<Option<Vec<u8>>> {
         match connection.endpoint.share(&self.memory) {
             Ok(shared) => Ok(Some(shared.to_bytes())),
@@ -159,13 +159,15 @@ impl Inner {
     }
 
     fn out_of_reach(&self, rank: u32, why: &Error) {
-        let text =
-            format!("the GPUs of ranks {} and {rank} do not reach each other, the host carries rows: {why}", self.me);
+        let text = format!(
+            "the GPUs of ranks {} and {rank} cannot map each other's memory, so the host forwards rows: {why}",
+            self.me
+        );
         self.meeting.warn(&text);
     }
 
-    /// The key with which ranks out of reach write to the heap. The engine pins the memory that this goes through when it
-    /// is first asked for: not for ranks that need none.
+    /// The key with which ranks that cannot map the heap write to it through the engine. Registered on first use, because
+    /// the engine then pins bounce memory for it.
     fn key(&self) -> Result<Vec<u8>> {
         let mut region = self.region.lock();
         if region.is_none() {
@@ -174,8 +176,8 @@ impl Inner {
         Ok(region.as_ref().map(|region| region.key().to_bytes()).unwrap_or_default())
     }
 
-    /// The key once more, for a rank that may not have been told before, as its GPU might have reached the heap: it does
-    /// not, if this rank's does not reach that rank's heap either.
+    /// The key for a rank that got none in the hello, because it was expected to map the heap: if this rank cannot map that
+    /// rank's heap, that rank cannot map this one's either.
     fn late_key(&self, met: &Met) -> Result<Vec<u8>> {
         match met.path {
             MetPath::Forwarded(_) => self.key(),
@@ -184,7 +186,7 @@ impl Inner {
     }
 
     fn meet_all(&self, greeted: Vec<Greeted>, deadline: Instant) -> Result<Vec<Met>> {
-        // Ranks out of reach that are known by now.
+        // Ranks already known not to map the heap.
         let unreachable = greeted.iter().filter(|greeted| greeted.received.shared.is_none()).count() as u32;
         self.check_memory(unreachable)?;
         let meet = |greeted: Greeted| {
@@ -198,7 +200,7 @@ impl Inner {
         if unreachable == 0 {
             return Ok(());
         }
-        // The heap itself is there already.
+        // The plan includes the heap, which is already allocated.
         let free = options::free(&self.cuda)?.saturating_add(self.memory.len() as u64);
         options::plan(&self.config, &self.options, unreachable, Some(free))?.check()
     }
@@ -222,7 +224,7 @@ impl Inner {
         Ok(Met { rank, endpoint, key: received.key, path })
     }
 
-    /// Maps a rank's heap for this rank's GPU; `None` where that does not reach it.
+    /// Maps a rank's heap for this rank's GPU; `None` if the GPU cannot.
     fn map(&self, rank: u32, endpoint: &Endpoint, shared: &[u8], deadline: Instant) -> Result<Option<Mapped>> {
         let left = deadline.saturating_duration_since(Instant::now());
         let named = |error: Error| Error { peer: Some(format!("rank {rank}")), ..error };
@@ -246,7 +248,7 @@ impl Inner {
         meeting::check_others(ranks, self.me, self.config.ranks, "disconnect")?;
         let mut state = self.state.lock();
         self.process_losses(&mut state);
-        // What those have sent may never be received; kernels must not touch their heaps any more.
+        // Kernels must not access their heaps after this; operations they sent may stay unreceived.
         self.wait_for_kernels(None)?;
         let mut gone = Vec::new();
         for rank in ranks {

@@ -17,19 +17,19 @@ const LOOK: Duration = Duration::from_millis(2);
 /// How long a wait spins before it yields the processor.
 const SPIN: Duration = Duration::from_micros(200);
 
-/// Pinned words that kernels tell counts in.
+/// Pinned memory for the counts of operations in flight, in slots.
 pub(crate) struct CountPool {
     page: Arc<PinnedMemory>,
-    /// Bytes from one slot to the next: a word, then a count for each local expert, then what each rank says.
+    /// Bytes from one slot to the next: the word, a count for each local expert, each rank's `say`.
     stride: usize,
     experts: usize,
     ranks: usize,
     slots: Mutex<Slots<Completion>>,
 }
 
-/// What a rank says that did not come.
+/// In place of a rank's `say` if the rank timed out.
 pub const UNHEARD: u32 = crossrail_kernels::ep::EP_UNHEARD;
-/// Results in the rank layout whose counts the host may wait for at once.
+/// Results in the rank layout whose counts may be outstanding at once.
 const SLOTS: usize = 32;
 
 impl CountPool {
@@ -47,18 +47,19 @@ impl CountPool {
         unsafe { self.page.as_ptr().add(slot * self.stride) }
     }
 
-    /// What the GPU writes last, and once: 0 until then.
+    /// The word that the GPU writes last, with release order: 0 until then, then epoch << 32 | rows. An acquire load that
+    /// sees it makes the counts and `say`s before it visible.
     fn word(&self, slot: usize) -> &AtomicU64 {
         // SAFETY: inside the page and aligned; every access is atomic, here and on the GPU.
         unsafe { AtomicU64::from_ptr(self.at(slot).cast()) }
     }
 
-    /// A slot for one operation.
+    /// A slot for one operation, its word reset to 0.
     pub(crate) fn take(self: &Arc<Self>) -> Result<Counts> {
         let told = |slot| self.word(slot).load(Ordering::Acquire) != 0;
         let slot = self.slots.lock().take(|slot, done| told(slot) || done.is_done().unwrap_or(false));
         let slot = slot.ok_or_else(|| {
-            let text = format!("the counts of {SLOTS} results were asked for and are still kept");
+            let text = format!("the counts of {SLOTS} results are outstanding");
             Error::new(ErrorKind::Exhausted, "dispatch", text)
         })?;
         let count = Counts(Arc::new(Asked { counts: self.clone(), slot, done: Mutex::new(None) }));
@@ -69,7 +70,7 @@ impl CountPool {
     }
 }
 
-/// The rows of a result in the rank layout, and how many there are of each expert, as the GPU tells the host. Any thread.
+/// The counts of a result in the rank layout, as the GPU reports them. Usable from any thread.
 #[derive(Clone)]
 pub struct Counts(Arc<Asked>);
 
@@ -82,7 +83,7 @@ struct Asked {
 impl Drop for Asked {
     fn drop(&mut self) {
         match self.done.get_mut().take() {
-            // At any replay the GPU writes it again.
+            // Every replay of the graph writes the slot again, so it is never reused.
             Some(done) if done.is_captured() => {}
             Some(done) => self.counts.slots.lock().resting.push((self.slot, done)),
             None => self.counts.slots.lock().free.push(self.slot),
@@ -90,7 +91,7 @@ impl Drop for Asked {
     }
 }
 
-/// Numbers of slots that nobody has: free ones, and those that the GPU may still write.
+/// Slots without a user: free ones, and those that the GPU may still write.
 struct Slots<D> {
     free: Vec<usize>,
     resting: Vec<(usize, D)>,
@@ -101,7 +102,7 @@ impl<D> Slots<D> {
         Slots { free: (0..count).rev().collect(), resting: Vec::new() }
     }
 
-    /// One of those that are free, or over.
+    /// A free slot, or one whose operation is over.
     fn take(&mut self, is_over: impl Fn(usize, &D) -> bool) -> Option<usize> {
         let Slots { free, resting } = self;
         resting.retain(|(slot, done)| {
@@ -128,7 +129,7 @@ impl Counts {
         self.0.counts.word(self.0.slot)
     }
 
-    /// Where the GPU writes the word, the counts, and what the ranks say.
+    /// GPU addresses of the word, the counts, and the ranks' `say`s.
     pub(crate) fn addresses(&self) -> [u64; 3] {
         let at = self.0.counts.page.address() + (self.0.slot * self.0.counts.stride) as u64;
         [at, at + 16, at + 16 + 4 * self.0.counts.experts as u64]
@@ -138,17 +139,17 @@ impl Counts {
         *self.0.done.lock() = Some(done.clone());
     }
 
-    /// The rows, if they are known by now.
+    /// The number of rows, if it is known by now.
     pub fn rows(&self) -> Option<u32> {
         let word = self.word().load(Ordering::Acquire);
         (word >> 32 != 0).then_some(word as u32)
     }
 
-    /// Waits until the GPU has told the rows; they and the count of each local expert, rounded up to the alignment (zeros
-    /// where the routing of an earlier dispatch was repeated, whose counts these are).
+    /// Waits until the GPU has reported: the number of rows, and the rows of each local expert, rounded up to the alignment
+    /// (zeros for a cached dispatch, whose counts are those of the first one).
     ///
     /// # Errors
-    /// `Timeout`; what the driver says of a GPU that was lost.
+    /// `Timeout`; what the driver reports about a lost GPU.
     pub fn wait(&self, limit: Duration) -> Result<(u32, Vec<i32>)> {
         let began = Instant::now();
         let mut looked = began;
@@ -161,7 +162,7 @@ impl Counts {
                 looked = now;
                 let done = self.0.done.lock().clone().filter(|done| !done.is_captured());
                 if done.is_some_and(|done| done.is_done().is_ok_and(|over| over)) && self.rows().is_none() {
-                    let text = "the operation is over, and has told no counts";
+                    let text = "the operation is over, but has reported no counts";
                     return Err(Error::new(ErrorKind::Io, "counts", text));
                 }
             }
@@ -169,7 +170,7 @@ impl Counts {
                 waited if waited >= limit || interrupt::raised() => {
                     let text = "the GPU has not reported the received rows";
                     let error = Error::new(ErrorKind::Timeout, "counts", text).with_waited(waited);
-                    return Err(error.with_hint("what the stream had before is waited for too"));
+                    return Err(error.with_hint("work enqueued in the stream before counts too"));
                 }
                 waited if waited < SPIN => std::hint::spin_loop(),
                 _ => std::thread::yield_now(),
@@ -177,8 +178,7 @@ impl Counts {
         }
     }
 
-    /// What each rank's host said ([`crate::EpDispatchArgs::say`]), [`UNHEARD`] of one that did not come in time. Good once
-    /// the rows are known.
+    /// Each rank's [`crate::EpDispatchArgs::say`], [`UNHEARD`] for a rank that timed out. Valid once the rows are known.
     pub fn said(&self) -> Vec<u32> {
         let first = self.0.counts.experts;
         (first..first + self.0.counts.ranks).map(|at| self.cell(at).load(Ordering::Relaxed)).collect()

@@ -8,7 +8,7 @@ use crossrail_kernels::ep::Look;
 use crossrail_types::Result;
 use parking_lot::Mutex;
 
-/// Reads GPU memory that kernels are done with.
+/// Reads GPU memory, on a stream of its own, that no kernel writes any more.
 pub(crate) struct Reader {
     context: Context,
     parts: Mutex<Option<Parts>>,
@@ -20,12 +20,12 @@ struct Parts {
     area: PinnedMemory,
 }
 
-/// Bytes that are read at once.
+/// Bytes read at once.
 const AREA: usize = 1 << 18;
 const READ_LIMIT: Duration = Duration::from_secs(10);
 
 impl Reader {
-    /// Makes nothing before the first read.
+    /// Creates stream and pinned memory only at the first read.
     pub(crate) fn new(context: &Context) -> Reader {
         Reader { context: context.clone(), parts: Mutex::default() }
     }
@@ -40,7 +40,7 @@ impl Reader {
                 area: PinnedMemory::new(&self.context, AREA)?,
             },
         };
-        // A read that does not end in time leaves nothing behind that could be written later.
+        // `parts` was taken out: if a read times out, its pinned memory is not reused while the copy may still write it.
         for (part, at) in bytes.chunks_mut(AREA).zip((address..).step_by(AREA)) {
             // SAFETY: the area has that many bytes and no copy uses it; kernels are done with the source.
             unsafe { parts.stream.copy_out(parts.area.as_ptr(), at, part.len())? };

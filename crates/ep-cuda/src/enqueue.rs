@@ -1,4 +1,4 @@
-//! The operations: how a call comes into a stream.
+//! The operations: checks, order, and what is enqueued in the caller's stream.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::launch::{Args, Launch};
 use crate::lease::RegionLease;
 use crate::outstanding::Operation;
 
-/// How long a launch waits for memory that is being freed.
+/// How long a launch waits for memory that is being released.
 const FREES: Duration = Duration::from_millis(100);
 
 /// Whether an operation is enqueued whole. On the GPU, operations of one buffer, halves included, run one after the other:
@@ -44,21 +44,21 @@ pub struct RankDispatch<'a> {
     pub count: bool,
 }
 
-/// An operation that was put into a stream.
+/// An operation that was enqueued in a stream.
 #[derive(Debug)]
 pub struct Enqueued {
-    /// For the combine: of the dispatch, or the one that was given.
+    /// Of a dispatch: its new handle, for the combine. Of a combine: the one it was called with.
     pub handle: DeviceHandle,
-    /// Behind what was put in.
+    /// Completion of what was enqueued.
     pub done: Completion,
-    /// What the GPU will tell the host, if that was asked for.
+    /// Counts that the GPU will report to the host, if they were requested.
     pub count: Option<Counts>,
-    /// The rest of an operation that was split.
+    /// The second half of a split operation.
     pub pending: Option<Pending>,
 }
 
-/// What is left of an operation that was split: it must be finished, in the order of sending. When it is dropped
-/// instead, the ranks are out of step, and later calls say so.
+/// The second half of a split operation, which must be finished in the order of sending. If it is dropped instead, the
+/// ranks are out of step, and later calls fail with that reason.
 #[derive(Debug)]
 pub struct Pending {
     buffer: DeviceBuffer,
@@ -67,12 +67,12 @@ pub struct Pending {
     finished: bool,
 }
 
-/// A call that was let in.
+/// A call that was admitted, holding the state's lock.
 struct Call<'a> {
     state: MutexGuard<'a, State>,
     stream: Stream,
     captured: bool,
-    /// The GPU's context is current, once for all that is asked of the driver.
+    /// Makes the GPU's context current once for all driver calls of the operation.
     _entered: Entered<'a>,
 }
 
@@ -216,19 +216,19 @@ impl DeviceBuffer {
 }
 
 impl Pending {
-    /// Puts the rest of the operation into `stream`, which need not be the one that it was sent in, but comes behind it.
+    /// Enqueues the second half in `stream`, which may differ from the stream of the first half but must wait for it.
     ///
     /// # Safety
-    /// As [`DeviceBuffer::dispatch_expert`]; the stream must wait for what was sent.
+    /// As [`DeviceBuffer::dispatch_expert`]; the stream must wait for the first half.
     ///
     /// # Errors
-    /// `Usage` when another one was sent before, with the operation in `self` lost; `Closed`; what the driver says.
+    /// `Usage` if another operation was sent before, and this one is then lost; `Closed`; what the driver reports.
     pub unsafe fn finish(mut self, stream: u64) -> Result<Completion> {
         // SAFETY: the caller vouches for the stream.
         unsafe { self.finish_in(stream) }
     }
 
-    /// [`Pending::finish`] that leaves it for another try when it fails.
+    /// [`Pending::finish`] that can be repeated after a failure.
     ///
     /// # Safety
     /// As there.
@@ -238,7 +238,7 @@ impl Pending {
     pub unsafe fn finish_in(&mut self, stream: u64) -> Result<Completion> {
         let kind = self.launch.args.kind();
         if self.finished {
-            return Err(Error::new(ErrorKind::Usage, kind.name(), "the operation was finished already"));
+            return Err(Error::new(ErrorKind::Usage, kind.name(), "the operation has been finished already"));
         }
         let inner = self.buffer.0.clone();
         // SAFETY: the caller vouches for the stream.
@@ -318,7 +318,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Lets a new operation in.
+    /// Admits a new operation.
     ///
     /// # Safety
     /// `stream` must be a live stream's handle, or 0.
@@ -345,14 +345,14 @@ impl Inner {
             Capture::None => false,
             Capture::Active => true,
             Capture::Broken => {
-                let text = "the stream is being captured, and something that cannot be has broken the capture";
+                let text = "the stream's capture is invalid: an operation that cannot be captured has broken it";
                 return Err(Error::new(ErrorKind::Usage, operation, text));
             }
         };
         if captured && state.has_forwarded() {
-            let text = "the host carries rows to ranks that this GPU does not reach, and cannot in a graph";
+            let text = "the host forwards rows to ranks whose memory this GPU cannot map, and cannot do so in a graph";
             let error = Error::new(ErrorKind::Usage, operation, text);
-            return Err(error.with_hint("links() tells which ranks are reached by the network"));
+            return Err(error.with_hint("links() lists the ranks that are reached through the network"));
         }
         Ok(Call { state, stream, captured, _entered: entered })
     }
@@ -364,10 +364,10 @@ impl Inner {
         DeviceHandle::new(pool.ok_or_else(none)?, self.id, layout, what, &call.stream, call.captured)
     }
 
-    /// Puts these phases in, and carries what is for ranks out of reach.
+    /// Enqueues these phases, and forwards data for ranks whose heaps the GPU cannot map.
     fn run(&self, call: &mut Call, launch: &Launch, phases: u32) -> Result<Completion> {
-        // From the launch to `in_flight` nothing is freed: the driver would wait for the kernel, and other ranks of this
-        // process could not launch theirs, which it waits for.
+        // No release may start between the launch and the entry in `in_flight`: the driver would wait for the kernel, and
+        // other ranks of this process could not launch the kernels that this one waits for.
         let _kept = (!call.captured).then(|| self.cuda.pause_releases(FREES));
         if call.state.has_forwarded() {
             self.run_forwarding(&mut call.state, &call.stream, launch, phases)?;
@@ -386,7 +386,7 @@ impl Inner {
     }
 }
 
-/// The buffer stays while operations of it may be finished.
+/// Handles, leases and completions move between threads.
 const _: fn() = || {
     fn shared<T: Send + Sync>() {}
     shared::<(DeviceBuffer, DeviceHandle, Completion, RegionLease, Arc<Inner>)>();

@@ -1,4 +1,7 @@
-//! What kernels say of ranks that did not come: a ring in pinned memory, which the host reads when it comes by.
+//! The ring of faults: pinned memory in which kernels report ranks that timed out. The host reads it at each call.
+//!
+//! Kernels are the only writers: an entry's `number` is stored last, with release order at system scope. The host reads the
+//! number, the entry, and the number again, so that an entry overwritten during the read is read anew.
 #![allow(unsafe_code)]
 
 use std::mem::size_of;
@@ -14,7 +17,7 @@ use crossrail_types::Result;
 
 use crate::outstanding::Operation;
 
-/// What a stage is called, and which operation it is of.
+/// Name of a stage in fault reports, and the operation it belongs to.
 pub(crate) fn stage(number: u32) -> (Operation, &'static str) {
     match number {
         EP_STAGE_TABLE => (Operation::Dispatch, "its metadata"),
@@ -26,32 +29,32 @@ pub(crate) fn stage(number: u32) -> (Operation, &'static str) {
         EP_STAGE_WEIGHTS => (Operation::Combine, "its weights"),
         EP_STAGE_BACK_ROW => (Operation::Combine, "its rows back"),
         EP_STAGE_COMBINE_TAKEN => (Operation::Combine, "it to take the combine before the last"),
-        _ => (Operation::Dispatch, "something of a later version"),
+        _ => (Operation::Dispatch, "a stage of a later version"),
     }
 }
 
-/// Why a living rank is lost that a fault tells of; `limit` is how long is waited.
+/// The reason for a fault of a rank that is alive. `limit`: the kernels' timeout.
 pub(crate) fn reason(told: &EpFault, limit: Duration) -> String {
     if told.stage == EP_STAGE_PLACE {
-        // It did come, and has written in its place: the ranks do not agree on who came in time.
+        // It was in time here, but other ranks counted its rows differently: they timed out for different ranks.
         return format!("its rows begin at {}, as other ranks came in time for it than for this one", told.seen);
     }
     format!("nothing came for {:.3} s", limit.as_secs_f64())
 }
 
-/// What is wrong with this rank's own call, if that is what the kernels tell of.
+/// The problem with this rank's own call, for a fault that is no other rank's.
 pub(crate) fn own(told: &EpFault) -> Option<String> {
     (told.stage == EP_STAGE_ROOM).then(|| {
         format!("dispatch {}: {} rows came, which is more than max_rows: those beyond are lost", told.epoch, told.seen)
     })
 }
 
-/// Whether kernels leave the rank out already that a fault tells of.
+/// Whether kernels have already masked the rank that a fault names.
 pub(crate) fn is_masked_by_kernels(told: &EpFault) -> bool {
     told.stage != EP_STAGE_PLACE
 }
 
-/// The ring, and how far it was read.
+/// The ring, and the number of the last entry that was read.
 pub(crate) struct Ring {
     memory: PinnedMemory,
     read: u64,
@@ -66,12 +69,12 @@ impl Ring {
         Ok(Ring { memory, read: 0 })
     }
 
-    /// Its address on the GPU.
+    /// Its GPU address.
     pub(crate) fn address(&self) -> u64 {
         self.memory.address()
     }
 
-    /// What was said since the last time. If that was more than the ring has entries, the last ones.
+    /// Faults since the last call; only the newest EP_FAULTS if there were more.
     pub(crate) fn read(&mut self) -> Vec<EpFault> {
         let start = self.memory.as_ptr().cast::<EpFault>();
         read(&mut self.read, |at| {
@@ -80,7 +83,8 @@ impl Ring {
             // SAFETY: the number is an aligned word, whose accesses are atomic here and on the GPU.
             let number = unsafe { AtomicU64::from_ptr(&raw mut (*entry).number) };
             let before = number.load(Ordering::Acquire);
-            // SAFETY: inside the ring. The GPU may write it meanwhile: then the number has changed, and it is read anew.
+            // SAFETY: inside the ring. If the GPU overwrites it during the read, the number has changed and the copy is
+            // discarded.
             let mut fault = unsafe { entry.read_volatile() };
             fence(Ordering::Acquire);
             fault.number = before;
@@ -89,7 +93,7 @@ impl Ring {
     }
 }
 
-/// Reads on behind `seen`; `entry` gives none while it is being written.
+/// Reads the entries after `seen`; `entry` is `None` while one is being written.
 fn read(seen: &mut u64, entry: impl Fn(usize) -> Option<EpFault>) -> Vec<EpFault> {
     let ring = u64::from(EP_FAULTS);
     let mut found = Vec::new();
@@ -100,7 +104,7 @@ fn read(seen: &mut u64, entry: impl Fn(usize) -> Option<EpFault>) -> Vec<EpFault
                 *seen = next;
                 found.push(fault);
             }
-            // It has come round: what is between is lost.
+            // The ring has wrapped: the entries in between are lost.
             Some(fault) if fault.number > next => *seen = fault.number - ring,
             _ => return found,
         }

@@ -1,7 +1,8 @@
-//! Ranks whose heaps this GPU does not reach: kernels write into mirrors of their heaps, and the host carries what they
-//! wrote to the heaps themselves, rows before the words and flags that say that they are there.
+//! Forwarding to ranks whose heaps this GPU cannot map: kernels write into local mirrors of these heaps, and the host
+//! writes the changed ranges to the heaps themselves through the engine: rows first, then the flags and words that
+//! announce them, since the peer's kernels read rows as soon as they see a flag.
 //!
-//! A mirror holds all that this rank has ever written to that heap, so more may be carried than was written now.
+//! A mirror keeps everything this rank ever wrote to that heap, so forwarding a range again is harmless.
 #![allow(unsafe_code)]
 
 use std::sync::atomic::Ordering;
@@ -19,7 +20,7 @@ use crate::outstanding::Operation;
 use crate::peer::Forwarded;
 
 impl Inner {
-    /// Puts the phases in one after the other; each is carried before the next.
+    /// Launches the phases one after the other, forwarding the data of each before the next.
     pub(crate) fn run_forwarding(
         &self,
         state: &mut State,
@@ -27,7 +28,7 @@ impl Inner {
         launch: &Launch,
         phases: u32,
     ) -> Result<()> {
-        // Kernels that unpack what comes from other nodes want some multiprocessors, while ours wait for it.
+        // The engine's unpack kernels need multiprocessors while these kernels wait for what they deliver.
         let blocks = self.blocks.min(self.kernels.most_blocks() / 2).max(1);
         for phase in [EP_ANNOUNCE, EP_SEND, EP_RECEIVE] {
             if phases & phase == 0 {
@@ -57,7 +58,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Ranks out of reach that are not masked.
+    /// Unmasked ranks that are reached through the host.
     fn forwarded(&self, state: &State) -> Vec<Forwarded> {
         let open = state.peers.iter().flatten().filter(|peer| !peer.masked);
         open.filter_map(|peer| peer.forwarded().cloned()).collect()
@@ -68,7 +69,7 @@ impl Inner {
         self.events.record(stream, false)?.synchronize(limit)
     }
 
-    /// Carries a load. A rank that it cannot be carried to is lost.
+    /// Forwards the changed ranges of a mirror. A rank that cannot be reached is lost.
     fn forward(&self, state: &mut State, peer: &Forwarded, load: &Load, kind: Operation) {
         let parts = [&load.rows[..], &load.told, &[load.line]];
         let carried = parts.into_iter().try_for_each(|spans| self.write(peer, spans));
@@ -81,7 +82,7 @@ impl Inner {
         }
     }
 
-    /// Writes these parts of the mirror to the heap, all before it returns.
+    /// Writes these ranges of the mirror to the heap, and waits until they are there.
     fn write(&self, peer: &Forwarded, spans: &[Span]) -> Result<()> {
         let mut ops = Vec::with_capacity(spans.len());
         for span in spans.iter().filter(|span| span.len > 0) {
@@ -119,9 +120,9 @@ impl Inner {
         state.faults.push(fault);
     }
 
-    /// Weights that come with a combine go before its rows.
+    /// Forwards the weights given to a combine, which the peers wait for before they send rows back.
     fn forward_weights(&self, state: &mut State, stream: &Stream, args: &EpCombineArgs) -> Result<()> {
-        // What is before it in the stream may write the weights.
+        // Earlier work in the stream may write the weights.
         self.wait_for(stream)?;
         let Some((span, words)) = self.shape.weights(args, &self.reader)? else { return Ok(()) };
         let load = Load { rows: Vec::new(), told: vec![span], line: self.heap.line(self.me) };

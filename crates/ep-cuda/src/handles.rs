@@ -1,4 +1,4 @@
-//! What a dispatch leaves for its combine: memory of the GPU that only kernels read.
+//! Handles: the routing of a dispatch, in GPU memory that only kernels access, for its combine.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,12 +12,12 @@ use parking_lot::Mutex;
 
 use crate::completion::Completion;
 
-/// Handles' memory of one layout, used again and again.
+/// A pool of memory for handles of one layout.
 pub(crate) struct Pool {
     context: Context,
     len: usize,
     free: Mutex<VecDeque<(DeviceMemory, Option<Completion>)>>,
-    /// Of handles that were captured in a graph, which may be replayed for ever.
+    /// Memory of handles captured in graphs, which may be replayed at any time: never reused.
     kept: Mutex<Vec<DeviceMemory>>,
 }
 
@@ -27,13 +27,13 @@ impl Pool {
         Arc::new(Pool { context: context.clone(), len, free: Mutex::default(), kept: Mutex::default() })
     }
 
-    /// Memory for a handle that what is in `stream` may write: whoever used it last is waited for there.
+    /// Memory for a handle that work in `stream` may write; the stream waits for its last user.
     fn take(&self, stream: &Stream, captured: bool) -> Result<DeviceMemory> {
         let mut free = self.free.lock();
-        // The one that was given back first is the likeliest to be done with.
+        // The one returned first is the most likely to be idle.
         let is_over =
             free.front().is_some_and(|(_, last)| last.as_ref().is_none_or(|done| done.is_done().unwrap_or(false)));
-        // A capture cannot wait for what is outside of it.
+        // Work in a capture cannot wait for an event recorded outside of it.
         if (is_over || !captured)
             && let Some((memory, last)) = free.pop_front()
         {
@@ -47,17 +47,17 @@ impl Pool {
     }
 }
 
-/// Where a dispatch has sent what, for its combine (and, in the rank layout, for dispatches that repeat its routing). Any
-/// thread; clones are the same. It is good as long as somebody has it, or a graph that was captured with it is used.
+/// The routing of a dispatch, for its combine and, in the rank layout, for dispatches that repeat it. Usable from any thread;
+/// clones are the same handle. Its memory stays as long as a clone exists, or for good once a graph has captured it.
 #[derive(Clone)]
 pub struct DeviceHandle(pub(crate) Arc<Held>);
 
 pub(crate) struct Held {
-    /// The buffer that it is of.
+    /// Id of its buffer.
     pub(crate) buffer: u64,
     pub(crate) layout: Layout,
     pub(crate) tokens: u32,
-    /// Weights went with the dispatch.
+    /// Whether weights were sent with the dispatch.
     pub(crate) weighted: bool,
     memory: Mutex<Option<DeviceMemory>>,
     pub(crate) address: u64,
@@ -99,12 +99,12 @@ impl DeviceHandle {
         self.0.tokens
     }
 
-    /// Whether weights went with its dispatch.
+    /// Whether weights were sent with its dispatch.
     pub fn has_weights(&self) -> bool {
         self.0.weighted
     }
 
-    /// Something that uses it is done then.
+    /// Records the completion of an operation that uses it.
     pub(crate) fn is_used_until(&self, done: &Completion) {
         if done.is_captured() {
             self.0.captured.store(true, Ordering::Relaxed);
@@ -113,7 +113,7 @@ impl DeviceHandle {
         }
     }
 
-    /// Who used it last.
+    /// Completion of its last user.
     pub(crate) fn last(&self) -> Option<Completion> {
         self.0.last.lock().clone()
     }
@@ -136,7 +136,7 @@ impl std::fmt::Debug for DeviceHandle {
     }
 }
 
-/// The kernels' name of a layout.
+/// A layout as the kernels crate names it.
 pub(crate) fn layout_of(layout: Layout) -> kernels::Layout {
     match layout {
         Layout::Expert => kernels::Layout::Expert,

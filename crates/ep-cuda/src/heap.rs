@@ -1,17 +1,17 @@
-//! The host's view of heaps: words that it reads and writes between operations, and where a source's areas are.
+//! The host's accesses to heaps between operations: masks, sequence numbers, the table of peers' heaps.
 
 use crossrail::Memory;
 use crossrail_kernels::ep::{EP_LINE, EpHeap, Epochs, Shape, Span};
 use crossrail_types::Result;
 
-/// This rank's heap, with the table of where the others' are behind it.
+/// This rank's heap, followed by the table of all ranks' heap addresses.
 pub(crate) struct Heap {
     pub(crate) memory: Memory,
     pub(crate) parts: EpHeap,
     table: usize,
 }
 
-/// Bytes of the memory that a heap and its table take.
+/// Bytes of a heap and its table.
 pub(crate) fn bytes(shape: &Shape) -> u64 {
     shape.heap_bytes().next_multiple_of(EP_LINE) + 8 * u64::from(shape.ranks)
 }
@@ -22,32 +22,32 @@ impl Heap {
         Heap { memory, table: parts.bytes.next_multiple_of(EP_LINE) as usize, parts }
     }
 
-    /// Where it begins, on the GPU.
+    /// Its GPU address.
     pub(crate) fn base(&self) -> u64 {
         self.memory.ptr() as u64
     }
 
-    /// Where the table of all ranks' heaps is.
+    /// GPU address of the table.
     pub(crate) fn peers(&self) -> u64 {
         self.base() + self.table as u64
     }
 
-    /// Kernels find the heap of `rank` there from now on.
+    /// Sets the address at which kernels find the heap of `rank`.
     pub(crate) fn set_peer(&self, rank: u32, base: u64) -> Result<()> {
         self.memory.fill_from(self.table + 8 * rank as usize, &base.to_le_bytes())
     }
 
-    /// Kernels leave `rank` out, or not.
+    /// Masks or unmasks `rank` for kernels.
     pub(crate) fn set_mask(&self, rank: u32, masked: bool) -> Result<()> {
         self.memory.fill_from(self.parts.masks as usize + 4 * rank as usize, &u32::from(masked).to_le_bytes())
     }
 
-    /// The numbers of the operations so far, when none is under way.
+    /// Sequence numbers of the last operations, while none is in flight.
     pub(crate) fn epochs(&self) -> Result<Epochs> {
         Ok(self.numbers()?[0])
     }
 
-    /// The last dispatch that was sent, and the last combine.
+    /// Sequence numbers of the last dispatch and the last combine that were sent.
     pub(crate) fn sent(&self) -> Result<Epochs> {
         Ok(self.numbers()?[1])
     }
@@ -62,12 +62,12 @@ impl Heap {
         self.memory.fill_from(self.parts.state as usize, &epochs.bytes())
     }
 
-    /// The line of words that `source` writes.
+    /// The control words that `source` writes.
     pub(crate) fn line(&self, source: u32) -> Span {
         self.parts.line(source)
     }
 
-    /// Forgets what an earlier process of that rank has said.
+    /// Clears what an earlier process of that rank wrote that could be taken for new data.
     pub(crate) fn clear(&self, rank: u32, shape: &Shape) -> Result<()> {
         for span in shape.left_by(rank) {
             self.memory.fill_from(span.at as usize, &vec![0; span.len as usize])?;
@@ -76,7 +76,7 @@ impl Heap {
     }
 }
 
-/// In the line of words of `source` in the heap that `memory` is, or mirrors: it has taken so many operations.
+/// Sets, in the heap (or mirror) in `memory`, the operations whose slots `source` has released.
 pub(crate) fn set_taken(memory: &Memory, heap: &EpHeap, source: u32, epochs: Epochs) -> Result<()> {
     memory.fill_from(heap.taken(source) as usize, &epochs.words())
 }

@@ -29,7 +29,7 @@ use crate::regions::{RegionView, Regions};
 use crate::setup_timings::SetupTimings;
 
 pub(crate) struct Inner {
-    /// Tells buffers apart, handles too.
+    /// Identifies the buffer, so that handles and regions of another one are refused.
     pub(crate) id: u64,
     pub(crate) name: String,
     pub(crate) me: u32,
@@ -40,50 +40,51 @@ pub(crate) struct Inner {
     pub(crate) cuda: Primary,
     pub(crate) meeting: Meeting,
     pub(crate) kernels: Arc<EpKernels>,
-    /// The engine's, which it need not load again.
+    /// The engine's kernels, kept loaded for it.
     pub(crate) _engine: Option<Arc<Kernels>>,
-    /// Of a launch.
+    /// Blocks of a launch.
     pub(crate) blocks: u32,
     pub(crate) memory: Memory,
     pub(crate) heap: Heap,
-    /// The heap for ranks out of reach, once there are some.
+    /// The heap as a registered region, for ranks that cannot map it; registered on first use.
     pub(crate) region: Mutex<Option<Region>>,
     pub(crate) events: Arc<Events>,
     pub(crate) counts: Option<Arc<CountPool>>,
-    /// Handles' memory: expert layout, rank layout.
+    /// Memory of handles: expert layout, rank layout.
     pub(crate) handles: [Option<Arc<Pool>>; 2],
     pub(crate) regions: Regions,
     pub(crate) reader: Reader,
-    /// The ring of faults, on the GPU.
+    /// GPU address of the ring of faults.
     pub(crate) faults_at: u64,
     pub(crate) tell: Sender<ConnectionEnd>,
-    /// Bytes that were carried to ranks out of reach.
+    /// Bytes forwarded to ranks whose heaps this GPU cannot map.
     pub(crate) network: AtomicU64,
     pub(crate) in_flight: Arc<InFlight>,
     pub(crate) state: Mutex<State>,
-    /// Held while masks are told that depend on it; never while kernels or other ranks are waited for.
+    /// Locked while masks that depend on it are written, never while waiting for kernels or other ranks. Taken after
+    /// `state` where both are held.
     pub(crate) connections: Mutex<Connections>,
-    /// One thread at a time connects and disconnects.
+    /// Serializes connect, disconnect and destroy; taken before `state`.
     pub(crate) connecting: Mutex<()>,
     pub(crate) setup_timings: Mutex<SetupTimings>,
 }
 
-/// What changes.
+/// The mutable state, under [`Inner::state`].
 pub(crate) struct State {
     pub(crate) peers: Vec<Option<Peer>>,
-    /// Ranks that were connected before: what they left in the heap is to be cleared.
+    /// By rank: whether it was connected before, so that what it left in the heap must be cleared before it reconnects.
     pub(crate) stale: Vec<bool>,
     pub(crate) outstanding: Outstanding,
     pub(crate) ring: Ring,
     pub(crate) faults: Vec<Fault>,
-    /// More rows have come than the caller had room for, and that was said.
+    /// The max_rows overflow has been logged.
     pub(crate) overflow_reported: bool,
     pub(crate) generation: u64,
     pub(crate) closed: bool,
 }
 
 impl State {
-    /// Nothing was done yet.
+    /// The state before any operation.
     pub(crate) fn new(peers: Vec<Option<Peer>>, ring: Ring) -> State {
         State {
             stale: vec![false; peers.len()],
@@ -107,7 +108,7 @@ impl State {
     }
 }
 
-/// Operations that may still run, in the order in which they were put in.
+/// Operations that may still run, in the order of submission.
 #[derive(Default)]
 pub(crate) struct InFlight(Mutex<VecDeque<Completion>>);
 
@@ -115,7 +116,7 @@ impl InFlight {
     pub(crate) fn push(&self, done: &Completion) {
         let mut in_flight = self.0.lock();
         in_flight.push_back(done.clone());
-        // Two at a time: there are never many more than still run.
+        // Removing two for each one added keeps the list about as long as the number of operations that run.
         for _ in 0..2 {
             if in_flight.front().is_some_and(|done| done.is_done().unwrap_or(true)) {
                 in_flight.pop_front();
@@ -139,11 +140,11 @@ pub(crate) struct ConnectionEnd {
     pub(crate) error: Error,
 }
 
-/// What is known of connections beside the state, which may be held for long.
+/// What the watching thread knows of connections. Apart from the state, whose lock may be held for long.
 pub(crate) struct Connections {
     /// By rank, the generation of its connection; 0 for none.
     pub(crate) generations: Vec<u64>,
-    /// Those that have ended, and are still to be acted on.
+    /// Ended connections that [`Inner::process_connection_ends`] has not processed yet.
     pub(crate) ended: Vec<ConnectionEnd>,
 }
 
@@ -155,17 +156,17 @@ impl Inner {
         Ok(())
     }
 
-    /// Waits until no operation of this rank is under way; the numbers of the last ones.
+    /// Waits until no operation of this rank is in flight; returns the sequence numbers of the last ones.
     pub(crate) fn wait_until_idle(&self, state: &State, what: &str, limit: Option<Duration>) -> Result<Epochs> {
         if !state.outstanding.is_idle() {
-            let error = Error::new(ErrorKind::Usage, what, "something that was sent is not received yet");
+            let error = Error::new(ErrorKind::Usage, what, "an operation that was sent has not been received yet");
             return Err(error.with_hint("finish it first, on all ranks"));
         }
         self.wait_for_kernels(limit)?;
         self.heap.epochs()
     }
 
-    /// Waits until all that was put in is done.
+    /// Waits until all enqueued operations are done.
     pub(crate) fn wait_for_kernels(&self, limit: Option<Duration>) -> Result<()> {
         let limit = limit.unwrap_or(self.config.timeout.saturating_mul(2) + self.context.settings().timeout);
         let deadline = Instant::now() + limit;
@@ -186,8 +187,8 @@ impl Inner {
         }
     }
 
-    /// What was sent between `rank` and this one so far counts as taken: here, and there, if it is out of reach, with the
-    /// next line of words that is carried from its mirror.
+    /// Marks all slots between `rank` and this one as released: here, and, for a rank that cannot map this heap, in its
+    /// mirror, from which the words are forwarded with the next operation.
     pub(crate) fn set_taken(&self, rank: u32, mirror: Option<&Memory>, epochs: Epochs) -> Result<()> {
         set_taken(&self.heap.memory, &self.heap.parts, rank, epochs)?;
         match mirror {

@@ -1,4 +1,4 @@
-//! Kernels of one shape on one GPU, loaded once for all buffers of the process that have that shape.
+//! Kernels, loaded once per GPU and shape for all buffers of the process.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
@@ -17,7 +17,7 @@ type Place = Arc<Mutex<Weak<EpKernels>>>;
 
 static PLACES: Mutex<Option<HashMap<(u32, Shape), Place>>> = Mutex::new(None);
 
-/// The kernels, from another buffer that has them, from the folder that `settings` name, or compiled now.
+/// The kernels: from another buffer of the process, from the cache folder in `settings`, or compiled now.
 ///
 /// # Errors
 /// As [`EpKernels::load`]; `Unsupported` when NVRTC is not found.
@@ -40,16 +40,16 @@ pub(crate) fn load(context: &Context, settings: &Settings, shape: &Shape) -> Res
     Ok(kernels)
 }
 
-/// What was loaded, and how long that took.
+/// Loaded kernels, and the time that took.
 pub(crate) struct Loaded {
     pub(crate) kernels: Result<Arc<EpKernels>>,
-    /// The engine's, which mapping heaps wants: there before another rank waits. What fails of them fails again, with its
-    /// reason, where they are needed.
+    /// The engine's kernels, which mapping heaps needs: loaded here, before other ranks wait for this one. A failure repeats,
+    /// with its reason, where they are needed.
     pub(crate) engine: Option<Arc<Kernels>>,
     pub(crate) took: [(&'static str, Duration); 3],
 }
 
-/// Loads all kernels, and does what `make` does beside that.
+/// Loads all kernels, and runs `make` at the same time.
 pub(crate) fn beside<T>(
     context: &Context,
     settings: &Settings,

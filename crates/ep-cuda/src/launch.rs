@@ -10,7 +10,7 @@ use crate::handles::{DeviceHandle, layout_of};
 use crate::inner::Inner;
 use crate::outstanding::Operation;
 
-/// One of the four kernels, with what it takes.
+/// One of the four kernels with its arguments.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Args {
     DispatchExpert(EpDispatchArgs),
@@ -27,7 +27,7 @@ impl Args {
         }
     }
 
-    /// The phases of all of it.
+    /// All phases of the operation.
     pub(crate) fn phases(&self) -> u32 {
         match self {
             Args::DispatchRank(_) => EP_ANNOUNCE | EP_SEND | EP_RECEIVE,
@@ -35,7 +35,7 @@ impl Args {
         }
     }
 
-    /// Those of its phases.
+    /// The same arguments for a launch that runs only `phases`.
     pub(crate) fn with(mut self, phases: u32) -> Args {
         match &mut self {
             Args::DispatchExpert(args) | Args::DispatchRank(args) => args.common.phases = phases,
@@ -45,7 +45,7 @@ impl Args {
     }
 }
 
-/// A call that is about to be put in, or the rest of one.
+/// An operation to enqueue, or the second half of one.
 #[derive(Clone, Debug)]
 pub(crate) struct Launch {
     pub(crate) args: Args,

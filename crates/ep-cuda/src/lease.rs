@@ -1,4 +1,4 @@
-//! A lease of a region: who may write it, who reads it, and when the next result may go there.
+//! The lease of a region to one result: which streams must be waited for before the next result is written there.
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,20 +12,20 @@ use crate::completion::Completion;
 use crate::inner::Inner;
 use crate::regions::RegionView;
 
-/// A region, lent until this is dropped. Any thread.
+/// A region, leased until this is dropped. Usable from any thread.
 pub struct RegionLease {
     inner: Weak<Inner>,
-    /// The heap stays as long as the lease.
+    /// Keeps the heap as long as the lease.
     _heap: crossrail::Memory,
     pub(crate) buffer: u64,
     pub(crate) index: u32,
     view: RegionView,
-    /// Streams that used it before: waited for by the first that writes it.
+    /// Completions of its previous users; the first stream that writes it waits for them.
     before: Mutex<Vec<Completion>>,
     until: Mutex<Vec<Completion>>,
-    /// It was taken for a stream that is being captured.
+    /// Whether it was taken for a stream under capture.
     for_graph: bool,
-    /// A dispatch into it was captured in a graph.
+    /// Whether a dispatch into it was captured in a graph.
     captured: AtomicBool,
 }
 
@@ -50,29 +50,29 @@ impl RegionLease {
         })
     }
 
-    /// Which of the buffer's regions it is.
+    /// Its index among the buffer's regions.
     pub fn index(&self) -> u32 {
         self.index
     }
 
-    /// Whether it was taken for a stream that is being captured in a graph.
+    /// Whether it was taken for a stream under capture.
     pub fn is_for_graph(&self) -> bool {
         self.for_graph
     }
 
-    /// Where its parts are. The memory stays as long as the lease, also when the buffer is destroyed.
+    /// Addresses of its parts, valid as long as the lease, even if the buffer is destroyed.
     pub fn view(&self) -> RegionView {
         self.view
     }
 
-    /// What is in `stream` now still uses the region: the next result comes into it only after that. Without any such call
-    /// the region must be done with when the lease is dropped.
+    /// Makes the next result wait for the work that is in `stream` now. Without such a call, all use of the region must have
+    /// ended when the lease is dropped.
     ///
     /// # Safety
     /// `stream` must be a live stream's handle, or 0 for the default stream.
     ///
     /// # Errors
-    /// What the driver says; `Usage` for another GPU's stream.
+    /// What the driver reports; `Usage` for another GPU's stream.
     pub unsafe fn free_after(&self, stream: u64) -> Result<()> {
         let Some(inner) = self.inner.upgrade() else { return Ok(()) };
         // SAFETY: the caller vouches for the stream.
@@ -92,12 +92,12 @@ impl RegionLease {
         }
     }
 
-    /// Lets `stream` write it.
+    /// Makes `stream` wait for previous users, so that it may write the region.
     pub(crate) fn before(&self, stream: &Stream, captured: bool) -> Result<()> {
         let mut before = self.before.lock();
         before.retain(|done| !done.is_done().unwrap_or(false));
         if captured && !before.is_empty() {
-            let text = "the region is still in use by what was put into streams before the capture";
+            let text = "work enqueued before the capture still uses the region";
             let error = Error::new(ErrorKind::Usage, "dispatch", text);
             return Err(error.with_hint("synchronize before the capture, or take the region earlier"));
         }
@@ -115,7 +115,7 @@ impl Drop for RegionLease {
     fn drop(&mut self) {
         if let Some(inner) = self.inner.upgrade() {
             let mut until = std::mem::take(self.until.get_mut());
-            // If nobody wrote it, those before are still to be waited for.
+            // If the lease was never written, its previous users have not been waited for yet.
             until.append(self.before.get_mut());
             inner.regions.give_back(self.index, until, *self.captured.get_mut());
         }

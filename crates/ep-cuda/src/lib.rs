@@ -1,22 +1,22 @@
 //! Mixture-of-experts dispatch and combine in GPU memory.
 //!
-//! The meaning is that of `crossrail-ep`, whose configuration, faults and links these are too. A rank's heap is in its
-//! GPU's memory; every rank that its GPU reaches maps it, and kernels write straight into each other's. What the host
-//! does here is bring the ranks together, put kernels into callers' streams, and notice who is lost.
+//! Configuration, faults and links are those of `crossrail-ep`. A rank's heap is GPU memory that every rank with peer
+//! access maps; kernels write directly into each other's heaps. The host connects ranks, enqueues kernels in callers'
+//! streams, and detects lost ranks.
 //!
 //! ```text
-//! DeviceBuffer   connect, mask, links ...        Fault, Link, Config   as on the host
+//! DeviceBuffer   connect, mask, links ...        Fault, Link, Config   as in host memory
 //! EpDispatchArgs, EpCombineArgs     arguments, from the caller to the kernel: addresses and strides
-//! Enqueued       what a call gives: a handle, when it is done, what is still to be received
-//! RegionLease    the memory of one result in the rank layout
+//! Enqueued       an enqueued operation: its handle, its completion, the half still to be received
+//! RegionLease    memory of one result in the rank layout
 //! ```
 //!
-//! Nothing here waits for the GPU unless it says so, so calls can be captured in a graph. The exception are ranks that
-//! this GPU does not reach, on other nodes for instance: kernels write what they should get into a mirror of their heap
-//! here, and the host carries it there through the engine before the call returns.
+//! No call waits for the GPU unless its documentation says so, so calls can be captured in a graph. The exception is a
+//! rank whose heap this GPU cannot map, on another node for instance: kernels write its data into a local mirror of its
+//! heap, and the host forwards it through the engine before the call returns.
 //!
-//! Every rank calls the same operations in the same order. All blocks of a launch run at once, since they wait for
-//! blocks of other ranks; so buffers whose operations may run at the same time on one GPU must share its
+//! Every rank calls the same operations in the same order. All blocks of a launch must be resident at once, because they
+//! wait for blocks of other ranks; buffers whose operations may overlap on one GPU must therefore share its
 //! multiprocessors ([`DeviceOptions::num_sms`]).
 
 mod buffer;

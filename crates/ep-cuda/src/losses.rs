@@ -1,4 +1,5 @@
-//! Who notices that a rank is gone while kernels wait for it: a thread that sleeps until a connection ends.
+//! Detection of lost ranks: faults that kernels report, and connections that end. A thread waits for ended connections,
+//! so that a rank is masked even while every other thread waits for kernels that wait for it.
 
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Weak};
@@ -11,23 +12,23 @@ use crate::fault_ring::{self, is_masked_by_kernels, reason, stage};
 use crate::inner::{ConnectionEnd, Inner, State};
 use crate::peer::Departure;
 
-/// The tag of a message that never comes: its receive ends with the connection.
+/// Tag of a message that is never sent: its receive fails when the connection ends.
 const LIFE: u64 = 0x4550_0000_0001_0003;
 
-/// Lets `tell` know when the connection ends.
+/// Reports the end of the connection to the watching thread.
 pub(crate) fn on_end(inner: &Inner, rank: u32, generation: u64, endpoint: &Endpoint) -> Result<Request> {
     let tell: Sender<ConnectionEnd> = inner.tell.clone();
     let life = inner.meeting.worker.recv(Vec::new(), LIFE, u64::MAX, Some(endpoint))?;
     life.on_complete(move |end| {
         if let Err(error) = end {
-            // Nobody listens any more when the buffer is gone.
+            // Fails only when the buffer is gone.
             let _ = tell.send(ConnectionEnd { rank, generation, error });
         }
     });
     Ok(life)
 }
 
-/// The thread; it ends with the buffer.
+/// Starts the watching thread, which ends with the buffer.
 pub(crate) fn start(inner: &Arc<Inner>, lost: Receiver<ConnectionEnd>) -> Result<()> {
     let buffer: Weak<Inner> = Arc::downgrade(inner);
     let body = move || {
@@ -41,11 +42,11 @@ pub(crate) fn start(inner: &Arc<Inner>, lost: Receiver<ConnectionEnd>) -> Result
 }
 
 impl Inner {
-    /// Acts on what kernels have told of lost ranks, and on connections that have ended.
+    /// Processes new faults from the ring and ended connections: masks the ranks and records them.
     pub(crate) fn process_losses(&self, state: &mut State) {
         for told in state.ring.read() {
             if let Some(what) = fault_ring::own(&told) {
-                // Once: what is captured is replayed often.
+                // Logged once, because graphs may be replayed often.
                 if !std::mem::replace(&mut state.overflow_reported, true) {
                     self.meeting.warn(&what);
                 }
@@ -53,7 +54,7 @@ impl Inner {
             }
             let (kind, what) = stage(told.stage);
             let Some(peer) = state.peers.get_mut(told.rank as usize).and_then(Option::as_mut) else { continue };
-            // A rank that the host has masked since was lost all the same, unless that was said.
+            // Recorded once: a rank that is masked was recorded, or masked by the caller.
             let was_masked = std::mem::replace(&mut peer.masked, true);
             if was_masked {
                 continue;
@@ -80,7 +81,7 @@ impl Inner {
         self.process_connection_ends(state);
     }
 
-    /// An operation with ranks that have left is begun: they are lost to it.
+    /// Records ranks that left regularly, now that an operation begins without them.
     pub(crate) fn record_departures(&self, state: &mut State) {
         for at in 0..state.peers.len() {
             let departure = state.peers[at]
@@ -97,8 +98,8 @@ impl Inner {
 
     /// Masks a rank whose connection has ended.
     fn connection_ended(&self, lost: ConnectionEnd) {
-        // At once, as whoever has the state may wait for kernels that wait for that rank. It is noted before: whoever sees
-        // that an operation went on without the rank is told of it then.
+        // Mask without the state's lock: its holder may be waiting for kernels that wait for this rank. The end is queued
+        // first, so that a caller who sees an operation complete without the rank also finds the fault.
         let mut connections = self.connections.lock();
         let rank = lost.rank;
         let is_current = connections.generations[rank as usize] == lost.generation;
@@ -111,8 +112,8 @@ impl Inner {
         self.process_losses(&mut state);
     }
 
-    /// Acts on connections that have ended. A rank that died is a fault now; one that has left is one only if an operation
-    /// with it is begun.
+    /// Processes ended connections. A rank that died is a fault at once; one that left regularly becomes one only when an
+    /// operation begins without it.
     pub(crate) fn process_connection_ends(&self, state: &mut State) {
         let ended = std::mem::take(&mut self.connections.lock().ended);
         for lost in ended {
@@ -126,7 +127,7 @@ impl Inner {
             };
             peer.departure = Some(Departure { why: why.clone(), reported: dead || peer.masked });
             let was_masked = std::mem::replace(&mut peer.masked, true);
-            // It may have been unmasked meanwhile.
+            // The mask that `connection_ended` set may have been cleared since.
             self.mask_in_kernels(lost.rank);
             if dead && !was_masked {
                 self.record_departure(state, lost.rank, &why);
@@ -134,14 +135,14 @@ impl Inner {
         }
     }
 
-    /// Has kernels leave a rank out, those under way too.
+    /// Masks a rank for kernels, including those in flight.
     pub(crate) fn mask_in_kernels(&self, rank: u32) {
         if let Err(error) = self.heap.set_mask(rank, true) {
             self.meeting.warn(&error);
         }
     }
 
-    /// Records that a rank is gone.
+    /// Records the loss of a rank whose connection ended.
     pub(crate) fn record_departure(&self, state: &mut State, rank: u32, why: &str) {
         let left = state.active();
         let fault = Fault { rank, operation: "connection", number: 0, stage: "it", why: why.to_owned(), left };

@@ -1,21 +1,20 @@
-//! What a buffer in GPU memory is made for, and what that costs.
+//! Options of a buffer in GPU memory, and the memory it needs.
 
 use crossrail_cuda::{Context, Cuda};
 use crossrail_ep::{Config, Layout, Payload, Plan, Scale};
 use crossrail_kernels::ep as kernels;
 use crossrail_types::{Error, ErrorKind, Result};
 
-/// What there is to say of a buffer in GPU memory beyond its [`Config`].
+/// Options of a buffer in GPU memory, in addition to its [`Config`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceOptions {
     /// The GPU, in CUDA's order.
     pub ordinal: u32,
-    /// How many multiprocessors an operation takes; `None`: all. The same or not on other ranks.
+    /// Number of multiprocessors that an operation occupies; `None`: all. Ranks may differ.
     pub num_sms: Option<u32>,
-    /// Rank layout: how many results there can be at once; the same on all ranks.
+    /// Rank layout: most results that may exist at once; the same on all ranks.
     pub regions: u32,
-    /// Ranks of this machine with another number count as those of another node: to try on one machine what happens
-    /// between several.
+    /// Ranks of this machine with another number are treated as if on another node, to test several nodes on one machine.
     pub node: Option<u32>,
 }
 
@@ -26,12 +25,12 @@ impl Default for DeviceOptions {
 }
 
 impl DeviceOptions {
-    /// The regions that a heap has memory for.
+    /// Number of regions in the heap.
     pub(crate) fn regions_of(&self, config: &Config) -> u32 {
         if config.has(Layout::Rank) { self.regions } else { 0 }
     }
 
-    /// Blocks of a launch, of `most` that run at once.
+    /// Blocks of a launch; `most` can be resident at once.
     ///
     /// # Errors
     /// `Usage` naming the limit.
@@ -46,13 +45,13 @@ impl DeviceOptions {
         }
     }
 
-    /// The name of the node that this rank is on, of a group's node.
+    /// Name of this rank's node, given the group's name for it.
     pub(crate) fn node_of(&self, node: &str) -> String {
         self.node.map_or_else(|| node.to_owned(), |number| format!("{node}/{number}"))
     }
 }
 
-/// What kernels are compiled for.
+/// The shape that kernels are compiled for.
 ///
 /// # Errors
 /// `Usage` naming the parameter and its limit.
@@ -87,22 +86,22 @@ pub(crate) fn shape(config: &Config, options: &DeviceOptions) -> Result<kernels:
     Ok(shape)
 }
 
-/// What a buffer takes of the GPU's memory, `unreachable` other ranks being out of its reach, and what is free there.
+/// GPU memory that a buffer needs, with `unreachable` ranks whose heaps the GPU cannot map, and what is free.
 pub(crate) fn plan(config: &Config, options: &DeviceOptions, unreachable: u32, free: Option<u64>) -> Result<Plan> {
     shape(config, options)?;
     let kinds = |config: &Config| match shape(config, options) {
         Ok(shape) => {
             let mut kinds = shape.kinds();
-            kinds.push(("mirrors of ranks out of reach", u64::from(unreachable) * shape.heap_bytes()));
+            kinds.push(("mirrors of unreachable ranks", u64::from(unreachable) * shape.heap_bytes()));
             kinds
         }
-        // More tokens than kernels take.
+        // More tokens than the kernels' limit, for the plan's search of what would fit.
         Err(_) => vec![("too many tokens", u64::MAX)],
     };
     Ok(Plan::of(config, &format!("free on cuda:{}", options.ordinal), free, kinds))
 }
 
-/// What is free on that GPU.
+/// Free memory of the GPU in bytes.
 pub(crate) fn free(context: &Context) -> Result<u64> {
     Ok(context.memory()?.free)
 }

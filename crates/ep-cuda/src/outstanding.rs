@@ -1,12 +1,12 @@
-//! In which order operations may be begun and finished: what is sent first is received first, and no more than two of a
-//! kind are under way.
+//! Split operations in flight: they are received in the order of sending, and at most two of a kind are outstanding,
+//! because kernels have two slots for each source.
 
 use std::collections::VecDeque;
 
 use crossrail_kernels::ep::EP_DEPTH;
 use crossrail_types::{Error, ErrorKind, Result};
 
-/// A kind of operation.
+/// The two operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Operation {
     Dispatch,
@@ -22,17 +22,17 @@ impl Operation {
     }
 }
 
-/// Operations that were sent and not received yet.
+/// Operations that were sent and have not been received yet.
 #[derive(Debug, Default)]
 pub(crate) struct Outstanding {
     sent: [VecDeque<u64>; 2],
     next: u64,
-    /// A sent operation will never be received: its results were dropped.
+    /// Set when a sent operation was dropped: it will never be received, and the ranks are out of step for good.
     dropped: Option<Operation>,
 }
 
 impl Outstanding {
-    /// Whether an operation may be begun now: all of it, or only its first half.
+    /// Checks that an operation may begin now, whole or (`split`) only its first half.
     pub(crate) fn check(&self, kind: Operation, split: bool) -> Result<()> {
         let name = kind.name();
         let wrong = |text: String| Err(Error::new(ErrorKind::Usage, name, text));
@@ -42,22 +42,22 @@ impl Outstanding {
         }
         match self.sent[kind as usize].len() {
             0 => Ok(()),
-            _ if !split => wrong(format!("a {name} that was sent is not received yet: finish it first")),
+            _ if !split => wrong(format!("a {name} that was sent has not been received yet: finish it first")),
             under_way if under_way >= EP_DEPTH as usize => {
-                wrong(format!("{under_way} calls of {name} were sent and are not received yet: finish the first"))
+                wrong(format!("{under_way} calls of {name} were sent and have not been received yet: finish the first"))
             }
             _ => Ok(()),
         }
     }
 
-    /// An operation was sent; its number.
+    /// Registers a sent operation; returns its number.
     pub(crate) fn sent(&mut self, kind: Operation) -> u64 {
         self.next += 1;
         self.sent[kind as usize].push_back(self.next);
         self.next
     }
 
-    /// Whether that operation is the next to be received.
+    /// Checks that the operation is the next to be received.
     pub(crate) fn check_receive(&self, kind: Operation, number: u64) -> Result<()> {
         if self.sent[kind as usize].front() == Some(&number) {
             return Ok(());
@@ -71,12 +71,12 @@ impl Outstanding {
         self.sent[kind as usize].pop_front();
     }
 
-    /// An operation that was sent will not be received.
+    /// Notes that a sent operation will never be received.
     pub(crate) fn drop(&mut self, kind: Operation) {
         self.dropped = Some(kind);
     }
 
-    /// Whether everything that was sent was received.
+    /// Whether every sent operation has been received.
     pub(crate) fn is_idle(&self) -> bool {
         self.dropped.is_none() && self.sent.iter().all(VecDeque::is_empty)
     }

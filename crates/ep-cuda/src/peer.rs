@@ -1,4 +1,4 @@
-//! One rank as this one sees it.
+//! A connected rank.
 
 use std::time::Duration;
 
@@ -8,13 +8,13 @@ use crossrail_ep::LinkKind;
 /// A rank that is connected.
 pub(crate) struct Peer {
     pub(crate) rank: u32,
-    /// Tells its connection from earlier ones.
+    /// Number of its connection, so that the end of an earlier one is not taken for its own.
     pub(crate) generation: u64,
     pub(crate) masked: bool,
-    /// Its process has left or died; why. Said once.
+    /// Set once its process has left or died.
     pub(crate) departure: Option<Departure>,
     pub(crate) path: Path,
-    /// Fails when the connection ends.
+    /// A receive that never completes, and fails when the connection ends.
     pub(crate) life: Option<Request>,
 }
 
@@ -25,22 +25,22 @@ pub(crate) struct Departure {
     pub(crate) reported: bool,
 }
 
-/// How kernels write to it.
+/// How kernels write to a rank's heap.
 pub(crate) enum Path {
-    /// It is this rank.
+    /// This rank itself.
     Own,
-    /// Straight into its heap.
+    /// Directly, through the mapped heap.
     Mapped { endpoint: Endpoint, heap: Mapped },
-    /// Into a mirror of its heap, from which the host carries it there.
+    /// Into a local mirror, which the host forwards to the heap.
     Forwarded(Box<Forwarded>),
 }
 
-/// A rank whose heap this rank's GPU does not reach.
+/// A rank whose heap this GPU cannot map.
 #[derive(Clone)]
 pub(crate) struct Forwarded {
     pub(crate) rank: u32,
     pub(crate) endpoint: Endpoint,
-    /// Its heap.
+    /// Key of its heap.
     pub(crate) key: RegionKey,
     pub(crate) mirror: Memory,
 }
@@ -62,7 +62,7 @@ impl Peer {
         self.departure.is_none() && self.endpoint().is_none_or(Endpoint::is_alive)
     }
 
-    /// Why its connection has ended; `None` while it has not.
+    /// Reason of the connection's end; `None` while it is open.
     pub(crate) fn end(&self) -> Option<String> {
         self.endpoint().and_then(Endpoint::end)
     }
@@ -74,12 +74,12 @@ impl Peer {
         }
     }
 
-    /// The mirror of its heap, if it is out of reach.
+    /// The mirror of its heap, if it has one.
     pub(crate) fn mirror(&self) -> Option<&Memory> {
         self.forwarded().map(|forwarded| &forwarded.mirror)
     }
 
-    /// Where kernels write what is for it.
+    /// Address at which kernels write its data: its heap as mapped here, or the mirror. `own`: this rank's heap.
     pub(crate) fn base(&self, own: u64) -> u64 {
         match &self.path {
             Path::Own => own,
@@ -96,13 +96,13 @@ impl Peer {
         }
     }
 
-    /// Says goodbye.
+    /// Closes the connection.
     pub(crate) fn close(self, limit: Duration) {
         if let Some(life) = &self.life {
             life.cancel();
         }
         if let Some(endpoint) = self.endpoint() {
-            // A peer that is gone already needs no goodbye.
+            // A dead peer needs no goodbye.
             let _ = endpoint.close(Some(limit));
         }
     }

@@ -1,5 +1,5 @@
-//! Regions: the heap's memory for results in the rank layout. Other ranks write a result straight into one, so it is
-//! lent to one result at a time.
+//! Regions: parts of the heap for results in the rank layout. Other ranks write a result directly into one, so each is
+//! leased to one result at a time.
 
 use crossrail::Endpoint;
 use crossrail_types::{Error, ErrorKind, Result};
@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 use crate::completion::Completion;
 
-/// Where the parts of a region are: addresses on the GPU. Rows are by source rank, and then by token.
+/// GPU addresses of the parts of a region. Rows are ordered by source rank, then by token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionView {
     /// `[ranks * max_tokens, hidden]`, bf16 or e4m3, contiguous.
@@ -31,11 +31,11 @@ pub(crate) struct Regions(Mutex<Vec<Region>>);
 #[derive(Default)]
 struct Region {
     taken: bool,
-    /// Graphs write it whenever they are replayed: only other graphs may share it.
+    /// Captured: graphs write it at every replay, so only other graphs may use it.
     graphs: bool,
-    /// Streams that may still read it.
+    /// Completions of streams that may still read it.
     until: Vec<Completion>,
-    /// Ranks that were lost while they had a place in it, and may still write there if they live.
+    /// Ranks that were lost while the region was leased, and may still write into it if they are alive.
     suspects: Vec<(u32, Endpoint)>,
 }
 
@@ -44,7 +44,7 @@ impl Regions {
         Regions(Mutex::new((0..count).map(|_| Region::default()).collect()))
     }
 
-    /// A region that nobody has, the one that was given back first if it can be told; for graphs one of theirs, if any.
+    /// A free region: for a capture preferably one of the graphs', then one whose readers are done, then any.
     pub(crate) fn take(&self, captured: bool) -> Result<(u32, Vec<Completion>)> {
         let mut regions = self.0.lock();
         for region in regions.iter_mut() {
@@ -59,20 +59,20 @@ impl Regions {
         Ok((at as u32, std::mem::take(&mut regions[at].until)))
     }
 
-    /// How many more there are for results that no graph captures.
+    /// Number of free regions for results that no graph captures.
     pub(crate) fn spare(&self) -> u32 {
         let free = |region: &&Region| !region.taken && !region.graphs && region.suspects.is_empty();
         self.0.lock().iter().filter(free).count() as u32
     }
 
-    /// A rank was lost that may still write into regions that are lent.
+    /// Keeps leased regions from reuse while this lost rank may still write into them.
     pub(crate) fn suspect(&self, rank: u32, endpoint: &Endpoint) {
         for region in self.0.lock().iter_mut().filter(|region| region.taken) {
             region.suspects.push((rank, endpoint.clone()));
         }
     }
 
-    /// The connection to that rank is gone, and so are its ways to write.
+    /// The connection to that rank is closed, so that it can no longer write.
     pub(crate) fn clear(&self, rank: u32) {
         for region in self.0.lock().iter_mut() {
             region.suspects.retain(|(suspect, _)| *suspect != rank);
@@ -88,7 +88,7 @@ impl Regions {
     }
 }
 
-/// Why there is no region.
+/// The error if no region is free.
 fn none_left(regions: &[Region]) -> Error {
     let suspect = regions.iter().filter(|region| !region.taken).find_map(|region| region.suspects.first());
     let graphs = regions.iter().filter(|region| region.graphs && !region.taken).count();
@@ -97,9 +97,9 @@ fn none_left(regions: &[Region]) -> Error {
     let error = Error::new(ErrorKind::Exhausted, "dispatch", text);
     match suspect {
         Some((rank, _)) => error.with_hint(format!(
-            "one is kept as rank {rank}, which did not come in time, may still write there: disconnect it"
+            "rank {rank} timed out and may still write into one of them: disconnect it to free the region"
         )),
-        None => error.with_hint("let go of a result, or make the buffer with more regions"),
+        None => error.with_hint("release a result, or make the buffer with more regions"),
     }
 }
 

@@ -1,17 +1,17 @@
-//! How long the parts of a buffer's making and connecting took: for whoever must find out which of them is slow.
+//! Durations of the phases of constructing and connecting a buffer, to find the slow ones.
 
 use std::time::{Duration, Instant};
 
-/// The parts of what was done last, in their order.
+/// Durations of phases, in order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SetupTimings {
-    /// Of the constructor. `kernels`, `engine's kernels` and `heap` ran beside each other.
+    /// Phases of the constructor. `kernels`, `engine's kernels` and `heap` ran concurrently.
     pub construct: Vec<(&'static str, Duration)>,
-    /// Of the last connect that had ranks to connect.
+    /// Phases of the last connect that had ranks to connect.
     pub connect: Vec<(&'static str, Duration)>,
 }
 
-/// Takes the time of one part after the other.
+/// Times one phase after the other.
 pub(crate) struct PhaseTimer {
     began: Instant,
     parts: Vec<(&'static str, Duration)>,
@@ -22,14 +22,14 @@ impl PhaseTimer {
         PhaseTimer { began: Instant::now(), parts: Vec::new() }
     }
 
-    /// `part` ends here; the next one begins.
+    /// Ends the phase `part` and begins the next one.
     pub(crate) fn end(&mut self, part: &'static str) {
         let now = Instant::now();
         self.parts.push((part, now.duration_since(self.began)));
         self.began = now;
     }
 
-    /// Parts that were timed elsewhere.
+    /// Adds phases that were timed elsewhere.
     pub(crate) fn add(&mut self, parts: &[(&'static str, Duration)]) {
         self.parts.extend_from_slice(parts);
         self.began = Instant::now();
@@ -40,7 +40,7 @@ impl PhaseTimer {
     }
 }
 
-/// What `body` gives, and how long it took.
+/// Result and duration of `body`.
 pub(crate) fn timed<T>(body: impl FnOnce() -> T) -> (T, Duration) {
     let began = Instant::now();
     let result = body();

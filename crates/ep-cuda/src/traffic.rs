@@ -1,4 +1,4 @@
-//! What an operation moves, worked out from its routing.
+//! Bytes that an operation moves, computed from its routing.
 
 use crossrail_ep::{Bytes, Layout};
 use crossrail_kernels::ep::{EP_NOWHERE, EpHandleHeader};
@@ -10,9 +10,9 @@ use crate::handles::DeviceHandle;
 /// Bytes of rows and their scales that a dispatch and its combine move for one rank's tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// What the rank sends.
+    /// Bytes that the rank sends.
     pub dispatch: Bytes,
-    /// What comes back to it.
+    /// Bytes that it receives back.
     pub combine: Bytes,
 }
 
@@ -27,11 +27,11 @@ enum Reach {
 }
 
 impl DeviceBuffer {
-    /// What the dispatch of `handle`, and a combine with it, move for this rank's tokens. It reads the routing back from
-    /// the GPU, so it waits for the dispatch: for reports, not for every step.
+    /// Bytes that the dispatch of `handle`, and a combine with it, move for this rank's tokens. Waits for the dispatch and
+    /// reads its routing from the GPU: meant for reports, not for every step.
     ///
     /// # Errors
-    /// `Usage` for another buffer's handle; `Timeout`; what the driver says.
+    /// `Usage` for another buffer's handle; `Timeout`; what the driver reports.
     pub fn traffic(&self, handle: &DeviceHandle) -> Result<Traffic> {
         let inner = &self.0;
         inner.check_handle(handle, handle.layout(), "traffic")?;
@@ -84,19 +84,19 @@ impl DeviceBuffer {
     }
 }
 
-/// How often a rank's tokens select.
+/// Selections of a rank's tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Routing {
     /// Selections of all ranks.
     selections: u64,
-    /// Selections of each rank; of the rank layout, which sends a token to a rank once, none are kept.
+    /// Selections by rank; empty in the rank layout, which sends a token to a rank once.
     each: Vec<u64>,
-    /// Tokens that go to each rank.
+    /// Tokens sent to each rank.
     once: Vec<u64>,
 }
 
 impl Routing {
-    /// Of each token's experts, of which a rank has `local`; negative (as u32) where there is none.
+    /// From each token's experts, `local` of them per rank; -1 as u32 for none.
     fn of_experts(experts: &[u32], topk: usize, local: usize, ranks: usize) -> Routing {
         let mut routing = Routing { selections: 0, each: vec![0; ranks], once: vec![0; ranks] };
         for token in experts.chunks_exact(topk) {
@@ -110,7 +110,7 @@ impl Routing {
         routing
     }
 
-    /// Of each token's row at each rank, or EP_NOWHERE.
+    /// From each token's row at each rank, or EP_NOWHERE.
     fn of_rows(rows: &[u32], ranks: usize, selections: u64) -> Routing {
         let mut once = vec![0; ranks];
         for token in rows.chunks_exact(ranks) {
@@ -121,7 +121,7 @@ impl Routing {
         Routing { selections, each: Vec::new(), once }
     }
 
-    /// With rows of `row` bytes: one for each selection, or `once` for each rank of a token.
+    /// Bytes for rows of `row` bytes: one per selection, or (`once`) one per rank of a token.
     fn bytes(&self, reach: &[Reach], row: u64, once: bool) -> Bytes {
         let mut bytes = Bytes { logical: row * self.selections, ..Bytes::default() };
         for (rows, reach) in if once { &self.once } else { &self.each }.iter().zip(reach) {

@@ -58,7 +58,7 @@ alone!(ranks_of_other_nodes_are_not_captured, |gpus| {
         });
         captured.expect("an empty graph");
         let refused = refused.expect("the host has to carry rows");
-        assert!(refused.kind == ErrorKind::Usage && refused.detail.contains("cannot in a graph"), "{refused}");
+        assert!(refused.kind == ErrorKind::Usage && refused.detail.contains("cannot do so in a graph"), "{refused}");
         all_ways(rank, 0..1, &[]);
     });
 });
