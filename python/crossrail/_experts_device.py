@@ -28,34 +28,57 @@ from crossrail._results import Combined, Dispatched, Pending
 T = TypeVar("T")
 UNHEARD: Final = 2**32 - 1
 PACKED: Final = 4
-"""Blocks of a row whose ue8m0 scales lie together."""
+"""Blocks of a row whose ue8m0 scales are adjacent bytes."""
 
 
 class Event:
-    """A point in a stream: behind an operation. As torch.cuda.Event has them: `wait(stream)`, `synchronize()`."""
+    """Completion of an operation on a GPU, with the methods of torch.cuda.Event.
+
+    Usable from any thread. An operation captured in a CUDA graph has no completion of its own: only streams of the
+    same capture can wait for it.
+    """
 
     def __init__(self, native: _native.DeviceEvent, arrays: Arrays) -> None:
         self._native = native
         self._arrays = arrays
 
     def wait(self, stream: Any = None) -> None:
-        """What is put into `stream` from now on runs after the operation; None: PyTorch's current stream, or the
-        default stream. The host does not wait."""
+        """Make work enqueued in a stream from now on wait for the operation. The host does not wait.
+
+        Parameters
+        ----------
+        stream : optional
+            Raw handle, or an object with ``cuda_stream`` or ``__cuda_stream__``. By default PyTorch's current stream,
+            or the default stream.
+        """
         self._native.wait(self._arrays.streams(stream, "wait").handle)
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """The host waits until the operation is done. Raises TimeoutError; UsageError for a captured one."""
+        """Block the host until the operation is done.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; by default a limit derived from the buffer's and the context's timeouts.
+
+        Raises
+        ------
+        TimeoutError
+            The operation is not done in time.
+        UsageError
+            The operation was captured in a graph.
+        """
         self._native.synchronize(timeout)
 
     def is_done(self) -> bool:
-        """Whether the operation is done. Raises UsageError for a captured one."""
+        """Whether the operation is done. Raises UsageError if it was captured in a graph."""
         return self._native.is_done()
 
     query = is_done
 
     @property
     def is_captured(self) -> bool:
-        """Whether the operation was captured in a graph: only streams of the same capture can wait for it."""
+        """Whether the operation was captured in a graph; then only streams of the same capture can wait for it."""
         return self._native.is_captured
 
     def __repr__(self) -> str:
@@ -80,10 +103,10 @@ class DeviceDispatched(Dispatched):
             self.scales = parts["scales"]
         self.counts = parts["counts"]
         self.said: list[int] | None = None
-        """What each rank's host said with its dispatch, `UNHEARD` of one that did not come in time."""
+        """Number that each rank's host sent with its dispatch, `UNHEARD` for a rank that timed out."""
 
     def in_region(self, region: DeviceRegion, parts: frozenset[str], counts: list[int] | None) -> DeviceDispatched:
-        """The same with what came into a region."""
+        """Add the parts of the result that are in a region, and the counts that the host waited for."""
         self._region, self._in_region = region, parts
         self.count_list = counts
         self.x = self._shown("rows")
@@ -119,7 +142,7 @@ class DeviceDispatched(Dispatched):
         self.stream_recorder()(stream)
 
     def stream_recorder(self) -> Callable[[Any], None]:
-        """`record_stream`, for who must not keep the arrays."""
+        """`record_stream` as a function that does not keep the arrays alive."""
         region, arrays = self._region, self._arrays
 
         def record(stream: Any) -> None:
@@ -148,11 +171,11 @@ class DeviceCombined(Combined):
         self.bytes: Any = None
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        raise wrong("combine", "the result is on a GPU, where NumPy does not reach", "copy x to the host first")
+        raise wrong("combine", "the result is in GPU memory, which NumPy cannot access", "copy x to the host first")
 
 
 class DevicePending(Pending[T]):
-    """An operation that was begun on a GPU. One that is dropped is finished in the stream that it was begun in."""
+    """An operation begun on a GPU. If it is dropped, it is finished in the stream in which it was begun."""
 
     def __init__(
         self,
@@ -162,7 +185,7 @@ class DevicePending(Pending[T]):
         result: T | None,
         operations: DeviceOperations,
     ) -> None:
-        # First, as it is dropped first: the memory is still there then.
+        # Assigned first: attributes are dropped in this order, and finishing needs the memory of the others.
         self._operation = operation
         self._call = call
         self._give = conclude
@@ -202,7 +225,7 @@ class DeviceOperations:
         self._for_graphs: deque[tuple[_native.DeviceEvent, list[Any]]] = deque()
 
     def arrays_of(self, value: Any) -> Arrays:
-        """How arrays like this one are taken and made."""
+        """How arrays of this framework are read and created."""
         torch = loaded_torch()
         if torch is None or not isinstance(value, torch.Tensor):
             return self._plain
@@ -211,7 +234,7 @@ class DeviceOperations:
         return self._torch
 
     def keep(self, call: Call, operation: _native.DeviceOperation) -> None:
-        """Keeps arrays until the GPU is done with them, where their own framework does not; for good, in a graph."""
+        """Keep arrays until the GPU is done with them, if their framework does not; captured ones for good."""
         if not call.arrays.keeps:
             return
         event = operation.event()
@@ -220,7 +243,7 @@ class DeviceOperations:
             self._kept.popleft()
 
     def used_by(self, call: Call, streams: Any) -> None:
-        """Another stream uses the call's arrays from now on."""
+        """Note that another stream uses the call's arrays from now on."""
         if call.region is not None:
             call.region.used_by(streams.handle, streams.stream)
         if not call.arrays.keeps:
@@ -250,7 +273,7 @@ class DeviceOperations:
         cached = given.handle
         if cached is not None and given.stats is not None:
             raise wrong(
-                "dispatch", "stats are of new routings, and a handle repeats one", "add the counts of the first"
+                "dispatch", "stats count new routings, and a handle repeats one", "add the counts of the first dispatch"
             )
         args = self._cached_input(call, given) if cached is not None else self._input(call, given)
         rows = self._rows(given, cached)
@@ -258,7 +281,7 @@ class DeviceOperations:
         region = self._native.take_region(call.streams.handle)
         if rows is None and region.is_captured:
             hint = "max_rows=ranks * max_tokens_per_rank always does"
-            raise wrong("dispatch", "the rows that will come cannot be known while a graph is captured", hint)
+            raise wrong("dispatch", "the number of received rows is not known while a graph is captured", hint)
         for stream, keeper in call.streams.users():
             region.used_by(stream, keeper)
         call.region = region
@@ -302,7 +325,7 @@ class DeviceOperations:
         return conclude()
 
     def _input(self, call: Call, given: DispatchCall) -> DispatchArgs:
-        """Arguments with what is sent."""
+        """Arguments with the inputs set."""
         if given.topk_idx is None:
             raise wrong("dispatch", "topk_idx is None", "it may be left out when a handle is given")
         args = self._rows_sent(call, given, "T")
@@ -344,8 +367,8 @@ class DeviceOperations:
     def _scales(
         self, call: Call, value: Any, name: str, outer: tuple[int, ...], *, writable: bool
     ) -> tuple[ArrayView, list[int]]:
-        """Scales of any strides, which are given in bytes: along `outer`, and from block to block (of ue8m0: from four
-        blocks to the next four)."""
+        """Scales of any strides, and these in bytes: along `outer`, and from one block to the next (of ue8m0, from
+        four blocks to the next four)."""
         sizes = self._sizes
         blocks = sizes.hidden // BLOCK
         if not sizes.ue8m0:
@@ -415,14 +438,14 @@ class DeviceOperations:
         return parts
 
     def _rows(self, given: DispatchCall, cached: DeviceHandle | None) -> int | None:
-        """The rows of the arrays, where they are known without asking the GPU."""
+        """Rows of the result's arrays, if they are known without waiting for the GPU."""
         if given.max_rows is None:
             return None if cached is None else cached.rows
         rows = number("max_rows", given.max_rows, "dispatch")
         if rows == 0:
-            raise wrong("dispatch", "max_rows is 0, where it must be enough for what comes")
+            raise wrong("dispatch", "max_rows is 0, where it must be enough for the received rows")
         if rows > self._sizes.most:
-            detail = f"max_rows {rows} is more than can come, ranks * max_tokens_per_rank = {self._sizes.most}"
+            detail = f"max_rows {rows} is more than can be received, ranks * max_tokens_per_rank = {self._sizes.most}"
             raise wrong("dispatch", detail)
         if cached is not None and rows != cached.rows:
             raise wrong("dispatch", f"max_rows {rows} where the handle is of a dispatch with {cached.rows} rows")
@@ -480,7 +503,7 @@ class DeviceOperations:
 
 
 def known(out: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """The caller's arrays for results, by names that there are."""
+    """The caller's arrays for results, checked to have known names."""
     if out is None:
         return {}
     given = dict(out)
@@ -490,7 +513,7 @@ def known(out: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expert_shapes(sizes: Sizes) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """What a dispatch in the expert layout gives: dtypes and shapes."""
+    """Dtypes and shapes of the results of a dispatch in the expert layout."""
     local, most = sizes.local, sizes.most
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {
         "x": ("float8_e4m3fn" if sizes.fp8 else "bfloat16", (local, most, sizes.hidden))
@@ -503,12 +526,12 @@ def expert_shapes(sizes: Sizes) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def rank_shapes(sizes: Sizes) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The same in the rank layout, of what is not in the buffer's memory."""
+    """The same in the rank layout, of results that are not in the buffer's memory."""
     return {"counts": ("int32", (sizes.local,)), "offsets": ("int64", (sizes.ranks + 1,))}
 
 
 def device_ordinal(device: Any) -> int | None:
-    """The GPU that `device` names, None for the host. "cuda" is PyTorch's current one, where PyTorch is used."""
+    """The GPU that `device` names, None for the host; "cuda" is PyTorch's current one, if PyTorch is loaded."""
     torch = loaded_torch()
     if torch is not None and str(device) == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.current_device())

@@ -266,11 +266,11 @@ def bad_calls() -> dict[str, Any]:
         "handle is for the rank layout": made(handle="handle"),
         "max_rows is for the rank layout": made(max_rows=3),
         "handle is a str, not the handle of a dispatch on a GPU": made(handle="handle", layout="rank"),
-        "max_rows 7 is more than can come, ranks * max_tokens_per_rank = 6": made(layout="rank", max_rows=7),
-        "max_rows is 0, where it must be enough for what comes": made(layout="rank", max_rows=0),
+        "max_rows 7 is more than can be received, ranks * max_tokens_per_rank = 6": made(layout="rank", max_rows=7),
+        "max_rows is 0, where it must be enough for the received rows": made(layout="rank", max_rows=0),
         "max_rows is a float, not an integer": made(layout="rank", max_rows=1.5),
         "expert_alignment -1 is not from 0": made(layout="rank", expert_alignment=-1),
-        "stats are of new routings, and a handle repeats one": made(
+        "stats count new routings, and a handle repeats one": made(
             layout="rank", handle="handle", stats=np.zeros(3, np.int32)
         ),
         "stats is int64 [3] where int32 [3]": made(stats=np.zeros(3, np.int64)),
