@@ -1,8 +1,8 @@
-"""The native half of Crossrail, re-exported by `crossrail`.
+"""The native module of Crossrail, re-exported by `crossrail`.
 
-Sizes and offsets are bytes. Times that go in are seconds (`None`: the context's CROSSRAIL_TIMEOUT), times that come
-out are microseconds (`_us`). Every object may be used from any thread at any time. Calls that wait or move much data
-let other Python threads run, and Ctrl-C ends every wait. Every error is a `crossrail.CrossrailError`.
+Sizes and offsets are in bytes. Times passed in are in seconds (`None`: the context's CROSSRAIL_TIMEOUT); times returned
+are in microseconds (`_us`). Any thread may use any object. Calls that wait or transfer much data release the GIL, and
+Ctrl-C interrupts every wait. Every error is a `crossrail.CrossrailError`.
 """
 
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence

@@ -12,7 +12,7 @@ use crate::lent::Call;
 use crate::receipt::report_dict;
 use crate::worker::Worker;
 
-/// Looks at signals and tells Python how far the run is; keeps what either raises.
+/// Checks for signals and reports progress to Python; keeps an exception that either raises.
 pub(crate) struct Watch<'a> {
     pub(crate) on_progress: Option<&'a Py<PyAny>>,
     pub(crate) raised: Option<PyErr>,
@@ -81,12 +81,28 @@ pub(crate) fn samples_dict<'py>(py: Python<'py>, samples: &Samples) -> PyResult<
     Ok(all)
 }
 
-/// Round trips of one message each way, as osu_latency counts; both ends call it with the same plan.
+/// Measure round trips of one message each way, as osu_latency does.
 ///
-/// `size` in bytes, `iters` timed round trips after `warmup` others. `memory`: `shared` (Context.alloc), `ordinary`, or
-/// a GPU's (`cuda:0`).
-/// `on_progress(done, total)` is called about ten times a second; what it raises ends the run. Data is verified before
-/// and after. Raises MismatchError when the ends' plans differ, ProtocolError when data did not verify at either end.
+/// Both ends call this with the same plan. Data is verified before and after the timing.
+///
+/// Parameters
+/// ----------
+/// size : int
+///     Bytes per message.
+/// iters, warmup : int
+///     Timed round trips, and untimed ones before them.
+/// memory : str
+///     ``shared`` (`Context.alloc`), ``ordinary``, or a GPU such as ``cuda:0``.
+/// on_progress : callable, optional
+///     ``on_progress(done, total)`` is called about ten times a second. An exception that it
+///     raises ends the run.
+///
+/// Raises
+/// ------
+/// MismatchError
+///     The plans of the ends differ.
+/// ProtocolError
+///     Data did not verify at either end.
 #[pyfunction]
 #[pyo3(signature = (context, worker, endpoint, *, role, size, iters, warmup = 100, memory = "ordinary", on_progress = None))]
 #[allow(clippy::too_many_arguments)] // keywords in Python
@@ -108,8 +124,9 @@ pub(crate) fn bench_latency<'py>(
     samples_dict(py, &samples)
 }
 
-/// Writes into the other end's memory, each seen by its host, which writes back: half of that, as a sample; both ends
-/// call it alike. Else as `bench_latency`.
+/// Measure one-sided writes that the other host answers with a write as soon as it observes them.
+///
+/// A sample is half a round trip. Both ends call this; parameters as for `bench_latency`.
 #[pyfunction]
 #[pyo3(signature = (context, worker, endpoint, *, role, size, iters, warmup = 100, memory = "ordinary", on_progress = None))]
 #[allow(clippy::too_many_arguments)] // keywords in Python
@@ -131,11 +148,12 @@ pub(crate) fn bench_write<'py>(
     samples_dict(py, &samples)
 }
 
-/// What plain TCP sockets move from the driver to the echo end over the driver's `devices` (names; empty at the other
-/// end), with `channels` connections each: the ceiling of a transfer of `size` bytes. Both ends call it alike.
+/// Measure plain TCP sockets between the two ends: an upper bound for a transfer of `size` bytes.
 ///
-/// Returns `samples_us`, `bytes_per_sample` and `ways`, the addresses that were used. At most `iters` samples, fewer
-/// when two seconds are over. Raises IoError at both ends when connections do not come up; the session goes on then.
+/// Both ends call this. The driver names its `devices` (the other end none), with `channels`
+/// connections each. Runs `iters` samples, or fewer if they take more than two seconds.
+/// Returns `samples_us`, `bytes_per_sample`, and the addresses used as `ways`. Raises IoError
+/// at both ends if connections cannot be established; the endpoint remains usable.
 #[pyfunction]
 #[pyo3(signature = (context, worker, endpoint, *, role, size, iters = 3, devices = Vec::new(), channels = 1))]
 #[allow(clippy::too_many_arguments)] // keywords in Python
@@ -160,9 +178,10 @@ pub(crate) fn bench_raw_tcp<'py>(
     Ok(all)
 }
 
-/// Windows of messages one way, each answered by one small reply, as osu_bw counts; both ends call it alike.
+/// Measure windows of messages one way, each answered by one small reply, as osu_bw does.
 ///
-/// `iters` timed windows of `window` messages after `warmup` others. Else as `bench_latency`.
+/// Both ends call this: `iters` timed windows of `window` messages after `warmup` untimed
+/// ones. Other parameters as for `bench_latency`.
 #[pyfunction]
 #[pyo3(signature = (context, worker, endpoint, *, role, size, iters, warmup = 10, window = 64, memory = "ordinary", on_progress = None))]
 #[allow(clippy::too_many_arguments)] // keywords in Python
@@ -185,9 +204,10 @@ pub(crate) fn bench_bandwidth<'py>(
     samples_dict(py, &samples)
 }
 
-/// One big transfer at a time from the driver to the echo end, as both saw it; both ends call it alike.
+/// Measure large transfers from the driver to the echo end, one at a time, as seen by both ends.
 ///
-/// `iters` timed transfers of `size` bytes after `warmup` others; each is verified in full. Else as `bench_latency`.
+/// Both ends call this: `iters` timed transfers of `size` bytes after `warmup` untimed ones,
+/// each verified completely. Other parameters as for `bench_latency`.
 #[pyfunction]
 #[pyo3(signature = (context, worker, endpoint, *, role, size, iters, warmup = 2, memory = "ordinary", on_progress = None))]
 #[allow(clippy::too_many_arguments)] // keywords in Python

@@ -8,13 +8,27 @@ use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 use crate::errors::{self, OrRaise};
 use crate::memory;
 
-/// One process's view of its devices and settings; makes memory and workers.
+/// One process's view of its devices and settings.
 ///
-/// Settings come from the environment (`CROSSRAIL_...`), unless `environment=False`, and then from the keywords:
-/// `Context(tls="shm,tcp", chunk="4M", timeout=5)`. Their names and forms are in `settings_reference()`; a list
-/// means the same as its items with commas between them, None leaves a setting as it is.
+/// Settings are read from the environment (`CROSSRAIL_...`) and overridden by keywords:
+/// `Context(tls="shm,tcp", chunk="4M", timeout=5)`.
 ///
-/// Raises ConfigError for an unknown setting, a value that does not parse, or a device that is not there.
+/// Parameters
+/// ----------
+/// environment : bool
+///     Whether to read settings from the environment.
+/// **settings
+///     Settings by the names in `settings_reference()`. A list is equivalent to its items
+///     joined by commas; None leaves a setting unchanged.
+///
+/// Raises
+/// ------
+/// ConfigError
+///     A setting is unknown or malformed, or a device does not exist.
+///
+/// Notes
+/// -----
+/// Thread safety: any thread may use the context.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(crate) struct Context(crossrail::Context);
 
@@ -40,11 +54,27 @@ impl Context {
         Ok(Context(py.detach(|| crossrail::Context::new(merged)).or_raise(py)?))
     }
 
-    /// Memory of `nbytes`, zeroed, that peers on this machine map: it moves with one copy. `device`: `cpu`, `cuda`,
-    /// `cuda:1` or a GPU's number; None is the host.
+    /// Allocate zeroed memory that peers on this machine can map: it is transferred with one copy.
     ///
-    /// Raises ExhaustedError, naming the bytes asked for (and for a GPU those that are free); UsageError when there is
-    /// no such GPU; UnsupportedError, with the reason, where there is no CUDA.
+    /// Parameters
+    /// ----------
+    /// nbytes : int
+    ///     Size in bytes.
+    /// device : str or int, optional
+    ///     ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or the number of a GPU. The host by default.
+    ///
+    /// Returns
+    /// -------
+    /// Memory
+    ///
+    /// Raises
+    /// ------
+    /// ExhaustedError
+    ///     There is not enough memory; the text has the bytes requested and, for a GPU, those free.
+    /// UsageError
+    ///     There is no such GPU.
+    /// UnsupportedError
+    ///     CUDA is unusable; the text has the reason.
     #[pyo3(signature = (nbytes, device = None))]
     fn alloc<'py>(
         slf: &Bound<'py, Self>,
@@ -54,15 +84,20 @@ impl Context {
         memory::memory_type(slf.py())?.call1((slf, nbytes, device))
     }
 
-    /// What there is to move bytes with, and why what is not used is not: what `crossrail info` prints.
+    /// Return the transports and devices, and why those that are not used are not.
     ///
-    /// Raises IoError when the system does not say what devices there are.
+    /// This is the data of `crossrail info`.
+    ///
+    /// Raises
+    /// ------
+    /// IoError
+    ///     The system does not expose its devices.
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let info = py.detach(|| self.0.info()).or_raise(py)?;
         info_dict(py, info)
     }
 
-    /// Every setting's environment variable with its present value (None: unset; secrets are hidden).
+    /// Return the current value of every setting by environment variable (None: unset; secrets are hidden).
     fn settings<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let shown = PyDict::new(py);
         for (name, value) in self.0.settings().shown() {
@@ -71,7 +106,7 @@ impl Context {
         Ok(shown)
     }
 
-    /// CROSSRAIL_TIMEOUT in seconds: what `timeout=None` means.
+    /// The default timeout of waits, CROSSRAIL_TIMEOUT, in seconds.
     #[getter]
     fn timeout(&self) -> f64 {
         self.0.settings().timeout.as_secs_f64()

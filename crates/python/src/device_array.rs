@@ -74,13 +74,26 @@ impl Items {
     }
 }
 
-/// An array in GPU memory, in one piece in C order. It lives as long as anything that is made of it.
+/// A C-contiguous array in GPU memory. It stays allocated as long as anything created from it.
 ///
-/// DLPack and `__cuda_array_interface__` give the same memory to others: torch.from_dlpack(array),
-/// cupy.from_dlpack(array). fp8 goes as uint8, and bf16 by the latter as uint16: their bits.
+/// Other libraries share its memory by DLPack and ``__cuda_array_interface__``:
+/// ``torch.from_dlpack(array)``, ``cupy.from_dlpack(array)``. fp8 is exported as uint8 (its
+/// bits), and bf16 by ``__cuda_array_interface__`` as uint16.
 ///
-/// DeviceArray(memory, dtype, shape, offset=0) is a part of `Context.alloc(nbytes, "cuda:0")`, `offset` bytes behind its
-/// start. `dtype`: bfloat16, float8_e4m3fn, float32, int32, int64 or uint8. Raises UsageError when it does not fit.
+/// Parameters
+/// ----------
+/// memory : Memory
+///     Memory of a GPU, from ``Context.alloc(nbytes, "cuda:0")``.
+/// dtype : str
+///     bfloat16, float8_e4m3fn, float32, int32, int64 or uint8.
+/// shape : sequence of int
+/// offset : int
+///     Offset of the array in `memory`, in bytes.
+///
+/// Raises
+/// ------
+/// UsageError
+///     The array does not fit.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(crate) struct DeviceArray {
     address: u64,
@@ -140,36 +153,37 @@ impl DeviceArray {
         Ok(DeviceArray::new(address, items, shape, ordinal, Arc::new(native.clone())))
     }
 
-    /// Where it begins.
+    /// Address of the first element.
     #[getter]
     fn address(&self) -> u64 {
         self.address
     }
 
-    /// `cuda:1`.
+    /// The device, such as ``cuda:1``.
     #[getter]
     fn device(&self) -> String {
         Place::Gpu(self.ordinal).to_string()
     }
 
-    /// The name of its dtype.
+    /// Name of the dtype.
     #[getter]
     fn dtype(&self) -> &'static str {
         self.items.name()
     }
 
+    /// The shape.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.shape)
     }
 
-    /// Length in bytes.
+    /// Size in bytes.
     #[getter]
     fn nbytes(&self) -> usize {
         bytes(self.items, &self.shape).unwrap_or(0)
     }
 
-    /// The first `count` entries along the first axis.
+    /// Return the first `count` entries along the first axis, without a copy.
     fn first(&self, py: Python<'_>, count: i64) -> PyResult<DeviceArray> {
         let most = self.shape.first().copied().unwrap_or(0);
         if !(0..=most).contains(&count) {
@@ -188,7 +202,7 @@ impl DeviceArray {
         self.lending().device()
     }
 
-    /// As `Memory.__dlpack__`: the caller orders the work of streams.
+    /// Export the array as a DLPack capsule; see `Memory.__dlpack__`. The caller must order the work of streams.
     #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
     fn __dlpack__<'py>(
         &self,

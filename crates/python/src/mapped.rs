@@ -14,13 +14,14 @@ use crate::operand::Wanted;
 use crate::stream;
 use crate::worker::Worker;
 
-/// Memory of a peer on this machine, mapped into this process: both see the same bytes. Made by `Endpoint.map`.
+/// Memory of a peer on this machine that is mapped into this process. Created by `Endpoint.map`.
 ///
-/// It stays mapped as long as this object, or anything made of it, lives: also when the peer has freed it or died. The
-/// peer may write it at any time; what order the two ends keep is theirs to agree on, `put` with a signal and
-/// `Memory.await_signal` being one way.
+/// Both processes access the same bytes, and must synchronize by themselves, for example by
+/// `put` with a signal and `Memory.await_signal`. The memory stays mapped as long as this
+/// object, or anything created from it, even if the peer has freed it or died.
 ///
-/// It has DLPack (numpy.from_dlpack or torch.from_dlpack, no copy); memory of a GPU `__cuda_array_interface__` too.
+/// It supports DLPack (``numpy.from_dlpack`` or ``torch.from_dlpack``, without a copy); GPU
+/// memory also ``__cuda_array_interface__``.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(crate) struct Mapped {
     native: NativeMapped,
@@ -40,13 +41,13 @@ impl Mapped {
 
 #[pymethods]
 impl Mapped {
-    /// Where it is: `cpu`, or the GPU of this process that reaches it, as `cuda:0`.
+    /// The device: ``cpu``, or the GPU of this process that maps it, such as ``cuda:0``.
     #[getter]
     fn device(&self) -> String {
         self.native.place().to_string()
     }
 
-    /// Length in bytes.
+    /// Size in bytes.
     #[getter]
     fn nbytes(&self) -> usize {
         self.native.len()
@@ -60,17 +61,34 @@ impl Mapped {
         format!("<crossrail.Mapped of {} bytes on {}>", self.native.len(), self.native.place())
     }
 
-    /// Puts into a stream: a copy of `src`, GPU memory, to `offset` of this memory, and then `signal`, (offset, value): the
-    /// 64-bit word at that offset becomes the value. Whoever sees the value there, on any GPU or the host, also sees the
-    /// bytes. Nothing waits here, the host is not involved afterwards, and a graph that captures this does it at every
-    /// replay.
+    /// Enqueue a copy into this memory in a stream, followed by a signal.
     ///
-    /// `stream`: a raw handle, or an object with `cuda_stream` or `__cuda_stream__`; name it in a capture. None is the
-    /// default stream, and then the array's own stream comes first. Keep `src` and this object until the stream has
-    /// come past it, or as long as the graph is used.
+    /// Whoever observes the value of the signal, on any GPU or the host, also observes the bytes.
+    /// Does not block the host, which is not involved afterwards. A captured graph repeats the
+    /// copy at every replay.
     ///
-    /// Raises UsageError: outside the memory, a signal that is not 8-byte aligned, memory of the host, a stream or an array
-    /// of another GPU than `device`.
+    /// Parameters
+    /// ----------
+    /// src
+    ///     Contiguous GPU memory.
+    /// offset : int
+    ///     Offset in this memory, in bytes.
+    /// signal : tuple of int, optional
+    ///     ``(offset, value)``: the 64-bit word at that offset, a multiple of 8, becomes `value`.
+    /// stream : optional
+    ///     A raw handle, or an object with ``cuda_stream`` or ``__cuda_stream__``; required
+    ///     during a capture. None is the default stream, ordered behind the array's own stream.
+    ///
+    /// Raises
+    /// ------
+    /// UsageError
+    ///     The range is out of bounds, the signal is unaligned, this is host memory, or the
+    ///     stream or array belongs to another GPU than `device`.
+    ///
+    /// Notes
+    /// -----
+    /// Keep `src` and this object until the stream has passed the copy, or as long as the graph
+    /// is used.
     #[pyo3(signature = (src, offset = 0, *, stream = None, signal = None))]
     fn put(
         &self,
@@ -94,28 +112,28 @@ impl Mapped {
         unsafe { self.native.put(offset, source.piece.ptr, source.piece.len, handle, signal) }.or_raise(py)
     }
 
-    /// Copies the bytes of `data`, host memory, to `offset` of it; they are there when this returns.
+    /// Copy bytes of host memory into this memory. Returns when they are there.
     ///
-    /// Raises UsageError when they do not fit.
+    /// Raises UsageError if they do not fit.
     #[pyo3(signature = (data, offset = 0))]
     fn fill_from(&self, data: &Bound<'_, PyAny>, offset: usize) -> PyResult<()> {
         lent::copy_from(data, "fill_from", |bytes| self.native.fill_from(offset, bytes))
     }
 
-    /// Copies what is at `offset` of it into `target`, writable host memory, which it fills.
+    /// Copy bytes of this memory at `offset` into `target`, writable host memory that is filled completely.
     ///
-    /// Raises UsageError when there is not as much.
+    /// Raises UsageError if there are not that many bytes.
     #[pyo3(signature = (target, offset = 0))]
     fn copy_to(&self, target: &Bound<'_, PyAny>, offset: usize) -> PyResult<()> {
         lent::copy_into(target, "copy_to", |bytes| self.native.copy_to(offset, bytes))
     }
 
-    /// Where it is, as DLPack numbers devices.
+    /// The device in DLPack's numbering.
     fn __dlpack_device__(&self) -> (i32, i32) {
         self.lending().device()
     }
 
-    /// As `Memory.__dlpack__`.
+    /// Export the bytes as a DLPack capsule; see `Memory.__dlpack__`.
     #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
     fn __dlpack__<'py>(
         &self,
@@ -129,14 +147,14 @@ impl Mapped {
         self.lending().capsule(py, max_version, dl_device, copy)
     }
 
-    /// GPU memory as others take it, without a copy (version 3); host memory has none.
+    /// Description of GPU memory for other libraries, without a copy (version 3); not available for host memory.
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.lending().interface(py)
     }
 }
 
-/// A wait for a signal that was put into a stream. Made by `Memory.await_signal`.
+/// A wait for a signal that was enqueued in a stream. Created by `Memory.await_signal`.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(crate) struct Awaited(NativeAwaited);
 
@@ -148,8 +166,9 @@ impl From<NativeAwaited> for Awaited {
 
 #[pymethods]
 impl Awaited {
-    /// `pending`: the stream has not come to its end; `reached`; `timed_out`: the time was over first, and the stream went
-    /// on all the same. Of a wait in a captured graph: the latest replay's.
+    /// State of the wait: ``pending``; ``reached``; or ``timed_out``, if the timeout passed first and the stream continued.
+    ///
+    /// For a wait in a captured graph it is the state of the latest replay.
     #[getter]
     fn outcome(&self) -> &'static str {
         match self.0.outcome() {

@@ -23,18 +23,24 @@ use crate::lent::{self, View, export};
 use crate::mapped::Awaited;
 use crate::{place, stream, wait};
 
-/// Memory that peers on this machine map, so that it moves with one plain copy and no system call. Zeroed at first;
-/// lives as long as anything that uses it.
+/// Memory that peers on this machine can map, so that it is transferred with one copy and no system call.
 ///
-/// It has the buffer protocol (`memoryview(memory)`, `numpy.frombuffer(memory, ...)`), writable, as plain bytes;
-/// slices of a memoryview of it are as good as all of it. A peer may write it while it is received into or
-/// registered.
+/// It is zeroed, and stays allocated as long as anything uses it. ``Memory(context, nbytes,
+/// device=None)`` is equivalent to `Context.alloc`.
 ///
-/// On a GPU (`device="cuda:0"`) it has DLPack and `__cuda_array_interface__` instead: torch.from_dlpack(memory) and
-/// cupy.asarray(memory) are the same bytes.
+/// Host memory has the writable buffer protocol, as plain bytes: ``memoryview(memory)`` or
+/// ``numpy.frombuffer(memory, ...)``. Slices of a memoryview are transferred as efficiently
+/// as the whole. GPU memory has DLPack and ``__cuda_array_interface__`` instead:
+/// ``torch.from_dlpack(memory)`` and ``cupy.asarray(memory)`` share the same bytes.
 ///
-/// Memory(context, nbytes, device=None) is Context.alloc(nbytes, device). Raises ExhaustedError, naming the bytes asked
-/// for.
+/// Raises
+/// ------
+/// ExhaustedError
+///     There is not enough memory; the text has the bytes requested.
+///
+/// Notes
+/// -----
+/// A peer may write to the memory while it is received into, or registered.
 #[pyclass(module = "crossrail._native", name = "_MemoryBase", subclass, frozen)]
 pub(crate) struct MemoryBase {
     native: crossrail::Memory,
@@ -69,13 +75,13 @@ impl MemoryBase {
         Ok(MemoryBase { len: native.len(), native, timeout: context.settings().timeout })
     }
 
-    /// Where it is: `cpu`, or `cuda:1`.
+    /// The device of the memory: ``cpu`` or, for example, ``cuda:1``.
     #[getter]
     fn device(&self) -> String {
         self.native.place().to_string()
     }
 
-    /// Length in bytes.
+    /// Size in bytes.
     #[getter]
     fn nbytes(&self) -> usize {
         self.len
@@ -85,15 +91,16 @@ impl MemoryBase {
         self.len
     }
 
-    /// Where it is, as DLPack numbers devices.
+    /// The device in DLPack's numbering.
     fn __dlpack_device__(&self) -> (i32, i32) {
         self.lending().device()
     }
 
-    /// A capsule for `from_dlpack` of NumPy, PyTorch, CuPy and others: the bytes (uint8) where they are, no copy. The
-    /// memory lives as long as what is made of it. There is never work of ours queued on it, so `stream` changes nothing.
+    /// Export the bytes (uint8) as a DLPack capsule for NumPy, PyTorch, CuPy and others, without a copy.
     ///
-    /// Raises BufferError when it is wanted on another device, or as a copy.
+    /// The memory stays allocated as long as the capsule's consumer. `stream` has no effect,
+    /// because this library never leaves work queued on the memory. Raises BufferError if
+    /// another device or a copy is requested.
     #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
     fn __dlpack__<'py>(
         &self,
@@ -114,33 +121,76 @@ impl MemoryBase {
         }
     }
 
-    /// Copies the bytes of `data`, host memory, to `offset` of it; they are there when this returns. On a GPU, nothing
-    /// that it does is waited for.
+    /// Copy bytes of host memory into this memory.
     ///
-    /// Raises UsageError when they do not fit.
+    /// Returns when they are there. On a GPU this does not wait for other work of the GPU.
+    ///
+    /// Parameters
+    /// ----------
+    /// data
+    ///     Contiguous host memory.
+    /// offset : int
+    ///     Offset in this memory, in bytes.
+    ///
+    /// Raises
+    /// ------
+    /// UsageError
+    ///     The bytes do not fit.
     #[pyo3(signature = (data, offset = 0))]
     fn fill_from(&self, data: &Bound<'_, PyAny>, offset: usize) -> PyResult<()> {
         lent::copy_from(data, "fill_from", |bytes| self.native.fill_from(offset, bytes))
     }
 
-    /// Copies what is at `offset` of it into `target`, writable host memory, which it fills. On a GPU, nothing that it
-    /// does is waited for.
+    /// Copy bytes of this memory into `target`.
     ///
-    /// Raises UsageError when there is not as much.
+    /// On a GPU this does not wait for other work of the GPU.
+    ///
+    /// Parameters
+    /// ----------
+    /// target
+    ///     Writable host memory, which is filled completely.
+    /// offset : int
+    ///     Offset in this memory, in bytes.
+    ///
+    /// Raises
+    /// ------
+    /// UsageError
+    ///     There are not that many bytes.
     #[pyo3(signature = (target, offset = 0))]
     fn copy_to(&self, target: &Bound<'_, PyAny>, offset: usize) -> PyResult<()> {
         lent::copy_into(target, "copy_to", |bytes| self.native.copy_to(offset, bytes))
     }
 
-    /// Puts into a stream: a wait until the 64-bit word at `offset` of this GPU memory is `value` or more, or `timeout`
-    /// seconds are over: the stream goes on in either case, and the result's `outcome` tells which. Nothing waits here; a
-    /// graph that captures this waits at every replay. While a stream waits, do not free GPU memory or load kernels: the
-    /// driver may let those wait too.
+    /// Enqueue a wait in a stream until a 64-bit word of this GPU memory reaches a value.
     ///
-    /// `stream`: a raw handle, or an object with `cuda_stream` or `__cuda_stream__`; None is the default stream. Keep the
-    /// memory until the stream has come past it, or as long as the graph is used.
+    /// Does not block the host. A captured graph waits at every replay.
     ///
-    /// Raises UsageError: memory of the host, outside it, not 8-byte aligned, a stream of another GPU.
+    /// Parameters
+    /// ----------
+    /// offset : int
+    ///     Offset of the word in bytes, a multiple of 8.
+    /// value : int
+    ///     The stream waits until the word is at least this.
+    /// stream
+    ///     A raw handle, or an object with ``cuda_stream`` or ``__cuda_stream__``; None is the
+    ///     default stream.
+    /// timeout : float, optional
+    ///     Seconds after which the stream continues in any case.
+    ///
+    /// Returns
+    /// -------
+    /// Awaited
+    ///     Its `outcome` tells whether the value was reached.
+    ///
+    /// Raises
+    /// ------
+    /// UsageError
+    ///     Host memory, an offset that is out of bounds or unaligned, or a stream of another GPU.
+    ///
+    /// Notes
+    /// -----
+    /// While a stream waits, do not free GPU memory or load kernels: the driver may block on it.
+    /// Keep the memory until the stream has passed the wait, or as long as the graph is used.
     #[pyo3(signature = (offset, value, *, stream = None, timeout = None))]
     fn await_signal(
         &self,
@@ -156,14 +206,16 @@ impl MemoryBase {
         unsafe { self.native.await_signal(offset, value, handle, limit) }.or_raise(py).map(Awaited::from)
     }
 
-    /// GPU memory as others take it, without a copy (version 3); host memory has none.
+    /// Description of GPU memory for other libraries, without a copy (version 3); not available for host memory.
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.lending().interface(py)
     }
 
-    /// Host memory as a NumPy array of `dtype`, without a copy. Needs NumPy; raises UsageError when the length is no
-    /// multiple of the item's size, and for GPU memory.
+    /// Return host memory as a NumPy array of `dtype`, without a copy.
+    ///
+    /// Requires NumPy. Raises UsageError for GPU memory, or if the size is not a multiple of the
+    /// item size.
     #[pyo3(signature = (dtype = None))]
     fn numpy<'py>(slf: &Bound<'py, Self>, dtype: Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();

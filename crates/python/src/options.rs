@@ -7,7 +7,7 @@ use pyo3::types::{PyDict, PyList};
 use crate::context::rows;
 use crate::errors::OrRaise;
 
-/// Every setting: its environment variable, keyword, accepted form, default and meaning, in the order of declaration.
+/// Return every setting: environment variable, keyword, accepted form, default and description, in order.
 #[pyfunction]
 pub(crate) fn settings_reference(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     rows(py, Settings::reference(), |row: &Bound<'_, PyDict>, setting| {
@@ -19,19 +19,23 @@ pub(crate) fn settings_reference(py: Python<'_>) -> PyResult<Bound<'_, PyList>> 
     })
 }
 
-/// Bytes from `4096`, `64K`, `2M`, `1G` (powers of two). Raises UsageError naming the accepted form.
+/// Parse a size such as ``4096``, ``64K``, ``2M`` or ``1G`` (powers of two) into bytes.
+///
+/// Raises UsageError that names the accepted form.
 #[pyfunction]
 pub(crate) fn parse_size(py: Python<'_>, text: &str) -> PyResult<u64> {
     types::parse_size(text).or_raise(py)
 }
 
-/// Several sizes: `1:4M` doubles from one to the other, `1,2,64K` lists. Raises UsageError naming the accepted forms.
+/// Parse several sizes into bytes: ``1:4M`` doubles from one to the other, ``1,2,64K`` is a list.
+///
+/// Raises UsageError that names the accepted forms.
 #[pyfunction]
 pub(crate) fn parse_sizes(py: Python<'_>, text: &str) -> PyResult<Vec<u64>> {
     types::parse_sizes(text).or_raise(py)
 }
 
-/// Bytes as people write them: 65536 is `64K`.
+/// Format a size as text in powers of two: 65536 is ``64K``.
 #[pyfunction]
 pub(crate) fn format_size(nbytes: u64) -> String {
     types::format_size(nbytes)

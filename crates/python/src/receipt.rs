@@ -4,7 +4,7 @@ use pyo3::types::{PyDict, PyList};
 
 use crate::context::rows;
 
-/// What a finished request did: bytes, the lanes that carried them, and where the time went (microseconds).
+/// The record of a finished request: bytes, lanes, and a breakdown of the time in microseconds.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(crate) struct Receipt(crossrail::Receipt);
 
@@ -16,31 +16,31 @@ impl From<crossrail::Receipt> for Receipt {
 
 #[pymethods]
 impl Receipt {
-    /// Payload bytes moved; for a receive, those that arrived.
+    /// Payload bytes transferred; for a receive, those that arrived.
     #[getter]
     fn bytes(&self) -> u64 {
         self.0.bytes
     }
 
-    /// The message's tag (0 for one-sided operations).
+    /// Tag of the message; 0 for one-sided operations.
     #[getter]
     fn tag(&self) -> u64 {
         self.0.tag
     }
 
-    /// The peer's name.
+    /// Name of the peer.
     #[getter]
     fn peer(&self) -> &str {
         self.0.peer()
     }
 
-    /// How the bytes travelled: eager, direct(mapped), direct(cma), direct(cuda_ipc), chunks or batch.
+    /// Protocol: eager, direct(mapped), direct(cma), direct(cuda_ipc), chunks or batch.
     #[getter]
     fn protocol(&self) -> String {
         self.0.protocol.to_string()
     }
 
-    /// A row per lane that carried bytes.
+    /// One record per lane that carried bytes.
     #[getter]
     fn lanes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         rows(py, self.0.lanes(), |row, lane| {
@@ -51,61 +51,61 @@ impl Receipt {
         })
     }
 
-    /// From start until the other end had matched it.
+    /// Time from the start until the other end had matched the operation.
     #[getter]
     fn match_us(&self) -> f64 {
         self.0.match_us
     }
 
-    /// Bytes were waiting and every lane's window was full.
+    /// Time during which bytes were waiting while the window of every lane was full.
     #[getter]
     fn window_us(&self) -> f64 {
         self.0.window_us
     }
 
-    /// Bytes were on the wire.
+    /// Time during which bytes were on the wire.
     #[getter]
     fn wire_us(&self) -> f64 {
         self.0.wire_us
     }
 
-    /// This end was copying, or the peer was, where that was left to it.
+    /// Time during which this end was copying, or the peer if it made the copy.
     #[getter]
     fn copy_us(&self) -> f64 {
         self.0.copy_us
     }
 
-    /// A direct copy was made by the end that the bytes come from, alone; otherwise by the other, or by both.
+    /// Whether a direct copy was made by the sending end alone; otherwise by the receiving end, or by both.
     #[getter]
     fn pushed(&self) -> bool {
         self.0.pushed
     }
 
-    /// Bytes of this end's GPU memory were copied to bounce slots, to be sent from there.
+    /// Time during which GPU memory of this end was copied into bounce slots for sending.
     #[getter]
     fn pack_us(&self) -> f64 {
         self.0.pack_us
     }
 
-    /// Bytes were copied from bounce slots into this end's GPU memory.
+    /// Time during which bytes were copied from bounce slots into GPU memory of this end.
     #[getter]
     fn unpack_us(&self) -> f64 {
         self.0.unpack_us
     }
 
-    /// Bytes were waiting and no bounce slot was free.
+    /// Time during which bytes were waiting for a free bounce slot.
     #[getter]
     fn slot_us(&self) -> f64 {
         self.0.slot_us
     }
 
-    /// What happened on the way: lanes lost, slower paths taken.
+    /// Events during the transfer: lanes lost, fallbacks to slower transports.
     #[getter]
     fn notes(&self) -> Vec<String> {
         self.0.notes().to_vec()
     }
 
-    /// All of it as plain data, for JSON.
+    /// Return the receipt as plain data, for JSON.
     fn as_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         report_dict(py, &TransferReport::from(&self.0))
     }

@@ -8,8 +8,9 @@ use crate::lent::Call;
 use crate::lifecycle::Detached;
 use crate::wait;
 
-/// Registered memory that peers with its key write and read, until it is deregistered or dropped. Made by
-/// `Worker.register`.
+/// Registered memory that peers with its key can write and read. Created by `Worker.register`.
+///
+/// It is accessible until it is deregistered or dropped.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(crate) struct Region {
     native: Detached<crossrail::Region>,
@@ -24,7 +25,7 @@ impl Region {
 
 #[pymethods]
 impl Region {
-    /// What a peer needs to access it. Whoever has it may write and read the region.
+    /// The key that peers need to access the region. Whoever has it may write and read the region.
     fn key(&self) -> RegionKey {
         RegionKey(self.native.key())
     }
@@ -33,20 +34,36 @@ impl Region {
         usize::try_from(self.native.len()).unwrap_or(usize::MAX)
     }
 
-    /// Ends all access. When it returns nobody touches the memory any more; later accesses fail with RegionError on
-    /// the accessing side. Raises RegionError if it was deregistered before.
+    /// Deregister the region, and end all access to its memory.
+    ///
+    /// When this returns, no peer accesses the memory any more; later accesses fail with
+    /// RegionError at the accessing end. Raises RegionError if it was deregistered before.
     fn deregister(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::enter(py);
         py.detach(|| self.native.deregister()).or_raise(py)
     }
 
-    /// How many writes with this immediate have arrived in full.
+    /// Return the number of writes with immediate `imm` that have arrived completely.
     fn imm_count(&self, imm: u32) -> u64 {
         self.native.imm_count(imm)
     }
 
-    /// Waits until `count` writes with this immediate have arrived since the region was registered, at most `timeout`
-    /// seconds. Raises TimeoutError, which says how many did, and RegionError when the region is deregistered.
+    /// Wait until `count` writes with immediate `imm` have arrived since the registration.
+    ///
+    /// Parameters
+    /// ----------
+    /// imm : int
+    ///     32 bits.
+    /// count : int
+    /// timeout : float, optional
+    ///     Maximum seconds to wait; CROSSRAIL_TIMEOUT by default.
+    ///
+    /// Raises
+    /// ------
+    /// TimeoutError
+    ///     Fewer have arrived; the text says how many.
+    /// RegionError
+    ///     The region was deregistered.
     #[pyo3(signature = (imm, count = 1, timeout = None))]
     fn wait_imm(&self, py: Python<'_>, imm: u32, count: u64, timeout: Option<f64>) -> PyResult<()> {
         let _call = Call::enter(py);
@@ -59,7 +76,7 @@ impl Region {
     }
 }
 
-/// What opens a region: opaque bytes with a 128-bit random secret, to be handed to peers by any means.
+/// The key of a region: opaque bytes with a 128-bit random secret, to be sent to peers by any means.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(crate) struct RegionKey(crossrail::RegionKey);
 
@@ -71,7 +88,7 @@ impl RegionKey {
 
 #[pymethods]
 impl RegionKey {
-    /// The key of which `data` is `bytes(key)`. Raises UsageError if it is not one.
+    /// Restore a key from ``bytes(key)``. Raises UsageError if `data` is not a key.
     #[staticmethod]
     fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<RegionKey> {
         crossrail::RegionKey::from_bytes(data).map(RegionKey).or_raise(py)
@@ -81,7 +98,7 @@ impl RegionKey {
         PyBytes::new(py, &self.0.to_bytes())
     }
 
-    /// Bytes of the region that it opens.
+    /// Size of the region, in bytes.
     fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
         usize::try_from(self.0.len()).map_err(|_| errors::usage(py, "region key", "claims too many bytes", ""))
     }

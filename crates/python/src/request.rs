@@ -14,9 +14,14 @@ use crate::receipt::Receipt;
 use crate::worker::Worker;
 use crate::{place, stream, wait};
 
-/// An operation under way. Any thread may use it; asyncio code may `await` it for its receipt.
+/// An operation in flight. asyncio code may `await` it for its receipt.
 ///
-/// To drop it does not cancel the operation: its buffer stays in use until it is finished.
+/// Dropping a request does not cancel the operation: its buffer stays borrowed until the
+/// operation is finished.
+///
+/// Notes
+/// -----
+/// Thread safety: any thread may use the request.
 #[pyclass(module = "crossrail._native", frozen, weakref)]
 pub(crate) struct Request {
     native: crossrail::Request,
@@ -39,19 +44,32 @@ impl Request {
 
 #[pymethods]
 impl Request {
-    /// Makes progress once and returns the receipt, or None while it is under way. Never blocks.
+    /// Make progress once, and return the receipt, or None while the operation is in flight.
     ///
-    /// Raises what the operation failed with.
+    /// Never blocks. Raises the error of the operation if it failed.
     fn test(&self, py: Python<'_>) -> PyResult<Option<Receipt>> {
         let _call = Call::enter(py);
         let outcome = if self.native.is_done() { self.native.test() } else { py.detach(|| self.native.test()) };
         outcome.transpose().or_raise(py).map(|receipt| receipt.map(Receipt::from))
     }
 
-    /// Waits until it is finished, at most `timeout` seconds.
+    /// Wait until the operation is finished.
     ///
-    /// Raises what the operation failed with, and TimeoutError, which says how far it got; the operation goes on then:
-    /// wait again or cancel it.
+    /// Parameters
+    /// ----------
+    /// timeout : float, optional
+    ///     Maximum seconds to wait; CROSSRAIL_TIMEOUT by default.
+    ///
+    /// Returns
+    /// -------
+    /// Receipt
+    ///
+    /// Raises
+    /// ------
+    /// TimeoutError
+    ///     The operation is still in flight; the text says how far it is. Wait again, or cancel it.
+    /// CrossrailError
+    ///     The error of the operation.
     #[pyo3(signature = (timeout = None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Receipt> {
         let _call = Call::enter(py);
@@ -67,15 +85,28 @@ impl Request {
         wait::bounded(py, limit, |left| self.native.wait(left)).map(Receipt::from)
     }
 
-    /// Lets a stream wait for it: what is put into the stream from now on runs once the request is finished, well or not
-    /// (`test` tells which). Nothing waits here. Something must make progress meanwhile: the worker's background thread does.
-    /// CUDA loads a kernel when it is first launched, and may wait for the whole GPU then: launch once, before this, what
-    /// is to run behind it (or set CUDA_MODULE_LOADING=EAGER).
+    /// Make a stream wait for the operation, without blocking the host.
     ///
-    /// `stream`: a raw handle, or an object with `cuda_stream` or `__cuda_stream__`. `device` is its GPU, where neither the
-    /// stream nor the request's buffer says so.
+    /// Work that is enqueued in the stream from now on runs once the request is finished,
+    /// successfully or not; `test` tells which.
     ///
-    /// Raises UsageError: the stream is another GPU's, or is being captured (capture `Mapped.put` instead).
+    /// Parameters
+    /// ----------
+    /// stream
+    ///     A raw handle, or an object with ``cuda_stream`` or ``__cuda_stream__``.
+    /// device : optional
+    ///     The GPU of the stream, if neither the stream nor the buffer of the request has it.
+    ///
+    /// Raises
+    /// ------
+    /// UsageError
+    ///     The stream belongs to another GPU, or is being captured (capture `Mapped.put` instead).
+    ///
+    /// Notes
+    /// -----
+    /// Something must make progress meanwhile, such as the worker's background thread. CUDA loads
+    /// a kernel at its first launch and may then wait for the whole GPU: launch kernels that are
+    /// to run behind the wait once before it, or set CUDA_MODULE_LOADING=EAGER.
     #[pyo3(signature = (stream, *, device = None))]
     fn wait_on(&self, stream: &Bound<'_, PyAny>, device: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let py = stream.py();
@@ -94,21 +125,33 @@ impl Request {
         py.detach(|| unsafe { self.native.wait_on(stream.handle, ordinal) }).or_raise(py)
     }
 
-    /// Asks both ends to stop. The request then finishes with CancelledError, unless it was finished already; until
-    /// it has, its buffer stays in use.
+    /// Cancel the operation at both ends.
+    ///
+    /// The request finishes with CancelledError unless it is finished already. Until then its
+    /// buffer stays borrowed.
     fn cancel(&self, py: Python<'_>) {
         let _call = Call::enter(py);
         py.detach(|| self.native.cancel());
     }
 
-    /// Whether it is finished. Makes no progress.
+    /// Return whether the operation is finished, without making progress.
     fn is_done(&self) -> bool {
         self.native.is_done()
     }
 
-    /// Calls `callback(request)` once the request is finished, at once if it is, on whichever thread sees it finish;
-    /// `request.test()` then gives the receipt or raises. What the callback raises goes to `sys.unraisablehook`. It may
-    /// start operations; it must not wait for any. One callback per request: a second is a UsageError.
+    /// Call ``callback(request)`` once the operation is finished, at once if it already is.
+    ///
+    /// Parameters
+    /// ----------
+    /// callback : callable
+    ///     Runs on the thread that completes the operation. `test` then returns the receipt or
+    ///     raises. The callback may start operations but must not wait for any. Exceptions that
+    ///     it raises go to ``sys.unraisablehook``.
+    ///
+    /// Raises
+    /// ------
+    /// UsageError
+    ///     The request already has a callback.
     fn on_complete(slf: &Bound<'_, Self>, callback: Py<PyAny>) -> PyResult<()> {
         let py = slf.py();
         if !callback.bind(py).is_callable() {
@@ -130,20 +173,21 @@ impl Request {
         Ok(())
     }
 
-    /// Finished when the request is; its result is the receipt. Bounded by the context's CROSSRAIL_TIMEOUT. When the
-    /// awaiting task is cancelled, so is the request.
+    /// Wait for the receipt in asyncio, at most CROSSRAIL_TIMEOUT of the context.
+    ///
+    /// Cancelling the task that awaits cancels the request.
     fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         slf.py().import("crossrail._async")?.call_method1("finish", (slf,))?.call_method0("__await__")
     }
 
-    /// The end of a wait that was done elsewhere and took `waited` seconds.
+    /// Concludes a wait in asyncio that took `waited` seconds.
     fn _conclude(&self, py: Python<'_>, waited: f64) -> PyResult<Receipt> {
         let _call = Call::enter(py);
         let waited = wait::seconds(py, "wait", Some(waited))?.unwrap_or_default();
         wait::concluded(py, waited, |left| self.native.wait(left)).map(Receipt::from)
     }
 
-    /// The worker it belongs to.
+    /// The worker of the request.
     #[getter]
     fn worker(&self, py: Python<'_>) -> Py<Worker> {
         self.worker.clone_ref(py)
@@ -161,9 +205,25 @@ fn run(py: Python<'_>, callback: &Py<PyAny>, request: Py<Request>) {
     }
 }
 
-/// Waits until all are finished, at most `timeout` seconds in all, and returns their receipts in order.
+/// Wait until all requests are finished.
 ///
-/// Raises what the first failed one (in order) failed with, and TimeoutError; the others go on then.
+/// Parameters
+/// ----------
+/// requests : iterable of Request
+/// timeout : float, optional
+///     Maximum seconds to wait for all of them together.
+///
+/// Returns
+/// -------
+/// list of Receipt
+///     In the order of `requests`.
+///
+/// Raises
+/// ------
+/// TimeoutError
+///     Some are still in flight.
+/// CrossrailError
+///     The error of the first failed request, in order; the others continue.
 #[pyfunction]
 #[pyo3(signature = (requests, timeout = None))]
 pub(crate) fn wait_all<'py>(

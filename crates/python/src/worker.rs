@@ -12,18 +12,37 @@ use crate::region::Region;
 use crate::request::Request;
 use crate::{stream, wait};
 
-/// Progress, one address, and the endpoints made from it.
+/// A listening address, the endpoints of its peers, and their progress.
 ///
-/// Worker(context) listens on loopback with a free port; `listen="host:port"` (or several, with commas or as a list)
-/// says where else. Beyond loopback a secret is required (CROSSRAIL_SECRET). `unix=False` listens on no Unix socket,
-/// without which there is no shared memory. `background=False` starts no thread: then only calls that wait, `test`
-/// and `progress` move anything, and nothing can be awaited.
+/// As a context manager, the worker is closed at the end of the block.
 ///
-/// Any thread may use a worker. A thread that waits makes progress for all; while none does, a background thread
-/// does. As a context manager it is closed at the end.
+/// Parameters
+/// ----------
+/// context : Context
+/// listen : str or list of str, optional
+///     Addresses ``host:port`` to listen at; by default loopback with a free port. Beyond
+///     loopback a secret is required (CROSSRAIL_SECRET).
+/// name : str, optional
+///     Name of the worker, as its peers see it.
+/// unix : bool
+///     Whether to listen on a Unix socket, without which there is no shared memory.
+/// background : bool
+///     Whether to start a thread that makes progress. Without it only calls that wait,
+///     `test` and `progress` make progress, and nothing can be awaited in asyncio.
 ///
-/// Raises ConfigError (beyond loopback without a secret), UsageError (no address, or a port in use), IoError and
-/// ExhaustedError (the system refuses descriptors or threads).
+/// Raises
+/// ------
+/// ConfigError
+///     An address is beyond loopback and there is no secret.
+/// UsageError
+///     An address is invalid, or a port is in use.
+/// IoError, ExhaustedError
+///     The system refuses descriptors or threads.
+///
+/// Notes
+/// -----
+/// Thread safety: any thread may use the worker. A thread that waits makes progress for all
+/// operations; while no thread waits, the background thread does.
 #[pyclass(module = "crossrail._native", frozen, weakref)]
 pub(crate) struct Worker {
     native: Detached<crossrail::Worker>,
@@ -82,23 +101,47 @@ impl Worker {
         self.close(py);
     }
 
-    /// How others reach this worker: opaque bytes, to be handed over by any means. They admit whoever has them.
+    /// The address of this worker: opaque bytes, to be sent to peers by any means.
+    ///
+    /// Whoever has it is admitted as a peer.
     fn address<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.native.address())
     }
 
-    /// Where it accepts connections over TCP, as `host:port`.
+    /// The addresses ``host:port`` at which it accepts TCP connections.
     fn control_addresses(&self) -> Vec<String> {
         self.native.control_addresses().iter().map(ToString::to_string).collect()
     }
 
-    /// Connects to the worker at `to`: the bytes of its address, or text as `host:port` or `host`.
+    /// Connect to another worker.
     ///
-    /// `require`: transports that may be used, as `tcp,shm`; it fails rather than use another. `cuda_ipc`: it fails where
-    /// GPU memory cannot go straight; shared memory carries what is not a GPU's. `timeout`: seconds.
+    /// Parameters
+    /// ----------
+    /// to : bytes or str
+    ///     The address of the worker, or ``host:port`` or ``host``.
+    /// require : str, optional
+    ///     Transports that may be used, such as ``"tcp,shm"``. The call fails rather than use
+    ///     another one. With ``cuda_ipc`` it fails if GPU memory cannot be copied directly;
+    ///     other memory uses shared memory.
+    /// timeout : float, optional
+    ///     Maximum seconds to wait; CROSSRAIL_TIMEOUT by default.
     ///
-    /// Raises UnreachableError, TimeoutError, RefusedError (secret), MismatchError (version, chunk, window, channels),
-    /// UsageError (neither an address nor `host:port`), UnsupportedError (nothing that `require` permits is possible).
+    /// Returns
+    /// -------
+    /// Endpoint
+    ///
+    /// Raises
+    /// ------
+    /// UnreachableError, TimeoutError
+    ///     The worker could not be reached, or not in time.
+    /// RefusedError
+    ///     The worker has another secret.
+    /// MismatchError
+    ///     The ends differ in version, chunk, window or channels.
+    /// UsageError
+    ///     `to` is neither an address nor ``host:port``.
+    /// UnsupportedError
+    ///     No transport that `require` permits is possible.
     #[pyo3(signature = (to, *, require = None, timeout = None))]
     fn connect(
         slf: &Bound<'_, Self>,
@@ -120,9 +163,20 @@ impl Worker {
         Ok(Endpoint::new(native, slf.clone().unbind()))
     }
 
-    /// The next endpoint that a peer has made, waiting for it at most `timeout` seconds.
+    /// Return the next endpoint that a peer has connected.
     ///
-    /// Raises TimeoutError, ClosedError.
+    /// Parameters
+    /// ----------
+    /// timeout : float, optional
+    ///     Maximum seconds to wait; CROSSRAIL_TIMEOUT by default.
+    ///
+    /// Returns
+    /// -------
+    /// Endpoint
+    ///
+    /// Raises
+    /// ------
+    /// TimeoutError, ClosedError
     #[pyo3(signature = (timeout = None))]
     fn accept(slf: &Bound<'_, Self>, timeout: Option<f64>) -> PyResult<Endpoint> {
         let py = slf.py();
@@ -132,13 +186,13 @@ impl Worker {
         Ok(Endpoint::new(native, slf.clone().unbind()))
     }
 
-    /// As `accept`, for asyncio.
+    /// Return the next endpoint that a peer has connected; `accept` for asyncio.
     #[pyo3(signature = (timeout = None))]
     fn accept_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
         slf.py().import("crossrail._async")?.call_method1("accept", (slf, timeout))
     }
 
-    /// The end of a wait that was done elsewhere and took `waited` seconds.
+    /// Concludes an `accept` that asyncio waited for, for `waited` seconds.
     fn _accept_now(slf: &Bound<'_, Self>, waited: f64) -> PyResult<Endpoint> {
         let py = slf.py();
         let waited = wait::seconds(py, "accept", Some(waited))?.unwrap_or_default();
@@ -147,9 +201,22 @@ impl Worker {
         Ok(Endpoint::new(native, slf.clone().unbind()))
     }
 
-    /// Lets peers with the region's key write to and read from `buffer`.
+    /// Register a buffer, so that peers with the region's key can write to and read from it.
     ///
-    /// `buffer` stays exported until the region is deregistered or dropped. Raises UsageError, ClosedError.
+    /// Parameters
+    /// ----------
+    /// buffer
+    ///     Writable memory: an object with the buffer protocol, DLPack or
+    ///     ``__cuda_array_interface__``. It stays exported until the region is deregistered or
+    ///     dropped.
+    ///
+    /// Returns
+    /// -------
+    /// Region
+    ///
+    /// Raises
+    /// ------
+    /// UsageError, ClosedError
     fn register(slf: &Bound<'_, Self>, buffer: &Bound<'_, PyAny>) -> PyResult<Region> {
         let py = slf.py();
         let _call = Call::enter(py);
@@ -160,12 +227,31 @@ impl Worker {
         Ok(Region::new(region, worker.native_timeout()))
     }
 
-    /// Receives the next message whose tag agrees with `tag` in the bits of `mask`, from `source` or from anybody.
+    /// Receive the next message whose tag equals `tag` in the bits of `mask`.
     ///
-    /// Messages match in the order in which they were sent, receives in the order in which they were posted. A longer
-    /// message than `buffer` is a TruncatedError at both ends. `buffer` stays exported until the request is finished;
-    /// do not touch it before. GPU memory is written after the work that the array's own stream, or `stream`, has now:
-    /// a raw handle, or an object with `cuda_stream` or `__cuda_stream__`.
+    /// Messages match in the order in which they were sent, and receives in the order in which
+    /// they were posted.
+    ///
+    /// Parameters
+    /// ----------
+    /// buffer
+    ///     Writable contiguous memory. It stays exported until the request is finished; do not
+    ///     access it before.
+    /// tag, mask : int
+    ///     64 bits. A mask of 0 matches every tag.
+    /// source : Endpoint, optional
+    ///     Receive from this peer only; from any peer by default.
+    /// stream : optional
+    ///     GPU memory is written behind the work enqueued so far in this stream, by default the
+    ///     array's own: a raw handle, or an object with ``cuda_stream`` or ``__cuda_stream__``.
+    ///
+    /// Returns
+    /// -------
+    /// Request
+    ///
+    /// Notes
+    /// -----
+    /// A message that is longer than `buffer` is a TruncatedError at both ends.
     #[pyo3(
         signature = (buffer, tag = 0, mask = u64::MAX, *, source = None, stream = None),
         text_signature = "($self, buffer, tag=0, mask=ALL_BITS, *, source=None, stream=None)"
@@ -192,37 +278,39 @@ impl Worker {
         Ok(Request::new(native, slf.clone().unbind(), place))
     }
 
-    /// Makes progress once; whether anything moved.
+    /// Make progress once, without blocking. Returns whether there was any.
     fn progress(&self, py: Python<'_>) -> bool {
         let _call = Call::enter(py);
         py.detach(|| self.native.progress())
     }
 
-    /// A descriptor that is readable whenever requests have finished or peers have connected; for event loops.
-    /// Drain it with `drain_events`, then look at the requests. It belongs to the worker: do not close it.
+    /// Return a file descriptor that becomes readable when requests finish or peers connect.
+    ///
+    /// For event loops: drain it with `drain_events`, then check the requests. It belongs to the
+    /// worker; do not close it.
     fn event_fd(&self) -> i32 {
         self.native.event_fd()
     }
 
-    /// Makes `event_fd` unreadable until something else finishes.
+    /// Drain `event_fd`, so that it is unreadable until the next event.
     fn drain_events(&self) {
         self.native.drain_events();
     }
 
-    /// Every endpoint with a living peer.
+    /// Return all endpoints whose peer is alive.
     fn endpoints(slf: &Bound<'_, Self>) -> Vec<Endpoint> {
         let natives = slf.get().native.endpoints();
         natives.into_iter().map(|native| Endpoint::new(native, slf.clone().unbind())).collect()
     }
 
-    /// Closes every connection; what is under way fails with ClosedError. To call it again does nothing.
+    /// Close all connections. Operations in flight fail with ClosedError. Calling it again has no effect.
     fn close(&self, py: Python<'_>) {
         let _call = Call::enter(py);
         py.detach(|| self.native.close());
         lifecycle::forget(self.remembered);
     }
 
-    /// The context it was made from.
+    /// The context of the worker.
     #[getter(context)]
     fn py_context(&self, py: Python<'_>) -> Py<Context> {
         self.context.clone_ref(py)
