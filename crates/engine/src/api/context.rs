@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use crossrail_gpu::{CudaState, Devices};
-use crossrail_shm::Arena;
 use crossrail_topology::{Cpus, Distance, GpuSeen, Machine, NetDevice, Nic};
-use crossrail_types::{Result, Settings, TRANSPORTS};
+use crossrail_types::{Result, Settings};
 
 use crate::environment::{self, Environment};
 use crate::memory::{Backing, Memory, Place};
+use crate::session::transport::{self, Availability, Local, Transport};
 
 /// One process's view of its devices and settings; makes memory and workers. Clones share it. Any thread may use it.
 #[derive(Clone)]
@@ -173,58 +173,37 @@ impl std::fmt::Debug for Context {
     }
 }
 
-/// What each transport can do. `cuda`: what CUDA has here, where there is any sign of a GPU.
+/// What each transport can do. `cuda`: what CUDA has here, if there is any sign of a GPU.
 fn transports(settings: &Settings, rails: &[NetDevice], cuda: Option<&CudaState>) -> Vec<TransportInfo> {
-    TRANSPORTS
-        .iter()
-        .map(|&name| {
-            let detail = match name {
-                "self" => "a worker with itself".to_owned(),
-                // Whether it works is found out by doing it.
-                "shm" => match Arena::new().alloc(1) {
-                    Ok(_) => {
-                        "rings, mapped memory (Context.alloc); single copy by CMA is tried with each peer".to_owned()
-                    }
-                    Err(error) => return unusable(name, error.to_string(), error.hint),
-                },
-                "cuda_ipc" => {
-                    match cuda {
-                        None => return unusable(name, "no GPU".to_owned(), None),
-                        Some(CudaState::Absent { reason, fix }) => return unusable(name, reason.clone(), fix.clone()),
-                        Some(CudaState::Present(_)) => {}
-                    }
-                    if !settings.tls.allows("shm") && settings.tls.allows(name) {
-                        let reason =
-                            format!("it needs shm's Unix socket, and CROSSRAIL_TLS={} leaves shm out", settings.tls);
-                        return unusable(name, reason, Some("add shm to CROSSRAIL_TLS".to_owned()));
-                    }
-                    "one copy between GPUs of this machine; tried with each peer".to_owned()
-                }
-                _ => {
-                    let names: Vec<_> = rails.iter().map(|rail| rail.name.as_str()).collect();
-                    format!("{} rails: {}", rails.len(), names.join(" "))
-                }
-            };
-            if !settings.tls.allows(name) {
-                let reason = format!("CROSSRAIL_TLS={} leaves it out", settings.tls);
-                return unusable(name, reason, Some("set CROSSRAIL_TLS=all".to_owned()));
-            }
-            if name == "tcp" && rails.is_empty() {
-                return unusable(name, "no network device is left".to_owned(), None);
-            }
-            TransportInfo { name: name.to_owned(), usable: true, detail, reason: None, fix: None }
-        })
-        .collect()
+    let local = Local { settings, rails, cuda };
+    let row = |transport: &Arc<dyn Transport>| {
+        let name = transport.name();
+        let left_out = || {
+            let reason = format!("CROSSRAIL_TLS={} leaves it out", settings.tls);
+            Availability::Unusable(reason, Some("set CROSSRAIL_TLS=all".to_owned()))
+        };
+        match transport.availability(&local) {
+            Availability::Usable(_) if !settings.tls.allows(name) => info(name, left_out()),
+            availability => info(name, availability),
+        }
+    };
+    transport::registered().iter().map(row).collect()
+}
+
+fn info(name: &str, availability: Availability) -> TransportInfo {
+    let name = name.to_owned();
+    match availability {
+        Availability::Usable(detail) => TransportInfo { name, usable: true, detail, reason: None, fix: None },
+        Availability::Unusable(reason, fix) => {
+            TransportInfo { name, usable: false, detail: String::new(), reason: Some(reason), fix }
+        }
+    }
 }
 
 fn distances(nics: &[Nic], gpus: &[GpuSeen]) -> Vec<(String, Vec<Distance>)> {
     let real = nics.iter().filter(|nic| !nic.loopback);
     let far = |nic: &Nic| gpus.iter().map(|gpu| crossrail_topology::distance(nic, gpu)).collect();
     real.map(|nic| (nic.name.clone(), far(nic))).collect()
-}
-
-fn unusable(name: &str, reason: String, fix: Option<String>) -> TransportInfo {
-    TransportInfo { name: name.to_owned(), usable: false, detail: String::new(), reason: Some(reason), fix }
 }
 
 fn devices(settings: &Settings, nics: &[Nic], chosen: &[NetDevice]) -> Vec<DeviceInfo> {

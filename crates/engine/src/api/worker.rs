@@ -11,6 +11,7 @@ use super::{Context, Endpoint, Region, Request};
 use crate::core::Submission;
 use crate::memory::Buffer;
 use crate::progress::{Progress, SessionEvents};
+use crate::session::transport::{self, Transports};
 use crate::session::{ListenOptions, Sessions};
 
 /// How a worker is made.
@@ -80,9 +81,14 @@ impl Worker {
     /// `Config`: a device that is not there, listening beyond loopback without a secret; `Io` and `Exhausted` when
     /// the system refuses descriptors, threads or the port.
     pub fn new(context: &Context, options: WorkerOptions) -> Result<Worker> {
+        Worker::with_transports(context, options, transport::registered())
+    }
+
+    /// [`Worker::new`] with these transports.
+    pub(crate) fn with_transports(context: &Context, options: WorkerOptions, transports: Transports) -> Result<Worker> {
         let progress = Progress::new(context.environment(), options.background)?;
         let WorkerOptions { name, listen: addresses, unix, .. } = options;
-        let sessions = match Sessions::start(&progress, ListenOptions { name, addresses, unix }) {
+        let sessions = match Sessions::start(&progress, ListenOptions { name, addresses, unix }, transports) {
             Ok(sessions) => sessions,
             Err(error) => {
                 progress.begin_close();

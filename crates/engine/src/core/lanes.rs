@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crossrail_proto as proto;
 use crossrail_transport::{Direct, Lane, LaneCaps, LaneStats, Payload, Tx};
 use crossrail_types::{EndpointId, LaneId};
 use slab::Slab;
@@ -62,6 +63,7 @@ pub(crate) struct LaneRecord {
     /// The network interface it runs over, for link events.
     interface: Option<String>,
     caps: LaneCaps,
+    socket: bool,
     /// Messages up to here go with their first frame.
     eager_max: usize,
     /// Messages of memory that the peer can map are copied directly from here on.
@@ -80,13 +82,14 @@ pub(crate) struct LaneRecord {
 }
 
 impl LaneRecord {
-    pub(crate) fn new(name: &str, transport: &'static str, caps: LaneCaps, eager_max: usize) -> LaneRecord {
+    fn new(name: &str, transport: &'static str, caps: LaneCaps, eager_max: usize) -> LaneRecord {
         LaneRecord {
             name: name.into(),
             transport,
             rail: None,
             interface: None,
             caps,
+            socket: false,
             eager_max,
             mapped_min: eager_max,
             alive: true,
@@ -97,6 +100,36 @@ impl LaneRecord {
             control_len: 0,
             acked_when_suspected: None,
         }
+    }
+
+    /// The record of that lane. Messages of up to `eager_max` bytes go with their first frame.
+    pub(crate) fn of(lane: &impl Lane, transport: &'static str, eager_max: usize) -> LaneRecord {
+        LaneRecord::new(lane.name(), transport, lane.caps().clone(), eager_max)
+    }
+
+    /// The lane as the protocol knows it: it carries messages, and chunks too (`bulk`).
+    pub(crate) fn spec(&self, id: LaneId, bulk: bool) -> proto::LaneSpec {
+        let caps = &self.caps;
+        proto::LaneSpec {
+            id,
+            reliable: caps.reliable,
+            messages: true,
+            bulk,
+            max_payload: u32::try_from(caps.max_payload).unwrap_or(u32::MAX),
+            eager_max: self.eager_max.min(caps.max_payload) as u32,
+            whole_max: if caps.reliable { caps.whole_max as u32 } else { 0 },
+            counts: caps.reliable && caps.counts,
+            cost_ns: 1,
+        }
+    }
+
+    /// A lane whose polls cost a system call: it is polled less often while others are busy.
+    pub(crate) fn over_socket(self) -> LaneRecord {
+        LaneRecord { socket: true, ..self }
+    }
+
+    pub(crate) fn polls_socket(&self) -> bool {
+        self.socket
     }
 
     /// A lane of a rail: its number and channel, and the network interface.
@@ -143,7 +176,7 @@ impl LaneRecord {
     }
 
     #[inline]
-    pub(crate) fn eager_max(&self) -> usize {
+    pub(super) fn eager_max(&self) -> usize {
         self.eager_max
     }
 

@@ -2,15 +2,15 @@
 
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
-use std::time::Instant;
 
-use crossrail_handshake::{self as handshake, Arrival, Identity, LaneName, Parameters, Rail, Stream};
-use crossrail_shm::Side;
+use crossrail_handshake::{self as handshake, Arrival, Identity, LaneName, Parameters, Rail, Session, Stream};
 use crossrail_tcp::Binding;
-use crossrail_types::{Error, ErrorKind, Result, Settings, TRANSPORTS};
+use crossrail_types::{Error, ErrorKind, Result};
 
-use super::Sessions;
-use super::control::{DIAL_MAX, binding};
+use super::control::binding;
+use super::transport::Transport;
+use super::{Sessions, tcp};
+use crate::core::gpu::Reach;
 
 impl Sessions {
     // ---- listening
@@ -18,15 +18,17 @@ impl Sessions {
     /// Starts accepting peers.
     pub(crate) fn listen(self: &Arc<Self>) -> Result<()> {
         let settings = self.environment.settings();
-        let transports = allowed(settings);
+        let transports = self.transports.allowed(settings);
         let parameters =
             Parameters { chunk: settings.chunk as u64, window: settings.window, channels: settings.channels };
         let me = Identity::new(self.options.name.clone(), self.secret.clone(), transports.clone(), parameters)?;
-        let tcp = transports.iter().any(|name| name == "tcp");
+        let is_allowed = |transport: &&Arc<dyn Transport>| transports.iter().any(|name| name == transport.name());
+        let listens = self.transports.iter().filter(is_allowed).any(|transport| transport.listens_on_rails());
+        let unix = self.transports.over_unix().filter(is_allowed).is_some();
         let (control, port) = self.control_bindings()?;
         let beyond = control.iter().any(|binding| !binding.address.is_loopback());
         let named = settings.net_devices != crossrail_types::Rails::default();
-        let rails = if tcp { self.environment.rails()? } else { Vec::new() };
+        let rails = if listens { self.environment.rails()? } else { Vec::new() };
         // Rails listen where the worker itself does; further only where the user names them.
         let rails = rails.into_iter().filter(|device| device.loopback || beyond || named).flat_map(|device| {
             let speed_mbps = device.speed_mbps;
@@ -37,7 +39,7 @@ impl Sessions {
             })
         });
         let config = handshake::ListenConfig {
-            unix: self.options.unix && transports.iter().any(|name| name == "shm"),
+            unix: self.options.unix && unix,
             control,
             port,
             rails: rails.collect(),
@@ -45,8 +47,7 @@ impl Sessions {
             require_token: false,
         };
         let keys = Arc::downgrade(self);
-        let lane_keys =
-            move |session: &[u8; 16]| keys.upgrade()?.control.sessions.lock().get(session).map(|link| link.ticket.key);
+        let lane_keys = move |session: &[u8; 16]| keys.upgrade()?.control.key(session);
         let target = Arc::downgrade(self);
         let deliver = move |arrival| {
             if let Some(sessions) = target.upgrade() {
@@ -95,15 +96,10 @@ impl Sessions {
                 if let Some(old) = &session.peer.replaces {
                     self.replaced(old);
                 }
-                let result = match session.stream {
-                    Stream::Unix(stream) => {
-                        let deadline = Instant::now() + DIAL_MAX;
-                        self.attach_shm(stream, Side::Acceptor, &session.peer, None, deadline)
-                            .map(|endpoint| self.arrived(endpoint))
-                    }
-                    Stream::Tcp(control) => {
-                        self.open_link(control, session.ticket, false, session.peer, Vec::new(), Vec::new()).map(drop)
-                    }
+                let result = match (&session.stream, self.transports.over_unix()) {
+                    (Stream::Unix(_), Some(transport)) => transport.accept(self, session),
+                    // Which transport it is for, its announcement will tell.
+                    _ => self.add_unannounced(session),
                 };
                 if let Err(error) = result {
                     self.log.warn(format_args!("{peer} did not get through: {error}"));
@@ -115,7 +111,7 @@ impl Sessions {
                 }
             }
             Arrival::Rejected { from, error } => {
-                if self.control.said.lock().insert(error.kind) {
+                if self.control.is_first(error.kind) {
                     self.log.warn(format_args!("turned away {from}: {error}"));
                 } else {
                     self.log.debug(format_args!("turned away {from}: {error}"));
@@ -137,21 +133,13 @@ impl Sessions {
             devices.iter().find(|device| device.port == local.port()).map(|device| device.name.clone())
         };
         let device = device.unwrap_or_else(|| local.ip().to_string());
-        let endpoint = match self.control.sessions.lock().get(session) {
-            Some(link) => link.endpoint,
-            None => return Err(Error::new(ErrorKind::Refused, "lane", "its session has ended")),
-        };
-        let interface = self.environment.rails()?.into_iter().find(|d| d.name == device).map(|d| d.interface);
-        self.add_tcp_lane(endpoint, lane, stream, &device, interface)?;
-        if let Some(link) = self.control.sessions.lock().get_mut(session) {
-            link.lanes += 1;
-        }
-        self.check_ready(endpoint);
-        Ok(())
+        tcp::lane_arrived(self, session, lane, stream, &device)
     }
-}
 
-/// The transports that the settings allow, by name.
-fn allowed(settings: &Settings) -> Vec<String> {
-    TRANSPORTS.iter().filter(|name| settings.tls.allows(name)).map(|name| (*name).to_owned()).collect()
+    /// Adds an endpoint for a peer that has connected over TCP; its transport adds lanes once it is announced.
+    fn add_unannounced(&self, session: Session) -> Result<()> {
+        let reach = Reach::Staged("only endpoints over shm can".to_owned());
+        let endpoint = self.add_peer(&session.peer.name, reach)?;
+        self.keep_control(endpoint, session, false)
+    }
 }

@@ -1,126 +1,289 @@
-//! The control connections of TCP sessions, the kernel's link events, and what it takes to dial a lane.
+//! Control connections: one per endpoint that needs it, over which ends announce lanes and learn of each other's death.
 
 use std::collections::{HashMap, HashSet};
-use std::io::Read;
-use std::net::{SocketAddr, TcpStream};
-use std::time::{Duration, Instant};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::fd::AsRawFd;
+use std::time::Duration;
 
-use crossrail_handshake::{self as handshake, Hello, LaneName, LanePurpose};
+use crossrail_handshake::{Hello, Session, Stream, Ticket};
 use crossrail_tcp::{Binding, LinkWatch};
-use crossrail_types::{EndpointId, ErrorKind, Result};
+use crossrail_types::{EndpointId, Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
 use super::Sessions;
 use super::rail_pairs::RailPair;
+use super::transport::Announcement;
 use crate::core::{LostRail, READABLE};
 use crate::progress::About;
 
-/// The longest one lane's dialling may take.
-pub(crate) const DIAL_MAX: Duration = Duration::from_secs(3);
-/// The channel number of a rail's message connection.
-pub(crate) const MESSAGE_CHANNEL: u16 = u16::MAX;
-/// What the connecting end says on the control connection once all its lanes are up, followed by their number.
-pub(crate) const READY: u8 = b'R';
+/// How long dialling one lane may take.
+pub(super) const DIAL_MAX: Duration = Duration::from_secs(3);
+/// Bytes of an announcement: the transport's byte, two bytes of its own, and a zero.
+const ANNOUNCEMENT_LEN: usize = 4;
 
-/// The sessions of one worker.
+/// The control connections of one worker. Any thread; each method takes the lock for itself.
 #[derive(Default)]
-pub(crate) struct Links {
-    pub(crate) sessions: Mutex<HashMap<[u8; 16], Link>>,
-    pub(crate) watch: Mutex<Option<LinkWatch>>,
+pub(super) struct ControlConnections {
+    /// By session id.
+    connections: Mutex<HashMap<[u8; 16], ControlConnection>>,
+    watch: Mutex<Option<LinkWatch>>,
     /// Kinds of rejection that were logged.
-    pub(crate) said: Mutex<HashSet<ErrorKind>>,
+    logged: Mutex<HashSet<ErrorKind>>,
 }
 
-/// One TCP session.
-pub(crate) struct Link {
-    pub(crate) endpoint: EndpointId,
-    pub(crate) ticket: handshake::Ticket,
-    pub(crate) initiator: bool,
-    pub(crate) control: TcpStream,
-    pub(crate) peer: Hello,
-    pub(crate) rails: Vec<RailPair>,
-    /// Lanes that are up, and how many the connecting end announced.
-    pub(crate) lanes: usize,
-    pub(crate) expected: Option<usize>,
-    pub(crate) accepted: bool,
-    pub(crate) heard: Vec<u8>,
+struct ControlConnection {
+    endpoint: EndpointId,
+    ticket: Ticket,
+    initiator: bool,
+    stream: TcpStream,
+    peer: Hello,
+    /// What has been read of the connecting end's announcement.
+    received: Vec<u8>,
+    announced: bool,
+    /// TCP: the rails that lanes were dialled over.
+    rails: Vec<RailPair>,
+    /// TCP: lanes that are up, and how many the connecting end announced.
+    lanes: usize,
+    expected: Option<usize>,
+    accepted: bool,
 }
 
-/// Everything needed to dial one lane again.
-pub(crate) struct Redial {
-    pub(crate) ticket: handshake::Ticket,
-    pub(crate) rail: RailPair,
-    pub(crate) name: LaneName,
+/// What a control connection had to say.
+enum ControlEvent {
+    Nothing,
+    Announced(u8, Box<Announcement>),
+    /// It has ended. `formed`: the endpoint was complete.
+    Ended {
+        why: String,
+        formed: bool,
+    },
 }
 
-impl Links {
-    pub(crate) fn clear(&self) {
-        self.sessions.lock().clear();
+/// What it takes to dial a lost TCP lane again.
+pub(super) struct Redial {
+    pub(super) ticket: Ticket,
+    pub(super) rail: RailPair,
+}
+
+impl ControlConnections {
+    /// The key of a session's lanes; `None`: there is no such session.
+    pub(super) fn key(&self, session: &[u8; 16]) -> Option<[u8; 32]> {
+        self.connections.lock().get(session).map(|connection| connection.ticket.key)
+    }
+
+    /// The endpoint of a session.
+    pub(super) fn endpoint(&self, session: &[u8; 16]) -> Option<EndpointId> {
+        self.connections.lock().get(session).map(|connection| connection.endpoint)
+    }
+
+    /// Records the rails of an endpoint, for dialling lost lanes again.
+    pub(super) fn set_rails(&self, endpoint: EndpointId, rails: Vec<RailPair>) {
+        self.with(endpoint, |connection| {
+            connection.rails = rails;
+            Some(())
+        });
+    }
+
+    /// How many TCP lanes the connecting end has announced.
+    pub(super) fn expect_lanes(&self, endpoint: EndpointId, count: usize) {
+        self.with(endpoint, |connection| {
+            connection.expected = Some(count);
+            Some(())
+        });
+    }
+
+    /// One more TCP lane is up.
+    pub(super) fn count_lane(&self, endpoint: EndpointId) {
+        self.with(endpoint, |connection| {
+            connection.lanes += 1;
+            Some(())
+        });
+    }
+
+    /// The peer, once all TCP lanes that it announced are up; `None` before that, and after the first call that returned
+    /// it.
+    pub(super) fn take_complete(&self, endpoint: EndpointId) -> Option<Hello> {
+        self.with(endpoint, |connection| {
+            let waits = connection.expected.is_none_or(|expected| connection.lanes < expected);
+            if connection.initiator || connection.accepted || waits {
+                return None;
+            }
+            connection.accepted = true;
+            Some(connection.peer.clone())
+        })
+    }
+
+    /// What it takes to dial a lost lane again; `None`: that is up to the peer.
+    pub(super) fn redial(&self, lost: &LostRail) -> Option<Redial> {
+        self.with(lost.endpoint, |connection| {
+            let rail = connection.rails.get(usize::from(lost.rail)).filter(|_| connection.initiator)?;
+            Some(Redial { ticket: connection.ticket, rail: rail.clone() })
+        })
+    }
+
+    /// Whether a rejection of this kind is the first.
+    pub(super) fn is_first(&self, kind: ErrorKind) -> bool {
+        self.logged.lock().insert(kind)
+    }
+
+    /// Closes a session; its endpoint.
+    pub(super) fn remove(&self, session: &[u8; 16]) -> Option<EndpointId> {
+        self.connections.lock().remove(session).map(|connection| connection.endpoint)
+    }
+
+    /// Closes the control connection of an endpoint.
+    pub(super) fn end(&self, endpoint: EndpointId) {
+        self.connections.lock().retain(|_, connection| connection.endpoint != endpoint);
+    }
+
+    pub(super) fn clear(&self) {
+        self.connections.lock().clear();
         self.watch.lock().take();
+    }
+
+    fn with<T>(&self, endpoint: EndpointId, body: impl FnOnce(&mut ControlConnection) -> Option<T>) -> Option<T> {
+        self.connections.lock().values_mut().find(|connection| connection.endpoint == endpoint).and_then(body)
+    }
+
+    /// Reads what has arrived. `known`: whether a transport announces itself by that byte.
+    fn read(&self, endpoint: EndpointId, sessions: &Sessions, known: impl Fn(u8) -> bool) -> ControlEvent {
+        let event = self.with(endpoint, |connection| Some(connection.read(sessions, known)));
+        let event = event.unwrap_or(ControlEvent::Nothing);
+        if let ControlEvent::Ended { .. } = event {
+            self.end(endpoint);
+        }
+        event
+    }
+}
+
+impl ControlConnection {
+    fn read(&mut self, sessions: &Sessions, known: impl Fn(u8) -> bool) -> ControlEvent {
+        let mut buffer = [0; 64];
+        let why = loop {
+            match self.stream.read(&mut buffer) {
+                Ok(0) => {
+                    break "it closed the control connection (its process has ended, or gave this one up)".to_owned();
+                }
+                Ok(bytes) => {
+                    self.received.extend_from_slice(&buffer[..bytes]);
+                    if self.initiator || self.received.len() > ANNOUNCEMENT_LEN || !known(self.received[0]) {
+                        break "it broke the protocol on the control connection".to_owned();
+                    }
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return self.announcement(),
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => {
+                    break format!("control connection: {error}");
+                }
+                Err(error) => {
+                    // The control device may be gone; the peer is not, as long as a lane says so.
+                    let name = &self.peer.name;
+                    sessions.log.warn(format_args!("{name}: control connection: {error}; its lanes go on"));
+                    return self.announcement();
+                }
+            }
+        };
+        // What was announced before the end counts: the peer may have connected, sent, and ended.
+        self.announcement();
+        ControlEvent::Ended { why, formed: self.initiator || self.announced }
+    }
+
+    fn announcement(&mut self) -> ControlEvent {
+        match <[u8; ANNOUNCEMENT_LEN]>::try_from(&self.received[..]) {
+            Ok(bytes) if !self.announced => {
+                self.announced = true;
+                let (endpoint, peer) = (self.endpoint, self.peer.clone());
+                let announcement =
+                    Announcement { endpoint, peer, session: self.ticket.session, argument: [bytes[1], bytes[2]] };
+                ControlEvent::Announced(bytes[0], Box::new(announcement))
+            }
+            _ => ControlEvent::Nothing,
+        }
     }
 }
 
 impl Sessions {
-    // ---- control connections
+    /// Announces a transport to the peer of a TCP session and keeps its control connection for `endpoint`.
+    ///
+    /// # Errors
+    /// `Unsupported` for a Unix session; `Io` when the connection has failed.
+    pub(super) fn announce(
+        &self,
+        endpoint: EndpointId,
+        session: Session,
+        announcement: u8,
+        argument: [u8; 2],
+    ) -> Result<()> {
+        let failed = |error: &std::io::Error| Error::io("connect", "send", error).with_peer(&session.peer.name);
+        if let Stream::Tcp(control) = &session.stream {
+            let mut control: &TcpStream = control;
+            control.write_all(&[announcement, argument[0], argument[1], 0]).map_err(|error| failed(&error))?;
+        }
+        self.keep_control(endpoint, session, true)
+    }
 
-    /// Something came in on a control connection: the announcement, or its end.
-    pub(crate) fn control_readable(&self, endpoint: EndpointId) {
-        let mut sessions = self.control.sessions.lock();
-        let Some(link) = sessions.values_mut().find(|link| link.endpoint == endpoint) else { return };
-        let mut buffer = [0; 64];
-        let end = loop {
-            match link.control.read(&mut buffer) {
-                Ok(0) => {
-                    break Some(
-                        "it closed the control connection (its process has ended, or gave this one up)".to_owned(),
-                    );
-                }
-                Ok(bytes) => {
-                    link.heard.extend_from_slice(&buffer[..bytes]);
-                    if link.initiator || link.heard.len() > 4 || link.heard[0] != READY {
-                        break Some("it broke the protocol on the control connection".to_owned());
-                    }
-                    if let [_, low, high, _] = link.heard[..] {
-                        link.expected = Some(usize::from(u16::from_le_bytes([low, high])));
-                    }
-                }
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break None,
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                // The control device may be gone; the peer is not, as long as a lane says so.
-                Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => {
-                    break Some(format!("control connection: {error}"));
-                }
-                Err(error) => {
-                    self.log.warn(format_args!("{}: control connection: {error}; its lanes go on", link.peer.name));
-                    break None;
-                }
-            }
+    /// Keeps the control connection of a TCP session for `endpoint`.
+    ///
+    /// # Errors
+    /// `Unsupported` for a Unix session; `Io` when the system refuses.
+    pub(super) fn keep_control(&self, endpoint: EndpointId, session: Session, initiator: bool) -> Result<()> {
+        let Session { stream, peer, ticket, .. } = session;
+        let Stream::Tcp(stream) = stream else {
+            let error = Error::new(ErrorKind::Unsupported, "connect", "a Unix session has no control connection");
+            return Err(error.with_peer(peer.name));
         };
-        if let Some(why) = end {
-            let (ended, formed) = (link.ticket.session, link.initiator || link.expected.is_some());
-            sessions.remove(&ended);
-            drop(sessions);
-            if formed {
-                self.peer_ended(endpoint, &why);
-            } else {
-                // The peer thought better of it before it was an endpoint.
-                self.forget(endpoint);
+        let failed = |error: &std::io::Error| Error::io("connect", "fcntl", error).with_peer(&peer.name);
+        stream.set_nonblocking(true).map_err(|error| failed(&error))?;
+        let fd = stream.as_raw_fd();
+        let connection = ControlConnection {
+            endpoint,
+            ticket,
+            initiator,
+            stream,
+            peer,
+            received: Vec::new(),
+            announced: false,
+            rails: Vec::new(),
+            lanes: 0,
+            expected: None,
+            accepted: false,
+        };
+        self.control.connections.lock().insert(ticket.session, connection);
+        self.progress.watch(fd, About::Session(endpoint))?;
+        self.progress.wake_driver();
+        self.watch_links();
+        Ok(())
+    }
+
+    /// A control connection has become readable: the announcement, or its end.
+    pub(super) fn control_readable(&self, endpoint: EndpointId) {
+        let known = |byte| self.transports.by_announcement(byte).is_some();
+        match self.control.read(endpoint, self, known) {
+            ControlEvent::Nothing => {}
+            ControlEvent::Announced(byte, announcement) => {
+                let (Some(transport), Some(me)) = (self.transports.by_announcement(byte), self.me.upgrade()) else {
+                    return;
+                };
+                if let Err(error) = transport.announced(&me, *announcement) {
+                    self.control.end(endpoint);
+                    self.peer_ended(endpoint, &error.to_string());
+                }
             }
-            return;
-        }
-        drop(sessions);
-        self.check_ready(endpoint);
-    }
-
-    /// Drops a session that another one takes the place of.
-    pub(crate) fn replaced(&self, session: &[u8; 16]) {
-        let old = self.control.sessions.lock().remove(session);
-        if let Some(link) = old {
-            self.forget(link.endpoint);
+            ControlEvent::Ended { why, formed: true } => self.peer_ended(endpoint, &why),
+            // The peer gave up before there was an endpoint.
+            ControlEvent::Ended { .. } => self.forget(endpoint),
         }
     }
 
-    /// Drops an endpoint that nobody has seen yet.
+    /// Closes a session that another one replaces.
+    pub(super) fn replaced(&self, session: &[u8; 16]) {
+        if let Some(endpoint) = self.control.remove(session) {
+            self.forget(endpoint);
+        }
+    }
+
+    /// Drops an endpoint that no caller has seen yet.
     fn forget(&self, endpoint: EndpointId) {
         let mut core = self.progress.core();
         if let Some(peer) = core.peers().get_mut(endpoint) {
@@ -130,7 +293,7 @@ impl Sessions {
         self.progress.after(core);
     }
 
-    /// The peer's process is gone: what it had sent is delivered first.
+    /// The peer's process has ended: what it had sent is delivered first.
     fn peer_ended(&self, endpoint: EndpointId, why: &str) {
         let mut core = self.progress.core();
         let lanes = core.peers().get(endpoint).map(|peer| peer.bulk().to_vec()).unwrap_or_default();
@@ -146,42 +309,15 @@ impl Sessions {
         self.progress.after(core);
     }
 
-    /// Hands the endpoint to `accept` once all its lanes are up.
-    pub(crate) fn check_ready(&self, endpoint: EndpointId) {
-        let mut sessions = self.control.sessions.lock();
-        let Some(link) = sessions.values_mut().find(|link| link.endpoint == endpoint) else { return };
-        if link.initiator || link.accepted || link.expected.is_none_or(|expected| link.lanes < expected) {
-            return;
-        }
-        link.accepted = true;
-        let peer = link.peer.clone();
-        drop(sessions);
-        self.accepted_over(endpoint, &peer);
-        self.arrived(endpoint);
-    }
-
-    /// Forgets a session whose endpoint was closed from here.
+    /// Closes the control connection of an endpoint that was closed here.
     pub(crate) fn end_session(&self, endpoint: EndpointId) {
-        self.control.sessions.lock().retain(|_, link| link.endpoint != endpoint);
-    }
-
-    /// What it takes to dial a lost lane again; `None` if that is the peer's business, or there is nothing to save.
-    pub(crate) fn redial(&self, lost: &LostRail) -> Option<Redial> {
-        if !self.progress.core().peers().get(lost.endpoint).is_some_and(|peer| peer.is_alive()) {
-            return None;
-        }
-        let sessions = self.control.sessions.lock();
-        let link = sessions.values().find(|link| link.endpoint == lost.endpoint && link.initiator)?;
-        let rail = link.rails.get(usize::from(lost.rail))?.clone();
-        let purpose = if lost.channel == MESSAGE_CHANNEL { LanePurpose::Message } else { LanePurpose::Bulk };
-        let name = LaneName { rail: lost.rail, channel: lost.channel, purpose };
-        Some(Redial { ticket: link.ticket, rail, name })
+        self.control.end(endpoint);
     }
 
     // ---- link events
 
     /// Listens to the kernel's link events from the first network lane on.
-    pub(crate) fn watch_links(&self) {
+    fn watch_links(&self) {
         let mut watch = self.control.watch.lock();
         if watch.is_some() {
             return;
@@ -198,7 +334,7 @@ impl Sessions {
         }
     }
 
-    pub(crate) fn links_changed(&self) {
+    pub(super) fn links_changed(&self) {
         let changes = self.control.watch.lock().as_mut().map(LinkWatch::changes).unwrap_or_default();
         for change in changes {
             if change.up {
@@ -210,20 +346,8 @@ impl Sessions {
     }
 }
 
-/// Dials one lane from its own device.
-pub(crate) fn dial(
-    ticket: &handshake::Ticket,
-    rail: &RailPair,
-    name: LaneName,
-    deadline: Instant,
-) -> Result<TcpStream> {
-    let from = binding(&rail.mine, rail.from);
-    let to = SocketAddr::new(rail.theirs.address, rail.theirs.port);
-    handshake::dial_lane(ticket, &from, to, name, deadline)
-}
-
 /// What lanes of that device are bound to.
-pub(crate) fn binding(device: &crossrail_topology::NetDevice, address: std::net::IpAddr) -> Binding {
+pub(super) fn binding(device: &crossrail_topology::NetDevice, address: std::net::IpAddr) -> Binding {
     // A loopback address is a device of its own; binding to `lo` would add nothing.
     Binding { device: (!device.loopback).then(|| device.interface.clone()), address }
 }

@@ -4,8 +4,6 @@
 //! ends' (the model of UCX's protocol selection). The figures of a transport are those of its kind, but for a
 //! network device's own speed; they choose between ways, they promise nothing.
 
-use crossrail_types::{Error, ErrorKind, Result, TRANSPORTS};
-
 /// What a way costs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Cost {
@@ -54,17 +52,6 @@ pub(crate) fn eager_max(eager: &Cost, bulk: &Cost, limit: usize) -> usize {
     (1 << bytes.max(1).ilog2()).clamp(1024, limit)
 }
 
-/// The transports that `require` names.
-pub(crate) fn required(require: Option<&str>) -> Result<Option<Vec<String>>> {
-    let Some(list) = require else { return Ok(None) };
-    let names: Vec<String> = list.split(',').map(|name| name.trim().to_owned()).collect();
-    match names.iter().find(|name| !TRANSPORTS.contains(&name.as_str())) {
-        Some(unknown) => Err(Error::new(ErrorKind::Usage, "require", format!("no transport is called {unknown:?}"))
-            .with_hint(format!("known: {}", TRANSPORTS.join(", ")))),
-        None => Ok(Some(names)),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -77,13 +64,5 @@ mod tests {
         let direct = 2.0 * Cost::SHM_RING.latency_us + Cost::SHM_MAPPED.overhead_us + Cost::SHM_RING.us(limit as u64);
         assert!(ring <= direct);
         assert_eq!(eager_max(&Cost::SHM_RING, &Cost::SHM_RING, 64 << 10), 64 << 10);
-    }
-
-    #[test]
-    fn unknown_required_transports_are_named() {
-        assert!(required(Some("tcp,shm")).unwrap().is_some());
-        let error = required(Some("tpc")).unwrap_err();
-        assert_eq!(error.kind, ErrorKind::Usage);
-        assert!(error.detail.contains("tpc"));
     }
 }

@@ -4,9 +4,16 @@ mod accept;
 mod connect;
 mod control;
 mod costs;
+mod cuda_ipc;
+#[cfg(test)]
+mod example;
 mod explain;
+mod own;
 mod rail_pairs;
 mod redial;
+mod shm;
+mod tcp;
+pub(crate) mod transport;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
@@ -17,9 +24,10 @@ use crossrail_handshake as handshake;
 use crossrail_types::{EndpointId, Error, ErrorKind, Log, Result};
 use parking_lot::Mutex;
 
-use self::control::Links;
+use self::control::ControlConnections;
 pub use self::explain::{Candidate, Explain};
 use self::redial::Redialer;
+use self::transport::Transports;
 use crate::core::{LostRail, gone};
 use crate::environment::Environment;
 use crate::progress::{Progress, SessionEvents};
@@ -48,8 +56,9 @@ pub(crate) struct Sessions {
     /// `None` before the worker listens and after it was closed.
     listener: Mutex<Option<handshake::Listener>>,
     identity: Mutex<Option<handshake::Identity>>,
-    control: Links,
+    control: ControlConnections,
     redialer: Redialer,
+    transports: Transports,
     explains: Mutex<HashMap<EndpointId, Arc<Explain>>>,
     /// Endpoints that peers have created, for `accept`. A lock of its own, taken last.
     arrived: Mutex<VecDeque<EndpointId>>,
@@ -61,7 +70,11 @@ impl Sessions {
     /// # Errors
     /// `Config`: a device that is not there, listening beyond loopback without a secret; `Io` and `Exhausted` when the
     /// system refuses descriptors, threads or the port.
-    pub(crate) fn start(progress: &Arc<Progress>, options: ListenOptions) -> Result<Arc<Sessions>> {
+    pub(crate) fn start(
+        progress: &Arc<Progress>,
+        options: ListenOptions,
+        transports: Transports,
+    ) -> Result<Arc<Sessions>> {
         let (environment, log) = (progress.environment().clone(), progress.log());
         let settings = environment.settings();
         let (secret, warnings) =
@@ -78,7 +91,8 @@ impl Sessions {
             secret,
             listener: Mutex::new(None),
             identity: Mutex::new(None),
-            control: Links::default(),
+            control: ControlConnections::default(),
+            transports,
             redialer: Redialer::default(),
             explains: Mutex::default(),
             arrived: Mutex::default(),
@@ -135,10 +149,6 @@ impl Sessions {
     /// What an endpoint could have used, and why it uses what it does.
     pub(crate) fn explain(&self, endpoint: EndpointId) -> Option<Arc<Explain>> {
         self.explains.lock().get(&endpoint).cloned()
-    }
-
-    fn set_explain(&self, endpoint: EndpointId, explain: Explain) {
-        self.explains.lock().insert(endpoint, Arc::new(explain));
     }
 
     /// Accepts and dials no more.

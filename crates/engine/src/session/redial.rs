@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{Sessions, control};
+use super::control::Redial;
+use super::{Sessions, tcp};
 use crate::core::LostRail;
 
 /// The first pause before a rail is dialled again; each failure doubles it.
@@ -76,17 +77,11 @@ impl Redialer {
     /// The thread that dials.
     pub(crate) fn run(&self, sessions: &Arc<Sessions>) {
         while let Some(mut attempt) = self.next() {
-            let Some(redial) = sessions.redial(&attempt.lost) else { continue };
-            let deadline = Instant::now() + ATTEMPT_MAX;
-            let mine = &redial.rail.mine;
-            let back = control::dial(&redial.ticket, &redial.rail, redial.name, deadline).and_then(|stream| {
-                let interface = Some(mine.interface.clone());
-                sessions.add_tcp_lane(attempt.lost.endpoint, redial.name, stream, &mine.name, interface)
-            });
-            match back {
-                Ok(()) => sessions.log.info(format_args!("rail {} is back", mine.name)),
-                Err(error) => {
-                    sessions.log.debug(format_args!("rail {} is still gone: {error}", mine.name));
+            match tcp::redial(sessions, &attempt.lost, Instant::now() + ATTEMPT_MAX) {
+                Ok(None) => {}
+                Ok(Some(device)) => sessions.log.info(format_args!("rail {device} is back")),
+                Err((device, error)) => {
+                    sessions.log.debug(format_args!("rail {device} is still gone: {error}"));
                     attempt.pause = (attempt.pause * 2).min(PAUSE_MAX);
                     attempt.at = Instant::now() + attempt.pause;
                     self.state.lock().attempts.push(attempt);
@@ -112,5 +107,13 @@ impl Redialer {
                 None => self.changed.wait(&mut state),
             }
         }
+    }
+}
+
+impl Sessions {
+    /// What it takes to dial a lost lane again; `None` if that is up to the peer, or the peer has ended.
+    pub(super) fn redial(&self, lost: &LostRail) -> Option<Redial> {
+        let alive = self.progress.core().peers().get(lost.endpoint).is_some_and(|peer| peer.is_alive());
+        if alive { self.control.redial(lost) } else { None }
     }
 }
