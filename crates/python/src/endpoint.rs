@@ -13,7 +13,11 @@ use crate::request::Request;
 use crate::worker::{Worker, parse_operations};
 use crate::{errors, place, stream, wait};
 
-/// One peer of a worker and the lanes to it. Made by `Worker.connect` and `Worker.accept`.
+/// A peer of a worker, and the lanes to it. Created by `Worker.connect` and `Worker.accept`.
+///
+/// Notes
+/// -----
+/// Thread safety: any thread may use the endpoint.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(crate) struct Endpoint {
     native: Detached<crossrail::Endpoint>,
@@ -38,26 +42,44 @@ impl Endpoint {
         self.native.peer()
     }
 
-    /// A number that tells this worker's endpoints apart.
+    /// Number of the endpoint, unique within its worker.
     #[getter]
     fn id(&self) -> u32 {
         self.native.id()
     }
 
-    /// Whether the peer is there, as far as is known.
+    /// Whether the peer is alive, as far as is known.
     #[getter]
     fn is_alive(&self) -> bool {
         self.native.is_alive()
     }
 
-    /// Sends a tagged message, of any size from 0. Finished when its bytes are in the receiver's buffer.
+    /// Send a tagged message. The operation is finished when its bytes are in the receiver's buffer.
     ///
-    /// `buffer` stays exported until the request is finished; do not write to it before. GPU memory is read after the
-    /// work that the array's own stream, or `stream`, has now: a raw handle, or an object with `cuda_stream` or
-    /// `__cuda_stream__`.
+    /// Parameters
+    /// ----------
+    /// buffer
+    ///     Contiguous memory of any size, including 0: an object with the buffer protocol, DLPack
+    ///     or ``__cuda_array_interface__``. It stays exported until the request is finished; do
+    ///     not write to it before.
+    /// tag : int
+    ///     64 bits.
+    /// stream : optional
+    ///     GPU memory is read behind the work enqueued so far in this stream, by default the
+    ///     array's own: a raw handle, or an object with ``cuda_stream`` or ``__cuda_stream__``.
     ///
-    /// Raises UsageError (a buffer that is not contiguous, or not where it says), UnsupportedError (memory that nothing
-    /// here reaches), PeerDeadError, ClosedError; the request also TruncatedError and CancelledError.
+    /// Returns
+    /// -------
+    /// Request
+    ///     Waiting for it may also raise TruncatedError and CancelledError.
+    ///
+    /// Raises
+    /// ------
+    /// UsageError
+    ///     The buffer is not contiguous, or does not describe its memory correctly.
+    /// UnsupportedError
+    ///     No lane can access the memory.
+    /// PeerDeadError, ClosedError
     #[pyo3(signature = (buffer, tag = 0, *, stream = None))]
     fn send(&self, buffer: &Bound<'_, PyAny>, tag: u64, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Request> {
         let py = buffer.py();
@@ -66,11 +88,32 @@ impl Endpoint {
         self.start(py, lent, |lent| self.native.send(lent, tag))
     }
 
-    /// Writes into the peer's region, at `offset` of it. Finished when the bytes are there; the region's owner then
-    /// counts `imm` (32 bits), if there is one.
+    /// Write into a region of the peer. The operation is finished when the bytes are there.
     ///
-    /// Raises as `send`; the request RegionError when the key is wrong, the region gone or the range not inside it.
-    /// `stream` as for `send`.
+    /// Parameters
+    /// ----------
+    /// local
+    ///     Contiguous memory; as for `send`.
+    /// remote : RegionKey
+    ///     Key of the peer's region.
+    /// offset : int
+    ///     Offset in the region, in bytes.
+    /// imm : int, optional
+    ///     32-bit immediate, which the owner of the region counts once the bytes are there; see
+    ///     `Region.wait_imm`.
+    /// stream : optional
+    ///     As for `send`.
+    ///
+    /// Returns
+    /// -------
+    /// Request
+    ///     Waiting for it raises RegionError if the key is wrong, the region is no longer
+    ///     registered, or the range is out of bounds.
+    ///
+    /// Raises
+    /// ------
+    /// UsageError, UnsupportedError, PeerDeadError, ClosedError
+    ///     As for `send`.
     #[pyo3(signature = (local, remote, offset = 0, imm = None, *, stream = None))]
     fn write(
         &self,
@@ -87,7 +130,9 @@ impl Endpoint {
         self.start(py, lent, |lent| self.native.write(lent, key, offset, imm))
     }
 
-    /// Reads from the peer's region, at `offset` of it, into `local`. Raises as `write`; `stream` as for `send`.
+    /// Read from a region of the peer into `local`, writable memory.
+    ///
+    /// Parameters, errors and the request as for `write`.
     #[pyo3(signature = (local, remote, offset = 0, *, stream = None))]
     fn read(
         &self,
@@ -103,12 +148,23 @@ impl Endpoint {
         self.start(py, lent, |lent| self.native.read(lent, key, offset))
     }
 
-    /// Starts several operations in one call; one request for all, finished when all are.
+    /// Start several operations in one call, with one request that is finished when all are.
     ///
-    /// Each is a tuple: ("send", buffer, tag), ("recv", buffer, tag, mask), ("write", local, key, offset, imm) or
-    /// ("read", local, key, offset). The request fails with the first failure, after all have ended.
+    /// Parameters
+    /// ----------
+    /// operations : sequence of tuple
+    ///     ``("send", buffer, tag)``, ``("recv", buffer, tag, mask)``,
+    ///     ``("write", local, remote, offset, imm)`` or ``("read", local, remote, offset)``.
     ///
-    /// Raises UsageError for anything else; nothing is started then.
+    /// Returns
+    /// -------
+    /// Request
+    ///     It fails with the first error, after all operations have ended.
+    ///
+    /// Raises
+    /// ------
+    /// UsageError
+    ///     An operation is malformed; none is started.
     fn batch(&self, operations: &Bound<'_, PyAny>) -> PyResult<Request> {
         let py = operations.py();
         let _call = Call::enter(py);
@@ -118,12 +174,30 @@ impl Endpoint {
         Ok(Request::new(native, self.worker.clone_ref(py), place))
     }
 
-    /// Lets the peer map `memory` (`Endpoint.map` there, with these bytes): a `Memory`, part of one, or an array of a GPU.
-    /// Nothing is copied, and the bytes returned are no secret: they mean nothing to anybody else. It keeps nothing alive:
-    /// once the memory is freed the peer can no longer map it.
+    /// Share memory with the peer, which can map it with `Endpoint.map` and the bytes returned.
     ///
-    /// Raises UsageError (host memory that is not this Context's), UnsupportedError with the reason (no shared-memory lane,
-    /// GPU memory that can't be passed on), TimeoutError (the peer does not read), PeerDeadError, ClosedError.
+    /// Nothing is copied. The bytes are not secret: no other process can use them. Sharing does
+    /// not keep the memory allocated: once it is freed, the peer can no longer map it.
+    ///
+    /// Parameters
+    /// ----------
+    /// memory
+    ///     A `Memory`, part of one, or an array on a GPU.
+    ///
+    /// Returns
+    /// -------
+    /// bytes
+    ///
+    /// Raises
+    /// ------
+    /// UsageError
+    ///     Host memory that this Context has not allocated.
+    /// UnsupportedError
+    ///     There is no shared-memory lane, or GPU memory that cannot be exported; the text has the
+    ///     reason.
+    /// TimeoutError
+    ///     The peer does not read.
+    /// PeerDeadError, ClosedError
     fn share<'py>(&self, memory: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
         let py = memory.py();
         let _call = Call::enter(py);
@@ -133,13 +207,31 @@ impl Endpoint {
         Ok(PyBytes::new(py, &shared.to_bytes()))
     }
 
-    /// Maps memory that the peer has shared (`Endpoint.share` there), waiting at most `timeout` seconds until it has
-    /// arrived. GPU memory is mapped for the GPU `device`, as `cuda:0`; None: one that this process uses already, else the
-    /// owner's where it is visible here.
+    /// Map memory that the peer has shared, waiting until the description has arrived.
     ///
-    /// Raises TimeoutError (nothing of that name was shared over this endpoint), RegionError (the peer has freed it, or
-    /// the GPU can't reach it), UsageError (bytes that are no description; no such GPU, or a GPU for memory of the host),
-    /// UnsupportedError, PeerDeadError, ClosedError.
+    /// Parameters
+    /// ----------
+    /// shared : bytes
+    ///     The result of the peer's `Endpoint.share`.
+    /// device : str, optional
+    ///     The GPU that shall access GPU memory, such as ``cuda:0``. By default one that this
+    ///     process already uses, else the owner's if it is visible here.
+    /// timeout : float, optional
+    ///     Maximum seconds to wait; CROSSRAIL_TIMEOUT by default.
+    ///
+    /// Returns
+    /// -------
+    /// Mapped
+    ///
+    /// Raises
+    /// ------
+    /// TimeoutError
+    ///     Nothing with these bytes was shared over this endpoint.
+    /// RegionError
+    ///     The peer has freed the memory, or the GPU cannot access it.
+    /// UsageError
+    ///     The bytes are malformed, there is no such GPU, or a GPU was given for host memory.
+    /// UnsupportedError, PeerDeadError, ClosedError
     #[pyo3(signature = (shared, timeout = None, *, device = None))]
     fn map(
         &self,
@@ -163,18 +255,29 @@ impl Endpoint {
         Ok(Mapped::new(native, self.worker.clone_ref(py)))
     }
 
-    /// Every lane that was considered for this peer, with its score or the reason it is out.
+    /// Return all lanes considered for this peer, with their scores or the reasons why they are not used.
     fn explain(&self, py: Python<'_>) -> Explain {
         Explain(py.detach(|| self.native.explain()))
     }
 
-    /// The running totals of every lane, headers included.
+    /// Return the running totals of every lane, headers included.
     fn lanes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         lane_reports(py, py.detach(|| self.native.lanes()))
     }
 
-    /// Finishes what is under way, at most `timeout` seconds, and says goodbye: later operations of either end fail
-    /// with ClosedError. Raises TimeoutError when something did not finish; the endpoint is closed all the same.
+    /// Finish the operations in flight and close the endpoint.
+    ///
+    /// Later operations of either end fail with ClosedError.
+    ///
+    /// Parameters
+    /// ----------
+    /// timeout : float, optional
+    ///     Maximum seconds to wait; CROSSRAIL_TIMEOUT by default.
+    ///
+    /// Raises
+    /// ------
+    /// TimeoutError
+    ///     An operation did not finish; the endpoint is closed nevertheless.
     #[pyo3(signature = (timeout = None))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let _call = Call::enter(py);
@@ -183,7 +286,7 @@ impl Endpoint {
         wait::apart(py, move || endpoint.close(timeout))
     }
 
-    /// The worker it belongs to.
+    /// The worker of the endpoint.
     #[getter]
     fn worker(&self, py: Python<'_>) -> Py<Worker> {
         self.worker.clone_ref(py)
@@ -230,7 +333,7 @@ fn place_of(op: &crossrail::Op) -> Place {
     }
 }
 
-/// A row per lane.
+/// One record per lane.
 pub(crate) fn lane_reports(py: Python<'_>, lanes: Vec<crossrail::LaneReport>) -> PyResult<Bound<'_, PyList>> {
     rows(py, lanes, |row, lane| {
         // A lane is named transport/device#channel.
@@ -245,7 +348,7 @@ pub(crate) fn lane_reports(py: Python<'_>, lanes: Vec<crossrail::LaneReport>) ->
     })
 }
 
-/// Why an endpoint uses the lanes it uses. As text it is a table.
+/// Why an endpoint uses its lanes. Printed, it is a table.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(crate) struct Explain(crossrail::Explain);
 
@@ -257,31 +360,31 @@ impl Explain {
         &self.0.peer
     }
 
-    /// What small messages use.
+    /// The lane for small messages.
     #[getter]
     fn small(&self) -> &str {
         &self.0.small
     }
 
-    /// What large messages use.
+    /// The lanes for large messages.
     #[getter]
     fn large(&self) -> &str {
         &self.0.large
     }
 
-    /// The line on what was available under the present settings.
+    /// One line on what was available with the current settings.
     #[getter]
     fn available(&self) -> &str {
         &self.0.available
     }
 
-    /// The line on what was chosen.
+    /// One line on what was chosen.
     #[getter]
     fn selected(&self) -> &str {
         &self.0.selected
     }
 
-    /// Every lane that was considered. Scores are estimated microseconds of a message of 8 bytes, 1 MiB and 64 MiB.
+    /// All lanes considered. Scores are the estimated microseconds of a message of 8 B, 1 MiB and 64 MiB.
     #[getter]
     fn candidates<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         rows(py, &self.0.candidates, |row: &Bound<'py, PyDict>, candidate| {
