@@ -61,7 +61,8 @@ def test_gpus_that_do_not_reach_each_other(apart: dict[str, str]) -> None:
             assert dict(state["links"]) == {other: "self" if other == rank else "network" for other in range(COUNT)}
         said = ranks.said()
     for rank in range(COUNT):
-        assert f"ranks {rank} and {(rank + 1) % COUNT} cannot map each other's memory, so the host forwards rows" in said
+        pair = f"ranks {rank} and {(rank + 1) % COUNT}"
+        assert f"{pair} cannot map each other's memory, so the host forwards rows" in said
 
 
 @pytest.mark.gpus(2)

@@ -1,7 +1,7 @@
 """The compact JSON of reports: one line per row, times rounded to the nanosecond, long lists of samples packed.
 
-A packed list is the string ``ns:`` and base85 (`base64.b85encode`) of zlib of the times in nanoseconds: 64-bit signed integers,
-little-endian, all first bytes of the integers, then all second bytes, and so on.
+A packed list is the string ``ns:`` and base85 (`base64.b85encode`) of zlib of the times in nanoseconds: 64-bit signed
+integers, little-endian, all first bytes of the integers, then all second bytes, and so on.
 """
 
 from __future__ import annotations
