@@ -1,4 +1,4 @@
-//! Threads and streams of others: what is current and what is captured stays so.
+//! Operations leave the current context and the graph captures of callers intact.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -10,16 +10,16 @@ use cudarc::driver::sys;
 
 use crate::{LEN, LIMIT, context, pair, pattern, put, support, take};
 
-/// What the thread has as its current context.
+/// The thread's current context.
 fn current() -> u64 {
     let mut current: sys::CUcontext = std::ptr::null_mut();
-    // SAFETY: the driver is started; `current` is a valid place for one handle.
+    // SAFETY: the driver is initialised; `current` is a valid out pointer.
     assert_eq!(unsafe { sys::cuCtxGetCurrent(&mut current) } as u32, 0);
     current as usize as u64
 }
 
 #[test]
-fn a_threads_own_context_stays_current() {
+fn operations_keep_the_threads_current_context() {
     let Some(cuda) = support::cuda() else { return };
     let first = context(&cuda, 0);
     let other = pair(&cuda).map(|(_, second)| second);
@@ -31,7 +31,7 @@ fn a_threads_own_context_stays_current() {
         let memory = DeviceMemory::new(&first, LEN).unwrap();
         put(&first, memory.address(), &pattern(1, LEN));
         if let Some(other) = &other {
-            // Calls for another GPU, and entering that one too.
+            // Calls for another GPU, and entering its context.
             let elsewhere = DeviceMemory::new(other, LEN).unwrap();
             assert_eq!(current(), inside);
             let nested = other.enter().unwrap();
@@ -47,8 +47,7 @@ fn a_threads_own_context_stays_current() {
     assert_eq!(current(), 0);
 }
 
-/// A capture as PyTorch begins it, which calls of other threads break unless these say that they are none of its
-/// business.
+/// A capture in global mode, as started by PyTorch. Calls of other threads invalidate it unless they are in relaxed mode.
 struct Foreign<'a>(&'a Stream);
 
 impl Foreign<'_> {
@@ -60,11 +59,11 @@ impl Foreign<'_> {
         Foreign(stream)
     }
 
-    /// The driver's code: 0 if nothing broke it.
+    /// Ends the capture; returns the driver's code, 0 if it is valid.
     fn end(self) -> u32 {
         let _entered = self.0.context().enter().unwrap();
         let mut graph: sys::CUgraph = std::ptr::null_mut();
-        // SAFETY: the capture was begun; `graph` is a valid place for one handle, destroyed once.
+        // SAFETY: the capture was started; `graph` is a valid out pointer, and is destroyed once.
         unsafe {
             let code = sys::cuStreamEndCapture(raw(self.0), &mut graph) as u32;
             if !graph.is_null() {
@@ -92,7 +91,7 @@ fn work_of_all_kinds(context: &Context) {
 }
 
 #[test]
-fn another_threads_capture_is_not_broken() {
+fn operations_keep_another_threads_capture_valid() {
     let Some(cuda) = support::cuda() else { return };
     let context = context(&cuda, 0);
     let stream = Stream::new(&context).unwrap();
@@ -102,12 +101,12 @@ fn another_threads_capture_is_not_broken() {
     std::thread::scope(|scope| {
         scope.spawn(|| work_of_all_kinds(&context));
         scope.spawn(|| {
-            // The same on a thread that says it once.
+            // The same on a thread that enters relaxed mode once.
             let _relaxed = cuda.relaxed();
             work_of_all_kinds(&context);
         });
     });
-    // And on the very thread that captures.
+    // And on the capturing thread itself.
     work_of_all_kinds(&context);
     assert_eq!(stream.capture().unwrap(), Capture::Active);
     assert_eq!(capture.end(), 0);
@@ -115,13 +114,13 @@ fn another_threads_capture_is_not_broken() {
 }
 
 #[test]
-fn recorded_work_is_carried_out_when_it_is_launched() {
+fn captured_work_executes_when_launched() {
     let Some(cuda) = support::cuda() else { return };
     let context = context(&cuda, 0);
     let stream = Stream::new(&context).unwrap();
     let (a, b) = (DeviceMemory::new(&context, LEN).unwrap(), DeviceMemory::new(&context, LEN).unwrap());
     put(&context, b.address(), &pattern(0, LEN));
-    // SAFETY: both areas are ours, and valid as long as the graph is launched.
+    // SAFETY: both ranges belong to this test and outlive the launches.
     let graph = stream.record(|stream| unsafe { stream.copy(b.address(), a.address(), LEN) }).unwrap();
     assert!(take(&context, b.address(), LEN) == pattern(0, LEN));
     for seed in 1..4 {
@@ -131,7 +130,7 @@ fn recorded_work_is_carried_out_when_it_is_launched() {
         stream.wait(LIMIT).unwrap();
         assert!(take(&context, b.address(), LEN) == pattern(seed, LEN));
     }
-    // Work that can't be recorded is an error, and the stream as good as before.
+    // Work that cannot be captured is an error, and the stream remains usable.
     let error = stream.record(|stream| stream.wait(Duration::from_millis(1))).unwrap_err();
     assert!(error.detail.starts_with("cuStreamQuery: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"), "{error}");
     assert_eq!(stream.capture().unwrap(), Capture::None);
@@ -146,14 +145,14 @@ fn streams_wait_for_words_and_write_them() {
     let context = context(&cuda, 0);
     let stream = Stream::new(&context).unwrap();
     let pinned = PinnedMemory::new(&context, 64).unwrap();
-    // SAFETY: aligned words of our own memory, that only atomics touch from here on.
+    // SAFETY: aligned words of this test's memory, accessed only by atomics from here on.
     let (gate, said) = unsafe {
         pinned.as_ptr().write_bytes(0, 64);
         (AtomicU32::from_ptr(pinned.as_ptr().cast()), AtomicU64::from_ptr(pinned.as_ptr().add(8).cast()))
     };
     let (word, out) = (pinned.address(), pinned.address() + 8);
     let writes = context.device().has_64bit_stream_ops().unwrap();
-    // SAFETY: the words live until the stream is done.
+    // SAFETY: the words outlive the stream's work.
     unsafe {
         stream.wait_value32(word, 7).unwrap();
         if writes {

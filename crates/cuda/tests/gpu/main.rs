@@ -1,4 +1,4 @@
-//! The driver on a real GPU: memory, copies, sharing between processes, several GPUs. Skipped, visibly, without one.
+//! The driver on a real GPU: memory, copies, sharing between processes, several GPUs. Skipped with a message without one.
 #![allow(unsafe_code)]
 
 mod capture;
@@ -22,14 +22,14 @@ use crossrail_types::{ErrorKind, format_gib};
 
 const LIMIT: Duration = Duration::from_secs(20);
 const LEN: usize = 1 << 20;
-/// What the child of `another_process_maps_the_same_memory` is told: how long the memory is.
+/// The environment variable with the memory's length, for the child of `another_process_maps_the_same_memory`.
 const CHILD: &str = "GPU_TEST_LEN";
 
 fn context(cuda: &Cuda, ordinal: u32) -> Context {
     Context::primary(&cuda.device(ordinal).unwrap()).unwrap()
 }
 
-/// Bytes that differ from place to place.
+/// Bytes that depend on the seed and the position.
 fn pattern(seed: u8, len: usize) -> Vec<u8> {
     (0..len).map(|i| (i.wrapping_mul(31) >> 3) as u8 ^ seed).collect()
 }
@@ -38,7 +38,7 @@ fn pattern(seed: u8, len: usize) -> Vec<u8> {
 fn put(context: &Context, address: u64, bytes: &[u8]) {
     let pinned = PinnedMemory::new(context, bytes.len()).unwrap();
     let stream = Stream::new(context).unwrap();
-    // SAFETY: nobody else uses the pinned memory; the caller's area is valid; the copy is waited for.
+    // SAFETY: the pinned memory is exclusive; the caller's range is valid; the copy is awaited.
     unsafe {
         std::ptr::copy_nonoverlapping(bytes.as_ptr(), pinned.as_ptr(), bytes.len());
         stream.copy(address, pinned.address(), bytes.len()).unwrap();
@@ -50,7 +50,7 @@ fn put(context: &Context, address: u64, bytes: &[u8]) {
 fn take(context: &Context, address: u64, len: usize) -> Vec<u8> {
     let pinned = PinnedMemory::new(context, len).unwrap();
     let stream = Stream::new(context).unwrap();
-    // SAFETY: as in `put`; the bytes are read after the copy is done.
+    // SAFETY: as in `put`; the bytes are read after the copy has completed.
     unsafe {
         stream.copy(pinned.address(), address, len).unwrap();
         stream.wait(LIMIT).unwrap();
@@ -58,7 +58,7 @@ fn take(context: &Context, address: u64, len: usize) -> Vec<u8> {
     }
 }
 
-/// Two GPUs that reach each other; else the test is skipped and says so.
+/// Two GPUs with peer access; otherwise the test is skipped with a message.
 fn pair(cuda: &Cuda) -> Option<(Context, Context)> {
     let devices = cuda.devices().unwrap();
     let [first, second, ..] = devices.as_slice() else {
@@ -73,7 +73,7 @@ fn pair(cuda: &Cuda) -> Option<(Context, Context)> {
 }
 
 #[test]
-fn devices_say_what_they_are() {
+fn devices_report_their_properties() {
     let Some(cuda) = support::cuda() else { return };
     let devices = cuda.devices().unwrap();
     assert!(!devices.is_empty());
@@ -103,7 +103,7 @@ fn devices_say_what_they_are() {
 }
 
 #[test]
-fn bytes_go_to_the_gpu_and_back() {
+fn data_is_copied_to_the_gpu_and_back() {
     let Some(cuda) = support::cuda() else { return };
     for device in cuda.devices().unwrap() {
         let context = Context::primary(&device).unwrap();
@@ -113,7 +113,7 @@ fn bytes_go_to_the_gpu_and_back() {
         put(&context, memory.address(), &bytes);
         assert!(take(&context, memory.address(), LEN) == bytes);
         let stream = Stream::new(&context).unwrap();
-        // SAFETY: the memory is ours and valid until the wait is over.
+        // SAFETY: the memory belongs to this test and outlives the wait.
         unsafe { stream.fill(memory.address() + 3, 7, 5).unwrap() };
         stream.wait(LIMIT).unwrap();
         assert_eq!(take(&context, memory.address(), 9)[3..8], [7; 5]);
@@ -122,14 +122,14 @@ fn bytes_go_to_the_gpu_and_back() {
 }
 
 #[test]
-fn events_order_streams_and_tell_time() {
+fn events_order_streams_and_measure_time() {
     let Some(cuda) = support::cuda() else { return };
     let context = context(&cuda, 0);
     let (first, second) = (Stream::new(&context).unwrap(), Stream::new(&context).unwrap());
     let (start, end) = (Event::timed(&context).unwrap(), Event::timed(&context).unwrap());
     let (a, b) = (DeviceMemory::new(&context, 64 * LEN).unwrap(), DeviceMemory::new(&context, 64 * LEN).unwrap());
     assert!(start.is_done().unwrap(), "never recorded");
-    // SAFETY: the memory is ours and valid until the waits are over.
+    // SAFETY: the memory belongs to this test and outlives the waits.
     unsafe {
         first.fill(a.address(), 1, a.len()).unwrap();
         start.record(&first).unwrap();
@@ -145,7 +145,7 @@ fn events_order_streams_and_tell_time() {
 }
 
 #[test]
-fn a_callers_stream_stays_the_callers() {
+fn a_borrowed_stream_remains_the_callers() {
     let Some(cuda) = support::cuda() else { return };
     let context = context(&cuda, 0);
     let own = Stream::new(&context).unwrap();
@@ -167,7 +167,7 @@ fn a_callers_stream_stays_the_callers() {
 }
 
 #[test]
-fn memory_that_there_is_not_is_an_error_with_both_sums() {
+fn an_allocation_beyond_free_memory_reports_both_sizes() {
     let Some(cuda) = support::cuda() else { return };
     let context = context(&cuda, 0);
     let error = DeviceMemory::new(&context, 1 << 50).unwrap_err();
@@ -179,16 +179,16 @@ fn memory_that_there_is_not_is_an_error_with_both_sums() {
     for error in [DeviceMemory::new(&context, 0).unwrap_err(), PinnedMemory::new(&context, 0).unwrap_err()] {
         assert_eq!(error.kind, ErrorKind::Usage, "{error}");
     }
-    // The context is as good as before.
+    // The context remains usable.
     assert!(DeviceMemory::new(&context, LEN).is_ok());
 }
 
 #[test]
-fn what_is_dropped_is_free_again() {
+fn dropped_memory_is_freed() {
     let Some(cuda) = support::cuda() else { return };
     let context = context(&cuda, 0);
     let len = usize::try_from(context.memory().unwrap().free / 32).unwrap();
-    // Several times more in all than the GPU has.
+    // In total several times the memory of the GPU.
     for _ in 0..100 {
         let memory = DeviceMemory::new(&context, len).unwrap();
         let mapping = Allocation::new(&context, len).unwrap().map(&[&context]).unwrap();
@@ -201,12 +201,12 @@ fn what_is_dropped_is_free_again() {
     for _ in 0..50 {
         drop(Allocation::import(&context, allocation.export().unwrap().as_fd(), LEN).unwrap());
     }
-    // Other tests of this process open files too, but not that many.
+    // Other tests of this process open files too, but fewer.
     assert!(descriptors() < before + 40, "{before} descriptors before, {} after", descriptors());
 }
 
 #[test]
-fn an_address_says_whose_memory_it_is() {
+fn an_address_has_the_attributes_of_its_memory() {
     let Some(cuda) = support::cuda() else { return };
     let context = context(&cuda, 0);
     let memory = DeviceMemory::new(&context, LEN).unwrap();
@@ -228,7 +228,7 @@ fn an_address_says_whose_memory_it_is() {
 }
 
 #[test]
-fn host_memory_that_was_there_is_pinned_for_a_while() {
+fn existing_host_memory_is_pinned_temporarily() {
     let Some(cuda) = support::cuda() else { return };
     let context = context(&cuda, 0);
     let bytes = pattern(3, LEN);
@@ -252,7 +252,7 @@ fn host_memory_that_was_there_is_pinned_for_a_while() {
 }
 
 #[test]
-fn memory_is_shared_as_a_descriptor() {
+fn memory_is_exported_as_a_descriptor() {
     let Some(cuda) = support::cuda() else { return };
     let context = context(&cuda, 0);
     let allocation = Allocation::new(&context, LEN + 1).unwrap();
@@ -264,10 +264,10 @@ fn memory_is_shared_as_a_descriptor() {
     let imported = Allocation::import(&context, descriptor.as_fd(), allocation.len()).unwrap();
     let again = imported.map(&[&context]).unwrap();
     assert_ne!(again.address(), mapping.address());
-    // Neither descriptor nor first mapping is needed for the second.
+    // The second mapping needs neither the descriptor nor the first mapping.
     drop((descriptor, mapping, allocation, imported));
     assert!(take(&context, again.address(), LEN) == bytes);
-    // The memory behind an address, as it is needed for what others allocated.
+    // The allocation at an address, as needed for memory allocated by others.
     let found = Allocation::of_address(&context, again.address(), again.len()).unwrap();
     let third = found.map(&[&context]).unwrap();
     assert!(take(&context, third.address(), LEN) == bytes);
@@ -277,7 +277,7 @@ fn memory_is_shared_as_a_descriptor() {
 }
 
 #[test]
-fn what_is_no_shared_memory_is_refused() {
+fn invalid_descriptors_are_rejected() {
     let Some(cuda) = support::cuda() else { return };
     let context = context(&cuda, 0);
     let file = std::fs::File::open("/dev/zero").unwrap();
@@ -323,7 +323,7 @@ fn another_process_maps_the_same_memory() {
 }
 
 #[test]
-fn gpus_copy_to_each_other() {
+fn gpus_copy_between_each_other() {
     let Some(cuda) = support::cuda() else { return };
     let Some((first, second)) = pair(&cuda) else { return };
     let (source, target) = (DeviceMemory::new(&first, LEN).unwrap(), DeviceMemory::new(&second, LEN).unwrap());
@@ -331,11 +331,11 @@ fn gpus_copy_to_each_other() {
     let stream = Stream::new(&first).unwrap();
     first.enable_peer(&second).unwrap();
     first.enable_peer(&second).unwrap();
-    // SAFETY: both areas are ours and valid until the wait is over.
+    // SAFETY: both ranges belong to this test and outlive the wait.
     unsafe { stream.copy(target.address(), source.address(), LEN).unwrap() };
     stream.wait(LIMIT).unwrap();
     assert!(take(&second, target.address(), LEN) == pattern(5, LEN));
-    // Memory of the second that both have mapped, at one address.
+    // Memory of the second GPU, mapped for both at one address.
     let shared = Allocation::new(&second, LEN).unwrap().map(&[&first, &second]).unwrap();
     // SAFETY: as above.
     unsafe { stream.copy(shared.address(), source.address(), LEN).unwrap() };

@@ -1,4 +1,4 @@
-//! Memory for other processes beyond one descriptor for one allocation.
+//! Sharing memory by legacy handles, and in several allocations.
 
 use std::os::fd::AsFd;
 use std::process::Command;
@@ -10,7 +10,8 @@ use crossrail_types::ErrorKind;
 
 use crate::{LEN, context, pair, pattern, put, support, take};
 
-/// What the child of `another_process_opens_a_legacy_handle` is told: the handle in hexadecimal, and the GPU.
+/// The environment variable with the handle in hexadecimal and the GPU, for the child of
+/// `another_process_opens_a_legacy_handle`.
 const HANDLE: &str = "GPU_TEST_HANDLE";
 const ORDINAL: &str = "GPU_TEST_ORDINAL";
 
@@ -27,7 +28,7 @@ fn handle_child_process() {
     let mapping = IpcMapping::open(&context, &IpcHandle::from_bytes(bytes)).unwrap();
     assert!(mapping.len() >= 3 * LEN as u64, "{} bytes", mapping.len());
     assert!(take(&context, mapping.address(), 3 * LEN) == pattern(1, 3 * LEN));
-    // A second one of the same handle is the same memory, and outlives the first.
+    // A second mapping of the handle is the same memory and outlives the first.
     let again = IpcMapping::open(&context, &IpcHandle::from_bytes(bytes)).unwrap();
     drop(mapping);
     put(&context, again.address() + LEN as u64, &pattern(2, LEN));
@@ -41,7 +42,7 @@ fn in_another_process(ordinal: u32) {
     let context = context(&cuda, 0);
     let memory = DeviceMemory::new(&context, 3 * LEN).unwrap();
     put(&context, memory.address(), &pattern(1, 3 * LEN));
-    // Any address in it names all of it.
+    // The handle of any address is that of the whole allocation.
     let handle = IpcHandle::of(&context, memory.address() + 100).unwrap();
     let hex: String = handle.bytes().iter().map(|byte| format!("{byte:02x}")).collect();
     let output = Command::new(std::env::current_exe().unwrap())
@@ -67,7 +68,7 @@ fn another_process_opens_a_legacy_handle_on_another_gpu() {
 }
 
 #[test]
-fn what_has_no_legacy_handle_says_so() {
+fn memory_without_a_legacy_handle_is_reported() {
     let Some(cuda) = support::cuda() else { return };
     let context = context(&cuda, 0);
     let mapping = Allocation::new(&context, LEN).unwrap().map(&[&context]).unwrap();
@@ -76,17 +77,17 @@ fn what_has_no_legacy_handle_says_so() {
     assert!(error.detail.starts_with("cuIpcGetMemHandle: CUDA_ERROR_"), "{error}");
     let plain = DeviceMemory::new(&context, LEN).unwrap();
     assert!(PointerInfo::of(&context, plain.address()).unwrap().legacy_ipc);
-    // Nothing, and what this very process exported.
+    // An invalid handle, and one that this process itself exported.
     for handle in [IpcHandle::from_bytes([0; IpcHandle::LEN]), IpcHandle::of(&context, plain.address()).unwrap()] {
         let error = IpcMapping::open(&context, &handle).unwrap_err();
         assert!(error.detail.starts_with("cuIpcOpenMemHandle: CUDA_ERROR_"), "{error}");
     }
-    // The context is as good as before.
+    // The context remains usable.
     put(&context, plain.address(), &pattern(3, LEN));
     assert!(take(&context, plain.address(), LEN) == pattern(3, LEN));
 }
 
-/// Three allocations one behind the other, as an expandable segment is.
+/// Three contiguous allocations, like an expandable segment.
 fn segment(context: &Context) -> (Mapping, usize) {
     let parts: Vec<Allocation> = (0..3).map(|_| Allocation::new(context, 1).unwrap()).collect();
     let part = parts[0].len();
@@ -94,14 +95,14 @@ fn segment(context: &Context) -> (Mapping, usize) {
 }
 
 #[test]
-fn a_range_of_several_allocations_is_shared_piece_by_piece() {
+fn a_range_of_several_allocations_is_exported_piece_by_piece() {
     let Some(cuda) = support::cuda() else { return };
     let context = context(&cuda, 0);
     let (mapping, part) = segment(&context);
     assert_eq!(mapping.len(), 3 * part);
     let bytes = pattern(4, 3 * part);
     put(&context, mapping.address(), &bytes);
-    // All of it once more, from descriptors.
+    // The whole range again, from descriptors.
     let imported: Vec<Allocation> = (0..3)
         .map(|i| {
             let place = (mapping.address() + i * part as u64, mapping.address() + (i + 1) * part as u64);
@@ -121,7 +122,7 @@ fn a_range_of_several_allocations_is_shared_piece_by_piece() {
 }
 
 #[test]
-fn whose_memory_lies_at_an_address_is_known_and_what_can_be_exported() {
+fn addresses_report_their_owner_and_export_types() {
     let Some(cuda) = support::cuda() else { return };
     let context = context(&cuda, 0);
     let (mapping, _) = segment(&context);
@@ -138,7 +139,7 @@ fn whose_memory_lies_at_an_address_is_known_and_what_can_be_exported() {
 }
 
 #[test]
-fn allocations_have_numbers_that_are_never_used_again() {
+fn buffer_ids_are_never_reused() {
     let Some(cuda) = support::cuda() else { return };
     let context = context(&cuda, 0);
     let id = |address| PointerInfo::of(&context, address).unwrap().id;

@@ -44,7 +44,7 @@ again:
 macro_rules! cu {
     ($lab:expr, $name:ident($($arg:expr => $ty:ty),* $(,)?)) => {{
         let name = concat!(stringify!($name), "\0");
-        // SAFETY: the signature is the driver's; what the arguments name is the lab's and alive.
+        // SAFETY: the signature is the driver's; the arguments are live objects of the lab.
         unsafe {
             let function = $lab.library.get::<unsafe extern "C" fn($($ty),*) -> u32>(name.as_bytes()).unwrap();
             function($($arg),*)
@@ -52,23 +52,23 @@ macro_rules! cu {
     }};
 }
 
-/// As `cu!`; it must succeed.
+/// As `cu!`, but the call must succeed.
 macro_rules! ok {
     ($lab:expr, $name:ident($($rest:tt)*)) => {
         assert_eq!(cu!($lab, $name($($rest)*)), 0, stringify!($name))
     };
 }
 
-/// The driver by its bare functions, without what this crate does round them.
+/// The driver's plain functions, without the layer of this crate.
 struct Lab {
     library: Library,
     context: usize,
-    /// What waits, and what copies and kernels go into.
+    /// The stream that waits, and the one for copies and kernels.
     waiting: usize,
     other: usize,
     spin: usize,
     nothing: usize,
-    /// In pinned memory: for the host, for the GPU.
+    /// Pinned memory: its address on the host and on the GPU.
     word: (usize, u64),
     from: u64,
     to: u64,
@@ -88,7 +88,7 @@ type Call = Box<dyn FnOnce(&Lab) + Send>;
 
 impl Lab {
     fn new() -> Arc<Lab> {
-        // SAFETY: NVIDIA's driver, under its usual name.
+        // SAFETY: NVIDIA's driver, found by its name.
         let library = unsafe { Library::new("libcuda.so.1") }.unwrap();
         let mut lab = Lab {
             library,
@@ -128,7 +128,7 @@ impl Lab {
     }
 
     fn cell(&self) -> &AtomicU32 {
-        // SAFETY: pinned memory that stays as long as the process.
+        // SAFETY: pinned memory that lives as long as the process.
         unsafe { AtomicU32::from_ptr(std::ptr::with_exposed_provenance_mut(self.word.0)) }
     }
 
@@ -179,7 +179,7 @@ impl Lab {
         ok!(self, cuMemFreeHost(std::ptr::with_exposed_provenance_mut(start) => *mut c_void));
     }
 
-    /// Memory of the host that is nobody's: as long as the process.
+    /// Unused host memory, leaked.
     fn host() -> usize {
         Box::leak(vec![0_u8; PART].into_boxed_slice()).as_mut_ptr().expose_provenance()
     }
@@ -189,7 +189,7 @@ impl Lab {
         ok!(self, cuMemHostRegister_v2(start => *mut c_void, PART => usize, 0 => c_uint));
     }
 
-    /// A handle of memory that may be exported.
+    /// A handle of exportable memory.
     fn handle(&self) -> u64 {
         // SAFETY: all zeros is a value of this plain struct.
         let mut prop: CUmemAllocationProp = unsafe { std::mem::zeroed() };
@@ -251,12 +251,12 @@ impl Lab {
         ));
     }
 
-    /// What the word has yet to become.
+    /// The next value of the word.
     fn next_value(&self) -> u32 {
         self.value.fetch_add(1, Ordering::SeqCst) + 1
     }
 
-    /// Puts something into `stream` that goes on until the word has reached `value`.
+    /// Enqueues work in `stream` that lasts until the word has reached `value`.
     fn hold(&self, holder: Holder, stream: usize, mut value: u32) {
         match holder {
             Holder::Stream => {
@@ -291,7 +291,7 @@ impl Lab {
     }
 }
 
-/// Runs `call` on a thread of its own, with the GPU's context.
+/// Runs `call` on a new thread, with the GPU's context current.
 fn begin(lab: &Arc<Lab>, call: impl FnOnce(&Lab) + Send + 'static) -> Receiver<()> {
     let (lab, (tell, told)) = (Arc::clone(lab), channel());
     std::thread::spawn(move || {
@@ -308,7 +308,8 @@ fn row(name: &'static str, call: impl FnOnce(&Lab) + Send + 'static) -> Row {
     (name, Box::new(call))
 }
 
-/// Calls that operations under way make, each with what it needs made before: a stream that waits may hold none of them.
+/// Calls that operations in flight make, with their prerequisites created in advance: a waiting stream must block none of
+/// them.
 fn needed(lab: &Lab) -> Vec<Row> {
     let (memory, handle, exported, unused) = (lab.memory(), lab.handle(), lab.handle(), lab.handle());
     let (place, unmapped, fresh, event) = (lab.reserve(), lab.reserve(), Lab::host(), lab.event());
@@ -357,7 +358,7 @@ fn needed(lab: &Lab) -> Vec<Row> {
     ]
 }
 
-/// Calls that load, and that give back: nothing that an operation depends on makes one while a stream waits.
+/// Calls that load or release resources: no operation may depend on one while a stream waits.
 fn others(lab: &Lab) -> Vec<Row> {
     let (memory, mapped, pinned, registered) = (lab.memory(), lab.mapped(), lab.pinned(), Lab::host());
     lab.register(registered);
@@ -389,7 +390,7 @@ fn others(lab: &Lab) -> Vec<Row> {
     ]
 }
 
-/// One column of the table: whether each call was held.
+/// A column of the table: whether each call was blocked.
 fn column(lab: &Arc<Lab>, holder: Holder, beside_a_free: bool) -> Vec<(&'static str, bool)> {
     let rows = needed(lab).into_iter().chain(others(lab));
     rows.into_iter()
@@ -409,7 +410,7 @@ fn column(lab: &Arc<Lab>, holder: Holder, beside_a_free: bool) -> Vec<(&'static 
                 told.recv_timeout(LIMIT).unwrap_or_else(|_| panic!("{name} does not return"));
             }
             if let Some(standing) = standing {
-                // Told already, if it did not stand at all.
+                // Reported already, if it did not block at all.
                 let _ = standing.recv_timeout(LIMIT);
             }
             lab.drain(lab.waiting);
@@ -418,14 +419,14 @@ fn column(lab: &Arc<Lab>, holder: Holder, beside_a_free: bool) -> Vec<(&'static 
         .collect()
 }
 
-/// Whether a free that stands because one stream waits also waits for what is put into another stream after it began.
+/// Whether a free that is blocked by a waiting stream also waits for work enqueued in another stream after it started.
 fn later_work_prolongs_a_free(lab: &Arc<Lab>) -> bool {
     let (pinned, second) = (lab.pinned(), lab.stream());
     let (first, later) = (lab.next_value(), lab.next_value());
     lab.hold(Holder::Stream, lab.waiting, first);
     let standing = begin(lab, move |lab| lab.free_pinned(pinned));
     let _ = standing.recv_timeout(STANDS);
-    // If this is held too, it is put in after the free, and prolongs nothing.
+    // If this is blocked too, it is enqueued after the free and prolongs nothing.
     let put_in = begin(lab, move |lab| lab.hold(Holder::Stream, second, later));
     let _ = put_in.recv_timeout(HELD);
     lab.let_go(first);
@@ -436,10 +437,10 @@ fn later_work_prolongs_a_free(lab: &Arc<Lab>) -> bool {
     prolonged
 }
 
-/// Puts something into a stream; pinned memory is at hand.
+/// Enqueues work in a stream, using pinned memory.
 type PutIn = fn(&Lab, usize, usize);
 
-/// What streams of either priority carry while as many others wait as may; our own are urgent.
+/// Which work streams of either priority execute while the maximum number of others wait. Crossrail's own are urgent.
 fn many_wait() {
     let lab = Lab::new();
     let many = max_waiting_streams();
@@ -470,7 +471,7 @@ fn many_wait() {
             ok!(lab, cuStreamWriteValue32_v2(stream => CUstream, address => u64, 1 => c_uint, 0 => c_uint));
         }),
     ];
-    // Of its own for each, so that one that is held holds no other; what the driver makes for the first is made before.
+    // A stream for each, so that a blocked one blocks no other; one-time driver initialisation is done before.
     let streams = work.map(|(_, put_in)| {
         [lab.stream(), lab.urgent_stream()].map(|stream| {
             put_in(&lab, stream, host);
@@ -497,7 +498,7 @@ fn many_wait() {
     assert!(stuck.is_empty(), "an urgent stream does not go on while {many} others wait: {stuck:?}");
 }
 
-/// [`max_waiting_streams`] is a promise.
+/// The guarantee of [`max_waiting_streams`].
 #[test]
 fn urgent_streams_go_on_while_as_many_others_wait_as_may() {
     if support::cuda().is_some() && alone("urgent_streams_go_on_while_as_many_others_wait_as_may") {
@@ -521,8 +522,8 @@ fn table() {
     assert!(wrong.is_empty(), "operations make these calls, and a stream that waits holds them: {wrong:?}");
 }
 
-/// Runs the test again in a process of its own, and `true` there: calls that are held, or put off, may hold up those of
-/// other tests. What the child prints goes past the harness's capture, for whoever reads the log.
+/// Runs the test again in a child process, and returns true there: blocked or deferred calls may block those of other tests.
+/// The child's output bypasses the harness's capture, so that it is in the log.
 fn alone(test: &str) -> bool {
     if std::env::var_os(CHILD).is_some() {
         return true;
@@ -574,11 +575,11 @@ fn what_is_dropped_while_a_stream_waits_holds_nobody_up() {
     let mapping = Deferred::new(Allocation::new(&context, LEN).unwrap().map(&[&context]).unwrap(), &context);
     let (from, to) = (DeviceMemory::new(&context, LEN).unwrap(), DeviceMemory::new(&context, LEN).unwrap());
     let (gone, started) = (plain.address(), Instant::now());
-    // SAFETY: the word lives until the stream has gone on.
+    // SAFETY: the word outlives the wait of the stream.
     unsafe { waiting.wait_value32(word.address(), 1).unwrap() };
     drop((plain, pinned, mapping));
     assert!(!wait_for_releases(Duration::from_secs(5)), "two of them are put off");
-    // SAFETY: both areas are this test's.
+    // SAFETY: both ranges belong to this test.
     unsafe { other.copy_within(to.address(), from.address(), LEN).unwrap() };
     other.wait(LIMIT).unwrap();
     assert!(!waiting.is_done().unwrap());
