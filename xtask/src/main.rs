@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 const HELP: &str = "\
-cargo xtask lint            deps and docs --check
+cargo xtask lint            deps, sizes and docs --check
 cargo xtask deps            which room may use which, who may have unsafe code, what Python files may import
 cargo xtask sizes           fail if a source file is too long
 cargo xtask docs            write docs/settings.md from the declaration of the settings
@@ -26,7 +26,7 @@ fn main() -> ExitCode {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let root = root();
     let problems = match arguments[..] {
-        ["lint"] => [deps::check(&root), docs::check(&root)].concat(),
+        ["lint"] => [deps::check(&root), sizes::check(&root), docs::check(&root)].concat(),
         ["sizes"] => sizes::check(&root),
         ["deps"] => deps::check(&root),
         ["docs"] => docs::write(&root),

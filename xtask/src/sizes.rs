@@ -4,8 +4,8 @@ use std::path::Path;
 
 use crate::{Problems, files, shown};
 
-/// Lines of a source file, tests included.
-const MOST_LINES: usize = 600;
+/// Lines of a source file, tests included: some 600, and no more than these.
+const MOST_LINES: usize = 620;
 /// What counts as source.
 const SUFFIXES: [&str; 4] = [".rs", ".py", ".cu", ".cuh"];
 /// Files that may be longer, and why.
@@ -41,6 +41,6 @@ mod tests {
     #[test]
     fn a_long_file_is_named_with_its_length() {
         assert_eq!(judge("a.rs", MOST_LINES), None);
-        assert_eq!(judge("a.rs", 601).as_deref(), Some("a.rs: has 601 lines, and 600 are the most"));
+        assert_eq!(judge("a.rs", 621).as_deref(), Some("a.rs: has 621 lines, and 620 are the most"));
     }
 }

@@ -2,8 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
-use std::sync::Arc;
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crossrail_shm::Arena;
