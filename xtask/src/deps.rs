@@ -1,4 +1,4 @@
-//! Who may use whom: manifests against the table in `rooms.rs`, and imports of the Python files.
+//! Checks of dependencies: manifests against the table in `rooms.rs`, and imports of Python files.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use toml::Table;
 use crate::rooms::{PYTHON, ROOMS, Room, WORDS};
 use crate::{Problems, files, shown};
 
-/// Checks every rule of `rooms.rs`.
+/// Checks all rules of `rooms.rs`.
 pub(crate) fn check(root: &Path) -> Problems {
     let mut problems = unlisted(root);
     for room in ROOMS {
@@ -15,7 +15,7 @@ pub(crate) fn check(root: &Path) -> Problems {
         if room.forbids_unsafe {
             let lib = root.join("crates").join(room.name).join("src/lib.rs");
             if !read(&lib).contains("#![forbid(unsafe_code)]") {
-                problems.push(format!("{}: must say #![forbid(unsafe_code)]", shown(root, &lib)));
+                problems.push(format!("{}: must contain #![forbid(unsafe_code)]", shown(root, &lib)));
             }
         }
     }
@@ -47,7 +47,7 @@ fn read(path: &Path) -> String {
     std::fs::read_to_string(path).unwrap_or_default()
 }
 
-/// Crates that the table does not know.
+/// Crates that are missing in the table.
 fn unlisted(root: &Path) -> Problems {
     files(&root.join("crates"), "Cargo.toml")
         .iter()
@@ -63,7 +63,7 @@ fn manifest(root: &Path, room: &Room) -> Problems {
     let path = format!("crates/{}/Cargo.toml", room.name);
     let table = match read(&root.join(&path)).parse::<Table>() {
         Ok(table) if !table.is_empty() => table,
-        Ok(_) => return vec![format!("{path}: is missing or empty")],
+        Ok(_) => return vec![format!("{path}: missing or empty")],
         Err(error) => return vec![format!("{path}: {}", error.message())],
     };
     let mut problems = Problems::new();
@@ -76,14 +76,14 @@ fn manifest(root: &Path, room: &Room) -> Problems {
     problems
 }
 
-/// One dependency of a manifest.
+/// A dependency of a manifest.
 #[derive(Debug, PartialEq, Eq)]
 struct Dependency {
     package: String,
     for_tests: bool,
 }
 
-/// Why `room` may not have that dependency, if so.
+/// The reason why `room` may not have this dependency; `None` if it may.
 fn judge(room: &Room, dependency: &Dependency) -> Option<String> {
     let package = &dependency.package;
     if let Some(other) = ROOMS.iter().find(|other| other.package == package) {
@@ -98,13 +98,13 @@ fn judge(room: &Room, dependency: &Dependency) -> Option<String> {
     }
     match room.outside {
         Some(known) if !dependency.for_tests && !known.contains(&package.as_str()) => {
-            Some(format!("{} may use {known:?} from outside, not {package}", room.name))
+            Some(format!("{} may use the external crates {known:?}, not {package}", room.name))
         }
         _ => None,
     }
 }
 
-/// Every dependency of every section, target-specific ones included, by its real name.
+/// All dependencies of all sections, including target-specific ones, by their package names.
 fn dependencies(table: &Table) -> Vec<Dependency> {
     let targets = table.get("target").and_then(|targets| targets.as_table());
     let tables = targets.into_iter().flat_map(|targets| targets.values().filter_map(|value| value.as_table()));
@@ -122,7 +122,7 @@ fn dependencies(table: &Table) -> Vec<Dependency> {
     found
 }
 
-/// Lines (from 1) of code in which one of `words` stands; comments and what follows `#[cfg(test)]` are passed over.
+/// The lines of code (from 1) that contain one of `words`. Comments, and everything after `#[cfg(test)]`, are skipped.
 fn forbidden_words<'a>(source: &str, words: &[&'a str]) -> Vec<(usize, &'a str)> {
     let code = source.lines().enumerate().take_while(|(_, line)| line.trim() != "#[cfg(test)]");
     code.flat_map(|(number, line)| {
@@ -132,7 +132,7 @@ fn forbidden_words<'a>(source: &str, words: &[&'a str]) -> Vec<(usize, &'a str)>
     .collect()
 }
 
-/// Import statements (line from 1) of a Python file that name one of `modules`, however they spell it.
+/// The import statements (lines from 1) of a Python file that import one of `modules`, in any spelling.
 fn forbidden_imports<'a>(source: &str, modules: &[&'a str]) -> Vec<(usize, &'a str)> {
     let mut found = Vec::new();
     let mut lines = source.lines().enumerate();

@@ -1,4 +1,4 @@
-//! Pages that are generated, and names in pages that must exist.
+//! Generated pages, and checks that links, files and settings named in pages exist.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -9,9 +9,9 @@ use crossrail_types::Settings;
 use crate::{Problems, files, shown};
 
 const PAGE: &str = "docs/settings.md";
-/// Folders whose paths pages give from the repository's root.
+/// Top-level folders: a path in a page that starts with one of these is relative to the repository root.
 const FOLDERS: [&str; 8] = ["benches", "crates", "docs", "examples", "fuzz", "python", "tests", "xtask"];
-/// Ends of names that are files of this repository wherever a page has one without its folder.
+/// Suffixes of source files: a name with one of these is a file of this repository, even without its folder.
 const SOURCES: [&str; 5] = [".rs", ".py", ".cu", ".cuh", ".sh"];
 
 /// Writes the generated pages.
@@ -24,12 +24,12 @@ pub(crate) fn write(root: &Path) -> Problems {
     }
 }
 
-/// Checks that the generated pages are what they would be now, and that links, files and settings named anywhere exist.
+/// Checks that the generated pages are up to date, and that links, files and settings named in any page exist.
 pub(crate) fn check(root: &Path) -> Problems {
     let mut problems = Problems::new();
     match std::fs::read_to_string(root.join(PAGE)) {
         Ok(text) if text == page() => {}
-        Ok(_) => problems.push(format!("{PAGE}: differs from the declaration; run cargo xtask docs")),
+        Ok(_) => problems.push(format!("{PAGE}: is stale; run cargo xtask docs")),
         Err(error) => problems.push(format!("{PAGE}: {error}; run cargo xtask docs")),
     }
     let there: BTreeSet<String> = files(root, "").iter().map(|path| shown(root, path)).collect();
@@ -50,7 +50,7 @@ pub(crate) fn check(root: &Path) -> Problems {
         problems.extend(
             settings_named(&prose(&name, &text))
                 .filter(|word| !Settings::NAMES.contains(word))
-                .map(|word| format!("{name}: names {word}, which is no setting")),
+                .map(|word| format!("{name}: names {word}, which is not a setting")),
         );
     }
     problems
@@ -60,10 +60,10 @@ fn page() -> String {
     let mut page = String::from(
         "# Settings\n\n\
          <!-- Written by `cargo xtask docs` from crates/types/src/settings.rs. Do not edit. -->\n\n\
-         Each is an environment variable, a field of `crossrail_types::Settings` and a keyword of\n\
-         `crossrail.Context` in Python. A value given in code wins over the environment. An unknown `CROSSRAIL_`\n\
-         variable, or a value outside the accepted form, is an error. Sizes are powers of two: `64K`, `2M`, `1G`.\n\n\
-         | variable | field | default | accepted | what it does |\n|---|---|---|---|---|\n",
+         Every setting is an environment variable, a field of `crossrail_types::Settings`, and a keyword argument of\n\
+         `crossrail.Context` in Python. A value set in code takes precedence over the environment. An unknown\n\
+         `CROSSRAIL_` variable or an invalid value is an error. Sizes are powers of two: `64K`, `2M`, `1G`.\n\n\
+         | variable | field | default | accepted | description |\n|---|---|---|---|---|\n",
     );
     for setting in Settings::reference() {
         let default = setting.default.map_or_else(|| "unset".to_owned(), |value| format!("`{value}`"));
@@ -79,7 +79,7 @@ fn page() -> String {
     page
 }
 
-/// Targets of the links of a page that are files of this repository.
+/// The link targets of a page that are files of this repository.
 fn links(text: &str) -> impl Iterator<Item = &str> {
     text.split("](").skip(1).filter_map(|rest| {
         let target = rest.split(')').next()?.split('#').next()?.trim();
@@ -87,7 +87,7 @@ fn links(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Words between backticks that read as files or folders of this repository; patterns are passed over.
+/// The words between backticks that look like files or folders of this repository. Patterns are skipped.
 fn files_named(text: &str) -> impl Iterator<Item = &str> {
     let code = text.lines().flat_map(|line| line.split('`').skip(1).step_by(2));
     code.flat_map(str::split_whitespace).filter_map(|word| {
@@ -101,15 +101,15 @@ fn files_named(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Whether a name is that of a file, a folder, or the end of a file's path.
+/// Whether a name is a file, a folder, or the end of a file's path.
 fn is_there(there: &BTreeSet<String>, name: &str) -> bool {
     let name = name.trim_end_matches('/');
     let (inside, below) = (format!("{name}/"), format!("/{name}"));
     there.iter().any(|path| path == name || path.starts_with(&inside) || path.ends_with(&below))
 }
 
-/// What a page says of this version: without tables of results, and nothing of the change log, which name settings of
-/// earlier versions.
+/// The part of a page that describes this version. Tables of results and the change log may name settings of earlier
+/// versions, so they are left out.
 fn prose(name: &str, text: &str) -> String {
     if name == "CHANGELOG.md" {
         return String::new();
@@ -125,7 +125,7 @@ fn prose(name: &str, text: &str) -> String {
     kept
 }
 
-/// Words of a page that read as settings.
+/// The words of a page that look like settings.
 fn settings_named(text: &str) -> impl Iterator<Item = &str> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     words.filter(|word| word.strip_prefix("CROSSRAIL_").is_some_and(|rest| !rest.is_empty()))

@@ -1,18 +1,18 @@
-//! The rooms of the house and what each may use. ARCHITECTURE.md draws the same picture.
+//! The crates of the workspace ("rooms") and their permitted dependencies. ARCHITECTURE.md describes the same layout.
 
-/// One crate below `crates/`.
+/// A crate below `crates/`.
 pub(crate) struct Room {
-    /// The folder.
+    /// The folder name.
     pub(crate) name: &'static str,
-    /// The package.
+    /// The package name.
     pub(crate) package: &'static str,
-    /// The rooms it may depend on, by folder, for tests too. Imports go down only.
+    /// The rooms it may depend on, by folder name, including for tests. Dependencies point down only.
     pub(crate) uses: &'static [&'static str],
-    /// The crates from outside that it may depend on; `None`: any that are pinned in the workspace.
+    /// The external crates it may depend on; `None`: all that the workspace pins.
     pub(crate) outside: Option<&'static [&'static str]>,
-    /// `#![forbid(unsafe_code)]` must stand in its lib.rs.
+    /// Whether its lib.rs must contain `#![forbid(unsafe_code)]`.
     pub(crate) forbids_unsafe: bool,
-    /// Other rooms may use it in their tests only.
+    /// Whether other rooms may use it in their tests only.
     pub(crate) for_tests: bool,
 }
 
@@ -20,8 +20,7 @@ const fn room(name: &'static str, package: &'static str, uses: &'static [&'stati
     Room { name, package, uses, outside: None, forbids_unsafe: false, for_tests: false }
 }
 
-/// Backends (shm, tcp) never use each other; proto and transport never use each other; only the engine picks a
-/// backend.
+/// Backends (shm, tcp) never depend on each other, nor do proto and transport; only the engine selects a backend.
 pub(crate) const ROOMS: &[Room] = &[
     Room { outside: Some(&[]), forbids_unsafe: true, ..room("types", "crossrail-types", &[]) },
     Room { outside: Some(&["slab"]), forbids_unsafe: true, ..room("proto", "crossrail-proto", &["types"]) },
@@ -48,20 +47,24 @@ pub(crate) const ROOMS: &[Room] = &[
     room("python", "crossrail-python", &["engine", "control", "ep", "ep-host", "ep-cuda", "bench", "types"]),
 ];
 
-/// What must not stand in the sources of a room (its tests excepted), and why.
+/// Names that must not appear in the sources of a room (except its tests), and why.
 pub(crate) const WORDS: &[(&str, &[&str], &str)] = &[(
     "proto",
     &["std::net", "std::fs", "std::io", "std::os", "std::thread", "Instant::now", "SystemTime"],
     "proto does no I/O and takes time as input, so that its tests are deterministic",
 )];
 
-/// What Python files below a folder must not import, and why.
+/// Modules that Python files below a folder must not import, and why.
 pub(crate) const PYTHON: &[(&str, &[&str], &str)] = &[
-    ("python/crossrail/report", &["_native"], "reports are made from JSON, on machines without the library too"),
-    ("python/crossrail/ref", &["_native"], "a reference shares no code with what it is the reference for"),
+    ("python/crossrail/report", &["_native"], "reports are generated from JSON, also on machines without the library"),
+    (
+        "python/crossrail/ref",
+        &["_native"],
+        "a reference implementation shares no code with the implementation it verifies",
+    ),
     (
         "python/crossrail/cli",
         &["numpy", "torch", "statistics", "timeit"],
-        "the command has no measuring logic: that is crates/bench",
+        "the command contains no measuring logic, which belongs to crates/bench",
     ),
 ];
