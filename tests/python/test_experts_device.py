@@ -199,7 +199,7 @@ def test_a_region_lives_as_long_as_what_shows_it() -> None:
 def test_a_graph_needs_to_know_how_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     way, fed = alone()
     monkeypatch.setattr(FakeRegion, "is_captured", True)
-    with pytest.raises(crossrail.UsageError, match="cannot be known while a graph is captured; max_rows"):
+    with pytest.raises(crossrail.UsageError, match="not known while a graph is captured; max_rows"):
         dispatch(way, fed.x, fed.topk_idx, layout="rank")
     assert dispatch(way, fed.x, fed.topk_idx, layout="rank", max_rows=6).x.shape == (6, 512)
 
