@@ -35,6 +35,14 @@ impl DataPath {
         !self.delivered.is_empty()
     }
 
+    /// Leaves a short message's end to [`Transfers::settle`], because it has more to it than most.
+    ///
+    /// [`Transfers::settle`]: super::Transfers::settle
+    #[cold]
+    pub(super) fn deliver_later(&mut self, endpoint: EndpointId, short: proto::Short) {
+        self.delivered.push((endpoint, short));
+    }
+
     /// Receives that [`DataPath::placed`] could not finish.
     pub(super) fn take_delivered(&mut self) -> Vec<(EndpointId, proto::Short)> {
         std::mem::take(&mut self.delivered)

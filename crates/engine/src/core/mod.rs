@@ -39,7 +39,7 @@ use self::data_path::DataPath;
 pub(crate) use self::failure::LostRail;
 use self::gpu::{GpuMemory, Inbox};
 pub(crate) use self::lanes::LaneRecord;
-pub(crate) use self::operations::{Callback, Operations, gone};
+pub(crate) use self::operations::{Callback, OpKind, Operations, gone};
 pub(crate) use self::peers::{Peer, Peers};
 pub(crate) use self::receipt::{Collected, outcome, render};
 pub use self::receipt::{LaneShare, Protocol, Receipt};

@@ -53,6 +53,11 @@ pub(crate) enum OpKind {
 }
 
 impl OpKind {
+    /// Whether the peer decides when it is finished: all but a receive.
+    pub(crate) fn awaits_peer(self) -> bool {
+        self != OpKind::Receive
+    }
+
     /// The operation's name in errors.
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -88,19 +93,39 @@ pub(crate) struct Op {
     gpu: Option<Box<OnGpu>>,
     tag: u64,
     keep: Keep,
+    outcome: Option<Outcome>,
+    /// The request was dropped: the entry is free as soon as the operation is finished.
+    detached: bool,
+    /// What a short message needs nothing of. `None` in a free entry.
+    attached: Option<Box<Attached>>,
+}
+
+/// What some operations need beside their memory.
+#[derive(Default)]
+struct Attached {
     grant: Option<Arc<Grant>>,
     /// The shared cursor offered for a direct copy.
     cursor: Option<u32>,
     /// The kind of the direct copy that was offered or made.
     direct: Option<crossrail_transport::DirectKind>,
-    outcome: Option<Outcome>,
-    /// The request was dropped: the entry is free as soon as the operation is finished.
-    detached: bool,
     callback: Option<Callback>,
+    /// The batch that it is part of.
     parent: Option<OpId>,
+    /// Of a batch: its parts in flight, the bytes of the others, and the first failure.
     children: u32,
     bytes: u64,
     failure: Option<Box<Error>>,
+}
+
+/// How an operation stands, as [`Operations::collect`] reports it.
+pub(crate) enum Standing {
+    InFlight,
+    /// Finished; the entry is free.
+    Collected(Finish),
+    /// Finished; the entry stays until the request is dropped.
+    Kept(Outcome),
+    /// There is no such operation.
+    Gone,
 }
 
 /// Operations by index; an index is reused under a new generation, so an id of a freed entry refers to nothing.
@@ -144,15 +169,7 @@ impl Operations {
         slot.tag = tag;
         // The freed entry keeps nothing, so there is nothing to drop: a drop would be a test on the hot path.
         std::mem::forget(std::mem::replace(&mut slot.keep, buffer.keep));
-        slot.grant = None;
-        slot.cursor = None;
-        slot.direct = None;
         slot.detached = false;
-        slot.callback = None;
-        slot.parent = None;
-        slot.children = 0;
-        slot.bytes = 0;
-        slot.failure = None;
         OpId { index, generation: slot.generation }
     }
 
@@ -164,9 +181,10 @@ impl Operations {
         self.slots.get_mut(id.index as usize).filter(|op| op.live && op.generation == id.generation)
     }
 
-    /// Whether the peer decides when it is finished: all but a receive.
-    pub(crate) fn awaits_peer(&self, id: OpId) -> bool {
-        self.op(id).is_some_and(|op| op.kind != OpKind::Receive)
+    /// What an operation does that is not finished; `None`: it is, or there is none.
+    #[inline]
+    pub(crate) fn kind_in_flight(&self, id: OpId) -> Option<OpKind> {
+        self.op(id).filter(|op| op.outcome.is_none()).map(|op| op.kind)
     }
 
     /// Whether an operation has finished, or [`Operations::report`] was called, since the last call.
@@ -211,15 +229,16 @@ impl Operations {
         if op.outcome.is_some() {
             return;
         }
-        if let Some(grant) = op.grant.take() {
+        let Attached { grant, direct, callback, parent, .. } =
+            op.attached.take().map(|attached| *attached).unwrap_or_default();
+        if let Some(grant) = grant {
             grant.revoke();
         }
         if let Ok(Finish { more: Some(more), .. }) = &mut outcome {
-            more.direct = op.direct;
+            more.direct = direct;
             more.times = op.gpu.as_ref().map(|gpu| Box::new(gpu.times));
         }
-        let callback = op.callback.take();
-        let (parent, detached) = (op.parent.take(), op.detached);
+        let detached = op.detached;
         let failure = outcome.as_ref().err().cloned();
         let bytes = outcome.as_ref().map_or(0, |finish| finish.bytes);
         if !matches!(op.keep, Keep::Vec(_)) {
@@ -244,13 +263,7 @@ impl Operations {
     #[inline]
     pub(crate) fn finish_short(&mut self, endpoint: EndpointId, short: proto::Short) -> bool {
         let Some(op) = self.op_mut(short.op) else { return true };
-        let plain = op.grant.is_none()
-            && op.cursor.is_none()
-            && op.callback.is_none()
-            && op.parent.is_none()
-            && op.outcome.is_none()
-            && !op.detached;
-        if !plain {
+        if op.attached.is_some() || op.outcome.is_some() || op.detached {
             return false;
         }
         op.endpoint = Some(endpoint);
@@ -264,22 +277,26 @@ impl Operations {
         true
     }
 
-    /// Takes the good end of a short message out of the table; its request is not asked for here any more.
+    /// How an operation stands. The good end of a short message leaves the table with this call: its request is not
+    /// looked up again.
     #[inline]
-    pub(crate) fn collect(&mut self, id: OpId) -> Option<Finish> {
-        let op = self.op_mut(id)?;
-        if !matches!(op.outcome, Some(Ok(Finish { more: None, .. }))) || !matches!(op.keep, Keep::Nothing) {
-            return None;
+    pub(crate) fn collect(&mut self, id: OpId) -> Standing {
+        let Some(op) = self.op_mut(id) else { return Standing::Gone };
+        match &op.outcome {
+            None => Standing::InFlight,
+            Some(Ok(Finish { more: None, .. })) if matches!(op.keep, Keep::Nothing) => {
+                let outcome = op.outcome.take();
+                self.free(id);
+                outcome.map_or(Standing::Gone, |outcome| outcome.map_or(Standing::Gone, Standing::Collected))
+            }
+            Some(outcome) => Standing::Kept(outcome.clone()),
         }
-        let outcome = op.outcome.take();
-        self.free(id);
-        outcome?.ok()
     }
 
     /// Keeps a batch from finishing while its parts are still being submitted.
     pub(crate) fn hold(&mut self, parent: OpId) {
         if let Some(op) = self.op_mut(parent) {
-            op.children += 1;
+            op.attached().children += 1;
         }
     }
 
@@ -291,22 +308,25 @@ impl Operations {
     /// The running parts of a batch.
     pub(crate) fn children(&self, parent: OpId) -> Vec<OpId> {
         let mut running = self.running();
-        running.retain(|id| self.op(*id).is_some_and(|op| op.parent == Some(parent)));
+        running.retain(|id| {
+            self.op(*id).is_some_and(|op| op.attached.as_ref().and_then(|attached| attached.parent) == Some(parent))
+        });
         running
     }
 
     fn child_finished(&mut self, parent: OpId, bytes: u64, failure: Option<Box<Error>>) {
         let Some(op) = self.op_mut(parent) else { return };
-        op.children -= 1;
-        let last = op.children == 0;
-        op.bytes += bytes;
-        let (endpoint, tag, bytes) = (op.endpoint, op.tag, op.bytes);
+        let (endpoint, tag) = (op.endpoint, op.tag);
+        let batch = op.attached();
+        batch.children -= 1;
+        batch.bytes += bytes;
+        let (last, bytes) = (batch.children == 0, batch.bytes);
         if let Some(error) = failure {
             // The batch fails with its first failure, but only once all its parts are finished.
-            op.failure.get_or_insert(error);
+            batch.failure.get_or_insert(error);
         }
         if last {
-            let outcome = match self.op_mut(parent).and_then(|op| op.failure.take()) {
+            let outcome = match batch.failure.take() {
                 Some(error) => Err(error),
                 None => {
                     let more = More {
@@ -325,12 +345,10 @@ impl Operations {
 
     /// Makes `child` part of `parent`'s batch.
     pub(crate) fn adopt(&mut self, parent: OpId, child: OpId) {
-        if let Some(op) = self.op_mut(parent) {
-            op.children += 1;
-        }
+        self.hold(parent);
         let mut already = false;
         if let Some(op) = self.op_mut(child) {
-            op.parent = Some(parent);
+            op.attached().parent = Some(parent);
             op.detached = true;
             already = op.outcome.is_some();
         }
@@ -354,7 +372,8 @@ impl Operations {
                 self.callbacks.push((callback, outcome));
             }
             None => {
-                op.callback = Some(match op.callback.take() {
+                let attached = op.attached();
+                attached.callback = Some(match attached.callback.take() {
                     Some(first) => Box::new(|result| {
                         first(result.clone());
                         callback(result);
@@ -404,6 +423,7 @@ impl Operations {
             slot.keep = Keep::Nothing;
         }
         slot.outcome = None;
+        slot.attached = None;
         self.free.push(id.index);
         self.live -= 1;
     }
@@ -421,17 +441,14 @@ impl Op {
             gpu: None,
             tag: 0,
             keep: Keep::Nothing,
-            grant: None,
-            cursor: None,
-            direct: None,
             outcome: None,
             detached: false,
-            callback: None,
-            parent: None,
-            children: 0,
-            bytes: 0,
-            failure: None,
+            attached: None,
         }
+    }
+
+    fn attached(&mut self) -> &mut Attached {
+        self.attached.get_or_insert_default()
     }
 
     #[inline]
@@ -477,17 +494,17 @@ impl Op {
 
     /// Records that a direct copy was offered or made.
     pub(crate) fn set_direct(&mut self, kind: crossrail_transport::DirectKind) {
-        self.direct = Some(kind);
+        self.attached().direct = Some(kind);
     }
 
     /// Records the shared cursor that was offered for a direct copy.
     pub(crate) fn set_cursor(&mut self, cursor: Option<u32>) {
-        self.cursor = cursor;
+        self.attached().cursor = cursor;
     }
 
     /// Takes that cursor away, to be closed.
     pub(crate) fn take_cursor(&mut self) -> Option<u32> {
-        self.cursor.take()
+        self.attached.as_mut()?.cursor.take()
     }
 
     /// The ordinal of the GPU that owns its memory; `None`: host memory.
@@ -498,12 +515,12 @@ impl Op {
 
     /// The grant under which lanes outside the lock touch this operation's memory.
     pub(crate) fn grant(&mut self) -> Arc<Grant> {
-        self.grant.get_or_insert_with(Arc::default).clone()
+        self.attached().grant.get_or_insert_with(Arc::default).clone()
     }
 
     /// Takes the memory away from every lane.
     pub(crate) fn revoke(&mut self) {
-        if let Some(grant) = self.grant.take() {
+        if let Some(grant) = self.attached.as_mut().and_then(|attached| attached.grant.take()) {
             grant.revoke();
         }
     }

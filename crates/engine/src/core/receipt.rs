@@ -7,7 +7,7 @@ use crossrail_transport::DirectKind;
 use crossrail_types::{EndpointId, LaneId, OpId, Result};
 
 use super::Core;
-use super::operations::{Finish, More, Outcome};
+use super::operations::{Finish, More, Outcome, Standing, gone};
 use super::peers::Names;
 
 /// How a transfer's bytes travelled.
@@ -130,23 +130,21 @@ fn protocol(receipt: &crossrail_proto::Receipt, direct: Option<DirectKind>) -> P
     }
 }
 
-/// How a finished operation ended; `None`: it is running. What need not stay in the table leaves it.
+/// How a finished operation ended; `None`: it is in flight. What need not stay in the table leaves it.
 #[inline]
 pub(crate) fn outcome(core: &mut Core, id: OpId, collected: &Collected) -> Option<Result<Receipt>> {
     if let Some(finish) = collected.load() {
         return Some(render(core, Ok(finish)));
     }
-    if !core.operations().is_done(id) {
-        return None;
+    match core.operations().collect(id) {
+        Standing::InFlight => None,
+        Standing::Collected(finish) => {
+            collected.store(&finish);
+            Some(render(core, Ok(finish)))
+        }
+        Standing::Kept(outcome) => Some(render(core, outcome)),
+        Standing::Gone => Some(Err(gone("wait"))),
     }
-    if let Some(finish) = core.operations().collect(id) {
-        collected.store(&finish);
-        return Some(render(core, Ok(finish)));
-    }
-    Some(match core.operations().op(id).and_then(|op| op.outcome().cloned()) {
-        Some(outcome) => render(core, outcome),
-        None => Err(crate::core::gone("wait")),
-    })
 }
 
 /// The good end of a short message, once it has been taken out of the worker's table. Written and read under the

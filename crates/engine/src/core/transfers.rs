@@ -184,10 +184,9 @@ impl Transfers {
 
     /// Publishes to the peer how many of its messages have been delivered here.
     #[inline]
-    fn publish_count(&mut self, endpoint: EndpointId) {
+    fn publish_count(&mut self, endpoint: EndpointId, id: LaneId) {
         let tables = &mut self.data.tables;
         let Some(peer) = tables.peers.get_mut(endpoint) else { return };
-        let Some(id) = peer.message_lane() else { return };
         let Some(count) = peer.protocol.untold(id) else { return };
         // What this end sends must be on the lane before the count says that it was.
         if tables.lanes.get(id).is_none_or(|lane| !lane.counts() || lane.has_pending()) {
@@ -215,25 +214,46 @@ impl Transfers {
         if self.wake_ups.is_observed() {
             self.data.tables.operations.report();
         }
-        if self.data.has_delivered() {
-            for (endpoint, short) in self.data.take_delivered() {
-                self.apply(endpoint, short.into());
-            }
+        let tables = &mut self.data.tables;
+        let Some(peer) = tables.peers.get_mut(endpoint) else { return };
+        let mut other = None;
+        while other.is_none()
+            && let Some(short) = peer.protocol.short()
+        {
+            other = (!tables.operations.finish_short(endpoint, short)).then_some(short);
         }
-        while let Some(short) = self.data.tables.peers.get_mut(endpoint).and_then(|peer| peer.protocol.short()) {
-            if !self.data.tables.operations.finish_short(endpoint, short) {
-                self.apply(endpoint, short.into());
+        if let Some(short) = other {
+            self.data.deliver_later(endpoint, short);
+        }
+        if self.data.has_delivered() || self.has_events(endpoint) {
+            self.apply_all(endpoint);
+        }
+        let Some(peer) = self.data.tables.peers.get(endpoint) else { return };
+        let has_connections = !peer.bulk().is_empty();
+        if let Some(id) = peer.message_lane() {
+            if peer.protocol.presses(id) {
+                self.flush(endpoint);
+                self.wake_ups.after_flush();
             }
+            self.publish_count(endpoint, id);
+        }
+        if has_connections {
+            self.notify_connections(endpoint);
+        }
+    }
+
+    #[inline]
+    fn has_events(&self, endpoint: EndpointId) -> bool {
+        self.data.tables.peers.get(endpoint).is_some_and(|peer| peer.protocol.has_events())
+    }
+
+    /// Everything that is not the plain end of a short message.
+    #[cold]
+    fn apply_all(&mut self, endpoint: EndpointId) {
+        for (endpoint, short) in self.data.take_delivered() {
+            self.apply(endpoint, short.into());
         }
         self.apply_events(endpoint);
-        if let Some(peer) = self.data.tables.peers.get(endpoint)
-            && peer.message_lane().is_some_and(|id| peer.protocol.presses(id))
-        {
-            self.flush(endpoint);
-            self.wake_ups.after_flush();
-        }
-        self.publish_count(endpoint);
-        self.notify_connections(endpoint);
     }
 
     /// [`Transfers::settle`] after something arrived while, perhaps, no caller makes progress: then no later message would soon

@@ -6,21 +6,20 @@ use crossrail_proto as proto;
 use crossrail_types::{Error, ErrorKind, OpId, Result};
 
 use super::Progress;
-use crate::core::{Callback, Collected, Core, Receipt, outcome};
+use crate::core::{Callback, Collected, Core, OpKind, Receipt, outcome};
 
 impl Progress {
     pub(crate) fn wait(&self, id: OpId, collected: &Collected, timeout: Option<Duration>) -> Result<Receipt> {
         let timeout = timeout.unwrap_or(self.environment.settings().timeout);
-        let ask = |core: &mut Core| core.operations().awaits_peer(id);
+        let ask = |core: &mut Core| core.operations().kind_in_flight(id).is_some_and(OpKind::awaits_peer);
         let found = self.wait_for(timeout, ask, |core| outcome(core, id, collected));
         found.unwrap_or_else(|| Err(self.timed_out(id, timeout)))
     }
 
     pub(crate) fn test(&self, id: OpId, collected: &Collected) -> Option<Result<Receipt>> {
         let mut core = self.core.lock();
-        if !core.operations().is_done(id) {
-            let ask = core.operations().awaits_peer(id);
-            core.pass(true, ask);
+        if let Some(kind) = core.operations().kind_in_flight(id) {
+            core.pass(true, kind.awaits_peer());
             let sockets = self.groups[0].has_lanes();
             if sockets && !core.operations().is_done(id) {
                 self.after(core);
