@@ -1,5 +1,5 @@
-//! What kernels take. Defined here, once: the macros make constants and structs in Rust and their text in C, which asserts the size
-//! (`csrc/layout/args.cuh`, written by `cargo run -p crossrail-kernels --example layout`). Fields are numbers, arrays of
+//! Arguments of kernels, defined once: the macros produce constants and structs in Rust and their text in C, which asserts
+//! the sizes (`csrc/layout/args.cuh`, written by `cargo run -p crossrail-kernels --example layout`). Fields are numbers, arrays of
 //! numbers, or structs of these, in the same order on both sides.
 #![allow(unsafe_code)]
 
@@ -22,17 +22,17 @@ macro_rules! constants {
 }
 
 constants! {
-    /// The threads of a block of the kernels that copy: 8 warps.
+    /// Threads of a block of the copying kernels: 8 warps.
     COPY_THREADS: u32 = 256;
-    /// The bytes that a warp of `crossrail_copy` takes at a time.
+    /// Bytes that a warp of `crossrail_copy` copies at a time.
     COPY_PART: u64 = 16384;
-    /// The bytes of one stage of `crossrail_copy_bulk`, in shared memory.
+    /// Bytes of one stage of `crossrail_copy_bulk`, in shared memory.
     BULK_STAGE: u32 = 16384;
-    /// How many stages a block of it has.
+    /// Stages of a block of `crossrail_copy_bulk`.
     BULK_STAGES: u32 = 12;
-    /// What a waiting kernel says: the flag has reached the value.
+    /// Outcome of a wait: the flag has reached the value.
     FLAG_REACHED: u64 = 1;
-    /// What a waiting kernel says: the time was over first.
+    /// Outcome of a wait: timeout.
     FLAG_TIMED_OUT: u64 = 2;
 }
 
@@ -95,65 +95,65 @@ pub(crate) const HEADER: &str = "\
 
 layouts! {
     layout, "csrc/layout/args.cuh";
-    /// One entry of a list to unpack: bytes that go from one place to another. Any alignment.
+    /// An entry of a list to unpack: one copy, of any alignment.
     Piece {
-        /// Where they are: device memory, or host memory that the GPU reaches.
+        /// Source address: device memory, or host memory mapped for the GPU.
         src: u64,
-        /// Where they go.
+        /// Destination address.
         dst: u64,
-        /// How many bytes.
+        /// Length in bytes.
         len: u64,
     }
-    /// What `crossrail_unpack` takes.
+    /// Arguments of `crossrail_unpack`.
     UnpackArgs {
-        /// The address of the list, 8-byte aligned, in device memory or mapped host memory.
+        /// Address of the list, 8-byte aligned, in device memory or mapped host memory.
         pieces: u64,
-        /// How many entries it has.
+        /// Number of its entries.
         count: u64,
     }
-    /// What `crossrail_copy` and `crossrail_copy_bulk` take.
+    /// Arguments of `crossrail_copy` and `crossrail_copy_bulk`.
     CopyArgs {
-        /// Where the bytes go.
+        /// Destination address.
         dst: u64,
-        /// Where they are.
+        /// Source address.
         src: u64,
-        /// How many bytes.
+        /// Length in bytes.
         len: u64,
     }
-    /// What `crossrail_put` takes.
+    /// Arguments of `crossrail_put`.
     PutArgs {
-        /// Where the bytes go: memory of any GPU that is reached, or host memory.
+        /// Destination address: memory of any GPU with peer access, or mapped host memory.
         dst: u64,
-        /// Where they are.
+        /// Source address.
         src: u64,
-        /// How many bytes; 0 for the signal alone.
+        /// Length in bytes; 0 for the signal alone.
         len: u64,
-        /// The bytes that a warp takes at a time, a multiple of 16; 0 for what suits the length.
+        /// Bytes that a warp copies at a time, a multiple of 16; 0 for a default that depends on the length.
         part: u64,
-        /// The address of the signal, 8-byte aligned; 0 for none.
+        /// Address of the signal, 8-byte aligned; 0 for none.
         signal: u64,
-        /// What the signal becomes once all bytes are there.
+        /// Value of the signal once all bytes have arrived.
         value: u64,
-        /// The address of a 64-bit number in this GPU's memory that is 0 and becomes 0 again, by which several blocks
-        /// count themselves: of this launch alone as long as it runs. 0 for none.
+        /// Address of a 64-bit counter in this GPU's memory with which several blocks find the last one: 0 before and after
+        /// the launch, and used by no other launch while this one runs. 0 for none.
         counter: u64,
     }
-    /// What `crossrail_flag_write` takes.
+    /// Arguments of `crossrail_flag_write`.
     FlagWriteArgs {
-        /// The address of the flag, 8-byte aligned.
+        /// Address of the flag, 8-byte aligned.
         flag: u64,
-        /// What it becomes.
+        /// Its new value.
         value: u64,
     }
-    /// What `crossrail_flag_await` takes.
+    /// Arguments of `crossrail_flag_await`.
     FlagAwaitArgs {
-        /// The address of the flag, 8-byte aligned.
+        /// Address of the flag, 8-byte aligned.
         flag: u64,
-        /// What it must have reached.
+        /// The value that it must reach.
         value: u64,
-        /// The longest wait, in nanoseconds.
+        /// Timeout in nanoseconds.
         limit_ns: u64,
-        /// The address of a 64-bit number that becomes FLAG_REACHED or FLAG_TIMED_OUT.
+        /// Address of a 64-bit word that becomes FLAG_REACHED or FLAG_TIMED_OUT.
         outcome: u64,
     }
 }

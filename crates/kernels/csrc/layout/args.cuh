@@ -3,98 +3,98 @@
 
 #include "layout/types.cuh"
 
-// The threads of a block of the kernels that copy: 8 warps.
+// Threads of a block of the copying kernels: 8 warps.
 constexpr u32 COPY_THREADS = 256;
 
-// The bytes that a warp of `crossrail_copy` takes at a time.
+// Bytes that a warp of `crossrail_copy` copies at a time.
 constexpr u64 COPY_PART = 16384;
 
-// The bytes of one stage of `crossrail_copy_bulk`, in shared memory.
+// Bytes of one stage of `crossrail_copy_bulk`, in shared memory.
 constexpr u32 BULK_STAGE = 16384;
 
-// How many stages a block of it has.
+// Stages of a block of `crossrail_copy_bulk`.
 constexpr u32 BULK_STAGES = 12;
 
-// What a waiting kernel says: the flag has reached the value.
+// Outcome of a wait: the flag has reached the value.
 constexpr u64 FLAG_REACHED = 1;
 
-// What a waiting kernel says: the time was over first.
+// Outcome of a wait: timeout.
 constexpr u64 FLAG_TIMED_OUT = 2;
 
-// One entry of a list to unpack: bytes that go from one place to another. Any alignment.
+// An entry of a list to unpack: one copy, of any alignment.
 struct Piece {
-    // Where they are: device memory, or host memory that the GPU reaches.
+    // Source address: device memory, or host memory mapped for the GPU.
     u64 src;
-    // Where they go.
+    // Destination address.
     u64 dst;
-    // How many bytes.
+    // Length in bytes.
     u64 len;
 };
 
 static_assert(sizeof(Piece) == 24, "Piece");
 
-// What `crossrail_unpack` takes.
+// Arguments of `crossrail_unpack`.
 struct UnpackArgs {
-    // The address of the list, 8-byte aligned, in device memory or mapped host memory.
+    // Address of the list, 8-byte aligned, in device memory or mapped host memory.
     u64 pieces;
-    // How many entries it has.
+    // Number of its entries.
     u64 count;
 };
 
 static_assert(sizeof(UnpackArgs) == 16, "UnpackArgs");
 
-// What `crossrail_copy` and `crossrail_copy_bulk` take.
+// Arguments of `crossrail_copy` and `crossrail_copy_bulk`.
 struct CopyArgs {
-    // Where the bytes go.
+    // Destination address.
     u64 dst;
-    // Where they are.
+    // Source address.
     u64 src;
-    // How many bytes.
+    // Length in bytes.
     u64 len;
 };
 
 static_assert(sizeof(CopyArgs) == 24, "CopyArgs");
 
-// What `crossrail_put` takes.
+// Arguments of `crossrail_put`.
 struct PutArgs {
-    // Where the bytes go: memory of any GPU that is reached, or host memory.
+    // Destination address: memory of any GPU with peer access, or mapped host memory.
     u64 dst;
-    // Where they are.
+    // Source address.
     u64 src;
-    // How many bytes; 0 for the signal alone.
+    // Length in bytes; 0 for the signal alone.
     u64 len;
-    // The bytes that a warp takes at a time, a multiple of 16; 0 for what suits the length.
+    // Bytes that a warp copies at a time, a multiple of 16; 0 for a default that depends on the length.
     u64 part;
-    // The address of the signal, 8-byte aligned; 0 for none.
+    // Address of the signal, 8-byte aligned; 0 for none.
     u64 signal;
-    // What the signal becomes once all bytes are there.
+    // Value of the signal once all bytes have arrived.
     u64 value;
-    // The address of a 64-bit number in this GPU's memory that is 0 and becomes 0 again, by which several blocks
-    // count themselves: of this launch alone as long as it runs. 0 for none.
+    // Address of a 64-bit counter in this GPU's memory with which several blocks find the last one: 0 before and after
+    // the launch, and used by no other launch while this one runs. 0 for none.
     u64 counter;
 };
 
 static_assert(sizeof(PutArgs) == 56, "PutArgs");
 
-// What `crossrail_flag_write` takes.
+// Arguments of `crossrail_flag_write`.
 struct FlagWriteArgs {
-    // The address of the flag, 8-byte aligned.
+    // Address of the flag, 8-byte aligned.
     u64 flag;
-    // What it becomes.
+    // Its new value.
     u64 value;
 };
 
 static_assert(sizeof(FlagWriteArgs) == 16, "FlagWriteArgs");
 
-// What `crossrail_flag_await` takes.
+// Arguments of `crossrail_flag_await`.
 struct FlagAwaitArgs {
-    // The address of the flag, 8-byte aligned.
+    // Address of the flag, 8-byte aligned.
     u64 flag;
-    // What it must have reached.
+    // The value that it must reach.
     u64 value;
-    // The longest wait, in nanoseconds.
+    // Timeout in nanoseconds.
     u64 limit_ns;
-    // The address of a 64-bit number that becomes FLAG_REACHED or FLAG_TIMED_OUT.
+    // Address of a 64-bit word that becomes FLAG_REACHED or FLAG_TIMED_OUT.
     u64 outcome;
 };
 

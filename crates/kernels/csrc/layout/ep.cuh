@@ -3,157 +3,158 @@
 
 #include "layout/types.cuh"
 
-// A phase of a launch: rank layout, what goes where is announced.
+// Phase of a launch: announce rows to their destinations (rank layout).
 constexpr u32 EP_ANNOUNCE = 1;
 
-// A phase of a launch: rows are sent.
+// Phase of a launch: send rows.
 constexpr u32 EP_SEND = 2;
 
-// A phase of a launch: what came is delivered.
+// Phase of a launch: deliver received rows.
 constexpr u32 EP_RECEIVE = 4;
 
-// How many slots a rank has for each source: they alternate by the number of the operation.
+// Slots that a rank has for each source; operations alternate between them by epoch.
 constexpr u32 EP_DEPTH = 2;
 
-// Bytes of a line of words, which belongs to one source rank.
+// Bytes of a line of control words. A heap has one line for each source rank, written by that rank only.
 constexpr u64 EP_LINE = 128;
 
-// Word of a line: tokens of a dispatch: number << 32 | flags << 24 | tokens. Two, by parity.
+// Control word of a line, expert layout: epoch << 32 | flags << 24 | tokens of a dispatch. Double-buffered by epoch.
 constexpr u32 EP_WORD_TABLE = 0;
 
-// Word of a line: the announcement of a dispatch is there. Two, by parity.
+// Control word: epoch of the dispatch whose announcement is complete. Double-buffered by epoch.
 constexpr u32 EP_WORD_ANNOUNCE = 4;
 
-// Word of a line: all rows of a dispatch are there. Two, by parity.
+// Control word: epoch of the dispatch whose rows are all there. Double-buffered by epoch.
 constexpr u32 EP_WORD_SENT = 6;
 
-// Word of a line: the last dispatch whose slots that rank has done with.
+// Control word: epoch of the last dispatch whose slots the writing rank has released.
 constexpr u32 EP_WORD_DISPATCH_TAKEN = 8;
 
-// Word of a line: the last combine whose slots that rank has done with.
+// Control word: epoch of the last combine whose slots the writing rank has released.
 constexpr u32 EP_WORD_COMBINE_TAKEN = 9;
 
-// Word of a line: free for the host.
+// Control word: reserved for the host.
 constexpr u32 EP_WORD_HELLO = 10;
 
-// Word of a line: rank layout, where the rows of a dispatch begin. Two, by parity; written before `EP_WORD_SENT`.
+// Control word, rank layout: first row of the source's rows. Double-buffered by epoch; written before `EP_WORD_SENT`.
 constexpr u32 EP_WORD_PLACE = 11;
 
-// What was waited for when a rank did not come: the table of a dispatch.
+// Stage of a timeout: waiting for the table of a dispatch.
 constexpr u32 EP_STAGE_TABLE = 1;
 
-// What was waited for: a row of a dispatch.
+// Stage of a timeout: waiting for a row of a dispatch.
 constexpr u32 EP_STAGE_ROW = 2;
 
-// What was waited for: the weights of a combine.
+// Stage of a timeout: waiting for the weights of a combine.
 constexpr u32 EP_STAGE_WEIGHTS = 3;
 
-// What was waited for: a row of a combine.
+// Stage of a timeout: waiting for a row of a combine.
 constexpr u32 EP_STAGE_BACK_ROW = 4;
 
-// What was waited for: the announcement of a dispatch.
+// Stage of a timeout: waiting for the announcement of a dispatch.
 constexpr u32 EP_STAGE_ANNOUNCE = 5;
 
-// What was waited for: the word that all rows of a dispatch are there.
+// Stage of a timeout: waiting for the word that all rows of a dispatch are there.
 constexpr u32 EP_STAGE_SENT = 6;
 
-// What was waited for: that the rank is done with the slots of the last dispatch but one.
+// Stage of a timeout: waiting for the release of the slots of the dispatch before the last.
 constexpr u32 EP_STAGE_DISPATCH_TAKEN = 7;
 
-// What was waited for: that the rank is done with the slots of the last combine but one.
+// Stage of a timeout: waiting for the release of the slots of the combine before the last.
 constexpr u32 EP_STAGE_COMBINE_TAKEN = 8;
 
-// What was wrong, with a rank that did come: its rows of a dispatch lie elsewhere than the announcements say, as not
-// all ranks came in time for all. `seen` is where they begin.
+// Fault of a rank that was in time: its rows begin elsewhere than the announcements imply, because the ranks disagree
+// on who timed out. `seen` is where they begin.
 constexpr u32 EP_STAGE_PLACE = 9;
 
-// What was wrong, with this rank itself: more rows came than `max_rows`. `seen` is how many.
+// Fault of this rank's own call: more rows were received than `max_rows`. `seen` is their number.
 constexpr u32 EP_STAGE_ROOM = 10;
 
-// The most blocks of a launch in the rank layout.
+// Most blocks of a launch in the rank layout.
 constexpr u32 EP_RANK_BLOCKS = 256;
 
 // Entries of the ring of faults.
 constexpr u32 EP_FAULTS = 64;
 
-// Flag of a table or a handle's source: weights came with the dispatch.
+// Flag of a table or of a handle's source: weights were sent with the dispatch.
 constexpr u32 EP_WEIGHTED = 1;
 
 // Flag of an announcement: the routing of an earlier dispatch is repeated.
 constexpr u32 EP_CACHED = 2;
 
-// In place of what a rank says, where it did not come in time.
+// In place of a rank's `say` if the rank timed out.
 constexpr u32 EP_UNHEARD = 4294967295;
 
-// Times that a block can note of a launch, for measurements: nanoseconds of the GPU's clock, 0 for what did not come.
+// Number of times that a block can note in a launch, for measurements: nanoseconds of the GPU's clock; 0: not reached.
 constexpr u32 EP_MARKS = 16;
 
-// A time: the block began.
+// Time: the block started.
 constexpr u32 EP_MARK_BEGUN = 0;
 
-// A time: rank layout, the block has counted its rows; dispatch in the expert layout, it knows the operation's number.
+// Time: the block has counted its rows (rank layout), or knows the epoch (dispatch in the expert layout).
 constexpr u32 EP_MARK_COUNTED = 1;
 
-// A time: all ranks were told how much comes. One block's.
+// Time: announcements to all ranks are written. One block only.
 constexpr u32 EP_MARK_ANNOUNCED = 2;
 
-// A time: all ranks' announcements (expert layout: tables) came. One block's.
+// Time: announcements (expert layout: tables) of all ranks were received. One block only.
 constexpr u32 EP_MARK_HEARD = 3;
 
-// A time: the block knows where its rows go.
+// Time: the block knows the destinations of its rows.
 constexpr u32 EP_MARK_PLANNED = 4;
 
-// A time: the first of the block's rows (of its first warp that sends) has been stored; in combine, is there.
+// Time: the first row of the block's first sending warp is stored; in combine, has arrived.
 constexpr u32 EP_MARK_FIRST = 5;
 
-// A time: the block's rows (of its first warp that sends) are there.
+// Time: all rows of the block's first sending warp have arrived.
 constexpr u32 EP_MARK_SENT = 6;
 
-// A time: what belongs to rows (of the first warp that sends it) has been stored.
+// Time: the row metadata of the first warp that sends metadata is stored.
 constexpr u32 EP_MARK_DETAILS = 7;
 
-// A time: combine, the block's first sum (of its first warp that adds).
+// Time: first sum of the block's first adding warp (combine).
 constexpr u32 EP_MARK_SUM = 8;
 
-// A time: combine, the block's last sum (of its first warp that adds).
+// Time: last sum of the block's first adding warp (combine).
 constexpr u32 EP_MARK_SUMS = 9;
 
-// A time: the block is done, but for what only the last one does.
+// Time: the block is done, except for what only the last block does.
 constexpr u32 EP_MARK_DONE = 10;
 
-// A time: the rows of all ranks came. One block's; expert layout: those that the block's last warp delivers.
+// Time: rows of all ranks were received. One block only; expert layout: rows that the block's last warp delivers.
 constexpr u32 EP_MARK_CAME = 11;
 
-// A time: the launch is over. One block's.
+// Time: the launch is over. One block only.
 constexpr u32 EP_MARK_OVER = 12;
 
-// In place of a row's number: none.
+// In place of a row number: no row.
 constexpr u32 EP_NOWHERE = 4294967295;
 
-// Where everything is in a heap; the same on every rank.
+// Offsets and strides of everything in a heap; the same on every rank.
 struct EpHeap {
-    // Words: a line of EP_LINE bytes for each source rank, u64 each.
+    // Control words, u64: a line of EP_LINE bytes for each source rank, which alone writes it.
     u64 words;
-    // This rank's own: an `EpState`.
+    // An `EpState`, accessed only by this rank.
     u64 state;
-    // u32[R]: not 0 for a rank that is masked. The host writes them too, between launches.
+    // u32[R]: not 0 for a masked rank. Set by kernels at a timeout and by the host at any time; cleared by the host only,
+    // between launches.
     u64 masks;
-    // u64[R]: the longest wait for each rank in the operation under way, in nanoseconds.
+    // u64[R]: longest wait for each rank in the current operation, in nanoseconds.
     u64 waited;
-    // u64[R]: of the dispatch under way, number << 32 | flags << 24 | tokens of each source (0 for a masked one).
+    // u64[R]: current dispatch, epoch << 32 | flags << 24 | tokens of each source (0 for a masked one).
     u64 plan_tokens;
-    // Expert layout: u64[R][M][K]: of the dispatch under way, number << 32 | the row of each selection, or EP_NOWHERE.
+    // Expert layout: u64[R][M][K], current dispatch, epoch << 32 | row of each selection, or EP_NOWHERE.
     u64 plan_rows;
     // Rank layout: an `EpScan`.
     u64 scan;
-    // u32[R]: of the dispatch under way, the region at each rank, EP_NOWHERE for a rank that did not come.
+    // u32[R]: current dispatch, region at each rank; EP_NOWHERE for a rank that timed out.
     u64 scan_regions;
-    // u32[EP_RANK_BLOCKS][R]: of the dispatch under way, rows of each block's tokens at each rank.
+    // u32[EP_RANK_BLOCKS][R]: current dispatch, rows of each block's tokens at each rank.
     u64 scan_counts;
     // u32[E]: selections of each expert; 0 between launches.
     u64 scan_experts;
-    // Expert layout: [EP_DEPTH][R] tables: u64[M][K], number << 32 | local expert + 1 (0: not here) of each selection;
-    // and, if they were given, u64[M][K], number << 32 | the bits of an f32, weights of those that are here.
+    // Expert layout: [EP_DEPTH][R] tables: u64[M][K], epoch << 32 | local expert + 1 of each selection (0: not on this
+    // rank); and, if weights were given, u64[M][K], epoch << 32 | bits of the f32 weight of those on this rank.
     u64 tables;
     // From one table to the next.
     u64 table_stride;
@@ -166,24 +167,25 @@ struct EpHeap {
     u64 row_stride;
     // From one piece of a row to the next.
     u64 piece_stride;
-    // u64[EP_DEPTH][R][M][pieces]: the number of the dispatch whose piece is there.
+    // u64[EP_DEPTH][R][M][pieces]: epoch of the dispatch whose piece is there, stored with release order after it.
     u64 row_flags;
-    // Combine: [EP_DEPTH][R] slots of bf16 rows: one for each token, or min(K, El) without prereduction (expert
-    // layout alone; the rank layout has one for each token always).
+    // Combine: [EP_DEPTH][R] slots of bf16 rows: one per token, or min(K, El) per token without prereduction (expert
+    // layout only).
     u64 back;
     // From one slot to the next.
     u64 back_slot;
     // From one row to the next.
     u64 back_stride;
-    // u64[..rows of a slot][pieces] for each slot: the number of the combine whose piece is there.
+    // For each slot u64[rows of a slot][pieces]: epoch of the combine whose piece is there, stored with release order
+    // after it.
     u64 back_flags;
     // From one slot's flags to the next's.
     u64 back_flags_slot;
-    // Expert layout: u64[EP_DEPTH][R][M][K], weights of a combine: number << 32 | the bits of an f32.
+    // Expert layout: u64[EP_DEPTH][R][M][K], weights of a combine: epoch << 32 | bits of an f32.
     u64 back_weights;
     // From one source's to the next's.
     u64 back_weights_stride;
-    // Rank layout: f32[EP_DEPTH][R][M][K], weights that come back.
+    // Rank layout: f32[EP_DEPTH][R][M][K], returned weights.
     u64 back_topk;
     // Rank layout: [EP_DEPTH][R] announcements: an `EpAnnounceHeader`, rows u32[R] (to every rank), counts u32[El].
     u64 announces;
@@ -211,21 +213,21 @@ struct EpHeap {
 
 static_assert(sizeof(EpHeap) == 288, "EpHeap");
 
-// What a rank's kernels remember between launches: numbers of operations, and counters that are 0 between them.
+// State of a rank's kernels between launches: epochs of the last operations, and counters that are 0 between launches.
 struct EpState {
-    // The last dispatch that was announced.
+    // Epoch of the last dispatch announced.
     u64 dispatch_begun;
-    // The last dispatch that was sent.
+    // Epoch of the last dispatch sent.
     u64 dispatch_sent;
-    // The last dispatch that was received.
+    // Epoch of the last dispatch received.
     u64 dispatch_ended;
-    // The last combine that was begun.
+    // Epoch of the last combine begun.
     u64 combine_begun;
-    // The last combine that was sent.
+    // Epoch of the last combine sent.
     u64 combine_sent;
-    // The last combine that was received.
+    // Epoch of the last combine received.
     u64 combine_ended;
-    // Faults so far.
+    // Number of faults reported so far.
     u64 faults;
     // Blocks of a dispatch launch that have finished, one counter for each value of `EpCommon::phases`: a launch that
     // only sends may overlap one that only receives. Kernels count up; the last block of a launch resets its
@@ -237,19 +239,19 @@ struct EpState {
 
 static_assert(sizeof(EpState) == 184, "EpState");
 
-// How far the blocks of a dispatch in the rank layout are.
+// Progress of the blocks of a dispatch in the rank layout.
 struct EpScan {
-    // Blocks that have counted; 0 between launches.
+    // Blocks that have counted their rows; 0 between launches.
     u64 arrived;
-    // The last dispatch whose rows all blocks have counted.
+    // Epoch of the last dispatch whose rows all blocks have counted.
     u64 scanned;
-    // The last dispatch of which is known where rows go.
+    // Epoch of the last dispatch whose row destinations are known.
     u64 planned;
     // Blocks that have numbered their tokens' rows; 0 between launches.
     u64 numbered;
-    // Tokens that warps have taken to dispatch, beyond those that are each warp's first; 0 between launches.
+    // Tokens claimed by warps of a dispatch, beyond each warp's first; 0 between launches.
     u64 dispatch_taken;
-    // The same of turns of a combine.
+    // The same for the turns of a combine.
     u64 combine_taken;
 };
 
@@ -257,7 +259,7 @@ static_assert(sizeof(EpScan) == 48, "EpScan");
 
 // The head of an announcement.
 struct EpAnnounceHeader {
-    // Which of its own regions rows for the announcing rank go to.
+    // Region of the announcing rank into which rows for it are to be written.
     u32 region;
     // Its tokens.
     u32 tokens;
@@ -271,13 +273,13 @@ static_assert(sizeof(EpAnnounceHeader) == 16, "EpAnnounceHeader");
 
 // An entry of the ring of faults, in pinned host memory.
 struct EpFault {
-    // Faults before this one, and this one: written last. Its entry is (number - 1) % EP_FAULTS.
+    // Sequence number of the fault, from 1, stored last with release order. Its entry is (number - 1) % EP_FAULTS.
     u64 number;
-    // The dispatch or combine.
+    // Epoch of the dispatch or combine.
     u64 epoch;
-    // What the word said that was waited for.
+    // Last value of the word that was waited for.
     u64 seen;
-    // The rank that did not come.
+    // The rank that timed out.
     u32 rank;
     // EP_STAGE_.
     u32 stage;
@@ -285,7 +287,7 @@ struct EpFault {
 
 static_assert(sizeof(EpFault) == 32, "EpFault");
 
-// Where everything is in a handle's memory.
+// Offsets of everything in a handle.
 struct EpHandle {
     // An `EpHandleHeader`.
     u64 header;
@@ -293,17 +295,17 @@ struct EpHandle {
     u64 tokens;
     // u32[R]: flags of each source.
     u64 flags;
-    // i32[M][K]: the experts of this rank's own tokens, -1 where there is none.
+    // i32[M][K]: experts of this rank's own tokens; -1 for none.
     u64 sent;
     // f32[M][K]: their weights, if they were given.
     u64 sent_weights;
     // Expert layout: u32[R][M][K], the row of each selection, or EP_NOWHERE.
     u64 routes;
-    // Expert layout: u8[R][M], how many of a token's selections are here.
+    // Expert layout: u8[R][M], number of a token's selections on this rank.
     u64 present;
-    // Expert layout: f32[R][M][K], weights that came.
+    // Expert layout: f32[R][M][K], received weights.
     u64 weights;
-    // Rank layout: u32[M][R], the row of each own token at each rank, from this rank's first there; or EP_NOWHERE.
+    // Rank layout: u32[M][R], row of each own token at each rank, counted from this rank's first there; or EP_NOWHERE.
     u64 sent_rows;
     // Rank layout: u32[R], this rank's first row at each rank.
     u64 places;
@@ -319,13 +321,13 @@ static_assert(sizeof(EpHandle) == 104, "EpHandle");
 
 // The head of a handle.
 struct EpHandleHeader {
-    // The dispatch.
+    // Epoch of the dispatch.
     u64 epoch;
     // This rank's tokens.
     u32 tokens;
     // EP_WEIGHTED: they had weights.
     u32 flags;
-    // Rank layout: how many experts they selected, in all.
+    // Rank layout: total number of experts that they selected.
     u64 selections;
 };
 

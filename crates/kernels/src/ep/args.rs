@@ -1,7 +1,9 @@
-//! What the kernels of expert parallelism take, and what they read and write in heaps. Written to `csrc/layout/ep.cuh`.
+//! Arguments of the expert-parallel kernels, and the layout of what they read and write in heaps: the single definition,
+//! from which `csrc/layout/ep.cuh` is generated.
 //!
 //! Offsets are bytes from the start of a heap (`EpHeap`) or of a handle (`EpHandle`), addresses are of device memory,
-//! strides are bytes. R, H, K, E, and El = E / R are known when a kernel is compiled; M, `max_tokens`, is not.
+//! strides are bytes. R ranks, H elements of a row, K experts of a token, E experts and El = E / R local experts are fixed
+//! when a kernel is compiled; M, `max_tokens`, is not. An epoch is the sequence number of a dispatch or a combine, from 1.
 #![allow(unsafe_code)]
 
 use std::fmt::Write as _;
@@ -10,119 +12,120 @@ use std::mem::size_of;
 use crossrail_cuda::KernelArgs;
 
 constants! {
-    /// A phase of a launch: rank layout, what goes where is announced.
+    /// Phase of a launch: announce rows to their destinations (rank layout).
     EP_ANNOUNCE: u32 = 1;
-    /// A phase of a launch: rows are sent.
+    /// Phase of a launch: send rows.
     EP_SEND: u32 = 2;
-    /// A phase of a launch: what came is delivered.
+    /// Phase of a launch: deliver received rows.
     EP_RECEIVE: u32 = 4;
-    /// How many slots a rank has for each source: they alternate by the number of the operation.
+    /// Slots that a rank has for each source; operations alternate between them by epoch.
     EP_DEPTH: u32 = 2;
-    /// Bytes of a line of words, which belongs to one source rank.
+    /// Bytes of a line of control words. A heap has one line for each source rank, written by that rank only.
     EP_LINE: u64 = 128;
-    /// Word of a line: tokens of a dispatch: number << 32 | flags << 24 | tokens. Two, by parity.
+    /// Control word of a line, expert layout: epoch << 32 | flags << 24 | tokens of a dispatch. Double-buffered by epoch.
     EP_WORD_TABLE: u32 = 0;
-    /// Word of a line: the announcement of a dispatch is there. Two, by parity.
+    /// Control word: epoch of the dispatch whose announcement is complete. Double-buffered by epoch.
     EP_WORD_ANNOUNCE: u32 = 4;
-    /// Word of a line: all rows of a dispatch are there. Two, by parity.
+    /// Control word: epoch of the dispatch whose rows are all there. Double-buffered by epoch.
     EP_WORD_SENT: u32 = 6;
-    /// Word of a line: the last dispatch whose slots that rank has done with.
+    /// Control word: epoch of the last dispatch whose slots the writing rank has released.
     EP_WORD_DISPATCH_TAKEN: u32 = 8;
-    /// Word of a line: the last combine whose slots that rank has done with.
+    /// Control word: epoch of the last combine whose slots the writing rank has released.
     EP_WORD_COMBINE_TAKEN: u32 = 9;
-    /// Word of a line: free for the host.
+    /// Control word: reserved for the host.
     EP_WORD_HELLO: u32 = 10;
-    /// Word of a line: rank layout, where the rows of a dispatch begin. Two, by parity; written before `EP_WORD_SENT`.
+    /// Control word, rank layout: first row of the source's rows. Double-buffered by epoch; written before `EP_WORD_SENT`.
     EP_WORD_PLACE: u32 = 11;
-    /// What was waited for when a rank did not come: the table of a dispatch.
+    /// Stage of a timeout: waiting for the table of a dispatch.
     EP_STAGE_TABLE: u32 = 1;
-    /// What was waited for: a row of a dispatch.
+    /// Stage of a timeout: waiting for a row of a dispatch.
     EP_STAGE_ROW: u32 = 2;
-    /// What was waited for: the weights of a combine.
+    /// Stage of a timeout: waiting for the weights of a combine.
     EP_STAGE_WEIGHTS: u32 = 3;
-    /// What was waited for: a row of a combine.
+    /// Stage of a timeout: waiting for a row of a combine.
     EP_STAGE_BACK_ROW: u32 = 4;
-    /// What was waited for: the announcement of a dispatch.
+    /// Stage of a timeout: waiting for the announcement of a dispatch.
     EP_STAGE_ANNOUNCE: u32 = 5;
-    /// What was waited for: the word that all rows of a dispatch are there.
+    /// Stage of a timeout: waiting for the word that all rows of a dispatch are there.
     EP_STAGE_SENT: u32 = 6;
-    /// What was waited for: that the rank is done with the slots of the last dispatch but one.
+    /// Stage of a timeout: waiting for the release of the slots of the dispatch before the last.
     EP_STAGE_DISPATCH_TAKEN: u32 = 7;
-    /// What was waited for: that the rank is done with the slots of the last combine but one.
+    /// Stage of a timeout: waiting for the release of the slots of the combine before the last.
     EP_STAGE_COMBINE_TAKEN: u32 = 8;
-    /// What was wrong, with a rank that did come: its rows of a dispatch lie elsewhere than the announcements say, as not
-    /// all ranks came in time for all. `seen` is where they begin.
+    /// Fault of a rank that was in time: its rows begin elsewhere than the announcements imply, because the ranks disagree
+    /// on who timed out. `seen` is where they begin.
     EP_STAGE_PLACE: u32 = 9;
-    /// What was wrong, with this rank itself: more rows came than `max_rows`. `seen` is how many.
+    /// Fault of this rank's own call: more rows were received than `max_rows`. `seen` is their number.
     EP_STAGE_ROOM: u32 = 10;
-    /// The most blocks of a launch in the rank layout.
+    /// Most blocks of a launch in the rank layout.
     EP_RANK_BLOCKS: u32 = 256;
     /// Entries of the ring of faults.
     EP_FAULTS: u32 = 64;
-    /// Flag of a table or a handle's source: weights came with the dispatch.
+    /// Flag of a table or of a handle's source: weights were sent with the dispatch.
     EP_WEIGHTED: u32 = 1;
     /// Flag of an announcement: the routing of an earlier dispatch is repeated.
     EP_CACHED: u32 = 2;
-    /// In place of what a rank says, where it did not come in time.
+    /// In place of a rank's `say` if the rank timed out.
     EP_UNHEARD: u32 = 0xffffffff;
-    /// Times that a block can note of a launch, for measurements: nanoseconds of the GPU's clock, 0 for what did not come.
+    /// Number of times that a block can note in a launch, for measurements: nanoseconds of the GPU's clock; 0: not reached.
     EP_MARKS: u32 = 16;
-    /// A time: the block began.
+    /// Time: the block started.
     EP_MARK_BEGUN: u32 = 0;
-    /// A time: rank layout, the block has counted its rows; dispatch in the expert layout, it knows the operation's number.
+    /// Time: the block has counted its rows (rank layout), or knows the epoch (dispatch in the expert layout).
     EP_MARK_COUNTED: u32 = 1;
-    /// A time: all ranks were told how much comes. One block's.
+    /// Time: announcements to all ranks are written. One block only.
     EP_MARK_ANNOUNCED: u32 = 2;
-    /// A time: all ranks' announcements (expert layout: tables) came. One block's.
+    /// Time: announcements (expert layout: tables) of all ranks were received. One block only.
     EP_MARK_HEARD: u32 = 3;
-    /// A time: the block knows where its rows go.
+    /// Time: the block knows the destinations of its rows.
     EP_MARK_PLANNED: u32 = 4;
-    /// A time: the first of the block's rows (of its first warp that sends) has been stored; in combine, is there.
+    /// Time: the first row of the block's first sending warp is stored; in combine, has arrived.
     EP_MARK_FIRST: u32 = 5;
-    /// A time: the block's rows (of its first warp that sends) are there.
+    /// Time: all rows of the block's first sending warp have arrived.
     EP_MARK_SENT: u32 = 6;
-    /// A time: what belongs to rows (of the first warp that sends it) has been stored.
+    /// Time: the row metadata of the first warp that sends metadata is stored.
     EP_MARK_DETAILS: u32 = 7;
-    /// A time: combine, the block's first sum (of its first warp that adds).
+    /// Time: first sum of the block's first adding warp (combine).
     EP_MARK_SUM: u32 = 8;
-    /// A time: combine, the block's last sum (of its first warp that adds).
+    /// Time: last sum of the block's first adding warp (combine).
     EP_MARK_SUMS: u32 = 9;
-    /// A time: the block is done, but for what only the last one does.
+    /// Time: the block is done, except for what only the last block does.
     EP_MARK_DONE: u32 = 10;
-    /// A time: the rows of all ranks came. One block's; expert layout: those that the block's last warp delivers.
+    /// Time: rows of all ranks were received. One block only; expert layout: rows that the block's last warp delivers.
     EP_MARK_CAME: u32 = 11;
-    /// A time: the launch is over. One block's.
+    /// Time: the launch is over. One block only.
     EP_MARK_OVER: u32 = 12;
-    /// In place of a row's number: none.
+    /// In place of a row number: no row.
     EP_NOWHERE: u32 = 0xffff_ffff;
 }
 
 layouts! {
     layout_ep, "csrc/layout/ep.cuh";
-    /// Where everything is in a heap; the same on every rank.
+    /// Offsets and strides of everything in a heap; the same on every rank.
     EpHeap {
-        /// Words: a line of EP_LINE bytes for each source rank, u64 each.
+        /// Control words, u64: a line of EP_LINE bytes for each source rank, which alone writes it.
         words: u64,
-        /// This rank's own: an `EpState`.
+        /// An `EpState`, accessed only by this rank.
         state: u64,
-        /// u32[R]: not 0 for a rank that is masked. The host writes them too, between launches.
+        /// u32[R]: not 0 for a masked rank. Set by kernels at a timeout and by the host at any time; cleared by the host only,
+        /// between launches.
         masks: u64,
-        /// u64[R]: the longest wait for each rank in the operation under way, in nanoseconds.
+        /// u64[R]: longest wait for each rank in the current operation, in nanoseconds.
         waited: u64,
-        /// u64[R]: of the dispatch under way, number << 32 | flags << 24 | tokens of each source (0 for a masked one).
+        /// u64[R]: current dispatch, epoch << 32 | flags << 24 | tokens of each source (0 for a masked one).
         plan_tokens: u64,
-        /// Expert layout: u64[R][M][K]: of the dispatch under way, number << 32 | the row of each selection, or EP_NOWHERE.
+        /// Expert layout: u64[R][M][K], current dispatch, epoch << 32 | row of each selection, or EP_NOWHERE.
         plan_rows: u64,
         /// Rank layout: an `EpScan`.
         scan: u64,
-        /// u32[R]: of the dispatch under way, the region at each rank, EP_NOWHERE for a rank that did not come.
+        /// u32[R]: current dispatch, region at each rank; EP_NOWHERE for a rank that timed out.
         scan_regions: u64,
-        /// u32[EP_RANK_BLOCKS][R]: of the dispatch under way, rows of each block's tokens at each rank.
+        /// u32[EP_RANK_BLOCKS][R]: current dispatch, rows of each block's tokens at each rank.
         scan_counts: u64,
         /// u32[E]: selections of each expert; 0 between launches.
         scan_experts: u64,
-        /// Expert layout: [EP_DEPTH][R] tables: u64[M][K], number << 32 | local expert + 1 (0: not here) of each selection;
-        /// and, if they were given, u64[M][K], number << 32 | the bits of an f32, weights of those that are here.
+        /// Expert layout: [EP_DEPTH][R] tables: u64[M][K], epoch << 32 | local expert + 1 of each selection (0: not on this
+        /// rank); and, if weights were given, u64[M][K], epoch << 32 | bits of the f32 weight of those on this rank.
         tables: u64,
         /// From one table to the next.
         table_stride: u64,
@@ -135,24 +138,25 @@ layouts! {
         row_stride: u64,
         /// From one piece of a row to the next.
         piece_stride: u64,
-        /// u64[EP_DEPTH][R][M][pieces]: the number of the dispatch whose piece is there.
+        /// u64[EP_DEPTH][R][M][pieces]: epoch of the dispatch whose piece is there, stored with release order after it.
         row_flags: u64,
-        /// Combine: [EP_DEPTH][R] slots of bf16 rows: one for each token, or min(K, El) without prereduction (expert
-        /// layout alone; the rank layout has one for each token always).
+        /// Combine: [EP_DEPTH][R] slots of bf16 rows: one per token, or min(K, El) per token without prereduction (expert
+        /// layout only).
         back: u64,
         /// From one slot to the next.
         back_slot: u64,
         /// From one row to the next.
         back_stride: u64,
-        /// u64[..rows of a slot][pieces] for each slot: the number of the combine whose piece is there.
+        /// For each slot u64[rows of a slot][pieces]: epoch of the combine whose piece is there, stored with release order
+        /// after it.
         back_flags: u64,
         /// From one slot's flags to the next's.
         back_flags_slot: u64,
-        /// Expert layout: u64[EP_DEPTH][R][M][K], weights of a combine: number << 32 | the bits of an f32.
+        /// Expert layout: u64[EP_DEPTH][R][M][K], weights of a combine: epoch << 32 | bits of an f32.
         back_weights: u64,
         /// From one source's to the next's.
         back_weights_stride: u64,
-        /// Rank layout: f32[EP_DEPTH][R][M][K], weights that come back.
+        /// Rank layout: f32[EP_DEPTH][R][M][K], returned weights.
         back_topk: u64,
         /// Rank layout: [EP_DEPTH][R] announcements: an `EpAnnounceHeader`, rows u32[R] (to every rank), counts u32[El].
         announces: u64,
@@ -177,21 +181,21 @@ layouts! {
         /// Bytes of the heap.
         bytes: u64,
     }
-    /// What a rank's kernels remember between launches: numbers of operations, and counters that are 0 between them.
+    /// State of a rank's kernels between launches: epochs of the last operations, and counters that are 0 between launches.
     EpState {
-        /// The last dispatch that was announced.
+        /// Epoch of the last dispatch announced.
         dispatch_begun: u64,
-        /// The last dispatch that was sent.
+        /// Epoch of the last dispatch sent.
         dispatch_sent: u64,
-        /// The last dispatch that was received.
+        /// Epoch of the last dispatch received.
         dispatch_ended: u64,
-        /// The last combine that was begun.
+        /// Epoch of the last combine begun.
         combine_begun: u64,
-        /// The last combine that was sent.
+        /// Epoch of the last combine sent.
         combine_sent: u64,
-        /// The last combine that was received.
+        /// Epoch of the last combine received.
         combine_ended: u64,
-        /// Faults so far.
+        /// Number of faults reported so far.
         faults: u64,
         /// Blocks of a dispatch launch that have finished, one counter for each value of `EpCommon::phases`: a launch that
         /// only sends may overlap one that only receives. Kernels count up; the last block of a launch resets its
@@ -200,24 +204,24 @@ layouts! {
         /// The same for combine.
         combine_blocks: [u64; 8],
     }
-    /// How far the blocks of a dispatch in the rank layout are.
+    /// Progress of the blocks of a dispatch in the rank layout.
     EpScan {
-        /// Blocks that have counted; 0 between launches.
+        /// Blocks that have counted their rows; 0 between launches.
         arrived: u64,
-        /// The last dispatch whose rows all blocks have counted.
+        /// Epoch of the last dispatch whose rows all blocks have counted.
         scanned: u64,
-        /// The last dispatch of which is known where rows go.
+        /// Epoch of the last dispatch whose row destinations are known.
         planned: u64,
         /// Blocks that have numbered their tokens' rows; 0 between launches.
         numbered: u64,
-        /// Tokens that warps have taken to dispatch, beyond those that are each warp's first; 0 between launches.
+        /// Tokens claimed by warps of a dispatch, beyond each warp's first; 0 between launches.
         dispatch_taken: u64,
-        /// The same of turns of a combine.
+        /// The same for the turns of a combine.
         combine_taken: u64,
     }
     /// The head of an announcement.
     EpAnnounceHeader {
-        /// Which of its own regions rows for the announcing rank go to.
+        /// Region of the announcing rank into which rows for it are to be written.
         region: u32,
         /// Its tokens.
         tokens: u32,
@@ -228,18 +232,18 @@ layouts! {
     }
     /// An entry of the ring of faults, in pinned host memory.
     EpFault {
-        /// Faults before this one, and this one: written last. Its entry is (number - 1) % EP_FAULTS.
+        /// Sequence number of the fault, from 1, stored last with release order. Its entry is (number - 1) % EP_FAULTS.
         number: u64,
-        /// The dispatch or combine.
+        /// Epoch of the dispatch or combine.
         epoch: u64,
-        /// What the word said that was waited for.
+        /// Last value of the word that was waited for.
         seen: u64,
-        /// The rank that did not come.
+        /// The rank that timed out.
         rank: u32,
         /// EP_STAGE_.
         stage: u32,
     }
-    /// Where everything is in a handle's memory.
+    /// Offsets of everything in a handle.
     EpHandle {
         /// An `EpHandleHeader`.
         header: u64,
@@ -247,17 +251,17 @@ layouts! {
         tokens: u64,
         /// u32[R]: flags of each source.
         flags: u64,
-        /// i32[M][K]: the experts of this rank's own tokens, -1 where there is none.
+        /// i32[M][K]: experts of this rank's own tokens; -1 for none.
         sent: u64,
         /// f32[M][K]: their weights, if they were given.
         sent_weights: u64,
         /// Expert layout: u32[R][M][K], the row of each selection, or EP_NOWHERE.
         routes: u64,
-        /// Expert layout: u8[R][M], how many of a token's selections are here.
+        /// Expert layout: u8[R][M], number of a token's selections on this rank.
         present: u64,
-        /// Expert layout: f32[R][M][K], weights that came.
+        /// Expert layout: f32[R][M][K], received weights.
         weights: u64,
-        /// Rank layout: u32[M][R], the row of each own token at each rank, from this rank's first there; or EP_NOWHERE.
+        /// Rank layout: u32[M][R], row of each own token at each rank, counted from this rank's first there; or EP_NOWHERE.
         sent_rows: u64,
         /// Rank layout: u32[R], this rank's first row at each rank.
         places: u64,
@@ -270,13 +274,13 @@ layouts! {
     }
     /// The head of a handle.
     EpHandleHeader {
-        /// The dispatch.
+        /// Epoch of the dispatch.
         epoch: u64,
         /// This rank's tokens.
         tokens: u32,
         /// EP_WEIGHTED: they had weights.
         flags: u32,
-        /// Rank layout: how many experts they selected, in all.
+        /// Rank layout: total number of experts that they selected.
         selections: u64,
     }
     /// Arguments of every launch. The caller of a buffer sets `tokens` (of a dispatch) and `waits`; the buffer sets the rest.
