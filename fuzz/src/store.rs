@@ -1,8 +1,8 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
+use crossrail_control::builtin::contents::{Contents, Outbox};
 use crossrail_control::builtin::frames::{self, Answer, Change, Frame, Request};
-use crossrail_control::builtin::state::{Outbox, State};
 use crossrail_handshake::Secret;
 use crossrail_handshake::store::Greeting;
 use crossrail_handshake::wire::STORE;
@@ -94,7 +94,7 @@ impl Outbox for Checked {
 
 /// Each step: who (and what), then the length of a request's body and the body.
 fn converse(input: &mut Input<'_>) {
-    let (mut state, mut clients) = (State::new(0), Checked::default());
+    let (mut contents, mut clients) = (Contents::new(0), Checked::default());
     let mut now = Instant::now();
     let mut call = 0;
     while !input.is_empty() {
@@ -103,11 +103,11 @@ fn converse(input: &mut Input<'_>) {
         match who >> 6 {
             0 => {
                 now += Duration::from_millis(u64::from(input.byte()) * 10);
-                state.expire(now, &mut clients);
-                assert!(state.next_expiry().is_none_or(|next| next > now));
+                contents.expire(now, &mut clients);
+                assert!(contents.next_expiry().is_none_or(|next| next > now));
             }
             1 => {
-                state.forget(client);
+                contents.forget(client);
                 clients.watches.retain(|(known, _), _| *known != client);
                 clients.waits.retain(|(known, _), _| *known != client);
             }
@@ -120,12 +120,12 @@ fn converse(input: &mut Input<'_>) {
                 if let Request::Wait { keys, .. } = &frame.body {
                     clients.waits.insert((client, call), keys.iter().map(|key| (*key).to_owned()).collect());
                 }
-                state.apply(now, client, call, &frame.body, &mut clients);
+                contents.apply(now, client, call, &frame.body, &mut clients);
             }
         }
     }
-    (0..u64::from(CLIENTS)).for_each(|client| state.forget(client));
-    state.expire(now + Duration::from_secs(86_400), &mut Checked::default());
-    state.apply(now, 0, call + 1, &Request::DeletePrefix(""), &mut Checked::default());
-    assert!(state.is_idle(), "something is left of clients and leases that are gone: {state:?}");
+    (0..u64::from(CLIENTS)).for_each(|client| contents.forget(client));
+    contents.expire(now + Duration::from_secs(86_400), &mut Checked::default());
+    contents.apply(now, 0, call + 1, &Request::DeletePrefix(""), &mut Checked::default());
+    assert!(contents.is_idle(), "something is left of clients and leases that are gone: {contents:?}");
 }

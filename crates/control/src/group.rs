@@ -1,9 +1,9 @@
 //! A group of ranks: who is in it, what they tell each other, where they meet.
 
 mod join;
-mod keys;
+mod options;
 mod serve;
-mod shared;
+mod state;
 mod waits;
 mod watch;
 
@@ -13,46 +13,10 @@ use std::time::{Duration, Instant};
 
 use crossrail_types::{Error, Result, Settings};
 
-pub(crate) use keys::Keys;
-use shared::Shared;
+pub use options::GroupOptions;
+use state::GroupState;
 
 use crate::{Member, RankState};
-
-/// How to join a group. Unset: as the settings or the launcher's variables say ([`crate::Bootstrap`]).
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GroupOptions {
-    /// Which group: letters, digits, `.`, `_`, `-`; at most 64.
-    pub name: String,
-    /// This process's rank; unset everywhere: the lowest free one.
-    pub rank: Option<u32>,
-    /// The most ranks there may be; unset everywhere: as the members say that are there already.
-    pub size: Option<u32>,
-    /// This process's number among those of its node; unset everywhere: the lowest free one.
-    pub local_rank: Option<u32>,
-    /// Its node; members of equal `node` share memory. Unset: this machine and network namespace.
-    pub node: Option<String>,
-    /// The store's address: `tcp://host:port`, `etcd://host:port[,host:port]`.
-    pub store: Option<String>,
-    /// How long after its last sign of life a member counts as dead. A store may lengthen it (etcd: to 2 s or so).
-    pub lease: Duration,
-    /// The longest joining may take, and any wait that names no limit of its own; unset: `CROSSRAIL_TIMEOUT`.
-    pub timeout: Option<Duration>,
-}
-
-impl Default for GroupOptions {
-    fn default() -> GroupOptions {
-        GroupOptions {
-            name: "default".to_owned(),
-            rank: None,
-            size: None,
-            local_rank: None,
-            node: None,
-            store: None,
-            lease: Duration::from_secs(1),
-            timeout: None,
-        }
-    }
-}
 
 /// One process's place in a group. Cheap to clone, any thread; the last clone that is dropped leaves.
 ///
@@ -64,20 +28,20 @@ pub struct Group(Arc<Handle>);
 
 /// Leaves when the last clone goes.
 struct Handle {
-    shared: Arc<Shared>,
-    running: join::Running,
+    state: Arc<GroupState>,
+    membership: join::Membership,
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.running.leave(&self.shared);
+        self.membership.leave(&self.state);
     }
 }
 
 impl fmt::Debug for Group {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let shared = self.shared();
-        write!(f, "Group({:?}, rank {} of {}, {})", shared.name, shared.rank, shared.size, shared.address)
+        let state = self.inner();
+        write!(f, "Group({:?}, rank {} of {}, {})", state.name, state.rank, state.size, state.address)
     }
 }
 
@@ -90,51 +54,51 @@ impl Group {
     /// or lease. `Unreachable`: no store there in time. `Mismatch`: the rank is taken, or another rank was told
     /// another size; both are named. `Exhausted`: all ranks are taken. Else as [`crate::Store`].
     pub fn join(options: GroupOptions, settings: &Settings) -> Result<Group> {
-        join::join(options, settings).map(|(shared, running)| Group(Arc::new(Handle { shared, running })))
+        join::join(options, settings).map(|(state, membership)| Group(Arc::new(Handle { state, membership })))
     }
 
-    fn shared(&self) -> &Shared {
-        &self.0.shared
+    fn inner(&self) -> &GroupState {
+        &self.0.state
     }
 
     /// This process's rank.
     pub fn rank(&self) -> u32 {
-        self.shared().rank
+        self.inner().rank
     }
 
     /// The most ranks the group may have; they go from 0 to `size - 1`.
     pub fn size(&self) -> u32 {
-        self.shared().size
+        self.inner().size
     }
 
     /// This process's number among the members of its node.
     pub fn local_rank(&self) -> u32 {
-        self.shared().local_rank
+        self.inner().local_rank
     }
 
     /// Members of equal `node` share memory.
     pub fn node(&self) -> &str {
-        &self.shared().node
+        &self.inner().node
     }
 
     /// The group's name.
     pub fn name(&self) -> &str {
-        &self.shared().name
+        &self.inner().name
     }
 
     /// What said rank, size and store: one line for people.
     pub fn bootstrap(&self) -> &str {
-        &self.shared().said
+        &self.inner().said
     }
 
     /// Where the store is, as others would name it.
     pub fn store_address(&self) -> String {
-        self.shared().address.clone()
+        self.inner().address.clone()
     }
 
     /// Whether the store runs in this process.
     pub fn serves_store(&self) -> bool {
-        self.shared().serves_store
+        self.inner().serves_store
     }
 
     /// Tells the others `value` under `key`, until it is told anew, withdrawn, or this process leaves or dies.
@@ -143,7 +107,7 @@ impl Group {
     /// # Errors
     /// `Usage`: a bad key, or a value beyond 64 KiB. `Closed` after [`Group::leave`]. Else as [`crate::Store`].
     pub fn publish(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.shared().publish(key, value)
+        self.inner().publish(key, value)
     }
 
     /// Takes back what was told under `key`; nothing happens when there is nothing.
@@ -151,7 +115,7 @@ impl Group {
     /// # Errors
     /// As [`Group::publish`].
     pub fn withdraw(&self, key: &str) -> Result<()> {
-        self.shared().withdraw(key, None)
+        self.inner().withdraw(key, None)
     }
 
     /// As [`Group::withdraw`], but only if it is still `value` that was told.
@@ -159,7 +123,7 @@ impl Group {
     /// # Errors
     /// As [`Group::publish`].
     pub fn withdraw_if(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.shared().withdraw(key, Some(value))
+        self.inner().withdraw(key, Some(value))
     }
 
     /// What each of `ranks` tells under `key`, in their order; waits for those that have not told yet.
@@ -168,7 +132,7 @@ impl Group {
     /// `Timeout` naming those that did not come. `PeerDead` at once when one of them has died or left (to wait for
     /// its successor: [`Group::wait_members`] first). `Usage`: a rank beyond the size. Else as [`Group::publish`].
     pub fn collect(&self, key: &str, ranks: &[u32], timeout: Option<Duration>) -> Result<Vec<Vec<u8>>> {
-        self.shared().collect(key, ranks, timeout)
+        self.inner().collect(key, ranks, timeout)
     }
 
     /// Waits until all of `ranks`, this one among them, have come to the barrier `name`. It may be used any number
@@ -179,7 +143,7 @@ impl Group {
     /// # Errors
     /// As [`Group::collect`].
     pub fn barrier(&self, name: &str, ranks: &[u32], timeout: Option<Duration>) -> Result<()> {
-        self.shared().barrier(name, ranks, timeout)
+        self.inner().barrier(name, ranks, timeout)
     }
 
     /// Waits until all of `ranks` are in the group; ranks that died or left count as not there yet.
@@ -187,32 +151,32 @@ impl Group {
     /// # Errors
     /// `Timeout` naming those that did not come; `Usage`, `Closed`.
     pub fn wait_members(&self, ranks: &[u32], timeout: Option<Duration>) -> Result<()> {
-        self.shared().wait_members(ranks, timeout)
+        self.inner().wait_members(ranks, timeout)
     }
 
     /// Who is in the group now, by rank, this process included.
     pub fn members(&self) -> Vec<Member> {
-        self.shared().roster.lock().members()
+        self.inner().roster.lock().members()
     }
 
     /// What is known of a rank. Cheap: a background thread keeps it.
     pub fn state(&self, rank: u32) -> RankState {
-        self.shared().state(rank)
+        self.inner().state(rank)
     }
 
     /// Counts how often other members came, left or died since this process joined.
     pub fn changes(&self) -> u64 {
-        self.shared().roster.lock().changes()
+        self.inner().roster.lock().changes()
     }
 
     /// Waits until [`Group::changes`] is beyond `after`, this process has left, or `deadline`; gives the count then.
     pub fn wait_change(&self, after: u64, deadline: Instant) -> u64 {
-        self.shared().wait_change(after, deadline)
+        self.inner().wait_change(after, deadline)
     }
 
     /// Why the store cannot be reached at the moment; `None`: it can, as far as is known.
     pub fn control_error(&self) -> Option<Error> {
-        self.shared().control.lock().clone()
+        self.inner().control.lock().clone()
     }
 
     /// Leaves: what this rank told is gone, its number is free. Calls under way in other threads fail with `Closed`.
@@ -221,7 +185,7 @@ impl Group {
     /// # Errors
     /// None at present: when the store cannot be reached, the lease ends by itself.
     pub fn leave(&self) -> Result<()> {
-        self.0.running.leave(self.shared());
+        self.0.membership.leave(self.inner());
         Ok(())
     }
 }

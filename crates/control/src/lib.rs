@@ -9,6 +9,7 @@ pub mod builtin;
 pub mod conformance;
 mod etcd;
 mod group;
+mod keys;
 mod limits;
 mod log;
 mod membership;

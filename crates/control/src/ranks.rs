@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::group::Keys;
+use crate::keys::Keys;
 use crate::membership::{Row, key_rank, rank_key, rank_name};
 use crate::{Entry, Event, Expected, LeaseId, Revision, Store};
 

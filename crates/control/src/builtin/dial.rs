@@ -9,16 +9,16 @@ use crossrail_handshake::{Secret, resolve, store};
 use crossrail_types::{Error, ErrorKind, Reason, Result};
 use socket2::{SockRef, TcpKeepalive};
 
-/// A store's place: `host:port`.
+/// A store's store: `host:port`.
 #[derive(Clone, Debug)]
-pub(super) struct Place(String);
+pub(super) struct StoreAddress(String);
 
-impl Place {
+impl StoreAddress {
     /// Out of an address without its scheme.
     ///
     /// # Errors
     /// `Config`: it is not of the form `host:port`.
-    pub(super) fn parse(text: &str) -> Result<Place> {
+    pub(super) fn parse(text: &str) -> Result<StoreAddress> {
         let (host, port) = text.rsplit_once(':').unwrap_or((text, ""));
         let bare_v6 = host.contains(':') && !(host.starts_with('[') && host.ends_with(']'));
         if host.is_empty() || bare_v6 || !port.parse::<u16>().is_ok_and(|port| port > 0) {
@@ -29,7 +29,7 @@ impl Place {
             )
             .with_hint("accepted: tcp://host:port, such as tcp://10.0.0.1:7400 or tcp://[fd00::1]:7400"));
         }
-        Ok(Place(text.to_owned()))
+        Ok(StoreAddress(text.to_owned()))
     }
 
     pub(super) fn address(&self) -> String {
@@ -52,23 +52,23 @@ impl Place {
 /// # Errors
 /// `Unreachable`: nobody listens there, or it closed. `Timeout`. `Refused`: the secret. `Mismatch`: the version.
 /// `Protocol`: something else than a store listens there. `Exhausted`: the store takes no more clients.
-pub(super) fn dial(place: &Place, secret: &Secret, operation: &str, deadline: Instant) -> Result<TcpStream> {
+pub(super) fn dial(store: &StoreAddress, secret: &Secret, operation: &str, deadline: Instant) -> Result<TcpStream> {
     let mut last = None;
-    for address in place.resolve(operation, deadline)? {
-        match connect(place, address, operation, deadline) {
+    for address in store.resolve(operation, deadline)? {
+        match connect(store, address, operation, deadline) {
             Ok(stream) => {
-                store::connect(stream.as_fd(), secret, operation, &place.address(), deadline)?;
+                store::connect(stream.as_fd(), secret, operation, &store.address(), deadline)?;
                 stream.set_nonblocking(true).map_err(|e| Error::io(operation, "fcntl", &e))?;
                 return Ok(stream);
             }
             Err(error) => last = Some(error),
         }
     }
-    Err(last.unwrap_or_else(|| Error::new(ErrorKind::Unreachable, operation, "no address").with_peer(place.address())))
+    Err(last.unwrap_or_else(|| Error::new(ErrorKind::Unreachable, operation, "no address").with_peer(store.address())))
 }
 
-fn connect(place: &Place, address: SocketAddr, operation: &str, deadline: Instant) -> Result<TcpStream> {
-    let fail = |kind, detail: String| Error::new(kind, operation, detail).with_peer(place.address());
+fn connect(store: &StoreAddress, address: SocketAddr, operation: &str, deadline: Instant) -> Result<TcpStream> {
+    let fail = |kind, detail: String| Error::new(kind, operation, detail).with_peer(store.address());
     let silent = || {
         fail(ErrorKind::Unreachable, "connect: no process listens there".to_owned())
             .with_reason(Reason::NotListening)
@@ -92,6 +92,6 @@ fn connect(place: &Place, address: SocketAddr, operation: &str, deadline: Instan
     }
     let alive = TcpKeepalive::new().with_time(Duration::from_secs(5)).with_interval(Duration::from_secs(2));
     let set = stream.set_nodelay(true).and_then(|()| SockRef::from(&stream).set_tcp_keepalive(&alive.with_retries(3)));
-    set.map_err(|e| Error::io(operation, "setsockopt", &e).with_peer(place.address()))?;
+    set.map_err(|e| Error::io(operation, "setsockopt", &e).with_peer(store.address()))?;
     Ok(stream)
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
 
-use super::client::Shared;
+use super::channel::Channel;
 use super::frames::{Answer, Request, micros};
 use crate::store::{Lease, LeaseId};
 
@@ -17,22 +17,27 @@ const RENEWALS: u32 = 4;
 const DROP_TIME: Duration = Duration::from_millis(200);
 
 /// Asks for a lease and sees to its renewal.
-pub(super) fn grant(shared: &Arc<Shared>, ttl: Duration, deadline: Instant) -> Result<Box<dyn Lease>> {
+pub(super) fn grant(
+    channel: &Arc<Channel>,
+    renewer: &Arc<Renewer>,
+    ttl: Duration,
+    deadline: Instant,
+) -> Result<Box<dyn Lease>> {
     // Counted from before the call: the store's count begins later, so it never ends before ours.
     let begun = Instant::now();
     let request = Request::Grant(micros(ttl));
-    let (id, ttl_us) = shared.call("store lease", &request, deadline, |answer| match answer {
+    let (id, ttl_us) = channel.call("store lease", &request, deadline, |answer| match answer {
         Answer::Granted(id, ttl_us) => Some((id, ttl_us)),
         _ => None,
     })?;
     let ttl = Duration::from_micros(ttl_us);
     let held = Arc::new(Held { id, ttl, lost: AtomicBool::new(false), renewed: Mutex::new(begun) });
-    let lease = Granted { shared: Arc::clone(shared), held };
-    shared.keeper.keep(Arc::clone(&lease.held), shared)?;
+    let lease = Granted { channel: Arc::clone(channel), renewer: Arc::clone(renewer), held };
+    renewer.add(Arc::clone(&lease.held), channel)?;
     Ok(Box::new(lease))
 }
 
-/// What the lease and its keeper share.
+/// What the lease and its renewer share.
 #[derive(Debug)]
 struct Held {
     id: i64,
@@ -58,7 +63,8 @@ impl Held {
 
 #[derive(Debug)]
 struct Granted {
-    shared: Arc<Shared>,
+    channel: Arc<Channel>,
+    renewer: Arc<Renewer>,
     held: Arc<Held>,
 }
 
@@ -76,10 +82,10 @@ impl Lease for Granted {
     }
 
     fn revoke(&self, deadline: Instant) -> Result<()> {
-        self.shared.keeper.give_up(self.held.id);
+        self.renewer.remove(self.held.id);
         self.held.lost.store(true, Ordering::Release);
         let request = Request::Revoke(self.held.id);
-        self.shared.call("store revoke", &request, deadline, |answer| matches!(answer, Answer::Done).then_some(()))
+        self.channel.call("store revoke", &request, deadline, |answer| matches!(answer, Answer::Done).then_some(()))
     }
 }
 
@@ -87,7 +93,7 @@ impl Drop for Granted {
     fn drop(&mut self) {
         // Of a lease that ran out or was revoked nothing is left; of others the rest ends by itself if this fails.
         if self.held.is_lost() {
-            self.shared.keeper.give_up(self.held.id);
+            self.renewer.remove(self.held.id);
         } else {
             let _ = self.revoke(Instant::now() + DROP_TIME);
         }
@@ -96,71 +102,71 @@ impl Drop for Granted {
 
 /// Renews the leases of one client, by a thread that is there while there are any.
 #[derive(Debug, Default)]
-pub(super) struct Keeper {
-    kept: Mutex<Kept>,
+pub(super) struct Renewer {
+    queue: Mutex<Queue>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Kept {
+struct Queue {
     /// When each is to be renewed next.
     leases: Vec<(Instant, Arc<Held>)>,
     running: bool,
 }
 
-impl Keeper {
-    fn keep(self: &Arc<Self>, held: Arc<Held>, shared: &Arc<Shared>) -> Result<()> {
-        let mut kept = self.kept.lock();
+impl Renewer {
+    fn add(self: &Arc<Self>, held: Arc<Held>, channel: &Arc<Channel>) -> Result<()> {
+        let mut queue = self.queue.lock();
         let due = *held.renewed.lock() + held.ttl / RENEWALS;
-        kept.leases.push((due, held));
-        if kept.running {
+        queue.leases.push((due, held));
+        if queue.running {
             self.changed.notify_one();
             return Ok(());
         }
-        let (keeper, shared) = (Arc::clone(self), Arc::downgrade(shared));
+        let (renewer, channel) = (Arc::clone(self), Arc::downgrade(channel));
         let thread = std::thread::Builder::new().name("crossrail-lease".to_owned());
-        thread.spawn(move || keeper.run(&shared)).map_err(|e| {
+        thread.spawn(move || renewer.run(&channel)).map_err(|e| {
             Error::new(ErrorKind::Exhausted, "store lease", format!("spawn a thread: {e}"))
                 .with_hint("raise the limit of processes (ulimit -u)")
         })?;
-        kept.running = true;
+        queue.running = true;
         Ok(())
     }
 
-    fn give_up(&self, id: i64) {
-        self.kept.lock().leases.retain(|(_, held)| held.id != id);
+    fn remove(&self, id: i64) {
+        self.queue.lock().leases.retain(|(_, held)| held.id != id);
         self.changed.notify_one();
     }
 
-    fn run(&self, shared: &Weak<Shared>) {
-        let mut kept = self.kept.lock();
-        while let Some((due, held)) = kept.leases.iter().min_by_key(|(due, _)| *due).cloned() {
+    fn run(&self, channel: &Weak<Channel>) {
+        let mut queue = self.queue.lock();
+        while let Some((due, held)) = queue.leases.iter().min_by_key(|(due, _)| *due).cloned() {
             if due > Instant::now() {
-                self.changed.wait_until(&mut kept, due);
+                self.changed.wait_until(&mut queue, due);
                 continue;
             }
-            drop(kept);
+            drop(queue);
             // Held only for the call, so that the connection ends with the last of its users.
-            let next = shared.upgrade().and_then(|shared| renew(&shared, &held));
-            kept = self.kept.lock();
+            let next = channel.upgrade().and_then(|channel| renew(&channel, &held));
+            queue = self.queue.lock();
             match next {
                 Some(next) => {
-                    if let Some((due, _)) = kept.leases.iter_mut().find(|(_, known)| known.id == held.id) {
+                    if let Some((due, _)) = queue.leases.iter_mut().find(|(_, known)| known.id == held.id) {
                         *due = next;
                     }
                 }
-                None => kept.leases.retain(|(_, known)| known.id != held.id),
+                None => queue.leases.retain(|(_, known)| known.id != held.id),
             }
         }
-        kept.running = false;
+        queue.running = false;
     }
 }
 
 /// Renews a lease; when to do so next, or `None` when it has ended.
-fn renew(shared: &Shared, held: &Held) -> Option<Instant> {
+fn renew(channel: &Channel, held: &Held) -> Option<Instant> {
     let (begun, expires) = (Instant::now(), held.expires());
     let done = |answer: Answer<'_>| matches!(answer, Answer::Done).then_some(());
-    match shared.call("store lease", &Request::Renew(held.id), expires, done) {
+    match channel.call("store lease", &Request::Renew(held.id), expires, done) {
         Ok(()) if !held.is_lost() => {
             *held.renewed.lock() = begun;
             Some(begun + held.ttl / RENEWALS)

@@ -6,16 +6,18 @@
 //! [`Settings::secret`]: crossrail_types::Settings::secret
 
 mod calls;
+mod channel;
 mod client;
+#[doc(hidden)]
+pub mod contents;
 mod dial;
 #[doc(hidden)]
 pub mod frames;
 mod history;
 mod lease;
-mod peer;
+mod outbox;
 mod server;
-#[doc(hidden)]
-pub mod state;
+mod server_connection;
 mod waits;
 
 pub(crate) use client::connect;

@@ -1,4 +1,4 @@
-//! The serving end: one thread that sleeps until a client has something to say or a lease or wait runs out.
+//! The server end: one thread that sleeps until a client has something to say or a lease or wait runs out.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -17,9 +17,9 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
 use socket2::{SockRef, TcpKeepalive};
 
+use super::contents::{Contents, Outbox};
 use super::frames::Answer;
-use super::peer::{Over, Peer, next_request};
-use super::state::{Outbox, State};
+use super::server_connection::{ClientConnection, Disconnected, next_request};
 use crate::log::Log;
 
 /// Clients at a time, and those among them that have not proved themselves yet.
@@ -32,12 +32,12 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Events of one pass; leases end only after a pass that took all.
 const EVENTS: usize = 256;
 /// A wake-up later than that means that this thread could not run.
-const STOOD_STILL: Duration = Duration::from_millis(100);
+const STALL: Duration = Duration::from_millis(100);
 
 const LISTENER: u64 = u64::MAX;
 const STOP: u64 = u64::MAX - 1;
 
-/// The built-in store, serving from a thread of its own until [`StoreServer::stop`] or drop. Its contents end with it.
+/// The built-in store, server from a thread of its own until [`StoreServer::stop`] or drop. Its contents end with it.
 pub struct StoreServer {
     address: String,
     stop: Arc<EventFd>,
@@ -82,18 +82,18 @@ impl StoreServer {
         let readable = |token| EpollEvent::new(EpollFlags::EPOLLIN, token);
         epoll.add(&listener, readable(LISTENER)).map_err(|e| os("epoll_ctl", e))?;
         epoll.add(stop.as_fd(), readable(STOP)).map_err(|e| os("epoll_ctl", e))?;
-        let serving = Serving {
+        let server = ServerLoop {
             epoll,
             listener,
             secret,
-            state: State::new(first_revision()),
-            peers: Peers::default(),
+            contents: Contents::new(first_revision()),
+            clients: Clients::default(),
             next: 0,
             greeting: VecDeque::new(),
             accept_again: None,
         };
         let thread = std::thread::Builder::new().name("crossrail-store".to_owned());
-        let thread = thread.spawn(move || serving.run()).map_err(|e| {
+        let thread = thread.spawn(move || server.run()).map_err(|e| {
             Error::new(ErrorKind::Exhausted, "store", format!("spawn a thread: {e}"))
                 .with_hint("raise the limit of processes (ulimit -u)")
         })?;
@@ -171,52 +171,52 @@ fn first_revision() -> u64 {
 
 /// The clients, and those among them that have something to be sent.
 #[derive(Default)]
-struct Peers {
-    peers: HashMap<u64, Peer>,
-    touched: Vec<u64>,
+struct Clients {
+    connections: HashMap<u64, ClientConnection>,
+    unsent: Vec<u64>,
 }
 
-impl Outbox for Peers {
+impl Outbox for Clients {
     fn send(&mut self, client: u64, call: u64, answer: &Answer<'_>) {
-        let Some(peer) = self.peers.get_mut(&client) else { return };
-        peer.push(call, answer);
-        if !std::mem::replace(&mut peer.touched, true) {
-            self.touched.push(client);
+        let Some(connection) = self.connections.get_mut(&client) else { return };
+        connection.push(call, answer);
+        if !std::mem::replace(&mut connection.unsent, true) {
+            self.unsent.push(client);
         }
     }
 
     fn backlog(&self, client: u64) -> usize {
-        self.peers.get(&client).map_or(0, Peer::backlog)
+        self.connections.get(&client).map_or(0, ClientConnection::backlog)
     }
 }
 
-impl Peers {
-    fn touch(&mut self, client: u64) {
-        if let Some(peer) = self.peers.get_mut(&client)
-            && !std::mem::replace(&mut peer.touched, true)
+impl Clients {
+    fn mark_unsent(&mut self, client: u64) {
+        if let Some(connection) = self.connections.get_mut(&client)
+            && !std::mem::replace(&mut connection.unsent, true)
         {
-            self.touched.push(client);
+            self.unsent.push(client);
         }
     }
 }
 
-struct Serving {
+struct ServerLoop {
     epoll: Epoll,
     listener: TcpListener,
     secret: Secret,
-    state: State,
-    peers: Peers,
+    contents: Contents,
+    clients: Clients,
     next: u64,
     /// Until when those that connected must have proved themselves, in that order.
     greeting: VecDeque<(Instant, u64)>,
     accept_again: Option<Instant>,
 }
 
-impl Serving {
+impl ServerLoop {
     fn run(mut self) {
         let mut events = [EpollEvent::empty(); EVENTS];
         loop {
-            let due = self.state.next_expiry();
+            let due = self.contents.next_expiry();
             let seen = match self.epoll.wait(&mut events, self.timeout()) {
                 Ok(seen) => seen,
                 Err(nix::Error::EINTR) => 0,
@@ -226,18 +226,18 @@ impl Serving {
                 match event.data() {
                     STOP => return,
                     LISTENER => self.accept(),
-                    client => self.hear(client, event.events()),
+                    client => self.receive(client, event.events()),
                 }
             }
             let now = Instant::now();
             // A machine that was paused, or a process that got no processor: nobody could renew in that time.
-            if let Some(stood) = due.map(|due| now.saturating_duration_since(due)).filter(|stood| *stood > STOOD_STILL)
+            if let Some(stalled) = due.map(|due| now.saturating_duration_since(due)).filter(|stalled| *stalled > STALL)
             {
-                self.state.postpone(stood);
+                self.contents.postpone(stalled);
             }
             // Renewals that have arrived count, however late this thread comes to read them.
             if seen < EVENTS {
-                self.state.expire(now, &mut self.peers);
+                self.contents.expire(now, &mut self.clients);
             }
             self.expire_greetings(now);
             self.flush();
@@ -247,7 +247,7 @@ impl Serving {
     /// Rounded up, so that a wait never ends early and spins.
     fn timeout(&self) -> EpollTimeout {
         let greeting = self.greeting.front().map(|(deadline, _)| *deadline);
-        let next = [self.state.next_expiry(), greeting, self.accept_again].into_iter().flatten().min();
+        let next = [self.contents.next_expiry(), greeting, self.accept_again].into_iter().flatten().min();
         let Some(next) = next else { return EpollTimeout::NONE };
         let millis = next.saturating_duration_since(Instant::now()).as_micros().div_ceil(1000);
         EpollTimeout::try_from(millis.min(i32::MAX as u128) as i32).unwrap_or(EpollTimeout::MAX)
@@ -256,7 +256,7 @@ impl Serving {
     fn accept(&mut self) {
         loop {
             match self.listener.accept() {
-                Ok((stream, _)) => self.welcome(stream),
+                Ok((stream, _)) => self.admit(stream),
                 Err(e) if matches!(e.kind(), IoKind::Interrupted | IoKind::ConnectionAborted) => {}
                 Err(e) if e.kind() == IoKind::WouldBlock => return,
                 Err(_) => {
@@ -270,7 +270,7 @@ impl Serving {
         }
     }
 
-    fn welcome(&mut self, stream: std::net::TcpStream) {
+    fn admit(&mut self, stream: std::net::TcpStream) {
         let socket = SockRef::from(&stream);
         let alive = TcpKeepalive::new().with_time(Duration::from_secs(5)).with_interval(Duration::from_secs(2));
         let ready = stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true));
@@ -280,38 +280,38 @@ impl Serving {
         let Ok(greeting) = Greeting::new(&self.secret) else { return };
         let client = self.next;
         self.next += 1;
-        let full = if self.peers.peers.len() >= CLIENTS_MAX {
+        let full = if self.clients.connections.len() >= CLIENTS_MAX {
             Some(format!("the store has {CLIENTS_MAX} clients already"))
         } else if self.greeting.len() >= GREETING_MAX {
             Some(format!("{GREETING_MAX} clients have not proved themselves yet; try again"))
         } else {
             None
         };
-        let mut peer = match &full {
-            Some(text) => Peer::rejected(stream, &Reject::new(RejectCode::Full, text)),
-            None => Peer::new(stream, greeting),
+        let mut connection = match &full {
+            Some(text) => ClientConnection::rejected(stream, &Reject::new(RejectCode::Full, text)),
+            None => ClientConnection::new(stream, greeting),
         };
-        if peer.write().is_err() || full.is_some() {
+        if connection.write().is_err() || full.is_some() {
             return;
         }
-        peer.touched = false;
-        if self.epoll.add(&peer.stream, EpollEvent::new(EpollFlags::EPOLLIN, client)).is_ok() {
+        connection.unsent = false;
+        if self.epoll.add(&connection.stream, EpollEvent::new(EpollFlags::EPOLLIN, client)).is_ok() {
             self.greeting.push_back((Instant::now() + GREETING_TIME, client));
-            self.peers.peers.insert(client, peer);
+            self.clients.connections.insert(client, connection);
         }
     }
 
-    fn hear(&mut self, client: u64, flags: EpollFlags) {
+    fn receive(&mut self, client: u64, flags: EpollFlags) {
         if flags.contains(EpollFlags::EPOLLOUT) {
-            self.peers.touch(client);
+            self.clients.mark_unsent(client);
         }
         if flags.intersects(EpollFlags::EPOLLIN | EpollFlags::EPOLLHUP | EpollFlags::EPOLLERR) {
-            let ended = match self.peers.peers.get_mut(&client).map(Peer::read) {
+            let ended = match self.clients.connections.get_mut(&client).map(ClientConnection::read) {
                 Some(Ok(ended)) => ended,
-                Some(Err(Over)) => return self.close(client),
+                Some(Err(Disconnected)) => return self.close(client),
                 None => return,
             };
-            self.work(client);
+            self.process(client);
             // What it asked for last has been done; nobody is left to read the answers.
             if ended {
                 self.close(client);
@@ -320,32 +320,32 @@ impl Serving {
     }
 
     /// Does what the client has asked for so far, unless it has too much to read first.
-    fn work(&mut self, client: u64) {
-        let Some(peer) = self.peers.peers.get_mut(&client) else { return };
-        let proven = peer.is_proven();
-        if !peer.greet(&self.secret) {
-            return self.peers.touch(client);
+    fn process(&mut self, client: u64) {
+        let Some(connection) = self.clients.connections.get_mut(&client) else { return };
+        let proven = connection.is_proven();
+        if !connection.greet(&self.secret) {
+            return self.clients.mark_unsent(client);
         }
         if !proven {
             self.greeting.retain(|(_, greeting)| *greeting != client);
-            self.peers.touch(client);
+            self.clients.mark_unsent(client);
         }
-        let Some(peer) = self.peers.peers.get_mut(&client) else { return };
-        let input = peer.take_input();
+        let Some(connection) = self.clients.connections.get_mut(&client) else { return };
+        let input = connection.take_input();
         let mut used = 0;
         let now = Instant::now();
-        while !self.peers.peers.get(&client).is_none_or(Peer::is_paused) {
+        while !self.clients.connections.get(&client).is_none_or(ClientConnection::is_paused) {
             match next_request(&input[used..]) {
                 Ok(Some((frame, len))) => {
-                    self.state.apply(now, client, frame.call, &frame.body, &mut self.peers);
+                    self.contents.apply(now, client, frame.call, &frame.body, &mut self.clients);
                     used += len;
                 }
                 Ok(None) => break,
-                Err(Over) => return self.close(client),
+                Err(Disconnected) => return self.close(client),
             }
         }
-        if let Some(peer) = self.peers.peers.get_mut(&client) {
-            peer.put_input(input, used);
+        if let Some(connection) = self.clients.connections.get_mut(&client) {
+            connection.put_input(input, used);
         }
     }
 
@@ -367,26 +367,26 @@ impl Serving {
 
     /// Sends what there is to send, and asks epoll for what each client needs next.
     fn flush(&mut self) {
-        while let Some(client) = self.peers.touched.pop() {
-            let Some(peer) = self.peers.peers.get_mut(&client) else { continue };
-            peer.touched = false;
-            let paused = peer.is_paused();
-            if peer.write().is_err() {
+        while let Some(client) = self.clients.unsent.pop() {
+            let Some(connection) = self.clients.connections.get_mut(&client) else { continue };
+            connection.unsent = false;
+            let paused = connection.is_paused();
+            if connection.write().is_err() {
                 self.close(client);
                 continue;
             }
             // Requests that were read and left for later; the answers to them are sent in this loop too.
-            if paused && !peer.is_paused() {
-                self.work(client);
+            if paused && !connection.is_paused() {
+                self.process(client);
             }
-            let Some(peer) = self.peers.peers.get_mut(&client) else { continue };
-            let (readable, writable) = peer.wants();
-            if peer.interest != (readable, writable) {
+            let Some(connection) = self.clients.connections.get_mut(&client) else { continue };
+            let (readable, writable) = connection.interests();
+            if connection.interest != (readable, writable) {
                 let mut flags = EpollFlags::empty();
                 flags.set(EpollFlags::EPOLLIN, readable);
                 flags.set(EpollFlags::EPOLLOUT, writable);
-                peer.interest = (readable, writable);
-                if self.epoll.modify(&peer.stream, &mut EpollEvent::new(flags, client)).is_err() {
+                connection.interest = (readable, writable);
+                if self.epoll.modify(&connection.stream, &mut EpollEvent::new(flags, client)).is_err() {
                     self.close(client);
                 }
             }
@@ -394,11 +394,11 @@ impl Serving {
     }
 
     fn close(&mut self, client: u64) {
-        if let Some(peer) = self.peers.peers.remove(&client) {
+        if let Some(connection) = self.clients.connections.remove(&client) {
             // Closing the last descriptor takes it out of epoll's set too.
-            drop(peer);
+            drop(connection);
             self.greeting.retain(|(_, greeting)| *greeting != client);
-            self.state.forget(client);
+            self.contents.forget(client);
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::frames::{Answer, PART, Why};
-use super::state::{Failed, Outbox};
+use super::outbox::{Failed, Outbox};
 
 /// Bytes of keys that all waits together may hold.
 const BYTES_MAX: usize = 64 << 20;
@@ -133,6 +133,7 @@ impl Waits {
         }
     }
 
+    #[cfg(any(test, feature = "fuzzing"))]
     pub(super) fn is_idle(&self) -> bool {
         self.waits.is_empty() && self.by_key.is_empty() && self.deadlines.is_empty() && self.bytes == 0
     }

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 use crossrail_types::{Error, ErrorKind, Result, Settings, format_duration};
 use parking_lot::{Condvar, Mutex};
 
-use super::GroupOptions;
-use super::keys::Keys;
+use super::options::GroupOptions;
 use super::serve::{self, Served};
-use super::shared::{Own, STEP, Shared, draw, moment};
+use super::state::{GroupState, Own, STEP_TIMEOUT, deadline_in, random_id};
 use super::watch::{self, Stop};
 use crate::bootstrap::{Bootstrap, Overrides};
+use crate::keys::Keys;
 use crate::log::Log;
 use crate::membership::{Leaving, Process, Roster, Row, key_rank, rank_key, rank_name, this_node};
 use crate::ranks::Claims;
@@ -26,12 +26,12 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_m
 const LINGER: Duration = Duration::from_secs(2);
 
 /// The watching thread and the store that this process serves, until it leaves.
-pub(super) struct Running {
+pub(super) struct Membership {
     stop: Arc<Stop>,
     parts: Mutex<Option<(JoinHandle<()>, Option<Served>)>>,
 }
 
-pub(super) fn join(options: GroupOptions, settings: &Settings) -> Result<(Arc<Shared>, Running)> {
+pub(super) fn join(options: GroupOptions, settings: &Settings) -> Result<(Arc<GroupState>, Membership)> {
     if options.lease < LEASE_MIN || options.lease > LEASE_MAX {
         return Err(Error::new(ErrorKind::Usage, "join", format!("a lease of {}", format_duration(options.lease)))
             .with_hint("100ms to 1h: so long after its last sign of life a member counts as dead"));
@@ -45,11 +45,14 @@ pub(super) fn join(options: GroupOptions, settings: &Settings) -> Result<(Arc<Sh
     let bootstrap = Bootstrap::detect(&|name| std::env::var(name).ok(), settings, &given)?;
     let log = Log(settings.log);
     log.info(format_args!("group {:?}: {}", options.name, bootstrap.said));
-    let deadline = moment(options.timeout.unwrap_or(settings.timeout));
+    let deadline = deadline_in(options.timeout.unwrap_or(settings.timeout));
     let served = if bootstrap.host_store { serve::start(&bootstrap.store, settings)? } else { None };
     let address = served.as_ref().map_or_else(|| bootstrap.store.clone(), |served| served.address.clone());
     let (store, lease) = reach(&address, settings, options.lease, deadline)?;
-    enter(Entering { options, bootstrap, address, served, store, lease, log, timeout: settings.timeout }, deadline)
+    become_member(
+        Candidate { options, bootstrap, address, served, store, lease, log, timeout: settings.timeout },
+        deadline,
+    )
 }
 
 /// A store and a lease there; waits for a store that is about to be started.
@@ -85,7 +88,7 @@ fn reach(
 }
 
 /// A process on its way into a group.
-pub(super) struct Entering {
+pub(super) struct Candidate {
     pub(super) options: GroupOptions,
     pub(super) bootstrap: Bootstrap,
     pub(super) address: String,
@@ -96,13 +99,13 @@ pub(super) struct Entering {
     pub(super) timeout: Duration,
 }
 
-pub(super) fn enter(entering: Entering, deadline: Instant) -> Result<(Arc<Shared>, Running)> {
-    let keys = Keys::new(&entering.options.name, &entering.bootstrap.job)?;
-    let Placed { rank, row, entries, revision } = place(&entering, &keys, deadline)?;
-    let Entering { options, bootstrap, address, served, store, lease, log, timeout } = entering;
+pub(super) fn become_member(candidate: Candidate, deadline: Instant) -> Result<(Arc<GroupState>, Membership)> {
+    let keys = Keys::new(&candidate.options.name, &candidate.bootstrap.job)?;
+    let Registered { rank, row, entries, revision } = register(&candidate, &keys, deadline)?;
+    let Candidate { options, bootstrap, address, served, store, lease, log, timeout } = candidate;
     let mut roster = Roster::new(rank, &entries, Instant::now());
     roster.set_own(row.clone());
-    let shared = Arc::new(Shared {
+    let state = Arc::new(GroupState {
         name: options.name,
         keys,
         rank,
@@ -116,22 +119,22 @@ pub(super) fn enter(entering: Entering, deadline: Instant) -> Result<(Arc<Shared
         lease: options.lease,
         log,
         store: Mutex::new(Some(store)),
-        own: Mutex::new(Own { lease: Some(lease), row, told: BTreeMap::new(), meetings: HashMap::new() }),
+        own: Mutex::new(Own { lease: Some(lease), row, published: BTreeMap::new(), meetings: HashMap::new() }),
         roster: Mutex::new(roster),
         changed: Arc::new(Condvar::new()),
         control: Mutex::new(None),
     });
     let stop = Arc::new(Stop::default());
-    let (of_thread, stop_of_thread) = (Arc::clone(&shared), Arc::clone(&stop));
+    let (of_thread, stop_of_thread) = (Arc::clone(&state), Arc::clone(&stop));
     let thread = std::thread::Builder::new()
         .name("crossrail-group".to_owned())
         .spawn(move || watch::run(&of_thread, &stop_of_thread, revision))
         .map_err(|error| Error::io("join", "pthread_create", &error))?;
-    Ok((shared, Running { stop, parts: Mutex::new(Some((thread, served))) }))
+    Ok((state, Membership { stop, parts: Mutex::new(Some((thread, served))) }))
 }
 
 /// What a process has once it is registered: its rank and row, and all members at that revision.
-struct Placed {
+struct Registered {
     rank: u32,
     row: Row,
     entries: Vec<Entry>,
@@ -139,10 +142,10 @@ struct Placed {
 }
 
 /// Claims the numbers that are not given, registers, and compares sizes with those that are there.
-fn place(entering: &Entering, keys: &Keys, deadline: Instant) -> Result<Placed> {
-    let (options, given) = (&entering.options, &entering.bootstrap);
-    let store = &*entering.store;
-    let claims = Claims { store, keys, lease: entering.lease.id(), deadline };
+fn register(candidate: &Candidate, keys: &Keys, deadline: Instant) -> Result<Registered> {
+    let (options, given) = (&candidate.options, &candidate.bootstrap);
+    let store = &*candidate.store;
+    let claims = Claims { store, keys, lease: candidate.lease.id(), deadline };
     let node = options.node.clone().unwrap_or_else(this_node);
     let known = given.rank.is_some() && given.size.is_some() && given.local_rank.is_some();
     let before = if known { Vec::new() } else { store.list(&keys.members(), deadline)?.0 };
@@ -155,13 +158,13 @@ fn place(entering: &Entering, keys: &Keys, deadline: Instant) -> Result<Placed> 
         None => claims.local(&node, &before)?,
     };
     let row = Row {
-        incarnation: draw()?,
+        incarnation: random_id()?,
         size,
         local_rank,
         node,
         process: Process::this(),
-        ttl_ms: u64::try_from(entering.lease.ttl().as_millis()).unwrap_or(u64::MAX),
-        serves_store: entering.served.is_some(),
+        ttl_ms: u64::try_from(candidate.lease.ttl().as_millis()).unwrap_or(u64::MAX),
+        serves_store: candidate.served.is_some(),
         left: None,
     };
     let rank = match given.rank {
@@ -172,12 +175,12 @@ fn place(entering: &Entering, keys: &Keys, deadline: Instant) -> Result<Placed> 
         }
         None => claims.lowest(size, &row)?,
     };
-    let (entries, revision) = agree(&claims, rank, &row)?;
-    Ok(Placed { rank, row, entries, revision })
+    let (entries, revision) = check_sizes(&claims, rank, &row)?;
+    Ok(Registered { rank, row, entries, revision })
 }
 
 /// All members, once none of them says another size.
-fn agree(claims: &Claims<'_>, rank: u32, row: &Row) -> Result<(Vec<Entry>, Revision)> {
+fn check_sizes(claims: &Claims<'_>, rank: u32, row: &Row) -> Result<(Vec<Entry>, Revision)> {
     let members = claims.keys.members();
     loop {
         let (entries, revision) = claims.store.list(&members, claims.deadline)?;
@@ -210,50 +213,50 @@ fn size_of(entries: &[Entry]) -> Result<u32> {
     })
 }
 
-impl Running {
+impl Membership {
     /// Tells the others, ends lease, thread and store. Does nothing the second time.
-    pub(super) fn leave(&self, shared: &Shared) {
+    pub(super) fn leave(&self, state: &GroupState) {
         let Some((thread, served)) = self.parts.lock().take() else { return };
         if served.is_none() {
             self.stop.ask(); // the thread is woken by this process's own departure
         }
         let (lease, note) = {
-            let mut own = shared.own.lock();
-            let leaving = Leaving { why: String::new(), met: own.met() };
+            let mut own = state.own.lock();
+            let leaving = Leaving { why: String::new(), met: own.completed_barriers() };
             (own.lease.take(), Row { left: Some(leaving), ..own.row.clone() })
         };
-        if let (Ok(store), Some(lease)) = (shared.store("leave"), lease) {
-            let deadline = Instant::now() + STEP;
-            if lease.is_alive() && shared.control.lock().is_none() {
+        if let (Ok(store), Some(lease)) = (state.store("leave"), lease) {
+            let deadline = Instant::now() + STEP_TIMEOUT;
+            if lease.is_alive() && state.control.lock().is_none() {
                 // Whatever fails here, the lease ends by itself.
                 if let Ok(note) = note.encode() {
-                    let _ = store.put(&shared.key(), &note, Some(lease.id()), deadline);
+                    let _ = store.put(&state.key(), &note, Some(lease.id()), deadline);
                 }
                 let _ = lease.revoke(deadline);
             }
         }
         if served.as_ref().is_some_and(Served::is_last) {
-            linger(shared);
+            linger(state);
         }
         self.stop.ask();
         {
-            let _roster = shared.roster.lock();
-            shared.store.lock().take();
-            shared.changed.notify_all();
+            let _roster = state.roster.lock();
+            state.store.lock().take();
+            state.changed.notify_all();
         }
         drop(served);
         if thread.join().is_err() {
-            shared.log.warn(format_args!("group {:?}: its watching thread had panicked", shared.name));
+            state.log.warn(format_args!("group {:?}: its watching thread had panicked", state.name));
         }
     }
 }
 
 /// The others may still be on their way out of the last barrier.
-fn linger(shared: &Shared) {
+fn linger(state: &GroupState) {
     let until = Instant::now() + LINGER;
-    let mut roster = shared.roster.lock();
-    while roster.present().any(|(rank, _)| rank != shared.rank) {
-        if shared.changed.wait_until(&mut roster, until).timed_out() {
+    let mut roster = state.roster.lock();
+    while roster.present().any(|(rank, _)| rank != state.rank) {
+        if state.changed.wait_until(&mut roster, until).timed_out() {
             break;
         }
     }

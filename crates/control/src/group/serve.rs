@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use crate::StoreServer;
 
 /// A listener of this machine answers at once.
-const KNOCK: Duration = Duration::from_millis(500);
+const PROBE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Stores of this process: groups with the same address share one.
 static RUNNING: Mutex<Vec<(String, Weak<StoreServer>)>> = Mutex::new(Vec::new());
@@ -69,7 +69,7 @@ fn is_own(ip: IpAddr) -> bool {
 }
 
 fn listens(at: SocketAddr) -> bool {
-    at.port() != 0 && TcpStream::connect_timeout(&at, KNOCK).is_ok()
+    at.port() != 0 && TcpStream::connect_timeout(&at, PROBE_TIMEOUT).is_ok()
 }
 
 /// A host's own name often means loopback to itself alone: others reach it at every address, if there is a secret.

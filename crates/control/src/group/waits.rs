@@ -2,29 +2,18 @@ use std::time::{Duration, Instant};
 
 use crossrail_types::{Error, ErrorKind, Result, interrupt};
 
-use super::keys::{EPOCH, check_key};
-use super::shared::{STEP, Shared};
+use super::state::{GroupState, Meeting, STEP_TIMEOUT};
 use crate::RankState;
 use crate::bootstrap::hash;
+use crate::keys::{EPOCH, check_key};
 use crate::membership::Roster;
 use crate::{Entry, MissingKeys};
 
 /// A wait looks again and again whether one of those it waits for has died, or has left after a barrier that this
 /// process is late to see through: soon at first, then this seldom.
-const LOOKS: (Duration, Duration) = (Duration::from_millis(4), Duration::from_millis(50));
+const CHECK_INTERVALS: (Duration, Duration) = (Duration::from_millis(4), Duration::from_millis(50));
 /// So many missing ranks are named.
-const NAMED: usize = 8;
-
-/// Where this process stands with one barrier.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Meeting {
-    /// Name, ranks and their registrations: those that come anew begin anew, with everybody else.
-    pub(super) barrier: u64,
-    /// Which meeting is the next, or the present one; the first is 0.
-    pub(super) count: u64,
-    /// Whether the others have been told that this process is there.
-    came: bool,
-}
+const NAMED_MAX: usize = 8;
 
 /// What a wait is for, to say it.
 struct Purpose<'a> {
@@ -40,15 +29,15 @@ struct Wanted<'a> {
     incarnations: &'a [u64],
 }
 
-impl Shared {
+impl GroupState {
     pub(super) fn collect(&self, key: &str, ranks: &[u32], timeout: Option<Duration>) -> Result<Vec<Vec<u8>>> {
         check_key("collect", key, false)?;
         self.check_ranks("collect", ranks)?;
         let purpose = Purpose { operation: "collect", name: key, began: Instant::now() };
-        let keys: Vec<String> = ranks.iter().map(|rank| self.keys.told(key, *rank)).collect();
+        let keys: Vec<String> = ranks.iter().map(|rank| self.keys.published(key, *rank)).collect();
         let deadline = self.deadline(timeout);
         loop {
-            let here = |roster: &Roster| no_loss(&purpose, roster, ranks);
+            let here = |roster: &Roster| check_not_lost(&purpose, roster, ranks);
             let incarnations = self.wait_present(&purpose, ranks, deadline, here, Roster::incarnation)?;
             let wanted = Wanted { keys: &keys, ranks, incarnations: &incarnations };
             if let Some(entries) = self.wait_keys(&purpose, &wanted, deadline, |_, _| false)? {
@@ -75,19 +64,19 @@ impl Shared {
                 &purpose,
                 &ranks,
                 deadline,
-                |roster| no_death(&purpose, roster, &ranks),
+                |roster| check_alive(&purpose, roster, &ranks),
                 Roster::last,
             )?;
             if ranks.len() == 1 {
                 return Ok(());
             }
-            let meeting = self.come(name, &ranks, &incarnations, deadline.max(Instant::now() + STEP))?;
+            let meeting = self.arrive(name, &ranks, &incarnations, deadline.max(Instant::now() + STEP_TIMEOUT))?;
             let keys: Vec<String> =
-                ranks.iter().map(|rank| self.keys.came(meeting.barrier, *rank, meeting.count)).collect();
+                ranks.iter().map(|rank| self.keys.arrival(meeting.barrier, *rank, meeting.count)).collect();
             let wanted = Wanted { keys: &keys, ranks: &ranks, incarnations: &incarnations };
             let gone_on = |roster: &Roster, rank| roster.left_after(rank, meeting.barrier, meeting.count);
             if self.wait_keys(&purpose, &wanted, deadline, gone_on)?.is_some() {
-                self.met(name, ranks, meeting);
+                self.completed(name, ranks, meeting);
                 return Ok(());
             }
         }
@@ -119,38 +108,38 @@ impl Shared {
             }
             if interrupt::raised() || self.changed.wait_until(&mut roster, deadline).timed_out() {
                 let missing: Vec<u32> = ranks.iter().copied().filter(|rank| known(&roster, *rank).is_none()).collect();
-                return Err(late(purpose, &roster, &missing));
+                return Err(timed_out(purpose, &roster, &missing));
             }
         }
     }
 
     /// Tells the others that this process has come to the next meeting, unless they know.
-    fn come(&self, name: &str, ranks: &[u32], incarnations: &[u64], deadline: Instant) -> Result<Meeting> {
+    fn arrive(&self, name: &str, ranks: &[u32], incarnations: &[u64], deadline: Instant) -> Result<Meeting> {
         let barrier = barrier_id(name, ranks, incarnations);
         let place = (name.to_owned(), ranks.to_vec());
         let known = self.own.lock().meetings.get(&place).copied();
         let mut meeting = match known {
             Some(meeting) if meeting.barrier == barrier => meeting,
-            _ => Meeting { barrier, count: 0, came: false },
+            _ => Meeting { barrier, count: 0, arrived: false },
         };
         let old =
-            known.filter(|known| known.barrier != barrier).map(|known| self.keys.came_to(known.barrier, self.rank));
+            known.filter(|known| known.barrier != barrier).map(|known| self.keys.arrivals_at(known.barrier, self.rank));
         // Whoever comes to this meeting has seen all at the one before, so that all have left those before that.
-        let before = (meeting.count % EPOCH == 1 && meeting.count > EPOCH && !meeting.came)
-            .then(|| self.keys.came_in(barrier, self.rank, meeting.count / EPOCH - 1));
-        if !meeting.came {
-            self.put("barrier", &self.keys.came(barrier, self.rank, meeting.count), &[], deadline)?;
-            meeting.came = true;
+        let before = (meeting.count % EPOCH == 1 && meeting.count > EPOCH && !meeting.arrived)
+            .then(|| self.keys.arrivals_in_epoch(barrier, self.rank, meeting.count / EPOCH - 1));
+        if !meeting.arrived {
+            self.put("barrier", &self.keys.arrival(barrier, self.rank, meeting.count), &[], deadline)?;
+            meeting.arrived = true;
         }
         self.own.lock().meetings.insert(place, meeting);
         for prefix in old.into_iter().chain(before) {
-            self.noted(self.store("barrier")?.delete_prefix(&prefix, deadline))?;
+            self.note_store_errors(self.store("barrier")?.delete_prefix(&prefix, deadline))?;
         }
         Ok(meeting)
     }
 
-    fn met(&self, name: &str, ranks: Vec<u32>, meeting: Meeting) {
-        let next = Meeting { count: meeting.count + 1, came: false, ..meeting };
+    fn completed(&self, name: &str, ranks: Vec<u32>, meeting: Meeting) {
+        let next = Meeting { count: meeting.count + 1, arrived: false, ..meeting };
         if let Some(known) = self.own.lock().meetings.get_mut(&(name.to_owned(), ranks))
             && *known == meeting
         {
@@ -167,7 +156,7 @@ impl Shared {
         deadline: Instant,
         excused: impl Fn(&Roster, u32) -> bool,
     ) -> Result<Option<Vec<Entry>>> {
-        let mut look = LOOKS.0;
+        let mut look = CHECK_INTERVALS.0;
         loop {
             let store = self.store(purpose.operation)?;
             let mut keys = Vec::with_capacity(wanted.keys.len());
@@ -178,7 +167,7 @@ impl Shared {
                     if excused(&roster, *rank) {
                         continue;
                     }
-                    no_loss(purpose, &roster, &[*rank])?;
+                    check_not_lost(purpose, &roster, &[*rank])?;
                     if roster.incarnation(*rank) != Some(*known) {
                         return Ok(None);
                     }
@@ -191,11 +180,11 @@ impl Shared {
                 Err(error) if error.kind == ErrorKind::Timeout => {
                     if Instant::now() >= deadline || interrupt::raised() {
                         let missing = missing_of(&keys, &ranks, &error);
-                        return Err(late(purpose, &self.roster.lock(), &missing));
+                        return Err(timed_out(purpose, &self.roster.lock(), &missing));
                     }
-                    look = LOOKS.1.min(look * 2);
+                    look = CHECK_INTERVALS.1.min(look * 2);
                 }
-                Err(error) => return self.noted(Err(error)),
+                Err(error) => return self.note_store_errors(Err(error)),
             }
         }
     }
@@ -230,14 +219,14 @@ fn missing_of(keys: &[String], ranks: &[u32], timeout: &Error) -> Vec<u32> {
     if missing.is_empty() { ranks.to_vec() } else { missing }
 }
 
-fn no_death(purpose: &Purpose<'_>, roster: &Roster, ranks: &[u32]) -> Result<()> {
+fn check_alive(purpose: &Purpose<'_>, roster: &Roster, ranks: &[u32]) -> Result<()> {
     match ranks.iter().find(|rank| matches!(roster.state(**rank), RankState::Dead(_))) {
-        Some(rank) => no_loss(purpose, roster, &[*rank]),
+        Some(rank) => check_not_lost(purpose, roster, &[*rank]),
         None => Ok(()),
     }
 }
 
-fn no_loss(purpose: &Purpose<'_>, roster: &Roster, ranks: &[u32]) -> Result<()> {
+fn check_not_lost(purpose: &Purpose<'_>, roster: &Roster, ranks: &[u32]) -> Result<()> {
     match roster.lost_of(ranks) {
         Some((_, name, what)) => {
             let detail = format!("{:?}: {name} {what}", purpose.name);
@@ -249,16 +238,16 @@ fn no_loss(purpose: &Purpose<'_>, roster: &Roster, ranks: &[u32]) -> Result<()> 
     }
 }
 
-fn late(purpose: &Purpose<'_>, roster: &Roster, missing: &[u32]) -> Error {
+fn timed_out(purpose: &Purpose<'_>, roster: &Roster, missing: &[u32]) -> Error {
     let name = |rank: &u32| match roster.state(*rank) {
         RankState::Absent => format!("rank {rank} (never joined)"),
         RankState::Alive => roster.name(*rank),
         RankState::Dead(_) => format!("{} (died)", roster.name(*rank)),
         RankState::Left => format!("{} (left)", roster.name(*rank)),
     };
-    let mut names: Vec<String> = missing.iter().take(NAMED).map(name).collect();
-    if missing.len() > NAMED {
-        names.push(format!("{} more", missing.len() - NAMED));
+    let mut names: Vec<String> = missing.iter().take(NAMED_MAX).map(name).collect();
+    if missing.len() > NAMED_MAX {
+        names.push(format!("{} more", missing.len() - NAMED_MAX));
     }
     let detail = format!("{:?}: {} did not arrive in time", purpose.name, names.join(", "));
     let error = Error::new(ErrorKind::Timeout, purpose.operation, detail).with_waited(purpose.began.elapsed());

@@ -6,11 +6,11 @@ use std::time::{Duration, Instant, SystemTime};
 use crossrail_types::{ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
 
-use super::shared::{STEP, Shared};
+use super::state::{GroupState, STEP_TIMEOUT};
 use crate::{Revision, Store, Watch};
 
 /// The longest between two looks at this process's own lease.
-const LOOK: Duration = Duration::from_millis(250);
+const LEASE_CHECK: Duration = Duration::from_millis(250);
 /// Between two tries to reach a store that is away.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(500));
 
@@ -18,13 +18,13 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(20), Duration::from_
 #[derive(Default)]
 pub(super) struct Stop {
     asked: Mutex<bool>,
-    bell: Condvar,
+    wake: Condvar,
 }
 
 impl Stop {
     pub(super) fn ask(&self) {
         *self.asked.lock() = true;
-        self.bell.notify_all();
+        self.wake.notify_all();
     }
 
     fn is_asked(&self) -> bool {
@@ -34,21 +34,23 @@ impl Stop {
     fn pause(&self, time: Duration) {
         let mut asked = self.asked.lock();
         if !*asked {
-            self.bell.wait_for(&mut asked, time);
+            self.wake.wait_for(&mut asked, time);
         }
     }
 }
 
 /// Runs until asked to stop; `joined`: the revision at which the roster is that of the store.
-pub(super) fn run(shared: &Arc<Shared>, stop: &Stop, joined: Revision) {
+pub(super) fn run(state: &Arc<GroupState>, stop: &Stop, joined: Revision) {
     let mut watch: Option<Box<dyn Watch>> = None;
     let mut known = Some(joined);
     let mut pause = Duration::ZERO;
     while !stop.is_asked() {
-        let Ok(store) = shared.store("watch") else { return };
+        let Ok(store) = state.store("watch") else { return };
         let step = match watch.take() {
-            None => open(shared, &*store, known.take()),
-            Some(mut open) => keep_registered(shared, &*store).and_then(|()| see(shared, &mut *open)).map(|()| open),
+            None => open(state, &*store, known.take()),
+            Some(mut open) => {
+                keep_registered(state, &*store).and_then(|()| receive_events(state, &mut *open)).map(|()| open)
+            }
         };
         match step {
             Ok(open) => {
@@ -59,49 +61,49 @@ pub(super) fn run(shared: &Arc<Shared>, stop: &Stop, joined: Revision) {
             // A watch may end by itself; what counts is whether another can be had.
             Err(_) if pause.is_zero() => pause = PAUSES.0,
             Err(error) => {
-                shared.lost(&error);
+                state.store_failed(&error);
                 stop.pause(pause);
                 pause = PAUSES.1.min(pause * 2);
             }
         }
-        expire(shared);
+        expire(state);
     }
 }
 
-fn open(shared: &Shared, store: &dyn Store, known: Option<Revision>) -> Result<Box<dyn Watch>> {
-    let members = shared.keys.members();
-    let deadline = Instant::now() + STEP;
+fn open(state: &GroupState, store: &dyn Store, known: Option<Revision>) -> Result<Box<dyn Watch>> {
+    let members = state.keys.members();
+    let deadline = Instant::now() + STEP_TIMEOUT;
     if let Some(revision) = known {
         return store.watch(&members, revision, deadline);
     }
     let (entries, revision) = store.list(&members, deadline)?;
     let watch = store.watch(&members, revision, deadline)?;
-    let mine = shared.key();
+    let mine = state.key();
     let registered = entries.iter().any(|entry| entry.key == mine);
-    shared.roster.lock().resync(&entries, Instant::now(), shared.lease * 2);
-    shared.changed.notify_all();
+    state.roster.lock().resync(&entries, Instant::now(), state.lease * 2);
+    state.changed.notify_all();
     if !registered {
-        shared.register_again(store)?;
+        state.register_again(store)?;
     }
-    shared.found();
+    state.store_recovered();
     Ok(watch)
 }
 
-fn keep_registered(shared: &Shared, store: &dyn Store) -> Result<()> {
-    let ended = shared.own.lock().lease.as_ref().is_some_and(|lease| !lease.is_alive());
-    if ended { shared.register_again(store) } else { Ok(()) }
+fn keep_registered(state: &GroupState, store: &dyn Store) -> Result<()> {
+    let ended = state.own.lock().lease.as_ref().is_some_and(|lease| !lease.is_alive());
+    if ended { state.register_again(store) } else { Ok(()) }
 }
 
-fn see(shared: &Shared, watch: &mut dyn Watch) -> Result<()> {
-    match watch.next(Instant::now() + LOOK) {
+fn receive_events(state: &GroupState, watch: &mut dyn Watch) -> Result<()> {
+    match watch.next(Instant::now() + LEASE_CHECK) {
         Ok(events) => {
             let (now, clock) = (Instant::now(), SystemTime::now());
-            let mut roster = shared.roster.lock();
+            let mut roster = state.roster.lock();
             for event in &events {
                 roster.event(event, now, clock);
             }
             drop(roster);
-            shared.changed.notify_all();
+            state.changed.notify_all();
             Ok(())
         }
         Err(error) if error.kind == ErrorKind::Timeout => Ok(()),
@@ -109,12 +111,12 @@ fn see(shared: &Shared, watch: &mut dyn Watch) -> Result<()> {
     }
 }
 
-fn expire(shared: &Shared) {
-    let mut roster = shared.roster.lock();
+fn expire(state: &GroupState) {
+    let mut roster = state.roster.lock();
     let before = roster.changes();
     roster.expire(Instant::now(), SystemTime::now());
     if roster.changes() != before {
         drop(roster);
-        shared.changed.notify_all();
+        state.changed.notify_all();
     }
 }

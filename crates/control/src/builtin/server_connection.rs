@@ -27,7 +27,7 @@ enum Stage {
 
 /// One client.
 #[derive(Debug)]
-pub(super) struct Peer {
+pub(super) struct ClientConnection {
     pub(super) stream: TcpStream,
     stage: Stage,
     input: Vec<u8>,
@@ -37,27 +37,27 @@ pub(super) struct Peer {
     /// What epoll was last asked for: (readable, writable).
     pub(super) interest: (bool, bool),
     /// It is in the server's list of peers with something to send.
-    pub(super) touched: bool,
+    pub(super) unsent: bool,
 }
 
 /// The connection is over.
 #[derive(Debug)]
-pub(super) struct Over;
+pub(super) struct Disconnected;
 
-impl Peer {
+impl ClientConnection {
     /// A new connection, in nonblocking mode; its challenge is ready to be sent.
-    pub(super) fn new(stream: TcpStream, greeting: Greeting) -> Peer {
+    pub(super) fn new(stream: TcpStream, greeting: Greeting) -> ClientConnection {
         let output = greeting.challenge().to_vec();
-        Peer::at(Stage::Greeting(greeting), stream, output)
+        ClientConnection::at(Stage::Greeting(greeting), stream, output)
     }
 
     /// A connection that is turned away.
-    pub(super) fn rejected(stream: TcpStream, reject: &Reject) -> Peer {
-        Peer::at(Stage::Rejected, stream, turn_away(reject).to_vec())
+    pub(super) fn rejected(stream: TcpStream, reject: &Reject) -> ClientConnection {
+        ClientConnection::at(Stage::Rejected, stream, turn_away(reject).to_vec())
     }
 
-    fn at(stage: Stage, stream: TcpStream, output: Vec<u8>) -> Peer {
-        Peer { stream, stage, input: Vec::new(), output, sent: 0, interest: (true, false), touched: true }
+    fn at(stage: Stage, stream: TcpStream, output: Vec<u8>) -> ClientConnection {
+        ClientConnection { stream, stage, input: Vec::new(), output, sent: 0, interest: (true, false), unsent: true }
     }
 
     pub(super) fn is_proven(&self) -> bool {
@@ -69,7 +69,7 @@ impl Peer {
     }
 
     /// What epoll should tell: (readable, writable).
-    pub(super) fn wants(&self) -> (bool, bool) {
+    pub(super) fn interests(&self) -> (bool, bool) {
         (self.backlog() <= PAUSE && !matches!(self.stage, Stage::Rejected), self.backlog() > 0)
     }
 
@@ -82,7 +82,7 @@ impl Peer {
     }
 
     /// Reads what is there; `true`: the client has closed its end, and what was read is its last.
-    pub(super) fn read(&mut self) -> Result<bool, Over> {
+    pub(super) fn read(&mut self) -> Result<bool, Disconnected> {
         let mut chunk = [0; 16 << 10];
         let mut left = READ_MAX;
         while left > 0 {
@@ -97,7 +97,7 @@ impl Peer {
                 }
                 Err(e) if e.kind() == IoKind::WouldBlock => break,
                 Err(e) if e.kind() == IoKind::Interrupted => {}
-                Err(_) => return Err(Over),
+                Err(_) => return Err(Disconnected),
             }
         }
         Ok(false)
@@ -121,7 +121,7 @@ impl Peer {
         self.is_proven()
     }
 
-    /// Takes what has been read, to look for requests in it without holding the peer.
+    /// Takes what has been read, to look for requests in it without holding the connection.
     pub(super) fn take_input(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.input)
     }
@@ -140,19 +140,19 @@ impl Peer {
     }
 
     /// Sends what the socket takes.
-    pub(super) fn write(&mut self) -> Result<(), Over> {
+    pub(super) fn write(&mut self) -> Result<(), Disconnected> {
         while self.sent < self.output.len() {
             match self.stream.write(&self.output[self.sent..]) {
-                Ok(0) => return Err(Over),
+                Ok(0) => return Err(Disconnected),
                 Ok(written) => self.sent += written,
                 Err(e) if e.kind() == IoKind::WouldBlock => break,
                 Err(e) if e.kind() == IoKind::Interrupted => {}
-                Err(_) => return Err(Over),
+                Err(_) => return Err(Disconnected),
             }
         }
         if self.sent == self.output.len() {
             if matches!(self.stage, Stage::Rejected) {
-                return Err(Over);
+                return Err(Disconnected);
             }
             self.output.clear();
             self.sent = 0;
@@ -168,13 +168,13 @@ impl Peer {
 }
 
 /// The next request in `input`, and how many bytes it takes. `None`: more must be read first.
-pub(super) fn next_request(input: &[u8]) -> Result<Option<(Frame<Request<'_>>, usize)>, Over> {
+pub(super) fn next_request(input: &[u8]) -> Result<Option<(Frame<Request<'_>>, usize)>, Disconnected> {
     match frames::split(input) {
         Ok(Some((body, used))) => match frames::decode_request(body) {
             Ok(frame) => Ok(Some((frame, used))),
-            Err(_) => Err(Over),
+            Err(_) => Err(Disconnected),
         },
         Ok(None) => Ok(None),
-        Err(_) => Err(Over),
+        Err(_) => Err(Disconnected),
     }
 }

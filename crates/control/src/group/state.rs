@@ -5,14 +5,13 @@ use std::time::{Duration, Instant};
 use crossrail_types::{Error, ErrorKind, Result, interrupt};
 use parking_lot::{Condvar, Mutex};
 
-use super::keys::{Keys, check_key};
-use super::waits::Meeting;
+use crate::keys::{Keys, check_key};
 use crate::log::Log;
 use crate::membership::{Roster, Row, rank_key, rank_name};
 use crate::{Expected, Lease, LeaseId, RankState, Store};
 
 /// The longest one step of registering again, or of leaving, may take.
-pub(super) const STEP: Duration = Duration::from_secs(2);
+pub(super) const STEP_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Keeps deadlines from overflowing.
 const LONGEST: Duration = Duration::from_secs(365 * 86_400);
@@ -22,7 +21,7 @@ const NOTE_MAX: usize = 2000;
 /// What the group's handles and its watching thread share.
 ///
 /// Locks are taken in the order own, roster, control; the store is never called with `roster` held.
-pub(super) struct Shared {
+pub(super) struct GroupState {
     pub(super) name: String,
     pub(super) keys: Keys,
     pub(super) rank: u32,
@@ -49,21 +48,32 @@ pub(super) struct Own {
     /// `None` after leaving.
     pub(super) lease: Option<Box<dyn Lease>>,
     pub(super) row: Row,
-    pub(super) told: BTreeMap<String, Vec<u8>>,
+    pub(super) published: BTreeMap<String, Vec<u8>>,
     pub(super) meetings: HashMap<(String, Vec<u32>), Meeting>,
+}
+
+/// Where this process stands with one barrier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Meeting {
+    /// Name, ranks and their registrations: those that come anew begin anew, with everybody else.
+    pub(super) barrier: u64,
+    /// Which meeting is the next, or the present one; the first is 0.
+    pub(super) count: u64,
+    /// Whether the others have been told that this process is there.
+    pub(super) arrived: bool,
 }
 
 impl Own {
     /// Barriers, and how many of their meetings this process has seen through, as far as they fit into a note.
-    pub(super) fn met(&self) -> Vec<(u64, u64)> {
+    pub(super) fn completed_barriers(&self) -> Vec<(u64, u64)> {
         let met = self.meetings.values().filter(|meeting| meeting.count > 0);
         met.map(|meeting| (meeting.barrier, meeting.count)).take(NOTE_MAX).collect()
     }
 }
 
-impl Shared {
+impl GroupState {
     pub(super) fn deadline(&self, timeout: Option<Duration>) -> Instant {
-        moment(timeout.unwrap_or(self.timeout))
+        deadline_in(timeout.unwrap_or(self.timeout))
     }
 
     pub(super) fn store(&self, operation: &str) -> Result<Arc<dyn Store>> {
@@ -82,10 +92,10 @@ impl Shared {
     pub(super) fn publish(&self, key: &str, value: &[u8]) -> Result<()> {
         check_key("publish", key, false)?;
         // Remembered first: registering again tells it anew.
-        self.own.lock().told.insert(key.to_owned(), value.to_vec());
-        let put = self.put("publish", &self.keys.told(key, self.rank), value, self.deadline(None));
+        self.own.lock().published.insert(key.to_owned(), value.to_vec());
+        let put = self.put("publish", &self.keys.published(key, self.rank), value, self.deadline(None));
         if put.is_err() {
-            self.own.lock().told.remove(key);
+            self.own.lock().published.remove(key);
         }
         put
     }
@@ -94,12 +104,12 @@ impl Shared {
         check_key("withdraw", key, false)?;
         let store = self.store("withdraw")?;
         let mut own = self.own.lock();
-        if only.is_some_and(|only| own.told.get(key).is_none_or(|told| told[..] != *only)) {
+        if only.is_some_and(|only| own.published.get(key).is_none_or(|told| told[..] != *only)) {
             return Ok(());
         }
-        own.told.remove(key);
+        own.published.remove(key);
         drop(own);
-        self.noted(store.delete(&self.keys.told(key, self.rank), self.deadline(None))).map(drop)
+        self.note_store_errors(store.delete(&self.keys.published(key, self.rank), self.deadline(None))).map(drop)
     }
 
     /// Writes under this process's lease, a new one if that has ended.
@@ -108,9 +118,9 @@ impl Shared {
         match store.put(key, value, Some(self.lease_id(operation)?), deadline) {
             Err(error) if error.kind == ErrorKind::Closed => {
                 self.register_again(&*store)?;
-                self.noted(store.put(key, value, Some(self.lease_id(operation)?), deadline)).map(drop)
+                self.note_store_errors(store.put(key, value, Some(self.lease_id(operation)?), deadline)).map(drop)
             }
-            result => self.noted(result).map(drop),
+            result => self.note_store_errors(result).map(drop),
         }
     }
 
@@ -119,12 +129,12 @@ impl Shared {
     pub(super) fn register_again(&self, store: &dyn Store) -> Result<()> {
         let mut own = self.own.lock();
         let Some(old) = &own.lease else { return Ok(()) };
-        if old.is_alive() && store.get(&self.key(), Instant::now() + STEP)?.is_some() {
+        if old.is_alive() && store.get(&self.key(), Instant::now() + STEP_TIMEOUT)?.is_some() {
             return Ok(()); // another thread was faster
         }
-        let deadline = Instant::now() + STEP;
+        let deadline = Instant::now() + STEP_TIMEOUT;
         let lease = store.grant(self.lease, deadline)?;
-        let row = Row { incarnation: draw()?, ..own.row.clone() };
+        let row = Row { incarnation: random_id()?, ..own.row.clone() };
         if store.compare_and_set(&self.key(), Expected::Absent, &row.encode()?, Some(lease.id()), deadline)?.is_none() {
             let holder = store.get(&self.key(), deadline)?;
             let holder = holder.and_then(|entry| Row::decode(self.rank, &entry.value).ok());
@@ -136,8 +146,8 @@ impl Shared {
             }
             store.put(&self.key(), &row.encode()?, Some(lease.id()), deadline)?;
         }
-        for (key, value) in &own.told {
-            store.put(&self.keys.told(key, self.rank), value, Some(lease.id()), deadline)?;
+        for (key, value) in &own.published {
+            store.put(&self.keys.published(key, self.rank), value, Some(lease.id()), deadline)?;
         }
         own.lease = Some(lease);
         own.row = row.clone();
@@ -179,15 +189,15 @@ impl Shared {
     }
 
     /// Remembers when a call found the store unreachable.
-    pub(super) fn noted<T>(&self, result: Result<T>) -> Result<T> {
+    pub(super) fn note_store_errors<T>(&self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result {
-            self.lost(error);
+            self.store_failed(error);
         }
         result
     }
 
     /// The store cannot be reached: said once.
-    pub(super) fn lost(&self, error: &Error) {
+    pub(super) fn store_failed(&self, error: &Error) {
         if matches!(error.kind, ErrorKind::Timeout | ErrorKind::Usage | ErrorKind::Closed)
             || self.store.lock().is_none()
         {
@@ -208,7 +218,7 @@ impl Shared {
     }
 
     /// It can be reached again.
-    pub(super) fn found(&self) {
+    pub(super) fn store_recovered(&self) {
         if self.control.lock().take().is_some() {
             self.log.warn(format_args!("group {:?}: the store {} is back", self.name, self.address));
         }
@@ -216,12 +226,12 @@ impl Shared {
 }
 
 /// So long from now, or longer than anybody waits.
-pub(super) fn moment(time: Duration) -> Instant {
+pub(super) fn deadline_in(time: Duration) -> Instant {
     let now = Instant::now();
     now.checked_add(time).unwrap_or(now + LONGEST)
 }
 
 /// A number nobody else draws.
-pub(super) fn draw() -> Result<u64> {
+pub(super) fn random_id() -> Result<u64> {
     getrandom::u64().map_err(|error| Error::new(ErrorKind::Io, "join", format!("getrandom: {error}")))
 }

@@ -37,22 +37,22 @@ impl Keys {
     }
 
     /// What `rank` tells under `key`.
-    pub(crate) fn told(&self, key: &str, rank: u32) -> String {
+    pub(crate) fn published(&self, key: &str, rank: u32) -> String {
         rank_key(&format!("{}told/{key}/", self.prefix), rank)
     }
 
     /// That `rank` came to the `count`-th meeting of a barrier.
-    pub(crate) fn came(&self, barrier: u64, rank: u32, count: u64) -> String {
-        format!("{}{:02}", self.came_in(barrier, rank, count / EPOCH), count % EPOCH)
+    pub(crate) fn arrival(&self, barrier: u64, rank: u32, count: u64) -> String {
+        format!("{}{:02}", self.arrivals_in_epoch(barrier, rank, count / EPOCH), count % EPOCH)
     }
 
     /// Those of the `epoch`-th `EPOCH` meetings.
-    pub(crate) fn came_in(&self, barrier: u64, rank: u32, epoch: u64) -> String {
-        format!("{}{epoch}/", self.came_to(barrier, rank))
+    pub(crate) fn arrivals_in_epoch(&self, barrier: u64, rank: u32, epoch: u64) -> String {
+        format!("{}{epoch}/", self.arrivals_at(barrier, rank))
     }
 
     /// All those of one barrier.
-    pub(crate) fn came_to(&self, barrier: u64, rank: u32) -> String {
+    pub(crate) fn arrivals_at(&self, barrier: u64, rank: u32) -> String {
         format!("{}came/{barrier:016x}/{rank}/", self.prefix)
     }
 }

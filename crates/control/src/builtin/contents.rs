@@ -6,8 +6,10 @@ use std::ops::Bound;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::frames::{Answer, Change, Failure, Item, PART, Request, Value, Why, micros};
+use super::frames::{Answer, Change, Item, PART, Request, Value, Why, micros};
 use super::history::{Changed, History};
+use super::outbox::Failed;
+pub use super::outbox::Outbox;
 use super::waits::Waits;
 use crate::limits::{KEY_MAX, VALUE_MAX};
 
@@ -26,15 +28,6 @@ const TTL_MAX: Duration = Duration::from_secs(86_400);
 /// What a single wait may take before it must be asked for again.
 const WAIT_MAX: Duration = Duration::from_secs(86_400);
 
-/// Where answers go.
-pub trait Outbox {
-    /// Sends an answer to a client's call; for a client that is gone, nothing.
-    fn send(&mut self, client: u64, call: u64, answer: &Answer<'_>);
-
-    /// Bytes that the client has not taken yet.
-    fn backlog(&self, client: u64) -> usize;
-}
-
 #[derive(Debug)]
 struct Record {
     value: Arc<[u8]>,
@@ -52,7 +45,7 @@ struct LeaseState {
 
 /// Keys, leases, waits and watches of one store.
 #[derive(Debug)]
-pub struct State {
+pub struct Contents {
     records: BTreeMap<Arc<str>, Record>,
     bytes: usize,
     revision: u64,
@@ -64,37 +57,14 @@ pub struct State {
     history: History,
 }
 
-/// An answer that is a failure; the detail outlives the borrow of the state.
-pub(super) struct Failed {
-    why: Why,
-    detail: String,
-    hint: &'static str,
-}
-
-impl Failed {
-    pub(super) fn new(why: Why, detail: impl Into<String>) -> Failed {
-        Failed { why, detail: detail.into(), hint: "" }
-    }
-
-    fn hint(mut self, hint: &'static str) -> Failed {
-        self.hint = hint;
-        self
-    }
-
-    pub(super) fn send(&self, out: &mut dyn Outbox, client: u64, call: u64) {
-        let failure = Failure { why: self.why, detail: &self.detail, hint: self.hint };
-        out.send(client, call, &Answer::Failed(failure));
-    }
-}
-
 /// What to answer at once; `None`: it was, or will be.
 type Outcome = Result<Option<Answer<'static>>, Failed>;
 
-impl State {
+impl Contents {
     /// An empty store; its changes are numbered from `revision` on. A store that starts later in the same place needs
     /// a greater one, so that what clients remember of the earlier one fits nothing.
-    pub fn new(revision: u64) -> State {
-        State {
+    pub fn new(revision: u64) -> Contents {
+        Contents {
             records: BTreeMap::new(),
             bytes: 0,
             revision,
@@ -137,7 +107,7 @@ impl State {
         }
     }
 
-    /// When [`State::expire`] has something to do next.
+    /// When [`Contents::expire`] has something to do next.
     pub fn next_expiry(&self) -> Option<Instant> {
         let lease = self.expiries.first().map(|&(expires, _)| expires);
         [lease, self.waits.next_expiry()].into_iter().flatten().min()
@@ -153,6 +123,7 @@ impl State {
     }
 
     /// Whether nothing is held: no key, lease, wait or watch.
+    #[cfg(any(test, feature = "fuzzing"))]
     pub fn is_idle(&self) -> bool {
         self.records.is_empty()
             && self.bytes == 0
@@ -419,5 +390,5 @@ fn send_changes<'a>(
 }
 
 #[cfg(test)]
-#[path = "state_tests.rs"]
+#[path = "contents_tests.rs"]
 mod tests;

@@ -1,7 +1,7 @@
 use std::time::{Duration, Instant};
 
 use super::super::frames::{Answer, Request, Value, decode_answer, encode, split};
-use super::{Outbox, State};
+use super::{Contents, Outbox};
 
 /// What was answered, as text: `client.call: answer`.
 #[derive(Default)]
@@ -31,7 +31,7 @@ impl Outbox for Said {
 }
 
 struct Bench {
-    state: State,
+    contents: Contents,
     said: Said,
     begun: Instant,
     now: Duration,
@@ -40,7 +40,13 @@ struct Bench {
 
 impl Bench {
     fn new() -> Bench {
-        Bench { state: State::new(0), said: Said::default(), begun: Instant::now(), now: Duration::ZERO, calls: 0 }
+        Bench {
+            contents: Contents::new(0),
+            said: Said::default(),
+            begun: Instant::now(),
+            now: Duration::ZERO,
+            calls: 0,
+        }
     }
 
     /// What a request of client 1 leads to.
@@ -50,7 +56,7 @@ impl Bench {
 
     fn ask_as(&mut self, client: u64, request: &Request<'_>) -> Vec<String> {
         self.calls += 1;
-        self.state.apply(self.begun + self.now, client, self.calls, request, &mut self.said);
+        self.contents.apply(self.begun + self.now, client, self.calls, request, &mut self.said);
         std::mem::take(&mut self.said.0)
     }
 
@@ -61,12 +67,12 @@ impl Bench {
     /// What is said when it is `millis` after the beginning.
     fn at(&mut self, millis: u64) -> Vec<String> {
         self.now = Duration::from_millis(millis);
-        self.state.expire(self.begun + self.now, &mut self.said);
+        self.contents.expire(self.begun + self.now, &mut self.said);
         std::mem::take(&mut self.said.0)
     }
 
     fn next(&self) -> Option<u128> {
-        self.state.next_expiry().map(|next| (next - self.begun).as_millis())
+        self.contents.next_expiry().map(|next| (next - self.begun).as_millis())
     }
 }
 
@@ -91,8 +97,8 @@ fn leases_end_to_the_moment() {
     assert_eq!(bench.ask(&Request::Renew(1)), ["1.7: Closed"]);
     assert_eq!(bench.put("a", 1), ["1.8: Closed"]);
     assert_eq!(bench.next(), None);
-    bench.state.forget(1);
-    assert!(bench.state.is_idle());
+    bench.contents.forget(1);
+    assert!(bench.contents.is_idle());
 }
 
 #[test]
@@ -102,14 +108,14 @@ fn nobody_loses_a_lease_because_the_store_stood_still() {
     bench.ask(&Request::Grant(200_000));
     bench.put("a", 1);
     bench.put("b", 2);
-    bench.state.postpone(Duration::from_millis(500));
+    bench.contents.postpone(Duration::from_millis(500));
     assert_eq!(bench.next(), Some(600));
     bench.at(550);
     assert_eq!(bench.ask(&Request::Renew(1)), ["1.5: Done"]);
     assert_eq!(bench.next(), Some(650));
     bench.at(700);
     assert_eq!(bench.ask(&Request::Renew(1)), ["1.6: Closed"]);
-    assert!(bench.state.leases.is_empty() && bench.next().is_none());
+    assert!(bench.contents.leases.is_empty() && bench.next().is_none());
 }
 
 #[test]
@@ -130,10 +136,10 @@ fn a_wait_ends_when_all_are_there_at_once() {
     assert_eq!(bench.next(), Some(10));
     assert_eq!(bench.at(10), ["7.9: Missing([\"a\", \"a\"], 1)"]);
     assert!(bench.ask_as(7, &wait).is_empty());
-    bench.state.forget(7);
+    bench.contents.forget(7);
     assert_eq!(bench.put("a", 0), ["1.12: Written(9)"], "nobody is told that has gone");
     bench.ask(&Request::DeletePrefix(""));
-    assert!(bench.state.is_idle());
+    assert!(bench.contents.is_idle());
 }
 
 #[test]
@@ -150,8 +156,8 @@ fn long_lists_come_in_parts() {
     assert!(changes.len() > 3, "and so do changes");
     let told = format!("1.42: Changes([{}])", gone(40));
     assert_eq!(bench.ask(&Request::DeletePrefix("")), ["1.43: Deleted(40)".to_owned(), told]);
-    bench.state.forget(1);
-    assert!(bench.state.is_idle());
+    bench.contents.forget(1);
+    assert!(bench.contents.is_idle());
 }
 
 fn gone(count: u64) -> String {
