@@ -1,3 +1,5 @@
+//! The frame header.
+
 /// Length of a frame header in bytes, on every lane.
 pub const HEAD_LEN: usize = 32;
 

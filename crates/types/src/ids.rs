@@ -1,3 +1,5 @@
+//! Ids of lanes, endpoints and operations.
+
 use std::fmt;
 
 /// A lane of a worker. Unique for the lifetime of the worker, never reused.

@@ -7,22 +7,21 @@
 mod error;
 mod head;
 mod ids;
-/// Waits that another thread can end early.
 pub mod interrupt;
 mod log;
-mod modes;
 mod reason;
 pub mod settings;
 mod size;
+mod unpack;
 
 pub use error::{Error, ErrorKind, Result, Source};
 pub use head::{HEAD_LEN, Head};
 pub use ids::{EndpointId, LaneId, OpId};
 pub use interrupt::Interrupt;
 pub use log::Log;
-pub use modes::Unpack;
 pub use reason::Reason;
 pub use settings::{Filter, IoThreads, LogLevel, Rails, Secret, Settings, TRANSPORTS};
 pub use size::{
     format_duration, format_gb, format_gb_per_s, format_gib, format_size, parse_duration, parse_size, parse_sizes,
 };
+pub use unpack::Unpack;

@@ -1,6 +1,8 @@
+//! Log lines on stderr.
+
 use std::fmt;
 
-use crate::LogLevel;
+use crate::settings::LogLevel;
 
 /// Writes log lines (`crossrail: ...`) to stderr if their level is enabled. Any thread.
 #[derive(Clone, Copy, Debug)]

@@ -1,3 +1,5 @@
+//! Reasons of errors, more precise than their kinds.
+
 use std::fmt;
 
 macro_rules! reasons {

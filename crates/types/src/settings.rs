@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::modes::Unpack;
 use crate::size::{format_duration, format_size, parse_duration, parse_size};
+use crate::unpack::Unpack;
 
 const PREFIX: &str = "CROSSRAIL_";
 
