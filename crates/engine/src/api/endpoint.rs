@@ -9,6 +9,7 @@ use proto::Operation;
 use super::{Request, Worker};
 use crate::core::{Core, Submission};
 use crate::memory::{Buffer, RegionKey};
+use crate::progress;
 use crate::session::Explain;
 
 /// One peer of a worker and the lanes to it. Any thread may use it.
@@ -154,7 +155,7 @@ impl Endpoint {
         let progress = self.worker.progress_handle();
         let mut ops = ops;
         for op in &mut ops {
-            progress.admit(op.buffer())?;
+            progress::admit(progress, op.buffer())?;
         }
         let mut core = progress.core();
         let parent = core.start_batch(self.id)?;
@@ -178,7 +179,7 @@ impl Endpoint {
     #[inline]
     fn start(&self, operation: Operation, mut buffer: Buffer) -> Result<Request> {
         let progress = self.worker.progress_handle();
-        progress.admit(&mut buffer)?;
+        progress::admit(progress, &mut buffer)?;
         let mut core = progress.core();
         let op = core.submit(Some(self.id), Submission::Operation(operation), buffer);
         progress.after(core);

@@ -13,6 +13,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 use super::Endpoint;
 use crate::core::Core;
 use crate::memory::{self, Buffer, Memory, Place};
+use crate::progress;
 
 const MAGIC: [u8; 4] = *b"XRS1";
 /// Of a GPU's memory.
@@ -168,7 +169,7 @@ impl Endpoint {
         let (ptr, len, timeout) = (buffer.ptr, buffer.len, progress.environment().settings().timeout);
         let gpu = buffer.gpu.is_some();
         if gpu {
-            progress.admit_shared(&mut buffer)?;
+            progress::admit_shared(progress, &mut buffer)?;
         } else if progress.environment().arena().find(ptr, len).is_none() {
             return Err(Error::new(ErrorKind::Usage, "share", "the memory was allocated by another Context"));
         }
@@ -204,7 +205,7 @@ impl Endpoint {
             .map_err(|_| Error::new(ErrorKind::Usage, "map", format!("{} bytes do not fit here", shared.len)))?;
         let progress = self.worker.progress_handle();
         if shared.gpu {
-            progress.admit_links();
+            progress::admit_links(progress);
         }
         if let Some(ordinal) = gpu {
             progress.environment().gpus().device(ordinal)?;

@@ -7,7 +7,7 @@ use crossrail_proto as proto;
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::memory::{Buffer, RegionKey};
-use crate::progress::Progress;
+use crate::progress::{self, Progress};
 
 /// Memory that peers with its key may write and read, until it is deregistered or the last clone is dropped.
 #[derive(Clone)]
@@ -21,12 +21,12 @@ struct Registered {
 
 impl Region {
     pub(crate) fn register(progress: &Arc<Progress>, mut buffer: Buffer) -> Result<Region> {
-        progress.admit(&mut buffer)?;
+        progress::admit(progress, &mut buffer)?;
         if let Some(gpu) = &mut buffer.gpu
             && let Some(after) = gpu.after.take()
         {
             // Peers may come at any time from now on.
-            progress.wait_ready(gpu.ordinal, &after, "register")?;
+            progress::wait_ready(progress, gpu.ordinal, &after, "register")?;
         }
         let mut secret = [0; 16];
         getrandom::fill(&mut secret)

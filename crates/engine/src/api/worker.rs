@@ -10,7 +10,7 @@ use crossrail_types::Result;
 use super::{Context, Endpoint, Region, Request};
 use crate::core::Submission;
 use crate::memory::Buffer;
-use crate::progress::{Progress, SessionEvents};
+use crate::progress::{self, Progress, SessionEvents};
 use crate::session::transport::{self, Transports};
 use crate::session::{ListenOptions, Sessions};
 
@@ -147,7 +147,7 @@ impl Worker {
     pub fn recv(&self, buffer: impl Into<Buffer>, tag: u64, mask: u64, from: Option<&Endpoint>) -> Result<Request> {
         let progress = self.progress_handle();
         let mut buffer = buffer.into();
-        progress.admit(&mut buffer)?;
+        progress::admit(progress, &mut buffer)?;
         let mut core = progress.core();
         let op = core.submit(from.map(|from| from.id), Submission::Receive { tag, mask }, buffer);
         progress.after(core);
@@ -162,12 +162,12 @@ impl Worker {
     /// A descriptor that becomes readable whenever requests have finished; for event loops. Drain it with
     /// [`Worker::drain_events`] and then look at the requests.
     pub fn event_fd(&self) -> RawFd {
-        self.progress_handle().event_fd()
+        self.progress_handle().events().fd()
     }
 
     /// Makes [`Worker::event_fd`] unreadable until something else finishes.
     pub fn drain_events(&self) {
-        self.progress_handle().drain_events();
+        self.progress_handle().events().drain();
     }
 
     /// Every endpoint with a living peer.

@@ -44,7 +44,7 @@ impl Submission {
 impl Core {
     /// Submits an operation, whatever its memory: the one way in. `endpoint` may be `None` for a receive from any peer.
     ///
-    /// GPU memory must have been admitted ([`Progress::admit`](crate::progress::Progress::admit)).
+    /// GPU memory must have been admitted ([`admit`](crate::progress::admit)).
     ///
     /// # Errors
     /// `PeerDead`, and `Closed` when the worker is closed. Later failures are the operation's outcome.

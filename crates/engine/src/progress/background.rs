@@ -69,7 +69,7 @@ impl Progress {
 
     /// Sleeps until an event, unless there is work.
     fn doze(&self) {
-        let group = &self.groups[0];
+        let group = self.connections.driven();
         group.about_to_sleep();
         let mut core = self.core.lock();
         core.timers();
@@ -89,9 +89,10 @@ impl Progress {
 
     /// A thread of its own for one group of connections.
     pub(crate) fn pump_forever(self: &Arc<Self>, group: usize) {
-        let group = &self.groups[group];
+        let group = &self.connections.groups()[group];
         // A thread that sleeps is woken in tens of microseconds, more on a virtual machine.
-        let linger = if self.environment.cores() > 2 * self.groups.len() { LINGER } else { Duration::ZERO };
+        let linger =
+            if self.environment.cores() > 2 * self.connections.groups().len() { LINGER } else { Duration::ZERO };
         let mut moved_at = Instant::now();
         while !self.closing.load(Ordering::Acquire) {
             group.events(Some(Duration::ZERO), |_| {});

@@ -1,16 +1,78 @@
 //! Connections that carry chunks: polled outside the worker's lock, by one thread at a time each.
 
+use std::os::fd::RawFd;
 use std::sync::Arc;
 
 use crossrail_transport::{LaneError, Place, Sink, Tx};
-use crossrail_types::{EndpointId, Head, LaneId};
+use crossrail_types::{EndpointId, Head, LaneId, Result};
 
 use super::Progress;
-use super::group::Group;
+use super::group::{About, Group};
 use crate::core::{BulkLane, READABLE, WRITABLE};
 
 /// Bytes a connection may move in each direction before the others get their turn.
 const BUDGET: usize = 4 << 20;
+
+/// The worker's connections that carry chunks, in groups: the first is pumped by whoever makes progress, which also
+/// sleeps on it; each other one by a thread of its own. Any thread.
+pub(crate) struct Connections(Vec<Group>);
+
+impl Connections {
+    /// `threads`: how many groups have threads of their own.
+    ///
+    /// # Errors
+    /// `Io` and `Exhausted` when the system refuses descriptors.
+    pub(super) fn new(threads: usize) -> Result<Connections> {
+        (0..=threads).map(|_| Group::new()).collect::<Result<_>>().map(Connections)
+    }
+
+    pub(super) fn has_threads(&self) -> bool {
+        self.0.len() > 1
+    }
+
+    #[inline]
+    pub(super) fn groups(&self) -> &[Group] {
+        &self.0
+    }
+
+    /// The group that whoever makes progress pumps and sleeps on.
+    #[inline]
+    pub(super) fn driven(&self) -> &Group {
+        &self.0[0]
+    }
+
+    /// Has the driving thread poll that descriptor, edge-triggered.
+    ///
+    /// # Errors
+    /// `Io` when the system refuses it.
+    pub(crate) fn watch(&self, fd: RawFd, about: About) -> Result<()> {
+        self.driven().watch(fd, about)
+    }
+
+    /// Wakes the thread that sleeps on the lanes under the lock, because there is one more.
+    pub(crate) fn wake_driver(&self) {
+        self.driven().wake_always();
+    }
+
+    /// Has a connection polled from now on.
+    ///
+    /// # Errors
+    /// `Io` when the system refuses to watch its descriptor.
+    pub(crate) fn add(&self, lane: Arc<BulkLane>) -> Result<()> {
+        let group = match self.0.len() {
+            1 => 0,
+            groups => 1 + lane.id.0 as usize % (groups - 1),
+        };
+        self.0[group].add(lane)
+    }
+
+    /// Polls every connection once.
+    pub(crate) fn pump(&self, progress: &Progress) {
+        for group in &self.0 {
+            group.pump(progress);
+        }
+    }
+}
 
 impl Group {
     /// Polls every connection that something was said about. Whether anything moved.

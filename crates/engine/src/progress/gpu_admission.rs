@@ -29,79 +29,77 @@ impl StagingListener for Progress {
     }
 }
 
-impl Progress {
-    /// Makes sure that memory which is said to be a GPU's is, and that the GPU can be used. Nothing to do for host
-    /// memory. Not under the worker's lock.
-    ///
-    /// # Errors
-    /// `Usage`: it is not that GPU's, or not all of it; `Unsupported`, with the reason: there is no CUDA; `Exhausted`:
-    /// no bounce memory; what the driver says.
-    #[inline]
-    pub(crate) fn admit(&self, buffer: &mut Buffer) -> Result<()> {
-        if buffer.gpu.is_some() { self.admit_gpu(buffer) } else { Ok(()) }
-    }
+/// Makes sure that memory which is said to be a GPU's is, and that the GPU can be used. Nothing to do for host
+/// memory. Not under the worker's lock.
+///
+/// # Errors
+/// `Usage`: it is not that GPU's, or not all of it; `Unsupported`, with the reason: there is no CUDA; `Exhausted`:
+/// no bounce memory; what the driver says.
+#[inline]
+pub(crate) fn admit(progress: &Progress, buffer: &mut Buffer) -> Result<()> {
+    if buffer.gpu.is_some() { admit_gpu(progress, buffer) } else { Ok(()) }
+}
 
-    #[cold]
-    fn admit_gpu(&self, buffer: &mut Buffer) -> Result<()> {
-        let Some(gpu) = &mut buffer.gpu else { return Ok(()) };
-        let device = match &gpu.device {
-            Some(device) => device.clone(),
-            None => self.environment.gpus().check(buffer.ptr as u64, buffer.len, gpu.ordinal)?,
-        };
-        if let Some(after) = &gpu.after
-            && after.is_reached()?
-        {
-            gpu.after = None;
+#[cold]
+fn admit_gpu(progress: &Progress, buffer: &mut Buffer) -> Result<()> {
+    let Some(gpu) = &mut buffer.gpu else { return Ok(()) };
+    let device = match &gpu.device {
+        Some(device) => device.clone(),
+        None => progress.environment.gpus().check(buffer.ptr as u64, buffer.len, gpu.ordinal)?,
+    };
+    if let Some(after) = &gpu.after
+        && after.is_reached()?
+    {
+        gpu.after = None;
+    }
+    if !progress.core.lock().transfers().gpu().uses(gpu.ordinal) {
+        let me: Weak<Progress> = progress.me.clone();
+        let queue = device.stager()?.attach(me);
+        let domain = progress.environment.ipc_domain();
+        if let (Err(why), None) = (&domain, progress.environment.no_cuda_ipc()) {
+            progress.log.warn(format_args!("no direct copies of GPU memory ({why}); through host memory instead"));
         }
-        if !self.core.lock().transfers().gpu().uses(gpu.ordinal) {
-            let me: Weak<Progress> = self.me.clone();
-            let queue = device.stager()?.attach(me);
-            let domain = self.environment.ipc_domain();
-            if let (Err(why), None) = (&domain, self.environment.no_cuda_ipc()) {
-                self.log.warn(format_args!("no direct copies of GPU memory ({why}); through host memory instead"));
+        let spare = {
+            let mut core = progress.core.lock();
+            core.transfers().gpu().set_domain(domain);
+            if core.is_closed() {
+                return Err(gone("GPU memory"));
             }
-            let spare = {
-                let mut core = self.core.lock();
-                core.transfers().gpu().set_domain(domain);
-                if core.is_closed() {
-                    return Err(gone("GPU memory"));
-                }
-                core.transfers().gpu().add(UsedGpu { device: device.clone(), queue })
-            };
-            drop(spare);
-        }
-        gpu.device = Some(device);
-        Ok(())
+            core.transfers().gpu().add(UsedGpu { device: device.clone(), queue })
+        };
+        drop(spare);
     }
+    gpu.device = Some(device);
+    Ok(())
+}
 
-    /// [`Progress::admit`] for memory that is only passed on to a peer: none of it goes through bounce memory, whose pages
-    /// take some tenths of a second to pin.
-    ///
-    /// # Errors
-    /// As there, but for bounce memory.
-    pub(crate) fn admit_shared(&self, buffer: &mut Buffer) -> Result<()> {
-        let Some(gpu) = &mut buffer.gpu else { return Ok(()) };
-        if gpu.device.is_none() {
-            gpu.device = Some(self.environment.gpus().check(buffer.ptr as u64, buffer.len, gpu.ordinal)?);
-        }
-        self.admit_links();
-        Ok(())
+/// [`admit`] for memory that is only passed on to a peer: none of it goes through bounce memory, whose pages
+/// take some tenths of a second to pin.
+///
+/// # Errors
+/// As there, but for bounce memory.
+pub(crate) fn admit_shared(progress: &Progress, buffer: &mut Buffer) -> Result<()> {
+    let Some(gpu) = &mut buffer.gpu else { return Ok(()) };
+    if gpu.device.is_none() {
+        gpu.device = Some(progress.environment.gpus().check(buffer.ptr as u64, buffer.len, gpu.ordinal)?);
     }
+    admit_links(progress);
+    Ok(())
+}
 
-    /// Makes sure that links to GPU memory of peers can be made, if there is CUDA. Not under the worker's lock.
-    pub(crate) fn admit_links(&self) {
-        let domain = self.environment.ipc_domain();
-        self.core.lock().transfers().gpu().set_domain(domain);
-    }
+/// Makes sure that links to GPU memory of peers can be made, if there is CUDA. Not under the worker's lock.
+pub(crate) fn admit_links(progress: &Progress) {
+    let domain = progress.environment.ipc_domain();
+    progress.core.lock().transfers().gpu().set_domain(domain);
+}
 
-    /// Waits until `after` is complete, at most `CROSSRAIL_TIMEOUT`.
-    pub(crate) fn wait_ready(&self, ordinal: u32, after: &StreamPoint, what: &str) -> Result<()> {
-        let timeout = self.environment.settings().timeout;
-        let Some(ticket) = self.core.lock().transfers().gpu().wait_for(ordinal, after.clone()) else { return Ok(()) };
-        if self.observe_until(timeout, |core| (!core.transfers().gpu().is_waiting(ticket)).then_some(())).is_some() {
-            return after.is_reached().map(drop).map_err(|error| Error { operation: what.to_owned(), ..error });
-        }
-        self.core.lock().transfers().gpu().forget(ticket);
-        Err(Error::new(ErrorKind::Timeout, what, "the stream's work was not complete").with_waited(timeout))
+/// Waits until `after` is complete, at most `CROSSRAIL_TIMEOUT`.
+pub(crate) fn wait_ready(progress: &Progress, ordinal: u32, after: &StreamPoint, what: &str) -> Result<()> {
+    let timeout = progress.environment.settings().timeout;
+    let Some(ticket) = progress.core.lock().transfers().gpu().wait_for(ordinal, after.clone()) else { return Ok(()) };
+    if progress.observe_until(timeout, |core| (!core.transfers().gpu().is_waiting(ticket)).then_some(())).is_some() {
+        return after.is_reached().map(drop).map_err(|error| Error { operation: what.to_owned(), ..error });
     }
+    progress.core.lock().transfers().gpu().forget(ticket);
+    Err(Error::new(ErrorKind::Timeout, what, "the stream's work was not complete").with_waited(timeout))
 }

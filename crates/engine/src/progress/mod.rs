@@ -10,7 +10,6 @@ mod lane_health;
 mod requests;
 mod waits;
 
-use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{JoinHandle, Thread};
@@ -19,11 +18,13 @@ use std::time::Duration;
 use crossrail_types::{EndpointId, Error, IoThreads, Log, Result};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use self::event_fd::EventsFd;
+pub(crate) use self::connections::Connections;
+pub(crate) use self::event_fd::EventsFd;
+pub(crate) use self::gpu_admission::{admit, admit_links, admit_shared, wait_ready};
 pub(crate) use self::group::About;
-use self::group::{Group, SocketEvent};
+use self::group::SocketEvent;
 use crate::core::gpu::Inbox;
-use crate::core::{BulkLane, Callback, Core, Deferred, LostRail, Receipt, render};
+use crate::core::{Callback, Core, Deferred, LostRail, Receipt, render};
 use crate::environment::Environment;
 
 /// The longest the background thread sleeps without looking at the protocol's timers.
@@ -50,8 +51,7 @@ pub(crate) struct Progress {
     environment: Arc<Environment>,
     log: Log,
     core: Mutex<Core>,
-    /// The first is pumped by whoever makes progress, the others by threads of their own.
-    groups: Vec<Group>,
+    connections: Connections,
     events: EventsFd,
     /// Notified when an operation has finished, for threads in [`Progress::wait_until`] that sleep.
     done: Condvar,
@@ -74,14 +74,14 @@ impl Progress {
         let events = EventsFd::new()?;
         let inbox = Inbox::default();
         let threads = io_threads(environment);
-        let groups = (0..=if threads > 1 { threads } else { 0 }).map(|_| Group::new()).collect::<Result<Vec<_>>>()?;
-        let core = Core::new(log, environment.arena().clone(), inbox.clone(), groups.len() > 1);
+        let connections = Connections::new(if threads > 1 { threads } else { 0 })?;
+        let core = Core::new(log, environment.arena().clone(), inbox.clone(), connections.has_threads());
         Ok(Arc::new_cyclic(|me| Progress {
             me: me.clone(),
             environment: environment.clone(),
             log,
             core: Mutex::new(core),
-            groups,
+            connections,
             events,
             done: Condvar::new(),
             inbox,
@@ -99,7 +99,7 @@ impl Progress {
     /// `Io` when the system refuses threads.
     pub(crate) fn start(self: &Arc<Self>, sessions: Weak<dyn SessionEvents>) -> Result<()> {
         let _ = self.sessions.set(sessions);
-        for group in 1..self.groups.len() {
+        for group in 1..self.connections.groups().len() {
             let progress = self.clone();
             self.spawn(&format!("crossrail-io{group}"), move || progress.pump_forever(group))?;
         }
@@ -139,46 +139,14 @@ impl Progress {
         self.core.lock()
     }
 
-    /// The descriptor that becomes readable when requests have finished.
-    pub(crate) fn event_fd(&self) -> RawFd {
-        self.events.fd()
+    /// The descriptor for event loops.
+    pub(crate) fn events(&self) -> &EventsFd {
+        &self.events
     }
 
-    /// Makes [`Progress::event_fd`] unreadable until another request has finished.
-    pub(crate) fn drain_events(&self) {
-        self.events.drain();
-    }
-
-    /// Has the driving thread poll that descriptor, edge-triggered.
-    ///
-    /// # Errors
-    /// `Io` when the system refuses it.
-    pub(crate) fn watch(&self, fd: RawFd, about: About) -> Result<()> {
-        self.groups[0].watch(fd, about)
-    }
-
-    /// Wakes the thread that sleeps on the lanes under the lock, because there is one more.
-    pub(crate) fn wake_driver(&self) {
-        self.groups[0].wake_always();
-    }
-
-    /// Has a connection that carries chunks polled from now on.
-    ///
-    /// # Errors
-    /// `Io` when the system refuses to watch its descriptor.
-    pub(crate) fn add_connection(&self, lane: Arc<BulkLane>) -> Result<()> {
-        let group = match self.groups.len() {
-            1 => 0,
-            groups => 1 + lane.id.0 as usize % (groups - 1),
-        };
-        self.groups[group].add(lane)
-    }
-
-    /// Polls every connection that carries chunks once.
-    pub(crate) fn pump_connections(&self) {
-        for group in &self.groups {
-            group.pump(self);
-        }
+    /// What the threads sleep on, and the connections polled outside the lock.
+    pub(crate) fn connections(&self) -> &Connections {
+        &self.connections
     }
 
     // ---- after every change
@@ -201,7 +169,7 @@ impl Progress {
             }
             if !self.has_background {
                 // A caller may sleep on the sockets.
-                self.groups[0].wake();
+                self.connections.driven().wake();
             }
         }
     }
@@ -215,7 +183,7 @@ impl Progress {
             callbacks.into_iter().map(|(callback, outcome)| (callback, render(&mut core, outcome))).collect();
         drop(core);
         if connections {
-            for (at, group) in self.groups.iter().enumerate() {
+            for (at, group) in self.connections.groups().iter().enumerate() {
                 // The first also looks after the lanes under the lock.
                 if (at == 0 && driver) || group.pending() {
                     group.wake();
@@ -246,7 +214,7 @@ impl Progress {
 
     /// Collects socket events and pumps the driver's connections.
     pub(super) fn poll_sockets(&self, timeout: Option<Duration>) -> bool {
-        let group = &self.groups[0];
+        let group = self.connections.driven();
         let mut others: Vec<SocketEvent> = Vec::new();
         group.events(timeout, |ready| others.push(ready));
         for ready in &others {
@@ -301,7 +269,7 @@ impl Progress {
         core.say_goodbye();
         self.after(core);
         self.step();
-        for group in &self.groups {
+        for group in self.connections.groups() {
             group.wake_always();
         }
         self.hand_over();
@@ -318,7 +286,7 @@ impl Progress {
         let mut core = self.core.lock();
         core.close();
         self.after(core);
-        self.pump_connections();
+        self.connections.pump(self);
         let mut core = self.core.lock();
         core.abandon();
         let gpus = core.transfers().gpu().take_gpus();

@@ -20,7 +20,7 @@ impl Progress {
         let mut core = self.core.lock();
         if let Some(kind) = core.operations().kind_in_flight(id) {
             core.pass(true, kind.awaits_peer());
-            let sockets = self.groups[0].has_lanes();
+            let sockets = self.connections.driven().has_lanes();
             if sockets && !core.operations().is_done(id) {
                 self.after(core);
                 self.poll_sockets(Some(Duration::ZERO));

@@ -49,7 +49,7 @@ impl Progress {
         core.wake_ups().enter();
         if core.transfers().polled().disarm() {
             // The background thread sleeps on lanes that no longer ring: have it look after us instead.
-            self.groups[0].wake();
+            self.connections.driven().wake();
         }
         let ask = ask(&mut core);
         let mut wait = Wait { progress: self, deadline: None, timeout, idle: 0, idle_since: None, aside: false, ask };
@@ -70,7 +70,7 @@ impl Progress {
         move || {
             if let Some(progress) = me.upgrade() {
                 progress.done.notify_all();
-                progress.groups[0].wake_always();
+                progress.connections.driven().wake_always();
             }
         }
     }
@@ -110,7 +110,7 @@ impl<'a> Wait<'a> {
                 progress.leave(core);
                 return Some(found);
             }
-            let group = &progress.groups[0];
+            let group = progress.connections.driven();
             if (moved || core.wake_ups().wants_connections() || self.idle % EPOLL_EVERY == EPOLL_EVERY - 1)
                 && (group.has_lanes() || core.wake_ups().wants_connections())
             {
@@ -196,7 +196,7 @@ impl<'a> Wait<'a> {
     /// Sleeps on the sockets itself, where there is no background thread.
     fn doze<T>(&mut self, deadline: Instant, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
         let progress = self.progress;
-        let group = &progress.groups[0];
+        let group = progress.connections.driven();
         group.about_to_sleep();
         let mut core = progress.core.lock();
         // Others' threads may have finished it meanwhile.

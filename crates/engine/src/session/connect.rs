@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use crossrail_handshake::{self as handshake, Hello, Identity, Session, Target};
 use crossrail_proto as proto;
 use crossrail_transport::Lane;
-use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Rails, Result};
+use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Rails, Result, Settings};
 
 use super::explain::{Candidate, Explain};
-use super::transport::{Attempt, Choice, Control, Refused, Transport};
+use super::transport::{Attempt, Choice, Control, Refused, Transport, Transports};
 use super::{Sessions, cuda_ipc, own};
 use crate::core::gpu::Reach;
 use crate::core::{LaneRecord, gone};
@@ -42,14 +42,15 @@ impl Sessions {
         }
         let me = self.identity.lock().clone().ok_or_else(|| gone("connect"))?;
         let required = required.as_deref();
+        let permitted = Permitted { settings: self.environment.settings(), transports: &self.transports, required };
         let target = Target::parse(to, DEFAULT_PORT, deadline)?;
-        let may_be_own = self.left_out("self", required).is_none();
+        let may_be_own = permitted.left_out("self").is_none();
         if may_be_own && matches!(&target, Target::Worker(address) if address.worker == me.hello.worker) {
             return own::connect(self);
         }
         let control = self.control_device()?;
         let over_unix = self.transports.over_unix();
-        let unix = over_unix.is_some_and(|transport| self.left_out(transport.name(), required).is_none());
+        let unix = over_unix.is_some_and(|transport| permitted.left_out(transport.name()).is_none());
         let session = handshake::connect(&target, &me, control.as_ref(), unix, deadline)?;
         if may_be_own && session.peer.worker == me.hello.worker {
             return own::connect(self);
@@ -67,14 +68,14 @@ impl Sessions {
         let mut session = Some(session);
         for transport in self.transports.iter().filter(|transport| transport.carrier().is_none()) {
             let name = transport.name();
-            let obstacle = || self.left_out(name, required).or_else(|| self.not_allowed_by(&peer, name));
+            let obstacle = || permitted.left_out(name).or_else(|| permitted.left_out_by(&peer, name));
             if let Some(why) = obstacle().or_else(|| transport.obstacle(self, &peer)) {
                 attempt.refused.add(name, why);
                 continue;
             }
             let ready = match (transport.control(), session.take()) {
                 (Control::Unix, Some(over_tcp)) if !over_tcp.stream.is_unix() => {
-                    match self.upgrade(&over_tcp, &me, deadline) {
+                    match upgrade(&over_tcp, &me, deadline) {
                         Ok(better) => better,
                         Err(why) => {
                             attempt.refused.add(name, why);
@@ -95,7 +96,7 @@ impl Sessions {
                     self.warn_of_slower(&peer, name, &attempt.refused);
                     return Ok(endpoint);
                 }
-                Err(error) if self.progress.is_closing() || !self.is_any_left(transport, required, &peer) => {
+                Err(error) if self.progress.is_closing() || !permitted.is_any_left(transport, &peer) => {
                     return Err(error);
                 }
                 Err(error) => attempt.refused.add(name, error.to_string()),
@@ -120,43 +121,6 @@ impl Sessions {
         }
         names.push("shm".to_owned());
         Ok(true)
-    }
-
-    /// Why the settings or `require` leave a transport out, if so.
-    fn left_out(&self, name: &str, required: Option<&[String]>) -> Option<String> {
-        let tls = &self.environment.settings().tls;
-        if !tls.allows(name) {
-            return Some(format!("CROSSRAIL_TLS={tls} leaves it out"));
-        }
-        let names = required.filter(|names| !names.iter().any(|known| known == name))?;
-        let carried = |transport: &&Arc<dyn Transport>| {
-            transport.carrier() == Some(name) && names.iter().any(|known| known == transport.name())
-        };
-        let rider = self.transports.iter().find(carried).map(|transport| transport.name());
-        let needed = rider.map_or_else(String::new, |rider| format!(", and {rider} needs its Unix socket"));
-        Some(format!("require={} leaves it out{needed}", names.join(",")))
-    }
-
-    fn not_allowed_by(&self, peer: &Hello, name: &str) -> Option<String> {
-        let known = peer.transports.iter().any(|known| known == name);
-        (!known).then(|| "the peer's CROSSRAIL_TLS leaves it out".to_owned())
-    }
-
-    /// Whether a transport after this one can be tried.
-    fn is_any_left(&self, tried: &Arc<dyn Transport>, required: Option<&[String]>, peer: &Hello) -> bool {
-        let rest = self.transports.iter().skip_while(|transport| transport.name() != tried.name()).skip(1);
-        rest.filter(|transport| transport.carrier().is_none()).any(|transport| {
-            self.left_out(transport.name(), required).is_none() && self.not_allowed_by(peer, transport.name()).is_none()
-        })
-    }
-
-    /// Moves a session to the peer's Unix socket; `Err`: why that cannot be.
-    fn upgrade(&self, session: &Session, me: &Identity, deadline: Instant) -> std::result::Result<Session, String> {
-        match handshake::upgrade(session, me, deadline) {
-            Ok(Some(better)) => Ok(better),
-            Ok(None) => Err("its Unix socket cannot be reached (another network namespace?)".to_owned()),
-            Err(error) => Err(error.to_string()),
-        }
     }
 
     /// A new session with that peer over TCP.
@@ -325,9 +289,9 @@ impl Sessions {
         }
         self.progress.after(core);
         if let Some(fd) = fd {
-            self.progress.watch(fd, About::Lane(id))?;
+            self.progress.connections().watch(fd, About::Lane(id))?;
         }
-        self.progress.wake_driver();
+        self.progress.connections().wake_driver();
         Ok(())
     }
 
@@ -336,6 +300,54 @@ impl Sessions {
         let mut core = self.progress.core();
         let ids = core.peers().get(endpoint).map(|peer| peer.lanes().to_vec()).unwrap_or_default();
         ids.into_iter().map(|id| core.transfers().lanes().name(id).to_string()).collect()
+    }
+}
+
+/// Which transports a connection may use.
+struct Permitted<'a> {
+    settings: &'a Settings,
+    transports: &'a Transports,
+    /// Those that `require` names; `None`: all that the settings allow.
+    required: Option<&'a [String]>,
+}
+
+impl Permitted<'_> {
+    /// Why the settings or `require` leave a transport out, if so.
+    fn left_out(&self, name: &str) -> Option<String> {
+        let tls = &self.settings.tls;
+        if !tls.allows(name) {
+            return Some(format!("CROSSRAIL_TLS={tls} leaves it out"));
+        }
+        let names = self.required.filter(|names| !names.iter().any(|known| known == name))?;
+        let carried = |transport: &&Arc<dyn Transport>| {
+            transport.carrier() == Some(name) && names.iter().any(|known| known == transport.name())
+        };
+        let rider = self.transports.iter().find(carried).map(|transport| transport.name());
+        let needed = rider.map_or_else(String::new, |rider| format!(", and {rider} needs its Unix socket"));
+        Some(format!("require={} leaves it out{needed}", names.join(",")))
+    }
+
+    /// Why the peer's settings leave a transport out, if so.
+    fn left_out_by(&self, peer: &Hello, name: &str) -> Option<String> {
+        let known = peer.transports.iter().any(|known| known == name);
+        (!known).then(|| "the peer's CROSSRAIL_TLS leaves it out".to_owned())
+    }
+
+    /// Whether a transport after this one can be tried.
+    fn is_any_left(&self, tried: &Arc<dyn Transport>, peer: &Hello) -> bool {
+        let rest = self.transports.iter().skip_while(|transport| transport.name() != tried.name()).skip(1);
+        rest.filter(|transport| transport.carrier().is_none()).any(|transport| {
+            self.left_out(transport.name()).is_none() && self.left_out_by(peer, transport.name()).is_none()
+        })
+    }
+}
+
+/// Moves a session to the peer's Unix socket; `Err`: why that cannot be.
+fn upgrade(session: &Session, me: &Identity, deadline: Instant) -> std::result::Result<Session, String> {
+    match handshake::upgrade(session, me, deadline) {
+        Ok(Some(better)) => Ok(better),
+        Ok(None) => Err("its Unix socket cannot be reached (another network namespace?)".to_owned()),
+        Err(error) => Err(error.to_string()),
     }
 }
 

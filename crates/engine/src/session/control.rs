@@ -15,7 +15,7 @@ use super::Sessions;
 use super::rail_pairs::RailPair;
 use super::transport::Announcement;
 use crate::core::{LostRail, READABLE};
-use crate::progress::About;
+use crate::progress::{About, SessionEvents};
 
 /// How long dialling one lane may take.
 pub(super) const DIAL_MAX: Duration = Duration::from_secs(3);
@@ -250,30 +250,10 @@ impl Sessions {
             accepted: false,
         };
         self.control.connections.lock().insert(ticket.session, connection);
-        self.progress.watch(fd, About::Session(endpoint))?;
-        self.progress.wake_driver();
+        self.progress.connections().watch(fd, About::Session(endpoint))?;
+        self.progress.connections().wake_driver();
         self.watch_links();
         Ok(())
-    }
-
-    /// A control connection has become readable: the announcement, or its end.
-    pub(super) fn control_readable(&self, endpoint: EndpointId) {
-        let known = |byte| self.transports.by_announcement(byte).is_some();
-        match self.control.read(endpoint, self, known) {
-            ControlEvent::Nothing => {}
-            ControlEvent::Announced(byte, announcement) => {
-                let (Some(transport), Some(me)) = (self.transports.by_announcement(byte), self.me.upgrade()) else {
-                    return;
-                };
-                if let Err(error) = transport.announced(&me, *announcement) {
-                    self.control.end(endpoint);
-                    self.peer_ended(endpoint, &error.to_string());
-                }
-            }
-            ControlEvent::Ended { why, formed: true } => self.peer_ended(endpoint, &why),
-            // The peer gave up before there was an endpoint.
-            ControlEvent::Ended { .. } => self.forget(endpoint),
-        }
     }
 
     /// Closes a session that another one replaces.
@@ -302,7 +282,7 @@ impl Sessions {
         for lane in &lanes {
             lane.set_ready(READABLE);
         }
-        self.progress.pump_connections();
+        self.progress.connections().pump(&self.progress);
         let mut core = self.progress.core();
         core.pass(true, true);
         core.transfers().kill(endpoint, why);
@@ -324,7 +304,7 @@ impl Sessions {
         }
         match LinkWatch::new() {
             Ok(found) => {
-                if let Err(error) = self.progress.watch(found.fd(), About::Links) {
+                if let Err(error) = self.progress.connections().watch(found.fd(), About::Links) {
                     self.log.debug(format_args!("no link events: {error}"));
                     return;
                 }
@@ -333,8 +313,38 @@ impl Sessions {
             Err(error) => self.log.debug(format_args!("no link events: {error}")),
         }
     }
+}
 
-    pub(super) fn links_changed(&self) {
+impl SessionEvents for Sessions {
+    fn rail_lost(&self, lost: LostRail) {
+        self.redialer.lost(self, lost);
+    }
+
+    fn endpoint_ended(&self, endpoint: EndpointId) {
+        self.end_session(endpoint);
+    }
+
+    /// A control connection has become readable: the announcement, or its end.
+    fn control_readable(&self, endpoint: EndpointId) {
+        let known = |byte| self.transports.by_announcement(byte).is_some();
+        match self.control.read(endpoint, self, known) {
+            ControlEvent::Nothing => {}
+            ControlEvent::Announced(byte, announcement) => {
+                let (Some(transport), Some(me)) = (self.transports.by_announcement(byte), self.me.upgrade()) else {
+                    return;
+                };
+                if let Err(error) = transport.announced(&me, *announcement) {
+                    self.control.end(endpoint);
+                    self.peer_ended(endpoint, &error.to_string());
+                }
+            }
+            ControlEvent::Ended { why, formed: true } => self.peer_ended(endpoint, &why),
+            // The peer gave up before there was an endpoint.
+            ControlEvent::Ended { .. } => self.forget(endpoint),
+        }
+    }
+
+    fn links_changed(&self) {
         let changes = self.control.watch.lock().as_mut().map(LinkWatch::changes).unwrap_or_default();
         for change in changes {
             if change.up {

@@ -28,9 +28,9 @@ use self::control::ControlConnections;
 pub use self::explain::{Candidate, Explain};
 use self::redial::Redialer;
 use self::transport::Transports;
-use crate::core::{LostRail, gone};
+use crate::core::gone;
 use crate::environment::Environment;
-use crate::progress::{Progress, SessionEvents};
+use crate::progress::Progress;
 
 /// How a worker listens.
 #[derive(Clone, Debug)]
@@ -160,23 +160,5 @@ impl Sessions {
     /// Closes all control connections.
     pub(crate) fn clear(&self) {
         self.control.clear();
-    }
-}
-
-impl SessionEvents for Sessions {
-    fn rail_lost(&self, lost: LostRail) {
-        self.redialer.lost(self, lost);
-    }
-
-    fn endpoint_ended(&self, endpoint: EndpointId) {
-        self.end_session(endpoint);
-    }
-
-    fn control_readable(&self, endpoint: EndpointId) {
-        Sessions::control_readable(self, endpoint);
-    }
-
-    fn links_changed(&self) {
-        Sessions::links_changed(self);
     }
 }

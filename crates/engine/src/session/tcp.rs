@@ -258,7 +258,7 @@ fn add_lane(
         return Err(gone("connect"));
     }
     sessions.progress.after(core);
-    sessions.progress.add_connection(bulk)
+    sessions.progress.connections().add(bulk)
 }
 
 /// Dials a lost lane again. `Ok(None)`: it is not lost any more, or dialling it is up to the peer. The name of its

@@ -34,7 +34,7 @@ use stream_gates::StreamGates;
 /// Everything about GPU memory that the worker's lock protects.
 ///
 /// - *Admission.* Before an operation names GPU memory, [`GpuMemory::uses`] must hold for its GPU:
-///   [`Progress::admit`](crate::progress::Progress::admit) makes it so, without the lock.
+///   [`admit`](crate::progress::admit) makes it so, without the lock.
 /// - *Start.* An operation that [`GpuMemory::must_wait`] is given to [`GpuMemory::hold`], and started when it comes back.
 /// - *Chunks.* Lanes take frames of staged memory with [`GpuMemory::next`] and place received ones with
 ///   [`GpuMemory::place`] and [`GpuMemory::placed`].
