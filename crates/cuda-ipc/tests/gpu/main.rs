@@ -1,6 +1,7 @@
 //! Links between two processes, on two GPUs if available, otherwise on one. Skipped with a message without a GPU.
 
 mod child;
+mod conformance;
 mod end;
 mod one_process;
 #[path = "../../../cuda/tests/support/mod.rs"]

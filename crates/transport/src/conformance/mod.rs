@@ -4,9 +4,12 @@
 //! crossrail_transport::conformance::run("tcp", &mut || connected_pair());
 //! ```
 //!
+//! A link with single copies ([`Direct`](crate::Direct)) also runs [`run_direct`].
+//!
 //! A failure panics with the backend's name, the check's name and what was seen. A check that a lane
 //! cannot take part in (no descriptor to sleep on) is skipped with a line on stderr.
 
+mod direct;
 mod harness;
 mod notes;
 mod waiting;
@@ -14,6 +17,7 @@ mod waiting;
 use std::sync::Arc;
 
 use crate::{Grant, Lane, LaneError, Post};
+pub use direct::{DirectEnd, DirectMemory, run_direct};
 use harness::{DISCARD, End, GRANTED, PLAIN, REFUSE, SHORT, drive, frame, pattern};
 
 /// Payloads are cut to this size even where a lane would carry more, to keep the suite short.
