@@ -2,7 +2,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::Reason;
+use crate::reason::Reason;
 
 /// What went wrong, as a caller branches on it. Each kind is one Python exception class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
