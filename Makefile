@@ -85,13 +85,15 @@ lint-python: build
 	$(call say,lint: stubs against the extension)
 	$(BIN)/python -m mypy.stubtest crossrail._native
 
-# With the fuzz targets on their corpora; without the test programs that need a GPU, which have test = false.
-CARGO_TEST := cargo test --quiet --locked --workspace --exclude crossrail-python --features crossrail/simulated-gpu
+# With the fuzz targets on their corpora; without the test programs that need a GPU, which have test = false. Of the
+# examples, only those that tests run are built; clippy looks at all.
+TESTED := --locked --workspace --exclude crossrail-python --features crossrail/simulated-gpu
 
 test-rust: $(TOOLS)
 	$(call say,test: Rust)
-	$(CARGO_TEST) --lib --bins --tests --example two_processes
-	$(CARGO_TEST) --doc
+	cargo build --quiet --profile test $(TESTED) --example two_processes --example hotpath
+	cargo test --quiet $(TESTED) --lib --bins --tests
+	cargo test --quiet $(TESTED) --doc
 
 test-fuzz:
 	$(call say,test: fuzz targets on their corpora and seeded mutations of them)
@@ -99,7 +101,7 @@ test-fuzz:
 
 test-python: build
 	$(call say,test: Python and test bed)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 # Need a GPU, and fail where there is none; `make test` compiles all kernels without one. With GPU_PACK=.gpu they run
 # what benches/gpu/pack.sh made on another machine, and need no Rust. OUT=DIR: where the log and the results go.
