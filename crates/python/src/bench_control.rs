@@ -13,16 +13,37 @@ use crate::errors::{self, OrRaise};
 use crate::group::Group;
 use crate::lent::Call;
 
-/// The steps of an ExpertBuffer's life, timed on this rank; all ranks of the group call it alike.
+/// Measure the steps of an ExpertBuffer's life cycle at this rank. Every rank of the group calls it with the
+/// same plan.
 ///
-/// `op`: `init`, `connect`, `disconnect`, `reconnect`, `destroy`, or `cycle` for all five; what must come before is done
-/// but not told. A barrier of all ranks comes before each step, and a word over every new connection after it, both
-/// outside of its time. `on_progress(done, total)` is called between rounds; what it raises ends the run.
+/// A barrier of all ranks precedes each step, and a message over every new connection follows it, both
+/// outside of its time.
 ///
-/// `device`: a GPU, as `cuda:0`, whose memory the buffers are in. The first `warmup` rounds are not told.
+/// Parameters
+/// ----------
+/// group, context : Group, Context
+///     The group, and what the buffers are made from.
+/// op : str
+///     `init`, `connect`, `disconnect`, `reconnect`, `destroy`, or `cycle` for all five. Steps that must
+///     precede it run too, but are not reported.
+/// rounds, warmup : int
+///     Timed rounds, and untimed ones before them.
+/// max_tokens_per_rank, hidden, num_experts, topk, dispatch_dtype
+///     As of ExpertBuffer.
+/// device : str, optional
+///     A GPU as `cuda:0`, for buffers in its memory.
+/// on_progress : callable, optional
+///     `on_progress(done, total)`, between rounds. An exception in it ends the run.
 ///
-/// Returns microseconds by step, `rounds` of each, and by `step/part` those of its parts, where they are known. Raises
-/// what ExpertBuffer and Group.barrier raise.
+/// Returns
+/// -------
+/// dict
+///     Microseconds by step, `rounds` of each; and by `step/part` those of its parts, where known.
+///
+/// Raises
+/// ------
+/// CrossrailError
+///     As ExpertBuffer and Group.barrier.
 #[pyfunction]
 #[pyo3(signature = (group, context, *, op, rounds, max_tokens_per_rank, hidden, num_experts, topk, dispatch_dtype = "fp8", device = None, warmup = 0, on_progress = None))]
 #[allow(clippy::too_many_arguments)] // keywords in Python

@@ -25,15 +25,34 @@ pub(crate) struct Plan {
     warmup: usize,
 }
 
-/// Dispatch and combine, timed at this rank; all ranks of the buffer call it alike.
+/// Measure dispatch and combine at this rank. Every rank of the buffer calls it with the same plan.
 ///
-/// `plan`: `mode` (`dispatch`, `combine` or `e2e`), `layout`, `cached` (dispatches repeat the routing of the first),
-/// `iters` timed iterations after `warmup` others. `x`, `topk_idx`, `topk_weights`: this rank's tokens, bytes of bf16,
-/// i64 and f32; `y`: bytes of bf16, what its experts answer. A barrier comes before each iteration, outside of its time.
-/// `on_progress(done, total)` is called about ten times a second; what it raises ends the run.
+/// A barrier precedes each iteration, outside of its time.
 ///
-/// Returns microseconds of each iteration (`total_us`, and of that `cast_us`, `copy_us`, `sum_us`, `wait_us`), and the
-/// bytes of all timed iterations together. Raises PeerDeadError when a rank was lost.
+/// Parameters
+/// ----------
+/// buffer, context : ExpertBuffer, Context
+///     The buffer, and what allocates the memory of the sums.
+/// plan : dict
+///     `mode` (`dispatch`, `combine` or `e2e`), `layout`, `cached` (dispatches reuse the routing of the
+///     first), `iters` timed iterations after `warmup` others.
+/// x, topk_idx, topk_weights : buffer
+///     This rank's tokens, as bytes of bf16 `[T, hidden]`, i64 `[T, topk]` and f32 `[T, topk]`.
+/// y : buffer
+///     The outputs of its experts, as bytes of bf16 in the layout of the dispatch.
+/// on_progress : callable, optional
+///     `on_progress(done, total)`, some ten times per second. An exception in it ends the run.
+///
+/// Returns
+/// -------
+/// dict
+///     Microseconds of each iteration: `total_us` and its parts `cast_us`, `copy_us`, `sum_us`, `wait_us`;
+///     and the bytes moved by all timed iterations together.
+///
+/// Raises
+/// ------
+/// PeerDeadError
+///     A rank was lost.
 #[pyfunction]
 #[pyo3(signature = (buffer, context, plan, x, topk_idx, topk_weights, y, on_progress = None))]
 #[expect(clippy::too_many_arguments, reason = "what a dispatch and a combine take")]
@@ -77,8 +96,9 @@ pub(crate) fn bench_ep<'py>(
     Ok(all)
 }
 
-/// What a program that dispatches and combines by MPI_Alltoallv does around it, with our row kernels. Arrays are bytes
-/// of the dtypes that `crossrail_bench::Alltoallv` says; each must have been allocated by the caller.
+/// Packing and unpacking around MPI_Alltoallv for a dispatch and combine, with Crossrail's row kernels.
+///
+/// Arrays are bytes of the dtypes of `crossrail_bench::Alltoallv`; the caller allocates all of them.
 #[pyclass(module = "crossrail._native", name = "_Alltoallv", frozen)]
 pub(crate) struct Alltoallv(Mutex<crossrail_bench::Alltoallv>);
 

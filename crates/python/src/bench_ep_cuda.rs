@@ -52,13 +52,25 @@ pub(crate) struct On {
     cast_before: bool,
 }
 
-/// What a rank of `crossrail bench ep --device cuda` has: a buffer in GPU memory and all that its operations read and
-/// write; all ranks of the group make it alike.
+/// A buffer in GPU memory with the tensors of its operations, for measurements. Every rank of the group makes it.
 ///
-/// `name`: of the buffers that belong together. `parameters`: as of an ExpertBuffer, with one layout. `on`: the GPU
-/// (`ordinal`), `num_sms` (None: all), `cast_before` (rows are given as fp8). `x` bf16 [T, hidden], `topk_idx` i64
-/// [T, topk] and `topk_weights` f32 [T, topk], as bytes: this rank's tokens; `outputs` bf16 [n, hidden]: row i of what
-/// the experts answer is row i mod n of those. Raises what ExpertBuffer raises.
+/// Parameters
+/// ----------
+/// name : str
+///     Name of the buffers that belong together.
+/// parameters : dict
+///     The parameters of an ExpertBuffer, with one layout.
+/// on : dict
+///     The GPU (`ordinal`), `num_sms` (None means all), and `cast_before` (rows are given as fp8).
+/// x, topk_idx, topk_weights : buffer
+///     This rank's tokens, as bytes of bf16 `[T, hidden]`, i64 `[T, topk]` and f32 `[T, topk]`.
+/// outputs : buffer
+///     bf16 `[n, hidden]`: row i of the experts' outputs is row i mod n of these.
+///
+/// Raises
+/// ------
+/// CrossrailError
+///     As ExpertBuffer.
 #[pyclass(module = "crossrail._native", name = "_DeviceEp", frozen)]
 pub(crate) struct DeviceEp(Mutex<Detached<Option<crossrail_bench::DeviceEp>>>);
 
@@ -108,8 +120,13 @@ impl DeviceEp {
         Ok(DeviceEp(Mutex::new(Detached::new(Some(made.or_raise(py)?)))))
     }
 
-    /// One dispatch into poisoned memory. What it delivered, as bytes by name: `counts`, `x`, `scales` (fp8), and
-    /// `ranges` and `source` (expert layout) or `offsets`, `topk_idx` and `topk_weights` (rank layout).
+    /// Run one dispatch into poisoned memory.
+    ///
+    /// Returns
+    /// -------
+    /// dict of bytes
+    ///     `counts`, `x`, `scales` (fp8), and `ranges` and `source` (expert layout) or `offsets`, `topk_idx` and
+    ///     `topk_weights` (rank layout).
     fn dispatch<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let parts = self.with(py, crossrail_bench::DeviceEp::dispatch)?;
         let all = PyDict::new(py);
@@ -119,14 +136,25 @@ impl DeviceEp {
         Ok(all)
     }
 
-    /// One combine with the last dispatch's handle: bf16 [T, hidden], as bytes.
+    /// Run one combine with the last dispatch's handle: bf16 `[T, hidden]`, as bytes.
     fn combine<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         Ok(PyBytes::new(py, &self.with(py, crossrail_bench::DeviceEp::combine)?))
     }
 
-    /// Measures, as `plan` says: `mode` (`dispatch`, `combine` or `e2e`), `clock` (`gpu`: by events; `host`: from the call
-    /// until all is done), `cached`, `iters`, `warmup`. `on_progress(done, total)` is called about ten times a second;
-    /// what it raises ends the run. Returns `samples_us`, and the `bytes` of one iteration.
+    /// Measure. Every rank calls it with the same plan, after a dispatch.
+    ///
+    /// Parameters
+    /// ----------
+    /// plan : dict
+    ///     `mode` (`dispatch`, `combine` or `e2e`), `clock` (`gpu`: events around the operation; `host`: from the
+    ///     call until it is complete), `cached`, `iters`, `warmup`.
+    /// on_progress : callable, optional
+    ///     `on_progress(done, total)`, some ten times per second. An exception in it ends the run.
+    ///
+    /// Returns
+    /// -------
+    /// dict
+    ///     `samples_us`, and the `bytes` of one iteration.
     #[pyo3(signature = (plan, on_progress = None))]
     fn measure<'py>(
         &self,
@@ -147,7 +175,7 @@ impl DeviceEp {
         Ok(all)
     }
 
-    /// What the buffer is: `heap_bytes` of GPU memory, `num_sms`, and `links`, how each rank is reached (`self`, `heap`,
+    /// The buffer's `heap_bytes` of GPU memory, `num_sms`, and `links`: how each rank is reached (`self`, `heap`,
     /// `network`).
     fn facts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let facts = self.with(py, |rig| {
@@ -162,7 +190,7 @@ impl DeviceEp {
         Ok(all)
     }
 
-    /// Ends the buffer and gives all memory back.
+    /// Destroy the buffer and frees all memory.
     fn close(&self, py: Python<'_>) {
         py.detach(|| drop(self.lock().take()));
     }

@@ -27,20 +27,35 @@ pub(crate) struct Plan {
     patience: f64,
 }
 
-/// Every rank with every other, timed at this rank; all ranks call it alike.
+/// Measure every ordered pair of ranks alone, then all to all at once, at this rank. Every rank calls it with
+/// the same plan.
 ///
-/// `peers`: the endpoint to each rank by number, None to `rank` itself. `plan`: bytes of a message (`size`), timed
-/// windows (`iters`) after `warmup` others, messages under way to one rank at a time (`window`), bytes of the messages
-/// whose latency is measured (`small`) and their round trips (`trips`), seconds that a rank waits for others that are
-/// measuring (`patience`). `memory` as of `bench_latency`. `on_progress(done, total)` counts pairs; what it raises ends
-/// the run.
+/// Parameters
+/// ----------
+/// context, worker : Context, Worker
+///     This rank's.
+/// peers : list of Endpoint or None
+///     The endpoint to each rank; None for this one.
+/// plan : dict
+///     `size` (bytes of a message), `iters` timed windows after `warmup` others, `window` (messages in flight
+///     to one rank), `small` (bytes of the messages whose latency is measured) and their `trips`, `patience`
+///     (seconds to wait for ranks that are measuring).
+/// rank : int
+///     This rank.
+/// memory : str
+///     As of `bench_latency`.
+/// on_progress : callable, optional
+///     `on_progress(done, total)`, in pairs. An exception in it ends the run.
 ///
-/// First each ordered pair alone, then all to all at once, from a barrier on. Returns `pairs`, the ordered pairs that
-/// begin here (`target`; `receipt` of one message; `rate`, windows as `bench_bandwidth` has them; `latency`), `all_us`,
-/// microseconds until everything that this rank sent had arrived, and `all_bytes`, what it sent in each of them; `slowest`,
-/// a row per message of the slowest: `target`, and microseconds from the barrier until it was `posted_us`, `matched_us`,
-/// `copied_us` (the copy had ended; 0 if the receiver copied) and `finished_us` (seen by this rank, in the order of posting);
-/// `copied`, how many copies between this rank's GPU and others were made `by_engine` in the timed exchanges.
+/// Returns
+/// -------
+/// dict
+///     `pairs`: for each target a `receipt` of one message, `rate` (windows as of `bench_bandwidth`) and
+///     `latency`. `all_us`: microseconds until everything that this rank sent was delivered, and `all_bytes`
+///     sent in each exchange. `slowest`: for each message of the slowest exchange its `target`, and
+///     microseconds from the barrier until it was `posted_us`, `matched_us`, `copied_us` (0 if the receiver
+///     copied) and `finished_us` (noticed by this rank, in the order of posting). `copied`: copies between
+///     this rank's GPU and others in the timed exchanges, `by_engine`.
 #[pyfunction]
 #[pyo3(signature = (context, worker, peers, plan, *, rank, memory = "ordinary", on_progress = None))]
 pub(crate) fn bench_mesh<'py>(

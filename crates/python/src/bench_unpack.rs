@@ -24,14 +24,33 @@ pub(crate) struct Plan {
     warmup: usize,
 }
 
-/// Gets `size` bytes, which lie as fragments of `fragment` bytes in shuffled slots, into the memory of GPU `device` in
-/// their order: by every one of `modes` (`kernel`, `d2d`, `host`) from the same list, each verified, beside one
-/// contiguous copy. `source`: where the fragments are, `pinned` host memory or the `device`'s own.
+/// Measure the ways to unpack fragments in shuffled slots into contiguous GPU memory.
 ///
-/// Returns `pieces` (entries of the list), `contiguous` and, by mode, `modes`: `samples_us`, from the call until the
-/// last byte is in place, and `gpu_us`, what the GPU took of it (empty for ways that need the host in between).
-/// Raises UnsupportedError with the reason where there is no CUDA, UsageError, ProtocolError when bytes are not where
-/// they belong, ExhaustedError.
+/// Parameters
+/// ----------
+/// context : Context
+///     Devices and settings.
+/// plan : dict
+///     `size` bytes as fragments of `fragment` bytes, the GPU `device`, `modes` (`kernel`, `d2d`, `host`), and
+///     `source`: where the fragments are, `pinned` host memory or the `device`'s own.
+/// on_progress : callable, optional
+///     `on_progress(done, total)`, some ten times per second. An exception in it ends the run.
+///
+/// Returns
+/// -------
+/// dict
+///     `pieces` (entries of the list), `contiguous` (one copy of as many bytes), and `modes`: for each mode
+///     `samples_us`, from the call until the last byte is in place, and `gpu_us`, the GPU's part (empty for
+///     modes that need the host in between).
+///
+/// Raises
+/// ------
+/// UnsupportedError
+///     CUDA is not available; the error states why.
+/// ProtocolError
+///     A byte is not where it belongs.
+/// UsageError, ExhaustedError
+///     The plan is invalid, or there is not enough memory.
 #[pyfunction]
 #[pyo3(signature = (context, plan, *, on_progress = None))]
 pub(crate) fn bench_unpack<'py>(

@@ -11,7 +11,7 @@ use crate::errors::{self, OrRaise};
 use crate::lifecycle::Detached;
 use crate::wait;
 
-/// What `members` gives for each: rank, local rank, node, process.
+/// A member as `members` returns it: rank, local rank, node, process.
 type Member = (u32, u32, String, String);
 
 /// The native half of `crossrail.Group`.
@@ -19,8 +19,8 @@ type Member = (u32, u32, String, String);
 pub(crate) struct Group {
     native: Detached<crossrail_control::Group>,
     timeout: Duration,
-    /// How many changes `wait_change` has told of.
-    told: AtomicU64,
+    /// Number of the last change that `wait_change` has returned for.
+    seen: AtomicU64,
 }
 
 impl Group {
@@ -67,7 +67,7 @@ impl Group {
         let limit = timeout.unwrap_or(settings.timeout);
         let options = GroupOptions { name, rank, size, local_rank, node, store, lease, timeout };
         let native = wait::apart(py, move || crossrail_control::Group::join(options, &settings))?;
-        Ok(Group { native: Detached::new(native), timeout: limit, told: AtomicU64::new(0) })
+        Ok(Group { native: Detached::new(native), timeout: limit, seen: AtomicU64::new(0) })
     }
 
     #[getter]
@@ -170,16 +170,16 @@ impl Group {
 
     fn wait_change(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let limit = self.limit(py, "wait_change", timeout)?;
-        let told = self.told.load(Ordering::Relaxed);
+        let seen = self.seen.load(Ordering::Relaxed);
         let changes = wait::outcome(py, limit, |left| {
-            let changes = self.native.wait_change(told, Instant::now() + left.unwrap_or(limit));
-            if changes > told {
+            let changes = self.native.wait_change(seen, Instant::now() + left.unwrap_or(limit));
+            if changes > seen {
                 return Ok(changes);
             }
             Err(Error::new(ErrorKind::Timeout, "wait_change", "nothing has changed"))
         })?;
         if let Ok(changes) = &changes {
-            self.told.store(*changes, Ordering::Relaxed);
+            self.seen.store(*changes, Ordering::Relaxed);
         }
         Ok(changes.is_ok())
     }

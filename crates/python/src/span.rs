@@ -11,8 +11,8 @@ use crate::layout::Whose;
 use crate::lent::{self, Use};
 use crate::{dlpack, errors, operand};
 
-/// Plain bytes of somebody else's, kept as long as this object: NumPy makes an array of them without a copy
-/// (`numpy.asarray(span)`, uint8), which keeps the object.
+/// Bytes of another owner, kept alive by this object. `numpy.asarray(span)` is an array of them (uint8) without
+/// a copy, which keeps the object alive.
 #[pyclass(module = "crossrail._native", name = "_Span", frozen)]
 pub(crate) struct Span {
     /// An address; a number, since nobody here follows it.

@@ -7,11 +7,25 @@ use crate::context::Context;
 use crate::errors::OrRaise;
 use crate::lifecycle::Detached;
 
-/// The built-in store, serving from threads of its own until it is closed: StoreServer(context, "127.0.0.1:0").
+/// The built-in store, served by threads of its own until it is closed.
 ///
-/// Beyond loopback a secret is required (CROSSRAIL_SECRET). As a context manager it is closed at the end.
+/// As a context manager, it is closed at the end of the block.
 ///
-/// Raises ConfigError (beyond loopback without a secret), UsageError (no address, or a port in use), IoError.
+/// Parameters
+/// ----------
+/// context : Context
+///     Settings. Beyond loopback CROSSRAIL_SECRET is required.
+/// listen : str
+///     `host:port`; port 0 means a free one.
+///
+/// Raises
+/// ------
+/// ConfigError
+///     It listens beyond loopback without a secret.
+/// UsageError
+///     The address does not parse, or its port is in use.
+/// IoError
+///     The system refuses a socket.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(crate) struct StoreServer(Detached<control::StoreServer>);
 
@@ -25,13 +39,13 @@ impl StoreServer {
         Ok(StoreServer(Detached::new(server)))
     }
 
-    /// Where it listens, as CROSSRAIL_STORE has it: `tcp://host:port`.
+    /// Its address for CROSSRAIL_STORE: `tcp://host:port`.
     #[getter]
     fn address(&self) -> String {
         self.0.address()
     }
 
-    /// Ends it; its clients see that it is unreachable. A second call does nothing.
+    /// Stop the store: its clients find it unreachable. A second call does nothing.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.0.stop());
     }
