@@ -31,8 +31,8 @@ use crate::peer::Peer;
 use crate::regions::Regions;
 use crate::setup_timings::{PhaseTimer, SetupTimings};
 
-/// A rank's memory for dispatch and combine on a GPU, and its connections to the other ranks. Clones share it. Any thread
-/// may use it; calls are serialized by a lock.
+/// A rank's memory for dispatch and combine on a GPU, and its connections to the other ranks. Clones share it. Any
+/// thread may use it; calls are serialized by a lock.
 #[derive(Clone)]
 pub struct DeviceBuffer(pub(crate) Arc<Inner>);
 
@@ -40,14 +40,14 @@ pub struct DeviceBuffer(pub(crate) Arc<Inner>);
 const LAST_KERNELS: Duration = Duration::from_secs(2);
 
 impl DeviceBuffer {
-    /// Allocates memory and loads kernels for `config` on this rank of `group`; no rank is connected yet. Buffers of the same
-    /// name connect to each other. Kernels that are not cached on disk are compiled now, which takes seconds. Where several
-    /// ranks share a process, none may be constructed while operations of another wait for it: the driver loads kernels only
-    /// after those have finished.
+    /// Allocates memory and loads kernels for `config` on this rank of `group`; no rank is connected yet. Buffers of
+    /// the same name connect to each other. Kernels that are not cached on disk are compiled now, which takes seconds.
+    /// Where several ranks share a process, none may be constructed while operations of another wait for it: the driver
+    /// loads kernels only after those have finished.
     ///
     /// # Errors
-    /// `Usage` for invalid numbers, or numbers beyond the kernels' limits; `Unsupported` with the reason where there is no
-    /// CUDA; `Exhausted`, with the plan, if the GPU has too little free memory.
+    /// `Usage` for invalid numbers, or numbers beyond the kernels' limits; `Unsupported` with the reason where there is
+    /// no CUDA; `Exhausted`, with the plan, if the GPU has too little free memory.
     pub fn new(
         group: &Group,
         context: &Context,
@@ -170,14 +170,14 @@ impl DeviceBuffer {
     /// not run during the call.
     ///
     /// # Errors
-    /// As there; `Usage` while a sent operation has not been received; `Unsupported` if only one of two GPUs can map the
-    /// other's memory.
+    /// As there; `Usage` while a sent operation has not been received; `Unsupported` if only one of two GPUs can map
+    /// the other's memory.
     pub fn connect(&self, ranks: &[u32], activate: bool, timeout: Option<Duration>) -> Result<()> {
         self.0.connect(ranks, activate, timeout)
     }
 
-    /// As `crossrail_ep_host::ExpertBuffer::disconnect`, once enqueued operations are done. Captured graphs must not run
-    /// during the call: the host does not see their launches.
+    /// As `crossrail_ep_host::ExpertBuffer::disconnect`, once enqueued operations are done. Captured graphs must not
+    /// run during the call: the host does not see their launches.
     ///
     /// # Errors
     /// As there; `Timeout` when operations are not done.
@@ -218,8 +218,8 @@ impl DeviceBuffer {
         self.0.state.lock().peers.iter().flatten().map(|peer| peer.rank).collect()
     }
 
-    /// Ranks lost so far, in order. When an operation has completed without a rank, that rank is listed; a rank that left
-    /// regularly is masked at once and listed when the next operation begins.
+    /// Ranks lost so far, in order. When an operation has completed without a rank, that rank is listed; a rank that
+    /// left regularly is masked at once and listed when the next operation begins.
     pub fn faults(&self) -> Vec<Fault> {
         let mut state = self.0.state.lock();
         self.0.process_losses(&mut state);
@@ -247,7 +247,8 @@ impl DeviceBuffer {
         self.0.setup_timings.lock().clone()
     }
 
-    /// How many more results in the rank layout there is memory for, not counting regions in use or reserved for graphs.
+    /// How many more results in the rank layout there is memory for, not counting regions in use or reserved for
+    /// graphs.
     pub fn spare_regions(&self) -> u32 {
         self.0.regions.spare()
     }
@@ -257,8 +258,8 @@ impl DeviceBuffer {
         self.0.network.load(Ordering::Relaxed)
     }
 
-    /// A few lines on the operations in flight, read from this rank's heap while kernels run: to diagnose operations that
-    /// do not finish. Reads some megabytes, everything that precedes the regions of the rank layout.
+    /// A few lines on the operations in flight, read from this rank's heap while kernels run: to diagnose operations
+    /// that do not finish. Reads some megabytes, everything that precedes the regions of the rank layout.
     ///
     /// # Errors
     /// What the driver reports.
@@ -279,8 +280,8 @@ impl DeviceBuffer {
         RegionLease::take(&self.0, false)
     }
 
-    /// A region for a result of a dispatch that will be enqueued in `stream`. A region that a graph has captured is reserved
-    /// for graphs from then on: after its lease is dropped, only other captures get it.
+    /// A region for a result of a dispatch that will be enqueued in `stream`. A region that a graph has captured is
+    /// reserved for graphs from then on: after its lease is dropped, only other captures get it.
     ///
     /// # Safety
     /// `stream` must be a live stream's handle, or 0 for the default stream.
@@ -293,7 +294,8 @@ impl DeviceBuffer {
         RegionLease::take(&self.0, stream.capture()? != Capture::None)
     }
 
-    /// Waits until enqueued operations are done on this rank's GPU and every connected, unmasked rank has called `sync`.
+    /// Waits until enqueued operations are done on this rank's GPU and every connected, unmasked rank has called
+    /// `sync`.
     ///
     /// # Errors
     /// `Timeout`; `Closed`; what the driver reports.
@@ -301,8 +303,8 @@ impl DeviceBuffer {
         self.0.sync(limit)
     }
 
-    /// Closes all connections once kernels are done; captured graphs must not run afterwards. The memory is freed with the
-    /// last result that is a view of it.
+    /// Closes all connections once kernels are done; captured graphs must not run afterwards. The memory is freed with
+    /// the last result that is a view of it.
     ///
     /// # Errors
     /// `Timeout` if kernels do not finish in time: their memory is then leaked. A second call does nothing.

@@ -116,7 +116,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Raises this rank's sequence numbers to the highest of all ranks, so that all agree on the number of the next operation.
+    /// Raises this rank's sequence numbers to the highest of all ranks, so that all agree on the number of the next
+    /// operation.
     fn set_epochs(&self, state: &State, new: &[Met], mine: Epochs, epochs: Epochs) -> Result<()> {
         if epochs != mine {
             self.heap.set_epochs(epochs)?;
@@ -166,8 +167,8 @@ impl Inner {
         self.meeting.warn(&text);
     }
 
-    /// The key with which ranks that cannot map the heap write to it through the engine. Registered on first use, because
-    /// the engine then pins bounce memory for it.
+    /// The key with which ranks that cannot map the heap write to it through the engine. Registered on first use,
+    /// because the engine then pins bounce memory for it.
     fn key(&self) -> Result<Vec<u8>> {
         let mut region = self.region.lock();
         if region.is_none() {
@@ -176,8 +177,8 @@ impl Inner {
         Ok(region.as_ref().map(|region| region.key().to_bytes()).unwrap_or_default())
     }
 
-    /// The key for a rank that got none in the hello, because it was expected to map the heap: if this rank cannot map that
-    /// rank's heap, that rank cannot map this one's either.
+    /// The key for a rank that got none in the hello, because it was expected to map the heap: if this rank cannot map
+    /// that rank's heap, that rank cannot map this one's either.
     fn late_key(&self, met: &Met) -> Result<Vec<u8>> {
         match met.path {
             MetPath::Forwarded(_) => self.key(),

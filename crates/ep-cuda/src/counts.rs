@@ -47,8 +47,8 @@ impl CountPool {
         unsafe { self.page.as_ptr().add(slot * self.stride) }
     }
 
-    /// The word that the GPU writes last, with release order: 0 until then, then epoch << 32 | rows. An acquire load that
-    /// sees it makes the counts and `say`s before it visible.
+    /// The word that the GPU writes last, with release order: 0 until then, then epoch << 32 | rows. An acquire load
+    /// that sees it makes the counts and `say`s before it visible.
     fn word(&self, slot: usize) -> &AtomicU64 {
         // SAFETY: inside the page and aligned; every access is atomic, here and on the GPU.
         unsafe { AtomicU64::from_ptr(self.at(slot).cast()) }
@@ -145,8 +145,8 @@ impl Counts {
         (word >> 32 != 0).then_some(word as u32)
     }
 
-    /// Waits until the GPU has reported: the number of rows, and the rows of each local expert, rounded up to the alignment
-    /// (zeros for a cached dispatch, whose counts are those of the first one).
+    /// Waits until the GPU has reported: the number of rows, and the rows of each local expert, rounded up to the
+    /// alignment (zeros for a cached dispatch, whose counts are those of the first one).
     ///
     /// # Errors
     /// `Timeout`; what the driver reports about a lost GPU.
@@ -178,7 +178,8 @@ impl Counts {
         }
     }
 
-    /// Each rank's [`crate::EpDispatchArgs::say`], [`UNHEARD`] for a rank that timed out. Valid once the rows are known.
+    /// Each rank's [`crate::EpDispatchArgs::say`], [`UNHEARD`] for a rank that timed out. Valid once the rows are
+    /// known.
     pub fn said(&self) -> Vec<u32> {
         let first = self.0.counts.experts;
         (first..first + self.0.counts.ranks).map(|at| self.cell(at).load(Ordering::Relaxed)).collect()

@@ -40,7 +40,8 @@ impl Reader {
                 area: PinnedMemory::new(&self.context, AREA)?,
             },
         };
-        // `parts` was taken out: if a read times out, its pinned memory is not reused while the copy may still write it.
+        // `parts` was taken out: if a read times out, its pinned memory is not reused while the copy may still write
+        // it.
         for (part, at) in bytes.chunks_mut(AREA).zip((address..).step_by(AREA)) {
             // SAFETY: the area has that many bytes and no copy uses it; kernels are done with the source.
             unsafe { parts.stream.copy_out(parts.area.as_ptr(), at, part.len())? };

@@ -22,14 +22,16 @@ use crate::outstanding::Operation;
 /// How long a launch waits for memory that is being released.
 const FREES: Duration = Duration::from_millis(100);
 
-/// Whether an operation is enqueued whole. On the GPU, operations of one buffer, halves included, run one after the other:
-/// a caller that uses several streams makes each wait for what was enqueued before ([`crate::Completion::wait`]).
+/// Whether an operation is enqueued whole. On the GPU, operations of one buffer, halves included, run one after the
+/// other: a caller that uses several streams makes each wait for what was enqueued before
+/// ([`crate::Completion::wait`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Split {
     /// All of it.
     #[default]
     Whole,
-    /// Only the half that sends; [`crate::Pending::finish`] enqueues the half that receives. Other work may run between.
+    /// Only the half that sends; [`crate::Pending::finish`] enqueues the half that receives. Other work may run
+    /// between.
     Send,
 }
 
@@ -80,9 +82,9 @@ impl DeviceBuffer {
     /// Enqueues a dispatch in the expert layout in `stream`.
     ///
     /// # Safety
-    /// `stream` must be a live stream's handle, or 0 for the default stream. All addresses in `args` must be valid for what
-    /// their fields say until [`Enqueued::done`] (of the rest, for a split one), inputs unchanged and outputs not accessed
-    /// by others; of a captured one as long as the graph is used.
+    /// `stream` must be a live stream's handle, or 0 for the default stream. All addresses in `args` must be valid for
+    /// what their fields say until [`Enqueued::done`] (of the rest, for a split one), inputs unchanged and outputs not
+    /// accessed by others; of a captured one as long as the graph is used.
     ///
     /// # Errors
     /// `Usage` for arguments that make no sense; `Closed`; what the driver reports. ConnectionEnd ranks are no error.
@@ -117,7 +119,8 @@ impl DeviceBuffer {
         unsafe { self.combine(Layout::Expert, args, handle, stream, split) }
     }
 
-    /// Enqueues a dispatch in the rank layout in `stream`. Other ranks write into the region from when it starts to run.
+    /// Enqueues a dispatch in the rank layout in `stream`. Other ranks write into the region from when it starts to
+    /// run.
     ///
     /// # Safety
     /// As [`DeviceBuffer::dispatch_expert`]; the region is not read from when this starts to run until it is done.
@@ -366,8 +369,8 @@ impl Inner {
 
     /// Enqueues these phases, and forwards data for ranks whose heaps the GPU cannot map.
     fn run(&self, call: &mut Call, launch: &Launch, phases: u32) -> Result<Completion> {
-        // No release may start between the launch and the entry in `in_flight`: the driver would wait for the kernel, and
-        // other ranks of this process could not launch the kernels that this one waits for.
+        // No release may start between the launch and the entry in `in_flight`: the driver would wait for the kernel,
+        // and other ranks of this process could not launch the kernels that this one waits for.
         let _kept = (!call.captured).then(|| self.cuda.pause_releases(FREES));
         if call.state.has_forwarded() {
             self.run_forwarding(&mut call.state, &call.stream, launch, phases)?;

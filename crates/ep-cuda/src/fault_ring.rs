@@ -1,7 +1,7 @@
 //! The ring of faults: pinned memory in which kernels report ranks that timed out. The host reads it at each call.
 //!
-//! Kernels are the only writers: an entry's `number` is stored last, with release order at system scope. The host reads the
-//! number, the entry, and the number again, so that an entry overwritten during the read is read anew.
+//! Kernels are the only writers: an entry's `number` is stored last, with release order at system scope. The host reads
+//! the number, the entry, and the number again, so that an entry overwritten during the read is read anew.
 #![allow(unsafe_code)]
 
 use std::mem::size_of;

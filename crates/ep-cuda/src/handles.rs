@@ -47,8 +47,9 @@ impl Pool {
     }
 }
 
-/// The routing of a dispatch, for its combine and, in the rank layout, for dispatches that repeat it. Usable from any thread;
-/// clones are the same handle. Its memory stays as long as a clone exists, or for good once a graph has captured it.
+/// The routing of a dispatch, for its combine and, in the rank layout, for dispatches that repeat it. Usable from any
+/// thread; clones are the same handle. Its memory stays as long as a clone exists, or for good once a graph has
+/// captured it.
 #[derive(Clone)]
 pub struct DeviceHandle(pub(crate) Arc<Held>);
 

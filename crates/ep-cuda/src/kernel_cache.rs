@@ -43,8 +43,8 @@ pub(crate) fn load(context: &Context, settings: &Settings, shape: &Shape) -> Res
 /// Loaded kernels, and the time that took.
 pub(crate) struct Loaded {
     pub(crate) kernels: Result<Arc<EpKernels>>,
-    /// The engine's kernels, which mapping heaps needs: loaded here, before other ranks wait for this one. A failure repeats,
-    /// with its reason, where they are needed.
+    /// The engine's kernels, which mapping heaps needs: loaded here, before other ranks wait for this one. A failure
+    /// repeats, with its reason, where they are needed.
     pub(crate) engine: Option<Arc<Kernels>>,
     pub(crate) took: [(&'static str, Duration); 3],
 }

@@ -65,8 +65,8 @@ impl RegionLease {
         self.view
     }
 
-    /// Makes the next result wait for the work that is in `stream` now. Without such a call, all use of the region must have
-    /// ended when the lease is dropped.
+    /// Makes the next result wait for the work that is in `stream` now. Without such a call, all use of the region must
+    /// have ended when the lease is dropped.
     ///
     /// # Safety
     /// `stream` must be a live stream's handle, or 0 for the default stream.

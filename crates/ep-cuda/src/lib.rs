@@ -15,8 +15,8 @@
 //! rank whose heap this GPU cannot map, on another node for instance: kernels write its data into a local mirror of its
 //! heap, and the host forwards it through the engine before the call returns.
 //!
-//! Every rank calls the same operations in the same order. All blocks of a launch must be resident at once, because they
-//! wait for blocks of other ranks; buffers whose operations may overlap on one GPU must therefore share its
+//! Every rank calls the same operations in the same order. All blocks of a launch must be resident at once, because
+//! they wait for blocks of other ranks; buffers whose operations may overlap on one GPU must therefore share its
 //! multiprocessors ([`DeviceOptions::num_sms`]).
 
 mod buffer;

@@ -98,8 +98,8 @@ impl Inner {
 
     /// Masks a rank whose connection has ended.
     fn connection_ended(&self, lost: ConnectionEnd) {
-        // Mask without the state's lock: its holder may be waiting for kernels that wait for this rank. The end is queued
-        // first, so that a caller who sees an operation complete without the rank also finds the fault.
+        // Mask without the state's lock: its holder may be waiting for kernels that wait for this rank. The end is
+        // queued first, so that a caller who sees an operation complete without the rank also finds the fault.
         let mut connections = self.connections.lock();
         let rank = lost.rank;
         let is_current = connections.generations[rank as usize] == lost.generation;
@@ -112,8 +112,8 @@ impl Inner {
         self.process_losses(&mut state);
     }
 
-    /// Processes ended connections. A rank that died is a fault at once; one that left regularly becomes one only when an
-    /// operation begins without it.
+    /// Processes ended connections. A rank that died is a fault at once; one that left regularly becomes one only when
+    /// an operation begins without it.
     pub(crate) fn process_connection_ends(&self, state: &mut State) {
         let ended = std::mem::take(&mut self.connections.lock().ended);
         for lost in ended {

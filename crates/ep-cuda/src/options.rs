@@ -14,7 +14,8 @@ pub struct DeviceOptions {
     pub num_sms: Option<u32>,
     /// Rank layout: most results that may exist at once; the same on all ranks.
     pub regions: u32,
-    /// Ranks of this machine with another number are treated as if on another node, to test several nodes on one machine.
+    /// Ranks of this machine with another number are treated as if on another node, to test several nodes on one
+    /// machine.
     pub node: Option<u32>,
 }
 

@@ -27,8 +27,8 @@ enum Reach {
 }
 
 impl DeviceBuffer {
-    /// Bytes that the dispatch of `handle`, and a combine with it, move for this rank's tokens. Waits for the dispatch and
-    /// reads its routing from the GPU: meant for reports, not for every step.
+    /// Bytes that the dispatch of `handle`, and a combine with it, move for this rank's tokens. Waits for the dispatch
+    /// and reads its routing from the GPU: meant for reports, not for every step.
     ///
     /// # Errors
     /// `Usage` for another buffer's handle; `Timeout`; what the driver reports.

@@ -1,6 +1,6 @@
-//! Arguments of kernels, defined once: the macros produce constants and structs in Rust and their text in C, which asserts
-//! the sizes (`csrc/layout/args.cuh`, written by `cargo run -p crossrail-kernels --example layout`). Fields are numbers, arrays of
-//! numbers, or structs of these, in the same order on both sides.
+//! Arguments of kernels, defined once: the macros produce constants and structs in Rust and their text in C, which
+//! asserts the sizes (`csrc/layout/args.cuh`, written by `cargo run -p crossrail-kernels --example layout`). Fields are
+//! numbers, arrays of numbers, or structs of these, in the same order on both sides.
 #![allow(unsafe_code)]
 
 use std::fmt::Write as _;
@@ -134,8 +134,8 @@ layouts! {
         signal: u64,
         /// Value of the signal once all bytes have arrived.
         value: u64,
-        /// Address of a 64-bit counter in this GPU's memory with which several blocks find the last one: 0 before and after
-        /// the launch, and used by no other launch while this one runs. 0 for none.
+        /// Address of a 64-bit counter in this GPU's memory with which several blocks find the last one: 0 before and
+        /// after the launch, and used by no other launch while this one runs. 0 for none.
         counter: u64,
     }
     /// Arguments of `crossrail_flag_write`.

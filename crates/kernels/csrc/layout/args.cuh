@@ -69,8 +69,8 @@ struct PutArgs {
     u64 signal;
     // Value of the signal once all bytes have arrived.
     u64 value;
-    // Address of a 64-bit counter in this GPU's memory with which several blocks find the last one: 0 before and after
-    // the launch, and used by no other launch while this one runs. 0 for none.
+    // Address of a 64-bit counter in this GPU's memory with which several blocks find the last one: 0 before and
+    // after the launch, and used by no other launch while this one runs. 0 for none.
     u64 counter;
 };
 

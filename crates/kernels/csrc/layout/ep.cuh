@@ -18,7 +18,8 @@ constexpr u32 EP_DEPTH = 2;
 // Bytes of a line of control words. A heap has one line for each source rank, written by that rank only.
 constexpr u64 EP_LINE = 128;
 
-// Control word of a line, expert layout: epoch << 32 | flags << 24 | tokens of a dispatch. Double-buffered by epoch.
+// Control word of a line, expert layout: epoch << 32 | flags << 24 | tokens of a dispatch. Double-buffered by
+// epoch.
 constexpr u32 EP_WORD_TABLE = 0;
 
 // Control word: epoch of the dispatch whose announcement is complete. Double-buffered by epoch.
@@ -36,7 +37,8 @@ constexpr u32 EP_WORD_COMBINE_TAKEN = 9;
 // Control word: reserved for the host.
 constexpr u32 EP_WORD_HELLO = 10;
 
-// Control word, rank layout: first row of the source's rows. Double-buffered by epoch; written before `EP_WORD_SENT`.
+// Control word, rank layout: first row of the source's rows. Double-buffered by epoch; written before
+// `EP_WORD_SENT`.
 constexpr u32 EP_WORD_PLACE = 11;
 
 // Stage of a timeout: waiting for the table of a dispatch.
@@ -63,8 +65,8 @@ constexpr u32 EP_STAGE_DISPATCH_TAKEN = 7;
 // Stage of a timeout: waiting for the release of the slots of the combine before the last.
 constexpr u32 EP_STAGE_COMBINE_TAKEN = 8;
 
-// Fault of a rank that was in time: its rows begin elsewhere than the announcements imply, because the ranks disagree
-// on who timed out. `seen` is where they begin.
+// Fault of a rank that was in time: its rows begin elsewhere than the announcements imply, because the ranks
+// disagree on who timed out. `seen` is where they begin.
 constexpr u32 EP_STAGE_PLACE = 9;
 
 // Fault of this rank's own call: more rows were received than `max_rows`. `seen` is their number.
@@ -85,7 +87,8 @@ constexpr u32 EP_CACHED = 2;
 // In place of a rank's `say` if the rank timed out.
 constexpr u32 EP_UNHEARD = 4294967295;
 
-// Number of times that a block can note in a launch, for measurements: nanoseconds of the GPU's clock; 0: not reached.
+// Number of times that a block can note in a launch, for measurements: nanoseconds of the GPU's clock; 0: not
+// reached.
 constexpr u32 EP_MARKS = 16;
 
 // Time: the block started.
@@ -136,8 +139,8 @@ struct EpHeap {
     u64 words;
     // An `EpState`, accessed only by this rank.
     u64 state;
-    // u32[R]: not 0 for a masked rank. Set by kernels at a timeout and by the host at any time; cleared by the host only,
-    // between launches.
+    // u32[R]: not 0 for a masked rank. Set by kernels at a timeout and by the host at any time; cleared by the
+    // host only, between launches.
     u64 masks;
     // u64[R]: longest wait for each rank in the current operation, in nanoseconds.
     u64 waited;
@@ -153,8 +156,9 @@ struct EpHeap {
     u64 scan_counts;
     // u32[E]: selections of each expert; 0 between launches.
     u64 scan_experts;
-    // Expert layout: [EP_DEPTH][R] tables: u64[M][K], epoch << 32 | local expert + 1 of each selection (0: not on this
-    // rank); and, if weights were given, u64[M][K], epoch << 32 | bits of the f32 weight of those on this rank.
+    // Expert layout: [EP_DEPTH][R] tables: u64[M][K], epoch << 32 | local expert + 1 of each selection (0: not on
+    // this rank); and, if weights were given, u64[M][K], epoch << 32 | bits of the f32 weight of those on this
+    // rank.
     u64 tables;
     // From one table to the next.
     u64 table_stride;
@@ -169,15 +173,15 @@ struct EpHeap {
     u64 piece_stride;
     // u64[EP_DEPTH][R][M][pieces]: epoch of the dispatch whose piece is there, stored with release order after it.
     u64 row_flags;
-    // Combine: [EP_DEPTH][R] slots of bf16 rows: one per token, or min(K, El) per token without prereduction (expert
-    // layout only).
+    // Combine: [EP_DEPTH][R] slots of bf16 rows: one per token, or min(K, El) per token without prereduction
+    // (expert layout only).
     u64 back;
     // From one slot to the next.
     u64 back_slot;
     // From one row to the next.
     u64 back_stride;
-    // For each slot u64[rows of a slot][pieces]: epoch of the combine whose piece is there, stored with release order
-    // after it.
+    // For each slot u64[rows of a slot][pieces]: epoch of the combine whose piece is there, stored with release
+    // order after it.
     u64 back_flags;
     // From one slot's flags to the next's.
     u64 back_flags_slot;
@@ -187,7 +191,8 @@ struct EpHeap {
     u64 back_weights_stride;
     // Rank layout: f32[EP_DEPTH][R][M][K], returned weights.
     u64 back_topk;
-    // Rank layout: [EP_DEPTH][R] announcements: an `EpAnnounceHeader`, rows u32[R] (to every rank), counts u32[El].
+    // Rank layout: [EP_DEPTH][R] announcements: an `EpAnnounceHeader`, rows u32[R] (to every rank), counts
+    // u32[El].
     u64 announces;
     // From one announcement to the next.
     u64 announce_stride;
@@ -213,7 +218,8 @@ struct EpHeap {
 
 static_assert(sizeof(EpHeap) == 288, "EpHeap");
 
-// State of a rank's kernels between launches: epochs of the last operations, and counters that are 0 between launches.
+// State of a rank's kernels between launches: epochs of the last operations, and counters that are 0 between
+// launches.
 struct EpState {
     // Epoch of the last dispatch announced.
     u64 dispatch_begun;
@@ -229,8 +235,8 @@ struct EpState {
     u64 combine_ended;
     // Number of faults reported so far.
     u64 faults;
-    // Blocks of a dispatch launch that have finished, one counter for each value of `EpCommon::phases`: a launch that
-    // only sends may overlap one that only receives. Kernels count up; the last block of a launch resets its
+    // Blocks of a dispatch launch that have finished, one counter for each value of `EpCommon::phases`: a launch
+    // that only sends may overlap one that only receives. Kernels count up; the last block of a launch resets its
     // counter to 0.
     u64 dispatch_blocks[8];
     // The same for combine.
@@ -305,7 +311,8 @@ struct EpHandle {
     u64 present;
     // Expert layout: f32[R][M][K], received weights.
     u64 weights;
-    // Rank layout: u32[M][R], row of each own token at each rank, counted from this rank's first there; or EP_NOWHERE.
+    // Rank layout: u32[M][R], row of each own token at each rank, counted from this rank's first there; or
+    // EP_NOWHERE.
     u64 sent_rows;
     // Rank layout: u32[R], this rank's first row at each rank.
     u64 places;
@@ -333,7 +340,8 @@ struct EpHandleHeader {
 
 static_assert(sizeof(EpHandleHeader) == 24, "EpHandleHeader");
 
-// Arguments of every launch. The caller of a buffer sets `tokens` (of a dispatch) and `waits`; the buffer sets the rest.
+// Arguments of every launch. The caller of a buffer sets `tokens` (of a dispatch) and `waits`; the buffer sets the
+// rest.
 struct EpCommon {
     // Where everything is in a heap.
     EpHeap heap;
@@ -374,8 +382,8 @@ struct EpDispatchArgs {
     u64 x_stride;
     // Scales of e4m3 rows: f32[tokens][H / 128], or u8 for EP_SCALE 2.
     u64 x_scales;
-    // From one token's scales to the next's; from one block's scale to the next's (u8: from four blocks', which are
-    // adjacent bytes, to the next four's).
+    // From one token's scales to the next's; from one block's scale to the next's (u8: from four blocks', which
+    // are adjacent bytes, to the next four's).
     u64 x_scale_strides[2];
     // Expert ids, [tokens][K], contiguous; -1 for none. Not read if `cached` is set.
     u64 topk_idx;
@@ -385,8 +393,8 @@ struct EpDispatchArgs {
     u64 out_x;
     // Expert layout: scales of `out_x` if it is e4m3.
     u64 out_scales;
-    // From one expert's scales to the next's; from one row's to the next's; from one block's to the next's (u8: as in
-    // `x_scale_strides`).
+    // From one expert's scales to the next's; from one row's to the next's; from one block's to the next's (u8: as
+    // in `x_scale_strides`).
     u64 out_scale_strides[3];
     // i32[El]: rows of each expert. Rank layout: rounded up to a multiple of `expert_alignment`.
     u64 out_counts;
@@ -398,8 +406,8 @@ struct EpDispatchArgs {
     u64 out_offsets;
     // i32[El], to which each expert's rows are added, not rounded up; or 0. A cached dispatch adds nothing.
     u64 stats;
-    // Rank layout: rows of the caller's result. Rows that were not received get -1 in topk_idx up to here, and more
-    // rows than this are reported as a fault (EP_STAGE_ROOM). 0: no such limit.
+    // Rank layout: rows of the caller's result. Rows that were not received get -1 in topk_idx up to here, and
+    // more rows than this are reported as a fault (EP_STAGE_ROOM). 0: no such limit.
     u64 max_rows;
     // Rank layout: counts are rounded up to a multiple of this; 0 is 1.
     u32 expert_alignment;
@@ -407,7 +415,8 @@ struct EpDispatchArgs {
     u32 x_fp8;
     // Bytes of an expert id: 4 or 8.
     u32 idx_bytes;
-    // Rank layout: a number for the hosts of the other ranks, which get it where `said_host` is given. Not EP_UNHEARD.
+    // Rank layout: a number for the hosts of the other ranks, which get it where `said_host` is given. Not
+    // EP_UNHEARD.
     u32 say;
     // Rank layout: a pinned u64 that becomes epoch << 32 | rows; or 0.
     u64 count_word;
@@ -439,8 +448,8 @@ struct EpCombineArgs {
     u64 y;
     // From one row to the next, a multiple of 16.
     u64 y_stride;
-    // Rank layout: rows of `y`, if more may have been received than the dispatch's `max_rows`: the missing ones count
-    // as zeros. 0: as many as were received.
+    // Rank layout: rows of `y`, if more may have been received than the dispatch's `max_rows`: the missing ones
+    // count as zeros. 0: as many as were received.
     u64 y_rows;
     // Rank layout: f32[rows][K] that are sent back with the rows; or 0.
     u64 y_weights;

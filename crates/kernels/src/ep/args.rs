@@ -1,9 +1,10 @@
-//! Arguments of the expert-parallel kernels, and the layout of what they read and write in heaps: the single definition,
-//! from which `csrc/layout/ep.cuh` is generated.
+//! Arguments of the expert-parallel kernels, and the layout of what they read and write in heaps: the single
+//! definition, from which `csrc/layout/ep.cuh` is generated.
 //!
 //! Offsets are bytes from the start of a heap (`EpHeap`) or of a handle (`EpHandle`), addresses are of device memory,
-//! strides are bytes. R ranks, H elements of a row, K experts of a token, E experts and El = E / R local experts are fixed
-//! when a kernel is compiled; M, `max_tokens`, is not. An epoch is the sequence number of a dispatch or a combine, from 1.
+//! strides are bytes. R ranks, H elements of a row, K experts of a token, E experts and El = E / R local experts are
+//! fixed when a kernel is compiled; M, `max_tokens`, is not. An epoch is the sequence number of a dispatch or a
+//! combine, from 1.
 #![allow(unsafe_code)]
 
 use std::fmt::Write as _;
@@ -22,7 +23,8 @@ constants! {
     EP_DEPTH: u32 = 2;
     /// Bytes of a line of control words. A heap has one line for each source rank, written by that rank only.
     EP_LINE: u64 = 128;
-    /// Control word of a line, expert layout: epoch << 32 | flags << 24 | tokens of a dispatch. Double-buffered by epoch.
+    /// Control word of a line, expert layout: epoch << 32 | flags << 24 | tokens of a dispatch. Double-buffered by
+    /// epoch.
     EP_WORD_TABLE: u32 = 0;
     /// Control word: epoch of the dispatch whose announcement is complete. Double-buffered by epoch.
     EP_WORD_ANNOUNCE: u32 = 4;
@@ -34,7 +36,8 @@ constants! {
     EP_WORD_COMBINE_TAKEN: u32 = 9;
     /// Control word: reserved for the host.
     EP_WORD_HELLO: u32 = 10;
-    /// Control word, rank layout: first row of the source's rows. Double-buffered by epoch; written before `EP_WORD_SENT`.
+    /// Control word, rank layout: first row of the source's rows. Double-buffered by epoch; written before
+    /// `EP_WORD_SENT`.
     EP_WORD_PLACE: u32 = 11;
     /// Stage of a timeout: waiting for the table of a dispatch.
     EP_STAGE_TABLE: u32 = 1;
@@ -52,8 +55,8 @@ constants! {
     EP_STAGE_DISPATCH_TAKEN: u32 = 7;
     /// Stage of a timeout: waiting for the release of the slots of the combine before the last.
     EP_STAGE_COMBINE_TAKEN: u32 = 8;
-    /// Fault of a rank that was in time: its rows begin elsewhere than the announcements imply, because the ranks disagree
-    /// on who timed out. `seen` is where they begin.
+    /// Fault of a rank that was in time: its rows begin elsewhere than the announcements imply, because the ranks
+    /// disagree on who timed out. `seen` is where they begin.
     EP_STAGE_PLACE: u32 = 9;
     /// Fault of this rank's own call: more rows were received than `max_rows`. `seen` is their number.
     EP_STAGE_ROOM: u32 = 10;
@@ -67,7 +70,8 @@ constants! {
     EP_CACHED: u32 = 2;
     /// In place of a rank's `say` if the rank timed out.
     EP_UNHEARD: u32 = 0xffffffff;
-    /// Number of times that a block can note in a launch, for measurements: nanoseconds of the GPU's clock; 0: not reached.
+    /// Number of times that a block can note in a launch, for measurements: nanoseconds of the GPU's clock; 0: not
+    /// reached.
     EP_MARKS: u32 = 16;
     /// Time: the block started.
     EP_MARK_BEGUN: u32 = 0;
@@ -107,8 +111,8 @@ layouts! {
         words: u64,
         /// An `EpState`, accessed only by this rank.
         state: u64,
-        /// u32[R]: not 0 for a masked rank. Set by kernels at a timeout and by the host at any time; cleared by the host only,
-        /// between launches.
+        /// u32[R]: not 0 for a masked rank. Set by kernels at a timeout and by the host at any time; cleared by the
+        /// host only, between launches.
         masks: u64,
         /// u64[R]: longest wait for each rank in the current operation, in nanoseconds.
         waited: u64,
@@ -124,8 +128,9 @@ layouts! {
         scan_counts: u64,
         /// u32[E]: selections of each expert; 0 between launches.
         scan_experts: u64,
-        /// Expert layout: [EP_DEPTH][R] tables: u64[M][K], epoch << 32 | local expert + 1 of each selection (0: not on this
-        /// rank); and, if weights were given, u64[M][K], epoch << 32 | bits of the f32 weight of those on this rank.
+        /// Expert layout: [EP_DEPTH][R] tables: u64[M][K], epoch << 32 | local expert + 1 of each selection (0: not on
+        /// this rank); and, if weights were given, u64[M][K], epoch << 32 | bits of the f32 weight of those on this
+        /// rank.
         tables: u64,
         /// From one table to the next.
         table_stride: u64,
@@ -140,15 +145,15 @@ layouts! {
         piece_stride: u64,
         /// u64[EP_DEPTH][R][M][pieces]: epoch of the dispatch whose piece is there, stored with release order after it.
         row_flags: u64,
-        /// Combine: [EP_DEPTH][R] slots of bf16 rows: one per token, or min(K, El) per token without prereduction (expert
-        /// layout only).
+        /// Combine: [EP_DEPTH][R] slots of bf16 rows: one per token, or min(K, El) per token without prereduction
+        /// (expert layout only).
         back: u64,
         /// From one slot to the next.
         back_slot: u64,
         /// From one row to the next.
         back_stride: u64,
-        /// For each slot u64[rows of a slot][pieces]: epoch of the combine whose piece is there, stored with release order
-        /// after it.
+        /// For each slot u64[rows of a slot][pieces]: epoch of the combine whose piece is there, stored with release
+        /// order after it.
         back_flags: u64,
         /// From one slot's flags to the next's.
         back_flags_slot: u64,
@@ -158,7 +163,8 @@ layouts! {
         back_weights_stride: u64,
         /// Rank layout: f32[EP_DEPTH][R][M][K], returned weights.
         back_topk: u64,
-        /// Rank layout: [EP_DEPTH][R] announcements: an `EpAnnounceHeader`, rows u32[R] (to every rank), counts u32[El].
+        /// Rank layout: [EP_DEPTH][R] announcements: an `EpAnnounceHeader`, rows u32[R] (to every rank), counts
+        /// u32[El].
         announces: u64,
         /// From one announcement to the next.
         announce_stride: u64,
@@ -181,7 +187,8 @@ layouts! {
         /// Bytes of the heap.
         bytes: u64,
     }
-    /// State of a rank's kernels between launches: epochs of the last operations, and counters that are 0 between launches.
+    /// State of a rank's kernels between launches: epochs of the last operations, and counters that are 0 between
+    /// launches.
     EpState {
         /// Epoch of the last dispatch announced.
         dispatch_begun: u64,
@@ -197,8 +204,8 @@ layouts! {
         combine_ended: u64,
         /// Number of faults reported so far.
         faults: u64,
-        /// Blocks of a dispatch launch that have finished, one counter for each value of `EpCommon::phases`: a launch that
-        /// only sends may overlap one that only receives. Kernels count up; the last block of a launch resets its
+        /// Blocks of a dispatch launch that have finished, one counter for each value of `EpCommon::phases`: a launch
+        /// that only sends may overlap one that only receives. Kernels count up; the last block of a launch resets its
         /// counter to 0.
         dispatch_blocks: [u64; 8],
         /// The same for combine.
@@ -261,7 +268,8 @@ layouts! {
         present: u64,
         /// Expert layout: f32[R][M][K], received weights.
         weights: u64,
-        /// Rank layout: u32[M][R], row of each own token at each rank, counted from this rank's first there; or EP_NOWHERE.
+        /// Rank layout: u32[M][R], row of each own token at each rank, counted from this rank's first there; or
+        /// EP_NOWHERE.
         sent_rows: u64,
         /// Rank layout: u32[R], this rank's first row at each rank.
         places: u64,
@@ -283,7 +291,8 @@ layouts! {
         /// Rank layout: total number of experts that they selected.
         selections: u64,
     }
-    /// Arguments of every launch. The caller of a buffer sets `tokens` (of a dispatch) and `waits`; the buffer sets the rest.
+    /// Arguments of every launch. The caller of a buffer sets `tokens` (of a dispatch) and `waits`; the buffer sets the
+    /// rest.
     EpCommon {
         /// Where everything is in a heap.
         heap: EpHeap,
@@ -321,8 +330,8 @@ layouts! {
         x_stride: u64,
         /// Scales of e4m3 rows: f32[tokens][H / 128], or u8 for EP_SCALE 2.
         x_scales: u64,
-        /// From one token's scales to the next's; from one block's scale to the next's (u8: from four blocks', which are
-        /// adjacent bytes, to the next four's).
+        /// From one token's scales to the next's; from one block's scale to the next's (u8: from four blocks', which
+        /// are adjacent bytes, to the next four's).
         x_scale_strides: [u64; 2],
         /// Expert ids, [tokens][K], contiguous; -1 for none. Not read if `cached` is set.
         topk_idx: u64,
@@ -332,8 +341,8 @@ layouts! {
         out_x: u64,
         /// Expert layout: scales of `out_x` if it is e4m3.
         out_scales: u64,
-        /// From one expert's scales to the next's; from one row's to the next's; from one block's to the next's (u8: as in
-        /// `x_scale_strides`).
+        /// From one expert's scales to the next's; from one row's to the next's; from one block's to the next's (u8: as
+        /// in `x_scale_strides`).
         out_scale_strides: [u64; 3],
         /// i32[El]: rows of each expert. Rank layout: rounded up to a multiple of `expert_alignment`.
         out_counts: u64,
@@ -345,8 +354,8 @@ layouts! {
         out_offsets: u64,
         /// i32[El], to which each expert's rows are added, not rounded up; or 0. A cached dispatch adds nothing.
         stats: u64,
-        /// Rank layout: rows of the caller's result. Rows that were not received get -1 in topk_idx up to here, and more
-        /// rows than this are reported as a fault (EP_STAGE_ROOM). 0: no such limit.
+        /// Rank layout: rows of the caller's result. Rows that were not received get -1 in topk_idx up to here, and
+        /// more rows than this are reported as a fault (EP_STAGE_ROOM). 0: no such limit.
         max_rows: u64,
         /// Rank layout: counts are rounded up to a multiple of this; 0 is 1.
         expert_alignment: u32,
@@ -354,7 +363,8 @@ layouts! {
         x_fp8: u32,
         /// Bytes of an expert id: 4 or 8.
         idx_bytes: u32,
-        /// Rank layout: a number for the hosts of the other ranks, which get it where `said_host` is given. Not EP_UNHEARD.
+        /// Rank layout: a number for the hosts of the other ranks, which get it where `said_host` is given. Not
+        /// EP_UNHEARD.
         say: u32,
         /// Rank layout: a pinned u64 that becomes epoch << 32 | rows; or 0.
         count_word: u64,
@@ -383,8 +393,8 @@ layouts! {
         y: u64,
         /// From one row to the next, a multiple of 16.
         y_stride: u64,
-        /// Rank layout: rows of `y`, if more may have been received than the dispatch's `max_rows`: the missing ones count
-        /// as zeros. 0: as many as were received.
+        /// Rank layout: rows of `y`, if more may have been received than the dispatch's `max_rows`: the missing ones
+        /// count as zeros. 0: as many as were received.
         y_rows: u64,
         /// Rank layout: f32[rows][K] that are sent back with the rows; or 0.
         y_weights: u64,
