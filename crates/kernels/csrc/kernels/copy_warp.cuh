@@ -6,7 +6,7 @@
 // aligned loads make one store, and each 16 bytes are still loaded once: a lane has its right neighbour's load from
 // that lane. Nothing outside [src, src + len) is read.
 //
-// Sources must not change while the kernel runs: the nearest cache is not told.
+// Sources must not change while the kernel runs: loads may hit stale lines of the L1 cache, which is not coherent.
 #pragma once
 
 #include "ptx/memory.cuh"

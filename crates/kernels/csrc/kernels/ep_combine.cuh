@@ -1,22 +1,22 @@
-// Combine in the expert layout, by pieces; a warp takes one at a time.
+// Combine in the expert layout, in pieces; a warp handles one at a time.
 //
 //     weights:  this rank's, to the ranks of its experts, unless they went with the dispatch (with prereduction)
 //     send:     the rows of a token's experts here -> weighted and summed -> one row, back to the token's rank, a flag
 //               (without prereduction: each row as it is)
 //     receive:  flags -> the rows of a token's ranks -> summed (without prereduction: weighted, too), bias -> the result
 //
-// Sums are in the order of selections on the experts' rank, and in that of ranks where the token came from. What a rank
-// sends itself goes no way in a launch that both sends and receives: it is summed where it is needed.
+// Sums are in the order of selections on the experts' rank, and in the order of ranks on the token's rank, so that results
+// do not depend on timing. A launch that both sends and receives does not send a rank's own rows: they are summed in place.
 //
-// The last warp of a block sends no rows: it finds out what all go by, sends weights, and sets flags (ep_flags.cuh). Caches
-// are cold when a launch begins, code too: what is written here once, in loops, is waited for once.
+// The last warp of a block sends no rows: it reads the common state, sends weights, and sets flags (ep_flags.cuh). Caches,
+// the instruction cache included, are cold when a launch begins: code that is written once, in a loop, misses once.
 #pragma once
 
 #include "kernels/ep_flags.cuh"
 
 constexpr u32 BACK_ROWS = EP_PREREDUCE ? 1 : MOST_LOCAL;
 constexpr u32 BACK_BYTES = EP_H * 2;
-// The warp that sets flags, and how many others send.
+// The warp that sets flags, and the number of sending warps.
 constexpr u32 FLAGGER = BACK_WARPS - 1;
 constexpr u32 BACK_SENDERS = EP_SENDERS < FLAGGER ? EP_SENDERS : FLAGGER;
 // The first warp that receives.

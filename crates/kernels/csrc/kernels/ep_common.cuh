@@ -1,9 +1,8 @@
-// What the kernels of expert parallelism have in common: where things are in heaps, waits for other ranks, the end of a
-// launch.
+// Shared by all expert-parallel kernels: addresses in heaps, waits for other ranks, the end of a launch.
 //
-// A wait for another rank ends when the word has the number, when the rank is masked, or when the time is over: then the
-// rank is masked, and the host finds a fault in the ring. Waits for other blocks of the same launch have no end of their
-// own: all blocks run at once, and what those blocks wait for has.
+// A wait for another rank ends when the word has reached the epoch, when the rank is masked, or at the timeout, which
+// masks the rank and reports a fault to the host. Waits for other blocks of the same launch need no timeout: all blocks
+// are resident, and every wait of those blocks ends.
 #pragma once
 
 #include "layout/ep.cuh"
@@ -22,7 +21,7 @@ constexpr u32 EACH = (EP_R + LANES - 1) / LANES;
 // The most experts of one rank that a token selects.
 constexpr u32 MOST_LOCAL = EP_K < LOCAL ? EP_K : LOCAL;
 constexpr u32 PIECES = (EP_H + EP_PIECE - 1) / EP_PIECE;
-// Questions to a word between two looks at the clock.
+// Polls of a word between two reads of the clock, which is slower to read.
 constexpr u32 EP_LOOKS = 16;
 static_assert(EP_R <= 64 && EP_K <= LANES && EP_PIECE % 1024 == 0, "limits that the host checks");
 
@@ -58,7 +57,7 @@ __device__ __forceinline__ void mark_of(u32 thread, u64 marks, u32 what) {
     if (threadIdx.x == thread) mark(marks, what);
 }
 
-// Into the ring that the host reads.
+// Appends to the ring of faults. The number is stored last, with release order: a host that sees it sees the entry.
 __device__ __noinline__ void tell_fault(const EpCommon &c, u32 rank, u32 stage, u64 epoch, u64 seen) {
     u64 number = atomicAdd(&state_of(c).faults, 1ull) + 1;
     EpFault &fault = at<EpFault>(c.faults, (number - 1) % EP_FAULTS);
@@ -69,12 +68,12 @@ __device__ __noinline__ void tell_fault(const EpCommon &c, u32 rank, u32 stage, 
     st_release_sys_u64(address_of(fault.number), number);
 }
 
-// Masks a rank, and tells the host if it was not masked.
+// Masks a rank. Of all threads that time out for it, only the one that set the mask reports the fault.
 __device__ __forceinline__ void mask_for(const EpCommon &c, u32 rank, u32 stage, u64 epoch, u64 seen) {
     if (atomicOr(&at<u32>(c.base + c.heap.masks, rank), 1u) == 0) tell_fault(c, rank, stage, epoch, seen);
 }
 
-// For statistics: this thread has waited for a rank since then, in vain or not.
+// For statistics: this thread has waited for a rank since `started`, successfully or not.
 __device__ __forceinline__ void note_wait(const EpCommon &c, u32 rank, u64 started) {
     if (c.waits) atomicMax(&at<u64>(c.base + c.heap.waited, rank), clock_ns() - started);
 }
@@ -91,7 +90,7 @@ __device__ __noinline__ bool await_long(const EpCommon &c, u64 word, u64 value, 
                 return true;
             }
         }
-        // Masks are one line that all who wait read: seldom.
+        // All waiting threads read the same line of masks, so do it rarely.
         if (is_masked(c, rank)) {
             note_wait(c, rank, started);
             return false;
@@ -102,21 +101,23 @@ __device__ __noinline__ bool await_long(const EpCommon &c, u64 word, u64 value, 
     }
 }
 
-// Waits until the word that `rank` writes has reached the value; false if the rank is masked first. What the rank wrote
-// before is seen by this thread.
+// Waits until the word that `rank` writes has reached the value; false if the rank is masked first. The loads are
+// acquires at system scope: everything the rank wrote before its release store of the word is visible to this thread
+// afterwards.
 __device__ __forceinline__ bool await(const EpCommon &c, u64 word, u64 value, u32 rank, u32 stage, u64 epoch) {
     return ld_acquire_sys_u64(word) >= value || await_long(c, word, value, rank, stage, epoch);
 }
 
-// A number and the operation that it belongs to, in one word.
+// A number and the epoch it belongs to, in one word: readers need no fence, since the word itself says whether it is
+// current.
 __device__ __forceinline__ u64 tagged(u64 epoch, u32 number) { return epoch << 32 | number; }
 
 __device__ __forceinline__ bool is_tagged(u64 word, u64 epoch) {
     return static_cast<u32>(word >> 32) == static_cast<u32>(epoch);
 }
 
-// Waits for a tagged number that `rank` writes, which is all that is seen; gives the word, with another tag if the rank is
-// masked first.
+// Waits for a tagged number that `rank` writes; returns the word, with another tag if the rank is masked first.
+// Relaxed: nothing but the word itself is visible afterwards.
 __device__ __noinline__ u64 await_tagged(const EpCommon &c, u64 word, u32 rank, u32 stage, u64 epoch) {
     u64 started = clock_ns();
     while (true) {
@@ -137,12 +138,12 @@ __device__ __noinline__ u64 await_tagged(const EpCommon &c, u64 word, u32 rank, 
     }
 }
 
-// What a warp knows of each rank: lane r has that of ranks r and r + 32.
+// A value per rank, distributed over a warp: lane r holds those of ranks r and r + 32.
 template <typename T>
 struct PerRank {
     T value[EACH];
 
-    // That of a rank of each lane's own choice.
+    // The value of a rank; each lane may choose another one.
     __device__ __forceinline__ T of(u32 rank) const {
         T found = __shfl_sync(WHOLE_WARP, value[0], rank % LANES);
         if constexpr (EACH > 1) {
@@ -153,7 +154,7 @@ struct PerRank {
     }
 };
 
-// The ranks that are not masked, and where their heaps are.
+// Unmasked ranks, and the addresses of their heaps.
 struct Peers {
     PerRank<u64> base;
     u64 open = 0;
@@ -169,7 +170,7 @@ struct Peers {
         }
     }
 
-    // The same, as others of the block have found it.
+    // The same, from what other warps of the block have read.
     __device__ __forceinline__ Peers(u64 open, const u64 *bases, u32 lane) : open(open) {
 #pragma unroll
         for (u32 i = 0; i < EACH; ++i) {
@@ -181,12 +182,12 @@ struct Peers {
     __device__ __forceinline__ bool is_open(u32 rank) const { return open >> rank & 1; }
 };
 
-// What the caller says of a selection.
+// The expert id of a selection as the caller gave it.
 __device__ __forceinline__ long long id_at(const EpDispatchArgs &args, u64 selection) {
     return args.idx_bytes == 8 ? at<long long>(args.topk_idx, selection) : at<int>(args.topk_idx, selection);
 }
 
-// The number of the expert that it names; -1 for none.
+// The expert that it names; -1 for none.
 __device__ __forceinline__ int expert_of(long long id) { return id >= 0 && id < EP_E ? static_cast<int>(id) : -1; }
 
 __device__ __forceinline__ int expert_at(const EpDispatchArgs &args, u64 selection) {
@@ -206,8 +207,8 @@ __device__ __forceinline__ u32 piece_elements(u32 piece) {
     return left < EP_PIECE ? left : EP_PIECE;
 }
 
-// Whether this is the last block of a launch to come here; the whole first warp is told. Everything that the launch's
-// threads did is before it. `blocks` counts, and is 0 again.
+// Whether this is the last block of the launch to arrive here, for the whole first warp. `blocks` counts arrivals with
+// acquire-release order, so that everything all blocks did before is visible to the last one, which resets it to 0.
 __device__ __forceinline__ bool is_last_block(u64 blocks) {
     __syncthreads();
     if (threadIdx.x >= LANES) return false;
@@ -223,7 +224,7 @@ __device__ __forceinline__ bool is_last_block(u64 blocks) {
     return last;
 }
 
-// Adds this operation's longest waits to what the caller counts. The first warp.
+// Adds this operation's longest waits to the caller's `waits`. First warp only.
 __device__ __forceinline__ void count_waits(const EpCommon &c) {
     if (!c.waits) return;
     for (u32 rank = threadIdx.x; rank < EP_R; rank += LANES) {
@@ -233,7 +234,7 @@ __device__ __forceinline__ void count_waits(const EpCommon &c) {
     }
 }
 
-// Tells every rank that is not masked that `word` is `value` now. The first warp, together.
+// Sets control word `word` of every unmasked rank to `value`, with release order. The whole first warp.
 __device__ __forceinline__ void tell_all(const EpCommon &c, const Peers &peers, u32 word, u64 value) {
 #pragma unroll
     for (u32 i = 0; i < EACH; ++i) {

@@ -1,7 +1,7 @@
-// The rows of a dispatch in the expert layout, by pieces; a warp takes one piece at a time.
+// Rows of a dispatch in the expert layout, in pieces; a warp handles one piece at a time.
 //
 //     send:     a token's piece -> cast, in shared memory -> the token's slot at each of its ranks, once -> a flag there
-//     receive:  a flag -> the slot's piece -> the rows of its experts, where the plan says
+//     receive:  a flag -> the slot's piece -> the rows of its experts, as planned
 #pragma once
 
 #include "kernels/ep_cast.cuh"

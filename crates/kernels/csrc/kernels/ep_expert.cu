@@ -1,5 +1,5 @@
-// Dispatch and combine in the expert layout. Warps work by themselves: each takes its pieces of rows, sends them, sets
-// their flags, and waits for the flags of those that it delivers; blocks meet at the beginning and at the end only.
+// Dispatch and combine in the expert layout. Warps work independently: each sends its pieces of rows, sets their flags, and
+// waits for the flags of the pieces that it delivers; blocks synchronize only at the beginning and at the end.
 #include "kernels/ep_combine.cuh"
 #include "kernels/ep_dispatch.cuh"
 

@@ -1,8 +1,8 @@
-// Pieces that warps send, and the warp that sets their flags.
+// Flags of sent pieces, and the warp that sets them.
 //
-// A fence for all that other ranks are to see is dear: those of a GPU end one after the other, and what stands at one sends
-// nothing. So warps that send never do. Each has stages, from which pieces are on their way at once, and notes flags of
-// those that are there in a ring. One warp of the block takes what is in all rings, makes one fence for it, and sets them.
+// A fence at system scope is expensive: the GPU completes fences one after the other, and a warp that waits at one sends
+// nothing. Sending warps therefore never fence. Each keeps several pieces in flight from its stages, and appends the flags
+// of pieces that have arrived to a ring. One warp of the block collects all rings, fences once, and sets the flags.
 #pragma once
 
 #include "kernels/ep_start.cuh"
@@ -11,13 +11,13 @@ constexpr u32 BACK_WARPS = EP_BACK_THREADS / LANES;
 // Bytes of a stage, and stages of a warp.
 constexpr u32 COMBINE_STAGE = EP_PIECE * 2;
 constexpr u32 BACK_STAGES = EP_BACK_STAGES;
-// Flags of a warp that may wait to be set.
+// Flags of a warp that may be pending.
 constexpr u32 RING = EP_RING;
 static_assert(RING >= 2 * BACK_STAGES, "a warp must not wait for flags of pieces that are not there");
-// Beside a number of pieces: there are no more.
+// Set in a count of pieces: the warp has sent its last one.
 constexpr u32 ALL_THERE = 1u << 31;
 
-// Of a block, in shared memory; changed by atomics alone.
+// Of a block, in shared memory; accessed by atomics only.
 struct Flags {
     u64 ring[BACK_WARPS][RING];
     // Of each warp: pieces that are there; those whose flags are set.

@@ -1,12 +1,12 @@
-// The plan of a dispatch in the expert layout: which row each selection has.
+// The plan of a dispatch in the expert layout: the row of each selection.
 //
 //     a source:   ids  ->  at each rank a word for each selection: the number of its expert there + 1, or 0
 //     here:       words:   | part | part | ...  a source's parts, one source after the other
 //                 counts:  [part][expert]  ->  how many rows before it  ->  rows, in the order of sources and tokens
 //
-// Each word has the number of the operation, so that no fence and no flag is between it and who waits for it: words are on
-// their way before the first rows, which they would else wait behind. The first block of each rank numbers what it gets; a
-// row's number is such a word, too, for who delivers it.
+// Each word carries the epoch, so that its reader needs neither a fence nor a flag: words are sent before the first rows,
+// behind which they would otherwise queue. The first block of each rank numbers the rows it receives; row numbers are such
+// words, too, for the warps that deliver rows.
 #pragma once
 
 #include "kernels/ep_start.cuh"

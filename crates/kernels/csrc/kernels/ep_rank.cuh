@@ -1,8 +1,7 @@
-// What dispatch and combine have in common in the rank layout: a block's warps, its ring of stages, and how a launch
-// ends.
+// Shared by dispatch and combine in the rank layout: a block's warps, its ring of stages, and the end of a launch.
 //
-// A row is a stage: it is loaded into shared memory once and stored from there to each rank that it goes to. Where
-// there are no bulk copies, a warp carries it in registers.
+// A stage holds one row: it is loaded into shared memory once and stored from there to each of its ranks. Without bulk
+// copies, a warp holds the row in registers.
 #pragma once
 
 #include "kernels/ep_cast.cuh"

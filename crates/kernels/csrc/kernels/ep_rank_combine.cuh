@@ -1,11 +1,11 @@
-// Combine in the rank layout: each row goes back to its token's rank, which adds a token's rows up.
+// Combine in the rank layout: each row is sent back to its token's rank, which sums a token's rows.
 //
-// The first warps of a block send and the others add up, so that a multiprocessor's stores to others and its sums go on
-// side by side. Rows are taken from all sources in turn, in the order of their tokens, and each has a flag of its own:
-// the first sums begin when the first rows are there. This rank's own rows are added from where they are.
+// The first warps of a block send and the others add, so that stores to peers and sums overlap. Rows are taken from all
+// sources in turn, in the order of their tokens, and each has its own flag: sums begin with the first rows. This rank's own
+// rows are added in place.
 //
-// Before flags comes a system fence, which takes long while much is under way. One warp between those that send and those
-// that add does nothing else, for all rows that are there by then.
+// Flags need a system fence before them, which is slow while much is in flight. One warp between the senders and the adders
+// does nothing else, once for all rows that have arrived by then.
 #pragma once
 
 #include "kernels/ep_rank.cuh"

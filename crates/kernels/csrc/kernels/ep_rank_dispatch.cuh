@@ -1,12 +1,12 @@
 // Dispatch into the rank layout.
 //
-//     announce   how many rows this rank has for each rank, to every rank: then each knows where its rows begin at each
+//     announce   number of rows for each rank, to every rank, from which each derives where its rows begin at each rank
 //     send       every token's row once to each rank of its experts, straight to its place in the result there
 //     receive    all rows of all ranks are there
 //
-// Rows are sent by the first warps of a block: as they are, through the ring of stages (an eighth of the block's threads,
-// or fewer, keep the link full), or cast on the way. The other warps send what belongs to rows: scales, experts, weights,
-// tokens; rows of neighbouring tokens lie one after the other at a rank, so that these are long stores.
+// The first warps of a block send rows: unchanged, through the ring of stages (an eighth of the block's threads, or fewer,
+// saturate the link), or cast on the way. The other warps send the metadata of rows: scales, experts, weights, tokens. Rows
+// of neighbouring tokens are adjacent at a rank, so that these are long stores.
 #pragma once
 
 #include "kernels/ep_rank.cuh"

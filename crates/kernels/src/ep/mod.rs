@@ -5,8 +5,8 @@
 //! operations (epochs, from 1), and slots alternate. A heap is all zeros when ranks connect.
 
 mod args;
-mod between;
-mod carry;
+mod epochs;
+mod forward;
 mod launch;
 mod rank;
 mod report;
@@ -22,8 +22,8 @@ pub use args::{
     EP_WORD_TABLE, EpAnnounceHeader, EpCombineArgs, EpCommon, EpDispatchArgs, EpFault, EpHandle, EpHandleHeader,
     EpHeap, EpScan, EpState, layout_ep,
 };
-pub use between::Epochs;
-pub use carry::{Load, Look, Span, There};
+pub use epochs::Epochs;
+pub use forward::{Load, Look, Span, There};
 pub use launch::EpKernels;
 pub use report::stage_name;
 pub use shape::{

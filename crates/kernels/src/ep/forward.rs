@@ -1,9 +1,10 @@
-//! Ranks whose heaps this rank's GPU does not reach: what of a mirror of such a heap must be written on to the heap itself.
+//! Forwarding to ranks whose heaps this GPU cannot map: the ranges of a local mirror to be written to the heap itself.
 //!
-//! A launch that may have such ranks has one phase. In their place in the table of heaps it finds mirrors, memory of its own
-//! GPU with the layout of a heap. After it, [`Shape::dispatched`] or [`Shape::combined`] say what of a mirror is to be
-//! written to the same place of the rank's heap, and [`Shape::weights`] what before a combine: first `rows`, once those are
-//! there `told`, and once those are there `line`. More may be written than is new: a mirror holds all that was ever sent.
+//! A launch with such ranks runs one phase. The table of heaps has local mirrors in their place, GPU memory with the
+//! layout of a heap. After the launch, [`Shape::dispatched`] or [`Shape::combined`] return the ranges to write to the
+//! same offsets of the rank's heap, and [`Shape::weights`] those to write before a combine. The order matters, since
+//! the rank's kernels read rows as soon as they see a flag: first `rows`, then `told`, then `line`, each complete
+//! before the next. A mirror keeps everything that was ever sent, so writing more than is new is harmless.
 
 use std::mem::offset_of;
 
@@ -53,8 +54,8 @@ pub struct There {
 }
 
 impl Shape {
-    /// What a launch of a dispatch, with one phase, has sent to a rank out of reach. `look` reads the GPU, whose launch is
-    /// over.
+    /// What a launch of a dispatch, with one phase, has sent to a rank out of reach. `look` reads the GPU, whose launch
+    /// is over.
     ///
     /// # Errors
     /// Those of `look`.
@@ -83,9 +84,9 @@ impl Shape {
         Ok(Load { rows, told, line: seen.line() })
     }
 
-    /// Weights that come with a combine in the expert layout are waited for before rows go back. So they are written to the
-    /// mirrors of all ranks out of reach, and on to their heaps, before the launch that sends: the bytes, and where. `None`:
-    /// no rank waits for weights.
+    /// Weights that come with a combine in the expert layout are waited for before rows go back. So they are written to
+    /// the mirrors of all ranks out of reach, and on to their heaps, before the launch that sends: the bytes, and
+    /// where. `None`: no rank waits for weights.
     ///
     /// # Errors
     /// Those of `look`.

@@ -1,4 +1,4 @@
-//! What the host writes into heaps between operations, as ranks come, leave, and come back.
+//! Epochs as the host writes them into heaps between operations, when ranks connect, leave, and reconnect.
 //!
 //! A rank that connects brings its numbers to those of the rank that has come furthest ([`Epochs::bytes`], at
 //! `EpHeap::state`), forgets what an earlier connection of the other has left ([`Shape::left_by`]), and takes what went to
