@@ -8,7 +8,8 @@ use crossrail_types::{Result, Settings};
 
 use crate::environment::{self, Environment};
 use crate::memory::{Backing, Memory, Place};
-use crate::session::transport::{self, Availability, Local, Transport};
+use crate::session::registry;
+use crate::session::transport::{Availability, Local, Transport};
 
 /// One process's view of its devices and settings; makes memory and workers. Clones share it. Any thread may use it.
 #[derive(Clone)]
@@ -187,7 +188,7 @@ fn transports(settings: &Settings, rails: &[NetDevice], cuda: Option<&CudaState>
             availability => info(name, availability),
         }
     };
-    transport::registered().iter().map(row).collect()
+    registry::registered().iter().map(row).collect()
 }
 
 fn info(name: &str, availability: Availability) -> TransportInfo {

@@ -11,7 +11,8 @@ use super::{Context, Endpoint, Region, Request};
 use crate::core::Submission;
 use crate::memory::Buffer;
 use crate::progress::{self, Progress, SessionEvents};
-use crate::session::transport::{self, Transports};
+use crate::session::registry;
+use crate::session::transport::Transports;
 use crate::session::{ListenOptions, Sessions};
 
 /// How a worker is made.
@@ -81,7 +82,7 @@ impl Worker {
     /// `Config`: a device that is not there, listening beyond loopback without a secret; `Io` and `Exhausted` when
     /// the system refuses descriptors, threads or the port.
     pub fn new(context: &Context, options: WorkerOptions) -> Result<Worker> {
-        Worker::with_transports(context, options, transport::registered())
+        Worker::with_transports(context, options, registry::registered())
     }
 
     /// [`Worker::new`] with these transports.

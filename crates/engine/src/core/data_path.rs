@@ -6,7 +6,8 @@ use crossrail_transport::{Place, Tx};
 use crossrail_types::{EndpointId, Head, LaneId};
 use proto::{Host, Placing};
 
-use super::gpu::{CONTROL, GpuMemory, Incoming, MESSAGE, PACKED};
+use super::gpu::chunk_queue::PACKED;
+use super::gpu::{CONTROL, GpuMemory, Incoming, MESSAGE};
 use super::tables::Tables;
 
 /// The tables and GPU memory, as lanes use them: the part of the core that is borrowed while a lane is polled.

@@ -8,18 +8,10 @@ use crossrail_transport::LaneError;
 use crossrail_types::{EndpointId, ErrorKind, LaneId};
 
 use super::gpu::NoteFailed;
-use super::transfers::Transfers;
+use super::transfers::{LostRail, Transfers};
 
 /// How long a peer may be without any rail before it is taken for dead: as long as TCP would give a connection.
 const STRANDED: Duration = Duration::from_secs(10);
-
-/// A rail that was lost, for whoever dials it again.
-#[derive(Clone, Debug)]
-pub(crate) struct LostRail {
-    pub(crate) endpoint: EndpointId,
-    pub(crate) rail: u16,
-    pub(crate) channel: u16,
-}
 
 impl Transfers {
     /// A lane has ended and was dropped: its work goes to the others, or the peer has ended.

@@ -7,7 +7,7 @@ use crossrail_transport::{Direct, Lane, LaneCaps, LaneStats, Payload, Tx};
 use crossrail_types::{EndpointId, LaneId};
 use slab::Slab;
 
-use super::gpu::ChunkQueue;
+use super::gpu::chunk_queue::ChunkQueue;
 
 /// Longest control payload that the protocol asks room for.
 const CONTROL_MAX: usize = 4096;

@@ -22,6 +22,7 @@ mod operations;
 mod peer_memory;
 mod peers;
 mod receipt;
+mod submission;
 mod submit;
 mod tables;
 mod transfers;
@@ -36,17 +37,16 @@ use crossrail_types::Log;
 
 pub(crate) use self::bulk_lane::{BulkLane, READABLE, WRITABLE};
 use self::data_path::DataPath;
-pub(crate) use self::failure::LostRail;
 use self::gpu::{GpuMemory, Inbox};
 pub(crate) use self::lanes::LaneRecord;
 pub(crate) use self::operations::{Callback, OpKind, Operations, gone};
 pub(crate) use self::peers::{Peer, Peers};
 pub(crate) use self::receipt::{Collected, outcome, render};
 pub use self::receipt::{LaneShare, Protocol, Receipt};
-pub(crate) use self::submit::Submission;
+pub(crate) use self::submission::Submission;
 use self::tables::Tables;
 use self::transfers::PollResult;
-pub(crate) use self::transfers::{Deferred, Transfers};
+pub(crate) use self::transfers::{Deferred, LostRail, Transfers};
 pub(crate) use self::wake_ups::WakeUps;
 
 /// Passes between two reads of the clock.

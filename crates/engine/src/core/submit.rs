@@ -9,37 +9,11 @@ use proto::{Offer, Operation};
 use super::Core;
 use super::gpu::Released;
 use super::operations::{OpKind, gone};
+use super::submission::Submission;
 use crate::memory::Buffer;
 
 /// From here on both ends of a direct copy copy at once.
 const HELP_MIN: u64 = 512 << 10;
-
-/// What a caller submits.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Submission {
-    /// An operation with a peer.
-    Operation(Operation),
-    /// A receive, from one peer or from any.
-    Receive { tag: u64, mask: u64 },
-}
-
-impl Submission {
-    #[inline]
-    fn kind(&self) -> OpKind {
-        match self {
-            Submission::Operation(operation) => operation.into(),
-            Submission::Receive { .. } => OpKind::Receive,
-        }
-    }
-
-    #[inline]
-    fn tag(&self) -> u64 {
-        match self {
-            Submission::Operation(Operation::Send { tag }) | Submission::Receive { tag, .. } => *tag,
-            Submission::Operation(_) => 0,
-        }
-    }
-}
 
 impl Core {
     /// Submits an operation, whatever its memory: the one way in. `endpoint` may be `None` for a receive from any peer.

@@ -11,7 +11,6 @@ use proto::{Event, Memory};
 use super::bulk_lane::BulkLane;
 use super::data_path::DataPath;
 use super::direct::{self, Begun, DirectCopies};
-use super::failure::LostRail;
 use super::gpu::{GpuMemory, Reach};
 use super::lanes::{LaneRecord, Lanes, PolledLane, PolledLanes};
 use super::peers::Peer;
@@ -31,6 +30,14 @@ pub(crate) struct Transfers {
     pub(super) direct: DirectCopies,
     pub(super) wake_ups: WakeUps,
     pub(super) deferred: Deferred,
+}
+
+/// A rail that was lost, for whoever dials it again.
+#[derive(Clone, Debug)]
+pub(crate) struct LostRail {
+    pub(crate) endpoint: EndpointId,
+    pub(crate) rail: u16,
+    pub(crate) channel: u16,
 }
 
 /// Work that is done without the lock.

@@ -17,8 +17,6 @@ use crate::progress::About;
 
 /// The port of `host` without one.
 const DEFAULT_PORT: u16 = 7471;
-/// Largest message that goes with its first frame, whatever the cost model says.
-pub(super) const EAGER_LIMIT: usize = 64 << 10;
 /// Silence after which a lane that owes something is examined.
 const LANE_DEADLINE: Duration = Duration::from_millis(300);
 

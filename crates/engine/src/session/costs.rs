@@ -4,6 +4,9 @@
 //! ends' (the model of UCX's protocol selection). The figures of a transport are those of its kind, but for a
 //! network device's own speed; they choose between ways, they promise nothing.
 
+/// Largest message that goes with its first frame, whatever the cost model says.
+pub(super) const EAGER_LIMIT: usize = 64 << 10;
+
 /// What a way costs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Cost {

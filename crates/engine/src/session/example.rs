@@ -11,8 +11,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Result};
 use parking_lot::{Condvar, Mutex};
 
 use super::Sessions;
-use super::connect::EAGER_LIMIT;
-use super::costs::Cost;
+use super::costs::{Cost, EAGER_LIMIT};
 use super::explain::{self, Candidate};
 use super::transport::{Announcement, Attempt, Availability, Choice, Local, Transport};
 use crate::core::LaneRecord;
@@ -99,7 +98,8 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::session::transport::{self, Transports};
+    use crate::session::registry;
+    use crate::session::transport::Transports;
     use crate::{ConnectOptions, Context, Endpoint, Settings, Worker, WorkerOptions};
 
     const LIMIT: Option<Duration> = Some(Duration::from_secs(20));
@@ -125,7 +125,7 @@ mod tests {
     fn a_transport_that_is_registered_by_one_line_carries_everything() {
         let loopback = Arc::new(Loopback::default());
         let context = context();
-        let both = || transport::registered().with_first(loopback.clone());
+        let both = || registry::registered().with_first(loopback.clone());
         let (a, b) = (worker(&context, both()), worker(&context, both()));
         let there = a.connect(&b.address(), &ConnectOptions::default()).expect("connected");
         let back = b.accept(LIMIT).expect("accepted");
@@ -153,8 +153,8 @@ mod tests {
     fn a_peer_without_the_transport_is_reached_by_the_next_one() {
         let loopback = Arc::new(Loopback::default());
         let context = context();
-        let a = worker(&context, transport::registered().with_first(loopback));
-        let b = worker(&context, transport::registered());
+        let a = worker(&context, registry::registered().with_first(loopback));
+        let b = worker(&context, registry::registered());
         let there = a.connect(&b.address(), &ConnectOptions::default()).expect("connected");
         let back = b.accept(LIMIT).expect("accepted");
         let explain = there.explain();

@@ -11,6 +11,7 @@ mod explain;
 mod own;
 mod rail_pairs;
 mod redial;
+pub(crate) mod registry;
 mod shm;
 mod tcp;
 pub(crate) mod transport;

@@ -6,8 +6,7 @@ use crossrail_handshake::Hello;
 use crossrail_types::{EndpointId, Result};
 
 use super::Sessions;
-use super::connect::EAGER_LIMIT;
-use super::costs::Cost;
+use super::costs::{Cost, EAGER_LIMIT};
 use super::explain::{self, Candidate};
 use super::transport::{Availability, Choice, Local, Refused, Transport};
 use crate::core::LaneRecord;

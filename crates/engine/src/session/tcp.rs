@@ -10,9 +10,8 @@ use crossrail_tcp::TcpLane;
 use crossrail_types::{EndpointId, Error, ErrorKind, Result};
 
 use super::Sessions;
-use super::connect::EAGER_LIMIT;
 use super::control::{DIAL_MAX, binding};
-use super::costs::Cost;
+use super::costs::{Cost, EAGER_LIMIT};
 use super::explain::{self, Candidate};
 use super::rail_pairs::{self, RailPair};
 use super::transport::{Announcement, Attempt, Availability, Choice, Local, Transport};

@@ -1,4 +1,4 @@
-//! What a transport is to the engine, and the table of those that there are.
+//! What a transport is to the engine.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -9,22 +9,7 @@ use crossrail_topology::NetDevice;
 use crossrail_types::{EndpointId, Error, ErrorKind, Result, Settings};
 
 use super::Sessions;
-use super::cuda_ipc::CudaIpc;
 use super::explain::Candidate;
-use super::own::Own;
-use super::shm::Shm;
-use super::tcp::Tcp;
-
-/// The transports, in the order in which they are tried. A new transport is added here, by one line; see
-/// docs/design/adding-a-transport.md.
-pub(crate) fn registered() -> Transports {
-    Transports(vec![
-        Arc::new(Own),     //
-        Arc::new(Shm),     //
-        Arc::new(CudaIpc), //
-        Arc::new(Tcp),     //
-    ])
-}
 
 /// One way to reach peers.
 ///
@@ -178,7 +163,7 @@ pub(crate) struct Choice {
 
 /// A table of transports.
 #[derive(Clone)]
-pub(crate) struct Transports(Vec<Arc<dyn Transport>>);
+pub(crate) struct Transports(pub(super) Vec<Arc<dyn Transport>>);
 
 impl Transports {
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Arc<dyn Transport>> {
@@ -222,25 +207,5 @@ impl Transports {
     pub(crate) fn with_first(mut self, transport: Arc<dyn Transport>) -> Transports {
         self.0.insert(0, transport);
         self
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn unknown_required_transports_are_named() {
-        let transports = registered();
-        assert!(transports.required(Some("tcp,shm")).unwrap().is_some());
-        let error = transports.required(Some("tpc")).unwrap_err();
-        assert_eq!(error.kind, ErrorKind::Usage);
-        assert!(error.detail.contains("tpc") && error.hint.is_some_and(|hint| hint.contains("tcp")));
-    }
-
-    #[test]
-    fn the_settings_know_the_names_of_all_transports() {
-        let names: Vec<_> = registered().iter().map(|transport| transport.name()).collect();
-        assert_eq!(names, crossrail_types::TRANSPORTS);
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! The rest of the core knows GPU memory only through [`GpuMemory`].
 
-mod chunk_queue;
+pub(super) mod chunk_queue;
 mod inbox;
 mod ipc;
 mod staged_chunks;
@@ -19,9 +19,8 @@ use crossrail_types::{EndpointId, LaneId, OpId};
 use proto::{Memory, Offer, Out};
 
 use super::lanes::PolledLanes;
-use super::submit::Submission;
+use super::submission::Submission;
 use super::tables::Tables;
-pub(super) use chunk_queue::{ChunkQueue, PACKED};
 pub(crate) use inbox::Inbox;
 use ipc::IpcLinks;
 pub(super) use ipc::NoteFailed;

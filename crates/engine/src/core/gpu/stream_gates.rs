@@ -6,7 +6,7 @@ use std::collections::{HashMap, VecDeque};
 
 use crossrail_types::{EndpointId, Error, OpId, Result};
 
-use crate::core::submit::Submission;
+use crate::core::submission::Submission;
 
 /// See the module.
 #[derive(Default)]

@@ -1,0 +1,42 @@
+//! The transports that there are.
+
+use std::sync::Arc;
+
+use super::cuda_ipc::CudaIpc;
+use super::own::Own;
+use super::shm::Shm;
+use super::tcp::Tcp;
+use super::transport::Transports;
+
+/// The transports, in the order in which they are tried. A new transport is added here, by one line; see
+/// docs/design/adding-a-transport.md.
+pub(crate) fn registered() -> Transports {
+    Transports(vec![
+        Arc::new(Own),     //
+        Arc::new(Shm),     //
+        Arc::new(CudaIpc), //
+        Arc::new(Tcp),     //
+    ])
+}
+
+#[cfg(test)]
+mod tests {
+    use crossrail_types::ErrorKind;
+
+    use super::*;
+
+    #[test]
+    fn unknown_required_transports_are_named() {
+        let transports = registered();
+        assert!(transports.required(Some("tcp,shm")).unwrap().is_some());
+        let error = transports.required(Some("tpc")).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Usage);
+        assert!(error.detail.contains("tpc") && error.hint.is_some_and(|hint| hint.contains("tcp")));
+    }
+
+    #[test]
+    fn the_settings_know_the_names_of_all_transports() {
+        let names: Vec<_> = registered().iter().map(|transport| transport.name()).collect();
+        assert_eq!(names, crossrail_types::TRANSPORTS);
+    }
+}
