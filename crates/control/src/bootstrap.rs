@@ -1,48 +1,48 @@
-//! Who am I, how many are we, and where is our store: from arguments, the settings, or a launcher's variables.
+//! Rank, size and store address of this process, from arguments, the settings, or a launcher's variables.
 
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
-/// Ports for stores that a job's id chooses: below those that systems hand out by themselves.
+/// Ports for stores derived from a job's id: below the ephemeral range.
 const PORTS: std::ops::Range<u16> = 15_000..30_000;
-/// A store of this process alone, on a free port.
+/// A store for this process only, on any free port.
 const ALONE: &str = "tcp://127.0.0.1:0";
 
-/// What the caller says; it wins over everything else.
+/// The caller's arguments, which take precedence over everything else.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Overrides {
     /// This process's rank.
     pub rank: Option<u32>,
-    /// The most ranks there may be.
+    /// The maximum number of ranks.
     pub size: Option<u32>,
-    /// This process's number among those of its node.
+    /// This process's index on its node.
     pub local_rank: Option<u32>,
     /// The store's address.
     pub store: Option<String>,
 }
 
-/// Where this process belongs, and which source said so.
+/// This process's rank, size and store, and their source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bootstrap {
-    /// Its rank; `None`: the store's rank server gives one.
+    /// Its rank; `None`: the lowest free one.
     pub rank: Option<u32>,
-    /// The most ranks there may be; `None`: as those say that are there already.
+    /// The maximum number of ranks; `None`: that of the current members.
     pub size: Option<u32>,
-    /// Its number among those of its node; `None`: the lowest free one.
+    /// Its index on its node; `None`: the lowest free one.
     pub local_rank: Option<u32>,
     /// The store's address.
     pub store: String,
-    /// Whether this process starts the store when nobody listens there: it is rank 0, and the address may be its own.
+    /// Whether this process starts the store if no process listens there: it is rank 0, and the address may be its own.
     pub host_store: bool,
-    /// What tells this job from others that may use the same store; empty: nothing does.
+    /// Distinguishes this job from others on the same store; may be empty.
     pub job: String,
     /// One line for people: the source, the values taken, the store.
     pub said: String,
 }
 
-/// A launcher's variables: how it calls them, and what it says with them.
+/// A launcher's variables, and the values found in them.
 struct Launched {
     name: &'static str,
-    /// Variable and value, as far as they were taken.
+    /// The variables used, with their values.
     taken: Vec<(&'static str, String)>,
     rank: Option<u32>,
     size: Option<u32>,
@@ -52,14 +52,14 @@ struct Launched {
 type Variables<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 impl Bootstrap {
-    /// Looks at `given`, then `CROSSRAIL_STORE`, then the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK,
-    /// MASTER_ADDR, MASTER_PORT), Slurm and Open MPI. `vars` gives the value of an environment variable.
+    /// Reads `given`, then `CROSSRAIL_STORE`, then the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK,
+    /// MASTER_ADDR, MASTER_PORT), Slurm and Open MPI. `vars` returns the value of an environment variable.
     ///
     /// torchrun's own store listens on MASTER_PORT, ours on the port after it.
     ///
     /// # Errors
-    /// `Config`: a variable that is missing next to others of its launcher, or is no number; nothing at all says
-    /// where the store is. `Usage`: a rank that is not below the size, a size of 0.
+    /// `Config`: a launcher's variable is missing or not a number, or no store is configured. `Usage`: a rank not below
+    /// the size, or a size of 0.
     pub fn detect(vars: Variables<'_>, settings: &Settings, given: &Overrides) -> Result<Bootstrap> {
         let vars = |name: &str| vars(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty());
         let vars: Variables<'_> = &vars;
@@ -108,14 +108,14 @@ impl Bootstrap {
     }
 }
 
-/// The arguments that won, as text.
+/// The arguments used, as text.
 fn arguments(given: &Overrides) -> String {
     let number = |name: &str, value: Option<u32>| value.map(|value| format!("{name}={value}"));
     let parts = [number("rank", given.rank), number("size", given.size), number("local_rank", given.local_rank)];
     parts.into_iter().flatten().collect::<Vec<_>>().join(" ")
 }
 
-/// The store is known; rank and size may still stand in a launcher's variables.
+/// With a known store: rank and size may still come from a launcher's variables.
 fn with_store(
     name: &'static str,
     variable: &'static str,
@@ -136,7 +136,7 @@ fn with_store(
         let present = launchers.into_iter().find(|(_, [rank, size, _])| vars(rank).is_some() || vars(size).is_some());
         if let Some((launcher, [rank, size, local])) = present {
             let mut reader = Reader { launcher, vars, taken: launched.taken };
-            // WORLD_SIZE alone says how many there may be; the rank server says who is who.
+            // WORLD_SIZE alone gives the size; ranks are then assigned.
             if vars(rank).is_some() {
                 launched.rank = Some(reader.number(rank)?);
                 launched.size = reader.needed_unless(given.size, size)?;
@@ -150,7 +150,7 @@ fn with_store(
     Ok(Bootstrap::new(&launched, given, store.to_owned(), String::new(), ""))
 }
 
-/// Reads variables and remembers which it took.
+/// Reads variables and records which were used.
 struct Reader<'a> {
     launcher: &'static str,
     vars: Variables<'a>,
@@ -176,7 +176,7 @@ impl Reader<'_> {
         if (self.vars)(name).is_some() { self.number(name).map(Some) } else { Ok(None) }
     }
 
-    /// Not read when the caller has said it.
+    /// Not read if the caller has given the value.
     fn needed_unless(&mut self, given: Option<u32>, name: &'static str) -> Result<Option<u32>> {
         if given.is_some() { Ok(None) } else { self.number(name).map(Some) }
     }
@@ -192,7 +192,7 @@ impl Reader<'_> {
         Launched { name: self.launcher, taken: self.taken, rank, size, local_rank }
     }
 
-    /// `name`, unless it says that all ranks are on this machine.
+    /// `name`, unless it means that all ranks are on this machine.
     fn all_here(&self, here: &str, all: &str) -> bool {
         match ((self.vars)(here), (self.vars)(all)) {
             (Some(here), Some(all)) => here == all,
@@ -299,13 +299,13 @@ fn after(master_port: String) -> Result<u16> {
     if port == 0 { Err(bad("is not a port")) } else { port.checked_add(1).ok_or_else(|| bad("has no port after it")) }
 }
 
-/// The port that all ranks of a job compute from its id.
+/// The port that all ranks of a job derive from its id.
 fn port_of(job: &str) -> u16 {
     let span = u64::from(PORTS.end - PORTS.start);
     PORTS.start + u16::try_from(hash(job.as_bytes()) % span).unwrap_or(0)
 }
 
-/// FNV-1a: the same in every process, whatever it was built with.
+/// FNV-1a: equal in every process, independent of compiler and release.
 pub(crate) fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }

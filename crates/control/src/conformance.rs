@@ -1,4 +1,4 @@
-//! What every store must do, as one suite that every backend's own tests run.
+//! The conformance suite of stores, which every backend's tests run.
 //!
 //! ```ignore
 //! crossrail_control::conformance::run("built in", "suite-1/", &|| open(&address, &settings, deadline).unwrap());
@@ -15,15 +15,15 @@ use crossrail_types::{Error, ErrorKind, Result};
 use crate::limits::{KEY_MAX, VALUE_MAX};
 use crate::{Entry, Event, Expected, LeaseId, MissingKeys, Revision, Store, Watch};
 
-/// Long enough for anything that is to happen.
+/// Timeout for what must happen.
 const LONG: Duration = Duration::from_secs(20);
-/// Short enough to wait for what is not to happen.
+/// How long to wait for what must not happen.
 const SHORT: Duration = Duration::from_millis(60);
 
 /// Makes one more client of the store.
 pub type Clients<'a> = &'a (dyn Fn() -> Arc<dyn Store> + Sync);
 
-/// One check's place in the store, and clients of it.
+/// One check's prefix in the store, and its clients.
 struct Place<'a> {
     prefix: String,
     clients: Clients<'a>,
@@ -36,7 +36,7 @@ fn soon() -> Instant {
     Instant::now() + LONG
 }
 
-/// Runs every check, below `prefix`, which nobody else uses. `clients` makes one more client of the same store.
+/// Runs every check below `prefix`, which must be unused. `clients` returns another client of the same store.
 ///
 /// # Panics
 /// When a check fails.
@@ -82,12 +82,12 @@ impl Place<'_> {
         self.get(name).map(|entry| String::from_utf8(entry.value).expect("UTF-8"))
     }
 
-    /// The name of a key below this place.
+    /// The name of a key below this prefix.
     fn name<'a>(&self, key: &'a str) -> &'a str {
         key.strip_prefix(&self.prefix).unwrap_or_else(|| panic!("{key} is not below {}", self.prefix))
     }
 
-    /// Watches from now on.
+    /// Opens a watch from the current revision.
     fn watch(&self) -> Box<dyn Watch> {
         let (_, now) = self.store.list(&self.prefix, soon()).expect("list");
         self.store.watch(&self.prefix, now, soon()).expect("watch")
@@ -183,7 +183,7 @@ fn compare_and_set(place: &Place<'_>) {
     assert!(set(Expected::Absent, b"three").is_some());
 }
 
-/// Threads with clients of their own count up one number; none of their steps is lost.
+/// Threads with their own clients increment one counter; no increment is lost.
 fn races(place: &Place<'_>) {
     const THREADS: usize = 4;
     const STEPS: usize = 25;
@@ -238,7 +238,7 @@ fn wait_missing(place: &Place<'_>) {
     assert!(begun.elapsed() >= SHORT && begun.elapsed() < LONG, "{:?}", begun.elapsed());
     assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
     assert_eq!(MissingKeys::of(&error), [place.key("c"), place.key("a")]);
-    // One that was there and has gone counts as missing.
+    // A deleted key counts as missing.
     place.store.delete(&place.key("b"), soon()).expect("delete");
     let error = place.store.wait(&keys[1..2], Instant::now() + SHORT).expect_err("it is gone");
     assert_eq!(error.kind, ErrorKind::Timeout, "{error}");

@@ -1,4 +1,4 @@
-//! A group of ranks: who is in it, what they tell each other, where they meet.
+//! A group of ranks: its members, the values they publish to each other, and barriers.
 
 mod join;
 mod options;
@@ -18,15 +18,16 @@ use state::GroupState;
 
 use crate::{Member, RankState};
 
-/// One process's place in a group. Cheap to clone, any thread; the last clone that is dropped leaves.
+/// One process's membership in a group. Cheap to clone and usable from any thread; dropping the last clone leaves.
 ///
-/// All ranks of a group are equal; rank 0 also runs the built-in store when the address is its own and nobody else
-/// listens there. Death of a member is noticed when its lease ends. When the store is unreachable, that is said once
-/// ([`Group::control_error`]); what needs no store goes on, and the group reconnects by itself.
+/// All ranks of a group are equal; rank 0 also runs the built-in store if the address is its own and no process listens
+/// there. The death of a member is detected when its lease expires. While the store is unreachable, which is logged
+/// once (see [`Group::control_error`]), everything that needs no store continues, and the group reconnects
+/// automatically.
 #[derive(Clone)]
 pub struct Group(Arc<Handle>);
 
-/// Leaves when the last clone goes.
+/// Leaves when the last clone is dropped.
 struct Handle {
     state: Arc<GroupState>,
     membership: join::Membership,
@@ -46,13 +47,13 @@ impl fmt::Debug for Group {
 }
 
 impl Group {
-    /// Joins a group, starting the store if that is this rank's part. Returns when this rank is registered; others
-    /// may come later ([`Group::barrier`], [`Group::wait_members`]).
+    /// Joins a group, and starts the store if this rank hosts it. Returns once this rank is registered; others may join
+    /// later ([`Group::barrier`], [`Group::wait_members`]).
     ///
     /// # Errors
-    /// `Config`: nothing says where the store is, or a variable is missing or bad. `Usage`: a bad name, rank, size
-    /// or lease. `Unreachable`: no store there in time. `Mismatch`: the rank is taken, or another rank was told
-    /// another size; both are named. `Exhausted`: all ranks are taken. Else as [`crate::Store`].
+    /// `Config`: no store is configured, or a variable is missing or invalid. `Usage`: an invalid name, rank, size or
+    /// lease. `Unreachable`: the store was not reached in time. `Mismatch`: the rank is taken, or another rank was
+    /// given another size; both are named. `Exhausted`: all ranks are taken. Else as [`crate::Store`].
     pub fn join(options: GroupOptions, settings: &Settings) -> Result<Group> {
         join::join(options, settings).map(|(state, membership)| Group(Arc::new(Handle { state, membership })))
     }
@@ -66,17 +67,17 @@ impl Group {
         self.inner().rank
     }
 
-    /// The most ranks the group may have; they go from 0 to `size - 1`.
+    /// The maximum number of ranks; they are numbered from 0 to `size - 1`.
     pub fn size(&self) -> u32 {
         self.inner().size
     }
 
-    /// This process's number among the members of its node.
+    /// This process's index among the members of its node.
     pub fn local_rank(&self) -> u32 {
         self.inner().local_rank
     }
 
-    /// Members of equal `node` share memory.
+    /// The node's name; members with equal names share memory.
     pub fn node(&self) -> &str {
         &self.inner().node
     }
@@ -86,12 +87,12 @@ impl Group {
         &self.inner().name
     }
 
-    /// What said rank, size and store: one line for people.
+    /// The source of rank, size and store, in one line for people.
     pub fn bootstrap(&self) -> &str {
         &self.inner().said
     }
 
-    /// Where the store is, as others would name it.
+    /// The store's address, as other processes reach it.
     pub fn store_address(&self) -> String {
         self.inner().address.clone()
     }
@@ -101,8 +102,8 @@ impl Group {
         self.inner().serves_store
     }
 
-    /// Tells the others `value` under `key`, until it is told anew, withdrawn, or this process leaves or dies.
-    /// Keys are text of 1 to 200 bytes without control characters.
+    /// Publishes `value` under `key` until it is replaced or withdrawn, or this process leaves or dies. Keys are text
+    /// of 1 to 200 bytes without control characters.
     ///
     /// # Errors
     /// `Usage`: a bad key, or a value beyond 64 KiB. `Closed` after [`Group::leave`]. Else as [`crate::Store`].
@@ -110,7 +111,7 @@ impl Group {
         self.inner().publish(key, value)
     }
 
-    /// Takes back what was told under `key`; nothing happens when there is nothing.
+    /// Withdraws the value published under `key`; a no-op if there is none.
     ///
     /// # Errors
     /// As [`Group::publish`].
@@ -118,7 +119,7 @@ impl Group {
         self.inner().withdraw(key, None)
     }
 
-    /// As [`Group::withdraw`], but only if it is still `value` that was told.
+    /// As [`Group::withdraw`], but only if the published value is still `value`.
     ///
     /// # Errors
     /// As [`Group::publish`].
@@ -126,19 +127,20 @@ impl Group {
         self.inner().withdraw(key, Some(value))
     }
 
-    /// What each of `ranks` tells under `key`, in their order; waits for those that have not told yet.
+    /// The values that `ranks` publish under `key`, in the order of `ranks`; waits for those not published yet.
     ///
     /// # Errors
-    /// `Timeout` naming those that did not come. `PeerDead` at once when one of them has died or left (to wait for
-    /// its successor: [`Group::wait_members`] first). `Usage`: a rank beyond the size. Else as [`Group::publish`].
+    /// `Timeout` naming the missing ranks. `PeerDead` at once if one of them has died or left; call
+    /// [`Group::wait_members`] first to wait for its successor. `Usage`: a rank beyond the size. Else as
+    /// [`Group::publish`].
     pub fn collect(&self, key: &str, ranks: &[u32], timeout: Option<Duration>) -> Result<Vec<Vec<u8>>> {
         self.inner().collect(key, ranks, timeout)
     }
 
-    /// Waits until all of `ranks`, this one among them, have come to the barrier `name`. It may be used any number
-    /// of times, by any set of ranks; each set has its own. One thread at a time.
+    /// Waits until all of `ranks`, which include this one, have arrived at the barrier `name`. A barrier is reusable,
+    /// and each set of ranks has its own. At most one thread may wait at a barrier.
     ///
-    /// A call that failed with `Timeout` may be repeated and then waits for the same meeting.
+    /// A call that failed with `Timeout` may be repeated; it then waits for the same round.
     ///
     /// # Errors
     /// As [`Group::collect`].
@@ -146,44 +148,44 @@ impl Group {
         self.inner().barrier(name, ranks, timeout)
     }
 
-    /// Waits until all of `ranks` are in the group; ranks that died or left count as not there yet.
+    /// Waits until all of `ranks` are members; ranks that have died or left do not count.
     ///
     /// # Errors
-    /// `Timeout` naming those that did not come; `Usage`, `Closed`.
+    /// `Timeout` naming the missing ranks; `Usage`, `Closed`.
     pub fn wait_members(&self, ranks: &[u32], timeout: Option<Duration>) -> Result<()> {
         self.inner().wait_members(ranks, timeout)
     }
 
-    /// Who is in the group now, by rank, this process included.
+    /// The current members ordered by rank, this process included.
     pub fn members(&self) -> Vec<Member> {
         self.inner().roster.lock().members()
     }
 
-    /// What is known of a rank. Cheap: a background thread keeps it.
+    /// The state of a rank. Cheap: a background thread maintains it.
     pub fn state(&self, rank: u32) -> RankState {
         self.inner().state(rank)
     }
 
-    /// Counts how often other members came, left or died since this process joined.
+    /// Number of times that other members have joined, left or died since this process joined.
     pub fn changes(&self) -> u64 {
         self.inner().roster.lock().changes()
     }
 
-    /// Waits until [`Group::changes`] is beyond `after`, this process has left, or `deadline`; gives the count then.
+    /// Waits until [`Group::changes`] exceeds `after`, this process leaves, or `deadline` passes; returns the count.
     pub fn wait_change(&self, after: u64, deadline: Instant) -> u64 {
         self.inner().wait_change(after, deadline)
     }
 
-    /// Why the store cannot be reached at the moment; `None`: it can, as far as is known.
+    /// Why the store is unreachable at the moment; `None` if the last access succeeded.
     pub fn control_error(&self) -> Option<Error> {
         self.inner().control.lock().clone()
     }
 
-    /// Leaves: what this rank told is gone, its number is free. Calls under way in other threads fail with `Closed`.
-    /// A process that serves the store waits up to 2 s for the others to leave too, then ends the store.
+    /// Leaves: the values of this rank are withdrawn and its number is free. Calls in progress on other threads fail
+    /// with `Closed`. A process that serves the store waits up to 2 s for the others to leave, then stops the store.
     ///
     /// # Errors
-    /// None at present: when the store cannot be reached, the lease ends by itself.
+    /// None at present: if the store is unreachable, the lease expires.
     pub fn leave(&self) -> Result<()> {
         self.0.membership.leave(self.inner());
         Ok(())

@@ -1,5 +1,5 @@
-//! Who is there, and how to reach them: a small store that all processes of a job share, and the group of ranks
-//! that is built on it. Nothing here is on the way of the data: when the store is gone, transfers go on.
+//! The control plane: a small key-value store shared by all processes of a job, and groups of ranks built on it. Not on
+//! the data path: transfers continue while the store is unreachable.
 #![forbid(unsafe_code)]
 
 mod bootstrap;

@@ -1,4 +1,4 @@
-//! What every store accepts, checked the same way in front of each.
+//! Limits on keys and values that hold for every store.
 
 use crossrail_types::{Error, ErrorKind, Result};
 
@@ -7,7 +7,7 @@ pub(crate) const KEY_MAX: usize = 512;
 /// Longest value, in bytes.
 pub(crate) const VALUE_MAX: usize = 64 << 10;
 
-/// A key that a store takes.
+/// Checks that a store accepts this key.
 ///
 /// # Errors
 /// `Usage`: empty, or longer than [`KEY_MAX`].
@@ -19,7 +19,7 @@ pub(crate) fn check_key(operation: &str, key: &str) -> Result<()> {
     }
 }
 
-/// A prefix of keys that a store takes; the empty one is that of all.
+/// Checks that a store accepts this prefix of keys; the empty prefix matches all keys.
 ///
 /// # Errors
 /// `Usage`: longer than [`KEY_MAX`].
@@ -30,7 +30,7 @@ pub(crate) fn check_prefix(operation: &str, prefix: &str) -> Result<()> {
     Ok(())
 }
 
-/// A value that a store takes.
+/// Checks that a store accepts this value.
 ///
 /// # Errors
 /// `Usage`: longer than [`VALUE_MAX`].

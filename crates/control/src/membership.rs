@@ -1,5 +1,5 @@
-//! Who is in a group: the row each member writes, and what the others make of rows that come and go. No I/O; time
-//! comes in.
+//! Membership of a group: the row that each member writes, and the states that the others derive from the rows. No I/O;
+//! time is an input.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant, SystemTime};
@@ -9,39 +9,39 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Entry, Event};
 
-/// The form of [`Row`] in the store.
+/// Version of the encoding of [`Row`].
 const VERSION: u8 = 1;
 
-/// One process in a group.
+/// One member of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
     /// Its rank.
     pub rank: u32,
-    /// Its number among those of its node.
+    /// Its index on its node.
     pub local_rank: u32,
-    /// Its node: members of equal `node` share memory.
+    /// Its node's name; members with equal names share memory.
     pub node: String,
     /// Its process, as `host:pid`.
     pub process: String,
 }
 
-/// What is known of a rank.
+/// The state of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RankState {
-    /// It has not come yet.
+    /// It has not joined yet.
     Absent,
-    /// It is there.
+    /// It is a member.
     Alive,
-    /// It ended without leaving: why, and when that was noticed.
+    /// It ended without leaving: why, and when that was detected.
     Dead(String),
     /// It left.
     Left,
 }
 
-/// What a member says of itself, under its lease.
+/// A member's row, written under its lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Row {
-    /// Drawn anew at each registration.
+    /// Random, new at each registration.
     pub(crate) incarnation: u64,
     pub(crate) size: u32,
     pub(crate) local_rank: u32,
@@ -50,27 +50,27 @@ pub(crate) struct Row {
     pub(crate) ttl_ms: u64,
     /// Whether the store runs in this process.
     pub(crate) serves_store: bool,
-    /// It is about to go.
+    /// Set when it is about to leave.
     pub(crate) left: Option<Leaving>,
 }
 
-/// What a member says as it goes.
+/// A member's departure note.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Leaving {
-    /// Why, if that is not the usual end.
+    /// Why it leaves, unless it leaves normally.
     pub(crate) why: String,
-    /// Barriers, and how many of their meetings it has seen through: others may still be at the last one.
+    /// Barriers with the number of rounds it has completed: others may still be in the last one.
     pub(crate) met: Vec<(u64, u64)>,
 }
 
-/// A process, so that others of the same machine can tell whether it is still there.
+/// Identifies a process, so that others on the same machine can check whether it is alive.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Process {
     pub(crate) host: String,
     pub(crate) pid: u32,
-    /// When it began, in the kernel's ticks: process ids are used again.
+    /// Its start time in kernel ticks, since process ids are reused.
     pub(crate) began: u64,
-    /// The machine's boot and the process-id namespace that `pid` counts in.
+    /// The machine's boot id and the process-id namespace of `pid`.
     pub(crate) space: String,
 }
 
@@ -86,14 +86,14 @@ impl Process {
         format!("{}:{}", self.host, self.pid)
     }
 
-    /// Whether it runs; `None`: that cannot be told from here.
+    /// Whether it is alive; `None` if this process cannot see it.
     pub(crate) fn runs(&self) -> Option<bool> {
         (!self.space.is_empty() && self.space == space()).then(|| began(self.pid) == Some(self.began))
     }
 }
 
-/// The machine and its network as this process sees them: processes for which it is equal reach each other's Unix
-/// sockets and share memory.
+/// The machine and network namespace of this process: processes with equal names reach each other's Unix sockets and
+/// share memory.
 pub(crate) fn this_node() -> String {
     format!("{}-{}", boot(), namespace("net"))
 }
@@ -116,7 +116,7 @@ fn namespace(kind: &str) -> String {
     link.to_string_lossy().chars().filter(char::is_ascii_digit).collect()
 }
 
-/// When the process began; `None` when it is not there, or only waits to be collected by its parent.
+/// The process's start time; `None` if it does not exist, or is a zombie.
 fn began(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
@@ -157,7 +157,7 @@ pub(crate) fn rank_name(rank: u32, row: &Row) -> String {
     format!("rank {rank} ({})", row.process.name())
 }
 
-/// The key of a rank below `prefix`; keys sort as ranks do.
+/// The key of a rank below `prefix`; keys sort in rank order.
 pub(crate) fn rank_key(prefix: &str, rank: u32) -> String {
     format!("{prefix}{rank:07}")
 }
@@ -170,7 +170,7 @@ pub(crate) fn key_rank(key: &str) -> Option<u32> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Life {
     Alive,
-    /// The store came back without it; it has until then to register again.
+    /// The store came back without it; it may re-register until then.
     Missing(Instant),
     Dead(String),
     Left,
@@ -180,11 +180,11 @@ enum Life {
 struct Seen {
     row: Row,
     life: Life,
-    /// It was there before this process, on another machine: until then it may be what a dead job left behind.
+    /// It joined before this process, on another machine: until then it may be left over from a dead job.
     unsure_until: Option<Instant>,
 }
 
-/// All ranks of a group as one member sees them.
+/// The ranks of a group as one member sees them.
 #[derive(Debug)]
 pub(crate) struct Roster {
     own: u32,
@@ -193,8 +193,8 @@ pub(crate) struct Roster {
 }
 
 impl Roster {
-    /// What is in the store at the beginning. Members whose process is certainly dead are left out: their leases
-    /// are about to end.
+    /// The roster of the members in the store. Members whose processes are known to be dead are left out: their leases
+    /// are about to expire.
     pub(crate) fn new(own: u32, entries: &[Entry], now: Instant) -> Roster {
         let mut roster = Roster { own, seen: BTreeMap::new(), changes: 0 };
         for entry in entries {
@@ -209,7 +209,7 @@ impl Roster {
         roster
     }
 
-    /// One change.
+    /// Applies one change.
     pub(crate) fn event(&mut self, event: &Event, now: Instant, clock: SystemTime) {
         match event {
             Event::Put(entry) => self.put(entry),
@@ -225,7 +225,7 @@ impl Roster {
         }
     }
 
-    /// The store was away, and this is in it now. Members that are missing have `grace` to register again.
+    /// Applies the store's contents after it was unreachable. Missing members have `grace` to re-register.
     pub(crate) fn resync(&mut self, entries: &[Entry], now: Instant, grace: Duration) {
         let present: BTreeSet<u32> = entries.iter().filter_map(|entry| key_rank(&entry.key)).collect();
         for entry in entries {
@@ -238,7 +238,7 @@ impl Roster {
         }
     }
 
-    /// Gives up those whose grace is over.
+    /// Declares members dead whose grace period is over.
     pub(crate) fn expire(&mut self, now: Instant, clock: SystemTime) {
         let over = |seen: &Seen| matches!(seen.life, Life::Missing(until) if until <= now);
         let over: Vec<u32> = self.seen.iter().filter(|(_, seen)| over(seen)).map(|(rank, _)| *rank).collect();
@@ -271,12 +271,12 @@ impl Roster {
         }
     }
 
-    /// Writes what this process says of itself.
+    /// Sets this process's own row.
     pub(crate) fn set_own(&mut self, row: Row) {
         self.seen.insert(self.own, Seen { row, life: Life::Alive, unsure_until: None });
     }
 
-    /// Counts changes of other members.
+    /// Number of changes of other members.
     pub(crate) fn changes(&self) -> u64 {
         self.changes
     }
@@ -285,7 +285,7 @@ impl Roster {
         self.present().map(|(rank, row)| row.member(rank)).collect()
     }
 
-    /// Members that are there, by rank.
+    /// The current members by rank.
     pub(crate) fn present(&self) -> impl Iterator<Item = (u32, &Row)> {
         let there = |seen: &&Seen| matches!(seen.life, Life::Alive | Life::Missing(_));
         self.seen.iter().filter_map(move |(rank, seen)| Some(seen).filter(there).map(|seen| (*rank, &seen.row)))
@@ -300,35 +300,35 @@ impl Roster {
         }
     }
 
-    /// The registration of a rank that is there.
+    /// The incarnation of a current member.
     pub(crate) fn incarnation(&self, rank: u32) -> Option<u64> {
         let seen = self.seen.get(&rank)?;
         matches!(seen.life, Life::Alive | Life::Missing(_)).then_some(seen.row.incarnation)
     }
 
-    /// The last registration of a rank that has been there.
+    /// The last known incarnation of a rank.
     pub(crate) fn last(&self, rank: u32) -> Option<u64> {
         self.seen.get(&rank).map(|seen| seen.row.incarnation)
     }
 
-    /// Whether a rank left after the `count`-th meeting of a barrier, counted from 0.
+    /// Whether a rank left after completing round `count` of a barrier, counted from 0.
     pub(crate) fn left_after(&self, rank: u32, barrier: u64, count: u64) -> bool {
         let left = self.seen.get(&rank).filter(|seen| seen.life == Life::Left).and_then(|seen| seen.row.left.as_ref());
         left.is_some_and(|left| left.met.iter().any(|(known, met)| *known == barrier && *met > count))
     }
 
-    /// Whether the process that runs the store is still in the group; `None`: no member runs it.
+    /// Whether the member that serves the store is still in the group; `None` if no member serves it.
     pub(crate) fn server_is_there(&self) -> Option<bool> {
         let seen = self.seen.values().find(|seen| seen.row.serves_store)?;
         Some(matches!(seen.life, Life::Alive | Life::Missing(_)))
     }
 
-    /// `rank 3 (host:77)`, or `rank 3` of one that nobody has seen.
+    /// `rank 3 (host:77)`, or `rank 3` if it has never joined.
     pub(crate) fn name(&self, rank: u32) -> String {
         self.seen.get(&rank).map_or_else(|| format!("rank {rank}"), |seen| rank_name(rank, &seen.row))
     }
 
-    /// The first of `ranks` that is gone for good, with its name and what became of it.
+    /// The first of `ranks` that has died or left, with its name and what happened to it.
     pub(crate) fn lost_of(&self, ranks: &[u32]) -> Option<(u32, String, String)> {
         ranks.iter().find_map(|rank| {
             let seen = self.seen.get(rank)?;
@@ -343,7 +343,7 @@ impl Roster {
         })
     }
 
-    /// Another member that says another size, with what it says.
+    /// Another member whose size differs, with its row.
     pub(crate) fn other_size(&self, size: u32) -> Option<(u32, &Row)> {
         self.present().find(|(rank, row)| *rank != self.own && row.size != size)
     }

@@ -5,11 +5,11 @@ use crossrail_types::{Error, ErrorKind, Result, Settings};
 
 use crate::{EtcdStore, Store, builtin};
 
-/// A client of the store at `address`, by its scheme: `tcp://host:port` is the built-in one, `etcd://host:port[,host:port]`
-/// etcd. Waits until the store is there.
+/// Opens a client of the store at `address`: the built-in store for `tcp://host:port`, etcd for
+/// `etcd://host:port[,host:port]`. Waits until the store is reachable.
 ///
 /// # Errors
-/// `Config`: an address of no known scheme or form. `Unreachable` or `Timeout`: not reached by the deadline.
+/// `Config`: unknown scheme or malformed address. `Unreachable` or `Timeout`: not reached before the deadline.
 /// `Refused`: the secret.
 pub fn open(address: &str, settings: &Settings, deadline: Instant) -> Result<Arc<dyn Store>> {
     match address.split_once("://") {

@@ -1,6 +1,5 @@
-//! The rank server: numbers are keys that are claimed by compare-and-set under the lease of the process that holds
-//! them, so that they are free again when it leaves or dies. The lowest free number is the lowest one released, or
-//! else the next.
+//! Rank assignment: a rank is a key that its process claims by compare-and-set under its lease, so that the rank is
+//! free again once the process leaves or dies.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -11,10 +10,10 @@ use crate::keys::Keys;
 use crate::membership::{Row, key_rank, rank_key, rank_name};
 use crate::{Entry, Event, Expected, LeaseId, Revision, Store};
 
-/// How long after its time a lease is still given to end: the store's own delays.
+/// How long after its expiry a lease may still exist, because of the store's own delays.
 const MARGIN: Duration = Duration::from_millis(500);
 
-/// Claims numbers for one process.
+/// Claims ranks for one process.
 pub(crate) struct Claims<'a> {
     pub(crate) store: &'a dyn Store,
     pub(crate) keys: &'a Keys,
@@ -23,10 +22,10 @@ pub(crate) struct Claims<'a> {
 }
 
 impl Claims<'_> {
-    /// This rank and no other. Waits for the lease of a former holder that may be dead.
+    /// Claims this rank. Waits for the lease of a previous holder that may be dead.
     ///
     /// # Errors
-    /// `Mismatch` naming the process that has it.
+    /// `Mismatch` naming the process that holds it.
     pub(crate) fn exactly(&self, rank: u32, row: &Row) -> Result<()> {
         let key = rank_key(&self.keys.members(), rank);
         loop {
@@ -45,10 +44,10 @@ impl Claims<'_> {
         }
     }
 
-    /// The lowest free rank below `size`. When all are taken, waits for one of a process that may be dead.
+    /// Claims the lowest free rank below `size`. If all are taken, waits for one whose process may be dead.
     ///
     /// # Errors
-    /// `Exhausted`: there is none.
+    /// `Exhausted`: all ranks are taken.
     pub(crate) fn lowest(&self, size: u32, row: &Row) -> Result<u32> {
         let members = self.keys.members();
         let value = row.encode()?;
@@ -68,7 +67,7 @@ impl Claims<'_> {
         }
     }
 
-    /// The lowest free local rank of `node`, where `entries` are those of the members so far.
+    /// Claims the lowest free local rank of `node`; `entries` are the current members'.
     pub(crate) fn local(&self, node: &str, entries: &[Entry]) -> Result<u32> {
         let taken: BTreeSet<u32> = rows(entries).filter(|row| row.node == node).map(|row| row.local_rank).collect();
         let prefix = self.keys.locals(node);
@@ -85,7 +84,7 @@ impl Claims<'_> {
         Ok(written.is_some())
     }
 
-    /// Whether a key below `prefix` goes within `limit`.
+    /// Whether a key below `prefix` vanishes within `limit`.
     pub(crate) fn vanishes(&self, prefix: &str, after: Revision, limit: Duration) -> Result<bool> {
         let until = self.deadline.min(Instant::now() + limit);
         let mut watch = self.store.watch(prefix, after, self.deadline)?;
@@ -100,7 +99,7 @@ impl Claims<'_> {
     }
 }
 
-/// The members' entries that can be read.
+/// The members' rows, without those that cannot be read.
 fn rows(entries: &[Entry]) -> impl Iterator<Item = Row> {
     entries.iter().filter_map(|entry| Row::decode(key_rank(&entry.key)?, &entry.value).ok())
 }

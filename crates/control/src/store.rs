@@ -1,15 +1,15 @@
-//! What a store must offer. Keys are UTF-8 text of at most 512 bytes, values at most 64 KiB.
+//! The interface of a store. Keys are UTF-8 text of at most 512 bytes, values have at most 64 KiB.
 
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
 use crossrail_types::{Error, ErrorKind, Result};
 
-/// Numbers the changes of a store: each change has a greater one than those before it.
+/// Sequence number of a change in a store, strictly increasing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Revision(pub u64);
 
-/// Names a lease within its store.
+/// Id of a lease within its store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LeaseId(pub i64);
 
@@ -24,7 +24,7 @@ pub struct Entry {
     pub revision: Revision,
 }
 
-/// What a key must be like for a compare-and-set to take place.
+/// The precondition of a compare-and-set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expected {
     /// It does not exist.
@@ -33,7 +33,7 @@ pub enum Expected {
     At(Revision),
 }
 
-/// One change that a watch saw.
+/// One change reported by a watch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// Written.
@@ -47,31 +47,32 @@ pub enum Event {
     },
 }
 
-/// A lease that is renewed in the background while this object lives; keys written under it vanish when it ends.
-/// Dropping it revokes it, as well as can be without waiting for an answer for long.
+/// A lease that is renewed in the background while this object lives; keys written under it vanish when it expires.
+/// Dropping it revokes it, with a short bound on the wait for the store's answer.
 pub trait Lease: Send + Sync + Debug {
-    /// To write keys under it.
+    /// Its id, for writing keys under it.
     fn id(&self) -> LeaseId;
 
-    /// How long it outlives its last renewal.
+    /// How long it lives after its last renewal.
     fn ttl(&self) -> Duration;
 
-    /// Whether it was renewed in time so far, as far as is known. Once false it stays false: its keys may be gone.
+    /// Whether every renewal so far was in time, as far as is known. Once false it stays false: its keys may have
+    /// vanished.
     fn is_alive(&self) -> bool;
 
-    /// Ends it now; its keys vanish.
+    /// Revokes it now; its keys vanish.
     ///
     /// # Errors
-    /// As every call of a store; the lease then ends by itself after its time.
+    /// As every call of a store; the lease then expires.
     fn revoke(&self, deadline: Instant) -> Result<()>;
 }
 
-/// Changes below a prefix, in order and without a gap.
+/// The changes below a prefix, in order and without gaps.
 pub trait Watch: Send {
     /// The next changes; waits for the first one until `deadline`.
     ///
     /// # Errors
-    /// `Timeout` when nothing changed. `Unreachable` when the store is gone: open a new watch after a new `list`.
+    /// `Timeout` if nothing changed. `Unreachable` if the store is lost: `list` again and open a new watch from there.
     fn next(&mut self, deadline: Instant) -> Result<Vec<Event>>;
 }
 
@@ -100,32 +101,31 @@ impl MissingKeys {
     }
 }
 
-/// A key-value store that the processes of a job share. Any thread; each call ends by its deadline.
+/// A key-value store shared by the processes of a job. Usable from any thread; every call ends by its deadline.
 ///
 /// # Errors
-/// Every call: `Unreachable` when the store cannot be reached (the text names its address; the next call tries to
-/// reach it again), `Timeout` past the deadline, `Usage` for keys and values that are too long, `Exhausted` when the
-/// store is full, `Refused` for a wrong secret.
+/// Every call: `Unreachable` if the store cannot be reached (the next call tries again), `Timeout` past the deadline,
+/// `Usage` for keys and values that are too long, `Exhausted` if the store is full, `Refused` for a wrong secret.
 pub trait Store: Send + Sync + Debug {
-    /// As `CROSSRAIL_STORE` has it: `tcp://10.0.0.1:7400`, `etcd://10.0.0.1:2379`.
+    /// Its address, in the form of `CROSSRAIL_STORE`: `tcp://10.0.0.1:7400`, `etcd://10.0.0.1:2379`.
     fn address(&self) -> String;
 
-    /// Writes a key, under a lease if one is given. Also `Closed` when there is no such lease any more.
+    /// Writes a key, under a lease if given. Also fails with `Closed` if the lease no longer exists.
     fn put(&self, key: &str, value: &[u8], lease: Option<LeaseId>, deadline: Instant) -> Result<Revision>;
 
     /// Reads a key.
     fn get(&self, key: &str, deadline: Instant) -> Result<Option<Entry>>;
 
-    /// All keys that begin with `prefix`, by key, and the store's revision at that moment (to watch from).
+    /// All entries whose keys begin with `prefix`, ordered by key, and the store's revision, to watch from.
     fn list(&self, prefix: &str, deadline: Instant) -> Result<(Vec<Entry>, Revision)>;
 
-    /// Deletes a key; whether it was there.
+    /// Deletes a key; returns whether it existed.
     fn delete(&self, key: &str, deadline: Instant) -> Result<bool>;
 
-    /// Deletes all keys that begin with `prefix`; how many there were.
+    /// Deletes all keys that begin with `prefix`; returns their number.
     fn delete_prefix(&self, prefix: &str, deadline: Instant) -> Result<u64>;
 
-    /// Writes the key if it is as expected; `None`: it is not.
+    /// Writes the key if the precondition holds; `None` if it does not.
     fn compare_and_set(
         &self,
         key: &str,
@@ -135,13 +135,13 @@ pub trait Store: Send + Sync + Debug {
         deadline: Instant,
     ) -> Result<Option<Revision>>;
 
-    /// Waits until all of `keys` exist; their entries in the order asked for. The source of its `Timeout` is
+    /// Waits until all of `keys` exist; returns their entries in the order of `keys`. The source of its `Timeout` is
     /// [`MissingKeys`].
     fn wait(&self, keys: &[String], deadline: Instant) -> Result<Vec<Entry>>;
 
-    /// A new lease. The store may lengthen `ttl` ([`Lease::ttl`] tells).
+    /// Grants a lease. The store may lengthen `ttl`; see [`Lease::ttl`].
     fn grant(&self, ttl: Duration, deadline: Instant) -> Result<Box<dyn Lease>>;
 
-    /// Changes below `prefix` after the revision `after`.
+    /// Watches the changes below `prefix` after the revision `after`.
     fn watch(&self, prefix: &str, after: Revision, deadline: Instant) -> Result<Box<dyn Watch>>;
 }

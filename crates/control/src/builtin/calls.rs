@@ -1,7 +1,7 @@
-//! One connection to the store, shared by all calls of a process: each has a number, and whoever waits reads for all.
+//! One connection to the store, multiplexed by all calls of a process.
 //!
-//! There is no reading thread. The first call that waits reads; frames of others are put aside for them, and when it
-//! has its own it wakes another that waits. So a call that is alone costs no switch between threads.
+//! There is no reader thread. The first call that waits becomes the reader; it queues the frames of other calls, and
+//! when its own has arrived it wakes another waiting call, which takes over. So a single call costs no thread switch.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{ErrorKind as IoKind, Read, Write};
@@ -18,17 +18,17 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::frames::{self, Request};
 
-/// Changes that a watch may leave unread here, in bytes.
+/// Longest backlog of unread changes of a watch, in bytes.
 const WATCH_MAX: usize = 16 << 20;
 
-/// A connection and the calls under way over it.
+/// A connection and its outstanding calls.
 #[derive(Debug)]
 pub(super) struct Connection {
     stream: TcpStream,
     address: String,
-    /// What is being written; held for one whole frame.
+    /// Write buffer; locked while one whole frame is written.
     writing: Mutex<Vec<u8>>,
-    /// What was read and is not a whole frame yet. Only whoever set `Calls::reading` locks it.
+    /// Received bytes of an incomplete frame. Locked only by the call that has set `Calls::reading`.
     input: Mutex<Vec<u8>>,
     calls: Mutex<Calls>,
     /// Wakes the reading call when its wait is interrupted.
@@ -39,9 +39,9 @@ pub(super) struct Connection {
 struct Calls {
     last: u64,
     open: HashMap<u64, Open>,
-    /// Somebody reads.
+    /// A call is reading. Set and cleared by that call, under this lock.
     reading: bool,
-    /// Why nothing works any more.
+    /// Why the connection has failed. Set once.
     broken: Option<String>,
 }
 
@@ -51,7 +51,7 @@ struct Open {
     bytes: usize,
     wake: Arc<Condvar>,
     asleep: bool,
-    /// A watch's frames come unasked, and are bounded.
+    /// Frames of a watch are unsolicited, so their number is bounded.
     watch: bool,
     overflowed: bool,
 }
@@ -67,7 +67,7 @@ impl Connection {
         Ok(Connection { stream, address, writing, input, calls, interrupted: Arc::new(interrupted) })
     }
 
-    /// Whether calls can still be made: also notices what happened while nobody was reading.
+    /// Whether calls can still be made. Also detects what happened while no call was reading.
     pub(super) fn is_alive(&self) -> bool {
         let mut calls = self.calls.lock();
         while calls.broken.is_none() && !calls.reading {
@@ -75,7 +75,7 @@ impl Connection {
                 Err(e) if e.kind() == IoKind::WouldBlock => break,
                 Err(e) if e.kind() == IoKind::Interrupted => {}
                 Err(e) => self.break_off(&mut calls, &format!("the connection broke: {e}")),
-                // Changes for watches, or the end: reading tells.
+                // Changes for watches, or the end of the stream.
                 Ok(_) => match self.read(Instant::now()) {
                     Ok(frames) if frames.is_empty() => break,
                     Ok(frames) => self.deliver(&mut calls, frames),
@@ -86,7 +86,7 @@ impl Connection {
         calls.broken.is_none()
     }
 
-    /// Sends a request; answers come by [`Call::next`].
+    /// Sends a request; [`Call::next`] returns the answers.
     pub(super) fn begin(
         self: &Arc<Self>,
         operation: &'static str,
@@ -109,7 +109,7 @@ impl Connection {
         Ok(call)
     }
 
-    /// Sends a request whose answer nobody waits for.
+    /// Sends a request without waiting for its answer.
     pub(super) fn send(&self, operation: &str, call: u64, request: &Request<'_>, deadline: Instant) -> Result<()> {
         let Some(mut buffer) = self.writing.try_lock_until(deadline) else {
             return Err(self.timeout(operation));
@@ -128,7 +128,7 @@ impl Connection {
                     if self.ready(PollFlags::POLLOUT, deadline) {
                         continue;
                     }
-                    // Half a frame cannot be taken back.
+                    // A partial frame cannot be recalled.
                     if sent > 0 {
                         self.break_off(&mut self.calls.lock(), "the store took half a request only");
                     }
@@ -155,10 +155,10 @@ impl Connection {
             }
             match ppoll(&mut fds, Some(TimeSpec::from_duration(left)), None) {
                 Ok(0) if left.is_zero() => return false,
-                // Errors of the socket come out of the next read or write.
+                // The next read or write reports the socket's error.
                 Ok(0) | Err(nix::Error::EINTR) => {}
                 Ok(_) if fds[0].any() == Some(false) => {
-                    // Reading it resets it; it may be left of an earlier wait.
+                    // Reading it resets it; it may be left over from an earlier wait.
                     let _ = self.interrupted.read();
                 }
                 Ok(_) | Err(_) => return true,
@@ -174,7 +174,7 @@ impl Connection {
             if let Some(wake) = &wake {
                 wake.notify_all();
             }
-            // The count is far from full.
+            // The counter cannot be full.
             let _ = interrupted.write(1);
         }
     }
@@ -222,7 +222,7 @@ impl Connection {
                 Err(why) => self.break_off(&mut calls, &why),
             }
         };
-        // Whoever leaves lets another read.
+        // The leaving reader hands over to another waiting call.
         if !calls.reading
             && let Some(open) = calls.open.values().find(|open| open.asleep)
         {
@@ -262,7 +262,7 @@ impl Connection {
 
     fn deliver(&self, calls: &mut Calls, frames: Vec<(u64, Vec<u8>)>) {
         for (call, frame) in frames {
-            // Calls that gave up are not waited for any more.
+            // The call has been given up.
             let Some(open) = calls.open.get_mut(&call) else { continue };
             if open.overflowed {
                 continue;
@@ -280,7 +280,7 @@ impl Connection {
     }
 
     fn break_off(&self, calls: &mut Calls, why: &str) {
-        // A reader elsewhere sees the end of the stream at once.
+        // A reading call on another thread sees the end of the stream at once.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
         calls.broken.get_or_insert_with(|| why.to_owned());
         for open in calls.open.values() {
@@ -299,14 +299,14 @@ impl Connection {
         Error::new(ErrorKind::Timeout, operation, "no answer from the store in time").with_peer(&self.address)
     }
 
-    /// It sent what is no answer: nothing that follows can be trusted.
+    /// The error for malformed answers; the connection is given up, since nothing that follows can be trusted.
     pub(super) fn protocol(&self, operation: &str, why: &str) -> Error {
         self.break_off(&mut self.calls.lock(), why);
         Error::new(ErrorKind::Protocol, operation, why).with_peer(&self.address)
     }
 }
 
-/// One call; dropping it gives up its answers.
+/// One outstanding call; dropping it discards its answers.
 #[derive(Debug)]
 pub(super) struct Call {
     pub(super) connection: Arc<Connection>,
@@ -315,17 +315,17 @@ pub(super) struct Call {
 }
 
 impl Call {
-    /// Its next answer's frame.
+    /// The frame of its next answer.
     pub(super) fn next(&self, deadline: Instant) -> Result<Vec<u8>> {
         let found = self.connection.next(self.id, self.operation, deadline)?;
         found.ok_or_else(|| self.connection.timeout(self.operation))
     }
 
-    /// Stops a watch at the store too; a store that does not take it soon is left alone.
+    /// Ends a watch at the store too, without waiting long for a store that does not receive.
     pub(super) fn unwatch(&self) {
         let deadline = Instant::now() + Duration::from_millis(50);
         if self.connection.is_alive() {
-            // No call has the number 0: the answer is passed over.
+            // No call has the number 0, so the answer is ignored.
             let _ = self.connection.send("watch", 0, &Request::Unwatch(self.id), deadline);
         }
     }

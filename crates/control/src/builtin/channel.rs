@@ -45,7 +45,7 @@ impl Channel {
         Connection::new(stream, self.store.address()).map(Arc::new)
     }
 
-    /// The connection, made anew if it has ended.
+    /// The connection, re-established if it has ended.
     fn connection(&self, operation: &str, deadline: Instant) -> Result<Arc<Connection>> {
         let Some(mut connection) = self.connection.try_lock_until(deadline) else {
             let detail = "the store was not reached in time";
@@ -66,7 +66,7 @@ impl Channel {
         self.connection(operation, deadline)?.begin(operation, request, deadline)
     }
 
-    /// A call with one answer.
+    /// Makes a call that has one answer.
     pub(super) fn call<T>(
         &self,
         operation: &'static str,
@@ -78,7 +78,7 @@ impl Channel {
         answer(&call, operation, deadline, read)
     }
 
-    /// A call that is answered with entries, in as many frames as it takes.
+    /// Makes a call whose answer is entries, in one or more frames.
     pub(super) fn entries(
         &self,
         operation: &'static str,
@@ -103,7 +103,7 @@ impl Channel {
     }
 }
 
-/// The next answer of a call, as `read` understands it.
+/// The next answer of a call, decoded by `read`.
 pub(super) fn answer<T>(
     call: &Call,
     operation: &'static str,

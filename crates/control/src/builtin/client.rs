@@ -1,4 +1,4 @@
-//! The calling end.
+//! The client of the built-in store.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,17 +14,17 @@ use super::lease::{self, Renewer};
 use crate::limits::{check_key, check_prefix, check_value};
 use crate::store::{Entry, Event, Expected, Lease, LeaseId, MissingKeys, Revision, Store, Watch};
 
-/// Pauses between attempts to reach a store that does not run yet: nothing tells when it does.
+/// First and longest pause between attempts to reach a store that has not started yet.
 const PAUSE_MIN: Duration = Duration::from_millis(1);
 const PAUSE_MAX: Duration = Duration::from_millis(20);
-/// The store's answer that a wait ran out comes after its deadline by as much as it takes to arrive.
+/// Extra time for the store's answer that a wait has timed out, which arrives after the deadline.
 const GRACE: Duration = Duration::from_millis(50);
 
-/// A client of the store at `store` (`host:port`); waits until the store is there.
+/// Connects to the store at `store` (`host:port`); waits until the store is reachable.
 ///
 /// # Errors
-/// `Config`: no such store, or the secret. `Unreachable`: the last attempt's, at the deadline. `Refused`, `Mismatch`,
-/// `Protocol`, `Exhausted`: at once.
+/// `Config`: a malformed address, or the secret. `Unreachable`: the last attempt's, at the deadline. `Refused`,
+/// `Mismatch`, `Protocol`, `Exhausted`: at once.
 pub(crate) fn connect(store: &str, settings: &Settings, deadline: Instant) -> Result<Arc<dyn Store>> {
     let store = StoreAddress::parse(store)?;
     // The workers of this process warn about a weak secret.
@@ -49,7 +49,7 @@ fn number(lease: Option<LeaseId>) -> i64 {
     lease.map_or(0, |lease| lease.0)
 }
 
-/// The store as [`crate::open`] gives it.
+/// The built-in store as a [`Store`].
 #[derive(Debug)]
 struct Client {
     channel: Arc<Channel>,
@@ -112,7 +112,7 @@ impl Store for Client {
         check_value(OPERATION, value)?;
         let expected = match expected {
             Expected::Absent => 0,
-            // No change has the number 0: nothing was last written by it.
+            // No change has the number 0, so no key was written by it.
             Expected::At(Revision(0)) => return Ok(None),
             Expected::At(Revision(revision)) => revision,
         };
@@ -176,7 +176,7 @@ fn missing_error(operation: &str, missing: &[&str], count: u64) -> Error {
     error.with_hint(if unlisted == 0 { hint.to_owned() } else { format!("{hint}, and {unlisted} more") })
 }
 
-/// Changes that the store pushes.
+/// A watch whose changes the store pushes.
 struct Watching {
     call: Call,
     ended: Option<Error>,

@@ -1,5 +1,5 @@
-//! The store's contents and what follows from each request. No I/O and no clock: time and requests come in, answers
-//! go to an [`Outbox`].
+//! The store's contents as a state machine. No I/O and no clock: time and requests are inputs, answers go to an
+//! [`Outbox`].
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Bound;
@@ -13,19 +13,19 @@ pub use super::outbox::Outbox;
 use super::waits::Waits;
 use crate::limits::{KEY_MAX, VALUE_MAX};
 
-/// What the store holds at most: bytes (each key costs [`KEY_COST`] beyond its own) and keys.
+/// Capacity of the store in bytes (each key costs [`KEY_COST`] in addition to its own) and keys.
 pub(super) const BYTES_MAX: usize = 64 << 20;
 pub(super) const KEYS_MAX: usize = 1_000_000;
 pub(super) const LEASES_MAX: usize = 100_000;
 const KEY_COST: usize = 64;
 /// Watches of one client.
 const WATCHES_MAX: usize = 1024;
-/// A client that has left this much unread gets no more changes.
+/// Backlog of a client, in bytes, beyond which its watches are ended.
 pub(super) const WATCH_BACKLOG: usize = 8 << 20;
-/// Shorter leases would end by a process's ordinary hiccups.
+/// Shorter leases would expire because of ordinary scheduling delays.
 const TTL_MIN: Duration = Duration::from_millis(50);
 const TTL_MAX: Duration = Duration::from_secs(86_400);
-/// What a single wait may take before it must be asked for again.
+/// Longest single wait.
 const WAIT_MAX: Duration = Duration::from_secs(86_400);
 
 #[derive(Debug)]
@@ -52,17 +52,17 @@ pub struct Contents {
     leases: HashMap<i64, LeaseState>,
     expiries: BTreeSet<(Instant, i64)>,
     waits: Waits,
-    /// Client and call, with the prefix.
+    /// The prefix by client and call.
     watches: BTreeMap<(u64, u64), Arc<str>>,
     history: History,
 }
 
-/// What to answer at once; `None`: it was, or will be.
+/// The immediate answer; `None` if it was sent, or will be.
 type Outcome = Result<Option<Answer<'static>>, Failed>;
 
 impl Contents {
-    /// An empty store; its changes are numbered from `revision` on. A store that starts later in the same place needs
-    /// a greater one, so that what clients remember of the earlier one fits nothing.
+    /// An empty store whose changes are numbered from `revision`. A later store at the same address must start from a
+    /// greater one, so that revisions remembered by clients are recognized as stale.
     pub fn new(revision: u64) -> Contents {
         Contents {
             records: BTreeMap::new(),
@@ -76,7 +76,7 @@ impl Contents {
         }
     }
 
-    /// Does what a client asks for.
+    /// Executes a client's request.
     pub fn apply(&mut self, now: Instant, client: u64, call: u64, request: &Request<'_>, out: &mut dyn Outbox) {
         match self.answer(now, client, call, request, out) {
             Ok(Some(answer)) => out.send(client, call, &answer),
@@ -86,7 +86,7 @@ impl Contents {
         self.settle(out);
     }
 
-    /// Ends leases and waits whose time has come.
+    /// Expires leases and waits that are due.
     pub fn expire(&mut self, now: Instant, out: &mut dyn Outbox) {
         while let Some(&(expires, lease)) = self.expiries.first() {
             if expires > now {
@@ -98,7 +98,7 @@ impl Contents {
         self.waits.expire(now, out, |key| self.records.contains_key(key));
     }
 
-    /// The store stood still for so long: as its clients may have too, every lease gets that time.
+    /// Extends every lease by the time that the store was stalled: no client could renew in that time.
     pub fn postpone(&mut self, stood: Duration) {
         let later = |(expires, lease): (Instant, i64)| (expires + stood, lease);
         self.expiries = std::mem::take(&mut self.expiries).into_iter().map(later).collect();
@@ -107,13 +107,13 @@ impl Contents {
         }
     }
 
-    /// When [`Contents::expire`] has something to do next.
+    /// When [`Contents::expire`] is due next.
     pub fn next_expiry(&self) -> Option<Instant> {
         let lease = self.expiries.first().map(|&(expires, _)| expires);
         [lease, self.waits.next_expiry()].into_iter().flatten().min()
     }
 
-    /// A client is gone: its waits and watches end. Its leases run out by themselves, it may come back.
+    /// Drops a disconnected client's waits and watches. Its leases expire on their own, since it may reconnect.
     pub fn forget(&mut self, client: u64) {
         self.waits.forget(client);
         let calls: Vec<_> = self.watches.range((client, 0)..=(client, u64::MAX)).map(|(key, _)| *key).collect();
@@ -250,7 +250,7 @@ impl Contents {
             return Err(Failed::new(Why::Exhausted, detail));
         }
         let ttl = ttl.max(TTL_MIN);
-        // Numbered like changes, so that no later store at this address gives the same lease again.
+        // Numbered like changes, so that no later store at this address grants the same id again.
         self.revision += 1;
         let lease = self.revision as i64;
         self.leases.insert(lease, LeaseState { ttl, expires: now + ttl, keys: BTreeSet::new() });
@@ -296,7 +296,7 @@ impl Contents {
         Ok(())
     }
 
-    /// Tells watches and waits what the last request changed.
+    /// Reports the changes of the last request to watches and waits.
     fn settle(&mut self, out: &mut dyn Outbox) {
         if self.history.has_fresh() {
             let history = &self.history;

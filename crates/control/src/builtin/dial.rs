@@ -1,4 +1,4 @@
-//! From an address to a proven connection.
+//! Connects to a store and completes the handshake.
 
 use std::io::ErrorKind as IoKind;
 use std::net::{SocketAddr, TcpStream};
@@ -9,12 +9,12 @@ use crossrail_handshake::{Secret, resolve, store};
 use crossrail_types::{Error, ErrorKind, Reason, Result};
 use socket2::{SockRef, TcpKeepalive};
 
-/// A store's store: `host:port`.
+/// The address of a store: `host:port`.
 #[derive(Clone, Debug)]
 pub(super) struct StoreAddress(String);
 
 impl StoreAddress {
-    /// Out of an address without its scheme.
+    /// Parses an address without its scheme.
     ///
     /// # Errors
     /// `Config`: it is not of the form `host:port`.
@@ -47,11 +47,11 @@ impl StoreAddress {
     }
 }
 
-/// Connects and proves that both ends know the same secret. The stream is in nonblocking mode.
+/// Connects to the store and completes the handshake. The stream is in nonblocking mode.
 ///
 /// # Errors
-/// `Unreachable`: nobody listens there, or it closed. `Timeout`. `Refused`: the secret. `Mismatch`: the version.
-/// `Protocol`: something else than a store listens there. `Exhausted`: the store takes no more clients.
+/// `Unreachable`: no process listens there, or it closed the connection. `Timeout`. `Refused`: the secret. `Mismatch`:
+/// the version. `Protocol`: the listener is not a store. `Exhausted`: the store accepts no more clients.
 pub(super) fn dial(store: &StoreAddress, secret: &Secret, operation: &str, deadline: Instant) -> Result<TcpStream> {
     let mut last = None;
     for address in store.resolve(operation, deadline)? {

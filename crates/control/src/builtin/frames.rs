@@ -1,14 +1,14 @@
-//! Requests and replies after the greeting: four bytes of length, then postcard. A frame belongs to the call whose
-//! number it carries; a list that is long comes in several.
+//! Requests and answers after the handshake: a length of four bytes, then postcard. A frame carries the number of its
+//! call; long lists are split into several frames.
 
 use std::time::Duration;
 
 use crossrail_types::{Error, ErrorKind};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Longest body of a frame. Checked before anything is allocated; longer lists are split.
+/// Longest body of a frame, checked before anything is allocated.
 pub const FRAME_MAX: usize = 4 << 20;
-/// Replies are split when their entries exceed this.
+/// Bytes of entries beyond which answers are split.
 pub(super) const PART: usize = 1 << 20;
 /// Bytes in front of a frame's body.
 pub const HEAD: usize = 4;
@@ -29,7 +29,7 @@ impl<'de: 'a, 'a> Deserialize<'de> for Value<'a> {
     }
 }
 
-/// What a client asks for.
+/// A client's request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request<'a> {
     /// Write a key; under the lease, if not 0.
@@ -70,20 +70,20 @@ pub enum Request<'a> {
         /// In microseconds.
         timeout_us: u64,
     },
-    /// A new lease that lasts so many microseconds.
+    /// Grant a lease of this many microseconds.
     Grant(u64),
-    /// The lease begins anew.
+    /// Renew a lease.
     Renew(i64),
-    /// The lease ends.
+    /// Revoke a lease.
     Revoke(i64),
-    /// Changes below a prefix after a revision, until told otherwise.
+    /// Watch the changes below a prefix after a revision, until [`Request::Unwatch`].
     Watch {
         /// The prefix.
         prefix: &'a str,
         /// The revision.
         after: u64,
     },
-    /// No more of the watch with this call's number.
+    /// End the watch with this call number.
     Unwatch(u64),
 }
 
@@ -113,7 +113,7 @@ pub enum Change<'a> {
     },
 }
 
-/// What the store answers.
+/// The store's answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Answer<'a> {
     /// Written by this change.
@@ -130,17 +130,17 @@ pub enum Answer<'a> {
         /// Whether another frame of them follows.
         more: bool,
     },
-    /// So many keys were deleted.
+    /// Number of keys deleted.
     Deleted(u64),
     /// A lease and its time in microseconds.
     Granted(i64, u64),
     /// Done: renewed, revoked, watching.
     Done,
-    /// The wait ran out; these keys are missing (the first ones of them), and so many in all.
+    /// The wait timed out; the first missing keys, and the number of all missing keys.
     Missing(#[serde(borrow)] Vec<&'a str>, u64),
-    /// What a watch saw.
+    /// Changes for a watch.
     Changes(#[serde(borrow)] Vec<Change<'a>>),
-    /// It failed. Of a watch: it has ended.
+    /// The call failed; a watch has ended.
     Failed(#[serde(borrow)] Failure<'a>),
 }
 

@@ -11,19 +11,20 @@ use super::channel::Channel;
 use super::frames::{Answer, Request, micros};
 use crate::store::{Lease, LeaseId};
 
-/// A lease is renewed this many times in its time; and tried again after half of that when it fails.
+/// Renewals per lifetime of a lease; a failed renewal is retried after half that interval.
 const RENEWALS: u32 = 4;
-/// Dropping a lease waits this long for the store's answer.
+/// How long dropping a lease waits for the store's answer.
 const DROP_TIME: Duration = Duration::from_millis(200);
 
-/// Asks for a lease and sees to its renewal.
+/// Requests a lease and starts its renewal.
 pub(super) fn grant(
     channel: &Arc<Channel>,
     renewer: &Arc<Renewer>,
     ttl: Duration,
     deadline: Instant,
 ) -> Result<Box<dyn Lease>> {
-    // Counted from before the call: the store's count begins later, so it never ends before ours.
+    // Measured from before the call: the store starts counting later, so the lease never expires there before it does
+    // here.
     let begun = Instant::now();
     let request = Request::Grant(micros(ttl));
     let (id, ttl_us) = channel.call("store lease", &request, deadline, |answer| match answer {
@@ -37,13 +38,13 @@ pub(super) fn grant(
     Ok(Box::new(lease))
 }
 
-/// What the lease and its renewer share.
+/// A lease, shared with its renewer.
 #[derive(Debug)]
 struct Held {
     id: i64,
     ttl: Duration,
     lost: AtomicBool,
-    /// When the last renewal that succeeded was sent.
+    /// When the last successful renewal was sent.
     renewed: Mutex<Instant>,
 }
 
@@ -52,7 +53,7 @@ impl Held {
         *self.renewed.lock() + self.ttl
     }
 
-    /// Whether it ran out, as far as is known here.
+    /// Whether it has expired, as far as is known here.
     fn is_lost(&self) -> bool {
         if Instant::now() >= self.expires() {
             self.lost.store(true, Ordering::Release);
@@ -91,7 +92,7 @@ impl Lease for Granted {
 
 impl Drop for Granted {
     fn drop(&mut self) {
-        // Of a lease that ran out or was revoked nothing is left; of others the rest ends by itself if this fails.
+        // An expired or revoked lease needs nothing; any other expires if this fails.
         if self.held.is_lost() {
             self.renewer.remove(self.held.id);
         } else {
@@ -100,7 +101,7 @@ impl Drop for Granted {
     }
 }
 
-/// Renews the leases of one client, by a thread that is there while there are any.
+/// Renews the leases of one client, on a thread that runs while there are any.
 #[derive(Debug, Default)]
 pub(super) struct Renewer {
     queue: Mutex<Queue>,
@@ -109,7 +110,7 @@ pub(super) struct Renewer {
 
 #[derive(Debug, Default)]
 struct Queue {
-    /// When each is to be renewed next.
+    /// The leases, with the time of their next renewal.
     leases: Vec<(Instant, Arc<Held>)>,
     running: bool,
 }
@@ -146,7 +147,7 @@ impl Renewer {
                 continue;
             }
             drop(queue);
-            // Held only for the call, so that the connection ends with the last of its users.
+            // Held only for the call, so that the connection is closed with its last user.
             let next = channel.upgrade().and_then(|channel| renew(&channel, &held));
             queue = self.queue.lock();
             match next {
@@ -162,7 +163,7 @@ impl Renewer {
     }
 }
 
-/// Renews a lease; when to do so next, or `None` when it has ended.
+/// Renews a lease; returns when to do so next, or `None` once it has expired.
 fn renew(channel: &Channel, held: &Held) -> Option<Instant> {
     let (begun, expires) = (Instant::now(), held.expires());
     let done = |answer: Answer<'_>| matches!(answer, Answer::Done).then_some(());

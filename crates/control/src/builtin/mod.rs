@@ -1,7 +1,7 @@
-//! The built-in store: one process of the job serves it from a thread, the others are its clients, over TCP.
+//! The built-in store: one process of the job serves it from a thread, the others are its clients over TCP.
 //!
-//! Its contents are in that process's memory and end with it. With a secret ([`Settings::secret`]) both ends prove
-//! that they know it before anything else is read; without one it listens on loopback only.
+//! Its contents live in that process's memory. With a secret ([`Settings::secret`]) both ends prove that they know it
+//! before anything else is read; without one the store listens on loopback only.
 //!
 //! [`Settings::secret`]: crossrail_types::Settings::secret
 

@@ -1,15 +1,15 @@
 use super::frames::{Answer, Failure, Why};
 
-/// Where answers go.
+/// The destination of answers.
 pub trait Outbox {
-    /// Sends an answer to a client's call; for a client that is gone, nothing.
+    /// Sends an answer to a client's call; a no-op if the client has disconnected.
     fn send(&mut self, client: u64, call: u64, answer: &Answer<'_>);
 
-    /// Bytes that the client has not taken yet.
+    /// Unsent bytes of the client.
     fn backlog(&self, client: u64) -> usize;
 }
 
-/// An answer that is a failure; the detail outlives the borrow of the state.
+/// A failure to be sent as an answer.
 pub(super) struct Failed {
     why: Why,
     detail: String,

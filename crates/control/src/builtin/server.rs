@@ -1,4 +1,4 @@
-//! The server end: one thread that sleeps until a client has something to say or a lease or wait runs out.
+//! The server of the built-in store: one thread, which sleeps until a client sends or a lease or wait expires.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -22,22 +22,23 @@ use super::frames::Answer;
 use super::server_connection::{ClientConnection, Disconnected, next_request};
 use crate::log::Log;
 
-/// Clients at a time, and those among them that have not proved themselves yet.
+/// Most clients at a time, and most of them that have not completed the handshake.
 const CLIENTS_MAX: usize = 16_384;
 const GREETING_MAX: usize = 512;
-/// A client proves itself within this.
+/// Timeout of a client's handshake.
 const GREETING_TIME: Duration = Duration::from_secs(10);
-/// When descriptors run out, clients wait this long in the kernel's queue.
+/// Pause of accepting when file descriptors are exhausted; clients wait in the kernel's queue.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Events of one pass; leases end only after a pass that took all.
+/// Events per pass; leases expire only after a pass that has drained all events.
 const EVENTS: usize = 256;
-/// A wake-up later than that means that this thread could not run.
+/// A wake-up delayed by more than this means that this thread could not run.
 const STALL: Duration = Duration::from_millis(100);
 
 const LISTENER: u64 = u64::MAX;
 const STOP: u64 = u64::MAX - 1;
 
-/// The built-in store, server from a thread of its own until [`StoreServer::stop`] or drop. Its contents end with it.
+/// The built-in store, which serves from a thread of its own until [`StoreServer::stop`] or drop. Its contents are lost
+/// with it.
 pub struct StoreServer {
     address: String,
     stop: Arc<EventFd>,
@@ -101,12 +102,12 @@ impl StoreServer {
         Ok(StoreServer { address, stop, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Where clients reach it: `tcp://host:port`. Of a server that listens everywhere, one of the machine's addresses.
+    /// Its address for clients, `tcp://host:port`; for a wildcard address, one of the machine's.
     pub fn address(&self) -> String {
         self.address.clone()
     }
 
-    /// Ends it: its clients see that it is unreachable. A second call does nothing.
+    /// Stops it: its clients find it unreachable. Idempotent.
     pub fn stop(&self) {
         let thread = self.thread.lock().take();
         if let Some(thread) = thread {
@@ -143,7 +144,7 @@ fn resolve(listen: &str) -> Result<SocketAddr> {
     found.next().ok_or_else(|| fail(format!("{listen:?} does not resolve")))
 }
 
-/// What others can use for a socket bound to `local`.
+/// An address at which others reach a socket bound to `local`.
 fn reachable(local: SocketAddr) -> SocketAddr {
     if !local.ip().is_unspecified() {
         return local;
@@ -169,7 +170,7 @@ fn first_revision() -> u64 {
     ((since.as_micros() as u64) << 10) & (i64::MAX as u64)
 }
 
-/// The clients, and those among them that have something to be sent.
+/// The clients, and those of them with unsent bytes.
 #[derive(Default)]
 struct Clients {
     connections: HashMap<u64, ClientConnection>,
@@ -207,7 +208,7 @@ struct ServerLoop {
     contents: Contents,
     clients: Clients,
     next: u64,
-    /// Until when those that connected must have proved themselves, in that order.
+    /// Deadlines of pending handshakes, in order.
     greeting: VecDeque<(Instant, u64)>,
     accept_again: Option<Instant>,
 }
@@ -230,12 +231,12 @@ impl ServerLoop {
                 }
             }
             let now = Instant::now();
-            // A machine that was paused, or a process that got no processor: nobody could renew in that time.
+            // The machine was suspended, or this process was starved: no client could renew in that time.
             if let Some(stalled) = due.map(|due| now.saturating_duration_since(due)).filter(|stalled| *stalled > STALL)
             {
                 self.contents.postpone(stalled);
             }
-            // Renewals that have arrived count, however late this thread comes to read them.
+            // Renewals that have arrived count, however late this thread reads them.
             if seen < EVENTS {
                 self.contents.expire(now, &mut self.clients);
             }
@@ -260,7 +261,7 @@ impl ServerLoop {
                 Err(e) if matches!(e.kind(), IoKind::Interrupted | IoKind::ConnectionAborted) => {}
                 Err(e) if e.kind() == IoKind::WouldBlock => return,
                 Err(_) => {
-                    // No descriptors: the listener would stay readable.
+                    // File descriptors are exhausted: the listener would stay readable.
                     if self.epoll.delete(&self.listener).is_ok() {
                         self.accept_again = Some(Instant::now() + ACCEPT_PAUSE);
                     }
@@ -312,14 +313,14 @@ impl ServerLoop {
                 None => return,
             };
             self.process(client);
-            // What it asked for last has been done; nobody is left to read the answers.
+            // Its last requests have been executed; it no longer reads answers.
             if ended {
                 self.close(client);
             }
         }
     }
 
-    /// Does what the client has asked for so far, unless it has too much to read first.
+    /// Executes the client's requests so far, unless its backlog is too long.
     fn process(&mut self, client: u64) {
         let Some(connection) = self.clients.connections.get_mut(&client) else { return };
         let proven = connection.is_proven();
@@ -365,7 +366,7 @@ impl ServerLoop {
         }
     }
 
-    /// Sends what there is to send, and asks epoll for what each client needs next.
+    /// Sends pending bytes, and updates each client's epoll interest.
     fn flush(&mut self) {
         while let Some(client) = self.clients.unsent.pop() {
             let Some(connection) = self.clients.connections.get_mut(&client) else { continue };
@@ -375,7 +376,7 @@ impl ServerLoop {
                 self.close(client);
                 continue;
             }
-            // Requests that were read and left for later; the answers to them are sent in this loop too.
+            // Requests were deferred while the client was paused; their answers are sent in this loop too.
             if paused && !connection.is_paused() {
                 self.process(client);
             }
@@ -395,7 +396,7 @@ impl ServerLoop {
 
     fn close(&mut self, client: u64) {
         if let Some(connection) = self.clients.connections.remove(&client) {
-            // Closing the last descriptor takes it out of epoll's set too.
+            // Closing the last descriptor also removes it from the epoll set.
             drop(connection);
             self.greeting.retain(|(_, greeting)| *greeting != client);
             self.contents.forget(client);

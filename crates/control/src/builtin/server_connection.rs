@@ -1,4 +1,4 @@
-//! One client's connection, as the server sees it: the greeting, then frames, and what could not be sent yet.
+//! The server's end of one client's connection: the handshake, then frames, and unsent bytes.
 
 use std::io::{ErrorKind as IoKind, Read, Write};
 use std::net::TcpStream;
@@ -8,24 +8,24 @@ use crossrail_handshake::{Reject, Secret};
 
 use super::frames::{self, Frame, Request};
 
-/// A client that has this much to take is not read from until it has taken it.
+/// Backlog, in bytes, beyond which a client is not read from.
 const PAUSE: usize = 16 << 20;
-/// Read from one client in one pass, so that none keeps the others waiting.
+/// Most bytes read from one client per pass, so that none starves the others.
 const READ_MAX: usize = 256 << 10;
-/// Buffers above this are given back when they are empty.
+/// Empty buffers larger than this are freed.
 const KEEP: usize = 256 << 10;
 
-/// How far a client is.
+/// The stage of a client's connection.
 #[derive(Debug)]
 enum Stage {
     /// The challenge was sent.
     Greeting(Greeting),
     Proven,
-    /// It gets what is left to send, and is closed.
+    /// Closed once the unsent bytes are sent.
     Rejected,
 }
 
-/// One client.
+/// One client's connection.
 #[derive(Debug)]
 pub(super) struct ClientConnection {
     pub(super) stream: TcpStream,
@@ -34,18 +34,18 @@ pub(super) struct ClientConnection {
     output: Vec<u8>,
     /// How much of `output` has been sent.
     sent: usize,
-    /// What epoll was last asked for: (readable, writable).
+    /// The registered epoll interest: (readable, writable).
     pub(super) interest: (bool, bool),
-    /// It is in the server's list of peers with something to send.
+    /// Whether it is in the server's list of clients with unsent bytes.
     pub(super) unsent: bool,
 }
 
-/// The connection is over.
+/// The connection has ended.
 #[derive(Debug)]
 pub(super) struct Disconnected;
 
 impl ClientConnection {
-    /// A new connection, in nonblocking mode; its challenge is ready to be sent.
+    /// A new connection in nonblocking mode, whose challenge is pending.
     pub(super) fn new(stream: TcpStream, greeting: Greeting) -> ClientConnection {
         let output = greeting.challenge().to_vec();
         ClientConnection::at(Stage::Greeting(greeting), stream, output)
@@ -68,7 +68,7 @@ impl ClientConnection {
         self.output.len() - self.sent
     }
 
-    /// What epoll should tell: (readable, writable).
+    /// The wanted epoll interest: (readable, writable).
     pub(super) fn interests(&self) -> (bool, bool) {
         (self.backlog() <= PAUSE && !matches!(self.stage, Stage::Rejected), self.backlog() > 0)
     }
@@ -76,12 +76,12 @@ impl ClientConnection {
     /// Appends an answer.
     pub(super) fn push(&mut self, call: u64, answer: &frames::Answer<'_>) {
         if frames::encode(&mut self.output, call, answer).is_none() {
-            // Behind the greeting there is no message that could carry a reason.
+            // After the handshake there is no message that could carry a reason.
             self.stage = Stage::Rejected;
         }
     }
 
-    /// Reads what is there; `true`: the client has closed its end, and what was read is its last.
+    /// Reads available bytes; `true` if the client has closed its end.
     pub(super) fn read(&mut self) -> Result<bool, Disconnected> {
         let mut chunk = [0; 16 << 10];
         let mut left = READ_MAX;
@@ -121,12 +121,12 @@ impl ClientConnection {
         self.is_proven()
     }
 
-    /// Takes what has been read, to look for requests in it without holding the connection.
+    /// Takes the input buffer, so that requests can be parsed without borrowing the connection.
     pub(super) fn take_input(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.input)
     }
 
-    /// Gives the rest back, of which `used` bytes are done with.
+    /// Puts the input buffer back, without the first `used` bytes.
     pub(super) fn put_input(&mut self, mut input: Vec<u8>, used: usize) {
         input.drain(..used);
         if input.is_empty() && input.capacity() > KEEP {
@@ -139,7 +139,7 @@ impl ClientConnection {
         self.backlog() > PAUSE
     }
 
-    /// Sends what the socket takes.
+    /// Writes as much as the socket accepts.
     pub(super) fn write(&mut self) -> Result<(), Disconnected> {
         while self.sent < self.output.len() {
             match self.stream.write(&self.output[self.sent..]) {
@@ -167,7 +167,7 @@ impl ClientConnection {
     }
 }
 
-/// The next request in `input`, and how many bytes it takes. `None`: more must be read first.
+/// The next request in `input` and its length; `None` if it is incomplete.
 pub(super) fn next_request(input: &[u8]) -> Result<Option<(Frame<Request<'_>>, usize)>, Disconnected> {
     match frames::split(input) {
         Ok(Some((body, used))) => match frames::decode_request(body) {

@@ -1,4 +1,4 @@
-//! Calls that are answered when all their keys are there.
+//! Calls that are answered once all their keys exist.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -7,19 +7,19 @@ use std::time::Instant;
 use super::frames::{Answer, PART, Why};
 use super::outbox::{Failed, Outbox};
 
-/// Bytes of keys that all waits together may hold.
+/// Most bytes of keys in all waits.
 const BYTES_MAX: usize = 64 << 20;
-/// What a key of a wait costs beyond its length.
+/// Cost of a key in addition to its length.
 const KEY_COST: usize = 64;
 
-/// A wait that is over.
+/// One pending wait.
 #[derive(Debug)]
 pub(super) struct Wait {
     pub(super) client: u64,
     pub(super) call: u64,
     /// In the order asked for.
     pub(super) keys: Vec<Arc<str>>,
-    /// How many different ones are missing.
+    /// Number of distinct missing keys.
     missing: usize,
     deadline: Instant,
 }
@@ -28,7 +28,7 @@ pub(super) struct Wait {
 #[derive(Debug, Default)]
 pub(super) struct Waits {
     waits: BTreeMap<(u64, u64), Wait>,
-    /// Which waits name a key, there or not.
+    /// The waits for each key, existing or not.
     by_key: HashMap<Arc<str>, Vec<(u64, u64)>>,
     deadlines: BTreeSet<(Instant, (u64, u64))>,
     ready: Vec<(u64, u64)>,
@@ -36,7 +36,7 @@ pub(super) struct Waits {
 }
 
 impl Waits {
-    /// A call that waits for `keys`; when all are there already, it is ready.
+    /// Adds a call that waits for `keys`; it is ready if all of them exist.
     pub(super) fn add(
         &mut self,
         id: (u64, u64),
@@ -75,7 +75,7 @@ impl Waits {
         Ok(())
     }
 
-    /// A key is there that was not.
+    /// A key was created.
     pub(super) fn appeared(&mut self, key: &str) {
         for id in self.by_key.get(key).into_iter().flatten() {
             let Some(wait) = self.waits.get_mut(id) else { continue };
@@ -86,7 +86,7 @@ impl Waits {
         }
     }
 
-    /// A key that was there is gone.
+    /// A key was deleted.
     pub(super) fn vanished(&mut self, key: &str) {
         for id in self.by_key.get(key).into_iter().flatten() {
             if let Some(wait) = self.waits.get_mut(id) {
@@ -95,7 +95,7 @@ impl Waits {
         }
     }
 
-    /// Waits whose keys are all there; they end.
+    /// Removes and returns the waits whose keys all exist.
     pub(super) fn take_ready(&mut self) -> Vec<Wait> {
         let ready = std::mem::take(&mut self.ready);
         let still = ready.into_iter().filter(|id| self.waits.get(id).is_some_and(|wait| wait.missing == 0));
@@ -103,7 +103,7 @@ impl Waits {
         still.into_iter().filter_map(|id| self.end(id)).collect()
     }
 
-    /// Ends the waits whose time has come, and tells them what is missing.
+    /// Ends the waits that are due, and answers them with the missing keys.
     pub(super) fn expire(&mut self, now: Instant, out: &mut dyn Outbox, there: impl Fn(&str) -> bool) {
         while let Some(&(deadline, id)) = self.deadlines.first() {
             if deadline > now {

@@ -1,4 +1,4 @@
-//! The members of an etcd cluster: which one is asked, what happens when it does not answer, what its errors mean.
+//! The members of an etcd cluster: selection, failover, and the meaning of their errors.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,15 +13,15 @@ use serde::de::DeserializeOwned;
 use super::http::{Answer, Connection, Content, Failure, remaining};
 use super::messages::Fault;
 
-/// What the address of an etcd store begins with.
+/// Scheme of an etcd store's address.
 const SCHEME: &str = "etcd://";
-/// Where etcd listens when nobody says otherwise.
+/// etcd's default port.
 const DEFAULT_PORT: u16 = 2379;
-/// Connections kept for the next calls, per member.
+/// Idle connections kept per member.
 const MOST_IDLE: usize = 4;
-/// gRPC's number for a user who is none.
+/// gRPC's code for an unauthenticated user.
 const UNAUTHENTICATED: u32 = 16;
-/// gRPC's number for what may go better a moment later.
+/// gRPC's code for a transient failure.
 const UNAVAILABLE: u32 = 14;
 /// An election takes about a second.
 const ELECTION_PAUSE: Duration = Duration::from_millis(50);
@@ -139,7 +139,7 @@ impl Client {
         })
     }
 
-    /// The error for what etcd says is wrong.
+    /// The error for etcd's own error.
     pub(super) fn refused(&self, operation: &str, fault: &Fault) -> Error {
         // The numbers are gRPC's.
         let login = is_login(&fault.message);
@@ -163,14 +163,14 @@ impl Client {
         }
     }
 
-    /// The error for a watch that etcd ends, which gives no number but a reason.
+    /// The error for a watch that etcd cancels, with a reason but no code.
     pub(super) fn canceled(&self, operation: &str, reason: &str) -> Error {
         let message = if reason.is_empty() { "the watch was canceled" } else { reason }.to_owned();
         let code = if is_login(&message) { UNAUTHENTICATED } else { UNAVAILABLE };
         self.refused(operation, &Fault { code, message })
     }
 
-    /// The error for an answer that etcd would not give.
+    /// The error for an answer that is not etcd's.
     pub(super) fn foreign(&self, operation: &str, what: &str) -> Error {
         Error::new(ErrorKind::Protocol, operation, format!("{} does not answer as etcd does: {what}", self.address()))
             .with_hint(
@@ -178,7 +178,7 @@ impl Client {
             )
     }
 
-    /// The error for a store that is gone.
+    /// The error for an unreachable store.
     pub(super) fn gone(&self, operation: &str, why: &str) -> Error {
         Error::new(ErrorKind::Unreachable, operation, format!("{} cannot be reached: {why}", self.address()))
             .with_hint(GONE)
@@ -188,8 +188,8 @@ impl Client {
         serde_json::to_vec(request).map_err(|e| Error::new(ErrorKind::Usage, operation, format!("{e}")))
     }
 
-    /// Lets `exchange` talk to one member after the other until one answers; it is given the times by which it must
-    /// be connected and have its answer. While the members elect a leader they are asked again.
+    /// Calls `exchange` with one member after the other until one answers, with the deadlines for connecting and for
+    /// the answer. Retries while the members elect a leader.
     fn ask<A>(
         &self,
         operation: &str,
@@ -211,7 +211,7 @@ impl Client {
         }
     }
 
-    /// Asks each member once. What came of it, or `None` and why in `round`.
+    /// Asks each member once; `None` if none answered, with the reasons in `round`.
     fn ask_each<A>(
         &self,
         operation: &str,
@@ -242,7 +242,7 @@ impl Client {
                 Trouble::Failure(Failure::Foreign(what)) => return Some(Err(self.foreign(operation, &what))),
                 Trouble::Fault(fault) => {
                     round.electing = true;
-                    // This one alone comes before anything is done.
+                    // etcd has no code for it: the only transient failure that is certain to precede execution.
                     let undone = fault.message.contains("no leader");
                     (fault.message, undone)
                 }
@@ -273,7 +273,7 @@ impl Client {
 }
 
 impl Member {
-    /// One that waits for its next request, or a new one.
+    /// An idle connection, or a new one.
     fn connection(&self, deadline: Instant) -> std::result::Result<Connection, Failure> {
         loop {
             let waiting = lock(&self.idle).pop();
@@ -301,12 +301,12 @@ impl Member {
     }
 }
 
-/// Whether etcd wants to know who we are.
+/// Whether etcd asks for authentication, which it reports by text only.
 fn is_login(message: &str) -> bool {
     ["user name", "auth", "permission denied"].iter().any(|words| message.contains(words))
 }
 
-/// The content of an answer that is one.
+/// The content of a successful answer.
 fn accept(answer: Answer) -> std::result::Result<Vec<u8>, Trouble> {
     if answer.status == 200 {
         return Ok(answer.body);
@@ -345,7 +345,7 @@ fn split(host: &str) -> std::result::Result<(&str, u16), String> {
     Ok((name, port))
 }
 
-/// What the mutexes of this module guard is whole at every moment: a panic elsewhere does not spoil it.
+/// Locks a mutex whose contents are consistent at every moment, even after a panic elsewhere.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

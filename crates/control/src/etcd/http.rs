@@ -1,5 +1,5 @@
-//! Just enough HTTP/1.1 to talk to an etcd member: a request with a body, and its answer read piece by piece. Our own,
-//! because every read must end by the deadline of the call that waits for it, a watch's as well as a put's.
+//! A minimal HTTP/1.1 client for etcd's gateway. Our own, because every read must end by the deadline of its call, for
+//! streamed watches as well as for single answers.
 
 use std::io::{ErrorKind as Io, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -14,16 +14,16 @@ const LONGEST_BODY: usize = 256 << 20;
 const MOST_HEADERS: usize = 48;
 const READ_SIZE: usize = 16 << 10;
 
-/// Why an exchange with a member came to nothing.
+/// Why an exchange with a member failed.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// It could not be reached; it has seen nothing of the request.
+    /// The member could not be reached; it has not received the request.
     Unreached(String),
-    /// The connection ended while the answer was awaited; the request may have been carried out.
+    /// The connection ended before the answer; the request may have been executed.
     Broken(String),
-    /// The deadline passed while the answer was awaited; the request may have been carried out.
+    /// The deadline passed before the answer; the request may have been executed.
     Late,
-    /// What answered does not speak HTTP as etcd does.
+    /// The answer is not etcd's.
     Foreign(String),
 }
 
@@ -39,16 +39,16 @@ pub(super) struct Answer {
 pub(super) struct Head {
     pub(super) status: u16,
     pub(super) content: Content,
-    /// Whether the connection stays after it.
+    /// Whether the connection is kept alive.
     pub(super) stays: bool,
 }
 
-/// A connection to one member; at most one request at a time is under way.
+/// A connection to one member, with at most one outstanding request.
 #[derive(Debug)]
 pub(super) struct Connection {
     stream: TcpStream,
     host: String,
-    /// What has come and was not used yet.
+    /// Received bytes not yet consumed.
     unread: Vec<u8>,
 }
 
@@ -70,7 +70,7 @@ impl Connection {
         Err(Failure::Unreached(why))
     }
 
-    /// Whether nothing has come that nobody asked for, such as the end of the connection.
+    /// Whether the idle connection is usable: no unsolicited bytes, and not closed.
     pub(super) fn is_fresh(&self) -> bool {
         let waits = self.stream.set_nonblocking(true).is_ok()
             && matches!(self.stream.peek(&mut [0]), Err(e) if e.kind() == Io::WouldBlock);
@@ -140,7 +140,7 @@ impl Connection {
         }
     }
 
-    /// Moves what has come of `content` to the end of `into`.
+    /// Moves received bytes of `content` to the end of `into`.
     pub(super) fn take(&mut self, content: &mut Content, into: &mut Vec<u8>) -> Result<(), Failure> {
         let used = content.decode(&self.unread, into)?;
         self.unread.drain(..used);
@@ -164,7 +164,7 @@ impl Connection {
     }
 }
 
-/// What is left until `deadline`; `None`: nothing.
+/// The time left until `deadline`; `None` if it has passed.
 pub(super) fn remaining(deadline: Instant) -> Option<Duration> {
     Some(deadline.saturating_duration_since(Instant::now())).filter(|time| !time.is_zero())
 }
@@ -175,14 +175,14 @@ fn is_late(e: &std::io::Error) -> bool {
 
 fn prepare(stream: TcpStream) -> std::io::Result<TcpStream> {
     stream.set_nodelay(true)?;
-    // A machine that vanished says nothing; a watch may wait for hours.
+    // A machine that has vanished sends nothing, and a watch may wait for hours.
     let probes =
         TcpKeepalive::new().with_time(Duration::from_secs(5)).with_interval(Duration::from_secs(2)).with_retries(3);
     SockRef::from(&stream).set_tcp_keepalive(&probes)?;
     Ok(stream)
 }
 
-/// A head and how long it was; `None`: not all of it is there.
+/// Parses a head; returns it with its length, or `None` if it is incomplete.
 fn parse_head(text: &[u8]) -> Result<Option<(usize, Head)>, Failure> {
     let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
     let mut head = httparse::Response::new(&mut headers);
@@ -209,14 +209,14 @@ fn parse_head(text: &[u8]) -> Result<Option<(usize, Head)>, Failure> {
     Ok(Some((used, Head { status, content, stays: !has("Connection", "close") })))
 }
 
-/// What is still to come of an answer's content.
+/// The rest of an answer's content.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Content {
-    /// So many bytes.
+    /// This many bytes.
     Rest(u64),
     /// Chunks: the size of the next one.
     Size,
-    /// So many bytes of a chunk.
+    /// This many bytes of a chunk.
     Chunk(u64),
     /// The end of a chunk's line.
     ChunkEnd,
@@ -225,12 +225,12 @@ pub(super) enum Content {
 }
 
 impl Content {
-    /// Whether all of it has come.
+    /// Whether it is complete.
     pub(super) fn is_done(&self) -> bool {
         *self == Content::Rest(0)
     }
 
-    /// Appends to `into` what `input` holds of the content; how many bytes of `input` were used.
+    /// Appends the content in `input` to `into`; returns the number of bytes consumed.
     fn decode(&mut self, input: &[u8], into: &mut Vec<u8>) -> Result<usize, Failure> {
         let bad = |what: &str| Failure::Foreign(format!("a chunk {what}"));
         let mut at = 0;

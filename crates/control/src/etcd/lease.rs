@@ -10,23 +10,23 @@ use super::client::{Client, Effect, lock};
 use super::messages::{Done, LeaseGrant, LeaseName, LeaseState, Line, Number};
 use crate::store::{Lease, LeaseId};
 
-/// A renewal that takes longer than this is given up and made again.
+/// Timeout of one renewal, which is then retried.
 const LONGEST_RENEWAL: Duration = Duration::from_secs(1);
 /// How long dropping a lease may wait for the store.
 const FAREWELL: Duration = Duration::from_millis(500);
 
 #[derive(Debug)]
 struct State {
-    /// Until when etcd keeps it at least, counted from before the last renewal was sent.
+    /// When it expires at the earliest, measured from before the last renewal was sent.
     ends: Instant,
     lost: bool,
     stop: bool,
-    /// Whether the last renewal went through.
+    /// Whether the last renewal succeeded.
     answers: bool,
 }
 
 impl State {
-    /// Once the time is over it is lost for good, even if etcd should have been kinder.
+    /// Whether it has expired. Final, even if etcd keeps it longer.
     fn is_alive(&mut self) -> bool {
         self.lost |= Instant::now() >= self.ends;
         !self.lost
@@ -50,7 +50,7 @@ pub(super) struct EtcdLease {
 }
 
 impl EtcdLease {
-    /// Takes a lease of at least `ttl` and begins to renew it.
+    /// Grants a lease of at least `ttl` and starts to renew it.
     pub(super) fn grant(client: &Arc<Client>, ttl: Duration, deadline: Instant) -> Result<EtcdLease> {
         let operation = "store grant";
         // etcd counts whole seconds, and refuses what does not fit 64 bits of nanoseconds.
@@ -79,12 +79,12 @@ impl EtcdLease {
         Ok(lease)
     }
 
-    /// Ends the thread; whether there was one, and so the lease.
+    /// Stops the thread; returns whether it was running, and so whether the lease still existed.
     fn stop(&self) -> bool {
         lock(&self.shared.state).stop = true;
         self.shared.stopped.notify_all();
         let keeper = lock(&self.keeper).take();
-        // A keeper that panicked renews nothing either.
+        // A thread that panicked renews nothing either.
         keeper.map(JoinHandle::join).is_some()
     }
 }
@@ -120,14 +120,14 @@ impl Drop for EtcdLease {
             state.is_alive() && state.answers
         };
         if had_keeper && answers {
-            // Unrenewed, it ends by itself.
+            // Without renewal, it expires.
             let _ = self.shared.revoke(Instant::now() + FAREWELL);
         }
     }
 }
 
 impl Shared {
-    /// Renews three times per its time, and more often while that fails, until it is stopped or lost.
+    /// Renews three times per lifetime, more often after failures, until it is stopped or expires.
     fn keep(&self) {
         let mut pause = self.ttl / 3;
         loop {
@@ -152,7 +152,7 @@ impl Shared {
         }
     }
 
-    /// How long it lives from now; `None`: it has ended.
+    /// Its remaining lifetime; `None` if it has expired.
     fn renew(&self, deadline: Instant) -> Result<Option<Duration>> {
         let operation = "store renew";
         let request = LeaseName { id: Number(self.id.0) };

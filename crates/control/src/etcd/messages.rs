@@ -1,5 +1,4 @@
-//! etcd's requests and answers, as its JSON gateway has them: bytes in base64, 64-bit numbers as text, fields that
-//! have their default left out.
+//! The messages of etcd's JSON gateway: bytes in base64, 64-bit numbers as text, default values omitted.
 
 use std::fmt;
 
@@ -97,7 +96,7 @@ pub(super) struct Put {
     pub(super) lease: Number,
 }
 
-/// The keys from `key` to before `range_end`, or `key` alone.
+/// The keys from `key` up to, not including, `range_end`; or `key` only.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Range {
     pub(super) key: Bytes,
@@ -112,7 +111,7 @@ pub(super) struct Txn {
     pub(super) success: Vec<Operation>,
 }
 
-/// That `key` was last written by the change `mod_revision`; 0: that it does not exist.
+/// Precondition: `key` was last written at `mod_revision`, or does not exist if 0.
 #[derive(Debug, Serialize)]
 pub(super) struct Compare {
     pub(super) key: Bytes,
@@ -171,7 +170,7 @@ pub(super) struct KeyValue {
     pub(super) mod_revision: Number,
 }
 
-/// The answer to everything that changes or reads keys: each kind fills its own fields.
+/// The answer to every request that reads or writes keys; each kind fills its own fields.
 #[derive(Debug, Deserialize)]
 pub(super) struct Done {
     pub(super) header: Header,
@@ -203,7 +202,7 @@ pub(super) struct Kvs {
 pub(super) struct LeaseState {
     #[serde(rename = "ID")]
     pub(super) id: Number,
-    /// Seconds; 0: there is no such lease.
+    /// Seconds; 0 if the lease does not exist.
     #[serde(rename = "TTL")]
     pub(super) ttl: Number,
 }
@@ -246,7 +245,7 @@ pub(super) enum Kind {
     Delete,
 }
 
-/// What went wrong, with gRPC's number for it. Within a stream the fields have other names.
+/// An error with its gRPC code. Within a stream the fields have other names.
 #[derive(Debug, Deserialize)]
 pub(super) struct Fault {
     #[serde(alias = "grpc_code")]

@@ -4,9 +4,9 @@
 //! interface would bring some hundred crates, an asynchronous runtime and a protocol compiler that every machine that
 //! builds Crossrail has to have; for a store that is asked a few times per membership change, a handful does.
 //!
-//! All keys are below `crossrail/` in etcd, so that a shared cluster stays tidy. etcd counts leases in whole seconds and
-//! lengthens them to its election timeout times one and a half, 2 s by default: a death is noticed that much later than
-//! with the built-in store ([`Lease::ttl`] tells).
+//! All keys are below `crossrail/` in etcd, so that a shared cluster stays tidy. etcd counts leases in whole seconds
+//! and lengthens them to its election timeout times one and a half, 2 s by default: a death is noticed that much later
+//! than with the built-in store ([`Lease::ttl`] tells).
 
 mod client;
 mod http;
@@ -28,11 +28,11 @@ use self::watch::EtcdWatch;
 use crate::limits::{check_key, check_prefix, check_value};
 use crate::store::{Entry, Event, Expected, Lease, LeaseId, MissingKeys, Revision, Store, Watch};
 
-/// Where our keys are.
+/// Prefix of our keys.
 const ROOT: &str = "crossrail/";
-/// Between tries to reach a store that is not there yet, the first and the longest.
+/// First and longest pause between attempts to reach a cluster that has not started yet.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(200));
-/// etcd takes 128 in one transaction unless told otherwise.
+/// Operations per transaction; etcd's default limit is 128.
 const MOST_READS: usize = 100;
 
 /// A client of an etcd cluster. See [`Store`].
@@ -45,7 +45,7 @@ impl EtcdStore {
     /// Opens `etcd://host[:port][,host[:port]]`; the port is 2379 unless given. Waits until one member answers.
     ///
     /// # Errors
-    /// `Config` for an address that is none, `Unreachable` or `Timeout` when no member answers before `deadline`,
+    /// `Config` for a malformed address, `Unreachable` or `Timeout` when no member answers before `deadline`,
     /// `Protocol` at once when what answers is not etcd.
     pub fn open(address: &str, deadline: Instant) -> Result<EtcdStore> {
         let client = Client::parse(address)?;
@@ -57,7 +57,7 @@ impl EtcdStore {
                     return Err(client.foreign("store open", "a member without a version"));
                 }
                 Ok(_) => return Ok(EtcdStore { client: Arc::new(client) }),
-                // Nothing tells when somebody begins to listen.
+                // There is no event to wait for: etcd is another process.
                 Err(error)
                     if error.kind == ErrorKind::Unreachable && remaining(deadline).is_some_and(|left| left > pause) =>
                 {
@@ -74,7 +74,7 @@ impl EtcdStore {
         self.client.call(operation, &format!("/v3/kv/{call}"), request, effect, deadline)
     }
 
-    /// `keys` in their order. Those that do not fit into one request are of a later moment.
+    /// Reads `keys` in their order, in several requests if need be: later ones are of a later revision.
     fn read(&self, keys: &[&str], deadline: Instant) -> Result<Vec<Known>> {
         let mut found = Vec::with_capacity(keys.len());
         for part in keys.chunks(MOST_READS) {
@@ -91,8 +91,8 @@ impl EtcdStore {
         Ok(found)
     }
 
-    /// Reads `keys`, then watches what is written until all of them are there or the watch ends. With an error,
-    /// `missing` is what was not there at last.
+    /// Reads `keys`, then watches until all of them exist or the watch ends. On an error, `missing` has the keys that
+    /// did not exist.
     fn gather(&self, keys: &[&str], deadline: Instant, missing: &mut Vec<String>) -> Result<Vec<Entry>> {
         let read = self.read(keys, deadline)?;
         let mut known: HashMap<&str, Known> = keys.iter().copied().zip(read).collect();
@@ -131,7 +131,7 @@ fn absent(keys: &[&str], known: &HashMap<&str, Known>) -> Vec<String> {
     absent.filter(|key| named.insert(**key)).map(|key| (*key).to_owned()).collect()
 }
 
-/// What is known of a key that somebody waits for, and of which moment.
+/// The known state of a key that is waited for, and its revision.
 #[derive(Debug, PartialEq, Eq)]
 struct Known {
     entry: Option<Entry>,
@@ -139,7 +139,7 @@ struct Known {
 }
 
 impl Known {
-    /// A change to the key; one that is older than what is known says nothing new.
+    /// Applies a change to the key, unless it is older than the known state.
     fn learn(&mut self, event: Event) {
         let (at, entry) = match event {
             Event::Put(entry) => (entry.revision, Some(entry)),
@@ -195,7 +195,7 @@ impl Store for EtcdStore {
         deadline: Instant,
     ) -> Result<Option<Revision>> {
         let request = put("store compare-and-set", key, value, lease)?;
-        // A key that does not exist was written by change 0; no change has that number.
+        // etcd reports revision 0 for keys that do not exist.
         let (possible, mod_revision) = match expected {
             Expected::Absent => (true, Number(0)),
             Expected::At(revision) => (revision != Revision(0), Number::from(revision.0)),
@@ -218,7 +218,7 @@ impl Store for EtcdStore {
         let mut broken = false;
         loop {
             match self.gather(&keys, deadline, &mut missing) {
-                // The watch broke or what it was to begin from is forgotten: what is there now has to be read again.
+                // The watch broke, or its start revision was compacted: read again.
                 Err(error) if error.kind == ErrorKind::Unreachable && !missing.is_empty() && !broken => {
                     (broken, missing) = (true, Vec::new());
                 }
@@ -247,12 +247,12 @@ fn put(operation: &str, key: &str, value: &[u8], lease: Option<LeaseId>) -> Resu
     Ok(Put { key: path(key), value: Bytes(value.to_vec()), lease: Number(lease.map_or(0, |lease| lease.0)) })
 }
 
-/// A key as etcd has it.
+/// A key with our prefix, for etcd.
 fn path(key: &str) -> Bytes {
     Bytes(format!("{ROOT}{key}").into_bytes())
 }
 
-/// A key as we have it; `None` for one that is not ours.
+/// A key without our prefix; `None` if it does not have it.
 fn name(path: Bytes) -> Option<String> {
     String::from_utf8(path.0).ok()?.strip_prefix(ROOT).map(str::to_owned)
 }
@@ -265,7 +265,7 @@ fn exactly(key: &str) -> Range {
     Range { key: path(key), range_end: None }
 }
 
-/// From the first of `keys` to the last, with what is between them.
+/// The range that spans `keys`.
 fn span(keys: &[&str]) -> Range {
     let first = keys.iter().copied().min().unwrap_or_default();
     let last = keys.iter().copied().max().unwrap_or_default();

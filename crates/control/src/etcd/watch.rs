@@ -1,4 +1,4 @@
-//! Changes, as etcd streams them: one line of JSON each time. Read by whoever waits for them; there is no thread.
+//! Changes as etcd streams them, one line of JSON each. The waiting caller reads them; there is no thread.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,15 +19,15 @@ pub(super) struct EtcdWatch {
     client: Arc<Client>,
     connection: Connection,
     content: Content,
-    /// What has come and is not a whole line yet; up to `seen` there is no end of a line.
+    /// Received bytes of an incomplete line; there is no line end before `seen`.
     text: Vec<u8>,
     seen: usize,
-    /// Why there will be no more.
+    /// Why the watch has ended.
     ended: Option<Error>,
 }
 
 impl EtcdWatch {
-    /// Changes to `range` after the revision `after`. Returns when etcd has begun to watch.
+    /// Watches `range` after the revision `after`. Returns once etcd has started to watch.
     pub(super) fn open(client: &Arc<Client>, range: Range, after: Revision, deadline: Instant) -> Result<EtcdWatch> {
         let start_revision = Number::from(after.0.saturating_add(1));
         let request = WatchRequest { create_request: WatchCreate { range, start_revision } };
@@ -44,11 +44,11 @@ impl EtcdWatch {
         }
     }
 
-    /// The next line; waits for it until `deadline`, and looks once when that has passed. `None`: there was none.
+    /// The next line, waiting until `deadline`, with one check if that has passed; `None` if there is none.
     fn line(&mut self, deadline: Instant) -> Result<Option<Vec<u8>>> {
         let mut looked = false;
         loop {
-            // The first lines may have come with the head of the answer.
+            // The first lines may have arrived with the head of the answer.
             let taken = self.connection.take(&mut self.content, &mut self.text);
             if let Some(line) = self.whole_line() {
                 return Ok(Some(line));
@@ -81,7 +81,7 @@ impl EtcdWatch {
         Some(std::mem::replace(&mut self.text, rest))
     }
 
-    /// What a line says; an error when it says that there will be no more.
+    /// Parses a line; an error if it ends the watch.
     fn parse(&self, line: &[u8]) -> Result<WatchLine> {
         let line = serde_json::from_slice(line)
             .map_err(|e| self.client.foreign(OPERATION, &format!("a change that cannot be read: {e}")))?;

@@ -17,15 +17,15 @@ use crate::membership::{Leaving, Process, Roster, Row, key_rank, rank_key, rank_
 use crate::ranks::Claims;
 use crate::{Entry, Lease, Revision, Store};
 
-/// Leases shorter than this end by themselves on a busy machine.
+/// Shorter leases would expire on a busy machine.
 const LEASE_MIN: Duration = Duration::from_millis(100);
 const LEASE_MAX: Duration = Duration::from_secs(3600);
-/// Between two tries to reach a store that is not there yet.
+/// Shortest and longest pause between attempts to reach a store that has not started yet.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
-/// How long a process that serves the store waits for the others to leave first.
+/// How long a process that serves the store waits for the other members to leave.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// The watching thread and the store that this process serves, until it leaves.
+/// What runs in the background until this process leaves: the watching thread, and the store it serves.
 pub(super) struct Membership {
     stop: Arc<Stop>,
     parts: Mutex<Option<(JoinHandle<()>, Option<Served>)>>,
@@ -55,7 +55,7 @@ pub(super) fn join(options: GroupOptions, settings: &Settings) -> Result<(Arc<Gr
     )
 }
 
-/// A store and a lease there; waits for a store that is about to be started.
+/// Opens the store and takes a lease; waits for a store that has not started yet.
 fn reach(
     address: &str,
     settings: &Settings,
@@ -70,7 +70,7 @@ fn reach(
             .and_then(|store| store.grant(ttl, deadline).map(|lease| (store, lease)));
         let error = match reached {
             Err(error) if error.kind == ErrorKind::Unreachable => error,
-            // Time ran out on the way to a store that was not there before.
+            // The deadline passed while retrying: the earlier error says more.
             Err(error) if error.kind == ErrorKind::Timeout && last.is_some() => last.unwrap_or(error),
             result => return result,
         };
@@ -80,14 +80,14 @@ fn reach(
             return Err(Error { detail: format!("{}, tried for {waited:.3} s", error.detail), ..error }
                 .with_hint("rank 0 starts it on its own machine; elsewhere: crossrail store, or etcd"));
         }
-        // Nothing tells when somebody begins to listen.
+        // There is no event to wait for: the store is another process.
         std::thread::sleep(pause);
         pause = PAUSES.1.min(pause * 2);
         last = Some(error);
     }
 }
 
-/// A process on its way into a group.
+/// A process that is about to register.
 pub(super) struct Candidate {
     pub(super) options: GroupOptions,
     pub(super) bootstrap: Bootstrap,
@@ -133,7 +133,7 @@ pub(super) fn become_member(candidate: Candidate, deadline: Instant) -> Result<(
     Ok((state, Membership { stop, parts: Mutex::new(Some((thread, served))) }))
 }
 
-/// What a process has once it is registered: its rank and row, and all members at that revision.
+/// The result of registering: rank and row of this process, and all members at that revision.
 struct Registered {
     rank: u32,
     row: Row,
@@ -141,7 +141,7 @@ struct Registered {
     revision: Revision,
 }
 
-/// Claims the numbers that are not given, registers, and compares sizes with those that are there.
+/// Claims the rank and local rank unless given, registers, and compares sizes with the other members.
 fn register(candidate: &Candidate, keys: &Keys, deadline: Instant) -> Result<Registered> {
     let (options, given) = (&candidate.options, &candidate.bootstrap);
     let store = &*candidate.store;
@@ -179,7 +179,7 @@ fn register(candidate: &Candidate, keys: &Keys, deadline: Instant) -> Result<Reg
     Ok(Registered { rank, row, entries, revision })
 }
 
-/// All members, once none of them says another size.
+/// All members, once none of them has another size.
 fn check_sizes(claims: &Claims<'_>, rank: u32, row: &Row) -> Result<(Vec<Entry>, Revision)> {
     let members = claims.keys.members();
     loop {
@@ -189,7 +189,7 @@ fn check_sizes(claims: &Claims<'_>, rank: u32, row: &Row) -> Result<(Vec<Entry>,
         }
         let roster = Roster::new(rank, &entries, Instant::now());
         let Some((other, theirs)) = roster.other_size(row.size) else { return Ok((entries, revision)) };
-        // What a dead job left behind on another machine goes with its lease.
+        // It may be left over from a dead job on another machine; then its lease expires.
         let unsure = theirs.process.runs().is_none();
         if unsure && claims.vanishes(&rank_key(&members, other), revision, theirs.ttl())? {
             continue;
@@ -204,7 +204,7 @@ fn check_sizes(claims: &Claims<'_>, rank: u32, row: &Row) -> Result<(Vec<Entry>,
     }
 }
 
-/// The size that the members say.
+/// The size that the members agree on.
 fn size_of(entries: &[Entry]) -> Result<u32> {
     let sizes = entries.iter().filter_map(|entry| Row::decode(key_rank(&entry.key)?, &entry.value).ok());
     sizes.map(|row| row.size).next().ok_or_else(|| {
@@ -214,7 +214,7 @@ fn size_of(entries: &[Entry]) -> Result<u32> {
 }
 
 impl Membership {
-    /// Tells the others, ends lease, thread and store. Does nothing the second time.
+    /// Announces the departure, then ends lease, thread and store. Idempotent.
     pub(super) fn leave(&self, state: &GroupState) {
         let Some((thread, served)) = self.parts.lock().take() else { return };
         if served.is_none() {
@@ -228,7 +228,7 @@ impl Membership {
         if let (Ok(store), Some(lease)) = (state.store("leave"), lease) {
             let deadline = Instant::now() + STEP_TIMEOUT;
             if lease.is_alive() && state.control.lock().is_none() {
-                // Whatever fails here, the lease ends by itself.
+                // If this fails, the lease expires.
                 if let Ok(note) = note.encode() {
                     let _ = store.put(&state.key(), &note, Some(lease.id()), deadline);
                 }
@@ -246,12 +246,12 @@ impl Membership {
         }
         drop(served);
         if thread.join().is_err() {
-            state.log.warn(format_args!("group {:?}: its watching thread had panicked", state.name));
+            state.log.warn(format_args!("group {:?}: the watching thread panicked", state.name));
         }
     }
 }
 
-/// The others may still be on their way out of the last barrier.
+/// Waits for the other members to leave: they may still be reading the last barrier's keys.
 fn linger(state: &GroupState) {
     let until = Instant::now() + LINGER;
     let mut roster = state.roster.lock();

@@ -1,23 +1,24 @@
 use std::time::Duration;
 
-/// How to join a group. Unset: as the settings or the launcher's variables say ([`crate::Bootstrap`]).
+/// How to join a group. Unset fields are taken from the settings or the launcher's variables; see
+/// [`crate::Bootstrap`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupOptions {
-    /// Which group: letters, digits, `.`, `_`, `-`; at most 64.
+    /// The group's name: at most 64 letters, digits, `.`, `_` and `-`.
     pub name: String,
-    /// This process's rank; unset everywhere: the lowest free one.
+    /// This process's rank; by default the lowest free one.
     pub rank: Option<u32>,
-    /// The most ranks there may be; unset everywhere: as the members say that are there already.
+    /// The maximum number of ranks; by default that of the current members.
     pub size: Option<u32>,
-    /// This process's number among those of its node; unset everywhere: the lowest free one.
+    /// This process's index on its node; by default the lowest free one.
     pub local_rank: Option<u32>,
-    /// Its node; members of equal `node` share memory. Unset: this machine and network namespace.
+    /// The node's name; members with equal names share memory. By default this machine and network namespace.
     pub node: Option<String>,
     /// The store's address: `tcp://host:port`, `etcd://host:port[,host:port]`.
     pub store: Option<String>,
-    /// How long after its last sign of life a member counts as dead. A store may lengthen it (etcd: to 2 s or so).
+    /// How long after its last renewal a member counts as dead. A store may lengthen it (etcd to about 2 s).
     pub lease: Duration,
-    /// The longest joining may take, and any wait that names no limit of its own; unset: `CROSSRAIL_TIMEOUT`.
+    /// Timeout of joining, and the default of every wait; by default `CROSSRAIL_TIMEOUT`.
     pub timeout: Option<Duration>,
 }
 

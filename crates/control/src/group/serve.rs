@@ -9,17 +9,17 @@ use parking_lot::Mutex;
 
 use crate::StoreServer;
 
-/// A listener of this machine answers at once.
+/// How long to probe for a listener; one on this machine accepts at once.
 const PROBE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Stores of this process: groups with the same address share one.
+/// The stores of this process by address; groups with the same address share one.
 static RUNNING: Mutex<Vec<(String, Weak<StoreServer>)>> = Mutex::new(Vec::new());
 
-/// A share in a store that runs in this process; the last one ends it.
+/// A reference to a store that runs in this process; dropping the last one stops it.
 #[derive(Debug)]
 pub(super) struct Served {
     server: Arc<StoreServer>,
-    /// How this process reaches it.
+    /// The address at which this process reaches it.
     pub(super) address: String,
 }
 
@@ -30,7 +30,7 @@ impl Served {
     }
 }
 
-/// Starts the store at `address` (`tcp://host:port`), unless that is another machine's or somebody listens there.
+/// Starts the store at `address` (`tcp://host:port`), unless it belongs to another machine or is being served.
 pub(super) fn start(address: &str, settings: &Settings) -> Result<Option<Served>> {
     let Some(place) = address.strip_prefix("tcp://") else { return Ok(None) };
     let mut running = RUNNING.lock();
@@ -39,7 +39,7 @@ pub(super) fn start(address: &str, settings: &Settings) -> Result<Option<Served>
     if let Some(server) = known.and_then(|(_, server)| server.upgrade()) {
         return Ok(Some(Served { server, address: address.to_owned() }));
     }
-    // Names that do not resolve are the client's to complain of.
+    // The client reports names that do not resolve.
     let Some(own) = place.to_socket_addrs().ok().and_then(|mut all| all.find(|all| is_own(all.ip()))) else {
         return Ok(None);
     };
@@ -57,13 +57,13 @@ pub(super) fn start(address: &str, settings: &Settings) -> Result<Option<Served>
             }
             Ok(Some(Served { server, address }))
         }
-        // Another was faster.
+        // Another process has started it meanwhile.
         Err(_) if listens(own) => Ok(None),
         Err(error) => Err(error),
     }
 }
 
-/// Whether this machine has the address.
+/// Whether the address belongs to this machine.
 fn is_own(ip: IpAddr) -> bool {
     TcpListener::bind((ip, 0)).is_ok()
 }
@@ -72,7 +72,8 @@ fn listens(at: SocketAddr) -> bool {
     at.port() != 0 && TcpStream::connect_timeout(&at, PROBE_TIMEOUT).is_ok()
 }
 
-/// A host's own name often means loopback to itself alone: others reach it at every address, if there is a secret.
+/// The address to bind. A host's own name often resolves to loopback on the host only, so with a secret the store
+/// listens on every address.
 fn listen_text(place: &str, own: SocketAddr, secret: bool) -> String {
     let named_loopback = place.parse::<SocketAddr>().is_ok_and(|place| place.ip().is_loopback())
         || place.rsplit_once(':').is_some_and(|(host, _)| host == "localhost");

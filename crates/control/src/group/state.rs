@@ -10,17 +10,17 @@ use crate::log::Log;
 use crate::membership::{Roster, Row, rank_key, rank_name};
 use crate::{Expected, Lease, LeaseId, RankState, Store};
 
-/// The longest one step of registering again, or of leaving, may take.
+/// Timeout of one store access while re-registering or leaving.
 pub(super) const STEP_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Keeps deadlines from overflowing.
 const LONGEST: Duration = Duration::from_secs(365 * 86_400);
-/// So many barriers fit into a note of leaving.
+/// Most barriers listed in a departure note.
 const NOTE_MAX: usize = 2000;
 
-/// What the group's handles and its watching thread share.
+/// A group's state, shared by its handles and its watching thread.
 ///
-/// Locks are taken in the order own, roster, control; the store is never called with `roster` held.
+/// Lock order: own, roster, control. The store is never called with `roster` held.
 pub(super) struct GroupState {
     pub(super) name: String,
     pub(super) keys: Keys,
@@ -38,12 +38,12 @@ pub(super) struct GroupState {
     pub(super) store: Mutex<Option<Arc<dyn Store>>>,
     pub(super) own: Mutex<Own>,
     pub(super) roster: Mutex<Roster>,
-    /// The roster changed, or the group was left.
+    /// Notified when the roster changes and when the group is left.
     pub(super) changed: Arc<Condvar>,
     pub(super) control: Mutex<Option<Error>>,
 }
 
-/// What this process has in the store.
+/// The keys of this process in the store.
 pub(super) struct Own {
     /// `None` after leaving.
     pub(super) lease: Option<Box<dyn Lease>>,
@@ -52,19 +52,19 @@ pub(super) struct Own {
     pub(super) meetings: HashMap<(String, Vec<u32>), Meeting>,
 }
 
-/// Where this process stands with one barrier.
+/// This process's progress through the rounds of one barrier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Meeting {
-    /// Name, ranks and their registrations: those that come anew begin anew, with everybody else.
+    /// Hash of name, ranks and their incarnations: a rank that re-registers starts over, together with all others.
     pub(super) barrier: u64,
-    /// Which meeting is the next, or the present one; the first is 0.
+    /// The current or next round, counted from 0.
     pub(super) count: u64,
-    /// Whether the others have been told that this process is there.
+    /// Whether this process's arrival has been published.
     pub(super) arrived: bool,
 }
 
 impl Own {
-    /// Barriers, and how many of their meetings this process has seen through, as far as they fit into a note.
+    /// Barriers with the number of rounds that this process has completed, up to the limit of a note.
     pub(super) fn completed_barriers(&self) -> Vec<(u64, u64)> {
         let met = self.meetings.values().filter(|meeting| meeting.count > 0);
         met.map(|meeting| (meeting.barrier, meeting.count)).take(NOTE_MAX).collect()
@@ -91,7 +91,7 @@ impl GroupState {
 
     pub(super) fn publish(&self, key: &str, value: &[u8]) -> Result<()> {
         check_key("publish", key, false)?;
-        // Remembered first: registering again tells it anew.
+        // Recorded first, since re-registering publishes the recorded values.
         self.own.lock().published.insert(key.to_owned(), value.to_vec());
         let put = self.put("publish", &self.keys.published(key, self.rank), value, self.deadline(None));
         if put.is_err() {
@@ -112,7 +112,7 @@ impl GroupState {
         self.note_store_errors(store.delete(&self.keys.published(key, self.rank), self.deadline(None))).map(drop)
     }
 
-    /// Writes under this process's lease, a new one if that has ended.
+    /// Writes a key under this process's lease; takes a new lease if it has expired.
     pub(super) fn put(&self, operation: &str, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
         let store = self.store(operation)?;
         match store.put(key, value, Some(self.lease_id(operation)?), deadline) {
@@ -124,13 +124,13 @@ impl GroupState {
         }
     }
 
-    /// The lease ended while this process lives (it was stopped, cut off, or the store lost everything): takes a new
-    /// one and writes what was under the old.
+    /// Takes a new lease and rewrites all keys after the lease has expired while this process lives: it was stopped or
+    /// cut off, or the store lost its contents.
     pub(super) fn register_again(&self, store: &dyn Store) -> Result<()> {
         let mut own = self.own.lock();
         let Some(old) = &own.lease else { return Ok(()) };
         if old.is_alive() && store.get(&self.key(), Instant::now() + STEP_TIMEOUT)?.is_some() {
-            return Ok(()); // another thread was faster
+            return Ok(()); // another thread has done it
         }
         let deadline = Instant::now() + STEP_TIMEOUT;
         let lease = store.grant(self.lease, deadline)?;
@@ -156,7 +156,7 @@ impl GroupState {
         Ok(())
     }
 
-    /// The key of this process's entry.
+    /// The key of this process's row.
     pub(super) fn key(&self) -> String {
         rank_key(&self.keys.members(), self.rank)
     }
@@ -188,7 +188,7 @@ impl GroupState {
         roster.changes()
     }
 
-    /// Remembers when a call found the store unreachable.
+    /// Records a failure to reach the store.
     pub(super) fn note_store_errors<T>(&self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result {
             self.store_failed(error);
@@ -196,7 +196,7 @@ impl GroupState {
         result
     }
 
-    /// The store cannot be reached: said once.
+    /// Records that the store is unreachable, and logs it once.
     pub(super) fn store_failed(&self, error: &Error) {
         if matches!(error.kind, ErrorKind::Timeout | ErrorKind::Usage | ErrorKind::Closed)
             || self.store.lock().is_none()
@@ -207,7 +207,7 @@ impl GroupState {
         let mut control = self.control.lock();
         if control.is_none() {
             let (name, goes_on) =
-                (&self.name, "transfers go on; joins, barriers and news of deaths wait for the store");
+                (&self.name, "transfers go on; joins, barriers and notices of deaths wait for the store");
             if server_left {
                 self.log.info(format_args!("group {name:?}: the store ended with the rank that served it: {error}"));
             } else {
@@ -217,7 +217,7 @@ impl GroupState {
         *control = Some(error.clone());
     }
 
-    /// It can be reached again.
+    /// Records that the store is reachable again.
     pub(super) fn store_recovered(&self) {
         if self.control.lock().take().is_some() {
             self.log.warn(format_args!("group {:?}: the store {} is back", self.name, self.address));
@@ -225,13 +225,13 @@ impl GroupState {
     }
 }
 
-/// So long from now, or longer than anybody waits.
+/// The deadline `time` from now, capped so that it does not overflow.
 pub(super) fn deadline_in(time: Duration) -> Instant {
     let now = Instant::now();
     now.checked_add(time).unwrap_or(now + LONGEST)
 }
 
-/// A number nobody else draws.
+/// A random id.
 pub(super) fn random_id() -> Result<u64> {
     getrandom::u64().map_err(|error| Error::new(ErrorKind::Io, "join", format!("getrandom: {error}")))
 }

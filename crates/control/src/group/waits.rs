@@ -9,20 +9,20 @@ use crate::keys::{EPOCH, check_key};
 use crate::membership::Roster;
 use crate::{Entry, MissingKeys};
 
-/// A wait looks again and again whether one of those it waits for has died, or has left after a barrier that this
-/// process is late to see through: soon at first, then this seldom.
+/// How often a wait for keys checks whether a rank has died, or has left after completing the round: first and longest
+/// interval.
 const CHECK_INTERVALS: (Duration, Duration) = (Duration::from_millis(4), Duration::from_millis(50));
-/// So many missing ranks are named.
+/// Most missing ranks listed in an error.
 const NAMED_MAX: usize = 8;
 
-/// What a wait is for, to say it.
+/// What a wait is for, for its errors.
 struct Purpose<'a> {
     operation: &'a str,
     name: &'a str,
     began: Instant,
 }
 
-/// One key for each of several ranks, with their registrations.
+/// One key per rank, with the ranks' incarnations.
 struct Wanted<'a> {
     keys: &'a [String],
     ranks: &'a [u32],
@@ -59,7 +59,7 @@ impl GroupState {
         let deadline = self.deadline(timeout);
         let purpose = Purpose { operation: "barrier", name, began: Instant::now() };
         loop {
-            // Those that left may have done so after this very meeting.
+            // Ranks that have left may have completed this round first.
             let incarnations = self.wait_present(
                 &purpose,
                 &ranks,
@@ -88,7 +88,7 @@ impl GroupState {
         self.wait_present(&purpose, ranks, self.deadline(timeout), |_| Ok(()), Roster::incarnation).map(drop)
     }
 
-    /// The registrations of all of `ranks` once `known` has them, or what `check` fails with.
+    /// The incarnations of all `ranks`, once `known` has them; fails when `check` does.
     fn wait_present(
         &self,
         purpose: &Purpose<'_>,
@@ -113,7 +113,7 @@ impl GroupState {
         }
     }
 
-    /// Tells the others that this process has come to the next meeting, unless they know.
+    /// Publishes this process's arrival at the next round, unless it is published.
     fn arrive(&self, name: &str, ranks: &[u32], incarnations: &[u64], deadline: Instant) -> Result<Meeting> {
         let barrier = barrier_id(name, ranks, incarnations);
         let place = (name.to_owned(), ranks.to_vec());
@@ -124,7 +124,8 @@ impl GroupState {
         };
         let old =
             known.filter(|known| known.barrier != barrier).map(|known| self.keys.arrivals_at(known.barrier, self.rank));
-        // Whoever comes to this meeting has seen all at the one before, so that all have left those before that.
+        // A rank that arrives at this round has seen all others in the previous one, so all have left the rounds before
+        // it.
         let before = (meeting.count % EPOCH == 1 && meeting.count > EPOCH && !meeting.arrived)
             .then(|| self.keys.arrivals_in_epoch(barrier, self.rank, meeting.count / EPOCH - 1));
         if !meeting.arrived {
@@ -147,8 +148,8 @@ impl GroupState {
         }
     }
 
-    /// Waits until all that is wanted is in the store, but for ranks that are `excused`; `None` when one of the ranks
-    /// has registered anew meanwhile.
+    /// Waits until all wanted keys are in the store, except those of `excused` ranks; `None` if a rank has
+    /// re-registered meanwhile.
     fn wait_keys(
         &self,
         purpose: &Purpose<'_>,
@@ -200,7 +201,7 @@ impl GroupState {
     }
 }
 
-/// The same at all ranks that mean the same meeting.
+/// Identifies a barrier: equal at all ranks that wait for each other.
 fn barrier_id(name: &str, ranks: &[u32], incarnations: &[u64]) -> u64 {
     let mut bytes = name.as_bytes().to_vec();
     bytes.push(0);
@@ -232,7 +233,7 @@ fn check_not_lost(purpose: &Purpose<'_>, roster: &Roster, ranks: &[u32]) -> Resu
             let detail = format!("{:?}: {name} {what}", purpose.name);
             Err(Error::new(ErrorKind::PeerDead, purpose.operation, detail)
                 .with_peer(name)
-                .with_hint("go on without it, or wait for its successor"))
+                .with_hint("continue without it, or wait for its successor"))
         }
         None => Ok(()),
     }

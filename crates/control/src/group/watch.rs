@@ -1,4 +1,4 @@
-//! The thread that keeps what is known of the members, and this process registered.
+//! The thread that tracks the members and keeps this process registered.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -9,12 +9,12 @@ use parking_lot::{Condvar, Mutex};
 use super::state::{GroupState, STEP_TIMEOUT};
 use crate::{Revision, Store, Watch};
 
-/// The longest between two looks at this process's own lease.
+/// Longest interval between checks of this process's own lease.
 const LEASE_CHECK: Duration = Duration::from_millis(250);
-/// Between two tries to reach a store that is away.
+/// Shortest and longest pause between attempts to reach an unreachable store.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(500));
 
-/// Ends the thread.
+/// Asks the thread to stop.
 #[derive(Default)]
 pub(super) struct Stop {
     asked: Mutex<bool>,
@@ -39,7 +39,7 @@ impl Stop {
     }
 }
 
-/// Runs until asked to stop; `joined`: the revision at which the roster is that of the store.
+/// Runs until asked to stop. `joined` is the store's revision that the roster reflects.
 pub(super) fn run(state: &Arc<GroupState>, stop: &Stop, joined: Revision) {
     let mut watch: Option<Box<dyn Watch>> = None;
     let mut known = Some(joined);
@@ -58,7 +58,7 @@ pub(super) fn run(state: &Arc<GroupState>, stop: &Stop, joined: Revision) {
                 pause = Duration::ZERO;
             }
             Err(_) if stop.is_asked() => return,
-            // A watch may end by itself; what counts is whether another can be had.
+            // A watch may end; only the failure to open another one counts.
             Err(_) if pause.is_zero() => pause = PAUSES.0,
             Err(error) => {
                 state.store_failed(&error);
