@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,3 +44,25 @@ def more(before: Held, after: Held) -> str:
     if after.segments > before.segments:
         parts.append(f"{after.segments - before.segments} mapped memfds")
     return ", ".join(parts)
+
+
+FOLDERS = (Path("/dev/shm"), Path("/tmp"))
+GONE_S = 60.0
+
+
+@contextlib.contextmanager
+def no_files_left() -> Iterator[None]:
+    """Fails when what appeared in the machine's folders for temporary files meanwhile stays there.
+
+    Other tests that run at the same time have files there too, and remove theirs as well.
+    """
+    before = _ours()
+    yield
+    made, deadline = _ours() - before, time.monotonic() + GONE_S
+    while (left := [path for path in made if path.exists()]) and time.monotonic() < deadline:
+        time.sleep(0.05)  # nothing tells when another test is done with its own
+    assert not left, f"left behind: {left}"
+
+
+def _ours() -> set[Path]:
+    return {path for folder in FOLDERS if folder.is_dir() for path in folder.glob("*crossrail*")}

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from leftovers import no_files_left
 
 from crossrail.report import Report
 
@@ -490,12 +491,8 @@ def test_what_the_second_process_said_is_shown_when_it_fails() -> None:
 
 
 def test_nothing_is_left_of_a_run() -> None:
-    before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
-    temporary = set(Path("/tmp").glob("*crossrail*"))
-    assert run("bench", "p2p", "--size=1M", "--iters=2", "--memory=shared").returncode == 0
-    after = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
-    assert after <= before
-    assert set(Path("/tmp").glob("*crossrail*")) <= temporary
+    with no_files_left():
+        assert run("bench", "p2p", "--size=1M", "--iters=2", "--memory=shared").returncode == 0
 
 
 def test_what_a_lane_carries_is_set_on_the_command_line() -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from leftovers import no_files_left
 from test_cli_command import COMMAND, children, clean_environment, one_error
 
 from crossrail.report import Report, Row
@@ -226,20 +227,12 @@ def test_no_rank_outlives_a_command_that_is_killed() -> None:
         assert gone(ranks)
 
 
-def names_in(folder: str) -> set[str]:
-    """What lies there now."""
-    return {path.name for path in Path(folder).iterdir()}
-
-
 @pytest.mark.parametrize("arguments", [(), ("--compare=mpi", "--rounds=1")])
 def test_nothing_is_left_of_a_run(arguments: tuple[str, ...]) -> None:
     if arguments and not _has_mpi():
         pytest.skip("mpirun and mpi4py are not installed")
-    before = {folder: names_in(folder) for folder in ("/dev/shm", "/tmp")}
-    assert run(*SMALL, *arguments).returncode == 0
-    for folder, names in before.items():
-        left = [name for name in names_in(folder) - names if "crossrail" in name]
-        assert not left
+    with no_files_left():
+        assert run(*SMALL, *arguments).returncode == 0
 
 
 def free_port() -> int:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from leftovers import no_files_left
 from test_cli_command import COMMAND, one_error
 from test_cli_ep import environment, free_port
 
@@ -140,10 +141,8 @@ def test_two_nodes_by_two_commands() -> None:
 
 
 def test_nothing_is_left_of_a_run() -> None:
-    before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
-    assert run(*SMALL, "--memory=shared").returncode == 0
-    after = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
-    assert not [path for path in after - before if "crossrail" in path.name]
+    with no_files_left():
+        assert run(*SMALL, "--memory=shared").returncode == 0
 
 
 def test_help_is_data() -> None:
