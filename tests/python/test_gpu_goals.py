@@ -216,7 +216,7 @@ nixl_cu13._bindings.nixlBackendError: NIXL_ERR_BACKEND
         "E1121 ucx_utils.cpp:592] VRAM memory is detected as host by UCX.; "
         "nixl_cu13._bindings.nixlBackendError: NIXL_ERR_BACKEND"
     )
-    assert ranks.reason("") == "it said nothing"
+    assert ranks.reason("") == "it printed nothing"
 
 
 def test_our_own_failure_is_said_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -426,7 +426,7 @@ sys.exit(ranks.run(arguments, work))
     [
         ("pass", "pass", 0, ""),
         ("sys.exit(3 if rank else 0)", "pass", 1, "ended with"),
-        ("time.sleep(60)", "pass", 1, "not at an end within 2 s"),
+        ("time.sleep(60)", "pass", 1, "did not end within 2 s"),
         ("pass", "sys.exit(5)", 0, "ended with"),
     ],
 )
@@ -508,7 +508,7 @@ def test_copies_count_what_each_gpu_sends() -> None:
     copies = load(GPU / "peers" / "copies.py")
     assert copies.pairs("pair", 4, 2) == [(0, 1)]
     assert copies.pairs("all", 3, 4) == [(0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)]
-    with pytest.raises(copies.CudaError, match="needs 4 GPUs, and there are 2"):
+    with pytest.raises(copies.CudaError, match="needs 4 GPUs, but this machine has 2"):
         copies.pairs("all", 4, 2)
     runtime = Runtime(3)
     arguments = types.SimpleNamespace(what="all", window=4, iters=3, warmup=1)
@@ -517,5 +517,5 @@ def test_copies_count_what_each_gpu_sends() -> None:
     assert len(runtime.begun) == 3, "each GPU's time begins with its first copy, to whomever it goes"
     assert row["gb_per_s"] == pytest.approx(2 * 4 * (1 << 20) / 500.0 / 1e3)
     assert (runtime.areas, runtime.objects) == ({}, 0), "all of it is given back"
-    with pytest.raises(copies.CudaError, match="not what was sent"):
+    with pytest.raises(copies.CudaError, match="data received differs from the data sent"):
         copies.measure(copies.Cuda(Runtime(2, lose=True)), [(0, 1)], 4096, arguments)

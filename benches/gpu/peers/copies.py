@@ -1,4 +1,4 @@
-"""cudaMemcpyPeerAsync by itself: what the links and copy engines of this machine give.
+"""cudaMemcpyPeerAsync alone: the rates of the links and copy engines of this machine.
 
     python benches/gpu/peers/copies.py --what pair --sizes 64M,256M,1G
     python benches/gpu/peers/copies.py --what both --sizes 64M
@@ -28,7 +28,7 @@ def main() -> int:
     """Measures; prints JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--what", choices=("pair", "both", "all"), required=True)
-    parser.add_argument("--window", type=int, default=16, help="copies of a sample, one behind the other")
+    parser.add_argument("--window", type=int, default=16, help="copies per sample, one behind the other")
     processes.add_common(parser)
     arguments = parser.parse_args()
     try:
@@ -48,21 +48,21 @@ def main() -> int:
 
 
 def pairs(what: str, gpus: int, present: int) -> list[tuple[int, int]]:
-    """Who sends to whom."""
+    """The pairs of GPUs, as (sender, receiver)."""
     needed = gpus if what == "all" else 2
     if present < needed:
-        raise CudaError(f"needs {needed} GPUs, and there are {present}")
+        raise CudaError(f"needs {needed} GPUs, but this machine has {present}")
     if what == "pair":
         return [(0, 1)]
     return [(source, (source + step) % needed) for source in range(needed) for step in range(1, needed)]
 
 
 class CudaError(Exception):
-    """A call that failed, by name."""
+    """A call of the CUDA runtime failed; the text names it."""
 
 
 class Cuda:
-    """The runtime's calls; each error names the call."""
+    """Calls of the CUDA runtime, with errors that name the call."""
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
@@ -88,7 +88,7 @@ class Cuda:
 
 
 class Link:
-    """One direction between two GPUs: its memory at both, its stream and its events."""
+    """One direction between two GPUs: its memory on both, its stream and its events."""
 
     def __init__(self, cuda: Cuda, source: int, target: int, size: int) -> None:
         self.cuda, self.source, self.target, self.size = cuda, source, target, size
@@ -104,7 +104,7 @@ class Link:
         self.first, self.last = cuda.cudaEventCreate(), cuda.cudaEventCreate()
 
     def go(self, window: int) -> None:
-        """Puts the copies on the stream."""
+        """Enqueues the copies in the stream."""
         self.cuda.cudaSetDevice(self.source)
         self.cuda.cudaEventRecord(self.first, self.stream)
         for _ in range(window):
@@ -112,21 +112,21 @@ class Link:
         self.cuda.cudaEventRecord(self.last, self.stream)
 
     def took_us(self, begin: Link) -> float:
-        """From the beginning of those of `begin`, the GPU's first, to the end of these: streams may take turns."""
+        """Time from the GPU's first copy, on link `begin`, to the last copy of this link; streams may alternate."""
         self.cuda.cudaEventSynchronize(self.last)
         return float(self.cuda.cudaEventElapsedTime(begin.first, self.last)) * 1e3
 
     def verify(self) -> None:
-        """Every byte came."""
+        """Raises CudaError unless every byte was received."""
         back = bytearray(self.size)
         self.cuda.cudaSetDevice(self.target)
         pointer = ctypes.addressof(ctypes.c_char.from_buffer(back))
         self.cuda.cudaMemcpy(pointer, self.into, self.size, self.cuda.to_host)
         if back.count(PATTERN) != self.size:
-            raise CudaError(f"GPU {self.source} to {self.target}: what came is not what was sent")
+            raise CudaError(f"GPU {self.source} to {self.target}: the data received differs from the data sent")
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Releases the memory."""
         self.cuda.cudaSetDevice(self.target)
         self.cuda.cudaFree(self.into)
         self.cuda.cudaSetDevice(self.source)
@@ -137,7 +137,7 @@ class Link:
 
 
 def measure(cuda: Cuda, pairs: list[tuple[int, int]], size: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One size over all links at once."""
+    """Measures one size over all links at once."""
     for source, target in pairs:
         cuda.cudaSetDevice(source)
         if cuda.cudaDeviceCanAccessPeer(source, target):

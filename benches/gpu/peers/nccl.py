@@ -1,4 +1,4 @@
-"""NCCL by torch.distributed, one process per GPU: what our transfers are held against.
+"""NCCL by torch.distributed, one process per GPU: the peer of Crossrail's transfers.
 
     python benches/gpu/peers/nccl.py --what latency --sizes 4K,1M
     python benches/gpu/peers/nccl.py --what bandwidth --sizes 64M --window 1
@@ -28,7 +28,7 @@ def main() -> int:
     """Measures; prints JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--what", choices=("latency", "bandwidth", "alltoall"), required=True)
-    parser.add_argument("--window", type=int, default=16, help="messages of a sample")
+    parser.add_argument("--window", type=int, default=16, help="messages per sample")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
     processes.add_common(parser)
     arguments = parser.parse_args()
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def versions() -> dict[str, str]:
-    """What was measured."""
+    """Measures, and returns the rows."""
     import torch
 
     found = {"torch": torch.__version__}
@@ -54,7 +54,7 @@ def versions() -> dict[str, str]:
 
 
 def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
-    """One rank's part."""
+    """Runs one rank."""
     with Rank(arguments, rank, folder) as here:
         measure = {"latency": latency, "bandwidth": bandwidth, "alltoall": all_to_all}[arguments.what]
         rows = [measure(here, size) for size in arguments.sizes]
@@ -63,7 +63,7 @@ def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
 
 
 class Rank:
-    """A process of the group, its device, and how its time is taken."""
+    """A process of the group, its device, and its timers."""
 
     def __init__(self, arguments: argparse.Namespace, rank: int, folder: Path) -> None:
         import torch
@@ -90,23 +90,23 @@ class Rank:
         self.dist.destroy_process_group()
 
     def bytes(self, count: int, fill: int | None = None) -> Any:
-        """So many bytes, random unless filled."""
+        """A buffer of bytes, random unless filled with a value."""
         if fill is not None:
             return self.torch.full((count,), fill, dtype=self.torch.uint8, device=self.device)
         return self.torch.randint(0, 256, (count,), dtype=self.torch.uint8, device=self.device)
 
     def wait(self) -> None:
-        """Until the GPU has done all it was given."""
+        """Waits until the GPU has finished all work."""
         if self.cuda:
             self.torch.cuda.synchronize()
 
     def together(self) -> None:
-        """Until all ranks are here."""
+        """Waits until all ranks have called this."""
         self.dist.barrier()
         self.wait()
 
     def timed(self, work: Any) -> float:
-        """Microseconds of what `work` puts on the stream, by events; by the clock without a GPU."""
+        """Microseconds of the work that `work` enqueues, by events; without a GPU by the clock."""
         if not self.cuda:
             start = time.perf_counter()
             work()
@@ -119,7 +119,7 @@ class Rank:
         return float(first.elapsed_time(last)) * 1e3
 
     def graph(self, work: Any) -> Any:
-        """`work` as one replay without the host in it."""
+        """`work` captured as a graph, so that a replay does not involve the host."""
         if not self.cuda:
             return work
         graph = self.torch.cuda.CUDAGraph()
@@ -129,7 +129,7 @@ class Rank:
 
 
 def latency(here: Rank, size: int) -> dict[str, Any]:
-    """Half a round trip between ranks 0 and 1."""
+    """Measures half a round trip between ranks 0 and 1."""
     out, into = here.bytes(size), here.bytes(size, 0)
 
     def trip() -> None:
@@ -166,7 +166,7 @@ def batches(here: Rank, replay: Any, messages: int) -> list[float]:
 
 
 def bandwidth(here: Rank, size: int) -> dict[str, Any]:
-    """From rank 0 to rank 1."""
+    """Measures windows of messages from rank 0 to rank 1."""
     window = here.options.window
     data = here.bytes(size, 7 if here.rank == 0 else 0)
     answer = here.bytes(4, 1)
@@ -192,7 +192,7 @@ def bandwidth(here: Rank, size: int) -> dict[str, Any]:
 
 
 def all_to_all(here: Rank, size: int) -> dict[str, Any]:
-    """`size` bytes from each rank to each; a rank's own part stays with it and does not count."""
+    """Measures `size` bytes from each rank to each other; a rank's own part is not counted."""
     ranks = here.options.ranks
     out, into = here.bytes(size * ranks, here.rank + 1), here.bytes(size * ranks, 0)
     samples = []

@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
-    """One end's part."""
+    """Runs one end."""
     import importlib.metadata
 
     import torch
@@ -45,7 +45,7 @@ def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
     rows = []
     device = torch.device(f"cuda:{rank}" if arguments.device == "cuda" else "cpu")
     if arguments.device == "cuda":
-        torch.cuda.set_device(device)  # the agent's threads take the context that is current when it is made
+        torch.cuda.set_device(device)  # the agent's threads use the context that is current when it is created
     largest = max(arguments.sizes)
     out = torch.randint(0, 256, (largest,), dtype=torch.uint8, device=device)
     into = torch.zeros(largest, dtype=torch.uint8, device=device)
@@ -71,7 +71,7 @@ def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
 
 
 def make_agent(rank: int, thread: bool) -> Any:
-    """An agent with the UCX backend alone."""
+    """An agent with only the UCX backend."""
     import nixl_cu13
 
     config = nixl_cu13.nixl_agent_config(enable_prog_thread=thread, backends=["UCX"])
@@ -79,14 +79,14 @@ def make_agent(rank: int, thread: bool) -> Any:
 
 
 class Peer:
-    """The other agent, and where it wants to be written to."""
+    """The other agent, and the memory it receives into."""
 
     def __init__(self, name: str, address: int, device: int, kind: str) -> None:
         self.name, self.address, self.device, self.kind = name, address, device, kind
 
 
 def meet(agent: Any, folder: Path, rank: int, into: Any) -> Peer:
-    """Tells the other end what it needs, and hears the same."""
+    """Exchanges the descriptions of both ends."""
     metadata = processes.exchange(folder, rank, "metadata", agent.get_agent_metadata())
     kind = "cuda" if into.is_cuda else "cpu"
     mine = f"{into.data_ptr()} {max(into.get_device(), 0)}"
@@ -96,7 +96,7 @@ def meet(agent: Any, folder: Path, rank: int, into: Any) -> Peer:
 
 
 def expected(folder: Path, rank: int, out: Any, size: int) -> Any:
-    """What the other end sent."""
+    """Compares the data received with the data that the other end sent."""
     import torch
 
     theirs = processes.exchange(folder, rank, f"sent{size}", bytes(out[:size].cpu().numpy()))
@@ -104,7 +104,7 @@ def expected(folder: Path, rank: int, out: Any, size: int) -> Any:
 
 
 class End:
-    """One direction's writes."""
+    """The writes of one direction."""
 
     def __init__(self, agent: Any, peer: Peer, out: Any, size: int, limit_s: float) -> None:
         self.agent, self.peer, self.limit_s = agent, peer, limit_s
@@ -112,26 +112,26 @@ class End:
         self.handle = agent.initialize_xfer("WRITE", agent.get_xfer_descs([out]), remote, peer.name, WORD)
 
     def write(self) -> None:
-        """Starts a write that the other end is told of."""
+        """Starts a write with a notification for the other end."""
         if self.agent.transfer(self.handle, WORD) == "ERR":
             raise SystemExit("nixl.py: the transfer failed")
 
     def written(self) -> None:
-        """Until the write is done at this end."""
+        """Waits until the write is complete at this end."""
         self.until(lambda: self.agent.check_xfer_state(self.handle) == DONE, "a write")
 
     def seen(self) -> None:
-        """Until the other end's write is here."""
+        """Waits until the write of the other end has arrived."""
         self.until(lambda: self.agent.check_remote_xfer_done(self.peer.name, WORD), "the other end's write")
 
     def until(self, done: Any, what: str) -> None:
         deadline = time.perf_counter() + self.limit_s
         while not done():
             if time.perf_counter() > deadline:
-                raise SystemExit(f"nixl.py: {what} is not done within {self.limit_s:g} s")
+                raise SystemExit(f"nixl.py: {what} did not complete within {self.limit_s:g} s")
 
     def trip(self, first: bool) -> None:
-        """There and back. NIXL sends a notification from the call that finds the write done, so that comes first."""
+        """One round trip. NIXL sends the notification from the call that finds the write complete, so wait first."""
         if not first:
             self.seen()
         self.write()

@@ -1,4 +1,4 @@
-"""One process per rank for a peer: started together, ended together, rank 0's figures come back."""
+"""One process per rank of a peer: started together, ended together, with the figures of rank 0 as the result."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from typing import Any
 
 Rows = list[dict[str, Any]]
 Work = Callable[[argparse.Namespace, int, Path], None]
-"""What a rank does: its options, its number and a folder that all ranks share, where rank 0 keeps its figures."""
+"""The program of a rank. Takes the options, its number, and a folder shared by all, where rank 0 saves its figures."""
 
 KEPT = "rows.json"
 POLL_S = 0.02
 END_S = 10.0
-"""So long may ranks take to end after all is measured."""
+"""How long ranks may take to end after the measurement."""
 REASON_LINES = 3
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """The options that every peer has."""
+    """Adds the options that every peer has."""
     parser.add_argument("--sizes", type=sizes, default=[64 << 20], metavar="A,B,C", help="bytes")
     parser.add_argument("--iters", type=int, default=20, help="timed samples")
-    parser.add_argument("--warmup", type=int, default=3, help="samples before those")
-    parser.add_argument("--ranks", type=int, default=2, help="processes, a GPU each")
-    parser.add_argument("--limit", type=float, default=50.0, metavar="S", help="seconds for all of it (50)")
+    parser.add_argument("--warmup", type=int, default=3, help="untimed samples before the timed ones")
+    parser.add_argument("--ranks", type=int, default=2, help="processes, one GPU each")
+    parser.add_argument("--limit", type=float, default=50.0, metavar="S", help="timeout of the run, in seconds (50)")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
 
 
 def sizes(text: str) -> list[int]:
-    """Sizes as the command takes them: 64K, 2M, 1G, or a list of those."""
+    """Parses sizes as the command does: 64K, 2M, 1G, or a list of those."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     try:
         return [int(part.rstrip("KMG")) * units.get(part[-1:], 1) for part in text.split(",")]
@@ -45,7 +45,7 @@ def sizes(text: str) -> list[int]:
 
 
 def run(arguments: argparse.Namespace, work: Work) -> int:
-    """As a rank: works. As the one that was called: starts the ranks and prints what rank 0 kept, as JSON."""
+    """In a rank, runs its work. In the process called, starts the ranks and prints rank 0's figures as JSON."""
     if arguments.rank is not None:
         work(arguments, arguments.rank, arguments.folder)
         return 0
@@ -57,14 +57,14 @@ def run(arguments: argparse.Namespace, work: Work) -> int:
 
 
 def keep(folder: Path, rows: Rows, versions: dict[str, str]) -> None:
-    """Rank 0's figures, once all is measured; what goes wrong after that takes nothing from them."""
+    """Saves the figures of rank 0 after the measurement; later failures do not affect them."""
     whole = folder / f"{KEPT}.new"
     whole.write_text(json.dumps({"versions": versions, "rows": rows}))
     whole.rename(folder / KEPT)
 
 
 def start(ranks: int, limit_s: float, folder: Path) -> int:
-    """Runs this very command once per rank; the first that fails ends all, and so does the end of the time."""
+    """Runs this command once per rank. The first failure, or the timeout, ends all ranks."""
     command = [sys.executable, *sys.argv, f"--folder={folder}"]
     started = [begin([*command, f"--rank={rank}"], folder / f"stderr.{rank}") for rank in range(ranks)]
     deadline = time.monotonic() + limit_s
@@ -86,26 +86,26 @@ def start(ranks: int, limit_s: float, folder: Path) -> int:
     name = Path(sys.argv[0]).name
     if any(codes):
         rank = next(rank for rank, code in enumerate(codes) if code)
-        print(f"{name}: rank {rank} ended with {codes[rank]}: {reason(said[rank])}", file=sys.stderr)
+        print(f"{name}: rank {rank} ended with code {codes[rank]}: {reason(said[rank])}", file=sys.stderr)
     elif None in codes:
-        print(f"{name}: not at an end within {END_S if kept else limit_s:g} s", file=sys.stderr)
+        print(f"{name}: the ranks did not end within {END_S if kept else limit_s:g} s", file=sys.stderr)
     return 0 if (folder / KEPT).exists() else 1
 
 
 def begin(command: Sequence[str], said: Path) -> subprocess.Popen[bytes]:
-    """Starts a rank; all that it says goes to a file."""
+    """Starts a rank with its output in a file."""
     with said.open("wb") as output:
         return subprocess.Popen(command, stdout=output, stderr=output)
 
 
 def reason(said: str) -> str:
-    """Why a rank ended, in a line: the end of what it and its libraries said, without the traceback."""
+    """Why a rank ended, in one line: the end of its output, without the traceback."""
     lines = [line.strip() for line in said.splitlines() if re.match(r"\S", line) and not line.startswith("Traceback")]
-    return "; ".join(lines[-REASON_LINES:]) or "it said nothing"
+    return "; ".join(lines[-REASON_LINES:]) or "it printed nothing"
 
 
 def exchange(folder: Path, rank: int, what: str, mine: bytes) -> bytes:
-    """Gives `mine` to the other rank and takes its own; bounded by the time that all ranks have."""
+    """Exchanges bytes with the other rank. The wait ends with the timeout of the run."""
     new = folder / f"{what}.{rank}.new"
     new.write_bytes(mine)
     new.rename(folder / f"{what}.{rank}")
