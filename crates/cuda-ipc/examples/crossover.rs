@@ -1,12 +1,12 @@
-//! Compares copy engines with a kernel, and pulling with pushing, for copies between GPUs of every size. Its results are the
-//! reason why links use copy engines only.
+//! Compares copy engines with a kernel, and pulling with pushing, for copies between GPUs of every size. Its results
+//! are the reason why links use copy engines only.
 //!
 //!     cargo run --release -p crossrail-cuda-ipc --example crossover -- [--gpus 0,1] [--max 64M] [--json FILE]
 //!
-//! One process, two GPUs. A copy is timed by the host's clock from the call that enqueues it until the host sees the word
-//! behind it, as in the engine; rates are those of many consecutive copies. `link` is a complete transfer without the
-//! shared-memory lane: describe, open, copy, confirm. Data is verified first. The table goes to stdout, raw samples to FILE
-//! (`-`: stdout).
+//! One process, two GPUs. A copy is timed by the host's clock from the call that enqueues it until the host sees the
+//! word behind it, as in the engine; rates are those of many consecutive copies. `link` is a complete transfer without
+//! the shared-memory lane: describe, open, copy, confirm. Data is verified first. The table goes to stdout, raw samples
+//! to FILE (`-`: stdout).
 #![allow(unsafe_code)]
 
 #[path = "../../kernels/examples/unpack_rate/environment.rs"]

@@ -28,8 +28,8 @@ impl CompletionWord {
     /// The current value. Everything the stream did before it wrote this value is visible afterwards.
     #[inline]
     pub(crate) fn value(&self) -> u64 {
-        // SAFETY: the page lives as long as `self`, is aligned and long enough. After `WordPool::take` has initialised the
-        // word, only the GPU writes it, with single 64-bit stores.
+        // SAFETY: the page lives as long as `self`, is aligned and long enough. After `WordPool::take` has initialised
+        // the word, only the GPU writes it, with single 64-bit stores.
         let word = unsafe { &*self.page.as_ptr().add(self.offset).cast::<AtomicU64>() };
         word.load(Ordering::Acquire)
     }

@@ -1,5 +1,5 @@
-//! Streams that copy, and how the host detects completion: the stream writes a word behind each copy, and the host polls
-//! the word.
+//! Streams that copy, and how the host detects completion: the stream writes a word behind each copy, and the host
+//! polls the word.
 #![allow(unsafe_code)]
 
 use std::time::{Duration, Instant};
@@ -9,8 +9,8 @@ use crossrail_types::Result;
 
 use crate::completion_word::{CompletionWord, WordPool};
 
-/// How long to wait for a copy before asking the driver whether it failed, and the interval of further queries. A query is
-/// a driver call, far more expensive than a load; but a failed copy never writes its word.
+/// How long to wait for a copy before asking the driver whether it failed, and the interval of further queries. A query
+/// is a driver call, far more expensive than a load; but a failed copy never writes its word.
 const QUERY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A marker that the word never reaches.
@@ -18,8 +18,8 @@ const NEVER: u64 = u64::MAX;
 
 /// A stream and its completion word.
 ///
-/// It has one user at a time, who enqueues copies followed by a marker, and polls the marker. The value of the word only
-/// grows, also across users.
+/// It has one user at a time, who enqueues copies followed by a marker, and polls the marker. The value of the word
+/// only grows, also across users.
 pub(crate) struct CopyStream {
     stream: Stream,
     word: CompletionWord,

@@ -18,8 +18,8 @@ const RELEASE_LIMIT: Duration = Duration::from_secs(1);
 
 /// The GPUs of this process, for copies between processes: contexts, streams and completion words.
 ///
-/// There is one for each Crossrail context, shared by all of its links. Creating it initialises no GPU; each is set up when
-/// its memory is first used. May be used from any thread.
+/// There is one for each Crossrail context, shared by all of its links. Creating it initialises no GPU; each is set up
+/// when its memory is first used. May be used from any thread.
 pub struct Domain {
     copy_limit: Duration,
     devices: Vec<(Device, Uuid)>,
@@ -47,7 +47,8 @@ impl Domain {
         Ok(Arc::new(Domain { copy_limit: settings.timeout.max(MIN_COPY_LIMIT), devices, gpus }))
     }
 
-    /// The number of copies started so far between GPU `cuda:ordinal` and memory of peers; `None` if it is not in use here.
+    /// The number of copies started so far between GPU `cuda:ordinal` and memory of peers; `None` if it is not in use
+    /// here.
     pub fn copied(&self, ordinal: u32) -> Option<u64> {
         let gpus = locked(&self.gpus);
         Some(gpus.get(usize::try_from(ordinal).ok()?)?.as_ref()?.copies())

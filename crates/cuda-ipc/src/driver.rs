@@ -33,8 +33,8 @@ pub(crate) enum Imported {
     Local(LocalMemory),
 }
 
-/// Memory of this process itself, which a peer in the same process announced. A legacy handle cannot be opened in the process
-/// that created it, and the driver does not always map its own exports for another of its GPUs.
+/// Memory of this process itself, which a peer in the same process announced. A legacy handle cannot be opened in the
+/// process that created it, and the driver does not always map its own exports for another of its GPUs.
 #[derive(Clone, Debug)]
 pub(crate) struct LocalMemory {
     context: Context,
@@ -269,9 +269,9 @@ impl Domain {
 
     /// Maps allocations of GPU `owner` contiguously, for the GPUs of `contexts`.
     ///
-    /// If this process also uses the owner's GPU, the driver maps memory exported by this process for another GPU only once
-    /// the two contexts have peer access, unlike memory of other processes. In that case this enables peer access and tries
-    /// again.
+    /// If this process also uses the owner's GPU, the driver maps memory exported by this process for another GPU only
+    /// once the two contexts have peer access, unlike memory of other processes. In that case this enables peer access
+    /// and tries again.
     pub(crate) fn map(
         &self,
         allocations: &[Allocation],
@@ -295,8 +295,8 @@ impl Domain {
         Mapping::of(allocations, contexts).or_else(|_| Mapping::of(allocations, &both))
     }
 
-    /// Checks that `gpu` has peer access to GPU `owner`. For a GPU not visible to this process only the driver knows, when it
-    /// maps the memory; the check succeeds then.
+    /// Checks that `gpu` has peer access to GPU `owner`. For a GPU not visible to this process only the driver knows,
+    /// when it maps the memory; the check succeeds then.
     pub(crate) fn check_reach(&self, gpu: &Gpu, owner: &Uuid) -> std::result::Result<(), String> {
         let Some(owner) = self.device(owner) else { return Ok(()) };
         let own = gpu.context.device();
@@ -323,8 +323,8 @@ fn is_own(piece: &Piece, identity: u64, theirs: &Seal) -> bool {
     seal(piece.address, piece.len, identity, &piece.device).is_ok_and(|ours| ours == *theirs)
 }
 
-/// A MAC that proves that this process announced a piece. A peer can replay a seal, but then it identifies only memory that
-/// this process announced to it; it cannot forge one.
+/// A MAC that proves that this process announced a piece. A peer can replay a seal, but then it identifies only memory
+/// that this process announced to it; it cannot forge one.
 fn seal(address: u64, len: u64, identity: u64, device: &Uuid) -> Result<Seal> {
     static SECRET: OnceLock<[u8; 32]> = OnceLock::new();
     let failed = |why: String| Error::new(ErrorKind::Io, "getrandom", why);

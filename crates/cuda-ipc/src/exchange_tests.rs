@@ -356,7 +356,8 @@ fn under_any_interleaving_no_wrong_memory_is_accessed() {
                                 let found: Vec<u64> = search.spans.iter().map(|span| span.open.0).collect();
                                 let first = meant[&name].0[0];
                                 assert_eq!(found[0], first, "seed {seed}, round {round}");
-                                // Later pieces may have been replaced since, if the owner freed memory during a transfer.
+                                // Later pieces may have been replaced since, if the owner freed memory during a
+                                // transfer.
                                 assert!(found.iter().zip(&meant[&name].0).all(|(new, old)| new >= old));
                             }
                             Ok(_) => kept.push((name, search)),

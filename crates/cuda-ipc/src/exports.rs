@@ -1,8 +1,8 @@
 //! The pieces that this process exports to one peer: the owner's side.
 //!
-//! The library is not notified when somebody frees memory, and the driver reuses addresses. Each time memory is described,
-//! the driver is therefore asked whether the allocation there is still the exported one. Some of the other pieces are
-//! checked periodically too, so that the peer closes those that have been freed.
+//! The library is not notified when somebody frees memory, and the driver reuses addresses. Each time memory is
+//! described, the driver is therefore asked whether the allocation there is still the exported one. Some of the other
+//! pieces are checked periodically too, so that the peer closes those that have been freed.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -269,8 +269,8 @@ impl<K> Exports<K> {
         }
     }
 
-    /// Encodes the next note, if entries are queued. Handles are created only now, so that few are open at a time; a piece
-    /// that was freed meanwhile is reported as withdrawn.
+    /// Encodes the next note, if entries are queued. Handles are created only now, so that few are open at a time; a
+    /// piece that was freed meanwhile is reported as withdrawn.
     pub(crate) fn prepare_note(&mut self, driver: &impl ExportDriver<Identity = K>) {
         if self.pending.is_some() || self.queue.is_empty() {
             return;

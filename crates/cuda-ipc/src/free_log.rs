@@ -13,8 +13,8 @@ const CAPACITY: usize = 256;
 static COUNT: AtomicU64 = AtomicU64::new(0);
 static ENTRIES: Mutex<VecDeque<(u64, u64)>> = Mutex::new(VecDeque::new());
 
-/// Announces that `len` bytes of GPU memory at `address` have been freed. Every link of this process tells its peer at its
-/// next [`Link::tidy`](crate::Link::tidy). May be called from any thread.
+/// Announces that `len` bytes of GPU memory at `address` have been freed. Every link of this process tells its peer at
+/// its next [`Link::tidy`](crate::Link::tidy). May be called from any thread.
 pub fn announce_free(address: u64, len: u64) {
     let mut entries = locked(&ENTRIES);
     if entries.len() == CAPACITY {

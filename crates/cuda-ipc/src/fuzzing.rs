@@ -50,7 +50,8 @@ impl ImportDriver for FakeDriver {
     }
 }
 
-/// Feeds the input to a link as notes and descriptors of a peer. Returns the number of transfers that found all their bytes.
+/// Feeds the input to a link as notes and descriptors of a peer. Returns the number of transfers that found all their
+/// bytes.
 ///
 /// # Panics
 /// If an invariant is violated.

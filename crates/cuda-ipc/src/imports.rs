@@ -1,8 +1,8 @@
 //! The pieces that one peer has announced, and those of them that are open here: the importer's side.
 //!
 //! A piece is opened when it is first needed, for the GPU that needs it, and stays open for later transfers. The least
-//! recently used pieces are closed beyond a limit. If the file descriptor of a closed piece has been used up, the peer is
-//! asked to announce the piece again.
+//! recently used pieces are closed beyond a limit. If the file descriptor of a closed piece has been used up, the peer
+//! is asked to announce the piece again.
 
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
@@ -137,8 +137,8 @@ impl<H, O> Imports<H, O> {
         (self.open, self.files)
     }
 
-    /// Reads a note; returns the ids of the pieces that the peer asks to be announced again. `Err`: the peer violates the
-    /// protocol.
+    /// Reads a note; returns the ids of the pieces that the peer asks to be announced again. `Err`: the peer violates
+    /// the protocol.
     pub(crate) fn read(&mut self, bytes: &[u8], files: Vec<OwnedFd>) -> Result<Vec<u32>, String> {
         let note = Note::decode(bytes, files.len())?;
         if self.upto.checked_add(note.entries.len() as u64) != Some(note.upto) {
@@ -282,8 +282,8 @@ impl<H, O> Imports<H, O> {
         self.by_address.get(address).map(|import| import.piece.device)
     }
 
-    /// The imported pieces of a complete search, in order, and the offset of the first byte in the first piece: to be mapped
-    /// contiguously.
+    /// The imported pieces of a complete search, in order, and the offset of the first byte in the first piece: to be
+    /// mapped contiguously.
     pub(crate) fn imported(&self, range: RemoteRange, len: usize, device: u32) -> Option<(Vec<&H>, u64)> {
         let (mut held, mut at, end) = (Vec::new(), range.address, range.address.checked_add(len as u64)?);
         let mut offset = None;

@@ -5,11 +5,11 @@
 //! ```
 //!
 //! Handles of allocations are announced in advance, by notes over the Unix socket of the shared-memory lane. The
-//! announcement of a transfer then contains a descriptor of 24 bytes, which identifies the memory by the owner's address.
-//! Its recipient makes the copy, by a copy engine. Copies to several GPUs are scheduled (`schedule.rs`). A copy engine is
-//! faster than a copy kernel and leaves the multiprocessors to the user: on two H200s with NVLink, from the call until the
-//! host sees the completion, it takes 7.5 us for 4 KiB, 8.3 us for 256 KiB and 178 us for 64 MiB, where the best kernel took
-//! 8.7, 9.8 and 189 us (`examples/crossover.rs`).
+//! announcement of a transfer then contains a descriptor of 24 bytes, which identifies the memory by the owner's
+//! address. Its recipient makes the copy, by a copy engine. Copies to several GPUs are scheduled (`schedule.rs`). A
+//! copy engine is faster than a copy kernel and leaves the multiprocessors to the user: on two H200s with NVLink, from
+//! the call until the host sees the completion, it takes 7.5 us for 4 KiB, 8.3 us for 256 KiB and 178 us for 64 MiB,
+//! where the best kernel took 8.7, 9.8 and 189 us (`examples/crossover.rs`).
 
 mod completion_word;
 mod copy_stream;

@@ -39,15 +39,15 @@ const TIDIED_AT_ONCE: usize = 64;
 ///
 /// # Contract
 ///
-/// The owner calls all methods under the worker's lock. No method waits for a GPU, except [`Link::ended`], and dropping a
-/// link with copies in flight.
+/// The owner calls all methods under the worker's lock. No method waits for a GPU, except [`Link::ended`], and dropping
+/// a link with copies in flight.
 ///
 /// The owner sends each note of [`Link::outgoing`] to the peer's [`Link::incoming`], in order, and confirms it with
 /// [`Link::sent`]. Descriptors may take any path and need no order relative to notes: a descriptor says which notes it
 /// depends on, and a copy or mapping waits for these.
 ///
-/// A job of [`Direct::step`] is stepped until it completes or fails. If it is abandoned before, [`Link::stopped`] must be
-/// polled until it returns true before the memory may be reused; [`Link::ended`] does so at once.
+/// A job of [`Direct::step`] is stepped until it completes or fails. If it is abandoned before, [`Link::stopped`] must
+/// be polled until it returns true before the memory may be reused; [`Link::ended`] does so at once.
 ///
 /// [`Link::tidy`] should be called periodically, also when there is no traffic.
 ///
@@ -119,8 +119,8 @@ impl Link {
         self.exports.prepare_note(&*self.domain);
     }
 
-    /// Processes a note of the peer. If some of its file descriptors could not be received, because this process has none
-    /// left, `files` must be empty; they are requested again when needed.
+    /// Processes a note of the peer. If some of its file descriptors could not be received, because this process has
+    /// none left, `files` must be empty; they are requested again when needed.
     ///
     /// # Errors
     /// The peer violates the protocol; the lane should fail.
@@ -147,8 +147,8 @@ impl Link {
         self.exports.prepare_note(&*self.domain);
     }
 
-    /// Checks a few exported pieces, so that neither end keeps memory open that its owner has freed. Returns whether a note
-    /// is to be sent.
+    /// Checks a few exported pieces, so that neither end keeps memory open that its owner has freed. Returns whether a
+    /// note is to be sent.
     ///
     /// To be called periodically, also when there is no traffic. Calls more frequent than every 100 ms only check what
     /// [`announce_free`](crate::announce_free) has reported.
@@ -176,8 +176,8 @@ impl Link {
         self.imports.counts().0
     }
 
-    /// Stops a job that is no longer stepped, by its last `state`. Returns whether its copy has stopped accessing memory;
-    /// call again until it has. Never waits.
+    /// Stops a job that is no longer stepped, by its last `state`. Returns whether its copy has stopped accessing
+    /// memory; call again until it has. Never waits.
     pub fn stopped(&mut self, job_state: u64) -> bool {
         let Some(mut copy) = self.copies.remove(&job_state) else { return true };
         copy.stage = match copy.stage {
@@ -195,8 +195,8 @@ impl Link {
         false
     }
 
-    /// Like [`Link::stopped`], but waits, at most for the copy limit. For a job that is dropped at once, as when the peer is
-    /// lost.
+    /// Like [`Link::stopped`], but waits, at most for the copy limit. For a job that is dropped at once, as when the
+    /// peer is lost.
     pub fn ended(&mut self, job_state: u64) {
         for turn in 0_u32.. {
             match turn {

@@ -15,8 +15,8 @@ fn refused(kind: ErrorKind, why: impl Into<String>) -> Error {
     Error::new(kind, "map", why).with_lane("cuda_ipc")
 }
 
-/// Maps complete pieces contiguously for GPU `device`. Other GPUs in use by this process get access too, if they have peer
-/// access to `owner`.
+/// Maps complete pieces contiguously for GPU `device`. Other GPUs in use by this process get access too, if they have
+/// peer access to `owner`.
 ///
 /// # Errors
 /// `Unsupported` for a range of several allocations of cudaMalloc; a failed driver call.

@@ -1,5 +1,5 @@
-//! The messages of two links: descriptors, and notes that announce allocations. All of it is untrusted input: decoding checks
-//! every field before it is used.
+//! The messages of two links: descriptors, and notes that announce allocations. All of it is untrusted input: decoding
+//! checks every field before it is used.
 
 use crossrail_transport::Descriptor;
 
@@ -174,8 +174,8 @@ pub(crate) struct Note {
 }
 
 impl Note {
-    /// Decodes a note that was received with `files` file descriptors: as many as it announces, or none if they could not be
-    /// received. `Err`: the peer violates the protocol.
+    /// Decodes a note that was received with `files` file descriptors: as many as it announces, or none if they could
+    /// not be received. `Err`: the peer violates the protocol.
     pub(crate) fn decode(bytes: &[u8], files: usize) -> Result<Note, String> {
         if bytes.len() > MAX_NOTE_LEN {
             return Err(format!("a note of {} bytes exceeds the maximum of {MAX_NOTE_LEN}", bytes.len()));

@@ -1,15 +1,17 @@
 //! The order of long copies between one GPU and several others.
 //!
-//! The copy engines of a GPU execute copies to different peers one after the other, whatever streams they are in. With one
-//! peer that is the fastest way, and it leaves the multiprocessors to the user. When all GPUs send to all, two of them soon
-//! write to the same third, each at half its rate, while the links of another are idle: four H200s reached 230 to 250 of
-//! 395 GB/s. A model of four queues with head-of-line blocking shows the same; smaller pieces in turns are no better.
+//! The copy engines of a GPU execute copies to different peers one after the other, whatever streams they are in. With
+//! one peer that is the fastest way, and it leaves the multiprocessors to the user. When all GPUs send to all, two of
+//! them soon write to the same third, each at half its rate, while the links of another are idle: four H200s reached
+//! 230 to 250 of 395 GB/s. A model of four queues with head-of-line blocking shows the same; smaller pieces in turns
+//! are no better.
 //!
-//! Therefore all copies pending for one peer are submitted before those for the next. Each GPU starts with the peer that
-//! follows it in the order of UUIDs. If all GPUs do so, each writes to a different one, and the skew between them is small
-//! compared with the length of a turn, as long as all keep to the order whichever peer answers first: hosts that start an
-//! exchange answer up to 0.5 ms apart. All-to-all exchanges come in bursts, so the schedule remembers from burst to burst
-//! which peers had copies at the same time, and how many bytes. `schedule_model.rs` models the gain.
+//! Therefore all copies pending for one peer are submitted before those for the next. Each GPU starts with the peer
+//! that follows it in the order of UUIDs. If all GPUs do so, each writes to a different one, and the skew between them
+//! is small compared with the length of a turn, as long as all keep to the order whichever peer answers first: hosts
+//! that start an exchange answer up to 0.5 ms apart. All-to-all exchanges come in bursts, so the schedule remembers
+//! from burst to burst which peers had copies at the same time, and how many bytes. `schedule_model.rs` models the
+//! gain.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -17,8 +19,8 @@ use std::time::{Duration, Instant};
 use crate::lock::locked;
 use crate::note::Uuid;
 
-/// Maximum bytes submitted ahead, so that engines do not wait for the host: in general, and at the start of a burst, when
-/// copies that belong first may still be requested. And the bytes left of a turn when the next one starts.
+/// Maximum bytes submitted ahead, so that engines do not wait for the host: in general, and at the start of a burst,
+/// when copies that belong first may still be requested. And the bytes left of a turn when the next one starts.
 const MAX_AHEAD: u64 = 256 << 20;
 const MAX_AHEAD_AT_START: u64 = 64 << 20;
 const HANDOVER: u64 = 128 << 20;
@@ -29,8 +31,8 @@ const BURST_START: Duration = Duration::from_micros(600);
 /// After this many bytes to a single peer, no other peer is expected any more, even if the burst never ends.
 const SOLO_LIMIT: u64 = 64 << 30;
 
-/// The schedule of the long copies between one GPU of this process and its peers, shared by all links. May be used from any
-/// thread; the lock is held for microseconds.
+/// The schedule of the long copies between one GPU of this process and its peers, shared by all links. May be used from
+/// any thread; the lock is held for microseconds.
 pub(crate) struct CopySchedule {
     /// This GPU.
     own: Uuid,
@@ -74,7 +76,8 @@ impl PeerCopies {
         self.queued + self.active > 0
     }
 
-    /// Whether it has copies or is likely to get some: all-to-all exchanges come in bursts, and peers answer at any time.
+    /// Whether it has copies or is likely to get some: all-to-all exchanges come in bursts, and peers answer at any
+    /// time.
     fn is_expected(&self) -> bool {
         self.is_active() || self.concurrent || self.concurrent_before
     }
@@ -278,8 +281,8 @@ mod tests {
         drop(alone);
     }
 
-    /// Starts queued copies as soon as they may start, and completes the oldest active copy when none may. Returns the peers
-    /// in the order in which their copies started.
+    /// Starts queued copies as soon as they may start, and completes the oldest active copy when none may. Returns the
+    /// peers in the order in which their copies started.
     fn execute(
         schedule: &Arc<CopySchedule>,
         mut queued: Vec<QueuedCopy>,

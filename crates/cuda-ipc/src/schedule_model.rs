@@ -1,6 +1,6 @@
-//! All-to-all exchanges in a model of copy engines and links, with the real schedule. Its results for earlier schedules match
-//! measurements on four H200s: 230 of 395 GB/s without turns, 260 to 270 with turns that started with the peer that answered
-//! first, and 310 to 340 (327 measured) with turns that kept to the order for 0.2 ms only.
+//! All-to-all exchanges in a model of copy engines and links, with the real schedule. Its results for earlier schedules
+//! match measurements on four H200s: 230 of 395 GB/s without turns, 260 to 270 with turns that started with the peer
+//! that answered first, and 310 to 340 (327 measured) with turns that kept to the order for 0.2 ms only.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -94,8 +94,8 @@ impl Model {
         Model { senders: (0..gpus).map(sender).collect(), rng: Rng(seed), now: 0, start: Instant::now() }
     }
 
-    /// Every GPU sends `window` messages to every other. GPUs start up to `apart` after each other, and answers take up to
-    /// `answers`, in two batches per peer.
+    /// Every GPU sends `window` messages to every other. GPUs start up to `apart` after each other, and answers take up
+    /// to `answers`, in two batches per peer.
     fn exchange(&mut self, window: u64, apart: u64, answers: u64) {
         let (began, gpus) = (self.now, self.senders.len() as u8);
         for own in 0..gpus {

@@ -27,8 +27,8 @@ impl Stream {
     /// The capture state of this stream.
     ///
     /// # Errors
-    /// [`ErrorKind::Usage`] for the default stream while another stream is being captured, when it must not be used; a failed
-    /// call.
+    /// [`ErrorKind::Usage`] for the default stream while another stream is being captured, when it must not be used; a
+    /// failed call.
     pub fn capture(&self) -> Result<Capture> {
         let context = self.context();
         let call = "cuStreamIsCapturing";

@@ -30,9 +30,9 @@ pub struct MemoryInfo {
 /// The primary context of a GPU, retained as long as a clone of this lives. Objects created in it hold a clone.
 ///
 /// Operations never change the calling thread's current context: each makes this context current and restores the
-/// previous one before it returns, so the caller's choice of device is not affected. Nor does an operation break a graph
-/// capture on another thread ([`Cuda::relaxed`]). A thread that makes many calls in a row avoids the cost of both with
-/// [`Context::enter`]. May be used from any thread.
+/// previous one before it returns, so the caller's choice of device is not affected. Nor does an operation break a
+/// graph capture on another thread ([`Cuda::relaxed`]). A thread that makes many calls in a row avoids the cost of both
+/// with [`Context::enter`]. May be used from any thread.
 #[derive(Clone)]
 pub struct Context(Arc<Primary>);
 
@@ -141,15 +141,15 @@ impl Context {
 
     /// Keeps blocking releases from starting until the result is dropped; waits at most `limit` for one in progress.
     ///
-    /// For callers that enqueue work which may wait for other ranks, and which [`Context::defer_releases_while`] reports
-    /// only once it is enqueued. Without the pause, a release could start in between: it would wait for the enqueued
-    /// work, and hold up the launches that this work waits for.
+    /// For callers that enqueue work which may wait for other ranks, and which [`Context::defer_releases_while`]
+    /// reports only once it is enqueued. Without the pause, a release could start in between: it would wait for the
+    /// enqueued work, and hold up the launches that this work waits for.
     pub fn pause_releases(&self, limit: Duration) -> ReleasePause {
         self.release_thread().pause(limit)
     }
 
-    /// Whether a stream of this process is known to wait ([`Context::defer_releases_while`]), so that loading a kernel could
-    /// block.
+    /// Whether a stream of this process is known to wait ([`Context::defer_releases_while`]), so that loading a kernel
+    /// could block.
     pub fn has_waiting_stream(&self) -> bool {
         self.release_thread().has_waiting_stream()
     }

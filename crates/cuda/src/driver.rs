@@ -188,8 +188,8 @@ impl Cuda {
         if answer != 0 || text.is_null() {
             return None;
         }
-        // SAFETY: the driver returns a static C string, and stays loaded while `self`, from which the result borrows, is
-        // alive.
+        // SAFETY: the driver returns a static C string, and stays loaded while `self`, from which the result borrows,
+        // is alive.
         unsafe { CStr::from_ptr(text) }.to_str().ok()
     }
 
@@ -203,7 +203,8 @@ impl Cuda {
     }
 }
 
-/// The CUDA version that the driver in `library` supports. Queried before all else, because an old driver lacks functions.
+/// The CUDA version that the driver in `library` supports. Queried before all else, because an old driver lacks
+/// functions.
 fn version_of(library: &Library) -> std::result::Result<u32, Absent> {
     type Ask = unsafe extern "C" fn(*mut c_int) -> Code;
     const NAME: &str = "cuDriverGetVersion";

@@ -66,7 +66,8 @@ impl Event {
         Ok(Event { context: context.clone(), raw: event })
     }
 
-    /// Records the event: it completes once all work enqueued in `stream` so far has completed. Replaces an earlier recording.
+    /// Records the event: it completes once all work enqueued in `stream` so far has completed. Replaces an earlier
+    /// recording.
     ///
     /// # Errors
     /// A failed call, as for a stream of another GPU.

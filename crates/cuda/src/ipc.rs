@@ -23,8 +23,8 @@ impl IpcHandle {
     /// The handle of the allocation that contains `address`; it starts at [`PointerInfo::base`].
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if the driver lacks the call; a failed call, as for memory that is not of `cudaMalloc`
-    /// ([`PointerInfo::legacy_ipc`]).
+    /// [`ErrorKind::Unsupported`] if the driver lacks the call; a failed call, as for memory that is not of
+    /// `cudaMalloc` ([`PointerInfo::legacy_ipc`]).
     pub fn of(context: &Context, address: u64) -> Result<IpcHandle> {
         let call = "cuIpcGetMemHandle";
         let ask = context.cuda().optional("export of memory", call, context.cuda().raw().cuIpcGetMemHandle)?;
@@ -49,8 +49,8 @@ impl IpcHandle {
     }
 }
 
-/// An allocation of another process, mapped into this one. The release thread unmaps it some time after the drop; the other
-/// process must not free the allocation before.
+/// An allocation of another process, mapped into this one. The release thread unmaps it some time after the drop; the
+/// other process must not free the allocation before.
 #[derive(Debug)]
 pub struct IpcMapping {
     context: Context,
@@ -62,8 +62,8 @@ impl IpcMapping {
     /// Maps the allocation for `context`'s GPU. Mappings of the same handle share one address.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if the driver lacks the call; a failed call, as for a handle of this process itself, of freed
-    /// memory, or of a GPU without peer access.
+    /// [`ErrorKind::Unsupported`] if the driver lacks the call; a failed call, as for a handle of this process itself,
+    /// of freed memory, or of a GPU without peer access.
     pub fn open(context: &Context, handle: &IpcHandle) -> Result<IpcMapping> {
         let call = "cuIpcOpenMemHandle";
         let open = context.cuda().optional("import of memory", call, context.cuda().raw().cuIpcOpenMemHandle_v2)?;
@@ -103,8 +103,8 @@ impl Drop for IpcMapping {
     fn drop(&mut self) {
         let (context, address) = (self.context.clone(), self.address);
         self.context.release_thread().when_idle(move || {
-            // SAFETY: opened once by `open`, closed once. Work that uses it has completed, as guaranteed by the callers of the
-            // unsafe operations on addresses.
+            // SAFETY: opened once by `open`, closed once. Work that uses it has completed, as guaranteed by the callers
+            // of the unsafe operations on addresses.
             let close = |raw: &Raw| raw.cuIpcCloseMemHandle.map_or(0, |close| unsafe { close(address) });
             let _ = context.current("import of memory", close);
         });

@@ -1,8 +1,8 @@
 //! A small safe layer over the CUDA driver and NVRTC, both loaded at run time.
 //!
 //! Neither building nor starting a program requires CUDA: [`Cuda::load`] returns the driver, or [`Absent`] with what is
-//! missing. A failed call is a `crossrail_types::Error` with the name of the call and its error code. Where the docs below
-//! say "a failed call", they mean such an error, of kind `Io` unless stated otherwise.
+//! missing. A failed call is a `crossrail_types::Error` with the name of the call and its error code. Where the docs
+//! below say "a failed call", they mean such an error, of kind `Io` unless stated otherwise.
 //!
 //! ```text
 //! Cuda        the driver: its version, its devices          Absent    why it cannot be used
@@ -12,11 +12,11 @@
 //! Allocation, Mapping            memory that can be shared                   IpcHandle, IpcMapping   legacy CUDA IPC
 //! Relaxed, Entered               per-thread guards                           Capture, Graph         captured work
 //! PointerInfo attributes of an address                      Module, Function       compiled kernels
-//! nvrtc       source to machine code, cached on disk        Deferred               values dropped on the release thread
+//! nvrtc       source to machine code, cached on disk        Deferred               values dropped on a thread
 //! ```
 //!
-//! Handles may be used from any thread, except where a type is not `Send` or `Sync`. Operations on addresses are unsafe:
-//! the driver does not know who else uses the memory. Every wait on the host has a limit.
+//! Handles may be used from any thread, except where a type is not `Send` or `Sync`. Operations on addresses are
+//! unsafe: the driver does not know who else uses the memory. Every wait on the host has a limit.
 
 mod capture;
 mod context;

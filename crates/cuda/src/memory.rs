@@ -30,15 +30,16 @@ impl Drop for DeviceMemory {
     fn drop(&mut self) {
         let (context, address) = (self.context.clone(), self.address);
         self.context.release_thread().when_idle(move || {
-            // SAFETY: allocated by `new`, freed once. Work that uses it has completed, as guaranteed by the callers of the
-            // unsafe operations on addresses.
+            // SAFETY: allocated by `new`, freed once. Work that uses it has completed, as guaranteed by the callers of
+            // the unsafe operations on addresses.
             let _ = context.current("memory", |raw| unsafe { (raw.cuMemFree_v2)(address) });
         });
     }
 }
 
 impl DeviceMemory {
-    /// Allocates `len` bytes, aligned to 256 bytes. If no memory is free, waits up to 1 s for dropped memory to be released.
+    /// Allocates `len` bytes, aligned to 256 bytes. If no memory is free, waits up to 1 s for dropped memory to be
+    /// released.
     ///
     /// # Errors
     /// [`ErrorKind::Usage`] for 0 bytes; [`ErrorKind::Exhausted`] with the requested and the free memory.
@@ -68,8 +69,8 @@ impl DeviceMemory {
     }
 }
 
-/// Pinned host memory, initially with undefined contents: every GPU of the process can copy from and to it at full rate and
-/// access it from kernels. Dropping it frees the memory on the release thread.
+/// Pinned host memory, initially with undefined contents: every GPU of the process can copy from and to it at full rate
+/// and access it from kernels. Dropping it frees the memory on the release thread.
 #[derive(Debug)]
 pub struct PinnedMemory {
     context: Context,
@@ -88,8 +89,8 @@ impl Drop for PinnedMemory {
         let (context, start) = (self.context.clone(), self.start.as_ptr().expose_provenance());
         self.context.release_thread().when_idle(move || {
             let start = std::ptr::with_exposed_provenance_mut(start);
-            // SAFETY: allocated by `new`, freed once. Work that uses it has completed, as guaranteed by the callers of the
-            // unsafe operations on addresses.
+            // SAFETY: allocated by `new`, freed once. Work that uses it has completed, as guaranteed by the callers of
+            // the unsafe operations on addresses.
             let _ = context.current("memory", |raw| unsafe { (raw.cuMemFreeHost)(start) });
         });
     }
@@ -143,11 +144,11 @@ impl PinnedMemory {
     }
 }
 
-/// Existing host memory, such as a shared mapping bound to a NUMA node, pinned while this lives: every GPU of the process
-/// can copy from and to it at full rate and access it from kernels.
+/// Existing host memory, such as a shared mapping bound to a NUMA node, pinned while this lives: every GPU of the
+/// process can copy from and to it at full rate and access it from kernels.
 ///
-/// Dropping it may wait for the GPU. Wrap it, together with the memory, in [`crate::Deferred::when_idle`] to drop it on the
-/// release thread.
+/// Dropping it may wait for the GPU. Wrap it, together with the memory, in [`crate::Deferred::when_idle`] to drop it on
+/// the release thread.
 #[derive(Debug)]
 pub struct RegisteredMemory {
     context: Context,
@@ -164,7 +165,8 @@ unsafe impl Sync for RegisteredMemory {}
 impl Drop for RegisteredMemory {
     fn drop(&mut self) {
         let start = self.start.as_ptr().cast();
-        // SAFETY: registered by `new`, unregistered once, while it is still mapped, as guaranteed by the caller of `new`.
+        // SAFETY: registered by `new`, unregistered once, while it is still mapped, as guaranteed by the caller of
+        // `new`.
         let _ = self.context.current("memory", |raw| unsafe { (raw.cuMemHostUnregister)(start) });
     }
 }
@@ -176,8 +178,8 @@ impl RegisteredMemory {
     /// The memory must stay mapped at this address until the result is dropped.
     ///
     /// # Errors
-    /// [`ErrorKind::Usage`] for 0 bytes; a failed call, with the requested size, as for memory that is already registered or
-    /// exceeds the limit on pinned memory.
+    /// [`ErrorKind::Usage`] for 0 bytes; a failed call, with the requested size, as for memory that is already
+    /// registered or exceeds the limit on pinned memory.
     pub unsafe fn new(context: &Context, start: NonNull<u8>, len: usize) -> Result<RegisteredMemory> {
         check_len(len)?;
         let flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;

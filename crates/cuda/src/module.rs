@@ -75,16 +75,16 @@ impl Module {
     /// A failed call, as for code of another architecture or for a newer CUDA version than the driver's.
     pub fn load(context: &Context, compiled: &Compiled) -> Result<Module> {
         let mut module: CUmodule = std::ptr::null_mut();
-        // SAFETY: the image is a complete cubin of NVRTC (verified by checksum if it is from the cache), which contains its
-        // own length; `module` is a valid out pointer.
+        // SAFETY: the image is a complete cubin of NVRTC (verified by checksum if it is from the cache), which contains
+        // its own length; `module` is a valid out pointer.
         context.run("module", "cuModuleLoadData", |raw| unsafe {
             (raw.cuModuleLoadData)(&mut module, compiled.image().as_ptr().cast())
         })?;
         Ok(Module(Arc::new(Loaded { context: context.clone(), raw: module })))
     }
 
-    /// The kernel with this (unmangled) name, fully loaded. Otherwise the driver would load it at its first launch and could
-    /// wait for the whole GPU then.
+    /// The kernel with this (unmangled) name, fully loaded. Otherwise the driver would load it at its first launch and
+    /// could wait for the whole GPU then.
     ///
     /// # Errors
     /// [`ErrorKind::Usage`] for a name with a zero byte; a failed call if there is no such kernel.
@@ -161,18 +161,18 @@ impl Function {
     /// Enqueues a launch in `stream` and returns at once. `args` are copied.
     ///
     /// # Safety
-    /// The kernel must take `A` as its only parameter. The addresses in `args` must stay valid until the launch has completed;
-    /// until then nothing else may access what the kernel writes.
+    /// The kernel must take `A` as its only parameter. The addresses in `args` must stay valid until the launch has
+    /// completed; until then nothing else may access what the kernel writes.
     ///
     /// # Errors
-    /// A failed call, as for too many threads. Faults of a running kernel are reported by later calls, and the context is then
-    /// unusable.
+    /// A failed call, as for too many threads. Faults of a running kernel are reported by later calls, and the context
+    /// is then unusable.
     pub unsafe fn launch<A: KernelArgs>(&self, stream: &Stream, grid: Grid, args: &A) -> Result<()> {
         let mut parameters: [*mut c_void; 1] = [std::ptr::from_ref(args).cast_mut().cast()];
         let Grid { blocks, threads, shared } = grid;
         let launch = |raw: &Raw| {
-            // SAFETY: the caller guarantees the kernel and its arguments; the driver only reads the parameter, and before it
-            // returns.
+            // SAFETY: the caller guarantees the kernel and its arguments; the driver only reads the parameter, and
+            // before it returns.
             unsafe {
                 (raw.cuLaunchKernel)(
                     self.raw,

@@ -84,8 +84,8 @@ impl PointerInfo {
             (&raw mut mapped).cast(),
         ];
         context.run("pointer", "cuPointerGetAttributes", |raw| {
-            // SAFETY: both arrays have 10 entries, and each variable is at least as large as its attribute's documented type
-            // (bools are 1 byte; the other bytes were zero). For unknown addresses the driver writes zeros.
+            // SAFETY: both arrays have 10 entries, and each variable is at least as large as its attribute's documented
+            // type (bools are 1 byte; the other bytes were zero). For unknown addresses the driver writes zeros.
             unsafe { (raw.cuPointerGetAttributes)(10, attributes.as_mut_ptr(), values.as_mut_ptr(), address) }
         })?;
         let mut kind = match kind {
@@ -120,8 +120,8 @@ impl PointerInfo {
 impl PointerInfo {
     /// The start and the length in bytes of the allocation that contains `address`; `None` if the driver knows none.
     ///
-    /// For VMM memory: of what is mapped there from one handle, even if adjacent addresses of the same reserved range are
-    /// mapped too.
+    /// For VMM memory: of what is mapped there from one handle, even if adjacent addresses of the same reserved range
+    /// are mapped too.
     ///
     /// # Errors
     /// A failed call.
@@ -149,8 +149,8 @@ impl PointerInfo {
         let mut values: [*mut c_void; 3] =
             [(&raw mut kind).cast(), (&raw mut managed).cast(), (&raw mut ordinal).cast()];
         context.run("pointer", "cuPointerGetAttributes", |raw| {
-            // SAFETY: both arrays have 3 entries, and each variable is at least as large as its attribute's documented type
-            // (the bool is 1 byte; the other bytes were zero). For unknown addresses the driver writes zeros.
+            // SAFETY: both arrays have 3 entries, and each variable is at least as large as its attribute's documented
+            // type (the bool is 1 byte; the other bytes were zero). For unknown addresses the driver writes zeros.
             unsafe { (raw.cuPointerGetAttributes)(3, attributes.as_mut_ptr(), values.as_mut_ptr(), address) }
         })?;
         let device = kind == CUmemorytype::CU_MEMORYTYPE_DEVICE as u32 && managed == 0;
@@ -166,8 +166,8 @@ fn ask(context: &Context, address: u64) -> Result<(Code, u64, usize)> {
     Ok((code, base, len))
 }
 
-/// The GPU that owns the memory at `address`, or that it was allocated for; `None` if it is unknown to the driver. Neither
-/// requires nor creates a context. Any address is permitted; the memory is not accessed.
+/// The GPU that owns the memory at `address`, or that it was allocated for; `None` if it is unknown to the driver.
+/// Neither requires nor creates a context. Any address is permitted; the memory is not accessed.
 ///
 /// # Errors
 /// A failed call.

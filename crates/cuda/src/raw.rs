@@ -1,9 +1,9 @@
 //! The driver's functions, resolved by name when the driver is loaded.
 //!
 //! Types and signatures are cudarc's; a line of the table that differs from cudarc's declaration does not compile. All
-//! symbols are resolved at once, so that a missing one is a state (`Absent`) instead of a panic later. Symbols that only
-//! one feature needs are optional; without them that feature is unsupported. Codes are plain numbers, because a driver
-//! newer than the bindings may return codes unknown to them.
+//! symbols are resolved at once, so that a missing one is a state (`Absent`) instead of a panic later. Symbols that
+//! only one feature needs are optional; without them that feature is unsupported. Codes are plain numbers, because a
+//! driver newer than the bindings may return codes unknown to them.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};

@@ -17,8 +17,8 @@ thread_local! {
     static MODE: Cell<(u32, u32)> = const { Cell::new((0, GLOBAL)) };
 }
 
-/// A guard that puts the thread into relaxed capture mode: its driver calls neither invalidate a graph capture on another
-/// thread nor fail because of one.
+/// A guard that puts the thread into relaxed capture mode: its driver calls neither invalidate a graph capture on
+/// another thread nor fail because of one.
 #[must_use = "the thread is in relaxed mode only while this guard lives"]
 pub struct Relaxed<'a> {
     cuda: &'a Cuda,
@@ -34,9 +34,9 @@ impl fmt::Debug for Relaxed<'_> {
 impl Cuda {
     /// Puts this thread into relaxed capture mode until the result is dropped.
     ///
-    /// While a graph is captured in the default, global mode (as by PyTorch), calls such as an allocation or an event query
-    /// invalidate the capture, on whichever thread they are made, unless that thread is in relaxed mode. Every operation of
-    /// this crate enters the mode itself; threads of this library enter it once.
+    /// While a graph is captured in the default, global mode (as by PyTorch), calls such as an allocation or an event
+    /// query invalidate the capture, on whichever thread they are made, unless that thread is in relaxed mode. Every
+    /// operation of this crate enters the mode itself; threads of this library enter it once.
     pub fn relaxed(&self) -> Relaxed<'_> {
         let (depth, mut before) = MODE.get();
         if depth == 0 {

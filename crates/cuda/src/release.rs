@@ -2,10 +2,11 @@
 //!
 //! **Rule.** While a stream waits for a word ([`Stream::wait_value32`](crate::Stream::wait_value32)), or a kernel runs,
 //! some driver calls do not return: `cuMemFree`, `cuMemFreeHost`, `cuMemHostUnregister`, `cuIpcCloseMemHandle`,
-//! `cuModuleUnload`, and `cuModuleLoadData` (`tests/gpu/waiting.rs` prints which). What the stream waits for may need the
-//! thread that makes the call, which would deadlock. Nothing that an operation in flight depends on may therefore make
-//! one of these calls: the resource goes to this thread, which defers such a release while a stream is known to wait
-//! ([`Context::defer_releases_while`](crate::Context::defer_releases_while)). Kernels are loaded before a stream waits.
+//! `cuModuleUnload`, and `cuModuleLoadData` (`tests/gpu/waiting.rs` prints which). What the stream waits for may need
+//! the thread that makes the call, which would deadlock. Nothing that an operation in flight depends on may therefore
+//! make one of these calls: the resource goes to this thread, which defers such a release while a stream is known to
+//! wait ([`Context::defer_releases_while`](crate::Context::defer_releases_while)). Kernels are loaded before a stream
+//! waits.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -158,8 +159,8 @@ impl ReleaseThread {
 
 impl Drop for ReleaseThread {
     fn drop(&mut self) {
-        // Everything to be released holds a context, and contexts hold this: nothing more can be submitted. The drop may
-        // run on the release thread itself, so it must not join it.
+        // Everything to be released holds a context, and contexts hold this: nothing more can be submitted. The drop
+        // may run on the release thread itself, so it must not join it.
         self.0.locked().stop = true;
         self.0.changed.notify_all();
     }
@@ -211,8 +212,8 @@ impl Queue {
     }
 }
 
-/// Whether a stream waits, and the probes that need not be asked again. Must be called without the lock: a probe may drop
-/// the last reference to something that submits a release.
+/// Whether a stream waits, and the probes that need not be asked again. Must be called without the lock: a probe may
+/// drop the last reference to something that submits a release.
 fn ask(probes: &[WaitProbe]) -> (bool, Vec<WaitProbe>) {
     let mut waits = false;
     let finished = probes.iter().filter(|probe| {
@@ -224,8 +225,8 @@ fn ask(probes: &[WaitProbe]) -> (bool, Vec<WaitProbe>) {
     (waits, finished)
 }
 
-/// Waits until everything dropped so far has been released to the driver. Returns false after `limit`, or as soon as all
-/// that is left is deferred because streams wait.
+/// Waits until everything dropped so far has been released to the driver. Returns false after `limit`, or as soon as
+/// all that is left is deferred because streams wait.
 ///
 /// For tests, and for an allocation that found no memory. No operation may depend on it.
 pub fn wait_for_releases(limit: Duration) -> bool {

@@ -19,15 +19,16 @@ const POLL: Duration = Duration::from_micros(50);
 /// The poll interval of a long wait.
 const PAUSE: Duration = Duration::from_micros(20);
 
-/// The number of hardware queues that the streams of a process share, unless CUDA_DEVICE_MAX_CONNECTIONS sets another, and
-/// its maximum.
+/// The number of hardware queues that the streams of a process share, unless CUDA_DEVICE_MAX_CONNECTIONS sets another,
+/// and its maximum.
 const CONNECTIONS: usize = 8;
 const MOST_CONNECTIONS: usize = 32;
 
 /// The number of this process's streams that may wait on a GPU at the same time, for a word or in a kernel.
 ///
-/// One less than the number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default), so that one queue stays free:
-/// if every queue has a waiting stream at its head, no kernel of any stream starts any more, whatever its priority.
+/// One less than the number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default), so that one queue stays
+/// free: if every queue has a waiting stream at its head, no kernel of any stream starts any more, whatever its
+/// priority.
 pub fn max_waiting_streams() -> usize {
     static MOST: OnceLock<usize> = OnceLock::new();
     // Read once, like the driver, which reads the variable when CUDA is initialised.
@@ -38,8 +39,8 @@ fn connections(variable: Option<&str>) -> usize {
     variable.and_then(|text| text.trim().parse().ok()).unwrap_or(CONNECTIONS).clamp(1, MOST_CONNECTIONS)
 }
 
-/// An ordered queue of work on a GPU. Methods enqueue work and return at once, unless they are documented to wait. May be
-/// used from any thread; the order between threads is that of their calls.
+/// An ordered queue of work on a GPU. Methods enqueue work and return at once, unless they are documented to wait. May
+/// be used from any thread; the order between threads is that of their calls.
 pub struct Stream {
     context: Context,
     raw: CUstream,
@@ -77,8 +78,8 @@ impl Stream {
 
     /// Like [`Stream::new`], with the highest priority.
     ///
-    /// Streams of one priority share a few hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default). Work in this stream
-    /// is therefore not queued behind callers' streams of normal priority, which may be waiting for it.
+    /// Streams of one priority share a few hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default). Work in this
+    /// stream is therefore not queued behind callers' streams of normal priority, which may be waiting for it.
     ///
     /// # Errors
     /// A failed call.
@@ -96,8 +97,8 @@ impl Stream {
         Ok(Stream { context: context.clone(), raw: stream, owned: true })
     }
 
-    /// Wraps a caller's stream by its raw handle (`torch.cuda.Stream.cuda_stream`; 0 is the default stream). The caller keeps
-    /// ownership.
+    /// Wraps a caller's stream by its raw handle (`torch.cuda.Stream.cuda_stream`; 0 is the default stream). The caller
+    /// keeps ownership.
     ///
     /// # Safety
     /// The handle must be a live stream, and remain so while the result is used.
@@ -145,12 +146,12 @@ impl Stream {
         wait(&self.context, "stream", limit, || self.is_done())
     }
 
-    /// Enqueues a copy of `len` bytes. Addresses may be device memory, pinned host memory, or memory of another GPU with peer
-    /// access enabled.
+    /// Enqueues a copy of `len` bytes. Addresses may be device memory, pinned host memory, or memory of another GPU
+    /// with peer access enabled.
     ///
-    /// The driver treats an unknown address as pageable host memory, which it accesses on the calling thread. If another
-    /// party may have freed the memory, use [`Stream::copy_within`], [`Stream::copy_in`] or [`Stream::copy_out`], which
-    /// reject unknown addresses instead.
+    /// The driver treats an unknown address as pageable host memory, which it accesses on the calling thread. If
+    /// another party may have freed the memory, use [`Stream::copy_within`], [`Stream::copy_in`] or
+    /// [`Stream::copy_out`], which reject unknown addresses instead.
     ///
     /// # Safety
     /// Both ranges must stay valid until the copy has completed; until then nothing may write `src` or access `dst`.
@@ -226,8 +227,8 @@ pub(crate) fn done(context: &Context, operation: &str, call: &str, code: Code) -
     context.check(operation, call, code).map(|()| true)
 }
 
-/// Polls until `is_done` or `limit`. The driver's own waits have no timeout, so this polls instead: spinning, then yielding,
-/// then sleeping.
+/// Polls until `is_done` or `limit`. The driver's own waits have no timeout, so this polls instead: spinning, then
+/// yielding, then sleeping.
 pub(crate) fn wait(
     context: &Context,
     operation: &str,

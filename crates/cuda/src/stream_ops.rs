@@ -10,8 +10,8 @@ const AT_LEAST: u32 = CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
 const FENCED: u32 = CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
 
 impl Stream {
-    /// Enqueues a write of `value` to the 64-bit word at `address`: device memory, or the GPU's address of pinned host memory.
-    /// Requires [`crate::Device::has_64bit_stream_ops`].
+    /// Enqueues a write of `value` to the 64-bit word at `address`: device memory, or the GPU's address of pinned host
+    /// memory. Requires [`crate::Device::has_64bit_stream_ops`].
     ///
     /// The write is a release: a reader that sees `value` also sees everything the stream did before it.
     ///
@@ -19,8 +19,8 @@ impl Stream {
     /// The word must stay valid until the write has completed.
     ///
     /// # Errors
-    /// [`ErrorKind::Usage`] for an address that is not 8-byte aligned; [`ErrorKind::Unsupported`] if the driver or the GPU
-    /// lacks the call; a failed call.
+    /// [`ErrorKind::Usage`] for an address that is not 8-byte aligned; [`ErrorKind::Unsupported`] if the driver or the
+    /// GPU lacks the call; a failed call.
     pub unsafe fn write_value64(&self, address: u64, value: u64) -> Result<()> {
         let call = "cuStreamWriteValue64";
         let write = self.value_call(call, 8, address, self.context().cuda().raw().cuStreamWriteValue64_v2)?;
@@ -28,8 +28,8 @@ impl Stream {
         self.context().run("word", call, |_| unsafe { write(self.raw(), address, value, FENCED) })
     }
 
-    /// Enqueues a wait until the 32-bit word at `address` has reached `value`, that is until `word - value`, as a signed
-    /// number, is not negative.
+    /// Enqueues a wait until the 32-bit word at `address` has reached `value`, that is until `word - value`, as a
+    /// signed number, is not negative.
     ///
     /// The wait has no timeout. The caller must ensure that the word is written whatever happens.
     ///

@@ -1,5 +1,5 @@
-//! Virtual memory management (VMM): memory that is allocated separately from its addresses, exported as a file descriptor,
-//! and mapped by other processes and GPUs.
+//! Virtual memory management (VMM): memory that is allocated separately from its addresses, exported as a file
+//! descriptor, and mapped by other processes and GPUs.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_int, c_void};
@@ -20,8 +20,8 @@ use crate::raw::{Code, Raw};
 
 const DESCRIPTOR: CUmemAllocationHandleType = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
-/// Memory of a GPU without an address: map it to use it, export it to share it. The driver frees it when all its mappings
-/// and descriptors, in all processes, are closed.
+/// Memory of a GPU without an address: map it to use it, export it to share it. The driver frees it when all its
+/// mappings and descriptors, in all processes, are closed.
 #[derive(Clone, Debug)]
 pub struct Allocation(Arc<Handle>);
 
@@ -45,8 +45,8 @@ impl Allocation {
     /// Allocates at least `len` bytes on `context`'s GPU, rounded up to the mapping granularity.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if memory of this GPU cannot be shared; [`ErrorKind::Exhausted`] with the requested and the
-    /// free memory.
+    /// [`ErrorKind::Unsupported`] if memory of this GPU cannot be shared; [`ErrorKind::Exhausted`] with the requested
+    /// and the free memory.
     pub fn new(context: &Context, len: usize) -> Result<Allocation> {
         check_len(len)?;
         let device = context.device();
@@ -72,7 +72,8 @@ impl Allocation {
         Ok(Allocation(Arc::new(Handle { cuda, device: device.ordinal(), raw: handle, len: rounded })))
     }
 
-    /// Imports memory that another process exported. `len` is the length it announced; mapping more than there is fails.
+    /// Imports memory that another process exported. `len` is the length it announced; mapping more than there is
+    /// fails.
     ///
     /// # Errors
     /// [`ErrorKind::Usage`] for 0 bytes; a failed call, as for a descriptor that is not exported memory.
@@ -90,8 +91,8 @@ impl Allocation {
         Ok(Allocation(Arc::new(Handle { cuda, device, raw: handle, len })))
     }
 
-    /// The allocation mapped at `address`, if it is VMM memory allocated anywhere in this process, such as PyTorch's expandable
-    /// segments. `len` counts from the start of the mapped part.
+    /// The allocation mapped at `address`, if it is VMM memory allocated anywhere in this process, such as PyTorch's
+    /// expandable segments. `len` counts from the start of the mapped part.
     ///
     /// # Errors
     /// A failed call, as for plain allocations, which have no such handle.
@@ -132,8 +133,8 @@ impl Allocation {
     /// Maps the allocation at one address, readable and writable by all GPUs of `contexts`.
     ///
     /// # Errors
-    /// [`ErrorKind::Usage`] if `contexts` is empty; a failed call, as for a GPU without peer access, or if the length is not
-    /// that of the memory.
+    /// [`ErrorKind::Usage`] if `contexts` is empty; a failed call, as for a GPU without peer access, or if the length
+    /// is not that of the memory.
     pub fn map(&self, contexts: &[&Context]) -> Result<Mapping> {
         Mapping::of(std::slice::from_ref(self), contexts)
     }
@@ -158,8 +159,8 @@ impl Mapping {
     /// Maps several allocations contiguously, readable and writable by all GPUs of `contexts`.
     ///
     /// # Errors
-    /// [`ErrorKind::Usage`] if either list is empty; a failed call, as for a GPU without peer access, or if a length is not
-    /// that of the memory.
+    /// [`ErrorKind::Usage`] if either list is empty; a failed call, as for a GPU without peer access, or if a length is
+    /// not that of the memory.
     pub fn of(allocations: &[Allocation], contexts: &[&Context]) -> Result<Mapping> {
         let operation = "mapping of memory";
         let usage = |why: &str| Error::new(ErrorKind::Usage, operation, why);
@@ -184,8 +185,8 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Gives the GPUs of `contexts` read and write access to `len` bytes that any part of this process has mapped at `address`.
-    /// The range must consist of complete mappings.
+    /// Gives the GPUs of `contexts` read and write access to `len` bytes that any part of this process has mapped at
+    /// `address`. The range must consist of complete mappings.
     ///
     /// # Errors
     /// [`ErrorKind::Usage`] if `contexts` is empty; a failed call, as for a GPU without peer access.

@@ -1,5 +1,5 @@
-//! The kernel cache: hits, concurrent compilation, damaged entries, and disks that are full, read-only or owned by another
-//! user. Requires NVRTC, but no GPU.
+//! The kernel cache: hits, concurrent compilation, damaged entries, and disks that are full, read-only or owned by
+//! another user. Requires NVRTC, but no GPU.
 
 #[allow(dead_code)]
 mod support;

@@ -11,9 +11,9 @@
 //! # Sending
 //!
 //! Payloads of 64 KiB and more are sent by reference (vmsplice into a pipe, splice into the socket), smaller ones are
-//! copied. If vmsplice or the pipe is refused, the lane copies everything. The choice was made between four ways to send
-//! large payloads, measured with bare sockets over loopback (64 MiB, two processes, 2 cores, Linux 6.18, best averages of
-//! alternating runs, with the ends asleep / spinning):
+//! copied. If vmsplice or the pipe is refused, the lane copies everything. The choice was made between four ways to
+//! send large payloads, measured with bare sockets over loopback (64 MiB, two processes, 2 cores, Linux 6.18, best
+//! averages of alternating runs, with the ends asleep / spinning):
 //!
 //! | way | GB/s | |
 //! |---|---|---|
@@ -25,12 +25,12 @@
 //! On this shared machine the order of the first three varied between runs that did not alternate. The alternating
 //! runs and the CPU time decided. `examples/raw_lane.rs` repeats the comparison of the two ways in use as a lane.
 //!
-//! The congestion control matters more than the copy. BBR, the default there, paces and costs up to a third of the rate.
-//! A lane within one machine therefore requests cubic; between machines the system's default stands.
+//! The congestion control matters more than the copy. BBR, the default there, paces and costs up to a third of the
+//! rate. A lane within one machine therefore requests cubic; between machines the system's default stands.
 //!
-//! For a payload sent by reference, `sent` means that the kernel holds references to the pages, not that it has read them:
-//! see [`crossrail_transport::Payload`]. splice(2) has no flag to suppress SIGPIPE. The Rust and Python runtimes ignore
-//! that signal; a host program in another language must do so too, or set [`Options::zero_copy`] to false.
+//! For a payload sent by reference, `sent` means that the kernel holds references to the pages, not that it has read
+//! them: see [`crossrail_transport::Payload`]. splice(2) has no flag to suppress SIGPIPE. The Rust and Python runtimes
+//! ignore that signal; a host program in another language must do so too, or set [`Options::zero_copy`] to false.
 
 mod fault;
 mod info;

@@ -8,8 +8,8 @@ use nix::unistd::pipe2;
 
 use crate::sys;
 
-/// Requested size of the pipe in bytes: a quarter of the default limit for unprivileged pipes, so that sixteen lanes stay
-/// well within a user's limit.
+/// Requested size of the pipe in bytes: a quarter of the default limit for unprivileged pipes, so that sixteen lanes
+/// stay well within a user's limit.
 const WANTED: i32 = 256 * 1024;
 /// Minimum useful size in bytes: a smaller pipe costs more in system calls than it saves by not copying.
 const LEAST: usize = 64 * 1024;
@@ -45,8 +45,8 @@ impl Pipe {
     /// Appends references to up to `len` bytes at `ptr`.
     ///
     /// # Safety
-    /// `ptr` must be valid for reading `len` bytes during the call. The peer receives what the pages contain when they are
-    /// sent, which may be later.
+    /// `ptr` must be valid for reading `len` bytes during the call. The peer receives what the pages contain when they
+    /// are sent, which may be later.
     #[allow(unsafe_code)]
     pub(crate) unsafe fn fill(&mut self, ptr: *const u8, len: usize) -> io::Result<()> {
         // SAFETY: guaranteed by the caller.

@@ -1,5 +1,5 @@
-//! The receiving half of a lane. Headers and small payloads pass through an input buffer; large payloads are read directly
-//! into their destination, by the same call that reads the next header.
+//! The receiving half of a lane. Headers and small payloads pass through an input buffer; large payloads are read
+//! directly into their destination, by the same call that reads the next header.
 #![allow(unsafe_code)] // writes to destinations given by the sink
 
 use std::io;

@@ -55,8 +55,8 @@ impl Binding {
         }
     }
 
-    /// Binds to the device, unless the peer is on this machine: packets to it use `lo` whatever their addresses. A refusal
-    /// by the system is ignored here and reported by [`Binding::warning`].
+    /// Binds to the device, unless the peer is on this machine: packets to it use `lo` whatever their addresses. A
+    /// refusal by the system is ignored here and reported by [`Binding::warning`].
     fn bind_device(&self, socket: &SockRef<'_>, remote: IpAddr) {
         if let Some(device) = &self.device
             && !is_local(remote)
@@ -143,7 +143,8 @@ pub fn dial(binding: Option<&Binding>, remote: SocketAddr, deadline: Instant) ->
                 .with_hint("use an address of the peer's address family for the rail"));
         }
         binding.bind_device(&SockRef::from(&socket), remote.ip());
-        // Defers the choice of the local port to connect(2): ports are then unique per remote address, not machine-wide.
+        // Defers the choice of the local port to connect(2): ports are then unique per remote address, not
+        // machine-wide.
         let _ = sys::set_int(socket.as_raw_fd(), libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT, 1);
         socket.bind(&local.into()).map_err(|source| {
             fail(ErrorKind::Usage, format!("bind: {source}"))
@@ -183,9 +184,9 @@ pub struct Options {
     pub receive_buffer: Option<usize>,
     /// Whether to send large payloads by reference to their pages, if the system supports it.
     pub zero_copy: bool,
-    /// How long sent data may remain unacknowledged before the connection fails (TCP_USER_TIMEOUT), and roughly how long
-    /// keepalive takes to detect a dead idle connection. A peer that accepts nothing for this long while its buffers are
-    /// full counts as dead.
+    /// How long sent data may remain unacknowledged before the connection fails (TCP_USER_TIMEOUT), and roughly how
+    /// long keepalive takes to detect a dead idle connection. A peer that accepts nothing for this long while its
+    /// buffers are full counts as dead.
     pub user_timeout: Duration,
 }
 
@@ -207,8 +208,8 @@ impl Options {
         let socket = SockRef::from(stream);
         let fail = |call: &'static str| move |source: io::Error| Error::io("connect", call, &source);
         if stream.peer_addr().is_ok_and(|peer| is_local(peer.ip())) {
-            // Within one machine there is nothing to probe or pace, and BBR's pacing costs up to a third of the rate. If
-            // neither algorithm is available, the system's default is as good as any.
+            // Within one machine there is nothing to probe or pace, and BBR's pacing costs up to a third of the rate.
+            // If neither algorithm is available, the system's default is as good as any.
             let _ = socket.set_tcp_congestion(b"cubic").or_else(|_| socket.set_tcp_congestion(b"reno"));
         }
         stream.set_nonblocking(true).map_err(fail("O_NONBLOCK"))?;

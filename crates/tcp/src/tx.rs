@@ -112,8 +112,8 @@ impl Sender {
         self.writable && !self.queue.is_empty()
     }
 
-    /// Limits the kernel's unsent bytes to what the link carries in 1/[`UNSENT_TIME_DIVISOR`] of a second. At the end of a
-    /// transfer over uneven rails, the others idle while the slow one sends what it has already accepted.
+    /// Limits the kernel's unsent bytes to what the link carries in 1/[`UNSENT_TIME_DIVISOR`] of a second. At the end
+    /// of a transfer over uneven rails, the others idle while the slow one sends what it has already accepted.
     #[cold]
     fn adapt(&mut self, fd: RawFd) {
         self.adapt_at = self.bytes + ADAPT_EVERY;
@@ -230,7 +230,8 @@ impl Sender {
         let mut waiting = 0;
         while waiting < BATCH_BYTES && self.queue.len() < BATCH_FRAMES {
             // A slow rail must not take frames before it can send them: others could carry them sooner. A writable
-            // socket has less than half of `lowat` unsent, so `lowat / 2` more bytes may be written without asking again.
+            // socket has less than half of `lowat` unsent, so `lowat / 2` more bytes may be written without asking
+            // again.
             if self.since_low >= self.lowat / 2 || !self.writable {
                 if !sys::is_writable(fd) {
                     self.writable = false;

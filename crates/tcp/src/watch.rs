@@ -53,9 +53,9 @@ impl LinkWatch {
         self.socket.as_raw_fd()
     }
 
-    /// All changes since the last call, in order; never blocks. Each entry has the state at the time of the change, and an
-    /// interface may appear more than once. If the kernel dropped notifications, the current state of every interface
-    /// follows.
+    /// All changes since the last call, in order; never blocks. Each entry has the state at the time of the change, and
+    /// an interface may appear more than once. If the kernel dropped notifications, the current state of every
+    /// interface follows.
     pub fn changes(&mut self) -> Vec<LinkChange> {
         let mut changes = VecDeque::new();
         let mut buffer = vec![0u8; 32 * 1024];

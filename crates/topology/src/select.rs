@@ -32,8 +32,8 @@ pub struct NetDevice {
 /// Selects the devices of `nics` that `filter` allows.
 ///
 /// `all` selects every interface that is up and running and has an address, with `lo` last, for peers on this machine.
-/// A list keeps its order, and every device in it must be usable. Any listed address in 127.0.0.0/8 is a device of `lo`,
-/// so that one machine can have several rails.
+/// A list keeps its order, and every device in it must be usable. Any listed address in 127.0.0.0/8 is a device of
+/// `lo`, so that one machine can have several rails.
 ///
 /// # Errors
 /// `Config` for an unknown device (the error lists the known ones), an unusable device (with the reason), an address

@@ -511,8 +511,8 @@ settings! {
     /// Number of connections per rail.
     channels: u32 = 1,
         "CROSSRAIL_CHANNELS" accepts "a number from 1 to 64" as count::<1, 64>();
-    /// Pinned host memory for staging transfers between the network and one GPU, half of it for each direction; allocated
-    /// on first use.
+    /// Pinned host memory for staging transfers between the network and one GPU, half of it for each direction;
+    /// allocated on first use.
     bounce: usize = 128 << 20,
         "CROSSRAIL_BOUNCE" accepts "a size from 1M to 256G" as BOUNCE;
     /// How data received over the network is moved to its destination in GPU memory.

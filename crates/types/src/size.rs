@@ -1,4 +1,5 @@
-//! Parsing and formatting of sizes and durations. `GB` is 1e9 bytes and `GiB` is 2^30 bytes; output always names the unit.
+//! Parsing and formatting of sizes and durations. `GB` is 1e9 bytes and `GiB` is 2^30 bytes; output always names the
+//! unit.
 
 use std::time::Duration;
 

@@ -15,8 +15,8 @@ use crate::imports::{Search, Span};
 use crate::note::Uuid;
 use crate::schedule::{ActiveCopy, QueuedCopy};
 
-/// How long a copy waits for its turn. Then it starts anyway: the copies before it may belong to another worker that has not
-/// polled them, although they have completed.
+/// How long a copy waits for its turn. Then it starts anyway: the copies before it may belong to another worker that
+/// has not polled them, although they have completed.
 const MAX_TURN_WAIT: Duration = Duration::from_millis(50);
 /// Maximum number of spans enqueued in one step.
 const SPANS_PER_STEP: usize = 64;
@@ -56,7 +56,8 @@ pub(super) enum CopyStage {
     Queued(Vec<Span<OpenPiece>>, u32, Option<QueuedCopy>),
     /// The spans from `next` on are still to be enqueued in stream `stream`; `done` bytes have been.
     Submitting { stream: usize, spans: Vec<Span<OpenPiece>>, next: usize, done: usize },
-    /// Everything has been enqueued, followed by `marker`. `failed`: enqueueing failed part way, and the rest is awaited.
+    /// Everything has been enqueued, followed by `marker`. `failed`: enqueueing failed part way, and the rest is
+    /// awaited.
     InFlight { stream: usize, marker: u64, spans: Vec<Span<OpenPiece>>, failed: Option<String> },
 }
 
@@ -114,9 +115,9 @@ impl LinkStreams {
         while let Some(span) = spans.get(next).filter(|_| failed.is_none()) {
             let (dst, src) = addresses(job, done, span);
             let local = check_local(&gpu.context, job.local as u64 + done as u64, span.len);
-            // SAFETY: the peer's range is open for this GPU and in bounds, as checked by `Imports::seek`; the local range is
-            // guaranteed by the caller, and was just checked. They do not overlap: they belong to different processes, or
-            // the peer is in this process and copies onto itself.
+            // SAFETY: the peer's range is open for this GPU and in bounds, as checked by `Imports::seek`; the local
+            // range is guaranteed by the caller, and was just checked. They do not overlap: they belong to different
+            // processes, or the peer is in this process and copies onto itself.
             match local.and_then(|()| unsafe { stream.copy(dst, src, span.len) }) {
                 Ok(()) => (next, done) = (next + 1, done + span.len),
                 Err(error) => failed = Some(error.to_string()),
@@ -193,8 +194,8 @@ impl LinkStreams {
     }
 }
 
-/// Checks that `len` bytes of this process's memory at `address` are all mapped. Its owner may have freed some since the
-/// transfer was requested, and a copy engine that accesses an unmapped address destroys the whole context.
+/// Checks that `len` bytes of this process's memory at `address` are all mapped. Its owner may have freed some since
+/// the transfer was requested, and a copy engine that accesses an unmapped address destroys the whole context.
 fn check_local(context: &Context, address: u64, len: usize) -> Result<()> {
     let (mut at, end) = (address, address.saturating_add(len as u64));
     while at < end {

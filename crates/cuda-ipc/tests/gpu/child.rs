@@ -112,7 +112,8 @@ fn execute(end: &mut End, memory: &mut Vec<Option<Memory>>, command: &Value) -> 
         }
         "lose the context" => {
             let kernels = crossrail_kernels::shared(&end.context, &Settings::default(), LIMIT).expect("kernels");
-            // SAFETY: deliberately violated: the kernel writes to unmapped memory, which destroys this process's context.
+            // SAFETY: deliberately violated: the kernel writes to unmapped memory, which destroys this process's
+            // context.
             let launched = unsafe { kernels.copy(end.stream(), &CopyArgs { dst: 64, src: address, len: 64 }, None) };
             let failed = launched.and_then(|()| end.stream().wait(LIMIT));
             json!({"why": failed.expect_err("no memory is there").to_string()})

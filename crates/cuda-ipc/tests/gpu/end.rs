@@ -95,7 +95,8 @@ impl End {
 
     pub(crate) fn put(&self, address: u64, bytes: &[u8]) {
         for (index, part) in bytes.chunks(self.room.len()).enumerate() {
-            // SAFETY: the bounce buffer is long enough and exclusive; the memory belongs to the test; the copy is awaited.
+            // SAFETY: the bounce buffer is long enough and exclusive; the memory belongs to the test; the copy is
+            // awaited.
             unsafe {
                 std::ptr::copy_nonoverlapping(part.as_ptr(), self.room.as_ptr(), part.len());
                 let at = address + (index * self.room.len()) as u64;

@@ -6,8 +6,8 @@
 //! lock                                                           one byte is locked per kernel being compiled
 //! ```
 //!
-//! An entry whose checksum does not match counts as missing and is compiled again. The directory must belong to the user,
-//! because its contents run on the GPU.
+//! An entry whose checksum does not match counts as missing and is compiled again. The directory must belong to the
+//! user, because its contents run on the GPU.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::Write;
@@ -72,7 +72,8 @@ impl Cache {
     /// Opens the cache in `folder`, which is created with access for this user only if it does not exist.
     ///
     /// # Errors
-    /// The reason why the folder cannot be used: it cannot be created, belongs to another user, or is writable by others.
+    /// The reason why the folder cannot be used: it cannot be created, belongs to another user, or is writable by
+    /// others.
     pub fn open(folder: &Path) -> Result<Cache, String> {
         let shown = folder.display();
         let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);

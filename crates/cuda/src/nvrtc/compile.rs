@@ -69,7 +69,8 @@ impl Compiler {
         Compiler { library, cache, warns: false }
     }
 
-    /// A compiler with the cache that `settings` name. If results cannot be cached, it warns once per process, on stderr.
+    /// A compiler with the cache that `settings` name. If results cannot be cached, it warns once per process, on
+    /// stderr.
     pub fn of(library: Library, settings: &Settings) -> Compiler {
         let (cache, why) = match Cache::of(settings) {
             Ok(cache) => (Some(cache), None),
@@ -138,8 +139,8 @@ impl Compiler {
         Ok(Compiled { entry, origin })
     }
 
-    /// The hash of everything that the result depends on. Texts are prefixed with their lengths, so that the hash input is
-    /// unambiguous.
+    /// The hash of everything that the result depends on. Texts are prefixed with their lengths, so that the hash input
+    /// is unambiguous.
     fn key(&self, source: &Source<'_>, options: &[String]) -> Key {
         let mut hash = Sha256::new();
         let mut add = |text: &str| {

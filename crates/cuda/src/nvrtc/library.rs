@@ -1,8 +1,8 @@
 //! libnvrtc: its search path, its functions, and compilation.
 //!
 //! Types and signatures are cudarc's, checked by the compiler. The library is not loaded by cudarc, because the choice
-//! between several installed versions must not depend on the loader's search order, and because NVIDIA's Python packages
-//! install it where the loader does not look.
+//! between several installed versions must not depend on the loader's search order, and because NVIDIA's Python
+//! packages install it where the loader does not look.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString, OsStr, OsString, c_char, c_int, c_void};
@@ -23,8 +23,8 @@ const COMPILATION_FAILED: u32 = 6;
 /// The supported major versions, newest first.
 const MAJORS: [&str; 2] = ["13", "12"];
 
-/// The search path for NVRTC. Libraries already loaded into the process (by PyTorch) come first, then these folders, then
-/// the loader's default path.
+/// The search path for NVRTC. Libraries already loaded into the process (by PyTorch) come first, then these folders,
+/// then the loader's default path.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SearchPath {
     /// Folders that may hold `libnvrtc.so.*`.
@@ -32,8 +32,8 @@ pub struct SearchPath {
 }
 
 impl SearchPath {
-    /// The standard search path: the Python environment of this code and of the interpreter; the active virtual environment
-    /// (`VIRTUAL_ENV`); `CUDA_PATH` and `CUDA_HOME`; `/usr/local/cuda`.
+    /// The standard search path: the Python environment of this code and of the interpreter; the active virtual
+    /// environment (`VIRTUAL_ENV`); `CUDA_PATH` and `CUDA_HOME`; `/usr/local/cuda`.
     pub fn standard() -> SearchPath {
         let mut path = SearchPath::default();
         if let Some(packages) = own_file().as_deref().and_then(packages_of) {
@@ -282,8 +282,8 @@ impl Library {
     }
 }
 
-/// Loads libnvrtc-builtins, which NVRTC opens by name when it compiles, from NVRTC's own folder: NVIDIA's Python packages
-/// install it outside the loader's search path. If it is missing, compiling fails with a message of NVRTC.
+/// Loads libnvrtc-builtins, which NVRTC opens by name when it compiles, from NVRTC's own folder: NVIDIA's Python
+/// packages install it outside the loader's search path. If it is missing, compiling fails with a message of NVRTC.
 fn load_builtins(nvrtc: &Path) {
     let (Some(folder), Some(major)) = (nvrtc.parent(), nvrtc.extension()) else { return };
     let prefix = format!("libnvrtc-builtins.so.{}.", major.to_string_lossy());

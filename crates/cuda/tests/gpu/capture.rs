@@ -47,7 +47,8 @@ fn operations_keep_the_threads_current_context() {
     assert_eq!(current(), 0);
 }
 
-/// A capture in global mode, as started by PyTorch. Calls of other threads invalidate it unless they are in relaxed mode.
+/// A capture in global mode, as started by PyTorch. Calls of other threads invalidate it unless they are in relaxed
+/// mode.
 struct Foreign<'a>(&'a Stream);
 
 impl Foreign<'_> {

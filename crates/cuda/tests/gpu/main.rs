@@ -1,4 +1,5 @@
-//! The driver on a real GPU: memory, copies, sharing between processes, several GPUs. Skipped with a message without one.
+//! The driver on a real GPU: memory, copies, sharing between processes, several GPUs. Skipped with a message without
+//! one.
 #![allow(unsafe_code)]
 
 mod capture;

@@ -308,8 +308,8 @@ fn row(name: &'static str, call: impl FnOnce(&Lab) + Send + 'static) -> Row {
     (name, Box::new(call))
 }
 
-/// Calls that operations in flight make, with their prerequisites created in advance: a waiting stream must block none of
-/// them.
+/// Calls that operations in flight make, with their prerequisites created in advance: a waiting stream must block none
+/// of them.
 fn needed(lab: &Lab) -> Vec<Row> {
     let (memory, handle, exported, unused) = (lab.memory(), lab.handle(), lab.handle(), lab.handle());
     let (place, unmapped, fresh, event) = (lab.reserve(), lab.reserve(), Lab::host(), lab.event());
@@ -522,8 +522,8 @@ fn table() {
     assert!(wrong.is_empty(), "operations make these calls, and a stream that waits holds them: {wrong:?}");
 }
 
-/// Runs the test again in a child process, and returns true there: blocked or deferred calls may block those of other tests.
-/// The child's output bypasses the harness's capture, so that it is in the log.
+/// Runs the test again in a child process, and returns true there: blocked or deferred calls may block those of other
+/// tests. The child's output bypasses the harness's capture, so that it is in the log.
 fn alone(test: &str) -> bool {
     if std::env::var_os(CHILD).is_some() {
         return true;

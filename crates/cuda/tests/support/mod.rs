@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crossrail_cuda::Cuda;
 use crossrail_cuda::nvrtc::{Library, SearchPath};
 
-/// NVRTC of the virtual environment that `make build` creates, or of this machine. Without one the test is skipped with a
-/// message; with `CI=true` it fails.
+/// NVRTC of the virtual environment that `make build` creates, or of this machine. Without one the test is skipped with
+/// a message; with `CI=true` it fails.
 pub(crate) fn nvrtc() -> Option<Library> {
     let mut places = SearchPath::standard();
     places.add_environment(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv"));
@@ -21,8 +21,8 @@ pub(crate) fn nvrtc() -> Option<Library> {
     }
 }
 
-/// The driver, if this machine has one and a GPU. Otherwise the test is skipped with a message; with `TEST_GPU` set, as by
-/// `make test-gpu`, it fails.
+/// The driver, if this machine has one and a GPU. Otherwise the test is skipped with a message; with `TEST_GPU` set, as
+/// by `make test-gpu`, it fails.
 pub(crate) fn cuda() -> Option<Cuda> {
     match Cuda::load() {
         Ok(cuda) => Some(cuda),
