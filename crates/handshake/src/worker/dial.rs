@@ -27,7 +27,7 @@ const PAUSE_MAX: Duration = Duration::from_millis(200);
 /// Meets the worker that `target` names.
 ///
 /// A worker's address is tried over its Unix socket first (`prefer_unix`, and both on one machine), then over its TCP
-/// addresses in turn, each with its part of the time. A peer that has too many handshakes under way is tried again
+/// addresses in turn, each with its part of the time. A peer that has too many handshakes under route is tried again
 /// until `deadline`. Blocks the calling thread, never beyond `deadline` by more than scheduling.
 ///
 /// # Errors
@@ -40,25 +40,25 @@ pub fn connect(
     prefer_unix: bool,
     deadline: Instant,
 ) -> Result<Session> {
-    let mut ways: Vec<Way<'_>> = Vec::new();
+    let mut routes: Vec<Route<'_>> = Vec::new();
     let worker = match target {
         Target::Worker(address) => {
             let same_machine = prefer_unix && address.boot_id == me.hello.boot_id;
-            ways.extend(address.unix.as_deref().filter(|_| same_machine).map(Way::Unix));
-            ways.extend(over_tcp(&address.control, control));
+            routes.extend(address.unix.as_deref().filter(|_| same_machine).map(Route::Unix));
+            routes.extend(tcp_routes(&address.control, control));
             Some(address)
         }
         Target::Control(addresses) => {
-            ways.extend(over_tcp(addresses, control));
+            routes.extend(tcp_routes(addresses, control));
             None
         }
     };
     let mut failures: Vec<Error> = Vec::new();
-    let count = ways.len();
-    for (index, way) in ways.into_iter().enumerate() {
+    let count = routes.len();
+    for (index, route) in routes.into_iter().enumerate() {
         let left = deadline.saturating_duration_since(Instant::now());
         let share = Instant::now() + left / (count - index) as u32;
-        match meet(&way, me, worker, None, share) {
+        match attempt(&route, me, worker, None, share) {
             Ok(session) => return Ok(session),
             // The right peer said no; it would say so elsewhere too.
             Err(error) if matches!(error.kind, ErrorKind::Refused | ErrorKind::Mismatch) => return Err(error),
@@ -70,7 +70,7 @@ pub fn connect(
 
 /// Moves a session that came about over TCP to the peer's Unix socket, where both are on one machine.
 ///
-/// `Ok(None)`: there is no such way (another machine, another network namespace, no socket), go on with `session`.
+/// `Ok(None)`: there is no such route (another machine, another network namespace, no socket), go on with `session`.
 /// Otherwise the new session takes its place: its peer finds the old one's id in [`crate::Hello::replaces`]; drop the
 /// old one.
 ///
@@ -82,7 +82,7 @@ pub fn upgrade(session: &Session, me: &Identity, deadline: Instant) -> Result<Op
     if session.stream.is_unix() || address.boot_id != me.hello.boot_id {
         return Ok(None);
     }
-    match meet(&Way::Unix(name), me, Some(&address), Some(session.ticket.session), deadline) {
+    match attempt(&Route::Unix(name), me, Some(&address), Some(session.ticket.session), deadline) {
         Ok(session) => Ok(Some(session)),
         Err(error) if error.kind == ErrorKind::Unreachable => Ok(None),
         Err(error) => Err(error),
@@ -116,8 +116,8 @@ pub fn dial_lane(
     }
 }
 
-/// One way to try.
-enum Way<'a> {
+/// One route to try.
+enum Route<'a> {
     /// The abstract socket of that name.
     Unix(&'a str),
     /// That address, from that device.
@@ -125,14 +125,14 @@ enum Way<'a> {
 }
 
 /// The addresses that `binding` can reach by their family; all of them where none fits, so that the error says so.
-fn over_tcp<'a>(addresses: &[SocketAddr], binding: Option<&'a Binding>) -> Vec<Way<'a>> {
+fn tcp_routes<'a>(addresses: &[SocketAddr], binding: Option<&'a Binding>) -> Vec<Route<'a>> {
     let fits = |to: &SocketAddr| binding.is_none_or(|binding| binding.address.is_ipv4() == to.is_ipv4());
     let any = addresses.iter().any(fits);
-    addresses.iter().filter(|to| !any || fits(to)).map(|to| Way::Tcp(*to, binding)).collect()
+    addresses.iter().filter(|to| !any || fits(to)).map(|to| Route::Tcp(*to, binding)).collect()
 }
 
-fn meet(
-    way: &Way<'_>,
+fn attempt(
+    route: &Route<'_>,
     me: &Identity,
     worker: Option<&Address>,
     replaces: Option<[u8; 16]>,
@@ -141,9 +141,9 @@ fn meet(
     let started = Instant::now();
     let mut pause = Pause::new(deadline);
     loop {
-        let (stream, peer) = match way {
-            Way::Unix(name) => (Stream::Unix(dial_unix(name, &mut pause)?), format!("unix:@{name}")),
-            Way::Tcp(to, binding) => (Stream::Tcp(dial_tcp(None, *to, *binding, deadline)?), tcp_name(*to)),
+        let (stream, peer) = match route {
+            Route::Unix(name) => (Stream::Unix(dial_unix(name, &mut pause)?), format!("unix:@{name}")),
+            Route::Tcp(to, binding) => (Stream::Tcp(dial_tcp(None, *to, *binding, deadline)?), tcp_name(*to)),
         };
         let mut exchange = Exchange::new(stream.as_fd(), &WORKER, "connect", peer, deadline).since(started);
         match session::initiate(&mut exchange, me, worker, replaces) {
@@ -229,14 +229,14 @@ impl Pause {
     }
 }
 
-/// One error out of those of all ways that were tried.
+/// One error out of those of all routes that were tried.
 fn all_failed(mut failures: Vec<Error>, worker: Option<&Address>) -> Error {
     let name = worker.map_or_else(|| "the peer".to_owned(), |address| address.name.clone());
     if failures.len() == 1 {
         return failures.remove(0);
     }
     if failures.is_empty() {
-        let detail = "its address names no way that leads here: it listens on its own machine only";
+        let detail = "its address names no route that leads here: it listens on its own machine only";
         return Error::new(ErrorKind::Unreachable, "connect", detail)
             .with_peer(name)
             .with_hint("let it listen beyond loopback, with CROSSRAIL_SECRET set at both ends");

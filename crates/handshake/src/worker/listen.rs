@@ -99,17 +99,17 @@ pub type Deliver = Box<dyn Fn(Arrival) + Send + Sync>;
 /// One thread accepts; each handshake has a short-lived thread of its own, at most [`Limits::half_open`] of them.
 /// Dropping ends all of them, waits for them, and closes every descriptor; from inside `deliver` it cannot wait.
 pub struct Listener {
-    shared: Arc<Shared>,
+    acceptor: Arc<Acceptor>,
     accept: Option<JoinHandle<()>>,
 }
 
 impl fmt::Debug for Listener {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Listener").field("hello", &self.shared.me.hello).finish_non_exhaustive()
+        f.debug_struct("Listener").field("hello", &self.acceptor.me.hello).finish_non_exhaustive()
     }
 }
 
-struct Shared {
+struct Acceptor {
     me: Identity,
     timeout: Duration,
     half_open: Arc<HalfOpen>,
@@ -118,13 +118,13 @@ struct Shared {
     deliver: Deliver,
     /// Readable from the moment on when everything is to end.
     stop: EventFd,
-    state: Mutex<State>,
-    /// A session has left `State::opening`, or `State::stopping` was set.
+    state: Mutex<Sessions>,
+    /// A session has left `Sessions::opening`, or `Sessions::stopping` was set.
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct Sessions {
     /// Sessions whose peer may dial lanes already but which have not been delivered yet.
     opening: HashSet<[u8; 16]>,
     stopping: bool,
@@ -147,11 +147,11 @@ impl Listener {
     /// returns, a port in use for one.
     pub fn start(config: ListenConfig, me: Identity, lane_keys: LaneKeys, deliver: Deliver) -> Result<Listener> {
         let mut me = me;
-        let doors = open(&config, &mut me)?;
+        let sockets = open(&config, &mut me)?;
         me.hello.encode()?;
         let stop = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
             .map_err(|e| Error::io("listen", "eventfd", &e.into()))?;
-        let shared = Arc::new(Shared {
+        let acceptor = Arc::new(Acceptor {
             me,
             timeout: config.limits.timeout,
             half_open: Arc::new(HalfOpen::new(config.limits)),
@@ -162,36 +162,36 @@ impl Listener {
             state: Mutex::default(),
             changed: Condvar::new(),
         });
-        let own = Arc::clone(&shared);
+        let own = Arc::clone(&acceptor);
         let accept = thread::Builder::new()
             .name("crossrail-accept".to_owned())
-            .spawn(move || accept_loop(&own, &doors))
+            .spawn(move || accept_loop(&own, &sockets))
             .map_err(|e| Error::io("listen", "spawn a thread", &e))?;
-        Ok(Listener { shared, accept: Some(accept) })
+        Ok(Listener { acceptor, accept: Some(accept) })
     }
 
     /// How others reach this worker.
     pub fn address(&self) -> Address {
-        self.shared.me.hello.address()
+        self.acceptor.me.hello.address()
     }
 
     /// The rails it listens on.
     pub fn devices(&self) -> &[Device] {
-        &self.shared.me.hello.devices
+        &self.acceptor.me.hello.devices
     }
 
     /// What this worker shows of itself, with where it is reached: pass this to [`super::connect`].
     pub fn identity(&self) -> &Identity {
-        &self.shared.me
+        &self.acceptor.me
     }
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        self.shared.state.lock().stopping = true;
-        self.shared.changed.notify_all();
+        self.acceptor.state.lock().stopping = true;
+        self.acceptor.changed.notify_all();
         // The counter starts at 0 and is written once: the write cannot fail for being full.
-        let _ = self.shared.stop.write(1);
+        let _ = self.acceptor.stop.write(1);
         if let Some(accept) = self.accept.take()
             && !OWN_THREAD.get()
         {
@@ -202,27 +202,27 @@ impl Drop for Listener {
 }
 
 /// A listening socket and what it is for.
-enum Door {
+enum ListeningSocket {
     Unix(UnixListener),
     Control(TcpListener),
     Rail(TcpListener, Binding),
 }
 
-impl AsFd for Door {
+impl AsFd for ListeningSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
-            Door::Unix(listener) => listener.as_fd(),
-            Door::Control(listener) | Door::Rail(listener, _) => listener.as_fd(),
+            ListeningSocket::Unix(listener) => listener.as_fd(),
+            ListeningSocket::Control(listener) | ListeningSocket::Rail(listener, _) => listener.as_fd(),
         }
     }
 }
 
-fn open(config: &ListenConfig, me: &mut Identity) -> Result<Vec<Door>> {
+fn open(config: &ListenConfig, me: &mut Identity) -> Result<Vec<ListeningSocket>> {
     let bindings = config.control.iter().chain(config.rails.iter().map(|rail| &rail.binding));
     for binding in bindings {
         me.secret.allows_listening("listen", binding.address)?;
     }
-    let mut doors = Vec::new();
+    let mut sockets = Vec::new();
     me.hello.control.clear();
     me.hello.devices.clear();
     me.hello.unix = None;
@@ -232,13 +232,13 @@ fn open(config: &ListenConfig, me: &mut Identity) -> Result<Vec<Door>> {
         let address = unix::SocketAddr::from_abstract_name(&name).map_err(|e| fail("socket name", e))?;
         let listener = UnixListener::bind_addr(&address).map_err(|e| fail("bind", e))?;
         listener.set_nonblocking(true).map_err(|e| fail("fcntl", e))?;
-        doors.push(Door::Unix(listener));
+        sockets.push(ListeningSocket::Unix(listener));
         me.hello.unix = Some(name);
     }
     for binding in &config.control {
         let (listener, local) = open_tcp(binding, config.port)?;
         me.hello.control.extend(reachable_at(local)?);
-        doors.push(Door::Control(listener));
+        sockets.push(ListeningSocket::Control(listener));
     }
     for rail in &config.rails {
         if rail.binding.address.is_unspecified() {
@@ -253,9 +253,9 @@ fn open(config: &ListenConfig, me: &mut Identity) -> Result<Vec<Door>> {
             speed_mbps: rail.speed_mbps,
             loopback: local.ip().to_canonical().is_loopback(),
         });
-        doors.push(Door::Rail(listener, rail.binding.clone()));
+        sockets.push(ListeningSocket::Rail(listener, rail.binding.clone()));
     }
-    Ok(doors)
+    Ok(sockets)
 }
 
 fn open_tcp(binding: &Binding, port: u16) -> Result<(TcpListener, SocketAddr)> {
@@ -286,38 +286,38 @@ fn reachable_at(local: SocketAddr) -> Result<Vec<SocketAddr>> {
     Ok(found)
 }
 
-/// What a door lets in.
-enum Guest {
+/// What a socket lets in.
+enum Incoming {
     Control(Stream),
     Rail(TcpStream, Binding),
 }
 
-impl AsFd for Guest {
+impl AsFd for Incoming {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
-            Guest::Control(stream) => stream.as_fd(),
-            Guest::Rail(stream, _) => stream.as_fd(),
+            Incoming::Control(stream) => stream.as_fd(),
+            Incoming::Rail(stream, _) => stream.as_fd(),
         }
     }
 }
 
-fn accept_loop(shared: &Arc<Shared>, doors: &[Door]) {
+fn accept_loop(acceptor: &Arc<Acceptor>, sockets: &[ListeningSocket]) {
     OWN_THREAD.set(true);
     let mut threads: Vec<JoinHandle<()>> = Vec::new();
     let mut paused_until: Option<Instant> = None;
     loop {
-        let mut fds = vec![PollFd::new(shared.stop.as_fd(), PollFlags::POLLIN)];
+        let mut fds = vec![PollFd::new(acceptor.stop.as_fd(), PollFlags::POLLIN)];
         let mut timeout = PollTimeout::NONE;
         match paused_until.filter(|until| *until > Instant::now()) {
             Some(until) => timeout = poll_timeout(until),
-            None => fds.extend(doors.iter().map(|door| PollFd::new(door.as_fd(), PollFlags::POLLIN))),
+            None => fds.extend(sockets.iter().map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN))),
         }
         match poll(&mut fds, timeout) {
             Ok(_) => {}
             Err(Errno::EINTR) => continue,
             Err(e) => {
                 // Only a lack of kernel memory is left as a reason.
-                shared.rejected("listener", Error::io("accept", "poll", &e.into()));
+                acceptor.rejected("listener", Error::io("accept", "poll", &e.into()));
                 paused_until = Some(Instant::now() + EXHAUSTED_PAUSE);
                 continue;
             }
@@ -327,12 +327,12 @@ fn accept_loop(shared: &Arc<Shared>, doors: &[Door]) {
             break;
         }
         threads.retain(|thread| !thread.is_finished());
-        for (door, _) in doors.iter().zip(&ready[1..]).filter(|(_, ready)| **ready) {
-            match accept(door) {
-                Ok(Some((guest, source, from))) => threads.extend(receive(shared, guest, source, from)),
+        for (socket, _) in sockets.iter().zip(&ready[1..]).filter(|(_, ready)| **ready) {
+            match accept(socket) {
+                Ok(Some((incoming, source, from))) => threads.extend(receive(acceptor, incoming, source, from)),
                 Ok(None) => {}
                 Err(error) => {
-                    shared.rejected("listener", error);
+                    acceptor.rejected("listener", error);
                     paused_until = Some(Instant::now() + EXHAUSTED_PAUSE);
                 }
             }
@@ -344,19 +344,19 @@ fn accept_loop(shared: &Arc<Shared>, doors: &[Door]) {
     }
 }
 
-/// The next connection at a door; none when it has gone again.
-fn accept(door: &Door) -> Result<Option<(Guest, Source, String)>> {
-    let accepted = match door {
-        Door::Unix(listener) => listener.accept().map(|(stream, _)| unix_guest(stream)),
-        Door::Control(listener) => listener.accept().map(|(stream, from)| {
-            Some((Guest::Control(Stream::Tcp(stream)), Source::Ip(from.ip().to_canonical()), tcp_name(from)))
+/// The next connection at a socket; none when it has gone again.
+fn accept(socket: &ListeningSocket) -> Result<Option<(Incoming, Source, String)>> {
+    let accepted = match socket {
+        ListeningSocket::Unix(listener) => listener.accept().map(|(stream, _)| unix_incoming(stream)),
+        ListeningSocket::Control(listener) => listener.accept().map(|(stream, from)| {
+            Some((Incoming::Control(Stream::Tcp(stream)), Source::Ip(from.ip().to_canonical()), tcp_name(from)))
         }),
-        Door::Rail(listener, rail) => listener.accept().map(|(stream, from)| {
-            Some((Guest::Rail(stream, rail.clone()), Source::Ip(from.ip().to_canonical()), tcp_name(from)))
+        ListeningSocket::Rail(listener, rail) => listener.accept().map(|(stream, from)| {
+            Some((Incoming::Rail(stream, rail.clone()), Source::Ip(from.ip().to_canonical()), tcp_name(from)))
         }),
     };
     match accepted {
-        Ok(guest) => Ok(guest),
+        Ok(incoming) => Ok(incoming),
         // These are left pending: without a pause the loop would spin.
         Err(e) if matches!(e.raw_os_error().map(Errno::from_raw), Some(Errno::EMFILE | Errno::ENFILE)) => {
             let error = Error::new(ErrorKind::Exhausted, "accept", format!("accept: {e}")).with_io(&e);
@@ -371,28 +371,28 @@ fn accept(door: &Door) -> Result<Option<(Guest, Source, String)>> {
     }
 }
 
-fn unix_guest(stream: UnixStream) -> Option<(Guest, Source, String)> {
+fn unix_incoming(stream: UnixStream) -> Option<(Incoming, Source, String)> {
     let who = getsockopt(&stream, sockopt::PeerCredentials).ok()?;
     let from = format!("unix (pid {}, uid {})", who.pid(), who.uid());
-    Some((Guest::Control(Stream::Unix(stream)), Source::User(who.uid()), from))
+    Some((Incoming::Control(Stream::Unix(stream)), Source::User(who.uid()), from))
 }
 
 /// Starts a handshake's thread, if there is a slot for it.
-fn receive(shared: &Arc<Shared>, guest: Guest, source: Source, from: String) -> Option<JoinHandle<()>> {
-    let slot = match HalfOpen::take(&shared.half_open, source) {
+fn receive(acceptor: &Arc<Acceptor>, incoming: Incoming, source: Source, from: String) -> Option<JoinHandle<()>> {
+    let slot = match HalfOpen::take(&acceptor.half_open, source) {
         Ok(slot) => slot,
         Err(text) => {
-            send_reject(guest.as_fd(), &WORKER, &Reject::new(RejectCode::Busy, &text));
+            send_reject(incoming.as_fd(), &WORKER, &Reject::new(RejectCode::Busy, &text));
             let error = Error::new(ErrorKind::Refused, "accept", text).with_reason(Reason::Busy).with_peer(&from);
-            shared.rejected(&from, error);
+            acceptor.rejected(&from, error);
             return None;
         }
     };
-    let own = Arc::clone(shared);
+    let own = Arc::clone(acceptor);
     let name = from.clone();
     let spawned = thread::Builder::new().name("crossrail-meet".to_owned()).spawn(move || {
         OWN_THREAD.set(true);
-        if let Err(error) = own.handshake(guest, &name, slot)
+        if let Err(error) = own.handshake(incoming, &name, slot)
             && error.kind != ErrorKind::Closed
         {
             own.rejected(&name, error);
@@ -402,22 +402,22 @@ fn receive(shared: &Arc<Shared>, guest: Guest, source: Source, from: String) -> 
         Ok(thread) => Some(thread),
         Err(e) => {
             let error = Error::new(ErrorKind::Exhausted, "accept", format!("spawn a thread: {e}")).with_peer(&from);
-            shared.rejected(&from, error);
+            acceptor.rejected(&from, error);
             None
         }
     }
 }
 
-impl Shared {
+impl Acceptor {
     fn rejected(&self, from: &str, error: Error) {
         (self.deliver)(Arrival::Rejected { from: from.to_owned(), error });
     }
 
-    fn handshake(&self, guest: Guest, from: &str, slot: Slot) -> Result<()> {
+    fn handshake(&self, incoming: Incoming, from: &str, slot: Slot) -> Result<()> {
         let deadline = Instant::now() + self.timeout;
-        match guest {
-            Guest::Control(stream) => self.session(stream, from, slot, deadline),
-            Guest::Rail(stream, rail) => {
+        match incoming {
+            Incoming::Control(stream) => self.session(stream, from, slot, deadline),
+            Incoming::Rail(stream, rail) => {
                 rail.adopt(&stream)?;
                 self.lane(stream, from, slot, deadline)
             }
@@ -488,22 +488,22 @@ fn nodelay(stream: &TcpStream) -> Result<()> {
     stream.set_nodelay(true).map_err(|e| Error::io("accept", "setsockopt TCP_NODELAY", &e))
 }
 
-/// A session in `State::opening`.
+/// A session in `Sessions::opening`.
 struct Opening<'a> {
-    shared: &'a Shared,
+    acceptor: &'a Acceptor,
     session: [u8; 16],
 }
 
 impl<'a> Opening<'a> {
-    fn new(shared: &'a Shared, session: [u8; 16]) -> Opening<'a> {
-        shared.state.lock().opening.insert(session);
-        Opening { shared, session }
+    fn new(acceptor: &'a Acceptor, session: [u8; 16]) -> Opening<'a> {
+        acceptor.state.lock().opening.insert(session);
+        Opening { acceptor, session }
     }
 }
 
 impl Drop for Opening<'_> {
     fn drop(&mut self) {
-        self.shared.state.lock().opening.remove(&self.session);
-        self.shared.changed.notify_all();
+        self.acceptor.state.lock().opening.remove(&self.session);
+        self.acceptor.changed.notify_all();
     }
 }
