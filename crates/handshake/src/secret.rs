@@ -11,13 +11,13 @@ const SHORT: usize = 16;
 /// Longest secret file that is read, in bytes.
 const FILE_MAX: u64 = 64 * 1024;
 
-/// What the workers of a job share to know each other by. `Debug` does not show it.
+/// The secret shared by the processes of a job. `Debug` hides it.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub enum Secret {
-    /// None: this worker listens on this machine only.
+    /// No secret: this process listens on this machine only.
     #[default]
     None,
-    /// These bytes, never empty.
+    /// The secret's bytes, never empty.
     Shared(Vec<u8>),
 }
 
@@ -31,8 +31,8 @@ impl fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// The secret out of the settings `CROSSRAIL_SECRET` (its text) and `CROSSRAIL_SECRET_FILE` (a path), with
-    /// warnings for people. Neither: [`Secret::None`].
+    /// Loads the secret from the settings `CROSSRAIL_SECRET` (its text) or `CROSSRAIL_SECRET_FILE` (a path), with
+    /// warnings for people. [`Secret::None`] if neither is set.
     ///
     /// # Errors
     /// `Config`: both are set, the secret is empty, the file cannot be read.
@@ -100,7 +100,7 @@ impl Secret {
             .with_hint("set CROSSRAIL_SECRET or CROSSRAIL_SECRET_FILE, the same at all ends"))
     }
 
-    /// Whether there is one.
+    /// Whether there is a secret.
     pub fn is_shared(&self) -> bool {
         matches!(self, Secret::Shared(_))
     }

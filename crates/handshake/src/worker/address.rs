@@ -8,18 +8,18 @@ use sha2::{Digest, Sha256};
 use super::text::check_text;
 use crate::message::Malformed;
 
-/// First bytes of an address, which tell it from text.
+/// First bytes of an encoded address, which distinguish it from text.
 pub(super) const MAGIC: [u8; 4] = *b"\xc5XRA";
 const VERSION: u8 = 1;
 const CHECKSUM_LEN: usize = 8;
 /// Largest encoded address, in bytes.
 pub const ADDRESS_MAX: usize = 8 * 1024;
-/// Most TCP addresses in one.
+/// Most TCP addresses of one worker.
 const CONTROL_MAX: usize = 128;
 
-/// How a worker is reached. Opaque bytes to the user, who carries it to the other end by whatever means there is.
+/// A worker's address: opaque bytes that the user transfers to the other end by any means.
 ///
-/// Whoever holds the address may connect where no secret is set, so hand it to the peers only. `Debug` hides the token.
+/// Without a secret, any holder of the address may connect, so give it to peers only. `Debug` hides the token.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Address {
     /// The worker's id.
@@ -28,11 +28,11 @@ pub struct Address {
     pub name: String,
     /// Its machine's boot id.
     pub boot_id: String,
-    /// Proves that the connector holds this address.
+    /// Token by which a connector proves that it holds this address.
     pub token: [u8; 16],
-    /// The abstract name of its Unix socket.
+    /// Abstract name of its Unix socket.
     pub unix: Option<String>,
-    /// Where it accepts sessions over TCP, best first.
+    /// Addresses where it accepts sessions over TCP, best first.
     pub control: Vec<SocketAddr>,
 }
 
@@ -48,7 +48,7 @@ impl fmt::Debug for Address {
 }
 
 impl Address {
-    /// The address as bytes: versioned, with a checksum.
+    /// Encodes the address, with a version and a checksum.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
         out.push(VERSION);
@@ -62,10 +62,10 @@ impl Address {
         }
     }
 
-    /// The address that these bytes are.
+    /// Decodes an address.
     ///
     /// # Errors
-    /// `Usage`: no address at all, one of another version, or a damaged one.
+    /// `Usage`: not an address, another version, or damaged.
     pub fn decode(bytes: &[u8]) -> Result<Address> {
         let fail = |detail: String| Error::new(ErrorKind::Usage, "worker address", detail);
         let length = bytes.len();
@@ -75,7 +75,7 @@ impl Address {
         let Some(rest) = bytes.strip_prefix(&MAGIC) else {
             return Err(fail(format!("these {length} bytes are none")).with_hint("pass Worker.address unchanged"));
         };
-        // The version first: another one may keep its checksum elsewhere.
+        // Checked before the checksum, whose place may differ in another version.
         match rest.first() {
             Some(&VERSION) => {}
             Some(other) => {

@@ -20,15 +20,15 @@ use super::wire::WORKER;
 use crate::exchange::Exchange;
 use crate::proof::random;
 
-/// First and longest pause before a busy peer is tried again.
+/// First and longest pause between attempts to connect to a busy peer.
 const PAUSE_MIN: Duration = Duration::from_millis(5);
 const PAUSE_MAX: Duration = Duration::from_millis(200);
 
-/// Meets the worker that `target` names.
+/// Opens a session with the worker that `target` names.
 ///
-/// A worker's address is tried over its Unix socket first (`prefer_unix`, and both on one machine), then over its TCP
-/// addresses in turn, each with its part of the time. A peer that has too many handshakes under route is tried again
-/// until `deadline`. Blocks the calling thread, never beyond `deadline` by more than scheduling.
+/// A worker's address is tried over its Unix socket first (if `prefer_unix`, and both are on one machine), then over its
+/// TCP addresses in turn, each with its share of the time. Retries a busy peer until `deadline`. Blocks the calling
+/// thread until `deadline` at most.
 ///
 /// # Errors
 /// `Unreachable`, `Timeout`; `Refused` (secret, token); `Mismatch` (version, parameters); `Protocol` (not a Crossrail
@@ -60,7 +60,7 @@ pub fn connect(
         let share = Instant::now() + left / (count - index) as u32;
         match attempt(&route, me, worker, None, share) {
             Ok(session) => return Ok(session),
-            // The right peer said no; it would say so elsewhere too.
+            // The peer itself refused; it would refuse on any other route.
             Err(error) if matches!(error.kind, ErrorKind::Refused | ErrorKind::Mismatch) => return Err(error),
             Err(error) => failures.push(error),
         }
@@ -68,14 +68,14 @@ pub fn connect(
     Err(all_failed(failures, worker))
 }
 
-/// Moves a session that came about over TCP to the peer's Unix socket, where both are on one machine.
+/// Moves a session from TCP to the peer's Unix socket, if both ends are on one machine.
 ///
-/// `Ok(None)`: there is no such route (another machine, another network namespace, no socket), go on with `session`.
-/// Otherwise the new session takes its place: its peer finds the old one's id in [`crate::Hello::replaces`]; drop the
-/// old one.
+/// `Ok(None)`: there is no such route (another machine or network namespace, or no socket); keep using `session`.
+/// Otherwise the new session replaces it: the peer finds the old session's id in [`crate::Hello::replaces`]. Drop the
+/// old session.
 ///
 /// # Errors
-/// As [`connect`], but for `Unreachable`.
+/// As [`connect`], except `Unreachable`.
 pub fn upgrade(session: &Session, me: &Identity, deadline: Instant) -> Result<Option<Session>> {
     let address = session.peer.address();
     let Some(name) = address.unix.as_deref() else { return Ok(None) };
@@ -89,12 +89,12 @@ pub fn upgrade(session: &Session, me: &Identity, deadline: Instant) -> Result<Op
     }
 }
 
-/// Dials one lane of a session to a rail of the peer's, from `binding`, and proves that it belongs there.
+/// Dials one lane of a session from `binding` to a rail of the peer, and authenticates it.
 ///
-/// The stream comes back in blocking mode with TCP_NODELAY set. A busy peer is tried again until `deadline`.
+/// The returned stream is in blocking mode with TCP_NODELAY set. Retries a busy peer until `deadline`.
 ///
 /// # Errors
-/// As [`connect`]; `Refused` also when the peer has closed the session.
+/// As [`connect`]; also `Refused` if the peer has closed the session.
 pub fn dial_lane(
     ticket: &Ticket,
     binding: &Binding,
@@ -116,15 +116,15 @@ pub fn dial_lane(
     }
 }
 
-/// One route to try.
+/// One route to a peer.
 enum Route<'a> {
-    /// The abstract socket of that name.
+    /// The abstract Unix socket of this name.
     Unix(&'a str),
-    /// That address, from that device.
+    /// This TCP address, from this device.
     Tcp(SocketAddr, Option<&'a Binding>),
 }
 
-/// The addresses that `binding` can reach by their family; all of them where none fits, so that the error says so.
+/// The addresses of `binding`'s family; all of them if none matches, so that connecting reports why.
 fn tcp_routes<'a>(addresses: &[SocketAddr], binding: Option<&'a Binding>) -> Vec<Route<'a>> {
     let fits = |to: &SocketAddr| binding.is_none_or(|binding| binding.address.is_ipv4() == to.is_ipv4());
     let any = addresses.iter().any(fits);
@@ -174,7 +174,7 @@ fn dial_tcp(lane: Option<LaneName>, to: SocketAddr, binding: Option<&Binding>, d
     Ok(stream)
 }
 
-/// Connects to an abstract socket. Linux does not queue such a connect while the listener's backlog is full.
+/// Connects to an abstract Unix socket. Linux fails with EAGAIN, instead of queueing, while the backlog is full.
 fn dial_unix(name: &str, pause: &mut Pause) -> Result<UnixStream> {
     let started = Instant::now();
     let fail = |call: &str, e: Errno| {
@@ -204,7 +204,8 @@ fn dial_unix(name: &str, pause: &mut Pause) -> Result<UnixStream> {
     }
 }
 
-/// Growing pauses between tries of a busy peer. There is no event to wait for: it is the peer's slots that come free.
+/// Exponential backoff between attempts to connect to a busy peer. There is no event to wait for: the slots that become
+/// free are the peer's.
 struct Pause {
     next: Duration,
     deadline: Instant,
@@ -215,9 +216,9 @@ impl Pause {
         Pause { next: PAUSE_MIN, deadline }
     }
 
-    /// Waits; false when the time left does not allow another try.
+    /// Waits; false if the remaining time does not allow another attempt.
     fn before_retry(&mut self) -> bool {
-        // Spread, so that many who were turned away together do not come back together.
+        // Jitter, so that peers that were rejected together do not retry together.
         let jitter = random::<1>().map_or(128, |[byte]| u32::from(byte));
         let pause = self.next / 2 + self.next * jitter / 512;
         self.next = (self.next * 2).min(PAUSE_MAX);
@@ -229,19 +230,19 @@ impl Pause {
     }
 }
 
-/// One error out of those of all routes that were tried.
+/// Combines the errors of all routes into one.
 fn all_failed(mut failures: Vec<Error>, worker: Option<&Address>) -> Error {
     let name = worker.map_or_else(|| "the peer".to_owned(), |address| address.name.clone());
     if failures.len() == 1 {
         return failures.remove(0);
     }
     if failures.is_empty() {
-        let detail = "its address names no route that leads here: it listens on its own machine only";
+        let detail = "its address names no route from here: it listens on its own machine only";
         return Error::new(ErrorKind::Unreachable, "connect", detail)
             .with_peer(name)
             .with_hint("let it listen beyond loopback, with CROSSRAIL_SECRET set at both ends");
     }
-    // The error that got furthest says most; all are told.
+    // The attempt that got furthest determines the kind; the text has all of them.
     let kind = failures.iter().map(|e| e.kind).find(|kind| *kind != ErrorKind::Unreachable);
     let all: Vec<String> =
         failures.iter().map(|e| format!("{}: {}", e.peer.as_deref().unwrap_or("?"), e.detail)).collect();

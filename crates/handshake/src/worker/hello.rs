@@ -12,40 +12,40 @@ use crate::secret::Secret;
 
 /// Longest hello that is accepted, in bytes, without its head.
 pub const HELLO_MAX: usize = 64 * 1024;
-/// Most entries of any list.
+/// Most entries of each list.
 const LIST_MAX: usize = 128;
 
-/// A rail that a worker offers: where it accepts lanes.
+/// A rail on which a worker accepts lanes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
-    /// The device's name for people, as `CROSSRAIL_NET_DEVICES` has it: `eth1`, `127.0.0.2`.
+    /// The device's name, in the form of `CROSSRAIL_NET_DEVICES`: `eth1`, `127.0.0.2`.
     pub name: String,
     /// The address it listens on.
     pub address: IpAddr,
     /// The port it listens on.
     pub port: u16,
-    /// The link's speed in Mbit/s, where it is known.
+    /// The link's speed in Mbit/s, if known.
     pub speed_mbps: Option<u32>,
     /// Whether it reaches this machine only.
     pub loopback: bool,
 }
 
-/// Who a worker is, and what it offers.
+/// A worker's identity and capabilities.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     /// The worker's id: random, never reused.
     pub worker: [u8; 16],
-    /// Its name for people, `host:pid` or as the user chose.
+    /// Its display name: `host:pid`, or the user's choice.
     pub name: String,
     /// The machine's boot id: workers that share one can share memory.
     pub boot_id: String,
-    /// Its process, as the worker itself sees it.
+    /// Its process id, in its own namespace.
     pub pid: u32,
-    /// The Crossrail release, for messages.
+    /// Its Crossrail release, for messages.
     pub release: String,
-    /// The transports that its settings allow, by name.
+    /// Names of the transports that its settings allow.
     pub transports: Vec<String>,
-    /// The rails where it accepts lanes. Filled in by [`super::Listener`].
+    /// The rails on which it accepts lanes. Set by [`super::Listener`].
     pub devices: Vec<Device>,
     /// Bytes of a chunk. Both ends must agree.
     pub chunk: u64,
@@ -53,13 +53,13 @@ pub struct Hello {
     pub window: u32,
     /// Connections per rail. Both ends must agree.
     pub channels: u32,
-    /// The abstract name of its Unix socket. Filled in by [`super::Listener`].
+    /// Abstract name of its Unix socket. Set by [`super::Listener`].
     pub unix: Option<String>,
     /// The token of its address.
     pub token: [u8; 16],
-    /// Where it accepts sessions over TCP. Filled in by [`super::Listener`].
+    /// Addresses where it accepts sessions over TCP. Set by [`super::Listener`].
     pub control: Vec<SocketAddr>,
-    /// The earlier session that this one takes the place of; see [`super::upgrade`].
+    /// The session that this one replaces; see [`super::upgrade`].
     pub replaces: Option<[u8; 16]>,
 }
 
@@ -82,7 +82,7 @@ impl fmt::Debug for Hello {
 }
 
 impl Hello {
-    /// How others reach this worker.
+    /// The worker's address.
     pub fn address(&self) -> Address {
         Address {
             worker: self.worker,
@@ -94,16 +94,16 @@ impl Hello {
         }
     }
 
-    /// The hello as it travels, without its head.
+    /// Encodes the hello's body, without its head.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let bytes = postcard::to_allocvec(self)
             .map_err(|e| Error::new(ErrorKind::Usage, "worker", format!("its description: {e}")))?;
-        // What this end would refuse to read it must not send.
+        // A body that this end would reject must not be sent.
         decode_hello(&bytes).map_err(|e| Error::new(ErrorKind::Usage, "worker", format!("its description: {e}")))?;
         Ok(bytes)
     }
 
-    /// What `self` and `other` disagree about, one line that reads the same at both ends.
+    /// The parameters in which `self` and `other` differ, in one line that is the same at both ends.
     pub fn disagreement(&self, other: &Hello) -> Option<String> {
         let parameters = [
             ("chunk", self.chunk, other.chunk, "CROSSRAIL_CHUNK"),
@@ -154,12 +154,12 @@ impl Hello {
     }
 }
 
-/// A name short enough to leave a [`crate::Reject`] room for what matters.
+/// Shortens a name, to leave room for the rest of a [`crate::Reject`]'s text.
 fn brief(name: &str) -> String {
     if name.len() <= 32 { name.to_owned() } else { name.chars().take(20).chain(['…']).collect() }
 }
 
-/// Reads a hello's body. Bytes behind the fields that this release knows are ignored: later ones may append some.
+/// Decodes a hello's body. Ignores bytes after the known fields: later releases may append fields.
 pub fn decode_hello(bytes: &[u8]) -> std::result::Result<Hello, Malformed> {
     if bytes.len() > HELLO_MAX {
         return Err(Malformed::TooLong { limit: HELLO_MAX, announced: bytes.len() as u64 });
@@ -170,16 +170,16 @@ pub fn decode_hello(bytes: &[u8]) -> std::result::Result<Hello, Malformed> {
     Ok(hello)
 }
 
-/// What a worker shows of itself, and what it knows others by.
+/// A worker's hello, and the secret that it expects of its peers.
 #[derive(Clone, Debug)]
 pub struct Identity {
-    /// What the peer gets to read.
+    /// The hello sent to the peer.
     pub hello: Hello,
-    /// What the peer must know.
+    /// The secret that the peer must prove to know.
     pub secret: Secret,
 }
 
-/// What both ends of a session must agree on.
+/// The parameters that both ends of a session must agree on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parameters {
     /// Bytes of a chunk.
@@ -191,10 +191,10 @@ pub struct Parameters {
 }
 
 impl Identity {
-    /// A new worker of this process: fresh id and token, this machine's boot id, `host:pid` where `name` is `None`.
+    /// Creates an identity with fresh id and token; the default of `name` is `host:pid`.
     ///
     /// # Errors
-    /// `Io` when the kernel gives no random bytes; `Usage` when the name is too long or has control characters.
+    /// `Io` if the kernel gives no random bytes; `Usage` if the name is too long or has control characters.
     pub fn new(
         name: Option<String>,
         secret: Secret,
@@ -230,8 +230,8 @@ fn host_name() -> String {
     }
 }
 
-/// The kernel's boot id. Where it cannot be read, a random one: this worker then shares a machine with nobody, which
-/// is slow but never wrong.
+/// The kernel's boot id, or a random one if it cannot be read: the worker then treats every peer as remote, which is
+/// slow but correct.
 fn boot_id() -> Result<String> {
     match std::fs::read_to_string("/proc/sys/kernel/random/boot_id") {
         Ok(text) => Ok(text.trim().to_owned()),

@@ -29,39 +29,39 @@ use crate::exchange::{Exchange, poll_timeout, send_reject};
 use crate::message::{Reject, RejectCode};
 use crate::proof::random;
 
-/// How long accepting pauses when the process has no descriptors or memory left for another connection.
+/// Pause of accepting when file descriptors or memory are exhausted.
 const EXHAUSTED_PAUSE: Duration = Duration::from_millis(100);
 
 /// A rail to listen on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rail {
-    /// The device's name for people.
+    /// The device's name.
     pub name: String,
-    /// Where it is. The address must be one of this machine's, not a wildcard.
+    /// Device and address. The address must belong to this machine and must not be a wildcard.
     pub binding: Binding,
-    /// The link's speed in Mbit/s, where it is known.
+    /// The link's speed in Mbit/s, if known.
     pub speed_mbps: Option<u32>,
 }
 
 /// Where a worker listens.
 #[derive(Clone, Debug, Default)]
 pub struct ListenConfig {
-    /// On an abstract Unix socket, for processes of this machine.
+    /// Whether to listen on an abstract Unix socket, for processes of this machine.
     pub unix: bool,
-    /// For sessions over TCP. A wildcard address stands for all of this machine's.
+    /// Addresses for sessions over TCP. A wildcard stands for all of this machine's addresses.
     pub control: Vec<Binding>,
-    /// The port for these; 0: any.
+    /// The port for sessions; 0: any free port.
     pub port: u16,
-    /// For lanes, each on a port of its own.
+    /// Rails for lanes, each on its own port.
     pub rails: Vec<Rail>,
-    /// Half-open connections.
+    /// Limits on half-open connections.
     pub limits: Limits,
-    /// Admit only who holds this worker's address: another user of this machine who merely knows the port is refused.
-    /// (With a secret set, that is what keeps strangers out.)
+    /// Whether to admit only holders of this worker's address, so that other users of this machine who know the port
+    /// are refused. Not needed with a secret.
     pub require_token: bool,
 }
 
-/// Who has come.
+/// An incoming session or lane.
 #[derive(Debug)]
 pub enum Arrival {
     /// A peer has connected.
@@ -70,17 +70,17 @@ pub enum Arrival {
     Lane {
         /// The session.
         session: [u8; 16],
-        /// Which of its lanes.
+        /// Which of the session's lanes.
         lane: LaneName,
-        /// The connection: blocking mode, TCP_NODELAY set, nothing read beyond the handshake.
+        /// The connection, in blocking mode with TCP_NODELAY set; nothing has been read beyond the handshake.
         stream: TcpStream,
-        /// This end.
+        /// The local address.
         local: SocketAddr,
-        /// The other end.
+        /// The peer's address.
         remote: SocketAddr,
     },
-    /// Someone was turned away, gave up or broke the protocol; for the log. Strangers decide how often, so log each
-    /// kind once.
+    /// A peer was rejected, gave up or broke the protocol; for the log. Strangers control how often this happens, so
+    /// log each kind once.
     Rejected {
         /// Where it came from.
         from: String,
@@ -91,13 +91,13 @@ pub enum Arrival {
 
 /// Finds a session's lane key.
 pub type LaneKeys = Box<dyn Fn(&[u8; 16]) -> Option<[u8; 32]> + Send + Sync>;
-/// Takes what arrives.
+/// Receives sessions and lanes.
 pub type Deliver = Box<dyn Fn(Arrival) + Send + Sync>;
 
 /// Listens for sessions and lanes until dropped.
 ///
-/// One thread accepts; each handshake has a short-lived thread of its own, at most [`Limits::half_open`] of them.
-/// Dropping ends all of them, waits for them, and closes every descriptor; from inside `deliver` it cannot wait.
+/// One thread accepts; each handshake runs on a short-lived thread of its own, at most [`Limits::half_open`] of them.
+/// Dropping stops and joins all threads and closes every descriptor; inside `deliver` it cannot join them.
 pub struct Listener {
     acceptor: Arc<Acceptor>,
     accept: Option<JoinHandle<()>>,
@@ -116,31 +116,30 @@ struct Acceptor {
     require_token: bool,
     lane_keys: LaneKeys,
     deliver: Deliver,
-    /// Readable from the moment on when everything is to end.
+    /// Becomes readable when the listener is dropped, and stays so.
     stop: EventFd,
     state: Mutex<Sessions>,
-    /// A session has left `Sessions::opening`, or `Sessions::stopping` was set.
+    /// Notified when a session leaves `Sessions::opening`, and when `Sessions::stopping` is set.
     changed: Condvar,
 }
 
 #[derive(Default)]
 struct Sessions {
-    /// Sessions whose peer may dial lanes already but which have not been delivered yet.
+    /// Sessions not delivered yet whose peers may already dial lanes. Entered before this end's hello is sent.
     opening: HashSet<[u8; 16]>,
     stopping: bool,
 }
 
 thread_local! {
-    /// Set in the listener's own threads: they cannot wait for themselves.
+    /// Set in the listener's own threads, which cannot join themselves.
     static OWN_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
 impl Listener {
-    /// Starts to listen. `me.hello` is completed with where this worker is reached; see [`Listener::identity`].
+    /// Starts to listen. Completes `me.hello` with the addresses of this worker; see [`Listener::identity`].
     ///
-    /// `deliver` is called from the listener's threads, several at a time. When it returns from an
-    /// [`Arrival::Session`], `lane_keys` must know that session: its lanes are held back until then, and so always
-    /// arrive after it.
+    /// `deliver` is called from the listener's threads, concurrently. Once it returns from an [`Arrival::Session`],
+    /// `lane_keys` must find that session. Its lanes are held back until then, so they always arrive after it.
     ///
     /// # Errors
     /// `Config`: an address beyond loopback without a secret, a wildcard rail; whatever `crossrail_tcp::listen`
@@ -170,7 +169,7 @@ impl Listener {
         Ok(Listener { acceptor, accept: Some(accept) })
     }
 
-    /// How others reach this worker.
+    /// The worker's address.
     pub fn address(&self) -> Address {
         self.acceptor.me.hello.address()
     }
@@ -180,7 +179,7 @@ impl Listener {
         &self.acceptor.me.hello.devices
     }
 
-    /// What this worker shows of itself, with where it is reached: pass this to [`super::connect`].
+    /// The worker's identity with its addresses, for [`super::connect`].
     pub fn identity(&self) -> &Identity {
         &self.acceptor.me
     }
@@ -190,18 +189,18 @@ impl Drop for Listener {
     fn drop(&mut self) {
         self.acceptor.state.lock().stopping = true;
         self.acceptor.changed.notify_all();
-        // The counter starts at 0 and is written once: the write cannot fail for being full.
+        // The counter is written once, so it cannot be full.
         let _ = self.acceptor.stop.write(1);
         if let Some(accept) = self.accept.take()
             && !OWN_THREAD.get()
         {
-            // A panic in there was a panic of `deliver`; it has been reported by the panic hook.
+            // A panic there was a panic of `deliver`; the panic hook has reported it.
             let _ = accept.join();
         }
     }
 }
 
-/// A listening socket and what it is for.
+/// A listening socket and its purpose.
 enum ListeningSocket {
     Unix(UnixListener),
     Control(TcpListener),
@@ -266,7 +265,7 @@ fn open_tcp(binding: &Binding, port: u16) -> Result<(TcpListener, SocketAddr)> {
     Ok((listener, local))
 }
 
-/// The addresses to give to others for a socket bound to `local`: for a wildcard those of the devices, loopback last.
+/// The addresses at which others reach a socket bound to `local`; for a wildcard those of all devices, loopback last.
 fn reachable_at(local: SocketAddr) -> Result<Vec<SocketAddr>> {
     if !local.ip().is_unspecified() {
         return Ok(vec![local]);
@@ -286,7 +285,7 @@ fn reachable_at(local: SocketAddr) -> Result<Vec<SocketAddr>> {
     Ok(found)
 }
 
-/// What a socket lets in.
+/// An accepted connection.
 enum Incoming {
     Control(Stream),
     Rail(TcpStream, Binding),
@@ -316,7 +315,7 @@ fn accept_loop(acceptor: &Arc<Acceptor>, sockets: &[ListeningSocket]) {
             Ok(_) => {}
             Err(Errno::EINTR) => continue,
             Err(e) => {
-                // Only a lack of kernel memory is left as a reason.
+                // The only remaining cause is a lack of kernel memory.
                 acceptor.rejected("listener", Error::io("accept", "poll", &e.into()));
                 paused_until = Some(Instant::now() + EXHAUSTED_PAUSE);
                 continue;
@@ -344,7 +343,7 @@ fn accept_loop(acceptor: &Arc<Acceptor>, sockets: &[ListeningSocket]) {
     }
 }
 
-/// The next connection at a socket; none when it has gone again.
+/// Accepts the next connection; `None` if it has ended meanwhile.
 fn accept(socket: &ListeningSocket) -> Result<Option<(Incoming, Source, String)>> {
     let accepted = match socket {
         ListeningSocket::Unix(listener) => listener.accept().map(|(stream, _)| unix_incoming(stream)),
@@ -357,7 +356,7 @@ fn accept(socket: &ListeningSocket) -> Result<Option<(Incoming, Source, String)>
     };
     match accepted {
         Ok(incoming) => Ok(incoming),
-        // These are left pending: without a pause the loop would spin.
+        // The connection stays pending: without a pause the loop would spin.
         Err(e) if matches!(e.raw_os_error().map(Errno::from_raw), Some(Errno::EMFILE | Errno::ENFILE)) => {
             let error = Error::new(ErrorKind::Exhausted, "accept", format!("accept: {e}")).with_io(&e);
             Err(error.with_reason(Reason::Descriptors).with_hint("raise the limit of open files (ulimit -n)"))
@@ -366,7 +365,7 @@ fn accept(socket: &ListeningSocket) -> Result<Option<(Incoming, Source, String)>
             let error = Error::new(ErrorKind::Exhausted, "accept", format!("accept: {e}")).with_io(&e);
             Err(error.with_reason(Reason::Memory))
         }
-        // Whatever else there is concerns that one connection.
+        // Every other error concerns this connection only.
         Err(_) => Ok(None),
     }
 }
@@ -377,7 +376,7 @@ fn unix_incoming(stream: UnixStream) -> Option<(Incoming, Source, String)> {
     Some((Incoming::Control(Stream::Unix(stream)), Source::User(who.uid()), from))
 }
 
-/// Starts a handshake's thread, if there is a slot for it.
+/// Starts a thread for the handshake, if a slot is free.
 fn receive(acceptor: &Arc<Acceptor>, incoming: Incoming, source: Source, from: String) -> Option<JoinHandle<()>> {
     let slot = match HalfOpen::take(&acceptor.half_open, source) {
         Ok(slot) => slot,
@@ -464,7 +463,7 @@ impl Acceptor {
         Ok(())
     }
 
-    /// Holds a lane back while its session is being delivered.
+    /// Waits while the lane's session is being delivered.
     fn wait_until_open(&self, exchange: &Exchange<'_>, session: &[u8; 16], deadline: Instant) -> Result<()> {
         let mut state = self.state.lock();
         while state.opening.contains(session) {
@@ -479,7 +478,7 @@ impl Acceptor {
     }
 }
 
-/// This process's user and root may connect without a secret.
+/// Whether this user may connect without a secret: the process's own user, and root.
 fn trusted(user: u32) -> bool {
     user == Uid::effective().as_raw() || Uid::from_raw(user).is_root()
 }
@@ -488,7 +487,7 @@ fn nodelay(stream: &TcpStream) -> Result<()> {
     stream.set_nodelay(true).map_err(|e| Error::io("accept", "setsockopt TCP_NODELAY", &e))
 }
 
-/// A session in `Sessions::opening`.
+/// A session in `Sessions::opening`, removed on drop.
 struct Opening<'a> {
     acceptor: &'a Acceptor,
     session: [u8; 16],

@@ -6,21 +6,21 @@ use crossrail_types::{Error, ErrorKind, Result};
 use super::address::{Address, MAGIC};
 use crate::resolve::resolve;
 
-/// Whom to connect to.
+/// The destination of a connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
     /// A worker whose address is known.
     Worker(Address),
-    /// Whoever listens there; tried in this order.
+    /// Any worker that listens at one of these addresses, tried in this order.
     Control(Vec<SocketAddr>),
 }
 
 impl Target {
-    /// A worker's address, or the text `host:port`, `[v6]:port`, `host`, `v6` (the last two with `default_port`). A
-    /// host name is looked up, until `deadline`.
+    /// Parses a worker's address, or the text `host:port`, `[v6]:port`, `host` or `v6` (the last two with
+    /// `default_port`). Resolves a host name until `deadline`.
     ///
     /// # Errors
-    /// `Usage`: neither of these; `Unreachable`: the name is not known; `Timeout`: the look-up takes too long.
+    /// `Usage`: neither of these. `Unreachable`: unknown host name. `Timeout`: the look-up takes too long.
     pub fn parse(input: &[u8], default_port: u16, deadline: Instant) -> Result<Target> {
         if input.starts_with(&MAGIC) {
             return Address::decode(input).map(Target::Worker);
@@ -59,7 +59,7 @@ fn split(text: &str, default_port: u16) -> Result<(&str, u16)> {
         }
     } else {
         match text.split_once(':') {
-            // Two colons: an IPv6 address without brackets, and so without a port.
+            // Two colons: an IPv6 address without brackets, and therefore without a port.
             Some((_, rest)) if rest.contains(':') => (text, default_port),
             Some((host, digits)) => (host, port(digits)?),
             None => (text, default_port),
@@ -68,14 +68,14 @@ fn split(text: &str, default_port: u16) -> Result<(&str, u16)> {
     if host.is_empty() {
         return Err(usage(format!("{text}: no host")));
     }
-    // The system's lookup would take 7471 for 0.0.29.47.
+    // The system's resolver would read 7471 as 0.0.29.47.
     if host.bytes().all(|byte| byte.is_ascii_digit()) {
         return Err(usage(format!("{text}: {host} is a number alone, no host")));
     }
     Ok((host, port))
 }
 
-/// An IP address with its scope (0: none), or `None` for a name.
+/// Parses an IP address with its scope id (0: none); `None` for a host name.
 fn literal(host: &str) -> Result<Option<(IpAddr, u32)>> {
     if let Ok(ip) = host.parse::<IpAddr>() {
         return Ok(Some((ip, 0)));
