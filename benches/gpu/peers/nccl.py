@@ -144,7 +144,7 @@ def latency(here: Rank, size: int) -> dict[str, Any]:
         trip()
     here.wait()
     if here.rank == 0 and not here.torch.equal(out, into):
-        raise SystemExit("nccl.py: what came back is not what was sent")
+        raise SystemExit("nccl.py: the data returned differs from the data sent")
     samples = batches(here, here.graph(lambda: [trip() for _ in range(TRIPS)]), TRIPS * 2)
     wall = []
     for _ in range(here.options.warmup + here.options.iters):
@@ -187,7 +187,7 @@ def bandwidth(here: Rank, size: int) -> dict[str, Any]:
         here.together()
         samples.append(here.timed(sample))
     if not bool((data == 7).all()):
-        raise SystemExit("nccl.py: what came is not what was sent")
+        raise SystemExit("nccl.py: the data received differs from the data sent")
     return rated({"what": "bandwidth", "size": size, "window": window}, samples[here.options.warmup :], size * window)
 
 
@@ -200,7 +200,7 @@ def all_to_all(here: Rank, size: int) -> dict[str, Any]:
         here.together()
         samples.append(here.timed(lambda: here.dist.all_to_all_single(into, out)))
     if [int(part[-1]) for part in into.view(ranks, size)] != [rank + 1 for rank in range(ranks)]:
-        raise SystemExit("nccl.py: what came is not what was sent")
+        raise SystemExit("nccl.py: the data received differs from the data sent")
     sent = size * (ranks - 1)
     return rated({"what": "alltoall", "size": size, "ranks": ranks}, samples[here.options.warmup :], sent)
 

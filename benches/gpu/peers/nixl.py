@@ -58,7 +58,7 @@ def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
         end = End(agent, peer, out[:size], size, arguments.limit)
         rows.append(measure(end, rank, size, arguments))
         if not torch.equal(into[:size].cpu(), expected(folder, rank, out, size)):
-            raise SystemExit("nixl.py: what came is not what was sent")
+            raise SystemExit("nixl.py: the data received differs from the data sent")
         end.close()
     if rank == 0:
         try:

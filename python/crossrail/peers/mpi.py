@@ -34,7 +34,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass
-class Came:
+class Received:
     """The rows that a dispatch delivered, in the form that the reference expects."""
 
     x: Any
@@ -65,12 +65,12 @@ class Rank:
             "timeout": 1.0,
         }
         self.native = _Alltoallv(parameters, dedup)
-        self.sent, self.came = np.zeros(ranks, np.int32), np.zeros(ranks, np.int32)
+        self.sent, self.received = np.zeros(ranks, np.int32), np.zeros(ranks, np.int32)
         self.native.route(self.mine.topk_idx, self.mine.topk_weights, self.sent)
-        comm.Alltoall(self.sent, self.came)
+        comm.Alltoall(self.sent, self.received)
         row, side = self.native.row_bytes, self.native.side_bytes
         self.row, self.side, self.back = (_record(size) for size in (row, side, 2 * shape.hidden))
-        going, coming = int(self.sent.sum()), int(self.came.sum())
+        going, coming = int(self.sent.sum()), int(self.received.sum())
         self.rows, self.sides = _room(going, row), _room(going, side)
         self.rows_in, self.sides_in = _room(coming, row), _room(coming, side)
         self.by_expert = work.layout == "expert"
@@ -84,26 +84,26 @@ class Rank:
 
     def _begin(self) -> None:
         """Computes the offsets of each rank's records."""
-        self.sent_at, self.came_at = _offsets(self.sent), _offsets(self.came)
+        self.sent_at, self.received_at = _offsets(self.sent), _offsets(self.received)
 
     def dispatch(self) -> None:
         """Exchanges counts, metadata and rows, and unpacks each row to its position."""
         if not self.cached:
             self.native.route(self.mine.topk_idx, self.mine.topk_weights, self.sent)
-            self.comm.Alltoall(self.sent, self.came)
+            self.comm.Alltoall(self.sent, self.received)
             self._begin()
         self.native.pack(self.mine.x, self.mine.topk_idx, self.rows, self.sides)
-        there, here = (self.sent, self.sent_at), (self.came, self.came_at)
+        there, here = (self.sent, self.sent_at), (self.received, self.received_at)
         self.comm.Alltoallv([self.sides, there, self.side], [self.sides_in, here, self.side])
         self.comm.Alltoallv([self.rows, there, self.row], [self.rows_in, here, self.row])
-        self.native.unpack(self.came, self.rows_in, self.sides_in, self.x, self.scales)
+        self.native.unpack(self.received, self.rows_in, self.sides_in, self.x, self.scales)
 
     def combine(self) -> None:
         """Returns the outputs to the source ranks, and sums them."""
         if self.by_expert:
             self.native.pack_back(self.y, self.answers)
         answers = self.answers if self.by_expert else self.y
-        there, here = (self.came, self.came_at), (self.sent, self.sent_at)
+        there, here = (self.received, self.received_at), (self.sent, self.sent_at)
         self.comm.Alltoallv([answers, there, self.back], [self.answers_in, here, self.back])
         self.native.unpack_back(self.answers_in, self.out)
 
@@ -126,28 +126,28 @@ class Rank:
     def wire(self, mode: str) -> int:
         """Bytes of rows and scales that leave the rank in one iteration."""
         away = int(self.sent.sum() - self.sent[self.comm.rank])
-        back = int(self.came.sum() - self.came[self.comm.rank])
+        back = int(self.received.sum() - self.received[self.comm.rank])
         there = away * (self.native.row_bytes + self.native.side_bytes - 8 * self.native.slots)
         total: int = there * (mode != "combine") + back * 2 * self.work.shape.hidden * (mode != "dispatch")
         return total
 
-    def _delivered(self) -> Came:
+    def _delivered(self) -> Received:
         shape, slots = self.work.shape, self.native.slots
-        lead = (shape.local_experts, shape.ranks * shape.max_tokens) if self.by_expert else (int(self.came.sum()),)
+        lead = (shape.local_experts, shape.ranks * shape.max_tokens) if self.by_expert else (int(self.received.sum()),)
         x = self.x.view(np.uint16 if self.work.scale is None else np.uint8).reshape(*lead, shape.hidden)
         scales = None
         if self.work.scale is not None:
             kind = np.uint8 if self.work.scale == "ue8m0" else np.float32
             scales = self.scales.view(kind).reshape(*lead, shape.hidden // 128)
-        came = Came(x, scales, self.native.expert_counts())
+        received = Received(x, scales, self.native.expert_counts())
         if not self.by_expert:
             sides = self.sides_in.reshape(*lead, -1)[:, -8 * slots :]
-            came.topk_idx = np.full((*lead, shape.topk), -1, np.int64)
-            came.topk_idx[:, :slots] = sides[:, : 4 * slots].copy().view(np.int32)
-            came.topk_weights = np.ones((*lead, shape.topk), np.float32)
+            received.topk_idx = np.full((*lead, shape.topk), -1, np.int64)
+            received.topk_idx[:, :slots] = sides[:, : 4 * slots].copy().view(np.int32)
+            received.topk_weights = np.ones((*lead, shape.topk), np.float32)
             if self.dedup:
-                came.topk_weights = sides[:, 4 * slots :].copy().view(np.float32)
-        return came
+                received.topk_weights = sides[:, 4 * slots :].copy().view(np.float32)
+        return received
 
 
 def _record(size: int) -> MPI.Datatype:

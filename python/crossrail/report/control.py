@@ -107,7 +107,7 @@ def phase_tables(rows: Sequence[Row]) -> list[RenderableType]:
         [*columns, "recovery ms"],
         left=5,
     )
-    said: list[Text] = []
+    faults: list[Text] = []
     for row in rows:
         phase = row.phase
         assert phase is not None
@@ -121,8 +121,8 @@ def phase_tables(rows: Sequence[Row]) -> list[RenderableType]:
             *("-" if rate is None else format_rate(rate) for rate in (row.gb_per_s_logical, row.gb_per_s)),
             "-" if phase.recovery_us is None else _ms(phase.recovery_us),
         )
-        said += [Text(f"phase {phase.number}: {fault}") for fault in phase.faults]
-    return [made, *said]
+        faults += [Text(f"phase {phase.number}: {fault}") for fault in phase.faults]
+    return [made, *faults]
 
 
 def _ms(microseconds: float) -> str:

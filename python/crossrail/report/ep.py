@@ -116,9 +116,9 @@ def slowest(samples: Sequence[Sequence[float]]) -> list[float]:
 def kernels_us(spans: Sequence[tuple[float, float, str]], meeting: str, fills: int, warmup: int) -> float:
     """The total kernel time of an iteration, the median over iterations, from the spans of a profiler.
 
-    ``spans``: begin, microseconds and name of all. Before each iteration come so many ``fills`` and then one whose name
-    has ``meeting`` in it. The first ``warmup`` iterations are left out, and those that the profiler did not see whole.
-    Raises ValueError when there are no others.
+    ``spans`` has the begin, microseconds and name of each kernel. Each iteration is preceded by ``fills`` kernels that
+    overwrite the cache, and one whose name contains ``meeting``. The first ``warmup`` iterations are ignored, as are
+    those that the profiler has recorded incompletely. Raises ValueError if no others are left.
     """
     iterations: list[list[float]] = []
     for _, took, name in sorted(spans):

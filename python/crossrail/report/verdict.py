@@ -136,13 +136,13 @@ def _unpack(facts: Facts) -> VerdictLine | None:
     if not (near or busy >= UNPACK_BUSY or (waited >= SLOT_SHARE and busy >= UNPACK_BUSY / 2)):
         return None
     alone = ", ".join(f"{mode} {format_rate(rate)}" for mode, rate in facts.unpack_gb_per_s.items())
-    said = f"{busy:.0%} of the time was unpacking, by {facts.unpack}, at {format_rate(facts.gb_per_s)}"
-    said += f"; alone on this GPU, in this run: {alone}" if alone else ""
+    found = f"{busy:.0%} of the time was unpacking, by {facts.unpack}, at {format_rate(facts.gb_per_s)}"
+    found += f"; alone on this GPU, in this run: {alone}" if alone else ""
     best = max(facts.unpack_gb_per_s, key=lambda mode: facts.unpack_gb_per_s[mode], default=facts.unpack)
     if own is not None and facts.unpack_gb_per_s[best] >= FASTER * own:
-        return VerdictLine("unpack", f"unpack: use {best}. {said}.")
+        return VerdictLine("unpack", f"unpack: use {best}. {found}.")
     advice = f"{facts.unpack} is the fastest mode here: larger chunks (--chunk) mean fewer of them"
-    return VerdictLine("unpack", f"unpack: {said}. {advice}.")
+    return VerdictLine("unpack", f"unpack: {found}. {advice}.")
 
 
 def _slots(facts: Facts) -> VerdictLine | None:

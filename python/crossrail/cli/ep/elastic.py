@@ -254,8 +254,8 @@ class _Rank:
     def exchange(self, parent: Parent, active: list[int], left: list[int]) -> None:
         """Dispatches and combines until all of `left` have lost all other `active` ranks, which are killed meanwhile.
 
-        Tells when it has begun; and in the end when, for each rank that was lost, the first exchange without it was
-        finished, and what was said of it.
+        Reports the beginning and, at the end, for each lost rank when the first exchange without it was finished, and
+        the faults.
         """
         work, rank = self.work, self.group.rank
         mine, y = self.once(active)
@@ -282,21 +282,21 @@ class _Rank:
                 break
         self._await_deaths(victims)
         self.check(left)
-        said = [fault for fault in self.buffer.faults() if fault.rank in victims]
-        texts = [f"rank {rank} lost rank {one.rank} in {one.operation}, {one.stage}: {one.why}" for one in said]
+        lost_ranks = [fault for fault in self.buffer.faults() if fault.rank in victims]
+        texts = [f"rank {rank} lost rank {one.rank} in {one.operation}, {one.stage}: {one.why}" for one in lost_ranks]
         parent.send("survived", without=without, faults=texts)
 
     def _agreed(self, number: int, left: list[int], lost: list[int], victims: list[int]) -> bool:
         """Whether every survivor has lost every victim. All survivors reach the same answer."""
         self.group.publish(f"lost {number}", json.dumps(lost).encode())
-        told = [json.loads(value) for value in self.group.collect(f"lost {number}", left)]
+        every = [json.loads(value) for value in self.group.collect(f"lost {number}", left)]
         if number > 1:
             self.group.withdraw(f"lost {number - 1}")
-        if all(one == victims for one in told):
+        if all(one == victims for one in every):
             self.group.barrier("all lost", left)
             self.group.withdraw(f"lost {number}")
             return True
-        wrong = sorted({rank for one in told for rank in one} - set(victims))
+        wrong = sorted({rank for one in every for rank in one} - set(victims))
         if wrong:
             raise Failure(f"ranks {wrong} were lost although they were not killed: {self.buffer.faults()[-1]}")
         return False

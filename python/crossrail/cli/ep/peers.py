@@ -139,7 +139,7 @@ def _finished(command: list[str], environment: Mapping[str, str]) -> str:
     except OSError as error:
         raise PeerFailure(f"cannot run mpirun: {error.strerror}") from error
     try:
-        out, said = process.popen.communicate(timeout=MPI_LONGEST_S)
+        out, errors = process.popen.communicate(timeout=MPI_LONGEST_S)
     except subprocess.TimeoutExpired:
         raise PeerFailure(f"mpirun did not finish within {MPI_LONGEST_S:g} s and was killed") from None
     finally:
@@ -147,13 +147,13 @@ def _finished(command: list[str], environment: Mapping[str, str]) -> str:
             process.popen.terminate()  # so that it ends its ranks and removes their files
         process.stop(MPI_GRACE_S)
     if process.popen.returncode != 0:
-        raise _mpi_reason(said.decode(errors="replace"), process.popen.returncode)
+        raise _mpi_reason(errors.decode(errors="replace"), process.popen.returncode)
     return out.decode(errors="replace")
 
 
-def _mpi_reason(said: str, code: int) -> Failure:
+def _mpi_reason(output: str, code: int) -> Failure:
     """Why mpirun failed: the error of a rank, or the first lines of its own output."""
-    lines = [line.strip() for line in said.splitlines() if line.strip().strip("-")]
+    lines = [line.strip() for line in output.splitlines() if line.strip().strip("-")]
     errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
     return PeerFailure(f"mpirun failed ({code}): {' '.join(errors[:1] or lines[:3])[:500]}")
 
@@ -191,11 +191,11 @@ class GpuPeers:
         if self._ranks is None:
             return
         try:
-            told = self._ranks.wait_for("opened", self.options.placement.ranks, OPEN_S)
+            opened = self._ranks.wait_for("opened", self.options.placement.ranks, OPEN_S)
         except Failure as failure:
             self._give_up(failure)
             return
-        for message in told.values():
+        for message in opened.values():
             self.versions |= message["versions"]
             self._errors |= message["errors"]
 
@@ -222,9 +222,9 @@ class GpuPeers:
                 found[name] = PeerResult(what=name, error=self._errors.get(name, "it was not run"))
                 continue
             for variant in self._turns[0][0]["found"].get(name, {}):
-                said = [[turn[rank]["found"][name][variant] for rank in sorted(turn)] for turn in self._turns]
-                if mode in said[0][0]["modes"]:
-                    found[variant] = _gpu_result(said, mode)
+                messages = [[turn[rank]["found"][name][variant] for rank in sorted(turn)] for turn in self._turns]
+                if mode in messages[0][0]["modes"]:
+                    found[variant] = _gpu_result(messages, mode)
         return found
 
     @property
@@ -258,20 +258,20 @@ class GpuPeers:
         self._ranks = None
 
 
-def _gpu_result(said: list[list[Message]], mode: str) -> PeerResult:
+def _gpu_result(messages: list[list[Message]], mode: str) -> PeerResult:
     """The result of one peer, from the messages of each rank in each turn."""
-    turns = [[one["modes"][mode] for one in turn] for turn in said]
+    turns = [[one["modes"][mode] for one in turn] for turn in messages]
     pooled = [sample for turn in turns for one in turn for sample in one["gpu_us"]]
     host = [sample for turn in turns for one in turn for sample in one["host_us"]]
     kernels = [one["kernel_us"] for one in turns[-1] if one["kernel_us"] is not None]
     return PeerResult(
-        what=said[0][0]["what"],
+        what=messages[0][0]["what"],
         p50_us=percentile(pooled, 50),
         avg_us=sum(pooled) / len(pooled),
         rounds=[median(slowest([one["gpu_us"] for one in turn])) for turn in turns],
         kernel_us=max(kernels) if kernels else None,
         host_p50_us=percentile(host, 50),
-        heap_bytes=said[0][0]["heap_bytes"],
+        heap_bytes=messages[0][0]["heap_bytes"],
     )
 
 
@@ -287,8 +287,8 @@ def serve(parent: Parent, job: Message) -> None:
                 if request["do"] == "open":
                     parent.send("opened", **rank.open(Work.from_dict(request["work"]), request["num_sms"]))
                 elif request["do"] == "measure":
-                    told = rank.measure(request["modes"], request["iters"], request["warmup"], last=request["last"])
-                    parent.send("measured", **told)
+                    found = rank.measure(request["modes"], request["iters"], request["warmup"], last=request["last"])
+                    parent.send("measured", **found)
     except Exception as error:  # third-party code may raise anything
         if isinstance(error, Failure):
             raise

@@ -41,7 +41,7 @@ class Channel:
     def receive(self, timeout: float | None = None) -> Message:
         """Waits for the next message of the other end.
 
-        Raises the library's errors, and Failure for what is no message or reports the other end's failure.
+        Raises the library's errors, and Failure for an invalid message or one that reports the other end's failure.
         """
         buffer = bytearray(_MESSAGE_LIMIT)
         request = self.worker.recv(buffer, CONTROL_TAG, crossrail.ALL_BITS, source=self.endpoint)
