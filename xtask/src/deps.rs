@@ -19,8 +19,8 @@ pub(crate) fn check(root: &Path) -> Problems {
             }
         }
     }
-    for (room, words, why) in WORDS {
-        for path in files(&root.join("crates").join(room).join("src"), ".rs") {
+    for (folder, words, why) in WORDS {
+        for path in files(&root.join(folder), ".rs") {
             if path.file_stem().is_some_and(|name| name.to_string_lossy().ends_with("tests")) {
                 continue;
             }

@@ -47,12 +47,26 @@ pub(crate) const ROOMS: &[Room] = &[
     room("python", "crossrail-python", &["engine", "control", "ep", "ep-host", "ep-cuda", "bench", "types"]),
 ];
 
-/// Names that must not appear in the sources of a room (except its tests), and why.
-pub(crate) const WORDS: &[(&str, &[&str], &str)] = &[(
-    "proto",
-    &["std::net", "std::fs", "std::io", "std::os", "std::thread", "Instant::now", "SystemTime"],
-    "proto does no I/O and takes time as input, so that its tests are deterministic",
-)];
+/// Names that must not appear in the sources below a folder (except its tests), and why.
+pub(crate) const WORDS: &[(&str, &[&str], &str)] = &[
+    (
+        "crates/proto/src",
+        &["std::net", "std::fs", "std::io", "std::os", "std::thread", "Instant::now", "SystemTime"],
+        "proto does no I/O and takes time as input, so that its tests are deterministic",
+    ),
+    (
+        "crates/engine/src/memory",
+        &["crate::environment", "crate::core", "crate::progress", "crate::session", "crate::api"],
+        LAYERS,
+    ),
+    ("crates/engine/src/environment", &["crate::core", "crate::progress", "crate::session", "crate::api"], LAYERS),
+    ("crates/engine/src/core", &["crate::environment", "crate::progress", "crate::session", "crate::api"], LAYERS),
+    ("crates/engine/src/progress", &["crate::session", "crate::api"], LAYERS),
+    ("crates/engine/src/session", &["crate::api"], LAYERS),
+];
+
+const LAYERS: &str =
+    "a module of the engine uses only those below it: memory, environment, core, progress, session, api";
 
 /// Modules that Python files below a folder must not import, and why.
 pub(crate) const PYTHON: &[(&str, &[&str], &str)] = &[
