@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 
 use super::{NAP_MAX, Progress};
 
-/// While callers make progress themselves, the background thread looks this often whether they have stopped.
+/// While callers make progress, the background thread checks this often whether they have stopped.
 const TICK: Duration = Duration::from_millis(1);
-/// The threads of connections look for this long after anything last moved before they sleep, where cores are free.
+/// How long the connections' threads poll after anything last moved before they sleep, where cores are free.
 const LINGER: Duration = Duration::from_micros(100);
 
 impl Progress {
-    /// Gets the background thread to make progress now.
+    /// Has the background thread make progress now.
     pub(crate) fn hand_over(&self) {
         if let Some(thread) = &*self.background.lock() {
             thread.unpark();
@@ -29,7 +29,7 @@ impl Progress {
             let sleeping = wake_ups.is_anyone_sleeping();
             drop(core);
             if polling || (passes != seen && !sleeping) {
-                // Callers make progress themselves: look again when they may have stopped.
+                // Callers make progress themselves: check again when they may have stopped.
                 seen = passes;
                 std::thread::park_timeout(TICK);
                 continue;
@@ -90,7 +90,7 @@ impl Progress {
     /// A thread of its own for one group of connections.
     pub(crate) fn pump_forever(self: &Arc<Self>, group: usize) {
         let group = &self.connections.groups()[group];
-        // A thread that sleeps is woken in tens of microseconds, more on a virtual machine.
+        // Waking a thread takes tens of microseconds, more on a virtual machine.
         let linger =
             if self.environment.cores() > 2 * self.connections.groups().len() { LINGER } else { Duration::ZERO };
         let mut moved_at = Instant::now();

@@ -10,7 +10,7 @@ use super::Progress;
 use super::group::{About, Group};
 use crate::core::{BulkLane, READABLE, WRITABLE};
 
-/// Bytes a connection may move in each direction before the others get their turn.
+/// Bytes that a connection may move in each direction before the others get their turn.
 const BUDGET: usize = 4 << 20;
 
 /// The worker's connections that carry chunks, in groups: the first is pumped by whoever makes progress, which also
@@ -75,7 +75,7 @@ impl Connections {
 }
 
 impl Group {
-    /// Polls every connection that something was said about. Whether anything moved.
+    /// Polls every connection that has work. Whether anything moved.
     pub(crate) fn pump(&self, shared: &Progress) -> bool {
         let mut moved = false;
         for lane in self.snapshot().iter() {
@@ -89,7 +89,7 @@ impl Group {
                 continue;
             }
             let Some(mut held) = lane.lane.try_lock() else {
-                // Another thread is at it; it may have looked before this was said.
+                // Another thread polls it, and may have checked before this work was left: leave it for the next pump.
                 lane.set_ready(readiness);
                 lane.wanted.raise();
                 continue;
@@ -131,7 +131,7 @@ impl Group {
     }
 }
 
-/// The protocol's side of a lane polled outside the lock: takes it for each question.
+/// The protocol's side of a lane polled outside the worker's lock: it takes the lock for each call.
 struct OutsideSink<'a> {
     shared: &'a Progress,
     endpoint: EndpointId,
@@ -156,7 +156,7 @@ impl Sink for OutsideSink<'_> {
         let mut core = self.shared.core.lock();
         let place = core.transfers().data().place(self.endpoint, lane, head);
         if matches!(place, Place::Discard) {
-            // Frames without a payload tell of things, too: of slots that are free.
+            // A frame without a payload may carry acknowledgements, which free slots.
             core.transfers().settle_aside(self.endpoint);
             self.shared.after(core);
         }

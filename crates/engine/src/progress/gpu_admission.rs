@@ -10,7 +10,7 @@ use crate::core::gpu::UsedGpu;
 use crate::memory::Buffer;
 use crossrail_gpu::{Completion, StagingListener, StreamPoint};
 
-/// Never waits for the worker's lock: somebody who holds it may be waiting for the stager.
+/// Never waits for the worker's lock: a thread that holds it may be waiting for the stager.
 impl StagingListener for Progress {
     fn completed(&self, done: Vec<Completion>) -> bool {
         self.inbox.put(done);
@@ -21,7 +21,7 @@ impl StagingListener for Progress {
         if !self.inbox.is_up() {
             return true;
         }
-        // Who has the lock may look at the inbox before the stager comes again, or not.
+        // Whoever has the lock may or may not process the inbox before the stager calls again.
         let Some(mut core) = self.core.try_lock() else { return false };
         core.complete_staging();
         self.after(core);
@@ -29,8 +29,8 @@ impl StagingListener for Progress {
     }
 }
 
-/// Makes sure that memory which is said to be a GPU's is, and that the GPU can be used. Nothing to do for host
-/// memory. Not under the worker's lock.
+/// Checks that a buffer's memory belongs to the GPU that it names, and makes that GPU usable by operations. Does nothing
+/// for host memory. Must be called without the worker's lock.
 ///
 /// # Errors
 /// `Usage`: it is not that GPU's, or not all of it; `Unsupported`, with the reason: there is no CUDA; `Exhausted`:
@@ -73,8 +73,8 @@ fn admit_gpu(progress: &Progress, buffer: &mut Buffer) -> Result<()> {
     Ok(())
 }
 
-/// [`admit`] for memory that is only passed on to a peer: none of it goes through bounce memory, whose pages
-/// take some tenths of a second to pin.
+/// [`admit`] for memory that is only shared with a peer: it is never staged, so no bounce memory is pinned, which takes
+/// tenths of a second.
 ///
 /// # Errors
 /// As there, but for bounce memory.
@@ -87,13 +87,13 @@ pub(crate) fn admit_shared(progress: &Progress, buffer: &mut Buffer) -> Result<(
     Ok(())
 }
 
-/// Makes sure that links to GPU memory of peers can be made, if there is CUDA. Not under the worker's lock.
+/// Makes links to GPU memory of peers possible, if there is CUDA. Must be called without the worker's lock.
 pub(crate) fn admit_links(progress: &Progress) {
     let domain = progress.environment.ipc_domain();
     progress.core.lock().transfers().gpu().set_domain(domain);
 }
 
-/// Waits until `after` is complete, at most `CROSSRAIL_TIMEOUT`.
+/// Waits until `after` is reached, at most `CROSSRAIL_TIMEOUT`.
 pub(crate) fn wait_ready(progress: &Progress, ordinal: u32, after: &StreamPoint, what: &str) -> Result<()> {
     let timeout = progress.environment.settings().timeout;
     let Some(ticket) = progress.core.lock().transfers().gpu().wait_for(ordinal, after.clone()) else { return Ok(()) };

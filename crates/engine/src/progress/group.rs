@@ -113,14 +113,14 @@ impl Group {
         self.lanes.read().clone()
     }
 
-    /// Gets the thread that sleeps on this group going, if one does.
+    /// Wakes the thread that sleeps on this group, if one does.
     pub(crate) fn wake(&self) {
         if self.asleep.load(Ordering::SeqCst) {
             let _ = self.wake.write(1);
         }
     }
 
-    /// Wakes it whatever it does.
+    /// Writes the wake-up even if no thread is known to sleep.
     pub(crate) fn wake_always(&self) {
         let _ = self.wake.write(1);
     }
@@ -132,7 +132,7 @@ impl Group {
         let sleeps = timeout != Some(Duration::ZERO);
         let timeout = match timeout {
             None => EpollTimeout::NONE,
-            // Rounded up, so that a timer is never spun on for its last part.
+            // Rounded up, so that the last part of a timeout is not spent spinning.
             Some(time) => {
                 let ms = time.as_nanos().div_ceil(1_000_000).min(1 << 30) as u32;
                 EpollTimeout::try_from(ms).unwrap_or(EpollTimeout::MAX)
@@ -150,7 +150,7 @@ impl Group {
             let writable = flags.intersects(EpollFlags::EPOLLOUT | broken);
             let about = About::from_data(event.data());
             match about {
-                // For whoever sleeps: a passer-by that drained it would send the sleeper back to sleep.
+                // Only the sleeper drains it: another thread that did would send the sleeper back to sleep.
                 About::Wake if sleeps => {
                     let _ = self.wake.read();
                 }
@@ -167,7 +167,8 @@ impl Group {
         found > 0
     }
 
-    /// The thread is about to sleep in [`Group::events`]; call, then look at everything once more, then sleep.
+    /// The thread is about to sleep in [`Group::events`]. Call this first, then check for work once more, then sleep: work
+    /// that is left in between finds the flag set and wakes the thread.
     pub(crate) fn about_to_sleep(&self) {
         self.asleep.store(true, Ordering::SeqCst);
     }
@@ -176,7 +177,7 @@ impl Group {
         self.asleep.store(false, Ordering::SeqCst);
     }
 
-    /// Whether a connection was told to go on and has not been looked at since.
+    /// Whether a connection has work and was not polled since.
     pub(crate) fn pending(&self) -> bool {
         self.snapshot().iter().any(|lane| lane.is_pending())
     }

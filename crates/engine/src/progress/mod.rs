@@ -27,7 +27,7 @@ use crate::core::gpu::Inbox;
 use crate::core::{Callback, Core, Deferred, LostRail, Receipt, render};
 use crate::environment::Environment;
 
-/// The longest the background thread sleeps without looking at the protocol's timers.
+/// How long the background thread sleeps at most without checking the protocol's timers.
 pub(super) const NAP_MAX: Duration = Duration::from_millis(100);
 
 /// What progress reports to the sessions above it. Called without any lock of the worker's.
@@ -93,7 +93,7 @@ impl Progress {
         }))
     }
 
-    /// Starts the threads. `sessions` is told of lost rails and ended endpoints from now on.
+    /// Starts the threads. `sessions` receives reports from now on.
     ///
     /// # Errors
     /// `Io` when the system refuses threads.
@@ -163,7 +163,8 @@ impl Progress {
         }
         if finished {
             self.events.tell();
-            // Who sleeps was counted under the lock, so it is told even if it is only about to sleep.
+            // Sleepers were counted under the lock, so one that is only about to sleep is notified too: it waits for the
+            // condition with the lock, and cannot miss this.
             if sleepers {
                 self.done.notify_all();
             }
@@ -184,7 +185,7 @@ impl Progress {
         drop(core);
         if connections {
             for (at, group) in self.connections.groups().iter().enumerate() {
-                // The first also looks after the lanes under the lock.
+                // The first group's thread also polls the lanes under the lock.
                 if (at == 0 && driver) || group.pending() {
                     group.wake();
                 }
@@ -296,7 +297,7 @@ impl Progress {
     }
 }
 
-/// Connections are spread over threads of their own only where there are cores for them.
+/// How many threads of their own the connections get: more than one only where there are cores for them.
 fn io_threads(environment: &Environment) -> usize {
     match environment.settings().io_threads {
         IoThreads::Count(count) => count as usize,

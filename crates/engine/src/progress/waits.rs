@@ -12,23 +12,24 @@ use crate::core::Core;
 const SPIN: Duration = Duration::from_micros(30);
 /// Then it offers its core to others between polls, for this long; then it sleeps.
 const YIELD: Duration = Duration::from_micros(200);
-/// The same where there are cores to spare: being woken takes longer than most transfers that are still under way.
+/// The same where there are cores to spare: a wake-up takes longer than most transfers that are still in flight.
 const YIELD_MANY: Duration = Duration::from_millis(5);
-/// From so many processors on there are.
+/// From this many processors on there are cores to spare.
 const MANY: usize = 8;
-/// A thread that waits for the work of others' threads looks this often at first, and when it has waited for long, so
-/// often; in between after a sixteenth of the time that it has waited.
+/// Shortest and longest pause of a thread that waits for the work of the connections' threads; in between, a sixteenth
+/// of the time that it has waited.
 const ASIDE: Duration = Duration::from_micros(2);
 const ASIDE_MAX: Duration = Duration::from_micros(20);
-/// Idle polls after which threads that wait for the lock get it.
+/// Idle polls after which the lock is handed to threads that wait for it.
 const SHARE_EVERY: u32 = 8;
-/// Idle polls between two looks at the clock.
+/// Idle polls between two reads of the clock.
 const LOOK_EVERY: u32 = 64;
-/// Idle polls between two looks at the sockets of chunk connections.
+/// Idle polls between two polls of the sockets of connections that carry chunks.
 const EPOLL_EVERY: u32 = 32;
 
 impl Progress {
-    /// Waits until `ready` answers, at most `timeout`.
+    /// Waits until `ready` returns something, at most `timeout`. `ready` is called with the core locked, and only after an
+    /// operation has finished or [`Operations::report`](crate::core::Operations::report) was called.
     pub(crate) fn wait_until<T>(&self, timeout: Duration, ready: impl FnMut(&mut Core) -> Option<T>) -> Option<T> {
         self.wait_for(timeout, |_| false, ready)
     }
@@ -48,7 +49,7 @@ impl Progress {
         }
         core.wake_ups().enter();
         if core.transfers().polled().disarm() {
-            // The background thread sleeps on lanes that no longer ring: have it look after us instead.
+            // The background thread sleeps on lanes that send it no wake-ups any more: wake it, so that it checks on us.
             self.connections.driven().wake();
         }
         let ask = ask(&mut core);
@@ -93,9 +94,9 @@ struct Wait<'a> {
     deadline: Option<Instant>,
     idle: u32,
     idle_since: Option<Instant>,
-    /// It looks once in a while, and leaves the lock to others meanwhile.
+    /// It polls rarely and leaves the lock to other threads in between.
     aside: bool,
-    /// It waits for the peer's confirmation, and for nothing that comes without asking.
+    /// It waits for a confirmation, which the peer publishes and does not send.
     ask: bool,
 }
 
@@ -104,7 +105,7 @@ impl<'a> Wait<'a> {
     fn run<T>(&mut self, mut core: MutexGuard<'a, Core>, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Option<T> {
         let progress = self.progress;
         loop {
-            // Aside, it has just asked epoll, and others want the lock.
+            // When it polls rarely it has just asked epoll, and other threads wait for the lock.
             let mut moved = core.pass(!self.aside, self.ask);
             if let Some(found) = ready(&mut core) {
                 progress.leave(core);
@@ -128,7 +129,7 @@ impl<'a> Wait<'a> {
             }
             self.idle += 1;
             if self.idle.is_multiple_of(SHARE_EVERY) && core.has_threads() {
-                // Connections' threads have their turns; a lock that is taken again at once is never theirs.
+                // Without this the connections' threads would never get a lock that is taken again at once.
                 MutexGuard::bump(&mut core);
             }
             if self.aside || self.idle.is_multiple_of(LOOK_EVERY) {
@@ -141,11 +142,11 @@ impl<'a> Wait<'a> {
         }
     }
 
-    /// Looks at the clock after a stretch of idle polls: spin on, let others run, or sleep.
+    /// Reads the clock after a run of idle polls, and decides: spin on, yield, or sleep.
     #[cold]
     fn look<T>(&mut self, core: MutexGuard<'a, Core>, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
         let progress = self.progress;
-        // Others' threads do not see the end of a copy between GPUs.
+        // The connections' threads do not see the end of a copy between GPUs.
         let aside = core.has_threads() && !core.awaits_copy();
         progress.after(core);
         let now = Instant::now();
@@ -158,7 +159,7 @@ impl<'a> Wait<'a> {
         if idle < SPIN {
             return Look::Again(progress.core.lock());
         }
-        // Session and link events are not looked at while spinning.
+        // Control connections and link events are not polled while spinning.
         progress.poll_sockets(Some(Duration::ZERO));
         if idle < self.patience() {
             self.aside = aside;
@@ -178,8 +179,8 @@ impl<'a> Wait<'a> {
         self.doze(deadline, ready)
     }
 
-    /// What is waited for is the work of the threads of connections: they need the lock more than this one does, which
-    /// would only look whether they are done.
+    /// Pauses, because the work waited for is done by the connections' threads: they need the lock more than this one,
+    /// which would only check whether they are done.
     fn stand_aside(&self, idle: Duration) {
         let (since, pause) = (Instant::now(), (idle / 16).clamp(ASIDE, ASIDE_MAX));
         std::thread::yield_now();
@@ -199,7 +200,7 @@ impl<'a> Wait<'a> {
         let group = progress.connections.driven();
         group.about_to_sleep();
         let mut core = progress.core.lock();
-        // Others' threads may have finished it meanwhile.
+        // Another thread may have finished it since the last check.
         if let Some(found) = ready(&mut core) {
             group.awake();
             progress.leave(core);
