@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crossrail_control::{Group, GroupOptions, RankState, StoreServer, open};
-use crossrail_types::{ErrorKind, LogLevel, Settings};
+use crossrail_types::{ErrorKind, LogLevel, Reason, Settings};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -141,7 +141,7 @@ fn a_rank_taken_twice_and_sizes_that_disagree_name_the_other_process() {
     // Whoever waits for the one that was turned away hears why.
     until(|| first.state(2) == RankState::Left, &first);
     let lost = first.barrier("x", &[1, 2], LONG).unwrap_err();
-    assert_eq!(lost.kind, ErrorKind::PeerDead);
+    assert_eq!((lost.kind, lost.reason), (ErrorKind::PeerDead, Some(Reason::Closed)));
     assert!(lost.detail.contains("sizes disagree: rank 2 was told of 8 ranks"), "{lost}");
     // Groups of other names do not meet.
     let other = GroupOptions { name: "other".to_owned(), ..options(&server.address(), Some(1), 8) };

@@ -39,6 +39,8 @@ pub use crossrail_gpu::{CudaInfo, CudaState, GpuState, KernelCache, StageStats, 
 #[cfg(feature = "simulated-gpu")]
 pub use crossrail_gpu::{Simulated, SimulatedStream};
 pub use crossrail_topology::{Distance, GpuSeen};
-pub use crossrail_types::{Error, ErrorKind, Filter, IoThreads, LogLevel, Rails, Result, Secret, Settings, Unpack};
+pub use crossrail_types::{
+    Error, ErrorKind, Filter, IoThreads, LogLevel, Rails, Reason, Result, Secret, Settings, Unpack,
+};
 pub use memory::{Buffer, Memory, Place, Ready, RegionKey};
 pub use session::{Candidate, Explain};

@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crossrail::{
-    ConnectOptions, Context, Endpoint, ErrorKind, Mapped, Memory, Settings, Shared, Worker, WorkerOptions,
+    ConnectOptions, Context, Endpoint, ErrorKind, Mapped, Memory, Reason, Settings, Shared, Worker, WorkerOptions,
 };
 
 const LIMIT: Option<Duration> = Some(Duration::from_secs(20));
@@ -165,7 +165,8 @@ fn other_transports_refuse_by_name() {
         assert!(error.detail.ends_with(&format!("uses {uses}")), "{error}");
     }
     there.close(LIMIT).unwrap();
-    assert_eq!(there.map(&shared, LIMIT).unwrap_err().kind, ErrorKind::PeerDead);
+    let closed = there.map(&shared, LIMIT).unwrap_err();
+    assert_eq!((closed.kind, closed.reason), (ErrorKind::PeerDead, Some(Reason::Closed)), "{closed}");
     shm_a.worker.close();
     assert_eq!(there.map(&shared, LIMIT).unwrap_err().kind, ErrorKind::Closed);
 }
@@ -238,6 +239,8 @@ fn a_killed_peers_memory_stays_readable() {
         assert!(!child.wait().unwrap().success());
         let error = waiting.join().unwrap().unwrap_err();
         assert_eq!(error.kind, ErrorKind::PeerDead, "{error}");
+        // Its end is seen on the control connection or on the lane, whichever is first.
+        assert!(matches!(error.reason, Some(Reason::ProcessEnded | Reason::LanesLost)), "{error:?}");
     });
     assert_eq!(endpoint.map(&shared, LIMIT).unwrap_err().kind, ErrorKind::PeerDead);
     assert_eq!((word_of(&mapped, 0), word_of(&mapped, 512 << 20)), (11, 12));

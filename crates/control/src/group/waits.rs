@@ -1,6 +1,6 @@
 use std::time::{Duration, Instant};
 
-use crossrail_types::{Error, ErrorKind, Result, interrupt};
+use crossrail_types::{Error, ErrorKind, Reason, Result, interrupt};
 
 use super::state::{GroupState, Meeting, STEP_TIMEOUT};
 use crate::RankState;
@@ -229,9 +229,14 @@ fn check_alive(purpose: &Purpose<'_>, roster: &Roster, ranks: &[u32]) -> Result<
 
 fn check_not_lost(purpose: &Purpose<'_>, roster: &Roster, ranks: &[u32]) -> Result<()> {
     match roster.lost_of(ranks) {
-        Some((_, name, what)) => {
+        Some((rank, name, what)) => {
             let detail = format!("{:?}: {name} {what}", purpose.name);
+            let reason = match roster.state(rank) {
+                RankState::Left => Reason::Closed,
+                _ => Reason::ProcessEnded,
+            };
             Err(Error::new(ErrorKind::PeerDead, purpose.operation, detail)
+                .with_reason(reason)
                 .with_peer(name)
                 .with_hint("continue without it, or wait for its successor"))
         }

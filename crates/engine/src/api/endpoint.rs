@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crossrail_proto as proto;
-use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Result};
+use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Reason, Result};
 use proto::Operation;
 
 use super::{Request, Worker};
@@ -247,7 +247,7 @@ impl Endpoint {
         if let Some(peer) = core.peers().get_mut(self.id) {
             peer.close();
         }
-        core.transfers().kill(self.id, "closed");
+        core.transfers().kill(self.id, "closed", Some(Reason::Closed));
         progress.after(core);
         self.worker.sessions().end_session(self.id);
         match idle {

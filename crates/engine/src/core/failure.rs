@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crossrail_proto as proto;
 use crossrail_transport::LaneError;
-use crossrail_types::{EndpointId, ErrorKind, LaneId};
+use crossrail_types::{EndpointId, ErrorKind, LaneId, Reason};
 
 use super::gpu::NoteFailed;
 use super::transfers::{LostRail, Transfers};
@@ -30,7 +30,7 @@ impl Transfers {
         let none_left = peer.remove_lane(id);
         // A peer whose process ends or gives up says so itself, on the control connection; a shared-memory lane has none.
         if none_left && (rail.is_none() || !peer.is_alive() || matches!(error, LaneError::Protocol(_))) {
-            self.kill(endpoint, &format!("lane {name} is {error}"));
+            self.kill(endpoint, &format!("lane {name} is {error}"), Some(Reason::LanesLost));
             return;
         }
         peer.protocol.lane_down(now, id);
@@ -80,7 +80,7 @@ impl Transfers {
         let Some((since, why)) = self.data.tables.peers.get(endpoint).and_then(|peer| peer.stranded()) else { return };
         if now.since(*since) >= STRANDED.as_nanos() as u64 {
             let why = format!("{why}, and no rail came back for {} s", STRANDED.as_secs());
-            self.kill(endpoint, &why);
+            self.kill(endpoint, &why, Some(Reason::LanesLost));
         }
     }
 
@@ -88,11 +88,11 @@ impl Transfers {
     ///
     /// The order matters. Direct copies end before their lanes are closed, lanes before the staging that their buffers
     /// belong to, and all of it before the protocol reports the failures that give the memory back to the user.
-    pub(crate) fn kill(&mut self, endpoint: EndpointId, why: &str) {
+    pub(crate) fn kill(&mut self, endpoint: EndpointId, why: &str, reason: Option<Reason>) {
         let tables = &mut self.data.tables;
         let now = tables.clock.read();
         let Some(peer) = tables.peers.get_mut(endpoint) else { return };
-        let was_alive = peer.end(why);
+        let was_alive = peer.end(why, reason);
         for lane in peer.bulk() {
             lane.dead.raise();
         }

@@ -33,7 +33,7 @@ use std::time::Instant;
 
 use crossrail_proto as proto;
 use crossrail_shm::Arena;
-use crossrail_types::Log;
+use crossrail_types::{Log, Reason};
 
 pub(crate) use self::bulk_lane::{BulkLane, READABLE, WRITABLE};
 use self::data_path::DataPath;
@@ -286,9 +286,9 @@ impl Core {
         self.closed = true;
         for id in self.transfers.data.tables.peers.ids() {
             if let Some(peer) = self.transfers.data.tables.peers.get_mut(id) {
-                peer.end("the worker is closed");
+                peer.end("the worker is closed", Some(Reason::Closed));
             }
-            self.transfers.kill(id, "the worker is closed");
+            self.transfers.kill(id, "the worker is closed", Some(Reason::Closed));
         }
     }
 }

@@ -27,7 +27,7 @@ impl Core {
         let peer = self.transfers.data.tables.peers.get(endpoint).filter(|_| !self.closed);
         let peer = peer.ok_or_else(|| gone(what))?;
         if !peer.is_alive() {
-            return Err(Error::new(ErrorKind::PeerDead, what, peer.why_ended()).with_peer(peer.name()));
+            return Err(peer.dead(what));
         }
         Ok(peer.name().to_owned())
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crossrail_proto as proto;
 use crossrail_transport::Grant;
-use crossrail_types::{EndpointId, LaneId};
+use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Reason};
 use proto::Time;
 
 use super::bulk_lane::BulkLane;
@@ -83,6 +83,7 @@ pub(crate) struct Peer {
     names: Arc<Names>,
     alive: bool,
     why_ended: String,
+    end_reason: Option<Reason>,
     /// The lane polled under the lock: shared memory, or the TCP connection for messages.
     message_lane: Option<LaneId>,
     bulk: Vec<Arc<BulkLane>>,
@@ -110,6 +111,7 @@ impl Peer {
             names: Arc::new(Names { peer: name.to_owned(), message_lane: "".into() }),
             alive: true,
             why_ended: String::new(),
+            end_reason: None,
             message_lane: None,
             bulk: Vec::new(),
             lanes: Vec::new(),
@@ -140,11 +142,23 @@ impl Peer {
         &self.why_ended
     }
 
+    /// The reason of its end that programs branch on, if it is known.
+    pub(crate) fn end_reason(&self) -> Option<Reason> {
+        self.end_reason
+    }
+
+    /// The error of an operation `what` with this peer, which has ended.
+    pub(crate) fn dead(&self, what: &str) -> Error {
+        let error = Error::new(ErrorKind::PeerDead, what, &self.why_ended).with_peer(self.name());
+        Error { reason: self.end_reason, ..error }
+    }
+
     /// No operation may be started with it any more; whether it was alive. Only the first reason is kept.
-    pub(crate) fn end(&mut self, why: &str) -> bool {
+    pub(crate) fn end(&mut self, why: &str, reason: Option<Reason>) -> bool {
         let was_alive = std::mem::replace(&mut self.alive, false);
         if was_alive {
             self.why_ended = why.to_owned();
+            self.end_reason = reason;
         }
         was_alive
     }
@@ -153,6 +167,7 @@ impl Peer {
     pub(crate) fn close(&mut self) {
         self.alive = false;
         self.why_ended = "the endpoint is closed".to_owned();
+        self.end_reason = Some(Reason::Closed);
     }
 
     // ---- the protocol, for what is above the core

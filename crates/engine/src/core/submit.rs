@@ -49,7 +49,7 @@ impl Core {
     fn check_alive(&self, endpoint: Option<EndpointId>, kind: OpKind) -> Result<()> {
         match endpoint.and_then(|endpoint| self.transfers.data.tables.peers.get(endpoint)) {
             Some(peer) if peer.is_alive() => Ok(()),
-            Some(peer) => Err(Error::new(ErrorKind::PeerDead, kind.name(), peer.why_ended()).with_peer(peer.name())),
+            Some(peer) => Err(peer.dead(kind.name())),
             None => Err(gone(kind.name())),
         }
     }

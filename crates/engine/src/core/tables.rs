@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crossrail_proto as proto;
 use crossrail_shm::Arena;
 use crossrail_transport::{Grant, Payload, Tx};
-use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Log, OpId};
+use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Log, OpId, Reason};
 use proto::{Body, Memory, Time};
 
 use super::clock::Clock;
@@ -191,6 +191,11 @@ impl Tables {
         self.peers.get(endpoint).map(|peer| peer.notes_since(since)).unwrap_or_default()
     }
 
+    /// The reason of an error of that kind, as far as it is the peer's end.
+    fn end_reason(&self, kind: ErrorKind, endpoint: EndpointId) -> Option<Reason> {
+        self.peers.get(endpoint).filter(|_| kind == ErrorKind::PeerDead)?.end_reason()
+    }
+
     fn failure(&self, endpoint: EndpointId, id: OpId, failure: &proto::Failure, progress: u64) -> Error {
         let op = self.operations.op(id);
         let (what, total) = op.map_or(("request", 0), |op| (op.kind().name(), op.len() as u64));
@@ -207,6 +212,7 @@ impl Tables {
             proto::Failure::Closed => (ErrorKind::Closed, None),
         };
         let mut error = Error::new(kind, what, failure.to_string()).with_peer(self.peers.name(endpoint));
+        error.reason = self.end_reason(kind, endpoint);
         if total > 0 && !matches!(failure, proto::Failure::Truncated { .. }) {
             error = error.with_progress(progress, total);
         }
@@ -222,6 +228,7 @@ impl Tables {
         let mut error = Error::new(kind, what, why);
         if let Some(endpoint) = endpoint {
             error = error.with_peer(self.peers.name(endpoint));
+            error.reason = self.end_reason(kind, endpoint);
         }
         self.operations.finish(op, Err(Box::new(error)));
     }

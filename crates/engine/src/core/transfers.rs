@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crossrail_proto as proto;
 use crossrail_transport::{Lane, LaneError, Place, Post, Sink, Tx};
-use crossrail_types::{EndpointId, Head, LaneId, OpId};
+use crossrail_types::{EndpointId, Head, LaneId, OpId, Reason};
 use proto::{Event, Memory};
 
 use super::bulk_lane::BulkLane;
@@ -395,10 +395,10 @@ impl Transfers {
                     peer.note(now, format!("lane {name} lost; {what}"));
                 }
             }
-            Event::Broken { why } => self.kill(endpoint, &why),
+            Event::Broken { why } => self.kill(endpoint, &why, None),
             Event::Bye => {
                 if let Some(peer) = tables.peers.get_mut(endpoint) {
-                    peer.end("the peer closed the connection");
+                    peer.end("the peer closed the connection", Some(Reason::Closed));
                 }
                 tables.operations.report();
             }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crossrail_handshake::{Hello, Session, Stream, Ticket};
 use crossrail_tcp::{Binding, LinkWatch};
-use crossrail_types::{EndpointId, Error, ErrorKind, Result};
+use crossrail_types::{EndpointId, Error, ErrorKind, Reason, Result};
 use parking_lot::Mutex;
 
 use super::Sessions;
@@ -267,9 +267,9 @@ impl Sessions {
     fn forget(&self, endpoint: EndpointId) {
         let mut core = self.progress.core();
         if let Some(peer) = core.peers().get_mut(endpoint) {
-            peer.end("never came up");
+            peer.end("never came up", Some(Reason::ConnectionClosed));
         }
-        core.transfers().kill(endpoint, "never came up");
+        core.transfers().kill(endpoint, "never came up", Some(Reason::ConnectionClosed));
         self.progress.after(core);
     }
 
@@ -285,7 +285,7 @@ impl Sessions {
         self.progress.connections().pump(&self.progress);
         let mut core = self.progress.core();
         core.pass(true, true);
-        core.transfers().kill(endpoint, why);
+        core.transfers().kill(endpoint, why, Some(Reason::ProcessEnded));
         self.progress.after(core);
     }
 
