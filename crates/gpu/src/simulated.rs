@@ -1,8 +1,8 @@
 //! GPUs made of host memory, so that everything above the driver is tested on machines without one.
 //!
 //! Device memory is a memfd that is mapped twice: at the address that the user sees, without any access rights, so that
-//! every access by the CPU faults; and a second time for copies. Staging copies run on a thread of their own, and a test
-//! can delay them, hold them or make them fail.
+//! every access by the CPU faults; and a second time for copies. Staging copies run on a thread of their own, and a
+//! test can delay them, hold them or make them fail.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;

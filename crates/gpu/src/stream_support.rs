@@ -25,8 +25,8 @@ pub struct StreamSupport {
     kernels: Mutex<Option<Arc<Kernels>>>,
     /// Loading the kernels was tried by [`StreamSupport::prepare`].
     tried: AtomicBool,
-    /// Words that end waits of streams, and words that report how waits ended. They are never mixed: a stream may read a
-    /// word of the former kind long after it was written, so such a word only ever grows.
+    /// Words that end waits of streams, and words that report how waits ended. They are never mixed: a stream may read
+    /// a word of the former kind long after it was written, so such a word only ever grows.
     pages: [Mutex<Pages>; 2],
     waits: Mutex<Vec<Wait>>,
 }
@@ -166,7 +166,8 @@ impl StreamSupport {
         self.unless_waited_for(|| ()).is_none()
     }
 
-    /// Runs `body`, such as a kernel launch, unless a stream is known to wait; no stream can start to wait during the call.
+    /// Runs `body`, such as a kernel launch, unless a stream is known to wait; no stream can start to wait during the
+    /// call.
     pub fn unless_waited_for<T>(&self, body: impl FnOnce() -> T) -> Option<T> {
         let mut waits = self.waits.lock();
         waits.retain(|wait| !wait.is_over());
@@ -208,8 +209,8 @@ impl StreamSupport {
         Ok(kernels)
     }
 
-    /// Loads the kernels ahead of their first use, because they can be loaded neither during a capture nor while a stream
-    /// waits. Tried once; an error is reported where a kernel is needed.
+    /// Loads the kernels ahead of their first use, because they can be loaded neither during a capture nor while a
+    /// stream waits. Tried once; an error is reported where a kernel is needed.
     pub fn prepare(&self, settings: &Settings) {
         if !self.tried.load(Ordering::Relaxed) {
             let _ = self.kernels(settings);

@@ -118,8 +118,8 @@ impl Unpacker {
     /// other or any source.
     ///
     /// # Errors
-    /// `Usage` for a source outside `source`; `Timeout`; `Exhausted` for pinned memory; what the driver says. Some entries
-    /// may be under way then.
+    /// `Usage` for a source outside `source`; `Timeout`; `Exhausted` for pinned memory; what the driver says. Some
+    /// entries may be under way then.
     pub unsafe fn unpack(&mut self, stream: &Stream, list: &[Piece], source: Source) -> Result<()> {
         // SAFETY: the caller vouches for the list.
         unsafe {

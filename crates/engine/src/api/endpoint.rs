@@ -216,7 +216,7 @@ impl Endpoint {
         rows
     }
 
-    /// Finishes what is under way, at most `timeout` (`CROSSRAIL_TIMEOUT` if `None`), and says goodbye: the peer's
+    /// Waits for operations in flight, at most `timeout` (`CROSSRAIL_TIMEOUT` if `None`), and says goodbye: the peer's
     /// later operations fail with `Closed`, as do ours.
     ///
     /// # Errors

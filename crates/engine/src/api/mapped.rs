@@ -159,7 +159,7 @@ impl Endpoint {
         self.share_buffer(memory.into())
     }
 
-    /// [`Endpoint::share`] for part of a [`Memory`], or for memory of a GPU that is owned by somebody else
+    /// [`Endpoint::share`] for part of a [`Memory`], or for GPU memory that the caller owns
     /// ([`Buffer::device`]); that stays shared only as long as its owner does not free it.
     ///
     /// # Errors
@@ -191,8 +191,8 @@ impl Endpoint {
         self.map_on(shared, None, timeout)
     }
 
-    /// [`Endpoint::map`] of a GPU's memory for GPU `gpu` of this process: [`Mapped::place`] is that GPU. `None`: one that
-    /// this process uses already, or else the owner's if it is visible here, or else the first.
+    /// [`Endpoint::map`] of a GPU's memory for GPU `gpu` of this process: [`Mapped::place`] is that GPU. `None`: one
+    /// that this process uses already, or else the owner's if it is visible here, or else the first.
     ///
     /// # Errors
     /// As there; `Usage`: no such GPU, or memory of the host; `Region`: that GPU cannot reach the memory.

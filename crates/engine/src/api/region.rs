@@ -56,7 +56,7 @@ impl Region {
     }
 
     /// Ends all access: when this returns no peer touches the memory any more, and later accesses fail on the
-    /// accessing side with `Region`. Transfers under way into or out of it fail there too.
+    /// accessing side with `Region`. Transfers in flight into or out of it fail there too.
     pub fn deregister(&self) -> Result<()> {
         if self.0.progress.deregister(self.0.region) {
             Ok(())

@@ -8,7 +8,7 @@ use crossrail_types::{OpId, Result};
 use crate::core::{Collected, Receipt};
 use crate::progress::Progress;
 
-/// An operation under way.
+/// An operation in flight.
 ///
 /// Any thread may use it. Dropping it does not cancel the operation: its buffer stays in use until it is
 /// finished.
@@ -24,7 +24,7 @@ impl Request {
         Request { progress: progress.clone(), id, collected: Collected::nothing() }
     }
 
-    /// Makes progress once and says whether the request is finished, and how. Never blocks.
+    /// Makes progress once and returns the outcome if the request is finished. Never blocks.
     pub fn test(&self) -> Option<Result<Receipt>> {
         self.progress.test(self.id, &self.collected)
     }

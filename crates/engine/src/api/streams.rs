@@ -64,7 +64,8 @@ pub(crate) fn prepare(device: &Device) {
 
 impl Request {
     /// Lets a stream of GPU `ordinal` wait for the request: what is put into the stream after this call runs once the
-    /// request is finished, whether it came out well or not ([`Request::test`] tells which). The host waits for nothing.
+    /// request is finished, whether it came out well or not ([`Request::test`] tells which). The host waits for
+    /// nothing.
     ///
     /// # Safety
     /// `stream` must be a live stream's handle, or 0 for the default stream.
@@ -72,8 +73,8 @@ impl Request {
     /// # Errors
     /// `Usage`: the stream is another GPU's, or is being captured (a graph can't wait for one transfer again and again;
     /// capture [`Mapped::put`] instead); `Exhausted`: as many of the process's streams wait on that GPU as may
-    /// ([`crossrail_cuda::max_waiting_streams`]: 7, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise), since with one more what they
-    /// wait for would not go on; `Unsupported`: there is no CUDA; what the driver says.
+    /// ([`crossrail_cuda::max_waiting_streams`]: 7, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise), since with one
+    /// more what they wait for would not go on; `Unsupported`: there is no CUDA; what the driver says.
     pub unsafe fn wait_on(&self, stream: u64, ordinal: u32) -> Result<()> {
         let device = self.progress.environment().gpus().device(ordinal)?;
         let (context, calls) = real(&device, "wait_on")?;
@@ -91,11 +92,12 @@ impl Request {
         let word = calls.word(WordUse::EndsWait)?;
         let value = word.cell().load(Ordering::Relaxed) + 1;
         word.register_wait(stream.handle(), value, "wait_on")?;
-        // The driver first: a wait that cannot be put in needs nobody to end it. It compares the lower half, and so that
-        // streams that waited for less are satisfied by more.
-        // SAFETY: the word's page is given back, at the earliest, when no stream waits for it; the stream was vouched for.
+        // The driver first: a wait that cannot be submitted needs no write to end it. It compares the lower half, and
+        // so that streams that waited for less are satisfied by more.
+        // SAFETY: the word's page is given back, at the earliest, when no stream waits for it; the stream was vouched
+        // for.
         let put_in = unsafe { stream.wait_value32(word.address(), value as u32) };
-        // Written by whoever sees it finish, and free for others then.
+        // Written by the thread that sees the request finish; the word is free then.
         let tell = move || word.cell().store(value, Ordering::Release);
         match put_in {
             Ok(()) => self.on_complete(move |_| tell()),
@@ -111,8 +113,8 @@ impl Mapped {
     /// afterwards, and a graph that captures this does it at every replay.
     ///
     /// # Safety
-    /// `stream` must be a live stream's handle, or 0; `src` must be valid for `len` bytes until the stream has come past
-    /// this, and this memory mapped: keep a clone of it as long as that may be, or as the graph is used.
+    /// `stream` must be a live stream's handle, or 0; `src` must be valid for `len` bytes until the stream has come
+    /// past this, and this memory mapped: keep a clone of it as long as that may be, or as the graph is used.
     ///
     /// # Errors
     /// `Usage`: outside the memory, a signal that is not 8-byte aligned, host memory, a stream of another GPU than
@@ -149,7 +151,8 @@ impl Memory {
     /// Puts into `stream`: a wait until the 64-bit word at `offset` of this memory has reached `value`, or `limit` is
     /// over: the stream goes on in either case, and [`Awaited::outcome`] says which it was. It can be captured.
     ///
-    /// While a stream waits, its GPU should not be asked to free memory or load kernels: the driver lets those wait too.
+    /// While a stream waits, its GPU should not be asked to free memory or load kernels: the driver lets those wait
+    /// too.
     ///
     /// # Safety
     /// `stream` must be a live stream's handle, or 0; the memory must live until the stream has come past this.

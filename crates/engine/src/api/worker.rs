@@ -37,8 +37,8 @@ impl Default for WorkerOptions {
 /// How an endpoint is made.
 #[derive(Clone, Debug, Default)]
 pub struct ConnectOptions {
-    /// Transports that may be used, as `tcp,shm`; the connection fails rather than use another. `cuda_ipc`: it fails where
-    /// GPU memory cannot go straight; shared memory carries what is not a GPU's.
+    /// Transports that may be used, as `tcp,shm`; the connection fails rather than use another. `cuda_ipc`: it fails
+    /// where GPU memory cannot go straight; shared memory carries what is not a GPU's.
     pub require: Option<String>,
     /// How long it may take; `CROSSRAIL_TIMEOUT` by default.
     pub timeout: Option<Duration>,
@@ -103,7 +103,7 @@ impl Worker {
         Ok(worker)
     }
 
-    /// How others reach this worker: opaque bytes, to be handed over by any means. They admit whoever has them.
+    /// The worker's address: opaque bytes, to be passed to peers by any means. Whoever has them may connect.
     pub fn address(&self) -> Vec<u8> {
         self.sessions().address()
     }
@@ -141,7 +141,7 @@ impl Worker {
         Region::register(self.progress_handle(), buffer.into())
     }
 
-    /// Receives the next message whose tag agrees with `tag` in the bits of `mask`, from `from` or from anybody.
+    /// Receives the next message whose tag agrees with `tag` in the bits of `mask`, from `from` or from any peer.
     ///
     /// Messages match in the order in which they were sent and receives in the order in which they were posted. A
     /// message longer than the buffer fails with `Truncated`, at the sender too.

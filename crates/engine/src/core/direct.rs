@@ -29,9 +29,9 @@ const LEND_STOP_LIMIT: Duration = Duration::from_secs(2);
 
 /// All direct copies that this end makes. Protected by the worker's lock.
 ///
-/// A copy is begun at the protocol's request ([`DirectCopies::begin`]), advances in every pass ([`DirectCopies::step`]),
-/// and ends by telling the protocol; the caller then settles the endpoint. A copy that the protocol wants stopped
-/// ([`DirectCopies::stop`]) ends once nothing touches the memory any more.
+/// A copy is begun at the protocol's request ([`DirectCopies::begin`]), advances in every pass
+/// ([`DirectCopies::step`]), and ends by telling the protocol; the caller then settles the endpoint. A copy that the
+/// protocol wants stopped ([`DirectCopies::stop`]) ends once nothing touches the memory any more.
 #[derive(Default)]
 pub(super) struct DirectCopies {
     copies: Vec<ActiveCopy>,

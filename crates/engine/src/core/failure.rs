@@ -28,7 +28,8 @@ impl Transfers {
         let tables = &mut self.data.tables;
         let Some(peer) = tables.peers.get_mut(endpoint) else { return };
         let none_left = peer.remove_lane(id);
-        // A peer whose process ends or gives up says so itself, on the control connection; a shared-memory lane has none.
+        // A peer whose process ends or gives up says so itself, on the control connection; a shared-memory lane has
+        // none.
         if none_left && (rail.is_none() || !peer.is_alive() || matches!(error, LaneError::Protocol(_))) {
             self.kill(endpoint, &format!("lane {name} is {error}"), Some(Reason::LanesLost));
             return;

@@ -273,8 +273,8 @@ pub(crate) struct PolledLane {
 
 /// All lanes polled under the worker's lock.
 ///
-/// While [`PolledLanes::is_armed`], every lane's peer sends a wake-up with its next frame, because no thread polls here;
-/// a lane that is added meanwhile was not armed, so whoever adds one must disarm.
+/// While [`PolledLanes::is_armed`], every lane's peer sends a wake-up with its next frame, because no thread polls
+/// here; a lane that is added meanwhile was not armed, so whoever adds one must disarm.
 pub(crate) struct PolledLanes {
     lanes: Vec<PolledLane>,
     /// There are only sockets, and few: they are polled in every pass.

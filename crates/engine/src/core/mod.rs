@@ -61,8 +61,8 @@ const SOCKETS_EVERY: u32 = 16;
 ///
 /// Whoever has the lock may call any method. The rules:
 ///
-/// - After every call into the protocol ([`Peer`]) the endpoint is settled ([`Transfers::settle`]): the protocol's decisions
-///   are queued until then.
+/// - After every call into the protocol ([`Peer`]) the endpoint is settled ([`Transfers::settle`]): the protocol's
+///   decisions are queued until then.
 /// - Nothing here waits, except for a GPU that stops touching memory which is about to be the user's again.
 /// - What must be done without the lock (callbacks, wake-ups, lost rails) is left for
 ///   [`Progress::after`](crate::progress::Progress::after), which releases the lock.
@@ -135,8 +135,8 @@ impl Core {
 
     // ---- progress
 
-    /// Polls every lane under the lock once and acts on what arrived; whether anything moved. `probe`: poll also sockets
-    /// of which epoll has reported nothing. `ask`: a caller waits for a send to be confirmed.
+    /// Polls every lane under the lock once and acts on what arrived; whether anything moved. `probe`: poll also
+    /// sockets of which epoll has reported nothing. `ask`: a caller waits for a send to be confirmed.
     #[inline]
     pub(crate) fn pass(&mut self, probe: bool, ask: bool) -> bool {
         self.passes = self.passes.wrapping_add(1);
@@ -144,8 +144,8 @@ impl Core {
             self.timers();
         }
         let sockets = probe && (self.transfers.polled.sockets_only() || self.passes.is_multiple_of(SOCKETS_EVERY));
-        // Where connections have threads of their own, those do what follows from completions: a caller that counted them
-        // as progress would never leave them the lock.
+        // Where connections have threads of their own, those do what follows from completions: a caller that counted
+        // them as progress would never leave them the lock.
         let mut moved = self.transfers.data.gpu.has_completions() && self.complete_staging() && !self.threads;
         let collect = ask || self.passes.is_multiple_of(COUNTS_EVERY);
         let mut at = 0;

@@ -131,8 +131,8 @@ pub(crate) enum Standing {
 /// Operations by index; an index is reused under a new generation, so an id of a freed entry refers to nothing.
 ///
 /// Protected by the worker's lock. An operation is inserted, finishes exactly once ([`Operations::finish`] or
-/// [`Operations::finish_short`]; later calls are ignored), and leaves the table when its request has been dropped or its
-/// outcome collected. From the finish on no lane touches its memory.
+/// [`Operations::finish_short`]; later calls are ignored), and leaves the table when its request has been dropped or
+/// its outcome collected. From the finish on no lane touches its memory.
 #[derive(Default)]
 pub(crate) struct Operations {
     slots: Vec<Op>,

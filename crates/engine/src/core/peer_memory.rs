@@ -32,8 +32,8 @@ impl Core {
         Ok(peer.name().to_owned())
     }
 
-    /// The direct side of the lane that is polled under the lock, or of the link beside it (`gpu`), if the peer is alive
-    /// and has one.
+    /// The direct side of the lane that is polled under the lock, or of the link beside it (`gpu`), if the peer is
+    /// alive and has one.
     ///
     /// # Errors
     /// `Unsupported` with the reason; `PeerDead`, `Closed`.

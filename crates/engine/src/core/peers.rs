@@ -78,7 +78,7 @@ impl Peers {
 /// can still name it.
 pub(crate) struct Peer {
     /// The protocol's state. Whoever calls it must settle the endpoint afterwards
-    /// ([`Core::settle`](super::Core::settle)): the protocol's decisions take effect only then.
+    /// ([`Transfers::settle`](super::Transfers::settle)): the protocol's decisions take effect only then.
     pub(super) protocol: proto::Peer,
     names: Arc<Names>,
     alive: bool,

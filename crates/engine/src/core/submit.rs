@@ -183,8 +183,8 @@ impl Core {
         Some(offer)
     }
 
-    /// Posts a receive of `len` bytes. A message may have arrived before it. `host`: it is host memory, so that a message
-    /// can be placed at once.
+    /// Posts a receive of `len` bytes. A message may have arrived before it. `host`: it is host memory, so that a
+    /// message can be placed at once.
     #[inline(always)]
     fn post_receive(&mut self, op: OpId, (len, host): (u64, bool), tag: u64, mask: u64, from: Option<EndpointId>) {
         let tables = &mut self.transfers.data.tables;

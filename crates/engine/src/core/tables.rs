@@ -132,8 +132,8 @@ impl Tables {
         }
     }
 
-    /// A frame that outlives the call; `None` if its memory does not exist any more. That cannot happen while operations
-    /// end only through the protocol; the frame is dropped then, and the operation's own end reports it.
+    /// A frame that outlives the call; `None` if its memory does not exist any more. That cannot happen while
+    /// operations end only through the protocol; the frame is dropped then, and the operation's own end reports it.
     pub(super) fn kept_frame(&mut self, endpoint: EndpointId, lane: LaneId, out: &proto::Out) -> Option<Tx> {
         let Some(mut tx) = self.frame(endpoint, lane, out) else {
             self.log.error(format_args!("dropped a frame whose memory is no longer registered"));

@@ -134,8 +134,8 @@ impl Transfers {
     }
 
     /// Polls the lane at that position; whether anything moved, or `None` if there is no such lane. `sockets`: poll
-    /// sockets too; `collect`: read the peer's count of delivered messages if nothing moved. An error ends the lane, and
-    /// the next one takes its position.
+    /// sockets too; `collect`: read the peer's count of delivered messages if nothing moved. An error ends the lane,
+    /// and the next one takes its position.
     #[inline]
     pub(super) fn poll_lane(&mut self, at: usize, sockets: bool, collect: bool) -> Option<PollResult> {
         let polled = self.polled.at(at)?;
@@ -263,9 +263,9 @@ impl Transfers {
         self.apply_events(endpoint);
     }
 
-    /// [`Transfers::settle`] after something arrived while, perhaps, no caller makes progress: then no later message would soon
-    /// carry the acknowledgements that may ride along with one. The background thread may sleep by timers that it read
-    /// before they were owed, or, on a busy machine, run long after the thread that it has just woken.
+    /// [`Transfers::settle`] after something arrived while, perhaps, no caller makes progress: then no later message
+    /// would soon carry the acknowledgements that may ride along with one. The background thread may sleep by timers
+    /// that it read before they were owed, or, on a busy machine, run long after the thread that it has just woken.
     pub(crate) fn settle_aside(&mut self, endpoint: EndpointId) {
         self.settle(endpoint);
         if (self.polled.is_armed() || !self.wake_ups.is_polling())
@@ -435,8 +435,8 @@ impl Transfers {
                 if let Err(failed) = passed {
                     self.drop_noted(&failed);
                 }
-                // At once: dozens of copies may be queued behind this one, each of which asks the driver, and the peer's
-                // links are idle until it knows of this one.
+                // At once: dozens of copies may be queued behind this one, each of which asks the driver, and the
+                // peer's links are idle until it knows of this one.
                 self.flush(endpoint);
             }
         }
@@ -457,8 +457,8 @@ impl Transfers {
         }
     }
 
-    /// Exchanges notes about GPU memory with all peers; whether there were any. `pass`: whether anything moved in it, and its
-    /// number.
+    /// Exchanges notes about GPU memory with all peers; whether there were any. `pass`: whether anything moved in it,
+    /// and its number.
     pub(crate) fn exchange_notes(&mut self, pass: (bool, u32)) -> bool {
         match self.data.gpu.exchange_notes(&self.data.tables, &mut self.polled, pass) {
             Ok(any) => any,
@@ -477,8 +477,8 @@ impl Transfers {
         id
     }
 
-    /// Adds a lane that is polled under the lock, with a reserved id. `socket`: polling it costs a system call. False: the
-    /// peer has ended.
+    /// Adds a lane that is polled under the lock, with a reserved id. `socket`: polling it costs a system call. False:
+    /// the peer has ended.
     pub(crate) fn add_polled_lane(
         &mut self,
         endpoint: EndpointId,

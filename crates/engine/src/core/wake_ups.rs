@@ -1,22 +1,22 @@
 //! The flags by which threads know who makes progress, and whom to wake.
 //!
 //! Progress is made by waiting callers; while there are none, by the background thread; connections that carry chunks
-//! may have threads of their own. Each sleeps on something, and whoever leaves work for it must wake it. Flags under the
-//! worker's lock are set while the core changes, and consumed when the lock is released
+//! may have threads of their own. Each sleeps on something, and whoever leaves work for it must wake it. Flags under
+//! the worker's lock are set while the core changes, and consumed when the lock is released
 //! ([`Progress::after`](crate::progress::Progress::after)), so that the woken thread finds the lock free.
 //!
 //! | flag | meaning | set by | cleared by | protected by |
 //! |---|---|---|---|---|
 //! | `Operations::finished` | waiting threads must check what they wait for | `finish`, `report` | `Progress::after`, which notifies sleeping callers and the event descriptor | worker's lock |
-//! | `WakeUps::connections` | a connection outside the lock has frames to send or is to be dropped, or there is deferred work | `Core::notify_connections`, `kill`, completions of staging | `Progress::after`, which wakes the groups with pending connections | worker's lock |
+//! | `WakeUps::connections` | a connection outside the lock has frames to send or is to be dropped, or there is deferred work | `Transfers::notify_connections`, `kill`, completions of staging | `Progress::after`, which wakes the groups with pending connections | worker's lock |
 //! | `WakeUps::driver` | lanes under the lock have work for the thread that sleeps on them | a direct copy begun while armed; a chunk that became ready | `Progress::after`, which wakes group 0 | worker's lock |
-//! | `WakeUps::chunk_queued` | a flush left staged chunks, which are sent when the lane is polled | `Core::flush` | `Core::settle`, which turns it into `driver` and `connections` | worker's lock |
+//! | `WakeUps::chunk_queued` | a flush left staged chunks, which are sent when the lane is polled | `Transfers::flush` | `Transfers::settle`, which turns it into `driver` and `connections` | worker's lock |
 //! | `PolledLanes::armed` | peers send a wake-up with their next frame, because no thread polls | `arm`, before sleeping | `disarm`, by whoever polls again | worker's lock |
 //! | `WakeUps::polling` | callers that make progress now | `enter` | `leave`, `sleep` | worker's lock |
 //! | `WakeUps::sleeping` | callers that wait for `Progress::done` | `sleep` | `wake` | worker's lock |
 //! | `WakeUps::observers` | callers that wait for something other than the end of an operation | `Progress::observe_until` | the same, at its end | worker's lock |
 //! | `WakeUps::caller_passes` | counts passes by callers, so that the background thread knows they are active | `leave`, `wake`, `test`, `step` | never | worker's lock |
-//! | `BulkLane::wanted` | the protocol has something for this connection | `Core::notify_connections`, staging | the thread that polls it | atomic |
+//! | `BulkLane::wanted` | the protocol has something for this connection | `Transfers::notify_connections`, staging | the thread that polls it | atomic |
 //! | `BulkLane::dead` | the connection is to be dropped | `kill`, `take_for_dead` | never; the connection is removed | atomic |
 //! | `BulkLane::readiness` | epoll has reported its socket | whoever collects events | the thread that polls it | atomic |
 //! | `Group::asleep` | the thread of the group sleeps, or is about to | `about_to_sleep`, before its last check for work | the same thread, awake again | atomic, sequentially consistent |

@@ -1,4 +1,4 @@
-//! Which network devices are rails, under the settings; those nearest to a GPU among them.
+//! Selection of the rails: network devices that carry data, by the settings or by distance to a GPU.
 
 use crossrail_topology::{Distance, GpuSeen, NetDevice, Nic, distance, select};
 use crossrail_types::{Error, ErrorKind, Filter, Rails, Result};
@@ -21,8 +21,8 @@ pub(crate) fn choose(rails: &Rails, nics: &[Nic]) -> Result<Vec<NetDevice>> {
     }
 }
 
-/// The GPU that CUDA calls `ordinal`, as far as can be said without asking CUDA: by bus address, through the list of
-/// numbers and names (`GPU-…`, or how they begin) in `CUDA_VISIBLE_DEVICES` where there is one.
+/// The GPU with CUDA's ordinal `ordinal`, determined without loading CUDA: in the order of bus addresses, through the
+/// ordinals and UUID prefixes (`GPU-...`) in `CUDA_VISIBLE_DEVICES` if that is set.
 fn nth<'a>(ordinal: u32, gpus: &'a [GpuSeen], visible: Option<&str>) -> Result<&'a GpuSeen> {
     let said = visible.and_then(|list| list.split(',').nth(ordinal as usize)).map(str::trim);
     let found = match said {
@@ -38,7 +38,7 @@ fn nth<'a>(ordinal: u32, gpus: &'a [GpuSeen], visible: Option<&str>) -> Result<&
     })
 }
 
-/// The GPU whose name begins so.
+/// The GPU whose UUID starts with this.
 fn named<'a>(name: &str, gpus: &'a [GpuSeen]) -> Result<Option<&'a GpuSeen>> {
     let known = gpus.iter().all(|gpu| gpu.uuid.is_some());
     let full = name.starts_with("GPU-");
@@ -50,7 +50,7 @@ fn named<'a>(name: &str, gpus: &'a [GpuSeen]) -> Result<Option<&'a GpuSeen>> {
     Ok(found)
 }
 
-/// Those of `devices` that are nearest to `gpu`; loopback reaches every GPU of this machine, but none of another.
+/// The devices nearest to `gpu`, and loopback, which has no distance.
 fn nearest(gpu: &GpuSeen, devices: Vec<NetDevice>, nics: &[Nic]) -> Vec<NetDevice> {
     let far = |device: &NetDevice| {
         let nic = nics.iter().find(|nic| nic.name == device.interface);

@@ -1,4 +1,4 @@
-//! What an operation reads from or writes to: host memory, or a GPU's.
+//! Memory that an operation reads or writes: host memory or GPU memory.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -12,13 +12,13 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 use super::gpu_times::GpuTimes;
 
-/// Where memory is.
+/// A kind of memory: host memory, or that of one GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Place {
-    /// With the processors.
+    /// Host memory.
     #[default]
     Host,
-    /// On the GPU of that number, in CUDA's order.
+    /// Memory of the GPU with this ordinal, in CUDA's order.
     Gpu(u32),
 }
 
@@ -46,9 +46,9 @@ impl std::str::FromStr for Place {
     }
 }
 
-/// Memory from [`Context::alloc`](crate::Context::alloc) or [`Context::alloc_on`](crate::Context::alloc_on): peers on the same machine map it, so transfers to them are
-/// one plain copy without a system call. Zeroed at first; freed when the last clone (and the last request that uses
-/// it) is gone.
+/// Memory that peers on the same machine can map, so that transfers to them are one plain copy without a system call:
+/// from [`Context::alloc`](crate::Context::alloc) or [`Context::alloc_on`](crate::Context::alloc_on). Zeroed when new;
+/// freed when the last clone and the last request that uses it are dropped.
 ///
 /// A peer may write into it at any time while it is registered or receiving, so Rust references to its bytes
 /// are never handed out; use [`Memory::copy_to`] and [`Memory::fill_from`].
@@ -62,7 +62,7 @@ pub(crate) enum Backing {
 }
 
 impl Memory {
-    /// First byte: an address of the processors, or one of the GPU that it is on, which only that GPU may touch.
+    /// Address of the first byte: a host address, or a device address that the CPU must not dereference.
     pub fn ptr(&self) -> *mut u8 {
         match &self.0 {
             Backing::Host(segment) => segment.ptr(),
@@ -91,10 +91,10 @@ impl Memory {
         }
     }
 
-    /// Copies `bytes` to `offset`; they are there when this returns. A GPU's own work is not waited for.
+    /// Copies `bytes` to `offset` and returns when they are there. Not ordered with work in any GPU stream.
     ///
     /// # Errors
-    /// `Usage` when they do not fit; for a GPU's memory `Timeout` (`CROSSRAIL_TIMEOUT`) and what its driver says.
+    /// `Usage` when they do not fit; for GPU memory `Timeout` (`CROSSRAIL_TIMEOUT`) and the driver's errors.
     pub fn fill_from(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         check(self.len(), offset, bytes.len(), "fill_from")?;
         match &self.0 {
@@ -107,10 +107,10 @@ impl Memory {
         Ok(())
     }
 
-    /// Copies from `offset` into `bytes`. A GPU's own work is not waited for.
+    /// Copies from `offset` into `bytes`. Not ordered with work in any GPU stream.
     ///
     /// # Errors
-    /// `Usage` when the range is not there; for a GPU's memory as [`Memory::fill_from`].
+    /// `Usage` when the range is out of bounds; for GPU memory as [`Memory::fill_from`].
     pub fn copy_to(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
         check(self.len(), offset, bytes.len(), "copy_to")?;
         match &self.0 {
@@ -123,7 +123,7 @@ impl Memory {
         Ok(())
     }
 
-    /// The part `range` of it, as an operation's buffer. Errors with `Usage` when the range is not there.
+    /// The part `range` of it, as an operation's buffer. Errors with `Usage` when the range is out of bounds.
     pub fn slice(&self, range: Range<usize>) -> Result<Buffer> {
         let len =
             range.end.checked_sub(range.start).ok_or_else(|| usage("slice", "the range ends before it starts"))?;
@@ -173,13 +173,13 @@ pub struct Buffer {
     pub(crate) gpu: Option<Box<OnGpu>>,
 }
 
-/// What there is to say of a GPU's memory.
+/// What is known of GPU memory.
 pub(crate) struct OnGpu {
     pub(crate) ordinal: u32,
-    /// Its GPU, once it is known that the memory is that one's.
+    /// The GPU, once the driver has confirmed that the memory belongs to it.
     pub(crate) device: Option<Arc<Device>>,
     pub(crate) after: Option<StreamPoint>,
-    /// Where the time of the operation that has it goes.
+    /// Staging times of the operation that uses it.
     pub(crate) times: GpuTimes,
 }
 
@@ -188,19 +188,19 @@ pub(crate) struct OnGpu {
 unsafe impl Send for Buffer {}
 
 impl Buffer {
-    /// Memory owned by somebody else.
+    /// Memory that the caller owns.
     ///
     /// # Safety
     /// `ptr` must be valid for `len` bytes, for writing if the operation receives, until `keep` is dropped or,
-    /// without `keep`, until the operation is finished; and nobody may write to it while it is sent, nor touch
+    /// without `keep`, until the operation is finished; nothing may write to it while it is sent, nor access
     /// it while it is received into.
     pub unsafe fn raw(ptr: *mut u8, len: usize, keep: Option<Arc<dyn Any + Send + Sync>>) -> Buffer {
         Buffer { ptr, len, keep: keep.map_or(Keep::Nothing, Keep::Shared), gpu: None }
     }
 
-    /// Memory of GPU `ordinal` that is owned by somebody else. The operation that takes it asks the driver whether it
-    /// is that GPU's, and touches it only once `after` is complete; operations of the same endpoint that come later
-    /// then wait too, so that messages keep their order.
+    /// Memory of GPU `ordinal` that the caller owns. The operation checks with the driver that it belongs to that GPU,
+    /// and accesses it only once `after` is reached; later operations of the same endpoint wait behind it, so that
+    /// messages keep their order.
     ///
     /// # Safety
     /// As [`Buffer::raw`], for the GPU: from `after` on nothing may write to it while it is sent, nor touch it while
@@ -225,7 +225,7 @@ impl Buffer {
         Buffer { ptr, len, keep: Keep::Gpu(memory.clone()), gpu: Some(Box::new(gpu)) }
     }
 
-    /// The same bytes, touched only once `after` is complete; for memory of a GPU.
+    /// The same GPU memory, accessed only once `after` is reached.
     ///
     /// # Errors
     /// `Usage` for host memory.
@@ -280,7 +280,7 @@ impl From<Box<[u8]>> for Buffer {
     }
 }
 
-/// What must be complete before an operation touches its memory: everything that was in a stream at one moment.
+/// A point in a stream of the caller's, before which an operation does not access its memory.
 #[derive(Clone, Debug)]
 pub struct Ready(pub(crate) StreamPoint);
 

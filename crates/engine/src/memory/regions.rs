@@ -54,7 +54,7 @@ impl std::fmt::Debug for RegionKey {
 struct Entry {
     generation: u32,
     live: bool,
-    /// Access has ended; a peer's lane may still be at it.
+    /// Access has ended; a peer's lane may still be accessing it.
     retired: bool,
     secret: [u8; 16],
     ptr: *mut u8,
@@ -63,7 +63,7 @@ struct Entry {
     gpu: Option<u32>,
     keep: Keep,
     imms: HashMap<u32, u64>,
-    /// Writes that came with an immediate, all together.
+    /// Writes with an immediate so far, whatever its value.
     arrivals: u64,
 }
 
@@ -74,7 +74,7 @@ pub(crate) struct Regions {
     free: Vec<u32>,
 }
 
-// SAFETY: as for `Ops`: the pointers are descriptions.
+// SAFETY: as for `Operations`: the pointers are descriptions.
 #[allow(unsafe_code)]
 unsafe impl Send for Regions {}
 
@@ -117,7 +117,7 @@ impl Regions {
         self.entries.get(region.index as usize).filter(|e| e.live && e.generation == region.generation)
     }
 
-    /// Its first byte, its bytes, and the GPU that it is of.
+    /// Its first byte, its length, and the ordinal of its GPU (`None`: host memory).
     pub(crate) fn memory(&self, region: proto::RegionRef) -> Option<(*mut u8, u64, Option<u32>)> {
         self.entry(region).map(|entry| (entry.ptr, entry.len, entry.gpu))
     }

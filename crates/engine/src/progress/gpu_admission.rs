@@ -29,8 +29,8 @@ impl StagingListener for Progress {
     }
 }
 
-/// Checks that a buffer's memory belongs to the GPU that it names, and makes that GPU usable by operations. Does nothing
-/// for host memory. Must be called without the worker's lock.
+/// Checks that a buffer's memory belongs to the GPU that it names, and makes that GPU usable by operations. Does
+/// nothing for host memory. Must be called without the worker's lock.
 ///
 /// # Errors
 /// `Usage`: it is not that GPU's, or not all of it; `Unsupported`, with the reason: there is no CUDA; `Exhausted`:

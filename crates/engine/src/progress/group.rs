@@ -167,8 +167,8 @@ impl Group {
         found > 0
     }
 
-    /// The thread is about to sleep in [`Group::events`]. Call this first, then check for work once more, then sleep: work
-    /// that is left in between finds the flag set and wakes the thread.
+    /// The thread is about to sleep in [`Group::events`]. Call this first, then check for work once more, then sleep:
+    /// work that is left in between finds the flag set and wakes the thread.
     pub(crate) fn about_to_sleep(&self) {
         self.asleep.store(true, Ordering::SeqCst);
     }

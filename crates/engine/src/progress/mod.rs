@@ -163,8 +163,8 @@ impl Progress {
         }
         if finished {
             self.events.tell();
-            // Sleepers were counted under the lock, so one that is only about to sleep is notified too: it waits for the
-            // condition with the lock, and cannot miss this.
+            // Sleepers were counted under the lock, so one that is only about to sleep is notified too: it waits for
+            // the condition with the lock, and cannot miss this.
             if sleepers {
                 self.done.notify_all();
             }

@@ -71,8 +71,8 @@ impl Progress {
         if !ended {
             return false;
         }
-        // The protocol ends a peer's reads first: bytes that a lane sends in place of revoked memory must not be taken for
-        // the region's.
+        // The protocol ends a peer's reads first: bytes that a lane sends in place of revoked memory must not be taken
+        // for the region's.
         let timeout = self.environment.settings().timeout;
         if self.observe_until(timeout, |core| (!core.is_region_used(region)).then_some(())).is_none() {
             self.log.warn(format_args!("deregister: a peer had not let go in {:.3} s", timeout.as_secs_f64()));

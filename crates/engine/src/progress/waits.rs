@@ -28,8 +28,8 @@ const LOOK_EVERY: u32 = 64;
 const EPOLL_EVERY: u32 = 32;
 
 impl Progress {
-    /// Waits until `ready` returns something, at most `timeout`. `ready` is called with the core locked, and only after an
-    /// operation has finished or [`Operations::report`](crate::core::Operations::report) was called.
+    /// Waits until `ready` returns something, at most `timeout`. `ready` is called with the core locked, and only after
+    /// an operation has finished or [`Operations::report`](crate::core::Operations::report) was called.
     pub(crate) fn wait_until<T>(&self, timeout: Duration, ready: impl FnMut(&mut Core) -> Option<T>) -> Option<T> {
         self.wait_for(timeout, |_| false, ready)
     }
@@ -49,7 +49,8 @@ impl Progress {
         }
         core.wake_ups().enter();
         if core.transfers().polled().disarm() {
-            // The background thread sleeps on lanes that send it no wake-ups any more: wake it, so that it checks on us.
+            // The background thread sleeps on lanes that send it no wake-ups any more: wake it, so that it checks on
+            // us.
             self.connections.driven().wake();
         }
         let ask = ask(&mut core);
@@ -57,7 +58,8 @@ impl Progress {
         wait.run(core, &mut ready)
     }
 
-    /// [`Progress::wait_until`] for what is not the end of an operation: `ready` is asked whenever anything has happened.
+    /// [`Progress::wait_until`] for what is not the end of an operation: `ready` is asked whenever anything has
+    /// happened.
     pub(crate) fn observe_until<T>(&self, timeout: Duration, ready: impl FnMut(&mut Core) -> Option<T>) -> Option<T> {
         self.core.lock().wake_ups().observe();
         let found = self.wait_until(timeout, ready);

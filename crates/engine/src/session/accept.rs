@@ -1,4 +1,4 @@
-//! Peers that come to us: listening, and their sessions and lanes.
+//! Listening: sessions and lanes that peers open.
 
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
@@ -29,7 +29,7 @@ impl Sessions {
         let beyond = control.iter().any(|binding| !binding.address.is_loopback());
         let named = settings.net_devices != crossrail_types::Rails::default();
         let rails = if listens { self.environment.rails()? } else { Vec::new() };
-        // Rails listen where the worker itself does; further only where the user names them.
+        // Rails listen only on loopback unless the worker itself listens beyond it, or the user names the devices.
         let rails = rails.into_iter().filter(|device| device.loopback || beyond || named).flat_map(|device| {
             let speed_mbps = device.speed_mbps;
             device.addresses.clone().into_iter().map(move |address| Rail {
@@ -75,7 +75,7 @@ impl Sessions {
         Ok((vec![Binding { device: None, address: std::net::Ipv4Addr::LOCALHOST.into() }], 0))
     }
 
-    /// Where control connections are made from, if the settings say.
+    /// The device that control connections are bound to, if the settings name one.
     pub(crate) fn control_device(&self) -> Result<Option<Binding>> {
         let Some(name) = &self.environment.settings().control_device else { return Ok(None) };
         let filter = crossrail_types::Filter::Only(vec![name.clone()]);
@@ -98,7 +98,7 @@ impl Sessions {
                 }
                 let result = match (&session.stream, self.transports.over_unix()) {
                     (Stream::Unix(_), Some(transport)) => transport.accept(self, session),
-                    // Which transport it is for, its announcement will tell.
+                    // Its announcement will tell which transport it is for.
                     _ => self.add_unannounced(session),
                 };
                 if let Err(error) = result {

@@ -21,8 +21,8 @@ const DEFAULT_PORT: u16 = 7471;
 const LANE_DEADLINE: Duration = Duration::from_millis(300);
 
 impl Sessions {
-    /// Makes an endpoint to the worker that listens at `to`: by the first transport in the table that both ends allow and
-    /// that comes up.
+    /// Makes an endpoint to the worker that listens at `to`: by the first transport in the table that both ends allow
+    /// and that comes up.
     ///
     /// # Errors
     /// As [`Worker::connect`](crate::Worker::connect).
@@ -141,8 +141,8 @@ impl Sessions {
 
     // ---- what transports use
 
-    /// Adds an endpoint over that transport. `peer`: what is known of another worker. `refused`: why the transports that
-    /// were tried before are not used.
+    /// Adds an endpoint over that transport. `peer`: what is known of another worker. `refused`: why the transports
+    /// that were tried before are not used.
     ///
     /// # Errors
     /// `Closed` when the worker is closed.

@@ -101,8 +101,8 @@ impl ControlConnections {
         });
     }
 
-    /// The peer, once all TCP lanes that it announced are up; `None` before that, and after the first call that returned
-    /// it.
+    /// The peer, once all TCP lanes that it announced are up; `None` before that, and after the first call that
+    /// returned it.
     pub(super) fn take_complete(&self, endpoint: EndpointId) -> Option<Hello> {
         self.with(endpoint, |connection| {
             let waits = connection.expected.is_none_or(|expected| connection.lanes < expected);

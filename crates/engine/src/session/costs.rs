@@ -1,13 +1,13 @@
-//! Which lanes an endpoint has, and why each other one not: a cost model, the same at both ends.
+//! The cost model by which ways to a peer are compared; both ends compute the same.
 //!
 //! The cost of a message is `latency + overhead + size / bandwidth`, the bandwidth being the smaller of the two
-//! ends' (the model of UCX's protocol selection). The figures of a transport are those of its kind, but for a
-//! network device's own speed; they choose between ways, they promise nothing.
+//! ends' (the model of UCX's protocol selection). The figures are constants of each transport, except for a
+//! network device's own speed; they rank ways, and are no promise.
 
 /// Largest message that goes with its first frame, whatever the cost model says.
 pub(super) const EAGER_LIMIT: usize = 64 << 10;
 
-/// What a way costs.
+/// The cost of one way to a peer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Cost {
     pub(crate) latency_us: f64,
@@ -18,7 +18,8 @@ pub(crate) struct Cost {
 
 impl Cost {
     pub(crate) const SELF: Cost = Cost { latency_us: 0.1, overhead_us: 0.05, gb_per_s: 10.0 };
-    // Two copies, but by two processes at once: more than one copy by the kernel, which also pins every page.
+    // Two copies, made by two processes concurrently, are faster than the kernel's one copy, which also pins every
+    // page.
     pub(crate) const SHM_RING: Cost = Cost { latency_us: 0.2, overhead_us: 0.05, gb_per_s: 15.0 };
     pub(crate) const SHM_CMA: Cost = Cost { latency_us: 0.6, overhead_us: 1.5, gb_per_s: 14.0 };
     pub(crate) const SHM_MAPPED: Cost = Cost { latency_us: 0.6, overhead_us: 0.1, gb_per_s: 30.0 };

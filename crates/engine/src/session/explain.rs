@@ -6,7 +6,7 @@ use crossrail_types::format_size;
 
 use super::costs::Cost;
 
-/// One way that an endpoint could have used.
+/// One way to a peer that an endpoint could use.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
     /// As `shm(cma)`, `tcp/eth1`.

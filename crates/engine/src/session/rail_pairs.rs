@@ -1,11 +1,11 @@
-//! Which of our devices reaches which of the peer's.
+//! Pairing of our network devices with the peer's.
 
 use std::net::IpAddr;
 
 use crossrail_handshake::Device;
 use crossrail_topology::NetDevice;
 
-/// One rail: a device here and the device there that it reaches.
+/// One rail: one of our devices, and the peer's device that it reaches.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct RailPair {
     pub(crate) mine: NetDevice,
@@ -37,7 +37,7 @@ pub(crate) fn pair(mine: &[NetDevice], theirs: &[Device], same_machine: bool) ->
         used_theirs[to] = true;
         pairs.push((at, RailPair { mine: mine[at].clone(), from, theirs: theirs[to].clone() }));
     }
-    // Loopback is for when there is nothing else.
+    // Loopback only if there is no other pair.
     if pairs.iter().any(|(_, pair)| !pair.mine.loopback) {
         pairs.retain(|(_, pair)| !pair.mine.loopback);
     }

@@ -1,4 +1,4 @@
-//! Dials lost rails again, in the background, until they are back or nobody needs them.
+//! Dials lost rails again in the background, until they are up or their peer has ended.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use crate::core::LostRail;
 /// The first pause before a rail is dialled again; each failure doubles it.
 const PAUSE_MIN: Duration = Duration::from_millis(200);
 const PAUSE_MAX: Duration = Duration::from_secs(10);
-/// The longest one attempt may take.
+/// Limit of one attempt.
 const ATTEMPT_MAX: Duration = Duration::from_secs(2);
 
 /// See the module.
@@ -36,7 +36,7 @@ struct Attempt {
 }
 
 impl Redialer {
-    /// A rail was lost: if it is ours to dial, dial it again.
+    /// A rail was lost: dials it again, if this end had dialled it.
     pub(crate) fn lost(&self, sessions: &Sessions, lost: LostRail) {
         if sessions.redial(&lost).is_none() {
             return;
@@ -58,7 +58,7 @@ impl Redialer {
         self.changed.notify_all();
     }
 
-    /// A link came up: try now.
+    /// A network link came up: retry at once.
     pub(crate) fn nudge(&self) {
         let mut state = self.state.lock();
         for attempt in &mut state.attempts {

@@ -14,9 +14,9 @@ use super::explain::Candidate;
 /// One way to reach peers.
 ///
 /// A worker asks a transport about a peer in this order: [`Transport::obstacle`], then [`Transport::connect`] at the
-/// connecting end; [`Transport::accept`] or [`Transport::announced`] at the other end; [`Transport::candidates`] whenever
-/// an endpoint explains itself. Methods are called on any thread, without any lock of the worker's. A transport keeps no
-/// state of a worker: what it needs it finds in [`Sessions`].
+/// connecting end; [`Transport::accept`] or [`Transport::announced`] at the other end; [`Transport::candidates`]
+/// whenever an endpoint explains itself. Methods are called on any thread, without any lock of the worker's. A
+/// transport keeps no state of a worker: what it needs it finds in [`Sessions`].
 pub(crate) trait Transport: Send + Sync {
     /// Its name in `CROSSRAIL_TLS`, in `require` and in what `Endpoint.explain` says.
     fn name(&self) -> &'static str;
@@ -72,8 +72,8 @@ pub(crate) trait Transport: Send + Sync {
         None
     }
 
-    /// A peer has announced this transport on its control connection. Adds lanes to the endpoint, and reports it when all
-    /// of them are up ([`Sessions::arrived`]).
+    /// A peer has announced this transport on its control connection. Adds lanes to the endpoint, and reports it when
+    /// all of them are up ([`Sessions::arrived`]).
     ///
     /// # Errors
     /// What ends the endpoint.

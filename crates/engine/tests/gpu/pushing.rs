@@ -1,5 +1,5 @@
-//! Copies that the sender's GPU makes into memory of the receiver: where it lies now, and not a moment longer than it is
-//! lent. What is copied takes about a millisecond, in which each round cancels at another moment.
+//! Copies that the sender's GPU makes into memory of the receiver: where it lies now, and not a moment longer than it
+//! is lent. What is copied takes about a millisecond, in which each round cancels at another moment.
 
 use std::time::Duration;
 

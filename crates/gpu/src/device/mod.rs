@@ -322,9 +322,9 @@ impl Device {
         body()
     }
 
-    /// Calls `ask` with the handle of a stream of ours, before which another library orders its work (as DLPack exporters
-    /// do). Returns its answer and the point at which that work is complete. The stream holds no other work, and the GPU
-    /// is the thread's current one during the call.
+    /// Calls `ask` with the handle of a stream of ours, before which another library orders its work (as DLPack
+    /// exporters do). Returns its answer and the point at which that work is complete. The stream holds no other work,
+    /// and the GPU is the thread's current one during the call.
     ///
     /// # Errors
     /// `ask`'s; `Usage` when its work is being captured; what the driver says.

@@ -18,8 +18,8 @@ use crate::pointer;
 use crate::stream_support::StreamSupport;
 use crate::unpack::{Piece, Source, Unpacker};
 
-/// Blocks of an unpack kernel, at most. Slots are host memory, and 16 blocks saturate its link (each has 32 KiB of loads
-/// in flight); the rest of the GPU is left to the user.
+/// Blocks of an unpack kernel, at most. Slots are host memory, and 16 blocks saturate its link (each has 32 KiB of
+/// loads in flight); the rest of the GPU is left to the user.
 const BLOCKS: u32 = 32;
 
 impl Stager {
@@ -44,8 +44,8 @@ fn make(context: &Context, settings: &Settings, setup: &StagerSetup) -> Result<(
     // The unpacker first: it fails if kernels cannot be compiled, and pinning takes longest.
     let mut unpacker = Unpacker::new(context, settings.unpack, settings)?;
     unpacker.set_blocks(BLOCKS);
-    // High priority: streams of one priority share a few hardware queues, and behind a caller's stream that waits for this
-    // transfer (`wait_on`) in the same queue neither would ever continue.
+    // High priority: streams of one priority share a few hardware queues, and behind a caller's stream that waits for
+    // this transfer (`wait_on`) in the same queue neither would ever continue.
     let (packs, unpacks) = (Stream::urgent(context)?, Stream::urgent(context)?);
     let mut map = (std::ptr::null(), 0);
     let bounce = Bounce::new(&setup.arena, setup.layout, setup.wake_up.clone(), |segment, len| {
@@ -132,8 +132,8 @@ impl CopyEngine for CudaCopyEngine {
     }
 
     fn pack(&mut self, copy: &SlotCopy) -> Result<Mark> {
-        // SAFETY: the slot belongs to the ticket; the device memory was checked, and belongs to the operation until it is
-        // done.
+        // SAFETY: the slot belongs to the ticket; the device memory was checked, and belongs to the operation until it
+        // is done.
         unsafe { self.packs.copy_out(copy.host, copy.memory, copy.len)? };
         self.mark(|engine| &engine.packs)
     }

@@ -12,8 +12,8 @@ use crate::stream_point::StreamPoint;
 
 /// One worker's staging on one GPU.
 ///
-/// Any thread may use it. Calls never wait, except [`StagingQueue::quiesce`], and dropping it, which waits until the GPU
-/// has finished this queue's copies.
+/// Any thread may use it. Calls never wait, except [`StagingQueue::quiesce`], and dropping it, which waits until the
+/// GPU has finished this queue's copies.
 pub struct StagingQueue {
     id: u32,
     thread: Arc<StagerThread>,
@@ -52,8 +52,8 @@ impl StagingQueue {
         self.submit(Direction::Out, ticket, slot, src, len);
     }
 
-    /// Submits a copy of the slot's first `len` bytes into device memory at `dst`; the slot is then released. The memory
-    /// as for [`StagingQueue::pack`].
+    /// Submits a copy of the slot's first `len` bytes into device memory at `dst`; the slot is then released. The
+    /// memory as for [`StagingQueue::pack`].
     pub fn unpack(&self, ticket: u64, slot: Slot, dst: u64, len: usize) {
         self.submit(Direction::In, ticket, slot, dst, len);
     }
@@ -64,9 +64,9 @@ impl StagingQueue {
         self.shared().wake_up.signal();
     }
 
-    /// Cancels the work of those tickets: drops what was not started and waits for what the GPU is executing. After `Ok`
-    /// nothing accesses their memory any more, and their slots are free. A [`Completion`](super::Completion) that was
-    /// already on its way may still arrive.
+    /// Cancels the work of those tickets: drops what was not started and waits for what the GPU is executing. After
+    /// `Ok` nothing accesses their memory any more, and their slots are free. A [`Completion`](super::Completion) that
+    /// was already on its way may still arrive.
     ///
     /// May be called under any lock that [`StagingListener`](super::StagingListener) does not wait for.
     ///

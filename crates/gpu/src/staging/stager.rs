@@ -17,7 +17,8 @@ use super::pipeline::{Owner, PassResult, Pipeline, Submitted};
 use super::wake_up::WakeUp;
 use super::{Completion, CopyEngine, StageStats, StagingListener, StagingQueue};
 
-/// Staging of one GPU: its thread and its bounce memory. The thread ends when the stager and all its queues are dropped.
+/// Staging of one GPU: its thread and its bounce memory. The thread ends when the stager and all its queues are
+/// dropped.
 pub struct Stager(Arc<StagerThread>);
 
 /// The thread; dropping the last owner ends it.
@@ -26,8 +27,8 @@ pub(super) struct StagerThread {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the thread and its queues share. Lock order: pipeline, submitted, listeners; those of the slots and of the wake-up
-/// last.
+/// What the thread and its queues share. Lock order: pipeline, submitted, listeners; those of the slots and of the
+/// wake-up last.
 pub(super) struct StagerShared {
     name: String,
     pipeline: Mutex<Pipeline>,

@@ -12,8 +12,8 @@ use proto::{Memory, Out};
 /// Chunks that a lane has packed, or is having packed, ahead of what it sends. More would keep slots from other lanes,
 /// and a slow rail would take more than its share.
 const LOOKAHEAD: usize = 4;
-/// A lane takes no further chunk when it has this many bytes ahead, which a GPU packs in a fraction of the time in which
-/// a connection carries them: chunks that a lane has taken cannot move to another lane when it gets slower.
+/// A lane takes no further chunk when it has this many bytes ahead, which a GPU packs in a fraction of the time in
+/// which a connection carries them: chunks that a lane has taken cannot move to another lane when it gets slower.
 const AHEAD: u64 = 3 << 20;
 /// Length of the first chunk of a lane that has none ahead; the next is twice as long, and so on. The lane idles until
 /// its first chunk is packed, and the GPU packs in the order of submission.

@@ -34,7 +34,8 @@ use stream_gates::StreamGates;
 ///
 /// - *Admission.* Before an operation names GPU memory, [`GpuMemory::uses`] must hold for its GPU:
 ///   [`admit`](crate::progress::admit) makes it so, without the lock.
-/// - *Start.* An operation that [`GpuMemory::must_wait`] is given to [`GpuMemory::hold`], and started when it comes back.
+/// - *Start.* An operation that [`GpuMemory::must_wait`] is given to [`GpuMemory::hold`], and started when it comes
+///   back.
 /// - *Chunks.* Lanes take frames of staged memory with [`GpuMemory::next`] and place received ones with
 ///   [`GpuMemory::place`] and [`GpuMemory::placed`].
 /// - *Completions.* Stagers leave them in the inbox; [`GpuMemory::complete`] acts on them.

@@ -289,8 +289,8 @@ impl StagedChunks {
         Place::Into { dst: into, len, grant: None, token: LANDED }
     }
 
-    /// The payload for GPU memory is in its slot, or in host memory. True: the protocol must be told that it was placed.
-    /// `Err` kills the lane.
+    /// The payload for GPU memory is in its slot, or in host memory. True: the protocol must be told that it was
+    /// placed. `Err` kills the lane.
     pub(super) fn placed(&mut self, tables: &mut Tables, endpoint: EndpointId, lane: LaneId) -> Result<bool, String> {
         let now = tables.clock.now();
         match tables.lanes.get_mut(lane).and_then(|record| record.chunks.take_landing()) {
