@@ -193,6 +193,8 @@ impl LocalRank {
             if now >= until || interrupt::raised() {
                 return Ok(None);
             }
+            // Another thread may have begun the operation that this one waits for, and needs the lock to finish it.
+            MutexGuard::bump(&mut view);
             self.pause(operation.common(), &mut view, now.duration_since(since), until - now);
             operation.common().timing.wait_us += now.elapsed().as_secs_f64() * 1e6;
         }

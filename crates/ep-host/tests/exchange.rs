@@ -279,3 +279,24 @@ fn a_wrong_call_is_heard_by_all_and_the_next_works() {
         exchange(buffer, case, me);
     });
 }
+
+#[test]
+fn a_thread_that_waits_lets_another_finish_what_it_waits_for() {
+    let case = Case { ranks: 1, nodes: 1, layout: Layout::Expert, prereduce: true, rounds: 1 };
+    on_ranks(&case, |buffer, case, me| {
+        let begin = || {
+            let sent = tokens_of(case, me, 1);
+            let input = Input { x: sent.x.into(), topk_idx: sent.idx.into(), topk_weights: Some(sent.weights.into()) };
+            buffer.dispatch(input, DispatchOptions::default()).expect("dispatch")
+        };
+        // The third dispatch needs the slots of the first, which finishes only after the third is waited for.
+        let (first, second, third) = (begin(), begin(), begin());
+        thread::scope(|scope| {
+            let last = scope.spawn(|| third.finish().expect("the third"));
+            first.finish().expect("the first");
+            second.finish().expect("the second");
+            last.join().expect("no panic");
+        });
+        assert!(buffer.faults().is_empty() && buffer.masked().is_empty());
+    });
+}
