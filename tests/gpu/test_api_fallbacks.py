@@ -45,7 +45,7 @@ def test_memory_of_a_pool_is_staged_with_one_warning() -> None:
                 assert received.protocol == "chunks"
                 assert torch.equal(target, pattern(SIZE, seed, "cuda:0"))
             (warning,) = fallbacks(far.said())
-            why = f"memory of a pool (cudaMallocAsync) on {device} can't be passed to other processes"
+            why = f"memory of a pool (cudaMallocAsync) on {device} cannot be exported to other processes"
             assert warning.endswith(f"near: no direct copy of GPU memory ({why}){INSTEAD}")
         finally:
             far.close()
