@@ -193,10 +193,8 @@ impl LocalRank {
             if now >= until || interrupt::raised() {
                 return Ok(None);
             }
-            // Another thread may have begun the operation that this one waits for, and needs the lock to finish it.
-            MutexGuard::bump(&mut view);
             self.pause(operation.common(), &mut view, now.duration_since(since), until - now);
-            // What this waits for may depend on an operation that another thread is about to begin.
+            // What this waits for may depend on an operation that another thread is about to begin, or has to finish.
             MutexGuard::bump(&mut view);
             operation.common().timing.wait_us += now.elapsed().as_secs_f64() * 1e6;
         }
