@@ -53,7 +53,7 @@ pub(crate) use self::wake_ups::WakeUps;
 const CLOCK_EVERY: u32 = 64;
 /// Idle passes between two reads of the peer's count of delivered messages, unless a caller waits for it: each read
 /// takes the cache line away from the peer, whose next message would be late by as much.
-const COUNTS_EVERY: u32 = 8;
+const COUNTS_EVERY: u32 = 64;
 /// Passes between two polls of idle sockets while shared-memory lanes are being polled.
 const SOCKETS_EVERY: u32 = 16;
 
