@@ -19,7 +19,7 @@ pub use crossrail_types::Unpack as UnpackMode;
 
 use cuda::{Context, Event, PinnedMemory, Stream};
 
-/// How many lists may be under way before the next call waits for the oldest.
+/// How many lists may be in flight before the next call waits for the oldest.
 const BEDS: usize = 2;
 /// The least room for a list: what a stager's batches need, so that it is made once.
 const LIST: usize = 128 << 10;
@@ -119,7 +119,7 @@ impl Unpacker {
     ///
     /// # Errors
     /// `Usage` for a source outside `source`; `Timeout`; `Exhausted` for pinned memory; what the driver says. Some
-    /// entries may be under way then.
+    /// entries may be in flight then.
     pub unsafe fn unpack(&mut self, stream: &Stream, list: &[Piece], source: Source) -> Result<()> {
         // SAFETY: the caller vouches for the list.
         unsafe {

@@ -229,10 +229,6 @@ impl Core {
         true
     }
 
-    // ---- peers and lanes
-
-    // ---- lanes polled outside the lock
-
     // ---- regions
 
     /// Ends access to a region: later ones are refused, those in flight fail. False: it was ended already.
