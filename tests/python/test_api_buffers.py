@@ -6,7 +6,9 @@ import array
 import ctypes
 import gc
 import mmap
+import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -90,6 +92,51 @@ def test_a_constant_cannot_be_received_into(shm: Pair) -> None:
 def test_what_has_no_memory_is_refused(shm: Pair, source: Any) -> None:
     with pytest.raises(crossrail.UsageError, match="neither the buffer protocol nor DLPack"):
         shm.to_b.send(source)
+
+
+class _Structure(ctypes.Structure):
+    _fields_ = (("number", ctypes.c_int), ("name", ctypes.c_char_p))
+
+
+REFERENCES = {
+    "object": np.array(["a", "b"], dtype=object),
+    "structured": np.zeros(3, [("Offset", "f8"), ("parts", [("one", "O")])]),
+    "no format": np.zeros(3, np.dtypes.StringDType()),
+    "py_object": (ctypes.py_object * 2)(),
+    "pointer": (ctypes.POINTER(ctypes.c_int) * 2)(),
+    "wide text": (ctypes.c_wchar_p * 2)(),
+    "function": (ctypes.CFUNCTYPE(None) * 2)(),
+    "structure": (_Structure * 2)(),
+}
+
+
+@pytest.mark.parametrize("array", REFERENCES.values(), ids=REFERENCES)
+def test_items_that_are_references_are_refused_by_dtype_wherever_memory_comes_in(shm: Pair, array: Any) -> None:
+    words = f"dtype {array.dtype}" if isinstance(array, np.ndarray) else "format "
+    words = r"the items of the \w+ are references \(" + re.escape(words)
+    target = shm.b.register(bytearray(1024))
+    memory = shm.context.alloc(1024)
+    uses: dict[str, Callable[[], object]] = {
+        "send": lambda: shm.to_b.send(array),
+        "recv": lambda: shm.b.recv(array),
+        "write": lambda: shm.to_b.write(array, target.key()),
+        "read": lambda: shm.to_b.read(array, target.key()),
+        "register": lambda: shm.a.register(array),
+        "fill_from": lambda: memory.fill_from(array),
+        "copy_to": lambda: memory.copy_to(array),
+    }
+    for operation, use in uses.items():
+        with pytest.raises(crossrail.UsageError, match=words) as refused:
+            use()
+        assert refused.value.operation == operation
+    target.deregister()
+
+
+def test_items_as_wide_as_a_pointer_that_are_plain_data_move(shm: Pair) -> None:
+    for dtype in ("M8[ns]", "m8[s]", "c8", "c16", "U4", [("Offset", "f8"), ("X", "i8")]):
+        source = np.frombuffer(bytes(range(96)), dtype)
+        target = np.zeros_like(source)
+        assert moved(shm, source, target) == 96 and target.tobytes() == source.tobytes()
 
 
 class Tensor:

@@ -16,6 +16,8 @@ pub(crate) const CUDA: i32 = 2;
 const CUDA_HOST: i32 = 3;
 const CUDA_MANAGED: i32 = 13;
 const READ_ONLY: u64 = 1;
+/// The dtype code of handles, as which exporters may lend object references.
+const OPAQUE: u8 = 3;
 /// Devices by number, as dlpack.h lists them, that no transport reaches.
 const OTHERS: [(i32, &str); 12] = [
     (4, "opencl"),
@@ -268,6 +270,9 @@ unsafe fn described(tensor: Tensor, lent: &DlTensor, read_only: bool) -> Importe
 /// # Safety
 /// `lent` is a `DLTensor`: its shape has `ndim` entries, and so have its strides where there are any.
 unsafe fn piece(lent: &DlTensor) -> Result<(Piece, Vec<i64>), Refusal> {
+    if lent.dtype.code == OPAQUE {
+        return Err(("holds references (opaque handles)".to_owned(), "they are valid in this process only"));
+    }
     let ndim = Axes::count(i64::from(lent.ndim))?;
     // SAFETY: the caller's promise; an array of no axes may leave both out.
     let listed = |first: *mut i64| unsafe {

@@ -7,7 +7,7 @@
 
 use std::any::Any;
 use std::cell::Cell;
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -39,6 +39,7 @@ pub(crate) struct View {
 const WRITABLE: c_int = 0x1;
 const C_CONTIGUOUS: c_int = 0x38;
 const FULL_RO: c_int = 0x11c;
+const POINTER: ffi::Py_ssize_t = size_of::<*const c_void>() as ffi::Py_ssize_t;
 
 unsafe extern "C" {
     fn PyObject_CheckBuffer(object: *mut ffi::PyObject) -> c_int;
@@ -244,9 +245,70 @@ pub(crate) fn bytes(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> Py
     if unsafe { PyObject_GetBuffer(object.as_ptr(), &raw mut view, flags) } != 0 {
         return Err(why_refused(object, used, operation));
     }
+    // Smaller items cannot hold a pointer, so they need no second question.
+    if view.itemsize >= POINTER
+        && let Some(items) = references(object)
+    {
+        // SAFETY: filled just above, released once.
+        unsafe { PyBuffer_Release(&raw mut view) };
+        return Err(errors::usage(
+            object.py(),
+            operation,
+            format!("the items of the {} are references ({items}), which are valid in this process only", name(object)),
+            "convert it to a dtype without references, or send the bytes of pickle.dumps",
+        ));
+    }
     let (ptr, len) = (view.buf.cast::<u8>(), view.len as usize);
     // The view stays exported, and so valid, until the keeper is dropped.
     Ok(Lent { ptr, len, keep: keep(Loan::View(view)) })
+}
+
+/// The dtype or buffer format of items that refer to Python objects or are pointers; `None`: plain data.
+#[cold]
+fn references(object: &Bound<'_, PyAny>) -> Option<String> {
+    let dtype = || object.getattr("dtype").ok();
+    let mut view = View::EMPTY;
+    // SAFETY: `view` is ours and `object` is valid.
+    let refers = if unsafe { PyObject_GetBuffer(object.as_ptr(), &raw mut view, FULL_RO) } == 0 {
+        // SAFETY: filled just above and not released yet; a format is a C string.
+        let format = (!view.format.is_null()).then(|| unsafe { CStr::from_ptr(view.format) }.to_owned());
+        // SAFETY: as above, released once.
+        unsafe { PyBuffer_Release(&raw mut view) };
+        let format = format?;
+        let format = format.to_string_lossy();
+        if !format_refers(&format) {
+            return None;
+        }
+        format!("format {format}")
+    } else {
+        // NumPy has no format for some of its dtypes. Only some of those hold references.
+        drop(PyErr::fetch(object.py()));
+        if !dtype()?.getattr("hasobject").and_then(|refers| refers.is_truthy()).unwrap_or(false) {
+            return None;
+        }
+        "no format".to_owned()
+    };
+    Some(dtype().map_or(refers, |dtype| format!("dtype {dtype}")))
+}
+
+/// Whether items of this format (PEP 3118, as `struct` with extensions) contain object references or pointers.
+fn format_refers(format: &str) -> bool {
+    // A field's name stands between colons, behind its type.
+    let types: String = format.split(':').step_by(2).collect();
+    let mut kinds = types.chars().peekable();
+    while let Some(kind) = kinds.next() {
+        match kind {
+            'O' | '&' | 'X' | 'z' => return true,
+            // `Zf`, `Zd` and `Zg` are complex numbers; alone, it is ctypes' pointer to wide characters.
+            'Z' if kinds.next_if(|part| "fdg".contains(*part)).is_none() => return true,
+            _ => {}
+        }
+    }
+    false
+}
+
+fn name(object: &Bound<'_, PyAny>) -> String {
+    object.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string())
 }
 
 /// Has `copy` read the bytes of `data`, host memory, without the GIL.
@@ -280,7 +342,7 @@ pub(crate) fn copy_into(
 fn why_refused(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyErr {
     let py = object.py();
     let refusal = PyErr::fetch(py);
-    let name = object.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string());
+    let name = name(object);
     let mut view = View::EMPTY;
     // SAFETY: `view` is ours and `object` is valid.
     if unsafe { PyObject_GetBuffer(object.as_ptr(), &raw mut view, FULL_RO) } != 0 {
