@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_cli_command import COMMAND, children, clean_environment, gone, one_error, run
 
-from crossrail.report import Report, Row
+from crossrail.cli.ep import elastic
+from crossrail.cli.ep.plan import parse_plan
+from crossrail.cli.processes import Message
+from crossrail.report import PhaseFacts, Report, Row
 
 PLANS = Path(__file__).parents[1] / "data" / "plans"
 SMALL = ("--tokens=16", "--hidden=256", "--experts-per-rank=2", "--iters=5", "--warmup=1")
+
+
+NIXL = {
+    "double_expansion": "[[0, 1, 2, 3], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 7]]",
+    "expansion_contraction": (
+        "[[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, -6, 7], [0, 1, 2, 3, 4, 5, 6, 7]]"
+    ),
+    "expansion_fault_contraction": "[[0, 1], [0, 1, 2, 3], [0, 1, -2, 3], [0, 3]]",
+    "no_expansion": "[[0, 1, 2, 3]]",
+    "single_expansion": "[[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7]]",
+    "single_expansion_16_ranks": ("[[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]]"),
+    "single_rank": "[[0]]",
+    "killed and back at once": "[[0, 1, 2], [0, -1], [0, 1]]",
+}
+"""The plans of NIXL's elastic test by name, and the smallest in which a killed number returns in the next phase."""
 
 
 def phases(plan: Path, path: Path, *options: str) -> list[Row]:
@@ -63,6 +84,51 @@ def test_kills_among_other_changes(name: str, tmp_path: Path) -> None:
     assert last is not None
     survivors = len(last.active) - len(last.killed)
     assert len(last.faults) == survivors * len(last.killed)
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [(name, nodes) for name in NIXL for nodes in (1, 2) if (name, nodes) != ("single_rank", 2)],
+)
+def test_nixls_plans_run_as_they_are(name: str, nodes: int, tmp_path: Path) -> None:
+    plan = tmp_path / f"{name}.json"
+    plan.write_text(NIXL[name])
+    expected = json.loads(NIXL[name])
+    rows = phases(plan, tmp_path / "out.json", f"--nodes={nodes}")
+    assert [(row.phase.active, row.phase.killed) for row in rows if row.phase is not None] == [
+        (sorted(map(abs, phase)), sorted(-rank for rank in phase if rank < 0)) for phase in expected
+    ]
+
+
+def test_a_rank_is_killed_in_an_exchange_and_not_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine: the kill answers the word of the rank that it has begun the exchange."""
+    events: list[str] = []
+
+    class Slow:
+        def send(self, rank: int, request: Message) -> None:
+            assert request["do"] == "exchange"
+            assert (request["due"] is not None) == (rank in (1, 2))
+
+        def next(self, timeout: float) -> tuple[int, Message]:
+            rank = [0, 2, 1][len(events) // 2]
+            events.append(f"word of {rank}")
+            if rank == 0:
+                events.append("not due")
+                return rank, {"event": "progress"}
+            return rank, {"event": "due"}
+
+        def kill(self, rank: int) -> None:
+            events.append(f"kill {rank}")
+
+        def wait_for(self, event: str, ranks: tuple[int, ...], timeout: float) -> dict[int, Message]:
+            now = time.monotonic_ns()
+            return {rank: {"without": {"1": now, "2": now}, "faults": []} for rank in ranks}
+
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("a pause"))
+    plan = parse_plan("[[0, -1, -2]]")
+    made = elastic._Run(SimpleNamespace(seed=0), plan, Slow(), 1.0)  # type: ignore[arg-type]
+    made.kill(plan.phases[0], PhaseFacts(number=1, active=[0, 1, 2]))
+    assert events == ["word of 0", "not due", "word of 2", "kill 2", "word of 1", "kill 1"]
 
 
 def test_numbers_that_the_rank_server_would_not_give_are_asked_for(tmp_path: Path) -> None:

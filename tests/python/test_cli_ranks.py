@@ -16,6 +16,7 @@ class Rank:
     """What `Ranks` asks of one."""
 
     def __init__(self, reason: str, ended_at: float | None = None) -> None:
+        self.rank = 0
         self._reason = reason
         self.ended_at = float("inf") if ended_at is None else ended_at
 
@@ -38,9 +39,23 @@ class Rank:
 def ranks_of(*all_ranks: Rank) -> Ranks:
     """With the end of the first in the inbox."""
     group = Ranks()
-    group._ranks.update(enumerate(all_ranks))  # type: ignore[arg-type]
-    group._inbox.put((0, {"event": ENDED}))
+    for number, one in enumerate(all_ranks):
+        one.rank = number
+        group._ranks[number] = one  # type: ignore[assignment]
+    ended(group, 0)
     return group
+
+
+def ended(group: Ranks, rank: int) -> None:
+    """Puts the end of ``rank`` into the inbox."""
+    group._inbox.put((group._ranks[rank], {"event": ENDED}))
+
+
+def test_words_of_a_rank_that_was_started_again_are_not_taken_for_its_successors() -> None:
+    group = ranks_of(Rank("killed", 1.0))
+    group._ranks[0] = Rank("")  # type: ignore[assignment]
+    group._inbox.put((group._ranks[0], {"event": "ready"}))
+    assert group.wait_for("ready", [0], 1.0) == {0: {"event": "ready"}}
 
 
 def test_who_is_blamed_is_waited_for_and_is_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +64,7 @@ def test_who_is_blamed_is_waited_for_and_is_the_reason(capsys: pytest.CaptureFix
 
     def end() -> None:
         late.end()
-        group._inbox.put((1, {"event": ENDED}))
+        ended(group, 1)
 
     timer = threading.Timer(2 * ranks.LAST_WORDS_S, end)
     timer.start()
@@ -68,6 +83,6 @@ def test_who_is_blamed_and_goes_on_is_not_waited_for_long(monkeypatch: pytest.Mo
 
 def test_of_two_that_blame_each_other_the_first_to_end_is_the_reason() -> None:
     group = ranks_of(Rank("rank 1 is gone", 2.0), Rank("rank 0 is late", 1.0))
-    group._inbox.put((1, {"event": ENDED}))
+    ended(group, 1)
     with pytest.raises(Failure, match=r"^rank 1: rank 0 is late"):
         group.next(1.0)

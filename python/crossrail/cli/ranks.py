@@ -39,7 +39,7 @@ class Ranks:
         """If ``quiet``, the ranks' stderr is not forwarded; its last line becomes part of the reason of a failure."""
         self._quiet = quiet
         self._ranks: dict[int, _Rank] = {}
-        self._inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[_Rank, Message]] = queue.SimpleQueue()
 
     def __enter__(self) -> Ranks:
         return self
@@ -73,7 +73,7 @@ class Ranks:
         Raises Failure if there is none in time, or if a rank failed, with its number and the reason.
         """
         try:
-            rank, message = self._inbox.get(timeout=max(timeout, 0.0))
+            rank, message = self._take(time.monotonic() + timeout)
         except queue.Empty:
             running = ", ".join(str(number) for number, rank in self._ranks.items() if rank.runs())
             ranks = f"ranks {running}" if running else "any rank"
@@ -81,6 +81,13 @@ class Ranks:
         if message.get("event") == ENDED and self._ranks[rank].failed():
             raise self._failure(rank)
         return rank, message
+
+    def _take(self, deadline: float) -> tuple[int, Message]:
+        """The next message of a rank that was not started again since. Raises queue.Empty if there is none in time."""
+        while True:
+            sender, message = self._inbox.get(timeout=max(deadline - time.monotonic(), 0.0))
+            if self._ranks[sender.rank] is sender:
+                return sender.rank, message
 
     def wait_for(self, event: str, ranks: Iterable[int], timeout: float) -> dict[int, Message]:
         """Waits up to ``timeout`` seconds for ``event`` of each of ``ranks``, skipping others. Raises as `next`."""
@@ -115,11 +122,10 @@ class Ranks:
         """The failure of the run after rank ``first`` failed. Reasons of other ranks that fail too are printed."""
         began, failed = time.monotonic(), [first]
         while True:
-            left = began + self._patience(failed) - time.monotonic()
             try:
-                rank, message = self._inbox.get(timeout=max(left, 0.0))
+                rank, message = self._take(began + self._patience(failed))
             except queue.Empty:
-                if left <= 0:
+                if time.monotonic() >= began + self._patience(failed):
                     break
                 continue
             if message.get("event") == ENDED and self._ranks[rank].failed():
@@ -154,7 +160,7 @@ class _Rank:
         kind: str,
         job: Message,
         environment: Mapping[str, str],
-        inbox: queue.SimpleQueue[tuple[int, Message]],
+        inbox: queue.SimpleQueue[tuple[_Rank, Message]],
         quiet: bool,
     ) -> None:
         self.rank = rank
@@ -222,11 +228,11 @@ class _Rank:
             except ValueError:
                 message = None
             if isinstance(message, dict):
-                self._inbox.put((self.rank, message))
+                self._inbox.put((self, message))
         self._process.popen.wait()
         self.ended_at = time.monotonic()
         self._talk.join()
-        self._inbox.put((self.rank, {"event": ENDED}))
+        self._inbox.put((self, {"event": ENDED}))
 
     def _pass_on(self) -> None:
         """Forwards stderr, except for the line with the error, which becomes the reason of the failure."""

@@ -23,9 +23,15 @@ from ..reporting import Progress, make_report
 from .options import EpOptions, buffer_numbers
 from .plan import Phase, Plan, load_plan
 
-START_S = 60.0
-KILL_AFTER_S = (0.02, 0.2)
-"""Range of the delay between the first exchange of a phase and each kill."""
+START_S = 600.0
+"""How long the ranks that join may take to start, which on a busy machine is long. A rank that fails ends, which is
+noticed at once."""
+
+LEASE_S = 3.0
+"""Lease of the ranks: on a busy machine a rank that lives may renew a shorter one too late."""
+
+KILL_AFTER = (20, 200)
+"""Range of the number of exchanges of a phase after which a rank is killed."""
 
 IDLE_S = 600.0
 """How long a rank waits for the next request of the command."""
@@ -84,7 +90,9 @@ class _Run:
             rank for rank in range(plan.ranks) if rank in leaving or (index and rank in plan.phases[index - 1].killed)
         ]
         for rank in phase.active:
-            self.ranks.send(rank, {"do": "phase", "active": phase.active, "gone": gone})
+            # A rank that joins has met nobody yet, and may have the number of one that was killed.
+            left = [] if rank in joining else gone
+            self.ranks.send(rank, {"do": "phase", "active": phase.active, "gone": left})
         done = self.ranks.wait_for("done", phase.active, self.patience)
         facts = PhaseFacts(
             number=index + 1,
@@ -117,15 +125,19 @@ class _Run:
                 raise Failure(f"phase {index + 1}: a process was assigned rank {given}, but the plan has rank {rank}")
 
     def kill(self, phase: Phase, facts: PhaseFacts) -> PhaseFacts:
-        """Kills ranks while all exchange data, and collects the survivors' recovery times and faults."""
+        """Kills ranks while all exchange data, and collects the survivors' recovery times and faults.
+
+        Each is killed when it has begun a random exchange, which it goes on with until the signal arrives.
+        """
         for rank in phase.active:
-            self.ranks.send(rank, {"do": "exchange", "active": phase.active, "left": phase.survivors})
-        self.ranks.wait_for("exchanging", phase.active, self.patience)
+            due = self.random.randint(*KILL_AFTER) if rank in phase.killed else None
+            self.ranks.send(rank, {"do": "exchange", "active": phase.active, "left": phase.survivors, "due": due})
         killed_at: dict[int, int] = {}
-        for rank in phase.killed:
-            time.sleep(self.random.uniform(*KILL_AFTER_S))  # a random moment, in the middle of an exchange
-            killed_at[rank] = time.monotonic_ns()
-            self.ranks.kill(rank)
+        while len(killed_at) < len(phase.killed):
+            rank, message = self.ranks.next(self.patience)
+            if message.get("event") == "due":
+                killed_at[rank] = time.monotonic_ns()
+                self.ranks.kill(rank)
         survived = self.ranks.wait_for("survived", phase.survivors, self.patience)
         times = [
             (message["without"][str(rank)] - killed_at[rank]) / 1e3
@@ -187,7 +199,7 @@ def serve(parent: Parent, job: Message) -> None:
             case "phase":
                 parent.send("done", **rank.phase(request["active"], request["gone"]))
             case "exchange":
-                rank.exchange(parent, request["active"], request["left"])
+                rank.exchange(parent, request["active"], request["left"], request["due"])
     rank.leave()
 
 
@@ -210,6 +222,7 @@ class _Rank:
             size=self.work.shape.ranks,
             node=job["node"],
             store=job["store"],
+            lease=LEASE_S,
             context=self.context,
         )
         self.buffer = crossrail.ExpertBuffer(
@@ -251,22 +264,23 @@ class _Rank:
         received = self.buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout=work.layout)
         return mine, work.outputs(received, rank)
 
-    def exchange(self, parent: Parent, active: list[int], left: list[int]) -> None:
+    def exchange(self, parent: Parent, active: list[int], left: list[int], due: int | None) -> None:
         """Dispatches and combines until all of `left` have lost all other `active` ranks, which are killed meanwhile.
 
-        Reports the beginning and, at the end, for each lost rank when the first exchange without it was finished, and
-        the faults.
+        Reports when exchange number `due` begins and, at the end, for each lost rank when the first exchange without it
+        was finished, and the faults.
         """
         work, rank = self.work, self.group.rank
         mine, y = self.once(active)
         right = b""
-        parent.send("exchanging")
         victims = sorted(set(active) - set(left))
         without: dict[int, int] = {}
         known = len(self.buffer.faults())
         number = 0
         while True:
-            for _ in range(EXCHANGES_PER_ROUND):
+            for exchange in range(number * EXCHANGES_PER_ROUND, (number + 1) * EXCHANGES_PER_ROUND):
+                if exchange == due:
+                    parent.send("due")
                 received = self.buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout=work.layout)
                 sums = self.buffer.combine(y[: len(received.x)], received.handle).x.tobytes()
                 now = time.monotonic_ns()
@@ -275,7 +289,7 @@ class _Rank:
                     without.setdefault(fault.rank, now)
                 right = right or sums
                 if not faults[known:] and not without and sums != right:
-                    raise Failure(f"rank {rank}: exchange {number} differs from the one before, but no rank was lost")
+                    raise Failure(f"rank {rank}: exchange {exchange} differs from the one before, but no rank was lost")
                 known = len(faults)
             number += 1
             if self._agreed(number, left, sorted(without), victims):
