@@ -17,7 +17,7 @@ say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
 .PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python test-gpu bench bench-gpu \
-	bench-gpu-experts gpu-pack pages fmt clean
+	bench-gpu-experts gpu-pack pages rust wheels check-aarch64 fmt clean
 
 help:
 	@echo "make build    virtual environment in $(VENV), tools, the extension and the command crossrail"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-gpu what needs a GPU"
 	@echo "make bench-gpu GPU memory against its peers, into benches/results/gpu; bench-gpu-experts: dispatch and combine"
 	@echo "make bench    the benchmark against the peers, into benches/results"
+	@echo "make wheels   wheels for x86-64 and aarch64, for every Python from 3.10, into dist"
 	@echo "make pages    the tables of docs/, from benches/results"
 	@echo "make fmt      format Rust and Python"
 	@echo "make clean    remove what was built"
@@ -37,7 +38,10 @@ $(TOOLS): requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements-dev.txt
 	@touch $@
 
-build: $(TOOLS)
+rust:
+	@command -v cargo >/dev/null || { cat packaging/missing_rust.txt >&2; exit 1; }
+
+build: rust $(TOOLS)
 	$(call say,build: extension and command)
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --locked
 
@@ -67,7 +71,7 @@ test: $(TOOLS)
 
 lint: lint-rust lint-python
 
-lint-rust:
+lint-rust: check-aarch64
 	$(call say,lint: rustfmt)
 	cargo fmt --all --check
 	$(call say,lint: clippy)
@@ -136,6 +140,27 @@ bench-gpu: gpu-pack
 bench-gpu-experts: gpu-pack
 	$(call say,bench: dispatch and combine in GPU memory against their peers)
 	$(GPU_BENCH) --only experts $(GPU_OPTIONS)
+
+# The wheel of every machine and Python: one per architecture, by the stable ABI, linked by zig against an old glibc.
+WHEELS := $(CURDIR)/dist
+WHEEL_TARGETS := x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
+
+wheels: rust $(TOOLS)
+	$(call say,wheels: $(WHEEL_TARGETS) into dist)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement packaging/requirements-wheels.txt
+	@if command -v rustup >/dev/null; then rustup --quiet target add $(WHEEL_TARGETS); fi
+	@for target in $(WHEEL_TARGETS); do \
+		PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/maturin build --release --locked --zig --target $$target --out $(WHEELS) || exit 1; \
+	done
+	@ls -l $(WHEELS)
+
+# As far as the compiler goes without a linker for the other architecture; where its standard library cannot be had,
+# that is said.
+check-aarch64: rust
+	$(call say,check: aarch64)
+	@if rustup --quiet target add aarch64-unknown-linux-gnu; then \
+		cargo check --quiet --locked --package crossrail-python --target aarch64-unknown-linux-gnu; \
+	else echo "not checked: rustup has no standard library for aarch64 here"; fi
 
 bench: build
 	$(call say,bench: against the peers into benches/results)

@@ -1,0 +1,47 @@
+"""The build backend: maturin's, which is only asked where Rust is there.
+
+Without Rust maturin downloads a toolchain of several hundred megabytes into a temporary folder, without a word.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from maturin import (
+    build_editable,
+    build_sdist,
+    build_wheel,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
+
+MISSING_RUST = Path(__file__).with_name("missing_rust.txt")
+
+os.environ["MATURIN_NO_INSTALL_RUST"] = "1"
+
+
+def get_requires_for_build_wheel(config_settings: Mapping[str, Any] | None = None) -> list[str]:
+    """Packages to install before a build: none. Exits with the reason when there is no Rust."""
+    if shutil.which("cargo") is None:
+        sys.exit(MISSING_RUST.read_text(encoding="utf-8"))
+    return []
+
+
+get_requires_for_build_editable = get_requires_for_build_wheel
+get_requires_for_build_sdist = get_requires_for_build_wheel
