@@ -175,7 +175,7 @@ impl Build {
 /// How long a library is kept.
 const KEPT: Duration = Duration::from_secs(3 * 24 * 3600);
 /// Raised when what this file writes for the compiler changes.
-const REVISION: u32 = 2;
+const REVISION: u32 = 3;
 
 /// The machine's objects, cached as the libraries are. The first caller compiles them.
 fn machine_objects(compiler: &Compiler) -> &'static [PathBuf] {
@@ -273,15 +273,28 @@ fn unit_text(index: usize, source: &str, text: &str) -> String {
     let kernels = kernels(text);
     assert!(!kernels.is_empty(), "{source}: no kernel: nothing like `__global__ ... name(const __grid_constant__`");
     for kernel in kernels {
-        unit.push_str(&format!("using unit{index}::{kernel};\nEMULATE_ENTRY({kernel})\n"));
+        unit.push_str(&format!("EMULATE_ENTRY(unit{index}::{kernel}, {})\n", symbol(&kernel)));
     }
     unit
 }
 
-/// The kernels that a source has: the words before `(const __grid_constant__`.
-fn kernels(text: &str) -> Vec<&str> {
+/// The kernels that a source has, with their namespaces: the words before `(const __grid_constant__`.
+fn kernels(text: &str) -> Vec<String> {
     let starts = text.match_indices("(const __grid_constant__").map(|(at, _)| text[..at].trim_end());
-    starts.filter_map(|before| before.rsplit(|c: char| !c.is_alphanumeric() && c != '_').next()).collect()
+    let name = |before: &str| {
+        let name = before.rsplit(|c: char| !c.is_alphanumeric() && c != '_').next()?.to_owned();
+        let opened = before.rfind("\nnamespace ").map(|at| &before[at + "\nnamespace ".len()..]);
+        match opened.filter(|opened| !opened.contains("\n}  // namespace")).and_then(|opened| opened.split_once(" {")) {
+            Some((space, _)) => Some(format!("{space}::{name}")),
+            None => Some(name),
+        }
+    };
+    starts.filter_map(name).collect()
+}
+
+/// A kernel's name as part of the names of the functions through which it is reached.
+fn symbol(kernel: &str) -> String {
+    kernel.replace("::", "_")
 }
 
 /// Turns declarations of shared memory, which C++ does not have, into pointers into the block's:
@@ -455,9 +468,9 @@ impl Library {
     }
 
     pub(crate) fn kernel(&self, name: &str) -> (Entry, usize) {
-        let bytes: unsafe extern "C" fn() -> usize = self.symbol(&format!("emulate_bytes_{name}"));
+        let bytes: unsafe extern "C" fn() -> usize = self.symbol(&format!("emulate_bytes_{}", symbol(name)));
         // SAFETY: it gives back a number.
-        (self.symbol(&format!("emulate_entry_{name}")), unsafe { bytes() })
+        (self.symbol(&format!("emulate_entry_{}", symbol(name))), unsafe { bytes() })
     }
 
     pub(crate) fn run(&self) -> Run {

@@ -3,7 +3,8 @@
 
 use crossrail_cuda::Grid;
 use crossrail_kernels::ep::{
-    EP_FAULTS, EpCombineArgs, EpCommon, EpDispatchArgs, EpFault, EpHandle, Layout, Payload, Scale, Shape, stage_name,
+    EP_FAULTS, EXPERT_COMBINE, EXPERT_DISPATCH, EpCombineArgs, EpCommon, EpDispatchArgs, EpFault, EpHandle, Layout,
+    Payload, Scale, Shape, stage_name,
 };
 
 use crate::reference::{self, Outputs, Routing, Wire};
@@ -274,7 +275,7 @@ impl<M: GpuMemory> ByExpert<M> {
         for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
             let mut args = one.dispatch;
             args.common.phases = phases;
-            job.gpus.launch_on(rank as u32, "crossrail_ep_dispatch_expert", &args, grid);
+            job.gpus.launch_on(rank as u32, EXPERT_DISPATCH, &args, grid);
         }
     }
 
@@ -284,7 +285,7 @@ impl<M: GpuMemory> ByExpert<M> {
         for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
             let mut args = one.combine;
             args.common.phases = phases;
-            job.gpus.launch_on(rank as u32, "crossrail_ep_combine_expert", &args, grid);
+            job.gpus.launch_on(rank as u32, EXPERT_COMBINE, &args, grid);
         }
     }
 

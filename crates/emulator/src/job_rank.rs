@@ -2,7 +2,8 @@
 
 use crossrail_cuda::Grid;
 use crossrail_kernels::ep::{
-    EP_ANNOUNCE, EP_MARKS, EP_RECEIVE, EP_SEND, EP_UNHEARD, EpCombineArgs, EpDispatchArgs, Layout, Shape,
+    EP_ANNOUNCE, EP_MARKS, EP_RECEIVE, EP_SEND, EP_UNHEARD, EpCombineArgs, EpDispatchArgs, Layout, RANK_COMBINE,
+    RANK_DISPATCH, Shape,
 };
 
 use crate::job::{Input, Job, check_sums, combine_args, ids, same};
@@ -201,7 +202,7 @@ impl<M: GpuMemory> ByRank<M> {
         for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
             let mut args = one.dispatch;
             args.common.phases = phases;
-            job.gpus.launch_on(rank as u32, "crossrail_ep_dispatch_rank", &args, grid);
+            job.gpus.launch_on(rank as u32, RANK_DISPATCH, &args, grid);
         }
     }
 
@@ -212,7 +213,7 @@ impl<M: GpuMemory> ByRank<M> {
             let mut args = one.combine;
             args.common.phases = phases;
             args.senders = senders;
-            job.gpus.launch_on(rank as u32, "crossrail_ep_combine_rank", &args, grid);
+            job.gpus.launch_on(rank as u32, RANK_COMBINE, &args, grid);
         }
     }
 

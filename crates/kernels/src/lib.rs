@@ -14,6 +14,7 @@
 mod args;
 pub mod ep;
 mod launch;
+mod names;
 mod scatter;
 mod shared;
 pub mod sources;
@@ -23,6 +24,7 @@ pub use args::{
     FlagWriteArgs, Piece, PutArgs, UnpackArgs, layout,
 };
 pub use launch::Kernels;
+pub use names::mangled;
 pub use scatter::{LONGEST, ScatterList};
 pub use shared::{compiler, shared};
 

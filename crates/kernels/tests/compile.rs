@@ -9,8 +9,11 @@ use std::time::Duration;
 
 use crossrail_cuda::Arch;
 use crossrail_cuda::nvrtc::{Compiler, Library, Origin, Report, Source};
-use crossrail_kernels::ep::{Payload, Scale, Shape, Tuning};
-use crossrail_kernels::sources;
+use crossrail_kernels::ep::{
+    EXPERT_COMBINE, EXPERT_DISPATCH, EpCombineArgs, EpDispatchArgs, Payload, RANK_COMBINE, RANK_DISPATCH, Scale, Shape,
+    Tuning,
+};
+use crossrail_kernels::{mangled, sources};
 
 const ARCHITECTURES: [&str; 3] = ["sm_80", "sm_90a", "sm_100a"];
 const LIMIT: Duration = Duration::from_secs(60);
@@ -111,12 +114,20 @@ fn compile(library: Library, shapes: &[(&str, Shape)]) {
         let parsed: Arch = arch.parse().unwrap();
         let expert = shape.defines(sources::has_bulk(parsed));
         let rank = shape.rank_defines(sources::has_bulk(parsed));
-        for (source, defines) in [(sources::EP_EXPERT, expert), (sources::EP_RANK, rank)] {
+        let layouts = [
+            (sources::EP_EXPERT, expert, [EXPERT_DISPATCH, EXPERT_COMBINE]),
+            (sources::EP_RANK, rank, [RANK_DISPATCH, RANK_COMBINE]),
+        ];
+        for (source, defines, names) in layouts {
             let options: Vec<&str> = defines.iter().map(String::as_str).collect();
             let compiled = compiler.compile(&source, parsed, &options, LIMIT).unwrap();
             let report = compiled.report();
             problems.extend(report.warnings.iter().map(|warning| format!("{arch}: {warning}")));
-            assert!(!report.kernels.is_empty(), "{}: no kernel in the log:\n{}", source.name, compiled.log());
+            let expected = [mangled::<EpDispatchArgs>(names[0]), mangled::<EpCombineArgs>(names[1])];
+            for name in expected {
+                let found = report.kernels.iter().any(|kernel| kernel.name == name);
+                assert!(found, "{}: no kernel {name} in the log:\n{}", source.name, compiled.log());
+            }
             problems.extend(print(arch, &report));
             count += report.kernels.len();
         }

@@ -128,6 +128,6 @@ constexpr size_t emulate_bytes(void (*)(Args)) {
 }
 
 #define EMULATE_SHOWN extern "C" __attribute__((visibility("default")))
-#define EMULATE_ENTRY(kernel)                                                                           \
-    EMULATE_SHOWN void emulate_entry_##kernel(const void *args) { emulate_call(&kernel, args); }        \
-    EMULATE_SHOWN size_t emulate_bytes_##kernel() { return emulate_bytes(&kernel); }
+#define EMULATE_ENTRY(kernel, symbol)                                                                   \
+    EMULATE_SHOWN void emulate_entry_##symbol(const void *args) { emulate_call(&kernel, args); }        \
+    EMULATE_SHOWN size_t emulate_bytes_##symbol() { return emulate_bytes(&kernel); }

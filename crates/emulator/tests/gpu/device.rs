@@ -11,7 +11,7 @@ use crossrail_cuda::{
     Context, Device, DeviceMemory, Function, Grid, KernelArgs, Module, PinnedMemory, Stream, wait_for_releases,
 };
 use crossrail_emulator::{GpuMemory, Gpus, Number, Numbers};
-use crossrail_kernels::sources;
+use crossrail_kernels::{mangled, sources};
 
 use crate::support;
 
@@ -133,10 +133,10 @@ impl Gpus for DeviceGpus {
 
     /// Queues a launch on a rank's stream.
     fn launch_on<A: KernelArgs + 'static>(&mut self, rank: u32, kernel: &str, args: &A, grid: Grid) {
-        let args = *args;
+        let (args, kernel) = (*args, mangled::<A>(kernel));
         // SAFETY: each kernel is launched with what it takes; the memory that is named lives until the run is over.
         let start = move |function: &Function, stream: &Stream| unsafe { function.launch(stream, grid, &args) };
-        self.queue.push(Launch { kernel: kernel.into(), rank, shared: grid.shared, start: Box::new(start) });
+        self.queue.push(Launch { kernel, rank, shared: grid.shared, start: Box::new(start) });
     }
 
     /// Runs all queued launches to their end. Orders are the GPUs' own, the seed is for messages.

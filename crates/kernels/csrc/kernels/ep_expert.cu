@@ -6,8 +6,9 @@
 // What a block's warps find in its shared memory from there on.
 __device__ __forceinline__ u8 *behind_start(u8 *shared) { return shared + EP_START; }
 
-extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
-    crossrail_ep_dispatch_expert(const __grid_constant__ EpDispatchArgs args) {
+namespace crossrail::ep::expert {
+
+__global__ void __launch_bounds__(EP_THREADS, 1) dispatch(const __grid_constant__ EpDispatchArgs args) {
     extern __shared__ __align__(128) u8 shared[];
     const EpCommon &c = args.common;
     Start &start = *reinterpret_cast<Start *>(shared);
@@ -49,8 +50,7 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     end_dispatch(args, start.sent, start.received);
 }
 
-extern "C" __global__ void __launch_bounds__(EP_BACK_THREADS, 1)
-    crossrail_ep_combine_expert(const __grid_constant__ EpCombineArgs args) {
+__global__ void __launch_bounds__(EP_BACK_THREADS, 1) combine(const __grid_constant__ EpCombineArgs args) {
     extern __shared__ __align__(128) u8 shared[];
     const EpCommon &c = args.common;
     Start &start = *reinterpret_cast<Start *>(shared);
@@ -98,3 +98,5 @@ extern "C" __global__ void __launch_bounds__(EP_BACK_THREADS, 1)
     if (c.phases & EP_RECEIVE) count_waits(c);
     if (threadIdx.x == 0) note_combine(c, start);
 }
+
+}  // namespace crossrail::ep::expert

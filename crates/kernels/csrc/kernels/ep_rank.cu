@@ -2,8 +2,9 @@
 #include "kernels/ep_rank_combine.cuh"
 #include "kernels/ep_rank_dispatch.cuh"
 
-extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
-    crossrail_ep_dispatch_rank(const __grid_constant__ EpDispatchArgs args) {
+namespace crossrail::ep::rank {
+
+__global__ void __launch_bounds__(EP_THREADS, 1) dispatch(const __grid_constant__ EpDispatchArgs args) {
     extern __shared__ __align__(128) u8 stages[];
     DispatchShared &shared = *reinterpret_cast<DispatchShared *>(stages + DISPATCH_STAGE * DISPATCH_STAGES);
     Dispatch dispatch(args);
@@ -66,8 +67,7 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     mark_by(0, args.marks, EP_MARK_OVER);
 }
 
-extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
-    crossrail_ep_combine_rank(const __grid_constant__ EpCombineArgs args) {
+__global__ void __launch_bounds__(EP_THREADS, 1) combine(const __grid_constant__ EpCombineArgs args) {
     extern __shared__ __align__(128) u8 stages[];
     CombineShared &shared = *reinterpret_cast<CombineShared *>(stages + COMBINE_STAGE * COMBINE_STAGES);
     Combine combine(args);
@@ -105,3 +105,5 @@ extern "C" __global__ void __launch_bounds__(EP_THREADS, 1)
     end_combine(combine);
     mark_by(0, args.marks, EP_MARK_OVER);
 }
+
+}  // namespace crossrail::ep::rank

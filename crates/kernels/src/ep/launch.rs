@@ -8,7 +8,17 @@ use crossrail_cuda::{Context, Function, Grid, Module, Stream};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use super::{EP_ANNOUNCE, EP_RANK_BLOCKS, EP_RECEIVE, EP_SEND, EpCombineArgs, EpCommon, EpDispatchArgs, Shape};
-use crate::sources;
+use crate::{mangled, sources};
+
+/// Qualified name of the kernel that dispatches in the expert layout. Profilers show it; tests written for DeepEP look
+/// for kernels named `...::dispatch` and `...::combine`.
+pub const EXPERT_DISPATCH: &str = "crossrail::ep::expert::dispatch";
+/// Qualified name of the kernel that combines in the expert layout.
+pub const EXPERT_COMBINE: &str = "crossrail::ep::expert::combine";
+/// Qualified name of the kernel that dispatches in the rank layout.
+pub const RANK_DISPATCH: &str = "crossrail::ep::rank::dispatch";
+/// Qualified name of the kernel that combines in the rank layout.
+pub const RANK_COMBINE: &str = "crossrail::ep::rank::combine";
 
 /// The kernels of expert parallelism, compiled for one shape and loaded on one GPU. Usable from any thread.
 #[derive(Debug)]
@@ -58,18 +68,18 @@ impl EpKernels {
             let options: Vec<&str> = defines.iter().map(String::as_str).collect();
             let code = compiler.compile(source, arch, &options, limit)?;
             let module = Module::load(context, &code)?;
-            let [dispatch, combine] = names.map(|name| module.function(name));
-            let (dispatch, combine) = (dispatch?, combine?);
+            let dispatch = module.function(&mangled::<EpDispatchArgs>(names[0]))?;
+            let combine = module.function(&mangled::<EpCombineArgs>(names[1]))?;
             dispatch.allow_shared(shared[0])?;
             combine.allow_shared(shared[1])?;
             Ok::<_, Error>((Pair { dispatch, combine, threads, shared }, (source.name, code)))
         };
         let expert = || {
-            let names = ["crossrail_ep_dispatch_expert", "crossrail_ep_combine_expert"];
+            let names = [EXPERT_DISPATCH, EXPERT_COMBINE];
             load(&sources::EP_EXPERT, names, &shape.defines(bulk), shape.expert_threads(), shape.expert_shared())
         };
         let rank = || {
-            let names = ["crossrail_ep_dispatch_rank", "crossrail_ep_combine_rank"];
+            let names = [RANK_DISPATCH, RANK_COMBINE];
             let (defines, shared) = (shape.rank_defines(rank_bulk), shape.rank_shared(rank_bulk));
             load(&sources::EP_RANK, names, &defines, [shape.rank_threads(); 2], shared)
         };

@@ -24,7 +24,7 @@ pub use args::{
 };
 pub use epochs::Epochs;
 pub use forward::{Load, Look, Span, There};
-pub use launch::EpKernels;
+pub use launch::{EXPERT_COMBINE, EXPERT_DISPATCH, EpKernels, RANK_COMBINE, RANK_DISPATCH};
 pub use report::stage_name;
 pub use shape::{
     Layout, MOST_HIDDEN, MOST_LOCAL_EXPERTS, MOST_RANKS, MOST_TOKENS, MOST_TOPK, Payload, Scale, Shape, Tuning,
