@@ -330,6 +330,7 @@ pub fn combine_rank(
         let (mut result, mut sums) = (Vec::new(), Vec::new());
         for token in 0..routing.tokens[source] {
             let mut total = Sum::new(shape);
+            biases.get(source).into_iter().flatten().for_each(|bias| total.add(token_of(bias, token, shape), None));
             let mut back = vec![0f32; topk];
             for (rank, one) in delivered.iter().enumerate() {
                 let found = one.rows.iter().position(|row| (row.source, row.token) == (source, token));
@@ -339,7 +340,6 @@ pub fn combine_rank(
                     back.iter_mut().zip(&weights[row * topk..]).for_each(|(sum, weight)| *sum += weight);
                 }
             }
-            biases.get(source).into_iter().flatten().for_each(|bias| total.add(token_of(bias, token, shape), None));
             result.extend(total.rounded());
             sums.extend(back);
         }

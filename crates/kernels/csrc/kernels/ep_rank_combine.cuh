@@ -399,22 +399,22 @@ __device__ __forceinline__ void add_some(Sum &sum, u64 place, u32 &todo, u32 bas
     }
 }
 
-// The sum of a token's rows, by rank, and the biases.
+// The sum of the biases and a token's rows, by rank. The biases come first, as in DeepEP: sums are equal to the last bit.
 __device__ __forceinline__ void add_rows(const Combine &combine, const Token &token, u32 number) {
     const EpCombineArgs &args = combine.args;
     for (u32 base = 0; base < VECTORS; base += LANES * SUM_DEPTH) {
         Sum sum = {};
-#pragma unroll
-        for (u32 i = 0; i < EACH; ++i) {
-            u32 todo = __ballot_sync(WHOLE_WARP, token.row[i] != 0);
-            while (todo != 0) add_some(sum, token.row[i], todo, base);
-        }
         const u64 biases[] = {args.bias[0], args.bias[1]};
         for (u64 bias : biases) {
             if (bias == 0) continue;
             Vec16 added[SUM_DEPTH];
             load_part(added, bias + u64(number) * WIDE_ROW, base);
             sum.add(added);
+        }
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i) {
+            u32 todo = __ballot_sync(WHOLE_WARP, token.row[i] != 0);
+            while (todo != 0) add_some(sum, token.row[i], todo, base);
         }
 #pragma unroll
         for (u32 k = 0; k < SUM_DEPTH; ++k) {
