@@ -68,6 +68,9 @@ class TwinStreams:
     def unchanged(self) -> int | None:
         return None
 
+    def settle(self) -> None:
+        pass
+
     @contextlib.contextmanager
     def turn(self, previous: EventOverlap | None = None, beside: bool = False) -> Iterator[Turn]:
         turn = Turn(0)
@@ -308,6 +311,12 @@ class TwinMachine:
         result = made.buffer.dispatch(*given, "rank", expert_alignment=alignment)
         result.said = said if counted else None
         return result
+
+    def sources(self, buffer: Any, handle: Any, rows: int) -> Any:
+        tokens = torch.full((rows,), 7, dtype=torch.int32)
+        for row, (_, token) in enumerate(handle.order):
+            tokens[row] = token
+        return tokens
 
 
 class TwinDeepEp(Buffer):

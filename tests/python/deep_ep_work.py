@@ -163,9 +163,27 @@ def normal(
     assert (got_idx.cpu()[rows:] == -1).all(), f"{name}: topk_idx behind the rows is not -1"
     same(got_weights.cpu()[:rows], mine.topk_weights, f"{name}: topk_weights")
     assert counts == ([] if worst else mine.counts.tolist()), f"{name}: counts {counts}, not {mine.counts.tolist()}"
-    same(handle[0].cpu(), mine.offsets, f"{name}: offsets")
+    check_handle(env, batch, mine, in_rank, handle, name)
     sums(env, seed, batch, came, handle, room or rows, asynchronous)
     return got, handle, batch, came
+
+
+def check_handle(env: Env, batch: Batch, mine: Any, in_rank: Any, handle: Any, name: str) -> None:
+    """DeepEP's items, in its order: (rank_prefix_matrix, channel_prefix_matrix, recv_channel_prefix_matrix,
+    recv_src_idx, is_token_in_rank, send_head)."""
+    prefix, sent, first, source, given, heads = handle
+    assert len(handle) == 6 and handle, f"{name}: handle {handle!r}"
+    same(handle[0].cpu(), prefix.cpu(), f"{name}: handle[0]")
+    same(prefix.cpu()[:, env.rank], mine.offsets[1:], f"{name}: rank_prefix_matrix")
+    same(given.cpu(), in_rank.cpu(), f"{name}: is_token_in_rank")
+    same(sent.cpu()[:, 0], in_rank.cpu().sum(0), f"{name}: channel_prefix_matrix")
+    same(first.cpu(), np.zeros((env.size, 1)), f"{name}: recv_channel_prefix_matrix")
+    order = source_rows(env, mine)
+    same(source.cpu()[: len(order)], [token for _, token in order], f"{name}: recv_src_idx")
+    there = np.asarray(in_rank.cpu())
+    same(heads.cpu(), np.where(there, np.cumsum(there, axis=0) - 1, -1), f"{name}: send_head")
+    for one in (prefix, sent, first, source, heads):
+        assert one.dtype == env.torch.int32, f"{name}: an item is {one.dtype}"
 
 
 def as_kind(env: Env, rows: Any, kind: str) -> Any:

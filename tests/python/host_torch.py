@@ -124,8 +124,10 @@ class Tensor:
     def cpu(self) -> Tensor:
         return self
 
-    def to(self, device: Device) -> Tensor:
-        assert device == HOST
+    def to(self, there: Device | Dtype) -> Tensor:
+        if isinstance(there, Dtype):
+            return Tensor(self.array.astype(there.kind))
+        assert there == HOST
         return self
 
     def __getitem__(self, key: Any) -> Tensor:
@@ -166,8 +168,8 @@ class Tensor:
     def double(self) -> Tensor:
         return Tensor(self.array.astype(np.float64))
 
-    def new_zeros(self, shape: Any, *, dtype: Dtype) -> Tensor:
-        return Tensor(np.zeros(shape, dtype.kind))
+    def new_zeros(self, shape: Any, *, dtype: Dtype | None = None) -> Tensor:
+        return Tensor(np.zeros(shape, dtype.kind if dtype else self.array.dtype))
 
     def new_ones(self, shape: Any, *, dtype: Dtype) -> Tensor:
         return Tensor(np.ones(shape, dtype.kind))
@@ -202,6 +204,9 @@ class Tensor:
 
     def sum(self, axis: int | None = None, *, dtype: Dtype | None = None) -> Tensor:
         return Tensor(self.array.sum(axis, dtype=dtype and dtype.kind))
+
+    def cumsum(self, axis: int, *, dtype: Dtype) -> Tensor:
+        return Tensor(self.array.cumsum(axis, dtype=dtype.kind))
 
     def any(self, axis: int | None = None) -> Tensor:
         return Tensor(self.array.any(axis))

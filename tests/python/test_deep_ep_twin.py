@@ -234,6 +234,46 @@ def test_wrong_arguments_of_low_latency(buffer: TwinDeepEp) -> None:
         buffer.combine(got, handle)
 
 
+@pytest.mark.parametrize("with_ranks", [True, False])
+def test_handles_of_more_than_a_node_have_ten_items(with_ranks: bool) -> None:
+    def one(buffer: TwinDeepEp) -> None:
+        idx = torch.tensor([[2 * buffer.rank + 1, 0], [16, -1], [-1, -1]])
+        ranks, nodes, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 18)
+        assert nodes.tolist() == [1, 1 + (buffer.rank == 8)] and nodes.dtype == torch.int32
+        x = torch.zeros(3, 512, dtype=torch.bfloat16)
+        given = in_rank if with_ranks else None
+        *_, handle, _ = buffer.dispatch(x, None, ranks, nodes, given, per_expert, idx)
+        assert len(handle) == len(tuple(handle)) == 10 and "3 tokens" in repr(handle)
+        ends, source = handle[-4].tolist(), handle[7].tolist()
+        senders = {0: range(9), 8: [source for source in range(9) for _ in range(1 + (source == 8))]}
+        mine = list(senders.get(buffer.rank, [buffer.rank]))
+        assert ends == [sum(source <= rank for source in mine) for rank in range(9)]
+        assert len(source) == len(mine) and torch.equal(handle[0], in_rank)
+
+    on_ranks(9, one)
+
+
+@pytest.mark.parametrize("rdma", [False, True])
+def test_scratch_memory_of_the_buffers_size(rdma: bool) -> None:
+    def one(buffer: TwinDeepEp) -> None:
+        def shown(dtype: Any, size: Any = None, offset: int = 0) -> Any:
+            return buffer.get_local_buffer_tensor(dtype, size, offset, use_rdma_buffer=rdma)
+
+        whole = shown(torch.int8)
+        assert whole.shape == (400 if rdma else 80,) and whole.dtype == torch.int8
+        whole.fill_(0)
+        assert shown(torch.float32, (3, 4), 8).shape == (3, 4)
+        name = "num_rdma_bytes" if rdma else "num_nvl_bytes"
+        with pytest.raises(
+            UsageError, match=f"96 elements from 8 on, where {name} are enough for {100 if rdma else 20}"
+        ):
+            shown(torch.float32, (96,), 8)
+        with pytest.raises(UsageError, match="offset is -1"):
+            shown(torch.int8, offset=-1)
+
+    on_ranks(1, one, num_nvl_bytes=80, num_rdma_bytes=400)
+
+
 def test_buffers_are_not_made_in_a_capture(buffer: TwinDeepEp) -> None:
     buffer._machine.streams.capturing = True  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="num_worst_tokens is needed in a capture"):

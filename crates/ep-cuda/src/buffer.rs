@@ -20,7 +20,7 @@ use crate::completion::Events;
 use crate::counts::CountPool;
 use crate::device_reader::Reader;
 use crate::fault_ring::Ring;
-use crate::handles::{Pool, layout_of};
+use crate::handles::{DeviceHandle, Pool, layout_of};
 use crate::heap::{self, Heap};
 use crate::inner::{Connections, InFlight, Inner, State};
 use crate::kernel_cache;
@@ -292,6 +292,17 @@ impl DeviceBuffer {
         // SAFETY: the caller vouches for the stream.
         let stream = unsafe { Stream::borrow(&self.0.cuda, stream)? };
         RegionLease::take(&self.0, stream.capture()? != Capture::None)
+    }
+
+    /// GPU address of the source tokens of a rank-layout dispatch: u32 for each row, the number that its token had on
+    /// the rank that sent it. Valid in stream order after the dispatch, and as long as a clone of the handle exists.
+    ///
+    /// # Errors
+    /// `Usage`: the handle is of another buffer, or of the expert layout.
+    pub fn sources(&self, handle: &DeviceHandle) -> Result<u64> {
+        let layout = crossrail_ep::Layout::Rank;
+        self.0.check_handle(handle, layout, "sources")?;
+        Ok(handle.0.address + self.0.shape.handle(layout_of(layout)).source)
     }
 
     /// Waits until enqueued operations are done on this rank's GPU and every connected, unmasked rank has called

@@ -180,6 +180,18 @@ impl DeviceBuffer {
         })
     }
 
+    /// The token that each of the first `count` rows of a rank-layout dispatch was at its source.
+    fn sources(&self, py: Python<'_>, handle: &Bound<'_, DeviceHandle>, count: u64) -> PyResult<DeviceArray> {
+        let held = handle.get().native.clone();
+        let address = self.native.sources(&held).or_raise(py)?;
+        let shape = self.native.shape();
+        let most = u64::from(shape.ranks) * u64::from(shape.max_tokens);
+        if count > most {
+            return Err(errors::usage(py, "sources", format!("{count} rows, where at most {most} are received"), ""));
+        }
+        Ok(DeviceArray::new(address, Items::I32, vec![count as i64], self.native.ordinal(), Arc::new(held)))
+    }
+
     fn dispatch_expert(
         &self,
         py: Python<'_>,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,8 @@ from crossrail.deep_ep.checks import Tensor, checked, count, refused, torch, wro
 from crossrail.deep_ep.config import Config, recommended
 from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn
 from crossrail.deep_ep.given import BLOCK, PACKED, Given, Rows, column_scales, low_latency_payload, rows_kind
-from crossrail.deep_ep.handles import Handle, Routing, routing_of
-from crossrail.deep_ep.layouts import dispatch_layout, experts_of_ranks
+from crossrail.deep_ep.handles import NODE_RANKS, Handle, RankHandle, Routing, routing_of
+from crossrail.deep_ep.layouts import dispatch_layout, experts_of_ranks, node_counts
 from crossrail.deep_ep.pool import Gpu, Kind, Machine, Pool
 from crossrail.deep_ep.ranks import Peers, Ranks, joined
 from crossrail.deep_ep.shortcuts import Shortcut
@@ -43,7 +44,8 @@ class Buffer:
     is not looked at, nor is `num_qps_per_rank`: no network is needed.
 
     `low_latency_mode` is remembered; either mode works at any time. `allow_nvlink_for_low_latency_mode=False`: rows of
-    low-latency operations go over the network lanes of the hosts. `allow_mnnvl` allows what is not used.
+    low-latency operations go over the network lanes of the hosts. `allow_mnnvl` and `use_fabric` allow what is not
+    used.
     `enable_shrink` is remembered: in low-latency mode a rank that does not come in time is always masked, and
     operations go on without it. `explicitly_destroy` likewise: a buffer ends when it is dropped, at the latest.
 
@@ -61,6 +63,7 @@ class Buffer:
         num_qps_per_rank: int = 24,
         allow_nvlink_for_low_latency_mode: bool = True,
         allow_mnnvl: bool = False,
+        use_fabric: bool = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
         comm: Any = None,
@@ -161,8 +164,23 @@ class Buffer:
     def get_local_buffer_tensor(
         self, dtype: Any, size: Any = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> Tensor:
-        """Not to be had: NotImplementedError. The memory has a layout of its own, which other ranks' kernels write."""
-        raise refused("get_local_buffer_tensor", "use_rdma_buffer", "the memory cannot be shown, of either kind")
+        """Scratch memory of the buffer's size (`num_rdma_bytes` or `num_nvl_bytes`) as a flat tensor of `dtype`.
+
+        `size`: a shape, of the elements from `offset` on; by default all of them. It is not the memory that other
+        ranks write, which has a layout of its own: programs may clear or read it, and nothing depends on what it
+        holds. Each call allocates it anew.
+
+        Raises UsageError where there are fewer elements than are asked for.
+        """
+        self._open("get_local_buffer_tensor")
+        total = (self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes) // dtype.itemsize
+        start = count("offset", offset, "get_local_buffer_tensor")
+        shape = (total - start,) if size is None else tuple(size)
+        if start + math.prod(shape) > total or start > total:
+            kind = "num_rdma_bytes" if use_rdma_buffer else "num_nvl_bytes"
+            detail = f"{math.prod(shape)} elements from {start} on, where {kind} are enough for {total}"
+            raise wrong("get_local_buffer_tensor", detail)
+        return torch().empty(shape, dtype=dtype, device=self._machine.device)
 
     # Normal mode.
 
@@ -176,21 +194,22 @@ class Buffer:
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
         """How many tokens go where. `topk_idx`: i64 [T, K], -1 for none.
 
-        Gives num_tokens_per_rank i32 [ranks], None, num_tokens_per_expert i32 [num_experts], is_token_in_rank
-        bool [T, ranks], and the event. The dispatch counts for itself: of the last three it only takes the number of
-        experts, and, without topk_idx, is_token_in_rank.
+        Gives num_tokens_per_rank i32 [ranks], num_tokens_per_rdma_rank i32 [ranks / 8] (None with up to 8 ranks),
+        num_tokens_per_expert i32 [num_experts], is_token_in_rank bool [T, ranks], and the event. The dispatch counts
+        for itself: of these it only takes the number of experts, and, without topk_idx, is_token_in_rank.
         """
         self._open("get_dispatch_layout")
         experts = self._experts(num_experts, "get_dispatch_layout")
         checked(topk_idx, "topk_idx", "get_dispatch_layout", ("int64",), ("T", "K"), self._machine.device, dense=False)
         if not async_finish and (previous_event is None or previous_event.event is None):
             ranks, to_experts, in_rank = dispatch_layout(topk_idx, experts, self.group_size)
-            return ranks, None, to_experts, in_rank, EventOverlap()
+            return ranks, node_counts(in_rank, NODE_RANKS), to_experts, in_rank, EventOverlap()
         with self._machine.streams.turn(previous_event, async_finish) as turn:
             turn.reads(topk_idx)
             ranks, to_experts, in_rank = dispatch_layout(topk_idx, experts, self.group_size)
-            turn.gives(ranks, to_experts, in_rank)
-        return ranks, None, to_experts, in_rank, turn.overlap
+            nodes = node_counts(in_rank, NODE_RANKS)
+            turn.gives(ranks, nodes, to_experts, in_rank)
+        return ranks, nodes, to_experts, in_rank, turn.overlap
 
     def dispatch(
         self,
@@ -300,7 +319,8 @@ class Buffer:
         kept: Tensor = topk_idx.clone() if with_topk else topk_idx
         turn.gives(kept, result.offsets)
         routing = Routing(made.buffer, result.handle, kind, made.max_tokens, tokens, result.handle.rows, kept)
-        handle = Handle.of(routing, result.offsets, given.is_token_in_rank)
+        source = functools.partial(self._machine.sources, made.buffer, result.handle, result.handle.rows)
+        handle = RankHandle.made(routing, self.rank, result.offsets, source, given.is_token_in_rank)
         return came, idx, weights if given.topk_weights is not None else None, begun.counts, handle
 
     def _dispatch_again(self, turn: Turn, x: Rows, routing: Routing, config: Config) -> Rows:
@@ -549,10 +569,12 @@ class Buffer:
             self._pool.take_back(rank)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Writes 1 to `mask_status` i32 [ranks] for ranks that are left out as far as the host knows, else 0."""
+        """Writes 1 to `mask_status` i32 [ranks] for ranks that are left out, else 0. The host waits for the operations
+        so far, which may find that a rank does not come."""
         self._open("low_latency_query_mask_buffer")
         shape = (self.group_size,)
         checked(mask_status, "mask_status", "low_latency_query_mask_buffer", ("int32",), shape, self._machine.device)
+        self._machine.streams.settle()
         out = self._pool.left_out()
         found = [int(rank in out) for rank in range(self.group_size)]
         mask_status.copy_(torch().tensor(found, dtype=torch().int32))

@@ -112,6 +112,11 @@ class Streams:
         handle: int = self._handle_of(self._device.index)
         return handle if handle == self._last_handle else None
 
+    def settle(self) -> None:
+        """Blocks until the buffer's operations so far are done, those of a capture excepted."""
+        if self._last is not None and not self.is_capturing():
+            self._last.synchronize()
+
     def capture(self) -> EventHandle:
         """The current stream's present end."""
         with torch().cuda.device(self._device):

@@ -7,7 +7,7 @@ import struct
 from crossrail.deep_ep.checks import Tensor, torch
 from crossrail.deep_ep.ranks import Ranks
 
-__all__ = ["aligned_counts", "dispatch_layout", "experts_of_ranks"]
+__all__ = ["aligned_counts", "dispatch_layout", "experts_of_ranks", "node_counts", "prefix_matrix", "send_positions"]
 
 
 def dispatch_layout(topk_idx: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -21,6 +21,30 @@ def dispatch_layout(topk_idx: Tensor, experts: int, ranks: int) -> tuple[Tensor,
     chosen.scatter_add_(1, expert, one.expand_as(expert))
     in_rank = chosen.view(-1, ranks + 1, local)[:, :-1].any(2)
     return in_rank.sum(0, dtype=torch().int32), chosen[:, :experts].sum(0, dtype=torch().int32), in_rank
+
+
+def node_counts(is_token_in_rank: Tensor, node_ranks: int) -> Tensor | None:
+    """Tokens for each node of `node_ranks` ranks, i32 [nodes]; None where there is one node."""
+    tokens, ranks = is_token_in_rank.shape
+    if ranks <= node_ranks:
+        return None
+    nodes = -(-ranks // node_ranks)
+    whole = is_token_in_rank.new_zeros((tokens, nodes * node_ranks))
+    whole[:, :ranks] = is_token_in_rank
+    return whole.view(tokens, nodes, node_ranks).any(2).sum(0, dtype=torch().int32)
+
+
+def prefix_matrix(ends: Tensor, rank: int) -> Tensor:
+    """i32 [ranks, ranks], -1 except in the column of `rank`, which is `ends`: the end of each source's rows there."""
+    matrix = torch().full((len(ends), len(ends)), -1, dtype=torch().int32, device=ends.device)
+    matrix[:, rank] = ends
+    return matrix
+
+
+def send_positions(is_token_in_rank: Tensor) -> Tensor:
+    """i32 [T, ranks]: the place of a token among those that go to a rank, in order of tokens; -1 where it does not."""
+    places = is_token_in_rank.to(torch().int32).cumsum(0, dtype=torch().int32) - 1
+    return torch().where(is_token_in_rank, places, -1)
 
 
 def experts_of_ranks(is_token_in_rank: Tensor, experts: int) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 from crossrail._calls import DispatchCall
-from crossrail.deep_ep.checks import torch, wrong
+from crossrail.deep_ep.checks import Tensor, torch, wrong
 from crossrail.deep_ep.events import Streams
 from crossrail.deep_ep.ranks import Joined
 from crossrail.experts import ExpertBuffer
@@ -60,6 +60,9 @@ class Machine(Protocol):
         """A dispatch in the rank layout of `given`: rows (with scales), ids, weights. `say`: what the others' hosts
         hear in `said` of what they get, if they want it to be `counted`."""
 
+    def sources(self, buffer: Any, handle: Any, rows: int) -> Tensor:
+        """The token that each row of a dispatch in the rank layout was at its source, i32 [rows]."""
+
 
 class Gpu:
     """PyTorch's current GPU."""
@@ -105,6 +108,9 @@ class Gpu:
             say=say,
         )
         return made.buffer._operations.dispatch(call)
+
+    def sources(self, buffer: Any, handle: Any, rows: int) -> Tensor:
+        return torch().from_dlpack(buffer._native.sources(handle, rows)).clone()
 
 
 def room_for(tokens: int) -> int:
