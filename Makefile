@@ -152,6 +152,7 @@ wheels: rust $(TOOLS)
 	@for target in $(WHEEL_TARGETS); do \
 		PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/maturin build --release --locked --zig --target $$target --out $(WHEELS) || exit 1; \
 	done
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(WHEELS) packages/crossrail-deep-ep
 	@ls -l $(WHEELS)
 
 # As far as the compiler goes without a linker for the other architecture; where its standard library cannot be had,

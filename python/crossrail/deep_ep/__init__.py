@@ -10,12 +10,16 @@ PyTorch is imported when the first buffer is made, or `topk_idx_t` is asked for.
 
 from typing import Any
 
+from crossrail import _native
 from crossrail.deep_ep.buffer import Buffer
 from crossrail.deep_ep.checks import torch
 from crossrail.deep_ep.config import Config
 from crossrail.deep_ep.events import EventHandle, EventOverlap
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]
+
+__version__ = f"1.2.1+crossrail.{_native.__version__}"
+"""Version of DeepEP whose interface this is, and of this library."""
 
 
 def __getattr__(name: str) -> Any:
