@@ -107,7 +107,8 @@ def _write(path: Path, data: dict[str, object]) -> None:
 
 
 def _table(outcomes: list[Outcome]) -> object:
-    made = table("every goal", ["work", "ours", "peer", "ratio", "to reach", "met"], left=6)
+    columns = ["work", "ours", "peer", "ratio", "to reach", "met"]
+    made = table("every goal", columns, left=6, keys=1, prose=columns[:3])
     for outcome in outcomes:
         met = "FAILED" if outcome.failed else {True: "yes", False: "NO", None: "-"}[outcome.met]
         made.add_row(outcome.work, outcome.ours, outcome.peer, outcome.ratio, outcome.to_reach, met)

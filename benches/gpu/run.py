@@ -121,7 +121,8 @@ def show(outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
         for note in dict.fromkeys(outcome.notes):
             out.print(f"{outcome.work}: {note}", soft_wrap=True)
-    made = table("GPU memory, every goal", ["work", "ours", "peer", "ratio", "to reach", "met"], left=6)
+    columns = ["work", "ours", "peer", "ratio", "to reach", "met"]
+    made = table("GPU memory, every goal", columns, left=6, keys=1, prose=columns[:3])
     for outcome in outcomes:
         met = "FAILED" if outcome.failed else {True: "yes", False: "NO", None: "-"}[outcome.met]
         made.add_row(outcome.work, outcome.ours, outcome.peer, outcome.ratio, outcome.to_reach, met)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.text import Text
 
 import crossrail
 from crossrail.records import CudaDevice, CudaState, Info
@@ -61,7 +60,7 @@ def print_info(info: Info, to: Console) -> None:
     for gpu in info["gpus"]:
         to.print("  " + ", ".join(f"{name} {'-' if value is None else value}" for name, value in gpu.items()))
     print_cuda(info["cuda"], to)
-    settings = table("settings", ["name", "value", ""], left=3)
+    settings = table("settings", ["name", "value", ""], left=3, keys=1, prose=["value"])
     for setting in info["settings"]:
         settings.add_row(setting["name"], setting["value"] or "(unset)", "default" if setting["is_default"] else "set")
     to.print(settings)
@@ -74,7 +73,8 @@ def print_cuda(cuda: CudaState, to: Console) -> None:
         to.print(f"CUDA: not usable: {reason or 'unknown reason'}\n", soft_wrap=True)
         return
     to.print(f"CUDA: driver for CUDA {cuda['driver']}\n")
-    devices = table("GPUs", ["GPU", "name", "for", "PCI", "NUMA", "memory", "free", "bounce memory"], left=5)
+    columns = ["GPU", "name", "for", "PCI", "NUMA", "memory", "free", "bounce memory"]
+    devices = table("GPUs", columns, left=5, keys=1, prose=["name"])
     for gpu in cuda["devices"]:
         cells = [f"cuda:{gpu['ordinal']}", gpu["name"], gpu["arch"], gpu["pci"]]
         cells += ["-" if gpu["numa_node"] is None else str(gpu["numa_node"])]
@@ -102,7 +102,7 @@ def _print_affinity(gpus: Sequence[CudaDevice], to: Console) -> None:
     if not known:
         to.print("GPU to NIC: the machine does not expose the distances\n")
         return
-    made = table("GPU to NIC: distance on the PCI bus", ["GPU", *known], left=1 + len(known))
+    made = table("GPU to NIC: distance on the PCI bus", ["GPU", *known], left=1 + len(known), keys=1)
     for gpu in gpus:
         made.add_row(f"cuda:{gpu['ordinal']}", *(far.get((gpu["ordinal"], nic), "unknown") for nic in known))
     to.print(made)
@@ -122,17 +122,19 @@ def _gib(size: int | None) -> str:
 
 
 def _print_transports(info: Info, to: Console) -> None:
-    transports = table("transports", ["transport", "usable", "capabilities, or why it is unusable and the fix"], left=3)
+    detailed = "capabilities, or why it is unusable and the fix"
+    transports = table("transports", ["transport", "usable", detailed], left=3, keys=2, prose=[detailed])
     for transport in info["transports"]:
         detail = transport["detail"]
         if not transport["usable"]:
             detail = "; ".join(part for part in (transport["reason"], transport["fix"]) if part)
-        transports.add_row(transport["name"], "yes" if transport["usable"] else "no", Text(detail, overflow="fold"))
+        transports.add_row(transport["name"], "yes" if transport["usable"] else "no", detail)
     to.print(transports)
 
 
 def _print_devices(info: Info, to: Console) -> None:
-    devices = table("network devices", ["device", "interface", "address", "speed", "NUMA", "rail", "because"], left=7)
+    columns = ["device", "interface", "address", "speed", "NUMA", "rail", "because"]
+    devices = table("network devices", columns, left=7, keys=1, prose=["because"], spare=["interface"])
     for device in info["devices"]:
         speed = "-" if device["speed_mbps"] is None else f"{device['speed_mbps'] / 1000:g} Gbit/s"
         node = "-" if device["numa_node"] is None else str(device["numa_node"])

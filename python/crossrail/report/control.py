@@ -106,6 +106,8 @@ def phase_tables(rows: Sequence[Row]) -> list[RenderableType]:
         "elastic: each phase's ranks, and a dispatch with its combine between them (bytes of one rank over its time)",
         [*columns, "recovery ms"],
         left=5,
+        keys=1,
+        spare=["passed", "joined", "left"],
     )
     faults: list[Text] = []
     for row in rows:

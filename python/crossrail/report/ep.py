@@ -235,7 +235,8 @@ def _times(rows: Sequence[Row]) -> RenderableType:
     columns = ["us", "p50", "p99", "avg", "min", "max", "slowest p50"]
     for peer in peers:
         columns += [peer, f"x {peer}"]
-    made = table("latency: all ranks and iterations together; the slowest rank of each iteration", columns)
+    heading = "latency: all ranks and iterations together; the slowest rank of each iteration"
+    made = table(heading, columns, spare=["min", "max", "avg"])
     for row in rows:
         cells = [_us(value) for value in (row.p50_us, row.p99_us, row.avg_us, row.min_us, row.max_us)]
         cells.append(_us(median(row.rounds)))
@@ -252,7 +253,7 @@ def _ways(rows: Sequence[Row]) -> RenderableType:
         "three ways to count: kernels alone (profiler, slowest rank; events where there is none); events, all ranks "
         "together; the host's clock, until it knows of the end"
     )
-    made = table(heading, ["us", "by", "kernels", "events p50", "host p50", "memory"], left=2)
+    made = table(heading, ["us", "by", "kernels", "events p50", "host p50", "memory"], left=2, spare=["memory"])
     for row in rows:
         heap = "-" if row.heap_bytes is None else format_bytes(row.heap_bytes)
         made.add_row(row.what, "ours", _us(median(row.rounds)), _us(row.p50_us), _us(row.host_p50_us), heap)
@@ -269,7 +270,9 @@ def _bytes(rows: Sequence[Row]) -> RenderableType:
         "bandwidth: bytes of one rank and iteration over the times above (p99: what 99 % reach). logical: a row per "
         "selection, its own rank's too; wire: what left the rank; network: what left the node"
     )
-    made = table(heading, ["GB/s", "counting", "bytes", "p50", "p99", "avg", "min", "max"], left=2)
+    made = table(
+        heading, ["GB/s", "counting", "bytes", "p50", "p99", "avg", "min", "max"], left=2, spare=["min", "max", "p99"]
+    )
     for row in rows:
         counted = {"logical": row.bytes_logical, "wire": row.bytes_wire, "network": row.bytes_network}
         for name, moved in counted.items():

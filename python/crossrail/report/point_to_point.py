@@ -25,7 +25,9 @@ def latency_table(rows: Sequence[Row]) -> HeadedTable:
     for peer in peers:
         columns += [f"{peer} us", f"x {peer}"]
     on = f", {rows[0].device.replace(',', ' and ')}" if rows[0].device else ""
-    made = table(LATENCIES[rows[0].what] + on, columns, left=3)
+    # Beside a peer, the mean is what is compared.
+    spare = ["min us", "max us", "protocol", "transport"] + ([] if peers else ["avg us"])
+    made = table(LATENCIES[rows[0].what] + on, columns, left=3, keys=1, spare=spare)
     for row in rows:
         cells = [format_size(row.size), row.transport, row.protocol or "-"]
         cells += [_figure(value) for value in (row.p50_us, row.p99_us, row.avg_us, row.min_us, row.max_us)]
@@ -43,7 +45,9 @@ def bandwidth_table(rows: Sequence[Row]) -> HeadedTable:
     for peer in peers:
         columns += [f"{peer} GB/s", f"x {peer}"]
     window = rows[0].window
-    made = table(f"bandwidth: {window} sends, wait for all, one small reply; us per such window", columns, left=4)
+    spare = ["memory", "protocol", "messages/s", "transport"]
+    title = f"bandwidth: {window} sends, wait for all, one small reply; us per such window"
+    made = table(title, columns, left=4, keys=1, spare=spare)
     for row in rows:
         cells = [format_size(row.size), row.transport, row.protocol or "-", row.memory or "-", _rate(row.gb_per_s)]
         cells += [_messages(row), _figure(row.p50_us), _figure(row.p99_us)]
@@ -88,7 +92,7 @@ def _iterations(row: Row) -> HeadedTable:
     columns = ["iteration", "protocol", "sender ms", "receiver ms", "sender GB/s", "receiver GB/s"]
     where = f" from {row.device.replace(',', ' to ')}" if row.device else ""
     title = f"p2p: {format_size(row.size)} ({format_bytes(row.size)}) per iteration over {row.transport}{where}"
-    made = table(title, columns, left=2)
+    made = table(title, columns, left=2, keys=1, spare=["protocol"])
     for number, one in enumerate(row.iterations, 1):
         made.add_row(str(number), one.protocol, *_both_ends(one))
     if row.iterations:
@@ -113,7 +117,8 @@ def _average(iterations: Sequence[Iteration]) -> list[str]:
 
 
 def _lanes(lanes: Sequence[Lane]) -> HeadedTable:
-    made = table("lanes", ["lane", "bytes", "share", "GB/s", "line GB/s", "chunks", "resent", "retransmits"])
+    columns = ["lane", "bytes", "share", "GB/s", "line GB/s", "chunks", "resent", "retransmits"]
+    made = table("lanes", columns, spare=["chunks", "line GB/s"])
     for lane in lanes:
         counts = [_count(value) for value in (lane.chunks, lane.resent, lane.retransmits)]
         rates = [_rate(lane.gb_per_s), _rate(lane.line_gb_per_s)]

@@ -68,7 +68,7 @@ def _heading(row: Row) -> str:
 
 def _table(heading: str, rows: Sequence[Row]) -> HeadedTable:
     columns = ["fragment", "way", "pieces", "p50 us", "p99 us", "GB/s", "GPU p50 us", "GPU GB/s", "of contiguous"]
-    made = table(heading, columns, left=2)
+    made = table(heading, columns, left=2, spare=["pieces", "p99 us"])
     for fragment in dict.fromkeys(row.fragment for row in rows):
         for row in (one for one in rows if one.fragment == fragment):
             name = format_size(fragment or 0)

@@ -17,7 +17,7 @@ from .unpack import unpack_tables
 def print_report(report: Report, to: Console) -> None:
     """Prints every row of ``report``: a table for each kind of row, in the order they were measured."""
     for renderable in views(report):
-        to.print(renderable, soft_wrap=isinstance(renderable, Text))
+        to.print(renderable)
 
 
 def views(report: Report) -> list[RenderableType]:
