@@ -48,8 +48,8 @@ class CrossrailError(Exception):
           ``"replaced"``; ProtocolError: ``"foreign"``
         - PeerDeadError: ``"closed"``, ``"process_ended"``, ``"lanes_lost"``
         - ExhaustedError: ``"full"``, ``"descriptors"``, ``"memory"``
-        - UsageError: ``"port_in_use"``, ``"address_unknown"``, ``"not_permitted"``; ConfigError:
-          ``"secret_required"``
+        - UsageError: ``"port_in_use"``, ``"address_unknown"``, ``"not_permitted"``, ``"other_process"``;
+          ConfigError: ``"secret_required"``
         - UnsupportedError: ``"driver_too_old"``, ``"device_unsupported"``
     operation : str
         The operation that failed: ``"connect"``.

@@ -11,7 +11,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossrail_types::{Error, Result, Settings};
+use crossrail_types::{Error, Origin, Result, Settings};
 
 pub use options::GroupOptions;
 use state::GroupState;
@@ -27,15 +27,20 @@ use crate::{Member, RankState};
 #[derive(Clone)]
 pub struct Group(Arc<Handle>);
 
-/// Leaves when the last clone is dropped.
+/// Leaves when the last clone is dropped. In a forked child the membership is the parent's, and stays.
 struct Handle {
+    origin: Origin,
     state: Arc<GroupState>,
     membership: join::Membership,
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.membership.leave(&self.state);
+        if self.origin.is_here() {
+            self.membership.leave(&self.state);
+        } else {
+            std::mem::forget(self.state.clone());
+        }
     }
 }
 
@@ -55,11 +60,18 @@ impl Group {
     /// lease. `Unreachable`: the store was not reached in time. `Mismatch`: the rank is taken, or another rank was
     /// given another size; both are named. `Exhausted`: all ranks are taken. Else as [`crate::Store`].
     pub fn join(options: GroupOptions, settings: &Settings) -> Result<Group> {
-        join::join(options, settings).map(|(state, membership)| Group(Arc::new(Handle { state, membership })))
+        join::join(options, settings)
+            .map(|(state, membership)| Group(Arc::new(Handle { origin: Origin::here(), state, membership })))
     }
 
     fn inner(&self) -> &GroupState {
         &self.0.state
+    }
+
+    /// As [`Group::inner`], for operations, which are the parent's in a forked child.
+    fn here(&self, operation: &str) -> Result<&GroupState> {
+        self.0.origin.check(operation)?;
+        Ok(self.inner())
     }
 
     /// This process's rank.
@@ -108,7 +120,7 @@ impl Group {
     /// # Errors
     /// `Usage`: a bad key, or a value beyond 64 KiB. `Closed` after [`Group::leave`]. Else as [`crate::Store`].
     pub fn publish(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.inner().publish(key, value)
+        self.here("publish")?.publish(key, value)
     }
 
     /// Withdraws the value published under `key`; a no-op if there is none.
@@ -116,7 +128,7 @@ impl Group {
     /// # Errors
     /// As [`Group::publish`].
     pub fn withdraw(&self, key: &str) -> Result<()> {
-        self.inner().withdraw(key, None)
+        self.here("withdraw")?.withdraw(key, None)
     }
 
     /// As [`Group::withdraw`], but only if the published value is still `value`.
@@ -124,7 +136,7 @@ impl Group {
     /// # Errors
     /// As [`Group::publish`].
     pub fn withdraw_if(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.inner().withdraw(key, Some(value))
+        self.here("withdraw")?.withdraw(key, Some(value))
     }
 
     /// The values that `ranks` publish under `key`, in the order of `ranks`; waits for those not published yet.
@@ -134,7 +146,7 @@ impl Group {
     /// [`Group::wait_members`] first to wait for its successor. `Usage`: a rank beyond the size. Else as
     /// [`Group::publish`].
     pub fn collect(&self, key: &str, ranks: &[u32], timeout: Option<Duration>) -> Result<Vec<Vec<u8>>> {
-        self.inner().collect(key, ranks, timeout)
+        self.here("collect")?.collect(key, ranks, timeout)
     }
 
     /// Waits until all of `ranks`, which include this one, have arrived at the barrier `name`. A barrier is reusable,
@@ -145,7 +157,7 @@ impl Group {
     /// # Errors
     /// As [`Group::collect`].
     pub fn barrier(&self, name: &str, ranks: &[u32], timeout: Option<Duration>) -> Result<()> {
-        self.inner().barrier(name, ranks, timeout)
+        self.here("barrier")?.barrier(name, ranks, timeout)
     }
 
     /// Waits until all of `ranks` are members; ranks that have died or left do not count.
@@ -153,7 +165,7 @@ impl Group {
     /// # Errors
     /// `Timeout` naming the missing ranks; `Usage`, `Closed`.
     pub fn wait_members(&self, ranks: &[u32], timeout: Option<Duration>) -> Result<()> {
-        self.inner().wait_members(ranks, timeout)
+        self.here("wait_members")?.wait_members(ranks, timeout)
     }
 
     /// The current members ordered by rank, this process included.
@@ -187,7 +199,9 @@ impl Group {
     /// # Errors
     /// None at present: if the store is unreachable, the lease expires.
     pub fn leave(&self) -> Result<()> {
-        self.0.membership.leave(self.inner());
+        if self.0.origin.is_here() {
+            self.0.membership.leave(self.inner());
+        }
         Ok(())
     }
 }

@@ -58,6 +58,7 @@ impl ExpertBuffer {
     /// `Timeout` naming the ranks that are missing; `Mismatch` naming the rank and the parameter that differs;
     /// `PeerDead`. Ranks that were connected before stay connected.
     pub fn connect(&self, ranks: &[u32], activate: bool, timeout: Option<Duration>) -> Result<()> {
+        self.0.origin.check("connect")?;
         self.0.connect(ranks, activate, timeout)
     }
 
@@ -67,6 +68,7 @@ impl ExpertBuffer {
     /// # Errors
     /// `Usage` for a number that is not a rank of this buffer, or is this rank.
     pub fn disconnect(&self, ranks: &[u32]) -> Result<()> {
+        self.0.origin.check("disconnect")?;
         self.0.disconnect(ranks)
     }
 
@@ -125,6 +127,7 @@ impl ExpertBuffer {
     /// # Errors
     /// `Closed`. Any other error of the call is reported when the operation is finished, here and on every other rank.
     pub fn dispatch(&self, input: Input, options: DispatchOptions) -> Result<Pending<Dispatched>> {
+        self.0.origin.check("dispatch")?;
         dispatch::begin(&self.0, input, options)
     }
 
@@ -135,6 +138,7 @@ impl ExpertBuffer {
     /// # Errors
     /// As for [`ExpertBuffer::dispatch`].
     pub fn combine(&self, y: Tensor, handle: &Handle, options: CombineOptions) -> Result<Pending<Combined>> {
+        self.0.origin.check("combine")?;
         combine::begin(&self.0, y, Some(handle), options)
     }
 
@@ -144,6 +148,7 @@ impl ExpertBuffer {
     /// # Errors
     /// `Closed`; `why` when the operation is finished.
     pub fn refuse_dispatch(&self, why: Error) -> Result<Pending<Dispatched>> {
+        self.0.origin.check("dispatch")?;
         let nothing = Tensor::from(Vec::<u8>::new());
         let input = Input { x: nothing.clone(), topk_idx: nothing, topk_weights: None };
         dispatch::begin(&self.0, input, DispatchOptions { refuse: Some(why), ..DispatchOptions::default() })
@@ -154,6 +159,7 @@ impl ExpertBuffer {
     /// # Errors
     /// `Closed`; `why` when the operation is finished.
     pub fn refuse_combine(&self, why: Error) -> Result<Pending<Combined>> {
+        self.0.origin.check("combine")?;
         let nothing = Tensor::from(Vec::<u8>::new());
         combine::begin(&self.0, nothing, None, CombineOptions { refuse: Some(why), ..CombineOptions::default() })
     }
@@ -163,6 +169,7 @@ impl ExpertBuffer {
     /// # Errors
     /// `Mismatch` when another rank calls another operation; `Closed`.
     pub fn sync(&self) -> Result<Pending<()>> {
+        self.0.origin.check("sync")?;
         sync::begin(&self.0)
     }
 

@@ -8,7 +8,7 @@ use crossrail_control::Group;
 use crossrail_ep::hello::Parameters;
 use crossrail_ep::meeting::{Meeting, random_id};
 use crossrail_ep::{Config, Fault, Layout};
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Origin, Result};
 use parking_lot::Mutex;
 
 use crate::heap::{Areas, Heap, expert_area};
@@ -20,6 +20,8 @@ use crate::rows::Kernels;
 pub(crate) struct LocalRank {
     /// Identifies the buffer: a handle is valid for the buffer that made it.
     pub(crate) id: u64,
+    /// The process that made it.
+    pub(crate) origin: Origin,
     pub(crate) name: String,
     pub(crate) group: Group,
     pub(crate) context: Context,
@@ -99,6 +101,7 @@ impl LocalRank {
         peers[me as usize] = Some(Peer::this_rank(me as usize));
         let local = LocalRank {
             id,
+            origin: Origin::here(),
             meeting,
             name: name.to_owned(),
             group: group.clone(),

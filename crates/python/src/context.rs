@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 
 use crate::errors::{self, OrRaise};
+use crate::lifecycle::Detached;
 use crate::memory;
 
 /// One process's view of its devices and settings.
@@ -29,8 +30,14 @@ use crate::memory;
 /// Notes
 /// -----
 /// Thread safety: any thread may use the context.
+///
+/// Processes: a forked child (``os.fork``, ``multiprocessing`` with the start method ``fork``)
+/// can use nothing that its parent made from a context; every operation raises UsageError with
+/// the reason ``"other_process"``. Make a context in the child. Its end leaves the parent's
+/// connections alone, but as long as it runs it holds them open: peers of a parent that dies
+/// before its child learn of it only when the child ends or executes another program.
 #[pyclass(module = "crossrail._native", frozen)]
-pub(crate) struct Context(crossrail::Context);
+pub(crate) struct Context(Detached<crossrail::Context>);
 
 impl Context {
     pub(crate) fn native(&self) -> &crossrail::Context {
@@ -51,7 +58,7 @@ impl Context {
             }
         }
         merged.check().or_raise(py)?;
-        Ok(Context(py.detach(|| crossrail::Context::new(merged)).or_raise(py)?))
+        Ok(Context(Detached::new(py.detach(|| crossrail::Context::new(merged)).or_raise(py)?)))
     }
 
     /// Allocate zeroed memory that peers on this machine can map: it is transferred with one copy.

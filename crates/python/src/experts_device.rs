@@ -45,6 +45,7 @@ impl DeviceBuffer {
         stream: u64,
         put: impl FnOnce() -> Result<ep::Enqueued> + Send,
     ) -> PyResult<DeviceOperation> {
+        self.native.here(py, "experts")?;
         let ep::Enqueued { handle, done, count, pending } = py.detach(put).or_raise(py)?;
         let rest = Mutex::new(Rest { pending, done });
         Ok(DeviceOperation { handle, count, rest, stream, patience: self.patience })
@@ -103,7 +104,8 @@ impl DeviceBuffer {
 
     /// What the rank's memory says of the operations under way.
     fn report(&self, py: Python<'_>) -> PyResult<String> {
-        py.detach(|| self.native.report()).or_raise(py)
+        let native = self.native.here(py, "report")?;
+        py.detach(|| native.report()).or_raise(py)
     }
 
     #[getter]
@@ -117,21 +119,24 @@ impl DeviceBuffer {
     }
 
     fn connect(&self, py: Python<'_>, ranks: Vec<u32>, activate: bool, timeout: Option<f64>) -> PyResult<()> {
-        let native = self.native.clone();
+        let native = self.native.here(py, "connect")?.clone();
         connect(py, timeout, move |limit| native.connect(&ranks, activate, limit))
     }
 
     fn disconnect(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
         let _call = Call::enter(py);
-        py.detach(|| self.native.disconnect(&ranks)).or_raise(py)
+        let native = self.native.here(py, "disconnect")?;
+        py.detach(|| native.disconnect(&ranks)).or_raise(py)
     }
 
     fn mask(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
-        py.detach(|| self.native.mask(&ranks)).or_raise(py)
+        let native = self.native.here(py, "mask")?;
+        py.detach(|| native.mask(&ranks)).or_raise(py)
     }
 
     fn unmask(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
-        py.detach(|| self.native.unmask(&ranks)).or_raise(py)
+        let native = self.native.here(py, "unmask")?;
+        py.detach(|| native.unmask(&ranks)).or_raise(py)
     }
 
     fn masked(&self, py: Python<'_>) -> Vec<u32> {
@@ -153,19 +158,23 @@ impl DeviceBuffer {
     /// Waits until the GPU is done with what was put in, and all connected ranks that aren't masked have come here.
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::enter(py);
-        let native = self.native.clone();
+        let native = self.native.here(py, "sync")?.clone();
         wait::apart(py, move || native.sync(None))
     }
 
     fn destroy(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::enter(py);
+        if !self.native.is_here() {
+            return Ok(());
+        }
         py.detach(|| self.native.destroy()).or_raise(py)
     }
 
     /// Memory of one result in the rank layout, for a dispatch in `stream`.
     fn take_region(&self, py: Python<'_>, stream: u64) -> PyResult<DeviceRegion> {
+        let native = self.native.here(py, "take_region")?;
         // SAFETY: that streams are alive is the documented rule for callers.
-        let lease = py.detach(|| unsafe { self.native.take_region_for(stream) }).or_raise(py)?;
+        let lease = py.detach(|| unsafe { native.take_region_for(stream) }).or_raise(py)?;
         let shape = self.native.shape();
         let fp8 = shape.scale_bytes() > 0;
         // One byte for a block: ue8m0.

@@ -9,15 +9,33 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crossrail_types::Origin;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-/// Something of the engine whose end may wait (threads are joined, peers told): it is dropped detached.
-pub(crate) struct Detached<T: Send>(ManuallyDrop<T>);
+use crate::errors::OrRaise;
+
+/// Something of the engine whose end may wait (threads are joined, peers told): it is dropped detached. In a forked
+/// child it is never dropped: its threads, connections and shared memory are the parent's.
+pub(crate) struct Detached<T: Send> {
+    inner: ManuallyDrop<T>,
+    origin: Origin,
+}
 
 impl<T: Send> Detached<T> {
     pub(crate) fn new(inner: T) -> Detached<T> {
-        Detached(ManuallyDrop::new(inner))
+        Detached { inner: ManuallyDrop::new(inner), origin: Origin::here() }
+    }
+
+    /// Whether this is the process that made it.
+    pub(crate) fn is_here(&self) -> bool {
+        self.origin.is_here()
+    }
+
+    /// It, in the process that made it. Raises UsageError in a fork of that process.
+    pub(crate) fn here(&self, py: Python<'_>, operation: &str) -> PyResult<&T> {
+        self.origin.check(operation).or_raise(py)?;
+        Ok(&self.inner)
     }
 }
 
@@ -25,20 +43,23 @@ impl<T: Send> Deref for Detached<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        &self.0
+        &self.inner
     }
 }
 
 impl<T: Send> DerefMut for Detached<T> {
     fn deref_mut(&mut self) -> &mut T {
-        &mut self.0
+        &mut self.inner
     }
 }
 
 impl<T: Send> Drop for Detached<T> {
     fn drop(&mut self) {
+        if !self.origin.is_here() {
+            return;
+        }
         // SAFETY: taken once, here, where nobody can use it any more.
-        let inner = unsafe { ManuallyDrop::take(&mut self.0) };
+        let inner = unsafe { ManuallyDrop::take(&mut self.inner) };
         let mut inner = Some(inner);
         let attached = Python::try_attach(|py| {
             let inner = inner.take();
@@ -57,29 +78,28 @@ static BUFFERS: Open<crossrail_ep_host::ExpertBuffer> = Open(Mutex::new(None));
 static DEVICE_BUFFERS: Open<crossrail_ep_cuda::DeviceBuffer> = Open(Mutex::new(None));
 
 /// What is still open, by number.
-struct Open<T>(Mutex<Option<HashMap<u64, T>>>);
+struct Open<T: Send>(Mutex<Option<HashMap<u64, Detached<T>>>>);
 
 impl<T: Send> Open<T> {
-    fn all(&self) -> MutexGuard<'_, Option<HashMap<u64, T>>> {
+    fn all(&self) -> MutexGuard<'_, Option<HashMap<u64, Detached<T>>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn remember(&self, one: T) -> u64 {
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        self.all().get_or_insert_default().insert(id, one);
+        self.all().get_or_insert_default().insert(id, Detached::new(one));
         id
     }
 
     /// Drops it detached, if this was its last handle.
     fn forget(&self, id: u64) {
         let one = self.all().as_mut().and_then(|all| all.remove(&id));
-        if let Some(one) = one {
-            drop(Detached::new(one));
-        }
+        drop(one);
     }
 
-    fn take(&self) -> Vec<T> {
-        self.all().take().into_iter().flatten().map(|(_, one)| one).collect()
+    /// All that this process has opened. What a forked child has inherited stays its parent's.
+    fn take(&self) -> Vec<Detached<T>> {
+        self.all().take().into_iter().flatten().map(|(_, one)| one).filter(Detached::is_here).collect()
     }
 }
 

@@ -42,7 +42,8 @@ use crate::{stream, wait};
 /// Notes
 /// -----
 /// Thread safety: any thread may use the worker. A thread that waits makes progress for all
-/// operations; while no thread waits, the background thread does.
+/// operations; while no thread waits, the background thread does. A forked child cannot use
+/// the worker; see Context.
 #[pyclass(module = "crossrail._native", frozen, weakref)]
 pub(crate) struct Worker {
     native: Detached<crossrail::Worker>,

@@ -7,16 +7,18 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Origin, Result};
 use nix::sys::resource::{Resource, getrlimit};
 
 use crate::memory::{Mapping, PAGE, identity, sealed_memfd};
 use crate::wire::Wire;
 
 /// All memfd segments of one context. Any thread.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Arena {
     next: AtomicU32,
+    /// The process that made it.
+    origin: Origin,
     /// By first address.
     live: RwLock<BTreeMap<usize, Weak<Inner>>>,
     /// The lanes that may have passed a segment on.
@@ -52,7 +54,12 @@ pub struct SegmentRef {
 impl Arena {
     /// An arena with no segment yet.
     pub fn new() -> Arc<Arena> {
-        Arc::new(Arena::default())
+        Arc::new(Arena {
+            next: AtomicU32::default(),
+            origin: Origin::here(),
+            live: RwLock::default(),
+            wires: Mutex::default(),
+        })
     }
 
     /// `len` bytes of zeroed, page-aligned memory; huge pages are asked for from 2 MiB up.
@@ -177,6 +184,10 @@ impl Segment {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        if !self.arena.origin.is_here() {
+            // A forked child unmaps its copy; what peers have mapped is its parent's.
+            return;
+        }
         // Out of the table first: once unmapped, the address may belong to something else.
         let start = self.map.ptr() as usize;
         self.arena.live.write().unwrap_or_else(PoisonError::into_inner).remove(&start);

@@ -9,6 +9,7 @@ mod head;
 mod ids;
 pub mod interrupt;
 mod log;
+mod origin;
 mod reason;
 pub mod settings;
 mod size;
@@ -19,6 +20,7 @@ pub use head::{HEAD_LEN, Head};
 pub use ids::{EndpointId, LaneId, OpId};
 pub use interrupt::Interrupt;
 pub use log::Log;
+pub use origin::{Origin, count_fork};
 pub use reason::Reason;
 pub use settings::{Filter, IoThreads, LogLevel, Rails, Secret, Settings, TRANSPORTS};
 pub use size::{

@@ -90,6 +90,8 @@ reasons! {
     NotPermitted = "not_permitted",
     /// `Config`: listening beyond loopback needs a secret.
     SecretRequired = "secret_required",
+    /// `Usage`: the object was made in another process, of which this one is a fork.
+    OtherProcess = "other_process",
 
     // Unsupported
     /// `Unsupported`: the installed CUDA driver is too old.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use crossrail_handshake::store::Greeting;
 use crossrail_handshake::{Reject, RejectCode, Secret};
-use crossrail_types::{Error, ErrorKind, Reason, Result, Settings};
+use crossrail_types::{Error, ErrorKind, Origin, Reason, Result, Settings};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
@@ -40,6 +40,8 @@ const STOP: u64 = u64::MAX - 1;
 /// The built-in store, which serves from a thread of its own until [`StoreServer::stop`] or drop. Its contents are lost
 /// with it.
 pub struct StoreServer {
+    /// The process whose thread serves.
+    origin: Origin,
     address: String,
     stop: Arc<EventFd>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -99,7 +101,7 @@ impl StoreServer {
                 .with_hint("raise the limit of processes (ulimit -u)")
         })?;
         let address = format!("tcp://{}", reachable(local));
-        Ok(StoreServer { address, stop, thread: Mutex::new(Some(thread)) })
+        Ok(StoreServer { origin: Origin::here(), address, stop, thread: Mutex::new(Some(thread)) })
     }
 
     /// Its address for clients, `tcp://host:port`; for a wildcard address, one of the machine's.
@@ -109,6 +111,9 @@ impl StoreServer {
 
     /// Stops it: its clients find it unreachable. Idempotent.
     pub fn stop(&self) {
+        if !self.origin.is_here() {
+            return;
+        }
         let thread = self.thread.lock().take();
         if let Some(thread) = thread {
             // The count is far from full: one write is all there is.

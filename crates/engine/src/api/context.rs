@@ -12,6 +12,9 @@ use crate::session::registry;
 use crate::session::transport::{Availability, Local, Transport};
 
 /// One process's view of its devices and settings; makes memory and workers. Clones share it. Any thread may use it.
+///
+/// A forked child cannot use what its parent made from a context: operations fail with `Usage` and the reason
+/// [`OtherProcess`](crossrail_types::Reason::OtherProcess). It makes a context of its own.
 #[derive(Clone)]
 pub struct Context(Arc<Environment>);
 
@@ -122,6 +125,7 @@ impl Context {
     /// `Exhausted`, naming the bytes asked for; for a GPU `Usage` when there is none of that number, `Unsupported`
     /// with the reason where there is no CUDA, and what its driver says.
     pub fn alloc_on(&self, len: usize, place: Place) -> Result<Memory> {
+        self.0.origin().check("alloc")?;
         Ok(Memory(match place {
             Place::Host => Backing::Host(self.0.arena().alloc(len)?),
             Place::Gpu(ordinal) => Backing::Gpu(self.0.gpus().alloc(ordinal, len)?),
@@ -133,6 +137,7 @@ impl Context {
     /// # Errors
     /// `Io` when the system does not say what devices there are.
     pub fn info(&self) -> Result<Info> {
+        self.0.origin().check("info")?;
         let (nics, gpus) = (crossrail_topology::nics()?, crossrail_topology::gpus());
         let cuda = self.0.cuda_state();
         let chosen = self.0.rails_among(&nics);

@@ -101,8 +101,8 @@ impl Op {
 impl Endpoint {
     /// The peer's name.
     pub fn peer(&self) -> String {
-        let mut core = self.worker.progress_handle().core();
-        core.peers().get(self.id).map_or_else(String::new, |peer| peer.name().to_owned())
+        let core = self.worker.progress_handle().core_here();
+        core.and_then(|mut core| Some(core.peers().get(self.id)?.name().to_owned())).unwrap_or_default()
     }
 
     /// A number that tells this worker's endpoints apart.
@@ -112,12 +112,13 @@ impl Endpoint {
 
     /// Whether the peer is there, as far as is known.
     pub fn is_alive(&self) -> bool {
-        self.worker.progress_handle().core().peers().get(self.id).is_some_and(|peer| peer.is_alive())
+        let core = self.worker.progress_handle().core_here();
+        core.is_some_and(|mut core| core.peers().get(self.id).is_some_and(|peer| peer.is_alive()))
     }
 
     /// Why the peer is not there any more; `None` while it is.
     pub fn end(&self) -> Option<String> {
-        let mut core = self.worker.progress_handle().core();
+        let mut core = self.worker.progress_handle().core_here()?;
         core.peers().get(self.id).filter(|peer| !peer.is_alive()).map(|peer| peer.why_ended().to_owned())
     }
 
@@ -126,7 +127,7 @@ impl Endpoint {
     /// # Errors
     /// Here `PeerDead` and `Closed`; in the request `Truncated`, `Cancelled`, `PeerDead`.
     pub fn send(&self, buffer: impl Into<Buffer>, tag: u64) -> Result<Request> {
-        self.start(Operation::Send { tag }, buffer.into())
+        self.start("send", Operation::Send { tag }, buffer.into())
     }
 
     /// Writes into the peer's region, at `offset` of it. Finished when the bytes are there; the region's owner then
@@ -141,18 +142,19 @@ impl Endpoint {
         offset: u64,
         imm: Option<u32>,
     ) -> Result<Request> {
-        self.start(Operation::Write { key: remote.key, offset, imm }, local.into())
+        self.start("write", Operation::Write { key: remote.key, offset, imm }, local.into())
     }
 
     /// Reads from the peer's region, at `offset` of it. Errors as for [`Endpoint::write`].
     pub fn read(&self, local: impl Into<Buffer>, remote: &RegionKey, offset: u64) -> Result<Request> {
-        self.start(Operation::Read { key: remote.key, offset }, local.into())
+        self.start("read", Operation::Read { key: remote.key, offset }, local.into())
     }
 
     /// Starts all of `ops` in one call. The request is finished when all of them are, and fails with the first that
     /// failed; cancelling it cancels them.
     pub fn batch(&self, ops: Vec<Op>) -> Result<Request> {
         let progress = self.worker.progress_handle();
+        progress.check_origin("batch")?;
         let mut ops = ops;
         for op in &mut ops {
             progress::admit(progress, op.buffer())?;
@@ -177,8 +179,9 @@ impl Endpoint {
     }
 
     #[inline]
-    fn start(&self, operation: Operation, mut buffer: Buffer) -> Result<Request> {
+    fn start(&self, name: &str, operation: Operation, mut buffer: Buffer) -> Result<Request> {
         let progress = self.worker.progress_handle();
+        progress.check_origin(name)?;
         progress::admit(progress, &mut buffer)?;
         let mut core = progress.core();
         let op = core.submit(Some(self.id), Submission::Operation(operation), buffer);
@@ -196,7 +199,7 @@ impl Endpoint {
 
     /// Its lanes, with what they have carried.
     pub fn lanes(&self) -> Vec<LaneReport> {
-        let mut core = self.worker.progress_handle().core();
+        let Some(mut core) = self.worker.progress_handle().core_here() else { return Vec::new() };
         let Some(peer) = core.peers().get(self.id) else { return Vec::new() };
         let (ids, bulk) = (peer.lanes().to_vec(), peer.bulk().to_vec());
         let mut rows = Vec::new();
@@ -223,6 +226,7 @@ impl Endpoint {
     /// `Timeout` when something did not finish; the endpoint is closed all the same.
     pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
         let progress = self.worker.progress_handle();
+        progress.check_origin("close")?;
         let timeout = timeout.unwrap_or(progress.environment().settings().timeout);
         let deadline = Instant::now() + timeout;
         let mut core = progress.core();

@@ -166,6 +166,7 @@ impl Endpoint {
     /// As there; `Unsupported` with the reason for memory of a GPU that cannot be passed on.
     pub fn share_buffer(&self, mut buffer: Buffer) -> Result<Shared> {
         let progress = self.worker.progress_handle();
+        progress.check_origin("share")?;
         let (ptr, len, timeout) = (buffer.ptr, buffer.len, progress.environment().settings().timeout);
         let gpu = buffer.gpu.is_some();
         if gpu {
@@ -197,6 +198,7 @@ impl Endpoint {
     /// # Errors
     /// As there; `Usage`: no such GPU, or memory of the host; `Region`: that GPU cannot reach the memory.
     pub fn map_on(&self, shared: &Shared, gpu: Option<u32>, timeout: Option<Duration>) -> Result<Mapped> {
+        self.worker.progress_handle().check_origin("map")?;
         if gpu.is_some() && !shared.gpu {
             return Err(Error::new(ErrorKind::Usage, "map", "the memory is the host's: no GPU is needed for it"));
         }

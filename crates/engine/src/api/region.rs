@@ -58,6 +58,7 @@ impl Region {
     /// Ends all access: when this returns no peer touches the memory any more, and later accesses fail on the
     /// accessing side with `Region`. Transfers in flight into or out of it fail there too.
     pub fn deregister(&self) -> Result<()> {
+        self.0.progress.check_origin("deregister")?;
         if self.0.progress.deregister(self.0.region) {
             Ok(())
         } else {
@@ -67,7 +68,8 @@ impl Region {
 
     /// How many writes with this immediate have arrived, all of their bytes included.
     pub fn imm_count(&self, imm: u32) -> u64 {
-        self.0.progress.core().transfers().regions().counted(self.0.region, imm).unwrap_or(0)
+        let core = self.0.progress.core_here();
+        core.and_then(|mut core| core.transfers().regions().counted(self.0.region, imm)).unwrap_or(0)
     }
 
     /// Waits until more than `seen` writes with any immediate have arrived since the region was registered; how many
@@ -76,6 +78,7 @@ impl Region {
     /// # Errors
     /// `Region` when it was deregistered, `Closed` when the worker was.
     pub fn wait_arrival(&self, seen: u64, timeout: Duration) -> Result<u64> {
+        self.0.progress.check_origin("wait_arrival")?;
         let region = self.0.region;
         let outcome = self.0.progress.wait_until(timeout, |core| match core.transfers().regions().arrivals(region) {
             Some(count) if count > seen => Some(Ok(count)),
@@ -87,6 +90,7 @@ impl Region {
 
     /// Waits until `count` writes with this immediate have arrived since the region was registered.
     pub fn wait_imm(&self, imm: u32, count: u64, timeout: Option<Duration>) -> Result<()> {
+        self.0.progress.check_origin("wait_imm")?;
         let region = self.0.region;
         let timeout = timeout.unwrap_or(self.0.progress.environment().settings().timeout);
         let outcome =
@@ -105,7 +109,9 @@ impl Region {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        self.progress.deregister(self.region);
+        if self.progress.check_origin("deregister").is_ok() {
+            self.progress.deregister(self.region);
+        }
     }
 }
 

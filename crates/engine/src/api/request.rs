@@ -26,12 +26,15 @@ impl Request {
 
     /// Makes progress once and returns the outcome if the request is finished. Never blocks.
     pub fn test(&self) -> Option<Result<Receipt>> {
-        self.progress.test(self.id, &self.collected)
+        match self.progress.check_origin("test") {
+            Ok(()) => self.progress.test(self.id, &self.collected),
+            Err(error) => Some(Err(error)),
+        }
     }
 
     /// Whether it is finished, without making progress.
     pub fn is_done(&self) -> bool {
-        self.progress.core().operations().is_done(self.id)
+        self.progress.core_here().is_some_and(|mut core| core.operations().is_done(self.id))
     }
 
     /// Waits until it is finished, at most `timeout` (`CROSSRAIL_TIMEOUT` if `None`).
@@ -39,6 +42,7 @@ impl Request {
     /// A wait that runs out fails with `Timeout` and says how far the operation got; the operation goes on, so
     /// wait again or [`Request::cancel`] it.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<Receipt> {
+        self.progress.check_origin("wait")?;
         self.progress.wait(self.id, &self.collected, timeout)
     }
 
@@ -46,18 +50,23 @@ impl Request {
     /// it has, its buffer stays in use (a cancelled receive or send gives its memory back at once where no lane
     /// is copying).
     pub fn cancel(&self) {
-        self.progress.cancel(self.id);
+        if self.progress.check_origin("cancel").is_ok() {
+            self.progress.cancel(self.id);
+        }
     }
 
     /// Calls `callback` once the request is finished (at once if it is), on the thread that saw it finish, without
     /// any lock held. It may start new operations; it must not block.
     pub fn on_complete(&self, callback: impl FnOnce(Result<Receipt>) + Send + 'static) {
-        self.progress.on_complete(self.id, &self.collected, Box::new(callback));
+        match self.progress.check_origin("on_complete") {
+            Ok(()) => self.progress.on_complete(self.id, &self.collected, Box::new(callback)),
+            Err(error) => callback(Err(error)),
+        }
     }
 
     /// The bytes of a finished operation whose buffer was a `Vec<u8>`.
     pub fn into_vec(self) -> Option<Vec<u8>> {
-        self.progress.core().operations().take_vec(self.id)
+        self.progress.core_here()?.operations().take_vec(self.id)
     }
 }
 
@@ -65,7 +74,10 @@ impl Drop for Request {
     #[inline]
     fn drop(&mut self) {
         if !self.collected.is_collected() {
-            self.progress.core().operations().detach(self.id);
+            // In a forked child the operation is the parent's.
+            if let Some(mut core) = self.progress.core_here() {
+                core.operations().detach(self.id);
+            }
         }
     }
 }

@@ -76,6 +76,7 @@ impl Request {
     /// ([`crossrail_cuda::max_waiting_streams`]: 7, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise), since with one
     /// more what they wait for would not go on; `Unsupported`: there is no CUDA; what the driver says.
     pub unsafe fn wait_on(&self, stream: u64, ordinal: u32) -> Result<()> {
+        self.progress.check_origin("wait_on")?;
         let device = self.progress.environment().gpus().device(ordinal)?;
         let (context, calls) = real(&device, "wait_on")?;
         // SAFETY: the caller vouches for the stream.

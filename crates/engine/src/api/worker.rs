@@ -59,7 +59,7 @@ pub(crate) struct Handle {
 
 impl Handle {
     fn close(&self) {
-        if !self.progress.begin_close() {
+        if self.progress.check_origin("close").is_err() || !self.progress.begin_close() {
             return;
         }
         self.sessions.stop();
@@ -72,6 +72,10 @@ impl Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         self.close();
+        if self.progress.check_origin("close").is_err() {
+            // Dropped in a forked child, they would close the parent's connections: they stay until it ends.
+            std::mem::forget((self.progress.clone(), self.sessions.clone()));
+        }
     }
 }
 
@@ -87,6 +91,7 @@ impl Worker {
 
     /// [`Worker::new`] with these transports.
     pub(crate) fn with_transports(context: &Context, options: WorkerOptions, transports: Transports) -> Result<Worker> {
+        context.environment().origin().check("worker")?;
         let progress = Progress::new(context.environment(), options.background)?;
         let WorkerOptions { name, listen: addresses, unix, .. } = options;
         let sessions = match Sessions::start(&progress, ListenOptions { name, addresses, unix }, transports) {
@@ -124,6 +129,7 @@ impl Worker {
     /// `Unreachable`, `Timeout`, `Refused` (secret), `Mismatch` (version, chunk, window, channels), `Usage` (neither
     /// an address nor `host:port`), `Unsupported` (nothing that `require` permits is possible; the text says why).
     pub fn connect(&self, to: &[u8], options: &ConnectOptions) -> Result<Endpoint> {
+        self.progress_handle().check_origin("connect")?;
         let id = self.sessions().connect(to, options.require.as_deref(), options.timeout)?;
         Ok(Endpoint { worker: self.clone(), id })
     }
@@ -131,6 +137,7 @@ impl Worker {
     /// The next endpoint that a peer has made, waiting for it at most `timeout` (`CROSSRAIL_TIMEOUT` if `None`).
     pub fn accept(&self, timeout: Option<Duration>) -> Result<Endpoint> {
         let progress = self.progress_handle();
+        progress.check_origin("accept")?;
         let timeout = timeout.unwrap_or(progress.environment().settings().timeout);
         let id = self.sessions().accept(timeout)?;
         Ok(Endpoint { worker: self.clone(), id })
@@ -138,6 +145,7 @@ impl Worker {
 
     /// Lets peers with the region's key write to and read from `buffer`.
     pub fn register(&self, buffer: impl Into<Buffer>) -> Result<Region> {
+        self.progress_handle().check_origin("register")?;
         Region::register(self.progress_handle(), buffer.into())
     }
 
@@ -147,6 +155,7 @@ impl Worker {
     /// message longer than the buffer fails with `Truncated`, at the sender too.
     pub fn recv(&self, buffer: impl Into<Buffer>, tag: u64, mask: u64, from: Option<&Endpoint>) -> Result<Request> {
         let progress = self.progress_handle();
+        progress.check_origin("recv")?;
         let mut buffer = buffer.into();
         progress::admit(progress, &mut buffer)?;
         let mut core = progress.core();
@@ -157,7 +166,8 @@ impl Worker {
 
     /// Makes progress once; whether anything moved.
     pub fn progress(&self) -> bool {
-        self.progress_handle().step()
+        let progress = self.progress_handle();
+        progress.check_origin("progress").is_ok() && progress.step()
     }
 
     /// A descriptor that becomes readable whenever requests have finished; for event loops. Drain it with
@@ -168,12 +178,14 @@ impl Worker {
 
     /// Makes [`Worker::event_fd`] unreadable until something else finishes.
     pub fn drain_events(&self) {
-        self.progress_handle().events().drain();
+        if self.progress_handle().check_origin("drain_events").is_ok() {
+            self.progress_handle().events().drain();
+        }
     }
 
     /// Every endpoint with a living peer.
     pub fn endpoints(&self) -> Vec<Endpoint> {
-        let mut core = self.progress_handle().core();
+        let Some(mut core) = self.progress_handle().core_here() else { return Vec::new() };
         let ids: Vec<_> = core.peers().alive().collect();
         drop(core);
         ids.into_iter().map(|id| Endpoint { worker: self.clone(), id }).collect()
@@ -181,7 +193,7 @@ impl Worker {
 
     /// Operations that are running, or finished and neither waited for nor dropped.
     pub fn operations(&self) -> usize {
-        self.progress_handle().core().operations().live()
+        self.progress_handle().core_here().map_or(0, |mut core| core.operations().live())
     }
 
     /// Ends the worker: its connections close, its threads end, its running requests fail with `Closed`. Called by

@@ -1,5 +1,6 @@
 //! What this process has: settings, memory, GPUs, network devices, processors.
 
+mod forks;
 mod rails;
 
 use std::sync::{Arc, OnceLock};
@@ -8,11 +9,12 @@ use crossrail_cuda_ipc::Domain;
 use crossrail_gpu::{CudaState, Devices};
 use crossrail_shm::Arena;
 use crossrail_topology::{Cpus, Machine, NetDevice, Nic};
-use crossrail_types::{Result, Settings};
+use crossrail_types::{Origin, Result, Settings};
 
 /// One process's settings and devices, discovered once. Shared by a context and its workers; any thread may use it.
 pub(crate) struct Environment {
     settings: Settings,
+    origin: Origin,
     arena: Arc<Arena>,
     gpus: Arc<Devices>,
     /// Created by the first use of GPU memory of a peer on this machine; `Err`: why that is impossible.
@@ -33,6 +35,7 @@ impl Environment {
         settings: Settings,
         gpus: impl FnOnce(&Settings, Arc<Arena>) -> Arc<Devices>,
     ) -> Result<Environment> {
+        forks::watch();
         let nics = crossrail_topology::nics()?;
         let (machine, cpus) = (crossrail_topology::machine()?, crossrail_topology::cpus()?);
         if settings.tls.allows("shm") {
@@ -43,9 +46,15 @@ impl Environment {
         let arena = Arena::new();
         let gpus = gpus(&settings, arena.clone());
         let ipc_domain = OnceLock::new();
-        let environment = Environment { arena, gpus, ipc_domain, gpus_seen, nics, machine, cpus, settings };
+        let origin = Origin::here();
+        let environment = Environment { origin, arena, gpus, ipc_domain, gpus_seen, nics, machine, cpus, settings };
         environment.rails()?;
         Ok(environment)
+    }
+
+    /// The process that made it.
+    pub(crate) fn origin(&self) -> Origin {
+        self.origin
     }
 
     /// The settings.

@@ -15,7 +15,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{JoinHandle, Thread};
 use std::time::Duration;
 
-use crossrail_types::{EndpointId, Error, IoThreads, Log, Result};
+use crossrail_types::{EndpointId, Error, IoThreads, Log, Origin, Result};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 pub(crate) use self::connections::Connections;
@@ -48,6 +48,8 @@ pub(crate) trait SessionEvents: Send + Sync {
 /// what must be done without the lock: whoever changes the core must release it that way.
 pub(crate) struct Progress {
     me: Weak<Progress>,
+    /// The process whose threads drive it.
+    origin: Origin,
     environment: Arc<Environment>,
     log: Log,
     core: Mutex<Core>,
@@ -78,6 +80,7 @@ impl Progress {
         let core = Core::new(log, environment.arena().clone(), inbox.clone(), connections.has_threads());
         Ok(Arc::new_cyclic(|me| Progress {
             me: me.clone(),
+            origin: environment.origin(),
             environment: environment.clone(),
             log,
             core: Mutex::new(core),
@@ -123,6 +126,20 @@ impl Progress {
         let thread = handle.thread().clone();
         self.threads.lock().push(handle);
         Ok(thread)
+    }
+
+    /// Fails in a forked child, which has none of the threads, and must leave the connections to its parent.
+    ///
+    /// # Errors
+    /// `Usage`.
+    #[inline]
+    pub(crate) fn check_origin(&self, operation: &str) -> Result<()> {
+        self.origin.check(operation)
+    }
+
+    /// Locks the core; `None` in a forked child, in which nobody may ever release the lock.
+    pub(crate) fn core_here(&self) -> Option<MutexGuard<'_, Core>> {
+        self.origin.is_here().then(|| self.core())
     }
 
     pub(crate) fn environment(&self) -> &Arc<Environment> {
