@@ -582,6 +582,7 @@ class CombineArgs:
     out: int
     out_stride: int
     out_weights: int
+    wire: int
 
 @final
 class DeviceOperation:

@@ -3,10 +3,11 @@
 
 use crossrail_cuda::Grid;
 use crossrail_kernels::ep::{
-    EP_FAULTS, EXPERT_COMBINE, EXPERT_DISPATCH, EpCombineArgs, EpCommon, EpDispatchArgs, EpFault, EpHandle, Layout,
-    Payload, Scale, Shape, stage_name,
+    EP_FAULTS, EXPERT_COMBINE, EXPERT_COMBINE_FP8, EXPERT_COMBINE_LOGFMT10, EXPERT_DISPATCH, EpCombineArgs, EpCommon,
+    EpDispatchArgs, EpFault, EpHandle, Layout, Payload, Scale, Shape, stage_name,
 };
 
+use crate::coding::Coding;
 use crate::reference::{self, Outputs, Routing, Wire};
 use crate::{Build, Emulator, GpuMemory, Gpus, Memory, Numbers};
 
@@ -144,6 +145,8 @@ pub struct ByExpert<M = Memory> {
     pub weights: Weights,
     /// By rank: rows that combine adds.
     pub biases: Vec<Vec<Vec<u16>>>,
+    /// What the combine carries; bf16 unless a test says otherwise.
+    pub coding: Coding,
     /// By rank.
     pub ranks: Vec<ExpertRank<M>>,
 }
@@ -204,7 +207,7 @@ impl<M: GpuMemory> ByExpert<M> {
             .iter()
             .map(|tokens| (0..count).map(|_| reference::random_rows(numbers, *tokens, hidden)).collect())
             .collect();
-        let mut operation = ByExpert { routing, x, weights, biases, ranks: Vec::new() };
+        let mut operation = ByExpert { routing, x, weights, biases, coding: Coding::Bf16, ranks: Vec::new() };
         for rank in 0..shape.ranks as usize {
             let one = operation.rank(job, numbers, rank);
             operation.ranks.push(one);
@@ -285,7 +288,13 @@ impl<M: GpuMemory> ByExpert<M> {
         for (rank, one) in self.ranks.iter().enumerate().filter(|(rank, _)| self.routing.active[*rank]) {
             let mut args = one.combine;
             args.common.phases = phases;
-            job.gpus.launch_on(rank as u32, EXPERT_COMBINE, &args, grid);
+            args.wire = self.coding.wire();
+            let kernel = match self.coding {
+                Coding::Bf16 => EXPERT_COMBINE,
+                Coding::LogFmt10 => EXPERT_COMBINE_LOGFMT10,
+                Coding::Fp8 => EXPERT_COMBINE_FP8,
+            };
+            job.gpus.launch_on(rank as u32, kernel, &args, grid);
         }
     }
 
@@ -313,7 +322,8 @@ impl<M: GpuMemory> ByExpert<M> {
         let outputs: Vec<Outputs> =
             self.ranks.iter().map(|one| Outputs { hidden, values: one.y.read(0, one.y.len() / 2) }).collect();
         let weighted = self.weights != Weights::None;
-        let expected = reference::combine_expert(&job.shape, &self.routing, &outputs, weighted, &self.biases);
+        let (shape, routing, biases) = (&job.shape, &self.routing, &self.biases);
+        let expected = reference::combine_expert_coded(shape, routing, &outputs, weighted, biases, self.coding);
         check_sums(&self.routing, hidden, &expected, |rank| {
             (self.ranks[rank].out.clone(), self.ranks[rank].combine.out_stride as usize)
         })

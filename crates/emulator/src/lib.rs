@@ -17,6 +17,7 @@
 #![allow(unsafe_code)]
 
 mod build;
+pub mod coding;
 pub mod job;
 pub mod job_rank;
 mod numbers;

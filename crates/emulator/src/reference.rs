@@ -9,6 +9,7 @@ use std::sync::LazyLock;
 use crossrail_kernels::ep::{Payload, Scale, Shape};
 
 use super::Numbers;
+use super::coding::Coding;
 
 /// Elements that share one scale.
 pub const BLOCK: usize = 128;
@@ -288,6 +289,18 @@ pub fn combine_expert(
     weighted: bool,
     biases: &[Vec<Vec<u16>>],
 ) -> Vec<Vec<u16>> {
+    combine_expert_coded(shape, routing, outputs, weighted, biases, Coding::Bf16)
+}
+
+/// The same with rows that are coded on their way to other ranks.
+pub fn combine_expert_coded(
+    shape: &Shape,
+    routing: &Routing,
+    outputs: &[Outputs],
+    weighted: bool,
+    biases: &[Vec<Vec<u16>>],
+    coding: Coding,
+) -> Vec<Vec<u16>> {
     let (local, most) = (shape.local_experts() as usize, (shape.ranks * shape.max_tokens) as usize);
     let delivered = by_expert(shape, routing);
     let mut results = Vec::new();
@@ -302,10 +315,16 @@ pub fn combine_expert(
                 let row = delivered[rank].rows[within].iter().position(|row| *row == (source, token)).unwrap();
                 let values = outputs[rank].row(within * most + row);
                 let weight = weighted.then(|| routing.weight(shape, source, token, k));
-                let sum = if shape.prereduce { sums[rank].get_or_insert_with(|| Sum::new(shape)) } else { &mut total };
-                sum.add(values, weight);
+                if shape.prereduce {
+                    sums[rank].get_or_insert_with(|| Sum::new(shape)).add(values, weight);
+                } else {
+                    total.add_values(&coding.carried(values, rank == source), weight);
+                }
             }
-            sums.into_iter().flatten().for_each(|sum| total.add(&sum.rounded(), None));
+            for (rank, sum) in sums.iter().enumerate() {
+                let Some(sum) = sum else { continue };
+                total.add_values(&coding.carried(&sum.rounded(), rank == source), None);
+            }
             biases.get(source).into_iter().flatten().for_each(|bias| total.add(token_of(bias, token, shape), None));
             result.extend(total.rounded());
         }
@@ -362,8 +381,13 @@ impl Sum {
     }
 
     fn add(&mut self, row: &[u16], weight: Option<f32>) {
+        let values: Vec<f32> = row.iter().map(|bits| widen(*bits)).collect();
+        self.add_values(&values, weight);
+    }
+
+    fn add_values(&mut self, row: &[f32], weight: Option<f32>) {
         for (sum, value) in self.0.iter_mut().zip(row) {
-            *sum += weight.map_or(widen(*value), |weight| widen(*value) * weight);
+            *sum += weight.map_or(*value, |weight| value * weight);
         }
     }
 
@@ -403,7 +427,7 @@ pub fn encode(value: f32) -> u8 {
 }
 
 /// The value of an e4m3 without its sign, which is finite.
-fn decode(code: u8) -> f32 {
+pub(crate) fn decode(code: u8) -> f32 {
     let (exponent, steps) = (i32::from(code >> 3 & 15), f32::from(code & 7));
     if exponent == 0 { steps * 2f32.powi(-9) } else { (8.0 + steps) * 2f32.powi(exponent - 10) }
 }

@@ -24,6 +24,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("kernels/ep_plan.cuh", text!("kernels/ep_plan.cuh")),
     ("kernels/ep_dispatch.cuh", text!("kernels/ep_dispatch.cuh")),
     ("kernels/ep_combine.cuh", text!("kernels/ep_combine.cuh")),
+    ("kernels/ep_coded.cuh", text!("kernels/ep_coded.cuh")),
     ("kernels/ep_cast.cuh", text!("kernels/ep_cast.cuh")),
     ("kernels/ep_rank.cuh", text!("kernels/ep_rank.cuh")),
     ("kernels/ep_rank_scan.cuh", text!("kernels/ep_rank_scan.cuh")),
@@ -52,6 +53,9 @@ pub const FLAG: Source<'static> = Source { name: "kernels/flag.cu", text: text!(
 /// Dispatch and combine in the expert layout. It is compiled for a shape: [`crate::ep::Shape::defines`].
 pub const EP_EXPERT: Source<'static> =
     Source { name: "kernels/ep_expert.cu", text: text!("kernels/ep_expert.cu"), headers: HEADERS };
+/// Combine in the expert layout with coded rows, compiled for a shape as [`EP_EXPERT`] is.
+pub const EP_CODED: Source<'static> =
+    Source { name: "kernels/ep_coded.cu", text: text!("kernels/ep_coded.cu"), headers: HEADERS };
 /// Dispatch and combine in the rank layout. It is compiled for a shape, too.
 pub const EP_RANK: Source<'static> =
     Source { name: "kernels/ep_rank.cu", text: text!("kernels/ep_rank.cu"), headers: HEADERS };

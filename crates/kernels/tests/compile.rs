@@ -10,8 +10,8 @@ use std::time::Duration;
 use crossrail_cuda::Arch;
 use crossrail_cuda::nvrtc::{Compiler, Library, Origin, Report, Source};
 use crossrail_kernels::ep::{
-    EXPERT_COMBINE, EXPERT_DISPATCH, EpCombineArgs, EpDispatchArgs, Payload, RANK_COMBINE, RANK_DISPATCH, Scale, Shape,
-    Tuning,
+    EXPERT_COMBINE, EXPERT_COMBINE_FP8, EXPERT_COMBINE_LOGFMT10, EXPERT_DISPATCH, EpCombineArgs, EpDispatchArgs,
+    Payload, RANK_COMBINE, RANK_DISPATCH, Scale, Shape, Tuning,
 };
 use crossrail_kernels::{mangled, sources};
 
@@ -114,16 +114,20 @@ fn compile(library: Library, shapes: &[(&str, Shape)]) {
         let parsed: Arch = arch.parse().unwrap();
         let expert = shape.defines(sources::has_bulk(parsed));
         let rank = shape.rank_defines(sources::has_bulk(parsed));
-        let layouts = [
-            (sources::EP_EXPERT, expert, [EXPERT_DISPATCH, EXPERT_COMBINE]),
-            (sources::EP_RANK, rank, [RANK_DISPATCH, RANK_COMBINE]),
+        let (dispatch, combine) = (mangled::<EpDispatchArgs>, mangled::<EpCombineArgs>);
+        let mut layouts = vec![
+            (sources::EP_EXPERT, &expert, [dispatch(EXPERT_DISPATCH), combine(EXPERT_COMBINE)]),
+            (sources::EP_RANK, &rank, [dispatch(RANK_DISPATCH), combine(RANK_COMBINE)]),
         ];
-        for (source, defines, names) in layouts {
+        if shape.has_coded() {
+            let names = [combine(EXPERT_COMBINE_LOGFMT10), combine(EXPERT_COMBINE_FP8)];
+            layouts.push((sources::EP_CODED, &expert, names));
+        }
+        for (source, defines, expected) in layouts {
             let options: Vec<&str> = defines.iter().map(String::as_str).collect();
             let compiled = compiler.compile(&source, parsed, &options, LIMIT).unwrap();
             let report = compiled.report();
             problems.extend(report.warnings.iter().map(|warning| format!("{arch}: {warning}")));
-            let expected = [mangled::<EpDispatchArgs>(names[0]), mangled::<EpCombineArgs>(names[1])];
             for name in expected {
                 let found = report.kernels.iter().any(|kernel| kernel.name == name);
                 assert!(found, "{}: no kernel {name} in the log:\n{}", source.name, compiled.log());

@@ -74,5 +74,6 @@ arguments! {
         out, set_out: u64 = out;
         out_stride, set_out_stride: u64 = out_stride;
         out_weights, set_out_weights: u64 = out_weights;
+        wire, set_wire: u32 = wire;
     }
 }

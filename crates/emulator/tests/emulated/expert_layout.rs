@@ -4,12 +4,14 @@ use crossrail_kernels::ep::{
     EP_DEPTH, EP_RECEIVE, EP_SEND, EP_STAGE_BACK_ROW, EP_STAGE_TABLE, EP_WORD_TABLE, Payload, Scale, Shape, Tuning,
 };
 
+use crossrail_emulator::coding::Coding;
 use crossrail_emulator::job::{ByExpert, Job, Weights};
 use crossrail_emulator::reference::{Choice, Outputs, Routing, combine_expert, narrow, widen};
 use crossrail_emulator::shapes::BY_EXPERT;
 use crossrail_emulator::{Build, GpuMemory as _, Gpus as _, Numbers};
 
 const SOURCES: [&str; 1] = ["kernels/ep_expert.cu"];
+const CODED: [&str; 2] = ["kernels/ep_expert.cu", "kernels/ep_coded.cu"];
 const BOTH: u32 = EP_SEND | EP_RECEIVE;
 
 const TUNING: Tuning = Tuning { threads: 128, ..Tuning::USUAL };
@@ -58,6 +60,63 @@ fn bf16_rows_of_any_length_arrive() {
 #[test]
 fn without_prereduction_each_selection_comes_back() {
     rounds(Shape { prereduce: false, topk: 6, ..SHAPE }, 20..26);
+}
+
+/// Whole, and with the halves apart, in which a rank's own rows take the way through its heap.
+fn coded(shape: Shape, coding: Coding, seeds: std::ops::Range<u64>) {
+    let Some(mut job) = Job::new(&CODED, shape, shape.expert_shared()) else { return };
+    for seed in seeds {
+        let mut numbers = Numbers(seed);
+        let routing = Routing::random(&mut numbers, &shape);
+        let weights = weights(&mut numbers);
+        let mut operation = ByExpert::new(&mut job, &mut numbers, routing, weights);
+        operation.coding = coding;
+        let blocks = 1 + numbers.below(3) as u32;
+        operation.dispatch(&mut job, blocks, BOTH);
+        for phases in if seed % 2 == 0 { &[BOTH][..] } else { &[EP_SEND, EP_RECEIVE] } {
+            operation.combine(&mut job, blocks, *phases);
+        }
+        job.gpus.run(seed).unwrap();
+        operation.check_combine(&job).unwrap_or_else(|what| panic!("seed {seed}, {coding:?}: {what}"));
+    }
+}
+
+#[test]
+fn rows_come_back_in_logfmt10() {
+    coded(SHAPE, Coding::LogFmt10, 400..408);
+    coded(Shape { prereduce: false, topk: 6, ..SHAPE }, Coding::LogFmt10, 408..411);
+    let tuning = Tuning { piece: 2048, ..TUNING };
+    coded(Shape { hidden: 2176, payload: Payload::Bf16, tuning, ..SHAPE }, Coding::LogFmt10, 411..414);
+}
+
+#[test]
+fn rows_come_back_in_fp8() {
+    coded(SHAPE, Coding::Fp8, 420..428);
+    coded(Shape { prereduce: false, topk: 6, ..SHAPE }, Coding::Fp8, 428..431);
+    let tuning = Tuning { piece: 2048, ..TUNING };
+    coded(Shape { hidden: 2176, payload: Payload::Bf16, tuning, ..SHAPE }, Coding::Fp8, 431..434);
+}
+
+/// One buffer's combines may differ: slots and flags are the same.
+#[test]
+fn codings_may_change_from_one_combine_to_the_next() {
+    let Some(mut job) = Job::new(&CODED, SHAPE, SHAPE.expert_shared()) else { return };
+    let mut numbers = Numbers(440);
+    let codings = [Coding::Fp8, Coding::Bf16, Coding::LogFmt10, Coding::LogFmt10, Coding::Bf16, Coding::Fp8];
+    let operations: Vec<ByExpert> = codings
+        .into_iter()
+        .map(|coding| {
+            let routing = Routing::random(&mut numbers, &SHAPE);
+            let weights = weights(&mut numbers);
+            ByExpert { coding, ..ByExpert::new(&mut job, &mut numbers, routing, weights) }
+        })
+        .collect();
+    for operation in &operations {
+        operation.dispatch(&mut job, 2, BOTH);
+        operation.combine(&mut job, 2, BOTH);
+    }
+    job.gpus.run(440).unwrap();
+    operations.iter().for_each(|operation| operation.check_combine(&job).unwrap());
 }
 
 #[test]

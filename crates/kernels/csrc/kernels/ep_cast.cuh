@@ -15,14 +15,20 @@ struct Scaled {
     float scale;
 };
 
-__device__ __forceinline__ Scaled scaled(float amax) {
+// Kinds of scales, as EP_SCALE has them, of which the second and the third differ in how they are stored.
+constexpr u32 EXACT_SCALE = 0, POWER_OF_TWO = 1;
+
+template <u32 KIND>
+__device__ __forceinline__ Scaled scaled_as(float amax) {
     // At most the largest finite bf16, at least 1e-4.
     amax = fmaxf(fminf(amax, __uint_as_float(0x7f7f0000)), 1e-4f);
     float scale = mul_rn_f32(amax, 1.0f / 448.0f);
-    if (EP_SCALE == 0) return {448.0f / amax, scale};
+    if (KIND == EXACT_SCALE) return {448.0f / amax, scale};
     u32 exponent = (__float_as_uint(scale) + 0x7fffff) >> 23;
     return {__uint_as_float((254 - exponent) << 23), __uint_as_float(exponent << 23)};
 }
+
+__device__ __forceinline__ Scaled scaled(float amax) { return scaled_as<EP_SCALE>(amax); }
 
 __device__ __forceinline__ float largest(float amax, u32 pair) {
     // A NaN loses against any number.

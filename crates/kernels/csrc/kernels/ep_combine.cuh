@@ -12,6 +12,7 @@
 // the instruction cache included, are cold when a launch begins: code that is written once, in a loop, misses once.
 #pragma once
 
+#include "kernels/ep_coded.cuh"
 #include "kernels/ep_flags.cuh"
 
 constexpr u32 BACK_ROWS = EP_PREREDUCE ? 1 : MOST_LOCAL;
@@ -35,19 +36,24 @@ struct Sum {
     float value[N][8] = {};
 
     // Adds a row's elements, times the weight if WEIGHTED.
-    template <bool WEIGHTED>
-    __device__ __forceinline__ void add(const Vec16 (&v)[N], float weight) {
+    template <bool WEIGHTED, typename Wire = Plain>
+    __device__ __forceinline__ void add(const Vec16 (&v)[N], float weight, bool coded = false) {
 #pragma unroll
         for (u32 i = 0; i < N; ++i) {
+            float added[8];
+            if (Wire::CODED && coded) {
+                Wire::decode(v[i], added);
+            } else {
 #pragma unroll
-            for (u32 w = 0; w < 4; ++w) {
-                float low = widen_low_bf16(v[i].word[w]), high = widen_high_bf16(v[i].word[w]);
-                if (WEIGHTED) {
-                    low = mul_rn_f32(low, weight);
-                    high = mul_rn_f32(high, weight);
+                for (u32 w = 0; w < 4; ++w) {
+                    added[2 * w] = widen_low_bf16(v[i].word[w]);
+                    added[2 * w + 1] = widen_high_bf16(v[i].word[w]);
                 }
-                value[i][2 * w] = add_rn_f32(value[i][2 * w], low);
-                value[i][2 * w + 1] = add_rn_f32(value[i][2 * w + 1], high);
+            }
+#pragma unroll
+            for (u32 k = 0; k < 8; ++k) {
+                if (WEIGHTED) added[k] = mul_rn_f32(added[k], weight);
+                value[i][k] = add_rn_f32(value[i][k], added[k]);
             }
         }
     }
@@ -70,6 +76,19 @@ __device__ __forceinline__ void load_step(Vec16 (&v)[N], u64 row, u32 elements, 
     }
 }
 
+// The same of `elements` from `at_element` on of a row that was coded; `place`: where they were if the row were plain.
+template <typename Wire, u32 N>
+__device__ __forceinline__ void load_coded(Vec16 (&v)[N], u64 place, u32 at_element, u32 elements, u32 lane) {
+    u32 within = at_element % EP_PIECE;
+    u64 piece = place - within * 2;
+    u32 whole = piece_elements(at_element / EP_PIECE);
+#pragma unroll
+    for (u32 i = 0; i < N; ++i) {
+        u32 element = (i * LANES + lane) * 8;
+        v[i] = Wire::load(piece, whole, within + (element < elements ? element : 0));
+    }
+}
+
 // Rows that are added: each lane may have one.
 struct Terms {
     bool valid;
@@ -89,9 +108,9 @@ struct Terms {
 };
 
 // Adds up rows, DEPTH at a time: `load` brings that of a lane. `weigh` gives each lane's weight; it is asked once, when the
-// first loads are under way. All lanes.
-template <u32 DEPTH, bool WEIGHTED, u32 N, typename Load, typename Weigh>
-__device__ __forceinline__ void sum_terms(Sum<N> &sum, const Terms &terms, Load load, Weigh weigh) {
+// first loads are under way. `coded`: each lane's row is as Wire codes it. All lanes.
+template <u32 DEPTH, bool WEIGHTED, typename Wire, u32 N, typename Load, typename Weigh>
+__device__ __forceinline__ void sum_terms(Sum<N> &sum, const Terms &terms, bool coded, Load load, Weigh weigh) {
     float weight = 1.0f;
 #pragma unroll 1
     for (u32 i = 0; i < terms.count; i += DEPTH) {
@@ -104,8 +123,9 @@ __device__ __forceinline__ void sum_terms(Sum<N> &sum, const Terms &terms, Load 
 #pragma unroll
         for (u32 d = 0; d < DEPTH; ++d) {
             if (i + d >= terms.count) continue;
-            float by = WEIGHTED ? __shfl_sync(WHOLE_WARP, weight, terms.lane_of(i + d)) : 1.0f;
-            sum.template add<WEIGHTED>(v[d], by);
+            u32 lane = terms.lane_of(i + d);
+            float by = WEIGHTED ? __shfl_sync(WHOLE_WARP, weight, lane) : 1.0f;
+            sum.template add<WEIGHTED, Wire>(v[d], by, Wire::CODED && __shfl_sync(WHOLE_WARP, coded, lane));
         }
     }
 }
@@ -196,10 +216,17 @@ __device__ __forceinline__ u32 route_of(const EpCommon &c, u32 source, u32 token
     return at<u32>(c.handle + c.parts.routes, (u64(source) * c.max_tokens + token) * EP_K + lane);
 }
 
+// Whether what comes from `rank`, or goes there, is coded.
+template <typename Wire>
+__device__ __forceinline__ bool is_coded(const EpCommon &c, u32 rank) {
+    return Wire::CODED && rank != c.rank;
+}
+
 // Reads and sums what goes back, into `stage`. `row`: of each lane's selection, or EP_NOWHERE. All lanes.
+template <typename Wire>
 __device__ __forceinline__ void stage_back(const EpCombineArgs &args, const Start &start, const Return &r, u32 row,
                                            u8 *stage, u32 lane) {
-    constexpr u32 DEPTH = 2, N = 4, STEP_BACK = N * LANES * 8;
+    constexpr u32 DEPTH = 2, N = CODED_AT_ONCE, STEP_BACK = N * LANES * 8;
     bool here = row != EP_NOWHERE;
     Terms terms(here, lane);
     if (!EP_PREREDUCE) terms = Terms(here && terms.order == r.which, lane);
@@ -213,14 +240,21 @@ __device__ __forceinline__ void stage_back(const EpCombineArgs &args, const Star
         auto load = [&](Vec16(&v)[N], u32 source) {
             load_step(v, __shfl_sync(WHOLE_WARP, address, source) + from * 2, elements - from, lane);
         };
-        sum_terms<DEPTH, EP_PREREDUCE>(sum, terms, load, [&] {
+        sum_terms<DEPTH, EP_PREREDUCE, Plain>(sum, terms, false, load, [&] {
             if (from == 0) weight = weight_of(args, start, r.source, r.token, here, lane);
             return weight;
         });
+        Vec16 v[N];
+#pragma unroll
+        for (u32 i = 0; i < N; ++i) v[i] = sum.narrowed(i);
+        if (is_coded<Wire>(args.common, r.source)) {
+            Wire::encode(v, stage, from, elements, lane);
+            continue;
+        }
 #pragma unroll
         for (u32 i = 0; i < N; ++i) {
             u32 element = from + (i * LANES + lane) * 8;
-            if (element < elements) *reinterpret_cast<Vec16 *>(stage + element * 2) = sum.narrowed(i);
+            if (element < elements) *reinterpret_cast<Vec16 *>(stage + element * 2) = v[i];
         }
     }
 }
@@ -279,6 +313,7 @@ struct Returns {
     }
 
     // Sends all, and tells so. The last pieces may not be there yet.
+    template <typename Wire>
     __device__ __forceinline__ void send(const EpCombineArgs &args, const Start &start, Outbox &outbox, u8 *stages, u32 lane) {
         const EpCommon &c = args.common;
         bool is_ahead = true;
@@ -295,11 +330,12 @@ struct Returns {
                 if (left) row = row_of(c, left, lane);
                 if (!is_free(c, start, r.source, lane)) continue;
                 u8 *stage = outbox.stage(stages, COMBINE_STAGE);
-                stage_back(args, start, r, its, stage, lane);
+                stage_back<Wire>(args, start, r, its, stage, lane);
                 u64 base = start.base[r.source], slot = slot_of(start.sent, c.rank), i = u64(r.token) * BACK_ROWS + r.which;
                 u64 to = base + c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + r.piece * EP_PIECE * 2ull;
                 u64 flag = base + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + r.piece) * 8;
-                outbox.send(stage, piece_elements(r.piece) * 2, to, flag, lane);
+                u32 elements = piece_elements(r.piece);
+                outbox.send(stage, is_coded<Wire>(c, r.source) ? Wire::bytes(elements) : elements * 2, to, flag, lane);
                 if (outbox.sent == 1) mark_of(0, args.marks, EP_MARK_FIRST);
             }
             first += LANES * workers;
@@ -360,7 +396,7 @@ struct Gather {
     }
 
     // Waits for what comes from others, and writes the sum. `meanwhile` is done before. All lanes.
-    template <typename Meanwhile>
+    template <typename Wire, typename Meanwhile>
     __device__ __forceinline__ void sum(const EpCombineArgs &args, const Start &start, u32 unit, u32 lane,
                                         Meanwhile meanwhile) const {
         const EpCommon &c = args.common;
@@ -382,7 +418,7 @@ struct Gather {
             auto load = [&](Vec16(&v)[2], u32 source) {
                 load_step(v, __shfl_sync(WHOLE_WARP, here, source), elements, lane);
             };
-            sum_terms<4, true>(sum, Terms(here != 0, lane), load, [&] { return weight; });
+            sum_terms<4, true, Plain>(sum, Terms(here != 0, lane), false, load, [&] { return weight; });
 #pragma unroll
             for (u32 i = 0; i < 2; ++i) mine[i] = sum.narrowed(i);
             valid = is_first_of_rank(rank, valid, lane);
@@ -392,6 +428,7 @@ struct Gather {
         }
         u64 slot = slot_of(start.received, rank), i = u64(token) * BACK_ROWS + which;
         u64 row = c.base + c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + at_element * 2;
+        bool coded = is_coded<Wire>(c, rank);
         u64 flag = c.base + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + at_element / EP_PIECE) * 8;
         if (!EP_PREREDUCE && own) {
             row = here;
@@ -419,10 +456,15 @@ struct Gather {
                 v[0] = mine[0];
                 v[1] = mine[1];
             } else {
-                load_step(v, __shfl_sync(WHOLE_WARP, row, source), elements, lane);
+                u64 from = __shfl_sync(WHOLE_WARP, row, source);
+                if (Wire::CODED && __shfl_sync(WHOLE_WARP, coded, source)) {
+                    load_coded<Wire>(v, from, at_element, elements, lane);
+                } else {
+                    load_step(v, from, elements, lane);
+                }
             }
         };
-        sum_terms<4, !EP_PREREDUCE>(sum, terms, load, [&] { return weight; });
+        sum_terms<4, !EP_PREREDUCE, Wire>(sum, terms, coded, load, [&] { return weight; });
 #pragma unroll 1
         for (u32 k = 0; k < 2; ++k) {
             u64 bias = k == 0 ? args.bias[0] : args.bias[1];
@@ -462,6 +504,7 @@ struct Parts {
     }
 
     // Receives all.
+    template <typename Wire>
     __device__ __forceinline__ void receive(const EpCombineArgs &args, const Start &start, u32 lane) {
         constexpr u32 NOTES = (FLAGGER - 1) * LANES;
         bool any = unit < end;
@@ -470,7 +513,7 @@ struct Parts {
             u32 now = unit;
             unit += step;
             if (unit < end) next.look(args, unit, lane);
-            gather.sum(args, start, now, lane, [&] { prefetch(args, start, lane); });
+            gather.sum<Wire>(args, start, now, lane, [&] { prefetch(args, start, lane); });
             if (now < step) mark_of(NOTES, args.marks, EP_MARK_SUM);
         }
         if (any) mark_of(NOTES, args.marks, EP_MARK_SUMS);
@@ -494,4 +537,54 @@ __device__ __forceinline__ void note_combine(const EpCommon &c, const Start &sta
         st_relaxed_gpu_u64(address_of(state.combine_sent), start.sent);
     }
     if (c.phases & EP_RECEIVE) st_relaxed_gpu_u64(address_of(state.combine_ended), start.received);
+}
+
+// A combine of a block whose shared memory is `shared`. All threads.
+template <typename Wire>
+__device__ __forceinline__ void run_combine(const EpCombineArgs &args, u8 *shared) {
+    const EpCommon &c = args.common;
+    Start &start = *reinterpret_cast<Start *>(shared);
+    u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    mark_of(0, args.marks, EP_MARK_BEGUN);
+    bool sends = c.phases & EP_SEND;
+    Flags &flags = *reinterpret_cast<Flags *>(behind_start(shared));
+    u8 *stages = behind_start(shared) + EP_FLAGS;
+    u64 blocks = address_of(state_of(c).combine_blocks[c.phases]);
+    // Loads that need nothing that the block finds out are under way while it does.
+    Returns returns(c, warp, lane);
+    Parts parts(args, warp, lane);
+    OwnWeight own;
+    if (warp == FLAGGER) {
+        own = OwnWeight(args, lane);
+        const EpState &state = state_of(c);
+        begin(c, {state.combine_sent, state.combine_ended, EP_WORD_COMBINE_TAKEN}, start, lane);
+        begin_flags(flags, lane);
+    }
+    if (warp == FLAGGER - 1) begin_combine(c, start, lane);
+    returns.prefetch(args, lane);
+    __syncthreads();
+    mark_of(0, args.marks, EP_MARK_PLANNED);
+    // Before any wait for other ranks, which may wait for this.
+    if (warp == FLAGGER - 1 && blockIdx.x == gridDim.x - 1) tell_taken(c, start, EP_WORD_COMBINE_TAKEN, lane);
+    if (warp == FLAGGER) {
+        if (sends) send_weights(args, start, own, lane);
+        if (!c.waits && lane == 0 && is_last_to_begin(blocks)) note_combine(c, start);
+        if (sends) set_flags(flags, start.sent, BACK_SENDERS, lane);
+        mark_of(FLAGGER * LANES, args.marks, EP_MARK_DETAILS);
+    } else if (sends && warp < BACK_SENDERS) {
+        Outbox outbox = {flags, warp};
+        returns.send<Wire>(args, start, outbox, stages, lane);
+        parts.prefetch(args, start, lane);
+        outbox.end(lane);
+        mark_of(0, args.marks, EP_MARK_SENT);
+    }
+    parts.receive<Wire>(args, start, lane);
+#if EP_MARKED
+    if (args.marks) __syncthreads();
+#endif
+    mark_of(0, args.marks, EP_MARK_DONE);
+    // Who counts waits must have seen what all blocks did.
+    if (!c.waits || !is_last_block(blocks)) return;
+    if (c.phases & EP_RECEIVE) count_waits(c);
+    if (threadIdx.x == 0) note_combine(c, start);
 }

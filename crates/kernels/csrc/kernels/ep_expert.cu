@@ -3,9 +3,6 @@
 #include "kernels/ep_combine.cuh"
 #include "kernels/ep_dispatch.cuh"
 
-// What a block's warps find in its shared memory from there on.
-__device__ __forceinline__ u8 *behind_start(u8 *shared) { return shared + EP_START; }
-
 namespace crossrail::ep::expert {
 
 __global__ void __launch_bounds__(EP_THREADS, 1) dispatch(const __grid_constant__ EpDispatchArgs args) {
@@ -52,51 +49,7 @@ __global__ void __launch_bounds__(EP_THREADS, 1) dispatch(const __grid_constant_
 
 __global__ void __launch_bounds__(EP_BACK_THREADS, 1) combine(const __grid_constant__ EpCombineArgs args) {
     extern __shared__ __align__(128) u8 shared[];
-    const EpCommon &c = args.common;
-    Start &start = *reinterpret_cast<Start *>(shared);
-    u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    mark_of(0, args.marks, EP_MARK_BEGUN);
-    bool sends = c.phases & EP_SEND;
-    Flags &flags = *reinterpret_cast<Flags *>(behind_start(shared));
-    u8 *stages = behind_start(shared) + EP_FLAGS;
-    u64 blocks = address_of(state_of(c).combine_blocks[c.phases]);
-    // Loads that need nothing that the block finds out are under way while it does.
-    Returns returns(c, warp, lane);
-    Parts parts(args, warp, lane);
-    OwnWeight own;
-    if (warp == FLAGGER) {
-        own = OwnWeight(args, lane);
-        const EpState &state = state_of(c);
-        begin(c, {state.combine_sent, state.combine_ended, EP_WORD_COMBINE_TAKEN}, start, lane);
-        begin_flags(flags, lane);
-    }
-    if (warp == FLAGGER - 1) begin_combine(c, start, lane);
-    returns.prefetch(args, lane);
-    __syncthreads();
-    mark_of(0, args.marks, EP_MARK_PLANNED);
-    // Before any wait for other ranks, which may wait for this.
-    if (warp == FLAGGER - 1 && blockIdx.x == gridDim.x - 1) tell_taken(c, start, EP_WORD_COMBINE_TAKEN, lane);
-    if (warp == FLAGGER) {
-        if (sends) send_weights(args, start, own, lane);
-        if (!c.waits && lane == 0 && is_last_to_begin(blocks)) note_combine(c, start);
-        if (sends) set_flags(flags, start.sent, BACK_SENDERS, lane);
-        mark_of(FLAGGER * LANES, args.marks, EP_MARK_DETAILS);
-    } else if (sends && warp < BACK_SENDERS) {
-        Outbox outbox = {flags, warp};
-        returns.send(args, start, outbox, stages, lane);
-        parts.prefetch(args, start, lane);
-        outbox.end(lane);
-        mark_of(0, args.marks, EP_MARK_SENT);
-    }
-    parts.receive(args, start, lane);
-#if EP_MARKED
-    if (args.marks) __syncthreads();
-#endif
-    mark_of(0, args.marks, EP_MARK_DONE);
-    // Who counts waits must have seen what all blocks did.
-    if (!c.waits || !is_last_block(blocks)) return;
-    if (c.phases & EP_RECEIVE) count_waits(c);
-    if (threadIdx.x == 0) note_combine(c, start);
+    run_combine<Plain>(args, shared);
 }
 
 }  // namespace crossrail::ep::expert

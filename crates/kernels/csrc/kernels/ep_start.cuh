@@ -36,6 +36,9 @@ struct Start {
 static_assert(sizeof(Start) <= EP_START, "what the host reckons with");
 constexpr u64 TELLING = 1ull << 63;
 
+// What a block's warps find in its shared memory from there on.
+__device__ __forceinline__ u8 *behind_start(u8 *shared) { return shared + EP_START; }
+
 // Which numbers and words a kernel goes by.
 struct Numbered {
     const u64 &sent;

@@ -130,6 +130,15 @@ constexpr u32 EP_MARK_CAME = 11;
 // Time: the launch is over. One block only.
 constexpr u32 EP_MARK_OVER = 12;
 
+// What a combine in the expert layout carries between ranks: bf16.
+constexpr u32 EP_WIRE_BF16 = 0;
+
+// The same: LogFMT-10, ten bits for each element and a scale for each 128.
+constexpr u32 EP_WIRE_LOGFMT10 = 1;
+
+// The same: e4m3, with a power of two for each 128 elements.
+constexpr u32 EP_WIRE_FP8 = 2;
+
 // In place of a row number: no row.
 constexpr u32 EP_NOWHERE = 4294967295;
 
@@ -440,7 +449,7 @@ struct EpDispatchArgs {
 static_assert(sizeof(EpDispatchArgs) == 664, "EpDispatchArgs");
 
 // Arguments of a combine. Strides count bytes; an address of 0 means that there is no such array. The caller of a
-// buffer sets everything up to `out_weights`, the buffer what follows.
+// buffer sets everything up to `out_weights`, and `wire`, the buffer the rest.
 struct EpCombineArgs {
     // Arguments of every launch.
     EpCommon common;
@@ -469,6 +478,10 @@ struct EpCombineArgs {
     u32 senders;
     // Rank layout: KiB of rows that all blocks together keep in flight between load and store; 0 for the default.
     u32 queue;
+    // EP_WIRE_, the same on all ranks: which kernel is launched. EP_WIRE_BF16 in the rank layout.
+    u32 wire;
+    // Padding, 0.
+    u32 reserved;
 };
 
-static_assert(sizeof(EpCombineArgs) == 552, "EpCombineArgs");
+static_assert(sizeof(EpCombineArgs) == 560, "EpCombineArgs");

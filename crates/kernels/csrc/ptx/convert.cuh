@@ -66,3 +66,50 @@ __device__ __forceinline__ u32 narrow_e4m3x2(float low, float high) {
     return narrow_e4m3(low) | narrow_e4m3(high) << 8;
 #endif
 }
+
+// The two e4m3 in the low half of a word, widened; what is not a number is NaN.
+__device__ __forceinline__ void widen_e4m3x2(u32 pair, float &low, float &high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    u32 halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(pair)));
+    asm("{\n"
+        ".reg .b16 l, h;\n"
+        "mov.b32 {l, h}, %2;\n"
+        "cvt.f32.f16 %0, l;\n"
+        "cvt.f32.f16 %1, h;\n"
+        "}"
+        : "=f"(low), "=f"(high)
+        : "r"(halves));
+#else
+    auto widen = [](u32 code) {
+        // The code's bits where an fp32 has its own, whose exponents are larger by 120.
+        u32 magnitude = code & 0x7f;
+        float value = __uint_as_float(magnitude << 20) * __uint_as_float(247u << 23);
+        u32 bits = magnitude == 0x7f ? 0x7fc00000 : __float_as_uint(value);
+        return __uint_as_float(bits | (code & 0x80) << 24);
+    };
+    low = widen(pair & 0xff);
+    high = widen(pair >> 8 & 0xff);
+#endif
+}
+
+// Logarithm and power to base 2, to some 22 bits: the hardware's, which differ in their last bits from the host's.
+__device__ __forceinline__ float log2_approx_f32(float value) {
+#ifdef __CUDA_ARCH__
+    float log;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(log) : "f"(value));
+    return log;
+#else
+    return log2f(value);
+#endif
+}
+
+__device__ __forceinline__ float exp2_approx_f32(float log) {
+#ifdef __CUDA_ARCH__
+    float value;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(value) : "f"(log));
+    return value;
+#else
+    return exp2f(log);
+#endif
+}

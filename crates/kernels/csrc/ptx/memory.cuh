@@ -17,6 +17,13 @@ __device__ __forceinline__ Vec16 ld_once_v16(u64 address) {
     return v;
 }
 
+// The same of 8 bytes.
+__device__ __forceinline__ u64 ld_once_u64(u64 address) {
+    u64 value;
+    asm volatile("ld.global.L1::no_allocate.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ void st_v16(u64 address, Vec16 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
                  :

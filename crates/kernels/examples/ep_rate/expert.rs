@@ -2,7 +2,9 @@
 
 use crossrail_cuda::nvrtc::Compiler;
 use crossrail_cuda::{Context, Device, DeviceMemory, Stream};
-use crossrail_kernels::ep::{EP_MARKS, EP_RECEIVE, EP_SEND, EpCombineArgs, EpDispatchArgs, Layout, Payload, Shape};
+use crossrail_kernels::ep::{
+    EP_MARKS, EP_RECEIVE, EP_SEND, EP_WIRE_FP8, EP_WIRE_LOGFMT10, EpCombineArgs, EpDispatchArgs, Layout, Payload, Shape,
+};
 
 use crate::marks::Marks;
 use crate::place::{LIMIT, Place, finish, places, settle, take, words};
@@ -27,6 +29,8 @@ pub(crate) struct Options {
     pub(crate) marks: bool,
     /// What events and the shortest of launches take is timed as well.
     pub(crate) floor: bool,
+    /// What a combine carries: EP_WIRE_.
+    pub(crate) wire: u32,
 }
 
 /// One launch. With 0 tokens all ranks only meet.
@@ -134,6 +138,7 @@ impl Rig {
             out: own.out.address(),
             out_stride: row,
             marks: if launch.marked { rank.marks.address() } else { 0 },
+            wire: self.options.wire,
             ..EpCombineArgs::ZERO
         };
         // SAFETY: as above.
@@ -210,12 +215,14 @@ impl Rig {
         let (own, hidden) = (&batch.ranks[number], self.shape.hidden as usize);
         let out = take(&self.ranks[number].place.stream, own.out.address(), own.out.len())?;
         let value = f32::from_bits(u32::from_le_bytes([0, 0, OUTPUT, OUTPUT]));
+        // Half of the last of three bits is 1/16.
+        let part = if self.options.wire == EP_WIRE_FP8 { 12.0 } else { 50.0 };
         let weights = own.routing.weights.chunks(self.shape.topk as usize);
         for (token, (row, weights)) in out.chunks_exact(2 * hidden).zip(weights).enumerate() {
             let expected = weights.iter().sum::<f32>() * value;
             let wrong = row.chunks_exact(2).position(|bits| {
                 let got = f32::from_bits(u32::from_le_bytes([0, 0, bits[0], bits[1]]));
-                (got - expected).abs().partial_cmp(&(expected / 50.0)) != Some(std::cmp::Ordering::Less)
+                (got - expected).abs().partial_cmp(&(expected / part)) != Some(std::cmp::Ordering::Less)
             });
             if let Some(at) = wrong {
                 return Err(format!("rank {number}, token {token}: element {at} is not near {expected}").into());
@@ -243,7 +250,12 @@ impl Trial for Rig {
             steps.extend(cold(&Floor(&run), &self.gate, iters)?);
         }
         let rows = self.rows_sent(&batch);
-        let wide = u64::from(2 * self.shape.hidden);
+        let hidden = u64::from(self.shape.hidden);
+        let wide = match self.options.wire {
+            EP_WIRE_LOGFMT10 => hidden * 5 / 4 + hidden / 32,
+            EP_WIRE_FP8 => hidden + hidden / 128,
+            _ => 2 * hidden,
+        };
         let narrow = u64::from(self.shape.row_bytes() + self.shape.scale_bytes());
         for step in &mut steps {
             step.wire_bytes = match step.name {

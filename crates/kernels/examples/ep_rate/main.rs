@@ -5,7 +5,8 @@
 //!         [--hidden N] [--topk N] [--experts N] [--payload LIST] [--blocks LIST] [--threads LIST] [--iters N] [--link GB/S]
 //!         [--apart] [--marks] [--json FILE]
 //!     expert layout: [--no-prereduce] [--weights dispatch|combine] [--scales column|row] [--piece LIST]
-//!         [--senders LIST] [--receive-from LIST] [--back-threads LIST] [--back-stages LIST] [--floor]
+//!         [--senders LIST] [--receive-from LIST] [--back-threads LIST] [--back-stages LIST] [--wire bf16|logfmt10|fp8]
+//!         [--floor]
 //!     rank layout: [--movers LIST] [--split LIST] [--queue LIST] [--counted]
 //!
 //! Lists (`128,64`) are tried in all combinations; 0 is what suits. Results are verified, then timed: `cold` after the
@@ -14,7 +15,7 @@
 //! `--floor`: what events and the shortest of launches take. `--apart`: phases are launches of their own. `--marks`: what
 //! the blocks of one iteration note on their way, with kernels compiled to note it. `--link`: the most that leaves a GPU, for the time that a step's bytes take
 //! at least. `--split`: blocks that send in a combine while the others add. `--queue`: KiB of rows under way at most.
-//! `--counted`: the host is told how much came. The table goes to stdout, raw samples to FILE.
+//! `--wire`: what a combine carries. `--counted`: the host is told how much came. The table goes to stdout, raw samples to FILE.
 #![allow(unsafe_code)]
 
 #[path = "../unpack_rate/environment.rs"]
@@ -31,7 +32,7 @@ use std::process::ExitCode;
 
 use crossrail_cuda::nvrtc::{Cache, Compiler, Library, SearchPath};
 use crossrail_cuda::{Context, Cuda, Device};
-use crossrail_kernels::ep::{Layout, Payload, Scale, Shape, Tuning};
+use crossrail_kernels::ep::{EP_WIRE_BF16, Layout, Payload, Scale, Shape, Tuning};
 use crossrail_kernels::sources;
 use crossrail_types::Settings;
 use serde_json::{Value, json};
@@ -140,6 +141,7 @@ impl Default for Asked {
                 apart: false,
                 marks: false,
                 floor: false,
+                wire: EP_WIRE_BF16,
             },
             rank: rank::Options { fp8_input: true, counted: false, split: 0, queue: 0, apart: false, marks: false },
             iters: 30,
@@ -169,6 +171,7 @@ impl Asked {
                 "--blocks" => asked.blocks = list(&value()?)?,
                 "--threads" => asked.threads = list(&value()?)?,
                 "--piece" => asked.piece = list(&value()?)?,
+                "--wire" => asked.expert.wire = one_of(&value()?, ["bf16", "logfmt10", "fp8"])? as u32,
                 "--senders" => asked.senders = list(&value()?)?,
                 "--receive-from" => asked.receive_from = list(&value()?)?,
                 "--back-threads" => asked.back_threads = list(&value()?)?,
@@ -309,10 +312,10 @@ fn payload(text: &str) -> Outcome<Carried> {
 }
 
 /// Which of the two it is.
-fn one_of(text: &str, words: [&str; 2]) -> Outcome<usize> {
+fn one_of<const N: usize>(text: &str, words: [&str; N]) -> Outcome<usize> {
     match words.iter().position(|word| *word == text) {
         Some(index) => Ok(index),
-        None => Err(format!("{text}: {} or {}", words[0], words[1]).into()),
+        None => Err(format!("{text}: {}", words.join(" or ")).into()),
     }
 }
 

@@ -99,6 +99,12 @@ constants! {
     EP_MARK_CAME: u32 = 11;
     /// Time: the launch is over. One block only.
     EP_MARK_OVER: u32 = 12;
+    /// What a combine in the expert layout carries between ranks: bf16.
+    EP_WIRE_BF16: u32 = 0;
+    /// The same: LogFMT-10, ten bits for each element and a scale for each 128.
+    EP_WIRE_LOGFMT10: u32 = 1;
+    /// The same: e4m3, with a power of two for each 128 elements.
+    EP_WIRE_FP8: u32 = 2;
     /// In place of a row number: no row.
     EP_NOWHERE: u32 = 0xffff_ffff;
 }
@@ -385,7 +391,7 @@ layouts! {
         reserved: u32,
     }
     /// Arguments of a combine. Strides count bytes; an address of 0 means that there is no such array. The caller of a
-    /// buffer sets everything up to `out_weights`, the buffer what follows.
+    /// buffer sets everything up to `out_weights`, and `wire`, the buffer the rest.
     EpCombineArgs {
         /// Arguments of every launch.
         common: EpCommon,
@@ -414,5 +420,9 @@ layouts! {
         senders: u32,
         /// Rank layout: KiB of rows that all blocks together keep in flight between load and store; 0 for the default.
         queue: u32,
+        /// EP_WIRE_, the same on all ranks: which kernel is launched. EP_WIRE_BF16 in the rank layout.
+        wire: u32,
+        /// Padding, 0.
+        reserved: u32,
     }
 }

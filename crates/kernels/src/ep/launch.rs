@@ -7,7 +7,10 @@ use crossrail_cuda::nvrtc::{Compiled, Compiler, Source};
 use crossrail_cuda::{Context, Function, Grid, Module, Stream};
 use crossrail_types::{Error, ErrorKind, Result};
 
-use super::{EP_ANNOUNCE, EP_RANK_BLOCKS, EP_RECEIVE, EP_SEND, EpCombineArgs, EpCommon, EpDispatchArgs, Shape};
+use super::{
+    EP_ANNOUNCE, EP_RANK_BLOCKS, EP_RECEIVE, EP_SEND, EP_WIRE_BF16, EP_WIRE_FP8, EP_WIRE_LOGFMT10, EpCombineArgs,
+    EpCommon, EpDispatchArgs, Shape,
+};
 use crate::{mangled, sources};
 
 /// Qualified name of the kernel that dispatches in the expert layout. Profilers show it; tests written for DeepEP look
@@ -15,6 +18,10 @@ use crate::{mangled, sources};
 pub const EXPERT_DISPATCH: &str = "crossrail::ep::expert::dispatch";
 /// Qualified name of the kernel that combines in the expert layout.
 pub const EXPERT_COMBINE: &str = "crossrail::ep::expert::combine";
+/// Qualified name of the kernel that combines in the expert layout with rows in LogFMT-10.
+pub const EXPERT_COMBINE_LOGFMT10: &str = "crossrail::ep::expert::logfmt10::combine";
+/// Qualified name of the kernel that combines in the expert layout with rows in e4m3.
+pub const EXPERT_COMBINE_FP8: &str = "crossrail::ep::expert::fp8::combine";
 /// Qualified name of the kernel that dispatches in the rank layout.
 pub const RANK_DISPATCH: &str = "crossrail::ep::rank::dispatch";
 /// Qualified name of the kernel that combines in the rank layout.
@@ -25,6 +32,7 @@ pub const RANK_COMBINE: &str = "crossrail::ep::rank::combine";
 pub struct EpKernels {
     shape: Shape,
     expert: Option<Pair>,
+    coded: Option<Coded>,
     rank: Option<Pair>,
     multiprocessors: u32,
     compiled: Vec<(&'static str, Compiled)>,
@@ -39,6 +47,13 @@ struct Pair {
     threads: [u32; 2],
     /// Bytes of shared memory of a block of each.
     shared: [u32; 2],
+}
+
+/// Those that combine in the expert layout with coded rows; their blocks are those of [`Pair::combine`].
+#[derive(Debug)]
+struct Coded {
+    logfmt10: Function,
+    fp8: Function,
 }
 
 impl Pair {
@@ -64,15 +79,28 @@ impl EpKernels {
         // Some newer GPUs, for desktops, have bulk copies but not that much shared memory.
         let rank_bulk =
             bulk && context.device().shared_memory()? >= shape.rank_shared(true).into_iter().fold(0, u32::max);
-        let load = |source: &Source<'static>, names: [&str; 2], defines: &[String], threads, shared: [u32; 2]| {
+        let module = |source: &Source<'static>, defines: &[String]| {
             let options: Vec<&str> = defines.iter().map(String::as_str).collect();
             let code = compiler.compile(source, arch, &options, limit)?;
-            let module = Module::load(context, &code)?;
+            Ok::<_, Error>((Module::load(context, &code)?, (source.name, code)))
+        };
+        let load = |source: &Source<'static>, names: [&str; 2], defines: &[String], threads, shared: [u32; 2]| {
+            let (module, code) = module(source, defines)?;
             let dispatch = module.function(&mangled::<EpDispatchArgs>(names[0]))?;
             let combine = module.function(&mangled::<EpCombineArgs>(names[1]))?;
             dispatch.allow_shared(shared[0])?;
             combine.allow_shared(shared[1])?;
-            Ok::<_, Error>((Pair { dispatch, combine, threads, shared }, (source.name, code)))
+            Ok::<_, Error>((Pair { dispatch, combine, threads, shared }, code))
+        };
+        let coded = || {
+            let (module, code) = module(&sources::EP_CODED, &shape.defines(bulk))?;
+            let combine = |name: &str| {
+                let function = module.function(&mangled::<EpCombineArgs>(name))?;
+                function.allow_shared(shape.expert_shared()[1])?;
+                Ok::<_, Error>(function)
+            };
+            let (logfmt10, fp8) = (combine(EXPERT_COMBINE_LOGFMT10)?, combine(EXPERT_COMBINE_FP8)?);
+            Ok::<_, Error>((Coded { logfmt10, fp8 }, code))
         };
         let expert = || {
             let names = [EXPERT_DISPATCH, EXPERT_COMBINE];
@@ -84,23 +112,26 @@ impl EpKernels {
             load(&sources::EP_RANK, names, &defines, [shape.rank_threads(); 2], shared)
         };
         // Each takes a second or more to compile.
-        let (expert, rank) = std::thread::scope(|scope| {
+        let (expert, coded, rank) = std::thread::scope(|scope| {
+            let panicked = || Error::new(ErrorKind::Io, "kernels", "loading them panicked");
+            let coded = shape.has_coded().then(|| scope.spawn(coded));
             let beside = (shape.expert_layout && shape.rank_layout).then(|| scope.spawn(rank));
             let expert = shape.expert_layout.then(expert);
-            let panicked = |_| Err(Error::new(ErrorKind::Io, "kernels", "loading them panicked"));
             let rank = match beside {
-                Some(beside) => Some(beside.join().unwrap_or_else(panicked)),
+                Some(beside) => Some(beside.join().unwrap_or_else(|_| Err(panicked()))),
                 None => shape.rank_layout.then(rank),
             };
-            (expert, rank)
+            (expert, coded.map(|coded| coded.join().unwrap_or_else(|_| Err(panicked()))), rank)
         });
-        let (expert, rank) = (expert.transpose()?.unzip(), rank.transpose()?.unzip());
+        let (expert, coded) = (expert.transpose()?.unzip(), coded.transpose()?.unzip());
+        let rank = rank.transpose()?.unzip();
         Ok(EpKernels {
             shape: *shape,
             expert: expert.0,
+            coded: coded.0,
             rank: rank.0,
             multiprocessors: context.device().multiprocessors()?.max(1),
-            compiled: expert.1.into_iter().chain(rank.1).collect(),
+            compiled: expert.1.into_iter().chain(coded.1).chain(rank.1).collect(),
         })
     }
 
@@ -148,8 +179,18 @@ impl EpKernels {
         let pair = self.pair("combine", &self.expert, &args.common, EP_SEND | EP_RECEIVE, blocks)?;
         let out = args.out | args.out_stride | args.bias[0] | args.bias[1];
         aligned("combine", &[("y", args.y | args.y_stride), ("out and bias", out)])?;
+        let combine = match (args.wire, &self.coded) {
+            (EP_WIRE_BF16, _) => &pair.combine,
+            (EP_WIRE_LOGFMT10, Some(coded)) => &coded.logfmt10,
+            (EP_WIRE_FP8, Some(coded)) => &coded.fp8,
+            (EP_WIRE_LOGFMT10 | EP_WIRE_FP8, None) => {
+                let detail = format!("coded rows need blocks of 128 elements, and hidden is {}", self.shape.hidden);
+                return Err(Error::new(ErrorKind::Usage, "combine", detail));
+            }
+            (wire, _) => return Err(Error::new(ErrorKind::Usage, "combine", format!("no kernel carries wire {wire}"))),
+        };
         // SAFETY: the kernel takes `EpCombineArgs`; the caller vouches for the rest.
-        unsafe { pair.combine.launch(stream, pair.grid(blocks, 1), args) }
+        unsafe { combine.launch(stream, pair.grid(blocks, 1), args) }
     }
 
     /// Puts in: a dispatch in the rank layout, or those of its phases that `args` names. It can be captured.
@@ -180,6 +221,10 @@ impl EpKernels {
     /// As there.
     pub unsafe fn combine_rank(&self, stream: &Stream, args: &EpCombineArgs, blocks: u32) -> Result<()> {
         let pair = self.pair("combine", &self.rank, &args.common, EP_SEND | EP_RECEIVE, blocks)?;
+        if args.wire != EP_WIRE_BF16 {
+            let detail = "the rank layout returns rows as bf16: LogFMT-10 and fp8 are the expert layout's";
+            return Err(Error::new(ErrorKind::Usage, "combine", detail));
+        }
         let out = args.out | args.out_stride | args.bias[0] | args.bias[1];
         aligned("combine", &[("y", args.y | args.y_stride), ("out and bias", out)])?;
         // SAFETY: the kernel takes `EpCombineArgs`; the caller vouches for the rest.

@@ -203,6 +203,11 @@ impl Shape {
         }
     }
 
+    /// Whether there are kernels that combine with coded rows, whose blocks of 128 elements have a scale each.
+    pub fn has_coded(&self) -> bool {
+        self.expert_layout && self.hidden.is_multiple_of(BLOCK)
+    }
+
     /// Experts of each rank.
     pub fn local_experts(&self) -> u32 {
         self.experts / self.ranks

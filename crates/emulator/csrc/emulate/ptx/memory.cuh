@@ -11,6 +11,10 @@ __device__ __forceinline__ Vec16 ld_once_v16(u64 address) {
     return *reinterpret_cast<const Vec16 *>(address);
 }
 
+__device__ __forceinline__ u64 ld_once_u64(u64 address) {
+    return *reinterpret_cast<const u64 *>(address);
+}
+
 __device__ __forceinline__ void st_v16(u64 address, Vec16 v) {
     *reinterpret_cast<Vec16 *>(address) = v;
 }
