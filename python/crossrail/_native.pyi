@@ -525,6 +525,8 @@ class DeviceBuffer:
     def links(self) -> list[dict[str, Any]]: ...
     def sync(self) -> None: ...
     def destroy(self) -> None: ...
+    def order(self, before: int, after: int) -> None: ...
+    def is_capturing(self, stream: int) -> bool: ...
     def take_region(self, stream: int) -> DeviceRegion: ...
     def sources(self, handle: DeviceHandle, count: int) -> DeviceArray: ...
     def dispatch_expert(self, args: DispatchArgs, stream: int, send_only: bool) -> DeviceOperation: ...
@@ -543,6 +545,36 @@ class DeviceBuffer:
     def combine_rank(
         self, args: CombineArgs, handle: DeviceHandle, stream: int, send_only: bool
     ) -> DeviceOperation: ...
+
+@final
+class ExpertCalls:
+    def __new__(cls, frame: Any) -> Self: ...
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        stats: Any,
+        waits: Any,
+        beside: Any,
+        send_only: Any,
+    ) -> tuple[Any, Any, Receive | None] | None: ...
+    def combine(
+        self,
+        y: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        handle: DeviceHandle,
+        tokens: int,
+        out: Any,
+        waits: Any,
+        beside: Any,
+        send_only: Any,
+    ) -> tuple[Any, Any, Receive | None] | None: ...
+
+@final
+class Receive:
+    def __call__(self) -> None: ...
 
 @final
 class DispatchArgs:

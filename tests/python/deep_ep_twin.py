@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from fake_gpu import STREAM, World
 from host_torch import torch
 
 from crossrail import ref
+from crossrail._calls import Sizes
 from crossrail.deep_ep import Buffer, EventOverlap
 from crossrail.deep_ep.events import Turn
 
@@ -61,15 +63,23 @@ class TwinStreams:
 
     communication = None
     capturing = False
+    last_handle = STREAM
 
     def is_capturing(self) -> bool:
         return self.capturing
 
-    def unchanged(self) -> int | None:
-        return None
-
     def settle(self) -> None:
         pass
+
+    @staticmethod
+    def current_raw(ordinal: int) -> int:
+        return STREAM
+
+    def beside(self) -> int:
+        return STREAM
+
+    def overlap(self, native: Any = None, tensors: Any = None) -> EventOverlap:
+        return EventOverlap(None, tensors)
 
     @contextlib.contextmanager
     def turn(self, previous: EventOverlap | None = None, beside: bool = False) -> Iterator[Turn]:
@@ -88,23 +98,46 @@ class Native:
     order: list[tuple[int, int]]
 
 
-class TwinBuffer:
-    """As much of an ExpertBuffer on a GPU as deep_ep uses."""
+class Together:
+    """The native half of a low-latency buffer: an operation is over when all ranks have put it in."""
 
-    regions = 2
-    _native = None
+    def __init__(self, native: Any, meeting: Meeting) -> None:
+        self.native, self.meeting, self.calls = native, meeting, 0
+        self.order, self.is_capturing = native.order, native.is_capturing
+
+    def _over(self, begun: Any, send_only: bool) -> Any:
+        self.calls += 1
+        if not send_only:
+            self.meeting.gather(self.native.rank, None)
+            return begun
+        finish = begun.finish
+
+        def finished(stream: int) -> None:
+            finish(stream)
+            self.meeting.gather(self.native.rank, None)
+
+        begun.finish = finished
+        return begun
+
+    def dispatch_expert(self, args: Any, stream: int, send_only: bool) -> Any:
+        return self._over(self.native.dispatch_expert(args, stream, send_only), send_only)
+
+    def combine_expert(self, args: Any, handle: Any, stream: int, send_only: bool) -> Any:
+        return self._over(self.native.combine_expert(args, handle, stream, send_only), send_only)
+
+
+class TwinExperts:
+    """An ExpertBuffer for low-latency mode: its native half is a fake GPU that all ranks share."""
 
     def __init__(self, meeting: Meeting, rank: int, kind: Any, max_tokens: int) -> None:
-        self.meeting, self.rank, self.kind, self.most = meeting, rank, kind, max_tokens
-        self.shape = ref.Shape(meeting.size, max_tokens, kind.hidden, kind.experts, kind.topk)
+        fp8, packed = kind.payload != "bf16", kind.payload == "ue8m0"
+        self.sizes = Sizes(meeting.size, max_tokens, kind.hidden, kind.experts, kind.topk, fp8, packed)
+        scale: Any = kind.payload if fp8 else None
+        self.world = meeting.gather(rank, World(self.sizes, payload=scale) if rank == 0 else None)[0]
+        self.meeting, self.rank = meeting, rank
         self.out: set[int] = set()
         self.destroyed = False
-        self.lent: list[Any] = []
-        self.recorded: list[Any] = []
-
-    @property
-    def spare_regions(self) -> int:
-        return self.regions - len(self.lent)
+        self._native = Together(self.world.buffers[rank], meeting)
 
     def connected(self) -> list[int]:
         return list(range(self.meeting.size))
@@ -121,24 +154,40 @@ class TwinBuffer:
     def destroy(self) -> None:
         self.destroyed = True
 
+
+class TwinBuffer:
+    """As much of an ExpertBuffer on a GPU as deep_ep uses in normal mode."""
+
+    regions = 2
+
+    def __init__(self, meeting: Meeting, rank: int, kind: Any, max_tokens: int) -> None:
+        self.meeting, self.rank, self.kind, self.most = meeting, rank, kind, max_tokens
+        self.shape = ref.Shape(meeting.size, max_tokens, kind.hidden, kind.experts, kind.topk)
+        self.destroyed = False
+        self.lent: list[Any] = []
+        self.recorded: list[Any] = []
+
+    @property
+    def spare_regions(self) -> int:
+        return self.regions - len(self.lent)
+
+    def destroy(self) -> None:
+        self.destroyed = True
+
     def dispatch(
         self,
         x: Any,
         topk_idx: Any,
         topk_weights: Any = None,
-        layout: str = "expert",
+        layout: str = "rank",
         *,
         handle: Native | None = None,
         expert_alignment: int = 1,
-        out: Any = None,
-        stats: Any = None,
-        waits: Any = None,
         max_rows: int | None = None,
-        send_only: bool = False,
     ) -> Any:
         assert layout == self.kind.layout
         rows, scales = x if isinstance(x, tuple) else (x, None)
-        assert (scales is None) == (layout == "expert" or self.kind.payload == "bf16")
+        assert (scales is None) == (self.kind.payload == "bf16")
         assert len(rows) <= self.most and rows.shape[1] == self.kind.hidden
         ids = None if topk_idx is None else topk_idx.numpy().astype(np.int64)
         weights = None if topk_weights is None else topk_weights.numpy()
@@ -154,23 +203,7 @@ class TwinBuffer:
             all_weights = None if weights is None else filled  # where some have none, an error follows
             routed = [one[2] for one in given]
             came = ref.dispatch(small, marks, routed, all_weights, layout, expert_alignment=expert_alignment)[self.rank]
-        if layout == "rank":
-            return self._by_rank(given, came, max_rows)
-        assert (out is None) == (self.kind.payload == "bf16")
-        most, dtype = self.shape.ranks * self.most, torch.bfloat16 if out is None else torch.float8_e4m3fn
-        parts = (out or {}) | {
-            "x": torch.empty((self.shape.local_experts, most, self.kind.hidden), dtype=dtype),
-            "counts": torch.empty(self.shape.local_experts, dtype=torch.int32),
-            "ranges": torch.empty((self.shape.local_experts, self.shape.ranks), dtype=torch.int64),
-            "source": torch.empty((self.shape.local_experts, most), dtype=torch.int32),
-        }
-        finish = lambda: self._by_expert(given, came, parts, stats)  # noqa: E731
-        result = SimpleNamespace(handle=Native(came.handle, 0, []), **parts)
-        if not send_only:
-            finish()
-            return result
-        poison(parts.values())
-        return SimpleNamespace(result=result, finish=lambda stream: finish())
+        return self._by_rank(given, came, max_rows)
 
     def _by_rank(self, given: list[Any], came: Any, max_rows: int | None) -> Any:
         order = [(int(mark[0]), int(mark[1])) for mark in came.x]
@@ -208,60 +241,22 @@ class TwinBuffer:
             stream_recorder=lambda: self.recorded.append,
         )
 
-    def _by_expert(self, given: list[Any], came: Any, out: dict[str, Any], stats: Any) -> None:
-        poison(out.values())
-        scale: Any = {"bf16": None}.get(self.kind.payload, self.kind.payload)
-        there = [(one[0], None) if scale is None else ref.cast_rows(one[0], scale) for one in given]
-        for expert, count in enumerate(came.counts):
-            for row in range(count):
-                rank, token = (int(i) for i in came.x[expert, row, :2])
-                values = there[rank][0][token]
-                out["x"][expert, row] = torch.from_numpy(values.view(f"i{values.itemsize}").copy()).view(out["x"].dtype)
-                if scale is not None:
-                    at = there[rank][1][token]
-                    out["scales"][expert, row] = torch.from_numpy(at.view(np.int32) if scale == "ue8m0" else at)
-        out["counts"].copy_(torch.from_numpy(came.counts))
-        out["ranges"].copy_(torch.from_numpy(came.ranges))
-        out["source"].copy_(torch.from_numpy(came.source))
-        if stats is not None:
-            stats += torch.from_numpy(came.counts)
-
-    def combine(
-        self,
-        y: Any,
-        handle: Native,
-        *,
-        topk_weights: Any = None,
-        bias: Any = None,
-        out: Any = None,
-        waits: Any = None,
-        send_only: bool = False,
-    ) -> Any:
-        expert = self.kind.layout == "expert"
+    def combine(self, y: Any, handle: Native, *, topk_weights: Any = None, bias: Any = None) -> Any:
         tokens = len(handle.routed.topk_idx[self.rank])  # type: ignore[arg-type]
         said = self.meeting.gather(self.rank, (bits(y), topk_weights, handle.order, bias or []))
         biases = [[bits(one) for one in four[3]] for four in said]
         # The reference's handle is of narrow rows; sums do not look at that.
         wide = ref.Handle(self.shape, *(getattr(handle.routed, name) for name in FIELDS))
-        ys = [one[0] if expert else one[0][: len(one[2])] for one in said]
-        weights = [one[1].numpy() for one in said] if expert else None
-        sums: Any = ref.combine(ys, wide, weights, biases=biases if any(biases) else None)[self.rank]
-        x = torch.empty((tokens, self.kind.hidden), dtype=torch.bfloat16) if out is None else out
-        result = SimpleNamespace(x=x, topk_weights=None)
-        if topk_weights is not None and not expert:
+        ys = [one[0][: len(one[2])] for one in said]
+        sums: Any = ref.combine(ys, wide, None, biases=biases if any(biases) else None)[self.rank]
+        result = SimpleNamespace(x=torch.from_numpy(sums.view(np.int16)).view(torch.bfloat16), topk_weights=None)
+        if topk_weights is not None:
             result.topk_weights = torch.zeros((tokens, self.kind.topk))
             for one in said:
                 for row, (rank, token) in enumerate(one[2]):
                     if rank == self.rank:
                         result.topk_weights[token] += one[1][row]
-
-        def finish(stream: Any = None) -> None:
-            x.copy_(torch.from_numpy(sums.view(np.int16)).view(torch.bfloat16))
-
-        if not send_only:
-            finish()
-            return result
-        return SimpleNamespace(result=result, finish=finish)
+        return result
 
 
 FIELDS = ("layout", "active", "topk_idx", "topk_weights", "rows")
@@ -281,12 +276,6 @@ def numbered(rank: int, tokens: int) -> Any:
     return rows
 
 
-def poison(tensors: Any) -> None:
-    """Nobody may rely on what new memory holds."""
-    for tensor in tensors:
-        tensor.view(torch.uint8).fill_(0x7B) if tensor.is_contiguous() else tensor.fill_(0x7B)
-
-
 class TwinMachine:
     """See `deep_ep.pool.Machine`."""
 
@@ -294,13 +283,14 @@ class TwinMachine:
         self.device = torch.device("cpu")
         self.streams = TwinStreams()
         self.meeting, self.rank = meeting, rank
-        self.made: list[TwinBuffer] = []
+        self.made: list[Any] = []
 
-    def make(self, kind: Any, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> TwinBuffer:
+    def make(self, kind: Any, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> Any:
         assert (
             self.meeting.gather(self.rank, (kind, max_tokens, name)) == [(kind, max_tokens, name)] * self.meeting.size
         )
-        self.made.append(TwinBuffer(self.meeting, self.rank, kind, max_tokens))
+        twin = TwinBuffer if kind.layout == "rank" else TwinExperts
+        self.made.append(twin(self.meeting, self.rank, kind, max_tokens))
         return self.made[-1]
 
     def bytes(self, kind: Any, max_tokens: int) -> int:

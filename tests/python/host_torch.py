@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,6 +67,23 @@ OF_KIND = {dtype.kind: dtype for dtype in DTYPES.values()}
 HOST = Device("cpu")
 
 
+class Storage:
+    """`torch.UntypedStorage`: the array that owns the memory."""
+
+    def __init__(self, array: Any) -> None:
+        owner = array if array.base is None else array.base
+        self._cdata = id(owner)
+        OWNERS[self._cdata] = owner
+
+
+OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def storage_uses(cdata: int) -> int:
+    """`torch._C._storage_Use_Count`: how many arrays share the memory, give or take."""
+    return sys.getrefcount(OWNERS[cdata])
+
+
 class Tensor:
     """`torch.Tensor`: a NumPy array, whose memory its views share."""
 
@@ -98,6 +116,9 @@ class Tensor:
 
     def is_contiguous(self) -> bool:
         return bool(self.array.flags.c_contiguous)
+
+    def untyped_storage(self) -> Storage:
+        return Storage(self.array)
 
     def record_stream(self, stream: Any) -> None: ...
 
@@ -255,6 +276,7 @@ class NumpyTorch(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("torch")
+        self._C = types.SimpleNamespace(_storage_Use_Count=storage_uses)
         self.__dict__.update(DTYPES)
 
     @staticmethod

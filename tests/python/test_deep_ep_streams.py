@@ -168,12 +168,25 @@ def test_a_handle_is_of_the_current_stream(cuda: Cuda) -> None:
     assert cuda.notes == ["default waits for an event in third"]
 
 
-def test_the_stream_of_the_last_operation_needs_nothing(cuda: Cuda) -> None:
+def test_a_stream_that_is_not_the_last_operations_waits_for_it(cuda: Cuda) -> None:
     streams = Streams(DEVICE)
-    assert streams.unchanged() is None, "this PyTorch does not tell handles"
-    streams._handle_of = lambda index: cuda.current.cuda_stream
-    assert streams.unchanged() is None, "there was no operation"
+    assert streams.last_handle is None
     turn(streams)
-    assert streams.unchanged() == cuda.current.cuda_stream
-    turn(streams, beside=True)
-    assert streams.unchanged() is None
+    assert streams.last_handle == streams.current() == cuda.current.cuda_stream
+    streams.follow(streams.beside())
+    assert (cuda.notes, streams.last_handle) == (["own waits for default"], streams.beside())
+    streams.follow(streams.current())
+    assert (cuda.notes.pop(), streams.last_handle) == ("default waits for own", streams.current())
+
+
+def test_completion_of_an_operation(cuda: Cuda) -> None:
+    streams, waits = Streams(DEVICE), []
+    event = SimpleNamespace(wait=waits.append)
+    assert streams.overlap().event is None
+    overlap = streams.overlap(event, (kept := Tensor(),))
+    overlap.current_stream_wait()
+    assert waits == [cuda.current.cuda_stream] and overlap.extra_tensors == (kept,)
+    turn(streams, overlap)
+    assert waits[1:] == [streams.beside()]
+    streams.record([kept])
+    assert kept.used == ["own"]

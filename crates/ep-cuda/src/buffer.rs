@@ -305,6 +305,33 @@ impl DeviceBuffer {
         Ok(handle.0.address + self.0.shape.handle(layout_of(layout)).source)
     }
 
+    /// Makes everything enqueued in stream `after` from now on wait for what is in stream `before`.
+    ///
+    /// # Safety
+    /// Both must be live streams' handles, or 0 for the default stream.
+    ///
+    /// # Errors
+    /// `Usage` for a stream of another GPU; what the driver reports.
+    pub unsafe fn order(&self, before: u64, after: u64) -> Result<()> {
+        let _entered = self.0.cuda.enter()?;
+        // SAFETY: the caller vouches for the streams.
+        let (before, after) = unsafe { (Stream::borrow(&self.0.cuda, before)?, Stream::borrow(&self.0.cuda, after)?) };
+        self.0.events.record(&before, false)?.before(&after)
+    }
+
+    /// Whether `stream` is being captured in a graph.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream's handle, or 0 for the default stream.
+    ///
+    /// # Errors
+    /// `Usage` for a stream of another GPU, or the default stream during a capture; what the driver reports.
+    pub unsafe fn is_capturing(&self, stream: u64) -> Result<bool> {
+        // SAFETY: the caller vouches for the stream.
+        let stream = unsafe { Stream::borrow(&self.0.cuda, stream)? };
+        Ok(stream.capture()? != Capture::None)
+    }
+
     /// Waits until enqueued operations are done on this rank's GPU and every connected, unmasked rank has called
     /// `sync`.
     ///

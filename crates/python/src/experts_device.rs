@@ -17,6 +17,7 @@ use crate::device_args::{CombineArgs, DispatchArgs};
 use crate::device_array::{DeviceArray, Items};
 use crate::errors::{self, OrRaise};
 use crate::experts::{Parameters, connect, fault_rows, link_rows, plan_dict};
+use crate::flag::Flag;
 use crate::group::Group;
 use crate::lent::{self, Call, Loan};
 use crate::lifecycle::{self, Detached};
@@ -52,7 +53,7 @@ impl DeviceBuffer {
     }
 }
 
-fn split(send_only: bool) -> ep::Split {
+fn split(Flag(send_only): Flag) -> ep::Split {
     if send_only { ep::Split::Send } else { ep::Split::Whole }
 }
 
@@ -118,9 +119,9 @@ impl DeviceBuffer {
         self.native.network_bytes()
     }
 
-    fn connect(&self, py: Python<'_>, ranks: Vec<u32>, activate: bool, timeout: Option<f64>) -> PyResult<()> {
+    fn connect(&self, py: Python<'_>, ranks: Vec<u32>, activate: Flag, timeout: Option<f64>) -> PyResult<()> {
         let native = self.native.here(py, "connect")?.clone();
-        connect(py, timeout, move |limit| native.connect(&ranks, activate, limit))
+        connect(py, timeout, move |limit| native.connect(&ranks, activate.0, limit))
     }
 
     fn disconnect(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
@@ -170,6 +171,19 @@ impl DeviceBuffer {
         py.detach(|| self.native.destroy()).or_raise(py)
     }
 
+    /// Makes what is put into stream `after` from now on wait for what is in stream `before` (raw handles).
+    fn order(&self, py: Python<'_>, before: u64, after: u64) -> PyResult<()> {
+        let native = self.native.here(py, "order")?;
+        // SAFETY: that streams are alive is the documented rule for callers.
+        py.detach(|| unsafe { native.order(before, after) }).or_raise(py)
+    }
+
+    /// Whether `stream` is being captured in a graph.
+    fn is_capturing(&self, py: Python<'_>, stream: u64) -> PyResult<bool> {
+        // SAFETY: as above.
+        unsafe { self.native.here(py, "is_capturing")?.is_capturing(stream) }.or_raise(py)
+    }
+
     /// Memory of one result in the rank layout, for a dispatch in `stream`.
     fn take_region(&self, py: Python<'_>, stream: u64) -> PyResult<DeviceRegion> {
         let native = self.native.here(py, "take_region")?;
@@ -206,7 +220,7 @@ impl DeviceBuffer {
         py: Python<'_>,
         args: &Bound<'_, DispatchArgs>,
         stream: u64,
-        send_only: bool,
+        send_only: Flag,
     ) -> PyResult<DeviceOperation> {
         let args = args.borrow().0;
         // SAFETY: the caller has seen to the addresses; the stream is the user's rule.
@@ -219,7 +233,7 @@ impl DeviceBuffer {
         args: &Bound<'_, CombineArgs>,
         handle: &Bound<'_, DeviceHandle>,
         stream: u64,
-        send_only: bool,
+        send_only: Flag,
     ) -> PyResult<DeviceOperation> {
         let (args, handle) = (args.borrow().0, &handle.get().native);
         // SAFETY: as for a dispatch.
@@ -234,12 +248,13 @@ impl DeviceBuffer {
         args: &Bound<'_, DispatchArgs>,
         region: &Bound<'_, DeviceRegion>,
         cached: Option<&Bound<'_, DeviceHandle>>,
-        count: bool,
+        count: Flag,
         stream: u64,
-        send_only: bool,
+        send_only: Flag,
     ) -> PyResult<DeviceOperation> {
         let cached = cached.map(|handle| &handle.get().native);
-        let (args, of) = (args.borrow().0, ep::RankDispatch { region: &region.get().leased.lease, cached, count });
+        let (args, of) =
+            (args.borrow().0, ep::RankDispatch { region: &region.get().leased.lease, cached, count: count.0 });
         // SAFETY: as above; the region was taken for this dispatch, so that nobody else has it.
         self.operation(py, stream, || unsafe { self.native.dispatch_rank(&args, of, stream, split(send_only)) })
     }
@@ -250,7 +265,7 @@ impl DeviceBuffer {
         args: &Bound<'_, CombineArgs>,
         handle: &Bound<'_, DeviceHandle>,
         stream: u64,
-        send_only: bool,
+        send_only: Flag,
     ) -> PyResult<DeviceOperation> {
         let (args, handle) = (args.borrow().0, &handle.get().native);
         // SAFETY: as for a dispatch.

@@ -9,18 +9,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from crossrail._calls import why
+from crossrail._calls import Sizes, why
+from crossrail._expert_calls import Answer, Frame
+from crossrail._native import ExpertCalls
 from crossrail.deep_ep.checks import Tensor, checked, count, refused, torch, wrong
 from crossrail.deep_ep.config import Config, recommended
 from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn
-from crossrail.deep_ep.given import BLOCK, PACKED, Given, Rows, column_scales, low_latency_payload, rows_kind
+from crossrail.deep_ep.given import BLOCK, PACKED, Given, Rows, low_latency_payload, rows_kind
 from crossrail.deep_ep.handles import NODE_RANKS, Handle, RankHandle, Routing, routing_of
 from crossrail.deep_ep.layouts import dispatch_layout, experts_of_ranks, node_counts
 from crossrail.deep_ep.pool import Gpu, Kind, Machine, Pool
 from crossrail.deep_ep.ranks import Peers, Ranks, joined
-from crossrail.deep_ep.shortcuts import Shortcut
 from crossrail.deep_ep.steps import Steps, Wanted
-from crossrail.errors import ClosedError
+from crossrail.errors import ClosedError, UsageError
 from crossrail.experts import ExpertBuffer
 
 __all__ = ["Buffer"]
@@ -77,7 +78,9 @@ class Buffer:
         self.enable_shrink = bool(enable_shrink)
         self._ends = contextlib.ExitStack()
         self._closed = False
-        self._shortcuts: dict[tuple[Any, ...], Shortcut] = {}
+        self._calls: dict[tuple[Any, ...], ExpertCalls] = {}
+        """Low-latency calls, by what a dispatch is called with."""
+        self._prepared: dict[tuple[Kind, int], ExpertCalls] = {}
         self._combine_rooms: dict[tuple[int, ...], list[Tensor]] = {}
         self._ranks, self._machine = self._meet(group, comm, bool(allow_nvlink_for_low_latency_mode))
         self.rank = self._ranks.rank
@@ -102,9 +105,10 @@ class Buffer:
     def destroy(self) -> None:
         """Ends all connections and gives the memory back, that of results with the last of them. Once is enough."""
         self._closed = True
-        self._shortcuts.clear()
+        self._ends.close()  # which waits for operations that use the tensors
+        self._calls.clear()
+        self._prepared.clear()
         self._combine_rooms.clear()
-        self._ends.close()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # as nobody would hear of it
@@ -396,64 +400,72 @@ class Buffer:
 
         Gives what came: bf16 [El, ranks*M, H], or (e4m3 of that shape, scales f32 [El, ranks*M, H/128] or
         i32 [El, ranks*M, H/512], adjacent along the rows); the rows of each expert i32 [El]; the handle; the event; the
-        hook or None.
+        hook or None. Their memory is used again by later calls, in the order of their streams, when the program holds
+        neither the tensors nor views of them. One that holds more than two results, DeepEP's limit, takes more memory,
+        and gets a ResourceWarning that Python shows with `-W default` or PYTHONDEVMODE.
         """
         self._open("low_latency_dispatch")
-        shortcut = None
-        if not async_finish and cumulative_local_expert_recv_stats is None and dispatch_wait_recv_cost_stats is None:
-            like = (num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0)
-            shortcut = self._shortcut(x, topk_idx, like)
-        if shortcut is not None and (stream := self._machine.streams.unchanged()) is not None:
-            found = shortcut.dispatch(x, topk_idx, stream, return_recv_hook)
-            if found is not None:
-                rows, counts, usual, begun = found
-                hook = functools.partial(self._receive, begun) if return_recv_hook else None
-                return rows, counts, usual, EventOverlap(), hook
         if async_finish and return_recv_hook:
             raise wrong("low_latency_dispatch", "async_finish and return_recv_hook exclude each other")
+        like = (num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0)
+        stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+        given = (x, topk_idx, None, stats, waits, async_finish, return_recv_hook)
+        calls = self._calls.get(like)
+        begun = None if calls is None else calls.dispatch(*given)
+        if begun is None:
+            calls = self._calls[like] = self._prepare(*given[:2], stats, waits, *like)
+            begun = calls.dispatch(*given)
+            if begun is None:
+                raise wrong("low_latency_dispatch", f"x begins at address {x.data_ptr():#x}, no multiple of 16")
+        (rows, counts, handle), event, hook = begun
+        return rows, counts, handle, event, hook
+
+    def _prepare(
+        self, x: Tensor, topk_idx: Tensor, stats: Any, waits: Any, most: Any, experts: Any, *how: Any
+    ) -> ExpertCalls:
+        """The calls for dispatches of this kind. Raises UsageError for arguments that none takes."""
+        use_fp8, round_scale, use_ue8m0 = how
         if use_ue8m0 and not round_scale:
             raise wrong("low_latency_dispatch", "use_ue8m0 needs round_scale")
-        device, experts = self._machine.device, self._experts(num_experts, "low_latency_dispatch")
+        device, experts = self._machine.device, self._experts(experts, "low_latency_dispatch")
         checked(x, "x", "low_latency_dispatch", ("bfloat16",), ("T", "H"), device)
         tokens, hidden = x.shape
         checked(topk_idx, "topk_idx", "low_latency_dispatch", ("int64", "int32"), (tokens, "K"), device)
-        most = count("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, "low_latency_dispatch")
+        most = count("num_max_dispatch_tokens_per_rank", most, "low_latency_dispatch")
         if tokens > most:
             raise wrong("low_latency_dispatch", f"x has {tokens} tokens, num_max_dispatch_tokens_per_rank is {most}")
         kind = Kind("expert", hidden, experts, topk_idx.shape[1], low_latency_payload(use_fp8, round_scale, use_ue8m0))
         if kind.payload != "bf16" and hidden % (PACKED if use_ue8m0 else BLOCK):
             raise wrong("low_latency_dispatch", f"H is {hidden}, no multiple of {PACKED if use_ue8m0 else BLOCK}")
-        buffer = self._pool.expert_layout(kind, most)
-        with self._machine.streams.turn(None, async_finish) as turn:
-            turn.reads(x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
-            scales = column_scales(kind, self.group_size, most, device)
-            begun = buffer.dispatch(
-                x,
-                topk_idx,
-                layout="expert",
-                out=None if scales is None else {"scales": scales},
-                stats=cumulative_local_expert_recv_stats,
-                waits=dispatch_wait_recv_cost_stats,
-                send_only=return_recv_hook,
+        for value, name, dtype, extent in (
+            (stats, "cumulative_local_expert_recv_stats", "int32", experts // self.group_size),
+            (waits, "dispatch_wait_recv_cost_stats", "int64", self.group_size),
+        ):
+            if value is not None:
+                checked(value, name, "low_latency_dispatch", (dtype,), (extent,), device)
+        found = self._prepared.get((kind, most))
+        if found is None:
+            buffer = self._pool.expert_layout(kind, most)
+            sizes = Sizes(self.group_size, most, hidden, experts, kind.topk, bool(use_fp8), bool(use_ue8m0))
+            streams = self._machine.streams
+            frame = Frame(
+                torch(), buffer._native, streams, sizes, device, self._answer(buffer, kind, most), streams.overlap
             )
-            result = begun.result if return_recv_hook else begun
-            turn.gives(result.x, scales, result.counts, result.ranges, result.source)
-        routing = Routing(buffer, result.handle, kind, most, tokens, self.group_size * most)
-        key = (hidden, kind.topk, topk_idx.dtype, most, experts, use_fp8, round_scale, use_ue8m0)
-        if key not in self._shortcuts:
-            self._shortcuts[key] = Shortcut(buffer, kind, self.group_size, most, topk_idx.dtype, device)
-        routing.shortcut = self._shortcuts[key]
-        handle = Handle.of(routing, result.source, result.ranges, most, hidden, experts)
-        came = (result.x, scales) if use_fp8 else result.x
-        hook = functools.partial(self._receive, begun) if return_recv_hook else None
-        return came, result.counts, handle, turn.overlap, hook
+            found = self._prepared[kind, most] = ExpertCalls(frame)
+        return found
 
-    def _shortcut(self, x: Any, topk_idx: Any, like: tuple[Any, ...]) -> Shortcut | None:
-        """That of an earlier dispatch that was like this one."""
-        try:
-            return self._shortcuts.get((x.shape[1], topk_idx.shape[1], topk_idx.dtype, *like))
-        except (AttributeError, IndexError, TypeError):  # no tensors, no numbers
-            return None
+    def _answer(self, buffer: Any, kind: Kind, most: int) -> Answer:
+        """What a low-latency dispatch of this kind returns: what was received, the rows of each expert, the handle."""
+        rows = self.group_size * most
+
+        def answer(tensors: list[Any], operation: Any, tokens: int) -> tuple[Rows, Tensor, Handle]:
+            received, scales, counts, ranges, source = tensors
+            routing = Routing(buffer, operation.handle(rows), kind, most, tokens, rows)
+            routing.calls = self._prepared[kind, most]
+            handle = Handle.of(routing, source, ranges, most, kind.hidden, kind.experts)
+            return received if scales is None else (received, scales), counts, handle
+
+        return answer
 
     def low_latency_combine(
         self,
@@ -483,61 +495,48 @@ class Buffer:
         if async_finish and return_recv_hook:
             raise wrong("low_latency_combine", "async_finish and return_recv_hook exclude each other")
         routing = routing_of(handle, "expert", "low_latency_combine")
-        kind, device = routing.kind, self._machine.device
         if zero_copy:
             if routing.room is None:
                 hint = "get_next_low_latency_combine_buffer(handle) gives what x is to be written to"
                 raise wrong("low_latency_combine", "zero_copy, and there is no buffer for this handle", hint)
             x = routing.room
-        found = self._combined_as_usual(
-            (x, topk_idx, topk_weights, routing, out), return_recv_hook, async_finish, combine_wait_recv_cost_stats
-        )
-        if found is not None:
-            return found
-        shape = (kind.experts // self.group_size, routing.rows, kind.hidden)
-        checked(x, "x", "low_latency_combine", ("bfloat16",), shape, device)
-        selected = (routing.tokens, kind.topk)
-        checked(topk_idx, "topk_idx", "low_latency_combine", ("int64", "int32"), selected, device)
-        checked(topk_weights, "topk_weights", "low_latency_combine", ("float32",), selected, device)
-        if out is not None:
-            checked(out, "out", "low_latency_combine", ("bfloat16",), (routing.tokens, kind.hidden), device)
-        with self._machine.streams.turn(None, async_finish) as turn:
-            turn.reads(x, topk_weights, out, combine_wait_recv_cost_stats)
-            begun = routing.buffer.combine(
+        begun: tuple[Any, ...] | None = None
+        if topk_weights is not None:
+            begun = routing.calls.combine(
                 x,
+                topk_idx,
+                topk_weights,
                 routing.native,
-                topk_weights=topk_weights,
-                out=out,
-                waits=combine_wait_recv_cost_stats,
-                send_only=return_recv_hook,
+                routing.tokens,
+                out,
+                combine_wait_recv_cost_stats,
+                async_finish,
+                return_recv_hook,
             )
-            result = begun.result if return_recv_hook else begun
-            turn.gives(result.x)
-        hook = functools.partial(self._receive, begun) if return_recv_hook else None
-        return result.x, turn.overlap, hook
+        if begun is None:
+            raise self._refused_combine(x, topk_idx, topk_weights, routing, out, combine_wait_recv_cost_stats)
+        sums, event, hook = begun
+        return sums, event, hook
 
-    def _combined_as_usual(
-        self, given: tuple[Any, ...], hook: bool, beside: bool, waits: Any
-    ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None] | None:
-        """A combine of a dispatch that has a shortcut, if it is as that expects it."""
-        tensors, routing = (*given[:3], *given[4:]), given[3]
-        if beside or waits is not None or routing.shortcut is None:
-            return None
-        if not all(one is None or isinstance(one, torch().Tensor) for one in tensors):
-            return None
-        if (stream := self._machine.streams.unchanged()) is None:
-            return None
-        found = routing.shortcut.combine(*given, stream, hook)
-        if found is None:
-            return None
-        sums, begun = found
-        return sums, EventOverlap(), functools.partial(self._receive, begun) if hook else None
-
-    def _receive(self, pending: Any) -> None:
-        """Puts the rest of an operation into the current stream."""
-        self._open("hook")
-        with self._machine.streams.turn() as turn:
-            pending.finish(turn.keeper)
+    def _refused_combine(
+        self, x: Any, topk_idx: Any, topk_weights: Any, routing: Routing, out: Any, waits: Any
+    ) -> UsageError:
+        """Which argument of a combine is wrong."""
+        kind, device, operation = routing.kind, self._machine.device, "low_latency_combine"
+        shape = (kind.experts // self.group_size, routing.rows, kind.hidden)
+        selected, sums = (routing.tokens, kind.topk), (routing.tokens, kind.hidden)
+        try:
+            checked(x, "x", operation, ("bfloat16",), shape, device)
+            checked(topk_idx, "topk_idx", operation, ("int64", "int32"), selected, device)
+            checked(topk_weights, "topk_weights", operation, ("float32",), selected, device)
+            if out is not None:
+                checked(out, "out", operation, ("bfloat16",), sums, device)
+            if waits is not None:
+                checked(waits, "combine_wait_recv_cost_stats", operation, ("int64",), (self.group_size,), device)
+        except UsageError as error:
+            return error
+        at = f"{x.data_ptr():#x}" + ("" if out is None else f" and {out.data_ptr():#x}")
+        return wrong(operation, f"rows begin at address {at}, where multiples of 16 are wanted")
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Nothing is to be cleaned: flags are numbered, and the modes share no memory."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 from crossrail.deep_ep.checks import Tensor, torch
 
-__all__ = ["EventHandle", "EventOverlap", "Streams", "Turn"]
+__all__ = ["EventHandle", "EventOverlap", "OperationEvent", "Streams", "Turn"]
 
 
 class EventHandle:
@@ -26,6 +26,20 @@ class EventHandle:
     def wait(self, stream: Any) -> None:
         """The same for a `torch.cuda.Stream`."""
         stream.wait_event(self._event)
+
+
+class OperationEvent(EventHandle):
+    """Completion of an operation, which was recorded with it. `native`: a `_native.DeviceEvent`."""
+
+    def __init__(self, native: Any, streams: Streams) -> None:
+        self._native = native
+        self._streams = streams
+
+    def current_stream_wait(self) -> None:
+        self._native.wait(self._streams.current())
+
+    def wait(self, stream: Any) -> None:
+        self._native.wait(stream.cuda_stream)
 
 
 class EventOverlap:
@@ -87,8 +101,20 @@ class Streams:
         self._device = device
         self._own: Any = None
         self._last: Any = None
-        self._last_handle: int | None = None
-        self._handle_of = getattr(getattr(torch(), "_C", None), "_cuda_getCurrentRawStream", None)
+        self.last_handle: int | None = None
+        """Raw handle of the stream of the last operation."""
+        self.current_raw: Callable[[int], int] = getattr(
+            getattr(torch(), "_C", None), "_cuda_getCurrentRawStream", self._current_handle
+        )
+        """Gives the raw handle of a GPU's current stream, by the GPU's ordinal."""
+
+    @staticmethod
+    def _current_handle(ordinal: int) -> int:
+        return int(torch().cuda.current_stream(ordinal).cuda_stream)
+
+    def current(self) -> int:
+        """The raw handle of the current stream."""
+        return self.current_raw(self._device.index)
 
     @property
     def communication(self) -> Any:
@@ -105,12 +131,25 @@ class Streams:
         with cuda.device(self._device):
             return bool(cuda.is_current_stream_capturing())
 
-    def unchanged(self) -> int | None:
-        """The raw handle of the current stream, if the last turn was in it: another one needs nothing then."""
-        if self._handle_of is None:
-            return None
-        handle: int = self._handle_of(self._device.index)
-        return handle if handle == self._last_handle else None
+    def beside(self) -> int:
+        """The raw handle of the stream for operations that the caller's does not wait for."""
+        return int(self.communication.cuda_stream)
+
+    def follow(self, handle: int) -> None:
+        """The next operation runs in this stream, the current one or `beside`, after the buffer's last one."""
+        own = self._own is not None and handle == self._own.cuda_stream
+        stream = self._own if own else torch().cuda.current_stream(self._device)
+        self._follow(stream)
+        self._last, self.last_handle = stream, handle
+
+    def record(self, tensors: Sequence[Tensor]) -> None:
+        """Tensors of a captured operation are used in another stream than the one that they were made in."""
+        for tensor in tensors:
+            tensor.record_stream(self._last)
+
+    def overlap(self, native: Any = None, tensors: Sequence[Tensor] | None = None) -> EventOverlap:
+        """Completion of an operation: of a `_native.DeviceEvent`, or nothing to wait for."""
+        return EventOverlap() if native is None else EventOverlap(OperationEvent(native, self), tensors)
 
     def settle(self) -> None:
         """Blocks until the buffer's operations so far are done, those of a capture excepted."""
@@ -143,7 +182,7 @@ class Streams:
             with cuda.stream(stream) if apart else contextlib.nullcontext():
                 yield turn
         finally:  # one that fails may have put something in
-            self._last, self._last_handle = stream, stream.cuda_stream
+            self._last, self.last_handle = stream, stream.cuda_stream
             if apart and stream != current:
                 self._note(turn, stream, current)
                 if not beside:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 from crossrail.deep_ep.checks import Tensor, checked, told, torch, wrong
 from crossrail.deep_ep.pool import Kind
 
-__all__ = ["BLOCK", "PACKED", "Given", "Rows", "column_scales", "low_latency_payload", "no_rows", "rows_kind"]
+__all__ = ["BLOCK", "PACKED", "Given", "Rows", "low_latency_payload", "no_rows", "rows_kind"]
 
 BLOCK = 128
 """Elements of a row that share one fp8 scale."""
@@ -108,12 +108,3 @@ def low_latency_payload(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Li
     if not use_fp8:
         return "bf16"
     return "ue8m0" if use_ue8m0 else "power2" if round_scale else "f32"
-
-
-def column_scales(kind: Kind, ranks: int, max_tokens: int, device: Any) -> Tensor | None:
-    """A tensor for the scales of a low-latency dispatch, which lie next to each other along the rows."""
-    if kind.payload == "bf16":
-        return None
-    packed = kind.payload == "ue8m0"
-    shape = (kind.experts // ranks, kind.hidden // (PACKED if packed else BLOCK), ranks * max_tokens)
-    return torch().empty(shape, dtype=torch().int32 if packed else torch().float32, device=device).transpose(1, 2)

@@ -19,7 +19,7 @@ NODE_RANKS = 8
 @dataclass
 class Routing:
     """Where the rows of a dispatch went. `rows`: of the result; `topk_idx`: of the rank layout, for rows of another
-    kind; `shortcut`: of the expert layout, for combines that are as usual."""
+    kind; `calls`: of the expert layout, a `_native.ExpertCalls`."""
 
     buffer: Any
     native: Any
@@ -29,7 +29,7 @@ class Routing:
     rows: int
     topk_idx: Tensor | None = None
     room: Tensor | None = None
-    shortcut: Any = None
+    calls: Any = None
 
 
 class Handle(tuple[Any, ...]):

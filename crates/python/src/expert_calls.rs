@@ -1,0 +1,372 @@
+//! Operations of an expert buffer in the expert layout on PyTorch tensors, prepared.
+//!
+//! What does not change between calls is made once: argument blocks, shapes and dtypes to compare with, output tensors.
+//! A call compares the tensors' attributes, takes their addresses and goes to the device layer at once.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crossrail_ep_cuda::{EpCombineArgs, EpDispatchArgs};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyList, PyTuple};
+
+use crate::device_args::{CombineArgs, DispatchArgs};
+use crate::expert_sets::{Claim, Ring};
+use crate::flag::Flag;
+
+/// The value, or None for the caller of the closure around it.
+macro_rules! some {
+    ($value:expr) => {
+        match $value {
+            Some(value) => value,
+            None => return Ok(None),
+        }
+    };
+}
+
+/// Alignment of rows, in bytes.
+const ROW_UNIT: u64 = 16;
+/// Operations beside the caller's stream whose tensors are kept before one looks which are over.
+const KEPT: usize = 8;
+
+type Given<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+/// Completion of operations, and the tensors that they use.
+type Kept = VecDeque<(Py<PyAny>, Vec<Py<PyAny>>)>;
+
+/// What the calls of a buffer have in common, read once.
+#[derive(FromPyObject)]
+struct Frame {
+    /// A `DeviceBuffer`, or what has its methods.
+    buffer: Py<PyAny>,
+    /// `deep_ep.events.Streams`.
+    streams: Py<PyAny>,
+    /// `(ordinal) -> raw handle`: the current stream.
+    current: Py<PyAny>,
+    /// `(_cdata) -> count`: references of a storage; None where PyTorch does not tell.
+    uses: Option<Py<PyAny>>,
+    /// `(base, rows, in_use) -> (_cdata, base, tensors)`: rows, scales or None, counts, ranges, source; and the sums of
+    /// so many tokens, a part of the base.
+    outputs: Py<PyAny>,
+    sums: Py<PyAny>,
+    /// `(tensors, operation, tokens) -> answer`: what the caller of a dispatch gets.
+    answer: Py<PyAny>,
+    /// `(event or None, tensors) -> EventOverlap`.
+    overlap: Py<PyAny>,
+    /// PyTorch's class of tensors and its dtypes.
+    tensor: Py<PyAny>,
+    bf16: Py<PyAny>,
+    f32: Py<PyAny>,
+    i32: Py<PyAny>,
+    i64: Py<PyAny>,
+    /// What `Tensor.get_device` gives.
+    device: i64,
+    ordinal: u32,
+    max_tokens: u32,
+    hidden: u32,
+    topk: u32,
+    local: u32,
+    ranks: u32,
+    /// Strides of the scales of outputs, in bytes.
+    scale_strides: [u64; 3],
+}
+
+/// Dispatch and combine of one buffer. Usable from any thread, like the buffer.
+///
+/// Methods give None when an argument is not as prepared, before anything is enqueued: the caller finds out which one.
+#[pyclass(module = "crossrail._native", frozen)]
+pub(crate) struct ExpertCalls {
+    frame: Frame,
+    dispatch: EpDispatchArgs,
+    combine: EpCombineArgs,
+    outputs: Ring,
+    sums: Ring,
+    /// Of operations in other streams than the caller's.
+    kept: Mutex<Kept>,
+}
+
+/// Where an operation goes.
+struct Route {
+    stream: u64,
+    /// Not the caller's current stream.
+    beside: bool,
+    captured: bool,
+}
+
+#[pymethods]
+impl ExpertCalls {
+    #[new]
+    fn new(frame: Frame) -> ExpertCalls {
+        let row = 2 * u64::from(frame.hidden);
+        let dispatch = EpDispatchArgs { x_stride: row, out_scale_strides: frame.scale_strides, ..EpDispatchArgs::ZERO };
+        let combine = EpCombineArgs { y_stride: row, out_stride: row, ..EpCombineArgs::ZERO };
+        let (outputs, sums, kept) = Default::default();
+        ExpertCalls { frame, dispatch, combine, outputs, sums, kept }
+    }
+
+    /// A dispatch. Gives the answer of the frame, the EventOverlap, and the hook with `send_only`. `beside`: in the
+    /// buffer's own stream, for which the caller's does not wait.
+    #[expect(clippy::too_many_arguments, reason = "the tensors of a dispatch")]
+    fn dispatch<'py>(
+        slf: &Bound<'py, Self>,
+        x: &Bound<'py, PyAny>,
+        topk_idx: &Bound<'py, PyAny>,
+        topk_weights: Given<'_, 'py>,
+        stats: Given<'_, 'py>,
+        waits: Given<'_, 'py>,
+        beside: Flag,
+        send_only: Flag,
+    ) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        let (py, calls) = (slf.py(), slf.get());
+        let frame = &calls.frame;
+        let Some(tokens) = calls.tokens(x)? else { return Ok(None) };
+        let (rows, selected) = ([tokens, frame.hidden], [tokens, frame.topk]);
+        let idx_bytes = if frame.is_dtype(topk_idx, &frame.i64)? { 8 } else { 4 };
+        let ids = if idx_bytes == 8 { &frame.i64 } else { &frame.i32 };
+        let addresses = (|| {
+            Ok::<_, PyErr>(Some([
+                some!(frame.rows(x, &rows)?),
+                some!(frame.small(topk_idx, ids, &selected)?),
+                some!(frame.optional(topk_weights, &frame.f32, &selected)?),
+                some!(frame.optional(stats, &frame.i32, &[frame.local])?),
+                some!(frame.optional(waits, &frame.i64, &[frame.ranks])?),
+            ]))
+        })()?;
+        let Some([x_at, idx_at, weights_at, stats_at, waits_at]) = addresses else { return Ok(None) };
+        let route = calls.route(py, beside.0)?;
+        let set = calls.outputs.take(py, 0, (&frame.outputs, frame.uses.as_ref()), route.captured)?;
+        let mut args = calls.dispatch;
+        (args.common.tokens, args.common.waits) = (tokens, waits_at);
+        (args.x, args.topk_idx, args.idx_bytes, args.topk_weights) = (x_at, idx_at, idx_bytes, weights_at);
+        args.stats = stats_at;
+        [args.out_x, args.out_scales, args.out_counts, args.out_ranges, args.out_source] =
+            set.0.addresses.as_slice().try_into().unwrap_or_default();
+        let put = (DispatchArgs(args), route.stream, send_only.0);
+        let operation = frame.buffer.bind(py).call_method1(intern!(py, "dispatch_expert"), put)?;
+        let tensors = PyList::new(py, set.0.tensors.iter().map(|one| one.as_ref().map(|one| one.bind(py))))?;
+        let answer = frame.answer.bind(py).call1((tensors, &operation, tokens))?;
+        let used = [Some(x), Some(topk_idx), topk_weights, stats, waits];
+        calls.submitted(slf, &operation, answer, (&used, Some(&set)), &route, send_only).map(Some)
+    }
+
+    /// A combine of the dispatch that gave `handle`, which sent `tokens`. `topk_idx`: only its shape is compared. Gives
+    /// the sums, the EventOverlap, and the hook with `send_only`.
+    #[expect(clippy::too_many_arguments, reason = "the tensors of a combine")]
+    fn combine<'py>(
+        slf: &Bound<'py, Self>,
+        y: &Bound<'py, PyAny>,
+        topk_idx: Given<'_, 'py>,
+        topk_weights: Given<'_, 'py>,
+        handle: &Bound<'py, PyAny>,
+        tokens: u32,
+        out: Given<'_, 'py>,
+        waits: Given<'_, 'py>,
+        beside: Flag,
+        send_only: Flag,
+    ) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        let (py, calls) = (slf.py(), slf.get());
+        let frame = &calls.frame;
+        let (rows, selected) = ([frame.local, frame.ranks * frame.max_tokens, frame.hidden], [tokens, frame.topk]);
+        let addresses = (|| {
+            if topk_idx.is_some_and(|idx| !matches!(has_shape(idx, &selected), Ok(true))) {
+                return Ok(None);
+            }
+            Ok::<_, PyErr>(Some([
+                some!(frame.rows(y, &rows)?),
+                some!(frame.optional(topk_weights, &frame.f32, &selected)?),
+                some!(out.map_or(Ok(Some(0)), |out| frame.rows(out, &[tokens, frame.hidden]))?),
+                some!(frame.optional(waits, &frame.i64, &[frame.ranks])?),
+            ]))
+        })()?;
+        let Some([y_at, weights_at, out_at, waits_at]) = addresses else { return Ok(None) };
+        let route = calls.route(py, beside.0)?;
+        let made = match out {
+            Some(_) => None,
+            None => Some(calls.sums.take(py, tokens, (&frame.sums, frame.uses.as_ref()), route.captured)?),
+        };
+        let mut args = calls.combine;
+        (args.y, args.topk_weights, args.common.waits) = (y_at, weights_at, waits_at);
+        args.out = made.as_ref().map_or(out_at, |set| set.0.addresses[0]);
+        let put = (CombineArgs(args), handle, route.stream, send_only.0);
+        let operation = frame.buffer.bind(py).call_method1(intern!(py, "combine_expert"), put)?;
+        let sums = made.as_ref().map(|set| set.0.part(py, 0));
+        let Some(answer) = sums.as_ref().or(out).cloned() else { return Ok(None) };
+        let used = [Some(y), topk_weights, out, waits];
+        calls.submitted(slf, &operation, answer, (&used, made.as_ref()), &route, send_only).map(Some)
+    }
+}
+
+impl ExpertCalls {
+    /// Rows of `x`, if it is a tensor of two axes with no more rows than the buffer takes.
+    fn tokens(&self, x: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
+        if !x.is_instance(self.frame.tensor.bind(x.py()))? {
+            return Ok(None);
+        }
+        let shape = x.getattr(intern!(x.py(), "shape"))?;
+        let rows = shape.cast::<PyTuple>()?.iter().next().and_then(|rows| rows.extract().ok());
+        Ok(rows.filter(|rows| *rows <= self.frame.max_tokens))
+    }
+
+    /// The stream of the next operation, which comes behind the buffer's last one.
+    fn route(&self, py: Python<'_>, beside: bool) -> PyResult<Route> {
+        let frame = &self.frame;
+        let current = frame.current(py)?;
+        let (streams, buffer) = (frame.streams.bind(py), frame.buffer.bind(py));
+        let mut stream = current;
+        if beside {
+            stream = streams.call_method0(intern!(py, "beside"))?.extract()?;
+            if stream != current {
+                buffer.call_method1(intern!(py, "order"), (current, stream))?;
+            }
+        }
+        frame.follow(py, stream)?;
+        let captured = buffer.call_method1(intern!(py, "is_capturing"), (stream,))?.is_truthy()?;
+        Ok(Route { stream, beside: stream != current, captured })
+    }
+
+    /// What the caller gets of an operation that was submitted.
+    fn submitted<'py>(
+        &self,
+        slf: &Bound<'py, Self>,
+        operation: &Bound<'py, PyAny>,
+        answer: Bound<'py, PyAny>,
+        (inputs, set): (&[Given<'_, 'py>], Option<&Claim>),
+        route: &Route,
+        Flag(send_only): Flag,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let py = slf.py();
+        let nothing = py.None().into_bound(py);
+        if !send_only && !route.beside {
+            return PyTuple::new(py, [answer, self.frame.overlap.bind(py).call0()?, nothing]);
+        }
+        let inputs = inputs.iter().flatten().map(|&tensor| tensor.clone().unbind());
+        let outputs = set.into_iter().flat_map(|set| set.0.tensors.iter().flatten().map(|tensor| tensor.clone_ref(py)));
+        let used: Vec<Py<PyAny>> = inputs.chain(outputs).collect();
+        if send_only {
+            let (operation, stream, used) = (operation.clone().unbind(), route.stream, Mutex::new(used));
+            let hook = Bound::new(py, Receive { operation, used, calls: slf.clone().unbind(), stream })?;
+            return PyTuple::new(py, [answer, self.frame.overlap.bind(py).call0()?, hook.into_any()]);
+        }
+        let event = operation.call_method0(intern!(py, "event"))?;
+        let overlap = self.frame.overlap.bind(py).call1((&event, PyTuple::new(py, &used)?))?;
+        self.keep(py, &event, used)?;
+        PyTuple::new(py, [answer, overlap, nothing])
+    }
+
+    /// Keeps tensors that PyTorch's allocator believes to be used in another stream until the operation is over.
+    fn keep(&self, py: Python<'_>, event: &Bound<'_, PyAny>, used: Vec<Py<PyAny>>) -> PyResult<()> {
+        if event.getattr(intern!(py, "is_captured"))?.is_truthy()? {
+            // A graph runs again after its tensors are gone: their memory is the graph's.
+            self.frame.streams.bind(py).call_method1(intern!(py, "record"), (PyList::new(py, used)?,))?;
+            return Ok(());
+        }
+        let mut kept = self.locked();
+        kept.push_back((event.clone().unbind(), used));
+        // The lock is not held while objects are asked or dropped: that may run Python code.
+        let mut looked_at = (kept.len() > KEPT).then(|| kept.pop_front()).flatten();
+        drop(kept);
+        while let Some((event, used)) = looked_at.take() {
+            let over = event.bind(py).call_method0(intern!(py, "is_done"))?.is_truthy()?;
+            let mut kept = self.locked();
+            if !over {
+                kept.push_front((event, used));
+            } else if kept.len() > KEPT {
+                looked_at = kept.pop_front();
+            }
+            drop(kept);
+        }
+        Ok(())
+    }
+
+    fn locked(&self) -> MutexGuard<'_, Kept> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Frame {
+    /// The caller's current stream.
+    fn current(&self, py: Python<'_>) -> PyResult<u64> {
+        self.current.bind(py).call1((self.ordinal,))?.extract()
+    }
+
+    /// Makes `stream` wait for the buffer's last operation, if that was in another one.
+    fn follow(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        let streams = self.streams.bind(py);
+        let last = streams.getattr(intern!(py, "last_handle"))?;
+        if last.extract::<u64>().ok() != Some(stream) {
+            streams.call_method1(intern!(py, "follow"), (stream,))?;
+        }
+        Ok(())
+    }
+
+    fn is_dtype(&self, tensor: &Bound<'_, PyAny>, dtype: &Py<PyAny>) -> PyResult<bool> {
+        let found = tensor.getattr_opt(intern!(tensor.py(), "dtype"))?;
+        Ok(found.is_some_and(|found| found.is(dtype)))
+    }
+
+    /// The address of a contiguous tensor of this dtype and shape on the buffer's GPU.
+    fn small(&self, tensor: &Bound<'_, PyAny>, dtype: &Py<PyAny>, shape: &[u32]) -> PyResult<Option<u64>> {
+        let py = tensor.py();
+        let fits = tensor.is_instance(self.tensor.bind(py))?
+            && self.is_dtype(tensor, dtype)?
+            && has_shape(tensor, shape)?
+            && tensor.call_method0(intern!(py, "get_device"))?.extract::<i64>()? == self.device
+            && tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?;
+        if !fits {
+            return Ok(None);
+        }
+        tensor.call_method0(intern!(py, "data_ptr"))?.extract().map(Some)
+    }
+
+    /// The same of bf16 rows, which kernels want aligned.
+    fn rows(&self, tensor: &Bound<'_, PyAny>, shape: &[u32]) -> PyResult<Option<u64>> {
+        Ok(self.small(tensor, &self.bf16, shape)?.filter(|address| address.is_multiple_of(ROW_UNIT)))
+    }
+
+    /// As `small`, and 0 for None.
+    fn optional(&self, tensor: Given<'_, '_>, dtype: &Py<PyAny>, shape: &[u32]) -> PyResult<Option<u64>> {
+        tensor.map_or(Ok(Some(0)), |tensor| self.small(tensor, dtype, shape))
+    }
+}
+
+fn has_shape(tensor: &Bound<'_, PyAny>, shape: &[u32]) -> PyResult<bool> {
+    let found = tensor.getattr(intern!(tensor.py(), "shape"))?;
+    let found = found.cast::<PyTuple>()?;
+    if found.len() != shape.len() {
+        return Ok(false);
+    }
+    for (found, wanted) in found.iter().zip(shape) {
+        if found.extract::<i64>()? != i64::from(*wanted) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// The receiving half of an operation that was only sent. If it is dropped instead, it is put into the stream of the
+/// sending half.
+#[pyclass(module = "crossrail._native", frozen)]
+pub(crate) struct Receive {
+    // Dropped first: finishing needs the memory of the tensors.
+    operation: Py<PyAny>,
+    used: Mutex<Vec<Py<PyAny>>>,
+    calls: Py<ExpertCalls>,
+    stream: u64,
+}
+
+#[pymethods]
+impl Receive {
+    /// Puts the receiving half into the current stream. Raises UsageError when it was there already.
+    fn __call__(&self, py: Python<'_>) -> PyResult<()> {
+        let calls = self.calls.get();
+        let stream = calls.frame.current(py)?;
+        calls.frame.follow(py, stream)?;
+        let operation = self.operation.bind(py);
+        operation.call_method1(intern!(py, "finish"), (stream,))?;
+        let used = std::mem::take(&mut *self.used.lock().unwrap_or_else(PoisonError::into_inner));
+        if stream != self.stream {
+            calls.keep(py, &operation.call_method0(intern!(py, "event"))?, used)?;
+        }
+        Ok(())
+    }
+}

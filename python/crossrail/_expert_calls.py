@@ -1,0 +1,120 @@
+"""What `_native.ExpertCalls` needs of PyTorch: dtypes to compare with, output tensors, streams. Read once."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, Final
+
+from crossrail._calls import BLOCK, Sizes
+
+__all__ = ["Frame"]
+
+PART_UNIT: Final = 256
+"""Alignment of the output tensors in their common storage, in bytes."""
+PACKED: Final = 4 * BLOCK
+"""Elements of a row whose ue8m0 scales lie in one i32."""
+Answer = Callable[[list[Any], Any, int], Any]
+
+
+class Frame:
+    """What all calls of one expert buffer in the expert layout have in common.
+
+    Parameters
+    ----------
+    torch : module
+    native
+        The `_native.DeviceBuffer`.
+    streams : crossrail.deep_ep.events.Streams
+        Which stream each operation runs in.
+    sizes : Sizes
+    device : torch.device
+        Of the tensors.
+    answer : callable
+        ``(tensors, operation, tokens)``: what a dispatch returns. ``tensors`` are rows, scales or None, counts, ranges
+        and source.
+    overlap : callable
+        ``(event or None, tensors)``: completion of an operation, for the caller.
+    """
+
+    def __init__(
+        self, torch: Any, native: Any, streams: Any, sizes: Sizes, device: Any, answer: Answer, overlap: Any
+    ) -> None:
+        self.buffer, self.streams, self.answer, self.overlap = native, streams, answer, overlap
+        self.current = streams.current_raw
+        # Without it (PyTorch 2.0 and older) every call gets new tensors.
+        self.uses = getattr(getattr(torch, "_C", None), "_storage_Use_Count", None)
+        self.tensor = torch.Tensor
+        self.bf16, self.f32, self.i32, self.i64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+        index: int | None = device.index
+        self.device, self.ordinal = -1 if index is None else index, index or 0
+        self.max_tokens, self.hidden, self.topk = sizes.max_tokens, sizes.hidden, sizes.topk
+        self.local, self.ranks = sizes.local, sizes.ranks
+        self._torch, self._on, self._most = torch, device, sizes.most
+        self._parts = self._layout(sizes)
+        across = sizes.hidden // (PACKED if sizes.ue8m0 else BLOCK)
+        self.scale_strides = [4 * across * sizes.most, 4, 4 * sizes.most] if sizes.fp8 else [0, 0, 0]
+
+    def _layout(self, sizes: Sizes) -> list[tuple[Any, tuple[int, ...]] | None]:
+        """Dtypes and shapes of the tensors. Scales of an expert's rows are adjacent: the tensor is transposed."""
+        torch, local, most = self._torch, sizes.local, sizes.most
+        scales = None
+        if sizes.fp8 and sizes.ue8m0:
+            scales = (torch.int32, (local, sizes.hidden // PACKED, most))
+        elif sizes.fp8:
+            scales = (torch.float32, (local, sizes.hidden // BLOCK, most))
+        rows = torch.float8_e4m3fn if sizes.fp8 else torch.bfloat16
+        return [
+            (rows, (local, most, sizes.hidden)),
+            scales,
+            (torch.int32, (local,)),
+            (torch.int64, (local, sizes.ranks)),
+            (torch.int32, (local, most)),
+        ]
+
+    def outputs(self, base: None, rows: int, in_use: int) -> tuple[int, None, list[Any]]:
+        """Tensors for one more dispatch: their storage, and rows, scales or None, counts, ranges, source."""
+        total = sum(-(-_bytes(part) // PART_UNIT) * PART_UNIT for part in self._parts if part)
+        warn_of_results("dispatch", in_use, total)
+        whole = self._torch.empty((total,), dtype=self._torch.uint8, device=self._on)
+        tensors: list[Any] = []
+        begin = 0
+        for part in self._parts:
+            if part is None:
+                tensors.append(None)
+                continue
+            dtype, shape = part
+            length = _bytes(part)
+            tensors.append(whole[begin : begin + length].view(dtype).view(*shape))
+            begin += -(-length // PART_UNIT) * PART_UNIT
+        if tensors[1] is not None:
+            tensors[1] = tensors[1].transpose(1, 2)
+        return self._storage(whole), None, tensors
+
+    def sums(self, base: Any, tokens: int, in_use: int) -> tuple[int, Any, list[Any]]:
+        """A tensor for the sums of one more combine, a part of one for the most tokens; ``base`` is such a one."""
+        if base is None:
+            shape = (max(self.max_tokens, 1), self.hidden)
+            warn_of_results("combine", in_use, 2 * math.prod(shape))
+            base = self._torch.empty(shape, dtype=self.bf16, device=self._on)
+        return self._storage(base), base, [base[:tokens]]
+
+    def _storage(self, tensor: Any) -> int:
+        return 0 if self.uses is None else int(tensor.untyped_storage()._cdata)
+
+
+def _bytes(part: tuple[Any, tuple[int, ...]]) -> int:
+    dtype, shape = part
+    return int(dtype.itemsize) * math.prod(shape)
+
+
+def warn_of_results(operation: str, in_use: int, length: int) -> None:
+    """Warns a program that holds more results than DeepEP allows (shown with ``-W default`` or PYTHONDEVMODE)."""
+    if in_use >= 2:
+        warnings.warn(
+            f"{operation}: {in_use} results are still held, where DeepEP allows two at a time; "
+            f"this one takes another {length} bytes",
+            ResourceWarning,
+            stacklevel=3,
+        )

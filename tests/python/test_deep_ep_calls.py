@@ -1,0 +1,281 @@
+"""Low-latency calls of crossrail.deep_ep: which tensors they hand out, and which streams they use."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deep_ep_work as work
+import pytest
+from deep_ep_twin import TwinDeepEp, TwinExperts, TwinMachine, TwinRanks, TwinStreams, on_ranks
+from fake_gpu import FakeEvent
+from host_torch import torch, torch_is_there
+
+from crossrail import UsageError
+from crossrail.deep_ep import EventOverlap
+
+__all__ = ["torch_is_there"]
+MAIN, OWN, OTHER = 77, 78, 79
+EXPERTS, MOST, TOPK, HIDDEN = 8, 4, 2, 512
+
+
+class NotedStreams(TwinStreams):
+    """Several streams, and what is asked of them."""
+
+    def __init__(self) -> None:
+        self.now, self.last_handle = MAIN, MAIN
+        self.notes: list[Any] = []
+
+    def current_raw(self, ordinal: int) -> int:  # type: ignore[override]
+        return self.now
+
+    def beside(self) -> int:
+        return OWN
+
+    def follow(self, handle: int) -> None:
+        self.notes.append(f"{handle} follows {self.last_handle}")
+        self.last_handle = handle
+
+    def record(self, tensors: list[Any]) -> None:
+        self.notes.append(f"{len(tensors)} recorded")
+
+    def overlap(self, native: Any = None, tensors: Any = None) -> EventOverlap:
+        return EventOverlap(native, tensors)
+
+
+class NotedBuffer(TwinExperts):
+    def __init__(self, streams: NotedStreams, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        native, self.put = self._native, []
+        native.order = lambda before, after: streams.notes.append(f"{after} waits for {before}")
+        native.is_capturing = lambda stream: streams.capturing
+        dispatch, combine = native.dispatch_expert, native.combine_expert
+
+        def put(stream: int, begun: Any) -> Any:
+            self.put.append(stream)
+            begun.finish = lambda finish_in, finish=begun.finish: (self.put.append(finish_in), finish(MAIN))
+            return begun
+
+        native.dispatch_expert = lambda args, stream, split: put(stream, dispatch(args, MAIN, split))
+        native.combine_expert = lambda args, handle, stream, split: put(stream, combine(args, handle, MAIN, split))
+
+
+class NotedMachine(TwinMachine):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.streams: Any = NotedStreams()
+
+    def make(self, kind: Any, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> Any:
+        self.made.append(NotedBuffer(self.streams, self.meeting, self.rank, kind, max_tokens))
+        return self.made[-1]
+
+
+class NotedDeepEp(TwinDeepEp):
+    def _meet(self, group: Any, comm: Any, share_node: bool) -> Any:
+        return TwinRanks(*group), NotedMachine(*group)
+
+
+@pytest.fixture
+def buffer() -> Iterator[Any]:
+    (made,) = on_ranks(1, lambda one: one, NotedDeepEp)
+    yield made
+
+
+@pytest.fixture(autouse=True)
+def captures(monkeypatch: pytest.MonkeyPatch, buffer: Any) -> None:
+    streams = buffer._machine.streams
+    monkeypatch.setattr(FakeEvent, "is_captured", property(lambda event: streams.capturing))
+
+
+def sent(tokens: int = 3) -> tuple[Any, Any, Any]:
+    idx = torch.tensor([[0, 1], [2, -1], [-1, -1]])[:tokens]
+    return torch.ones(tokens, HIDDEN, dtype=torch.bfloat16), idx, torch.ones(tokens, TOPK)
+
+
+def dispatch(buffer: Any, **options: Any) -> Any:
+    x, idx, _ = sent()
+    return buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, **({"use_fp8": False} | options))
+
+
+def combine(buffer: Any, handle: Any, tokens: int = 3, **options: Any) -> Any:
+    y = torch.ones(EXPERTS, MOST, HIDDEN, dtype=torch.bfloat16)
+    _, idx, weights = sent(tokens)
+    return buffer.low_latency_combine(y, idx, weights, handle, **options)
+
+
+def address(result: Any) -> int:
+    return int(result[0].data_ptr())
+
+
+def test_results_are_handed_out_in_turn(buffer: Any) -> None:
+    first = dispatch(buffer)
+    second = dispatch(buffer)
+    places = {address(first), address(second)}
+    assert len(places) == 2
+    del first
+    third = dispatch(buffer)
+    del second
+    assert {address(third), address(dispatch(buffer))} == places
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [lambda rows, counts, handle: counts, lambda rows, counts, handle: handle, lambda rows, counts, handle: rows[1:]],
+    ids=["a tensor", "the handle", "a view"],
+)
+def test_what_is_held_is_not_overwritten(buffer: Any, hold: Callable[..., Any]) -> None:
+    held: Any = dispatch(buffer)
+    place = address(held)
+    held = hold(*held[:3])
+    others = [dispatch(buffer) for _ in range(2)]
+    assert place not in map(address, others)
+    del held, others
+    assert place in {address(dispatch(buffer)) for _ in range(4)}
+
+
+def test_a_third_result_is_new_and_told_on_request(buffer: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept = [dispatch(buffer), dispatch(buffer)]
+    with pytest.warns(ResourceWarning, match="dispatch: 2 results are still held, where DeepEP allows two"):
+        kept.append(dispatch(buffer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kept += [dispatch(buffer) for _ in range(5)]
+    assert len(set(map(address, kept))) == 8
+
+
+def test_sums_are_handed_out_in_turn(buffer: Any) -> None:
+    handle = dispatch(buffer)[2]
+    first, second = combine(buffer, handle), combine(buffer, handle)
+    places = {address(first), address(second)}
+    assert len(places) == 2 and first[0].shape == (3, HIDDEN)
+    del first, second
+    x, idx, _ = sent(2)
+    handle = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False)[2]
+    fewer = [combine(buffer, handle, 2) for _ in range(2)]
+    assert {address(one) for one in fewer} == places and fewer[0][0].shape == (2, HIDDEN)
+    out = torch.empty(2, HIDDEN, dtype=torch.bfloat16)
+    assert combine(buffer, handle, 2, out=out)[0] is out
+
+
+def test_results_of_a_capture_are_never_reused(buffer: Any) -> None:
+    places = {address(dispatch(buffer)) for _ in range(2)}
+    buffer._machine.streams.capturing = True
+    captured = [dispatch(buffer) for _ in range(2)]
+    assert not places & set(map(address, captured))
+    dispatch(buffer, async_finish=True)
+    assert buffer._machine.streams.notes[-1] == "6 recorded"
+
+
+def test_an_operation_beside_the_current_stream(buffer: Any) -> None:
+    streams = buffer._machine.streams
+    rows, counts, handle, event, hook = dispatch(buffer, async_finish=True)
+    assert hook is None and streams.notes == [f"{OWN} waits for {MAIN}", f"{OWN} follows {MAIN}"]
+    assert isinstance(event.event, FakeEvent)
+    assert any(one is rows for one in event.extra_tensors) and any(one is counts for one in event.extra_tensors)
+    combine(buffer, handle, async_finish=True)
+    assert streams.notes[2:] == [f"{OWN} waits for {MAIN}"]
+    combine(buffer, handle)
+    assert streams.notes[3:] == [f"{MAIN} follows {OWN}"]
+    (made,) = buffer._machine.made
+    assert made.put == [OWN, OWN, MAIN]
+
+
+def test_inputs_are_kept_until_an_operation_beside_is_over(buffer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = False
+    monkeypatch.setattr(FakeEvent, "is_done", lambda event: over)
+    x, idx, _ = sent()
+    given = []
+    for _ in range(12):
+        mine = x.clone()
+        given.append(mine.untyped_storage()._cdata)
+        buffer.low_latency_dispatch(mine, idx, MOST, EXPERTS, use_fp8=False, async_finish=True)
+        del mine
+    uses = torch._C._storage_Use_Count
+    assert all(uses(one) for one in given), "all are still there"
+    over = True
+    buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False, async_finish=True)
+    with pytest.raises(KeyError):
+        uses(given[0])
+
+
+def test_a_hook_in_another_stream(buffer: Any) -> None:
+    streams = buffer._machine.streams
+    *_, hook = dispatch(buffer, return_recv_hook=1)
+    streams.now = OTHER
+    hook()
+    (made,) = buffer._machine.made
+    assert made.put == [MAIN, OTHER] and streams.notes == [f"{OTHER} follows {MAIN}"]
+
+
+def test_ints_are_taken_for_bools(buffer: Any) -> None:
+    _, _, handle, _, hook = dispatch(buffer, use_fp8=0, async_finish=0, return_recv_hook=1)
+    hook()
+    *_, hook = combine(buffer, handle, zero_copy=0, async_finish=0, return_recv_hook=1)
+    hook()
+    (made,) = buffer._machine.made
+    assert made.put == [MAIN] * 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"x": torch.ones(3, HIDDEN)}, "x is float32 [3, 512] where bfloat16 [T, H]"),
+        ({"x": torch.ones(HIDDEN, 3, dtype=torch.bfloat16).t()}, "x is not contiguous"),
+        ({"x": None}, "x is a NoneType, not a torch.Tensor"),
+        ({"x": torch.ones(5, HIDDEN, dtype=torch.bfloat16)}, "topk_idx is int64 [3, 2] where int64 or int32 [5, K]"),
+        ({"x": torch.ones(3 * HIDDEN + 1, dtype=torch.bfloat16)[1:].view(3, HIDDEN)}, "no multiple of 16"),
+        ({"topk_idx": torch.ones(2, TOPK, dtype=torch.int64)}, "topk_idx is int64 [2, 2] where"),
+        ({"topk_idx": torch.ones(3, TOPK)}, "topk_idx is float32"),
+        ({"cumulative_local_expert_recv_stats": torch.ones(EXPERTS)}, "cumulative_local_expert_recv_stats is float32"),
+        ({"dispatch_wait_recv_cost_stats": torch.ones(3, dtype=torch.int64)}, "dispatch_wait_recv_cost_stats is int64"),
+        ({"num_max_dispatch_tokens_per_rank": 2}, "x has 3 tokens, num_max_dispatch_tokens_per_rank is 2"),
+        ({"num_max_dispatch_tokens_per_rank": "4"}, "num_max_dispatch_tokens_per_rank is a str"),
+    ],
+)
+def test_a_call_unlike_the_ones_before_says_what_is_wrong(buffer: Any, changed: dict[str, Any], said: str) -> None:
+    x, idx, _ = sent()
+    good = {"x": x, "topk_idx": idx, "num_max_dispatch_tokens_per_rank": MOST, "num_experts": EXPERTS}
+    good["use_fp8"] = False
+    for _ in range(2):
+        buffer.low_latency_dispatch(**good)
+        with pytest.raises(UsageError) as raised:
+            buffer.low_latency_dispatch(**(good | changed))
+        assert said in str(raised.value)
+
+
+def test_wrong_arguments_of_a_combine(buffer: Any) -> None:
+    handle = dispatch(buffer)[2]
+    y, (_, idx, weights) = torch.ones(EXPERTS, MOST, HIDDEN, dtype=torch.bfloat16), sent()
+    for arguments, said in (
+        ((y[1:], idx, weights), "x is bfloat16 [7, 4, 512]"),
+        ((y, idx[1:], weights), "topk_idx is int64 [2, 2]"),
+        ((y, idx, None), "topk_weights is a NoneType"),
+        ((y, idx, weights[:, :1]), "topk_weights is float32 [3, 1]"),
+    ):
+        with pytest.raises(UsageError) as raised:
+            buffer.low_latency_combine(*arguments, handle)
+        assert said in str(raised.value)
+    with pytest.raises(UsageError, match="combine_wait_recv_cost_stats is int64"):
+        combine(buffer, handle, combine_wait_recv_cost_stats=torch.ones(3, dtype=torch.int64))
+
+
+def test_other_numbers_of_tokens_and_experts(buffer: Any) -> None:
+    """One set of calls for each kind of dispatch, whatever came before."""
+
+    def rounds(one: TwinDeepEp) -> None:
+        env = work.Env(torch, one)
+        for seed in range(4):
+            work.low_latency(env, 200 + seed, "fp8", hook=seed == 3, counted=False)
+            work.low_latency(work.Env(torch, one, hidden=512), 210 + seed, "fp8")
+
+    on_ranks(2, rounds)
+
+
+def test_without_storage_counts_every_result_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    (buffer,) = on_ranks(1, lambda one: one, NotedDeepEp)
+    kept = [dispatch(buffer), dispatch(buffer), dispatch(buffer)]
+    assert len(set(map(address, kept))) == 3
