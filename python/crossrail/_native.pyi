@@ -568,6 +568,7 @@ class ExpertCalls:
         tokens: int,
         out: Any,
         waits: Any,
+        wire: int,
         beside: Any,
         send_only: Any,
     ) -> tuple[Any, Any, Receive | None] | None: ...

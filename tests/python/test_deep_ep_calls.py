@@ -47,7 +47,7 @@ class NotedStreams(TwinStreams):
 class NotedBuffer(TwinExperts):
     def __init__(self, streams: NotedStreams, *arguments: Any) -> None:
         super().__init__(*arguments)
-        native, self.put = self._native, []
+        native, self.put, self.wires = self._native, [], []
         native.order = lambda before, after: streams.notes.append(f"{after} waits for {before}")
         native.is_capturing = lambda stream: streams.capturing
         dispatch, combine = native.dispatch_expert, native.combine_expert
@@ -58,7 +58,12 @@ class NotedBuffer(TwinExperts):
             return begun
 
         native.dispatch_expert = lambda args, stream, split: put(stream, dispatch(args, MAIN, split))
-        native.combine_expert = lambda args, handle, stream, split: put(stream, combine(args, handle, MAIN, split))
+
+        def combine_expert(args: Any, handle: Any, stream: int, split: bool) -> Any:
+            self.wires.append(args.wire)
+            return put(stream, combine(args, handle, MAIN, split))
+
+        native.combine_expert = combine_expert
 
 
 class NotedMachine(TwinMachine):
@@ -158,6 +163,14 @@ def test_sums_are_handed_out_in_turn(buffer: Any) -> None:
     assert {address(one) for one in fewer} == places and fewer[0][0].shape == (2, HIDDEN)
     out = torch.empty(2, HIDDEN, dtype=torch.bfloat16)
     assert combine(buffer, handle, 2, out=out)[0] is out
+
+
+def test_what_a_combine_travels_as(buffer: Any) -> None:
+    handle = dispatch(buffer)[2]
+    combine(buffer, handle)
+    combine(buffer, handle, use_logfmt=True)
+    (made,) = buffer._machine.made
+    assert made.wires == [0, 1]
 
 
 def test_results_of_a_capture_are_never_reused(buffer: Any) -> None:

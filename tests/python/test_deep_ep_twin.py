@@ -224,8 +224,8 @@ def test_wrong_arguments_of_low_latency(buffer: TwinDeepEp) -> None:
         buffer.low_latency_dispatch(x[:, :384].contiguous(), idx, 4, 4, round_scale=True, use_ue8m0=True)
     got, _, handle, _, hook = buffer.low_latency_dispatch(x, idx, 4, 4, use_fp8=False)
     assert hook is None
-    with pytest.raises(NotImplementedError, match="use_logfmt"):
-        buffer.low_latency_combine(got, idx, torch.ones(3, 2), handle, use_logfmt=True)
+    with pytest.raises(UsageError, match="use_logfmt and zero_copy exclude each other"):
+        buffer.low_latency_combine(got, idx, torch.ones(3, 2), handle, use_logfmt=True, zero_copy=True)
     with pytest.raises(UsageError, match="get_next_low_latency_combine_buffer"):
         buffer.low_latency_combine(got, idx, torch.ones(3, 2), handle, zero_copy=True)
     with pytest.raises(UsageError, match="out is float32"):

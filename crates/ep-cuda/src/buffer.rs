@@ -327,6 +327,7 @@ impl DeviceBuffer {
     /// # Errors
     /// `Usage` for a stream of another GPU, or the default stream during a capture; what the driver reports.
     pub unsafe fn is_capturing(&self, stream: u64) -> Result<bool> {
+        let _entered = self.0.cuda.enter()?;
         // SAFETY: the caller vouches for the stream.
         let stream = unsafe { Stream::borrow(&self.0.cuda, stream)? };
         Ok(stream.capture()? != Capture::None)

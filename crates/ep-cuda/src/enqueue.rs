@@ -364,7 +364,7 @@ impl Inner {
         let pool = self.handles[usize::from(layout == Layout::Rank)].as_ref();
         let none = || Error::new(ErrorKind::Usage, "dispatch", format!("the buffer has no {layout} layout"));
         let what = (args.common.tokens, args.topk_weights != 0);
-        DeviceHandle::new(pool.ok_or_else(none)?, self.id, layout, what, &call.stream, call.captured)
+        DeviceHandle::new(pool.ok_or_else(none)?, self.id, layout, what, call.captured)
     }
 
     /// Enqueues these phases, and forwards data for ranks whose heaps the GPU cannot map.

@@ -1,10 +1,9 @@
 //! Handles: the routing of a dispatch, in GPU memory that only kernels access, for its combine.
 
-use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
-use crossrail_cuda::{Context, DeviceMemory, Stream};
+use crossrail_cuda::{Context, DeviceMemory};
 use crossrail_ep::Layout;
 use crossrail_kernels::ep as kernels;
 use crossrail_types::Result;
@@ -16,7 +15,7 @@ use crate::completion::Completion;
 pub(crate) struct Pool {
     context: Context,
     len: usize,
-    free: Mutex<VecDeque<(DeviceMemory, Option<Completion>)>>,
+    free: Mutex<Vec<DeviceMemory>>,
     /// Memory of handles captured in graphs, which may be replayed at any time: never reused.
     kept: Mutex<Vec<DeviceMemory>>,
 }
@@ -27,22 +26,12 @@ impl Pool {
         Arc::new(Pool { context: context.clone(), len, free: Mutex::default(), kept: Mutex::default() })
     }
 
-    /// Memory for a handle that work in `stream` may write; the stream waits for its last user.
-    fn take(&self, stream: &Stream, captured: bool) -> Result<DeviceMemory> {
-        let mut free = self.free.lock();
-        // The one returned first is the most likely to be idle.
-        let is_over =
-            free.front().is_some_and(|(_, last)| last.as_ref().is_none_or(|done| done.is_done().unwrap_or(false)));
-        // Work in a capture cannot wait for an event recorded outside of it.
-        if (is_over || !captured)
-            && let Some((memory, last)) = free.pop_front()
-        {
-            if let Some(last) = last.filter(|_| !is_over) {
-                last.before(stream)?;
-            }
+    /// Memory for a new handle. Operations of a buffer run one after the other on the GPU, so those that used it before
+    /// are done when the next one runs.
+    fn take(&self) -> Result<DeviceMemory> {
+        if let Some(memory) = self.free.lock().pop() {
             return Ok(memory);
         }
-        drop(free);
         DeviceMemory::new(&self.context, self.len)
     }
 }
@@ -73,10 +62,9 @@ impl DeviceHandle {
         buffer: u64,
         layout: Layout,
         (tokens, weighted): (u32, bool),
-        stream: &Stream,
         captured: bool,
     ) -> Result<DeviceHandle> {
-        let memory = pool.take(stream, captured)?;
+        let memory = pool.take()?;
         Ok(DeviceHandle(Arc::new(Held {
             buffer,
             layout,
@@ -126,7 +114,7 @@ impl Drop for Held {
         if *self.captured.get_mut() {
             pool.kept.lock().push(memory);
         } else {
-            pool.free.lock().push_back((memory, self.last.get_mut().take()));
+            pool.free.lock().push(memory);
         }
     }
 }

@@ -149,8 +149,8 @@ impl ExpertCalls {
         calls.submitted(slf, &operation, answer, (&used, Some(&set)), &route, send_only).map(Some)
     }
 
-    /// A combine of the dispatch that gave `handle`, which sent `tokens`. `topk_idx`: only its shape is compared. Gives
-    /// the sums, the EventOverlap, and the hook with `send_only`.
+    /// A combine of the dispatch that gave `handle`, which sent `tokens`. `topk_idx`: only its shape is compared. `wire`:
+    /// what rows travel as, one of `EP_WIRE_`. Gives the sums, the EventOverlap, and the hook with `send_only`.
     #[expect(clippy::too_many_arguments, reason = "the tensors of a combine")]
     fn combine<'py>(
         slf: &Bound<'py, Self>,
@@ -161,6 +161,7 @@ impl ExpertCalls {
         tokens: u32,
         out: Given<'_, 'py>,
         waits: Given<'_, 'py>,
+        wire: u32,
         beside: Flag,
         send_only: Flag,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
@@ -185,7 +186,7 @@ impl ExpertCalls {
             None => Some(calls.sums.take(py, tokens, (&frame.sums, frame.uses.as_ref()), route.captured)?),
         };
         let mut args = calls.combine;
-        (args.y, args.topk_weights, args.common.waits) = (y_at, weights_at, waits_at);
+        (args.y, args.topk_weights, args.common.waits, args.wire) = (y_at, weights_at, waits_at, wire);
         args.out = made.as_ref().map_or(out_at, |set| set.0.addresses[0]);
         let put = (CombineArgs(args), handle, route.stream, send_only.0);
         let operation = frame.buffer.bind(py).call_method1(intern!(py, "combine_expert"), put)?;

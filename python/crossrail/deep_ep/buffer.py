@@ -12,7 +12,7 @@ from typing import Any
 from crossrail._calls import Sizes, why
 from crossrail._expert_calls import Answer, Frame
 from crossrail._native import ExpertCalls
-from crossrail.deep_ep.checks import Tensor, checked, count, refused, torch, wrong
+from crossrail.deep_ep.checks import Tensor, checked, count, torch, wrong
 from crossrail.deep_ep.config import Config, recommended
 from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn
 from crossrail.deep_ep.given import BLOCK, PACKED, Given, Rows, low_latency_payload, rows_kind
@@ -28,6 +28,10 @@ __all__ = ["Buffer"]
 
 HINT_TOPK = 8
 """Experts of a token that the hint of what low-latency mode takes is for."""
+
+
+WIRE_BF16, WIRE_LOGFMT = 0, 1
+"""What rows of a low-latency combine travel as."""
 
 
 class Buffer:
@@ -487,11 +491,13 @@ class Buffer:
         sums. `combine_wait_recv_cost_stats`, `async_finish`, `return_recv_hook`: as for the dispatch. Sums are fp32;
         the outputs of a token's experts on one rank are summed there and rounded to bf16 before they travel.
 
-        Gives the sums bf16 [T, H], the event, the hook or None. Raises NotImplementedError for `use_logfmt`.
+        `use_logfmt`: they travel as LogFMT-10, ten bits for each value; H must be a multiple of 128.
+
+        Gives the sums bf16 [T, H], the event, the hook or None. Their memory is used again as that of a dispatch.
         """
         self._open("low_latency_combine")
-        if use_logfmt:
-            raise refused("low_latency_combine", "use_logfmt", "rows come back in bf16 only")
+        if use_logfmt and zero_copy:
+            raise wrong("low_latency_combine", "use_logfmt and zero_copy exclude each other")
         if async_finish and return_recv_hook:
             raise wrong("low_latency_combine", "async_finish and return_recv_hook exclude each other")
         routing = routing_of(handle, "expert", "low_latency_combine")
@@ -510,6 +516,7 @@ class Buffer:
                 routing.tokens,
                 out,
                 combine_wait_recv_cost_stats,
+                WIRE_LOGFMT if use_logfmt else WIRE_BF16,
                 async_finish,
                 return_recv_hook,
             )
