@@ -19,7 +19,7 @@ pub use error::{Error, ErrorKind, Result, Source};
 pub use head::{HEAD_LEN, Head};
 pub use ids::{EndpointId, LaneId, OpId};
 pub use interrupt::Interrupt;
-pub use log::Log;
+pub use log::{Log, Sink as LogSink};
 pub use origin::{Origin, count_fork};
 pub use reason::Reason;
 pub use settings::{Filter, IoThreads, LogLevel, Rails, Secret, Settings, TRANSPORTS};

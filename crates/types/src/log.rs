@@ -1,14 +1,25 @@
-//! Log lines on stderr.
+//! Log lines on stderr, or wherever the program that loaded this library wants them.
 
 use std::fmt;
+use std::sync::OnceLock;
 
 use crate::settings::LogLevel;
+
+/// Receives log lines in place of stderr. May be called by any thread, with locks held: it must not call back.
+pub type Sink = fn(LogLevel, fmt::Arguments<'_>);
+
+static SINK: OnceLock<Sink> = OnceLock::new();
 
 /// Writes log lines (`crossrail: ...`) to stderr if their level is enabled. Any thread.
 #[derive(Clone, Copy, Debug)]
 pub struct Log(pub LogLevel);
 
 impl Log {
+    /// Passes the log lines of this process to `sink` instead of stderr. Only the first call has an effect.
+    pub fn redirect(sink: Sink) {
+        let _ = SINK.set(sink);
+    }
+
     /// Something failed, and the caller may not learn of it otherwise.
     pub fn error(self, line: fmt::Arguments<'_>) {
         self.line(LogLevel::Error, line);
@@ -31,7 +42,10 @@ impl Log {
 
     fn line(self, level: LogLevel, line: fmt::Arguments<'_>) {
         if self.0 >= level {
-            eprintln!("crossrail: {line}");
+            match SINK.get() {
+                Some(sink) => sink(level, line),
+                None => eprintln!("crossrail: {line}"),
+            }
         }
     }
 }
