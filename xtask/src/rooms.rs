@@ -43,6 +43,9 @@ pub(crate) const ROOMS: &[Room] = &[
     room("ep", "crossrail-ep", &["engine", "control", "types"]),
     room("ep-host", "crossrail-ep-host", &["engine", "control", "ep", "types"]),
     room("ep-cuda", "crossrail-ep-cuda", &["engine", "control", "ep", "emulator", "kernels", "cuda", "types"]),
+    Room { outside: Some(&[]), forbids_unsafe: true, ..room("nccl-abi", "crossrail-nccl-abi", &[]) },
+    room("nccl-plugin", "crossrail-nccl-plugin", &["engine", "topology", "nccl-abi", "nccl-driver", "types"]),
+    room("nccl-driver", "crossrail-nccl-driver", &["nccl-abi", "types"]),
     room("bench", "crossrail-bench", &["engine", "ep", "ep-host", "ep-cuda", "control", "types"]),
     room("python", "crossrail-python", &["engine", "control", "ep", "ep-host", "ep-cuda", "bench", "types"]),
 ];

@@ -1,0 +1,25 @@
+//! Loads NCCL's network plugins, versions 4 to 12, and moves data through them as NCCL does.
+//!
+//! ```text
+//! plugin      a loaded plugin: its calls, in one form for all versions
+//! logger      the logger that plugins get; their last warning goes into our errors
+//! stdout      what a plugin prints to stdout, kept from it
+//! memory      the memory that is transferred
+//! fragments   lists of fragments that a device leaves for the receiver to gather
+//! lanes       sending and receiving: windows, chunks, any number of devices and channels
+//! ```
+//!
+//! A plugin is foreign code in this process: it is trusted to keep to NCCL's contract as far as memory is concerned.
+//! Everything else that it returns is checked, and an error names the function at fault.
+
+mod fragments;
+mod lanes;
+mod logger;
+mod memory;
+mod plugin;
+mod stdout;
+
+pub use lanes::{Assignment, LaneUse, Lanes, Receiver, Sender, Transfer};
+pub use memory::Memory;
+pub use plugin::{Network, Plugin, Properties};
+pub use stdout::Diverted;

@@ -1,0 +1,187 @@
+//! Communicators and their requests.
+//!
+//! NCCL owns the buffers and uses a communicator from one thread at a time. Closing a communicator cancels what is
+//! still in flight, so that the engine does not touch memory that NCCL frees next.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crossrail::{Buffer, Endpoint, Request, Worker};
+use crossrail_types::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
+use slab::Slab;
+
+/// Most receives of one request.
+pub(crate) const MAX_RECVS: usize = 8;
+/// How long closing waits for a cancelled request whose memory a lane is still copying.
+const CANCEL_LIMIT: Duration = Duration::from_secs(2);
+
+/// The kind of a communicator's data messages.
+pub(crate) const DATA: u64 = 2;
+/// Bits of a listener's number in a tag.
+pub(crate) const LISTENER_BITS: u32 = 20;
+
+/// A message's tag: kind (4 bits), which of the listener's connections (8), listener (20), NCCL's tag (32).
+pub(crate) fn tag(kind: u64, serial: u8, listener: u32, tag: i32) -> u64 {
+    kind << 60 | u64::from(serial) << 52 | u64::from(listener) << 32 | u64::from(tag as u32)
+}
+
+/// One direction between two ranks: a send or a receive communicator.
+pub(crate) struct Comm {
+    worker: Worker,
+    /// The peer; `None`: this worker itself, which receives from whichever endpoint it sends to.
+    endpoint: Option<Endpoint>,
+    tag: u64,
+    peer: String,
+    flights: Mutex<Slab<*mut Flight>>,
+}
+
+// SAFETY: the pointers are boxes that this communicator owns; each is dereferenced by `test` and `close`, which NCCL
+// does not call at the same time.
+unsafe impl Send for Comm {}
+// SAFETY: as above.
+unsafe impl Sync for Comm {}
+
+/// A request of NCCL's: one send, or up to [`MAX_RECVS`] receives.
+pub(crate) struct Flight {
+    comm: *const Comm,
+    key: usize,
+    first: Part,
+    others: Vec<Part>,
+}
+
+struct Part {
+    request: Request,
+    bytes: Option<u64>,
+}
+
+/// One receive of a request.
+#[derive(Clone, Copy)]
+pub(crate) struct Receive {
+    pub(crate) data: *mut c_void,
+    pub(crate) len: usize,
+    pub(crate) tag: i32,
+}
+
+impl Comm {
+    pub(crate) fn new(worker: &Worker, endpoint: Option<Endpoint>, tag: u64, peer: String) -> Arc<Comm> {
+        Arc::new(Comm { worker: worker.clone(), endpoint, tag, peer, flights: Mutex::default() })
+    }
+
+    /// The peer's name.
+    pub(crate) fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    /// Starts to send.
+    ///
+    /// # Errors
+    /// What the engine reports.
+    ///
+    /// # Safety
+    /// `data` is valid for `len` bytes and not written until the request has completed or the communicator is closed.
+    pub(crate) unsafe fn send(&self, data: *mut c_void, len: usize, tag: i32) -> Result<*mut Flight> {
+        let Some(endpoint) = &self.endpoint else {
+            return Err(Error::new(ErrorKind::Usage, "isend", "the communicator receives"));
+        };
+        // SAFETY: as promised by the caller; `Drop` ends the operation before the memory may be freed.
+        let buffer = unsafe { Buffer::raw(data.cast(), len, None) };
+        let request = endpoint.send(buffer, self.tag | u64::from(tag as u32))?;
+        Ok(self.launch(Part { request, bytes: None }, Vec::new()))
+    }
+
+    /// Starts to receive: each message into the buffer of the first receive with its tag.
+    ///
+    /// # Errors
+    /// `Usage` for no receives or too many; else what the engine reports.
+    ///
+    /// # Safety
+    /// Each receive's memory is valid for its length and not accessed until the request has completed or the
+    /// communicator is closed.
+    pub(crate) unsafe fn receive(&self, receives: &[Receive]) -> Result<*mut Flight> {
+        let (Some((first, others)), true) = (receives.split_first(), receives.len() <= MAX_RECVS) else {
+            let detail = format!("{} receives in one request; 1 to {MAX_RECVS} are possible", receives.len());
+            return Err(Error::new(ErrorKind::Usage, "irecv", detail));
+        };
+        let start = |receive: &Receive| {
+            // SAFETY: as promised by the caller; `Drop` ends the operation before the memory may be freed.
+            let buffer = unsafe { Buffer::raw(receive.data.cast(), receive.len, None) };
+            let tag = self.tag | u64::from(receive.tag as u32);
+            let request = self.worker.recv(buffer, tag, u64::MAX, self.endpoint.as_ref())?;
+            Ok(Part { request, bytes: None })
+        };
+        let first = start(first)?;
+        let mut parts = Vec::with_capacity(others.len());
+        for other in others {
+            match start(other) {
+                Ok(part) => parts.push(part),
+                Err(error) => {
+                    self.end([first].into_iter().chain(parts));
+                    return Err(error);
+                }
+            }
+        }
+        Ok(self.launch(first, parts))
+    }
+
+    fn launch(&self, first: Part, others: Vec<Part>) -> *mut Flight {
+        let mut flights = self.flights.lock();
+        let entry = flights.vacant_entry();
+        let flight = Box::into_raw(Box::new(Flight { comm: self, key: entry.key(), first, others }));
+        entry.insert(flight);
+        flight
+    }
+
+    /// Cancels requests and waits until the engine has let go of their memory.
+    fn end(&self, parts: impl Iterator<Item = Part>) {
+        for part in parts.filter(|part| part.bytes.is_none()) {
+            part.request.cancel();
+            let _ = part.request.wait(Some(CANCEL_LIMIT));
+        }
+    }
+}
+
+impl Drop for Comm {
+    fn drop(&mut self) {
+        for flight in std::mem::take(&mut *self.flights.lock()).drain() {
+            // SAFETY: made by `launch`, and removed from the table when it is freed.
+            let flight = unsafe { Box::from_raw(flight) };
+            self.end([flight.first].into_iter().chain(flight.others));
+        }
+    }
+}
+
+/// Whether a request has completed. If so it is freed, and the bytes of each transfer are passed to `report`.
+///
+/// # Errors
+/// Why a transfer failed; the request stays, and fails again.
+///
+/// # Safety
+/// `flight` was returned by [`Comm::send`] or [`Comm::receive`], has not completed, and its communicator is open.
+pub(crate) unsafe fn test(flight: *mut Flight, mut report: impl FnMut(usize, u64)) -> Result<bool> {
+    // SAFETY: as promised by the caller.
+    let this = unsafe { &mut *flight };
+    let mut done = true;
+    for part in std::iter::once(&mut this.first).chain(&mut this.others) {
+        if part.bytes.is_none() {
+            match part.request.test() {
+                Some(outcome) => part.bytes = Some(outcome?.bytes),
+                None => done = false,
+            }
+        }
+    }
+    if !done {
+        return Ok(false);
+    }
+    // SAFETY: the communicator outlives its requests.
+    let comm = unsafe { &*this.comm };
+    comm.flights.lock().remove(this.key);
+    // SAFETY: made by `launch`; the table forgot it just now.
+    let flight = unsafe { Box::from_raw(flight) };
+    for (index, part) in std::iter::once(&flight.first).chain(&flight.others).enumerate() {
+        report(index, part.bytes.unwrap_or_default());
+    }
+    Ok(true)
+}

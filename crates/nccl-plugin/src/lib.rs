@@ -1,0 +1,30 @@
+//! Crossrail as a network plugin of NCCL: `libnccl-net-crossrail.so`, with the tables of versions 8 to 12.
+//!
+//! NCCL sees one device whose rails are Crossrail's, so striping and the loss of a rail stay beneath it. All versions
+//! call the same functions of [`net`]; [`exports`] adapts their arguments.
+//!
+//! ```text
+//! exports      the tables, and C arguments to Rust
+//! net          what `init` creates: a worker, and the connections to other ranks' workers
+//! connecting   listen, connect and accept, none of which blocks
+//! comm         communicators and their requests: one send or up to 8 receives each
+//! handle       the 128 bytes by which a listener is found
+//! device       what NCCL learns of the device
+//! log          NCCL's logger
+//! ```
+//!
+//! A connection between two workers is an [`Endpoint`](crossrail::Endpoint) that all communicators of the two share;
+//! a message's tag names the communicator and carries NCCL's tag. Data goes from NCCL's pinned buffers to the engine
+//! and back without a copy in between.
+
+mod comm;
+mod connecting;
+mod device;
+mod exports;
+mod handle;
+mod log;
+mod net;
+#[cfg(test)]
+mod tests;
+
+pub use exports::{TABLE_V8, TABLE_V9, TABLE_V10, TABLE_V11, TABLE_V12};

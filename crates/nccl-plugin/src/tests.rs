@@ -1,0 +1,228 @@
+//! The tables, called as NCCL calls them: by the driver of foreign plugins, and one function at a time.
+#![allow(unsafe_code)]
+
+use std::ffi::{c_int, c_void};
+use std::ptr;
+use std::time::{Duration, Instant};
+
+use crossrail_nccl_abi::{HANDLE_LEN, INVALID_ARGUMENT, NetV12, PTR_CUDA, PTR_HOST, REMOTE_ERROR, SUCCESS};
+use crossrail_nccl_driver::{Lanes, Memory, Network, Plugin, Receiver, Sender};
+
+use crate::{TABLE_V8, TABLE_V9, TABLE_V10, TABLE_V11, TABLE_V12};
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + LIMIT;
+    while !done() {
+        assert!(Instant::now() < deadline, "{what} takes too long");
+        std::thread::yield_now();
+    }
+}
+
+fn plugin(version: u32) -> Plugin {
+    let table: *const c_void = match version {
+        8 => ptr::from_ref(&TABLE_V8.0).cast(),
+        9 => ptr::from_ref(&TABLE_V9.0).cast(),
+        10 => ptr::from_ref(&TABLE_V10.0).cast(),
+        11 => ptr::from_ref(&TABLE_V11.0).cast(),
+        _ => ptr::from_ref(&TABLE_V12.0).cast(),
+    };
+    // SAFETY: the table of that version.
+    unsafe { Plugin::of_table(version, table) }.expect("a plugin")
+}
+
+fn transfer(sending: &Network<'_>, receiving: &Network<'_>) {
+    const SIZE: usize = (1 << 20) + 123;
+    let lanes = Lanes { devices: vec![0], channels: 3, window: 16, chunk: 64 << 10 };
+    let memory = || Memory::new(SIZE).expect("memory");
+    let mut receiver = Receiver::new(receiving, lanes.clone(), memory()).expect("a receiver");
+    let mut sender = Sender::new(sending, lanes, memory(), &receiver.handles()).expect("a sender");
+    until("connecting", || {
+        let connected = sender.connect().expect("connect");
+        receiver.accept().expect("accept") && connected
+    });
+    for round in 1..3 {
+        let sent = sender.bytes().expect("nothing in flight");
+        sent.iter_mut().enumerate().for_each(|(at, byte)| *byte = ((at * round) >> 3) as u8);
+        let sent = sent.to_vec();
+        receiver.begin();
+        let (mut announced, mut delivered, mut received) = (Vec::new(), 0, 0);
+        until("the transfer", || {
+            received += receiver.step(&mut announced).expect("receive").0;
+            announced.drain(..).for_each(|chunk| sender.assign(chunk).expect("a chunk"));
+            delivered += sender.step().expect("send").0;
+            received == receiver.chunks() && delivered == sender.chunks()
+        });
+        assert!(receiver.bytes().expect("nothing in flight") == sent, "round {round} of the data differs");
+        let report = receiver.take_report();
+        assert_eq!((report.lanes[0].bytes, report.lanes[0].chunks), (SIZE as u64, 17));
+    }
+    sender.close().expect("close");
+    receiver.close().expect("close");
+}
+
+#[test]
+fn every_table_moves_data() {
+    for version in 8..=12 {
+        let plugin = plugin(version);
+        let (one, other) = (plugin.init().expect("init"), plugin.init().expect("init"));
+        assert_eq!((plugin.name(), one.devices().expect("devices")), ("Crossrail", 1));
+        let properties = one.properties(0).expect("properties");
+        assert!(properties.name.starts_with("crossrail:"), "{}", properties.name);
+        assert_eq!((properties.ptr_support, properties.max_recvs, properties.offload), (PTR_HOST, 8, (0, 0)));
+        assert!(properties.speed_mbps > 0 && properties.latency_us > 0.0);
+        assert!(one.properties(1).is_err(), "there is one device");
+        transfer(&one, &other);
+    }
+}
+
+/// The newest table, with two contexts and a connection between them.
+struct Pair {
+    table: &'static NetV12,
+    contexts: [*mut c_void; 2],
+    send: *mut c_void,
+    recv: *mut c_void,
+}
+
+macro_rules! call {
+    ($table:expr, $function:ident, $($argument:expr),*) => {
+        // SAFETY: the arguments are as NCCL would pass them.
+        unsafe { $table.$function.expect("a function")($($argument),*) }
+    };
+}
+
+impl Pair {
+    fn new() -> Pair {
+        let table = &TABLE_V12.0;
+        let mut contexts = [ptr::null_mut(); 2];
+        for context in &mut contexts {
+            assert_eq!(call!(table, init, context, 1, ptr::null_mut(), None, None), SUCCESS);
+        }
+        let (mut handle, mut listener) = ([0_u8; HANDLE_LEN], ptr::null_mut());
+        let at: *mut c_void = handle.as_mut_ptr().cast();
+        assert_eq!(call!(table, listen, contexts[1], 0, at, &mut listener), SUCCESS);
+        let (mut send, mut recv): (*mut c_void, *mut c_void) = (ptr::null_mut(), ptr::null_mut());
+        until("connecting", || {
+            if send.is_null() {
+                assert_eq!(call!(table, connect, contexts[0], 0, at, &mut send, ptr::null_mut()), SUCCESS);
+            }
+            if recv.is_null() {
+                assert_eq!(call!(table, accept, listener, &mut recv, ptr::null_mut()), SUCCESS);
+            }
+            !send.is_null() && !recv.is_null()
+        });
+        assert_eq!(call!(table, close_listen, listener), SUCCESS);
+        Pair { table, contexts, send, recv }
+    }
+
+    fn send(&self, bytes: &mut [u8], tag: c_int) -> *mut c_void {
+        let (mut request, data) = (ptr::null_mut(), bytes.as_mut_ptr().cast());
+        let none = ptr::null_mut();
+        assert_eq!(call!(self.table, isend, self.send, data, bytes.len(), tag, none, none, &mut request), SUCCESS);
+        request
+    }
+
+    fn receive(&self, buffers: &mut [&mut [u8]], tags: &mut [c_int]) -> *mut c_void {
+        let mut data: Vec<*mut c_void> = buffers.iter_mut().map(|buffer| buffer.as_mut_ptr().cast()).collect();
+        let mut sizes: Vec<usize> = buffers.iter().map(|buffer| buffer.len()).collect();
+        let (mut request, count) = (ptr::null_mut(), data.len() as c_int);
+        let (data, sizes, tags) = (data.as_mut_ptr(), sizes.as_mut_ptr(), tags.as_mut_ptr());
+        let none = ptr::null_mut();
+        let status = call!(self.table, irecv, self.recv, count, data, sizes, tags, none, none, &mut request);
+        assert_eq!(status, SUCCESS);
+        request
+    }
+
+    fn test(&self, request: *mut c_void, sizes: &mut [c_int; 8]) -> (c_int, bool) {
+        let mut done = 0;
+        let status = call!(self.table, test, request, &mut done, sizes.as_mut_ptr());
+        (status, done != 0)
+    }
+
+    fn finish(&self, request: *mut c_void) -> [c_int; 8] {
+        let mut sizes = [0; 8];
+        until("a request", || {
+            let (status, done) = self.test(request, &mut sizes);
+            assert_eq!(status, SUCCESS);
+            done
+        });
+        sizes
+    }
+}
+
+impl Drop for Pair {
+    fn drop(&mut self) {
+        call!(self.table, close_send, self.send);
+        call!(self.table, close_recv, self.recv);
+        for context in self.contexts {
+            call!(self.table, finalize, context);
+        }
+    }
+}
+
+#[test]
+fn receives_match_by_tag_and_may_be_larger_than_the_message() {
+    let pair = Pair::new();
+    let (mut first, mut second) = ([0; 100], [0; 5000]);
+    let request = pair.receive(&mut [&mut first, &mut second], &mut [7, -1]);
+    let (mut short, mut long) = ([3; 60], [4; 5000]);
+    let sends = [pair.send(&mut long, -1), pair.send(&mut short, 7)];
+    assert_eq!(pair.finish(request)[..2], [60, 5000]);
+    sends.iter().for_each(|send| assert!(pair.finish(*send)[0] > 0));
+    assert!(first[..60] == [3; 60] && first[60..] == [0; 40] && second == [4; 5000]);
+}
+
+#[test]
+fn far_more_requests_than_nccl_posts_are_in_flight_at_once() {
+    let pair = Pair::new();
+    let mut sent: Vec<[u8; 4096]> = (0..100).map(|at| [at; 4096]).collect();
+    let sends: Vec<*mut c_void> = sent.iter_mut().map(|bytes| pair.send(bytes, 0)).collect();
+    let mut received = vec![[0; 4096]; 100];
+    let receives: Vec<*mut c_void> = received.iter_mut().map(|bytes| pair.receive(&mut [bytes], &mut [0])).collect();
+    assert!(receives.iter().all(|request| pair.finish(*request)[0] == 4096));
+    assert!(sends.iter().all(|request| pair.finish(*request)[0] == 4096));
+    assert!(received == sent, "messages of one tag match in order");
+}
+
+#[test]
+fn a_peer_that_has_left_is_an_error() {
+    let mut pair = Pair::new();
+    let mut buffer = [0; 64];
+    let request = pair.receive(&mut [&mut buffer], &mut [0]);
+    let left = std::mem::replace(&mut pair.contexts[0], ptr::null_mut());
+    assert_eq!(call!(pair.table, finalize, left), SUCCESS);
+    let mut status = SUCCESS;
+    until("the error", || {
+        let (now, done) = pair.test(request, &mut [0; 8]);
+        assert!(!done, "nothing was sent");
+        status = now;
+        status != SUCCESS
+    });
+    assert_eq!(status, REMOTE_ERROR);
+}
+
+#[test]
+fn invalid_arguments_are_errors() {
+    let pair = Pair::new();
+    let none = ptr::null_mut();
+    let mut request = ptr::null_mut();
+    let mut buffer = [0_u8; 8];
+    let data: *mut c_void = buffer.as_mut_ptr().cast();
+    assert_eq!(call!(pair.table, isend, none, data, 8, 0, none, none, &mut request), INVALID_ARGUMENT);
+    assert_eq!(call!(pair.table, test, none, &mut 0, ptr::null_mut()), INVALID_ARGUMENT);
+    assert_eq!(call!(pair.table, reg_mr, pair.send, data, 8, PTR_CUDA, &mut request), INVALID_ARGUMENT);
+    let (mut data, mut sizes, mut tags) = ([data; 9], [8; 9], [0; 9]);
+    let (data, sizes, tags) = (data.as_mut_ptr(), sizes.as_mut_ptr(), tags.as_mut_ptr());
+    for count in [0, 9, -1] {
+        let profiles = ptr::null_mut();
+        let status =
+            call!(pair.table, irecv, pair.recv, count, data, sizes, tags, profiles, ptr::null_mut(), &mut request);
+        assert_eq!(status, INVALID_ARGUMENT, "{count} receives");
+    }
+    let mut handle = [1_u8; HANDLE_LEN];
+    let handle: *mut c_void = handle.as_mut_ptr().cast();
+    let mut comm = ptr::null_mut();
+    assert_eq!(call!(pair.table, connect, pair.contexts[0], 0, handle, &mut comm, ptr::null_mut()), INVALID_ARGUMENT);
+    assert_eq!(call!(pair.table, finalize, none), SUCCESS);
+}
