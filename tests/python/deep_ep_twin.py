@@ -15,7 +15,7 @@ from host_torch import torch
 
 from crossrail import ref
 from crossrail._calls import Sizes
-from crossrail.deep_ep import Buffer, EventOverlap
+from crossrail.deep_ep import Buffer, ElasticBuffer, EventOverlap
 from crossrail.deep_ep.events import Turn
 
 PATIENCE_S = 30.0
@@ -80,6 +80,9 @@ class TwinStreams:
 
     def overlap(self, native: Any = None, tensors: Any = None) -> EventOverlap:
         return EventOverlap(None, tensors)
+
+    def capture(self) -> None:
+        return None
 
     @contextlib.contextmanager
     def turn(self, previous: EventOverlap | None = None, beside: bool = False) -> Iterator[Turn]:
@@ -183,6 +186,7 @@ class TwinBuffer:
         *,
         handle: Native | None = None,
         expert_alignment: int = 1,
+        stats: Any = None,
         max_rows: int | None = None,
     ) -> Any:
         assert layout == self.kind.layout
@@ -203,7 +207,9 @@ class TwinBuffer:
             all_weights = None if weights is None else filled  # where some have none, an error follows
             routed = [one[2] for one in given]
             came = ref.dispatch(small, marks, routed, all_weights, layout, expert_alignment=expert_alignment)[self.rank]
-        return self._by_rank(given, came, max_rows)
+        if stats is not None:
+            stats += torch.from_numpy(came.counts)
+        return self._by_rank(given, came, max_rows if handle is None else handle.rows)
 
     def _by_rank(self, given: list[Any], came: Any, max_rows: int | None) -> Any:
         order = [(int(mark[0]), int(mark[1])) for mark in came.x]
@@ -235,6 +241,8 @@ class TwinBuffer:
             topk_idx=padded(came.topk_idx, -1),
             topk_weights=weights,
             offsets=torch.from_numpy(came.offsets.copy()),
+            counts=None if came.counts is None else torch.from_numpy(came.counts.astype(np.int32)),
+            said=None,
             count_list=came.counts.tolist() if max_rows is None else None,
             handle=Native(came.handle, rows, order),
             record_stream=lambda stream: None,
@@ -320,9 +328,23 @@ class TwinDeepEp(Buffer):
         return EventOverlap()
 
 
-def on_ranks(
-    size: int, work: Callable[[TwinDeepEp], Any], kind: type[TwinDeepEp] = TwinDeepEp, **options: Any
-) -> list[Any]:
+class TwinElastic(ElasticBuffer):
+    """`deep_ep.ElasticBuffer` of a thread, on two hosts. `group`: the Meeting and the rank."""
+
+    def _meet(self, group: Any, timeout: float) -> Any:
+        meeting, rank = group
+        hosts = [b"one" if one < 2 else b"two" for one in range(meeting.size)]
+        return rank, meeting.size, TwinMachine(*group), hosts
+
+    def get_theoretical_num_sms(self, *arguments: Any, **options: Any) -> int:
+        return 24
+
+    @staticmethod
+    def capture() -> Any:
+        return None
+
+
+def on_ranks(size: int, work: Callable[[Any], Any], kind: Callable[..., Any] = TwinDeepEp, **options: Any) -> list[Any]:
     """What `work` gives on each of so many ranks, which have a `kind`. The first error is raised."""
     meeting = Meeting(size)
     results: list[Any] = [None] * size

@@ -162,7 +162,7 @@ class Tensor:
     def view(self, *wanted: Any) -> Tensor:
         if isinstance(wanted[0], Dtype):
             return Tensor(self.array.view(wanted[0].kind))
-        seen = self.array.reshape(wanted)
+        seen = self.array.reshape(wanted[0] if isinstance(wanted[0], tuple) else wanted)
         assert np.shares_memory(seen, self.array) or not seen.size, "a view would be a copy"
         return Tensor(seen)
 
@@ -176,6 +176,9 @@ class Tensor:
         return Tensor(np.broadcast_to(self.array, other.array.shape))
 
     # Copies.
+
+    def reshape(self, *shape: int) -> Tensor:
+        return Tensor(self.array.reshape(shape))
 
     def contiguous(self) -> Tensor:
         return self if self.is_contiguous() else self.clone()
@@ -192,6 +195,9 @@ class Tensor:
     def new_zeros(self, shape: Any, *, dtype: Dtype | None = None) -> Tensor:
         return Tensor(np.zeros(shape, dtype.kind if dtype else self.array.dtype))
 
+    def new_empty(self, shape: Any) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype)
+
     def new_ones(self, shape: Any, *, dtype: Dtype) -> Tensor:
         return Tensor(np.ones(shape, dtype.kind))
 
@@ -203,6 +209,15 @@ class Tensor:
 
     def fill_(self, value: Any) -> Tensor:
         self.array[...] = value
+        return self
+
+    def masked_fill_(self, chosen: Tensor, value: Any) -> Tensor:
+        self.array[np.broadcast_to(chosen.array, self.array.shape)] = value
+        return self
+
+    def scatter_(self, axis: int, index: Tensor, source: Tensor) -> Tensor:
+        assert axis == 0 and self.array.ndim == 1
+        self.array[index.array] = source.array
         return self
 
     def remainder_(self, divisor: int) -> Tensor:
@@ -220,14 +235,21 @@ class Tensor:
 
     # Arithmetic and reductions.
 
-    def clamp(self, least: int, most: int) -> Tensor:
-        return Tensor(self.array.clip(least, most))
+    def clamp(self, min: int | None = None, max: int | None = None) -> Tensor:
+        return Tensor(self.array.clip(min, max))
 
     def sum(self, axis: int | None = None, *, dtype: Dtype | None = None) -> Tensor:
         return Tensor(self.array.sum(axis, dtype=dtype and dtype.kind))
 
-    def cumsum(self, axis: int, *, dtype: Dtype) -> Tensor:
+    def cumsum(self, axis: int, *, dtype: Dtype = DTYPES["int64"]) -> Tensor:
         return Tensor(self.array.cumsum(axis, dtype=dtype.kind))
+
+    def gather(self, axis: int, index: Tensor) -> Tensor:
+        return Tensor(np.take_along_axis(self.array, index.array.astype(np.int64), axis))
+
+    def index_select(self, axis: int, index: Tensor) -> Tensor:
+        assert axis == 0
+        return Tensor(self.array[index.array])
 
     def any(self, axis: int | None = None) -> Tensor:
         return Tensor(self.array.any(axis))
@@ -243,6 +265,9 @@ class Tensor:
     def __lt__(self, other: Any) -> Tensor:
         return Tensor(self.array < plain(other))
 
+    def __gt__(self, other: Any) -> Tensor:
+        return Tensor(self.array > plain(other))
+
     def __ge__(self, other: Any) -> Tensor:
         return Tensor(self.array >= plain(other))
 
@@ -251,6 +276,9 @@ class Tensor:
 
     def __invert__(self) -> Tensor:
         return Tensor(~self.array)
+
+    def __add__(self, other: Any) -> Tensor:
+        return Tensor(self.array + plain(other))
 
     def __sub__(self, other: Any) -> Tensor:
         return Tensor(self.array - plain(other))
@@ -305,6 +333,22 @@ class NumpyTorch(types.ModuleType):
     def from_numpy(self, array: Any) -> Tensor:
         assert array.dtype in OF_KIND, f"PyTorch takes no arrays of {array.dtype}"
         return Tensor(array)
+
+    def sort(self, tensor: Tensor, *, stable: bool) -> tuple[Tensor, Tensor]:
+        order = np.argsort(tensor.array, kind="stable")
+        return Tensor(tensor.array[order]), Tensor(order)
+
+    def bucketize(self, tensor: Tensor, ends: Tensor, *, right: bool) -> Tensor:
+        return Tensor(np.searchsorted(ends.array, tensor.array, side="right" if right else "left"))
+
+    def cat(self, tensors: list[Tensor]) -> Tensor:
+        return Tensor(np.concatenate([one.array for one in tensors]))
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        return self.empty(tensor.array.shape, dtype=tensor.dtype)
+
+    def ones_like(self, tensor: Tensor) -> Tensor:
+        return Tensor(np.ones_like(tensor.array))
 
     def arange(self, count: int, *, device: Any = HOST) -> Tensor:
         return Tensor(np.arange(count))

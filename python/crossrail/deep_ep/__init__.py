@@ -1,9 +1,9 @@
-"""Expert parallelism for programs written against DeepEP's first version: `import crossrail.deep_ep as deep_ep`.
+"""Expert parallelism for programs written against DeepEP: `import crossrail.deep_ep as deep_ep`.
 
-The same `Buffer`, `Config` and `EventOverlap`, with tensors of PyTorch on a GPU, on top of `crossrail.ExpertBuffer`:
-normal mode (`dispatch`, `combine`) for prefill and training, low-latency mode for decode. Neither NVSHMEM nor a network
-card is needed. What differs is said at each method; what cannot be had raises NotImplementedError that names the
-argument.
+The same `Buffer`, `Config` and `EventOverlap` as its first version, with tensors of PyTorch on a GPU, on top of
+`crossrail.ExpertBuffer`: normal mode (`dispatch`, `combine`) for prefill and training, low-latency mode for decode; and
+`ElasticBuffer` with `EPHandle` as the second version. Neither NVSHMEM, NCCL nor a network card is needed. What differs is
+said at each method; what cannot be had raises NotImplementedError that names the argument.
 
 PyTorch is imported when the first buffer is made, or `topk_idx_t` is asked for.
 """
@@ -14,11 +14,12 @@ from crossrail import _native
 from crossrail.deep_ep.buffer import Buffer
 from crossrail.deep_ep.checks import torch
 from crossrail.deep_ep.config import Config
+from crossrail.deep_ep.elastic import ElasticBuffer, EPHandle
 from crossrail.deep_ep.events import EventHandle, EventOverlap
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]
+__all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap"]
 
-__version__ = f"1.2.1+crossrail.{_native.__version__}"
+__version__ = f"2.1.0+crossrail.{_native.__version__}"
 """Version of DeepEP whose interface this is, and of this library."""
 
 

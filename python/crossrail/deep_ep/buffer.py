@@ -20,6 +20,7 @@ from crossrail.deep_ep.handles import NODE_RANKS, Handle, RankHandle, Routing, r
 from crossrail.deep_ep.layouts import dispatch_layout, experts_of_ranks, node_counts
 from crossrail.deep_ep.pool import Gpu, Kind, Machine, Pool
 from crossrail.deep_ep.ranks import Peers, Ranks, joined
+from crossrail.deep_ep.results import kept
 from crossrail.deep_ep.steps import Steps, Wanted
 from crossrail.errors import ClosedError, UsageError
 from crossrail.experts import ExpertBuffer
@@ -350,20 +351,8 @@ class Buffer:
     def _kept(
         self, turn: Turn, buffer: Any, result: Any, kind: Kind, with_topk: bool
     ) -> tuple[Rows, Tensor | None, Tensor | None]:
-        """What came, for the caller to keep: copied, if it is in the last memory that the buffer has for results."""
-        parts = [result.x, result.scales, *((result.topk_idx, result.topk_weights) if with_topk else (None, None))]
-        copied = self._machine.streams.is_capturing() or not buffer.spare_regions
-        if copied:
-            parts = [None if part is None else part.clone() for part in parts]
-            turn.gives(*parts)
-        if kind.payload == "ue8m0":
-            parts[1] = parts[1].view(torch().int32)
-        if not copied:
-            turn.shows(result)
-            for part in parts:
-                if part is not None:  # memory that is not PyTorch's, whose own record_stream would do nothing
-                    part.record_stream = result.stream_recorder()
-        x, scales, idx, weights = parts
+        """What came, for the caller to keep."""
+        x, scales, idx, weights = kept(self._machine, turn, buffer, result, kind, with_topk)
         return (x if scales is None else (x, scales)), idx, weights
 
     def _sms(self, config: Config) -> int:

@@ -67,17 +67,20 @@ class Machine(Protocol):
 class Gpu:
     """PyTorch's current GPU."""
 
-    def __init__(self, joined: Joined, *, share_node: bool) -> None:
+    def __init__(self, joined: Joined, *, share_node: bool, timeout: float | None = None) -> None:
+        """`timeout`: seconds that an operation waits for a rank; by default CROSSRAIL_TIMEOUT."""
         cuda = torch().cuda
         self.device = torch().device("cuda", cuda.current_device())
         self.streams = Streams(self.device)
         self._joined = joined
         self._share_node = share_node
+        self._timeout = timeout
 
     def make(self, kind: Kind, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> ExpertBuffer:
         options = kind.parameters(max_tokens) | {"device": self.device.index, "num_sms": num_sms}
         options |= {"regions": SPARE_RESULTS, "share_node": self._share_node or kind.layout == "rank"}
         name = f"{self._joined.name}/{name}"
+        options["timeout"] = self._timeout
         buffer = ExpertBuffer(self._joined.group, **options, connect=False, name=name)
         try:
             buffer.connect(ranks)

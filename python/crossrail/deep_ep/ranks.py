@@ -20,7 +20,7 @@ from crossrail.deep_ep.checks import wrong
 from crossrail.errors import CrossrailError
 from crossrail.group import Group
 
-__all__ = ["Peers", "Ranks", "joined"]
+__all__ = ["Peers", "Ranks", "hosts_of", "joined"]
 
 _HELLO = 1
 """The tag of a connection's first message; exchanges have larger ones."""
@@ -124,6 +124,13 @@ def _host() -> str:
         return boot + str(Path("/proc/self/ns/net").readlink())
     except OSError:  # hidden from a container: its name will do
         return socket.gethostname()
+
+
+def hosts_of(joined: Joined) -> list[bytes]:
+    """A name for the host of each rank, the same for ranks of one host."""
+    key = f"{joined.name}/host"
+    joined.group.publish(key, _host().encode())
+    return joined.group.collect(key)
 
 
 def _offer(context: _native.Context, owned: contextlib.ExitStack, far: bool) -> tuple[str, str | None]:

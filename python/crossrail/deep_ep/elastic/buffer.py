@@ -1,0 +1,395 @@
+"""The buffer of DeepEP's second version."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from crossrail.deep_ep.checks import Tensor, checked, count, refused, torch, wrong
+from crossrail.deep_ep.elastic.expansion import column_major
+from crossrail.deep_ep.elastic.handle import EPHandle
+from crossrail.deep_ep.elastic.others import Others
+from crossrail.deep_ep.elastic.sizes import buffer_bytes, theoretical_sms
+from crossrail.deep_ep.elastic.work import Dispatching, reduced, summed_once
+from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn
+from crossrail.deep_ep.given import Rows, no_rows, rows_kind
+from crossrail.deep_ep.pool import Gpu, Kind, Machine, Pool, room_for
+from crossrail.deep_ep.ranks import hosts_of, joined
+from crossrail.errors import ClosedError
+
+__all__ = ["ElasticBuffer"]
+
+DIRECT_QPS = 17
+"""Queue pairs that a program may ask for where it gave no number. None is made."""
+SIZES = ("num_experts", "num_max_tokens_per_rank", "expert_alignment")
+BARRIER_HIDDEN, BARRIER_SMS = 128, 2
+"""A barrier is an exchange of no rows, in the smallest expert buffer."""
+
+
+class ElasticBuffer(Others):
+    """Expert-parallel dispatch and combine in the interface of DeepEP's second version, on `crossrail.ExpertBuffer`.
+
+    `group`: a torch.distributed process group or a crossrail.Group. Every rank makes its buffer on PyTorch's current
+    GPU at the same point, and calls the same operations in the same order.
+
+    Sizes come from `num_max_tokens_per_rank`, `hidden` and `num_topk`, or from `num_bytes`, the most that one kind of
+    dispatch may take. Memory is taken at the first dispatch of a kind (hidden size, experts, top-k, bf16 or fp8), by
+    all ranks together, which also compiles kernels unless they are kept on disk: run each kind once before capturing it
+    in a graph.
+
+    Rows go straight from every rank to every other, so that there is one scale-up domain of all ranks, and results are
+    the same in every run: `allow_hybrid_mode`, `deterministic`, `sl_idx`, `num_allocated_qps` and
+    `num_cpu_timeout_secs` are remembered and change nothing. `allow_multiple_reduction=False`: the outputs of an
+    expanded dispatch are summed once, at the token's rank, in a combine for each of its K experts.
+    `prefer_overlap_with_compute`: `get_theoretical_num_sms` gives fewer. `num_gpu_timeout_secs`: how long an operation
+    waits for a rank before it goes on without it. `explicitly_destroy`: a buffer that is dropped ends as well.
+
+    Engram, pipeline and all-gather calls raise NotImplementedError. Raises UnsupportedError (no PyTorch, no CUDA),
+    UsageError, and what joining a `crossrail.Group` raises.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        if count("num_cpu_bytes", num_cpu_bytes, "ElasticBuffer"):
+            raise refused("ElasticBuffer", "num_cpu_bytes", "there is no storage in host memory")
+        self.num_max_tokens_per_rank = count("num_max_tokens_per_rank", num_max_tokens_per_rank, "ElasticBuffer")
+        hidden = count("hidden", hidden, "ElasticBuffer")
+        if num_bytes is None and not (self.num_max_tokens_per_rank and hidden):
+            hint = "they are what the memory is for"
+            raise wrong("ElasticBuffer", "neither num_bytes, nor num_max_tokens_per_rank and hidden", hint)
+        self.group = group
+        self.deterministic = bool(deterministic)
+        self.allow_hybrid_mode = bool(allow_hybrid_mode)
+        self.allow_multiple_reduction = bool(allow_multiple_reduction)
+        self.prefer_overlap_with_compute = bool(prefer_overlap_with_compute)
+        self.explicitly_destroy = bool(explicitly_destroy)
+        self.num_allocated_qps = count("num_allocated_qps", num_allocated_qps, "ElasticBuffer") or DIRECT_QPS
+        self._closed = False
+        self._ends = contextlib.ExitStack()
+        timeout = float(count("num_gpu_timeout_secs", num_gpu_timeout_secs, "ElasticBuffer"))
+        self.rank_idx, self.num_ranks, self._machine, hosts = self._meet(group, timeout)
+        self._pool = Pool(self._machine, self.num_ranks, 0)
+        self._ends.callback(self._pool.destroy)
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
+        self.num_rdma_ranks = len(set(hosts))
+        self.num_nvlink_ranks = hosts.count(hosts[self.rank_idx])
+        self._limit = None if num_bytes is None else count("num_bytes", num_bytes, "ElasticBuffer")
+        self.num_bytes = self._limit
+        if self.num_bytes is None:
+            topk = count("num_topk", num_topk, "ElasticBuffer")
+            plan = lambda kind, tokens, ranks: self._machine.bytes(kind, tokens)  # noqa: E731
+            self.num_bytes = buffer_bytes(self.num_ranks, self.num_max_tokens_per_rank, hidden, topk, plan)
+
+    def _meet(self, group: Any, timeout: float) -> tuple[int, int, Machine, list[bytes]]:
+        """This rank, how many there are, where the expert buffers will be, and each rank's host."""
+        torch()
+        met = joined(group, None)
+        with contextlib.ExitStack() as undo:
+            undo.callback(met.owned.close)
+            machine = Gpu(met, share_node=True, timeout=timeout)
+            hosts = hosts_of(met)
+            undo.pop_all()
+        self._ends.callback(met.owned.close)
+        return met.group.rank, met.group.size, machine, hosts
+
+    def destroy(self) -> None:
+        """Ends all connections and gives the memory back, that of results with the last of them. Once is enough."""
+        self._closed = True
+        self._ends.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # as nobody would hear of it
+            self.destroy()
+
+    def _open(self, operation: str) -> None:
+        if self._closed:
+            detail = "the buffer was destroyed"
+            raise ClosedError(f"{operation}: {detail}", operation=operation, detail=detail)
+
+    # Sizes, streams and events.
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: Any,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Bytes that a kind of dispatch takes, in bf16 or fp8, rounded up to 2 MiB: enough for `num_bytes`.
+
+        `group`: of which only the size is looked at. `num_topk` 0: for the most experts that a token may have.
+        """
+        ranks = group.size() if callable(group.size) else group.size
+        tokens = count("num_max_tokens_per_rank", num_max_tokens_per_rank, "get_buffer_size_hint")
+        width = count("hidden", hidden, "get_buffer_size_hint")
+        return buffer_bytes(ranks, tokens, width, count("num_topk", num_topk, "get_buffer_size_hint"))
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
+        """Multiprocessors that fill the links: an even number, of which only `prefer_overlap_with_compute` and the GPU
+        decide."""
+        return theoretical_sms(self._machine.device, self.prefer_overlap_with_compute)
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Queue pairs for `num_qps`, which nothing uses: at most `num_allocated_qps`."""
+        return min(count("num_sms", num_sms, "get_theoretical_num_qps"), self.num_allocated_qps)
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """How many hosts there are, and ranks on this one."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """1 and the number of ranks: rows go straight from every rank to every other."""
+        return 1, self.num_ranks
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """The current stream's present end, for `previous_event`."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> Any:
+        """The `torch.cuda.Stream` of operations with `async_with_compute_stream` or `previous_event`."""
+        self._open("get_comm_stream")
+        return self._machine.streams.communication
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """What is put into the current stream from now on comes after what all ranks have put into theirs.
+
+        `use_comm_stream`: it runs in the communication stream, which is ordered with the current one. `with_cpu_sync`:
+        the host waits too. `sequential`: no effect.
+        """
+        self._open("barrier")
+        kind = Kind("rank", BARRIER_HIDDEN, self.num_ranks, 1, "bf16")
+        buffer = self._room(kind, 1, BARRIER_SMS, limit=False)
+        previous = self._machine.streams.capture() if use_comm_stream else None
+        with self._turn((previous, None), False):
+            rows, ids, _ = no_rows(kind, self._machine.device)
+            buffer.dispatch(rows, ids, layout="rank", max_rows=self.num_ranks)
+        if with_cpu_sync:
+            self._machine.streams.settle()
+
+    # Dispatch.
+
+    def dispatch(
+        self,
+        x: Rows,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventHandle | EventOverlap | None = None,
+        previous_event_before_epilogue: EventHandle | EventOverlap | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
+        """Sends each token once to every rank that has one of its experts.
+
+        `x`: bf16 [T, H], or (e4m3 [T, H], scales of any strides: f32 [T, H/128], or i32 [T, H/512] with four exponents
+        each). `topk_idx` i64 [T, K], -1 for none; `topk_weights` f32 [T, K] or none.
+        `cumulative_local_expert_recv_stats` i32 [El]: the rows of each expert are added. `num_max_tokens_per_rank`: the
+        same on all ranks, by default the buffer's. `num_sms`: of the first dispatch of a kind; 0 for
+        `get_theoretical_num_sms`. `previous_event` and `previous_event_before_epilogue`: what the
+        operation comes after. `async_with_compute_stream`: the current stream does not
+        wait, the event does. `handle`: the routing of an earlier dispatch is repeated, with other rows, and other
+        weights if any are given. `do_cpu_sync`: the host waits for the number of rows, by default unless there is a
+        handle; otherwise there are as many as can come. `do_expand`: a row for each expert, grouped by expert, each
+        group beginning at a multiple of `expert_alignment`; `do_zero_padding`: with zeros between groups.
+        `use_tma_aligned_col_major_sf`: scales in columns, which begin at multiples of 16 bytes.
+
+        Gives what came, as `x` was given ([N, H], by source rank and then token, or expanded), recv_topk_idx i64 [N, K]
+        (local experts, -1 elsewhere; None when expanded), recv_topk_weights f32 ([N, K], or expanded [N]; None where
+        none were given), the handle (the given one, if any) and the event. While an earlier result is in use a new one
+        is copied out of the buffer's memory, so that any number may be kept.
+
+        Raises UsageError that names the argument; TimeoutError that names a rank that did not come.
+        """
+        self._open("dispatch")
+        count("num_qps", num_qps, "dispatch")
+        if do_zero_padding and not do_expand:
+            raise wrong("dispatch", "do_zero_padding needs do_expand")
+        (tokens, hidden), payload = rows_kind(x, self._machine.device)
+        stats = cumulative_local_expert_recv_stats
+        if handle is not None:
+            topk_idx = self._repeated(handle, topk_idx, do_expand, do_cpu_sync, tokens, hidden)
+            sizes = (num_experts, num_max_tokens_per_rank, expert_alignment)
+            own = (handle.num_experts, handle.num_max_tokens_per_rank, handle.expert_alignment)
+            for given, was, name in zip(sizes, own, SIZES, strict=True):
+                if given is not None and given != was:
+                    raise wrong("dispatch", f"{name} is {given}, that of the handle {was}")
+            experts, most, alignment = own
+        else:
+            experts = self._experts(num_experts)
+            most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
+            most = count("num_max_tokens_per_rank", most, "dispatch")
+            alignment = count("expert_alignment", 1 if expert_alignment is None else expert_alignment, "dispatch")
+        if alignment == 0:
+            raise wrong("dispatch", "expert_alignment is 0")
+        if tokens > most:
+            raise wrong("dispatch", f"x has {tokens} tokens, num_max_tokens_per_rank is {most}")
+        chosen = checked(topk_idx, "topk_idx", "dispatch", ("int64",), (tokens, "K"), self._machine.device)
+        topk = chosen.shape[1]
+        if topk_weights is not None:
+            checked(topk_weights, "topk_weights", "dispatch", ("float32",), (tokens, topk), self._machine.device)
+        kind = Kind("rank", hidden, experts, topk, payload)
+        sms = count("num_sms", num_sms, "dispatch") or self.get_theoretical_num_sms(experts, topk)
+        with self._turn((previous_event, previous_event_before_epilogue), async_with_compute_stream) as turn:
+            turn.reads(*(x if isinstance(x, tuple) else (x,)), topk_idx, topk_weights, stats)
+            room = functools.partial(self._room, most=most, num_sms=sms)
+            work = Dispatching(self._machine, turn, kind, self.num_ranks, most, alignment, sms, room)
+            if handle is None:
+                ids = chosen.clone() if do_handle_copy else chosen
+                sync, expand = do_cpu_sync is None or bool(do_cpu_sync), bool(do_zero_padding) if do_expand else None
+                handle, came = work.new(x, ids, topk_weights, stats, sync=sync, expand=expand)
+            else:
+                came = work.again(x, topk_weights, handle, bool(do_zero_padding))
+            if came.scales is not None and use_tma_aligned_col_major_sf:
+                came.scales = column_major(came.scales)
+                turn.gives(came.scales)
+        rows: Rows = came.rows if came.scales is None else (came.rows, came.scales)
+        return rows, came.topk_idx, came.topk_weights, handle, turn.overlap
+
+    def _repeated(
+        self, handle: Any, topk_idx: Any, do_expand: bool, do_cpu_sync: bool | None, tokens: int, hidden: int
+    ) -> Tensor:
+        """The ids of a dispatch that repeats one, if it may."""
+        if not isinstance(handle, EPHandle):
+            raise wrong("dispatch", f"handle is a {type(handle).__name__}, not one of a dispatch")
+        if topk_idx is not None:
+            raise wrong("dispatch", "topk_idx and a handle, which has its own")
+        if do_cpu_sync:
+            raise wrong("dispatch", "do_cpu_sync and a handle, whose counts are known")
+        if bool(do_expand) != handle.do_expand:
+            raise wrong("dispatch", f"do_expand is {do_expand}, that of the handle {handle.do_expand}")
+        routing = handle._routing
+        if (tokens, hidden) != (routing.tokens, routing.kind.hidden):
+            there = [routing.tokens, routing.kind.hidden]
+            raise wrong("dispatch", f"x has shape {[tokens, hidden]}, that of the handle {there}")
+        return routing.topk_idx
+
+    def _experts(self, num_experts: int | None) -> int:
+        if num_experts is None:
+            raise wrong("dispatch", "num_experts is None", "it may be left out when a handle is given")
+        experts = count("num_experts", num_experts, "dispatch")
+        if experts == 0 or experts % self.num_ranks:
+            raise wrong("dispatch", f"num_experts {experts} is no multiple of the number of ranks, {self.num_ranks}")
+        return experts
+
+    @contextlib.contextmanager
+    def _turn(self, events: tuple[Any, Any], beside: bool) -> Iterator[Turn]:
+        """A turn after these events, of either version."""
+        first, second = (event.event if isinstance(event, EventOverlap) else event for event in events)
+        if first is None:
+            first, second = second, None
+        with self._machine.streams.turn(EventOverlap(first), bool(beside)) as turn:
+            if second is not None:
+                second.wait(turn.keeper)
+            yield turn
+
+    def _room(self, kind: Kind, most: int, num_sms: int, limit: bool = True) -> Any:
+        """The expert buffer of a kind, with room for `most` tokens."""
+        if limit and self._limit is not None and self._pool.made(kind) is None:
+            needed = self._machine.bytes(kind, room_for(most))
+            if needed > self._limit:
+                detail = f"{most} tokens of {kind.hidden} take {needed} bytes, and num_bytes is {self._limit}"
+                raise wrong("dispatch", detail, "get_buffer_size_hint says how many are enough")
+        return self._pool.rank_layout(kind, most, num_sms).buffer
+
+    # Combine.
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventHandle | EventOverlap | None = None,
+        previous_event_before_epilogue: EventHandle | EventOverlap | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Brings `x` bf16, a row for each that the dispatch of `handle` gave, back to its token, and sums in fp32.
+
+        Of an expanded dispatch a token's rows of one rank are summed there, in the order of its experts, and rounded to
+        bf16, unless the buffer has `allow_multiple_reduction=False`. `topk_weights`: f32, as the dispatch gave them,
+        summed likewise. `bias`: bf16 [T, H], one or two of them, with which the sums begin. `num_sms` has no effect;
+        the rest as for dispatch.
+
+        Gives the sums bf16 [T, H], those of the weights f32 [T, K] or None, and the event.
+        """
+        self._open("combine")
+        if not isinstance(handle, EPHandle):
+            raise wrong("combine", f"handle is a {type(handle).__name__}, not one of a dispatch")
+        count("num_sms", num_sms, "combine")
+        count("num_qps", num_qps, "combine")
+        routing, expansion, device = handle._routing, handle._expansion, self._machine.device
+        checked(x, "x", "combine", ("bfloat16",), ("N", routing.kind.hidden), device)
+        rows = handle.num_expanded_tokens if handle.do_expand else routing.rows
+        if x.shape[0] < rows:
+            raise wrong("combine", f"x has {x.shape[0]} rows, the result of the dispatch {rows}")
+        biases = [] if bias is None else list(bias) if isinstance(bias, list | tuple) else [bias]
+        for one in biases:
+            checked(one, "bias", "combine", ("bfloat16",), (routing.tokens, routing.kind.hidden), device)
+        if topk_weights is not None:
+            shape: tuple[int | str, ...] = ("N",) if handle.do_expand else ("N", routing.kind.topk)
+            checked(topk_weights, "topk_weights", "combine", ("float32",), shape, device)
+            if len(topk_weights) < rows:
+                raise wrong("combine", f"topk_weights has {len(topk_weights)} rows, the result of the dispatch {rows}")
+            if handle.do_expand and not self.allow_multiple_reduction:
+                hint = "topk_weights of an expanded result need allow_multiple_reduction"
+                raise wrong("combine", "topk_weights with allow_multiple_reduction=False", hint)
+        with self._turn((previous_event, previous_event_before_epilogue), async_with_compute_stream) as turn:
+            turn.reads(x, topk_weights, *biases)
+            if expansion is not None and not self.allow_multiple_reduction:
+                sums, back = summed_once(routing, x, expansion, biases), None
+            else:
+                if expansion is None:
+                    x, topk_weights = x[:rows], None if topk_weights is None else topk_weights[:rows]
+                else:
+                    x, topk_weights = reduced(x, topk_weights, expansion)
+                done = routing.buffer.combine(x, routing.native, topk_weights=topk_weights, bias=biases or None)
+                sums, back = done.x, None if topk_weights is None else done.topk_weights
+            turn.gives(sums, back)
+        return sums, back, turn.overlap

@@ -1,0 +1,166 @@
+"""What dispatches and combines of the second version put into a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from crossrail._experts_device import UNHEARD
+from crossrail.deep_ep.checks import Tensor, torch
+from crossrail.deep_ep.elastic.expansion import Expansion, aligned, fold, pick
+from crossrail.deep_ep.elastic.handle import EPHandle
+from crossrail.deep_ep.events import Turn
+from crossrail.deep_ep.given import Rows
+from crossrail.deep_ep.handles import Routing
+from crossrail.deep_ep.pool import Kind, Machine
+from crossrail.deep_ep.results import kept
+from crossrail.errors import TimeoutError
+
+__all__ = ["Came", "Dispatching", "reduced", "summed_once"]
+
+
+@dataclass
+class Came:
+    """What a dispatch gives beside the handle."""
+
+    rows: Tensor
+    scales: Tensor | None
+    topk_idx: Tensor | None
+    topk_weights: Tensor | None
+
+    def first(self, count: int) -> Came:
+        """The first `count` rows."""
+        if len(self.rows) == count:
+            return self
+        parts = (self.rows, self.scales, self.topk_idx, self.topk_weights)
+        return Came(*(None if part is None else part[:count] for part in parts))
+
+
+@dataclass
+class Dispatching:
+    """A dispatch in its turn. `room`: the expert buffer of a kind."""
+
+    machine: Machine
+    turn: Turn
+    kind: Kind
+    ranks: int
+    most: int
+    alignment: int
+    num_sms: int
+    room: Callable[[Kind], Any]
+
+    def new(
+        self,
+        x: Rows,
+        topk_idx: Tensor,
+        weights: Tensor | None,
+        stats: Tensor | None,
+        *,
+        sync: bool,
+        expand: bool | None,
+    ) -> tuple[EPHandle, Came]:
+        """One that routes anew. `sync`: the host waits for the counts; `expand`: None, or whether padding is zeros."""
+        buffer, worst = self.room(self.kind), self.ranks * self.most
+        bound = None if sync else max(worst, 1)
+        result = buffer.dispatch(x, topk_idx, weights, layout="rank", stats=stats, max_rows=bound)
+        counts = result.count_list if sync else None
+        if sync:
+            heard_all(result.said)
+        self.turn.gives(result.offsets, result.counts)
+        expansion = None
+        if expand is not None:
+            size = self._expanded(counts)
+            expansion = Expansion(result.topk_idx, result.counts, self.alignment, size)
+            self.turn.gives(expansion.slots, expansion.rows, expansion.filled)
+        routing = Routing(buffer, result.handle, self.kind, self.most, len(topk_idx), result.handle.rows, topk_idx)
+        handle = EPHandle(
+            routing,
+            self.machine,
+            result,
+            alignment=self.alignment,
+            num_max_tokens_per_rank=self.most,
+            num_sms=self.num_sms,
+            count_list=counts,
+            expansion=expansion,
+        )
+        if self.machine.streams.is_capturing():
+            handle.settle()
+        return handle, self._came(buffer, result, weights, expansion, expand)
+
+    def again(self, x: Rows, weights: Tensor | None, handle: EPHandle, zero_padding: bool) -> Came:
+        """One that repeats the routing of `handle`. The received ids stay with the handle once they were asked for."""
+        routing, expansion, ids = handle._routing, handle._expansion, handle._recv_topk_idx
+        if self.kind == routing.kind and weights is None and (expansion is not None or ids is not None):
+            result = routing.buffer.dispatch(x, None, layout="rank", handle=routing.native)
+            came = self._came(routing.buffer, result, None, expansion, zero_padding, repeats=True)
+            came.topk_idx = ids
+            return came
+        buffer = self.room(self.kind)
+        result = buffer.dispatch(x, routing.topk_idx, weights, layout="rank", max_rows=max(routing.rows, 1))
+        came = self._came(buffer, result, weights, expansion, zero_padding)
+        if expansion is None:
+            came = came.first(routing.rows)
+            handle._recv_topk_idx = None if came.topk_idx is None else came.topk_idx.clone()
+            self.turn.gives(handle._recv_topk_idx)
+        return came
+
+    def _expanded(self, counts: list[int] | None) -> int:
+        """Rows of an expanded result: those of `counts`, or as many as can come."""
+        if counts is not None:
+            return sum(aligned(count, self.alignment) for count in counts)
+        local = self.kind.experts // self.ranks
+        worst = self.ranks * self.most * min(self.kind.topk, local) + (self.alignment - 1) * local
+        return aligned(worst, self.alignment)
+
+    def _came(
+        self,
+        buffer: Any,
+        result: Any,
+        weights: Tensor | None,
+        expansion: Expansion | None,
+        zero_padding: bool | None,
+        *,
+        repeats: bool = False,
+    ) -> Came:
+        """The tensors of a result, which `repeats` a routing and has no ids then."""
+        if expansion is None:
+            rows, scales, ids, sent = kept(self.machine, self.turn, buffer, result, self.kind, not repeats)
+            return Came(rows, scales, ids, None if weights is None else sent)
+        scales = result.scales
+        if self.kind.payload == "ue8m0":
+            scales = scales.view(torch().int32)
+        came = Came(
+            expansion.gather(result.x, bool(zero_padding)),
+            None if scales is None else expansion.gather(scales, bool(zero_padding)),
+            None,
+            None if weights is None else expansion.weights(result.topk_weights),
+        )
+        self.turn.gives(came.rows, came.scales, came.topk_weights)
+        return came
+
+
+def heard_all(said: list[int] | None) -> None:
+    """Raises TimeoutError that names the first rank that did not come, by what the hosts heard of each."""
+    for rank, word in enumerate(said or []):
+        if word == UNHEARD:
+            detail = f"rank {rank} did not come in time"
+            raise TimeoutError(f"dispatch: {detail}", operation="dispatch", detail=detail)
+
+
+def reduced(x: Tensor, weights: Tensor | None, expansion: Expansion) -> tuple[Tensor, Tensor | None]:
+    """For each received row the sum of its expanded ones, and its weights [N, K], 0 where an expert is not here."""
+    if weights is not None:
+        weights = pick(weights, expansion.slots.view(-1)).view(expansion.slots.shape)
+    return fold(x, expansion.slots), weights
+
+
+def summed_once(routing: Routing, x: Tensor, expansion: Expansion, biases: Sequence[Tensor]) -> Tensor:
+    """bf16 [T, H]: the sum of a token's expanded rows in fp32, rounded once. They come back one combine for each k."""
+    t = torch()
+    total = t.zeros((routing.tokens, x.shape[1]), dtype=t.float32, device=x.device)
+    for bias in biases:
+        total += bias
+    for k in range(routing.kind.topk):
+        total += routing.buffer.combine(pick(x, expansion.slots[:, k]), routing.native).x
+    return total.to(x.dtype)

@@ -1,0 +1,28 @@
+"""Results of dispatches in the rank layout, for the caller to keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from crossrail.deep_ep.checks import Tensor, torch
+from crossrail.deep_ep.events import Turn
+from crossrail.deep_ep.pool import Kind, Machine
+
+__all__ = ["kept"]
+
+
+def kept(machine: Machine, turn: Turn, buffer: Any, result: Any, kind: Kind, with_topk: bool) -> list[Tensor | None]:
+    """Rows, scales, ids and weights of a result, copied if it is in the last memory that the buffer has for results."""
+    parts = [result.x, result.scales, *((result.topk_idx, result.topk_weights) if with_topk else (None, None))]
+    copied = machine.streams.is_capturing() or not buffer.spare_regions
+    if copied:
+        parts = [None if part is None else part.clone() for part in parts]
+        turn.gives(*parts)
+    if kind.payload == "ue8m0":
+        parts[1] = parts[1].view(torch().int32)
+    if not copied:
+        turn.shows(result)
+        for part in parts:
+            if part is not None:  # memory that is not PyTorch's, whose own record_stream would do nothing
+                part.record_stream = result.stream_recorder()
+    return parts
