@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
@@ -160,12 +160,16 @@ class Link:
         Whether operations leave the rank out.
     lanes : list of LaneReport
         Running totals of the lanes; empty unless `kind` is ``network``.
+    missed : list of (str, str)
+        Rails and copies that were expected to carry data to the rank and do not,
+        each with the reason.
     """
 
     rank: int
     kind: Literal["self", "heap", "network"]
     masked: bool
     lanes: list[LaneReport]
+    missed: list[tuple[str, str]] = field(default_factory=list)
 
 
 class Dispatched:

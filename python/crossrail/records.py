@@ -87,6 +87,7 @@ class Candidate(TypedDict):
     """One lane considered for an endpoint.
 
     `score_us_*` are the estimated times of messages of 8 B, 1 MiB and 64 MiB; `reason` says why it was not chosen.
+    `missed`: it was expected to carry data and does not, as a rail without a counterpart.
     """
 
     lane: str
@@ -99,6 +100,7 @@ class Candidate(TypedDict):
     score_us_1m: float | None
     score_us_64m: float | None
     reason: str | None
+    missed: bool
 
 
 class TransportInfo(TypedDict):

@@ -233,3 +233,54 @@ def test_a_copy_from_gpu_to_gpu_is_no_host_memory() -> None:
 def test_staging_is_no_matter_of_host_transfers() -> None:
     stages = replace(FULL, unpack_us=990.0, slot_us=990.0)
     assert judge(facts(stages=stages, unpack="host", unpack_gb_per_s={"host": 1.0})).holds == "network"
+
+
+def test_sockets_slower_than_the_transfer_are_no_ceiling() -> None:
+    verdict = judge(facts(gb_per_s=3.73, raw_gb_per_s=1.54))
+    assert "%" not in verdict.text.partition("Plain TCP sockets")[2]
+    assert "242%" not in verdict.text
+    assert "Plain TCP sockets carried only 1.54 GB/s" in verdict.text
+    assert "void" in verdict.text
+    slightly = judge(facts(gb_per_s=1.02, raw_gb_per_s=1.0))
+    assert "void" not in slightly.text
+    assert "102%" in slightly.text
+
+
+def test_sockets_slower_than_the_transfer_do_not_advise_on_the_window() -> None:
+    verdict = judge(facts(gb_per_s=3.0, raw_gb_per_s=1.0, stages=replace(FULL, window_us=600.0)))
+    assert verdict.holds == "window"
+    assert "where plain TCP sockets" not in verdict.text
+    assert "void" in verdict.text
+
+
+def test_unpacking_alone_that_was_slower_is_no_ceiling() -> None:
+    staged = replace(FULL, unpack_us=900.0)
+    both = {"kernel": 1.0, "d2d": 0.4}
+    verdict = judge(
+        facts(device="cuda:0", unpack="kernel", unpack_gb_per_s=both, gb_per_s=2.0, stages=staged, protocol="staged")
+    )
+    assert verdict.holds == "unpack"
+    assert "void" in verdict.text
+
+
+def test_a_stated_line_rate_that_was_surpassed_compares_with_nothing() -> None:
+    verdict = judge(facts(lanes=rails(4, line=0.125), gb_per_s=1.0))
+    assert "200%" not in verdict.text
+    assert "not their rates" in verdict.text
+
+
+def test_the_ring_in_shared_memory_is_not_given_more_rails() -> None:
+    ring = facts(lanes=[Lane("shm", 10_000_000, 1.0)], unused={"shm(cma)": "process_vm_readv: not permitted"})
+    verdict = judge(ring)
+    assert verdict.holds == "host memory"
+    assert "--rails" not in verdict.text
+    assert "--channels" not in verdict.text
+    assert "--memory shared" in verdict.text
+    assert verdict.text.endswith("Not used: shm(cma): process_vm_readv: not permitted.")
+
+
+def test_rails_that_carry_nothing_are_listed_by_reason() -> None:
+    unused = {"tcp/eth5": "the peer offers eth1 only", "tcp/eth6": "the peer offers eth1 only", "tcp/eth7": "refused"}
+    verdict = judge(facts(unused=unused))
+    assert "Not used: tcp/eth5, tcp/eth6: the peer offers eth1 only. Not used: tcp/eth7: refused." in verdict.text
+    assert "--channels" not in verdict.text

@@ -136,6 +136,11 @@ class Pair:
             **(self.settings or {}),
         }
 
+    def clean(self) -> dict[str, str]:
+        """The whole environment of an end."""
+        others = {name: value for name, value in os.environ.items() if not name.startswith("CROSSRAIL_")}
+        return {**others, **self.environment()}
+
     def address(self) -> str:
         """Where the listening end listens: its control link."""
         host = self.bed.address("left", "eth0", 6 if self.version == 6 else 4)

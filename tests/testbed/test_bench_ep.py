@@ -41,6 +41,22 @@ def started(bed: Bed, side: Side, node: int, *more: str) -> subprocess.Popen[str
     )
 
 
+def test_rails_that_only_one_node_has_are_told(make_bed: MAKE) -> None:
+    bed = make_bed((1000, 1000))
+    with started(bed, "left", 0, "--json=-", "--rails=eth1") as first, started(bed, "right", 1) as second:
+        try:
+            out, said = first.communicate(timeout=90)
+            _, said_there = second.communicate(timeout=20)
+        finally:
+            first.kill()
+            second.kill()
+    assert (first.returncode, second.returncode) == (0, 0), said + said_there
+    for row in Report.loads(out).rows:
+        assert row.unused == {"tcp/eth2": "the peer offers eth1 only, which our other devices reach"}
+    assert "its eth2 is not used" in said
+    assert "eth2 is not used: the peer offers eth1 only" in said_there
+
+
 def test_one_command_per_node_over_the_rails(make_bed: MAKE) -> None:
     bed = make_bed((1000, 1000))
     with started(bed, "left", 0, "--json=-") as first, started(bed, "right", 1) as second:

@@ -6,16 +6,22 @@ has the tight figures.
 
 from __future__ import annotations
 
+import io
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 from bed import Bed
 from ends import SECRET, End, Pair, wait_for_traffic
 
-from crossrail.report import Row
+from crossrail.report import Report, Row, console, print_report
 
 MAKE = Callable[..., Bed]
 MIB = 1 << 20
+COMMAND = (sys.executable, "-m", "crossrail", "bench")
 EQUAL_MBIT = (500, 500, 500, 500)
 UNEVEN_MBIT = (500, 500, 250, 125)
 
@@ -61,6 +67,67 @@ def test_only_the_chosen_rails_carry_data(make_bed: MAKE) -> None:
         assert bed.sent_bytes("right", device) > 4 * 32 * MIB * 0.3
     for device in ("eth0", "eth2", "eth4"):
         assert bed.sent_bytes("right", device) < MIB, device
+
+
+@pytest.mark.parametrize("fewer", ["listening", "driving"])
+def test_fewer_rails_than_the_other_end_has_are_told_at_both(make_bed: MAKE, fewer: str) -> None:
+    """A rail that was asked for and is not used: a warning at both ends, a line of the verdict, a row of the table."""
+    bed = make_bed((1000, 1000, 1000, 1000))
+    rails = ["eth1", "eth2"]
+    listener = rails if fewer == "listening" else bed.rails
+    driver = rails if fewer == "driving" else bed.rails
+    pair = Pair(bed, settings={"CROSSRAIL_LOG": "warn"})
+    with pair.listening(f"--rails={','.join(listener)}") as listening:
+        options = (f"--rails={','.join(driver)}", "--size=8M", "--iters=4")
+        command = bed.inside("right", *COMMAND, "p2p", f"--connect={pair.address()}", *options, "--json=-")
+        done = subprocess.run(command, env=pair.clean(), capture_output=True, text=True, timeout=60, check=True)
+        said_there = listening.end().said
+    (row,) = Report.loads(done.stdout).rows
+    assert sorted(shares(row)) == rails
+    reason = "the peer offers eth1 eth2 only"
+    where = "" if fewer == "listening" else " at the listening end"
+    assert row.unused.keys() == {f"tcp/eth3{where}", f"tcp/eth4{where}"}
+    assert all(reason in why for why in row.unused.values())
+    assert row.verdict is not None
+    assert f"Not used: tcp/eth3{where}, tcp/eth4{where}: {reason}" in row.verdict.text
+    assert "--channels" not in row.verdict.text
+    asked, other = (done.stderr, said_there) if fewer == "listening" else (said_there, done.stderr)
+    assert f"eth3, eth4 are not used: {reason}" in asked
+    assert "its eth3, eth4 are not used: no device of CROSSRAIL_NET_DEVICES=eth1,eth2" in other
+    shown = io.StringIO()
+    print_report(Report.loads(done.stdout), console(shown))
+    assert re.search(rf"^tcp/eth3{where} +not used", shown.getvalue(), re.MULTILINE), shown.getvalue()
+
+
+def test_equal_rails_give_no_such_warning(make_bed: MAKE) -> None:
+    bed = make_bed((1000, 1000))
+    outcome = Pair(bed, settings={"CROSSRAIL_LOG": "warn"}).run("--size=8M", "--iters=2")
+    assert not outcome.row.unused
+    assert "not used" not in outcome.driving.said + outcome.listening.said
+
+
+def test_copies_that_are_not_permitted_are_told_at_both_ends() -> None:
+    """Two PID namespaces: neither process can name the other, so that single copies (CMA) fall back to the ring."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("CROSSRAIL_")}
+    listening = End([*COMMAND, "p2p", "--listen=127.0.0.1:0", "--timeout=20s"], {})
+    try:
+        address = listening.wait_to_say("listening on").split("listening on ")[1].partition(";")[0]
+        command = ["unshare", "--pid", "--fork", "--mount-proc", *COMMAND, "p2p", f"--connect={address}"]
+        done = subprocess.run(
+            [*command, "--size=4M", "--iters=3", "--json=-"], env=clean, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        said_there = listening.end().said
+    finally:
+        listening.kill()
+    (row,) = Report.loads(done.stdout).rows
+    assert "PID namespace" in row.unused["shm(cma)"]
+    assert row.verdict is not None
+    assert row.verdict.holds in ("host memory", "match")
+    assert "Not used: shm(cma):" in row.verdict.text
+    assert "rails" not in row.verdict.text
+    for said in (done.stderr, said_there):
+        assert "no single copies by CMA, large messages go through the shared ring" in said
 
 
 def test_rails_over_ipv6(make_bed: MAKE) -> None:

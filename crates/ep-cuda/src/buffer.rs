@@ -238,6 +238,7 @@ impl DeviceBuffer {
                 kind: peer.kind(),
                 masked: peer.masked,
                 lanes: peer.endpoint().map(Endpoint::lanes).unwrap_or_default(),
+                missed: peer.endpoint().map(|endpoint| endpoint.explain().missed()).unwrap_or_default(),
             })
             .collect()
     }

@@ -24,4 +24,6 @@ pub struct Link {
     pub masked: bool,
     /// The engine's lanes to the rank, with the bytes that each carried; empty for this rank itself.
     pub lanes: Vec<LaneReport>,
+    /// Rails and copies that were expected to carry data to the rank and do not, with the reasons.
+    pub missed: Vec<(String, String)>,
 }

@@ -397,7 +397,8 @@ impl Explain {
             row.set_item("score_us_8b", candidate.score_us.map(|scores| scores[0]))?;
             row.set_item("score_us_1m", candidate.score_us.map(|scores| scores[1]))?;
             row.set_item("score_us_64m", candidate.score_us.map(|scores| scores[2]))?;
-            row.set_item("reason", &candidate.reason)
+            row.set_item("reason", &candidate.reason)?;
+            row.set_item("missed", candidate.missed)
         })
     }
 

@@ -493,6 +493,7 @@ pub(crate) fn link_rows(py: Python<'_>, links: Vec<ep::Link>) -> PyResult<Bound<
         };
         row.set_item("kind", kind)?;
         row.set_item("masked", link.masked)?;
+        row.set_item("missed", link.missed)?;
         row.set_item("lanes", lane_reports(py, link.lanes)?)
     })
 }

@@ -156,6 +156,11 @@ impl ShmLane {
         &self.report
     }
 
+    /// Whether the peer may be asked to copy from or into this process by CMA.
+    pub fn peer_copies(&self) -> bool {
+        self.peer_has_cma
+    }
+
     /// Puts a frame into the ring and wakes the peer if it sleeps; false: no room.
     #[inline]
     fn push(&mut self, tx: &Tx) -> Result<bool, LaneError> {

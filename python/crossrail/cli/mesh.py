@@ -33,7 +33,7 @@ from .options import (
 from .parsing import Command, Parser, device_list, size_list
 from .placement import NODE_OPTIONS, Placement, add_nodes, cpu_of, known_gpus, pin_to, placement
 from .processes import Message
-from .rails import rail_of, rails_of
+from .rails import missed, rail_of, rails_of
 from .rank_process import Parent, gather, join
 from .ranks import ENDED, Ranks
 from .reporting import Progress, check_json, make_report, show_report
@@ -207,7 +207,8 @@ def serve(parent: Parent, job: Message) -> None:
                 on_progress=_tick(parent) if job["progress"] else None,
             )
         )
-        found = {**measured, "pairs": [_pair(pair, peers) for pair in measured["pairs"]], "device": job["device"]}
+        pairs = [_pair(pair, peers, job["memory"]) for pair in measured["pairs"]]
+        found = {**measured, "pairs": pairs, "device": job["device"]}
         for pair in found["pairs"]:
             _check(pair, rank, job["transport"])
         everybody = gather(group, "samples", found)
@@ -234,8 +235,8 @@ def _connected(
     return peers
 
 
-def _pair(pair: dict[str, Any], peers: list[crossrail.Endpoint | None]) -> dict[str, Any]:
-    """The samples of one pair, with the rails that carried its data."""
+def _pair(pair: dict[str, Any], peers: list[crossrail.Endpoint | None], memory: str) -> dict[str, Any]:
+    """The samples of one pair, with the rails that carried its data, and those that should have."""
     endpoint = peers[pair["target"]]
     receipt = pair["receipt"]
     known = {rail_of(lane): lane["transport"] for lane in endpoint.lanes()} if endpoint is not None else {}
@@ -255,6 +256,7 @@ def _pair(pair: dict[str, Any], peers: list[crossrail.Endpoint | None]) -> dict[
         "lanes": lanes,
         "protocol": receipt["protocol"],
         "notes": list(receipt["notes"]),
+        "unused": {} if endpoint is None or memory == "shared" else missed(endpoint),
     }
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import crossrail
 from crossrail.records import LaneReport, LaneShare
 from crossrail.report import Lane
 
@@ -35,6 +36,11 @@ def rails_of(lanes: Sequence[LaneShare]) -> list[Lane]:
             )
         )
     return found
+
+
+def missed(endpoint: crossrail.Endpoint) -> dict[str, str]:
+    """What was expected to carry data to this peer and does not, by lane, and why."""
+    return {way["lane"]: way["reason"] or "" for way in endpoint.explain().candidates if way["missed"]}
 
 
 def line_rate(rail: str) -> float | None:

@@ -80,6 +80,11 @@ def sum_lanes(iterations: Sequence[Iteration], known: Mapping[str, Lane]) -> lis
     return summed
 
 
+def _carried(lane: Lane, name: str) -> bool:
+    """Whether a rail that did not come up at first has carried data since."""
+    return lane.name == name and lane.bytes > 0
+
+
 def median_stages(all_stages: Sequence[Stages]) -> Stages:
     """The median of each stage."""
     names = [stage.name for stage in fields(Stages)]
@@ -120,9 +125,11 @@ def p2p_row(
         unpack=row.unpack,
         unpack_gb_per_s=row.unpack_gb_per_s,
         bounce=row.bounce,
+        unused={name: why for name, why in row.unused.items() if not any(_carried(lane, name) for lane in lanes)},
     )
     return replace(
         row,
+        unused=dict(facts.unused),
         protocol=", ".join(protocols),
         iterations=iterations,
         lanes=lanes,

@@ -23,7 +23,8 @@ COUNTED = ("logical", "wire", "network")
 class EpRank:
     """The samples of one rank in one turn: microseconds of each iteration, and stages and bytes of all together.
 
-    ``links``: how it reaches each rank (``self``, ``heap``, ``network``); ``rails``: bytes that left by each.
+    ``links``: how it reaches each rank (``self``, ``heap``, ``network``); ``rails``: bytes that left by each;
+    ``unused``: what was expected to carry data and did not, and why.
     """
 
     total_us: list[float]
@@ -31,12 +32,14 @@ class EpRank:
     bytes: dict[str, int]
     links: list[str]
     rails: dict[str, int] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def from_dict(found: Mapping[str, Any]) -> EpRank:
         """From the message of a rank."""
         stages = {stage: sum(found[f"{stage}_us"]) for stage in STAGES}
-        return EpRank(found["total_us"], stages, dict(found["bytes"]), found["links"], dict(found["rails"]))
+        moved, rails, unused = dict(found["bytes"]), dict(found["rails"]), dict(found["unused"])
+        return EpRank(found["total_us"], stages, moved, found["links"], rails, unused)
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,7 @@ def ep_row(row: Row, turns: Sequence[EpTurn]) -> Row:
         stages_us=stages,
         links={kind: links.count(kind) for kind in ("self", "heap", "network") if kind in links},
         lanes=lanes,
+        unused={name: why for one in ranks for name, why in one.unused.items()},
     )
 
 

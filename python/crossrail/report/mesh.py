@@ -38,7 +38,9 @@ def mesh_rows(found: Mapping[int, Mapping[str, Any]], like: Row, devices: Sequen
             ends = _ends(devices, rank, target)
             transport = "+".join(dict.fromkeys(lane["transport"] for lane in pair["lanes"]))
             row = replace(like, source=rank, target=target, device=ends, transport=transport, protocol=pair["protocol"])
-            row = replace(row, notes=[f"{rank} -> {target}: {note}" for note in pair["notes"]])
+            row = replace(
+                row, notes=[f"{rank} -> {target}: {note}" for note in pair["notes"]], unused=pair.get("unused", {})
+            )
             rate, latency = pair["rate"], pair["latency"]
             lanes = [Lane(lane["name"], lane["bytes"], lane["share"]) for lane in pair["lanes"]]
             pairs.append(
@@ -48,6 +50,7 @@ def mesh_rows(found: Mapping[int, Mapping[str, Any]], like: Row, devices: Sequen
                 )
             )
             small = replace(row, part="latency", size=latency["size"], iterations_per_sample=latency["batch"], notes=[])
+            small = replace(small, unused={})
             late.append(with_samples(small, [Round(latency["samples_us"])]))
         if measured["all_us"]:
             device = devices[rank] if devices else None

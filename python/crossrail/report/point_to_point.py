@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -11,6 +11,7 @@ from .schema import Iteration, Lane, Row
 from .stats import median
 from .tables import HeadedTable, peer_names, ratio_text, table
 from .units import format_bytes, format_size
+from .verdict import is_void
 
 LATENCIES = {
     "latency": "latency: one way, half of a round trip",
@@ -62,7 +63,7 @@ def p2p_tables(row: Row) -> list[RenderableType]:
     """The tables and lines of one big transfer."""
     shown: list[RenderableType] = [_iterations(row)]
     if row.lanes:
-        shown.append(_lanes(row.lanes))
+        shown.append(_lanes(row.lanes, row.unused))
     if row.stages is not None:
         shown.append(_stages(row))
     shown.extend(Text(line) for line in _ceilings(row))
@@ -80,7 +81,10 @@ def _ceilings(row: Row) -> list[str]:
     """The rates of parts of the path alone, measured in the same run."""
     lines = []
     if row.raw_tcp_gb_per_s and row.gb_per_s:
-        part = f"; this is {row.gb_per_s / row.raw_tcp_gb_per_s:.0%} of it"
+        if is_void(row.gb_per_s, row.raw_tcp_gb_per_s):
+            part = ", slower than this transfer: the comparison is void"
+        else:
+            part = f"; this is {row.gb_per_s / row.raw_tcp_gb_per_s:.0%} of it"
         lines.append(f"plain TCP sockets over the same rails: {_rate(row.raw_tcp_gb_per_s)} GB/s{part}")
     if row.unpack_gb_per_s:
         modes = ", ".join(f"{mode} {_rate(rate)}" for mode, rate in row.unpack_gb_per_s.items())
@@ -116,13 +120,17 @@ def _average(iterations: Sequence[Iteration]) -> list[str]:
     return [_figure(sender / 1e3), _figure(receiver / 1e3), *(_rate(rate) for rate in rates)]
 
 
-def _lanes(lanes: Sequence[Lane]) -> HeadedTable:
+def _lanes(lanes: Sequence[Lane], unused: Collection[str]) -> HeadedTable:
     columns = ["lane", "bytes", "share", "GB/s", "line GB/s", "chunks", "resent", "retransmits"]
     made = table("lanes", columns, spare=["chunks", "line GB/s"])
     for lane in lanes:
+        if not lane.bytes and lane.name in unused:
+            continue
         counts = [_count(value) for value in (lane.chunks, lane.resent, lane.retransmits)]
         rates = [_rate(lane.gb_per_s), _rate(lane.line_gb_per_s)]
         made.add_row(lane.name, format_bytes(lane.bytes), f"{lane.share:.1%}", *rates, *counts)
+    for name in unused:
+        made.add_row(name, "not used", *["-"] * 6)
     return made
 
 

@@ -189,6 +189,8 @@ class Row:
     were received); ``given`` is the type of the rows that were dispatched, ``num_sms`` the number of multiprocessors,
     ``heap_bytes`` the memory that the buffer takes on each GPU.
 
+    ``unused``: what was expected to carry data and carried nothing, by name (``tcp/eth3``, ``shm(cma)``), and why.
+
     ``device``: the GPU whose memory was transferred, or the devices of both ends, the sender's first; ``unpack``: how
     chunks were unpacked into it. ``raw_tcp_us`` and ``raw_tcp_gb_per_s``: the same bytes over plain TCP sockets on the
     same rails; ``unpack_gb_per_s``: the rate of each mode of unpacking alone on the receiver's GPU; ``bounce``: the
@@ -226,6 +228,7 @@ class Row:
     bytes_network: int | None = None
     verified: bool | None = None
     lanes: list[Lane] = field(default_factory=list)
+    unused: dict[str, str] = field(default_factory=dict)
     stages: Stages | None = None
     iterations: list[Iteration] = field(default_factory=list)
     verdict: VerdictLine | None = None

@@ -41,6 +41,9 @@ SLOT_SHARE = 0.25
 FASTER = 1.10
 """Factor by which another mode of unpacking must be faster to be recommended."""
 
+BEYOND = 1.15
+"""Factor above a ceiling measured in the same run from which that measurement was no ceiling."""
+
 MOST_WINDOW = 1024
 """Maximum of the setting CROSSRAIL_WINDOW."""
 
@@ -52,6 +55,7 @@ class Facts:
     ``raw_gb_per_s``: rate of plain TCP sockets over the same rails. ``device``: devices of the ends, if one is a GPU;
     ``unpack``: how chunks were unpacked into its memory, ``unpack_gb_per_s``: the rate of each mode alone, and
     ``bounce``: the bytes of bounce memory. All from the same run; None if not measured or not applicable.
+    ``unused``: what was expected to carry data and carried nothing, and why.
     """
 
     size: int
@@ -70,6 +74,12 @@ class Facts:
     unpack: str | None = None
     unpack_gb_per_s: Mapping[str, float] = field(default_factory=dict)
     bounce: int | None = None
+    unused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ceiling(self) -> float | None:
+        """Rate of plain TCP sockets, unless they were slower than the transfer and so are no ceiling."""
+        return None if is_void(self.gb_per_s, self.raw_gb_per_s) else self.raw_gb_per_s
 
     @property
     def direct(self) -> bool:
@@ -84,11 +94,33 @@ class Facts:
 
 def judge(facts: Facts) -> VerdictLine:
     """The verdict: checks first for failures, then for saturated resources, then for waiting."""
-    for rule in (_rail, _match, _network, _unpack, _slots, _window, _copy, _between):
-        verdict = rule(facts)
-        if verdict is not None:
-            return verdict
-    return _wire(facts)
+    rules = (_rail, _match, _network, _unpack, _slots, _window, _copy, _between, _ring)
+    found = next((verdict for rule in rules if (verdict := rule(facts)) is not None), None) or _wire(facts)
+    return VerdictLine(found.holds, " ".join([found.text, *_void(facts), *unused_lines(facts.unused)]))
+
+
+def is_void(rate: float, ceiling: float | None) -> bool:
+    """Whether a rate of the same run, which should be a ceiling of ``rate``, was clearly below it."""
+    return ceiling is not None and rate > BEYOND * ceiling
+
+
+def unused_lines(unused: Mapping[str, str]) -> list[str]:
+    """One sentence for each reason why something that was expected to carry data carried nothing."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in unused.items():
+        reasons.setdefault(reason, []).append(name)
+    return [f"Not used: {', '.join(names)}: {reason.rstrip('.')}." for reason, names in reasons.items()]
+
+
+def _void(facts: Facts) -> list[str]:
+    """Which comparison says nothing, and why."""
+    raw = facts.raw_gb_per_s
+    if facts.direct or not raw or not is_void(facts.gb_per_s, raw):
+        return []
+    return [
+        f"Plain TCP sockets carried only {format_rate(raw)} over the same rails in this run, so the comparison with "
+        "them is void: the machine was busy meanwhile. Repeat it, with more --iters."
+    ]
 
 
 def _part(microseconds: float, facts: Facts) -> float:
@@ -116,7 +148,7 @@ def _match(facts: Facts) -> VerdictLine | None:
 
 
 def _network(facts: Facts) -> VerdictLine | None:
-    raw = facts.raw_gb_per_s
+    raw = facts.ceiling
     if not raw or facts.direct or facts.gb_per_s < NETWORK_SHARE * raw:
         return None
     rails = [lane for lane in facts.lanes if lane.bytes > 0]
@@ -132,12 +164,15 @@ def _unpack(facts: Facts) -> VerdictLine | None:
         return None
     busy, waited = _part(facts.stages.unpack_us, facts), _part(facts.stages.slot_us, facts)
     own = facts.unpack_gb_per_s.get(facts.unpack)
-    near = own is not None and facts.gb_per_s >= UNPACK_SHARE * own
+    void = is_void(facts.gb_per_s, own)
+    near = own is not None and not void and facts.gb_per_s >= UNPACK_SHARE * own
     if not (near or busy >= UNPACK_BUSY or (waited >= SLOT_SHARE and busy >= UNPACK_BUSY / 2)):
         return None
     alone = ", ".join(f"{mode} {format_rate(rate)}" for mode, rate in facts.unpack_gb_per_s.items())
     found = f"{busy:.0%} of the time was unpacking, by {facts.unpack}, at {format_rate(facts.gb_per_s)}"
     found += f"; alone on this GPU, in this run: {alone}" if alone else ""
+    if void:
+        return VerdictLine("unpack", f"unpack: {found}, which is less: the comparison is void. Repeat it.")
     best = max(facts.unpack_gb_per_s, key=lambda mode: facts.unpack_gb_per_s[mode], default=facts.unpack)
     if own is not None and facts.unpack_gb_per_s[best] >= FASTER * own:
         return VerdictLine("unpack", f"unpack: use {best}. {found}.")
@@ -168,7 +203,7 @@ def _window(facts: Facts) -> VerdictLine | None:
     raise_to = "raise it" if more is None else f"raise to {more}"
     tries = [*([] if more is None else [f"--window {more}"]), *([chunk] if more is None or facts.chunk else [])]
     now = f" of {facts.window} chunks" if facts.window else ""
-    raw = facts.raw_gb_per_s
+    raw = facts.ceiling
     beside = f" at {format_rate(facts.gb_per_s)}, where plain TCP sockets carried {format_rate(raw)}" if raw else ""
     return VerdictLine(
         "window",
@@ -186,7 +221,7 @@ def _enough_window(facts: Facts, part: float) -> int | None:
     if not window or window >= MOST_WINDOW:
         return None
     idle = 1 / (1 - part) if part < 1 else 2.0
-    behind = facts.raw_gb_per_s / facts.gb_per_s if facts.raw_gb_per_s and facts.gb_per_s > 0 else 1.0
+    behind = facts.ceiling / facts.gb_per_s if facts.ceiling and facts.gb_per_s > 0 else 1.0
     wanted = window * max(idle, behind)
     enough = 1 << window.bit_length()
     while enough < wanted and enough < MOST_WINDOW:
@@ -217,7 +252,7 @@ def _copy(facts: Facts) -> VerdictLine | None:
 
 def _between(facts: Facts) -> VerdictLine | None:
     """Neither the network nor unpacking is the limit, and nothing waits: memory and processors between them remain."""
-    raw = facts.raw_gb_per_s
+    raw = facts.ceiling
     if not raw:
         return None
     stages = facts.stages
@@ -232,6 +267,19 @@ def _between(facts: Facts) -> VerdictLine | None:
         f"windows were full {_part(stages.window_us, facts):.0%} of the time; {', '.join(shown)}. What is left is "
         f"memory and processors{where}: try --channels {(facts.channels or 1) * 2}, or more processors (--pin none).",
     )
+
+
+def _ring(facts: Facts) -> VerdictLine | None:
+    """Shared memory without single copies: no rail or connection is involved."""
+    used = [lane for lane in facts.lanes if lane.bytes > 0]
+    if not used or any("/" in lane.name for lane in used) or facts.direct or facts.staged:
+        return None
+    text = (
+        f"host memory: {format_rate(facts.gb_per_s)} through the ring in shared memory, which copies everything twice."
+    )
+    if facts.memory != "shared":
+        text += " Memory from Context.alloc is copied once: try --memory shared."
+    return VerdictLine("host memory", text)
 
 
 def _wire(facts: Facts) -> VerdictLine:
@@ -251,9 +299,16 @@ def _links(facts: Facts, rails: Sequence[Lane]) -> str:
     if known and len(known) == len(rails):
         line = sum(speed for _, speed in known if speed)
         used = facts.gb_per_s / line if line else 0.0
-        if used >= FULL_RAIL:
+        if used > BEYOND:
+            stated = format_rate(line)
+            return (
+                f", more than the {stated} that the devices state: these are not their rates, and compare with nothing."
+            )
+        if used >= FULL_RAIL and not facts.unused:
             return f", {used:.0%} of their {format_rate(line)}: full. More rails carry more."
         used_line = f", {used:.0%} of their {format_rate(line)}"
+    if any("/" in name for name in facts.unused):
+        return f"{used_line}. More rails were expected to carry data."
     channels = (facts.channels or 1) * 2
     if len(rails) <= 1:
         return f"{used_line}. Give it more rails (--rails), or try --channels {channels}."

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from rich.console import Console, RenderableType
 from rich.text import Text
 
@@ -9,15 +12,21 @@ from .control import control_tables, phase_tables
 from .ep import ep_tables
 from .mesh import mesh_tables
 from .point_to_point import LATENCIES, bandwidth_table, latency_table, p2p_tables
-from .schema import Report
+from .schema import Report, Row
 from .tables import peer_errors
 from .unpack import unpack_tables
+from .verdict import unused_lines
 
 
 def print_report(report: Report, to: Console) -> None:
     """Prints every row of ``report``: a table for each kind of row, in the order they were measured."""
     for renderable in views(report):
         to.print(renderable)
+
+
+def _unused(rows: Sequence[Row]) -> list[Text]:
+    """What was expected to carry data and carried nothing, and why."""
+    return [Text(line) for line in unused_lines({name: why for row in rows for name, why in row.unused.items()})]
 
 
 def views(report: Report) -> list[RenderableType]:
@@ -35,6 +44,7 @@ def views(report: Report) -> list[RenderableType]:
     shown.extend(unpack_tables(unpacked) if unpacked else [])
     noted = steps + phases + exchanges + meshes + unpacked
     shown.extend(Text(f"note: {note}") for note in dict.fromkeys(note for row in noted for note in row.notes))
+    shown.extend(_unused(noted))
     others = [row for row in report.rows if row not in noted]
     for what in dict.fromkeys(row.what for row in others):
         rows = [row for row in others if row.what == what]
@@ -44,9 +54,11 @@ def views(report: Report) -> list[RenderableType]:
             shown.append(bandwidth_table(rows))
         elif what == "p2p":
             for row in rows:
-                shown.extend(p2p_tables(row))
+                shown.extend(p2p_tables(row))  # the verdict lists what was not used
+            rows = [replace(row, unused={}) for row in rows]
         else:
             shown.append(Text(f"{what}: this release has no table for it; see the JSON"))
+        shown.extend(_unused(rows))
         shown.extend(peer_errors(rows))
         shown.extend(Text(f"note: {note}") for note in dict.fromkeys(note for row in rows for note in row.notes))
     return shown

@@ -250,6 +250,7 @@ impl Sessions {
                 continue;
             }
             for row in transport.candidates(self, peer) {
+                let row = Candidate { missed: false, ..row };
                 all.push(match (refused.reason(transport.name()), transport.carrier()) {
                     _ if row.reason.is_some() => row,
                     (Some(why), _) => row.out(why),

@@ -25,6 +25,9 @@ pub struct Candidate {
     pub score_us: Option<[f64; 3]>,
     /// Why it was not chosen.
     pub reason: Option<String>,
+    /// Whether it was expected to carry data and does not: a rail that has no counterpart or did not come up, single
+    /// copies that the system does not permit.
+    pub missed: bool,
 }
 
 /// What an endpoint could have used, what it uses, and why not the rest.
@@ -65,6 +68,14 @@ impl Explain {
     }
 }
 
+impl Explain {
+    /// What was expected to carry data and does not, with the reasons.
+    pub fn missed(&self) -> Vec<(String, String)> {
+        let missed = self.candidates.iter().filter(|way| way.missed);
+        missed.map(|way| (way.lane.clone(), way.reason.clone().unwrap_or_default())).collect()
+    }
+}
+
 impl fmt::Display for Explain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.available)?;
@@ -95,6 +106,7 @@ pub(crate) fn candidate(lane: &str, transport: &str, device: Option<&str>, cost:
         gb_per_s: cost.gb_per_s,
         score_us: Some([8, 1 << 20, 64 << 20].map(|size| cost.us(size))),
         reason: None,
+        missed: false,
     }
 }
 
@@ -113,6 +125,10 @@ impl Candidate {
         self.score_us = None;
         self.reason = Some(reason.to_owned());
         self
+    }
+
+    pub(crate) fn missed(self, reason: &str) -> Candidate {
+        Candidate { missed: true, ..self.out(reason) }
     }
 }
 

@@ -18,6 +18,7 @@ pub(crate) mod transport;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -63,6 +64,8 @@ pub(crate) struct Sessions {
     explains: Mutex<HashMap<EndpointId, Arc<Explain>>>,
     /// Endpoints that peers have created, for `accept`. A lock of its own, taken last.
     arrived: Mutex<VecDeque<EndpointId>>,
+    /// Whether the lack of single copies (CMA) has been logged. It is the same with every peer, as a rule.
+    warned_of_cma: AtomicBool,
 }
 
 impl Sessions {
@@ -97,6 +100,7 @@ impl Sessions {
             redialer: Redialer::default(),
             explains: Mutex::default(),
             arrived: Mutex::default(),
+            warned_of_cma: AtomicBool::new(false),
         });
         // While the process has one thread this costs nothing; later it takes long, and nobody should wait for it.
         if settings.tls.allows("shm") && !crossrail_shm::prepare_if_quick() {

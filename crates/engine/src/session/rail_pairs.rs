@@ -14,7 +14,7 @@ pub(crate) struct RailPair {
 }
 
 /// Pairs our devices with the peer's: those whose addresses share the longest prefix first, each once. What is left
-/// over at either end has no counterpart and carries nothing.
+/// over at either end has no counterpart and carries nothing, see [`without_counterpart`] and [`unreached`].
 pub(crate) fn pair(mine: &[NetDevice], theirs: &[Device], same_machine: bool) -> Vec<RailPair> {
     let mut ways: Vec<(u32, usize, usize, IpAddr)> = Vec::new();
     for (at, device) in mine.iter().enumerate() {
@@ -34,7 +34,10 @@ pub(crate) fn pair(mine: &[NetDevice], theirs: &[Device], same_machine: bool) ->
             continue;
         }
         used_mine[at] = true;
-        used_theirs[to] = true;
+        // A device is listed once for each of its addresses.
+        for (used, device) in used_theirs.iter_mut().zip(theirs) {
+            *used |= device.name == theirs[to].name;
+        }
         pairs.push((at, RailPair { mine: mine[at].clone(), from, theirs: theirs[to].clone() }));
     }
     // Loopback only if there is no other pair.
@@ -43,6 +46,43 @@ pub(crate) fn pair(mine: &[NetDevice], theirs: &[Device], same_machine: bool) ->
     }
     pairs.sort_by_key(|(at, _)| *at);
     pairs.into_iter().map(|(_, pair)| pair).collect()
+}
+
+/// Why `device`, one of ours, is in none of the `pairs`.
+pub(crate) fn without_counterpart(device: &NetDevice, theirs: &[Device], pairs: &[RailPair]) -> String {
+    if device.loopback {
+        return match pairs.first() {
+            Some(pair) if !pair.mine.loopback => "loopback is used only if no other device reaches the peer".to_owned(),
+            _ => "the peer offers no loopback device that it could reach".to_owned(),
+        };
+    }
+    let offered: Vec<&Device> = theirs.iter().filter(|remote| !remote.loopback).collect();
+    if offered.is_empty() {
+        return "the peer offers loopback only".to_owned();
+    }
+    let names = names(offered.iter().map(|remote| remote.name.as_str()));
+    let family = |a: &IpAddr, b: &IpAddr| a.is_ipv4() == b.is_ipv4();
+    let reaches = |remote: &&Device| device.addresses.iter().any(|from| family(from, &remote.address));
+    if !offered.iter().any(reaches) {
+        return format!("the peer offers {names}, none with an address of its family ({})", device.address);
+    }
+    format!("the peer offers {names} only, which our other devices reach")
+}
+
+/// The names of the peer's devices that none of the `pairs` reaches: loopback ones only if that is all we use.
+pub(crate) fn unreached(theirs: &[Device], pairs: &[RailPair]) -> Vec<String> {
+    let local = pairs.iter().all(|pair| pair.mine.loopback);
+    let left = |device: &&Device| device.loopback == local && pairs.iter().all(|pair| pair.theirs.name != device.name);
+    let mut found: Vec<String> = theirs.iter().filter(left).map(|device| device.name.clone()).collect();
+    found.dedup();
+    found
+}
+
+/// Names in one list, without duplicates.
+fn names<'a>(names: impl Iterator<Item = &'a str>) -> String {
+    let mut list: Vec<&str> = names.collect();
+    list.dedup();
+    list.join(" ")
 }
 
 /// Leading bits that two addresses of one family share.
@@ -89,6 +129,38 @@ mod tests {
             loopback,
         };
         devices.iter().map(device).collect()
+    }
+
+    #[test]
+    fn what_is_left_over_has_a_reason() {
+        let mine = ["1", "2", "3"].map(|n| net(&format!("eth{n}"), &format!("10.0.{n}.1"), false));
+        let theirs = offering(&[
+            ("lo", "127.0.0.1", true),
+            ("eth1", "10.0.1.2", false),
+            ("eth1", "fd00::2", false),
+            ("eth2", "10.0.2.2", false),
+        ]);
+        let pairs = pair(&mine, &theirs, false);
+        let why = without_counterpart(&mine[2], &theirs, &pairs);
+        assert_eq!(why, "the peer offers eth1 eth2 only, which our other devices reach");
+        assert!(unreached(&theirs, &pairs).is_empty(), "loopback was not to be reached");
+        assert_eq!(unreached(&theirs, &pair(&mine[..1], &theirs, false)), ["eth2"]);
+        let other = net("eth6", "fd00::1", false);
+        assert!(without_counterpart(&other, &theirs[3..], &[]).contains("none with an address of its family"));
+        assert_eq!(without_counterpart(&mine[0], &theirs[..1], &[]), "the peer offers loopback only");
+        let lo = net("lo", "127.0.0.1", true);
+        assert!(without_counterpart(&lo, &theirs, &pairs).contains("only if no other device"));
+    }
+
+    #[test]
+    fn a_device_with_several_addresses_is_one_counterpart() {
+        let mut both = net("eth1", "10.0.1.1", false);
+        both.addresses.push("fd00:1::1".parse().unwrap());
+        let mine = [both, net("eth2", "10.0.2.1", false)];
+        let theirs = offering(&[("eth1", "10.0.1.2", false), ("eth1", "fd00:1::2", false)]);
+        let pairs = pair(&mine, &theirs, false);
+        assert_eq!(pairs.len(), 1, "eth2 must not be paired with the other address of eth1");
+        assert_eq!(pairs[0].theirs.address, theirs[1].address);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Shared memory: rings for small messages, single copies for large ones.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use crossrail_handshake::{Hello, Session, Stream};
@@ -57,6 +58,17 @@ impl Transport for Shm {
     }
 }
 
+impl Sessions {
+    /// Logs that large messages take two copies through the ring, where one would do; with further peers for debugging.
+    fn warn_of_cma(&self, peer: &str, why: &str) {
+        let text = format_args!("{peer}: no single copies by CMA, large messages go through the shared ring: {why}");
+        match self.warned_of_cma.swap(true, Ordering::Relaxed) {
+            false => self.log.warn(text),
+            true => self.log.debug(text),
+        }
+    }
+}
+
 fn attach(
     sessions: &Arc<Sessions>,
     session: Session,
@@ -72,7 +84,14 @@ fn attach(
     let arena = sessions.environment.arena().clone();
     let lane = crossrail_shm::attach(stream, side, id, arena, Options::default(), deadline)
         .map_err(|error| error.with_peer(&peer.name))?;
-    let cma = lane.report().cma_pull.clone();
+    // The receiver pulls, and only from a sender that knows that it can.
+    let cma = lane.report().cma_pull.clone().and_then(|()| match lane.peer_copies() {
+        true => Ok(()),
+        false => Err("the peer cannot access this process; its log says why".to_owned()),
+    });
+    if let Err(why) = &cma {
+        sessions.warn_of_cma(&peer.name, why);
+    }
     let bulk = if cma.is_ok() { Cost::SHM_CMA } else { Cost::SHM_RING };
     let eager = costs::eager_max(&Cost::SHM_RING, &bulk, EAGER_LIMIT);
     let mapped = costs::eager_max(&Cost::SHM_RING, &Cost::SHM_MAPPED, EAGER_LIMIT);
@@ -92,7 +111,7 @@ fn attach(
             vec![
                 by_mapping,
                 way("shm(ring)", &Cost::SHM_RING).chosen(&["small", "large"]),
-                way("shm(cma)", &Cost::SHM_CMA).out(why),
+                way("shm(cma)", &Cost::SHM_CMA).missed(why),
             ],
         ),
     };

@@ -7,7 +7,7 @@ use std::time::Instant;
 use crossrail_handshake::{self as handshake, Hello, LaneName, LanePurpose, Session, Ticket};
 use crossrail_proto as proto;
 use crossrail_tcp::TcpLane;
-use crossrail_types::{EndpointId, Error, ErrorKind, Result};
+use crossrail_types::{EndpointId, Error, ErrorKind, Filter, Rails, Result};
 
 use super::Sessions;
 use super::control::{DIAL_MAX, binding};
@@ -51,7 +51,14 @@ impl Transport for Tcp {
                 let theirs = pair.and_then(|pair| pair.theirs.speed_mbps);
                 let cost = Cost::rail(device.speed_mbps, theirs, device.loopback);
                 let row = explain::candidate(&name, "tcp", Some(&device.name), &cost);
-                if pair.is_some() { row } else { row.out("the peer has no device that it could reach") }
+                if pair.is_some() {
+                    row
+                } else {
+                    let reason = rail_pairs::without_counterpart(device, &peer.devices, &pairs);
+                    // Loopback is not expected to help other devices.
+                    let beside = device.loopback && pairs.iter().any(|pair| !pair.mine.loopback);
+                    if beside { row.out(&reason) } else { row.missed(&reason) }
+                }
             })
             .collect()
     }
@@ -112,12 +119,14 @@ impl Transport for Tcp {
             let at = rails.iter().position(|rail| row.device.as_ref() == Some(&rail.mine.name));
             match at.map(|at| &reasons[at]) {
                 Some(None) => row.chosen(if at == Some(0) { &["small", "large"] } else { &["large"] }),
-                Some(Some(reason)) => row.out(reason),
+                Some(Some(reason)) => row.missed(reason),
                 None if row.reason.is_some() => row,
                 None => row.slower(),
             }
         });
         let choice = choice(rows.collect());
+        let paired = |row: &Candidate| rails.iter().any(|rail| row.device.as_ref() == Some(&rail.mine.name));
+        warn_of_unused(sessions, &session.peer, choice.rows.iter().filter(|row| !paired(row)));
         let endpoint = sessions.add_endpoint(self, &peer, Some(&session.peer), choice, &attempt.refused)?;
         sessions.announce(endpoint, session, ANNOUNCEMENT, count.to_le_bytes())?;
         sessions.control.set_rails(endpoint, rails.clone());
@@ -171,6 +180,34 @@ fn no_rail(sessions: &Sessions, peer: &Hello) -> Result<Error> {
     Ok(Error::new(ErrorKind::Unsupported, "connect", detail).with_peer(&peer.name).with_hint(hint))
 }
 
+/// Logs which rails carry nothing, of those that `CROSSRAIL_NET_DEVICES` names here, and of those that the peer has and
+/// for which it names no counterpart. A rail that could not be dialled has been logged by the end that dialled.
+fn warn_of_unused<'a>(sessions: &Sessions, peer: &Hello, rows: impl Iterator<Item = &'a Candidate>) {
+    let Rails::Named(Filter::Only(named)) = &sessions.environment.settings().net_devices else { return };
+    let mut mine: Vec<(&str, Vec<&str>)> = Vec::new();
+    for row in rows.filter(|row| row.missed) {
+        let (Some(reason), Some(device)) = (row.reason.as_deref(), row.device.as_deref()) else { continue };
+        match mine.iter_mut().find(|(known, _)| *known == reason) {
+            Some((_, devices)) => devices.push(device),
+            None => mine.push((reason, vec![device])),
+        }
+    }
+    for (reason, devices) in mine {
+        let are = if devices.len() == 1 { "is" } else { "are" };
+        sessions.log.warn(format_args!("{}: {} {are} not used: {reason}", peer.name, devices.join(", ")));
+    }
+    let left = rail_pairs::unreached(&peer.devices, &rails_to(sessions, peer));
+    if !left.is_empty() {
+        let are = if left.len() == 1 { "is" } else { "are" };
+        sessions.log.warn(format_args!(
+            "{}: its {} {are} not used: no device of CROSSRAIL_NET_DEVICES={} here is left for it",
+            peer.name,
+            left.join(", "),
+            named.join(",")
+        ));
+    }
+}
+
 fn choice(rows: Vec<Candidate>) -> Choice {
     let chosen: Vec<_> = rows.iter().filter(|row| !row.chosen_for.is_empty()).map(|row| row.lane.clone()).collect();
     let small = chosen.first().cloned().unwrap_or_default();
@@ -217,9 +254,10 @@ fn accept_if_complete(sessions: &Arc<Sessions>, endpoint: EndpointId) {
         rows.push(match (uses(&row), &row.reason) {
             (true, _) => Candidate { reason: None, ..row }.chosen(if first { &["small", "large"] } else { &["large"] }),
             (false, Some(_)) => row,
-            (false, None) => row.out("the peer did not use it"),
+            (false, None) => row.missed("the peer could not reach it"),
         });
     }
+    warn_of_unused(sessions, &peer, rows.iter());
     sessions.explain_accepted(&Tcp, endpoint, &peer, choice(rows));
     sessions.arrived(endpoint);
 }

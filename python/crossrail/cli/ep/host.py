@@ -191,7 +191,9 @@ class _Rank:
         )
         after = self._sent()
         found["rails"] = {rail: sent - before.get(rail, 0) for rail, sent in after.items()}
-        found["links"] = [link.kind for link in self.buffer.links()]
+        links = self.buffer.links()
+        found["links"] = [link.kind for link in links]
+        found["unused"] = {name: why for link in links if link.kind == "network" for name, why in link.missed}
         everybody = gather(group, f"samples {request['number']}", found)
         self.parent.send("measured", ranks=everybody)
 

@@ -34,7 +34,7 @@ from ..options import required
 from ..parsing import parse_address, resolve
 from ..placement import known_gpus, pin_to
 from ..processes import Message
-from ..rails import line_rate, rail_of, rails_of
+from ..rails import line_rate, missed, rail_of, rails_of
 from ..reporting import Progress, make_report
 from .channel import RAW_TCP_FAILURES, Channel
 from .child import other_end
@@ -123,6 +123,7 @@ class _Driver:
         self.addresses: dict[str, str] = met["addresses"]
         self.places = (options.memory_device, str(met["device"]))
         self.unpack = str(met["unpack"])
+        self.unused = {**_other_ends(met["unused"]), **missed(channel.endpoint)}
         self.progress = progress
         settings = channel.context.settings()
         self.chunk = crossrail.parse_size(settings["CROSSRAIL_CHUNK"] or "0")
@@ -170,6 +171,7 @@ class _Driver:
     def _row_template(self, plan: Plan, transport: str, protocol: str | None) -> Row:
         """A row with the fields that identify it."""
         row = Row(what=plan.what, transport=transport, size=plan.size, protocol=protocol, verified=True)
+        row = replace(row, unused=self._unused(transport))
         if "cpu" in self.places:
             row = replace(row, memory=self.options.memory or "ordinary")
         if self.places == ("cpu", "cpu"):
@@ -177,6 +179,16 @@ class _Driver:
         row = replace(row, device=",".join(dict.fromkeys(self.places)))
         into_gpu = self.places[1] != "cpu" and transport != "cuda_ipc"
         return replace(row, unpack=self.unpack, bounce=self.bounce) if into_gpu else row
+
+    def _unused(self, transport: str) -> dict[str, str]:
+        """What was expected to carry data over ``transport`` and did not, and why."""
+        used = transport.split("+")
+        single_copies = self.places == ("cpu", "cpu") and self.options.memory != "shared"
+        rails = [] if self.options.rails is None or "tcp" in used else self.options.rails.split(",")
+        return {
+            **{f"tcp/{rail}": f"{transport} carried the data; rails need --transport tcp" for rail in rails},
+            **{name: why for name, why in self.unused.items() if single_copies or not name.startswith("shm(")},
+        }
 
     def _check_carried_by(self, transport: str, protocol: str) -> None:
         """Raises Failure if cuda_ipc was required and another transport carried the data as a fallback."""
@@ -324,6 +336,11 @@ class _Driver:
         words = set(re.split(r"[\s,;]+", notes))
         lost = [rail_of(lane) for lane in lanes if not lane["alive"] or words & {lane["name"], rail_of(lane)}]
         return list(dict.fromkeys(lost))
+
+
+def _other_ends(unused: dict[str, str]) -> dict[str, str]:
+    """What the other end was expected to use: rails by its name, anything else is the same at both ends."""
+    return {f"{name} at the listening end" if "/" in name else name: why for name, why in unused.items()}
 
 
 @dataclass

@@ -18,6 +18,7 @@ from ..options import UNPACK_MODES
 from ..parsing import resolve
 from ..placement import known_gpus, pin_to
 from ..processes import Message
+from ..rails import missed
 from .channel import IDLE_LIMIT_S, RAW_TCP_FAILURES, Channel
 from .options import BenchOptions
 
@@ -82,7 +83,7 @@ def _agree(channel: Channel, options: BenchOptions, hello: Message) -> None:
         asked = hello["unpack"]
         raise Failure(f"--unpack {asked} must be given at the receiving end too, which now unpacks by {unpack}")
     answer: Message = {"ok": True, "addresses": {device["name"]: device["address"] for device in devices}}
-    channel.send({**answer, "device": place, "unpack": unpack})
+    channel.send({**answer, "device": place, "unpack": unpack, "unused": missed(channel.endpoint)})
 
 
 def _shown(name: str, value: object) -> str:
