@@ -125,6 +125,8 @@ endif
 	@for peer in nixl deepep; do pack=$(or $(GPU_PACK),.gpu)/$$peer.tar.xz; \
 		if [ -e $$pack ]; then tar -xf $$pack -C $(GPU_SITE); fi; done
 
+# DEEPEP_TESTS=DIR[:DIR]: folders with DeepEP's own tests, which run on crossrail.deep_ep unchanged.
+test-gpu: export DEEPEP_TESTS := $(DEEPEP_TESTS)
 test-gpu: gpu-pack
 	$(call say,test: GPU)
 	$(GPU_PYTHON) tests/gpu/run.py $(GPU_RUN) --out $(or $(OUT),$(CARGO_TARGET_DIR)/gpu) $(GPU_OPTIONS)

@@ -3,6 +3,8 @@
     python tests/gpu/run.py --pack .gpu --out .gpu/out              with 4, 2 and 1 GPUs, as far as there are
     python tests/gpu/run.py --pack .gpu --out .gpu/out --gpus 2
 
+DeepEP's own tests run as well where DEEPEP_TESTS names folders with them (see deepep_own.py).
+
 Every step runs, within its own time: what must be alone first, the rest side by side (--alone: one at a time). Exit 0:
 nothing failed; 1: something did, or there is no GPU; 2: bad usage.
 """
@@ -28,6 +30,7 @@ from steps import (  # noqa: E402
     gpu_count,
     group_sizes,
     read_libtest,
+    read_program,
     read_pytest,
     read_sanitizer,
 )
@@ -61,6 +64,21 @@ EXPERTS = (
 """Their kernels wait for each other."""
 ENDLESS = ("crossrail-ep-cuda.gpu", "test_experts.py")
 """And these have thousands of them."""
+DEEPEP_LIMIT_S = 240.0
+MOST_DEEPEP_RANKS = 8
+TWO_NODES = "it asserts that there are two nodes of eight GPUs"
+DEEPEP = (
+    ("tests/test_intranode.py", "", 2),
+    ("tests/test_low_latency.py", "", 2),
+    ("tests/test_low_latency.py", "--use-logfmt", 2),
+    ("tests/test_low_latency.py", "--shrink-test", 6),
+    ("tests/test_internode.py", "", 16),
+    ("tests/elastic/test_ep.py", "--num-tokens 1024 --skip-perf-test", 2),
+    ("tests/elastic/test_ep.py", "--num-tokens 256 --skip-perf-test --do-cpu-sync 0", 2),
+    ("tests/elastic/test_ep.py", "--num-tokens 128 --skip-perf-test --allow-multiple-reduction 0", 2),
+    ("tests/elastic/test_ep.py", "--num-tokens 128 --skip-perf-test --masked-ratio 0.3 --deterministic", 2),
+)
+"""DeepEP's own files, with options, and the ranks that they need: ranks 1, 3 and 5 of the shrink test fail in turn."""
 COUNTING = "given_back"
 """In the names of Rust tests that count a GPU's free memory, as Python tests marked "alone" do."""
 
@@ -109,6 +127,7 @@ def steps_for(pack: Path, site: Path | None, sizes: list[int], present: int) -> 
     for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
         steps += python(file, sizes, present, environment)
     steps += [sanitizer(pack, tool, min(max(sizes), 2), environment) for tool in SANITIZERS]
+    steps += deepep(os.environ.get("DEEPEP_TESTS", ""), max(sizes), environment)
     return sorted(steps, key=lambda step: (step.kind != "alone", -step.gpus, step.kind != "endless"))
 
 
@@ -135,6 +154,21 @@ def python(file: Path, sizes: list[int], present: int, environment: dict[str, st
         yield replace(step, kind=kind_of(file.name))
         if counting:
             yield replace(step, name=f"{name} alone", command=[*pytest, "-m", "alone"])
+
+
+def deepep(folders: str, gpus: int, environment: dict[str, str]) -> Iterator[Step]:
+    """DeepEP's own tests, of these folders (as in PATH), with as many ranks as there are GPUs."""
+    ranks = min(1 << max(gpus.bit_length() - 1, 0), MOST_DEEPEP_RANKS)
+    for folder in filter(None, folders.split(os.pathsep)):
+        for file, options, needed in DEEPEP:
+            if not (Path(folder) / file).exists():
+                continue
+            missing = TWO_NODES if needed > MOST_DEEPEP_RANKS else f"needs {needed} GPUs" if needed > ranks else None
+            program = [sys.executable, Path(__file__).with_name("deepep_own.py"), folder, file]
+            command = [*program, "--num-processes", str(ranks), *options.split()]
+            name = " ".join(filter(None, (f"{ranks} GPU: DeepEP {Path(file).name}", options)))
+            more = {"CROSSRAIL_TIMEOUT": "5"} if "shrink" in options else {}
+            yield Step(name, command, DEEPEP_LIMIT_S, read_program, {**environment, **more}, missing, gpus=ranks)
 
 
 def gpus_for(name: str, sizes: list[int]) -> list[int]:
