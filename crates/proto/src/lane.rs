@@ -72,6 +72,11 @@ impl Lane {
         }
     }
 
+    /// Whether no payload is coming in on it.
+    pub(crate) fn is_unoccupied(&self) -> bool {
+        self.placing == Placement::None
+    }
+
     /// A chunk goes out; the window was checked.
     pub(crate) fn send(&mut self, now: Time, op: u32, serial: u32, piece: Piece) {
         if self.sent.is_empty() {

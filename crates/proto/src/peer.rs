@@ -1,9 +1,10 @@
 //! One connection's state machine. The parts, each an `impl Peer`:
 //! `sending` (what a lane carries next), `arriving` (heads and payloads that come in), `requests` (what the peer asks
-//! for), `ledger` (confirmation of short messages), `kept` (messages before their receive), `outgoing` and `incoming` (the life of a transfer at either end),
+//! for), `counted` and `ledger` (short messages, confirmed by a count), `kept` (messages before their receive), `outgoing` and `incoming` (the life of a transfer at either end),
 //! `direct` (single copies), `unpack` (chunks by way of slots), `lanes` (up, down, silent), `ending`.
 
 mod arriving;
+mod counted;
 mod direct;
 mod ending;
 mod incoming;
@@ -26,6 +27,7 @@ use crate::stream::Stream;
 use crate::{Body, Config, Event, Failure, Matcher, Offer, Operation, RegionRef, Short, Time};
 
 use arriving::Open;
+use counted::Calm;
 use direct::JobOf;
 use incoming::Incoming;
 use kept::Kept;
@@ -56,6 +58,7 @@ pub struct Peer {
     /// Messages of ours, and of the peer's, that are confirmed by counting.
     unconfirmed: Unconfirmed,
     delivered: Delivered,
+    calm: Calm,
     /// Transfers with chunks to hand out, by index and serial, in turn.
     active: VecDeque<(u32, u32)>,
     /// The write whose bytes must follow at once.
@@ -67,8 +70,9 @@ pub struct Peer {
     arrival_bytes: u64,
     /// The receive whose unexpected message is being copied out, and the peer's id of it.
     copied_out: Option<(OpId, u32)>,
-    /// What became of the peer's operations, by its wire id less one.
+    /// What became of the peer's operations, by its wire id less one; of its counted messages, by their places.
     theirs: Vec<Their>,
+    theirs_counted: Vec<Their>,
     theirs_active: u32,
 
     /// The peer's accesses to our regions, until the event that ends them is taken.
@@ -127,6 +131,7 @@ struct Control {
 impl Peer {
     /// A connection without lanes.
     pub fn new(id: EndpointId, config: Config) -> Peer {
+        let unconfirmed = Unconfirmed::new(config.message_credit);
         Peer {
             id,
             config,
@@ -140,8 +145,9 @@ impl Peer {
             outs: Slab::new(),
             own_active: 0,
             eager_bytes: 0,
-            unconfirmed: Unconfirmed::default(),
+            unconfirmed,
             delivered: Delivered::default(),
+            calm: Calm::default(),
             active: VecDeque::new(),
             follow: None,
             ins: Slab::new(),
@@ -149,6 +155,7 @@ impl Peer {
             arrival_bytes: 0,
             copied_out: None,
             theirs: Vec::new(),
+            theirs_counted: Vec::new(),
             theirs_active: 0,
             passives: Slab::new(),
             jobs: Slab::new(),
@@ -174,6 +181,7 @@ impl Peer {
     /// `eager` no byte of it goes with a first frame, in either direction, however few there are: chunks carry them.
     #[inline]
     pub fn start(&mut self, now: Time, op: OpId, what: Operation, len: u64, offer: Option<Offer>, eager: bool) {
+        self.stir();
         let refused = match &self.phase {
             Phase::Dead(why) => Some(why.clone()),
             Phase::Closed => Some(Failure::Closed),
@@ -187,6 +195,7 @@ impl Peer {
 
     /// A receive matched `arrival` of this peer ([`Matcher::post`]).
     pub fn accept(&mut self, now: Time, arrival: u32, op: OpId, capacity: u64) {
+        self.stir();
         self.accept_kept(now, arrival, op, capacity);
     }
 
@@ -194,6 +203,7 @@ impl Peer {
     ///
     /// [`Event::Done`] tells the outcome: it may have finished before the peer heard of it.
     pub fn cancel(&mut self, now: Time, op: OpId) -> bool {
+        self.stir();
         if let Some(at) = self.queue.iter().position(|q| q.op == op) {
             self.queue.remove(at);
             self.events.push_back(Event::Done { op, result: Err(Failure::Cancelled), progress: 0, tag: 0 });
@@ -209,6 +219,7 @@ impl Peer {
     /// readable until its [`Event::Released`]: the peer would take a lane's filler for the region's bytes until it has
     /// heard of the failure, one round trip later. Direct copies, too, may touch the memory until then.
     pub fn region_gone(&mut self, now: Time, region: RegionRef) {
+        self.stir();
         self.region_gone_incoming(now, region);
         self.region_gone_serves(region);
     }
@@ -258,6 +269,7 @@ impl Peer {
     /// Finishes what is under way, then says goodbye: [`Peer::idle`] is true once the peer has heard it. Operations
     /// started later, here or there, fail with [`Failure::Closed`].
     pub fn close(&mut self, _now: Time) {
+        self.stir();
         self.closing = true;
     }
 
@@ -266,6 +278,7 @@ impl Peer {
     /// The engine has let go of all its lanes and given up its direct copies and unpacks before: none of them touches
     /// any memory.
     pub fn dead(&mut self, now: Time, why: Failure, matcher: &mut Matcher) {
+        self.stir();
         if !matches!(self.phase, Phase::Dead(_)) {
             self.phase = Phase::Dead(why.clone());
             self.forget_jobs();
@@ -289,6 +302,7 @@ impl Peer {
     pub fn idle(&self) -> bool {
         let quiet = self.queue.is_empty()
             && self.outs.is_empty()
+            && self.own_active == 0
             && self.ins.is_empty()
             && self.jobs.is_empty()
             && self.open.is_none();
@@ -316,7 +330,11 @@ impl Peer {
 
     #[inline]
     fn lane_at(&self, lane: LaneId) -> Option<usize> {
-        self.lanes.iter().position(|l| l.spec.id == lane)
+        // Mostly there is one, or it is the first.
+        match self.lanes.first() {
+            Some(first) if first.spec.id == lane => Some(0),
+            _ => self.lanes.iter().position(|l| l.spec.id == lane),
+        }
     }
 
     fn tell(&mut self, frame: Frame) {
@@ -348,10 +366,34 @@ impl Peer {
         Target { index, serial }
     }
 
+    /// The largest wire id of operations in the table of outgoing ones: ours, and the peer's reads.
+    #[inline]
+    fn named_max(&self) -> u32 {
+        2 * self.config.message_credit
+    }
+
+    /// The table with the peer's operation `op`, and where it is there. An id that is not possible is in neither.
+    #[inline]
+    fn theirs_at(&self, op: u32) -> (&Vec<Their>, usize) {
+        match op.checked_sub(self.named_max() + 1) {
+            Some(place) => (&self.theirs_counted, place as usize),
+            None => (&self.theirs, op.wrapping_sub(1) as usize),
+        }
+    }
+
+    #[inline]
+    fn theirs_at_mut(&mut self, op: u32) -> (&mut Vec<Their>, usize) {
+        match op.checked_sub(self.named_max() + 1) {
+            Some(place) => (&mut self.theirs_counted, place as usize),
+            None => (&mut self.theirs, op.wrapping_sub(1) as usize),
+        }
+    }
+
     /// An operation of the peer's is over.
     #[inline]
     fn free_their(&mut self, op: u32) {
-        if let Some(their) = self.theirs.get_mut(op.wrapping_sub(1) as usize)
+        let (theirs, at) = self.theirs_at_mut(op);
+        if let Some(their) = theirs.get_mut(at)
             && *their != Their::Free
         {
             *their = Their::Free;
@@ -362,18 +404,19 @@ impl Peer {
     /// An operation of the peer's begins.
     #[inline]
     fn claim_their(&mut self, op: u32, what: Their) -> Result<(), String> {
-        let at = op.wrapping_sub(1) as usize;
-        if let Some(their) = self.theirs.get_mut(at) {
+        let last = self.named_max() + self.config.message_credit;
+        let (theirs, at) = self.theirs_at_mut(op);
+        if let Some(their) = theirs.get_mut(at) {
             if *their != Their::Free {
                 return Err(format!("operation {op} begun twice"));
             }
             *their = what;
         } else {
-            if at as u64 >= 2 * u64::from(self.config.message_credit) {
+            if op == 0 || op > last {
                 return Err(format!("operation {op} is out of range"));
             }
-            self.theirs.resize(at + 1, Their::Free);
-            self.theirs[at] = what;
+            theirs.resize(at + 1, Their::Free);
+            theirs[at] = what;
         }
         self.theirs_active += 1;
         if self.theirs_active > self.config.message_credit {
@@ -382,12 +425,15 @@ impl Peer {
         Ok(())
     }
 
+    #[inline]
     fn their(&self, op: u32) -> Their {
-        self.theirs.get(op.wrapping_sub(1) as usize).copied().unwrap_or(Their::Free)
+        let (theirs, at) = self.theirs_at(op);
+        theirs.get(at).copied().unwrap_or(Their::Free)
     }
 
     fn set_their(&mut self, op: u32, what: Their) {
-        if let Some(their) = self.theirs.get_mut(op.wrapping_sub(1) as usize) {
+        let (theirs, at) = self.theirs_at_mut(op);
+        if let Some(their) = theirs.get_mut(at) {
             *their = what;
         }
     }

@@ -107,6 +107,17 @@ impl Stream {
         self.resend < self.retained.len()
     }
 
+    /// Frames to send again, and whether acknowledgements are owed: not 0 if there is either.
+    #[inline]
+    pub(crate) fn unsettled(&self) -> usize {
+        (self.retained.len() - self.resend) | self.owed as usize
+    }
+
+    /// Whether no frame of ours is kept.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.retained.is_empty()
+    }
+
     /// The next frame to send again.
     pub(crate) fn resend(&mut self) -> Option<Out> {
         let (expected, epoch) = (self.expected, self.epoch);

@@ -48,6 +48,7 @@ impl Peer {
         if let Some(placing) = self.place_expected(now, lane, head, host.matcher) {
             return placing;
         }
+        self.stir();
         match self.arrive(now, lane, head, host) {
             Ok(placing) => placing,
             Err(why) => {
@@ -61,8 +62,9 @@ impl Peer {
     /// on a lane that loses nothing the count of delivered messages. `None`: nothing was done, [`Peer::arrive`] decides.
     #[inline]
     fn place_expected(&mut self, now: Time, lane: LaneId, head: &Head, matcher: &mut Matcher) -> Option<Placing> {
+        let calm = self.is_calm(lane);
         let at = self.lane_at(lane)?;
-        if !matches!(self.phase, Phase::Live) || self.closing || self.bye_sent || self.open.is_some() {
+        if !calm && (!matches!(self.phase, Phase::Live) || self.closing || self.bye_sent || self.open.is_some()) {
             return None;
         }
         let spec = &self.lanes[at].spec;
@@ -73,8 +75,8 @@ impl Peer {
         let (stamp, len) = (frame::Stamp::of(head), head.payload_len());
         let plain = self.stream.plain(stamp)
             && counted == spec.reliable
-            && !matches!(self.lanes[at].placing, Placement::Chunk { .. })
-            && self.their(their) == Their::Free;
+            && (calm
+                || (!matches!(self.lanes[at].placing, Placement::Chunk { .. }) && self.their(their) == Their::Free));
         if !plain || (counted && len > spec.whole_max) {
             return None;
         }
@@ -101,6 +103,8 @@ impl Peer {
             self.stream.consumed(false);
             if !self.delivered.deliver(their) {
                 self.owe_done(their);
+            } else if !calm {
+                self.calm_down(at);
             }
             return Some(Placing::Message(Short { op, tag, bytes: u64::from(len), wire_ns: 0, lane: Some(lane) }));
         }
@@ -311,6 +315,7 @@ impl Peer {
     /// `Err`: the peer broke the protocol, this is how: the lane must fail.
     #[inline]
     pub fn placed(&mut self, now: Time, lane: LaneId, control: &[u8], host: &mut Host<'_>) -> Result<(), String> {
+        self.stir();
         let Some(at) = self.lane_at(lane) else { return Ok(()) };
         let result = match self.lanes[at].placing {
             Placement::None => return Ok(()),

@@ -42,6 +42,7 @@ impl Peer {
 
     /// Every byte of the job has been copied, `moved` of them by this end, in `copy_ns`.
     pub fn direct_done(&mut self, now: Time, job: DirectId, _moved: u64, copy_ns: u64) {
+        self.stir();
         match self.jobs.try_remove(job.0 as usize) {
             Some(JobOf::In(index)) => {
                 let Some(incoming) = self.ins.get_mut(index as usize) else { return };
@@ -67,6 +68,7 @@ impl Peer {
 
     /// The job cannot be done, or was stopped: this end copies nothing of it any more.
     pub fn direct_failed(&mut self, now: Time, job: DirectId) {
+        self.stir();
         match self.jobs.try_remove(job.0 as usize) {
             Some(JobOf::In(index)) => {
                 if let Some(incoming) = self.ins.get_mut(index as usize) {
@@ -81,6 +83,7 @@ impl Peer {
 
     /// Asks the peer to push into what `descriptor` says while this end pulls; only for a job whose offer has a slot.
     pub fn direct_invite(&mut self, _now: Time, job: DirectId, descriptor: [u8; 24]) {
+        self.stir();
         let Some(&JobOf::In(index)) = self.jobs.get(job.0 as usize) else { return };
         let live = self.live();
         let Some(incoming) = self.ins.get_mut(index as usize) else { return };
@@ -96,6 +99,7 @@ impl Peer {
     /// True: the job is over here, as after [`Peer::direct_done`]; that memory is written until the transfer is over. If
     /// the peer can't, [`Event::Direct`] asks this end once more. False, as then: this end has to copy.
     pub fn direct_lend(&mut self, now: Time, job: DirectId, descriptor: [u8; 24]) -> bool {
+        self.stir();
         let Some(&JobOf::In(index)) = self.jobs.get(job.0 as usize) else { return false };
         let live = self.live();
         let Some(incoming) = self.ins.get_mut(index as usize) else { return false };

@@ -10,6 +10,7 @@ use crate::{Event, Failure, Matcher, Memory, Time};
 impl Peer {
     /// Nothing can be trusted any more; the engine is to call [`Peer::dead`].
     pub(super) fn break_off(&mut self, why: String) {
+        self.stir();
         if matches!(self.phase, Phase::Live | Phase::Closed) {
             self.events.push_back(Event::Broken { why: why.clone() });
             self.phase = Phase::Broken(why);
@@ -47,7 +48,7 @@ impl Peer {
             self.events.push_back(Event::Done { op, result: Err(why.clone()), progress: 0, tag });
         }
         self.fail_incoming(why);
-        self.unconfirmed.clear();
+        self.fail_all_counted(why);
         self.delivered.clear();
         self.fail_outgoing(now, why);
         while let Some(queued) = self.queue.pop_front() {

@@ -9,6 +9,7 @@ use crate::{Event, LaneSpec, Time};
 impl Peer {
     /// A lane is there. One that comes back comes back under a new id.
     pub fn lane_up(&mut self, now: Time, spec: LaneSpec) {
+        self.stir();
         if matches!(self.phase, Phase::Dead(_)) || self.lane_at(spec.id).is_some() {
             return;
         }
@@ -18,6 +19,7 @@ impl Peer {
 
     /// The lane is gone, or given up: the engine has let go of it, no byte moves on it any more.
     pub fn lane_down(&mut self, now: Time, lane: LaneId) {
+        self.stir();
         let Some(at) = self.lane_at(lane) else { return };
         let mut dead = self.lanes.remove(at);
         let (mut chunks, mut bytes) = (0, 0);
@@ -40,6 +42,7 @@ impl Peer {
 
     /// Answer to [`Event::Suspect`]: bytes do move on it; wait on.
     pub fn lane_alive(&mut self, now: Time, lane: LaneId) {
+        self.stir();
         if let Some(at) = self.lane_at(lane) {
             self.lanes[at].progress = now;
             self.lanes[at].suspected = false;
@@ -49,6 +52,7 @@ impl Peer {
     /// Has the lane carry a frame that says nothing new: now there is something that the other end's kernel
     /// acknowledges if the link lives. For a suspect of which nothing is under way.
     pub fn probe(&mut self, lane: LaneId) {
+        self.stir();
         if let Some(at) = self.lane_at(lane) {
             self.lanes[at].tell_again();
         }
@@ -79,6 +83,7 @@ impl Peer {
 
     /// Looks for silent lanes, and sees to it that what is owed goes out before the caller sleeps.
     pub fn on_timeout(&mut self, now: Time) {
+        self.stir();
         self.flush();
         for at in 0..self.lanes.len() {
             let every = self.beat_every();

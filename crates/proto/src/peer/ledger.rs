@@ -12,20 +12,62 @@
 
 use std::collections::VecDeque;
 
-/// Our counted messages that the peer has not confirmed, oldest first.
-#[derive(Debug, Default)]
+use crossrail_types::OpId;
+
+use crate::{Failure, Time};
+
+/// A counted message of ours.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Counted {
+    pub(super) op: OpId,
+    pub(super) len: u64,
+    pub(super) started: Time,
+    pub(super) stage: CountedStage,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum CountedStage {
+    /// The count will confirm it, or an answer by name end it.
+    Sent,
+    /// The same, and the peer was asked to drop it.
+    Aborting,
+    /// An answer by name has ended it; the count has yet to pass it.
+    Answered,
+}
+
+/// Our counted messages that the count has not passed, oldest first.
+///
+/// They need no entry in the table of outgoing operations: they end in the order in which they began. The place of each
+/// in a cycle of as many places as may be under way is its name on the wire, for answers by name.
+#[derive(Debug)]
 pub(super) struct Unconfirmed {
-    /// Index in the table of outgoing operations, and the serial that tells its reuses apart: a message that was
-    /// answered by name has left the table before the count passes it.
-    waiting: VecDeque<(u32, u32)>,
-    /// How many have been confirmed, modulo 2^32.
+    waiting: VecDeque<Counted>,
+    /// How many the count has passed, modulo 2^32.
     confirmed: u32,
+    /// Places in the cycle, and that of the oldest message.
+    places: u32,
+    first: u32,
+    /// Why messages are being aborted, where our memory was at fault.
+    faults: Vec<(OpId, Failure)>,
 }
 
 impl Unconfirmed {
+    pub(super) fn new(places: u32) -> Unconfirmed {
+        Unconfirmed { waiting: VecDeque::new(), confirmed: 0, places, first: 0, faults: Vec::new() }
+    }
+
+    /// Whether there is no place for another one.
     #[inline]
-    pub(super) fn push(&mut self, index: u32, serial: u32) {
-        self.waiting.push_back((index, serial));
+    pub(super) fn is_full(&self) -> bool {
+        self.waiting.len() >= self.places as usize
+    }
+
+    /// Adds a message; its place.
+    #[inline]
+    pub(super) fn push(&mut self, op: OpId, len: u64, started: Time) -> u32 {
+        let place = self.first + self.waiting.len() as u32;
+        self.waiting.push_back(Counted { op, len, started, stage: CountedStage::Sent });
+        if place < self.places { place } else { place - self.places }
     }
 
     #[inline]
@@ -43,22 +85,63 @@ impl Unconfirmed {
     #[inline]
     pub(super) fn news(&self, count: u32) -> Result<u32, String> {
         let news = count.wrapping_sub(self.confirmed);
-        if news as usize > self.waiting.len() {
-            return Err(format!("{news} messages confirmed of {} that were sent", self.waiting.len()));
-        }
-        Ok(news)
+        if news as usize > self.waiting.len() { Err(self.too_many(news)) } else { Ok(news) }
     }
 
-    /// The oldest one, confirmed now.
+    #[cold]
+    fn too_many(&self, news: u32) -> String {
+        format!("{news} messages confirmed of {} that were sent", self.waiting.len())
+    }
+
+    /// The oldest one, which the count has passed now.
     #[inline]
-    pub(super) fn pop(&mut self) -> Option<(u32, u32)> {
+    pub(super) fn pop(&mut self) -> Option<Counted> {
         self.confirmed = self.confirmed.wrapping_add(1);
-        self.waiting.pop_front()
+        let counted = self.waiting.pop_front();
+        // Low places keep the peer's table of them short.
+        self.first = if self.waiting.is_empty() || self.first + 1 == self.places { 0 } else { self.first + 1 };
+        counted
+    }
+
+    /// The message at a place, if one is there that has not been answered.
+    pub(super) fn at(&mut self, place: u32) -> Option<&mut Counted> {
+        if place >= self.places {
+            return None;
+        }
+        let ahead = if place >= self.first { 0 } else { self.places };
+        let at = (place + ahead - self.first) as usize;
+        self.waiting.get_mut(at).filter(|counted| counted.stage != CountedStage::Answered)
+    }
+
+    /// The messages that have not been answered, with their places.
+    pub(super) fn iter(&mut self) -> impl Iterator<Item = (u32, &mut Counted)> {
+        let (first, places) = (self.first, self.places);
+        let place = move |at: usize| (u64::from(first) + at as u64) % u64::from(places.max(1));
+        let all = self.waiting.iter_mut().enumerate();
+        all.filter(|(_, counted)| counted.stage != CountedStage::Answered).map(move |(at, c)| (place(at) as u32, c))
+    }
+
+    /// The message of that operation, if it has not been answered.
+    pub(super) fn find(&self, op: OpId) -> Option<&Counted> {
+        self.waiting.iter().find(|counted| counted.op == op && counted.stage != CountedStage::Answered)
+    }
+
+    /// Our memory is the reason why `op` is being aborted.
+    pub(super) fn blame(&mut self, op: OpId, why: Failure) {
+        self.faults.push((op, why));
+    }
+
+    /// Takes that reason.
+    pub(super) fn take_fault(&mut self, op: OpId) -> Option<Failure> {
+        let at = self.faults.iter().position(|(of, _)| *of == op)?;
+        Some(self.faults.swap_remove(at).1)
     }
 
     pub(super) fn clear(&mut self) {
         self.confirmed = self.confirmed.wrapping_add(self.waiting.len() as u32);
         self.waiting.clear();
+        self.faults.clear();
+        self.first = 0;
     }
 }
 
@@ -114,6 +197,11 @@ impl Delivered {
         if let Some(at) = self.withheld.iter().position(|(_, known)| *known == their) {
             self.withheld.remove(at);
         }
+    }
+
+    /// Whether any message holds the count back.
+    pub(super) fn withholds(&self) -> bool {
+        !self.withheld.is_empty()
     }
 
     /// How many messages the count confirms.
@@ -181,16 +269,38 @@ mod tests {
 
     #[test]
     fn a_count_beyond_what_was_sent_is_a_violation() {
-        let mut u = Unconfirmed { confirmed: u32::MAX, ..Unconfirmed::default() };
-        u.push(0, 1);
-        u.push(1, 2);
+        let (mut u, op) = (Unconfirmed::new(4), OpId { index: 0, generation: 1 });
+        u.confirmed = u32::MAX;
+        u.push(op, 8, Time(0));
+        u.push(op, 9, Time(0));
         assert_eq!(u.news(u32::MAX), Ok(0));
         assert_eq!(u.news(1), Ok(2));
         assert!(u.news(2).is_err());
         assert!(u.news(u32::MAX - 1).is_err(), "a count never goes back");
-        assert_eq!(u.pop(), Some((0, 1)));
+        assert_eq!(u.pop().map(|counted| counted.len), Some(8));
         assert_eq!(u.news(1), Ok(1));
         u.clear();
         assert_eq!(u.news(1), Ok(0));
+    }
+
+    #[test]
+    fn places_name_the_messages_that_are_under_way() {
+        let (mut u, op) = (Unconfirmed::new(3), |index| OpId { index, generation: 0 });
+        let found = |u: &mut Unconfirmed, place| u.at(place).map(|counted| counted.op.index);
+        for index in 0..3 {
+            assert_eq!(u.push(op(index), 8, Time(0)), index);
+        }
+        assert!(u.is_full());
+        u.pop();
+        assert_eq!(u.push(op(3), 8, Time(0)), 0, "the place of the first is free");
+        assert_eq!((0..4).map(|place| found(&mut u, place)).collect::<Vec<_>>(), [Some(3), Some(1), Some(2), None]);
+        u.at(1).expect("under way").stage = CountedStage::Answered;
+        assert_eq!(found(&mut u, 1), None, "it was answered");
+        assert_eq!(u.iter().map(|(place, counted)| (place, counted.op.index)).collect::<Vec<_>>(), [(2, 2), (0, 3)]);
+        u.pop();
+        u.pop();
+        assert_eq!((found(&mut u, 0), found(&mut u, 2)), (Some(3), None));
+        u.pop();
+        assert_eq!(u.push(op(4), 8, Time(0)), 0, "none is under way: the cycle starts over");
     }
 }

@@ -166,6 +166,9 @@ impl Peer {
     /// The peer says that it has all of our operation `id` (or that it has all of the read which we serve).
     #[inline]
     pub(super) fn finished(&mut self, now: Time, id: u32) -> Result<(), String> {
+        if self.names_counted(id) {
+            return self.counted_finished(now, id);
+        }
         let index = id.wrapping_sub(1);
         let Some(outgoing) = self.outs.get(index as usize) else {
             return Err(format!("operation {id} finished that is not under way"));
@@ -174,22 +177,6 @@ impl Peer {
             Kind::Send if outgoing.stage == Stage::Eager => self.close_eager(now, index),
             Kind::Read { .. } => return Err(format!("read {id} finished by its owner")),
             _ => self.finish_out(now, index, Ok(())),
-        }
-        Ok(())
-    }
-
-    /// The peer has delivered `count` of our counted messages.
-    #[inline]
-    pub(super) fn confirmed(&mut self, now: Time, count: u32) -> Result<(), String> {
-        for _ in 0..self.unconfirmed.news(count)? {
-            let Some((index, serial)) = self.unconfirmed.pop() else { break };
-            match self.outs.get(index as usize).filter(|outgoing| outgoing.serial == serial).map(|o| o.stage) {
-                Some(Stage::Eager) => self.close_eager(now, index),
-                // It was to be aborted, and is delivered.
-                Some(_) => self.finish_out(now, index, Ok(())),
-                // It was answered by name.
-                None => {}
-            }
         }
         Ok(())
     }
@@ -273,6 +260,9 @@ impl Peer {
 
     /// The peer's receipt of a failure of our operation `id`.
     pub(super) fn out_failed(&mut self, now: Time, id: u32, why: Failure) -> Result<(), String> {
+        if self.names_counted(id) {
+            return self.counted_failed(id, why);
+        }
         let index = id.wrapping_sub(1);
         match self.outs.get(index as usize).map(|o| o.kind) {
             Some(Kind::Send | Kind::Write) => {
@@ -375,6 +365,9 @@ impl Peer {
 
     /// Starts to end an operation of ours before its time.
     pub(super) fn abort_outgoing(&mut self, op: OpId, why: &Failure) -> bool {
+        if self.abort_counted(op, why) {
+            return true;
+        }
         let Some(index) = self.outs.iter().find(|(_, o)| o.op == op && o.kind != Kind::Serve).map(|(i, _)| i) else {
             return false;
         };
@@ -482,7 +475,9 @@ impl Peer {
     }
 
     pub(super) fn progress_outgoing(&self, op: OpId) -> Option<(u64, u64)> {
-        let (_, outgoing) = self.outs.iter().find(|(_, o)| o.op == op && o.kind != Kind::Serve)?;
+        let Some((_, outgoing)) = self.outs.iter().find(|(_, o)| o.op == op && o.kind != Kind::Serve) else {
+            return self.progress_counted(op);
+        };
         let moved = match outgoing.kind {
             Kind::Read { target } => self.received(target),
             _ => outgoing.rest().feed.as_ref().map_or(0, Feed::sent),

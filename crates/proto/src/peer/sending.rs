@@ -5,6 +5,7 @@ use crossrail_types::{Head, LaneId, OpId};
 use super::{Control, Peer, Phase, Queued};
 use crate::feed::guided;
 use crate::frame::{self, Announce, Bytes, Frame, Read, Stamp, Write};
+use crate::lane::Lane;
 use crate::peer::outgoing::{Kind, Outgoing, Stage};
 use crate::{Body, Memory, Operation, Out, Time};
 
@@ -42,6 +43,7 @@ impl Peer {
     /// [`Peer::next`], with chunks of at most `most` bytes: the first of a lane that waits for the bytes of each.
     #[inline]
     pub fn next_within(&mut self, now: Time, lane: LaneId, most: u64) -> Option<Out> {
+        self.stir();
         let at = self.lane_at(lane)?;
         if self.lanes[at].owes() && matches!(self.phase, Phase::Live | Phase::Closed) {
             let count = self.lanes[at].tell();
@@ -82,7 +84,19 @@ impl Peer {
     /// Whether [`Peer::next`] might have something for this lane. Cheap.
     #[inline]
     pub fn wants(&self, lane: LaneId) -> bool {
-        self.lane_at(lane).is_some_and(|at| self.has_words(at) || self.may_chunk(at))
+        !self.is_calm(lane)
+            && self.lane_at(lane).is_some_and(|at| !self.is_quiet(at) && (self.has_words(at) || self.may_chunk(at)))
+    }
+
+    /// Whether there is nothing at all that the lane at `at` could carry: one test for what is mostly so. False says
+    /// nothing.
+    #[inline]
+    pub(super) fn is_quiet(&self, at: usize) -> bool {
+        let Lane { spec, .. } = &self.lanes[at];
+        let waiting = self.queue.len() | self.control.len() | self.dones.len() | self.active.len();
+        let flags =
+            self.closing | self.lanes[at].owes() | self.follow.is_some() | (self.delivered.owed() & !spec.counts);
+        waiting | self.stream.unsettled() | usize::from(flags) == 0
     }
 
     /// [`Peer::wants`] for a lane that is to take no chunk at present.
@@ -121,7 +135,8 @@ impl Peer {
     /// [counts]: crate::LaneSpec::counts
     #[inline]
     pub fn untold(&self, lane: LaneId) -> Option<u32> {
-        let owed = self.delivered.owed() && self.stream.reliable() && self.stream.lane == Some(lane);
+        let owed =
+            self.delivered.owed() && (self.is_calm(lane) || (self.stream.reliable() && self.stream.lane == Some(lane)));
         owed.then(|| self.delivered.count())
     }
 
@@ -159,7 +174,13 @@ impl Peer {
     /// acknowledgements that may as well ride along with a message, if one comes in time.
     #[inline]
     pub fn presses(&self, lane: LaneId) -> bool {
+        if self.is_calm(lane) {
+            return false;
+        }
         let Some(at) = self.lane_at(lane) else { return false };
+        if self.is_quiet(at) {
+            return false;
+        }
         let messages = self.stream.lane == Some(lane)
             && (!self.queue.is_empty()
                 || !self.control.is_empty()
@@ -178,9 +199,32 @@ impl Peer {
     /// this lane now, with all its bytes: its head, to be carried at once. `None`: it cannot, nothing was done.
     #[inline]
     pub fn send_now(&mut self, now: Time, op: OpId, tag: u64, len: u64, lane: LaneId) -> Option<Head> {
+        let calm = self.is_calm(lane);
         let at = self.lane_at(lane)?;
+        if !calm && !self.is_clear(at) {
+            return None;
+        }
         let spec = &self.lanes[at].spec;
-        let clear = self.stream.lane == Some(lane)
+        let most = if calm { self.calm.send_max } else { u64::from(spec.eager_max.min(spec.max_payload)) };
+        let credit = self.own_active < self.config.message_credit
+            && len <= most
+            && self.eager_bytes + len <= self.config.eager_credit;
+        if !credit {
+            return None;
+        }
+        if spec.reliable && !self.unconfirmed.is_full() {
+            let head = self.count_out(op, tag, len, now);
+            if !calm {
+                self.calm_down(at);
+            }
+            return Some(head);
+        }
+        Some(self.eager(now, at, op, tag, len, now))
+    }
+
+    /// Whether a new message could go out on the lane at `at` before anything else.
+    fn is_clear(&self, at: usize) -> bool {
+        self.stream.lane == Some(self.lanes[at].spec.id)
             && matches!(self.phase, Phase::Live)
             && !self.closing
             && self.queue.is_empty()
@@ -189,29 +233,24 @@ impl Peer {
             && !self.stream.resends()
             && self.stream.open()
             && !self.dones_first()
-            && !self.lanes[at].owes();
-        let credit = self.own_active < self.config.message_credit
-            && len <= u64::from(spec.eager_max.min(spec.max_payload))
-            && self.eager_bytes + len <= self.config.eager_credit;
-        if !clear || !credit {
-            return None;
-        }
-        Some(self.eager(now, at, op, tag, len, now))
+            && !self.lanes[at].owes()
     }
 
     /// A message that goes with its first frame; credit was checked.
-    #[inline]
     fn eager(&mut self, now: Time, at: usize, op: OpId, tag: u64, len: u64, started: Time) -> Head {
-        let serial = self.next_serial();
-        let done = self.next_done();
-        self.own_active += 1;
-        self.eager_bytes += len;
         let lane = &mut self.lanes[at];
         let (id_of_lane, lossy) = (lane.spec.id, !lane.spec.reliable);
+        if !lossy && !self.unconfirmed.is_full() {
+            return self.count_out(op, tag, len, started);
+        }
         if lossy && !self.stream.waiting() {
             lane.progress = now;
             lane.suspected = false;
         }
+        let serial = self.next_serial();
+        let done = self.next_done();
+        self.own_active += 1;
+        self.eager_bytes += len;
         let stamp = self.stamp();
         let entry = self.outs.vacant_entry();
         let id = entry.key() as u32 + 1;
@@ -219,15 +258,29 @@ impl Peer {
         outgoing.stage = Stage::Eager;
         outgoing.seq = Some(stamp.seq);
         entry.insert(outgoing);
-        let head = frame::eager(id, tag, len as u32, stamp, done, !lossy);
+        let head = frame::eager(id, tag, len as u32, stamp, done, false);
         if lossy {
             self.stream.retain(&eager_out(head, op, len));
-        } else {
-            self.unconfirmed.push(id - 1, serial);
         }
         self.delivered.answered(done);
         self.clear_urgency();
         head
+    }
+
+    /// [`Peer::eager`] on a lane that loses nothing: the peer confirms the message by its count.
+    #[inline]
+    fn count_out(&mut self, op: OpId, tag: u64, len: u64, started: Time) -> Head {
+        let done = if self.dones.is_empty() { 0 } else { self.next_done() };
+        self.own_active += 1;
+        self.eager_bytes += len;
+        let stamp = self.stamp();
+        let place = self.unconfirmed.push(op, len, started);
+        let id = self.counted_id(place);
+        self.delivered.answered(done);
+        if self.urgent || self.passes > 0 {
+            self.clear_urgency();
+        }
+        frame::eager(id, tag, len as u32, stamp, done, true)
     }
 
     /// Numbers a frame of the stream and has it confirm what was delivered.
@@ -255,6 +308,7 @@ impl Peer {
     /// Owed acknowledgements go out with the next [`Peer::next`], alone if need be. For before a sleep or a long
     /// absence; [`Peer::on_timeout`] does it, too.
     pub fn flush(&mut self) {
+        self.stir();
         self.urgent = self.owes();
     }
 
@@ -367,6 +421,7 @@ impl Peer {
         let finished = self.closing
             && !self.bye_sent
             && self.outs.is_empty()
+            && self.own_active == 0
             && self.ins.is_empty()
             && self.dones.is_empty()
             && self.open.is_none();

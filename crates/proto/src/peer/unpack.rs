@@ -18,6 +18,7 @@ impl Peer {
     /// `place` is called again with the same one. Meanwhile the peer is told now and then that this end lives
     /// ([`Peer::on_timeout`]), and its silence on that lane means nothing.
     pub fn unplace(&mut self, now: Time, lane: LaneId) {
+        self.stir();
         let Some(at) = self.lane_at(lane) else { return };
         if let Placement::Chunk { .. } = self.lanes[at].placing {
             self.lanes[at].placing = Placement::None;
@@ -28,6 +29,7 @@ impl Peer {
     /// In place of [`Peer::placed`], where a chunk's payload is complete in a slot. `None`: the transfer has no more
     /// use for it, the slot is free. `Err`: the peer broke the protocol, this is how: the lane must fail.
     pub fn landed(&mut self, now: Time, lane: LaneId) -> Result<Option<Landed>, String> {
+        self.stir();
         let Some(at) = self.lane_at(lane) else { return Ok(None) };
         let Placement::Chunk { index, serial, offset, len, again } = self.lanes[at].placing else { return Ok(None) };
         self.lanes[at].placing = Placement::None;
@@ -50,6 +52,7 @@ impl Peer {
     /// The chunk's bytes are in the transfer's memory, its slot is free. May come in any order, and when the transfer
     /// or the lane is long gone.
     pub fn unpacked(&mut self, now: Time, landed: Landed) {
+        self.stir();
         let Some(ends) = self.take_off(&landed) else { return };
         let Landed { lane, offset, len, target, again } = landed;
         if !ends {
@@ -64,6 +67,7 @@ impl Peer {
     /// The chunk's bytes cannot be unpacked, and nothing is copied out of its slot any more: the transfer fails at both
     /// ends.
     pub fn unpack_failed(&mut self, now: Time, landed: Landed, why: String) {
+        self.stir();
         let Some(ends) = self.take_off(&landed) else { return };
         if !ends {
             let memory = self.ins[landed.target.index as usize].memory();
@@ -76,6 +80,7 @@ impl Peer {
     /// there fails with [`Failure::Device`], at both ends. Chunks of it that `next` has given out go as
     /// [`crate::frame::void`] says. Nothing happens where it is over.
     pub fn fail(&mut self, now: Time, memory: Memory, why: String) {
+        self.stir();
         let why = Failure::Device(why);
         match memory {
             Memory::Op(op) => {

@@ -1,0 +1,162 @@
+//! The life of a counted message of ours: sent, confirmed by the count, or answered by name.
+
+use crossrail_types::{LaneId, OpId};
+
+use super::Peer;
+use crate::frame::{self, Bytes, Frame};
+use crate::peer::ledger::{Counted, CountedStage};
+use crate::peer::sending::inline;
+use crate::{Event, Failure, Memory, Short, Time};
+
+/// The condition of a connection in which a short message needs nothing but its own words: one lane that loses nothing
+/// and [counts](crate::LaneSpec::counts) carries the messages, and nothing is queued, owed, held back or ending.
+///
+/// It is found out once, after a message that went the long way ([`Peer::calm_down`]), and holds until any other method
+/// of [`Peer`] may have changed it: each of those calls [`Peer::stir`] first.
+#[derive(Debug, Default)]
+pub(super) struct Calm {
+    lane: Option<LaneId>,
+    /// Longest message that goes with its first frame.
+    pub(super) send_max: u64,
+}
+
+impl Peer {
+    /// Whether short messages on that lane need no further look at the connection.
+    #[inline]
+    pub(super) fn is_calm(&self, lane: LaneId) -> bool {
+        self.calm.lane == Some(lane)
+    }
+
+    /// Something may change that [`Calm`] promises.
+    #[inline]
+    pub(super) fn stir(&mut self) {
+        self.calm.lane = None;
+    }
+
+    /// Finds out whether the connection is [`Calm`].
+    pub(super) fn calm_down(&mut self, at: usize) {
+        let lane = &self.lanes[at];
+        let quiet = self.is_quiet(at) && lane.is_unoccupied() && self.open.is_none() && self.theirs_active == 0;
+        let settled = !self.urgent && self.passes == 0 && !self.delivered.withholds() && self.stream.is_empty();
+        let open = self.live() && !self.bye_sent && self.stream.open() && self.stream.reliable();
+        let counts = lane.spec.counts && lane.spec.reliable && self.stream.lane == Some(lane.spec.id);
+        if quiet && settled && open && counts {
+            let send_max = u64::from(lane.spec.eager_max.min(lane.spec.max_payload));
+            self.calm = Calm { lane: Some(lane.spec.id), send_max };
+        }
+    }
+
+    /// The wire id of the counted message at `place`: behind those of the table of outgoing operations.
+    #[inline]
+    pub(super) fn counted_id(&self, place: u32) -> u32 {
+        self.named_max() + 1 + place
+    }
+
+    /// The place of the counted message with that wire id; `None`: the id is not one of a counted message.
+    fn counted_place(&self, id: u32) -> Option<u32> {
+        id.checked_sub(self.named_max() + 1)
+    }
+
+    /// Whether a frame's `op` is that of a counted message.
+    #[inline]
+    pub(super) fn names_counted(&self, id: u32) -> bool {
+        id > self.named_max()
+    }
+
+    /// The peer has delivered `count` of our counted messages.
+    #[inline]
+    pub(super) fn confirmed(&mut self, now: Time, count: u32) -> Result<(), String> {
+        for _ in 0..self.unconfirmed.news(count)? {
+            let Some(counted) = self.unconfirmed.pop() else { break };
+            // One that was to be aborted is delivered all the same.
+            if counted.stage != CountedStage::Answered {
+                self.close_counted(now, &counted);
+            }
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn close_counted(&mut self, now: Time, counted: &Counted) {
+        let Counted { op, len, started, stage } = *counted;
+        self.own_active -= 1;
+        self.eager_bytes -= len;
+        if stage == CountedStage::Aborting {
+            self.unconfirmed.take_fault(op);
+        }
+        self.end_short(Short { op, tag: 0, bytes: len, wire_ns: now.since(started), lane: self.stream.lane });
+    }
+
+    /// The peer says by name that it has our counted message `id`.
+    pub(super) fn counted_finished(&mut self, now: Time, id: u32) -> Result<(), String> {
+        let Some(counted) = self.answer(id) else {
+            return Err(format!("operation {id} finished that is not under way"));
+        };
+        self.close_counted(now, &counted);
+        Ok(())
+    }
+
+    /// The peer says that our counted message `id` has failed.
+    pub(super) fn counted_failed(&mut self, id: u32, theirs: Failure) -> Result<(), String> {
+        let Some(counted) = self.answer(id) else {
+            return Err(format!("operation {id} failed that is not under way"));
+        };
+        let why = match (self.unconfirmed.take_fault(counted.op), theirs) {
+            (Some(own), Failure::Device(_) | Failure::Cancelled) => own,
+            (_, theirs) => theirs,
+        };
+        self.fail_counted(&counted, why);
+        Ok(())
+    }
+
+    /// The message with that id, which is answered with this.
+    fn answer(&mut self, id: u32) -> Option<Counted> {
+        let place = self.counted_place(id)?;
+        let counted = self.unconfirmed.at(place)?;
+        let known = *counted;
+        counted.stage = CountedStage::Answered;
+        Some(known)
+    }
+
+    fn fail_counted(&mut self, counted: &Counted, why: Failure) {
+        let Counted { op, len, .. } = *counted;
+        self.own_active -= 1;
+        self.eager_bytes -= len;
+        self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
+        self.events.push_back(Event::Done { op, result: Err(why), progress: 0, tag: 0 });
+    }
+
+    /// Starts to end a counted message before its time; false: `op` is none.
+    pub(super) fn abort_counted(&mut self, op: OpId, why: &Failure) -> bool {
+        let Some((place, counted)) = self.unconfirmed.iter().find(|(_, counted)| counted.op == op) else {
+            return false;
+        };
+        if std::mem::replace(&mut counted.stage, CountedStage::Aborting) == CountedStage::Aborting {
+            return true;
+        }
+        let (code, bytes) = match why {
+            Failure::Device(_) => frame::encode_failure(why),
+            _ => (0, Bytes::EMPTY),
+        };
+        if matches!(why, Failure::Device(_)) {
+            self.unconfirmed.blame(op, why.clone());
+        }
+        let op = self.counted_id(place);
+        self.tell_with(Frame::Abort { op, code }, inline(bytes));
+        true
+    }
+
+    /// Bytes moved and bytes in all, of a counted message.
+    pub(super) fn progress_counted(&self, op: OpId) -> Option<(u64, u64)> {
+        self.unconfirmed.find(op).map(|counted| (0, counted.len))
+    }
+
+    /// Fails all of them: nobody answers any more.
+    pub(super) fn fail_all_counted(&mut self, why: &Failure) {
+        let all: Vec<Counted> = self.unconfirmed.iter().map(|(_, counted)| *counted).collect();
+        self.unconfirmed.clear();
+        for counted in all {
+            self.fail_counted(&counted, why.clone());
+        }
+    }
+}
