@@ -112,10 +112,19 @@ impl Core {
     /// Whether there is work to be done without the lock.
     #[inline]
     pub(crate) fn has_deferred(&self) -> bool {
-        self.transfers.wake_ups.wants_connections()
-            || self.transfers.data.tables.operations.has_callbacks()
-            || !self.transfers.deferred.suspects.is_empty()
-            || !self.transfers.deferred.lost.is_empty()
+        let Deferred { suspects, lost, .. } = &self.transfers.deferred;
+        // One test for all: mostly there is nothing.
+        usize::from(self.transfers.wake_ups.wants_connections())
+            | self.transfers.data.tables.operations.callbacks()
+            | suspects.len()
+            | lost.len()
+            != 0
+    }
+
+    /// Whether nothing is to be done when the lock is released: no operation has finished, and nothing is deferred.
+    #[inline]
+    pub(crate) fn is_quiet(&self) -> bool {
+        !(self.transfers.data.tables.operations.has_finished() | self.has_deferred())
     }
 
     pub(crate) fn take_deferred(&mut self) -> Deferred {
@@ -143,7 +152,7 @@ impl Core {
         if self.passes.is_multiple_of(CLOCK_EVERY) {
             self.timers();
         }
-        let sockets = probe && (self.transfers.polled.sockets_only() || self.passes.is_multiple_of(SOCKETS_EVERY));
+        let sockets = probe && (self.passes.is_multiple_of(SOCKETS_EVERY) || self.transfers.polled.sockets_only());
         // Where connections have threads of their own, those do what follows from completions: a caller that counted
         // them as progress would never leave them the lock.
         let mut moved = self.transfers.data.gpu.has_completions() && self.complete_staging() && !self.threads;
@@ -182,7 +191,7 @@ impl Core {
     }
 
     /// Reads the clock and has the protocol check for silent lanes.
-    #[inline(always)]
+    #[inline(never)]
     pub(crate) fn timers(&mut self) {
         let now = self.transfers.data.tables.clock.read();
         if self.transfers.data.gpu.has_links() {

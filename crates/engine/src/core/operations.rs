@@ -6,8 +6,6 @@ use crossrail_proto as proto;
 use crossrail_transport::Grant;
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, OpId, Result};
 
-use proto::Short;
-
 use super::Receipt;
 use crate::memory::{Buffer, GpuTimes, Keep, OnGpu};
 
@@ -26,6 +24,23 @@ pub(crate) struct Finish {
     pub(crate) lane: Option<LaneId>,
     /// All but a message that went with its first frame.
     pub(crate) more: Option<Box<More>>,
+}
+
+/// How a short message ended, in good order.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ShortEnd {
+    pub(crate) endpoint: Option<EndpointId>,
+    pub(crate) tag: u64,
+    pub(crate) bytes: u64,
+    pub(crate) wire_ns: u64,
+    pub(crate) lane: Option<LaneId>,
+}
+
+impl From<ShortEnd> for Finish {
+    fn from(end: ShortEnd) -> Finish {
+        let ShortEnd { endpoint, tag, bytes, wire_ns, lane } = end;
+        Finish { endpoint, tag, bytes, wire_ns, lane, more: None }
+    }
 }
 
 /// What there is to tell of a longer operation.
@@ -54,6 +69,7 @@ pub(crate) enum OpKind {
 
 impl OpKind {
     /// Whether the peer decides when it is finished: all but a receive.
+    #[inline]
     pub(crate) fn awaits_peer(self) -> bool {
         self != OpKind::Receive
     }
@@ -80,10 +96,24 @@ impl From<&proto::Operation> for OpKind {
     }
 }
 
+/// How far the operation of an entry is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// There is none: nothing is kept, attached, or there as an outcome.
+    Free,
+    InFlight,
+    /// Finished as most are, a short message in good order: the entry's fields have the rest. No outcome is there.
+    Short,
+    /// Finished; the outcome is there.
+    Finished,
+}
+
 /// One operation.
 pub(crate) struct Op {
     generation: u32,
-    live: bool,
+    /// Of a free entry: the next free one.
+    next_free: u32,
+    state: State,
     kind: OpKind,
     /// The peer it runs with; for a receive from any peer, known once it is matched.
     endpoint: Option<EndpointId>,
@@ -92,6 +122,10 @@ pub(crate) struct Op {
     /// `None`: host memory.
     gpu: Option<Box<OnGpu>>,
     tag: u64,
+    /// Once it is [`State::Short`]: bytes moved, and the protocol's account of it.
+    bytes: u64,
+    wire_ns: u64,
+    lane: Option<LaneId>,
     keep: Keep,
     outcome: Option<Outcome>,
     /// The request was dropped: the entry is free as soon as the operation is finished.
@@ -121,11 +155,9 @@ struct Attached {
 pub(crate) enum Standing {
     InFlight,
     /// Finished; the entry is free.
-    Collected(Finish),
-    /// Finished; the entry stays until the request is dropped.
-    Kept(Outcome),
-    /// There is no such operation.
-    Gone,
+    Collected(ShortEnd),
+    /// Finished; the entry stays until the request is dropped ([`Operations::outcome`]). Or there is no such operation.
+    Kept,
 }
 
 /// Operations by index; an index is reused under a new generation, so an id of a freed entry refers to nothing.
@@ -133,15 +165,23 @@ pub(crate) enum Standing {
 /// Protected by the worker's lock. An operation is inserted, finishes exactly once ([`Operations::finish`] or
 /// [`Operations::finish_short`]; later calls are ignored), and leaves the table when its request has been dropped or
 /// its outcome collected. From the finish on no lane touches its memory.
-#[derive(Default)]
 pub(crate) struct Operations {
     slots: Vec<Op>,
-    free: Vec<u32>,
+    /// The first free entry, or [`NO_ENTRY`].
+    free: u32,
     /// Callbacks of finished operations, to be run without the lock.
     callbacks: Vec<(Callback, Outcome)>,
     /// Set when an operation finishes, cleared by [`Operations::take_finished`].
     finished: bool,
     live: usize,
+}
+
+const NO_ENTRY: u32 = u32::MAX;
+
+impl Default for Operations {
+    fn default() -> Operations {
+        Operations { slots: Vec::new(), free: NO_ENTRY, callbacks: Vec::new(), finished: false, live: 0 }
+    }
 }
 
 // SAFETY: the pointers in it are descriptions; they are dereferenced by lanes under the rules of `Payload` and
@@ -150,41 +190,49 @@ pub(crate) struct Operations {
 unsafe impl Send for Operations {}
 
 impl Operations {
+    #[inline]
     pub(crate) fn insert(&mut self, kind: OpKind, endpoint: Option<EndpointId>, tag: u64, buffer: Buffer) -> OpId {
-        self.live += 1;
-        let index = match self.free.pop() {
-            Some(index) => index,
-            None => {
-                self.slots.push(Op::vacant());
-                (self.slots.len() - 1) as u32
-            }
-        };
+        if self.free == NO_ENTRY {
+            self.grow();
+        }
+        let index = self.free;
         let slot = &mut self.slots[index as usize];
-        slot.live = true;
+        self.free = slot.next_free;
+        self.live += 1;
+        slot.state = State::InFlight;
         slot.kind = kind;
         slot.endpoint = endpoint;
         slot.ptr = buffer.ptr;
         slot.len = buffer.len;
-        slot.gpu = buffer.gpu;
         slot.tag = tag;
-        // The freed entry keeps nothing, so there is nothing to drop: a drop would be a test on the hot path.
-        std::mem::forget(std::mem::replace(&mut slot.keep, buffer.keep));
         slot.detached = false;
+        // A free entry keeps nothing, so there is nothing to drop: a drop would be a test on the hot path.
+        std::mem::forget(std::mem::replace(&mut slot.gpu, buffer.gpu));
+        std::mem::forget(std::mem::replace(&mut slot.keep, buffer.keep));
         OpId { index, generation: slot.generation }
     }
 
-    pub(crate) fn op(&self, id: OpId) -> Option<&Op> {
-        self.slots.get(id.index as usize).filter(|op| op.live && op.generation == id.generation)
+    #[cold]
+    fn grow(&mut self) {
+        self.free = self.slots.len() as u32;
+        self.slots.push(Op::vacant());
     }
 
+    #[inline]
+    pub(crate) fn op(&self, id: OpId) -> Option<&Op> {
+        // The generation is that of the next use as soon as the entry is free.
+        self.slots.get(id.index as usize).filter(|op| op.generation == id.generation)
+    }
+
+    #[inline]
     pub(crate) fn op_mut(&mut self, id: OpId) -> Option<&mut Op> {
-        self.slots.get_mut(id.index as usize).filter(|op| op.live && op.generation == id.generation)
+        self.slots.get_mut(id.index as usize).filter(|op| op.generation == id.generation)
     }
 
     /// What an operation does that is not finished; `None`: it is, or there is none.
     #[inline]
     pub(crate) fn kind_in_flight(&self, id: OpId) -> Option<OpKind> {
-        self.op(id).filter(|op| op.outcome.is_none()).map(|op| op.kind)
+        self.op(id).filter(|op| op.state == State::InFlight).map(|op| op.kind)
     }
 
     /// Whether an operation has finished, or [`Operations::report`] was called, since the last call.
@@ -198,10 +246,16 @@ impl Operations {
         self.finished = true;
     }
 
-    /// Whether callbacks are to be run.
+    /// Whether an operation has finished since [`Operations::take_finished`] was last called.
     #[inline]
-    pub(crate) fn has_callbacks(&self) -> bool {
-        !self.callbacks.is_empty()
+    pub(super) fn has_finished(&self) -> bool {
+        self.finished
+    }
+
+    /// How many callbacks are to be run.
+    #[inline]
+    pub(super) fn callbacks(&self) -> usize {
+        self.callbacks.len()
     }
 
     /// Callbacks to run without the lock.
@@ -220,13 +274,13 @@ impl Operations {
     }
 
     pub(crate) fn is_done(&self, id: OpId) -> bool {
-        self.op(id).is_none_or(|op| op.outcome.is_some())
+        self.op(id).is_none_or(Op::is_over)
     }
 
     /// Ends an operation: no lane touches its memory from here on.
     pub(crate) fn finish(&mut self, id: OpId, mut outcome: Outcome) {
         let Some(op) = self.op_mut(id) else { return };
-        if op.outcome.is_some() {
+        if op.is_over() {
             return;
         }
         let Attached { grant, direct, callback, parent, .. } =
@@ -249,6 +303,7 @@ impl Operations {
         }
         if let Some(op) = self.op_mut(id) {
             op.outcome = Some(outcome);
+            op.state = State::Finished;
         }
         self.finished = true;
         if detached {
@@ -262,17 +317,24 @@ impl Operations {
     /// [`Operations::finish`] for a short message with nothing attached to it. False: go the long way.
     #[inline]
     pub(crate) fn finish_short(&mut self, endpoint: EndpointId, short: proto::Short) -> bool {
-        let Some(op) = self.op_mut(short.op) else { return true };
-        if op.attached.is_some() || op.outcome.is_some() || op.detached {
+        let Some(op) = self.slots.get_mut(short.op.index as usize).filter(|op| op.generation == short.op.generation)
+        else {
+            return true;
+        };
+        if op.state != State::InFlight || op.detached || op.attached.is_some() || op.gpu.is_some() {
             return false;
         }
+        op.state = State::Short;
         op.endpoint = Some(endpoint);
-        let tag = if op.kind == OpKind::Receive { short.tag } else { op.tag };
+        if op.kind == OpKind::Receive {
+            op.tag = short.tag;
+        }
+        op.bytes = short.bytes;
+        op.wire_ns = short.wire_ns;
+        op.lane = short.lane;
         if !matches!(op.keep, Keep::Vec(_) | Keep::Nothing) {
             op.keep = Keep::Nothing;
         }
-        let Short { bytes, wire_ns, lane, .. } = short;
-        op.outcome = Some(Ok(Finish { endpoint: Some(endpoint), tag, bytes, wire_ns, lane, more: None }));
         self.finished = true;
         true
     }
@@ -281,16 +343,28 @@ impl Operations {
     /// looked up again.
     #[inline]
     pub(crate) fn collect(&mut self, id: OpId) -> Standing {
-        let Some(op) = self.op_mut(id) else { return Standing::Gone };
-        match &op.outcome {
-            None => Standing::InFlight,
-            Some(Ok(Finish { more: None, .. })) if matches!(op.keep, Keep::Nothing) => {
-                let outcome = op.outcome.take();
-                self.free(id);
-                outcome.map_or(Standing::Gone, |outcome| outcome.map_or(Standing::Gone, Standing::Collected))
+        let Some(op) = self.slots.get_mut(id.index as usize).filter(|op| op.generation == id.generation) else {
+            return Standing::Kept;
+        };
+        match op.state {
+            State::InFlight => Standing::InFlight,
+            State::Short if matches!(op.keep, Keep::Nothing) => {
+                let end = op.short_end();
+                // Nothing else is there to be dropped: see `State::Short`, and `finish_short`.
+                op.state = State::Free;
+                op.generation = op.generation.wrapping_add(1);
+                op.next_free = self.free;
+                self.free = id.index;
+                self.live -= 1;
+                Standing::Collected(end)
             }
-            Some(outcome) => Standing::Kept(outcome.clone()),
+            _ => Standing::Kept,
         }
+    }
+
+    /// How a finished operation ended; `None`: it is in flight, or there is none.
+    pub(crate) fn outcome(&self, id: OpId) -> Option<Outcome> {
+        self.op(id).and_then(Op::outcome)
     }
 
     /// Keeps a batch from finishing while its parts are still being submitted.
@@ -350,10 +424,10 @@ impl Operations {
         if let Some(op) = self.op_mut(child) {
             op.attached().parent = Some(parent);
             op.detached = true;
-            already = op.outcome.is_some();
+            already = op.is_over();
         }
         if already {
-            let outcome = self.op_mut(child).and_then(|op| op.outcome.take());
+            let outcome = self.outcome(child);
             self.free(child);
             match outcome {
                 Some(Err(error)) => self.child_finished(parent, 0, Some(error)),
@@ -366,11 +440,8 @@ impl Operations {
     /// Runs `callback` when the operation is finished (at once if it is).
     pub(crate) fn on_complete(&mut self, id: OpId, callback: Callback) {
         let Some(op) = self.op_mut(id) else { return };
-        match &op.outcome {
-            Some(outcome) => {
-                let outcome = outcome.clone();
-                self.callbacks.push((callback, outcome));
-            }
+        match op.outcome() {
+            Some(outcome) => self.callbacks.push((callback, outcome)),
             None => {
                 let attached = op.attached();
                 attached.callback = Some(match attached.callback.take() {
@@ -387,7 +458,7 @@ impl Operations {
     /// The request was dropped.
     pub(crate) fn detach(&mut self, id: OpId) {
         let Some(op) = self.op_mut(id) else { return };
-        if op.outcome.is_some() {
+        if op.is_over() {
             self.free(id);
         } else {
             op.detached = true;
@@ -396,8 +467,7 @@ impl Operations {
 
     /// Takes an owned buffer back out of a finished operation.
     pub(crate) fn take_vec(&mut self, id: OpId) -> Option<Vec<u8>> {
-        let op = self.op_mut(id)?;
-        op.outcome.as_ref()?;
+        let op = self.op_mut(id).filter(|op| op.is_over())?;
         match std::mem::replace(&mut op.keep, Keep::Nothing) {
             Keep::Vec(bytes) => Some(bytes),
             other => {
@@ -410,21 +480,32 @@ impl Operations {
     /// All operations in flight.
     pub(crate) fn running(&self) -> Vec<OpId> {
         let running = |(index, op): (usize, &Op)| {
-            (op.live && op.outcome.is_none()).then_some(OpId { index: index as u32, generation: op.generation })
+            (op.state == State::InFlight).then_some(OpId { index: index as u32, generation: op.generation })
         };
         self.slots.iter().enumerate().filter_map(running).collect()
     }
 
-    fn free(&mut self, id: OpId) {
-        let slot = &mut self.slots[id.index as usize];
-        slot.generation = slot.generation.wrapping_add(1);
-        slot.live = false;
-        if !matches!(slot.keep, Keep::Nothing) {
-            slot.keep = Keep::Nothing;
+    /// Frees the entry of a finished operation unless its request may still ask for its bytes.
+    pub(crate) fn free_if_bare(&mut self, id: OpId) -> bool {
+        let bare = self.op(id).is_some_and(|op| op.is_over() && matches!(op.keep, Keep::Nothing));
+        if bare {
+            self.free(id);
         }
+        bare
+    }
+
+    fn free(&mut self, id: OpId) {
+        let Some(slot) = self.slots.get_mut(id.index as usize).filter(|slot| slot.generation == id.generation) else {
+            return;
+        };
+        slot.state = State::Free;
+        slot.generation = slot.generation.wrapping_add(1);
+        slot.keep = Keep::Nothing;
+        slot.gpu = None;
         slot.outcome = None;
         slot.attached = None;
-        self.free.push(id.index);
+        slot.next_free = self.free;
+        self.free = id.index;
         self.live -= 1;
     }
 }
@@ -433,13 +514,17 @@ impl Op {
     fn vacant() -> Op {
         Op {
             generation: 0,
-            live: false,
+            next_free: NO_ENTRY,
+            state: State::Free,
             kind: OpKind::Batch,
             endpoint: None,
             ptr: std::ptr::null_mut(),
             len: 0,
             gpu: None,
             tag: 0,
+            bytes: 0,
+            wire_ns: 0,
+            lane: None,
             keep: Keep::Nothing,
             outcome: None,
             detached: false,
@@ -483,8 +568,23 @@ impl Op {
         self.tag
     }
 
-    pub(crate) fn outcome(&self) -> Option<&Outcome> {
-        self.outcome.as_ref()
+    /// Whether it has finished.
+    #[inline]
+    pub(crate) fn is_over(&self) -> bool {
+        matches!(self.state, State::Short | State::Finished)
+    }
+
+    fn outcome(&self) -> Option<Outcome> {
+        match self.state {
+            State::Short => Some(Ok(self.short_end().into())),
+            _ => self.outcome.clone(),
+        }
+    }
+
+    #[inline]
+    fn short_end(&self) -> ShortEnd {
+        let (endpoint, tag, bytes, wire_ns, lane) = (self.endpoint, self.tag, self.bytes, self.wire_ns, self.lane);
+        ShortEnd { endpoint, tag, bytes, wire_ns, lane }
     }
 
     /// Where its staging times are counted; `None`: host memory.

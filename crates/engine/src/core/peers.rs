@@ -1,11 +1,12 @@
 //! The peers of one worker: the protocol's state, and what the engine keeps beside it.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
 use crossrail_proto as proto;
 use crossrail_transport::Grant;
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Reason};
+use parking_lot::Mutex;
 use proto::Time;
 
 use super::bulk_lane::BulkLane;
@@ -13,11 +14,31 @@ use super::bulk_lane::BulkLane;
 /// Events that receipts can report, at most.
 const NOTES_MAX: usize = 64;
 
-/// What receipts call a peer and the lane of its messages: shared, so that a receipt costs one count.
-#[derive(Debug)]
-pub(crate) struct Names {
-    pub(crate) peer: String,
-    pub(crate) message_lane: Arc<str>,
+/// What receipts call a peer and the lane of its messages.
+///
+/// Receipts outlive peers and workers, and counting their references would cost every short message two atomic
+/// operations. So each distinct pair is stored once per process and never freed: peers that connect again under the
+/// same name add nothing.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Names(&'static (String, String));
+
+impl Names {
+    fn new(peer: &str, message_lane: &str) -> Names {
+        static KNOWN: Mutex<BTreeSet<&'static (String, String)>> = Mutex::new(BTreeSet::new());
+        let pair = (peer.to_owned(), message_lane.to_owned());
+        let mut known = KNOWN.lock();
+        let stored = known.get(&pair).copied().unwrap_or_else(|| Box::leak(Box::new(pair)));
+        known.insert(stored);
+        Names(stored)
+    }
+
+    pub(crate) fn peer(self) -> &'static str {
+        &self.0.0
+    }
+
+    pub(crate) fn message_lane(self) -> &'static str {
+        &self.0.1
+    }
 }
 
 /// Every peer that the worker has had, by endpoint. Entries are never removed: requests refer to them by id.
@@ -80,7 +101,7 @@ pub(crate) struct Peer {
     /// The protocol's state. Whoever calls it must settle the endpoint afterwards
     /// ([`Transfers::settle`](super::Transfers::settle)): the protocol's decisions take effect only then.
     pub(super) protocol: proto::Peer,
-    names: Arc<Names>,
+    names: Names,
     alive: bool,
     why_ended: String,
     end_reason: Option<Reason>,
@@ -108,7 +129,7 @@ impl Peer {
     pub(crate) fn new(protocol: proto::Peer, name: &str) -> Peer {
         Peer {
             protocol,
-            names: Arc::new(Names { peer: name.to_owned(), message_lane: "".into() }),
+            names: Names::new(name, ""),
             alive: true,
             why_ended: String::new(),
             end_reason: None,
@@ -124,12 +145,12 @@ impl Peer {
     }
 
     pub(crate) fn name(&self) -> &str {
-        &self.names.peer
+        self.names.peer()
     }
 
     #[inline]
-    pub(crate) fn names(&self) -> &Arc<Names> {
-        &self.names
+    pub(crate) fn names(&self) -> Names {
+        self.names
     }
 
     #[inline]
@@ -220,9 +241,9 @@ impl Peer {
     }
 
     /// Makes `id` the lane polled under the lock.
-    pub(super) fn set_message_lane(&mut self, id: LaneId, name: Arc<str>) {
+    pub(super) fn set_message_lane(&mut self, id: LaneId, name: &str) {
         self.message_lane = Some(id);
-        self.names = Arc::new(Names { peer: self.names.peer.clone(), message_lane: name });
+        self.names = Names::new(self.names.peer(), name);
     }
 
     /// Removes a lane; whether it was the last one.

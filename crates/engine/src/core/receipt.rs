@@ -7,7 +7,7 @@ use crossrail_transport::DirectKind;
 use crossrail_types::{EndpointId, LaneId, OpId, Result};
 
 use super::Core;
-use super::operations::{Finish, More, Outcome, Standing, gone};
+use super::operations::{Finish, More, Outcome, ShortEnd, Standing, gone};
 use super::peers::Names;
 
 /// How a transfer's bytes travelled.
@@ -79,7 +79,7 @@ pub struct Receipt {
     pub unpack_us: f64,
     /// Microseconds in which bytes waited because all bounce slots of the GPU were in use.
     pub slot_us: f64,
-    names: Option<Arc<Names>>,
+    names: Option<Names>,
     /// The one lane it used, if that is not the peer's usual one.
     only: Option<Arc<str>>,
     /// Short messages have none of it: a receipt that is larger than 128 bytes is copied by a call.
@@ -96,12 +96,12 @@ struct Rest {
 impl Receipt {
     /// The peer's name.
     pub fn peer(&self) -> &str {
-        self.names.as_ref().map_or("", |names| &names.peer)
+        self.names.map_or("", Names::peer)
     }
 
     /// A row per lane that carried bytes.
     pub fn lanes(&self) -> Vec<LaneShare> {
-        let usual = || self.names.as_ref().map(|names| names.message_lane.clone());
+        let usual = || self.names.map(|names| names.message_lane().into());
         let only = match self.protocol {
             Protocol::Chunks | Protocol::Batch => None,
             // The frames went over another lane, the bytes did not.
@@ -133,17 +133,30 @@ fn protocol(receipt: &crossrail_proto::Receipt, direct: Option<DirectKind>) -> P
 /// How a finished operation ended; `None`: it is in flight. What need not stay in the table leaves it.
 #[inline]
 pub(crate) fn outcome(core: &mut Core, id: OpId, collected: &Collected) -> Option<Result<Receipt>> {
-    if let Some(finish) = collected.load() {
-        return Some(render(core, Ok(finish)));
-    }
     match core.operations().collect(id) {
         Standing::InFlight => None,
-        Standing::Collected(finish) => {
-            collected.store(&finish);
-            Some(render(core, Ok(finish)))
+        Standing::Collected(end) => {
+            collected.store(&end);
+            Some(Ok(short_receipt(core, &end)))
         }
-        Standing::Kept(outcome) => Some(render(core, outcome)),
-        Standing::Gone => Some(Err(gone("wait"))),
+        Standing::Kept => Some(kept_outcome(core, id, collected)),
+    }
+}
+
+/// [`outcome`] of an operation that is not, or no longer, the plain end of a short message in the table.
+#[cold]
+fn kept_outcome(core: &mut Core, id: OpId, collected: &Collected) -> Result<Receipt> {
+    match (core.operations().outcome(id), collected.load()) {
+        (Some(Ok(Finish { endpoint, tag, bytes, wire_ns, lane, more: None })), _) => {
+            let end = ShortEnd { endpoint, tag, bytes, wire_ns, lane };
+            if core.operations().free_if_bare(id) {
+                collected.store(&end);
+            }
+            Ok(short_receipt(core, &end))
+        }
+        (Some(outcome), _) => render(core, outcome),
+        (None, Some(end)) => Ok(short_receipt(core, &end)),
+        (None, None) => Err(gone("wait")),
     }
 }
 
@@ -174,7 +187,7 @@ impl Collected {
     }
 
     #[inline]
-    fn store(&self, finish: &Finish) {
+    fn store(&self, finish: &ShortEnd) {
         self.endpoint.store(finish.endpoint.map_or(NONE, |id| id.0), Relaxed);
         self.lane.store(finish.lane.map_or(NONE, |id| id.0), Relaxed);
         self.tag.store(finish.tag, Relaxed);
@@ -189,49 +202,57 @@ impl Collected {
         *self.there.get_mut()
     }
 
-    #[inline]
-    pub(crate) fn load(&self) -> Option<Finish> {
+    pub(crate) fn load(&self) -> Option<ShortEnd> {
         let some = |word: &AtomicU32| Some(word.load(Relaxed)).filter(|id| *id != NONE);
-        self.there.load(Relaxed).then(|| Finish {
+        self.there.load(Relaxed).then(|| ShortEnd {
             endpoint: some(&self.endpoint).map(EndpointId),
             tag: self.tag.load(Relaxed),
             bytes: self.bytes.load(Relaxed),
             wire_ns: self.wire_ns.load(Relaxed),
             lane: some(&self.lane).map(LaneId),
-            more: None,
         })
     }
 }
 
 /// The protocol's receipt in people's words.
-#[inline]
 pub(crate) fn render(core: &mut Core, outcome: Outcome) -> Result<Receipt> {
-    let finish = outcome.map_err(|error| *error)?;
-    let peer = finish.endpoint.and_then(|endpoint| core.peers().get(endpoint));
-    let names = peer.as_ref().map(|peer| peer.names().clone());
-    let usual = peer.as_ref().and_then(|peer| peer.message_lane());
-    let mut rendered = Receipt {
-        bytes: finish.bytes,
-        tag: finish.tag,
+    let Finish { endpoint, tag, bytes, wire_ns, lane, more } = outcome.map_err(|error| *error)?;
+    // The lanes of a longer operation are in its own account.
+    let lane = if more.is_some() { None } else { lane };
+    let mut rendered = short_receipt(core, &ShortEnd { endpoint, tag, bytes, wire_ns, lane });
+    if let Some(more) = more {
+        render_more(core, endpoint, *more, &mut rendered);
+    }
+    Ok(rendered)
+}
+
+/// The receipt of a short message.
+#[inline]
+fn short_receipt(core: &mut Core, end: &ShortEnd) -> Receipt {
+    let peer = end.endpoint.and_then(|endpoint| core.peers().get(endpoint));
+    let (names, usual) = peer.map_or((None, None), |peer| (Some(peer.names()), peer.message_lane()));
+    let only = if end.lane == usual || end.lane.is_none() { None } else { unusual_lane(core, end.lane) };
+    Receipt {
+        bytes: end.bytes,
+        tag: end.tag,
         protocol: Protocol::Eager,
         match_us: 0.0,
         window_us: 0.0,
-        wire_us: us(finish.wire_ns),
+        wire_us: us(end.wire_ns),
         copy_us: 0.0,
         pushed: false,
         pack_us: 0.0,
         unpack_us: 0.0,
         slot_us: 0.0,
         names,
-        only: None,
+        only,
         rest: None,
-    };
-    if let Some(more) = finish.more {
-        render_more(core, finish.endpoint, *more, &mut rendered);
-    } else if finish.lane.is_some() && finish.lane != usual {
-        rendered.only = finish.lane.map(|lane| lane_name(core, lane));
     }
-    Ok(rendered)
+}
+
+#[cold]
+fn unusual_lane(core: &mut Core, lane: Option<LaneId>) -> Option<Arc<str>> {
+    lane.map(|lane| lane_name(core, lane))
 }
 
 #[cold]
@@ -267,6 +288,8 @@ fn lane_name(core: &mut Core, id: LaneId) -> Arc<str> {
     core.transfers().lanes().name(id)
 }
 
+#[inline]
 fn us(ns: u64) -> f64 {
-    ns as f64 / 1000.0
+    // From a signed number it is one instruction; 292 years fit.
+    ns as i64 as f64 / 1000.0
 }

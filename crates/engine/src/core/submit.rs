@@ -121,11 +121,12 @@ impl Core {
         if len > record.eager_max() || record.has_pending() || tables.copies_directly(id, ptr, len) {
             return false;
         }
+        let reliable = record.is_reliable();
         let Some(lane) = self.transfers.polled.get_mut(id) else { return false };
         let Some(peer) = tables.peers.get_mut(endpoint) else { return false };
         let Some(head) = peer.protocol.send_now(now, op, tag, len as u64, id) else { return false };
         let mut tx = Tx { head, payload: Payload { ptr, len, file: None, grant: None }, token: 0 };
-        if !lane.caps().reliable {
+        if !reliable {
             tx.payload.grant = tables.operations.op_mut(op).map(|op| op.grant());
         }
         match lane.post(&tx) {
@@ -235,7 +236,7 @@ impl Core {
     pub(crate) fn cancel(&mut self, op: OpId) {
         let tables = &mut self.transfers.data.tables;
         let now = tables.clock.read();
-        let Some(entry) = tables.operations.op(op).filter(|op| op.outcome().is_none()) else { return };
+        let Some(entry) = tables.operations.op(op).filter(|op| !op.is_over()) else { return };
         let (kind, known) = (entry.kind(), entry.endpoint());
         if kind == OpKind::Batch {
             for child in tables.operations.children(op) {

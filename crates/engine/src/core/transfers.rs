@@ -144,16 +144,12 @@ impl Transfers {
         let wants = self.data.wants(endpoint, id);
         let mut sink = PolledSink { data: &mut self.data, endpoint, wants, fault: None };
         let result = polled.lane.poll(&mut sink, LANE_BUDGET, probe);
-        let result = match sink.fault {
-            Some(why) => Err(LaneError::Protocol(why)),
-            None => result,
-        };
-        Some(match result {
-            Ok(true) => {
+        Some(match (result, sink.fault) {
+            (Ok(true), None) => {
                 self.settle(endpoint);
                 PollResult::Moved
             }
-            Ok(false) => {
+            (Ok(false), None) => {
                 if wants {
                     self.flush(endpoint);
                 }
@@ -162,14 +158,20 @@ impl Transfers {
                 }
                 PollResult::Idle
             }
-            Err(error) => {
-                let lane = self.polled.remove(at);
-                self.settle(endpoint);
-                self.direct.close_lane(&mut self.data, lane);
-                self.lane_lost(endpoint, id, &error);
-                PollResult::Ended
-            }
+            (_, Some(why)) => self.end_polled(at, &LaneError::Protocol(why)),
+            (Err(error), None) => self.end_polled(at, &error),
         })
+    }
+
+    /// The lane at that position has failed.
+    #[cold]
+    fn end_polled(&mut self, at: usize, error: &LaneError) -> PollResult {
+        let lane = self.polled.remove(at);
+        let (endpoint, id) = (lane.endpoint, lane.id);
+        self.settle(endpoint);
+        self.direct.close_lane(&mut self.data, lane);
+        self.lane_lost(endpoint, id, error);
+        PollResult::Ended
     }
 
     /// Applies the count of delivered messages that the peer of the lane at `at` has published; whether it was news.
@@ -493,7 +495,7 @@ impl Transfers {
         tables.lanes.insert(id, record);
         let Some(peer) = tables.peers.get_mut(endpoint).filter(|peer| peer.is_alive()) else { return false };
         peer.add_lane(now, spec, None);
-        peer.set_message_lane(id, name);
+        peer.set_message_lane(id, &name);
         self.polled.add(PolledLane { id, endpoint, lane, socket });
         self.settle(endpoint);
         // Whoever sleeps has not armed this lane.

@@ -170,7 +170,13 @@ impl Progress {
 
     /// Releases the lock and does what must be done without it: callbacks, wake-ups, suspects, lost rails.
     #[inline]
-    pub(crate) fn after(&self, mut core: MutexGuard<'_, Core>) {
+    pub(crate) fn after(&self, core: MutexGuard<'_, Core>) {
+        if !core.is_quiet() {
+            self.after_change(core);
+        }
+    }
+
+    fn after_change(&self, mut core: MutexGuard<'_, Core>) {
         let finished = core.operations().take_finished();
         let sleepers = core.wake_ups().is_anyone_sleeping();
         if core.has_deferred() {

@@ -42,7 +42,7 @@ impl Progress {
     pub(crate) fn on_complete(&self, id: OpId, collected: &Collected, callback: Callback) {
         let mut core = self.core.lock();
         match collected.load() {
-            Some(finish) => core.operations().call_back(callback, Ok(finish)),
+            Some(end) => core.operations().call_back(callback, Ok(end.into())),
             None => core.operations().on_complete(id, callback),
         }
         self.after(core);
