@@ -17,14 +17,14 @@ say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
 .PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python test-gpu bench bench-gpu \
-	bench-gpu-experts gpu-pack pages rust wheels check-aarch64 fmt clean
+	bench-gpu-experts bench-gpu-nccl gpu-pack pages rust wheels check-aarch64 fmt clean
 
 help:
 	@echo "make build    virtual environment in $(VENV), tools, the extension and the command crossrail"
 	@echo "make demo     build, then the main job on this machine"
 	@echo "make test     everything CI runs: lint, Rust tests, fuzz corpora, Python tests, test bed"
 	@echo "make test-gpu what needs a GPU"
-	@echo "make bench-gpu GPU memory against its peers, into benches/results/gpu; bench-gpu-experts: dispatch and combine"
+	@echo "make bench-gpu GPU memory against its peers, into benches/results/gpu; bench-gpu-experts: dispatch and combine; bench-gpu-nccl"
 	@echo "make bench    the benchmark against the peers, into benches/results"
 	@echo "make wheels   wheels for x86-64 and aarch64, for every Python from 3.10, into dist"
 	@echo "make pages    the tables of docs/, from benches/results"
@@ -44,6 +44,7 @@ rust:
 build: rust $(TOOLS)
 	$(call say,build: extension and command)
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --locked
+	$(BIN)/python packaging/nccl_plugin.py
 
 demo: build
 	$(call say,what this machine has)
@@ -134,6 +135,10 @@ test-gpu: gpu-pack
 # Some five minutes each; with GPU_OPTIONS="--quick --rounds 1" two at most.
 GPU_BENCH = PYTHONPATH=$(GPU_SITE) $(GPU_PYTHON) benches/gpu/run.py $(GPU_RUN) --out $(or $(OUT),benches/results/gpu)
 
+bench-gpu-nccl: gpu-pack
+	$(call say,bench: NCCL over its sockets and over Crossrail)
+	$(GPU_BENCH) --only collectives --name collectives $(GPU_OPTIONS)
+
 bench-gpu bench-gpu-experts: PACK_OPTIONS = --nixl --deepep
 bench-gpu: gpu-pack
 	$(call say,bench: GPU memory against its peers)
@@ -152,6 +157,7 @@ wheels: rust $(TOOLS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement packaging/requirements-wheels.txt
 	@if command -v rustup >/dev/null; then rustup --quiet target add $(WHEEL_TARGETS); fi
 	@for target in $(WHEEL_TARGETS); do \
+		PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python packaging/nccl_plugin.py --zig $$target || exit 1; \
 		PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/maturin build --release --locked --zig --target $$target --out $(WHEELS) || exit 1; \
 	done
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(WHEELS) packages/crossrail-deep-ep

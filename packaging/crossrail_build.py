@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import maturin
 from maturin import (
-    build_editable,
     build_sdist,
-    build_wheel,
     prepare_metadata_for_build_editable,
     prepare_metadata_for_build_wheel,
 )
+
+import nccl_plugin
 
 __all__ = [
     "build_editable",
@@ -45,3 +46,21 @@ def get_requires_for_build_wheel(config_settings: Mapping[str, Any] | None = Non
 
 get_requires_for_build_editable = get_requires_for_build_wheel
 get_requires_for_build_sdist = get_requires_for_build_wheel
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: Mapping[str, Any] | None = None, metadata_directory: str | None = None
+) -> str:
+    """Builds the network plugin for NCCL, and the wheel with it. Source distributions do not have the plugin."""
+    if nccl_plugin.SOURCES.is_dir():
+        nccl_plugin.build()
+    return str(maturin.build_wheel(wheel_directory, config_settings, metadata_directory))
+
+
+def build_editable(
+    wheel_directory: str, config_settings: Mapping[str, Any] | None = None, metadata_directory: str | None = None
+) -> str:
+    """As `build_wheel`, with the package where it is."""
+    if nccl_plugin.SOURCES.is_dir():
+        nccl_plugin.build()
+    return str(maturin.build_editable(wheel_directory, config_settings, metadata_directory))

@@ -25,7 +25,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import experts  # noqa: E402
 from findings import PEER_LIMIT_S, Found, Terms, peer  # noqa: E402
-from judging import LATENCY_GOAL, Outcome, as_latency, rate_against, staged, unpacked  # noqa: E402
+from judging import LATENCY_GOAL, Outcome, as_latency, rate_against, staged, time_against, unpacked  # noqa: E402
 from steps import compiler, gpu_count  # noqa: E402
 
 from crossrail.report import Row, format_rate, format_size, median  # noqa: E402
@@ -255,6 +255,67 @@ def over_sockets(terms: Terms, found: Found, variant: str) -> list[float]:
     return [float(row["gb_per_s"]) for row in rows]
 
 
+COLLECTIVE_SMALL = (8, 1 << 10, 64 << 10)
+COLLECTIVE_BIG = (MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+TUNED = "4 threads x 4, 8 channels"
+NCCL_VARIANTS: dict[str, dict[str, str]] = {
+    PLAIN: {},
+    TUNED: {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4", "NCCL_NCHANNELS_PER_NET_PEER": "8"},
+}
+OUR_RAILS = (1, 4)
+FOUR_RAILS_GOAL = 1.3
+"""Times NCCL's tuned sockets, over four rails; over one rail, and in latency, 1."""
+
+
+def nccl(terms: Terms, found: Found) -> None:
+    """NCCL's collectives over our network plugin, against NCCL over sockets as it comes and tuned."""
+    from crossrail.nccl import environment
+
+    tcp_only = {**SOCKETS, **environment(), "CROSSRAIL_TLS": "tcp"}
+    ways = {name: {**SOCKETS, **settings} for name, settings in NCCL_VARIANTS.items()}
+    ways |= {rails_name(n): {**tcp_only, "CROSSRAIL_NET_DEVICES": ",".join(RAILS[:n])} for n in OUR_RAILS}
+    ways["shm"] = {**SOCKETS, **environment(), "CROSSRAIL_TLS": "shm"}
+    every = sizes((*COLLECTIVE_SMALL, *COLLECTIVE_BIG))
+    counts = (f"--sizes={every}", f"--iters={terms.scaled(10, least=4)}", "--warmup=2")
+    rows: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    for _ in range(terms.rounds):
+        for way, settings in ways.items():
+            rows[way] += found.peer(way, "nccl.py", "--what=collectives", *counts, **settings)
+    for what in ("all_reduce", "all_to_all"):
+        for way in (*map(rails_name, OUR_RAILS), "shm"):
+            found.outcomes += collectives(what, way, rows, found)
+
+
+def rails_name(count: int) -> str:
+    """A way over so many rails."""
+    return f"Crossrail, {count} rail{'s' * (count > 1)}"
+
+
+def collectives(what: str, way: str, rows: Mapping[str, list[dict[str, Any]]], found: Found) -> list[Outcome]:
+    """Lines of one collective over one of our ways: latencies of small sizes, bus bandwidth of large ones."""
+
+    def figures(way: str, size: int, field: str) -> list[float]:
+        same = [row for row in rows[way] if row["what"] == what and row["size"] == size]
+        return [statistics.median(row[field]) if field == "samples_us" else float(row[field]) for row in same]
+
+    outcomes = []
+    for size in (*COLLECTIVE_SMALL, *COLLECTIVE_BIG):
+        work = f"NCCL {what}, {way}, {format_size(size)}"
+        small, judged = size in COLLECTIVE_SMALL, way != "shm"
+        field = "samples_us" if small else "gb_per_s"
+        ours = figures(way, size, field)
+        why = "; ".join(f"{name}: {found.silence(name)}" for name in (way, *NCCL_VARIANTS) if not rows[name])
+        for name in NCCL_VARIANTS:
+            goal = (
+                None if not judged or name != TUNED else FOUR_RAILS_GOAL if way == rails_name(4) and not small else 1.0
+            )
+            theirs = figures(name, size, field)
+            beside = f"sockets, {name}"
+            line = time_against if small else rate_against
+            outcomes.append(line(work, ours, theirs, goal, beside, why))
+    return outcomes
+
+
 def memory(terms: Terms, found: Found) -> None:
     """GPU memory that transfers use beyond the caller's buffers."""
     for way in ("tcp", "cuda_ipc") if gpu_count()[0] > 1 else ("tcp",):
@@ -303,6 +364,7 @@ SCENARIOS: dict[str, tuple[Callable[[Terms, Found], None], float, int]] = {
     "unpack": (unpack, 90, 1),
     "tcp": (tcp, 240, 1),
     "memory": (memory, 60, 1),
+    "nccl": (nccl, 400, 2),
     "kernels": (kernels, 180, 2),
     "ep_decode": (experts.decode, 150, 2),
     "ep_prefill": (experts.prefill, 150, 2),
@@ -312,6 +374,7 @@ SCENARIOS: dict[str, tuple[Callable[[Terms, Found], None], float, int]] = {
 }
 SETS = {
     "p2p": ("pair", "latency", "mesh", "unpack", "memory", "tcp"),
+    "collectives": ("nccl",),
     "experts": ("ep_decode", "ep_prefill", "ep_control", "ep_sms", "ep_sweep"),
 }
 """Scenarios that are run by one name; what comes first is what must not be missing when time runs out."""

@@ -15,7 +15,7 @@ LATENCY_GOAL = 0.6
 SOCKETS_GOAL = 1.5
 HOST_GOAL = 0.85
 
-__all__ = ["LATENCY_GOAL", "Outcome", "as_latency", "rate_against", "staged", "unpacked"]
+__all__ = ["LATENCY_GOAL", "Outcome", "as_latency", "rate_against", "staged", "time_against", "unpacked"]
 
 
 def rate_against(
@@ -29,6 +29,19 @@ def rate_against(
     ratio = median(ours) / median(theirs)
     met = None if goal is None else ratio >= goal
     return Outcome(work, shown, to_reach, format_rate(median(theirs)), f"{ratio:.3f}", met)
+
+
+def time_against(
+    work: str, ours: Sequence[float], theirs: Sequence[float], goal: float | None, name: str, why_none: str
+) -> Outcome:
+    """A time in microseconds, at most `goal` times the peer's; medians over the turns. Without a goal it is shown."""
+    to_reach = f"beside {name}" if goal is None else f"<= {goal:g} x {name}"
+    shown = f"{median(ours):.2f} us" if ours else "-"
+    if not ours or not theirs:
+        return Outcome(work, shown, to_reach, peer="-", failed=True, notes=[why_none])
+    ratio = median(ours) / median(theirs)
+    met = None if goal is None else ratio <= goal
+    return Outcome(work, shown, to_reach, f"{median(theirs):.2f} us", f"{ratio:.3f}", met)
 
 
 def as_latency(

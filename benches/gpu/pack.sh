@@ -46,6 +46,7 @@ rm -rf "$pack/wheel" "$pack/tests" "$pack/examples" "$pack/manifest.json"
 mkdir -p "$pack/wheel" "$pack/tests" "$pack/examples"
 
 say "wheel"
+"$bin/python" packaging/nccl_plugin.py
 "$bin/maturin" build --quiet --release --locked --strip --out "$pack/wheel"
 say "tests"
 cargo test --quiet --locked --workspace --exclude crossrail-python --test 'gpu*' --no-run --message-format json |

@@ -177,7 +177,7 @@ def test_bad_usage_is_one_line_and_exit_2(arguments: tuple[str, ...], words: tup
 @pytest.mark.parametrize(
     ("arguments", "known"),
     [
-        ((), ["info", "bench", "store"]),
+        ((), ["info", "bench", "store", "nccl-plugin"]),
         (("bench",), ["latency", "bandwidth", "p2p", "mesh", "unpack", "ep", "control"]),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import crossrail.nccl
 from crossrail.report import Report, Row, capture_environment
 
 ROOT = Path(__file__).parents[2]
@@ -126,6 +127,16 @@ class Machine:
                 "info": {},
             }
         tuned = environment.get("NCCL_SOCKET_NTHREADS") == "4"
+        if given.get("--what") == "collectives":
+            rate = len(environment.get("CROSSRAIL_NET_DEVICES", "").split(",")) + tuned / 10
+            row = {"samples_us": [20.0 / rate], "gb_per_s": rate}
+            return {
+                "rows": [
+                    {**row, "what": what, "size": size}
+                    for what in ("all_reduce", "all_to_all")
+                    for size in ranks.sizes(given["--sizes"])
+                ]
+            }
         window = int(given.get("--window", "16"))
         row = {"what": given.get("--what"), "window": window, "samples_us": [20.0], "wall_us": [180.0]}
         rate = {"copies.py": 385.0, "nccl.py": 250.0 if tuned else 100.0}.get(script, 1.0)
@@ -180,6 +191,21 @@ def test_tcp_against_nccl_as_it_comes_and_at_its_best(monkeypatch: pytest.Monkey
     asked = {word for line in machine.asked for word in line}
     assert {"--rails=127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4", "--channels=4"} <= asked
     assert "4 rails of 4 connections" in data["outcomes"][-1]["work"]
+
+
+def test_collectives_over_our_plugin_against_nccls_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plugin = {"NCCL_NET_PLUGIN": "/there/plugin.so", "NCCL_NET": "Crossrail"}
+    monkeypatch.setattr(crossrail.nccl, "environment", lambda: plugin)
+    data = Machine(monkeypatch, tmp_path).run("nccl")
+    lines = {(outcome["work"], outcome["to_reach"]): outcome for outcome in data["outcomes"]}
+    assert len(lines) == len(data["outcomes"]) == 2 * 3 * 7 * 2
+    tuned = "sockets, 4 threads x 4, 8 channels"
+    assert lines["NCCL all_reduce, Crossrail, 1 rail, 8", f"<= 1 x {tuned}"]["met"] is False
+    assert lines["NCCL all_to_all, Crossrail, 4 rails, 64M", f">= 1.3 x {tuned}"]["met"] is True
+    assert lines["NCCL all_to_all, Crossrail, 1 rail, 64M", "beside sockets, as it comes"]["ratio"] == "1.000"
+    ours = [turn["environment"] for turn in data["peers"]["Crossrail, 4 rails"]]
+    assert all(plugin.items() <= environment.items() for environment in ours)
+    assert all(environment["CROSSRAIL_TLS"] == "tcp" for environment in ours)
 
 
 def test_a_peer_that_fails_costs_its_rows_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

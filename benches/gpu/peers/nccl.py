@@ -3,10 +3,12 @@
     python benches/gpu/peers/nccl.py --what latency --sizes 4K,1M
     python benches/gpu/peers/nccl.py --what bandwidth --sizes 64M --window 1
     python benches/gpu/peers/nccl.py --what alltoall --sizes 64M --ranks 4
+    python benches/gpu/peers/nccl.py --what collectives --sizes 8,64K,64M
 
 latency: half a round trip. `samples_us` are of graph replays, where no host stands between two messages (NCCL's best);
 `wall_us` are those of a host that waits for each message, as a receiver that looks at its data must.
 bandwidth: `--window` messages, then an empty answer. alltoall: all_to_all_single, `size` bytes to every rank.
+collectives: all_reduce and all_to_all_single of `size` bytes per rank, counted as nccl-tests does (bus bandwidth).
 Settings of NCCL are the environment's. `--backend gloo` moves host memory and needs no GPU: it tries the script itself.
 """
 
@@ -27,7 +29,7 @@ TRIPS = 20
 def main() -> int:
     """Measures; prints JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--what", choices=("latency", "bandwidth", "alltoall"), required=True)
+    parser.add_argument("--what", choices=("latency", "bandwidth", "alltoall", "collectives"), required=True)
     parser.add_argument("--window", type=int, default=16, help="messages per sample")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
     processes.add_common(parser)
@@ -56,8 +58,9 @@ def versions() -> dict[str, str]:
 def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
     """Runs one rank."""
     with Rank(arguments, rank, folder) as here:
-        measure = {"latency": latency, "bandwidth": bandwidth, "alltoall": all_to_all}[arguments.what]
-        rows = [measure(here, size) for size in arguments.sizes]
+        several = {"collectives": (all_reduce, exchange)}
+        measures = {**several, "latency": (latency,), "bandwidth": (bandwidth,), "alltoall": (all_to_all,)}
+        rows = [measure(here, size) for measure in measures[arguments.what] for size in arguments.sizes]
         if rank == 0:
             processes.keep(folder, rows, versions())
 
@@ -203,6 +206,41 @@ def all_to_all(here: Rank, size: int) -> dict[str, Any]:
         raise SystemExit("nccl.py: the data received differs from the data sent")
     sent = size * (ranks - 1)
     return rated({"what": "alltoall", "size": size, "ranks": ranks}, samples[here.options.warmup :], sent)
+
+
+def all_reduce(here: Rank, size: int) -> dict[str, Any]:
+    """Measures the sum of `size` bytes over all ranks, as float32."""
+    torch, ranks = here.torch, here.options.ranks
+    ramp = torch.arange(max(size // 4, 1), device=here.device) % 1000
+    data = (ramp + here.rank).float()
+    here.dist.all_reduce(data)
+    if not torch.equal(data, (ramp * ranks + ranks * (ranks - 1) / 2).float()):
+        raise SystemExit("nccl.py: a sum over all ranks is wrong")
+    data.zero_()
+    samples = repeated(here, size, lambda: here.dist.all_reduce(data))
+    return rated({"what": "all_reduce", "size": size, "ranks": ranks}, samples, 2 * (ranks - 1) * size // ranks)
+
+
+def exchange(here: Rank, size: int) -> dict[str, Any]:
+    """Measures `size` bytes per rank, an equal part to each."""
+    ranks = here.options.ranks
+    part = max(size // ranks, 1)
+    out, into = here.bytes(part * ranks, here.rank + 1), here.bytes(part * ranks, 0)
+    here.dist.all_to_all_single(into, out)
+    if not all(bool((piece == rank + 1).all()) for rank, piece in enumerate(into.view(ranks, part))):
+        raise SystemExit("nccl.py: an all-to-all is wrong")
+    samples = repeated(here, size, lambda: here.dist.all_to_all_single(into, out))
+    return rated({"what": "all_to_all", "size": size, "ranks": ranks}, samples, part * (ranks - 1))
+
+
+def repeated(here: Rank, size: int, collective: Any) -> list[float]:
+    """Microseconds per call of several calls in a row: more of short ones, as nccl-tests does."""
+    calls = 20 if size <= 1 << 20 else 2
+    samples = []
+    for _ in range(here.options.warmup + here.options.iters):
+        here.together()
+        samples.append(here.timed(lambda: [collective() for _ in range(calls)]) / calls)
+    return samples[here.options.warmup :]
 
 
 def rated(row: dict[str, Any], samples: list[float], bytes_each: int) -> dict[str, Any]:

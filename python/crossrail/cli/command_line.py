@@ -19,6 +19,7 @@ COMMANDS = {
     "info": (".info:add_arguments", "devices, transports, what each can do; what is unusable, why, and the fix"),
     "bench": (None, "measure two ends, or the ranks of a group"),
     "store": (".store:add_arguments", "the built-in store, alone, until SIGINT or SIGTERM"),
+    "nccl-plugin": (".nccl_plugin:add_arguments", "the variables by which NCCL uses Crossrail as its network"),
 }
 """Commands: the function that declares the options of each, as `module:function`, and its summary."""
 
