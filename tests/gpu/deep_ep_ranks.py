@@ -418,6 +418,36 @@ def decode_memory(env: Any, most: float) -> None:
     assert hint < most, f"rank {env.rank}: the hint is {hint} bytes, wanted less than {most}"
 
 
+def second_version(env: Any, **options: Any) -> Any:
+    """An ElasticBuffer with these options, made when it is first asked for."""
+    import deep_ep_elastic as elastic
+    import torch.distributed as distributed
+
+    from crossrail import deep_ep
+
+    name = f"elastic {sorted(options.items())}"
+    if name not in env.keep:
+        sizes = {"num_max_tokens_per_rank": elastic.MOST, "hidden": env.hidden, "num_topk": env.topk}
+        timeout = {"num_gpu_timeout_secs": int(WAIT_S), "explicitly_destroy": True}
+        env.keep[name] = deep_ep.ElasticBuffer(distributed.group.WORLD, **sizes, **timeout, **options)
+    return elastic.Env(env.torch, env.keep[name])
+
+
+def elastic(env: Any, work: str, *arguments: Any, options: dict[str, Any] | None = None, **named: Any) -> None:
+    """What `deep_ep_elastic` calls `work`, with an ElasticBuffer."""
+    import deep_ep_elastic
+
+    getattr(deep_ep_elastic, work)(second_version(env, **(options or {})), *arguments, **named)
+
+
+def engine(env: Any, program: str, kind: str, graph: bool = False) -> None:
+    """The calls of a serving engine."""
+    import deep_ep_engines as engines
+
+    here = second_version(env) if program in engines.ELASTIC else env
+    (engines.run_in_graph if graph else engines.run)(here, program, kind)
+
+
 def lost(env: Any) -> str:
     """The ranks that did not come in time, if there are any."""
     faults = [str(fault) for made in env.buffer._pool._made.values() for fault in made.buffer.faults()]
@@ -466,7 +496,8 @@ def main() -> None:
         answers.write(json.dumps(said) + "\n")
         answers.flush()
     if env is not None:
-        env.buffer.destroy()
+        for buffer in (*env.keep.values(), env.buffer):
+            buffer.destroy()
     distributed.destroy_process_group()
 
 

@@ -59,7 +59,8 @@ PAIRS = (
 """Use no third GPU: run with two where there are more."""
 EXPERTS = (
     "crossrail-emulator.gpu",
-    *(f"test_{name}.py" for name in ("cli_ep", "deep_ep", "deep_ep_low_latency", "experts_groups", "guide_experts")),
+    *(f"test_deep_ep{name}.py" for name in ("", "_elastic", "_engines", "_low_latency")),
+    *(f"test_{name}.py" for name in ("cli_ep", "experts_groups", "guide_experts")),
 )
 """Their kernels wait for each other."""
 ENDLESS = ("crossrail-ep-cuda.gpu", "test_experts.py")

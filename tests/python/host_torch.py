@@ -183,6 +183,9 @@ class Tensor:
     def contiguous(self) -> Tensor:
         return self if self.is_contiguous() else self.clone()
 
+    def repeat_interleave(self, count: int, axis: int) -> Tensor:
+        return Tensor(self.array.repeat(count, axis))
+
     def clone(self) -> Tensor:
         return Tensor(self.array.copy())
 
