@@ -332,7 +332,10 @@ class EpPlan(TypedDict):
 
 
 class EpSamples(TypedDict):
-    """Raw samples of one rank by iteration; `bytes` is the total of all iterations."""
+    """Raw samples of one rank by iteration; `bytes` is the total of all iterations.
+
+    `lanes`: bytes that each lane sent meanwhile to ranks that are reached over the network, frame heads included.
+    """
 
     total_us: list[float]
     cast_us: list[float]
@@ -340,6 +343,7 @@ class EpSamples(TypedDict):
     sum_us: list[float]
     wait_us: list[float]
     bytes: OperationBytes
+    lanes: dict[str, int]
 
 
 class DeviceEpPlan(TypedDict):

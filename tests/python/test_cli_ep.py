@@ -85,6 +85,17 @@ def test_bytes_are_counted_three_ways() -> None:
     assert sum(lane.bytes for lane in dispatch.lanes) >= row // 2
 
 
+def test_bytes_per_rail_are_those_of_the_timed_iterations() -> None:
+    """However long the warm-up is: bytes of one iteration, with the heads of its frames."""
+    sent = []
+    for warmup in (0, 40):
+        (row,) = rows_of("--mode=dispatch", "--dtype=bf16", "--nodes=2", "--tokens=64", f"--warmup={warmup}")
+        assert row.bytes_network is not None
+        sent.append(sum(lane.bytes for lane in row.lanes))
+        assert row.bytes_network <= sent[-1] < 1.15 * row.bytes_network
+    assert sent[0] == pytest.approx(sent[1], rel=0.05)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

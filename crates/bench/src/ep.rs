@@ -1,12 +1,13 @@
 //! Dispatch and combine in host memory, timed at one rank; every rank of the buffer makes the same calls.
 #![allow(unsafe_code)]
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail::{Context, Memory};
 use crossrail_ep_host::{
-    Bytes, CombineOptions, DispatchOptions, ExpertBuffer, Handle, Input, Layout, Tensor, TensorMut, Timing,
+    Bytes, CombineOptions, DispatchOptions, ExpertBuffer, Handle, Input, Layout, LinkKind, Tensor, TensorMut, Timing,
 };
 use crossrail_types::{Error, ErrorKind, Result};
 
@@ -64,6 +65,8 @@ pub struct EpSamples {
     pub wait_us: Vec<f64>,
     /// Bytes moved by all timed iterations together.
     pub bytes: Bytes,
+    /// Bytes sent meanwhile by each lane to ranks that are reached over the network, frame heads and barriers included.
+    pub lanes: BTreeMap<String, u64>,
 }
 
 /// Measures at this rank of `buffer`; every rank calls it with the same plan. `context` allocates the memory of the sums.
@@ -87,6 +90,7 @@ pub fn expert_parallel(
     let bench = Bench { buffer, work, plan, out, bytes: 2 * tokens * hidden, handle: first.handle };
     let total = plan.warmup + plan.iters;
     let mut samples = EpSamples::with_capacity(plan.iters);
+    let mut before = BTreeMap::new();
     let mut reported = Instant::now();
     for done in 0..total {
         if reported.elapsed() >= REPORT_INTERVAL {
@@ -94,6 +98,9 @@ pub fn expert_parallel(
             observer.tick(done as u64, total as u64)?;
         }
         buffer.sync()?.finish()?;
+        if done == plan.warmup {
+            before = sent_by_lane(buffer);
+        }
         let began = Instant::now();
         let (timing, bytes) = bench.once()?;
         let elapsed = began.elapsed();
@@ -106,7 +113,23 @@ pub fn expert_parallel(
             return Err(error);
         }
     }
+    buffer.sync()?.finish()?;
+    samples.lanes = sent_by_lane(buffer);
+    for (lane, sent) in &mut samples.lanes {
+        *sent = sent.saturating_sub(before.get(lane).copied().unwrap_or(0));
+    }
     Ok(samples)
+}
+
+/// Bytes that each lane has sent so far to ranks that are reached over the network, by the lane's name.
+fn sent_by_lane(buffer: &ExpertBuffer) -> BTreeMap<String, u64> {
+    let mut sent = BTreeMap::new();
+    for link in buffer.links().into_iter().filter(|link| link.kind == LinkKind::Network) {
+        for lane in link.lanes {
+            *sent.entry(lane.name).or_default() += lane.tx_bytes;
+        }
+    }
+    sent
 }
 
 struct Bench<'a> {
@@ -176,6 +199,7 @@ impl EpSamples {
             sum_us: room(),
             wait_us: room(),
             bytes: Bytes::default(),
+            lanes: BTreeMap::new(),
         }
     }
 

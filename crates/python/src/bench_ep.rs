@@ -93,6 +93,7 @@ pub(crate) fn bench_ep<'py>(
     all.set_item("sum_us", samples.sum_us)?;
     all.set_item("wait_us", samples.wait_us)?;
     all.set_item("bytes", bytes_dict(py, samples.bytes)?)?;
+    all.set_item("lanes", samples.lanes)?;
     Ok(all)
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import crossrail
@@ -16,7 +16,20 @@ _LANE_OF_RAIL = re.compile(r"(#[0-9]+|:messages)$")
 
 def rail_of(lane: LaneReport | LaneShare) -> str:
     """The rail that a lane belongs to: ``tcp/eth1`` for ``tcp/eth1#0`` and ``tcp/eth1:messages``."""
-    return _LANE_OF_RAIL.sub("", lane["name"])
+    return rail_named(lane["name"])
+
+
+def rail_named(lane: str) -> str:
+    """The same for the name of a lane."""
+    return _LANE_OF_RAIL.sub("", lane)
+
+
+def sent_by_rail(lanes: Mapping[str, int]) -> dict[str, int]:
+    """The bytes of each rail, from those of its lanes by name."""
+    sent: dict[str, int] = {}
+    for lane, carried in lanes.items():
+        sent[rail_named(lane)] = sent.get(rail_named(lane), 0) + carried
+    return sent
 
 
 def rails_of(lanes: Sequence[LaneShare]) -> list[Lane]:

@@ -15,7 +15,7 @@ from crossrail.report import EpRank, EpTurn, PeerResult, Report, Row, ep_row, fo
 from ..failure import Failure
 from ..placement import cpu_of, pin_to
 from ..processes import Message
-from ..rails import rail_of
+from ..rails import sent_by_rail
 from ..rank_process import Parent, gather, join
 from ..ranks import ENDED, Ranks
 from ..reporting import OnProgress, Progress, make_report
@@ -173,7 +173,6 @@ class _Rank:
 
     def measure(self, request: Message) -> None:
         """Runs one measurement; rank 0 reports the samples of all ranks to the command that started it."""
-        before = self._sent()
         mine, group = self.inputs, self.group
         tick = self._tick if self.progress and group.rank == 0 else None
         group.barrier("measure", timeout=STEP_S)
@@ -189,8 +188,7 @@ class _Rank:
                 on_progress=tick,
             )
         )
-        after = self._sent()
-        found["rails"] = {rail: sent - before.get(rail, 0) for rail, sent in after.items()}
+        found["rails"] = sent_by_rail(found.pop("lanes"))
         links = self.buffer.links()
         found["links"] = [link.kind for link in links]
         found["unused"] = {name: why for link in links if link.kind == "network" for name, why in link.missed}
@@ -199,11 +197,3 @@ class _Rank:
 
     def _tick(self, done: int, total: int) -> None:
         self.parent.send("progress", done=done, total=total)
-
-    def _sent(self) -> dict[str, int]:
-        """Bytes sent by each rail to ranks that are reached over the network."""
-        sent: dict[str, int] = {}
-        for link in self.buffer.links():
-            for lane in link.lanes if link.kind == "network" else []:
-                sent[rail_of(lane)] = sent.get(rail_of(lane), 0) + lane["tx_bytes"]
-        return sent
