@@ -21,7 +21,7 @@ def ranks() -> Iterator[Ranks]:
     ranks.end()
 
 
-@pytest.mark.parametrize("kind", ["bf16", "f32", "packed"])
+@pytest.mark.parametrize("kind", ["bf16", "f32", "packed", "opaque"])
 def test_exchange(ranks: Ranks, kind: str) -> None:
     for seed in range(3):
         ranks.do("elastic", "exchange", 10 + seed, kind, alignment=1 + 7 * (seed % 2), biases=seed)

@@ -42,9 +42,26 @@ class Sent:
         tokens = work.some_tokens(env, seed, MOST)
         batch = work.Batch.of(env, seed, tokens)
         mine: Any = ref.dispatch(env.shape(MOST), batch.xs, batch.idx, batch.weights, "rank")[env.rank]
-        x = work.as_kind(env, batch.xs[env.rank], kind)
+        x = as_kind(env, batch.xs[env.rank], kind)
         idx, weights = env.put(batch.idx[env.rank]), env.put(batch.weights[env.rank])
         return Sent(batch, mine, work.source_rows(env, mine), x, idx, weights)
+
+
+def as_kind(env: Env, rows: Any, kind: str) -> Any:
+    """Rows as dispatch takes them; "opaque": fp8, with scales as integers that nobody looks at."""
+    if kind != "opaque":
+        return work.as_kind(env, rows, kind)
+    q, scales = work.as_kind(env, rows, "f32")
+    return q, scales.view(env.torch.int32)
+
+
+def kind_of(env: Env, got: Any) -> str:
+    """What rows were sent as."""
+    if not isinstance(got, tuple):
+        return "bf16"
+    if got[1].dtype != env.torch.int32:
+        return "f32"
+    return "packed" if got[1].shape[1] * 512 == env.hidden else "opaque"
 
 
 def outputs(env: Env, sent: Sent) -> Any:
@@ -135,8 +152,8 @@ def exchange(
 
 def check_rows(env: Env, sent: Sent, got: Any, name: str) -> None:
     """The rows that came, and their scales."""
-    kind = "bf16" if not isinstance(got, tuple) else "packed" if got[1].dtype == env.torch.int32 else "f32"
-    work.came_rows(env, got, [work.as_kind(env, one, kind) for one in sent.batch.xs], sent.mine, rows_of(got), name)
+    kind = kind_of(env, got)
+    work.came_rows(env, got, [as_kind(env, one, kind) for one in sent.batch.xs], sent.mine, rows_of(got), name)
 
 
 def rows_of(got: Any) -> int:
@@ -186,8 +203,8 @@ def check_expanded(env: Env, sent: Sent, wide: Any, weights: Any, handle: Any, n
     ends = np.asarray(handle.psum_num_recv_tokens_per_expert.cpu())
     firsts = np.r_[0, -(-ends // handle.expert_alignment) * handle.expert_alignment][: len(ends)]
     assert ((places >= firsts[experts]) & (places < ends[experts])).all(), f"{name}: rows of other experts"
-    kind = "bf16" if not isinstance(wide, tuple) else "packed" if wide[1].dtype == env.torch.int32 else "f32"
-    all_sent = [work.as_kind(env, one, kind) for one in sent.batch.xs]
+    kind = kind_of(env, wide)
+    all_sent = [as_kind(env, one, kind) for one in sent.batch.xs]
     for number, part in enumerate(wide if isinstance(wide, tuple) else (wide,)):
         assert len(part) == handle.num_expanded_tokens, f"{name}: {len(part)} rows"
         found = env.bits(part) if number == 0 else part.cpu().numpy()

@@ -157,16 +157,47 @@ def vllm_low_latency(env: Any, micro: Micro, kind: str) -> Layer:
     return out
 
 
-def vllm_second_version(env: Any, micro: Micro, kind: str, sync: bool = True) -> Layer:
-    """--all2all-backend deepep_v2."""
-    torch, expand = env.torch, len(micro.x) > 0
+def vllm_second_version(env: Any, micro: Micro, kind: str) -> Layer:
+    """--all2all-backend deepep_v2: rows that are not expanded, without waiting for counts."""
+    torch = env.torch
+    got, idx, weights, handle, event = env.buffer.dispatch(
+        x=quantized(env, micro, kind),
+        topk_idx=micro.idx,
+        topk_weights=micro.weights,
+        num_experts=env.experts,
+        num_max_tokens_per_rank=1 << (TOKENS - 1).bit_length(),
+        do_expand=False,
+        do_cpu_sync=False,
+        async_with_compute_stream=False,
+    )
+    yield
+    if event.event is not None:
+        event.current_stream_wait()
+    # Ids of all experts, in place; -1 behind the rows that came.
+    came = torch.arange(len(idx), device=env.device) < handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+    idx.copy_(torch.where((idx >= 0) & came.view(-1, 1), idx + env.rank * (env.experts // env.size), -1))
+    factors = torch.where(idx >= 0, weights * (idx + 1), 0.0).sum(1).view(-1, 1)
+    y = (values(env, got) * factors).to(torch.bfloat16)
+    yield
+    out, _, event = env.buffer.combine(
+        x=y, handle=handle, topk_weights=None, async_with_compute_stream=True, allocate_on_comm_stream=True
+    )
+    yield
+    if event.event is not None:
+        event.current_stream_wait()
+    return out
+
+
+def vllm_second_version_expanded(env: Any, micro: Micro, kind: str, sync: bool = True) -> Layer:
+    """The same as earlier releases of vLLM call it for prefill: a row for each expert, and counts."""
+    torch = env.torch
     got, idx, weights, handle, event = env.buffer.dispatch(
         x=quantized(env, micro, kind),
         topk_idx=micro.idx,
         topk_weights=micro.weights,
         num_experts=env.experts,
         num_max_tokens_per_rank=TOKENS,
-        do_expand=expand,
+        do_expand=True,
         do_cpu_sync=sync,
         async_with_compute_stream=True,
     )
@@ -185,9 +216,9 @@ def vllm_second_version(env: Any, micro: Micro, kind: str, sync: bool = True) ->
     return out
 
 
-def vllm_second_version_no_sync(env: Any, micro: Micro, kind: str) -> Layer:
+def vllm_second_version_expanded_no_sync(env: Any, micro: Micro, kind: str) -> Layer:
     """The same without waiting for counts, as in a graph."""
-    return vllm_second_version(env, micro, kind, sync=False)
+    return vllm_second_version_expanded(env, micro, kind, sync=False)
 
 
 # SGLang.
@@ -272,15 +303,22 @@ PROGRAMS: dict[str, Callable[[Any, Micro, str], Layer]] = {
         vllm_high_throughput,
         vllm_low_latency,
         vllm_second_version,
-        vllm_second_version_no_sync,
+        vllm_second_version_expanded,
+        vllm_second_version_expanded_no_sync,
         sglang_normal,
         sglang_low_latency,
         sglang_low_latency_events,
     )
 }
-ELASTIC = ("vllm_second_version", "vllm_second_version_no_sync")
+ELASTIC = ("vllm_second_version", "vllm_second_version_expanded", "vllm_second_version_expanded_no_sync")
 """Those of the second version."""
-GRAPHS = ("vllm_low_latency", "vllm_second_version_no_sync", "sglang_low_latency", "sglang_low_latency_events")
+GRAPHS = (
+    "vllm_low_latency",
+    "vllm_second_version",
+    "vllm_second_version_expanded_no_sync",
+    "sglang_low_latency",
+    "sglang_low_latency_events",
+)
 """Those that wait for nothing on the host."""
 
 

@@ -14,7 +14,7 @@ import pytest
 import crossrail
 from crossrail import MismatchError, UnsupportedError, UsageError, deep_ep
 from crossrail.deep_ep import ranks
-from crossrail.deep_ep.events import EventOverlap
+from crossrail.deep_ep.events import EventHandle, EventOverlap
 from crossrail.deep_ep.pool import Kind, Pool, room_for
 from crossrail.deep_ep.ranks import Peers, joined
 from crossrail.deep_ep.steps import Call
@@ -156,6 +156,30 @@ def test_without_pytorch() -> None:
 def test_what_is_no_group(group: Any) -> None:
     with pytest.raises(UsageError, match=r"group is a \w+; a torch.distributed process group, a crossrail.Group"):
         joined(group, None)
+
+
+def test_an_event_is_let_go_on_request() -> None:
+    waited: list[str] = []
+
+    class Known(EventHandle):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def current_stream_wait(self) -> None:
+            waited.append(self.name)
+
+    event = EventOverlap(Known("one"), ("a tensor",))
+    event.current_stream_wait()
+    with event as same:
+        assert same is event and event.extra_tensors == ("a tensor",)
+    with event(release_handle=True):
+        assert waited == ["one", "one"]
+    assert (waited, event.event, event.extra_tensors) == (["one"] * 3, None, None)
+    again = EventOverlap(Known("two"))
+    again.current_stream_wait(release_handle=True)
+    with again:
+        pass
+    assert waited[3:] == ["two"]
 
 
 def test_an_event_that_is_none() -> None:

@@ -96,7 +96,7 @@ def test_other_parallelisms_are_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["bf16", "f32", "packed"])
+@pytest.mark.parametrize("kind", ["bf16", "f32", "packed", "opaque"])
 def test_exchange(size: int, kind: str) -> None:
     run(size, elastic.exchange, 10 + size, kind, alignment=1 + 7 * (size % 2), biases=size % 3)
 
@@ -146,12 +146,49 @@ def test_the_hint_is_enough_for_both_types_of_rows() -> None:
 def test_a_kind_that_takes_more_than_num_bytes() -> None:
     def one(buffer: TwinElastic) -> None:
         x, idx = torch.zeros(2, 512, dtype=torch.bfloat16), torch.tensor([[0], [1]])
-        with pytest.raises(UsageError, match="200 tokens of 512 take 3560 bytes, and num_bytes is 2300"):
+        with pytest.raises(UsageError, match="256 tokens of 512 take 3560 bytes, and num_bytes is 2300"):
             buffer.dispatch(x, idx, num_experts=2, num_max_tokens_per_rank=200)
         buffer.dispatch(x, idx, num_experts=2, num_max_tokens_per_rank=2)
         buffer.barrier()
 
     on_ranks(1, one, TwinElastic, num_bytes=2300)
+
+
+def test_dispatches_of_a_few_tokens_have_memory_of_their_own() -> None:
+    def one(buffer: TwinElastic) -> list[int]:
+        for most in (200, 8, 128, 256, 300, 4):
+            x, idx = torch.zeros(2, 512, dtype=torch.bfloat16), torch.tensor([[0], [1]])
+            got, *_ = buffer.dispatch(x, idx, num_experts=2, num_max_tokens_per_rank=most, do_cpu_sync=False)
+            assert len(got) == most
+        return [made.most for made in buffer._machine.made]  # type: ignore[attr-defined]
+
+    # Large ones for the buffer's tokens at least, and again when there are more.
+    assert on_ranks(1, one, TwinElastic, num_max_tokens_per_rank=256, hidden=512) == [[256, 128, 384]]
+
+
+def test_nothing_is_made_in_a_capture() -> None:
+    def one(buffer: TwinElastic) -> None:
+        buffer._machine.streams.capturing = True  # type: ignore[attr-defined]
+        with pytest.raises(UsageError, match="run it once before the capture"):
+            buffer.dispatch(X, IDX, num_experts=4, do_cpu_sync=False)
+        buffer._machine.streams.capturing = False  # type: ignore[attr-defined]
+        buffer.dispatch(X, IDX, num_experts=4)
+        buffer._machine.streams.capturing = True  # type: ignore[attr-defined]
+        *_, handle, _ = buffer.dispatch(X, IDX, num_experts=4, do_cpu_sync=False)
+        assert "recv_src_metadata" in vars(handle), "what a replay changes was not computed in the capture"
+
+    on_ranks(1, one, TwinElastic, **SIZES)
+
+
+def test_scales_that_are_not_looked_at() -> None:
+    def one(buffer: TwinElastic) -> None:
+        scales = torch.tensor([[1, -1, 0x7F800001, 5], [6, 7, 8, -9]], dtype=torch.int32)
+        x = (torch.zeros(2, 512, dtype=torch.float8_e4m3fn), scales)
+        for expand in (False, True):
+            (rows, got), *_ = buffer.dispatch(x, torch.tensor([[0], [0]]), num_experts=2, do_expand=expand)
+            assert got.dtype == torch.int32 and got.tolist() == scales.tolist() and len(rows) == 2
+
+    on_ranks(1, one, TwinElastic, **SIZES)
 
 
 @pytest.mark.parametrize(

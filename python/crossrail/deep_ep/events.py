@@ -51,11 +51,20 @@ class EventOverlap:
     def __init__(self, event: EventHandle | None = None, extra_tensors: Sequence[Tensor] | None = None) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
+        self._releases = False
 
-    def current_stream_wait(self) -> None:
-        """What is put into PyTorch's current stream from now on comes after the operation."""
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """What is put into PyTorch's current stream from now on comes after the operation. `release_handle`: the event
+        and the tensors are let go then."""
         if self.event is not None:
             self.event.current_stream_wait()
+        if release_handle:
+            self.event = self.extra_tensors = None
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """This object, for `with event(release_handle=True):`."""
+        self._releases = release_handle
+        return self
 
     def __enter__(self) -> EventOverlap:
         return self
@@ -63,7 +72,8 @@ class EventOverlap:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.current_stream_wait()
+        self.current_stream_wait(self._releases)
+        self._releases = False
 
 
 class Turn:

@@ -11,11 +11,12 @@ from crossrail.deep_ep.checks import Tensor, checked, count, refused, torch, wro
 from crossrail.deep_ep.elastic.expansion import column_major
 from crossrail.deep_ep.elastic.handle import EPHandle
 from crossrail.deep_ep.elastic.others import Others
+from crossrail.deep_ep.elastic.rooms import Rooms
 from crossrail.deep_ep.elastic.sizes import buffer_bytes, theoretical_sms
 from crossrail.deep_ep.elastic.work import Dispatching, reduced, summed_once
 from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn
-from crossrail.deep_ep.given import Rows, no_rows, rows_kind
-from crossrail.deep_ep.pool import Gpu, Kind, Machine, Pool, room_for
+from crossrail.deep_ep.given import BLOCK, Rows, no_rows, rows_kind
+from crossrail.deep_ep.pool import Gpu, Kind, Machine
 from crossrail.deep_ep.ranks import hosts_of, joined
 from crossrail.errors import ClosedError
 
@@ -87,14 +88,14 @@ class ElasticBuffer(Others):
         self._ends = contextlib.ExitStack()
         timeout = float(count("num_gpu_timeout_secs", num_gpu_timeout_secs, "ElasticBuffer"))
         self.rank_idx, self.num_ranks, self._machine, hosts = self._meet(group, timeout)
-        self._pool = Pool(self._machine, self.num_ranks, 0)
-        self._ends.callback(self._pool.destroy)
+        limit = None if num_bytes is None else count("num_bytes", num_bytes, "ElasticBuffer")
+        self._rooms = Rooms(self._machine, self.num_ranks, self.num_max_tokens_per_rank, limit)
+        self._ends.callback(self._rooms.destroy)
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
         self.num_rdma_ranks = len(set(hosts))
         self.num_nvlink_ranks = hosts.count(hosts[self.rank_idx])
-        self._limit = None if num_bytes is None else count("num_bytes", num_bytes, "ElasticBuffer")
-        self.num_bytes = self._limit
+        self.num_bytes = limit
         if self.num_bytes is None:
             topk = count("num_topk", num_topk, "ElasticBuffer")
             plan = lambda kind, tokens, ranks: self._machine.bytes(kind, tokens)  # noqa: E731
@@ -191,7 +192,7 @@ class ElasticBuffer(Others):
         """
         self._open("barrier")
         kind = Kind("rank", BARRIER_HIDDEN, self.num_ranks, 1, "bf16")
-        buffer = self._room(kind, 1, BARRIER_SMS, limit=False)
+        buffer = self._rooms.room(kind, 1, BARRIER_SMS)
         previous = self._machine.streams.capture() if use_comm_stream else None
         with self._turn((previous, None), False):
             rows, ids, _ = no_rows(kind, self._machine.device)
@@ -225,8 +226,8 @@ class ElasticBuffer(Others):
     ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
         """Sends each token once to every rank that has one of its experts.
 
-        `x`: bf16 [T, H], or (e4m3 [T, H], scales of any strides: f32 [T, H/128], or i32 [T, H/512] with four exponents
-        each). `topk_idx` i64 [T, K], -1 for none; `topk_weights` f32 [T, K] or none.
+        `x`: bf16 [T, H], or (e4m3 [T, H], scales of any strides: f32 or i32 [T, H/128], or i32 [T, H/512], whose bits are
+        not looked at). `topk_idx` i64 [T, K], -1 for none; `topk_weights` f32 [T, K] or none.
         `cumulative_local_expert_recv_stats` i32 [El]: the rows of each expert are added. `num_max_tokens_per_rank`: the
         same on all ranks, by default the buffer's. `num_sms`: of the first dispatch of a kind; 0 for
         `get_theoretical_num_sms`. `previous_event` and `previous_event_before_epilogue`: what the
@@ -248,6 +249,7 @@ class ElasticBuffer(Others):
         count("num_qps", num_qps, "dispatch")
         if do_zero_padding and not do_expand:
             raise wrong("dispatch", "do_zero_padding needs do_expand")
+        opaque, x = opaque_scales(x)
         (tokens, hidden), payload = rows_kind(x, self._machine.device)
         stats = cumulative_local_expert_recv_stats
         if handle is not None:
@@ -275,7 +277,7 @@ class ElasticBuffer(Others):
         sms = count("num_sms", num_sms, "dispatch") or self.get_theoretical_num_sms(experts, topk)
         with self._turn((previous_event, previous_event_before_epilogue), async_with_compute_stream) as turn:
             turn.reads(*(x if isinstance(x, tuple) else (x,)), topk_idx, topk_weights, stats)
-            room = functools.partial(self._room, most=most, num_sms=sms)
+            room = functools.partial(self._rooms.room, tokens=most, num_sms=sms)
             work = Dispatching(self._machine, turn, kind, self.num_ranks, most, alignment, sms, room)
             if handle is None:
                 ids = chosen.clone() if do_handle_copy else chosen
@@ -283,6 +285,8 @@ class ElasticBuffer(Others):
                 handle, came = work.new(x, ids, topk_weights, stats, sync=sync, expand=expand)
             else:
                 came = work.again(x, topk_weights, handle, bool(do_zero_padding))
+            if came.scales is not None and opaque:
+                came.scales = came.scales.view(torch().int32)
             if came.scales is not None and use_tma_aligned_col_major_sf:
                 came.scales = column_major(came.scales)
                 turn.gives(came.scales)
@@ -325,15 +329,6 @@ class ElasticBuffer(Others):
             if second is not None:
                 second.wait(turn.keeper)
             yield turn
-
-    def _room(self, kind: Kind, most: int, num_sms: int, limit: bool = True) -> Any:
-        """The expert buffer of a kind, with room for `most` tokens."""
-        if limit and self._limit is not None and self._pool.made(kind) is None:
-            needed = self._machine.bytes(kind, room_for(most))
-            if needed > self._limit:
-                detail = f"{most} tokens of {kind.hidden} take {needed} bytes, and num_bytes is {self._limit}"
-                raise wrong("dispatch", detail, "get_buffer_size_hint says how many are enough")
-        return self._pool.rank_layout(kind, most, num_sms).buffer
 
     # Combine.
 
@@ -393,3 +388,13 @@ class ElasticBuffer(Others):
                 sums, back = done.x, None if topk_weights is None else done.topk_weights
             turn.gives(sums, back)
         return sums, back, turn.overlap
+
+
+def opaque_scales(x: Rows) -> tuple[bool, Rows]:
+    """Whether the scales are four bytes of anything for each block; and `x` with such scales as f32."""
+    if not isinstance(x, tuple) or len(x) != 2 or not all(isinstance(part, torch().Tensor) for part in x):
+        return False, x
+    rows, scales = x
+    if scales.dtype != torch().int32 or rows.shape[-1] != BLOCK * scales.shape[-1]:
+        return False, x
+    return True, (rows, scales.view(torch().float32))

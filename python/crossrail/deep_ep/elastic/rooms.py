@@ -1,0 +1,58 @@
+"""The expert buffers behind an ElasticBuffer: two for each kind of dispatch, made when it is first called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+from crossrail.deep_ep.checks import wrong
+from crossrail.deep_ep.pool import LEAST_TOKENS, Kind, Machine, Made, room_for
+
+__all__ = ["Rooms"]
+
+
+class Rooms:
+    """All ranks ask for the same ones in the same order.
+
+    Dispatches of a few tokens have expert buffers of their own, whose kernels take a shorter way; the others have room
+    for as many tokens as any dispatch so far, and at least `usual`.
+    """
+
+    def __init__(self, machine: Machine, ranks: int, usual: int, limit: int | None) -> None:
+        """`limit`: bytes that one of them may take, at most."""
+        self._machine = machine
+        self._ranks = list(range(ranks))
+        self._usual = usual
+        self._limit = limit
+        self._made: dict[tuple[Kind, bool], Made] = {}
+        self._numbers: Iterator[int] = count(1)
+
+    def room(self, kind: Kind, tokens: int, num_sms: int) -> Any:
+        """The expert buffer for dispatches of up to `tokens`. `num_sms`: of one that must be made.
+
+        Raises UsageError where it would take more than the limit, or would have to be made in a capture.
+        """
+        few = tokens <= LEAST_TOKENS
+        made = self._made.get((kind, few))
+        if made is None or made.max_tokens < tokens:
+            made = self._new(kind, room_for(tokens if few else max(tokens, self._usual)), num_sms)
+            self._made[kind, few] = made
+        return made.buffer
+
+    def _new(self, kind: Kind, most: int, num_sms: int) -> Made:
+        if self._machine.streams.is_capturing():
+            detail = f"memory for {most} tokens of this kind is made at the first dispatch, which is being captured"
+            raise wrong("dispatch", detail, "run it once before the capture")
+        needed = 0 if self._limit is None else self._machine.bytes(kind, most)
+        if self._limit is not None and needed > self._limit:
+            detail = f"{most} tokens of {kind.hidden} take {needed} bytes, and num_bytes is {self._limit}"
+            raise wrong("dispatch", detail, "get_buffer_size_hint says how many are enough")
+        name = str(next(self._numbers))
+        return Made(self._machine.make(kind, most, num_sms, name, self._ranks), most)
+
+    def destroy(self) -> None:
+        """Ends them all."""
+        for made in self._made.values():
+            made.buffer.destroy()
+        self._made.clear()
