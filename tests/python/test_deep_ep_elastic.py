@@ -241,6 +241,7 @@ def test_handles_that_do_not_fit() -> None:
         for arguments, said in (
             ({"topk_idx": IDX}, "topk_idx and a handle"),
             ({"do_cpu_sync": True}, "do_cpu_sync and a handle"),
+            ({"cumulative_local_expert_recv_stats": X}, "counts new routings, and a handle repeats one"),
             ({"do_expand": True}, "do_expand is True, that of the handle False"),
             ({"num_experts": 8}, "num_experts is 8, that of the handle 4"),
             ({"x": X[:2]}, r"x has shape \[2, 512\], that of the handle \[3, 512\]"),

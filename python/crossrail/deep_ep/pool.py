@@ -113,6 +113,8 @@ class Gpu:
         return made.buffer._operations.dispatch(call)
 
     def sources(self, buffer: Any, handle: Any, rows: int) -> Tensor:
+        if rows == 0:  # DLPack has no address for an empty array
+            return torch().empty((0,), dtype=torch().int32, device=self.device)
         return torch().from_dlpack(buffer._native.sources(handle, rows)).clone()
 
 

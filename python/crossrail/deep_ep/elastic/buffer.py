@@ -226,17 +226,17 @@ class ElasticBuffer(Others):
     ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
         """Sends each token once to every rank that has one of its experts.
 
-        `x`: bf16 [T, H], or (e4m3 [T, H], scales of any strides: f32 or i32 [T, H/128], or i32 [T, H/512], whose bits are
-        not looked at). `topk_idx` i64 [T, K], -1 for none; `topk_weights` f32 [T, K] or none.
+        `x`: bf16 [T, H], or (e4m3 [T, H], scales of any strides, moved as they are: f32 or i32 [T, H/128], or i32
+        [T, H/512]). `topk_idx` i64 [T, K], -1 for none; `topk_weights` f32 [T, K] or none.
         `cumulative_local_expert_recv_stats` i32 [El]: the rows of each expert are added. `num_max_tokens_per_rank`: the
         same on all ranks, by default the buffer's. `num_sms`: of the first dispatch of a kind; 0 for
-        `get_theoretical_num_sms`. `previous_event` and `previous_event_before_epilogue`: what the
-        operation comes after. `async_with_compute_stream`: the current stream does not
-        wait, the event does. `handle`: the routing of an earlier dispatch is repeated, with other rows, and other
-        weights if any are given. `do_cpu_sync`: the host waits for the number of rows, by default unless there is a
-        handle; otherwise there are as many as can come. `do_expand`: a row for each expert, grouped by expert, each
-        group beginning at a multiple of `expert_alignment`; `do_zero_padding`: with zeros between groups.
-        `use_tma_aligned_col_major_sf`: scales in columns, which begin at multiples of 16 bytes.
+        `get_theoretical_num_sms`. `previous_event` and `previous_event_before_epilogue`: what the operation comes
+        after. `async_with_compute_stream`: the current stream does not wait, the event does. `handle`: the routing of
+        an earlier dispatch is repeated, with other rows, and other weights if any are given. `do_cpu_sync`: the host
+        waits for the number of rows, by default unless there is a handle; otherwise there are as many as can come.
+        `do_expand`: a row for each expert, grouped by expert, each group beginning at a multiple of `expert_alignment`;
+        `do_zero_padding`: with zeros between groups. `use_tma_aligned_col_major_sf`: scales in columns, which begin at
+        multiples of 16 bytes.
 
         Gives what came, as `x` was given ([N, H], by source rank and then token, or expanded), recv_topk_idx i64 [N, K]
         (local experts, -1 elsewhere; None when expanded), recv_topk_weights f32 ([N, K], or expanded [N]; None where
@@ -249,34 +249,16 @@ class ElasticBuffer(Others):
         count("num_qps", num_qps, "dispatch")
         if do_zero_padding and not do_expand:
             raise wrong("dispatch", "do_zero_padding needs do_expand")
+        if handle is not None and cumulative_local_expert_recv_stats is not None:
+            raise wrong("dispatch", "cumulative_local_expert_recv_stats counts new routings, and a handle repeats one")
         opaque, x = opaque_scales(x)
-        (tokens, hidden), payload = rows_kind(x, self._machine.device)
-        stats = cumulative_local_expert_recv_stats
-        if handle is not None:
-            topk_idx = self._repeated(handle, topk_idx, do_expand, do_cpu_sync, tokens, hidden)
-            sizes = (num_experts, num_max_tokens_per_rank, expert_alignment)
-            own = (handle.num_experts, handle.num_max_tokens_per_rank, handle.expert_alignment)
-            for given, was, name in zip(sizes, own, SIZES, strict=True):
-                if given is not None and given != was:
-                    raise wrong("dispatch", f"{name} is {given}, that of the handle {was}")
-            experts, most, alignment = own
-        else:
-            experts = self._experts(num_experts)
-            most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
-            most = count("num_max_tokens_per_rank", most, "dispatch")
-            alignment = count("expert_alignment", 1 if expert_alignment is None else expert_alignment, "dispatch")
-        if alignment == 0:
-            raise wrong("dispatch", "expert_alignment is 0")
-        if tokens > most:
-            raise wrong("dispatch", f"x has {tokens} tokens, num_max_tokens_per_rank is {most}")
-        chosen = checked(topk_idx, "topk_idx", "dispatch", ("int64",), (tokens, "K"), self._machine.device)
-        topk = chosen.shape[1]
+        stats, sizes = cumulative_local_expert_recv_stats, (num_experts, num_max_tokens_per_rank, expert_alignment)
+        chosen, kind, most, alignment = self._asked(x, topk_idx, sizes, handle, bool(do_expand), bool(do_cpu_sync))
         if topk_weights is not None:
-            checked(topk_weights, "topk_weights", "dispatch", ("float32",), (tokens, topk), self._machine.device)
-        kind = Kind("rank", hidden, experts, topk, payload)
-        sms = count("num_sms", num_sms, "dispatch") or self.get_theoretical_num_sms(experts, topk)
+            checked(topk_weights, "topk_weights", "dispatch", ("float32",), tuple(chosen.shape), self._machine.device)
+        sms = count("num_sms", num_sms, "dispatch") or self.get_theoretical_num_sms(kind.experts, kind.topk)
         with self._turn((previous_event, previous_event_before_epilogue), async_with_compute_stream) as turn:
-            turn.reads(*(x if isinstance(x, tuple) else (x,)), topk_idx, topk_weights, stats)
+            turn.reads(*(x if isinstance(x, tuple) else (x,)), chosen, topk_weights, stats)
             room = functools.partial(self._rooms.room, tokens=most, num_sms=sms)
             work = Dispatching(self._machine, turn, kind, self.num_ranks, most, alignment, sms, room)
             if handle is None:
@@ -286,25 +268,47 @@ class ElasticBuffer(Others):
             else:
                 came = work.again(x, topk_weights, handle, bool(do_zero_padding))
             if came.scales is not None and opaque:
-                came.scales = came.scales.view(torch().int32)
+                came.scales = as_packs(came.scales)
             if came.scales is not None and use_tma_aligned_col_major_sf:
                 came.scales = column_major(came.scales)
                 turn.gives(came.scales)
         rows: Rows = came.rows if came.scales is None else (came.rows, came.scales)
         return rows, came.topk_idx, came.topk_weights, handle, turn.overlap
 
-    def _repeated(
-        self, handle: Any, topk_idx: Any, do_expand: bool, do_cpu_sync: bool | None, tokens: int, hidden: int
-    ) -> Tensor:
+    def _asked(
+        self, x: Rows, topk_idx: Any, sizes: tuple[Any, Any, Any], handle: Any, expand: bool, sync: bool
+    ) -> tuple[Tensor, Kind, int, int]:
+        """The ids of a dispatch, its kind, the most tokens of a rank and the alignment. `sizes`: what was given for the
+        number of experts, that of tokens, and the alignment."""
+        (tokens, hidden), payload = rows_kind(x, self._machine.device)
+        if handle is not None:
+            topk_idx = self._repeated(handle, topk_idx, expand, sync, tokens, hidden)
+            own = (handle.num_experts, handle.num_max_tokens_per_rank, handle.expert_alignment)
+            for given, was, name in zip(sizes, own, SIZES, strict=True):
+                if given is not None and given != was:
+                    raise wrong("dispatch", f"{name} is {given}, that of the handle {was}")
+            experts, most, alignment = own
+        else:
+            experts = self._experts(sizes[0])
+            most = self.num_max_tokens_per_rank if sizes[1] is None else count(SIZES[1], sizes[1], "dispatch")
+            alignment = 1 if sizes[2] is None else count(SIZES[2], sizes[2], "dispatch")
+        if alignment == 0:
+            raise wrong("dispatch", "expert_alignment is 0")
+        if tokens > most:
+            raise wrong("dispatch", f"x has {tokens} tokens, num_max_tokens_per_rank is {most}")
+        chosen = checked(topk_idx, "topk_idx", "dispatch", ("int64",), (tokens, "K"), self._machine.device)
+        return chosen, Kind("rank", hidden, experts, chosen.shape[1], payload), most, alignment
+
+    def _repeated(self, handle: Any, topk_idx: Any, expand: bool, sync: bool, tokens: int, hidden: int) -> Tensor:
         """The ids of a dispatch that repeats one, if it may."""
         if not isinstance(handle, EPHandle):
             raise wrong("dispatch", f"handle is a {type(handle).__name__}, not one of a dispatch")
         if topk_idx is not None:
             raise wrong("dispatch", "topk_idx and a handle, which has its own")
-        if do_cpu_sync:
+        if sync:
             raise wrong("dispatch", "do_cpu_sync and a handle, whose counts are known")
-        if bool(do_expand) != handle.do_expand:
-            raise wrong("dispatch", f"do_expand is {do_expand}, that of the handle {handle.do_expand}")
+        if expand != handle.do_expand:
+            raise wrong("dispatch", f"do_expand is {expand}, that of the handle {handle.do_expand}")
         routing = handle._routing
         if (tokens, hidden) != (routing.tokens, routing.kind.hidden):
             there = [routing.tokens, routing.kind.hidden]
@@ -398,3 +402,11 @@ def opaque_scales(x: Rows) -> tuple[bool, Rows]:
     if scales.dtype != torch().int32 or rows.shape[-1] != BLOCK * scales.shape[-1]:
         return False, x
     return True, (rows, scales.view(torch().float32))
+
+
+def as_packs(scales: Tensor) -> Tensor:
+    """The same as integers. What notes other streams goes with them."""
+    packs = scales.view(torch().int32)
+    if "record_stream" in vars(scales):
+        packs.record_stream = scales.record_stream
+    return packs
