@@ -760,6 +760,7 @@ def bench_p2p(
     iters: int,
     warmup: int = 2,
     memory: str = "ordinary",
+    verify: str = "full",
     on_progress: Callable[[int, int], object] | None = None,
 ) -> list[Transfer]: ...
 def bench_ep(

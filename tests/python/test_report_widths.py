@@ -53,7 +53,7 @@ def samples(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def tables_of(report: Report) -> list[HeadedTable]:
-    return [one for one in views(report) if isinstance(one, HeadedTable)]
+    return [one for one in views(report.rows) if isinstance(one, HeadedTable)]
 
 
 def test_in_a_terminal_every_figure_is_whole(width: int, tmp_path: Path) -> None:

@@ -33,10 +33,10 @@ pub use ep_cuda::{Clock, DeviceEp, DeviceEpPlan, DeviceEpSamples, Parts};
 pub use ep_memory::DeviceEpWork;
 pub use latency::{LatencyPlan, latency};
 pub use mesh::{MeshPlan, MeshRank, MeshSamples, MessageTimes, PairSamples, mesh};
-pub use p2p::{P2pIteration, P2pPlan, p2p};
+pub use p2p::{P2pIteration, P2pPlan, Verify, p2p};
 pub use raw::{RawTcpPlan, RawTcpSamples, raw_tcp};
 pub use report::{Share, TransferReport};
-pub use session::{MemoryKind, Observer, Role, Session, Unobserved};
+pub use session::{MemoryKind, Observer, Role, Session, Unobserved, stop};
 pub use unpack::{UnpackFrom, UnpackPlan, UnpackSamples, UnpackTimes, unpack};
 pub use write::write_latency;
 

@@ -7,7 +7,9 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::area::Area;
 use crate::session::{Flight, Observer, Progress, Role, Session, flight, whole};
-use crate::{BandwidthPlan, LatencyPlan, MemoryKind, P2pPlan, Samples, TransferReport, bandwidth, latency, p2p};
+use crate::{
+    BandwidthPlan, LatencyPlan, MemoryKind, P2pPlan, Samples, TransferReport, Verify, bandwidth, latency, p2p,
+};
 
 const BARRIER: u64 = crate::session::TAGS | 4;
 const ALL: u64 = crate::session::TAGS | 5;
@@ -131,7 +133,7 @@ pub fn mesh(mine: &mut MeshRank<'_>, plan: MeshPlan) -> Result<MeshSamples> {
 fn pair(mine: &mut MeshRank<'_>, other: usize, role: Role, plan: MeshPlan) -> Result<PairSamples> {
     let session = &mut mine.session(other, role)?;
     let MeshPlan { size, iters, warmup, window, .. } = plan;
-    let mut transfers = p2p(session, P2pPlan { size, iters: 1, warmup: 0 })?;
+    let mut transfers = p2p(session, P2pPlan { size, iters: 1, warmup: 0, verify: Verify::Full })?;
     let rate = bandwidth(session, BandwidthPlan { size, iters, warmup, window })?;
     let latency = latency(session, LatencyPlan { size: plan.small, iters: plan.trips, warmup: plan.trips.min(10) })?;
     let transfer = transfers.pop().map(|one| one.sender).unwrap_or_default();

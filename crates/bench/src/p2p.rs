@@ -2,11 +2,49 @@
 
 use std::time::Instant;
 
-use crossrail_types::Result;
+use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::area::Area;
 use crate::report::{TransferReport, decode, encode};
-use crate::session::{Progress, Role, Session, whole};
+use crate::session::{Progress, Role, Session, stopped, whole};
+
+/// Which transfers the receiver clears its memory for, and verifies byte by byte. No choice changes what is timed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Verify {
+    /// Every one.
+    #[default]
+    Full,
+    /// The first, before anything is timed, and the last.
+    Quick,
+    /// None.
+    None,
+}
+
+impl Verify {
+    /// Whether transfer `number` of `total` is verified.
+    fn covers(self, number: usize, total: usize) -> bool {
+        match self {
+            Verify::Full => true,
+            Verify::Quick => number == 0 || number + 1 == total,
+            Verify::None => false,
+        }
+    }
+}
+
+impl std::str::FromStr for Verify {
+    type Err = Error;
+
+    /// `full`, `quick` or `none`; `Usage` for anything else.
+    fn from_str(text: &str) -> Result<Verify> {
+        match text {
+            "full" => Ok(Verify::Full),
+            "quick" => Ok(Verify::Quick),
+            "none" => Ok(Verify::None),
+            other => Err(Error::new(ErrorKind::Usage, "bench", format!("no verification {other:?}"))
+                .with_hint("full, quick or none")),
+        }
+    }
+}
 
 /// What [`p2p`] does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,6 +55,8 @@ pub struct P2pPlan {
     pub iters: usize,
     /// Transfers before that; verified like the others, but not reported.
     pub warmup: usize,
+    /// Which transfers are verified.
+    pub verify: Verify,
 }
 
 /// One transfer as both ends saw it.
@@ -32,40 +72,65 @@ pub struct P2pIteration {
     pub receiver: TransferReport,
 }
 
-/// Transfers from the driver to the echo end, one at a time. The receiver clears its memory before each transfer and
-/// verifies every byte after it, outside of what is timed. Both ends return the same rows.
+/// Transfers from the driver to the echo end, one at a time. The receiver clears its memory before a transfer that is
+/// verified and checks every byte after it, outside of what is timed. Both ends return the same rows; an end whose observer stops
+/// the run returns those measured until then, and leaves the other end in the middle of it.
 ///
 /// # Errors
 /// `Mismatch` when the ends' plans differ, `Protocol` when data did not verify or the other end's report makes no
 /// sense, and whatever the engine reports.
 pub fn p2p(session: &mut Session<'_>, plan: P2pPlan) -> Result<Vec<P2pIteration>> {
-    session.agree("p2p", &[("size", plan.size), ("iters", plan.iters), ("warmup", plan.warmup)])?;
+    session.agree(
+        "p2p",
+        &[("size", plan.size), ("iters", plan.iters), ("warmup", plan.warmup), ("verify", plan.verify as usize)],
+    )?;
     let mut data = Area::new(session.context, session.memory, plan.size)?;
     let go = Area::new(session.context, session.memory.beside(), 1)?;
     let (mine, theirs) = session.seeds(0);
     if session.role == Role::Driver {
         data.fill(mine)?;
     }
-    let progress = &mut Progress::new(plan.warmup + plan.iters);
-    let mut iterations = Vec::with_capacity(plan.iters);
-    for iteration in 0..plan.warmup + plan.iters {
-        let (us, report) = match session.role {
-            Role::Driver => send(session, &data, &go, progress)?,
-            Role::Echo => receive(session, &mut data, &go, plan.size, progress)?,
-        };
-        let outcome = if session.role == Role::Echo { data.verify(theirs) } else { Ok(()) };
-        session.judge(outcome)?;
-        let other = session.exchange(&encode(us, &report))?;
-        let (other_us, other) = decode(&other)?;
-        if iteration >= plan.warmup {
-            iterations.push(match session.role {
-                Role::Driver => P2pIteration { us_sender: us, us_receiver: other_us, sender: report, receiver: other },
-                Role::Echo => P2pIteration { us_sender: other_us, us_receiver: us, sender: other, receiver: report },
-            });
+    let total = plan.warmup + plan.iters;
+    let progress = &mut Progress::new(total);
+    let mut iterations = Vec::with_capacity(plan.iters.min(1024));
+    for iteration in 0..total {
+        let expected = plan.verify.covers(iteration, total).then_some(theirs);
+        match transfer(session, &mut data, &go, expected, progress) {
+            Ok(one) if iteration >= plan.warmup => iterations.push(one),
+            Ok(_) => {}
+            Err(error) if stopped(&error) && !iterations.is_empty() => break,
+            Err(error) => return Err(error),
         }
-        session.advance(progress, 1, Instant::now())?;
+        match session.advance(progress, 1, Instant::now()) {
+            Err(error) if stopped(&error) && !iterations.is_empty() => break,
+            outcome => outcome?,
+        }
     }
     Ok(iterations)
+}
+
+/// One transfer, with what each end saw of it. The receiver verifies it against the pattern of the seed `expected`.
+fn transfer(
+    session: &mut Session<'_>,
+    data: &mut Area,
+    go: &Area,
+    expected: Option<u64>,
+    progress: &mut Progress,
+) -> Result<P2pIteration> {
+    let (us, report) = match session.role {
+        Role::Driver => send(session, data, go, progress)?,
+        Role::Echo => receive(session, data, go, expected.is_some(), progress)?,
+    };
+    if let Some(seed) = expected {
+        let outcome = if session.role == Role::Echo { data.verify(seed) } else { Ok(()) };
+        session.judge(outcome)?;
+    }
+    let other = session.exchange(&encode(us, &report))?;
+    let (other_us, other) = decode(&other)?;
+    Ok(match session.role {
+        Role::Driver => P2pIteration { us_sender: us, us_receiver: other_us, sender: report, receiver: other },
+        Role::Echo => P2pIteration { us_sender: other_us, us_receiver: us, sender: other, receiver: report },
+    })
 }
 
 fn send(session: &mut Session<'_>, data: &Area, go: &Area, progress: &mut Progress) -> Result<(f64, TransferReport)> {
@@ -82,16 +147,18 @@ fn receive(
     session: &mut Session<'_>,
     data: &mut Area,
     go: &Area,
-    size: usize,
+    clear: bool,
     progress: &mut Progress,
 ) -> Result<(f64, TransferReport)> {
-    data.clear()?;
+    if clear {
+        data.clear()?;
+    }
     let request = session.recv(data)?;
     let began = Instant::now();
     let ready = session.send_reply(go)?;
     let receipt = session.finish(request, progress)?;
     let us = began.elapsed().as_secs_f64() * 1e6;
     session.finish(ready, progress)?;
-    whole(&receipt, size)?;
+    whole(&receipt, data.buffer().len())?;
     Ok((us, TransferReport::from(&receipt)))
 }

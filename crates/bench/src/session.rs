@@ -68,11 +68,27 @@ impl std::str::FromStr for MemoryKind {
 
 /// Reports progress: called some ten times per second, on the measuring thread, outside of what is timed.
 pub trait Observer {
-    /// `done` of `total` iterations are complete. An error ends the run.
+    /// `done` of `total` iterations are complete. An error ends the run; [`stop`] ends it early, and [`p2p`] then
+    /// returns what it has measured.
     ///
     /// # Errors
     /// The error with which to end the run.
+    ///
+    /// [`p2p`]: crate::p2p
     fn tick(&mut self, done: u64, total: u64) -> Result<()>;
+}
+
+const STOPPED: &str = "stopped by its observer";
+
+/// The error by which an [`Observer`] stops a run early.
+#[must_use]
+pub fn stop() -> Error {
+    Error::new(ErrorKind::Cancelled, "bench", STOPPED)
+}
+
+/// Whether `error` is that of [`stop`].
+pub(crate) fn stopped(error: &Error) -> bool {
+    error.kind == ErrorKind::Cancelled && error.detail == STOPPED
 }
 
 /// An observer that does nothing.

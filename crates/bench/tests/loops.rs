@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use crossrail::{ConnectOptions, Context, Endpoint, ErrorKind, Settings, Worker, WorkerOptions};
 use crossrail_bench::{
-    BandwidthPlan, LatencyPlan, MemoryKind, Observer, P2pPlan, Role, Session, Unobserved, bandwidth, latency, p2p,
-    write_latency,
+    BandwidthPlan, LatencyPlan, MemoryKind, Observer, P2pPlan, Role, Session, Unobserved, Verify, bandwidth, latency,
+    p2p, stop, write_latency,
 };
 use crossrail_types::{Error, Result};
 
@@ -98,7 +98,8 @@ fn p2p_gives_both_ends_the_same_rows() {
     for transport in ["shm", "tcp"] {
         let pair = pair(transport);
         for size in [0, 10, 3_000_001] {
-            let [driver, echo] = both(&pair, |session| p2p(session, P2pPlan { size, iters: 3, warmup: 1 }));
+            let [driver, echo] =
+                both(&pair, |session| p2p(session, P2pPlan { size, iters: 3, warmup: 1, verify: Verify::Full }));
             let rows = driver.unwrap();
             assert_eq!(rows, echo.unwrap());
             assert_eq!(rows.len(), 3);
@@ -126,7 +127,7 @@ fn different_plans_and_equal_roles_are_a_mismatch_at_both_ends() {
     }
     let outcomes = both(&pair, |session| {
         session.role = Role::Echo;
-        p2p(session, P2pPlan { size: 1, iters: 1, warmup: 0 })
+        p2p(session, P2pPlan { size: 1, iters: 1, warmup: 0, verify: Verify::Full })
     });
     for outcome in outcomes {
         assert_eq!(outcome.unwrap_err().kind, ErrorKind::Mismatch);
@@ -183,4 +184,60 @@ fn a_peer_that_dies_ends_the_run() {
     pair.ends[1].0.close();
     let error = running.join().unwrap().unwrap_err();
     assert!(matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed), "{error}");
+}
+
+/// Stops the run at its first report.
+struct Stops;
+
+impl Observer for Stops {
+    fn tick(&mut self, done: u64, _total: u64) -> Result<()> {
+        if done > 0 { Err(stop()) } else { Ok(()) }
+    }
+}
+
+#[test]
+fn a_stopped_p2p_returns_what_it_has_measured() {
+    let pair = pair("shm");
+    let plan = P2pPlan { size: 8 << 20, iters: 1_000_000, warmup: 0, verify: Verify::None };
+    let (worker, endpoint) = pair.ends[1].clone();
+    let context = pair.context.clone();
+    let echo = std::thread::spawn(move || {
+        let (context, worker, endpoint) = (&context, &worker, &endpoint);
+        let (role, memory) = (Role::Echo, MemoryKind::Ordinary);
+        p2p(&mut Session { context, worker, endpoint, role, memory, observer: &mut Unobserved }, plan)
+    });
+    let (worker, endpoint) = &pair.ends[0];
+    let (role, memory) = (Role::Driver, MemoryKind::Ordinary);
+    let mut session = Session { context: &pair.context, worker, endpoint, role, memory, observer: &mut Stops };
+    let rows = p2p(&mut session, plan).unwrap();
+    assert!(!rows.is_empty() && rows.len() < plan.iters);
+    assert!(rows.iter().all(|row| row.us_sender > 0.0 && row.sender.bytes == plan.size as u64));
+    worker.close();
+    assert!(echo.join().unwrap().is_err(), "the other end is left in the middle of the run");
+}
+
+#[test]
+fn quick_verification_covers_the_first_and_the_last_transfer() {
+    let pair = pair("shm");
+    for verify in [Verify::Quick, Verify::None] {
+        let plan = P2pPlan { size: 100_000, iters: 3, warmup: 1, verify };
+        let [driver, echo] = both(&pair, |session| p2p(session, plan));
+        assert_eq!(driver.unwrap(), echo.unwrap());
+    }
+    assert_eq!(
+        ("quick".parse(), "full".parse(), "none".parse()),
+        (Ok(Verify::Quick), Ok(Verify::Full), Ok(Verify::None))
+    );
+    assert_eq!("some".parse::<Verify>().unwrap_err().kind, ErrorKind::Usage);
+}
+
+#[test]
+fn different_verification_is_a_mismatch() {
+    let pair = pair("shm");
+    for outcome in both(&pair, |session| {
+        let verify = if session.role == Role::Driver { Verify::Full } else { Verify::None };
+        p2p(session, P2pPlan { size: 1, iters: 1, warmup: 0, verify })
+    }) {
+        assert_eq!(outcome.unwrap_err().kind, ErrorKind::Mismatch);
+    }
 }

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use crossrail::{ConnectOptions, Context, Endpoint, ErrorKind, Settings, Worker, WorkerOptions};
 use crossrail_bench::{
-    BandwidthPlan, LatencyPlan, MemoryKind, MeshPlan, MeshRank, P2pPlan, Role, Session, Unobserved, bandwidth, latency,
-    mesh, p2p, write_latency,
+    BandwidthPlan, LatencyPlan, MemoryKind, MeshPlan, MeshRank, P2pPlan, Role, Session, Unobserved, Verify, bandwidth,
+    latency, mesh, p2p, write_latency,
 };
 use crossrail_types::Result;
 
@@ -89,7 +89,7 @@ fn p2p_tells_what_staging_took() {
     for transport in ["tcp", "shm"] {
         let pair = pair(transport);
         for kinds in KINDS {
-            let plan = P2pPlan { size: 3_000_001, iters: 2, warmup: 1 };
+            let plan = P2pPlan { size: 3_000_001, iters: 2, warmup: 1, verify: Verify::Full };
             let [driver, echo] = both(&pair, kinds, |session| p2p(session, plan));
             let rows = driver.unwrap();
             assert_eq!(rows, echo.unwrap());
@@ -108,7 +108,9 @@ fn a_gpu_that_is_not_there_is_named_at_once() {
     let pair = pair("shm");
     let began = std::time::Instant::now();
     let kinds = [MemoryKind::Gpu(7), MemoryKind::Gpu(7)];
-    for outcome in both(&pair, kinds, |session| p2p(session, P2pPlan { size: 1, iters: 1, warmup: 0 })) {
+    for outcome in
+        both(&pair, kinds, |session| p2p(session, P2pPlan { size: 1, iters: 1, warmup: 0, verify: Verify::Full }))
+    {
         let error = outcome.unwrap_err();
         assert_eq!(error.kind, ErrorKind::Usage);
         assert!(error.to_string().contains("cuda:7"), "{error}");

@@ -3,7 +3,7 @@
 use crossrail_bench::{BandwidthPlan, LatencyPlan, MemoryKind, Observer, P2pPlan, RawTcpPlan, Role, Samples, Session};
 use crossrail_types::{Error, ErrorKind};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyBool, PyDict, PyList};
 
 use crate::context::{Context, rows};
 use crate::endpoint::Endpoint;
@@ -26,14 +26,18 @@ impl Observer for Watch<'_> {
             if total > 0
                 && let Some(on_progress) = self.on_progress
             {
-                on_progress.call1(py, (done, total))?;
+                return Ok(!on_progress.bind(py).call1((done, total))?.is(PyBool::new(py, false)));
             }
-            Ok(())
+            Ok(true)
         });
-        outcome.map_err(|raised| {
-            self.raised = Some(raised);
-            Error::new(ErrorKind::Cancelled, "bench", "ended by its observer")
-        })
+        match outcome {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(crossrail_bench::stop()),
+            Err(raised) => {
+                self.raised = Some(raised);
+                Err(Error::new(ErrorKind::Cancelled, "bench", "ended by its observer"))
+            }
+        }
     }
 }
 
@@ -95,7 +99,8 @@ pub(crate) fn samples_dict<'py>(py: Python<'py>, samples: &Samples) -> PyResult<
 ///     ``shared`` (`Context.alloc`), ``ordinary``, or a GPU such as ``cuda:0``.
 /// on_progress : callable, optional
 ///     ``on_progress(done, total)`` is called about ten times a second. An exception that it
-///     raises ends the run.
+///     raises ends the run; so does the answer ``False``, after which `bench_p2p` returns what
+///     it has measured.
 ///
 /// Raises
 /// ------
@@ -207,9 +212,10 @@ pub(crate) fn bench_bandwidth<'py>(
 /// Measure large transfers from the driver to the echo end, one at a time, as seen by both ends.
 ///
 /// Both ends call this: `iters` timed transfers of `size` bytes after `warmup` untimed ones,
-/// each verified completely. Other parameters as for `bench_latency`.
+/// verified byte by byte: each (`verify` ``full``), only the first and the last (``quick``), or
+/// ``none``. Other parameters as for `bench_latency`.
 #[pyfunction]
-#[pyo3(signature = (context, worker, endpoint, *, role, size, iters, warmup = 2, memory = "ordinary", on_progress = None))]
+#[pyo3(signature = (context, worker, endpoint, *, role, size, iters, warmup = 2, memory = "ordinary", verify = "full", on_progress = None))]
 #[allow(clippy::too_many_arguments)] // keywords in Python
 pub(crate) fn bench_p2p<'py>(
     context: &Bound<'py, Context>,
@@ -220,11 +226,12 @@ pub(crate) fn bench_p2p<'py>(
     iters: usize,
     warmup: usize,
     memory: &str,
+    verify: &str,
     on_progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyList>> {
     let py = context.py();
     let ends = Ends { context, worker, endpoint, role, memory, on_progress };
-    let plan = P2pPlan { size, iters, warmup };
+    let plan = P2pPlan { size, iters, warmup, verify: verify.parse().or_raise(py)? };
     let iterations = ends.run(py, |session| crossrail_bench::p2p(session, plan))?;
     rows(py, iterations, |row, iteration| {
         let ends = [

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from .failure import (
     EXIT_FAILED,
@@ -28,6 +28,13 @@ from .processes import kill_all, live_with_parent
 
 if TYPE_CHECKING:
     from .parsing import Command
+
+
+SIGNAL_INTERVAL_S = 0.2
+"""How long a signal may go unnoticed."""
+
+_ending = threading.Event()
+"""Set once a signal ends the command: failures that this causes are not news."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,19 +73,36 @@ def _in_thread(work: Callable[[], int]) -> int:
     thread = threading.Thread(target=body, name="crossrail-command", daemon=True)
     thread.start()
     try:
-        ended.wait()
+        # With pauses: if the kernel gives a signal to another thread, this one has to wake up by itself to handle it.
+        while not ended.wait(SIGNAL_INTERVAL_S):
+            pass
     except (KeyboardInterrupt, _Terminated) as end:
         by_user = isinstance(end, KeyboardInterrupt)
-        print_error("interrupted" if by_user else "terminated")
-        _silence_stderr()  # killing the other processes causes errors that nobody needs to read
-        kill_all()
-        # An ordinary exit would wait for a thread that is inside native code.
-        os._exit(EXIT_INTERRUPTED if by_user else EXIT_TERMINATED)
+        _end_early("interrupted" if by_user else "terminated", EXIT_INTERRUPTED if by_user else EXIT_TERMINATED)
     thread.join()
     result = outcome[0]
     if isinstance(result, BaseException):
         raise result
     return result
+
+
+def _end_early(why: str, exit_code: int) -> NoReturn:
+    """Shows what was measured so far and exits. A second signal exits at once, with the terminal in order."""
+    _ending.set()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *unused: os._exit(exit_code))
+    reporting = sys.modules.get(f"{__name__}.reporting")  # without it there is nothing to show
+    try:
+        if reporting is not None:
+            reporting.restore_terminal()
+        print_error(why)
+        if reporting is not None:
+            reporting.stop_runs()
+    finally:
+        _silence_stderr()  # killing the other processes causes errors that nobody needs to read
+        kill_all()
+        # An ordinary exit would wait for a thread that is inside native code.
+        os._exit(exit_code)
 
 
 def _silence_stderr() -> None:
@@ -108,7 +132,8 @@ def _run(command: Command) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except (Failure, crossrail.CrossrailError, WriteError) as error:
-        print_error(error)
+        if not _ending.is_set():
+            print_error(error)
         return exit_code_of(error)
     except OSError as error:
         print_error(f"{error.filename or 'stdout'}: {error.strerror}")

@@ -83,7 +83,7 @@ class ControlOptions(RunOptions):
     def run(self) -> None:
         """Runs the ranks of this node; the first node shows the report. Raises Failure and the library's errors."""
         if self.placement.node == 0:
-            show_report(self.json, lambda progress: _report(self, progress))
+            show_report(self, lambda progress: _report(self, progress))
             return
         check_json(self.json)
         with Progress() as progress:
@@ -145,17 +145,19 @@ def _numbers(text: str) -> list[int]:
 
 def _report(options: ControlOptions, progress: Progress) -> Report:
     options = _placed(options)
-    store, found = _run(options, progress)
-    rows: list[Row] = []
-    for message in found:
-        samples = {int(rank): steps for rank, steps in message["samples"].items()}
-        if len(samples) != options.placement.size:
-            raise Failure(f"only {len(samples)} of {options.placement.size} ranks reported their measurements")
-        like = Row("", "", 0, verified=True, experts_per_rank=message["experts_per_rank"], store=store)
-        device = options.work.device if options.work.device == "cuda" else None
-        like = replace(like, ranks=len(samples), nodes=options.placement.world_size, device=device)
-        rows += control_rows(samples, like)
-    return make_report(options, rows)
+    _run(options, progress)
+    return make_report(options, progress.rows)
+
+
+def _rows(options: ControlOptions, store: str, message: Message) -> list[Row]:
+    """The rows of one number of experts, from the samples of all ranks. Raises Failure if some are missing."""
+    samples = {int(rank): steps for rank, steps in message["samples"].items()}
+    if len(samples) != options.placement.size:
+        raise Failure(f"only {len(samples)} of {options.placement.size} ranks reported their measurements")
+    like = Row("", "", 0, verified=True, experts_per_rank=message["experts_per_rank"], store=store)
+    device = options.work.device if options.work.device == "cuda" else None
+    like = replace(like, ranks=len(samples), nodes=options.placement.world_size, device=device)
+    return control_rows(samples, like)
 
 
 def _placed(options: ControlOptions) -> ControlOptions:
@@ -166,10 +168,10 @@ def _placed(options: ControlOptions) -> ControlOptions:
     return replace(options, placement=where, gpus=gpus)
 
 
-def _run(options: ControlOptions, progress: Progress) -> tuple[str, list[Message]]:
-    """The kind of store and, on the first node, the measurements of all ranks as reported by rank 0."""
+def _run(options: ControlOptions, progress: Progress) -> None:
+    """Runs the ranks of this node. On the first node, their measurements as reported by rank 0 become rows."""
     context = options.context()
-    where, found = options.placement, list[Message]()
+    where = options.placement
     rounds = options.work.warmup + options.work.rounds
     patience = 2 * context.timeout + len(options.work.experts_per_rank) * (rounds * 5 * STEP_S + COMPILING_S)
     with _rendezvous(options, context) as (store, group), Ranks() as ranks:
@@ -183,10 +185,9 @@ def _run(options: ControlOptions, progress: Progress) -> tuple[str, list[Message
         while left:
             rank, message = ranks.next(patience)
             if message["event"] == "samples":
-                found.append(message)
+                progress.add(_rows(options, store.partition("://")[0], message))
             elif message["event"] == ENDED:
                 left.discard(rank)
-    return store.partition("://")[0], found
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ def print_cuda(cuda: CudaState, to: Console) -> None:
     """Prints GPUs, their distance to NICs, and the memory taken for them; or why CUDA is unusable, and the fix."""
     if not cuda["present"]:
         reason = "; ".join(part for part in (cuda["reason"], cuda["fix"]) if part)
-        to.print(f"CUDA: not usable: {reason or 'unknown reason'}\n", soft_wrap=True)
+        to.print(f"CUDA: not usable: {reason or 'unknown reason'}\n")
         return
     to.print(f"CUDA: driver for CUDA {cuda['driver']}\n")
     columns = ["GPU", "name", "for", "PCI", "NUMA", "memory", "free", "bounce memory"]
@@ -84,14 +84,13 @@ def print_cuda(cuda: CudaState, to: Console) -> None:
     _print_peer_access(cuda["peer_access"], to)
     cache = cuda["kernel_cache"]
     kept = f"{format_bytes(cache['bytes'])} in {cache['folder']}" if cache else "no usable folder"
-    to.print(f"kernel cache: {kept}", soft_wrap=True)
+    to.print(f"kernel cache: {kept}")
     compiler = cuda["compiler"] or f"none: {cuda['why_no_compiler']}; CROSSRAIL_UNPACK=d2d needs none"
-    to.print(f"kernel compiler: {compiler}", soft_wrap=True)
+    to.print(f"kernel compiler: {compiler}")
     pinned = sum(gpu["bounce_bytes"] for gpu in cuda["devices"])
     to.print(
         f"memory taken for GPUs: {format_bytes(pinned)} of pinned host memory (CROSSRAIL_BOUNCE for each GPU, from its "
         "first transfer on); no GPU memory except what is allocated through Crossrail\n",
-        soft_wrap=True,
     )
 
 
@@ -114,7 +113,7 @@ def _print_peer_access(access: Sequence[Sequence[bool]], to: Console) -> None:
         return
     apart = [f"cuda:{a} to cuda:{b}" for a, row in enumerate(access) for b, reaches in enumerate(row) if not reaches]
     said = f"not from {', '.join(apart)}: those transfers are staged" if apart else "between all GPUs"
-    to.print(f"peer access: {said}", soft_wrap=True)
+    to.print(f"peer access: {said}")
 
 
 def _gib(size: int | None) -> str:

@@ -62,7 +62,7 @@ class MeshOptions(LinkOptions):
     def run(self) -> None:
         """Measures, and shows the report on the first node. Raises Failure and the library's errors."""
         if self.placement.node == 0:
-            show_report(self.json, lambda progress: _report(self, progress))
+            show_report(self, lambda progress: _report(self, progress))
             return
         check_json(self.json)
         with Progress() as progress:

@@ -53,9 +53,9 @@ class Process:
             stdout=stdout,
             stderr=stderr,
             env=None if environment is None else {**os.environ, **environment},
-            # Between fork and exec, so that the parent cannot die unnoticed in between. It makes two system calls and
-            # takes no lock that another thread could hold.
-            preexec_fn=lambda: _die_with(parent),
+            # Between fork and exec, so that neither the parent's death nor Ctrl-C comes in between. It makes three
+            # system calls and takes no lock that another thread could hold.
+            preexec_fn=lambda: _begin(parent),
         )
         with _guard:
             _running.add(self)
@@ -108,6 +108,12 @@ def kill_all() -> None:
             process.popen.wait(5)
     for folder in list(_folders):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _begin(parent: int) -> None:
+    """In the new process: Ctrl-C is left to the parent, which ends this process itself, and whose end is its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with(parent)
 
 
 def _die_with(parent: int) -> None:

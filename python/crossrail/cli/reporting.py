@@ -1,14 +1,17 @@
-"""Progress of a bench while it measures, then its tables and its JSON."""
+"""What a bench shows: progress and rows while it measures, then its tables and its JSON; also of a run cut short."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+from rich.segment import Segment, Segments
+from rich.text import Text
 
 from crossrail.report import (
     Report,
@@ -18,29 +21,77 @@ from crossrail.report import (
     check_destination,
     console,
     print_report,
+    views,
     write_text,
 )
 
-from .failure import UsageFailure
+from .failure import UsageFailure, print_error, print_notice
 from .options import RunOptions
 
 OnProgress = Callable[[int, int], object]
-"""Takes the number of iterations done and the total."""
+"""Takes the number of iterations done and the total. The answer ``False`` stops the measurement."""
+
+STOP_S = 1.0
+"""How long an interrupted run may take to hand over the measurement under way."""
+
+_BESIDE_ROWS = 6
+"""Lines of a terminal that the rows measured so far leave free for the bar and for what was there before."""
+
+
+class _Rate(ProgressColumn):
+    """Iterations per second."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if not speed else f"{speed:,.0f}/s" if speed >= 10 else f"{speed:.1f}/s")
+
+
+class _Bar(RichProgress):
+    """The bar below the last rows measured so far and above one line of live figures."""
+
+    rows: RenderableType = ""
+    figures: str = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        if self.rows:
+            yield self.rows
+        yield self.make_tasks_table(self.tasks)
+        if self.figures:
+            yield Text(self.figures, no_wrap=True, overflow="ellipsis")
 
 
 class Progress:
-    """A progress bar on stderr; invisible unless stderr is a terminal."""
+    """What a bench shows on stderr while it measures, invisible unless that is a terminal; and its rows so far.
+
+    ``stopping`` is set when a signal ends the run. A measurement that can then add a row of what it has so far sets
+    ``hands_over``, and has `STOP_S` to do so.
+    """
 
     def __init__(self, to: Console | None = None) -> None:
         self.console = to or console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = RichProgress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+        self.rows: list[Row] = []
+        self.versions: Mapping[str, str] = {}
+        self.stopping = threading.Event()
+        self.hands_over = False
+        self.handed_over = threading.Event()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(),
+            _Rate(),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+        )
+        self._bar = _Bar(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
 
     def __enter__(self) -> Progress:
         self._bar.start()
         return self
 
     def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the bar and shows the cursor again. More than one call does no harm; any thread may make it."""
         self._bar.stop()
 
     @property
@@ -48,26 +99,65 @@ class Progress:
         """Whether stderr is a terminal."""
         return self.console.is_terminal
 
+    def add(self, rows: Sequence[Row], *, more: bool = True) -> None:
+        """Takes rows as they are measured: they are what an interrupted run reports. They appear if ``more`` follow."""
+        self.rows.extend(rows)
+        if self.visible and more:
+            room = max(self.console.height - _BESIDE_ROWS, 1)
+            lines = [line for one in views(self.rows) for line in self.console.render_lines(one, pad=False)]
+            head, kept = (lines[:3], lines[3:][-max(room - 3, 1) :]) if len(lines) > room else ([], lines)
+            self._bar.rows = Segments([segment for line in [*head, *kept] for segment in [*line, Segment.line()]])
+        if self.stopping.is_set():
+            self.handed_over.set()
+
+    def live(self, figures: str) -> None:
+        """Shows one line of figures below the bar, until the next measurement begins."""
+        self._bar.figures = figures
+
     def status(self, title: str) -> None:
         """Shows what runs now, for work without a known number of iterations."""
         if self.console.is_terminal:
-            for task in self._bar.task_ids:
-                self._bar.remove_task(task)
+            self._forget()
             self._bar.add_task(title, total=None)
 
     @contextlib.contextmanager
-    def task(self, title: str, total: int) -> Iterator[OnProgress | None]:
-        """A bar for one measurement; yields the callback that advances it, or None if the bar is invisible."""
+    def task(self, title: str, total: int) -> Iterator[OnProgress]:
+        """A bar for one measurement; yields the callback that advances it, and that stops an interrupted run."""
         if not self.console.is_terminal:
-            yield None
+            yield lambda done, of: not self.stopping.is_set()
             return
+        self._forget()
+        task = self._bar.add_task(title, total=total)
+
+        def advance(done: int, of: int) -> bool:
+            self._bar.update(task, completed=done, total=of)
+            return not self.stopping.is_set()
+
+        try:
+            yield advance
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
         for old in self._bar.task_ids:
             self._bar.remove_task(old)
-        task = self._bar.add_task(title, total=total)
-        try:
-            yield lambda done, of: self._bar.update(task, completed=done, total=of)
-        finally:
-            self._bar.remove_task(task)
+        self._bar.figures = ""
+
+
+class _Run:
+    """The run whose report is to be shown. Whichever thread claims it first shows it, whole or cut short."""
+
+    def __init__(self, options: RunOptions, progress: Progress) -> None:
+        self.options = options
+        self.progress = progress
+        self._claimed = threading.Lock()
+
+    def claim(self) -> bool:
+        """Whether the caller is the one to show the report."""
+        return self._claimed.acquire(blocking=False)
+
+
+_runs: list[_Run] = []
 
 
 def make_report(options: RunOptions, rows: list[Row], versions: Mapping[str, str] | None = None) -> Report:
@@ -76,14 +166,58 @@ def make_report(options: RunOptions, rows: list[Row], versions: Mapping[str, str
     return Report(capture_environment(versions, overrides), ["crossrail", *sys.argv[1:]], rows)
 
 
-def show_report(json: str | None, measure: Callable[[Progress], Report]) -> None:
+def show_report(options: RunOptions, measure: Callable[[Progress], Report]) -> None:
     """Measures, prints the tables and, if requested, writes the JSON (`-`: to stdout, and the tables to stderr)."""
-    check_json(json)
+    check_json(options.json)
     with Progress() as progress:
-        text = measure(progress).dumps()
+        run = _Run(options, progress)
+        _runs.append(run)
+        try:
+            report = measure(progress)
+        finally:
+            progress.handed_over.set()
+    if run.claim():
+        _show(report, options.json)
+
+
+def _show(report: Report, json: str | None) -> None:
+    text = report.dumps()
     print_report(Report.loads(text), console(stderr=json == "-"))
     if json is not None:
         write_text(text, json)
+
+
+def restore_terminal() -> None:
+    """Stops the measurement under way, ends the bar and shows the cursor again."""
+    for run in _runs:
+        run.progress.stopping.set()
+        run.progress.close()
+
+
+def stop_runs() -> None:
+    """Prints the rows that an interrupted run has measured, and writes them as JSON marked as partial.
+
+    To be called by the main thread, after `restore_terminal` and before processes are killed.
+    """
+    for run in _runs:
+        if run.progress.hands_over:
+            run.progress.handed_over.wait(STOP_S)
+        if run.claim():
+            _show_partial(run)
+
+
+def _show_partial(run: _Run) -> None:
+    rows = list(run.progress.rows)
+    if not rows:
+        print_notice("nothing was measured yet")
+        return
+    print_notice("what follows was measured until then; the rest is missing")
+    report = make_report(run.options, rows, run.progress.versions)
+    try:
+        _show(Report(report.environment, report.command, rows, partial=True), run.options.json)
+        sys.stdout.flush()
+    except (OSError, WriteError) as error:
+        print_error(error)
 
 
 def check_json(destination: str | None) -> None:

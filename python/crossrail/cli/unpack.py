@@ -35,7 +35,7 @@ class UnpackOptions(RunOptions):
 
     def run(self) -> None:
         """Measures and shows the report."""
-        show_report(self.json, lambda progress: measure(self, progress))
+        show_report(self, lambda progress: measure(self, progress))
 
 
 def add_arguments(parser: Parser) -> None:
@@ -79,7 +79,6 @@ def measure(options: UnpackOptions, progress: Progress) -> Report:
     """Runs the bench. Raises Failure if there is no usable GPU, and the library's errors."""
     context = options.context()
     known_gpus(context, [options.device])
-    rows: list[Row] = []
     for source in options.sources:
         for size in options.sizes:
             for fragment in options.fragments:
@@ -100,5 +99,5 @@ def measure(options: UnpackOptions, progress: Progress) -> Report:
                         on_progress=tick,
                     )
                 like = Row("unpack", "", size, device=options.device, fragment=fragment, origin=source, verified=True)
-                rows += unpack_rows(found, like)
-    return make_report(options, rows)
+                progress.add(unpack_rows(found, like))
+    return make_report(options, progress.rows)

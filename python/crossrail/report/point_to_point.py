@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from .schema import Iteration, Lane, Row
-from .stats import median
+from .stats import gb_per_s, median, percentile
 from .tables import HeadedTable, peer_names, ratio_text, table
 from .units import format_bytes, format_size
 from .verdict import is_void
@@ -17,6 +17,17 @@ LATENCIES = {
     "latency": "latency: one way, half of a round trip",
     "write": "write: one-sided, until the other host has seen it; half of a round trip of two",
 }
+
+
+_VERIFIED = {
+    "": "data: verified before and after the timing",
+    "full": "data: every transfer verified, byte by byte",
+    "quick": "data: the first and the last transfer verified, byte by byte; --verify full verifies every one",
+    "none": "data: not verified",
+}
+
+_SHOWN_AT_EACH_END = 5
+"""Iterations shown at the beginning and at the end of a table that would otherwise be longer than four times that."""
 
 
 def latency_table(rows: Sequence[Row]) -> HeadedTable:
@@ -71,7 +82,7 @@ def p2p_tables(row: Row) -> list[RenderableType]:
         if result.error is None:
             shown.append(Text(f"{name}: {_rate(result.gb_per_s)} GB/s ({result.what}); ratio {ratio_text(row, name)}"))
     if row.verified is not None:
-        shown.append(Text("data: verified before and after the timing" if row.verified else "data: DID NOT VERIFY"))
+        shown.append(Text(_VERIFIED[row.verification or ("" if row.verified else "none")]))
     if row.verdict is not None:
         shown.append(Text(f"verdict: {row.verdict.text}"))
     return shown
@@ -97,8 +108,17 @@ def _iterations(row: Row) -> HeadedTable:
     where = f" from {row.device.replace(',', ' to ')}" if row.device else ""
     title = f"p2p: {format_size(row.size)} ({format_bytes(row.size)}) per iteration over {row.transport}{where}"
     made = table(title, columns, left=2, keys=1, spare=["protocol"])
+    count = len(row.iterations)
+    long = count > 4 * _SHOWN_AT_EACH_END
     for number, one in enumerate(row.iterations, 1):
-        made.add_row(str(number), one.protocol, *_both_ends(one))
+        if not long or number <= _SHOWN_AT_EACH_END or number > count - _SHOWN_AT_EACH_END:
+            made.add_row(str(number), one.protocol, *_both_ends(one))
+        elif number == _SHOWN_AT_EACH_END + 1:
+            made.add_row(f"({count - 2 * _SHOWN_AT_EACH_END} more)")
+    if long:
+        made.add_section()
+        for name, part in (("fastest", 0.0), ("p50", 50.0), ("p90", 90.0), ("p99", 99.0), ("slowest", 100.0)):
+            made.add_row(name, "", *_at(row, part))
     if row.iterations:
         made.add_section()
         made.add_row("average", "", *_average(row.iterations))
@@ -108,6 +128,15 @@ def _iterations(row: Row) -> HeadedTable:
 def _both_ends(one: Iteration) -> list[str]:
     times = [_figure(one.us_sender / 1e3), _figure(one.us_receiver / 1e3)]
     return [*times, _rate(one.gb_per_s_sender), _rate(one.gb_per_s_receiver)]
+
+
+def _at(row: Row, part: float) -> list[str]:
+    """The percentile ``part`` of the times of each end, and the rates of transfers that took so long."""
+    times = [
+        percentile(sorted(times), part)
+        for times in ([one.us_sender for one in row.iterations], [one.us_receiver for one in row.iterations])
+    ]
+    return [*(_figure(time / 1e3) for time in times), *(_rate(gb_per_s(row.size, time)) for time in times)]
 
 
 def _average(iterations: Sequence[Iteration]) -> list[str]:

@@ -191,6 +191,8 @@ class Row:
 
     ``unused``: what was expected to carry data and carried nothing, by name (``tcp/eth3``, ``shm(cma)``), and why.
 
+    ``verification``: how much of the data was verified (``full``, ``quick``, ``none``), where there is a choice.
+
     ``device``: the GPU whose memory was transferred, or the devices of both ends, the sender's first; ``unpack``: how
     chunks were unpacked into it. ``raw_tcp_us`` and ``raw_tcp_gb_per_s``: the same bytes over plain TCP sockets on the
     same rails; ``unpack_gb_per_s``: the rate of each mode of unpacking alone on the receiver's GPU; ``bounce``: the
@@ -227,6 +229,7 @@ class Row:
     bytes_wire: int | None = None
     bytes_network: int | None = None
     verified: bool | None = None
+    verification: str | None = None
     lanes: list[Lane] = field(default_factory=list)
     unused: dict[str, str] = field(default_factory=dict)
     stages: Stages | None = None
@@ -282,12 +285,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """A report: the command, the environment, and the measurements."""
+    """A report: the command, the environment, and the measurements.
+
+    ``partial``: the run was interrupted, and these are the rows that it had measured until then.
+    """
 
     environment: Environment
     command: list[str]
     rows: list[Row]
     schema: str = SCHEMA
+    partial: bool = False
 
     def dumps(self) -> str:
         """The JSON text, one line per row, times rounded to the nanosecond, ending in a newline.
@@ -298,6 +305,7 @@ class Report:
             "schema": self.schema,
             "environment": _plain(self.environment),
             "command": self.command,
+            **({"partial": True} if self.partial else {}),
             "rows": [_plain(row) for row in self.rows],
         }
         return compact(ordered)

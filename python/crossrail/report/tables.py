@@ -116,7 +116,7 @@ class HeadedTable:
         made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
         for number in numbers:
             column = self.columns[number]
-            name = column.name if fits else column.name.replace(" ", "\n")
+            name = column.name if fits or column.prose else column.name.replace(" ", "\n")
             wraps = hopeless or (column.prose and not fits)
             made.add_column(name, justify="left" if column.left else "right", overflow="fold", no_wrap=not wraps)
         for index, row in enumerate(self.rows):

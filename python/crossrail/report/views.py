@@ -20,7 +20,7 @@ from .verdict import unused_lines
 
 def print_report(report: Report, to: Console) -> None:
     """Prints every row of ``report``: a table for each kind of row, in the order they were measured."""
-    for renderable in views(report):
+    for renderable in views(report.rows):
         to.print(renderable)
 
 
@@ -29,23 +29,23 @@ def _unused(rows: Sequence[Row]) -> list[Text]:
     return [Text(line) for line in unused_lines({name: why for row in rows for name, why in row.unused.items()})]
 
 
-def views(report: Report) -> list[RenderableType]:
-    """The tables and lines that show ``report``."""
+def views(measured: Sequence[Row]) -> list[RenderableType]:
+    """The tables and lines that show rows."""
     shown: list[RenderableType] = []
-    steps = [row for row in report.rows if row.rank_times]
-    phases = [row for row in report.rows if row.phase is not None]
+    steps = [row for row in measured if row.rank_times]
+    phases = [row for row in measured if row.phase is not None]
     shown.extend(control_tables(steps) if steps else [])
     shown.extend(phase_tables(phases) if phases else [])
-    exchanges = [row for row in report.rows if row.tokens is not None and row.phase is None]
+    exchanges = [row for row in measured if row.tokens is not None and row.phase is None]
     shown.extend(ep_tables(exchanges))
-    meshes = [row for row in report.rows if row.what == "mesh"]
+    meshes = [row for row in measured if row.what == "mesh"]
     shown.extend(mesh_tables(meshes) if meshes else [])
-    unpacked = [row for row in report.rows if row.what == "unpack"]
+    unpacked = [row for row in measured if row.what == "unpack"]
     shown.extend(unpack_tables(unpacked) if unpacked else [])
     noted = steps + phases + exchanges + meshes + unpacked
     shown.extend(Text(f"note: {note}") for note in dict.fromkeys(note for row in noted for note in row.notes))
     shown.extend(_unused(noted))
-    others = [row for row in report.rows if row not in noted]
+    others = [row for row in measured if row not in noted]
     for what in dict.fromkeys(row.what for row in others):
         rows = [row for row in others if row.what == what]
         if what in LATENCIES:

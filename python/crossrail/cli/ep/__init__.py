@@ -19,7 +19,7 @@ class Ep(options.EpOptions):
         measure = cuda.measure if self.device == "cuda" else host.measure
         if self.plan is not None:
             measure = elastic.run_plan
-        show_report(self.json, lambda progress: measure(self, progress))
+        show_report(self, lambda progress: measure(self, progress))
 
 
 def add_arguments(parser: Parser) -> None:

@@ -51,9 +51,10 @@ def run_plan(options: EpOptions, progress: Progress) -> Report:
     with options.placement.rendezvous(context) as (store, group), Ranks() as ranks:
         run = _Run(options, plan, ranks, 3 * context.timeout)
         job = run.job(store, group)
-        rows = [run.phase(index, job, progress) for index in range(len(plan.phases))]
+        for index in range(len(plan.phases)):
+            progress.add([run.phase(index, job, progress)])
         run.end(plan.phases[-1].survivors)
-    return make_report(options, rows)
+    return make_report(options, progress.rows)
 
 
 class _Run:

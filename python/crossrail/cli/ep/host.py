@@ -94,6 +94,7 @@ class _Run:
                     found = self._one(ranks, mode, tick)
                 if found is not None:
                     turns[mode].append(found)
+                    self.progress.add([ep_row(options.row(self.work, mode), [found])], more=mode != options.modes[-1])
             if theirs is not None:
                 self.progress.status(f"mpi round {turn + 1}")
                 theirs.run()

@@ -22,7 +22,7 @@ class Bench(BenchOptions):
         if self.listen is not None:
             listen(self)
         else:
-            show_report(self.json, lambda progress: drive(self, progress))
+            show_report(self, lambda progress: drive(self, progress))
 
 
 def add_latency(parser: Parser) -> None:

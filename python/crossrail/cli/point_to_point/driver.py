@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from ..parsing import parse_address, resolve
 from ..placement import known_gpus, pin_to
 from ..processes import Message
 from ..rails import line_rate, missed, rail_of, rails_of
-from ..reporting import Progress, make_report
+from ..reporting import OnProgress, Progress, make_report
 from .channel import RAW_TCP_FAILURES, Channel
 from .child import other_end
 from .options import BenchOptions, Plan, plans
@@ -53,16 +54,21 @@ def drive(options: BenchOptions, progress: Progress) -> Report:
         if error is not None:
             raise error
     work = plans(options)
-    versions = {name: peers.version(name) for name in options.compare}
+    progress.versions = versions = {name: peers.version(name) for name in options.compare}
     with _channel(options) as (channel, host):
         met = channel.request(_hello(options, work))
         other = str(met["device"])
         if other != "cpu":
             work = [replace(plan, other_memory=other) for plan in work]
         driver = _Driver(channel, options, host, met, progress)
-        rows = [driver.row(plan) for plan in work]
-        channel.leave()
-    return make_report(options, rows, versions)
+        for number, plan in enumerate(work, 1):
+            part = f" ({number} of {len(work)})" if len(work) > 1 else ""
+            progress.add([driver.row(plan, part)], more=number < len(work))
+            if progress.stopping.is_set():
+                break  # the other end is killed, or sees this one leave
+        else:
+            channel.leave()
+    return make_report(options, progress.rows, versions)
 
 
 def _hello(options: BenchOptions, work: list[Plan]) -> Message:
@@ -131,8 +137,8 @@ class _Driver:
         self.channels = int(settings["CROSSRAIL_CHANNELS"] or 0)
         self.bounce = crossrail.parse_size(settings["CROSSRAIL_BOUNCE"] or "0")
 
-    def row(self, plan: Plan) -> Row:
-        """Measures one row: Crossrail and every peer, in turns."""
+    def row(self, plan: Plan, part: str = "") -> Row:
+        """Measures one row: Crossrail and every peer, in turns. ``part`` says which row of how many it is."""
         names = self.options.compare
         before = self.channel.endpoint.lanes()
         transport, protocol = ("", None) if plan.what == "p2p" else self._probe(plan)
@@ -141,13 +147,15 @@ class _Driver:
         raw = RawTcp()
         errors: dict[str, str] = {}
         for turn in range(self.options.rounds if names else 1):
-            title = f"{plan.what} {format_size(plan.size)}" + (f" round {turn + 1}" if names else "")
+            title = f"{plan.what} {format_size(plan.size)}{part}" + (f" round {turn + 1}" if names else "")
             turns.append(self._measure(plan, title))
             if plan.what == "p2p":
                 rails = [lane.name for one in turns[0].transfers for lane in one.lanes if lane.bytes]
                 transport = self._transports(rails, before)
-                if "tcp" in transport.split("+"):
+                if "tcp" in transport.split("+") and not self.progress.stopping.is_set():
                     self._raw_tcp(plan, turns[-1].transfers, raw)
+            if self.progress.stopping.is_set():
+                break
             for name in names:
                 self._turn_of(name, plan, transport, theirs, errors)
         results = {
@@ -172,6 +180,8 @@ class _Driver:
         """A row with the fields that identify it."""
         row = Row(what=plan.what, transport=transport, size=plan.size, protocol=protocol, verified=True)
         row = replace(row, unused=self._unused(transport))
+        if plan.what == "p2p":
+            row = replace(row, verified=plan.verify != "none", verification=plan.verify)
         if "cpu" in self.places:
             row = replace(row, memory=self.options.memory or "ordinary")
         if self.places == ("cpu", "cpu"):
@@ -219,7 +229,7 @@ class _Driver:
 
     def _with_unpack_rates(self, row: Row) -> Row:
         """``row`` with the rate of each mode of unpacking alone, on the receiving GPU, in pieces as large as chunks."""
-        if row.unpack is None or not row.size:
+        if row.unpack is None or not row.size or self.progress.stopping.is_set():
             return row
         self.progress.status(f"unpacking alone on {self.places[1]}")
         size = min(row.size, MOST_UNPACKED)
@@ -284,8 +294,16 @@ class _Driver:
         size, iters, warmup, memory = plan.size, plan.iters, plan.warmup, plan.memory
         with self.progress.task(title, iters) as tick:
             if plan.what == "p2p":
+                self.progress.hands_over = True
                 found = crossrail.bench_p2p(
-                    *ends, role="driver", size=size, iters=iters, warmup=warmup, memory=memory, on_progress=tick
+                    *ends,
+                    role="driver",
+                    size=size,
+                    iters=iters,
+                    warmup=warmup,
+                    memory=memory,
+                    verify=plan.verify,
+                    on_progress=self._with_rates(tick),
                 )
                 transfers = [_iteration(one, size) for one in found]
                 return Measured([one.us_sender for one in transfers], 1, size, transfers)
@@ -306,6 +324,30 @@ class _Driver:
                 on_progress=tick,
             )
             return Measured(samples["samples_us"], samples["batch"], samples["bytes_per_sample"], [])
+
+    def _with_rates(self, tick: OnProgress) -> OnProgress:
+        """``tick`` that also shows the rate of every rail since the tick before."""
+        if not self.progress.visible:
+            return tick
+        last = {"at": time.monotonic(), **self._sent()}
+
+        def advance(done: int, total: int) -> object:
+            now, sent = time.monotonic(), self._sent()
+            span = now - last["at"]
+            rates = [f"{rail} {(bytes_ - last.get(rail, 0)) / span / 1e9:.2f}" for rail, bytes_ in sent.items()]
+            if rates:
+                self.progress.live(f"GB/s now: {', '.join(rates)}")
+            last.update(sent, at=now)
+            return tick(done, total)
+
+        return advance
+
+    def _sent(self) -> dict[str, float]:
+        """Bytes sent so far by each rail."""
+        sent: dict[str, float] = {}
+        for lane in self.channel.endpoint.lanes():
+            sent[rail_of(lane)] = sent.get(rail_of(lane), 0) + lane["tx_bytes"]
+        return sent
 
     def _lanes(self, before: list[LaneReport]) -> dict[str, Lane]:
         """Counters and line rates of the rails; retransmits are those since ``before``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import crossrail
@@ -128,15 +129,19 @@ def _carry_out(channel: Channel, request: Message) -> None:
 def _measure(channel: Channel, request: Message) -> None:
     size, memory = _buffer_of(request)
     counts: dict[str, Any] = {"iters": _whole(request, "iters", 1), "warmup": _whole(request, "warmup", 0)}
-    measure = {
+    loops: dict[str, Callable[..., Any]] = {
         "latency": crossrail.bench_latency,
         "write": bench_write,
         "bandwidth": crossrail.bench_bandwidth,
         "p2p": crossrail.bench_p2p,
-    }[request["do"]]
+    }
+    if request["do"] == "p2p":
+        counts["verify"] = str(request.get("verify"))
     if request["do"] == "bandwidth":
         counts["window"] = _whole(request, "window", 1)
-    measure(channel.context, channel.worker, channel.endpoint, role="echo", size=size, memory=memory, **counts)
+    loops[request["do"]](
+        channel.context, channel.worker, channel.endpoint, role="echo", size=size, memory=memory, **counts
+    )
 
 
 def _raw_tcp(channel: Channel, request: Message) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import crossrail
+from crossrail.report import format_size
 
 from ..options import (
     ROUNDS,
@@ -32,6 +33,7 @@ from ..placement import checked_cpu
 from ..processes import Message
 
 Operation = Literal["send", "write", "both"]
+Verify = Literal["full", "quick", "none"]
 
 DEFAULT_SIZES = "1:4M"
 DEFAULT_P2P_SIZE = "64M"
@@ -44,6 +46,10 @@ LONGEST_BANDWIDTH_BYTES = 8 << 30
 """Default limit for the bytes of one row of ``bench bandwidth``, so that large sizes take less than a minute."""
 
 P2P_ITERS, P2P_WARMUP = 10, 3
+
+QUICK_FROM = 128 << 20
+"""Size from which `bench p2p` verifies only its first and its last transfer by default: each takes as long as several
+transfers."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class BenchOptions(LinkOptions):
     memory: Memory | None = None
     device: list[str] | None = None
     op: Operation | None = None
+    verify: Verify | None = None
     pin: Pin = "auto"
     compare: list[str] = field(default_factory=list)
     rounds: int = ROUNDS
@@ -120,6 +127,11 @@ def add_arguments(parser: Parser, what: str) -> None:
         ops = "messages, one-sided writes until the other host sees them, or both (send)"
         work.add_argument("--op", choices=("send", "write", "both"), help=ops)
     add_iterations(work)
+    if what == "p2p":
+        verified = (
+            f"transfers to verify: all, the first and the last, or none (quick from {format_size(QUICK_FROM)} on)"
+        )
+        work.add_argument("--verify", choices=("full", "quick", "none"), help=verified)
     how = parser.add_argument_group("how it moves (the same at both ends)")
     add_links(how)
     if what != "latency":
@@ -188,6 +200,7 @@ class Plan:
     memory: str
     window: int | None = None
     other_memory: str = "ordinary"
+    verify: Verify = "full"
 
     def request(self) -> Message:
         """The request for the listening end."""
@@ -198,6 +211,8 @@ class Plan:
             "warmup": self.warmup,
             "memory": self.other_memory,
         }
+        if self.what == "p2p":
+            message["verify"] = self.verify
         return message if self.window is None else {**message, "window": self.window}
 
 
@@ -213,7 +228,8 @@ def plans(options: BenchOptions) -> list[Plan]:
             window = (options.window or WINDOW) if what == "bandwidth" else None
             iters, warmup = _counts(what, size, window or 1)
             warmup = warmup if options.warmup is None else options.warmup
-            made.append(Plan(what, size, options.iters or iters, warmup, memory, window, host))
+            verify = options.verify or ("quick" if size >= QUICK_FROM else "full")
+            made.append(Plan(what, size, options.iters or iters, warmup, memory, window, host, verify))
     return made
 
 

@@ -1,0 +1,156 @@
+"""The command in a real terminal: what is cut short is shown and marked, the cursor is back, nothing is too wide."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from terminal import HIDE_CURSOR, SHOW_CURSOR, Terminal, plain, run_in_terminal
+
+from crossrail.report import Report
+
+CROSSRAIL = [sys.executable, "-m", "crossrail"]
+ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
+ENDLESS = "--iters=2000000000"
+
+
+def cut_short(arguments: Sequence[str], shown: str, folder: Path, how: str = "\x03") -> tuple[int, str, Report | None]:
+    """Interrupts a bench once ``shown`` is on the screen; its exit status, what it printed, and its JSON."""
+    path = folder / "out.json"
+    with Terminal([*CROSSRAIL, *arguments, f"--json={path}"], 100) as terminal:
+        before = terminal.read_until(shown)
+        if how == "\x03":
+            terminal.press(how)
+        else:
+            terminal.process.send_signal(signal.SIGTERM)
+        status = terminal.end(20)
+    report = Report.loads(path.read_text()) if path.exists() else None
+    return status, terminal.raw[len(before) :], report
+
+
+@pytest.mark.parametrize(("how", "status", "word"), [("\x03", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+def test_what_p2p_has_measured_is_shown_and_written(how: str, status: int, word: str, tmp_path: Path) -> None:
+    p2p = ["bench", "p2p", "--size=1M", "--transport=tcp", "--verify=none", ENDLESS]
+    code, text, report = cut_short(p2p, r"[1-9][0-9]*/2000000003", tmp_path, how)
+    assert code == status
+    assert f"crossrail: error: {word}" in text
+    assert report is not None and report.partial
+    (row,) = report.rows
+    assert row.iterations and len(row.iterations) == len(row.samples_us)
+    assert "verdict:" in text
+    assert "Traceback" not in text
+    assert text.rfind(SHOW_CURSOR) > text.rfind(HIDE_CURSOR)
+
+
+def test_finished_sizes_survive_ctrl_c(tmp_path: Path) -> None:
+    latency = ["bench", "latency", "--sizes=8,16,32", "--transport=shm", "--iters=1000000"]
+    code, text, report = cut_short(latency, r"latency 16 \(2 of 3\)", tmp_path)
+    assert code == 130
+    assert report is not None and report.partial
+    assert [row.size for row in report.rows] == [8]
+    assert "measured until then" in text
+    assert re.search(r"^8 +shm ", "\n".join(plain(text)), re.MULTILINE)
+    assert text.rfind(SHOW_CURSOR) > text.rfind(HIDE_CURSOR)
+
+
+def test_nothing_measured_yet_is_said_and_no_file_is_written(tmp_path: Path) -> None:
+    code, text, report = cut_short(["bench", "latency", "--sizes=8", ENDLESS], r"[0-9]+/2000000100", tmp_path)
+    assert (code, report) == (130, None)
+    assert "nothing was measured yet" in text
+    assert text.rfind(SHOW_CURSOR) > text.rfind(HIDE_CURSOR)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (("mesh", "--ranks=2", "--size=1M", "--iters=1000000"), "mesh: pairs"),
+        (("ep", "--num-processes=2", "--tokens=16", "--hidden=512", ENDLESS), "dispatch|verify"),
+        (("control", "--num-processes=2", "--rounds=1000000"), "control: 2 ranks"),
+    ],
+)
+def test_ctrl_c_leaves_the_terminal_in_order(arguments: tuple[str, ...], shown: str, tmp_path: Path) -> None:
+    code, text, _ = cut_short(["bench", *arguments], shown, tmp_path)
+    assert code == 130
+    assert "Traceback" not in text
+    assert text.rfind(SHOW_CURSOR) > text.rfind(HIDE_CURSOR)
+
+
+def test_rows_appear_as_they_are_measured() -> None:
+    command = [*CROSSRAIL, "bench", "latency", "--sizes=8,16", "--transport=shm", "--iters=1000000"]
+    with Terminal(command, 100) as terminal:
+        before = "\n".join(plain(terminal.read_until(r"latency 16 \(2 of 2\)")))
+        assert re.search(r"\n8 +shm +eager +[0-9.]+", before), before
+        assert re.search(r"[0-9]/s", before), "the bar has a rate"
+        assert re.search(r"[0-9]:[0-9][0-9]", before), "the bar has the time that is left"
+
+
+def test_p2p_shows_the_rate_of_each_rail_while_it_runs() -> None:
+    rails = "--rails=127.0.0.1,127.0.0.2"
+    with Terminal([*CROSSRAIL, "bench", "p2p", "--size=1M", "--transport=tcp", rails, ENDLESS], 120) as terminal:
+        terminal.read_until(r"GB/s now: tcp/127\.0\.0\.1 [0-9.]+, tcp/127\.0\.0\.2 [0-9.]+")
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("info",),
+        ("bench", "latency", "--sizes=8", "--iters=100"),
+        ("bench", "bandwidth", "--sizes=4K", "--iters=10"),
+        ("bench", "p2p", "--size=1M", "--transport=tcp", "--rails=127.0.0.1,127.0.0.2"),
+        ("bench", "mesh", "--ranks=2", "--size=64K", "--iters=2"),
+        ("bench", "ep", "--num-processes=2", "--tokens=8", "--hidden=512", "--iters=3"),
+        ("bench", "control", "--num-processes=2", "--rounds=1", "--hidden=512", "--tokens=8"),
+    ],
+    ids=lambda arguments: arguments[-1] if isinstance(arguments, str) else arguments[min(1, len(arguments) - 1)],
+)
+def test_nothing_is_cut_at_60_and_80_columns(arguments: tuple[str, ...], columns: int) -> None:
+    status, raw = run_in_terminal([*CROSSRAIL, *arguments], columns)
+    lines = plain(raw.rpartition(SHOW_CURSOR)[2])
+    assert status == 0, raw
+    assert ELLIPSIS not in "\n".join(lines)
+    assert max(map(len, lines)) <= columns, max(lines, key=len)
+
+
+def test_a_thousand_iterations_are_percentiles_and_both_ends(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    p2p = ["bench", "p2p", "--size=4K", "--iters=1000", "--transport=shm", f"--json={path}"]
+    status, raw = run_in_terminal([*CROSSRAIL, *p2p], 100)
+    assert status == 0
+    lines = [line.split() for line in plain(raw) if line]
+    numbered = [line[0] for line in lines if line[0].isdigit()]
+    assert numbered == ["1", "2", "3", "4", "5", "996", "997", "998", "999", "1000"]
+    assert {"fastest", "p50", "p90", "p99", "slowest", "average"} <= {line[0] for line in lines}
+    assert ["(990", "more)"] in lines
+    assert len(Report.loads(path.read_text()).rows[0].iterations) == 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "verification", "said"),
+    [
+        (("--size=1M",), "full", "every transfer verified"),
+        (("--size=1M", "--verify=quick"), "quick", "the first and the last transfer verified"),
+        (("--size=1M", "--verify=none"), "none", "data: not verified"),
+        (("--size=128M", "--iters=1", "--warmup=1"), "quick", "--verify full verifies every one"),
+    ],
+)
+def test_how_much_was_verified_is_said(options: tuple[str, ...], verification: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    status, raw = run_in_terminal([*CROSSRAIL, "bench", "p2p", *options, f"--json={path}"], 200)
+    assert status == 0, raw
+    assert said in raw
+    (row,) = Report.loads(path.read_text()).rows
+    assert (row.verification, row.verified) == (verification, verification != "none")
+
+
+def test_a_pipe_gets_no_control_sequences(tmp_path: Path) -> None:
+    out = tmp_path / "out.txt"
+    command = f"{sys.executable} -m crossrail bench latency --sizes=8 --iters=100 >{out}"
+    status, _ = run_in_terminal(["sh", "-c", command], 60)
+    assert status == 0
+    assert "\x1b" not in out.read_text()
+    assert out.stat().st_size
