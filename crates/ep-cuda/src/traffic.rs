@@ -70,15 +70,15 @@ impl DeviceBuffer {
             Ok::<Vec<u32>, Error>(bytes.as_chunks::<4>().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect())
         };
         match handle.layout() {
-            Layout::Expert => {
-                let (topk, local) = (inner.config.topk, inner.config.local_experts());
-                Ok(Routing::of_experts(&numbers(parts.sent, topk)?, topk, local, ranks))
-            }
-            Layout::Rank => {
+            Layout::Rank if !inner.shape.slotted() => {
                 let at = parts.header + std::mem::offset_of!(EpHandleHeader, selections) as u64;
                 let bytes = read(at, 8)?;
                 let selections = bytes.as_chunks::<8>().0.first().map_or(0, |bytes| u64::from_le_bytes(*bytes));
                 Ok(Routing::of_rows(&numbers(parts.sent_rows, ranks)?, ranks, selections))
+            }
+            Layout::Expert | Layout::Rank => {
+                let (topk, local) = (inner.config.topk, inner.config.local_experts());
+                Ok(Routing::of_experts(&numbers(parts.sent, topk)?, topk, local, ranks))
             }
         }
     }

@@ -25,6 +25,8 @@ const HEADERS: &[(&str, &str)] = &[
     ("kernels/ep_dispatch.cuh", text!("kernels/ep_dispatch.cuh")),
     ("kernels/ep_combine.cuh", text!("kernels/ep_combine.cuh")),
     ("kernels/ep_coded.cuh", text!("kernels/ep_coded.cuh")),
+    ("kernels/ep_sums.cuh", text!("kernels/ep_sums.cuh")),
+    ("kernels/ep_slots.cuh", text!("kernels/ep_slots.cuh")),
     ("kernels/ep_cast.cuh", text!("kernels/ep_cast.cuh")),
     ("kernels/ep_rank.cuh", text!("kernels/ep_rank.cuh")),
     ("kernels/ep_rank_scan.cuh", text!("kernels/ep_rank_scan.cuh")),
@@ -56,6 +58,9 @@ pub const EP_EXPERT: Source<'static> =
 /// Combine in the expert layout with coded rows, compiled for a shape as [`EP_EXPERT`] is.
 pub const EP_CODED: Source<'static> =
     Source { name: "kernels/ep_coded.cu", text: text!("kernels/ep_coded.cu"), headers: HEADERS };
+/// Dispatch and combine in the rank layout for few tokens, compiled for a shape.
+pub const EP_SLOTS: Source<'static> =
+    Source { name: "kernels/ep_slots.cu", text: text!("kernels/ep_slots.cu"), headers: HEADERS };
 /// Dispatch and combine in the rank layout. It is compiled for a shape, too.
 pub const EP_RANK: Source<'static> =
     Source { name: "kernels/ep_rank.cu", text: text!("kernels/ep_rank.cu"), headers: HEADERS };

@@ -95,9 +95,13 @@ fn kernels_of_expert_parallelism_compile_for_the_largest_shapes() {
     // What a block may have of a multiprocessor's shared memory: without bulk copies, and with them.
     const OF_SM_80: u32 = 163 << 10;
     const OF_SM_90: u32 = 227 << 10;
+    /// The most tokens of a rank for which there are slots, of as many ranks as there may be.
+    const SLOTTED_TOKENS: u32 = 64;
     for shape in [most, alone, Shape { payload: Payload::Fp8(Scale::Ue8m0), ..most }] {
         let with = shape.expert_shared().into_iter().chain(shape.rank_shared(true));
         let without = shape.expert_shared().into_iter().chain(shape.rank_shared(false));
+        let slots = Shape { max_tokens: SLOTTED_TOKENS, ..shape }.slot_shared();
+        assert!(slots.into_iter().all(|bytes| bytes <= OF_SM_80), "{slots:?}");
         assert!(with.clone().all(|bytes| bytes <= OF_SM_90), "{:?}", with.collect::<Vec<_>>());
         assert!(without.clone().all(|bytes| bytes <= OF_SM_80), "{:?}", without.collect::<Vec<_>>());
     }
@@ -119,6 +123,8 @@ fn compile(library: Library, shapes: &[(&str, Shape)]) {
             (sources::EP_EXPERT, &expert, [dispatch(EXPERT_DISPATCH), combine(EXPERT_COMBINE)]),
             (sources::EP_RANK, &rank, [dispatch(RANK_DISPATCH), combine(RANK_COMBINE)]),
         ];
+        let slots = shape.slot_defines(sources::has_bulk(parsed));
+        layouts.push((sources::EP_SLOTS, &slots, [dispatch(RANK_DISPATCH), combine(RANK_COMBINE)]));
         if shape.has_coded() {
             let names = [combine(EXPERT_COMBINE_LOGFMT10), combine(EXPERT_COMBINE_FP8)];
             layouts.push((sources::EP_CODED, &expert, names));

@@ -9,6 +9,7 @@ use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, Payload, Scale, Sh
 use crossrail_emulator::job::{ByExpert, Job, Weights};
 use crossrail_emulator::job_rank::ByRank;
 use crossrail_emulator::reference::{Choice, Routing};
+use crossrail_emulator::shapes::rank_kernels;
 use crossrail_emulator::{Gpus as _, Numbers};
 
 use crate::device::{Build, DeviceGpus};
@@ -36,7 +37,10 @@ pub(crate) fn all() -> Outcome<usize> {
     let mut launches = 0;
     for shape in [SHAPE, bf16, packed] {
         launches += expert(shape)?;
-        launches += rank(Shape { expert_layout: false, rank_layout: true, max_tokens: 40, ..shape })?;
+        for granted in [true, false] {
+            let tuning = Tuning { granted, ..shape.tuning };
+            launches += rank(Shape { expert_layout: false, rank_layout: true, max_tokens: 40, tuning, ..shape })?;
+        }
     }
     Ok(launches)
 }
@@ -85,8 +89,8 @@ fn expert(shape: Shape) -> Outcome<usize> {
 }
 
 fn rank(shape: Shape) -> Outcome<usize> {
-    let (defines, shared) = (shape.rank_defines(true), shape.rank_shared(true));
-    let mut job = job("kernels/ep_rank.cu", &defines, shape, [shape.rank_threads(); 2], shared)?;
+    let (source, defines, threads, shared) = rank_kernels(&shape, true);
+    let mut job = job(source, &defines, shape, threads, shared)?;
     let mut numbers = Numbers(1);
     let routing = routing(&mut numbers, &shape);
     let mut operation = ByRank::new(&mut job, &mut numbers, routing, 0);

@@ -8,12 +8,13 @@ use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, Epochs, Shape};
 use crossrail_emulator::job::{ByExpert, Job, Weights};
 use crossrail_emulator::job_rank::ByRank;
 use crossrail_emulator::reference::Routing;
-use crossrail_emulator::shapes::{BY_EXPERT, by_rank};
+use crossrail_emulator::shapes::{BY_EXPERT, by_rank, by_slot, rank_kernels};
 use crossrail_emulator::{Build, GpuMemory as _, Gpus as _, Numbers};
 
 const BOTH: u32 = EP_SEND | EP_RECEIVE;
 const SHAPE: Shape = Shape { hidden: 384, max_tokens: 7, ..BY_EXPERT };
 const RANKS: Shape = by_rank(SHAPE, 30);
+const SLOTS: Shape = by_slot(SHAPE, 30);
 
 /// Ranks as their hosts see each other.
 struct Hosts {
@@ -143,6 +144,8 @@ fn ranks_come_and_go_in_the_expert_layout() {
 
 #[test]
 fn ranks_come_and_go_in_the_rank_layout() {
-    let build = Build::new(&["kernels/ep_rank.cu"]).defines(&RANKS.rank_defines(true));
-    come_and_go(Job::made(&build, RANKS, [RANKS.rank_threads(); 2], RANKS.rank_shared(true)), 20..34);
+    for shape in [RANKS, SLOTS] {
+        let (source, defines, threads, shared) = rank_kernels(&shape, true);
+        come_and_go(Job::made(&Build::new(&[source]).defines(&defines), shape, threads, shared), 20..34);
+    }
 }

@@ -6,5 +6,6 @@ mod elastic;
 mod expert_layout;
 mod machine;
 mod rank_layout;
+mod slots;
 mod soak;
 mod unreachable;

@@ -11,6 +11,7 @@ use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, Payload, Scale, Sh
 use crossrail_emulator::job::{ByExpert, Job, Weights};
 use crossrail_emulator::job_rank::ByRank;
 use crossrail_emulator::reference::Routing;
+use crossrail_emulator::shapes::rank_kernels;
 use crossrail_emulator::{Build, Gpus as _, Numbers};
 
 const BOTH: u32 = EP_SEND | EP_RECEIVE;
@@ -38,6 +39,7 @@ fn shape(numbers: &mut Numbers, expert_layout: bool) -> Shape {
     let rank_threads = one_of(numbers, &[128, 256]);
     let rank_movers = 1 + numbers.below(u64::from(rank_threads / 32 - 1).min(4)) as u32;
     let marks = numbers.once_in(3);
+    let granted = numbers.once_in(2);
     Shape {
         hidden,
         topk: 1 + numbers.below(u64::from(experts.min(8))) as u32,
@@ -58,6 +60,7 @@ fn shape(numbers: &mut Numbers, expert_layout: bool) -> Shape {
             back_stages,
             rank_threads,
             rank_movers,
+            granted,
             marks,
         },
     }
@@ -68,8 +71,8 @@ fn job(shape: Shape, bulk: bool) -> Option<Job> {
         let build = Build::new(&["kernels/ep_expert.cu"]).defines(&shape.defines(bulk));
         return Job::made(&build, shape, shape.expert_threads(), shape.expert_shared());
     }
-    let build = Build::new(&["kernels/ep_rank.cu"]).defines(&shape.rank_defines(bulk));
-    Job::made(&build, shape, [shape.rank_threads(); 2], shape.rank_shared(bulk))
+    let (source, defines, threads, shared) = rank_kernels(&shape, bulk);
+    Job::made(&Build::new(&[source]).defines(&defines), shape, threads, shared)
 }
 
 /// All phases at once, or one launch for each.

@@ -7,11 +7,12 @@ use crossrail_types::Result;
 use crossrail_emulator::job::{ByExpert, Job, Weights};
 use crossrail_emulator::job_rank::ByRank;
 use crossrail_emulator::reference::Routing;
-use crossrail_emulator::shapes::{BY_EXPERT, by_rank};
+use crossrail_emulator::shapes::{BY_EXPERT, by_rank, by_slot, rank_kernels};
 use crossrail_emulator::{Build, GpuMemory as _, Gpus as _, Memory, Numbers};
 
 const SHAPE: Shape = BY_EXPERT;
 const RANKS: Shape = by_rank(SHAPE, 40);
+const SLOTS: Shape = by_slot(SHAPE, 40);
 
 /// Memory is this process's own.
 struct Here;
@@ -141,9 +142,9 @@ fn expert_rounds(shape: Shape, seeds: std::ops::Range<u64>) {
     far.no_faults();
 }
 
-fn rank_job() -> Option<Far> {
-    let build = Build::new(&["kernels/ep_rank.cu"]).defines(&RANKS.rank_defines(true));
-    Some(Far::new(Job::made(&build, RANKS, [RANKS.rank_threads(); 2], RANKS.rank_shared(true))?))
+fn rank_job(shape: Shape) -> Option<Far> {
+    let (source, defines, threads, shared) = rank_kernels(&shape, true);
+    Some(Far::new(Job::made(&Build::new(&[source]).defines(&defines), shape, threads, shared)?))
 }
 
 #[test]
@@ -158,10 +159,14 @@ fn without_prereduction_too() {
 
 #[test]
 fn rows_of_the_rank_layout_reach_ranks_out_of_reach() {
-    let Some(mut far) = rank_job() else { return };
+    [RANKS, SLOTS].into_iter().for_each(rank_rounds);
+}
+
+fn rank_rounds(shape: Shape) {
+    let Some(mut far) = rank_job(shape) else { return };
     for seed in 20..28 {
         let mut numbers = Numbers(seed);
-        let routing = Routing::random(&mut numbers, &RANKS);
+        let routing = Routing::random(&mut numbers, &shape);
         let operation = ByRank::new(&mut far.job, &mut numbers, routing, seed as u32 % 2);
         far.rank(&operation, seed);
         if seed % 3 == 0 {
@@ -174,12 +179,16 @@ fn rows_of_the_rank_layout_reach_ranks_out_of_reach() {
 
 #[test]
 fn a_masked_rank_out_of_reach_is_left_out() {
-    let Some(mut far) = rank_job() else { return };
+    [RANKS, SLOTS].into_iter().for_each(masked_rounds);
+}
+
+fn masked_rounds(shape: Shape) {
+    let Some(mut far) = rank_job(shape) else { return };
     far.masked = vec![2];
     [0, 1, 3].into_iter().for_each(|rank| far.job.mask(rank, 2));
     for seed in 40..44 {
         let mut numbers = Numbers(seed);
-        let routing = Routing::random(&mut numbers, &RANKS).without(&[2]);
+        let routing = Routing::random(&mut numbers, &shape).without(&[2]);
         let operation = ByRank::new(&mut far.job, &mut numbers, routing, seed as u32 % 2);
         far.rank(&operation, seed);
     }

@@ -58,7 +58,8 @@ impl Build {
             let reaches = first.reaches(other).unwrap() && other.reaches(first).unwrap();
             other.ordinal() == first.ordinal() || reaches && other.arch().unwrap() == arch
         };
-        let found = [sources::EP_EXPERT, sources::EP_RANK].into_iter().find(|source| source.name == self.source);
+        let all = [sources::EP_EXPERT, sources::EP_RANK, sources::EP_SLOTS];
+        let found = all.into_iter().find(|source| source.name == self.source);
         let options: Vec<&str> = self.defines.iter().map(String::as_str).collect();
         let compiled = Compiler::new(library, None).compile(&found.unwrap(), arch, &options, LIMIT).unwrap();
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);

@@ -12,8 +12,8 @@
 // the instruction cache included, are cold when a launch begins: code that is written once, in a loop, misses once.
 #pragma once
 
-#include "kernels/ep_coded.cuh"
 #include "kernels/ep_flags.cuh"
+#include "kernels/ep_sums.cuh"
 
 constexpr u32 BACK_ROWS = EP_PREREDUCE ? 1 : MOST_LOCAL;
 constexpr u32 BACK_BYTES = EP_H * 2;
@@ -29,106 +29,6 @@ constexpr u32 PARTS = (EP_H + PART - 1) / PART;
 static_assert(EP_PIECE % PART == 0, "a part is of one piece");
 
 __device__ __forceinline__ bool is_direct(const EpCommon &c) { return c.phases == (EP_SEND | EP_RECEIVE); }
-
-// N * 256 elements, 8 to 8 of each lane.
-template <u32 N>
-struct Sum {
-    float value[N][8] = {};
-
-    // Adds a row's elements, times the weight if WEIGHTED.
-    template <bool WEIGHTED, typename Wire = Plain>
-    __device__ __forceinline__ void add(const Vec16 (&v)[N], float weight, bool coded = false) {
-#pragma unroll
-        for (u32 i = 0; i < N; ++i) {
-            float added[8];
-            if (Wire::CODED && coded) {
-                Wire::decode(v[i], added);
-            } else {
-#pragma unroll
-                for (u32 w = 0; w < 4; ++w) {
-                    added[2 * w] = widen_low_bf16(v[i].word[w]);
-                    added[2 * w + 1] = widen_high_bf16(v[i].word[w]);
-                }
-            }
-#pragma unroll
-            for (u32 k = 0; k < 8; ++k) {
-                if (WEIGHTED) added[k] = mul_rn_f32(added[k], weight);
-                value[i][k] = add_rn_f32(value[i][k], added[k]);
-            }
-        }
-    }
-
-    __device__ __forceinline__ Vec16 narrowed(u32 i) const {
-        Vec16 v;
-#pragma unroll
-        for (u32 w = 0; w < 4; ++w) v.word[w] = narrow_bf16x2(value[i][2 * w], value[i][2 * w + 1]);
-        return v;
-    }
-};
-
-// A lane's part of N * 256 elements of a row, of which there are `elements`; the first ones in place of those that are not.
-template <u32 N>
-__device__ __forceinline__ void load_step(Vec16 (&v)[N], u64 row, u32 elements, u32 lane) {
-#pragma unroll
-    for (u32 i = 0; i < N; ++i) {
-        u32 element = (i * LANES + lane) * 8;
-        v[i] = ld_once_v16(row + (element < elements ? element : 0) * 2);
-    }
-}
-
-// The same of `elements` from `at_element` on of a row that was coded; `place`: where they were if the row were plain.
-template <typename Wire, u32 N>
-__device__ __forceinline__ void load_coded(Vec16 (&v)[N], u64 place, u32 at_element, u32 elements, u32 lane) {
-    u32 within = at_element % EP_PIECE;
-    u64 piece = place - within * 2;
-    u32 whole = piece_elements(at_element / EP_PIECE);
-#pragma unroll
-    for (u32 i = 0; i < N; ++i) {
-        u32 element = (i * LANES + lane) * 8;
-        v[i] = Wire::load(piece, whole, within + (element < elements ? element : 0));
-    }
-}
-
-// Rows that are added: each lane may have one.
-struct Terms {
-    bool valid;
-    u32 order;
-    u32 count;
-
-    // In the order of lanes.
-    __device__ __forceinline__ Terms(bool valid, u32 lane) : valid(valid) {
-        u32 all = __ballot_sync(WHOLE_WARP, valid);
-        order = __popc(all & ((1u << lane) - 1));
-        count = __popc(all);
-    }
-
-    __device__ __forceinline__ u32 lane_of(u32 i) const {
-        return __ffs(__ballot_sync(WHOLE_WARP, valid && order == i)) - 1;
-    }
-};
-
-// Adds up rows, DEPTH at a time: `load` brings that of a lane. `weigh` gives each lane's weight; it is asked once, when the
-// first loads are under way. `coded`: each lane's row is as Wire codes it. All lanes.
-template <u32 DEPTH, bool WEIGHTED, typename Wire, u32 N, typename Load, typename Weigh>
-__device__ __forceinline__ void sum_terms(Sum<N> &sum, const Terms &terms, bool coded, Load load, Weigh weigh) {
-    float weight = 1.0f;
-#pragma unroll 1
-    for (u32 i = 0; i < terms.count; i += DEPTH) {
-        Vec16 v[DEPTH][N];
-#pragma unroll
-        for (u32 d = 0; d < DEPTH; ++d) {
-            if (i + d < terms.count) load(v[d], terms.lane_of(i + d));
-        }
-        if (WEIGHTED && i == 0) weight = weigh();
-#pragma unroll
-        for (u32 d = 0; d < DEPTH; ++d) {
-            if (i + d >= terms.count) continue;
-            u32 lane = terms.lane_of(i + d);
-            float by = WEIGHTED ? __shfl_sync(WHOLE_WARP, weight, lane) : 1.0f;
-            sum.template add<WEIGHTED, Wire>(v[d], by, Wire::CODED && __shfl_sync(WHOLE_WARP, coded, lane));
-        }
-    }
-}
 
 // The lines of some bytes of a row of each lane that has one come nearer.
 __device__ __forceinline__ void prefetch_rows(bool has, u64 row, u32 bytes, u32 lane) {
@@ -160,7 +60,7 @@ struct OwnWeight {
 // operation, so that nobody waits for more than the one it needs. 1 where none are given. One warp of each block.
 __device__ __forceinline__ void send_weights(const EpCombineArgs &args, const Start &start, OwnWeight own, u32 lane) {
     const EpCommon &c = args.common;
-    if (!EP_PREREDUCE || start.weighted) return;
+    if (SLOTS || !EP_PREREDUCE || start.weighted) return;
     u32 count = c.tokens * EP_K;
     u64 slot = slot_of(start.sent, c.rank) * c.heap.back_weights_stride;
     u32 first = blockIdx.x + gridDim.x * lane;
@@ -183,6 +83,7 @@ __device__ __forceinline__ float weight_of(const EpCombineArgs &args, const Star
     const EpCommon &c = args.common;
     u64 i = u64(token) * EP_K + lane;
     float weight = 1.0f;
+    if (SLOTS) return weight;
     if (here && (start.flags[source] & EP_WEIGHTED)) {
         weight = at<float>(c.handle + c.parts.weights, u64(source) * c.max_tokens * EP_K + i);
     } else if (here) {
@@ -211,9 +112,22 @@ struct Return {
 };
 
 // Where each lane's row is of a token of `source`: its number, or EP_NOWHERE.
-__device__ __forceinline__ u32 route_of(const EpCommon &c, u32 source, u32 token, u32 lane) {
-    if (lane >= EP_K) return EP_NOWHERE;
-    return at<u32>(c.handle + c.parts.routes, (u64(source) * c.max_tokens + token) * EP_K + lane);
+__device__ __forceinline__ u32 route_of(const EpCombineArgs &args, u32 source, u32 token, u32 lane) {
+    const EpCommon &c = args.common;
+    if (lane >= ROUTED) return EP_NOWHERE;
+    u32 row = at<u32>(c.handle + c.parts.routes, (u64(source) * c.max_tokens + token) * ROUTED + lane);
+    // Rank layout: rows for which the caller has no room count as zeros.
+    return SLOTS && args.y_rows != 0 && row >= args.y_rows ? EP_NOWHERE : row;
+}
+
+// Rank layout: the weight that goes back with a row, for each lane below K.
+__device__ __forceinline__ u32 weight_back(const EpCombineArgs &args, u32 row, u32 lane) {
+    return row != EP_NOWHERE && lane < EP_K ? at<u32>(args.y_weights, u64(row) * EP_K + lane) : 0;
+}
+
+// Rank layout: where the weights are, in a heap, that `source` sends back for a token of its receiver's.
+__device__ __forceinline__ u64 weights_back_at(const EpCommon &c, u64 slot, u32 token) {
+    return c.heap.back_weights + slot * c.heap.back_weights_stride + u64(token) * EP_K * 8;
 }
 
 // Whether what comes from `rank`, or goes there, is coded.
@@ -271,7 +185,8 @@ struct Returns {
     u32 present = 0;
     u32 row = EP_NOWHERE;
 
-    __device__ __forceinline__ Returns(const EpCommon &c, u32 warp, u32 lane) {
+    __device__ __forceinline__ Returns(const EpCombineArgs &args, u32 warp, u32 lane) {
+        const EpCommon &c = args.common;
         // At most 65535 * 32 * 16 * 64.
         u32 rows = c.max_tokens * BACK_ROWS * PIECES;
         worker = warp * gridDim.x + blockIdx.x;
@@ -281,7 +196,7 @@ struct Returns {
         if (worker >= units) return;
         look(c, worker, lane);
         Return first = mine.of(0);
-        row = route_of(c, first.source, first.token, lane);
+        row = route_of(args, first.source, first.token, lane);
     }
 
     // The rows of the first piece come nearer; if there is none, others may. All lanes.
@@ -289,7 +204,7 @@ struct Returns {
         const EpCommon &c = args.common;
         if (worker >= units) return;
         // What the handle says of a token that was not sent is nothing.
-        bool has = row < LOCAL * EP_R * c.max_tokens;
+        bool has = row < (SLOTS ? 1 : LOCAL) * EP_R * c.max_tokens;
         u32 piece = worker % PIECES;
         prefetch_rows(has, args.y + row * args.y_stride + piece * EP_PIECE * 2ull, piece_elements(piece) * 2, lane);
     }
@@ -321,13 +236,13 @@ struct Returns {
             bool has = mine.token < start.tokens[mine.source] && (start.open >> mine.source & 1) && present > mine.which;
             u32 left = __ballot_sync(WHOLE_WARP, has);
             // The rows of the next piece are looked up before those of the last one are read.
-            if (left && !(is_ahead && (left & 1))) row = row_of(c, left, lane);
+            if (left && !(is_ahead && (left & 1))) row = row_of(args, left, lane);
             is_ahead = false;
             while (left) {
                 Return r = mine.of(__ffs(left) - 1);
                 u32 its = row;
                 left &= left - 1;
-                if (left) row = row_of(c, left, lane);
+                if (left) row = row_of(args, left, lane);
                 if (!is_free(c, start, r.source, lane)) continue;
                 u8 *stage = outbox.stage(stages, COMBINE_STAGE);
                 stage_back<Wire>(args, start, r, its, stage, lane);
@@ -336,6 +251,11 @@ struct Returns {
                 u64 flag = base + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + r.piece) * 8;
                 u32 elements = piece_elements(r.piece);
                 outbox.send(stage, is_coded<Wire>(c, r.source) ? Wire::bytes(elements) : elements * 2, to, flag, lane);
+                if (SLOTS && args.y_weights && r.piece == 0) {
+                    u32 weight = weight_back(args, __shfl_sync(WHOLE_WARP, its, 0), lane);
+                    u64 back = base + weights_back_at(c, slot, r.token) + 8 * lane;
+                    if (lane < EP_K) st_relaxed_sys_u64(back, tagged(start.sent, weight));
+                }
                 if (outbox.sent == 1) mark_of(0, args.marks, EP_MARK_FIRST);
             }
             first += LANES * workers;
@@ -344,9 +264,9 @@ struct Returns {
     }
 
     // Of the first of some pieces.
-    __device__ __forceinline__ u32 row_of(const EpCommon &c, u32 left, u32 lane) const {
+    __device__ __forceinline__ u32 row_of(const EpCombineArgs &args, u32 left, u32 lane) const {
         Return r = mine.of(__ffs(left) - 1);
-        return route_of(c, r.source, r.token, lane);
+        return route_of(args, r.source, r.token, lane);
     }
 
     // Whether a slot may be written; it may have to be waited for.
@@ -368,13 +288,19 @@ struct Gather {
         const EpCommon &c = args.common;
         u32 token = unit / PARTS;
         expert = lane < EP_K ? at<int>(c.handle + c.parts.sent, u64(token) * EP_K + lane) : -1;
-        number = is_direct(c) ? route_of(c, c.rank, token, lane) : EP_NOWHERE;
+        // In the rank layout all selections of a token have one row.
+        number = is_direct(c) ? route_of(args, c.rank, token, SLOTS ? 0 : lane) : EP_NOWHERE;
     }
 
     // Where a lane's row is if it is here; 0 for none.
     __device__ __forceinline__ u64 address_here(const EpCombineArgs &args, const Start &start, u32 unit) const {
         const EpCommon &c = args.common;
         bool here = is_own(c) && unit / PARTS < start.tokens[c.rank] && (start.open >> c.rank & 1);
+        if (SLOTS) {
+            // The first of a token's selections here stands for its row.
+            u32 before = __ballot_sync(WHOLE_WARP, here) & ((1u << threadIdx.x % LANES) - 1);
+            here = here && before == 0;
+        }
         if (!here || number == EP_NOWHERE) return 0;
         return args.y + number * args.y_stride + unit % PARTS * PART * 2;
     }
@@ -387,6 +313,27 @@ struct Gather {
     __device__ __forceinline__ void prefetch(const EpCombineArgs &args, const Start &start, u32 unit, u32 lane) const {
         u64 here = address_here(args, start, unit);
         prefetch_rows(here != 0, here, elements_of(unit) * 2, lane);
+    }
+
+    // Rank layout: the sums of the weights that came back with a token's rows, by rank. All lanes.
+    __device__ __forceinline__ void sum_weights(const EpCombineArgs &args, const Start &start, u32 token, const Terms &terms,
+                                                u32 rank, u32 lane) const {
+        const EpCommon &c = args.common;
+        float sum = 0.0f;
+#pragma unroll 1
+        for (u32 i = 0; i < terms.count; ++i) {
+            u32 from = __shfl_sync(WHOLE_WARP, rank, terms.lane_of(i)), bits = 0;
+            if (from == c.rank && is_direct(c)) {
+                bits = weight_back(args, number, lane);
+            } else if (lane < EP_K) {
+                u64 word = c.base + weights_back_at(c, slot_of(start.received, from), token) + 8 * lane;
+                u64 seen = await_tagged(c, word, from, EP_STAGE_WEIGHTS, start.received);
+                bits = is_tagged(seen, start.received) ? static_cast<u32>(seen) : 0;
+            }
+            __syncwarp();
+            sum = add_rn_f32(sum, __uint_as_float(bits));
+        }
+        if (lane < EP_K) at<float>(args.out_weights, u64(token) * EP_K + lane) = sum;
     }
 
     static __device__ __forceinline__ u32 elements_of(u32 unit) {
@@ -405,7 +352,7 @@ struct Gather {
         u32 rank = valid ? expert / LOCAL : 0;
         u64 here = address_here(args, start, unit);
         float weight = 1.0f;
-        if (!EP_PREREDUCE || is_direct(c)) {
+        if (!SLOTS && (!EP_PREREDUCE || is_direct(c))) {
             u64 given = start.weighted ? c.handle + c.parts.sent_weights : args.topk_weights;
             if (valid && given) weight = at<float>(given, u64(token) * EP_K + lane);
         }
@@ -451,6 +398,17 @@ struct Gather {
         }
         u32 mine_of = __ffs(__ballot_sync(WHOLE_WARP, EP_PREREDUCE && own && valid)) - 1;
         Sum<2> sum;
+        auto add_biases = [&] {
+#pragma unroll 1
+            for (u32 k = 0; k < 2; ++k) {
+                u64 bias = k == 0 ? args.bias[0] : args.bias[1];
+                if (!bias) continue;
+                Vec16 v[2];
+                load_step(v, bias + u64(token) * BACK_BYTES + at_element * 2, elements, lane);
+                sum.add<false>(v, 1.0f);
+            }
+        };
+        if (SLOTS) add_biases();
         auto load = [&](Vec16(&v)[2], u32 source) {
             if (EP_PREREDUCE && source == mine_of) {
                 v[0] = mine[0];
@@ -465,14 +423,8 @@ struct Gather {
             }
         };
         sum_terms<4, !EP_PREREDUCE, Wire>(sum, terms, coded, load, [&] { return weight; });
-#pragma unroll 1
-        for (u32 k = 0; k < 2; ++k) {
-            u64 bias = k == 0 ? args.bias[0] : args.bias[1];
-            if (!bias) continue;
-            Vec16 v[2];
-            load_step(v, bias + u64(token) * BACK_BYTES + at_element * 2, elements, lane);
-            sum.add<false>(v, 1.0f);
-        }
+        if (!SLOTS) add_biases();
+        if (SLOTS && args.out_weights && at_element == 0) sum_weights(args, start, token, terms, rank, lane);
         u64 out = args.out + token * args.out_stride + at_element * 2;
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
@@ -551,7 +503,7 @@ __device__ __forceinline__ void run_combine(const EpCombineArgs &args, u8 *share
     u8 *stages = behind_start(shared) + EP_FLAGS;
     u64 blocks = address_of(state_of(c).combine_blocks[c.phases]);
     // Loads that need nothing that the block finds out are under way while it does.
-    Returns returns(c, warp, lane);
+    Returns returns(args, warp, lane);
     Parts parts(args, warp, lane);
     OwnWeight own;
     if (warp == FLAGGER) {

@@ -20,6 +20,10 @@ constexpr u32 LOCAL = EP_E / EP_R;
 constexpr u32 EACH = (EP_R + LANES - 1) / LANES;
 // The most experts of one rank that a token selects.
 constexpr u32 MOST_LOCAL = EP_K < LOCAL ? EP_K : LOCAL;
+// Whether these are the kernels of the rank layout for few tokens (ep_slots.cuh), and the words of a plan for each token: a
+// row for each selection, or one.
+constexpr bool SLOTS = EP_SLOTS;
+constexpr u32 ROUTED = SLOTS ? 1 : EP_K;
 constexpr u32 PIECES = (EP_H + EP_PIECE - 1) / EP_PIECE;
 // Polls of a word between two reads of the clock, which is slower to read.
 constexpr u32 EP_LOOKS = 16;

@@ -90,6 +90,18 @@ __device__ __forceinline__ u32 stage_piece(const EpDispatchArgs &args, u32 token
     return (data + elements / BLOCK * SCALE + 15) / 16 * 16;
 }
 
+// The expert of a selection of this rank's.
+__device__ __forceinline__ int chosen_at(const EpDispatchArgs &args, u64 selection) {
+    if (SLOTS && args.cached) return at<int>(args.common.handle + args.common.parts.sent, selection);
+    return expert_at(args, selection);
+}
+
+// Rank layout: where this rank's result is.
+__device__ __forceinline__ u64 own_region(const EpDispatchArgs &args) {
+    const EpCommon &c = args.common;
+    return c.base + c.heap.regions + args.region * c.heap.region_stride;
+}
+
 // A piece of a token that is to be sent: each lane's expert, and the bytes in the stage.
 struct Outgoing {
     int expert = -1;
@@ -97,7 +109,7 @@ struct Outgoing {
 
     __device__ __forceinline__ void read(const EpDispatchArgs &args, u32 unit, u8 *stage, u32 lane) {
         u32 token = unit / PIECES;
-        expert = lane < EP_K ? expert_at(args, u64(token) * EP_K + lane) : -1;
+        expert = lane < EP_K ? chosen_at(args, u64(token) * EP_K + lane) : -1;
         bytes = stage_piece(args, token, unit % PIECES, stage, lane);
     }
 
@@ -208,10 +220,12 @@ __device__ __forceinline__ void fan_out(const EpDispatchArgs &args, const Arriva
     constexpr u32 MOST = 4;
     u32 elements = piece_elements(a.piece), data = elements * ELEMENT;
     u32 here = __ballot_sync(WHOLE_WARP, a.row != EP_NOWHERE);
-    u64 rows = args.out_x + u64(a.piece) * EP_PIECE * ELEMENT;
+    u64 rows = (SLOTS ? own_region(args) : args.out_x) + u64(a.piece) * EP_PIECE * ELEMENT;
     u32 blocks = elements / BLOCK, most = EP_R * c.max_tokens;
     u64 scales = 0;
-    if (EP_FP8 && a.row != EP_NOWHERE) {
+    if (EP_FP8 && SLOTS && a.row != EP_NOWHERE) {
+        scales = own_region(args) + c.heap.region_scales + u64(a.row) * (EP_H / BLOCK * SCALE);
+    } else if (EP_FP8 && a.row != EP_NOWHERE) {
         scales = args.out_scales + a.row / most * args.out_scale_strides[0] + a.row % most * args.out_scale_strides[1];
     }
     auto load_scale = [&](u32 i) -> u32 {
@@ -242,7 +256,11 @@ __device__ __forceinline__ void fan_out(const EpDispatchArgs &args, const Arriva
         for (u32 left = here; left; left &= left - 1) {
             u64 to = __shfl_sync(WHOLE_WARP, scales, __ffs(left) - 1);
             if (i >= blocks) continue;
-            if (SCALE == 1) {
+            if (SLOTS && SCALE == 1) {
+                at<u8>(to, block) = static_cast<u8>(scale);
+            } else if (SLOTS) {
+                at<u32>(to, block) = scale;
+            } else if (SCALE == 1) {
                 at<u8>(to + block / 4 * args.out_scale_strides[2], block % 4) = static_cast<u8>(scale);
             } else {
                 at<u32>(to + block * args.out_scale_strides[2]) = scale;
@@ -268,31 +286,58 @@ __device__ __forceinline__ void note_rows(const EpDispatchArgs &args, const Arri
     __syncwarp();
 }
 
+// The same in the rank layout, where a row is a token's; it has no experts if it did not come. All lanes.
+__device__ __forceinline__ void note_token(const EpDispatchArgs &args, const Arrival &a, bool weighted, bool came, u64 epoch,
+                                           u32 lane) {
+    const EpCommon &c = args.common;
+    u64 region = own_region(args), row = __shfl_sync(WHOLE_WARP, a.row, 0), i = u64(a.token) * EP_K + lane;
+    if (lane == 0) at<u32>(region + c.heap.region_source, row) = came ? a.token : 0;
+    if (lane < EP_K && !args.cached) {
+        u64 word = c.base + c.heap.tables + slot_of(epoch, a.source) * c.heap.table_stride + 8 * i;
+        // The plan has seen it.
+        u32 expert = static_cast<u32>(ld_relaxed_sys_u64(word)) - 1;
+        bool here = came && expert < LOCAL;
+        at<u64>(region + c.heap.region_idx, row * EP_K + lane) = here ? u64(expert) : ~0ull;
+        if (weighted) {
+            u64 seen = tagged(epoch, 0);
+            if (here) seen = await_tagged(c, word + c.heap.table_weights, a.source, EP_STAGE_TABLE, epoch);
+            at<u32>(region + c.heap.region_weights, row * EP_K + lane) = is_tagged(seen, epoch) ? static_cast<u32>(seen) : 0;
+        }
+    }
+    __syncwarp();
+}
+
 __device__ __forceinline__ u64 flag_of(const EpCommon &c, const Arrival &a, u64 epoch) {
     u64 row = slot_of(epoch, a.source) * c.max_tokens + a.token;
     return c.base + c.heap.row_flags + (row * PIECES + a.piece) * 8;
 }
 
 // Whether a lane has room for all rows of a token.
-constexpr bool KEEPS_ROWS = EP_K <= 8;
+constexpr bool KEEPS_ROWS = ROUTED <= 8;
 
 // Where the plan has the rows of a token.
 __device__ __forceinline__ u64 planned_of(const EpCommon &c, const Arrival &a) {
-    return c.base + c.heap.plan_rows + (u64(a.source) * c.max_tokens + a.token) * EP_K * 8;
+    return c.base + c.heap.plan_rows + (u64(a.source) * c.max_tokens + a.token) * ROUTED * 8;
 }
 
 // The rows of a token, as a lane looks at them.
 struct Rows {
-    u32 kept[KEEPS_ROWS ? EP_K : 1] = {};
+    u32 kept[KEEPS_ROWS ? ROUTED : 1] = {};
     u32 count = 0;
 
-    __device__ __forceinline__ void look(const EpCommon &c, const Arrival &a, u64 epoch) {
-        constexpr u32 AT_ONCE = EP_K < 8 ? EP_K : 8;
-        for (u32 first = 0; first < EP_K; first += AT_ONCE) {
+    __device__ __forceinline__ void look(const EpDispatchArgs &args, const Arrival &a, u64 epoch) {
+        const EpCommon &c = args.common;
+        if (SLOTS && args.cached) {
+            kept[0] = at<u32>(c.handle + c.parts.routes, u64(a.source) * c.max_tokens + a.token);
+            count = kept[0] != EP_NOWHERE;
+            return;
+        }
+        constexpr u32 AT_ONCE = ROUTED < 8 ? ROUTED : 8;
+        for (u32 first = 0; first < ROUTED; first += AT_ONCE) {
             u64 at = planned_of(c, a) + 8 * first, seen[AT_ONCE];
 #pragma unroll
             for (u32 k = 0; k < AT_ONCE; ++k) {
-                seen[k] = first + k < EP_K ? ld_relaxed_gpu_u64(at + 8 * k) : tagged(epoch, EP_NOWHERE);
+                seen[k] = first + k < ROUTED ? ld_relaxed_gpu_u64(at + 8 * k) : tagged(epoch, EP_NOWHERE);
             }
 #pragma unroll
             for (u32 k = 0; k < AT_ONCE; ++k) {
@@ -308,11 +353,11 @@ struct Rows {
         u32 row = EP_NOWHERE;
         if constexpr (KEEPS_ROWS) {
 #pragma unroll
-            for (u32 k = 0; k < EP_K; ++k) {
+            for (u32 k = 0; k < ROUTED; ++k) {
                 u32 other = __shfl_sync(WHOLE_WARP, kept[k], whose);
                 if (lane == k) row = other;
             }
-        } else if (lane < EP_K) {
+        } else if (lane < ROUTED) {
             u64 at = planned_of(c, a) + 8 * lane;
             row = await_planned(at, ld_relaxed_gpu_u64(at), epoch);
         }
@@ -346,7 +391,7 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
         u32 said = tokens.of(mine.source);
         Rows rows;
         if (unit < units && mine.token < (said & SOURCE_TOKENS)) {
-            rows.look(c, mine, epoch);
+            rows.look(args, mine, epoch);
             // For the combine.
             u64 present = c.handle + c.parts.present + u64(mine.source) * c.max_tokens;
             if (mine.piece == 0) at<u8>(present, mine.token) = static_cast<u8>(rows.count);
@@ -373,8 +418,10 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
                 Arrival next = arrival(first + whose * workers);
                 next.row = rows.spread(c, next, whose, epoch, lane);
                 bool weighted = __shfl_sync(WHOLE_WARP, said, whose) >> SOURCE_FLAGS & EP_WEIGHTED;
-                if (next.piece == 0) note_rows(args, next, weighted, epoch, lane);
-                fan_out(args, next, epoch, there >> whose & 1, lane);
+                bool is_there = there >> whose & 1;
+                if (next.piece == 0 && SLOTS) note_token(args, next, weighted, is_there, epoch, lane);
+                if (next.piece == 0 && !SLOTS) note_rows(args, next, weighted, epoch, lane);
+                fan_out(args, next, epoch, is_there, lane);
             }
         }
     }
@@ -394,4 +441,48 @@ __device__ __forceinline__ void end_dispatch(const EpDispatchArgs &args, u64 sen
         st_relaxed_gpu_u64(address_of(state.dispatch_sent), sent);
     }
     if (c.phases & EP_RECEIVE) st_relaxed_gpu_u64(address_of(state.dispatch_ended), received);
+}
+
+// A dispatch of a block whose shared memory is `shared`. The first block waits for what all ranks select, in `plan`. All
+// threads.
+template <typename Plan>
+__device__ __forceinline__ void run_dispatch(const EpDispatchArgs &args, u8 *shared, Plan plan) {
+    const EpCommon &c = args.common;
+    Start &start = *reinterpret_cast<Start *>(shared);
+    u8 *memory = behind_start(shared);
+    u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    mark_of(0, args.marks, EP_MARK_BEGUN);
+    bool sends = c.phases & EP_SEND, receives = c.phases & EP_RECEIVE;
+    // The first block plans while the others send.
+    u32 first = receives && gridDim.x > 1, senders = gridDim.x - first;
+    u32 units = sends && blockIdx.x >= first && warp < EP_SENDERS ? c.tokens * PIECES : 0;
+    Share share = {warp * senders + blockIdx.x - first, EP_SENDERS * senders, units};
+    u8 *stages = memory + warp * EP_STAGES * DISPATCH_STAGE;
+    // Loads that need nothing that the block finds out are under way while it does.
+    OwnSelection own(args, sends);
+    // The last warp has the least to send.
+    if (warp == WARPS - 1) {
+        const EpState &state = state_of(c);
+        begin(c, {state.dispatch_sent, state.dispatch_ended, EP_WORD_DISPATCH_TAKEN}, start, lane);
+        if (sends) free_slots(c, start, EP_WORD_DISPATCH_TAKEN, EP_STAGE_DISPATCH_TAKEN, lane);
+    }
+    send_rows(args, start, stages, share, lane, [&] {
+        __syncthreads();
+        mark_of(0, args.marks, EP_MARK_COUNTED);
+        // Before rows: they fill the links.
+        if (sends) send_selections(args, start, own);
+        if (blockIdx.x == 0) mark_of(0, args.marks, EP_MARK_ANNOUNCED);
+        if (blockIdx.x == gridDim.x - 1 && warp == WARPS - 1) tell_taken(c, start, EP_WORD_DISPATCH_TAKEN, lane);
+    });
+    if (receives) {
+        if (blockIdx.x == 0) plan(args, start, memory);
+        u32 from = EP_RECEIVE_FROM;
+        if (warp >= from) {
+            // The last warps, which have the least to send, have the most to deliver.
+            u32 worker = (WARPS - 1 - warp) * gridDim.x + blockIdx.x;
+            receive_rows(args, start, worker, (WARPS - from) * gridDim.x, lane);
+            mark_of(EP_THREADS - LANES, args.marks, EP_MARK_CAME);
+        }
+    }
+    end_dispatch(args, start.sent, start.received);
 }

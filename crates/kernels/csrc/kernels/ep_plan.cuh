@@ -41,7 +41,7 @@ struct OwnSelection {
 
     __device__ __forceinline__ OwnSelection(const EpDispatchArgs &args, bool sends) {
         u64 i = u64(blockIdx.x) * EP_THREADS + threadIdx.x;
-        if (sends && i < u64(args.common.tokens) * EP_K) read(args, i);
+        if (sends && i < u64(args.common.tokens) * EP_K && !(SLOTS && args.cached)) read(args, i);
     }
 
     __device__ __forceinline__ void read(const EpDispatchArgs &args, u64 i) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
     u64 count = u64(c.tokens) * EP_K, step = u64(gridDim.x) * EP_THREADS;
     u64 first = u64(blockIdx.x) * EP_THREADS + threadIdx.x;
 #pragma unroll 1
-    for (u64 i = first; i < count; i += step) {
+    for (u64 i = first; i < count && !(SLOTS && args.cached); i += step) {
         if (i != first) own.read(args, i);
         int expert = expert_of(own.id);
         u32 home = expert >= 0 ? expert / LOCAL : EP_R;
@@ -83,12 +83,18 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
     }
     if (blockIdx.x != 0) return;
     u32 flags = args.topk_weights ? EP_WEIGHTED : 0;
+    if (SLOTS && args.cached) flags = EP_CACHED;
 #pragma unroll 1
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
         if (!takes_rows(start, rank)) continue;
+        if (SLOTS) {
+            u64 word = word_at(c, start.base[rank], c.rank, EP_WORD_ANNOUNCE + epoch % EP_DEPTH);
+            st_relaxed_sys_u64(word, tagged(epoch, args.say));
+        }
         u64 word = word_at(c, start.base[rank], c.rank, EP_WORD_TABLE + epoch % EP_DEPTH);
         st_relaxed_sys_u64(word, tagged(epoch, flags << SOURCE_FLAGS | c.tokens));
     }
+    if (SLOTS && args.cached) return;
     if (threadIdx.x == 0) at<EpHandleHeader>(c.handle + c.parts.header) = EpHandleHeader{epoch, c.tokens, flags};
 }
 

@@ -22,7 +22,8 @@ constexpr u64 EP_LINE = 128;
 // epoch.
 constexpr u32 EP_WORD_TABLE = 0;
 
-// Control word: epoch of the dispatch whose announcement is complete. Double-buffered by epoch.
+// Control word: epoch of the dispatch whose announcement is complete. With slots: epoch << 32 |
+// `EpDispatchArgs::say`. Double-buffered by epoch.
 constexpr u32 EP_WORD_ANNOUNCE = 4;
 
 // Control word: epoch of the dispatch whose rows are all there. Double-buffered by epoch.
@@ -155,7 +156,8 @@ struct EpHeap {
     u64 waited;
     // u64[R]: current dispatch, epoch << 32 | flags << 24 | tokens of each source (0 for a masked one).
     u64 plan_tokens;
-    // Expert layout: u64[R][M][K], current dispatch, epoch << 32 | row of each selection, or EP_NOWHERE.
+    // Expert layout: u64[R][M][K], current dispatch, epoch << 32 | row of each selection, or EP_NOWHERE. Slots:
+    // u64[R][M], of each token.
     u64 plan_rows;
     // Rank layout: an `EpScan`.
     u64 scan;
@@ -165,7 +167,7 @@ struct EpHeap {
     u64 scan_counts;
     // u32[E]: selections of each expert; 0 between launches.
     u64 scan_experts;
-    // Expert layout: [EP_DEPTH][R] tables: u64[M][K], epoch << 32 | local expert + 1 of each selection (0: not on
+    // Expert layout and slots: [EP_DEPTH][R] tables: u64[M][K], epoch << 32 | local expert + 1 of each selection (0: not on
     // this rank); and, if weights were given, u64[M][K], epoch << 32 | bits of the f32 weight of those on this
     // rank.
     u64 tables;
@@ -173,7 +175,7 @@ struct EpHeap {
     u64 table_stride;
     // Within a table: weights.
     u64 table_weights;
-    // Expert layout: [EP_DEPTH][R][M] rows. A row is its pieces of `piece_stride` bytes; a piece is elements and
+    // Expert layout and slots: [EP_DEPTH][R][M] rows. A row is its pieces of `piece_stride` bytes; a piece is elements and
     // then their scales.
     u64 rows;
     // From one row to the next.
@@ -194,13 +196,14 @@ struct EpHeap {
     u64 back_flags;
     // From one slot's flags to the next's.
     u64 back_flags_slot;
-    // Expert layout: u64[EP_DEPTH][R][M][K], weights of a combine: epoch << 32 | bits of an f32.
+    // Expert layout: u64[EP_DEPTH][R][M][K], weights of a combine: epoch << 32 | bits of an f32. Slots: those that
+    // are returned.
     u64 back_weights;
     // From one source's to the next's.
     u64 back_weights_stride;
-    // Rank layout: f32[EP_DEPTH][R][M][K], returned weights.
+    // Rank layout without slots: f32[EP_DEPTH][R][M][K], returned weights.
     u64 back_topk;
-    // Rank layout: [EP_DEPTH][R] announcements: an `EpAnnounceHeader`, rows u32[R] (to every rank), counts
+    // Rank layout without slots: [EP_DEPTH][R] announcements: an `EpAnnounceHeader`, rows u32[R] (to every rank), counts
     // u32[El].
     u64 announces;
     // From one announcement to the next.
@@ -314,20 +317,21 @@ struct EpHandle {
     u64 sent;
     // f32[M][K]: their weights, if they were given.
     u64 sent_weights;
-    // Expert layout: u32[R][M][K], the row of each selection, or EP_NOWHERE.
+    // Expert layout: u32[R][M][K], the row of each selection, or EP_NOWHERE. Slots: u32[R][M], the row of each
+    // token.
     u64 routes;
-    // Expert layout: u8[R][M], number of a token's selections on this rank.
+    // Expert layout: u8[R][M], number of a token's selections on this rank. Slots: 1 for a token with any.
     u64 present;
     // Expert layout: f32[R][M][K], received weights.
     u64 weights;
-    // Rank layout: u32[M][R], row of each own token at each rank, counted from this rank's first there; or
+    // Rank layout without slots: u32[M][R], row of each own token at each rank, counted from this rank's first there; or
     // EP_NOWHERE.
     u64 sent_rows;
-    // Rank layout: u32[R], this rank's first row at each rank.
+    // Rank layout without slots: u32[R], this rank's first row at each rank.
     u64 places;
     // Rank layout: u32[R + 1], the first row of each source, and the end.
     u64 offsets;
-    // Rank layout: u32[R * M], each row's token at its source.
+    // Rank layout without slots: u32[R * M], each row's token at its source.
     u64 source;
     // Bytes of a handle.
     u64 bytes;
@@ -343,7 +347,7 @@ struct EpHandleHeader {
     u32 tokens;
     // EP_WEIGHTED: they had weights.
     u32 flags;
-    // Rank layout: total number of experts that they selected.
+    // Rank layout without slots: total number of experts that they selected.
     u64 selections;
 };
 

@@ -7,7 +7,7 @@
 //!     expert layout: [--no-prereduce] [--weights dispatch|combine] [--scales column|row] [--piece LIST]
 //!         [--senders LIST] [--receive-from LIST] [--back-threads LIST] [--back-stages LIST] [--wire bf16|logfmt10|fp8]
 //!         [--floor]
-//!     rank layout: [--movers LIST] [--split LIST] [--queue LIST] [--counted]
+//!     rank layout: [--movers LIST] [--split LIST] [--queue LIST] [--counted] [--granted]
 //!
 //! Lists (`128,64`) are tried in all combinations; 0 is what suits. Results are verified, then timed: `cold` after the
 //! second cache was overwritten and all ranks have met, each step alone; `pair` back to back. The slowest rank counts.
@@ -15,7 +15,7 @@
 //! `--floor`: what events and the shortest of launches take. `--apart`: phases are launches of their own. `--marks`: what
 //! the blocks of one iteration note on their way, with kernels compiled to note it. `--link`: the most that leaves a GPU, for the time that a step's bytes take
 //! at least. `--split`: blocks that send in a combine while the others add. `--queue`: KiB of rows under way at most.
-//! `--wire`: what a combine carries. `--counted`: the host is told how much came. The table goes to stdout, raw samples to FILE.
+//! `--wire`: what a combine carries. `--counted`: the host is told how much came. `--granted`: places are granted, few tokens or not. The table goes to stdout, raw samples to FILE.
 #![allow(unsafe_code)]
 
 #[path = "../unpack_rate/environment.rs"]
@@ -107,6 +107,7 @@ struct Asked {
     movers: Vec<u32>,
     split: Vec<u32>,
     queue: Vec<u32>,
+    granted: bool,
     expert: expert::Options,
     rank: rank::Options,
     iters: usize,
@@ -135,6 +136,7 @@ impl Default for Asked {
             movers: vec![0],
             split: vec![0],
             queue: vec![0],
+            granted: false,
             expert: expert::Options {
                 late_weights: true,
                 column_scales: true,
@@ -183,6 +185,7 @@ impl Asked {
                 "--movers" => asked.movers = list(&value()?)?,
                 "--split" => asked.split = list(&value()?)?,
                 "--queue" => asked.queue = list(&value()?)?,
+                "--granted" => asked.granted = true,
                 "--counted" => asked.rank.counted = true,
                 "--iters" => asked.iters = value()?.parse()?,
                 "--json" => asked.json = Some(value()?),
@@ -197,7 +200,7 @@ impl Asked {
 
     /// Every tuning to try.
     fn tunings(&self) -> Vec<Tuning> {
-        let mut all = vec![Tuning { marks: self.expert.marks, ..Tuning::default() }];
+        let mut all = vec![Tuning { marks: self.expert.marks, granted: self.granted, ..Tuning::default() }];
         let mut each = |values: &[u32], set: fn(&mut Tuning, u32)| {
             let with = |tuning: &Tuning, value: u32| {
                 let mut tuning = *tuning;
@@ -254,6 +257,9 @@ impl Asked {
                 scope.spawn(move || {
                     let (source, defines) = match self.layout {
                         Layout::Expert => (sources::EP_EXPERT, shape.defines(sources::has_bulk(arch))),
+                        Layout::Rank if shape.slotted() => {
+                            (sources::EP_SLOTS, shape.slot_defines(sources::has_bulk(arch)))
+                        }
                         Layout::Rank => (sources::EP_RANK, shape.rank_defines(sources::has_bulk(arch))),
                     };
                     let options: Vec<&str> = defines.iter().map(String::as_str).collect();

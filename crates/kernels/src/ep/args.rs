@@ -26,7 +26,8 @@ constants! {
     /// Control word of a line, expert layout: epoch << 32 | flags << 24 | tokens of a dispatch. Double-buffered by
     /// epoch.
     EP_WORD_TABLE: u32 = 0;
-    /// Control word: epoch of the dispatch whose announcement is complete. Double-buffered by epoch.
+    /// Control word: epoch of the dispatch whose announcement is complete. With slots: epoch << 32 |
+    /// `EpDispatchArgs::say`. Double-buffered by epoch.
     EP_WORD_ANNOUNCE: u32 = 4;
     /// Control word: epoch of the dispatch whose rows are all there. Double-buffered by epoch.
     EP_WORD_SENT: u32 = 6;
@@ -124,7 +125,8 @@ layouts! {
         waited: u64,
         /// u64[R]: current dispatch, epoch << 32 | flags << 24 | tokens of each source (0 for a masked one).
         plan_tokens: u64,
-        /// Expert layout: u64[R][M][K], current dispatch, epoch << 32 | row of each selection, or EP_NOWHERE.
+        /// Expert layout: u64[R][M][K], current dispatch, epoch << 32 | row of each selection, or EP_NOWHERE. Slots:
+        /// u64[R][M], of each token.
         plan_rows: u64,
         /// Rank layout: an `EpScan`.
         scan: u64,
@@ -134,7 +136,7 @@ layouts! {
         scan_counts: u64,
         /// u32[E]: selections of each expert; 0 between launches.
         scan_experts: u64,
-        /// Expert layout: [EP_DEPTH][R] tables: u64[M][K], epoch << 32 | local expert + 1 of each selection (0: not on
+        /// Expert layout and slots: [EP_DEPTH][R] tables: u64[M][K], epoch << 32 | local expert + 1 of each selection (0: not on
         /// this rank); and, if weights were given, u64[M][K], epoch << 32 | bits of the f32 weight of those on this
         /// rank.
         tables: u64,
@@ -142,7 +144,7 @@ layouts! {
         table_stride: u64,
         /// Within a table: weights.
         table_weights: u64,
-        /// Expert layout: [EP_DEPTH][R][M] rows. A row is its pieces of `piece_stride` bytes; a piece is elements and
+        /// Expert layout and slots: [EP_DEPTH][R][M] rows. A row is its pieces of `piece_stride` bytes; a piece is elements and
         /// then their scales.
         rows: u64,
         /// From one row to the next.
@@ -163,13 +165,14 @@ layouts! {
         back_flags: u64,
         /// From one slot's flags to the next's.
         back_flags_slot: u64,
-        /// Expert layout: u64[EP_DEPTH][R][M][K], weights of a combine: epoch << 32 | bits of an f32.
+        /// Expert layout: u64[EP_DEPTH][R][M][K], weights of a combine: epoch << 32 | bits of an f32. Slots: those that
+        /// are returned.
         back_weights: u64,
         /// From one source's to the next's.
         back_weights_stride: u64,
-        /// Rank layout: f32[EP_DEPTH][R][M][K], returned weights.
+        /// Rank layout without slots: f32[EP_DEPTH][R][M][K], returned weights.
         back_topk: u64,
-        /// Rank layout: [EP_DEPTH][R] announcements: an `EpAnnounceHeader`, rows u32[R] (to every rank), counts
+        /// Rank layout without slots: [EP_DEPTH][R] announcements: an `EpAnnounceHeader`, rows u32[R] (to every rank), counts
         /// u32[El].
         announces: u64,
         /// From one announcement to the next.
@@ -268,20 +271,21 @@ layouts! {
         sent: u64,
         /// f32[M][K]: their weights, if they were given.
         sent_weights: u64,
-        /// Expert layout: u32[R][M][K], the row of each selection, or EP_NOWHERE.
+        /// Expert layout: u32[R][M][K], the row of each selection, or EP_NOWHERE. Slots: u32[R][M], the row of each
+        /// token.
         routes: u64,
-        /// Expert layout: u8[R][M], number of a token's selections on this rank.
+        /// Expert layout: u8[R][M], number of a token's selections on this rank. Slots: 1 for a token with any.
         present: u64,
         /// Expert layout: f32[R][M][K], received weights.
         weights: u64,
-        /// Rank layout: u32[M][R], row of each own token at each rank, counted from this rank's first there; or
+        /// Rank layout without slots: u32[M][R], row of each own token at each rank, counted from this rank's first there; or
         /// EP_NOWHERE.
         sent_rows: u64,
-        /// Rank layout: u32[R], this rank's first row at each rank.
+        /// Rank layout without slots: u32[R], this rank's first row at each rank.
         places: u64,
         /// Rank layout: u32[R + 1], the first row of each source, and the end.
         offsets: u64,
-        /// Rank layout: u32[R * M], each row's token at its source.
+        /// Rank layout without slots: u32[R * M], each row's token at its source.
         source: u64,
         /// Bytes of a handle.
         bytes: u64,
@@ -294,7 +298,7 @@ layouts! {
         tokens: u32,
         /// EP_WEIGHTED: they had weights.
         flags: u32,
-        /// Rank layout: total number of experts that they selected.
+        /// Rank layout without slots: total number of experts that they selected.
         selections: u64,
     }
     /// Arguments of every launch. The caller of a buffer sets `tokens` (of a dispatch) and `waits`; the buffer sets the

@@ -83,7 +83,7 @@ impl Shape {
         let mut spans = vec![heap.line(source)];
         for slot in slots {
             let part = |at: u64, len: u64| Span { at: at + slot * len, len };
-            if self.expert_layout {
+            if self.has_slots() {
                 spans.push(part(heap.tables, heap.table_stride));
                 spans.push(part(heap.row_flags, flags));
                 spans.push(part(heap.back_weights, heap.back_weights_stride));

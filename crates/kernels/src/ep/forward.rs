@@ -62,6 +62,8 @@ impl Shape {
     pub fn dispatched(&self, layout: Layout, args: &EpDispatchArgs, to: There, look: &impl Look) -> Result<Load> {
         let seen = Seen::new(self, &args.common, look);
         let (rows, told) = match (layout, args.common.phases) {
+            (Layout::Rank, EP_SEND) if self.slotted() => seen.slot_rows(to)?,
+            (Layout::Rank, _) if self.slotted() => Default::default(),
             (Layout::Rank, EP_ANNOUNCE) => (Vec::new(), vec![seen.announcement()?]),
             (Layout::Rank, EP_SEND) => (seen.rank_rows(to)?, vec![seen.places()]),
             (Layout::Expert, EP_SEND) => seen.expert_rows(to)?,
@@ -77,8 +79,9 @@ impl Shape {
     pub fn combined(&self, layout: Layout, args: &EpCombineArgs, to: There, look: &impl Look) -> Result<Load> {
         let seen = Seen::new(self, &args.common, look);
         let (rows, told) = match (layout, args.common.phases) {
+            (Layout::Rank, EP_SEND) if self.slotted() => seen.slot_back(to)?,
             (Layout::Rank, EP_SEND) => seen.rank_back(to, args.y_weights != 0)?,
-            (Layout::Expert, EP_SEND) => seen.expert_back(to)?,
+            (Layout::Expert, EP_SEND) => seen.expert_back(to, if self.prereduce { 1 } else { self.most_local() })?,
             _ => Default::default(),
         };
         Ok(Load { rows, told, line: seen.line() })
@@ -166,13 +169,30 @@ impl<'a, L: Look> Seen<'a, L> {
         let words = self.numbers(to.mirror + table, 2 * tokens * topk)?;
         let here =
             words.chunks_exact(2 * topk as usize).map(|words| words.iter().step_by(2).any(|expert| *expert != 0));
+        Ok(self.slots(slot, runs(here)))
+    }
+
+    /// What went to slots in the rank layout: the handle has the experts of this rank's tokens, those of a routing that
+    /// is repeated, too.
+    fn slot_rows(&self, to: There) -> Result<(Vec<Span>, Vec<Span>)> {
+        let (common, topk, local) = (self.common, self.shape.topk, self.shape.local_experts());
+        let slot = self.slot(self.word(offset_of!(EpState, dispatch_sent))?);
+        let experts = self.numbers(common.handle + common.parts.sent, u64::from(common.tokens) * u64::from(topk))?;
+        let here = experts.chunks_exact(topk as usize);
+        Ok(self.slots(slot, runs(here.map(|experts| experts.iter().any(|expert| expert / local == to.rank)))))
+    }
+
+    /// These rows of a slot, with what belongs to all.
+    fn slots(&self, slot: u64, wanted: Vec<Span>) -> (Vec<Span>, Vec<Span>) {
+        let (heap, tokens) = (&self.common.heap, u64::from(self.common.tokens));
+        let table = heap.tables + slot * heap.table_stride;
         let first = slot * u64::from(self.common.max_tokens);
         let flags = u64::from(self.shape.pieces()) * 8;
         let told = vec![
             Span { at: table, len: heap.table_stride },
             Span { at: heap.row_flags + first * flags, len: tokens * flags },
         ];
-        Ok((scaled(runs(here), heap.rows + first * heap.row_stride, heap.row_stride), told))
+        (scaled(wanted, heap.rows + first * heap.row_stride, heap.row_stride), told)
     }
 
     fn rank_rows(&self, to: There) -> Result<Vec<Span>> {
@@ -202,15 +222,25 @@ impl<'a, L: Look> Seen<'a, L> {
         Ok(parts.map(|(at, len)| Span { at: start + at + first * len, len: count * len }).to_vec())
     }
 
-    fn expert_back(&self, to: There) -> Result<(Vec<Span>, Vec<Span>)> {
+    /// With up to `each` rows of a token.
+    fn expert_back(&self, to: There, each: u32) -> Result<(Vec<Span>, Vec<Span>)> {
         let common = self.common;
         let tokens = self.numbers(common.handle + common.parts.tokens + 4 * u64::from(to.rank), 1)?[0];
         let mut counts = vec![0; tokens.min(common.max_tokens) as usize];
         let present = common.parts.present + u64::from(to.rank) * u64::from(common.max_tokens);
         self.look.read(common.handle + present, &mut counts)?;
-        let each = if self.shape.prereduce { 1 } else { self.shape.most_local() };
         let here = counts.iter().flat_map(|count| (0..each).map(move |which| which < u32::from(*count).min(each)));
         self.back(runs(here), self.shape.pieces())
+    }
+
+    /// What went back from slots in the rank layout: rows as in the expert layout with a sum for each token, and weights.
+    fn slot_back(&self, to: There) -> Result<(Vec<Span>, Vec<Span>)> {
+        let heap = &self.common.heap;
+        let (rows, mut told) = self.expert_back(to, 1)?;
+        let slot = self.slot(self.word(offset_of!(EpState, combine_sent))?);
+        let stride = heap.back_weights_stride;
+        told.insert(0, Span { at: heap.back_weights + slot * stride, len: stride });
+        Ok((rows, told))
     }
 
     fn rank_back(&self, to: There, weighted: bool) -> Result<(Vec<Span>, Vec<Span>)> {

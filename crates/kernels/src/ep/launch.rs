@@ -108,6 +108,10 @@ impl EpKernels {
         };
         let rank = || {
             let names = [RANK_DISPATCH, RANK_COMBINE];
+            if shape.slotted() {
+                let (defines, shared) = (shape.slot_defines(bulk), shape.slot_shared());
+                return load(&sources::EP_SLOTS, names, &defines, shape.expert_threads(), shared);
+            }
             let (defines, shared) = (shape.rank_defines(rank_bulk), shape.rank_shared(rank_bulk));
             load(&sources::EP_RANK, names, &defines, [shape.rank_threads(); 2], shared)
         };

@@ -80,7 +80,7 @@ impl Shape {
                     let count = flags.iter().filter(|flag| **flag == newest && newest != 0).count();
                     let _ = write!(text, "; {what}{parity}: {count} of {} at {newest}", flags.len());
                 };
-                if self.expert_layout {
+                if self.has_slots() {
                     flags("rows", numbers(heap.row_flags + slot * most * 8, most));
                 }
                 flags("back", numbers(heap.back_flags + slot * heap.back_flags_slot, heap.back_flags_slot / 8));

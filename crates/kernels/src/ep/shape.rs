@@ -23,6 +23,10 @@ const PLAN_SHARED: u32 = 2 * MOST_RANKS * MOST_LOCAL_EXPERTS;
 
 /// Bytes of shared memory that two stages of all warps may take: every GPU has that much.
 const TWO_STAGES: u32 = 96 << 10;
+/// The most tokens of a rank, and of all ranks, whose rows go to slots in the rank layout: up to there the copy from a slot
+/// takes less than the trip that it saves, and slots stay small (119 MB of bf16 rows of 7168).
+const SLOTTED_TOKENS: u32 = 512;
+const SLOTTED_ROWS: u32 = 4096;
 /// The most threads of a block that combines: more would have too few registers each.
 const BACK_THREADS: u32 = 512;
 /// Flags of a warp that may wait to be set, in a combine.
@@ -76,6 +80,9 @@ pub struct Tuning {
     pub rank_threads: u32,
     /// Rank layout: warps of a block that carry rows as they are, up to 4.
     pub rank_movers: u32,
+    /// Rank layout: rows are always granted places at their ranks, which otherwise only many tokens are. The same on
+    /// every rank.
+    pub granted: bool,
     /// Compile in the code that notes the times of a launch (`EpDispatchArgs::marks`), for measurements. Without it,
     /// `marks` is not read.
     pub marks: bool,
@@ -92,6 +99,7 @@ impl Tuning {
         back_stages: 0,
         rank_threads: 0,
         rank_movers: 0,
+        granted: false,
         marks: false,
     };
 }
@@ -199,6 +207,7 @@ impl Shape {
             ),
             rank_threads,
             rank_movers: or(self.tuning.rank_movers, (rank_threads / 32).saturating_sub(1).min(4)),
+            granted: self.tuning.granted,
             marks: self.tuning.marks,
         }
     }
@@ -206,6 +215,18 @@ impl Shape {
     /// Whether there are kernels that combine with coded rows, whose blocks of 128 elements have a scale each.
     pub fn has_coded(&self) -> bool {
         self.expert_layout && self.hidden.is_multiple_of(BLOCK)
+    }
+
+    /// Whether rows of the rank layout go to slots that each source has at every rank, and are copied to their places
+    /// there. That takes one trip less than places that are granted, which pay where there are many rows.
+    pub fn slotted(&self) -> bool {
+        let few = self.max_tokens <= SLOTTED_TOKENS && self.ranks * self.max_tokens <= SLOTTED_ROWS;
+        self.rank_layout && few && !self.tuning.granted
+    }
+
+    /// Whether there are slots for dispatched rows.
+    pub(super) fn has_slots(&self) -> bool {
+        self.expert_layout || self.slotted()
     }
 
     /// Experts of each rank.
@@ -321,7 +342,11 @@ impl Shape {
             masks: lay.take(ranks * 4),
             waited: lay.take(ranks * 8),
             plan_tokens: lay.take(ranks * 8),
-            plan_rows: lay.take(only(self.expert_layout, ranks * most * topk * 8)),
+            plan_rows: lay.take(match (self.expert_layout, self.slotted()) {
+                (true, _) => ranks * most * topk * 8,
+                (false, true) => ranks * most * 8,
+                (false, false) => 0,
+            }),
             scan: lay.take(only(self.rank_layout, size_of::<EpScan>() as u64)),
             scan_regions: lay.take(only(self.rank_layout, ranks * 4)),
             scan_counts: lay.take(only(self.rank_layout, u64::from(EP_RANK_BLOCKS) * ranks * 4)),
@@ -329,31 +354,32 @@ impl Shape {
             ..EpHeap::ZERO
         };
         lay.end("words and plans");
-        let expert = self.expert_layout;
+        let slots = self.has_slots();
+        let granted = self.rank_layout && !self.slotted();
         heap.table_weights = line(most * topk * 8);
         heap.table_stride = 2 * heap.table_weights;
-        heap.tables = lay.take(only(expert, depth * ranks * heap.table_stride));
+        heap.tables = lay.take(only(slots, depth * ranks * heap.table_stride));
         heap.back_weights_stride = line(most * topk * 8);
-        heap.back_weights = lay.take(only(expert, depth * ranks * heap.back_weights_stride));
+        heap.back_weights = lay.take(only(slots, depth * ranks * heap.back_weights_stride));
         heap.announce_rows = size_of::<EpAnnounceHeader>() as u64;
         heap.announce_counts = heap.announce_rows + (ranks * 4).next_multiple_of(16);
         heap.announce_stride = line(heap.announce_counts + local * 4);
-        heap.announces = lay.take(only(self.rank_layout, depth * ranks * heap.announce_stride));
+        heap.announces = lay.take(only(granted, depth * ranks * heap.announce_stride));
         lay.end("routing");
         let piece = u64::from(self.tuning().piece);
         let scales = piece / u64::from(BLOCK) * u64::from(self.scale_size());
         let element = if self.payload == Payload::Bf16 { 2 } else { 1 };
         heap.piece_stride = (piece * element + scales).next_multiple_of(16);
         heap.row_stride = if pieces == 1 { self.whole_row() } else { pieces * heap.piece_stride };
-        heap.rows = lay.take(only(expert, depth * ranks * most * heap.row_stride));
-        heap.row_flags = lay.take(only(expert, depth * ranks * most * pieces * 8));
+        heap.rows = lay.take(only(slots, depth * ranks * most * heap.row_stride));
+        heap.row_flags = lay.take(only(slots, depth * ranks * most * pieces * 8));
         lay.end("rows that are dispatched");
         heap.back_stride = wide;
         heap.back_slot = line(most * self.back_rows() * wide);
         heap.back = lay.take(depth * ranks * heap.back_slot);
         heap.back_flags_slot = line(most * self.back_rows() * pieces * 8);
         heap.back_flags = lay.take(depth * ranks * heap.back_flags_slot);
-        heap.back_topk = lay.take(only(self.rank_layout, depth * ranks * most * topk * 4));
+        heap.back_topk = lay.take(only(granted, depth * ranks * most * topk * 4));
         lay.end("rows that come back");
         let rows = ranks * most;
         heap.region_scales = line(rows * u64::from(self.row_bytes()));
@@ -377,6 +403,7 @@ impl Shape {
         let (ranks, most, topk) = (u64::from(self.ranks), u64::from(self.max_tokens), u64::from(self.topk));
         let expert = |bytes: u64| if layout == Layout::Expert { bytes } else { 0 };
         let rank = |bytes: u64| if layout == Layout::Rank { bytes } else { 0 };
+        let slots = |bytes: u64| if self.slotted() { rank(bytes) } else { 0 };
         let mut lay = Lay::default();
         let mut handle = EpHandle {
             header: lay.take(size_of::<EpHandleHeader>() as u64),
@@ -384,8 +411,8 @@ impl Shape {
             flags: lay.take(ranks * 4),
             sent: lay.take(most * topk * 4),
             sent_weights: lay.take(most * topk * 4),
-            routes: lay.take(expert(ranks * most * topk * 4)),
-            present: lay.take(expert(ranks * most)),
+            routes: lay.take(expert(ranks * most * topk * 4) + slots(ranks * most * 4)),
+            present: lay.take(expert(ranks * most) + slots(ranks * most)),
             weights: lay.take(expert(ranks * most * topk * 4)),
             sent_rows: lay.take(rank(most * ranks * 4)),
             places: lay.take(rank(ranks * 4)),
@@ -433,8 +460,27 @@ impl Shape {
             ("RECEIVE_FROM", receive_from),
             ("PLAN_PARTS", self.plan_parts()),
             ("PLAN_COUNT", self.plan_count()),
+            ("SLOTS", 0),
         ];
         numbers.iter().map(|(name, value)| format!("-DEP_{name}={value}")).collect()
+    }
+
+    /// The options that make the compiler compile the rank layout's kernels for few tokens: those of the expert layout,
+    /// whose combine sends a row for each token.
+    pub fn slot_defines(&self, bulk: bool) -> Vec<String> {
+        let mut defines = Shape { prereduce: true, ..*self }.defines(bulk);
+        for define in defines.iter_mut().filter(|define| *define == "-DEP_SLOTS=0") {
+            *define = "-DEP_SLOTS=1".to_owned();
+        }
+        defines
+    }
+
+    /// Bytes of shared memory of a block that dispatches in the rank layout for few tokens, and of one that combines.
+    pub fn slot_shared(&self) -> [u32; 2] {
+        let units = self.ranks * self.max_tokens.div_ceil(32);
+        let plan = 4 * (2 * units + 1 + self.local_experts());
+        let dispatch = self.start_shared() + plan.max(self.stages() * self.stages_shared());
+        [dispatch, self.expert_shared()[1]]
     }
 }
 
