@@ -15,7 +15,7 @@ PART_UNIT: Final = 256
 """Alignment of the output tensors in their common storage, in bytes."""
 PACKED: Final = 4 * BLOCK
 """Elements of a row whose ue8m0 scales lie in one i32."""
-Answer = Callable[[list[Any], Any, int], Any]
+Answer = Callable[[list[Any], Any, int, Any], Any]
 
 
 class Frame:
@@ -32,8 +32,8 @@ class Frame:
     device : torch.device
         Of the tensors.
     answer : callable
-        ``(tensors, operation, tokens)``: what a dispatch returns. ``tensors`` are rows, scales or None, counts, ranges
-        and source.
+        ``(tensors, operation, tokens, calls)``: what a dispatch returns. ``tensors`` are rows, scales or None, counts,
+        ranges and source. It must not hold ``calls``, which holds it.
     overlap : callable
         ``(event or None, tensors)``: completion of an operation, for the caller.
     """

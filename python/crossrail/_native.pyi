@@ -501,7 +501,9 @@ class DeviceBuffer:
         num_sms: int | None,
         regions: int,
         node: int | None,
+        variants: bool,
     ) -> Self: ...
+    def variant(self, parameters: BufferParameters) -> DeviceBuffer: ...
     @property
     def rank(self) -> int: ...
     @property

@@ -94,6 +94,9 @@ class ExpertBuffer:
     node : int, optional
         GPU only: node number of this rank. Ranks of one machine with different
         numbers are treated as different nodes, for tests on one machine.
+    variants : bool
+        GPU, expert layout: take as much memory as any `dispatch_dtype` and `topk`
+        need, for `variant`.
 
     Raises
     ------
@@ -141,6 +144,7 @@ class ExpertBuffer:
         num_sms: int | None = None,
         regions: int = 2,
         node: int | None = None,
+        variants: bool = False,
     ) -> None:
         if not isinstance(group, Group):
             raise wrong("ExpertBuffer", f"group is a {type(group).__name__}, not a crossrail.Group")
@@ -149,7 +153,7 @@ class ExpertBuffer:
         limit = group.context.timeout if timeout is None else _calls.seconds(timeout)
         parameters = _calls.parameters_of(numbers, dispatch_dtype, scale, layouts, limit)
         parameters["prereduce"], parameters["share_node"] = bool(prereduce), bool(share_node)
-        self._sizes = Sizes.of(parameters)
+        self._sizes, self._parameters = Sizes.of(parameters), parameters
         self._group = group
         self._timeout = timeout
         self._buffer: _native.ExpertBuffer | _native.DeviceBuffer
@@ -157,14 +161,14 @@ class ExpertBuffer:
         ordinal = device_ordinal(device)
         sms = None if num_sms is None else number("num_sms", num_sms)
         if ordinal is None:
-            for option, value in (("num_sms", sms), ("node", node)):
+            for option, value in (("num_sms", sms), ("node", node), ("variants", variants or None)):
                 if value is not None:
                     raise wrong("ExpertBuffer", f"{option} is for buffers on a GPU, and this one is on the host")
             native = _native.ExpertBuffer(group.context, group._native, name, parameters)
             self._buffer, self._operations = native, HostOperations(native, self._sizes)
         else:
             where = (ordinal, sms, number("regions", regions), None if node is None else number("node", node))
-            on_gpu = _native.DeviceBuffer(group.context, group._native, name, parameters, *where)
+            on_gpu = _native.DeviceBuffer(group.context, group._native, name, parameters, *where, bool(variants))
             self._buffer, self._operations = on_gpu, DeviceOperations(on_gpu, self._sizes, group.context)
         self._native: Any = self._buffer
         """For the measuring loops."""
@@ -227,6 +231,50 @@ class ExpertBuffer:
         if (ordinal := device_ordinal(device)) is None:
             return Plan(**_native.expert_plan(parameters, others))
         return Plan(**_native.device_plan(parameters, ordinal, number("regions", regions), others))
+
+    def variant(
+        self,
+        topk: int,
+        dispatch_dtype: Literal["fp8", "bf16"] = "fp8",
+        *,
+        scale: Literal["f32", "power2", "ue8m0"] = "f32",
+    ) -> ExpertBuffer:
+        """Make a buffer for other rows, or another `topk`, on the memory and the connections of this one.
+
+        GPU only, for a buffer of the expert layout that was created with `variants`.
+        No other rank takes part: each makes its variant before it first uses it.
+        Operations of the buffer and of its variants are one sequence, which is the
+        same on all ranks.
+
+        Parameters
+        ----------
+        topk, dispatch_dtype, scale
+            As for `ExpertBuffer`.
+
+        Returns
+        -------
+        ExpertBuffer
+            It ends with this one at the latest. Only this one can `connect` and
+            `disconnect`; a rank is masked for both.
+
+        Raises
+        ------
+        UsageError
+            The buffer was created without `variants`, or is on the host.
+        ClosedError
+            The buffer was destroyed.
+        """
+        if self._ordinal is None or not isinstance(self._buffer, _native.DeviceBuffer):
+            raise wrong("variant", "the buffer is on the host", "variants are for buffers on a GPU")
+        given = {"topk": number("topk", topk), "dispatch_dtype": str(dispatch_dtype), "scale": str(scale)}
+        parameters: Any = self._parameters | given
+        made = ExpertBuffer.__new__(ExpertBuffer)
+        made._sizes, made._parameters = Sizes.of(parameters), parameters
+        made._group, made._timeout, made._ordinal = self._group, self._timeout, self._ordinal
+        native = self._buffer.variant(parameters)
+        made._buffer, made._operations = native, DeviceOperations(native, made._sizes, self._group.context)
+        made._native = native
+        return made
 
     @property
     def group(self) -> Group:

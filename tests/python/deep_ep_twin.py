@@ -26,6 +26,7 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.worlds: dict[Any, World] = {}
         self._said: list[Any] = [None] * size
         self._barrier = threading.Barrier(size)
 
@@ -132,12 +133,13 @@ class Together:
 class TwinExperts:
     """An ExpertBuffer for low-latency mode: its native half is a fake GPU that all ranks share."""
 
-    def __init__(self, meeting: Meeting, rank: int, kind: Any, max_tokens: int) -> None:
+    def __init__(self, meeting: Meeting, rank: int, kind: Any, max_tokens: int, name: str = "") -> None:
+        """`name`: that of the buffer which the ranks made together."""
         fp8, packed = kind.payload != "bf16", kind.payload == "ue8m0"
         self.sizes = Sizes(meeting.size, max_tokens, kind.hidden, kind.experts, kind.topk, fp8, packed)
         scale: Any = kind.payload if fp8 else None
-        self.world = meeting.gather(rank, World(self.sizes, payload=scale) if rank == 0 else None)[0]
-        self.meeting, self.rank = meeting, rank
+        self.world = meeting.worlds.setdefault((name, kind), World(self.sizes, payload=scale))
+        self.meeting, self.rank, self.most, self.name = meeting, rank, max_tokens, name
         self.out: set[int] = set()
         self.destroyed = False
         self._native = Together(self.world.buffers[rank], meeting)
@@ -297,9 +299,14 @@ class TwinMachine:
         assert (
             self.meeting.gather(self.rank, (kind, max_tokens, name)) == [(kind, max_tokens, name)] * self.meeting.size
         )
-        twin = TwinBuffer if kind.layout == "rank" else TwinExperts
-        self.made.append(twin(self.meeting, self.rank, kind, max_tokens))
+        if kind.layout == "rank":
+            self.made.append(TwinBuffer(self.meeting, self.rank, kind, max_tokens))
+        else:
+            self.made.append(TwinExperts(self.meeting, self.rank, kind, max_tokens, name))
         return self.made[-1]
+
+    def variant(self, buffer: TwinExperts, kind: Any) -> TwinExperts:
+        return type(buffer)(self.meeting, self.rank, kind, buffer.most, buffer.name)
 
     def bytes(self, kind: Any, max_tokens: int) -> int:
         return 1000 + 10 * max_tokens

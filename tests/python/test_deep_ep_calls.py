@@ -72,7 +72,7 @@ class NotedMachine(TwinMachine):
         self.streams: Any = NotedStreams()
 
     def make(self, kind: Any, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> Any:
-        self.made.append(NotedBuffer(self.streams, self.meeting, self.rank, kind, max_tokens))
+        self.made.append(NotedBuffer(self.streams, self.meeting, self.rank, kind, max_tokens, name))
         return self.made[-1]
 
 

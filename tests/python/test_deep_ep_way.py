@@ -49,8 +49,8 @@ class WayBuffer(TwinExperts):
 
     spare_regions = 1
 
-    def __init__(self, meeting: Meeting, rank: int, kind: Any, max_tokens: int) -> None:
-        super().__init__(meeting, rank, kind, max_tokens)
+    def __init__(self, meeting: Meeting, rank: int, kind: Any, max_tokens: int, name: str) -> None:
+        super().__init__(meeting, rank, kind, max_tokens, name)
         self._operations = Way(self.world.buffers[rank], self.sizes, None)  # type: ignore[arg-type]
 
     def _together(self, done: Any) -> Any:
@@ -76,7 +76,7 @@ class WayBuffer(TwinExperts):
 
 class WayMachine(TwinMachine):
     def make(self, kind: Any, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> Any:
-        return WayBuffer(self.meeting, self.rank, kind, max_tokens)
+        return WayBuffer(self.meeting, self.rank, kind, max_tokens, name)
 
     def dispatch(self, made: Any, given: tuple[Any, ...], alignment: int, say: int, *, counted: bool) -> Any:
         assert counted, "no call is wrong here"

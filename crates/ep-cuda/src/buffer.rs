@@ -62,6 +62,7 @@ impl DeviceBuffer {
         let cuda = options::context(options.ordinal)?;
         options::plan(&config, &options, 0, Some(options::free(&cuda)?))?.check()?;
         let id = random_id()?;
+        let room = options::room(&shape, &options);
         let parameters = Parameters::of(&config).on_gpu(shape.regions);
         timer.end("context");
         // Loading kernels and allocating the heap take about the same time.
@@ -69,7 +70,7 @@ impl DeviceBuffer {
             let node = options.node_of(group.node());
             let meeting = Meeting::new(group, context, name, id, node, config.share_node, parameters)?;
             meeting.begin()?;
-            let bytes = usize::try_from(heap::bytes(&shape)).unwrap_or(usize::MAX);
+            let bytes = usize::try_from(heap::bytes(&room)).unwrap_or(usize::MAX);
             let memory = context.alloc_on(bytes, Place::Gpu(options.ordinal))?;
             Ok((memory, meeting))
         });
@@ -79,7 +80,7 @@ impl DeviceBuffer {
         let pool = |layout: Layout| config.has(layout).then(|| Pool::new(&cuda, shape.handle_bytes(layout_of(layout))));
         let (tell, lost) = channel();
         let ring = Ring::new(&cuda)?;
-        let heap = Heap::new(memory.clone(), &shape);
+        let heap = Heap::new(memory.clone(), &shape, &room)?;
         let mut peers: Vec<Option<Peer>> = (0..config.ranks).map(|_| None).collect();
         peers[me as usize] = Some(Peer::myself(me));
         for rank in 0..config.ranks {
@@ -92,7 +93,7 @@ impl DeviceBuffer {
             name: name.to_owned(),
             me,
             context: context.clone(),
-            meeting,
+            meeting: Arc::new(meeting),
             kernels,
             _engine: loaded.engine,
             blocks,
@@ -108,13 +109,16 @@ impl DeviceBuffer {
             tell,
             network: AtomicU64::new(0),
             in_flight: Arc::default(),
-            state: Mutex::new(State::new(peers, ring)),
+            state: Mutex::new(State::new(peers, ring, Arc::default())),
             connections: Mutex::new(Connections { generations: vec![0; ranks], ended: Vec::new() }),
             connecting: Mutex::new(()),
             setup_timings: Mutex::default(),
             config,
             options,
             shape,
+            room,
+            base: None,
+            variants: Mutex::default(),
             cuda,
         });
         // The driver would block a release until the kernels are done, and they may be waiting for other ranks.
@@ -265,7 +269,7 @@ impl DeviceBuffer {
     /// # Errors
     /// What the driver reports.
     pub fn report(&self) -> Result<String> {
-        let shape = &self.0.shape;
+        let shape = &self.0.room;
         let parts = shape.heap();
         let len = if shape.rank_layout { parts.regions } else { parts.bytes };
         let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
@@ -419,12 +423,18 @@ impl Inner {
     }
 
     fn destroy(&self) -> Result<()> {
+        if self.base.is_some() {
+            return self.end_variant();
+        }
         // Waits for other ranks end now, and release the state's lock.
         self.meeting.end();
         let _connecting = self.connecting.lock();
         let mut state = self.state.lock();
         if std::mem::replace(&mut state.closed, true) {
             return Ok(());
+        }
+        for variant in self.variants.lock().iter().filter_map(Weak::upgrade) {
+            variant.state.lock().closed = true;
         }
         let limit = self.config.timeout.saturating_mul(2) + LAST_KERNELS;
         let done = self.wait_for_kernels(Some(limit));

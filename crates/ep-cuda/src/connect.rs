@@ -61,6 +61,7 @@ impl Inner {
         let deadline = Instant::now() + timeout.unwrap_or(self.context.settings().timeout);
         let _connecting = self.connecting.lock();
         self.refuse_closed("connect")?;
+        self.refuse_variant("connect")?;
         let mut timer = PhaseTimer::begin();
         let (new, mine) = {
             let mut state = self.state.lock();
@@ -132,7 +133,7 @@ impl Inner {
     /// Clears what an earlier connection left in the heap, and builds the hello for a new one.
     fn hello(&self, connection: &Connection, epochs: Epochs) -> Result<Hello> {
         if std::mem::replace(&mut self.state.lock().stale[connection.rank as usize], true) {
-            self.heap.clear(connection.rank, &self.shape)?;
+            self.heap.clear(connection.rank, &self.room)?;
         }
         let shared = if connection.is_shared() { self.share(connection)? } else { None };
         // A rank that can map the heap needs no key, unless mapping fails there (`late_key`).
@@ -218,7 +219,7 @@ impl Inner {
                 if received.shared.is_some() {
                     self.check_memory(unreachable + 1)?;
                 }
-                let bytes = usize::try_from(self.shape.heap_bytes()).unwrap_or(usize::MAX);
+                let bytes = usize::try_from(self.room.heap_bytes()).unwrap_or(usize::MAX);
                 MetPath::Forwarded(self.context.alloc_on(bytes, Place::Gpu(self.options.ordinal))?)
             }
         };
@@ -230,8 +231,8 @@ impl Inner {
         let left = deadline.saturating_duration_since(Instant::now());
         let named = |error: Error| Error { peer: Some(format!("rank {rank}")), ..error };
         let shared = Shared::from_bytes(shared).map_err(named)?;
-        if shared.len() < self.shape.heap_bytes() {
-            let text = format!("the heap of rank {rank} has {} bytes, not {}", shared.len(), self.shape.heap_bytes());
+        if shared.len() < self.room.heap_bytes() {
+            let text = format!("the heap of rank {rank} has {} bytes, not {}", shared.len(), self.room.heap_bytes());
             return Err(Error::new(ErrorKind::Protocol, "connect", text));
         }
         match endpoint.map_on(&shared, Some(self.options.ordinal), Some(left)) {
@@ -246,6 +247,7 @@ impl Inner {
 
     pub(crate) fn disconnect(&self, ranks: &[u32]) -> Result<()> {
         let _connecting = self.connecting.lock();
+        self.refuse_variant("disconnect")?;
         meeting::check_others(ranks, self.me, self.config.ranks, "disconnect")?;
         let mut state = self.state.lock();
         self.process_losses(&mut state);

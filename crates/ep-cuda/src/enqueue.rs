@@ -211,7 +211,7 @@ impl DeviceBuffer {
         let done = self.0.run(call, &launch, phases)?;
         let (handle, count) = (launch.handle.clone(), launch.count.clone());
         let pending = (split == Split::Send).then(|| {
-            let number = call.state.outstanding.sent(kind);
+            let number = call.state.outstanding.lock().sent(kind);
             Pending { buffer: self.clone(), number, launch, finished: false }
         });
         Ok(Enqueued { handle, done, count, pending })
@@ -246,9 +246,9 @@ impl Pending {
         let inner = self.buffer.0.clone();
         // SAFETY: the caller vouches for the stream.
         let mut call = unsafe { inner.open(kind.name(), stream)? };
-        call.state.outstanding.check_receive(kind, self.number)?;
+        call.state.outstanding.lock().check_receive(kind, self.number)?;
         let done = inner.run(&mut call, &self.launch, EP_RECEIVE)?;
-        call.state.outstanding.received(kind);
+        call.state.outstanding.lock().received(kind);
         self.finished = true;
         Ok(done)
     }
@@ -257,7 +257,7 @@ impl Pending {
 impl Drop for Pending {
     fn drop(&mut self) {
         if !self.finished {
-            self.buffer.0.state.lock().outstanding.drop(self.launch.args.kind());
+            self.buffer.0.state.lock().outstanding.lock().dropped(self.launch.args.kind());
         }
     }
 }
@@ -328,7 +328,7 @@ impl Inner {
     unsafe fn enter(&self, kind: Operation, stream: u64, split: Split) -> Result<Call<'_>> {
         // SAFETY: the caller vouches for the stream.
         let mut call = unsafe { self.open(kind.name(), stream)? };
-        call.state.outstanding.check(kind, split == Split::Send)?;
+        call.state.outstanding.lock().check(kind, split == Split::Send)?;
         self.record_departures(&mut call.state);
         Ok(call)
     }

@@ -2,7 +2,7 @@
 
 use crossrail::Memory;
 use crossrail_kernels::ep::{EP_LINE, EpHeap, Epochs, Shape, Span};
-use crossrail_types::Result;
+use crossrail_types::{Error, ErrorKind, Result};
 
 /// This rank's heap, followed by the table of all ranks' heap addresses.
 pub(crate) struct Heap {
@@ -12,14 +12,34 @@ pub(crate) struct Heap {
 }
 
 /// Bytes of a heap and its table.
-pub(crate) fn bytes(shape: &Shape) -> u64 {
-    shape.heap_bytes().next_multiple_of(EP_LINE) + 8 * u64::from(shape.ranks)
+pub(crate) fn bytes(room: &Shape) -> u64 {
+    room.heap_bytes().next_multiple_of(EP_LINE) + 8 * u64::from(room.ranks)
+}
+
+/// Where kernels of `shape` find things in a heap that is laid out for `room`, which differs from it in payload and
+/// experts per token only.
+///
+/// Slots lie where those of `room` do, so that slots of different shapes never overlap: an operation of one may be in
+/// flight while another is sent.
+fn parts(shape: &Shape, room: &Shape) -> Result<EpHeap> {
+    let alike = Shape { payload: room.payload, topk: room.topk, ..*shape };
+    let (own, heap) = (shape.heap(), room.heap());
+    if alike != *room || shape.topk > room.topk || own.row_stride > heap.row_stride {
+        let text = "a variant has another payload or fewer experts per token than the heap is laid out for, \
+                    and is like its buffer in all else";
+        return Err(Error::new(ErrorKind::Usage, "ExpertBuffer", text));
+    }
+    Ok(EpHeap { table_weights: own.table_weights, piece_stride: own.piece_stride, ..heap })
 }
 
 impl Heap {
-    pub(crate) fn new(memory: Memory, shape: &Shape) -> Heap {
-        let parts = shape.heap();
-        Heap { memory, table: parts.bytes.next_multiple_of(EP_LINE) as usize, parts }
+    /// A heap laid out for `room`, for kernels of `shape`.
+    ///
+    /// # Errors
+    /// `Usage` when these find no room there.
+    pub(crate) fn new(memory: Memory, shape: &Shape, room: &Shape) -> Result<Heap> {
+        let parts = parts(shape, room)?;
+        Ok(Heap { memory, table: parts.bytes.next_multiple_of(EP_LINE) as usize, parts })
     }
 
     /// Its GPU address.
@@ -68,8 +88,8 @@ impl Heap {
     }
 
     /// Clears what an earlier process of that rank wrote that could be taken for new data.
-    pub(crate) fn clear(&self, rank: u32, shape: &Shape) -> Result<()> {
-        for span in shape.left_by(rank) {
+    pub(crate) fn clear(&self, rank: u32, room: &Shape) -> Result<()> {
+        for span in room.left_by(rank) {
             self.memory.fill_from(span.at as usize, &vec![0; span.len as usize])?;
         }
         Ok(())
@@ -84,11 +104,11 @@ pub(crate) fn set_taken(memory: &Memory, heap: &EpHeap, source: u32, epochs: Epo
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crossrail_kernels::ep::{EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN};
+    use crossrail_kernels::ep::{EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, Payload, Scale};
 
     use crate::options::{DeviceOptions, shape};
     use crossrail::{Context, Settings};
-    use crossrail_ep::{Config, Layout, Payload};
+    use crossrail_ep::{Config, Layout};
     use std::time::Duration;
 
     fn small() -> Shape {
@@ -98,7 +118,7 @@ mod tests {
             hidden: 256,
             experts: 6,
             topk: 3,
-            payload: Payload::Bf16,
+            payload: crossrail_ep::Payload::Bf16,
             layouts: vec![Layout::Expert, Layout::Rank],
             prereduce: false,
             share_node: true,
@@ -111,7 +131,7 @@ mod tests {
     fn heap_of(shape: &Shape) -> Heap {
         let context = Context::new(Settings::default()).unwrap();
         let memory = context.alloc(usize::try_from(bytes(shape)).unwrap()).unwrap();
-        Heap::new(memory, shape)
+        Heap::new(memory, shape, shape).unwrap()
     }
 
     fn word(heap: &Heap, source: u32, word: u32) -> u64 {
@@ -165,6 +185,30 @@ mod tests {
         let mut places = [0; 24];
         heap.memory.copy_to((heap.peers() - heap.base()) as usize, &mut places).unwrap();
         assert_eq!(u64::from_le_bytes(places[8..16].try_into().unwrap()), 0x1234_5678_9abc);
+    }
+
+    #[test]
+    fn slots_of_variants_lie_apart() {
+        let room = Shape { topk: 6, rank_layout: false, regions: 0, ..small() };
+        let heap = parts(&room, &room).unwrap();
+        assert_eq!(heap, room.heap());
+        for (topk, scale) in [(1, Scale::F32), (3, Scale::PowerOfTwo), (6, Scale::Ue8m0)] {
+            let shape = Shape { topk, payload: Payload::Fp8(scale), ..room };
+            let (own, variant) = (shape.heap(), parts(&shape, &room).unwrap());
+            assert_eq!(
+                (variant.rows, variant.row_stride, variant.back_slot),
+                (heap.rows, heap.row_stride, heap.back_slot)
+            );
+            assert_eq!(variant.table_stride, heap.table_stride);
+            // What is in a slot is laid out as its kernels expect.
+            assert_eq!((variant.table_weights, variant.piece_stride), (own.table_weights, own.piece_stride));
+            assert!(2 * variant.table_weights <= variant.table_stride);
+            assert!(own.row_stride <= variant.row_stride);
+        }
+        for shape in [Shape { max_tokens: 4, ..room }, Shape { hidden: 128, ..room }, Shape { topk: 7, ..room }] {
+            let error = parts(&shape, &room).unwrap_err();
+            assert!(error.kind == ErrorKind::Usage && error.detail.contains("experts per token"), "{error}");
+        }
     }
 
     #[test]

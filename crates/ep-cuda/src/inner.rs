@@ -2,9 +2,9 @@
 //! rank's kernels, the words that the host writes between operations.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crossrail::{Context, Memory, Region};
@@ -36,9 +36,15 @@ pub(crate) struct Inner {
     pub(crate) config: Config,
     pub(crate) options: DeviceOptions,
     pub(crate) shape: Shape,
+    /// What the heap is laid out for.
+    pub(crate) room: Shape,
+    /// The buffer whose heap and connections a variant uses.
+    pub(crate) base: Option<Arc<Inner>>,
+    /// Its variants, which hear of ended connections too.
+    pub(crate) variants: Mutex<Vec<Weak<Inner>>>,
     pub(crate) context: Context,
     pub(crate) cuda: Primary,
-    pub(crate) meeting: Meeting,
+    pub(crate) meeting: Arc<Meeting>,
     pub(crate) kernels: Arc<EpKernels>,
     /// The engine's kernels, kept loaded for it.
     pub(crate) _engine: Option<Arc<Kernels>>,
@@ -74,7 +80,8 @@ pub(crate) struct State {
     pub(crate) peers: Vec<Option<Peer>>,
     /// By rank: whether it was connected before, so that what it left in the heap must be cleared before it reconnects.
     pub(crate) stale: Vec<bool>,
-    pub(crate) outstanding: Outstanding,
+    /// Of the heap: a buffer and its variants have it in common.
+    pub(crate) outstanding: Arc<Mutex<Outstanding>>,
     pub(crate) ring: Ring,
     pub(crate) faults: Vec<Fault>,
     /// The max_rows overflow has been logged.
@@ -85,11 +92,11 @@ pub(crate) struct State {
 
 impl State {
     /// The state before any operation.
-    pub(crate) fn new(peers: Vec<Option<Peer>>, ring: Ring) -> State {
+    pub(crate) fn new(peers: Vec<Option<Peer>>, ring: Ring, outstanding: Arc<Mutex<Outstanding>>) -> State {
         State {
             stale: vec![false; peers.len()],
             peers,
-            outstanding: Outstanding::default(),
+            outstanding,
             ring,
             faults: Vec::new(),
             overflow_reported: false,
@@ -136,6 +143,7 @@ impl InFlight {
 }
 
 /// A connection ended.
+#[derive(Clone)]
 pub(crate) struct ConnectionEnd {
     pub(crate) rank: u32,
     pub(crate) generation: u64,
@@ -160,7 +168,7 @@ impl Inner {
 
     /// Waits until no operation of this rank is in flight; returns the sequence numbers of the last ones.
     pub(crate) fn wait_until_idle(&self, state: &State, what: &str, limit: Option<Duration>) -> Result<Epochs> {
-        if !state.outstanding.is_idle() {
+        if !state.outstanding.lock().is_idle() {
             let error = Error::new(ErrorKind::Usage, what, "an operation that was sent has not been received yet");
             return Err(error.with_hint("finish it first, on all ranks"));
         }

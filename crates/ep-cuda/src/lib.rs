@@ -40,6 +40,7 @@ mod peer;
 mod regions;
 mod setup_timings;
 mod traffic;
+mod variant;
 
 pub use buffer::DeviceBuffer;
 pub use completion::Completion;

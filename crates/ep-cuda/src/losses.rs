@@ -107,7 +107,12 @@ impl Inner {
         if is_current {
             self.mask_in_kernels(rank);
         }
+        let lost = connections.ended.last().cloned();
         drop(connections);
+        let variants = self.variants.lock().clone();
+        for variant in variants.iter().filter_map(Weak::upgrade) {
+            lost.iter().for_each(|lost| variant.connection_ended(lost.clone()));
+        }
         let mut state = self.state.lock();
         self.process_losses(&mut state);
     }

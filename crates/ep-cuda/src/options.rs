@@ -17,11 +17,14 @@ pub struct DeviceOptions {
     /// Ranks of this machine with another number are treated as if on another node, to test several nodes on one
     /// machine.
     pub node: Option<u32>,
+    /// Lay the heap out for every payload and number of experts per token, so that
+    /// [`crate::DeviceBuffer::variant`] can be called. The same on all ranks.
+    pub variants: bool,
 }
 
 impl Default for DeviceOptions {
     fn default() -> DeviceOptions {
-        DeviceOptions { ordinal: 0, num_sms: None, regions: 2, node: None }
+        DeviceOptions { ordinal: 0, num_sms: None, regions: 2, node: None, variants: false }
     }
 }
 
@@ -87,13 +90,22 @@ pub(crate) fn shape(config: &Config, options: &DeviceOptions) -> Result<kernels:
     Ok(shape)
 }
 
+/// The shape that the heap is laid out for: the kernels' own, or the largest of all variants.
+pub(crate) fn room(shape: &kernels::Shape, options: &DeviceOptions) -> kernels::Shape {
+    if !options.variants {
+        return *shape;
+    }
+    kernels::Shape { payload: kernels::Payload::Bf16, topk: kernels::MOST_TOPK.min(shape.experts), ..*shape }
+}
+
 /// GPU memory that a buffer needs, with `unreachable` ranks whose heaps the GPU cannot map, and what is free.
 pub(crate) fn plan(config: &Config, options: &DeviceOptions, unreachable: u32, free: Option<u64>) -> Result<Plan> {
     shape(config, options)?;
     let kinds = |config: &Config| match shape(config, options) {
         Ok(shape) => {
-            let mut kinds = shape.kinds();
-            kinds.push(("mirrors of unreachable ranks", u64::from(unreachable) * shape.heap_bytes()));
+            let room = room(&shape, options);
+            let mut kinds = room.kinds();
+            kinds.push(("mirrors of unreachable ranks", u64::from(unreachable) * room.heap_bytes()));
             kinds
         }
         // More tokens than the kernels' limit, for the plan's search of what would fit.

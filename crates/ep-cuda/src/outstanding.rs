@@ -72,7 +72,7 @@ impl Outstanding {
     }
 
     /// Notes that a sent operation will never be received.
-    pub(crate) fn drop(&mut self, kind: Operation) {
+    pub(crate) fn dropped(&mut self, kind: Operation) {
         self.dropped = Some(kind);
     }
 
@@ -116,7 +116,7 @@ mod tests {
     fn what_is_dropped_is_said_by_every_later_call() {
         let mut order = Outstanding::default();
         order.sent(Operation::Combine);
-        order.drop(Operation::Combine);
+        order.dropped(Operation::Combine);
         refused(order.check(Operation::Dispatch, false), "a combine that was sent was dropped");
         assert!(!order.is_idle());
     }

@@ -50,6 +50,17 @@ impl Peer {
         Peer { rank, generation: 0, masked: false, departure: None, path: Path::Own, life: None }
     }
 
+    /// The same rank for a variant of the buffer, which does not own the connection.
+    pub(crate) fn for_variant(&self) -> Peer {
+        let path = match &self.path {
+            Path::Own => Path::Own,
+            Path::Mapped { endpoint, heap } => Path::Mapped { endpoint: endpoint.clone(), heap: heap.clone() },
+            Path::Forwarded(forwarded) => Path::Forwarded(forwarded.clone()),
+        };
+        let Peer { rank, generation, masked, ref departure, .. } = *self;
+        Peer { rank, generation, masked, departure: departure.clone(), path, life: None }
+    }
+
     pub(crate) fn endpoint(&self) -> Option<&Endpoint> {
         match &self.path {
             Path::Own => None,

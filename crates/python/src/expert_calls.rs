@@ -49,7 +49,7 @@ struct Frame {
     /// so many tokens, a part of the base.
     outputs: Py<PyAny>,
     sums: Py<PyAny>,
-    /// `(tensors, operation, tokens) -> answer`: what the caller of a dispatch gets.
+    /// `(tensors, operation, tokens, calls) -> answer`: what the caller of a dispatch gets.
     answer: Py<PyAny>,
     /// `(event or None, tensors) -> EventOverlap`.
     overlap: Py<PyAny>,
@@ -144,7 +144,7 @@ impl ExpertCalls {
         let put = (DispatchArgs(args), route.stream, send_only.0);
         let operation = frame.buffer.bind(py).call_method1(intern!(py, "dispatch_expert"), put)?;
         let tensors = PyList::new(py, set.0.tensors.iter().map(|one| one.as_ref().map(|one| one.bind(py))))?;
-        let answer = frame.answer.bind(py).call1((tensors, &operation, tokens))?;
+        let answer = frame.answer.bind(py).call1((tensors, &operation, tokens, slf))?;
         let used = [Some(x), Some(topk_idx), topk_weights, stats, waits];
         calls.submitted(slf, &operation, answer, (&used, Some(&set)), &route, send_only).map(Some)
     }

@@ -71,16 +71,26 @@ impl DeviceBuffer {
         num_sms: Option<u32>,
         regions: u32,
         node: Option<u32>,
+        variants: bool,
     ) -> PyResult<DeviceBuffer> {
         let _call = Call::enter(py);
         let config = parameters.config(py)?;
         let (context, group) = (context.get().native().clone(), group.get().native().clone());
         let patience = config.timeout.saturating_mul(2) + context.settings().timeout;
-        let options = ep::DeviceOptions { ordinal, num_sms, regions, node };
+        let options = ep::DeviceOptions { ordinal, num_sms, regions, node, variants };
         let make = move || ep::DeviceBuffer::new(&group, &context, &name, config, options);
         let native = wait::apart(py, make)?;
         let remembered = lifecycle::remember_device_buffer(&native);
         Ok(DeviceBuffer { native: Detached::new(native), remembered, patience })
+    }
+
+    /// Other kernels on the same heap and connections: see `ep::DeviceBuffer::variant`.
+    fn variant(&self, py: Python<'_>, parameters: Parameters) -> PyResult<DeviceBuffer> {
+        let config = parameters.config(py)?;
+        let native = self.native.here(py, "variant")?;
+        let made = py.detach(|| native.variant(config)).or_raise(py)?;
+        let remembered = lifecycle::remember_device_buffer(&made);
+        Ok(DeviceBuffer { native: Detached::new(made), remembered, patience: self.patience })
     }
 
     #[getter]

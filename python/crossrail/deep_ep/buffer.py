@@ -18,17 +18,15 @@ from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn
 from crossrail.deep_ep.given import BLOCK, PACKED, Given, Rows, low_latency_payload, rows_kind
 from crossrail.deep_ep.handles import NODE_RANKS, Handle, RankHandle, Routing, routing_of
 from crossrail.deep_ep.layouts import dispatch_layout, experts_of_ranks, node_counts
-from crossrail.deep_ep.pool import Gpu, Kind, Machine, Pool
+from crossrail.deep_ep.pool import Gpu, Kind, Machine, Pool, Room
 from crossrail.deep_ep.ranks import Peers, Ranks, joined
 from crossrail.deep_ep.results import kept
+from crossrail.deep_ep.rooms import agreed_rooms, remember
 from crossrail.deep_ep.steps import Steps, Wanted
 from crossrail.errors import ClosedError, UsageError
 from crossrail.experts import ExpertBuffer
 
 __all__ = ["Buffer"]
-
-HINT_TOPK = 8
-"""Experts of a token that the hint of what low-latency mode takes is for."""
 
 
 WIRE_BF16, WIRE_LOGFMT = 0, 1
@@ -41,15 +39,20 @@ class Buffer:
     `group`: a torch.distributed process group or a crossrail.Group; or None with `comm`, an MPI communicator. Every
     rank makes its buffer on PyTorch's current GPU at the same point, and calls the same operations in the same order.
 
-    Memory is taken at the first dispatch of a kind (hidden size, experts, top-k, bf16 or fp8; in low-latency mode the
-    number of tokens too), which also compiles kernels unless they are kept on disk: run each kind once before capturing
-    it in a graph. In normal mode it is for the tokens of the rank that has the most, and for no fewer than
-    `num_nvl_bytes` are enough for; when a later dispatch has more on any rank, all ranks make a larger one, and the old
-    one goes with the last handle of its dispatches. With `num_worst_tokens` that is so at the first dispatch only:
-    later ones may have as many tokens as there is room for then, at least `num_worst_tokens` / ranks. `num_rdma_bytes`
-    is not looked at, nor is `num_qps_per_rank`: no network is needed.
+    In low-latency mode the constructor makes everything that dispatches need: kernels, and memory that all ranks map,
+    for the sizes that `get_low_latency_rdma_size_hint` was asked for on all ranks, as far as `num_rdma_bytes` go. A
+    dispatch of these sizes, of any kind of rows and any number of experts per token, then waits for no other rank's
+    host, also the first one in a graph, and when a rank is gone. One of other sizes makes a buffer together with all
+    ranks, outside of captures; one that takes more than `num_rdma_bytes` says how many, if they are not 0.
 
-    `low_latency_mode` is remembered; either mode works at any time. `allow_nvlink_for_low_latency_mode=False`: rows of
+    In normal mode memory is taken at the first dispatch of a kind (hidden size, experts, top-k, bf16 or fp8), which
+    also compiles kernels unless they are kept on disk: run each kind once before capturing it in a graph. It is for the
+    tokens of the rank that has the most, and for no fewer than `num_nvl_bytes` are enough for; when a later dispatch
+    has more on any rank, all ranks make a larger one, and the old one goes with the last handle of its dispatches. With
+    `num_worst_tokens` that is so at the first dispatch only: later ones may have as many tokens as there is room for
+    then, at least `num_worst_tokens` / ranks. `num_qps_per_rank` is not looked at: no network is needed.
+
+    Either mode works at any time, whatever `low_latency_mode` says. `allow_nvlink_for_low_latency_mode=False`: rows of
     low-latency operations go over the network lanes of the hosts. `allow_mnnvl` and `use_fabric` allow what is not
     used.
     `enable_shrink` is remembered: in low-latency mode a rank that does not come in time is always masked, and
@@ -90,9 +93,13 @@ class Buffer:
         self._ranks, self._machine = self._meet(group, comm, bool(allow_nvlink_for_low_latency_mode))
         self.rank = self._ranks.rank
         self.group_size = self._ranks.size
-        self._pool = Pool(self._machine, self.group_size, self.num_nvl_bytes)
+        low_latency_bytes = self.num_rdma_bytes if self.low_latency_mode else 0
+        self._pool = Pool(self._machine, self.group_size, self.num_nvl_bytes, low_latency_bytes)
         self._steps = Steps(self._ranks, self._machine, self._pool)
         self._ends.callback(self._pool.destroy)
+        if low_latency_bytes:
+            for room in agreed_rooms(self._ranks, low_latency_bytes):
+                self._pool.prepare(room)
 
     def _meet(self, group: Any, comm: Any, share_node: bool) -> tuple[Ranks, Machine]:
         """The other ranks, and where the expert buffers will be."""
@@ -158,10 +165,13 @@ class Buffer:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes that low-latency mode takes on each rank, in bf16 and with 8 experts per token."""
-        kind = Kind("expert", hidden, num_experts, max(1, min(HINT_TOPK, num_experts)), "bf16")
-        options = kind.parameters(num_max_dispatch_tokens_per_rank) | {"ranks": num_ranks, "device": 0}
-        return ExpertBuffer.plan(**options).total
+        """Bytes that low-latency mode takes on each rank, for rows of any kind and any number of experts per token.
+
+        A buffer that is then made with as many `num_rdma_bytes`, or more, is ready for such dispatches at once.
+        """
+        room = Room(hidden, num_experts, num_max_dispatch_tokens_per_rank)
+        options = room.kind().parameters(room.max_tokens) | {"ranks": num_ranks, "device": 0}
+        return remember(num_ranks, room, ExpertBuffer.plan(**options).total)
 
     # Streams and memory.
 
@@ -440,25 +450,10 @@ class Buffer:
         if found is None:
             buffer = self._pool.expert_layout(kind, most)
             sizes = Sizes(self.group_size, most, hidden, experts, kind.topk, bool(use_fp8), bool(use_ue8m0))
-            streams = self._machine.streams
-            frame = Frame(
-                torch(), buffer._native, streams, sizes, device, self._answer(buffer, kind, most), streams.overlap
-            )
+            streams, answer = self._machine.streams, answer_of(buffer, kind, most, self.group_size * most)
+            frame = Frame(torch(), buffer._native, streams, sizes, device, answer, streams.overlap)
             found = self._prepared[kind, most] = ExpertCalls(frame)
         return found
-
-    def _answer(self, buffer: Any, kind: Kind, most: int) -> Answer:
-        """What a low-latency dispatch of this kind returns: what was received, the rows of each expert, the handle."""
-        rows = self.group_size * most
-
-        def answer(tensors: list[Any], operation: Any, tokens: int) -> tuple[Rows, Tensor, Handle]:
-            received, scales, counts, ranges, source = tensors
-            routing = Routing(buffer, operation.handle(rows), kind, most, tokens, rows)
-            routing.calls = self._prepared[kind, most]
-            handle = Handle.of(routing, source, ranges, most, kind.hidden, kind.experts)
-            return received if scales is None else (received, scales), counts, handle
-
-        return answer
 
     def low_latency_combine(
         self,
@@ -579,3 +574,16 @@ class Buffer:
         self._open("low_latency_clean_mask_buffer")
         for rank in sorted(self._pool.left_out()):
             self._pool.take_back(rank)
+
+
+def answer_of(buffer: Any, kind: Kind, most: int, rows: int) -> Answer:
+    """What low-latency dispatches of this kind return: what was received, the rows of each expert, the handle."""
+
+    def answer(tensors: list[Any], operation: Any, tokens: int, calls: Any) -> tuple[Rows, Tensor, Handle]:
+        received, scales, counts, ranges, source = tensors
+        routing = Routing(buffer, operation.handle(rows), kind, most, tokens, rows)
+        routing.calls = calls
+        handle = Handle.of(routing, source, ranges, most, kind.hidden, kind.experts)
+        return received if scales is None else (received, scales), counts, handle
+
+    return answer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from crossrail._calls import DispatchCall
 from crossrail.deep_ep.checks import Tensor, torch, wrong
@@ -11,12 +11,16 @@ from crossrail.deep_ep.events import Streams
 from crossrail.deep_ep.ranks import Joined
 from crossrail.experts import ExpertBuffer
 
-__all__ = ["LEAST_TOKENS", "Gpu", "Kind", "Machine", "Pool", "room_for"]
+__all__ = ["LEAST_TOKENS", "Gpu", "Kind", "Machine", "Pool", "Room", "room_for"]
 
 Payload: TypeAlias = Literal["bf16", "f32", "power2", "ue8m0"]
 """What rows are: bf16, or fp8 with such scales."""
 PAYLOADS: tuple[Payload, ...] = ("bf16", "f32", "power2", "ue8m0")
 LEAST_TOKENS = 128
+MOST_TOPK = 32
+"""Experts of a token, at most."""
+USUAL_TOPK = 8
+"""Experts of a token that kernels are compiled for before a program says how many there are."""
 SPARE_RESULTS = 2
 """Results of normal dispatches that are not copied, at most."""
 
@@ -44,6 +48,18 @@ class Kind:
         }
 
 
+class Room(NamedTuple):
+    """Sizes of low-latency dispatches that share one heap."""
+
+    hidden: int
+    experts: int
+    max_tokens: int
+
+    def kind(self) -> Kind:
+        """The kind that takes the most memory."""
+        return Kind("expert", self.hidden, self.experts, max(1, min(MOST_TOPK, self.experts)), "bf16")
+
+
 class Machine(Protocol):
     """Where the expert buffers are."""
 
@@ -52,6 +68,9 @@ class Machine(Protocol):
 
     def make(self, kind: Kind, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> Any:
         """An ExpertBuffer, connected to those of `ranks`."""
+
+    def variant(self, buffer: Any, kind: Kind) -> Any:
+        """An ExpertBuffer on the heap and the connections of this one. No other rank takes part."""
 
     def bytes(self, kind: Kind, max_tokens: int) -> int:
         """What that takes."""
@@ -80,7 +99,7 @@ class Gpu:
         options = kind.parameters(max_tokens) | {"device": self.device.index, "num_sms": num_sms}
         options |= {"regions": SPARE_RESULTS, "share_node": self._share_node or kind.layout == "rank"}
         name = f"{self._joined.name}/{name}"
-        options["timeout"] = self._timeout
+        options |= {"timeout": self._timeout, "variants": kind.layout == "expert"}
         buffer = ExpertBuffer(self._joined.group, **options, connect=False, name=name)
         try:
             buffer.connect(ranks)
@@ -88,6 +107,10 @@ class Gpu:
             buffer.destroy()
             raise
         return buffer
+
+    def variant(self, buffer: ExpertBuffer, kind: Kind) -> ExpertBuffer:
+        options = kind.parameters(0)
+        return buffer.variant(options["topk"], options["dispatch_dtype"], scale=options["scale"])
 
     def bytes(self, kind: Kind, max_tokens: int) -> int:
         options = kind.parameters(max_tokens) | {"device": self.device.index, "regions": SPARE_RESULTS}
@@ -135,24 +158,51 @@ class Made:
 class Pool:
     """A buffer's expert buffers. All ranks ask for the same ones in the same order."""
 
-    def __init__(self, machine: Machine, ranks: int, budget: int) -> None:
-        """`budget`: bytes that those of the rank layout are made to fill at first, each."""
+    def __init__(self, machine: Machine, ranks: int, budget: int, low_latency_bytes: int = 0) -> None:
+        """`budget`: bytes that those of the rank layout are made to fill at first, each. `low_latency_bytes`: the most
+        that dispatches of one size in the expert layout may take, 0 for any number."""
         self._machine = machine
         self._ranks = ranks
         self._budget = budget
+        self._low_latency_bytes = low_latency_bytes
+        self._bases: dict[Room, Any] = {}
         self._made: dict[tuple[Kind, int], Made] = {}
         self._count = 0
         self._out: set[int] = set()
 
+    def prepare(self, room: Room) -> None:
+        """Makes what dispatches of this size need: memory, with all ranks, and kernels for every kind of rows."""
+        topk = max(1, min(USUAL_TOPK, room.experts))
+        for payload in PAYLOADS:
+            if room.hidden % {"bf16": 1, "ue8m0": 512}.get(payload, 128) == 0:
+                self.expert_layout(Kind("expert", room.hidden, room.experts, topk, payload), room.max_tokens)
+
     def expert_layout(self, kind: Kind, max_tokens: int) -> Any:
-        """The one for up to `max_tokens`."""
+        """The one for up to `max_tokens`. All ranks make it together, except where there is one for other rows or
+        another number of experts per token."""
         made = self._made.get((kind, max_tokens))
-        if made is None:
+        if made is not None:
+            return made.buffer
+        room = Room(kind.hidden, kind.experts, max_tokens)
+        if (base := self._bases.get(room)) is not None:
+            made = Made(self._machine.variant(base, kind), max_tokens)
+        else:
+            self._check(room)
             out = self.left_out()
             ranks = [rank for rank in range(self._ranks) if rank not in out]
             made = self._make(kind, max_tokens, None, ranks)
-            self._made[kind, max_tokens] = made
+            if not out:
+                self._bases[room] = made.buffer
+        self._made[kind, max_tokens] = made
         return made.buffer
+
+    def _check(self, room: Room) -> None:
+        """Raises UsageError for sizes that take more memory than the program allows."""
+        needed = self._machine.bytes(room.kind(), room.max_tokens) if self._low_latency_bytes else 0
+        if needed > self._low_latency_bytes:
+            detail = f"{needed} bytes are needed, and num_rdma_bytes is {self._low_latency_bytes}"
+            hint = "get_low_latency_rdma_size_hint says how many a program's dispatches take"
+            raise wrong("low_latency_dispatch", detail, hint)
 
     def made(self, kind: Kind) -> Made | None:
         """The one in the rank layout, if there is one: there is on all ranks, or on none."""
@@ -216,3 +266,4 @@ class Pool:
         for made in self._made.values():
             made.buffer.destroy()
         self._made.clear()
+        self._bases.clear()
