@@ -414,6 +414,7 @@ def test_bad_usage_and_no_gpu(tmp_path: Path, options: list[str], code: int) -> 
     ("script", "options", "module"),
     [
         ("peers/nccl.py", ["--what=latency"], "torch"),
+        ("peers/host_calls.py", [], "torch"),
         ("peers/nixl.py", [], "nixl_cu13"),
         ("peers/copies.py", ["--what=pair"], "cuda"),
         ("puts.py", [], "torch"),
