@@ -210,7 +210,8 @@ impl ShmLane {
         if self.arriving.is_some() && !self.go_on(sink, budget) {
             return Ok(true);
         }
-        while let Some(frame) = self.consumer.peek()? {
+        while self.consumer.is_ready()? {
+            let frame = self.consumer.frame()?;
             match sink.place(self.id, &frame.head) {
                 Place::Into { dst, len, grant: None, token } if frame.len <= WHOLE_MAX => {
                     let wanted = len.min(frame.len);

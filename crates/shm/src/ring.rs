@@ -202,7 +202,7 @@ pub(crate) struct Frame {
     pub(crate) head: Head,
     /// Payload bytes, checked.
     pub(crate) len: usize,
-    inline: [u64; 3],
+    slot: NonNull<Slot>,
     /// In the byte ring; meaningless for inline payloads.
     bytes: *const u8,
 }
@@ -215,16 +215,19 @@ impl Frame {
     #[inline]
     pub(crate) unsafe fn copy_to(&self, dst: *mut u8, at: usize, len: usize) {
         if self.len <= INLINE {
+            // SAFETY: inside the mapping, which the consumer keeps.
+            let words = unsafe { &self.slot.as_ref().words };
             if len == 8 && at == 0 {
                 // SAFETY: by the contract.
-                unsafe { dst.cast::<u64>().write_unaligned(self.inline[0]) };
+                unsafe { dst.cast::<u64>().write_unaligned(words[4].load(Ordering::Relaxed)) };
             } else {
-                let src = self.inline.as_ptr().cast::<u8>().wrapping_add(at);
+                let inline = [4, 5, 6].map(|i| words[i].load(Ordering::Relaxed));
+                let src = inline.as_ptr().cast::<u8>().wrapping_add(at);
                 // SAFETY: by the contract; at + len <= 24, the bytes of `inline`.
                 unsafe { dst.copy_from_nonoverlapping(src, len) };
             }
         } else {
-            // SAFETY: by the contract; `Consumer::peek` checked that the payload lies inside the ring. A hostile
+            // SAFETY: by the contract; `Consumer::payload` checked that the payload lies inside the ring. A hostile
             // peer may change the bytes meanwhile: then garbage arrives, as it could have sent in the first place.
             unsafe { copy::bytes(dst, self.bytes.wrapping_add(at), len) };
         }
@@ -271,7 +274,7 @@ impl Consumer {
         unsafe { self.slots.add((self.next & MASK) as usize).as_ref() }
     }
 
-    /// Whether `peek` would find something (a frame, or an error to report).
+    /// Whether there is something: a frame, or an error to report.
     #[inline]
     pub(crate) fn has_next(&self) -> bool {
         self.slot().seq.load(Ordering::Acquire) != self.stale()
@@ -288,24 +291,32 @@ impl Consumer {
         (self.next + 1).saturating_sub(SLOTS as u64)
     }
 
-    /// The oldest frame in the ring.
+    /// Whether the ring holds a frame: one cache line is looked at.
     #[inline]
-    pub(crate) fn peek(&self) -> Result<Option<Frame>, LaneError> {
-        let slot = self.slot();
-        let seq = slot.seq.load(Ordering::Acquire);
-        if seq != self.next + 1 {
-            return if seq == self.stale() { Ok(None) } else { Err(self.wrong(seq)) };
+    pub(crate) fn is_ready(&self) -> Result<bool, LaneError> {
+        let seq = self.slot().seq.load(Ordering::Acquire);
+        if seq == self.next + 1 {
+            return Ok(true);
         }
+        if seq == self.stale() { Ok(false) } else { Err(self.wrong(seq)) }
+    }
+
+    /// The oldest frame in the ring, which [is there](Consumer::is_ready).
+    #[inline]
+    pub(crate) fn frame(&self) -> Result<Frame, LaneError> {
+        let slot = self.slot();
         let mut head = [0; 32];
         for (bytes, word) in head.as_chunks_mut::<8>().0.iter_mut().zip(&slot.words) {
             *bytes = word.load(Ordering::Relaxed).to_le_bytes();
         }
         let head = Head(head);
         let len = head.payload_len() as usize;
-        if len <= INLINE {
-            let inline = [4, 5, 6].map(|i| slot.words[i].load(Ordering::Relaxed));
-            return Ok(Some(Frame { head, len, inline, bytes: std::ptr::null() }));
-        }
+        let bytes = if len <= INLINE { std::ptr::null() } else { self.payload(len)? };
+        Ok(Frame { head, len, slot: NonNull::from(slot), bytes })
+    }
+
+    /// Where the oldest frame's payload lies in the byte ring.
+    fn payload(&self, len: usize) -> Result<*const u8, LaneError> {
         if len > MAX_PAYLOAD {
             return Err(LaneError::Protocol(format!(
                 "a frame of {len} payload bytes; this lane carries {MAX_PAYLOAD}"
@@ -313,8 +324,7 @@ impl Consumer {
         }
         let (start, _) = reserve(self.byte_next, len as u64, self.ring);
         // SAFETY: `reserve` keeps start..start+len inside the ring without a wrap.
-        let bytes = unsafe { self.bytes.add((start & (self.ring - 1)) as usize) }.as_ptr();
-        Ok(Some(Frame { head, len, inline: [0; 3], bytes }))
+        Ok(unsafe { self.bytes.add((start & (self.ring - 1)) as usize) }.as_ptr())
     }
 
     #[cold]
@@ -322,7 +332,7 @@ impl Consumer {
         LaneError::Protocol(format!("a slot has sequence {seq} where {} is due", self.next + 1))
     }
 
-    /// Done with the frame that `peek` returned. True: it is time to `publish`.
+    /// Done with the oldest frame. True: it is time to `publish`.
     #[inline]
     pub(crate) fn release(&mut self, frame: &Frame) -> bool {
         self.next += 1;

@@ -1,0 +1,19 @@
+//! Segments of the peer, as a lane keeps track of them.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use crate::memory::Mapping;
+
+/// A segment of the peer.
+#[derive(Debug)]
+pub(crate) enum PeerSegment {
+    /// Not named yet.
+    Passed(OwnedFd),
+    /// Its descriptor could not be received.
+    Lost,
+    Mapped(Arc<Mapping>, Identity),
+}
+
+/// As `memory::identity`.
+pub(crate) type Identity = u64;
