@@ -116,7 +116,7 @@ impl Matcher {
 
     /// The receive for a message of `len` bytes that has come now, if it is the oldest and has the room, and its memory
     /// may be written `at_once` where that is asked for; otherwise nothing is taken.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn arrive_within(&mut self, peer: EndpointId, tag: u64, len: u64, at_once: bool) -> Option<OpId> {
         let first = self.posted.front()?;
         let fits = fits(first.tag, first.mask, first.from, peer, tag) && len <= first.capacity;

@@ -184,8 +184,13 @@ impl End {
     }
 
     fn receive(&mut self, lane: LaneId, head: &Head, payload: &[u8]) -> bool {
-        let mut host = Host { matcher: &mut self.matcher, regions: &mut self.regions };
-        let placing = self.peer.place(self.now, lane, head, &mut host);
+        let placing = match self.peer.place_short(self.now, lane, head, &mut self.matcher) {
+            Some(short) => Placing::Message(short),
+            None => {
+                let mut host = Host { matcher: &mut self.matcher, regions: &mut self.regions };
+                self.peer.place(self.now, lane, head, &mut host)
+            }
+        };
         let len = head.payload_len();
         let control = match placing {
             Placing::Refuse(_) => return false,

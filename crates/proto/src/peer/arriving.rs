@@ -58,13 +58,34 @@ impl Peer {
         }
     }
 
+    /// [`Peer::place`], for engines that would rather not move a whole [`Placing`], as far as it answers with
+    /// [`Placing::Message`]. `None`: nothing was done, [`Peer::place`] decides.
+    #[inline]
+    pub fn place_short(&mut self, now: Time, lane: LaneId, head: &Head, matcher: &mut Matcher) -> Option<Short> {
+        if !self.is_calm(lane) {
+            return None;
+        }
+        let frame::EagerHead { tag, done, counted, .. } = frame::as_eager(head)?;
+        let (stamp, len) = (frame::Stamp::of(head), head.payload_len());
+        if !counted || done != 0 || len > self.calm.place_max || !self.stream.plain(stamp) {
+            return None;
+        }
+        // Confirming is the same whoever does it.
+        if !self.confirm(now, stamp.ack) {
+            return None;
+        }
+        let op = matcher.arrive_within(self.id, tag, u64::from(len), true)?;
+        self.stream.consumed(false);
+        self.delivered.deliver_next();
+        Some(Short { op, tag, bytes: u64::from(len), wire_ns: 0, lane: Some(lane) })
+    }
+
     /// The commonest frames, which need none of what others do: the next message, for the receive that waits first, and
     /// on a lane that loses nothing the count of delivered messages. `None`: nothing was done, [`Peer::arrive`] decides.
     #[inline]
     fn place_expected(&mut self, now: Time, lane: LaneId, head: &Head, matcher: &mut Matcher) -> Option<Placing> {
-        let calm = self.is_calm(lane);
         let at = self.lane_at(lane)?;
-        if !calm && (!matches!(self.phase, Phase::Live) || self.closing || self.bye_sent || self.open.is_some()) {
+        if !matches!(self.phase, Phase::Live) || self.closing || self.bye_sent || self.open.is_some() {
             return None;
         }
         let spec = &self.lanes[at].spec;
@@ -75,8 +96,8 @@ impl Peer {
         let (stamp, len) = (frame::Stamp::of(head), head.payload_len());
         let plain = self.stream.plain(stamp)
             && counted == spec.reliable
-            && (calm
-                || (!matches!(self.lanes[at].placing, Placement::Chunk { .. }) && self.their(their) == Their::Free));
+            && !matches!(self.lanes[at].placing, Placement::Chunk { .. })
+            && self.their(their) == Their::Free;
         if !plain || (counted && len > spec.whole_max) {
             return None;
         }
@@ -103,7 +124,7 @@ impl Peer {
             self.stream.consumed(false);
             if !self.delivered.deliver(their) {
                 self.owe_done(their);
-            } else if !calm {
+            } else {
                 self.calm_down(at);
             }
             return Some(Placing::Message(Short { op, tag, bytes: u64::from(len), wire_ns: 0, lane: Some(lane) }));

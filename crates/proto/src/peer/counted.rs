@@ -18,6 +18,8 @@ pub(super) struct Calm {
     lane: Option<LaneId>,
     /// Longest message that goes with its first frame.
     pub(super) send_max: u64,
+    /// Longest message that is placed whole.
+    pub(super) place_max: u32,
 }
 
 impl Peer {
@@ -36,13 +38,16 @@ impl Peer {
     /// Finds out whether the connection is [`Calm`].
     pub(super) fn calm_down(&mut self, at: usize) {
         let lane = &self.lanes[at];
+        if !lane.spec.counts {
+            return;
+        }
         let quiet = self.is_quiet(at) && lane.is_unoccupied() && self.open.is_none() && self.theirs_active == 0;
         let settled = !self.urgent && self.passes == 0 && !self.delivered.withholds() && self.stream.is_empty();
         let open = self.live() && !self.bye_sent && self.stream.open() && self.stream.reliable();
-        let counts = lane.spec.counts && lane.spec.reliable && self.stream.lane == Some(lane.spec.id);
+        let counts = lane.spec.reliable && self.stream.lane == Some(lane.spec.id);
         if quiet && settled && open && counts {
             let send_max = u64::from(lane.spec.eager_max.min(lane.spec.max_payload));
-            self.calm = Calm { lane: Some(lane.spec.id), send_max };
+            self.calm = Calm { lane: Some(lane.spec.id), send_max, place_max: lane.spec.whole_max };
         }
     }
 
@@ -66,14 +71,31 @@ impl Peer {
     /// The peer has delivered `count` of our counted messages.
     #[inline]
     pub(super) fn confirmed(&mut self, now: Time, count: u32) -> Result<(), String> {
-        for _ in 0..self.unconfirmed.news(count)? {
+        if self.confirm(now, count) { Ok(()) } else { Err(self.unconfirmed.too_many(count)) }
+    }
+
+    /// [`Peer::confirmed`]. False: it cannot have delivered so many.
+    #[inline(always)]
+    pub(super) fn confirm(&mut self, now: Time, count: u32) -> bool {
+        match self.unconfirmed.news(count) {
+            Some(0) => true,
+            Some(news) => {
+                self.pass_counted(now, news);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// The count has passed `news` more messages.
+    fn pass_counted(&mut self, now: Time, news: u32) {
+        for _ in 0..news {
             let Some(counted) = self.unconfirmed.pop() else { break };
             // One that was to be aborted is delivered all the same.
             if counted.stage != CountedStage::Answered {
                 self.close_counted(now, &counted);
             }
         }
-        Ok(())
     }
 
     #[inline]

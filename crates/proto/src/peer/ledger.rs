@@ -81,15 +81,17 @@ impl Unconfirmed {
         count.wrapping_sub(self.confirmed) as i32 > 0
     }
 
-    /// How many messages `count` confirms that were not confirmed before. `Err`: more than were sent.
+    /// How many messages `count` confirms that were not confirmed before. `None`: more than were sent.
     #[inline]
-    pub(super) fn news(&self, count: u32) -> Result<u32, String> {
+    pub(super) fn news(&self, count: u32) -> Option<u32> {
         let news = count.wrapping_sub(self.confirmed);
-        if news as usize > self.waiting.len() { Err(self.too_many(news)) } else { Ok(news) }
+        (news as usize <= self.waiting.len()).then_some(news)
     }
 
+    /// What is wrong with a count that confirms more than were sent.
     #[cold]
-    fn too_many(&self, news: u32) -> String {
+    pub(super) fn too_many(&self, count: u32) -> String {
+        let news = count.wrapping_sub(self.confirmed);
         format!("{news} messages confirmed of {} that were sent", self.waiting.len())
     }
 
@@ -167,6 +169,13 @@ impl Delivered {
         }
         self.withhold(their);
         false
+    }
+
+    /// A message arrived and was delivered, and none before it holds the count back.
+    #[inline]
+    pub(super) fn deliver_next(&mut self) {
+        debug_assert!(self.withheld.is_empty());
+        self.arrived = self.arrived.wrapping_add(1);
     }
 
     /// A message arrived whose fate is open.
@@ -273,14 +282,14 @@ mod tests {
         u.confirmed = u32::MAX;
         u.push(op, 8, Time(0));
         u.push(op, 9, Time(0));
-        assert_eq!(u.news(u32::MAX), Ok(0));
-        assert_eq!(u.news(1), Ok(2));
-        assert!(u.news(2).is_err());
-        assert!(u.news(u32::MAX - 1).is_err(), "a count never goes back");
+        assert_eq!(u.news(u32::MAX), Some(0));
+        assert_eq!(u.news(1), Some(2));
+        assert!(u.news(2).is_none());
+        assert!(u.news(u32::MAX - 1).is_none(), "a count never goes back");
         assert_eq!(u.pop().map(|counted| counted.len), Some(8));
-        assert_eq!(u.news(1), Ok(1));
+        assert_eq!(u.news(1), Some(1));
         u.clear();
-        assert_eq!(u.news(1), Ok(0));
+        assert_eq!(u.news(1), Some(0));
     }
 
     #[test]

@@ -82,10 +82,14 @@ impl Peer {
     }
 
     /// Whether [`Peer::next`] might have something for this lane. Cheap.
-    #[inline]
+    #[inline(always)]
     pub fn wants(&self, lane: LaneId) -> bool {
-        !self.is_calm(lane)
-            && self.lane_at(lane).is_some_and(|at| !self.is_quiet(at) && (self.has_words(at) || self.may_chunk(at)))
+        !self.is_calm(lane) && self.has_work(lane)
+    }
+
+    /// [`Peer::wants`], which looks at everything.
+    fn has_work(&self, lane: LaneId) -> bool {
+        self.lane_at(lane).is_some_and(|at| !self.is_quiet(at) && (self.has_words(at) || self.may_chunk(at)))
     }
 
     /// Whether there is nothing at all that the lane at `at` could carry: one test for what is mostly so. False says
@@ -172,11 +176,13 @@ impl Peer {
 
     /// Whether [`Peer::next`] has something for this lane that should go out now. [`Peer::wants`] also counts the few
     /// acknowledgements that may as well ride along with a message, if one comes in time.
-    #[inline]
+    #[inline(always)]
     pub fn presses(&self, lane: LaneId) -> bool {
-        if self.is_calm(lane) {
-            return false;
-        }
+        !self.is_calm(lane) && self.has_pressing_work(lane)
+    }
+
+    /// [`Peer::presses`], which looks at everything.
+    fn has_pressing_work(&self, lane: LaneId) -> bool {
         let Some(at) = self.lane_at(lane) else { return false };
         if self.is_quiet(at) {
             return false;
@@ -197,29 +203,32 @@ impl Peer {
 
     /// [`Peer::start`] and the [`Peer::next`] after it in one step, for a message of `len` bytes that can go out on
     /// this lane now, with all its bytes: its head, to be carried at once. `None`: it cannot, nothing was done.
-    #[inline]
+    #[inline(always)]
     pub fn send_now(&mut self, now: Time, op: OpId, tag: u64, len: u64, lane: LaneId) -> Option<Head> {
-        let calm = self.is_calm(lane);
-        let at = self.lane_at(lane)?;
-        if !calm && !self.is_clear(at) {
-            return None;
+        if self.is_calm(lane) && self.has_credit(len, self.calm.send_max) && !self.unconfirmed.is_full() {
+            return Some(self.count_out(op, tag, len, now));
         }
-        let spec = &self.lanes[at].spec;
-        let most = if calm { self.calm.send_max } else { u64::from(spec.eager_max.min(spec.max_payload)) };
-        let credit = self.own_active < self.config.message_credit
+        self.send_if_clear(now, op, tag, len, lane)
+    }
+
+    /// Whether the peer's credit and `most`, the longest message that goes with its first frame, permit `len` bytes.
+    #[inline]
+    fn has_credit(&self, len: u64, most: u64) -> bool {
+        self.own_active < self.config.message_credit
             && len <= most
-            && self.eager_bytes + len <= self.config.eager_credit;
-        if !credit {
+            && self.eager_bytes + len <= self.config.eager_credit
+    }
+
+    /// [`Peer::send_now`], which looks at all that might be in the way.
+    fn send_if_clear(&mut self, now: Time, op: OpId, tag: u64, len: u64, lane: LaneId) -> Option<Head> {
+        let at = self.lane_at(lane)?;
+        let spec = &self.lanes[at].spec;
+        if !self.is_clear(at) || !self.has_credit(len, u64::from(spec.eager_max.min(spec.max_payload))) {
             return None;
         }
-        if spec.reliable && !self.unconfirmed.is_full() {
-            let head = self.count_out(op, tag, len, now);
-            if !calm {
-                self.calm_down(at);
-            }
-            return Some(head);
-        }
-        Some(self.eager(now, at, op, tag, len, now))
+        let head = self.eager(now, at, op, tag, len, now);
+        self.calm_down(at);
+        Some(head)
     }
 
     /// Whether a new message could go out on the lane at `at` before anything else.

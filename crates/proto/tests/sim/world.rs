@@ -234,8 +234,14 @@ impl World {
             w.told[node] = count;
             w.outstanding[node] = w.outstanding[node].checked_sub(news).expect("chunks acknowledged twice");
         }
-        let mut host = Host { matcher: &mut n.matcher, regions: &mut n.regions };
-        let placing = n.peer.place(self.now, lane_id(wire, node), &frame.head, &mut host);
+        let (now, lane) = (self.now, lane_id(wire, node));
+        let placing = match n.peer.place_short(now, lane, &frame.head, &mut n.matcher) {
+            Some(short) => Placing::Message(short),
+            None => {
+                let mut host = Host { matcher: &mut n.matcher, regions: &mut n.regions };
+                n.peer.place(now, lane, &frame.head, &mut host)
+            }
+        };
         if self.trace {
             let text = format!("node {node} wire {wire} gets {:?} {placing:?}", frame::decode_head(&frame.head));
             self.log(|| text);
